@@ -117,7 +117,7 @@ impl Row {
             confidential: kind.confidential,
             vcpus: host.vcpus,
         };
-        let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts };
+        let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts };
         let ours = drive(&loading, policy, &[], Overhead::default(), 0).outcome;
         let before = (kind.firewall == 0).then(|| run_policy(&host, &mut OneBesideTheLane)).flatten();
         let before = before.map(|outcome| outcome.usable);

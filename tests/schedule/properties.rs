@@ -111,7 +111,7 @@ impl Case {
         let containers = containers.collect();
         let (report, publish, files) = (random.below(3) * MS, random.below(20) * MS, random.below(60) * MS);
         let overhead = Overhead { report, publish, files };
-        let policy = Policy { bind, init, relaxed: true, no_gpus: false, facts };
+        let policy = Policy { bind, init, relaxed: true, no_gpus: false, enable: None, facts };
         Self { seed, host, policy, containers, overhead, trouble }
     }
 

@@ -101,6 +101,11 @@ fn later(context: &TestContext) -> Result<Outcome> {
         r.kind == Kind::End && r.name == names::CDI_PUBLISH && r.seq > failed.seq.saturating_sub(3) && r.fields["failed"] == 1
     })?;
     ensure!(gone.fields["ready"] == 2, "{gone:?}");
+    // Reported before anybody took the GPU for usable.
+    let words = "fakepci.gpus=2 nvidia.xid=1:79:0 gpuinit.cdi.names=index,uuid testagent.guest=script testagent.script=gpu.failed>counters";
+    let at_once = Guest::new().append(words).boot(context, "at-once")?;
+    let failed = at_once.event(names::GPU_FAILED)?;
+    ensure!(failed.fields["reason"] == "off-the-bus" && failed.fields["index"] == 1, "{failed:?}");
     // Failed is not closed.
     let counters = super::worker::counters(&booted).or_else(|_| {
         booted.agent("script", |l| l.get("did") == "counters")?;

@@ -100,6 +100,10 @@ fn silent(context: &TestContext) -> Result<Outcome> {
     // The kernel waits a minute for the function.
     let end = booted.record("the end of the reset", |r| r.kind == Kind::End && r.name == names::GPU_RESET)?;
     ensure!(end.error.as_deref().is_some_and(|error| error.contains("0001:00:01.0/reset")), "{end:?}");
+    let failed = booted.event(names::GPU_FAILED)?;
+    let error = failed.error.unwrap_or_default();
+    ensure!(failed.fields["index"] == 1 && failed.fields["reason"] == "needs-reset", "{error}");
+    ensure!(error.contains("its reset has failed: write \"1\" to "), "{error}");
     let usable = booted.events(names::GPU_USABLE, 2)?;
     ensure!(usable.iter().all(|r| r.fields["index"] != 1), "{usable:?}");
     booted.still_runs()?;

@@ -8,6 +8,7 @@ use kata_gpu_init::events::record::{Kind, Level};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_killed_worker_loses_no_gpu_no_record_and_no_container", run: killed },
+    VmTest { name: "a_new_worker_knows_a_slow_host_and_frees_held_gpus", run: slow_host },
     VmTest { name: "a_worker_killed_after_the_boot_leaves_the_spec_as_it_was", run: killed_later },
     VmTest { name: "a_worker_killed_during_a_shortage_of_processes_is_replaced", run: no_process },
     VmTest { name: "gpus_come_up_after_a_moment_without_threads", run: no_thread },
@@ -76,6 +77,23 @@ fn killed(context: &TestContext) -> Result<Outcome> {
             ensure!(gpus.len() == 8, "{script}: {name} of {} GPUs", gpus.len());
         }
     }
+    Ok(Outcome::Passed)
+}
+
+/// The dead worker has enabled GPU 0, which shows nothing any more, and has held the others back for
+/// a load that fails.
+fn slow_host(context: &TestContext) -> Result<Outcome> {
+    let script = "testagent.script=module.load!begin>kill;settled>counters testagent.containers=good:3";
+    let words = format!("fakepci.gpus=4 fakepci.enable_ms=400 nvidia.probe_fail=0 testagent.guest=script {script}");
+    let booted = Guest::new().append(&words).boot(context, "slow")?;
+    booted.agent("script", |l| l.get("did") == "counters")?;
+    booted.created("good")?;
+    ensure!(booted.settled()? == (3, 1), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    let failed = named(&records, Kind::Event, names::GPU_FAILED);
+    ensure!(failed.len() == 1 && failed[0].fields["index"] == 0 && failed[0].fields["reason"] == "off-the-bus", "{failed:?}");
+    let chosen = named(&records, Kind::Event, names::STRATEGY);
+    ensure!(chosen.len() == 2 && chosen.iter().all(|strategy| strategy.fields["bind"] == "pipelined"), "{chosen:?}");
     Ok(Outcome::Passed)
 }
 

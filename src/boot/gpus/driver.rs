@@ -29,7 +29,7 @@ use crate::threads::{self, Panicked, Running};
 use nix::errno::Errno;
 use std::convert::Infallible;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -61,9 +61,13 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
     let Image { mut modules, version } = image;
     modules.follow(chosen);
     let one_by_one = way.one_by_one;
-    let load = Load { modules, version, sysfs: shared.sysfs.clone(), gpus: gpus.to_vec(), way, lane: Arc::clone(&shared.lane) };
+    let (sysfs, lane, offered) = (shared.sysfs.clone(), Arc::clone(&shared.lane), Arc::clone(&shared.offered));
+    let load = Load { modules, version, sysfs, gpus: gpus.to_vec(), way, lane, offered };
     if one_by_one {
-        load.hold_back_all_but(0);
+        load.offer(0);
+    } else {
+        // An earlier worker's load held GPUs back.
+        load.gpus.iter().filter(|gpu| load.sysfs.is_held_back(gpu.address)).for_each(|gpu| load.release(gpu.address));
     }
     // A load after a failed one starts afresh.
     state.send_replace(Driver::Loading);
@@ -256,16 +260,21 @@ struct Load {
     gpus: Vec<GpuId>,
     way: Way,
     lane: Arc<Lane>,
+    /// See [`Shared::offered`].
+    offered: Arc<Mutex<Option<GpuId>>>,
 }
 
 impl Load {
-    /// Holds back all GPUs but the one at that place. Those that were released for a probe during a
-    /// load are among them: the next load would probe them one after another.
-    fn hold_back_all_but(&self, place: usize) {
-        let others = self.gpus.iter().enumerate().filter(|(at, gpu)| *at != place && !self.sysfs.is_bound(gpu.address));
-        for (_, gpu) in others {
-            // The load probes a GPU that cannot be held back; the GPU is bound afterwards.
-            if let Err(error) = self.sysfs.hold_back(gpu.address) {
+    /// Offers the driver the GPU at that place, and holds all others back. Those that were released
+    /// for a probe during the last load are among them: this one would probe them in turn.
+    fn offer(&self, place: usize) {
+        let mut offered = self.offered.lock().unwrap_or_else(PoisonError::into_inner);
+        for (at, gpu) in self.gpus.iter().enumerate().filter(|(_, gpu)| !self.sysfs.is_bound(gpu.address)) {
+            if at == place {
+                *offered = Some(*gpu);
+                self.release(gpu.address);
+            } else if let Err(error) = self.sysfs.hold_back(gpu.address) {
+                // The load probes a GPU that cannot be held back; the GPU is bound afterwards.
                 tracing::warn!(name: names::GPU_BIND, gpu = %gpu.address, error = %error);
             }
         }
@@ -347,10 +356,7 @@ impl Load {
                 }
                 // No probe of the tried GPUs succeeded: offer the next one to the driver.
                 Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
-                    self.hold_back_all_but(tried.len());
-                    if let Some(next) = self.gpus.get(tried.len()) {
-                        self.release(next.address);
-                    }
+                    self.offer(tried.len());
                 }
                 Err(error) => return Err(Error::Load(error)),
             }
@@ -403,7 +409,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
-            let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts };
+            let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts };
             let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
             let (outcome, mut state) = watch::channel(Driver::Loading);
             let error = threads::run(|| -> () { panic!("on purpose") }).await.unwrap_err();

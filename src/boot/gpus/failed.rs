@@ -41,22 +41,28 @@ pub fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Fai
 }
 
 /// The failure of a GPU that was usable.
-pub fn failed_later(error: String, reason: Reason) -> Failed {
-    Failed::new(Step::Running, Some(reason), error)
+pub fn fell_off_the_bus() -> Failed {
+    Failed::new(Step::Running, Some(Reason::OffTheBus), "Xid 79: it was usable, and has fallen off the bus".into())
 }
 
 impl Shared {
     /// Removes a GPU from the spec for good and reports the reason, with the driver's log line
     /// where there is one.
     pub async fn give_up(&self, gpu: GpuId, since_ns: u64, failure: Failed) {
-        // A GPU that has left meanwhile has not failed, and the one at its address even less.
-        if !self.roster.contains(gpu) {
+        let bind_inode = self.roster.bind_of(gpu).map(|bound| bound.bind);
+        // A GPU that has left meanwhile has not failed, and the one at its address even less. A GPU
+        // fails once.
+        if !self.roster.failed(gpu) {
             return;
         }
-        let bind_inode = self.roster.bind_of(gpu).map(|bound| bound.bind);
-        self.roster.failed(gpu);
         let _unused = self.spec.send(Update::Failed { gpu });
-        let (reason, line) = self.recognise(gpu, since_ns, &failure).await;
+        self.report_failed(gpu, since_ns, &failure, bind_inode).await;
+        self.dispatch.report(Fact::Failed(gpu));
+    }
+
+    /// Reports the reason of a failure, with the driver's log line where there is one.
+    pub async fn report_failed(&self, gpu: GpuId, since_ns: u64, failure: &Failed, bind_inode: Option<u64>) {
+        let (reason, line) = self.recognise(gpu, since_ns, failure).await;
         let index = self.roster.index(gpu.address);
         let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
         if let Some(line) = line {
@@ -64,7 +70,6 @@ impl Shared {
         }
         let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's log line"));
         tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error, bind_inode, generation = gpu.again());
-        self.dispatch.report(Fact::Failed(gpu));
     }
 
     /// Reason of a failure, and the driver's line that shows it.

@@ -4,7 +4,7 @@
 use super::dispatch::{self, Dispatch, Orders};
 use super::driver::{self, Image, Way};
 use super::extras;
-use super::failed::failed_later;
+use super::failed::fell_off_the_bus;
 use super::gpu;
 use super::lane::Lane;
 use super::lane_cpu::Spare;
@@ -31,7 +31,6 @@ use crate::events::kmsg::DriverWords;
 use crate::events::sinks::console::Gate;
 use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, PciAddress, SYS};
-use crate::reason::Reason;
 use crate::services::{Fabric, Milestones};
 use crate::topology::Functions;
 use crate::uevents::{Action, Next, Uevent, Uevents};
@@ -99,6 +98,9 @@ pub async fn run(
     let after = After::from(&[Some(found.step), image][..]);
     let found = (found, after);
     let mut fleet = Fleet::start(config, command_line, previous, found, words, descriptors, machine);
+    for (gpu, xid) in previous.into_iter().flat_map(|previous| &previous.xids) {
+        fleet.heed(Signal::Xid(*gpu, *xid)).await;
+    }
     fleet.follow(uevents, signals, agent).await;
 }
 
@@ -166,7 +168,8 @@ impl Fleet {
         };
         let (bind, init, relaxed) = (config.bind, config.init, config.relaxed);
         let no_gpus = config.expected_gpus == Some(0);
-        let policy = Policy { bind, init, relaxed, no_gpus, facts: facts.clone() };
+        let enable = previous.and_then(|previous| previous.enable);
+        let policy = Policy { bind, init, relaxed, no_gpus, enable, facts: facts.clone() };
         let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
         let published = previous.map(|p| published(p, &roster, &ids, &image)).unwrap_or_default();
         let earlier = readiness::Earlier {
@@ -190,6 +193,7 @@ impl Fleet {
             dispatch,
             roster,
             driver: state,
+            offered: Arc::default(),
             topology: watch::channel(decision).0,
             descriptors,
             runtime: Handle::current(),
@@ -243,7 +247,7 @@ impl Fleet {
             }
         }
         if let Some(previous) = previous {
-            reset::resume(previous, &fleet.shared.sysfs);
+            reset::resume(previous, &fleet.shared);
         }
         fleet.bring_up(arrivals);
         fleet.shared.dispatch.report(Fact::Scanned);
@@ -526,11 +530,12 @@ impl Fleet {
             Signal::Xid(gpu, number) => {
                 let error = format!("the driver reports Xid {number} of GPU {gpu}");
                 tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error);
-                let usable = self.shared.roster.at(gpu).filter(|id| self.shared.dispatch.is_usable(*id));
-                if let (XID_OFF_THE_BUS, Some(id)) = (number, usable) {
-                    let error = "Xid 79: it was usable, and has fallen off the bus".into();
-                    let failure = failed_later(error, Reason::OffTheBus);
-                    self.shared.give_up(id, 0, failure).await;
+                if let (XID_OFF_THE_BUS, Some(id)) = (number, self.shared.roster.at(gpu)) {
+                    // Noted first: the GPU's own task looks when it has reported the GPU as usable.
+                    self.shared.seen.set_off_the_bus(id);
+                    if self.shared.dispatch.is_usable(id) {
+                        self.shared.give_up(id, 0, fell_off_the_bus()).await;
+                    }
                 }
             }
         }

@@ -11,7 +11,7 @@
 
 use super::dispatch::Orders;
 use super::extras;
-use super::failed::{Failed, failed, failed_by};
+use super::failed::{Failed, failed, failed_by, fell_off_the_bus};
 use super::late::Progress;
 use super::publication::Update;
 use super::reset;
@@ -34,13 +34,14 @@ use crate::threads::{self, Panicked};
 use nix::errno::Errno;
 use std::fmt::{self, Display};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 const PROC: &str = "/proc";
-/// Longest wait before the next try of a bind that came too early, and limit of tries. The kernel
-/// reports a plugged-in GPU before it permits a bind; no event but the bind itself shows the moment
-/// after, so the next try waits for it.
+/// Longest wait before the next try of a bind that came too early, and limit of tries since the
+/// last bind of any GPU. The kernel reports a plugged-in GPU before it permits a bind, and probes
+/// GPUs that came together one after another; no event but the bind itself shows the moment after,
+/// so the next try waits for it.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 
 /// Time after which a probe behind a firewall sleeps, for 4 s; its process is moved to the lane's
@@ -70,6 +71,10 @@ async fn settle(shared: &Arc<Shared>, gpu: GpuId, since_ns: u64, orders: Orders)
             let _unused = extras::start(shared, gpu).await;
             shared.dispatch.report(Fact::Usable(gpu));
             shared.occasions.send_modify(|seen| seen.usable += 1);
+            // The driver may have reported that before anyone took the GPU for usable.
+            if shared.seen.is_off_the_bus(gpu) {
+                shared.give_up(gpu, 0, fell_off_the_bus()).await;
+            }
         }
         // A GPU that is gone has not failed.
         Err(_) if !shared.roster.contains(gpu) => {}
@@ -178,21 +183,23 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
 /// step if that bound the GPU; a GPU that is not bound by the load's end gets a regular bind.
 async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
-    let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu), gpu.address);
+    let (id, sysfs, progress, offered) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu), Arc::clone(&shared.offered));
     let probing = threads::run(move || {
         progress.on_this_thread();
         step.run(|| {
             // A GPU that could not be held back is probed by the load, and this call would wait for
             // that probe; hence the thread.
-            if !sysfs.is_held_back(gpu) {
+            let address = gpu.address;
+            if !sysfs.is_held_back(address) {
                 return Ok(false);
             }
-            sysfs.release(gpu)?;
-            sysfs.probe(gpu)?;
-            let bound = sysfs.is_bound_at_last(gpu);
-            if !bound {
+            sysfs.release(address)?;
+            sysfs.probe(address)?;
+            let bound = sysfs.is_bound_at_last(address);
+            let offered = offered.lock().unwrap_or_else(PoisonError::into_inner);
+            if !bound && *offered != Some(gpu) {
                 // The load must not probe the GPU a third time.
-                sysfs.hold_back(gpu)?;
+                sysfs.hold_back(address)?;
             }
             Ok::<bool, SysfsError>(bound)
         })
@@ -206,18 +213,22 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?after);
     let id = step.id();
     let binding = async {
-        let (pause, tries) = TOO_EARLY;
-        for _ in 1..tries {
+        let (pause, most) = TOO_EARLY;
+        let mut tries = 0;
+        loop {
             let bound = shared.seen.next_bound();
+            tries += 1;
             match try_bind(shared, gpu, how).await {
-                Err(BindError::Refused(error)) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
-                    // The wait ends with a bind or its deadline; the next try decides.
-                    let _unused = tokio::time::timeout(pause, bound).await;
+                Err(BindError::Refused(error))
+                    if error.errno() == Some(Errno::ENODEV) && tries < most && shared.sysfs.is_present(gpu.address) =>
+                {
+                    if tokio::time::timeout(pause, bound).await.is_ok() {
+                        tries = 0;
+                    }
                 }
                 result => return result,
             }
         }
-        try_bind(shared, gpu, how).await
     };
     let since_ns = Some(boottime_ns());
     let result = match how {
@@ -430,7 +441,7 @@ mod tests {
     async fn a_panic_of_a_gpus_task_fails_that_gpu() {
         let config = Config::default();
         let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
-        let policy = Policy { bind: config.bind, init: config.init, relaxed: config.relaxed, no_gpus: false, facts };
+        let policy = Policy { bind: config.bind, init: config.init, relaxed: config.relaxed, no_gpus: false, enable: None, facts };
         let (dispatch, mut orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
         let (spec, mut updates) = mpsc::unbounded_channel();
         let sysfs = PciSysfs::at(Path::new("/nonexistent"));
@@ -451,6 +462,7 @@ mod tests {
             dispatch,
             roster: Arc::new(Roster::default()),
             driver: watch::channel(Driver::Loading).1,
+            offered: Arc::default(),
             topology: watch::channel(topology::decide(lone)).0,
             descriptors: Descriptors::new(None, None, Vec::new()),
             runtime: tokio::runtime::Handle::current(),

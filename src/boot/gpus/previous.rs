@@ -4,12 +4,14 @@ use super::schedule_messages::GpuId;
 use super::slots;
 use crate::clock::boottime_ns;
 use crate::driver_caps::MigInstance;
+use crate::driver_log::{self, Signal};
 use crate::events::names;
 use crate::events::record::{Kind, Level, Record};
 use crate::nvml::{self, MigDevice};
 use crate::pci::PciAddress;
 use crate::topology::{Decision, Functions, NVLINK_DISABLED, Source, Topology};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::Duration;
 
 /// State of one GPU so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,6 +48,11 @@ pub struct Previous {
     pub degraded: bool,
     /// The last decision about the topology.
     pub topology: Option<Decision>,
+    /// Errors in the driver's lines that no worker has reported, by their number (Xid).
+    pub xids: Vec<(PciAddress, u32)>,
+    /// Longest time that the enabling of a GPU took. A GPU is enabled once: later ones are no
+    /// measure of the host.
+    pub enable: Option<Duration>,
 }
 
 impl Previous {
@@ -70,13 +77,23 @@ impl Previous {
                     }
                 }
                 (Kind::End, Some(span)) => {
-                    open.remove(&span);
+                    let begin = open.remove(&span);
+                    if let Some(begin) = begin.filter(|_| record.name == names::GPU_ENABLE && record.error.is_none()) {
+                        let took = Duration::from_nanos(record.boottime_ns.saturating_sub(begin.boottime_ns));
+                        previous.enable = previous.enable.max(Some(took));
+                    }
                     if record.name == names::PCI_SCAN {
                         let gpus = number(record, "gpus").and_then(|n| usize::try_from(n).ok());
                         previous.scanned = previous.scanned.or(gpus);
                     }
                 }
-                (Kind::Kmsg, _) => previous.last_kmsg = record.fields.get("kmsg_seq").and_then(|n| n.as_u64()).max(previous.last_kmsg),
+                (Kind::Kmsg, _) => {
+                    previous.last_kmsg = number(record, "kmsg_seq").max(previous.last_kmsg);
+                    let text = record.fields.get("text").and_then(|text| text.as_str()).unwrap_or_default();
+                    if let Some(Signal::Xid(gpu, xid)) = driver_log::signal(text) {
+                        previous.xids.push((gpu, xid));
+                    }
+                }
                 _ => previous.take_event(record),
             }
         }
@@ -89,6 +106,10 @@ impl Previous {
             self.topology = decision(record).or(self.topology.take());
         }
         let Some(gpu) = record.gpu else { return };
+        if record.name == names::GPU_XID {
+            let reported = self.xids.iter().position(|(of, xid)| *of == gpu && number(record, "xid") == Some(u64::from(*xid)));
+            reported.map(|at| self.xids.remove(at));
+        }
         let generation = number(record, "generation").and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
         let known = self.gpus.entry(gpu).or_default();
         if record.name == names::GPU_FOUND {
@@ -106,6 +127,7 @@ impl Previous {
         match record.name.as_str() {
             // After a removal, no earlier fact holds.
             names::GPU_REMOVED => {
+                self.xids.retain(|(of, _)| *of != gpu);
                 let slot = slots::Known { left: true, bind: None, failed: false, ..known.slot.clone() };
                 *known = Known { slot, ..Known::default() };
             }
@@ -193,6 +215,16 @@ mod tests {
         const GPU: &str = "0001:00:03.0";
         let mut line = record(Kind::Kmsg, "kmsg", "", None);
         line.fields.insert("kmsg_seq".into(), 812.into());
+        let xid = |gpu: &str, number: u32| {
+            let mut line = record(Kind::Kmsg, "kmsg", gpu, None);
+            let device = gpu.strip_suffix(".0").unwrap();
+            line.fields.insert("text".into(), format!("NVRM: Xid (PCI:{device}): {number}, GPU has fallen off the bus.").into());
+            line
+        };
+        let mut reported = record(Kind::Event, names::GPU_XID, GPU, None);
+        reported.fields.insert("xid".into(), 79.into());
+        let mut enabled = record(Kind::End, names::GPU_ENABLE, GPU, Some(3));
+        enabled.boottime_ns = 3_300_000_000;
         let mut bound = record(Kind::Event, names::GPU_BOUND, GPU, None);
         bound.fields.insert("minor".into(), 5.into());
         let mut health = record(Kind::Event, names::GPU_HEALTH, GPU, None);
@@ -203,6 +235,8 @@ mod tests {
         let records = [
             service,
             record(Kind::End, names::SERVICE_START, "", Some(2)),
+            record(Kind::Begin, names::GPU_ENABLE, GPU, Some(3)),
+            enabled,
             record(Kind::Begin, names::GPU_BIND, GPU, Some(4)),
             record(Kind::End, names::GPU_BIND, GPU, Some(4)),
             bound,
@@ -211,6 +245,10 @@ mod tests {
             record(Kind::End, names::GPU_RESET, "0001:00:06.0", Some(7)),
             record(Kind::Begin, names::GPU_INIT, GPU, Some(9)),
             line,
+            xid(GPU, 79),
+            reported,
+            xid(GPU, 31),
+            xid("0001:00:05.0", 79),
             record(Kind::Event, names::GPU_FAILED, "0001:00:04.0", None),
             record(Kind::Event, names::GPU_USABLE, "0001:00:05.0", None),
             record(Kind::Event, names::GPU_REMOVED, "0001:00:05.0", None),
@@ -220,6 +258,9 @@ mod tests {
         assert_eq!(previous.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
         assert_eq!((previous.last_step, previous.last_kmsg), (9, Some(812)));
         assert_eq!(previous.resets.into_iter().collect::<Vec<_>>(), ["0001:00:06.0".parse().unwrap()]);
+        // Of a GPU that is there, and that no worker has reported.
+        assert_eq!(previous.xids, [(GPU.parse().unwrap(), 31)]);
+        assert_eq!(previous.enable, Some(Duration::from_millis(3300)));
         let known = |gpu: &str| previous.gpus[&gpu.parse().unwrap()].clone();
         assert_eq!(known(GPU).minor, Some(5));
         assert_eq!(known(GPU).instance_uuids, BTreeMap::from([(MigInstance { gpu: 5, gi: 1, ci: 0 }, MIG.to_string())]));

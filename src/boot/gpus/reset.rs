@@ -6,7 +6,7 @@
 //! cannot be opened until it is bound again, as another arrival, whose failure is final. A working
 //! GPU is never reset, nor a second one for the sake of the first.
 
-use super::failed::Failed;
+use super::failed::{Failed, failed};
 use super::previous::Previous;
 use super::schedule_messages::GpuId;
 use super::shared::Shared;
@@ -17,7 +17,7 @@ use crate::events::names;
 use crate::pci::PciAddress;
 use crate::reason::{Reason, Step};
 use crate::step;
-use crate::threads;
+use crate::threads::{self, Panicked};
 use std::sync::{Arc, PoisonError};
 
 /// Ways to reset one function and no other, the best first. The kernel offers `bus` only for a
@@ -64,40 +64,64 @@ fn method(asked: Reset, confidential: bool, again: bool, offered: Option<&str>) 
 /// Runs the reset. This is not the GPU's task, which ends with the unbind.
 async fn run(shared: Arc<Shared>, gpu: GpuId, since_ns: u64, failure: Failed, method: &'static str) {
     let step = step!(names::GPU_RESET, gpu = %gpu.address, method, reason = %Reason::NeedsReset);
-    let sysfs = shared.sysfs.clone();
-    let ended = threads::run(move || step.run(|| reset(&sysfs, gpu.address, method))).await;
-    if matches!(ended, Ok(Err(_)) | Err(_)) {
-        // Counts where the GPU was never unbound; else it has left, which the fleet reports.
-        shared.give_up(gpu, since_ns, failure).await;
-    }
+    let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
+    let ended = threads::run(move || {
+        let mut is_bound = false;
+        let result = step.run(|| {
+            sysfs.unbind(address)?;
+            let (bound, result) = reset_and_bind(&sysfs, address, Some(method));
+            is_bound = bound;
+            result
+        });
+        if is_bound { Ok(()) } else { result }
+    });
+    report(&shared, gpu, since_ns, failure, ended.await).await;
 }
 
-/// Blocks, for up to a minute where the GPU does not come back: call on a thread of its own.
-fn reset(sysfs: &PciSysfs, gpu: PciAddress, method: &str) -> Result<(), SysfsError> {
-    sysfs.unbind(gpu)?;
-    let reset = sysfs.reset(gpu, method);
+/// Resets an unbound GPU and binds it, as another arrival; returns whether it is bound, and the
+/// first error. Blocks, for up to a minute where the GPU does not answer: call on a thread of its
+/// own.
+fn reset_and_bind(sysfs: &PciSysfs, gpu: PciAddress, method: Option<&str>) -> (bool, Result<(), SysfsError>) {
+    let reset = method.map_or(Ok(()), |method| sysfs.reset(gpu, method));
     // Bound again in any case: without a driver, the GPU would leave without a failure.
     let bound = sysfs.bind(gpu);
-    reset.and(bound)
+    (bound.is_ok(), reset.and(bound))
+}
+
+/// Reports the failure of a GPU that is not bound after its reset. No event shows that: the GPU has
+/// left with its unbind, and only a bind is another arrival.
+async fn report(shared: &Shared, gpu: GpuId, since_ns: u64, mut failure: Failed, ended: Result<Result<(), SysfsError>, Panicked>) {
+    let error = match ended {
+        Ok(Ok(())) => return,
+        Ok(Err(error)) => error.to_string(),
+        Err(panicked) => panicked.to_string(),
+    };
+    failure.reason = Some(Reason::NeedsReset);
+    failure.error = format!("{}; its reset has failed: {error}", failure.error);
+    if shared.roster.contains(gpu) {
+        shared.give_up(gpu, since_ns, failure).await;
+    } else if shared.roster.at(gpu.address).is_none() {
+        shared.report_failed(gpu, since_ns, &failure, None).await;
+    }
 }
 
 /// Resets and binds GPUs whose reset the death of a worker broke off between its unbind and its
 /// bind. Whether the reset came about is not known; a second one of an unbound GPU does no harm.
-pub fn resume(previous: &Previous, sysfs: &PciSysfs) {
+pub fn resume(previous: &Previous, shared: &Arc<Shared>) {
     for begin in previous.open.iter().filter(|begin| begin.name == names::GPU_RESET) {
-        let Some(gpu) = begin.gpu else { continue };
+        let Some(address) = begin.gpu.filter(|gpu| !shared.sysfs.is_bound(*gpu)) else { continue };
         let method = begin.fields.get("method").and_then(|method| method.as_str());
         let method = METHODS.into_iter().find(|known| Some(*known) == method);
-        let sysfs = sysfs.clone();
-        threads::detach(move || {
-            if sysfs.is_bound(gpu) {
-                return;
-            }
-            let reset = method.map_or(Ok(()), |method| sysfs.reset(gpu, method));
-            let bound = sysfs.bind(gpu);
-            if let Err(error) = reset.and(bound) {
-                tracing::warn!(name: names::GPU_RESET, gpu = %gpu, error = %error);
-            }
+        let gpu = GpuId { address, generation: previous.gpus.get(&address).map_or(0, |known| known.slot.generation) };
+        let failure = failed(Step::Init)(&"a worker died while it reset this GPU");
+        let shared = Arc::clone(shared);
+        tokio::spawn(async move {
+            let sysfs = shared.sysfs.clone();
+            let ended = threads::run(move || match reset_and_bind(&sysfs, address, method) {
+                (true, _) => Ok(()),
+                (false, result) => result,
+            });
+            report(&shared, gpu, 0, failure, ended.await).await;
         });
     }
 }

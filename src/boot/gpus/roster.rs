@@ -68,9 +68,10 @@ impl Roster {
         self.lock().slots.bound(gpu, bound)
     }
 
-    /// A GPU has failed in the bind that its task has seen, if any.
-    pub fn failed(&self, gpu: GpuId) {
-        self.lock().slots.failed(gpu);
+    /// Notes that a GPU has failed in the bind that its task has seen, if any; returns whether it
+    /// was on its way, or usable.
+    pub fn failed(&self, gpu: GpuId) -> bool {
+        self.lock().slots.failed(gpu)
     }
 
     /// The bind of a GPU that its task has seen.

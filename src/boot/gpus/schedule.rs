@@ -285,7 +285,9 @@ impl Schedule {
             Fact::Found(id, arrival) => self.add(id, arrival, now),
             Fact::Scanned => self.scanned = true,
             Fact::Enabled(id, took) => {
-                self.lane.took = Some(took);
+                // An earlier worker may have enabled this GPU: that takes no time, and shows nothing.
+                let again = self.gpus.get(&id).is_some_and(|gpu| gpu.arrival == Arrival::Again);
+                self.lane.took = Some(took).max(self.policy.enable.filter(|_| again));
                 self.enter(id, Stage::Enabled, now);
                 if let Some(gpu) = self.gpus.get_mut(&id) {
                     (gpu.started, gpu.reports) = (Some(now), 0);
@@ -498,7 +500,7 @@ impl Schedule {
         };
         let enabling = self.any(enables);
         let Some(next) = self.waiting().next().filter(|_| !enabling) else {
-            if !enabling && !self.lane.over && self.waiting().next().is_none() && self.strategy.is_some() {
+            if !enabling && !self.lane.over && self.waiting().next().is_none() && self.strategy.is_some() && !self.load_enables() {
                 self.lane.over = true;
                 orders.push(Order::LaneOver);
             }
@@ -520,6 +522,16 @@ impl Schedule {
         let holds = std::mem::take(&mut self.lane.holds).into_iter().collect();
         self.begin(next, Stage::Enabling, now);
         orders.push(Order::Enable(next, holds));
+    }
+
+    /// Whether a load that enables GPUs by its probes, on the lane's vCPU, is under way or to come.
+    fn load_enables(&self) -> bool {
+        let loads = match self.load {
+            Load::No => self.any(|gpu| !gpu.is_settled()),
+            Load::Runs { .. } | Load::Failed { again: true } => true,
+            Load::Loaded { .. } | Load::Failed { again: false } => false,
+        };
+        loads && self.lane.took.is_none()
     }
 
     /// Begins the steps of a GPU that waited in the lane.

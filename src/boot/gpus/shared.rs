@@ -31,6 +31,9 @@ pub struct Shared {
     pub lane: Arc<Lane>,
     pub roster: Arc<Roster>,
     pub driver: watch::Receiver<Driver>,
+    /// GPU that the load offers to the driver, where it offers one at a time: nobody else holds
+    /// this one back. Locked while GPUs are held back.
+    pub offered: Arc<Mutex<Option<GpuId>>>,
     /// Kind of this guest; may change until the driver's load, and when NVML reports the fabric.
     pub topology: watch::Sender<Decision>,
     pub descriptors: Descriptors,
@@ -75,6 +78,8 @@ struct State {
     progress: HashMap<GpuId, Arc<Progress>>,
     /// Last initialisation that has ended; the next one may have waited for it.
     initialised: Option<StepId>,
+    /// GPUs that have fallen off the bus, by the driver's word.
+    off_the_bus: BTreeSet<GpuId>,
 }
 
 impl Seen {
@@ -93,6 +98,16 @@ impl Seen {
         state.bound_at.remove(&gpu);
         state.minors.remove(&gpu);
         state.progress.remove(&gpu);
+        state.off_the_bus.remove(&gpu);
+    }
+
+    /// Notes that a GPU has fallen off the bus.
+    pub fn set_off_the_bus(&self, gpu: GpuId) {
+        self.lock().off_the_bus.insert(gpu);
+    }
+
+    pub fn is_off_the_bus(&self, gpu: GpuId) -> bool {
+        self.lock().off_the_bus.contains(&gpu)
     }
 
     pub fn minor(&self, gpu: GpuId) -> Option<u32> {

@@ -165,12 +165,11 @@ impl Slots {
         })
     }
 
-    /// Notes that a GPU has failed, in the bind that its task has seen. Another bind is another
-    /// arrival.
-    pub fn failed(&mut self, gpu: GpuId) {
-        if let Some(slot) = self.slots.get_mut(&gpu.address).filter(|slot| slot.generation == gpu.generation && slot.state == State::Here) {
-            slot.state = State::Failed;
-        }
+    /// Notes that a GPU has failed, in the bind that its task has seen; returns whether it was on
+    /// its way, or usable. Another bind is another arrival.
+    pub fn failed(&mut self, gpu: GpuId) -> bool {
+        let slot = self.slots.get_mut(&gpu.address).filter(|slot| slot.generation == gpu.generation && slot.state == State::Here);
+        slot.map(|slot| slot.state = State::Failed).is_some()
     }
 
     /// The bind of a GPU that its task has seen.

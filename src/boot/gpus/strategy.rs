@@ -81,6 +81,8 @@ pub struct Policy {
     pub relaxed: bool,
     /// No GPU is expected, now or later.
     pub no_gpus: bool,
+    /// Time that an earlier worker's enabling of a GPU took.
+    pub enable: Option<Duration>,
     pub facts: Facts,
 }
 
@@ -132,7 +134,7 @@ mod tests {
     }
 
     fn policy() -> Policy {
-        Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts: facts() }
+        Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts: facts() }
     }
 
     /// On a slow host.

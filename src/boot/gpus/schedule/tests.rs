@@ -20,7 +20,7 @@ fn boot(n: u8, policy: Policy) -> (Schedule, Vec<Order>) {
 
 fn policy() -> Policy {
     let facts = Facts { gpus: 3, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
-    Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts }
+    Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts }
 }
 
 /// A slow host up to its first initialisation.
@@ -268,7 +268,8 @@ fn a_gpu_found_during_a_load_that_fails_gets_the_next_one() {
     assert_eq!(schedule.take(ms(11), Fact::Failed(gpu(0))), []);
     let orders = schedule.take(ms(12), Fact::LoadOver);
     assert_eq!(orders, [Order::Load { gpus: vec![gpu(7)], one_by_one: false, enables: true }]);
-    assert_eq!(schedule.take(ms(20), Fact::Loaded(false)), [Order::Probe(gpu(7), Probe::Bind)], "which fails, with the load's reason");
+    let orders = schedule.take(ms(20), Fact::Loaded(false));
+    assert_eq!(orders, [Order::Probe(gpu(7), Probe::Bind), Order::LaneOver], "which fails, with the load's reason");
 }
 
 #[test]
@@ -315,4 +316,24 @@ fn a_guest_that_never_gets_a_gpu_locks_down_at_once() {
     let settled = Order::Settled { usable: 0, failed: 0 };
     assert_eq!(boot(0, Policy { no_gpus: true, ..policy() }).1, [settled.clone(), Order::LockDown]);
     assert_eq!(boot(0, policy()).1, [settled], "one may be plugged in");
+}
+
+#[test]
+fn a_gpu_that_is_enabled_already_is_no_measure_of_the_host() {
+    for (enable, bind) in [(Some(ms(3000)), Bind::Pipelined), (None, Bind::Insmod)] {
+        let mut schedule = Schedule::new(Policy { enable, ..policy() }, ms(0));
+        (0..2).for_each(|k| assert_eq!(schedule.take(ms(0), Fact::Found(gpu(k), Arrival::Again)), []));
+        assert_eq!(schedule.take(ms(0), Fact::Scanned), [Order::Enable(gpu(0), vec![])]);
+        let orders = schedule.take(ms(1), Fact::Enabled(gpu(0), ms(0)));
+        assert!(matches!(&orders[0], Order::Chosen(chosen, _) if chosen.bind == bind), "{enable:?}: {orders:?}");
+    }
+}
+
+#[test]
+fn a_load_that_enables_keeps_the_lane_until_its_end() {
+    let facts = Facts { gpus: 1, firewall: true, ..policy().facts };
+    let (mut schedule, orders) = boot(1, Policy { facts, ..policy() });
+    assert!(orders.iter().any(|order| matches!(order, Order::Load { enables: true, .. })), "{orders:?}");
+    assert!(!orders.contains(&Order::LaneOver), "{orders:?}");
+    assert!(schedule.take(ms(7300), Fact::Loaded(true)).contains(&Order::LaneOver));
 }
