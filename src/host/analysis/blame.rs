@@ -8,6 +8,7 @@ use super::held_up::{HeldUp, held_up};
 use crate::host::boot::intervals::percent;
 use crate::host::boot::intervals::{Intervals, sum};
 use crate::host::boot::timeline::{Step, Timeline, Window};
+use crate::host::data::units::is_zero;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -55,10 +56,6 @@ pub struct Time {
     pub wall_ns: u64,
     /// Share of `wall_ns` in the window, in percent.
     pub share: f64,
-}
-
-fn is_zero(n: &u64) -> bool {
-    *n == 0
 }
 
 /// The account of one window.

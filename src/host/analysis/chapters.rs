@@ -13,6 +13,7 @@ use crate::host::boot::model::Boot;
 use crate::host::boot::timeline::{Step, Timeline, Window};
 use crate::host::data::text::printable;
 use crate::host::data::trace_file::Traced;
+use crate::host::data::units::is_zero;
 use crate::pci::PciAddress;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -74,10 +75,6 @@ pub struct Cause {
     /// Pages a call by powers of ten.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub pages_a_call: BTreeMap<u64, u64>,
-}
-
-fn is_zero(n: &u64) -> bool {
-    *n == 0
 }
 
 /// Key of a line: GPUs first.

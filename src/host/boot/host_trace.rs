@@ -11,7 +11,7 @@ use crate::host::data::clock_offset::{Clock, RATE_ERROR_PPM};
 use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::text::printable_start;
 use crate::host::data::trace_file::{Recording, Traced};
-use crate::host::data::units::{histogram, size};
+use crate::host::data::units::{histogram, is_zero, size};
 use crate::pci::PciAddress;
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
@@ -35,10 +35,6 @@ pub struct HostTrace {
     /// Number of steps that nothing places on the guest's clock.
     #[serde(skip_serializing_if = "is_zero")]
     pub not_placed: usize,
-}
-
-fn is_zero(n: &usize) -> bool {
-    *n == 0
 }
 
 /// A step or a count.

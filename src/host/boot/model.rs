@@ -13,6 +13,7 @@ use crate::host::data::budget::TooLarge;
 use crate::host::data::clock_offset::{Drift, Sample, Wall};
 use crate::host::data::compact_record::{SpanFields, Text};
 use crate::host::data::guest_clocks::{BeforeKernel, Printk};
+use crate::host::data::units::is_zero;
 use crate::pci::PciAddress;
 use serde::Serialize;
 use std::time::Duration;
@@ -276,10 +277,6 @@ pub struct ClockSummary {
     /// Reasons for values left out.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
-}
-
-fn is_zero(n: &usize) -> bool {
-    *n == 0
 }
 
 /// Records that are missing.

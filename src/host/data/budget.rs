@@ -5,6 +5,7 @@
 //! unchanged. Every limit is on data that a reader holds, so no file can exceed the bound on
 //! memory; tests/host reads the worst files with exactly that much memory.
 
+use super::units::is_zero;
 use serde::Serialize;
 
 /// Records. A boot with 16 GPUs has some hundred, with a chatty kernel some thousand.
@@ -56,10 +57,6 @@ pub struct TooLarge {
     /// Whether the console log has more lines of the agent.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub agent_lines: bool,
-}
-
-fn is_zero(n: &u64) -> bool {
-    *n == 0
 }
 
 impl TooLarge {

@@ -15,5 +15,5 @@ pub mod imported_record; // records made from log lines
 pub mod logfmt; // key=value lines
 pub mod compact_record; // a record as readers keep it: bounded, compact
 pub mod trace_file; // the file of the host's own trace of a boot
-pub mod units; // sizes and powers of ten as people read them
+pub mod units; // sizes, powers of ten and zeros in reports
 pub mod text; // sanitised guest text; times; colour

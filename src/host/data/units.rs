@@ -1,4 +1,4 @@
-//! Sizes, and histograms by powers of ten, as people read them.
+//! Numbers in reports: sizes and histograms by powers of ten as people read them, zeros in JSON.
 
 use std::collections::BTreeMap;
 
@@ -15,6 +15,11 @@ pub fn size(bytes: u64) -> String {
 /// The power of ten at or below a number; 0 for 0.
 pub fn class(n: u64) -> u64 {
     n.checked_ilog10().map_or(0, |log| 10u64.pow(log))
+}
+
+/// Whether JSON leaves a number out.
+pub fn is_zero<T: Default + PartialEq>(n: &T) -> bool {
+    *n == T::default()
 }
 
 /// A histogram by powers of ten as text: `1-9: 12, 10-99: 3`.

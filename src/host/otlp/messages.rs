@@ -3,6 +3,7 @@
 //!
 //! The crate `opentelemetry-proto` has them all, and needs OpenTelemetry's SDK.
 
+use crate::host::data::units::is_zero;
 use prost::{Message, Oneof};
 use serde::{Serialize, Serializer};
 use std::fmt::Display;
@@ -169,8 +170,4 @@ fn hex<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
 
 fn decimal<T: Display, S: Serializer>(number: &T, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(number)
-}
-
-fn is_zero(n: &u32) -> bool {
-    *n == 0
 }
