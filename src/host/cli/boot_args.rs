@@ -8,17 +8,14 @@ use crate::host::boot::timeline::Window;
 use crate::host::data::boot_dir::{boots, find};
 use crate::host::data::text::ascii_json;
 use crate::host::data::text::{Ink, Screen, error_bound, printable, seconds, wall_clock};
+use crate::host::system::progress_line::Progress;
 use crate::host::views::grid::{Grid, Set, time};
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
-use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 /// Version of the JSON forms of all six.
 pub const ACCOUNT: u32 = 1;
-/// Time before the first line of progress is printed.
-const SILENCE: Duration = Duration::from_secs(1);
 
 /// A boot, and a part of it.
 #[derive(clap::Args, Clone, Debug)]
@@ -123,46 +120,11 @@ pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String
     let mut progress = Progress::start();
     let mut unread = Vec::new();
     for (at, path) in paths.iter().enumerate() {
-        progress.say(|| format!("read {at} of {} boots", paths.len()));
+        progress.show(|| format!("read {at} of {} boots", paths.len()));
         match load(path, None) {
             Ok(loaded) => take(metrics(&loaded.boot.timeline, &loaded.boot, &loaded.file, loaded.agent_known)),
             Err(error) => unread.push(printable(&format!("{error:#}"))),
         }
     }
-    progress.clear();
     Ok(unread)
-}
-
-/// A line of progress on the terminal, after [`SILENCE`]; a pipe gets none.
-pub struct Progress {
-    last: Instant,
-    shown: bool,
-}
-
-impl Progress {
-    pub fn start() -> Self {
-        Self { last: Instant::now(), shown: false }
-    }
-
-    pub fn say(&mut self, text: impl Fn() -> String) {
-        if self.last.elapsed() >= SILENCE {
-            self.last = Instant::now();
-            self.say_now(&text());
-        }
-    }
-
-    /// Shows a text at once, before work that takes long.
-    pub fn say_now(&mut self, text: &str) {
-        if std::io::stderr().is_terminal() {
-            // A lost line of progress is no error.
-            let _unused = write!(std::io::stderr(), "\r{text}\x1b[K");
-            self.shown = true;
-        }
-    }
-
-    pub fn clear(&self) {
-        if self.shown {
-            let _unused = write!(std::io::stderr(), "\r\x1b[K");
-        }
-    }
 }

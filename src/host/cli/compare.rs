@@ -1,13 +1,14 @@
 //! `kata-gpu-boot compare`: compares two boots, or two sets of boots, with an exit status that can
 //! stop a release.
 
-use super::boot_args::{Progress, each_boot, notes, plain_json};
+use super::boot_args::{each_boot, notes, plain_json};
 use crate::host::analysis::compare::{Change, Comparison, Settings, Threshold, Verdict, compare};
 use crate::host::analysis::loaded::load;
 use crate::host::analysis::metrics::{Metrics, metrics};
 use crate::host::analysis::statistics::Summary;
 use crate::host::data::boot_dir::find;
 use crate::host::data::text::{Ink, Screen, printable};
+use crate::host::system::progress_line::Progress;
 use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, signed, time};
 use anyhow::Result;
@@ -101,11 +102,9 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
     let settings = Settings { threshold: args.threshold, seed: args.seed, gate: args.gate.clone() };
     let mut progress = Progress::start();
     if a.len() + b.len() > MANY {
-        progress.say_now(&format!("computing intervals of {} and {} boots", a.len(), b.len()));
+        progress.show_now(&format!("computing intervals of {} and {} boots", a.len(), b.len()));
     }
-    let comparison = compare(&a, &b, &settings);
-    progress.clear();
-    let mut comparison = comparison?;
+    let mut comparison = compare(&a, &b, &settings)?;
     comparison.notes.extend(unread.into_iter().map(|why| format!("not read: {why}")));
     let worse = !comparison.worse.is_empty();
     let text = if args.json { plain_json(&comparison)? } else { page(&comparison, screen) };

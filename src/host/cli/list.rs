@@ -4,12 +4,13 @@
 //! Only as many files are read as lines are shown, so that a directory of 100 000 boots answers as
 //! fast as one of twenty. With a filter, files are read until enough have passed it.
 
-use super::boot_args::{Progress, notes, plain_json};
+use super::boot_args::{notes, plain_json};
 use crate::host::analysis::loaded::{Loaded, load};
 use crate::host::analysis::metrics::metrics;
 use crate::host::boot::model::{Boot, SETTLED};
 use crate::host::data::boot_dir::dated;
 use crate::host::data::text::{Ink, Screen, printable, printable_start, wall_clock};
+use crate::host::system::progress_line::Progress;
 use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, time};
 use anyhow::Result;
@@ -103,13 +104,12 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         if args.last > 0 && listed.len() >= args.last {
             break;
         }
-        progress.say(|| format!("read {at} of {} boots", paths.len()));
+        progress.show(|| format!("read {at} of {} boots", paths.len()));
         match load(path, None) {
             Ok(loaded) => listed.extend(Some(entry(path.clone(), &loaded)).filter(|entry| args.takes(entry))),
             Err(error) => unread.push(printable(&format!("{error:#}"))),
         }
     }
-    progress.clear();
     if args.json { plain_json(&Listed { boots: &listed, unread: &unread }) } else { Ok(page(&listed, &unread, screen)) }
 }
 

@@ -1,6 +1,7 @@
 //! Services of this machine that the host's half uses.
 
 pub mod stdout; // standard output, which its reader may close
+pub mod progress_line; // progress on a terminal's standard error
 pub mod processes; // processes by their command lines
 pub mod sleep; // sleeping until a deadline that may not be
 pub mod tail; // following the console log

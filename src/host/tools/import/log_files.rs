@@ -5,12 +5,13 @@
 //! and a note. The meaning of the lines is not known here.
 
 use crate::host::data::framing::{Lines, Piece};
+use crate::host::data::text::printable;
+use crate::host::system::progress_line::Progress;
 use anyhow::{Context, Result};
 use flate2::read::MultiGzDecoder;
 use std::fs::File;
-use std::io::{self, BufReader, Cursor, IsTerminal, Read};
+use std::io::{self, BufReader, Cursor, Read};
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 /// Longest line that is looked at: the shim's longest piece of console text is 64 kB (Go's
 /// bufio.Scanner), and quoting can double it.
@@ -22,8 +23,6 @@ pub const MAX_BYTES: u64 = 8 << 30;
 pub const MAX_DOCUMENT: u64 = 64 << 20;
 /// Bytes that are looked at to find the format.
 const HEAD: usize = 256 * 1024;
-/// Delay and interval of the progress line.
-const PROGRESS: Duration = Duration::from_secs(1);
 
 /// A file that is being read.
 pub struct Input {
@@ -89,8 +88,7 @@ impl Input {
         let mut lines = Lines::new(MAX_LINE);
         let mut chunk = vec![0; 64 * 1024];
         let (mut number, mut bytes) = (0u64, 0u64);
-        let name = self.name.clone();
-        let mut progress = Progress::new(&name);
+        let mut progress = Progress::start();
         let mut take = |number: &mut u64, piece: Piece| {
             *number += 1;
             match piece {
@@ -104,7 +102,7 @@ impl Input {
                 Ok(n) => {
                     bytes += n as u64;
                     lines.push(chunk.get(..n).unwrap_or_default(), |piece| take(&mut number, piece));
-                    progress.show(bytes);
+                    progress.show(|| format!("reading {}: {} MB", printable(&self.name), bytes / 1_000_000));
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => {
@@ -123,7 +121,6 @@ impl Input {
                 take(&mut number, piece);
             }
         });
-        progress.end();
         Ok(self.cut)
     }
 
@@ -146,36 +143,6 @@ impl Input {
     /// The bytes as they are, for a reader that counts damage itself.
     pub fn into_reader(self) -> impl Read {
         self.reader.take(MAX_BYTES)
-    }
-}
-
-/// Progress line of a large file that is being read.
-struct Progress<'a> {
-    name: &'a str,
-    next: Option<Instant>,
-    shown: bool,
-}
-
-impl<'a> Progress<'a> {
-    fn new(name: &'a str) -> Self {
-        let next = io::stderr().is_terminal().then(|| Instant::now() + PROGRESS);
-        Self { name, next, shown: false }
-    }
-
-    fn show(&mut self, bytes: u64) {
-        if let Some(next) = self.next
-            && Instant::now() >= next
-        {
-            eprint!("\rreading {}: {} MB", crate::host::data::text::printable(self.name), bytes / 1_000_000);
-            self.next = Some(Instant::now() + PROGRESS);
-            self.shown = true;
-        }
-    }
-
-    fn end(&self) {
-        if self.shown {
-            eprintln!();
-        }
     }
 }
 

@@ -4,9 +4,9 @@
 use super::entry_text::{escaped, permissions, table};
 use super::image::Content;
 use super::newc::Kind;
-use super::progress_line::Progress;
 use super::unpacked_root::{Id, ROOT, Tree, What};
 use crate::host::data::text::{Ink, Screen, hex};
+use crate::host::system::progress_line::ByteProgress;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -44,7 +44,7 @@ pub fn differences(a: &Tree, b: &Tree, with_times: bool) -> Result<Vec<Differenc
     both(a).into_iter().for_each(|(path, id)| all.entry(path).or_default().0 = Some(id));
     both(b).into_iter().for_each(|(path, id)| all.entry(path).or_default().1 = Some(id));
     let bytes = all.values().filter_map(|(a_id, _)| a.content((*a_id)?)).map(|c| c.length).sum();
-    let mut progress = Progress::new("comparing", bytes);
+    let mut progress = ByteProgress::new("comparing", bytes);
     let mut differences = Vec::new();
     for (path, ids) in all {
         let what = match ids {
@@ -69,7 +69,7 @@ fn facts(tree: &Tree, id: Id) -> Facts {
     Facts { kind: tree.kind(id), mode: tree.meta(id).mode, bytes: tree.content(id).map_or(0, |c| c.length) }
 }
 
-fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut Progress) -> Result<Vec<(&'static str, String, String)>> {
+fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut ByteProgress) -> Result<Vec<(&'static str, String, String)>> {
     let mut changes = Vec::new();
     let mut compare = |what, before: String, after: String| {
         if before != after {
@@ -105,7 +105,7 @@ fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut Prog
 }
 
 /// Compare byte by byte: most files are equal, and this is faster than two hashes.
-fn is_same(a: &Content, b: &Content, progress: &mut Progress) -> std::io::Result<bool> {
+fn is_same(a: &Content, b: &Content, progress: &mut ByteProgress) -> std::io::Result<bool> {
     if a.is_same_range(b) {
         return Ok(true);
     }

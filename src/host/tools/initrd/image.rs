@@ -6,8 +6,8 @@
 //! that is longer than the file is an error.
 
 use super::newc::{HEADER, Header, Kind, MAX_NAME, TRAILER, data_offset, padded};
-use super::progress_line::Progress;
 use crate::elf::ReadAt;
+use crate::host::system::progress_line::ByteProgress;
 use crate::host::tools::guest_disk as disk;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::OFlag;
@@ -391,7 +391,7 @@ impl Scan<'_> {
         // Other parts may follow: the ratio applies to the rest of the file.
         let most = FREE_UNPACKED.max(rest.length.saturating_mul(MAX_RATIO));
         let mut gzip = flate2::bufread::GzDecoder::new(&mut file);
-        let mut progress = Progress::new("unpacking", 0);
+        let mut progress = ByteProgress::new("unpacking", 0);
         let (mut buffer, mut length, mut first) = (vec![0; CHUNK], 0_u64, None);
         loop {
             let read = gzip.read(&mut buffer).context("unpack gzip: the file is damaged or cut")?;

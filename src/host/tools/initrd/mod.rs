@@ -16,7 +16,6 @@ pub mod ls;
 pub mod newc;
 pub mod output_file;
 pub mod pack;
-pub mod progress_line;
 pub mod repack;
 pub mod entry_text;
 pub mod unpacked_root;

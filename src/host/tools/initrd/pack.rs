@@ -15,9 +15,9 @@ use super::image::Content;
 use super::newc;
 use super::newc::{Header, Kind, MAX_NAME};
 use super::output_file::Output;
-use super::progress_line::Progress;
 use super::view::{Copy, Making, View};
 use crate::driver_files::manifest;
+use crate::host::system::progress_line::ByteProgress;
 use crate::host::tools::initrd::verify::modules::information;
 use crate::modinfo;
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -339,7 +339,7 @@ impl Items {
         let mut names: HashMap<(u64, u64), u32> = HashMap::new();
         let size = |item: &Item| item.data.size();
         self.all.values().filter_map(|item| item.same).for_each(|same| *names.entry(same).or_default() += 1);
-        let mut progress = Progress::new("packing", self.all.values().map(size).sum());
+        let mut progress = ByteProgress::new("packing", self.all.values().map(size).sum());
         // Files with several names: number, and names still to come.
         let mut numbers: HashMap<(u64, u64), (u32, u32)> = HashMap::new();
         let mut sizes = Sizes::new();
@@ -397,7 +397,7 @@ impl Items {
 
 struct Counted<'a> {
     file: File,
-    progress: &'a mut Progress,
+    progress: &'a mut ByteProgress,
 }
 
 impl Read for Counted<'_> {
