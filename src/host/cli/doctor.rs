@@ -7,7 +7,7 @@ use crate::host::analysis::doctor::host_facts::HostFacts;
 use crate::host::analysis::doctor::kernel_rules::RELEASE;
 use crate::host::analysis::doctor::rule::Area;
 use crate::host::data::host_check::{EVERY, HostCheck};
-use crate::host::data::text::{Ink, Screen, clipped, printable};
+use crate::host::data::text::{Ink, Screen, clipped, printable, wrap};
 use crate::host::system::stdout::print;
 use crate::host::tools::doctor::{Depth, boots, facts_at};
 use crate::host::views::grid::{Grid, Set};
@@ -240,18 +240,8 @@ fn wrapped(label: &str, text: &str, screen: &Screen) -> Vec<String> {
 
 fn wrapped_from(indent: usize, label: &str, text: &str, screen: &Screen) -> Vec<String> {
     let width = screen.width.unwrap_or(usize::MAX).saturating_sub(1);
-    let mut lines = vec![format!("{}{label}", " ".repeat(indent))];
-    let mut is_empty = true;
-    for word in printable(text).split(' ') {
-        if let Some(line) = lines.last_mut().filter(|line| is_empty || line.len() + 1 + word.len() <= width) {
-            line.push_str(if is_empty { "" } else { " " });
-            line.push_str(word);
-        } else {
-            lines.push(format!("{}{word}", " ".repeat(indent + 2)));
-        }
-        is_empty = false;
-    }
-    lines.iter().map(|line| screen.paint(Ink::Dim, line)).collect()
+    let (first, further) = (format!("{:indent$}{label}", ""), " ".repeat(indent + 2));
+    wrap(&first, &further, &printable(text), width).iter().map(|line| screen.paint(Ink::Dim, line)).collect()
 }
 
 /// A finding of the JSON form.

@@ -34,6 +34,20 @@ pub fn clipped(text: &str) -> String {
     format!("{}{}", printable(start), if start.len() < text.len() { "..." } else { "" })
 }
 
+/// Lines that end at a space before `width`, the first behind `first`, others behind `further`. A
+/// word that is too long stays whole.
+pub fn wrap(first: &str, further: &str, text: &str, width: usize) -> Vec<String> {
+    let mut words = text.split(' ');
+    let mut lines = vec![format!("{first}{}", words.next().unwrap_or_default())];
+    for word in words {
+        match lines.last_mut().filter(|line| line.len() + 1 + word.len() <= width) {
+            Some(line) => line.extend([" ", word]),
+            None => lines.push(format!("{further}{word}")),
+        }
+    }
+    lines
+}
+
 /// The start of a text, at most `max` bytes.
 pub fn start(text: &str, max: usize) -> &str {
     let mut end = text.len().min(max);
@@ -196,6 +210,13 @@ mod tests {
         let all: String = (0..0x3000u32).filter_map(char::from_u32).collect();
         assert!(printable(&all).bytes().all(|b| (b' '..=b'~').contains(&b)));
         assert_eq!(printable_start(b"\xff\x1bab", 3), "\\u{fffd}\\x1ba...");
+    }
+
+    #[test]
+    fn text_is_wrapped_at_spaces_and_words_stay_whole() {
+        assert_eq!(wrap("a: ", "   ", "b cc 123456789 d", 6), ["a: b", "   cc", "   123456789", "   d"]);
+        assert_eq!(wrap("a: ", "   ", "b cc", 7), ["a: b cc"]);
+        assert_eq!(wrap("a: ", "   ", "", 1), ["a: "]);
     }
 
     #[test]

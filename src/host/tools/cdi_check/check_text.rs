@@ -5,7 +5,7 @@ use super::check_report::{Asked, Outcome, Question, Report};
 use super::container::{Container, Node};
 use super::rules::parse_ms;
 use super::spec_rules::{Agent, Finding, Rule};
-use crate::host::data::text::{Ink, Screen, clipped, printable};
+use crate::host::data::text::{Ink, Screen, clipped, printable, wrap};
 use crate::host::tools::severity::Severity;
 
 /// Findings of one rule that are shown in full; the others are counted.
@@ -287,20 +287,7 @@ impl Page<'_> {
     /// Wraps the text to the terminal's width, with INDENT before all lines but the first.
     fn wrapped(&mut self, ink: Ink, indent: &str, text: &str) {
         let width = self.screen.width.unwrap_or(usize::MAX);
-        let mut line = indent.to_string();
-        let mut words = 0;
-        for word in text.split(' ') {
-            if words > 0 && line.len() + 1 + word.len() > width {
-                self.line(ink, &line);
-                (line, words) = (INDENT.to_string(), 0);
-            }
-            if words > 0 {
-                line.push(' ');
-            }
-            line.push_str(word);
-            words += 1;
-        }
-        self.line(ink, &line);
+        wrap(indent, INDENT, text, width).iter().for_each(|line| self.line(ink, line));
     }
 }
 

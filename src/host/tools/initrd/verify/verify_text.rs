@@ -3,7 +3,7 @@
 use super::image_rules::{Finding, Rule};
 use super::services::Services;
 use super::{Needed, Report};
-use crate::host::data::text::{Ink, Screen, printable};
+use crate::host::data::text::{Ink, Screen, printable, wrap};
 use crate::host::tools::initrd::components::sizes_text;
 use crate::host::tools::initrd::entry_text::{megabytes, table};
 use crate::host::tools::severity::Severity;
@@ -119,18 +119,9 @@ fn ink(rule: &Rule) -> Ink {
 /// Indents, and wraps at spaces if the screen has a width.
 fn wrapped(out: &mut String, text: &str, ink: Ink, screen: &Screen) {
     let width = screen.width.map_or(usize::MAX, |w| w.saturating_sub(HEAD).max(20));
-    let mut line = String::new();
-    for word in text.split(' ') {
-        if !line.is_empty() && line.len() + 1 + word.len() > width {
-            out.push_str(&format!("        {}\n", screen.paint(ink, &line)));
-            line.clear();
-        }
-        if !line.is_empty() {
-            line.push(' ');
-        }
-        line.push_str(word);
+    for line in wrap("", "", text, width) {
+        out.push_str(&format!("        {}\n", screen.paint(ink, &line)));
     }
-    out.push_str(&format!("        {}\n", screen.paint(ink, &line)));
 }
 
 /// A line for each rule.
