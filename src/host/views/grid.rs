@@ -27,28 +27,31 @@ impl Grid {
     }
 
     pub fn lines(&self, screen: &Screen) -> Vec<String> {
-        let width = |column: usize, head: &str| {
-            self.rows.iter().filter_map(|(_, cells)| cells.get(column)).map(String::len).chain([head.len()]).max().unwrap_or(0)
+        let head = self.columns.iter().map(|(head, _)| (*head).to_string()).collect();
+        let (inks, rows): (Vec<Ink>, Vec<Vec<String>>) = [(Ink::Bold, head)].into_iter().chain(self.rows.iter().cloned()).unzip();
+        let right: Vec<usize> = (0..).zip(&self.columns).filter(|(_, (_, set))| *set == Set::Right).map(|(column, _)| column).collect();
+        let cut = |line: &str| match screen.width {
+            Some(width) if line.len() > width && width > 3 => format!("{}...", line.get(..width - 3).unwrap_or_default()),
+            _ => line.to_string(),
         };
-        let widths: Vec<usize> = self.columns.iter().enumerate().map(|(i, (head, _))| width(i, head)).collect();
-        let line = |cells: &dyn Fn(usize) -> String| {
-            let cells = self.columns.iter().zip(&widths).enumerate().map(|(i, ((_, set), width))| match set {
-                Set::Left => format!("{:width$}", cells(i)),
-                Set::Right => format!("{:>width$}", cells(i)),
-            });
-            cells.collect::<Vec<_>>().join("  ").trim_end().to_string()
-        };
-        let cut = |text: String| match screen.width {
-            Some(width) if text.len() > width && width > 3 => format!("{}...", text.get(..width - 3).unwrap_or_default()),
-            _ => text,
-        };
-        let head = line(&|i| self.columns.get(i).map_or(String::new(), |(head, _)| head.to_string()));
-        let mut out = vec![screen.paint(Ink::Bold, &cut(head))];
-        for (ink, cells) in &self.rows {
-            out.push(screen.paint(*ink, &cut(line(&|i| cells.get(i).cloned().unwrap_or_default()))));
-        }
-        out
+        aligned(&rows, &right).iter().zip(inks).map(|(line, ink)| screen.paint(ink, &cut(line.trim_end()))).collect()
     }
+}
+
+/// Rows with cells as wide as the widest of their column; spaces at the end stay. The first row has
+/// every column. `right`: columns aligned to the right.
+pub fn aligned(rows: &[Vec<String>], right: &[usize]) -> Vec<String> {
+    let columns = rows.first().map_or(0, Vec::len);
+    let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(String::len).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match right.contains(&column) {
+            true => format!("{cell:>width$}"),
+            false => format!("{cell:<width$}"),
+        });
+        cells.collect::<Vec<_>>().join("  ")
+    };
+    rows.iter().map(line).collect()
 }
 
 /// A time on the boot clock in seconds; before the kernel's start it is negative.

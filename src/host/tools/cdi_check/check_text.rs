@@ -7,6 +7,7 @@ use super::rules::parse_ms;
 use super::spec_rules::{Agent, Finding, Rule};
 use crate::host::data::text::{Ink, Screen, clipped, printable, wrap};
 use crate::host::tools::severity::Severity;
+use crate::host::views::grid::aligned;
 
 /// Findings of one rule that are shown in full; the others are counted.
 const SHOWN_OF_A_RULE: usize = 3;
@@ -59,18 +60,10 @@ impl Page<'_> {
         self.lines.push(String::new());
     }
 
-    /// Pads columns to their widest cell, all but the last. `right`: columns aligned to the right.
+    /// A table under its head, the first row. `right`: columns aligned to the right.
     fn table(&mut self, rows: &[Vec<String>], right: &[usize]) {
-        let columns = rows.first().map_or(0, Vec::len);
-        let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(String::len).max().unwrap_or(0);
-        let widths: Vec<usize> = (0..columns).map(width).collect();
-        for (index, row) in rows.iter().enumerate() {
-            let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match right.contains(&column) {
-                true => format!("{cell:>width$}"),
-                false => format!("{cell:<width$}"),
-            });
-            let line = cells.collect::<Vec<_>>().join("  ");
-            self.line(if index == 0 { Ink::Bold } else { Ink::Plain }, &line);
+        for (index, line) in aligned(rows, right).iter().enumerate() {
+            self.line(if index == 0 { Ink::Bold } else { Ink::Plain }, line);
         }
     }
 
@@ -175,15 +168,8 @@ impl Page<'_> {
     }
 
     fn edits(&mut self, container: &Container) {
-        let aligned = |rows: Vec<Vec<String>>| -> Vec<String> {
-            let widths: Vec<usize> =
-                (0..rows.first().map_or(0, Vec::len)).map(|c| rows.iter().map(|r| r[c].len()).max().unwrap_or(0)).collect();
-            rows.iter()
-                .map(|r| r.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect::<Vec<_>>().join("  "))
-                .collect()
-        };
-        let nodes = container.device_nodes.iter().map(node_cells).collect();
-        self.block("nodes", aligned(nodes));
+        let nodes: Vec<Vec<String>> = container.device_nodes.iter().map(node_cells).collect();
+        self.block("nodes", aligned(&nodes, &[]));
         let rule = |r: &super::container::Rule| {
             let number = |n: Option<i64>| n.map_or("?".to_string(), |n| n.to_string());
             let (kind, access) = (r.kind.as_deref().unwrap_or("a"), r.access.as_deref().unwrap_or(""));
@@ -194,12 +180,12 @@ impl Page<'_> {
                 printable(access),
             ]
         };
-        self.block("cgroup", aligned(container.cgroup_rules.iter().map(rule).collect()));
+        self.block("cgroup", aligned(&container.cgroup_rules.iter().map(rule).collect::<Vec<_>>(), &[]));
         let mount = |m: &super::container::Mount| {
             let source = if m.source == m.destination { "same path".to_string() } else { format!("from {}", printable(&m.source)) };
             vec![printable(&m.destination), source, printable(&m.options.join(","))]
         };
-        self.block("mounts", aligned(container.mounts.iter().map(mount).collect()));
+        self.block("mounts", aligned(&container.mounts.iter().map(mount).collect::<Vec<_>>(), &[]));
         self.block("env", container.env.iter().map(|e| printable(e)).collect());
         for hook in &container.hooks {
             let args = if hook.args.is_empty() { String::new() } else { format!(" as {}", hook.args.join(" ")) };

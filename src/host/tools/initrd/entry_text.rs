@@ -1,6 +1,7 @@
 //! Names and numbers of an image as text. A name may hold any byte; the output is printable ASCII.
 
 use crate::host::data::text::{Ink, Screen, printable};
+use crate::host::views::grid::aligned;
 
 /// A name: text as [`printable`], other bytes as `\xff`.
 pub fn escaped(name: &[u8]) -> String {
@@ -35,18 +36,8 @@ pub fn megabytes(bytes: u64) -> String {
 /// Lines with aligned columns; `right`: right-aligned columns. The last column is not padded. The
 /// first row is the head.
 pub fn table(rows: &[Vec<String>], right: &[usize], screen: &Screen) -> String {
-    let columns = rows.first().map_or(0, Vec::len);
-    let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(String::len).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match right.contains(&column) {
-            true => format!("{cell:>width$}"),
-            false => format!("{cell:<width$}"),
-        });
-        cells.collect::<Vec<_>>().join("  ").trim_end().to_string()
-    };
     let ink = |index: usize| if index == 0 { Ink::Bold } else { Ink::Plain };
-    rows.iter().enumerate().map(|(index, row)| screen.paint(ink(index), &line(row)) + "\n").collect()
+    aligned(rows, right).iter().enumerate().map(|(index, line)| screen.paint(ink(index), line.trim_end()) + "\n").collect()
 }
 
 #[cfg(test)]
