@@ -1,10 +1,13 @@
 //! kata-gpu-boot: the host's view of the boots of GPU guests.
 
+use anyhow::Result;
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::cli::{
     blame, cdi, collect, compare, coverage, critical_path, demo, doctor, explain, export, follow, import, initrd, install, list, show,
     stats, trace, uninstall,
 };
+use kata_gpu_init::host::data::text::Screen;
+use kata_gpu_init::host::system::stdout::print;
 use std::process::ExitCode;
 
 /// Show the boots of Kata guests with NVIDIA GPUs: steps with owner and duration.
@@ -57,19 +60,21 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    let screen = Screen::of_stdout();
+    let shown = |text: Result<String>| print(&text?);
     let done = match Cli::parse().command {
         Command::Collect(args) => collect::run(&args),
         // Exit status: outcome of the boot.
         Command::Follow(args) => return follow::run(&args),
         Command::Show(args) => show::run(&args),
-        Command::List(args) => list::run(&args),
-        Command::Blame(args) => blame::run(&args),
-        Command::CriticalPath(args) => critical_path::run(&args),
+        Command::List(args) => shown(list::text(&args, &screen)),
+        Command::Blame(args) => shown(blame::text(&args, &screen)),
+        Command::CriticalPath(args) => shown(critical_path::text(&args, &screen)),
         Command::Coverage(args) => coverage::run(&args),
-        Command::Explain(args) => explain::run(&args),
+        Command::Explain(args) => shown(explain::text(&args, &screen)),
         // Exit status: whether a value became slower.
         Command::Compare(args) => return compare::run(&args),
-        Command::Stats(args) => stats::run(&args),
+        Command::Stats(args) => shown(stats::text(&args, &screen)),
         // Exit status: whether something costs too much.
         Command::Doctor(args) => return doctor::run(&args),
         Command::Export(args) => export::run(&args),

@@ -3,7 +3,6 @@
 use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
 use crate::host::analysis::blame::{Blame, By, StepRow, Time, blame};
 use crate::host::data::text::{Ink, Screen, seconds};
-use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, share};
 use anyhow::Result;
 
@@ -35,11 +34,6 @@ pub struct Args {
     /// Show the time by phase, in the order of a boot.
     #[arg(long)]
     phases: bool,
-}
-
-/// Runs `blame`.
-pub fn run(args: &Args) -> Result<()> {
-    print(&text(args, &Screen::of_stdout())?)
 }
 
 /// The page, or its JSON form.

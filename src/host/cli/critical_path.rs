@@ -5,7 +5,6 @@ use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
 use crate::host::analysis::critical_path::{CriticalPath, Gain, Piece, critical_path};
 use crate::host::boot::draft::LAST_RECORD;
 use crate::host::data::text::{Ink, Screen, seconds};
-use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, time};
 use anyhow::Result;
 
@@ -39,11 +38,6 @@ pub struct Args {
     /// Number of the largest gains that are shown.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=50))]
     top: u8,
-}
-
-/// Runs `critical-path`.
-pub fn run(args: &Args) -> Result<()> {
-    print(&text(args, &Screen::of_stdout())?)
 }
 
 /// The page, or its JSON form.

@@ -11,7 +11,6 @@ use crate::host::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
 use crate::host::boot::timeline::{Timeline, Window};
 use crate::host::data::text::{Ink, Screen, printable, seconds};
 use crate::host::data::units::{histogram, size};
-use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, signed, time};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -110,11 +109,6 @@ struct Before {
     boot_id: Option<String>,
     coverage: CoverageSummary,
     chapters: Vec<Chapter>,
-}
-
-/// Runs `explain`.
-pub fn run(args: &Args) -> Result<()> {
-    print(&text(args, &Screen::of_stdout())?)
 }
 
 /// The page, or its JSON form.

@@ -11,7 +11,6 @@ use crate::host::boot::model::{Boot, SETTLED};
 use crate::host::data::boot_dir::dated;
 use crate::host::data::text::{Ink, Screen, printable, printable_start, wall_clock};
 use crate::host::system::progress_line::Progress;
-use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, time};
 use anyhow::Result;
 use serde::Serialize;
@@ -88,11 +87,6 @@ struct Entry {
 struct Listed<'a> {
     boots: &'a [Entry],
     unread: &'a [String],
-}
-
-/// Runs `list`.
-pub fn run(args: &Args) -> Result<()> {
-    print(&text(args, &Screen::of_stdout())?)
 }
 
 /// The page, or its JSON form.

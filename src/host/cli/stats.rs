@@ -3,7 +3,6 @@
 use super::boot_args::{each_boot, notes, plain_json};
 use crate::host::analysis::many_boots::{Collected, Row, Stats};
 use crate::host::data::text::{Ink, Screen};
-use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, share, time};
 use anyhow::{Result, ensure};
 use serde::Serialize;
@@ -31,11 +30,6 @@ pub struct Args {
     /// Print one JSON object; times in ns.
     #[arg(long)]
     json: bool,
-}
-
-/// Runs `stats`.
-pub fn run(args: &Args) -> Result<()> {
-    print(&text(args, &Screen::of_stdout())?)
 }
 
 /// The page, or its JSON form.
