@@ -91,11 +91,8 @@ pub fn power_state(facts: &HostFacts) -> Checked {
         cold += usize::from(state == "D3cold");
         seen.push(evidence(path, state));
     }
-    if cold == 0 {
-        return fine(seen);
-    }
     let problem = found(seen, "echo 0 > .../d3cold_allowed, or vfio_pci disable_idle_d3=1");
-    problem.model(cold as f64 * D3COLD_SECONDS, "100 ms for each function that leaves D3cold, and training of its link").checked()
+    problem.model(cold as f64 * D3COLD_SECONDS, "100 ms for each function that leaves D3cold, and training of its link").when(cold > 0)
 }
 
 pub fn link(facts: &HostFacts) -> Checked {
@@ -132,11 +129,8 @@ pub fn reset_method(facts: &HostFacts) -> Checked {
         is_bad |= !methods.split_whitespace().any(|method| method == "flr");
         seen.push(evidence(path, methods));
     }
-    if !is_bad {
-        return fine(seen);
-    }
     let cure = "echo flr > .../reset_method where the GPU has it: a reset of the bus waits for its link and for all functions behind it";
-    found(seen, cure).unsure().checked()
+    found(seen, cure).unsure().when(is_bad)
 }
 
 pub fn outlier(facts: &HostFacts) -> Checked {

@@ -33,10 +33,9 @@ pub fn kernel(facts: &HostFacts) -> Checked {
     let values = values(facts, KERNEL)?;
     let seen = vec![evidence("kernel of guests", listed(&values))];
     let is_old = |release: &str| MajorMinor::parse(release).is_none_or(|version| version < HUGE_PFNMAPS);
-    if !values.iter().any(|(release, _)| is_old(release)) {
-        return fine(seen);
-    }
-    found(seen, "a guest kernel from 6.12 on: huge pfnmaps are needed in host and guest").unsure().checked()
+    found(seen, "a guest kernel from 6.12 on: huge pfnmaps are needed in host and guest")
+        .unsure()
+        .when(values.iter().any(|(release, _)| is_old(release)))
 }
 
 pub fn pci(facts: &HostFacts) -> Checked {
@@ -48,12 +47,9 @@ pub fn pci(facts: &HostFacts) -> Checked {
         derived::KERNEL_PCI,
         format!("median {seconds:.3} s, as long as {:.0} config accesses of 10 us", seconds / ACCESS_SECONDS),
     )];
-    if seconds < LONG_PCI_SECONDS {
-        return fine(seen);
-    }
     found(seen, "fewer root ports and buses (pcie_root_port), and a guest kernel that reaches configuration space by MMIO (q35)")
         .unsure()
-        .checked()
+        .when(seconds >= LONG_PCI_SECONDS)
 }
 
 pub fn modules(facts: &HostFacts) -> Checked {
@@ -91,10 +87,8 @@ pub fn clocksource(facts: &HostFacts) -> Checked {
     let values = values(facts, CLOCKSOURCE)?;
     let seen = vec![evidence("clocksource of guests", listed(&values))];
     let is_slow = |name: &str| !["tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page"].contains(&name);
-    if !values.iter().any(|(name, _)| is_slow(name)) {
-        return fine(seen);
-    }
-    found(seen, "kvm-clock or tsc: each look at the clock leaves the guest (cpu_features of the configuration, invtsc)").checked()
+    found(seen, "kvm-clock or tsc: each look at the clock leaves the guest (cpu_features of the configuration, invtsc)")
+        .when(values.iter().any(|(name, _)| is_slow(name)))
 }
 
 pub fn gaps(facts: &HostFacts) -> Checked {
@@ -104,10 +98,7 @@ pub fn gaps(facts: &HostFacts) -> Checked {
     };
     let seconds = gaps.median_ns as f64 / 1e9;
     let seen = vec![evidence("time that no step explains", format!("median {seconds:.3} s"))];
-    if seconds < LONG_GAP_SECONDS {
-        return fine(seen);
-    }
     found(seen, "kata-gpu-boot coverage BOOT names the gaps; the console's log beside the boot's file fills them")
         .measured(seconds, format!("coverage, median of {} boot(s) here", boots.count))
-        .checked()
+        .when(seconds >= LONG_GAP_SECONDS)
 }

@@ -38,10 +38,8 @@ pub fn agent_log(facts: &HostFacts) -> Checked {
     let debug = facts.kata().ok().and_then(|kata| kata.values.get("agent.kata.enable_debug"));
     let mut seen = vec![evidence(from, format!("agent.log={level}"))];
     seen.extend(debug.map(|(value, file)| evidence(file, format!("enable_debug = {value} of the agent"))));
-    if !["debug", "trace"].contains(&level) && debug.is_none_or(|(value, _)| value != "true") {
-        return fine(seen);
-    }
-    found(seen, "remove agent.log=debug and enable_debug of [agent.kata]: each line leaves the guest").checked()
+    found(seen, "remove agent.log=debug and enable_debug of [agent.kata]: each line leaves the guest")
+        .when(["debug", "trace"].contains(&level) || debug.is_some_and(|(value, _)| value == "true"))
 }
 
 pub fn console(facts: &HostFacts) -> Checked {
@@ -70,20 +68,17 @@ pub fn guest_initrd(facts: &HostFacts) -> Checked {
     };
     let compression = guest.compression.unwrap_or("not compressed");
     let seen = vec![evidence(&guest.path, format!("{} MiB, {compression}", guest.bytes >> 20))];
-    if !guest.is_initrd {
-        return fine(seen);
-    }
-    found(seen, "image instead of initrd: the kernel unpacks the whole archive before the init runs; or a smaller archive").checked()
+    found(seen, "image instead of initrd: the kernel unpacks the whole archive before the init runs; or a smaller archive")
+        .when(guest.is_initrd)
 }
 
 pub fn firmware(facts: &HostFacts) -> Checked {
     let kata = facts.kata()?;
     let set = |key: &str| kata.hypervisor(key).is_some_and(|(value, _)| !value.is_empty());
     let seen = vec![of_key(kata, "firmware"), of_key(kata, "confidential_guest"), of_key(kata, "machine_type")];
-    if !set("firmware") || kata.is_on("confidential_guest") {
-        return fine(seen);
-    }
-    found(seen, "firmware = \"\": OVMF enumerates PCI and maps all BARs before the kernel does so again").unsure().checked()
+    found(seen, "firmware = \"\": OVMF enumerates PCI and maps all BARs before the kernel does so again")
+        .unsure()
+        .when(set("firmware") && !kata.is_on("confidential_guest"))
 }
 
 pub fn hot_plug(facts: &HostFacts) -> Checked {
@@ -107,10 +102,7 @@ pub fn root_ports(facts: &HostFacts) -> Checked {
     let seen = vec![of_key(kata, "pcie_root_port"), of_key(kata, "hot_plug_vfio")];
     let ports: usize = kata.hypervisor("pcie_root_port").and_then(|(value, _)| value.parse().ok()).unwrap_or(0);
     let gpus = facts.some_gpus()?.len();
-    if !is_hot || ports >= gpus {
-        return fine(seen);
-    }
-    found(seen, format!("pcie_root_port = {gpus}: a GPU without a port waits, and its sandbox fails")).checked()
+    found(seen, format!("pcie_root_port = {gpus}: a GPU without a port waits, and its sandbox fails")).when(is_hot && ports < gpus)
 }
 
 pub fn vcpus(facts: &HostFacts) -> Checked {
@@ -144,8 +136,5 @@ pub fn deadlines(facts: &HostFacts) -> Checked {
     if seen.is_empty() {
         return Err(Gap::Unknown("neither dial_timeout nor create_container_timeout is set, or no boot here shows the time".into()));
     }
-    if !is_near {
-        return fine(seen);
-    }
-    found(seen, "a longer timeout: a boot over it is given up and begins again").checked()
+    found(seen, "a longer timeout: a boot over it is given up and begins again").when(is_near)
 }

@@ -41,6 +41,11 @@ impl Problem {
     pub fn checked(self) -> Checked {
         Ok(Answer::Found(self))
     }
+
+    /// The problem where the evidence is bad, else the evidence alone.
+    pub fn when(self, is_bad: bool) -> Checked {
+        if is_bad { self.checked() } else { fine(self.evidence) }
+    }
 }
 
 /// Version of the running kernel, and its text.
@@ -144,20 +149,16 @@ pub fn dma_entries(facts: &HostFacts) -> Checked {
     let path = format!("{TYPE1}/dma_entry_limit");
     let limit = facts.files.number(&path)?;
     let seen = vec![evidence(&path, limit.to_string())];
-    if limit >= DMA_ENTRIES {
-        return fine(seen);
-    }
-    found(seen, format!("echo {DMA_ENTRIES} > {path}: below its default, large or hot-plugged memory fails to map with ENOSPC")).checked()
+    found(seen, format!("echo {DMA_ENTRIES} > {path}: below its default, large or hot-plugged memory fails to map with ENOSPC"))
+        .when(limit < DMA_ENTRIES)
 }
 
 pub fn type1_huge_pages(facts: &HostFacts) -> Checked {
     let path = format!("{TYPE1}/disable_hugepages");
     let value = facts.files.text(&path)?;
     let seen = vec![evidence(&path, value)];
-    if value != "Y" {
-        return fine(seen);
-    }
-    found(seen, "echo N > it, and remove disable_hugepages=1 of vfio_iommu_type1 from modprobe.d and the kernel's command line").checked()
+    found(seen, "echo N > it, and remove disable_hugepages=1 of vfio_iommu_type1 from modprobe.d and the kernel's command line")
+        .when(value == "Y")
 }
 
 pub fn iommu(facts: &HostFacts) -> Checked {
@@ -216,8 +217,5 @@ pub fn groups(facts: &HostFacts) -> Checked {
         shared |= !others.is_empty();
         seen.push(evidence(path, if others.is_empty() { address } else { format!("{address} with {}", others.join(" ")) }));
     }
-    if !shared {
-        return fine(seen);
-    }
-    found(seen, "switch ACS on in the firmware's setup, or move the GPU to another slot: a group goes to one guest as a whole").checked()
+    found(seen, "switch ACS on in the firmware's setup, or move the GPU to another slot: a group goes to one guest as a whole").when(shared)
 }

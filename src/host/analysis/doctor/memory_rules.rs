@@ -72,12 +72,9 @@ pub fn thp(facts: &HostFacts) -> Checked {
         seen.push(evidence(from, value));
         return fine(seen);
     }
-    if word != "never" {
-        return fine(seen);
-    }
     let problem =
         found(seen, format!("echo madvise > {path} (transparent_hugepage=madvise on the kernel's command line), or enable_hugepages"));
-    of_guest(problem, facts, WITHOUT_THP - WITH_THP, "253 s with, 476 s without").checked()
+    of_guest(problem, facts, WITHOUT_THP - WITH_THP, "253 s with, 476 s without").when(word == "never")
 }
 
 /// Memory that is shared with another process (virtio-fs) is shared memory to the kernel, which has
@@ -106,22 +103,19 @@ pub fn thp_shared(facts: &HostFacts) -> Checked {
     let mounted = mount.split([' ', ',']).find_map(|option| option.strip_prefix("huge=")).unwrap_or("never");
     seen.push(evidence(MOUNTS, format!("/dev/shm huge={mounted}")));
     // memfd follows the switch, a file in /dev/shm its mount.
-    if !["never", "deny"].contains(&word) && mounted != "never" {
-        return fine(seen);
-    }
     let cure = format!("echo advise > {path} and mount -o remount,huge=advise /dev/shm, or enable_hugepages, or a guest without shared_fs");
     let problem = found(seen, cure).unsure();
-    of_guest(problem, facts, WITHOUT_THP - WITH_THP, "253 s with huge pages, 476 s without").checked()
+    of_guest(problem, facts, WITHOUT_THP - WITH_THP, "253 s with huge pages, 476 s without")
+        .when(["never", "deny"].contains(&word) || mounted == "never")
 }
 
 pub fn thp_defrag(facts: &HostFacts) -> Checked {
     let path = format!("{THP}/defrag");
     let word = chosen(&facts.files, &path)?;
     let seen = vec![evidence(&path, word)];
-    if !["never", "defer"].contains(&word) || hugetlb(facts).is_some() {
-        return fine(seen);
-    }
-    found(seen, format!("echo madvise > {path}: QEMU asks for huge pages, and the kernel then makes room for them")).unsure().checked()
+    found(seen, format!("echo madvise > {path}: QEMU asks for huge pages, and the kernel then makes room for them"))
+        .unsure()
+        .when(["never", "defer"].contains(&word) && hugetlb(facts).is_none())
 }
 
 pub fn huge_pages(facts: &HostFacts) -> Checked {
@@ -171,14 +165,11 @@ pub fn huge_pages_free(facts: &HostFacts) -> Checked {
         // A guest has pages of one node, which is the GPU's where it is fast.
         short |= free < wanted;
     }
-    if !short {
-        return fine(seen);
-    }
     found(
         seen,
         "reserve as many on each GPU's node: echo N > .../nodeX/hugepages/hugepages-1048576kB/nr_hugepages, soon after the host's boot",
     )
-    .checked()
+    .when(short)
 }
 
 pub fn fragmentation(facts: &HostFacts) -> Checked {
@@ -214,12 +205,9 @@ pub fn fragmentation(facts: &HostFacts) -> Checked {
         seen.push(evidence(BUDDY, format!("node {node}: guests of up to {} MiB in huge pages now, of {} MiB free", huge >> 20, all >> 20)));
         missing = missing.max(wanted.saturating_sub(huge));
     }
-    if missing == 0 {
-        return fine(seen);
-    }
     let problem =
         found(seen, "reserve huge pages soon after the host's boot, or echo 1 > /proc/sys/vm/compact_memory before guests start").unsure();
-    of_bytes(problem, missing, WITHOUT_THP - WITH_THP, "253 s in huge pages, 476 s in small ones").checked()
+    of_bytes(problem, missing, WITHOUT_THP - WITH_THP, "253 s in huge pages, 476 s in small ones").when(missing > 0)
 }
 
 pub fn unmovable(facts: &HostFacts) -> Checked {
@@ -239,10 +227,7 @@ pub fn unmovable(facts: &HostFacts) -> Checked {
     if seen.is_empty() {
         return Err(Gap::Unknown(format!("{BLOCKS}: no number of blocks")));
     }
-    if !is_bad {
-        return fine(seen);
-    }
-    found(seen, "reserve huge pages on the kernel's command line: no compaction brings these together").unsure().checked()
+    found(seen, "reserve huge pages on the kernel's command line: no compaction brings these together").unsure().when(is_bad)
 }
 
 pub fn zeroing(facts: &HostFacts) -> Checked {
@@ -253,12 +238,10 @@ pub fn zeroing(facts: &HostFacts) -> Checked {
             (value == "y", evidence(CONFIG, format!("CONFIG_INIT_ON_ALLOC_DEFAULT_ON={value}")))
         }
     };
-    if !is_on || hugetlb(facts).is_some() {
-        return fine(vec![seen]);
-    }
     let problem =
         found(vec![seen], "init_on_alloc=0 on the host's command line, where its security rules allow it; or enable_hugepages").unsure();
-    of_guest(problem, facts, WITH_GIB_PAGES, "one more pass takes at most the 59 s that all took with pages of 1 GiB").checked()
+    of_guest(problem, facts, WITH_GIB_PAGES, "one more pass takes at most the 59 s that all took with pages of 1 GiB")
+        .when(is_on && hugetlb(facts).is_none())
 }
 
 pub fn governor(facts: &HostFacts) -> Checked {

@@ -46,12 +46,9 @@ pub fn iommufd_used(facts: &HostFacts) -> Checked {
         }
         seen.push(evidence(path, held.join(" ")));
     }
-    if !legacy {
-        return fine(seen);
-    }
     found(seen, "a runtime that gives QEMU an iommufd object and /dev/vfio/devices/vfioN (QEMU 8.2, Linux 6.6 and later)")
         .unsure()
-        .checked()
+        .when(legacy)
 }
 
 /// `Name:   123 kB` of a file of /proc/PID, in bytes.
@@ -85,11 +82,8 @@ pub fn huge_page_use(facts: &HostFacts) -> Checked {
             format!("{:.0} % of {} MiB in huge pages; page tables {} MiB", huge_share * 100.0, all >> 20, tables >> 20),
         ));
     }
-    if !is_bad {
-        return fine(seen);
-    }
     let cure = "the cure of the rule above that applies: thp, thp-shared, thp-defrag, fragmentation, or enable_hugepages";
-    of_bytes(found(seen, cure), small_bytes, WITHOUT_THP - WITH_THP, "253 s with huge pages, 476 s without").checked()
+    of_bytes(found(seen, cure), small_bytes, WITHOUT_THP - WITH_THP, "253 s with huge pages, 476 s without").when(is_bad)
 }
 
 /// NUMA nodes of the devices that a VM has, as far as its options name them.
@@ -134,10 +128,7 @@ pub fn memory_node(facts: &HostFacts) -> Checked {
         is_bad |= far as f64 > all as f64 * REMOTE;
         seen.push(evidence(path, format!("{} of {} MiB on other nodes than its devices' ({near:?})", far >> 20, all >> 20)));
     }
-    if !is_bad {
-        return fine(seen);
-    }
-    found(seen, "huge pages on the GPU's node, and CPUs of that node for the VMM (kubelet's Topology Manager)").checked()
+    found(seen, "huge pages on the GPU's node, and CPUs of that node for the VMM (kubelet's Topology Manager)").when(is_bad)
 }
 
 pub fn no_mmap(facts: &HostFacts) -> Checked {
@@ -152,10 +143,7 @@ pub fn no_mmap(facts: &HostFacts) -> Checked {
             }
         }
     }
-    if !is_bad {
-        return fine(seen);
-    }
-    found(seen, "remove x-no-mmap: each access of the driver to a BAR leaves the guest").checked()
+    found(seen, "remove x-no-mmap: each access of the driver to a BAR leaves the guest").when(is_bad)
 }
 
 pub fn prealloc(facts: &HostFacts) -> Checked {
@@ -173,12 +161,9 @@ pub fn prealloc(facts: &HostFacts) -> Checked {
     if seen.is_empty() {
         return Err(Gap::Unknown("no VM has a memory-backend on its command line".into()));
     }
-    if !is_bad {
-        return fine(seen);
-    }
     found(seen, "prealloc-threads=N, or default_vcpus above 1 (as many threads by default), or no prealloc: VFIO pins all memory anyway")
         .unsure()
-        .checked()
+        .when(is_bad)
 }
 
 /// CPUs of a list like `0-3,8`; of at most 2^16.
@@ -219,10 +204,7 @@ pub fn pinning(facts: &HostFacts) -> Checked {
         }
         seen.push(evidence(vm.proc("task"), lists.replace('\n', "; ")));
     }
-    if !is_bad {
-        return fine(seen);
-    }
     found(seen, "CPUs of the GPU's node alone for the pod (kubelet's static CPU manager with Topology Manager), or enable_vcpus_pinning")
         .unsure()
-        .checked()
+        .when(is_bad)
 }
