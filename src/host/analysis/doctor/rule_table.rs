@@ -23,365 +23,159 @@ macro_rules! prepared {
     };
 }
 
-pub const RULES: &[Rule] = &[
-    Rule {
-        id: "huge-pfnmaps",
-        area: Area::Kernel,
-        title: "VFIO maps the GPUs' BARs in pages of 4 KiB",
-        source: "Linux 6.12 (vfio/pci: huge faults) and 6.15 (vfio/type1: page mask for pfnmaps): 8 M page operations become 32 for a BAR of 32 GB, 1 s becomes 1 ms",
-        shortens: &mapping(0.001),
-        check: kernel_rules::huge_pfnmaps,
-    },
-    Rule {
-        id: "iommufd",
-        area: Area::Kernel,
-        title: "IOMMUFD is not there",
-        source: "Linux 6.2; one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its author later called unsure",
-        shortens: &[],
-        check: kernel_rules::iommufd,
-    },
-    Rule {
-        id: "dma-entries",
-        area: Area::Kernel,
-        title: "VFIO maps fewer regions than by default",
-        source: "vfio_iommu_type1: dma_entry_limit, 65535",
-        shortens: &[],
-        check: kernel_rules::dma_entries,
-    },
-    Rule {
-        id: "type1-huge-pages",
-        area: Area::Kernel,
-        title: "VFIO maps page by page into the IOMMU",
-        source: "vfio_iommu_type1: disable_hugepages",
-        shortens: &[],
-        check: kernel_rules::type1_huge_pages,
-    },
-    Rule {
-        id: "thp",
-        area: Area::Memory,
-        title: "Transparent huge pages are off",
-        source: prepared!(),
-        shortens: &pinning(253.0 / 476.0),
-        check: memory_rules::thp,
-    },
-    Rule {
-        id: "thp-shared",
-        area: Area::Memory,
-        title: "Shared guest memory has no huge pages",
-        source: prepared!("Documentation/admin-guide/mm/transhuge.rst: shmem_enabled and huge= of a mount"),
-        shortens: &pinning(253.0 / 476.0),
-        check: memory_rules::thp_shared,
-    },
-    Rule {
-        id: "thp-defrag",
-        area: Area::Memory,
-        title: "The kernel makes no room for huge pages",
-        source: "Documentation/admin-guide/mm/transhuge.rst: defrag",
-        shortens: &[],
-        check: memory_rules::thp_defrag,
-    },
-    Rule {
-        id: "huge-pages",
-        area: Area::Memory,
-        title: "Guests have no pages of 1 GiB",
-        source: prepared!(),
-        shortens: &pinning(59.0 / 253.0),
-        check: memory_rules::huge_pages,
-    },
-    Rule {
-        id: "huge-pages-free",
-        area: Area::Memory,
-        title: "Too few huge pages are free beside a GPU",
-        source: "Documentation/admin-guide/mm/hugetlbpage.rst: free_hugepages of a node",
-        shortens: &[],
-        check: memory_rules::huge_pages_free,
-    },
-    Rule {
-        id: "fragmentation",
-        area: Area::Memory,
-        title: "Free memory beside a GPU is in small pieces",
-        source: prepared!("fragmentation made mapping up to 15 times as long in one measurement"),
-        shortens: &[],
-        check: memory_rules::fragmentation,
-    },
-    Rule {
-        id: "unmovable",
-        area: Area::Memory,
-        title: "Memory that cannot be moved is everywhere",
-        source: "/proc/pagetypeinfo: compaction moves no such block",
-        shortens: &[],
-        check: memory_rules::unmovable,
-    },
-    Rule {
-        id: "zeroing",
-        area: Area::Memory,
-        title: "Guest memory is zeroed twice",
-        source: "Documentation/admin-guide/kernel-parameters.txt: init_on_alloc",
-        shortens: &[],
-        check: memory_rules::zeroing,
-    },
-    Rule {
-        id: "governor",
-        area: Area::Memory,
-        title: "The host's CPUs run slowly",
-        source: "Documentation/admin-guide/pm/cpufreq.rst: governors",
-        shortens: &[],
-        check: memory_rules::governor,
-    },
-    Rule {
-        id: "iommu",
-        area: Area::Iommu,
-        title: "No IOMMU is on",
-        source: "Documentation/driver-api/vfio.rst",
-        shortens: &[],
-        check: kernel_rules::iommu,
-    },
-    Rule {
-        id: "iommu-mode",
-        area: Area::Iommu,
-        title: "The host's own devices flush the IOMMU at each unmap",
-        source: "Documentation/admin-guide/kernel-parameters.txt: iommu.strict, iommu=pt; slows disks and networks that guests are loaded from",
-        shortens: &[],
-        check: kernel_rules::iommu_mode,
-    },
-    Rule {
-        id: "interrupt-remapping",
-        area: Area::Iommu,
-        title: "Interrupts are not remapped",
-        source: "Documentation/driver-api/vfio.rst: allow_unsafe_interrupts",
-        shortens: &[],
-        check: kernel_rules::interrupt_remapping,
-    },
-    Rule {
-        id: "groups",
-        area: Area::Iommu,
-        title: "A GPU shares its IOMMU group",
-        source: "Documentation/driver-api/vfio.rst: groups; ACS of the PCI Express specification",
-        shortens: &[],
-        check: kernel_rules::groups,
-    },
-    Rule {
-        id: "agent-log",
-        area: Area::Kata,
-        title: "The agent logs everything",
-        source: "Kata: agent.log",
-        shortens: &[],
-        check: kata_rules::agent_log,
-    },
-    Rule {
-        id: "console",
-        area: Area::Kata,
-        title: "The guest's console is an emulated serial port",
-        source: "about 10 us for an exit, one each byte",
-        shortens: &[],
-        check: kata_rules::console,
-    },
-    Rule {
-        id: "guest-initrd",
-        area: Area::Kata,
-        title: "The guest unpacks an initrd",
-        source: "src/initrd: kernel.initrd ends before the init runs",
-        shortens: &[Shortens { step: derived::KERNEL_INITRD, to: 0.0 }],
-        check: kata_rules::guest_initrd,
-    },
-    Rule {
-        id: "firmware",
-        area: Area::Kata,
-        title: "The guest starts by a UEFI firmware",
-        source: "on an emulated host the BARs' time lay in the firmware: 15 s with 512 MiB of BARs, 45 s with 4 GiB",
-        shortens: &[],
-        check: kata_rules::firmware,
-    },
-    Rule {
-        id: "hot-plug",
-        area: Area::Kata,
-        title: "GPUs are plugged into a running guest",
-        source: "Kata: hot_plug_vfio and cold_plug_vfio",
-        shortens: &[],
-        check: kata_rules::hot_plug,
-    },
-    Rule {
-        id: "root-ports",
-        area: Area::Kata,
-        title: "There are fewer root ports than GPUs",
-        source: "Kata: pcie_root_port",
-        shortens: &[],
-        check: kata_rules::root_ports,
-    },
-    Rule {
-        id: "vcpus",
-        area: Area::Kata,
-        title: "Guests have one vCPU",
-        source: "src/boot/README.md: an enabling occupies a vCPU",
-        shortens: &[],
-        check: kata_rules::vcpus,
-    },
-    Rule {
-        id: "deadlines",
-        area: Area::Kata,
-        title: "Boots come close to a deadline",
-        source: "Kata: dial_timeout, create_container_timeout",
-        shortens: &[],
-        check: kata_rules::deadlines,
-    },
-    Rule {
-        id: "qemu-version",
-        area: Area::Vmm,
-        title: "QEMU places BARs where huge pages do not fit",
-        source: "QEMU 9.2: vfio/helpers aligns mmaps of BARs",
-        shortens: &mapping(0.001),
-        check: vm_rules::qemu_version,
-    },
-    Rule {
-        id: "iommufd-used",
-        area: Area::Vmm,
-        title: "A VM maps by VFIO's own container",
-        source: "one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its author later called unsure",
-        shortens: &pinning(114.0 / 145.0),
-        check: vm_rules::iommufd_used,
-    },
-    Rule {
-        id: "huge-page-use",
-        area: Area::Vmm,
-        title: "A VM's memory is in small pages",
-        source: prepared!("page tables of 2 GiB for a guest of 110 GiB in pages of 4 KiB"),
-        shortens: &[],
-        check: vm_rules::huge_page_use,
-    },
-    Rule {
-        id: "memory-node",
-        area: Area::Vmm,
-        title: "A VM's memory is far from its GPUs",
-        source: "proc_pid_numa_maps(5)",
-        shortens: &[],
-        check: vm_rules::memory_node,
-    },
-    Rule {
-        id: "no-mmap",
-        area: Area::Vmm,
-        title: "A VM reaches BARs by exits",
-        source: "QEMU: x-no-mmap of vfio-pci",
-        shortens: &[],
-        check: vm_rules::no_mmap,
-    },
-    Rule {
-        id: "prealloc",
-        area: Area::Vmm,
-        title: "One thread touches a VM's memory",
-        source: "QEMU: prealloc and prealloc-threads of memory-backend",
-        shortens: &[],
-        check: vm_rules::prealloc,
-    },
-    Rule {
-        id: "pinning",
-        area: Area::Vmm,
-        title: "vCPUs run far from their GPUs",
-        source: "Documentation/admin-guide/mm/numaperf.rst",
-        shortens: &[],
-        check: vm_rules::pinning,
-    },
-    Rule {
-        id: "bar-alignment",
-        area: Area::Device,
-        title: "A large BAR has no aligned address",
-        source: "Linux 6.12: a huge page needs an address that is a multiple of its size",
-        shortens: &[],
-        check: device_rules::bar_alignment,
-    },
-    Rule {
-        id: "bar-size",
-        area: Area::Device,
-        title: "A BAR is larger than it must be",
-        source: "Documentation/ABI/testing/sysfs-bus-pci: resourceN_resize; cost of huge-pfnmaps",
-        shortens: &[],
-        check: device_rules::bar_size,
-    },
-    Rule {
-        id: "power-state",
-        area: Area::Device,
-        title: "A GPU sleeps without power",
-        source: "Documentation/power/pci.rst: D3cold; 100 ms in include/linux/pci.h",
-        shortens: &[],
-        check: device_rules::power_state,
-    },
-    Rule {
-        id: "link",
-        area: Area::Device,
-        title: "A GPU's link is slower than it could be",
-        source: "Documentation/ABI/testing/sysfs-bus-pci: current_link_speed, current_link_width",
-        shortens: &[],
-        check: device_rules::link,
-    },
-    Rule {
-        id: "reset-method",
-        area: Area::Device,
-        title: "A GPU has no reset of its own",
-        source: "Documentation/ABI/testing/sysfs-bus-pci: reset_method",
-        shortens: &[],
-        check: device_rules::reset_method,
-    },
-    Rule {
-        id: "gpu-outlier",
-        area: Area::Device,
-        title: "A GPU takes longer than its neighbours",
-        source: "boots of this host",
-        shortens: &[],
-        check: device_rules::outlier,
-    },
-    Rule {
-        id: "guest-kernel",
-        area: Area::Guest,
-        title: "The guest's kernel has no huge pfnmaps",
-        source: "Linux 6.12",
-        shortens: &[],
-        check: guest_rules::kernel,
-    },
-    Rule {
-        id: "guest-pci",
-        area: Area::Guest,
-        title: "PCI enumeration takes long",
-        source: "about 10 us an access; BARs that the guest reaches directly cut a scan by 65 %",
-        shortens: &[Shortens { step: derived::KERNEL_PCI, to: 0.35 }],
-        check: guest_rules::pci,
-    },
-    Rule {
-        id: "guest-modules",
-        area: Area::Guest,
-        title: "The init unpacks modules",
-        source: "src/kernel_modules: finit_module with decompression in the kernel",
-        shortens: &[],
-        check: guest_rules::modules,
-    },
-    Rule {
-        id: "guest-firmware",
-        area: Area::Guest,
-        title: "The GPU's firmware loads slowly",
-        source: "not measured by any record",
-        shortens: &[],
-        check: guest_rules::firmware,
-    },
-    Rule {
-        id: "memory-acceptance",
-        area: Area::Guest,
-        title: "A confidential guest accepts its memory",
-        source: "about 4 minutes for a guest of 800 GiB, by users",
-        shortens: &[],
-        check: guest_rules::acceptance,
-    },
-    Rule {
-        id: "clocksource",
-        area: Area::Guest,
-        title: "The guest's clock leaves the guest",
-        source: "Documentation/virt/kvm/x86/timekeeping.rst",
-        shortens: &[],
-        check: guest_rules::clocksource,
-    },
-    Rule {
-        id: "gaps",
-        area: Area::Guest,
-        title: "A part of the boots is not explained",
-        source: "kata-gpu-boot coverage",
-        shortens: &[],
-        check: guest_rules::gaps,
-    },
-];
+macro_rules! rules {
+    (@) => { &[] };
+    (@ $shortens:expr) => { $shortens };
+    ($($id:literal $area:ident $check:path, $title:literal, $source:expr $(, $shortens:expr)?;)*) => {
+        pub const RULES: &[Rule] = &[$(Rule {
+            id: $id, area: Area::$area, title: $title, source: $source, shortens: rules!(@ $($shortens)?), check: $check,
+        }),*];
+    };
+}
+
+// Rules without a fourth line have no figure of what their cure would shorten.
+rules! {
+    "huge-pfnmaps" Kernel kernel_rules::huge_pfnmaps,
+        "VFIO maps the GPUs' BARs in pages of 4 KiB",
+        "Linux 6.12 (vfio/pci: huge faults) and 6.15 (vfio/type1: page mask for pfnmaps): 8 M page operations become 32 for a BAR of 32 GB, 1 s becomes 1 ms",
+        &mapping(0.001);
+    "iommufd" Kernel kernel_rules::iommufd,
+        "IOMMUFD is not there",
+        "Linux 6.2; one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its author later called unsure";
+    "dma-entries" Kernel kernel_rules::dma_entries,
+        "VFIO maps fewer regions than by default",
+        "vfio_iommu_type1: dma_entry_limit, 65535";
+    "type1-huge-pages" Kernel kernel_rules::type1_huge_pages,
+        "VFIO maps page by page into the IOMMU",
+        "vfio_iommu_type1: disable_hugepages";
+    "thp" Memory memory_rules::thp,
+        "Transparent huge pages are off",
+        prepared!(),
+        &pinning(253.0 / 476.0);
+    "thp-shared" Memory memory_rules::thp_shared,
+        "Shared guest memory has no huge pages",
+        prepared!("Documentation/admin-guide/mm/transhuge.rst: shmem_enabled and huge= of a mount"),
+        &pinning(253.0 / 476.0);
+    "thp-defrag" Memory memory_rules::thp_defrag,
+        "The kernel makes no room for huge pages",
+        "Documentation/admin-guide/mm/transhuge.rst: defrag";
+    "huge-pages" Memory memory_rules::huge_pages,
+        "Guests have no pages of 1 GiB",
+        prepared!(),
+        &pinning(59.0 / 253.0);
+    "huge-pages-free" Memory memory_rules::huge_pages_free,
+        "Too few huge pages are free beside a GPU",
+        "Documentation/admin-guide/mm/hugetlbpage.rst: free_hugepages of a node";
+    "fragmentation" Memory memory_rules::fragmentation,
+        "Free memory beside a GPU is in small pieces",
+        prepared!("fragmentation made mapping up to 15 times as long in one measurement");
+    "unmovable" Memory memory_rules::unmovable,
+        "Memory that cannot be moved is everywhere",
+        "/proc/pagetypeinfo: compaction moves no such block";
+    "zeroing" Memory memory_rules::zeroing,
+        "Guest memory is zeroed twice",
+        "Documentation/admin-guide/kernel-parameters.txt: init_on_alloc";
+    "governor" Memory memory_rules::governor,
+        "The host's CPUs run slowly",
+        "Documentation/admin-guide/pm/cpufreq.rst: governors";
+    "iommu" Iommu kernel_rules::iommu,
+        "No IOMMU is on",
+        "Documentation/driver-api/vfio.rst";
+    "iommu-mode" Iommu kernel_rules::iommu_mode,
+        "The host's own devices flush the IOMMU at each unmap",
+        "Documentation/admin-guide/kernel-parameters.txt: iommu.strict, iommu=pt; slows disks and networks that guests are loaded from";
+    "interrupt-remapping" Iommu kernel_rules::interrupt_remapping,
+        "Interrupts are not remapped",
+        "Documentation/driver-api/vfio.rst: allow_unsafe_interrupts";
+    "groups" Iommu kernel_rules::groups,
+        "A GPU shares its IOMMU group",
+        "Documentation/driver-api/vfio.rst: groups; ACS of the PCI Express specification";
+    "agent-log" Kata kata_rules::agent_log,
+        "The agent logs everything",
+        "Kata: agent.log";
+    "console" Kata kata_rules::console,
+        "The guest's console is an emulated serial port",
+        "about 10 us for an exit, one each byte";
+    "guest-initrd" Kata kata_rules::guest_initrd,
+        "The guest unpacks an initrd",
+        "src/initrd: kernel.initrd ends before the init runs",
+        &[Shortens { step: derived::KERNEL_INITRD, to: 0.0 }];
+    "firmware" Kata kata_rules::firmware,
+        "The guest starts by a UEFI firmware",
+        "on an emulated host the BARs' time lay in the firmware: 15 s with 512 MiB of BARs, 45 s with 4 GiB";
+    "hot-plug" Kata kata_rules::hot_plug,
+        "GPUs are plugged into a running guest",
+        "Kata: hot_plug_vfio and cold_plug_vfio";
+    "root-ports" Kata kata_rules::root_ports,
+        "There are fewer root ports than GPUs",
+        "Kata: pcie_root_port";
+    "vcpus" Kata kata_rules::vcpus,
+        "Guests have one vCPU",
+        "src/boot/README.md: an enabling occupies a vCPU";
+    "deadlines" Kata kata_rules::deadlines,
+        "Boots come close to a deadline",
+        "Kata: dial_timeout, create_container_timeout";
+    "qemu-version" Vmm vm_rules::qemu_version,
+        "QEMU places BARs where huge pages do not fit",
+        "QEMU 9.2: vfio/helpers aligns mmaps of BARs",
+        &mapping(0.001);
+    "iommufd-used" Vmm vm_rules::iommufd_used,
+        "A VM maps by VFIO's own container",
+        "one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its author later called unsure",
+        &pinning(114.0 / 145.0);
+    "huge-page-use" Vmm vm_rules::huge_page_use,
+        "A VM's memory is in small pages",
+        prepared!("page tables of 2 GiB for a guest of 110 GiB in pages of 4 KiB");
+    "memory-node" Vmm vm_rules::memory_node,
+        "A VM's memory is far from its GPUs",
+        "proc_pid_numa_maps(5)";
+    "no-mmap" Vmm vm_rules::no_mmap,
+        "A VM reaches BARs by exits",
+        "QEMU: x-no-mmap of vfio-pci";
+    "prealloc" Vmm vm_rules::prealloc,
+        "One thread touches a VM's memory",
+        "QEMU: prealloc and prealloc-threads of memory-backend";
+    "pinning" Vmm vm_rules::pinning,
+        "vCPUs run far from their GPUs",
+        "Documentation/admin-guide/mm/numaperf.rst";
+    "bar-alignment" Device device_rules::bar_alignment,
+        "A large BAR has no aligned address",
+        "Linux 6.12: a huge page needs an address that is a multiple of its size";
+    "bar-size" Device device_rules::bar_size,
+        "A BAR is larger than it must be",
+        "Documentation/ABI/testing/sysfs-bus-pci: resourceN_resize; cost of huge-pfnmaps";
+    "power-state" Device device_rules::power_state,
+        "A GPU sleeps without power",
+        "Documentation/power/pci.rst: D3cold; 100 ms in include/linux/pci.h";
+    "link" Device device_rules::link,
+        "A GPU's link is slower than it could be",
+        "Documentation/ABI/testing/sysfs-bus-pci: current_link_speed, current_link_width";
+    "reset-method" Device device_rules::reset_method,
+        "A GPU has no reset of its own",
+        "Documentation/ABI/testing/sysfs-bus-pci: reset_method";
+    "gpu-outlier" Device device_rules::outlier,
+        "A GPU takes longer than its neighbours",
+        "boots of this host";
+    "guest-kernel" Guest guest_rules::kernel,
+        "The guest's kernel has no huge pfnmaps",
+        "Linux 6.12";
+    "guest-pci" Guest guest_rules::pci,
+        "PCI enumeration takes long",
+        "about 10 us an access; BARs that the guest reaches directly cut a scan by 65 %",
+        &[Shortens { step: derived::KERNEL_PCI, to: 0.35 }];
+    "guest-modules" Guest guest_rules::modules,
+        "The init unpacks modules",
+        "src/kernel_modules: finit_module with decompression in the kernel";
+    "guest-firmware" Guest guest_rules::firmware,
+        "The GPU's firmware loads slowly",
+        "not measured by any record";
+    "memory-acceptance" Guest guest_rules::acceptance,
+        "A confidential guest accepts its memory",
+        "about 4 minutes for a guest of 800 GiB, by users";
+    "clocksource" Guest guest_rules::clocksource,
+        "The guest's clock leaves the guest",
+        "Documentation/virt/kvm/x86/timekeeping.rst";
+    "gaps" Guest guest_rules::gaps,
+        "A part of the boots is not explained",
+        "kata-gpu-boot coverage";
+}
