@@ -8,26 +8,6 @@ use crate::events::record::MAX_LINE;
 use anyhow::{Result, bail};
 use std::time::Duration;
 
-/// The limits in force.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    pub records: u64,
-    pub bytes: u64,
-    pub gaps: u64,
-    pub boots: u64,
-    pub connections_per_vm: u64,
-    pub connects: u64,
-    pub connections: u64,
-    pub burst: u64,
-    pub rate: u64,
-    pub header: u64,
-    pub waiting_per_boot: u64,
-    pub waiting: u64,
-    pub vms: u64,
-    pub goodbye: u64,
-    pub push_queue: u64,
-}
-
 struct Row {
     name: &'static str,
     default: u64,
@@ -35,75 +15,40 @@ struct Row {
     field: fn(&mut Limits) -> &mut u64,
 }
 
-/// A boot with 8 GPUs has some hundred records of about 300 bytes, with a chatty kernel some
-/// thousand.
-const TABLE: &[Row] = &[
-    Row {
-        name: "records",
-        default: 200_000,
-        what: "of a boot that are kept; more are dropped, and counted in its file",
-        field: |l| &mut l.records,
-    },
-    Row { name: "bytes", default: 64 << 20, what: "of a boot's file; as above", field: |l| &mut l.bytes },
-    Row { name: "gaps", default: 1024, what: "in a boot's numbering; what would make one more is garbage", field: |l| &mut l.gaps },
-    Row { name: "boots", default: 64, what: "new ones of a VM in an hour; more are refused", field: |l| &mut l.boots },
-    Row { name: "connections-per-vm", default: 4, what: "of a VM at once; more are refused", field: |l| &mut l.connections_per_vm },
-    Row { name: "connects", default: 60, what: "connections of a VM in a minute; more are refused", field: |l| &mut l.connects },
-    Row {
-        name: "connections",
-        default: 4096,
-        what: "at once; more are refused (a third of RLIMIT_NOFILE, if less)",
-        field: |l| &mut l.connections,
-    },
-    Row { name: "burst", default: 16 << 20, what: "bytes of a VM that are read as fast as they come", field: |l| &mut l.burst },
-    Row { name: "rate", default: 64 << 10, what: "bytes/s of a VM after that; it waits, nothing is dropped", field: |l| &mut l.rate },
-    Row { name: "header", default: 30, what: "seconds until a connection has sent its header", field: |l| &mut l.header },
-    Row {
-        name: "waiting-per-boot",
-        default: 64 << 10,
-        what: "bytes of it for the disk; then it is read later, or counted",
-        field: |l| &mut l.waiting_per_boot,
-    },
-    Row { name: "waiting", default: 16 << 20, what: "bytes of all boots for the disk; as above", field: |l| &mut l.waiting },
-    Row { name: "vms", default: 4096, what: "sockets below --vm at once; further VMs are ignored", field: |l| &mut l.vms },
-    Row {
-        name: "goodbye",
-        default: 60,
-        what: "seconds after which a boot that lost its connection before it was settled counts as over (--otlp, --metrics)",
-        field: |l| &mut l.goodbye,
-    },
-    Row {
-        name: "push-queue",
-        default: 1024,
-        what: "boots that wait for the receiver of --otlp; of more the oldest are not pushed, but counted and logged",
-        field: |l| &mut l.push_queue,
-    },
-];
+macro_rules! limits {
+    ($($field:ident $name:literal $default:expr, $what:literal;)*) => {
+        /// The limits in force.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct Limits { $(pub $field: u64),* }
 
-impl Default for Limits {
-    fn default() -> Self {
-        let mut limits = Self {
-            records: 0,
-            bytes: 0,
-            gaps: 0,
-            boots: 0,
-            connections_per_vm: 0,
-            connects: 0,
-            connections: 0,
-            burst: 0,
-            rate: 0,
-            header: 0,
-            waiting_per_boot: 0,
-            waiting: 0,
-            vms: 0,
-            goodbye: 0,
-            push_queue: 0,
-        };
-        for row in TABLE {
-            *(row.field)(&mut limits) = row.default;
+        const TABLE: &[Row] = &[$(Row { name: $name, default: $default, what: $what, field: |l| &mut l.$field }),*];
+
+        impl Default for Limits {
+            fn default() -> Self {
+                Self { $($field: $default),* }
+            }
         }
-        limits
-    }
+    };
+}
+
+// A boot with 8 GPUs has some hundred records of about 300 bytes, with a chatty kernel some
+// thousand.
+limits! {
+    records "records" 200_000, "of a boot that are kept; more are dropped, and counted in its file";
+    bytes "bytes" 64 << 20, "of a boot's file; as above";
+    gaps "gaps" 1024, "in a boot's numbering; what would make one more is garbage";
+    boots "boots" 64, "new ones of a VM in an hour; more are refused";
+    connections_per_vm "connections-per-vm" 4, "of a VM at once; more are refused";
+    connects "connects" 60, "connections of a VM in a minute; more are refused";
+    connections "connections" 4096, "at once; more are refused (a third of RLIMIT_NOFILE, if less)";
+    burst "burst" 16 << 20, "bytes of a VM that are read as fast as they come";
+    rate "rate" 64 << 10, "bytes/s of a VM after that; it waits, nothing is dropped";
+    header "header" 30, "seconds until a connection has sent its header";
+    waiting_per_boot "waiting-per-boot" 64 << 10, "bytes of it for the disk; then it is read later, or counted";
+    waiting "waiting" 16 << 20, "bytes of all boots for the disk; as above";
+    vms "vms" 4096, "sockets below --vm at once; further VMs are ignored";
+    goodbye "goodbye" 60, "seconds after which a boot that lost its connection before it was settled counts as over (--otlp, --metrics)";
+    push_queue "push-queue" 1024, "boots that wait for the receiver of --otlp; of more the oldest are not pushed, but counted and logged";
 }
 
 impl Limits {
