@@ -1,6 +1,13 @@
-//! Helpers of the host half's tests: temporary directories, and golden files.
+//! Helpers of the host half's tests: temporary directories, lines of a stream, a log that is kept,
+//! a wait with a deadline, and golden files.
 
+use crate::events::record::Header;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// A boot id.
+pub const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
 
 /// A directory that is removed when the test is over.
 pub struct TempDir(PathBuf);
@@ -19,6 +26,38 @@ impl TempDir {
 impl Drop for TempDir {
     fn drop(&mut self) {
         std::fs::remove_dir_all(&self.0).expect("remove the temporary directory");
+    }
+}
+
+pub fn header(boot_id: &str) -> Header {
+    Header { boot_id: boot_id.into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 }
+}
+
+/// A record without its newline.
+pub fn event(seq: u64) -> String {
+    format!(r#"{{"schema":1,"seq":{seq},"boottime_ns":1,"kind":"event","name":"x"}}"#)
+}
+
+pub fn event_line(seq: u64) -> String {
+    event(seq) + "\n"
+}
+
+/// Texts that were logged.
+pub type Logged = Arc<Mutex<Vec<String>>>;
+
+/// A log that keeps its texts.
+pub fn kept_log() -> (Arc<dyn Fn(String) + Send + Sync>, Logged) {
+    let logged = Logged::default();
+    let sink = logged.clone();
+    (Arc::new(move |text| sink.lock().unwrap().push(text)), logged)
+}
+
+/// Waits until something is done, 20 s at most.
+pub async fn until(mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !done() {
+        assert!(Instant::now() < deadline, "not so within 20 s");
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
 

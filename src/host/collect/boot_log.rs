@@ -400,9 +400,9 @@ pub(super) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::record::{self, Header, Line};
+    use crate::events::record::{self, Line};
     use crate::host::data::boot_file::BootFile;
-    use crate::host::testing::TempDir;
+    use crate::host::testing::{self, BOOT, TempDir};
 
     const PEER: &str = "cid 5";
 
@@ -412,8 +412,7 @@ mod tests {
     }
 
     fn header() -> String {
-        let boot_id = "0f7a1f8e-0000-4000-8000-00000000beef".into();
-        record::header_line(&Header { boot_id, version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 }).trim_end().into()
+        record::header_line(&testing::header(BOOT)).trim_end().into()
     }
 
     fn append(log: &mut BootLog, seq: u64) -> Stored {

@@ -308,17 +308,11 @@ mod tests {
     use super::super::store::Place;
     use super::*;
     use crate::host::data::boot_file::BootFile;
-    use crate::host::testing::TempDir;
+    use crate::host::testing::{BOOT, TempDir, event_line, header};
     use std::time::Duration;
 
-    const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
-
     fn header_line(boot_id: &str) -> String {
-        record::header_line(&Header { boot_id: boot_id.into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 })
-    }
-
-    fn event(seq: u64) -> String {
-        format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\"}}\n")
+        record::header_line(&header(boot_id))
     }
 
     struct Guest {
@@ -369,7 +363,7 @@ mod tests {
     fn records_are_stored_and_announced_once() {
         let mut guest = Guest::new();
         guest.say(header_line(BOOT)).unwrap();
-        guest.say(event(0) + &event(1) + &event(0)).unwrap();
+        guest.say(event_line(0) + &event_line(1) + &event_line(0)).unwrap();
         let (result, file, news) = guest.end();
         result.unwrap();
         assert_eq!(file.records.len(), 2);
@@ -381,8 +375,8 @@ mod tests {
     #[test]
     fn what_comes_with_the_header_is_taken_behind_it() {
         let mut guest = Guest::new();
-        guest.say(header_line(BOOT) + &event(0) + "rubbish\n" + &event(1) + &event(2)[..30]).unwrap();
-        guest.say(&event(2)[30..]).unwrap();
+        guest.say(header_line(BOOT) + &event_line(0) + "rubbish\n" + &event_line(1) + &event_line(2)[..30]).unwrap();
+        guest.say(&event_line(2)[30..]).unwrap();
         let (result, file, _) = guest.end();
         result.unwrap();
         assert_eq!(file.records.iter().map(|r| r.seq).collect::<Vec<_>>(), [0, 1, 2]);
@@ -393,12 +387,12 @@ mod tests {
     fn garbage_is_counted_and_dropped_and_the_connection_goes_on() {
         let mut guest = Guest::new();
         guest.say(header_line(BOOT)).unwrap();
-        guest.say(event(0)).unwrap();
+        guest.say(event_line(0)).unwrap();
         guest.say(b"\xff\x00\x1b[2J\n").unwrap();
         guest.say("x".repeat(3 * MAX_LINE)).unwrap();
         guest.say("\n").unwrap();
-        guest.say(event(1)).unwrap();
-        guest.say(&event(2)[..20]).unwrap();
+        guest.say(event_line(1)).unwrap();
+        guest.say(&event_line(2)[..20]).unwrap();
         let (result, file, _) = guest.end();
         result.unwrap();
         assert_eq!((file.records.len(), file.damaged), (2, 0), "garbage is not in the file");
@@ -424,7 +418,7 @@ mod tests {
     #[test]
     fn nothing_is_stored_before_a_header() {
         let mut guest = Guest::new();
-        guest.say(event(0)).unwrap();
+        guest.say(event_line(0)).unwrap();
         guest.say(header_line("../../../../etc/passwd-aaaaaaaaaaaaa")).unwrap();
         assert_eq!(std::fs::read_dir(guest.dir.path()).unwrap().count(), 0);
         let (result, ..) = guest.end();
@@ -434,7 +428,7 @@ mod tests {
     #[test]
     fn a_connection_belongs_to_one_boot() {
         let mut guest = Guest::new();
-        guest.say(header_line(BOOT) + &event(0)).unwrap();
+        guest.say(header_line(BOOT) + &event_line(0)).unwrap();
         guest.say(header_line(BOOT)).unwrap();
         let other = BOOT.replace("beef", "dead");
         assert!(guest.say(header_line(&other)).is_err());
@@ -496,7 +490,7 @@ mod tests {
     #[test]
     fn gaps_are_noted_when_the_connection_ends() {
         let mut guest = Guest::new();
-        guest.say(header_line(BOOT) + &event(0) + &event(3)).unwrap();
+        guest.say(header_line(BOOT) + &event_line(0) + &event_line(3)).unwrap();
         let (_, file, _) = guest.end();
         assert!(file.host.iter().any(|l| l.event == HostEvent::Lost { count: 2, gaps: vec![(1, 2)] }));
     }

@@ -71,38 +71,28 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
+pub(super) mod tests {
     use super::super::store::{Attached, REMEMBERED};
-    use crate::events::record::Header;
-
+    use super::*;
     use crate::events::record::{self, Line};
     use crate::host::data::boot_file::BootFile;
-    use crate::host::testing::TempDir;
+    use crate::host::testing::{BOOT, TempDir, event, header, kept_log, until};
     use std::fs::File;
     use std::path::Path;
-    use std::sync::Mutex;
     use std::time::{Duration, Instant};
 
-    const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
-
-    fn header(boot_id: &str) -> Header {
-        Header { boot_id: boot_id.into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 }
+    /// A disk with every default.
+    pub fn start_with(dir: &Path, log: Log) -> Disk {
+        Disk::start(Place::take(dir).unwrap(), Limits::default(), Keep::default(), Arc::default(), log, || ()).unwrap()
     }
 
     fn start(dir: &Path) -> Disk {
-        let place = Place::take(dir).unwrap();
-        Disk::start(place, Limits::default(), Keep::default(), Arc::default(), Arc::new(|text| panic!("{text}")), || ()).unwrap()
+        start_with(dir, Arc::new(|text| panic!("{text}")))
     }
 
     async fn attach(disk: &Disk, boot: &str, peer: &str) -> Result<Attached> {
         let header = header(boot);
         disk.store.attach(&header, record::header_line(&header).trim_end().as_bytes(), peer, || true).await
-    }
-
-    fn event(seq: u64) -> String {
-        format!(r#"{{"schema":1,"seq":{seq},"boottime_ns":1,"kind":"event","name":"x"}}"#)
     }
 
     fn append(attached: &Attached, seq: u64) {
@@ -140,11 +130,7 @@ mod tests {
         for _ in 0..2 {
             append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
             // Written and closed when it can be removed.
-            let deadline = Instant::now() + Duration::from_secs(10);
-            while !disk.store.remove(BOOT, &path).unwrap() {
-                assert!(Instant::now() < deadline, "not written within 10 s");
-                tokio::task::yield_now().await;
-            }
+            until(|| disk.store.remove(BOOT, &path).unwrap()).await;
             assert!(!path.exists());
         }
         append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
@@ -158,10 +144,8 @@ mod tests {
         for with_directory in [false, true] {
             let dir = TempDir::new();
             let place = dir.path().join("boots");
-            let logged: Arc<Mutex<Vec<String>>> = Arc::default();
-            let sink = logged.clone();
-            let log: Log = Arc::new(move |text| sink.lock().unwrap().push(text));
-            let disk = Disk::start(Place::take(&place).unwrap(), Limits::default(), Keep::default(), Arc::default(), log, || ()).unwrap();
+            let (log, logged) = kept_log();
+            let disk = start_with(&place, log);
             let path = place.join(format!("{BOOT}.ndjson"));
             let mut attached = attach(&disk, BOOT, "cid 5").await.unwrap();
             append(&attached, 0);
@@ -209,14 +193,6 @@ mod tests {
         until(|| written() > old).await;
         drop(attached);
         disk.close().unwrap();
-    }
-
-    async fn until(mut done: impl FnMut() -> bool) {
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while !done() {
-            assert!(Instant::now() < deadline, "not so within 20 s");
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
     }
 
     #[tokio::test]

@@ -243,16 +243,14 @@ fn age(candidate: &Candidate, now: Now) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use super::super::disk::Disk;
+    use super::super::disk::tests::start_with;
     use super::super::keep::DAY;
-    use super::super::limits::Limits;
-    use super::super::store::Place;
     use super::*;
-    use crate::events::record::{Header, header_line};
+    use crate::events::record::header_line;
     use crate::host::data::boot_file::HostLine;
-    use crate::host::testing::TempDir;
+    use crate::host::testing::{TempDir, header, kept_log, until};
     use std::fs::File;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Arc;
 
     fn id(n: usize) -> String {
         format!("0f7a1f8e-0000-4000-8000-{n:012x}")
@@ -272,11 +270,8 @@ mod tests {
     }
 
     fn apply(dir: &TempDir, keep: Keep) -> Vec<String> {
-        let logged: Arc<Mutex<Vec<String>>> = Arc::default();
-        let sink = logged.clone();
-        let log: Log = Arc::new(move |text| sink.lock().unwrap().push(text));
-        let disk =
-            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
+        let (log, logged) = kept_log();
+        let disk = start_with(dir.path(), log.clone());
         Retention::new(keep).apply(&disk.store, &log, now());
         disk.close().unwrap();
         logged.lock().unwrap().clone()
@@ -307,10 +302,9 @@ mod tests {
 
     /// File n of a peer, with the bytes and the age in hours.
     fn file_of(dir: &TempDir, n: usize, peer: &str, bytes: u64, hours: u64) {
-        let header = Header { boot_id: id(n), version: String::new(), kernel: String::new(), first_seq: 0 };
         let connected = HostLine::now(HostEvent::Connected { peer: peer.into(), first_seq: 0 });
         let path = dir.path().join(format!("{}.ndjson", id(n)));
-        std::fs::write(&path, header_line(&header) + &connected.to_line()).unwrap();
+        std::fs::write(&path, header_line(&header(&id(n))) + &connected.to_line()).unwrap();
         let file = File::options().write(true).open(path).unwrap();
         file.set_len(bytes).unwrap();
         file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600)).unwrap();
@@ -335,8 +329,7 @@ mod tests {
     fn bytes_of_boots_are_known_after_the_first_look() {
         let (dir, log): (_, Log) = (TempDir::new(), Arc::new(|_| ()));
         files(&dir, &[100, 50, 0]);
-        let place = Place::take(dir.path()).unwrap();
-        let disk = Disk::start(place, Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
+        let disk = start_with(dir.path(), log.clone());
         assert_eq!(*lock(&disk.store.kept_bytes), None);
         for (keep, left) in [
             (Keep { age: Keep::days(3), bytes: None }, 2000),
@@ -353,11 +346,8 @@ mod tests {
     fn a_clock_that_is_set_makes_no_boot_old() {
         let dir = TempDir::new();
         files(&dir, &[1]);
-        let logged: Arc<Mutex<Vec<String>>> = Arc::default();
-        let sink = logged.clone();
-        let log: Log = Arc::new(move |text| sink.lock().unwrap().push(text));
-        let disk =
-            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
+        let (log, logged) = kept_log();
+        let disk = start_with(dir.path(), log.clone());
         let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
         let start = now();
         let mut at = |real: Duration, boot: Duration| {
@@ -382,8 +372,7 @@ mod tests {
         let dir = TempDir::new();
         files(&dir, &[1000]);
         let log: Log = Arc::new(|_| ());
-        let disk =
-            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
+        let disk = start_with(dir.path(), log.clone());
         let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
         let mut at = |boot: Duration| {
             retention.apply(&disk.store, &log, Now { real: SystemTime::now() + boot, boot });
@@ -412,16 +401,11 @@ mod tests {
     async fn a_connected_boot_stays_however_long_it_is_silent() {
         let dir = TempDir::new();
         let log: Log = Arc::new(|_| ());
-        let disk =
-            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
-        let header = Header { boot_id: id(0), version: String::new(), kernel: String::new(), first_seq: 0 };
+        let disk = start_with(dir.path(), log.clone());
+        let header = header(&id(0));
         let attached = disk.store.attach(&header, header_line(&header).trim_end().as_bytes(), "cid 3", || true).await.unwrap();
         let path = dir.path().join(format!("{}.ndjson", id(0)));
-        let deadline = std::time::Instant::now() + Duration::from_secs(10);
-        while std::fs::metadata(&path).map_or(0, |m| m.len()) == 0 {
-            assert!(std::time::Instant::now() < deadline, "nothing is written within 10 s");
-            tokio::task::yield_now().await;
-        }
+        until(|| std::fs::metadata(&path).is_ok_and(|m| m.len() > 0)).await;
         File::options().write(true).open(&path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
         let keep = Keep { age: Keep::days(1), bytes: Some(1) };
         Retention::new(keep).apply(&disk.store, &log, now());

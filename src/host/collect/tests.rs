@@ -1,14 +1,13 @@
 use super::*;
-use crate::events::record::{self, DEFAULT_PORT, Header, Pong};
+use crate::events::record::{self, DEFAULT_PORT, Pong};
 use crate::host::data::boot_file::{BootFile, HostEvent};
-use crate::host::testing::TempDir;
+use crate::host::testing::{self, BOOT, TempDir, event_line, until};
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
-const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
 /// Everything here takes milliseconds.
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -79,12 +78,7 @@ impl Run {
     /// Our socket of a VM, once somebody listens there.
     async fn socket(&self, id: &str) -> PathBuf {
         let socket = self.dir.path().join(format!("vm/{id}/clh.sock_{DEFAULT_PORT}"));
-        let listens = async {
-            while !socket.exists() {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-        };
-        tokio::time::timeout(DEADLINE, listens).await.unwrap_or_else(|_| panic!("no {} within {DEADLINE:?}", socket.display()));
+        until(|| socket.exists()).await;
         // The umask took it away from others; `collect` has none.
         std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o666)).unwrap();
         socket
@@ -96,11 +90,7 @@ fn read(dir: &Path) -> BootFile {
 }
 
 fn header() -> String {
-    record::header_line(&Header { boot_id: BOOT.into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 })
-}
-
-fn event(seq: u64) -> String {
-    format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\"}}\n")
+    record::header_line(&testing::header(BOOT))
 }
 
 #[tokio::test]
@@ -108,7 +98,7 @@ async fn no_record_is_doubled_by_reconnects_or_a_restart() {
     let mut run = Run::start(TempDir::new());
     for count in [10, 20] {
         let mut guest = run.connect().await;
-        let text: String = (0..count).map(event).collect();
+        let text: String = (0..count).map(event_line).collect();
         guest.write_all((header() + &text).as_bytes()).await.unwrap();
         drop(guest);
         run.until("end of the connection", |n| matches!(n, News::Ended { .. })).await;
@@ -116,7 +106,7 @@ async fn no_record_is_doubled_by_reconnects_or_a_restart() {
     let dir = run.stop().await;
     let mut run = Run::start(dir);
     let mut guest = run.connect().await;
-    let text: String = (0..30).map(event).collect();
+    let text: String = (0..30).map(event_line).collect();
     guest.write_all((header() + &text).as_bytes()).await.unwrap();
     run.until("record 29", |n| matches!(n, News::Record { record, .. } if record.seq == 29)).await;
     let dir = run.stop().await;
@@ -161,7 +151,7 @@ async fn what_was_sent_before_the_stop_is_stored() {
     let mut guest = run.connect().await;
     guest.write_all(header().as_bytes()).await.unwrap();
     run.until("connection", |n| matches!(n, News::Connected { .. })).await;
-    let text: String = (0..200).map(event).collect();
+    let text: String = (0..200).map(event_line).collect();
     guest.write_all(text.as_bytes()).await.unwrap();
     let dir = run.stop().await;
     let file = read(dir.path());
@@ -203,7 +193,7 @@ async fn another_user_can_neither_imitate_a_vm_nor_take_its_streams() {
     run.until("a line about it", |n| matches!(n, News::Problem { text } if text.contains(&why))).await;
     // Strangers used up no connection, try or line of the guest.
     let mut guest = UnixStream::connect(&socket).await.unwrap();
-    guest.write_all((header() + &event(0)).as_bytes()).await.unwrap();
+    guest.write_all((header() + &event_line(0)).as_bytes()).await.unwrap();
     run.until("its record", |n| matches!(n, News::Record { .. })).await;
     let second = UnixStream::connect(&socket).await.unwrap();
     run.until("its own limit", |n| matches!(n, News::Problem { text } if text.contains("limit connections-per-vm"))).await;
@@ -226,7 +216,7 @@ async fn a_vm_has_the_name_of_its_renamed_directory() {
     let named = async {
         loop {
             if let Ok(mut guest) = UnixStream::connect(&socket).await {
-                let _refused = guest.write_all((header() + &event(0)).as_bytes()).await;
+                let _refused = guest.write_all((header() + &event_line(0)).as_bytes()).await;
                 if tokio::time::timeout(Duration::from_millis(200), guest.read_u8()).await.is_ok_and(|read| read.is_ok()) {
                     return guest;
                 }

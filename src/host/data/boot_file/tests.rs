@@ -1,11 +1,8 @@
 use super::*;
+use crate::host::testing::event;
 
 const HEADER: &str =
     r#"{"schema":1,"stream":{"boot_id":"0f7a1f8e-0000-4000-8000-00000000beef","version":"0.1.0","kernel":"6.1","first_seq":0}}"#;
-
-fn event(seq: u64) -> String {
-    format!(r#"{{"schema":1,"seq":{seq},"boottime_ns":1,"kind":"event","name":"x"}}"#)
-}
 
 fn read(lines: &[&str]) -> BootFile {
     BootFile::read((lines.join("\n") + "\n").as_bytes()).unwrap()

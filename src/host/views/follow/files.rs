@@ -214,14 +214,10 @@ fn sandbox_in(head: &[u8]) -> Option<Sandbox> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::testing::TempDir;
+    use crate::host::testing::{TempDir, event_line};
     use std::io::Write;
 
     const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef.ndjson";
-
-    fn event(seq: u64) -> String {
-        format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\"}}\n")
-    }
 
     #[tokio::test]
     async fn appended_lines_are_seen_once_and_only_when_whole() {
@@ -230,8 +226,8 @@ mod tests {
         let mut writer = File::create(dir.path().join(BOOT)).unwrap();
         std::fs::write(dir.path().join("notes.txt"), "x").unwrap();
         let mut seen = Vec::new();
-        let line = event(2);
-        for (bytes, count) in [(event(1), 1), (line[..20].to_string(), 1), (line[20..].to_string(), 2), ("garbage\n".into(), 2)] {
+        let line = event_line(2);
+        for (bytes, count) in [(event_line(1), 1), (line[..20].to_string(), 1), (line[20..].to_string(), 2), ("garbage\n".into(), 2)] {
             writer.write_all(bytes.as_bytes()).unwrap();
             let names = tokio::time::timeout(Duration::from_secs(10), files.changed()).await.expect("inotify wakes within 10 s").unwrap();
             assert_eq!(names.into_iter().collect::<Vec<_>>(), [BOOT], "and no other file");
@@ -261,7 +257,7 @@ mod tests {
     async fn a_long_boot_of_no_sandbox_is_not_read_again_with_each_line() {
         let dir = TempDir::new();
         let mut files = Files::watch(dir.path(), Which::Sandbox("a".into())).unwrap();
-        let lines: String = (0..).map(event).take(2 * HEAD as usize / event(0).len()).collect();
+        let lines: String = (0..).map(event_line).take(2 * HEAD as usize / event_line(0).len()).collect();
         std::fs::write(dir.path().join(BOOT), lines).unwrap();
         let before = bytes_read();
         for _ in 0..100 {
