@@ -49,14 +49,20 @@ pub fn choose(sources: &mut [Source], wanted: Option<usize>) -> Result<()> {
             let Some(chosen) = chosen else {
                 bail!("{} has no boot {n}, it holds {}:\n{}", printable(&source.name), source.logs.len(), list(&source.logs));
             };
-            let dropped: usize = source.logs.iter().enumerate().filter(|(i, _)| *i != chosen).map(|(_, log)| log.items.len()).sum();
-            source.count.skip_many(Skip::OtherBoot, dropped as u64);
-            source.count.recognised = source.count.recognised.saturating_sub(dropped as u64);
-            source.logs = vec![source.logs.swap_remove(chosen)];
+            keep_one(source, chosen);
         }
         (_, _) => bail!("{} of these files hold several boots each: import them one at a time with --boot N", several.len()),
     }
     choose_pod(sources)
+}
+
+/// Removes every other boot, and counts its items.
+fn keep_one(source: &mut Source, chosen: usize) {
+    let kept = source.logs.swap_remove(chosen);
+    let dropped = source.logs.iter().map(|log| log.items.len() as u64).sum();
+    source.count.skip_many(Skip::OtherBoot, dropped);
+    source.count.recognised = source.count.recognised.saturating_sub(dropped);
+    source.logs = vec![kept];
 }
 
 /// Chooses the pod of the chosen sandbox among several.
@@ -75,10 +81,7 @@ fn choose_pod(sources: &mut [Source]) -> Result<()> {
                 source.logs.len()
             );
         };
-        let dropped: usize = source.logs.iter().enumerate().filter(|(i, _)| *i != chosen).map(|(_, log)| log.items.len()).sum();
-        source.count.skip_many(Skip::OtherBoot, dropped as u64);
-        source.count.recognised = source.count.recognised.saturating_sub(dropped as u64);
-        source.logs = vec![source.logs.swap_remove(chosen)];
+        keep_one(source, chosen);
     }
     Ok(())
 }
