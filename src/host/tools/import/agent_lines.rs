@@ -4,7 +4,7 @@
 //! [`crate::host::data::agent_log`] parses the agent's texts. Texts are cut here, and made harmless
 //! by the code that shows them.
 
-use super::item::{Fact, InitLine, Skip, Stamp};
+use super::item::{Fact, InitLine, Skip, Stamp, cut};
 use crate::events::record::{Kind, Level};
 use crate::host::data::agent_log::AgentLog;
 use crate::host::data::agent_log::line;
@@ -38,10 +38,6 @@ pub fn parse(text: &str, log: &mut AgentLog, mut each: impl FnMut(Stamp, Fact)) 
     }
 }
 
-fn cut(text: &str) -> String {
-    text.chars().take(MAX_VALUE).collect()
-}
-
 fn level(text: Option<&str>) -> Level {
     match text {
         Some("CRIT" | "ERRO") => Level::Error,
@@ -67,16 +63,16 @@ fn init_line(object: &Map<String, Value>) -> Result<(Stamp, Fact), Skip> {
     }
     let fields = object.iter().filter(|(key, _)| !FRAME.contains(&key.as_str())).take(32).map(|(key, value)| {
         let value = value.as_str().map_or(Value::Null, typed);
-        (cut(key), value)
+        (cut(key, MAX_VALUE), value)
     });
     let line = InitLine {
         name: name.to_string(),
         kind,
         level: level(get("level")),
         gpu: get("gpu").and_then(|g| g.parse().ok()),
-        error: get("error").map(cut),
+        error: get("error").map(|error| cut(error, MAX_VALUE)),
         fields: fields.collect(),
-        version: cut(get("version").unwrap_or("?")),
+        version: cut(get("version").unwrap_or("?"), MAX_VALUE),
         realtime_ns: get("ts").and_then(realtime_ns),
     };
     Ok((Stamp::Boot(boottime), Fact::Init(line)))
@@ -89,7 +85,7 @@ fn typed(text: &str) -> Value {
         "false" => Value::Bool(false),
         _ => {
             let plain = text == "0" || !text.starts_with(['0', '+']);
-            text.parse::<i64>().ok().filter(|_| plain).map_or_else(|| Value::from(cut(text)), Value::from)
+            text.parse::<i64>().ok().filter(|_| plain).map_or_else(|| Value::from(cut(text, MAX_VALUE)), Value::from)
         }
     }
 }

@@ -6,7 +6,7 @@
 
 use super::clocks::Placed;
 use super::gpu_enablings::Steps;
-use super::item::{Fact, InitLine, Item, Stamp};
+use super::item::{Fact, InitLine, Item, Stamp, cut};
 use super::kernel_lines;
 use super::kernel_lines::Meaning;
 use crate::driver_log;
@@ -170,12 +170,12 @@ impl<'a> Maker<'a> {
         if let Meaning::Nvrc { text } = meaning {
             let draft = self.draft(placed, item, Kind::Event, own::NVRC);
             draft.level = Level::Debug;
-            draft.fields.insert("text".into(), cut(&text).into());
+            draft.fields.insert("text".into(), cut(&text, MAX_TEXT).into());
             return;
         }
         let draft = self.draft(placed, item, Kind::Kmsg, "kmsg");
         draft.gpu = gpu;
-        draft.fields.insert("text".into(), cut(text).into());
+        draft.fields.insert("text".into(), cut(text, MAX_TEXT).into());
         if let Stamp::Kernel(ns) = item.stamp {
             draft.fields.insert("printk_us".into(), (ns / 1000).into());
         }
@@ -206,7 +206,7 @@ impl<'a> Maker<'a> {
     fn meaning(&mut self, placed: Placed, item: &'a Item, meaning: Meaning, text: &str) {
         match meaning {
             Meaning::RunInit { program } => {
-                self.draft(placed, item, Kind::Event, names::INIT_START).fields.insert("program".into(), cut(&program).into());
+                self.draft(placed, item, Kind::Event, names::INIT_START).fields.insert("program".into(), cut(&program, MAX_TEXT).into());
             }
             Meaning::GpuFound { gpu, device } => {
                 let index = self.steps.index(gpu);
@@ -277,7 +277,7 @@ impl<'a> Maker<'a> {
         let words = line.unwrap_or(text).to_string();
         let draft = self.draft(placed, item, Kind::Event, names::GPU_FAILED);
         (draft.gpu, draft.level) = (Some(gpu), Level::Error);
-        draft.error = Some(format!("{reason}: {}", cut(&words)));
+        draft.error = Some(format!("{reason}: {}", cut(&words, MAX_TEXT)));
         draft.fields.insert("step".into(), step.as_str().into());
         draft.fields.insert("reason".into(), reason.as_str().into());
         draft.fields.extend(reason.cure().map(|cure| ("cure".to_string(), Value::from(cure))));
@@ -392,10 +392,6 @@ fn container_fields(container: &str, devices: &str, tries: Option<u64>, pause: b
     fields.extend(tries.map(|n| ("tries".to_string(), Value::from(n))));
     fields.extend(pause.then(|| ("pause".to_string(), Value::from(true))));
     fields
-}
-
-fn cut(text: &str) -> String {
-    text.chars().take(MAX_TEXT).collect()
 }
 
 /// Fields of a record from a log, with its source and the bound on its time's error.

@@ -3,7 +3,7 @@
 
 use super::choose::Source;
 use super::clocks::{Clocks, Note};
-use super::item::{Count, Skip};
+use super::item::{Count, Skip, cut};
 use crate::host::data::boot_file::{Imported, ImportedClock, ImportedFile};
 use crate::host::data::imported_record::Format;
 use crate::host::data::text::{Ink, Screen, error_bound, printable};
@@ -45,21 +45,20 @@ pub fn clocks(clocks: &Clocks) -> Vec<ImportedClock> {
 
 /// The part that goes into the boot's file.
 pub fn imported(sources: &[Source], clocks: &Clocks, notes: &[String]) -> Imported {
-    let cut = |text: &str| text.chars().take(MAX_NOTE).collect::<String>();
     let skipped =
         |count: &Count| count.skipped.iter().filter(|(why, _)| **why != Skip::Empty).map(|(_, n)| *n).fold(0, u64::saturating_add);
     let file = |source: &Source| ImportedFile {
-        file: cut(&source.name),
+        file: cut(&source.name, MAX_NOTE),
         format: source.format.to_string(),
         lines: source.count.lines,
         recognised: source.count.recognised,
         skipped: skipped(&source.count),
     };
     Imported {
-        zero: cut(&clocks.zero),
+        zero: cut(&clocks.zero, MAX_NOTE),
         files: sources.iter().take(MAX_TOLD).map(file).collect(),
         clocks: self::clocks(clocks),
-        notes: notes.iter().take(MAX_TOLD).map(|n| cut(n)).collect(),
+        notes: notes.iter().take(MAX_TOLD).map(|n| cut(n, MAX_NOTE)).collect(),
     }
 }
 

@@ -144,6 +144,11 @@ pub const MAX_ITEMS: usize = 200_000;
 /// over by then.
 pub const MAX_STAMP_NS: i64 = 10_000_000 * 1_000_000_000;
 
+/// The first characters of a text of a log.
+pub fn cut(text: &str, max: usize) -> String {
+    text.chars().take(max).collect()
+}
+
 /// A boot from a console-like file.
 #[derive(Clone, Debug, Default)]
 pub struct Log {

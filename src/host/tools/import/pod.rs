@@ -4,7 +4,7 @@
 //! stamp is the beginning of the second in which something was noticed. The stamp is placed in the
 //! middle of that second, with half a second as its error.
 
-use super::item::{Count, Fact, Item, Log, Skip, Stamp};
+use super::item::{Count, Fact, Item, Log, Skip, Stamp, cut};
 use super::log_files::Input;
 use crate::events::catalogue::logged as names;
 use crate::events::record::Level;
@@ -50,7 +50,7 @@ fn one(pod: &Value, count: &mut Count) -> Option<Log> {
         let Some(at) = time.and_then(realtime_ns) else {
             return count.skip(Skip::NoStamp);
         };
-        let fields: Map<String, Value> = fields.iter().map(|(k, v)| (k.to_string(), Value::from(cut(v)))).collect();
+        let fields: Map<String, Value> = fields.iter().map(|(k, v)| (k.to_string(), Value::from(cut(v, MAX_VALUE)))).collect();
         let fact = Fact::Plain { name: record, level, error, fields };
         let item = Item::new(Stamp::Host(at.saturating_add(HALF_SECOND_NS)), Format::Pod, 1, fact);
         count.recognised += 1;
@@ -67,7 +67,7 @@ fn one(pod: &Value, count: &mut Count) -> Option<Log> {
         if fulfilled {
             add(text(condition, "lastTransitionTime"), names::POD_CONDITION, Level::Info, None, &fields);
         } else {
-            let error = text(condition, "message").map(|m| format!("not yet: {}", cut(m))).or(Some("not yet".into()));
+            let error = text(condition, "message").map(|m| format!("not yet: {}", cut(m, MAX_VALUE))).or(Some("not yet".into()));
             add(text(condition, "lastTransitionTime"), names::POD_CONDITION, Level::Warn, error, &fields);
         }
     }
@@ -82,7 +82,7 @@ fn one(pod: &Value, count: &mut Count) -> Option<Log> {
                 if let Some(ended) = state.get("terminated") {
                     let reason = text(ended, "reason").unwrap_or("?");
                     let failed = ended.get("exitCode").and_then(Value::as_i64) != Some(0);
-                    let error = failed.then(|| format!("{reason}: {}", cut(text(ended, "message").unwrap_or(""))));
+                    let error = failed.then(|| format!("{reason}: {}", cut(text(ended, "message").unwrap_or(""), MAX_VALUE)));
                     let level = if failed { Level::Error } else { Level::Info };
                     add(text(ended, "finishedAt"), names::POD_CONTAINER_ENDED, level, error, &[("container", name), ("reason", reason)]);
                 }
@@ -98,10 +98,6 @@ fn text<'a>(value: &'a Value, key: &str) -> Option<&'a str> {
 
 fn parts<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
     value.get(key).and_then(Value::as_array).into_iter().flatten().take(MAX_PARTS)
-}
-
-fn cut(text: &str) -> String {
-    text.chars().take(MAX_VALUE).collect()
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! Few lines name the sandbox. The pod's metadata identify a request until its answer has the id;
 //! the answer that made a container assigns it to its sandbox.
 
-use super::item::MAX_ITEMS;
+use super::item::{MAX_ITEMS, cut};
 use crate::events::catalogue::logged as names;
 use crate::events::record::Level;
 use crate::host::data::containerd_log::Entry;
@@ -62,9 +62,10 @@ struct Maker<'a> {
 
 impl Maker<'_> {
     fn say(&mut self, sandbox: &str, name: &'static str, fields: &[(&str, &str)], error: Option<&str>) {
-        let fields = fields.iter().filter(|(_, value)| !value.is_empty()).map(|(key, value)| ((*key).to_string(), Value::from(cut(value))));
+        let fields = fields.iter().filter(|(_, value)| !value.is_empty());
+        let fields = fields.map(|(key, value)| ((*key).to_string(), Value::from(cut(value, MAX_VALUE))));
         let level = if error.is_some() { Level::Error } else { Level::Info };
-        let (line, at, error) = (self.line, self.at, error.map(cut));
+        let (line, at, error) = (self.line, self.at, error.map(|error| cut(error, MAX_VALUE)));
         (self.each)(Said { sandbox: sandbox.into(), line, at, name, level, error, fields: fields.collect() });
     }
 }
@@ -193,10 +194,6 @@ impl Runtime {
         }
         self.containers.get(id).map_or_else(|| short(id).to_string(), |(_, name)| name.clone())
     }
-}
-
-fn cut(text: &str) -> String {
-    text.chars().take(MAX_VALUE).collect()
 }
 
 fn short(id: &str) -> &str {
