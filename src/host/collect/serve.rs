@@ -15,6 +15,7 @@ use super::store::{Log, Store};
 use crate::host::data::boot_file::newer_sentence;
 use crate::host::data::text::printable;
 use crate::host::system::async_fd::watch as watch_fd;
+use crate::host::system::sleep::sleep_until;
 use anyhow::{Context, Result};
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
@@ -278,13 +279,6 @@ async fn talk(
             Ok(()) = slot.sandbox.changed() => name(connection, slot),
             () = tokio::time::sleep_until(due) => connection.tick(HostNow::read())?,
         }
-    }
-}
-
-async fn sleep_until(at: Option<Instant>) {
-    match at {
-        Some(at) => tokio::time::sleep_until(at.into()).await,
-        None => std::future::pending().await,
     }
 }
 
