@@ -7,8 +7,7 @@
 
 use super::gpu_name::GpuName;
 use super::intervals::length;
-use super::story;
-use super::story::Story;
+use super::story::{self, Milestone, Story};
 use crate::events::catalogue::{Row, row_of};
 use crate::host::data::text::{printable, printable_start};
 use anyhow::{Result, bail};
@@ -79,17 +78,6 @@ impl Step {
     pub fn title(&self) -> String {
         if self.detail.is_empty() { self.name.clone() } else { format!("{} {}", self.name, self.detail) }
     }
-}
-
-/// A moment for comparing boots.
-#[derive(Clone, Debug)]
-pub struct Milestone {
-    pub name: String,
-    pub at_ns: i64,
-    pub approximate: bool,
-    /// Bound of the error of `at_ns`.
-    pub error_ns: u64,
-    pub after: Vec<usize>,
 }
 
 /// The part of a boot that is accounted for.
@@ -185,14 +173,12 @@ impl Timeline {
     }
 }
 
-fn milestone(given: story::Milestone, place: &HashMap<usize, usize>, steps: &[Step]) -> Milestone {
+fn milestone(given: Milestone, place: &HashMap<usize, usize>, steps: &[Step]) -> Milestone {
     let ended = |i: &usize| steps.get(*i).is_some_and(|s| s.end_ns <= given.at_ns);
     Milestone {
         after: given.after.iter().filter_map(|i| place.get(i).copied()).filter(ended).take(MAX_EDGES).collect(),
         name: printable_start(given.name.as_bytes(), MAX_NAME),
-        at_ns: given.at_ns,
-        approximate: given.approximate,
-        error_ns: given.error_ns,
+        ..given
     }
 }
 
@@ -329,7 +315,7 @@ mod tests {
 
     #[test]
     fn a_window_has_two_ends_and_some_time_between() {
-        let at = |name: &str, at_ns| story::Milestone { name: name.into(), at_ns, ..story::Milestone::default() };
+        let at = |name: &str, at_ns| Milestone { name: name.into(), at_ns, ..Milestone::default() };
         let timeline = Timeline::new(Story { milestones: vec![at("b", 7), at("a", -2)], ..Story::default() });
         assert_eq!(timeline.window(None, None).unwrap().wall_ns(), 9);
         assert!(timeline.window(Some("b"), Some("a")).unwrap_err().to_string().contains("no time passes"));

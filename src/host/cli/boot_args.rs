@@ -4,6 +4,7 @@
 use crate::host::analysis::held_up::HeldUp;
 use crate::host::analysis::loaded::{Loaded, load};
 use crate::host::analysis::metrics::{Metrics, metrics};
+use crate::host::boot::story::Milestone;
 use crate::host::boot::timeline::Window;
 use crate::host::data::boot_dir::{boots, find};
 use crate::host::data::text::ascii_json;
@@ -54,7 +55,7 @@ impl BootArgs {
 /// every page.
 pub fn head(loaded: &Loaded, window: &Window) -> String {
     let clock = loaded.file.clock();
-    let milestone = |m: &crate::host::boot::timeline::Milestone| {
+    let milestone = |m: &Milestone| {
         let wall = u64::try_from(m.at_ns)
             .map_or_else(|_| clock.wall_before_start(m.at_ns.unsigned_abs(), m.error_ns), |at| clock.wall_at(at))
             .map(|w| format!(" ({} {})", wall_clock(w.realtime_ns), error_bound(w.error_ns)));
