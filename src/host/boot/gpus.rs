@@ -159,7 +159,7 @@ fn next_state(record: &Record, state: State) -> Option<State> {
         (Kind::Begin, names::GPU_ENABLE) => State::Enabling,
         (Kind::End, names::GPU_ENABLE) if record.error.is_none() => State::Enabled,
         // In a load that probes all GPUs, only this line shows a probe.
-        (Kind::Kmsg, _) if state < State::Probing && kmsg_text(record).contains("enabling device") => State::Probing,
+        (Kind::Kmsg, _) if state < State::Probing && record.kmsg_text().contains("enabling device") => State::Probing,
         (Kind::Begin, names::GPU_BIND) => State::Probing,
         (Kind::Event, names::GPU_BOUND) => State::Bound,
         (Kind::Begin, names::GPU_INIT) => State::Initialising,
@@ -168,10 +168,6 @@ fn next_state(record: &Record, state: State) -> Option<State> {
         (Kind::Event, names::GPU_REMOVED) => State::Removed,
         _ => return None,
     })
-}
-
-fn kmsg_text(record: &Record) -> &str {
-    record.fields.get("text").and_then(Field::as_str).unwrap_or("")
 }
 
 impl Gpu {

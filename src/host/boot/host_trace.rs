@@ -8,7 +8,7 @@ use crate::events::catalogue::{Form, row_of};
 use crate::events::record::Kind;
 use crate::host::data::boot_file::BootFile;
 use crate::host::data::clock_offset::{Clock, RATE_ERROR_PPM};
-use crate::host::data::compact_record::{Field, Record};
+use crate::host::data::compact_record::Record;
 use crate::host::data::text::printable_start;
 use crate::host::data::trace_file::{Recording, Traced};
 use crate::host::data::units::{histogram, is_zero, size};
@@ -155,8 +155,7 @@ impl Ranges {
     fn of(records: &[&Record]) -> Self {
         let mut ranges = Self::default();
         for record in records.iter().filter(|r| r.kind == Kind::Kmsg) {
-            let text = record.fields.get("text").and_then(Field::as_str).unwrap_or("");
-            ranges.by_first.extend(range(text));
+            ranges.by_first.extend(range(record.kmsg_text()));
         }
         ranges
     }

@@ -7,7 +7,7 @@ use super::story::Step;
 use crate::events::catalogue::derived;
 use crate::events::names;
 use crate::events::record::Kind;
-use crate::host::data::compact_record::{Field, Record};
+use crate::host::data::compact_record::Record;
 use crate::pci::{PciAddress, waits_for_bar_firewall};
 use std::collections::HashSet;
 
@@ -26,13 +26,9 @@ struct PciLine<'a> {
     enabling: bool,
 }
 
-fn text(record: &Record) -> &str {
-    record.fields.get("text").and_then(Field::as_str).unwrap_or("")
-}
-
 /// `pci 0001:00:00.0: BAR 0 [mem ..]`, `nvidia 0001:00:01.0: enabling device (0000 -> 0002)`.
 fn pci_line(record: &Record) -> Option<PciLine<'_>> {
-    let (by, rest) = text(record).split_once(' ')?;
+    let (by, rest) = record.kmsg_text().split_once(' ')?;
     let (address, said) = rest.split_once(": ")?;
     let enabling = said.starts_with("enabling device");
     Some(PciLine { at_ns: ns(record.boottime_ns), by, address: address.parse().ok()?, enabling })
@@ -45,11 +41,11 @@ pub fn add(draft: &mut Draft) {
     lines.sort_by_key(|r| r.boottime_ns);
     let init_ns = draft.milestone("init start");
     let before_init = |at: i64| init_ns.is_some_and(|init| at <= init);
-    let run = lines.iter().find(|r| text(r).starts_with("Run ") && text(r).ends_with(" as init process"));
+    let run = lines.iter().find(|r| r.kmsg_text().starts_with("Run ") && r.kmsg_text().ends_with(" as init process"));
     let run_ns = run.map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
 
     let kernel = run_ns.or(init_ns).and_then(|end| draft.derive(derived::KERNEL, 0, end));
-    let said = |what: &str| lines.iter().find(|r| text(r).contains(what)).map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
+    let said = |what: &str| lines.iter().find(|r| r.kmsg_text().contains(what)).map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
     if let Some((begin, end)) = said("initramfs...").zip(said("Freeing initrd memory"))
         && let Some(initrd) = draft.derive(derived::KERNEL_INITRD, begin, end).and_then(|i| draft.step_mut(i))
     {

@@ -63,6 +63,11 @@ impl Record {
         self.after.as_deref().unwrap_or_default()
     }
 
+    /// Text of a kernel line; empty in other records.
+    pub fn kmsg_text(&self) -> &str {
+        self.fields.get("text").and_then(Field::as_str).unwrap_or("")
+    }
+
     /// Bytes of memory beside the structure itself.
     pub fn text_bytes(&self) -> usize {
         self.error.as_ref().map_or(0, |e| e.len()) + self.fields.bytes() + size_of_val(self.after())

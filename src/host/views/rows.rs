@@ -243,14 +243,10 @@ impl Tracker {
 
 fn side(record: &Record) -> Side {
     match record.kind {
-        Kind::Kmsg if kmsg_text(record).starts_with("nvidia") || kmsg_text(record).contains("NVRM:") => Side::Driver,
+        Kind::Kmsg if record.kmsg_text().starts_with("nvidia") || record.kmsg_text().contains("NVRM:") => Side::Driver,
         Kind::Kmsg => Side::Kernel,
         Kind::Begin | Kind::End | Kind::Event => row_of(&record.name).owner.into(),
     }
-}
-
-fn kmsg_text(record: &Record) -> &str {
-    record.fields.get("text").and_then(Field::as_str).unwrap_or("")
 }
 
 fn tone(record: &Record) -> Tone {
@@ -271,7 +267,7 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
     match record.kind {
         // A step is shown when it ends, or as an open step when it does not.
         Kind::Begin => true,
-        Kind::Kmsg => record.level > Level::Error && !kmsg_matters(kmsg_text(record)),
+        Kind::Kmsg => record.level > Level::Error && !kmsg_matters(record.kmsg_text()),
         _ if record.level <= Level::Warn || record.error.is_some() => false,
         _ if record.level >= Level::Debug => true,
         // A foreign log has no event that the GPU is usable.
@@ -292,7 +288,7 @@ fn kmsg_matters(text: &str) -> bool {
 /// `begun`: the fields of the span's beginning, for the row of its end.
 fn what(record: &Record, begun: &str) -> String {
     if record.kind == Kind::Kmsg {
-        return text::printable(kmsg_text(record));
+        return text::printable(record.kmsg_text());
     }
     if record.name == names::GPU_HEALTH && record.error.is_none() {
         return format!("{}{}", names::GPU_HEALTH, health_text(record));
