@@ -268,18 +268,12 @@ impl BootFile {
 
     /// Steps and counts that the host's trace has.
     pub fn traced(&self) -> impl Iterator<Item = &Traced> + '_ {
-        self.host.iter().filter_map(|line| match &line.event {
-            HostEvent::Traced(traced) => Some(traced.as_ref()),
-            _ => None,
-        })
+        self.host.iter().filter_map(|line| if let HostEvent::Traced(traced) = &line.event { Some(traced.as_ref()) } else { None })
     }
 
     /// Facts about the host's trace, if there is one.
     pub fn recording(&self) -> Option<&Recording> {
-        self.host.iter().find_map(|line| match &line.event {
-            HostEvent::Recording(recording) => Some(recording.as_ref()),
-            _ => None,
-        })
+        self.host.iter().find_map(|line| if let HostEvent::Recording(recording) = &line.event { Some(recording.as_ref()) } else { None })
     }
 
     fn add(&mut self, number: u64, length: usize, line: Result<FileLine, String>) {
@@ -357,18 +351,12 @@ impl BootFile {
 
     /// The first peer that connected; later connections must be from the same peer.
     pub fn owner(&self) -> Option<&str> {
-        self.host.iter().find_map(|line| match &line.event {
-            HostEvent::Connected { peer, .. } => Some(peer.as_str()),
-            _ => None,
-        })
+        self.host.iter().find_map(|line| if let HostEvent::Connected { peer, .. } = &line.event { Some(peer.as_str()) } else { None })
     }
 
     /// The sandbox by the newest line.
     pub fn sandbox(&self) -> Option<&Sandbox> {
-        self.host.iter().rev().find_map(|line| match &line.event {
-            HostEvent::Sandbox(sandbox) => Some(sandbox),
-            _ => None,
-        })
+        self.host.iter().rev().find_map(|line| if let HostEvent::Sandbox(sandbox) = &line.event { Some(sandbox) } else { None })
     }
 
     /// Kata's id of the sandbox.
@@ -378,18 +366,12 @@ impl BootFile {
 
     /// The first trace id; None in a file of logs, or without a collector's beginning.
     pub fn trace(&self) -> Option<TraceId> {
-        self.host.iter().find_map(|line| match line.event {
-            HostEvent::Trace { id } => Some(id),
-            _ => None,
-        })
+        self.host.iter().find_map(|line| if let HostEvent::Trace { id } = line.event { Some(id) } else { None })
     }
 
     /// Sources of the boot, if it was made from logs.
     pub fn imported(&self) -> Option<&Imported> {
-        self.host.iter().find_map(|line| match &line.event {
-            HostEvent::Imported(imported) => Some(imported.as_ref()),
-            _ => None,
-        })
+        self.host.iter().find_map(|line| if let HostEvent::Imported(imported) = &line.event { Some(imported.as_ref()) } else { None })
     }
 
     /// The guest's clock beside the host's: from the collector's pings, and from the guest's own
@@ -401,10 +383,7 @@ impl BootFile {
     }
 
     pub fn clock_samples(&self) -> impl Iterator<Item = Sample> + '_ {
-        self.host.iter().filter_map(|line| match line.event {
-            HostEvent::Clock(sample) => Some(sample),
-            _ => None,
-        })
+        self.host.iter().filter_map(|line| if let HostEvent::Clock(sample) = line.event { Some(sample) } else { None })
     }
 }
 

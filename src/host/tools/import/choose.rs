@@ -116,12 +116,9 @@ fn describe(log: &Log) -> String {
     if let Some(sandbox) = &log.sandbox {
         words.push(format!("sandbox {}", printable(sandbox.get(..12).unwrap_or(sandbox))));
     }
-    let release = log.items.iter().find_map(|item| match &item.fact {
-        Fact::Kernel(text) => match kernel_lines::meaning(text) {
-            Some(Meaning::Banner { release }) => Some(release),
-            _ => None,
-        },
-        _ => None,
+    let release = log.items.iter().find_map(|item| {
+        let Fact::Kernel(text) = &item.fact else { return None };
+        if let Some(Meaning::Banner { release }) = kernel_lines::meaning(text) { Some(release) } else { None }
     });
     words.extend(release.map(|r| format!("kernel {}", printable(&r))));
     let wall = log.items.iter().find_map(|item| item.read_ns.or(if let Stamp::Guest(ns) = item.stamp { Some(ns) } else { None }));

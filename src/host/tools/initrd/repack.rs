@@ -153,10 +153,7 @@ fn plan_init(tree: &Tree, old: Option<Id>, init: Vec<u8>, plan: &mut Plan) -> Re
     plan.put(tree, INIT.as_bytes(), Kind::File.bits() | PROGRAM, init)?;
     let Some(other) = tree.find_no_follow(OTHER_INIT) else { return Ok(()) };
     let leads_to_old = tree.find(OTHER_INIT).is_some() && tree.find(OTHER_INIT) == old;
-    let target = match &tree.node(other).what {
-        What::Link(target) => Some(target.as_slice()),
-        _ => None,
-    };
+    let target = if let What::Link(target) = &tree.node(other).what { Some(target.as_slice()) } else { None };
     let leads_to_init = matches!(target, Some(b"/init" | b"../init"));
     if leads_to_old && !leads_to_init {
         // sbin may be a link: put the entry where sbin leads.

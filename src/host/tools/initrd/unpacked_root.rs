@@ -272,26 +272,17 @@ impl Tree {
 
     /// Node at a path from the root, with all links followed.
     pub fn find(&self, path: impl AsRef<[u8]>) -> Option<Id> {
-        match self.walk(ROOT, path.as_ref(), true, &mut 0) {
-            Walk::Node(id) => Some(id),
-            _ => None,
-        }
+        if let Walk::Node(id) = self.walk(ROOT, path.as_ref(), true, &mut 0) { Some(id) } else { None }
     }
 
     /// Node at a path from the root; a link at its end is not followed.
     pub fn find_no_follow(&self, path: impl AsRef<[u8]>) -> Option<Id> {
-        match self.walk(ROOT, path.as_ref(), false, &mut 0) {
-            Walk::Node(id) => Some(id),
-            _ => None,
-        }
+        if let Walk::Node(id) = self.walk(ROOT, path.as_ref(), false, &mut 0) { Some(id) } else { None }
     }
 
     /// Node at a path from a directory, with all links followed.
     pub fn find_in(&self, directory: Id, path: impl AsRef<[u8]>) -> Option<Id> {
-        match self.walk(directory, path.as_ref(), true, &mut 0) {
-            Walk::Node(id) => Some(id),
-            _ => None,
-        }
+        if let Walk::Node(id) = self.walk(directory, path.as_ref(), true, &mut 0) { Some(id) } else { None }
     }
 
     pub fn node(&self, id: Id) -> &Node {
@@ -299,10 +290,7 @@ impl Tree {
     }
 
     fn data(&self, id: Id) -> Option<usize> {
-        match self.nodes[id].what {
-            What::File(data) => Some(data),
-            _ => None,
-        }
+        if let What::File(data) = self.nodes[id].what { Some(data) } else { None }
     }
 
     pub fn kind(&self, id: Id) -> Kind {
@@ -351,10 +339,7 @@ impl Tree {
 
     /// A directory's names.
     pub fn list(&self, directory: Id) -> impl Iterator<Item = (&[u8], Id)> {
-        let names = match &self.nodes[directory].what {
-            What::Directory(names) => Some(names),
-            _ => None,
-        };
+        let names = if let What::Directory(names) = &self.nodes[directory].what { Some(names) } else { None };
         names.into_iter().flatten().map(|(name, id)| (name.as_slice(), *id))
     }
 
