@@ -39,7 +39,8 @@ fn fields(record: &Record) -> [String; 6] {
         .map(|key| record.fields.get(key).map_or_else(String::new, |value| value.to_string().trim_matches('"').to_string()))
 }
 
-/// One guest for each source of facts: the tests of [`kata_gpu_init::topology`] have every decision.
+/// One guest for each source of facts: the tests of [`kata_gpu_init::topology`] have every
+/// decision.
 fn each(context: &TestContext) -> Result<Outcome> {
     let blackwell = "fakepci.device=0x2901 nvidia.barfw_ms=50";
     for (name, words, wanted, reason, reads_vpd) in [
