@@ -11,7 +11,7 @@ use super::find_driver_files;
 use super::lane::Lane;
 use super::publication::{Common, Update, Updates};
 use super::schedule_messages::{Fact, GpuId};
-use super::shared::{Driver, Loaded, Shared};
+use super::shared::{Driver, Loaded, Offered, Shared};
 use crate::arch::Arch;
 use crate::bind::{DRIVER, PciSysfs};
 use crate::coherent_memory::{self, Prepared};
@@ -29,7 +29,7 @@ use crate::threads::{self, Panicked, Running};
 use nix::errno::Errno;
 use std::convert::Infallible;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -63,12 +63,7 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
     let one_by_one = way.one_by_one;
     let (sysfs, lane, offered) = (shared.sysfs.clone(), Arc::clone(&shared.lane), Arc::clone(&shared.offered));
     let load = Load { modules, version, sysfs, gpus: gpus.to_vec(), way, lane, offered };
-    if one_by_one {
-        load.offer(0);
-    } else {
-        // An earlier worker's load held GPUs back.
-        load.gpus.iter().filter(|gpu| load.sysfs.is_held_back(gpu.address)).for_each(|gpu| load.release(gpu.address));
-    }
+    load.begin();
     // A load after a failed one starts afresh.
     state.send_replace(Driver::Loading);
     let outcome = state.clone();
@@ -260,23 +255,45 @@ struct Load {
     gpus: Vec<GpuId>,
     way: Way,
     lane: Arc<Lane>,
-    /// See [`Shared::offered`].
-    offered: Arc<Mutex<Option<GpuId>>>,
+    offered: Arc<Mutex<Offered>>,
 }
 
 impl Load {
-    /// Offers the driver the GPU at that place, and holds all others back. Those that were released
-    /// for a probe during the last load are among them: this one would probe them in turn.
-    fn offer(&self, place: usize) {
-        let mut offered = self.offered.lock().unwrap_or_else(PoisonError::into_inner);
-        for (at, gpu) in self.gpus.iter().enumerate().filter(|(_, gpu)| !self.sysfs.is_bound(gpu.address)) {
-            if at == place {
-                *offered = Some(*gpu);
+    /// Holds all GPUs but the first back, or releases those that an earlier worker's load has held
+    /// back. A GPU that the kernel probes by itself is left alone: sysfs would wait for its probe.
+    fn begin(&self) {
+        let first = self.gpus.first().filter(|_| self.way.one_by_one);
+        *self.lock() = Offered { gpu: first.copied(), ..Offered::default() };
+        for gpu in self.gpus.iter().filter(|gpu| !self.sysfs.is_bound(gpu.address)) {
+            if first.is_some_and(|first| first != gpu) {
+                self.hold_back(gpu.address);
+            } else if self.sysfs.is_held_back(gpu.address) {
                 self.release(gpu.address);
-            } else if let Err(error) = self.sysfs.hold_back(gpu.address) {
-                // The load probes a GPU that cannot be held back; the GPU is bound afterwards.
-                tracing::warn!(name: names::GPU_BIND, gpu = %gpu.address, error = %error);
             }
+        }
+    }
+
+    /// Offers the driver the next GPU in the place of the last one. Those that were released for a
+    /// probe during the last load are held back again: this one would probe them in turn.
+    fn offer(&self, last: Option<&GpuId>, next: &GpuId) {
+        let mut offered = self.lock();
+        let mut free = std::mem::take(&mut offered.released);
+        free.extend(last);
+        for gpu in free.into_iter().filter(|gpu| gpu != next && !self.sysfs.is_bound(gpu.address)) {
+            self.hold_back(gpu.address);
+        }
+        offered.gpu = Some(*next);
+        self.release(next.address);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Offered> {
+        self.offered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The load probes a GPU that cannot be held back; the GPU is bound afterwards.
+    fn hold_back(&self, gpu: PciAddress) {
+        if let Err(error) = self.sysfs.hold_back(gpu) {
+            tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
         }
     }
 
@@ -339,7 +356,8 @@ impl Load {
         let gpus = self.gpus.clone();
         let mut candidates = gpus.iter();
         loop {
-            match (self.way.one_by_one, candidates.next()) {
+            let candidate = candidates.next();
+            match (self.way.one_by_one, candidate) {
                 (true, Some(gpu)) => tried.push(*gpu),
                 _ => tried.clone_from(&self.gpus),
             }
@@ -356,7 +374,9 @@ impl Load {
                 }
                 // No probe of the tried GPUs succeeded: offer the next one to the driver.
                 Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
-                    self.offer(tried.len());
+                    if let Some(next) = self.gpus.get(tried.len()) {
+                        self.offer(candidate, next);
+                    }
                 }
                 Err(error) => return Err(Error::Load(error)),
             }

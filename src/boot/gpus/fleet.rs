@@ -99,7 +99,7 @@ pub async fn run(
     let found = (found, after);
     let mut fleet = Fleet::start(config, command_line, previous, found, words, descriptors, machine);
     for (gpu, xid) in previous.into_iter().flat_map(|previous| &previous.xids) {
-        fleet.heed(Signal::Xid(*gpu, *xid)).await;
+        fleet.heed_xid(gpu.address, *xid, Some(*gpu)).await;
     }
     fleet.follow(uevents, signals, agent).await;
 }
@@ -527,16 +527,19 @@ impl Fleet {
             // The line counts only where sysfs agrees: the kernel removes the driver's link before
             // it calls the driver's removal.
             Signal::RemovalWaits(gpu) => self.look(gpu),
-            Signal::Xid(gpu, number) => {
-                let error = format!("the driver reports Xid {number} of GPU {gpu}");
-                tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error);
-                if let (XID_OFF_THE_BUS, Some(id)) = (number, self.shared.roster.at(gpu)) {
-                    // Noted first: the GPU's own task looks when it has reported the GPU as usable.
-                    self.shared.seen.set_off_the_bus(id);
-                    if self.shared.dispatch.is_usable(id) {
-                        self.shared.give_up(id, 0, fell_off_the_bus()).await;
-                    }
-                }
+            Signal::Xid(gpu, number) => self.heed_xid(gpu, number, self.shared.roster.at(gpu)).await,
+        }
+    }
+
+    /// Reports an error of the arrival of a GPU, which fails if it has fallen off the bus.
+    async fn heed_xid(&self, gpu: PciAddress, number: u32, arrival: Option<GpuId>) {
+        let error = format!("the driver reports Xid {number} of GPU {gpu}");
+        tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error);
+        if let (XID_OFF_THE_BUS, Some(id)) = (number, arrival) {
+            // Noted first: the GPU's own task looks when it has reported the GPU as usable.
+            self.shared.seen.set_off_the_bus(id);
+            if self.shared.dispatch.is_usable(id) {
+                self.shared.give_up(id, 0, fell_off_the_bus()).await;
             }
         }
     }

@@ -193,11 +193,13 @@ async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<Ste
             if !sysfs.is_held_back(address) {
                 return Ok(false);
             }
+            let lock = || offered.lock().unwrap_or_else(PoisonError::into_inner);
+            lock().released.insert(gpu);
             sysfs.release(address)?;
             sysfs.probe(address)?;
             let bound = sysfs.is_bound_at_last(address);
-            let offered = offered.lock().unwrap_or_else(PoisonError::into_inner);
-            if !bound && *offered != Some(gpu) {
+            let offered = lock();
+            if !bound && offered.gpu != Some(gpu) {
                 // The load must not probe the GPU a third time.
                 sysfs.hold_back(address)?;
             }

@@ -49,7 +49,7 @@ pub struct Previous {
     /// The last decision about the topology.
     pub topology: Option<Decision>,
     /// Errors in the driver's lines that no worker has reported, by their number (Xid).
-    pub xids: Vec<(PciAddress, u32)>,
+    pub xids: Vec<(GpuId, u32)>,
     /// Longest time that the enabling of a GPU took. A GPU is enabled once: later ones are no
     /// measure of the host.
     pub enable: Option<Duration>,
@@ -90,13 +90,18 @@ impl Previous {
                 (Kind::Kmsg, _) => {
                     previous.last_kmsg = number(record, "kmsg_seq").max(previous.last_kmsg);
                     let text = record.fields.get("text").and_then(|text| text.as_str()).unwrap_or_default();
-                    if let Some(Signal::Xid(gpu, xid)) = driver_log::signal(text) {
-                        previous.xids.push((gpu, xid));
+                    if let Some(Signal::Xid(address, xid)) = driver_log::signal(text) {
+                        let generation = previous.gpus.get(&address).map_or(0, |known| known.slot.generation);
+                        previous.xids.push((GpuId { address, generation }, xid));
                     }
                 }
                 _ => previous.take_event(record),
             }
         }
+        let now = boottime_ns();
+        let enabling = open.values().filter(|begin| begin.name == names::GPU_ENABLE);
+        let took = enabling.map(|begin| Duration::from_nanos(now.saturating_sub(begin.boottime_ns))).max();
+        previous.enable = previous.enable.max(took);
         previous.open = open.into_values().collect();
         previous
     }
@@ -107,7 +112,7 @@ impl Previous {
         }
         let Some(gpu) = record.gpu else { return };
         if record.name == names::GPU_XID {
-            let reported = self.xids.iter().position(|(of, xid)| *of == gpu && number(record, "xid") == Some(u64::from(*xid)));
+            let reported = self.xids.iter().position(|(of, xid)| of.address == gpu && number(record, "xid") == Some(u64::from(*xid)));
             reported.map(|at| self.xids.remove(at));
         }
         let generation = number(record, "generation").and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
@@ -127,7 +132,7 @@ impl Previous {
         match record.name.as_str() {
             // After a removal, no earlier fact holds.
             names::GPU_REMOVED => {
-                self.xids.retain(|(of, _)| *of != gpu);
+                self.xids.retain(|(of, _)| of.address != gpu);
                 let slot = slots::Known { left: true, bind: None, failed: false, ..known.slot.clone() };
                 *known = Known { slot, ..Known::default() };
             }
@@ -259,7 +264,7 @@ mod tests {
         assert_eq!((previous.last_step, previous.last_kmsg), (9, Some(812)));
         assert_eq!(previous.resets.into_iter().collect::<Vec<_>>(), ["0001:00:06.0".parse().unwrap()]);
         // Of a GPU that is there, and that no worker has reported.
-        assert_eq!(previous.xids, [(GPU.parse().unwrap(), 31)]);
+        assert_eq!(previous.xids, [(GpuId { address: GPU.parse().unwrap(), generation: 0 }, 31)]);
         assert_eq!(previous.enable, Some(Duration::from_millis(3300)));
         let known = |gpu: &str| previous.gpus[&gpu.parse().unwrap()].clone();
         assert_eq!(known(GPU).minor, Some(5));

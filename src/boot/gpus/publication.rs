@@ -62,7 +62,10 @@ pub struct Common {
 /// Entries published by an earlier worker.
 #[derive(Default)]
 pub struct Published {
+    /// Those that still hold.
     pub entries: HashMap<GpuId, Entry>,
+    /// GPUs to which its file leads, with those that have left since.
+    pub listed: BTreeSet<GpuId>,
     pub common: Common,
 }
 
@@ -81,7 +84,6 @@ pub fn start(
     let (sender, mut updates) = mpsc::unbounded_channel();
     let directory = PathBuf::from(DIRECTORY);
     let given = published.entries.keys().map(|gpu| (*gpu, false)).collect();
-    let listed = published.entries.iter().filter(|(_, entry)| matches!(entry, Entry::Ready(_))).map(|(gpu, _)| *gpu).collect();
     let mut publication = Publication {
         roster,
         hold: Hold { by_default: hold, of: given },
@@ -91,7 +93,7 @@ pub fn start(
         options,
         withheld,
         directory,
-        listed,
+        listed: published.listed,
         unwritten: Unwritten::default(),
     };
     publication.publish();
@@ -317,7 +319,7 @@ impl Publication {
         let write = || publisher.as_ref().map_err(ToString::to_string)?.publish(&spec).map_err(|error| error.to_string());
         // A failure is reported once, and the publication that ends it.
         let again = self.unwritten.spec.then(write);
-        let is_stale = !self.listed.is_subset(&listed);
+        let is_stale = self.listed.iter().any(|gpu| !self.roster.contains(*gpu) || !self.is_ready(*gpu));
         if matches!(again, Some(Err(_))) {
             if is_stale {
                 self.withdraw();

@@ -100,7 +100,7 @@ async fn report(shared: &Shared, gpu: GpuId, since_ns: u64, mut failure: Failed,
     failure.error = format!("{}; its reset has failed: {error}", failure.error);
     if shared.roster.contains(gpu) {
         shared.give_up(gpu, since_ns, failure).await;
-    } else if shared.roster.at(gpu.address).is_none() {
+    } else if shared.roster.at(gpu.address).is_none() && shared.sysfs.is_present(gpu.address) {
         shared.report_failed(gpu, since_ns, &failure, None).await;
     }
 }
@@ -109,7 +109,8 @@ async fn report(shared: &Shared, gpu: GpuId, since_ns: u64, mut failure: Failed,
 /// bind. Whether the reset came about is not known; a second one of an unbound GPU does no harm.
 pub fn resume(previous: &Previous, shared: &Arc<Shared>) {
     for begin in previous.open.iter().filter(|begin| begin.name == names::GPU_RESET) {
-        let Some(address) = begin.gpu.filter(|gpu| !shared.sysfs.is_bound(*gpu)) else { continue };
+        let is_unbound = |gpu: &PciAddress| shared.sysfs.is_present(*gpu) && !shared.sysfs.is_bound(*gpu);
+        let Some(address) = begin.gpu.filter(is_unbound) else { continue };
         let method = begin.fields.get("method").and_then(|method| method.as_str());
         let method = METHODS.into_iter().find(|known| Some(*known) == method);
         let gpu = GpuId { address, generation: previous.gpus.get(&address).map_or(0, |known| known.slot.generation) };

@@ -31,9 +31,8 @@ pub struct Shared {
     pub lane: Arc<Lane>,
     pub roster: Arc<Roster>,
     pub driver: watch::Receiver<Driver>,
-    /// GPU that the load offers to the driver, where it offers one at a time: nobody else holds
-    /// this one back. Locked while GPUs are held back.
-    pub offered: Arc<Mutex<Option<GpuId>>>,
+    /// Locked while GPUs are held back.
+    pub offered: Arc<Mutex<Offered>>,
     /// Kind of this guest; may change until the driver's load, and when NVML reports the fabric.
     pub topology: watch::Sender<Decision>,
     pub descriptors: Descriptors,
@@ -153,6 +152,15 @@ pub struct Occasions {
     pub settled: u64,
     /// A GPU became usable.
     pub usable: u64,
+}
+
+/// GPUs that a load may probe, where it is offered one at a time.
+#[derive(Default)]
+pub struct Offered {
+    /// GPU that the load is offered: nobody else holds this one back.
+    pub gpu: Option<GpuId>,
+    /// GPUs that are released for a probe during the load.
+    pub released: BTreeSet<GpuId>,
 }
 
 /// State of the driver's load.

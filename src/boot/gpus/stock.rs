@@ -67,7 +67,9 @@ pub fn report_left(gpu: GpuId, index: usize) {
 /// Entries that an earlier worker had published for these GPUs, as far as they still hold.
 pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &Image) -> Published {
     let nodes = driver::nodes_now();
-    let mut published = Published::default();
+    let listed = previous.gpus.iter().filter(|(_, known)| known.published);
+    let listed = listed.map(|(address, known)| GpuId { address: *address, generation: known.slot.generation });
+    let mut published = Published { listed: listed.collect(), ..Published::default() };
     if let Some(nodes) = &nodes {
         published.common = Common { nodes: nodes.common_now(), files: find_driver_files::find(image.version.as_deref()) };
     }
