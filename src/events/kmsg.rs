@@ -261,10 +261,13 @@ pub fn enumerated_gpu(text: &str) -> Option<PciAddress> {
     if is_gpu(vendor, class) { driver_log::address(text) } else { None }
 }
 
+/// The driver's messages, with the time of their lines in ns (CLOCK_BOOTTIME).
+pub type Signals = mpsc::UnboundedReceiver<(u64, Signal)>;
+
 /// Follows the log into the ring; must be called inside the runtime. The task ends with the
 /// process. An earlier worker has put lines up to `recorded` (the kernel's number) into the stream:
 /// they are read only for the driver's messages.
-pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords, mpsc::UnboundedReceiver<Signal>)> {
+pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords, Signals)> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC).open(PATH)?;
     let log = crate::sys::async_fd(file.into())?;
     let (catch_up, requests) = mpsc::unbounded_channel();
@@ -281,7 +284,7 @@ const AT_ONCE: usize = 256;
 struct Follower {
     ring: Arc<Ring>,
     words: DriverWords,
-    signals: mpsc::UnboundedSender<Signal>,
+    signals: mpsc::UnboundedSender<(u64, Signal)>,
     recorded: Option<u64>,
     /// Whether the difference is in the stream.
     is_reported: bool,
@@ -307,7 +310,7 @@ struct Follower {
 }
 
 impl Follower {
-    fn new(ring: Arc<Ring>, words: DriverWords, signals: mpsc::UnboundedSender<Signal>, recorded: Option<u64>) -> Self {
+    fn new(ring: Arc<Ring>, words: DriverWords, signals: mpsc::UnboundedSender<(u64, Signal)>, recorded: Option<u64>) -> Self {
         Self {
             ring,
             words,
@@ -478,7 +481,7 @@ impl Follower {
         }
         if let Some(signal) = driver_log::signal(&line.text) {
             // The receiver is gone only when the bring-up and the runtime have ended.
-            let _unused = self.signals.send(signal);
+            let _unused = self.signals.send((boottime_ns, signal));
         }
         let fields = [("text", Value::from(line.text.as_str())), ("kmsg_seq", line.seq.into()), ("printk_us", line.printk_us.into())];
         self.ring.push(Record {

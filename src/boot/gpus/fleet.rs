@@ -27,7 +27,7 @@ use crate::boot::wire::descriptors::Descriptors;
 use crate::cdi::spec::{Entry, Options};
 use crate::config::{Cdi, Config, parameter_value};
 use crate::driver_log::Signal;
-use crate::events::kmsg::DriverWords;
+use crate::events::kmsg::{DriverWords, Signals};
 use crate::events::sinks::console::Gate;
 use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, PciAddress, SYS};
@@ -50,7 +50,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 pub struct Sources {
     pub uevents: io::Result<Uevents>,
     pub words: Option<DriverWords>,
-    pub signals: Option<mpsc::UnboundedReceiver<Signal>>,
+    pub signals: Option<Signals>,
     /// Traces of the agent.
     pub agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
 }
@@ -268,6 +268,7 @@ impl Fleet {
     /// Starts the tasks of GPUs, and reports them as found.
     fn bring_up(&mut self, arrivals: Vec<(GpuId, Arrival)>) {
         for (gpu, arrival) in arrivals {
+            self.shared.seen.arrived(gpu);
             let (shared, orders) = (Arc::clone(&self.shared), self.shared.dispatch.orders_of(gpu));
             self.handles.insert(gpu, self.tasks.spawn(gpu::bring_up(shared, gpu, arrival, orders)));
             self.shared.dispatch.report(Fact::Found(gpu, arrival));
@@ -279,7 +280,7 @@ impl Fleet {
     pub async fn follow(
         &mut self,
         uevents: io::Result<Uevents>,
-        mut signals: Option<mpsc::UnboundedReceiver<Signal>>,
+        mut signals: Option<Signals>,
         mut agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
     ) {
         let mut uevents = match uevents {
@@ -316,7 +317,7 @@ impl Fleet {
                 }
                 _ = removals.tick(), if self.looks => self.look_for_removals(),
                 Some(seen) = agent.recv() => self.see(&seen),
-                Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
+                Some((at_ns, signal)) = listen(signals.as_mut()) => self.heed(at_ns, signal).await,
                 // An aborted task belonged to a GPU that has left. A task reports its own panic.
                 Some(_ended) = self.tasks.join_next() => {}
             }
@@ -522,12 +523,16 @@ impl Fleet {
         self.shared.dispatch.report(Fact::Gone(gpu));
     }
 
-    async fn heed(&mut self, signal: Signal) {
+    async fn heed(&mut self, at_ns: u64, signal: Signal) {
         match signal {
             // The line counts only where sysfs agrees: the kernel removes the driver's link before
             // it calls the driver's removal.
             Signal::RemovalWaits(gpu) => self.look(gpu),
-            Signal::Xid(gpu, number) => self.heed_xid(gpu, number, self.shared.roster.at(gpu)).await,
+            Signal::Xid(gpu, number) => {
+                // An older line is about the GPU that was there before.
+                let is_its = |id: &GpuId| at_ns >= self.shared.seen.arrived_at(*id);
+                self.heed_xid(gpu, number, self.shared.roster.at(gpu).filter(is_its)).await;
+            }
         }
     }
 
@@ -560,7 +565,7 @@ async fn hear(uevents: Option<&Uevents>) -> io::Result<Next> {
     }
 }
 
-async fn listen(signals: Option<&mut mpsc::UnboundedReceiver<Signal>>) -> Option<Signal> {
+async fn listen(signals: Option<&mut Signals>) -> Option<(u64, Signal)> {
     match signals {
         Some(signals) => signals.recv().await,
         None => std::future::pending().await,

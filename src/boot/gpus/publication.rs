@@ -353,8 +353,8 @@ impl Publication {
         }
     }
 
-    /// Removes a spec that cannot be replaced and lists a GPU that is gone or has failed: another one
-    /// may have its minor soon. Containers wait for a kind that is absent.
+    /// Removes a spec that cannot be replaced and lists a GPU that is gone or has failed: another
+    /// one may have its minor soon. Containers wait for a kind that is absent.
     fn withdraw(&mut self) {
         if Publisher::new(&self.directory).and_then(|publisher| publisher.withdraw()).is_ok() {
             self.listed.clear();

@@ -285,7 +285,7 @@ impl Schedule {
             Fact::Found(id, arrival) => self.add(id, arrival, now),
             Fact::Scanned => self.scanned = true,
             Fact::Enabled(id, took) => {
-                // An earlier worker may have enabled this GPU: that takes no time, and shows nothing.
+                // An earlier worker may have enabled this GPU: again takes no time.
                 let again = self.gpus.get(&id).is_some_and(|gpu| gpu.arrival == Arrival::Again);
                 self.lane.took = Some(took).max(self.policy.enable.filter(|_| again));
                 self.enter(id, Stage::Enabled, now);

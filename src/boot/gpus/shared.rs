@@ -69,6 +69,8 @@ pub struct Seen {
 
 #[derive(Default)]
 struct State {
+    /// Time in ns at which a GPU was found, by this worker.
+    arrived_at: HashMap<GpuId, u64>,
     /// Time in ns at which the kernel reported a GPU as bound.
     bound_at: HashMap<GpuId, u64>,
     /// Device minors; set once bound.
@@ -86,6 +88,15 @@ impl Seen {
         Self { state: Mutex::new(State { minors, ..State::default() }), bound: Notify::new() }
     }
 
+    pub fn arrived(&self, gpu: GpuId) {
+        self.lock().arrived_at.insert(gpu, boottime_ns());
+    }
+
+    /// Time in ns at which this worker found a GPU; 0 for one that an earlier worker has settled.
+    pub fn arrived_at(&self, gpu: GpuId) -> u64 {
+        self.lock().arrived_at.get(&gpu).copied().unwrap_or(0)
+    }
+
     pub fn bound(&self, gpu: GpuId) {
         self.lock().bound_at.insert(gpu, boottime_ns());
         self.bound.notify_waiters();
@@ -94,6 +105,7 @@ impl Seen {
     /// Removes all observations of a GPU that has left.
     pub fn gone(&self, gpu: GpuId) {
         let mut state = self.lock();
+        state.arrived_at.remove(&gpu);
         state.bound_at.remove(&gpu);
         state.minors.remove(&gpu);
         state.progress.remove(&gpu);
