@@ -80,8 +80,8 @@ fn killed(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// The dead worker has enabled GPU 0, which shows nothing any more, and has held the others back for
-/// a load that fails.
+/// The dead worker has enabled GPU 0, which shows nothing any more, and has held the others back
+/// for a load that fails.
 fn slow_host(context: &TestContext) -> Result<Outcome> {
     let script = "testagent.script=module.load!begin>kill;settled>counters testagent.containers=good:3";
     let words = format!("fakepci.gpus=4 fakepci.enable_ms=400 nvidia.probe_fail=0 testagent.guest=script {script}");

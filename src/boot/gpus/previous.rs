@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(previous.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
         assert_eq!((previous.last_step, previous.last_kmsg), (9, Some(812)));
         assert_eq!(previous.resets.into_iter().collect::<Vec<_>>(), ["0001:00:06.0".parse().unwrap()]);
-        // Of a GPU that is there, and that no worker has reported.
+        // Neither reported by a worker, nor about a GPU that has left.
         assert_eq!(previous.xids, [(GpuId { address: GPU.parse().unwrap(), generation: 0 }, 31)]);
         assert_eq!(previous.enable, Some(Duration::from_millis(3300)));
         let known = |gpu: &str| previous.gpus[&gpu.parse().unwrap()].clone();

@@ -442,7 +442,7 @@ mod tests {
         let (file, obstacle) = (base.join("nvidia.yaml"), base.join("nvidia.yaml.tmp"));
         assert_eq!(publication.apply(vec![ready(gpu, 3)]), [gpu]);
         std::fs::create_dir(&obstacle).unwrap();
-        // What it lists is still true.
+        // The file's list is still true.
         publication.apply(vec![Update::Known { gpu, uuid: "GPU-0".into() }]);
         assert!(file.exists() && !publication.is_written());
         // The first failure was reported: the next try is one of the same publication.
