@@ -120,9 +120,9 @@ fn controllers(text: &str) -> Vec<&'static str> {
 
 fn make_one(m: &Mount) -> Result<(), MountError> {
     let failed = |errno| MountError { fs: m.fs, target: m.target, errno };
-    // Kernel file systems return EBUSY when they are mounted here already; each tmpfs is a new one,
-    // and would cover the files in the old.
-    if m.fs == "tmpfs" && is_mounted(m.fs, m.target) {
+    // A file system of which the kernel has one returns EBUSY when it is mounted here already. Each
+    // tmpfs is a new one, and so is each proc since Linux 5.8: it would cover what is in the old.
+    if matches!(m.fs, "tmpfs" | "proc") && is_mounted(m.fs, m.target) {
         return Ok(());
     }
     let mount_it = || mount(Some(m.fs), m.target, Some(m.fs), m.flags, Some(m.data));
