@@ -28,6 +28,7 @@ pub mod topology; // kind of guest, by its GPUs, switches and management functio
 pub mod uevents; // GPUs that come and go
 pub mod kernel_modules; // loading the driver
 pub mod elf; // ELF parser
+pub mod ld_so_cache; // cache of glibc's loader
 pub mod modinfo; // metadata of a module's file
 pub mod bind; // enable, driver_override, bind
 pub mod driver_log; // the driver's lines in the kernel's log

@@ -9,7 +9,6 @@
 pub mod command; // `cdi` on the command line
 pub mod devices; // devices and nodes of a driver
 pub mod hooks; // in containers
-pub mod ld_so_cache; // the cache of their loaders
 pub mod publish;
 pub mod schema; // CDI's data
 pub mod spec; // and ours in it

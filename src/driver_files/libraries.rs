@@ -7,6 +7,7 @@
 use super::tree::{Entry, Found, Places, below, plain_name, plain_path};
 use super::{Error, Kind, Link, Mount, Problems, VersionSource};
 use crate::elf::{self, Class};
+use crate::ld_so_cache;
 use nix::sys::stat::SFlag;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -33,6 +34,9 @@ const DIRECTORIES: &[&str] = &[
     "/usr/lib32",
     "/",
 ];
+/// Where glibc's loader looks names up, and the limit of its size.
+const LOADER_CACHE: &str = "/etc/ld.so.cache";
+const MAX_LOADER_CACHE: u64 = 8 << 20;
 /// Limit of libraries in one directory: a driver has about 60.
 const MAX_LIBRARIES: usize = 512;
 /// Libraries with versions of their own: EGL platforms, and the compiler for old programs.
@@ -79,11 +83,23 @@ pub struct Directory {
     entries: Vec<(String, bool)>,
 }
 
-/// Reads each library directory below the driver root once, and its vdpau/.
+/// Reads each library directory below the driver root once, and its vdpau/: those of packages, and
+/// if the driver is in none of them, those from which the root's loader has it.
 pub fn directories(places: &Places, problems: &mut Problems) -> Result<Vec<Directory>, Error> {
+    let packages = DIRECTORIES.iter().map(PathBuf::from).collect();
+    let all = read_directories(places, packages, problems)?;
+    let has_driver = |d: &Directory| d.entries.iter().any(|(name, _)| split(name).is_some_and(|(stem, _)| TELLING.contains(&stem)));
+    if all.iter().any(has_driver) {
+        return Ok(all);
+    }
+    let more = of_loader(places, problems);
+    Ok([all, read_directories(places, more, problems)?].into_iter().flatten().collect())
+}
+
+fn read_directories(places: &Places, candidates: Vec<PathBuf>, problems: &mut Problems) -> Result<Vec<Directory>, Error> {
     let mut all = Vec::new();
     let mut seen = HashSet::new();
-    for candidate in DIRECTORIES.iter().map(Path::new).flat_map(|d| [d.to_path_buf(), d.join("vdpau")]) {
+    for candidate in candidates.into_iter().flat_map(|d| [d.clone(), d.join("vdpau")]) {
         let found = match places.driver(&candidate) {
             Ok(Some(found)) if found.is(SFlag::S_IFDIR) => found,
             Ok(_) => continue,
@@ -97,6 +113,29 @@ pub fn directories(places: &Places, problems: &mut Problems) -> Result<Vec<Direc
         }
     }
     Ok(all)
+}
+
+/// Directories, below the driver root, of the driver's libraries that glibc's loader knows there, as
+/// a driver in a directory of its own (`/usr/local/nvidia/lib64`) is installed with an entry in
+/// /etc/ld.so.conf.d.
+fn of_loader(places: &Places, problems: &mut Problems) -> Vec<PathBuf> {
+    let read = match places.driver(Path::new(LOADER_CACHE)) {
+        Ok(None) => return Vec::new(),
+        Ok(Some(found)) => found.read(MAX_LOADER_CACHE).map_err(|e| e.to_string()).and_then(|bytes| ld_so_cache::read(&bytes)),
+        Err(error) => Err(error.to_string()),
+    };
+    let cache = read.unwrap_or_else(|error| {
+        problems.add(&below(&places.driver_root, Path::new(LOADER_CACHE)), error);
+        ld_so_cache::Cache::default()
+    });
+    let mut directories = Vec::new();
+    for entry in cache.entries.iter().filter(|entry| split(&entry.name).is_some_and(|(stem, _)| TELLING.contains(&stem))) {
+        // An entry may be a link into the directory that has the driver.
+        let file = places.driver(Path::new(&entry.path)).ok().flatten();
+        let directory = file.and_then(|file| places.in_container(file.path.parent()?));
+        directories.extend(directory.filter(|directory| !directories.contains(directory)));
+    }
+    directories
 }
 
 fn directory(places: &Places, candidate: &Path, found: Found, problems: &mut Problems) -> Result<Option<Directory>, Error> {
@@ -321,6 +360,42 @@ fn add_links(links: &mut BTreeMap<PathBuf, Link>, library: &Library, soname: Opt
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arch::Arch;
+    use crate::driver_files::{Roots, scan};
+    use crate::ld_so_cache::{Entry, Hwcap};
+
+    #[test]
+    fn a_driver_in_its_own_directory_is_found_by_the_loaders_cache() {
+        let root = std::env::temp_dir().join(format!("kata-gpu-init-loader-{}", std::process::id()));
+        let (own, lib) = (root.join("usr/local/nvidia/lib64"), root.join("usr/lib"));
+        for directory in [&own, &lib, &root.join("etc")] {
+            std::fs::create_dir_all(directory).unwrap();
+        }
+        for name in ["libcuda", "libnvidia-ml"] {
+            let soname = format!("{name}.so.1");
+            std::fs::write(own.join(format!("{name}.so.580.1")), elf::stand_in::library(Some(&soname), &[])).unwrap();
+            std::os::unix::fs::symlink(format!("{name}.so.580.1"), own.join(&soname)).unwrap();
+            // As an installer leaves it: a link in a directory that every loader searches.
+            std::os::unix::fs::symlink(format!("/usr/local/nvidia/lib64/{soname}"), lib.join(&soname)).unwrap();
+        }
+        let roots = Roots { root: root.clone(), ..Roots::default() };
+        let missing = scan(&roots, Some("580.1")).unwrap_err().to_string();
+        assert!(missing.contains("no library directory below / has libcuda.so.580.1"), "{missing}");
+        let entry =
+            |name: &str, folder: &str| Entry { name: name.into(), path: format!("{folder}/{name}"), flags: 0x303, hwcap: Hwcap::Any };
+        let entries =
+            [entry("libcuda.so.1", "/usr/lib"), entry("libnvidia-ml.so.1", "/usr/local/nvidia/lib64"), entry("libz.so.1", "/opt")];
+        std::fs::write(root.join("etc/ld.so.cache"), ld_so_cache::write(&entries, "test", Arch::OURS).unwrap()).unwrap();
+        let files = scan(&roots, Some("580.1")).unwrap();
+        assert_eq!((files.library_directories, files.problems), (vec![PathBuf::from("/usr/local/nvidia/lib64")], Vec::<String>::new()));
+        let mounts: Vec<_> = files.mounts.iter().map(|m| m.container_path.to_string_lossy().into_owned()).collect();
+        assert_eq!(mounts, ["libcuda", "libnvidia-ml"].map(|name| format!("/usr/local/nvidia/lib64/{name}.so.580.1")));
+        // A cache that cannot be read is named beside what is missing.
+        std::fs::write(root.join("etc/ld.so.cache"), "no cache").unwrap();
+        let broken = scan(&roots, Some("580.1")).unwrap_err().to_string();
+        assert!(broken.contains("/etc/ld.so.cache: not a cache of glibc's loader"), "{broken}");
+        std::fs::remove_dir_all(&root).unwrap();
+    }
 
     #[test]
     fn a_version_is_the_drivers_and_not_another_librarys() {

@@ -5,8 +5,8 @@
 
 use super::mount;
 use crate::arch::Arch;
-use crate::cdi::ld_so_cache::{self, Cache, Entry, Hwcap};
 use crate::elf;
+use crate::ld_so_cache::{self, Cache, Entry, Hwcap};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 

@@ -39,7 +39,7 @@ pub fn run() {
         items.insert(format!("env {key}"), value);
     }
     let cache = std::fs::read("/etc/ld.so.cache").map_err(|e| e.to_string());
-    match cache.and_then(|bytes| kata_gpu_init::cdi::ld_so_cache::read(&bytes)) {
+    match cache.and_then(|bytes| kata_gpu_init::ld_so_cache::read(&bytes)) {
         Ok(cache) => items.extend(cache.entries.into_iter().map(|e| (format!("library {}", e.name), e.path))),
         Err(error) => drop(items.insert("library".into(), error)),
     }

@@ -12,7 +12,7 @@ use super::container_root::ContainerRoot;
 use super::edits::Edit;
 use super::ld_so_conf::{self, CONF, CONF_DIRECTORY, INCLUDE_ALL};
 use crate::arch::Arch;
-use crate::cdi::ld_so_cache;
+use crate::ld_so_cache;
 use nix::sys::stat::SFlag;
 use std::io;
 use std::path::Path;

@@ -3,7 +3,7 @@
 #![no_main]
 
 use kata_gpu_init::arch::Arch;
-use kata_gpu_init::cdi::ld_so_cache::{Hwcap, MAX_SIZE, read, write};
+use kata_gpu_init::ld_so_cache::{Hwcap, MAX_SIZE, read, write};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let Ok(mut cache) = read(bytes) else { return };

@@ -2,8 +2,8 @@
 
 use crate::{TempDir, project};
 use kata_gpu_init::cdi::hooks::{self, Outcome};
-use kata_gpu_init::cdi::ld_so_cache::{self, Cache};
 use kata_gpu_init::elf::stand_in;
+use kata_gpu_init::ld_so_cache::{self, Cache};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write;

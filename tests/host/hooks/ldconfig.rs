@@ -2,8 +2,8 @@
 //! writes for the same root.
 
 use crate::hooks::container::{Container, DRIVER, LIBS};
-use kata_gpu_init::cdi::ld_so_cache;
 use kata_gpu_init::elf::stand_in;
+use kata_gpu_init::ld_so_cache;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

@@ -7,11 +7,11 @@
 
 use super::image_rules::*;
 use crate::arch::Arch;
-use crate::cdi::ld_so_cache;
 use crate::elf::{self, Class, ReadAt};
 use crate::host::tools::initrd::image::Content;
 use crate::host::tools::initrd::newc::Kind;
 use crate::host::tools::initrd::unpacked_root::{Id, ROOT, Tree};
+use crate::ld_so_cache;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 
