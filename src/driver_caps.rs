@@ -11,7 +11,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Longest `mig-minors` that is read; the real one has about 60 kB.
+/// Longest `mig-minors` that is read; the real one has 109 kB.
 const MAX_MIG_MINORS: u64 = 1 << 20;
 /// Longest other file; the real ones have three lines.
 const MAX_ACCESS: u64 = 4096;

@@ -9,6 +9,8 @@ pub mod hardware;
 #[cfg(feature = "host")]
 pub mod import_agreement;
 pub mod minimal_init;
+#[cfg(feature = "host")]
+pub mod nvidia_programs;
 pub mod protobuf;
 pub mod serial_init;
 pub mod serial_services;

@@ -22,12 +22,17 @@ struct CommandLine {
 /// given.
 ///
 /// Relative paths in tests start at the project's folder, wherever cargo starts the program.
-pub fn run(at_once: usize, mut trials: Vec<Trial>) -> ExitCode {
-    let CommandLine { libtest: mut arguments, more } = CommandLine::parse();
+pub fn run(at_once: usize, trials: Vec<Trial>) -> ExitCode {
     if let Err(error) = std::env::set_current_dir(project()) {
         eprintln!("enter {}: {error}", project().display());
         return ExitCode::FAILURE;
     }
+    run_anywhere(at_once, trials)
+}
+
+/// The same in the current folder: the program may be on another machine than the project.
+pub fn run_anywhere(at_once: usize, mut trials: Vec<Trial>) -> ExitCode {
+    let CommandLine { libtest: mut arguments, more } = CommandLine::parse();
     if !more.is_empty() {
         let words: Vec<String> = arguments.filter.take().into_iter().chain(more).collect();
         trials.retain(|trial| words.iter().any(|word| !filtered_by(&arguments, word).is_filtered_out(trial)));

@@ -34,7 +34,7 @@ const DIRECTORIES: &[&str] = &[
     "/usr/lib32",
     "/",
 ];
-/// Where glibc's loader looks names up, and the limit of its size.
+/// Cache in which glibc's loader looks names up, and the limit of its size.
 const LOADER_CACHE: &str = "/etc/ld.so.cache";
 const MAX_LOADER_CACHE: u64 = 8 << 20;
 /// Limit of libraries in one directory: a driver has about 60.
@@ -115,8 +115,8 @@ fn read_directories(places: &Places, candidates: Vec<PathBuf>, problems: &mut Pr
     Ok(all)
 }
 
-/// Directories, below the driver root, of the driver's libraries that glibc's loader knows there, as
-/// a driver in a directory of its own (`/usr/local/nvidia/lib64`) is installed with an entry in
+/// Directories, below the driver root, from which glibc's loader has the driver's libraries. A
+/// driver in a directory of its own (`/usr/local/nvidia/lib64`) comes with an entry in
 /// /etc/ld.so.conf.d.
 fn of_loader(places: &Places, problems: &mut Problems) -> Vec<PathBuf> {
     let read = match places.driver(Path::new(LOADER_CACHE)) {

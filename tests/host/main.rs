@@ -32,6 +32,8 @@ mod layers;
 mod modules;
 mod nvml;
 mod plain_words;
+#[cfg(feature = "host")]
+mod real_gpu;
 mod schedule;
 #[cfg(feature = "host")]
 mod schemas;

@@ -106,10 +106,10 @@ fn text_of(word: &str) -> String {
     text
 }
 
-/// /proc/driver/nvidia-caps/mig-minors: 8 GPUs with 15 instances each, of 8 compute instances.
-fn mig_minors() -> String {
+/// /proc/driver/nvidia-caps/mig-minors: 32 GPUs with 15 instances each, of 8 compute instances.
+pub fn mig_minors() -> String {
     let mut text = String::from("config 1\nmonitor 2\n");
-    for gpu in 0..8 {
+    for gpu in 0..32 {
         for instance in 0..15 {
             let access = 3 + 135 * gpu + 9 * instance;
             writeln!(text, "gpu{gpu}/gi{instance}/access {access}").unwrap();

@@ -1,0 +1,197 @@
+//! The init as PID 1 of a guest in namespaces of this machine, with kernel, driver and GPUs of the
+//! machine ([`SCRIPT`]). The driver is loaded and the GPUs are bound there already: what runs is
+//! everything from the scan on, initialisation, publication, hooks and NVML included.
+
+use crate::machine::{Machine, program};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use kata_gpu_tests::agent::container_run::{PROGRAM, ROOTS, copy_tree};
+use kata_gpu_tests::vm::harness::AgentLine;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::pty::openpty;
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Makes the mounts that keep the machine as it is, and becomes the init.
+const SCRIPT: &str = include_str!("guest");
+/// Parameters of every guest: nothing is loaded, bound, reset or locked, nothing goes to the host.
+const PARAMETERS: &str =
+    "gpuinit.bind=insmod gpuinit.reset=off gpuinit.lockdown=off gpuinit.events.vsock=off gpuinit.log=debug cgroup_no_v1=all";
+/// Longest wait for the guest: a GPU's initialisation takes seconds.
+const DEADLINE: Duration = Duration::from_secs(60);
+const NONE: Option<&str> = None;
+
+/// A guest that has settled, and has ended.
+pub struct Guest {
+    /// The event stream, a record a line.
+    pub stream: String,
+    pub console: String,
+    /// The CDI spec.
+    pub spec: String,
+}
+
+impl Guest {
+    pub fn records(&self) -> impl Iterator<Item = Value> {
+        self.stream.lines().filter_map(|line| serde_json::from_str(line).ok())
+    }
+
+    /// The agent's lines with this message.
+    pub fn lines(&self, message: &str) -> impl Iterator<Item = AgentLine> {
+        self.console.lines().filter_map(AgentLine::parse).filter(move |line| line.get("msg") == message)
+    }
+
+    fn line(&self, message: &str, container: &str) -> Option<AgentLine> {
+        self.lines(message).find(|line| line.get("container") == container)
+    }
+
+    /// Output of a container's program.
+    pub fn output(&self, container: &str) -> Result<String> {
+        let line = self.line("container ended", container).with_context(|| format!("container {container}: {}", self.console))?;
+        ensure!(line.get("failed hooks").is_empty(), "container {container}: {line:?}");
+        Ok(line.get("output").to_string())
+    }
+
+    /// Why a container was not created.
+    pub fn failed(&self, container: &str) -> Option<String> {
+        self.line("container failed", container).map(|line| line.get("error").to_string())
+    }
+}
+
+/// A guest that runs; it ends with this value.
+struct Running {
+    root: PathBuf,
+    child: Child,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _unused = self.child.kill(); // unshare's option ends the guest with it
+        let _unused = self.child.wait();
+        // The guest's namespace has its own mounts; these are the ones made before it.
+        let _unused = umount2(&self.root, MntFlags::MNT_DETACH);
+        // Never what a mount that is still there leads to: the directory is empty now, or stays.
+        let _unused = fs::remove_dir(&self.root);
+    }
+}
+
+/// Boots a guest with these words on its command line, and waits until it has settled, each of its
+/// containers has ended or failed, and there is a record of this name.
+pub fn boot(machine: &Machine, words: &str, until: &str) -> Result<Guest> {
+    let thread = std::thread::scope(|scope| {
+        // In a thread with mounts of its own.
+        scope.spawn(|| boot_here(machine, words, until)).join()
+    });
+    thread.unwrap_or_else(|_| bail!("the guest's thread has panicked"))
+}
+
+fn boot_here(machine: &Machine, words: &str, until: &str) -> Result<Guest> {
+    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
+    mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)?;
+    let root = std::env::temp_dir().join(format!("kata-gpu-real-{}-guest", std::process::id()));
+    fs::create_dir_all(&root).with_context(|| format!("make {}", root.display()))?;
+    mount(Some("tmpfs"), &root, Some("tmpfs"), MsFlags::empty(), Some("mode=755"))?;
+    make_root(machine, &root).context("make the guest's root")?;
+    // The guest's /run, which this side reads.
+    mount(Some("tmpfs"), &root.join("run"), Some("tmpfs"), MsFlags::empty(), Some("mode=755"))?;
+    let command_line = root.join("command-line");
+    fs::write(&command_line, format!("{PARAMETERS} {words}\n"))?;
+
+    let terminal = openpty(None, None).context("open a terminal")?;
+    let name = nix::unistd::ttyname(&terminal.slave)?;
+    let console = Arc::new(Mutex::new(Vec::new()));
+    let (mut from, to) = (File::from(terminal.master), Arc::clone(&console));
+    std::thread::spawn(move || {
+        let mut bytes = [0; 4096];
+        // A terminal that nobody has open any more returns an error.
+        while let Ok(read @ 1..) = from.read(&mut bytes) {
+            to.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(&bytes[..read]);
+        }
+    });
+    let mut command = Command::new(program("unshare").context("no unshare (util-linux)")?);
+    command.args(["--fork", "--kill-child", "--pid", "--mount", "--uts", "--ipc", "sh", "-c", SCRIPT, "guest"]);
+    command.arg(&root).arg(&command_line).arg(name);
+    let mut running = Running { child: command.spawn().context("start unshare")?, root: root.clone() };
+
+    let containers = words.split(['=', ';']).filter(|word| word.contains(':')).count();
+    let stream = root.join("run/kata-gpu-init/boot.ndjson");
+    let end = Instant::now() + DEADLINE;
+    let seen = || String::from_utf8_lossy(&console.lock().unwrap_or_else(PoisonError::into_inner)).into_owned();
+    loop {
+        let (records, text) = (fs::read_to_string(&stream).unwrap_or_default(), seen());
+        let ended = |line: &AgentLine| ["container ended", "container failed"].contains(&line.get("msg"));
+        let over = text.lines().filter_map(AgentLine::parse).filter(ended).count();
+        let has = |name: &str| records.contains(&format!(r#""name":"{name}""#));
+        if over >= containers && has("settled") && has(until) {
+            let spec = fs::read_to_string(root.join("run/cdi/nvidia.yaml")).context("read the guest's spec")?;
+            return Ok(Guest { stream: records, console: text, spec });
+        }
+        if let Some(status) = running.child.try_wait()? {
+            bail!("the guest has ended: {status}: {text}\n{records}");
+        }
+        ensure!(Instant::now() < end, "the guest has not settled within {DEADLINE:?}: {text}\n{records}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Makes the root of a guest with the driver's files where packages have them.
+fn make_root(machine: &Machine, root: &Path) -> Result<()> {
+    for folder in ["proc", "sys", "dev", "run", "tmp", "etc", "var", "usr/bin", "usr/sbin"] {
+        fs::create_dir_all(root.join(folder))?;
+    }
+    let containers = root.join(ROOTS.trim_start_matches('/'));
+    for name in ["root", "faulty"] {
+        copy_tree(&machine.folder.program("root"), &containers.join(name))?;
+    }
+    fs::copy(machine.folder.program("cuda-fault"), containers.join("faulty").join(PROGRAM.trim_start_matches('/')))?;
+    fs::copy(machine.folder.program("kata-gpu-init"), root.join("init"))?;
+    for name in ["kata-agent", "kata-gpu-nvml"] {
+        fs::copy(machine.folder.program(name), root.join("usr/bin").join(name))?;
+    }
+    symlink("usr/bin", root.join("bin"))?;
+    let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
+    fs::create_dir_all(&libraries)?;
+    bind(&machine.libraries, &libraries)?;
+    if let Some(smi) = program("nvidia-smi") {
+        let target = root.join("usr/bin/nvidia-smi");
+        File::create(&target)?;
+        bind(&fs::canonicalize(smi)?, &target)?;
+    }
+    make_glibc(machine, root)?;
+    // The driver is in the kernel: it is not loaded, but the index must name it.
+    let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let modules = root.join("lib/modules").join(kernel.trim());
+    fs::create_dir_all(&modules)?;
+    Ok(fs::write(modules.join("modules.dep"), "extra/nvidia.ko:\nextra/nvidia-uvm.ko: extra/nvidia.ko\n")?)
+}
+
+/// The machine's loader and the libraries that NVML and its helper need.
+fn make_glibc(machine: &Machine, root: &Path) -> Result<()> {
+    let mut command = Command::new("ldd");
+    command.arg(machine.folder.program("kata-gpu-nvml")).arg(machine.libraries.join("libnvidia-ml.so.1"));
+    let text = crate::machine::run(&mut command)?;
+    // `NAME => FILE (ADDRESS)`; a line `FILE:` names what the lines below belong to.
+    let files: Vec<&str> = text.split_whitespace().filter(|word| word.starts_with('/') && !word.ends_with(':')).collect();
+    ensure!(files.len() >= 2, "ldd lists no libraries: {text}");
+    for file in files {
+        let file = Path::new(file);
+        // The loader lies where programs name it; others in a folder that it searches.
+        let loader = file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("ld-linux"));
+        let folder = if loader { file.parent() } else { Some(Path::new("/lib")) }.context("a library's folder")?;
+        let folder = root.join(folder.strip_prefix("/").unwrap_or(folder));
+        fs::create_dir_all(&folder)?;
+        fs::copy(file, folder.join(file.file_name().context("a library's name")?)).with_context(|| format!("copy {}", file.display()))?;
+    }
+    Ok(())
+}
+
+fn bind(source: &Path, target: &Path) -> Result<()> {
+    let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+    mount(Some(source), target, NONE, MsFlags::MS_BIND, NONE)
+        .map_err(|e| anyhow!("bind {} to {}: {e}", source.display(), target.display()))?;
+    Ok(mount(NONE, target, NONE, read_only, NONE)?)
+}

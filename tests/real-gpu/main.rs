@@ -1,0 +1,195 @@
+//! Tests on a real GPU: a machine with NVIDIA's driver and at least one GPU that is bound to it.
+//! The init boots there as PID 1 of a guest in namespaces ([`guest`]), a container of its test
+//! agent and one of runc compute with CUDA, the spec is compared with that of `nvidia-ctk`, and the
+//! helper for NVML with `nvidia-smi`.
+//!
+//! No GPU is bound, reset or set: the machine stays as it is. Without a GPU each test is ignored,
+//! with the reason. `tests/real-gpu/build` makes the folder from which this program runs.
+
+mod guest;
+mod machine;
+mod runc;
+
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::nvml::Answer;
+use kata_gpu_tests::nvidia_programs::{SMI_QUERY, same_as_nvidia_ctk, smi_lines};
+use kata_gpu_tests::trials;
+use libtest_mimic::{Completion, Trial};
+use machine::{Machine, Scratch, run};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+type Test = fn(&Machine) -> Result<()>;
+
+const TESTS: [(&str, Test); 7] = [
+    ("real_gpu_guest_brings_gpus_up_and_containers_compute", guest_brings_gpus_up_and_containers_compute),
+    ("real_gpu_is_held_while_a_killed_worker_is_replaced", is_held_while_a_killed_worker_is_replaced),
+    ("real_gpu_fault_of_a_program_is_an_xid_and_costs_no_gpu", fault_of_a_program_is_an_xid_and_costs_no_gpu),
+    ("real_gpu_container_of_runc_computes_with_our_spec", container_of_runc_computes_with_our_spec),
+    ("real_gpu_spec_has_what_nvidia_ctk_lists", spec_has_what_nvidia_ctk_lists),
+    ("real_gpu_helper_reports_what_nvidia_smi_reports", helper_reports_what_nvidia_smi_reports),
+    ("real_gpu_files_of_the_driver_are_read", files_of_the_driver_are_read),
+];
+
+fn main() -> ExitCode {
+    let trial = |(name, test): (&'static str, Test)| {
+        Trial::ignorable_test(name, move || {
+            let machine = match Machine::find() {
+                Ok(machine) => machine,
+                Err(reason) => return Ok(Completion::ignored_with(reason)),
+            };
+            test(&machine).map(|()| Completion::Completed).map_err(|error| format!("{error:#}").into())
+        })
+    };
+    // One at a time: each guest reads and writes the kernel's log.
+    trials::run_anywhere(1, TESTS.into_iter().map(trial).collect())
+}
+
+/// The value of `KEY=VALUE` in a program's output.
+fn said<'a>(output: &'a str, key: &str) -> Vec<&'a str> {
+    output.lines().filter_map(|line| line.strip_prefix(key)?.strip_prefix('=')).collect()
+}
+
+/// Checks the output of the CUDA program in a container with these GPUs.
+fn computes(output: &str, gpus: &[&str]) -> Result<()> {
+    // Sum of i * i + 7 for i below 16384.
+    const SUM: &str = "1465881403392";
+    let number = gpus.len().to_string();
+    ensure!(said(output, "gpus") == [number.as_str()], "not {number} GPUs: {output}");
+    let mut seen: Vec<String> = said(output, "gpu").iter().filter_map(|g| g.split(' ').next()).map(str::to_lowercase).collect();
+    seen.sort();
+    ensure!(seen == gpus, "{seen:?} are not {gpus:?}: {output}");
+    ensure!(said(output, "sum").len() == gpus.len() && said(output, "sum").iter().all(|sum| *sum == SUM), "a wrong sum: {output}");
+    Ok(())
+}
+
+fn guest_brings_gpus_up_and_containers_compute(machine: &Machine) -> Result<()> {
+    let guest = guest::boot(machine, "testagent.containers=first:0@root;all:all@root;absent:99", "gpu.health")?;
+    machine.record("boot.ndjson", guest.stream.as_bytes())?;
+    machine.record("console.log", guest.console.as_bytes())?;
+    machine.record("guest-nvidia.yaml", guest.spec.as_bytes())?;
+    let gpus: Vec<&str> = machine.gpus.iter().map(String::as_str).collect();
+    computes(&guest.output("first")?, &gpus[..1])?;
+    computes(&guest.output("all")?, &gpus)?;
+    // Negative control.
+    ensure!(guest.failed("absent").is_some_and(|error| error.contains("nvidia.com/gpu=99")), "GPU 99 is no error: {}", guest.console);
+
+    let named = |name: &str| guest.records().filter(|r| r["name"] == name).collect::<Vec<Value>>();
+    for name in ["gpu.bound", "gpu.usable", "gpu.published"] {
+        let of: BTreeSet<String> = named(name).iter().filter_map(|r| Some(r["gpu"].as_str()?.to_string())).collect();
+        ensure!(of.iter().eq(&machine.gpus), "{name} is of {of:?}, the GPUs are {:?}", machine.gpus);
+    }
+    ensure!(named("gpu.failed").is_empty(), "a GPU failed: {:?}", named("gpu.failed"));
+    Ok(())
+}
+
+fn is_held_while_a_killed_worker_is_replaced(machine: &Machine) -> Result<()> {
+    // The container computes meanwhile.
+    let script = "testagent.guest=script testagent.script=settled>kill;process.died>held";
+    let guest = guest::boot(machine, &format!("testagent.containers=first:0@root {script}"), "process.died")?;
+    machine.record("killed-worker.ndjson", guest.stream.as_bytes())?;
+    computes(&guest.output("first")?, &[&machine.gpus[0]])?;
+    let of = |name: &str| guest.records().filter(|r| r["name"] == name).collect::<Vec<Value>>();
+    ensure!(of("process.died").iter().any(|r| r["fields"]["status"] == "killed by SIGKILL"), "{:?}", of("process.died"));
+    ensure!(of("gpu.failed").is_empty(), "a GPU failed: {:?}", of("gpu.failed"));
+    let held = guest.lines("held").find(|line| line.get("process") == "gpuinit-keeper").context("no report of what is held")?;
+    let wanted = machine.gpus.len();
+    let nodes: BTreeSet<&str> = held.get("nodes").split(' ').filter(|node| *node != "/dev/nvidiactl").collect();
+    ensure!(nodes.len() == wanted, "the keeper holds {nodes:?}, not {wanted} GPUs");
+    Ok(())
+}
+
+fn fault_of_a_program_is_an_xid_and_costs_no_gpu(machine: &Machine) -> Result<()> {
+    // CUDA's error in the program, and the driver's number for it.
+    const ERROR: &str = "700 CUDA_ERROR_ILLEGAL_ADDRESS";
+    const MMU_FAULT: u64 = 31;
+    let guest = guest::boot(machine, "testagent.containers=faulty:0@faulty", "gpu.xid")?;
+    machine.record("xid.ndjson", guest.stream.as_bytes())?;
+    let output = guest.output("faulty")?;
+    ensure!(said(&output, "error").iter().any(|error| error.contains(ERROR)), "the program has not failed: {output}");
+    let of = |name: &str| guest.records().filter(|r| r["name"] == name).collect::<Vec<Value>>();
+    let xids = of("gpu.xid");
+    ensure!(xids.iter().any(|r| r["gpu"] == machine.gpus[0] && r["fields"]["xid"] == MMU_FAULT), "{xids:?}");
+    ensure!(of("gpu.failed").is_empty(), "a program's fault has cost a GPU: {:?}", of("gpu.failed"));
+    // The GPU still computes.
+    let next = guest::boot(machine, "testagent.containers=next:0@root", "gpu.health")?;
+    computes(&next.output("next")?, &[&machine.gpus[0]])
+}
+
+fn container_of_runc_computes_with_our_spec(machine: &Machine) -> Result<()> {
+    let Some(runc) = machine::program("runc").or_else(|| machine::program("crun")) else {
+        println!("without runc or crun: not run");
+        return Ok(());
+    };
+    let specs = Scratch::new("cdi")?;
+    let gpus: Vec<&str> = machine.gpus.iter().map(String::as_str).collect();
+    // With the driver's files where the machine's loader has them, and where packages have them: in
+    // a folder of its own a container finds libcuda by the cache that the hook makes.
+    for (name, driver_root) in [("machine", Path::new("/")), ("driver-root", &machine.driver_root)] {
+        let spec = machine.our_spec(driver_root)?;
+        machine.record(&format!("cdi-generate-{name}.json"), spec.as_bytes())?;
+        std::fs::write(specs.0.join("nvidia.json"), &spec)?;
+        let output = runc::run(machine, &runc, &specs.0, &["nvidia.com/gpu=all"])?;
+        machine.record(&format!("container-{name}.txt"), output.as_bytes())?;
+        computes(&output, &gpus).with_context(|| format!("driver root {}", driver_root.display()))?;
+    }
+    // Negative control.
+    let bare = runc::run(machine, &runc, &specs.0, &[])?;
+    ensure!(said(&bare, "error").iter().any(|error| error.contains("libcuda.so.1")), "a container without devices has libcuda: {bare}");
+    Ok(())
+}
+
+fn spec_has_what_nvidia_ctk_lists(machine: &Machine) -> Result<()> {
+    let Some(ctk) = machine::program("nvidia-ctk") else {
+        println!("without nvidia-ctk: not run");
+        return Ok(());
+    };
+    let text = run(Command::new(ctk).args(["cdi", "generate", "--mode", "nvml", "--format", "json"]))?;
+    machine.record("nvidia-ctk.json", text.as_bytes())?;
+    let theirs: Value = serde_json::from_str(&text)?;
+    let ours: Value = serde_json::from_str(&machine.our_spec(&machine.driver_root)?)?;
+    let count = theirs["devices"].as_array().map_or(0, Vec::len);
+    ensure!(count > machine.gpus.len(), "nvidia-ctk lists {count} devices");
+    for device in (0..machine.gpus.len()).map(|k| k.to_string()).chain(["all".to_string()]) {
+        same_as_nvidia_ctk(&ours, &theirs, &device, &machine.driver_root)?;
+    }
+    Ok(())
+}
+
+fn helper_reports_what_nvidia_smi_reports(machine: &Machine) -> Result<()> {
+    let answer = machine.ask_helper("facts")?;
+    machine.record("nvml-facts.json", answer.as_bytes())?;
+    let Answer::Facts(facts) = serde_json::from_str(answer.trim())? else { anyhow::bail!("no facts: {answer}") };
+    let smi = machine::program("nvidia-smi").context("no nvidia-smi in PATH")?;
+    let text = run(Command::new(smi).args([&format!("--query-gpu={SMI_QUERY}"), "--format=csv,noheader,nounits"]))?;
+    machine.record("nvidia-smi.csv", text.as_bytes())?;
+    let ours = smi_lines(&facts);
+    ensure!(!ours.is_empty() && ours == text.lines().collect::<Vec<_>>(), "ours: {ours:#?}\nnvidia-smi: {text}");
+    ensure!(facts.devices.iter().all(|gpu| gpu.errors.is_empty()), "{answer}");
+    Ok(())
+}
+
+/// Files below /proc that the init reads, for [`Machine::record`].
+const PROC: [&str; 4] =
+    ["/proc/driver/nvidia/version", "/proc/driver/nvidia/params", "/proc/devices", "/proc/driver/nvidia-caps/mig-minors"];
+
+fn files_of_the_driver_are_read(machine: &Machine) -> Result<()> {
+    use kata_gpu_init::driver_proc::{information, majors};
+    for path in PROC.map(PathBuf::from) {
+        if let Ok(text) = std::fs::read(&path) {
+            machine.record(&path.to_string_lossy().trim_start_matches('/').replace('/', "-"), &text)?;
+        }
+    }
+    let majors = majors(Path::new("/proc")).map_err(|e| anyhow::anyhow!("{e}"))?;
+    ensure!(majors.nvidia == Some(195) && majors.uvm.is_some(), "{majors:?}");
+    for gpu in &machine.gpus {
+        let path = format!("/proc/driver/nvidia/gpus/{gpu}/information");
+        machine.record(&format!("information-{}", gpu.replace(':', "-")), &std::fs::read(&path)?)?;
+        let read =
+            information(Path::new("/proc"), gpu.parse().map_err(|e| anyhow::anyhow!("{gpu}: {e}"))?).map_err(|e| anyhow::anyhow!("{e}"))?;
+        println!("{gpu}: {read:?}");
+    }
+    Ok(())
+}

@@ -1,0 +1,45 @@
+//! A container of runc (or crun) with devices that the crate of kata-agent injects: a runtime that
+//! is not ours, with cgroups that allow what the spec allows.
+
+use crate::machine::{Machine, Scratch, run as output_of};
+use anyhow::{Context, Result, anyhow};
+use container_device_interface::cache::{new_cache, with_auto_refresh};
+use container_device_interface::spec_dirs::with_spec_dirs;
+use kata_gpu_tests::agent::container_run::{PROGRAM, copy_tree};
+use oci_spec::runtime::Spec;
+use std::path::Path;
+use std::process::Command;
+use std::sync::PoisonError;
+
+/// Runs the CUDA program in a container with these devices of the specs in a directory. Returns its
+/// output, whether or not it succeeds.
+pub fn run(machine: &Machine, runtime: &Path, specs: &Path, devices: &[&str]) -> Result<String> {
+    let scratch = Scratch::new(&format!("bundle-{}", devices.len()))?;
+    let bundle = &scratch.0;
+    copy_tree(&machine.folder.program("root"), &bundle.join("rootfs"))?;
+    let mut spec = Spec::default();
+    if let Some(process) = spec.process_mut() {
+        process.set_args(Some(vec![PROGRAM.into()])).set_terminal(Some(false));
+    }
+    if let Some(root) = spec.root_mut() {
+        root.set_path(bundle.join("rootfs")).set_readonly(Some(false));
+    }
+    let cache = new_cache(vec![with_auto_refresh(false), with_spec_dirs(&[specs.to_str().context("a path of specs")?])]);
+    let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
+    cache.refresh().map_err(|e| anyhow!("load the specs: {e}"))?;
+    if !devices.is_empty() {
+        let devices = devices.iter().map(ToString::to_string).collect();
+        cache.inject_devices(Some(&mut spec), devices).map_err(|e| anyhow!("inject: {e}"))?;
+    }
+    spec.save(bundle.join("config.json"))?;
+    let id = format!("real-gpu-{}-{}", std::process::id(), bundle.file_name().unwrap_or_default().to_string_lossy());
+    let mut command = Command::new(runtime);
+    command.args(["run", "--bundle"]).arg(bundle).arg(&id);
+    let output = command.output().with_context(|| format!("run {command:?}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    // A container that could not begin has no program that prints.
+    if !text.contains('=') {
+        output_of(&mut command)?;
+    }
+    Ok(text)
+}
