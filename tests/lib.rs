@@ -4,6 +4,8 @@
 //! name it is started under selects the part.
 
 pub mod agent;
+#[cfg(feature = "host")]
+pub mod agent_client;
 pub mod driver_script;
 pub mod hardware;
 #[cfg(feature = "host")]

@@ -2,9 +2,10 @@
 //! container, a container without a GPU and one with. Compares the test agent
 //! (`testagent.cost=real`) with the real one where `KATA_AGENT=FILE` names it; with 1 and 2 vCPUs.
 
-use super::real_agent::{self, Order, requests::Container};
+use super::real_agent::{self, Order};
 use super::{keep, machine};
 use anyhow::{Context, Result};
+use kata_gpu_tests::agent_client::requests::Container;
 use kata_gpu_tests::vm::harness::{Guest, TestContext};
 use serde_json::{Value, json};
 use std::path::Path;

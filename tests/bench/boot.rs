@@ -7,11 +7,12 @@
 //! as NVML does. Both are asked for when the pause container runs, as a host asks that has several
 //! containers to start. `KATA_AGENT=FILE` puts that agent in the test agent's place.
 
-use super::real_agent::{self, Order, requests::Container};
+use super::real_agent::{self, Order};
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Kind;
+use kata_gpu_tests::agent_client::requests::Container;
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext, named};
 use serde_json::{Value, json};
 use std::path::Path;

@@ -11,9 +11,10 @@
 //! persistence mode, as users help themselves.
 
 use super::boot::{own_milestones, serial_milestones};
-use super::real_agent::{self, Order, requests::Container};
+use super::real_agent::{self, Order};
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_tests::agent_client::requests::Container;
 use kata_gpu_tests::vm::harness::{Booted, CONFIDENTIAL, Guest, TestContext};
 use kata_gpu_tests::vm::services::with_services;
 use serde_json::{Value, json};

@@ -75,12 +75,17 @@ fn the_spec_of_a_real_driver_is_that_of_nvidia_ctk() {
 }
 
 /// Boots of the init beside a driver that was loaded, with a GPU that was bound, up to a container
-/// that computed; in the second one its program failed.
+/// that computed: under the test agent, with a program that failed, and under kata-agent itself.
 #[test]
 fn boots_on_real_gpus_have_their_golden_pages() {
-    for boot in ["real-h100", "real-h200-xid"] {
-        let file = project().join(format!("tests/fixtures/boots/{boot}.ndjson"));
-        let output = Command::new(program()).arg("show").arg(file).output().unwrap();
+    for boot in ["real-h100", "real-h200-xid", "real-h200-kata-agent"] {
+        let file = |kind: &str| project().join(format!("tests/fixtures/boots/{boot}.{kind}"));
+        let mut command = Command::new(program());
+        command.arg("show").arg(file("ndjson"));
+        if file("console").exists() {
+            command.arg("--console").arg(file("console"));
+        }
+        let output = command.output().unwrap();
         assert!(output.status.success(), "{output:?}");
         golden(&format!("boots/{boot}.show.txt"), &String::from_utf8(output.stdout).unwrap());
     }

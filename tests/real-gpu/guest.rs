@@ -19,6 +19,14 @@ use std::time::{Duration, Instant};
 
 /// Makes the mounts that keep the machine as it is, and becomes the init.
 const SCRIPT: &str = include_str!("guest");
+/// Starts the words after the cgroup in a cgroup namespace. The cgroup is its root, and has
+/// processes in a leaf alone, so that the agent can switch controllers on below it. Mounts of
+/// cgroups in such a namespace leave the options of the machine's alone. Without cgroups of version
+/// 2 there is no such namespace.
+const CGROUP_SCRIPT: &str = r#"cgroup=$1; shift
+[ -e /sys/fs/cgroup/cgroup.controllers ] || exec "$@"
+mkdir -p "$cgroup/agent" && echo $$ >"$cgroup/cgroup.procs"
+exec unshare --cgroup sh -c 'echo $$ >"$1/agent/cgroup.procs"; shift; exec "$@"' guest "$cgroup" "$@""#;
 /// Parameters of every guest: nothing is loaded, bound, reset or locked, nothing goes to the host.
 const PARAMETERS: &str =
     "gpuinit.bind=insmod gpuinit.reset=off gpuinit.lockdown=off gpuinit.events.vsock=off gpuinit.log=debug cgroup_no_v1=all";
@@ -63,9 +71,40 @@ impl Guest {
 }
 
 /// A guest that runs; it ends with this value.
-struct Running {
-    root: PathBuf,
+pub struct Running {
+    /// Its file system.
+    pub root: PathBuf,
     child: Child,
+    console: Arc<Mutex<Vec<u8>>>,
+    cgroup: PathBuf,
+}
+
+impl Running {
+    pub fn console(&self) -> String {
+        String::from_utf8_lossy(&self.console.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
+    }
+
+    fn stream(&self) -> String {
+        fs::read_to_string(self.root.join("run/kata-gpu-init/boot.ndjson")).unwrap_or_default()
+    }
+
+    /// Waits until stream and console have what is waited for.
+    pub fn wait(&mut self, wanted: impl Fn(&str, &str) -> bool) -> Result<Guest> {
+        let end = Instant::now() + DEADLINE;
+        loop {
+            let (stream, console) = (self.stream(), self.console());
+            if wanted(&stream, &console) {
+                // Read last: the init reports each look at the spec.
+                let spec = fs::read_to_string(self.root.join("run/cdi/nvidia.yaml")).context("read the guest's spec")?;
+                return Ok(Guest { stream, console, spec });
+            }
+            if let Some(status) = self.child.try_wait()? {
+                bail!("the guest has ended: {status}: {console}\n{stream}");
+            }
+            ensure!(Instant::now() < end, "not within {DEADLINE:?}: {console}\n{stream}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
 }
 
 impl Drop for Running {
@@ -76,33 +115,63 @@ impl Drop for Running {
         let _unused = umount2(&self.root, MntFlags::MNT_DETACH);
         // Never what a mount that is still there leads to: the directory is empty now, or stays.
         let _unused = fs::remove_dir(&self.root);
+        remove_cgroups(&self.cgroup);
     }
 }
 
-/// Boots a guest with these words on its command line, and waits until it has settled, each of its
-/// containers has ended or failed, and there is a record of this name.
+/// Removes a cgroup and those below it, whose processes are ending.
+fn remove_cgroups(cgroup: &Path) {
+    for entry in fs::read_dir(cgroup).into_iter().flatten().flatten().filter(|e| e.path().is_dir()) {
+        remove_cgroups(&entry.path());
+    }
+    let end = Instant::now() + Duration::from_secs(5);
+    while cgroup.exists() && fs::remove_dir(cgroup).is_err() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Whether a stream has a record of this name.
+pub fn has(stream: &str, name: &str) -> bool {
+    stream.contains(&format!(r#""name":"{name}""#))
+}
+
+/// Boots a guest of the test agent with these words on its command line, and waits until it has
+/// settled, each of its containers has ended or failed, and there is a record of this name.
 pub fn boot(machine: &Machine, words: &str, until: &str) -> Result<Guest> {
+    let containers = words.split(['=', ';']).filter(|word| word.contains(':')).count();
+    with(machine, &machine.folder.program("kata-agent"), words, |guest| {
+        guest.wait(|stream, console| {
+            let ended = |line: &AgentLine| ["container ended", "container failed"].contains(&line.get("msg"));
+            let over = console.lines().filter_map(AgentLine::parse).filter(ended).count();
+            over >= containers && has(stream, "settled") && has(stream, until)
+        })
+    })
+}
+
+/// Boots a guest of this agent, and does something with it.
+pub fn with<T: Send>(machine: &Machine, agent: &Path, words: &str, act: impl FnOnce(&mut Running) -> Result<T> + Send) -> Result<T> {
     let thread = std::thread::scope(|scope| {
         // In a thread with mounts of its own.
-        scope.spawn(|| boot_here(machine, words, until)).join()
+        scope.spawn(|| act(&mut start(machine, agent, words)?)).join()
     });
     thread.unwrap_or_else(|_| bail!("the guest's thread has panicked"))
 }
 
-fn boot_here(machine: &Machine, words: &str, until: &str) -> Result<Guest> {
+fn start(machine: &Machine, agent: &Path, words: &str) -> Result<Running> {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
     mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)?;
-    let root = std::env::temp_dir().join(format!("kata-gpu-real-{}-guest", std::process::id()));
+    let name = format!("kata-gpu-real-{}", std::process::id());
+    let root = std::env::temp_dir().join(&name);
     fs::create_dir_all(&root).with_context(|| format!("make {}", root.display()))?;
     mount(Some("tmpfs"), &root, Some("tmpfs"), MsFlags::empty(), Some("mode=755"))?;
-    make_root(machine, &root).context("make the guest's root")?;
+    make_root(machine, agent, &root).context("make the guest's root")?;
     // The guest's /run, which this side reads.
     mount(Some("tmpfs"), &root.join("run"), Some("tmpfs"), MsFlags::empty(), Some("mode=755"))?;
     let command_line = root.join("command-line");
     fs::write(&command_line, format!("{PARAMETERS} {words}\n"))?;
 
     let terminal = openpty(None, None).context("open a terminal")?;
-    let name = nix::unistd::ttyname(&terminal.slave)?;
+    let tty = nix::unistd::ttyname(&terminal.slave)?;
     let console = Arc::new(Mutex::new(Vec::new()));
     let (mut from, to) = (File::from(terminal.master), Arc::clone(&console));
     std::thread::spawn(move || {
@@ -112,34 +181,16 @@ fn boot_here(machine: &Machine, words: &str, until: &str) -> Result<Guest> {
             to.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(&bytes[..read]);
         }
     });
-    let mut command = Command::new(program("unshare").context("no unshare (util-linux)")?);
-    command.args(["--fork", "--kill-child", "--pid", "--mount", "--uts", "--ipc", "sh", "-c", SCRIPT, "guest"]);
-    command.arg(&root).arg(&command_line).arg(name);
-    let mut running = Running { child: command.spawn().context("start unshare")?, root: root.clone() };
-
-    let containers = words.split(['=', ';']).filter(|word| word.contains(':')).count();
-    let stream = root.join("run/kata-gpu-init/boot.ndjson");
-    let end = Instant::now() + DEADLINE;
-    let seen = || String::from_utf8_lossy(&console.lock().unwrap_or_else(PoisonError::into_inner)).into_owned();
-    loop {
-        let (records, text) = (fs::read_to_string(&stream).unwrap_or_default(), seen());
-        let ended = |line: &AgentLine| ["container ended", "container failed"].contains(&line.get("msg"));
-        let over = text.lines().filter_map(AgentLine::parse).filter(ended).count();
-        let has = |name: &str| records.contains(&format!(r#""name":"{name}""#));
-        if over >= containers && has("settled") && has(until) {
-            let spec = fs::read_to_string(root.join("run/cdi/nvidia.yaml")).context("read the guest's spec")?;
-            return Ok(Guest { stream: records, console: text, spec });
-        }
-        if let Some(status) = running.child.try_wait()? {
-            bail!("the guest has ended: {status}: {text}\n{records}");
-        }
-        ensure!(Instant::now() < end, "the guest has not settled within {DEADLINE:?}: {text}\n{records}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    let cgroup = Path::new("/sys/fs/cgroup").join(&name);
+    let mut command = Command::new("sh");
+    command.args(["-c", CGROUP_SCRIPT, "guest"]).arg(&cgroup);
+    command.args(["unshare", "--fork", "--kill-child", "--pid", "--mount", "--uts", "--ipc", "sh", "-c", SCRIPT, "guest"]);
+    command.arg(&root).arg(&command_line).arg(tty);
+    Ok(Running { child: command.spawn().context("start unshare")?, root, console, cgroup })
 }
 
 /// Makes the root of a guest with the driver's files where packages have them.
-fn make_root(machine: &Machine, root: &Path) -> Result<()> {
+fn make_root(machine: &Machine, agent: &Path, root: &Path) -> Result<()> {
     for folder in ["proc", "sys", "dev", "run", "tmp", "etc", "var", "usr/bin", "usr/sbin"] {
         fs::create_dir_all(root.join(folder))?;
     }
@@ -149,9 +200,8 @@ fn make_root(machine: &Machine, root: &Path) -> Result<()> {
     }
     fs::copy(machine.folder.program("cuda-fault"), containers.join("faulty").join(PROGRAM.trim_start_matches('/')))?;
     fs::copy(machine.folder.program("kata-gpu-init"), root.join("init"))?;
-    for name in ["kata-agent", "kata-gpu-nvml"] {
-        fs::copy(machine.folder.program(name), root.join("usr/bin").join(name))?;
-    }
+    fs::copy(agent, root.join("usr/bin/kata-agent")).with_context(|| format!("copy {}", agent.display()))?;
+    fs::copy(machine.folder.program("kata-gpu-nvml"), root.join("usr/bin/kata-gpu-nvml"))?;
     symlink("usr/bin", root.join("bin"))?;
     let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
     fs::create_dir_all(&libraries)?;

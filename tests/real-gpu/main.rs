@@ -10,21 +10,29 @@ mod guest;
 mod machine;
 mod runc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::nvml::Answer;
+use kata_gpu_tests::agent::container_run;
+use kata_gpu_tests::agent_client::requests::{self, Container};
+use kata_gpu_tests::agent_client::{AGENT, Client};
 use kata_gpu_tests::nvidia_programs::{SMI_QUERY, same_as_nvidia_ctk, smi_lines};
+use kata_gpu_tests::protobuf::bytes_of;
 use kata_gpu_tests::trials;
 use libtest_mimic::{Completion, Trial};
 use machine::{Machine, Scratch, run};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
 
-type Test = fn(&Machine) -> Result<()>;
+/// Checks the machine; ignored where it lacks a program that the test needs.
+type Test = fn(&Machine) -> Result<Completion>;
 
-const TESTS: [(&str, Test); 7] = [
+const TESTS: [(&str, Test); 8] = [
     ("real_gpu_guest_brings_gpus_up_and_containers_compute", guest_brings_gpus_up_and_containers_compute),
+    ("real_gpu_container_of_kata_agent_computes", container_of_kata_agent_computes),
     ("real_gpu_is_held_while_a_killed_worker_is_replaced", is_held_while_a_killed_worker_is_replaced),
     ("real_gpu_fault_of_a_program_is_an_xid_and_costs_no_gpu", fault_of_a_program_is_an_xid_and_costs_no_gpu),
     ("real_gpu_container_of_runc_computes_with_our_spec", container_of_runc_computes_with_our_spec),
@@ -40,7 +48,7 @@ fn main() -> ExitCode {
                 Ok(machine) => machine,
                 Err(reason) => return Ok(Completion::ignored_with(reason)),
             };
-            test(&machine).map(|()| Completion::Completed).map_err(|error| format!("{error:#}").into())
+            test(&machine).map_err(|error| format!("{error:#}").into())
         })
     };
     // One at a time: each guest reads and writes the kernel's log.
@@ -65,7 +73,7 @@ fn computes(output: &str, gpus: &[&str]) -> Result<()> {
     Ok(())
 }
 
-fn guest_brings_gpus_up_and_containers_compute(machine: &Machine) -> Result<()> {
+fn guest_brings_gpus_up_and_containers_compute(machine: &Machine) -> Result<Completion> {
     let guest = guest::boot(machine, "testagent.containers=first:0@root;all:all@root;absent:99", "gpu.health")?;
     machine.record("boot.ndjson", guest.stream.as_bytes())?;
     machine.record("console.log", guest.console.as_bytes())?;
@@ -82,10 +90,57 @@ fn guest_brings_gpus_up_and_containers_compute(machine: &Machine) -> Result<()> 
         ensure!(of.iter().eq(&machine.gpus), "{name} is of {of:?}, the GPUs are {:?}", machine.gpus);
     }
     ensure!(named("gpu.failed").is_empty(), "a GPU failed: {:?}", named("gpu.failed"));
-    Ok(())
+    Ok(Completion::Completed)
 }
 
-fn is_held_while_a_killed_worker_is_replaced(machine: &Machine) -> Result<()> {
+/// With KATA_AGENT=FILE: the agent of a Kata release, which makes a container by the requests of
+/// Kata's runtime.
+fn container_of_kata_agent_computes(machine: &Machine) -> Result<Completion> {
+    let Some(agent) = std::env::var_os("KATA_AGENT").map(PathBuf::from) else {
+        return Ok(Completion::ignored_with("without KATA_AGENT=FILE, a kata-agent of musl"));
+    };
+    const SANDBOX: &str = "real-gpu";
+    let (output, guest) = guest::with(machine, &agent, "agent.server_addr=unix:///run/agent.sock", |guest| {
+        guest.wait(|stream, _| guest::has(stream, "gpu.health"))?;
+        let end = Instant::now() + PATIENCE;
+        let stream = loop {
+            match UnixStream::connect(guest.root.join("run/agent.sock")) {
+                Ok(stream) => break stream,
+                Err(error) if Instant::now() > end => bail!("connect to the agent: {error}: {}", guest.console()),
+                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            }
+        };
+        let client = Client::over(stream)?;
+        let call = |method: &str, message| client.call(AGENT, method, message, PATIENCE).with_context(|| guest.console());
+        call("CreateSandbox", requests::create_sandbox(SANDBOX))?;
+        let container = Container {
+            id: "cuda".into(),
+            root: "/containers/root".into(),
+            arguments: vec![container_run::PROGRAM.into()],
+            gpus: vec!["0".into()],
+            sandbox: false,
+            files: 1024,
+        };
+        call("CreateContainer", requests::create_container(&container, SANDBOX))?;
+        call("StartContainer", requests::start_container(&container.id))?;
+        let mut output = String::new();
+        while said(&output, "ms").is_empty() && said(&output, "error").is_empty() {
+            let answer = call("ReadStdout", requests::read_stdout(&container.id, 4096))?;
+            output.push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
+        }
+        Ok((output, guest.wait(|stream, _| guest::has(stream, "agent.hook"))?))
+    })?;
+    machine.record("kata-agent.ndjson", guest.stream.as_bytes())?;
+    machine.record("kata-agent.log", guest.console.as_bytes())?;
+    machine.record("kata-agent.txt", output.as_bytes())?;
+    computes(&output, &[&machine.gpus[0]])?;
+    Ok(Completion::Completed)
+}
+
+/// Longest wait for an answer of the agent.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn is_held_while_a_killed_worker_is_replaced(machine: &Machine) -> Result<Completion> {
     // The container computes meanwhile.
     let script = "testagent.guest=script testagent.script=settled>kill;process.died>held";
     let guest = guest::boot(machine, &format!("testagent.containers=first:0@root {script}"), "process.died")?;
@@ -98,10 +153,10 @@ fn is_held_while_a_killed_worker_is_replaced(machine: &Machine) -> Result<()> {
     let wanted = machine.gpus.len();
     let nodes: BTreeSet<&str> = held.get("nodes").split(' ').filter(|node| *node != "/dev/nvidiactl").collect();
     ensure!(nodes.len() == wanted, "the keeper holds {nodes:?}, not {wanted} GPUs");
-    Ok(())
+    Ok(Completion::Completed)
 }
 
-fn fault_of_a_program_is_an_xid_and_costs_no_gpu(machine: &Machine) -> Result<()> {
+fn fault_of_a_program_is_an_xid_and_costs_no_gpu(machine: &Machine) -> Result<Completion> {
     // CUDA's error in the program, and the driver's number for it.
     const ERROR: &str = "700 CUDA_ERROR_ILLEGAL_ADDRESS";
     const MMU_FAULT: u64 = 31;
@@ -115,13 +170,13 @@ fn fault_of_a_program_is_an_xid_and_costs_no_gpu(machine: &Machine) -> Result<()
     ensure!(of("gpu.failed").is_empty(), "a program's fault has cost a GPU: {:?}", of("gpu.failed"));
     // The GPU still computes.
     let next = guest::boot(machine, "testagent.containers=next:0@root", "gpu.health")?;
-    computes(&next.output("next")?, &[&machine.gpus[0]])
+    computes(&next.output("next")?, &[&machine.gpus[0]])?;
+    Ok(Completion::Completed)
 }
 
-fn container_of_runc_computes_with_our_spec(machine: &Machine) -> Result<()> {
+fn container_of_runc_computes_with_our_spec(machine: &Machine) -> Result<Completion> {
     let Some(runc) = machine::program("runc").or_else(|| machine::program("crun")) else {
-        println!("without runc or crun: not run");
-        return Ok(());
+        return Ok(Completion::ignored_with("without runc or crun"));
     };
     let specs = Scratch::new("cdi")?;
     let gpus: Vec<&str> = machine.gpus.iter().map(String::as_str).collect();
@@ -138,13 +193,12 @@ fn container_of_runc_computes_with_our_spec(machine: &Machine) -> Result<()> {
     // Negative control.
     let bare = runc::run(machine, &runc, &specs.0, &[])?;
     ensure!(said(&bare, "error").iter().any(|error| error.contains("libcuda.so.1")), "a container without devices has libcuda: {bare}");
-    Ok(())
+    Ok(Completion::Completed)
 }
 
-fn spec_has_what_nvidia_ctk_lists(machine: &Machine) -> Result<()> {
+fn spec_has_what_nvidia_ctk_lists(machine: &Machine) -> Result<Completion> {
     let Some(ctk) = machine::program("nvidia-ctk") else {
-        println!("without nvidia-ctk: not run");
-        return Ok(());
+        return Ok(Completion::ignored_with("without nvidia-ctk"));
     };
     let text = run(Command::new(ctk).args(["cdi", "generate", "--mode", "nvml", "--format", "json"]))?;
     machine.record("nvidia-ctk.json", text.as_bytes())?;
@@ -155,27 +209,27 @@ fn spec_has_what_nvidia_ctk_lists(machine: &Machine) -> Result<()> {
     for device in (0..machine.gpus.len()).map(|k| k.to_string()).chain(["all".to_string()]) {
         same_as_nvidia_ctk(&ours, &theirs, &device, &machine.driver_root)?;
     }
-    Ok(())
+    Ok(Completion::Completed)
 }
 
-fn helper_reports_what_nvidia_smi_reports(machine: &Machine) -> Result<()> {
+fn helper_reports_what_nvidia_smi_reports(machine: &Machine) -> Result<Completion> {
     let answer = machine.ask_helper("facts")?;
     machine.record("nvml-facts.json", answer.as_bytes())?;
-    let Answer::Facts(facts) = serde_json::from_str(answer.trim())? else { anyhow::bail!("no facts: {answer}") };
+    let Answer::Facts(facts) = serde_json::from_str(answer.trim())? else { bail!("no facts: {answer}") };
     let smi = machine::program("nvidia-smi").context("no nvidia-smi in PATH")?;
     let text = run(Command::new(smi).args([&format!("--query-gpu={SMI_QUERY}"), "--format=csv,noheader,nounits"]))?;
     machine.record("nvidia-smi.csv", text.as_bytes())?;
     let ours = smi_lines(&facts);
     ensure!(!ours.is_empty() && ours == text.lines().collect::<Vec<_>>(), "ours: {ours:#?}\nnvidia-smi: {text}");
     ensure!(facts.devices.iter().all(|gpu| gpu.errors.is_empty()), "{answer}");
-    Ok(())
+    Ok(Completion::Completed)
 }
 
 /// Files below /proc that the init reads, for [`Machine::record`].
 const PROC: [&str; 4] =
     ["/proc/driver/nvidia/version", "/proc/driver/nvidia/params", "/proc/devices", "/proc/driver/nvidia-caps/mig-minors"];
 
-fn files_of_the_driver_are_read(machine: &Machine) -> Result<()> {
+fn files_of_the_driver_are_read(machine: &Machine) -> Result<Completion> {
     use kata_gpu_init::driver_proc::{information, majors};
     for path in PROC.map(PathBuf::from) {
         if let Ok(text) = std::fs::read(&path) {
@@ -191,5 +245,5 @@ fn files_of_the_driver_are_read(machine: &Machine) -> Result<()> {
             information(Path::new("/proc"), gpu.parse().map_err(|e| anyhow::anyhow!("{gpu}: {e}"))?).map_err(|e| anyhow::anyhow!("{e}"))?;
         println!("{gpu}: {read:?}");
     }
-    Ok(())
+    Ok(Completion::Completed)
 }

@@ -5,18 +5,14 @@
 //! seen by the host are converted by pings through the pause container, with the error that
 //! [`PodTimes::clock_error_ns`] gives.
 
-pub mod requests;
-mod ttrpc;
-
 use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_tests::agent_client::requests::{self, Container};
+use kata_gpu_tests::agent_client::{AGENT, Client};
 use kata_gpu_tests::protobuf::{Message, bytes_of};
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext};
-use requests::Container;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use ttrpc::Client;
 
-const AGENT: &str = "grpc.AgentService";
 /// The pod's name, and its pause container's.
 const SANDBOX: &str = "bench-sandbox";
 const PINGS: usize = 16;

@@ -1,8 +1,11 @@
-//! A ttRPC client over hybrid vsock: one connection, calls from any thread, answers in any order.
+//! A client of kata-agent, the real one or the test agent: ttRPC over hybrid vsock or a unix socket,
+//! calls from any thread, answers in any order.
 
+pub mod requests;
+
+use crate::protobuf::{Message, bytes_of, number_of};
+use crate::ttrpc::{Frame, PORT, REQUEST, RESPONSE};
 use anyhow::{Context, Result, anyhow, ensure};
-use kata_gpu_tests::protobuf::{Message, bytes_of, number_of};
-use kata_gpu_tests::ttrpc::{Frame, PORT, REQUEST, RESPONSE};
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -11,6 +14,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// Name of the agent's service.
+pub const AGENT: &str = "grpc.AgentService";
 /// Between two attempts to connect to a guest where nobody listens yet.
 const ATTEMPT_EVERY: Duration = Duration::from_millis(10);
 /// How long one attempt waits for the guest, as Kata's runtime.
@@ -42,6 +47,11 @@ impl Client {
                 Err(_) => std::thread::sleep(ATTEMPT_EVERY),
             }
         };
+        Self::over(stream)
+    }
+
+    /// Speaks over a connection to the agent.
+    pub fn over(stream: UnixStream) -> Result<Self> {
         let shared: Arc<Mutex<Shared>> = Arc::default();
         let (reader, readers) = (stream.try_clone()?, Arc::clone(&shared));
         std::thread::spawn(move || {

@@ -5,8 +5,8 @@
 //! annotation `cdi.k8s.io/vfio<N>`. Not sent: storages and shared file systems (a root is a
 //! directory of the guest), network interfaces, the PCI devices to wait for.
 
-use kata_gpu_tests::agent::pod::{MASKED, READ_ONLY};
-use kata_gpu_tests::protobuf::Message;
+use crate::agent::pod::{MASKED, READ_ONLY};
+use crate::protobuf::Message;
 
 /// Capabilities that containerd gives every container.
 const CAPABILITIES: [&str; 14] = [
@@ -38,6 +38,8 @@ const MOUNTS: &[(&str, &str, &str, &[&str])] = &[
     ("/run", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
     ("/dev/shm", "tmpfs", "shm", &["nosuid", "noexec", "nodev", "mode=1777", "size=67108864"]),
 ];
+/// Limit of open files that containerd gives a container.
+pub const FILES: u64 = 1_048_576;
 /// The pod's cgroup, as kubelet names it with the driver cgroupfs.
 const POD_CGROUP: &str = "/kubepods/besteffort/pod7d1a3c52-0c0d-4f2e-9a53-4be2c5a1f6d0";
 
@@ -52,6 +54,8 @@ pub struct Container {
     pub gpus: Vec<String>,
     /// Whether it is the pod's pause container.
     pub sandbox: bool,
+    /// Limit of its open files: [`FILES`], where the kernel allows that.
+    pub files: u64,
 }
 
 impl Container {
@@ -63,6 +67,7 @@ impl Container {
             arguments: vec!["/application".into(), what.into()],
             gpus: gpus.iter().map(ToString::to_string).collect(),
             sandbox: false,
+            files: FILES,
         }
     }
 }
@@ -92,7 +97,7 @@ pub fn create_container(container: &Container, sandbox: &str) -> Message {
 fn spec(container: &Container, sandbox: &str) -> Message {
     let user = Message::new();
     let capabilities = (1..=4).fold(Message::new(), |all, set| all.texts(set, CAPABILITIES));
-    let limit = Message::new().text(1, "RLIMIT_NOFILE").number(2, 1_048_576).number(3, 1_048_576);
+    let limit = Message::new().text(1, "RLIMIT_NOFILE").number(2, container.files).number(3, container.files);
     let process = Message::new()
         .message(3, user)
         .texts(4, &container.arguments)
