@@ -1,5 +1,5 @@
-//! A client of kata-agent, the real one or the test agent: ttRPC over hybrid vsock or a unix socket,
-//! calls from any thread, answers in any order.
+//! A client of kata-agent, the real one or the test agent: ttRPC over hybrid vsock or a unix
+//! socket, calls from any thread, answers in any order.
 
 pub mod requests;
 
