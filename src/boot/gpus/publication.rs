@@ -319,11 +319,8 @@ impl Publication {
         let write = || publisher.as_ref().map_err(ToString::to_string)?.publish(&spec).map_err(|error| error.to_string());
         // A failure is reported once, and the publication that ends it.
         let again = self.unwritten.spec.then(write);
-        let is_stale = self.listed.iter().any(|gpu| !self.roster.contains(*gpu) || !self.is_ready(*gpu));
         if matches!(again, Some(Err(_))) {
-            if is_stale {
-                self.withdraw();
-            }
+            self.withdraw_stale();
             return;
         }
         let after = std::mem::take(&mut self.unwritten.after);
@@ -337,9 +334,7 @@ impl Publication {
                 step.fail(&format!(
                     "{error}: trying again every {RETRY_AFTER:?}; containers wait meanwhile, until the agent's cdi_timeout"
                 ));
-                if is_stale {
-                    self.withdraw();
-                }
+                self.withdraw_stale();
                 (self.unwritten.spec, self.unwritten.after) = (true, after);
                 return;
             }
@@ -355,8 +350,9 @@ impl Publication {
 
     /// Removes a spec that cannot be replaced and lists a GPU that is gone or has failed: another
     /// one may have its minor soon. Containers wait for a kind that is absent.
-    fn withdraw(&mut self) {
-        if Publisher::new(&self.directory).and_then(|publisher| publisher.withdraw()).is_ok() {
+    fn withdraw_stale(&mut self) {
+        let is_stale = self.listed.iter().any(|gpu| !self.roster.contains(*gpu) || !self.is_ready(*gpu));
+        if is_stale && Publisher::new(&self.directory).and_then(|publisher| publisher.withdraw()).is_ok() {
             self.listed.clear();
         }
     }
