@@ -168,6 +168,13 @@ const CASES: &[(&str, Break)] = &[
         g.set(program("usr/bin/kata-agent", agent));
     }),
     ("program-broken", |g| g.remove("usr/own/libown.so")),
+    // A library of one that the program opens when it runs.
+    ("program-broken", |g| {
+        g.0.push(program("usr/bin/kata-gpu-nvml", stand_in::program(LOADER, &["libc.so.6"], None)));
+        g.0.push(link("usr/lib64/libnvidia-ml.so.1", &format!("libnvidia-ml.so.{VERSION}")));
+        let nvml = stand_in::library(Some("libnvidia-ml.so.1"), &["libc.so.6", "libpthread.so.0"]);
+        g.set(file(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"), nvml));
+    }),
     ("no-modules", |g| g.remove(&format!("usr/lib/modules/{KERNEL}/modules.dep"))),
     ("several-kernels", |g| {
         g.0.push(directory("usr/lib/modules/6.1.0"));

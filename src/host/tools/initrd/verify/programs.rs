@@ -12,6 +12,7 @@ use crate::host::tools::initrd::image::Content;
 use crate::host::tools::initrd::newc::Kind;
 use crate::host::tools::initrd::unpacked_root::{Id, ROOT, Tree};
 use crate::ld_so_cache;
+use crate::nvml;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 
@@ -28,6 +29,8 @@ const DIRECTORIES: &[&str] = &[
     "/usr/lib/aarch64-linux-gnu",
 ];
 const CACHE: &str = "/etc/ld.so.cache";
+/// Programs, and libraries that they open by name when they run.
+const OPENED: [(&str, &str); 1] = [(nvml::PROGRAM, "libnvidia-ml.so.1")];
 /// Limit of libraries of one program; a browser has some hundred.
 const MAX_LIBRARIES: usize = 2000;
 /// Limit of programs of an image that are checked.
@@ -94,6 +97,13 @@ impl<'a> Programs<'a> {
             }
         }
         let (mut seen, mut missing) = (HashSet::from([id]), BTreeSet::new());
+        // A library that the image does not have may be on an extension disk.
+        let opened = OPENED.iter().filter(|(by, _)| self.tree.name(id) == by.as_bytes());
+        for (_, name) in opened {
+            if let Some(found) = self.library(name, id, &program, (id, &program)).filter(|found| seen.insert(*found)) {
+                own.extend(self.executable(found).map(|library| (found, library)));
+            }
+        }
         while let Some((of, library)) = own.pop() {
             for name in &library.needed {
                 if self.lookups > MAX_LOOKUPS {
