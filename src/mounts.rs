@@ -120,9 +120,7 @@ fn controllers(text: &str) -> Vec<&'static str> {
 
 fn make_one(m: &Mount) -> Result<(), MountError> {
     let failed = |errno| MountError { fs: m.fs, target: m.target, errno };
-    // A file system of which the kernel has one returns EBUSY when it is mounted here already. Each
-    // tmpfs is a new one, and so is each proc since Linux 5.8: it would cover what is in the old.
-    if matches!(m.fs, "tmpfs" | "proc") && is_mounted(m.fs, m.target) {
+    if is_new_each_time(m.fs) && is_mounted(m.fs, m.target) {
         return Ok(());
     }
     let mount_it = || mount(Some(m.fs), m.target, Some(m.fs), m.flags, Some(m.data));
@@ -137,6 +135,13 @@ fn make_one(m: &Mount) -> Result<(), MountError> {
         Ok(()) | Err(Errno::EBUSY) => Ok(()),
         Err(errno) => Err(failed(errno)),
     }
+}
+
+/// Whether each mount of this type is a file system of its own, which would cover what is in one
+/// that is mounted already: proc since Linux 5.8, devpts since 4.7. Of other types the kernel has
+/// one, and returns EBUSY.
+fn is_new_each_time(fs: &str) -> bool {
+    matches!(fs, "tmpfs" | "proc" | "devpts")
 }
 
 /// Whether the topmost mount on `target` is of type `fs`. False without /proc.
@@ -192,6 +197,13 @@ mod tests {
         assert_eq!(top_type(mounts, "/run"), Some("overlay"));
         assert_eq!(top_type(mounts, "/proc"), Some("proc"));
         assert_eq!(top_type(mounts, "/sys"), None);
+    }
+
+    #[test]
+    fn types_of_which_the_kernel_has_one_are_left_to_it() {
+        let new: Vec<&str> = EARLY.iter().chain(FOR_AGENT_AS_CHILD).map(|m| m.fs).filter(|fs| is_new_each_time(fs)).collect();
+        assert_eq!(new, ["proc", "tmpfs", "tmpfs", "devpts"]);
+        assert!(!is_new_each_time("sysfs") && !is_new_each_time("devtmpfs"));
     }
 
     #[test]

@@ -12,14 +12,16 @@ pub const SMI_QUERY: &str = "pci.bus_id,uuid,name,driver_version,persistence_mod
 
 /// Lines of nvidia-smi with these facts of our helper for NVML.
 pub fn smi_lines(facts: &Facts) -> Vec<String> {
-    let text = |value: &Option<String>| value.clone().unwrap_or_default();
-    let switch = |value: Option<bool>| if value == Some(true) { "Enabled" } else { "Disabled" }.to_string();
+    // As nvidia-smi prints what a GPU does not have.
+    let or_not = |value: Option<String>| value.unwrap_or_else(|| "[N/A]".into());
+    let text = |value: &Option<String>| or_not(value.clone());
+    let switch = |value: Option<bool>| or_not(value.map(|on| if on { "Enabled" } else { "Disabled" }.into()));
     let line = |gpu: &Device| {
-        let watts = f64::from(gpu.power_limit_mw.unwrap_or(0)) / 1000.0;
+        let watts = or_not(gpu.power_limit_mw.map(|milliwatts| format!("{:.2}", f64::from(milliwatts) / 1000.0)));
         // nvidia-smi prints eight digits of the domain.
         let address = gpu.address.map(|at| format!("0000{}", at.to_string().to_uppercase())).unwrap_or_default();
         let values = [address, text(&gpu.uuid), text(&gpu.name), text(&facts.driver), switch(gpu.persistence), switch(gpu.ecc)];
-        format!("{}, {watts:.2}", values.join(", "))
+        format!("{}, {watts}", values.join(", "))
     };
     facts.devices.iter().map(line).collect()
 }

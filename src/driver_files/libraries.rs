@@ -34,9 +34,11 @@ const DIRECTORIES: &[&str] = &[
     "/usr/lib32",
     "/",
 ];
-/// Cache in which glibc's loader looks names up, and the limit of its size.
+/// Cache in which glibc's loader looks names up, the limit of its size (a distribution's has some
+/// 100 kB), and that of its entries that are looked at: one for each of two libraries is usual.
 const LOADER_CACHE: &str = "/etc/ld.so.cache";
-const MAX_LOADER_CACHE: u64 = 8 << 20;
+const MAX_LOADER_CACHE: u64 = 1 << 20;
+const MAX_LOADER_ENTRIES: usize = 16;
 /// Limit of libraries in one directory: a driver has about 60.
 const MAX_LIBRARIES: usize = 512;
 /// Libraries with versions of their own: EGL platforms, and the compiler for old programs.
@@ -129,7 +131,8 @@ fn of_loader(places: &Places, problems: &mut Problems) -> Vec<PathBuf> {
         ld_so_cache::Cache::default()
     });
     let mut directories = Vec::new();
-    for entry in cache.entries.iter().filter(|entry| split(&entry.name).is_some_and(|(stem, _)| TELLING.contains(&stem))) {
+    let telling = cache.entries.iter().filter(|entry| split(&entry.name).is_some_and(|(stem, _)| TELLING.contains(&stem)));
+    for entry in telling.take(MAX_LOADER_ENTRIES) {
         // An entry may be a link into the directory that has the driver.
         let file = places.driver(Path::new(&entry.path)).ok().flatten();
         let directory = file.and_then(|file| places.in_container(file.path.parent()?));
@@ -390,6 +393,11 @@ mod tests {
         assert_eq!((files.library_directories, files.problems), (vec![PathBuf::from("/usr/local/nvidia/lib64")], Vec::<String>::new()));
         let mounts: Vec<_> = files.mounts.iter().map(|m| m.container_path.to_string_lossy().into_owned()).collect();
         assert_eq!(mounts, ["libcuda", "libnvidia-ml"].map(|name| format!("/usr/local/nvidia/lib64/{name}.so.580.1")));
+        // Whatever an image's cache has, few of its entries are looked at.
+        let [good, ..] = entries;
+        let many: Vec<Entry> = (0..100).map(|n| entry("libnvidia-ml.so.1", &format!("/opt/{n}"))).chain([good]).collect();
+        std::fs::write(root.join("etc/ld.so.cache"), ld_so_cache::write(&many, "test", Arch::OURS).unwrap()).unwrap();
+        assert!(scan(&roots, Some("580.1")).is_err());
         // A cache that cannot be read is named beside what is missing.
         std::fs::write(root.join("etc/ld.so.cache"), "no cache").unwrap();
         let broken = scan(&roots, Some("580.1")).unwrap_err().to_string();

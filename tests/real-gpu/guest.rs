@@ -2,16 +2,19 @@
 //! machine ([`SCRIPT`]). The driver is loaded and the GPUs are bound there already: what runs is
 //! everything from the scan on, initialisation, publication, hooks and NVML included.
 
-use crate::machine::{Machine, program};
+use crate::machine::{Machine, command as limited, make_directory, program};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use kata_gpu_tests::agent::container_run::{PROGRAM, ROOTS, copy_tree};
 use kata_gpu_tests::vm::harness::AgentLine;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::pty::openpty;
+use nix::sys::stat::{Mode, SFlag, mknod};
 use serde_json::Value;
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::Read;
-use std::os::unix::fs::symlink;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,14 +22,17 @@ use std::time::{Duration, Instant};
 
 /// Makes the mounts that keep the machine as it is, and becomes the init.
 const SCRIPT: &str = include_str!("guest");
-/// Starts the words after the cgroup in a cgroup namespace. The cgroup is its root, and has
-/// processes in a leaf alone, so that the agent can switch controllers on below it. Mounts of
-/// cgroups in such a namespace leave the options of the machine's alone. Without cgroups of version
-/// 2 there is no such namespace.
-const CGROUP_SCRIPT: &str = r#"cgroup=$1; shift
-[ -e /sys/fs/cgroup/cgroup.controllers ] || exec "$@"
-mkdir -p "$cgroup/agent" && echo $$ >"$cgroup/cgroup.procs"
-exec unshare --cgroup sh -c 'echo $$ >"$1/agent/cgroup.procs"; shift; exec "$@"' guest "$cgroup" "$@""#;
+/// Runs a command (the words after the first) in a cgroup namespace whose root is the cgroup that
+/// the first word names. Its processes are in a leaf of it alone, so that the agent can switch
+/// controllers on. A mount of cgroups in such a namespace leaves the options of the machine's
+/// alone.
+const CGROUP_SCRIPT: &str = r#"set -e
+cgroup=$1; shift
+mkdir "$cgroup" "$cgroup/agent"
+echo $$ >"$cgroup/cgroup.procs"
+exec unshare --cgroup sh -ec 'echo $$ >"$1/agent/cgroup.procs"; shift; exec "$@"' guest "$cgroup" "$@""#;
+/// Nodes that every Linux has in /dev; those of the driver are made by the init.
+const NODES: [&str; 10] = ["console", "full", "kmsg", "null", "ptmx", "random", "tty", "urandom", "vsock", "zero"];
 /// Parameters of every guest: nothing is loaded, bound, reset or locked, nothing goes to the host.
 const PARAMETERS: &str =
     "gpuinit.bind=insmod gpuinit.reset=off gpuinit.lockdown=off gpuinit.events.vsock=off gpuinit.log=debug cgroup_no_v1=all";
@@ -44,10 +50,6 @@ pub struct Guest {
 }
 
 impl Guest {
-    pub fn records(&self) -> impl Iterator<Item = Value> {
-        self.stream.lines().filter_map(|line| serde_json::from_str(line).ok())
-    }
-
     /// The agent's lines with this message.
     pub fn lines(&self, message: &str) -> impl Iterator<Item = AgentLine> {
         self.console.lines().filter_map(AgentLine::parse).filter(move |line| line.get("msg") == message)
@@ -76,6 +78,10 @@ pub struct Running {
     pub root: PathBuf,
     child: Child,
     console: Arc<Mutex<Vec<u8>>>,
+    /// Open for as long as the guest runs: a terminal that nobody has open ends its reader.
+    _terminal: OwnedFd,
+    /// Directories to remove: the guest's /dev, and its cgroup.
+    devices: PathBuf,
     cgroup: PathBuf,
 }
 
@@ -111,6 +117,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         let _unused = self.child.kill(); // unshare's option ends the guest with it
         let _unused = self.child.wait();
+        until_done(|| !self.devices.exists() || fs::remove_dir_all(&self.devices).is_ok());
         // The guest's namespace has its own mounts; these are the ones made before it.
         let _unused = umount2(&self.root, MntFlags::MNT_DETACH);
         // Never what a mount that is still there leads to: the directory is empty now, or stays.
@@ -124,26 +131,36 @@ fn remove_cgroups(cgroup: &Path) {
     for entry in fs::read_dir(cgroup).into_iter().flatten().flatten().filter(|e| e.path().is_dir()) {
         remove_cgroups(&entry.path());
     }
+    until_done(|| !cgroup.exists() || fs::remove_dir(cgroup).is_ok());
+}
+
+/// Tries for some seconds: processes that were killed end one after another.
+fn until_done(done: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(5);
-    while cgroup.exists() && fs::remove_dir(cgroup).is_err() && Instant::now() < end {
+    while !done() && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// Whether a stream has a record of this name.
-pub fn has(stream: &str, name: &str) -> bool {
-    stream.contains(&format!(r#""name":"{name}""#))
+/// Records of this name that the guest has made. The kernel's log, which the init reads from its
+/// beginning, has those of earlier guests.
+pub fn named(stream: &str, name: &str) -> Vec<Value> {
+    let records: Vec<Value> = stream.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let at = |record: &Value| record["boottime_ns"].as_u64();
+    let start = records.iter().find(|record| record["name"] == "init.start").and_then(at);
+    records.into_iter().filter(|record| record["name"] == name && start.is_some() && at(record) >= start).collect()
 }
 
 /// Boots a guest of the test agent with these words on its command line, and waits until it has
-/// settled, each of its containers has ended or failed, and there is a record of this name.
-pub fn boot(machine: &Machine, words: &str, until: &str) -> Result<Guest> {
+/// settled, each of its containers has ended or failed, and stream and console have what is waited
+/// for.
+pub fn boot(machine: &Machine, words: &str, until: impl Fn(&str, &str) -> bool + Sync) -> Result<Guest> {
     let containers = words.split(['=', ';']).filter(|word| word.contains(':')).count();
     with(machine, &machine.folder.program("kata-agent"), words, |guest| {
         guest.wait(|stream, console| {
             let ended = |line: &AgentLine| ["container ended", "container failed"].contains(&line.get("msg"));
             let over = console.lines().filter_map(AgentLine::parse).filter(ended).count();
-            over >= containers && has(stream, "settled") && has(stream, until)
+            over >= containers && !named(stream, "settled").is_empty() && until(stream, console)
         })
     })
 }
@@ -162,7 +179,7 @@ fn start(machine: &Machine, agent: &Path, words: &str) -> Result<Running> {
     mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)?;
     let name = format!("kata-gpu-real-{}", std::process::id());
     let root = std::env::temp_dir().join(&name);
-    fs::create_dir_all(&root).with_context(|| format!("make {}", root.display()))?;
+    make_directory(&root)?;
     mount(Some("tmpfs"), &root, Some("tmpfs"), MsFlags::empty(), Some("mode=755"))?;
     make_root(machine, agent, &root).context("make the guest's root")?;
     // The guest's /run, which this side reads.
@@ -171,6 +188,9 @@ fn start(machine: &Machine, agent: &Path, words: &str) -> Result<Running> {
     fs::write(&command_line, format!("{PARAMETERS} {words}\n"))?;
 
     let terminal = openpty(None, None).context("open a terminal")?;
+    for descriptor in [&terminal.master, &terminal.slave] {
+        fcntl(descriptor, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
+    }
     let tty = nix::unistd::ttyname(&terminal.slave)?;
     let console = Arc::new(Mutex::new(Vec::new()));
     let (mut from, to) = (File::from(terminal.master), Arc::clone(&console));
@@ -181,12 +201,33 @@ fn start(machine: &Machine, agent: &Path, words: &str) -> Result<Running> {
             to.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(&bytes[..read]);
         }
     });
+    let devices = Path::new("/dev").join(&name);
     let cgroup = Path::new("/sys/fs/cgroup").join(&name);
-    let mut command = Command::new("sh");
-    command.args(["-c", CGROUP_SCRIPT, "guest"]).arg(&cgroup);
+    // The guest ends with this program, too.
+    let mut command = Command::new(program("setpriv").context("no setpriv (util-linux)")?);
+    command.args(["--pdeathsig", "KILL", "sh", "-c", CGROUP_SCRIPT, "guest"]).arg(&cgroup);
     command.args(["unshare", "--fork", "--kill-child", "--pid", "--mount", "--uts", "--ipc", "sh", "-c", SCRIPT, "guest"]);
-    command.arg(&root).arg(&command_line).arg(tty);
-    Ok(Running { child: command.spawn().context("start unshare")?, root, console, cgroup })
+    command.arg(&root).arg(&command_line).arg(tty).arg(&devices);
+    make_devices(&devices)?;
+    let child = command.spawn().context("start unshare")?;
+    Ok(Running { root, child, console, _terminal: terminal.slave, devices, cgroup })
+}
+
+/// Makes the guest's /dev: a directory of the machine's, as another one would have to be mounted,
+/// and the init mounts that over all but this.
+fn make_devices(devices: &Path) -> Result<()> {
+    make_directory(devices)?;
+    for name in ["pts", "shm"] {
+        fs::create_dir(devices.join(name))?;
+    }
+    for name in NODES {
+        // A machine may have no vsock, and may have a link in the place of ptmx.
+        let Ok(stat) = nix::sys::stat::stat(&Path::new("/dev").join(name)) else { continue };
+        let node = devices.join(name);
+        mknod(&node, SFlag::S_IFCHR, Mode::empty(), stat.st_rdev).with_context(|| format!("make {}", node.display()))?;
+        fs::set_permissions(&node, Permissions::from_mode(stat.st_mode))?;
+    }
+    Ok(fs::set_permissions(devices, Permissions::from_mode(0o755))?)
 }
 
 /// Makes the root of a guest with the driver's files where packages have them.
@@ -221,7 +262,7 @@ fn make_root(machine: &Machine, agent: &Path, root: &Path) -> Result<()> {
 
 /// The machine's loader and the libraries that NVML and its helper need.
 fn make_glibc(machine: &Machine, root: &Path) -> Result<()> {
-    let mut command = Command::new("ldd");
+    let mut command = limited("ldd");
     command.arg(machine.folder.program("kata-gpu-nvml")).arg(machine.libraries.join("libnvidia-ml.so.1"));
     let text = crate::machine::run(&mut command)?;
     // `NAME => FILE (ADDRESS)`; a line `FILE:` names what the lines below belong to.

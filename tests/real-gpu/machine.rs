@@ -2,13 +2,18 @@
 
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::pci::PciAddress;
-use std::fs;
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder};
 use std::io::Write;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Folders of programs that `PATH` may lack.
 const PROGRAMS: [&str; 4] = ["/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/local/nvidia/bin"];
+
+/// Longest run of a program, in seconds.
+const PATIENCE_S: &str = "60";
 
 /// Folder that tests/real-gpu/build makes: this program lies in it.
 pub struct Folder(PathBuf);
@@ -33,9 +38,14 @@ pub struct Scratch(pub PathBuf);
 impl Scratch {
     pub fn new(name: &str) -> Result<Self> {
         let path = std::env::temp_dir().join(format!("kata-gpu-real-{}-{name}", std::process::id()));
-        fs::create_dir_all(&path).with_context(|| format!("make {}", path.display()))?;
+        make_directory(&path)?;
         Ok(Self(path))
     }
+}
+
+/// Makes a directory for root alone. Error: there is something of that name already.
+pub fn make_directory(path: &Path) -> Result<()> {
+    DirBuilder::new().mode(0o700).create(path).with_context(|| format!("make {}", path.display()))
 }
 
 impl Drop for Scratch {
@@ -68,8 +78,16 @@ impl Machine {
         if !nix::unistd::geteuid().is_root() {
             return Err("not root, who makes namespaces and device nodes".into());
         }
+        // The guest's is a directory of it; with another one, the init would mount the machine's.
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        if !mounts.lines().any(|line| line.split(' ').skip(1).take(2).eq(["/dev", "devtmpfs"])) {
+            return Err("/dev is no devtmpfs".into());
+        }
+        if !Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+            return Err("no cgroups of version 2 at /sys/fs/cgroup".into());
+        }
         let folder = Folder::find().map_err(|error| format!("{error:#}"))?;
-        let cache = run(Command::new("ldconfig").arg("-p")).or_else(|_| run(Command::new("/sbin/ldconfig").arg("-p")));
+        let cache = run(command("ldconfig").arg("-p")).or_else(|_| run(command("/sbin/ldconfig").arg("-p")));
         let cached = cache.unwrap_or_default();
         let library = cached.lines().filter(|line| line.contains("libcuda.so.1 ")).find_map(|line| line.split("=> ").nth(1));
         let library = library.and_then(|path| fs::canonicalize(path.trim()).ok()).ok_or("ldconfig -p lists no libcuda.so.1")?;
@@ -81,12 +99,12 @@ impl Machine {
 
     /// Spec that `cdi generate` writes here, which must be complete.
     pub fn our_spec(&self, driver_root: &Path) -> Result<String> {
-        run(Command::new(self.folder.program("kata-gpu-init")).args(["cdi", "generate", "--driver-root"]).arg(driver_root))
+        run(command(self.folder.program("kata-gpu-init")).args(["cdi", "generate", "--driver-root"]).arg(driver_root))
     }
 
     /// Answer of the helper for NVML to one request.
     pub fn ask_helper(&self, request: &str) -> Result<String> {
-        let mut command = Command::new(self.folder.program("kata-gpu-nvml"));
+        let mut command = command(self.folder.program("kata-gpu-nvml"));
         command.arg("--library").arg(self.libraries.join("libnvidia-ml.so.1")).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().context("start kata-gpu-nvml")?;
         child.stdin.take().context("its input")?.write_all(format!("{request}\n").as_bytes())?;
@@ -101,6 +119,13 @@ impl Machine {
         fs::create_dir_all(&folder)?;
         fs::write(folder.join(name), bytes).with_context(|| format!("write {name} to {}", folder.display()))
     }
+}
+
+/// A program that is killed if it runs for too long.
+pub fn command(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new("timeout");
+    command.args(["--signal=KILL", PATIENCE_S]).arg(program);
+    command
 }
 
 /// A program of the machine.

@@ -3,8 +3,10 @@
 //! agent and one of runc compute with CUDA, the spec is compared with that of `nvidia-ctk`, and the
 //! helper for NVML with `nvidia-smi`.
 //!
-//! No GPU is bound, reset or set: the machine stays as it is. Without a GPU each test is ignored,
-//! with the reason. `tests/real-gpu/build` makes the folder from which this program runs.
+//! No GPU is bound, reset or set. Lines of the init and an Xid stay in the kernel's log, as a
+//! program writes where it must not: for a machine that nobody else uses. Without a GPU each test
+//! is ignored, with the reason. `tests/real-gpu/build` makes the folder from which this program
+//! runs.
 
 mod guest;
 mod machine;
@@ -24,7 +26,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 /// Checks the machine; ignored where it lacks a program that the test needs.
@@ -73,8 +75,13 @@ fn computes(output: &str, gpus: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Whether NVML was asked for a GPU's facts, which is once all has settled.
+fn has_health(stream: &str, _: &str) -> bool {
+    !guest::named(stream, "gpu.health").is_empty()
+}
+
 fn guest_brings_gpus_up_and_containers_compute(machine: &Machine) -> Result<Completion> {
-    let guest = guest::boot(machine, "testagent.containers=first:0@root;all:all@root;absent:99", "gpu.health")?;
+    let guest = guest::boot(machine, "testagent.containers=first:0@root;all:all@root;absent:99", has_health)?;
     machine.record("boot.ndjson", guest.stream.as_bytes())?;
     machine.record("console.log", guest.console.as_bytes())?;
     machine.record("guest-nvidia.yaml", guest.spec.as_bytes())?;
@@ -84,7 +91,7 @@ fn guest_brings_gpus_up_and_containers_compute(machine: &Machine) -> Result<Comp
     // Negative control.
     ensure!(guest.failed("absent").is_some_and(|error| error.contains("nvidia.com/gpu=99")), "GPU 99 is no error: {}", guest.console);
 
-    let named = |name: &str| guest.records().filter(|r| r["name"] == name).collect::<Vec<Value>>();
+    let named = |name: &str| guest::named(&guest.stream, name);
     for name in ["gpu.bound", "gpu.usable", "gpu.published"] {
         let of: BTreeSet<String> = named(name).iter().filter_map(|r| Some(r["gpu"].as_str()?.to_string())).collect();
         ensure!(of.iter().eq(&machine.gpus), "{name} is of {of:?}, the GPUs are {:?}", machine.gpus);
@@ -101,7 +108,7 @@ fn container_of_kata_agent_computes(machine: &Machine) -> Result<Completion> {
     };
     const SANDBOX: &str = "real-gpu";
     let (output, guest) = guest::with(machine, &agent, "agent.server_addr=unix:///run/agent.sock", |guest| {
-        guest.wait(|stream, _| guest::has(stream, "gpu.health"))?;
+        guest.wait(has_health)?;
         let end = Instant::now() + PATIENCE;
         let stream = loop {
             match UnixStream::connect(guest.root.join("run/agent.sock")) {
@@ -128,7 +135,7 @@ fn container_of_kata_agent_computes(machine: &Machine) -> Result<Completion> {
             let answer = call("ReadStdout", requests::read_stdout(&container.id, 4096))?;
             output.push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
         }
-        Ok((output, guest.wait(|stream, _| guest::has(stream, "agent.hook"))?))
+        Ok((output, guest.wait(|stream, _| !guest::named(stream, "agent.hook").is_empty())?))
     })?;
     machine.record("kata-agent.ndjson", guest.stream.as_bytes())?;
     machine.record("kata-agent.log", guest.console.as_bytes())?;
@@ -140,13 +147,19 @@ fn container_of_kata_agent_computes(machine: &Machine) -> Result<Completion> {
 /// Longest wait for an answer of the agent.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// Part of the test agent's last line about what is held.
+const HELD_BY_WORKER: &str = r#""process":"gpuinit-worker""#;
+
 fn is_held_while_a_killed_worker_is_replaced(machine: &Machine) -> Result<Completion> {
     // The container computes meanwhile.
     let script = "testagent.guest=script testagent.script=settled>kill;process.died>held";
-    let guest = guest::boot(machine, &format!("testagent.containers=first:0@root {script}"), "process.died")?;
+    let guest = guest::boot(machine, &format!("testagent.containers=first:0@root {script}"), |stream, console| {
+        // The second worker has settled as well.
+        guest::named(stream, "settled").len() == 2 && console.contains(HELD_BY_WORKER)
+    })?;
     machine.record("killed-worker.ndjson", guest.stream.as_bytes())?;
     computes(&guest.output("first")?, &[&machine.gpus[0]])?;
-    let of = |name: &str| guest.records().filter(|r| r["name"] == name).collect::<Vec<Value>>();
+    let of = |name: &str| guest::named(&guest.stream, name);
     ensure!(of("process.died").iter().any(|r| r["fields"]["status"] == "killed by SIGKILL"), "{:?}", of("process.died"));
     ensure!(of("gpu.failed").is_empty(), "a GPU failed: {:?}", of("gpu.failed"));
     let held = guest.lines("held").find(|line| line.get("process") == "gpuinit-keeper").context("no report of what is held")?;
@@ -160,16 +173,16 @@ fn fault_of_a_program_is_an_xid_and_costs_no_gpu(machine: &Machine) -> Result<Co
     // CUDA's error in the program, and the driver's number for it.
     const ERROR: &str = "700 CUDA_ERROR_ILLEGAL_ADDRESS";
     const MMU_FAULT: u64 = 31;
-    let guest = guest::boot(machine, "testagent.containers=faulty:0@faulty", "gpu.xid")?;
+    let guest = guest::boot(machine, "testagent.containers=faulty:0@faulty", |stream, _| !guest::named(stream, "gpu.xid").is_empty())?;
     machine.record("xid.ndjson", guest.stream.as_bytes())?;
     let output = guest.output("faulty")?;
     ensure!(said(&output, "error").iter().any(|error| error.contains(ERROR)), "the program has not failed: {output}");
-    let of = |name: &str| guest.records().filter(|r| r["name"] == name).collect::<Vec<Value>>();
+    let of = |name: &str| guest::named(&guest.stream, name);
     let xids = of("gpu.xid");
     ensure!(xids.iter().any(|r| r["gpu"] == machine.gpus[0] && r["fields"]["xid"] == MMU_FAULT), "{xids:?}");
     ensure!(of("gpu.failed").is_empty(), "a program's fault has cost a GPU: {:?}", of("gpu.failed"));
     // The GPU still computes.
-    let next = guest::boot(machine, "testagent.containers=next:0@root", "gpu.health")?;
+    let next = guest::boot(machine, "testagent.containers=next:0@root", has_health)?;
     computes(&next.output("next")?, &[&machine.gpus[0]])?;
     Ok(Completion::Completed)
 }
@@ -200,7 +213,7 @@ fn spec_has_what_nvidia_ctk_lists(machine: &Machine) -> Result<Completion> {
     let Some(ctk) = machine::program("nvidia-ctk") else {
         return Ok(Completion::ignored_with("without nvidia-ctk"));
     };
-    let text = run(Command::new(ctk).args(["cdi", "generate", "--mode", "nvml", "--format", "json"]))?;
+    let text = run(machine::command(ctk).args(["cdi", "generate", "--mode", "nvml", "--format", "json"]))?;
     machine.record("nvidia-ctk.json", text.as_bytes())?;
     let theirs: Value = serde_json::from_str(&text)?;
     let ours: Value = serde_json::from_str(&machine.our_spec(&machine.driver_root)?)?;
@@ -217,7 +230,7 @@ fn helper_reports_what_nvidia_smi_reports(machine: &Machine) -> Result<Completio
     machine.record("nvml-facts.json", answer.as_bytes())?;
     let Answer::Facts(facts) = serde_json::from_str(answer.trim())? else { bail!("no facts: {answer}") };
     let smi = machine::program("nvidia-smi").context("no nvidia-smi in PATH")?;
-    let text = run(Command::new(smi).args([&format!("--query-gpu={SMI_QUERY}"), "--format=csv,noheader,nounits"]))?;
+    let text = run(machine::command(smi).args([&format!("--query-gpu={SMI_QUERY}"), "--format=csv,noheader,nounits"]))?;
     machine.record("nvidia-smi.csv", text.as_bytes())?;
     let ours = smi_lines(&facts);
     ensure!(!ours.is_empty() && ours == text.lines().collect::<Vec<_>>(), "ours: {ours:#?}\nnvidia-smi: {text}");

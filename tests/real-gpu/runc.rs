@@ -1,14 +1,13 @@
 //! A container of runc (or crun) with devices that the crate of kata-agent injects: a runtime that
 //! is not ours, with cgroups that allow what the spec allows.
 
-use crate::machine::{Machine, Scratch, run as output_of};
-use anyhow::{Context, Result, anyhow};
+use crate::machine::{Machine, Scratch, command};
+use anyhow::{Context, Result, anyhow, ensure};
 use container_device_interface::cache::{new_cache, with_auto_refresh};
 use container_device_interface::spec_dirs::with_spec_dirs;
 use kata_gpu_tests::agent::container_run::{PROGRAM, copy_tree};
 use oci_spec::runtime::Spec;
 use std::path::Path;
-use std::process::Command;
 use std::sync::PoisonError;
 
 /// Runs the CUDA program in a container with these devices of the specs in a directory. Returns its
@@ -33,13 +32,13 @@ pub fn run(machine: &Machine, runtime: &Path, specs: &Path, devices: &[&str]) ->
     }
     spec.save(bundle.join("config.json"))?;
     let id = format!("real-gpu-{}-{}", std::process::id(), bundle.file_name().unwrap_or_default().to_string_lossy());
-    let mut command = Command::new(runtime);
-    command.args(["run", "--bundle"]).arg(bundle).arg(&id);
-    let output = command.output().with_context(|| format!("run {command:?}"))?;
+    let output =
+        command(runtime).args(["run", "--bundle"]).arg(bundle).arg(&id).output().with_context(|| format!("start {}", runtime.display()))?;
+    // A container may be left of a runtime that was killed.
+    let _deleted = command(runtime).args(["delete", "--force", &id]).output();
     let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    // A container that could not begin has no program that prints.
-    if !text.contains('=') {
-        output_of(&mut command)?;
-    }
+    // Without a line of the program, the container has not begun.
+    let began = text.lines().any(|line| line.starts_with("error=") || line.starts_with("gpus="));
+    ensure!(began, "{} run: {}: {text}", runtime.display(), output.status);
     Ok(text)
 }
