@@ -7,9 +7,10 @@ use crate::host::analysis::cures::{Cure, cures};
 use crate::host::analysis::held_up::{HeldUp, held_up as find_held_up};
 use crate::host::analysis::loaded::Loaded;
 use crate::host::boot::coverage::{CoverageSummary, coverage};
+use crate::host::boot::model::Boot;
 use crate::host::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
 use crate::host::boot::timeline::{Timeline, Window};
-use crate::host::data::text::{Ink, Screen, printable, seconds};
+use crate::host::data::text::{Ink, Screen, printable, seconds, wrap};
 use crate::host::data::units::{histogram, size};
 use crate::host::views::grid::{Grid, Set, signed, time};
 use anyhow::{Context, Result, ensure};
@@ -94,6 +95,9 @@ struct Advice {
 /// The account of one window.
 #[derive(Serialize)]
 struct Explained {
+    /// Failed GPUs and containers of the whole boot, a sentence each.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    failures: Vec<String>,
     coverage: CoverageSummary,
     chapters: Vec<Chapter>,
     held_up: Vec<HeldUp>,
@@ -119,6 +123,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let before = args.before.clone().map(|boot| earlier(args, boot)).transpose()?;
     let found = coverage(timeline, &window);
     let explained = Explained {
+        failures: failures(&loaded.boot),
         coverage: found.summary(),
         chapters: chapters(&loaded.boot, &window),
         held_up: find_held_up(timeline, &window),
@@ -128,7 +133,10 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     if args.boot.json {
         return boot_json(&loaded, &explained);
     }
-    let mut out = vec![head(&loaded, &window), sentence(&found), String::new()];
+    let mut out = vec![head(&loaded, &window), sentence(&found)];
+    let lines = |failure: &String| wrap("", "    ", failure, screen.width.unwrap_or(usize::MAX));
+    out.extend(explained.failures.iter().flat_map(lines).map(|line| screen.paint(Ink::Error, &line)));
+    out.push(String::new());
     match &explained.before {
         Some(before) => beside(&explained, before, screen, &mut out),
         None => story(&explained, screen, &mut out),
@@ -137,6 +145,20 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     advise(&explained.cures, screen, &mut out);
     notes(&timeline.notes, screen, &mut out);
     Ok(out.join("\n") + "\n")
+}
+
+/// Failed GPUs and containers, each with when, where and why; for a GPU the cure as well.
+fn failures(boot: &Boot) -> Vec<String> {
+    let gpus = boot.gpus.iter().filter_map(|gpu| {
+        let (failure, index) = (gpu.failed.as_ref()?, gpu.index.map(|index| format!(" {index}")).unwrap_or_default());
+        let (step, reason) = (printable(&failure.step), printable(&failure.reason));
+        Some(format!("GPU{index} {} failed at {} in {step}: {reason}", gpu.address, seconds(failure.at_ns)))
+    });
+    let containers = boot.containers.iter().filter_map(|container| {
+        let (error, at) = (container.error.as_ref()?, container.at_ns.map(|at| format!(" at {}", seconds(at))).unwrap_or_default());
+        Some(format!("container {} failed{at}: {}", printable(&container.name), printable(error)))
+    });
+    gpus.chain(containers).collect()
 }
 
 /// The window, by default until the containers run.

@@ -97,7 +97,7 @@ pub fn dated(dir: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     if dated.is_empty() {
-        bail!("no boot in {}: name the collector's directory with --dir, or give a file", dir.display());
+        bail!("no boot in {}: name the collector's directory (of files BOOT_ID.ndjson) with --dir, or give a file", dir.display());
     }
     dated.sort_unstable_by(|a, b| b.cmp(a));
     Ok(dated.into_iter().map(|(_, path)| path).collect())

@@ -251,6 +251,8 @@ fn side(record: &Record) -> Side {
 
 fn tone(record: &Record) -> Tone {
     match (record.level, record.name.as_str()) {
+        // The driver's banner: it logs that at the level of errors.
+        (Level::Error, _) if record.kind == Kind::Kmsg && record.kmsg_text().starts_with("NVRM: loading NVIDIA") => Tone::Plain,
         (Level::Error, _) => Tone::Error,
         (_, names::GPU_FAILED | names::POWER_OFF) => Tone::Error,
         _ if record.kind == Kind::End && record.error.is_some() => Tone::Error,
