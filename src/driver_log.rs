@@ -48,6 +48,11 @@ pub fn signal(text: &str) -> Option<Signal> {
     Some(Signal::Xid(address(text)?, digits.parse().ok()?))
 }
 
+/// Whether this is the banner that the driver logs, at the level of errors, when it is loaded.
+pub fn is_banner(text: &str) -> bool {
+    text.starts_with("NVRM: loading NVIDIA")
+}
+
 /// Whether this is the kernel's own line about a failed probe: the first form until Linux 6.4.
 pub fn is_failed_probe(text: &str) -> bool {
     text.starts_with("nvidia: probe of ") || text.contains("probe with driver nvidia failed")

@@ -1,8 +1,8 @@
 //! Helper of kata-gpu-init for NVML: a request on each line of standard input, an answer on each
 //! line of standard output. Started once all GPUs are initialised; ends with its input.
 
-use kata_gpu_init::nvml::library::{LIBRARY, answer, load};
-use kata_gpu_init::nvml::{Answer, PROGRAM};
+use kata_gpu_init::nvml::library::{answer, load};
+use kata_gpu_init::nvml::{Answer, LIBRARY, PROGRAM};
 use std::ffi::OsString;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;

@@ -76,6 +76,11 @@ fn split(name: &str) -> Option<(&str, &str)> {
     name.split_once(".so.")
 }
 
+/// Whether a library's name gives the driver's version.
+fn is_telling(name: &str) -> bool {
+    split(name).is_some_and(|(stem, _)| TELLING.contains(&stem))
+}
+
 /// A directory that may hold libraries.
 pub struct Directory {
     found: Found,
@@ -89,13 +94,12 @@ pub struct Directory {
 /// if the driver is in none of them, those from which the root's loader has it.
 pub fn directories(places: &Places, problems: &mut Problems) -> Result<Vec<Directory>, Error> {
     let packages = DIRECTORIES.iter().map(PathBuf::from).collect();
-    let all = read_directories(places, packages, problems)?;
-    let has_driver = |d: &Directory| d.entries.iter().any(|(name, _)| split(name).is_some_and(|(stem, _)| TELLING.contains(&stem)));
-    if all.iter().any(has_driver) {
-        return Ok(all);
+    let mut all = read_directories(places, packages, problems)?;
+    if !all.iter().flat_map(|directory| &directory.entries).any(|(name, _)| is_telling(name)) {
+        let more = of_loader(places, problems);
+        all.extend(read_directories(places, more, problems)?);
     }
-    let more = of_loader(places, problems);
-    Ok([all, read_directories(places, more, problems)?].into_iter().flatten().collect())
+    Ok(all)
 }
 
 fn read_directories(places: &Places, candidates: Vec<PathBuf>, problems: &mut Problems) -> Result<Vec<Directory>, Error> {
@@ -131,8 +135,7 @@ fn of_loader(places: &Places, problems: &mut Problems) -> Vec<PathBuf> {
         ld_so_cache::Cache::default()
     });
     let mut directories = Vec::new();
-    let telling = cache.entries.iter().filter(|entry| split(&entry.name).is_some_and(|(stem, _)| TELLING.contains(&stem)));
-    for entry in telling.take(MAX_LOADER_ENTRIES) {
+    for entry in cache.entries.iter().filter(|entry| is_telling(&entry.name)).take(MAX_LOADER_ENTRIES) {
         // An entry may be a link into the directory that has the driver.
         let file = places.driver(Path::new(&entry.path)).ok().flatten();
         let directory = file.and_then(|file| places.in_container(file.path.parent()?));

@@ -16,8 +16,6 @@ use nvml_wrapper_sys::bindings::{
 use std::ffi::{OsStr, c_uint};
 use std::fmt::Write;
 
-/// Name of the library; a development package's link without the number is not needed.
-pub const LIBRARY: &str = "libnvidia-ml.so.1";
 /// Links that a GPU may have.
 const MAX_NVLINKS: u32 = 18;
 /// Version 2 of the fabric's structure: its size, with the version in the upper byte.

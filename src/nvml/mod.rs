@@ -24,7 +24,10 @@ use std::time::Duration;
 
 /// Name of the helper's program.
 pub const PROGRAM: &str = "kata-gpu-nvml";
-/// Directories that may hold it, in this order.
+/// Name of the library that it loads; a development package's link without the number is not
+/// needed.
+pub const LIBRARY: &str = "libnvidia-ml.so.1";
+/// Directories that may hold the helper, in this order.
 const DIRECTORIES: [&str; 3] = ["/usr/bin", "/usr/local/bin", "/usr/libexec"];
 /// OOM score of the helper: chosen before every process of the init.
 const OOM_SCORE: &str = "500";

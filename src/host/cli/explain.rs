@@ -13,6 +13,7 @@ use crate::host::boot::timeline::{Timeline, Window};
 use crate::host::data::text::{Ink, Screen, printable, seconds, wrap};
 use crate::host::data::units::{histogram, size};
 use crate::host::views::grid::{Grid, Set, signed, time};
+use crate::host::views::summary::failed;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -150,13 +151,12 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
 /// Failed GPUs and containers, each with when, where and why; for a GPU the cure as well.
 fn failures(boot: &Boot) -> Vec<String> {
     let gpus = boot.gpus.iter().filter_map(|gpu| {
-        let (failure, index) = (gpu.failed.as_ref()?, gpu.index.map(|index| format!(" {index}")).unwrap_or_default());
-        let (step, reason) = (printable(&failure.step), printable(&failure.reason));
-        Some(format!("GPU{index} {} failed at {} in {step}: {reason}", gpu.address, seconds(failure.at_ns)))
+        let index = gpu.index.map(|index| format!(" {index}")).unwrap_or_default();
+        Some(format!("GPU{index} {} {}", gpu.address, failed(gpu.failed.as_ref()?)))
     });
     let containers = boot.containers.iter().filter_map(|container| {
         let (error, at) = (container.error.as_ref()?, container.at_ns.map(|at| format!(" at {}", seconds(at))).unwrap_or_default());
-        Some(format!("container {} failed{at}: {}", printable(&container.name), printable(error)))
+        Some(format!("container {} failed{at}: {error}", container.name))
     });
     gpus.chain(containers).collect()
 }

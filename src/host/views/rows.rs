@@ -5,6 +5,7 @@
 //! rows need: open spans and the GPUs' numbers. Texts in a [`Row`] are printable ASCII, whatever
 //! the guest sent.
 
+use crate::driver_log;
 use crate::events::catalogue::{Form, Owner, Rank, row_of};
 use crate::events::names;
 use crate::events::record::{Kind, Level};
@@ -251,8 +252,7 @@ fn side(record: &Record) -> Side {
 
 fn tone(record: &Record) -> Tone {
     match (record.level, record.name.as_str()) {
-        // The driver's banner: it logs that at the level of errors.
-        (Level::Error, _) if record.kind == Kind::Kmsg && record.kmsg_text().starts_with("NVRM: loading NVIDIA") => Tone::Plain,
+        (Level::Error, _) if record.kind == Kind::Kmsg && driver_log::is_banner(record.kmsg_text()) => Tone::Plain,
         (Level::Error, _) => Tone::Error,
         (_, names::GPU_FAILED | names::POWER_OFF) => Tone::Error,
         _ if record.kind == Kind::End && record.error.is_some() => Tone::Error,

@@ -144,12 +144,17 @@ fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
         out.push(screen.paint(ink, &line(cells.each_ref().map(String::as_str))));
         let more = match state(gpu) {
             State::Usable | State::Unknown => continue,
-            State::Failed(f) => format!("failed at {} in {}: {}", seconds(f.at_ns), printable(&f.step), printable(&f.reason)),
+            State::Failed(f) => failed(f),
             State::Still(s) => format!("still in {} since {}", printable(&s.step), seconds(s.since_ns)),
         };
         out.push(screen.paint(ink, &format!("     {more}")));
     }
     out
+}
+
+/// When, where and why a GPU failed, with the cure.
+pub fn failed(failure: &Failure) -> String {
+    format!("failed at {} in {}: {}", seconds(failure.at_ns), printable(&failure.step), printable(&failure.reason))
 }
 
 /// Health of the GPUs, in as many tables below each other as the terminal needs, then what is

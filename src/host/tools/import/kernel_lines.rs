@@ -86,7 +86,7 @@ pub fn meaning(text: &str) -> Option<Meaning> {
     if text.starts_with("nvidia-nvlink: Nvlink Core is being initialized") {
         return Some(Meaning::ModuleBegins);
     }
-    if text.starts_with("NVRM: loading NVIDIA") {
+    if driver_log::is_banner(text) {
         return Some(Meaning::ModuleLoaded);
     }
     if text.contains("Loaded the UVM driver") {

@@ -30,7 +30,7 @@ const DIRECTORIES: &[&str] = &[
 ];
 const CACHE: &str = "/etc/ld.so.cache";
 /// Programs, and libraries that they open by name when they run.
-const OPENED: [(&str, &str); 1] = [(nvml::PROGRAM, "libnvidia-ml.so.1")];
+const OPENED: [(&str, &str); 1] = [(nvml::PROGRAM, nvml::LIBRARY)];
 /// Limit of libraries of one program; a browser has some hundred.
 const MAX_LIBRARIES: usize = 2000;
 /// Limit of programs of an image that are checked.
