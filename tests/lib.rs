@@ -13,6 +13,7 @@ pub mod import_agreement;
 pub mod minimal_init;
 #[cfg(feature = "host")]
 pub mod nvidia_programs;
+pub mod own_mounts;
 pub mod protobuf;
 pub mod serial_init;
 pub mod serial_services;

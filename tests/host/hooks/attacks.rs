@@ -5,6 +5,7 @@
 use crate::hooks::container::{Container, DRIVER, LIBS, tree, with_section};
 use kata_gpu_init::cdi::hooks::Outcome;
 use kata_gpu_init::elf::stand_in;
+use kata_gpu_tests::own_mounts::in_own_mounts;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
@@ -45,16 +46,6 @@ pub fn surroundings(c: &Container) -> BTreeMap<PathBuf, String> {
     let mut all = tree(&c.outside(), &[]);
     all.extend(tree(&c.dir.0.join("bundle"), &["rootfs"]).into_iter().map(|(p, s)| (Path::new("bundle").join(p), s)));
     all
-}
-
-/// In a thread with mounts of its own.
-pub fn in_own_mounts<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    let thread = std::thread::spawn(move || {
-        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
-        mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE).unwrap();
-        work()
-    });
-    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// Runs a hook on a container that has its /proc, as it has when the agent runs one; not longer

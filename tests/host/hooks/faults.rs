@@ -1,9 +1,10 @@
 //! Hooks that fail half-way, and runtimes that give them nonsense: the container stays as it was,
 //! and the error says what was wrong with what.
 
-use crate::hooks::attacks::{NONE, PREPARE, in_own_mounts, surroundings};
+use crate::hooks::attacks::{NONE, PREPARE, surroundings};
 use crate::hooks::container::{Container, LIBS, as_a_process, tree};
 use crate::project;
+use kata_gpu_tests::own_mounts::in_own_mounts;
 use nix::mount::{MsFlags, mount};
 use nix::sys::stat::Mode;
 use std::collections::BTreeMap;

@@ -4,6 +4,7 @@
 use crate::hooks::container::{Container, DRIVER, LIBS};
 use kata_gpu_init::elf::stand_in;
 use kata_gpu_init::ld_so_cache;
+use kata_gpu_tests::own_mounts::in_own_mounts;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -215,16 +216,13 @@ fn the_cache_of_this_machines_libraries_is_as_ldconfigs() {
     assert!(Command::new("cp").args(["-rL", "/etc/ld.so.conf.d"]).arg(c.path("/etc")).status().unwrap().success());
     fs::write(c.path("/etc/debian_version"), "").unwrap();
     // In a mount namespace of this thread's own, in which the libraries cannot be changed.
-    let compared = std::thread::spawn(move || {
+    let compared = in_own_mounts(move || {
         use nix::mount::{MsFlags, mount};
         let none = None::<&str>;
-        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
-        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
         mount(Some("/usr"), &usr, none, MsFlags::MS_BIND, none).unwrap();
         mount(none, &usr, none, MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, none).unwrap();
         compare(&c, &root, &["-X", "-r"])
     });
-    let compared = compared.join().unwrap();
     assert!(compared > 100, "only {compared} libraries were compared");
 }
 

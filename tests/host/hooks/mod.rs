@@ -11,6 +11,7 @@ mod reads;
 use crate::hooks::container::{Container, DRIVER, LIBS, as_a_process, tree, with_section};
 use crate::hooks::ldconfig::{comparable, ldconfig};
 use kata_gpu_init::cdi::hooks;
+use kata_gpu_tests::own_mounts::in_own_mounts;
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -205,11 +206,9 @@ fn the_parameters_are_covered_by_a_file_that_cannot_be_written() {
     c.link("/proc/driver/link", "nvidia/params");
     c.link("/proc/linked", "driver/nvidia");
     c.directory("/proc/driver/directory");
-    std::thread::spawn(move || {
+    in_own_mounts(move || {
         use nix::mount::{MsFlags, mount};
         let none = None::<&str>;
-        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
-        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
         let scratch = c.dir.0.join("run");
         fs::create_dir(&scratch).unwrap();
         mount(Some("tmpfs"), &scratch, Some("tmpfs"), MsFlags::empty(), none).unwrap();
@@ -228,9 +227,7 @@ fn the_parameters_are_covered_by_a_file_that_cannot_be_written() {
         // Negative control: without the mount the file is the one of before, and can be written.
         nix::mount::umount(&path).unwrap();
         fs::write(&path, b"ModifyDeviceFiles: 1 again\n").unwrap();
-    })
-    .join()
-    .unwrap();
+    });
 }
 
 #[test]
