@@ -1,16 +1,18 @@
 //! The init as PID 1 of a guest in namespaces of this machine, with kernel, driver and GPUs of the
 //! machine ([`SCRIPT`]). The driver is loaded and the GPUs are bound there already: what runs is
-//! everything from the scan on, initialisation, publication, hooks and NVML included.
+//! everything from the scan on: each GPU's open, its publication, hooks, NVML.
 
 use crate::machine::{Machine, command as limited, make_directory, program};
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Line, Record, decode};
 use kata_gpu_tests::agent::container_run::{PROGRAM, ROOTS, copy_tree};
+use kata_gpu_tests::own_mounts::in_own_mounts;
 use kata_gpu_tests::vm::harness::AgentLine;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::pty::openpty;
 use nix::sys::stat::{Mode, SFlag, mknod};
-use serde_json::Value;
 use std::fs::{self, File, Permissions};
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -80,7 +82,13 @@ pub struct Running {
     console: Arc<Mutex<Vec<u8>>>,
     /// Open for as long as the guest runs: a terminal that nobody has open ends its reader.
     _terminal: OwnedFd,
-    /// Directories to remove: the guest's /dev, and its cgroup.
+    _directories: Directories,
+}
+
+/// Directories on the machine that are a guest's, removed with this value, which comes after the
+/// guest's end.
+struct Directories {
+    root: PathBuf,
     devices: PathBuf,
     cgroup: PathBuf,
 }
@@ -117,6 +125,11 @@ impl Drop for Running {
     fn drop(&mut self) {
         let _unused = self.child.kill(); // unshare's option ends the guest with it
         let _unused = self.child.wait();
+    }
+}
+
+impl Drop for Directories {
+    fn drop(&mut self) {
         until_done(|| !self.devices.exists() || fs::remove_dir_all(&self.devices).is_ok());
         // The guest's namespace has its own mounts; these are the ones made before it.
         let _unused = umount2(&self.root, MntFlags::MNT_DETACH);
@@ -144,11 +157,14 @@ fn until_done(done: impl Fn() -> bool) {
 
 /// Records of this name that the guest has made. The kernel's log, which the init reads from its
 /// beginning, has those of earlier guests.
-pub fn named(stream: &str, name: &str) -> Vec<Value> {
-    let records: Vec<Value> = stream.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let at = |record: &Value| record["boottime_ns"].as_u64();
-    let start = records.iter().find(|record| record["name"] == "init.start").and_then(at);
-    records.into_iter().filter(|record| record["name"] == name && start.is_some() && at(record) >= start).collect()
+pub fn named(stream: &str, name: &str) -> Vec<Record> {
+    let record = |line: &str| match decode(line.as_bytes()) {
+        Ok(Line::Record(record)) => Some(*record),
+        _ => None,
+    };
+    let records: Vec<Record> = stream.lines().filter_map(record).collect();
+    let Some(start_ns) = records.iter().find(|r| r.name == names::INIT_START).map(|r| r.boottime_ns) else { return Vec::new() };
+    records.into_iter().filter(|r| r.name == name && r.boottime_ns >= start_ns).collect()
 }
 
 /// Boots a guest of the test agent with these words on its command line, and waits until it has
@@ -160,26 +176,23 @@ pub fn boot(machine: &Machine, words: &str, until: impl Fn(&str, &str) -> bool +
         guest.wait(|stream, console| {
             let ended = |line: &AgentLine| ["container ended", "container failed"].contains(&line.get("msg"));
             let over = console.lines().filter_map(AgentLine::parse).filter(ended).count();
-            over >= containers && !named(stream, "settled").is_empty() && until(stream, console)
+            over >= containers && !named(stream, names::SETTLED).is_empty() && until(stream, console)
         })
     })
 }
 
 /// Boots a guest of this agent, and does something with it.
 pub fn with<T: Send>(machine: &Machine, agent: &Path, words: &str, act: impl FnOnce(&mut Running) -> Result<T> + Send) -> Result<T> {
-    let thread = std::thread::scope(|scope| {
-        // In a thread with mounts of its own.
-        scope.spawn(|| act(&mut start(machine, agent, words)?)).join()
-    });
-    thread.unwrap_or_else(|_| bail!("the guest's thread has panicked"))
+    in_own_mounts(|| act(&mut start(machine, agent, words)?))
 }
 
 fn start(machine: &Machine, agent: &Path, words: &str) -> Result<Running> {
-    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
-    mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)?;
     let name = format!("kata-gpu-real-{}", std::process::id());
-    let root = std::env::temp_dir().join(&name);
+    let of_guest = |parent: &Path| parent.join(&name);
+    let root = of_guest(&std::env::temp_dir());
     make_directory(&root)?;
+    let (devices, cgroup) = (of_guest(Path::new("/dev")), of_guest(Path::new("/sys/fs/cgroup")));
+    let directories = Directories { root: root.clone(), devices: devices.clone(), cgroup: cgroup.clone() };
     mount(Some("tmpfs"), &root, Some("tmpfs"), MsFlags::empty(), Some("mode=755"))?;
     make_root(machine, agent, &root).context("make the guest's root")?;
     // The guest's /run, which this side reads.
@@ -201,8 +214,6 @@ fn start(machine: &Machine, agent: &Path, words: &str) -> Result<Running> {
             to.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(&bytes[..read]);
         }
     });
-    let devices = Path::new("/dev").join(&name);
-    let cgroup = Path::new("/sys/fs/cgroup").join(&name);
     // The guest ends with this program, too.
     let mut command = Command::new(program("setpriv").context("no setpriv (util-linux)")?);
     command.args(["--pdeathsig", "KILL", "sh", "-c", CGROUP_SCRIPT, "guest"]).arg(&cgroup);
@@ -210,7 +221,7 @@ fn start(machine: &Machine, agent: &Path, words: &str) -> Result<Running> {
     command.arg(&root).arg(&command_line).arg(tty).arg(&devices);
     make_devices(&devices)?;
     let child = command.spawn().context("start unshare")?;
-    Ok(Running { root, child, console, _terminal: terminal.slave, devices, cgroup })
+    Ok(Running { root, child, console, _terminal: terminal.slave, _directories: directories })
 }
 
 /// Makes the guest's /dev: a directory of the machine's, as another one would have to be mounted,

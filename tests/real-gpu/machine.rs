@@ -43,11 +43,6 @@ impl Scratch {
     }
 }
 
-/// Makes a directory for root alone. Error: there is something of that name already.
-pub fn make_directory(path: &Path) -> Result<()> {
-    DirBuilder::new().mode(0o700).create(path).with_context(|| format!("make {}", path.display()))
-}
-
 impl Drop for Scratch {
     fn drop(&mut self) {
         // Files that cannot be removed are left in the folder of temporary ones.
@@ -55,11 +50,16 @@ impl Drop for Scratch {
     }
 }
 
+/// Makes a directory for root alone. Error: there is something of that name already.
+pub fn make_directory(path: &Path) -> Result<()> {
+    DirBuilder::new().mode(0o700).create(path).with_context(|| format!("make {}", path.display()))
+}
+
 /// A machine with a driver and GPUs.
 pub struct Machine {
     pub folder: Folder,
     /// Addresses of the GPUs that the driver has, ascending.
-    pub gpus: Vec<String>,
+    pub gpus: Vec<PciAddress>,
     /// Directory of libcuda.so.1.
     pub libraries: PathBuf,
     /// Root of the driver's user space: `/`, or the directory above its libraries.
@@ -94,7 +94,7 @@ impl Machine {
         let libraries = library.parent().map(Path::to_path_buf).unwrap_or_default();
         let packaged = ["/usr/lib", "/lib"].iter().any(|root| libraries.starts_with(root));
         let driver_root = if packaged { Path::new("/") } else { libraries.parent().unwrap_or(Path::new("/")) }.to_path_buf();
-        Ok(Self { folder, gpus: gpus.iter().map(ToString::to_string).collect(), libraries, driver_root })
+        Ok(Self { folder, gpus, libraries, driver_root })
     }
 
     /// Spec that `cdi generate` writes here, which must be complete.

@@ -13,7 +13,9 @@ mod machine;
 mod runc;
 
 use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_init::events::names;
 use kata_gpu_init::nvml::Answer;
+use kata_gpu_init::pci::PciAddress;
 use kata_gpu_tests::agent::container_run;
 use kata_gpu_tests::agent_client::requests::{self, Container};
 use kata_gpu_tests::agent_client::{AGENT, Client};
@@ -63,12 +65,12 @@ fn said<'a>(output: &'a str, key: &str) -> Vec<&'a str> {
 }
 
 /// Checks the output of the CUDA program in a container with these GPUs.
-fn computes(output: &str, gpus: &[&str]) -> Result<()> {
+fn computes(output: &str, gpus: &[PciAddress]) -> Result<()> {
     // Sum of i * i + 7 for i below 16384.
     const SUM: &str = "1465881403392";
     let number = gpus.len().to_string();
     ensure!(said(output, "gpus") == [number.as_str()], "not {number} GPUs: {output}");
-    let mut seen: Vec<String> = said(output, "gpu").iter().filter_map(|g| g.split(' ').next()).map(str::to_lowercase).collect();
+    let mut seen: Vec<PciAddress> = said(output, "gpu").iter().filter_map(|gpu| gpu.split(' ').next()?.parse().ok()).collect();
     seen.sort();
     ensure!(seen == gpus, "{seen:?} are not {gpus:?}: {output}");
     ensure!(said(output, "sum").len() == gpus.len() && said(output, "sum").iter().all(|sum| *sum == SUM), "a wrong sum: {output}");
@@ -77,7 +79,7 @@ fn computes(output: &str, gpus: &[&str]) -> Result<()> {
 
 /// Whether NVML was asked for a GPU's facts, which is once all has settled.
 fn has_health(stream: &str, _: &str) -> bool {
-    !guest::named(stream, "gpu.health").is_empty()
+    !guest::named(stream, names::GPU_HEALTH).is_empty()
 }
 
 fn guest_brings_gpus_up_and_containers_compute(machine: &Machine) -> Result<Completion> {
@@ -85,18 +87,17 @@ fn guest_brings_gpus_up_and_containers_compute(machine: &Machine) -> Result<Comp
     machine.record("boot.ndjson", guest.stream.as_bytes())?;
     machine.record("console.log", guest.console.as_bytes())?;
     machine.record("guest-nvidia.yaml", guest.spec.as_bytes())?;
-    let gpus: Vec<&str> = machine.gpus.iter().map(String::as_str).collect();
-    computes(&guest.output("first")?, &gpus[..1])?;
-    computes(&guest.output("all")?, &gpus)?;
+    computes(&guest.output("first")?, &machine.gpus[..1])?;
+    computes(&guest.output("all")?, &machine.gpus)?;
     // Negative control.
     ensure!(guest.failed("absent").is_some_and(|error| error.contains("nvidia.com/gpu=99")), "GPU 99 is no error: {}", guest.console);
 
     let named = |name: &str| guest::named(&guest.stream, name);
-    for name in ["gpu.bound", "gpu.usable", "gpu.published"] {
-        let of: BTreeSet<String> = named(name).iter().filter_map(|r| Some(r["gpu"].as_str()?.to_string())).collect();
+    for name in [names::GPU_BOUND, names::GPU_USABLE, names::GPU_PUBLISHED] {
+        let of: BTreeSet<PciAddress> = named(name).iter().filter_map(|r| r.gpu).collect();
         ensure!(of.iter().eq(&machine.gpus), "{name} is of {of:?}, the GPUs are {:?}", machine.gpus);
     }
-    ensure!(named("gpu.failed").is_empty(), "a GPU failed: {:?}", named("gpu.failed"));
+    ensure!(named(names::GPU_FAILED).is_empty(), "a GPU failed: {:?}", named(names::GPU_FAILED));
     Ok(Completion::Completed)
 }
 
@@ -135,12 +136,12 @@ fn container_of_kata_agent_computes(machine: &Machine) -> Result<Completion> {
             let answer = call("ReadStdout", requests::read_stdout(&container.id, 4096))?;
             output.push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
         }
-        Ok((output, guest.wait(|stream, _| !guest::named(stream, "agent.hook").is_empty())?))
+        Ok((output, guest.wait(|stream, _| !guest::named(stream, names::AGENT_HOOK).is_empty())?))
     })?;
     machine.record("kata-agent.ndjson", guest.stream.as_bytes())?;
     machine.record("kata-agent.log", guest.console.as_bytes())?;
     machine.record("kata-agent.txt", output.as_bytes())?;
-    computes(&output, &[&machine.gpus[0]])?;
+    computes(&output, &machine.gpus[..1])?;
     Ok(Completion::Completed)
 }
 
@@ -155,13 +156,13 @@ fn is_held_while_a_killed_worker_is_replaced(machine: &Machine) -> Result<Comple
     let script = "testagent.guest=script testagent.script=settled>kill;process.died>held";
     let guest = guest::boot(machine, &format!("testagent.containers=first:0@root {script}"), |stream, console| {
         // The second worker has settled as well.
-        guest::named(stream, "settled").len() == 2 && console.contains(HELD_BY_WORKER)
+        guest::named(stream, names::SETTLED).len() == 2 && console.contains(HELD_BY_WORKER)
     })?;
     machine.record("killed-worker.ndjson", guest.stream.as_bytes())?;
-    computes(&guest.output("first")?, &[&machine.gpus[0]])?;
+    computes(&guest.output("first")?, &machine.gpus[..1])?;
     let of = |name: &str| guest::named(&guest.stream, name);
-    ensure!(of("process.died").iter().any(|r| r["fields"]["status"] == "killed by SIGKILL"), "{:?}", of("process.died"));
-    ensure!(of("gpu.failed").is_empty(), "a GPU failed: {:?}", of("gpu.failed"));
+    ensure!(of(names::PROCESS_DIED).iter().any(|r| r.fields["status"] == "killed by SIGKILL"), "{:?}", of(names::PROCESS_DIED));
+    ensure!(of(names::GPU_FAILED).is_empty(), "a GPU failed: {:?}", of(names::GPU_FAILED));
     let held = guest.lines("held").find(|line| line.get("process") == "gpuinit-keeper").context("no report of what is held")?;
     let wanted = machine.gpus.len();
     let nodes: BTreeSet<&str> = held.get("nodes").split(' ').filter(|node| *node != "/dev/nvidiactl").collect();
@@ -173,17 +174,17 @@ fn fault_of_a_program_is_an_xid_and_costs_no_gpu(machine: &Machine) -> Result<Co
     // CUDA's error in the program, and the driver's number for it.
     const ERROR: &str = "700 CUDA_ERROR_ILLEGAL_ADDRESS";
     const MMU_FAULT: u64 = 31;
-    let guest = guest::boot(machine, "testagent.containers=faulty:0@faulty", |stream, _| !guest::named(stream, "gpu.xid").is_empty())?;
+    let guest = guest::boot(machine, "testagent.containers=faulty:0@faulty", |stream, _| !guest::named(stream, names::GPU_XID).is_empty())?;
     machine.record("xid.ndjson", guest.stream.as_bytes())?;
     let output = guest.output("faulty")?;
     ensure!(said(&output, "error").iter().any(|error| error.contains(ERROR)), "the program has not failed: {output}");
     let of = |name: &str| guest::named(&guest.stream, name);
-    let xids = of("gpu.xid");
-    ensure!(xids.iter().any(|r| r["gpu"] == machine.gpus[0] && r["fields"]["xid"] == MMU_FAULT), "{xids:?}");
-    ensure!(of("gpu.failed").is_empty(), "a program's fault has cost a GPU: {:?}", of("gpu.failed"));
+    let xids = of(names::GPU_XID);
+    ensure!(xids.iter().any(|r| r.gpu == Some(machine.gpus[0]) && r.fields["xid"] == MMU_FAULT), "{xids:?}");
+    ensure!(of(names::GPU_FAILED).is_empty(), "a program's fault has cost a GPU: {:?}", of(names::GPU_FAILED));
     // The GPU still computes.
     let next = guest::boot(machine, "testagent.containers=next:0@root", has_health)?;
-    computes(&next.output("next")?, &[&machine.gpus[0]])?;
+    computes(&next.output("next")?, &machine.gpus[..1])?;
     Ok(Completion::Completed)
 }
 
@@ -192,7 +193,6 @@ fn container_of_runc_computes_with_our_spec(machine: &Machine) -> Result<Complet
         return Ok(Completion::ignored_with("without runc or crun"));
     };
     let specs = Scratch::new("cdi")?;
-    let gpus: Vec<&str> = machine.gpus.iter().map(String::as_str).collect();
     // With the driver's files where the machine's loader has them, and where packages have them: in
     // a folder of its own a container finds libcuda by the cache that the hook makes.
     for (name, driver_root) in [("machine", Path::new("/")), ("driver-root", &machine.driver_root)] {
@@ -201,7 +201,7 @@ fn container_of_runc_computes_with_our_spec(machine: &Machine) -> Result<Complet
         std::fs::write(specs.0.join("nvidia.json"), &spec)?;
         let output = runc::run(machine, &runc, &specs.0, &["nvidia.com/gpu=all"])?;
         machine.record(&format!("container-{name}.txt"), output.as_bytes())?;
-        computes(&output, &gpus).with_context(|| format!("driver root {}", driver_root.display()))?;
+        computes(&output, &machine.gpus).with_context(|| format!("driver root {}", driver_root.display()))?;
     }
     // Negative control.
     let bare = runc::run(machine, &runc, &specs.0, &[])?;
@@ -249,14 +249,13 @@ fn files_of_the_driver_are_read(machine: &Machine) -> Result<Completion> {
             machine.record(&path.to_string_lossy().trim_start_matches('/').replace('/', "-"), &text)?;
         }
     }
-    let majors = majors(Path::new("/proc")).map_err(|e| anyhow::anyhow!("{e}"))?;
+    let majors = majors(Path::new("/proc"))?;
     ensure!(majors.nvidia == Some(195) && majors.uvm.is_some(), "{majors:?}");
     for gpu in &machine.gpus {
-        let path = format!("/proc/driver/nvidia/gpus/{gpu}/information");
-        machine.record(&format!("information-{}", gpu.replace(':', "-")), &std::fs::read(&path)?)?;
-        let read =
-            information(Path::new("/proc"), gpu.parse().map_err(|e| anyhow::anyhow!("{gpu}: {e}"))?).map_err(|e| anyhow::anyhow!("{e}"))?;
-        println!("{gpu}: {read:?}");
+        let text = std::fs::read(format!("/proc/driver/nvidia/gpus/{gpu}/information"))?;
+        machine.record(&format!("information-{}", gpu.to_string().replace(':', "-")), &text)?;
+        let read = information(Path::new("/proc"), *gpu)?;
+        ensure!(read.uuid.is_some() && read.model.is_some(), "{gpu}: {read:?}");
     }
     Ok(Completion::Completed)
 }

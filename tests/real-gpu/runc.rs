@@ -3,12 +3,10 @@
 
 use crate::machine::{Machine, Scratch, command};
 use anyhow::{Context, Result, anyhow, ensure};
-use container_device_interface::cache::{new_cache, with_auto_refresh};
-use container_device_interface::spec_dirs::with_spec_dirs;
+use kata_gpu_tests::agent::cdi::inject;
 use kata_gpu_tests::agent::container_run::{PROGRAM, copy_tree};
 use oci_spec::runtime::Spec;
 use std::path::Path;
-use std::sync::PoisonError;
 
 /// Runs the CUDA program in a container with these devices of the specs in a directory. Returns its
 /// output, whether or not it succeeds.
@@ -23,19 +21,17 @@ pub fn run(machine: &Machine, runtime: &Path, specs: &Path, devices: &[&str]) ->
     if let Some(root) = spec.root_mut() {
         root.set_path(bundle.join("rootfs")).set_readonly(Some(false));
     }
-    let cache = new_cache(vec![with_auto_refresh(false), with_spec_dirs(&[specs.to_str().context("a path of specs")?])]);
-    let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
-    cache.refresh().map_err(|e| anyhow!("load the specs: {e}"))?;
     if !devices.is_empty() {
-        let devices = devices.iter().map(ToString::to_string).collect();
-        cache.inject_devices(Some(&mut spec), devices).map_err(|e| anyhow!("inject: {e}"))?;
+        let (specs, devices) = (specs.to_str().context("a path of specs")?, devices.iter().map(ToString::to_string).collect::<Vec<_>>());
+        // One try.
+        inject(&mut spec, specs, &devices, 0, true, &|_| (), &mut |_, _| ()).map_err(|(_, error)| anyhow!("inject: {error}"))?;
     }
     spec.save(bundle.join("config.json"))?;
-    let id = format!("real-gpu-{}-{}", std::process::id(), bundle.file_name().unwrap_or_default().to_string_lossy());
+    let id = bundle.file_name().context("a bundle without a name")?;
     let output =
-        command(runtime).args(["run", "--bundle"]).arg(bundle).arg(&id).output().with_context(|| format!("start {}", runtime.display()))?;
+        command(runtime).args(["run", "--bundle"]).arg(bundle).arg(id).output().with_context(|| format!("start {}", runtime.display()))?;
     // A container may be left of a runtime that was killed.
-    let _deleted = command(runtime).args(["delete", "--force", &id]).output();
+    let _deleted = command(runtime).args(["delete", "--force"]).arg(id).output();
     let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     // Without a line of the program, the container has not begun.
     let began = text.lines().any(|line| line.starts_with("error=") || line.starts_with("gpus="));
