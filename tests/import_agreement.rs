@@ -4,13 +4,13 @@
 //! A time that only one of the two has is a disagreement, too: a console has no beginnings of
 //! steps, and may end early.
 
-use kata_gpu_init::events::catalogue::logged as own;
-use kata_gpu_init::events::record::Kind;
-use kata_gpu_init::host::boot::model::{Boot, Step};
-use kata_gpu_init::host::data::agent_log::AgentLine;
-use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::data::compact_record::{Field, Record};
-use kata_gpu_init::host::data::imported_record::mark;
+use kata_gpu_report::boot::model::{Boot, Step};
+use kata_gpu_report::data::agent_log::AgentLine;
+use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::data::compact_record::{Field, Record};
+use kata_gpu_report::data::imported_record::mark;
+use kata_gpu_wire::catalogue::logged as own;
+use kata_gpu_wire::record::Kind;
 use std::fmt;
 
 /// A time on which stream and import disagree.

@@ -2,7 +2,7 @@
 //! with GPUs (tests/real-gpu), and as it was recorded there (tests/fixtures/real-gpu).
 
 use anyhow::{Result, ensure};
-use kata_gpu_init::nvml::{Device, Facts};
+use kata_gpu_wire::nvml_messages::{Device, Facts};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,8 +1,9 @@
 //! NVML's side of the helper: questions to `libnvidia-ml.so.1`. Only `kata-gpu-nvml` has it.
 #![allow(unsafe_code, reason = "functions of NVML that nvml-wrapper lacks")]
 
-use super::{Answer, Clock, Confidential, Device, Environment, Fabric, FabricState, Facts, MigDevice, Remapped, Request};
-use crate::pci::PciAddress;
+use kata_gpu_wire::fabric::{Fabric, FabricState};
+use kata_gpu_wire::nvml_messages::{Answer, Clock, Confidential, Device, Environment, Facts, MigDevice, Remapped, Request};
+use kata_gpu_wire::pci_address::PciAddress;
 use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::{self as kinds, EccCounter, MemoryError};
 use nvml_wrapper::enums::device::GpuLockedClocksSetting;

@@ -3,9 +3,9 @@
 
 pub mod requests;
 
-use crate::protobuf::{Message, bytes_of, number_of};
-use crate::ttrpc::{Frame, PORT, REQUEST, RESPONSE};
 use anyhow::{Context, Result, anyhow, ensure};
+use kata_gpu_test_guest::protobuf::{Message, bytes_of, number_of};
+use kata_gpu_test_guest::ttrpc::{Frame, PORT, REQUEST, RESPONSE};
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -5,8 +5,8 @@
 //! annotation `cdi.k8s.io/vfio<N>`. Not sent: storages and shared file systems (a root is a
 //! directory of the guest), network interfaces, the PCI devices to wait for.
 
-use crate::agent::pod::{MASKED, READ_ONLY};
-use crate::protobuf::Message;
+use kata_gpu_test_guest::agent::pod::{MASKED, READ_ONLY};
+use kata_gpu_test_guest::protobuf::Message;
 
 /// Capabilities that containerd gives every container.
 const CAPABILITIES: [&str; 14] = [

@@ -10,10 +10,10 @@
 use super::real_agent::{self, Order};
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
 use kata_gpu_tests::agent_client::requests::Container;
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext, named};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;

@@ -3,11 +3,11 @@
 
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
 use kata_gpu_tests::schedule::locks;
 use kata_gpu_tests::schedule::optimum::{Rule, search};
 use kata_gpu_tests::vm::harness::{Guest, TestContext, named};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 use serde_json::{Value, json};
 use std::path::Path;
 

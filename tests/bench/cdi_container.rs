@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result};
 use kata_gpu_init::driver_files::DriverFiles;
-use kata_gpu_init::elf::stand_in;
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use serde_json::json;
 use std::collections::BTreeSet;

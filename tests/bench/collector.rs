@@ -10,8 +10,8 @@
 
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::events::record::{DEFAULT_PORT, Header, Kind, Pong, Record, header_line, ping, pong_line, record_line};
-use kata_gpu_init::host::data::boot_file::{FileLine, SeqSet, for_each_line};
+use kata_gpu_report::data::boot_file::{FileLine, SeqSet, for_each_line};
+use kata_gpu_wire::record::{DEFAULT_PORT, Header, Kind, Pong, Record, header_line, ping, pong_line, record_line};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -279,7 +279,7 @@ fn status(pid: u32, field: &str) -> Result<u64> {
 /// Counts what stands in the files: records, each once, and those that are missing without the
 /// file's saying so.
 fn stored(boots: &Path, vms: usize, records: u64) -> Result<(u64, u64)> {
-    use kata_gpu_init::host::data::boot_file::HostEvent;
+    use kata_gpu_report::data::boot_file::HostEvent;
     let (mut stored, mut missing) = (0, 0);
     for n in 0..vms {
         let path = boots.join(format!("{}.ndjson", boot_id(n)));

@@ -6,8 +6,8 @@
 
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::events::names;
 use kata_gpu_tests::vm::harness::{AgentLine, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
+use kata_gpu_wire::names;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;

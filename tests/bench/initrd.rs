@@ -7,9 +7,9 @@
 
 use super::{keep, machine};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::host::tools::initrd::image::Form;
-use kata_gpu_init::host::tools::initrd::output_file::Output;
-use kata_gpu_init::host::tools::initrd::pack::{Wish, pack};
+use kata_gpu_image::images::image::Form;
+use kata_gpu_image::images::output_file::Output;
+use kata_gpu_image::images::pack::{Wish, pack};
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext};
 use serde_json::{Value, json};
 use std::io::Write;

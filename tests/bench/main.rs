@@ -18,9 +18,9 @@ mod soak;
 mod trace;
 
 use anyhow::{Context, Result, bail};
-use kata_gpu_init::arch::Arch;
-use kata_gpu_init::events::record::Record;
 use kata_gpu_tests::vm::harness::TestContext;
+use kata_gpu_wire::arch::Arch;
+use kata_gpu_wire::record::Record;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -78,7 +78,7 @@ pub fn machine() -> Value {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")).map(|m| m.trim_start_matches([' ', '\t', ':']).to_string());
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
-    json!({ "cpu": model, "cpus": cpus, "kvm": kata_gpu_init::host::system::vm::kvm_works(Arch::OURS) })
+    json!({ "cpu": model, "cpus": cpus, "kvm": kata_gpu_host::vm::kvm_works(Arch::OURS) })
 }
 
 /// Writes the raw runs to a file of their own; earlier ones stay.

@@ -6,9 +6,9 @@
 //! [`PodTimes::clock_error_ns`] gives.
 
 use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_test_guest::protobuf::{Message, bytes_of};
 use kata_gpu_tests::agent_client::requests::{self, Container};
 use kata_gpu_tests::agent_client::{AGENT, Client};
-use kata_gpu_tests::protobuf::{Message, bytes_of};
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext};
 use std::path::Path;
 use std::time::{Duration, Instant};

@@ -3,7 +3,7 @@
 
 use super::{keep, machine};
 use anyhow::Result;
-use kata_gpu_init::boot::gpus::strategy::{Facts, Policy};
+use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
 use kata_gpu_init::config::{Bind, Init};
 use kata_gpu_tests::schedule::drive::{Overhead, drive};
 use kata_gpu_tests::schedule::locks::{Host, Micros, Times};

@@ -4,7 +4,7 @@
 
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::host::data::units::histogram;
+use kata_gpu_report::data::units::histogram;
 use kata_gpu_tests::vm::emulated_host::traced_boot::{Figures, Kernel, Pages, TracedHost, Vfio};
 use kata_gpu_tests::vm::harness::{EmulatedHost, Outcome, TestContext};
 use serde_json::{Value, json};

@@ -1,12 +1,12 @@
 //! Accounting for boots that no init of ours recorded: any story, also an absurd one, gives an
 //! account that adds up. The stories are made at random, from a fixed seed.
 
-use kata_gpu_init::events::catalogue::steps as known_steps;
-use kata_gpu_init::host::analysis::blame::{By, blame};
-use kata_gpu_init::host::analysis::critical_path::{critical_path, gain};
-use kata_gpu_init::host::boot::coverage::coverage;
-use kata_gpu_init::host::boot::story::{Milestone, Step, Story};
-use kata_gpu_init::host::boot::timeline::Timeline;
+use kata_gpu_report::analysis::blame::{By, blame};
+use kata_gpu_report::analysis::critical_path::{critical_path, gain};
+use kata_gpu_report::boot::coverage::coverage;
+use kata_gpu_report::boot::story::{Milestone, Step, Story};
+use kata_gpu_report::boot::timeline::Timeline;
+use kata_gpu_wire::catalogue::steps as known_steps;
 
 /// Numbers that look random and are the same on every machine (xorshift).
 struct Numbers(u64);

@@ -1,7 +1,7 @@
 //! Budgets of the guest: dependencies and sizes.
 
 use crate::project;
-use kata_gpu_init::arch::Arch;
+use kata_gpu_wire::arch::Arch;
 use std::process::Command;
 
 /// Direct dependencies of the guest's init. A new one is a decision, not an accident.
@@ -11,6 +11,7 @@ const GUEST_DEPENDENCIES: &[&str] = &[
     "anyhow",
     "flate2",
     "humantime",
+    "kata-gpu-wire",
     "lzma-rust2",
     "nix",
     "ruzstd",

@@ -3,12 +3,13 @@
 
 use crate::layers::source::{self, Kind, Source, Token};
 use crate::project;
-use kata_gpu_init::events::catalogue::{Form, RECORDS, Row, TRACED, undocumented};
-use kata_gpu_init::events::record::{Line, Record, decode};
+use kata_gpu_wire::catalogue::{Form, RECORDS, Row, TRACED, undocumented};
+use kata_gpu_wire::decode::decode;
+use kata_gpu_wire::record::{Line, Record};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-/// Macros that emit records: `tracing`'s events, and the steps of src/events/layer.rs.
+/// Macros that emit records: `tracing`'s events, and the steps of src/init/stream/layer.rs.
 const EMITTERS: &[&str] = &["error", "warn", "info", "debug", "trace", "step"];
 /// Fields that are keys of a record, not of its `fields`.
 const KEYS: &[&str] = &["gpu", "error", "after", "at_ns", "step_id"];
@@ -78,7 +79,7 @@ fn macro_call(which: &str, mut arguments: Vec<Vec<String>>, emitted: &mut Emitte
 
 /// Values of the constants of `names`, in the catalogue's text.
 fn constants() -> BTreeMap<String, String> {
-    let text = std::fs::read_to_string(project().join("src/events/catalogue.rs")).unwrap();
+    let text = std::fs::read_to_string(project().join("src/wire/catalogue.rs")).unwrap();
     let records = text.split("rows! {").nth(1).expect("the first table");
     let row = |line: &str| {
         let (constant, rest) = line.trim().split_once(" = \"")?;
@@ -113,10 +114,7 @@ fn differences(emitted: &Emitted, constants: &BTreeMap<String, String>) -> Vec<S
 
 #[test]
 fn the_catalogue_has_what_the_sources_emit_and_nothing_else() {
-    // The host's half emits nothing.
-    let mut guest = source::read("src");
-    guest.retain(|source| !source.file.starts_with("src/host/"));
-    let emitted_by_guest = emitted(&guest);
+    let emitted_by_guest = emitted(&source::read("src/init"));
     let constants = constants();
     assert_eq!(constants.len(), RECORDS.len());
     let found = differences(&emitted_by_guest, &constants);
@@ -125,7 +123,7 @@ fn the_catalogue_has_what_the_sources_emit_and_nothing_else() {
     // that is not in the catalogue.
     let text = "fn f() { info!(name: names::CLOCK, realtime_ns = 1, place); tracing::warn!(name: names::GPU_BIND);
         step!(names::NEW); } #[cfg(test)] mod tests { fn g() { info!(name: names::CLOCK, other = %1) } }";
-    let made_up = emitted(&source::of(&[("src/made_up.rs".into(), text.into())]));
+    let made_up = emitted(&source::of(&[("src/init/made_up.rs".into(), text.into())]));
     let few: BTreeMap<_, _> = constants.into_iter().filter(|(c, _)| ["CLOCK", "GPU_BIND", "SETTLED"].contains(&c.as_str())).collect();
     assert_eq!(
         differences(&made_up, &few),
@@ -184,12 +182,12 @@ fn markdown(rows: &[Row]) -> String {
 
 #[test]
 fn the_page_of_the_format_has_every_record() {
-    has_table("src/events/README.md", RECORDS);
+    has_table("src/wire/README.md", RECORDS);
 }
 
 #[test]
 fn the_page_of_the_host_has_everything_that_is_traced() {
-    has_table("src/host/README.md", TRACED);
+    has_table("src/cli/README.md", TRACED);
 }
 
 /// Compares the table of a page with the rows.

@@ -3,13 +3,13 @@
 
 use crate::collect::program;
 use crate::{TempDir, golden, project};
-use kata_gpu_init::host::analysis::doctor::diagnose;
-use kata_gpu_init::host::analysis::doctor::finding::{Basis, Finding, Verdict};
-use kata_gpu_init::host::analysis::doctor::host_facts::{HostFacts, Seen};
-use kata_gpu_init::host::analysis::doctor::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, OwnBoots, UNPACKED};
-use kata_gpu_init::host::analysis::doctor::rule_table::RULES;
-use kata_gpu_init::host::data::host_check::HostCheck;
-use kata_gpu_init::host::tools::doctor::{Depth, facts_at};
+use kata_gpu_doctor::facts::{Depth, facts_at};
+use kata_gpu_doctor::rules::diagnose;
+use kata_gpu_doctor::rules::finding::{Basis, Finding, Verdict};
+use kata_gpu_doctor::rules::host_facts::{HostFacts, Seen};
+use kata_gpu_doctor::rules::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, OwnBoots, UNPACKED};
+use kata_gpu_report::analysis::rules::RULES;
+use kata_gpu_report::data::host_check::HostCheck;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};

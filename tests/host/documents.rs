@@ -76,13 +76,13 @@ fn named_tests(page: &str) -> BTreeSet<&str> {
 #[test]
 fn every_test_that_a_promise_or_a_threat_names_is_there() {
     let mut text = String::new();
-    for folder in ["src/host", "tests/host", "tests/vm"] {
+    for folder in ["src", "tests/host", "tests/vm"] {
         files(folder).iter().for_each(|path| text.push_str(&std::fs::read_to_string(path).unwrap_or_default()));
     }
     // Tests under Kata have their runtime's name before their own.
     let named = |name: &str| text.contains(&format!("\"{name}\""));
     let is_there = |name: &str| text.contains(&format!("fn {name}()")) || named(name) || named(name.trim_start_matches("under_kata_"));
-    for (page, at_least) in [("README.md", 12), ("src/host/README.md", 20)] {
+    for (page, at_least) in [("README.md", 12), ("src/cli/README.md", 20)] {
         let page_text = read(page);
         let tests = named_tests(&page_text);
         assert!(tests.len() > at_least, "{page}: {tests:?}");
@@ -123,7 +123,7 @@ fn matched_words(source: &str) -> Vec<&str> {
 
 #[test]
 fn each_word_of_a_guests_script_is_documented_once() {
-    let source = read("tests/vm/script.rs");
+    let source = read("tests/guest/halves/script.rs");
     let (mut documented, mut matched) = (documented_words(&source), matched_words(&source));
     documented.sort_unstable();
     matched.sort_unstable();

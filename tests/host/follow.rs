@@ -6,7 +6,8 @@
 
 use crate::collect::{DEADLINE, folder, program};
 use crate::{TempDir, project};
-use kata_gpu_init::events::record::{Line, decode};
+use kata_gpu_wire::decode::decode;
+use kata_gpu_wire::record::Line;
 use nix::pty::{OpenptyResult, Winsize, openpty};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};

@@ -10,9 +10,9 @@
 use crate::collect::{Collector, boot_id, boot_path, folder, garbage, program, read, socket, until};
 use crate::fleet::{get, metrics_address, value};
 use crate::worst_boots::{everything, trees};
-use kata_gpu_init::events::record::{Header, Kind, Record, header_line};
-use kata_gpu_init::events::ring::Ring;
-use kata_gpu_tests::vm::random::Random;
+use kata_gpu_init::stream::ring::Ring;
+use kata_gpu_test_guest::halves::random::Random;
+use kata_gpu_wire::record::{Header, Kind, Record, header_line};
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;

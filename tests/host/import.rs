@@ -6,21 +6,22 @@
 
 use crate::initrd::gzip;
 use crate::{golden, project};
-use kata_gpu_init::events::catalogue::logged as own;
-use kata_gpu_init::events::names;
-use kata_gpu_init::host::boot::model::{Boot, Container};
-use kata_gpu_init::host::data::agent_log;
-use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::data::compact_record::Record;
-use kata_gpu_init::host::data::imported_record::{Format, mark, of_record};
-use kata_gpu_init::host::data::text::Screen;
-use kata_gpu_init::host::tools::import::assemble::{import, read};
-use kata_gpu_init::host::tools::import::choose::Source;
-use kata_gpu_init::host::tools::import::import_report::{self, Report};
-use kata_gpu_init::host::tools::import::item::Skip;
-use kata_gpu_init::host::tools::import::log_files::Input;
-use kata_gpu_init::host::views::boot_page::page;
+use kata_gpu_report::boot::model::{Boot, Container};
+use kata_gpu_report::data::agent_log;
+use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::data::compact_record::Record;
+use kata_gpu_report::data::imported_record::{Format, mark, of_record};
+use kata_gpu_report::data::text::Screen;
+use kata_gpu_report::import::assemble::{import, read};
+use kata_gpu_report::import::choose::Source;
+use kata_gpu_report::import::import_report;
+use kata_gpu_report::import::import_report::Report;
+use kata_gpu_report::import::item::Skip;
+use kata_gpu_report::import::log_files::Input;
+use kata_gpu_report::views::boot_page::page;
 use kata_gpu_tests::import_agreement::agreement;
+use kata_gpu_wire::catalogue::logged as own;
+use kata_gpu_wire::names;
 use std::io::Cursor;
 
 fn bytes(name: &str) -> Vec<u8> {

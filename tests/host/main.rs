@@ -1,58 +1,59 @@
 //! Tests that need no VM: the spec before the crate that the agent reads it with, and the budgets
 //! and promises of the product.
 
-#[cfg(feature = "host")]
 mod accounting;
 mod budgets;
 mod catalogue;
 mod cdi;
-#[cfg(feature = "host")]
 mod collect;
 mod documents;
-#[cfg(feature = "host")]
 mod doctor;
-#[cfg(feature = "host")]
 mod export;
-#[cfg(feature = "host")]
 mod fleet;
-#[cfg(feature = "host")]
 mod follow;
 mod fork;
-#[cfg(feature = "host")]
 mod goldens;
-#[cfg(feature = "host")]
 mod hostile_soak;
 mod hooks;
-#[cfg(feature = "host")]
 mod import;
-#[cfg(feature = "host")]
 mod install;
 mod initrd;
 mod layers;
 mod modules;
 mod nvml;
 mod plain_words;
-#[cfg(feature = "host")]
 mod real_gpu;
 mod schedule;
-#[cfg(feature = "host")]
 mod schemas;
 mod shell;
-#[cfg(feature = "host")]
 mod specification;
-#[cfg(feature = "host")]
 mod supply_chain;
 mod test_names;
-#[cfg(feature = "host")]
 mod tree;
-#[cfg(feature = "host")]
 mod worst_boots;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 /// The project's folder.
 fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// A program of this build, built now if it is not there or not up to date.
+fn built(package: &str, name: &str) -> PathBuf {
+    static BUILT: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let program = std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join(name);
+    // Held while it is built: others wait for it.
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    if built.insert(name.into()) {
+        let words = ["build", "--locked", "-q", "-p", package, "--bin", name];
+        let status = Command::new(env!("CARGO")).args(words).current_dir(project()).status().unwrap();
+        assert!(status.success() && program.exists(), "build {}", program.display());
+    }
+    program
 }
 
 /// Every file below a folder of the project, in order of their paths; not those that are built.
@@ -92,7 +93,6 @@ impl Drop for TempDir {
 }
 
 /// Compares with `tests/golden/<name>`, or writes it if UPDATE_GOLDEN=1 is set.
-#[cfg(feature = "host")]
 fn golden(name: &str, text: &str) {
     let path = project().join("tests/golden").join(name);
     if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {

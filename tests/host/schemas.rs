@@ -3,8 +3,9 @@
 
 use crate::collect::{Collector, Raw, boot_path, folder, program, read, socket, until};
 use crate::{TempDir, golden, project};
-use kata_gpu_init::events::record::{READS, SCHEMA, decode_with_schema};
-use kata_gpu_init::host::data::boot_file::{BootFile, HostEvent};
+use kata_gpu_report::data::boot_file::{BootFile, HostEvent};
+use kata_gpu_wire::decode::decode_with_schema;
+use kata_gpu_wire::record::{READS, SCHEMA};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::Command;

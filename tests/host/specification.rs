@@ -1,8 +1,8 @@
 //! src/SPECIFICATION.md against the code: numbers of promises, bounds, tables, and tests.
 
 use crate::{TempDir, files, project};
-use kata_gpu_init::boot::gpus::deadlines::TABLE;
-use kata_gpu_init::host::collect::limits::Limits;
+use kata_gpu_collect::limits::Limits;
+use kata_gpu_init::boot::bring_up::deadlines::TABLE;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::fs;

@@ -3,7 +3,7 @@
 
 use crate::export::Package;
 use crate::project;
-use kata_gpu_init::elf::build_id::build_id;
+use kata_gpu_init::formats::elf::build_id::build_id;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -27,10 +27,10 @@ fn packages() -> Vec<Value> {
     metadata["packages"].as_array().unwrap().clone()
 }
 
-/// Names and versions in cargo's tree of the init, without the init.
+/// Names and versions in cargo's tree of the init, without our own crates.
 fn versions(edges: &str) -> Vec<(String, String)> {
     let text = cargo(&["tree", "--frozen", "-p", "kata-gpu-init", "-e", edges, "--target", TARGET, "--prefix", "none", "--format", "{p}"]);
-    let crates = text.lines().filter_map(|line| line.split_once(" v")).filter(|(name, _)| *name != "kata-gpu-init");
+    let crates = text.lines().filter_map(|line| line.split_once(" v")).filter(|(name, _)| !name.starts_with("kata-gpu-"));
     crates.map(|(name, rest)| (name.to_string(), rest.split(' ').next().unwrap_or(rest).to_string())).collect()
 }
 

@@ -1,7 +1,7 @@
 //! Guest roots for tests, from descriptions that read like one (tests/fixtures/cdi/README.md has
 //! the words).
 
-use kata_gpu_init::elf::stand_in;
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use std::fmt::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};

@@ -6,7 +6,7 @@
 
 use crate::collect::{Collector, Raw, boot_id, folder, program, socket, until};
 use crate::fleet::{get, metrics_address, value};
-use kata_gpu_init::events::record::{Header, header_line};
+use kata_gpu_wire::record::{Header, header_line};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 

@@ -4,11 +4,12 @@
 
 use crate::machine::{Machine, command as limited, make_directory, program};
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Line, Record, decode};
-use kata_gpu_tests::agent::container_run::{PROGRAM, ROOTS, copy_tree};
-use kata_gpu_tests::own_mounts::in_own_mounts;
+use kata_gpu_test_guest::agent::container_run::{PROGRAM, ROOTS, copy_tree};
+use kata_gpu_test_guest::own_mounts::in_own_mounts;
 use kata_gpu_tests::vm::harness::AgentLine;
+use kata_gpu_wire::decode::decode;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Line, Record};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::pty::openpty;

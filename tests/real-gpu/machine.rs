@@ -1,7 +1,7 @@
 //! The machine with the GPUs, and the folder of the tests' programs.
 
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::pci::PciAddress;
+use kata_gpu_wire::pci_address::PciAddress;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder};
 use std::io::Write;

@@ -13,15 +13,15 @@ mod machine;
 mod runc;
 
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::nvml::Answer;
-use kata_gpu_init::pci::PciAddress;
-use kata_gpu_tests::agent::container_run;
+use kata_gpu_test_guest::agent::container_run;
+use kata_gpu_test_guest::protobuf::bytes_of;
 use kata_gpu_tests::agent_client::requests::{self, Container};
 use kata_gpu_tests::agent_client::{AGENT, Client};
 use kata_gpu_tests::nvidia_programs::{SMI_QUERY, same_as_nvidia_ctk, smi_lines};
-use kata_gpu_tests::protobuf::bytes_of;
 use kata_gpu_tests::trials;
+use kata_gpu_wire::names;
+use kata_gpu_wire::nvml_messages::Answer;
+use kata_gpu_wire::pci_address::PciAddress;
 use libtest_mimic::{Completion, Trial};
 use machine::{Machine, Scratch, run};
 use serde_json::Value;
@@ -243,7 +243,7 @@ const PROC: [&str; 4] =
     ["/proc/driver/nvidia/version", "/proc/driver/nvidia/params", "/proc/devices", "/proc/driver/nvidia-caps/mig-minors"];
 
 fn files_of_the_driver_are_read(machine: &Machine) -> Result<Completion> {
-    use kata_gpu_init::driver_proc::{information, majors};
+    use kata_gpu_init::gpu::driver_proc::{information, majors};
     for path in PROC.map(PathBuf::from) {
         if let Ok(text) = std::fs::read(&path) {
             machine.record(&path.to_string_lossy().trim_start_matches('/').replace('/', "-"), &text)?;

@@ -3,8 +3,8 @@
 
 use crate::machine::{Machine, Scratch, command};
 use anyhow::{Context, Result, anyhow, ensure};
-use kata_gpu_tests::agent::cdi::inject;
-use kata_gpu_tests::agent::container_run::{PROGRAM, copy_tree};
+use kata_gpu_test_guest::agent::cdi::inject;
+use kata_gpu_test_guest::agent::container_run::{PROGRAM, copy_tree};
 use oci_spec::runtime::Spec;
 use std::path::Path;
 
@@ -24,7 +24,8 @@ pub fn run(machine: &Machine, runtime: &Path, specs: &Path, devices: &[&str]) ->
     if !devices.is_empty() {
         let (specs, devices) = (specs.to_str().context("a path of specs")?, devices.iter().map(ToString::to_string).collect::<Vec<_>>());
         // One try.
-        inject(&mut spec, specs, &devices, 0, true, &|_| (), &mut |_, _| ()).map_err(|(_, error)| anyhow!("inject: {error}"))?;
+        inject(kata_gpu_test_agent::specs, &mut spec, specs, &devices, 0, true, &|_| (), &mut |_, _| ())
+            .map_err(|(_, error)| anyhow!("inject: {error}"))?;
     }
     spec.save(bundle.join("config.json"))?;
     let id = bundle.file_name().context("a bundle without a name")?;

@@ -6,11 +6,12 @@
 use super::locks::{At, Fact, Host, Micros, Order, World};
 use super::policies::{Outcome, probes};
 use super::random::Random;
-use kata_gpu_init::boot::gpus::deadlines::Limit;
-use kata_gpu_init::boot::gpus::schedule::Schedule;
-use kata_gpu_init::boot::gpus::schedule_messages::{self as schedule, Arrival, GpuId, Probe};
-use kata_gpu_init::boot::gpus::strategy::Policy;
-use kata_gpu_init::pci::PciAddress;
+use kata_gpu_init::boot::bring_up::deadlines::Limit;
+use kata_gpu_init::boot::bring_up::schedule::Schedule;
+use kata_gpu_init::boot::bring_up::schedule_messages as schedule;
+use kata_gpu_init::boot::bring_up::schedule_messages::{Arrival, GpuId, Probe};
+use kata_gpu_init::boot::bring_up::strategy::Policy;
+use kata_gpu_wire::pci_address::PciAddress;
 use std::time::Duration;
 
 /// Grace periods that the end of a load waits for.

@@ -4,9 +4,9 @@
 use super::drive::{Broken, Container, Overhead, Run, drive, drive_broken};
 use super::locks::{At, Fact, Fault, Function, Host, Micros, Times};
 use super::random::Random;
-use kata_gpu_init::boot::gpus::deadlines::Limit;
-use kata_gpu_init::boot::gpus::schedule_messages::{Fact as Report, GpuId, Order, Probe};
-use kata_gpu_init::boot::gpus::strategy::{Facts, Policy};
+use kata_gpu_init::boot::bring_up::deadlines::Limit;
+use kata_gpu_init::boot::bring_up::schedule_messages::{Fact as Report, GpuId, Order, Probe};
+use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
 use kata_gpu_init::config::{Bind, Init};
 
 const MS: Micros = 1000;

@@ -3,7 +3,7 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, ensure};
-use kata_gpu_init::events::names;
+use kata_gpu_wire::names;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "instances_channels_and_switches_have_nodes_from_the_init", run: instances },

@@ -2,8 +2,8 @@
 
 use super::harness::{Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "every_strategy_binds_all_gpus", run: strategies },

@@ -5,11 +5,12 @@
 
 use super::harness::{Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{DEFAULT_PORT, Line, Pong, Record, decode, ping_line};
-use kata_gpu_init::host::data::clock_offset::{Clock, Pinger, RATE_ERROR_PPM};
-use kata_gpu_init::host::data::guest_clocks::GuestClocks;
-use kata_gpu_init::host::data::text::realtime_ns;
+use kata_gpu_report::data::clock_offset::{Clock, Pinger, RATE_ERROR_PPM};
+use kata_gpu_report::data::guest_clocks::GuestClocks;
+use kata_gpu_report::data::text::realtime_ns;
+use kata_gpu_wire::decode::decode;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{DEFAULT_PORT, Line, Pong, Record, ping_line};
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

@@ -3,9 +3,9 @@
 
 use super::harness::{Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::arch::Arch;
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
+use kata_gpu_wire::arch::Arch;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "coherent_memory_goes_online_movable_before_the_first_open", run: before_the_first_open }];
 

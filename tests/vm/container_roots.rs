@@ -4,7 +4,7 @@
 
 use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, anyhow, ensure};
-use kata_gpu_init::arch::Arch;
+use kata_gpu_wire::arch::Arch;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "containers_load_the_guests_libcuda_and_see_only_their_gpus", run: one_hook },

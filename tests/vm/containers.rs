@@ -3,8 +3,8 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "gpu_0s_container_starts_before_gpu_7_is_bound_concurrent", run: |c| early(c, "concurrent", SLEEPING) },

@@ -4,8 +4,8 @@
 
 use super::harness::{Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 use std::fs::File;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};

@@ -2,8 +2,8 @@
 
 use super::harness::{Booted, CONFIDENTIAL, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -126,7 +126,8 @@ fn guest_reader(context: &TestContext) -> Result<Outcome> {
 }
 
 fn vsock_listener(context: &TestContext) -> Result<Outcome> {
-    use kata_gpu_init::events::record::{DEFAULT_PORT, Line, decode};
+    use kata_gpu_wire::decode::decode;
+    use kata_gpu_wire::record::{DEFAULT_PORT, Line};
     use std::io::{BufRead, BufReader, Write as _};
     let booted = Guest::new().boot(context, "vsock")?;
     let settled = booted.event(names::SETTLED)?;

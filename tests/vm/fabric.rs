@@ -4,9 +4,10 @@
 use super::harness::{CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, named};
 use super::services::with_services;
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
-use kata_gpu_init::nvml::{Answer, FabricState, Facts};
+use kata_gpu_wire::fabric::FabricState;
+use kata_gpu_wire::names;
+use kata_gpu_wire::nvml_messages::{Answer, Facts};
+use kata_gpu_wire::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "nvml_reports_the_drivers_fabric_and_ready_state", run: nvml },

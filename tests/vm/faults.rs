@@ -3,8 +3,8 @@
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
 use super::hot_plug::leads;
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[

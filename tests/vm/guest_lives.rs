@@ -2,16 +2,16 @@
 //! nobody up, containers are made, and on one vCPU the agent comes first.
 //!
 //! All is judged by the guest's own clock or by the order of lines, never by how fast this machine
-//! is. The guest half `samples` looks at masks and level every 50 ms ([`super::guest`]).
+//! is. The guest half `samples` looks at masks and level every 50 ms (tests/guest/halves).
 
 use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::boot::gpus::deadlines::Limit;
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Level, Pong, Record, ping_line};
-use kata_gpu_init::events::sinks::console::log_line;
-use kata_gpu_init::interrupts::CpuMask;
-use kata_gpu_init::kernel_console;
+use kata_gpu_init::boot::bring_up::deadlines::Limit;
+use kata_gpu_init::machine::interrupts::CpuMask;
+use kata_gpu_init::machine::kernel_console;
+use kata_gpu_init::stream::sinks::console::log_line;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Level, Pong, Record, ping_line};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -3,8 +3,8 @@
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
 use super::worker::counters;
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_gpu_that_is_removed_leaves_the_spec_and_comes_back", run: removed_and_back },

@@ -4,12 +4,12 @@
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, complete};
 use crate::import_agreement::{Agreement, agreement};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{header_line, record_line};
-use kata_gpu_init::host::data::agent_log;
-use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::tools::import::assemble::{import, read};
-use kata_gpu_init::host::tools::import::log_files::Input;
+use kata_gpu_report::data::agent_log;
+use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::import::assemble::{import, read};
+use kata_gpu_report::import::log_files::Input;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{header_line, record_line};
 use std::fmt::Write;
 use std::io::Cursor;
 use std::time::{Duration, UNIX_EPOCH};
@@ -62,7 +62,7 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
     // nanosecond, the agent's by its error and a millisecond.
     let bound_ns = value(&console, "\"msg\":\"gpu.bound\"", "boottime_ns")?;
     let ready = value(&console, "\"msg\":\"ttRPC server started\"", "ts")?;
-    let error_ns = import.records.iter().filter(|r| r.name == "agent.ready").find_map(kata_gpu_init::host::data::imported_record::mark);
+    let error_ns = import.records.iter().filter(|r| r.name == "agent.ready").find_map(kata_gpu_report::data::imported_record::mark);
     let error_ns = error_ns.context("the agent's readiness has no stated error")?.error_ns;
     let later = humantime::parse_rfc3339(ready)?.duration_since(UNIX_EPOCH)? + Duration::from_nanos(error_ns) + Duration::from_millis(1);
     let later = humantime::format_rfc3339_nanos(UNIX_EPOCH + later).to_string();

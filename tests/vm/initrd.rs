@@ -3,16 +3,16 @@
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
-use kata_gpu_init::host::tools::initrd::helper::Helper;
-use kata_gpu_init::host::tools::initrd::image::{Form, Image};
-use kata_gpu_init::host::tools::initrd::output_file::Output;
-use kata_gpu_init::host::tools::initrd::pack::{List, Wish as PackWish, pack};
-use kata_gpu_init::host::tools::initrd::repack::{Wish, repack};
-use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
-use kata_gpu_init::host::tools::initrd::verify;
-use kata_gpu_init::host::tools::initrd::verify::Question;
+use kata_gpu_image::images::helper::Helper;
+use kata_gpu_image::images::image::{Form, Image};
+use kata_gpu_image::images::output_file::Output;
+use kata_gpu_image::images::pack::{List, Wish as PackWish, pack};
+use kata_gpu_image::images::repack::{Wish, repack};
+use kata_gpu_image::images::unpacked_root::Tree;
+use kata_gpu_image::images::verify;
+use kata_gpu_image::images::verify::Question;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;

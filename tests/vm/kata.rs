@@ -8,8 +8,8 @@ use super::{disk_root, extensions, inside};
 use anyhow::{Context, Result, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use kata_gpu_init::arch::Arch;
-use kata_gpu_init::events::names;
+use kata_gpu_wire::arch::Arch;
+use kata_gpu_wire::names;
 use std::collections::BTreeSet;
 use std::time::Instant;
 

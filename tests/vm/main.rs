@@ -3,10 +3,10 @@
 //! With arm64 guests a test has the prefix `arm64_`. Some of those run with all others, each one
 //! where the command line has a name that begins so.
 
-use kata_gpu_init::arch::Arch;
 use kata_gpu_tests::trials;
 use kata_gpu_tests::vm::harness::{Outcome, Silent, TestContext, VmTest};
 use kata_gpu_tests::vm::{NEED_X86_64, ON_ARM64, TESTS};
+use kata_gpu_wire::arch::Arch;
 use libtest_mimic::{Completion, Failed, Trial};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

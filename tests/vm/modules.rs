@@ -3,8 +3,8 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[

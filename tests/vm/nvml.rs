@@ -3,8 +3,8 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "nvml_reports_each_gpu_and_sets_what_parameters_ask_for", run: reports_and_sets },

@@ -3,8 +3,8 @@
 
 use super::harness::{DEADLINE, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record, ping_line};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record, ping_line};
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[

@@ -5,9 +5,9 @@
 use super::harness::{Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, named};
 use super::services::with_service;
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
 use kata_gpu_init::services::service_table::Name;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_gpu_is_given_to_containers_when_its_fabric_is_complete", run: fabric },

@@ -8,9 +8,9 @@
 use super::bring_up::{Accesses, NEEDED, needed, reports};
 use super::harness::{AgentLine, Booted, Guest, Outcome, RealDriver, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::arch::Arch;
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::arch::Arch;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 use std::collections::BTreeSet;
 use std::time::Duration;
 

@@ -3,8 +3,8 @@
 
 use super::harness::{Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "sixteen_gpus_with_as_many_faults_have_as_many_reasons", run: many },

@@ -2,8 +2,8 @@
 
 use super::harness::{Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_half_initialised_gpu_is_reset_once_and_keeps_its_name", run: cured },

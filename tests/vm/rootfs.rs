@@ -7,9 +7,9 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::arch::Arch;
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
+use kata_gpu_wire::arch::Arch;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -3,10 +3,10 @@
 
 use super::harness::{Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Level, Record};
+use kata_gpu_init::gpu::topology::Topology;
 use kata_gpu_init::services::service_table::{Argument, Name, SERVICES, Start};
-use kata_gpu_init::topology::Topology;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Level, Record};
 use std::collections::BTreeSet;
 
 pub const TESTS: &[VmTest] = &[

@@ -3,8 +3,8 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "each_topology_is_reported_with_its_reason", run: each },
@@ -39,7 +39,7 @@ fn fields(record: &Record) -> [String; 6] {
         .map(|key| record.fields.get(key).map_or_else(String::new, |value| value.to_string().trim_matches('"').to_string()))
 }
 
-/// One guest for each source of facts: the tests of [`kata_gpu_init::topology`] have every
+/// One guest for each source of facts: the tests of [`kata_gpu_init::gpu::topology`] have every
 /// decision.
 fn each(context: &TestContext) -> Result<Outcome> {
     let blackwell = "fakepci.device=0x2901 nvidia.barfw_ms=50";
@@ -109,7 +109,7 @@ fn vpd(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// One guest for each place of the option: the tests of [`kata_gpu_init::topology`] have every
+/// One guest for each place of the option: the tests of [`kata_gpu_init::gpu::topology`] have every
 /// decision.
 fn nvlink(context: &TestContext) -> Result<Outcome> {
     let option = "options nvidia NVreg_NvLinkDisable=0\n";

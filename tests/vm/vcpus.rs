@@ -4,8 +4,8 @@
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
 use super::worker::{all_up_once, counters};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "every_strategy_binds_all_gpus_on_one_and_on_eight_vcpus", run: |c| each(c, strategies) },

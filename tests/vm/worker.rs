@@ -3,8 +3,8 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Level};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Level};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_killed_worker_loses_no_gpu_no_record_and_no_container", run: killed },
@@ -112,7 +112,7 @@ fn killed_later(context: &TestContext) -> Result<Outcome> {
     let after: Vec<_> = records.iter().filter(|r| r.seq > died.seq && r.gpu.is_some() && r.kind != Kind::Kmsg).collect();
     ensure!(after.is_empty(), "after the death: {after:?}");
     let (before, after): (Vec<_>, Vec<_>) = named(&records, Kind::End, names::CDI_PUBLISH).into_iter().partition(|r| r.seq < died.seq);
-    let fields = |r: Option<&&kata_gpu_init::events::record::Record>| r.map(|r| r.fields.clone());
+    let fields = |r: Option<&&kata_gpu_wire::record::Record>| r.map(|r| r.fields.clone());
     ensure!(
         fields(before.last()) == fields(after.last()) && !after.is_empty(),
         "published before {:?}, after {:?}",

@@ -6,24 +6,25 @@
 //! records, spans and GPUs differ. tests/fuzz/run limits the time of an input.
 #![no_main]
 
-use kata_gpu_init::host::analysis::blame::{By, blame};
-use kata_gpu_init::host::analysis::compare::{Settings, Threshold, compare};
-use kata_gpu_init::host::analysis::critical_path::critical_path;
-use kata_gpu_init::host::analysis::many_boots::Collected;
-use kata_gpu_init::host::analysis::metrics::metrics;
-use kata_gpu_init::host::boot::coverage::coverage;
-use kata_gpu_init::host::boot::model::Boot;
-use kata_gpu_init::host::boot::steps;
-use kata_gpu_init::host::boot::timeline::Timeline;
-use kata_gpu_init::host::cli::export;
-use kata_gpu_init::host::cli::export::Format;
-use kata_gpu_init::host::collect::fleet::tally::{Facts, Tally};
-use kata_gpu_init::host::data::agent_log;
-use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::data::text::{Screen, write_ascii_json};
-use kata_gpu_init::host::otlp::{self, Resource};
-use kata_gpu_init::host::views::boot_page::write_page;
-use kata_gpu_init::host::views::waterfall::Waterfall;
+use kata_gpu_boot::export;
+use kata_gpu_boot::export::Format;
+use kata_gpu_collect::fleet::tally::{Facts, Tally};
+use kata_gpu_report::analysis::blame::{By, blame};
+use kata_gpu_report::analysis::compare::{Settings, Threshold, compare};
+use kata_gpu_report::analysis::critical_path::critical_path;
+use kata_gpu_report::analysis::many_boots::Collected;
+use kata_gpu_report::analysis::metrics::metrics;
+use kata_gpu_report::boot::coverage::coverage;
+use kata_gpu_report::boot::model::Boot;
+use kata_gpu_report::boot::steps;
+use kata_gpu_report::boot::timeline::Timeline;
+use kata_gpu_report::data::agent_log;
+use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::data::text::{Screen, write_ascii_json};
+use kata_gpu_report::otlp;
+use kata_gpu_report::otlp::Resource;
+use kata_gpu_report::views::boot_page::write_page;
+use kata_gpu_report::views::waterfall::Waterfall;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::sink;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -2,13 +2,13 @@
 //! without end; what can be read of an erofs image is the same after its init was replaced.
 #![no_main]
 
-use kata_gpu_init::host::tools::guest_disk as disk;
-use kata_gpu_init::host::tools::guest_disk::FileSystem;
-use kata_gpu_init::host::tools::initrd::diff;
-use kata_gpu_init::host::tools::initrd::disk_image::erofs::Erofs;
-use kata_gpu_init::host::tools::initrd::disk_image::{erofs_edit, read_all, wanted};
-use kata_gpu_init::host::tools::initrd::image::{Content, Image};
-use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
+use kata_gpu_image::guest_disk as disk;
+use kata_gpu_image::guest_disk::FileSystem;
+use kata_gpu_image::images::diff;
+use kata_gpu_image::images::disk_image::erofs::Erofs;
+use kata_gpu_image::images::disk_image::{erofs_edit, read_all, wanted};
+use kata_gpu_image::images::image::{Content, Image};
+use kata_gpu_image::images::unpacked_root::Tree;
 use std::rc::Rc;
 
 /// Contents that are read, so that one input does not take a second.

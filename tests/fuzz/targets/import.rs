@@ -1,19 +1,13 @@
 //! Every format takes any bytes, and what is made of them is the file of a boot without damage.
 #![no_main]
 
-use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::data::imported_record::Format;
-use kata_gpu_init::host::tools::import::assemble::{import, read};
-use kata_gpu_init::host::tools::import::log_files::Input;
+use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::data::imported_record::Format;
+use kata_gpu_report::import::assemble::{import, read};
+use kata_gpu_report::import::log_files::Input;
 use std::io::Cursor;
 
-const FORMATS: [Option<Format>; 5] = [
-    None,
-    Some(Format::Journal),
-    Some(Format::Console),
-    Some(Format::Pod),
-    Some(Format::Stream),
-];
+const FORMATS: [Option<Format>; 5] = [None, Some(Format::Journal), Some(Format::Console), Some(Format::Pod), Some(Format::Stream)];
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let Some((first, rest)) = bytes.split_first() else { return };

@@ -1,8 +1,8 @@
 //! The driver's files: information, devices, params, mig-minors, a capability's access.
 #![no_main]
 
-use kata_gpu_init::driver_caps::{parse_access, parse_mig_minors};
-use kata_gpu_init::driver_proc::{parse_information, parse_majors, parse_node_rules};
+use kata_gpu_init::gpu::driver_caps::{parse_access, parse_mig_minors};
+use kata_gpu_init::gpu::driver_proc::{parse_information, parse_majors, parse_node_rules};
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
     if let Some(information) = parse_information(text) {

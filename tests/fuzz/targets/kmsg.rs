@@ -1,9 +1,9 @@
 //! Records of the kernel's log, and what the driver's lines in them mean.
 #![no_main]
 
-use kata_gpu_init::driver_log::{address, explains, init_code, signal};
-use kata_gpu_init::events::kmsg::parse;
-use kata_gpu_init::reason::{Step, classify};
+use kata_gpu_init::machine::kernel_log::parse;
+use kata_gpu_wire::driver_log::{address, explains, init_code, signal};
+use kata_gpu_wire::reason::{Step, classify};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Some(line) = parse(bytes) {

@@ -2,8 +2,8 @@
 //! writes and reads as the same.
 #![no_main]
 
-use kata_gpu_init::arch::Arch;
-use kata_gpu_init::ld_so_cache::{Hwcap, MAX_SIZE, read, write};
+use kata_gpu_init::formats::ld_so_cache::{Hwcap, MAX_SIZE, read, write};
+use kata_gpu_wire::arch::Arch;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let Ok(mut cache) = read(bytes) else { return };

@@ -1,7 +1,7 @@
 //! A shared library as an image has it: no bytes make the reader crash, or give names without end.
 #![no_main]
 
-use kata_gpu_init::elf::library;
+use kata_gpu_init::formats::elf::library;
 use std::cell::RefCell;
 use std::fs::File;
 use std::os::unix::fs::FileExt;

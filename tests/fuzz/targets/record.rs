@@ -1,7 +1,8 @@
 //! The record decoder takes any bytes; what it takes, it writes again and reads as the same.
 #![no_main]
 
-use kata_gpu_init::events::record::{Line, MAX_LINE, decode, header_line, ping, ping_line, pong_line, record_line};
+use kata_gpu_wire::decode::decode;
+use kata_gpu_wire::record::{Line, MAX_LINE, header_line, ping, ping_line, pong_line, record_line};
 use serde_json::Value;
 
 /// Whether there is a number in it that is no integer. No writer of schema 1 makes one, and

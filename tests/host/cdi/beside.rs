@@ -5,9 +5,10 @@ use crate::cdi::generate::{character_device, judged, list, ours, root, run, valu
 use crate::{TempDir, project, tree};
 use kata_gpu_init::cdi::devices::{OTHERS, Places};
 use kata_gpu_init::cdi::schema::Edits;
-use kata_gpu_init::cdi::spec::{Device, Entry, Hooks, Options, Ready, generate};
-use kata_gpu_init::device_nodes::Node;
+use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
+use kata_gpu_init::config::Hooks;
 use kata_gpu_init::driver_files::{Roots, scan};
+use kata_gpu_init::gpu::device_nodes::Node;
 use serde_json::Value;
 
 #[test]

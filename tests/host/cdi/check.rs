@@ -3,16 +3,16 @@
 //! ones pass.
 
 use crate::{TempDir, project};
+use kata_gpu_cdi_check::check_report::{Asked, Outcome, Question, Report, check};
+use kata_gpu_cdi_check::container::Container;
+use kata_gpu_cdi_check::look::Look;
+use kata_gpu_cdi_check::shape;
+use kata_gpu_cdi_check::spec_files;
+use kata_gpu_cdi_check::spec_rules::{Agent, Agents, RULES};
 use kata_gpu_init::cdi::publish::Publisher;
 use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
-use kata_gpu_init::device_nodes::Node;
-use kata_gpu_init::host::tools::cdi_check::check_report::{Asked, Outcome, Question, Report, check};
-use kata_gpu_init::host::tools::cdi_check::container::Container;
-use kata_gpu_init::host::tools::cdi_check::look::Look;
-use kata_gpu_init::host::tools::cdi_check::shape;
-use kata_gpu_init::host::tools::cdi_check::spec_files;
-use kata_gpu_init::host::tools::cdi_check::spec_rules::{Agent, Agents, RULES};
-use kata_gpu_init::host::tools::severity::Severity;
+use kata_gpu_init::gpu::device_nodes::Node;
+use kata_gpu_report::severity::Severity;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -505,7 +505,7 @@ fn both_agents_want_the_version_that_we_compute() {
         let wanted = used.iter().map(|(_, _, version)| *version).max().unwrap_or("0.3.0");
         assert_eq!(shape::check("x", &spec).minimum().to_string(), wanted, "{spec}");
         let kata4 = serde_json::from_value(spec.clone()).unwrap();
-        assert_eq!(container_device_interface::version::minimum_required_version(&kata4).unwrap().to_string(), wanted, "{spec}");
+        assert_eq!(container_device_interface_1::version::minimum_required_version(&kata4).unwrap().to_string(), wanted, "{spec}");
         if wanted < "1" {
             let kata3 = serde_json::from_value(spec.clone()).unwrap();
             assert_eq!(container_device_interface_0::version::minimum_required_version(&kata3).unwrap().to_string(), wanted, "{spec}");
@@ -538,11 +538,11 @@ fn nothing_that_a_file_says_drives_a_terminal() {
         let dir = case_dir();
         std::fs::write(dir.0.join("\u{1b}[2J\u{9b}31m.json"), text).unwrap();
         let report = report(&dir.0, &question());
-        let json = kata_gpu_init::host::data::text::ascii_json(&report.json()).unwrap();
+        let json = kata_gpu_report::data::text::ascii_json(&report.json()).unwrap();
         assert_eq!(serde_json::from_str::<Value>(&json).unwrap(), report.json());
         for width in [None, Some(80)] {
-            let screen = kata_gpu_init::host::data::text::Screen { width, colour: false };
-            let page = kata_gpu_init::host::tools::cdi_check::check_text::page(&report, &question(), &screen);
+            let screen = kata_gpu_report::data::text::Screen { width, colour: false };
+            let page = kata_gpu_cdi_check::check_text::page(&report, &question(), &screen);
             assert!(page.contains("\\x1b[2J"), "{page}");
             for text in [&page, &json] {
                 assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");

@@ -186,7 +186,7 @@ fn no_link_leads_out_of_the_root() {
     let outside = root.folder.0.join("outside");
     std::fs::create_dir(&outside).unwrap();
     for name in ["libnvidia-up.so.550.163.01", "libcuda.so.550.163.01", "nvidia-smi"] {
-        let bytes = kata_gpu_init::elf::stand_in::library(Some("liboutside.so.1"), &[]);
+        let bytes = kata_gpu_test_support::elf_stand_in::library(Some("liboutside.so.1"), &[]);
         std::fs::write(outside.join(name), bytes).unwrap();
         std::fs::set_permissions(outside.join(name), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     }

@@ -2,14 +2,15 @@
 //! before both agents' crates, and with what can be missing.
 
 use crate::{TempDir, project, tree};
+use kata_gpu_cdi_check::check_report::{Outcome, Question, check};
+use kata_gpu_cdi_check::look::Look;
+use kata_gpu_cdi_check::spec_files;
+use kata_gpu_cdi_check::spec_rules::Agents;
 use kata_gpu_init::cdi::devices::Places;
 use kata_gpu_init::cdi::schema::Spec;
-use kata_gpu_init::cdi::spec::{Hooks, Naming, Options, generate};
+use kata_gpu_init::cdi::spec::{Options, generate};
+use kata_gpu_init::config::{Hooks, Naming};
 use kata_gpu_init::driver_files::{Roots, scan};
-use kata_gpu_init::host::tools::cdi_check::check_report::{Outcome, Question, check};
-use kata_gpu_init::host::tools::cdi_check::look::Look;
-use kata_gpu_init::host::tools::cdi_check::spec_files;
-use kata_gpu_init::host::tools::cdi_check::spec_rules::Agents;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -234,7 +235,7 @@ fn yaml_and_json_say_the_same_and_a_file_is_replaced_whole() {
     let json: Value = serde_json::from_slice(&run(&root, &["generate"]).stdout).unwrap();
     // The crate that agents read it with is the judge of both, and so is the schema.
     crate::cdi::schema::fits(text.as_bytes());
-    let read = |path: &Path| container_device_interface::spec::read_spec(&path.to_path_buf(), 0).unwrap();
+    let read = |path: &Path| container_device_interface_1::spec::read_spec(&path.to_path_buf(), 0).unwrap();
     let other = folder.0.join("nvidia.json");
     std::fs::write(&other, serde_json::to_vec(&json).unwrap()).unwrap();
     let (yaml, json) = (read(&file), read(&other));

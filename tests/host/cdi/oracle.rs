@@ -6,9 +6,10 @@
 
 use crate::TempDir;
 use kata_gpu_init::cdi::publish::Publisher;
-use kata_gpu_init::cdi::spec::{Device, Entry, Extras, Instance, Naming, Options, Ready, generate};
-use kata_gpu_init::device_nodes::Node;
-use kata_gpu_init::driver_caps::MigInstance;
+use kata_gpu_init::cdi::spec::{Device, Entry, Extras, Instance, Options, Ready, generate};
+use kata_gpu_init::config::Naming;
+use kata_gpu_init::gpu::device_nodes::Node;
+use kata_gpu_init::gpu::driver_caps::MigInstance;
 use std::path::Path;
 
 /// For minors 0 to 3 of the GPUs.
@@ -66,7 +67,7 @@ macro_rules! agent {
 }
 
 agent!(kata3, container_device_interface_0, oci_spec_0);
-agent!(kata4, container_device_interface, oci_spec);
+agent!(kata4, container_device_interface_1, oci_spec);
 
 fn inject_from(directory: &Path, ask: &str) -> [Injected; 2] {
     let directory = directory.to_str().unwrap();

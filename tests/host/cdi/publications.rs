@@ -1,11 +1,11 @@
 //! A reader that never pauses sees every spec whole: rename publishes, writing in place does not.
 
 use crate::TempDir;
-use container_device_interface::cache::{new_cache, with_auto_refresh};
-use container_device_interface::spec_dirs::with_spec_dirs;
+use container_device_interface_1::cache::{new_cache, with_auto_refresh};
+use container_device_interface_1::spec_dirs::with_spec_dirs;
 use kata_gpu_init::cdi::publish::{FILE, Publisher};
 use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
-use kata_gpu_init::device_nodes::Node;
+use kata_gpu_init::gpu::device_nodes::Node;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 

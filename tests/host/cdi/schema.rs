@@ -7,7 +7,7 @@
 //! does.
 
 use crate::project;
-use container_device_interface::schema::{compile_builtin_schema, compile_cdi_schema, validate};
+use container_device_interface_1::schema::{compile_builtin_schema, compile_cdi_schema, validate};
 use serde_json::{Value, json};
 use std::sync::LazyLock;
 
@@ -108,7 +108,7 @@ fn the_crate_of_kata_4_checks_a_file_against_its_schema() {
     let path = directory.0.join("spec.json");
     let read = |spec: &Value| {
         std::fs::write(&path, spec.to_string()).unwrap();
-        container_device_interface::spec::read_spec(&path, 0).map(drop).map_err(|e| format!("{e:#}"))
+        container_device_interface_1::spec::read_spec(&path, 0).map(drop).map_err(|e| format!("{e:#}"))
     };
     assert_eq!(read(&everything()), Ok(()));
     let mut spec = everything();

@@ -1,7 +1,7 @@
 //! Kata's directories: VMs that come and go, and what they are called.
 
 use super::*;
-use kata_gpu_init::host::data::boot_file::Sandbox;
+use kata_gpu_report::data::boot_file::Sandbox;
 use std::os::unix::net::UnixListener;
 
 /// Kata's directories below one of our own.

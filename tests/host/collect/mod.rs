@@ -11,17 +11,17 @@ mod restarts;
 mod service;
 
 use crate::TempDir;
-use kata_gpu_init::events::record::{DEFAULT_PORT, Header, Kind, Record, header_line};
-use kata_gpu_init::events::ring::Ring;
-use kata_gpu_init::events::sinks::stream::{Identity, serve};
-use kata_gpu_init::host::data::boot_file::{BootFile, HostEvent};
+use kata_gpu_init::stream::ring::Ring;
+use kata_gpu_init::stream::sinks::stream::{Identity, serve};
+use kata_gpu_report::data::boot_file::{BootFile, HostEvent};
+use kata_gpu_wire::record::{DEFAULT_PORT, Header, Kind, Record, header_line};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Once};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 /// Everything here takes milliseconds.
@@ -29,21 +29,9 @@ pub const DEADLINE: Duration = Duration::from_secs(20);
 /// Pause between two looks where nothing announces a change.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The program: the one that KATA_GPU_BOOT names, or the one of this build, built now if it is not
-/// there or not up to date.
+/// The program: the one that KATA_GPU_BOOT names, or the one of this build.
 pub fn program() -> PathBuf {
-    static BUILT: Once = Once::new();
-    if let Some(program) = std::env::var_os("KATA_GPU_BOOT") {
-        return program.into();
-    }
-    let program = std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join("kata-gpu-boot");
-    BUILT.call_once(|| {
-        let words =
-            ["build", "--locked", "-q", "--features", "host", "-p", "kata-gpu-init", "-p", "kata-gpu-tests", "--bin", "kata-gpu-boot"];
-        let status = Command::new(env!("CARGO")).args(words).current_dir(crate::project()).status().unwrap();
-        assert!(status.success() && program.exists(), "build {}", program.display());
-    });
-    program
+    std::env::var_os("KATA_GPU_BOOT").map_or_else(|| crate::built("kata-gpu-boot", "kata-gpu-boot"), PathBuf::from)
 }
 
 /// A folder with a short path: names of sockets have a limit.

@@ -190,10 +190,10 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
         let volume = volumes.iter().find(|v| v["name"] == mount["name"]).unwrap();
         assert_eq!(volume["hostPath"]["path"], mount["mountPath"]);
     }
-    for (pattern, _) in kata_gpu_init::host::collect::VM_SOCKETS {
+    for (pattern, _) in kata_gpu_collect::VM_SOCKETS {
         assert!(mounts.iter().any(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())), "{pattern} is not mounted");
     }
-    for pattern in kata_gpu_init::host::collect::sandbox_pod::BUNDLES {
+    for pattern in kata_gpu_collect::sandbox_pod::BUNDLES {
         let mount = mounts.iter().find(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())).unwrap_or_else(|| panic!("{pattern}"));
         assert_eq!(mount["readOnly"], true, "{pattern}");
     }

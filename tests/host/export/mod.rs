@@ -5,10 +5,10 @@ mod page;
 mod perfetto;
 
 use crate::{TempDir, project};
-use kata_gpu_init::host::cli::export::{Format, bytes};
-use kata_gpu_init::host::data::agent_log;
-use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::otlp::Resource;
+use kata_gpu_boot::export::{Format, bytes};
+use kata_gpu_report::data::agent_log;
+use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::otlp::Resource;
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::Write;
@@ -199,8 +199,8 @@ fn opentelemetrys_protos_read_every_span() {
 #[test]
 fn sixteen_gpus_are_sixteen() {
     let file = BootFile::read(sixteen().as_bytes()).unwrap();
-    let boot = kata_gpu_init::host::boot::model::Boot::new(&file, &[]);
-    let of = |state: fn(&kata_gpu_init::host::boot::model::Gpu) -> bool| boot.gpus.iter().filter(|gpu| state(gpu)).count();
+    let boot = kata_gpu_report::boot::model::Boot::new(&file, &[]);
+    let of = |state: fn(&kata_gpu_report::boot::model::Gpu) -> bool| boot.gpus.iter().filter(|gpu| state(gpu)).count();
     assert_eq!((boot.gpus.len(), of(|g| g.usable.is_some()), of(|g| g.failed.is_some()), of(|g| g.still.is_some())), (16, 14, 1, 1));
     assert_eq!(boot.lost.records, 0);
 }

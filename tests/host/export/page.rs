@@ -5,7 +5,7 @@
 
 use crate::export::{RECORDED, export, fixture, program, sixteen, skip, within};
 use crate::{TempDir, project};
-use kata_gpu_init::host::cli::export::Format;
+use kata_gpu_boot::export::Format;
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -3,8 +3,8 @@
 
 use crate::TempDir;
 use crate::export::{Package, RECORDED, export, fixture, sixteen, within};
-use kata_gpu_init::host::cli::export::Format;
-use kata_gpu_init::host::data::boot_file::BootFile;
+use kata_gpu_boot::export::Format;
+use kata_gpu_report::data::boot_file::BootFile;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

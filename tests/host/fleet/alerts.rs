@@ -3,7 +3,7 @@
 
 use super::tool;
 use crate::collect::{folder, program};
-use kata_gpu_init::host::collect::fleet::alerts::groups;
+use kata_gpu_collect::fleet::alerts::groups;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::fs;

@@ -10,7 +10,8 @@ mod scrapes;
 mod tables;
 
 use crate::collect::{DEADLINE, Raw, boot_id, program, socket};
-use kata_gpu_init::events::record::{Line, decode};
+use kata_gpu_wire::decode::decode;
+use kata_gpu_wire::record::Line;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};

@@ -3,7 +3,7 @@
 use super::{ONE_FAILS, RECORDED, Running, boot, export, free_port, recorded, tool};
 use crate::TempDir;
 use crate::collect::{Collector, Raw, boot_id, boot_path, folder, program, read, until};
-use kata_gpu_init::host::data::boot_file::HostEvent;
+use kata_gpu_report::data::boot_file::HostEvent;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

@@ -3,7 +3,7 @@
 
 use super::{ONE_FAILS, RECORDED, boot, export, free_port};
 use crate::collect::{Collector, DEADLINE, folder, read, until};
-use kata_gpu_init::host::data::boot_file::HostEvent;
+use kata_gpu_report::data::boot_file::HostEvent;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::sync::{Arc, Mutex};

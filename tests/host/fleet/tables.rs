@@ -1,7 +1,7 @@
 //! The page of metrics: its tables are what the code has.
 
 use crate::project;
-use kata_gpu_init::host::collect::fleet::{alerts, metrics_table};
+use kata_gpu_collect::fleet::{alerts, metrics_table};
 use std::fs;
 
 /// The page with this table in the place of the one that begins with the same line.
@@ -14,7 +14,7 @@ fn with_table(page: &str, table: &str) -> String {
 
 #[test]
 fn the_page_of_metrics_has_the_tables_of_the_code() {
-    let path = project().join("src/host/collect/fleet/METRICS.md");
+    let path = project().join("src/collect/fleet/METRICS.md");
     let page = fs::read_to_string(&path).unwrap();
     let tables = [metrics_table::markdown(), alerts::markdown()];
     let fresh = tables.iter().fold(page.clone(), |page, table| with_table(&page, table));

@@ -4,8 +4,8 @@
 
 use crate::hooks::container::{Container, DRIVER, LIBS, tree, with_section};
 use kata_gpu_init::cdi::hooks::Outcome;
-use kata_gpu_init::elf::stand_in;
-use kata_gpu_tests::own_mounts::in_own_mounts;
+use kata_gpu_test_guest::own_mounts::in_own_mounts;
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};

@@ -2,8 +2,9 @@
 
 use crate::{TempDir, project};
 use kata_gpu_init::cdi::hooks::{self, Outcome};
-use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::ld_so_cache::{self, Cache};
+use kata_gpu_init::formats::ld_so_cache;
+use kata_gpu_init::formats::ld_so_cache::Cache;
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write;

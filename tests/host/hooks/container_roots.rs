@@ -4,14 +4,14 @@
 
 use crate::hooks::container::program;
 use crate::{TempDir, project};
-use kata_gpu_tests::agent::cdi;
-use kata_gpu_tests::agent::container_root::Change;
-use kata_gpu_tests::agent::container_run::{self, Ended};
+use kata_gpu_test_guest::agent::cdi;
+use kata_gpu_test_guest::agent::container_root::Change;
+use kata_gpu_test_guest::agent::container_run::{self, Ended};
 use oci_spec::runtime::Spec;
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 const LIBS: &str = "/usr/lib/x86_64-linux-gnu";
@@ -93,13 +93,16 @@ impl Bundle {
         let mut spec = container_run::spec(&self.rootfs()).unwrap();
         let devices: Vec<String> = devices.iter().map(|d| format!("nvidia.com/gpu={d}")).collect();
         let sleep = |_: Duration| panic!("a try failed");
-        cdi::inject(&mut spec, directory.to_str().unwrap(), &devices, 1, true, &sleep, &mut |_, e| panic!("{e}")).unwrap();
+        cdi::inject(kata_gpu_test_agent::specs, &mut spec, directory.to_str().unwrap(), &devices, 1, true, &sleep, &mut |_, e| {
+            panic!("{e}")
+        })
+        .unwrap();
         spec
     }
 
     fn run_spec(&self, spec: &Spec, change: Change) -> Result<Ended, String> {
-        let agent = Path::new(env!("CARGO_BIN_EXE_kata-agent"));
-        container_run::run(agent, &self.dir.0, spec, change).map_err(|e| format!("{e:#}"))
+        let agent = crate::built("kata-gpu-test-agent", "kata-agent");
+        container_run::run(&agent, &self.dir.0, spec, change).map_err(|e| format!("{e:#}"))
     }
 
     fn run(&self) -> Ended {

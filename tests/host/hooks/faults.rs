@@ -4,7 +4,7 @@
 use crate::hooks::attacks::{NONE, PREPARE, surroundings};
 use crate::hooks::container::{Container, LIBS, as_a_process, tree};
 use crate::project;
-use kata_gpu_tests::own_mounts::in_own_mounts;
+use kata_gpu_test_guest::own_mounts::in_own_mounts;
 use nix::mount::{MsFlags, mount};
 use nix::sys::stat::Mode;
 use std::collections::BTreeMap;

@@ -2,9 +2,9 @@
 //! writes for the same root.
 
 use crate::hooks::container::{Container, DRIVER, LIBS};
-use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::ld_so_cache;
-use kata_gpu_tests::own_mounts::in_own_mounts;
+use kata_gpu_init::formats::ld_so_cache;
+use kata_gpu_test_guest::own_mounts::in_own_mounts;
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

@@ -2,7 +2,6 @@
 
 mod attacks;
 mod container;
-#[cfg(feature = "host")]
 mod container_roots;
 mod faults;
 mod ldconfig;
@@ -11,7 +10,7 @@ mod reads;
 use crate::hooks::container::{Container, DRIVER, LIBS, as_a_process, tree, with_section};
 use crate::hooks::ldconfig::{comparable, ldconfig};
 use kata_gpu_init::cdi::hooks;
-use kata_gpu_tests::own_mounts::in_own_mounts;
+use kata_gpu_test_guest::own_mounts::in_own_mounts;
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;

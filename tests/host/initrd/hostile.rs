@@ -4,16 +4,16 @@
 
 use crate::TempDir;
 use crate::initrd::{archive, directory, entries, file, gzip, image, link, made};
-use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::data::text::Screen;
-use kata_gpu_init::host::data::text::ascii_json;
-use kata_gpu_init::host::tools::initrd::helper::Helper;
-use kata_gpu_init::host::tools::initrd::image::Image;
-use kata_gpu_init::host::tools::initrd::repack::{Wish, repack};
-use kata_gpu_init::host::tools::initrd::unpacked_root::{LeftOut, Tree};
-use kata_gpu_init::host::tools::initrd::verify;
-use kata_gpu_init::host::tools::initrd::verify::{Question, verify_text};
-use kata_gpu_init::host::tools::initrd::{diff, ls};
+use kata_gpu_image::images::helper::Helper;
+use kata_gpu_image::images::image::Image;
+use kata_gpu_image::images::repack::{Wish, repack};
+use kata_gpu_image::images::unpacked_root::{LeftOut, Tree};
+use kata_gpu_image::images::verify;
+use kata_gpu_image::images::verify::{Question, verify_text};
+use kata_gpu_image::images::{diff, ls};
+use kata_gpu_report::data::text::Screen;
+use kata_gpu_report::data::text::ascii_json;
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::time::{Duration, Instant};
 
 fn error(bytes: &[u8]) -> String {
@@ -91,7 +91,7 @@ fn no_changed_byte_does_harm() {
 #[test]
 fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
     let good = small();
-    let header = |change: fn(&mut kata_gpu_init::host::tools::initrd::newc::Header)| {
+    let header = |change: fn(&mut kata_gpu_image::images::newc::Header)| {
         let mut one = file("x", "1");
         change(&mut one.header);
         let mut bytes = one.header.bytes();

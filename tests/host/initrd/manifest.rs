@@ -5,10 +5,10 @@
 use crate::TempDir;
 use crate::initrd::verify::{VERSION, guest};
 use crate::initrd::{image, packed_as, write};
-use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::tools::initrd::image::Form;
-use kata_gpu_init::host::tools::initrd::pack::{List, Wish};
-use kata_gpu_init::host::tools::initrd::verify::{Question, check};
+use kata_gpu_image::images::image::Form;
+use kata_gpu_image::images::pack::{List, Wish};
+use kata_gpu_image::images::verify::{Question, check};
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};

@@ -1,30 +1,24 @@
 //! `kata-gpu-boot initrd pack`, `ls`, `diff`: the same bytes for the same files, and what other
 //! programs make of them.
 
-#[cfg(feature = "host")]
 mod hostile;
-#[cfg(feature = "host")]
 mod manifest;
-#[cfg(feature = "host")]
 mod other_architecture;
-#[cfg(feature = "host")]
 mod output;
-#[cfg(feature = "host")]
 mod repack;
 mod replace_init;
-#[cfg(feature = "host")]
 pub mod verify;
 
 use crate::TempDir;
-use kata_gpu_init::arch::Arch;
-use kata_gpu_init::host::data::text::Screen;
-use kata_gpu_init::host::tools::initrd::diff;
-use kata_gpu_init::host::tools::initrd::image::{Form, Image};
-use kata_gpu_init::host::tools::initrd::ls;
-use kata_gpu_init::host::tools::initrd::newc::{Header, Kind, write_entry, write_trailer};
-use kata_gpu_init::host::tools::initrd::output_file::{Output, Written};
-use kata_gpu_init::host::tools::initrd::pack::{Packed, Wish, pack};
-use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
+use kata_gpu_image::images::diff;
+use kata_gpu_image::images::image::{Form, Image};
+use kata_gpu_image::images::ls;
+use kata_gpu_image::images::newc::{Header, Kind, write_entry, write_trailer};
+use kata_gpu_image::images::output_file::{Output, Written};
+use kata_gpu_image::images::pack::{Packed, Wish, pack};
+use kata_gpu_image::images::unpacked_root::Tree;
+use kata_gpu_report::data::text::Screen;
+use kata_gpu_wire::arch::Arch;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};

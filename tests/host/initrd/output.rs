@@ -5,8 +5,8 @@
 use crate::TempDir;
 use crate::collect::program;
 use crate::initrd::packed;
-use kata_gpu_init::host::tools::initrd::image::Form;
-use kata_gpu_init::host::tools::initrd::output_file::Output;
+use kata_gpu_image::images::image::Form;
+use kata_gpu_image::images::output_file::Output;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use std::fs;

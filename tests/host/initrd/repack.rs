@@ -4,13 +4,13 @@
 use crate::TempDir;
 use crate::initrd::verify::guest;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, link, program};
-use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::tools::initrd::diff::Change;
-use kata_gpu_init::host::tools::initrd::helper::Helper;
-use kata_gpu_init::host::tools::initrd::image::{Entry, Form, Image};
-use kata_gpu_init::host::tools::initrd::repack::{Repacked, Wish, repack};
-use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
-use kata_gpu_init::host::tools::initrd::verify::Question;
+use kata_gpu_image::images::diff::Change;
+use kata_gpu_image::images::helper::Helper;
+use kata_gpu_image::images::image::{Entry, Form, Image};
+use kata_gpu_image::images::repack::{Repacked, Wish, repack};
+use kata_gpu_image::images::unpacked_root::Tree;
+use kata_gpu_image::images::verify::Question;
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::collections::BTreeMap;
 
 const NVRC: &str = "/bin/NVRC-x86_64-unknown-linux-musl";

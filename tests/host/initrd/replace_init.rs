@@ -4,12 +4,12 @@
 use crate::TempDir;
 use crate::collect::program;
 use crate::initrd::{for_arch, gzip};
-use kata_gpu_init::arch::Arch;
+use kata_gpu_image::guest_disk::FileSystem;
+use kata_gpu_image::images::disk_image::{read_all, tool_sandbox, wanted};
+use kata_gpu_image::images::image::{Content, Image};
 use kata_gpu_init::cdi::spec::PENDING;
-use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::tools::guest_disk::FileSystem;
-use kata_gpu_init::host::tools::initrd::disk_image::{read_all, tool_sandbox, wanted};
-use kata_gpu_init::host::tools::initrd::image::{Content, Image};
+use kata_gpu_test_support::elf_stand_in as stand_in;
+use kata_gpu_wire::arch::Arch;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -548,7 +548,7 @@ fn the_nvml_helper_is_taken_if_given_or_next_to_the_init() {
 
 #[test]
 fn every_command_for_debugfs_is_of_a_closed_list() {
-    use kata_gpu_init::host::tools::initrd::disk_image::debugfs::commands;
+    use kata_gpu_image::images::disk_image::debugfs::commands;
     if cannot_run() {
         return;
     }

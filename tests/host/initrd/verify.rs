@@ -3,18 +3,18 @@
 
 use crate::TempDir;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};
-use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::data::text::Screen;
-use kata_gpu_init::host::tools::initrd::helper::Helper;
-use kata_gpu_init::host::tools::initrd::image::Image;
-use kata_gpu_init::host::tools::initrd::repack::{Wish, repack};
-use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
-use kata_gpu_init::host::tools::initrd::verify::image_rules::RULES;
-use kata_gpu_init::host::tools::initrd::verify::{Question, Report, check, verify_text};
-use kata_gpu_init::host::tools::severity::Severity;
+use kata_gpu_image::images::helper::Helper;
+use kata_gpu_image::images::image::Image;
+use kata_gpu_image::images::repack::{Wish, repack};
+use kata_gpu_image::images::unpacked_root::Tree;
+use kata_gpu_image::images::verify::image_rules::RULES;
+use kata_gpu_image::images::verify::{Question, Report, check, verify_text};
+use kata_gpu_init::gpu::topology::Topology;
 use kata_gpu_init::services::configuration::package;
 use kata_gpu_init::services::service_table::{Name, SERVICES};
-use kata_gpu_init::topology::Topology;
+use kata_gpu_report::data::text::Screen;
+use kata_gpu_report::severity::Severity;
+use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 

@@ -2,10 +2,9 @@
 //! quoting, directories that cannot be written.
 
 use crate::install::{World, done, from_words, toml_of};
-use kata_gpu_init::host::cli;
-use kata_gpu_init::host::cli::install::say;
-use kata_gpu_init::host::tools::install::drop_in_file;
-use kata_gpu_init::host::tools::install::merge::Runtime;
+use kata_gpu_boot::install::say;
+use kata_gpu_image::install::drop_in_file;
+use kata_gpu_image::kata::merge::Runtime;
 use nix::sys::stat::Mode;
 use nix::unistd::{Uid, mkfifo, setfsuid};
 use std::fs;
@@ -34,7 +33,7 @@ fn a_linked_configuration_is_changed_where_the_runtime_looks() {
     done(&say(&from_words(&words).unwrap()));
     assert!(world.ours().exists());
     assert!(!old.with_file_name("config.d").exists(), "the link's own directory is not read by any runtime");
-    done(&cli::uninstall::say(&from_words(&words[..2]).unwrap()));
+    done(&kata_gpu_boot::uninstall::say(&from_words(&words[..2]).unwrap()));
     assert!(!world.ours().exists());
     assert_eq!(fs::read_link(&old).unwrap(), world.config);
 }
@@ -313,7 +312,7 @@ fn readers_see_the_old_or_the_new_file_and_never_a_piece() {
 
 #[test]
 fn a_file_that_changes_while_it_is_looked_at_is_seen() {
-    use kata_gpu_init::host::tools::install::kata_config::KataConfig;
+    use kata_gpu_image::kata::kata_config::KataConfig;
     let cases: &[(&str, &Do<World>, &str)] = &[
         ("the configuration", &|w| w.edit("pci=nocrs", "pci=x"), "configuration-qemu-nvidia-gpu.toml"),
         ("a drop-in", &|w| drop(w.drop_in("10-a.toml", "[runtime]\nenable_debug = true\n")), "10-a.toml"),
@@ -368,7 +367,7 @@ fn a_directory_in_place_of_the_configuration_is_an_error() {
     done(&world.install_initrd(&[]));
     let directory = world.config.parent().unwrap();
     let args = from_words(&["--kata-config", directory.to_str().unwrap()]).unwrap();
-    let said = cli::uninstall::say(&args);
+    let said = kata_gpu_boot::uninstall::say(&args);
     assert!(said.code == 1 && said.err.contains("is a directory: name the configuration file"), "{}{}", said.out, said.err);
     assert!(world.ours().exists());
 }

@@ -3,8 +3,8 @@
 
 use crate::golden;
 use crate::install::{World, done, from_words};
-use kata_gpu_init::host::tools::install::merge::Runtime;
-use kata_gpu_init::host::tools::install::{Args, Said};
+use kata_gpu_image::install::{Args, Said};
+use kata_gpu_image::kata::merge::Runtime;
 use std::fs;
 use std::path::{Path, PathBuf};
 

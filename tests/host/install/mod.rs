@@ -12,12 +12,10 @@ mod refusals;
 use crate::initrd::verify::{KERNEL, guest};
 use crate::initrd::{archive, file};
 use crate::{TempDir, golden, project};
-use kata_gpu_init::host::cli;
-use kata_gpu_init::host::tools::install;
-use kata_gpu_init::host::tools::install::Said;
-use kata_gpu_init::host::tools::install::drop_in;
-use kata_gpu_init::host::tools::install::kata_config::KataConfig;
-use kata_gpu_init::host::tools::install::merge::{Effective, Runtime};
+use kata_gpu_image::install::Said;
+use kata_gpu_image::kata::drop_in;
+use kata_gpu_image::kata::kata_config::KataConfig;
+use kata_gpu_image::kata::merge::{Effective, Runtime};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -106,7 +104,7 @@ impl World {
     /// Nothing but these words and the configuration.
     pub fn plain_install(&self, words: &[&str]) -> Said {
         let config = ["--kata-config", self.config.to_str().unwrap()];
-        cli::install::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
+        kata_gpu_boot::install::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
     }
 
     pub fn install_initrd(&self, words: &[&str]) -> Said {
@@ -115,7 +113,7 @@ impl World {
 
     pub fn uninstall(&self, words: &[&str]) -> Said {
         let config = ["--kata-config", self.config.to_str().unwrap()];
-        cli::uninstall::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
+        kata_gpu_boot::uninstall::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
     }
 
     /// Configuration that the runtime sees.
@@ -124,7 +122,7 @@ impl World {
         let mut all: Vec<_> = config.others.clone();
         if let Some(text) = config.ours.text() {
             let table = toml_of(text);
-            all.push(install::kata_config::Source { path: config.drop_in_path(), bytes: text.to_vec(), table });
+            all.push(kata_gpu_image::kata::kata_config::Source { path: config.drop_in_path(), bytes: text.to_vec(), table });
             all.sort_by(|a, b| a.path.cmp(&b.path));
         }
         Effective::of(runtime, &config.base, &all)

@@ -3,10 +3,9 @@
 
 use crate::collect::{program, until};
 use crate::install::{World, done, from_words};
-use kata_gpu_init::host::cli;
-use kata_gpu_init::host::tools::install;
-use kata_gpu_init::host::tools::install::merge::Runtime;
-use kata_gpu_init::host::tools::install::uninstall;
+use kata_gpu_image::install;
+use kata_gpu_image::install::uninstall;
+use kata_gpu_image::kata::merge::Runtime;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_yaml::Value;
@@ -194,7 +193,7 @@ fn a_refused_pod_removes_the_label_and_installs_when_it_can() {
 }
 
 fn daemon_set(words: &[&str]) -> Value {
-    let said = cli::install::say(&from_words(&[&["--kata-config", CONFIG, "--print", "daemonset"], words].concat()).unwrap());
+    let said = kata_gpu_boot::install::say(&from_words(&[&["--kata-config", CONFIG, "--print", "daemonset"], words].concat()).unwrap());
     serde_yaml::from_str(done(&said)).unwrap()
 }
 
@@ -233,7 +232,7 @@ fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
 #[test]
 fn the_daemon_set_that_uninstalls_replaces_the_other() {
     let installs = daemon_set(&["--initrd", "/gpu.initrd"]);
-    let said = cli::uninstall::say(&from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap());
+    let said = kata_gpu_boot::uninstall::say(&from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap());
     let uninstalls: Value = serde_yaml::from_str(done(&said)).unwrap();
     for key in ["metadata", "kind"] {
         assert_eq!(installs[key], uninstalls[key]);
@@ -259,7 +258,7 @@ fn a_daemon_set_that_could_not_work_is_not_printed() {
         (CONFIG, vec!["--initrd", "/g", "--node", "/var/lib/x"], "is not below /opt/kata"),
     ] {
         let words = [vec!["--kata-config", config, "--print", "daemonset"], words].concat();
-        let said = cli::install::say(&from_words(&words).unwrap());
+        let said = kata_gpu_boot::install::say(&from_words(&words).unwrap());
         assert!(said.code == 1 && said.out.is_empty() && said.err.contains(why), "{said:?}");
     }
 }

@@ -2,7 +2,7 @@
 //! that nothing is written. Each row changes one thing in a configuration that installs.
 
 use crate::install::{World, done};
-use kata_gpu_init::host::tools::install::Said;
+use kata_gpu_image::install::Said;
 use std::fs;
 
 /// Change of a good configuration.

@@ -8,9 +8,9 @@ use std::path::Path;
 
 /// A file, read.
 pub struct Source {
-    /// Below the project's folder, e.g. `src/boot/mod.rs`.
+    /// Below the project's folder, e.g. `src/init/boot/mod.rs`.
     pub file: String,
-    /// Module path below the crate, e.g. `["boot", "gpus"]`.
+    /// Module path below the crate, e.g. `["boot", "bring_up"]`.
     pub module: Vec<String>,
     pub tokens: Vec<Token>,
     /// Paths that the code names, from the crate or from another one: `crate::boot::AGENT`.
@@ -88,8 +88,10 @@ pub fn of(files: &[(String, String)]) -> Vec<Source> {
     read.into_iter().map(source).collect()
 }
 
+/// `src/init/gpu/pci.rs` is module `gpu::pci` of its crate.
 fn module_of(file: &str) -> Vec<String> {
-    let stem = file.strip_prefix("src/").and_then(|f| f.strip_suffix(".rs")).unwrap_or(file);
+    let below = file.strip_prefix("src/").and_then(|f| f.split_once('/')).map_or(file, |(_, below)| below);
+    let stem = below.strip_suffix(".rs").unwrap_or(below);
     let stem = stem.strip_suffix("/mod").unwrap_or(stem);
     if stem == "lib" { vec![] } else { stem.split('/').map(str::to_string).collect() }
 }

@@ -5,9 +5,9 @@ use super::guests::{Boot, SERVICE, event, sent};
 use super::service;
 use crate::vm::harness::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::host::data::clock_offset::{Clock, RATE_ERROR_PPM, Sample};
-use kata_gpu_init::host::data::guest_clocks::GuestClocks;
+use kata_gpu_report::data::clock_offset::{Clock, RATE_ERROR_PPM, Sample};
+use kata_gpu_report::data::guest_clocks::GuestClocks;
+use kata_gpu_wire::names;
 use std::time::{Duration, Instant};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_clock_by_ptp_kvm_equals_that_by_ping", run: both_clocks }];

@@ -3,12 +3,13 @@
 
 use super::service;
 use crate::vm::harness::{BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest, complete};
-use crate::vm::liar;
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Line, Record, decode};
-use kata_gpu_init::host::data::boot_file::{BootFile, HostEvent};
-use kata_gpu_init::host::data::clock_offset::{Clock, Wall};
+use kata_gpu_report::data::boot_file::{BootFile, HostEvent};
+use kata_gpu_report::data::clock_offset::{Clock, Wall};
+use kata_gpu_test_guest::halves::liar;
+use kata_gpu_wire::decode::decode;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Line, Record};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_its_guests_boots_apart_by_cid", run: kept_apart }];
 

@@ -5,12 +5,12 @@
 use super::guests::{Boot, SERVICE, event, sent};
 use super::service;
 use crate::vm::harness::{AgentLine, BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
-use crate::vm::stalls::{self, PROBES};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Record;
-use kata_gpu_init::host::data::clock_offset::{RATE_ERROR_PPM, Wall};
-use kata_gpu_init::host::data::guest_clocks::{BeforeKernel, GuestClocks};
+use kata_gpu_report::data::clock_offset::{RATE_ERROR_PPM, Wall};
+use kata_gpu_report::data::guest_clocks::{BeforeKernel, GuestClocks};
+use kata_gpu_test_guest::halves::stalls::{self, PROBES};
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Record;
 use std::time::UNIX_EPOCH;
 
 pub const TESTS: &[VmTest] = &[
@@ -205,7 +205,7 @@ fn compare_tsc(host: &mut EmulatedHost, guest: &KvmGuest, boot: &Boot) -> Result
         anyhow::bail!("no offset in KVM's trace: {trace}")
     };
     // The first offset is of KVM_CREATE_VCPU; both traces are of one clock. A later one is of
-    // QEMU's reset of the VM, where that took over 1 s: see src/tsc.rs.
+    // QEMU's reset of the VM, where that took over 1 s: see src/init/machine/tsc.rs.
     ensure!(first.meets(made), "first offset in {first:?}, first vCPU made in {made:?}");
 
     let clocks = GuestClocks::of(&boot.file.records);

@@ -7,9 +7,9 @@ use super::service::PROGRAM;
 use super::traced_boot::{Kernel, Pages, TRACEFS, TracedHost, Vfio};
 use crate::vm::harness::{BOOTS, EmulatedHost, Outcome, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::catalogue::traced as traces;
-use kata_gpu_init::host::boot::host_trace::HostStep;
-use kata_gpu_init::host::boot::model::Boot as Model;
+use kata_gpu_report::boot::host_trace::HostStep;
+use kata_gpu_report::boot::model::Boot as Model;
+use kata_gpu_wire::catalogue::traced as traces;
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_traces_pins_and_keeps_no_tracing", run: traced }];
 

@@ -6,10 +6,10 @@ use super::passthrough::{PORTS, function};
 use super::service::{self, PROGRAM};
 use crate::vm::harness::{BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Size, TestContext};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::events::catalogue::traced as traces;
-use kata_gpu_init::events::names;
-use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::data::trace_file::Traced;
+use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::data::trace_file::Traced;
+use kata_gpu_wire::catalogue::traced as traces;
+use kata_gpu_wire::names;
 use std::path::Path;
 
 pub const TRACEFS: &str = "/sys/kernel/tracing";

@@ -4,10 +4,10 @@
 
 use super::KataHost;
 use super::kata::ROOTS;
-use crate::protobuf::{Message, bytes_of};
 use anyhow::{Context, Result, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use kata_gpu_test_guest::protobuf::{Message, bytes_of};
 
 /// The runtime's name in containerd's configuration, as a RuntimeClass gives it.
 const HANDLER: &str = "kata-gpu";

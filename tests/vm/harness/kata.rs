@@ -8,7 +8,7 @@
 use super::emulated_host::tar;
 use super::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
 use anyhow::{Context, Result, ensure};
-use kata_gpu_init::host::data::containerd_log;
+use kata_gpu_report::data::containerd_log;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 

@@ -16,10 +16,10 @@ pub use kvm_guest::{KERNEL as KVM_KERNEL, KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use kata_gpu_init::arch::Arch;
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
-use kata_gpu_init::host::system::vm::{Vm, VmConfig, uds_path};
+use kata_gpu_host::vm::{Vm, VmConfig, uds_path};
+use kata_gpu_wire::arch::Arch;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -359,7 +359,7 @@ impl Guest {
     /// The kernel's command line.
     fn command_line(&self, arch: Arch) -> String {
         // Without a console: a port that the machine does not have.
-        let console = if self.console { arch.facts().qemu.console } else { "ttyS1" };
+        let console = if self.console { kata_gpu_host::qemu_machine::of(arch).console } else { "ttyS1" };
         let mut words = format!("console={console} {}", self.append.join(" "));
         if self.registers {
             let (_, kernels) = WITH_REGISTERS;

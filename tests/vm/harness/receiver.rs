@@ -2,8 +2,9 @@
 //! product's collector has tests of its own.
 
 use anyhow::{Context, Result};
-use kata_gpu_init::events::catalogue::undocumented;
-use kata_gpu_init::events::record::{DEFAULT_PORT, Header, Kind, Line, Pong, Record, decode};
+use kata_gpu_wire::catalogue::undocumented;
+use kata_gpu_wire::decode::decode;
+use kata_gpu_wire::record::{DEFAULT_PORT, Header, Kind, Line, Pong, Record};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::net::Shutdown;

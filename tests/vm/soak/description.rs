@@ -6,8 +6,8 @@
 use super::points::{self, Point, Process, Scene};
 use super::random_boot;
 use crate::vm::harness::{CONFIDENTIAL, Listener};
-use crate::vm::random::Random;
 use kata_gpu_init::services::service_table::Name;
+use kata_gpu_test_guest::halves::random::Random;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 

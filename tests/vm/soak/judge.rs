@@ -4,11 +4,11 @@
 
 use super::description::{Answer, Container, Description, Fate, Image};
 use super::points::Process;
-use crate::agent::cdi;
 use crate::vm::harness::{AgentLine, complete};
-use kata_gpu_init::events::catalogue::RECORDS;
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_test_guest::agent::cdi;
+use kata_gpu_wire::catalogue::RECORDS;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{Kind, Record};
 use oci_spec::runtime::Spec;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -387,7 +387,7 @@ fn with_nodes_of_this_machine(spec: &str) -> Result<String, serde_json::Error> {
 fn resolved(directory: &Path, name: &str) -> Result<BTreeSet<String>, String> {
     let (mut spec, asked) = (Spec::default(), [format!("nvidia.com/gpu={name}")]);
     let directory = directory.to_str().ok_or("the folder's name is not UTF-8")?;
-    cdi::inject(&mut spec, directory, &asked, 0, true, &|_| {}, &mut |_, _| {}).map_err(|(_, error)| error)?;
+    cdi::inject(kata_gpu_test_agent::specs, &mut spec, directory, &asked, 0, true, &|_| {}, &mut |_, _| {}).map_err(|(_, error)| error)?;
     let devices = spec.linux().as_ref().and_then(|linux| linux.devices().clone()).unwrap_or_default();
     Ok(devices.iter().map(|device| device.path().display().to_string()).filter(|path| is_gpu(path)).collect())
 }

@@ -15,8 +15,8 @@ use anyhow::{Context, Result, ensure};
 pub use description::Description;
 use description::{Image, LAST};
 use judge::{Finding, Kill, Observed};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::Kind;
 pub use points::{all as all_points, out_of_reach};
 use std::time::{Duration, Instant};
 

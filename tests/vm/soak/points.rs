@@ -4,8 +4,8 @@
 //! a script in the guest cannot act on it. A process is killed when a reader in the guest has the
 //! record: those from before the worker listens are all read at once, at its first moment.
 
-use kata_gpu_init::events::catalogue::{Form, RECORDS};
-use kata_gpu_init::events::names;
+use kata_gpu_wire::catalogue::{Form, RECORDS};
+use kata_gpu_wire::names;
 use std::fmt;
 
 /// Process that can be killed. PID 1 cannot.

@@ -3,7 +3,7 @@
 use super::description::{Answer, Container, Description, Fate, Image};
 use super::points::Process;
 use crate::vm::harness::{CONFIDENTIAL, Listener};
-use crate::vm::random::Random;
+use kata_gpu_test_guest::halves::random::Random;
 
 /// A kind of host and driver.
 struct Host {

@@ -3,7 +3,7 @@
 use super::judge::Kill;
 use super::{Run, all_points};
 use anyhow::{Context, Result};
-use kata_gpu_init::events::names;
+use kata_gpu_wire::names;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;

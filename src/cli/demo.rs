@@ -1,0 +1,465 @@
+//! `kata-gpu-boot demo`: boots the simulator guest in QEMU and watches it, from the first
+//! instruction to the last container.
+//!
+//! `collect` and `show` do the collecting, showing and judging; this file combines them with a VM.
+//! The demo fails with one line of reasons when anything in the boot failed.
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+use kata_gpu_collect::connection::News;
+use kata_gpu_collect::{Collector, Config, NEWS_QUEUE};
+use kata_gpu_host::kernel_file;
+use kata_gpu_host::sleep::sleep_until;
+use kata_gpu_host::tail::Tail;
+use kata_gpu_host::vm::{Vm, VmConfig, kvm_works, uds_path};
+use kata_gpu_report::boot::model::Boot;
+use kata_gpu_report::data::agent_log;
+use kata_gpu_report::data::agent_log::{AgentEvent, AgentLog, MAX_CONSOLE_LINE};
+use kata_gpu_report::data::boot_dir::read_boot;
+use kata_gpu_report::data::framing::{Lines, Piece};
+use kata_gpu_report::data::text::{Screen, printable, printable_start};
+use kata_gpu_report::terminal::stdout::print;
+use kata_gpu_report::terminal::stdout::write_lines;
+use kata_gpu_report::views::live::Live;
+use kata_gpu_report::views::summary::summary;
+use kata_gpu_report::views::table::Table;
+use kata_gpu_wire::arch::Arch;
+use kata_gpu_wire::names;
+use kata_gpu_wire::record::{DEFAULT_PORT, Kind};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+
+const HELP: &str = "\
+The kernel, its PCI and driver core, vsock and the init are real; kernel modules stand in for the GPUs and NVIDIA's driver. Two containers \
+are requested as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when anything in the boot failed.
+
+Examples (initrd/setup and initrd/pack make kernel and initrd; initrd/demo does it all):
+  kata-gpu-boot demo --kernel target/kernel/vmlinuz --initrd target/demo.cpio
+  # a slow host, one GPU after another
+  kata-gpu-boot demo --kernel K --initrd I --host slow --init serial
+  # the same host, all at once
+  kata-gpu-boot demo --kernel K --initrd I --host slow
+  # keep console log and events, and print their paths
+  kata-gpu-boot demo --kernel K --initrd I --keep";
+
+/// Boot a guest with simulated GPUs and watch it.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// The guest's kernel.
+    #[arg(long)]
+    kernel: PathBuf,
+    /// The guest's initrd, as initrd/pack makes it.
+    #[arg(long)]
+    initrd: PathBuf,
+    /// Number of GPUs.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=16))]
+    gpus: u32,
+    /// Time that the host takes to map one GPU's BARs: slow = 2 s, fast = 3 ms.
+    #[arg(long, value_enum, default_value_t = HostSpeed::Fast)]
+    host: HostSpeed,
+    /// Strategy of binding the GPUs to the driver.
+    #[arg(long, value_enum, default_value_t = Bind::Auto)]
+    bind: Bind,
+    /// Strategy of initialising the GPUs.
+    #[arg(long, value_enum, default_value_t = Init::Parallel)]
+    init: Init,
+    /// Keep console log and events, and print their paths.
+    #[arg(long)]
+    keep: bool,
+    /// The program vhost-device-vsock [default: target/tools/bin, then PATH].
+    #[arg(long, value_name = "PATH")]
+    vhost_device_vsock: Option<PathBuf>,
+    /// Directory for the events and the console log, which are kept.
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Show details too.
+    #[arg(short, long)]
+    verbose: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum HostSpeed {
+    Slow,
+    Fast,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Bind {
+    Insmod,
+    Pipelined,
+    Concurrent,
+    Auto,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Init {
+    Parallel,
+    Serial,
+}
+
+/// From the start of the VM until everything must be done.
+const TIME_LIMIT: Duration = Duration::from_secs(120);
+/// Time limit for QEMU's status after a child's end.
+const REAP_DEADLINE: Duration = Duration::from_secs(1);
+const MEMORY_MIB: u32 = 1024;
+/// Two vCPUs: steps can run at once.
+const CPUS: u32 = 2;
+/// Containers of the guest, name and devices, in the format of the test agent's parameter.
+const CONTAINERS: [(&str, &str); 2] = [("first", "0"), ("all", "all")];
+/// Longest piece of the console that an error quotes.
+const MAX_QUOTE: usize = 160;
+
+/// Runs `demo`.
+pub fn run(args: &Args) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    runtime.block_on(demo(args))
+}
+
+async fn demo(args: &Args) -> Result<()> {
+    let vhost_device_vsock = find_vhost_device_vsock(args.vhost_device_vsock.as_deref())?;
+    // Directory for temporary files, not --dir: socket paths must be short.
+    let work = nix::unistd::mkdtemp(&std::env::temp_dir().join("kata-gpu-demo-XXXXXX")).context("make a work directory")?;
+    let arch = kernel_file::arch(&args.kernel)?;
+    let config = VmConfig {
+        kernel: args.kernel.clone(),
+        initrd: args.initrd.clone(),
+        disk: None,
+        serial_disks: vec![],
+        append: command_line(args, arch),
+        memory_mib: MEMORY_MIB,
+        cpus: CPUS,
+        work_dir: work.clone(),
+        vhost_device_vsock: Some(vhost_device_vsock),
+    };
+    let console = work.join("console.log");
+    let events = args.dir.clone().unwrap_or_else(|| work.clone());
+    let outcome = watch_boot(args, config, arch, &events).await;
+    match outcome {
+        Ok(boot_file) => {
+            if args.dir.is_some() {
+                let kept = boot_file.with_extension("console");
+                std::fs::copy(&console, &kept).with_context(|| format!("copy {} to {}", console.display(), kept.display()))?;
+                println!("events: {}\nconsole log: {}", boot_file.display(), kept.display());
+            } else if args.keep {
+                println!("events: {}\nconsole log: {}", boot_file.display(), console.display());
+            }
+            if args.dir.is_some() || !args.keep {
+                std::fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))?;
+            }
+            Ok(())
+        }
+        // A console log stays for inspection.
+        Err(error) if console.exists() => bail!("demo failed: {error:#} (console log: {})", console.display()),
+        Err(error) => {
+            std::fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))?;
+            Err(error)
+        }
+    }
+}
+
+fn command_line(args: &Args, arch: Arch) -> String {
+    let enable_ms = match args.host {
+        HostSpeed::Slow => 2000,
+        HostSpeed::Fast => 3,
+    };
+    let value = |v: &dyn Fn() -> Option<clap::builder::PossibleValue>| v().map(|v| v.get_name().to_string()).unwrap_or_default();
+    let bind = value(&|| args.bind.to_possible_value());
+    let init = value(&|| args.init.to_possible_value());
+    let containers: Vec<String> = CONTAINERS.iter().map(|(name, devices)| format!("{name}:{devices}")).collect();
+    format!(
+        "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
+         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} gpuinit.init={init} \
+         testagent.cost=real testagent.containers={}",
+        kata_gpu_host::qemu_machine::of(arch).console,
+        args.gpus,
+        containers.join(";")
+    )
+}
+
+fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
+    const NAME: &str = "vhost-device-vsock";
+    if let Some(path) = given {
+        ensure!(path.is_file(), "{}: no such program: omit --vhost-device-vsock, or run initrd/setup", path.display());
+        return Ok(path.to_path_buf());
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = std::iter::once(PathBuf::from("target/tools/bin")).chain(std::env::split_paths(&path));
+    match places.map(|dir| dir.join(NAME)).find(|p| p.is_file()) {
+        Some(program) => Ok(program),
+        None => bail!("{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with --vhost-device-vsock"),
+    }
+}
+
+/// End of the watching.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Ended {
+    /// All GPUs settled, all containers done.
+    Complete,
+    VmExited(String),
+    TimeLimit,
+    Interrupted,
+}
+
+/// Awaited records that have been seen.
+#[derive(Debug)]
+struct Progress {
+    boot: Option<Arc<str>>,
+    settled: bool,
+    waiting_for: BTreeSet<String>,
+}
+
+impl Progress {
+    fn new(containers: &[(&str, &str)]) -> Self {
+        Self { boot: None, settled: false, waiting_for: containers.iter().map(|(name, _)| name.to_string()).collect() }
+    }
+
+    fn news(&mut self, news: &News) {
+        match news {
+            News::Connected { boot } => {
+                self.boot.get_or_insert_with(|| boot.clone());
+            }
+            News::Record { record, .. } => self.settled |= record.kind == Kind::Event && record.name == names::SETTLED,
+            News::Clock { .. } | News::Ended { .. } | News::Line { .. } | News::Problem { .. } => {}
+        }
+    }
+
+    fn agent(&mut self, event: &AgentEvent) {
+        match event {
+            AgentEvent::ContainerCreated { container, .. } | AgentEvent::ContainerFailed { container, .. } => {
+                self.waiting_for.remove(container);
+            }
+            AgentEvent::Start { .. } | AgentEvent::Ready | AgentEvent::Rpc { .. } | AgentEvent::ContainerAsked { .. } => {}
+            AgentEvent::CdiTryFailed { .. } | AgentEvent::Injected { .. } | AgentEvent::ContainerStarted { .. } => {}
+            AgentEvent::HookFailed { .. } | AgentEvent::Bound(_) => {}
+        }
+    }
+
+    fn complete(&self) -> bool {
+        self.settled && self.waiting_for.is_empty()
+    }
+}
+
+/// Boots, watches, prints the summary. Returns the boot's file; error: the faults of the boot.
+async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) -> Result<PathBuf> {
+    let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
+    let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
+    let mut child = signal(SignalKind::child()).context("catch SIGCHLD")?;
+    let screen = Screen::of_stdout();
+
+    // The collector listens before the VM starts: the guest connects to an existing socket.
+    let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
+    let collecting = Config { uds: vec![uds_path(&config.work_dir)], ..Config::new(events.to_path_buf(), DEFAULT_PORT) };
+    let collector = Collector::bind(&collecting, sender)?;
+    let (stop, stopped) = watch::channel(false);
+    let running = tokio::spawn(collector.run(stopped));
+
+    let machine = if kvm_works(arch) { "KVM" } else { "no KVM here, so the kernel takes some seconds to start" };
+    eprintln!("booting {} GPU(s) on {arch} in QEMU ({machine})", args.gpus);
+    let limit = Instant::now() + TIME_LIMIT;
+    let mut vm = tokio::task::spawn_blocking(move || Vm::start(&config)).await.context("start the VM")??;
+    let mut console = Tail::open(vm.console())?;
+    let mut console_lines = (Lines::new(MAX_CONSOLE_LINE), AgentLog::default());
+
+    let table = Table { screen };
+    let mut live = Live::new(table, args.verbose, Instant::now());
+    let mut progress = Progress::new(&CONTAINERS);
+    let mut headed = false;
+    let ended = loop {
+        if progress.complete() {
+            break Ended::Complete;
+        }
+        tokio::select! {
+            Some(item) = news.recv() => take_news(&item, &mut live, &mut progress),
+            bytes = console.read_more() => take_console(&bytes?, &mut console_lines, &mut live, &mut progress),
+            () = sleep_until(live.deadline()) => {}
+            () = sleep_until(Some(limit)) => break Ended::TimeLimit,
+            _ = child.recv() => {
+                if let Some(status) = vm.wait(REAP_DEADLINE)? {
+                    break Ended::VmExited(status.to_string());
+                }
+            }
+            _ = interrupt.recv() => break Ended::Interrupted,
+            _ = terminate.recv() => break Ended::Interrupted,
+        }
+        let mut lines = live.due(Instant::now());
+        if !lines.is_empty() && !headed {
+            headed = true;
+            lines.insert(0, table.head());
+        }
+        write_lines(&lines).context("write to standard output")?;
+    };
+
+    // Records that were on their way still count.
+    stop.send_replace(true);
+    running.await.context("the collector stopped unexpectedly")??;
+    while let Ok(item) = news.try_recv() {
+        take_news(&item, &mut live, &mut progress);
+    }
+    vm.kill();
+    take_console(&console.read_now()?, &mut console_lines, &mut live, &mut progress);
+    write_lines(&live.finish(Instant::now())).context("write to standard output")?;
+
+    let console_text = std::fs::read(vm.console()).with_context(|| format!("read {}", vm.console().display()))?;
+    let Some(boot_id) = &progress.boot else {
+        bail!("{}", without_stream(&ended, &console_text));
+    };
+    let path = events.join(format!("{boot_id}.{}", kata_gpu_report::data::boot_file::EXTENSION));
+    let agent = agent_log::read(&*console_text).context("read the console log")?;
+    let boot = Boot::new(&read_boot(&path)?, &agent);
+    print(&format!("\n{}\n", summary(&boot, &screen).join("\n")))?;
+    let wrong = judge(&boot, &progress, &ended, args.gpus, &console_text);
+    ensure!(wrong.is_empty(), "{}", wrong.join("; "));
+    Ok(path)
+}
+
+fn take_news(news: &News, live: &mut Live, progress: &mut Progress) {
+    progress.news(news);
+    match news {
+        News::Record { record, .. } => live.record(record, Instant::now()),
+        News::Clock { sample, .. } => live.clock(*sample),
+        News::Problem { text } => eprintln!("kata-gpu-boot: {}", printable(text)),
+        News::Connected { .. } | News::Ended { .. } | News::Line { .. } => {}
+    }
+}
+
+fn take_console(bytes: &[u8], (lines, log): &mut (Lines, AgentLog), live: &mut Live, progress: &mut Progress) {
+    lines.push(bytes, |piece| {
+        let Piece::Line(line) = piece else { return };
+        log.line(line, |line| {
+            progress.agent(&line.event);
+            live.agent(line, Instant::now());
+        });
+    });
+}
+
+/// Reason for a missing event stream.
+fn without_stream(ended: &Ended, console: &[u8]) -> String {
+    let how = match ended {
+        Ended::VmExited(status) => format!("the VM ended ({status}) before any event came"),
+        Ended::TimeLimit => format!("no event came from the guest within {} s", TIME_LIMIT.as_secs()),
+        Ended::Interrupted => "interrupted before any event came".to_string(),
+        Ended::Complete => "everything was done, but no event came".to_string(),
+    };
+    format!("{how}; {}", last_words(console))
+}
+
+/// The most informative line of the console about an end.
+fn last_words(console: &[u8]) -> String {
+    let lines = || console.split(|b| matches!(b, b'\n' | b'\r')).filter(|line| !line.trim_ascii().is_empty());
+    let panic = lines().find(|line| line.windows(12).any(|w| w == b"Kernel panic"));
+    match panic.or_else(|| lines().next_back()) {
+        Some(line) => format!("console: {}", printable_start(line.trim_ascii(), MAX_QUOTE)),
+        None => "the console is empty".to_string(),
+    }
+}
+
+/// All faults of a boot.
+fn judge(boot: &Boot, progress: &Progress, ended: &Ended, gpus: u32, console: &[u8]) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let waiting = || {
+        let settled = (!progress.settled).then(|| "the GPUs to settle".to_string());
+        let containers = progress.waiting_for.iter().map(|c| format!("container {c}"));
+        settled.into_iter().chain(containers).collect::<Vec<_>>().join(", ")
+    };
+    match ended {
+        Ended::Complete => {}
+        Ended::VmExited(status) => wrong.push(format!("the VM ended ({status}) while waiting for {}; {}", waiting(), last_words(console))),
+        Ended::TimeLimit => wrong.push(format!("after {} s still waiting for {}", TIME_LIMIT.as_secs(), waiting())),
+        Ended::Interrupted => wrong.push("interrupted".to_string()),
+    }
+    if let Some(reason) = &boot.power_off {
+        wrong.push(format!("the guest powered off: {}", printable(reason)));
+    }
+    for gpu in boot.failed_gpus() {
+        let reason = gpu.failed.as_ref().map(|f| printable(&f.reason)).unwrap_or_default();
+        wrong.push(format!("GPU {} failed: {reason}", gpu.address));
+    }
+    let found = boot.gpus.iter().filter(|g| g.found_ns.is_some()).count();
+    if found != gpus as usize && boot.settled_ns.is_some() {
+        wrong.push(format!("asked for {gpus} GPUs, the guest found {found}"));
+    }
+    for container in &boot.containers {
+        if let Some(error) = &container.error {
+            wrong.push(format!("container {} failed: {error}", container.name));
+        }
+    }
+    if boot.lost.records > 0 || boot.lost.reported_by_guest > 0 {
+        wrong.push(format!("{} record(s) lost", boot.lost.records.saturating_add(boot.lost.reported_by_guest)));
+    }
+    if boot.garbage_lines > 0 || boot.damaged_lines > 0 {
+        wrong.push(format!("{} line(s) of the stream were not of the format", boot.garbage_lines.saturating_add(boot.damaged_lines)));
+    }
+    wrong
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_report::data::boot_file::BootFile;
+    use kata_gpu_test_support::tests_dir;
+    use std::fs::File;
+
+    fn boot() -> (BootFile, Vec<agent_log::AgentLine>) {
+        let at = |end| tests_dir(&format!("fixtures/boots/hand-made-3-gpus-one-fails.{end}"));
+        (read_boot(&at("ndjson")).unwrap(), agent_log::read(File::open(at("console")).unwrap()).unwrap())
+    }
+
+    fn progress(file: &BootFile, agent: &[agent_log::AgentLine]) -> Progress {
+        let mut progress = Progress::new(&CONTAINERS);
+        for record in &file.records {
+            progress.news(&News::Record { boot: "x".into(), record: Box::new(record.clone()) });
+        }
+        agent.iter().for_each(|line| progress.agent(&line.event));
+        progress
+    }
+
+    #[test]
+    fn a_boot_is_complete_when_settled_with_all_containers_done() {
+        let (file, agent) = boot();
+        assert!(progress(&file, &agent).complete());
+        assert!(!progress(&file, &agent[..agent.len() - 1]).complete());
+        let mut unsettled = file.clone();
+        unsettled.records.retain(|r| r.name != names::SETTLED);
+        assert!(!progress(&unsettled, &agent).complete());
+    }
+
+    #[test]
+    fn everything_that_failed_is_named() {
+        let (file, agent) = boot();
+        let wrong = judge(&Boot::new(&file, &agent), &progress(&file, &agent), &Ended::Complete, 3, b"");
+        assert_eq!(wrong.len(), 2, "{wrong:#?}");
+        assert!(wrong[0].starts_with("GPU 0001:00:02.0 failed: gpu.init: open /dev/nvidia1"), "{wrong:#?}");
+        assert!(wrong[1].starts_with("container all failed: \\x1b[31mfail fast"), "{wrong:#?}");
+    }
+
+    #[test]
+    fn a_good_boot_has_nothing_wrong_and_a_short_one_has() {
+        let (mut file, mut agent) = boot();
+        file.records.retain(|r| r.name != names::GPU_FAILED);
+        agent.pop();
+        agent.push(agent_log::AgentLine {
+            realtime_ns: 0,
+            event: AgentEvent::ContainerCreated { container: "all".into(), devices: "all".into(), tries: None, pause: false },
+        });
+        let state = progress(&file, &agent);
+        let boot = Boot::new(&file, &agent);
+        assert_eq!(judge(&boot, &state, &Ended::Complete, 3, b""), [""; 0]);
+        assert_eq!(judge(&boot, &state, &Ended::Complete, 8, b""), ["asked for 8 GPUs, the guest found 3"]);
+        file.seqs.insert(1000);
+        assert!(judge(&Boot::new(&file, &agent), &state, &Ended::Complete, 3, b"")[0].ends_with("record(s) lost"));
+    }
+
+    #[test]
+    fn a_vm_that_ends_early_is_quoted() {
+        let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ 2.1] Rebooting\r\n";
+        let said = without_stream(&Ended::VmExited("exit status: 0".into()), console);
+        assert!(said.contains("Kernel panic - not syncing: \\x1b[31mno init"), "{said}");
+        assert!(last_words(b"a\n\nlast\r\n\r\n").ends_with("last"));
+        assert_eq!(last_words(b""), "the console is empty");
+    }
+}

@@ -1,0 +1,287 @@
+//! `kata-gpu-boot doctor`: what makes GPU guests start slowly on this host, and its cure.
+
+use super::boot_args::{notes, plain_json};
+use anyhow::{Context, Result};
+use kata_gpu_doctor::facts::{Depth, boots, facts_at};
+use kata_gpu_doctor::rules::diagnose;
+use kata_gpu_doctor::rules::finding::{Basis, Cost, Evidence, Finding, Sure, Verdict};
+use kata_gpu_doctor::rules::host_facts::HostFacts;
+use kata_gpu_doctor::rules::kernel_rules::RELEASE;
+use kata_gpu_report::analysis::rules::Area;
+use kata_gpu_report::data::host_check::{EVERY, HostCheck};
+use kata_gpu_report::data::text::{Ink, Screen, clipped, printable, wrap};
+use kata_gpu_report::terminal::stdout::print;
+use kata_gpu_report::views::grid::{Grid, Set};
+use serde::Serialize;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Exit status if something costs more than `--at-most`.
+const TOO_SLOW: u8 = 1;
+/// Exit status if nothing could be examined.
+const CANNOT: u8 = 2;
+
+const HELP: &str = "\
+Reads and changes nothing, and starts no program. Each rule looks at files of this host, at Kata's configuration, at running VMs and at the boots in --dir. \
+SECONDS is what the cure saves of one boot: `measured` by this host's own boots, else by a `model`, whose source -v names. Several findings can be about \
+the same seconds, so do not add them up. `unsure`: a version that distributions patch, or a figure that its author doubts. What cannot be seen is \
+unknown, never fine; as root more can be seen.
+
+Exit status: 0 nothing costs more than --at-most; 1 something does; 2 --root or the boots in --dir cannot be read.
+
+Examples:
+  # this host, with its own boots
+  sudo kata-gpu-boot doctor --dir /var/lib/kata-gpu-boot
+  # every rule with its evidence and the source of its figures
+  kata-gpu-boot doctor -v
+  # a gate: nothing that costs more than 2 s
+  kata-gpu-boot doctor --dir /var/lib/kata-gpu-boot --at-most 2
+  # in a container that has the node's / under /host, read-only
+  kata-gpu-boot doctor --root /host
+  kata-gpu-boot doctor --json |
+    jq '.findings[] | select(.verdict == \"found\") | {rule, seconds, cure}'";
+
+/// Show what makes GPU guests start slowly on this host: seconds, evidence, cure.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// Directory that the collector writes to [default: no boots].
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Root of the host's files.
+    #[arg(long, default_value = "/")]
+    root: PathBuf,
+    /// Kata's configuration, below --root [default: the first of Kata's usual ones for GPUs].
+    #[arg(long, value_name = "FILE")]
+    kata_config: Option<PathBuf>,
+    /// Exit with status 1 if something found costs more seconds.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    at_most: Option<f64>,
+    /// Show every rule, with evidence and source.
+    #[arg(short, long)]
+    verbose: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// Check every 10 minutes, and leave the seconds of each finding in --dir, where the collector
+    /// gives them as the metric kata_gpu_boot_doctor_finding_seconds. Leaves out
+    /// files whose reading holds up guests: smaps_rollup, numa_maps, pagetypeinfo.
+    #[arg(long, requires = "dir", conflicts_with_all = ["json", "at_most", "verbose"])]
+    daemonset_check: bool,
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds.is_finite() && seconds >= 0.0 => Ok(seconds),
+        _ => Err("give seconds, like 2 or 0.5".into()),
+    }
+}
+
+/// A host as its rules see it.
+pub struct Diagnosis {
+    pub facts: HostFacts,
+    pub findings: Vec<Finding>,
+    /// Files of boots that could not be read.
+    pub unread: Vec<String>,
+}
+
+/// Runs all rules on a host.
+pub fn diagnosis(root: &Path, kata_config: Option<&Path>, dir: Option<&Path>) -> Result<Diagnosis> {
+    let mut facts = facts_at(root, kata_config, Depth::Full)?;
+    let mut unread = Vec::new();
+    if let Some(dir) = dir {
+        (facts.boots, unread) = boots(dir)?;
+    }
+    Ok(Diagnosis { findings: diagnose(&facts), facts, unread })
+}
+
+/// Checks again and again until a signal to stop.
+async fn check_again_and_again(args: &Args, dir: &Path) -> Result<bool> {
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    loop {
+        // A collector without a boot yet is no error.
+        let (boots, _) = boots(dir).unwrap_or_default();
+        let facts = HostFacts { boots, ..facts_at(&args.root, args.kata_config.as_deref(), Depth::Light)? };
+        let found = diagnose(&facts).into_iter().filter(|f| f.verdict == Verdict::Found);
+        let check = HostCheck::now(found.map(|f| (f.rule.id.to_string(), f.seconds())).collect());
+        match check.write(dir) {
+            Ok(()) => println!("{} rule(s) found something: {:?}", check.findings.len(), check.findings),
+            // A full disk has room again.
+            Err(error) => eprintln!("kata-gpu-boot: {error:#}"),
+        }
+        tokio::select! {
+            _ = terminate.recv() => return Ok(false),
+            _ = interrupt.recv() => return Ok(false),
+            () = tokio::time::sleep(EVERY) => {}
+        }
+    }
+}
+
+fn daemon(args: &Args, dir: &Path) -> Result<bool> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    runtime.block_on(check_again_and_again(args, dir))
+}
+
+/// Runs `doctor`.
+pub fn run(args: &Args) -> ExitCode {
+    let once = || {
+        let diagnosis = diagnosis(&args.root, args.kata_config.as_deref(), args.dir.as_deref())?;
+        print(&text(args, &diagnosis, &Screen::of_stdout())?)?;
+        Ok(is_too_slow(&diagnosis.findings, args.at_most))
+    };
+    let done = match &args.dir {
+        Some(dir) if args.daemonset_check => daemon(args, dir),
+        _ => once(),
+    };
+    match done {
+        Ok(too_slow) => ExitCode::from(if too_slow { TOO_SLOW } else { 0 }),
+        Err(error) => {
+            eprintln!("kata-gpu-boot: cannot examine this host: {}", printable(&format!("{error:#}")));
+            ExitCode::from(CANNOT)
+        }
+    }
+}
+
+/// Whether something found costs more than that.
+pub fn is_too_slow(findings: &[Finding], at_most: Option<f64>) -> bool {
+    at_most.is_some_and(|most| findings.iter().any(|f| f.verdict == Verdict::Found && f.seconds() > most))
+}
+
+/// The page, or its JSON form.
+pub fn text(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> Result<String> {
+    if args.json { json_form(diagnosis) } else { Ok(page(args, diagnosis, screen)) }
+}
+
+fn basis(finding: &Finding) -> (&'static str, &str) {
+    match finding.cost.as_ref().map(|cost| &cost.basis) {
+        Some(Basis::Measured(of)) => ("measured", of),
+        Some(Basis::Model(of)) => ("model", of),
+        None => ("", ""),
+    }
+}
+
+fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
+    let Diagnosis { facts, findings, unread } = diagnosis;
+    let mut out = vec![head(args, facts), String::new()];
+    let of = |verdict: Verdict| findings.iter().filter(move |f| f.verdict == verdict);
+    let mut grid = Grid::new(&[("SECONDS", Set::Right), ("BASIS", Set::Left), ("RULE", Set::Left), ("WHAT", Set::Left)]);
+    for finding in of(Verdict::Found) {
+        let seconds = finding.cost.as_ref().map_or("?".to_string(), |cost| format!("{:.3}", cost.seconds));
+        let unsure = if finding.sure == Sure::Unsure { " (unsure)" } else { "" };
+        let ink = if finding.seconds() >= 1.0 { Ink::Error } else { Ink::Warning };
+        grid.row(ink, vec![seconds, basis(finding).0.into(), finding.rule.id.into(), format!("{}{unsure}", finding.rule.title)]);
+    }
+    let mut lines = grid.lines(screen).into_iter();
+    if of(Verdict::Found).next().is_none() {
+        out.push(screen.paint(Ink::Good, "Nothing found."));
+    } else {
+        out.extend(lines.next());
+    }
+    // Each row of the table is followed by what belongs to it.
+    for (line, finding) in lines.zip(of(Verdict::Found)) {
+        out.push(line);
+        out.extend(wrapped("cure: ", &finding.text, screen));
+        if args.verbose {
+            out.extend(details(finding, screen));
+        }
+    }
+    out.push(String::new());
+    for (title, verdict) in [("unknown", Verdict::Unknown), ("needs root", Verdict::NeedsRoot), ("fine", Verdict::Fine)] {
+        if args.verbose {
+            for finding in of(verdict) {
+                out.push(format!("{title}: {}", finding.rule.id));
+                out.extend(Some(&finding.text).filter(|text| !text.is_empty()).into_iter().flat_map(|text| wrapped("", text, screen)));
+                out.extend(details(finding, screen));
+            }
+        } else {
+            let ids: Vec<&str> = of(verdict).map(|f| f.rule.id).collect();
+            if !ids.is_empty() {
+                out.extend(wrapped_from(0, &format!("{title}: "), &ids.join(", "), screen));
+            }
+        }
+    }
+    let count = |verdict| of(verdict).count();
+    let counts =
+        [(Verdict::Found, "found something"), (Verdict::Unknown, "unknown"), (Verdict::NeedsRoot, "need root"), (Verdict::Fine, "fine")];
+    let counts: Vec<String> = counts.iter().filter(|(v, _)| count(*v) > 0).map(|(v, what)| format!("{} {what}", count(*v))).collect();
+    let more = if args.verbose { "" } else { "; -v has evidence and reasons" };
+    out.push(format!("{} rules: {}{more}", findings.len(), counts.join(", ")));
+    let unread: Vec<String> = unread.iter().map(|why| format!("not read: {why}")).collect();
+    notes(&unread, screen, &mut out);
+    out.join("\n") + "\n"
+}
+
+fn head(args: &Args, facts: &HostFacts) -> String {
+    let release = facts.files.text(RELEASE).unwrap_or("of unknown version");
+    let boots = match &args.dir {
+        Some(dir) => format!("{} boot(s) in {}", facts.boots.count, dir.display()),
+        None => "no boots (--dir)".to_string(),
+    };
+    clipped(&format!("host: Linux {release}, {} GPU(s), {} VM(s) with devices, {boots}", facts.gpus().len(), facts.vms.len()))
+}
+
+fn details(finding: &Finding, screen: &Screen) -> Vec<String> {
+    let seen = finding.evidence.iter().map(|e| format!("{}: {}", e.from, e.value));
+    let (name, of) = basis(finding);
+    let mut out: Vec<String> = seen.flat_map(|text| wrapped("seen: ", &clipped(&text), screen)).collect();
+    if !of.is_empty() {
+        out.extend(wrapped(&format!("{name}: "), of, screen));
+    }
+    out.extend(wrapped("source: ", finding.rule.source, screen));
+    out
+}
+
+/// Indented lines that end at a space before the terminal does.
+fn wrapped(label: &str, text: &str, screen: &Screen) -> Vec<String> {
+    wrapped_from(9, label, text, screen)
+}
+
+fn wrapped_from(indent: usize, label: &str, text: &str, screen: &Screen) -> Vec<String> {
+    let width = screen.width.unwrap_or(usize::MAX).saturating_sub(1);
+    let (first, further) = (format!("{:indent$}{label}", ""), " ".repeat(indent + 2));
+    wrap(&first, &further, &printable(text), width).iter().map(|line| screen.paint(Ink::Dim, line)).collect()
+}
+
+/// A finding of the JSON form.
+#[derive(Serialize)]
+struct Row<'a> {
+    rule: &'a str,
+    area: Area,
+    title: &'a str,
+    verdict: Verdict,
+    #[serde(flatten)]
+    cost: &'a Option<Cost>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sure: Option<Sure>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cure: Option<&'a str>,
+    /// Why it is unknown, or the path that needs root.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    why: Option<&'a str>,
+    evidence: &'a [Evidence],
+    source: &'a str,
+}
+
+fn json_form(diagnosis: &Diagnosis) -> Result<String> {
+    let row = |f: &Finding| -> serde_json::Result<serde_json::Value> {
+        let is_found = f.verdict == Verdict::Found;
+        serde_json::to_value(Row {
+            rule: f.rule.id,
+            area: f.rule.area,
+            title: f.rule.title,
+            verdict: f.verdict,
+            cost: &f.cost,
+            sure: is_found.then_some(f.sure),
+            cure: is_found.then_some(&f.text),
+            why: (!is_found && !f.text.is_empty()).then_some(&f.text),
+            evidence: &f.evidence,
+            source: f.rule.source,
+        })
+    };
+    let findings = diagnosis.findings.iter().map(row).collect::<serde_json::Result<Vec<_>>>()?;
+    let gpus: Vec<String> = diagnosis.facts.gpus().iter().map(|gpu| gpu.address.to_string()).collect();
+    let boots = diagnosis.facts.boots.count;
+    plain_json(&json!({ "gpus": gpus, "boots": boots, "findings": findings, "unread": diagnosis.unread }))
+}

@@ -1,0 +1,575 @@
+//! `kata-gpu-boot initrd`: packs, lists, verifies and changes guest images.
+
+use anyhow::{Result, bail, ensure};
+use clap::{ArgGroup, Subcommand};
+use kata_gpu_image::guest_disk::Table;
+use kata_gpu_image::images::entry_text::{escaped, megabytes};
+use kata_gpu_image::images::helper::HelperArgs;
+use kata_gpu_image::images::image::{Form, Image};
+use kata_gpu_image::images::output_file::{Output, Written};
+use kata_gpu_image::images::pack::List;
+use kata_gpu_image::images::unpacked_root::Tree;
+use kata_gpu_image::images::verify::{INIT, Question};
+use kata_gpu_image::images::{components, diff, disk_image, helper, kernel_release, ls, pack, repack, verify};
+use kata_gpu_init::gpu::topology::Topology;
+use kata_gpu_report::data::text::ascii_json;
+use kata_gpu_report::data::text::{Ink, Screen, printable};
+use kata_gpu_report::terminal::stdout::print;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Exit status if an image cannot be read or written at all.
+const FAILED: u8 = 2;
+
+/// Pack, list, verify and change guest images (initrds).
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Pack(PackArgs),
+    Ls(LsArgs),
+    Cat(CatArgs),
+    Verify(VerifyArgs),
+    Repack(RepackArgs),
+    Diff(DiffArgs),
+    ReplaceInit(ReplaceInitArgs),
+    #[command(hide = true)]
+    InSandbox(InSandboxArgs),
+}
+
+const PACK_HELP: &str = "\
+A list has an entry on each line; # begins a comment; FILE and DIR are relative to the list's folder:
+  dir  PATH MODE         file  PATH MODE FILE           link  PATH TARGET
+  char PATH MODE MAJOR:MINOR    block PATH MODE MAJOR:MINOR
+  fifo PATH MODE
+  tree PATH DIR          (everything below DIR, at PATH)
+
+The archive is the same, byte for byte, for the same files: sorted, everything owned by root, times SOURCE_DATE_EPOCH or 0.
+
+Where the sources have the driver's libraries, the list of its files (for containers) goes into the archive, and replaces an earlier one: a boot \
+verifies the list instead of searching for the files.
+
+Examples:
+  # a directory as the guest's root
+  kata-gpu-boot initrd pack root -o guest.initrd
+  # with device nodes: a list needs no root for them
+  printf 'char /dev/console 0600 5:1\\n' > nodes
+  kata-gpu-boot initrd pack root nodes -o guest.initrd";
+
+/// Make an initrd of directories and lists.
+#[derive(clap::Args, Debug)]
+#[command(after_help = PACK_HELP)]
+struct PackArgs {
+    /// Directory whose content becomes the guest's root, or a list of entries; several are merged.
+    #[arg(value_name = "DIR|LIST", required = true)]
+    sources: Vec<PathBuf>,
+    /// Output file; made when it is whole.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Compress the image.
+    #[arg(long)]
+    gzip: bool,
+    /// Do not make the list of the driver's files.
+    #[arg(long)]
+    no_manifest: bool,
+    /// Print sizes as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+const LS_HELP: &str = "\
+Examples:
+  kata-gpu-boot initrd ls kata.initrd
+  kata-gpu-boot initrd ls kata.initrd lib/firmware
+  kata-gpu-boot initrd ls kata.initrd --json |
+    jq '.entries | sort_by(-.size)[:10][] | {path, size}'";
+
+/// List an image's entries, in their order.
+#[derive(clap::Args, Debug)]
+#[command(after_help = LS_HELP)]
+struct LsArgs {
+    /// The initrd.
+    image: PathBuf,
+    /// Paths to list, with all entries below them [default: all].
+    paths: Vec<String>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Write a file of an image to standard output. Links are followed as in the guest. Exit status 1:
+/// there is no such path.
+#[derive(clap::Args, Debug)]
+struct CatArgs {
+    /// The initrd.
+    image: PathBuf,
+    /// The file's path in it.
+    path: String,
+}
+
+const VERIFY_HELP: &str = "\
+Checks programs with their loaders and libraries, modules with their dependencies, the driver's firmware and user space, and paths that the agent needs. \
+Each finding names the effect and the cure. Faults that only a boot shows are not found.
+
+A table lists NVIDIA's services that each topology starts, and those that the image lacks. A missing service is no error, unless --topology \
+names the topology. An image without any part of the driver is reported as one whose driver comes on the extension disk `gpu` (Kata 4).
+
+Exit status: 0 the image can boot, 1 it cannot boot as a guest with GPUs, 2 it cannot be read.
+
+Examples:
+  cd /opt/kata/share/kata-containers
+  kata-gpu-boot initrd verify gpu.initrd --kernel vmlinuz-nvidia-gpu.container
+  kata-gpu-boot initrd verify gpu.initrd --json |
+    jq '.findings[] | select(.severity == \"error\")'
+  # for guests with all GPUs and NVSwitches of an HGX board
+  kata-gpu-boot initrd verify gpu.initrd --topology hopper-fabric --confidential
+  # without the driver's libraries
+  kata-gpu-boot initrd verify base.initrd --no-user-space
+  kata-gpu-boot initrd verify --rules";
+
+/// Check that an image can boot as a Kata guest with NVIDIA GPUs.
+#[derive(clap::Args, Debug)]
+#[command(after_help = VERIFY_HELP)]
+struct VerifyArgs {
+    /// The initrd.
+    #[arg(required_unless_present = "rules")]
+    image: Option<PathBuf>,
+    /// The guest's kernel (its file, or its release as `uname -r` prints it), which the modules
+    /// must fit.
+    #[arg(long, value_name = "FILE|RELEASE")]
+    kernel: Option<String>,
+    /// Program that the kernel starts, as in rdinit=.
+    #[arg(long, value_name = "PATH", default_value = INIT)]
+    rdinit: String,
+    /// Do not require the driver's libraries and firmware: they come from elsewhere, or are not
+    /// needed.
+    #[arg(long)]
+    no_user_space: bool,
+    /// Topology whose services the image must have; may be given several times.
+    #[arg(long, value_name = "TOPOLOGY", value_parser = topology)]
+    topology: Vec<Topology>,
+    /// With --topology: check for confidential guests.
+    #[arg(long, requires = "topology")]
+    confidential: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// Print the rules, and exit.
+    #[arg(long, exclusive = true)]
+    rules: bool,
+}
+
+const REPACK_HELP: &str = "\
+/init becomes the new program, and /sbin/init a link to it where it led to the old one. Every other entry stays unchanged, byte for byte; the list of the \
+driver's files is added, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. The old init stays where it was, so that rdinit= with its path rolls back, unless --drop-old is given.
+
+The kernel starts /init of an initrd and ignores init=, which is for disk images. A kernel parameter rdinit= overrides /init: remove it from \
+kernel_params, or the old init starts.
+
+Exit status: 0 written, 1 not written because it would not boot (--force), 2 failed.
+
+Examples:
+  kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o gpu.initrd
+  # uncompressed, so that no guest has to decompress it
+  kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o p --plain";
+
+/// Replace the init of an image, and nothing else.
+#[derive(clap::Args, Debug)]
+#[command(after_help = REPACK_HELP, group = ArgGroup::new("form").multiple(false))]
+struct RepackArgs {
+    /// The initrd; for a disk image use initrd replace-init.
+    image: PathBuf,
+    /// The new init.
+    #[arg(long, value_name = "FILE")]
+    init: PathBuf,
+    /// Output file; made when it is whole and verified.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// The guest's kernel, as for verify.
+    #[arg(long, value_name = "FILE|RELEASE")]
+    kernel: Option<String>,
+    #[command(flatten)]
+    helper: HelperArgs,
+    /// Do not add the list of the driver's files.
+    #[arg(long)]
+    no_manifest: bool,
+    /// Do not require the driver's libraries and firmware, as for verify.
+    #[arg(long)]
+    no_user_space: bool,
+    /// Omit the old init and its signature.
+    #[arg(long)]
+    drop_old: bool,
+    /// Store the image uncompressed [default: as it is stored now].
+    #[arg(long, group = "form")]
+    plain: bool,
+    /// Compress the image.
+    #[arg(long, group = "form")]
+    gzip: bool,
+    /// Write the image even if it cannot boot.
+    #[arg(long)]
+    force: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+const DIFF_HELP: &str = "\
+Compares the contents for a guest: order of entries, compression and inode numbers do not count.
+
+Exit status: 0 the same, 1 different, 2 one cannot be read.
+
+Examples:
+  kata-gpu-boot initrd diff old.initrd new.initrd
+  kata-gpu-boot initrd diff old.initrd new.initrd --json |
+    jq -r '.differences[] | select(.change == \"added\").path'";
+
+/// Show the differences of two images for a guest.
+#[derive(clap::Args, Debug)]
+#[command(after_help = DIFF_HELP)]
+struct DiffArgs {
+    /// The first initrd.
+    a: PathBuf,
+    /// The second initrd.
+    b: PathBuf,
+    /// Compare times, too.
+    #[arg(long)]
+    times: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+const REPLACE_INIT_HELP: &str = "\
+/init becomes the program and /sbin/init, which a kernel starts first from a disk, a link to it; the old init stays where those links led. The list of the \
+driver's files is added where there is a driver, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. Owners, modes, times, links, contents and extended attributes of all other files stay unchanged.
+
+The image is a bare file system, or a disk with it as the first partition, as Kata's image builder makes them; the partition grows if necessary. A dm-verity \
+hash in a second partition is of the old root: `kata-gpu-boot install --image` empties kernel_verity_params.
+
+Requires user namespaces, and the package e2fsprogs for ext4 or erofs-utils for erofs; root is not needed.
+
+Examples:
+  kata-gpu-boot initrd replace-init kata.image --init kata-gpu-init -o g.image
+  kata-gpu-boot install --kata-config FILE --image $PWD/g.image";
+
+/// Replace the init of a disk image (erofs or ext4), and nothing else.
+#[derive(clap::Args, Debug)]
+#[command(after_help = REPLACE_INIT_HELP)]
+struct ReplaceInitArgs {
+    /// The image that Kata boots now.
+    image: PathBuf,
+    /// The new init, the program kata-gpu-init.
+    #[arg(long, value_name = "FILE")]
+    init: PathBuf,
+    /// Output file; made when it is whole and compared with the image.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    #[command(flatten)]
+    helper: HelperArgs,
+    /// Do not add the list of the driver's files.
+    #[arg(long)]
+    no_manifest: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Run one program of a closed list in a sandbox.
+#[derive(clap::Args, Debug)]
+struct InSandboxArgs {
+    tool: disk_image::tool_sandbox::Tool,
+    directory: PathBuf,
+}
+
+/// Runs `initrd`.
+pub fn run(args: &Args) -> ExitCode {
+    let done = match &args.command {
+        Command::Pack(args) => pack(args),
+        Command::Ls(args) => ls(args),
+        Command::Cat(args) => cat(args),
+        Command::Verify(args) => verify(args),
+        Command::Repack(args) => repack(args),
+        Command::Diff(args) => diff(args),
+        Command::ReplaceInit(args) => replace_init(args),
+        Command::InSandbox(args) => return disk_image::tool_sandbox::run_inside(args.tool, &args.directory),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+fn read(path: &std::path::Path) -> Result<(Image, Tree)> {
+    let image = Image::open(path)?;
+    let tree = Tree::new(&image)?;
+    Ok((image, tree))
+}
+
+fn written(written: &Written) -> String {
+    format!("{}: {} bytes, sha256 {}", printable(&written.path.display().to_string()), written.bytes, written.sha256)
+}
+
+fn pack(args: &PackArgs) -> Result<bool> {
+    let mut output = Output::create(&args.output, if args.gzip { Form::Gzip } else { Form::Plain })?;
+    let wish = pack::Wish { mtime: pack::mtime()?, manifest: !args.no_manifest };
+    let packed = pack::pack(&args.sources, wish, &mut output)?;
+    let mut done = output.end()?;
+    done.keep()?;
+    let left_out: Vec<String> = packed.left_out.iter().map(|path| printable(&path.display().to_string())).collect();
+    left_out.iter().for_each(|path| eprintln!("kata-gpu-boot: {path} is a socket, and omitted: no program listens on it in a guest"));
+    let screen = Screen::of_stdout();
+    let (files, stale, none) = match &packed.list {
+        List::Of(files) => (Some(files), None, None),
+        List::Replaced(files, why) => (Some(files), Some(printable(why)), None),
+        List::None(why) => (None, None, Some(printable(why))),
+    };
+    let text = if args.json {
+        ascii_json(&json!({
+            "path": printable(&done.path.display().to_string()), "bytes": done.bytes, "sha256": done.sha256, "entries": packed.entries,
+            "components": components::sizes_json(&packed.sizes), "leftOut": left_out, "manifestFiles": files, "staleManifest": stale, "noManifest": none,
+        }))?
+    } else {
+        let list = match (files, stale, none) {
+            (Some(files), None, _) => format!("the list of the driver's {files} files is in the image\n"),
+            (Some(files), Some(why), _) => {
+                format!("the list of the driver's {files} files is in the image, in place of a stale one: {why}\n")
+            }
+            (None, _, none) => format!("no list of the driver's files: {}\n", none.unwrap_or_default()),
+        };
+        format!("{}{list}{}, {} entries\n", components::sizes_text(&packed.sizes, &screen), written(&done), packed.entries)
+    };
+    print(&text)?;
+    Ok(true)
+}
+
+fn ls(args: &LsArgs) -> Result<bool> {
+    let image = Image::open(&args.image)?;
+    let (text, listed) = ls::text(&image, &args.paths, &Screen::of_stdout());
+    print(&if args.json { ascii_json(&ls::json(&image, &args.paths))? } else { text })?;
+    let missing = ls::missing(&image, &args.paths);
+    for path in &missing {
+        eprintln!("kata-gpu-boot: {}: no such path in {}", escaped(path.as_bytes()), printable(&args.image.display().to_string()));
+    }
+    Ok(listed > 0 && missing.is_empty())
+}
+
+fn cat(args: &CatArgs) -> Result<bool> {
+    let (_, tree) = read(&args.image)?;
+    let found = ls::cat(&tree, &args.path)?;
+    if !found {
+        eprintln!("kata-gpu-boot: {}: no such path in {}", escaped(args.path.as_bytes()), printable(&args.image.display().to_string()));
+    }
+    Ok(found)
+}
+
+fn topology(text: &str) -> Result<Topology, String> {
+    Topology::named(text).ok_or_else(|| format!("there are {}", Topology::ALL.map(|topology| topology.to_string()).join(", ")))
+}
+
+fn question(kernel: Option<&str>, init: &str, user_space: bool) -> Result<Question> {
+    Ok(Question { release: kernel.map(kernel_release::release).transpose()?, init: init.to_string(), user_space, ..Question::default() })
+}
+
+fn verify(args: &VerifyArgs) -> Result<bool> {
+    let screen = Screen::of_stdout();
+    if args.rules {
+        print(&verify::verify_text::rules(verify::image_rules::RULES, &screen))?;
+        return Ok(true);
+    }
+    let Some(path) = &args.image else { bail!("give an image") };
+    let question = question(args.kernel.as_deref(), &args.rdinit, !args.no_user_space)?;
+    let question = Question { topologies: args.topology.clone(), confidential: args.confidential, ..question };
+    let (image, tree) = read(path)?;
+    let report = verify::check(&image, &tree, &question);
+    print(&if args.json { ascii_json(&report.json())? } else { verify::verify_text::page(&report, &screen) })?;
+    Ok(report.boots())
+}
+
+/// The output is neither the image, nor the init, nor the helper.
+fn check_output(image: &Path, init: &Path, helper: &HelperArgs, output: &Path) -> Result<()> {
+    let same = |a: &Path| std::fs::canonicalize(a).ok().is_some_and(|a| std::fs::canonicalize(output).ok() == Some(a));
+    ensure!(!same(image), "{}: give the new image another name: the old one is what to roll back to", output.display());
+    ensure!(!same(init), "{}: that is the new init: give the new image another name", output.display());
+    let is_helper = helper.given.as_deref().is_some_and(same);
+    ensure!(!is_helper, "{}: that is NVML's helper: give the new image another name", output.display());
+    Ok(())
+}
+
+fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
+    check_output(&args.image, &args.init, &args.helper, &args.output)?;
+    let (image, init, output) = (args.image.clone(), args.init.clone(), args.output.clone());
+    let helper = args.helper.helper(&args.init);
+    let mut done = disk_image::replace(&disk_image::Wish { image, init, helper, output, manifest: !args.no_manifest })?;
+    done.written.keep()?;
+    if !done.has_module {
+        let why = "its guests take the driver from the extension disk `gpu` (Kata 4), and without that disk no GPU comes up";
+        eprintln!("kata-gpu-boot: note: no nvidia.ko in the image: {why}");
+    }
+    let disk = &done.disk;
+    if args.json {
+        print(&ascii_json(&json!({
+            "path": printable(&done.written.path.display().to_string()), "bytes": done.written.bytes, "sha256": done.written.sha256,
+            "fileSystem": disk.root.name(), "kept": done.kept, "grownPartition": done.grown, "manifestFiles": done.manifest.as_ref().ok(),
+            "noManifest": done.manifest.as_ref().err(), "diff": diff::json(&done.differences),
+            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())), "noHelper": done.helper.as_ref().err(),
+            "helperLacks": done.helper_lacks,
+        }))?)?;
+        return Ok(true);
+    }
+    let place = if disk.table == Table::None { "" } else { "first partition, " };
+    let mut text =
+        format!("{}: {place}{}, {}\n", printable(&args.image.display().to_string()), disk.root.name(), megabytes(disk.root_bytes));
+    text.push_str(&diff::text(&done.differences, &Screen::of_stdout()));
+    text.push_str(&format!("{} names stay with owners, modes, times, links, contents and extended attributes\n", done.kept));
+    match &done.manifest {
+        Ok(files) => text.push_str(&format!("the list of the driver's {files} files is in the image\n")),
+        Err(why) => text.push_str(&format!("no list of the driver's files: {}\n", printable(why))),
+    }
+    text.push_str(&helper::text(&done.helper, &done.helper_lacks));
+    if let Some(bytes) = done.grown {
+        text.push_str(&format!("the partition has grown to {} MiB\n", bytes >> 20));
+    }
+    if disk.has_second {
+        text.push_str("a second partition, as one with a dm-verity hash, is the old root's: set kernel_verity_params = \"\"\n");
+    }
+    text.push_str(&format!("{}, {}\n", written(&done.written), megabytes(done.written.bytes)));
+    print(&text)?;
+    Ok(true)
+}
+
+fn repack(args: &RepackArgs) -> Result<bool> {
+    check_output(&args.image, &args.init, &args.helper, &args.output)?;
+    let question = question(args.kernel.as_deref(), INIT, !args.no_user_space)?;
+    let (image, tree) = read(&args.image)?;
+    let form = match (args.plain, args.gzip) {
+        (true, _) => Some(Form::Plain),
+        (_, true) => Some(Form::Gzip),
+        _ => None,
+    };
+    let wish = repack::Wish {
+        init: args.init.clone(),
+        helper: args.helper.helper(&args.init),
+        manifest: !args.no_manifest,
+        form,
+        drop_old: args.drop_old,
+    };
+    let mut done = repack::repack(&image, &tree, &wish, &question, &args.output)?;
+    let keep = done.report.boots() || args.force;
+    if keep {
+        done.written.keep()?;
+    }
+    let screen = Screen::of_stdout();
+    if args.json {
+        print(&ascii_json(&json!({
+            "path": printable(&done.written.path.display().to_string()), "written": keep, "bytes": done.written.bytes, "sha256": done.written.sha256,
+            "kept": done.kept, "oldInit": done.old_init, "manifestFiles": done.manifest.as_ref().ok(), "noManifest": done.manifest.as_ref().err(),
+            "diff": diff::json(&done.differences), "verify": done.report.json(),
+            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())), "noHelper": done.helper.as_ref().err(),
+            "helperLacks": done.helper_lacks,
+        }))?)?;
+        return Ok(keep);
+    }
+    let mut text = diff::text(&done.differences, &screen);
+    text.push_str(&format!("{} entries stay as they are, byte for byte\n", done.kept));
+    match &done.manifest {
+        Ok(files) => text.push_str(&format!("the list of the driver's {files} files is in the image\n")),
+        Err(why) => text.push_str(&format!("no list of the driver's files: {}\n", printable(why))),
+    }
+    text.push_str(&helper::text(&done.helper, &done.helper_lacks));
+    text.push_str(
+        "the kernel starts /init; remove rdinit= from its parameters if there is one (init= is for disk images and means nothing here)\n",
+    );
+    if let Some(old) = &done.old_init {
+        text.push_str(&format!("the old init stays: rdinit={old} starts it\n"));
+    }
+    text.push('\n');
+    text.push_str(&verify::verify_text::page(&done.report, &screen));
+    let last = if keep {
+        written(&done.written)
+    } else {
+        format!("{} is not written (--force writes it)", printable(&args.output.display().to_string()))
+    };
+    text.push_str(&format!("{}, {}\n", screen.paint(if keep { Ink::Plain } else { Ink::Error }, &last), megabytes(done.written.bytes)));
+    print(&text)?;
+    Ok(keep)
+}
+
+fn diff(args: &DiffArgs) -> Result<bool> {
+    let (_, a) = read(&args.a)?;
+    let (_, b) = read(&args.b)?;
+    let differences = diff::differences(&a, &b, args.times)?;
+    print(&if args.json { ascii_json(&diff::json(&differences))? } else { diff::text(&differences, &Screen::of_stdout()) })?;
+    Ok(differences.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use kata_gpu_test_support::elf_stand_in as stand_in;
+    use kata_gpu_test_support::temp_dir;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn done(words: &[&str]) -> Result<bool> {
+        let cli = Cli::try_parse_from(["initrd"].iter().chain(words)).map_err(|e| anyhow::anyhow!("usage {}", e.exit_code()))?;
+        match &cli.args.command {
+            Command::Pack(args) => pack(args),
+            Command::Ls(args) => ls(args),
+            Command::Cat(args) => cat(args),
+            Command::Verify(args) => verify(args),
+            Command::Repack(args) => repack(args),
+            Command::Diff(args) => diff(args),
+            Command::ReplaceInit(args) => replace_init(args),
+            Command::InSandbox(args) => unreachable!("{args:?} is for this program itself"),
+        }
+    }
+
+    #[test]
+    fn yes_no_and_impossible_have_different_results() {
+        let dir = temp_dir();
+        let at = |name: &str| dir.path().join(name).display().to_string();
+        std::fs::create_dir(dir.path().join("root")).unwrap();
+        std::fs::write(at("root/file"), "text\n").unwrap();
+        std::fs::write(at("init"), stand_in::library(None, &[])).unwrap();
+        let (root, a, b) = (at("root"), at("a"), at("b"));
+        assert!(done(&["pack", &root, "-o", &a, "--json"]).unwrap());
+        assert!(done(&["pack", &root, "-o", &b, "--gzip"]).unwrap());
+        assert!(done(&["diff", &a, &b]).unwrap(), "compressed or not, a guest finds the same");
+        assert!(done(&["ls", &a, "file", "--json"]).unwrap());
+        assert!(!done(&["ls", &a, "fil"]).unwrap());
+        assert!(!done(&["ls", &a, "file", "fil"]).unwrap(), "one of two is missing");
+        assert!(done(&["cat", &a, "/file"]).unwrap());
+        assert!(!done(&["cat", &a, "/none"]).unwrap());
+        assert!(done(&["cat", &a, "/"]).unwrap_err().to_string().contains("a directory, and no file"));
+        assert!(!done(&["verify", &a]).unwrap());
+        assert!(done(&["verify", "--rules"]).unwrap());
+        assert!(done(&["verify", &at("root/file")]).unwrap_err().to_string().contains("read initrd"));
+        assert!(done(&["verify", &at("none")]).unwrap_err().to_string().contains("open initrd"));
+        let (init, c) = (at("init"), at("c"));
+        assert!(!done(&["repack", &a, "--init", &init, "-o", &c]).unwrap(), "it would not boot");
+        assert!(!dir.path().join("c").exists());
+        assert!(!done(&["repack", &a, "--init", &init, "-o", &c, "--json"]).unwrap());
+        assert!(done(&["repack", &a, "--init", &init, "-o", &c, "--force"]).unwrap());
+        assert!(!done(&["diff", &a, &c]).unwrap());
+        assert!(done(&["repack", &a, "--init", &init, "-o", &a]).unwrap_err().to_string().contains("another name"));
+        for wrong in [&["repack", &a, "--init", &init, "-o", &c, "--gzip", "--plain"][..], &["verify"], &["pack", "-o", &c], &["ls"]] {
+            assert_eq!(done(wrong).unwrap_err().to_string(), "usage 2", "{wrong:?}");
+        }
+        let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 5, "nothing is left of what was not kept: {left:?}");
+    }
+}

@@ -1,0 +1,257 @@
+//! `kata-gpu-boot list`: the boots of a directory, the newest first, each with its VM, time and
+//! outcome.
+//!
+//! Only as many files are read as lines are shown, so that a directory of 100 000 boots answers as
+//! fast as one of twenty. With a filter, files are read until enough have passed it.
+
+use super::boot_args::{notes, plain_json};
+use anyhow::Result;
+use kata_gpu_report::analysis::loaded::{Loaded, load};
+use kata_gpu_report::analysis::metrics::metrics;
+use kata_gpu_report::boot::model::{Boot, SETTLED};
+use kata_gpu_report::data::boot_dir::dated;
+use kata_gpu_report::data::text::{Ink, Screen, printable, printable_start, wall_clock};
+use kata_gpu_report::terminal::progress_line::Progress;
+use kata_gpu_report::views::grid::{Grid, Set, time};
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+const HELP: &str = "\
+STARTED is the start of the guest's kernel on the host's clock; BOOT the id for all other commands; POD the pod, or the sandbox if no pod is known; \
+GPUS the number of usable GPUs, and of all; CONTAINER and SETTLED the seconds from kernel start until the last container was created, and until \
+all GPUs were usable or failed. A boot is in flight until it is settled.
+
+Examples:
+  # the last twenty boots of this node
+  kata-gpu-boot list --dir /var/log/boots
+  # the boots of a pod
+  kata-gpu-boot list --pod trainer-0
+  # the last failures
+  kata-gpu-boot list --failed --last 5
+  # the files of all boots that failed
+  kata-gpu-boot list --failed --last 0 --json | jq -r '.boots[].file'";
+
+/// Characters of a boot id that are shown; more where two boots of the list would look alike.
+const SHORT_ID: usize = 8;
+/// Characters of a whole boot id.
+const WHOLE_ID: usize = 36;
+/// Longest name of a pod that is shown, in bytes; the end is kept: pods of one set differ there.
+const MAX_POD: usize = 48;
+
+/// List boots with VM and outcome, the newest first.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// Directory that the collector writes to.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    /// Number of boots to show; 0: all.
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    last: usize,
+    /// Show only boots with this text in namespace/pod or in the sandbox's id.
+    #[arg(long, value_name = "TEXT")]
+    pod: Option<String>,
+    /// Show only boots in which something failed or has not ended.
+    #[arg(long)]
+    failed: bool,
+    /// Print one JSON object; times in ns since kernel start.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A line of the list.
+#[derive(Clone, Debug, Serialize)]
+struct Entry {
+    file: PathBuf,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    boot_id: Option<String>,
+    /// Host CLOCK_REALTIME at the kernel's start.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    started_realtime_ns: Option<i64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pod: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sandbox: Option<String>,
+    gpus: usize,
+    usable_gpus: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    last_container_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    settled_ns: Option<u64>,
+    /// Failures, as in `stats`.
+    failures: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct Listed<'a> {
+    boots: &'a [Entry],
+    unread: &'a [String],
+}
+
+/// The page, or its JSON form.
+pub fn text(args: &Args, screen: &Screen) -> Result<String> {
+    let paths = dated(&args.dir)?;
+    let (mut listed, mut unread) = (Vec::new(), Vec::new());
+    let mut progress = Progress::start();
+    for (at, path) in paths.iter().enumerate() {
+        if args.last > 0 && listed.len() >= args.last {
+            break;
+        }
+        progress.show(|| format!("read {at} of {} boots", paths.len()));
+        match load(path, None) {
+            Ok(loaded) => listed.extend(Some(entry(path.clone(), &loaded)).filter(|entry| args.takes(entry))),
+            Err(error) => unread.push(printable(&format!("{error:#}"))),
+        }
+    }
+    if args.json { plain_json(&Listed { boots: &listed, unread: &unread }) } else { Ok(page(&listed, &unread, screen)) }
+}
+
+impl Args {
+    fn takes(&self, entry: &Entry) -> bool {
+        let named = |wanted: &String| [&entry.pod, &entry.sandbox].into_iter().flatten().any(|name| name.contains(wanted.as_str()));
+        (!self.failed || !entry.failures.is_empty()) && self.pod.as_ref().is_none_or(named)
+    }
+}
+
+fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
+    let Loaded { boot, .. } = loaded;
+    let milestone = |boot: &Boot, name: &str| boot.milestones.iter().find(|m| m.name == name).cloned();
+    let sandbox = boot.sandbox.as_ref();
+    let pod =
+        sandbox.and_then(|s| Some([s.namespace.as_deref(), Some(s.pod.as_deref()?)].into_iter().flatten().collect::<Vec<_>>().join("/")));
+    Entry {
+        file,
+        boot_id: boot.boot_id.clone(),
+        started_realtime_ns: boot.milestones.first().and_then(|m| Some(m.wall?.realtime_ns)),
+        pod,
+        sandbox: sandbox.map(|s| s.id.clone()),
+        gpus: boot.gpus.len(),
+        usable_gpus: boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count(),
+        last_container_ns: milestone(boot, "last container").and_then(|m| m.boottime_ns),
+        settled_ns: milestone(boot, SETTLED).and_then(|m| m.boottime_ns),
+        failures: metrics(&loaded.boot.timeline, boot, &loaded.file, loaded.agent_known).failures,
+    }
+}
+
+/// Start to the second: the line has no more room; --json has all digits.
+fn started(realtime_ns: i64) -> String {
+    let whole = wall_clock(realtime_ns);
+    whole.split_once('.').map_or(whole.clone(), |(seconds, _)| seconds.replace('T', " "))
+}
+
+fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
+    let right = Set::Right;
+    let columns =
+        [("STARTED (UTC)", Set::Left), ("BOOT", Set::Left), ("POD", Set::Left), ("GPUS", right), ("CONTAINER", right), ("SETTLED", right)];
+    let mut grid = Grid::new(&[&columns[..], &[("FAILURE", Set::Left)]].concat());
+    let seconds = |ns: Option<u64>| ns.map_or("-".to_string(), |ns| time(i64::try_from(ns).unwrap_or(i64::MAX)));
+    // The file is named after its boot id.
+    let id = |entry: &Entry| entry.file.file_stem().map(|id| id.to_string_lossy().into_owned()).unwrap_or_default();
+    let start = |id: &str, length: usize| id.chars().take(length).collect::<String>();
+    let apart = |length: &usize| listed.iter().map(|entry| start(&id(entry), *length)).collect::<BTreeSet<_>>().len() == listed.len();
+    let length = (SHORT_ID..WHOLE_ID).find(apart).unwrap_or(WHOLE_ID);
+    for entry in listed {
+        let ink = if entry.failures.is_empty() { Ink::Plain } else { Ink::Error };
+        let sandbox = || entry.sandbox.as_ref().map(|id| printable(&start(id, SHORT_ID)));
+        let pod = entry.pod.as_ref().map(|pod| printable_start(pod.as_bytes(), MAX_POD)).or_else(sandbox);
+        let more = entry.failures.len().saturating_sub(1);
+        let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
+        grid.row(
+            ink,
+            vec![
+                entry.started_realtime_ns.map_or("?".to_string(), started),
+                start(&id(entry), length),
+                pod.unwrap_or("-".to_string()),
+                format!("{}/{}", entry.usable_gpus, entry.gpus),
+                seconds(entry.last_container_ns),
+                seconds(entry.settled_ns),
+                entry.failures.first().map_or(String::new(), |first| format!("{}{more}", printable(first))),
+            ],
+        );
+    }
+    let mut out = grid.lines(screen);
+    if listed.is_empty() {
+        out = vec!["no boot of that kind".to_string()];
+    }
+    let unread: Vec<String> = unread.iter().map(|why| format!("not read: {why}")).collect();
+    notes(&unread, screen, &mut out);
+    out.join("\n") + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_report::data::boot_dir::find;
+    use kata_gpu_test_support::{TempDir, temp_dir, tests_dir};
+    use std::time::{Duration, SystemTime};
+
+    const FAST: &str = "recorded-8-gpus-fast-host";
+    const FAILED: &str = "made-8-gpus-one-failed";
+
+    /// Boots with fixed ids, the first the newest; the second is a pod's.
+    fn directory() -> TempDir {
+        let dir = temp_dir();
+        for (n, boot) in [FAST, FAILED, FAST].into_iter().enumerate() {
+            let path = dir.path().join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"));
+            let mut text = std::fs::read_to_string(tests_dir(&format!("fixtures/boots/{boot}.ndjson"))).unwrap();
+            if n == 1 {
+                text +=
+                    r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"5a5b","pod":"train\u001b[2J","namespace":"ml"}"#;
+                text += "\n";
+            }
+            std::fs::write(&path, text).unwrap();
+            let file = std::fs::File::options().append(true).open(&path).unwrap();
+            file.set_modified(SystemTime::now() - Duration::from_secs(60 * n as u64)).unwrap();
+        }
+        std::fs::write(dir.path().join("0f7a1f8e-0000-4000-8000-000000000009.ndjson"), "garbage\n").unwrap();
+        dir
+    }
+
+    fn listed(dir: &TempDir, last: usize, pod: Option<&str>, failed: bool) -> (Vec<String>, usize) {
+        let args = |json| Args { dir: dir.path().into(), last, pod: pod.map(String::from), failed, json };
+        let json: serde_json::Value = serde_json::from_str(&text(&args(true), &Screen::PLAIN).unwrap()).unwrap();
+        let text = text(&args(false), &Screen::PLAIN).unwrap();
+        let lines = text.lines().filter(|l| !l.starts_with("note: ")).skip(1).map(String::from).collect();
+        (lines, json["boots"].as_array().unwrap().len())
+    }
+
+    #[test]
+    fn the_newest_come_first_and_failures_are_named() {
+        let dir = directory();
+        let (lines, count) = listed(&dir, 0, None, false);
+        assert_eq!((lines.len(), count), (3, 3), "{lines:?}");
+        assert!(lines[0].starts_with("2026-11-21 03:17:57  "), "{lines:?}");
+        assert!(lines[0].contains("8/8") && lines[0].ends_with("8.264"), "{lines:?}");
+        assert!(lines[1].contains("  ml/train\\x1b[2J  ") && lines[1].contains("7/8"), "{lines:?}");
+        assert!(lines[1].ends_with("init: firmware-boot"), "{lines:?}");
+        assert_eq!(listed(&dir, 2, None, false).1, 2, "what is not one of ours is said, and costs no line");
+    }
+
+    #[test]
+    fn a_pods_boots_and_failed_ones_are_found_among_others() {
+        let dir = directory();
+        for (pod, failed, count) in
+            [(Some("ml/train"), false, 1), (Some("5a5b"), false, 1), (None, true, 1), (Some("other"), false, 0), (Some("ml"), true, 1)]
+        {
+            assert_eq!(listed(&dir, 1, pod, failed).1, count, "{pod:?} {failed}");
+        }
+    }
+
+    #[test]
+    fn every_line_can_be_given_to_show() {
+        let dir = directory();
+        let (lines, _) = listed(&dir, 0, None, false);
+        for line in lines {
+            find(line.split_whitespace().nth(2), dir.path()).unwrap();
+        }
+        let (lines, _) = listed(&dir, 0, None, true);
+        let id = lines[0].split_whitespace().nth(2).unwrap();
+        let others = find(Some(id), dir.path()).unwrap_err().to_string();
+        assert!(others.contains(&format!("start with {id}")), "alone in its list it is as short as usual: {others}");
+        for n in [0, 2, 9] {
+            std::fs::remove_file(dir.path().join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"))).unwrap();
+        }
+        assert!(find(Some(id), dir.path()).unwrap().ends_with("0f7a1f8e-0000-4000-8000-000000000001.ndjson"));
+    }
+}

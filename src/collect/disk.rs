@@ -1,0 +1,242 @@
+//! The files of all boots: one thread writes them, one makes them durable and removes old ones.
+//! Receiving never waits for a disk.
+//!
+//! Promises: the writing thread hands a record to the kernel milliseconds after it came; from then
+//! on no end of the collector loses it. fdatasync follows within
+//! [`SYNC_INTERVAL`](super::writer::SYNC_INTERVAL), and at a stop: a crash of the machine loses the
+//! records of that time. A file is only ever appended to. While it cannot be written, a limited
+//! number of bytes waits in memory ([`super::limits`]) and more records are counted. When writing
+//! works again, the guest is disconnected; it reconnects and sends all again.
+
+use super::collector_counters::Stats;
+use super::ends::Ends;
+use super::keep::Keep;
+use super::limits::Limits;
+use super::store::{Log, Place, Store};
+use super::writer::{Writer, keep_up};
+use anyhow::{Context, Result, anyhow};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+
+/// The threads of a [`Store`].
+pub struct Disk {
+    pub store: Arc<Store>,
+    writer: JoinHandle<()>,
+    keeper: JoinHandle<()>,
+    stop_keeper: mpsc::Sender<()>,
+}
+
+impl Disk {
+    /// Starts the threads. `on_thread` is run first on each of them.
+    pub fn start(place: Place, limits: Limits, keep: Keep, stats: Arc<Stats>, log: Log, on_thread: fn()) -> Result<Self> {
+        Self::start_with(place, limits, keep, stats, log, on_thread, None)
+    }
+
+    /// Like [`Disk::start`], and notes in `ends` which boots are over.
+    pub fn start_with(
+        place: Place,
+        limits: Limits,
+        keep: Keep,
+        stats: Arc<Stats>,
+        log: Log,
+        on_thread: fn(),
+        ends: Option<Ends>,
+    ) -> Result<Self> {
+        let (jobs, queue) = mpsc::channel();
+        let store = Arc::new(Store::new(place, limits, keep, stats, ends, jobs));
+        let (stop_keeper, stopped) = mpsc::channel();
+        let (for_writer, for_keeper) = ((store.clone(), log.clone()), (store.clone(), log));
+        let writer = thread("boots-write", move || {
+            on_thread();
+            Writer::new(for_writer.0, for_writer.1).run(&queue);
+        })?;
+        let keeper = thread("boots-keep", move || {
+            on_thread();
+            keep_up(&for_keeper.0, &for_keeper.1, &stopped);
+        })?;
+        Ok(Self { store, writer, keeper, stop_keeper })
+    }
+
+    /// Writes all waiting bytes, makes them durable, and ends the threads. Blocks.
+    pub fn close(self) -> Result<()> {
+        self.store.stop();
+        self.writer.join().map_err(|_| anyhow!("the thread that writes boots panicked"))?;
+        let _gone = self.stop_keeper.send(());
+        self.keeper.join().map_err(|_| anyhow!("the thread that keeps boots panicked"))
+    }
+}
+
+fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.into()).spawn(run).with_context(|| format!("start thread {name}"))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::super::store::{Attached, REMEMBERED};
+    use super::*;
+    use kata_gpu_report::data::boot_file::BootFile;
+    use kata_gpu_test_support::{BOOT, event, header, kept_log, temp_dir, until};
+    use kata_gpu_wire::record;
+    use kata_gpu_wire::record::Line;
+    use std::fs::File;
+    use std::path::Path;
+    use std::time::{Duration, Instant};
+
+    /// A disk with every default.
+    pub fn start_with(dir: &Path, log: Log) -> Disk {
+        Disk::start(Place::take(dir).unwrap(), Limits::default(), Keep::default(), Arc::default(), log, || ()).unwrap()
+    }
+
+    fn start(dir: &Path) -> Disk {
+        start_with(dir, Arc::new(|text| panic!("{text}")))
+    }
+
+    async fn attach(disk: &Disk, boot: &str, peer: &str) -> Result<Attached> {
+        let header = header(boot);
+        disk.store.attach(&header, record::header_line(&header).trim_end().as_bytes(), peer, || true).await
+    }
+
+    fn append(attached: &Attached, seq: u64) {
+        let raw = event(seq);
+        let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(raw.as_bytes()) else { panic!("test record does not decode") };
+        attached.with(|log| log.append(&record, raw.as_bytes()));
+        attached.flush();
+    }
+
+    #[tokio::test]
+    async fn two_collectors_do_not_write_one_directory() {
+        let dir = temp_dir();
+        let disk = start(dir.path());
+        let refused = Place::take(dir.path()).err().expect("it is taken").to_string();
+        assert!(refused.contains("another collector"), "{refused}");
+        disk.close().unwrap();
+        Place::take(dir.path()).unwrap();
+    }
+
+    #[tokio::test]
+    async fn appends_are_written_and_synced_and_a_removed_file_restarts() {
+        let dir = temp_dir();
+        let disk = start(dir.path());
+        let path = dir.path().join(format!("{BOOT}.ndjson"));
+        let attached = attach(&disk, BOOT, "cid 5").await.unwrap();
+        append(&attached, 0);
+        assert!(!disk.store.remove(BOOT, &path).unwrap(), "a boot in flight is never removed");
+        drop(attached);
+        let stats = disk.store.stats.clone();
+        disk.close().unwrap();
+        assert_eq!(BootFile::read(File::open(&path).unwrap()).unwrap().records.len(), 1);
+        assert!(stats.counts().synced >= 1, "{:?}", stats.counts());
+
+        let disk = start(dir.path());
+        for _ in 0..2 {
+            append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
+            // Written and closed when it can be removed.
+            until(|| disk.store.remove(BOOT, &path).unwrap()).await;
+            assert!(!path.exists());
+        }
+        append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
+        disk.close().unwrap();
+        let file = BootFile::read(File::open(&path).unwrap()).unwrap();
+        assert_eq!((file.records.len(), file.header.is_some()), (1, true));
+    }
+
+    #[tokio::test]
+    async fn a_removed_file_or_directory_is_requested_again() {
+        for with_directory in [false, true] {
+            let dir = temp_dir();
+            let place = dir.path().join("boots");
+            let (log, logged) = kept_log();
+            let disk = start_with(&place, log);
+            let path = place.join(format!("{BOOT}.ndjson"));
+            let mut attached = attach(&disk, BOOT, "cid 5").await.unwrap();
+            append(&attached, 0);
+            until(|| std::fs::read_to_string(&path).is_ok_and(|text| text.contains(&event(0)))).await;
+            if with_directory {
+                std::fs::remove_dir_all(&place).unwrap();
+            } else {
+                std::fs::remove_file(&path).unwrap();
+            }
+            append(&attached, 1);
+            tokio::time::timeout(Duration::from_secs(10), attached.again.changed()).await.expect("it is not asked again").unwrap();
+            // Records that still come on this connection begin no file without a header.
+            append(&attached, 2);
+            assert!(attach(&disk, BOOT, "cid 6").await.is_err(), "it still belongs to its guest");
+            drop(std::mem::replace(&mut attached, attach(&disk, BOOT, "cid 5").await.unwrap()));
+            (0..4).for_each(|seq| append(&attached, seq));
+            drop(attached);
+            let stats = disk.store.stats.clone();
+            disk.close().unwrap();
+            let file = BootFile::read(File::open(&path).unwrap()).unwrap();
+            assert_eq!((file.records.len(), file.header.is_some(), file.damaged), (4, true, 0));
+            assert_eq!(stats.counts().files_lost, 1);
+            assert!(logged.lock().unwrap().iter().any(|t| t.contains("was removed while its boot was received")), "{logged:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_time_of_a_file_is_that_of_its_last_record() {
+        let dir = temp_dir();
+        let disk = start(dir.path());
+        let path = dir.path().join(format!("{BOOT}.ndjson"));
+        let written = || std::fs::metadata(&path).and_then(|m| m.modified()).unwrap();
+        let read = || std::fs::read_to_string(&path).unwrap_or_default();
+        append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
+        until(|| read().contains(&event(0))).await;
+        let old = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        File::options().write(true).open(&path).unwrap().set_modified(old).unwrap();
+        for times in 2..5 {
+            drop(attach(&disk, BOOT, "cid 5").await.unwrap());
+            until(|| read().matches("\"connected\"").count() == times).await;
+        }
+        let attached = attach(&disk, BOOT, "cid 5").await.unwrap();
+        until(|| read().matches("\"connected\"").count() == 5 && written() == old).await;
+        append(&attached, 1);
+        until(|| written() > old).await;
+        drop(attached);
+        disk.close().unwrap();
+    }
+
+    #[tokio::test]
+    async fn no_file_name_is_of_a_guests_making() {
+        let dir = temp_dir();
+        let disk = start(&dir.path().join("boots"));
+        for evil in
+            ["../../../../tmp/evil-evil-evil-evil-", "", "0F7A1F8E-0000-4000-8000-00000000BEEF", "0f7a1f8e-0000-4000-8000-00000000be\n"]
+        {
+            assert!(attach(&disk, evil, "cid 7").await.is_err(), "{evil:?}");
+        }
+        // A link that somebody put there is not followed.
+        std::os::unix::fs::symlink(dir.path().join("elsewhere"), dir.path().join(format!("boots/{BOOT}.ndjson"))).unwrap();
+        assert!(attach(&disk, BOOT, "cid 7").await.is_err());
+        disk.close().unwrap();
+        assert!(!dir.path().join("elsewhere").exists());
+    }
+
+    #[tokio::test]
+    async fn boots_that_may_not_begin_leave_no_file() {
+        let dir = temp_dir();
+        let disk = start(dir.path());
+        let header = header(BOOT);
+        let refused = disk.store.attach(&header, b"{}", "cid 5", || false).await.unwrap_err().to_string();
+        assert!(refused.contains("limit boots"), "{refused}");
+        disk.close().unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[tokio::test]
+    async fn only_so_many_boots_are_remembered() {
+        let dir = temp_dir();
+        let disk = start(dir.path());
+        for n in 0..REMEMBERED + 100 {
+            attach(&disk, &format!("0f7a1f8e-0000-4000-8000-{n:012x}"), "cid 5").await.unwrap();
+        }
+        // Boots that are not written yet are not forgotten; once they are, further connections push
+        // them out.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while disk.store.remembered() > REMEMBERED + 1 {
+            assert!(Instant::now() < deadline, "not forgotten within 10 s");
+            attach(&disk, BOOT, "cid 5").await.unwrap();
+        }
+        disk.close().unwrap();
+    }
+}

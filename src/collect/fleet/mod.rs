@@ -1,0 +1,200 @@
+//! Boots that are over, for engines that watch a fleet: spans pushed to an OTLP receiver, numbers
+//! for Prometheus.
+//!
+//! A thread of its own takes the boots that are over from [`Ends`](super::ends::Ends), reads their
+//! files like any reader command, and keeps only ids in its queue. Receiving, writing and keeping
+//! never wait for this thread and have the processor first ([`give_way`]). Omitted work is counted
+//! and logged.
+
+pub mod alerts; // rules for Prometheus
+pub mod metrics_table; // the table of metrics
+pub mod dashboard; // panels for Grafana
+pub mod exposition; // the text that Prometheus reads
+pub mod http_server; // GET /metrics
+pub mod promql; // selectors of PromQL
+pub mod pushing; // the queue of boots and its receiver
+pub mod fleet_state; // state that the tasks share
+pub mod snapshot; // values of one scrape
+pub mod sources; // inputs from the collector
+pub mod tally; // counts of boots that are over
+
+use super::ends::Over;
+use super::stop::stopped;
+use anyhow::{Context, Result};
+use fleet_state::Shared;
+use kata_gpu_host::sleep::sleep_until;
+use kata_gpu_report::analysis::loaded::load;
+use kata_gpu_report::analysis::metrics::{Metrics, metrics};
+use pushing::{Otlp, Queue};
+use sources::{Sources, check_size};
+use std::net::TcpListener;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::{oneshot, watch};
+use tokio::task::{JoinSet, spawn_blocking};
+
+/// Time limit after the stop for reading boots that were over before it.
+const REPORT_DEADLINE: Duration = Duration::from_secs(5);
+/// Pause before a boot with an incomplete file is read again: no event shows when a disk has room.
+const NOT_WRITTEN_PAUSE: Duration = Duration::from_secs(1);
+/// Nice value of these threads; the receiving threads have 0.
+const NICE: i32 = 10;
+/// Blocking threads: one reads boots, one looks up names.
+const BLOCKING: usize = 2;
+
+/// The thread.
+pub struct Fleet {
+    stop: watch::Sender<bool>,
+    ended: oneshot::Receiver<()>,
+}
+
+impl Fleet {
+    pub fn start(from: Sources, otlp: Option<Otlp>, metrics: Option<TcpListener>, on_thread: fn()) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(BLOCKING)
+            .on_thread_start(move || {
+                on_thread();
+                give_way();
+            })
+            .build()
+            .context("start a runtime for boots that are over")?;
+        let listener = {
+            let _context = runtime.enter();
+            metrics.map(tokio::net::TcpListener::from_std).transpose().context("listen for --metrics")?
+        };
+        let from = Arc::new(from);
+        let queue = otlp.map(|otlp| Arc::new(Queue::new(otlp, from.clone())));
+        let shared = Arc::new(Shared::new(from, queue));
+        let stop = watch::Sender::new(false);
+        let (end, ended) = oneshot::channel();
+        let stopped = stop.subscribe();
+        let run = move || {
+            on_thread();
+            give_way();
+            runtime.block_on(work(shared, listener, stopped));
+            let _nobody_waits = end.send(());
+        };
+        std::thread::Builder::new().name("fleet".into()).spawn(run).context("start thread fleet")?;
+        Ok(Self { stop, ended })
+    }
+
+    /// Reports the boots that are over, pushes for a bounded time, and ends.
+    pub async fn stop(self) -> Result<()> {
+        self.stop.send_replace(true);
+        self.ended.await.context("the thread of boots that are over panicked")
+    }
+}
+
+/// Lowers the calling thread's priority: reading a boot of the largest size takes seconds of a
+/// processor that receiving threads need, too. A refusal by the kernel is harmless.
+fn give_way() {
+    // Linux sets the thread's value, not the process's: setpriority(2), "C library/kernel
+    // differences".
+    let _refused = rustix::process::setpriority_process(None, NICE);
+}
+
+async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, stop: watch::Receiver<bool>) {
+    let mut serving = JoinSet::new();
+    if let Some(listener) = listener {
+        serving.spawn(http_server::serve(listener, shared.clone()));
+    }
+    let (all_queued, last) = watch::channel(false);
+    let pushing = shared.queue.clone().map(|queue| tokio::spawn(pushing::run(queue, last)));
+    follow(&shared, stop).await;
+    all_queued.send_replace(true);
+    if let Some(pushing) = pushing
+        && pushing.await.is_err()
+    {
+        (shared.from.log)("the task that pushes boots panicked".into());
+    }
+    // Requests for metrics get no answer from here on.
+    serving.shutdown().await;
+}
+
+/// Reports boots until the stop, and then those that are over.
+async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
+    let Some(ends) = &shared.from.store.ends else { return };
+    // Boots that are over and whose files are not complete.
+    let mut waiting: Vec<Over> = Vec::new();
+    loop {
+        let (over, next) = ends.take(Instant::now());
+        let tried = std::mem::take(&mut waiting);
+        for over in tried.into_iter().chain(over) {
+            // Reporting all boots may take longer than a stop may. Release the lock of `stop` here:
+            // the stopping thread waits for it.
+            let stopping = *stop.borrow();
+            if stopping || !report(shared, &over).await {
+                waiting.push(over);
+            }
+        }
+        let again = (!waiting.is_empty()).then(|| Instant::now() + NOT_WRITTEN_PAUSE);
+        tokio::select! {
+            () = stopped(&mut stop) => break,
+            () = ends.changed() => {}
+            () = sleep_until(next.into_iter().chain(again).min()) => {}
+        }
+    }
+    let deadline = Instant::now() + REPORT_DEADLINE;
+    let mut left = 0;
+    for over in waiting.into_iter().chain(ends.take_said()) {
+        if Instant::now() >= deadline {
+            left += 1;
+        } else if !report(shared, &over).await {
+            (shared.from.log)(format!("boot {}: not all of it could be written: it is not reported", over.boot));
+        }
+    }
+    if left > 0 {
+        (shared.from.log)(format!("{left} boot(s) were over at the stop and are not reported; their files stay (export --otlp --push)"));
+    }
+}
+
+/// Reports a boot. False while its file is not complete.
+async fn report(shared: &Arc<Shared>, over: &Over) -> bool {
+    let Some(path) = shared.from.store.report(&over.boot) else { return false };
+    if !over.old {
+        let looked = spawn_blocking(move || look_at(&path)).await;
+        match looked.context("the account of it panicked").and_then(|looked| looked) {
+            Ok((numbers, facts)) => shared.tally().add(&numbers, facts),
+            Err(e) => {
+                shared.tally().add_unread();
+                (shared.from.log)(format!("boot {}: {e:#}: it is not in the metrics", over.boot));
+            }
+        }
+    }
+    if let Some(queue) = &shared.queue {
+        queue.push(over.boot.clone());
+    }
+    true
+}
+
+/// The numbers of a boot, as in `stats`.
+fn look_at(path: &Path) -> Result<(Metrics, tally::Facts)> {
+    check_size(path)?;
+    let loaded = load(path, None)?;
+    let boot = &loaded.boot;
+    let facts = tally::Facts {
+        lost: boot.lost.records.saturating_add(boot.lost.reported_by_guest),
+        powered_off: boot.power_off.is_some(),
+        usable_gpus: boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count(),
+        too_large: boot.too_large.is_some(),
+    };
+    Ok((metrics(&loaded.boot.timeline, boot, &loaded.file, loaded.agent_known), facts))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_gives_way_is_alone_in_that() {
+        let nice = || rustix::process::getpriority_process(None).unwrap();
+        let before = nice();
+        let other = std::thread::spawn(move || {
+            give_way();
+            nice()
+        });
+        assert_eq!((other.join().unwrap(), nice()), (NICE.max(before), before));
+    }
+}

@@ -1,0 +1,442 @@
+//! Removal of boots' files: first files whose last record is too old; then, until the rest is small
+//! enough, the oldest of peers over their share, then the oldest of all.
+//!
+//! A boot in flight is never removed: it has a connection, or its last record came within [`GRACE`]
+//! (its guest may be coming back, or the collector was restarted). The latter holds only for peers
+//! within their share. Only files named by a boot id are looked at. A host whose clock was set
+//! makes no boot old ([`Steady`]).
+
+use super::boot_log::open;
+use super::keep::Keep;
+use super::store::{Log, Store, lock};
+use anyhow::{Context, Result, bail};
+use kata_gpu_report::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
+use kata_gpu_report::data::trace_file;
+use kata_gpu_wire::record::{MAX_LINE, is_boot_id};
+use nix::time::{ClockId, clock_gettime};
+use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+/// Time after its last record in which a boot counts as in flight.
+pub const GRACE: Duration = Duration::from_secs(600);
+/// A peer's share is [`Keep::bytes`] divided by this; peers over their share lose boots first. A
+/// node has no more than some ten VMs with GPUs at once.
+const SHARES: u64 = 8;
+/// First bytes of a file: the guest's header, then the collector's line about the peer.
+const HEAD: u64 = 2 * MAX_LINE as u64;
+/// A clock that moved further than this was set.
+const MAX_DRIFT: Duration = Duration::from_secs(60);
+/// Time after a set clock, and after the machine's start, in which no boot counts as old: until
+/// somebody, or NTP, has set the clock right.
+const DISTRUST: Duration = Duration::from_secs(24 * 3600);
+const AFTER_START: Duration = Duration::from_secs(3600);
+
+/// `10G`, `500M`, `64k` or bytes; 0 is without limit.
+pub fn parse_size(text: &str) -> Result<u64> {
+    let (digits, unit) = match text.find(|c: char| !c.is_ascii_digit()) {
+        Some(at) => text.split_at(at),
+        None => (text, ""),
+    };
+    let shift = match unit.trim_end_matches(['B', 'i']) {
+        "" => 0,
+        "k" | "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => bail!("{text}: want bytes, or a number with k, M, G or T, for example 10G"),
+    };
+    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift)) {
+        Some(bytes) => Ok(bytes),
+        None => bail!("{text}: want bytes, or a number with k, M, G or T, for example 10G"),
+    }
+}
+
+/// A boot's file.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    /// Time of the last record.
+    written: SystemTime,
+    boot_id: String,
+    bytes: u64,
+    path: PathBuf,
+}
+
+/// Both clocks of this machine.
+#[derive(Clone, Copy, Debug)]
+pub struct Now {
+    pub real: SystemTime,
+    /// Time since the machine's start; nobody can set it.
+    pub boot: Duration,
+}
+
+impl Now {
+    pub fn read() -> Result<Self> {
+        let boot = clock_gettime(ClockId::CLOCK_BOOTTIME).context("read CLOCK_BOOTTIME")?;
+        Ok(Self { real: SystemTime::now(), boot: boot.into() })
+    }
+}
+
+/// Whether the host's clock is trusted for the age of a file.
+#[derive(Debug, Default)]
+struct Steady {
+    /// Wall-clock time of the machine's start, as of the last look.
+    start: Option<SystemTime>,
+    /// End of the distrust, on the machine's own clock.
+    distrusted_until: Duration,
+}
+
+impl Steady {
+    /// Returns a line for people if the clock was set since the last look.
+    fn look(&mut self, now: Now) -> Option<String> {
+        let start = now.real.checked_sub(now.boot)?;
+        let before = self.start.replace(start)?;
+        let moved = start.duration_since(before).unwrap_or_else(|back| back.duration());
+        if moved <= MAX_DRIFT {
+            return None;
+        }
+        self.distrusted_until = now.boot + DISTRUST;
+        Some(format!("this machine's clock was set by {} s: for a day no boot is removed for its age", moved.as_secs()))
+    }
+
+    fn is_trusted(&self, now: Now) -> bool {
+        now.boot >= self.distrusted_until.max(AFTER_START)
+    }
+}
+
+/// Applies a [`Keep`], again and again.
+pub struct Retention {
+    keep: Keep,
+    steady: Steady,
+    /// Owner of a boot by its id; read once of a file.
+    owners: HashMap<String, Option<Arc<str>>>,
+    /// The line about boots over the limit, all in flight, was printed.
+    logged: bool,
+}
+
+impl Retention {
+    pub fn new(keep: Keep) -> Self {
+        Self { keep, steady: Steady::default(), owners: HashMap::new(), logged: false }
+    }
+
+    /// Removes boots that are too old or too many.
+    pub fn apply(&mut self, store: &Store, log: &Log, now: Now) {
+        if self.keep == Keep::default() {
+            return;
+        }
+        if let Some(set) = self.steady.look(now) {
+            log(set);
+        }
+        let all = match candidates(store) {
+            Ok(all) => all,
+            Err(e) => return log(format!("look for old boots: {e:#}")),
+        };
+        let mut left: u64 = all.iter().map(|c| c.bytes).sum();
+        let go = |candidate: &Candidate, left: &mut u64| match store.remove(&candidate.boot_id, &candidate.path) {
+            Ok(true) => {
+                *left -= candidate.bytes;
+                true
+            }
+            // The boot is in flight.
+            Ok(false) => false,
+            Err(e) => {
+                log(format!("remove {}: {e}", candidate.path.display()));
+                false
+            }
+        };
+        let (old, mut rest): (Vec<_>, Vec<_>) = all.into_iter().partition(|c| self.is_old(c, now));
+        for candidate in old {
+            if !go(&candidate, &mut left) {
+                rest.push(candidate);
+            }
+        }
+        let Some(most) = self.keep.bytes else {
+            *lock(&store.kept_bytes) = Some(left);
+            return;
+        };
+        if left > most {
+            rest.sort();
+            let mut over = self.over_their_share(&rest, most / SHARES);
+            rest.retain(|c| !over.contains(c));
+            // Spare boots within their share while their guest may come back.
+            over.extend(rest.into_iter().filter(|c| age(c, now) > GRACE));
+            for candidate in &over {
+                if left <= most {
+                    break;
+                }
+                go(candidate, &mut left);
+            }
+        }
+        if left > most && !self.logged {
+            log(format!(
+                "boots take {left} bytes in {}, more than --keep-size, and all that are left are in flight",
+                store.dir().display()
+            ));
+        }
+        self.logged = left > most;
+        *lock(&store.kept_bytes) = Some(left);
+    }
+
+    fn is_old(&self, candidate: &Candidate, now: Now) -> bool {
+        self.steady.is_trusted(now) && self.keep.age.is_some_and(|most| age(candidate, now) > most.max(GRACE))
+    }
+
+    /// Boots of peers over their share: all but each peer's newest that fit into it.
+    fn over_their_share(&mut self, all: &[Candidate], share: u64) -> Vec<Candidate> {
+        self.owners.retain(|id, _| all.iter().any(|c| c.boot_id == *id));
+        let mut used: HashMap<Arc<str>, u64> = HashMap::new();
+        let mut over = Vec::new();
+        for candidate in all.iter().rev() {
+            let owner = self.owners.entry(candidate.boot_id.clone()).or_insert_with(|| owner_of(&candidate.path));
+            let Some(owner) = owner else { continue };
+            let used = used.entry(owner.clone()).or_default();
+            *used += candidate.bytes;
+            if *used > share {
+                over.push(candidate.clone());
+            }
+        }
+        over.reverse();
+        over
+    }
+}
+
+/// Peer of a boot's first connection; None for a file that no connection made.
+fn owner_of(path: &Path) -> Option<Arc<str>> {
+    let file = open(path, OpenOptions::new().read(true)).ok()?;
+    let mut owner = None;
+    let read = for_each_line(file.take(HEAD), |_, _, line| {
+        if let (None, Ok(FileLine::Host(line))) = (&owner, line)
+            && let HostEvent::Connected { peer, .. } = line.event
+        {
+            owner = Some(peer.into());
+        }
+    });
+    read.ok().and(owner)
+}
+
+fn candidates(store: &Store) -> Result<Vec<Candidate>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(store.dir())? {
+        let entry = entry?;
+        let path = entry.path();
+        let Some(boot_id) = path.file_stem().and_then(|s| s.to_str()).filter(|id| is_boot_id(id)).map(String::from) else { continue };
+        if path.extension().is_none_or(|e| e != EXTENSION) {
+            continue;
+        }
+        // Metadata of the entry itself: links are not ours. Skip an entry that is gone meanwhile.
+        let Ok(meta) = entry.metadata() else { continue };
+        if meta.is_file() {
+            let trace = std::fs::symlink_metadata(trace_file::beside(&path)).map_or(0, |meta| meta.len());
+            found.push(Candidate { written: meta.modified()?, boot_id, bytes: meta.len() + trace, path });
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn age(candidate: &Candidate, now: Now) -> Duration {
+    now.real.duration_since(candidate.written).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::disk::tests::start_with;
+    use super::super::keep::DAY;
+    use super::*;
+    use kata_gpu_report::data::boot_file::HostLine;
+    use kata_gpu_test_support::{TempDir, header, kept_log, temp_dir, until};
+    use kata_gpu_wire::record::header_line;
+    use std::fs::File;
+    use std::sync::Arc;
+
+    fn id(n: usize) -> String {
+        format!("0f7a1f8e-0000-4000-8000-{n:012x}")
+    }
+
+    /// Files 0, 1, .. of 1000 bytes, each with the age in hours.
+    fn files(dir: &TempDir, hours: &[u64]) {
+        for (n, hours) in hours.iter().enumerate() {
+            let file = File::create(dir.path().join(format!("{}.ndjson", id(n)))).unwrap();
+            file.set_len(1000).unwrap();
+            file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600)).unwrap();
+        }
+    }
+
+    fn left(dir: &TempDir) -> Vec<usize> {
+        (0..10).filter(|n| dir.path().join(format!("{}.ndjson", id(*n))).exists()).collect()
+    }
+
+    fn apply(dir: &TempDir, keep: Keep) -> Vec<String> {
+        let (log, logged) = kept_log();
+        let disk = start_with(dir.path(), log.clone());
+        Retention::new(keep).apply(&disk.store, &log, now());
+        disk.close().unwrap();
+        logged.lock().unwrap().clone()
+    }
+
+    /// Both clocks, long after the machine's start.
+    fn now() -> Now {
+        Now { real: SystemTime::now(), boot: 100 * DAY }
+    }
+
+    #[test]
+    fn old_boots_go_then_the_oldest_and_never_one_in_flight() {
+        let dir = temp_dir();
+        let hours = [100, 50, 30, 20, 0];
+        for (keep, want) in [
+            (Keep { age: None, bytes: None }, vec![0, 1, 2, 3, 4]),
+            (Keep { age: Keep::days(2), bytes: None }, vec![2, 3, 4]),
+            (Keep { age: None, bytes: Some(3000) }, vec![2, 3, 4]),
+            (Keep { age: Keep::days(3), bytes: Some(2999) }, vec![3, 4]),
+            (Keep { age: Keep::days(1), bytes: Some(1) }, vec![4]),
+        ] {
+            files(&dir, &hours);
+            let logged = apply(&dir, keep);
+            assert_eq!(left(&dir), want, "{keep:?}");
+            assert_eq!(logged.iter().any(|t| t.contains("in flight")), keep.bytes == Some(1), "{logged:?}");
+        }
+    }
+
+    /// File n of a peer, with the bytes and the age in hours.
+    fn file_of(dir: &TempDir, n: usize, peer: &str, bytes: u64, hours: u64) {
+        let connected = HostLine::now(HostEvent::Connected { peer: peer.into(), first_seq: 0 });
+        let path = dir.path().join(format!("{}.ndjson", id(n)));
+        std::fs::write(&path, header_line(&header(&id(n))) + &connected.to_line()).unwrap();
+        let file = File::options().write(true).open(path).unwrap();
+        file.set_len(bytes).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600)).unwrap();
+    }
+
+    #[test]
+    fn a_peer_over_its_share_removes_its_own_boots_alone() {
+        let dir = temp_dir();
+        // Four old boots of honest guests, and five large new boots of another guest.
+        (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));
+        (4..9).for_each(|n| file_of(&dir, n, "cid 3", 10_000, 0));
+        let keep = Keep { age: None, bytes: Some(40_000) };
+        assert_eq!(apply(&dir, keep), [] as [String; 0]);
+        assert_eq!(left(&dir), [0, 1, 2, 3, 6, 7, 8], "its oldest go, as many as have to");
+        // Within their shares the oldest go.
+        let keep = Keep { age: None, bytes: Some(25_000) };
+        apply(&dir, keep);
+        assert_eq!(left(&dir), [0, 1, 2, 3, 7, 8]);
+    }
+
+    #[test]
+    fn bytes_of_boots_are_known_after_the_first_look() {
+        let (dir, log): (_, Log) = (temp_dir(), Arc::new(|_| ()));
+        files(&dir, &[100, 50, 0]);
+        let disk = start_with(dir.path(), log.clone());
+        assert_eq!(*lock(&disk.store.kept_bytes), None);
+        for (keep, left) in [
+            (Keep { age: Keep::days(3), bytes: None }, 2000),
+            (Keep { age: None, bytes: Some(1999) }, 1000),
+            (Keep { age: None, bytes: Some(1) }, 1000),
+        ] {
+            Retention::new(keep).apply(&disk.store, &log, now());
+            assert_eq!(*lock(&disk.store.kept_bytes), Some(left), "{keep:?}");
+        }
+        disk.close().unwrap();
+    }
+
+    #[test]
+    fn a_clock_that_is_set_makes_no_boot_old() {
+        let dir = temp_dir();
+        files(&dir, &[1]);
+        let (log, logged) = kept_log();
+        let disk = start_with(dir.path(), log.clone());
+        let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
+        let start = now();
+        let mut at = |real: Duration, boot: Duration| {
+            retention.apply(&disk.store, &log, Now { real: start.real + real, boot: start.boot + boot });
+            left(&dir)
+        };
+        assert_eq!(at(Duration::ZERO, Duration::ZERO), [0]);
+        let minute = Duration::from_secs(60);
+        // A year into the future, and back.
+        assert_eq!(at(365 * DAY, minute), [0]);
+        assert_eq!(at(365 * DAY + 23 * 60 * minute, 23 * 60 * minute), [0]);
+        assert_eq!(at(24 * 60 * minute, 24 * 60 * minute), [0]);
+        assert_eq!(logged.lock().unwrap().iter().filter(|t| t.contains("clock was set by 315")).count(), 2, "{logged:?}");
+        // Time that passes makes it old.
+        assert_eq!(at(29 * DAY, 29 * DAY), [0]);
+        assert_eq!(at(31 * DAY, 31 * DAY), [0; 0]);
+        disk.close().unwrap();
+    }
+
+    #[test]
+    fn shortly_after_the_machines_start_no_boot_is_old() {
+        let dir = temp_dir();
+        files(&dir, &[1000]);
+        let log: Log = Arc::new(|_| ());
+        let disk = start_with(dir.path(), log.clone());
+        let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
+        let mut at = |boot: Duration| {
+            retention.apply(&disk.store, &log, Now { real: SystemTime::now() + boot, boot });
+            left(&dir)
+        };
+        assert_eq!(at(Duration::from_secs(60)), [0]);
+        assert_eq!(at(AFTER_START), [0; 0]);
+        disk.close().unwrap();
+    }
+
+    #[test]
+    fn nothing_else_in_the_directory_is_touched() {
+        let dir = temp_dir();
+        files(&dir, &[100]);
+        let old = SystemTime::now() - Duration::from_secs(1_000_000);
+        for name in ["notes.txt", "x.ndjson", &format!("{}.console", id(1))] {
+            File::create(dir.path().join(name)).unwrap().set_modified(old).unwrap();
+        }
+        std::os::unix::fs::symlink("notes.txt", dir.path().join(format!("{}.ndjson", id(5)))).unwrap();
+        apply(&dir, Keep { age: Keep::days(1), bytes: Some(1) });
+        assert_eq!(left(&dir), [5]);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4);
+    }
+
+    #[tokio::test]
+    async fn a_connected_boot_stays_however_long_it_is_silent() {
+        let dir = temp_dir();
+        let log: Log = Arc::new(|_| ());
+        let disk = start_with(dir.path(), log.clone());
+        let header = header(&id(0));
+        let attached = disk.store.attach(&header, header_line(&header).trim_end().as_bytes(), "cid 3", || true).await.unwrap();
+        let path = dir.path().join(format!("{}.ndjson", id(0)));
+        until(|| std::fs::metadata(&path).is_ok_and(|m| m.len() > 0)).await;
+        File::options().write(true).open(&path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
+        let keep = Keep { age: Keep::days(1), bytes: Some(1) };
+        Retention::new(keep).apply(&disk.store, &log, now());
+        assert_eq!(left(&dir), [0]);
+        drop(attached);
+        disk.close().unwrap();
+        apply(&dir, keep);
+        assert_eq!(left(&dir), [0; 0], "without a connection it goes");
+    }
+
+    #[test]
+    fn a_boots_trace_counts_and_goes_with_it() {
+        let dir = temp_dir();
+        files(&dir, &[50, 20]);
+        let trace = |n: usize| trace_file::beside(&dir.path().join(format!("{}.ndjson", id(n))));
+        (0..2).for_each(|n| std::fs::write(trace(n), [b'x'; 500]).unwrap());
+        apply(&dir, Keep { age: None, bytes: Some(3000) });
+        assert_eq!(left(&dir), [0, 1], "3000 bytes");
+        apply(&dir, Keep { age: None, bytes: Some(2999) });
+        assert_eq!((left(&dir), trace(0).exists(), trace(1).exists()), (vec![1], false, true));
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, want) in
+            [("0", 0), ("1000", 1000), ("64k", 65536), ("10G", 10 << 30), ("10GiB", 10 << 30), ("1T", 1 << 40), ("5MB", 5 << 20)]
+        {
+            assert_eq!(parse_size(text).unwrap(), want, "{text}");
+        }
+        for text in ["", "G", "-1", "1.5G", "10X", "99999999999T"] {
+            assert!(parse_size(text).unwrap_err().to_string().contains("for example 10G"), "{text}");
+        }
+    }
+}

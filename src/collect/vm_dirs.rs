@@ -1,0 +1,460 @@
+//! Watches the directories of Kata's VMs for paths that match a pattern with one `*` (the sandbox's
+//! id), as they come, are written, and go.
+//!
+//! Inotify watches begin at the first directory of the pattern, so that no directory has to exist
+//! at the start. A watch is set before its directory is read: an entry made in between is seen
+//! twice, never missed. When the kernel lost events everything is looked at again. Links below the
+//! `*` are not followed: a jailed VMM may write there. A moved directory loses its watch, so that
+//! nothing in it is reported under the old name.
+
+use anyhow::{Context, Result, bail};
+use kata_gpu_host::async_fd::watch;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, open, openat};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use nix::sys::stat::Mode;
+use std::collections::{BTreeSet, HashMap};
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+use tokio::io::unix::AsyncFd;
+
+/// An absolute path with one component that stands for any name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pattern {
+    parts: Vec<OsString>,
+    star: usize,
+}
+
+impl std::str::FromStr for Pattern {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let path = Path::new(text);
+        let mut parts = Vec::new();
+        for part in path.components() {
+            match part {
+                Component::RootDir => {}
+                Component::Normal(name) => parts.push(name.to_os_string()),
+                _ => bail!("{text}: want a path without . and .."),
+            }
+        }
+        let stars: Vec<usize> = parts.iter().enumerate().filter(|(_, part)| part.as_os_str() == "*").map(|(n, _)| n).collect();
+        match (path.is_absolute(), &stars[..]) {
+            (true, [star]) if star + 1 < parts.len() => Ok(Self { star: *star, parts }),
+            _ => bail!(
+                "{text}: want an absolute path with one * for the sandbox's id and something behind it, for example /run/vc/vm/*/clh.sock"
+            ),
+        }
+    }
+}
+
+impl Pattern {
+    /// The name that stands where the `*` is.
+    fn id(&self, path: &Path) -> String {
+        path.iter().nth(self.star + 1).unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// The path of this id.
+    pub fn path(&self, id: &str) -> PathBuf {
+        let parts = self.parts.iter().enumerate().map(|(depth, part)| if depth == self.star { OsStr::new(id) } else { part });
+        Path::new("/").join(parts.collect::<PathBuf>())
+    }
+
+    /// Opens a path of this pattern, or a directory on the way to it. Links are followed above the
+    /// `*`, where they are the administrator's (/var/run), and nowhere below.
+    ///
+    /// Opens name by name: systemd's RestrictSUIDSGID=, which DynamicUser= implies, answers openat2
+    /// with ENOSYS.
+    pub fn open(&self, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
+        const DIRECTORY: OFlag = OFlag::O_PATH.union(OFlag::O_DIRECTORY).union(OFlag::O_CLOEXEC);
+        let mut parts = path.components();
+        let above: PathBuf = parts.by_ref().take(self.star + 1).collect();
+        let mut dir = open(&above, DIRECTORY, Mode::empty())?;
+        let last = parts.next_back().ok_or(Errno::ENOENT)?;
+        let named = |part: Component| if matches!(part, Component::Normal(_)) { Ok(()) } else { Err(Errno::EINVAL) };
+        for part in parts {
+            named(part)?;
+            dir = openat(&dir, part.as_os_str(), DIRECTORY | OFlag::O_NOFOLLOW, Mode::empty())?;
+        }
+        named(last)?;
+        openat(&dir, last.as_os_str(), flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())
+    }
+
+    /// Depth of a directory on the way to a match; None if it is not on the way.
+    fn depth(&self, dir: &Path) -> Option<usize> {
+        let mut depth = 0;
+        for name in dir.iter().skip(1) {
+            if !self.matches(depth, name) {
+                return None;
+            }
+            depth += 1;
+        }
+        (depth < self.parts.len()).then_some(depth)
+    }
+
+    fn matches(&self, depth: usize, name: &OsStr) -> bool {
+        self.parts.get(depth).is_some_and(|part| depth == self.star || part == name)
+    }
+}
+
+/// A change of a matching path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// The path is there, or was written; may be repeated.
+    There {
+        pattern: usize,
+        id: String,
+        path: PathBuf,
+    },
+    Gone {
+        pattern: usize,
+        id: String,
+        path: PathBuf,
+    },
+}
+
+/// The patterns and the paths that match them now.
+pub struct Watcher {
+    inotify: Inotify,
+    ready: AsyncFd<OwnedFd>,
+    patterns: Vec<Pattern>,
+    dirs: HashMap<WatchDescriptor, PathBuf>,
+    there: BTreeSet<(PathBuf, usize)>,
+    changes: Vec<Change>,
+    /// Messages about directories that cannot be watched, each once.
+    troubles: Vec<String>,
+    troubled: BTreeSet<PathBuf>,
+}
+
+impl Watcher {
+    pub fn new(patterns: Vec<Pattern>) -> Result<Self> {
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).context("inotify_init")?;
+        let ready = watch(inotify.as_fd().try_clone_to_owned().context("dup inotify")?).context("watch inotify")?;
+        let mut watcher = Self {
+            inotify,
+            ready,
+            patterns,
+            dirs: HashMap::new(),
+            there: BTreeSet::new(),
+            changes: Vec::new(),
+            troubles: Vec::new(),
+            troubled: BTreeSet::new(),
+        };
+        watcher.visit(Path::new("/"));
+        Ok(watcher)
+    }
+
+    /// Changes and problems since the last call.
+    pub fn take(&mut self) -> (Vec<Change>, Vec<String>) {
+        (std::mem::take(&mut self.changes), std::mem::take(&mut self.troubles))
+    }
+
+    /// Waits until something changes. Safe to cancel.
+    pub async fn changed(&mut self) -> Result<()> {
+        while self.changes.is_empty() && self.troubles.is_empty() {
+            let mut ready = self.ready.readable().await.context("wait for inotify")?;
+            match self.inotify.read_events() {
+                Ok(events) => {
+                    drop(ready);
+                    for event in events {
+                        self.event(event.wd, event.mask, event.name.as_deref());
+                    }
+                }
+                Err(Errno::EAGAIN) => ready.clear_ready(),
+                Err(Errno::EINTR) => {}
+                Err(e) => return Err(e).context("read inotify events"),
+            }
+        }
+        Ok(())
+    }
+
+    fn event(&mut self, wd: WatchDescriptor, mask: AddWatchFlags, name: Option<&OsStr>) {
+        if mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
+            return self.look_at_everything();
+        }
+        if mask.contains(AddWatchFlags::IN_IGNORED) {
+            if let Some(dir) = self.dirs.remove(&wd) {
+                self.gone_below(&dir);
+            }
+            return;
+        }
+        let (Some(dir), Some(name)) = (self.dirs.get(&wd).cloned(), name) else { return };
+        let path = dir.join(name);
+        if mask.intersects(AddWatchFlags::IN_DELETE | AddWatchFlags::IN_MOVED_FROM) {
+            self.forget_below(&path);
+            self.gone_below(&path);
+        }
+        // Look at removed names, too: exchanged directories are both there, each under the other's
+        // name.
+        for pattern in 0..self.patterns.len() {
+            if let Some(depth) = self.patterns[pattern].depth(&dir)
+                && self.patterns[pattern].matches(depth, name)
+            {
+                self.candidate(pattern, depth, &path);
+            }
+        }
+    }
+
+    /// Removes the watches of a directory and of all below it: a watch follows a moved directory.
+    fn forget_below(&mut self, path: &Path) {
+        let moved: Vec<WatchDescriptor> = self.dirs.iter().filter(|(_, dir)| dir.starts_with(path)).map(|(wd, _)| *wd).collect();
+        for wd in moved {
+            self.dirs.remove(&wd);
+            // The kernel already removed the watch of a removed directory.
+            let _gone = self.inotify.rm_watch(wd);
+        }
+    }
+
+    fn look_at_everything(&mut self) {
+        let before: Vec<PathBuf> = self.there.iter().map(|(path, _)| path.clone()).collect();
+        for path in before {
+            if path.symlink_metadata().is_err() {
+                self.gone_below(&path);
+            }
+        }
+        // Look every name up anew: moves in the meantime are unknown.
+        self.forget_below(Path::new("/"));
+        self.visit(Path::new("/"));
+    }
+
+    fn gone_below(&mut self, path: &Path) {
+        let gone: Vec<(PathBuf, usize)> =
+            self.there.range((path.to_path_buf(), 0)..).take_while(|(p, _)| p.starts_with(path)).cloned().collect();
+        for (path, pattern) in gone {
+            let id = self.patterns[pattern].id(&path);
+            self.there.remove(&(path.clone(), pattern));
+            self.changes.push(Change::Gone { pattern, id, path });
+        }
+    }
+
+    /// Watches a directory and looks at its entries.
+    fn visit(&mut self, dir: &Path) {
+        let depths: Vec<(usize, usize)> =
+            self.patterns.iter().enumerate().filter_map(|(n, pattern)| Some((n, pattern.depth(dir)?))).collect();
+        if depths.is_empty() || !self.watch(dir, &depths) {
+            return;
+        }
+        for (pattern, depth) in depths {
+            if depth != self.patterns[pattern].star {
+                let path = dir.join(&self.patterns[pattern].parts[depth]);
+                self.candidate(pattern, depth, &path);
+                continue;
+            }
+            match std::fs::read_dir(dir) {
+                Ok(entries) => {
+                    for entry in entries.flatten() {
+                        self.candidate(pattern, depth, &entry.path());
+                    }
+                }
+                Err(e) => self.trouble(dir, &e),
+            }
+        }
+    }
+
+    fn watch(&mut self, dir: &Path, depths: &[(usize, usize)]) -> bool {
+        let mut mask = AddWatchFlags::IN_CREATE
+            | AddWatchFlags::IN_MOVED_TO
+            | AddWatchFlags::IN_DELETE
+            | AddWatchFlags::IN_MOVED_FROM
+            | AddWatchFlags::IN_ONLYDIR;
+        // Set only in the last directory of a pattern: much is written in /run.
+        if depths.iter().any(|(pattern, depth)| depth + 1 == self.patterns[*pattern].parts.len()) {
+            mask |= AddWatchFlags::IN_CLOSE_WRITE;
+        }
+        match self.inotify.add_watch(dir, mask) {
+            Ok(wd) => {
+                self.dirs.insert(wd, dir.to_path_buf());
+                true
+            }
+            Err(Errno::ENOENT | Errno::ENOTDIR) => false,
+            Err(e) => {
+                self.trouble(dir, &io::Error::from(e));
+                false
+            }
+        }
+    }
+
+    fn trouble(&mut self, dir: &Path, error: &io::Error) {
+        if error.kind() == io::ErrorKind::NotFound || !self.troubled.insert(dir.to_path_buf()) {
+            return;
+        }
+        let cure = match error.raw_os_error().map(Errno::from_raw) {
+            Some(Errno::EACCES | Errno::EPERM) => ": VMs below it are ignored; run as root or with CAP_DAC_OVERRIDE",
+            Some(Errno::ENOSPC) => ": VMs below it are ignored; raise fs.inotify.max_user_watches",
+            _ => ": VMs below it are ignored",
+        };
+        self.troubles.push(format!("watch {}: {error}{cure}", dir.display()));
+    }
+
+    /// Handles a path with the right name at the right depth.
+    fn candidate(&mut self, pattern: usize, depth: usize, path: &Path) {
+        let last = depth + 1 == self.patterns[pattern].parts.len();
+        // Follow links above the star, which are the administrator's (/var/run).
+        let meta = if depth < self.patterns[pattern].star && !last { path.metadata() } else { path.symlink_metadata() };
+        match meta {
+            Ok(_) if last => {
+                let id = self.patterns[pattern].id(path);
+                self.there.insert((path.to_path_buf(), pattern));
+                self.changes.push(Change::There { pattern, id, path: path.to_path_buf() });
+            }
+            Ok(meta) if meta.is_dir() => self.visit(path),
+            Ok(_) => {}
+            Err(e) => self.trouble(path.parent().unwrap_or(path), &e),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_test_support::{TempDir, temp_dir};
+    use std::fs;
+    use std::time::Duration;
+
+    const DEADLINE: Duration = Duration::from_secs(10);
+
+    struct Watched {
+        dir: TempDir,
+        watcher: Watcher,
+    }
+
+    impl Watched {
+        fn new(patterns: &[&str]) -> Self {
+            let dir = temp_dir();
+            let watcher = Self::watcher(&dir, patterns);
+            Self { dir, watcher }
+        }
+
+        fn watcher(dir: &TempDir, patterns: &[&str]) -> Watcher {
+            let at = |p: &&str| format!("{}/{p}", dir.path().display()).parse().unwrap();
+            Watcher::new(patterns.iter().map(at).collect()).unwrap()
+        }
+
+        fn make(&self, path: &str) {
+            let path = self.dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "").unwrap();
+        }
+
+        /// Waits for `want` and returns all changes until then, as `+pattern id` and `-pattern id`.
+        async fn until(&mut self, want: &str) -> Vec<String> {
+            let mut seen = Vec::new();
+            let watcher = &mut self.watcher;
+            let found = async {
+                loop {
+                    watcher.changed().await.unwrap();
+                    let (changes, troubles) = watcher.take();
+                    assert_eq!(troubles, [""; 0]);
+                    seen.extend(changes.into_iter().map(|c| match c {
+                        Change::There { pattern, id, .. } => format!("+{pattern} {id}"),
+                        Change::Gone { pattern, id, .. } => format!("-{pattern} {id}"),
+                    }));
+                    if seen.iter().any(|s| s == want) {
+                        return;
+                    }
+                }
+            };
+            let done = tokio::time::timeout(DEADLINE, found).await;
+            assert!(done.is_ok(), "no {want} within {DEADLINE:?}");
+            seen.dedup();
+            seen
+        }
+    }
+
+    #[tokio::test]
+    async fn what_matches_is_seen_whenever_it_comes_and_when_it_goes() {
+        let mut w = Watched::new(&["vc/vm/*/clh.sock", "kata/*/root/kata.hvsock"]);
+        w.make("vc/vm/one/clh.sock");
+        assert_eq!(w.until("+0 one").await, ["+0 one"]);
+        w.make("vc/vm/one/other.sock");
+        w.make("kata/two/root/kata.hvsock");
+        w.make("kata/two/other/kata.hvsock");
+        assert_eq!(w.until("+1 two").await, ["+1 two"]);
+        fs::remove_file(w.dir.path().join("vc/vm/one/clh.sock")).unwrap();
+        assert_eq!(w.until("-0 one").await, ["-0 one"]);
+        fs::remove_dir_all(w.dir.path().join("kata")).unwrap();
+        assert_eq!(w.until("-1 two").await, ["-1 two"]);
+        // The root comes again, and the same VM in it.
+        w.make("kata/two/root/kata.hvsock");
+        assert_eq!(w.until("+1 two").await, ["+1 two"]);
+    }
+
+    #[tokio::test]
+    async fn present_files_are_seen_and_so_are_written_and_moved_ones() {
+        let dir = temp_dir();
+        fs::create_dir_all(dir.path().join("sbs/old")).unwrap();
+        fs::write(dir.path().join("sbs/old/persist.json"), "x").unwrap();
+        let watcher = Watched::watcher(&dir, &["sbs/*/persist.json"]);
+        let mut w = Watched { dir, watcher };
+        assert_eq!(w.until("+0 old").await, ["+0 old"]);
+        fs::write(w.dir.path().join("sbs/old/persist.json"), "y").unwrap();
+        assert_eq!(w.until("+0 old").await, ["+0 old"]);
+        w.make("elsewhere/new/persist.json");
+        fs::rename(w.dir.path().join("elsewhere/new"), w.dir.path().join("sbs/new")).unwrap();
+        assert_eq!(w.until("+0 new").await, ["+0 new"]);
+    }
+
+    #[tokio::test]
+    async fn a_link_below_the_star_is_not_followed() {
+        let mut w = Watched::new(&["kata/*/root/kata.hvsock"]);
+        w.make("elsewhere/kata.hvsock");
+        fs::create_dir_all(w.dir.path().join("kata/evil")).unwrap();
+        std::os::unix::fs::symlink(w.dir.path().join("elsewhere"), w.dir.path().join("kata/evil/root")).unwrap();
+        std::os::unix::fs::symlink(w.dir.path().join("kata/evil"), w.dir.path().join("kata/worse")).unwrap();
+        w.make("kata/good/root/kata.hvsock");
+        assert_eq!(w.until("+0 good").await, ["+0 good"]);
+    }
+
+    #[tokio::test]
+    async fn a_moved_socket_is_reported_under_its_new_name_alone() {
+        let mut w = Watched::new(&["kata/*/root/kata.hvsock"]);
+        w.make("kata/one/root/kata.hvsock");
+        assert_eq!(w.until("+0 one").await, ["+0 one"]);
+        let [one, two, three, away] = ["kata/one", "kata/two", "kata/three", "away"].map(|path| w.dir.path().join(path));
+        fs::rename(&one, &two).unwrap();
+        assert_eq!(w.until("+0 two").await, ["-0 one", "+0 two"]);
+        // Move the VM out of sight, where it goes on; another VM takes its name.
+        fs::rename(&two, &away).unwrap();
+        assert_eq!(w.until("-0 two").await, ["-0 two"]);
+        w.make("kata/two/root/kata.hvsock");
+        assert_eq!(w.until("+0 two").await, ["+0 two"]);
+        fs::remove_file(away.join("root/kata.hvsock")).unwrap();
+        w.make("kata/three/root/kata.hvsock");
+        assert_eq!(w.until("+0 three").await, ["+0 three"], "what goes out of sight takes no name away");
+        // Exchange the two: both are there, and both names are reported again.
+        nix::fcntl::renameat2(nix::fcntl::AT_FDCWD, &two, nix::fcntl::AT_FDCWD, &three, nix::fcntl::RenameFlags::RENAME_EXCHANGE).unwrap();
+        w.make("kata/last/root/kata.hvsock");
+        let seen = w.until("+0 last").await;
+        for id in ["two", "three"] {
+            let (gone, there) = (format!("-0 {id}"), format!("+0 {id}"));
+            let last = |what: &str| seen.iter().rposition(|s| s == what).unwrap_or_else(|| panic!("no {what}: {seen:?}"));
+            assert!(last(&gone) < last(&there), "{seen:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn many_at_once_are_all_seen() {
+        let mut w = Watched::new(&["vm/*/clh.sock"]);
+        for n in 0..500 {
+            w.make(&format!("vm/{n}/clh.sock"));
+        }
+        let mut seen = w.until("+0 499").await;
+        seen.sort();
+        seen.dedup();
+        assert_eq!(seen.len(), 500);
+        fs::remove_dir_all(w.dir.path().join("vm")).unwrap();
+        w.until("-0 0").await;
+    }
+
+    #[test]
+    fn a_wrong_pattern_is_refused_with_an_example() {
+        for text in ["run/*/x", "/run/x", "/run/*/*/x", "/run/*", "", "*"] {
+            let error = text.parse::<Pattern>().unwrap_err().to_string();
+            assert!(error.contains("for example /run/vc/vm"), "{text}: {error}");
+        }
+        assert!("/run/../*/x".parse::<Pattern>().is_err());
+        assert!("/run/vc/vm/*/clh.sock".parse::<Pattern>().is_ok());
+    }
+}

@@ -1,0 +1,208 @@
+//! Events of the kernel's trace into steps of the host. Pure: no file, no process.
+//!
+//! Calls inside another call of the same thread are part of it: `vfio_pin_pages_remote` of one
+//! mapping, a reset of the opening of a function. A region of the VMM's memory is a BAR where VFIO
+//! mapped one to it (`mmap`), and the guest's memory elsewhere.
+
+use super::probes::{IOAS_MAP, IOAS_MAP_FILE, IOAS_UNMAP, MAP_DMA, UNMAP_DMA};
+use super::trace_line::Event;
+use kata_gpu_report::data::trace_file::Traced;
+use kata_gpu_report::data::units::class;
+use kata_gpu_wire::catalogue::traced as names;
+use kata_gpu_wire::pci_address::PciAddress;
+use std::collections::{BTreeMap, HashMap};
+
+/// Limit of steps; what comes later is counted.
+pub const MAX_STEPS: usize = 2048;
+/// Limit of calls that are open, of devices and of mappings.
+const MAX_KNOWN: usize = 4096;
+
+/// A step on the trace's clock.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    pub at_ns: i64,
+    /// `began_realtime_ns` is not set yet.
+    pub traced: Traced,
+    /// Error of the call, as a negative number.
+    pub failed: Option<i64>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Mapping {
+    at_ns: i64,
+    unmaps: bool,
+    vaddr: u64,
+    iova: u64,
+    size: u64,
+    calls: u64,
+    pages: BTreeMap<u64, u64>,
+}
+
+/// Sizes of a function's BARs in bytes, by number.
+pub type Bars = BTreeMap<u8, u64>;
+
+/// State of a trace.
+#[derive(Debug, Default)]
+pub struct Fold {
+    pub steps: Vec<Step>,
+    /// Steps over the limit.
+    pub left_out: u64,
+    /// Times of the first run of a vCPU.
+    pub first_run_ns: Option<i64>,
+    /// Functions by their names below /dev/vfio/devices.
+    pub vfio_devices: HashMap<String, PciAddress>,
+    mappings: HashMap<u32, Mapping>,
+    opens: HashMap<u32, (i64, Option<PciAddress>)>,
+    resets: HashMap<u32, (i64, u64)>,
+    /// The kernel's address of a device or of its PCI part, a number only, and its function.
+    devices: HashMap<u64, PciAddress>,
+    /// Beginning of a BAR's mapping in the VMM -> end, function.
+    areas: BTreeMap<u64, (u64, PciAddress)>,
+}
+
+impl Fold {
+    /// Takes an event. Those of one thread are in order.
+    pub fn take(&mut self, event: &Event) {
+        match event.name {
+            "map_in" | "ioas_in" => self.map_in(event),
+            "pin" | "pin_fast" => {
+                let pages = event.unsigned("pages").unwrap_or(0);
+                if let Some(mapping) = self.mappings.get_mut(&event.tid) {
+                    mapping.calls += 1;
+                    *mapping.pages.entry(class(pages)).or_default() += 1;
+                }
+            }
+            "map_out" | "ioas_out" => self.map_out(event),
+            "mmap" => {
+                let area = event.unsigned("dev").and_then(|dev| self.devices.get(&dev).copied());
+                if let (Some(function), Some(start), Some(end)) = (area, event.unsigned("start"), event.unsigned("end"))
+                    && self.areas.len() < MAX_KNOWN
+                {
+                    // The same address can have been another function's before.
+                    self.areas.insert(start, (end, function));
+                }
+            }
+            // A file below /dev/vfio/devices.
+            "bind_in" if self.opens.len() < MAX_KNOWN => {
+                let function = event.text("name").and_then(|name| self.vfio_devices.get(name).copied());
+                self.opens.insert(event.tid, (event.at_ns, function));
+            }
+            "open_in" if self.opens.len() < MAX_KNOWN => {
+                let function = event.text("name").and_then(|name| name.parse().ok());
+                self.opens.insert(event.tid, (event.at_ns, function));
+            }
+            "opened" => {
+                if let (Some((_, Some(function))), Some(dev)) = (self.opens.get(&event.tid), event.unsigned("dev"))
+                    && self.devices.len() < MAX_KNOWN
+                {
+                    self.devices.insert(dev, *function);
+                }
+            }
+            "open_out" | "bind_out" => {
+                if let Some((at_ns, function)) = self.opens.remove(&event.tid) {
+                    self.step(event, at_ns, Traced { name: names::VFIO_OPEN.into(), function, ..Traced::default() });
+                }
+            }
+            "reset_in" | "bus_reset_in" if self.resets.len() < MAX_KNOWN => {
+                self.resets.insert(event.tid, (event.at_ns, event.unsigned("pdev").unwrap_or(0)));
+            }
+            "reset_out" | "bus_reset_out" => {
+                if let Some((at_ns, pdev)) = self.resets.remove(&event.tid) {
+                    // The reset of the opening names the device for later ones.
+                    let opening = self.opens.get(&event.tid).and_then(|(_, function)| *function);
+                    if let Some(function) = opening
+                        && self.devices.len() < MAX_KNOWN
+                    {
+                        self.devices.insert(pdev, function);
+                    }
+                    let function = opening.or_else(|| self.devices.get(&pdev).copied());
+                    let detail = if event.name == "bus_reset_out" { "whole bus".into() } else { String::new() };
+                    self.step(event, at_ns, Traced { name: names::VFIO_RESET.into(), function, detail, ..Traced::default() });
+                }
+            }
+            "run" => self.first_run_ns = self.first_run_ns.or(Some(event.at_ns)),
+            _ => {}
+        }
+    }
+
+    fn map_in(&mut self, event: &Event) {
+        let number = |key| event.unsigned(key).unwrap_or(0);
+        let (vaddr, iova, size) = (number("vaddr"), number("iova"), number("size"));
+        let mapping = match event.unsigned("cmd") {
+            // struct vfio_iommu_type1_dma_map: vaddr, iova, size; struct iommu_ioas_map by the
+            // order of its probe.
+            Some(MAP_DMA | IOAS_MAP | IOAS_MAP_FILE) => Mapping { vaddr, iova, size, ..Mapping::default() },
+            // struct vfio_iommu_type1_dma_unmap has iova and size where the other one has vaddr and
+            // iova.
+            Some(UNMAP_DMA) => Mapping { unmaps: true, iova: vaddr, size: iova, ..Mapping::default() },
+            // struct iommu_ioas_unmap: length where the other one has user_va.
+            Some(IOAS_UNMAP) => Mapping { unmaps: true, size: vaddr, ..Mapping::default() },
+            _ => return,
+        };
+        if self.mappings.len() < MAX_KNOWN {
+            self.mappings.insert(event.tid, Mapping { at_ns: event.at_ns, ..mapping });
+        }
+    }
+
+    fn map_out(&mut self, event: &Event) {
+        let Some(mapping) = self.mappings.remove(&event.tid) else { return };
+        let function = self.owner(mapping.vaddr).filter(|_| !mapping.unmaps);
+        let name = match (mapping.unmaps, function) {
+            (true, _) => names::VMM_UNMAP,
+            (false, Some(_)) => names::VMM_MAP_BAR,
+            (false, None) => names::VMM_PIN,
+        };
+        let traced = Traced {
+            name: name.into(),
+            function,
+            guest_address: Some(mapping.iova),
+            bytes: Some(mapping.size),
+            calls: (!mapping.unmaps).then_some(mapping.calls),
+            pages_a_call: mapping.pages.into_iter().collect(),
+            ..Traced::default()
+        };
+        self.step(event, mapping.at_ns, traced);
+    }
+
+    fn owner(&self, vaddr: u64) -> Option<PciAddress> {
+        let (_, (end, function)) = self.areas.range(..=vaddr).next_back()?;
+        (vaddr < *end).then_some(*function)
+    }
+
+    fn step(&mut self, event: &Event, at_ns: i64, traced: Traced) {
+        if self.steps.len() >= MAX_STEPS {
+            self.left_out += 1;
+            return;
+        }
+        let took_ns = u64::try_from(event.at_ns.saturating_sub(at_ns)).unwrap_or(0);
+        let thread = String::from_utf8_lossy(event.comm).into_owned();
+        let failed = event.number("ret").filter(|ret| *ret < 0).and_then(|ret| i64::try_from(ret).ok());
+        let traced = Traced { took_ns, tid: Some(event.tid), thread, ..traced };
+        self.steps.push(Step { at_ns, traced, failed });
+    }
+
+    /// Gives each mapped BAR its number, by its size: the smallest BAR that it fits into. VFIO maps
+    /// a BAR with its table of interrupts in parts.
+    pub fn number_bars(&mut self, bars: impl Fn(PciAddress) -> Bars) {
+        for step in self.steps.iter_mut().filter(|step| step.traced.name == names::VMM_MAP_BAR) {
+            let Some((function, bytes)) = step.traced.function.zip(step.traced.bytes) else { continue };
+            let fits = bars(function).into_iter().filter(|(_, size)| *size >= bytes);
+            step.traced.bar = fits.min_by_key(|(_, size)| *size).map(|(bar, _)| bar);
+            step.traced.detail = step.traced.bar.map(|bar| format!("BAR {bar}")).unwrap_or_default();
+        }
+    }
+}
+
+/// BARs of a function by its `resource` file: a line each of first address, last address, flags.
+pub fn bars(resource: &str) -> Bars {
+    let mut bars = Bars::new();
+    for (number, line) in (0u8..6).zip(resource.lines()) {
+        let mut words = line.split(' ').map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
+        if let (Some(Some(first)), Some(Some(last))) = (words.next(), words.next())
+            && last > first
+        {
+            bars.insert(number, (last - first).saturating_add(1));
+        }
+    }
+    bars
+}

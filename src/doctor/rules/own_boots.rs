@@ -1,0 +1,120 @@
+//! Boots of this host as numbers that rules compare: medians of steps, enablings of each GPU, facts
+//! about the guests.
+
+use super::checked::Gap;
+use kata_gpu_report::analysis::loaded::Loaded;
+use kata_gpu_report::analysis::rules::Shortens;
+use kata_gpu_report::analysis::statistics::Summary;
+use kata_gpu_report::data::compact_record::{Field, Record};
+use kata_gpu_report::data::text::printable_start;
+use kata_gpu_wire::names;
+use std::collections::BTreeMap;
+
+/// Limits of different names kept, of a name in bytes, and of boots.
+const MAX_NAMES: usize = 256;
+const MAX_NAME: usize = 64;
+/// Boots that are read, the newest first: more tell about a host that is no more.
+pub const MAX_BOOTS: usize = 200;
+
+/// Numbers of the collector's files.
+#[derive(Clone, Debug, Default)]
+pub struct OwnBoots {
+    pub count: usize,
+    /// Sum of a step's durations in each boot that has it, in ns.
+    pub sums: BTreeMap<String, Vec<i64>>,
+    /// Enablings of each GPU, by its UUID or else by its address in the guest, in ns.
+    pub enablings: BTreeMap<String, Vec<i64>>,
+    /// How many boots have a value of a fact about the guest: kernel, clocksource, ...
+    pub facts: BTreeMap<(&'static str, String), usize>,
+    /// From the first to the last milestone of each boot, to the agent's first answer, and without
+    /// any step, in ns.
+    pub whole: Vec<i64>,
+    pub agent_ready: Vec<i64>,
+    pub unexplained: Vec<i64>,
+    /// Size of each console log beside a boot's file.
+    pub console_bytes: Vec<i64>,
+}
+
+/// Names of facts about guests.
+pub const KERNEL: &str = "kernel";
+pub const CLOCKSOURCE: &str = "clocksource";
+pub const UNPACKED: &str = "modules unpacked by the init";
+pub const CONFIDENTIAL: &str = "confidential";
+
+impl OwnBoots {
+    /// Adds a boot's numbers.
+    pub fn add(&mut self, loaded: &Loaded) {
+        self.count += 1;
+        let boot = &loaded.boot;
+        let mut sums: BTreeMap<&str, i64> = BTreeMap::new();
+        // Steps of the host's trace lie in others, which count already.
+        for step in boot.timeline.steps.iter().filter(|step| !step.open && !step.row.waiting && step.traced.is_none()) {
+            let sum = sums.entry(&step.name).or_default();
+            *sum = sum.saturating_add(i64::try_from(step.took_ns()).unwrap_or(i64::MAX));
+        }
+        for (name, sum) in sums {
+            push(&mut self.sums, name.to_string(), sum);
+        }
+        for gpu in &boot.gpus {
+            let uuid = loaded.file.records.iter().filter(|r| r.name == names::GPU_HEALTH && r.gpu == Some(gpu.address));
+            let uuid = uuid.filter_map(|r| field(r, "uuid")).next_back().map(|uuid| printable_start(uuid.as_bytes(), MAX_NAME));
+            if let Some(took) = gpu.enabled.and_then(|step| step.took_ns) {
+                let name = uuid.unwrap_or_else(|| gpu.address.to_string());
+                push(&mut self.enablings, name, i64::try_from(took).unwrap_or(i64::MAX));
+            }
+        }
+        let of = |record: &str, key: &str| loaded.file.records.iter().filter(|r| r.name == record).find_map(|r| field(r, key));
+        self.fact(KERNEL, boot.kernel.as_deref());
+        self.fact(CLOCKSOURCE, of(names::CLOCK_TSC, "clocksource"));
+        self.fact(UNPACKED, of(names::MODULE_LOAD, "unpacked"));
+        self.fact(CONFIDENTIAL, of(names::CONFIDENTIAL, "enabled"));
+        let milestones = &boot.timeline.milestones;
+        if let (Some(first), Some(last)) = (milestones.first(), milestones.last()) {
+            self.whole.push(last.at_ns.saturating_sub(first.at_ns));
+            let ready = milestones.iter().find(|m| m.name == "agent ready");
+            self.agent_ready.extend(ready.map(|m| m.at_ns.saturating_sub(first.at_ns)));
+        }
+        self.unexplained.extend(boot.coverage.as_ref().map(|c| i64::try_from(c.unexplained_ns).unwrap_or(i64::MAX)));
+    }
+
+    /// The boots, or that there are none.
+    pub fn some(&self) -> Result<&Self, Gap> {
+        if self.count == 0 { Err(Gap::Unknown("no boot of this host: name the collector's directory with --dir".into())) } else { Ok(self) }
+    }
+
+    fn fact(&mut self, name: &'static str, value: Option<&str>) {
+        if let Some(value) = value.filter(|_| self.facts.len() < MAX_NAMES) {
+            *self.facts.entry((name, printable_start(value.as_bytes(), MAX_NAME))).or_default() += 1;
+        }
+    }
+
+    /// Values of a fact, the most frequent first.
+    pub fn values(&self, fact: &str) -> Vec<(&str, usize)> {
+        let mut found: Vec<_> = self.facts.iter().filter(|((name, _), _)| *name == fact).map(|((_, v), n)| (v.as_str(), *n)).collect();
+        found.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));
+        found
+    }
+
+    /// Median of a step's time in a boot, in seconds.
+    pub fn median(&self, step: &str) -> Option<f64> {
+        self.sums.get(step).and_then(|values| Summary::of(values)).map(|s| s.median_ns as f64 / 1e9)
+    }
+
+    /// Seconds that a cure would have saved in the median boot; None where no boot has the steps.
+    pub fn saved(&self, shortens: &[Shortens]) -> Option<f64> {
+        let saved = shortens.iter().filter_map(|s| Some(self.median(s.step)? * (1.0 - s.to)));
+        saved.reduce(|a, b| a + b)
+    }
+}
+
+fn field<'a>(record: &'a Record, key: &str) -> Option<&'a str> {
+    match record.fields.get(key)? {
+        Field::Text(text) | Field::Json(text) => Some(text),
+    }
+}
+
+fn push(values: &mut BTreeMap<String, Vec<i64>>, name: String, value: i64) {
+    if values.len() < MAX_NAMES || values.contains_key(&name) {
+        values.entry(name).or_default().push(value);
+    }
+}

@@ -1,0 +1,414 @@
+//! `initrd replace-init`: replaces the init in a disk image with an erofs or ext4 root. Everything
+//! else stays: owners, modes, times, links, contents, extended attributes.
+//!
+//! Images are untrusted: their bytes are read here, by offset and with bounds, and never unpacked
+//! or mounted. Written paths are from a closed list ([`wanted`]). Third-party programs run in a
+//! sandbox. The new image is checked by these programs, read again and compared before it gets its
+//! name.
+
+pub mod debugfs;
+pub mod erofs;
+pub mod erofs_edit;
+pub mod ext4;
+pub mod reading_limits; // bounds of what is read from one image
+mod partition;
+pub mod tool_sandbox;
+pub mod wanted;
+
+use self::tool_sandbox::{Tool, Work};
+use self::wanted::Wanted;
+use super::diff;
+use super::diff::Difference;
+use super::driver_list;
+use super::entry_text::escaped;
+use super::helper;
+use super::helper::Helper;
+use super::image::{Content, Form, Image, copy};
+use super::newc::Kind;
+use super::output_file::{Output, Written};
+use super::unpacked_root::{ROOT, Tree};
+use super::verify;
+use super::verify::{INIT, Question};
+use super::view::View;
+use crate::guest_disk as disk;
+use crate::guest_disk::{Disk, FileSystem, Table};
+use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_init::boot::AGENT;
+use kata_gpu_init::cdi::spec::PENDING;
+use kata_gpu_init::formats::elf::ReadAt as _;
+use kata_gpu_wire::arch::Arch;
+use memchr::memmem;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Largest accepted init.
+const MAX_INIT: u64 = 256 << 20;
+/// Limit of the bytes of all files for each byte of the file system, beyond [`FREE_BYTES`]: holes
+/// and hard links make the ratio exceed one.
+const MAX_RATIO: u64 = 4;
+const FREE_BYTES: u64 = 64 << 20;
+/// Bytes read at once.
+const CHUNK: usize = 1 << 20;
+/// Part of an init that contains the loader's path.
+const PAGE: usize = 4096;
+
+/// Arguments of a replacement.
+#[derive(Debug)]
+pub struct Wish {
+    pub image: PathBuf,
+    pub init: PathBuf,
+    pub helper: Helper,
+    pub output: PathBuf,
+    pub manifest: bool,
+}
+
+/// Result of a replacement.
+#[derive(Debug)]
+pub struct Replaced {
+    pub written: Written,
+    pub disk: Disk,
+    /// Bytes of the partition, if it was enlarged.
+    pub grown: Option<u64>,
+    /// Number of unchanged names.
+    pub kept: usize,
+    pub differences: Vec<Difference>,
+    /// Files in the list of the driver's files, or the reason for no list.
+    pub manifest: Result<usize, String>,
+    /// The helper in the new image, or the reason for no helper.
+    pub helper: Result<PathBuf, String>,
+    /// Loader and libraries that the helper does not find in the image.
+    pub helper_lacks: Vec<String>,
+    pub has_module: bool,
+}
+
+/// A root's file system.
+enum Root {
+    Erofs(erofs::Erofs),
+    Ext4(Image),
+}
+
+impl Root {
+    fn read(kind: FileSystem, source: Content) -> Result<Self> {
+        Ok(match kind {
+            FileSystem::Erofs => Self::Erofs(erofs::Erofs::read(source, None)?),
+            FileSystem::Ext4 => Self::Ext4(ext4::read(&source)?),
+        })
+    }
+
+    fn image(&self) -> &Image {
+        match self {
+            Self::Erofs(fs) => &fs.image,
+            Self::Ext4(image) => image,
+        }
+    }
+}
+
+/// Errors: the files' sizes add up to more than the image can hold, by holes or shared data.
+/// Reading all of them would take days.
+fn limit_contents(root: &Root, bytes: u64) -> Result<()> {
+    let is_read = |index: usize| match root {
+        Root::Erofs(fs) => fs.inodes.get(index).is_some_and(|inode| inode.layout != erofs::Layout::Compressed),
+        Root::Ext4(_) => true,
+    };
+    let files = root.image().entries.iter().enumerate().filter(|(index, entry)| entry.header.kind() == Kind::File && is_read(*index));
+    let claimed = files.fold(0_u64, |sum, (_, entry)| sum.saturating_add(entry.data.length));
+    let most = bytes.saturating_mul(MAX_RATIO).saturating_add(FREE_BYTES);
+    ensure!(
+        claimed <= most,
+        "its files have {claimed} bytes, and the file system {bytes}: more than {most} are not read: make it without sparse files"
+    );
+    Ok(())
+}
+
+/// Reads a root's names, and all contents that can be read. For the fuzzer.
+pub fn read_all(kind: FileSystem, source: Content) -> Result<(Image, Tree)> {
+    let root = match Root::read(kind, source)? {
+        Root::Erofs(fs) => fs.image,
+        Root::Ext4(image) => image,
+    };
+    let tree = Tree::new(&root)?;
+    Ok((root, tree))
+}
+
+/// Writes an image with another init beside the output. The caller renames it.
+pub fn replace(wish: &Wish) -> Result<Replaced> {
+    let init = read_init(&wish.init)?;
+    let shown = wish.image.display();
+    let image = open(&wish.image)?;
+    let length = image.metadata().with_context(|| format!("look at image {shown}"))?.len();
+    let disk = disk::look(&image, length).with_context(|| format!("read image {shown}"))?;
+    let disk = disk.map_err(|why| anyhow::anyhow!("{shown}: {why}: this takes erofs and ext4 (an initrd: kata-gpu-boot initrd repack)"))?;
+    // Create the output first: an unusable name must fail before an hour of work.
+    let mut output = Output::create(&wish.output, Form::Plain)?;
+    let work = Work::new()?;
+    let old = Content::of_file(image.try_clone()?)?.part(disk.root_at..disk.root_at + disk.root_bytes);
+    copy_sparse(&old, &work.image())
+        .with_context(|| format!("copy the root of {shown} to {} (TMPDIR names another place)", work.image().display()))?;
+    let name = disk.root.name();
+    let check = match disk.root {
+        FileSystem::Erofs => Tool::CheckErofs,
+        FileSystem::Ext4 => Tool::CheckExt4,
+    };
+    let (sound, said) = work.run(check)?;
+    ensure!(sound, "{shown}: its {name} file system is not sound, and nothing of it is used: {said}");
+    let root = Root::read(disk.root, old.clone())
+        .with_context(|| format!("{shown}: its {name} file system is not sound, and nothing of it is used"))?;
+    limit_contents(&root, disk.root_bytes).with_context(|| format!("image {shown}"))?;
+    let tree = Tree::new(root.image()).with_context(|| format!("read image {shown}"))?;
+    let sbin = wanted::sbin(&tree).with_context(|| format!("image {shown}"))?;
+    check_arch(&wish.init, &init, &tree).with_context(|| format!("image {shown}"))?;
+    wanted::check_list_place(&tree).with_context(|| format!("image {shown}"))?;
+    let helper = helper::read(&wish.helper, &tree)?;
+    let list = if wish.manifest { driver_files(root.image(), &tree)? } else { Err("not asked for".into()) };
+    let bytes = helper.as_ref().ok().map(|(_, bytes)| bytes.as_slice());
+    let wanted = Wanted { init: &init, sbin, helper: bytes, list: list.as_ref().ok().map(|(text, _)| text.as_slice()) };
+    let changed = change(&work, &root, &tree, &wanted)?;
+    let (sound, said) = work.run(check)?;
+    ensure!(sound, "the changed {name} file system is not sound (is the file system full?): {said}");
+    let new_root = open(&work.image())?;
+    let root_bytes = new_root.metadata()?.len();
+    let grown = partition::grow(&image, &disk, root_bytes, &work.path("/work/table"))?;
+    write(&image, length, &disk, &new_root, root_bytes, grown.as_ref(), &mut output)?;
+    let written = output.end()?;
+    let (differences, helper_lacks) = check_written(&written, &disk, &old, &root, &tree, &wanted, &changed)
+        .context("the written image differs from the intended one, and is removed")?;
+    let kept = tree.below(ROOT).len() + 1 - differences.iter().filter(|d| !matches!(d.what, diff::Change::Added(_))).count();
+    let modules = ["/lib/modules", "/usr/lib/modules"].iter().filter_map(|path| tree.find(path));
+    let has_module = modules.into_iter().any(|id| tree.below(id).into_iter().any(|id| tree.name(id).starts_with(b"nvidia.ko")));
+    let grown = grown.map(|grown| grown.partition);
+    let (manifest, helper) = (list.map(|(_, files)| files), helper.map(|(path, _)| path));
+    Ok(Replaced { written, disk, grown, kept, differences, manifest, helper, helper_lacks, has_module })
+}
+
+fn open(path: &Path) -> Result<File> {
+    helper::open_regular(path, "image")
+}
+
+/// Reads the init without running it. Errors: the program is another, or an image cannot start it.
+fn read_init(path: &Path) -> Result<Vec<u8>> {
+    let shown = path.display();
+    let file = Content::of_file(open(path)?)?;
+    let init = file.bytes(MAX_INIT).with_context(|| format!("read init {shown}"))?;
+    ensure!(init.starts_with(b"\x7fELF"), "init {shown}: not an ELF file (INIT is the program kata-gpu-init)");
+    let head = init.get(..PAGE).unwrap_or(&init);
+    // The first page holds a loader's path. An image has no libraries for such an init.
+    ensure!(
+        memmem::find(head, b"/ld-").is_none(),
+        "init {shown}: dynamically linked, or another program (INIT is the guest's program, kata-gpu-init): build it with cargo build --release --target \
+         {}-unknown-linux-musl --bin kata-gpu-init",
+        Arch::of_head(&init).unwrap_or(Arch::OURS)
+    );
+    ensure!(
+        memmem::find(&init, PENDING.as_bytes()).is_some(),
+        "init {shown}: another program (INIT is the guest's program, kata-gpu-init)"
+    );
+    Ok(init)
+}
+
+/// Errors: the init is for another architecture than the image's agent. An agent whose start cannot
+/// be read (it may be compressed) is no reason to refuse.
+fn check_arch(path: &Path, init: &[u8], tree: &Tree) -> Result<()> {
+    let mut head = [0; Arch::HEAD];
+    let agent = tree.find(&*AGENT.to_string_lossy()).and_then(|id| tree.content(id));
+    let length = agent.and_then(|agent| agent.read_at(&mut head, 0).ok()).unwrap_or(0);
+    if let (Some(inits), Some(agents)) = (Arch::of_head(init), head.get(..length).and_then(Arch::of_head)) {
+        ensure!(
+            inits == agents,
+            "init {} is for {inits}, and the image's agent for {agents}: build it with cargo build --release --target {agents}-unknown-linux-musl \
+             --bin kata-gpu-init",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
+/// Copies a root, with holes in place of zeros.
+fn copy_sparse(from: &Content, to: &Path) -> Result<()> {
+    let file = File::options().write(true).create_new(true).mode(0o600).open(to)?;
+    let mut at = 0;
+    from.chunks(|chunk| {
+        if chunk.iter().any(|byte| *byte != 0) {
+            file.write_all_at(chunk, at)?;
+        }
+        at += chunk.len() as u64;
+        Ok(())
+    })?;
+    file.set_len(from.length)?;
+    Ok(())
+}
+
+/// The list of the driver's files with their number. The inner error is the reason for no list.
+fn driver_files(image: &Image, tree: &Tree) -> Result<Result<(Vec<u8>, usize), String>> {
+    let question = Question { user_space: false, ..Question::default() };
+    let version = verify::check(image, tree, &question).driver.and_then(|driver| driver.version);
+    let view = match View::new(tree, driver_list::wanted) {
+        Ok(view) => view,
+        Err(error) => {
+            let compressed = error.chain().filter_map(|e| e.downcast_ref::<io::Error>()).any(|e| e.kind() == io::ErrorKind::Unsupported);
+            let why = "the file system is compressed: guests look for the driver's files at each boot";
+            return if compressed { Ok(Err(why.into())) } else { Err(error) };
+        }
+    };
+    driver_list::of(&view, version.as_deref(), driver_list::path().as_bytes())
+}
+
+/// Changed places of an erofs file system.
+#[derive(Default)]
+struct Changed {
+    /// Byte from which on everything is new.
+    from: u64,
+    /// Changed ranges before `from`, in order.
+    places: Vec<Range<u64>>,
+}
+
+/// Changes the copy of the root.
+fn change(work: &Work, root: &Root, tree: &Tree, wanted: &Wanted) -> Result<Changed> {
+    match root {
+        Root::Erofs(fs) => {
+            let edit = erofs_edit::edit(fs, tree, wanted)?;
+            let file = File::options().write(true).open(work.image()).context("open the copy")?;
+            file.set_len(edit.at).and_then(|()| file.set_len(edit.bytes())).context("change the copy")?;
+            for (at, bytes) in edit.patches.iter().chain([(&edit.at, &edit.added)]) {
+                file.write_all_at(bytes, *at).context("change the copy (TMPDIR names another place)")?;
+            }
+            Ok(Changed { from: edit.at, places: edit.patches.iter().map(|(at, bytes)| *at..*at + bytes.len() as u64).collect() })
+        }
+        Root::Ext4(_) => {
+            let put = |path: PathBuf, bytes: &[u8]| std::fs::write(&path, bytes).with_context(|| format!("write {}", path.display()));
+            put(work.path(tool_sandbox::INIT), wanted.init)?;
+            put(work.path(tool_sandbox::HELPER), wanted.helper.unwrap_or_default())?;
+            put(work.path(tool_sandbox::LIST), wanted.list.unwrap_or_default())?;
+            put(work.commands(), debugfs::commands(tree, wanted).as_bytes())?;
+            let (done, said) = work.run(Tool::ChangeExt4)?;
+            ensure!(done, "debugfs failed: {said}");
+            Ok(Changed::default())
+        }
+    }
+}
+
+/// Assembles the disk.
+fn write(
+    image: &File,
+    length: u64,
+    disk: &Disk,
+    root: &File,
+    root_bytes: u64,
+    grown: Option<&partition::Grown>,
+    out: &mut Output,
+) -> Result<()> {
+    let old = Content::of_file(image.try_clone()?)?;
+    let root = Content::of_file(root.try_clone()?)?;
+    let zeros = |length: u64, out: &mut Output| io::copy(&mut io::repeat(0).take(length), out).map(|_| ());
+    let mut put = || -> io::Result<()> {
+        if disk.table == Table::None {
+            return copy(&root, out);
+        }
+        match grown {
+            None => {
+                copy(&old.part(0..disk.root_at), out)?;
+                copy(&root, out)?;
+                zeros(disk.root_bytes - root_bytes, out)?;
+                copy(&old.part(disk.root_at + disk.root_bytes..length), out)
+            }
+            Some(grown) => {
+                out.write_all(&grown.head)?;
+                copy(&root, out)?;
+                zeros(grown.partition - root_bytes, out)?;
+                out.write_all(&grown.tail)
+            }
+        }
+    };
+    put().context("write the new image")
+}
+
+/// Reads the new image, as a guest finds it, and compares everything with the old one.
+fn check_written(
+    written: &Written,
+    disk: &Disk,
+    old: &Content,
+    root: &Root,
+    tree: &Tree,
+    wanted: &Wanted,
+    changed: &Changed,
+) -> Result<(Vec<Difference>, Vec<String>)> {
+    let file = open(written.temporary())?;
+    let length = file.metadata()?.len();
+    let new_disk = disk::look(&file, length)?.map_err(|why| anyhow::anyhow!(why))?;
+    ensure!((new_disk.table, new_disk.root, new_disk.root_at) == (disk.table, disk.root, disk.root_at), "the partition table is another");
+    let new = Content::of_file(file)?.part(new_disk.root_at..new_disk.root_at + new_disk.root_bytes);
+    let after = match root {
+        Root::Erofs(fs) => {
+            compare_bytes(old, &new, changed)?;
+            Root::Erofs(erofs::Erofs::read(new.clone(), Some((fs, changed.from)))?)
+        }
+        Root::Ext4(_) => {
+            ext4::compare_inodes(old, &new)?;
+            Root::Ext4(ext4::read(&new)?)
+        }
+    };
+    let after_tree = Tree::new(after.image())?;
+    check_path(&after_tree, INIT, Kind::File, 0o755, Some(wanted.init))?;
+    check_path(&after_tree, &format!("{}/init", wanted.sbin), Kind::Link, 0o777, None)?;
+    ensure!(after_tree.find("/sbin/init").is_some_and(|id| Some(id) == after_tree.find(INIT)), "/sbin/init does not lead to {INIT}");
+    let mut helper_lacks = Vec::new();
+    if let Some(program) = wanted.helper {
+        check_path(&after_tree, &helper::path(), Kind::File, 0o755, Some(program))?;
+        helper_lacks = lacks(&after, &after_tree);
+    }
+    if let Some(list) = wanted.list {
+        check_path(&after_tree, &wanted.list_path(), Kind::File, 0o644, Some(list))?;
+    }
+    let differences = diff::differences(tree, &after_tree, true)?;
+    let meant = wanted.paths();
+    if let Some(surprise) = differences.iter().find(|d| !meant.iter().any(|path| path.as_bytes() == d.path)) {
+        bail!("{} would change", escaped(&surprise.path));
+    }
+    Ok((differences, helper_lacks))
+}
+
+/// Loader and libraries that the helper does not find. Empty if the image has compressed files,
+/// which cannot be read.
+fn lacks(root: &Root, tree: &Tree) -> Vec<String> {
+    let is_compressed = match root {
+        Root::Erofs(fs) => fs.inodes.iter().any(|inode| inode.layout == erofs::Layout::Compressed),
+        Root::Ext4(_) => false,
+    };
+    if is_compressed { Vec::new() } else { helper::lacks(tree) }
+}
+
+/// Errors: the path does not have this kind, mode and content, or does not belong to root.
+fn check_path(tree: &Tree, path: &str, kind: Kind, mode: u32, content: Option<&[u8]>) -> Result<()> {
+    let full = || format!("{path} has other content than was written (is the file system full?)");
+    let id = tree.find_no_follow(path).with_context(full)?;
+    let meta = tree.meta(id);
+    ensure!(tree.kind(id) == kind && meta.mode & 0o7777 == mode && (meta.uid, meta.gid) == (0, 0), "{}", full());
+    if let Some(wanted) = content {
+        let found = tree.content(id).with_context(full)?.bytes(wanted.len() as u64).with_context(full)?;
+        ensure!(found == wanted, "{}", full());
+    }
+    Ok(())
+}
+
+/// Errors: bytes outside the changed places differ.
+fn compare_bytes(old: &Content, new: &Content, changed: &Changed) -> Result<()> {
+    let (mut a, mut b) = (vec![0; CHUNK], vec![0; CHUNK]);
+    let ends = changed.places.iter().map(|place| (place.start, place.end)).chain([(changed.from, changed.from)]);
+    let mut at = 0;
+    for (start, end) in ends {
+        while at < start {
+            let length = usize::try_from(start - at).unwrap_or(CHUNK).min(CHUNK);
+            let (a, b) = (&mut a[..length], &mut b[..length]);
+            erofs::exact(old, at, a)?;
+            erofs::exact(new, at, b)?;
+            if let Some(index) = a.iter().zip(b.iter()).position(|(a, b)| a != b) {
+                bail!("byte {} of the root would change", at + index as u64);
+            }
+            at += length as u64;
+        }
+        at = at.max(end);
+    }
+    Ok(())
+}

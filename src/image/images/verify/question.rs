@@ -1,0 +1,26 @@
+//! Parameters of a check.
+
+use kata_gpu_init::gpu::topology::Topology;
+
+/// Program that the kernel starts in an initrd, unless rdinit= names another.
+pub const INIT: &str = "/init";
+
+/// Parameters of a check.
+#[derive(Clone, Debug)]
+pub struct Question {
+    /// The kernel's release, if known.
+    pub release: Option<String>,
+    pub init: String,
+    /// Whether the driver's libraries and firmware must be in the image.
+    pub user_space: bool,
+    /// Kinds of guests whose services must be in the image.
+    pub topologies: Vec<Topology>,
+    /// Whether the guests of `topologies` are confidential.
+    pub confidential: bool,
+}
+
+impl Default for Question {
+    fn default() -> Self {
+        Self { release: None, init: INIT.into(), user_space: true, topologies: Vec::new(), confidential: false }
+    }
+}

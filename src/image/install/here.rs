@@ -1,0 +1,480 @@
+//! Installation in one configuration of this machine: arguments, refusals, and the drop-in written.
+
+use super::checks::Facts;
+use super::drop_in_plan::Plan;
+use super::guest::Guest;
+use super::manifests::Name;
+use super::{checks, drop_in_file, drop_in_plan, guest, kernel_params, manifests, place, trial};
+use crate::kata::drop_in::Found;
+use crate::kata::kata_config::KataConfig;
+use crate::kata::merge::{Effective, Runtime};
+use crate::kata::merge::{default_memory, with_ours};
+use crate::kata::refusal::Refusal;
+use crate::kata::version::{Known, Version};
+use crate::kata::{drop_in, version};
+use clap::builder::ArgPredicate;
+use kata_gpu_report::data::text::{Ink, Screen, printable};
+use kata_gpu_report::terminal::stdout::print;
+use serde_json::{Value as Json, json};
+use similar::TextDiff;
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use toml::Value;
+
+const HELP: &str = "\
+Writes one file, config.d/60-kata-gpu-init.toml next to the configuration: image = \"\", initrd = FILE (or the other way round), and kernel_params with your \
+parameters merged into the effective ones. Both Kata runtimes read the file at the start of every pod: new pods use it, running pods stay, no service is restarted.
+
+To upgrade, install again with another --initrd; earlier parameters stay. After an upgrade of Kata itself, install again: kernel_params is computed anew. \
+An installation that cannot work is refused, each reason with file, key, value and cure, and nothing is written. The initrd itself is \
+verified (`kata-gpu-boot initrd verify`) against the kernel that the configuration names. An image is only checked for erofs or ext4 in its first partition; rootfs_type follows from that. kernel_verity_params, the \
+hash of the former image, is emptied unless --verity has the new one's. To roll back, install the former initrd or image again, or uninstall.
+
+With --check nothing is installed: one sandbox is started through containerd, its boot is shown, and the sandbox is removed. Check first after installing.
+
+Exit status: 0 installed, already installed, or works; 1 refused, or does not work, with the reasons.
+
+Examples:
+  cd /opt/kata/share/defaults/kata-containers
+  CONFIG=configuration-qemu-nvidia-gpu.toml
+  # the changes, or the reasons against them
+  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd --dry-run
+  # install; upgrade to another initrd; roll back
+  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd
+  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/b.initrd
+  kata-gpu-boot uninstall --kata-config $CONFIG
+  # check: a sandbox of this configuration, with a GPU that nobody uses
+  kata-gpu-boot install --check $CONFIG --device /dev/vfio/42
+  # a disk image, as kata-gpu-boot initrd replace-init makes it
+  kata-gpu-boot install --kata-config $CONFIG --image /opt/a.image
+  # changes since the installation
+  kata-gpu-boot install --kata-config $CONFIG --dry-run
+  # add a parameter of the init, and remove it
+  kata-gpu-boot install --kata-config $CONFIG --param gpuinit.log=debug
+  kata-gpu-boot install --kata-config $CONFIG --unset gpuinit.log
+  # for a cluster: a DaemonSet that installs the initrd in its own image
+  kata-gpu-boot install --initrd /gpu.initrd --print daemonset \\
+    --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
+    --container-image registry.example/gpu-init:1
+  # or a runtime of its own, by kata-deploy's chart
+  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd \\
+    --print helm > values.yaml";
+
+/// Longest shown value of a change, in bytes; the drop-in contains the whole value.
+const MAX_SHOWN: usize = 120;
+
+/// Make GPU guests of a Kata configuration start from our initrd or image.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// The Kata configuration file that containerd or CRI-O gives to the runtime.
+    #[arg(
+        long,
+        value_name = "FILE",
+        required = false,
+        required_unless_present = "what",
+        default_value_if("what", ArgPredicate::IsPresent, ".")
+    )]
+    pub kata_config: PathBuf,
+    /// The initrd [default: the installed one stays].
+    #[arg(long, value_name = "FILE")]
+    pub initrd: Option<PathBuf>,
+    /// A disk image instead of an initrd, made by kata-gpu-boot initrd replace-init: an erofs or
+    /// ext4 root in the first partition.
+    #[arg(long, value_name = "FILE", conflicts_with = "initrd")]
+    pub image: Option<PathBuf>,
+    /// The image's own dm-verity parameters (root_hash=..,salt=..,data_blocks=..); without them
+    /// none are used.
+    #[arg(long, value_name = "PARAMS", requires = "image", conflicts_with = "initrd")]
+    pub verity: Option<String>,
+    /// Parameter for the guest kernel's command line, like gpuinit.bind=concurrent; replaces one
+    /// with the same dotted name.
+    #[arg(long = "param", value_name = "WORD")]
+    pub params: Vec<String>,
+    /// Name of a parameter to remove that an earlier --param added.
+    #[arg(long, value_name = "NAME")]
+    pub unset: Vec<String>,
+    /// Do not require the driver's libraries and firmware in the initrd: they come from elsewhere,
+    /// or are not needed.
+    #[arg(long)]
+    pub no_user_space: bool,
+    /// Kata's version, if its shim does not report it.
+    #[arg(long, value_name = "X.Y.Z")]
+    pub kata_version: Option<Version>,
+    /// Print the changes as a diff, and exit.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Go on in spite of refusals that end in "(or --force)".
+    #[arg(long)]
+    pub force: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+    /// Print YAML for a cluster instead of writing anything here.
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
+    pub print: Option<Manifest>,
+    /// Name of the printed runtime or DaemonSet [default: from the configuration's name].
+    #[arg(long, value_name = "NAME", requires = "print")]
+    pub name: Option<Name>,
+    /// Image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot and the file of
+    /// --initrd or --image at its path.
+    #[arg(long, value_name = "IMAGE", requires = "print")]
+    pub container_image: Option<String>,
+    #[command(flatten)]
+    pub place: place::Place,
+    /// With --node: stay until SIGTERM, and repeat the installation whenever it was removed. For a
+    /// DaemonSet's pod.
+    #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json", "print"])]
+    pub stay: bool,
+    #[command(flatten)]
+    pub check: trial::Check,
+}
+
+/// Manifest that `--print` writes.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Manifest {
+    /// A RuntimeClass for this node's configuration.
+    #[value(name = "runtimeclass")]
+    RuntimeClass,
+    /// customRuntimes values for kata-deploy's chart.
+    Helm,
+    /// A DaemonSet whose pods install on their nodes, which get a label. Reads nothing here.
+    /// `uninstall --print daemonset` is the way back.
+    #[value(name = "daemonset")]
+    DaemonSet,
+}
+
+/// Output of a subcommand, and its exit status.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Said {
+    pub out: String,
+    pub err: String,
+    pub code: u8,
+}
+
+impl Said {
+    pub fn done(out: String) -> Said {
+        Said { out, ..Said::default() }
+    }
+
+    pub fn refused(err: String) -> Said {
+        Said { err, code: 1, ..Said::default() }
+    }
+
+    /// Adds a failure to the output.
+    pub fn add(&mut self, result: anyhow::Result<()>) {
+        if let Err(error) = result {
+            self.err.push_str(&format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}"))));
+            self.code = 1;
+        }
+    }
+
+    pub fn print(self) -> ExitCode {
+        let screen = Screen::of_stdout();
+        let for_errors = Screen { colour: screen.colour && std::io::stderr().is_terminal(), ..screen };
+        eprint!("{}", painted(&self.err, &for_errors));
+        match print(&painted(&self.out, &screen)) {
+            Ok(()) => ExitCode::from(self.code),
+            Err(error) => {
+                eprintln!("kata-gpu-boot: {error:#}");
+                ExitCode::FAILURE
+            }
+        }
+    }
+}
+
+/// Starts of lines, and their colours.
+const INKS: &[(&str, Ink)] = &[
+    ("refused: ", Ink::Error),
+    ("forced: ", Ink::Warning),
+    ("note: ", Ink::Warning),
+    ("wrote ", Ink::Good),
+    ("removed ", Ink::Good),
+    ("+++", Ink::Bold),
+    ("---", Ink::Bold),
+    ("@@", Ink::Dim),
+    ("+", Ink::Good),
+    ("-", Ink::Error),
+];
+
+/// Colours the start of a line, or a whole line of a diff.
+fn painted(text: &str, screen: &Screen) -> String {
+    let line = |line: &str| match INKS.iter().find_map(|(start, ink)| Some((start, *ink, line.strip_prefix(start)?))) {
+        Some((start, ink, rest)) if start.ends_with(' ') => format!("{}{rest}", screen.paint(ink, start)),
+        Some((_, ink, _)) => screen.paint(ink, line.trim_end_matches('\n')) + "\n",
+        None => line.to_string(),
+    };
+    if screen.colour { text.split_inclusive('\n').map(line).collect() } else { text.to_string() }
+}
+
+/// Installs an initrd or image at its present path, without a copy.
+pub fn say_here(args: &Args) -> Said {
+    let refused = |refusals: Vec<Refusal>| {
+        let reasons = if refusals.len() == 1 { "1 reason".into() } else { format!("{} reasons", refusals.len()) };
+        let mut err: String = refusals.iter().map(|refusal| format!("refused: {refusal}\n")).collect();
+        err.push_str(&format!("nothing was written, for {reasons}\n"));
+        let json = json!({"action": "refused", "refusals": refusals.iter().map(Refusal::json).collect::<Vec<_>>()});
+        Said { out: if args.json { format!("{json}\n") } else { String::new() }, err, code: 1 }
+    };
+    // Hold the lock until the drop-in is written: no other install or uninstall changes the
+    // directory that was read.
+    let dir = std::fs::canonicalize(&args.kata_config).ok().and_then(|path| path.parent().map(Path::to_path_buf));
+    let lock = match dir.filter(|_| !args.dry_run && args.print.is_none()).map(|dir| drop_in_file::lock(&dir)) {
+        Some(Err(error)) => return Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))),
+        lock => lock.and_then(Result::ok),
+    };
+    let said = match Install::prepare(args) {
+        Ok(install) => install.act(args).unwrap_or_else(refused),
+        Err(refusals) => refused(refusals),
+    };
+    drop(lock);
+    said
+}
+
+/// A key's value before and after.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Change {
+    key: String,
+    before: Option<Value>,
+    after: Option<Value>,
+}
+
+impl Change {
+    pub fn json(&self) -> Json {
+        let of = |value: &Option<Value>| value.as_ref().map_or(Json::Null, |value| serde_json::to_value(value).unwrap_or(Json::Null));
+        json!({"key": self.key, "before": of(&self.before), "after": of(&self.after)})
+    }
+
+    fn text(&self) -> String {
+        let key = printable(&self.key);
+        if let (Some(Value::String(before)), Some(Value::String(after))) = (&self.before, &self.after)
+            && self.key.ends_with(".kernel_params")
+            && let (Ok(old), Ok(new)) = (kernel_params::words(before), kernel_params::words(after))
+        {
+            // Show only the words that differ: the line is long.
+            let gone = old.iter().filter(|word| !new.contains(word)).map(|word| format!("- {word}"));
+            let come = new.iter().filter(|word| !old.contains(word)).map(|word| format!("+ {word}"));
+            let words: Vec<String> = gone.chain(come).collect();
+            let words = if words.is_empty() { "the same words in another order".to_string() } else { words.join(" ") };
+            return format!("  {key}: {}\n", printable(&words));
+        }
+        let of = |value: &Option<Value>| match value {
+            None => "absent".to_string(),
+            Some(value) => kata_gpu_report::data::text::printable_start(drop_in::inline(value).as_bytes(), MAX_SHOWN),
+        };
+        format!("  {key}: {} -> {}\n", of(&self.before), of(&self.after))
+    }
+}
+
+pub fn changes_text(changes: &[Change]) -> String {
+    changes.iter().map(Change::text).collect()
+}
+
+/// Keys that differ between two configurations, among the keys that our drop-in may write.
+fn changes(section: &str, before: &Effective, after: &Effective) -> Vec<Change> {
+    let keys = ["image", "initrd", "kernel_params", "kernel_verity_params", "rootfs_type", "guest_extension_images"];
+    let change = |key: &str| {
+        let path = ["hypervisor", section, key];
+        let (before, after) = (before.get(&path).cloned(), after.get(&path).cloned());
+        (before != after).then(|| Change { key: path.join("."), before, after })
+    };
+    keys.into_iter().filter_map(change).collect()
+}
+
+/// Keys changed by our drop-in with this text, or by its removal; None if the files are unreadable.
+pub fn effective_changes(config: &Path, text: Option<&str>) -> Option<Vec<Change>> {
+    let config = KataConfig::read(config).ok()?;
+    let (runtime, section) = version::runtime_and_section(&config).ok()?;
+    let now = with_ours(&config, runtime, config.ours.text());
+    Some(changes(&section, &now, &with_ours(&config, runtime, text.map(str::as_bytes))))
+}
+
+/// An install that can go ahead.
+struct Install {
+    config: KataConfig,
+    runtime: Runtime,
+    version: Known,
+    plan: Plan,
+    guest: Guest,
+    default_memory: i64,
+    text: String,
+    make_directory: bool,
+    changes: Vec<Change>,
+    /// Refusals that `--force` passed.
+    forced: Vec<Refusal>,
+}
+
+impl Install {
+    fn prepare(args: &Args) -> Result<Install, Vec<Refusal>> {
+        let config = KataConfig::read(&args.kata_config)?;
+        let one = |refusal| vec![refusal];
+        let (runtime, section) = version::runtime_and_section(&config).map_err(one)?;
+        let version = match args.kata_version {
+            Some(version) => Known::Stated(version),
+            None => version::ask(&config.base.path, runtime),
+        };
+        let now = with_ours(&config, runtime, config.ours.text());
+        let before = with_ours(&config, runtime, None);
+        let (installed, made_directory) = match &config.ours {
+            // On a node, only the manifest's words count.
+            Found::Ours { record, .. } if args.place.dir.is_some() => (Vec::new(), record.made_directory),
+            Found::Ours { record, .. } => (record.parameters.clone(), record.made_directory),
+            _ => (Vec::new(), !config.dir_exists),
+        };
+        let parameters = drop_in_plan::parameters(&installed, &args.params, &args.unset)?;
+        let chosen = guest::choose(args.initrd.as_deref(), args.image.as_deref(), args.verity.as_deref(), &config, &now, &section);
+        let kernel = drop_in_plan::text(&before, &section, "kernel");
+        let guest = chosen.and_then(|chosen| chosen.look(kernel, !args.no_user_space)).map_err(one)?;
+        let plan = Plan::of(&before, &section, &guest.root(), parameters).map_err(one)?;
+        let text =
+            drop_in::render(&plan, made_directory).ok_or_else(|| one(Refusal::at(&config.drop_in_path(), "cannot be written as TOML")))?;
+        let after = with_ours(&config, runtime, Some(text.as_bytes()));
+        if args.place.dir.is_some() && version.version().is_none() {
+            // A key unknown to the installed Kata fails every pod on every node.
+            let refusal = Refusal::of_argument("--node", "Kata's version is not known: its shim does not run here");
+            return Err(one(refusal.cure("give it with --kata-version X.Y.Z")));
+        }
+        let facts = Facts {
+            config: &config,
+            runtime,
+            version: version.version(),
+            before: &before,
+            after: &after,
+            plan: &plan,
+            guest: &guest,
+            for_chart: args.print == Some(Manifest::Helm),
+        };
+        let (forced, refusals): (Vec<_>, Vec<_>) = checks::check(&facts).into_iter().partition(|refusal| args.force && refusal.forcible);
+        if !refusals.is_empty() {
+            return Err(refusals);
+        }
+        let default_memory = default_memory(&before, &section);
+        let (changes, make_directory) = (changes(&section, &now, &after), !config.dir_exists);
+        Ok(Install { config, runtime, version, plan, guest, default_memory, text, make_directory, changes, forced })
+    }
+
+    fn act(self, args: &Args) -> Result<Said, Vec<Refusal>> {
+        if let Some(what) = args.print {
+            let (name, path) = (args.name.as_ref(), &self.config.base.path);
+            let yaml = match what {
+                Manifest::RuntimeClass => manifests::runtime_class(name, path, self.default_memory),
+                Manifest::Helm => manifests::helm(name, path, &self.plan, self.default_memory),
+                // `daemon_set` prints the DaemonSet: no file of this machine is named in it.
+                Manifest::DaemonSet => return Ok(Said::refused("--print daemonset: reads no configuration\n".to_string())),
+            };
+            return yaml.map(|out| Said { err: self.forced_text(), ..Said::done(out) }).map_err(|refusal| vec![refusal]);
+        }
+        let path = self.config.drop_in_path();
+        let unchanged = self.config.ours.text() == Some(self.text.as_bytes());
+        if !args.dry_run && !unchanged {
+            if let Some(changed) = self.config.changed_since() {
+                return Err(vec![Refusal::at(&changed, "changed during the check").cure("run it again")]);
+            }
+            if let Err(error) = drop_in_file::put(&self.config.drop_in_dir, self.make_directory, &self.text) {
+                return Err(vec![Refusal::at(&path, format!("{error:#}"))]);
+            }
+        }
+        let action = match (unchanged, args.dry_run) {
+            (true, _) => "unchanged",
+            (false, true) => "would-install",
+            (false, false) => "installed",
+        };
+        let out = if args.json { self.json(action) } else { self.page(action, &path) };
+        Ok(Said { err: if args.json { String::new() } else { self.forced_text() }, ..Said::done(out) })
+    }
+
+    fn forced_text(&self) -> String {
+        self.forced.iter().map(|refusal| format!("forced: {refusal}\n")).collect()
+    }
+
+    fn page(&self, action: &str, path: &Path) -> String {
+        let version = match &self.version {
+            Known::Stated(version) => format!("Kata {version}"),
+            Known::Asked(version, shim) => format!("Kata {version} (by {})", shim.display()),
+            Known::Unknown(why) => {
+                let (major, minor) = self.runtime.drop_ins_since();
+                format!("Kata of unknown version, it must be {major}.{minor} or later (give it with --kata-version; {why})")
+            }
+        };
+        let drop_ins = match self.config.others.len() {
+            0 => "no other drop-in".to_string(),
+            1 => "1 other drop-in".to_string(),
+            n => format!("{n} other drop-ins"),
+        };
+        let mut page = format!(
+            "{}\n{}\n",
+            printable(&format!("runtime  {}, hypervisor {}, {version}", self.runtime.name(), self.plan.section)),
+            printable(&format!("config   {}, {drop_ins}", self.config.base.path.display())),
+        );
+        self.guest.shown().iter().for_each(|line| page.push_str(&format!("{}\n", printable(line))));
+        page.push_str(&changes_text(&self.changes));
+        for note in self.notes() {
+            page.push_str(&format!("note: {}\n", printable(&note)));
+        }
+        let path = path.to_string_lossy();
+        match action {
+            "unchanged" => page.push_str(&format!("nothing to do: {} is as it should be\n", printable(&path))),
+            "would-install" => page.push_str(&self.diff(&path)),
+            _ => {
+                page.push_str(&format!("wrote {}\n", printable(&path)));
+                page.push_str(&format!("New pods start from this {}; running pods stay. To roll back:\n", self.guest.key()));
+                page.push_str(&printable(&format!("  kata-gpu-boot uninstall --kata-config {}", self.config.base.path.display())));
+                page.push('\n');
+            }
+        }
+        page
+    }
+
+    /// The drop-in's present text against the planned text.
+    fn diff(&self, path: &str) -> String {
+        let old = String::from_utf8_lossy(self.config.ours.text().unwrap_or_default()).into_owned();
+        let from = if self.config.ours.text().is_some() { path } else { "/dev/null" };
+        let diff = TextDiff::from_lines(old.as_str(), self.text.as_str()).unified_diff().header(from, path).to_string();
+        diff.lines().map(|line| format!("{}\n", printable(line))).collect()
+    }
+
+    /// Oddities of the guest, and effective words that the init will not take as they are.
+    fn notes(&self) -> Vec<String> {
+        let after = with_ours(&self.config, self.runtime, Some(self.text.as_bytes()));
+        let params = drop_in_plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();
+        let (_, notes) = kata_gpu_init::config::Config::parse(params.as_bytes());
+        let of_word = |note: kata_gpu_init::config::Note| Some(format!("kernel_params: {}: {}", note.parameter, note.problem?));
+        self.guest.note().into_iter().chain(notes.into_iter().filter_map(of_word)).collect()
+    }
+
+    pub fn json(&self, action: &str) -> String {
+        let json = json!({
+            "action": action,
+            "file": self.config.drop_in_path().to_string_lossy(),
+            "config": self.config.base.path.to_string_lossy(),
+            "runtime": match self.runtime { Runtime::Go => "go", Runtime::Rust => "rust" },
+            "hypervisor": self.plan.section,
+            "kataVersion": self.version.version().map(|version| version.to_string()),
+            self.guest.key(): self.guest.json(),
+            "changes": self.changes.iter().map(Change::json).collect::<Vec<_>>(),
+            "forced": self.forced.iter().map(Refusal::json).collect::<Vec<_>>(),
+            "notes": self.notes(),
+            "text": self.text,
+        });
+        format!("{json}\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn colours_are_for_terminals_alone_and_change_no_letter() {
+        let text = "refused: a: b\n  x: 1 -> 2\nwrote /a\n--- /dev/null\n@@ -1 @@\n+a\n-b\n c\n";
+        assert_eq!(painted(text, &Screen::PLAIN), text);
+        let colour = painted(text, &Screen { width: Some(80), colour: true });
+        assert!(colour.starts_with("\x1b[31mrefused: \x1b[0ma: b\n  x: 1 -> 2\n\x1b[32mwrote \x1b[0m/a\n"), "{colour:?}");
+        let mut plain = colour;
+        for code in ["0", "1", "2", "31", "32", "33"] {
+            plain = plain.replace(&format!("\x1b[{code}m"), "");
+        }
+        assert_eq!(plain, text);
+    }
+}

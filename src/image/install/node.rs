@@ -1,0 +1,396 @@
+//! `install --node`, on a node of a cluster: copies the initrd or image there, installs the copy,
+//! and with `--stay` installs it again whenever an upgrade of Kata has removed it. `uninstall
+//! --node` removes all of it.
+//!
+//! A copy's name contains its content's hash, so a new copy never replaces the file of a pod that
+//! is starting. The former copy stays for such pods and for rollback. The end of a `--stay` process
+//! changes nothing: across a reboot of the node and an upgrade of the DaemonSet, GPU pods start as
+//! before. Only an uninstall uninstalls.
+//! Not here: content of the drop-in, see the rest of [`super`].
+
+use super::here::{Args, Said, say_here};
+use super::{drop_in_plan, uninstall};
+use crate::images::image::Form;
+use crate::images::output_file::{Output, PARTIAL};
+use crate::kata::kata_config::KataConfig;
+use crate::kata::merge::Effective;
+use crate::kata::merge::with_ours;
+use crate::kata::refusal::Refusal;
+use crate::kata::version;
+use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_report::data::text::hex;
+use kata_gpu_report::data::text::printable;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::SignalFd;
+use sha2::{Digest, Sha256};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::SystemTime;
+
+/// Digits of the SHA-256 in a copy's name, and the mark before them.
+const DIGITS: usize = 12;
+const MARK: &str = "-sha256-";
+const CHUNK: usize = 1 << 20;
+/// File in the folder that names the configuration whose copies are there.
+const OWNER: &str = ".configuration";
+/// Interval between checks of the files that guests start from: Kata's own upgrade replaces files
+/// on a node without notice.
+const LOOK_MS: u16 = 10_000;
+/// Checks after which a refused install is retried although nothing has changed.
+const LOOKS_BETWEEN_TRIES: u32 = 30;
+
+/// A copy of a guest on the node.
+struct Copied {
+    path: PathBuf,
+    /// Whether this install made the copy.
+    made: bool,
+}
+
+/// Name of the copy: the source's name with the hash before the extension.
+fn name_of(source: &Path, hash: &str) -> Option<String> {
+    let stem = source.file_stem()?.to_str()?;
+    let digits = hash.get(..DIGITS)?;
+    Some(match source.extension() {
+        Some(extension) => format!("{stem}{MARK}{digits}.{}", extension.to_str()?),
+        None => format!("{stem}{MARK}{digits}"),
+    })
+}
+
+/// Whether [`name_of`] gives such a name for any source; includes interrupted copies.
+fn is_copy(name: &str) -> bool {
+    let name = name.strip_suffix(PARTIAL).unwrap_or(name);
+    let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+    let hash = stem.rsplit_once(MARK).map_or("", |(_, hash)| hash);
+    hash.len() == DIGITS && hash.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+}
+
+fn hash_of(file: &mut File) -> std::io::Result<String> {
+    let (mut hash, mut buffer) = (Sha256::new(), vec![0; CHUNK]);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(hex(&hash.finalize())),
+            read => hash.update(buffer.get(..read).unwrap_or_default()),
+        }
+    }
+}
+
+/// Makes the folder and claims it for this configuration.
+fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
+    let config = fs::canonicalize(config).with_context(|| format!("look for {}", config.display()))?;
+    fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    let dir = fs::canonicalize(dir).with_context(|| format!("look for {}", dir.display()))?;
+    let (owner, text) = (dir.join(OWNER), format!("{}\n", config.display()));
+    match fs::read_to_string(&owner) {
+        Ok(there) if there == text => {}
+        Ok(there) => bail!("{} is the folder of {}: name another one with --node", dir.display(), there.trim()),
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            fs::write(&owner, text).with_context(|| format!("write {}", owner.display()))?;
+        }
+        Err(e) => return Err(e).with_context(|| format!("read {}", owner.display())),
+    }
+    Ok(dir)
+}
+
+fn copy(source: &Path, dir: &Path) -> Result<Copied> {
+    let mut file = File::open(source).with_context(|| format!("open {}", source.display()))?;
+    ensure!(file.metadata()?.is_file(), "{}: is no regular file", source.display());
+    let hash = hash_of(&mut file).with_context(|| format!("read {}", source.display()))?;
+    let name = name_of(source, &hash).with_context(|| format!("{}: its name is not UTF-8: rename it", source.display()))?;
+    let path = dir.join(name);
+    if let Ok(mut there) = File::open(&path)
+        && hash_of(&mut there).is_ok_and(|there| there == hash)
+    {
+        return Ok(Copied { path, made: false });
+    }
+    let mut output = Output::create(&path, Form::Plain)?;
+    let mut again = File::open(source).with_context(|| format!("open {}", source.display()))?;
+    std::io::copy(&mut again, &mut output).with_context(|| format!("copy {} to {}", source.display(), dir.display()))?;
+    let mut written = output.end()?;
+    ensure!(written.sha256 == hash, "{}: changed while it was copied: run it again", source.display());
+    written.keep()?;
+    Ok(Copied { path, made: true })
+}
+
+/// Removes all copies except `keep`.
+fn remove_copies(dir: &Path, keep: &[PathBuf]) -> Result<()> {
+    for entry in fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
+        let path = entry.with_context(|| format!("read {}", dir.display()))?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if is_copy(name) && !keep.contains(&path) && path.symlink_metadata().is_ok_and(|meta| meta.is_file()) {
+            fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// A configuration, its effective values, and its section.
+fn effective(config: &Path) -> Option<(KataConfig, Effective, String)> {
+    let config = KataConfig::read(config).ok()?;
+    let (runtime, section) = version::runtime_and_section(&config).ok()?;
+    let effective = with_ours(&config, runtime, config.ours.text());
+    Some((config, effective, section))
+}
+
+/// File that guests of the configuration start from now.
+fn installed(config: &Path) -> Option<PathBuf> {
+    let (_, now, section) = effective(config)?;
+    let text = |key| drop_in_plan::text(&now, &section, key).filter(|path| !path.is_empty());
+    text("initrd").or_else(|| text("image")).map(PathBuf::from)
+}
+
+/// Refuses `--unset`, for a node and for the DaemonSet.
+pub fn nothing_unset(args: &Args) -> Result<(), Refusal> {
+    if args.unset.is_empty() {
+        return Ok(());
+    }
+    let why = "is not for a node: an installation there has the parameters of --param and no others";
+    Err(Refusal::of_argument("--unset", why).cure("omit it"))
+}
+
+/// `install --node`: installs, and returns the output.
+pub fn say(args: &Args, dir: &Path) -> Said {
+    let refused = |refusal: Refusal| Said::refused(format!("refused: {refusal}\nnothing was written, for 1 reason\n"));
+    if args.dry_run {
+        let why = "does not apply to a copy that does not exist yet";
+        return refused(Refusal::of_argument("--dry-run", why).cure("omit --node: the rest is the same"));
+    }
+    if let Err(refusal) = nothing_unset(args) {
+        return refused(refusal);
+    }
+    let Some(source) = args.initrd.as_ref().or(args.image.as_ref()) else {
+        return refused(Refusal::of_argument("--node", "needs --initrd or --image").cure("name the file that is copied"));
+    };
+    // Check the source before writing a copy of its size.
+    let checked = say_here(&Args { dry_run: true, ..args.clone() });
+    if checked.code != 0 {
+        return checked;
+    }
+    let former = installed(&args.kata_config);
+    let copied = match claim(dir, &args.kata_config).and_then(|dir| copy(source, &dir)) {
+        Ok(copied) => copied,
+        Err(error) => return refused(Refusal::at(source, format!("{error:#}"))),
+    };
+    let mut of_copy = args.clone();
+    of_copy.initrd = args.initrd.as_ref().map(|_| copied.path.clone());
+    of_copy.image = args.image.as_ref().map(|_| copied.path.clone());
+    let mut said = say_here(&of_copy);
+    if said.code != 0 {
+        // Nothing uses the copy; a failure to remove it is harmless.
+        let _unused = copied.made.then(|| fs::remove_file(&copied.path));
+        return said;
+    }
+    let keep: Vec<PathBuf> = [Some(copied.path.clone()), former.clone()].into_iter().flatten().collect();
+    // A repeated install does not know the former copy: keep all copies.
+    let removed = if former.as_ref() == Some(&copied.path) { Ok(()) } else { remove_copies(dir, &keep) };
+    let labelled = removed.and_then(|()| args.place.node_feature.as_deref().map_or(Ok(()), label));
+    said.add(labelled);
+    said
+}
+
+fn label(file: &Path) -> Result<()> {
+    let name = file.file_name().and_then(|name| name.to_str()).with_context(|| format!("{}: no name of a file", file.display()))?;
+    let dir = file.parent().context("a file in a folder")?;
+    fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    // Write in place: Node Feature Discovery polls the file and finds a missing line at its next
+    // poll.
+    fs::write(file, format!("{name}=true\n")).with_context(|| format!("write {}", file.display()))
+}
+
+/// Removes a file that may be gone already.
+fn remove(file: &Path) -> Result<()> {
+    match fs::remove_file(file) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(e).with_context(|| format!("remove {}", file.display())),
+        _ => Ok(()),
+    }
+}
+
+/// Removes everything that `install --node` put on the node. The label goes first: no more pods
+/// that ask for the label are scheduled here.
+pub fn uninstall(args: &uninstall::Args) -> Said {
+    let unlabelled = args.place.node_feature.as_deref().map_or(Ok(()), remove);
+    let mut said = uninstall::say_here(args);
+    said.add(unlabelled);
+    if let Some(dir) = args.place.dir.as_deref().filter(|dir| said.code == 0 && dir.exists()) {
+        said.add(empty(dir, &args.kata_config));
+    }
+    said
+}
+
+/// Removes the copies, and the folder if nothing else is in it.
+fn empty(dir: &Path, config: &Path) -> Result<()> {
+    // Kata's own uninstall may have removed the configuration already.
+    let dir = if config.exists() { claim(dir, config)? } else { dir.to_path_buf() };
+    remove_copies(&dir, &[])?;
+    remove(&dir.join(OWNER))?;
+    match fs::remove_dir(&dir) {
+        Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => Err(e).with_context(|| format!("remove {}", dir.display())),
+        _ => Ok(()),
+    }
+}
+
+/// Identity and modification time of a file, which differ after a replacement or a change.
+type Stamp = Option<(u64, u64, u64, SystemTime)>;
+
+fn stamp(path: &Path) -> Stamp {
+    let meta = fs::metadata(path).ok()?;
+    Some((meta.dev(), meta.ino(), meta.len(), meta.modified().ok()?))
+}
+
+/// Files that an install reads, each with its stamp. The drop-in is omitted: an install writes it.
+fn stamps(args: &Args) -> Vec<(PathBuf, Stamp)> {
+    let mut paths = vec![args.kata_config.clone()];
+    if let Some((config, now, section)) = effective(&args.kata_config) {
+        paths.extend(config.others.iter().map(|source| source.path.clone()));
+        paths.extend(drop_in_plan::text(&now, &section, "kernel").map(PathBuf::from));
+    }
+    paths.extend(args.initrd.iter().chain(&args.image).cloned());
+    paths.into_iter().map(|path| (path.clone(), stamp(&path))).collect()
+}
+
+/// Whether the installation is in effect: guests start from a copy in the folder, and the copy and
+/// the label exist.
+fn is_whole(args: &Args, dir: &Path) -> bool {
+    let dir = fs::canonicalize(dir).ok();
+    let copy = installed(&args.kata_config).filter(|copy| copy.parent() == dir.as_deref() && copy.is_file());
+    copy.is_some() && args.place.node_feature.as_ref().is_none_or(|file| file.is_file())
+}
+
+/// Wait for SIGTERM or SIGINT, which then no longer end the process by themselves.
+struct End(SignalFd);
+
+impl End {
+    fn new() -> Result<Self> {
+        let mut signals = SigSet::empty();
+        signals.add(Signal::SIGTERM);
+        signals.add(Signal::SIGINT);
+        signals.thread_block().context("block SIGTERM")?;
+        Ok(Self(SignalFd::new(&signals).context("wait for SIGTERM")?))
+    }
+
+    /// Whether a signal came before the timeout.
+    fn within(&self, timeout: PollTimeout) -> Result<bool> {
+        match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(0) | Err(Errno::EINTR) => Ok(false),
+            Ok(_) => Ok(true),
+            Err(e) => Err(e).context("wait for SIGTERM"),
+        }
+    }
+}
+
+/// Exit status; prints an error.
+fn ended(result: Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
+        ExitCode::FAILURE
+    })
+}
+
+/// `install --node --stay`: installs, and again after every change, until SIGTERM.
+pub fn stay(args: &Args, dir: &Path) -> ExitCode {
+    ended(staying(args, dir))
+}
+
+fn staying(args: &Args, dir: &Path) -> Result<ExitCode> {
+    let end = End::new()?;
+    let mut seen = None;
+    let mut refusal: Option<String> = None;
+    let mut looks = 0;
+    loop {
+        // Take stamps before the install: a change during the install is seen at the next check.
+        let now = stamps(args);
+        let unchanged = seen.as_ref() == Some(&now);
+        looks += 1;
+        let is_due = match refusal {
+            Some(_) => !unchanged || looks >= LOOKS_BETWEEN_TRIES,
+            None => !unchanged || !is_whole(args, dir),
+        };
+        if is_due {
+            looks = 0;
+            let said = say(args, dir);
+            let refused = (said.code != 0).then(|| said.err.clone());
+            if refused.is_some() {
+                args.place.node_feature.as_deref().map_or(Ok(()), remove)?;
+            }
+            // Print an unchanged refusal once.
+            if refused.is_none() || refused != refusal {
+                said.print();
+            }
+            refusal = refused;
+        }
+        seen = Some(now);
+        if end.within(PollTimeout::from(LOOK_MS))? {
+            return Ok(ExitCode::SUCCESS);
+        }
+    }
+}
+
+/// `uninstall --stay`: uninstalls once, then waits for SIGTERM to keep a DaemonSet's pod alive.
+pub fn stay_uninstalled(args: &uninstall::Args) -> ExitCode {
+    ended(End::new().and_then(|end| {
+        let said = uninstall(args);
+        let is_done = said.code == 0;
+        let code = said.print();
+        while is_done && !end.within(PollTimeout::NONE)? {}
+        Ok(code)
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_test_support::temp_dir;
+
+    #[test]
+    fn a_copys_name_has_its_hash_and_is_known_again() {
+        let hash = "9772975692f6dbb507cdd0e9bba57cdf14a6bf7f598583336a45394c6dfa4327";
+        let named = [("/gpu.initrd", "gpu-sha256-9772975692f6.initrd"), ("a/b", "b-sha256-9772975692f6")];
+        for (source, name) in named.into_iter().chain([("x.y.img", "x.y-sha256-9772975692f6.img")]) {
+            assert_eq!(name_of(Path::new(source), hash).as_deref(), Some(name));
+            assert!(is_copy(name) && is_copy(&format!("{name}{PARTIAL}")), "{name}");
+        }
+        let others = ["gpu.initrd", "gpu-sha256-977297569.initrd", "gpu-sha256-9772975692fX.initrd", OWNER];
+        for other in others.into_iter().chain(["backup-202611230826.tar", "gpu-sha256-9772975692f6.img.new"]) {
+            assert!(!is_copy(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_copy_is_made_once_and_made_anew_where_it_is_damaged() {
+        let dir = temp_dir();
+        let (source, config) = (dir.path().join("gpu.initrd"), dir.path().join("configuration.toml"));
+        fs::write(&source, b"one").unwrap();
+        fs::write(&config, b"").unwrap();
+        let to = claim(&dir.path().join("node/deeper"), &config).unwrap();
+        let first = copy(&source, &to).unwrap();
+        assert!(first.made && !copy(&source, &to).unwrap().made);
+        fs::write(&first.path, b"tw").unwrap();
+        assert!(copy(&source, &to).unwrap().made);
+        assert_eq!(fs::read(&first.path).unwrap(), b"one");
+        fs::write(&source, b"two").unwrap();
+        let second = copy(&source, &to).unwrap();
+        fs::write(to.join("kept"), b"").unwrap();
+        remove_copies(&to, std::slice::from_ref(&second.path)).unwrap();
+        assert!(second.path.exists() && !first.path.exists() && to.join("kept").exists());
+        assert!(copy(dir.path(), &to).is_err_and(|e| e.to_string().contains("no regular file")));
+    }
+
+    #[test]
+    fn a_folder_is_one_configurations_alone() {
+        let dir = temp_dir();
+        let (one, other, to) = (dir.path().join("one.toml"), dir.path().join("other.toml"), dir.path().join("node"));
+        fs::write(&one, b"").unwrap();
+        fs::write(&other, b"").unwrap();
+        claim(&to, &one).unwrap();
+        assert!(claim(&to, &one).is_ok());
+        assert!(claim(&to, &other).is_err_and(|e| e.to_string().contains("is the folder of ")));
+        assert!(empty(&to, &other).is_err());
+        empty(&to, &one).unwrap();
+        assert!(!to.exists());
+    }
+}

@@ -1,0 +1,492 @@
+//! Steps of one GPU, from the scan to the spec:
+//!
+//! ```text
+//! enable -> probe -> minor -> node -+-> publish
+//!                                   +-> initialise -> usable
+//! ```
+//!
+//! The [`schedule`](super::schedule) orders the begin of each step; this file carries the steps out
+//! and reports their results. A GPU that hangs in a step is left as it is, for ever if need be, and
+//! stops no other GPU.
+
+use super::dispatch::Orders;
+use super::extras;
+use super::failed::{Failed, failed, failed_by, fell_off_the_bus};
+use super::late::Progress;
+use super::publication::Update;
+use super::reset;
+use super::roster::Roster;
+use super::schedule_messages::{Arrival, Fact, GpuId, Held, Order, Probe};
+use super::shared::{Driver, Loaded, Shared};
+use crate::config::Naming;
+use crate::config::Ready;
+use crate::gpu::adapter;
+use crate::gpu::adapter::InitError;
+use crate::gpu::bind::{Bound, PciSysfs, SysfsError};
+use crate::gpu::device_nodes::Node;
+use crate::gpu::driver_proc;
+use crate::machine::clock::boottime_ns;
+use crate::machine::threads;
+use crate::machine::threads::Panicked;
+use crate::step;
+use crate::stream::kmsg::Unnamed;
+use crate::stream::{After, StepId};
+use kata_gpu_wire::names;
+use kata_gpu_wire::pci_address::PciAddress;
+use kata_gpu_wire::reason::{Reason, Step};
+use nix::errno::Errno;
+use std::fmt::{self, Display};
+use std::path::Path;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+const PROC: &str = "/proc";
+/// Longest wait before the next try of a bind that came too early, and limit of tries since the
+/// last bind of any GPU. The kernel reports a plugged-in GPU before it permits a bind, and probes
+/// GPUs that came together one after another; no event but the bind itself shows the moment after,
+/// so the next try waits for it.
+const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
+
+/// Time after which a probe behind a firewall sleeps, for 4 s; its process is moved to the lane's
+/// vCPU then.
+const ASLEEP: Duration = Duration::from_millis(500);
+
+/// Brings one GPU up; ends when it is usable, has failed or is gone. A panic fails the GPU.
+pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
+    // A GPU of the boot scan may have been probed before this task began.
+    let since_ns = if arrival == Arrival::Enabled { boottime_ns() } else { 0 };
+    fail_on_panic(&shared, gpu, since_ns, settle(&shared, gpu, since_ns, orders)).await;
+}
+
+async fn fail_on_panic(shared: &Shared, gpu: GpuId, since_ns: u64, work: impl Future<Output = ()>) {
+    if let Err(panicked) = threads::caught(work).await {
+        shared.give_up(gpu, since_ns, failed_by(Step::Task, Reason::Internal)(&panicked)).await;
+    }
+}
+
+/// Runs the steps and reports their end.
+async fn settle(shared: &Arc<Shared>, gpu: GpuId, since_ns: u64, orders: Orders) {
+    match go(shared, gpu, orders).await {
+        Ok(()) => {
+            let uuid = uuid(shared, gpu).await;
+            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid, generation = gpu.again());
+            // The panic hook reports a panic there; the GPU is usable without extras.
+            let _unused = extras::start(shared, gpu).await;
+            shared.dispatch.report(Fact::Usable(gpu));
+            shared.occasions.send_modify(|seen| seen.usable += 1);
+            // The driver may have reported that before anyone took the GPU for usable.
+            if shared.seen.is_off_the_bus(gpu) {
+                shared.give_up(gpu, 0, fell_off_the_bus()).await;
+            }
+        }
+        // A GPU that is gone has not failed.
+        Err(_) if !shared.roster.contains(gpu) => {}
+        Err(failure) => {
+            if let Some(failure) = reset::instead_of(failure, shared, gpu, since_ns).await {
+                shared.give_up(gpu, since_ns, failure).await;
+            }
+        }
+    }
+}
+
+/// Runs the steps in order.
+async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), Failed> {
+    let mut order = next(&mut orders).await;
+    let mut enabled = None;
+    if let Order::Enable(_, holds) = &order {
+        enabled = Some(enable(shared, gpu, holds).await?);
+        order = next(&mut orders).await;
+    }
+    let Order::Probe(_, how) = order else {
+        return Err(failed_by(Step::Probe, Reason::Internal)(&format!("ordered {order:?}: want a probe")));
+    };
+    let probed = probe(shared, gpu, how, enabled).await?;
+    let (bound, minor, looked) = read_minor(shared, gpu, probed, how == Probe::Load).await?;
+    let loaded = loaded(shared).await?;
+    let (node, made) = make_node(gpu, minor, &loaded, looked)?;
+    shared.dispatch.report(Fact::Bound(gpu));
+    match shared.config.ready {
+        // A failed initialisation removes the GPU from the spec again. `readiness` decides whether
+        // the GPU is held back there.
+        Ready::Auto | Ready::Bound => {
+            let published = publish(shared, gpu, node.clone(), made);
+            let (initialised, published) = tokio::join!(initialise(shared, bound, gpu, &node, made, &mut orders), published);
+            initialised.and(published)
+        }
+        Ready::Usable => {
+            let usable = initialise(shared, bound, gpu, &node, made, &mut orders).await?;
+            publish(shared, gpu, node, usable).await
+        }
+    }
+}
+
+/// Next order of this GPU. Pending for ever for a GPU that is gone: its task is aborted.
+async fn next(orders: &mut Orders) -> Order {
+    match orders.recv().await {
+        Some(order) => order,
+        None => std::future::pending().await,
+    }
+}
+
+/// Enables the GPU, which makes the host map its BARs.
+async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
+    let failure = match shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu)).await {
+        Ok(Ok((step, took))) => {
+            shared.dispatch.report(Fact::Enabled(gpu, took));
+            return Ok(step);
+        }
+        Ok(Err(error)) => failed(Step::Enable)(&error),
+        Err(panicked) => failed_by(Step::Enable, Reason::Internal)(&panicked),
+    };
+    // Release the GPU, which was held back for the load, so that it can be bound by hand. On a
+    // thread: the device is locked during a probe.
+    let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
+    let _unused = threads::run(move || sysfs.release(address)).await;
+    Err(failure)
+}
+
+/// The driver, once its load is over.
+async fn loaded(shared: &Shared) -> Result<Loaded, Failed> {
+    let over = shared.driver.clone().wait_for(|driver| !matches!(driver, Driver::Loading)).await.map(|driver| driver.clone());
+    match over {
+        Ok(Driver::Loaded(loaded)) => Ok(loaded),
+        Ok(Driver::Failed { reason, error }) => Err(Failed::new(Step::Module, reason, error)),
+        Ok(Driver::Loading) | Err(_) => Err(failed_by(Step::Module, Reason::Internal)(&"the load's task has ended")),
+    }
+}
+
+/// Lets the driver probe the GPU; returns the step that bound it.
+async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<StepId>) -> Result<StepId, Failed> {
+    let during = match how {
+        Probe::DuringLoad => probe_during_load(shared, gpu, enabled).await,
+        Probe::Load | Probe::Bind | Probe::BeforeEnable => None,
+    };
+    let loaded = loaded(shared).await?;
+    // A load whose own GPU fails may unbind what was bound meanwhile. A bind counts, and the GPU's
+    // files are read, only when the load is over, which the node has to wait for anyway.
+    if let Some(step) = during.filter(|_| shared.sysfs.is_bound(gpu.address)) {
+        return Ok(step);
+    }
+    match how {
+        // A GPU that the load did not try gets a regular bind.
+        Probe::Load if loaded.tried.contains(&gpu) => {
+            let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
+            bound.ok_or_else(|| {
+                let failure = failed(Step::Probe)(&"the driver's probe failed when the module was loaded");
+                Failed { unnamed: Unnamed::OfSerialProbes, ..failure }
+            })
+        }
+        Probe::Load | Probe::DuringLoad | Probe::Bind | Probe::BeforeEnable => {
+            bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await
+        }
+    }
+}
+
+/// Probes this GPU while the module load still probes another one, whose probe sleeps. Returns the
+/// step if that bound the GPU; a GPU that is not bound by the load's end gets a regular bind.
+async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
+    let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
+    let (id, sysfs, progress, offered) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu), Arc::clone(&shared.offered));
+    let probing = threads::run(move || {
+        progress.on_this_thread();
+        step.run(|| {
+            // A GPU that could not be held back is probed by the load, and this call would wait for
+            // that probe; hence the thread.
+            let address = gpu.address;
+            if !sysfs.is_held_back(address) {
+                return Ok(false);
+            }
+            let lock = || offered.lock().unwrap_or_else(PoisonError::into_inner);
+            lock().released.insert(gpu);
+            sysfs.release(address)?;
+            sysfs.probe(address)?;
+            let bound = sysfs.is_bound_at_last(address);
+            let offered = lock();
+            if !bound && offered.gpu != Some(gpu) {
+                // The load must not probe the GPU a third time.
+                sysfs.hold_back(address)?;
+            }
+            Ok::<bool, SysfsError>(bound)
+        })
+    });
+    // Errors are ignored: the regular bind that follows reports its own.
+    matches!(probing.await, Ok(Ok(true))).then_some(id)
+}
+
+/// Binds through sysfs.
+async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Result<StepId, Failed> {
+    let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?after);
+    let id = step.id();
+    let binding = async {
+        let (pause, most) = TOO_EARLY;
+        let mut tries = 0;
+        loop {
+            let bound = shared.seen.next_bound();
+            tries += 1;
+            match try_bind(shared, gpu, how).await {
+                Err(BindError::Refused(error))
+                    if error.errno() == Some(Errno::ENODEV) && tries < most && shared.sysfs.is_present(gpu.address) =>
+                {
+                    if tokio::time::timeout(pause, bound).await.is_ok() {
+                        tries = 0;
+                    }
+                }
+                result => return result,
+            }
+        }
+    };
+    let since_ns = Some(boottime_ns());
+    let result = match how {
+        Probe::BeforeEnable => shared.lane.quiet_while(step.run_async(binding)).await,
+        Probe::Load | Probe::DuringLoad | Probe::Bind => step.run_async(binding).await,
+    };
+    result.map(|()| id).map_err(|error| match error {
+        BindError::Refused(error) => Failed { since_ns, ..failed(Step::Probe)(&error) },
+        BindError::Panicked(panicked) => failed_by(Step::Probe, Reason::Internal)(&panicked),
+    })
+}
+
+/// Tries to bind once, on a thread of its own; a bind that also enables runs in the lane's process.
+async fn try_bind(shared: &Arc<Shared>, gpu: GpuId, how: Probe) -> Result<(), BindError> {
+    let (shared, progress, gpu) = (Arc::clone(shared), shared.seen.progress(gpu), gpu.address);
+    let trying = threads::run(move || {
+        progress.on_this_thread();
+        let sysfs = &shared.sysfs;
+        sysfs.release(gpu)?;
+        let bound = match how {
+            Probe::BeforeEnable => bind_in_lane(&shared, gpu, &progress),
+            Probe::Load | Probe::DuringLoad | Probe::Bind => sysfs.bind(gpu),
+        };
+        match bound {
+            // Another bind came first.
+            Err(_) if sysfs.is_bound_at_last(gpu) => Ok(()),
+            result => result,
+        }
+    });
+    trying.await.map_err(BindError::Panicked)?.map_err(BindError::Refused)
+}
+
+/// Reason why a bind had no result.
+enum BindError {
+    Refused(SysfsError),
+    Panicked(Panicked),
+}
+
+impl Display for BindError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(error) => error.fmt(f),
+            Self::Panicked(panicked) => panicked.fmt(f),
+        }
+    }
+}
+
+/// Binds a GPU that the driver enables when its firewall is down, in a process that is on the
+/// lane's vCPU by then. Blocks; call on a thread of its own.
+fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> Result<(), SysfsError> {
+    let binding = |process| {
+        progress.on_thread(process);
+        let lane = Arc::clone(&shared.lane);
+        shared.runtime.spawn(async move {
+            // The sleep begins on another vCPU: the lane's may be gone for an enabling until then.
+            tokio::time::sleep(ASLEEP).await;
+            lane.move_here(process);
+        });
+    };
+    match shared.descriptors.bind(gpu, binding) {
+        Some(result) => result.map_err(|errno| shared.sysfs.not_bound(gpu, errno)),
+        None => shared.sysfs.bind(gpu),
+    }
+}
+
+/// Reads the minor that the driver gave the GPU, and reports the bind with the time at which the
+/// kernel reported it. Only place that reads the information file before the GPU is usable. Each
+/// read makes the driver read config space (nine times, 550.163.01), waits for the driver's global
+/// lock (before 590.44.01), and never returns for some GPUs that are lost; hence a thread of its
+/// own.
+async fn read_minor(shared: &Shared, gpu: GpuId, probed: StepId, by_load: bool) -> Result<(Bound, u32, StepId), Failed> {
+    let bound_at = shared.seen.bound_at(gpu).filter(|_| by_load);
+    let at_ns = bound_at.unwrap_or_else(boottime_ns);
+    let (step, progress) = (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![probed])), shared.seen.progress(gpu));
+    let (id, sysfs, roster) = (step.id(), shared.sysfs.clone(), Arc::clone(&shared.roster));
+    let reading = threads::run(move || {
+        progress.on_this_thread();
+        step.run(|| information(&sysfs, &roster, gpu))
+    });
+    let read = reading.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
+    let (bound, minor) = read.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+    shared.seen.set_minor(gpu, minor);
+    let index = shared.roster.index(gpu.address) as u64;
+    tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index, minor, bind_inode = bound.bind, generation = gpu.again(), at_ns);
+    Ok((bound, minor, id))
+}
+
+/// Notes the current bind, and reads its minor.
+fn information(sysfs: &PciSysfs, roster: &Roster, gpu: GpuId) -> Result<(Bound, u32), String> {
+    let look = || sysfs.sight(gpu.address).map(|seen| seen.bound(gpu.address)).map_err(|e| e.to_string());
+    let before = look()?;
+    let own = before.filter(|bound| roster.bound(gpu, *bound));
+    let minor = driver_proc::information(Path::new(PROC), gpu.address).map_err(|e| e.to_string())?.minor;
+    match own {
+        Some(bound) if look()? == before => Ok((bound, minor)),
+        _ => Err(format!("read the minor of GPU {}: it was bound, unbound or replaced meanwhile", gpu.address)),
+    }
+}
+
+/// Makes the GPU's device node.
+fn make_node(gpu: GpuId, minor: u32, loaded: &Loaded, looked: StepId) -> Result<(Node, StepId), Failed> {
+    let step = step!(names::GPU_NODES, gpu = %gpu.address, after = ?After(vec![looked]));
+    let id = step.id();
+    let node = step.run(|| loaded.nodes.gpu(loaded.major, minor)).map_err(|e| failed(Step::Nodes)(&e))?;
+    Ok((node, id))
+}
+
+/// Makes the GPU resolvable as soon as the nodes that every container needs exist.
+async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) -> Result<(), Failed> {
+    shared.dispatch.report(Fact::Publishing(gpu));
+    let mut driver = shared.driver.clone();
+    let over =
+        |driver: &Driver| matches!(driver, Driver::Loaded(loaded) if loaded.control_ready) || matches!(driver, Driver::Failed { .. });
+    // The wait fails only when the load's task has ended without a result.
+    let error = match driver.wait_for(over).await.as_deref() {
+        Ok(Driver::Failed { error, .. }) => Some(error.clone()),
+        Ok(_) => None,
+        Err(ended) => Some(ended.to_string()),
+    };
+    if let Some(error) = error {
+        return Err(failed_by(Step::Nodes, Reason::Internal)(&error));
+    }
+    let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after) });
+    Ok(())
+}
+
+/// Initialises the adapter on order; waits for as long as the driver takes.
+async fn initialise(
+    shared: &Arc<Shared>,
+    bound: Bound,
+    gpu: GpuId,
+    node: &Node,
+    after: StepId,
+    orders: &mut Orders,
+) -> Result<StepId, Failed> {
+    next(orders).await; // the last order of a GPU
+    let before = shared.seen.initialised();
+    let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
+    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu));
+    let initialising = threads::run(move || {
+        progress.on_this_thread();
+        let descriptor = match shared.descriptors.of(&bound) {
+            // An earlier worker opened the GPU; the result is queried below.
+            Some(descriptor) => Ok(descriptor),
+            None => {
+                shared.lane.keep_driver_off();
+                // The initialisation begins here, not when the open returns: with drivers before
+                // 550.40.07 the open is the whole initialisation.
+                let opening = |thread| {
+                    progress.on_thread(thread);
+                    shared.dispatch.report(Fact::Opening(gpu));
+                };
+                let opened = shared.descriptors.open(bound, &node, opening);
+                progress.on_this_thread();
+                if shared.sysfs.sight(gpu.address).is_ok_and(|seen| seen.bound(gpu.address) != Some(bound)) {
+                    // The GPU was removed or unbound meanwhile: the driver waits until all its
+                    // descriptors are closed, and has already logged that. Or another GPU has the
+                    // minor now.
+                    shared.descriptors.release(&bound);
+                }
+                opened
+            }
+        };
+        let result = descriptor.and_then(|descriptor| adapter::wait(&descriptor, &node));
+        if let Err(InitError::Failed { rc, status, .. }) = &result {
+            step.note("rc", i64::from(*rc));
+            step.note("status", u64::from(*status));
+        }
+        let result = step.run(|| result);
+        shared.seen.set_initialised(id);
+        shared.dispatch.report(Fact::Initialised(gpu, result.is_ok()));
+        result
+    });
+    match initialising.await {
+        Ok(Ok(())) => Ok(id),
+        Ok(Err(error @ InitError::Open { .. })) => Err(failed(Step::Open)(&error)),
+        Ok(Err(error)) => Err(failed(Step::Init)(&error)),
+        Err(panicked) => Err(failed_by(Step::Init, Reason::Internal)(&panicked)),
+    }
+}
+
+/// Adds a usable GPU's name by UUID, where configured; the driver knows the UUID from the first
+/// initialisation on.
+async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
+    if !shared.config.cdi_names.contains(&Naming::Uuid) {
+        return None;
+    }
+    let reading = threads::run(move || driver_proc::information(Path::new(PROC), gpu.address));
+    let uuid = reading.await.ok()?.ok()?.uuid?;
+    let _unused = shared.spec.send(Update::Known { gpu, uuid: uuid.clone() });
+    Some(uuid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boot::bring_up::dispatch;
+    use crate::boot::bring_up::dispatch::Dispatch;
+    use crate::boot::bring_up::lane::Lane;
+    use crate::boot::bring_up::schedule::Schedule;
+    use crate::boot::bring_up::shared::Seen;
+    use crate::boot::bring_up::strategy::{Facts, Policy};
+    use crate::boot::ipc::descriptors::Descriptors;
+    use crate::config::Config;
+    use crate::gpu::bind::Sight;
+    use crate::gpu::topology;
+    use crate::stream::sinks::console::Gate;
+    use tokio::sync::{mpsc, watch};
+
+    #[tokio::test]
+    async fn a_panic_of_a_gpus_task_fails_that_gpu() {
+        let config = Config::default();
+        let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
+        let policy = Policy { bind: config.bind, init: config.init, relaxed: config.relaxed, no_gpus: false, enable: None, facts };
+        let (dispatch, mut orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
+        let (spec, mut updates) = mpsc::unbounded_channel();
+        let sysfs = PciSysfs::at(Path::new("/nonexistent"));
+        let functions = topology::Functions { gpus: 1, ..topology::Functions::default() };
+        let lone = topology::Facts {
+            functions,
+            expected_gpus: None,
+            confidential: false,
+            asked: None,
+            nvlink: config.nvlink,
+            option: None,
+            loaded: false,
+        };
+        let shared = Shared {
+            config,
+            lane: Arc::new(Lane::new(sysfs.clone(), None, Gate::default(), After::default())),
+            sysfs,
+            dispatch,
+            roster: Arc::new(Roster::default()),
+            driver: watch::channel(Driver::Loading).1,
+            offered: Arc::default(),
+            topology: watch::channel(topology::decide(lone)).0,
+            descriptors: Descriptors::new(None, None, Vec::new()),
+            runtime: tokio::runtime::Handle::current(),
+            spec,
+            words: None,
+            seen: Seen::default(),
+            milestones: watch::channel(crate::services::Milestones::default()).0,
+            fabric: watch::channel(crate::services::Fabric::default()).0,
+            occasions: watch::channel(crate::boot::bring_up::shared::Occasions::default()).0,
+            resets: std::sync::Mutex::default(),
+        };
+        let gpu = GpuId { address: "0001:00:03.0".parse().unwrap(), generation: 0 };
+        shared.roster.observe(gpu.address, Sight { device: Some(7), bind: None }, Some(0x2330));
+        shared.dispatch.report(Fact::Found(gpu, Arrival::Boot));
+        shared.dispatch.report(Fact::Scanned);
+        fail_on_panic(&shared, gpu, 0, async { panic!("no such thing") }).await;
+        assert!(matches!(updates.try_recv(), Ok(Update::Failed { gpu: failed }) if failed == gpu));
+        let settled = std::iter::from_fn(|| orders.try_recv().ok()).find(|order| matches!(order, Order::Settled { .. }));
+        assert!(matches!(settled, Some(Order::Settled { usable: 0, failed: 1 })), "{settled:?}");
+    }
+}

@@ -1,0 +1,215 @@
+//! The enable lane: turns on one GPU's memory decoding at a time, upon which the host maps the
+//! GPU's BARs. The schedule decides the order.
+
+use super::deadlines::Limit;
+use super::lane_cpu::{LaneCpu, Spare};
+use super::late::Progress;
+use super::schedule_messages::Held;
+use crate::gpu::bind::{PciSysfs, SysfsError};
+use crate::gpu::pci::SYS;
+use crate::machine::clock::boottime_ns;
+use crate::machine::kernel_console;
+use crate::machine::kernel_console::Quiet;
+use crate::machine::threads;
+use crate::machine::threads::Panicked;
+use crate::step;
+use crate::stream::sinks::console::Gate;
+use crate::stream::{After, Step, StepId};
+use kata_gpu_wire::names;
+use kata_gpu_wire::pci_address::PciAddress;
+use nix::errno::Errno;
+use nix::unistd::Pid;
+use std::path::Path;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The lane, shared by all GPUs' tasks.
+pub struct Lane {
+    sysfs: PciSysfs,
+    gate: Gate,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// vCPU and process for the lane, until the first enabling.
+    spare: Option<Spare>,
+    /// The lane's vCPU, from the first enabling to the last.
+    cpu: Option<Arc<LaneCpu>>,
+    /// Steps that precede the next enabling.
+    after: After,
+    wait: Option<Step>,
+    /// GPU that was enabled last.
+    last: Option<PciAddress>,
+    /// Count of works under way that keep the console quiet, and the kernel's level to restore.
+    enabling: u32,
+    quiet: Option<Quiet>,
+}
+
+impl Lane {
+    /// A lane whose first enabling comes after these steps.
+    pub fn new(sysfs: PciSysfs, spare: Option<Spare>, gate: Gate, after: After) -> Self {
+        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None, enabling: 0, quiet: None }) }
+    }
+
+    /// Enables a GPU; returns the step and its duration, or the kernel's refusal. `holds`: the
+    /// reasons of the wait before.
+    pub async fn enable(
+        self: &Arc<Self>,
+        gpu: PciAddress,
+        holds: &[Held],
+        progress: &Arc<Progress>,
+    ) -> Result<Result<(StepId, Duration), SysfsError>, Panicked> {
+        self.end_wait(gpu, holds);
+        let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
+        let enabling = threads::run(move || {
+            let cpu = lane.reserve();
+            let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
+            lane.lock().after = After(vec![step.id()]);
+            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)))
+        });
+        let (step, result) = self.quiet_while(enabling).await?;
+        Ok(result.map(|took| (step, took)))
+    }
+
+    /// Keeps the console quiet during work that enables a GPU: a line on it would spin another vCPU
+    /// until the host is free again. Bounded: an enabling may hang.
+    pub async fn quiet_while<F: Future>(&self, work: F) -> F::Output {
+        let quiet = ConsoleQuiet::new(self);
+        let mut work = pin!(work);
+        let over = tokio::time::timeout(Limit::ConsoleQuiet.after(), &mut work).await;
+        drop(quiet);
+        match over {
+            Ok(result) => result,
+            Err(_) => work.await,
+        }
+    }
+
+    /// Begins the step of the wait before this GPU's enabling.
+    pub fn wait(&self, gpu: PciAddress) {
+        let mut state = self.lock();
+        let empty = tracing::field::Empty;
+        let wait = step!(names::LANE_WAIT, gpu = %gpu, after = ?state.after, held_by = empty);
+        state.after.0.push(wait.id());
+        state.wait = Some(wait);
+    }
+
+    /// Moves a process that will enable a GPU to the lane's vCPU: of two vCPUs that need the host
+    /// at once, both would be gone.
+    pub fn move_here(&self, process: Pid) {
+        if let Some(cpu) = &self.lock().cpu {
+            cpu.move_here(process);
+        }
+    }
+
+    /// Runs work that enables a GPU by itself, on the lane's vCPU and the calling thread.
+    pub fn run_there<T>(&self, work: impl FnOnce() -> T) -> T {
+        match self.reserve() {
+            Some(cpu) => cpu.run_there(work),
+            None => work(),
+        }
+    }
+
+    /// Step of the last enabling, if there was one.
+    pub fn last_enabling(&self) -> Option<StepId> {
+        let state = self.lock();
+        state.last.and_then(|_| state.after.0.first().copied())
+    }
+
+    /// Releases the vCPU after the last enabling.
+    pub fn over(&self) {
+        let mut state = self.lock();
+        drop((state.spare.take(), state.cpu.take()));
+    }
+
+    /// Keeps the driver's threads that initialise GPUs off the lane's vCPU.
+    pub fn keep_driver_off(&self) {
+        if let Some(cpu) = &self.lock().cpu {
+            cpu.keep_driver_off();
+        }
+    }
+
+    /// Ends the step of the wait for this GPU, and reports holds that reached the limit.
+    fn end_wait(&self, gpu: PciAddress, holds: &[Held]) {
+        let (wait, last) = {
+            let mut state = self.lock();
+            (state.wait.take(), state.last.replace(gpu))
+        };
+        if let Some(wait) = wait {
+            let parts: Vec<String> = holds.iter().map(|(hold, took)| format!("{} {} ms", hold.as_str(), took.as_millis())).collect();
+            wait.note("held_by", parts.join(", ").as_str());
+        }
+        let longest = Limit::LaneHold.after();
+        for (hold, _) in holds.iter().filter(|(_, took)| *took >= longest) {
+            let gpu = last.unwrap_or(gpu);
+            let error = format!(
+                "a {} of a GPU before or at {gpu} has held the next one's enabling for {longest:?}: going on without waiting for it",
+                hold.as_str()
+            );
+            tracing::warn!(name: names::GPU_ENABLE, gpu = %gpu, error);
+        }
+    }
+
+    /// Returns the lane's vCPU. The first call reserves it and blocks for some milliseconds.
+    fn reserve(&self) -> Option<Arc<LaneCpu>> {
+        // Reserve without the lock: other tasks may need it meanwhile.
+        let spare = self.lock().spare.take();
+        let reserved = spare.map(|spare| spare.reserve(Path::new(SYS)));
+        let first = reserved.is_some();
+        let cpu = {
+            let mut state = self.lock();
+            state.cpu = reserved.or(state.cpu.take());
+            state.cpu.clone()
+        };
+        if let Some(cpu) = cpu.as_ref().filter(|_| !first) {
+            cpu.keep_interrupts_off();
+        }
+        cpu
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Keeps the console silent until dropped: the kernel's lines stay in its log, the init's come
+/// afterwards.
+struct ConsoleQuiet<'a>(&'a Lane);
+
+impl<'a> ConsoleQuiet<'a> {
+    fn new(lane: &'a Lane) -> Self {
+        let mut state = lane.lock();
+        state.enabling += 1;
+        if state.enabling == 1 {
+            lane.gate.hold();
+            // A level that cannot be set costs a line on the console.
+            state.quiet = kernel_console::quiet(Path::new("/proc")).ok().flatten();
+        }
+        Self(lane)
+    }
+}
+
+impl Drop for ConsoleQuiet<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.enabling -= 1;
+        if state.enabling == 0 {
+            drop(state.quiet.take());
+            self.0.gate.release();
+        }
+    }
+}
+
+/// Enables in the lane's process, or in this one where there is no such process.
+fn enable(sysfs: &PciSysfs, gpu: PciAddress, cpu: Option<&LaneCpu>, progress: &Progress) -> Result<Duration, SysfsError> {
+    if let Some(process) = cpu.map(LaneCpu::process) {
+        progress.on_thread(process.pid());
+        if let Some((result, took)) = process.enable(gpu) {
+            return result.map(|()| took).map_err(|errno: Errno| sysfs.not_enabled(gpu, errno));
+        }
+    }
+    progress.on_this_thread();
+    let began_ns = boottime_ns();
+    sysfs.enable(gpu)?;
+    Ok(Duration::from_nanos(boottime_ns().saturating_sub(began_ns)))
+}

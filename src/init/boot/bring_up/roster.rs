@@ -1,0 +1,115 @@
+//! GPUs of the guest, shared by all tasks: the [`Slots`], and the reports of their names.
+
+use super::previous::Previous;
+use super::schedule_messages::GpuId;
+use super::slots::{Change, Listed, Slots};
+use crate::gpu::bind::{Bound, Sight};
+use kata_gpu_wire::names;
+use kata_gpu_wire::pci_address::{NVIDIA, PciAddress};
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+#[derive(Default)]
+pub struct Roster(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    slots: Slots,
+    /// PCI device ids.
+    devices: HashMap<PciAddress, u16>,
+    /// The arrival and the name that were reported last for each address.
+    reported: HashMap<PciAddress, (GpuId, usize)>,
+}
+
+impl Roster {
+    /// A roster that goes on where an earlier worker's has ended.
+    pub fn restored(previous: &Previous) -> Self {
+        let mut state = State::default();
+        for (address, known) in &previous.gpus {
+            state.slots.restore(*address, &known.slot);
+        }
+        state.reported = state.slots.all().into_iter().map(|slot| (slot.gpu.address, (slot.gpu, slot.index))).collect();
+        if previous.is_scanned() {
+            state.slots.scanned();
+        }
+        Self(Mutex::new(state))
+    }
+
+    /// The boot scan is over: later arrivals are hot-plugged ones.
+    pub fn scanned(&self) {
+        self.lock().slots.scanned();
+    }
+
+    /// Records the current device at an address, with the PCI device id of a GPU.
+    pub fn observe(&self, address: PciAddress, sight: Sight, device: Option<u16>) -> Vec<Change> {
+        let mut state = self.lock();
+        if let Some(device) = device {
+            state.devices.insert(address, device);
+        }
+        state.slots.observe(address, sight)
+    }
+
+    /// Reports every name that is new, that has moved, or that another GPU has now.
+    pub fn report_names(&self) {
+        let mut state = self.lock();
+        let State { slots, devices, reported } = &mut *state;
+        for Listed { gpu, index, .. } in slots.all().into_iter().filter(|slot| slot.here) {
+            if reported.insert(gpu.address, (gpu, index)) != Some((gpu, index)) {
+                let device = devices.get(&gpu.address).copied().unwrap_or_default();
+                let hot_plugged = (!slots.is_of_boot(gpu.address)).then_some(true);
+                let (inode, generation) = (slots.device(gpu.address), gpu.again());
+                tracing::info!(name: names::GPU_FOUND, gpu = %gpu.address, index = index as u64, device = %format!("{NVIDIA:04x}:{device:04x}"), inode, hot_plugged, generation);
+            }
+        }
+    }
+
+    /// Notes the bind that a GPU's task has seen; returns whether it is that GPU's.
+    pub fn bound(&self, gpu: GpuId, bound: Bound) -> bool {
+        self.lock().slots.bound(gpu, bound)
+    }
+
+    /// Notes that a GPU has failed in the bind that its task has seen, if any; returns whether it
+    /// was on its way, or usable.
+    pub fn failed(&self, gpu: GpuId) -> bool {
+        self.lock().slots.failed(gpu)
+    }
+
+    /// The bind of a GPU that its task has seen.
+    pub fn bind_of(&self, gpu: GpuId) -> Option<Bound> {
+        self.lock().slots.bind_of(gpu)
+    }
+
+    /// The name at an address. A GPU that has just gone has the name that it would have.
+    pub fn index(&self, address: PciAddress) -> usize {
+        self.lock().slots.index(address)
+    }
+
+    /// GPU that is at an address now.
+    pub fn at(&self, address: PciAddress) -> Option<GpuId> {
+        self.lock().slots.at(address)
+    }
+
+    /// Whether this GPU, of this generation, is present.
+    pub fn contains(&self, gpu: GpuId) -> bool {
+        self.lock().slots.contains(gpu)
+    }
+
+    /// Inode of the device at an address, if it was seen.
+    pub fn device(&self, address: PciAddress) -> Option<u64> {
+        self.lock().slots.device(address)
+    }
+
+    /// All slots, in the order of their names.
+    pub fn all(&self) -> Vec<Listed> {
+        self.lock().slots.all()
+    }
+
+    /// GPUs that are on the bus, in the order of their names.
+    pub fn present(&self) -> Vec<GpuId> {
+        self.all().into_iter().filter(|slot| slot.here).map(|slot| slot.gpu).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

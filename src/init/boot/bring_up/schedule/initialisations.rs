@@ -1,0 +1,127 @@
+//! Waves of initialisations: which bound GPUs initialise now, how long a wave is expected to take,
+//! and the measurement of each finished wave. Cost model: [`waves`](crate::boot::bring_up::waves).
+
+use super::{Gpu, Load, Schedule, Stage, Wave};
+use crate::boot::bring_up::deadlines::Limit;
+use crate::boot::bring_up::schedule_messages::{GpuId, Order, Probe, Time};
+use crate::boot::bring_up::waves::{Choice, Costs, H100, LONGEST};
+use crate::config::Init;
+use kata_gpu_wire::pci_address::BAR_FIREWALL_WAIT;
+use std::time::Duration;
+
+impl Schedule {
+    /// Whether the lane is enabling a GPU, or will begin to within `soon`.
+    fn lane_enables(&self, soon: Duration, now: Time) -> bool {
+        let enables = |gpu: &Gpu| match gpu.stage {
+            Stage::Enabling => true,
+            Stage::Probing(Probe::BeforeEnable) => !self.sleeps(gpu, soon, now),
+            _ => false,
+        };
+        self.any(|gpu| enables(gpu) && gpu.within(Limit::LaneFirst, now))
+    }
+
+    /// Whether an initialisation that begins now would delay the probe or publication of a GPU that
+    /// waits.
+    fn others_come_first(&self, now: Time) -> bool {
+        // On a slow lane GPUs are enabled seconds apart, so a sleeping probe is far from its end.
+        let near = if self.is_slow() { Limit::WakesSoon } else { Limit::ProbesFirst }.after();
+        let asleep = |gpu: &Gpu| self.sleeps(gpu, near, now);
+        let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
+        let slept = |gpu: &Gpu| match self.has_firewall() {
+            true => self.probing_since(gpu) + BAR_FIREWALL_WAIT,
+            false => gpu.since,
+        };
+        let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
+        let may_probe = self.is_loaded() && self.probe_at(now) <= now;
+        let next = |gpu: &Gpu| may_probe && gpu.stage == Stage::Enabled && gpu.within(Limit::LaneHold, now);
+        let read = |gpu: &Gpu| gpu.stage == Stage::Probed && gpu.within(Limit::ProbesFirst, now);
+        let probes = self.any(probed) || self.any(read) || self.any(next) && !self.any(awake);
+        let until = |at: Time| at + Limit::UvmFirst.after();
+        let uvm = matches!(self.load, Load::Loaded { at, uvm: false, .. } if now < until(at));
+        probes || uvm
+    }
+
+    fn is_parallel(&self) -> bool {
+        self.strategy.as_ref().is_none_or(|strategy| strategy.init == Init::Parallel)
+    }
+
+    /// Costs of enabling and initialising in this boot, as far as known.
+    pub(super) fn costs(&self) -> Costs {
+        Costs::new(self.lane.took.unwrap_or_default(), self.is_parallel(), self.scale.unwrap_or(H100))
+    }
+
+    /// Counts of GPUs that are enabled and not initialising yet, and of GPUs that are not enabled.
+    pub(super) fn ready_and_rest(&self) -> (usize, usize) {
+        let is_ready = |stage| match stage {
+            Stage::Enabled | Stage::Probing(_) | Stage::Probed | Stage::Bound => true,
+            Stage::New | Stage::Enabling => false,
+            Stage::Initialising | Stage::Initialised | Stage::Usable | Stage::Failed => false,
+        };
+        let count = |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
+        (count(is_ready), count(|stage| matches!(stage, Stage::New | Stage::Enabling)))
+    }
+
+    /// Whether initialisations run that keep others waiting.
+    pub(super) fn wave_runs(&self, now: Time) -> bool {
+        self.any(|gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::InitHangs, now))
+    }
+
+    /// Lets bound GPUs initialise: all that are bound in one wave, the next ones after that wave.
+    pub(super) fn initialise(&mut self, now: Time, orders: &mut Vec<Order>) {
+        let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
+        self.measure(now, runs);
+        // Behind the first one that needs the global lock again, a first part would wait for the
+        // second parts of all, and their last parts for its own second part.
+        let is_early = |wave: Wave| now < wave.began + self.costs().first_is_back();
+        let joins = parallel && now < self.lane.attached && self.wave.is_none_or(is_early);
+        if runs && !joins || self.lane_enables(self.attach(), now) || self.others_come_first(now) {
+            return;
+        }
+        let (waiting, rest) = self.ready_and_rest();
+        let first = !self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
+        let worth = runs || rest == 0 || self.costs().idle(waiting, rest, first) == Choice::Begin;
+        let begins = |gpu: &Gpu| worth || !gpu.within(Limit::LaneFirst, now);
+        let ready = self.ids(|gpu| gpu.stage == Stage::Bound && begins(gpu));
+        if ready.is_empty() {
+            return;
+        }
+        let count = if parallel { ready.len() } else { 1 };
+        if !runs {
+            self.lane.attached = now;
+        }
+        self.lane.attached += self.attach() * count as u32;
+        let began = self.wave.filter(|_| runs).map_or((now, 0), |wave| (wave.began, wave.count));
+        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, well: !runs, opened: runs });
+        for id in ready.into_iter().take(count) {
+            self.enter(id, Stage::Initialising, now);
+            orders.push(Order::Initialise(id));
+        }
+    }
+
+    /// Notes the first opening of a wave: the first parts begin now, not at the order.
+    pub(super) fn opening(&mut self, id: GpuId, now: Time) {
+        let ordered = self.gpus.get(&id).filter(|gpu| gpu.stage == Stage::Initialising).map(|gpu| gpu.since);
+        if let (Some(ordered), Some(wave)) = (ordered, self.wave.as_mut().filter(|wave| !wave.opened)) {
+            wave.opened = true;
+            self.lane.attached += now.saturating_sub(ordered);
+        }
+    }
+
+    /// Notes the end of a wave, and its duration where that is a measure of this driver.
+    fn measure(&mut self, now: Time, runs: bool) {
+        if let Some(wave) = self.wave.filter(|_| !runs) {
+            self.wave = None;
+            if wave.well && now < wave.began + Limit::InitHangs.after() {
+                let scale = Costs::scale_of(wave.count, now - wave.began, self.is_parallel()).min(LONGEST);
+                self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
+            }
+        }
+    }
+
+    /// Assumed duration of the first part of one initialisation.
+    pub(super) fn attach(&self) -> Duration {
+        let [s1, ..] = self.costs().parts;
+        let measured = self.scale.map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
+        measured.unwrap_or(Limit::Attach.after())
+    }
+}

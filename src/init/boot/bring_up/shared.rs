@@ -1,0 +1,200 @@
+//! State shared by the tasks of all GPUs, and observations of each GPU.
+
+use super::dispatch::Dispatch;
+use super::lane::Lane;
+use super::late::Progress;
+use super::publication::Updates;
+use super::roster::Roster;
+use super::schedule_messages::GpuId;
+use crate::boot::ipc::descriptors::Descriptors;
+use crate::config::Config;
+use crate::gpu::bind::PciSysfs;
+use crate::gpu::device_nodes::DeviceNodes;
+use crate::gpu::topology::Decision;
+use crate::machine::clock::boottime_ns;
+use crate::services::{Fabric, Milestones};
+use crate::stream::StepId;
+use crate::stream::kmsg::DriverWords;
+use kata_gpu_wire::pci_address::PciAddress;
+use kata_gpu_wire::reason::Reason;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::runtime::Handle;
+use tokio::sync::futures::Notified;
+use tokio::sync::{Notify, watch};
+
+/// Handles that every GPU's task uses.
+pub struct Shared {
+    pub config: Config,
+    pub sysfs: PciSysfs,
+    pub dispatch: Arc<Dispatch>,
+    pub lane: Arc<Lane>,
+    pub roster: Arc<Roster>,
+    pub driver: watch::Receiver<Driver>,
+    /// Locked while GPUs are held back.
+    pub offered: Arc<Mutex<Offered>>,
+    /// Kind of this guest; may change until the driver's load, and when NVML reports the fabric.
+    pub topology: watch::Sender<Decision>,
+    pub descriptors: Descriptors,
+    /// Runtime for threads that start tasks.
+    pub runtime: Handle,
+    pub spec: Updates,
+    /// The driver's lines in the kernel's log.
+    pub words: Option<DriverWords>,
+    pub seen: Seen,
+    /// Progress of the bring-up, for the services.
+    pub milestones: watch::Sender<Milestones>,
+    /// State of the fabric, for the services.
+    pub fabric: watch::Sender<Fabric>,
+    /// Occasions to ask NVML.
+    pub occasions: watch::Sender<Occasions>,
+    /// GPUs that were reset in this boot; see [`super::reset`].
+    pub resets: Mutex<BTreeSet<PciAddress>>,
+}
+
+impl Shared {
+    /// GPUs that are usable now, in the order of their names.
+    pub fn usable(&self) -> Vec<GpuId> {
+        self.roster.present().into_iter().filter(|gpu| self.dispatch.is_usable(*gpu)).collect()
+    }
+}
+
+/// Observations of GPUs, noted by any task.
+#[derive(Default)]
+pub struct Seen {
+    state: Mutex<State>,
+    /// Wakes whenever the kernel reports a bind.
+    bound: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    /// Time in ns at which a GPU was found, by this worker.
+    arrived_at: HashMap<GpuId, u64>,
+    /// Time in ns at which the kernel reported a GPU as bound.
+    bound_at: HashMap<GpuId, u64>,
+    /// Device minors; set once bound.
+    minors: HashMap<GpuId, u32>,
+    /// Thread that is in the kernel for each GPU, for reports.
+    progress: HashMap<GpuId, Arc<Progress>>,
+    /// Last initialisation that has ended; the next one may have waited for it.
+    initialised: Option<StepId>,
+    /// GPUs that have fallen off the bus, by the driver's word.
+    off_the_bus: BTreeSet<GpuId>,
+}
+
+impl Seen {
+    pub fn with_minors(minors: HashMap<GpuId, u32>) -> Self {
+        Self { state: Mutex::new(State { minors, ..State::default() }), bound: Notify::new() }
+    }
+
+    pub fn arrived(&self, gpu: GpuId) {
+        self.lock().arrived_at.insert(gpu, boottime_ns());
+    }
+
+    /// Time in ns at which this worker found a GPU; 0 for one that an earlier worker has settled.
+    pub fn arrived_at(&self, gpu: GpuId) -> u64 {
+        self.lock().arrived_at.get(&gpu).copied().unwrap_or(0)
+    }
+
+    pub fn bound(&self, gpu: GpuId) {
+        self.lock().bound_at.insert(gpu, boottime_ns());
+        self.bound.notify_waiters();
+    }
+
+    /// Removes all observations of a GPU that has left.
+    pub fn gone(&self, gpu: GpuId) {
+        let mut state = self.lock();
+        state.arrived_at.remove(&gpu);
+        state.bound_at.remove(&gpu);
+        state.minors.remove(&gpu);
+        state.progress.remove(&gpu);
+        state.off_the_bus.remove(&gpu);
+    }
+
+    /// Notes that a GPU has fallen off the bus.
+    pub fn set_off_the_bus(&self, gpu: GpuId) {
+        self.lock().off_the_bus.insert(gpu);
+    }
+
+    pub fn is_off_the_bus(&self, gpu: GpuId) -> bool {
+        self.lock().off_the_bus.contains(&gpu)
+    }
+
+    pub fn minor(&self, gpu: GpuId) -> Option<u32> {
+        self.lock().minors.get(&gpu).copied()
+    }
+
+    pub fn progress(&self, gpu: GpuId) -> Arc<Progress> {
+        Arc::clone(self.lock().progress.entry(gpu).or_default())
+    }
+
+    /// Time in ns at which the kernel reported this GPU as bound.
+    pub fn bound_at(&self, gpu: GpuId) -> Option<u64> {
+        self.lock().bound_at.get(&gpu).copied()
+    }
+
+    /// Wakes at the next bind that the kernel reports.
+    pub fn next_bound(&self) -> Notified<'_> {
+        self.bound.notified()
+    }
+
+    pub fn set_minor(&self, gpu: GpuId, minor: u32) {
+        self.lock().minors.insert(gpu, minor);
+    }
+
+    /// Last initialisation that has ended; the next one may have waited for it.
+    pub fn initialised(&self) -> Option<StepId> {
+        self.lock().initialised
+    }
+
+    pub fn set_initialised(&self, step: StepId) {
+        self.lock().initialised = Some(step);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Occasions to ask NVML: how often they came.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Occasions {
+    /// All GPUs were settled.
+    pub settled: u64,
+    /// A GPU became usable.
+    pub usable: u64,
+}
+
+/// GPUs that a load may probe, where it is offered one at a time.
+#[derive(Default)]
+pub struct Offered {
+    /// GPU that the load is offered: nobody else holds this one back.
+    pub gpu: Option<GpuId>,
+    /// GPUs that are released for a probe during the load.
+    pub released: BTreeSet<GpuId>,
+}
+
+/// State of the driver's load.
+#[derive(Clone)]
+pub enum Driver {
+    Loading,
+    Loaded(Loaded),
+    /// The module is not loaded, with the reason.
+    Failed {
+        reason: Option<Reason>,
+        error: String,
+    },
+}
+
+/// A loaded driver.
+#[derive(Clone)]
+pub struct Loaded {
+    pub step: StepId,
+    pub major: u32,
+    pub nodes: DeviceNodes,
+    /// GPUs whose probe the load tried; a GPU of these that is not bound has failed.
+    pub tried: Vec<GpuId>,
+    /// Whether the nodes that every container needs are made, as far as possible.
+    pub control_ready: bool,
+}

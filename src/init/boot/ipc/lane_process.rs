@@ -1,0 +1,90 @@
+//! The process that enables GPUs, one at a time, on a vCPU of its own. A process and not a thread:
+//! while the host maps BARs, the vCPU responds to nothing, and a change of a process's memory map
+//! (a new thread's stack, memory given back) waits for all vCPUs that run that process. With a
+//! thread of the worker, every other GPU would wait.
+
+use super::keeper_socket::Held;
+use super::{name_process, reply};
+use crate::gpu::bind::{PciSysfs, SysfsError};
+use crate::machine::clock::boottime_ns;
+use kata_gpu_wire::pci_address::PciAddress;
+use nix::errno::Errno;
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::sys::wait::waitpid;
+use nix::unistd::{Pid, close};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::time::Duration;
+
+/// Longest request: an address.
+const MAX_REQUEST: usize = 64;
+
+/// The worker's end.
+pub struct LaneProcess {
+    /// Socket to the process; `None` only while `self` is being dropped.
+    socket: Option<OwnedFd>,
+    pid: Pid,
+}
+
+impl LaneProcess {
+    /// Starts the process on these CPUs; must be called while this process has one thread. Returns
+    /// `None` where that fails: the worker then enables by itself.
+    ///
+    /// Closes held GPUs in the child: a GPU is removed only when no process has it open. Leaves the
+    /// worker's connection to the keeper open in the child on purpose: the keeper must start no
+    /// other worker while a GPU is still being enabled, because the kernel already counts that GPU
+    /// as enabled.
+    pub fn start(sysfs: &Path, cpus: &CpuSet, held: &[Held]) -> Option<Self> {
+        let forked = crate::machine::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
+            drop(ours);
+            for gpu in held {
+                let _unused = close(gpu.descriptor);
+            }
+            let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
+            name_process("gpuinit-lane");
+            serve(&theirs, &PciSysfs::at(sysfs));
+            0
+        });
+        let (pid, (ours, _theirs)) = forked.ok()?;
+        Some(Self { socket: Some(ours), pid })
+    }
+
+    /// Process whose stack shows what an enabling waits for.
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Enables this GPU in the process; returns the result and the duration measured there. Blocks.
+    /// Returns `None` when that process is gone.
+    pub fn enable(&self, gpu: PciAddress) -> Option<(Result<(), Errno>, Duration)> {
+        let answers = reply::ask(self.socket.as_ref()?, &[gpu.to_string().as_bytes()])?;
+        let (errno, _) = reply::answered(&answers)?;
+        let (took_ns, _) = reply::answered(&answers)?;
+        let errno = i32::try_from(errno).ok()?;
+        let result = if errno == 0 { Ok(()) } else { Err(Errno::from_raw(errno)) };
+        Some((result, Duration::from_nanos(u64::try_from(took_ns).ok()?)))
+    }
+}
+
+impl Drop for LaneProcess {
+    fn drop(&mut self) {
+        // The process ends with its socket. No enabling is under way: its caller would hold `self`.
+        drop(self.socket.take());
+        let _unused = waitpid(self.pid, None);
+    }
+}
+
+/// Enables each requested GPU until the last requester is gone. Answers with the error's number, or
+/// 0, and the duration in ns.
+fn serve(socket: &OwnedFd, sysfs: &PciSysfs) {
+    let mut request = [0; MAX_REQUEST];
+    while let Some((length, answers)) = reply::asked(socket, &mut request) {
+        let gpu: Option<PciAddress> = request.get(..length).and_then(|text| std::str::from_utf8(text).ok()?.parse().ok());
+        let (Some(gpu), Some(answers)) = (gpu, answers) else { return };
+        let began_ns = boottime_ns();
+        let errno = sysfs.enable(gpu).map_or_else(|e: SysfsError| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0);
+        let took_ns = boottime_ns().saturating_sub(began_ns);
+        reply::answer(&answers, errno, None);
+        reply::answer(&answers, i64::try_from(took_ns).unwrap_or(i64::MAX), None);
+    }
+}

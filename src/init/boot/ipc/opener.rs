@@ -1,0 +1,118 @@
+//! Opens GPUs, and binds GPUs whose bind also enables them; the death of the worker closes no
+//! descriptor. Each runs in a child of a separate process, which hands the descriptor to the keeper
+//! before the worker gets it. The worker's connection to the keeper stays open in these processes
+//! on purpose: the keeper must start no other worker before it has every opened descriptor.
+
+use super::keeper_socket::{Held, KeeperSocket};
+use super::{name_process, reply};
+use crate::gpu::bind::PciSysfs;
+use crate::gpu::pci::SYS;
+use kata_gpu_wire::pci_address::PciAddress;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, open};
+use nix::sys::stat::Mode;
+use nix::unistd::{Pid, close};
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// Longest request: an address, a NUL, a path; no path: bind.
+const MAX_REQUEST: usize = 256;
+
+/// The worker's end; the process ends on drop.
+pub struct Opener {
+    socket: OwnedFd,
+    pid: Pid,
+}
+
+impl Opener {
+    /// Starts the process; must be called while this process has one thread. None where that fails:
+    /// the worker then opens by itself.
+    ///
+    /// Closes held GPUs in the child: a GPU is removed only when no process has it open.
+    pub fn start(keeper: &KeeperSocket, held: &[Held]) -> Option<Self> {
+        let forked = crate::machine::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
+            drop(ours);
+            for gpu in held {
+                let _unused = close(gpu.descriptor);
+            }
+            name_process("gpuinit-opener");
+            crate::machine::sys::forget_children();
+            serve(&theirs, keeper);
+            0
+        });
+        let (pid, (socket, _theirs)) = forked.ok()?;
+        Some(Self { socket, pid })
+    }
+
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Opens a GPU's node with O_NONBLOCK, which starts its initialisation; with drivers before
+    /// 550.40.07 this returns when the initialisation is over. `opening` gets the process that is
+    /// in the driver meanwhile. None when the open could not be tried.
+    pub fn open(&self, gpu: &str, path: &Path, opening: impl FnOnce(Pid)) -> Option<Result<OwnedFd, Errno>> {
+        let answers = reply::ask(&self.socket, &[gpu.as_bytes(), b"\0", path.as_os_str().as_bytes()])?;
+        let (child, _) = reply::answered(&answers)?;
+        opening(Pid::from_raw(i32::try_from(child).ok()?));
+        match reply::answered(&answers)? {
+            (0, Some(descriptor)) => Some(Ok(descriptor)),
+            (0, None) => None,
+            (errno, _) => Some(Err(Errno::from_raw(i32::try_from(errno).ok()?))),
+        }
+    }
+
+    /// Binds a GPU to the driver; blocks until its probe is over. `binding` gets the process that
+    /// is in the driver meanwhile. None when the bind could not be tried.
+    pub fn bind(&self, gpu: PciAddress, binding: impl FnOnce(Pid)) -> Option<Result<(), Errno>> {
+        let answers = reply::ask(&self.socket, &[gpu.to_string().as_bytes(), b"\0"])?;
+        let (child, _) = reply::answered(&answers)?;
+        binding(Pid::from_raw(i32::try_from(child).ok()?));
+        match reply::answered(&answers)?.0 {
+            0 => Some(Ok(())),
+            errno => Some(Err(Errno::from_raw(i32::try_from(errno).ok()?))),
+        }
+    }
+}
+
+/// Opens or binds each requested GPU in a child of its own, until the last requester is gone.
+fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
+    let mut text = [0; MAX_REQUEST];
+    while let Some((length, answers)) = reply::asked(socket, &mut text) {
+        let Some(answers) = answers else { continue };
+        // Without a child no answer comes, and the worker does the work by itself.
+        let _unused = crate::machine::sys::fork_single_threaded(answers, |answers| {
+            let request = text.get(..length).unwrap_or_default();
+            let mut parts = request.splitn(2, |byte| *byte == 0);
+            if let (Some(gpu), Some(path)) = (parts.next(), parts.next()) {
+                let gpu = String::from_utf8_lossy(gpu);
+                reply::answer(&answers, nix::unistd::getpid().as_raw().into(), None);
+                match gpu.parse() {
+                    Ok(gpu) if path.is_empty() => reply::answer(&answers, bind(gpu), None),
+                    _ => open_and_hand_over(&gpu, Path::new(OsStr::from_bytes(path)), &answers, keeper),
+                }
+            }
+            0
+        });
+    }
+}
+
+/// Binds a GPU; returns the error's number, or 0.
+fn bind(gpu: PciAddress) -> i64 {
+    PciSysfs::at(Path::new(SYS)).bind(gpu).map_or_else(|e| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0)
+}
+
+/// Opens a GPU and hands the descriptor to the keeper first, so that no death loses it. If the
+/// worker is gone before the answer, the next worker gets the descriptor from the keeper.
+fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) {
+    match open(path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty()) {
+        Ok(descriptor) => {
+            // Without the keeper, the worker holds the descriptor alone.
+            let _unused = keeper.keep(gpu, &descriptor);
+            reply::answer(answers, 0, Some(&descriptor));
+        }
+        Err(errno) => reply::answer(answers, errno as i64, None),
+    }
+}

@@ -1,0 +1,76 @@
+//! Files of the driver's user space that a container needs: libraries, the links to them, programs,
+//! configurations, firmware, sockets.
+//!
+//! [`scan`] reads a driver root, each directory once, and runs nothing. [`manifest`] keeps the
+//! result of a scan made when an image is built: a boot only verifies it. Module `cdi` decides
+//! which of the files a container gets.
+//!
+//! A driver without libcuda is refused if a library that only CUDA uses is there: such a half
+//! installation makes every program fail later with less to go by. Management or graphics libraries
+//! alone count as intended, with [`DriverFiles::libcuda_directory`] None.
+
+mod error;
+mod files; // what a scan finds
+mod libraries;
+pub mod manifest;
+mod named;
+mod tree;
+
+pub use error::{Error, VersionSource};
+pub use files::{DriverFiles, Kind, Link, Mount, Roots};
+pub use libraries::is_version;
+
+use files::Problems;
+use std::path::PathBuf;
+use tree::Places;
+
+/// File with the version of the loaded module.
+const MODULE_VERSION: &str = "/sys/module/nvidia/version";
+/// Scans the roots. `expected_version` is that of the module which is or will be loaded; without it
+/// the version comes from `<root>/sys`, else from the libraries.
+pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, Error> {
+    let places = Places::open(roots)?;
+    let mut problems = Problems::default();
+    let module = module_version(&places, expected_version)?;
+    let directories = libraries::directories(&places, &mut problems)?;
+    let version = libraries::version(&directories, module, &places.driver_root, &problems)?;
+    let libraries = libraries::collect(&places, &directories, &version, &mut problems)?;
+    let named = named::Named::collect(&places, &version, &mut problems);
+    let (mut mounts, mut links) = (libraries.mounts, libraries.links);
+    mounts.extend(named.mounts);
+    links.extend(named.links.into_iter().map(|link| (link.link.clone(), link)));
+    mounts.extend(named::sockets(&places, roots, &mut problems));
+    let mut files = DriverFiles {
+        version,
+        libcuda_directory: libraries.libcuda_directory,
+        library_directories: libraries.directories,
+        mounts,
+        links: links.into_values().collect(),
+        problems: problems.0,
+    };
+    files.order();
+    Ok(files)
+}
+
+/// Current sockets. Services create and remove them: search again for each spec written later.
+pub fn sockets(roots: &Roots) -> Result<Vec<Mount>, Error> {
+    Ok(named::sockets(&Places::open(roots)?, roots, &mut Problems::default()))
+}
+
+/// Version that the libraries must have, and its source; None if no module is loaded.
+fn module_version(places: &Places, expected: Option<&str>) -> Result<Option<(String, VersionSource)>, Error> {
+    let path = PathBuf::from(MODULE_VERSION);
+    let (version, source) = match expected {
+        Some(version) => (version.to_string(), VersionSource::Given),
+        None => match places.text(&path) {
+            Ok(Some(version)) => (version, VersionSource::Module(path.clone())),
+            Ok(None) => return Ok(None),
+            Err(error) => return Err(Error::UnreadableVersion { source: path, why: error.to_string() }),
+        },
+    };
+    if is_version(&version) {
+        return Ok(Some((version, source)));
+    }
+    let source = if source == VersionSource::Given { PathBuf::from("the expected version") } else { path };
+    Err(Error::BadVersion { source, value: version.chars().take(64).collect() })
+}

@@ -1,0 +1,167 @@
+//! Extension disks of Kata 4: parts of a guest image on disks of their own, each checked by
+//! dm-verity against a root hash of the kernel's command line, and mounted read-only.
+//!
+//! Invariants:
+//! - Disks and declarations match one to one, or nothing is mounted.
+//! - Nothing of a disk is read but through dm-verity.
+//! - [`mount_all`] reports what is wrong and never decides what follows: `boot` powers off.
+//!
+//! Not here: extensions without a hash tree, which the incumbent refuses as well.
+
+pub mod disks; // virtio-blk disks by their serial
+pub mod loader; // the dynamic loader's cache of the guest
+pub mod mount; // EROFS, firmware
+pub mod parameters; // declarations of the command line
+pub mod verity; // dm-verity
+pub mod corruption; // data that fails its check later
+
+pub use parameters::{Extension, Name, Verity};
+
+use crate::machine::clock::boottime_ns;
+use crate::step;
+use crate::stream::{Step, StepId};
+use kata_gpu_wire::names;
+use std::path::Path;
+use std::time::Duration;
+
+/// Longest wait for disks that are declared and not there yet. Kata plugs them before the start of
+/// the VM, and a kernel with built-in drivers has probed them before PID 1.
+pub const DISKS_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Kind of a step, with the fields of its record.
+#[derive(Clone, Debug)]
+pub enum What {
+    Disks { declared: u64 },
+    Extension { name: String, device: String, bytes: u64 },
+    Verity,
+    Mount,
+    Firmware,
+    Libraries,
+}
+
+/// A step that is over. PID 1 has no recorder: the worker replays its steps.
+#[derive(Clone, Debug)]
+pub struct Stamp {
+    id: StepId,
+    what: What,
+    begin_ns: u64,
+    end_ns: u64,
+    error: Option<String>,
+    inside: Vec<Stamp>,
+}
+
+impl Stamp {
+    /// The step, in the stream of the process that ran it.
+    pub fn id(&self) -> StepId {
+        self.id
+    }
+}
+
+fn begin(what: &What, at_ns: u64) -> Step {
+    match what {
+        What::Disks { declared } => step!(names::EXTENSION_DISKS, at_ns = at_ns, declared = *declared),
+        What::Extension { name, device, bytes } => {
+            step!(names::EXTENSION, at_ns = at_ns, extension = name, device = device, bytes = *bytes, verity = true)
+        }
+        What::Verity => step!(names::EXTENSION_VERITY, at_ns = at_ns),
+        What::Mount => step!(names::EXTENSION_MOUNT, at_ns = at_ns),
+        What::Firmware => step!(names::EXTENSION_FIRMWARE, at_ns = at_ns),
+        What::Libraries => step!(names::EXTENSION_LIBRARIES, at_ns = at_ns),
+    }
+}
+
+/// Runs a step, and keeps its stamp.
+fn timed<T>(stamps: &mut Vec<Stamp>, what: What, work: impl FnOnce(&mut Vec<Stamp>) -> Result<T, String>) -> Result<T, String> {
+    let begin_ns = boottime_ns();
+    let mut inside = Vec::new();
+    let step = begin(&what, begin_ns);
+    let id = step.id();
+    let result = step.run(|| work(&mut inside));
+    stamps.push(Stamp { id, what, begin_ns, end_ns: boottime_ns(), error: result.as_ref().err().cloned(), inside });
+    result
+}
+
+/// Puts steps of another process into this one's stream.
+pub fn replay(stamps: &[Stamp]) {
+    for stamp in stamps {
+        let step = begin(&stamp.what, stamp.begin_ns);
+        step.note("at_ns", stamp.end_ns);
+        // The error is that of the record.
+        let _unused = step.run(|| {
+            replay(&stamp.inside);
+            stamp.error.clone().map_or(Ok(()), Err)
+        });
+    }
+}
+
+/// Whether the agent must not start before the extensions are mounted. The agent and what it starts
+/// use every extension but `gpu`, and with `coco` the attester looks for the driver in `gpu`.
+pub fn before_agent(declared: &[Extension]) -> bool {
+    declared.iter().any(|extension| !extension.name.is_gpu())
+}
+
+/// Mounts every declared extension, in the order of the command line; blocks. Returns the steps
+/// taken, and why the guest must not go on.
+pub fn mount_all(declared: &[Extension]) -> (Vec<Stamp>, Result<(), String>) {
+    let mut stamps = Vec::new();
+    // A worker that follows another one finds them mounted, and perhaps not all.
+    let mounts = mounts();
+    if declared.iter().all(|extension| mount::is_mounted(&mounts, &extension.name)) {
+        let has_gpu = declared.iter().any(|extension| extension.name.is_gpu());
+        let bound = if has_gpu { mount::bind_firmware(Path::new(mount::GPU), &mounts) } else { Ok(()) };
+        return (stamps, bound);
+    }
+    let found = timed(&mut stamps, What::Disks { declared: declared.len() as u64 }, |_| {
+        disks::wait(Path::new("/sys"), declared, DISKS_DEADLINE).map_err(|e| e.to_string())
+    });
+    let result = found.and_then(|found| {
+        found.into_iter().try_for_each(|(extension, disk)| {
+            let name = extension.name.to_string();
+            let what = What::Extension { name, device: disk.device.clone(), bytes: extension.verity.data_bytes() };
+            timed(&mut stamps, what, |steps| mount_one(extension, &disk, steps))
+        })
+    });
+    (stamps, result)
+}
+
+fn mount_one(extension: &Extension, disk: &disks::Disk, steps: &mut Vec<Stamp>) -> Result<(), String> {
+    let name = &extension.name;
+    let node = timed(steps, What::Verity, |_| verity::open(name, &extension.verity, disk).map_err(|e| e.to_string()))?;
+    timed(steps, What::Mount, |_| {
+        mount::erofs(name, &node).map_err(|error| match verity::is_intact(name) {
+            Ok(false) => {
+                let device = &disk.device;
+                format!(
+                    "{error}: the data of disk {device} does not match the root hash of the kernel's command line: \
+                     give both from the same build of the image"
+                )
+            }
+            Ok(true) | Err(_) => error,
+        })
+    })?;
+    if name.is_gpu() {
+        timed(steps, What::Firmware, |_| mount::bind_firmware(Path::new(mount::GPU), &mounts()))?;
+    }
+    Ok(())
+}
+
+/// Makes the libraries of `gpu` known to the guest's own loader; blocks. A failure costs services
+/// of the driver, no GPU and no check: the step reports it. Nothing is done twice.
+pub fn add_libraries(declared: &[Extension]) -> Vec<Stamp> {
+    let mut stamps = Vec::new();
+    if declared.iter().any(|extension| extension.name.is_gpu()) && !loader::is_added(&mounts()) {
+        // Reported by the step.
+        let _unused = timed(&mut stamps, What::Libraries, |_| loader::add(Path::new("/"), Path::new(mount::GPU)));
+    }
+    stamps
+}
+
+fn mounts() -> String {
+    std::fs::read_to_string("/proc/self/mounts").unwrap_or_default()
+}
+
+/// Root of the driver's user space, modules and firmware: `gpu`'s mount where there is one.
+pub fn driver_root() -> &'static Path {
+    let gpu = Path::new(mount::GPU);
+    if gpu.is_dir() { gpu } else { Path::new("/") }
+}

@@ -1,0 +1,200 @@
+//! The scan of sysfs for GPUs, NVSwitches and Mellanox functions.
+//!
+//! Reads only attributes that the kernel caches (vendor, device, class): never `config`, VPD or
+//! ROM, because each of those accesses exits to the hypervisor and waits for a BAR mapping that is
+//! under way. [`crate::gpu::vpd`] reads VPD, where the topology depends on it.
+
+use kata_gpu_wire::pci_address::{NVIDIA, PciAddress, is_gpu, waits_for_bar_firewall};
+use std::io;
+use std::path::Path;
+
+/// Mount point of sysfs in a guest.
+pub const SYS: &str = "/sys";
+/// Mellanox's PCI vendor id.
+const MELLANOX: u16 = 0x15b3;
+/// PCI class (base and subclass) of NVSwitches: other bridge.
+const SWITCH_CLASS: u32 = 0x0680;
+/// PCI class (base and subclass) of network controllers: Ethernet, and InfiniBand.
+const NETWORK_CLASSES: [u32; 2] = [0x0200, 0x0207];
+
+/// Whether this GPU's NVSwitches, if any, are managed through a Mellanox function instead of PCI
+/// functions of their own: B200 and B300 on HGX boards. The ids are those of the BAR firewall.
+pub fn has_switches_behind_network(device: u16) -> bool {
+    waits_for_bar_firewall(device)
+}
+
+/// A GPU as the PCI scan sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    pub address: PciAddress,
+    /// PCI device id.
+    pub device: u16,
+}
+
+/// Reads one function, for a GPU announced by a uevent. None if the function is no GPU, or gone
+/// again.
+pub fn read(sysfs: &Path, address: PciAddress) -> Option<Gpu> {
+    let function = sysfs.join("bus/pci/devices").join(address.to_string());
+    let vendor = u16::try_from(attribute(&function, "vendor").ok()?).ok()?;
+    let device = u16::try_from(attribute(&function, "device").ok()?).ok()?;
+    is_gpu(vendor, attribute(&function, "class").ok()?).then_some(Gpu { address, device })
+}
+
+/// Functions of the PCI bus that decide what this guest needs, each kind in ascending order of
+/// address.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Scan {
+    pub gpus: Vec<Gpu>,
+    pub switches: Vec<PciAddress>,
+    /// Network functions of Mellanox: ordinary ones, and those through which NVSwitches are
+    /// managed. Only VPD distinguishes them.
+    pub mellanox: Vec<PciAddress>,
+    /// Functions whose attributes cannot be read, with the reason; they are in no other list.
+    pub unreadable: Vec<String>,
+}
+
+/// Kind of a relevant function.
+enum Kind {
+    Gpu,
+    Switch,
+    Mellanox,
+}
+
+fn kind(vendor: u32, class: u32) -> Option<Kind> {
+    match u16::try_from(vendor) {
+        Ok(vendor) if is_gpu(vendor, class) => Some(Kind::Gpu),
+        Ok(NVIDIA) if class >> 8 == SWITCH_CLASS => Some(Kind::Switch),
+        Ok(MELLANOX) if NETWORK_CLASSES.contains(&(class >> 8)) => Some(Kind::Mellanox),
+        Ok(_) | Err(_) => None,
+    }
+}
+
+/// Reads the functions below `sysfs` (`/sys` in a guest).
+///
+/// Errors: the list of devices cannot be read (path, errno).
+pub fn scan(sysfs: &Path) -> io::Result<Scan> {
+    let devices = sysfs.join("bus/pci/devices");
+    let mut scan = Scan::default();
+    let entries = match std::fs::read_dir(&devices) {
+        Ok(entries) => entries,
+        // A kernel without any PCI bus has no such directory.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(scan),
+        Err(e) => return Err(io::Error::new(e.kind(), format!("read {}: {e}", devices.display()))),
+    };
+    for entry in entries {
+        let path = entry.map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", devices.display())))?.path();
+        let Some(address) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse::<PciAddress>().ok()) else { continue };
+        match (attribute(&path, "vendor"), attribute(&path, "class")) {
+            (Ok(vendor), Ok(class)) => match kind(vendor, class) {
+                Some(Kind::Gpu) => match attribute(&path, "device") {
+                    Ok(device) => scan.gpus.push(Gpu { address, device: device as u16 }),
+                    Err(e) => scan.unreadable.push(e.to_string()),
+                },
+                Some(Kind::Switch) => scan.switches.push(address),
+                Some(Kind::Mellanox) => scan.mellanox.push(address),
+                None => {}
+            },
+            (Err(e), _) | (_, Err(e)) => scan.unreadable.push(e.to_string()),
+        }
+    }
+    scan.gpus.sort_unstable_by_key(|gpu| gpu.address);
+    scan.switches.sort_unstable();
+    scan.mellanox.sort_unstable();
+    Ok(scan)
+}
+
+/// Bit of a port's capability mask: no subnet manager may use the port.
+const SM_DISABLED: u32 = 1 << 10;
+
+/// GUID of the first InfiniBand port of a network function, in nvlsm's format. Errors: its drivers
+/// have made no port (yet), or the port is closed to subnet managers.
+///
+/// Source: the GID at place 0 of a port ends with the port's GUID (InfiniBand specification, 4.1.1;
+/// the capability mask is that of PortInfo, 14.2.5.6).
+pub fn port_guid(sysfs: &Path, function: PciAddress) -> Result<String, String> {
+    let devices = sysfs.join("bus/pci/devices").join(function.to_string()).join("infiniband");
+    let first = std::fs::read_dir(devices).ok().and_then(|list| list.flatten().map(|entry| entry.path()).min());
+    let port = first.ok_or("no InfiniBand device")?.join("ports/1");
+    let read = |name: &str| std::fs::read_to_string(port.join(name)).map_err(|e| format!("read {}: {e}", port.join(name).display()));
+    let mask = read("cap_mask")?;
+    let mask = u32::from_str_radix(mask.trim().trim_start_matches("0x"), 16).map_err(|e| format!("capability mask {mask:?}: {e}"))?;
+    if mask & SM_DISABLED != 0 {
+        return Err(format!("its port is closed to subnet managers (capability mask {mask:#010x})"));
+    }
+    let gid = read("gids/0")?;
+    let digits: String = gid.trim().split(':').collect();
+    let guid = digits.get(16..32).and_then(|guid| u64::from_str_radix(guid, 16).ok()).filter(|guid| *guid != 0);
+    guid.map(|guid| format!("{guid:#018x}")).ok_or_else(|| format!("its port has the GID {:?}, which has no GUID", gid.trim()))
+}
+
+/// A hexadecimal attribute of a function, e.g. `0x10de`.
+fn attribute(function: &Path, name: &str) -> io::Result<u32> {
+    let path = function.join(name);
+    let text = std::fs::read_to_string(&path).map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", path.display())))?;
+    let digits = text.trim();
+    u32::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16)
+        .map_err(|_| io::Error::other(format!("read {}: {:?} is not a hexadecimal number", path.display(), digits)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_scan_finds_gpus_switches_and_mellanox_in_pci_order() {
+        let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-scan-{}", std::process::id()));
+        let functions = [
+            ("0000:0b:00.0", "0x10de", "0x030200", "0x2330"),
+            ("0000:02:00.0", "0x10de", "0x030000", "0x2331"),
+            ("0000:04:00.0", "0x10de", "0x068000", "0x22a3"), // NVSwitches
+            ("0000:03:00.0", "0x10de", "0x068000", "0x22a3"),
+            ("0000:06:00.0", "0x15b3", "0x020700", "0x1021"), // InfiniBand and Ethernet
+            ("0000:05:00.1", "0x15b3", "0x020000", "0x1021"),
+            ("0000:07:00.0", "0x15b3", "0x088000", "0xc2d5"), // a BlueField's other functions
+            ("0000:00:1f.0", "0x8086", "0x068000", "0x7000"), // another vendor's bridge
+            ("0000:00:02.0", "0x1af4", "0x030000", "0x1050"), // another vendor's display
+            ("0000:0c:00.0", "0x10de", "garbage", "0x2330"),
+        ];
+        for (address, vendor, class, device) in functions {
+            let function = sysfs.join("bus/pci/devices").join(address);
+            std::fs::create_dir_all(&function).unwrap();
+            for (name, value) in [("vendor", vendor), ("class", class), ("device", device)] {
+                std::fs::write(function.join(name), format!("{value}\n")).unwrap();
+            }
+        }
+        let found = scan(&sysfs).unwrap();
+        let list: Vec<(String, u16)> = found.gpus.iter().map(|g| (g.address.to_string(), g.device)).collect();
+        assert_eq!(list, [("0000:02:00.0".to_string(), 0x2331), ("0000:0b:00.0".to_string(), 0x2330)]);
+        let texts = |list: &[PciAddress]| list.iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert_eq!(texts(&found.switches), ["0000:03:00.0", "0000:04:00.0"]);
+        assert_eq!(texts(&found.mellanox), ["0000:05:00.1", "0000:06:00.0"]);
+        let unreadable = &found.unreadable;
+        assert_eq!(unreadable.len(), 1);
+        assert!(unreadable[0].contains("0000:0c:00.0/class") && unreadable[0].contains("garbage"), "{unreadable:?}");
+        std::fs::remove_dir_all(&sysfs).unwrap();
+        assert_eq!(scan(&sysfs).unwrap(), Scan::default());
+    }
+
+    #[test]
+    fn the_guid_of_a_port_is_the_end_of_its_first_gid() {
+        let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-guid-{}", std::process::id()));
+        let function: PciAddress = "0000:05:00.0".parse().unwrap();
+        assert_eq!(port_guid(&sysfs, function).unwrap_err(), "no InfiniBand device");
+        let port = sysfs.join("bus/pci/devices/0000:05:00.0/infiniband/mlx5_0/ports/1");
+        std::fs::create_dir_all(port.join("gids")).unwrap();
+        let with = |mask: &str, gid: &str| {
+            std::fs::write(port.join("cap_mask"), mask).unwrap();
+            std::fs::write(port.join("gids/0"), gid).unwrap();
+            port_guid(&sysfs, function)
+        };
+        let gid = "fe80:0000:0000:0000:b83f:d203:00d4:1a2c\n";
+        assert_eq!(with("0xa751e848\n", gid).unwrap(), "0xb83fd20300d41a2c");
+        assert!(with("0xa751ec48\n", gid).unwrap_err().contains("closed to subnet managers"));
+        for (mask, gid) in
+            [("", gid), ("0x0", "fe80::1\n"), ("0x0", &"\u{e4}".repeat(40)), ("0x0", "fe80:0000:0000:0000:0000:0000:0000:0000\n")]
+        {
+            with(mask, gid).unwrap_err();
+        }
+        std::fs::remove_dir_all(&sysfs).unwrap();
+    }
+}

@@ -1,0 +1,116 @@
+//! A boot as comparable numbers: times of milestones, durations of phases and steps, failures.
+
+use super::blame::{By, blame};
+use crate::boot::coverage::coverage;
+use crate::boot::model::Boot;
+use crate::boot::timeline::Timeline;
+use crate::data::boot_file::BootFile;
+use crate::data::compact_record::Field;
+use crate::data::text::{printable, printable_start};
+use kata_gpu_wire::names;
+use std::collections::BTreeMap;
+
+/// Limit of different step names in one boot; further ones count as one name. The format has some
+/// twenty.
+const MAX_NAMES: usize = 64;
+/// Limit of a reason, in bytes: enough for every reason of the init.
+const MAX_REASON: usize = 100;
+/// Limit of failures kept of one boot.
+const MAX_FAILURES: usize = 64;
+/// Limit of single durations of one step name in one boot: several times the GPUs of the largest
+/// machines.
+const MAX_DURATIONS: usize = 1024;
+/// Common name of all names after the first [`MAX_NAMES`].
+const OTHERS: &str = "(others)";
+
+/// Comparable numbers of one boot.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    /// Boot clock, ns.
+    pub milestones: BTreeMap<String, i64>,
+    /// Time in which at least one step of the phase was running.
+    pub phases: BTreeMap<&'static str, i64>,
+    pub steps: BTreeMap<String, StepMetrics>,
+    pub unexplained_percent: f64,
+    pub gpus: usize,
+    pub failed_gpus: usize,
+    pub settled: bool,
+    /// Whether the agent's lines are known: a missing milestone of the agent was then not reached.
+    pub agent_known: bool,
+    /// Failures as `step: reason`.
+    pub failures: Vec<String>,
+}
+
+/// All steps of one name.
+#[derive(Clone, Debug, Default)]
+pub struct StepMetrics {
+    /// Time in which at least one of the steps was running.
+    pub wall_ns: i64,
+    /// Durations of the steps that ended.
+    pub each_ns: Vec<i64>,
+}
+
+fn signed(ns: u64) -> i64 {
+    i64::try_from(ns).unwrap_or(i64::MAX)
+}
+
+/// Numbers of a boot. A boot without two milestones has only failures.
+pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: bool) -> Metrics {
+    let mut metrics = Metrics {
+        milestones: timeline.milestones.iter().map(|m| (m.name.clone(), m.at_ns)).collect(),
+        gpus: boot.gpus.len(),
+        failed_gpus: boot.failed_gpus().count(),
+        settled: boot.settled_ns.is_some(),
+        agent_known,
+        failures: failures(boot, file, timeline),
+        ..Metrics::default()
+    };
+    // The end of the record is no moment of the boot.
+    metrics.milestones.remove(crate::boot::draft::LAST_RECORD);
+    let Ok(window) = timeline.window(None, None) else { return metrics };
+    metrics.unexplained_percent = coverage(timeline, &window).unexplained_share;
+    for group in blame(timeline, &window, By::Phase).groups {
+        metrics.phases.insert(group.name, signed(group.time.wall_ns));
+        for row in group.steps {
+            let name = bounded(&metrics.steps, row.name);
+            let step = metrics.steps.entry(name).or_default();
+            step.wall_ns = step.wall_ns.saturating_add(signed(row.time.wall_ns));
+        }
+    }
+    for step in timeline.steps.iter().filter(|s| !s.open && !s.row.waiting) {
+        let title = if step.name == names::MODULE_LOAD { step.title() } else { step.name.clone() };
+        let name = if metrics.steps.contains_key(&title) { title } else { OTHERS.to_string() };
+        if let Some(metric) = metrics.steps.get_mut(&name)
+            && metric.each_ns.len() < MAX_DURATIONS
+        {
+            metric.each_ns.push(signed(step.took_ns()));
+        }
+    }
+    metrics
+}
+
+fn bounded(steps: &BTreeMap<String, StepMetrics>, name: String) -> String {
+    if steps.len() < MAX_NAMES || steps.contains_key(&name) { name } else { OTHERS.to_string() }
+}
+
+fn failures(boot: &Boot, file: &BootFile, timeline: &Timeline) -> Vec<String> {
+    let text = |text: &str| printable_start(text.as_bytes(), MAX_REASON);
+    let mut out = Vec::new();
+    for record in file.records.iter().filter(|r| r.name == names::GPU_FAILED).take(MAX_FAILURES) {
+        let field = |key: &str| record.fields.get(key).and_then(Field::as_str);
+        let reason = field("reason").or(record.error.as_deref()).unwrap_or("no reason given");
+        out.push(format!("{}: {}", text(field("step").unwrap_or("?")), text(reason)));
+    }
+    for container in boot.containers.iter().take(MAX_FAILURES) {
+        out.extend(container.error.as_ref().map(|error| format!("container: {}", text(error))));
+    }
+    out.extend(boot.power_off.as_ref().map(|why| format!("power-off: {}", text(why))));
+    out.extend(boot.too_large.map(|_| "too large: it was read in part".to_string()));
+    if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
+        // The boot hangs in the innermost open step.
+        let open = timeline.steps.iter().rev().find(|s| s.open && !s.row.waiting);
+        out.push(format!("not settled: {}", open.map_or("no step was open".to_string(), |s| format!("still in {}", printable(&s.name)))));
+    }
+    out.truncate(MAX_FAILURES);
+    out
+}

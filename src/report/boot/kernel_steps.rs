@@ -1,0 +1,142 @@
+//! Steps by the kernel's own lines: until it starts the first program, its rounds of PCI
+//! enumeration, and the probes inside a module load.
+
+use super::draft::Draft;
+use super::intervals::ns;
+use super::story::Step;
+use crate::data::compact_record::Record;
+use kata_gpu_wire::catalogue::derived;
+use kata_gpu_wire::names;
+use kata_gpu_wire::pci_address::{PciAddress, waits_for_bar_firewall};
+use kata_gpu_wire::record::Kind;
+use std::collections::HashSet;
+
+/// Distance from which lines of PCI enumeration belong to two rounds: a function takes some ms even
+/// if each access leaves the VM.
+const ROUND_PAUSE_NS: i64 = 100_000_000;
+/// Limit of driver loads examined: there is one, or a second try.
+const MAX_LOADS: usize = 8;
+
+/// A line of the kernel about one PCI function.
+struct PciLine<'a> {
+    at_ns: i64,
+    /// Source of the line: `pci`, or a driver's name.
+    by: &'a str,
+    address: PciAddress,
+    enabling: bool,
+}
+
+/// `pci 0001:00:00.0: BAR 0 [mem ..]`, `nvidia 0001:00:01.0: enabling device (0000 -> 0002)`.
+fn pci_line(record: &Record) -> Option<PciLine<'_>> {
+    let (by, rest) = record.kmsg_text().split_once(' ')?;
+    let (address, said) = rest.split_once(": ")?;
+    let enabling = said.starts_with("enabling device");
+    Some(PciLine { at_ns: ns(record.boottime_ns), by, address: address.parse().ok()?, enabling })
+}
+
+/// Adds the kernel's steps.
+pub fn add(draft: &mut Draft) {
+    let file = draft.file;
+    let mut lines: Vec<&Record> = file.records.iter().filter(|r| r.kind == Kind::Kmsg).collect();
+    lines.sort_by_key(|r| r.boottime_ns);
+    let init_ns = draft.milestone("init start");
+    let before_init = |at: i64| init_ns.is_some_and(|init| at <= init);
+    let run = lines.iter().find(|r| r.kmsg_text().starts_with("Run ") && r.kmsg_text().ends_with(" as init process"));
+    let run_ns = run.map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
+
+    let kernel = run_ns.or(init_ns).and_then(|end| draft.derive(derived::KERNEL, 0, end));
+    let said = |what: &str| lines.iter().find(|r| r.kmsg_text().contains(what)).map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
+    if let Some((begin, end)) = said("initramfs...").zip(said("Freeing initrd memory"))
+        && let Some(initrd) = draft.derive(derived::KERNEL_INITRD, begin, end).and_then(|i| draft.step_mut(i))
+    {
+        initrd.parent = kernel;
+    }
+    let exec = run_ns.zip(init_ns).and_then(|(run, init)| draft.derive(derived::KERNEL_EXEC, run, init));
+    let pci: Vec<PciLine> = lines.iter().filter_map(|r| pci_line(r)).collect();
+    let enumeration = pci.iter().filter(|l| l.by == "pci" && !l.enabling && before_init(l.at_ns)).map(|l| l.at_ns);
+    for (begin, end) in rounds(enumeration) {
+        let inside = |step: &usize| draft.story.steps.get(*step).is_some_and(|s| s.begin_ns <= begin && s.end_ns >= Some(end));
+        let parent = [kernel, exec].into_iter().flatten().find(inside);
+        if let Some(round) = draft.derive(derived::KERNEL_PCI, begin, end).and_then(|i| draft.step_mut(i)) {
+            round.parent = parent;
+        }
+    }
+    probes(draft, &pci);
+}
+
+/// First and last of times that follow each other closely.
+fn rounds(times: impl Iterator<Item = i64>) -> Vec<(i64, i64)> {
+    let mut rounds: Vec<(i64, i64)> = Vec::new();
+    for at in times {
+        match rounds.last_mut() {
+            Some(round) if at.saturating_sub(round.1) <= ROUND_PAUSE_NS => round.1 = at,
+            _ => rounds.push((at, at)),
+        }
+    }
+    rounds
+}
+
+/// Adds the probes inside a module load, which are sequential. The kernel logs `enabling device`
+/// right before the host maps a GPU's BARs; that probe ends when the GPU is bound, when the next
+/// one begins, or with the load.
+fn probes(draft: &mut Draft, lines: &[PciLine]) {
+    let mut loads: Vec<(usize, i64, i64)> = Vec::new();
+    for (i, step) in draft.story.steps.iter().enumerate() {
+        if loads.len() < MAX_LOADS && step.name == names::MODULE_LOAD && step.detail == "nvidia" {
+            loads.push((i, step.begin_ns, step.end_ns.unwrap_or(draft.story.last_ns)));
+        }
+    }
+    // An import has made steps of these lines already.
+    let enablings = draft.story.steps.iter().filter(|step| step.name == names::GPU_ENABLE);
+    let enablings: HashSet<_> = enablings.map(|step| (step.gpu.map(|gpu| gpu.address), step.begin_ns)).collect();
+    for (load, begin, end) in loads {
+        let inside: Vec<&PciLine> = lines.iter().filter(|l| l.by == "nvidia" && l.enabling && (begin..=end).contains(&l.at_ns)).collect();
+        for (at, line) in inside.iter().enumerate() {
+            if enablings.contains(&(Some(line.address), line.at_ns)) {
+                continue;
+            }
+            let next = inside.get(at + 1).map_or(end, |next| next.at_ns);
+            let gpu = draft.gpus.get(&line.address).copied().unwrap_or_default();
+            let bound = gpu.bound_ns.filter(|at| *at >= line.at_ns).unwrap_or(end);
+            let sleeps = gpu.device.is_some_and(waits_for_bar_firewall);
+            let step = Step {
+                name: if sleeps { derived::GPU_PROBE } else { derived::GPU_MAP }.to_string(),
+                gpu: Some(draft.gpu_name(line.address)),
+                begin_ns: line.at_ns,
+                end_ns: Some(next.min(bound).min(end)),
+                parent: Some(load),
+                derived: true,
+                ..Step::default()
+            };
+            draft.story.steps.push(step);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_wire::record;
+
+    #[test]
+    fn lines_about_functions_are_recognised() {
+        let line = |text: &str| {
+            let mut record = record::Record::new(Kind::Kmsg, "kmsg");
+            record.fields.insert("text".into(), text.into());
+            pci_line(&record.into()).map(|l| (l.by.to_string(), l.address.to_string(), l.enabling))
+        };
+        let of = |by: &str, enabling| Some((by.to_string(), "0001:00:02.0".to_string(), enabling));
+        assert_eq!(line("pci 0001:00:02.0: BAR 0 [mem 0x120022000000-0x120022ffffff 64bit pref]"), of("pci", false));
+        assert_eq!(line("nvidia 0001:00:02.0: enabling device (0000 -> 0002)"), of("nvidia", true));
+        for other in ["", "pci", "NVRM: GPU 0001:00:02.0: RmInitAdapter failed!", "pci_bus 0001:00: root bus", "pci 0001:00: x"] {
+            assert_eq!(line(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn lines_that_are_far_apart_are_two_rounds() {
+        let ms = |t: i64| t * 1_000_000;
+        assert_eq!(rounds([ms(1), ms(90), ms(180), ms(500), ms(501)].into_iter()), [(ms(1), ms(180)), (ms(500), ms(501))]);
+        assert_eq!(rounds([i64::MIN, i64::MAX].into_iter()).len(), 2);
+    }
+}

@@ -1,0 +1,280 @@
+//! The table of one boot, and its summary.
+
+use super::rows::{Row, Side, Tracker};
+use super::summary::summary;
+use super::table::Table;
+use crate::boot::host_trace::HostStep;
+use crate::boot::model::{Boot, KERNEL_START};
+use crate::data::agent_log::AgentLine;
+use crate::data::boot_file::{BootFile, HostEvent, Sandbox};
+use crate::data::clock_points::{ClockPoints, Placed};
+use crate::data::compact_record::{Record, in_time};
+use crate::data::guest_clocks::GuestClocks;
+use crate::data::text::{Screen, error_bound, printable, printable_start};
+use anyhow::{Context, Result};
+use std::io::{self, Write};
+
+/// Longest id of a build that is shown, in bytes; SHA-1 has 40 digits.
+const MAX_BUILD: usize = 64;
+
+/// Table and summary.
+pub fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> Result<String> {
+    let mut out = Vec::new();
+    write_page(&mut out, file, agent, boot, verbose, screen)?;
+    String::from_utf8(out).context("a page is ASCII")
+}
+
+/// The same row by row: a boot can have as many as a reader keeps records, each of several thousand
+/// characters.
+pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> io::Result<()> {
+    let table = Table { screen };
+    if let Some(header) = &file.header {
+        let (version, kernel) = (printable(&header.version), printable(&header.kernel));
+        let build =
+            boot.build.as_deref().map(|build| format!(" (build {})", printable_start(build.as_bytes(), MAX_BUILD))).unwrap_or_default();
+        writeln!(out, "boot {}, kata-gpu-init {version}{build}, kernel {kernel}", header.boot_id)?;
+        if let Some(sandbox) = file.sandbox() {
+            writeln!(out, "{}", sandbox_line(sandbox))?;
+        }
+        writeln!(out)?;
+    }
+    writeln!(out, "{}", table.head())?;
+    let mut last = None;
+    let mut tracker = Tracker::default();
+    for (_, moment) in moments(file, agent, boot) {
+        let row = moment.row(&mut tracker);
+        if verbose || !row.detail {
+            for line in table.lines(&row, last) {
+                writeln!(out, "{line}")?;
+            }
+            last = Some(row.time_ns);
+        }
+    }
+    writeln!(out)?;
+    summary(boot, &screen).iter().try_for_each(|line| writeln!(out, "{line}"))
+}
+
+/// Pod and sandbox of the VM.
+fn sandbox_line(sandbox: &Sandbox) -> String {
+    let pod = sandbox.pod.as_ref().map(|pod| {
+        let namespace = sandbox.namespace.as_ref().map(|n| format!("{n}/")).unwrap_or_default();
+        format!("pod {}, ", printable(&format!("{namespace}{pod}")))
+    });
+    format!("{}sandbox {}", pod.unwrap_or_default(), printable(&sandbox.id))
+}
+
+/// Source of a row.
+enum Moment<'a> {
+    Fixed(Box<Row>),
+    Record(&'a Record),
+    Agent(&'a AgentLine, Placed),
+    Connected { peer: &'a str, at_ns: u64 },
+    Traced(&'a HostStep),
+}
+
+impl Moment<'_> {
+    fn row(self, tracker: &mut Tracker) -> Row {
+        match self {
+            Self::Fixed(row) => *row,
+            Self::Record(record) => tracker.row(record),
+            Self::Agent(line, placed) => tracker.agent_row(&line.event, placed.boottime_ns, placed.approximate),
+            Self::Traced(step) => tracker.traced_row(step),
+            Self::Connected { peer, at_ns } => Row::plain(at_ns, Side::Host, format!("collector connected to {}", printable(peer))),
+        }
+    }
+}
+
+/// Everything that has a time, in order.
+fn moments<'a>(file: &'a BootFile, agent: &'a [AgentLine], boot: &'a Boot) -> Vec<(u64, Moment<'a>)> {
+    let clock = file.clock();
+    let mut points = ClockPoints::default();
+    file.records.iter().for_each(|record| points.add(record));
+    let mut moments = Vec::new();
+    let mut fixed = |row: Row| moments.push((row.time_ns, Moment::Fixed(Box::new(row))));
+    if let Some(before) = GuestClocks::of(&file.records).before_kernel {
+        let what = format!("VMM and firmware, until the kernel's clock began ({}, by the TSC)", error_bound(before.error_ns));
+        fixed(Row { took_ns: Some(before.took_ns), ..Row::plain(0, Side::Host, what) });
+    }
+    let zero = file.imported().map(|i| i.zero.as_str()).filter(|zero| *zero != KERNEL_START);
+    fixed(zero.map_or_else(Row::kernel_start, |zero| Row::plain(0, Side::Host, format!("0 is {}", printable(zero)))));
+    moments.extend(in_time(&file.records).into_iter().map(|record| (record.boottime_ns, Moment::Record(record))));
+    for line in agent {
+        let placed = points.place(line.realtime_ns, &clock);
+        moments.extend(placed.map(|placed| (placed.boottime_ns, Moment::Agent(line, placed))));
+    }
+    for step in boot.host.iter().flat_map(|host| host.steps.iter().chain(&host.counts)) {
+        // A step has its row where it ends; before the kernel's start there is only that.
+        moments.push((u64::try_from(step.end_ns()).unwrap_or(0), Moment::Traced(step)));
+    }
+    for line in &file.host {
+        if let HostEvent::Connected { peer, .. } = &line.event
+            && let Some(at_ns) = clock.boottime_at(line.realtime_ns)
+        {
+            moments.push((at_ns, Moment::Connected { peer, at_ns }));
+        }
+    }
+    moments.sort_by_key(|(at_ns, _)| *at_ns);
+    moments
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::agent_log;
+    use crate::data::boot_dir::read_boot;
+    use crate::data::text::ascii_json;
+    use kata_gpu_test_support::{golden, tests_dir};
+    use std::fs::File;
+
+    const BOOT: &str = "hand-made-3-gpus-one-fails";
+    /// A boot of the simulator guest in QEMU without KVM, as the collector wrote it; of its
+    /// console, the agent's lines.
+    const RECORDED: &str = "recorded-8-gpus-fast-host";
+
+    fn fixture_of(boot: &str) -> (BootFile, Vec<AgentLine>) {
+        let file = read_boot(&tests_dir(&format!("fixtures/boots/{boot}.ndjson"))).unwrap();
+        let console = File::open(tests_dir(&format!("fixtures/boots/{boot}.console"))).unwrap();
+        (file, agent_log::read(console).unwrap())
+    }
+
+    fn fixture() -> (BootFile, Vec<AgentLine>) {
+        fixture_of(BOOT)
+    }
+
+    #[test]
+    fn a_recorded_boot_looks_as_it_did() {
+        let (file, agent) = fixture_of(RECORDED);
+        let boot = Boot::new(&file, &agent);
+        assert_eq!((boot.gpus.len(), boot.containers.len(), boot.lost.records, boot.damaged_lines), (8, 2, 0, 0));
+        golden(&format!("{RECORDED}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+    }
+
+    #[test]
+    fn either_shims_log_has_agent_lines_of_its_own_sandbox_alone() {
+        // containerd's, by the Go shim; the journal's, by the Rust one.
+        for name in ["containerd-1.7-kata-4.1.0", "journal-kata-4.1.0-rust"] {
+            log_of_a_shim(name);
+        }
+    }
+
+    fn log_of_a_shim(name: &str) {
+        let path = tests_dir(&format!("fixtures/agent/{name}.ndjson"));
+        let log = path.with_extension("log");
+        let file = read_boot(&path).unwrap();
+        assert_eq!(file.sandbox_id(), Some("train-0"));
+        let agent = agent_log::of_boot(&path, file.sandbox_id(), Some(&log)).unwrap();
+        let boot = Boot::new(&file, &agent);
+        golden(&format!("agent/{name}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+        assert!(boot.milestones.iter().all(|m| m.boottime_ns.is_some() && !m.approximate), "{:?}", boot.milestones);
+        let devices: Vec<(&str, &str)> = boot.containers.iter().map(|c| (c.name.as_str(), c.devices.as_str())).collect();
+        let asked = ["nvidia.com/gpu=0", "nvidia.com/gpu=1", "nvidia.com/gpu=all", "nvidia.com/gpu=7"];
+        assert_eq!(
+            devices,
+            ["pause", "first", "second", "all", "other"].into_iter().zip([agent_log::NONE].into_iter().chain(asked)).collect::<Vec<_>>()
+        );
+        // Another pod's boot has nothing of it, and one that is nobody's does not guess.
+        assert_eq!(agent_log::of_boot(&path, Some("train-1"), Some(&log)).unwrap(), []);
+        let error = format!("{:#}", agent_log::of_boot(&path, None, Some(&log)).unwrap_err());
+        assert!(error.contains("does not name its sandbox"), "{error}");
+    }
+
+    /// A boot with kata-agent 4.1.0 for real, in the simulator guest; of its console, the agent's
+    /// lines, as they were torn.
+    fn of_a_real_agent(what: &str) -> (BootFile, Vec<AgentLine>) {
+        let path = tests_dir(&format!("fixtures/agent/kata-agent-4.1.0-{what}.ndjson"));
+        (read_boot(&path).unwrap(), agent_log::of_boot(&path, None, None).unwrap())
+    }
+
+    #[test]
+    fn a_real_agents_boot_has_all_milestones_and_each_container() {
+        let (file, agent) = of_a_real_agent("info");
+        let boot = Boot::new(&file, &agent);
+        golden("agent/kata-agent-4.1.0-info.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+        assert!(boot.milestones.iter().all(|m| m.boottime_ns.is_some() && !m.approximate), "{:?}", boot.milestones);
+        let names: std::collections::BTreeSet<&str> = boot.containers.iter().map(|c| c.name.as_str()).collect();
+        assert_eq!((names.len(), boot.containers.len()), (10, 10));
+        let coverage = boot.coverage.unwrap();
+        assert!(coverage.unexplained_share < 1.0, "{coverage:?}");
+        // Without agent lines, the milestone of the agent has no time.
+        let without = Boot::new(&file, &[]);
+        assert!(without.milestones.iter().all(|m| m.name != "agent ready" || m.boottime_ns.is_none()));
+    }
+
+    #[test]
+    fn without_agent_lines_containers_are_those_that_the_init_saw() {
+        let (file, agent) = of_a_real_agent("warn");
+        let boot = Boot::new(&file, &agent);
+        golden("agent/kata-agent-4.1.0-warn.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+        assert!(boot.containers.len() == 9 && boot.containers.iter().all(|c| c.seen_by_init && c.devices == agent_log::UNKNOWN));
+        let container = |name: &str| boot.milestones.iter().find(|m| m.name == name).is_some_and(|m| m.approximate);
+        assert!(container("first container") && container("last container"));
+    }
+
+    fn shown(verbose: bool, screen: Screen) -> String {
+        let (file, agent) = fixture();
+        page(&file, &agent, &Boot::new(&file, &agent), verbose, screen).unwrap()
+    }
+
+    #[test]
+    fn the_table_is_the_golden_one() {
+        golden(&format!("{BOOT}.show"), &shown(false, Screen::PLAIN));
+        golden(&format!("{BOOT}.show-v"), &shown(true, Screen::PLAIN));
+        golden(&format!("{BOOT}.show-100-columns-colour"), &shown(false, Screen { width: Some(100), colour: true }));
+    }
+
+    #[test]
+    fn the_model_is_the_golden_one() {
+        let (file, agent) = fixture();
+        golden(&format!("{BOOT}.json"), &ascii_json(&Boot::new(&file, &agent)).unwrap());
+    }
+
+    #[test]
+    fn without_clock_events_times_are_approximate_or_absent() {
+        let (mut file, agent) = fixture();
+        file.records.retain(|r| r.name != kata_gpu_wire::names::CLOCK);
+        let boot = Boot::new(&file, &agent);
+        assert!(boot.milestones.iter().any(|m| m.name == "agent ready" && m.approximate));
+        assert!(page(&file, &agent, &boot, false, Screen::PLAIN).unwrap().contains("~ approximate"));
+        file.host.clear();
+        let boot = Boot::new(&file, &agent);
+        assert!(boot.milestones.iter().all(|m| m.wall.is_none()));
+        assert_eq!(boot.milestones.iter().find(|m| m.name == "agent ready").unwrap().boottime_ns, None);
+        assert_eq!(boot.containers.len(), 2, "what happened is known, only not when");
+    }
+
+    #[test]
+    fn every_cut_of_a_boot_can_be_shown() {
+        let whole = std::fs::read(tests_dir(&format!("fixtures/boots/{BOOT}.ndjson"))).unwrap();
+        for end in (0..whole.len()).step_by(37) {
+            let file = BootFile::read(&whole[..end]).unwrap();
+            let boot = Boot::new(&file, &[]);
+            assert_eq!(boot.damaged_lines, 0, "a half-written line is not damage");
+            assert!(page(&file, &[], &boot, true, Screen::PLAIN).unwrap().contains("MILESTONE"));
+        }
+    }
+
+    #[test]
+    fn nothing_a_guest_writes_reaches_the_terminal_as_it_is() {
+        let evil = "\\u001b[2J\\u202e\\u009b31m\\r\\n";
+        let hostile = format!(
+            concat!(
+                r#"{{"schema":1,"stream":{{"boot_id":"0f7a1f8e-0000-4000-8000-00000000beef","version":"{0}","kernel":"{0}","first_seq":0}}}}"#,
+                "\n",
+                r#"{{"schema":1,"seq":0,"boottime_ns":18446744073709551615,"kind":"event","name":"gpu.failed","gpu":"0000:00:00.0","error":"{0}","fields":{{"{0}":"{0}","step":"{0}","index":18446744073709551615}}}}"#,
+                "\n",
+                r#"{{"schema":1,"seq":1,"boottime_ns":5,"kind":"kmsg","name":"kmsg","level":"error","fields":{{"text":"{0}"}}}}"#,
+                "\n",
+                r#"{{"schema":1,"seq":18446744073709551615,"boottime_ns":5,"kind":"event","name":"power-off","error":"{0}"}}"#,
+                "\nfoo{1}\n"
+            ),
+            evil, "\x1b[2J"
+        );
+        let file = BootFile::read(hostile.as_bytes()).unwrap();
+        assert_eq!((file.records.len(), file.damaged), (3, 1), "{:?}", file.damage);
+        let boot = Boot::new(&file, &[]);
+        for width in [None, Some(80)] {
+            let text = page(&file, &[], &boot, true, Screen { width, colour: false }).unwrap();
+            assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");
+        }
+    }
+}

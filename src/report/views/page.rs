@@ -1,0 +1,448 @@
+//! `--html`: one page that needs nothing else. page.html is its template, checked as the program is
+//! built; page.js draws picture and table.
+//!
+//! Safe by three means, each enough by itself: texts are printable ASCII before they come here; the
+//! template escapes what goes into HTML, and what goes into the page's JSON has no `<`, `>` or `&`;
+//! and the page's content security policy runs the one script and uses the styles whose hashes it
+//! names, and loads nothing.
+
+use super::health_table::HealthTable;
+use super::lanes::LaneOf;
+use super::markup::{headline, milestones, shape_of};
+use super::rows::{Side, Tone};
+use super::summary::complaints;
+use super::svg;
+use super::waterfall::{Mark, Step, Waterfall};
+use crate::boot::intervals::{length, ns};
+use crate::boot::model;
+use crate::boot::model::{Boot, Gpu, SETTLED};
+use crate::data::clock_offset::RATE_ERROR_PPM;
+use crate::data::text::{error_bound, printable, seconds, wall_clock};
+use askama::Template;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use kata_gpu_wire::pci_address::PciAddress;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
+use std::fmt::{self, Write as _};
+use std::io::{self, Write};
+
+const STYLE: &str = include_str!("page.css");
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+const SCRIPT: &str = include_str!("page.js");
+
+/// Steps, and marks, that a page takes: a browser draws that many without effort. The page names
+/// the number of those left out; details go first.
+const MAX_SHOWN: usize = 20_000;
+/// Characters of the health table beside each other: a page of the usual width shows them without
+/// scrolling.
+const HEALTH_WIDTH: usize = 130;
+/// Rows of one lane that are drawn; steps beyond share the last one.
+const MAX_ROWS: usize = 40;
+
+/// Values of the template. `|safe` there is for `style`, `script`, `picture` and `data` alone.
+#[derive(Template)]
+#[template(path = "page.html", config = "views/askama.toml")]
+struct Page<'a> {
+    policy: String,
+    short_id: &'a str,
+    style: &'static str,
+    headline: String,
+    boot_id: &'a str,
+    /// Versions, and the start by the wall clock.
+    about: Vec<String>,
+    tiles: Vec<Tile>,
+    gpu_notes: Vec<GpuNote>,
+    complaints: Vec<String>,
+    /// Number of steps and marks that are not on the page.
+    left_out: usize,
+    picture: String,
+    gpus: Vec<GpuRow>,
+    health: Option<Health>,
+    footer: String,
+    data: Data<'a>,
+    script: &'static str,
+}
+
+/// A number above the picture.
+struct Tile {
+    name: &'static str,
+    value: String,
+    unit: &'static str,
+}
+
+/// Note about a GPU that is not usable.
+struct GpuNote {
+    index: String,
+    address: PciAddress,
+    failure: Option<Failure>,
+    /// The step it is in, for one that has not failed.
+    open: String,
+    /// The driver's words, a line each.
+    words: String,
+}
+
+struct Failure {
+    at: String,
+    step: String,
+    /// Token of the reason.
+    reason: Option<String>,
+    error: String,
+    cure: Option<String>,
+}
+
+/// The GPUs' health.
+struct Health {
+    tables: Vec<HealthPart>,
+    source: Option<String>,
+    sentences: Vec<String>,
+}
+
+/// Columns of the health table that fit beside each other. Cells are texts, and whether they are
+/// numbers; rows begin with whether something is wrong.
+struct HealthPart {
+    heads: Vec<(&'static str, bool)>,
+    rows: Vec<(bool, Vec<(String, bool)>)>,
+}
+
+/// Row of the table of GPUs.
+struct GpuRow {
+    failed: bool,
+    index: String,
+    address: PciAddress,
+    cells: [Cell; 5],
+}
+
+#[derive(Default)]
+struct Cell {
+    text: String,
+    took: Option<String>,
+}
+
+/// The whole page.
+pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
+    let boot = &timeline.boot;
+    let shown = Shown::of(timeline);
+    let policy = format!(
+        "default-src 'none'; script-src {}; style-src {} {}; base-uri 'none'; form-action 'none'",
+        hash(SCRIPT),
+        hash(STYLE),
+        hash(svg::STYLE)
+    );
+    let page = Page {
+        policy,
+        short_id: timeline.boot_id().get(..8).unwrap_or_default(),
+        style: STYLE,
+        headline: headline(timeline),
+        boot_id: timeline.boot_id(),
+        about: about(timeline),
+        tiles: tiles(timeline),
+        gpu_notes: boot.gpus.iter().filter_map(|gpu| gpu_note(timeline, gpu)).collect(),
+        complaints: complaints(boot),
+        left_out: shown.left_out(timeline),
+        picture: svg::write(timeline),
+        gpus: boot.gpus.iter().take(MAX_SHOWN).map(gpu_row).collect(),
+        health: Health::of(boot),
+        footer: footer(timeline),
+        data: Data { timeline, shown },
+        script: SCRIPT,
+    };
+    page.write_into(&mut *out)
+}
+
+/// JSON that can stand in a script element: nothing in it ends the element, starts a comment or
+/// ends a line of an older JavaScript.
+fn for_script(json: &Value) -> String {
+    let mut out = String::new();
+    // These characters stand in JSON only within strings, where an escape means the same.
+    for c in json.to_string().chars() {
+        match c {
+            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => out.push_str(&format!("\\u{:04x}", c as u32)),
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+fn hash(text: &str) -> String {
+    format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text.as_bytes())))
+}
+
+fn about(timeline: &Waterfall) -> Vec<String> {
+    let boot = &timeline.boot;
+    let version = boot.version.as_deref().map(|version| format!("kata-gpu-init {}", printable(version)));
+    let kernel = boot.kernel.as_deref().map(|kernel| format!("kernel {}", printable(kernel)));
+    let start = timeline.wall_at(0).map(|wall| format!("started {} {}", wall_clock(wall.realtime_ns), plus_minus(wall.error_ns)));
+    [version, kernel, Some(start.unwrap_or("wall clock not known".to_string()))].into_iter().flatten().collect()
+}
+
+fn plus_minus(error_ns: u64) -> String {
+    error_bound(error_ns).replace("+-", "\u{b1}")
+}
+
+fn tiles(timeline: &Waterfall) -> Vec<Tile> {
+    let tile = |name, value, unit| Tile { name, value, unit };
+    let mut out = Vec::new();
+    let before = timeline.boot.clock.before_kernel;
+    out.extend(before.map(|before| tile("VMM and firmware", seconds(before.took_ns), "s")));
+    let mut last = None;
+    for milestone in timeline.boot.milestones.iter().filter(|m| m.name != SETTLED) {
+        // A single container is both the first and the last.
+        let value = milestone.boottime_ns.filter(|ns| milestone.name != "kernel start" && last != Some(*ns));
+        last = milestone.boottime_ns.or(last);
+        let sure = if milestone.approximate { "~" } else { "" };
+        out.extend(value.map(|ns| tile(milestone.name, format!("{sure}{}", seconds(ns)), "s")));
+    }
+    let published = timeline.boot.gpus.iter().filter_map(|g| g.published.map(|p| p.at_ns)).max();
+    out.extend(published.map(|ns| tile("last GPU published", seconds(ns), "s")));
+    out.extend(timeline.boot.settled_ns.map(|ns| tile(SETTLED, seconds(ns), "s")));
+    let error = timeline.sample().map(|sample| plus_minus(sample.error_ns).trim_end_matches(" ms").to_string());
+    out.extend(error.map(|error| tile("clock error", error, "ms at best")));
+    out
+}
+
+fn index_of(gpu: &Gpu) -> String {
+    gpu.index.map_or("?".to_string(), |index| index.to_string())
+}
+
+fn gpu_note(timeline: &Waterfall, gpu: &Gpu) -> Option<GpuNote> {
+    let failure = gpu.failed.as_ref().map(|failure| {
+        let why = timeline.failures.get(&gpu.address);
+        Failure {
+            at: seconds(failure.at_ns),
+            step: printable(&failure.step),
+            reason: why.map(|why| why.reason.clone()),
+            error: printable(&failure.reason),
+            cure: why.and_then(|why| why.cure.clone()),
+        }
+    });
+    let open = gpu.still.as_ref().map(|still| {
+        let long = seconds(length(ns(still.since_ns), timeline.end_ns));
+        let step = printable(&still.step);
+        format!("is in {step} since {} s: open for {long} s when the stream ended", seconds(still.since_ns))
+    });
+    if failure.is_none() && open.is_none() {
+        return None;
+    }
+    let words = timeline.words.get(&gpu.address).map(|lines| lines.join("\n")).unwrap_or_default();
+    Some(GpuNote { index: index_of(gpu), address: gpu.address, failure, open: open.unwrap_or_default(), words })
+}
+
+fn gpu_row(gpu: &Gpu) -> GpuRow {
+    let text = |text: String| Cell { text, took: None };
+    let step = |step: Option<model::Step>| {
+        step.map(|step| Cell { text: seconds(step.at_ns), took: step.took_ns.map(seconds) }).unwrap_or_default()
+    };
+    let usable = match (&gpu.failed, &gpu.still) {
+        (Some(_), _) => text("failed".to_string()),
+        (None, Some(_)) if gpu.usable.is_none() => text("not yet".to_string()),
+        (None, _) => step(gpu.usable),
+    };
+    let found = text(gpu.found_ns.map(seconds).unwrap_or_default());
+    let cells = [found, step(gpu.enabled), step(gpu.bound), step(gpu.published), usable];
+    GpuRow { failed: gpu.failed.is_some(), index: index_of(gpu), address: gpu.address, cells }
+}
+
+impl Health {
+    fn of(boot: &Boot) -> Option<Self> {
+        let table = HealthTable::of(boot)?;
+        let groups = table.groups(Some(HEALTH_WIDTH), 2);
+        // The first two columns are the GPU's.
+        let is_number = |column: usize| column > 1 && table.heads.get(column).is_some_and(|(_, right)| *right);
+        let part = |group: &Vec<(usize, usize)>| {
+            let columns = || group.iter().map(|(column, _)| *column);
+            let row = |(wrong, cells): &(bool, Vec<String>)| {
+                (*wrong, columns().filter_map(|column| Some((cells.get(column)?.clone(), is_number(column)))).collect())
+            };
+            let heads = columns().filter_map(|column| Some((table.heads.get(column)?.0, is_number(column)))).collect();
+            HealthPart { heads, rows: table.rows.iter().map(row).collect() }
+        };
+        Some(Self { tables: groups.iter().map(part).collect(), source: table.source, sentences: table.sentences })
+    }
+}
+
+fn footer(timeline: &Waterfall) -> String {
+    match timeline.sample() {
+        None => "The stream has no clock sample: wall-clock times are not known.".to_string(),
+        Some(sample) => format!(
+            "Times are seconds on the guest's boot clock. Wall-clock times are the host's, known to {} at {} s by the best of {} pings; the bound \
+             grows by {RATE_ERROR_PPM} ppm of the distance from there.",
+            plus_minus(sample.error_ns),
+            seconds(sample.boottime_ns),
+            timeline.boot.clock.samples
+        ),
+    }
+}
+
+/// Steps and marks of a boot that are on the page.
+struct Shown<'a> {
+    steps: &'a [Step],
+    marks: Vec<&'a Mark>,
+}
+
+impl<'a> Shown<'a> {
+    fn of(timeline: &'a Waterfall) -> Self {
+        let some_only = timeline.marks.len() > MAX_SHOWN;
+        let marks = timeline.marks.iter().filter(|mark| !(some_only && mark.detail)).take(MAX_SHOWN).collect();
+        Self { steps: timeline.steps.get(..MAX_SHOWN).unwrap_or(&timeline.steps), marks }
+    }
+
+    /// Number of steps and marks that are left out.
+    fn left_out(&self, timeline: &Waterfall) -> usize {
+        timeline.steps.len() - self.steps.len() + timeline.marks.len() - self.marks.len()
+    }
+}
+
+/// Data that page.js draws, as JSON. Steps and marks are made one by one.
+struct Data<'a> {
+    timeline: &'a Waterfall,
+    shown: Shown<'a>,
+}
+
+impl fmt::Display for Data<'_> {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { timeline, shown } = self;
+        let gpu_numbers: HashMap<PciAddress, usize> = timeline.boot.gpus.iter().enumerate().map(|(i, gpu)| (gpu.address, i)).collect();
+        let lanes: Vec<Value> = timeline
+            .lanes
+            .iter()
+            .map(|lane| {
+                let gpu = match lane.of {
+                    LaneOf::Side(_) => None,
+                    LaneOf::Gpu(gpu) => gpu_numbers.get(&gpu.address).copied(),
+                    // A number that no GPU has: a lane of GPUs, of none in particular.
+                    LaneOf::OtherGpus => Some(timeline.boot.gpus.len()),
+                };
+                json!({ "name": lane.name, "gpu": gpu, "rows": lane.rows.min(MAX_ROWS) })
+            })
+            .collect();
+        let gpus: Vec<Value> = timeline
+            .boot
+            .gpus
+            .iter()
+            .map(|gpu| {
+                let state = match (&gpu.failed, gpu.usable) {
+                    (Some(_), _) => Some("failed"),
+                    (None, None) => Some("open"),
+                    (None, Some(_)) => None,
+                };
+                json!({ "index": gpu.index, "address": gpu.address.to_string(), "state": state })
+            })
+            .collect();
+        let milestones: Vec<Value> = milestones(timeline).into_iter().map(|(name, at)| json!({ "name": name, "at": at })).collect();
+        let sides = [Side::Kernel, Side::Host, Side::Driver, Side::Init, Side::Agent];
+        let used: Vec<&str> = sides.into_iter().filter(|side| timeline.steps.iter().any(|s| s.side == *side)).map(Side::name).collect();
+        let clock = timeline.sample().map(|sample| {
+            json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": timeline.clock_error_ns(), "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
+        });
+        // A step that is not on the page is time between two that are.
+        let on_page = |step: usize| (step < shown.steps.len()).then_some(step);
+        let path = timeline.path.iter().map(|p| json!({ "step": p.step.and_then(on_page), "begin": p.begin_ns, "took": p.took_ns }));
+        let data = json!({
+            "begin": timeline.begin_ns, "end": timeline.end_ns, "boot_end": timeline.boot_end_ns, "clock": clock, "lanes": lanes, "gpus": gpus, "sides": used,
+            "milestones": milestones,
+        });
+        // Open until the lists are in it.
+        out.write_str(for_script(&data).strip_suffix('}').unwrap_or_default())?;
+        list(out, "steps", shown.steps.iter().map(|s| step(s, &gpu_numbers)))?;
+        list(out, "marks", shown.marks.iter().map(|m| mark(m, &gpu_numbers)))?;
+        list(out, "path", path)?;
+        out.write_char('}')
+    }
+}
+
+/// Writes a list as a further member of an object.
+fn list(out: &mut fmt::Formatter<'_>, name: &str, of: impl Iterator<Item = Value>) -> fmt::Result {
+    write!(out, ",\"{name}\":[")?;
+    for (nth, value) in of.enumerate() {
+        write!(out, "{}{}", if nth > 0 { "," } else { "" }, for_script(&value))?;
+    }
+    out.write_char(']')
+}
+
+fn step(step: &Step, gpus: &HashMap<PciAddress, usize>) -> Value {
+    json!({
+        "id": step.id, "name": step.name, "label": step.label(), "side": step.side.name(), "lane": step.lane, "row": step.row.min(MAX_ROWS - 1),
+        "gpu": step.gpu.map(|gpu| gpus.get(&gpu.address).copied().unwrap_or(gpus.len())), "begin": step.begin_ns, "end": step.end_ns,
+        "lost": step.begin_lost, "approx": step.approximate, "after": step.after, "critical": step.critical, "error": step.error,
+        "fields": step.fields,
+    })
+}
+
+fn mark(mark: &Mark, gpus: &HashMap<PciAddress, usize>) -> Value {
+    let tone = match mark.tone {
+        Tone::Plain => "plain",
+        Tone::Good => "good",
+        Tone::Warning => "warning",
+        Tone::Error => "error",
+    };
+    json!({
+        "at": mark.at_ns, "approx": mark.approximate, "name": mark.name, "text": mark.text, "side": mark.side.name(), "lane": mark.lane,
+        "gpu": mark.gpu.map(|gpu| gpus.get(&gpu.address).copied().unwrap_or(gpus.len())), "tone": tone, "detail": mark.detail,
+        "kind": shape_of(mark),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_text_ends_its_script_element() {
+        let evil = json!("</script><script>alert(1)</script><!-- \u{2028}&");
+        let out = for_script(&evil);
+        assert!(!out.contains(['<', '>', '&', '\u{2028}']), "{out}");
+        assert_eq!(serde_json::from_str::<Value>(&out).unwrap(), evil);
+    }
+
+    /// Selectors of the style, media queries included; None where its braces do not match.
+    fn selectors(style: &str) -> Option<Vec<&str>> {
+        let (mut selectors, mut depth, mut from) = (Vec::new(), 0_usize, 0);
+        for (at, brace) in style.match_indices(['{', '}']) {
+            if brace == "{" {
+                depth += 1;
+                selectors.extend(style.get(from..at)?.rsplit([';', '/']).next());
+            } else {
+                depth = depth.checked_sub(1)?;
+            }
+            from = at + 1;
+        }
+        (depth == 0).then_some(selectors)
+    }
+
+    /// Names in `text` behind each `mark`, a run of name characters each.
+    fn names<'a>(text: &'a str, mark: &'a str) -> impl Iterator<Item = &'a str> {
+        let name = |after: &'a str| after.split(|c: char| !c.is_ascii_alphanumeric() && c != '-').next().unwrap_or_default();
+        text.split(mark).skip(1).map(name).filter(|name| name.starts_with(|c: char| c.is_ascii_lowercase()))
+    }
+
+    /// Words of each attribute in `text` that begins with `mark` and ends with one of `ends`.
+    fn words<'a>(text: &'a str, mark: &'a str, ends: &'a [char]) -> impl Iterator<Item = &'a str> {
+        let value = move |after: &'a str| after.split(ends).next().unwrap_or_default();
+        text.split(mark).skip(1).map(value).flat_map(str::split_ascii_whitespace).filter(|word| !word.contains(['$', '{', '}']))
+    }
+
+    /// Classes of the page and its script that the style has no rule for, and ids of the style that
+    /// the page does not have.
+    fn unmatched(style: &str) -> Vec<String> {
+        let template = include_str!("page.html");
+        let Some(selectors) = selectors(style) else { return vec!["{".into()] };
+        let selectors = selectors.join(" ");
+        let ruled: Vec<_> = names(&selectors, ".").collect();
+        let used = words(template, "class=\"", &['"']).chain(words(SCRIPT, "class: \"", &['"'])).chain(words(SCRIPT, "class: `", &['`']));
+        let classes = used.filter(|class| !ruled.contains(class)).map(|class| format!(".{class}"));
+        let ids = names(&selectors, "#").filter(|id| !template.contains(&format!("id=\"{id}\""))).map(|id| format!("#{id}"));
+        classes.chain(ids).collect()
+    }
+
+    #[test]
+    fn style_has_a_rule_for_every_class_and_no_other_id() {
+        assert_eq!(unmatched(STYLE), [""; 0]);
+        // Without the rules of the chart, which a lost line or an open comment takes away.
+        let without = STYLE.lines().filter(|line| !line.starts_with("#chart .lane")).collect::<Vec<_>>().join("\n");
+        assert_eq!(unmatched(&without), [".lane"]);
+        assert_eq!(unmatched(&STYLE.replacen('}', "", 1)), ["{"]);
+        assert_eq!(unmatched(&STYLE.replacen("#tip", "#tap", 1)), ["#tap"]);
+    }
+}

@@ -1,0 +1,12 @@
+//! Guest halves of the VM tests, which run in the guest; their host halves are in tests/vm.
+
+mod census;
+pub mod extensions;
+pub mod guest;
+mod hot_plug_soak;
+pub mod inside;
+pub mod liar;
+pub mod random;
+pub mod script;
+pub mod stalls;
+pub mod vmm;

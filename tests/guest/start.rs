@@ -1,0 +1,44 @@
+//! Start of the guest's test binary: the name it is started under selects one of its programs.
+
+use crate::agent::config::AGENT_VERSION;
+use crate::agent::{cdi, container_run};
+
+/// Runs the program; the agent resolves devices by `specs`.
+pub fn main(specs: cdi::Open) {
+    cdi::resolve_with(specs);
+    let name = std::env::args().next().unwrap_or_default();
+    match name.rsplit('/').next() {
+        Some("hardware") => crate::hardware::run(),
+        Some("driver-script") => crate::driver_script::run(),
+        Some("minimal-init") => crate::minimal_init::run(),
+        Some("serial-init") => crate::serial_init::run(),
+        Some(crate::serial_init::HOLDER) => crate::serial_init::hold(),
+        Some(crate::agent::pod::process::PARKED) => crate::agent::pod::process::park(),
+        Some("fork-panics") => fork_panics(),
+        Some(crate::halves::inside::NAME) => crate::halves::inside::run(),
+        Some(crate::halves::vmm::NAME) => crate::halves::vmm::run(),
+        // The interpreter of a script, whose path comes first.
+        Some("test-programs") if std::env::args().nth(1).is_some_and(|script| script.starts_with('/')) => {
+            crate::services::run(&std::env::args().skip(1).collect::<Vec<_>>())
+        }
+        Some("trap-init") => crate::trap_init::run(),
+        // The real one knows this option, too.
+        _ if std::env::args().nth(1).is_some_and(|a| a == "--version") => println!("kata-agent version {} (for tests)", AGENT_VERSION),
+        _ if std::env::args().nth(1).is_some_and(|a| a == container_run::WORD) => {
+            container_run::process(&std::env::args().skip(2).collect::<Vec<_>>())
+        }
+        _ => crate::agent::run(),
+    }
+}
+
+/// Forks as PID 1 does, with a child that panics, and prints which process continues behind the
+/// fork. A program does this, because a test has threads.
+fn fork_panics() {
+    let own = std::process::id();
+    let forked = std::panic::catch_unwind(|| kata_gpu_init::machine::sys::fork_single_threaded("both", |both| panic!("{both}")));
+    println!("behind the fork: {}", if std::process::id() == own { "the parent" } else { "the child" });
+    match forked {
+        Ok(Ok((child, both))) => println!("{both}: {:?}", nix::sys::wait::waitpid(child, None).map(|s| (s.pid() == Some(child), s))),
+        other => println!("{other:?}"),
+    }
+}

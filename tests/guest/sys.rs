@@ -1,0 +1,36 @@
+//! System calls of the test programs for which neither std nor nix has a safe form, beside those of
+//! `kata_gpu_init::machine::sys`. No other module of this package is unsafe.
+#![allow(unsafe_code, reason = "system calls without a safe form in std or nix")]
+
+use nix::errno::Errno;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+mod request {
+    nix::ioctl_readwrite!(check_version, b'F', 210, [u8; 64]);
+}
+
+/// Makes standard input the controlling terminal of this session; another session loses it.
+pub fn take_terminal() -> nix::Result<()> {
+    const STEAL: nix::libc::c_int = 1;
+    // SAFETY: TIOCSCTTY takes a plain number, and reads or writes no memory of this process.
+    Errno::result(unsafe { nix::libc::ioctl(0, nix::libc::TIOCSCTTY as _, STEAL) }).map(drop)
+}
+
+/// Sets PATH of this process, which has started no other thread yet; refused with EDEADLK where it
+/// has.
+pub fn set_path_single_threaded(path: &str) -> nix::Result<()> {
+    let tasks = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
+    if tasks != 1 {
+        return Err(Errno::EDEADLK);
+    }
+    // SAFETY: there is no other thread that could read the environment meanwhile.
+    unsafe { std::env::set_var("PATH", path) };
+    Ok(())
+}
+
+/// NVIDIA's own check of versions (NV_ESC_CHECK_VERSION_STR), which only an opened GPU answers.
+pub fn check_version(gpu: &OwnedFd) -> nix::Result<()> {
+    let mut buffer = [0_u8; 64];
+    // SAFETY: the request's size says 64 bytes, which outlive the call.
+    unsafe { request::check_version(gpu.as_raw_fd(), &raw mut buffer) }.map(drop)
+}
