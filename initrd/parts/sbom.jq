@@ -7,7 +7,7 @@ def key: "\(.name) \(.version)";
 | def ref: if .source then "pkg:cargo/\(.name)@\(.version)" else "\(.name)@\(.version)" end;
   (.packages | map(select([key] | inside($linked)))) as $packages
 | ($packages | map({key: .id, value: ref}) | from_entries) as $refs
-| ($packages[] | select(.name == "kata-gpu-init")) as $own
+| ($packages[] | select(.name == $program)) as $own
 | {
     bomFormat: "CycloneDX", specVersion: "1.5", version: 1,
     metadata: {component: {
@@ -19,7 +19,7 @@ def key: "\(.name) \(.version)";
     components: ([
         # std, and with musl the C library that Rust brings along.
         {type: "library", "bom-ref": "rust-std@\($rust)", name: "rust-std", version: $rust, licenses: [{expression: "MIT OR Apache-2.0"}]}
-    ] + ($packages | map(select(.name != "kata-gpu-init") | {
+    ] + ($packages | map(select(.name != $program) | {
         type: "library", "bom-ref": ref, name, version,
         licenses: [{expression: ((.license // "Apache-2.0") | gsub(" ?/ ?"; " OR "))}]
     }
