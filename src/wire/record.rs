@@ -17,8 +17,8 @@
 //! Lines of the next schema are read as far as they are known ([`super::newer`]); other schemas are
 //! refused. src/wire/README.md has the rules for a change of the format.
 //!
-//! Nothing here trusts the other side: [`decode`](fn@crate::decode::decode) takes any bytes and returns a [`Line`] or a
-//! [`DecodeError`], never panics.
+//! Nothing trusts the other side: [`decode`](fn@crate::decode::decode) takes any bytes and returns
+//! a [`Line`] or a [`DecodeError`], never panics.
 
 use crate::pci_address::PciAddress;
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,8 @@
 //! A reason why nothing is installed, in one line: place, key and value, why they cannot work, and
 //! the cure.
 //!
-//! Not here: the rules; see [`crate::install::checks`]. Text from files is truncated and made printable.
+//! Not here: the rules; see [`crate::install::checks`]. Text from files is truncated and
+//! made printable.
 
 use kata_gpu_report::data::text::{printable, printable_start};
 use serde_json::{Value as Json, json};
