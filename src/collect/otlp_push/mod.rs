@@ -1,4 +1,4 @@
-//! Sends OTLP requests to a receiver over HTTP, as protobuf. The request itself decides on the
+//! Sends OTLP requests to a receiver over HTTP, as protobuf. The report decides on the
 //! content of a request, the caller on when to send again.
 //!
 //! Each boot has one connection: a node's boots are minutes apart, and load balancers cut idle
