@@ -55,6 +55,12 @@ enum Command {
     Initrd(initrd::Args),
     Import(import::Args),
     Trace(trace::Args),
+    /// Moved.
+    #[command(hide = true)]
+    Cdi {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -79,6 +85,10 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Import(args) => import::run(&args),
         Command::Trace(args) => trace::run(&args),
+        Command::Cdi { .. } => {
+            eprintln!("kata-gpu-boot: `cdi check` is a program of its own: kata-gpu-cdi-check (cargo build -p kata-gpu-cdi-check)");
+            return ExitCode::from(2);
+        }
         Command::Install(args) => return install::run(&args),
         Command::Uninstall(args) => return uninstall::run(&args),
         Command::Initrd(args) => return initrd::run(&args),

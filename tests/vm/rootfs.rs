@@ -188,11 +188,11 @@ fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &s
     let path = booted.work_dir().join("nvidia.json");
     std::fs::write(&path, &spec)?;
     let check = |path: &Path| {
-        let mut check = Command::new(kata_gpu_boot(context));
-        check.args(["cdi", "check"]).arg(path).arg("--json").output().context("run kata-gpu-boot cdi check")
+        let mut check = Command::new(kata_gpu_boot(context).with_file_name("kata-gpu-cdi-check"));
+        check.arg(path).arg("--json").output().context("run kata-gpu-cdi-check")
     };
     let good = check(&path)?;
-    ensure!(good.status.success(), "kata-gpu-boot cdi check: {}", words(&good));
+    ensure!(good.status.success(), "kata-gpu-cdi-check: {}", words(&good));
     let bad = booted.work_dir().join("bad.json");
     std::fs::write(&bad, spec.replace("\"hostPath\"", "\"hostPaht\""))?;
     ensure!(check(&bad)?.status.code() == Some(1), "cdi check takes a spec with an unknown field");

@@ -1,4 +1,4 @@
-//! `kata-gpu-boot cdi check`: every rule has a spec that breaks it alone and a twin that does not;
+//! `kata-gpu-cdi-check`: every rule has a spec that breaks it alone and a twin that does not;
 //! both agents' parsers agree with what the rules claim of them; the reference spec and our own
 //! ones pass.
 
