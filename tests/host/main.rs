@@ -94,12 +94,5 @@ impl Drop for TempDir {
 
 /// Compares with `tests/golden/<name>`, or writes it if UPDATE_GOLDEN=1 is set.
 fn golden(name: &str, text: &str) {
-    let path = project().join("tests/golden").join(name);
-    if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(&path, text).unwrap();
-        return;
-    }
-    let want = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}: UPDATE_GOLDEN=1 writes it", path.display()));
-    assert!(want == text, "{} differs: UPDATE_GOLDEN=1 refreshes it\n--- golden\n{want}\n--- now\n{text}", path.display());
+    kata_gpu_test_support::golden_file(Path::new(name), text);
 }

@@ -58,7 +58,12 @@ pub fn tests_dir(path: &str) -> PathBuf {
 
 /// Compares with `tests/golden/host/<name>`, or writes it if UPDATE_GOLDEN=1 is set.
 pub fn golden(name: &str, text: &str) {
-    let path = tests_dir("golden/host").join(name);
+    golden_file(&Path::new("host").join(name), text);
+}
+
+/// The same with a file anywhere in `tests/golden`.
+pub fn golden_file(name: &Path, text: &str) {
+    let path = tests_dir("golden").join(name);
     if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
         std::fs::create_dir_all(path.parent().expect("golden files have a folder")).expect("make the folder");
         std::fs::write(&path, text).expect("write the golden file");

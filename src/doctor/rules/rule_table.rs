@@ -69,7 +69,8 @@ mod tests {
 
     #[test]
     fn each_rule_has_its_own_check() {
-        let of = |ids: Vec<&'static str>| ids;
-        assert_eq!(of(RULES.iter().map(|rule| rule.id).collect()), of(CHECKS.iter().map(|(id, _)| *id).collect()));
+        let rules: Vec<&str> = RULES.iter().map(|rule| rule.id).collect();
+        let checks: Vec<&str> = CHECKS.iter().map(|(id, _)| *id).collect();
+        assert_eq!(rules, checks);
     }
 }
