@@ -25,7 +25,11 @@ pub struct Disagreement {
 
 impl fmt::Display for Disagreement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {:?} and {:?}, error {}", self.what, self.stream_ns, self.import_ns, self.error_ns)
+        write!(
+            f,
+            "{}: {:?} and {:?}, error {}",
+            self.what, self.stream_ns, self.import_ns, self.error_ns
+        )
     }
 }
 
@@ -38,11 +42,22 @@ pub struct Agreement {
 }
 
 impl Agreement {
-    fn compare(&mut self, what: String, stream_ns: Option<u64>, import_ns: Option<u64>, error_ns: u64) {
+    fn compare(
+        &mut self,
+        what: String,
+        stream_ns: Option<u64>,
+        import_ns: Option<u64>,
+        error_ns: u64,
+    ) {
         match (stream_ns, import_ns) {
             (Some(a), Some(b)) if a.abs_diff(b) <= error_ns => self.agreed += 1,
             (None, None) => {}
-            _ => self.disagreements.push(Disagreement { what, stream_ns, import_ns, error_ns }),
+            _ => self.disagreements.push(Disagreement {
+                what,
+                stream_ns,
+                import_ns,
+                error_ns,
+            }),
         }
     }
 }
@@ -52,16 +67,32 @@ impl Agreement {
 pub fn agreement(stream: &BootFile, agent: &[AgentLine], import: &BootFile) -> Agreement {
     let (a, b) = (Boot::new(stream, agent), Boot::new(import, &[]));
     let mut all = Agreement::default();
-    let error_of =
-        |name: &str| import.records.iter().filter(|r| r.name == *name).filter_map(|r| Some(mark(r)?.error_ns)).max().unwrap_or(0);
+    let error_of = |name: &str| {
+        import
+            .records
+            .iter()
+            .filter(|r| r.name == *name)
+            .filter_map(|r| Some(mark(r)?.error_ns))
+            .max()
+            .unwrap_or(0)
+    };
     for milestone in &a.milestones {
         let error = match milestone.name {
             "agent ready" => error_of(own::AGENT_READY),
             "first container" | "last container" => error_of(own::CONTAINER_CREATED),
             _ => 0,
         };
-        let imported = b.milestones.iter().find(|m| m.name == milestone.name).and_then(|m| m.boottime_ns);
-        all.compare(milestone.name.into(), milestone.boottime_ns, imported, error);
+        let imported = b
+            .milestones
+            .iter()
+            .find(|m| m.name == milestone.name)
+            .and_then(|m| m.boottime_ns);
+        all.compare(
+            milestone.name.into(),
+            milestone.boottime_ns,
+            imported,
+            error,
+        );
     }
     for gpu in &a.gpus {
         let imported = b.gpus.iter().find(|g| g.address == gpu.address);
@@ -70,21 +101,53 @@ pub fn agreement(stream: &BootFile, agent: &[AgentLine], import: &BootFile) -> A
             all.compare(format!("{} {what}", gpu.address), stream, import, 0);
         };
         compare("found", gpu.found_ns, imported.and_then(|g| g.found_ns));
-        compare("enabled", at(gpu.enabled), at(imported.and_then(|g| g.enabled)));
+        compare(
+            "enabled",
+            at(gpu.enabled),
+            at(imported.and_then(|g| g.enabled)),
+        );
         compare("bound", at(gpu.bound), at(imported.and_then(|g| g.bound)));
-        compare("published", at(gpu.published), at(imported.and_then(|g| g.published)));
-        compare("usable", at(gpu.usable), at(imported.and_then(|g| g.usable)));
+        compare(
+            "published",
+            at(gpu.published),
+            at(imported.and_then(|g| g.published)),
+        );
+        compare(
+            "usable",
+            at(gpu.usable),
+            at(imported.and_then(|g| g.usable)),
+        );
     }
     for container in &a.containers {
-        let same = b.containers.iter().find(|c| (&c.name, &c.devices, c.tries) == (&container.name, &container.devices, container.tries));
-        all.compare(format!("container {}", container.name), container.at_ns, same.and_then(|c| c.at_ns), error_of(own::CONTAINER_CREATED));
+        let same = b.containers.iter().find(|c| {
+            (&c.name, &c.devices, c.tries) == (&container.name, &container.devices, container.tries)
+        });
+        all.compare(
+            format!("container {}", container.name),
+            container.at_ns,
+            same.and_then(|c| c.at_ns),
+            error_of(own::CONTAINER_CREATED),
+        );
     }
-    let text = |r: &Record| r.fields.get("text").and_then(Field::as_str).unwrap_or("").to_string();
+    let text = |r: &Record| {
+        r.fields
+            .get("text")
+            .and_then(Field::as_str)
+            .unwrap_or("")
+            .to_string()
+    };
     for record in import.records.iter().filter(|r| r.kind == Kind::Kmsg) {
         let printk = record.fields.get("printk_us");
-        let same = stream.records.iter().find(|r| r.kind == Kind::Kmsg && text(r) == text(record) && r.fields.get("printk_us") == printk);
+        let same = stream.records.iter().find(|r| {
+            r.kind == Kind::Kmsg && text(r) == text(record) && r.fields.get("printk_us") == printk
+        });
         let error = mark(record).map_or(0, |mark| mark.error_ns);
-        all.compare(text(record), same.map(|r| r.boottime_ns), Some(record.boottime_ns), error);
+        all.compare(
+            text(record),
+            same.map(|r| r.boottime_ns),
+            Some(record.boottime_ns),
+            error,
+        );
     }
     all
 }

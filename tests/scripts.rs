@@ -15,7 +15,11 @@ const FUZZ_SECONDS: &str = "3";
 fn main() -> ExitCode {
     let fuzz = cases("tests/fuzz/run").into_iter().map(|target| {
         Trial::ignorable_test(format!("fuzz_{target}"), move || {
-            case(&target, || script("tests/fuzz/run").args([FUZZ_SECONDS, &target]).output())
+            case(&target, || {
+                script("tests/fuzz/run")
+                    .args([FUZZ_SECONDS, &target])
+                    .output()
+            })
         })
     });
     // The first case that is asked for runs the script: each case stands on what earlier ones
@@ -25,7 +29,11 @@ fn main() -> ExitCode {
         let ran = Arc::clone(&ran);
         Trial::ignorable_test(format!("rootfs_{name}"), move || {
             case(&name, || {
-                let output = ran.get_or_init(|| script("tests/rootfs/builder").output().map_err(|e| e.to_string()));
+                let output = ran.get_or_init(|| {
+                    script("tests/rootfs/builder")
+                        .output()
+                        .map_err(|e| e.to_string())
+                });
                 output.clone().map_err(std::io::Error::other)
             })
         })
@@ -33,23 +41,38 @@ fn main() -> ExitCode {
     let dockerfile = DOCKERFILE.map(|(name, arch)| {
         Trial::ignorable_test(name, move || {
             if !std::env::args().any(|word| word.contains("dockerfile")) {
-                return Ok(Completion::ignored_with("10 minutes: tests/run dockerfile runs it"));
+                return Ok(Completion::ignored_with(
+                    "10 minutes: tests/run dockerfile runs it",
+                ));
             }
-            case(name, || script("tests/rootfs/dockerfile").env("ARCH", arch).output())
+            case(name, || {
+                script("tests/rootfs/dockerfile").env("ARCH", arch).output()
+            })
         })
     });
     let reproducible = Trial::ignorable_test(REPRODUCIBLE, || {
         if !std::env::args().any(|word| word.contains("reproducible")) {
-            return Ok(Completion::ignored_with("4 minutes: tests/run reproducible runs it"));
+            return Ok(Completion::ignored_with(
+                "4 minutes: tests/run reproducible runs it",
+            ));
         }
         case(REPRODUCIBLE, || script("tests/reproducible").output())
     });
     // Run one at a time: the fuzzer counts what it tries in a few seconds.
-    trials::run(1, fuzz.chain(rootfs).chain(dockerfile).chain([reproducible]).collect())
+    trials::run(
+        1,
+        fuzz.chain(rootfs)
+            .chain(dockerfile)
+            .chain([reproducible])
+            .collect(),
+    )
 }
 
 /// Names with architectures of guests.
-const DOCKERFILE: [(&str, &str); 2] = [("dockerfile_builds_the_same_image", "amd64"), ("arm64_dockerfile_builds_the_same_image", "arm64")];
+const DOCKERFILE: [(&str, &str); 2] = [
+    ("dockerfile_builds_the_same_image", "amd64"),
+    ("arm64_dockerfile_builds_the_same_image", "arm64"),
+];
 const REPRODUCIBLE: &str = "reproducible_in_two_folders_with_two_homes";
 
 fn script(path: &str) -> Command {
@@ -61,9 +84,18 @@ fn script(path: &str) -> Command {
 
 /// Names of a script's cases.
 fn cases(path: &str) -> Vec<String> {
-    let output = script(path).arg("--list").output().unwrap_or_else(|e| panic!("run {path} --list: {e}"));
-    let names: Vec<String> = String::from_utf8_lossy(&output.stdout).lines().map(str::to_string).collect();
-    assert!(output.status.success() && !names.is_empty(), "{path} --list names no case: {output:?}");
+    let output = script(path)
+        .arg("--list")
+        .output()
+        .unwrap_or_else(|e| panic!("run {path} --list: {e}"));
+    let names: Vec<String> = String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .map(str::to_string)
+        .collect();
+    assert!(
+        output.status.success() && !names.is_empty(),
+        "{path} --list names no case: {output:?}"
+    );
     names
 }
 
@@ -84,10 +116,16 @@ fn case(name: &str, run: impl FnOnce() -> std::io::Result<Output>) -> Result<Com
     }
     if !result.starts_with("ok") {
         let lines = printed.lines().skip_while(|line| !line.starts_with(&begin));
-        let below: Vec<&str> = lines.skip(1).take_while(|line| line.starts_with("  ")).collect();
+        let below: Vec<&str> = lines
+            .skip(1)
+            .take_while(|line| line.starts_with("  "))
+            .collect();
         return Err(format!("{result}\n{}", below.join("\n")).into());
     }
-    if let Some(what) = result.strip_prefix("ok ").or_else(|| result.strip_prefix("ok: ")) {
+    if let Some(what) = result
+        .strip_prefix("ok ")
+        .or_else(|| result.strip_prefix("ok: "))
+    {
         trials::print_line(&format!("{name}: {what}"));
     }
     Ok(Completion::Completed)

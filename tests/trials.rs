@@ -32,10 +32,17 @@ pub fn run(at_once: usize, trials: Vec<Trial>) -> ExitCode {
 
 /// The same in the current folder: the program may be on another machine than the project.
 pub fn run_anywhere(at_once: usize, mut trials: Vec<Trial>) -> ExitCode {
-    let CommandLine { libtest: mut arguments, more } = CommandLine::parse();
+    let CommandLine {
+        libtest: mut arguments,
+        more,
+    } = CommandLine::parse();
     if !more.is_empty() {
         let words: Vec<String> = arguments.filter.take().into_iter().chain(more).collect();
-        trials.retain(|trial| words.iter().any(|word| !filtered_by(&arguments, word).is_filtered_out(trial)));
+        trials.retain(|trial| {
+            words
+                .iter()
+                .any(|word| !filtered_by(&arguments, word).is_filtered_out(trial))
+        });
     }
     arguments.test_threads.get_or_insert(at_once);
     end_with_the_reader();
@@ -44,7 +51,10 @@ pub fn run_anywhere(at_once: usize, mut trials: Vec<Trial>) -> ExitCode {
 
 /// The same command line with this word as its only name.
 fn filtered_by(arguments: &Arguments, word: &str) -> Arguments {
-    Arguments { filter: Some(word.into()), ..arguments.clone() }
+    Arguments {
+        filter: Some(word.into()),
+        ..arguments.clone()
+    }
 }
 
 /// The result of a test that boots or runs what `tests/run` builds, where nothing was built.
@@ -55,7 +65,9 @@ pub fn ignored_unless_built() -> Option<Completion> {
 
 /// Prints a line in one piece. Errors are ignored: a reader that has gone fails no test.
 pub fn print_line(line: &str) {
-    let _unread = std::io::stdout().lock().write_all(format!("{line}\n").as_bytes());
+    let _unread = std::io::stdout()
+        .lock()
+        .write_all(format!("{line}\n").as_bytes());
 }
 
 /// The project's folder.
@@ -70,7 +82,9 @@ pub fn project() -> PathBuf {
 fn end_with_the_reader() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        let printer = panic.location().is_some_and(|at| at.file().contains("libtest-mimic"));
+        let printer = panic
+            .location()
+            .is_some_and(|at| at.file().contains("libtest-mimic"));
         let text = panic.payload().downcast_ref::<String>();
         if printer && text.is_some_and(|text| text.contains("BrokenPipe")) {
             std::process::exit(CLOSED_PIPE);

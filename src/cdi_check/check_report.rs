@@ -104,14 +104,27 @@ struct Parsed<'a> {
 
 impl Parsed<'_> {
     fn document(&self) -> Document<'_> {
-        Document { file: &self.text.name, bytes: self.text.text.len(), value: &self.value, nodes: &self.nodes }
+        Document {
+            file: &self.text.name,
+            bytes: self.text.text.len(),
+            value: &self.value,
+            nodes: &self.nodes,
+        }
     }
 }
 
 /// Checks the files that were read.
 pub fn check(input: Input, question: &Question) -> Result<Report> {
-    let Input { files, mut findings, ignored, .. } = input;
-    let agents: Vec<Agent> = Agent::ALL.into_iter().filter(|a| question.agents.has(*a)).collect();
+    let Input {
+        files,
+        mut findings,
+        ignored,
+        ..
+    } = input;
+    let agents: Vec<Agent> = Agent::ALL
+        .into_iter()
+        .filter(|a| question.agents.has(*a))
+        .collect();
     let mut about = Vec::new();
     let mut parsed = Vec::new();
     // Files that the agents judge: all but files that would take too much to try.
@@ -120,9 +133,20 @@ pub fn check(input: Input, question: &Question) -> Result<Report> {
     let mut nodes: Vec<Vec<NodeLook>> = Vec::new();
     let mut budget = Budget::default();
     // Verdict of the agents where a file was left out.
-    let mut left_out = if findings.iter().all(|f| f.rule == &NOT_READ) { None } else { Some(LEFT_OUT.to_string()) };
+    let mut left_out = if findings.iter().all(|f| f.rule == &NOT_READ) {
+        None
+    } else {
+        Some(LEFT_OUT.to_string())
+    };
     for text in &files {
-        let mut file = File { name: text.name.clone(), bytes: text.text.len(), kind: None, declared: None, minimum: None, devices: 0 };
+        let mut file = File {
+            name: text.name.clone(),
+            bytes: text.text.len(),
+            kind: None,
+            declared: None,
+            minimum: None,
+            devices: 0,
+        };
         match look_into(text, &question.look, &mut budget, &mut findings)? {
             Looked::TooMuch => left_out = left_out.or(Some(LEFT_OUT.to_string())),
             Looked::NotTried(error) => left_out = Some(format!("{}: {error}", text.name)),
@@ -147,30 +171,50 @@ pub fn check(input: Input, question: &Question) -> Result<Report> {
     let court = Court::new(&tried)?;
     agree(&mut findings, &tried, &court, &agents);
     let mut report = Report {
-        assumed: parsed.iter().flat_map(|p| &p.nodes).filter(|n| n.found == super::look::Found::Assumed).count(),
+        assumed: parsed
+            .iter()
+            .flat_map(|p| &p.nodes)
+            .filter(|n| n.found == super::look::Found::Assumed)
+            .count(),
         files: about,
         ignored,
         verdicts: agents
             .iter()
-            .map(|agent| Verdict { agent: *agent, refused: refusal(*agent, &tried, &court, left_out.as_deref()) })
+            .map(|agent| Verdict {
+                agent: *agent,
+                refused: refusal(*agent, &tried, &court, left_out.as_deref()),
+            })
             .collect(),
         asked: Vec::new(),
         not_tried: 0,
         findings,
     };
-    let loading = report.verdicts.iter().filter(|v| v.refused.is_none()).map(|v| v.agent);
-    let mut injectors: Vec<(Agent, Result<Inject, String>)> = loading.map(|agent| (agent, court.injector(agent, &nodes))).collect();
+    let loading = report
+        .verdicts
+        .iter()
+        .filter(|v| v.refused.is_none())
+        .map(|v| v.agent);
+    let mut injectors: Vec<(Agent, Result<Inject, String>)> = loading
+        .map(|agent| (agent, court.injector(agent, &nodes)))
+        .collect();
     let (asked, not_tried) = asked(&parsed, &question.devices)?;
     report.not_tried = not_tried;
     for devices in asked {
         let waits = waits(&parsed, &devices);
-        let outcomes = injectors.iter_mut().map(|(agent, injector)| (*agent, outcome(injector, &devices, &waits))).collect();
+        let outcomes = injectors
+            .iter_mut()
+            .map(|(agent, injector)| (*agent, outcome(injector, &devices, &waits)))
+            .collect();
         report.asked.push(Asked { devices, outcomes });
     }
     report.judge_asked(&parsed, question);
-    report.findings.retain(|f| f.agents.and(question.agents).any());
+    report
+        .findings
+        .retain(|f| f.agents.and(question.agents).any());
     let position = |f: &Finding| report.files.iter().position(|file| file.name == f.file);
-    report.findings.sort_by_cached_key(|f| (f.rule.severity, position(f), f.file.clone()));
+    report
+        .findings
+        .sort_by_cached_key(|f| (f.rule.severity, position(f), f.file.clone()));
     Ok(report)
 }
 
@@ -183,7 +227,10 @@ struct Budget {
 
 /// Number of device nodes and mounts.
 fn size(scope: &Scope) -> usize {
-    ["deviceNodes", "mounts"].iter().map(|list| entries(scope, list).count()).sum()
+    ["deviceNodes", "mounts"]
+        .iter()
+        .map(|list| entries(scope, list).count())
+        .sum()
 }
 
 enum Looked<'a> {
@@ -194,17 +241,32 @@ enum Looked<'a> {
     TooMuch,
 }
 
-fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings: &mut Vec<Finding>) -> Result<Looked<'a>> {
+fn look_into<'a>(
+    text: &'a SpecText,
+    look: &Look,
+    budget: &mut Budget,
+    findings: &mut Vec<Finding>,
+) -> Result<Looked<'a>> {
     let file = text.name.as_str();
     if let Some(name) = spec_files::alias(&text.text) {
         findings.push(Finding::new(&ALIASES, file, "").value(format!("&{name}")));
         return Ok(Looked::TooMuch);
     }
-    let too_much = |pointer: &str, value: String| Finding::new(&TOO_MUCH, file, pointer).value(value);
-    let brackets = text.text.iter().filter(|b| matches!(b, b'[' | b'{')).count();
+    let too_much =
+        |pointer: &str, value: String| Finding::new(&TOO_MUCH, file, pointer).value(value);
+    let brackets = text
+        .text
+        .iter()
+        .filter(|b| matches!(b, b'[' | b'{'))
+        .count();
     // JSON that parses is not deep: the parser limits its depth.
-    if brackets > MAX_BRACKETS && serde_json::from_slice::<serde::de::IgnoredAny>(&text.text).is_err() {
-        findings.push(too_much("", format!("{brackets} opening brackets, and no JSON")));
+    if brackets > MAX_BRACKETS
+        && serde_json::from_slice::<serde::de::IgnoredAny>(&text.text).is_err()
+    {
+        findings.push(too_much(
+            "",
+            format!("{brackets} opening brackets, and no JSON"),
+        ));
         return Ok(Looked::TooMuch);
     }
     let value = match parse(&text.text) {
@@ -212,18 +274,37 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
         Err(error) => {
             findings.push(Finding::new(&NOT_PARSED, file, "").value(&error));
             // An agent may parse this file, and find as many devices in it as there is room for.
-            budget.copies = budget.copies.saturating_add(text.text.len().saturating_mul(text.text.len() / LEAST_DEVICE));
-            return Ok(if budget.copies > MAX_COPIES { Looked::NotTried(error) } else { Looked::Unparsed });
+            budget.copies = budget.copies.saturating_add(
+                text.text
+                    .len()
+                    .saturating_mul(text.text.len() / LEAST_DEVICE),
+            );
+            return Ok(if budget.copies > MAX_COPIES {
+                Looked::NotTried(error)
+            } else {
+                Looked::Unparsed
+            });
         }
     };
-    if ["cdiVersion", "kind", "devices"].iter().all(|field| value.get(field).is_none()) {
+    if ["cdiVersion", "kind", "devices"]
+        .iter()
+        .all(|field| value.get(field).is_none())
+    {
         findings.push(Finding::new(&NOT_A_SPEC, file, ""));
         return Ok(Looked::Unparsed);
     }
-    let devices = value.get("devices").and_then(Value::as_array).map_or(0, Vec::len);
-    budget.copies = budget.copies.saturating_add(devices.saturating_mul(text.text.len()));
+    let devices = value
+        .get("devices")
+        .and_then(Value::as_array)
+        .map_or(0, Vec::len);
+    budget.copies = budget
+        .copies
+        .saturating_add(devices.saturating_mul(text.text.len()));
     if budget.copies > MAX_COPIES {
-        findings.push(too_much("/devices", format!("{devices} devices in {} bytes", text.text.len())));
+        findings.push(too_much(
+            "/devices",
+            format!("{devices} devices in {} bytes", text.text.len()),
+        ));
         return Ok(Looked::TooMuch);
     }
     let entries: usize = scopes(&value).map(|scope| size(&scope)).sum();
@@ -234,7 +315,12 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
     }
     let mut shaped = shape::check(file, &value);
     findings.append(&mut shaped.findings);
-    let parsed = Parsed { text, nodes: looks(&value, look)?, value, shaped };
+    let parsed = Parsed {
+        text,
+        nodes: looks(&value, look)?,
+        value,
+        shaped,
+    };
     findings.extend(rules::check(&parsed.document(), &parsed.shaped, look)?);
     Ok(Looked::Parsed(parsed))
 }
@@ -242,24 +328,53 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
 /// Lets the agents' crates decide whether a file is loaded.
 fn agree(findings: &mut Vec<Finding>, tried: &[&SpecText], court: &Court, agents: &[Agent]) {
     for (index, text) in tried.iter().enumerate() {
-        let said: Vec<(Agent, Option<String>)> = agents.iter().map(|agent| (*agent, court.load(*agent, index).err())).collect();
-        let refusing = Agents::which(|agent| said.iter().any(|(a, error)| *a == agent && error.is_some()));
-        for finding in findings.iter_mut().filter(|f| f.rule.refuses && f.file == text.name) {
+        let said: Vec<(Agent, Option<String>)> = agents
+            .iter()
+            .map(|agent| (*agent, court.load(*agent, index).err()))
+            .collect();
+        let refusing =
+            Agents::which(|agent| said.iter().any(|(a, error)| *a == agent && error.is_some()));
+        for finding in findings
+            .iter_mut()
+            .filter(|f| f.rule.refuses && f.file == text.name)
+        {
             finding.agents = finding.agents.and(refusing);
         }
         findings.retain(|f| f.agents.any());
-        let explained = |agent| findings.iter().any(|f| f.rule.refuses && f.file == text.name && f.agents.has(agent));
-        let unexplained: Vec<(Agent, String)> =
-            said.into_iter().filter_map(|(a, e)| Some((a, e?))).filter(|(a, _)| !explained(*a)).collect();
+        let explained = |agent| {
+            findings
+                .iter()
+                .any(|f| f.rule.refuses && f.file == text.name && f.agents.has(agent))
+        };
+        let unexplained: Vec<(Agent, String)> = said
+            .into_iter()
+            .filter_map(|(a, e)| Some((a, e?)))
+            .filter(|(a, _)| !explained(*a))
+            .collect();
         let which = Agents::which(|agent| unexplained.iter().any(|(a, _)| *a == agent));
         if let Some((_, error)) = unexplained.last() {
-            findings.push(Finding::new(&REFUSED, &text.name, "").value(error).agents(which));
+            findings.push(
+                Finding::new(&REFUSED, &text.name, "")
+                    .value(error)
+                    .agents(which),
+            );
         }
     }
 }
 
-fn refusal(agent: Agent, tried: &[&SpecText], court: &Court, left_out: Option<&str>) -> Option<String> {
-    let first = tried.iter().enumerate().find_map(|(index, text)| Some(format!("{}: {}", text.name, court.load(agent, index).err()?)));
+fn refusal(
+    agent: Agent,
+    tried: &[&SpecText],
+    court: &Court,
+    left_out: Option<&str>,
+) -> Option<String> {
+    let first = tried.iter().enumerate().find_map(|(index, text)| {
+        Some(format!(
+            "{}: {}",
+            text.name,
+            court.load(agent, index).err()?
+        ))
+    });
     match court.load_all(agent) {
         Err(error) => Some(first.unwrap_or(error)),
         Ok(()) => left_out.map(str::to_string),
@@ -268,21 +383,42 @@ fn refusal(agent: Agent, tried: &[&SpecText], court: &Court, left_out: Option<&s
 
 /// Devices of each container to try; and how many devices were left out.
 fn asked(parsed: &[Parsed], devices: &[String]) -> Result<(Vec<Vec<String>>, usize)> {
-    let kinds: BTreeSet<String> = parsed.iter().filter_map(|p| p.value.get("kind").and_then(as_text)).collect();
+    let kinds: BTreeSet<String> = parsed
+        .iter()
+        .filter_map(|p| p.value.get("kind").and_then(as_text))
+        .collect();
     if !devices.is_empty() {
         // A bare name is of the only kind, else of the kind that Kata asks for.
-        let kind = if kinds.len() == 1 { kinds.first().cloned() } else { None }.unwrap_or_else(|| KIND.to_string());
-        let qualified = |name: &String| if name.contains('=') { name.clone() } else { format!("{kind}={name}") };
+        let kind = if kinds.len() == 1 {
+            kinds.first().cloned()
+        } else {
+            None
+        }
+        .unwrap_or_else(|| KIND.to_string());
+        let qualified = |name: &String| {
+            if name.contains('=') {
+                name.clone()
+            } else {
+                format!("{kind}={name}")
+            }
+        };
         let devices: Vec<String> = devices.iter().map(qualified).collect();
-        ensure!(devices.iter().all(|d| !d.ends_with('=')), "a device needs a name, like {KIND}=0");
+        ensure!(
+            devices.iter().all(|d| !d.ends_with('=')),
+            "a device needs a name, like {KIND}=0"
+        );
         return Ok((vec![devices], 0));
     }
     let mut all: Vec<Vec<String>> = Vec::new();
     let (mut listed, mut comparisons) = (BTreeSet::new(), 0);
     for one in parsed {
         let kind = one.value.get("kind").and_then(as_text).unwrap_or_default();
-        let beside = scopes(&one.value).find(|s| s.device.is_none()).map_or(0, |s| size(&s));
-        let own: HashMap<usize, usize> = scopes(&one.value).filter_map(|s| Some((s.device?, size(&s)))).collect();
+        let beside = scopes(&one.value)
+            .find(|s| s.device.is_none())
+            .map_or(0, |s| size(&s));
+        let own: HashMap<usize, usize> = scopes(&one.value)
+            .filter_map(|s| Some((s.device?, size(&s))))
+            .collect();
         for (index, name) in names(&one.value) {
             let device = format!("{kind}={name}");
             if !listed.insert(device.clone()) {
@@ -303,12 +439,17 @@ fn waits(parsed: &[Parsed], devices: &[String]) -> Vec<String> {
     let mut paths = BTreeSet::new();
     for one in parsed {
         let kind = one.value.get("kind").and_then(as_text).unwrap_or_default();
-        let own: BTreeSet<usize> =
-            names(&one.value).filter(|(_, name)| devices.contains(&format!("{kind}={name}"))).map(|(index, _)| index).collect();
+        let own: BTreeSet<usize> = names(&one.value)
+            .filter(|(_, name)| devices.contains(&format!("{kind}={name}")))
+            .map(|(index, _)| index)
+            .collect();
         if own.is_empty() {
             continue;
         }
-        let missing = one.nodes.iter().filter(|n| n.is_missing() && n.device.is_none_or(|d| own.contains(&d)));
+        let missing = one
+            .nodes
+            .iter()
+            .filter(|n| n.is_missing() && n.device.is_none_or(|d| own.contains(&d)));
         paths.extend(missing.map(|n| n.path.clone()));
     }
     paths.into_iter().collect()
@@ -335,30 +476,53 @@ impl Report {
                 names(&p.value).map(move |(_, name)| format!("{kind}={name}"))
             })
             .collect();
-        let by_name = if question.devices.is_empty() { &[] } else { self.asked.as_slice() };
-        for device in by_name.iter().flat_map(|a| &a.devices).filter(|d| !known.is_empty() && !known.contains(*d)) {
-            self.findings.push(Finding::new(&UNRESOLVABLE, "", "").value(device));
+        let by_name = if question.devices.is_empty() {
+            &[]
+        } else {
+            self.asked.as_slice()
+        };
+        for device in by_name
+            .iter()
+            .flat_map(|a| &a.devices)
+            .filter(|d| !known.is_empty() && !known.contains(*d))
+        {
+            self.findings
+                .push(Finding::new(&UNRESOLVABLE, "", "").value(device));
         }
         for asked in &self.asked {
             let devices = asked.devices.join(", ");
-            let failed = |agent: Agent| asked.outcomes.iter().any(|(a, o)| *a == agent && matches!(o, Outcome::Fails(_)));
-            let explained = asked.devices.iter().any(|d| !known.contains(d)) || self.findings.iter().any(|f| is_about_injection(f.rule));
-            if let Some((_, Outcome::Fails(error))) = asked.outcomes.iter().find(|(a, _)| failed(*a))
+            let failed = |agent: Agent| {
+                asked
+                    .outcomes
+                    .iter()
+                    .any(|(a, o)| *a == agent && matches!(o, Outcome::Fails(_)))
+            };
+            let explained = asked.devices.iter().any(|d| !known.contains(d))
+                || self.findings.iter().any(|f| is_about_injection(f.rule));
+            if let Some((_, Outcome::Fails(error))) =
+                asked.outcomes.iter().find(|(a, _)| failed(*a))
                 && !explained
             {
-                let finding = Finding::new(&NOT_INJECTED, "", "").value(format!("{devices}: {error}"));
+                let finding =
+                    Finding::new(&NOT_INJECTED, "", "").value(format!("{devices}: {error}"));
                 self.findings.push(finding.agents(Agents::which(failed)));
             }
-            let waiting = asked.outcomes.iter().any(|(_, o)| matches!(o, Outcome::Waits(_)));
+            let waiting = asked
+                .outcomes
+                .iter()
+                .any(|(_, o)| matches!(o, Outcome::Waits(_)));
             if question.require_resolvable && waiting {
-                self.findings.push(Finding::new(&NOT_RESOLVABLE, "", "").value(&devices));
+                self.findings
+                    .push(Finding::new(&NOT_RESOLVABLE, "", "").value(&devices));
             }
         }
     }
 
     /// Whether something is wrong enough for an exit status of 1.
     pub fn has_errors(&self) -> bool {
-        self.findings.iter().any(|f| f.rule.severity == Severity::Error)
+        self.findings
+            .iter()
+            .any(|f| f.rule.severity == Severity::Error)
     }
 
     /// The report as JSON.

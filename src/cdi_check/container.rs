@@ -80,7 +80,14 @@ pub struct Hook {
 }
 
 /// Names of hooks, in the order in which they would run.
-const HOOKS: [&str; 6] = ["prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop"];
+const HOOKS: [&str; 6] = [
+    "prestart",
+    "createRuntime",
+    "createContainer",
+    "startContainer",
+    "poststart",
+    "poststop",
+];
 
 impl Container {
     /// Takes the edits out of an OCI spec.
@@ -92,12 +99,18 @@ impl Container {
             env: list(oci, "/process/env")?,
             hooks: Vec::new(),
             additional_gids: list(oci, "/process/user/additionalGids")?,
-            net_devices: oci.pointer("/linux/netDevices").cloned().unwrap_or_default(),
+            net_devices: oci
+                .pointer("/linux/netDevices")
+                .cloned()
+                .unwrap_or_default(),
             intel_rdt: oci.pointer("/linux/intelRdt").cloned().unwrap_or_default(),
         };
         for name in HOOKS {
             let hooks: Vec<Hook> = list(oci, &format!("/hooks/{name}"))?;
-            container.hooks.extend(hooks.into_iter().map(|hook| Hook { name: name.to_string(), ..hook }));
+            container.hooks.extend(hooks.into_iter().map(|hook| Hook {
+                name: name.to_string(),
+                ..hook
+            }));
         }
         for node in &mut container.device_nodes {
             forget(&mut node.major, &mut node.minor);
@@ -119,7 +132,8 @@ fn forget(major: &mut Option<i64>, minor: &mut Option<i64>) {
 fn list<T: serde::de::DeserializeOwned>(oci: &Value, pointer: &str) -> Result<Vec<T>, String> {
     match oci.pointer(pointer) {
         None | Some(Value::Null) => Ok(Vec::new()),
-        Some(list) => serde_json::from_value(list.clone()).map_err(|e| format!("read {pointer} of the container: {e}")),
+        Some(list) => serde_json::from_value(list.clone())
+            .map_err(|e| format!("read {pointer} of the container: {e}")),
     }
 }
 
@@ -140,11 +154,41 @@ mod tests {
             "hooks": {"poststop": [{"path": "/z"}], "createContainer": [{"path": "/y", "args": ["y"]}]},
         });
         let container = Container::of(&oci).unwrap();
-        assert_eq!((container.device_nodes[0].major, container.device_nodes[0].minor), (None, None));
-        assert_eq!((container.device_nodes[1].minor, container.device_nodes[1].file_mode), (Some(2), Some(0o666)));
-        assert_eq!(container.hooks.iter().map(|h| h.name.as_str()).collect::<Vec<_>>(), ["createContainer", "poststop"]);
-        assert_eq!((container.mounts.len(), container.env.len(), container.additional_gids.as_slice()), (1, 1, &[5][..]));
+        assert_eq!(
+            (
+                container.device_nodes[0].major,
+                container.device_nodes[0].minor
+            ),
+            (None, None)
+        );
+        assert_eq!(
+            (
+                container.device_nodes[1].minor,
+                container.device_nodes[1].file_mode
+            ),
+            (Some(2), Some(0o666))
+        );
+        assert_eq!(
+            container
+                .hooks
+                .iter()
+                .map(|h| h.name.as_str())
+                .collect::<Vec<_>>(),
+            ["createContainer", "poststop"]
+        );
+        assert_eq!(
+            (
+                container.mounts.len(),
+                container.env.len(),
+                container.additional_gids.as_slice()
+            ),
+            (1, 1, &[5][..])
+        );
         assert_eq!(Container::of(&json!({})).unwrap(), Container::default());
-        assert!(Container::of(&json!({"mounts": [1]})).unwrap_err().contains("/mounts"));
+        assert!(
+            Container::of(&json!({"mounts": [1]}))
+                .unwrap_err()
+                .contains("/mounts")
+        );
     }
 }

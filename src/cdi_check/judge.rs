@@ -46,7 +46,9 @@ macro_rules! judge {
 
             pub fn load(path: &PathBuf) -> Result<(), String> {
                 // Return the root cause alone: its context repeats whole lists of edits.
-                read_spec(path, 0).map(drop).map_err(|e| e.root_cause().to_string())
+                read_spec(path, 0)
+                    .map(drop)
+                    .map_err(|e| e.root_cause().to_string())
             }
 
             pub fn refresh(dir: &str) -> Result<(), String> {
@@ -65,12 +67,19 @@ macro_rules! judge {
                 for (path, document) in documents {
                     let spec: Spec = serde_json::from_value(document).map_err(|e| e.to_string())?;
                     let spec = new_spec(&spec, &path, 0).map_err(|e| format!("{e:#}"))?;
-                    devices.extend(spec.devices.values().map(|d| (d.get_qualified_name(), d.clone())));
+                    devices.extend(
+                        spec.devices
+                            .values()
+                            .map(|d| (d.get_qualified_name(), d.clone())),
+                    );
                 }
                 let mut cache = Cache::new(Vec::new(), std::collections::HashMap::new(), devices);
                 Ok(Box::new(move |asked| {
-                    let mut container = serde_json::from_value(empty_container()).map_err(|e| e.to_string())?;
-                    cache.inject_devices(Some(&mut container), asked.to_vec()).map_err(|e| e.to_string())?;
+                    let mut container =
+                        serde_json::from_value(empty_container()).map_err(|e| e.to_string())?;
+                    cache
+                        .inject_devices(Some(&mut container), asked.to_vec())
+                        .map_err(|e| e.to_string())?;
                     serde_json::to_value(container).map_err(|e| e.to_string())
                 }))
             }
@@ -103,22 +112,38 @@ impl Drop for Court {
 impl Court {
     pub fn new(files: &[&SpecText]) -> Result<Court> {
         let template = std::env::temp_dir().join("kata-gpu-boot-XXXXXX");
-        let dir = nix::unistd::mkdtemp(&template).with_context(|| format!("make a directory in {}", std::env::temp_dir().display()))?;
-        let paths = (0..files.len()).map(|index| dir.join(format!("{index}.yaml"))).collect();
-        let court = Court { dir, names: files.iter().map(|f| f.name.clone()).collect(), paths };
+        let dir = nix::unistd::mkdtemp(&template)
+            .with_context(|| format!("make a directory in {}", std::env::temp_dir().display()))?;
+        let paths = (0..files.len())
+            .map(|index| dir.join(format!("{index}.yaml")))
+            .collect();
+        let court = Court {
+            dir,
+            names: files.iter().map(|f| f.name.clone()).collect(),
+            paths,
+        };
         for (path, file) in court.paths.iter().zip(files) {
-            std::fs::write(path, &file.text).with_context(|| format!("write {}", path.display()))?;
+            std::fs::write(path, &file.text)
+                .with_context(|| format!("write {}", path.display()))?;
         }
         Ok(court)
     }
 
     fn path(&self, index: usize) -> Result<&PathBuf, String> {
-        self.paths.get(index).ok_or_else(|| format!("there is no file {index}"))
+        self.paths
+            .get(index)
+            .ok_or_else(|| format!("there is no file {index}"))
     }
 
     /// A judge's text, with the names of the files instead of the copies' names.
     fn said(&self, text: String) -> String {
-        let named = self.paths.iter().zip(&self.names).fold(text, |text, (path, name)| text.replace(&path.display().to_string(), name));
+        let named = self
+            .paths
+            .iter()
+            .zip(&self.names)
+            .fold(text, |text, (path, name)| {
+                text.replace(&path.display().to_string(), name)
+            });
         named.replace(&self.dir.display().to_string(), "")
     }
 
@@ -161,15 +186,31 @@ impl Court {
 }
 
 /// Puts stand-ins where the agent would look at the guest.
-fn stand_in(document: &mut Value, nodes: &[NodeLook], agent: Agent, dir: &Path) -> Result<(), String> {
+fn stand_in(
+    document: &mut Value,
+    nodes: &[NodeLook],
+    agent: Agent,
+    dir: &Path,
+) -> Result<(), String> {
     for look in nodes {
-        let node = document.pointer_mut(&look.pointer).and_then(Value::as_object_mut);
-        let node = node.ok_or_else(|| format!("{}: the agent's parser sees no node there", look.pointer))?;
-        let missing = |field: &str, node: &serde_json::Map<String, Value>| node.get(field).is_none_or(Value::is_null);
-        let typed = node.get("type").and_then(Value::as_str).filter(|t| !t.is_empty()).map(str::to_string);
+        let node = document
+            .pointer_mut(&look.pointer)
+            .and_then(Value::as_object_mut);
+        let node =
+            node.ok_or_else(|| format!("{}: the agent's parser sees no node there", look.pointer))?;
+        let missing = |field: &str, node: &serde_json::Map<String, Value>| {
+            node.get(field).is_none_or(Value::is_null)
+        };
+        let typed = node
+            .get("type")
+            .and_then(Value::as_str)
+            .filter(|t| !t.is_empty())
+            .map(str::to_string);
         let (there, numbers) = match &look.found {
             Found::Assumed => (PRESENT.to_string(), Some((UNKNOWN, UNKNOWN))),
-            Found::Node { kind, .. } if typed.as_deref().is_some_and(|t| t != *kind) => (dir.display().to_string(), None),
+            Found::Node { kind, .. } if typed.as_deref().is_some_and(|t| t != *kind) => {
+                (dir.display().to_string(), None)
+            }
             Found::Node { major, minor, .. } => (PRESENT.to_string(), Some((*major, *minor))),
             Found::Fifo if typed.is_some() => (dir.display().to_string(), None),
             Found::Fifo => (PRESENT.to_string(), Some((0, 0))),
@@ -184,7 +225,9 @@ fn stand_in(document: &mut Value, nodes: &[NodeLook], agent: Agent, dir: &Path) 
             }
             // Kata 3 agents refuse a type.
             match (&look.found, agent) {
-                (Found::Node { kind, .. }, Agent::Kata4) => drop(node.insert("type".into(), (*kind).into())),
+                (Found::Node { kind, .. }, Agent::Kata4) => {
+                    drop(node.insert("type".into(), (*kind).into()))
+                }
                 (Found::Fifo, Agent::Kata4) => drop(node.insert("type".into(), "p".into())),
                 _ => {}
             }
@@ -192,7 +235,10 @@ fn stand_in(document: &mut Value, nodes: &[NodeLook], agent: Agent, dir: &Path) 
         node.insert("hostPath".into(), there.into());
     }
     if !nodes.is_empty() {
-        let declared = document.get("cdiVersion").and_then(Value::as_str).and_then(released);
+        let declared = document
+            .get("cdiVersion")
+            .and_then(Value::as_str)
+            .and_then(released);
         if declared.is_some_and(|v| v < HOST_PATH_VERSION) {
             document["cdiVersion"] = HOST_PATH_VERSION.to_string().into();
         }

@@ -3,13 +3,13 @@
 //! The agents' own crates judge; the rules explain. Files, and everything in them, are hostile:
 //! bounded, and printed as printable ASCII only.
 
+pub mod check_report;
+pub mod check_text;
 pub mod container;
-pub mod spec_rules;
-pub mod spec_files;
 pub mod judge;
 pub mod look;
 pub mod nodes;
-pub mod check_text;
-pub mod check_report;
 mod rules;
 pub mod shape;
+pub mod spec_files;
+pub mod spec_rules;

@@ -42,33 +42,53 @@ impl Look {
     /// Looks up paths below `root`, from which no link leads out.
     pub fn below(root: &Path) -> Result<Look> {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        let fd = open(root, flags, Mode::empty()).with_context(|| format!("open root directory {}", root.display()))?;
-        Ok(Look::Below { root: fd, shown: root.to_path_buf() })
+        let fd = open(root, flags, Mode::empty())
+            .with_context(|| format!("open root directory {}", root.display()))?;
+        Ok(Look::Below {
+            root: fd,
+            shown: root.to_path_buf(),
+        })
     }
 
     /// Follows links, as a stat would with this root; opens nothing. A relative path is taken from
     /// the root, where the agent works.
     pub fn at(&self, path: &str) -> Result<Found> {
-        let Look::Below { root, shown } = self else { return Ok(Found::Assumed) };
+        let Look::Below { root, shown } = self else {
+            return Ok(Found::Assumed);
+        };
         let how = OpenHow::new()
             .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
             .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
         let fd = match openat2(root, path, how) {
             Ok(fd) => fd,
             // An impossible path is missing.
-            Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ENAMETOOLONG | Errno::EINVAL) => return Ok(Found::Missing),
-            Err(error) => return Err(error).with_context(|| format!("look at {path:?} below {}", shown.display())),
+            Err(
+                Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ENAMETOOLONG | Errno::EINVAL,
+            ) => return Ok(Found::Missing),
+            Err(error) => {
+                return Err(error)
+                    .with_context(|| format!("look at {path:?} below {}", shown.display()));
+            }
         };
-        let stat = fstat(&fd).with_context(|| format!("stat {path:?} below {}", shown.display()))?;
+        let stat =
+            fstat(&fd).with_context(|| format!("stat {path:?} below {}", shown.display()))?;
         let number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
-        let node = |kind| Found::Node { kind, major: number(major(stat.st_rdev)), minor: number(minor(stat.st_rdev)) };
-        Ok(match SFlag::from_bits_truncate(stat.st_mode & SFlag::S_IFMT.bits()) {
-            SFlag::S_IFCHR => node("c"),
-            SFlag::S_IFBLK => node("b"),
-            SFlag::S_IFIFO => Found::Fifo,
-            SFlag::S_IFREG => Found::File { executable: stat.st_mode & 0o111 != 0 },
-            _ => Found::Other,
-        })
+        let node = |kind| Found::Node {
+            kind,
+            major: number(major(stat.st_rdev)),
+            minor: number(minor(stat.st_rdev)),
+        };
+        Ok(
+            match SFlag::from_bits_truncate(stat.st_mode & SFlag::S_IFMT.bits()) {
+                SFlag::S_IFCHR => node("c"),
+                SFlag::S_IFBLK => node("b"),
+                SFlag::S_IFIFO => Found::Fifo,
+                SFlag::S_IFREG => Found::File {
+                    executable: stat.st_mode & 0o111 != 0,
+                },
+                _ => Found::Other,
+            },
+        )
     }
 }
 
@@ -96,7 +116,17 @@ mod tests {
         for missing in ["/none", "/file/x", "", &"/x".repeat(5000)] {
             assert_eq!(look.at(missing).unwrap(), Found::Missing, "{missing:.20}");
         }
-        assert_eq!(Look::below(Path::new("/")).unwrap().at("/dev/null").unwrap(), Found::Node { kind: "c", major: 1, minor: 3 });
+        assert_eq!(
+            Look::below(Path::new("/"))
+                .unwrap()
+                .at("/dev/null")
+                .unwrap(),
+            Found::Node {
+                kind: "c",
+                major: 1,
+                minor: 3
+            }
+        );
         assert_eq!(Look::Nowhere.at("/none").unwrap(), Found::Assumed);
     }
 
@@ -107,9 +137,18 @@ mod tests {
         symlink("/proc/self/root/etc/passwd", dir.path().join("magic")).unwrap();
         symlink("loop", dir.path().join("loop")).unwrap();
         let look = Look::below(dir.path()).unwrap();
-        for path in ["up", "magic", "loop", "../../../etc/passwd", "/../etc/passwd"] {
+        for path in [
+            "up",
+            "magic",
+            "loop",
+            "../../../etc/passwd",
+            "/../etc/passwd",
+        ] {
             assert_eq!(look.at(path).unwrap(), Found::Missing, "{path}");
         }
-        assert!(Path::new("/etc/passwd").exists(), "the control: outside it is there");
+        assert!(
+            Path::new("/etc/passwd").exists(),
+            "the control: outside it is there"
+        );
     }
 }

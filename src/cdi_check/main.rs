@@ -74,7 +74,10 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("kata-gpu-cdi-check: {}", kata_gpu_report::data::text::printable(&format!("{error:#}")));
+            eprintln!(
+                "kata-gpu-cdi-check: {}",
+                kata_gpu_report::data::text::printable(&format!("{error:#}"))
+            );
             ExitCode::from(USAGE)
         }
     }
@@ -93,12 +96,18 @@ fn check(args: &Args) -> Result<(String, bool)> {
             None if args.here => Look::below(Path::new("/"))?,
             None => Look::Nowhere,
         },
-        agents: args.kata.map_or(Agents::BOTH, |kata| Agents::which(|agent| agent == kata)),
+        agents: args
+            .kata
+            .map_or(Agents::BOTH, |kata| Agents::which(|agent| agent == kata)),
         devices: args.devices.clone(),
         require_resolvable: args.require_resolvable,
     };
     let report = check_report::check(spec_files::read(path)?, &question)?;
-    let text = if args.json { ascii_json(&report.json())? } else { check_text::page(&report, &question, &screen) };
+    let text = if args.json {
+        ascii_json(&report.json())?
+    } else {
+        check_text::page(&report, &question, &screen)
+    };
     Ok((text, !report.has_errors()))
 }
 
@@ -113,19 +122,38 @@ mod tests {
 
     #[test]
     fn what_contradicts_itself_is_a_question_of_usage() {
-        for words in [&["x", "0", "1"][..], &["x", "--here", "--json"], &["x", "--root", "/"], &["x", "--kata", "3"], &["--rules"]] {
+        for words in [
+            &["x", "0", "1"][..],
+            &["x", "--here", "--json"],
+            &["x", "--root", "/"],
+            &["x", "--kata", "3"],
+            &["--rules"],
+        ] {
             assert!(parse(words).is_ok(), "{words:?}");
         }
-        for words in [&[][..], &["x", "--here", "--root", "/"], &["x", "--kata", "5"], &["--rules", "x"], &["--json"]] {
-            assert_eq!(parse(words).unwrap_err().exit_code(), i32::from(USAGE), "{words:?}");
+        for words in [
+            &[][..],
+            &["x", "--here", "--root", "/"],
+            &["x", "--kata", "5"],
+            &["--rules", "x"],
+            &["--json"],
+        ] {
+            assert_eq!(
+                parse(words).unwrap_err().exit_code(),
+                i32::from(USAGE),
+                "{words:?}"
+            );
         }
     }
 
     #[test]
     fn good_wrong_and_impossible_have_different_results() {
-        let reference = tests_dir("fixtures/cdi/kata-8gpu-550.json").display().to_string();
+        let reference = tests_dir("fixtures/cdi/kata-8gpu-550.json")
+            .display()
+            .to_string();
         assert!(check(&parse(&[&reference, "--json"]).unwrap()).unwrap().1);
-        let (text, is_good) = check(&parse(&[&reference, "no-such-device", "--json"]).unwrap()).unwrap();
+        let (text, is_good) =
+            check(&parse(&[&reference, "no-such-device", "--json"]).unwrap()).unwrap();
         assert!(!is_good && text.contains("no-such-device"), "{text}");
         let dir = temp_dir();
         let missing = dir.path().join("none").display().to_string();

@@ -41,19 +41,41 @@ pub struct Scope<'a> {
 
 /// All edits of a spec in an agent's order: first the edits next to `devices`.
 pub fn scopes(document: &Value) -> impl Iterator<Item = Scope<'_>> {
-    let beside = document.get("containerEdits").map(|edits| Scope { device: None, pointer: "/containerEdits".into(), edits });
-    let devices = document.get("devices").and_then(Value::as_array).into_iter().flatten().enumerate();
+    let beside = document.get("containerEdits").map(|edits| Scope {
+        device: None,
+        pointer: "/containerEdits".into(),
+        edits,
+    });
+    let devices = document
+        .get("devices")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .enumerate();
     let own = devices.filter_map(|(index, device)| {
         let edits = device.get("containerEdits")?;
-        Some(Scope { device: Some(index), pointer: format!("/devices/{index}/containerEdits"), edits })
+        Some(Scope {
+            device: Some(index),
+            pointer: format!("/devices/{index}/containerEdits"),
+            edits,
+        })
     });
     beside.into_iter().chain(own)
 }
 
 /// The entries of one list of edits, with their pointers.
-pub fn entries<'a>(scope: &Scope<'a>, list: &str) -> impl Iterator<Item = (String, &'a Value)> + use<'a> {
+pub fn entries<'a>(
+    scope: &Scope<'a>,
+    list: &str,
+) -> impl Iterator<Item = (String, &'a Value)> + use<'a> {
     let base = format!("{}/{list}", scope.pointer);
-    let all = scope.edits.get(list).and_then(Value::as_array).into_iter().flatten().enumerate();
+    let all = scope
+        .edits
+        .get(list)
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .enumerate();
     all.map(move |(index, entry)| (format!("{base}/{index}"), entry))
 }
 
@@ -69,13 +91,28 @@ pub fn looks(document: &Value, look: &Look) -> Result<Vec<NodeLook>> {
         for (pointer, node) in entries(&scope, "deviceNodes") {
             let typed = text(node, "type").filter(|t| !t.is_empty());
             let major = node.get("major").is_some_and(|m| !m.is_null());
-            let Some(path) = text(node, "hostPath").or_else(|| text(node, "path")) else { continue };
+            let Some(path) = text(node, "hostPath").or_else(|| text(node, "path")) else {
+                continue;
+            };
             if typed.as_deref() == Some("p") || typed.is_some() && major {
                 continue;
             }
-            let pending = path.strip_prefix(PENDING).is_some_and(|rest| rest.starts_with('/'));
-            let there = if pending { Found::Missing } else { look.at(&path)? };
-            found.push(NodeLook { device: scope.device, pointer, path, found: there, pending, typed });
+            let pending = path
+                .strip_prefix(PENDING)
+                .is_some_and(|rest| rest.starts_with('/'));
+            let there = if pending {
+                Found::Missing
+            } else {
+                look.at(&path)?
+            };
+            found.push(NodeLook {
+                device: scope.device,
+                pointer,
+                path,
+                found: there,
+                pending,
+                typed,
+            });
         }
     }
     Ok(found)

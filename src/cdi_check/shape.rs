@@ -39,7 +39,9 @@ const RELEASED: [Version; 10] = [
 
 /// A version as specs declare it, with or without a `v`; None for an unknown version.
 pub fn released(text: &str) -> Option<Version> {
-    RELEASED.into_iter().find(|v| v.to_string() == text.trim_start_matches('v'))
+    RELEASED
+        .into_iter()
+        .find(|v| v.to_string() == text.trim_start_matches('v'))
 }
 
 /// First version in which a field may be used.
@@ -71,15 +73,30 @@ struct Field {
 }
 
 const fn field(name: &'static str, shape: Shape) -> Field {
-    Field { name, shape, required: false, since: Since::Always }
+    Field {
+        name,
+        shape,
+        required: false,
+        since: Since::Always,
+    }
 }
 
 const fn required(name: &'static str, shape: Shape) -> Field {
-    Field { name, shape, required: true, since: Since::Always }
+    Field {
+        name,
+        shape,
+        required: true,
+        since: Since::Always,
+    }
 }
 
 const fn since(name: &'static str, shape: Shape, since: Since) -> Field {
-    Field { name, shape, required: false, since }
+    Field {
+        name,
+        shape,
+        required: false,
+        since,
+    }
 }
 
 const U32: Shape = Shape::Number(0, u32::MAX as i64);
@@ -88,23 +105,43 @@ const I64: Shape = Shape::Number(i64::MIN, i64::MAX);
 const SPEC: &[Field] = &[
     required("cdiVersion", Shape::Text),
     required("kind", Shape::Text),
-    since("annotations", Shape::TextMap, Since::Filled(Version(0, 6, 0))),
+    since(
+        "annotations",
+        Shape::TextMap,
+        Since::Filled(Version(0, 6, 0)),
+    ),
     required("devices", Shape::Objects(DEVICE)),
     field("containerEdits", Shape::Object(EDITS)),
 ];
 const DEVICE: &[Field] = &[
     required("name", Shape::Text),
-    since("annotations", Shape::TextMap, Since::Filled(Version(0, 6, 0))),
+    since(
+        "annotations",
+        Shape::TextMap,
+        Since::Filled(Version(0, 6, 0)),
+    ),
     required("containerEdits", Shape::Object(EDITS)),
 ];
 const EDITS: &[Field] = &[
     field("env", Shape::Texts),
     field("deviceNodes", Shape::Objects(NODE)),
-    since("netDevices", Shape::Objects(NET_DEVICE), Since::Filled(Version(1, 1, 0))),
+    since(
+        "netDevices",
+        Shape::Objects(NET_DEVICE),
+        Since::Filled(Version(1, 1, 0)),
+    ),
     field("hooks", Shape::Objects(HOOK)),
     field("mounts", Shape::Objects(MOUNT)),
-    since("intelRdt", Shape::Object(INTEL_RDT), Since::Present(Version(0, 7, 0))),
-    since("additionalGids", Shape::Numbers(0, u32::MAX as i64), Since::Filled(Version(0, 7, 0))),
+    since(
+        "intelRdt",
+        Shape::Object(INTEL_RDT),
+        Since::Present(Version(0, 7, 0)),
+    ),
+    since(
+        "additionalGids",
+        Shape::Numbers(0, u32::MAX as i64),
+        Since::Filled(Version(0, 7, 0)),
+    ),
 ];
 const NODE: &[Field] = &[
     required("path", Shape::Text),
@@ -117,7 +154,10 @@ const NODE: &[Field] = &[
     field("uid", U32),
     field("gid", U32),
 ];
-const NET_DEVICE: &[Field] = &[required("hostInterfaceName", Shape::Text), required("name", Shape::Text)];
+const NET_DEVICE: &[Field] = &[
+    required("hostInterfaceName", Shape::Text),
+    required("name", Shape::Text),
+];
 const HOOK: &[Field] = &[
     required("hookName", Shape::Text),
     required("path", Shape::Text),
@@ -136,7 +176,11 @@ const INTEL_RDT: &[Field] = &[
     field("l3CacheSchema", Shape::Text),
     field("memBwSchema", Shape::Text),
     since("schemata", Shape::Texts, Since::Present(Version(1, 1, 0))),
-    since("enableMonitoring", Shape::Bool, Since::Present(Version(1, 1, 0))),
+    since(
+        "enableMonitoring",
+        Shape::Bool,
+        Since::Present(Version(1, 1, 0)),
+    ),
     field("enableCMT", Shape::Bool),
     field("enableMBM", Shape::Bool),
 ];
@@ -165,7 +209,10 @@ impl Shaped {
 
     fn needs(&mut self, version: Version, pointer: &str) {
         if self.minimum() < version {
-            self.need = Some(Need { version, pointer: pointer.to_string() });
+            self.need = Some(Need {
+                version,
+                pointer: pointer.to_string(),
+            });
         }
     }
 }
@@ -173,7 +220,11 @@ impl Shaped {
 /// Compares the document with the tables.
 pub fn check(file: &str, document: &Value) -> Shaped {
     let mut out = Shaped::default();
-    let mut walk = Walk { file, pointer: String::new(), out: &mut out };
+    let mut walk = Walk {
+        file,
+        pointer: String::new(),
+        out: &mut out,
+    };
     walk.object(document, SPEC);
     if let Some(kind) = document.get("kind").and_then(Value::as_str)
         && let Some((vendor, class)) = kind.split_once('/')
@@ -183,7 +234,13 @@ pub fn check(file: &str, document: &Value) -> Shaped {
     {
         out.needs(Version(0, 6, 0), "/kind");
     }
-    for (index, device) in document.get("devices").and_then(Value::as_array).into_iter().flatten().enumerate() {
+    for (index, device) in document
+        .get("devices")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .enumerate()
+    {
         if let Some(name) = device.get("name").and_then(as_text)
             && !name.chars().next().is_some_and(char::is_alphabetic)
         {
@@ -218,13 +275,16 @@ impl Walk<'_> {
     fn at(&mut self, token: &str, then: impl FnOnce(&mut Self)) {
         let length = self.pointer.len();
         self.pointer.push('/');
-        self.pointer.push_str(&token.replace('~', "~0").replace('/', "~1"));
+        self.pointer
+            .push_str(&token.replace('~', "~0").replace('/', "~1"));
         then(self);
         self.pointer.truncate(length);
     }
 
     fn object(&mut self, value: &Value, fields: &'static [Field]) {
-        let Value::Object(object) = value else { return self.wrong(value, "an object") };
+        let Value::Object(object) = value else {
+            return self.wrong(value, "an object");
+        };
         self.unknown(object, fields);
         for field in fields {
             match object.get(field.name) {
@@ -240,10 +300,15 @@ impl Walk<'_> {
     }
 
     fn unknown(&mut self, object: &Map<String, Value>, fields: &[Field]) {
-        for name in object.keys().filter(|name| !fields.iter().any(|f| f.name == *name)) {
+        for name in object
+            .keys()
+            .filter(|name| !fields.iter().any(|f| f.name == *name))
+        {
             self.at(name, |w| {
-                let close =
-                    fields.iter().find(|f| f.name.eq_ignore_ascii_case(name) || f.name.trim_end_matches('s') == name.trim_end_matches('s'));
+                let close = fields.iter().find(|f| {
+                    f.name.eq_ignore_ascii_case(name)
+                        || f.name.trim_end_matches('s') == name.trim_end_matches('s')
+                });
                 let mut finding = w.found(&UNKNOWN_FIELD).value(name);
                 if let Some(close) = close {
                     finding = finding.cure(format!("write {}", close.name));
@@ -279,13 +344,24 @@ impl Walk<'_> {
             Shape::Bool => {}
             Shape::Number(low, high) => {
                 if !value.as_i64().is_some_and(|n| (*low..=*high).contains(&n)) {
-                    self.wrong(value, if *low == 0 { "a number from 0 to 4294967295" } else { "a whole number" });
+                    self.wrong(
+                        value,
+                        if *low == 0 {
+                            "a number from 0 to 4294967295"
+                        } else {
+                            "a whole number"
+                        },
+                    );
                 }
             }
-            Shape::Numbers(low, high) => self.list(value, |w, item| w.value(item, &Shape::Number(*low, *high))),
+            Shape::Numbers(low, high) => {
+                self.list(value, |w, item| w.value(item, &Shape::Number(*low, *high)))
+            }
             Shape::Texts => self.list(value, |w, item| w.value(item, &Shape::Text)),
             Shape::TextMap => match value {
-                Value::Object(map) => map.iter().for_each(|(key, item)| self.at(key, |w| w.value(item, &Shape::Text))),
+                Value::Object(map) => map
+                    .iter()
+                    .for_each(|(key, item)| self.at(key, |w| w.value(item, &Shape::Text))),
                 _ => self.wrong(value, "an object of texts"),
             },
             Shape::Object(fields) => self.object(value, fields),
@@ -294,14 +370,19 @@ impl Walk<'_> {
     }
 
     fn list(&mut self, value: &Value, each: impl Fn(&mut Self, &Value)) {
-        let Value::Array(list) = value else { return self.wrong(value, "a list") };
+        let Value::Array(list) = value else {
+            return self.wrong(value, "a list");
+        };
         for (index, item) in list.iter().enumerate() {
             self.at(&index.to_string(), |w| each(w, item));
         }
     }
 
     fn wrong(&mut self, value: &Value, wanted: &str) {
-        let finding = self.found(&WRONG_TYPE).value(value).cure(format!("give {wanted}"));
+        let finding = self
+            .found(&WRONG_TYPE)
+            .value(value)
+            .cure(format!("give {wanted}"));
         self.out.findings.push(finding);
     }
 }
@@ -316,7 +397,11 @@ mod tests {
     }
 
     fn found(document: &Value) -> Vec<(&'static str, String)> {
-        check("f", document).findings.into_iter().map(|f| (f.rule.name, f.pointer)).collect()
+        check("f", document)
+            .findings
+            .into_iter()
+            .map(|f| (f.rule.name, f.pointer))
+            .collect()
     }
 
     #[test]
@@ -324,24 +409,54 @@ mod tests {
         let edits = |edits: Value| spec(json!({"name": "a", "containerEdits": edits}));
         for (document, version, pointer) in [
             (edits(json!({"env": ["A=1"]})), "0.3.0", None),
-            (edits(json!({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": ""}]})), "0.3.0", None),
             (
-                edits(json!({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": "bind"}]})),
+                edits(json!({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": ""}]})),
+                "0.3.0",
+                None,
+            ),
+            (
+                edits(
+                    json!({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": "bind"}]}),
+                ),
                 "0.4.0",
                 Some("/devices/0/containerEdits/mounts/0/type"),
             ),
-            (spec(json!({"name": "0", "containerEdits": {}})), "0.5.0", Some("/devices/0/name")),
+            (
+                spec(json!({"name": "0", "containerEdits": {}})),
+                "0.5.0",
+                Some("/devices/0/name"),
+            ),
             (
                 edits(json!({"deviceNodes": [{"path": "/a", "hostPath": "/b"}]})),
                 "0.5.0",
                 Some("/devices/0/containerEdits/deviceNodes/0/hostPath"),
             ),
-            (spec(json!({"name": "a", "annotations": {"x": "y"}, "containerEdits": {}})), "0.6.0", Some("/devices/0/annotations")),
-            (json!({"kind": "v/a.b", "devices": []}), "0.6.0", Some("/kind")),
-            (edits(json!({"additionalGids": [1]})), "0.7.0", Some("/devices/0/containerEdits/additionalGids")),
+            (
+                spec(json!({"name": "a", "annotations": {"x": "y"}, "containerEdits": {}})),
+                "0.6.0",
+                Some("/devices/0/annotations"),
+            ),
+            (
+                json!({"kind": "v/a.b", "devices": []}),
+                "0.6.0",
+                Some("/kind"),
+            ),
+            (
+                edits(json!({"additionalGids": [1]})),
+                "0.7.0",
+                Some("/devices/0/containerEdits/additionalGids"),
+            ),
             (edits(json!({"additionalGids": []})), "0.3.0", None),
-            (edits(json!({"intelRdt": {}})), "0.7.0", Some("/devices/0/containerEdits/intelRdt")),
-            (edits(json!({"intelRdt": {"schemata": []}})), "1.1.0", Some("/devices/0/containerEdits/intelRdt/schemata")),
+            (
+                edits(json!({"intelRdt": {}})),
+                "0.7.0",
+                Some("/devices/0/containerEdits/intelRdt"),
+            ),
+            (
+                edits(json!({"intelRdt": {"schemata": []}})),
+                "1.1.0",
+                Some("/devices/0/containerEdits/intelRdt/schemata"),
+            ),
             (
                 edits(json!({"netDevices": [{"hostInterfaceName": "a", "name": "b"}]})),
                 "1.1.0",
@@ -350,7 +465,11 @@ mod tests {
         ] {
             let shaped = check("f", &document);
             assert_eq!(shaped.minimum().to_string(), version, "{document}");
-            assert_eq!(shaped.need.map(|n| n.pointer).as_deref(), pointer, "{document}");
+            assert_eq!(
+                shaped.need.map(|n| n.pointer).as_deref(),
+                pointer,
+                "{document}"
+            );
         }
     }
 
@@ -359,7 +478,11 @@ mod tests {
         assert_eq!(found(&json!([])), [("wrong-type", String::new())]);
         assert_eq!(
             found(&json!({"kind": ["x"], "devices": {}})),
-            [("missing-field", "/cdiVersion".into()), ("wrong-type", "/kind".into()), ("wrong-type", "/devices".into())]
+            [
+                ("missing-field", "/cdiVersion".into()),
+                ("wrong-type", "/kind".into()),
+                ("wrong-type", "/devices".into())
+            ]
         );
         let node = json!({"name": "a", "containerEdits": {"deviceNodes": [{"path": "/a", "fileMode": -1, "a/b~": 1, "major": "195", "uid": null}]}});
         let below = "/devices/0/containerEdits/deviceNodes/0/";
@@ -371,19 +494,32 @@ mod tests {
                 ("wrong-type", format!("{below}fileMode"))
             ]
         );
-        assert_eq!(found(&spec(json!({"name": 0, "containerEdits": {"env": [true, "A=1"], "additionalGids": [1]}}))), []);
+        assert_eq!(
+            found(&spec(
+                json!({"name": 0, "containerEdits": {"env": [true, "A=1"], "additionalGids": [1]}})
+            )),
+            []
+        );
     }
 
     #[test]
     fn a_name_that_is_nearly_right_is_corrected() {
-        let shaped = check("f", &spec(json!({"name": "a", "containerEdits": {"additionalGIDs": [], "mount": []}})));
+        let shaped = check(
+            "f",
+            &spec(json!({"name": "a", "containerEdits": {"additionalGIDs": [], "mount": []}})),
+        );
         let cures: Vec<&str> = shaped.findings.iter().map(|f| f.cure.as_ref()).collect();
         assert_eq!(cures, ["write additionalGids", "write mounts"]);
     }
 
     #[test]
     fn versions_are_ordered_as_numbers() {
-        assert!(Version(0, 10, 0) > Version(0, 9, 0) && released("v0.5.0") == Some(Version(0, 5, 0)));
-        assert_eq!((released("0.5"), released("0.9.0"), released("")), (None, None, None));
+        assert!(
+            Version(0, 10, 0) > Version(0, 9, 0) && released("v0.5.0") == Some(Version(0, 5, 0))
+        );
+        assert_eq!(
+            (released("0.5"), released("0.9.0"), released("")),
+            (None, None, None)
+        );
     }
 }

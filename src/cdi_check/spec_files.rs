@@ -45,7 +45,9 @@ pub fn read(path: &Path) -> Result<Input> {
     let meta = std::fs::metadata(path).with_context(|| format!("look at {}", path.display()))?;
     let mut input = Input::default();
     if meta.is_dir() {
-        input.directory(path, "", &mut vec![(meta.dev(), meta.ino())]).with_context(|| format!("read directory {}", path.display()))?;
+        input
+            .directory(path, "", &mut vec![(meta.dev(), meta.ino())])
+            .with_context(|| format!("read directory {}", path.display()))?;
         // Sort the files: a directory has no order, and the same directory gives the same report.
         input.files.sort_by(|a, b| a.name.cmp(&b.name));
         input.findings.sort_by(|a, b| a.file.cmp(&b.file));
@@ -53,7 +55,9 @@ pub fn read(path: &Path) -> Result<Input> {
             input.findings.push(Finding::new(&NO_SPEC, "", ""));
         }
     } else {
-        let Some(name) = path.file_name() else { bail!("{}: not a file and not a directory", path.display()) };
+        let Some(name) = path.file_name() else {
+            bail!("{}: not a file and not a directory", path.display())
+        };
         let name = name.to_string_lossy().into_owned();
         if !is_spec_name(&name) {
             input.findings.push(Finding::new(&NOT_READ, &name, ""));
@@ -71,7 +75,12 @@ pub fn is_spec_name(name: &str) -> bool {
 
 impl Input {
     /// `above`: device and inode of this directory and of its parents, the outermost first.
-    fn directory(&mut self, path: &Path, name: &str, above: &mut Vec<(u64, u64)>) -> std::io::Result<()> {
+    fn directory(
+        &mut self,
+        path: &Path,
+        name: &str,
+        above: &mut Vec<(u64, u64)>,
+    ) -> std::io::Result<()> {
         for entry in std::fs::read_dir(path)? {
             let entry = entry?;
             self.entries += 1;
@@ -82,20 +91,26 @@ impl Input {
                 return Ok(());
             }
             let own = entry.file_name().to_string_lossy().into_owned();
-            let shown = if name.is_empty() { own } else { format!("{name}/{own}") };
+            let shown = if name.is_empty() {
+                own
+            } else {
+                format!("{name}/{own}")
+            };
             // Follows links, like the agent.
             match std::fs::metadata(entry.path()) {
                 Ok(meta) if meta.is_dir() => {
                     let id = (meta.dev(), meta.ino());
                     if above.contains(&id) || above.len() > MAX_DEPTH {
-                        self.findings.push(Finding::new(&DIRECTORY_LOOP, &shown, ""));
+                        self.findings
+                            .push(Finding::new(&DIRECTORY_LOOP, &shown, ""));
                         continue;
                     }
                     above.push(id);
                     let read = self.directory(&entry.path(), &shown, above);
                     above.pop();
                     if let Err(error) = read {
-                        self.findings.push(Finding::new(&UNREADABLE, &shown, "").value(error));
+                        self.findings
+                            .push(Finding::new(&UNREADABLE, &shown, "").value(error));
                     }
                 }
                 _ if is_spec_name(&shown) => self.file(&entry.path(), shown),
@@ -113,18 +128,25 @@ impl Input {
     fn file(&mut self, path: &Path, name: String) {
         match read_file(path) {
             Ok(Bounded::Whole(text)) if self.bytes + text.len() > MAX_ALL => {
-                self.findings.push(Finding::new(&TOO_LARGE, &name, "").value(format!("{} bytes in all", self.bytes + text.len())));
+                self.findings.push(
+                    Finding::new(&TOO_LARGE, &name, "")
+                        .value(format!("{} bytes in all", self.bytes + text.len())),
+                );
             }
             Ok(Bounded::Whole(text)) => {
                 self.bytes += text.len();
                 self.files.push(SpecText { name, text });
             }
-            Ok(Bounded::TooLarge(bytes)) => self.findings.push(Finding::new(&TOO_LARGE, &name, "").value(format!("{bytes} bytes"))),
+            Ok(Bounded::TooLarge(bytes)) => self
+                .findings
+                .push(Finding::new(&TOO_LARGE, &name, "").value(format!("{bytes} bytes"))),
             Ok(Bounded::NotAFile) => self.findings.push(Finding::new(&NOT_A_FILE, &name, "")),
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                self.findings.push(Finding::new(&NOT_A_FILE, &name, "").value("a link to nothing"))
-            }
-            Err(error) => self.findings.push(Finding::new(&UNREADABLE, &name, "").value(error)),
+            Err(error) if error.kind() == ErrorKind::NotFound => self
+                .findings
+                .push(Finding::new(&NOT_A_FILE, &name, "").value("a link to nothing")),
+            Err(error) => self
+                .findings
+                .push(Finding::new(&UNREADABLE, &name, "").value(error)),
         }
     }
 }
@@ -141,7 +163,10 @@ fn read_file(path: &Path) -> std::io::Result<Bounded> {
     if !std::fs::metadata(path)?.is_file() {
         return Ok(Bounded::NotAFile);
     }
-    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits() | OFlag::O_NOCTTY.bits()).open(path)?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlag::O_NONBLOCK.bits() | OFlag::O_NOCTTY.bits())
+        .open(path)?;
     let meta = file.metadata()?;
     if !meta.is_file() {
         return Ok(Bounded::NotAFile);
@@ -159,15 +184,24 @@ fn read_file(path: &Path) -> std::io::Result<Bounded> {
 /// strings, and nearly never twice.
 pub fn alias(text: &[u8]) -> Option<String> {
     let names = |mark: u8| {
-        let starts = text.iter().enumerate().filter(move |(_, b)| **b == mark).map(|(at, _)| at + 1);
+        let starts = text
+            .iter()
+            .enumerate()
+            .filter(move |(_, b)| **b == mark)
+            .map(|(at, _)| at + 1);
         starts.filter_map(|start| {
             let rest = text.get(start..)?;
-            let end = rest.iter().position(|b| !(b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'))).unwrap_or(rest.len());
+            let end = rest
+                .iter()
+                .position(|b| !(b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-')))
+                .unwrap_or(rest.len());
             rest.get(..end).filter(|name| !name.is_empty())
         })
     };
     let anchors: std::collections::HashSet<&[u8]> = names(b'&').collect();
-    names(b'*').find(|name| anchors.contains(name)).map(|name| String::from_utf8_lossy(name).into_owned())
+    names(b'*')
+        .find(|name| anchors.contains(name))
+        .map(|name| String::from_utf8_lossy(name).into_owned())
 }
 
 #[cfg(test)]
@@ -177,14 +211,25 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     fn rules(input: &Input) -> Vec<(&str, &str)> {
-        input.findings.iter().map(|f| (f.rule.name, f.file.as_str())).collect()
+        input
+            .findings
+            .iter()
+            .map(|f| (f.rule.name, f.file.as_str()))
+            .collect()
     }
 
     #[test]
     fn a_directory_is_read_as_the_agent_reads_it() {
         let dir = temp_dir();
         std::fs::create_dir_all(dir.path().join("deep/er")).unwrap();
-        for name in ["b.YAML", ".hidden.json", "deep/er/a.yaml", "c.yaml.tmp", "README", "d.yml"] {
+        for name in [
+            "b.YAML",
+            ".hidden.json",
+            "deep/er/a.yaml",
+            "c.yaml.tmp",
+            "README",
+            "d.yml",
+        ] {
             std::fs::write(dir.path().join(name), name).unwrap();
         }
         let input = read(dir.path()).unwrap();
@@ -205,7 +250,12 @@ mod tests {
         let input = read(dir.path()).unwrap();
         assert_eq!(
             rules(&input),
-            [("not-a-file", "fifo.yaml"), ("not-a-file", "link.json"), ("directory-loop", "loop"), ("not-a-file", "zero.json")]
+            [
+                ("not-a-file", "fifo.yaml"),
+                ("not-a-file", "link.json"),
+                ("directory-loop", "loop"),
+                ("not-a-file", "zero.json")
+            ]
         );
         assert!(input.files.is_empty());
     }
@@ -216,14 +266,18 @@ mod tests {
         let path = dir.path().join("x.json");
         std::fs::write(&path, vec![b' '; MAX_FILE as usize]).unwrap();
         assert_eq!(read(&path).unwrap().files[0].text.len() as u64, MAX_FILE);
-        std::fs::File::create(&path).unwrap().set_len(1 << 40).unwrap();
+        std::fs::File::create(&path)
+            .unwrap()
+            .set_len(1 << 40)
+            .unwrap();
         assert_eq!(rules(&read(&path).unwrap()), [("too-large", "x.json")]);
     }
 
     #[test]
     fn no_more_files_are_read_than_the_bound() {
         let dir = temp_dir();
-        (0..MAX_FILES + 2).for_each(|n| std::fs::write(dir.path().join(format!("{n}.json")), "x").unwrap());
+        (0..MAX_FILES + 2)
+            .for_each(|n| std::fs::write(dir.path().join(format!("{n}.json")), "x").unwrap());
         let input = read(dir.path()).unwrap();
         assert_eq!((input.files.len(), input.findings.len()), (MAX_FILES, 1));
         assert_eq!(input.findings[0].rule, &TOO_MANY_FILES);
@@ -239,10 +293,20 @@ mod tests {
 
     #[test]
     fn an_alias_is_found_wherever_a_parser_would() {
-        for text in ["a: &x 1\nb: *x", "{a: &x-1 [1],b:*x-1}", "- &a-b_c z\n- *a-b_c", "&1 a: *1"] {
+        for text in [
+            "a: &x 1\nb: *x",
+            "{a: &x-1 [1],b:*x-1}",
+            "- &a-b_c z\n- *a-b_c",
+            "&1 a: *1",
+        ] {
             assert!(alias(text.as_bytes()).is_some(), "{text}");
         }
-        for text in ["a: &x 1", "b: *x", "a: &x 1\nb: *xy", r#"{"args":["*.so","a&b"],"c":"& *"}"#] {
+        for text in [
+            "a: &x 1",
+            "b: *x",
+            "a: &x 1\nb: *xy",
+            r#"{"args":["*.so","a&b"],"c":"& *"}"#,
+        ] {
             assert_eq!(alias(text.as_bytes()), None, "{text}");
         }
     }

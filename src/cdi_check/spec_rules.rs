@@ -39,13 +39,25 @@ pub struct Agents {
 }
 
 impl Agents {
-    pub const BOTH: Agents = Agents { kata3: true, kata4: true };
-    pub const KATA3: Agents = Agents { kata3: true, kata4: false };
-    pub const KATA4: Agents = Agents { kata3: false, kata4: true };
+    pub const BOTH: Agents = Agents {
+        kata3: true,
+        kata4: true,
+    };
+    pub const KATA3: Agents = Agents {
+        kata3: true,
+        kata4: false,
+    };
+    pub const KATA4: Agents = Agents {
+        kata3: false,
+        kata4: true,
+    };
 
     /// Agents for which `is` returns true.
     pub fn which(is: impl Fn(Agent) -> bool) -> Agents {
-        Agents { kata3: is(Agent::Kata3), kata4: is(Agent::Kata4) }
+        Agents {
+            kata3: is(Agent::Kata3),
+            kata4: is(Agent::Kata4),
+        }
     }
 
     pub fn has(self, agent: Agent) -> bool {
@@ -60,7 +72,10 @@ impl Agents {
     }
 
     pub fn and(self, other: Agents) -> Agents {
-        Agents { kata3: self.kata3 && other.kata3, kata4: self.kata4 && other.kata4 }
+        Agents {
+            kata3: self.kata3 && other.kata3,
+            kata4: self.kata4 && other.kata4,
+        }
     }
 
     pub fn names(self) -> &'static str {
@@ -97,7 +112,8 @@ macro_rules! rules {
 }
 
 /// Effect of a refused file, whatever its defect.
-const ALL_FAIL: &str = "the agent refuses the file, and with it every container that requests any CDI device, at once";
+const ALL_FAIL: &str =
+    "the agent refuses the file, and with it every container that requests any CDI device, at once";
 
 rules! {
     NO_SPEC "no-spec" Error BOTH loads,
@@ -250,7 +266,14 @@ pub struct Finding {
 impl Finding {
     pub fn new(rule: &'static Rule, file: &str, pointer: impl Into<String>) -> Self {
         let (agents, cure) = (rule.agents, Cow::Borrowed(rule.cure));
-        Self { rule, agents, file: file.to_string(), pointer: pointer.into(), value: None, cure }
+        Self {
+            rule,
+            agents,
+            file: file.to_string(),
+            pointer: pointer.into(),
+            value: None,
+            cure,
+        }
     }
 
     pub fn value(mut self, value: impl ToString) -> Self {
@@ -299,17 +322,35 @@ mod tests {
         names.dedup();
         assert_eq!(names.len(), RULES.len());
         for rule in RULES {
-            assert!(!rule.breaks.is_empty() && !rule.cure.is_empty(), "{}", rule.name);
-            assert!(rule.name.bytes().all(|b| b.is_ascii_lowercase() || b == b'-' || b.is_ascii_digit()), "{}", rule.name);
-            assert!(!rule.refuses || rule.severity == Severity::Error, "{} is refused and no error", rule.name);
+            assert!(
+                !rule.breaks.is_empty() && !rule.cure.is_empty(),
+                "{}",
+                rule.name
+            );
+            assert!(
+                rule.name
+                    .bytes()
+                    .all(|b| b.is_ascii_lowercase() || b == b'-' || b.is_ascii_digit()),
+                "{}",
+                rule.name
+            );
+            assert!(
+                !rule.refuses || rule.severity == Severity::Error,
+                "{} is refused and no error",
+                rule.name
+            );
         }
     }
 
     #[test]
     fn a_value_is_cut_between_characters_and_printable() {
-        let finding = Finding::new(&REFUSED, "x", "").value("\u{1b}[2J".to_string() + &"\u{e9}".repeat(200));
+        let finding =
+            Finding::new(&REFUSED, "x", "").value("\u{1b}[2J".to_string() + &"\u{e9}".repeat(200));
         let shown = finding.shown_value().unwrap();
-        assert!(shown.starts_with("\\x1b[2J\\u{e9}") && shown.ends_with("..."), "{shown}");
+        assert!(
+            shown.starts_with("\\x1b[2J\\u{e9}") && shown.ends_with("..."),
+            "{shown}"
+        );
         assert_eq!(clipped("short"), "short");
     }
 }

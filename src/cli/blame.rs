@@ -47,7 +47,13 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     }
     let mut out = vec![head(&loaded, &window), String::new()];
     out.extend(table(&account, by).lines(screen));
-    if account.groups.iter().flat_map(|g| &g.steps).chain(&account.waiting).any(|s| s.derived) {
+    if account
+        .groups
+        .iter()
+        .flat_map(|g| &g.steps)
+        .chain(&account.waiting)
+        .any(|s| s.derived)
+    {
         out.push(screen.paint(Ink::Dim, "* worked out from other records"));
     }
     held_up(&account.held_up, screen, &mut out);
@@ -58,7 +64,14 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
 fn table(account: &Blame, by: By) -> Grid {
     let right = Set::Right;
     let mut grid = Grid::new(&[
-        (if by == By::Owner { "OWNER, STEP" } else { "PHASE, STEP" }, Set::Left),
+        (
+            if by == By::Owner {
+                "OWNER, STEP"
+            } else {
+                "PHASE, STEP"
+            },
+            Set::Left,
+        ),
         ("COUNT", right),
         ("SUM", right),
         ("LONGEST", right),
@@ -93,11 +106,24 @@ fn steps(grid: &mut Grid, steps: &[StepRow]) {
         grid.row(ink, cells(name, &step.time));
     }
     if steps.len() > MAX_STEPS {
-        grid.row(Ink::Dim, vec![format!("  and {} more: --json has all", steps.len() - MAX_STEPS)]);
+        grid.row(
+            Ink::Dim,
+            vec![format!(
+                "  and {} more: --json has all",
+                steps.len() - MAX_STEPS
+            )],
+        );
     }
 }
 
 fn cells(name: String, time: &Time) -> Vec<String> {
     let count = time.count.to_string();
-    vec![name, count, seconds(time.sum_ns), seconds(time.longest_ns), seconds(time.wall_ns), share(time.share)]
+    vec![
+        name,
+        count,
+        seconds(time.sum_ns),
+        seconds(time.longest_ns),
+        seconds(time.wall_ns),
+        share(time.share),
+    ]
 }

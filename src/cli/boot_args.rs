@@ -43,11 +43,17 @@ pub struct BootArgs {
 
 impl BootArgs {
     pub fn load(&self) -> Result<Loaded> {
-        load(&find(self.boot.as_deref(), &self.dir)?, self.console.as_deref())
+        load(
+            &find(self.boot.as_deref(), &self.dir)?,
+            self.console.as_deref(),
+        )
     }
 
     pub fn window<'a>(&self, loaded: &'a Loaded) -> Result<Window<'a>> {
-        loaded.boot.timeline.window(self.from.as_deref(), self.to.as_deref())
+        loaded
+            .boot
+            .timeline
+            .window(self.from.as_deref(), self.to.as_deref())
     }
 }
 
@@ -57,17 +63,41 @@ pub fn head(loaded: &Loaded, window: &Window) -> String {
     let clock = loaded.file.clock();
     let milestone = |m: &Milestone| {
         let wall = u64::try_from(m.at_ns)
-            .map_or_else(|_| clock.wall_before_start(m.at_ns.unsigned_abs(), m.error_ns), |at| clock.wall_at(at))
-            .map(|w| format!(" ({} {})", wall_clock(w.realtime_ns), error_bound(w.error_ns)));
-        format!("{} {}{}{}", m.name, if m.approximate { "~" } else { "" }, time(m.at_ns), wall.unwrap_or_default())
+            .map_or_else(
+                |_| clock.wall_before_start(m.at_ns.unsigned_abs(), m.error_ns),
+                |at| clock.wall_at(at),
+            )
+            .map(|w| {
+                format!(
+                    " ({} {})",
+                    wall_clock(w.realtime_ns),
+                    error_bound(w.error_ns)
+                )
+            });
+        format!(
+            "{} {}{}{}",
+            m.name,
+            if m.approximate { "~" } else { "" },
+            time(m.at_ns),
+            wall.unwrap_or_default()
+        )
     };
-    let id = loaded.boot.boot_id.as_deref().map(|id| format!("boot {}: ", printable(id))).unwrap_or_default();
+    let id = loaded
+        .boot
+        .boot_id
+        .as_deref()
+        .map(|id| format!("boot {}: ", printable(id)))
+        .unwrap_or_default();
     format!("{id}{} .. {}", milestone(window.from), milestone(window.to))
 }
 
 /// Notes below a page: data that the account lacks.
 pub fn notes(notes: &[String], screen: &Screen, out: &mut Vec<String>) {
-    out.extend(notes.iter().map(|note| screen.paint(Ink::Dim, &format!("note: {note}"))));
+    out.extend(
+        notes
+            .iter()
+            .map(|note| screen.paint(Ink::Dim, &format!("note: {note}"))),
+    );
 }
 
 /// Steps below a page that enablings held up.
@@ -78,10 +108,28 @@ pub fn held_up(steps: &[HeldUp], screen: &Screen, out: &mut Vec<String>) {
     let head = "Enabling a GPU occupies a vCPU, and these steps wait for every vCPU:";
     out.extend([String::new(), head.to_string()]);
     let right = Set::Right;
-    let mut grid = Grid::new(&[("TOOK", right), ("BESIDE", right), ("STEP", Set::Left), ("ENABLING OF", Set::Left)]);
+    let mut grid = Grid::new(&[
+        ("TOOK", right),
+        ("BESIDE", right),
+        ("STEP", Set::Left),
+        ("ENABLING OF", Set::Left),
+    ]);
     for step in steps {
-        let gpus = step.gpus.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
-        grid.row(Ink::Plain, vec![seconds(step.took_ns), seconds(step.beside_ns), step.step.clone(), format!("GPU {gpus}")]);
+        let gpus = step
+            .gpus
+            .iter()
+            .map(u64::to_string)
+            .collect::<Vec<_>>()
+            .join(", ");
+        grid.row(
+            Ink::Plain,
+            vec![
+                seconds(step.took_ns),
+                seconds(step.beside_ns),
+                step.step.clone(),
+                format!("GPU {gpus}"),
+            ],
+        );
     }
     out.extend(grid.lines(screen));
 }
@@ -100,12 +148,22 @@ struct Json<'a, T: Serialize> {
 
 pub fn boot_json<T: Serialize>(loaded: &Loaded, content: &T) -> Result<String> {
     let boot_id = loaded.boot.boot_id.as_deref();
-    json(&Json { account: ACCOUNT, boot_id, content, notes: Some(&loaded.boot.timeline.notes) })
+    json(&Json {
+        account: ACCOUNT,
+        boot_id,
+        content,
+        notes: Some(&loaded.boot.timeline.notes),
+    })
 }
 
 /// A JSON form of many boots.
 pub fn plain_json<T: Serialize>(content: &T) -> Result<String> {
-    json(&Json { account: ACCOUNT, boot_id: None, content, notes: None })
+    json(&Json {
+        account: ACCOUNT,
+        boot_id: None,
+        content,
+        notes: None,
+    })
 }
 
 fn json(content: &impl Serialize) -> Result<String> {
@@ -117,13 +175,22 @@ fn json(content: &impl Serialize) -> Result<String> {
 pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String>> {
     let mut paths = boots(dir)?;
     paths.sort();
-    ensure!(!paths.is_empty(), "no boot in {}: name a directory that the collector wrote to", dir.display());
+    ensure!(
+        !paths.is_empty(),
+        "no boot in {}: name a directory that the collector wrote to",
+        dir.display()
+    );
     let mut progress = Progress::start();
     let mut unread = Vec::new();
     for (at, path) in paths.iter().enumerate() {
         progress.show(|| format!("read {at} of {} boots", paths.len()));
         match load(path, None) {
-            Ok(loaded) => take(metrics(&loaded.boot.timeline, &loaded.boot, &loaded.file, loaded.agent_known)),
+            Ok(loaded) => take(metrics(
+                &loaded.boot.timeline,
+                &loaded.boot,
+                &loaded.file,
+                loaded.agent_known,
+            )),
             Err(error) => unread.push(printable(&format!("{error:#}"))),
         }
     }

@@ -196,31 +196,56 @@ pub fn run(args: &Args) -> Result<()> {
     // users.
     umask(Mode::empty());
     // Runtime of one thread: it drops its privileges, and later threads inherit that.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
     runtime.block_on(collect(args))
 }
 
 fn config(args: &Args) -> Result<Config> {
-    let patterns = |given: &[Pattern], own: &mut dyn Iterator<Item = &'static str>| -> Result<Vec<Pattern>> {
-        if given.is_empty() { own.map(str::parse).collect() } else { Ok(given.to_vec()) }
-    };
+    let patterns =
+        |given: &[Pattern], own: &mut dyn Iterator<Item = &'static str>| -> Result<Vec<Pattern>> {
+            if given.is_empty() {
+                own.map(str::parse).collect()
+            } else {
+                Ok(given.to_vec())
+            }
+        };
     let mut limits = Limits::default();
     args.limit.iter().try_for_each(|limit| limits.set(limit))?;
     Ok(Config {
         vsock: !args.no_vsock,
         uds: args.uds.clone(),
-        vms: if args.no_vms { Vec::new() } else { patterns(&args.vm, &mut VM_SOCKETS.iter().map(|(pattern, _)| *pattern))? },
+        vms: if args.no_vms {
+            Vec::new()
+        } else {
+            patterns(
+                &args.vm,
+                &mut VM_SOCKETS.iter().map(|(pattern, _)| *pattern),
+            )?
+        },
         // Needed for the owners of CIDs.
         sandboxes: if args.no_vsock && args.sandbox.is_empty() {
             Vec::new()
         } else {
-            patterns(&args.sandbox, &mut SANDBOXES.iter().map(|(pattern, _)| *pattern))?
+            patterns(
+                &args.sandbox,
+                &mut SANDBOXES.iter().map(|(pattern, _)| *pattern),
+            )?
         },
         bundles: patterns(&args.bundle, &mut BUNDLES.iter().copied())?,
         limits,
-        keep: Keep { age: Keep::days(args.keep_days), bytes: (args.keep_size > 0).then_some(args.keep_size) },
+        keep: Keep {
+            age: Keep::days(args.keep_days),
+            bytes: (args.keep_size > 0).then_some(args.keep_size),
+        },
         run_as: args.user,
-        otlp: args.otlp.as_deref().map(|url| otlp(url, args)).transpose()?,
+        otlp: args
+            .otlp
+            .as_deref()
+            .map(|url| otlp(url, args))
+            .transpose()?,
         metrics: args.metrics,
         watched: args.live || args.boots.is_some(),
         drop_privileges: true,
@@ -229,7 +254,10 @@ fn config(args: &Args) -> Result<Config> {
 }
 
 fn otlp(url: &str, args: &Args) -> Result<Otlp> {
-    Ok(Otlp { target: Target::new(url, &args.otlp_header)?, resource: of_this_machine(&args.otlp_attribute)? })
+    Ok(Otlp {
+        target: Target::new(url, &args.otlp_header)?,
+        resource: of_this_machine(&args.otlp_attribute)?,
+    })
 }
 
 async fn collect(args: &Args) -> Result<()> {
@@ -244,11 +272,23 @@ async fn collect(args: &Args) -> Result<()> {
     service::notify_ready()?;
     let (stop, stopped) = watch::channel(false);
     let running = tokio::spawn(collector.run(stopped));
-    let mut view = args.live.then(|| View::new(Table { screen: Screen::of_stdout() }, args.verbose));
+    let mut view = args.live.then(|| {
+        View::new(
+            Table {
+                screen: Screen::of_stdout(),
+            },
+            args.verbose,
+        )
+    });
     let mut count = args.boots.map(|wanted| (wanted, Count::default()));
     loop {
         let closing = count.as_ref().and_then(|(_, count)| count.deadline());
-        let deadline = view.as_ref().and_then(View::deadline).into_iter().chain(closing).min();
+        let deadline = view
+            .as_ref()
+            .and_then(View::deadline)
+            .into_iter()
+            .chain(closing)
+            .min();
         tokio::select! {
             Some(item) = news.recv() => {
                 report(&item);
@@ -262,12 +302,17 @@ async fn collect(args: &Args) -> Result<()> {
             _ = terminate.recv() => break,
         }
         show(&mut view, |view, out| view.due(out));
-        if count.as_mut().is_some_and(|(wanted, count)| count.complete(Instant::now()) >= *wanted) {
+        if count
+            .as_mut()
+            .is_some_and(|(wanted, count)| count.complete(Instant::now()) >= *wanted)
+        {
             break;
         }
     }
     stop.send_replace(true);
-    let counts = running.await.context("the collector stopped unexpectedly")??;
+    let counts = running
+        .await
+        .context("the collector stopped unexpectedly")??;
     // News that were on their way at the stop.
     while let Ok(item) = news.try_recv() {
         report(&item);
@@ -275,7 +320,10 @@ async fn collect(args: &Args) -> Result<()> {
     }
     show(&mut view, |view, out| view.finish(out));
     if counts.unseen > 0 && args.live {
-        eprintln!("kata-gpu-boot: {} record(s) came too fast to be shown; they are in the files", counts.unseen);
+        eprintln!(
+            "kata-gpu-boot: {} record(s) came too fast to be shown; they are in the files",
+            counts.unseen
+        );
     }
     eprintln!("kata-gpu-boot: {}", counts.line());
     Ok(())
@@ -295,7 +343,9 @@ fn show(view: &mut Option<View>, print: impl FnOnce(&mut View, &mut Vec<String>)
 /// Reports news for the operator on standard error.
 fn report(news: &News) {
     match news {
-        News::Line { text } | News::Problem { text } => eprintln!("kata-gpu-boot: {}", printable(text)),
+        News::Line { text } | News::Problem { text } => {
+            eprintln!("kata-gpu-boot: {}", printable(text))
+        }
         News::Connected { .. } | News::Ended { .. } | News::Record { .. } | News::Clock { .. } => {}
     }
 }
@@ -314,7 +364,12 @@ const TAG: usize = 8;
 impl View {
     fn new(mut table: Table, verbose: bool) -> Self {
         table.screen.width = table.screen.width.map(|w| w.saturating_sub(TAG + 1));
-        Self { table, verbose, boots: BTreeMap::new(), headed: false }
+        Self {
+            table,
+            verbose,
+            boots: BTreeMap::new(),
+            headed: false,
+        }
     }
 
     fn take(&mut self, news: &News, out: &mut Vec<String>) {
@@ -325,7 +380,9 @@ impl View {
                     self.headed = true;
                     out.push(format!("{:TAG$} {}", "BOOT", self.table.head()));
                 }
-                self.boots.entry(boot.clone()).or_insert_with(|| Live::new(self.table, self.verbose, now));
+                self.boots
+                    .entry(boot.clone())
+                    .or_insert_with(|| Live::new(self.table, self.verbose, now));
             }
             News::Record { boot, record } => {
                 if let Some(live) = self.boots.get_mut(boot) {
@@ -382,7 +439,9 @@ impl Count {
     fn take(&mut self, news: &News, now: Instant) {
         match news {
             News::Record { boot, record } => {
-                if record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF) {
+                if record.kind == Kind::Event
+                    && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF)
+                {
                     self.done.insert(boot.clone());
                 }
                 if self.done.contains(boot) && !self.complete.contains(boot) {
@@ -393,7 +452,11 @@ impl Count {
                 self.closing.remove(boot);
             }
             News::Ended { boot } => {
-                let grace = if self.done.contains(boot) { Duration::ZERO } else { RECONNECT_GRACE };
+                let grace = if self.done.contains(boot) {
+                    Duration::ZERO
+                } else {
+                    RECONNECT_GRACE
+                };
                 self.closing.insert(boot.clone(), now + grace);
             }
             News::Clock { .. } | News::Line { .. } | News::Problem { .. } => {}
@@ -405,7 +468,12 @@ impl Count {
     }
 
     fn complete(&mut self, now: Instant) -> u64 {
-        let over: Vec<Arc<str>> = self.closing.iter().filter(|(_, at)| **at <= now).map(|(boot, _)| boot.clone()).collect();
+        let over: Vec<Arc<str>> = self
+            .closing
+            .iter()
+            .filter(|(_, at)| **at <= now)
+            .map(|(boot, _)| boot.clone())
+            .collect();
         for boot in over {
             self.closing.remove(&boot);
             self.complete.insert(boot);

@@ -3,7 +3,9 @@
 
 use super::boot_args::{each_boot, notes, plain_json};
 use anyhow::Result;
-use kata_gpu_report::analysis::compare::{Change, Comparison, Settings, Threshold, Verdict, compare};
+use kata_gpu_report::analysis::compare::{
+    Change, Comparison, Settings, Threshold, Verdict, compare,
+};
 use kata_gpu_report::analysis::loaded::load;
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
 use kata_gpu_report::analysis::statistics::Summary;
@@ -69,9 +71,13 @@ pub struct Args {
 
 /// Runs `compare`.
 pub fn run(args: &Args) -> ExitCode {
-    let done = compared(args, &Screen::of_stdout()).and_then(|(text, worse)| print(&text).map(|()| worse));
+    let done =
+        compared(args, &Screen::of_stdout()).and_then(|(text, worse)| print(&text).map(|()| worse));
     if let Err(error) = &done {
-        eprintln!("kata-gpu-boot: cannot compare: {}", printable(&format!("{error:#}")));
+        eprintln!(
+            "kata-gpu-boot: cannot compare: {}",
+            printable(&format!("{error:#}"))
+        );
     }
     ExitCode::from(status(&done))
 }
@@ -92,46 +98,94 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
         if !args.runs {
             let path = find(Some(&path.display().to_string()), &args.dir)?;
             let loaded = load(&path, None)?;
-            return Ok(vec![metrics(&loaded.boot.timeline, &loaded.boot, &loaded.file, loaded.agent_known)]);
+            return Ok(vec![metrics(
+                &loaded.boot.timeline,
+                &loaded.boot,
+                &loaded.file,
+                loaded.agent_known,
+            )]);
         }
         let mut boots = Vec::new();
         unread.extend(each_boot(path, |boot| boots.push(boot))?);
         Ok(boots)
     };
     let (a, b) = (side(&args.a)?, side(&args.b)?);
-    let settings = Settings { threshold: args.threshold, seed: args.seed, gate: args.gate.clone() };
+    let settings = Settings {
+        threshold: args.threshold,
+        seed: args.seed,
+        gate: args.gate.clone(),
+    };
     let mut progress = Progress::start();
     if a.len() + b.len() > MANY {
-        progress.show_now(&format!("computing intervals of {} and {} boots", a.len(), b.len()));
+        progress.show_now(&format!(
+            "computing intervals of {} and {} boots",
+            a.len(),
+            b.len()
+        ));
     }
     let mut comparison = compare(&a, &b, &settings)?;
-    comparison.notes.extend(unread.into_iter().map(|why| format!("not read: {why}")));
+    comparison
+        .notes
+        .extend(unread.into_iter().map(|why| format!("not read: {why}")));
     let worse = !comparison.worse.is_empty();
-    let text = if args.json { plain_json(&comparison)? } else { page(&comparison, screen) };
+    let text = if args.json {
+        plain_json(&comparison)?
+    } else {
+        page(&comparison, screen)
+    };
     Ok((text, worse))
 }
 
 /// The comparison as text.
 fn page(comparison: &Comparison, screen: &Screen) -> String {
     let mut out = Vec::new();
-    let boots =
-        |n: usize, failed: usize| format!("{n} boot(s){}", if failed > 0 { format!(", {failed} with failures") } else { String::new() });
-    let (a, b) = (boots(comparison.boots_a, comparison.failed_a), boots(comparison.boots_b, comparison.failed_b));
+    let boots = |n: usize, failed: usize| {
+        format!(
+            "{n} boot(s){}",
+            if failed > 0 {
+                format!(", {failed} with failures")
+            } else {
+                String::new()
+            }
+        )
+    };
+    let (a, b) = (
+        boots(comparison.boots_a, comparison.failed_a),
+        boots(comparison.boots_b, comparison.failed_b),
+    );
     out.push(format!("before: {a}; now: {b}"));
     let sets = comparison.boots_a + comparison.boots_b > 2;
-    for (title, changes) in [("MILESTONE", &comparison.milestones), ("PHASE", &comparison.phases), ("STEP", &comparison.steps)] {
+    for (title, changes) in [
+        ("MILESTONE", &comparison.milestones),
+        ("PHASE", &comparison.phases),
+        ("STEP", &comparison.steps),
+    ] {
         out.push(String::new());
-        let most = if title == "STEP" { MAX_STEPS } else { changes.len() };
-        out.extend(table(title, &changes.iter().take(most).collect::<Vec<_>>(), sets).lines(screen));
+        let most = if title == "STEP" {
+            MAX_STEPS
+        } else {
+            changes.len()
+        };
+        out.extend(
+            table(title, &changes.iter().take(most).collect::<Vec<_>>(), sets).lines(screen),
+        );
         if changes.len() > most {
-            out.push(format!("and {} that grew less: --json has all", changes.len() - most));
+            out.push(format!(
+                "and {} that grew less: --json has all",
+                changes.len() - most
+            ));
         }
     }
     out.push(String::new());
     if comparison.worse.is_empty() {
         out.push(screen.paint(Ink::Good, "no milestone is slower"));
     } else {
-        out.extend(comparison.worse.iter().map(|worse| screen.paint(Ink::Error, worse)));
+        out.extend(
+            comparison
+                .worse
+                .iter()
+                .map(|worse| screen.paint(Ink::Error, worse)),
+        );
     }
     notes(&comparison.notes, screen, &mut out);
     out.join("\n") + "\n"
@@ -151,11 +205,20 @@ fn table(title: &'static str, changes: &[&Change], sets: bool) -> Grid {
         ("P95", right),
         ("P95 NOW", right),
     ];
-    let kept = if sets { columns.len() } else { columns.len() - 3 };
+    let kept = if sets {
+        columns.len()
+    } else {
+        columns.len() - 3
+    };
     let mut grid = Grid::new(columns.get(..kept).unwrap_or(&columns));
     for change in changes {
-        let of = |side: &Option<Summary>, value: fn(&Summary) -> i64| side.as_ref().map_or("-".to_string(), |s| time(value(s)));
-        let part = change.difference_ns.zip(change.a).filter(|(_, a)| a.median_ns != 0);
+        let of = |side: &Option<Summary>, value: fn(&Summary) -> i64| {
+            side.as_ref().map_or("-".to_string(), |s| time(value(s)))
+        };
+        let part = change
+            .difference_ns
+            .zip(change.a)
+            .filter(|(_, a)| a.median_ns != 0);
         let part = part.map(|(d, a)| format!("{:+.1} %", d as f64 * 100.0 / a.median_ns as f64));
         let (ink, verdict) = match change.verdict {
             Verdict::Same => (Ink::Plain, ""),
@@ -173,7 +236,9 @@ fn table(title: &'static str, changes: &[&Change], sets: bool) -> Grid {
                 change.difference_ns.map_or("-".to_string(), signed),
                 part.unwrap_or_default(),
                 verdict.to_string(),
-                change.interval_ns.map_or("-".to_string(), |(low, high)| format!("{} .. {}", signed(low), signed(high))),
+                change.interval_ns.map_or("-".to_string(), |(low, high)| {
+                    format!("{} .. {}", signed(low), signed(high))
+                }),
                 of(&change.a, |s| s.p95_ns),
                 of(&change.b, |s| s.p95_ns),
             ],

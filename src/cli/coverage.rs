@@ -42,7 +42,10 @@ pub fn run(args: &Args) -> Result<()> {
     let (text, unexplained_share) = text(args, &Screen::of_stdout())?;
     print(&text)?;
     if let Some(limit) = args.at_most {
-        ensure!(unexplained_share <= limit, "{unexplained_share:.2} % is unexplained, allowed are {limit} %");
+        ensure!(
+            unexplained_share <= limit,
+            "{unexplained_share:.2} % is unexplained, allowed are {limit} %"
+        );
     }
     Ok(())
 }
@@ -56,7 +59,11 @@ pub fn text(args: &Args, screen: &Screen) -> Result<(String, f64)> {
         return Ok((boot_json(&loaded, &found)?, found.unexplained_share));
     }
     let mut out = vec![head(&loaded, &window), sentence(&found), String::new()];
-    let mut longest: Vec<&Gap> = found.gaps.iter().filter(|g| g.took_ns >= SHORT_NS).collect();
+    let mut longest: Vec<&Gap> = found
+        .gaps
+        .iter()
+        .filter(|g| g.took_ns >= SHORT_NS)
+        .collect();
     longest.sort_by_key(|g| std::cmp::Reverse(g.took_ns));
     longest.truncate(MAX_GAPS);
     if !longest.is_empty() {
@@ -64,9 +71,18 @@ pub fn text(args: &Args, screen: &Screen) -> Result<(String, f64)> {
         out.extend(table(&longest).lines(screen));
     }
     if found.gaps.len() > longest.len() {
-        let shown = longest.iter().map(|g| g.took_ns).fold(0, u64::saturating_add);
+        let shown = longest
+            .iter()
+            .map(|g| g.took_ns)
+            .fold(0, u64::saturating_add);
         let rest = seconds(found.unexplained_ns.saturating_sub(shown));
-        out.push(screen.paint(Ink::Dim, &format!("{} shorter gap(s), together {rest}: --json has all", found.gaps.len() - longest.len())));
+        out.push(screen.paint(
+            Ink::Dim,
+            &format!(
+                "{} shorter gap(s), together {rest}: --json has all",
+                found.gaps.len() - longest.len()
+            ),
+        ));
     }
     notes(&loaded.boot.timeline.notes, screen, &mut out);
     Ok((out.join("\n") + "\n", found.unexplained_share))
@@ -74,13 +90,31 @@ pub fn text(args: &Args, screen: &Screen) -> Result<(String, f64)> {
 
 /// `unexplained: 0.136 s of 22.340 (0.6 %)`.
 pub fn sentence(found: &Coverage) -> String {
-    format!("unexplained: {} s of {} ({})", seconds(found.unexplained_ns), seconds(found.wall_ns), share(found.unexplained_share))
+    format!(
+        "unexplained: {} s of {} ({})",
+        seconds(found.unexplained_ns),
+        seconds(found.wall_ns),
+        share(found.unexplained_share)
+    )
 }
 
 fn table(gaps: &[&Gap]) -> Grid {
-    let mut grid = Grid::new(&[("TIME", Set::Right), ("TOOK", Set::Right), ("AFTER", Set::Left), ("BEFORE", Set::Left)]);
+    let mut grid = Grid::new(&[
+        ("TIME", Set::Right),
+        ("TOOK", Set::Right),
+        ("AFTER", Set::Left),
+        ("BEFORE", Set::Left),
+    ]);
     for gap in gaps {
-        grid.row(Ink::Plain, vec![time(gap.begin_ns), seconds(gap.took_ns), gap.before.clone(), gap.after.clone()]);
+        grid.row(
+            Ink::Plain,
+            vec![
+                time(gap.begin_ns),
+                seconds(gap.took_ns),
+                gap.before.clone(),
+                gap.after.clone(),
+            ],
+        );
     }
     grid
 }

@@ -49,14 +49,25 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         return boot_json(&loaded, &found);
     }
     let mut out = vec![head(&loaded, &window), String::new()];
-    let (shown, short): (Vec<&Piece>, Vec<&Piece>) = found.path.iter().partition(|p| p.took_ns >= SHORT_NS);
+    let (shown, short): (Vec<&Piece>, Vec<&Piece>) =
+        found.path.iter().partition(|p| p.took_ns >= SHORT_NS);
     out.extend(path(shown.get(..MAX_PIECES).unwrap_or(&shown)).lines(screen));
     if shown.len() > MAX_PIECES {
-        out.push(format!("and {} more: --json has all", shown.len() - MAX_PIECES));
+        out.push(format!(
+            "and {} more: --json has all",
+            shown.len() - MAX_PIECES
+        ));
     }
     if !short.is_empty() {
         let together = short.iter().map(|p| p.took_ns).fold(0, u64::saturating_add);
-        out.push(screen.paint(Ink::Dim, &format!("{} piece(s) below 1 ms are not shown, together {}", short.len(), seconds(together))));
+        out.push(screen.paint(
+            Ink::Dim,
+            &format!(
+                "{} piece(s) below 1 ms are not shown, together {}",
+                short.len(),
+                seconds(together)
+            ),
+        ));
     }
     out.push(String::new());
     if found.without_kind.is_empty() {
@@ -65,7 +76,11 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
             to => format!("{to} comes at {}: no step would have made it come earlier", time(found.to_ns)),
         });
     } else {
-        out.push(format!("{} comes at {}. Had these taken no time, it would come earlier by:", found.to, time(found.to_ns)));
+        out.push(format!(
+            "{} comes at {}. Had these taken no time, it would come earlier by:",
+            found.to,
+            time(found.to_ns)
+        ));
         out.extend(gains(&found).lines(screen));
     }
     held_up(&found.held_up, screen, &mut out);
@@ -79,18 +94,40 @@ fn gpu(index: Option<u64>) -> String {
 
 fn path(pieces: &[&Piece]) -> Grid {
     let left = Set::Left;
-    let columns = [("TIME", Set::Right), ("TOOK", Set::Right), ("OWNER", left), ("GPU", Set::Right), ("STEP", left), ("KNOWN", left)];
+    let columns = [
+        ("TIME", Set::Right),
+        ("TOOK", Set::Right),
+        ("OWNER", left),
+        ("GPU", Set::Right),
+        ("STEP", left),
+        ("KNOWN", left),
+    ];
     let mut grid = Grid::new(&columns);
     for piece in pieces {
         let (begin, took) = (time(piece.begin_ns), seconds(piece.took_ns));
         match &piece.step {
             Some(step) => {
-                let step = format!("{step}{}", if piece.open { " (still going on)" } else { "" });
+                let step = format!(
+                    "{step}{}",
+                    if piece.open { " (still going on)" } else { "" }
+                );
                 let known = piece.known.map_or(String::new(), |k| k.name().to_string());
                 let owner = piece.owner.unwrap_or("?").to_string();
-                grid.row(if piece.open { Ink::Warning } else { Ink::Plain }, vec![begin, took, owner, gpu(piece.gpu), step, known]);
+                grid.row(
+                    if piece.open { Ink::Warning } else { Ink::Plain },
+                    vec![begin, took, owner, gpu(piece.gpu), step, known],
+                );
             }
-            None => grid.row(Ink::Dim, vec![begin, took, String::new(), String::new(), "(between steps)".to_string()]),
+            None => grid.row(
+                Ink::Dim,
+                vec![
+                    begin,
+                    took,
+                    String::new(),
+                    String::new(),
+                    "(between steps)".to_string(),
+                ],
+            ),
         }
     }
     grid
@@ -98,25 +135,62 @@ fn path(pieces: &[&Piece]) -> Grid {
 
 fn gains(found: &CriticalPath) -> Grid {
     // The two gains differ only where an order is assumed.
-    let assumed = found.without_kind.iter().chain(&found.without_step).any(|g| g.gain_ns != g.at_most_ns);
+    let assumed = found
+        .without_kind
+        .iter()
+        .chain(&found.without_step)
+        .any(|g| g.gain_ns != g.at_most_ns);
     let right = Set::Right;
-    let columns = [("GAIN", right), ("AT MOST", right), ("ON PATH", right), ("WITHOUT", Set::Left)];
-    let kept: Vec<_> = columns.into_iter().filter(|(head, _)| assumed || *head != "AT MOST").collect();
+    let columns = [
+        ("GAIN", right),
+        ("AT MOST", right),
+        ("ON PATH", right),
+        ("WITHOUT", Set::Left),
+    ];
+    let kept: Vec<_> = columns
+        .into_iter()
+        .filter(|(head, _)| assumed || *head != "AT MOST")
+        .collect();
     let mut grid = Grid::new(&kept);
     let mut row = |gain: &Gain, what: String| {
         let at_most = assumed.then(|| seconds(gain.at_most_ns));
         grid.row(
             Ink::Plain,
-            [Some(seconds(gain.gain_ns)), at_most, Some(seconds(gain.on_path_ns)), Some(what)].into_iter().flatten().collect(),
+            [
+                Some(seconds(gain.gain_ns)),
+                at_most,
+                Some(seconds(gain.on_path_ns)),
+                Some(what),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
         );
     };
     for gain in &found.without_kind {
-        row(gain, if gain.count > 1 { format!("all {} {}", gain.count, gain.step) } else { gain.step.clone() });
+        row(
+            gain,
+            if gain.count > 1 {
+                format!("all {} {}", gain.count, gain.step)
+            } else {
+                gain.step.clone()
+            },
+        );
     }
     // A kind with one step was printed already.
-    let is_alone = |gain: &&Gain| !found.without_kind.iter().any(|k| k.count == 1 && k.step == gain.step);
+    let is_alone = |gain: &&Gain| {
+        !found
+            .without_kind
+            .iter()
+            .any(|k| k.count == 1 && k.step == gain.step)
+    };
     for gain in found.without_step.iter().filter(is_alone) {
-        row(gain, gain.gpu.map_or(gain.step.clone(), |gpu| format!("{} of GPU {gpu} alone", gain.step)));
+        row(
+            gain,
+            gain.gpu.map_or(gain.step.clone(), |gpu| {
+                format!("{} of GPU {gpu} alone", gain.step)
+            }),
+        );
     }
     grid
 }

@@ -116,14 +116,18 @@ const MAX_QUOTE: usize = 160;
 
 /// Runs `demo`.
 pub fn run(args: &Args) -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
     runtime.block_on(demo(args))
 }
 
 async fn demo(args: &Args) -> Result<()> {
     let vhost_device_vsock = find_vhost_device_vsock(args.vhost_device_vsock.as_deref())?;
     // Directory for temporary files, not --dir: socket paths must be short.
-    let work = nix::unistd::mkdtemp(&std::env::temp_dir().join("kata-gpu-demo-XXXXXX")).context("make a work directory")?;
+    let work = nix::unistd::mkdtemp(&std::env::temp_dir().join("kata-gpu-demo-XXXXXX"))
+        .context("make a work directory")?;
     let arch = kernel_file::arch(&args.kernel)?;
     let config = VmConfig {
         kernel: args.kernel.clone(),
@@ -143,18 +147,31 @@ async fn demo(args: &Args) -> Result<()> {
         Ok(boot_file) => {
             if args.dir.is_some() {
                 let kept = boot_file.with_extension("console");
-                std::fs::copy(&console, &kept).with_context(|| format!("copy {} to {}", console.display(), kept.display()))?;
-                println!("events: {}\nconsole log: {}", boot_file.display(), kept.display());
+                std::fs::copy(&console, &kept)
+                    .with_context(|| format!("copy {} to {}", console.display(), kept.display()))?;
+                println!(
+                    "events: {}\nconsole log: {}",
+                    boot_file.display(),
+                    kept.display()
+                );
             } else if args.keep {
-                println!("events: {}\nconsole log: {}", boot_file.display(), console.display());
+                println!(
+                    "events: {}\nconsole log: {}",
+                    boot_file.display(),
+                    console.display()
+                );
             }
             if args.dir.is_some() || !args.keep {
-                std::fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))?;
+                std::fs::remove_dir_all(&work)
+                    .with_context(|| format!("remove {}", work.display()))?;
             }
             Ok(())
         }
         // A console log stays for inspection.
-        Err(error) if console.exists() => bail!("demo failed: {error:#} (console log: {})", console.display()),
+        Err(error) if console.exists() => bail!(
+            "demo failed: {error:#} (console log: {})",
+            console.display()
+        ),
         Err(error) => {
             std::fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))?;
             Err(error)
@@ -167,10 +184,15 @@ fn command_line(args: &Args, arch: Arch) -> String {
         HostSpeed::Slow => 2000,
         HostSpeed::Fast => 3,
     };
-    let value = |v: &dyn Fn() -> Option<clap::builder::PossibleValue>| v().map(|v| v.get_name().to_string()).unwrap_or_default();
+    let value = |v: &dyn Fn() -> Option<clap::builder::PossibleValue>| {
+        v().map(|v| v.get_name().to_string()).unwrap_or_default()
+    };
     let bind = value(&|| args.bind.to_possible_value());
     let init = value(&|| args.init.to_possible_value());
-    let containers: Vec<String> = CONTAINERS.iter().map(|(name, devices)| format!("{name}:{devices}")).collect();
+    let containers: Vec<String> = CONTAINERS
+        .iter()
+        .map(|(name, devices)| format!("{name}:{devices}"))
+        .collect();
     format!(
         "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
          nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} gpuinit.init={init} \
@@ -184,14 +206,21 @@ fn command_line(args: &Args, arch: Arch) -> String {
 fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
     const NAME: &str = "vhost-device-vsock";
     if let Some(path) = given {
-        ensure!(path.is_file(), "{}: no such program: omit --vhost-device-vsock, or run initrd/setup", path.display());
+        ensure!(
+            path.is_file(),
+            "{}: no such program: omit --vhost-device-vsock, or run initrd/setup",
+            path.display()
+        );
         return Ok(path.to_path_buf());
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let places = std::iter::once(PathBuf::from("target/tools/bin")).chain(std::env::split_paths(&path));
+    let places =
+        std::iter::once(PathBuf::from("target/tools/bin")).chain(std::env::split_paths(&path));
     match places.map(|dir| dir.join(NAME)).find(|p| p.is_file()) {
         Some(program) => Ok(program),
-        None => bail!("{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with --vhost-device-vsock"),
+        None => bail!(
+            "{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with --vhost-device-vsock"
+        ),
     }
 }
 
@@ -215,7 +244,14 @@ struct Progress {
 
 impl Progress {
     fn new(containers: &[(&str, &str)]) -> Self {
-        Self { boot: None, settled: false, waiting_for: containers.iter().map(|(name, _)| name.to_string()).collect() }
+        Self {
+            boot: None,
+            settled: false,
+            waiting_for: containers
+                .iter()
+                .map(|(name, _)| name.to_string())
+                .collect(),
+        }
     }
 
     fn news(&mut self, news: &News) {
@@ -223,18 +259,26 @@ impl Progress {
             News::Connected { boot } => {
                 self.boot.get_or_insert_with(|| boot.clone());
             }
-            News::Record { record, .. } => self.settled |= record.kind == Kind::Event && record.name == names::SETTLED,
+            News::Record { record, .. } => {
+                self.settled |= record.kind == Kind::Event && record.name == names::SETTLED
+            }
             News::Clock { .. } | News::Ended { .. } | News::Line { .. } | News::Problem { .. } => {}
         }
     }
 
     fn agent(&mut self, event: &AgentEvent) {
         match event {
-            AgentEvent::ContainerCreated { container, .. } | AgentEvent::ContainerFailed { container, .. } => {
+            AgentEvent::ContainerCreated { container, .. }
+            | AgentEvent::ContainerFailed { container, .. } => {
                 self.waiting_for.remove(container);
             }
-            AgentEvent::Start { .. } | AgentEvent::Ready | AgentEvent::Rpc { .. } | AgentEvent::ContainerAsked { .. } => {}
-            AgentEvent::CdiTryFailed { .. } | AgentEvent::Injected { .. } | AgentEvent::ContainerStarted { .. } => {}
+            AgentEvent::Start { .. }
+            | AgentEvent::Ready
+            | AgentEvent::Rpc { .. }
+            | AgentEvent::ContainerAsked { .. } => {}
+            AgentEvent::CdiTryFailed { .. }
+            | AgentEvent::Injected { .. }
+            | AgentEvent::ContainerStarted { .. } => {}
             AgentEvent::HookFailed { .. } | AgentEvent::Bound(_) => {}
         }
     }
@@ -253,15 +297,24 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
 
     // The collector listens before the VM starts: the guest connects to an existing socket.
     let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
-    let collecting = Config { uds: vec![uds_path(&config.work_dir)], ..Config::new(events.to_path_buf(), DEFAULT_PORT) };
+    let collecting = Config {
+        uds: vec![uds_path(&config.work_dir)],
+        ..Config::new(events.to_path_buf(), DEFAULT_PORT)
+    };
     let collector = Collector::bind(&collecting, sender)?;
     let (stop, stopped) = watch::channel(false);
     let running = tokio::spawn(collector.run(stopped));
 
-    let machine = if kvm_works(arch) { "KVM" } else { "no KVM here, so the kernel takes some seconds to start" };
+    let machine = if kvm_works(arch) {
+        "KVM"
+    } else {
+        "no KVM here, so the kernel takes some seconds to start"
+    };
     eprintln!("booting {} GPU(s) on {arch} in QEMU ({machine})", args.gpus);
     let limit = Instant::now() + TIME_LIMIT;
-    let mut vm = tokio::task::spawn_blocking(move || Vm::start(&config)).await.context("start the VM")??;
+    let mut vm = tokio::task::spawn_blocking(move || Vm::start(&config))
+        .await
+        .context("start the VM")??;
     let mut console = Tail::open(vm.console())?;
     let mut console_lines = (Lines::new(MAX_CONSOLE_LINE), AgentLog::default());
 
@@ -296,19 +349,30 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
 
     // Records that were on their way still count.
     stop.send_replace(true);
-    running.await.context("the collector stopped unexpectedly")??;
+    running
+        .await
+        .context("the collector stopped unexpectedly")??;
     while let Ok(item) = news.try_recv() {
         take_news(&item, &mut live, &mut progress);
     }
     vm.kill();
-    take_console(&console.read_now()?, &mut console_lines, &mut live, &mut progress);
+    take_console(
+        &console.read_now()?,
+        &mut console_lines,
+        &mut live,
+        &mut progress,
+    );
     write_lines(&live.finish(Instant::now())).context("write to standard output")?;
 
-    let console_text = std::fs::read(vm.console()).with_context(|| format!("read {}", vm.console().display()))?;
+    let console_text =
+        std::fs::read(vm.console()).with_context(|| format!("read {}", vm.console().display()))?;
     let Some(boot_id) = &progress.boot else {
         bail!("{}", without_stream(&ended, &console_text));
     };
-    let path = events.join(format!("{boot_id}.{}", kata_gpu_report::data::boot_file::EXTENSION));
+    let path = events.join(format!(
+        "{boot_id}.{}",
+        kata_gpu_report::data::boot_file::EXTENSION
+    ));
     let agent = agent_log::read(&*console_text).context("read the console log")?;
     let boot = Boot::new(&read_boot(&path)?, &agent);
     print(&format!("\n{}\n", summary(&boot, &screen).join("\n")))?;
@@ -327,7 +391,12 @@ fn take_news(news: &News, live: &mut Live, progress: &mut Progress) {
     }
 }
 
-fn take_console(bytes: &[u8], (lines, log): &mut (Lines, AgentLog), live: &mut Live, progress: &mut Progress) {
+fn take_console(
+    bytes: &[u8],
+    (lines, log): &mut (Lines, AgentLog),
+    live: &mut Live,
+    progress: &mut Progress,
+) {
     lines.push(bytes, |piece| {
         let Piece::Line(line) = piece else { return };
         log.line(line, |line| {
@@ -341,7 +410,10 @@ fn take_console(bytes: &[u8], (lines, log): &mut (Lines, AgentLog), live: &mut L
 fn without_stream(ended: &Ended, console: &[u8]) -> String {
     let how = match ended {
         Ended::VmExited(status) => format!("the VM ended ({status}) before any event came"),
-        Ended::TimeLimit => format!("no event came from the guest within {} s", TIME_LIMIT.as_secs()),
+        Ended::TimeLimit => format!(
+            "no event came from the guest within {} s",
+            TIME_LIMIT.as_secs()
+        ),
         Ended::Interrupted => "interrupted before any event came".to_string(),
         Ended::Complete => "everything was done, but no event came".to_string(),
     };
@@ -350,7 +422,11 @@ fn without_stream(ended: &Ended, console: &[u8]) -> String {
 
 /// The most informative line of the console about an end.
 fn last_words(console: &[u8]) -> String {
-    let lines = || console.split(|b| matches!(b, b'\n' | b'\r')).filter(|line| !line.trim_ascii().is_empty());
+    let lines = || {
+        console
+            .split(|b| matches!(b, b'\n' | b'\r'))
+            .filter(|line| !line.trim_ascii().is_empty())
+    };
     let panic = lines().find(|line| line.windows(12).any(|w| w == b"Kernel panic"));
     match panic.or_else(|| lines().next_back()) {
         Some(line) => format!("console: {}", printable_start(line.trim_ascii(), MAX_QUOTE)),
@@ -359,24 +435,49 @@ fn last_words(console: &[u8]) -> String {
 }
 
 /// All faults of a boot.
-fn judge(boot: &Boot, progress: &Progress, ended: &Ended, gpus: u32, console: &[u8]) -> Vec<String> {
+fn judge(
+    boot: &Boot,
+    progress: &Progress,
+    ended: &Ended,
+    gpus: u32,
+    console: &[u8],
+) -> Vec<String> {
     let mut wrong = Vec::new();
     let waiting = || {
         let settled = (!progress.settled).then(|| "the GPUs to settle".to_string());
-        let containers = progress.waiting_for.iter().map(|c| format!("container {c}"));
-        settled.into_iter().chain(containers).collect::<Vec<_>>().join(", ")
+        let containers = progress
+            .waiting_for
+            .iter()
+            .map(|c| format!("container {c}"));
+        settled
+            .into_iter()
+            .chain(containers)
+            .collect::<Vec<_>>()
+            .join(", ")
     };
     match ended {
         Ended::Complete => {}
-        Ended::VmExited(status) => wrong.push(format!("the VM ended ({status}) while waiting for {}; {}", waiting(), last_words(console))),
-        Ended::TimeLimit => wrong.push(format!("after {} s still waiting for {}", TIME_LIMIT.as_secs(), waiting())),
+        Ended::VmExited(status) => wrong.push(format!(
+            "the VM ended ({status}) while waiting for {}; {}",
+            waiting(),
+            last_words(console)
+        )),
+        Ended::TimeLimit => wrong.push(format!(
+            "after {} s still waiting for {}",
+            TIME_LIMIT.as_secs(),
+            waiting()
+        )),
         Ended::Interrupted => wrong.push("interrupted".to_string()),
     }
     if let Some(reason) = &boot.power_off {
         wrong.push(format!("the guest powered off: {}", printable(reason)));
     }
     for gpu in boot.failed_gpus() {
-        let reason = gpu.failed.as_ref().map(|f| printable(&f.reason)).unwrap_or_default();
+        let reason = gpu
+            .failed
+            .as_ref()
+            .map(|f| printable(&f.reason))
+            .unwrap_or_default();
         wrong.push(format!("GPU {} failed: {reason}", gpu.address));
     }
     let found = boot.gpus.iter().filter(|g| g.found_ns.is_some()).count();
@@ -389,10 +490,18 @@ fn judge(boot: &Boot, progress: &Progress, ended: &Ended, gpus: u32, console: &[
         }
     }
     if boot.lost.records > 0 || boot.lost.reported_by_guest > 0 {
-        wrong.push(format!("{} record(s) lost", boot.lost.records.saturating_add(boot.lost.reported_by_guest)));
+        wrong.push(format!(
+            "{} record(s) lost",
+            boot.lost
+                .records
+                .saturating_add(boot.lost.reported_by_guest)
+        ));
     }
     if boot.garbage_lines > 0 || boot.damaged_lines > 0 {
-        wrong.push(format!("{} line(s) of the stream were not of the format", boot.garbage_lines.saturating_add(boot.damaged_lines)));
+        wrong.push(format!(
+            "{} line(s) of the stream were not of the format",
+            boot.garbage_lines.saturating_add(boot.damaged_lines)
+        ));
     }
     wrong
 }
@@ -406,13 +515,19 @@ mod tests {
 
     fn boot() -> (BootFile, Vec<agent_log::AgentLine>) {
         let at = |end| tests_dir(&format!("fixtures/boots/hand-made-3-gpus-one-fails.{end}"));
-        (read_boot(&at("ndjson")).unwrap(), agent_log::read(File::open(at("console")).unwrap()).unwrap())
+        (
+            read_boot(&at("ndjson")).unwrap(),
+            agent_log::read(File::open(at("console")).unwrap()).unwrap(),
+        )
     }
 
     fn progress(file: &BootFile, agent: &[agent_log::AgentLine]) -> Progress {
         let mut progress = Progress::new(&CONTAINERS);
         for record in &file.records {
-            progress.news(&News::Record { boot: "x".into(), record: Box::new(record.clone()) });
+            progress.news(&News::Record {
+                boot: "x".into(),
+                record: Box::new(record.clone()),
+            });
         }
         agent.iter().for_each(|line| progress.agent(&line.event));
         progress
@@ -431,10 +546,22 @@ mod tests {
     #[test]
     fn everything_that_failed_is_named() {
         let (file, agent) = boot();
-        let wrong = judge(&Boot::new(&file, &agent), &progress(&file, &agent), &Ended::Complete, 3, b"");
+        let wrong = judge(
+            &Boot::new(&file, &agent),
+            &progress(&file, &agent),
+            &Ended::Complete,
+            3,
+            b"",
+        );
         assert_eq!(wrong.len(), 2, "{wrong:#?}");
-        assert!(wrong[0].starts_with("GPU 0001:00:02.0 failed: gpu.init: open /dev/nvidia1"), "{wrong:#?}");
-        assert!(wrong[1].starts_with("container all failed: \\x1b[31mfail fast"), "{wrong:#?}");
+        assert!(
+            wrong[0].starts_with("GPU 0001:00:02.0 failed: gpu.init: open /dev/nvidia1"),
+            "{wrong:#?}"
+        );
+        assert!(
+            wrong[1].starts_with("container all failed: \\x1b[31mfail fast"),
+            "{wrong:#?}"
+        );
     }
 
     #[test]
@@ -444,21 +571,35 @@ mod tests {
         agent.pop();
         agent.push(agent_log::AgentLine {
             realtime_ns: 0,
-            event: AgentEvent::ContainerCreated { container: "all".into(), devices: "all".into(), tries: None, pause: false },
+            event: AgentEvent::ContainerCreated {
+                container: "all".into(),
+                devices: "all".into(),
+                tries: None,
+                pause: false,
+            },
         });
         let state = progress(&file, &agent);
         let boot = Boot::new(&file, &agent);
         assert_eq!(judge(&boot, &state, &Ended::Complete, 3, b""), [""; 0]);
-        assert_eq!(judge(&boot, &state, &Ended::Complete, 8, b""), ["asked for 8 GPUs, the guest found 3"]);
+        assert_eq!(
+            judge(&boot, &state, &Ended::Complete, 8, b""),
+            ["asked for 8 GPUs, the guest found 3"]
+        );
         file.seqs.insert(1000);
-        assert!(judge(&Boot::new(&file, &agent), &state, &Ended::Complete, 3, b"")[0].ends_with("record(s) lost"));
+        assert!(
+            judge(&Boot::new(&file, &agent), &state, &Ended::Complete, 3, b"")[0]
+                .ends_with("record(s) lost")
+        );
     }
 
     #[test]
     fn a_vm_that_ends_early_is_quoted() {
         let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ 2.1] Rebooting\r\n";
         let said = without_stream(&Ended::VmExited("exit status: 0".into()), console);
-        assert!(said.contains("Kernel panic - not syncing: \\x1b[31mno init"), "{said}");
+        assert!(
+            said.contains("Kernel panic - not syncing: \\x1b[31mno init"),
+            "{said}"
+        );
         assert!(last_words(b"a\n\nlast\r\n\r\n").ends_with("last"));
         assert_eq!(last_words(b""), "the console is empty");
     }

@@ -94,20 +94,40 @@ pub fn diagnosis(root: &Path, kata_config: Option<&Path>, dir: Option<&Path>) ->
     if let Some(dir) = dir {
         (facts.boots, unread) = boots(dir)?;
     }
-    Ok(Diagnosis { findings: diagnose(&facts), facts, unread })
+    Ok(Diagnosis {
+        findings: diagnose(&facts),
+        facts,
+        unread,
+    })
 }
 
 /// Checks again and again until a signal to stop.
 async fn check_again_and_again(args: &Args, dir: &Path) -> Result<bool> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (mut terminate, mut interrupt) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
     loop {
         // A collector without a boot yet is no error.
         let (boots, _) = boots(dir).unwrap_or_default();
-        let facts = HostFacts { boots, ..facts_at(&args.root, args.kata_config.as_deref(), Depth::Light)? };
-        let found = diagnose(&facts).into_iter().filter(|f| f.verdict == Verdict::Found);
-        let check = HostCheck::now(found.map(|f| (f.rule.id.to_string(), f.seconds())).collect());
+        let facts = HostFacts {
+            boots,
+            ..facts_at(&args.root, args.kata_config.as_deref(), Depth::Light)?
+        };
+        let found = diagnose(&facts)
+            .into_iter()
+            .filter(|f| f.verdict == Verdict::Found);
+        let check = HostCheck::now(
+            found
+                .map(|f| (f.rule.id.to_string(), f.seconds()))
+                .collect(),
+        );
         match check.write(dir) {
-            Ok(()) => println!("{} rule(s) found something: {:?}", check.findings.len(), check.findings),
+            Ok(()) => println!(
+                "{} rule(s) found something: {:?}",
+                check.findings.len(),
+                check.findings
+            ),
             // A full disk has room again.
             Err(error) => eprintln!("kata-gpu-boot: {error:#}"),
         }
@@ -120,7 +140,10 @@ async fn check_again_and_again(args: &Args, dir: &Path) -> Result<bool> {
 }
 
 fn daemon(args: &Args, dir: &Path) -> Result<bool> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
     runtime.block_on(check_again_and_again(args, dir))
 }
 
@@ -138,7 +161,10 @@ pub fn run(args: &Args) -> ExitCode {
     match done {
         Ok(too_slow) => ExitCode::from(if too_slow { TOO_SLOW } else { 0 }),
         Err(error) => {
-            eprintln!("kata-gpu-boot: cannot examine this host: {}", printable(&format!("{error:#}")));
+            eprintln!(
+                "kata-gpu-boot: cannot examine this host: {}",
+                printable(&format!("{error:#}"))
+            );
             ExitCode::from(CANNOT)
         }
     }
@@ -146,12 +172,20 @@ pub fn run(args: &Args) -> ExitCode {
 
 /// Whether something found costs more than that.
 pub fn is_too_slow(findings: &[Finding], at_most: Option<f64>) -> bool {
-    at_most.is_some_and(|most| findings.iter().any(|f| f.verdict == Verdict::Found && f.seconds() > most))
+    at_most.is_some_and(|most| {
+        findings
+            .iter()
+            .any(|f| f.verdict == Verdict::Found && f.seconds() > most)
+    })
 }
 
 /// The page, or its JSON form.
 pub fn text(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> Result<String> {
-    if args.json { json_form(diagnosis) } else { Ok(page(args, diagnosis, screen)) }
+    if args.json {
+        json_form(diagnosis)
+    } else {
+        Ok(page(args, diagnosis, screen))
+    }
 }
 
 fn basis(finding: &Finding) -> (&'static str, &str) {
@@ -163,15 +197,43 @@ fn basis(finding: &Finding) -> (&'static str, &str) {
 }
 
 fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
-    let Diagnosis { facts, findings, unread } = diagnosis;
+    let Diagnosis {
+        facts,
+        findings,
+        unread,
+    } = diagnosis;
     let mut out = vec![head(args, facts), String::new()];
     let of = |verdict: Verdict| findings.iter().filter(move |f| f.verdict == verdict);
-    let mut grid = Grid::new(&[("SECONDS", Set::Right), ("BASIS", Set::Left), ("RULE", Set::Left), ("WHAT", Set::Left)]);
+    let mut grid = Grid::new(&[
+        ("SECONDS", Set::Right),
+        ("BASIS", Set::Left),
+        ("RULE", Set::Left),
+        ("WHAT", Set::Left),
+    ]);
     for finding in of(Verdict::Found) {
-        let seconds = finding.cost.as_ref().map_or("?".to_string(), |cost| format!("{:.3}", cost.seconds));
-        let unsure = if finding.sure == Sure::Unsure { " (unsure)" } else { "" };
-        let ink = if finding.seconds() >= 1.0 { Ink::Error } else { Ink::Warning };
-        grid.row(ink, vec![seconds, basis(finding).0.into(), finding.rule.id.into(), format!("{}{unsure}", finding.rule.title)]);
+        let seconds = finding
+            .cost
+            .as_ref()
+            .map_or("?".to_string(), |cost| format!("{:.3}", cost.seconds));
+        let unsure = if finding.sure == Sure::Unsure {
+            " (unsure)"
+        } else {
+            ""
+        };
+        let ink = if finding.seconds() >= 1.0 {
+            Ink::Error
+        } else {
+            Ink::Warning
+        };
+        grid.row(
+            ink,
+            vec![
+                seconds,
+                basis(finding).0.into(),
+                finding.rule.id.into(),
+                format!("{}{unsure}", finding.rule.title),
+            ],
+        );
     }
     let mut lines = grid.lines(screen).into_iter();
     if of(Verdict::Found).next().is_none() {
@@ -188,27 +250,60 @@ fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
         }
     }
     out.push(String::new());
-    for (title, verdict) in [("unknown", Verdict::Unknown), ("needs root", Verdict::NeedsRoot), ("fine", Verdict::Fine)] {
+    for (title, verdict) in [
+        ("unknown", Verdict::Unknown),
+        ("needs root", Verdict::NeedsRoot),
+        ("fine", Verdict::Fine),
+    ] {
         if args.verbose {
             for finding in of(verdict) {
                 out.push(format!("{title}: {}", finding.rule.id));
-                out.extend(Some(&finding.text).filter(|text| !text.is_empty()).into_iter().flat_map(|text| wrapped("", text, screen)));
+                out.extend(
+                    Some(&finding.text)
+                        .filter(|text| !text.is_empty())
+                        .into_iter()
+                        .flat_map(|text| wrapped("", text, screen)),
+                );
                 out.extend(details(finding, screen));
             }
         } else {
             let ids: Vec<&str> = of(verdict).map(|f| f.rule.id).collect();
             if !ids.is_empty() {
-                out.extend(wrapped_from(0, &format!("{title}: "), &ids.join(", "), screen));
+                out.extend(wrapped_from(
+                    0,
+                    &format!("{title}: "),
+                    &ids.join(", "),
+                    screen,
+                ));
             }
         }
     }
     let count = |verdict| of(verdict).count();
-    let counts =
-        [(Verdict::Found, "found something"), (Verdict::Unknown, "unknown"), (Verdict::NeedsRoot, "need root"), (Verdict::Fine, "fine")];
-    let counts: Vec<String> = counts.iter().filter(|(v, _)| count(*v) > 0).map(|(v, what)| format!("{} {what}", count(*v))).collect();
-    let more = if args.verbose { "" } else { "; -v has evidence and reasons" };
-    out.push(format!("{} rules: {}{more}", findings.len(), counts.join(", ")));
-    let unread: Vec<String> = unread.iter().map(|why| format!("not read: {why}")).collect();
+    let counts = [
+        (Verdict::Found, "found something"),
+        (Verdict::Unknown, "unknown"),
+        (Verdict::NeedsRoot, "need root"),
+        (Verdict::Fine, "fine"),
+    ];
+    let counts: Vec<String> = counts
+        .iter()
+        .filter(|(v, _)| count(*v) > 0)
+        .map(|(v, what)| format!("{} {what}", count(*v)))
+        .collect();
+    let more = if args.verbose {
+        ""
+    } else {
+        "; -v has evidence and reasons"
+    };
+    out.push(format!(
+        "{} rules: {}{more}",
+        findings.len(),
+        counts.join(", ")
+    ));
+    let unread: Vec<String> = unread
+        .iter()
+        .map(|why| format!("not read: {why}"))
+        .collect();
     notes(&unread, screen, &mut out);
     out.join("\n") + "\n"
 }
@@ -219,13 +314,22 @@ fn head(args: &Args, facts: &HostFacts) -> String {
         Some(dir) => format!("{} boot(s) in {}", facts.boots.count, dir.display()),
         None => "no boots (--dir)".to_string(),
     };
-    clipped(&format!("host: Linux {release}, {} GPU(s), {} VM(s) with devices, {boots}", facts.gpus().len(), facts.vms.len()))
+    clipped(&format!(
+        "host: Linux {release}, {} GPU(s), {} VM(s) with devices, {boots}",
+        facts.gpus().len(),
+        facts.vms.len()
+    ))
 }
 
 fn details(finding: &Finding, screen: &Screen) -> Vec<String> {
-    let seen = finding.evidence.iter().map(|e| format!("{}: {}", e.from, e.value));
+    let seen = finding
+        .evidence
+        .iter()
+        .map(|e| format!("{}: {}", e.from, e.value));
     let (name, of) = basis(finding);
-    let mut out: Vec<String> = seen.flat_map(|text| wrapped("seen: ", &clipped(&text), screen)).collect();
+    let mut out: Vec<String> = seen
+        .flat_map(|text| wrapped("seen: ", &clipped(&text), screen))
+        .collect();
     if !of.is_empty() {
         out.extend(wrapped(&format!("{name}: "), of, screen));
     }
@@ -241,7 +345,10 @@ fn wrapped(label: &str, text: &str, screen: &Screen) -> Vec<String> {
 fn wrapped_from(indent: usize, label: &str, text: &str, screen: &Screen) -> Vec<String> {
     let width = screen.width.unwrap_or(usize::MAX).saturating_sub(1);
     let (first, further) = (format!("{:indent$}{label}", ""), " ".repeat(indent + 2));
-    wrap(&first, &further, &printable(text), width).iter().map(|line| screen.paint(Ink::Dim, line)).collect()
+    wrap(&first, &further, &printable(text), width)
+        .iter()
+        .map(|line| screen.paint(Ink::Dim, line))
+        .collect()
 }
 
 /// A finding of the JSON form.
@@ -280,8 +387,19 @@ fn json_form(diagnosis: &Diagnosis) -> Result<String> {
             source: f.rule.source,
         })
     };
-    let findings = diagnosis.findings.iter().map(row).collect::<serde_json::Result<Vec<_>>>()?;
-    let gpus: Vec<String> = diagnosis.facts.gpus().iter().map(|gpu| gpu.address.to_string()).collect();
+    let findings = diagnosis
+        .findings
+        .iter()
+        .map(row)
+        .collect::<serde_json::Result<Vec<_>>>()?;
+    let gpus: Vec<String> = diagnosis
+        .facts
+        .gpus()
+        .iter()
+        .map(|gpu| gpu.address.to_string())
+        .collect();
     let boots = diagnosis.facts.boots.count;
-    plain_json(&json!({ "gpus": gpus, "boots": boots, "findings": findings, "unread": diagnosis.unread }))
+    plain_json(
+        &json!({ "gpus": gpus, "boots": boots, "findings": findings, "unread": diagnosis.unread }),
+    )
 }

@@ -21,7 +21,12 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Milestones at which the user has containers, the latest first.
-const ENDS: [&str; 4] = [LAST_STARTED, FIRST_STARTED, "last container", "first container"];
+const ENDS: [&str; 4] = [
+    LAST_STARTED,
+    FIRST_STARTED,
+    "last container",
+    "first container",
+];
 /// Columns of a text outside a terminal.
 const WIDTH: usize = 100;
 /// Columns in front of a phase's details.
@@ -121,14 +126,21 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let loaded = args.boot.load()?;
     let window = window(&args.boot, &loaded)?;
     let timeline = &loaded.boot.timeline;
-    let before = args.before.clone().map(|boot| earlier(args, boot)).transpose()?;
+    let before = args
+        .before
+        .clone()
+        .map(|boot| earlier(args, boot))
+        .transpose()?;
     let found = coverage(timeline, &window);
     let explained = Explained {
         failures: failures(&loaded.boot),
         coverage: found.summary(),
         chapters: chapters(&loaded.boot, &window),
         held_up: find_held_up(timeline, &window),
-        cures: advice(cures(timeline, &window), args.doctor.as_deref().map(findings).transpose()?),
+        cures: advice(
+            cures(timeline, &window),
+            args.doctor.as_deref().map(findings).transpose()?,
+        ),
         before,
     };
     if args.boot.json {
@@ -136,7 +148,13 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     }
     let mut out = vec![head(&loaded, &window), sentence(&found)];
     let lines = |failure: &String| wrap("", "    ", failure, screen.width.unwrap_or(usize::MAX));
-    out.extend(explained.failures.iter().flat_map(lines).map(|line| screen.paint(Ink::Error, &line)));
+    out.extend(
+        explained
+            .failures
+            .iter()
+            .flat_map(lines)
+            .map(|line| screen.paint(Ink::Error, &line)),
+    );
     out.push(String::new());
     match &explained.before {
         Some(before) => beside(&explained, before, screen, &mut out),
@@ -151,11 +169,24 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
 /// Failed GPUs and containers, each with when, where and why; for a GPU the cure as well.
 fn failures(boot: &Boot) -> Vec<String> {
     let gpus = boot.gpus.iter().filter_map(|gpu| {
-        let index = gpu.index.map(|index| format!(" {index}")).unwrap_or_default();
-        Some(format!("GPU{index} {} {}", gpu.address, failed(gpu.failed.as_ref()?)))
+        let index = gpu
+            .index
+            .map(|index| format!(" {index}"))
+            .unwrap_or_default();
+        Some(format!(
+            "GPU{index} {} {}",
+            gpu.address,
+            failed(gpu.failed.as_ref()?)
+        ))
     });
     let containers = boot.containers.iter().filter_map(|container| {
-        let (error, at) = (container.error.as_ref()?, container.at_ns.map(|at| format!(" at {}", seconds(at))).unwrap_or_default());
+        let (error, at) = (
+            container.error.as_ref()?,
+            container
+                .at_ns
+                .map(|at| format!(" at {}", seconds(at)))
+                .unwrap_or_default(),
+        );
         Some(format!("container {} failed{at}: {error}", container.name))
     });
     gpus.chain(containers).collect()
@@ -164,25 +195,46 @@ fn failures(boot: &Boot) -> Vec<String> {
 /// The window, by default until the containers run.
 fn window<'a>(args: &BootArgs, loaded: &'a Loaded) -> Result<Window<'a>> {
     let timeline: &Timeline = &loaded.boot.timeline;
-    let end = || ENDS.into_iter().find(|end| timeline.milestones.iter().any(|m| m.name == *end));
+    let end = || {
+        ENDS.into_iter()
+            .find(|end| timeline.milestones.iter().any(|m| m.name == *end))
+    };
     timeline.window(args.from.as_deref(), args.to.as_deref().or_else(end))
 }
 
 fn earlier(args: &Args, boot: String) -> Result<Before> {
-    let boot = BootArgs { boot: Some(boot), console: None, ..args.boot.clone() };
+    let boot = BootArgs {
+        boot: Some(boot),
+        console: None,
+        ..args.boot.clone()
+    };
     let loaded = boot.load()?;
     let window = window(&boot, &loaded)?;
     let timeline = &loaded.boot.timeline;
     let coverage = coverage(timeline, &window).summary();
-    Ok(Before { coverage, chapters: chapters(&loaded.boot, &window), boot_id: loaded.boot.boot_id.clone() })
+    Ok(Before {
+        coverage,
+        chapters: chapters(&loaded.boot, &window),
+        boot_id: loaded.boot.boot_id.clone(),
+    })
 }
 
 /// The phases of one boot, each with its steps below.
 fn story(explained: &Explained, screen: &Screen, out: &mut Vec<String>) {
     let right = Set::Right;
-    let mut grid = Grid::new(&[("AT", right), ("TOOK", right), ("SOONER", right), ("WHAT", Set::Left)]);
+    let mut grid = Grid::new(&[
+        ("AT", right),
+        ("TOOK", right),
+        ("SOONER", right),
+        ("WHAT", Set::Left),
+    ]);
     for chapter in &explained.chapters {
-        let cells = vec![time(chapter.at_ns), seconds(chapter.time.wall_ns), seconds(chapter.sooner_ns), chapter.phase.to_string()];
+        let cells = vec![
+            time(chapter.at_ns),
+            seconds(chapter.time.wall_ns),
+            seconds(chapter.sooner_ns),
+            chapter.phase.to_string(),
+        ];
         grid.row(Ink::Bold, cells);
     }
     let mut lines = grid.lines(screen).into_iter();
@@ -195,21 +247,42 @@ fn story(explained: &Explained, screen: &Screen, out: &mut Vec<String>) {
 
 /// The steps of a phase with their times, wrapped; GPUs with the same steps stand together.
 fn details(chapter: &Chapter, width: usize) -> Vec<String> {
-    let is_long = |line: &&Line| line.took_ns >= SHORT_NS || line.failed || line.open || line.waiting;
-    let named: Vec<&Line> = chapter.lines.iter().filter(is_long).take(MAX_STEPS).collect();
+    let is_long =
+        |line: &&Line| line.took_ns >= SHORT_NS || line.failed || line.open || line.waiting;
+    let named: Vec<&Line> = chapter
+        .lines
+        .iter()
+        .filter(is_long)
+        .take(MAX_STEPS)
+        .collect();
     let rest = chapter.lines.len() - named.len();
     let mut pieces: Vec<String> = Vec::new();
     for (at, line) in named.iter().enumerate() {
         let before = at.checked_sub(1).and_then(|before| named.get(before));
-        let same = line.gpu.is_some() && before.is_some_and(|before| before.gpu.is_some() && before.steps == line.steps);
-        let steps = if same { String::new() } else { format!("{} ", line.steps.join("+")) };
-        let gpu = line.gpu.map(|gpu| format!("GPU {gpu}: ")).unwrap_or_default();
-        pieces.push(format!("{steps}{gpu}{}{}", seconds(line.took_ns), state(line)));
+        let same = line.gpu.is_some()
+            && before.is_some_and(|before| before.gpu.is_some() && before.steps == line.steps);
+        let steps = if same {
+            String::new()
+        } else {
+            format!("{} ", line.steps.join("+"))
+        };
+        let gpu = line
+            .gpu
+            .map(|gpu| format!("GPU {gpu}: "))
+            .unwrap_or_default();
+        pieces.push(format!(
+            "{steps}{gpu}{}{}",
+            seconds(line.took_ns),
+            state(line)
+        ));
     }
     pieces.extend((rest > 0 && !named.is_empty()).then(|| format!("and {rest} more")));
     let mut out = wrapped(pieces, width);
     for line in named {
-        let gpu = line.gpu.map(|gpu| format!(" (GPU {gpu})")).unwrap_or_default();
+        let gpu = line
+            .gpu
+            .map(|gpu| format!(" (GPU {gpu})"))
+            .unwrap_or_default();
         let causes = line.causes.iter().filter(|cause| cause.took_ns >= SHORT_NS);
         out.extend(causes.flat_map(|cause| wrapped(seen(cause, &gpu), width)));
     }
@@ -218,12 +291,22 @@ fn details(chapter: &Chapter, width: usize) -> Vec<String> {
 
 /// `host: vmm.map-bar of 0000:41:00.0 (GPU 0) 2.010, 128 GiB, 64 calls, ..`: what the trace saw.
 fn seen(cause: &Cause, gpu: &str) -> Vec<String> {
-    let function = cause.function.map(|function| format!(" of {function}")).unwrap_or_default();
-    let mut pieces = vec![format!("host: {}{function}{gpu} {}", cause.step, seconds(cause.took_ns))];
+    let function = cause
+        .function
+        .map(|function| format!(" of {function}"))
+        .unwrap_or_default();
+    let mut pieces = vec![format!(
+        "host: {}{function}{gpu} {}",
+        cause.step,
+        seconds(cause.took_ns)
+    )];
     pieces.extend((cause.count > 1).then(|| format!("{} times", cause.count)));
     pieces.extend((cause.bytes > 0).then(|| size(cause.bytes)));
     pieces.extend((cause.calls > 0).then(|| format!("{} calls", cause.calls)));
-    pieces.extend((!cause.pages_a_call.is_empty()).then(|| format!("pages a call {}", histogram(&cause.pages_a_call))));
+    pieces.extend(
+        (!cause.pages_a_call.is_empty())
+            .then(|| format!("pages a call {}", histogram(&cause.pages_a_call))),
+    );
     pieces.extend((!cause.thread.is_empty()).then(|| format!("by {}", cause.thread)));
     pieces
 }
@@ -233,7 +316,10 @@ fn wrapped(pieces: Vec<String>, width: usize) -> Vec<String> {
     let mut pieces = pieces.into_iter().peekable();
     while let Some(mut piece) = pieces.next() {
         piece.push_str(if pieces.peek().is_some() { "," } else { "" });
-        match lines.last_mut().filter(|line| line.len() + 1 + piece.len() <= width) {
+        match lines
+            .last_mut()
+            .filter(|line| line.len() + 1 + piece.len() <= width)
+        {
             Some(line) => *line = format!("{line} {piece}"),
             None => lines.push(format!("{:INDENT$}{piece}", "")),
         }
@@ -254,20 +340,42 @@ fn state(line: &Line) -> &'static str {
 fn findings(path: &Path) -> Result<BTreeMap<String, Found>> {
     let mut text = String::new();
     let file = std::fs::File::open(path).with_context(|| format!("open {}", path.display()))?;
-    file.take(MAX_FINDINGS + 1).read_to_string(&mut text).with_context(|| format!("read {}", path.display()))?;
-    ensure!(text.len() as u64 <= MAX_FINDINGS, "{}: longer than {MAX_FINDINGS} bytes: give the output of `doctor --json`", path.display());
-    let found: Findings =
-        serde_json::from_str(&text).with_context(|| format!("{}: not the output of `kata-gpu-boot doctor --json`", path.display()))?;
-    Ok(found.findings.into_iter().map(|found| (found.rule.clone(), found)).collect())
+    file.take(MAX_FINDINGS + 1)
+        .read_to_string(&mut text)
+        .with_context(|| format!("read {}", path.display()))?;
+    ensure!(
+        text.len() as u64 <= MAX_FINDINGS,
+        "{}: longer than {MAX_FINDINGS} bytes: give the output of `doctor --json`",
+        path.display()
+    );
+    let found: Findings = serde_json::from_str(&text).with_context(|| {
+        format!(
+            "{}: not the output of `kata-gpu-boot doctor --json`",
+            path.display()
+        )
+    })?;
+    Ok(found
+        .findings
+        .into_iter()
+        .map(|found| (found.rule.clone(), found))
+        .collect())
 }
 
 /// Cures with the doctor's verdict; none that is in place already.
 fn advice(cures: Vec<Cure>, found: Option<BTreeMap<String, Found>>) -> Vec<Advice> {
     let advice = |cure: Cure| {
         let said = found.as_ref().and_then(|found| found.get(cure.rule));
-        Advice { here: said.map(|f| printable(&f.verdict)), text: said.map(|f| printable(&f.cure)).unwrap_or_default(), cure }
+        Advice {
+            here: said.map(|f| printable(&f.verdict)),
+            text: said.map(|f| printable(&f.cure)).unwrap_or_default(),
+            cure,
+        }
     };
-    cures.into_iter().map(advice).filter(|advice| advice.here.as_deref() != Some("fine")).collect()
+    cures
+        .into_iter()
+        .map(advice)
+        .filter(|advice| advice.here.as_deref() != Some("fine"))
+        .collect()
 }
 
 fn advise(cures: &[Advice], screen: &Screen, out: &mut Vec<String>) {
@@ -276,33 +384,74 @@ fn advise(cures: &[Advice], screen: &Screen, out: &mut Vec<String>) {
     }
     out.extend([String::new(), "Cures, each alone:".to_string()]);
     let asked = cures.iter().any(|advice| advice.here.is_some());
-    let columns = [("SOONER", Set::Right), ("HERE", Set::Left), ("RULE", Set::Left), ("AGAINST", Set::Left)];
-    let kept: Vec<_> = columns.into_iter().filter(|(head, _)| asked || *head != "HERE").collect();
+    let columns = [
+        ("SOONER", Set::Right),
+        ("HERE", Set::Left),
+        ("RULE", Set::Left),
+        ("AGAINST", Set::Left),
+    ];
+    let kept: Vec<_> = columns
+        .into_iter()
+        .filter(|(head, _)| asked || *head != "HERE")
+        .collect();
     let mut grid = Grid::new(&kept);
     for advice in cures {
         let here = asked.then(|| advice.here.clone().unwrap_or_else(|| "-".into()));
-        let (cure, ink) = (&advice.cure, if here.as_deref() == Some("found") { Ink::Warning } else { Ink::Plain });
-        let cells = [Some(seconds(cure.sooner_ns)), here, Some(cure.rule.to_string()), Some(cure.title.to_string())];
+        let (cure, ink) = (
+            &advice.cure,
+            if here.as_deref() == Some("found") {
+                Ink::Warning
+            } else {
+                Ink::Plain
+            },
+        );
+        let cells = [
+            Some(seconds(cure.sooner_ns)),
+            here,
+            Some(cure.rule.to_string()),
+            Some(cure.title.to_string()),
+        ];
         grid.row(ink, cells.into_iter().flatten().collect());
     }
     out.extend(grid.lines(screen));
-    out.extend(cures.iter().filter(|a| !a.text.is_empty()).map(|a| format!("{}: {}", a.cure.rule, a.text)));
+    out.extend(
+        cures
+            .iter()
+            .filter(|a| !a.text.is_empty())
+            .map(|a| format!("{}: {}", a.cure.rule, a.text)),
+    );
     if !asked {
-        out.push(screen.paint(Ink::Dim, "whether the host has them already: `kata-gpu-boot doctor`, then --doctor FILE"));
+        out.push(screen.paint(
+            Ink::Dim,
+            "whether the host has them already: `kata-gpu-boot doctor`, then --doctor FILE",
+        ));
     }
 }
 
 /// The phases of two boots side by side.
 fn beside(now: &Explained, before: &Before, screen: &Screen, out: &mut Vec<String>) {
     let right = Set::Right;
-    let mut grid = Grid::new(&[("BEFORE", right), ("NOW", right), ("CHANGE", right), ("WHAT", Set::Left)]);
+    let mut grid = Grid::new(&[
+        ("BEFORE", right),
+        ("NOW", right),
+        ("CHANGE", right),
+        ("WHAT", Set::Left),
+    ]);
     let mut row = |ink: Ink, before: Option<u64>, now: Option<u64>, what: &str| {
         let cell = |took: Option<u64>| took.map_or("-".to_string(), seconds);
         let (then_ns, now_ns) = (before.unwrap_or(0), now.unwrap_or(0));
         let change = i64::try_from(i128::from(now_ns) - i128::from(then_ns)).unwrap_or(i64::MAX);
-        grid.row(ink, vec![cell(before), cell(now), signed(change), what.to_string()]);
+        grid.row(
+            ink,
+            vec![cell(before), cell(now), signed(change), what.to_string()],
+        );
     };
-    let took = |chapters: &[Chapter], phase: &str| chapters.iter().find(|c| c.phase == phase).map(|c| c.time.wall_ns);
+    let took = |chapters: &[Chapter], phase: &str| {
+        chapters
+            .iter()
+            .find(|c| c.phase == phase)
+            .map(|c| c.time.wall_ns)
+    };
     let mut phases: Vec<&str> = now.chapters.iter().map(|c| c.phase).collect();
     // A phase that only the earlier boot has comes after the one that it came after there.
     let mut place = 0;
@@ -316,11 +465,26 @@ fn beside(now: &Explained, before: &Before, screen: &Screen, out: &mut Vec<Strin
         }
     }
     for phase in phases {
-        row(Ink::Plain, took(&before.chapters, phase), took(&now.chapters, phase), phase);
+        row(
+            Ink::Plain,
+            took(&before.chapters, phase),
+            took(&now.chapters, phase),
+            phase,
+        );
     }
     let (then, window) = (&before.coverage, &now.coverage);
-    row(Ink::Plain, Some(then.unexplained_ns), Some(window.unexplained_ns), "unexplained");
-    row(Ink::Bold, Some(then.wall_ns), Some(window.wall_ns), &format!("{} .. {}", window.from, window.to));
+    row(
+        Ink::Plain,
+        Some(then.unexplained_ns),
+        Some(window.unexplained_ns),
+        "unexplained",
+    );
+    row(
+        Ink::Bold,
+        Some(then.wall_ns),
+        Some(window.wall_ns),
+        &format!("{} .. {}", window.from, window.to),
+    );
     out.extend(grid.lines(screen));
     if (&then.from, &then.to) != (&window.from, &window.to) {
         out.push(screen.paint(

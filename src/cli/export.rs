@@ -124,7 +124,10 @@ pub enum Format {
 /// Runs `export`.
 pub fn run(args: &Args) -> Result<()> {
     let format = args.format.format();
-    let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
+    let output = args
+        .output
+        .as_deref()
+        .filter(|path| *path != Path::new("-"));
     if format == Format::Perfetto && output.is_none() && io::stdout().is_terminal() {
         bail!("a Perfetto trace is binary: name a file with --output, or pipe it somewhere");
     }
@@ -137,9 +140,18 @@ pub fn run(args: &Args) -> Result<()> {
     let path = find(args.boot.as_deref(), &args.dir)?;
     let file = read_boot(&path)?;
     let agent = agent_log::of_boot(&path, file.sandbox_id(), args.console.as_deref())?;
-    let resource = if format == Format::Otlp { of_this_machine(&args.attribute)? } else { Resource::new() };
+    let resource = if format == Format::Otlp {
+        of_this_machine(&args.attribute)?
+    } else {
+        Resource::new()
+    };
     if let Some(url) = &args.push {
-        return push_once::run(&Target::new(url, &args.otlp_header)?, &file, &agent, &resource);
+        return push_once::run(
+            &Target::new(url, &args.otlp_header)?,
+            &file,
+            &agent,
+            &resource,
+        );
     }
     let timeline = Waterfall::new(&file, &agent);
     // The waterfall holds all data that the formats need.
@@ -151,14 +163,24 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// The boot in a format. `resource`: attributes for [`Format::Otlp`].
-pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<Vec<u8>> {
+pub fn bytes(
+    format: Format,
+    file: &BootFile,
+    agent: &[AgentLine],
+    resource: &Resource,
+) -> Result<Vec<u8>> {
     let mut out = Vec::new();
     write(format, &Waterfall::new(file, agent), resource, &mut out)?;
     Ok(out)
 }
 
 /// Writes a boot in a format part by part: the output can be many times as long as the file.
-pub fn write(format: Format, timeline: &Waterfall, resource: &Resource, out: &mut dyn Write) -> Result<()> {
+pub fn write(
+    format: Format,
+    timeline: &Waterfall,
+    resource: &Resource,
+    out: &mut dyn Write,
+) -> Result<()> {
     match format {
         Format::Html => page::write(timeline, out)?,
         Format::Svg => out.write_all(svg::write(timeline).as_bytes())?,
@@ -176,7 +198,9 @@ fn save(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result
         write(&mut out)?;
         Ok::<_, anyhow::Error>(out.flush()?)
     };
-    let Some(name) = path.file_name() else { bail!("write {}: not the name of a file", path.display()) };
+    let Some(name) = path.file_name() else {
+        bail!("write {}: not the name of a file", path.display())
+    };
     // A pipe, a device or a link is written to, not replaced: /dev/stdout is a link.
     if path.symlink_metadata().is_ok_and(|meta| !meta.is_file()) {
         return to(path).with_context(|| format!("write {}", path.display()));
@@ -195,7 +219,10 @@ fn save(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result
 /// Prints to standard output; its closing by the reader is no error.
 fn print(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
-    let closed = |e: &anyhow::Error| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe);
+    let closed = |e: &anyhow::Error| {
+        e.downcast_ref::<io::Error>()
+            .is_some_and(|e| e.kind() == ErrorKind::BrokenPipe)
+    };
     match write(&mut out).and_then(|()| Ok(out.flush()?)) {
         Err(e) if closed(&e) => Ok(()),
         done => done.context("write to standard output"),

@@ -82,11 +82,20 @@ const IN_FLIGHT: Duration = Duration::from_secs(300);
 
 /// Runs `follow`.
 pub fn run(args: &Args) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime");
     match runtime.and_then(|runtime| runtime.block_on(follow(args))) {
         Ok(status) => ExitCode::from(status),
         // A reader (head, a pager) that closes the output is no error.
-        Err(error) if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
+        Err(error)
+            if error
+                .downcast_ref::<io::Error>()
+                .is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) =>
+        {
+            ExitCode::SUCCESS
+        }
         Err(error) => {
             eprintln!("kata-gpu-boot: {error:#}");
             ExitCode::FAILURE
@@ -96,7 +105,12 @@ pub fn run(args: &Args) -> ExitCode {
 
 /// Form of the output.
 enum View {
-    Plain { table: Table, verbose: bool, boots: BTreeMap<OsString, Live>, tagged: bool },
+    Plain {
+        table: Table,
+        verbose: bool,
+        boots: BTreeMap<OsString, Live>,
+        tagged: bool,
+    },
     Terminal(Bars),
 }
 
@@ -120,14 +134,28 @@ async fn follow(args: &Args) -> Result<u8> {
         (None, Some(sandbox)) => (args.dir.clone(), Which::Sandbox(sandbox.clone())),
         (Some(boot), _) => {
             let path = find(Some(boot), &args.dir)?;
-            let name = path.file_name().with_context(|| format!("{}: not a file", path.display()))?.to_os_string();
-            let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), PathBuf::from);
+            let name = path
+                .file_name()
+                .with_context(|| format!("{}: not a file", path.display()))?
+                .to_os_string();
+            let dir = path
+                .parent()
+                .filter(|p| !p.as_os_str().is_empty())
+                .map_or_else(|| PathBuf::from("."), PathBuf::from);
             (dir, Which::One(name))
         }
     };
     let view = match screen.width {
-        Some(_) => View::Terminal(Bars::new(ProgressDrawTarget::stdout(), Look::of_environment(screen.colour))),
-        None => View::Plain { table: Table { screen }, verbose: args.verbose, boots: BTreeMap::new(), tagged: args.all },
+        Some(_) => View::Terminal(Bars::new(
+            ProgressDrawTarget::stdout(),
+            Look::of_environment(screen.colour),
+        )),
+        None => View::Plain {
+            table: Table { screen },
+            verbose: args.verbose,
+            boots: BTreeMap::new(),
+            tagged: args.all,
+        },
     };
     let mut follower = Follower {
         files: Files::watch(&dir, which)?,
@@ -140,13 +168,18 @@ async fn follow(args: &Args) -> Result<u8> {
         dir: args.dir.clone(),
     };
     let timeout = (args.timeout > 0).then(|| Duration::from_secs(args.timeout));
-    let in_flight = if args.sandbox.is_some() { Duration::MAX } else { timeout.unwrap_or(IN_FLIGHT) };
+    let in_flight = if args.sandbox.is_some() {
+        Duration::MAX
+    } else {
+        timeout.unwrap_or(IN_FLIGHT)
+    };
     let mut heard = follower.begin(in_flight, args)?;
     loop {
         let now = Instant::now();
         follower.draw(now)?;
         let wanted = if args.all { args.boots } else { Some(1) };
-        if follower.end_what_is_over(now)? && wanted.is_some_and(|wanted| follower.ended >= wanted) {
+        if follower.end_what_is_over(now)? && wanted.is_some_and(|wanted| follower.ended >= wanted)
+        {
             return Ok(follower.status);
         }
         let give_up = timeout.map(|timeout| heard + timeout);
@@ -187,7 +220,10 @@ impl Follower {
             }
             self.read(&name, ago(now, age))?;
             // A file without a line has just been made.
-            let over = self.boots.get(&name).is_some_and(|p| p.outcome(now).is_some());
+            let over = self
+                .boots
+                .get(&name)
+                .is_some_and(|p| p.outcome(now).is_some());
             if over && !named {
                 self.leave(&name);
             } else if named && self.boots.contains_key(&name) {
@@ -196,10 +232,20 @@ impl Follower {
         }
         if self.boots.is_empty() {
             if args.boot.is_some() {
-                bail!("{}: no event stream in it: give a file that `collect` wrote", self.dir.display());
+                bail!(
+                    "{}: no event stream in it: give a file that `collect` wrote",
+                    self.dir.display()
+                );
             }
-            let of = args.sandbox.as_ref().map(|sandbox| format!(" of {}", printable(sandbox))).unwrap_or_default();
-            eprintln!("kata-gpu-boot: no boot{of} in flight in {}: waiting for one", self.dir.display());
+            let of = args
+                .sandbox
+                .as_ref()
+                .map(|sandbox| format!(" of {}", printable(sandbox)))
+                .unwrap_or_default();
+            eprintln!(
+                "kata-gpu-boot: no boot{of} in flight in {}: waiting for one",
+                self.dir.display()
+            );
         }
         Ok(heard)
     }
@@ -210,7 +256,13 @@ impl Follower {
         if self.over.contains(name) || !(known || self.all || self.boots.is_empty()) {
             return Ok(false);
         }
-        let Self { files, boots, view, all, .. } = self;
+        let Self {
+            files,
+            boots,
+            view,
+            all,
+            ..
+        } = self;
         let (mut heard, mut shown) = (false, Ok(()));
         files.read(name, |line| {
             heard = true;
@@ -225,7 +277,9 @@ impl Follower {
     fn draw(&mut self, now: Instant) -> Result<()> {
         match &mut self.view {
             View::Terminal(bars) => {
-                self.boots.iter().for_each(|(name, progress)| bars.update(&name.to_string_lossy(), progress, now));
+                self.boots.iter().for_each(|(name, progress)| {
+                    bars.update(&name.to_string_lossy(), progress, now)
+                });
                 Ok(())
             }
             View::Plain { boots, tagged, .. } => {
@@ -249,21 +303,28 @@ impl Follower {
 
     /// Ends the boots that are over with a line each; true if there was one.
     fn end_what_is_over(&mut self, now: Instant) -> Result<bool> {
-        let over: Vec<(OsString, Outcome)> =
-            self.boots.iter().filter_map(|(name, progress)| Some((name.clone(), progress.outcome(now)?))).collect();
+        let over: Vec<(OsString, Outcome)> = self
+            .boots
+            .iter()
+            .filter_map(|(name, progress)| Some((name.clone(), progress.outcome(now)?)))
+            .collect();
         for (name, outcome) in &over {
             let id = tag(&name.to_string_lossy());
             self.finish(name, now)?;
             match outcome {
                 Outcome::Ready { gpus, at_ns } => {
                     let at = seconds(*at_ns);
-                    self.say(&format!("boot {id}: all {gpus} GPUs ready {at} s after kernel start"))?;
+                    self.say(&format!(
+                        "boot {id}: all {gpus} GPUs ready {at} s after kernel start"
+                    ))?;
                 }
                 Outcome::Failed(why) => {
                     self.status = 1;
                     // The bars must not overwrite the line where both go to one terminal.
                     match (&self.view, self.all) {
-                        (View::Terminal(bars), true) => bars.say(&format!("boot {id} failed: {why}")),
+                        (View::Terminal(bars), true) => {
+                            bars.say(&format!("boot {id} failed: {why}"))
+                        }
                         _ => eprintln!("kata-gpu-boot: boot {id} failed: {why}"),
                     }
                 }
@@ -276,7 +337,9 @@ impl Follower {
 
     /// Prints the last line of a boot.
     fn finish(&mut self, name: &OsStr, now: Instant) -> Result<()> {
-        let Some(progress) = self.boots.get(name) else { return Ok(()) };
+        let Some(progress) = self.boots.get(name) else {
+            return Ok(());
+        };
         match &mut self.view {
             View::Terminal(bars) if self.all => bars.remove(&name.to_string_lossy()),
             View::Terminal(bars) => bars.finish(&name.to_string_lossy(), progress, now),
@@ -293,7 +356,9 @@ impl Follower {
     fn finish_all(&mut self, now: Instant) -> Result<()> {
         let names: Vec<OsString> = self.boots.keys().cloned().collect();
         if let View::Terminal(bars) = &mut self.view {
-            self.boots.iter().for_each(|(name, progress)| bars.finish(&name.to_string_lossy(), progress, now));
+            self.boots
+                .iter()
+                .for_each(|(name, progress)| bars.finish(&name.to_string_lossy(), progress, now));
             return write_lines(&[String::new()]).context("write to standard output");
         }
         names.iter().try_for_each(|name| self.finish(name, now))
@@ -309,7 +374,10 @@ impl Follower {
         }
         for (name, progress) in &self.boots {
             let id = tag(&name.to_string_lossy());
-            eprintln!("kata-gpu-boot: boot {id}: nothing new for {timeout} s (--timeout): {}", progress.last_seen());
+            eprintln!(
+                "kata-gpu-boot: boot {id}: nothing new for {timeout} s (--timeout): {}",
+                progress.last_seen()
+            );
         }
         Ok(())
     }
@@ -318,8 +386,11 @@ impl Follower {
     fn say(&self, line: &str) -> Result<()> {
         match &self.view {
             View::Terminal(bars) if self.all => bars.say(line),
-            View::Terminal(_) => write_lines(&[String::new(), line.to_string()]).context("write to standard output")?,
-            View::Plain { .. } => write_lines(&[line.to_string()]).context("write to standard output")?,
+            View::Terminal(_) => write_lines(&[String::new(), line.to_string()])
+                .context("write to standard output")?,
+            View::Plain { .. } => {
+                write_lines(&[line.to_string()]).context("write to standard output")?
+            }
         }
         Ok(())
     }
@@ -336,26 +407,55 @@ impl Follower {
 }
 
 /// Adds a line to a boot and shows the change.
-fn show_line(view: &mut View, all: bool, name: &OsStr, progress: &mut Progress, line: &FileLine, at: Instant) -> Result<()> {
+fn show_line(
+    view: &mut View,
+    all: bool,
+    name: &OsStr,
+    progress: &mut Progress,
+    line: &FileLine,
+    at: Instant,
+) -> Result<()> {
     let row = progress.take(line, at);
     match view {
         View::Terminal(bars) => {
             // Bars show all successes.
             if let Some(row) = row.filter(is_news) {
-                let gpu = row.gpu.map(|g| format!("{}: ", progress::name(g.address, g.index))).unwrap_or_default();
-                let who = if all { format!("{} ", tag(&name.to_string_lossy())) } else { String::new() };
-                bars.say(&format!("{who}{:>9} {gpu}{}", seconds(row.time_ns), row.what));
+                let gpu = row
+                    .gpu
+                    .map(|g| format!("{}: ", progress::name(g.address, g.index)))
+                    .unwrap_or_default();
+                let who = if all {
+                    format!("{} ", tag(&name.to_string_lossy()))
+                } else {
+                    String::new()
+                };
+                bars.say(&format!(
+                    "{who}{:>9} {gpu}{}",
+                    seconds(row.time_ns),
+                    row.what
+                ));
             }
         }
-        View::Plain { table, verbose, boots, tagged } => {
+        View::Plain {
+            table,
+            verbose,
+            boots,
+            tagged,
+        } => {
             let live = match boots.get_mut(name) {
                 Some(live) => live,
                 None => {
                     if boots.is_empty() {
-                        let head = if *tagged { format!("{:8} {}", "BOOT", table.head()) } else { table.head() };
+                        let head = if *tagged {
+                            format!("{:8} {}", "BOOT", table.head())
+                        } else {
+                            table.head()
+                        };
                         write_lines(&[head]).context("write to standard output")?;
                     }
-                    boots.entry(name.to_os_string()).or_insert_with(|| Live::new(*table, *verbose, at))
+                    boots
+                        .entry(name.to_os_string())
+                        .or_insert_with(|| Live::new(*table, *verbose, at))
                 }
             };
             match line {
@@ -385,6 +485,13 @@ fn is_news(row: &Row) -> bool {
 
 fn print_lines(name: &OsStr, lines: Vec<String>, tagged: bool) -> Result<()> {
     let id = tag(&name.to_string_lossy());
-    let lines: Vec<String> = if tagged { lines.into_iter().map(|line| format!("{id} {line}")).collect() } else { lines };
+    let lines: Vec<String> = if tagged {
+        lines
+            .into_iter()
+            .map(|line| format!("{id} {line}"))
+            .collect()
+    } else {
+        lines
+    };
     write_lines(&lines).context("write to standard output")
 }

@@ -66,7 +66,11 @@ pub struct Args {
 
 /// Runs `import`.
 pub fn run(args: &Args) -> Result<()> {
-    let sources = args.files.iter().map(|path| open(path, args.format)).collect::<Result<Vec<_>>>()?;
+    let sources = args
+        .files
+        .iter()
+        .map(|path| open(path, args.format))
+        .collect::<Result<Vec<_>>>()?;
     let (mut report, text) = import(sources, args.boot)?;
     let path = match (&args.boot_dir, &args.output) {
         (Some(dir), _) => Some(dir.join(format!("{}.{EXTENSION}", report.boot_id))),
@@ -91,12 +95,19 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let file = BootFile::read(text.as_bytes()).context("read what was made")?;
     let boot = Boot::new(&file, &[]);
-    print(&format!("{report}\n{}", page(&file, &[], &boot, args.verbose, screen)?))
+    print(&format!(
+        "{report}\n{}",
+        page(&file, &[], &boot, args.verbose, screen)?
+    ))
 }
 
 fn open(path: &Path, format: Option<Format>) -> Result<Source> {
-    let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
-    read(&name, Input::open(path)?, format).with_context(|| format!("import {}", printable(&path.display().to_string())))
+    let name = path.file_name().map_or_else(
+        || path.display().to_string(),
+        |n| n.to_string_lossy().into_owned(),
+    );
+    read(&name, Input::open(path)?, format)
+        .with_context(|| format!("import {}", printable(&path.display().to_string())))
 }
 
 #[cfg(test)]
@@ -119,14 +130,27 @@ mod tests {
     #[test]
     fn an_imported_boot_is_like_any_other_and_never_overwritten() {
         let dir = temp_dir();
-        let log = tests_dir("fixtures/import/containerd.log").display().to_string();
+        let log = tests_dir("fixtures/import/containerd.log")
+            .display()
+            .to_string();
         let to = dir.path().display().to_string();
         run(&[&log, "--boot-dir", &to, "--json"]).unwrap();
-        let written: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let written: Vec<_> = std::fs::read_dir(dir.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
         assert_eq!(written.len(), 1);
         let boot = read_boot(&written[0]).unwrap();
-        assert_eq!(written[0].file_stem().unwrap().to_str(), boot.header.as_ref().map(|h| h.boot_id.as_str()));
-        assert!(run(&[&log, "--boot-dir", &to, "--json"]).unwrap_err().to_string().contains("is there already"));
+        assert_eq!(
+            written[0].file_stem().unwrap().to_str(),
+            boot.header.as_ref().map(|h| h.boot_id.as_str())
+        );
+        assert!(
+            run(&[&log, "--boot-dir", &to, "--json"])
+                .unwrap_err()
+                .to_string()
+                .contains("is there already")
+        );
         let file = dir.path().join("x.ndjson").display().to_string();
         run(&[&log, "--output", &file, "--json"]).unwrap();
         assert_eq!(read_boot(file.as_ref()).unwrap().records, boot.records);
@@ -134,18 +158,29 @@ mod tests {
         let pod = tests_dir("fixtures/import/pod.json").display().to_string();
         let both = dir.path().join("y.ndjson").display().to_string();
         run(&[&file, &pod, "--output", &both, "--json"]).unwrap();
-        assert_eq!(read_boot(both.as_ref()).unwrap().records.len(), boot.records.len() + 8);
+        assert_eq!(
+            read_boot(both.as_ref()).unwrap().records.len(),
+            boot.records.len() + 8
+        );
     }
 
     #[test]
     fn a_failed_import_names_reason_and_cure() {
-        let log = tests_dir("fixtures/import/console.log").display().to_string();
+        let log = tests_dir("fixtures/import/console.log")
+            .display()
+            .to_string();
         for (args, want) in [
             (vec!["/nowhere/x.log"], "open /nowhere/x.log"),
             (vec![], "required"),
-            (vec![&log, "--output", "a", "--boot-dir", "b"], "cannot be used with"),
+            (
+                vec![&log, "--output", "a", "--boot-dir", "b"],
+                "cannot be used with",
+            ),
             (vec![&log, "--format", "pod"], "kubectl get pod"),
-            (vec![&log, "--format", "stream"], "nothing in it was recognised as stream"),
+            (
+                vec![&log, "--format", "stream"],
+                "nothing in it was recognised as stream",
+            ),
             (vec![&log, "--boot", "7"], "there is no boot 7"),
         ] {
             let error = format!("{:#}", run(&args).unwrap_err());

@@ -10,7 +10,9 @@ use kata_gpu_image::images::output_file::{Output, Written};
 use kata_gpu_image::images::pack::List;
 use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_image::images::verify::{INIT, Question};
-use kata_gpu_image::images::{components, diff, disk_image, helper, kernel_release, ls, pack, repack, verify};
+use kata_gpu_image::images::{
+    components, diff, disk_image, helper, kernel_release, ls, pack, repack, verify,
+};
 use kata_gpu_init::gpu::topology::Topology;
 use kata_gpu_report::data::text::ascii_json;
 use kata_gpu_report::data::text::{Ink, Screen, printable};
@@ -296,7 +298,9 @@ pub fn run(args: &Args) -> ExitCode {
         Command::Repack(args) => repack(args),
         Command::Diff(args) => diff(args),
         Command::ReplaceInit(args) => replace_init(args),
-        Command::InSandbox(args) => return disk_image::tool_sandbox::run_inside(args.tool, &args.directory),
+        Command::InSandbox(args) => {
+            return disk_image::tool_sandbox::run_inside(args.tool, &args.directory);
+        }
     };
     match done {
         Ok(true) => ExitCode::SUCCESS,
@@ -315,17 +319,36 @@ fn read(path: &std::path::Path) -> Result<(Image, Tree)> {
 }
 
 fn written(written: &Written) -> String {
-    format!("{}: {} bytes, sha256 {}", printable(&written.path.display().to_string()), written.bytes, written.sha256)
+    format!(
+        "{}: {} bytes, sha256 {}",
+        printable(&written.path.display().to_string()),
+        written.bytes,
+        written.sha256
+    )
 }
 
 fn pack(args: &PackArgs) -> Result<bool> {
-    let mut output = Output::create(&args.output, if args.gzip { Form::Gzip } else { Form::Plain })?;
-    let wish = pack::Wish { mtime: pack::mtime()?, manifest: !args.no_manifest };
+    let mut output = Output::create(
+        &args.output,
+        if args.gzip { Form::Gzip } else { Form::Plain },
+    )?;
+    let wish = pack::Wish {
+        mtime: pack::mtime()?,
+        manifest: !args.no_manifest,
+    };
     let packed = pack::pack(&args.sources, wish, &mut output)?;
     let mut done = output.end()?;
     done.keep()?;
-    let left_out: Vec<String> = packed.left_out.iter().map(|path| printable(&path.display().to_string())).collect();
-    left_out.iter().for_each(|path| eprintln!("kata-gpu-boot: {path} is a socket, and omitted: no program listens on it in a guest"));
+    let left_out: Vec<String> = packed
+        .left_out
+        .iter()
+        .map(|path| printable(&path.display().to_string()))
+        .collect();
+    left_out.iter().for_each(|path| {
+        eprintln!(
+            "kata-gpu-boot: {path} is a socket, and omitted: no program listens on it in a guest"
+        )
+    });
     let screen = Screen::of_stdout();
     let (files, stale, none) = match &packed.list {
         List::Of(files) => (Some(files), None, None),
@@ -339,13 +362,25 @@ fn pack(args: &PackArgs) -> Result<bool> {
         }))?
     } else {
         let list = match (files, stale, none) {
-            (Some(files), None, _) => format!("the list of the driver's {files} files is in the image\n"),
-            (Some(files), Some(why), _) => {
-                format!("the list of the driver's {files} files is in the image, in place of a stale one: {why}\n")
+            (Some(files), None, _) => {
+                format!("the list of the driver's {files} files is in the image\n")
             }
-            (None, _, none) => format!("no list of the driver's files: {}\n", none.unwrap_or_default()),
+            (Some(files), Some(why), _) => {
+                format!(
+                    "the list of the driver's {files} files is in the image, in place of a stale one: {why}\n"
+                )
+            }
+            (None, _, none) => format!(
+                "no list of the driver's files: {}\n",
+                none.unwrap_or_default()
+            ),
         };
-        format!("{}{list}{}, {} entries\n", components::sizes_text(&packed.sizes, &screen), written(&done), packed.entries)
+        format!(
+            "{}{list}{}, {} entries\n",
+            components::sizes_text(&packed.sizes, &screen),
+            written(&done),
+            packed.entries
+        )
     };
     print(&text)?;
     Ok(true)
@@ -354,10 +389,18 @@ fn pack(args: &PackArgs) -> Result<bool> {
 fn ls(args: &LsArgs) -> Result<bool> {
     let image = Image::open(&args.image)?;
     let (text, listed) = ls::text(&image, &args.paths, &Screen::of_stdout());
-    print(&if args.json { ascii_json(&ls::json(&image, &args.paths))? } else { text })?;
+    print(&if args.json {
+        ascii_json(&ls::json(&image, &args.paths))?
+    } else {
+        text
+    })?;
     let missing = ls::missing(&image, &args.paths);
     for path in &missing {
-        eprintln!("kata-gpu-boot: {}: no such path in {}", escaped(path.as_bytes()), printable(&args.image.display().to_string()));
+        eprintln!(
+            "kata-gpu-boot: {}: no such path in {}",
+            escaped(path.as_bytes()),
+            printable(&args.image.display().to_string())
+        );
     }
     Ok(listed > 0 && missing.is_empty())
 }
@@ -366,41 +409,86 @@ fn cat(args: &CatArgs) -> Result<bool> {
     let (_, tree) = read(&args.image)?;
     let found = ls::cat(&tree, &args.path)?;
     if !found {
-        eprintln!("kata-gpu-boot: {}: no such path in {}", escaped(args.path.as_bytes()), printable(&args.image.display().to_string()));
+        eprintln!(
+            "kata-gpu-boot: {}: no such path in {}",
+            escaped(args.path.as_bytes()),
+            printable(&args.image.display().to_string())
+        );
     }
     Ok(found)
 }
 
 fn topology(text: &str) -> Result<Topology, String> {
-    Topology::named(text).ok_or_else(|| format!("there are {}", Topology::ALL.map(|topology| topology.to_string()).join(", ")))
+    Topology::named(text).ok_or_else(|| {
+        format!(
+            "there are {}",
+            Topology::ALL
+                .map(|topology| topology.to_string())
+                .join(", ")
+        )
+    })
 }
 
 fn question(kernel: Option<&str>, init: &str, user_space: bool) -> Result<Question> {
-    Ok(Question { release: kernel.map(kernel_release::release).transpose()?, init: init.to_string(), user_space, ..Question::default() })
+    Ok(Question {
+        release: kernel.map(kernel_release::release).transpose()?,
+        init: init.to_string(),
+        user_space,
+        ..Question::default()
+    })
 }
 
 fn verify(args: &VerifyArgs) -> Result<bool> {
     let screen = Screen::of_stdout();
     if args.rules {
-        print(&verify::verify_text::rules(verify::image_rules::RULES, &screen))?;
+        print(&verify::verify_text::rules(
+            verify::image_rules::RULES,
+            &screen,
+        ))?;
         return Ok(true);
     }
-    let Some(path) = &args.image else { bail!("give an image") };
+    let Some(path) = &args.image else {
+        bail!("give an image")
+    };
     let question = question(args.kernel.as_deref(), &args.rdinit, !args.no_user_space)?;
-    let question = Question { topologies: args.topology.clone(), confidential: args.confidential, ..question };
+    let question = Question {
+        topologies: args.topology.clone(),
+        confidential: args.confidential,
+        ..question
+    };
     let (image, tree) = read(path)?;
     let report = verify::check(&image, &tree, &question);
-    print(&if args.json { ascii_json(&report.json())? } else { verify::verify_text::page(&report, &screen) })?;
+    print(&if args.json {
+        ascii_json(&report.json())?
+    } else {
+        verify::verify_text::page(&report, &screen)
+    })?;
     Ok(report.boots())
 }
 
 /// The output is neither the image, nor the init, nor the helper.
 fn check_output(image: &Path, init: &Path, helper: &HelperArgs, output: &Path) -> Result<()> {
-    let same = |a: &Path| std::fs::canonicalize(a).ok().is_some_and(|a| std::fs::canonicalize(output).ok() == Some(a));
-    ensure!(!same(image), "{}: give the new image another name: the old one is what to roll back to", output.display());
-    ensure!(!same(init), "{}: that is the new init: give the new image another name", output.display());
+    let same = |a: &Path| {
+        std::fs::canonicalize(a)
+            .ok()
+            .is_some_and(|a| std::fs::canonicalize(output).ok() == Some(a))
+    };
+    ensure!(
+        !same(image),
+        "{}: give the new image another name: the old one is what to roll back to",
+        output.display()
+    );
+    ensure!(
+        !same(init),
+        "{}: that is the new init: give the new image another name",
+        output.display()
+    );
     let is_helper = helper.given.as_deref().is_some_and(same);
-    ensure!(!is_helper, "{}: that is NVML's helper: give the new image another name", output.display());
+    ensure!(
+        !is_helper,
+        "{}: that is NVML's helper: give the new image another name",
+        output.display()
+    );
     Ok(())
 }
 
@@ -408,7 +496,13 @@ fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
     check_output(&args.image, &args.init, &args.helper, &args.output)?;
     let (image, init, output) = (args.image.clone(), args.init.clone(), args.output.clone());
     let helper = args.helper.helper(&args.init);
-    let mut done = disk_image::replace(&disk_image::Wish { image, init, helper, output, manifest: !args.no_manifest })?;
+    let mut done = disk_image::replace(&disk_image::Wish {
+        image,
+        init,
+        helper,
+        output,
+        manifest: !args.no_manifest,
+    })?;
     done.written.keep()?;
     if !done.has_module {
         let why = "its guests take the driver from the extension disk `gpu` (Kata 4), and without that disk no GPU comes up";
@@ -425,14 +519,30 @@ fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
         }))?)?;
         return Ok(true);
     }
-    let place = if disk.table == Table::None { "" } else { "first partition, " };
-    let mut text =
-        format!("{}: {place}{}, {}\n", printable(&args.image.display().to_string()), disk.root.name(), megabytes(disk.root_bytes));
+    let place = if disk.table == Table::None {
+        ""
+    } else {
+        "first partition, "
+    };
+    let mut text = format!(
+        "{}: {place}{}, {}\n",
+        printable(&args.image.display().to_string()),
+        disk.root.name(),
+        megabytes(disk.root_bytes)
+    );
     text.push_str(&diff::text(&done.differences, &Screen::of_stdout()));
-    text.push_str(&format!("{} names stay with owners, modes, times, links, contents and extended attributes\n", done.kept));
+    text.push_str(&format!(
+        "{} names stay with owners, modes, times, links, contents and extended attributes\n",
+        done.kept
+    ));
     match &done.manifest {
-        Ok(files) => text.push_str(&format!("the list of the driver's {files} files is in the image\n")),
-        Err(why) => text.push_str(&format!("no list of the driver's files: {}\n", printable(why))),
+        Ok(files) => text.push_str(&format!(
+            "the list of the driver's {files} files is in the image\n"
+        )),
+        Err(why) => text.push_str(&format!(
+            "no list of the driver's files: {}\n",
+            printable(why)
+        )),
     }
     text.push_str(&helper::text(&done.helper, &done.helper_lacks));
     if let Some(bytes) = done.grown {
@@ -441,7 +551,11 @@ fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
     if disk.has_second {
         text.push_str("a second partition, as one with a dm-verity hash, is the old root's: set kernel_verity_params = \"\"\n");
     }
-    text.push_str(&format!("{}, {}\n", written(&done.written), megabytes(done.written.bytes)));
+    text.push_str(&format!(
+        "{}, {}\n",
+        written(&done.written),
+        megabytes(done.written.bytes)
+    ));
     print(&text)?;
     Ok(true)
 }
@@ -479,10 +593,18 @@ fn repack(args: &RepackArgs) -> Result<bool> {
         return Ok(keep);
     }
     let mut text = diff::text(&done.differences, &screen);
-    text.push_str(&format!("{} entries stay as they are, byte for byte\n", done.kept));
+    text.push_str(&format!(
+        "{} entries stay as they are, byte for byte\n",
+        done.kept
+    ));
     match &done.manifest {
-        Ok(files) => text.push_str(&format!("the list of the driver's {files} files is in the image\n")),
-        Err(why) => text.push_str(&format!("no list of the driver's files: {}\n", printable(why))),
+        Ok(files) => text.push_str(&format!(
+            "the list of the driver's {files} files is in the image\n"
+        )),
+        Err(why) => text.push_str(&format!(
+            "no list of the driver's files: {}\n",
+            printable(why)
+        )),
     }
     text.push_str(&helper::text(&done.helper, &done.helper_lacks));
     text.push_str(
@@ -496,9 +618,16 @@ fn repack(args: &RepackArgs) -> Result<bool> {
     let last = if keep {
         written(&done.written)
     } else {
-        format!("{} is not written (--force writes it)", printable(&args.output.display().to_string()))
+        format!(
+            "{} is not written (--force writes it)",
+            printable(&args.output.display().to_string())
+        )
     };
-    text.push_str(&format!("{}, {}\n", screen.paint(if keep { Ink::Plain } else { Ink::Error }, &last), megabytes(done.written.bytes)));
+    text.push_str(&format!(
+        "{}, {}\n",
+        screen.paint(if keep { Ink::Plain } else { Ink::Error }, &last),
+        megabytes(done.written.bytes)
+    ));
     print(&text)?;
     Ok(keep)
 }
@@ -507,7 +636,11 @@ fn diff(args: &DiffArgs) -> Result<bool> {
     let (_, a) = read(&args.a)?;
     let (_, b) = read(&args.b)?;
     let differences = diff::differences(&a, &b, args.times)?;
-    print(&if args.json { ascii_json(&diff::json(&differences))? } else { diff::text(&differences, &Screen::of_stdout()) })?;
+    print(&if args.json {
+        ascii_json(&diff::json(&differences))?
+    } else {
+        diff::text(&differences, &Screen::of_stdout())
+    })?;
     Ok(differences.is_empty())
 }
 
@@ -525,7 +658,8 @@ mod tests {
     }
 
     fn done(words: &[&str]) -> Result<bool> {
-        let cli = Cli::try_parse_from(["initrd"].iter().chain(words)).map_err(|e| anyhow::anyhow!("usage {}", e.exit_code()))?;
+        let cli = Cli::try_parse_from(["initrd"].iter().chain(words))
+            .map_err(|e| anyhow::anyhow!("usage {}", e.exit_code()))?;
         match &cli.args.command {
             Command::Pack(args) => pack(args),
             Command::Ls(args) => ls(args),
@@ -548,28 +682,69 @@ mod tests {
         let (root, a, b) = (at("root"), at("a"), at("b"));
         assert!(done(&["pack", &root, "-o", &a, "--json"]).unwrap());
         assert!(done(&["pack", &root, "-o", &b, "--gzip"]).unwrap());
-        assert!(done(&["diff", &a, &b]).unwrap(), "compressed or not, a guest finds the same");
+        assert!(
+            done(&["diff", &a, &b]).unwrap(),
+            "compressed or not, a guest finds the same"
+        );
         assert!(done(&["ls", &a, "file", "--json"]).unwrap());
         assert!(!done(&["ls", &a, "fil"]).unwrap());
-        assert!(!done(&["ls", &a, "file", "fil"]).unwrap(), "one of two is missing");
+        assert!(
+            !done(&["ls", &a, "file", "fil"]).unwrap(),
+            "one of two is missing"
+        );
         assert!(done(&["cat", &a, "/file"]).unwrap());
         assert!(!done(&["cat", &a, "/none"]).unwrap());
-        assert!(done(&["cat", &a, "/"]).unwrap_err().to_string().contains("a directory, and no file"));
+        assert!(
+            done(&["cat", &a, "/"])
+                .unwrap_err()
+                .to_string()
+                .contains("a directory, and no file")
+        );
         assert!(!done(&["verify", &a]).unwrap());
         assert!(done(&["verify", "--rules"]).unwrap());
-        assert!(done(&["verify", &at("root/file")]).unwrap_err().to_string().contains("read initrd"));
-        assert!(done(&["verify", &at("none")]).unwrap_err().to_string().contains("open initrd"));
+        assert!(
+            done(&["verify", &at("root/file")])
+                .unwrap_err()
+                .to_string()
+                .contains("read initrd")
+        );
+        assert!(
+            done(&["verify", &at("none")])
+                .unwrap_err()
+                .to_string()
+                .contains("open initrd")
+        );
         let (init, c) = (at("init"), at("c"));
-        assert!(!done(&["repack", &a, "--init", &init, "-o", &c]).unwrap(), "it would not boot");
+        assert!(
+            !done(&["repack", &a, "--init", &init, "-o", &c]).unwrap(),
+            "it would not boot"
+        );
         assert!(!dir.path().join("c").exists());
         assert!(!done(&["repack", &a, "--init", &init, "-o", &c, "--json"]).unwrap());
         assert!(done(&["repack", &a, "--init", &init, "-o", &c, "--force"]).unwrap());
         assert!(!done(&["diff", &a, &c]).unwrap());
-        assert!(done(&["repack", &a, "--init", &init, "-o", &a]).unwrap_err().to_string().contains("another name"));
-        for wrong in [&["repack", &a, "--init", &init, "-o", &c, "--gzip", "--plain"][..], &["verify"], &["pack", "-o", &c], &["ls"]] {
+        assert!(
+            done(&["repack", &a, "--init", &init, "-o", &a])
+                .unwrap_err()
+                .to_string()
+                .contains("another name")
+        );
+        for wrong in [
+            &["repack", &a, "--init", &init, "-o", &c, "--gzip", "--plain"][..],
+            &["verify"],
+            &["pack", "-o", &c],
+            &["ls"],
+        ] {
             assert_eq!(done(wrong).unwrap_err().to_string(), "usage 2", "{wrong:?}");
         }
-        let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-        assert_eq!(left.len(), 5, "nothing is left of what was not kept: {left:?}");
+        let left: Vec<_> = std::fs::read_dir(dir.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .collect();
+        assert_eq!(
+            left.len(),
+            5,
+            "nothing is left of what was not kept: {left:?}"
+        );
     }
 }

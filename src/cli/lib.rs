@@ -18,7 +18,7 @@ pub mod install;
 pub mod list;
 pub mod show;
 pub mod stats;
-pub mod trace;
-pub mod uninstall;
 #[cfg(test)]
-mod tests; // golden pages of recorded, hand-made and hostile boots
+mod tests;
+pub mod trace;
+pub mod uninstall; // golden pages of recorded, hand-made and hostile boots

@@ -100,63 +100,140 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         }
         progress.show(|| format!("read {at} of {} boots", paths.len()));
         match load(path, None) {
-            Ok(loaded) => listed.extend(Some(entry(path.clone(), &loaded)).filter(|entry| args.takes(entry))),
+            Ok(loaded) => {
+                listed.extend(Some(entry(path.clone(), &loaded)).filter(|entry| args.takes(entry)))
+            }
             Err(error) => unread.push(printable(&format!("{error:#}"))),
         }
     }
-    if args.json { plain_json(&Listed { boots: &listed, unread: &unread }) } else { Ok(page(&listed, &unread, screen)) }
+    if args.json {
+        plain_json(&Listed {
+            boots: &listed,
+            unread: &unread,
+        })
+    } else {
+        Ok(page(&listed, &unread, screen))
+    }
 }
 
 impl Args {
     fn takes(&self, entry: &Entry) -> bool {
-        let named = |wanted: &String| [&entry.pod, &entry.sandbox].into_iter().flatten().any(|name| name.contains(wanted.as_str()));
+        let named = |wanted: &String| {
+            [&entry.pod, &entry.sandbox]
+                .into_iter()
+                .flatten()
+                .any(|name| name.contains(wanted.as_str()))
+        };
         (!self.failed || !entry.failures.is_empty()) && self.pod.as_ref().is_none_or(named)
     }
 }
 
 fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
     let Loaded { boot, .. } = loaded;
-    let milestone = |boot: &Boot, name: &str| boot.milestones.iter().find(|m| m.name == name).cloned();
+    let milestone =
+        |boot: &Boot, name: &str| boot.milestones.iter().find(|m| m.name == name).cloned();
     let sandbox = boot.sandbox.as_ref();
-    let pod =
-        sandbox.and_then(|s| Some([s.namespace.as_deref(), Some(s.pod.as_deref()?)].into_iter().flatten().collect::<Vec<_>>().join("/")));
+    let pod = sandbox.and_then(|s| {
+        Some(
+            [s.namespace.as_deref(), Some(s.pod.as_deref()?)]
+                .into_iter()
+                .flatten()
+                .collect::<Vec<_>>()
+                .join("/"),
+        )
+    });
     Entry {
         file,
         boot_id: boot.boot_id.clone(),
-        started_realtime_ns: boot.milestones.first().and_then(|m| Some(m.wall?.realtime_ns)),
+        started_realtime_ns: boot
+            .milestones
+            .first()
+            .and_then(|m| Some(m.wall?.realtime_ns)),
         pod,
         sandbox: sandbox.map(|s| s.id.clone()),
         gpus: boot.gpus.len(),
-        usable_gpus: boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count(),
+        usable_gpus: boot
+            .gpus
+            .iter()
+            .filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none())
+            .count(),
         last_container_ns: milestone(boot, "last container").and_then(|m| m.boottime_ns),
         settled_ns: milestone(boot, SETTLED).and_then(|m| m.boottime_ns),
-        failures: metrics(&loaded.boot.timeline, boot, &loaded.file, loaded.agent_known).failures,
+        failures: metrics(
+            &loaded.boot.timeline,
+            boot,
+            &loaded.file,
+            loaded.agent_known,
+        )
+        .failures,
     }
 }
 
 /// Start to the second: the line has no more room; --json has all digits.
 fn started(realtime_ns: i64) -> String {
     let whole = wall_clock(realtime_ns);
-    whole.split_once('.').map_or(whole.clone(), |(seconds, _)| seconds.replace('T', " "))
+    whole
+        .split_once('.')
+        .map_or(whole.clone(), |(seconds, _)| seconds.replace('T', " "))
 }
 
 fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
     let right = Set::Right;
-    let columns =
-        [("STARTED (UTC)", Set::Left), ("BOOT", Set::Left), ("POD", Set::Left), ("GPUS", right), ("CONTAINER", right), ("SETTLED", right)];
+    let columns = [
+        ("STARTED (UTC)", Set::Left),
+        ("BOOT", Set::Left),
+        ("POD", Set::Left),
+        ("GPUS", right),
+        ("CONTAINER", right),
+        ("SETTLED", right),
+    ];
     let mut grid = Grid::new(&[&columns[..], &[("FAILURE", Set::Left)]].concat());
-    let seconds = |ns: Option<u64>| ns.map_or("-".to_string(), |ns| time(i64::try_from(ns).unwrap_or(i64::MAX)));
+    let seconds = |ns: Option<u64>| {
+        ns.map_or("-".to_string(), |ns| {
+            time(i64::try_from(ns).unwrap_or(i64::MAX))
+        })
+    };
     // The file is named after its boot id.
-    let id = |entry: &Entry| entry.file.file_stem().map(|id| id.to_string_lossy().into_owned()).unwrap_or_default();
+    let id = |entry: &Entry| {
+        entry
+            .file
+            .file_stem()
+            .map(|id| id.to_string_lossy().into_owned())
+            .unwrap_or_default()
+    };
     let start = |id: &str, length: usize| id.chars().take(length).collect::<String>();
-    let apart = |length: &usize| listed.iter().map(|entry| start(&id(entry), *length)).collect::<BTreeSet<_>>().len() == listed.len();
+    let apart = |length: &usize| {
+        listed
+            .iter()
+            .map(|entry| start(&id(entry), *length))
+            .collect::<BTreeSet<_>>()
+            .len()
+            == listed.len()
+    };
     let length = (SHORT_ID..WHOLE_ID).find(apart).unwrap_or(WHOLE_ID);
     for entry in listed {
-        let ink = if entry.failures.is_empty() { Ink::Plain } else { Ink::Error };
-        let sandbox = || entry.sandbox.as_ref().map(|id| printable(&start(id, SHORT_ID)));
-        let pod = entry.pod.as_ref().map(|pod| printable_start(pod.as_bytes(), MAX_POD)).or_else(sandbox);
+        let ink = if entry.failures.is_empty() {
+            Ink::Plain
+        } else {
+            Ink::Error
+        };
+        let sandbox = || {
+            entry
+                .sandbox
+                .as_ref()
+                .map(|id| printable(&start(id, SHORT_ID)))
+        };
+        let pod = entry
+            .pod
+            .as_ref()
+            .map(|pod| printable_start(pod.as_bytes(), MAX_POD))
+            .or_else(sandbox);
         let more = entry.failures.len().saturating_sub(1);
-        let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
+        let more = if more > 0 {
+            format!(" (and {more} more)")
+        } else {
+            String::new()
+        };
         grid.row(
             ink,
             vec![
@@ -166,7 +243,10 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
                 format!("{}/{}", entry.usable_gpus, entry.gpus),
                 seconds(entry.last_container_ns),
                 seconds(entry.settled_ns),
-                entry.failures.first().map_or(String::new(), |first| format!("{}{more}", printable(first))),
+                entry
+                    .failures
+                    .first()
+                    .map_or(String::new(), |first| format!("{}{more}", printable(first))),
             ],
         );
     }
@@ -174,7 +254,10 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
     if listed.is_empty() {
         out = vec!["no boot of that kind".to_string()];
     }
-    let unread: Vec<String> = unread.iter().map(|why| format!("not read: {why}")).collect();
+    let unread: Vec<String> = unread
+        .iter()
+        .map(|why| format!("not read: {why}"))
+        .collect();
     notes(&unread, screen, &mut out);
     out.join("\n") + "\n"
 }
@@ -193,26 +276,47 @@ mod tests {
     fn directory() -> TempDir {
         let dir = temp_dir();
         for (n, boot) in [FAST, FAILED, FAST].into_iter().enumerate() {
-            let path = dir.path().join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"));
-            let mut text = std::fs::read_to_string(tests_dir(&format!("fixtures/boots/{boot}.ndjson"))).unwrap();
+            let path = dir
+                .path()
+                .join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"));
+            let mut text =
+                std::fs::read_to_string(tests_dir(&format!("fixtures/boots/{boot}.ndjson")))
+                    .unwrap();
             if n == 1 {
-                text +=
-                    r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"5a5b","pod":"train\u001b[2J","namespace":"ml"}"#;
+                text += r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"5a5b","pod":"train\u001b[2J","namespace":"ml"}"#;
                 text += "\n";
             }
             std::fs::write(&path, text).unwrap();
             let file = std::fs::File::options().append(true).open(&path).unwrap();
-            file.set_modified(SystemTime::now() - Duration::from_secs(60 * n as u64)).unwrap();
+            file.set_modified(SystemTime::now() - Duration::from_secs(60 * n as u64))
+                .unwrap();
         }
-        std::fs::write(dir.path().join("0f7a1f8e-0000-4000-8000-000000000009.ndjson"), "garbage\n").unwrap();
+        std::fs::write(
+            dir.path()
+                .join("0f7a1f8e-0000-4000-8000-000000000009.ndjson"),
+            "garbage\n",
+        )
+        .unwrap();
         dir
     }
 
     fn listed(dir: &TempDir, last: usize, pod: Option<&str>, failed: bool) -> (Vec<String>, usize) {
-        let args = |json| Args { dir: dir.path().into(), last, pod: pod.map(String::from), failed, json };
-        let json: serde_json::Value = serde_json::from_str(&text(&args(true), &Screen::PLAIN).unwrap()).unwrap();
+        let args = |json| Args {
+            dir: dir.path().into(),
+            last,
+            pod: pod.map(String::from),
+            failed,
+            json,
+        };
+        let json: serde_json::Value =
+            serde_json::from_str(&text(&args(true), &Screen::PLAIN).unwrap()).unwrap();
         let text = text(&args(false), &Screen::PLAIN).unwrap();
-        let lines = text.lines().filter(|l| !l.starts_with("note: ")).skip(1).map(String::from).collect();
+        let lines = text
+            .lines()
+            .filter(|l| !l.starts_with("note: "))
+            .skip(1)
+            .map(String::from)
+            .collect();
         (lines, json["boots"].as_array().unwrap().len())
     }
 
@@ -222,18 +326,32 @@ mod tests {
         let (lines, count) = listed(&dir, 0, None, false);
         assert_eq!((lines.len(), count), (3, 3), "{lines:?}");
         assert!(lines[0].starts_with("2026-11-21 03:17:57  "), "{lines:?}");
-        assert!(lines[0].contains("8/8") && lines[0].ends_with("8.264"), "{lines:?}");
-        assert!(lines[1].contains("  ml/train\\x1b[2J  ") && lines[1].contains("7/8"), "{lines:?}");
+        assert!(
+            lines[0].contains("8/8") && lines[0].ends_with("8.264"),
+            "{lines:?}"
+        );
+        assert!(
+            lines[1].contains("  ml/train\\x1b[2J  ") && lines[1].contains("7/8"),
+            "{lines:?}"
+        );
         assert!(lines[1].ends_with("init: firmware-boot"), "{lines:?}");
-        assert_eq!(listed(&dir, 2, None, false).1, 2, "what is not one of ours is said, and costs no line");
+        assert_eq!(
+            listed(&dir, 2, None, false).1,
+            2,
+            "what is not one of ours is said, and costs no line"
+        );
     }
 
     #[test]
     fn a_pods_boots_and_failed_ones_are_found_among_others() {
         let dir = directory();
-        for (pod, failed, count) in
-            [(Some("ml/train"), false, 1), (Some("5a5b"), false, 1), (None, true, 1), (Some("other"), false, 0), (Some("ml"), true, 1)]
-        {
+        for (pod, failed, count) in [
+            (Some("ml/train"), false, 1),
+            (Some("5a5b"), false, 1),
+            (None, true, 1),
+            (Some("other"), false, 0),
+            (Some("ml"), true, 1),
+        ] {
             assert_eq!(listed(&dir, 1, pod, failed).1, count, "{pod:?} {failed}");
         }
     }
@@ -248,10 +366,21 @@ mod tests {
         let (lines, _) = listed(&dir, 0, None, true);
         let id = lines[0].split_whitespace().nth(2).unwrap();
         let others = find(Some(id), dir.path()).unwrap_err().to_string();
-        assert!(others.contains(&format!("start with {id}")), "alone in its list it is as short as usual: {others}");
+        assert!(
+            others.contains(&format!("start with {id}")),
+            "alone in its list it is as short as usual: {others}"
+        );
         for n in [0, 2, 9] {
-            std::fs::remove_file(dir.path().join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"))).unwrap();
+            std::fs::remove_file(
+                dir.path()
+                    .join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson")),
+            )
+            .unwrap();
         }
-        assert!(find(Some(id), dir.path()).unwrap().ends_with("0f7a1f8e-0000-4000-8000-000000000001.ndjson"));
+        assert!(
+            find(Some(id), dir.path())
+                .unwrap()
+                .ends_with("0f7a1f8e-0000-4000-8000-000000000001.ndjson")
+        );
     }
 }

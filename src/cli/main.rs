@@ -3,8 +3,8 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use kata_gpu_boot::{
-    blame, collect, compare, coverage, critical_path, demo, doctor, explain, export, follow, import, initrd, install, list, show, stats,
-    trace, uninstall,
+    blame, collect, compare, coverage, critical_path, demo, doctor, explain, export, follow,
+    import, initrd, install, list, show, stats, trace, uninstall,
 };
 use kata_gpu_report::data::text::Screen;
 use kata_gpu_report::terminal::stdout::print;
@@ -86,7 +86,9 @@ fn main() -> ExitCode {
         Command::Import(args) => import::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Cdi { .. } => {
-            eprintln!("kata-gpu-boot: `cdi check` is a program of its own: kata-gpu-cdi-check (cargo build -p kata-gpu-cdi-check)");
+            eprintln!(
+                "kata-gpu-boot: `cdi check` is a program of its own: kata-gpu-cdi-check (cargo build -p kata-gpu-cdi-check)"
+            );
             return ExitCode::from(2);
         }
         Command::Install(args) => return install::run(&args),
@@ -110,7 +112,10 @@ mod tests {
 
     #[test]
     fn the_version_is_printed_with_the_programs_own_name() {
-        assert_eq!(Cli::command().render_version(), concat!("kata-gpu-boot ", env!("CARGO_PKG_VERSION"), "\n"));
+        assert_eq!(
+            Cli::command().render_version(),
+            concat!("kata-gpu-boot ", env!("CARGO_PKG_VERSION"), "\n")
+        );
     }
 
     /// A terminal's help is wrapped at its width: a command that is longer would be copied in two
@@ -118,12 +123,20 @@ mod tests {
     #[test]
     fn an_example_fits_into_a_line_of_80_columns() {
         fn check(command: &Command, examples: &mut usize) {
-            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-            for line in help.lines().filter(|line| line.starts_with("  kata-gpu-boot ") || line.starts_with("    ")) {
+            let help = command
+                .get_after_help()
+                .map(ToString::to_string)
+                .unwrap_or_default();
+            for line in help
+                .lines()
+                .filter(|line| line.starts_with("  kata-gpu-boot ") || line.starts_with("    "))
+            {
                 assert!(line.chars().count() <= 80, "{}: {line}", command.get_name());
                 *examples += usize::from(line.starts_with("  kata-gpu-boot "));
             }
-            command.get_subcommands().for_each(|command| check(command, examples));
+            command
+                .get_subcommands()
+                .for_each(|command| check(command, examples));
         }
         let mut examples = 0;
         check(&Cli::command(), &mut examples);
@@ -132,11 +145,23 @@ mod tests {
 
     #[test]
     fn every_command_that_an_alert_names_is_one_of_this_program() {
-        let tried = |command: &str| Cli::command().try_get_matches_from(command.split(' ')).map_err(|e| e.to_string());
+        let tried = |command: &str| {
+            Cli::command()
+                .try_get_matches_from(command.split(' '))
+                .map_err(|e| e.to_string())
+        };
         let groups = alerts::groups();
-        let descriptions = groups.iter().flat_map(|(_, alerts)| alerts).map(|alert| alert.description);
-        let commands: Vec<&str> = descriptions.flat_map(|text| text.split('`').skip(1).step_by(2)).collect();
-        let own: Vec<&&str> = commands.iter().filter(|command| command.starts_with("kata-gpu-boot ")).collect();
+        let descriptions = groups
+            .iter()
+            .flat_map(|(_, alerts)| alerts)
+            .map(|alert| alert.description);
+        let commands: Vec<&str> = descriptions
+            .flat_map(|text| text.split('`').skip(1).step_by(2))
+            .collect();
+        let own: Vec<&&str> = commands
+            .iter()
+            .filter(|command| command.starts_with("kata-gpu-boot "))
+            .collect();
         assert!(own.len() > 15, "{own:?}");
         for command in own {
             assert!(tried(command).is_ok(), "{:?}", tried(command));

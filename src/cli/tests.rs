@@ -37,7 +37,9 @@ fn parse<T: Args + FromArgMatches>(words: &[&str]) -> T {
 }
 
 fn path(boot: &str) -> String {
-    tests_dir(&format!("fixtures/boots/{boot}.ndjson")).display().to_string()
+    tests_dir(&format!("fixtures/boots/{boot}.ndjson"))
+        .display()
+        .to_string()
 }
 
 /// All pages about one boot.
@@ -49,23 +51,53 @@ fn pages_of(path: &str, screen: &Screen, more: &[&str]) -> String {
     let words = [&[path], more].concat();
     let phases = [&words[..], &["--phases"]].concat();
     let pages = [
-        ("coverage", coverage_command::text(&parse(&words), screen).unwrap().0),
-        ("blame", blame_command::text(&parse(&words), screen).unwrap()),
-        ("blame --phases", blame_command::text(&parse(&phases), screen).unwrap()),
-        ("critical-path", path_command::text(&parse(&words), screen).unwrap()),
+        (
+            "coverage",
+            coverage_command::text(&parse(&words), screen).unwrap().0,
+        ),
+        (
+            "blame",
+            blame_command::text(&parse(&words), screen).unwrap(),
+        ),
+        (
+            "blame --phases",
+            blame_command::text(&parse(&phases), screen).unwrap(),
+        ),
+        (
+            "critical-path",
+            path_command::text(&parse(&words), screen).unwrap(),
+        ),
         ("explain", explain::text(&parse(&words), screen).unwrap()),
     ];
-    pages.map(|(name, page)| format!("$ kata-gpu-boot {name} {}\n{page}", more.join(" "))).join("\n")
+    pages
+        .map(|(name, page)| format!("$ kata-gpu-boot {name} {}\n{page}", more.join(" ")))
+        .join("\n")
 }
 
 #[test]
 fn every_boots_account_is_the_golden_one() {
     for boot in BOOTS {
-        golden(&format!("account/{boot}.txt"), &pages(boot, &Screen::PLAIN, &[]));
+        golden(
+            &format!("account/{boot}.txt"),
+            &pages(boot, &Screen::PLAIN, &[]),
+        );
     }
-    golden("account/recorded-8-gpus-slow-host.json", &pages("recorded-8-gpus-slow-host", &Screen::PLAIN, &["--json"]));
-    let to_container = pages("recorded-8-gpus-slow-host", &Screen { width: Some(100), colour: true }, &["--to", "last container"]);
-    golden("account/recorded-8-gpus-slow-host.to-last-container-100-columns-colour", &to_container);
+    golden(
+        "account/recorded-8-gpus-slow-host.json",
+        &pages("recorded-8-gpus-slow-host", &Screen::PLAIN, &["--json"]),
+    );
+    let to_container = pages(
+        "recorded-8-gpus-slow-host",
+        &Screen {
+            width: Some(100),
+            colour: true,
+        },
+        &["--to", "last container"],
+    );
+    golden(
+        "account/recorded-8-gpus-slow-host.to-last-container-100-columns-colour",
+        &to_container,
+    );
 }
 
 #[test]
@@ -76,16 +108,41 @@ fn less_than_one_percent_of_the_recorded_boots_is_unexplained() {
         assert!(share < 1.0, "{boot}: {share} %");
         assert!(coverage_command::run(&parse(&[&path, "--at-most", "1"])).is_ok());
         let error = coverage_command::run(&parse(&[&path, "--at-most", "0.01"])).unwrap_err();
-        assert!(error.to_string().contains("is unexplained, allowed are 0.01 %"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("is unexplained, allowed are 0.01 %"),
+            "{error}"
+        );
     }
 }
 
 /// A boot through containerd's CRI, as its log and the stream have it; `edit` changes the log.
 fn of_a_cri(dir: &TempDir, edit: impl Fn(&str) -> bool) -> String {
-    let fixture = |of: &str| std::fs::read_to_string(tests_dir(&format!("fixtures/agent/containerd-1.7-kata-4.1.0-cri.{of}"))).unwrap();
-    let log: String = fixture("log").lines().filter(|line| edit(line)).map(|line| format!("{line}\n")).collect();
-    let source = |name: &str, text: String| read(name, Input::new(name, Box::new(Cursor::new(text))).unwrap(), None).unwrap();
-    let (_, text) = import(vec![source("log", log), source("ndjson", fixture("ndjson"))], None).unwrap();
+    let fixture = |of: &str| {
+        std::fs::read_to_string(tests_dir(&format!(
+            "fixtures/agent/containerd-1.7-kata-4.1.0-cri.{of}"
+        )))
+        .unwrap()
+    };
+    let log: String = fixture("log")
+        .lines()
+        .filter(|line| edit(line))
+        .map(|line| format!("{line}\n"))
+        .collect();
+    let source = |name: &str, text: String| {
+        read(
+            name,
+            Input::new(name, Box::new(Cursor::new(text))).unwrap(),
+            None,
+        )
+        .unwrap()
+    };
+    let (_, text) = import(
+        vec![source("log", log), source("ndjson", fixture("ndjson"))],
+        None,
+    )
+    .unwrap();
     let path = dir.path().join("boot.ndjson");
     std::fs::write(&path, text).unwrap();
     path.display().to_string()
@@ -96,30 +153,52 @@ fn all_time_from_run_pod_sandbox_to_a_container_has_an_owner() {
     let dir = temp_dir();
     let window = ["--from", "RunPodSandbox", "--to", "first container started"];
     let path = of_a_cri(&dir, |_| true);
-    golden("account/containerd-1.7-kata-4.1.0-cri.txt", &pages_of(&path, &Screen::PLAIN, &window));
+    golden(
+        "account/containerd-1.7-kata-4.1.0-cri.txt",
+        &pages_of(&path, &Screen::PLAIN, &window),
+    );
     let words = [&[path.as_str()][..], &window, &["--at-most", "1"]].concat();
     assert!(coverage_command::run(&parse(&words)).is_ok());
     // Guest time without a record is not the shim's, though the shim waits for the guest meanwhile.
     of_a_cri(&dir, |line| !line.contains("created container!"));
-    let error = coverage_command::run(&parse(&words)).unwrap_err().to_string();
+    let error = coverage_command::run(&parse(&words))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("is unexplained, allowed are 1 %"), "{error}");
     // Without containerd's own lines, the time of the request is unknown.
     of_a_cri(&dir, |line| {
-        !["RunPodSandbox", "CreateContainer", "StartContainer"].iter().any(|call| line.contains(&format!("msg=\"{call} ")))
+        !["RunPodSandbox", "CreateContainer", "StartContainer"]
+            .iter()
+            .any(|call| line.contains(&format!("msg=\"{call} ")))
     });
-    let error = coverage_command::run(&parse(&words)).unwrap_err().to_string();
+    let error = coverage_command::run(&parse(&words))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("this boot has none of that name"), "{error}");
 }
 
 #[test]
 fn two_boots_side_by_side_have_the_phases_of_both() {
-    let (slow, serial) = (path("recorded-8-gpus-slow-host"), path("recorded-8-gpus-serial"));
+    let (slow, serial) = (
+        path("recorded-8-gpus-slow-host"),
+        path("recorded-8-gpus-serial"),
+    );
     let page = |words: &[&str]| explain::text(&parse(words), &Screen::PLAIN).unwrap();
-    golden("account/explain-slow-host-before-serial.txt", &page(&[&slow, "--before", &serial]));
+    golden(
+        "account/explain-slow-host-before-serial.txt",
+        &page(&[&slow, "--before", &serial]),
+    );
     // A phase that one of them lacks is in both orders.
-    assert!(page(&[&serial, "--before", &slow]).lines().any(|line| line.starts_with(" 0.449       -   -0.449  probe")));
+    assert!(
+        page(&[&serial, "--before", &slow])
+            .lines()
+            .any(|line| line.starts_with(" 0.449       -   -0.449  probe"))
+    );
     let other = page(&[&slow, "--before", &serial, "--console", "/dev/null"]);
-    assert!(other.contains("give --from and --to that both have"), "{other}");
+    assert!(
+        other.contains("give --from and --to that both have"),
+        "{other}"
+    );
 }
 
 #[test]
@@ -130,7 +209,13 @@ fn what_a_trace_saw_stands_below_its_step() {
     let words = [boot.to_str().unwrap()];
     let untraced = explain::text(&parse(&words), &Screen::PLAIN).unwrap();
     let loaded = load(&boot, None).unwrap();
-    let enabling = loaded.boot.timeline.steps.iter().find(|step| step.name == "gpu.enable").unwrap();
+    let enabling = loaded
+        .boot
+        .timeline
+        .steps
+        .iter()
+        .find(|step| step.name == "gpu.enable")
+        .unwrap();
     let at_ns = u64::try_from(enabling.begin_ns).unwrap() + 100_000_000;
     let mapped = Traced {
         name: traced::VMM_MAP_BAR.into(),
@@ -144,11 +229,18 @@ fn what_a_trace_saw_stands_below_its_step() {
         thread: "CPU 0/KVM\u{1b}[2J".into(),
         ..Traced::default()
     };
-    let events = [HostEvent::Recording(Box::default()), HostEvent::Traced(Box::new(mapped))];
+    let events = [
+        HostEvent::Recording(Box::default()),
+        HostEvent::Traced(Box::new(mapped)),
+    ];
     let text: String = events.map(|event| HostLine::now(event).to_line()).concat();
     std::fs::write(boot.with_extension("trace"), text).unwrap();
     let seen = explain::text(&parse(&words), &Screen::PLAIN).unwrap();
-    let new: Vec<&str> = seen.lines().filter(|line| !untraced.lines().any(|old| old == *line)).map(str::trim).collect();
+    let new: Vec<&str> = seen
+        .lines()
+        .filter(|line| !untraced.lines().any(|old| old == *line))
+        .map(str::trim)
+        .collect();
     let wanted = [
         "host: vmm.map-bar of 0000:41:00.0 (GPU 0) 1.900, 128 GiB, 64 calls,",
         "pages a call 1-9: 2, 100000-999999: 62, by CPU 0/KVM\\x1b[2J",
@@ -159,27 +251,54 @@ fn what_a_trace_saw_stands_below_its_step() {
 #[test]
 fn a_cure_that_the_host_has_is_not_advised() {
     let dir = temp_dir();
-    let (slow, findings) = (path("recorded-8-gpus-slow-host"), dir.path().join("doctor.json").display().to_string());
+    let (slow, findings) = (
+        path("recorded-8-gpus-slow-host"),
+        dir.path().join("doctor.json").display().to_string(),
+    );
     let page = |text: &str| {
         std::fs::write(&findings, text).unwrap();
         explain::text(&parse(&[&slow, "--doctor", &findings]), &Screen::PLAIN)
     };
-    let found = r#"{"rule": "huge-pfnmaps", "verdict": "found", "cure": "a kernel\u001b[2J from 6.15 on"}"#;
-    let text = page(&format!(r#"{{"findings": [{found}, {{"rule": "qemu-version", "verdict": "fine"}}]}}"#)).unwrap();
-    assert!(text.contains("15.021  found  huge-pfnmaps  VFIO maps") && !text.contains("qemu-version"), "{text}");
-    assert!(text.contains("huge-pfnmaps: a kernel\\x1b[2J from 6.15 on"), "{text}");
+    let found =
+        r#"{"rule": "huge-pfnmaps", "verdict": "found", "cure": "a kernel\u001b[2J from 6.15 on"}"#;
+    let text = page(&format!(
+        r#"{{"findings": [{found}, {{"rule": "qemu-version", "verdict": "fine"}}]}}"#
+    ))
+    .unwrap();
+    assert!(
+        text.contains("15.021  found  huge-pfnmaps  VFIO maps") && !text.contains("qemu-version"),
+        "{text}"
+    );
+    assert!(
+        text.contains("huge-pfnmaps: a kernel\\x1b[2J from 6.15 on"),
+        "{text}"
+    );
     let error = format!("{:#}", page("{}").unwrap_err());
-    assert!(error.contains("not the output of `kata-gpu-boot doctor --json`"), "{error}");
+    assert!(
+        error.contains("not the output of `kata-gpu-boot doctor --json`"),
+        "{error}"
+    );
 }
 
 #[test]
 fn on_a_terminal_of_eighty_columns_no_line_of_a_table_is_cut() {
     for boot in BOOTS.iter().filter(|b| **b != "hostile") {
-        let text = pages(boot, &Screen { width: Some(80), colour: false }, &[]);
+        let text = pages(
+            boot,
+            &Screen {
+                width: Some(80),
+                colour: false,
+            },
+            &[],
+        );
         assert!(!text.lines().any(|line| line.ends_with("...")), "{text}");
         // The first line of a page names boot and clock, and may wrap.
-        let long =
-            text.lines().find(|l| l.len() > 80 && !l.starts_with("boot ") && !l.starts_with("note: ") && !l.starts_with("the record"));
+        let long = text.lines().find(|l| {
+            l.len() > 80
+                && !l.starts_with("boot ")
+                && !l.starts_with("note: ")
+                && !l.starts_with("the record")
+        });
         assert_eq!(long, None);
     }
 }
@@ -187,10 +306,22 @@ fn on_a_terminal_of_eighty_columns_no_line_of_a_table_is_cut() {
 #[test]
 fn without_agent_lines_the_account_names_the_missing_part() {
     let path = path("recorded-8-gpus-slow-host");
-    let text = blame_command::text(&parse(&[&path, "--console", "/dev/null"]), &Screen::PLAIN).unwrap();
-    assert!(text.contains("note: no lines of the agent (--console)"), "{text}");
-    assert!(!text.contains("agent.start") && !text.contains("waiting"), "{text}");
-    assert!(path_command::text(&parse(&[&path, "--to", "lunch"]), &Screen::PLAIN).unwrap_err().to_string().contains("one of kernel start"));
+    let text =
+        blame_command::text(&parse(&[&path, "--console", "/dev/null"]), &Screen::PLAIN).unwrap();
+    assert!(
+        text.contains("note: no lines of the agent (--console)"),
+        "{text}"
+    );
+    assert!(
+        !text.contains("agent.start") && !text.contains("waiting"),
+        "{text}"
+    );
+    assert!(
+        path_command::text(&parse(&[&path, "--to", "lunch"]), &Screen::PLAIN)
+            .unwrap_err()
+            .to_string()
+            .contains("one of kernel start")
+    );
 }
 
 #[test]
@@ -198,13 +329,30 @@ fn what_holds_for_every_account_holds_for_these() {
     for boot in BOOTS {
         let loaded = load(Path::new(&path(boot)), None).unwrap();
         let timeline = &loaded.boot.timeline;
-        let milestones: Vec<&str> = timeline.milestones.iter().map(|m| m.name.as_str()).collect();
+        let milestones: Vec<&str> = timeline
+            .milestones
+            .iter()
+            .map(|m| m.name.as_str())
+            .collect();
         for to in milestones {
-            let Ok(window) = timeline.window(None, Some(to)) else { continue };
-            let (covered, path) = (coverage(timeline, &window), critical_path(timeline, &window, 3));
-            assert_eq!(covered.explained_ns + covered.unexplained_ns, window.wall_ns(), "{boot} to {to}");
+            let Ok(window) = timeline.window(None, Some(to)) else {
+                continue;
+            };
+            let (covered, path) = (
+                coverage(timeline, &window),
+                critical_path(timeline, &window, 3),
+            );
+            assert_eq!(
+                covered.explained_ns + covered.unexplained_ns,
+                window.wall_ns(),
+                "{boot} to {to}"
+            );
             let on_path = path.path.iter().fold(0, |sum, p| sum + p.took_ns);
-            assert_eq!(on_path, window.wall_ns(), "{boot} to {to}: the path has no gap");
+            assert_eq!(
+                on_path,
+                window.wall_ns(),
+                "{boot} to {to}: the path has no gap"
+            );
             for by in [By::Owner, By::Phase] {
                 let account = blame(timeline, &window, by);
                 assert!(
@@ -212,14 +360,30 @@ fn what_holds_for_every_account_holds_for_these() {
                         .groups
                         .iter()
                         .flat_map(|g| &g.steps)
-                        .all(|s| s.time.wall_ns <= window.wall_ns() && s.time.wall_ns <= s.time.sum_ns)
+                        .all(|s| s.time.wall_ns <= window.wall_ns()
+                            && s.time.wall_ns <= s.time.sum_ns)
                 );
-                assert!(account.groups.iter().all(|g| g.time.wall_ns <= window.wall_ns()), "{boot} to {to}");
+                assert!(
+                    account
+                        .groups
+                        .iter()
+                        .all(|g| g.time.wall_ns <= window.wall_ns()),
+                    "{boot} to {to}"
+                );
             }
             for (i, step) in timeline.steps.iter().enumerate() {
                 let (sure, at_most) = gain(timeline, &window, &[i]);
-                let theirs: u64 = path.path.iter().filter(|p| p.index == Some(i)).map(|p| p.took_ns).sum();
-                assert!(sure <= at_most && at_most <= theirs, "{boot} to {to}: {} brings {at_most}, has {theirs}", step.title());
+                let theirs: u64 = path
+                    .path
+                    .iter()
+                    .filter(|p| p.index == Some(i))
+                    .map(|p| p.took_ns)
+                    .sum();
+                assert!(
+                    sure <= at_most && at_most <= theirs,
+                    "{boot} to {to}: {} brings {at_most}, has {theirs}",
+                    step.title()
+                );
             }
         }
     }
@@ -229,30 +393,67 @@ fn what_holds_for_every_account_holds_for_these() {
 fn nothing_that_a_guest_wrote_reaches_the_terminal_as_it_is() {
     for more in [&[][..], &["--json"]] {
         for width in [None, Some(80)] {
-            let text = pages("hostile", &Screen { width, colour: false }, more);
-            assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");
+            let text = pages(
+                "hostile",
+                &Screen {
+                    width,
+                    colour: false,
+                },
+                more,
+            );
+            assert!(
+                text.bytes()
+                    .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),
+                "{text:?}"
+            );
         }
     }
     let dir = directory(&["hostile"]);
-    let text = stats::text(&parse(&["--dir", &dir.path().display().to_string()]), &Screen::PLAIN).unwrap();
-    assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");
+    let text = stats::text(
+        &parse(&["--dir", &dir.path().display().to_string()]),
+        &Screen::PLAIN,
+    )
+    .unwrap();
+    assert!(
+        text.bytes()
+            .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),
+        "{text:?}"
+    );
 }
 
 #[test]
 fn a_probe_in_a_module_load_is_the_hosts_unless_it_sleeps() {
     let text = std::fs::read_to_string(path("recorded-8-gpus-serial")).unwrap();
-    for (device, name, owner) in [("10de:2330", "gpu.map", "host"), ("10de:2901", "gpu.probe", "driver")] {
+    for (device, name, owner) in [
+        ("10de:2330", "gpu.map", "host"),
+        ("10de:2901", "gpu.probe", "driver"),
+    ] {
         let dir = temp_dir();
         let file = dir.path().join("boot.ndjson");
         std::fs::write(&file, text.replace("10de:2330", device)).unwrap();
         let loaded = load(&file, None).unwrap();
-        let probes: Vec<_> = loaded.boot.timeline.steps.iter().filter(|s| s.name == name).collect();
+        let probes: Vec<_> = loaded
+            .boot
+            .timeline
+            .steps
+            .iter()
+            .filter(|s| s.name == name)
+            .collect();
         assert_eq!(probes.len(), 8, "{device}");
-        assert!(probes.iter().all(|s| s.row.owner.name() == owner && s.took_ns() > 2_000_000_000 && s.parent.is_some()), "{device}");
+        assert!(
+            probes.iter().all(|s| s.row.owner.name() == owner
+                && s.took_ns() > 2_000_000_000
+                && s.parent.is_some()),
+            "{device}"
+        );
         // The rest of the load is the time that no probe took.
         let window = loaded.boot.timeline.window(None, None).unwrap();
         let groups = blame(&loaded.boot.timeline, &window, By::Phase).groups;
-        let load = groups.iter().flat_map(|g| &g.steps).find(|s| s.name == "module.load nvidia").unwrap();
+        let load = groups
+            .iter()
+            .flat_map(|g| &g.steps)
+            .find(|s| s.name == "module.load nvidia")
+            .unwrap();
         assert!(load.time.sum_ns < 100_000_000, "{load:?}");
     }
 }
@@ -260,17 +461,54 @@ fn a_probe_in_a_module_load_is_the_hosts_unless_it_sleeps() {
 #[test]
 fn the_second_between_tries_is_the_agents_the_wait_is_not() {
     let loaded = load(Path::new(&path("recorded-8-gpus-slow-host")), None).unwrap();
-    let of = |name: &str| loaded.boot.timeline.steps.iter().find(|s| s.name == name && s.detail == "all").unwrap();
+    let of = |name: &str| {
+        loaded
+            .boot
+            .timeline
+            .steps
+            .iter()
+            .find(|s| s.name == name && s.detail == "all")
+            .unwrap()
+    };
     let (wait, pause, create) = (of("agent.wait"), of("agent.pause"), of("container.create"));
-    let published = loaded.boot.gpus.iter().filter_map(|g| g.published).map(|p| p.at_ns as i64).max().unwrap();
-    assert_eq!((wait.end_ns, pause.begin_ns), (published, published), "until the last GPU is published it waits for that");
+    let published = loaded
+        .boot
+        .gpus
+        .iter()
+        .filter_map(|g| g.published)
+        .map(|p| p.at_ns as i64)
+        .max()
+        .unwrap();
+    assert_eq!(
+        (wait.end_ns, pause.begin_ns),
+        (published, published),
+        "until the last GPU is published it waits for that"
+    );
     assert_eq!(
         (pause.end_ns, create.end_ns),
-        (create.begin_ns, loaded.boot.timeline.milestones.iter().find(|m| m.name == "last container").unwrap().at_ns)
+        (
+            create.begin_ns,
+            loaded
+                .boot
+                .timeline
+                .milestones
+                .iter()
+                .find(|m| m.name == "last container")
+                .unwrap()
+                .at_ns
+        )
     );
     assert!(wait.row.waiting && !pause.row.waiting && pause.took_ns() < 1_100_000_000);
-    let publication = pause.after.iter().filter_map(|(i, _)| loaded.boot.timeline.steps.get(*i)).find(|s| s.name == "cdi.publish").unwrap();
-    assert!(publication.end_ns <= published, "it had to wait for the publication that brought the last GPU");
+    let publication = pause
+        .after
+        .iter()
+        .filter_map(|(i, _)| loaded.boot.timeline.steps.get(*i))
+        .find(|s| s.name == "cdi.publish")
+        .unwrap();
+    assert!(
+        publication.end_ns <= published,
+        "it had to wait for the publication that brought the last GPU"
+    );
 }
 
 /// Boots as a collector leaves them: named by their ids.
@@ -279,10 +517,19 @@ fn directory(boots: &[&str]) -> TempDir {
     for boot in boots {
         let from = path(boot);
         let text = std::fs::read_to_string(&from).unwrap();
-        let id = text.split("\"boot_id\":\"").nth(1).unwrap().get(..36).unwrap();
+        let id = text
+            .split("\"boot_id\":\"")
+            .nth(1)
+            .unwrap()
+            .get(..36)
+            .unwrap();
         assert!(is_boot_id(id), "{id}");
         std::fs::copy(&from, dir.path().join(format!("{id}.ndjson"))).unwrap();
-        std::fs::copy(from.replace(".ndjson", ".console"), dir.path().join(format!("{id}.console"))).unwrap();
+        std::fs::copy(
+            from.replace(".ndjson", ".console"),
+            dir.path().join(format!("{id}.console")),
+        )
+        .unwrap();
     }
     dir
 }
@@ -290,38 +537,85 @@ fn directory(boots: &[&str]) -> TempDir {
 #[test]
 fn the_statistics_of_all_boots_are_the_golden_ones() {
     let dir = directory(&BOOTS);
-    std::fs::write(dir.path().join("0f7a1f8e-0000-4000-8000-00000000dead.ndjson"), "hello\n").unwrap();
+    std::fs::write(
+        dir.path()
+            .join("0f7a1f8e-0000-4000-8000-00000000dead.ndjson"),
+        "hello\n",
+    )
+    .unwrap();
     std::fs::write(dir.path().join("notes.txt"), "not a boot").unwrap();
     let name = dir.path().display().to_string();
     let all = stats::text(&parse(&["--dir", &name]), &Screen::PLAIN).unwrap();
     golden("account/stats.txt", &all.replace(&name, "DIR"));
     let json = stats::text(&parse(&["--dir", &name, "--json"]), &Screen::PLAIN).unwrap();
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
-    assert_eq!((json["boots"].as_u64(), json["settled"].as_u64()), (Some(7), Some(6)));
-    assert!(json["unread"][0].as_str().unwrap().contains("no event stream in it"), "{}", json["unread"]);
+    assert_eq!(
+        (json["boots"].as_u64(), json["settled"].as_u64()),
+        (Some(7), Some(6))
+    );
+    assert!(
+        json["unread"][0]
+            .as_str()
+            .unwrap()
+            .contains("no event stream in it"),
+        "{}",
+        json["unread"]
+    );
     let empty = temp_dir();
-    let error = stats::text(&parse(&["--dir", &empty.path().display().to_string()]), &Screen::PLAIN).unwrap_err();
+    let error = stats::text(
+        &parse(&["--dir", &empty.path().display().to_string()]),
+        &Screen::PLAIN,
+    )
+    .unwrap_err();
     assert!(error.to_string().contains("no boot in"), "{error}");
 }
 
 fn compared(words: &[&str]) -> (String, u8) {
     let done = compare::compared(&parse(words), &Screen::PLAIN);
-    let status = compare::status(&done.as_ref().map(|(_, worse)| *worse).map_err(|e| anyhow::anyhow!("{e:#}")));
-    (done.map_or_else(|e| format!("{e:#}"), |(text, _)| text), status)
+    let status = compare::status(
+        &done
+            .as_ref()
+            .map(|(_, worse)| *worse)
+            .map_err(|e| anyhow::anyhow!("{e:#}")),
+    );
+    (
+        done.map_or_else(|e| format!("{e:#}"), |(text, _)| text),
+        status,
+    )
 }
 
 #[test]
 fn two_boots_are_compared_and_the_exit_status_is_the_result() {
-    let (serial, slow) = (path("recorded-8-gpus-serial"), path("recorded-8-gpus-slow-host"));
+    let (serial, slow) = (
+        path("recorded-8-gpus-serial"),
+        path("recorded-8-gpus-slow-host"),
+    );
     let (text, status) = compared(&[&slow, &serial]);
     golden("account/compare-slow-host-with-serial.txt", &text);
     assert_eq!(status, 1);
     assert_eq!(compared(&[&slow, &slow]).1, 0);
-    assert_eq!(compared(&[&slow, &serial, "--gate", "last container"]).1, 0, "that one came earlier");
-    assert_eq!(compared(&[&slow, &serial, "--gate", "settled", "--threshold", "20s"]).1, 0);
-    let hung = compared(&[&path("made-8-gpus-one-failed"), &path("made-8-gpus-one-hangs")]);
-    assert!(hung.1 == 1 && hung.0.contains("settled is reached by fewer boots"), "{}", hung.0);
-    for cannot in [&[slow.as_str(), "/no/such"][..], &[&slow, &slow, "--gate", "lunch"]] {
+    assert_eq!(
+        compared(&[&slow, &serial, "--gate", "last container"]).1,
+        0,
+        "that one came earlier"
+    );
+    assert_eq!(
+        compared(&[&slow, &serial, "--gate", "settled", "--threshold", "20s"]).1,
+        0
+    );
+    let hung = compared(&[
+        &path("made-8-gpus-one-failed"),
+        &path("made-8-gpus-one-hangs"),
+    ]);
+    assert!(
+        hung.1 == 1 && hung.0.contains("settled is reached by fewer boots"),
+        "{}",
+        hung.0
+    );
+    for cannot in [
+        &[slow.as_str(), "/no/such"][..],
+        &[&slow, &slow, "--gate", "lunch"],
+    ] {
         assert_eq!(compared(cannot).1, 2, "{cannot:?}");
     }
 }
@@ -335,7 +629,10 @@ fn runs(boot: &str, later_ns: u64) -> TempDir {
         let mut out = String::new();
         for line in text.lines() {
             let mut value: serde_json::Value = serde_json::from_str(line).unwrap();
-            if let Some(at) = value["boottime_ns"].as_u64().filter(|at| *at > 0 && value["kind"] != "host") {
+            if let Some(at) = value["boottime_ns"]
+                .as_u64()
+                .filter(|at| *at > 0 && value["kind"] != "host")
+            {
                 value["boottime_ns"] = (at + shift).into();
             }
             if value["stream"].is_object() {
@@ -343,15 +640,26 @@ fn runs(boot: &str, later_ns: u64) -> TempDir {
             }
             out.push_str(&format!("{value}\n"));
         }
-        std::fs::write(dir.path().join(format!("0f7a1f8e-0000-4000-8000-{run:012}.ndjson")), out).unwrap();
+        std::fs::write(
+            dir.path()
+                .join(format!("0f7a1f8e-0000-4000-8000-{run:012}.ndjson")),
+            out,
+        )
+        .unwrap();
     }
     dir
 }
 
 #[test]
 fn sets_are_compared_with_intervals_and_one_seed_gives_one_page() {
-    let (before, later) = (runs("recorded-8-gpus-serial", 0), runs("recorded-8-gpus-serial", 400_000_000));
-    let (a, b) = (before.path().display().to_string(), later.path().display().to_string());
+    let (before, later) = (
+        runs("recorded-8-gpus-serial", 0),
+        runs("recorded-8-gpus-serial", 400_000_000),
+    );
+    let (a, b) = (
+        before.path().display().to_string(),
+        later.path().display().to_string(),
+    );
     let (text, status) = compared(&["--runs", &a, &b]);
     golden("account/compare-runs.txt", &text);
     assert_eq!(status, 1);
@@ -362,21 +670,32 @@ fn sets_are_compared_with_intervals_and_one_seed_gives_one_page() {
     let json = compared(&["--runs", &a, &b, "--json"]).0;
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["boots_b"], 8);
-    assert!(json["milestones"].as_array().unwrap().iter().any(|m| m["verdict"] == "slower" && m["interval_ns"][0].as_i64() > Some(0)));
+    assert!(
+        json["milestones"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|m| m["verdict"] == "slower" && m["interval_ns"][0].as_i64() > Some(0))
+    );
 }
 
 #[test]
 fn a_boot_without_a_step_has_no_account_but_a_reason() {
     let dir = temp_dir();
     let file = dir.path().join("boot.ndjson");
-    let header =
-        r#"{"schema":1,"stream":{"boot_id":"0f7a1f8e-0000-4000-8000-00000000beef","version":"0.1.0","kernel":"6.1","first_seq":0}}"#;
+    let header = r#"{"schema":1,"stream":{"boot_id":"0f7a1f8e-0000-4000-8000-00000000beef","version":"0.1.0","kernel":"6.1","first_seq":0}}"#;
     std::fs::write(&file, format!("{header}\n")).unwrap();
     let name = file.display().to_string();
     for error in [
-        coverage_command::text(&parse(&[&name]), &Screen::PLAIN).map(|_| ()).unwrap_err(),
-        blame_command::text(&parse(&[&name]), &Screen::PLAIN).map(|_| ()).unwrap_err(),
-        path_command::text(&parse(&[&name]), &Screen::PLAIN).map(|_| ()).unwrap_err(),
+        coverage_command::text(&parse(&[&name]), &Screen::PLAIN)
+            .map(|_| ())
+            .unwrap_err(),
+        blame_command::text(&parse(&[&name]), &Screen::PLAIN)
+            .map(|_| ())
+            .unwrap_err(),
+        path_command::text(&parse(&[&name]), &Screen::PLAIN)
+            .map(|_| ())
+            .unwrap_err(),
     ] {
         assert!(error.to_string().contains("no milestone"), "{error}");
     }

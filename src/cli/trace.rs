@@ -77,20 +77,39 @@ pub fn run(args: &Args) -> Result<()> {
         (None, Some(pid)) => Target::Pid(pid),
         (None, None) => Target::Next,
     };
-    let wanted = Wanted { target, dir: args.dir.clone(), limit: Duration::from_secs(args.seconds) };
+    let wanted = Wanted {
+        target,
+        dir: args.dir.clone(),
+        limit: Duration::from_secs(args.seconds),
+    };
     let recorded = record(&wanted, &mut |line| eprintln!("kata-gpu-boot: {line}"))?;
-    let Recorded { recording, traced, boot } = &recorded;
-    let written = boot.as_ref().map(|boot| boot_of_vm::write(boot, &recorded)).transpose();
+    let Recorded {
+        recording,
+        traced,
+        boot,
+    } = &recorded;
+    let written = boot
+        .as_ref()
+        .map(|boot| boot_of_vm::write(boot, &recorded))
+        .transpose();
     let file = written.as_ref().ok().cloned().flatten();
     let text = match args.json {
-        true => ascii_json(&Json { trace: 1, file: file.clone(), recording, traced })?,
+        true => ascii_json(&Json {
+            trace: 1,
+            file: file.clone(),
+            recording,
+            traced,
+        })?,
         false => report::lines(&recorded, &Screen::of_stdout()).join("\n") + "\n",
     };
     print(&text)?;
     match written.context("the recording is printed, but not kept")? {
         Some(file) => eprintln!("kata-gpu-boot: wrote {}", file.display()),
         None => {
-            eprintln!("kata-gpu-boot: no boot of this VM in {}: give the collector's directory with --dir to keep it", args.dir.display())
+            eprintln!(
+                "kata-gpu-boot: no boot of this VM in {}: give the collector's directory with --dir to keep it",
+                args.dir.display()
+            )
         }
     }
     Ok(())

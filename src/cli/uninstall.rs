@@ -7,7 +7,11 @@ use std::process::ExitCode;
 
 /// Runs `uninstall`.
 pub fn run(args: &Args) -> ExitCode {
-    if args.stay { node::stay_uninstalled(args) } else { say(args).print() }
+    if args.stay {
+        node::stay_uninstalled(args)
+    } else {
+        say(args).print()
+    }
 }
 
 /// Removes the drop-in, or prints what would be removed.

@@ -8,7 +8,9 @@
 
 use super::limits::Limits;
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_report::data::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, for_each_line};
+use kata_gpu_report::data::boot_file::{
+    FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, for_each_line,
+};
 use kata_gpu_report::data::clock_offset::Sample;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
@@ -141,10 +143,12 @@ impl BootLog {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(log),
             Err(e) => return Err(e).with_context(|| format!("open {}", path.display())),
         };
-        let meta = file.metadata().with_context(|| format!("look at {}", path.display()))?;
+        let meta = file
+            .metadata()
+            .with_context(|| format!("look at {}", path.display()))?;
         ensure!(meta.is_file(), "{} is no file: remove it", path.display());
-        let (bytes, unfinished) =
-            for_each_line(file, |_, _, line| log.learn(line)).with_context(|| format!("read back {}", path.display()))?;
+        let (bytes, unfinished) = for_each_line(file, |_, _, line| log.learn(line))
+            .with_context(|| format!("read back {}", path.display()))?;
         log.bytes = bytes;
         if unfinished > 0 {
             // A writer died inside a line: end the damaged line. The record comes again by replay.
@@ -170,7 +174,10 @@ impl BootLog {
                 HostEvent::Lost { count, .. } => self.reported_missing = count,
                 HostEvent::Exported { .. } => self.end.reported = true,
                 // An imported file is not a guest's; the other events change no state.
-                HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } | HostEvent::Trace { .. } | HostEvent::Imported(_) => {}
+                HostEvent::Disconnected { .. }
+                | HostEvent::Garbage { .. }
+                | HostEvent::Trace { .. }
+                | HostEvent::Imported(_) => {}
                 HostEvent::Traced(_) | HostEvent::Recording(_) | HostEvent::Unknown => {}
             },
         }
@@ -198,17 +205,25 @@ impl BootLog {
     /// Attaches a connection of `peer`; fails if the boot belongs to another peer.
     pub fn begin(&mut self, raw_header: &[u8], peer: &str, first_seq: u64) -> Result<()> {
         match &self.owner {
-            Some(owner) if owner != peer => bail!("{peer} claims a boot that belongs to {owner}: refused"),
+            Some(owner) if owner != peer => {
+                bail!("{peer} claims a boot that belongs to {owner}: refused")
+            }
             _ => self.owner = Some(peer.to_string()),
         }
         self.asked_again = false;
         if !self.has_header {
             self.has_header = true;
             self.push_raw(raw_header);
-            let trace = HostLine::now(HostEvent::Trace { id: TraceId::random().context("draw a trace id")? }).to_line();
+            let trace = HostLine::now(HostEvent::Trace {
+                id: TraceId::random().context("draw a trace id")?,
+            })
+            .to_line();
             self.push_raw(trace.trim_end().as_bytes());
         }
-        self.append_host(HostEvent::Connected { peer: peer.to_string(), first_seq });
+        self.append_host(HostEvent::Connected {
+            peer: peer.to_string(),
+            first_seq,
+        });
         Ok(())
     }
 
@@ -241,8 +256,16 @@ impl BootLog {
         if self.disk_fails() && !self.below_waiting_limits() {
             self.seqs.expect(record.seq);
             let seq = record.seq;
-            let before = self.dropped.unwrap_or(Dropped { records: 0, first: seq, last: seq });
-            self.dropped = Some(Dropped { records: before.records + 1, first: before.first.min(seq), last: before.last.max(seq) });
+            let before = self.dropped.unwrap_or(Dropped {
+                records: 0,
+                first: seq,
+                last: seq,
+            });
+            self.dropped = Some(Dropped {
+                records: before.records + 1,
+                first: before.first.min(seq),
+                last: before.last.max(seq),
+            });
             return Stored::Dropped;
         }
         self.seqs.insert(record.seq);
@@ -260,7 +283,10 @@ impl BootLog {
         }
         // Keep only waiting bytes while nothing can be written: the next connection and its clock
         // sample repeat this line.
-        if self.asked_again || self.bytes > self.limits.bytes + MAX_HOST_BYTES || (self.disk_fails() && !self.below_waiting_limits()) {
+        if self.asked_again
+            || self.bytes > self.limits.bytes + MAX_HOST_BYTES
+            || (self.disk_fails() && !self.below_waiting_limits())
+        {
             return;
         }
         let line = HostLine::now(event).to_line();
@@ -294,7 +320,8 @@ impl BootLog {
     }
 
     fn below_waiting_limits(&self) -> bool {
-        (self.pending.len() as u64) < self.limits.waiting_per_boot && self.waiting.bytes.load(Ordering::Relaxed) < self.limits.waiting
+        (self.pending.len() as u64) < self.limits.waiting_per_boot
+            && self.waiting.bytes.load(Ordering::Relaxed) < self.limits.waiting
     }
 
     fn disk_fails(&self) -> bool {
@@ -331,7 +358,9 @@ impl BootLog {
 
     /// Counts `bytes` of the taken bytes as written.
     pub fn written(&mut self, bytes: usize) {
-        self.waiting.bytes.fetch_sub(bytes as u64, Ordering::Relaxed);
+        self.waiting
+            .bytes
+            .fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
     /// Puts `rest` back after a failed write. True for the first failure in a row.
@@ -376,8 +405,16 @@ impl BootLog {
         self.abandon();
         let new = Self::new(self.limits, self.waiting.clone());
         let owner = self.owner.take();
-        let end = End { said: false, reported: self.end.reported };
-        *self = Self { owner, end, asked_again: true, ..new };
+        let end = End {
+            said: false,
+            reported: self.end.reported,
+        };
+        *self = Self {
+            owner,
+            end,
+            asked_again: true,
+            ..new
+        };
     }
 
     /// Drops the pending bytes and returns their number.
@@ -394,7 +431,9 @@ impl BootLog {
 
 /// Opens the file of a boot: follows no link, and does not block on a pipe.
 pub(super) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path)
+    options
+        .custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits())
+        .open(path)
 }
 
 #[cfg(test)]
@@ -409,16 +448,21 @@ mod tests {
 
     fn raw(seq: u64) -> Vec<u8> {
         // White space that has to be kept.
-        format!(r#"{{ "schema":1,"seq":{seq},  "boottime_ns":1,"kind":"event","name":"x"}}"#).into_bytes()
+        format!(r#"{{ "schema":1,"seq":{seq},  "boottime_ns":1,"kind":"event","name":"x"}}"#)
+            .into_bytes()
     }
 
     fn header() -> String {
-        record::header_line(&kata_gpu_test_support::header(BOOT)).trim_end().into()
+        record::header_line(&kata_gpu_test_support::header(BOOT))
+            .trim_end()
+            .into()
     }
 
     fn append(log: &mut BootLog, seq: u64) -> Stored {
         let raw = raw(seq);
-        let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(&raw) else { panic!("test record does not decode") };
+        let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(&raw) else {
+            panic!("test record does not decode")
+        };
         log.append(&record, &raw)
     }
 
@@ -431,17 +475,30 @@ mod tests {
 
     impl Boot {
         fn new(limits: Limits) -> Self {
-            Self { dir: temp_dir(), limits, waiting: Arc::default() }
+            Self {
+                dir: temp_dir(),
+                limits,
+                waiting: Arc::default(),
+            }
         }
 
         fn log(&self) -> BootLog {
-            BootLog::read_back(&self.dir.path().join("x"), self.limits, self.waiting.clone()).unwrap()
+            BootLog::read_back(
+                &self.dir.path().join("x"),
+                self.limits,
+                self.waiting.clone(),
+            )
+            .unwrap()
         }
 
         fn write(&self, log: &mut BootLog) -> BootFile {
             use std::io::Write;
             let pending = log.take_pending();
-            let mut file = OpenOptions::new().append(true).create(true).open(self.dir.path().join("x")).unwrap();
+            let mut file = OpenOptions::new()
+                .append(true)
+                .create(true)
+                .open(self.dir.path().join("x"))
+                .unwrap();
             file.write_all(&pending.bytes).unwrap();
             log.written(pending.bytes.len());
             log.all_written();
@@ -454,32 +511,59 @@ mod tests {
         let boot = Boot::new(Limits::default());
         let mut log = boot.log();
         log.begin(header().as_bytes(), PEER, 0).unwrap();
-        assert_eq!([0, 1, 1].map(|seq| append(&mut log, seq)), [Stored::New, Stored::New, Stored::Duplicate]);
+        assert_eq!(
+            [0, 1, 1].map(|seq| append(&mut log, seq)),
+            [Stored::New, Stored::New, Stored::Duplicate]
+        );
         boot.write(&mut log);
         let first = std::fs::read(boot.dir.path().join("x")).unwrap();
         let mut log = boot.log();
         assert!(!log.is_new());
         log.begin(header().as_bytes(), PEER, 0).unwrap();
-        assert_eq!([0, 1, 2].map(|seq| append(&mut log, seq)), [Stored::Duplicate, Stored::Duplicate, Stored::New]);
+        assert_eq!(
+            [0, 1, 2].map(|seq| append(&mut log, seq)),
+            [Stored::Duplicate, Stored::Duplicate, Stored::New]
+        );
         boot.write(&mut log);
         let second = std::fs::read(boot.dir.path().join("x")).unwrap();
-        assert!(second.starts_with(&first), "what was written is never changed");
+        assert!(
+            second.starts_with(&first),
+            "what was written is never changed"
+        );
         let texts: Vec<&[u8]> = second.split(|b| *b == b'\n').collect();
         for seq in 0..3 {
-            assert_eq!(texts.iter().filter(|line| **line == raw(seq)).count(), 1, "seq {seq}");
+            assert_eq!(
+                texts.iter().filter(|line| **line == raw(seq)).count(),
+                1,
+                "seq {seq}"
+            );
         }
-        assert_eq!(texts.iter().filter(|line| line.starts_with(br#"{"schema":1,"stream""#)).count(), 1, "one header");
+        assert_eq!(
+            texts
+                .iter()
+                .filter(|line| line.starts_with(br#"{"schema":1,"stream""#))
+                .count(),
+            1,
+            "one header"
+        );
         assert_eq!(boot.waiting.bytes.load(Ordering::Relaxed), 0);
     }
 
     #[test]
     fn a_line_torn_by_a_crash_is_left_alone_and_comes_again() {
         let boot = Boot::new(Limits::default());
-        std::fs::write(boot.dir.path().join("x"), [header().as_bytes(), b"\n", &raw(0)[..25]].concat()).unwrap();
+        std::fs::write(
+            boot.dir.path().join("x"),
+            [header().as_bytes(), b"\n", &raw(0)[..25]].concat(),
+        )
+        .unwrap();
         let mut log = boot.log();
         assert_eq!(append(&mut log, 0), Stored::New);
         let file = boot.write(&mut log);
-        assert_eq!((file.records.len(), file.damaged, file.damage[0].line), (1, 1, 2));
+        assert_eq!(
+            (file.records.len(), file.damaged, file.damage[0].line),
+            (1, 1, 2)
+        );
     }
 
     #[test]
@@ -488,7 +572,10 @@ mod tests {
         for _ in 0..2 {
             let mut log = boot.log();
             log.begin(header().as_bytes(), PEER, 0).unwrap();
-            let refused = log.begin(header().as_bytes(), "cid 6", 0).unwrap_err().to_string();
+            let refused = log
+                .begin(header().as_bytes(), "cid 6", 0)
+                .unwrap_err()
+                .to_string();
             assert!(refused.contains("belongs to cid 5"), "{refused}");
             boot.write(&mut log);
         }
@@ -501,36 +588,83 @@ mod tests {
             let mut log = boot.log();
             log.begin(header().as_bytes(), PEER, 0).unwrap();
             let file = boot.write(&mut log);
-            assert_eq!(file.host.iter().filter(|l| matches!(l.event, HostEvent::Trace { .. })).count(), 1);
+            assert_eq!(
+                file.host
+                    .iter()
+                    .filter(|l| matches!(l.event, HostEvent::Trace { .. }))
+                    .count(),
+                1
+            );
             file.trace().unwrap()
         });
         assert_eq!(traces[0], traces[1], "after a restart");
-        assert_ne!(traces[0], traces[2], "the same boot id at another collector");
+        assert_ne!(
+            traces[0], traces[2],
+            "the same boot id at another collector"
+        );
         assert_ne!(traces[0].get(), 0x0f7a_1f8e_0000_4000_8000_0000_0000_beef);
     }
 
     #[test]
     fn a_boot_that_never_stops_is_cut_off_and_its_file_notes_it() {
-        for limits in [Limits { records: 2, ..Limits::default() }, Limits { bytes: 140, ..Limits::default() }] {
+        for limits in [
+            Limits {
+                records: 2,
+                ..Limits::default()
+            },
+            Limits {
+                bytes: 140,
+                ..Limits::default()
+            },
+        ] {
             let boot = Boot::new(limits);
             let mut log = boot.log();
             let stored: Vec<Stored> = (0..5).map(|seq| append(&mut log, seq)).collect();
-            assert_eq!(stored, [Stored::New, Stored::New, Stored::Capped, Stored::Capped, Stored::Capped]);
+            assert_eq!(
+                stored,
+                [
+                    Stored::New,
+                    Stored::New,
+                    Stored::Capped,
+                    Stored::Capped,
+                    Stored::Capped
+                ]
+            );
             let file = boot.write(&mut log);
-            let capped = file.host.iter().filter(|l| matches!(l.event, HostEvent::Capped { .. })).count();
+            let capped = file
+                .host
+                .iter()
+                .filter(|l| matches!(l.event, HostEvent::Capped { .. }))
+                .count();
             assert_eq!((capped, file.records.len()), (1, 2));
             // Still capped after a restart, without a second line.
             let mut log = boot.log();
-            assert_eq!([append(&mut log, 1), append(&mut log, 7)], [Stored::Duplicate, Stored::Capped]);
+            assert_eq!(
+                [append(&mut log, 1), append(&mut log, 7)],
+                [Stored::Duplicate, Stored::Capped]
+            );
         }
     }
 
     #[test]
     fn numbers_with_too_many_gaps_are_not_remembered() {
-        let boot = Boot::new(Limits { gaps: 3, ..Limits::default() });
+        let boot = Boot::new(Limits {
+            gaps: 3,
+            ..Limits::default()
+        });
         let mut log = boot.log();
         let stored: Vec<Stored> = (0..6).map(|n| append(&mut log, n * 10)).collect();
-        assert_eq!(stored, [Stored::New, Stored::New, Stored::New, Stored::New, Stored::Gap, Stored::Gap]);
+        assert_eq!(
+            stored,
+            [
+                Stored::New,
+                Stored::New,
+                Stored::New,
+                Stored::New,
+                Stored::Gap,
+                Stored::Gap
+            ]
+        );
         assert_eq!(append(&mut log, 11), Stored::New, "what joins is taken");
         assert_eq!(log.seqs.ranges(), 4);
     }
@@ -548,23 +682,58 @@ mod tests {
         append(&mut log, 2);
         log.append_loss();
         let file = boot.write(&mut log);
-        let lost: Vec<_> = file.host.iter().filter(|l| matches!(l.event, HostEvent::Lost { .. })).map(|l| l.event.clone()).collect();
-        assert_eq!(lost, [HostEvent::Lost { count: 2, gaps: vec![(1, 2)] }, HostEvent::Lost { count: 0, gaps: vec![] }]);
+        let lost: Vec<_> = file
+            .host
+            .iter()
+            .filter(|l| matches!(l.event, HostEvent::Lost { .. }))
+            .map(|l| l.event.clone())
+            .collect();
+        assert_eq!(
+            lost,
+            [
+                HostEvent::Lost {
+                    count: 2,
+                    gaps: vec![(1, 2)]
+                },
+                HostEvent::Lost {
+                    count: 0,
+                    gaps: vec![]
+                }
+            ]
+        );
     }
 
     #[test]
     fn without_writes_some_records_wait_and_the_rest_are_counted() {
-        let boot = Boot::new(Limits { waiting_per_boot: 150, ..Limits::default() });
+        let boot = Boot::new(Limits {
+            waiting_per_boot: 150,
+            ..Limits::default()
+        });
         let mut log = boot.log();
         append(&mut log, 0);
         let taken = log.take_pending();
-        assert!(log.has_pending(), "what is being written is not in the file yet");
+        assert!(
+            log.has_pending(),
+            "what is being written is not in the file yet"
+        );
         log.written(10);
         let (written, rest) = taken.bytes.split_at(10);
-        let rest = Pending { bytes: rest.to_vec(), ..Pending::default() };
+        let rest = Pending {
+            bytes: rest.to_vec(),
+            ..Pending::default()
+        };
         assert!(log.not_written(rest, "full".into()));
         let stored: Vec<Stored> = (1..6).map(|seq| append(&mut log, seq)).collect();
-        assert_eq!(stored, [Stored::New, Stored::New, Stored::Dropped, Stored::Dropped, Stored::Dropped]);
+        assert_eq!(
+            stored,
+            [
+                Stored::New,
+                Stored::New,
+                Stored::Dropped,
+                Stored::Dropped,
+                Stored::Dropped
+            ]
+        );
         assert!(log.has_room(), "it is received all the same");
         log.append_loss();
         // The disk has room again. The ten bytes are in the file already.
@@ -572,20 +741,43 @@ mod tests {
         boot.write(&mut log);
         let file = boot.write(&mut log);
         assert!(!log.has_pending());
-        assert_eq!((file.records.len(), file.damaged, file.seqs.missing()), (3, 0, 3));
-        let dropped = HostEvent::Dropped { records: 3, first_seq: 3, last_seq: 5, why: "full".into() };
+        assert_eq!(
+            (file.records.len(), file.damaged, file.seqs.missing()),
+            (3, 0, 3)
+        );
+        let dropped = HostEvent::Dropped {
+            records: 3,
+            first_seq: 3,
+            last_seq: 5,
+            why: "full".into(),
+        };
         assert_eq!(file.host.iter().filter(|l| l.event == dropped).count(), 1);
-        assert_eq!((3..6).map(|seq| append(&mut log, seq)).collect::<Vec<_>>(), [Stored::New; 3]);
+        assert_eq!(
+            (3..6).map(|seq| append(&mut log, seq)).collect::<Vec<_>>(),
+            [Stored::New; 3]
+        );
         assert_eq!(boot.write(&mut log).seqs.missing(), 0);
-        assert_eq!((boot.waiting.bytes.load(Ordering::Relaxed), boot.waiting.failing.load(Ordering::Relaxed)), (0, 0));
+        assert_eq!(
+            (
+                boot.waiting.bytes.load(Ordering::Relaxed),
+                boot.waiting.failing.load(Ordering::Relaxed)
+            ),
+            (0, 0)
+        );
     }
 
     #[test]
     fn a_slow_disk_makes_a_guest_wait_and_drops_nothing() {
-        let boot = Boot::new(Limits { waiting_per_boot: 100, ..Limits::default() });
+        let boot = Boot::new(Limits {
+            waiting_per_boot: 100,
+            ..Limits::default()
+        });
         let mut log = boot.log();
         assert!(log.has_room());
-        assert_eq!([0, 1, 2, 3].map(|seq| append(&mut log, seq)), [Stored::New; 4]);
+        assert_eq!(
+            [0, 1, 2, 3].map(|seq| append(&mut log, seq)),
+            [Stored::New; 4]
+        );
         assert!(!log.has_room());
         boot.write(&mut log);
         assert!(log.has_room());

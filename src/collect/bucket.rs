@@ -17,7 +17,12 @@ impl Bucket {
     pub fn new(size: u64, rate_per_s: f64, now: Instant) -> Self {
         let size = size.max(1) as f64;
         // A rate of nothing would make every wait endless: one token a day instead.
-        Self { size, rate: rate_per_s.max(1.0 / 86_400.0), level: size, at: now }
+        Self {
+            size,
+            rate: rate_per_s.max(1.0 / 86_400.0),
+            level: size,
+            at: now,
+        }
     }
 
     fn fill(&mut self, now: Instant) {
@@ -45,7 +50,8 @@ impl Bucket {
     /// Time until the bucket is out of debt; None if it is not in debt.
     pub fn wait(&mut self, now: Instant) -> Option<Duration> {
         self.fill(now);
-        (self.level <= 0.0).then(|| Duration::from_secs_f64(((1.0 - self.level) / self.rate).clamp(0.001, 3600.0)))
+        (self.level <= 0.0)
+            .then(|| Duration::from_secs_f64(((1.0 - self.level) / self.rate).clamp(0.001, 3600.0)))
     }
 
     /// True if full, as if never used.
@@ -65,7 +71,10 @@ pub struct Lines {
 
 impl Lines {
     pub fn new(at_once: u64, rate_per_s: f64, now: Instant) -> Self {
-        Self { bucket: Bucket::new(at_once, rate_per_s, now), suppressed: 0 }
+        Self {
+            bucket: Bucket::new(at_once, rate_per_s, now),
+            suppressed: 0,
+        }
     }
 
     /// The line to print now, with the number of suppressed lines before it; None if suppressed.
@@ -96,7 +105,11 @@ mod tests {
         let mut bucket = Bucket::new(100, 10.0, start);
         assert_eq!(bucket.wait(start), None);
         bucket.spend(150, start);
-        assert!(bucket.wait(start).is_some_and(|w| (5.0..5.2).contains(&w.as_secs_f64())));
+        assert!(
+            bucket
+                .wait(start)
+                .is_some_and(|w| (5.0..5.2).contains(&w.as_secs_f64()))
+        );
         let later = start + Duration::from_secs(6);
         assert_eq!(bucket.wait(later), None);
         assert!(!bucket.is_full(later));
@@ -107,11 +120,18 @@ mod tests {
     fn lines_are_limited_and_the_rest_is_counted() {
         let start = Instant::now();
         let mut lines = Lines::new(2, 1.0, start);
-        let logged: Vec<String> = (0..5).filter_map(|n| lines.to_log(&format!("line {n}"), start)).collect();
+        let logged: Vec<String> = (0..5)
+            .filter_map(|n| lines.to_log(&format!("line {n}"), start))
+            .collect();
         assert_eq!(logged, ["line 0", "line 1"]);
-        assert!(!lines.is_blank(start + Duration::from_secs(10)), "three are still to be counted");
+        assert!(
+            !lines.is_blank(start + Duration::from_secs(10)),
+            "three are still to be counted"
+        );
         assert_eq!(
-            lines.to_log("line 5", start + Duration::from_secs(1)).as_deref(),
+            lines
+                .to_log("line 5", start + Duration::from_secs(1))
+                .as_deref(),
             Some("line 5 (3 more line(s) before it were not shown)")
         );
         assert!(lines.is_blank(start + Duration::from_secs(10)));
@@ -121,7 +141,14 @@ mod tests {
     fn single_tokens_come_back_one_by_one() {
         let start = Instant::now();
         let mut bucket = Bucket::new(2, 1.0, start);
-        assert_eq!([bucket.take_one(start), bucket.take_one(start), bucket.take_one(start)], [true, true, false]);
+        assert_eq!(
+            [
+                bucket.take_one(start),
+                bucket.take_one(start),
+                bucket.take_one(start)
+            ],
+            [true, true, false]
+        );
         assert!(bucket.take_one(start + Duration::from_secs(1)));
         assert!(!bucket.take_one(start + Duration::from_secs(1)));
         assert!(Bucket::new(1, 0.0, start).wait(start).is_none());

@@ -32,7 +32,9 @@ const ANSWER: Duration = Duration::from_secs(8);
 /// names have not.
 fn short(dir: &Path) -> Result<(File, PathBuf)> {
     let open = File::open(dir).with_context(|| format!("open {}", dir.display()))?;
-    let path = Path::new("/proc/self/fd").join(open.as_raw_fd().to_string()).join(SOCKET);
+    let path = Path::new("/proc/self/fd")
+        .join(open.as_raw_fd().to_string())
+        .join(SOCKET);
     Ok((open, path))
 }
 
@@ -54,13 +56,20 @@ impl Drop for Socket {
 pub fn bind(dir: &Path) -> Result<Socket> {
     let (open, path) = short(dir)?;
     match std::fs::remove_file(&path) {
-        Err(e) if e.kind() != ErrorKind::NotFound => return Err(e).with_context(|| format!("remove {SOCKET} in {}", dir.display())),
+        Err(e) if e.kind() != ErrorKind::NotFound => {
+            return Err(e).with_context(|| format!("remove {SOCKET} in {}", dir.display()));
+        }
         _ => {}
     }
-    let listener = UnixListener::bind(&path).with_context(|| format!("bind {SOCKET} in {}", dir.display()))?;
+    let listener =
+        UnixListener::bind(&path).with_context(|| format!("bind {SOCKET} in {}", dir.display()))?;
     std::fs::set_permissions(&path, Permissions::from_mode(0o600))
         .with_context(|| format!("set the mode of {SOCKET} in {}", dir.display()))?;
-    Ok(Socket { listener, path, _dir: open })
+    Ok(Socket {
+        listener,
+        path,
+        _dir: open,
+    })
 }
 
 /// Answers clients until the stop, one after another.
@@ -78,7 +87,9 @@ pub async fn answer(socket: Socket, streams: Streams, mut stop: watch::Receiver<
         let text = match tokio::time::timeout(TURN, streams.turn()).await {
             Ok(true) => WELL.to_string(),
             Ok(false) => "a thread that reads of guests has ended\n".to_string(),
-            Err(_) => format!("the threads that read of guests have not come to a new task for {TURN:?}\n"),
+            Err(_) => format!(
+                "the threads that read of guests have not come to a new task for {TURN:?}\n"
+            ),
         };
         // The text is shorter than the socket's buffer: the write does not wait.
         let _gone = asker.write_all(text.as_bytes()).await;
@@ -88,13 +99,31 @@ pub async fn answer(socket: Socket, streams: Streams, mut stop: watch::Receiver<
 /// Asks the collector of this directory; an error where it does not receive.
 pub fn ask(dir: &Path) -> Result<()> {
     let (_open, path) = short(dir)?;
-    let nobody = || format!("{}: no collector listens: does one run with this --dir?", dir.display());
+    let nobody = || {
+        format!(
+            "{}: no collector listens: does one run with this --dir?",
+            dir.display()
+        )
+    };
     let socket = net::UnixStream::connect(&path).with_context(nobody)?;
-    socket.set_read_timeout(Some(ANSWER)).context("set a deadline")?;
+    socket
+        .set_read_timeout(Some(ANSWER))
+        .context("set a deadline")?;
     let mut answer = String::new();
-    socket.take(1024).read_to_string(&mut answer).with_context(|| format!("{}: no answer within {ANSWER:?}", dir.display()))?;
+    socket
+        .take(1024)
+        .read_to_string(&mut answer)
+        .with_context(|| format!("{}: no answer within {ANSWER:?}", dir.display()))?;
     if answer != WELL {
-        bail!("{}: {}", dir.display(), if answer.is_empty() { "the collector is stopping" } else { answer.trim() });
+        bail!(
+            "{}: {}",
+            dir.display(),
+            if answer.is_empty() {
+                "the collector is stopping"
+            } else {
+                answer.trim()
+            }
+        );
     }
     Ok(())
 }
@@ -109,7 +138,10 @@ mod tests {
     fn without_a_listener_the_check_fails_with_the_cure() {
         let dir = temp_dir();
         let error = ask(dir.path()).unwrap_err();
-        assert!(format!("{error:#}").contains("does one run with this --dir?"), "{error:#}");
+        assert!(
+            format!("{error:#}").contains("does one run with this --dir?"),
+            "{error:#}"
+        );
         // Socket file that a killed collector leaves behind.
         drop(net::UnixListener::bind(dir.path().join(SOCKET)).unwrap());
         assert!(ask(dir.path()).is_err());
@@ -121,6 +153,9 @@ mod tests {
         let _hangs = net::UnixListener::bind(dir.path().join(SOCKET)).unwrap();
         let start = Instant::now();
         let error = ask(dir.path()).unwrap_err();
-        assert!(start.elapsed() >= ANSWER && format!("{error:#}").contains("no answer within"), "{error:#}");
+        assert!(
+            start.elapsed() >= ANSWER && format!("{error:#}").contains("no answer within"),
+            "{error:#}"
+        );
     }
 }

@@ -81,10 +81,21 @@ impl Counts {
         } else {
             String::new()
         };
-        let strangers = if self.strangers > 0 { format!(" and {} no guest's", self.strangers) } else { String::new() };
+        let strangers = if self.strangers > 0 {
+            format!(" and {} no guest's", self.strangers)
+        } else {
+            String::new()
+        };
         format!(
             "{} boots, {} records ({} came again), {} dropped for lack of disk space, {} over a limit; {} garbage lines; {} connections, {} refused{strangers}{pushes}",
-            self.boots, self.records, self.duplicates, self.dropped, self.capped, self.garbage, self.connections, self.refused
+            self.boots,
+            self.records,
+            self.duplicates,
+            self.dropped,
+            self.capped,
+            self.garbage,
+            self.connections,
+            self.refused
         )
     }
 }

@@ -11,7 +11,9 @@ use super::limits::Limits;
 use super::store::Attached;
 use anyhow::{Result, bail};
 use kata_gpu_report::data::boot_file::HostEvent;
-use kata_gpu_report::data::clock_offset::{PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample};
+use kata_gpu_report::data::clock_offset::{
+    PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample,
+};
 use kata_gpu_report::data::compact_record::Record;
 use kata_gpu_report::data::framing::{Lines, Piece};
 use kata_gpu_report::data::text;
@@ -59,7 +61,10 @@ pub struct HostNow {
 
 impl HostNow {
     pub fn read() -> Self {
-        Self { instant: Instant::now(), realtime_ns: text::realtime_ns() }
+        Self {
+            instant: Instant::now(),
+            realtime_ns: text::realtime_ns(),
+        }
     }
 }
 
@@ -104,7 +109,13 @@ pub struct Connection {
 }
 
 impl Connection {
-    pub fn new(peer: String, limits: Limits, watched: bool, stats: Arc<Stats>, now: HostNow) -> Self {
+    pub fn new(
+        peer: String,
+        limits: Limits,
+        watched: bool,
+        stats: Arc<Stats>,
+        now: HostNow,
+    ) -> Self {
         Self {
             peer,
             limits,
@@ -157,45 +168,72 @@ impl Connection {
     }
 
     fn take_line(&mut self, raw: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
-        match (kata_gpu_wire::decode::decode_with_schema(raw), &mut self.boot) {
+        match (
+            kata_gpu_wire::decode::decode_with_schema(raw),
+            &mut self.boot,
+        ) {
             (Ok((schema, Line::Header(header))), None) => {
-                self.introduction = Some(Introduction { schema, header, raw: raw.to_vec() });
+                self.introduction = Some(Introduction {
+                    schema,
+                    header,
+                    raw: raw.to_vec(),
+                });
             }
             (Ok((_, Line::Header(header))), Some(boot)) => {
                 if header.boot_id != **boot.attached.id() {
-                    bail!("{}: claimed boot {} and now claims {}", self.peer, boot.attached.id(), header.boot_id);
+                    bail!(
+                        "{}: claimed boot {} and now claims {}",
+                        self.peer,
+                        boot.attached.id(),
+                        header.boot_id
+                    );
                 }
             }
-            (Ok((_, Line::Record(record))), Some(boot)) => match boot.attached.with(|log| log.append(&record, raw)) {
-                Stored::New => {
-                    add(&self.stats.records, 1);
-                    boot.records += 1;
-                    boot.last_record = now.instant;
-                    // The guest sends again: end the slow rhythm of a quiet boot.
-                    boot.next_ping = boot.next_ping.min(now.instant + PING_INTERVAL);
-                    if self.watched {
-                        news(News::Record { boot: boot.attached.id().clone(), record: Box::new((*record).into()) });
+            (Ok((_, Line::Record(record))), Some(boot)) => {
+                match boot.attached.with(|log| log.append(&record, raw)) {
+                    Stored::New => {
+                        add(&self.stats.records, 1);
+                        boot.records += 1;
+                        boot.last_record = now.instant;
+                        // The guest sends again: end the slow rhythm of a quiet boot.
+                        boot.next_ping = boot.next_ping.min(now.instant + PING_INTERVAL);
+                        if self.watched {
+                            news(News::Record {
+                                boot: boot.attached.id().clone(),
+                                record: Box::new((*record).into()),
+                            });
+                        }
                     }
-                }
-                Stored::Duplicate => {
-                    add(&self.stats.duplicates, 1);
-                    boot.duplicates += 1;
-                }
-                Stored::Capped => add(&self.stats.capped, 1),
-                Stored::Dropped => {
-                    add(&self.stats.dropped, 1);
-                    if self.watched {
-                        news(News::Record { boot: boot.attached.id().clone(), record: Box::new((*record).into()) });
+                    Stored::Duplicate => {
+                        add(&self.stats.duplicates, 1);
+                        boot.duplicates += 1;
                     }
+                    Stored::Capped => add(&self.stats.capped, 1),
+                    Stored::Dropped => {
+                        add(&self.stats.dropped, 1);
+                        if self.watched {
+                            news(News::Record {
+                                boot: boot.attached.id().clone(),
+                                record: Box::new((*record).into()),
+                            });
+                        }
+                    }
+                    Stored::Gap => self.garbage(
+                        raw.len(),
+                        DecodeError::Invalid("too many gaps between the numbers (limit gaps)"),
+                    ),
                 }
-                Stored::Gap => self.garbage(raw.len(), DecodeError::Invalid("too many gaps between the numbers (limit gaps)")),
-            },
+            }
             (Ok((_, Line::Pong(pong))), Some(boot)) => {
                 if let Some(ponged) = boot.pinger.receive(pong, now.instant) {
                     if let Some(sample) = ponged.keep {
-                        boot.attached.with(|log| log.append_host(HostEvent::Clock(sample)));
+                        boot.attached
+                            .with(|log| log.append_host(HostEvent::Clock(sample)));
                         if self.watched {
-                            news(News::Clock { boot: boot.attached.id().clone(), sample });
+                            news(News::Clock {
+                                boot: boot.attached.id().clone(),
+                                sample,
+                            });
                         }
                     }
                     if ponged.again {
@@ -203,7 +241,10 @@ impl Connection {
                     }
                 }
             }
-            (Ok((_, Line::Record(_) | Line::Pong(_))), None) => self.garbage(raw.len(), DecodeError::Invalid("a record before the header")),
+            (Ok((_, Line::Record(_) | Line::Pong(_))), None) => self.garbage(
+                raw.len(),
+                DecodeError::Invalid("a record before the header"),
+            ),
             // Every line will be of that version: report it once and hang up.
             (Err(error @ DecodeError::Schema(_)), None) => bail!("{}: {error}", self.peer),
             (Err(error), _) => self.garbage(raw.len(), error),
@@ -214,17 +255,35 @@ impl Connection {
     /// The header to deal with, if one came.
     pub fn introduction(&mut self) -> Option<Introduction> {
         // Keep the introduction until `begin`: lines behind the header wait.
-        self.introduction.as_mut().map(|i| Introduction { schema: i.schema, header: i.header.clone(), raw: std::mem::take(&mut i.raw) })
+        self.introduction.as_mut().map(|i| Introduction {
+            schema: i.schema,
+            header: i.header.clone(),
+            raw: std::mem::take(&mut i.raw),
+        })
     }
 
     /// Accepts the guest of the [`Introduction`] and takes the lines received meanwhile.
-    pub fn begin(&mut self, attached: Attached, now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
+    pub fn begin(
+        &mut self,
+        attached: Attached,
+        now: HostNow,
+        news: &mut dyn FnMut(News),
+    ) -> Result<()> {
         if self.introduction.take().is_none() {
             return Ok(());
         }
         let pinger = Pinger::new(attached.with(|log| log.best_sample()));
-        news(News::Connected { boot: attached.id().clone() });
-        self.boot = Some(Boot { attached, pinger, next_ping: now.instant, last_record: now.instant, records: 0, duplicates: 0 });
+        news(News::Connected {
+            boot: attached.id().clone(),
+        });
+        self.boot = Some(Boot {
+            attached,
+            pinger,
+            next_ping: now.instant,
+            last_record: now.instant,
+            records: 0,
+            duplicates: 0,
+        });
         let behind = std::mem::take(&mut self.behind);
         for line in behind.split_inclusive(|b| *b == b'\n') {
             self.take_line(line.strip_suffix(b"\n").unwrap_or(line), now, news)?;
@@ -235,7 +294,10 @@ impl Connection {
 
     /// True once the header was accepted, and the first ping is with the kernel.
     pub fn was_pinged(&self) -> bool {
-        self.boot.as_ref().is_some_and(|boot| boot.pinger.sent_any()) && self.out.is_empty()
+        self.boot
+            .as_ref()
+            .is_some_and(|boot| boot.pinger.sent_any())
+            && self.out.is_empty()
     }
 
     /// Boot of this connection.
@@ -247,12 +309,17 @@ impl Connection {
         add(&self.stats.garbage, 1);
         self.garbage_lines += 1;
         self.garbage_bytes += bytes as u64;
-        self.first_garbage.get_or_insert_with(|| text::printable_start(why.to_string().as_bytes(), MAX_REASON));
+        self.first_garbage
+            .get_or_insert_with(|| text::printable_start(why.to_string().as_bytes(), MAX_REASON));
     }
 
     /// Time at which [`Connection::tick`] is due.
     pub fn deadline(&self) -> Instant {
-        self.boot.as_ref().map_or(self.opened + self.limits.header_deadline(), |boot| boot.next_ping)
+        self.boot
+            .as_ref()
+            .map_or(self.opened + self.limits.header_deadline(), |boot| {
+                boot.next_ping
+            })
     }
 
     /// Sends the next ping if it is due, or fails for a peer that sent no header in time.
@@ -261,10 +328,19 @@ impl Connection {
             return Ok(());
         }
         let Some(boot) = &mut self.boot else {
-            bail!("{}: no header within {} s (limit header)", self.peer, self.limits.header);
+            bail!(
+                "{}: no header within {} s (limit header)",
+                self.peer,
+                self.limits.header
+            );
         };
         let quiet = now.instant.saturating_duration_since(boot.last_record) >= QUIET_AFTER;
-        boot.next_ping = now.instant + if quiet { PING_INTERVAL_QUIET } else { PING_INTERVAL };
+        boot.next_ping = now.instant
+            + if quiet {
+                PING_INTERVAL_QUIET
+            } else {
+                PING_INTERVAL
+            };
         // A guest that does not read gets no second ping behind a stuck ping.
         if self.out.is_empty() {
             let id = boot.pinger.send(now.instant, now.realtime_ns);
@@ -281,23 +357,40 @@ impl Connection {
     /// Ends the connection and stores what is missing and what was dropped.
     pub fn end(mut self, news: &mut dyn FnMut(News)) -> Result<()> {
         if self.lines.unfinished() > 0 {
-            self.garbage(self.lines.unfinished(), DecodeError::Malformed("the connection ended inside a line".into()));
+            self.garbage(
+                self.lines.unfinished(),
+                DecodeError::Malformed("the connection ended inside a line".into()),
+            );
         }
         let Some(boot) = self.boot.take() else {
             if let Some(first) = self.first_garbage {
-                bail!("{}: {} line(s) and no header; the first: {first}", self.peer, self.garbage_lines);
+                bail!(
+                    "{}: {} line(s) and no header; the first: {first}",
+                    self.peer,
+                    self.garbage_lines
+                );
             }
             return Ok(());
         };
         boot.attached.with(|log| {
             if let Some(first) = self.first_garbage {
-                log.append_host(HostEvent::Garbage { lines: self.garbage_lines, bytes: self.garbage_bytes, first });
+                log.append_host(HostEvent::Garbage {
+                    lines: self.garbage_lines,
+                    bytes: self.garbage_bytes,
+                    first,
+                });
             }
             log.append_loss();
-            log.append_host(HostEvent::Disconnected { peer: self.peer.clone(), records: boot.records, duplicates: boot.duplicates });
+            log.append_host(HostEvent::Disconnected {
+                peer: self.peer.clone(),
+                records: boot.records,
+                duplicates: boot.duplicates,
+            });
         });
         boot.attached.flush();
-        news(News::Ended { boot: boot.attached.id().clone() });
+        news(News::Ended {
+            boot: boot.attached.id().clone(),
+        });
         Ok(())
     }
 }
@@ -330,18 +423,43 @@ mod tests {
             let dir = temp_dir();
             let place = Place::take(dir.path()).unwrap();
             let stats: Arc<Stats> = Arc::default();
-            let disk = Disk::start(place, Limits::default(), Keep::default(), stats.clone(), Arc::new(|_| ()), || ()).unwrap();
-            let now = HostNow { instant: Instant::now(), realtime_ns: 1_767_323_045_000_000_000 };
+            let disk = Disk::start(
+                place,
+                Limits::default(),
+                Keep::default(),
+                stats.clone(),
+                Arc::new(|_| ()),
+                || (),
+            )
+            .unwrap();
+            let now = HostNow {
+                instant: Instant::now(),
+                realtime_ns: 1_767_323_045_000_000_000,
+            };
             let connection = Connection::new("cid 5".into(), Limits::default(), true, stats, now);
-            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-            Self { dir, disk, runtime, connection, now, news: Vec::new() }
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .build()
+                .unwrap();
+            Self {
+                dir,
+                disk,
+                runtime,
+                connection,
+                now,
+                news: Vec::new(),
+            }
         }
 
         fn say(&mut self, text: impl AsRef<[u8]>) -> Result<()> {
             let news = &mut |n| self.news.push(n);
             self.connection.take(text.as_ref(), self.now, news)?;
             if let Some(Introduction { header, raw, .. }) = self.connection.introduction() {
-                let attached = self.runtime.block_on(self.disk.store.attach(&header, &raw, "cid 5", || true))?;
+                let attached = self.runtime.block_on(self.disk.store.attach(
+                    &header,
+                    &raw,
+                    "cid 5",
+                    || true,
+                ))?;
                 self.connection.begin(attached, self.now, news)?;
             }
             Ok(())
@@ -356,7 +474,11 @@ mod tests {
             let result = self.connection.end(&mut |n| self.news.push(n));
             self.disk.close().unwrap();
             let file = std::fs::File::open(self.dir.path().join(format!("{BOOT}.ndjson")));
-            (result, file.map_or_else(|_| BootFile::default(), |f| BootFile::read(f).unwrap()), self.news)
+            (
+                result,
+                file.map_or_else(|_| BootFile::default(), |f| BootFile::read(f).unwrap()),
+                self.news,
+            )
         }
     }
 
@@ -364,24 +486,53 @@ mod tests {
     fn records_are_stored_and_announced_once() {
         let mut guest = Guest::new();
         guest.say(header_line(BOOT)).unwrap();
-        guest.say(event_line(0) + &event_line(1) + &event_line(0)).unwrap();
+        guest
+            .say(event_line(0) + &event_line(1) + &event_line(0))
+            .unwrap();
         let (result, file, news) = guest.end();
         result.unwrap();
         assert_eq!(file.records.len(), 2);
-        assert_eq!(news.iter().filter(|n| matches!(n, News::Record { .. })).count(), 2);
+        assert_eq!(
+            news.iter()
+                .filter(|n| matches!(n, News::Record { .. }))
+                .count(),
+            2
+        );
         let last = file.host.last().unwrap();
-        assert_eq!(last.event, HostEvent::Disconnected { peer: "cid 5".into(), records: 2, duplicates: 1 });
+        assert_eq!(
+            last.event,
+            HostEvent::Disconnected {
+                peer: "cid 5".into(),
+                records: 2,
+                duplicates: 1
+            }
+        );
     }
 
     #[test]
     fn what_comes_with_the_header_is_taken_behind_it() {
         let mut guest = Guest::new();
-        guest.say(header_line(BOOT) + &event_line(0) + "rubbish\n" + &event_line(1) + &event_line(2)[..30]).unwrap();
+        guest
+            .say(
+                header_line(BOOT)
+                    + &event_line(0)
+                    + "rubbish\n"
+                    + &event_line(1)
+                    + &event_line(2)[..30],
+            )
+            .unwrap();
         guest.say(&event_line(2)[30..]).unwrap();
         let (result, file, _) = guest.end();
         result.unwrap();
-        assert_eq!(file.records.iter().map(|r| r.seq).collect::<Vec<_>>(), [0, 1, 2]);
-        assert!(file.host.iter().any(|l| matches!(l.event, HostEvent::Garbage { lines: 1, .. })));
+        assert_eq!(
+            file.records.iter().map(|r| r.seq).collect::<Vec<_>>(),
+            [0, 1, 2]
+        );
+        assert!(
+            file.host
+                .iter()
+                .any(|l| matches!(l.event, HostEvent::Garbage { lines: 1, .. }))
+        );
     }
 
     #[test]
@@ -396,14 +547,21 @@ mod tests {
         guest.say(&event_line(2)[..20]).unwrap();
         let (result, file, _) = guest.end();
         result.unwrap();
-        assert_eq!((file.records.len(), file.damaged), (2, 0), "garbage is not in the file");
+        assert_eq!(
+            (file.records.len(), file.damaged),
+            (2, 0),
+            "garbage is not in the file"
+        );
         let garbage = file.host.iter().find_map(|l| match &l.event {
             HostEvent::Garbage { lines, first, .. } => Some((*lines, first.clone())),
             _ => None,
         });
         let (lines, first) = garbage.unwrap();
         assert_eq!(lines, 3);
-        assert!(first.starts_with("not a record") && first.is_ascii(), "{first}");
+        assert!(
+            first.starts_with("not a record") && first.is_ascii(),
+            "{first}"
+        );
     }
 
     #[test]
@@ -412,18 +570,34 @@ mod tests {
         guest.say(header_line(BOOT)).unwrap();
         guest.say("{\"schema\":1,\"kind\":\"host\",\"realtime_ns\":4,\"event\":\"lost\",\"count\":7,\"gaps\":[]}\n").unwrap();
         let (_, file, _) = guest.end();
-        assert!(!file.host.iter().any(|l| matches!(l.event, HostEvent::Lost { .. })));
-        assert!(file.host.iter().any(|l| matches!(l.event, HostEvent::Garbage { lines: 1, .. })));
+        assert!(
+            !file
+                .host
+                .iter()
+                .any(|l| matches!(l.event, HostEvent::Lost { .. }))
+        );
+        assert!(
+            file.host
+                .iter()
+                .any(|l| matches!(l.event, HostEvent::Garbage { lines: 1, .. }))
+        );
     }
 
     #[test]
     fn nothing_is_stored_before_a_header() {
         let mut guest = Guest::new();
         guest.say(event_line(0)).unwrap();
-        guest.say(header_line("../../../../etc/passwd-aaaaaaaaaaaaa")).unwrap();
+        guest
+            .say(header_line("../../../../etc/passwd-aaaaaaaaaaaaa"))
+            .unwrap();
         assert_eq!(std::fs::read_dir(guest.dir.path()).unwrap().count(), 0);
         let (result, ..) = guest.end();
-        assert!(result.unwrap_err().to_string().contains("2 line(s) and no header"));
+        assert!(
+            result
+                .unwrap_err()
+                .to_string()
+                .contains("2 line(s) and no header")
+        );
     }
 
     #[test]
@@ -433,7 +607,12 @@ mod tests {
         guest.say(header_line(BOOT)).unwrap();
         let other = BOOT.replace("beef", "dead");
         assert!(guest.say(header_line(&other)).is_err());
-        let Guest { dir, disk, connection, .. } = guest;
+        let Guest {
+            dir,
+            disk,
+            connection,
+            ..
+        } = guest;
         drop(connection);
         disk.close().unwrap();
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -443,7 +622,10 @@ mod tests {
     fn another_schema_is_refused_with_the_cure() {
         let line = header_line(BOOT).replace("\"schema\":1", "\"schema\":3");
         let error = Guest::new().say(line).unwrap_err().to_string();
-        assert!(error.contains("upgrade kata-gpu-boot to the guest's version"), "{error}");
+        assert!(
+            error.contains("upgrade kata-gpu-boot to the guest's version"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -462,12 +644,21 @@ mod tests {
         let start = guest.now.instant;
         let mut times = Vec::new();
         for _ in 0..11 {
-            let due = guest.connection.deadline().saturating_duration_since(guest.now.instant);
+            let due = guest
+                .connection
+                .deadline()
+                .saturating_duration_since(guest.now.instant);
             guest.pass(due);
             guest.connection.tick(guest.now).unwrap();
-            let id = record::ping(&std::mem::take(guest.connection.output())).expect("a ping is due");
+            let id =
+                record::ping(&std::mem::take(guest.connection.output())).expect("a ping is due");
             times.push(guest.now.instant.duration_since(start).as_secs());
-            guest.say(record::pong_line(record::Pong { pong: id, boottime_ns: 5_000_000_000 })).unwrap();
+            guest
+                .say(record::pong_line(record::Pong {
+                    pong: id,
+                    boottime_ns: 5_000_000_000,
+                }))
+                .unwrap();
         }
         assert_eq!(times, [0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3]);
         let (_, file, _) = guest.end();
@@ -491,8 +682,14 @@ mod tests {
     #[test]
     fn gaps_are_noted_when_the_connection_ends() {
         let mut guest = Guest::new();
-        guest.say(header_line(BOOT) + &event_line(0) + &event_line(3)).unwrap();
+        guest
+            .say(header_line(BOOT) + &event_line(0) + &event_line(3))
+            .unwrap();
         let (_, file, _) = guest.end();
-        assert!(file.host.iter().any(|l| l.event == HostEvent::Lost { count: 2, gaps: vec![(1, 2)] }));
+        assert!(file.host.iter().any(|l| l.event
+            == HostEvent::Lost {
+                count: 2,
+                gaps: vec![(1, 2)]
+            }));
     }
 }

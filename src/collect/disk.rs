@@ -28,7 +28,14 @@ pub struct Disk {
 
 impl Disk {
     /// Starts the threads. `on_thread` is run first on each of them.
-    pub fn start(place: Place, limits: Limits, keep: Keep, stats: Arc<Stats>, log: Log, on_thread: fn()) -> Result<Self> {
+    pub fn start(
+        place: Place,
+        limits: Limits,
+        keep: Keep,
+        stats: Arc<Stats>,
+        log: Log,
+        on_thread: fn(),
+    ) -> Result<Self> {
         Self::start_with(place, limits, keep, stats, log, on_thread, None)
     }
 
@@ -54,20 +61,32 @@ impl Disk {
             on_thread();
             keep_up(&for_keeper.0, &for_keeper.1, &stopped);
         })?;
-        Ok(Self { store, writer, keeper, stop_keeper })
+        Ok(Self {
+            store,
+            writer,
+            keeper,
+            stop_keeper,
+        })
     }
 
     /// Writes all waiting bytes, makes them durable, and ends the threads. Blocks.
     pub fn close(self) -> Result<()> {
         self.store.stop();
-        self.writer.join().map_err(|_| anyhow!("the thread that writes boots panicked"))?;
+        self.writer
+            .join()
+            .map_err(|_| anyhow!("the thread that writes boots panicked"))?;
         let _gone = self.stop_keeper.send(());
-        self.keeper.join().map_err(|_| anyhow!("the thread that keeps boots panicked"))
+        self.keeper
+            .join()
+            .map_err(|_| anyhow!("the thread that keeps boots panicked"))
     }
 }
 
 fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
-    std::thread::Builder::new().name(name.into()).spawn(run).with_context(|| format!("start thread {name}"))
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(run)
+        .with_context(|| format!("start thread {name}"))
 }
 
 #[cfg(test)]
@@ -84,7 +103,15 @@ pub(super) mod tests {
 
     /// A disk with every default.
     pub fn start_with(dir: &Path, log: Log) -> Disk {
-        Disk::start(Place::take(dir).unwrap(), Limits::default(), Keep::default(), Arc::default(), log, || ()).unwrap()
+        Disk::start(
+            Place::take(dir).unwrap(),
+            Limits::default(),
+            Keep::default(),
+            Arc::default(),
+            log,
+            || (),
+        )
+        .unwrap()
     }
 
     fn start(dir: &Path) -> Disk {
@@ -93,12 +120,21 @@ pub(super) mod tests {
 
     async fn attach(disk: &Disk, boot: &str, peer: &str) -> Result<Attached> {
         let header = header(boot);
-        disk.store.attach(&header, record::header_line(&header).trim_end().as_bytes(), peer, || true).await
+        disk.store
+            .attach(
+                &header,
+                record::header_line(&header).trim_end().as_bytes(),
+                peer,
+                || true,
+            )
+            .await
     }
 
     fn append(attached: &Attached, seq: u64) {
         let raw = event(seq);
-        let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(raw.as_bytes()) else { panic!("test record does not decode") };
+        let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(raw.as_bytes()) else {
+            panic!("test record does not decode")
+        };
         attached.with(|log| log.append(&record, raw.as_bytes()));
         attached.flush();
     }
@@ -107,7 +143,10 @@ pub(super) mod tests {
     async fn two_collectors_do_not_write_one_directory() {
         let dir = temp_dir();
         let disk = start(dir.path());
-        let refused = Place::take(dir.path()).err().expect("it is taken").to_string();
+        let refused = Place::take(dir.path())
+            .err()
+            .expect("it is taken")
+            .to_string();
         assert!(refused.contains("another collector"), "{refused}");
         disk.close().unwrap();
         Place::take(dir.path()).unwrap();
@@ -120,11 +159,20 @@ pub(super) mod tests {
         let path = dir.path().join(format!("{BOOT}.ndjson"));
         let attached = attach(&disk, BOOT, "cid 5").await.unwrap();
         append(&attached, 0);
-        assert!(!disk.store.remove(BOOT, &path).unwrap(), "a boot in flight is never removed");
+        assert!(
+            !disk.store.remove(BOOT, &path).unwrap(),
+            "a boot in flight is never removed"
+        );
         drop(attached);
         let stats = disk.store.stats.clone();
         disk.close().unwrap();
-        assert_eq!(BootFile::read(File::open(&path).unwrap()).unwrap().records.len(), 1);
+        assert_eq!(
+            BootFile::read(File::open(&path).unwrap())
+                .unwrap()
+                .records
+                .len(),
+            1
+        );
         assert!(stats.counts().synced >= 1, "{:?}", stats.counts());
 
         let disk = start(dir.path());
@@ -150,26 +198,46 @@ pub(super) mod tests {
             let path = place.join(format!("{BOOT}.ndjson"));
             let mut attached = attach(&disk, BOOT, "cid 5").await.unwrap();
             append(&attached, 0);
-            until(|| std::fs::read_to_string(&path).is_ok_and(|text| text.contains(&event(0)))).await;
+            until(|| std::fs::read_to_string(&path).is_ok_and(|text| text.contains(&event(0))))
+                .await;
             if with_directory {
                 std::fs::remove_dir_all(&place).unwrap();
             } else {
                 std::fs::remove_file(&path).unwrap();
             }
             append(&attached, 1);
-            tokio::time::timeout(Duration::from_secs(10), attached.again.changed()).await.expect("it is not asked again").unwrap();
+            tokio::time::timeout(Duration::from_secs(10), attached.again.changed())
+                .await
+                .expect("it is not asked again")
+                .unwrap();
             // Records that still come on this connection begin no file without a header.
             append(&attached, 2);
-            assert!(attach(&disk, BOOT, "cid 6").await.is_err(), "it still belongs to its guest");
-            drop(std::mem::replace(&mut attached, attach(&disk, BOOT, "cid 5").await.unwrap()));
+            assert!(
+                attach(&disk, BOOT, "cid 6").await.is_err(),
+                "it still belongs to its guest"
+            );
+            drop(std::mem::replace(
+                &mut attached,
+                attach(&disk, BOOT, "cid 5").await.unwrap(),
+            ));
             (0..4).for_each(|seq| append(&attached, seq));
             drop(attached);
             let stats = disk.store.stats.clone();
             disk.close().unwrap();
             let file = BootFile::read(File::open(&path).unwrap()).unwrap();
-            assert_eq!((file.records.len(), file.header.is_some(), file.damaged), (4, true, 0));
+            assert_eq!(
+                (file.records.len(), file.header.is_some(), file.damaged),
+                (4, true, 0)
+            );
             assert_eq!(stats.counts().files_lost, 1);
-            assert!(logged.lock().unwrap().iter().any(|t| t.contains("was removed while its boot was received")), "{logged:?}");
+            assert!(
+                logged
+                    .lock()
+                    .unwrap()
+                    .iter()
+                    .any(|t| t.contains("was removed while its boot was received")),
+                "{logged:?}"
+            );
         }
     }
 
@@ -183,7 +251,12 @@ pub(super) mod tests {
         append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
         until(|| read().contains(&event(0))).await;
         let old = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
-        File::options().write(true).open(&path).unwrap().set_modified(old).unwrap();
+        File::options()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .set_modified(old)
+            .unwrap();
         for times in 2..5 {
             drop(attach(&disk, BOOT, "cid 5").await.unwrap());
             until(|| read().matches("\"connected\"").count() == times).await;
@@ -200,13 +273,20 @@ pub(super) mod tests {
     async fn no_file_name_is_of_a_guests_making() {
         let dir = temp_dir();
         let disk = start(&dir.path().join("boots"));
-        for evil in
-            ["../../../../tmp/evil-evil-evil-evil-", "", "0F7A1F8E-0000-4000-8000-00000000BEEF", "0f7a1f8e-0000-4000-8000-00000000be\n"]
-        {
+        for evil in [
+            "../../../../tmp/evil-evil-evil-evil-",
+            "",
+            "0F7A1F8E-0000-4000-8000-00000000BEEF",
+            "0f7a1f8e-0000-4000-8000-00000000be\n",
+        ] {
             assert!(attach(&disk, evil, "cid 7").await.is_err(), "{evil:?}");
         }
         // A link that somebody put there is not followed.
-        std::os::unix::fs::symlink(dir.path().join("elsewhere"), dir.path().join(format!("boots/{BOOT}.ndjson"))).unwrap();
+        std::os::unix::fs::symlink(
+            dir.path().join("elsewhere"),
+            dir.path().join(format!("boots/{BOOT}.ndjson")),
+        )
+        .unwrap();
         assert!(attach(&disk, BOOT, "cid 7").await.is_err());
         disk.close().unwrap();
         assert!(!dir.path().join("elsewhere").exists());
@@ -217,7 +297,12 @@ pub(super) mod tests {
         let dir = temp_dir();
         let disk = start(dir.path());
         let header = header(BOOT);
-        let refused = disk.store.attach(&header, b"{}", "cid 5", || false).await.unwrap_err().to_string();
+        let refused = disk
+            .store
+            .attach(&header, b"{}", "cid 5", || false)
+            .await
+            .unwrap_err()
+            .to_string();
         assert!(refused.contains("limit boots"), "{refused}");
         disk.close().unwrap();
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -228,7 +313,9 @@ pub(super) mod tests {
         let dir = temp_dir();
         let disk = start(dir.path());
         for n in 0..REMEMBERED + 100 {
-            attach(&disk, &format!("0f7a1f8e-0000-4000-8000-{n:012x}"), "cid 5").await.unwrap();
+            attach(&disk, &format!("0f7a1f8e-0000-4000-8000-{n:012x}"), "cid 5")
+                .await
+                .unwrap();
         }
         // Boots that are not written yet are not forgotten; once they are, further connections push
         // them out.

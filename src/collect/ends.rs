@@ -46,7 +46,11 @@ pub struct Ends {
 
 impl Ends {
     pub fn new(goodbye: Duration) -> Self {
-        Self { goodbye, boots: Mutex::default(), changed: Notify::new() }
+        Self {
+            goodbye,
+            boots: Mutex::default(),
+            changed: Notify::new(),
+        }
     }
 
     fn boots(&self) -> MutexGuard<'_, HashMap<Arc<str>, Following>> {
@@ -111,18 +115,29 @@ impl Ends {
         boots.retain(|boot, following| {
             let is = is(following);
             if is {
-                over.push(Over { boot: boot.clone(), old: following.old });
+                over.push(Over {
+                    boot: boot.clone(),
+                    old: following.old,
+                });
             }
             !is
         });
-        (over, boots.values().filter_map(|following| following.due).min())
+        (
+            over,
+            boots.values().filter_map(|following| following.due).min(),
+        )
     }
 
     /// Numbers of boots that are not through: boots with a connection, and boots that lost it
     /// lately.
     pub fn in_flight(&self) -> (u64, u64) {
         let boots = self.boots();
-        let count = |connected| boots.values().filter(|following| !following.said && following.connected == connected).count() as u64;
+        let count = |connected| {
+            boots
+                .values()
+                .filter(|following| !following.said && following.connected == connected)
+                .count() as u64
+        };
         (count(true), count(false))
     }
 
@@ -139,17 +154,28 @@ mod tests {
     const GOODBYE: Duration = Duration::from_secs(60);
 
     fn over(ends: &Ends, now: Instant) -> Vec<String> {
-        ends.take(now).0.into_iter().map(|over| format!("{}{}", over.boot, if over.old { " old" } else { "" })).collect()
+        ends.take(now)
+            .0
+            .into_iter()
+            .map(|over| format!("{}{}", over.boot, if over.old { " old" } else { "" }))
+            .collect()
     }
 
     #[test]
     fn a_boot_is_over_once_and_shortly_after_its_goodbye() {
         let (ends, start) = (Ends::new(GOODBYE), Instant::now());
         assert!(ends.connected(&"a".into(), false, start));
-        assert_eq!((over(&ends, start + 10 * GOODBYE), ends.in_flight()), (vec![], (1, 0)), "it hangs, and its VM lives");
+        assert_eq!(
+            (over(&ends, start + 10 * GOODBYE), ends.in_flight()),
+            (vec![], (1, 0)),
+            "it hangs, and its VM lives"
+        );
         ends.said("a", start);
         ends.said("a", start + AFTER_GOODBYE);
-        assert_eq!((ends.in_flight(), ends.take(start).1), ((0, 0), Some(start + AFTER_GOODBYE)));
+        assert_eq!(
+            (ends.in_flight(), ends.take(start).1),
+            ((0, 0), Some(start + AFTER_GOODBYE))
+        );
         assert_eq!(over(&ends, start + AFTER_GOODBYE), ["a"]);
         ends.left("a", start);
         assert_eq!(over(&ends, start + 10 * GOODBYE), Vec::<String>::new());
@@ -160,9 +186,16 @@ mod tests {
         let (ends, start) = (Ends::new(GOODBYE), Instant::now());
         ends.connected(&"a".into(), false, start);
         ends.left("a", start);
-        assert_eq!((over(&ends, start + GOODBYE / 2), ends.in_flight()), (vec![], (0, 1)));
+        assert_eq!(
+            (over(&ends, start + GOODBYE / 2), ends.in_flight()),
+            (vec![], (0, 1))
+        );
         ends.connected(&"a".into(), false, start + GOODBYE / 2);
-        assert_eq!(over(&ends, start + 2 * GOODBYE), Vec::<String>::new(), "it came back");
+        assert_eq!(
+            over(&ends, start + 2 * GOODBYE),
+            Vec::<String>::new(),
+            "it came back"
+        );
         ends.left("a", start + 2 * GOODBYE);
         assert_eq!(over(&ends, start + 3 * GOODBYE), ["a"]);
     }
@@ -177,14 +210,25 @@ mod tests {
         }
         ends.left("gone", start);
         ends.said("said", start);
-        assert_eq!(ends.take_said(), [Over { boot: "said".into(), old: false }]);
+        assert_eq!(
+            ends.take_said(),
+            [Over {
+                boot: "said".into(),
+                old: false
+            }]
+        );
     }
 
     #[test]
     fn no_more_are_followed_than_fit() {
         let (ends, now) = (Ends::new(GOODBYE), Instant::now());
-        let followed = (0..MAX_FOLLOWED + 5).filter(|n| ends.connected(&n.to_string().into(), false, now)).count();
+        let followed = (0..MAX_FOLLOWED + 5)
+            .filter(|n| ends.connected(&n.to_string().into(), false, now))
+            .count();
         assert_eq!(followed, MAX_FOLLOWED);
-        assert!(ends.connected(&"0".into(), false, now), "one that is followed goes on being so");
+        assert!(
+            ends.connected(&"0".into(), false, now),
+            "one that is followed goes on being so"
+        );
     }
 }

@@ -8,25 +8,25 @@
 pub mod boot_log; // state of a boot while it is received
 pub mod bucket; // a burst, then a rate a second
 pub mod check; // whether the collector receives, for probes
+pub mod collector_counters; // counters
 pub mod connection; // one connection, without its socket
+pub mod disk; // the threads that write boots and keep them
 pub mod ends; // boots that are over
 pub mod fleet; // boots that are over, for receivers and Prometheus
-pub mod disk; // the threads that write boots and keep them
+pub mod follow; // the files of boots as they grow
 pub mod keep; // amount of boots that is kept
-pub mod stop; // waiting for the end
-pub mod store; // the files of all boots
 pub mod limits; // limits on a guest's use of this machine
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
-pub mod peers; // connected VMs and their used-up limits
-pub mod follow; // the files of boots as they grow
 pub mod otlp_push; // boots to an OTLP receiver
-pub mod push_once; // one boot, tried again for a short while
+pub mod peers; // connected VMs and their used-up limits
 pub mod privileges; // dropping of privileges
+pub mod push_once; // one boot, tried again for a short while
 pub mod retention; // removal of old files
 pub mod sandbox_pod; // Kata's names of a VM
 pub mod serve; // the sockets of guests that are connected
 pub mod service; // systemd unit, DaemonSet, readiness
-pub mod collector_counters; // counters
+pub mod stop; // waiting for the end
+pub mod store; // the files of all boots
 pub mod syscalls; // forbidden system calls
 pub mod vm_dirs; // Kata's directories
 pub mod vmm; // a VMM's socket and its owner
@@ -75,14 +75,26 @@ pub const NEWS_QUEUE: usize = 4096;
 /// Sockets of hybrid vsock of Kata's VMMs; `*` is the sandbox's id.
 pub const VM_SOCKETS: &[(&str, &str)] = &[
     ("/run/vc/vm/*/clh.sock", "Go runtime, Cloud Hypervisor"),
-    ("/run/vc/firecracker/*/root/kata.hvsock", "Go runtime, Firecracker"),
-    ("/run/kata/*/root/kata.hvsock", "Rust runtime, Dragonball and Firecracker"),
-    ("/run/kata/firecracker/*/root/kata.hvsock", "Rust runtime, jailed Firecracker"),
+    (
+        "/run/vc/firecracker/*/root/kata.hvsock",
+        "Go runtime, Firecracker",
+    ),
+    (
+        "/run/kata/*/root/kata.hvsock",
+        "Rust runtime, Dragonball and Firecracker",
+    ),
+    (
+        "/run/kata/firecracker/*/root/kata.hvsock",
+        "Rust runtime, jailed Firecracker",
+    ),
     ("/run/kata/*/ch-vm.sock", "Rust runtime, Cloud Hypervisor"),
     ("/run/kata/*/vsock.sock", "Rust runtime, OpenVMM"),
 ];
 /// Files of Kata's runtimes about a sandbox; only the Go runtime's has the CID.
-pub const SANDBOXES: &[(&str, &str)] = &[("/run/vc/sbs/*/persist.json", "Go runtime"), ("/run/kata/*/state.json", "Rust runtime")];
+pub const SANDBOXES: &[(&str, &str)] = &[
+    ("/run/vc/sbs/*/persist.json", "Go runtime"),
+    ("/run/kata/*/state.json", "Rust runtime"),
+];
 /// Name of the file without a CID.
 const WITHOUT_CID: &str = "state.json";
 
@@ -171,22 +183,56 @@ impl Collector {
             syscalls::forbid()?;
         }
         // A file system without sockets disables the probe only.
-        let check = check::bind(&config.dir).map_err(|e| notes.push(format!("--check will not work: {e:#}"))).ok();
-        let watcher = if watches { Some(Watcher::new([&config.vms[..], &config.sandboxes[..]].concat())?) } else { None };
-        notes.extend(listeners.iter().map(|l| format!("listening on {}", l.place())));
-        notes.extend(metrics.as_ref().map(|(_, address)| format!("metrics at http://{address}{}", fleet::http_server::PATH)));
-        notes.extend(config.otlp.as_ref().map(|otlp| format!("pushing boots that are over to {}", otlp.target)));
+        let check = check::bind(&config.dir)
+            .map_err(|e| notes.push(format!("--check will not work: {e:#}")))
+            .ok();
+        let watcher = if watches {
+            Some(Watcher::new(
+                [&config.vms[..], &config.sandboxes[..]].concat(),
+            )?)
+        } else {
+            None
+        };
+        notes.extend(
+            listeners
+                .iter()
+                .map(|l| format!("listening on {}", l.place())),
+        );
+        notes.extend(metrics.as_ref().map(|(_, address)| {
+            format!("metrics at http://{address}{}", fleet::http_server::PATH)
+        }));
+        notes.extend(
+            config
+                .otlp
+                .as_ref()
+                .map(|otlp| format!("pushing boots that are over to {}", otlp.target)),
+        );
         if !config.vms.is_empty() {
-            notes.push(format!("watching {} place(s) for the sockets of VMs", config.vms.len()));
+            notes.push(format!(
+                "watching {} place(s) for the sockets of VMs",
+                config.vms.len()
+            ));
         }
 
         // From here on there is more than one thread.
-        let on_thread = if config.drop_privileges { privileges::drop_in_thread } else { || () };
+        let on_thread = if config.drop_privileges {
+            privileges::drop_in_thread
+        } else {
+            || ()
+        };
         let stats: Arc<Stats> = Arc::default();
         let log = own_lines(news.clone(), stats.clone());
         let reports = config.otlp.is_some() || metrics.is_some();
         let ends = reports.then(|| Ends::new(Duration::from_secs(config.limits.goodbye)));
-        let disk = Disk::start_with(place, config.limits, config.keep, stats.clone(), log.clone(), on_thread, ends)?;
+        let disk = Disk::start_with(
+            place,
+            config.limits,
+            config.keep,
+            stats.clone(),
+            log.clone(),
+            on_thread,
+            ends,
+        )?;
         let peers = Peers::new(config.limits);
         let fleet = reports
             .then(|| {
@@ -197,13 +243,36 @@ impl Collector {
                     limits: config.limits,
                     log: log.clone(),
                 };
-                Fleet::start(from, config.otlp.clone(), metrics.map(|(listener, _)| listener), on_thread)
+                Fleet::start(
+                    from,
+                    config.otlp.clone(),
+                    metrics.map(|(listener, _)| listener),
+                    on_thread,
+                )
             })
             .transpose()?;
         let (store, limits, watched) = (disk.store.clone(), config.limits, config.watched);
-        let shared = Arc::new(Shared { store, peers, news, stats, limits, watched, log_own: log });
+        let shared = Arc::new(Shared {
+            store,
+            peers,
+            news,
+            stats,
+            limits,
+            watched,
+            log_own: log,
+        });
         let streams = Streams::start(shared.clone(), on_thread)?;
-        Ok(Self { config, listeners, watcher, check, disk, streams, shared, fleet, notes })
+        Ok(Self {
+            config,
+            listeners,
+            watcher,
+            check,
+            disk,
+            streams,
+            shared,
+            fleet,
+            notes,
+        })
     }
 
     pub fn stats(&self) -> Arc<Stats> {
@@ -213,16 +282,37 @@ impl Collector {
     /// Serves guests until `stop` becomes true (or its sender is gone); then all connections are
     /// closed and all files complete.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<Counts> {
-        let Self { config, listeners, watcher, check, disk, streams, shared, fleet, .. } = self;
+        let Self {
+            config,
+            listeners,
+            watcher,
+            check,
+            disk,
+            streams,
+            shared,
+            fleet,
+            ..
+        } = self;
         let mut accepting = JoinSet::new();
         for listener in listeners {
-            accepting.spawn(accept_all(listener, shared.clone(), streams.clone(), stop.clone()));
+            accepting.spawn(accept_all(
+                listener,
+                shared.clone(),
+                streams.clone(),
+                stop.clone(),
+            ));
         }
         if let Some(check) = check {
             accepting.spawn(check::answer(check, streams.clone(), stop.clone()));
         }
         if let Some(watcher) = watcher {
-            accepting.spawn(watch_vms(watcher, config, shared.clone(), streams.clone(), stop.clone()));
+            accepting.spawn(watch_vms(
+                watcher,
+                config,
+                shared.clone(),
+                streams.clone(),
+                stop.clone(),
+            ));
         }
         while accepting.join_next().await.is_some() {}
         streams.stop().await?;
@@ -230,7 +320,9 @@ impl Collector {
         if let Some(fleet) = fleet {
             fleet.stop().await?;
         }
-        tokio::task::spawn_blocking(move || disk.close()).await.context("close the files")??;
+        tokio::task::spawn_blocking(move || disk.close())
+            .await
+            .context("close the files")??;
         Ok(shared.stats.counts())
     }
 }
@@ -239,7 +331,10 @@ impl Collector {
 fn own_lines(news: mpsc::Sender<News>, stats: Arc<Stats>) -> Log {
     let lines = Mutex::new(Lines::new(LOGGED_AT_ONCE, TOLD_PER_S, Instant::now()));
     Arc::new(move |text| {
-        let logged = lines.lock().unwrap_or_else(PoisonError::into_inner).to_log(&text, Instant::now());
+        let logged = lines
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .to_log(&text, Instant::now());
         if let Some(text) = logged
             && news.try_send(News::Problem { text }).is_err()
         {
@@ -263,19 +358,28 @@ fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> 
                 );
             }
             Err(NoVsock::NotSupported) => {
-                bail!("this kernel has no AF_VSOCK: load it (modprobe vhost_vsock), or name the socket of a hybrid vsock device with --uds")
+                bail!(
+                    "this kernel has no AF_VSOCK: load it (modprobe vhost_vsock), or name the socket of a hybrid vsock device with --uds"
+                )
             }
             Err(NoVsock::Other(e)) => return Err(e),
         }
     }
     if listeners.is_empty() && config.vms.is_empty() {
-        bail!("nothing to listen on: omit --no-vsock or --no-vms, or name the socket of a hybrid vsock device with --uds");
+        bail!(
+            "nothing to listen on: omit --no-vsock or --no-vms, or name the socket of a hybrid vsock device with --uds"
+        );
     }
     Ok(listeners)
 }
 
 /// Accepts until the stop and does nothing else, so that no guest delays the next.
-async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
+async fn accept_all(
+    listener: Listener,
+    shared: Arc<Shared>,
+    streams: Streams,
+    mut stop: watch::Receiver<bool>,
+) {
     let take = |arrival: Arrival| {
         let (socket, peer) = match arrival {
             Ok(guest) => guest,
@@ -321,9 +425,21 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
 
 /// Opens a socket next to that of every new VMM, closes it when the VM goes, and learns Kata's
 /// names of the VMs.
-async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
+async fn watch_vms(
+    mut watcher: Watcher,
+    config: Config,
+    shared: Arc<Shared>,
+    streams: Streams,
+    mut stop: watch::Receiver<bool>,
+) {
     let mut listening = JoinSet::new();
-    let mut vms = Vms { config, shared, streams, open: HashMap::new(), cids: HashMap::new() };
+    let mut vms = Vms {
+        config,
+        shared,
+        streams,
+        open: HashMap::new(),
+        cids: HashMap::new(),
+    };
     loop {
         let (changes, troubles) = watcher.take();
         for text in troubles {
@@ -371,7 +487,8 @@ struct Vm {
 impl Vms {
     fn change(&mut self, change: Change, claims: &mut qemu::Claims, listening: &mut JoinSet<()>) {
         match change {
-            Change::There { pattern, id, path } => match pattern.checked_sub(self.config.vms.len()) {
+            Change::There { pattern, id, path } => match pattern.checked_sub(self.config.vms.len())
+            {
                 None => self.vm(pattern, &id, path, listening),
                 Some(pattern) => self.sandbox(pattern, &id, path, claims),
             },
@@ -386,7 +503,9 @@ impl Vms {
 
     /// Stops listening for a VM and forgets its name.
     fn close(&mut self, path: &PathBuf) {
-        let Some(vm) = self.open.remove(path) else { return };
+        let Some(vm) = self.open.remove(path) else {
+            return;
+        };
         // Remove now: if the VMM makes its socket anew, ours has to be made anew, too.
         if let Some(file) = vm.file {
             file.remove();
@@ -401,7 +520,11 @@ impl Vms {
         let vmm = match Vmm::find(&self.config.vms[pattern], &path) {
             Ok(Some(vmm)) => Arc::new(vmm),
             Ok(None) => return,
-            Err(e) => return self.shared.log(&peer, &problem(format!("{e:#}: this VM is ignored"))),
+            Err(e) => {
+                return self
+                    .shared
+                    .log(&peer, &problem(format!("{e:#}: this VM is ignored")));
+            }
         };
         match self.open.get(&path) {
             Some(known) if known.vmm.is(&vmm) => return,
@@ -410,7 +533,10 @@ impl Vms {
             None => {}
         }
         if self.open.len() as u64 >= self.config.limits.vms {
-            let text = format!("there are {} already (limit vms): this VM is ignored", self.open.len());
+            let text = format!(
+                "there are {} already (limit vms): this VM is ignored",
+                self.open.len()
+            );
             return self.shared.log(&peer, &problem(text));
         }
         let listener = match Listener::of_vmm(&vmm, self.config.port) {
@@ -420,8 +546,21 @@ impl Vms {
         let sandbox = sandbox_pod::look_up(id, &self.config.bundles);
         self.shared.peers.name(&peer, Some(sandbox), Instant::now());
         let (stop, stopped) = watch::channel(false);
-        self.open.insert(path, Vm { vmm, peer, file: listener.file().cloned(), _stop: stop });
-        listening.spawn(accept_all(listener, self.shared.clone(), self.streams.clone(), stopped));
+        self.open.insert(
+            path,
+            Vm {
+                vmm,
+                peer,
+                file: listener.file().cloned(),
+                _stop: stop,
+            },
+        );
+        listening.spawn(accept_all(
+            listener,
+            self.shared.clone(),
+            self.streams.clone(),
+            stopped,
+        ));
     }
 
     /// Handles a write of a sandbox's file. A half-written file causes another event.
@@ -430,12 +569,22 @@ impl Vms {
         let found = if path.ends_with(WITHOUT_CID) {
             // The file is written again with each container; the VM stays the same.
             let unknown = !self.cids.contains_key(&path);
-            let owner = unknown.then(|| path.symlink_metadata().ok()).flatten().map(|metadata| metadata.uid());
-            owner.map(|owner| (sandbox_pod::unnamed(id), claims.cid_of(Path::new("/proc"), id, owner)))
+            let owner = unknown
+                .then(|| path.symlink_metadata().ok())
+                .flatten()
+                .map(|metadata| metadata.uid());
+            owner.map(|owner| {
+                (
+                    sandbox_pod::unnamed(id),
+                    claims.cid_of(Path::new("/proc"), id, owner),
+                )
+            })
         } else {
             sandbox_pod::read(pattern, &path).and_then(|text| sandbox_pod::from_persist(id, &text))
         };
-        let Some((mut sandbox, Some(cid))) = found else { return };
+        let Some((mut sandbox, Some(cid))) = found else {
+            return;
+        };
         let peer = Peer::Cid(cid);
         if sandbox.pod.is_none() {
             sandbox = sandbox_pod::look_up(id, &self.config.bundles);

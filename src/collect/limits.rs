@@ -57,11 +57,17 @@ impl Limits {
         let (name, value) = text.split_once('=').unwrap_or((text, ""));
         let Some(row) = TABLE.iter().find(|row| row.name == name) else {
             let names: Vec<&str> = TABLE.iter().map(|row| row.name).collect();
-            bail!("--limit {text}: no such limit: there are {}", names.join(", "));
+            bail!(
+                "--limit {text}: no such limit: there are {}",
+                names.join(", ")
+            );
         };
         match value.parse() {
             Ok(value) if value > 0 => *(row.field)(self) = value,
-            _ => bail!("--limit {text}: want {name}=N with N from 1 on, for example {name}={}", row.default),
+            _ => bail!(
+                "--limit {text}: want {name}=N with N from 1 on, for example {name}={}",
+                row.default
+            ),
         }
         Ok(())
     }
@@ -72,10 +78,14 @@ impl Limits {
 
     /// The table for people.
     pub fn help() -> String {
-        let mut text =
-            String::from("Limits (--limit NAME=N). Behind each: a loss that is counted or a guest that waits, no other's loss.\n");
+        let mut text = String::from(
+            "Limits (--limit NAME=N). Behind each: a loss that is counted or a guest that waits, no other's loss.\n",
+        );
         for row in TABLE {
-            text.push_str(&format!("  {:18} {:>9}  {}\n", row.name, row.default, row.what));
+            text.push_str(&format!(
+                "  {:18} {:>9}  {}\n",
+                row.name, row.default, row.what
+            ));
         }
         text.push_str(&format!("  {:18} {MAX_LINE:>9}  bytes of a line, fixed by the format; a longer one is garbage\n", "(line)"));
         text
@@ -100,9 +110,12 @@ mod tests {
 
     #[test]
     fn a_wrong_limit_is_refused_with_the_cure() {
-        for (text, cure) in
-            [("speed=3", "there are records, "), ("records=0", "from 1 on"), ("records=-1", "from 1 on"), ("records", "from 1 on")]
-        {
+        for (text, cure) in [
+            ("speed=3", "there are records, "),
+            ("records=0", "from 1 on"),
+            ("records=-1", "from 1 on"),
+            ("records", "from 1 on"),
+        ] {
             let error = Limits::default().set(text).unwrap_err().to_string();
             assert!(error.contains(cure), "{text}: {error}");
         }

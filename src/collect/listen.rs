@@ -84,9 +84,7 @@ pub enum Stranger {
         owner: u32,
     },
     /// The VMM's socket, whose owner is the VMM's user, is gone or was replaced.
-    Moved {
-        socket: PathBuf,
-    },
+    Moved { socket: PathBuf },
 }
 
 impl Stranger {
@@ -103,14 +101,23 @@ impl Stranger {
 impl std::fmt::Display for Stranger {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Cid(cid) => write!(f, "cid {cid}: refused: no guest has it (0 is the hypervisor, 1 this machine, 2 its host)"),
+            Self::Cid(cid) => write!(
+                f,
+                "cid {cid}: refused: no guest has it (0 is the hypervisor, 1 this machine, 2 its host)"
+            ),
             Self::User { uid, socket, owner } => {
                 let socket = printable(&socket.to_string_lossy());
-                write!(f, "socket {socket}: refused a process of user {uid}: its VMM is user {owner}'s")
+                write!(
+                    f,
+                    "socket {socket}: refused a process of user {uid}: its VMM is user {owner}'s"
+                )
             }
             Self::Moved { socket } => {
                 let socket = printable(&socket.to_string_lossy());
-                write!(f, "socket {socket}: refused: the VMM's socket beside it is not the one that was there")
+                write!(
+                    f,
+                    "socket {socket}: refused: the VMM's socket beside it is not the one that was there"
+                )
             }
         }
     }
@@ -138,19 +145,38 @@ impl SocketFile {
     fn bind(dir: OwnedFd, path: PathBuf, mode: Mode) -> Result<(Socket, Self)> {
         let name = Self::name(&path);
         // Bind through the held directory: its name may lead elsewhere by now.
-        let held = Path::new("/proc/self/fd").join(dir.as_raw_fd().to_string()).join(name);
+        let held = Path::new("/proc/self/fd")
+            .join(dir.as_raw_fd().to_string())
+            .join(name);
         let address = SockAddr::unix(&held).with_context(|| {
-            format!("name of the socket {} ({} bytes, the kernel takes some 80): choose a shorter one", path.display(), name.len())
+            format!(
+                "name of the socket {} ({} bytes, the kernel takes some 80): choose a shorter one",
+                path.display(),
+                name.len()
+            )
         })?;
         remove_stale(&dir, &path, &address)?;
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None).context("open a unix socket")?;
         // bind() gives the file the mode of the socket's own inode. A chmod by name afterwards
         // could be led elsewhere by a link, because a jailed VMM may write into the directory.
         fchmod(&socket, mode).context("set the mode of a unix socket")?;
-        socket.bind(&address).with_context(|| format!("bind {}: its directory has to be writable, and /proc mounted", path.display()))?;
+        socket.bind(&address).with_context(|| {
+            format!(
+                "bind {}: its directory has to be writable, and /proc mounted",
+                path.display()
+            )
+        })?;
         let stat = socket_at(&dir, name).with_context(|| format!("look at {}", path.display()))?;
         let stat = stat.with_context(|| format!("{} was removed at once", path.display()))?;
-        Ok((socket, Self { dir, id: FileId::from(&stat), path, removed: AtomicBool::new(false) }))
+        Ok((
+            socket,
+            Self {
+                dir,
+                id: FileId::from(&stat),
+                path,
+                removed: AtomicBool::new(false),
+            },
+        ))
     }
 
     /// Removes the file, once, but never a file that somebody put in its place.
@@ -164,7 +190,10 @@ impl SocketFile {
         if let Err(e) = unlinkat(&self.dir, name, UnlinkatFlags::NoRemoveDir)
             && e != Errno::ENOENT
         {
-            eprintln!("kata-gpu-boot: remove {}: {e}", printable(&self.path.to_string_lossy()));
+            eprintln!(
+                "kata-gpu-boot: remove {}: {e}",
+                printable(&self.path.to_string_lossy())
+            );
         }
     }
 }
@@ -181,31 +210,51 @@ pub struct Listener {
 impl Listener {
     /// Listens on a vsock port for all guests of this machine.
     pub fn vsock(port: u32) -> Result<Self, NoVsock> {
-        let other = |step: &'static str| move |e: io::Error| NoVsock::Other(anyhow!(e).context(step));
-        let socket = Socket::new(Domain::VSOCK, Type::STREAM, None).map_err(|e| match e.raw_os_error().map(Errno::from_raw) {
-            Some(Errno::EAFNOSUPPORT | Errno::EPROTONOSUPPORT) => NoVsock::NotSupported,
-            _ => NoVsock::Other(anyhow!(e).context("open an AF_VSOCK socket")),
-        })?;
-        socket.bind(&SockAddr::vsock(VMADDR_CID_ANY, port)).map_err(|e| match e.kind() {
-            io::ErrorKind::AddrInUse => {
-                NoVsock::Other(anyhow!("vsock port {port} is taken: stop the other collector, or take another --port"))
+        let other =
+            |step: &'static str| move |e: io::Error| NoVsock::Other(anyhow!(e).context(step));
+        let socket = Socket::new(Domain::VSOCK, Type::STREAM, None).map_err(|e| {
+            match e.raw_os_error().map(Errno::from_raw) {
+                Some(Errno::EAFNOSUPPORT | Errno::EPROTONOSUPPORT) => NoVsock::NotSupported,
+                _ => NoVsock::Other(anyhow!(e).context("open an AF_VSOCK socket")),
             }
-            _ => NoVsock::Other(anyhow!(e).context(format!("bind vsock port {port}"))),
         })?;
+        socket
+            .bind(&SockAddr::vsock(VMADDR_CID_ANY, port))
+            .map_err(|e| match e.kind() {
+                io::ErrorKind::AddrInUse => NoVsock::Other(anyhow!(
+                    "vsock port {port} is taken: stop the other collector, or take another --port"
+                )),
+                _ => NoVsock::Other(anyhow!(e).context(format!("bind vsock port {port}"))),
+            })?;
         socket.listen(BACKLOG).map_err(other("listen on vsock"))?;
-        socket.set_nonblocking(true).map_err(other("make the vsock listener non-blocking"))?;
+        socket
+            .set_nonblocking(true)
+            .map_err(other("make the vsock listener non-blocking"))?;
         let socket = watch(socket).map_err(other("watch the vsock listener"))?;
-        Ok(Self { socket, file: None, vmm: None })
+        Ok(Self {
+            socket,
+            file: None,
+            vmm: None,
+        })
     }
 
     /// Listens for connections to `port` of the hybrid vsock device with base path `base`; the
     /// file's mode decides who may connect.
     pub fn hybrid(base: &Path, port: u32) -> Result<Self> {
         // Make the path absolute: it identifies the peer of a boot.
-        let path =
-            std::path::absolute(with_port(base, port)).with_context(|| format!("make {} absolute", printable(&base.to_string_lossy())))?;
-        let dir = open(path.parent().unwrap_or(&path), OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())
-            .with_context(|| format!("bind {}: the folder has to be there and writable", path.display()))?;
+        let path = std::path::absolute(with_port(base, port))
+            .with_context(|| format!("make {} absolute", printable(&base.to_string_lossy())))?;
+        let dir = open(
+            path.parent().unwrap_or(&path),
+            OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )
+        .with_context(|| {
+            format!(
+                "bind {}: the folder has to be there and writable",
+                path.display()
+            )
+        })?;
         Self::unix(dir, path, UDS_MODE, None)
     }
 
@@ -224,7 +273,11 @@ impl Listener {
             watch(socket)
         })();
         match listening {
-            Ok(socket) => Ok(Self { socket, file: Some(Arc::new(file)), vmm }),
+            Ok(socket) => Ok(Self {
+                socket,
+                file: Some(Arc::new(file)),
+                vmm,
+            }),
             Err(e) => {
                 file.remove();
                 Err(e).with_context(|| format!("listen on {}", file.path.display()))
@@ -241,7 +294,11 @@ impl Listener {
     pub fn place(&self) -> String {
         match &self.file {
             Some(file) => printable(&file.path.to_string_lossy()),
-            None => match SockRef::from(self.socket.get_ref()).local_addr().ok().and_then(|a| a.as_vsock_address()) {
+            None => match SockRef::from(self.socket.get_ref())
+                .local_addr()
+                .ok()
+                .and_then(|a| a.as_vsock_address())
+            {
                 Some((_, port)) => format!("vsock port {port}"),
                 None => "vsock".to_string(),
             },
@@ -252,7 +309,9 @@ impl Listener {
     pub async fn accept(&self) -> io::Result<Arrival> {
         loop {
             let mut ready = self.socket.readable().await?;
-            let Ok(accepted) = ready.try_io(|fd| SockRef::from(fd.get_ref()).accept()) else { continue };
+            let Ok(accepted) = ready.try_io(|fd| SockRef::from(fd.get_ref()).accept()) else {
+                continue;
+            };
             return self.taken(accepted?);
         }
     }
@@ -269,15 +328,25 @@ impl Listener {
     fn taken(&self, (socket, address): (Socket, SockAddr)) -> io::Result<Arrival> {
         socket.set_nonblocking(true)?;
         let Some(file) = &self.file else {
-            let Some((cid, _)) = address.as_vsock_address() else { return Err(io::Error::other("a vsock connection without a CID")) };
+            let Some((cid, _)) = address.as_vsock_address() else {
+                return Err(io::Error::other("a vsock connection without a CID"));
+            };
             return Ok(guest(cid).map(|peer| (socket.into(), peer)));
         };
         if let Some(vmm) = &self.vmm {
-            let Some(owner) = vmm.owner() else { return Ok(Err(Stranger::Moved { socket: file.path.clone() })) };
+            let Some(owner) = vmm.owner() else {
+                return Ok(Err(Stranger::Moved {
+                    socket: file.path.clone(),
+                }));
+            };
             // Credentials of the process at its connect(2).
             let uid = getsockopt(&socket, sockopt::PeerCredentials)?.uid();
             if uid != owner && uid != ROOT {
-                return Ok(Err(Stranger::User { uid, socket: file.path.clone(), owner }));
+                return Ok(Err(Stranger::User {
+                    uid,
+                    socket: file.path.clone(),
+                    owner,
+                }));
             }
         }
         Ok(Ok((socket.into(), Peer::Socket(file.path.clone()))))
@@ -294,7 +363,11 @@ impl Drop for Listener {
 
 /// Peer of a CID, unless the kernel uses the CID for something else: vsock(7).
 fn guest(cid: u32) -> Result<Peer, Stranger> {
-    if cid <= VMADDR_CID_HOST { Err(Stranger::Cid(cid)) } else { Ok(Peer::Cid(cid)) }
+    if cid <= VMADDR_CID_HOST {
+        Err(Stranger::Cid(cid))
+    } else {
+        Ok(Peer::Cid(cid))
+    }
 }
 
 /// `<base>_<port>`.
@@ -310,22 +383,31 @@ fn remove_stale(dir: &OwnedFd, path: &Path, address: &SockAddr) -> Result<()> {
     let look = || socket_at(dir, name).with_context(|| format!("look at {}", path.display()));
     let Some(stale) = look()? else {
         if fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
-            bail!("{} exists and is not a socket: remove it, or choose another --uds", path.display());
+            bail!(
+                "{} exists and is not a socket: remove it, or choose another --uds",
+                path.display()
+            );
         }
         return Ok(());
     };
     let probe = Socket::new(Domain::UNIX, Type::STREAM, None).context("open a unix socket")?;
     // Do not block on a full backlog: it means that somebody listens.
-    probe.set_nonblocking(true).context("make a socket non-blocking")?;
+    probe
+        .set_nonblocking(true)
+        .context("make a socket non-blocking")?;
     match probe.connect(address) {
         Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
             let same = look()?.is_some_and(|now| FileId::from(&now) == FileId::from(&stale));
             if same {
-                unlinkat(dir, name, UnlinkatFlags::NoRemoveDir).with_context(|| format!("remove the stale socket {}", path.display()))?;
+                unlinkat(dir, name, UnlinkatFlags::NoRemoveDir)
+                    .with_context(|| format!("remove the stale socket {}", path.display()))?;
             }
             Ok(())
         }
-        Ok(()) => bail!("{} is in use: stop the other collector, or choose another --uds", path.display()),
+        Ok(()) => bail!(
+            "{} is in use: stop the other collector, or choose another --uds",
+            path.display()
+        ),
         Err(e) => Err(e).with_context(|| format!("test for a listener on {}", path.display())),
     }
 }
@@ -345,7 +427,10 @@ mod tests {
         let live = Listener::hybrid(&base, 10241).unwrap();
         let refused = Listener::hybrid(&base, 10241).unwrap_err().to_string();
         assert!(refused.contains("in use"), "{refused}");
-        assert!(path.exists(), "the refused one did not take the live one's file away");
+        assert!(
+            path.exists(),
+            "the refused one did not take the live one's file away"
+        );
         drop(live);
         assert!(!path.exists());
     }
@@ -355,7 +440,9 @@ mod tests {
         let dir = temp_dir();
         let path = dir.path().join("v_1");
         std::fs::write(&path, "precious").unwrap();
-        let refused = Listener::hybrid(&dir.path().join("v"), 1).unwrap_err().to_string();
+        let refused = Listener::hybrid(&dir.path().join("v"), 1)
+            .unwrap_err()
+            .to_string();
         assert!(refused.contains("not a socket"), "{refused}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
     }
@@ -393,14 +480,26 @@ mod tests {
 
     #[test]
     fn the_cids_of_hypervisor_machine_and_host_are_no_guests() {
-        assert_eq!([0, 1, 2].map(guest), [0, 1, 2].map(|cid| Err(Stranger::Cid(cid))));
-        assert_eq!([3, u32::MAX].map(guest), [3, u32::MAX].map(|cid| Ok(Peer::Cid(cid))));
-        assert!(Stranger::Cid(1).to_string().contains("cid 1: refused: no guest has it"));
+        assert_eq!(
+            [0, 1, 2].map(guest),
+            [0, 1, 2].map(|cid| Err(Stranger::Cid(cid)))
+        );
+        assert_eq!(
+            [3, u32::MAX].map(guest),
+            [3, u32::MAX].map(|cid| Ok(Peer::Cid(cid)))
+        );
+        assert!(
+            Stranger::Cid(1)
+                .to_string()
+                .contains("cid 1: refused: no guest has it")
+        );
     }
 
     #[tokio::test]
     async fn a_path_that_is_too_long_has_an_error_of_its_own() {
-        let refused = Listener::hybrid(Path::new(&format!("/tmp/{}", "x".repeat(120))), 1).unwrap_err().to_string();
+        let refused = Listener::hybrid(Path::new(&format!("/tmp/{}", "x".repeat(120))), 1)
+            .unwrap_err()
+            .to_string();
         assert!(refused.contains("choose a shorter one"), "{refused}");
     }
 }

@@ -59,7 +59,9 @@ impl State {
         self.connections == 0
             && self.sandbox.borrow().is_none()
             && self.lines.is_blank(now)
-            && [&mut self.connects, &mut self.boots, &mut self.bytes].into_iter().all(|b| b.is_full(now))
+            && [&mut self.connects, &mut self.boots, &mut self.bytes]
+                .into_iter()
+                .all(|b| b.is_full(now))
     }
 }
 
@@ -76,15 +78,24 @@ impl std::fmt::Display for Refused {
         f.write_str(match self {
             Refused::PerVm => "too many connections at once (limit connections-per-vm)",
             Refused::TooOften => "connects too often (limit connects)",
-            Refused::Altogether => "the collector has all the connections that it may have (limit connections)",
+            Refused::Altogether => {
+                "the collector has all the connections that it may have (limit connections)"
+            }
         })
     }
 }
 
 impl Peers {
     pub fn new(limits: Limits) -> Arc<Self> {
-        let table = Table { peers: HashMap::new(), connections: 0, sweep_at: SWEEP_FROM };
-        Arc::new(Self { limits, table: Mutex::new(table) })
+        let table = Table {
+            peers: HashMap::new(),
+            connections: 0,
+            sweep_at: SWEEP_FROM,
+        };
+        Arc::new(Self {
+            limits,
+            table: Mutex::new(table),
+        })
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -97,7 +108,12 @@ impl Peers {
             table.peers.retain(|_, state| !state.is_blank(now));
             table.sweep_at = (table.peers.len() * 2).max(SWEEP_FROM);
         }
-        what(table.peers.entry(peer.clone()).or_insert_with(|| State::new(&self.limits, now)))
+        what(
+            table
+                .peers
+                .entry(peer.clone())
+                .or_insert_with(|| State::new(&self.limits, now)),
+        )
     }
 
     /// Connections that are open.
@@ -122,7 +138,11 @@ impl Peers {
             Ok(state.sandbox.subscribe())
         })?;
         self.table().connections += 1;
-        Ok(Slot { peers: self.clone(), peer: peer.clone(), sandbox })
+        Ok(Slot {
+            peers: self.clone(),
+            peer: peer.clone(),
+            sandbox,
+        })
     }
 
     /// The line about this peer to print now; None if there were too many.
@@ -163,7 +183,8 @@ impl Slot {
 
     /// Whether the peer may begin one more boot.
     pub fn new_boot(&self, now: Instant) -> bool {
-        self.peers.with(&self.peer, now, |state| state.boots.take_one(now))
+        self.peers
+            .with(&self.peer, now, |state| state.boots.take_one(now))
     }
 }
 
@@ -183,7 +204,13 @@ mod tests {
     use std::time::Duration;
 
     fn limits() -> Limits {
-        Limits { connections_per_vm: 2, connections: 3, connects: 6, boots: 2, ..Limits::default() }
+        Limits {
+            connections_per_vm: 2,
+            connections: 3,
+            connects: 6,
+            boots: 2,
+            ..Limits::default()
+        }
     }
 
     #[test]
@@ -208,9 +235,16 @@ mod tests {
         for _ in 0..6 {
             drop(peers.connect(&Peer::Cid(5), now).unwrap());
         }
-        assert_eq!(peers.connect(&Peer::Cid(5), now).err(), Some(Refused::TooOften));
+        assert_eq!(
+            peers.connect(&Peer::Cid(5), now).err(),
+            Some(Refused::TooOften)
+        );
         assert!(peers.connect(&Peer::Cid(6), now).is_ok());
-        assert!(peers.connect(&Peer::Cid(5), now + Duration::from_secs(10)).is_ok());
+        assert!(
+            peers
+                .connect(&Peer::Cid(5), now + Duration::from_secs(10))
+                .is_ok()
+        );
     }
 
     #[test]
@@ -218,24 +252,43 @@ mod tests {
         let peers = Peers::new(limits());
         let now = Instant::now();
         let peer = Peer::Cid(5);
-        let logged: Vec<_> = (0..LOGGED_AT_ONCE + 5).filter_map(|_| peers.to_log(&peer, "x", now)).collect();
+        let logged: Vec<_> = (0..LOGGED_AT_ONCE + 5)
+            .filter_map(|_| peers.to_log(&peer, "x", now))
+            .collect();
         assert_eq!(logged.len() as u64, LOGGED_AT_ONCE);
-        assert!(peers.to_log(&Peer::Cid(6), "x", now).is_some(), "of others, too");
+        assert!(
+            peers.to_log(&Peer::Cid(6), "x", now).is_some(),
+            "of others, too"
+        );
         let next = peers.to_log(&peer, "x", now + Duration::from_secs(61));
-        assert!(next.as_ref().is_some_and(|text| text.contains("5 more")), "{next:?}");
+        assert!(
+            next.as_ref().is_some_and(|text| text.contains("5 more")),
+            "{next:?}"
+        );
     }
 
     #[test]
     fn peers_that_left_are_forgotten_and_named_ones_are_not() {
         let peers = Peers::new(limits());
         let now = Instant::now();
-        peers.name(&Peer::Cid(1), Some(Sandbox { id: "s".into(), ..Sandbox::default() }), now);
+        peers.name(
+            &Peer::Cid(1),
+            Some(Sandbox {
+                id: "s".into(),
+                ..Sandbox::default()
+            }),
+            now,
+        );
         for cid in 2..SWEEP_FROM as u32 * 2 {
             // Two hours apart: the limits of the peer before are full again.
             let then = now + Duration::from_secs(7200) * cid;
             drop(peers.connect(&Peer::Cid(cid), then).unwrap());
         }
-        assert!(peers.table().peers.len() <= SWEEP_FROM + 1, "{}", peers.table().peers.len());
+        assert!(
+            peers.table().peers.len() <= SWEEP_FROM + 1,
+            "{}",
+            peers.table().peers.len()
+        );
         assert!(peers.table().peers.contains_key(&Peer::Cid(1)));
     }
 
@@ -245,7 +298,14 @@ mod tests {
         let now = Instant::now();
         let early = peers.connect(&Peer::Cid(5), now).unwrap();
         assert!(early.sandbox.borrow().is_none());
-        peers.name(&Peer::Cid(5), Some(Sandbox { id: "s".into(), ..Sandbox::default() }), now);
+        peers.name(
+            &Peer::Cid(5),
+            Some(Sandbox {
+                id: "s".into(),
+                ..Sandbox::default()
+            }),
+            now,
+        );
         assert!(early.sandbox.has_changed().unwrap());
         let late = peers.connect(&Peer::Cid(5), now).unwrap();
         assert_eq!(late.sandbox.borrow().as_ref().unwrap().id, "s");

@@ -12,8 +12,8 @@ use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{Gid, Group, Uid, User, fchown, geteuid, setgid, setgroups, setuid};
 use rustix::thread::{
-    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, remove_capability_from_bounding_set, set_capabilities,
-    set_keep_capabilities, set_no_new_privs,
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
+    remove_capability_from_bounding_set, set_capabilities, set_keep_capabilities, set_no_new_privs,
 };
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -33,7 +33,9 @@ pub struct RunAs {
 impl RunAs {
     /// Parses `NAME`, `UID`, or either with `:GROUP`.
     pub fn parse(text: &str) -> Result<Self> {
-        let (user, group) = text.split_once(':').map_or((text, None), |(u, g)| (u, Some(g)));
+        let (user, group) = text
+            .split_once(':')
+            .map_or((text, None), |(u, g)| (u, Some(g)));
         let known = nobody_where_missing(match user.parse() {
             Ok(uid) => User::from_uid(Uid::from_raw(uid)),
             Err(_) => User::from_name(user),
@@ -42,15 +44,23 @@ impl RunAs {
         let uid = match (&known, user.parse()) {
             (Some(known), _) => known.uid,
             (None, Ok(uid)) => Uid::from_raw(uid),
-            (None, Err(_)) => bail!("--user {text}: there is no user {user}: name one that exists, or give a number"),
+            (None, Err(_)) => bail!(
+                "--user {text}: there is no user {user}: name one that exists, or give a number"
+            ),
         };
         let gid = match group {
             None => known.map_or(Gid::from_raw(uid.as_raw()), |known| known.gid),
             Some(group) => {
-                match (group.parse(), nobody_where_missing(Group::from_name(group)).with_context(|| format!("look up group {group}"))?) {
+                match (
+                    group.parse(),
+                    nobody_where_missing(Group::from_name(group))
+                        .with_context(|| format!("look up group {group}"))?,
+                ) {
                     (Ok(gid), _) => Gid::from_raw(gid),
                     (Err(_), Some(known)) => known.gid,
-                    (Err(_), None) => bail!("--user {text}: there is no group {group}: name one that exists, or give a number"),
+                    (Err(_), None) => bail!(
+                        "--user {text}: there is no group {group}: name one that exists, or give a number"
+                    ),
                 }
             }
         };
@@ -61,7 +71,11 @@ impl RunAs {
 /// Treats a missing user database, as in an image of this program alone, as empty: for glibc that
 /// is an answer, for musl an error.
 fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option<T>> {
-    if matches!(answer, Err(Errno::ENOENT)) { Ok(None) } else { answer }
+    if matches!(answer, Err(Errno::ENOENT)) {
+        Ok(None)
+    } else {
+        answer
+    }
 }
 
 /// Gives the directory of the boots to `to`. Files of other users in it keep their owner: writing
@@ -69,7 +83,9 @@ fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option
 pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
     let meta = dir.metadata().context("look at --dir")?;
     if (meta.uid(), meta.gid()) != (to.uid.as_raw(), to.gid.as_raw()) {
-        fchown(dir, Some(to.uid), Some(to.gid)).with_context(|| format!("give --dir to user {}: run as root or omit --user", to.uid))?;
+        fchown(dir, Some(to.uid), Some(to.gid)).with_context(|| {
+            format!("give --dir to user {}: run as root or omit --user", to.uid)
+        })?;
     }
     Ok(())
 }
@@ -77,14 +93,21 @@ pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
 /// Drops all privileges but, with `make_sockets`, CAP_DAC_OVERRIDE for sockets in other users'
 /// directories. Requires a single thread.
 pub fn drop_all_but(run_as: Option<RunAs>, make_sockets: bool) -> Result<()> {
-    let before = capabilities(None).context("read the capabilities")?.permitted;
-    let kept = if make_sockets { before & CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::empty() };
+    let before = capabilities(None)
+        .context("read the capabilities")?
+        .permitted;
+    let kept = if make_sockets {
+        before & CapabilitySet::DAC_OVERRIDE
+    } else {
+        CapabilitySet::empty()
+    };
     // Needs CAP_SETPCAP; without it the bounding set cannot be used either, because no_new_privs
     // follows.
     if before.contains(CapabilitySet::SETPCAP) {
         for bit in 0..u64::BITS {
             // A capability that this kernel does not know cannot be in its set.
-            let _unknown = remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << bit));
+            let _unknown =
+                remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << bit));
         }
     }
     if let Some(to) = run_as
@@ -103,7 +126,11 @@ pub fn drop_all_but(run_as: Option<RunAs>, make_sockets: bool) -> Result<()> {
 }
 
 fn set(kept: CapabilitySet) -> Result<()> {
-    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    let sets = CapabilitySets {
+        effective: kept,
+        permitted: kept,
+        inheritable: CapabilitySet::empty(),
+    };
     set_capabilities(None, sets).context("drop capabilities")
 }
 
@@ -127,19 +154,45 @@ mod tests {
 
     #[test]
     fn users_are_taken_by_name_and_number() {
-        let root = RunAs { uid: Uid::from_raw(0), gid: Gid::from_raw(0) };
-        assert_eq!([RunAs::parse("root").unwrap(), RunAs::parse("0").unwrap(), RunAs::parse("root:root").unwrap()], [root; 3]);
-        let numbers = RunAs { uid: Uid::from_raw(4_000_123), gid: Gid::from_raw(7) };
+        let root = RunAs {
+            uid: Uid::from_raw(0),
+            gid: Gid::from_raw(0),
+        };
+        assert_eq!(
+            [
+                RunAs::parse("root").unwrap(),
+                RunAs::parse("0").unwrap(),
+                RunAs::parse("root:root").unwrap()
+            ],
+            [root; 3]
+        );
+        let numbers = RunAs {
+            uid: Uid::from_raw(4_000_123),
+            gid: Gid::from_raw(7),
+        };
         assert_eq!(RunAs::parse("4000123:7").unwrap(), numbers);
         assert_eq!(RunAs::parse("4000123").unwrap().gid.as_raw(), 4_000_123);
-        assert!(RunAs::parse("no-such-user-here").unwrap_err().to_string().contains("name one that exists"));
-        assert!(RunAs::parse("root:no-such-group-here").unwrap_err().to_string().contains("no group"));
+        assert!(
+            RunAs::parse("no-such-user-here")
+                .unwrap_err()
+                .to_string()
+                .contains("name one that exists")
+        );
+        assert!(
+            RunAs::parse("root:no-such-group-here")
+                .unwrap_err()
+                .to_string()
+                .contains("no group")
+        );
     }
 
     #[test]
     fn a_missing_database_is_empty_and_an_unreadable_one_an_error() {
         assert_eq!(nobody_where_missing::<u8>(Err(Errno::ENOENT)), Ok(None));
-        assert_eq!(nobody_where_missing::<u8>(Err(Errno::EACCES)), Err(Errno::EACCES));
+        assert_eq!(
+            nobody_where_missing::<u8>(Err(Errno::EACCES)),
+            Err(Errno::EACCES)
+        );
         assert_eq!(nobody_where_missing(Ok(Some(7))), Ok(Some(7)));
     }
 
@@ -150,6 +203,9 @@ mod tests {
             capabilities(None).unwrap()
         });
         let left = left.join().unwrap();
-        assert_eq!((left.effective, left.permitted), (CapabilitySet::empty(), CapabilitySet::empty()));
+        assert_eq!(
+            (left.effective, left.permitted),
+            (CapabilitySet::empty(), CapabilitySet::empty())
+        );
     }
 }

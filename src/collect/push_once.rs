@@ -12,10 +12,21 @@ use std::time::{Duration, Instant};
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Sends all spans, and says how many. An error when some were not taken.
-pub fn run(target: &Target, file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<()> {
+pub fn run(
+    target: &Target,
+    file: &BootFile,
+    agent: &[AgentLine],
+    resource: &Resource,
+) -> Result<()> {
     let request = kata_gpu_report::otlp::request(Waterfall::new(file, agent), resource)?;
-    let boot = file.header.as_ref().map_or("?", |header| header.boot_id.as_str());
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    let boot = file
+        .header
+        .as_ref()
+        .map_or("?", |header| header.boot_id.as_str());
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
     let deadline = Instant::now() + DEADLINE;
     let (mut spans, mut backoff) = (0, Backoff::default());
     for part in request.protobufs(MAX_REQUEST) {
@@ -23,7 +34,11 @@ pub fn run(target: &Target, file: &BootFile, agent: &[AgentLine], resource: &Res
             let outcome = runtime.block_on(async {
                 match connect(target).await {
                     Ok(mut connection) => connection.send(part.bytes.clone()).await,
-                    Err(why) => Outcome::Later { why, answered: false, after: None },
+                    Err(why) => Outcome::Later {
+                        why,
+                        answered: false,
+                        after: None,
+                    },
                 }
             });
             match outcome {
@@ -33,14 +48,20 @@ pub fn run(target: &Target, file: &BootFile, agent: &[AgentLine], resource: &Res
                     }
                     break;
                 }
-                Outcome::Taken { rejected, why } => bail!("{target}: {rejected} span(s) rejected: {}", why.unwrap_or_default()),
+                Outcome::Taken { rejected, why } => bail!(
+                    "{target}: {rejected} span(s) rejected: {}",
+                    why.unwrap_or_default()
+                ),
                 Outcome::Refused { why } => bail!("{target}: {why}"),
                 Outcome::Later { why, after, .. } => {
                     let pause = backoff.next(after);
                     if Instant::now() + pause > deadline {
                         bail!("{target}: {why}: given up after {} s", DEADLINE.as_secs());
                     }
-                    eprintln!("kata-gpu-boot: {target}: {why}: trying again in {:.1} s", pause.as_secs_f64());
+                    eprintln!(
+                        "kata-gpu-boot: {target}: {why}: trying again in {:.1} s",
+                        pause.as_secs_f64()
+                    );
                     runtime.block_on(async { tokio::time::sleep(pause).await });
                 }
             }

@@ -49,7 +49,11 @@ pub fn parse_size(text: &str) -> Result<u64> {
         "T" => 40,
         _ => bail!("{text}: want bytes, or a number with k, M, G or T, for example 10G"),
     };
-    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift)) {
+    match digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(1 << shift))
+    {
         Some(bytes) => Ok(bytes),
         None => bail!("{text}: want bytes, or a number with k, M, G or T, for example 10G"),
     }
@@ -76,7 +80,10 @@ pub struct Now {
 impl Now {
     pub fn read() -> Result<Self> {
         let boot = clock_gettime(ClockId::CLOCK_BOOTTIME).context("read CLOCK_BOOTTIME")?;
-        Ok(Self { real: SystemTime::now(), boot: boot.into() })
+        Ok(Self {
+            real: SystemTime::now(),
+            boot: boot.into(),
+        })
     }
 }
 
@@ -94,12 +101,17 @@ impl Steady {
     fn look(&mut self, now: Now) -> Option<String> {
         let start = now.real.checked_sub(now.boot)?;
         let before = self.start.replace(start)?;
-        let moved = start.duration_since(before).unwrap_or_else(|back| back.duration());
+        let moved = start
+            .duration_since(before)
+            .unwrap_or_else(|back| back.duration());
         if moved <= MAX_DRIFT {
             return None;
         }
         self.distrusted_until = now.boot + DISTRUST;
-        Some(format!("this machine's clock was set by {} s: for a day no boot is removed for its age", moved.as_secs()))
+        Some(format!(
+            "this machine's clock was set by {} s: for a day no boot is removed for its age",
+            moved.as_secs()
+        ))
     }
 
     fn is_trusted(&self, now: Now) -> bool {
@@ -119,7 +131,12 @@ pub struct Retention {
 
 impl Retention {
     pub fn new(keep: Keep) -> Self {
-        Self { keep, steady: Steady::default(), owners: HashMap::new(), logged: false }
+        Self {
+            keep,
+            steady: Steady::default(),
+            owners: HashMap::new(),
+            logged: false,
+        }
     }
 
     /// Removes boots that are too old or too many.
@@ -135,7 +152,9 @@ impl Retention {
             Err(e) => return log(format!("look for old boots: {e:#}")),
         };
         let mut left: u64 = all.iter().map(|c| c.bytes).sum();
-        let go = |candidate: &Candidate, left: &mut u64| match store.remove(&candidate.boot_id, &candidate.path) {
+        let go = |candidate: &Candidate, left: &mut u64| match store
+            .remove(&candidate.boot_id, &candidate.path)
+        {
             Ok(true) => {
                 *left -= candidate.bytes;
                 true
@@ -181,16 +200,24 @@ impl Retention {
     }
 
     fn is_old(&self, candidate: &Candidate, now: Now) -> bool {
-        self.steady.is_trusted(now) && self.keep.age.is_some_and(|most| age(candidate, now) > most.max(GRACE))
+        self.steady.is_trusted(now)
+            && self
+                .keep
+                .age
+                .is_some_and(|most| age(candidate, now) > most.max(GRACE))
     }
 
     /// Boots of peers over their share: all but each peer's newest that fit into it.
     fn over_their_share(&mut self, all: &[Candidate], share: u64) -> Vec<Candidate> {
-        self.owners.retain(|id, _| all.iter().any(|c| c.boot_id == *id));
+        self.owners
+            .retain(|id, _| all.iter().any(|c| c.boot_id == *id));
         let mut used: HashMap<Arc<str>, u64> = HashMap::new();
         let mut over = Vec::new();
         for candidate in all.iter().rev() {
-            let owner = self.owners.entry(candidate.boot_id.clone()).or_insert_with(|| owner_of(&candidate.path));
+            let owner = self
+                .owners
+                .entry(candidate.boot_id.clone())
+                .or_insert_with(|| owner_of(&candidate.path));
             let Some(owner) = owner else { continue };
             let used = used.entry(owner.clone()).or_default();
             *used += candidate.bytes;
@@ -222,15 +249,28 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
     for entry in std::fs::read_dir(store.dir())? {
         let entry = entry?;
         let path = entry.path();
-        let Some(boot_id) = path.file_stem().and_then(|s| s.to_str()).filter(|id| is_boot_id(id)).map(String::from) else { continue };
+        let Some(boot_id) = path
+            .file_stem()
+            .and_then(|s| s.to_str())
+            .filter(|id| is_boot_id(id))
+            .map(String::from)
+        else {
+            continue;
+        };
         if path.extension().is_none_or(|e| e != EXTENSION) {
             continue;
         }
         // Metadata of the entry itself: links are not ours. Skip an entry that is gone meanwhile.
         let Ok(meta) = entry.metadata() else { continue };
         if meta.is_file() {
-            let trace = std::fs::symlink_metadata(trace_file::beside(&path)).map_or(0, |meta| meta.len());
-            found.push(Candidate { written: meta.modified()?, boot_id, bytes: meta.len() + trace, path });
+            let trace =
+                std::fs::symlink_metadata(trace_file::beside(&path)).map_or(0, |meta| meta.len());
+            found.push(Candidate {
+                written: meta.modified()?,
+                boot_id,
+                bytes: meta.len() + trace,
+                path,
+            });
         }
     }
     found.sort();
@@ -238,7 +278,9 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
 }
 
 fn age(candidate: &Candidate, now: Now) -> Duration {
-    now.real.duration_since(candidate.written).unwrap_or_default()
+    now.real
+        .duration_since(candidate.written)
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -261,12 +303,15 @@ mod tests {
         for (n, hours) in hours.iter().enumerate() {
             let file = File::create(dir.path().join(format!("{}.ndjson", id(n)))).unwrap();
             file.set_len(1000).unwrap();
-            file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600)).unwrap();
+            file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600))
+                .unwrap();
         }
     }
 
     fn left(dir: &TempDir) -> Vec<usize> {
-        (0..10).filter(|n| dir.path().join(format!("{}.ndjson", id(*n))).exists()).collect()
+        (0..10)
+            .filter(|n| dir.path().join(format!("{}.ndjson", id(*n))).exists())
+            .collect()
     }
 
     fn apply(dir: &TempDir, keep: Keep) -> Vec<String> {
@@ -279,7 +324,10 @@ mod tests {
 
     /// Both clocks, long after the machine's start.
     fn now() -> Now {
-        Now { real: SystemTime::now(), boot: 100 * DAY }
+        Now {
+            real: SystemTime::now(),
+            boot: 100 * DAY,
+        }
     }
 
     #[test]
@@ -287,27 +335,65 @@ mod tests {
         let dir = temp_dir();
         let hours = [100, 50, 30, 20, 0];
         for (keep, want) in [
-            (Keep { age: None, bytes: None }, vec![0, 1, 2, 3, 4]),
-            (Keep { age: Keep::days(2), bytes: None }, vec![2, 3, 4]),
-            (Keep { age: None, bytes: Some(3000) }, vec![2, 3, 4]),
-            (Keep { age: Keep::days(3), bytes: Some(2999) }, vec![3, 4]),
-            (Keep { age: Keep::days(1), bytes: Some(1) }, vec![4]),
+            (
+                Keep {
+                    age: None,
+                    bytes: None,
+                },
+                vec![0, 1, 2, 3, 4],
+            ),
+            (
+                Keep {
+                    age: Keep::days(2),
+                    bytes: None,
+                },
+                vec![2, 3, 4],
+            ),
+            (
+                Keep {
+                    age: None,
+                    bytes: Some(3000),
+                },
+                vec![2, 3, 4],
+            ),
+            (
+                Keep {
+                    age: Keep::days(3),
+                    bytes: Some(2999),
+                },
+                vec![3, 4],
+            ),
+            (
+                Keep {
+                    age: Keep::days(1),
+                    bytes: Some(1),
+                },
+                vec![4],
+            ),
         ] {
             files(&dir, &hours);
             let logged = apply(&dir, keep);
             assert_eq!(left(&dir), want, "{keep:?}");
-            assert_eq!(logged.iter().any(|t| t.contains("in flight")), keep.bytes == Some(1), "{logged:?}");
+            assert_eq!(
+                logged.iter().any(|t| t.contains("in flight")),
+                keep.bytes == Some(1),
+                "{logged:?}"
+            );
         }
     }
 
     /// File n of a peer, with the bytes and the age in hours.
     fn file_of(dir: &TempDir, n: usize, peer: &str, bytes: u64, hours: u64) {
-        let connected = HostLine::now(HostEvent::Connected { peer: peer.into(), first_seq: 0 });
+        let connected = HostLine::now(HostEvent::Connected {
+            peer: peer.into(),
+            first_seq: 0,
+        });
         let path = dir.path().join(format!("{}.ndjson", id(n)));
         std::fs::write(&path, header_line(&header(&id(n))) + &connected.to_line()).unwrap();
         let file = File::options().write(true).open(path).unwrap();
         file.set_len(bytes).unwrap();
-        file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600)).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600))
+            .unwrap();
     }
 
     #[test]
@@ -316,11 +402,21 @@ mod tests {
         // Four old boots of honest guests, and five large new boots of another guest.
         (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));
         (4..9).for_each(|n| file_of(&dir, n, "cid 3", 10_000, 0));
-        let keep = Keep { age: None, bytes: Some(40_000) };
+        let keep = Keep {
+            age: None,
+            bytes: Some(40_000),
+        };
         assert_eq!(apply(&dir, keep), [] as [String; 0]);
-        assert_eq!(left(&dir), [0, 1, 2, 3, 6, 7, 8], "its oldest go, as many as have to");
+        assert_eq!(
+            left(&dir),
+            [0, 1, 2, 3, 6, 7, 8],
+            "its oldest go, as many as have to"
+        );
         // Within their shares the oldest go.
-        let keep = Keep { age: None, bytes: Some(25_000) };
+        let keep = Keep {
+            age: None,
+            bytes: Some(25_000),
+        };
         apply(&dir, keep);
         assert_eq!(left(&dir), [0, 1, 2, 3, 7, 8]);
     }
@@ -332,9 +428,27 @@ mod tests {
         let disk = start_with(dir.path(), log.clone());
         assert_eq!(*lock(&disk.store.kept_bytes), None);
         for (keep, left) in [
-            (Keep { age: Keep::days(3), bytes: None }, 2000),
-            (Keep { age: None, bytes: Some(1999) }, 1000),
-            (Keep { age: None, bytes: Some(1) }, 1000),
+            (
+                Keep {
+                    age: Keep::days(3),
+                    bytes: None,
+                },
+                2000,
+            ),
+            (
+                Keep {
+                    age: None,
+                    bytes: Some(1999),
+                },
+                1000,
+            ),
+            (
+                Keep {
+                    age: None,
+                    bytes: Some(1),
+                },
+                1000,
+            ),
         ] {
             Retention::new(keep).apply(&disk.store, &log, now());
             assert_eq!(*lock(&disk.store.kept_bytes), Some(left), "{keep:?}");
@@ -348,10 +462,20 @@ mod tests {
         files(&dir, &[1]);
         let (log, logged) = kept_log();
         let disk = start_with(dir.path(), log.clone());
-        let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
+        let mut retention = Retention::new(Keep {
+            age: Keep::days(30),
+            bytes: None,
+        });
         let start = now();
         let mut at = |real: Duration, boot: Duration| {
-            retention.apply(&disk.store, &log, Now { real: start.real + real, boot: start.boot + boot });
+            retention.apply(
+                &disk.store,
+                &log,
+                Now {
+                    real: start.real + real,
+                    boot: start.boot + boot,
+                },
+            );
             left(&dir)
         };
         assert_eq!(at(Duration::ZERO, Duration::ZERO), [0]);
@@ -360,7 +484,16 @@ mod tests {
         assert_eq!(at(365 * DAY, minute), [0]);
         assert_eq!(at(365 * DAY + 23 * 60 * minute, 23 * 60 * minute), [0]);
         assert_eq!(at(24 * 60 * minute, 24 * 60 * minute), [0]);
-        assert_eq!(logged.lock().unwrap().iter().filter(|t| t.contains("clock was set by 315")).count(), 2, "{logged:?}");
+        assert_eq!(
+            logged
+                .lock()
+                .unwrap()
+                .iter()
+                .filter(|t| t.contains("clock was set by 315"))
+                .count(),
+            2,
+            "{logged:?}"
+        );
         // Time that passes makes it old.
         assert_eq!(at(29 * DAY, 29 * DAY), [0]);
         assert_eq!(at(31 * DAY, 31 * DAY), [0; 0]);
@@ -373,9 +506,19 @@ mod tests {
         files(&dir, &[1000]);
         let log: Log = Arc::new(|_| ());
         let disk = start_with(dir.path(), log.clone());
-        let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
+        let mut retention = Retention::new(Keep {
+            age: Keep::days(30),
+            bytes: None,
+        });
         let mut at = |boot: Duration| {
-            retention.apply(&disk.store, &log, Now { real: SystemTime::now() + boot, boot });
+            retention.apply(
+                &disk.store,
+                &log,
+                Now {
+                    real: SystemTime::now() + boot,
+                    boot,
+                },
+            );
             left(&dir)
         };
         assert_eq!(at(Duration::from_secs(60)), [0]);
@@ -389,10 +532,20 @@ mod tests {
         files(&dir, &[100]);
         let old = SystemTime::now() - Duration::from_secs(1_000_000);
         for name in ["notes.txt", "x.ndjson", &format!("{}.console", id(1))] {
-            File::create(dir.path().join(name)).unwrap().set_modified(old).unwrap();
+            File::create(dir.path().join(name))
+                .unwrap()
+                .set_modified(old)
+                .unwrap();
         }
-        std::os::unix::fs::symlink("notes.txt", dir.path().join(format!("{}.ndjson", id(5)))).unwrap();
-        apply(&dir, Keep { age: Keep::days(1), bytes: Some(1) });
+        std::os::unix::fs::symlink("notes.txt", dir.path().join(format!("{}.ndjson", id(5))))
+            .unwrap();
+        apply(
+            &dir,
+            Keep {
+                age: Keep::days(1),
+                bytes: Some(1),
+            },
+        );
         assert_eq!(left(&dir), [5]);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4);
     }
@@ -403,11 +556,28 @@ mod tests {
         let log: Log = Arc::new(|_| ());
         let disk = start_with(dir.path(), log.clone());
         let header = header(&id(0));
-        let attached = disk.store.attach(&header, header_line(&header).trim_end().as_bytes(), "cid 3", || true).await.unwrap();
+        let attached = disk
+            .store
+            .attach(
+                &header,
+                header_line(&header).trim_end().as_bytes(),
+                "cid 3",
+                || true,
+            )
+            .await
+            .unwrap();
         let path = dir.path().join(format!("{}.ndjson", id(0)));
         until(|| std::fs::metadata(&path).is_ok_and(|m| m.len() > 0)).await;
-        File::options().write(true).open(&path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
-        let keep = Keep { age: Keep::days(1), bytes: Some(1) };
+        File::options()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .set_modified(SystemTime::UNIX_EPOCH)
+            .unwrap();
+        let keep = Keep {
+            age: Keep::days(1),
+            bytes: Some(1),
+        };
         Retention::new(keep).apply(&disk.store, &log, now());
         assert_eq!(left(&dir), [0]);
         drop(attached);
@@ -422,21 +592,48 @@ mod tests {
         files(&dir, &[50, 20]);
         let trace = |n: usize| trace_file::beside(&dir.path().join(format!("{}.ndjson", id(n))));
         (0..2).for_each(|n| std::fs::write(trace(n), [b'x'; 500]).unwrap());
-        apply(&dir, Keep { age: None, bytes: Some(3000) });
+        apply(
+            &dir,
+            Keep {
+                age: None,
+                bytes: Some(3000),
+            },
+        );
         assert_eq!(left(&dir), [0, 1], "3000 bytes");
-        apply(&dir, Keep { age: None, bytes: Some(2999) });
-        assert_eq!((left(&dir), trace(0).exists(), trace(1).exists()), (vec![1], false, true));
+        apply(
+            &dir,
+            Keep {
+                age: None,
+                bytes: Some(2999),
+            },
+        );
+        assert_eq!(
+            (left(&dir), trace(0).exists(), trace(1).exists()),
+            (vec![1], false, true)
+        );
     }
 
     #[test]
     fn sizes_are_read_as_people_write_them() {
-        for (text, want) in
-            [("0", 0), ("1000", 1000), ("64k", 65536), ("10G", 10 << 30), ("10GiB", 10 << 30), ("1T", 1 << 40), ("5MB", 5 << 20)]
-        {
+        for (text, want) in [
+            ("0", 0),
+            ("1000", 1000),
+            ("64k", 65536),
+            ("10G", 10 << 30),
+            ("10GiB", 10 << 30),
+            ("1T", 1 << 40),
+            ("5MB", 5 << 20),
+        ] {
             assert_eq!(parse_size(text).unwrap(), want, "{text}");
         }
         for text in ["", "G", "-1", "1.5G", "10X", "99999999999T"] {
-            assert!(parse_size(text).unwrap_err().to_string().contains("for example 10G"), "{text}");
+            assert!(
+                parse_size(text)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("for example 10G"),
+                "{text}"
+            );
         }
     }
 }

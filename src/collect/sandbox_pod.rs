@@ -61,14 +61,26 @@ enum Runtime {
 impl Runtime {
     /// Runtime by the bundle's directory, which no pod chooses.
     fn of(bundle: &Path) -> Self {
-        if bundle.file_name().is_some_and(|name| name == CRIO_BUNDLE) { Self::Crio } else { Self::Containerd }
+        if bundle.file_name().is_some_and(|name| name == CRIO_BUNDLE) {
+            Self::Crio
+        } else {
+            Self::Containerd
+        }
     }
 
     /// Annotations that carry name, namespace and uid of the pod.
     fn keys(self) -> [&'static str; 3] {
         match self {
-            Self::Containerd => ["io.kubernetes.cri.sandbox-name", "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-uid"],
-            Self::Crio => ["io.kubernetes.pod.name", "io.kubernetes.pod.namespace", "io.kubernetes.pod.uid"],
+            Self::Containerd => [
+                "io.kubernetes.cri.sandbox-name",
+                "io.kubernetes.cri.sandbox-namespace",
+                "io.kubernetes.cri.sandbox-uid",
+            ],
+            Self::Crio => [
+                "io.kubernetes.pod.name",
+                "io.kubernetes.pod.namespace",
+                "io.kubernetes.pod.uid",
+            ],
         }
     }
 }
@@ -111,26 +123,47 @@ struct Bundle {
 
 /// A sandbox with nothing known but its id.
 pub fn unnamed(id: &str) -> Sandbox {
-    Sandbox { id: printable_start(id.as_bytes(), MAX_NAME), ..Sandbox::default() }
+    Sandbox {
+        id: printable_start(id.as_bytes(), MAX_NAME),
+        ..Sandbox::default()
+    }
 }
 
 /// Sandbox named by annotations of a bundle of `runtime`.
 fn named(id: &str, annotations: &Annotations, runtime: Runtime) -> Sandbox {
-    let value = |key| Some(printable_start(annotations.get(key).filter(|v| !v.is_empty())?.as_bytes(), MAX_NAME));
+    let value = |key| {
+        Some(printable_start(
+            annotations.get(key).filter(|v| !v.is_empty())?.as_bytes(),
+            MAX_NAME,
+        ))
+    };
     let [pod, namespace, uid] = runtime.keys().map(value);
-    Sandbox { pod, namespace, uid, ..unnamed(id) }
+    Sandbox {
+        pod,
+        namespace,
+        uid,
+        ..unnamed(id)
+    }
 }
 
 /// Sandbox, and CID of its VM if there is one, from a persist.json. None if `text` is not (yet) a
 /// whole file.
 pub fn from_persist(id: &str, text: &[u8]) -> Option<(Sandbox, Option<u32>)> {
     let persist: Persist = serde_json::from_slice(text).ok()?;
-    let cid = persist.agent.url.strip_prefix("vsock://").and_then(|rest| rest.split(':').next()?.parse().ok());
+    let cid = persist
+        .agent
+        .url
+        .strip_prefix("vsock://")
+        .and_then(|rest| rest.split(':').next()?.parse().ok());
     let containers = persist.config.containers.unwrap_or_default();
     // The sandbox's container has the sandbox's id. The pod's other containers have annotations of
     // their own.
-    let annotations = containers.into_iter().find(|container| container.id == id).and_then(|container| container.annotations);
-    let sandbox = annotations.and_then(|a| Some(named(id, &a, Runtime::of(Path::new(a.get(BUNDLE_PATH)?)))));
+    let annotations = containers
+        .into_iter()
+        .find(|container| container.id == id)
+        .and_then(|container| container.annotations);
+    let sandbox =
+        annotations.and_then(|a| Some(named(id, &a, Runtime::of(Path::new(a.get(BUNDLE_PATH)?)))));
     Some((sandbox.unwrap_or_else(|| unnamed(id)), cid))
 }
 
@@ -142,18 +175,29 @@ fn from_bundle(id: &str, text: &[u8], runtime: Runtime) -> Option<Sandbox> {
 
 /// A sandbox of this id, named by the first bundle that can be read.
 pub fn look_up(id: &str, bundles: &[Pattern]) -> Sandbox {
-    let plain = id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b)) && !id.starts_with('.');
+    let plain = id
+        .bytes()
+        .all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
+        && !id.starts_with('.');
     let named = |pattern: &Pattern| {
         let path = pattern.path(id);
         from_bundle(id, &read(pattern, &path)?, Runtime::of(path.parent()?))
     };
-    bundles.iter().filter(|_| plain).find_map(named).unwrap_or_else(|| unnamed(id))
+    bundles
+        .iter()
+        .filter(|_| plain)
+        .find_map(named)
+        .unwrap_or_else(|| unnamed(id))
 }
 
 /// Content of a regular file of bounded size; None if it is missing or unreadable, which is no
 /// error.
 pub fn read(pattern: &Pattern, path: &Path) -> Option<Vec<u8>> {
-    let file = File::from(pattern.open(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK).ok()?);
+    let file = File::from(
+        pattern
+            .open(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK)
+            .ok()?,
+    );
     if !file.metadata().ok()?.is_file() {
         return None;
     }
@@ -189,7 +233,12 @@ mod tests {
     ];
 
     fn sandbox() -> Sandbox {
-        Sandbox { id: "0a1b".into(), pod: Some("train-0".into()), namespace: Some("ml".into()), uid: Some("8b5e".into()) }
+        Sandbox {
+            id: "0a1b".into(),
+            pod: Some("train-0".into()),
+            namespace: Some("ml".into()),
+            uid: Some("8b5e".into()),
+        }
     }
 
     fn pattern(dir: &TempDir, text: &str) -> Pattern {
@@ -198,14 +247,26 @@ mod tests {
 
     /// Annotations written one over the other, in the order of the runtime.
     fn layers(layers: &[&[(&str, &str)]]) -> serde_json::Value {
-        layers.iter().flat_map(|layer| layer.iter()).map(|(key, value)| (key.to_string(), serde_json::Value::from(*value))).collect()
+        layers
+            .iter()
+            .flat_map(|layer| layer.iter())
+            .map(|(key, value)| (key.to_string(), serde_json::Value::from(*value)))
+            .collect()
     }
 
     /// Annotations as CRI-O writes them: its own, the pod's annotations, the labels with the
     /// kubelet's over the pod's.
     fn of_crio() -> serde_json::Value {
-        let own = [("io.kubernetes.cri-o.KubeName", "train-0"), ("io.kubernetes.cri-o.Namespace", "ml"), ("io.container.manager", "cri-o")];
-        let kubelets = [("io.kubernetes.pod.name", "train-0"), ("io.kubernetes.pod.namespace", "ml"), ("io.kubernetes.pod.uid", "8b5e")];
+        let own = [
+            ("io.kubernetes.cri-o.KubeName", "train-0"),
+            ("io.kubernetes.cri-o.Namespace", "ml"),
+            ("io.container.manager", "cri-o"),
+        ];
+        let kubelets = [
+            ("io.kubernetes.pod.name", "train-0"),
+            ("io.kubernetes.pod.namespace", "ml"),
+            ("io.kubernetes.pod.uid", "8b5e"),
+        ];
         layers(&[&own, TENANTS, &kubelets])
     }
 
@@ -222,9 +283,18 @@ mod tests {
 
     #[test]
     fn katas_file_has_cid_and_names() {
-        assert_eq!(from_persist("0a1b", PERSIST.as_bytes()), Some((sandbox(), Some(1_903_452))));
-        let hybrid = PERSIST.replace("vsock://1903452:1024", "hvsock:///run/vc/vm/0a1b/clh.sock:1024");
-        assert_eq!(from_persist("0a1b", hybrid.as_bytes()), Some((sandbox(), None)));
+        assert_eq!(
+            from_persist("0a1b", PERSIST.as_bytes()),
+            Some((sandbox(), Some(1_903_452)))
+        );
+        let hybrid = PERSIST.replace(
+            "vsock://1903452:1024",
+            "hvsock:///run/vc/vm/0a1b/clh.sock:1024",
+        );
+        assert_eq!(
+            from_persist("0a1b", hybrid.as_bytes()),
+            Some((sandbox(), None))
+        );
     }
 
     #[test]
@@ -232,8 +302,21 @@ mod tests {
         for end in 0..PERSIST.len() {
             assert_eq!(from_persist("0a1b", &PERSIST.as_bytes()[..end]), None);
         }
-        for text in ["{}", r#"{"AgentState":{"URL":"vsock://99999999999:1"},"Config":{"ContainerConfigs":null}}"#] {
-            assert_eq!(from_persist("s", text.as_bytes()), Some((Sandbox { id: "s".into(), ..Sandbox::default() }, None)), "{text}");
+        for text in [
+            "{}",
+            r#"{"AgentState":{"URL":"vsock://99999999999:1"},"Config":{"ContainerConfigs":null}}"#,
+        ] {
+            assert_eq!(
+                from_persist("s", text.as_bytes()),
+                Some((
+                    Sandbox {
+                        id: "s".into(),
+                        ..Sandbox::default()
+                    },
+                    None
+                )),
+                "{text}"
+            );
         }
     }
 
@@ -243,17 +326,32 @@ mod tests {
         for (at, annotations) in [("a/0a1b", of_containerd()), ("b/0a1b/userdata", of_crio())] {
             let bundle = dir.path().join(at);
             std::fs::create_dir_all(&bundle).unwrap();
-            std::fs::write(bundle.join("config.json"), serde_json::json!({ "annotations": annotations }).to_string()).unwrap();
+            std::fs::write(
+                bundle.join("config.json"),
+                serde_json::json!({ "annotations": annotations }).to_string(),
+            )
+            .unwrap();
             let name = at.split_once('/').unwrap().0;
             let rest = if name == "a" { "" } else { "userdata/" };
-            assert_eq!(look_up("0a1b", &[pattern(&dir, &format!("{name}/*/{rest}config.json"))]), sandbox(), "{at}");
+            assert_eq!(
+                look_up(
+                    "0a1b",
+                    &[pattern(&dir, &format!("{name}/*/{rest}config.json"))]
+                ),
+                sandbox(),
+                "{at}"
+            );
             // Kata's own file: the bundle's annotations, and over them the bundle's path.
             let mut annotations = annotations;
             annotations[BUNDLE_PATH] = bundle.to_str().unwrap().into();
             let evil: serde_json::Value = layers(&[TENANTS]);
             let containers = serde_json::json!([{"ID": "evil", "Annotations": evil}, {"ID": "0a1b", "Annotations": annotations}]);
             let persist = serde_json::json!({"AgentState": {"URL": "vsock://7:1024"}, "Config": {"ContainerConfigs": containers}});
-            assert_eq!(from_persist("0a1b", persist.to_string().as_bytes()), Some((sandbox(), Some(7))), "{at}");
+            assert_eq!(
+                from_persist("0a1b", persist.to_string().as_bytes()),
+                Some((sandbox(), Some(7))),
+                "{at}"
+            );
         }
     }
 
@@ -264,21 +362,39 @@ mod tests {
         let annotations: serde_json::Value = layers(&[&TENANTS[..5], &TENANTS[8..]]);
         let bundle = dir.path().join("b/0a1b/userdata");
         std::fs::create_dir_all(&bundle).unwrap();
-        std::fs::write(bundle.join("config.json"), serde_json::json!({ "annotations": annotations }).to_string()).unwrap();
-        assert_eq!(look_up("0a1b", &[pattern(&dir, "b/*/userdata/config.json")]), unnamed("0a1b"));
+        std::fs::write(
+            bundle.join("config.json"),
+            serde_json::json!({ "annotations": annotations }).to_string(),
+        )
+        .unwrap();
+        assert_eq!(
+            look_up("0a1b", &[pattern(&dir, "b/*/userdata/config.json")]),
+            unnamed("0a1b")
+        );
         let containers = serde_json::json!([{"ID": "0a1b", "Annotations": layers(&[TENANTS])}]);
         let persist = serde_json::json!({"AgentState": {"URL": ""}, "Config": {"ContainerConfigs": containers}});
-        assert_eq!(from_persist("0a1b", persist.to_string().as_bytes()), Some((unnamed("0a1b"), None)), "nothing says whose bundle it was");
+        assert_eq!(
+            from_persist("0a1b", persist.to_string().as_bytes()),
+            Some((unnamed("0a1b"), None)),
+            "nothing says whose bundle it was"
+        );
     }
 
     #[test]
     fn the_first_readable_bundle_names_the_pod_and_no_id_is_a_path() {
         let dir = temp_dir();
-        let bundles = [pattern(&dir, "a/*/config.json"), pattern(&dir, "b/*/userdata/config.json")];
+        let bundles = [
+            pattern(&dir, "a/*/config.json"),
+            pattern(&dir, "b/*/userdata/config.json"),
+        ];
         assert_eq!(look_up("0a1b", &bundles), unnamed("0a1b"));
         std::fs::create_dir_all(dir.path().join("b/0a1b/userdata")).unwrap();
         let crio = serde_json::json!({"ociVersion": "1.0.0", "annotations": of_crio()});
-        std::fs::write(dir.path().join("b/0a1b/userdata/config.json"), crio.to_string()).unwrap();
+        std::fs::write(
+            dir.path().join("b/0a1b/userdata/config.json"),
+            crio.to_string(),
+        )
+        .unwrap();
         assert_eq!(look_up("0a1b", &bundles), sandbox());
         assert_eq!(look_up("../b/0a1b", &bundles).pod, None);
         // A link below the pattern's `*` is not followed.
@@ -288,9 +404,18 @@ mod tests {
 
     #[test]
     fn nothing_in_a_name_drives_a_terminal_or_is_endless() {
-        let evil = format!(r#"{{"annotations":{{"io.kubernetes.cri.sandbox-name":"\u001b[2J{}"}}}}"#, "x".repeat(1000));
-        let pod = from_bundle("s", evil.as_bytes(), Runtime::Containerd).unwrap().pod.unwrap();
-        assert!(pod.starts_with("\\x1b[2J") && pod.len() < 300 && pod.is_ascii(), "{pod}");
+        let evil = format!(
+            r#"{{"annotations":{{"io.kubernetes.cri.sandbox-name":"\u001b[2J{}"}}}}"#,
+            "x".repeat(1000)
+        );
+        let pod = from_bundle("s", evil.as_bytes(), Runtime::Containerd)
+            .unwrap()
+            .pod
+            .unwrap();
+        assert!(
+            pod.starts_with("\\x1b[2J") && pod.len() < 300 && pod.is_ascii(),
+            "{pod}"
+        );
     }
 
     #[test]
@@ -301,11 +426,18 @@ mod tests {
         for id in ["large", "small", "fifo"] {
             std::fs::create_dir(dir.path().join(id)).unwrap();
         }
-        std::fs::File::create(dir.path().join("large/x")).unwrap().set_len(MAX_FILE + 1).unwrap();
+        std::fs::File::create(dir.path().join("large/x"))
+            .unwrap()
+            .set_len(MAX_FILE + 1)
+            .unwrap();
         std::fs::write(dir.path().join("small/x"), "y").unwrap();
         std::fs::create_dir_all(dir.path().join("dir/x")).unwrap();
         nix::unistd::mkfifo(&dir.path().join("fifo/x"), nix::sys::stat::Mode::S_IRWXU).unwrap();
         let found = ["small", "large", "dir", "fifo", "none"].map(read);
-        assert_eq!(found, [Some(b"y".to_vec()), None, None, None, None], "and it does not wait for a writer");
+        assert_eq!(
+            found,
+            [Some(b"y".to_vec()), None, None, None, None],
+            "and it does not wait for a writer"
+        );
     }
 }

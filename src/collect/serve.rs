@@ -97,15 +97,32 @@ impl Streams {
         let (arrivals, arrived) = mpsc::unbounded_channel();
         let (talkers, talking) = mpsc::unbounded_channel();
         let stop = watch::Sender::new(false);
-        let (arrive, first) = start("arrivals", on_thread, serve_all(shared.clone(), arrived, Some(talkers), stop.subscribe()))?;
+        let (arrive, first) = start(
+            "arrivals",
+            on_thread,
+            serve_all(shared.clone(), arrived, Some(talkers), stop.subscribe()),
+        )?;
         // The second thread ends when the first, and all connections from it, have ended.
-        let (talk, second) = start("streams", on_thread, serve_all(shared, talking, None, stop.subscribe()))?;
-        Ok(Self { arrivals, stop, ended: Arc::new(Mutex::new(vec![arrive, talk])), threads: [first, second] })
+        let (talk, second) = start(
+            "streams",
+            on_thread,
+            serve_all(shared, talking, None, stop.subscribe()),
+        )?;
+        Ok(Self {
+            arrivals,
+            stop,
+            ended: Arc::new(Mutex::new(vec![arrive, talk])),
+            threads: [first, second],
+        })
     }
 
     /// Serves one connection.
     pub fn take(&self, socket: OwnedFd, slot: Slot) {
-        let _after_the_end = self.arrivals.send(Guest { socket, slot, connection: None });
+        let _after_the_end = self.arrivals.send(Guest {
+            socket,
+            slot,
+            connection: None,
+        });
     }
 
     /// Returns when each thread has come to a new task; false if a thread has ended.
@@ -130,7 +147,11 @@ impl Streams {
 }
 
 /// Starts a thread with a runtime. Returns a receiver of its end, and a handle for tasks.
-fn start(name: &str, on_thread: fn(), work: impl Future<Output = ()> + Send + 'static) -> Result<(oneshot::Receiver<()>, Handle)> {
+fn start(
+    name: &str,
+    on_thread: fn(),
+    work: impl Future<Output = ()> + Send + 'static,
+) -> Result<(oneshot::Receiver<()>, Handle)> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(READERS_BACK)
@@ -145,7 +166,10 @@ fn start(name: &str, on_thread: fn(), work: impl Future<Output = ()> + Send + 's
         runtime.block_on(work);
         let _nobody_waits = end.send(());
     };
-    std::thread::Builder::new().name(name.into()).spawn(run).with_context(|| format!("start thread {name}"))?;
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(run)
+        .with_context(|| format!("start thread {name}"))?;
     Ok((ended, handle))
 }
 
@@ -180,22 +204,60 @@ async fn serve_all(
     while serving.join_next().await.is_some() {}
 }
 
-async fn serve(guest: Guest, shared: Arc<Shared>, onward: Option<mpsc::UnboundedSender<Guest>>, mut stop: watch::Receiver<bool>) {
-    let Guest { socket, mut slot, connection } = guest;
+async fn serve(
+    guest: Guest,
+    shared: Arc<Shared>,
+    onward: Option<mpsc::UnboundedSender<Guest>>,
+    mut stop: watch::Receiver<bool>,
+) {
+    let Guest {
+        socket,
+        mut slot,
+        connection,
+    } = guest;
     let socket = match watch_fd(socket) {
         Ok(socket) => socket,
-        Err(e) => return shared.log(&slot.peer, &format!("{}: watch the connection: {e}", slot.peer)),
+        Err(e) => {
+            return shared.log(
+                &slot.peer,
+                &format!("{}: watch the connection: {e}", slot.peer),
+            );
+        }
     };
-    let mut connection = connection
-        .unwrap_or_else(|| Connection::new(slot.peer.to_string(), shared.limits, shared.watched, shared.stats.clone(), HostNow::read()));
-    let talked = talk(&socket, &mut connection, &mut slot, &shared, onward.is_some(), &mut stop).await;
+    let mut connection = connection.unwrap_or_else(|| {
+        Connection::new(
+            slot.peer.to_string(),
+            shared.limits,
+            shared.watched,
+            shared.stats.clone(),
+            HostNow::read(),
+        )
+    });
+    let talked = talk(
+        &socket,
+        &mut connection,
+        &mut slot,
+        &shared,
+        onward.is_some(),
+        &mut stop,
+    )
+    .await;
     if let (Ok(Talked::Introduced), Some(onward)) = (&talked, onward) {
-        let _the_other_thread_is_there = onward.send(Guest { socket: socket.into_inner(), slot, connection: Some(connection) });
+        let _the_other_thread_is_there = onward.send(Guest {
+            socket: socket.into_inner(),
+            slot,
+            connection: Some(connection),
+        });
         return;
     }
     // Take the data that had arrived before the collector hung up.
     let result = match talked {
-        Ok(_) => tokio::time::timeout(DRAIN_DEADLINE, drain(&socket, &mut connection, &slot, &shared)).await.unwrap_or(Ok(())),
+        Ok(_) => tokio::time::timeout(
+            DRAIN_DEADLINE,
+            drain(&socket, &mut connection, &slot, &shared),
+        )
+        .await
+        .unwrap_or(Ok(())),
         Err(e) => Err(e),
     };
     let boot = connection.attached().map(|attached| attached.id().clone());
@@ -234,11 +296,15 @@ async fn talk(
         let due = tokio::time::Instant::from_std(connection.deadline());
         let written = shared.store.written.notified();
         tokio::pin!(written);
-        let mut has_room = connection.attached().is_none_or(|attached| attached.has_room());
+        let mut has_room = connection
+            .attached()
+            .is_none_or(|attached| attached.has_room());
         if !has_room {
             // Check again after enabling the wait, so that no write in between is missed.
             written.as_mut().enable();
-            has_room = connection.attached().is_none_or(|attached| attached.has_room());
+            has_room = connection
+                .attached()
+                .is_none_or(|attached| attached.has_room());
         }
         let paced = not_before.is_some_and(|at| Instant::now() < at);
         let output_waits = !connection.output().is_empty();
@@ -291,24 +357,49 @@ async fn changed(again: &mut Option<watch::Receiver<u64>>) -> Option<bool> {
 }
 
 /// Reads once. The outer error is the socket's, the inner one ends the connection.
-fn read_turn(socket: &OwnedFd, connection: &mut Connection, shared: &Shared) -> io::Result<(usize, Result<()>)> {
+fn read_turn(
+    socket: &OwnedFd,
+    connection: &mut Connection,
+    shared: &Shared,
+) -> io::Result<(usize, Result<()>)> {
     let mut chunk = [0; TURN];
     let n = nix::unistd::read(socket, &mut chunk)?;
-    let taken = connection.take(chunk.get(..n).unwrap_or_default(), HostNow::read(), &mut |news| shared.tell_news(news));
+    let taken = connection.take(
+        chunk.get(..n).unwrap_or_default(),
+        HostNow::read(),
+        &mut |news| shared.tell_news(news),
+    );
     Ok((n, taken))
 }
 
 /// Deals with a header, if one came.
 async fn introduce(connection: &mut Connection, slot: &Slot, shared: &Arc<Shared>) -> Result<()> {
-    let Some(Introduction { schema, header, raw }) = connection.introduction() else { return Ok(()) };
+    let Some(Introduction {
+        schema,
+        header,
+        raw,
+    }) = connection.introduction()
+    else {
+        return Ok(());
+    };
     let may_begin = || slot.new_boot(Instant::now());
-    let attached = shared.store.attach(&header, &raw, &slot.peer.to_string(), may_begin).await?;
-    let text = format!("boot {} connected from {}, kata-gpu-init {}", attached.id(), slot.peer, printable(&header.version));
+    let attached = shared
+        .store
+        .attach(&header, &raw, &slot.peer.to_string(), may_begin)
+        .await?;
+    let text = format!(
+        "boot {} connected from {}, kata-gpu-init {}",
+        attached.id(),
+        slot.peer,
+        printable(&header.version)
+    );
     shared.tell_of(&slot.peer, &text);
     if let Some(newer) = newer_sentence(schema) {
         shared.log(&slot.peer, &format!("boot {}: {newer}", attached.id()));
     }
-    connection.begin(attached, HostNow::read(), &mut |news| shared.tell_news(news))?;
+    connection.begin(attached, HostNow::read(), &mut |news| {
+        shared.tell_news(news)
+    })?;
     name(connection, slot);
     Ok(())
 }
@@ -323,13 +414,21 @@ fn name(connection: &Connection, slot: &Slot) {
 }
 
 /// Takes the data that the kernel holds of this connection.
-async fn drain(socket: &AsyncFd<OwnedFd>, connection: &mut Connection, slot: &Slot, shared: &Arc<Shared>) -> Result<()> {
+async fn drain(
+    socket: &AsyncFd<OwnedFd>,
+    connection: &mut Connection,
+    slot: &Slot,
+    shared: &Arc<Shared>,
+) -> Result<()> {
     let mut left = MAX_DRAIN;
     while left > 0 {
         let written = shared.store.written.notified();
         tokio::pin!(written);
         written.as_mut().enable();
-        if connection.attached().is_some_and(|attached| !attached.has_room()) {
+        if connection
+            .attached()
+            .is_some_and(|attached| !attached.has_room())
+        {
             written.await;
             continue;
         }
@@ -341,7 +440,9 @@ async fn drain(socket: &AsyncFd<OwnedFd>, connection: &mut Connection, slot: &Sl
                 introduce(connection, slot, shared).await?;
                 tokio::task::yield_now().await;
             }
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionReset) => return Ok(()),
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionReset) => {
+                return Ok(());
+            }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) => return Err(e).context(format!("read from {}", slot.peer)),
         }

@@ -12,10 +12,17 @@ const DAEMONSET: &str = include_str!("daemonset.yaml.in");
 
 /// The unit, for a program at this path.
 pub fn systemd_unit(program: &Path) -> Result<String> {
-    let program = program.to_str().context("the path of this program is not UTF-8: install it elsewhere")?;
+    let program = program
+        .to_str()
+        .context("the path of this program is not UTF-8: install it elsewhere")?;
     // Refuse characters that systemd interprets: spaces, quotes, specifiers, variables.
-    let plain = program.bytes().all(|b| b.is_ascii_alphanumeric() || b"/._-+".contains(&b));
-    ensure!(plain, "{program}: a unit cannot name this path without quoting: install the program elsewhere");
+    let plain = program
+        .bytes()
+        .all(|b| b.is_ascii_alphanumeric() || b"/._-+".contains(&b));
+    ensure!(
+        plain,
+        "{program}: a unit cannot name this path without quoting: install the program elsewhere"
+    );
     Ok(UNIT.replace("@PROGRAM@", program))
 }
 
@@ -27,7 +34,9 @@ pub fn daemonset() -> String {
 /// Notifies systemd that guests can connect from now on, if asked for (`Type=notify`).
 pub fn notify_ready() -> Result<()> {
     match std::env::var_os("NOTIFY_SOCKET") {
-        Some(socket) => notify(socket.as_bytes(), b"READY=1").context("notify systemd (NOTIFY_SOCKET)"),
+        Some(socket) => {
+            notify(socket.as_bytes(), b"READY=1").context("notify systemd (NOTIFY_SOCKET)")
+        }
         None => Ok(()),
     }
 }
@@ -49,9 +58,19 @@ mod tests {
     #[test]
     fn the_unit_names_the_program_and_nothing_is_left_to_fill_in() {
         let unit = systemd_unit(Path::new("/usr/bin/kata-gpu-boot")).unwrap();
-        assert!(unit.contains("\nExecStart=/usr/bin/kata-gpu-boot collect --dir /var/lib/kata-gpu-boot\n"));
+        assert!(
+            unit.contains(
+                "\nExecStart=/usr/bin/kata-gpu-boot collect --dir /var/lib/kata-gpu-boot\n"
+            )
+        );
         assert!(!unit.contains("@PROGRAM") && !daemonset().contains("@VERSION"));
-        for path in ["/opt/my programs/x", "/opt/%h/x", "/opt/$x", "/opt/\"x", "/opt/\n/x"] {
+        for path in [
+            "/opt/my programs/x",
+            "/opt/%h/x",
+            "/opt/$x",
+            "/opt/\"x",
+            "/opt/\n/x",
+        ] {
             assert!(systemd_unit(Path::new(path)).is_err(), "{path:?}");
         }
     }
@@ -61,8 +80,14 @@ mod tests {
         let dir = temp_dir();
         let path = dir.path().join("notify");
         let name = format!("kata-gpu-boot-test-{}", std::process::id());
-        let by_path = (UnixDatagram::bind(&path).unwrap(), path.to_str().unwrap().to_string());
-        let by_name = (UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap(), format!("@{name}"));
+        let by_path = (
+            UnixDatagram::bind(&path).unwrap(),
+            path.to_str().unwrap().to_string(),
+        );
+        let by_name = (
+            UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap(),
+            format!("@{name}"),
+        );
         for (socket, address) in [by_path, by_name] {
             notify(address.as_bytes(), b"READY=1").unwrap();
             let mut got = [0; 16];

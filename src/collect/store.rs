@@ -48,7 +48,9 @@ impl Entry {
     }
 
     fn is_done_with(&self) -> bool {
-        self.users.load(Ordering::Relaxed) == 0 && !self.queued.load(Ordering::Relaxed) && self.log().is_none_or(|log| !log.has_pending())
+        self.users.load(Ordering::Relaxed) == 0
+            && !self.queued.load(Ordering::Relaxed)
+            && self.log().is_none_or(|log| !log.has_pending())
     }
 }
 
@@ -99,12 +101,23 @@ impl Place {
             .recursive(true)
             .mode(DIR_MODE)
             .create(path)
-            .with_context(|| format!("create {}: name another directory with --dir", path.display()))?;
+            .with_context(|| {
+                format!(
+                    "create {}: name another directory with --dir",
+                    path.display()
+                )
+            })?;
         let dir = File::open(path).with_context(|| format!("open {}", path.display()))?;
         match Flock::lock(dir, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => Ok(Self { path: path.to_path_buf(), lock }),
+            Ok(lock) => Ok(Self {
+                path: path.to_path_buf(),
+                lock,
+            }),
             Err((_, Errno::EWOULDBLOCK)) => {
-                bail!("{}: another collector writes there: stop one of the two, or name another --dir", path.display())
+                bail!(
+                    "{}: another collector writes there: stop one of the two, or name another --dir",
+                    path.display()
+                )
             }
             Err((_, e)) => Err(e).with_context(|| format!("lock {}", path.display())),
         }
@@ -175,7 +188,14 @@ impl Attached {
 
 impl Store {
     /// The boots of a directory; `jobs` go to the writing thread.
-    pub(super) fn new(place: Place, limits: Limits, keep: Keep, stats: Arc<Stats>, ends: Option<Ends>, jobs: mpsc::Sender<Job>) -> Self {
+    pub(super) fn new(
+        place: Place,
+        limits: Limits,
+        keep: Keep,
+        stats: Arc<Stats>,
+        ends: Option<Ends>,
+        jobs: mpsc::Sender<Job>,
+    ) -> Self {
         Self {
             dir: place.path,
             _lock: place.lock,
@@ -210,15 +230,22 @@ impl Store {
         let hold = self.hold(&header.boot_id);
         let (path, limits, waiting) = (hold.entry.path.clone(), self.limits, self.waiting.clone());
         let read_back = || async {
-            let read = tokio::task::spawn_blocking(move || BootLog::read_back(&path, limits, waiting));
-            read.await.context("the thread that reads back panicked")?.map(|log| Arc::new(Mutex::new(log)))
+            let read =
+                tokio::task::spawn_blocking(move || BootLog::read_back(&path, limits, waiting));
+            read.await
+                .context("the thread that reads back panicked")?
+                .map(|log| Arc::new(Mutex::new(log)))
         };
         let log = hold.entry.log.get_or_try_init(read_back).await?.clone();
         let again = hold.entry.again.subscribe();
         let attached = Attached { hold, log, again };
         attached.with(|log| {
             if log.is_new() {
-                ensure!(may_begin(), "{peer} began {} boots within an hour (limit boots): refused", limits.boots);
+                ensure!(
+                    may_begin(),
+                    "{peer} began {} boots within an hour (limit boots): refused",
+                    limits.boots
+                );
                 add(&self.stats.boots, 1);
             }
             log.begin(raw_header, peer, header.first_seq)
@@ -238,10 +265,13 @@ impl Store {
     /// incomplete because the disk takes nothing.
     pub fn report(&self, boot_id: &str) -> Option<PathBuf> {
         let entry = lock(&self.boots).entries.get(boot_id).cloned();
-        let pending = entry.as_ref().and_then(|entry| entry.log()).is_some_and(|mut log| {
-            log.set_reported();
-            log.has_pending() || log.has_dropped()
-        });
+        let pending = entry
+            .as_ref()
+            .and_then(|entry| entry.log())
+            .is_some_and(|mut log| {
+                log.set_reported();
+                log.has_pending() || log.has_dropped()
+            });
         (!pending).then(|| self.path(boot_id))
     }
 
@@ -284,7 +314,10 @@ impl Store {
             })
         });
         entry.users.fetch_add(1, Ordering::Relaxed);
-        Hold { store: self.clone(), entry: entry.clone() }
+        Hold {
+            store: self.clone(),
+            entry: entry.clone(),
+        }
     }
 
     fn detach(&self, entry: &Arc<Entry>) {
@@ -306,7 +339,9 @@ impl Store {
             if boots.left.len() <= REMEMBERED {
                 break;
             }
-            let Some(oldest) = boots.left.pop_front() else { break };
+            let Some(oldest) = boots.left.pop_front() else {
+                break;
+            };
             match boots.entries.get(&oldest) {
                 Some(old) if old.is_done_with() => drop(boots.entries.remove(&oldest)),
                 Some(old) if old.users.load(Ordering::Relaxed) == 0 => boots.left.push_back(oldest),

@@ -72,8 +72,14 @@ const FORBIDDEN: &[c_long] = &[
 
 /// Forbidden calls that only this processor architecture has.
 #[cfg(target_arch = "x86_64")]
-const FORBIDDEN_HERE: &[c_long] =
-    &[libc::SYS_mknod, libc::SYS_ioperm, libc::SYS_iopl, libc::SYS_modify_ldt, libc::SYS_kexec_file_load, libc::SYS_uselib];
+const FORBIDDEN_HERE: &[c_long] = &[
+    libc::SYS_mknod,
+    libc::SYS_ioperm,
+    libc::SYS_iopl,
+    libc::SYS_modify_ldt,
+    libc::SYS_kexec_file_load,
+    libc::SYS_uselib,
+];
 #[cfg(not(target_arch = "x86_64"))]
 const FORBIDDEN_HERE: &[c_long] = &[];
 
@@ -98,12 +104,26 @@ pub fn forbid() -> Result<()> {
 
 /// Filter that answers EPERM.
 fn refused() -> Result<BpfProgram> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = FORBIDDEN.iter().chain(FORBIDDEN_HERE).map(|call| (*call, Vec::new())).collect();
-    let other = FAMILIES.iter().map(|family| SeccompCondition::new(0, Dword, SeccompCmpOp::Ne, *family as u64));
-    rules.insert(libc::SYS_socket, vec![SeccompRule::new(other.collect::<Result<_, _>>()?)?]);
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = FORBIDDEN
+        .iter()
+        .chain(FORBIDDEN_HERE)
+        .map(|call| (*call, Vec::new()))
+        .collect();
+    let other = FAMILIES
+        .iter()
+        .map(|family| SeccompCondition::new(0, Dword, SeccompCmpOp::Ne, *family as u64));
+    rules.insert(
+        libc::SYS_socket,
+        vec![SeccompRule::new(other.collect::<Result<_, _>>()?)?],
+    );
     let namespaces = NAMESPACES.iter().map(|flag| {
         let flag = u64::from(*flag as u32);
-        SeccompRule::new(vec![SeccompCondition::new(0, Qword, SeccompCmpOp::MaskedEq(flag), flag)?])
+        SeccompRule::new(vec![SeccompCondition::new(
+            0,
+            Qword,
+            SeccompCmpOp::MaskedEq(flag),
+            flag,
+        )?])
     });
     rules.insert(libc::SYS_clone, namespaces.collect::<Result<_, _>>()?);
     compile(rules, libc::EPERM)
@@ -111,14 +131,20 @@ fn refused() -> Result<BpfProgram> {
 
 /// Answers ENOSYS: a filter cannot see the flags of clone3(), and C libraries then take clone().
 fn unknown() -> Result<BpfProgram> {
-    compile(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)
+    compile(
+        BTreeMap::from([(libc::SYS_clone3, Vec::new())]),
+        libc::ENOSYS,
+    )
 }
 
 /// Answers ENOSYS to one system call of this thread, for good.
 #[cfg(test)]
 pub fn answer_unknown(call: c_long) -> Result<()> {
     rustix::thread::set_no_new_privs(true)?;
-    seccompiler::apply_filter(&compile(BTreeMap::from([(call, Vec::new())]), libc::ENOSYS)?)?;
+    seccompiler::apply_filter(&compile(
+        BTreeMap::from([(call, Vec::new())]),
+        libc::ENOSYS,
+    )?)?;
     Ok(())
 }
 
@@ -126,9 +152,19 @@ fn compile(mut rules: BTreeMap<i64, Vec<SeccompRule>>, errno: c_int) -> Result<B
     /// Bit of the numbers of the x32 ABI, under which a kernel that has it takes the same calls.
     const X32: i64 = 0x4000_0000;
     if cfg!(target_arch = "x86_64") {
-        rules.extend(rules.clone().into_iter().map(|(call, rules)| (call | X32, rules)));
+        rules.extend(
+            rules
+                .clone()
+                .into_iter()
+                .map(|(call, rules)| (call | X32, rules)),
+        );
     }
-    let filter = SeccompFilter::new(rules, Allow, Errno(errno as u32), std::env::consts::ARCH.try_into()?)?;
+    let filter = SeccompFilter::new(
+        rules,
+        Allow,
+        Errno(errno as u32),
+        std::env::consts::ARCH.try_into()?,
+    )?;
     Ok(filter.try_into()?)
 }
 
@@ -146,19 +182,40 @@ mod tests {
             // Not std's exec, which resets SIGPIPE to its default in every thread of the tests.
             let failed = nix::unistd::execv(c"/bin/true", &[c"/bin/true"]).err();
             let unshared = unshare(CloneFlags::CLONE_NEWUSER);
-            (failed, unshared, family(AddressFamily::Netlink), family(AddressFamily::Unix), family(AddressFamily::Inet))
+            (
+                failed,
+                unshared,
+                family(AddressFamily::Netlink),
+                family(AddressFamily::Unix),
+                family(AddressFamily::Inet),
+            )
         };
         // Use a new thread: other tests run in the test's own thread later.
         let thread = std::thread::spawn(move || {
             rustix::thread::set_no_new_privs(true).unwrap();
-            assert_eq!(family(AddressFamily::Netlink), Ok(()), "this thread may before");
+            assert_eq!(
+                family(AddressFamily::Netlink),
+                Ok(()),
+                "this thread may before"
+            );
             forbid().unwrap();
-            let vsock = socket2::Socket::new(socket2::Domain::VSOCK, socket2::Type::STREAM, None).err().and_then(|e| e.raw_os_error());
+            let vsock = socket2::Socket::new(socket2::Domain::VSOCK, socket2::Type::STREAM, None)
+                .err()
+                .and_then(|e| e.raw_os_error());
             assert_ne!(vsock, Some(libc::EPERM), "AF_VSOCK is the collector's own");
             [attempts(), std::thread::spawn(attempts).join().unwrap()]
         });
         for result in thread.join().unwrap() {
-            assert_eq!(result, (Some(Errno::EPERM), Err(Errno::EPERM), Err(Errno::EPERM), Ok(()), Ok(())));
+            assert_eq!(
+                result,
+                (
+                    Some(Errno::EPERM),
+                    Err(Errno::EPERM),
+                    Err(Errno::EPERM),
+                    Ok(()),
+                    Ok(())
+                )
+            );
         }
     }
 }

@@ -21,7 +21,10 @@ struct Run {
 
 impl Run {
     fn start(dir: TempDir) -> Self {
-        let config = Config { uds: vec![dir.path().join("v")], ..Config::new(dir.path().join("boots"), DEFAULT_PORT) };
+        let config = Config {
+            uds: vec![dir.path().join("v")],
+            ..Config::new(dir.path().join("boots"), DEFAULT_PORT)
+        };
         Self::of(dir, config)
     }
 
@@ -30,8 +33,16 @@ impl Run {
         let dir = temp_dir();
         // Mode that Kata's Rust runtime leaves.
         std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
-        let vms = vec![format!("{}/vm/*/clh.sock", dir.path().display()).parse().unwrap()];
-        let config = Config { vms, limits, ..Config::new(dir.path().join("boots"), DEFAULT_PORT) };
+        let vms = vec![
+            format!("{}/vm/*/clh.sock", dir.path().display())
+                .parse()
+                .unwrap(),
+        ];
+        let config = Config {
+            vms,
+            limits,
+            ..Config::new(dir.path().join("boots"), DEFAULT_PORT)
+        };
         Self::of(dir, config)
     }
 
@@ -39,11 +50,18 @@ impl Run {
         let (sender, news) = mpsc::channel(NEWS_QUEUE);
         let collector = Collector::bind(&config, sender).unwrap();
         let (stop, stopped) = watch::channel(false);
-        Self { dir, news, stop, running: tokio::spawn(collector.run(stopped)) }
+        Self {
+            dir,
+            news,
+            stop,
+            running: tokio::spawn(collector.run(stopped)),
+        }
     }
 
     async fn connect(&self) -> UnixStream {
-        UnixStream::connect(self.dir.path().join(format!("v_{DEFAULT_PORT}"))).await.unwrap()
+        UnixStream::connect(self.dir.path().join(format!("v_{DEFAULT_PORT}")))
+            .await
+            .unwrap()
     }
 
     async fn until(&mut self, what: &str, mut is: impl FnMut(&News) -> bool) {
@@ -55,7 +73,9 @@ impl Run {
             }
             panic!("the collector ended before {what}");
         };
-        tokio::time::timeout(DEADLINE, found).await.unwrap_or_else(|_| panic!("no {what} within {DEADLINE:?}"));
+        tokio::time::timeout(DEADLINE, found)
+            .await
+            .unwrap_or_else(|_| panic!("no {what} within {DEADLINE:?}"));
     }
 
     async fn stop(self) -> TempDir {
@@ -64,7 +84,11 @@ impl Run {
 
     async fn stop_and_count(self) -> (TempDir, Counts) {
         self.stop.send_replace(true);
-        let counts = tokio::time::timeout(DEADLINE, self.running).await.expect("the collector stops").unwrap().unwrap();
+        let counts = tokio::time::timeout(DEADLINE, self.running)
+            .await
+            .expect("the collector stops")
+            .unwrap()
+            .unwrap();
         (self.dir, counts)
     }
 
@@ -78,7 +102,10 @@ impl Run {
 
     /// Our socket of a VM, once somebody listens there.
     async fn socket(&self, id: &str) -> PathBuf {
-        let socket = self.dir.path().join(format!("vm/{id}/clh.sock_{DEFAULT_PORT}"));
+        let socket = self
+            .dir
+            .path()
+            .join(format!("vm/{id}/clh.sock_{DEFAULT_PORT}"));
         until(|| socket.exists()).await;
         // The umask took it away from others; `collect` has none.
         std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o666)).unwrap();
@@ -100,23 +127,40 @@ async fn no_record_is_doubled_by_reconnects_or_a_restart() {
     for count in [10, 20] {
         let mut guest = run.connect().await;
         let text: String = (0..count).map(event_line).collect();
-        guest.write_all((header() + &text).as_bytes()).await.unwrap();
+        guest
+            .write_all((header() + &text).as_bytes())
+            .await
+            .unwrap();
         drop(guest);
-        run.until("end of the connection", |n| matches!(n, News::Ended { .. })).await;
+        run.until("end of the connection", |n| matches!(n, News::Ended { .. }))
+            .await;
     }
     let dir = run.stop().await;
     let mut run = Run::start(dir);
     let mut guest = run.connect().await;
     let text: String = (0..30).map(event_line).collect();
-    guest.write_all((header() + &text).as_bytes()).await.unwrap();
-    run.until("record 29", |n| matches!(n, News::Record { record, .. } if record.seq == 29)).await;
+    guest
+        .write_all((header() + &text).as_bytes())
+        .await
+        .unwrap();
+    run.until(
+        "record 29",
+        |n| matches!(n, News::Record { record, .. } if record.seq == 29),
+    )
+    .await;
     let dir = run.stop().await;
     let file = read(dir.path());
-    assert_eq!(file.records.iter().map(|r| r.seq).collect::<Vec<_>>(), (0..30).collect::<Vec<_>>());
+    assert_eq!(
+        file.records.iter().map(|r| r.seq).collect::<Vec<_>>(),
+        (0..30).collect::<Vec<_>>()
+    );
     let text = std::fs::read_to_string(dir.path().join(format!("boots/{BOOT}.ndjson"))).unwrap();
     assert_eq!(text.lines().filter(|l| l.contains("\"seq\":")).count(), 30);
     assert_eq!(file.damaged, 0);
-    assert!(!dir.path().join(format!("v_{DEFAULT_PORT}")).exists(), "the socket goes with the collector");
+    assert!(
+        !dir.path().join(format!("v_{DEFAULT_PORT}")).exists(),
+        "the socket goes with the collector"
+    );
 }
 
 #[tokio::test]
@@ -127,23 +171,36 @@ async fn the_guests_clock_is_measured_through_the_stream() {
     writer.write_all(header().as_bytes()).await.unwrap();
     let mut pings = BufReader::new(reader).lines();
     for _ in 0..8 {
-        let line = tokio::time::timeout(DEADLINE, pings.next_line()).await.expect("a ping comes").unwrap().unwrap();
+        let line = tokio::time::timeout(DEADLINE, pings.next_line())
+            .await
+            .expect("a ping comes")
+            .unwrap()
+            .unwrap();
         let pong = record::ping(line.as_bytes()).expect("it is a ping");
         let boottime_ns = nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap();
         let boottime_ns = Duration::from(boottime_ns).as_nanos() as u64;
-        writer.write_all(record::pong_line(Pong { pong, boottime_ns }).as_bytes()).await.unwrap();
+        writer
+            .write_all(record::pong_line(Pong { pong, boottime_ns }).as_bytes())
+            .await
+            .unwrap();
     }
-    run.until("clock sample", |n| matches!(n, News::Clock { .. })).await;
+    run.until("clock sample", |n| matches!(n, News::Clock { .. }))
+        .await;
     // The guest of this test is this machine, so the true offset is known, up to the time
     // between two readings.
     let before = kata_gpu_report::data::text::realtime_ns();
-    let boottime = Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap()).as_nanos() as i64;
+    let boottime =
+        Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap())
+            .as_nanos() as i64;
     let slack = kata_gpu_report::data::text::realtime_ns().abs_diff(before) + 1000;
     let dir = run.stop().await;
     let file = read(dir.path());
     let best = file.clock_samples().min_by_key(|s| s.error_ns).unwrap();
     let wrong_by = best.offset_ns.abs_diff(before - boottime);
-    assert!(wrong_by <= best.error_ns + slack, "{best:?} is wrong by {wrong_by} ns");
+    assert!(
+        wrong_by <= best.error_ns + slack,
+        "{best:?} is wrong by {wrong_by} ns"
+    );
 }
 
 #[tokio::test]
@@ -151,13 +208,17 @@ async fn what_was_sent_before_the_stop_is_stored() {
     let mut run = Run::start(temp_dir());
     let mut guest = run.connect().await;
     guest.write_all(header().as_bytes()).await.unwrap();
-    run.until("connection", |n| matches!(n, News::Connected { .. })).await;
+    run.until("connection", |n| matches!(n, News::Connected { .. }))
+        .await;
     let text: String = (0..200).map(event_line).collect();
     guest.write_all(text.as_bytes()).await.unwrap();
     let dir = run.stop().await;
     let file = read(dir.path());
     assert_eq!(file.records.len(), 200);
-    assert!(matches!(file.host.last().unwrap().event, HostEvent::Disconnected { records: 200, .. }));
+    assert!(matches!(
+        file.host.last().unwrap().event,
+        HostEvent::Disconnected { records: 200, .. }
+    ));
 }
 
 /// Connects `times` times as user `uid` and returns the number of connections that were not
@@ -169,15 +230,21 @@ async fn connect_as(uid: u32, socket: &Path, times: usize) -> usize {
     let connect = move || {
         let uid = Uid::from_raw(uid);
         rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
-        let held: Vec<_> = (0..times).map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap()).collect();
+        let held: Vec<_> = (0..times)
+            .map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap())
+            .collect();
         let hung_up = |mut stream: &std::os::unix::net::UnixStream| {
             // A served connection is asked for its clock only after its header.
-            stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+            stream
+                .set_read_timeout(Some(Duration::from_millis(500)))
+                .unwrap();
             matches!(stream.read(&mut [0]), Ok(0))
         };
         held.iter().filter(|stream| !hung_up(stream)).count()
     };
-    tokio::task::spawn_blocking(|| std::thread::spawn(connect).join().unwrap()).await.unwrap()
+    tokio::task::spawn_blocking(|| std::thread::spawn(connect).join().unwrap())
+        .await
+        .unwrap()
 }
 
 #[tokio::test]
@@ -187,24 +254,49 @@ async fn another_user_can_neither_imitate_a_vm_nor_take_its_streams() {
         return;
     }
     let (vmms, strangers) = (4242, 65_534);
-    let mut run = Run::of_vms(Limits { connections_per_vm: 1, connects: 2, ..Limits::default() });
+    let mut run = Run::of_vms(Limits {
+        connections_per_vm: 1,
+        connects: 2,
+        ..Limits::default()
+    });
     let (_vmm, socket) = run.vmm("one").await;
     assert_eq!(connect_as(strangers, &socket, 20).await, 0);
     let why = format!("refused a process of user {strangers}: its VMM is user 0's");
-    run.until("a line about it", |n| matches!(n, News::Problem { text } if text.contains(&why))).await;
+    run.until(
+        "a line about it",
+        |n| matches!(n, News::Problem { text } if text.contains(&why)),
+    )
+    .await;
     // Strangers used up no connection, try or line of the guest.
     let mut guest = UnixStream::connect(&socket).await.unwrap();
-    guest.write_all((header() + &event_line(0)).as_bytes()).await.unwrap();
-    run.until("its record", |n| matches!(n, News::Record { .. })).await;
+    guest
+        .write_all((header() + &event_line(0)).as_bytes())
+        .await
+        .unwrap();
+    run.until("its record", |n| matches!(n, News::Record { .. }))
+        .await;
     let second = UnixStream::connect(&socket).await.unwrap();
-    run.until("its own limit", |n| matches!(n, News::Problem { text } if text.contains("limit connections-per-vm"))).await;
+    run.until(
+        "its own limit",
+        |n| matches!(n, News::Problem { text } if text.contains("limit connections-per-vm")),
+    )
+    .await;
     drop((guest, second));
     // A VMM that runs as somebody else.
     let (_vmm, socket) = run.vmm("two").await;
     std::os::unix::fs::chown(run.dir.path().join("vm/two/clh.sock"), Some(vmms), None).unwrap();
-    assert_eq!([connect_as(strangers, &socket, 1).await, connect_as(vmms, &socket, 1).await], [0, 1]);
+    assert_eq!(
+        [
+            connect_as(strangers, &socket, 1).await,
+            connect_as(vmms, &socket, 1).await
+        ],
+        [0, 1]
+    );
     let (_dir, counts) = run.stop_and_count().await;
-    assert_eq!((counts.strangers, counts.connections, counts.refused), (21, 2, 1));
+    assert_eq!(
+        (counts.strangers, counts.connections, counts.refused),
+        (21, 2, 1)
+    );
 }
 
 #[tokio::test]
@@ -213,24 +305,41 @@ async fn a_vm_has_the_name_of_its_renamed_directory() {
     let (_vmm, _socket) = run.vmm("one").await;
     std::fs::rename(run.dir.path().join("vm/one"), run.dir.path().join("vm/two")).unwrap();
     // The old socket moves with the directory until the rename is seen; then a new one is made.
-    let socket = run.dir.path().join(format!("vm/two/clh.sock_{DEFAULT_PORT}"));
+    let socket = run
+        .dir
+        .path()
+        .join(format!("vm/two/clh.sock_{DEFAULT_PORT}"));
     let named = async {
         loop {
             if let Ok(mut guest) = UnixStream::connect(&socket).await {
-                let _refused = guest.write_all((header() + &event_line(0)).as_bytes()).await;
-                if tokio::time::timeout(Duration::from_millis(200), guest.read_u8()).await.is_ok_and(|read| read.is_ok()) {
+                let _refused = guest
+                    .write_all((header() + &event_line(0)).as_bytes())
+                    .await;
+                if tokio::time::timeout(Duration::from_millis(200), guest.read_u8())
+                    .await
+                    .is_ok_and(|read| read.is_ok())
+                {
                     return guest;
                 }
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    let guest = tokio::time::timeout(DEADLINE, named).await.expect("the VM is heard under its new name");
-    run.until("its record", |n| matches!(n, News::Record { .. })).await;
+    let guest = tokio::time::timeout(DEADLINE, named)
+        .await
+        .expect("the VM is heard under its new name");
+    run.until("its record", |n| matches!(n, News::Record { .. }))
+        .await;
     drop(guest);
     let dir = run.stop().await;
-    assert_eq!(read(dir.path()).sandbox().map(|s| s.id.clone()), Some("two".into()));
-    assert_eq!(read(dir.path()).owner(), Some(format!("socket {}", socket.display()).as_str()));
+    assert_eq!(
+        read(dir.path()).sandbox().map(|s| s.id.clone()),
+        Some("two".into())
+    );
+    assert_eq!(
+        read(dir.path()).owner(),
+        Some(format!("socket {}", socket.display()).as_str())
+    );
     assert!(!socket.exists());
 }
 
@@ -239,6 +348,9 @@ async fn nothing_to_listen_on_is_an_error_with_the_cure() {
     let dir = temp_dir();
     let (sender, _news) = mpsc::channel(1);
     let config = Config::new(dir.path().to_path_buf(), DEFAULT_PORT);
-    let error = Collector::bind(&config, sender).err().expect("nothing to listen on").to_string();
+    let error = Collector::bind(&config, sender)
+        .err()
+        .expect("nothing to listen on")
+        .to_string();
     assert!(error.contains("--uds"), "{error}");
 }

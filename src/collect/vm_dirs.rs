@@ -40,7 +40,12 @@ impl std::str::FromStr for Pattern {
                 _ => bail!("{text}: want a path without . and .."),
             }
         }
-        let stars: Vec<usize> = parts.iter().enumerate().filter(|(_, part)| part.as_os_str() == "*").map(|(n, _)| n).collect();
+        let stars: Vec<usize> = parts
+            .iter()
+            .enumerate()
+            .filter(|(_, part)| part.as_os_str() == "*")
+            .map(|(n, _)| n)
+            .collect();
         match (path.is_absolute(), &stars[..]) {
             (true, [star]) if star + 1 < parts.len() => Ok(Self { star: *star, parts }),
             _ => bail!(
@@ -53,12 +58,22 @@ impl std::str::FromStr for Pattern {
 impl Pattern {
     /// The name that stands where the `*` is.
     fn id(&self, path: &Path) -> String {
-        path.iter().nth(self.star + 1).unwrap_or_default().to_string_lossy().into_owned()
+        path.iter()
+            .nth(self.star + 1)
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned()
     }
 
     /// The path of this id.
     pub fn path(&self, id: &str) -> PathBuf {
-        let parts = self.parts.iter().enumerate().map(|(depth, part)| if depth == self.star { OsStr::new(id) } else { part });
+        let parts = self.parts.iter().enumerate().map(|(depth, part)| {
+            if depth == self.star {
+                OsStr::new(id)
+            } else {
+                part
+            }
+        });
         Path::new("/").join(parts.collect::<PathBuf>())
     }
 
@@ -68,18 +83,36 @@ impl Pattern {
     /// Opens name by name: systemd's RestrictSUIDSGID=, which DynamicUser= implies, answers openat2
     /// with ENOSYS.
     pub fn open(&self, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
-        const DIRECTORY: OFlag = OFlag::O_PATH.union(OFlag::O_DIRECTORY).union(OFlag::O_CLOEXEC);
+        const DIRECTORY: OFlag = OFlag::O_PATH
+            .union(OFlag::O_DIRECTORY)
+            .union(OFlag::O_CLOEXEC);
         let mut parts = path.components();
         let above: PathBuf = parts.by_ref().take(self.star + 1).collect();
         let mut dir = open(&above, DIRECTORY, Mode::empty())?;
         let last = parts.next_back().ok_or(Errno::ENOENT)?;
-        let named = |part: Component| if matches!(part, Component::Normal(_)) { Ok(()) } else { Err(Errno::EINVAL) };
+        let named = |part: Component| {
+            if matches!(part, Component::Normal(_)) {
+                Ok(())
+            } else {
+                Err(Errno::EINVAL)
+            }
+        };
         for part in parts {
             named(part)?;
-            dir = openat(&dir, part.as_os_str(), DIRECTORY | OFlag::O_NOFOLLOW, Mode::empty())?;
+            dir = openat(
+                &dir,
+                part.as_os_str(),
+                DIRECTORY | OFlag::O_NOFOLLOW,
+                Mode::empty(),
+            )?;
         }
         named(last)?;
-        openat(&dir, last.as_os_str(), flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())
+        openat(
+            &dir,
+            last.as_os_str(),
+            flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )
     }
 
     /// Depth of a directory on the way to a match; None if it is not on the way.
@@ -95,7 +128,9 @@ impl Pattern {
     }
 
     fn matches(&self, depth: usize, name: &OsStr) -> bool {
-        self.parts.get(depth).is_some_and(|part| depth == self.star || part == name)
+        self.parts
+            .get(depth)
+            .is_some_and(|part| depth == self.star || part == name)
     }
 }
 
@@ -130,8 +165,15 @@ pub struct Watcher {
 
 impl Watcher {
     pub fn new(patterns: Vec<Pattern>) -> Result<Self> {
-        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).context("inotify_init")?;
-        let ready = watch(inotify.as_fd().try_clone_to_owned().context("dup inotify")?).context("watch inotify")?;
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)
+            .context("inotify_init")?;
+        let ready = watch(
+            inotify
+                .as_fd()
+                .try_clone_to_owned()
+                .context("dup inotify")?,
+        )
+        .context("watch inotify")?;
         let mut watcher = Self {
             inotify,
             ready,
@@ -148,7 +190,10 @@ impl Watcher {
 
     /// Changes and problems since the last call.
     pub fn take(&mut self) -> (Vec<Change>, Vec<String>) {
-        (std::mem::take(&mut self.changes), std::mem::take(&mut self.troubles))
+        (
+            std::mem::take(&mut self.changes),
+            std::mem::take(&mut self.troubles),
+        )
     }
 
     /// Waits until something changes. Safe to cancel.
@@ -180,7 +225,9 @@ impl Watcher {
             }
             return;
         }
-        let (Some(dir), Some(name)) = (self.dirs.get(&wd).cloned(), name) else { return };
+        let (Some(dir), Some(name)) = (self.dirs.get(&wd).cloned(), name) else {
+            return;
+        };
         let path = dir.join(name);
         if mask.intersects(AddWatchFlags::IN_DELETE | AddWatchFlags::IN_MOVED_FROM) {
             self.forget_below(&path);
@@ -199,7 +246,12 @@ impl Watcher {
 
     /// Removes the watches of a directory and of all below it: a watch follows a moved directory.
     fn forget_below(&mut self, path: &Path) {
-        let moved: Vec<WatchDescriptor> = self.dirs.iter().filter(|(_, dir)| dir.starts_with(path)).map(|(wd, _)| *wd).collect();
+        let moved: Vec<WatchDescriptor> = self
+            .dirs
+            .iter()
+            .filter(|(_, dir)| dir.starts_with(path))
+            .map(|(wd, _)| *wd)
+            .collect();
         for wd in moved {
             self.dirs.remove(&wd);
             // The kernel already removed the watch of a removed directory.
@@ -220,8 +272,12 @@ impl Watcher {
     }
 
     fn gone_below(&mut self, path: &Path) {
-        let gone: Vec<(PathBuf, usize)> =
-            self.there.range((path.to_path_buf(), 0)..).take_while(|(p, _)| p.starts_with(path)).cloned().collect();
+        let gone: Vec<(PathBuf, usize)> = self
+            .there
+            .range((path.to_path_buf(), 0)..)
+            .take_while(|(p, _)| p.starts_with(path))
+            .cloned()
+            .collect();
         for (path, pattern) in gone {
             let id = self.patterns[pattern].id(&path);
             self.there.remove(&(path.clone(), pattern));
@@ -231,8 +287,12 @@ impl Watcher {
 
     /// Watches a directory and looks at its entries.
     fn visit(&mut self, dir: &Path) {
-        let depths: Vec<(usize, usize)> =
-            self.patterns.iter().enumerate().filter_map(|(n, pattern)| Some((n, pattern.depth(dir)?))).collect();
+        let depths: Vec<(usize, usize)> = self
+            .patterns
+            .iter()
+            .enumerate()
+            .filter_map(|(n, pattern)| Some((n, pattern.depth(dir)?)))
+            .collect();
         if depths.is_empty() || !self.watch(dir, &depths) {
             return;
         }
@@ -260,7 +320,10 @@ impl Watcher {
             | AddWatchFlags::IN_MOVED_FROM
             | AddWatchFlags::IN_ONLYDIR;
         // Set only in the last directory of a pattern: much is written in /run.
-        if depths.iter().any(|(pattern, depth)| depth + 1 == self.patterns[*pattern].parts.len()) {
+        if depths
+            .iter()
+            .any(|(pattern, depth)| depth + 1 == self.patterns[*pattern].parts.len())
+        {
             mask |= AddWatchFlags::IN_CLOSE_WRITE;
         }
         match self.inotify.add_watch(dir, mask) {
@@ -281,23 +344,34 @@ impl Watcher {
             return;
         }
         let cure = match error.raw_os_error().map(Errno::from_raw) {
-            Some(Errno::EACCES | Errno::EPERM) => ": VMs below it are ignored; run as root or with CAP_DAC_OVERRIDE",
+            Some(Errno::EACCES | Errno::EPERM) => {
+                ": VMs below it are ignored; run as root or with CAP_DAC_OVERRIDE"
+            }
             Some(Errno::ENOSPC) => ": VMs below it are ignored; raise fs.inotify.max_user_watches",
             _ => ": VMs below it are ignored",
         };
-        self.troubles.push(format!("watch {}: {error}{cure}", dir.display()));
+        self.troubles
+            .push(format!("watch {}: {error}{cure}", dir.display()));
     }
 
     /// Handles a path with the right name at the right depth.
     fn candidate(&mut self, pattern: usize, depth: usize, path: &Path) {
         let last = depth + 1 == self.patterns[pattern].parts.len();
         // Follow links above the star, which are the administrator's (/var/run).
-        let meta = if depth < self.patterns[pattern].star && !last { path.metadata() } else { path.symlink_metadata() };
+        let meta = if depth < self.patterns[pattern].star && !last {
+            path.metadata()
+        } else {
+            path.symlink_metadata()
+        };
         match meta {
             Ok(_) if last => {
                 let id = self.patterns[pattern].id(path);
                 self.there.insert((path.to_path_buf(), pattern));
-                self.changes.push(Change::There { pattern, id, path: path.to_path_buf() });
+                self.changes.push(Change::There {
+                    pattern,
+                    id,
+                    path: path.to_path_buf(),
+                });
             }
             Ok(meta) if meta.is_dir() => self.visit(path),
             Ok(_) => {}
@@ -392,7 +466,11 @@ mod tests {
         fs::write(w.dir.path().join("sbs/old/persist.json"), "y").unwrap();
         assert_eq!(w.until("+0 old").await, ["+0 old"]);
         w.make("elsewhere/new/persist.json");
-        fs::rename(w.dir.path().join("elsewhere/new"), w.dir.path().join("sbs/new")).unwrap();
+        fs::rename(
+            w.dir.path().join("elsewhere/new"),
+            w.dir.path().join("sbs/new"),
+        )
+        .unwrap();
         assert_eq!(w.until("+0 new").await, ["+0 new"]);
     }
 
@@ -401,8 +479,16 @@ mod tests {
         let mut w = Watched::new(&["kata/*/root/kata.hvsock"]);
         w.make("elsewhere/kata.hvsock");
         fs::create_dir_all(w.dir.path().join("kata/evil")).unwrap();
-        std::os::unix::fs::symlink(w.dir.path().join("elsewhere"), w.dir.path().join("kata/evil/root")).unwrap();
-        std::os::unix::fs::symlink(w.dir.path().join("kata/evil"), w.dir.path().join("kata/worse")).unwrap();
+        std::os::unix::fs::symlink(
+            w.dir.path().join("elsewhere"),
+            w.dir.path().join("kata/evil/root"),
+        )
+        .unwrap();
+        std::os::unix::fs::symlink(
+            w.dir.path().join("kata/evil"),
+            w.dir.path().join("kata/worse"),
+        )
+        .unwrap();
         w.make("kata/good/root/kata.hvsock");
         assert_eq!(w.until("+0 good").await, ["+0 good"]);
     }
@@ -412,7 +498,8 @@ mod tests {
         let mut w = Watched::new(&["kata/*/root/kata.hvsock"]);
         w.make("kata/one/root/kata.hvsock");
         assert_eq!(w.until("+0 one").await, ["+0 one"]);
-        let [one, two, three, away] = ["kata/one", "kata/two", "kata/three", "away"].map(|path| w.dir.path().join(path));
+        let [one, two, three, away] =
+            ["kata/one", "kata/two", "kata/three", "away"].map(|path| w.dir.path().join(path));
         fs::rename(&one, &two).unwrap();
         assert_eq!(w.until("+0 two").await, ["-0 one", "+0 two"]);
         // Move the VM out of sight, where it goes on; another VM takes its name.
@@ -422,14 +509,29 @@ mod tests {
         assert_eq!(w.until("+0 two").await, ["+0 two"]);
         fs::remove_file(away.join("root/kata.hvsock")).unwrap();
         w.make("kata/three/root/kata.hvsock");
-        assert_eq!(w.until("+0 three").await, ["+0 three"], "what goes out of sight takes no name away");
+        assert_eq!(
+            w.until("+0 three").await,
+            ["+0 three"],
+            "what goes out of sight takes no name away"
+        );
         // Exchange the two: both are there, and both names are reported again.
-        nix::fcntl::renameat2(nix::fcntl::AT_FDCWD, &two, nix::fcntl::AT_FDCWD, &three, nix::fcntl::RenameFlags::RENAME_EXCHANGE).unwrap();
+        nix::fcntl::renameat2(
+            nix::fcntl::AT_FDCWD,
+            &two,
+            nix::fcntl::AT_FDCWD,
+            &three,
+            nix::fcntl::RenameFlags::RENAME_EXCHANGE,
+        )
+        .unwrap();
         w.make("kata/last/root/kata.hvsock");
         let seen = w.until("+0 last").await;
         for id in ["two", "three"] {
             let (gone, there) = (format!("-0 {id}"), format!("+0 {id}"));
-            let last = |what: &str| seen.iter().rposition(|s| s == what).unwrap_or_else(|| panic!("no {what}: {seen:?}"));
+            let last = |what: &str| {
+                seen.iter()
+                    .rposition(|s| s == what)
+                    .unwrap_or_else(|| panic!("no {what}: {seen:?}"))
+            };
             assert!(last(&gone) < last(&there), "{seen:?}");
         }
     }

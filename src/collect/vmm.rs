@@ -24,14 +24,19 @@ pub struct FileId {
 
 impl From<&FileStat> for FileId {
     fn from(stat: &FileStat) -> Self {
-        Self { device: stat.st_dev, inode: stat.st_ino }
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+        }
     }
 }
 
 /// Metadata of the socket of that name in a directory; None for anything else, also a link.
 pub fn socket_at(dir: impl AsFd, name: &OsStr) -> nix::Result<Option<FileStat>> {
     match fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
-        Ok(stat) => Ok((stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFSOCK.bits()).then_some(stat)),
+        Ok(stat) => {
+            Ok((stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFSOCK.bits()).then_some(stat))
+        }
         Err(Errno::ENOENT) => Ok(None),
         Err(e) => Err(e),
     }
@@ -59,7 +64,13 @@ impl Vmm {
         };
         let dir_id = FileId::from(&fstat(&dir).with_context(|| look("the directory of"))?);
         let socket = socket_at(&dir, name(path)).with_context(|| look("the socket"))?;
-        Ok(socket.map(|stat| Self { pattern: pattern.clone(), path: path.to_path_buf(), dir, dir_id, socket: FileId::from(&stat) }))
+        Ok(socket.map(|stat| Self {
+            pattern: pattern.clone(),
+            path: path.to_path_buf(),
+            dir,
+            dir_id,
+            socket: FileId::from(&stat),
+        }))
     }
 
     pub fn path(&self) -> &Path {
@@ -81,7 +92,8 @@ impl Vmm {
     pub fn owner(&self) -> Option<u32> {
         let dir = open_dir(&self.pattern, &self.path).ok()?;
         let stat = socket_at(&dir, name(&self.path)).ok()??;
-        let same = FileId::from(&fstat(&dir).ok()?) == self.dir_id && FileId::from(&stat) == self.socket;
+        let same =
+            FileId::from(&fstat(&dir).ok()?) == self.dir_id && FileId::from(&stat) == self.socket;
         same.then_some(stat.st_uid)
     }
 }
@@ -91,7 +103,10 @@ fn name(path: &Path) -> &OsStr {
 }
 
 fn open_dir(pattern: &Pattern, path: &Path) -> nix::Result<OwnedFd> {
-    pattern.open(path.parent().unwrap_or(path), OFlag::O_PATH | OFlag::O_DIRECTORY)
+    pattern.open(
+        path.parent().unwrap_or(path),
+        OFlag::O_PATH | OFlag::O_DIRECTORY,
+    )
 }
 
 #[cfg(test)]
@@ -102,7 +117,9 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     fn vmm(dir: &TempDir, id: &str) -> Option<Vmm> {
-        let pattern: Pattern = format!("{}/*/root/kata.hvsock", dir.path().display()).parse().unwrap();
+        let pattern: Pattern = format!("{}/*/root/kata.hvsock", dir.path().display())
+            .parse()
+            .unwrap();
         Vmm::find(&pattern, &pattern.path(id)).unwrap()
     }
 
@@ -141,7 +158,10 @@ mod tests {
             let thread = scope.spawn(|| {
                 syscalls::answer_unknown(nix::libc::SYS_openat2).unwrap();
                 let how = nix::fcntl::OpenHow::new().flags(OFlag::O_PATH);
-                assert_eq!(nix::fcntl::openat2(nix::fcntl::AT_FDCWD, dir.path(), how).err(), Some(Errno::ENOSYS));
+                assert_eq!(
+                    nix::fcntl::openat2(nix::fcntl::AT_FDCWD, dir.path(), how).err(),
+                    Some(Errno::ENOSYS)
+                );
                 vmm(&dir, "one").is_some()
             });
             thread.join().unwrap()

@@ -40,7 +40,14 @@ pub(super) struct Writer {
 
 impl Writer {
     pub(super) fn new(store: Arc<Store>, log: Log) -> Self {
-        Self { store, log, failed: Vec::new(), logged: None, dropped: 0, logged_lost: None }
+        Self {
+            store,
+            log,
+            failed: Vec::new(),
+            logged: None,
+            dropped: 0,
+            logged_lost: None,
+        }
     }
 
     /// Runs until the stop, and until all waiting bytes are written.
@@ -48,7 +55,9 @@ impl Writer {
         let mut retry_at = Instant::now();
         loop {
             let job = if self.failed.is_empty() {
-                queue.recv().map_err(|_| mpsc::RecvTimeoutError::Disconnected)
+                queue
+                    .recv()
+                    .map_err(|_| mpsc::RecvTimeoutError::Disconnected)
             } else {
                 queue.recv_timeout(retry_at.saturating_duration_since(Instant::now()))
             };
@@ -71,7 +80,11 @@ impl Writer {
             self.write(entry);
         }
         self.retry();
-        let left: usize = self.failed.iter().filter_map(|entry| entry.log().map(|mut log| log.abandon())).sum();
+        let left: usize = self
+            .failed
+            .iter()
+            .filter_map(|entry| entry.log().map(|mut log| log.abandon()))
+            .sum();
         if left > 0 {
             (self.log)(format!(
                 "{left} bytes of {} boot(s) could not be written and are lost here; guests that live send them again",
@@ -86,16 +99,23 @@ impl Writer {
         }
         // Give up a boot without a connection, which cannot be written either, when too many wait.
         if self.failed.len() > REMEMBERED
-            && let Some(at) = self.failed.iter().position(|entry| entry.users.load(Ordering::Relaxed) == 0)
+            && let Some(at) = self
+                .failed
+                .iter()
+                .position(|entry| entry.users.load(Ordering::Relaxed) == 0)
             && let Some(bytes) = self.failed.remove(at).log().map(|mut log| log.abandon())
         {
-            (self.log)(format!("{bytes} bytes of a boot could not be written for too long and are lost"));
+            (self.log)(format!(
+                "{bytes} bytes of a boot could not be written for too long and are lost"
+            ));
         }
     }
 
     fn write(&mut self, entry: Arc<Entry>) {
         entry.queued.store(false, Ordering::Release);
-        let Some(mut pending) = entry.log().map(|mut log| log.take_pending()) else { return };
+        let Some(mut pending) = entry.log().map(|mut log| log.take_pending()) else {
+            return;
+        };
         let (done, result) = if pending.bytes.is_empty() {
             (0, Ok(()))
         } else {
@@ -133,7 +153,8 @@ impl Writer {
                     *file = None;
                 }
                 drop(file);
-                if self.logged.is_some() && self.store.waiting.failing.load(Ordering::Relaxed) == 0 {
+                if self.logged.is_some() && self.store.waiting.failing.load(Ordering::Relaxed) == 0
+                {
                     self.logged = None;
                     (self.log)(format!(
                         "boots are written again; {} record(s) were dropped, their guests are asked to send them again",
@@ -150,7 +171,10 @@ impl Writer {
                 if !self.failed.iter().any(|failed| Arc::ptr_eq(failed, &entry)) {
                     self.failed.push(entry.clone());
                 }
-                if self.logged.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
+                if self
+                    .logged
+                    .is_none_or(|logged| logged.elapsed() >= LOG_AGAIN)
+                {
                     self.logged = Some(Instant::now());
                     let dropped = self.store.stats.counts().dropped;
                     (self.log)(format!(
@@ -172,7 +196,10 @@ impl Writer {
         }
         entry.again.send_modify(|times| *times += 1);
         add(&self.store.stats.files_lost, 1);
-        if self.logged_lost.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
+        if self
+            .logged_lost
+            .is_none_or(|logged| logged.elapsed() >= LOG_AGAIN)
+        {
             self.logged_lost = Some(Instant::now());
             (self.log)(format!(
                 "{} was removed while its boot was received: its guest is asked to send everything again ({} such file(s) so far)",
@@ -210,7 +237,15 @@ fn open(entry: &Entry, written: u64) -> io::Result<Option<(Arc<File>, Metadata)>
 }
 
 fn open_by_name(path: &Path, create: bool) -> io::Result<File> {
-    let open = || boot_log::open(path, OpenOptions::new().create(create).append(true).mode(FILE_MODE));
+    let open = || {
+        boot_log::open(
+            path,
+            OpenOptions::new()
+                .create(create)
+                .append(true)
+                .mode(FILE_MODE),
+        )
+    };
     match (open(), path.parent()) {
         // The whole directory was removed.
         (Err(e), Some(dir)) if create && e.kind() == io::ErrorKind::NotFound => {
@@ -247,7 +282,10 @@ pub(super) fn keep_up(store: &Store, log: &Log, stopped: &mpsc::Receiver<()>) {
             }
             look_at = Instant::now() + RETENTION_INTERVAL;
         }
-        let stop = !matches!(stopped.recv_timeout(SYNC_INTERVAL), Err(mpsc::RecvTimeoutError::Timeout));
+        let stop = !matches!(
+            stopped.recv_timeout(SYNC_INTERVAL),
+            Err(mpsc::RecvTimeoutError::Timeout)
+        );
         let unsynced = std::mem::take(&mut *lock(&store.unsynced));
         for (entry, file) in unsynced {
             // Clear the mark before the call: writes during it are not covered.

@@ -1,5 +1,5 @@
 //! Reasons why GPU guests start slowly on a host.
 
-pub mod rules; // rules over facts; findings out
 pub mod facts; // this host's files, VMs, Kata's configuration
-pub mod recorder; // the host's share of a boot, by the kernel's tracing
+pub mod recorder;
+pub mod rules; // rules over facts; findings out // the host's share of a boot, by the kernel's tracing

@@ -1,5 +1,8 @@
 //! Waiting for a file descriptor with tokio.
-#![allow(unsafe_code, reason = "only a promise about the descriptor makes it tokio's")]
+#![allow(
+    unsafe_code,
+    reason = "only a promise about the descriptor makes it tokio's"
+)]
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -17,15 +17,25 @@ pub fn open(path: &Path) -> Result<Box<dyn Read>> {
     ensure!(meta.is_file(), "{}: not a file", context());
     let mut file = BufReader::new(File::open(path).with_context(context)?);
     let mut magic = Vec::new();
-    Read::by_ref(&mut file).take(GZIP.len() as u64).read_to_end(&mut magic).with_context(context)?;
+    Read::by_ref(&mut file)
+        .take(GZIP.len() as u64)
+        .read_to_end(&mut magic)
+        .with_context(context)?;
     file.seek(SeekFrom::Start(0)).with_context(context)?;
-    Ok(if magic == GZIP { Box::new(GzDecoder::new(file)) } else { Box::new(file) })
+    Ok(if magic == GZIP {
+        Box::new(GzDecoder::new(file))
+    } else {
+        Box::new(file)
+    })
 }
 
 /// Architecture that a kernel is for.
 pub fn arch(path: &Path) -> Result<Arch> {
     let mut head = Vec::new();
-    open(path)?.take(Arch::HEAD as u64).read_to_end(&mut head).with_context(|| format!("read kernel {}", path.display()))?;
+    open(path)?
+        .take(Arch::HEAD as u64)
+        .read_to_end(&mut head)
+        .with_context(|| format!("read kernel {}", path.display()))?;
     Arch::of_head(&head).with_context(|| {
         format!(
             "kernel {}: neither a bzImage or vmlinux of x86-64 nor an Image, Image.gz or vmlinux of arm64: give the file of a kernel",

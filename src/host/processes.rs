@@ -20,18 +20,34 @@ pub fn of_user(proc: &Path, uid: u32) -> Vec<(Pid, Vec<u8>)> {
     let process = |entry: fs::DirEntry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
         // The held descriptor stays with this process, even if its number is reused.
-        let dir = open(&entry.path(), OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty()).ok()?;
+        let dir = open(
+            &entry.path(),
+            OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )
+        .ok()?;
         let is_users = is_users(&String::from_utf8_lossy(&read(&dir, "status")?), uid);
-        Some((Pid::from_raw(pid.try_into().ok()?), is_users.then(|| read(&dir, "cmdline"))??))
+        Some((
+            Pid::from_raw(pid.try_into().ok()?),
+            is_users.then(|| read(&dir, "cmdline"))??,
+        ))
     };
-    fs::read_dir(proc).into_iter().flatten().flatten().filter_map(process).collect()
+    fs::read_dir(proc)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(process)
+        .collect()
 }
 
 /// Reads a file of a process; None if the process has ended meanwhile.
 fn read(dir: &OwnedFd, name: &str) -> Option<Vec<u8>> {
     let file = openat(dir, name, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty()).ok()?;
     let mut text = Vec::new();
-    File::from(file).take(MAX_TEXT).read_to_end(&mut text).ok()?;
+    File::from(file)
+        .take(MAX_TEXT)
+        .read_to_end(&mut text)
+        .ok()?;
     Some(text)
 }
 
@@ -40,7 +56,11 @@ fn read(dir: &OwnedFd, name: &str) -> Option<Vec<u8>> {
 fn is_users(status: &str, uid: u32) -> bool {
     let numbers = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name));
-        line.map(|line| line.split_whitespace().map(|word| word.parse().ok()).collect::<Vec<Option<u32>>>())
+        line.map(|line| {
+            line.split_whitespace()
+                .map(|word| word.parse().ok())
+                .collect::<Vec<Option<u32>>>()
+        })
     };
     // A kernel without PID namespaces has no such line.
     let is_outside = numbers("NSpid:").is_none_or(|pids| pids.len() == 1);
@@ -56,11 +76,20 @@ mod tests {
 
     #[test]
     fn only_what_is_a_users_alone_and_outside_of_containers_is_his() {
-        let status = |uids: &str, pids: &str| format!("Name:\tUid:\nUid:\t{uids}\nNSpid:\t{pids}\n");
+        let status =
+            |uids: &str, pids: &str| format!("Name:\tUid:\nUid:\t{uids}\nNSpid:\t{pids}\n");
         assert!(is_users(&status("0\t0\t0\t0", "41"), 0));
-        assert!(is_users("Uid:\t7\t7\t7\t7\n", 7), "a kernel without PID namespaces");
+        assert!(
+            is_users("Uid:\t7\t7\t7\t7\n", 7),
+            "a kernel without PID namespaces"
+        );
         // `su`, started by user 1000; root's container; another user.
-        for (uids, pids) in [("1000\t0\t0\t0", "41"), ("0\t0\t0\t0", "41\t1"), ("1000\t1000\t1000\t1000", "41"), ("", "41")] {
+        for (uids, pids) in [
+            ("1000\t0\t0\t0", "41"),
+            ("0\t0\t0\t0", "41\t1"),
+            ("1000\t1000\t1000\t1000", "41"),
+            ("", "41"),
+        ] {
             assert!(!is_users(&status(uids, pids), 0), "{uids} {pids}");
         }
         assert!(!is_users("", 0));
@@ -76,7 +105,10 @@ mod tests {
         }
         fs::create_dir(proc.path().join("42")).unwrap();
         std::os::unix::fs::symlink("41", proc.path().join("43")).unwrap();
-        assert_eq!(of_user(proc.path(), 7), [(Pid::from_raw(41), b"a\0b\0".to_vec())]);
+        assert_eq!(
+            of_user(proc.path(), 7),
+            [(Pid::from_raw(41), b"a\0b\0".to_vec())]
+        );
         assert_eq!(of_user(proc.path(), 8), []);
         assert_eq!(of_user(&proc.path().join("none"), 7), []);
     }
@@ -86,12 +118,18 @@ mod tests {
         let mark = format!("mark-{}", std::process::id());
         let found = || {
             let all = of_user(Path::new("/proc"), geteuid().as_raw());
-            all.into_iter().filter(|(_, words)| words.ends_with(format!("\0{mark}\0").as_bytes())).count()
+            all.into_iter()
+                .filter(|(_, words)| words.ends_with(format!("\0{mark}\0").as_bytes()))
+                .count()
         };
         // The child answers once it runs, and ends with its input.
         let start = |words: &[&str]| {
             let mut command = Command::new(words[0]);
-            command.args(&words[1..]).args(["sh", "-c", "echo && read line; :", &mark]).stdin(Stdio::piped()).stdout(Stdio::piped());
+            command
+                .args(&words[1..])
+                .args(["sh", "-c", "echo && read line; :", &mark])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped());
             let mut child = command.stderr(Stdio::null()).spawn().unwrap();
             let runs = child.stdout.as_mut().unwrap().read(&mut [0]).unwrap() == 1;
             (child, runs)
@@ -99,7 +137,8 @@ mod tests {
         let (mut outside, runs) = start(&["env"]);
         assert!(runs);
         assert_eq!(found(), 1);
-        let (mut inside, runs) = start(&["unshare", "--user", "--map-root-user", "--pid", "--fork"]);
+        let (mut inside, runs) =
+            start(&["unshare", "--user", "--map-root-user", "--pid", "--fork"]);
         if runs {
             // `unshare` itself, which waits outside, has the same words, and counts.
             assert_eq!(found(), 2);

@@ -19,19 +19,28 @@ pub struct Tail {
 impl Tail {
     /// Opens an existing file at its start.
     pub fn open(path: &Path) -> Result<Self> {
-        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).context("inotify_init")?;
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)
+            .context("inotify_init")?;
         // Add the watch first: data written between the two steps is then read, and only causes one
         // superfluous wake-up.
-        inotify.add_watch(path, AddWatchFlags::IN_MODIFY).with_context(|| format!("watch {}", path.display()))?;
+        inotify
+            .add_watch(path, AddWatchFlags::IN_MODIFY)
+            .with_context(|| format!("watch {}", path.display()))?;
         let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
         let changes = watch(inotify).context("watch inotify")?;
-        Ok(Self { path: path.to_path_buf(), file, changes })
+        Ok(Self {
+            path: path.to_path_buf(),
+            file,
+            changes,
+        })
     }
 
     /// Unread bytes of the file; empty at the end.
     pub fn read_now(&mut self) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        self.file.read_to_end(&mut bytes).with_context(|| format!("read {}", self.path.display()))?;
+        self.file
+            .read_to_end(&mut bytes)
+            .with_context(|| format!("read {}", self.path.display()))?;
         Ok(bytes)
     }
 
@@ -75,7 +84,10 @@ mod tests {
         let reading = tokio::spawn(async move { tail.read_more().await.unwrap() });
         tokio::task::yield_now().await;
         writer.write_all(b"two\n").unwrap();
-        let read = tokio::time::timeout(Duration::from_secs(10), reading).await.expect("inotify wakes within 10 s").unwrap();
+        let read = tokio::time::timeout(Duration::from_secs(10), reading)
+            .await
+            .expect("inotify wakes within 10 s")
+            .unwrap();
         assert_eq!(read, b"two\n");
     }
 }

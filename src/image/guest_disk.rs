@@ -38,7 +38,12 @@ const OTHERS: &[(u64, &[u8], &str, bool)] = &[
     (0x202, b"HdrS", "a kernel", false),
 ];
 /// First bytes of initrds, plain and compressed.
-const INITRDS: &[&[u8]] = &[b"07070", &[0x1f, 0x8b], b"\xfd7zXZ", &[0x28, 0xb5, 0x2f, 0xfd]];
+const INITRDS: &[&[u8]] = &[
+    b"07070",
+    &[0x1f, 0x8b],
+    b"\xfd7zXZ",
+    &[0x28, 0xb5, 0x2f, 0xfd],
+];
 
 /// File system of the root: Kata's `rootfs_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,19 +90,32 @@ pub fn look(file: &(impl ReadAt + ?Sized), length: u64) -> io::Result<Result<Dis
         Some(found) => found,
     };
     if start.checked_add(root_bytes).is_none_or(|end| end > length) {
-        return Ok(Err(format!("its first partition has {root_bytes} bytes from byte {start} on, and the file {length}: it is cut")));
+        return Ok(Err(format!(
+            "its first partition has {root_bytes} bytes from byte {start} on, and the file {length}: it is cut"
+        )));
     }
     let Some(root) = file_system(file, start)? else {
-        let is_initrd = INITRDS.iter().try_fold(false, |found, magic| Ok::<_, io::Error>(found || has(file, 0, magic)?))?;
+        let is_initrd = INITRDS.iter().try_fold(false, |found, magic| {
+            Ok::<_, io::Error>(found || has(file, 0, magic)?)
+        })?;
         return Ok(Err(match table {
             _ if is_initrd => "it is an initrd, or compressed".into(),
             Table::None => {
-                format!("it is {}, and no disk with erofs or ext4", known(file)?.map_or("nothing that is known", |known| known.name))
+                format!(
+                    "it is {}, and no disk with erofs or ext4",
+                    known(file)?.map_or("nothing that is known", |known| known.name)
+                )
             }
             Table::Mbr | Table::Gpt => "its first partition is neither erofs nor ext4".into(),
         }));
     };
-    Ok(Ok(Disk { table, root, root_at: start, root_bytes, has_second }))
+    Ok(Ok(Disk {
+        table,
+        root,
+        root_at: start,
+        root_bytes,
+        has_second,
+    }))
 }
 
 /// A file that is no initrd.
@@ -111,7 +129,12 @@ pub struct Known {
 /// Format of a file that is no initrd; None if the format is unknown.
 pub fn known(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<Known>> {
     let has_partitions = partition(file)?.is_some();
-    let disk = |name| Ok(Some(Known { name, is_disk: true }));
+    let disk = |name| {
+        Ok(Some(Known {
+            name,
+            is_disk: true,
+        }))
+    };
     match file_system(file, 0)? {
         _ if has_partitions => return disk("a disk with partitions"),
         Some(FileSystem::Erofs) => return disk("an erofs file system"),
@@ -151,7 +174,9 @@ pub fn contains(mut file: impl io::Read, what: &[u8]) -> io::Result<bool> {
 
 fn has(file: &(impl ReadAt + ?Sized), at: u64, magic: &[u8]) -> io::Result<bool> {
     let mut bytes = [0; 8];
-    let Some(bytes) = bytes.get_mut(..magic.len()) else { return Ok(false) };
+    let Some(bytes) = bytes.get_mut(..magic.len()) else {
+        return Ok(false);
+    };
     read(file, at, bytes)?;
     Ok(bytes == magic)
 }
@@ -173,7 +198,10 @@ fn read(file: &(impl ReadAt + ?Sized), at: u64, mut bytes: &mut [u8]) -> io::Res
 fn number<const N: usize>(file: &(impl ReadAt + ?Sized), at: u64) -> io::Result<u64> {
     let mut bytes = [0; N];
     read(file, at, &mut bytes)?;
-    Ok(bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte)))
+    Ok(bytes
+        .iter()
+        .rev()
+        .fold(0, |number, byte| number << 8 | u64::from(*byte)))
 }
 
 fn file_system(file: &(impl ReadAt + ?Sized), start: u64) -> io::Result<Option<FileSystem>> {
@@ -193,23 +221,42 @@ fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<(Table, u64, u6
     }
     let entry = |index: u64| -> io::Result<(u8, u64, u64)> {
         let at = MBR_ENTRIES + index * MBR_ENTRY;
-        Ok((number::<1>(file, at + 4)? as u8, number::<4>(file, at + 8)? * SECTOR, number::<4>(file, at + 12)? * SECTOR))
+        Ok((
+            number::<1>(file, at + 4)? as u8,
+            number::<4>(file, at + 8)? * SECTOR,
+            number::<4>(file, at + 12)? * SECTOR,
+        ))
     };
     let (kind, start, bytes) = entry(0)?;
     if kind == MBR_OF_GPT && has(file, SECTOR, GPT_MARK)? {
-        let (entries, size) = (number::<8>(file, SECTOR + 72)?.saturating_mul(SECTOR), number::<4>(file, SECTOR + 84)?);
+        let (entries, size) = (
+            number::<8>(file, SECTOR + 72)?.saturating_mul(SECTOR),
+            number::<4>(file, SECTOR + 84)?,
+        );
         if !GPT_ENTRY.contains(&size) {
             return Ok(None);
         }
         // An entry whose type is all zeros is unused.
-        let used = |at: u64| Ok::<_, io::Error>(number::<8>(file, at)? != 0 || number::<8>(file, at.saturating_add(8))? != 0);
+        let used = |at: u64| {
+            Ok::<_, io::Error>(
+                number::<8>(file, at)? != 0 || number::<8>(file, at.saturating_add(8))? != 0,
+            )
+        };
         if !used(entries)? {
             return Ok(None);
         }
-        let (first, last) = (number::<8>(file, entries.saturating_add(32))?, number::<8>(file, entries.saturating_add(40))?);
+        let (first, last) = (
+            number::<8>(file, entries.saturating_add(32))?,
+            number::<8>(file, entries.saturating_add(40))?,
+        );
         let sectors = last.saturating_sub(first).saturating_add(1);
         let bytes = |sectors: u64| sectors.saturating_mul(SECTOR);
-        return Ok(Some((Table::Gpt, bytes(first), bytes(sectors), used(entries.saturating_add(size))?)));
+        return Ok(Some((
+            Table::Gpt,
+            bytes(first),
+            bytes(sectors),
+            used(entries.saturating_add(size))?,
+        )));
     }
     if kind == 0 || start == 0 || bytes == 0 {
         return Ok(None);
@@ -247,7 +294,8 @@ pub mod stand_in {
         let mut bytes = vec![0; 4096];
         bytes.extend(root);
         let (first, sectors) = (8, root.len() as u64 / SECTOR);
-        let mut put = |at: usize, number: &[u8]| bytes[at..at + number.len()].copy_from_slice(number);
+        let mut put =
+            |at: usize, number: &[u8]| bytes[at..at + number.len()].copy_from_slice(number);
         put(510, &[0x55, 0xaa]);
         if table == Table::Gpt {
             put(450, &[MBR_OF_GPT]);
@@ -281,10 +329,23 @@ mod tests {
     fn the_root_is_found_in_either_table_and_without_one() {
         for table in [Table::None, Table::Mbr, Table::Gpt] {
             for root in [FileSystem::Erofs, FileSystem::Ext4] {
-                for has_second in [false, true].into_iter().filter(|second| table != Table::None || !second) {
+                for has_second in [false, true]
+                    .into_iter()
+                    .filter(|second| table != Table::None || !second)
+                {
                     let found = of(&disk(table, &file_system(root), has_second));
                     let root_at = if table == Table::None { 0 } else { 4096 };
-                    assert_eq!(found, Ok(Disk { table, root, root_at, root_bytes: 8192, has_second }), "{table:?} {root:?}");
+                    assert_eq!(
+                        found,
+                        Ok(Disk {
+                            table,
+                            root,
+                            root_at,
+                            root_bytes: 8192,
+                            has_second
+                        }),
+                        "{table:?} {root:?}"
+                    );
                 }
             }
         }
@@ -296,11 +357,20 @@ mod tests {
         for (bytes, why) in [
             (b"070701".to_vec(), "it is an initrd, or compressed"),
             (vec![0x1f, 0x8b, 8, 0], "it is an initrd, or compressed"),
-            (b"QFI\xfb".to_vec(), "it is a qcow2 disk, and no disk with erofs or ext4"),
+            (
+                b"QFI\xfb".to_vec(),
+                "it is a qcow2 disk, and no disk with erofs or ext4",
+            ),
             (vec![0; 9000], "nothing that is known"),
             (Vec::new(), "nothing that is known"),
-            (disk(Table::Mbr, &[0; 4096], false), "its first partition is neither erofs nor ext4"),
-            (disk(Table::Gpt, &[0; 4096], false), "its first partition is neither erofs nor ext4"),
+            (
+                disk(Table::Mbr, &[0; 4096], false),
+                "its first partition is neither erofs nor ext4",
+            ),
+            (
+                disk(Table::Gpt, &[0; 4096], false),
+                "its first partition is neither erofs nor ext4",
+            ),
             (disk(Table::Mbr, &root, false)[..8192].to_vec(), "it is cut"),
             (disk(Table::Gpt, &root, false)[..8192].to_vec(), "it is cut"),
         ] {
@@ -318,7 +388,15 @@ mod tests {
     #[test]
     fn bytes_are_found_wherever_they_are_read_in_two() {
         let what = b"/run/something";
-        for at in [0, 1, SEARCHED - 1, SEARCHED, SEARCHED + 7, SEARCHED + what.len(), 2 * SEARCHED] {
+        for at in [
+            0,
+            1,
+            SEARCHED - 1,
+            SEARCHED,
+            SEARCHED + 7,
+            SEARCHED + what.len(),
+            2 * SEARCHED,
+        ] {
             let mut bytes = vec![b'/'; 2 * SEARCHED + 100];
             assert!(!contains(bytes.as_slice(), what).unwrap());
             bytes[at..at + what.len()].copy_from_slice(what);
@@ -334,9 +412,18 @@ mod tests {
         let root = file_system(FileSystem::Ext4);
         assert_eq!(
             known(disk(Table::Mbr, &root, false).as_slice()).unwrap(),
-            Some(Known { name: "a disk with partitions", is_disk: true })
+            Some(Known {
+                name: "a disk with partitions",
+                is_disk: true
+            })
         );
-        assert_eq!(known(root.as_slice()).unwrap(), Some(Known { name: "an ext4 file system", is_disk: true }));
+        assert_eq!(
+            known(root.as_slice()).unwrap(),
+            Some(Known {
+                name: "an ext4 file system",
+                is_disk: true
+            })
+        );
         assert_eq!(known(b"070701".as_slice()).unwrap(), None);
     }
 }

@@ -9,15 +9,38 @@
 //!
 //! Invariant without a check: code reports times through `tracing`.
 
-pub mod machine; // the kernel's services: clocks, threads, mounts, interrupts, uevents, its log
-pub mod stream; // steps into records, their ring, the sinks
-pub mod formats; // files of others: ELF, modules, the loader's cache
-pub mod gpu; // what sysfs, /proc and /dev have of a GPU, and binding it
-pub mod extensions; // extension disks of Kata 4: dm-verity, EROFS
-pub mod driver_files; // files of the driver for containers
-pub mod config; // kernel command line parameters
-pub mod kernel_modules; // loading the driver
-pub mod nvml; // facts that only NVML knows, from a helper process
-pub mod cdi; // the spec, publishing it, the container's hooks
-pub mod services; // NVIDIA's daemons: choice, start, supervision
-pub mod boot; // the sequence: PID 1, keeper, worker, and the bring-up of all GPUs
+// The kernel's services: clocks, threads, mounts, interrupts, uevents, its log.
+pub mod machine;
+
+// Steps into records, their ring, the sinks.
+pub mod stream;
+
+// Files of others: ELF, modules, the loader's cache.
+pub mod formats;
+
+// A GPU in sysfs, /proc and /dev, and binding it.
+pub mod gpu;
+
+// Extension disks of Kata 4: dm-verity, EROFS.
+pub mod extensions;
+
+// Files of the driver for containers.
+pub mod driver_files;
+
+// Kernel command line parameters.
+pub mod config;
+
+// Loading the driver.
+pub mod kernel_modules;
+
+// Facts that only NVML knows, from a helper process.
+pub mod nvml;
+
+// The spec, publishing it, the container's hooks.
+pub mod cdi;
+
+// NVIDIA's daemons: choice, start, supervision.
+pub mod services;
+
+// The sequence: PID 1, keeper, worker, and the bring-up of all GPUs.
+pub mod boot;

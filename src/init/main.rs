@@ -28,7 +28,10 @@ usage:
 /// Called by the C library before Rust's runtime starts.
 // SAFETY: libc calls what .init_array points to as a C function, which this is; the function uses
 // nothing of Rust's runtime.
-#[allow(unsafe_code, reason = "only the section attribute has the C library call a function")]
+#[allow(
+    unsafe_code,
+    reason = "only the section attribute has the C library call a function"
+)]
 #[used]
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::machine::sys::before_main;
@@ -37,9 +40,17 @@ static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::machine::sys::before_main;
 /// in SHA256SUMS of its release.
 fn version() -> String {
     let id = build_id::of_this_program().unwrap_or_else(|| "unknown".into());
-    let sum = std::fs::read("/proc/self/exe").map(|bytes| Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect());
+    let sum = std::fs::read("/proc/self/exe").map(|bytes| {
+        Sha256::digest(bytes)
+            .iter()
+            .map(|b| format!("{b:02x}"))
+            .collect()
+    });
     let sum: String = sum.unwrap_or_else(|e| format!("unknown: read /proc/self/exe: {e}"));
-    format!("kata-gpu-init {}\nbuild {id}\nsha256 {sum}\n", env!("CARGO_PKG_VERSION"))
+    format!(
+        "kata-gpu-init {}\nbuild {id}\nsha256 {sum}\n",
+        env!("CARGO_PKG_VERSION")
+    )
 }
 
 fn main() -> ExitCode {
@@ -51,10 +62,16 @@ fn main() -> ExitCode {
     if is_init {
         boot::processes::pid1::run(started_ns, tsc::read())
     }
-    if std::env::args_os().nth(1).is_some_and(|word| word == launch::WORD) {
+    if std::env::args_os()
+        .nth(1)
+        .is_some_and(|word| word == launch::WORD)
+    {
         return ExitCode::from(launch::main(std::env::args_os().skip(2)));
     }
-    let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
+    let words: Vec<String> = std::env::args_os()
+        .skip(1)
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect();
     match words.first().map(String::as_str) {
         Some("cdi") => return cdi::command::main(words.get(1..).unwrap_or_default()),
         Some("parameters") => print!("{}", config::parameter_table::parameters_markdown()),
@@ -62,11 +79,15 @@ fn main() -> ExitCode {
         Some("--version" | "-V") => print!("{}", version()),
         Some("--help" | "-h") => print!("{HELP}"),
         None => {
-            eprintln!("kata-gpu-init: not PID 1, so there is nothing to boot; `kata-gpu-init --help` describes it");
+            eprintln!(
+                "kata-gpu-init: not PID 1, so there is nothing to boot; `kata-gpu-init --help` describes it"
+            );
             return ExitCode::from(2);
         }
         Some(other) => {
-            eprintln!("kata-gpu-init: unknown command {other:?}; `kata-gpu-init --help` lists them");
+            eprintln!(
+                "kata-gpu-init: unknown command {other:?}; `kata-gpu-init --help` lists them"
+            );
             return ExitCode::from(2);
         }
     }

@@ -2,7 +2,9 @@
 #![allow(unsafe_code, reason = "functions of NVML that nvml-wrapper lacks")]
 
 use kata_gpu_wire::fabric::{Fabric, FabricState};
-use kata_gpu_wire::nvml_messages::{Answer, Clock, Confidential, Device, Environment, Facts, MigDevice, Remapped, Request};
+use kata_gpu_wire::nvml_messages::{
+    Answer, Clock, Confidential, Device, Environment, Facts, MigDevice, Remapped, Request,
+};
 use kata_gpu_wire::pci_address::PciAddress;
 use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::{self as kinds, EccCounter, MemoryError};
@@ -10,8 +12,9 @@ use nvml_wrapper::enums::device::GpuLockedClocksSetting;
 use nvml_wrapper::error::{NvmlError, nvml_sym, nvml_try};
 use nvml_wrapper::{Device as Handle, Nvml};
 use nvml_wrapper_sys::bindings::{
-    NVML_CC_SYSTEM_DEVTOOLS_MODE_ON, NVML_CC_SYSTEM_FEATURE_ENABLED, NVML_CC_SYSTEM_MULTIGPU_NONE, NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE,
-    nvmlConfComputeMemSizeInfo_t, nvmlConfComputeSystemState_t, nvmlDevice_t, nvmlGpuFabricInfo_v2_t, nvmlReturn_t,
+    NVML_CC_SYSTEM_DEVTOOLS_MODE_ON, NVML_CC_SYSTEM_FEATURE_ENABLED, NVML_CC_SYSTEM_MULTIGPU_NONE,
+    NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE, nvmlConfComputeMemSizeInfo_t,
+    nvmlConfComputeSystemState_t, nvmlDevice_t, nvmlGpuFabricInfo_v2_t, nvmlReturn_t,
     nvmlSystemConfComputeSettings_v1_t,
 };
 use std::ffi::{OsStr, c_uint};
@@ -34,18 +37,36 @@ pub fn load(library: &OsStr) -> Result<Nvml, String> {
 
 /// Answers one request.
 pub fn answer(nvml: &Nvml, request: &Request) -> Answer {
-    let done = |result: Result<(), NvmlError>| result.map_or_else(|e| Answer::Error(format!("{request}: {e}")), |()| Answer::Done);
+    let done = |result: Result<(), NvmlError>| {
+        result.map_or_else(
+            |e| Answer::Error(format!("{request}: {e}")),
+            |()| Answer::Done,
+        )
+    };
     let by_address = |gpu: &PciAddress| nvml.device_by_pci_bus_id(gpu.to_string());
     match request {
         Request::Facts(gpus) => facts(nvml, gpus, device),
         Request::State(gpus) => facts(nvml, gpus, state),
-        Request::Clocks { gpu, clock: Clock::Graphics, min, max } => done(by_address(gpu).and_then(|mut device| {
-            device.set_gpu_locked_clocks(GpuLockedClocksSetting::Numeric { min_clock_mhz: *min, max_clock_mhz: *max })
+        Request::Clocks {
+            gpu,
+            clock: Clock::Graphics,
+            min,
+            max,
+        } => done(by_address(gpu).and_then(|mut device| {
+            device.set_gpu_locked_clocks(GpuLockedClocksSetting::Numeric {
+                min_clock_mhz: *min,
+                max_clock_mhz: *max,
+            })
         })),
-        Request::Clocks { gpu, clock: Clock::Memory, min, max } => {
-            done(by_address(gpu).and_then(|mut device| device.set_mem_locked_clocks(*min, *max)))
-        }
-        Request::Power { gpu, milliwatts } => done(by_address(gpu).and_then(|mut device| device.set_power_management_limit(*milliwatts))),
+        Request::Clocks {
+            gpu,
+            clock: Clock::Memory,
+            min,
+            max,
+        } => done(by_address(gpu).and_then(|mut device| device.set_mem_locked_clocks(*min, *max))),
+        Request::Power { gpu, milliwatts } => done(
+            by_address(gpu).and_then(|mut device| device.set_power_management_limit(*milliwatts)),
+        ),
         Request::Ready(on) => done(set_ready(nvml, *on)),
     }
 }
@@ -63,28 +84,44 @@ fn facts(nvml: &Nvml, gpus: &[PciAddress], of_device: fn(&Nvml, &Handle) -> Devi
         Ok(state) => (state, None),
         Err(error) => (None, Some(error.to_string())),
     };
-    let found = |handle: Result<Handle, NvmlError>, address, what: &dyn std::fmt::Display| match handle {
-        Ok(handle) => Some(of_device(nvml, &handle)),
-        // A GPU that NVML does not know is not in its list.
-        Err(NvmlError::NotFound) => None,
-        Err(error) => Some(Device {
-            address,
-            fabric: Some(Fabric::unknown()),
-            errors: vec![format!("GPU {what} of NVML: {error}")],
-            ..Device::default()
-        }),
-    };
+    let found =
+        |handle: Result<Handle, NvmlError>, address, what: &dyn std::fmt::Display| match handle {
+            Ok(handle) => Some(of_device(nvml, &handle)),
+            // A GPU that NVML does not know is not in its list.
+            Err(NvmlError::NotFound) => None,
+            Err(error) => Some(Device {
+                address,
+                fabric: Some(Fabric::unknown()),
+                errors: vec![format!("GPU {what} of NVML: {error}")],
+                ..Device::default()
+            }),
+        };
     let devices = match gpus {
-        [] => (0..count).filter_map(|index| found(nvml.device_by_index(index), None, &index)).collect(),
-        gpus => gpus.iter().filter_map(|gpu| found(nvml.device_by_pci_bus_id(gpu.to_string()), Some(*gpu), gpu)).collect(),
+        [] => (0..count)
+            .filter_map(|index| found(nvml.device_by_index(index), None, &index))
+            .collect(),
+        gpus => gpus
+            .iter()
+            .filter_map(|gpu| found(nvml.device_by_pci_bus_id(gpu.to_string()), Some(*gpu), gpu))
+            .collect(),
     };
     let (driver, nvml) = (nvml.sys_driver_version().ok(), nvml.sys_nvml_version().ok());
-    Answer::Facts(Box::new(Facts { driver, nvml, count: Some(count), confidential, confidential_error, devices }))
+    Answer::Facts(Box::new(Facts {
+        driver,
+        nvml,
+        count: Some(count),
+        confidential,
+        confidential_error,
+        devices,
+    }))
 }
 
 /// Whether driver or GPU do not have what was asked for.
 fn is_lacking(error: &NvmlError) -> bool {
-    matches!(error, NvmlError::NotSupported | NvmlError::FunctionNotFound | NvmlError::FailedToLoadSymbol(_))
+    matches!(
+        error,
+        NvmlError::NotSupported | NvmlError::FunctionNotFound | NvmlError::FailedToLoadSymbol(_)
+    )
 }
 
 /// State of the system; None where the driver has no confidential computing. No GPU is asked: the
@@ -94,22 +131,51 @@ fn confidential(nvml: &Nvml) -> Result<Option<Confidential>, NvmlError> {
         // Drivers before 550 have the state alone.
         Err(error) if is_lacking(&error) => match state_before_550(nvml) {
             Err(error) if is_lacking(&error) => return Ok(None),
-            state => state.map(|state| (state.ccFeature, state.environment, state.devToolsMode, NVML_CC_SYSTEM_MULTIGPU_NONE))?,
+            state => state.map(|state| {
+                (
+                    state.ccFeature,
+                    state.environment,
+                    state.devToolsMode,
+                    NVML_CC_SYSTEM_MULTIGPU_NONE,
+                )
+            })?,
         },
-        settings => settings.map(|settings| (settings.ccFeature, settings.environment, settings.devToolsMode, settings.multiGpuMode))?,
+        settings => settings.map(|settings| {
+            (
+                settings.ccFeature,
+                settings.environment,
+                settings.devToolsMode,
+                settings.multiGpuMode,
+            )
+        })?,
     };
     let protected_pcie = multi_gpu == NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE;
     // The driver reports the feature as off where protected PCIe is on.
     let enabled = feature == NVML_CC_SYSTEM_FEATURE_ENABLED || protected_pcie;
     let ready = enabled && is_ready(nvml)?;
-    let (environment, devtools) = (Environment::of(environment), devtools == NVML_CC_SYSTEM_DEVTOOLS_MODE_ON);
-    Ok(Some(Confidential { enabled, environment, devtools, protected_pcie, ready }))
+    let (environment, devtools) = (
+        Environment::of(environment),
+        devtools == NVML_CC_SYSTEM_DEVTOOLS_MODE_ON,
+    );
+    Ok(Some(Confidential {
+        enabled,
+        environment,
+        devtools,
+        protected_pcie,
+        ready,
+    }))
 }
 
 fn settings(nvml: &Nvml) -> Result<nvmlSystemConfComputeSettings_v1_t, NvmlError> {
     let function = nvml_sym(nvml.lib().nvmlSystemGetConfComputeSettings.as_ref())?;
     let version = size_of::<nvmlSystemConfComputeSettings_v1_t>() as u32 | 1 << 24;
-    let mut settings = nvmlSystemConfComputeSettings_v1_t { version, environment: 0, ccFeature: 0, devToolsMode: 0, multiGpuMode: 0 };
+    let mut settings = nvmlSystemConfComputeSettings_v1_t {
+        version,
+        environment: 0,
+        ccFeature: 0,
+        devToolsMode: 0,
+        multiGpuMode: 0,
+    };
     // SAFETY: the structure has the size of its version.
     unsafe { nvml_try(function(&mut settings))? };
     Ok(settings)
@@ -117,7 +183,11 @@ fn settings(nvml: &Nvml) -> Result<nvmlSystemConfComputeSettings_v1_t, NvmlError
 
 fn state_before_550(nvml: &Nvml) -> Result<nvmlConfComputeSystemState_t, NvmlError> {
     let function = nvml_sym(nvml.lib().nvmlSystemGetConfComputeState.as_ref())?;
-    let mut state = nvmlConfComputeSystemState_t { environment: 0, ccFeature: 0, devToolsMode: 0 };
+    let mut state = nvmlConfComputeSystemState_t {
+        environment: 0,
+        ccFeature: 0,
+        devToolsMode: 0,
+    };
     // SAFETY: the structure is the function's.
     unsafe { nvml_try(function(&mut state))? };
     Ok(state)
@@ -160,14 +230,19 @@ impl Asked {
     fn fabric(&mut self, nvml: &Nvml, device: &Handle) -> Option<Fabric> {
         let errors = self.errors.len();
         let found = self.some("fabric", fabric(nvml, device));
-        if self.errors.len() > errors { Some(Fabric::unknown()) } else { found }
+        if self.errors.len() > errors {
+            Some(Fabric::unknown())
+        } else {
+            found
+        }
     }
 
     fn address(&mut self, device: &Handle) -> Option<PciAddress> {
         let pci = self.some("PCI address", device.pci_info())?;
         let address = sysfs_address(&pci.bus_id);
         if address.is_none() {
-            self.errors.push(format!("PCI address: {:?} is none", pci.bus_id));
+            self.errors
+                .push(format!("PCI address: {:?} is none", pci.bus_id));
         }
         address
     }
@@ -175,8 +250,15 @@ impl Asked {
 
 fn state(nvml: &Nvml, device: &Handle) -> Device {
     let mut asked = Asked::default();
-    let found = Device { address: asked.address(device), fabric: asked.fabric(nvml, device), ..Device::default() };
-    Device { errors: asked.errors, ..found }
+    let found = Device {
+        address: asked.address(device),
+        fabric: asked.fabric(nvml, device),
+        ..Device::default()
+    };
+    Device {
+        errors: asked.errors,
+        ..found
+    }
 }
 
 fn device(nvml: &Nvml, device: &Handle) -> Device {
@@ -194,12 +276,22 @@ fn device(nvml: &Nvml, device: &Handle) -> Device {
         memory_mhz: asked.some("memory clock", device.clock_info(kinds::Clock::Memory)),
         power_mw: asked.some("power", device.power_usage()),
         power_limit_mw: asked.some("power limit", device.power_management_limit()),
-        ecc: asked.some("ECC", device.is_ecc_enabled()).map(|mode| mode.currently_enabled),
-        ecc_uncorrected: asked.some("ECC errors", device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile)),
+        ecc: asked
+            .some("ECC", device.is_ecc_enabled())
+            .map(|mode| mode.currently_enabled),
+        ecc_uncorrected: asked.some(
+            "ECC errors",
+            device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile),
+        ),
         remapped: asked.some("remapped rows", remapped(nvml, device)),
         throttle: asked
             .some("clock reasons", device.current_throttle_reasons())
-            .map(|reasons| reasons.iter_names().map(|(name, _)| name.to_lowercase()).collect())
+            .map(|reasons| {
+                reasons
+                    .iter_names()
+                    .map(|(name, _)| name.to_lowercase())
+                    .collect()
+            })
             .unwrap_or_default(),
         protected: asked.some("protected memory", protected(nvml, device)),
         fabric: asked.fabric(nvml, device),
@@ -207,7 +299,10 @@ fn device(nvml: &Nvml, device: &Handle) -> Device {
         nvlinks_active,
         errors: Vec::new(),
     };
-    Device { errors: asked.errors, ..found }
+    Device {
+        errors: asked.errors,
+        ..found
+    }
 }
 
 /// NVML writes a domain of eight digits and capitals; sysfs at least four and small letters.
@@ -218,21 +313,32 @@ fn sysfs_address(text: &str) -> Option<PciAddress> {
 
 /// MIG instances; none where MIG is off or unknown.
 fn mig(nvml: &Nvml, device: &Handle, asked: &mut Asked) -> Vec<MigDevice> {
-    let count = asked.some("MIG instances", device.mig_device_count()).unwrap_or_default();
+    let count = asked
+        .some("MIG instances", device.mig_device_count())
+        .unwrap_or_default();
     let one = |index: u32| -> Result<Option<MigDevice>, NvmlError> {
         let instance = match device.mig_device_by_index(index) {
             // Indices have holes: the count is that of instances that a GPU can have.
             Err(NvmlError::NotFound) => return Ok(None),
             found => found?,
         };
-        let functions = (&nvml.lib().nvmlDeviceGetGpuInstanceId, &nvml.lib().nvmlDeviceGetComputeInstanceId);
+        let functions = (
+            &nvml.lib().nvmlDeviceGetGpuInstanceId,
+            &nvml.lib().nvmlDeviceGetComputeInstanceId,
+        );
         Ok(Some(MigDevice {
             uuid: instance.uuid()?,
             gpu_instance: number(nvml_sym(functions.0.as_ref())?, &instance)?,
             compute_instance: number(nvml_sym(functions.1.as_ref())?, &instance)?,
         }))
     };
-    (0..count).filter_map(|index| asked.some(&format!("MIG instance {index}"), one(index)).flatten()).collect()
+    (0..count)
+        .filter_map(|index| {
+            asked
+                .some(&format!("MIG instance {index}"), one(index))
+                .flatten()
+        })
+        .collect()
 }
 
 /// Function of NVML that writes the number of an instance.
@@ -250,17 +356,25 @@ fn number(function: &NumberFunction, instance: &Handle) -> Result<u32, NvmlError
 
 /// Number of links, and of those that are active.
 fn nvlinks(device: &Handle) -> (Option<u32>, Option<u32>) {
-    let links: Vec<bool> = (0..MAX_NVLINKS).map_while(|link| device.link_wrapper_for(link).is_active().ok()).collect();
+    let links: Vec<bool> = (0..MAX_NVLINKS)
+        .map_while(|link| device.link_wrapper_for(link).is_active().ok())
+        .collect();
     if links.is_empty() {
         return (None, None);
     }
-    (Some(links.len() as u32), Some(links.iter().filter(|active| **active).count() as u32))
+    (
+        Some(links.len() as u32),
+        Some(links.iter().filter(|active| **active).count() as u32),
+    )
 }
 
 /// Whether memory of the GPU is protected by confidential computing.
 fn protected(nvml: &Nvml, device: &Handle) -> Result<bool, NvmlError> {
     let function = nvml_sym(nvml.lib().nvmlDeviceGetConfComputeMemSizeInfo.as_ref())?;
-    let mut sizes = nvmlConfComputeMemSizeInfo_t { protectedMemSizeKib: 0, unprotectedMemSizeKib: 0 };
+    let mut sizes = nvmlConfComputeMemSizeInfo_t {
+        protectedMemSizeKib: 0,
+        unprotectedMemSizeKib: 0,
+    };
     // SAFETY: the handle is NVML's own and lives as long as `nvml`; the structure is the
     // function's.
     unsafe { nvml_try(function(device.handle(), &mut sizes))? };
@@ -272,14 +386,29 @@ fn remapped(nvml: &Nvml, device: &Handle) -> Result<Remapped, NvmlError> {
     let (mut correctable, mut uncorrectable, mut pending, mut failed) = (0, 0, 0, 0);
     // SAFETY: the handle is NVML's own and lives as long as `nvml`; each pointer is to an unsigned
     // int of this frame, as the function's signature has it.
-    unsafe { nvml_try(function(device.handle(), &mut correctable, &mut uncorrectable, &mut pending, &mut failed))? };
-    Ok(Remapped { correctable, uncorrectable, pending: pending != 0, failed: failed != 0 })
+    unsafe {
+        nvml_try(function(
+            device.handle(),
+            &mut correctable,
+            &mut uncorrectable,
+            &mut pending,
+            &mut failed,
+        ))?
+    };
+    Ok(Remapped {
+        correctable,
+        uncorrectable,
+        pending: pending != 0,
+        failed: failed != 0,
+    })
 }
 
 fn fabric(nvml: &Nvml, device: &Handle) -> Result<Fabric, NvmlError> {
     match fabric_v2(nvml, device) {
         // Drivers before 550 have the first version alone.
-        Err(NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound) => fabric_v1(nvml, device),
+        Err(NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound) => {
+            fabric_v1(nvml, device)
+        }
         result => result,
     }
 }
@@ -338,8 +467,14 @@ mod tests {
     fn nvmls_addresses_are_those_of_sysfs() {
         let sysfs: PciAddress = "0000:0a:00.0".parse().unwrap();
         assert_eq!(sysfs_address("00000000:0A:00.0"), Some(sysfs));
-        assert_eq!(sysfs_address("00000000:0A:00.0").unwrap().to_string(), "0000:0a:00.0");
-        assert_eq!(sysfs_address("10000:0A:00.0").unwrap().to_string(), "10000:0a:00.0");
+        assert_eq!(
+            sysfs_address("00000000:0A:00.0").unwrap().to_string(),
+            "0000:0a:00.0"
+        );
+        assert_eq!(
+            sysfs_address("10000:0A:00.0").unwrap().to_string(),
+            "10000:0a:00.0"
+        );
         assert_eq!(sysfs_address("0A:00.0"), None);
     }
 

@@ -54,9 +54,13 @@ fn serve(library: &OsString) -> Result<(), String> {
     let mut output = std::io::stdout().lock();
     for line in std::io::stdin().lock().lines() {
         let line = line.map_err(|e| format!("read a request: {e}"))?;
-        let answer = line.parse().map_or_else(Answer::Error, |request| answer(&nvml, &request));
+        let answer = line
+            .parse()
+            .map_or_else(Answer::Error, |request| answer(&nvml, &request));
         let json = serde_json::to_string(&answer).map_err(|e| format!("write an answer: {e}"))?;
-        writeln!(output, "{json}").and_then(|()| output.flush()).map_err(|e| format!("write an answer: {e}"))?;
+        writeln!(output, "{json}")
+            .and_then(|()| output.flush())
+            .map_err(|e| format!("write an answer: {e}"))?;
     }
     Ok(())
 }

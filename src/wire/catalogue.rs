@@ -112,7 +112,10 @@ impl Phase {
 
     /// Phase of that name, else [`Phase::Other`].
     pub fn named(name: &str) -> Self {
-        Self::ALL.into_iter().find(|phase| phase.name() == name).unwrap_or(Self::Other)
+        Self::ALL
+            .into_iter()
+            .find(|phase| phase.name() == name)
+            .unwrap_or(Self::Other)
     }
 }
 
@@ -173,8 +176,14 @@ const UNKNOWN: Row = Row {
 /// Fields that a record of any name can have.
 pub const COMMON_FIELDS: &[(&str, &str)] = &[
     ("index", "name of the GPU in CDI, with `gpu`"),
-    ("generation", "how many times a GPU came to this address before; absent: never"),
-    ("cut_bytes", "length of the line whose fields were left out because it was too long"),
+    (
+        "generation",
+        "how many times a GPU came to this address before; absent: never",
+    ),
+    (
+        "cut_bytes",
+        "length of the line whose fields were left out because it was too long",
+    ),
 ];
 
 /// Declares a module of names, and a table with a row for each:
@@ -782,13 +791,24 @@ pub fn row_of(name: &str) -> Row {
 
 /// Rows of everything that takes time in a guest's boot.
 pub fn steps() -> impl Iterator<Item = &'static Row> {
-    RECORDS.iter().filter(|row| row.form == Form::Span).chain(STEPS)
+    RECORDS
+        .iter()
+        .filter(|row| row.form == Form::Span)
+        .chain(STEPS)
 }
 
 /// Fields of a record that the catalogue does not have for its name.
-pub fn undocumented<'a>(name: &str, fields: impl IntoIterator<Item = &'a str>) -> impl Iterator<Item = &'a str> {
+pub fn undocumented<'a>(
+    name: &str,
+    fields: impl IntoIterator<Item = &'a str>,
+) -> impl Iterator<Item = &'a str> {
     let documented = row_of(name).fields;
-    let is_known = move |field: &&str| documented.iter().chain(COMMON_FIELDS).any(|(known, _)| known == field);
+    let is_known = move |field: &&str| {
+        documented
+            .iter()
+            .chain(COMMON_FIELDS)
+            .any(|(known, _)| known == field)
+    };
     fields.into_iter().filter(move |field| !is_known(field))
 }
 
@@ -798,19 +818,34 @@ mod tests {
 
     #[test]
     fn names_are_unique_and_follow_steps_that_are_in_the_tables() {
-        let names: Vec<&str> = [RECORDS, STEPS, LOGGED, TRACED].into_iter().flatten().map(|r| r.name).collect();
+        let names: Vec<&str> = [RECORDS, STEPS, LOGGED, TRACED]
+            .into_iter()
+            .flatten()
+            .map(|r| r.name)
+            .collect();
         for (at, name) in names.iter().enumerate() {
             let first = names.iter().position(|other| other == name);
             // A record that gives its name to a step.
-            assert!(first == Some(at) || *name == logged::AGENT_START, "{name} stands twice");
+            assert!(
+                first == Some(at) || *name == logged::AGENT_START,
+                "{name} stands twice"
+            );
         }
         for row in steps() {
-            let known = |before: &str| before != row.name && steps().any(|step| step.name == before);
-            assert!(row.follows.iter().all(|before| known(before)), "{}", row.name);
+            let known =
+                |before: &str| before != row.name && steps().any(|step| step.name == before);
+            assert!(
+                row.follows.iter().all(|before| known(before)),
+                "{}",
+                row.name
+            );
             assert_ne!(row.owner, Owner::Unknown, "{}", row.name);
         }
         let unknown = row_of("new.step");
-        assert_eq!((unknown.owner, unknown.phase), (Owner::Unknown, Phase::Other));
+        assert_eq!(
+            (unknown.owner, unknown.phase),
+            (Owner::Unknown, Phase::Other)
+        );
     }
 
     #[test]

@@ -28,9 +28,15 @@ pub fn decode_with_schema(line: &[u8]) -> Result<(u32, Line), DecodeError> {
     }
     // Read the version first: the rest of another version's line may have any shape.
     let version: Version = serde_json::from_slice(line).map_err(malformed)?;
-    let schema = u32::try_from(version.schema).ok().filter(|schema| READS.contains(schema));
+    let schema = u32::try_from(version.schema)
+        .ok()
+        .filter(|schema| READS.contains(schema));
     let schema = schema.ok_or(DecodeError::Schema(version.schema))?;
-    let line = if schema > SCHEMA { newer::decode(line, schema) } else { decode_own(line) };
+    let line = if schema > SCHEMA {
+        newer::decode(line, schema)
+    } else {
+        decode_own(line)
+    };
     Ok((schema, line?))
 }
 
@@ -43,5 +49,7 @@ fn decode_own(line: &[u8]) -> Result<Line, DecodeError> {
         return Ok(Line::Pong(Pong { pong, boottime_ns }));
     }
     let record: Record = serde_json::from_slice(line).map_err(malformed)?;
-    record.checked().map(|record| Line::Record(Box::new(record)))
+    record
+        .checked()
+        .map(|record| Line::Record(Box::new(record)))
 }

@@ -50,7 +50,11 @@ pub struct InitCode {
 /// First PCI address in a line of the log, with function 0 if the line has none.
 pub fn address(text: &str) -> Option<PciAddress> {
     text.split(|c: char| c.is_whitespace() || matches!(c, '(' | ')' | ',' | '[' | ']'))
-        .map(|word| word.strip_prefix("PCI:").unwrap_or(word).trim_end_matches([':', '.']))
+        .map(|word| {
+            word.strip_prefix("PCI:")
+                .unwrap_or(word)
+                .trim_end_matches([':', '.'])
+        })
         .find_map(|word| word.parse().or_else(|_| format!("{word}.0").parse()).ok())
 }
 
@@ -82,8 +86,13 @@ pub fn is_failed_probe(text: &str) -> bool {
 pub fn init_code(text: &str) -> Option<InitCode> {
     let (_, rest) = text.split_once("RmInitAdapter failed! (")?;
     let (code, _) = rest.split_once(')')?;
-    let mut numbers = code.split(':').map(|n| u32::from_str_radix(n.trim().strip_prefix("0x")?, 16).ok());
-    Some(InitCode { stage: numbers.next()??, status: numbers.next()?? })
+    let mut numbers = code
+        .split(':')
+        .map(|n| u32::from_str_radix(n.trim().strip_prefix("0x")?, 16).ok());
+    Some(InitCode {
+        stage: numbers.next()??,
+        status: numbers.next()??,
+    })
 }
 
 /// Whether a line can explain a failure. Not: FBHUB (marks the start of an initialisation), "was
@@ -108,7 +117,8 @@ pub fn explains(text: &str) -> bool {
     ];
     // The kernel's message about a function that cannot be enabled.
     let of_the_kernel = text.contains("can't enable device");
-    (of_the_kernel || text.contains("NVRM") || text.contains("nvidia")) && !HARMLESS.iter().any(|h| text.contains(h))
+    (of_the_kernel || text.contains("NVRM") || text.contains("nvidia"))
+        && !HARMLESS.iter().any(|h| text.contains(h))
 }
 
 /// Whether a line of the log concerns the boot of a GPU guest.
@@ -121,7 +131,11 @@ pub fn is_wanted(text: &str) -> bool {
 pub fn enumerated_gpu(text: &str) -> Option<PciAddress> {
     let vendor = u16::from_str_radix(text.split_once('[')?.1.get(..4)?, 16).ok()?;
     let class = u32::from_str_radix(text.split_once("class 0x")?.1.get(..6)?, 16).ok()?;
-    if is_gpu(vendor, class) { address(text) } else { None }
+    if is_gpu(vendor, class) {
+        address(text)
+    } else {
+        None
+    }
 }
 
 #[cfg(test)]
@@ -134,19 +148,43 @@ mod tests {
 
     #[test]
     fn a_line_names_its_gpu_only_by_address() {
-        assert_eq!(address("NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)"), Some(gpu("0001:00:03.0")));
-        assert_eq!(address("NVRM: Xid (PCI:0001:00:03): 79, GPU has fallen off the bus."), Some(gpu("0001:00:03.0")));
-        assert_eq!(address("NVRM: BAR0 is 0M @ 0x0 (PCI:0001:00:03.0)"), Some(gpu("0001:00:03.0")));
-        assert_eq!(address("nvidia 0001:00:03.0: enabling device (0000 -> 0002)"), Some(gpu("0001:00:03.0")));
+        assert_eq!(
+            address("NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)"),
+            Some(gpu("0001:00:03.0"))
+        );
+        assert_eq!(
+            address("NVRM: Xid (PCI:0001:00:03): 79, GPU has fallen off the bus."),
+            Some(gpu("0001:00:03.0"))
+        );
+        assert_eq!(
+            address("NVRM: BAR0 is 0M @ 0x0 (PCI:0001:00:03.0)"),
+            Some(gpu("0001:00:03.0"))
+        );
+        assert_eq!(
+            address("nvidia 0001:00:03.0: enabling device (0000 -> 0002)"),
+            Some(gpu("0001:00:03.0"))
+        );
         assert_eq!(address("NVRM: GPU1 gpuPowerManagementEnter: failed"), None);
     }
 
     #[test]
     fn signals_are_read_from_the_drivers_lines_only() {
         let removal = "NVRM: Attempting to remove device 0001:00:03.0 with non-zero usage count!";
-        assert_eq!(signal(removal), Some(Signal::RemovalWaits(gpu("0001:00:03.0"))));
-        assert_eq!(signal("NVRM: Xid (PCI:0001:00:03): 119, pid=1, name=x, Timeout"), Some(Signal::Xid(gpu("0001:00:03.0"), 119)));
-        for text in ["Xid (PCI:0001:00:03): 79", "NVRM: Xid (PCI:x): 79", "NVRM: Xid (PCI:0001:00:03): many", "", &removal[6..]] {
+        assert_eq!(
+            signal(removal),
+            Some(Signal::RemovalWaits(gpu("0001:00:03.0")))
+        );
+        assert_eq!(
+            signal("NVRM: Xid (PCI:0001:00:03): 119, pid=1, name=x, Timeout"),
+            Some(Signal::Xid(gpu("0001:00:03.0"), 119))
+        );
+        for text in [
+            "Xid (PCI:0001:00:03): 79",
+            "NVRM: Xid (PCI:x): 79",
+            "NVRM: Xid (PCI:0001:00:03): many",
+            "",
+            &removal[6..],
+        ] {
             assert_eq!(signal(text), None, "{text:?}");
         }
     }
@@ -154,7 +192,13 @@ mod tests {
     #[test]
     fn an_initialisations_code_is_read_without_its_line_number() {
         let code = init_code("NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)");
-        assert_eq!(code, Some(InitCode { stage: 0x62, status: 0x65 }));
+        assert_eq!(
+            code,
+            Some(InitCode {
+                stage: 0x62,
+                status: 0x65
+            })
+        );
         for text in [
             "RmInitAdapter failed!",
             "RmInitAdapter failed! (0x62)",
@@ -167,22 +211,48 @@ mod tests {
 
     #[test]
     fn harmless_lines_explain_nothing() {
-        assert!(!explains("NVRM: GPU 0000:01:00.0: FBHUB Interrupt detected"));
-        assert!(!explains("NVRM: The NVIDIA probe routine was not called for 7 device(s)."));
-        assert!(!explains("Command line: console=ttyS0 nvidia.NVreg_RegistryDwords=x"));
-        assert!(!explains("Kernel command line: console=ttyS0 nvidia.NVreg_RegistryDwords=x"));
-        assert!(explains("NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x62:0x65:1860)"));
-        assert!(explains("pci 0001:00:06.0: can't enable device: BAR 0 [mem 0x0-0xffffff 64bit pref] not claimed"));
-        assert!(explains("nvidia 0000:01:00.0: Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed with error -2"));
+        assert!(!explains(
+            "NVRM: GPU 0000:01:00.0: FBHUB Interrupt detected"
+        ));
+        assert!(!explains(
+            "NVRM: The NVIDIA probe routine was not called for 7 device(s)."
+        ));
+        assert!(!explains(
+            "Command line: console=ttyS0 nvidia.NVreg_RegistryDwords=x"
+        ));
+        assert!(!explains(
+            "Kernel command line: console=ttyS0 nvidia.NVreg_RegistryDwords=x"
+        ));
+        assert!(explains(
+            "NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x62:0x65:1860)"
+        ));
+        assert!(explains(
+            "pci 0001:00:06.0: can't enable device: BAR 0 [mem 0x0-0xffffff 64bit pref] not claimed"
+        ));
+        assert!(explains(
+            "nvidia 0000:01:00.0: Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed with error -2"
+        ));
     }
 
     #[test]
     fn the_enumeration_shows_which_functions_are_gpus() {
         let gpu = |text| enumerated_gpu(text).map(|a| a.to_string());
-        assert_eq!(gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200"), Some("0001:00:03.0".into()));
-        assert_eq!(gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200 PCIe Endpoint"), Some("0001:00:03.0".into()));
-        assert_eq!(gpu("pci 0000:00:01.0: [1af4:1053] type 00 class 0x020000"), None);
-        assert_eq!(gpu("pci 0000:00:01.0: [10de:22a3] type 00 class 0x068000"), None);
+        assert_eq!(
+            gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200"),
+            Some("0001:00:03.0".into())
+        );
+        assert_eq!(
+            gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200 PCIe Endpoint"),
+            Some("0001:00:03.0".into())
+        );
+        assert_eq!(
+            gpu("pci 0000:00:01.0: [1af4:1053] type 00 class 0x020000"),
+            None
+        );
+        assert_eq!(
+            gpu("pci 0000:00:01.0: [10de:22a3] type 00 class 0x068000"),
+            None
+        );
         assert_eq!(gpu("pci [10d\u{e9}"), None);
     }
 }

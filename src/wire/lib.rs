@@ -3,15 +3,15 @@
 //! The records of a boot are lines of JSON ([`mod@record`], README.md has the rules for a change);
 //! each name that they may have stands in the [`catalogue`], with owner, form and phase.
 
-pub mod record; // a line of the stream, and what a writer makes
-pub mod decode; // bytes into lines
-mod newer; // lines of the next schema
-pub mod catalogue; // all names of records
-pub mod pci_address; // addresses, and the ids of NVIDIA's GPUs
 pub mod arch; // what differs between architectures
+pub mod catalogue; // all names of records
+pub mod decode; // bytes into lines
 pub mod driver_log; // lines of driver and PCI in the kernel's log
-pub mod reason; // reasons why a GPU is not usable, with cures
 pub mod fabric; // a GPU's part of an NVLink fabric
-pub mod nvml_messages; // requests to the helper for NVML, and its answers
+mod newer; // lines of the next schema
+pub mod nvml_messages;
+pub mod pci_address; // addresses, and the ids of NVIDIA's GPUs
+pub mod reason; // reasons why a GPU is not usable, with cures
+pub mod record; // a line of the stream, and what a writer makes // requests to the helper for NVML, and its answers
 
 pub use catalogue::names;

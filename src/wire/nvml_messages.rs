@@ -23,7 +23,12 @@ pub enum Request {
     /// The facts that decide whether CUDA works: fabric and ready state.
     State(Vec<PciAddress>),
     /// Locks a GPU's clocks between two frequencies, in MHz.
-    Clocks { gpu: PciAddress, clock: Clock, min: u32, max: u32 },
+    Clocks {
+        gpu: PciAddress,
+        clock: Clock,
+        min: u32,
+        max: u32,
+    },
     /// Sets a GPU's power limit, in mW.
     Power { gpu: PciAddress, milliwatts: u32 },
     /// Sets the ready state of all confidential GPUs.
@@ -51,7 +56,12 @@ impl fmt::Display for Request {
         match self {
             Self::Facts(gpus) => write_list(f, "facts", gpus),
             Self::State(gpus) => write_list(f, "state", gpus),
-            Self::Clocks { gpu, clock, min, max } => write!(f, "clocks {gpu} {clock} {min} {max}"),
+            Self::Clocks {
+                gpu,
+                clock,
+                min,
+                max,
+            } => write!(f, "clocks {gpu} {clock} {min} {max}"),
             Self::Power { gpu, milliwatts } => write!(f, "power {gpu} {milliwatts}"),
             Self::Ready(on) => write!(f, "ready {}", if *on { "on" } else { "off" }),
         }
@@ -70,7 +80,12 @@ impl FromStr for Request {
         let words: Vec<&str> = line.split_whitespace().collect();
         let number = |text: &str| text.parse::<u32>().map_err(|e| format!("{text:?}: {e}"));
         let address = |text: &str| text.parse::<PciAddress>().map_err(|e| e.to_string());
-        let addresses = |texts: &[&str]| texts.iter().map(|text| address(text)).collect::<Result<Vec<_>, _>>();
+        let addresses = |texts: &[&str]| {
+            texts
+                .iter()
+                .map(|text| address(text))
+                .collect::<Result<Vec<_>, _>>()
+        };
         match words[..] {
             ["facts", ref gpus @ ..] => Ok(Self::Facts(addresses(gpus)?)),
             ["state", ref gpus @ ..] => Ok(Self::State(addresses(gpus)?)),
@@ -80,9 +95,17 @@ impl FromStr for Request {
                     "memory" => Clock::Memory,
                     other => return Err(format!("{other:?} is no clock: want graphics or memory")),
                 };
-                Ok(Self::Clocks { gpu: address(gpu)?, clock, min: number(min)?, max: number(max)? })
+                Ok(Self::Clocks {
+                    gpu: address(gpu)?,
+                    clock,
+                    min: number(min)?,
+                    max: number(max)?,
+                })
             }
-            ["power", gpu, milliwatts] => Ok(Self::Power { gpu: address(gpu)?, milliwatts: number(milliwatts)? }),
+            ["power", gpu, milliwatts] => Ok(Self::Power {
+                gpu: address(gpu)?,
+                milliwatts: number(milliwatts)?,
+            }),
             ["ready", "on"] => Ok(Self::Ready(true)),
             ["ready", "off"] => Ok(Self::Ready(false)),
             _ => Err(format!(
@@ -198,7 +221,11 @@ pub struct MigDevice {
 
 impl fmt::Display for MigDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}={}", self.gpu_instance, self.compute_instance, self.uuid)
+        write!(
+            f,
+            "{}/{}={}",
+            self.gpu_instance, self.compute_instance, self.uuid
+        )
     }
 }
 
@@ -208,9 +235,15 @@ impl FromStr for MigDevice {
     fn from_str(text: &str) -> Result<Self, String> {
         let found = text.split_once('=').and_then(|(numbers, uuid)| {
             let (gi, ci) = numbers.split_once('/')?;
-            Some(Self { uuid: uuid.to_string(), gpu_instance: gi.parse().ok()?, compute_instance: ci.parse().ok()? })
+            Some(Self {
+                uuid: uuid.to_string(),
+                gpu_instance: gi.parse().ok()?,
+                compute_instance: ci.parse().ok()?,
+            })
         });
-        found.ok_or_else(|| format!("{text:?} is no MIG instance: want GPU-INSTANCE/COMPUTE-INSTANCE=UUID"))
+        found.ok_or_else(|| {
+            format!("{text:?} is no MIG instance: want GPU-INSTANCE/COMPUTE-INSTANCE=UUID")
+        })
     }
 }
 
@@ -238,9 +271,22 @@ mod tests {
             Request::Facts(Vec::new()),
             Request::Facts(vec![gpu]),
             Request::State(vec![gpu, gpu]),
-            Request::Clocks { gpu, clock: Clock::Graphics, min: 210, max: 1980 },
-            Request::Clocks { gpu, clock: Clock::Memory, min: 0, max: u32::MAX },
-            Request::Power { gpu, milliwatts: 500_000 },
+            Request::Clocks {
+                gpu,
+                clock: Clock::Graphics,
+                min: 210,
+                max: 1980,
+            },
+            Request::Clocks {
+                gpu,
+                clock: Clock::Memory,
+                min: 0,
+                max: u32::MAX,
+            },
+            Request::Power {
+                gpu,
+                milliwatts: 500_000,
+            },
             Request::Ready(true),
             Request::Ready(false),
         ] {

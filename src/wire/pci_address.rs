@@ -18,13 +18,20 @@ pub struct PciAddress {
 impl PciAddress {
     /// Domain, and the 16 bits by which PCI itself knows a function.
     pub fn routing_id(self) -> (u32, u16) {
-        (self.domain, u16::from(self.bus) << 8 | u16::from(self.device) << 3 | u16::from(self.function))
+        (
+            self.domain,
+            u16::from(self.bus) << 8 | u16::from(self.device) << 3 | u16::from(self.function),
+        )
     }
 }
 
 impl fmt::Display for PciAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:04x}:{:02x}:{:02x}.{:x}", self.domain, self.bus, self.device, self.function)
+        write!(
+            f,
+            "{:04x}:{:02x}:{:02x}.{:x}",
+            self.domain, self.bus, self.device, self.function
+        )
     }
 }
 
@@ -41,7 +48,11 @@ pub struct NotAnAddress(pub String);
 
 impl fmt::Display for NotAnAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} is not a PCI address (want dddd:bb:dd.f, e.g. 0000:01:00.0)", self.0)
+        write!(
+            f,
+            "{:?} is not a PCI address (want dddd:bb:dd.f, e.g. 0000:01:00.0)",
+            self.0
+        )
     }
 }
 
@@ -55,11 +66,17 @@ impl FromStr for PciAddress {
             let (domain, rest) = text.split_once(':')?;
             let (bus, rest) = rest.split_once(':')?;
             let (device, function) = rest.split_once('.')?;
-            let hex = |digits: &str, len: std::ops::RangeInclusive<usize>, max: u32| -> Option<u32> {
-                // from_str_radix also accepts a sign: only digits may reach it.
-                let ok = len.contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_hexdigit());
-                if ok { u32::from_str_radix(digits, 16).ok().filter(|v| *v <= max) } else { None }
-            };
+            let hex =
+                |digits: &str, len: std::ops::RangeInclusive<usize>, max: u32| -> Option<u32> {
+                    // from_str_radix also accepts a sign: only digits may reach it.
+                    let ok = len.contains(&digits.len())
+                        && digits.bytes().all(|b| b.is_ascii_hexdigit());
+                    if ok {
+                        u32::from_str_radix(digits, 16).ok().filter(|v| *v <= max)
+                    } else {
+                        None
+                    }
+                };
             Some(Self {
                 domain: hex(domain, 4..=8, u32::MAX)?,
                 bus: hex(bus, 2..=2, 0xff)? as u8,
@@ -109,11 +126,26 @@ mod tests {
 
     #[test]
     fn addresses_order_by_number_not_by_text() {
-        let mut list: Vec<PciAddress> =
-            ["0000:10:00.0", "10000:01:00.0", "0000:0a:00.0", "0000:02:1f.7"].iter().map(|t| t.parse().unwrap()).collect();
+        let mut list: Vec<PciAddress> = [
+            "0000:10:00.0",
+            "10000:01:00.0",
+            "0000:0a:00.0",
+            "0000:02:1f.7",
+        ]
+        .iter()
+        .map(|t| t.parse().unwrap())
+        .collect();
         list.sort();
         let texts: Vec<String> = list.iter().map(|a| a.to_string()).collect();
-        assert_eq!(texts, ["0000:02:1f.7", "0000:0a:00.0", "0000:10:00.0", "10000:01:00.0"]);
+        assert_eq!(
+            texts,
+            [
+                "0000:02:1f.7",
+                "0000:0a:00.0",
+                "0000:10:00.0",
+                "10000:01:00.0"
+            ]
+        );
     }
 
     #[test]
@@ -129,7 +161,10 @@ mod tests {
             "0000:01:00.0\n",
             "123456789:01:00.0",
         ] {
-            assert!(text.parse::<PciAddress>().is_err(), "{text:?} was taken for an address");
+            assert!(
+                text.parse::<PciAddress>().is_err(),
+                "{text:?} was taken for an address"
+            );
         }
     }
 }

@@ -125,11 +125,18 @@ impl Record {
 
     /// The record, if its values are those of a writer.
     pub(super) fn checked(self) -> Result<Self, DecodeError> {
-        if self.name.is_empty() || self.name.len() > MAX_NAME || !self.name.bytes().all(|b| b.is_ascii_graphic()) {
-            return Err(DecodeError::Invalid("name is empty, too long or not printable"));
+        if self.name.is_empty()
+            || self.name.len() > MAX_NAME
+            || !self.name.bytes().all(|b| b.is_ascii_graphic())
+        {
+            return Err(DecodeError::Invalid(
+                "name is empty, too long or not printable",
+            ));
         }
         if self.kind.is_of_span() != self.span.is_some() {
-            return Err(DecodeError::Invalid("begin and end need a span id, event and kmsg have none"));
+            return Err(DecodeError::Invalid(
+                "begin and end need a span id, event and kmsg have none",
+            ));
         }
         Ok(self)
     }
@@ -154,7 +161,11 @@ pub struct Header {
 
 impl Header {
     pub(super) fn checked(self) -> Result<Self, DecodeError> {
-        if is_boot_id(&self.boot_id) { Ok(self) } else { Err(DecodeError::Invalid("boot_id is not a UUID")) }
+        if is_boot_id(&self.boot_id) {
+            Ok(self)
+        } else {
+            Err(DecodeError::Invalid("boot_id is not a UUID"))
+        }
     }
 }
 
@@ -194,8 +205,17 @@ impl fmt::Display for DecodeError {
             Self::TooLong(n) => write!(f, "line of {n} bytes, the limit is {MAX_LINE}"),
             Self::Malformed(why) => write!(f, "not a record: {why}"),
             Self::Schema(v) => {
-                let cure = if *v > u64::from(SCHEMA) { "upgrade kata-gpu-boot to the guest's version" } else { "no release wrote it" };
-                write!(f, "schema {v}, this program reads schemas {} to {}: {cure}", READS.start(), READS.end())
+                let cure = if *v > u64::from(SCHEMA) {
+                    "upgrade kata-gpu-boot to the guest's version"
+                } else {
+                    "no release wrote it"
+                };
+                write!(
+                    f,
+                    "schema {v}, this program reads schemas {} to {}: {cure}",
+                    READS.start(),
+                    READS.end()
+                )
             }
             Self::Invalid(what) => write!(f, "invalid record: {what}"),
         }
@@ -220,7 +240,8 @@ pub fn is_boot_id(text: &str) -> bool {
 
 fn line_of(value: &impl Serialize) -> String {
     // Structs of strings, numbers and maps with string keys: serialising them cannot fail.
-    let mut line = serde_json::to_string(value).unwrap_or_else(|e| format!(r#"{{"schema":{SCHEMA},"unwritable":"{e}"}}"#));
+    let mut line = serde_json::to_string(value)
+        .unwrap_or_else(|e| format!(r#"{{"schema":{SCHEMA},"unwritable":"{e}"}}"#));
     line.push('\n');
     line
 }
@@ -232,7 +253,9 @@ pub fn header_line(header: &Header) -> String {
 
 /// The answer to a ping as a line.
 pub fn pong_line(pong: Pong) -> String {
-    line_of(&serde_json::json!({ "schema": SCHEMA, "pong": pong.pong, "boottime_ns": pong.boottime_ns }))
+    line_of(
+        &serde_json::json!({ "schema": SCHEMA, "pong": pong.pong, "boottime_ns": pong.boottime_ns }),
+    )
 }
 
 /// A record as a line of at most [`MAX_LINE`] bytes. A longer record (a hostile log line) keeps its
@@ -261,7 +284,10 @@ pub fn ping(line: &[u8]) -> Option<u64> {
         schema: u32,
         ping: u64,
     }
-    serde_json::from_slice::<Ping>(line).ok().filter(|p| READS.contains(&p.schema)).map(|p| p.ping)
+    serde_json::from_slice::<Ping>(line)
+        .ok()
+        .filter(|p| READS.contains(&p.schema))
+        .map(|p| p.ping)
 }
 
 #[cfg(test)]
@@ -309,31 +335,57 @@ mod tests {
 
     #[test]
     fn header_and_pong_survive_the_wire() {
-        let header =
-            Header { boot_id: "0f7a1f8e-0000-4000-8000-00000000beef".into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 };
-        assert_eq!(decode(header_line(&header).as_bytes()), Ok(Line::Header(header)));
-        let pong = Pong { pong: 3, boottime_ns: 99 };
+        let header = Header {
+            boot_id: "0f7a1f8e-0000-4000-8000-00000000beef".into(),
+            version: "0.1.0".into(),
+            kernel: "6.1".into(),
+            first_seq: 0,
+        };
+        assert_eq!(
+            decode(header_line(&header).as_bytes()),
+            Ok(Line::Header(header))
+        );
+        let pong = Pong {
+            pong: 3,
+            boottime_ns: 99,
+        };
         assert_eq!(decode(pong_line(pong).as_bytes()), Ok(Line::Pong(pong)));
         assert_eq!(ping(ping_line(3).as_bytes()), Some(3));
         // A newer host asks an older guest.
-        let asked = |schema: u32| ping(format!(r#"{{"schema":{schema},"ping":3,"new":[]}}"#).as_bytes());
+        let asked =
+            |schema: u32| ping(format!(r#"{{"schema":{schema},"ping":3,"new":[]}}"#).as_bytes());
         assert_eq!([0, 1, 2, 3].map(asked), [None, Some(3), Some(3), None]);
     }
 
     #[test]
     fn what_is_not_a_record_is_refused_with_its_reason() {
         assert!(matches!(decode(b""), Err(DecodeError::Malformed(_))));
-        assert!(matches!(decode(b"{\"schema\":1,\"seq\":1"), Err(DecodeError::Malformed(_))));
-        assert!(matches!(decode(b"\xff\xfe\x00"), Err(DecodeError::Malformed(_))));
+        assert!(matches!(
+            decode(b"{\"schema\":1,\"seq\":1"),
+            Err(DecodeError::Malformed(_))
+        ));
+        assert!(matches!(
+            decode(b"\xff\xfe\x00"),
+            Err(DecodeError::Malformed(_))
+        ));
         for schema in [0, 3, u64::MAX] {
             assert_eq!(
-                decode(format!(r#"{{"schema":{schema},"stream":{{"other":true}},"pong":"x"}}"#).as_bytes()),
+                decode(
+                    format!(r#"{{"schema":{schema},"stream":{{"other":true}},"pong":"x"}}"#)
+                        .as_bytes()
+                ),
                 Err(DecodeError::Schema(schema))
             );
         }
-        assert_eq!(decode(&vec![b' '; MAX_LINE + 1]), Err(DecodeError::TooLong(MAX_LINE + 1)));
+        assert_eq!(
+            decode(&vec![b' '; MAX_LINE + 1]),
+            Err(DecodeError::TooLong(MAX_LINE + 1))
+        );
         let path = br#"{"schema":1,"stream":{"boot_id":"../../../../etc/passwd-aaaaaaaaaaaaa","version":"","kernel":"","first_seq":0}}"#;
-        assert_eq!(decode(path), Err(DecodeError::Invalid("boot_id is not a UUID")));
+        assert_eq!(
+            decode(path),
+            Err(DecodeError::Invalid("boot_id is not a UUID"))
+        );
         let unnamed = br#"{"schema":1,"seq":1,"boottime_ns":1,"kind":"event","name":"a\u001b[2J"}"#;
         assert!(matches!(decode(unnamed), Err(DecodeError::Invalid(_))));
     }
@@ -341,10 +393,14 @@ mod tests {
     #[test]
     fn an_over_long_record_is_cut_and_marked() {
         let mut record = sample();
-        record.fields.insert("text".into(), Value::from("x".repeat(3 * MAX_LINE)));
+        record
+            .fields
+            .insert("text".into(), Value::from("x".repeat(3 * MAX_LINE)));
         let line = record_line(&record);
         assert!(line.len() <= MAX_LINE);
-        let Ok(Line::Record(read)) = decode(line.as_bytes()) else { panic!("cut record does not decode") };
+        let Ok(Line::Record(read)) = decode(line.as_bytes()) else {
+            panic!("cut record does not decode")
+        };
         assert!(read.fields.contains_key("cut_bytes"));
     }
 }

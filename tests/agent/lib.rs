@@ -10,7 +10,10 @@ struct OfTheCrate(Arc<Mutex<Cache>>);
 
 /// The specs of a directory, as kata-agent opens them.
 pub fn specs(directory: &str) -> Box<dyn Specs> {
-    Box::new(OfTheCrate(new_cache(vec![with_auto_refresh(false), with_spec_dirs(&[directory])])))
+    Box::new(OfTheCrate(new_cache(vec![
+        with_auto_refresh(false),
+        with_spec_dirs(&[directory]),
+    ])))
 }
 
 impl OfTheCrate {
@@ -29,7 +32,10 @@ impl Specs for OfTheCrate {
     }
 
     fn inject_devices(&mut self, spec: &mut Spec, asked: &[String]) -> Result<(), String> {
-        self.cache().inject_devices(Some(spec), asked.to_vec()).map(drop).map_err(|error| format!("{error:?}"))
+        self.cache()
+            .inject_devices(Some(spec), asked.to_vec())
+            .map(drop)
+            .map_err(|error| format!("{error:?}"))
     }
 }
 
@@ -48,7 +54,8 @@ mod tests {
 
     impl Directory {
         fn new(test: &str) -> Self {
-            let path = std::env::temp_dir().join(format!("kata-gpu-tests-cdi-{test}-{}", std::process::id()));
+            let path = std::env::temp_dir()
+                .join(format!("kata-gpu-tests-cdi-{test}-{}", std::process::id()));
             std::fs::create_dir_all(&path).unwrap();
             Self(path)
         }
@@ -57,7 +64,12 @@ mod tests {
             std::fs::rename(self.0.join("x.tmp"), self.0.join("nvidia.yaml")).unwrap();
         }
         /// Asks for a device; `later` is put in place during the first pause.
-        fn ask(&self, device: &str, fail_fast: bool, later: Option<&str>) -> (Result<u64, (u64, String)>, Spec) {
+        fn ask(
+            &self,
+            device: &str,
+            fail_fast: bool,
+            later: Option<&str>,
+        ) -> (Result<u64, (u64, String)>, Spec) {
             let mut spec = Spec::default();
             let slept = Cell::new(0);
             let sleep = |_: Duration| {
@@ -67,7 +79,16 @@ mod tests {
                 }
             };
             let asked = [format!("nvidia.com/gpu={device}")];
-            let result = inject(specs, &mut spec, self.0.to_str().unwrap(), &asked, 3, fail_fast, &sleep, &mut |_, _| {});
+            let result = inject(
+                specs,
+                &mut spec,
+                self.0.to_str().unwrap(),
+                &asked,
+                3,
+                fail_fast,
+                &sleep,
+                &mut |_, _| {},
+            );
             (result, spec)
         }
     }
@@ -83,7 +104,13 @@ mod tests {
         let directory = Directory::new("pending");
         directory.put(PENDING);
         let (result, spec) = directory.ask("0", true, None);
-        assert_eq!(result.unwrap_err(), (4, "failed to inject devices after CDI timeout of 3 seconds".into()));
+        assert_eq!(
+            result.unwrap_err(),
+            (
+                4,
+                "failed to inject devices after CDI timeout of 3 seconds".into()
+            )
+        );
         assert_eq!(spec, Spec::default());
     }
 
@@ -125,11 +152,18 @@ mod tests {
     fn one_device_in_two_files_fails_at_once() {
         let directory = Directory::new("conflict");
         directory.put(READY);
-        std::fs::write(directory.0.join("second.yaml"), READY.replace(r#""name":"0""#, r#""name":"1""#)).unwrap();
+        std::fs::write(
+            directory.0.join("second.yaml"),
+            READY.replace(r#""name":"0""#, r#""name":"1""#),
+        )
+        .unwrap();
         assert_eq!(directory.ask("1", true, None).0, Ok(1));
         std::fs::write(directory.0.join("second.yaml"), READY).unwrap();
         let (tries, error) = directory.ask("0", true, None).0.unwrap_err();
-        assert!(tries == 1 && error.contains("error refreshing cache"), "{tries} {error}");
+        assert!(
+            tries == 1 && error.contains("error refreshing cache"),
+            "{tries} {error}"
+        );
     }
 
     #[test]
@@ -142,7 +176,16 @@ mod tests {
         let sleep = |time: Duration| slept.set(slept.get() + time);
         let directory = Directory::new("often");
         let asked = ["nvidia.com/gpu=0".to_string()];
-        let result = inject(specs, &mut Spec::default(), directory.0.to_str().unwrap(), &asked, 7, true, &sleep, &mut looked);
+        let result = inject(
+            specs,
+            &mut Spec::default(),
+            directory.0.to_str().unwrap(),
+            &asked,
+            7,
+            true,
+            &sleep,
+            &mut looked,
+        );
         assert_eq!(result.unwrap_err().0, 8);
         assert_eq!((slept.get(), looks.get()), (Duration::from_secs(8), 8));
     }
@@ -152,7 +195,10 @@ mod tests {
         let directory = Directory::new("unlisted");
         directory.put(READY);
         let (tries, error) = directory.ask("1", true, None).0.unwrap_err();
-        assert!(tries == 1 && error.contains("do not exist"), "{tries} {error}");
+        assert!(
+            tries == 1 && error.contains("do not exist"),
+            "{tries} {error}"
+        );
         let (tries, error) = directory.ask("1", false, None).0.unwrap_err();
         assert!(tries == 4 && error.contains("timeout"), "{tries} {error}");
     }
@@ -178,7 +224,11 @@ mod stand_in {
     /// Injects the same names with both implementations. Each returns the spec, or `None` on
     /// failure.
     fn both(asked: &[&str]) -> [Option<Spec>; 2] {
-        let name = format!("kata-gpu-tests-cdi-json-{}-{}", asked.concat(), std::process::id());
+        let name = format!(
+            "kata-gpu-tests-cdi-json-{}-{}",
+            asked.concat(),
+            std::process::id()
+        );
         let directory = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&directory).unwrap();
         std::fs::write(directory.join("nvidia.yaml"), SPEC).unwrap();
@@ -195,8 +245,13 @@ mod stand_in {
         our_list.sort();
         assert_eq!(their_list, our_list);
         let done = [
-            theirs.inject_devices(&mut by_crate, &asked).is_ok().then_some(by_crate),
-            ours.inject_devices(&mut by_us, &asked).is_ok().then_some(by_us),
+            theirs
+                .inject_devices(&mut by_crate, &asked)
+                .is_ok()
+                .then_some(by_crate),
+            ours.inject_devices(&mut by_us, &asked)
+                .is_ok()
+                .then_some(by_us),
         ];
         std::fs::remove_dir_all(&directory).unwrap();
         done

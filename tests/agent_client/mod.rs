@@ -43,7 +43,9 @@ impl Client {
         let stream = loop {
             match handshake(uds, end) {
                 Ok(stream) => break stream,
-                Err(error) if Instant::now() >= end => return Err(error).context("connect to the agent"),
+                Err(error) if Instant::now() >= end => {
+                    return Err(error).context("connect to the agent");
+                }
                 Err(_) => std::thread::sleep(ATTEMPT_EVERY),
             }
         };
@@ -60,11 +62,20 @@ impl Client {
             shared.closed = true;
             shared.waiting.clear();
         });
-        Ok(Self { shared, writer: Mutex::new((stream, 1)) })
+        Ok(Self {
+            shared,
+            writer: Mutex::new((stream, 1)),
+        })
     }
 
     /// Calls a method and returns its answer's message.
-    pub fn call(&self, service: &str, method: &str, payload: Message, timeout: Duration) -> Result<Vec<u8>> {
+    pub fn call(
+        &self,
+        service: &str,
+        method: &str,
+        payload: Message,
+        timeout: Duration,
+    ) -> Result<Vec<u8>> {
         let request = Message::new()
             .text(1, service)
             .text(2, method)
@@ -77,19 +88,34 @@ impl Client {
             let stream = writer.1;
             writer.1 += 2;
             let mut shared = lock(&self.shared);
-            ensure!(!shared.closed, "{method}: the agent has closed the connection");
+            ensure!(
+                !shared.closed,
+                "{method}: the agent has closed the connection"
+            );
             shared.waiting.insert(stream, sender);
             drop(shared);
             writer
                 .0
-                .write_all(&Frame { stream, kind: REQUEST, message: request }.to_bytes()?)
+                .write_all(
+                    &Frame {
+                        stream,
+                        kind: REQUEST,
+                        message: request,
+                    }
+                    .to_bytes()?,
+                )
                 .with_context(|| format!("{method}: send"))?;
         }
         let response = answer.recv_timeout(timeout);
-        let response = response.map_err(|e| anyhow!("{method}: no answer within {timeout:?}: {e}"))?;
+        let response =
+            response.map_err(|e| anyhow!("{method}: no answer within {timeout:?}: {e}"))?;
         let status = bytes_of(&response, 1)?;
         let code = number_of(status, 1)?;
-        ensure!(code == 0, "{method}: code {code}: {}", String::from_utf8_lossy(bytes_of(status, 2)?));
+        ensure!(
+            code == 0,
+            "{method}: code {code}: {}",
+            String::from_utf8_lossy(bytes_of(status, 2)?)
+        );
         Ok(bytes_of(&response, 2)?.to_vec())
     }
 }
@@ -102,8 +128,11 @@ impl Drop for Client {
 
 /// Makes one attempt. The answer to CONNECT is a line of its own.
 fn handshake(uds: &Path, end: Instant) -> Result<UnixStream> {
-    let mut stream = UnixStream::connect(uds).with_context(|| format!("connect to {}", uds.display()))?;
-    let left = end.saturating_duration_since(Instant::now()).clamp(Duration::from_millis(1), HANDSHAKE);
+    let mut stream =
+        UnixStream::connect(uds).with_context(|| format!("connect to {}", uds.display()))?;
+    let left = end
+        .saturating_duration_since(Instant::now())
+        .clamp(Duration::from_millis(1), HANDSHAKE);
     stream.set_read_timeout(Some(left))?;
     stream.write_all(format!("CONNECT {PORT}\n").as_bytes())?;
     let mut line = Vec::new();
@@ -113,7 +142,11 @@ fn handshake(uds: &Path, end: Instant) -> Result<UnixStream> {
         line.push(byte[0]);
         ensure!(line.len() < 64, "CONNECT: the answer is no line");
     }
-    ensure!(line.starts_with(b"OK "), "CONNECT: {}", String::from_utf8_lossy(&line).trim());
+    ensure!(
+        line.starts_with(b"OK "),
+        "CONNECT: {}",
+        String::from_utf8_lossy(&line).trim()
+    );
     stream.set_read_timeout(None)?;
     Ok(stream)
 }
@@ -121,7 +154,11 @@ fn handshake(uds: &Path, end: Instant) -> Result<UnixStream> {
 /// Hands out answers until the connection ends.
 fn read_answers(mut stream: UnixStream, shared: &Mutex<Shared>) -> Result<()> {
     loop {
-        let Frame { stream: number, kind, message } = Frame::read(&mut stream)?;
+        let Frame {
+            stream: number,
+            kind,
+            message,
+        } = Frame::read(&mut stream)?;
         ensure!(kind == RESPONSE, "an answer of type {kind}");
         if let Some(sender) = lock(shared).waiting.remove(&number) {
             let _unused = sender.send(message); // its caller may have given up

@@ -26,17 +26,54 @@ const CAPABILITIES: [&str; 14] = [
     "CAP_AUDIT_WRITE",
 ];
 /// Options of a container's /dev/pts.
-const PTS: &[&str] = &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"];
+const PTS: &[&str] = &[
+    "nosuid",
+    "noexec",
+    "newinstance",
+    "ptmxmode=0666",
+    "mode=0620",
+    "gid=5",
+];
 /// Destination, type, source and options of a container's mounts.
 const MOUNTS: &[(&str, &str, &str, &[&str])] = &[
     ("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
-    ("/dev", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+    (
+        "/dev",
+        "tmpfs",
+        "tmpfs",
+        &["nosuid", "strictatime", "mode=755", "size=65536k"],
+    ),
     ("/dev/pts", "devpts", "devpts", PTS),
-    ("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
-    ("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
-    ("/sys/fs/cgroup", "cgroup", "cgroup", &["nosuid", "noexec", "nodev", "relatime", "ro"]),
-    ("/run", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-    ("/dev/shm", "tmpfs", "shm", &["nosuid", "noexec", "nodev", "mode=1777", "size=67108864"]),
+    (
+        "/dev/mqueue",
+        "mqueue",
+        "mqueue",
+        &["nosuid", "noexec", "nodev"],
+    ),
+    (
+        "/sys",
+        "sysfs",
+        "sysfs",
+        &["nosuid", "noexec", "nodev", "ro"],
+    ),
+    (
+        "/sys/fs/cgroup",
+        "cgroup",
+        "cgroup",
+        &["nosuid", "noexec", "nodev", "relatime", "ro"],
+    ),
+    (
+        "/run",
+        "tmpfs",
+        "tmpfs",
+        &["nosuid", "strictatime", "mode=755", "size=65536k"],
+    ),
+    (
+        "/dev/shm",
+        "tmpfs",
+        "shm",
+        &["nosuid", "noexec", "nodev", "mode=1777", "size=67108864"],
+    ),
 ];
 /// Limit of open files that containerd gives a container.
 pub const FILES: u64 = 1_048_576;
@@ -91,24 +128,44 @@ pub fn write_stdin(id: &str, bytes: &[u8]) -> Message {
 
 pub fn create_container(container: &Container, sandbox: &str) -> Message {
     // containerID, execID, OCI
-    Message::new().text(1, &container.id).text(2, &container.id).message(6, spec(container, sandbox))
+    Message::new()
+        .text(1, &container.id)
+        .text(2, &container.id)
+        .message(6, spec(container, sandbox))
 }
 
 fn spec(container: &Container, sandbox: &str) -> Message {
     let user = Message::new();
     let capabilities = (1..=4).fold(Message::new(), |all, set| all.texts(set, CAPABILITIES));
-    let limit = Message::new().text(1, "RLIMIT_NOFILE").number(2, container.files).number(3, container.files);
+    let limit = Message::new()
+        .text(1, "RLIMIT_NOFILE")
+        .number(2, container.files)
+        .number(3, container.files);
     let process = Message::new()
         .message(3, user)
         .texts(4, &container.arguments)
-        .texts(5, ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOSTNAME=bench"])
+        .texts(
+            5,
+            [
+                "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+                "HOSTNAME=bench",
+            ],
+        )
         .text(6, "/")
         .message(7, capabilities)
         .message(8, limit);
     let root = Message::new().text(1, &container.root);
-    let mut spec = Message::new().text(1, "1.2.0").message(2, process).message(3, root).text(4, "bench");
+    let mut spec = Message::new()
+        .text(1, "1.2.0")
+        .message(2, process)
+        .message(3, root)
+        .text(4, "bench");
     for (destination, kind, source, options) in MOUNTS {
-        let mount = Message::new().text(1, destination).text(2, source).text(3, kind).texts(4, *options);
+        let mount = Message::new()
+            .text(1, destination)
+            .text(2, source)
+            .text(3, kind)
+            .texts(4, *options);
         spec = spec.message(5, mount);
     }
     for (name, value) in annotations(container, sandbox) {
@@ -116,7 +173,9 @@ fn spec(container: &Container, sandbox: &str) -> Message {
     }
     // CPU shares and the period as kubelet sets them for a pod without limits.
     let resources = Message::new().message(3, Message::new().number(1, 2).number(3, 100_000));
-    let mut linux = Message::new().message(4, resources).text(5, &format!("{POD_CGROUP}/{}", container.id));
+    let mut linux = Message::new()
+        .message(4, resources)
+        .text(5, &format!("{POD_CGROUP}/{}", container.id));
     for namespace in ["ipc", "uts", "mount"] {
         linux = linux.message(6, Message::new().text(1, namespace));
     }
@@ -124,13 +183,31 @@ fn spec(container: &Container, sandbox: &str) -> Message {
 }
 
 fn annotations(container: &Container, sandbox: &str) -> Vec<(String, String)> {
-    let kind = if container.sandbox { "sandbox" } else { "container" };
+    let kind = if container.sandbox {
+        "sandbox"
+    } else {
+        "container"
+    };
     let mut all = vec![
-        ("io.kubernetes.cri.container-type".to_string(), kind.to_string()),
-        ("io.kubernetes.cri.sandbox-id".to_string(), sandbox.to_string()),
-        ("io.kubernetes.cri.sandbox-name".to_string(), "bench".to_string()),
+        (
+            "io.kubernetes.cri.container-type".to_string(),
+            kind.to_string(),
+        ),
+        (
+            "io.kubernetes.cri.sandbox-id".to_string(),
+            sandbox.to_string(),
+        ),
+        (
+            "io.kubernetes.cri.sandbox-name".to_string(),
+            "bench".to_string(),
+        ),
     ];
-    let named = |(k, gpu)| (format!("cdi.k8s.io/vfio{k}"), format!("nvidia.com/gpu={gpu}"));
+    let named = |(k, gpu)| {
+        (
+            format!("cdi.k8s.io/vfio{k}"),
+            format!("nvidia.com/gpu={gpu}"),
+        )
+    };
     all.extend(container.gpus.iter().enumerate().map(named));
     all
 }

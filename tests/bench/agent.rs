@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// Everything is up and published before the agent is executed.
-const GUEST: &str = "fakepci.gpus=1 hardware.init=/serial-init agent.cdi_timeout=10 testagent.cost=real";
+const GUEST: &str =
+    "fakepci.gpus=1 hardware.init=/serial-init agent.cdi_timeout=10 testagent.cost=real";
 const REAL: &str = "real";
 const TEST: &str = "test agent";
 /// ms; each from the request that it belongs to.
@@ -33,7 +34,8 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
             "--cgroup-v1" => v1 = true,
             number => {
                 let parsed = number.parse();
-                runs = parsed.with_context(|| format!("bench agent: {number:?} is no number of runs"))?;
+                runs = parsed
+                    .with_context(|| format!("bench agent: {number:?} is no number of runs"))?;
             }
         }
     }
@@ -60,26 +62,43 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     let all = json!({ "command": command, "guest": GUEST, "real": version, "machine": machine, "runs": raw });
     let file = keep(root, "agent", &all)?;
     println!("ms, median of {runs} runs {version}");
-    println!("{:<28} {:>12} {:>12}   {:>12} {:>12}", "", "1 vCPU real", "test", "2 vCPUs real", "test");
+    println!(
+        "{:<28} {:>12} {:>12}   {:>12} {:>12}",
+        "", "1 vCPU real", "test", "2 vCPUs real", "test"
+    );
     for column in COLUMNS {
         let guests = [(1, REAL), (1, TEST), (2, REAL), (2, TEST)];
         let [a, b, c, d] = guests.map(|(cpus, agent)| median(&raw, agent, cpus, column));
         println!("{column:<28} {a:>12.0} {b:>12.0}   {c:>12.0} {d:>12.0}");
     }
-    println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
+    println!(
+        "raw runs: {}",
+        file.strip_prefix(root).unwrap_or(&file).display()
+    );
     Ok(())
 }
 
 fn measure(context: &TestContext, program: Option<&[u8]>, cpus: u32, v1: bool) -> Result<Value> {
-    let guest = if v1 { Guest::new().cgroup_v1() } else { Guest::new() };
-    let mut guest = real_agent::with_roots(guest.cpus(cpus).append(GUEST), context, &["app", "gpu"])?;
+    let guest = if v1 {
+        Guest::new().cgroup_v1()
+    } else {
+        Guest::new()
+    };
+    let mut guest =
+        real_agent::with_roots(guest.cpus(cpus).append(GUEST), context, &["app", "gpu"])?;
     if let Some(program) = program {
         guest = guest.agent(program);
     }
     let booted = guest.boot(context, "agent")?;
-    let wanted = [Container::new("app", "pause", &[]), Container::new("gpu", "cuda", &["0"])];
+    let wanted = [
+        Container::new("app", "pause", &[]),
+        Container::new("gpu", "cuda", &["0"]),
+    ];
     let times = real_agent::run(&booted, "serial-init: exec ", &wanted, Order::InTurn)?;
-    let exec = booted.console.number_after("serial-init: exec ").context("no exec of the agent")?;
+    let exec = booted
+        .console
+        .number_after("serial-init: exec ")
+        .context("no exec of the agent")?;
     let ms = |from: u64, to: u64| (to as f64 - from as f64) / 1e6;
     let mut values = json!({
         "answers after exec": ms(exec, times.answer_ns),
@@ -87,7 +106,10 @@ fn measure(context: &TestContext, program: Option<&[u8]>, cpus: u32, v1: bool) -
         "clock error": ms(0, times.clock_error_ns),
     });
     let containers = [&times.pause].into_iter().chain(&times.containers);
-    for (name, c) in ["pause", "container", "GPU container"].iter().zip(containers) {
+    for (name, c) in ["pause", "container", "GPU container"]
+        .iter()
+        .zip(containers)
+    {
         values[format!("{name} created")] = ms(c.create_begin_ns, c.created_ns).into();
         values[format!("{name} program runs")] = ms(c.create_begin_ns, c.program_ns).into();
     }
@@ -95,7 +117,9 @@ fn measure(context: &TestContext, program: Option<&[u8]>, cpus: u32, v1: bool) -
 }
 
 fn median(raw: &[Value], agent: &str, cpus: u32, column: &str) -> f64 {
-    let of = raw.iter().filter(|r| r["agent"] == agent && r["cpus"] == cpus);
+    let of = raw
+        .iter()
+        .filter(|r| r["agent"] == agent && r["cpus"] == cpus);
     let mut values: Vec<f64> = of.filter_map(|r| r["ms"][column].as_f64()).collect();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

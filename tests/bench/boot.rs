@@ -26,8 +26,11 @@ const GUEST: &str = "fakepci.gpus=8 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2
 /// Kinds of host, by the ms that one takes to map a GPU's BARs.
 const HOSTS: [(&str, u32); 3] = [("fast", 3), ("medium", 1000), ("slow", 3300)];
 /// Name and command line of each row.
-const ROWS: [(&str, &str); 3] =
-    [(SERIAL, "hardware.init=/serial-init"), (BOUND, "gpuinit.ready=bound"), ("usable", "gpuinit.ready=usable")];
+const ROWS: [(&str, &str); 3] = [
+    (SERIAL, "hardware.init=/serial-init"),
+    (BOUND, "gpuinit.ready=bound"),
+    ("usable", "gpuinit.ready=usable"),
+];
 const SERIAL: &str = "serial";
 const BOUND: &str = "bound";
 
@@ -52,16 +55,30 @@ struct Asked {
 }
 
 fn parse(arguments: &[String]) -> Result<Asked> {
-    let mut asked = Asked { runs: 1, hosts: vec![], cpus: 2, busy: false };
+    let mut asked = Asked {
+        runs: 1,
+        hosts: vec![],
+        cpus: 2,
+        busy: false,
+    };
     let mut words = arguments.iter();
     while let Some(word) = words.next() {
         match word.as_str() {
             "--busy" => asked.busy = true,
-            "--cpus" => asked.cpus = words.next().context("--cpus wants a number")?.parse().context("--cpus")?,
+            "--cpus" => {
+                asked.cpus = words
+                    .next()
+                    .context("--cpus wants a number")?
+                    .parse()
+                    .context("--cpus")?
+            }
             word => match (word.parse(), HOSTS.iter().find(|(name, _)| *name == word)) {
                 (Ok(runs), _) => asked.runs = runs,
                 (Err(_), Some(host)) => asked.hosts.push(*host),
-                (Err(_), None) => bail!("bench boot: {word:?} is no host: there are {}", HOSTS.map(|(name, _)| name).join(", ")),
+                (Err(_), None) => bail!(
+                    "bench boot: {word:?} is no host: there are {}",
+                    HOSTS.map(|(name, _)| name).join(", ")
+                ),
             },
         }
     }
@@ -75,7 +92,11 @@ fn parse(arguments: &[String]) -> Result<Asked> {
 pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
     let asked = parse(arguments)?;
     let agent = real_agent::file()?;
-    let version = if agent.is_some() { real_agent::version()? } else { "test agent".into() };
+    let version = if agent.is_some() {
+        real_agent::version()?
+    } else {
+        "test agent".into()
+    };
     let (mut raw, mut gaps) = (Vec::new(), Vec::new());
     let busy = asked.busy.then(Busy::start);
     for run in 1..=asked.runs {
@@ -83,8 +104,17 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
             for (row, words) in ROWS {
                 eprintln!("bench: run {run} of {}, {host}, {row} ...", asked.runs);
                 let words = format!("{words} fakepci.enable_ms={enable_ms}");
-                let (ms, details) = boot(context, row, &words, asked.cpus, agent.as_deref(), &mut gaps)?;
-                raw.push(json!({ "host": host, "boot": row, "run": run, "ms": ms, "details": details }));
+                let (ms, details) = boot(
+                    context,
+                    row,
+                    &words,
+                    asked.cpus,
+                    agent.as_deref(),
+                    &mut gaps,
+                )?;
+                raw.push(
+                    json!({ "host": host, "boot": row, "run": run, "ms": ms, "details": details }),
+                );
             }
         }
         eprintln!("bench: run {run} of {}, minimal init ...", asked.runs);
@@ -108,13 +138,23 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     );
     for (host, enable_ms) in &asked.hosts {
         println!();
-        println!("{:<40} {:>9} {:>9} {:>9}", format!("{host} (a GPU's BARs take {enable_ms} ms)"), SERIAL, BOUND, "usable");
+        println!(
+            "{:<40} {:>9} {:>9} {:>9}",
+            format!("{host} (a GPU's BARs take {enable_ms} ms)"),
+            SERIAL,
+            BOUND,
+            "usable"
+        );
         for column in COLUMNS {
-            let [serial, bound, usable] = ROWS.map(|(row, _)| median(&raw, Some(host), row, column));
+            let [serial, bound, usable] =
+                ROWS.map(|(row, _)| median(&raw, Some(host), row, column));
             println!("{column:<40} {serial:>9.0} {bound:>9.0} {usable:>9.0}");
         }
     }
-    let (exec, minimal) = (median(&raw, None, BOUND, "agent exec"), median(&raw, None, "minimal", "agent exec"));
+    let (exec, minimal) = (
+        median(&raw, None, BOUND, "agent exec"),
+        median(&raw, None, "minimal", "agent exec"),
+    );
     println!();
     let verdict = |good: bool| if good { "met" } else { "MISSED" };
     println!(
@@ -122,32 +162,70 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         exec / minimal,
         verdict(exec <= 1.5 * minimal)
     );
-    println!("init binary, stripped: {:.2} MB (target 3: {})", bytes as f64 / 1e6, verdict(bytes <= 3_000_000));
-    println!("worker's resident memory with 8 GPUs: {:.1} MB (target 8: {})", rss as f64 / 1e3, verdict(rss <= 8000));
+    println!(
+        "init binary, stripped: {:.2} MB (target 3: {})",
+        bytes as f64 / 1e6,
+        verdict(bytes <= 3_000_000)
+    );
+    println!(
+        "worker's resident memory with 8 GPUs: {:.1} MB (target 8: {})",
+        rss as f64 / 1e3,
+        verdict(rss <= 8000)
+    );
     println!(
         "bind to publication, GPUs 1 to 7: median {median_gap:.1} ms, longest {longest_gap:.1} ms (target 10: {})",
         verdict(longest_gap <= 10.0)
     );
-    println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
+    println!(
+        "raw runs: {}",
+        file.strip_prefix(root).unwrap_or(&file).display()
+    );
     Ok(())
 }
 
 /// Boots once; the milestones in ms, and what else is worth keeping. `gaps`: ms from bind to
 /// publication of GPUs that are published live, but of the first, whose publication also waits for
 /// nvidia-uvm.
-fn boot(context: &TestContext, row: &str, words: &str, cpus: u32, agent: Option<&[u8]>, gaps: &mut Vec<f64>) -> Result<(Value, Value)> {
-    let mut guest = real_agent::with_roots(Guest::new().cpus(cpus).append(GUEST).append(words), context, &["first", "all"])?;
+fn boot(
+    context: &TestContext,
+    row: &str,
+    words: &str,
+    cpus: u32,
+    agent: Option<&[u8]>,
+    gaps: &mut Vec<f64>,
+) -> Result<(Value, Value)> {
+    let mut guest = real_agent::with_roots(
+        Guest::new().cpus(cpus).append(GUEST).append(words),
+        context,
+        &["first", "all"],
+    )?;
     if let Some(agent) = agent {
         guest = guest.agent(agent);
     }
     let booted = guest.boot(context, row)?;
-    let wanted = [Container::new("first", "cuda", &["0"]), Container::new("all", "nvml", &["all"])];
-    let from = if row == SERIAL { "serial-init: exec " } else { "hardware: ready" };
+    let wanted = [
+        Container::new("first", "cuda", &["0"]),
+        Container::new("all", "nvml", &["all"]),
+    ];
+    let from = if row == SERIAL {
+        "serial-init: exec "
+    } else {
+        "hardware: ready"
+    };
     let pod = real_agent::run(&booted, from, &wanted, Order::AtOnce)?;
-    let [first, all] = pod.containers.as_slice() else { bail!("two containers were asked for") };
-    let init = if row == SERIAL { serial_milestones(&booted)? } else { own_milestones(&booted, (row == BOUND).then_some(gaps))? };
+    let [first, all] = pod.containers.as_slice() else {
+        bail!("two containers were asked for")
+    };
+    let init = if row == SERIAL {
+        serial_milestones(&booted)?
+    } else {
+        own_milestones(&booted, (row == BOUND).then_some(gaps))?
+    };
     let since = |ns: u64| ns.saturating_sub(init.start_ns) as f64 / 1e6;
-    let answer = |c: &real_agent::ContainerTimes| c.answer_ns.with_context(|| format!("application in {} has no answer", c.id));
+    let answer = |c: &real_agent::ContainerTimes| {
+        c.answer_ns
+            .with_context(|| format!("application in {} has no answer", c.id))
+    };
     let times = [
         init.exec_ns,
         pod.answer_ns,
@@ -159,7 +237,11 @@ fn boot(context: &TestContext, row: &str, words: &str, cpus: u32, agent: Option<
         answer(first)?,
         answer(all)?,
     ];
-    let ms: serde_json::Map<String, Value> = COLUMNS.iter().zip(times).map(|(c, ns)| ((*c).to_string(), since(ns).into())).collect();
+    let ms: serde_json::Map<String, Value> = COLUMNS
+        .iter()
+        .zip(times)
+        .map(|(c, ns)| ((*c).to_string(), since(ns).into()))
+        .collect();
     let details = |c: &real_agent::ContainerTimes| json!({ "asked": since(c.create_begin_ns), "created": since(c.created_ns), "started": since(c.started_ns) });
     Ok((
         ms.into(),
@@ -177,10 +259,19 @@ pub struct Milestones {
 
 /// Milestones of the incumbent's order, from the console.
 pub fn serial_milestones(booted: &Booted) -> Result<Milestones> {
-    let stamp =
-        |what: &str| booted.console.number_after(&format!("serial-init: {what} ")).with_context(|| format!("serial-init: no {what}"));
+    let stamp = |what: &str| {
+        booted
+            .console
+            .number_after(&format!("serial-init: {what} "))
+            .with_context(|| format!("serial-init: no {what}"))
+    };
     let published = stamp("published")?;
-    Ok(Milestones { start_ns: stamp("start")?, exec_ns: stamp("exec")?, first_publication_ns: published, last_publication_ns: published })
+    Ok(Milestones {
+        start_ns: stamp("start")?,
+        exec_ns: stamp("exec")?,
+        first_publication_ns: published,
+        last_publication_ns: published,
+    })
 }
 
 /// Milestones of our init, from its stream.
@@ -191,17 +282,35 @@ pub fn own_milestones(booted: &Booted, gaps: Option<&mut Vec<f64>>) -> Result<Mi
     let published = named(&records, Kind::Event, names::GPU_PUBLISHED);
     if let Some(gaps) = gaps {
         let bound = named(&records, Kind::Event, names::GPU_BOUND);
-        for p in published.iter().filter(|p| p.fields.get("index") != Some(&0.into())) {
-            let b = bound.iter().find(|b| b.gpu == p.gpu).context("published and never bound")?;
+        for p in published
+            .iter()
+            .filter(|p| p.fields.get("index") != Some(&0.into()))
+        {
+            let b = bound
+                .iter()
+                .find(|b| b.gpu == p.gpu)
+                .context("published and never bound")?;
             gaps.push((p.boottime_ns - b.boottime_ns) as f64 / 1e6);
         }
         ensure!(!gaps.is_empty(), "nothing was published");
     }
     Ok(Milestones {
-        start_ns: named(&records, Kind::Event, names::INIT_START).first().context("no init.start")?.boottime_ns,
-        exec_ns: named(&records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?.boottime_ns,
-        first_publication_ns: published.first().context("nothing was published")?.boottime_ns,
-        last_publication_ns: published.last().context("nothing was published")?.boottime_ns,
+        start_ns: named(&records, Kind::Event, names::INIT_START)
+            .first()
+            .context("no init.start")?
+            .boottime_ns,
+        exec_ns: named(&records, Kind::Begin, names::AGENT_EXEC)
+            .first()
+            .context("no agent.exec")?
+            .boottime_ns,
+        first_publication_ns: published
+            .first()
+            .context("nothing was published")?
+            .boottime_ns,
+        last_publication_ns: published
+            .last()
+            .context("nothing was published")?
+            .boottime_ns,
     })
 }
 
@@ -221,7 +330,9 @@ impl Busy {
                 }
             }
         };
-        let threads = (0..4).map(|_| std::thread::spawn(spin(Arc::clone(&stop)))).collect();
+        let threads = (0..4)
+            .map(|_| std::thread::spawn(spin(Arc::clone(&stop))))
+            .collect();
         Self { stop, threads }
     }
 }
@@ -238,30 +349,47 @@ impl Drop for Busy {
 /// Boots the yardstick; when it became the agent, in ms since its first instruction.
 fn minimal(context: &TestContext, cpus: u32) -> Result<Value> {
     let words = "hardware.init=/minimal-init loglevel=7";
-    let booted = Guest::new().cpus(cpus).append(GUEST).append(words).boot(context, "minimal")?;
+    let booted = Guest::new()
+        .cpus(cpus)
+        .append(GUEST)
+        .append(words)
+        .boot(context, "minimal")?;
     if !booted.console.wait_text(DEADLINE, "ttRPC server started") {
         bail!("the minimal init did not reach the agent");
     }
-    let stamp =
-        |what: &str| booted.console.number_after(&format!("minimal-init: {what} ")).with_context(|| format!("minimal-init: no {what}"));
+    let stamp = |what: &str| {
+        booted
+            .console
+            .number_after(&format!("minimal-init: {what} "))
+            .with_context(|| format!("minimal-init: no {what}"))
+    };
     Ok(json!({ "agent exec": stamp("exec")?.saturating_sub(stamp("start")?) as f64 / 1e6 }))
 }
 
 fn init_bytes(context: &TestContext) -> Result<u64> {
     let path = context.guest_program("kata-gpu-init");
-    Ok(std::fs::metadata(&path).with_context(|| format!("read {}", path.display()))?.len())
+    Ok(std::fs::metadata(&path)
+        .with_context(|| format!("read {}", path.display()))?
+        .len())
 }
 
 /// Resident memory of the worker when all is settled, in kB.
 fn rss(context: &TestContext) -> Result<u64> {
-    let booted = Guest::new().append("fakepci.gpus=8 testagent.guest=rss").boot(context, "rss")?;
+    let booted = Guest::new()
+        .append("fakepci.gpus=8 testagent.guest=rss")
+        .boot(context, "rss")?;
     let line = booted.agent("rss", |l| l.get("process") == "worker")?;
-    line.get("VmRSS").trim_end_matches(" kB").parse().with_context(|| format!("VmRSS {:?}", line.get("VmRSS")))
+    line.get("VmRSS")
+        .trim_end_matches(" kB")
+        .parse()
+        .with_context(|| format!("VmRSS {:?}", line.get("VmRSS")))
 }
 
 /// Median of one host's runs, or of all.
 fn median(raw: &[Value], host: Option<&str>, boot: &str, column: &str) -> f64 {
-    let of = raw.iter().filter(|r| r["boot"] == boot && host.is_none_or(|h| r["host"] == h));
+    let of = raw
+        .iter()
+        .filter(|r| r["boot"] == boot && host.is_none_or(|h| r["host"] == h));
     let mut values: Vec<f64> = of.filter_map(|r| r["ms"][column].as_f64()).collect();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

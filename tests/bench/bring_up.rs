@@ -43,35 +43,130 @@ const PROBE: u64 = 3;
 
 /// Parameters of a driver that initialises in the probe. The strategy is named, too: `auto` goes by
 /// the version in the module's file, which is 550.
-const IN_PROBE: &str = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent";
+const IN_PROBE: &str =
+    "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent";
 
 const HOSTS: &[Host] = &[
-    Host { name: "slow", enable: 3300, firewall: 0, relaxed: true, words: "", apart: false },
+    Host {
+        name: "slow",
+        enable: 3300,
+        firewall: 0,
+        relaxed: true,
+        words: "",
+        apart: false,
+    },
     // An initialisation takes longer than an enabling: what is bound waits for its turn.
-    Host { name: "medium", enable: 1000, firewall: 0, relaxed: true, words: "", apart: false },
-    Host { name: "fast", enable: 3, firewall: 0, relaxed: true, words: "", apart: false },
-    Host { name: "blackwell", enable: 3, firewall: 4000, relaxed: true, words: "fakepci.device=0x2901", apart: false },
-    Host { name: "slow-blackwell", enable: 3300, firewall: 4000, relaxed: true, words: "fakepci.device=0x2901", apart: true },
-    Host { name: "cc", enable: 3, firewall: 0, relaxed: false, words: "nvidia.cc=1", apart: false },
-    Host { name: "old-driver", enable: 3, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02", apart: false },
+    Host {
+        name: "medium",
+        enable: 1000,
+        firewall: 0,
+        relaxed: true,
+        words: "",
+        apart: false,
+    },
+    Host {
+        name: "fast",
+        enable: 3,
+        firewall: 0,
+        relaxed: true,
+        words: "",
+        apart: false,
+    },
+    Host {
+        name: "blackwell",
+        enable: 3,
+        firewall: 4000,
+        relaxed: true,
+        words: "fakepci.device=0x2901",
+        apart: false,
+    },
+    Host {
+        name: "slow-blackwell",
+        enable: 3300,
+        firewall: 4000,
+        relaxed: true,
+        words: "fakepci.device=0x2901",
+        apart: true,
+    },
+    Host {
+        name: "cc",
+        enable: 3,
+        firewall: 0,
+        relaxed: false,
+        words: "nvidia.cc=1",
+        apart: false,
+    },
+    Host {
+        name: "old-driver",
+        enable: 3,
+        firewall: 0,
+        relaxed: false,
+        words: "nvidia.version=535.230.02",
+        apart: false,
+    },
     // Blocking opens in a pipeline: S1 of one beside nothing, the rest of it beside the next one's
     // enabling.
-    Host { name: "slow-old-driver", enable: 3300, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02", apart: true },
+    Host {
+        name: "slow-old-driver",
+        enable: 3300,
+        firewall: 0,
+        relaxed: false,
+        words: "nvidia.version=535.230.02",
+        apart: true,
+    },
     // Does it gain anything to let probes initialise? Each of these with and without.
-    Host { name: "fast-595", enable: 3, firewall: 0, relaxed: true, words: "nvidia.version=595.45.04", apart: true },
-    Host { name: "fast-in-probe", enable: 3, firewall: 0, relaxed: true, words: IN_PROBE, apart: true },
-    Host { name: "slow-595", enable: 3300, firewall: 0, relaxed: true, words: "nvidia.version=595.45.04", apart: true },
-    Host { name: "slow-in-probe", enable: 3300, firewall: 0, relaxed: true, words: IN_PROBE, apart: true },
+    Host {
+        name: "fast-595",
+        enable: 3,
+        firewall: 0,
+        relaxed: true,
+        words: "nvidia.version=595.45.04",
+        apart: true,
+    },
+    Host {
+        name: "fast-in-probe",
+        enable: 3,
+        firewall: 0,
+        relaxed: true,
+        words: IN_PROBE,
+        apart: true,
+    },
+    Host {
+        name: "slow-595",
+        enable: 3300,
+        firewall: 0,
+        relaxed: true,
+        words: "nvidia.version=595.45.04",
+        apart: true,
+    },
+    Host {
+        name: "slow-in-probe",
+        enable: 3300,
+        firewall: 0,
+        relaxed: true,
+        words: IN_PROBE,
+        apart: true,
+    },
 ];
 
 impl Host {
     /// Its times at this scale, and what they mean for the guest.
     fn scaled(&self, scale: u64) -> (Times, String) {
         let at = |ms: u64| if ms > 10 { ms / scale } else { ms };
-        let times =
-            Times { enable: at(self.enable), firewall: at(self.firewall), probe: PROBE, parts: PARTS.map(at), relaxed: self.relaxed };
+        let times = Times {
+            enable: at(self.enable),
+            firewall: at(self.firewall),
+            probe: PROBE,
+            parts: PARTS.map(at),
+            relaxed: self.relaxed,
+        };
         let [s1, s2, s3] = times.parts;
-        let Times { enable, firewall, probe, .. } = times;
+        let Times {
+            enable,
+            firewall,
+            probe,
+            ..
+        } = times;
         let words = format!(
             "fakepci.enable_ms={enable} nvidia.barfw_ms={firewall} nvidia.probe_ms={probe} nvidia.s1_ms={s1} nvidia.s2_ms={s2} nvidia.s3_ms={s3} {}",
             self.words
@@ -98,11 +193,31 @@ impl Times {
             return simple;
         }
         let [s1, s2, s3] = self.parts.map(|part| part * 1000);
-        let times = locks::Times { enable: self.enable * 1000, firewall: self.firewall * 1000, probe: self.probe * 1000, s1, s2, s3 };
-        let host = locks::Host { relaxed: self.relaxed, vcpus: 2, ..locks::Host::of(n as usize, times) };
+        let times = locks::Times {
+            enable: self.enable * 1000,
+            firewall: self.firewall * 1000,
+            probe: self.probe * 1000,
+            s1,
+            s2,
+            s3,
+        };
+        let host = locks::Host {
+            relaxed: self.relaxed,
+            vcpus: 2,
+            ..locks::Host::of(n as usize, times)
+        };
         // The load counts as a probe: where probes sleep, the search includes it.
-        let host = if self.firewall > 0 { locks::Host { load: Some([0, 0]), grace: 0, ..host } } else { host };
-        let serial = n * (self.enable + self.firewall + self.probe + self.parts.iter().sum::<u64>()) * 1000;
+        let host = if self.firewall > 0 {
+            locks::Host {
+                load: Some([0, 0]),
+                grace: 0,
+                ..host
+            }
+        } else {
+            host
+        };
+        let serial =
+            n * (self.enable + self.firewall + self.probe + self.parts.iter().sum::<u64>()) * 1000;
         (search(&host, Rule::NothingSpins, serial, WORLDS).bound / 1000).max(simple)
     }
 
@@ -116,15 +231,25 @@ impl Times {
         let one = s1 + s2 + s3;
         let first_probed = self.enable + self.firewall + self.probe;
         let lane = n * (self.enable + s1) + self.probe + s2 + s3;
-        let initialised = if self.relaxed { n * s1 + s2 + n * s3 } else { n * one };
+        let initialised = if self.relaxed {
+            n * s1 + s2 + n * s3
+        } else {
+            n * one
+        };
         lane.max(first_probed + initialised)
     }
 }
 
 pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
-    let scale = if arguments.iter().any(|a| a == "--tenth") { 10 } else { 1 };
-    let (counts, wanted): (Vec<&String>, Vec<&String>) =
-        arguments.iter().filter(|a| *a != "--tenth").partition(|a| a.bytes().all(|b| b.is_ascii_digit()));
+    let scale = if arguments.iter().any(|a| a == "--tenth") {
+        10
+    } else {
+        1
+    };
+    let (counts, wanted): (Vec<&String>, Vec<&String>) = arguments
+        .iter()
+        .filter(|a| *a != "--tenth")
+        .partition(|a| a.bytes().all(|b| b.is_ascii_digit()));
     let counts: Vec<u64> = counts.iter().map(|c| c.parse()).collect::<Result<_, _>>()?;
     for name in &wanted {
         ensure!(
@@ -136,11 +261,25 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     let mut raw = Vec::new();
     let mut missed = 0;
     println!("ms from the scan to the last usable GPU");
-    println!("{:<16} {:>5} {:>8} {:>8} {:>8}  {:>11} {:>10}", "host", "GPUs", "serial", "ours", "bound", "ours/bound", "serial/ours");
-    for host in HOSTS.iter().filter(|h| wanted.is_empty() && !h.apart || wanted.iter().any(|w| *w == h.name)) {
+    println!(
+        "{:<16} {:>5} {:>8} {:>8} {:>8}  {:>11} {:>10}",
+        "host", "GPUs", "serial", "ours", "bound", "ours/bound", "serial/ours"
+    );
+    for host in HOSTS
+        .iter()
+        .filter(|h| wanted.is_empty() && !h.apart || wanted.iter().any(|w| *w == h.name))
+    {
         let (times, words) = host.scaled(scale);
-        let name = if scale == 1 { host.name.to_string() } else { format!("{} (1:{scale})", host.name) };
-        for gpus in if counts.is_empty() { GPUS.to_vec() } else { counts.clone() } {
+        let name = if scale == 1 {
+            host.name.to_string()
+        } else {
+            format!("{} (1:{scale})", host.name)
+        };
+        for gpus in if counts.is_empty() {
+            GPUS.to_vec()
+        } else {
+            counts.clone()
+        } {
             let bound = times.bound(gpus);
             let guest = format!("{words} fakepci.gpus={gpus}");
             eprintln!("bench: {} with {gpus} GPUs ...", host.name);
@@ -166,14 +305,24 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
             }
         }
     }
-    let file =
-        keep(root, "bringup", &json!({ "command": "tests/bench/run bringup", "machine": machine(), "serial": SERIAL, "runs": raw }))?;
-    println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
+    let file = keep(
+        root,
+        "bringup",
+        &json!({ "command": "tests/bench/run bringup", "machine": machine(), "serial": SERIAL, "runs": raw }),
+    )?;
+    println!(
+        "raw runs: {}",
+        file.strip_prefix(root).unwrap_or(&file).display()
+    );
     println!(
         "within {:.0} % + {:.0} ms of the bound and never slower than serial: {}",
         NEAR.0 * 100.0,
         NEAR.1,
-        if missed == 0 { "all".into() } else { format!("all but {missed}") }
+        if missed == 0 {
+            "all".into()
+        } else {
+            format!("all but {missed}")
+        }
     );
     Ok(())
 }
@@ -194,9 +343,22 @@ fn boot(context: &TestContext, words: &str, gpus: u64) -> Result<Run> {
     }
     let records = booted.receiver.records();
     super::trace(&records);
-    let scan = named(&records, Kind::End, names::PCI_SCAN).first().context("no scan")?.boottime_ns;
+    let scan = named(&records, Kind::End, names::PCI_SCAN)
+        .first()
+        .context("no scan")?
+        .boottime_ns;
     let since = |r: &Record| r.boottime_ns.saturating_sub(scan) as f64 / 1e6;
-    let each: Vec<f64> = named(&records, Kind::Event, names::GPU_USABLE).into_iter().map(since).collect();
-    let strategy = named(&records, Kind::Event, names::STRATEGY).first().map(|r| json!(r.fields)).unwrap_or_default();
-    Ok(Run { ms: each.iter().copied().fold(0.0, f64::max), each, strategy })
+    let each: Vec<f64> = named(&records, Kind::Event, names::GPU_USABLE)
+        .into_iter()
+        .map(since)
+        .collect();
+    let strategy = named(&records, Kind::Event, names::STRATEGY)
+        .first()
+        .map(|r| json!(r.fields))
+        .unwrap_or_default();
+    Ok(Run {
+        ms: each.iter().copied().fold(0.0, f64::max),
+        each,
+        strategy,
+    })
 }

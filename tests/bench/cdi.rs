@@ -82,18 +82,35 @@ impl Bench {
         let sorted = |values: &[f64]| {
             let mut sorted = values.to_vec();
             sorted.sort_by(f64::total_cmp);
-            (sorted.first().copied().unwrap_or(f64::NAN), sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN))
+            (
+                sorted.first().copied().unwrap_or(f64::NAN),
+                sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN),
+            )
         };
         let ((least, median), (_, cpu)) = (sorted(&ms), sorted(&cpu_ms));
-        let cpu = if cpu > 0.0 { format!("{cpu:.2}") } else { String::new() };
-        let verdict = target.map(|target| format!("{target:>6}  {}", self.verdict(median <= target))).unwrap_or_default();
+        let cpu = if cpu > 0.0 {
+            format!("{cpu:.2}")
+        } else {
+            String::new()
+        };
+        let verdict = target
+            .map(|target| format!("{target:>6}  {}", self.verdict(median <= target)))
+            .unwrap_or_default();
         println!("{name:<64} {least:>8.2} {median:>8.2} {cpu:>8} {verdict}");
-        self.raw.insert(name.into(), json!({ "ms": ms, "cpu_ms": cpu_ms, "target_ms": target }));
+        self.raw.insert(
+            name.into(),
+            json!({ "ms": ms, "cpu_ms": cpu_ms, "target_ms": target }),
+        );
         Ok(())
     }
 
     /// The same with nothing before.
-    fn warm(&mut self, name: &str, target: Option<f64>, work: impl FnMut() -> Result<()>) -> Result<()> {
+    fn warm(
+        &mut self,
+        name: &str,
+        target: Option<f64>,
+        work: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
         self.row(name, target, || Ok(()), work)
     }
 
@@ -111,22 +128,36 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
     std::fs::create_dir_all(&tree_root)?;
     tree::build(&tree_root, &tree::description(REFERENCE));
     let binary = root.join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
-    let mut bench = Bench { runs, raw: Map::new(), missed: 0 };
+    let mut bench = Bench {
+        runs,
+        raw: Map::new(),
+        missed: 0,
+    };
     println!(
         "ms of {runs} runs; cold: the contents of the files that are read, and of the program, are not in the page cache (names and inodes are)"
     );
-    println!("{:<64} {:>8} {:>8} {:>8} {:>6}", "", "least", "median", "CPU", "target");
+    println!(
+        "{:<64} {:>8} {:>8} {:>8} {:>6}",
+        "", "least", "median", "CPU", "target"
+    );
 
     let of_17 = generator(&mut bench, &tree_root, &binary)?;
     hooks(&mut bench, &scratch.0, &tree_root, &binary)?;
     let (ours, theirs) = specs(&mut bench, &scratch.0, &of_17)?;
     let peak = peak(&binary, &tree_root)?;
-    let (half, small) = (bench.verdict(ours as f64 <= HALF * theirs as f64), bench.verdict(peak <= MEMORY));
+    let (half, small) = (
+        bench.verdict(ours as f64 <= HALF * theirs as f64),
+        bench.verdict(peak <= MEMORY),
+    );
     println!(
         "the spec of 17 devices has {ours} bytes, the incumbent's {theirs}: {:.2} of it, target {HALF}  {half}",
         ours as f64 / theirs as f64
     );
-    println!("peak memory of cdi generate: {:.1} MB, target {}  {small}", peak as f64 / 1e3, MEMORY as f64 / 1e3);
+    println!(
+        "peak memory of cdi generate: {:.1} MB, target {}  {small}",
+        peak as f64 / 1e3,
+        MEMORY as f64 / 1e3
+    );
     let file = keep(
         root,
         "cdi",
@@ -135,63 +166,147 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
             "spec_bytes": ours, "reference_bytes": theirs, "peak_kb": peak,
         }),
     )?;
-    println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
-    println!("targets met: {}", if bench.missed == 0 { "all".into() } else { format!("all but {}", bench.missed) });
+    println!(
+        "raw runs: {}",
+        file.strip_prefix(root).unwrap_or(&file).display()
+    );
+    println!(
+        "targets met: {}",
+        if bench.missed == 0 {
+            "all".into()
+        } else {
+            format!("all but {}", bench.missed)
+        }
+    );
     Ok(())
 }
 
 /// The generator, in process and as a program; gives the spec with the devices that the incumbent's
 /// has.
 fn generator(bench: &mut Bench, tree_root: &Path, binary: &Path) -> Result<Vec<u8>> {
-    let roots = Roots { root: tree_root.into(), ..Roots::default() };
-    let places = Places { root: tree_root.into(), dev_root: tree_root.into() };
-    let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
+    let roots = Roots {
+        root: tree_root.into(),
+        ..Roots::default()
+    };
+    let places = Places {
+        root: tree_root.into(),
+        dev_root: tree_root.into(),
+    };
+    let options = Options {
+        namings: vec![Naming::Index, Naming::Uuid],
+        ..Options::default()
+    };
     let files = scan(&roots, None)?;
-    bench.warm("driver's files: scan", None, || scan(&roots, None).map(drop).context("scan"))?;
+    bench.warm("driver's files: scan", None, || {
+        scan(&roots, None).map(drop).context("scan")
+    })?;
     manifest::write(&roots, &files)?;
-    bench.warm("driver's files: from the manifest, verified", Some(WITH_MANIFEST), || Ok(manifest::load(&roots, None).map(drop)?))?;
+    bench.warm(
+        "driver's files: from the manifest, verified",
+        Some(WITH_MANIFEST),
+        || Ok(manifest::load(&roots, None).map(drop)?),
+    )?;
     let whole = |files: &_| -> Result<Vec<u8>> {
         let found = places.gpus().map_err(anyhow::Error::msg)?;
         Ok(generate(&found.gpus, &found.common, Some(files), &options).to_json())
     };
-    bench.warm("spec of 17 devices, with the manifest", Some(WITH_MANIFEST), || whole(&manifest::load(&roots, None)?).map(drop))?;
+    bench.warm(
+        "spec of 17 devices, with the manifest",
+        Some(WITH_MANIFEST),
+        || whole(&manifest::load(&roots, None)?).map(drop),
+    )?;
     let command = |names: &str| {
-        let child = Command::new(binary).args(["cdi", "generate", "--names", names, "--root"]).arg(tree_root).stdout(Stdio::null()).spawn();
+        let child = Command::new(binary)
+            .args(["cdi", "generate", "--names", names, "--root"])
+            .arg(tree_root)
+            .stdout(Stdio::null())
+            .spawn();
         done(child?)
     };
-    bench.warm("cdi generate, the program: 9 devices (8 GPUs, all)", Some(GENERATE), || command("index"))?;
-    bench.warm("cdi generate, the program: 17 devices (with UUIDs)", Some(GENERATE), || command("index,uuid"))?;
+    bench.warm(
+        "cdi generate, the program: 9 devices (8 GPUs, all)",
+        Some(GENERATE),
+        || command("index"),
+    )?;
+    bench.warm(
+        "cdi generate, the program: 17 devices (with UUIDs)",
+        Some(GENERATE),
+        || command("index,uuid"),
+    )?;
     let mut read = files_below(tree_root)?;
     read.push(binary.into());
-    bench.row("cdi generate, the program: 17 devices, cold", None, || drop_from_cache(&read), || command("index,uuid"))?;
+    bench.row(
+        "cdi generate, the program: 17 devices, cold",
+        None,
+        || drop_from_cache(&read),
+        || command("index,uuid"),
+    )?;
     whole(&files)
 }
 
 /// The hooks of one container, which is in memory where there is a place for it, as it is in most
 /// guests.
 fn hooks(bench: &mut Bench, scratch: &Path, tree_root: &Path, binary: &Path) -> Result<()> {
-    let files = scan(&Roots { root: tree_root.into(), ..Roots::default() }, None)?;
+    let files = scan(
+        &Roots {
+            root: tree_root.into(),
+            ..Roots::default()
+        },
+        None,
+    )?;
     let shared = Path::new("/dev/shm");
-    let memory = if shared.is_dir() { shared } else { scratch }.join(format!("kata-gpu-bench-{}", std::process::id()));
+    let memory = if shared.is_dir() { shared } else { scratch }
+        .join(format!("kata-gpu-bench-{}", std::process::id()));
     let scratch_in_memory = Scratch(memory.clone());
-    let hooks = |hooks: Hooks| generate(&[], &[], Some(&files), &Options { hooks, ..Options::default() }).container_edits.hooks;
+    let hooks = |hooks: Hooks| {
+        generate(
+            &[],
+            &[],
+            Some(&files),
+            &Options {
+                hooks,
+                ..Options::default()
+            },
+        )
+        .container_edits
+        .hooks
+    };
     let one = hooks(Hooks::One);
     for (gpus, name) in [(1, "one GPU"), (8, "all 8 GPUs")] {
         let memory = Scratch(memory.join("one"));
         let container = Container::new(&memory.0, &files, gpus, true)?;
-        let (name, run) = (format!("hook of a container with {name}, {} libraries", container.libraries), || all(&one, binary, &container));
-        bench.row(&format!("{name}, new"), Some(HOOK), || container.reset(), run)?;
+        let (name, run) = (
+            format!(
+                "hook of a container with {name}, {} libraries",
+                container.libraries
+            ),
+            || all(&one, binary, &container),
+        );
+        bench.row(
+            &format!("{name}, new"),
+            Some(HOOK),
+            || container.reset(),
+            run,
+        )?;
         bench.warm(&format!("{name}, started again"), Some(HOOK), run)?;
     }
     let disk = Container::new(&scratch.join("cold"), &files, 1, true)?;
     let mut read = files_below(&disk.root)?;
     read.push(binary.into());
     let cold = || disk.reset().and_then(|()| drop_from_cache(&read));
-    bench.row("the same with one GPU on this machine's disk, new, cold", None, cold, || all(&one, binary, &disk))?;
+    bench.row(
+        "the same with one GPU on this machine's disk, new, cold",
+        None,
+        cold,
+        || all(&one, binary, &disk),
+    )?;
     let (memory, six) = (Scratch(memory.join("six")), hooks(Hooks::Compat));
     let container = Container::new(&memory.0, &files, 1, false)?;
     bench.row(
-        &format!("the incumbent's {} hooks, all by this program, new", six.len()),
+        &format!(
+            "the incumbent's {} hooks, all by this program, new",
+            six.len()
+        ),
         None,
         || container.reset(),
         || all(&six, binary, &container),
@@ -204,8 +319,18 @@ fn hooks(bench: &mut Bench, scratch: &Path, tree_root: &Path, binary: &Path) -> 
 fn all(hooks: &[Hook], binary: &Path, container: &Container) -> Result<()> {
     for hook in hooks {
         let words = hook.args.iter().skip(1);
-        let mut child = Command::new(binary).arg0(NAME).args(words).env_clear().stdin(Stdio::piped()).stderr(Stdio::null()).spawn()?;
-        child.stdin.take().context("no stdin")?.write_all(container.state.as_bytes())?;
+        let mut child = Command::new(binary)
+            .arg0(NAME)
+            .args(words)
+            .env_clear()
+            .stdin(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()?;
+        child
+            .stdin
+            .take()
+            .context("no stdin")?
+            .write_all(container.state.as_bytes())?;
         done(child)?;
     }
     Ok(())
@@ -216,13 +341,21 @@ fn all(hooks: &[Hook], binary: &Path, container: &Container) -> Result<()> {
 fn specs(bench: &mut Bench, scratch: &Path, of_17: &[u8]) -> Result<(usize, usize)> {
     let ours = scratch.join("ours.json");
     std::fs::write(&ours, of_17)?;
-    let theirs = project().join("tests/fixtures/cdi").join(REFERENCE).with_extension("json");
+    let theirs = project()
+        .join("tests/fixtures/cdi")
+        .join(REFERENCE)
+        .with_extension("json");
     let length = std::fs::metadata(&theirs)?.len() as usize;
-    for (agent, kata) in [(Agent::Kata3, "Kata 3's crate"), (Agent::Kata4, "Kata 4's crate")] {
+    for (agent, kata) in [
+        (Agent::Kata3, "Kata 3's crate"),
+        (Agent::Kata4, "Kata 4's crate"),
+    ] {
         for (path, whose) in [(&ours, "ours"), (&theirs, "the incumbent's")] {
             let texts = spec_files::read(path)?.files;
             let court = Court::new(&texts.iter().collect::<Vec<_>>())?;
-            bench.warm(&format!("{kata} reads {whose}, 17 devices"), None, || court.load(agent, 0).map_err(anyhow::Error::msg))?;
+            bench.warm(&format!("{kata} reads {whose}, 17 devices"), None, || {
+                court.load(agent, 0).map_err(anyhow::Error::msg)
+            })?;
         }
     }
     Ok((of_17.len(), length))
@@ -248,7 +381,10 @@ fn drop_from_cache(files: &[PathBuf]) -> Result<()> {
 /// The processor's time that all processes have taken that were started and waited for, in ms.
 fn of_children() -> Result<f64> {
     let usage = getrusage(UsageWho::RUSAGE_CHILDREN)?;
-    Ok([usage.user_time(), usage.system_time()].iter().map(|t| t.num_microseconds() as f64 / 1e3).sum())
+    Ok([usage.user_time(), usage.system_time()]
+        .iter()
+        .map(|t| t.num_microseconds() as f64 / 1e3)
+        .sum())
 }
 
 /// The generator's peak memory in kB, over some runs.
@@ -259,11 +395,22 @@ fn peak(binary: &Path, tree_root: &Path) -> Result<u64> {
     const RUNS: usize = 20;
     let mut peak = 0;
     for _ in 0..RUNS {
-        let mut child = Command::new(binary).args(["cdi", "generate", "--root"]).arg(tree_root).stdout(Stdio::null()).spawn()?;
+        let mut child = Command::new(binary)
+            .args(["cdi", "generate", "--root"])
+            .arg(tree_root)
+            .stdout(Stdio::null())
+            .spawn()?;
         let path = format!("/proc/{}/status", child.id());
         while child.try_wait()?.is_none() {
             let status = std::fs::read_to_string(&path).unwrap_or_default();
-            let now = status.lines().find_map(|l| l.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.trim().parse().ok());
+            let now = status.lines().find_map(|l| {
+                l.strip_prefix("VmHWM:")?
+                    .trim()
+                    .strip_suffix(" kB")?
+                    .trim()
+                    .parse()
+                    .ok()
+            });
             peak = peak.max(now.unwrap_or(0));
         }
         done(child)?;

@@ -11,7 +11,9 @@
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_report::data::boot_file::{FileLine, SeqSet, for_each_line};
-use kata_gpu_wire::record::{DEFAULT_PORT, Header, Kind, Pong, Record, header_line, ping, pong_line, record_line};
+use kata_gpu_wire::record::{
+    DEFAULT_PORT, Header, Kind, Pong, Record, header_line, ping, pong_line, record_line,
+};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -47,7 +49,8 @@ impl Drop for Collector {
 pub fn run(root: &Path, vms: usize, records: u64) -> Result<()> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-    let program = std::env::var_os("KATA_GPU_BOOT").map_or(root.join("target/release/kata-gpu-boot"), PathBuf::from);
+    let program = std::env::var_os("KATA_GPU_BOOT")
+        .map_or(root.join("target/release/kata-gpu-boot"), PathBuf::from);
     // Names of sockets have to be short.
     let work = nix::unistd::mkdtemp(&std::env::temp_dir().join("kgb-XXXXXX"))?;
     let result = measure(&program, &work, vms, records);
@@ -55,8 +58,15 @@ pub fn run(root: &Path, vms: usize, records: u64) -> Result<()> {
     let measured = result?;
     let runs = json!({ "command": format!("tests/bench/run collector {vms} {records}"), "machine": machine(), "run": measured.json });
     let file = keep(root, "collector", &runs)?;
-    println!("raw run: {}", file.strip_prefix(root).unwrap_or(&file).display());
-    ensure!(measured.missed.is_empty(), "missed: {}", measured.missed.join(", "));
+    println!(
+        "raw run: {}",
+        file.strip_prefix(root).unwrap_or(&file).display()
+    );
+    ensure!(
+        measured.missed.is_empty(),
+        "missed: {}",
+        measured.missed.join(", ")
+    );
     Ok(())
 }
 
@@ -77,10 +87,16 @@ fn measure(program: &Path, work: &Path, vms: usize, records: u64) -> Result<Meas
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
-        .with_context(|| format!("start {}: build it with --release --features host", program.display()))?;
+        .with_context(|| {
+            format!(
+                "start {}: build it with --release --features host",
+                program.display()
+            )
+        })?;
     let said = BufReader::new(child.stderr.take().context("no standard error")?);
     let mut collector = Collector { child };
-    let said = std::thread::spawn(move || said.lines().map_while(Result::ok).collect::<Vec<String>>());
+    let said =
+        std::thread::spawn(move || said.lines().map_while(Result::ok).collect::<Vec<String>>());
 
     // All VMMs at once; the collector has to see each and listen beside it.
     let start = Instant::now();
@@ -90,7 +106,10 @@ fn measure(program: &Path, work: &Path, vms: usize, records: u64) -> Result<Meas
     }
     for n in 0..vms + PROBES {
         while !socket(&vm(n)).exists() {
-            ensure!(start.elapsed() < DEADLINE, "the collector does not listen for VM {n}");
+            ensure!(
+                start.elapsed() < DEADLINE,
+                "the collector does not listen for VM {n}"
+            );
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -104,7 +123,9 @@ fn measure(program: &Path, work: &Path, vms: usize, records: u64) -> Result<Meas
         std::thread::spawn(move || probe(&probes, vms, &over))
     };
     let start = Instant::now();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let mut waits = runtime.block_on(async {
         let mut guests = tokio::task::JoinSet::new();
         for n in 0..vms {
@@ -117,20 +138,32 @@ fn measure(program: &Path, work: &Path, vms: usize, records: u64) -> Result<Meas
             }
             anyhow::Ok(waits)
         };
-        tokio::time::timeout(DEADLINE, all).await.context("the load did not get through")?
+        tokio::time::timeout(DEADLINE, all)
+            .await
+            .context("the load did not get through")?
     })?;
     let took = start.elapsed();
     over.store(true, Ordering::Relaxed);
-    let mut probed = probing.join().map_err(|_| anyhow::anyhow!("the probing thread panicked"))??;
+    let mut probed = probing
+        .join()
+        .map_err(|_| anyhow::anyhow!("the probing thread panicked"))??;
     let rss = status(collector.child.id(), "VmHWM:")?;
     let rss_now = status(collector.child.id(), "VmRSS:")?;
     let stop = Instant::now();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(collector.child.id() as i32), nix::sys::signal::Signal::SIGTERM)?;
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(collector.child.id() as i32),
+        nix::sys::signal::Signal::SIGTERM,
+    )?;
     let ended = collector.child.wait()?;
     let stopped = stop.elapsed();
-    let said = said.join().map_err(|_| anyhow::anyhow!("the reading thread panicked"))?;
+    let said = said
+        .join()
+        .map_err(|_| anyhow::anyhow!("the reading thread panicked"))?;
     let counts = said.last().cloned().unwrap_or_default();
-    ensure!(ended.success(), "the collector ended with {ended}: {counts}");
+    ensure!(
+        ended.success(),
+        "the collector ended with {ended}: {counts}"
+    );
 
     let (stored, missing) = stored(&boots, vms, records)?;
     let sent = vms as u64 * records;
@@ -144,8 +177,14 @@ fn measure(program: &Path, work: &Path, vms: usize, records: u64) -> Result<Meas
         missed.push(what);
         "MISSED"
     };
-    println!("{vms} VMs at once, {records} records each, {:.0} MB in all, over the unix sockets of hybrid vsock", bytes as f64 / 1e6);
-    println!("sockets for all VMs after        {:>10.1} ms", ms(listening));
+    println!(
+        "{vms} VMs at once, {records} records each, {:.0} MB in all, over the unix sockets of hybrid vsock",
+        bytes as f64 / 1e6
+    );
+    println!(
+        "sockets for all VMs after        {:>10.1} ms",
+        ms(listening)
+    );
     println!(
         "everything received after        {:>10.1} ms   {rate:.0} records/s, {:.0} MB/s",
         ms(took),
@@ -153,7 +192,10 @@ fn measure(program: &Path, work: &Path, vms: usize, records: u64) -> Result<Meas
     );
     println!("records sent                     {sent:>10}");
     println!("records in the files             {stored:>10}");
-    println!("missing, and not counted         {missing:>10}   target 0: {}", verdict("missing records", missing == 0));
+    println!(
+        "missing, and not counted         {missing:>10}   target 0: {}",
+        verdict("missing records", missing == 0)
+    );
     let p99 = line("first word while all talk", &mut probed);
     println!(
         "                                              p99 target {} ms: {}",
@@ -161,9 +203,16 @@ fn measure(program: &Path, work: &Path, vms: usize, records: u64) -> Result<Meas
         verdict("first word", p99 <= ACCEPT_TARGET)
     );
     line("first word of those who talk", &mut waits);
-    println!("resident memory, highest         {:>10.1} MB   target 64: {}", rss as f64 / 1024.0, verdict("memory", rss <= RSS_TARGET_KB));
+    println!(
+        "resident memory, highest         {:>10.1} MB   target 64: {}",
+        rss as f64 / 1024.0,
+        verdict("memory", rss <= RSS_TARGET_KB)
+    );
     println!("SIGTERM to the end               {:>10.1} ms", ms(stopped));
-    println!("the collector says: {}", counts.trim_start_matches("kata-gpu-boot: "));
+    println!(
+        "the collector says: {}",
+        counts.trim_start_matches("kata-gpu-boot: ")
+    );
     let micros = |all: &[Duration]| all.iter().map(|d| d.as_micros() as u64).collect::<Vec<_>>();
     let json = json!({
         "vms": vms, "records": records, "bytes": bytes, "listening_ms": ms(listening), "took_ms": ms(took), "records_per_s": rate, "stored": stored,
@@ -180,8 +229,18 @@ fn ms(time: Duration) -> f64 {
 /// Prints a distribution, gives its 99th percentile, and leaves it sorted.
 fn line(what: &str, all: &mut [Duration]) -> Duration {
     all.sort_unstable();
-    let at = |q: f64| all.get(((all.len() as f64 * q) as usize).min(all.len().saturating_sub(1))).copied().unwrap_or_default();
-    println!("{what:32} p50 {:.1} ms, p99 {:.1} ms, max {:.1} ms, {} connections", ms(at(0.5)), ms(at(0.99)), ms(at(1.0)), all.len());
+    let at = |q: f64| {
+        all.get(((all.len() as f64 * q) as usize).min(all.len().saturating_sub(1)))
+            .copied()
+            .unwrap_or_default()
+    };
+    println!(
+        "{what:32} p50 {:.1} ms, p99 {:.1} ms, max {:.1} ms, {} connections",
+        ms(at(0.5)),
+        ms(at(0.99)),
+        ms(at(1.0)),
+        all.len()
+    );
     at(0.99)
 }
 
@@ -196,7 +255,12 @@ fn boot_id(n: usize) -> String {
 }
 
 fn header(n: usize) -> String {
-    header_line(&Header { boot_id: boot_id(n), version: "0.1.0".into(), kernel: "6.1.0-41-cloud-amd64".into(), first_seq: 0 })
+    header_line(&Header {
+        boot_id: boot_id(n),
+        version: "0.1.0".into(),
+        kernel: "6.1.0-41-cloud-amd64".into(),
+        first_seq: 0,
+    })
 }
 
 /// A record like those of a boot, of about their size.
@@ -206,7 +270,10 @@ fn record(seq: u64) -> String {
     record.gpu = "0001:00:03.0".parse().ok();
     record.parent = Some(seq / 4);
     record.fields.insert("minor".into(), (seq % 8).into());
-    record.fields.insert("text".into(), "nvidia 0001:00:03.0: enabling device (0000 -> 0002)".into());
+    record.fields.insert(
+        "text".into(),
+        "nvidia 0001:00:03.0: enabling device (0000 -> 0002)".into(),
+    );
     record_line(&record)
 }
 
@@ -214,7 +281,9 @@ fn record(seq: u64) -> String {
 /// collector has taken it all. Returns the wait for the first ping.
 async fn guest(n: usize, socket: PathBuf, text: Arc<str>) -> Result<Duration> {
     let start = Instant::now();
-    let stream = tokio::net::UnixStream::connect(&socket).await.with_context(|| format!("connect to {}", socket.display()))?;
+    let stream = tokio::net::UnixStream::connect(&socket)
+        .await
+        .with_context(|| format!("connect to {}", socket.display()))?;
     let (reader, mut writer) = stream.into_split();
     let mut lines = AsyncBufReader::new(reader).lines();
     writer.write_all(header(n).as_bytes()).await?;
@@ -237,7 +306,9 @@ async fn guest(n: usize, socket: PathBuf, text: Arc<str>) -> Result<Duration> {
             let end = rest.iter().position(|b| *b == b'\n').map_or(0, |at| at + 1);
             let (line, after) = rest.split_at(if rest.len() == text.len() { 0 } else { end });
             writer.write_all(line).await?;
-            writer.write_all(std::mem::take(&mut pongs).as_bytes()).await?;
+            writer
+                .write_all(std::mem::take(&mut pongs).as_bytes())
+                .await?;
             rest = after;
         }
     }
@@ -257,7 +328,8 @@ fn probe(sockets: &[PathBuf], first: usize, over: &AtomicBool) -> Result<Vec<Dur
             break;
         }
         let start = Instant::now();
-        let mut stream = UnixStream::connect(socket).with_context(|| format!("connect to {}", socket.display()))?;
+        let mut stream = UnixStream::connect(socket)
+            .with_context(|| format!("connect to {}", socket.display()))?;
         stream.set_read_timeout(Some(DEADLINE))?;
         stream.write_all(header(first + n).as_bytes())?;
         let mut word = [0; 256];
@@ -272,7 +344,10 @@ fn probe(sockets: &[PathBuf], first: usize, over: &AtomicBool) -> Result<Vec<Dur
 /// A value of /proc/PID/status in kB.
 fn status(pid: u32, field: &str) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let value = status.lines().find_map(|l| l.strip_prefix(field)).with_context(|| format!("no {field}"))?;
+    let value = status
+        .lines()
+        .find_map(|l| l.strip_prefix(field))
+        .with_context(|| format!("no {field}"))?;
     Ok(value.trim().trim_end_matches(" kB").parse()?)
 }
 
@@ -283,7 +358,8 @@ fn stored(boots: &Path, vms: usize, records: u64) -> Result<(u64, u64)> {
     let (mut stored, mut missing) = (0, 0);
     for n in 0..vms {
         let path = boots.join(format!("{}.ndjson", boot_id(n)));
-        let file = std::fs::File::open(&path).with_context(|| format!("open {}", path.display()))?;
+        let file =
+            std::fs::File::open(&path).with_context(|| format!("open {}", path.display()))?;
         let (mut seqs, mut here, mut counted) = (SeqSet::default(), 0, 0);
         for_each_line(file, |_, _, line| match line {
             Ok(FileLine::Record(record)) => here += u64::from(seqs.insert(record.seq)),

@@ -40,16 +40,37 @@ const SWITCHES: &str = "fakepci.switches=4 nvidia.switches=4 nvidia.fabric_state
 const READY: &str = "nvrc.smi.srs=1 serial_init.srs=1";
 
 const SCENARIOS: [Scenario; 3] = [
-    Scenario { name: "hopper-fabric", what: "8 GPUs, 4 NVSwitches", words: "", parts: PARTS, has_fabric: true },
-    Scenario { name: "confidential", what: "8 GPUs", words: READY, parts: CONFIDENTIAL_PARTS, has_fabric: false },
-    Scenario { name: "protected-pcie", what: "8 GPUs, 4 NVSwitches", words: READY, parts: CONFIDENTIAL_PARTS, has_fabric: true },
+    Scenario {
+        name: "hopper-fabric",
+        what: "8 GPUs, 4 NVSwitches",
+        words: "",
+        parts: PARTS,
+        has_fabric: true,
+    },
+    Scenario {
+        name: "confidential",
+        what: "8 GPUs",
+        words: READY,
+        parts: CONFIDENTIAL_PARTS,
+        has_fabric: false,
+    },
+    Scenario {
+        name: "protected-pcie",
+        what: "8 GPUs, 4 NVSwitches",
+        words: READY,
+        parts: CONFIDENTIAL_PARTS,
+        has_fabric: true,
+    },
 ];
 
 /// Name and command line of each row; the second and the third are for guests with a fabric.
 const ROWS: [(&str, &str); 4] = [
     ("serial", "hardware.init=/serial-init"),
     ("serial-600", "hardware.init=/serial-init"),
-    ("serial-no-uvm", "hardware.init=/serial-init serial_init.uvm=off"),
+    (
+        "serial-no-uvm",
+        "hardware.init=/serial-init serial_init.uvm=off",
+    ),
     (OURS, ""),
 ];
 const OURS: &str = "ours";
@@ -75,7 +96,10 @@ const COLUMNS: [&str; 9] = [
     "CUDA works on all",
 ];
 /// Results of CUDA's first call, in two more lines.
-const VERDICTS: [(&str, &str); 2] = [("first", "first call on GPU 0"), ("all", "first call on all")];
+const VERDICTS: [(&str, &str); 2] = [
+    ("first", "first call on GPU 0"),
+    ("all", "first call on all"),
+];
 
 pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
     let (mut runs, mut scale, mut wanted) = (1, 1, Vec::new());
@@ -95,28 +119,51 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     }
     ensure!(runs > 0, "bench fabric: at least one run");
     let agent = real_agent::file()?;
-    let version = if agent.is_some() { real_agent::version()? } else { "test agent".into() };
-    let scenarios: Vec<&Scenario> = SCENARIOS.iter().filter(|s| wanted.is_empty() || wanted.contains(&s.name)).collect();
+    let version = if agent.is_some() {
+        real_agent::version()?
+    } else {
+        "test agent".into()
+    };
+    let scenarios: Vec<&Scenario> = SCENARIOS
+        .iter()
+        .filter(|s| wanted.is_empty() || wanted.contains(&s.name))
+        .collect();
     let mut raw = Vec::new();
     for run in 1..=runs {
         for scenario in &scenarios {
             for (row, words) in scenario.rows() {
                 eprintln!("bench: run {run} of {runs}, {}, {row} ...", scenario.name);
-                let words = format!("{} {} {words}", scenario.guest(scale), incumbents(row, scale));
-                let result = boot(context, row, &words, agent.as_deref()).with_context(|| format!("{}, {row}", scenario.name))?;
+                let words = format!(
+                    "{} {} {words}",
+                    scenario.guest(scale),
+                    incumbents(row, scale)
+                );
+                let result = boot(context, row, &words, agent.as_deref())
+                    .with_context(|| format!("{}, {row}", scenario.name))?;
                 raw.push(json!({ "guest": scenario.name, "boot": row, "run": run, "words": words, "result": result }));
             }
         }
     }
     let command = format!("tests/bench/run fabric {}", arguments.join(" "));
-    let file = keep(root, "fabric", &json!({ "command": command, "agent": version, "scale": scale, "machine": machine(), "runs": raw }))?;
-    let scaled = if scale == 1 { String::new() } else { format!("; every simulated time divided by {scale}") };
+    let file = keep(
+        root,
+        "fabric",
+        &json!({ "command": command, "agent": version, "scale": scale, "machine": machine(), "runs": raw }),
+    )?;
+    let scaled = if scale == 1 {
+        String::new()
+    } else {
+        format!("; every simulated time divided by {scale}")
+    };
     println!("ms since the init's first instruction, median of {runs}; 2 vCPUs; {version}{scaled}");
     for scenario in scenarios {
         print(scenario, &raw);
     }
     println!();
-    println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
+    println!(
+        "raw runs: {}",
+        file.strip_prefix(root).unwrap_or(&file).display()
+    );
     Ok(())
 }
 
@@ -124,15 +171,23 @@ impl Scenario {
     /// Command line of the guest.
     fn guest(&self, scale: u64) -> String {
         let [s1, s2, s3] = self.parts.map(|ms| ms / scale);
-        let times = format!("nvidia.probe_ms=3 nvidia.s1_ms={s1} nvidia.s2_ms={s2} nvidia.s3_ms={s3}");
+        let times =
+            format!("nvidia.probe_ms=3 nvidia.s1_ms={s1} nvidia.s2_ms={s2} nvidia.s3_ms={s3}");
         let services = format!(
             "standin.nv-fabricmanager=fabric:{} standin.nvidia-persistenced=fabric-wait:{}",
             FABRIC_MS / scale,
             FABRIC_WAIT_MS / scale
         );
         let fabric = if self.has_fabric { SWITCHES } else { "" };
-        let confidential = if self.is_confidential() { format!("nvidia.cc=1 {CONFIDENTIAL}") } else { String::new() };
-        format!("fakepci.gpus=8 {times} {services} {fabric} {confidential} {} testagent.cost=real", self.words)
+        let confidential = if self.is_confidential() {
+            format!("nvidia.cc=1 {CONFIDENTIAL}")
+        } else {
+            String::new()
+        };
+        format!(
+            "fakepci.gpus=8 {times} {services} {fabric} {confidential} {} testagent.cost=real",
+            self.words
+        )
     }
 
     fn is_confidential(&self) -> bool {
@@ -141,19 +196,28 @@ impl Scenario {
 
     /// Rows that differ in this guest.
     fn rows(&self) -> Vec<(&'static str, &'static str)> {
-        ROWS.into_iter().filter(|(row, _)| self.has_fabric || !row.starts_with("serial-")).collect()
+        ROWS.into_iter()
+            .filter(|(row, _)| self.has_fabric || !row.starts_with("serial-"))
+            .collect()
     }
 }
 
 /// Words for a serial init.
 fn incumbents(row: &str, scale: u64) -> String {
-    let limit = LIMITS.iter().find(|(name, _)| name.is_empty() || *name == row).map_or(0, |(_, ms)| ms / scale);
-    format!("serial_init.limit_ms={limit} serial_init.poll_ms={}", POLL_MS / scale)
+    let limit = LIMITS
+        .iter()
+        .find(|(name, _)| name.is_empty() || *name == row)
+        .map_or(0, |(_, ms)| ms / scale);
+    format!(
+        "serial_init.limit_ms={limit} serial_init.poll_ms={}",
+        POLL_MS / scale
+    )
 }
 
 /// Boots once: milestones, verdicts, or the power-off.
 fn boot(context: &TestContext, row: &str, words: &str, agent: Option<&[u8]>) -> Result<Value> {
-    let guest = with_services(real_agent::with_roots(Guest::new(), context, &["first", "all"])?.nvml());
+    let guest =
+        with_services(real_agent::with_roots(Guest::new(), context, &["first", "all"])?.nvml());
     let mut guest = guest.append(words);
     if let Some(agent) = agent {
         guest = guest.agent(agent);
@@ -163,11 +227,24 @@ fn boot(context: &TestContext, row: &str, words: &str, agent: Option<&[u8]>) -> 
     if is_serial && let Some((after_ms, why)) = powered_off(&mut booted)? {
         return Ok(json!({ "powered_off_ms": after_ms, "why": why }));
     }
-    let wanted = [Container::new("first", "cuda", &["0"]), Container::new("all", "nvml", &["all"])];
-    let from = if is_serial { "serial-init: exec " } else { "hardware: ready" };
+    let wanted = [
+        Container::new("first", "cuda", &["0"]),
+        Container::new("all", "nvml", &["all"]),
+    ];
+    let from = if is_serial {
+        "serial-init: exec "
+    } else {
+        "hardware: ready"
+    };
     let pod = real_agent::run(&booted, from, &wanted, Order::AtOnce)?;
-    let [first, all] = pod.containers.as_slice() else { bail!("two containers were asked for") };
-    let init = if is_serial { serial_milestones(&booted)? } else { own_milestones(&booted, None)? };
+    let [first, all] = pod.containers.as_slice() else {
+        bail!("two containers were asked for")
+    };
+    let init = if is_serial {
+        serial_milestones(&booted)?
+    } else {
+        own_milestones(&booted, None)?
+    };
     let since = |ns: u64| ns.saturating_sub(init.start_ns) as f64 / 1e6;
     let works = |c: &real_agent::ContainerTimes| c.works_ns.map(since);
     let times = [
@@ -181,9 +258,15 @@ fn boot(context: &TestContext, row: &str, words: &str, agent: Option<&[u8]>) -> 
         Some(since(all.program_ns)),
         works(all),
     ];
-    let ms: serde_json::Map<String, Value> = COLUMNS.iter().zip(times).map(|(c, ms)| ((*c).to_string(), ms.into())).collect();
+    let ms: serde_json::Map<String, Value> = COLUMNS
+        .iter()
+        .zip(times)
+        .map(|(c, ms)| ((*c).to_string(), ms.into()))
+        .collect();
     let verdict = |c: &real_agent::ContainerTimes| json!({ "answer_ms": c.answer_ns.map(since), "error_802": c.error_802 });
-    Ok(json!({ "ms": ms, "first": verdict(first), "all": verdict(all), "clock_error_ms": pod.clock_error_ns as f64 / 1e6 }))
+    Ok(
+        json!({ "ms": ms, "first": verdict(first), "all": verdict(all), "clock_error_ms": pod.clock_error_ns as f64 / 1e6 }),
+    )
 }
 
 /// Waits until a serial init executes the agent (None) or powers off: ms since its first
@@ -191,16 +274,31 @@ fn boot(context: &TestContext, row: &str, words: &str, agent: Option<&[u8]>) -> 
 fn powered_off(booted: &mut Booted) -> Result<Option<(f64, String)>> {
     const POWERS_OFF: &str = "serial-init: powers off ";
     let end = Instant::now() + SERIAL_LIMIT;
-    while !booted.console.wait_text(Duration::from_secs(1), "serial-init: exec ") {
+    while !booted
+        .console
+        .wait_text(Duration::from_secs(1), "serial-init: exec ")
+    {
         let text = booted.console.text();
-        if let Some((_, why)) = text.split_once(POWERS_OFF).and_then(|(_, rest)| rest.lines().next()?.split_once(": ")) {
-            let (at, start) = (booted.console.number_after(POWERS_OFF), booted.console.number_after("serial-init: start "));
+        if let Some((_, why)) = text
+            .split_once(POWERS_OFF)
+            .and_then(|(_, rest)| rest.lines().next()?.split_once(": "))
+        {
+            let (at, start) = (
+                booted.console.number_after(POWERS_OFF),
+                booted.console.number_after("serial-init: start "),
+            );
             booted.exit()?;
-            let ns = at.zip(start).map(|(at, start)| at - start).context("serial-init: no times")?;
+            let ns = at
+                .zip(start)
+                .map(|(at, start)| at - start)
+                .context("serial-init: no times")?;
             return Ok(Some((ns as f64 / 1e6, why.trim().to_string())));
         }
         booted.still_runs()?;
-        ensure!(Instant::now() < end, "serial-init: neither agent nor power-off within {SERIAL_LIMIT:?}");
+        ensure!(
+            Instant::now() < end,
+            "serial-init: neither agent nor power-off within {SERIAL_LIMIT:?}"
+        );
     }
     Ok(None)
 }
@@ -208,21 +306,35 @@ fn powered_off(booted: &mut Booted) -> Result<Option<(f64, String)>> {
 /// Prints the table of a guest.
 fn print(scenario: &Scenario, raw: &[Value]) {
     let rows = scenario.rows();
-    let of = |row: &str| raw.iter().filter(|r| r["guest"] == scenario.name && r["boot"] == row).map(|r| &r["result"]).collect::<Vec<_>>();
+    let of = |row: &str| {
+        raw.iter()
+            .filter(|r| r["guest"] == scenario.name && r["boot"] == row)
+            .map(|r| &r["result"])
+            .collect::<Vec<_>>()
+    };
     let line = |title: &str, cell: &dyn Fn(&str) -> String| {
         print!("{title:<40}");
-        rows.iter().for_each(|(row, _)| print!(" {:>14}", cell(row)));
+        rows.iter()
+            .for_each(|(row, _)| print!(" {:>14}", cell(row)));
         println!();
     };
     println!();
-    line(&format!("{} ({})", scenario.name, scenario.what), &|row| row.into());
+    line(&format!("{} ({})", scenario.name, scenario.what), &|row| {
+        row.into()
+    });
     for column in COLUMNS {
-        line(column, &|row| median(of(row).into_iter().map(|r| &r["ms"][column])).map_or("never".into(), |ms| format!("{ms:.0}")));
+        line(column, &|row| {
+            median(of(row).into_iter().map(|r| &r["ms"][column]))
+                .map_or("never".into(), |ms| format!("{ms:.0}"))
+        });
     }
     for (container, title) in VERDICTS {
         line(title, &|row| {
             let runs = of(row);
-            let failed = runs.iter().filter(|r| !r[container]["error_802"].is_null()).count();
+            let failed = runs
+                .iter()
+                .filter(|r| !r[container]["error_802"].is_null())
+                .count();
             match (runs.iter().filter(|r| r["ms"].is_object()).count(), failed) {
                 (0, _) => "-".into(),
                 (_, 0) => "works".into(),

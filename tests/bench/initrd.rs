@@ -40,8 +40,10 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
             }
         }
     }
-    let sizes: Vec<Value> =
-        images.iter().map(|(c, f, path)| Ok(json!({"initrd": c, "form": f, "bytes": path.metadata()?.len()}))).collect::<Result<_>>()?;
+    let sizes: Vec<Value> = images
+        .iter()
+        .map(|(c, f, path)| Ok(json!({"initrd": c, "form": f, "bytes": path.metadata()?.len()})))
+        .collect::<Result<_>>()?;
     let kept = keep(
         root,
         "initrd",
@@ -51,7 +53,9 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     println!(
         "median of {runs} runs; memory in MiB of PSS, all VMs together        unpacked: the guest's time when the kernel was done with the initrd"
     );
-    println!("| initrd | form | MiB | VMs | agent ready, s | unpacked, s | PSS | initrd's file | guests' memory | QEMU's own |");
+    println!(
+        "| initrd | form | MiB | VMs | agent ready, s | unpacked, s | PSS | initrd's file | guests' memory | QEMU's own |"
+    );
     println!("|---|---|---|---|---|---|---|---|---|---|");
     for (content, form, path) in &images {
         let mib = path.metadata()?.len() as f64 / f64::from(1 << 20);
@@ -68,7 +72,10 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
             );
         }
     }
-    println!("raw runs: {}", kept.strip_prefix(root).unwrap_or(&kept).display());
+    println!(
+        "raw runs: {}",
+        kept.strip_prefix(root).unwrap_or(&kept).display()
+    );
     Ok(())
 }
 
@@ -76,8 +83,10 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
 fn images(context: &TestContext) -> Result<Vec<(&'static str, &'static str, PathBuf)>> {
     let folder = context.work_dir.join("initrd");
     let _unused = std::fs::remove_dir_all(&folder); // an earlier run's
-    std::fs::create_dir_all(folder.join("more/usr/lib")).with_context(|| format!("make {}", folder.display()))?;
-    let sim = std::fs::read(context.target.join("initrd.cpio")).context("read target/initrd.cpio (initrd/pack makes it)")?;
+    std::fs::create_dir_all(folder.join("more/usr/lib"))
+        .with_context(|| format!("make {}", folder.display()))?;
+    let sim = std::fs::read(context.target.join("initrd.cpio"))
+        .context("read target/initrd.cpio (initrd/pack makes it)")?;
     // The largest first: as few files as a driver has.
     let mut libraries: Vec<(u64, PathBuf)> = Vec::new();
     for entry in std::fs::read_dir(LIBRARIES).with_context(|| format!("read {LIBRARIES}"))? {
@@ -90,13 +99,25 @@ fn images(context: &TestContext) -> Result<Vec<(&'static str, &'static str, Path
     let mut left = LIBRARIES_MIB << 20;
     for (bytes, from) in libraries.into_iter().filter(|(bytes, _)| *bytes > 0) {
         if bytes <= left {
-            std::fs::copy(&from, folder.join("more/usr/lib").join(from.file_name().context("no name")?))?;
+            std::fs::copy(
+                &from,
+                folder
+                    .join("more/usr/lib")
+                    .join(from.file_name().context("no name")?),
+            )?;
             left -= bytes;
         }
     }
     let more = folder.join("more.cpio");
     let mut output = Output::create(&more, Form::Plain)?;
-    pack(&[folder.join("more")], Wish { mtime: 0, manifest: false }, &mut output)?;
+    pack(
+        &[folder.join("more")],
+        Wish {
+            mtime: 0,
+            manifest: false,
+        },
+        &mut output,
+    )?;
     output.end()?.keep()?;
     let large = [sim.as_slice(), &std::fs::read(&more)?].concat();
     let mut images = Vec::new();
@@ -118,21 +139,45 @@ fn measure(context: &TestContext, initrd: &Path, vms: usize) -> Result<Value> {
     // Without vsock: its device would map the guest's memory as well.
     for vm in 0..vms {
         let start = Instant::now();
-        booted.push((start, Guest::new().initrd(initrd).append(GUEST).without_vsock().boot(context, &format!("initrd-{vm}"))?));
+        booted.push((
+            start,
+            Guest::new()
+                .initrd(initrd)
+                .append(GUEST)
+                .without_vsock()
+                .boot(context, &format!("initrd-{vm}"))?,
+        ));
     }
     // All wait for the same processors: each has its own time.
     let ready: Vec<f64> = std::thread::scope(|scope| {
-        let waiting: Vec<_> = booted.iter().map(|(start, vm)| scope.spawn(move || ready(*start, vm))).collect();
-        waiting.into_iter().map(|w| w.join().unwrap_or_else(|_| anyhow::bail!("a thread panicked"))).collect::<Result<_>>()
+        let waiting: Vec<_> = booted
+            .iter()
+            .map(|(start, vm)| scope.spawn(move || ready(*start, vm)))
+            .collect();
+        waiting
+            .into_iter()
+            .map(|w| {
+                w.join()
+                    .unwrap_or_else(|_| anyhow::bail!("a thread panicked"))
+            })
+            .collect::<Result<_>>()
     })?;
-    let unpacked = booted.iter().map(|(_, vm)| stamp(&vm.console.text(), "Freeing initrd memory")).collect::<Result<Vec<f64>>>()?;
+    let unpacked = booted
+        .iter()
+        .map(|(_, vm)| stamp(&vm.console.text(), "Freeing initrd memory"))
+        .collect::<Result<Vec<f64>>>()?;
     let mut sum = Memory::default();
     for (_, vm) in &booted {
         let pid = vm.vm.pid().context("QEMU has ended")?;
-        sum.add(&std::fs::read_to_string(format!("/proc/{pid}/smaps")).with_context(|| format!("read the maps of {pid}"))?, initrd);
+        sum.add(
+            &std::fs::read_to_string(format!("/proc/{pid}/smaps"))
+                .with_context(|| format!("read the maps of {pid}"))?,
+            initrd,
+        );
     }
     ensure!(sum.guest.pss > 0.0, "no guest's memory in the maps of QEMU");
-    let part = |part: &Part| json!({"size_mib": part.size, "rss_mib": part.rss, "pss_mib": part.pss});
+    let part =
+        |part: &Part| json!({"size_mib": part.size, "rss_mib": part.rss, "pss_mib": part.pss});
     Ok(json!({
         "vms": vms, "ready_s": mean(&ready), "unpacked_s": mean(&unpacked), "pss_mib": sum.initrd.pss + sum.guest.pss + sum.own.pss,
         "initrd_pss_mib": sum.initrd.pss, "guest_pss_mib": sum.guest.pss, "own_pss_mib": sum.own.pss,
@@ -148,8 +193,15 @@ fn ready(start: Instant, vm: &Booted) -> Result<f64> {
 
 /// Seconds of the kernel's clock before a text: `[    1.234567] text`.
 fn stamp(console: &str, text: &str) -> Result<f64> {
-    let line = console.lines().find(|line| line.contains(text)).with_context(|| format!("the kernel has not said {text:?}"))?;
-    let stamp = line.split_once('[').and_then(|(_, rest)| rest.split_once(']')).with_context(|| format!("no time in {line:?}"))?.0;
+    let line = console
+        .lines()
+        .find(|line| line.contains(text))
+        .with_context(|| format!("the kernel has not said {text:?}"))?;
+    let stamp = line
+        .split_once('[')
+        .and_then(|(_, rest)| rest.split_once(']'))
+        .with_context(|| format!("no time in {line:?}"))?
+        .0;
     Ok(stamp.trim().parse()?)
 }
 
@@ -175,7 +227,10 @@ impl Memory {
         let mut part = &mut self.own;
         for line in smaps.lines() {
             let mut words = line.split_ascii_whitespace();
-            let (first, second) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+            let (first, second) = (
+                words.next().unwrap_or_default(),
+                words.next().unwrap_or_default(),
+            );
             if !first.ends_with(':') {
                 // `from-to perms offset dev inode path`
                 let path = words.nth(3).unwrap_or_default();
@@ -203,7 +258,11 @@ fn mean(all: &[f64]) -> f64 {
 
 fn median(raw: &[Value], content: &str, form: &str, vms: usize, key: &str) -> f64 {
     let is = |run: &&Value| run["initrd"] == content && run["form"] == form && run["vms"] == vms;
-    let mut values: Vec<f64> = raw.iter().filter(is).filter_map(|run| run[key].as_f64()).collect();
+    let mut values: Vec<f64> = raw
+        .iter()
+        .filter(is)
+        .filter_map(|run| run[key].as_f64())
+        .collect();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
@@ -221,8 +280,14 @@ mod tests {
         memory.add(smaps, Path::new("/w/sim-plain"));
         memory.add(smaps, Path::new("/w/sim-plain"));
         assert_eq!((memory.guest.size, memory.guest.pss), (2048.0, 2.0));
-        assert_eq!((memory.initrd.rss, memory.initrd.pss, memory.own.pss), (20.0, 5.0, 2.0));
-        assert_eq!(stamp("x\n[    1.25] Freeing initrd memory: 1K", "Freeing initrd").unwrap(), 1.25);
+        assert_eq!(
+            (memory.initrd.rss, memory.initrd.pss, memory.own.pss),
+            (20.0, 5.0, 2.0)
+        );
+        assert_eq!(
+            stamp("x\n[    1.25] Freeing initrd memory: 1K", "Freeing initrd").unwrap(),
+            1.25
+        );
         assert!(stamp("[ 1 ] x", "Freeing").is_err());
     }
 }

@@ -29,8 +29,15 @@ const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] 
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let number = |at: usize, default: u64| arguments.get(at).map_or(Ok(default), |n| n.parse()).context(USAGE);
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize()?;
+    let number = |at: usize, default: u64| {
+        arguments
+            .get(at)
+            .map_or(Ok(default), |n| n.parse())
+            .context(USAGE)
+    };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("..")
+        .canonicalize()?;
     let context = TestContext::new(root.join("target"), arch()?, "bench");
     match arguments.first().map(String::as_str) {
         Some("agent") => agent::run(&root, &context, &arguments[1..]),
@@ -68,7 +75,13 @@ pub fn trace(records: &[Record]) {
     if std::env::var_os("BENCH_TRACE").is_some() {
         for r in records {
             let gpu = r.gpu.map(|g| g.to_string()).unwrap_or_default();
-            eprintln!("{:9.1} {:?} {} {gpu} {:?}", r.boottime_ns as f64 / 1e6, r.kind, r.name, r.fields);
+            eprintln!(
+                "{:9.1} {:?} {} {gpu} {:?}",
+                r.boottime_ns as f64 / 1e6,
+                r.kind,
+                r.name,
+                r.fields
+            );
         }
     }
 }
@@ -76,7 +89,10 @@ pub fn trace(records: &[Record]) {
 /// Machine that the figures were taken on.
 pub fn machine() -> Value {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")).map(|m| m.trim_start_matches([' ', '\t', ':']).to_string());
+    let model = cpuinfo
+        .lines()
+        .find_map(|l| l.strip_prefix("model name"))
+        .map(|m| m.trim_start_matches([' ', '\t', ':']).to_string());
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
     json!({ "cpu": model, "cpus": cpus, "kvm": kata_gpu_host::vm::kvm_works(Arch::OURS) })
 }
@@ -85,7 +101,9 @@ pub fn machine() -> Value {
 pub fn keep(root: &Path, what: &str, runs: &Value) -> Result<PathBuf> {
     let folder = root.join("tests/bench/runs");
     std::fs::create_dir_all(&folder)?;
-    let now = humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string().replace(':', "");
+    let now = humantime::format_rfc3339_seconds(std::time::SystemTime::now())
+        .to_string()
+        .replace(':', "");
     let path = folder.join(format!("{what}-{now}.json"));
     let mut file = std::fs::File::create(&path)?;
     writeln!(file, "{}", serde_json::to_string_pretty(runs)?)?;

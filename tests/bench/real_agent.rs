@@ -39,17 +39,26 @@ pub struct Output(String);
 impl Output {
     /// The last stamp of this name.
     pub fn stamp(&self, key: &str) -> Option<u64> {
-        self.0.lines().rev().find_map(|l| l.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
+        self.0
+            .lines()
+            .rev()
+            .find_map(|l| l.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
     }
 
     /// Cause of CUDA's error 802 at the program's first call.
     fn error_802(&self) -> Option<String> {
-        self.0.lines().find_map(|l| l.strip_prefix("error802=")).map(str::to_string)
+        self.0
+            .lines()
+            .find_map(|l| l.strip_prefix("error802="))
+            .map(str::to_string)
     }
 
     /// Nodes that could not be opened.
     fn failures(&self) -> Vec<&str> {
-        self.0.lines().filter_map(|l| l.strip_prefix("failed=")).collect()
+        self.0
+            .lines()
+            .filter_map(|l| l.strip_prefix("failed="))
+            .collect()
     }
 }
 
@@ -99,7 +108,9 @@ impl Clock {
     fn boottime_ns(&self, moment: Instant) -> u64 {
         match moment.checked_duration_since(self.at) {
             Some(later) => self.boottime_ns + later.as_nanos() as u64,
-            None => self.boottime_ns.saturating_sub(self.at.duration_since(moment).as_nanos() as u64),
+            None => self
+                .boottime_ns
+                .saturating_sub(self.at.duration_since(moment).as_nanos() as u64),
         }
     }
 }
@@ -116,27 +127,53 @@ struct Made {
 /// and the emulated one does not bear thousands of refused connections.
 pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> Result<PodTimes> {
     let (uds, deadline) = (booted.vm.uds(), DEADLINE);
-    ensure!(booted.console.wait_text(deadline, from), "no {from:?} on the console");
+    ensure!(
+        booted.console.wait_text(deadline, from),
+        "no {from:?} on the console"
+    );
     let client = first_answer(uds, deadline)?;
     let answer = Instant::now();
     let call = |method: &str, message: Message| -> Result<Span> {
         let begin = Instant::now();
         client.call(AGENT, method, message, deadline)?;
-        Ok(Span { begin, end: Instant::now() })
+        Ok(Span {
+            begin,
+            end: Instant::now(),
+        })
     };
     let sandbox = call("CreateSandbox", requests::create_sandbox(SANDBOX))?;
     let make = |container: &Container| -> Result<Made> {
-        let create = call("CreateContainer", requests::create_container(container, SANDBOX))?;
+        let create = call(
+            "CreateContainer",
+            requests::create_container(container, SANDBOX),
+        )?;
         let start = call("StartContainer", requests::start_container(&container.id))?;
-        let last = if container.gpus.is_empty() { "start" } else { "answer" };
+        let last = if container.gpus.is_empty() {
+            "start"
+        } else {
+            "answer"
+        };
         let mut output = read_until(&client, &container.id, Output::default(), last, deadline)?;
         if !container.gpus.is_empty() && output.failures().is_empty() {
             output = read_until_it_works(&client, &container.id, output)?;
         }
-        ensure!(output.failures().is_empty(), "container {}: {}", container.id, output.failures().join(", "));
-        Ok(Made { create, start, output })
+        ensure!(
+            output.failures().is_empty(),
+            "container {}: {}",
+            container.id,
+            output.failures().join(", ")
+        );
+        Ok(Made {
+            create,
+            start,
+            output,
+        })
     };
-    let pause = Container { id: SANDBOX.into(), sandbox: true, ..Container::new("pause", "pause", &[]) };
+    let pause = Container {
+        id: SANDBOX.into(),
+        sandbox: true,
+        ..Container::new("pause", "pause", &[])
+    };
     let made_pause = make(&pause)?;
     let made: Vec<Result<Made>> = match order {
         Order::InTurn => wanted.iter().map(make).collect(),
@@ -150,7 +187,8 @@ pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> R
             create_begin_ns: clock.boottime_ns(made.create.begin),
             created_ns: clock.boottime_ns(made.create.end),
             started_ns: clock.boottime_ns(made.start.end),
-            program_ns: program_ns.with_context(|| format!("container {} has no stamp", container.id))?,
+            program_ns: program_ns
+                .with_context(|| format!("container {} has no stamp", container.id))?,
             answer_ns: made.output.stamp("answer"),
             works_ns: made.output.stamp("works"),
             error_802: made.output.error_802(),
@@ -184,12 +222,20 @@ fn first_answer(uds: &Path, deadline: Duration) -> Result<Client> {
     }
 }
 
-fn at_once(wanted: &[Container], make: impl Fn(&Container) -> Result<Made> + Sync) -> Vec<Result<Made>> {
+fn at_once(
+    wanted: &[Container],
+    make: impl Fn(&Container) -> Result<Made> + Sync,
+) -> Vec<Result<Made>> {
     let make = &make;
     std::thread::scope(|scope| {
-        let threads: Vec<_> = wanted.iter().map(|container| scope.spawn(move || make(container))).collect();
+        let threads: Vec<_> = wanted
+            .iter()
+            .map(|container| scope.spawn(move || make(container)))
+            .collect();
         let joined = threads.into_iter().map(|thread| thread.join());
-        joined.map(|made| made.unwrap_or_else(|_| bail!("a container's thread has panicked"))).collect()
+        joined
+            .map(|made| made.unwrap_or_else(|_| bail!("a container's thread has panicked")))
+            .collect()
     })
 }
 
@@ -208,18 +254,34 @@ pub fn with_roots(mut guest: Guest, context: &TestContext, names: &[&str]) -> Re
 
 /// The file of a real agent that takes the test agent's place: `KATA_AGENT=FILE`.
 pub fn file() -> Result<Option<Vec<u8>>> {
-    let Some(path) = std::env::var_os("KATA_AGENT") else { return Ok(None) };
+    let Some(path) = std::env::var_os("KATA_AGENT") else {
+        return Ok(None);
+    };
     let file = std::fs::read(&path);
-    file.map(Some).with_context(|| format!("KATA_AGENT: read {}", Path::new(&path).display()))
+    file.map(Some)
+        .with_context(|| format!("KATA_AGENT: read {}", Path::new(&path).display()))
 }
 
 /// Reads what a container writes until it has a stamp of this name, or has failed to open
 /// something.
-fn read_until(client: &Client, id: &str, output: Output, key: &str, deadline: Duration) -> Result<Output> {
+fn read_until(
+    client: &Client,
+    id: &str,
+    output: Output,
+    key: &str,
+    deadline: Duration,
+) -> Result<Output> {
     let mut output = output;
     while output.stamp(key).is_none() && (key == "now" || output.failures().is_empty()) {
-        let answer = client.call(AGENT, "ReadStdout", requests::read_stdout(id, OUTPUT), deadline)?;
-        output.0.push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
+        let answer = client.call(
+            AGENT,
+            "ReadStdout",
+            requests::read_stdout(id, OUTPUT),
+            deadline,
+        )?;
+        output
+            .0
+            .push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
     }
     Ok(output)
 }
@@ -230,8 +292,15 @@ fn read_until_it_works(client: &Client, id: &str, output: Output) -> Result<Outp
     let end = Instant::now() + USABLE;
     let mut output = output;
     while output.stamp("works").is_none() && Instant::now() < end {
-        let answer = client.call(AGENT, "ReadStdout", requests::read_stdout(id, OUTPUT), DEADLINE)?;
-        output.0.push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
+        let answer = client.call(
+            AGENT,
+            "ReadStdout",
+            requests::read_stdout(id, OUTPUT),
+            DEADLINE,
+        )?;
+        output
+            .0
+            .push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
     }
     Ok(output)
 }
@@ -241,7 +310,12 @@ fn clock(client: &Client, deadline: Duration) -> Result<Clock> {
     let mut best: Option<Clock> = None;
     for _ in 0..PINGS {
         let sent = Instant::now();
-        client.call(AGENT, "WriteStdin", requests::write_stdin(SANDBOX, b"\n"), deadline)?;
+        client.call(
+            AGENT,
+            "WriteStdin",
+            requests::write_stdin(SANDBOX, b"\n"),
+            deadline,
+        )?;
         let output = read_until(client, SANDBOX, Output::default(), "now", deadline)?;
         let took = sent.elapsed();
         let sample = Clock {

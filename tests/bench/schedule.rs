@@ -41,10 +41,34 @@ struct Kind {
 }
 
 const KINDS: [Kind; 4] = [
-    Kind { name: "relaxed", relaxed: true, confidential: false, firewall: 0, driver: "550.163.01" },
-    Kind { name: "old-driver", relaxed: false, confidential: false, firewall: 0, driver: "535.230.02" },
-    Kind { name: "cc", relaxed: false, confidential: true, firewall: 0, driver: "550.163.01" },
-    Kind { name: "firewall", relaxed: true, confidential: false, firewall: FIREWALL, driver: "570.124.06" },
+    Kind {
+        name: "relaxed",
+        relaxed: true,
+        confidential: false,
+        firewall: 0,
+        driver: "550.163.01",
+    },
+    Kind {
+        name: "old-driver",
+        relaxed: false,
+        confidential: false,
+        firewall: 0,
+        driver: "535.230.02",
+    },
+    Kind {
+        name: "cc",
+        relaxed: false,
+        confidential: true,
+        firewall: 0,
+        driver: "550.163.01",
+    },
+    Kind {
+        name: "firewall",
+        relaxed: true,
+        confidential: false,
+        firewall: FIREWALL,
+        driver: "570.124.06",
+    },
 ];
 
 pub fn run(root: &Path) -> Result<()> {
@@ -56,14 +80,30 @@ pub fn run(root: &Path) -> Result<()> {
     );
     println!(
         "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}",
-        "host", "S1/S2/S3", "enable", "GPUs", "before", "ours", "best", "free", "ratio", "published"
+        "host",
+        "S1/S2/S3",
+        "enable",
+        "GPUs",
+        "before",
+        "ours",
+        "best",
+        "free",
+        "ratio",
+        "published"
     );
     for kind in &KINDS {
-        let (enables, counts): (&[Micros], &[usize]) =
-            if kind.firewall > 0 { (&FIREWALL_ENABLE, &FIREWALL_GPUS) } else { (&ENABLE, &GPUS) };
+        let (enables, counts): (&[Micros], &[usize]) = if kind.firewall > 0 {
+            (&FIREWALL_ENABLE, &FIREWALL_GPUS)
+        } else {
+            (&ENABLE, &GPUS)
+        };
         let judged = PARTS.iter().map(|parts| (parts, true));
         let sets = judged.chain(FAR_PARTS.iter().map(|parts| (parts, false)));
-        for (parts, judged) in sets.take(if kind.firewall > 0 || kind.confidential { 1 } else { 5 }) {
+        for (parts, judged) in sets.take(if kind.firewall > 0 || kind.confidential {
+            1
+        } else {
+            5
+        }) {
             for enable in enables {
                 for gpus in counts {
                     let row = Row::of(kind, *parts, *enable, *gpus);
@@ -82,8 +122,15 @@ pub fn run(root: &Path) -> Result<()> {
     }
     let all = json!({ "command": "tests/bench/run schedule", "machine": machine(), "rows": raw });
     let file = keep(root, "schedule", &all)?;
-    println!("raw rows: {}", file.strip_prefix(root).unwrap_or(&file).display());
-    let near = if missed == 0 { "all".into() } else { format!("all but {missed}") };
+    println!(
+        "raw rows: {}",
+        file.strip_prefix(root).unwrap_or(&file).display()
+    );
+    let near = if missed == 0 {
+        "all".into()
+    } else {
+        format!("all but {missed}")
+    };
     println!("within {NEAR} % of the best order: {near}");
     Ok(())
 }
@@ -106,9 +153,24 @@ struct Row {
 impl Row {
     fn of(kind: &Kind, parts: [Micros; 3], enable: Micros, gpus: usize) -> Self {
         let [s1, s2, s3] = parts.map(|part| part * MS);
-        let times = Times { enable: enable * MS, firewall: kind.firewall * MS, probe: 3 * MS, s1, s2, s3 };
-        let host = Host { relaxed: kind.relaxed, vcpus: 2, ..Host::of(gpus, times) };
-        let loading = Host { load: Some([0, 0]), grace: 0, ..host.clone() };
+        let times = Times {
+            enable: enable * MS,
+            firewall: kind.firewall * MS,
+            probe: 3 * MS,
+            s1,
+            s2,
+            s3,
+        };
+        let host = Host {
+            relaxed: kind.relaxed,
+            vcpus: 2,
+            ..Host::of(gpus, times)
+        };
+        let loading = Host {
+            load: Some([0, 0]),
+            grace: 0,
+            ..host.clone()
+        };
         let facts = Facts {
             gpus,
             firewall: kind.firewall > 0,
@@ -117,9 +179,18 @@ impl Row {
             confidential: kind.confidential,
             vcpus: host.vcpus,
         };
-        let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts };
+        let policy = Policy {
+            bind: Bind::Auto,
+            init: Init::Parallel,
+            relaxed: true,
+            no_gpus: false,
+            enable: None,
+            facts,
+        };
         let ours = drive(&loading, policy, &[], Overhead::default(), 0).outcome;
-        let before = (kind.firewall == 0).then(|| run_policy(&host, &mut OneBesideTheLane)).flatten();
+        let before = (kind.firewall == 0)
+            .then(|| run_policy(&host, &mut OneBesideTheLane))
+            .flatten();
         let before = before.map(|outcome| outcome.usable);
         // The load counts as a probe: where probes sleep, the search includes it.
         let searched = if kind.firewall > 0 { &loading } else { &host };
@@ -158,7 +229,11 @@ impl Row {
             ms(Some(self.ours)),
             ms(Some(self.best)),
             ms(self.free),
-            format!("{}.{:02}", self.ours / self.best, self.ours * 100 / self.best % 100),
+            format!(
+                "{}.{:02}",
+                self.ours / self.best,
+                self.ours * 100 / self.best % 100
+            ),
             self.published / MS,
         )
     }

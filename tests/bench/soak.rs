@@ -18,7 +18,13 @@ use std::time::Instant;
 /// File of runs unless `--file` names another one.
 const FILE: &str = "tests/bench/runs/soak.ndjson";
 /// Files that guests boot, below the folder of their architecture's builds; and beside them.
-const BOOTED: [&str; 5] = ["kernel", "simulator", "containers", "initrd.cpio", "nvml.cpio"];
+const BOOTED: [&str; 5] = [
+    "kernel",
+    "simulator",
+    "containers",
+    "initrd.cpio",
+    "nvml.cpio",
+];
 const VSOCK: &str = "tools/bin/vhost-device-vsock";
 
 struct Asked {
@@ -33,11 +39,23 @@ struct Asked {
 
 fn parse(root: &Path, arguments: &[String]) -> Result<Asked> {
     let file = root.join(FILE);
-    let mut asked = Asked { boots: 200, first: 1, at_once: 2, file, only: None, describe: None, summary: false };
+    let mut asked = Asked {
+        boots: 200,
+        first: 1,
+        at_once: 2,
+        file,
+        only: None,
+        describe: None,
+        summary: false,
+    };
     let mut words = arguments.iter();
     let mut numbers = 0;
     while let Some(word) = words.next() {
-        let mut value = || words.next().with_context(|| format!("bench soak: {word} wants a value"));
+        let mut value = || {
+            words
+                .next()
+                .with_context(|| format!("bench soak: {word} wants a value"))
+        };
         match word.as_str() {
             "--at-once" => asked.at_once = value()?.parse().context("--at-once")?,
             "--file" => asked.file = value()?.into(),
@@ -45,7 +63,9 @@ fn parse(root: &Path, arguments: &[String]) -> Result<Asked> {
             "--describe" => asked.describe = Some(value()?.parse().context("--describe")?),
             "--summary" => asked.summary = true,
             word => {
-                let number = word.parse().with_context(|| format!("bench soak: {word:?} is no number of boots and no seed"))?;
+                let number = word.parse().with_context(|| {
+                    format!("bench soak: {word:?} is no number of boots and no seed")
+                })?;
                 match numbers {
                     0 => asked.boots = number,
                     1 => asked.first = number,
@@ -81,31 +101,58 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
 fn freeze(root: &Path, context: &TestContext, ids: &Ids) -> Result<PathBuf> {
     let folder = root.join("target/soak").join(&ids.init);
     let guests = context_of(&folder, context, "").target;
-    let copies = BOOTED.iter().map(|name| (context.target.join(name), guests.join(name)));
+    let copies = BOOTED
+        .iter()
+        .map(|name| (context.target.join(name), guests.join(name)));
     for (from, to) in copies.chain([(root.join("target").join(VSOCK), folder.join(VSOCK))]) {
         let above = to.parent().context("no folder")?;
         std::fs::create_dir_all(above).with_context(|| format!("make {}", above.display()))?;
         // Left by an earlier soak.
         let _unused = std::fs::remove_dir_all(&to).or_else(|_| std::fs::remove_file(&to));
-        let status = Command::new("cp").arg("-a").arg(&from).arg(&to).status().context("run cp")?;
-        ensure!(status.success(), "cp -a {} {}: {status}", from.display(), to.display());
+        let status = Command::new("cp")
+            .arg("-a")
+            .arg(&from)
+            .arg(&to)
+            .status()
+            .context("run cp")?;
+        ensure!(
+            status.success(),
+            "cp -a {} {}: {status}",
+            from.display(),
+            to.display()
+        );
     }
     Ok(folder)
 }
 
 fn ids(root: &Path, context: &TestContext) -> Result<Ids> {
     let output = |command: &mut Command| {
-        let output = command.output().ok().filter(|output| output.status.success())?;
+        let output = command
+            .output()
+            .ok()
+            .filter(|output| output.status.success())?;
         Some(String::from_utf8_lossy(&output.stdout).trim().to_string())
     };
     let program = context.guest_program("kata-gpu-init");
-    let sum = output(Command::new("sha256sum").arg(&program)).with_context(|| format!("sha256sum {}", program.display()))?;
+    let sum = output(Command::new("sha256sum").arg(&program))
+        .with_context(|| format!("sha256sum {}", program.display()))?;
     let init = sum.chars().take(16).collect();
     let git = |words: &[&str]| output(Command::new("git").arg("-C").arg(root).args(words));
     let tree = git(&["rev-parse", "--short=16", "HEAD^{tree}"]).unwrap_or_else(|| "?".into());
-    let changed = git(&["status", "--porcelain", "--untracked-files=no", "--", "src", "tests/simulator", "initrd"]);
+    let changed = git(&[
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        "src",
+        "tests/simulator",
+        "initrd",
+    ]);
     let changed = changed.is_some_and(|changes| !changes.is_empty());
-    Ok(Ids { init, tree: if changed { format!("{tree}+") } else { tree } })
+    Ok(Ids {
+        init,
+        tree: if changed { format!("{tree}+") } else { tree },
+    })
 }
 
 fn context_of(frozen: &Path, context: &TestContext, name: &str) -> TestContext {
@@ -114,7 +161,12 @@ fn context_of(frozen: &Path, context: &TestContext, name: &str) -> TestContext {
 
 fn described(description: &Description) -> String {
     let mut text = format!("seed {}: {}\n", description.seed, description.short());
-    let _infallible = write!(text, "GPUs: {:?}\ncommand line: {}", description.gpus, description.command_line());
+    let _infallible = write!(
+        text,
+        "GPUs: {:?}\ncommand line: {}",
+        description.gpus,
+        description.command_line()
+    );
     text
 }
 
@@ -155,13 +207,25 @@ fn several(frozen: &Path, context: &TestContext, asked: &Asked, ids: &Ids) -> Re
     let seeds = (asked.first..asked.first + asked.boots).filter(|seed| !done.contains(seed));
     let seeds: Vec<u64> = seeds.rev().collect();
     let (all, start) = (seeds.len(), Instant::now());
-    eprintln!("soak: init {}, tree {}: {all} boots to do, {} done, {} at once", ids.init, ids.tree, done.len(), asked.at_once);
-    let progress = Mutex::new(Progress { seeds, done: 0, failed: BTreeSet::new() });
+    eprintln!(
+        "soak: init {}, tree {}: {all} boots to do, {} done, {} at once",
+        ids.init,
+        ids.tree,
+        done.len(),
+        asked.at_once
+    );
+    let progress = Mutex::new(Progress {
+        seeds,
+        done: 0,
+        failed: BTreeSet::new(),
+    });
     let locked = || progress.lock().unwrap_or_else(PoisonError::into_inner);
     let boots = |worker: usize| -> Result<()> {
         let context = context_of(frozen, context, &worker.to_string());
         loop {
-            let Some(seed) = locked().seeds.pop() else { return Ok(()) };
+            let Some(seed) = locked().seeds.pop() else {
+                return Ok(());
+            };
             let run = soak::one(&context, seed);
             let mut progress = locked();
             runs::append(&asked.file, &run.line(ids))?;
@@ -172,33 +236,69 @@ fn several(frozen: &Path, context: &TestContext, asked: &Asked, ids: &Ids) -> Re
                 std::fs::write(frozen.join(format!("failed-{seed}.log")), evidence(&run)?)?;
             }
             let (done, elapsed) = (progress.done, start.elapsed().as_secs());
-            eprintln!("soak: {done} of {all}, {} failed, {elapsed} s: {}", progress.failed.len(), outcome(&run));
+            eprintln!(
+                "soak: {done} of {all}, {} failed, {elapsed} s: {}",
+                progress.failed.len(),
+                outcome(&run)
+            );
         }
     };
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..asked.at_once).map(|worker| scope.spawn(move || boots(worker))).collect();
-        workers.into_iter().try_for_each(|worker| worker.join().unwrap_or_else(|_| bail!("a thread of the soak panicked")))
+        let workers: Vec<_> = (0..asked.at_once)
+            .map(|worker| scope.spawn(move || boots(worker)))
+            .collect();
+        workers.into_iter().try_for_each(|worker| {
+            worker
+                .join()
+                .unwrap_or_else(|_| bail!("a thread of the soak panicked"))
+        })
     })?;
     print!("{}", runs::summary(&runs::read(&asked.file)));
     let failed = &locked().failed;
-    ensure!(failed.is_empty(), "seeds {failed:?} failed: tests/bench/run soak --only SEED repeats one");
+    ensure!(
+        failed.is_empty(),
+        "seeds {failed:?} failed: tests/bench/run soak --only SEED repeats one"
+    );
     Ok(())
 }
 
 /// A boot in a line.
 fn outcome(run: &Run) -> String {
-    let boot = run.description.point.map_or_else(|| run.description.traits.join(", "), |point| point.to_string());
-    let findings: Vec<String> = run.findings.iter().map(|finding| format!("{}: {}", finding.kind, finding.text)).collect();
-    let verdict = if run.holds() { "ok".into() } else { findings.join(" | ") };
-    format!("seed {}, {:.1} s, {boot}: {verdict}", run.description.seed, run.seconds)
+    let boot = run.description.point.map_or_else(
+        || run.description.traits.join(", "),
+        |point| point.to_string(),
+    );
+    let findings: Vec<String> = run
+        .findings
+        .iter()
+        .map(|finding| format!("{}: {}", finding.kind, finding.text))
+        .collect();
+    let verdict = if run.holds() {
+        "ok".into()
+    } else {
+        findings.join(" | ")
+    };
+    format!(
+        "seed {}, {:.1} s, {boot}: {verdict}",
+        run.description.seed, run.seconds
+    )
 }
 
 pub fn hot_plug(context: &TestContext, actions: u64, seed: u64) -> Result<()> {
     let start = Instant::now();
     let said = soak::hot_plugs(context, actions, seed, "")?;
-    ensure!(said.fault.is_empty(), "seed {seed}: {said:?}; logs: {}", context.work_dir.display());
+    ensure!(
+        said.fault.is_empty(),
+        "seed {seed}: {said:?}; logs: {}",
+        context.work_dir.display()
+    );
     let seconds = start.elapsed().as_secs();
-    println!("{actions} actions, seed {seed}, {seconds} s: no GPU lost, no name led to another one");
-    println!("{} containers waited for a GPU and got it, {} comparisons of all names; {}", said.containers, said.checks, said.kinds);
+    println!(
+        "{actions} actions, seed {seed}, {seconds} s: no GPU lost, no name led to another one"
+    );
+    println!(
+        "{} containers waited for a GPU and got it, {} comparisons of all names; {}",
+        said.containers, said.checks, said.kinds
+    );
     Ok(())
 }

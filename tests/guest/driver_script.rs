@@ -38,21 +38,40 @@ use std::time::Instant;
 
 pub fn run() -> ! {
     for (source, target) in [("proc", "/proc"), ("sysfs", "/sys"), ("devtmpfs", "/dev")] {
-        if let Err(errno) = mount(Some(source), target, Some(source), MsFlags::empty(), None::<&str>) {
+        if let Err(errno) = mount(
+            Some(source),
+            target,
+            Some(source),
+            MsFlags::empty(),
+            None::<&str>,
+        ) {
             println!("driver-script: mount {target}: {errno}");
         }
     }
     let command_line = std::fs::read("/proc/cmdline").unwrap_or_default();
     let text = String::from_utf8_lossy(&command_line).into_owned();
-    let steps = text.split_ascii_whitespace().find_map(|w| w.strip_prefix("driverscript=")).unwrap_or_default();
-    let mut script = Script { command_line, gpus: Vec::new(), open: Vec::new() };
+    let steps = text
+        .split_ascii_whitespace()
+        .find_map(|w| w.strip_prefix("driverscript="))
+        .unwrap_or_default();
+    let mut script = Script {
+        command_line,
+        gpus: Vec::new(),
+        open: Vec::new(),
+    };
     for step in steps.split(',') {
         let start = Instant::now();
         let result = script.step(step);
         let ms = start.elapsed().as_secs_f64() * 1e3;
         match result {
-            Ok(gpus) => println!("driver-script: {}", json!({ "step": step, "ms": ms, "gpus": gpus })),
-            Err(error) => println!("driver-script: {}", json!({ "step": step, "ms": ms, "error": error })),
+            Ok(gpus) => println!(
+                "driver-script: {}",
+                json!({ "step": step, "ms": ms, "gpus": gpus })
+            ),
+            Err(error) => println!(
+                "driver-script: {}",
+                json!({ "step": step, "ms": ms, "error": error })
+            ),
         }
     }
     println!("driver-script: end");
@@ -74,21 +93,40 @@ impl Script {
         match what {
             "load" => self.load(""),
             "load-async" => self.load("async_probe"),
-            "serial" => Ok((0..self.gpus.len()).map(|k| self.open_blocking(k)).collect()),
+            "serial" => Ok((0..self.gpus.len())
+                .map(|k| self.open_blocking(k))
+                .collect()),
             "parallel" => {
                 let results: Vec<_> = std::thread::scope(|scope| {
-                    let threads: Vec<_> = self.gpus.iter().map(|node| scope.spawn(move || timed_open(node, OFlag::empty()))).collect();
+                    let threads: Vec<_> = self
+                        .gpus
+                        .iter()
+                        .map(|node| scope.spawn(move || timed_open(node, OFlag::empty())))
+                        .collect();
                     threads.into_iter().filter_map(|t| t.join().ok()).collect()
                 });
-                Ok(results.into_iter().enumerate().map(|(k, (fd, value))| self.keep(k, fd, value)).collect())
+                Ok(results
+                    .into_iter()
+                    .enumerate()
+                    .map(|(k, (fd, value))| self.keep(k, fd, value))
+                    .collect())
             }
             "nonblock" => {
                 let start = Instant::now();
-                let opened: Vec<_> = self.gpus.iter().map(|node| timed_open(node, OFlag::O_NONBLOCK)).collect();
+                let opened: Vec<_> = self
+                    .gpus
+                    .iter()
+                    .map(|node| timed_open(node, OFlag::O_NONBLOCK))
+                    .collect();
                 let waits: Vec<Value> = std::thread::scope(|scope| {
-                    let threads: Vec<_> =
-                        opened.iter().map(|(fd, _)| scope.spawn(move || fd.as_ref().map(|fd| waited(fd, start)))).collect();
-                    threads.into_iter().map(|t| t.join().ok().flatten().unwrap_or_default()).collect()
+                    let threads: Vec<_> = opened
+                        .iter()
+                        .map(|(fd, _)| scope.spawn(move || fd.as_ref().map(|fd| waited(fd, start))))
+                        .collect();
+                    threads
+                        .into_iter()
+                        .map(|t| t.join().ok().flatten().unwrap_or_default())
+                        .collect()
                 });
                 let mut all = Vec::new();
                 for (k, ((fd, mut value), wait)) in opened.into_iter().zip(waits).enumerate() {
@@ -108,20 +146,29 @@ impl Script {
             "eio" => self.asks_after_a_failure(),
             "power" => {
                 let gpu = gpu_addresses().into_iter().next().ok_or("power: no GPU")?;
-                let file = |name: &str| std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{gpu}/{name}"));
+                let file = |name: &str| {
+                    std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{gpu}/{name}"))
+                };
                 let (fd, _) = timed_open(&self.gpus[0], OFlag::O_NONBLOCK);
                 // The driver's own thread initialises; before it has begun there is nothing to wait
                 // for.
-                while !file("sim").map_err(|e| e.to_string())?.contains("adapter: initialising") {
+                while !file("sim")
+                    .map_err(|e| e.to_string())?
+                    .contains("adapter: initialising")
+                {
                     std::thread::yield_now();
                 }
                 let start = Instant::now();
                 let power = file("power");
                 self.open.extend(fd);
-                Ok(vec![json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "read": power.is_ok() })])
+                Ok(vec![
+                    json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "read": power.is_ok() }),
+                ])
             }
             "sleep" => {
-                std::thread::sleep(std::time::Duration::from_millis(argument.parse().map_err(|e| format!("{step}: {e}"))?));
+                std::thread::sleep(std::time::Duration::from_millis(
+                    argument.parse().map_err(|e| format!("{step}: {e}"))?,
+                ));
                 Ok(vec![])
             }
             other => Err(format!("{other:?} is no step")),
@@ -129,18 +176,34 @@ impl Script {
     }
 
     fn load(&mut self, extra: &str) -> Result<Vec<Value>, String> {
-        let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").map_err(|e| e.to_string())?;
-        let file = File::open(format!("/lib/modules/{}/nvidia.ko", release.trim())).map_err(|e| e.to_string())?;
-        let parameters = format!("{} {extra}", module_parameters(&self.command_line, "nvidia"));
+        let release =
+            std::fs::read_to_string("/proc/sys/kernel/osrelease").map_err(|e| e.to_string())?;
+        let file = File::open(format!("/lib/modules/{}/nvidia.ko", release.trim()))
+            .map_err(|e| e.to_string())?;
+        let parameters = format!(
+            "{} {extra}",
+            module_parameters(&self.command_line, "nvidia")
+        );
         let parameters = CString::new(parameters.trim()).map_err(|e| e.to_string())?;
-        finit_module(&file, &parameters, ModuleInitFlags::empty()).map_err(|errno| format!("load: {errno}"))?;
-        let major = majors(Path::new("/proc")).map_err(|e| e.to_string())?.nvidia.ok_or("no major")?;
+        finit_module(&file, &parameters, ModuleInitFlags::empty())
+            .map_err(|errno| format!("load: {errno}"))?;
+        let major = majors(Path::new("/proc"))
+            .map_err(|e| e.to_string())?
+            .nvidia
+            .ok_or("no major")?;
         let mut all = Vec::new();
         for address in gpu_addresses() {
-            let minor = information(Path::new("/proc"), address.parse().map_err(|_| "address")?).map_err(|e| e.to_string())?.minor;
+            let minor = information(Path::new("/proc"), address.parse().map_err(|_| "address")?)
+                .map_err(|e| e.to_string())?
+                .minor;
             let node = format!("/dev/nvidia{minor}");
-            mknod(Path::new(&node), SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), makedev(major.into(), minor.into()))
-                .map_err(|e| e.to_string())?;
+            mknod(
+                Path::new(&node),
+                SFlag::S_IFCHR,
+                Mode::from_bits_truncate(0o666),
+                makedev(major.into(), minor.into()),
+            )
+            .map_err(|e| e.to_string())?;
             all.push(json!({ "gpu": address, "minor": minor }));
             self.gpus.push(node);
         }
@@ -187,11 +250,15 @@ impl Script {
         let fd = fd.ok_or("not opened")?;
         let mut polled = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
         poll(&mut polled, PollTimeout::ZERO).map_err(|e| e.to_string())?;
-        let error_while_pending = polled[0].revents().is_some_and(|r| r.contains(PollFlags::POLLERR));
+        let error_while_pending = polled[0]
+            .revents()
+            .is_some_and(|r| r.contains(PollFlags::POLLERR));
         let answer = wait_open_complete(&fd).map_err(|e| e.to_string())?;
         // Another request of the driver's: its own version check (210).
         let other = crate::sys::check_version(&fd).err();
-        Ok(vec![json!({ "pollerr": error_while_pending, "rc": answer.rc, "status": answer.adapter_status, "other": format!("{other:?}") })])
+        Ok(vec![
+            json!({ "pollerr": error_while_pending, "rc": answer.rc, "status": answer.adapter_status, "other": format!("{other:?}") }),
+        ])
     }
 }
 
@@ -208,7 +275,11 @@ fn gpu_addresses() -> Vec<String> {
 
 fn timed_open(node: &str, flags: OFlag) -> (Option<OwnedFd>, Value) {
     let start = Instant::now();
-    let result = open(Path::new(node), OFlag::O_RDWR | OFlag::O_CLOEXEC | flags, Mode::empty());
+    let result = open(
+        Path::new(node),
+        OFlag::O_RDWR | OFlag::O_CLOEXEC | flags,
+        Mode::empty(),
+    );
     let ms = start.elapsed().as_secs_f64() * 1e3;
     match result {
         Ok(fd) => (Some(fd), json!({ "ms": ms })),
@@ -218,7 +289,11 @@ fn timed_open(node: &str, flags: OFlag) -> (Option<OwnedFd>, Value) {
 
 fn waited(fd: &OwnedFd, start: Instant) -> Value {
     match wait_open_complete(fd) {
-        Ok(answer) => json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "rc": answer.rc, "status": answer.adapter_status }),
-        Err(errno) => json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "rc": format!("{errno:?}") }),
+        Ok(answer) => {
+            json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "rc": answer.rc, "status": answer.adapter_status })
+        }
+        Err(errno) => {
+            json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "rc": format!("{errno:?}") })
+        }
     }
 }

@@ -30,7 +30,9 @@ const ROOT_INIT: &CStr = c"/sbin/init";
 pub fn run() -> ! {
     let command_line = read_command_line();
     load_all(LIST, &command_line);
-    if command_line.split(u8::is_ascii_whitespace).any(|word| word == b"console=hvc0")
+    if command_line
+        .split(u8::is_ascii_whitespace)
+        .any(|word| word == b"console=hvc0")
         && let Err(error) = await_console()
     {
         say(&format!("hardware: console=hvc0: {error}"));
@@ -41,7 +43,9 @@ pub fn run() -> ! {
         }
     }
     let parameters = module_parameters(&command_line, "hardware");
-    if let Some(driver) = parameters.split(' ').find_map(|w| w.strip_prefix("override="))
+    if let Some(driver) = parameters
+        .split(' ')
+        .find_map(|w| w.strip_prefix("override="))
         && let Err(error) = override_driver(driver)
     {
         say(&format!("hardware: override={driver}: {error}"));
@@ -77,7 +81,9 @@ pub fn run() -> ! {
         }
     }
     // Pass on the words that the kernel has left for its init.
-    let words = std::env::args_os().skip(1).filter_map(|word| CString::new(word.into_encoded_bytes()).ok());
+    let words = std::env::args_os()
+        .skip(1)
+        .filter_map(|word| CString::new(word.into_encoded_bytes()).ok());
     let arguments: Vec<CString> = [init.clone()].into_iter().chain(words).collect();
     let error = nix::unistd::execv(&init, &arguments).err();
     say(&format!("hardware: execute {init:?}: {error:?}"));
@@ -100,7 +106,14 @@ fn load_all(list: &str, command_line: &[u8]) {
 /// Does something in the kernel's own /dev, which nobody has mounted yet, and leaves it unmounted.
 fn in_kernels_dev<T>(act: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     let _unused = std::fs::create_dir_all("/dev");
-    mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>).map_err(|e| format!("mount /dev: {e}"))?;
+    mount(
+        Some("devtmpfs"),
+        "/dev",
+        Some("devtmpfs"),
+        MsFlags::empty(),
+        None::<&str>,
+    )
+    .map_err(|e| format!("mount /dev: {e}"))?;
     let done = act();
     umount2("/dev", MntFlags::empty()).map_err(|e| format!("unmount /dev: {e}"))?;
     done
@@ -111,7 +124,13 @@ fn in_kernels_dev<T>(act: impl FnOnce() -> Result<T, String>) -> Result<T, Strin
 fn await_console() -> Result<(), String> {
     const LOOKS: u32 = 500;
     in_kernels_dev(|| {
-        let opened = || OpenOptions::new().write(true).open("/dev/hvc0").map(drop).map_err(|error| error.to_string());
+        let opened = || {
+            OpenOptions::new()
+                .write(true)
+                .open("/dev/hvc0")
+                .map(drop)
+                .map_err(|error| error.to_string())
+        };
         for _ in 1..LOOKS {
             if opened().is_ok() {
                 return Ok(());
@@ -127,9 +146,19 @@ fn change_root(root: &str) -> Result<(), String> {
     let (device, fs) = root.split_once(':').ok_or("want DEVICE:TYPE")?;
     let at = |what: &'static str| move |error: nix::errno::Errno| format!("{what}: {error}");
     let _unused = std::fs::create_dir_all("/root");
-    in_kernels_dev(|| mount(Some(device), "/root", Some(fs), MsFlags::MS_RDONLY, None::<&str>).map_err(at("mount it")))?;
+    in_kernels_dev(|| {
+        mount(
+            Some(device),
+            "/root",
+            Some(fs),
+            MsFlags::MS_RDONLY,
+            None::<&str>,
+        )
+        .map_err(at("mount it"))
+    })?;
     nix::unistd::chdir("/root").map_err(at("enter it"))?;
-    mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(at("move it to /"))?;
+    mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>)
+        .map_err(at("move it to /"))?;
     nix::unistd::chroot(".").map_err(at("make it the root"))?;
     nix::unistd::chdir("/").map_err(at("enter the root"))
 }
@@ -151,7 +180,12 @@ fn leave_killer(word: &str) -> Result<(), String> {
         // A process that is about to be started counts as well.
         let killed = loop {
             match process_named(name) {
-                Ok(pid) => break nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL),
+                Ok(pid) => {
+                    break nix::sys::signal::kill(
+                        nix::unistd::Pid::from_raw(pid),
+                        nix::sys::signal::Signal::SIGKILL,
+                    );
+                }
                 Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
             }
         };
@@ -184,14 +218,18 @@ fn show(path: &str) {
 fn init(command_line: &[u8]) -> CString {
     let parameters = module_parameters(command_line, "hardware");
     let init = parameters.split(' ').find_map(|w| w.strip_prefix("init="));
-    init.and_then(|p| CString::new(p).ok()).unwrap_or_else(|| c"/init".into())
+    init.and_then(|p| CString::new(p).ok())
+        .unwrap_or_else(|| c"/init".into())
 }
 
 /// Names below /dev, and whether each is to be a directory.
 fn device_words(command_line: &[u8]) -> Vec<(String, bool)> {
     let parameters = module_parameters(command_line, "hardware");
     let named = |prefix: &str, directory| {
-        let names = parameters.split(' ').filter_map(|w| w.strip_prefix(prefix)).map(|n| (n.to_string(), directory));
+        let names = parameters
+            .split(' ')
+            .filter_map(|w| w.strip_prefix(prefix))
+            .map(|n| (n.to_string(), directory));
         names.collect::<Vec<_>>()
     };
     [named("file=", false), named("directory=", true)].concat()
@@ -200,18 +238,36 @@ fn device_words(command_line: &[u8]) -> Vec<(String, bool)> {
 fn make_device(name: &str, directory: bool) -> Result<(), String> {
     let path = Path::new("/dev").join(name);
     in_kernels_dev(|| {
-        let made = if directory { std::fs::create_dir(&path) } else { File::create(&path).map(drop) };
+        let made = if directory {
+            std::fs::create_dir(&path)
+        } else {
+            File::create(&path).map(drop)
+        };
         made.map_err(|e| e.to_string())
     })
 }
 
 fn override_driver(driver: &str) -> Result<(), String> {
     let _unused = std::fs::create_dir_all("/sys");
-    mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
-    let overridden = kata_gpu_init::gpu::pci::scan(Path::new("/sys")).map_err(|e| e.to_string()).and_then(|scan| {
-        let file = |gpu: &kata_gpu_init::gpu::pci::Gpu| format!("/sys/bus/pci/devices/{}/driver_override", gpu.address);
-        scan.gpus.iter().try_for_each(|gpu| std::fs::write(file(gpu), driver)).map_err(|e| e.to_string())
-    });
+    mount(
+        Some("sysfs"),
+        "/sys",
+        Some("sysfs"),
+        MsFlags::empty(),
+        None::<&str>,
+    )
+    .map_err(|e| e.to_string())?;
+    let overridden = kata_gpu_init::gpu::pci::scan(Path::new("/sys"))
+        .map_err(|e| e.to_string())
+        .and_then(|scan| {
+            let file = |gpu: &kata_gpu_init::gpu::pci::Gpu| {
+                format!("/sys/bus/pci/devices/{}/driver_override", gpu.address)
+            };
+            scan.gpus
+                .iter()
+                .try_for_each(|gpu| std::fs::write(file(gpu), driver))
+                .map_err(|e| e.to_string())
+        });
     umount2("/sys", MntFlags::MNT_DETACH).map_err(|e| e.to_string())?;
     overridden
 }
@@ -220,19 +276,43 @@ fn override_driver(driver: &str) -> Result<(), String> {
 /// init finds sysfs mounted, which changes nothing for it.
 fn describe_memory() -> Result<(), String> {
     let _unused = std::fs::create_dir_all("/sys");
-    mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
-    mount(Some("acpi"), "/sys/firmware", Some("tmpfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
+    mount(
+        Some("sysfs"),
+        "/sys",
+        Some("sysfs"),
+        MsFlags::empty(),
+        None::<&str>,
+    )
+    .map_err(|e| e.to_string())?;
+    mount(
+        Some("acpi"),
+        "/sys/firmware",
+        Some("tmpfs"),
+        MsFlags::empty(),
+        None::<&str>,
+    )
+    .map_err(|e| e.to_string())?;
     // Header and reserved bytes, then a generic initiator (type 5, 32 bytes) that is a PCI function
     // (1): 0001:00:00.0.
     let mut srat = vec![0; 48];
-    srat.extend([5, 32, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0].into_iter().chain([0; 20]));
+    srat.extend(
+        [5, 32, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0]
+            .into_iter()
+            .chain([0; 20]),
+    );
     std::fs::create_dir_all("/sys/firmware/acpi/tables").map_err(|e| e.to_string())?;
     std::fs::write("/sys/firmware/acpi/tables/SRAT", srat).map_err(|e| e.to_string())
 }
 
 fn read_command_line() -> Vec<u8> {
     let _unused = std::fs::create_dir_all("/proc");
-    if let Err(errno) = mount(Some("proc"), "/proc", Some("proc"), MsFlags::empty(), None::<&str>) {
+    if let Err(errno) = mount(
+        Some("proc"),
+        "/proc",
+        Some("proc"),
+        MsFlags::empty(),
+        None::<&str>,
+    ) {
         say(&format!("hardware: mount /proc: {errno}"));
     }
     let text = std::fs::read("/proc/cmdline").unwrap_or_default();
@@ -242,8 +322,12 @@ fn read_command_line() -> Vec<u8> {
 }
 
 fn load(path: &str, command_line: &[u8]) -> Result<(), String> {
-    let name = Path::new(path).file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    let parameters = CString::new(module_parameters(command_line, &name)).map_err(|e| e.to_string())?;
+    let name = Path::new(path)
+        .file_stem()
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default();
+    let parameters =
+        CString::new(module_parameters(command_line, &name)).map_err(|e| e.to_string())?;
     let file = File::open(path).map_err(|e| e.to_string())?;
     finit_module(&file, &parameters, ModuleInitFlags::empty()).map_err(|errno| errno.to_string())
 }
@@ -258,5 +342,8 @@ fn say(text: &str) {
 /// A line in the kernel's log. Without the node there is none: a file of that name must not come to
 /// be in its place.
 pub fn kmsg(text: &str) {
-    let _unused = OpenOptions::new().write(true).open("/dev/kmsg").and_then(|mut log| log.write_all(format!("<6>{text}\n").as_bytes()));
+    let _unused = OpenOptions::new()
+        .write(true)
+        .open("/dev/kmsg")
+        .and_then(|mut log| log.write_all(format!("<6>{text}\n").as_bytes()));
 }

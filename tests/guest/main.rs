@@ -4,7 +4,10 @@
 /// a console gives its init none.
 // SAFETY: libc calls what .init_array points to as a C function, which this is; the function uses
 // nothing of Rust's runtime.
-#[allow(unsafe_code, reason = "only the section attribute has the C library call a function")]
+#[allow(
+    unsafe_code,
+    reason = "only the section attribute has the C library call a function"
+)]
 #[used]
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::machine::sys::before_main;

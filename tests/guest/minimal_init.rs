@@ -21,7 +21,11 @@ pub fn run() -> ! {
 /// An initrd does not get devtmpfs from the kernel: what was opened before it was mounted is no
 /// console.
 pub fn reopen_console() {
-    if let Ok(console) = OpenOptions::new().read(true).write(true).open("/dev/console") {
+    if let Ok(console) = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/console")
+    {
         let console: OwnedFd = console.into();
         let _unused = nix::unistd::dup2_stdin(&console)
             .and_then(|()| nix::unistd::dup2_stdout(&console))

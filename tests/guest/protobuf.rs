@@ -38,7 +38,9 @@ impl Message {
 
     /// A repeated text. Empty texts stay.
     pub fn texts<T: AsRef<str>>(mut self, field: u32, values: impl IntoIterator<Item = T>) -> Self {
-        values.into_iter().for_each(|v| self.put(field, v.as_ref().as_bytes()));
+        values
+            .into_iter()
+            .for_each(|v| self.put(field, v.as_ref().as_bytes()));
         self
     }
 
@@ -87,7 +89,9 @@ pub fn fields(mut bytes: &[u8]) -> Result<Vec<(u32, Value<'_>)>> {
             VARINT => Value::Number(take_varint(&mut bytes)?),
             BYTES => {
                 let length = usize::try_from(take_varint(&mut bytes)?)?;
-                let (value, rest) = bytes.split_at_checked(length).context("protobuf: the message ends inside a field")?;
+                let (value, rest) = bytes
+                    .split_at_checked(length)
+                    .context("protobuf: the message ends inside a field")?;
                 bytes = rest;
                 Value::Bytes(value)
             }
@@ -100,26 +104,34 @@ pub fn fields(mut bytes: &[u8]) -> Result<Vec<(u32, Value<'_>)>> {
 
 /// The last field of this number that holds bytes; empty if there is none.
 pub fn bytes_of(message: &[u8], field: u32) -> Result<&[u8]> {
-    let last = fields(message)?.into_iter().rev().find_map(|(number, value)| match value {
-        Value::Bytes(bytes) if number == field => Some(bytes),
-        _ => None,
-    });
+    let last = fields(message)?
+        .into_iter()
+        .rev()
+        .find_map(|(number, value)| match value {
+            Value::Bytes(bytes) if number == field => Some(bytes),
+            _ => None,
+        });
     Ok(last.unwrap_or_default())
 }
 
 /// The last field of this number that holds a number; 0 if there is none.
 pub fn number_of(message: &[u8], field: u32) -> Result<u64> {
-    let last = fields(message)?.into_iter().rev().find_map(|(number, value)| match value {
-        Value::Number(n) if number == field => Some(n),
-        _ => None,
-    });
+    let last = fields(message)?
+        .into_iter()
+        .rev()
+        .find_map(|(number, value)| match value {
+            Value::Number(n) if number == field => Some(n),
+            _ => None,
+        });
     Ok(last.unwrap_or_default())
 }
 
 fn take_varint(bytes: &mut &[u8]) -> Result<u64> {
     let mut value = 0;
     for shift in (0..64).step_by(7) {
-        let (first, rest) = bytes.split_first().context("protobuf: the message ends inside a number")?;
+        let (first, rest) = bytes
+            .split_first()
+            .context("protobuf: the message ends inside a number")?;
         *bytes = rest;
         value |= u64::from(first & 0x7f) << shift;
         if first & 0x80 == 0 {
@@ -136,11 +148,23 @@ mod tests {
     #[test]
     fn fields_are_found_by_number_and_defaults_are_omitted() {
         let inner = Message::new().text(1, "a");
-        let bytes = Message::new().number(1, 300).text(2, "").texts(3, ["", "b"]).message(4, inner).number(5, 0).into_bytes();
+        let bytes = Message::new()
+            .number(1, 300)
+            .text(2, "")
+            .texts(3, ["", "b"])
+            .message(4, inner)
+            .number(5, 0)
+            .into_bytes();
         assert_eq!(bytes[..3], [8, 0xac, 2]);
         let found = fields(&bytes).unwrap();
-        assert_eq!(found.iter().map(|(n, _)| *n).collect::<Vec<_>>(), [1, 3, 3, 4]);
-        assert_eq!((number_of(&bytes, 1).unwrap(), bytes_of(&bytes, 3).unwrap()), (300, &b"b"[..]));
+        assert_eq!(
+            found.iter().map(|(n, _)| *n).collect::<Vec<_>>(),
+            [1, 3, 3, 4]
+        );
+        assert_eq!(
+            (number_of(&bytes, 1).unwrap(), bytes_of(&bytes, 3).unwrap()),
+            (300, &b"b"[..])
+        );
         assert_eq!(bytes_of(bytes_of(&bytes, 4).unwrap(), 1).unwrap(), b"a");
         assert!(fields(&bytes[..bytes.len() - 1]).is_err());
     }

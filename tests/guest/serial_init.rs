@@ -62,17 +62,27 @@ fn bring_up() -> Result<()> {
         None => hold_all(&nodes)?,
     }
     fs::create_dir_all("/run/cdi")?;
-    let status = Command::new("/init").args(["cdi", "generate", "--output", SPEC]).status()?;
+    let status = Command::new("/init")
+        .args(["cdi", "generate", "--output", SPEC])
+        .status()?;
     println!("serial-init: published {} {status}", clock::boottime_ns());
     services.map_or(Ok(()), |services| services.set_ready())
 }
 
 /// Starts the process that opens the GPUs, and waits until it has.
 fn hold_all(nodes: &[PathBuf]) -> Result<()> {
-    let mut holder = Command::new("/proc/self/exe").arg0(HOLDER).args(nodes).stdout(Stdio::piped()).spawn()?;
+    let mut holder = Command::new("/proc/self/exe")
+        .arg0(HOLDER)
+        .args(nodes)
+        .stdout(Stdio::piped())
+        .spawn()?;
     // The holder closes its standard output once everything is open. The process stays.
     let mut failures = String::new();
-    holder.stdout.take().ok_or("no pipe")?.read_to_string(&mut failures)?;
+    holder
+        .stdout
+        .take()
+        .ok_or("no pipe")?
+        .read_to_string(&mut failures)?;
     if !failures.is_empty() {
         println!("serial-init: {}", failures.trim());
     }
@@ -94,7 +104,14 @@ fn make_nodes(scan: &pci::Scan) -> Result<Vec<PathBuf>> {
     let major = majors.nvidia.ok_or("no major of nvidia")?;
     nodes.control(major)?;
     nodes.uvm(majors.uvm.ok_or("no major of nvidia-uvm")?)?;
-    scan.gpus.iter().map(|gpu| Ok(nodes.gpu(major, information(proc, gpu.address)?.minor)?.path)).collect()
+    scan.gpus
+        .iter()
+        .map(|gpu| {
+            Ok(nodes
+                .gpu(major, information(proc, gpu.address)?.minor)?
+                .path)
+        })
+        .collect()
 }
 
 /// The process that opens the GPUs whose nodes are its words, in their order, and holds them for
@@ -102,7 +119,11 @@ fn make_nodes(scan: &pci::Scan) -> Result<Vec<PathBuf>> {
 pub fn hold() -> ! {
     let mut held = Vec::new();
     for node in std::env::args().skip(1) {
-        match open(Path::new(&node), OFlag::O_RDWR | OFlag::O_CLOEXEC, Mode::empty()) {
+        match open(
+            Path::new(&node),
+            OFlag::O_RDWR | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        ) {
             Ok(fd) => held.push(fd),
             Err(errno) => println!("open {node}: {errno}"),
         }

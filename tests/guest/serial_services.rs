@@ -44,8 +44,16 @@ impl Services {
             return Ok(None);
         }
         let words = module_parameters(command_line, "serial_init");
-        let word = |name: &str| words.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-        let ms = |name: &str, otherwise: u64| word(name).map_or(Ok(otherwise), str::parse).map(Duration::from_millis);
+        let word = |name: &str| {
+            words
+                .split(' ')
+                .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+        };
+        let ms = |name: &str, otherwise: u64| {
+            word(name)
+                .map_or(Ok(otherwise), str::parse)
+                .map(Duration::from_millis)
+        };
         let log = UnixDatagram::bind("/dev/log")?;
         log.set_nonblocking(true)?;
         Ok(Some(Self {
@@ -62,21 +70,42 @@ impl Services {
         match (scan.switches.len(), scan.gpus.len()) {
             (0, _) => {}
             (4, 8) => self.fabric_manager()?,
-            (switches, gpus) => power_off(&format!("unexpected topology: {gpus} GPUs, {switches} NVSwitches")),
+            (switches, gpus) => power_off(&format!(
+                "unexpected topology: {gpus} GPUs, {switches} NVSwitches"
+            )),
         }
         fs::create_dir_all("/run/nvidia-persistenced")?;
-        let uvm: &[&str] = if self.uvm { &["--uvm-persistence-mode"] } else { &[] };
-        self.daemon(PERSISTENCED, &[&["--verbose"], uvm].concat(), PERSISTENCED_MARKER)
+        let uvm: &[&str] = if self.uvm {
+            &["--uvm-persistence-mode"]
+        } else {
+            &[]
+        };
+        self.daemon(
+            PERSISTENCED,
+            &[&["--verbose"], uvm].concat(),
+            PERSISTENCED_MARKER,
+        )
     }
 
     fn fabric_manager(&self) -> Result<()> {
         let values = [("FABRIC_MODE", "0"), ("PARTITION_RAIL_POLICY", "greedy")];
-        fs::write(CONFIGURATION, with_values(&fs::read_to_string(PACKAGE)?, &values)?)?;
-        self.daemon(FABRIC_MANAGER, &["-c", CONFIGURATION], FABRIC_MANAGER_MARKER)
+        fs::write(
+            CONFIGURATION,
+            with_values(&fs::read_to_string(PACKAGE)?, &values)?,
+        )?;
+        self.daemon(
+            FABRIC_MANAGER,
+            &["-c", CONFIGURATION],
+            FABRIC_MANAGER_MARKER,
+        )
     }
 
     fn daemon(&self, program: &str, arguments: &[&str], marker: &str) -> Result<()> {
-        Command::new(program).args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+        Command::new(program)
+            .args(arguments)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()?;
         let end = Instant::now() + self.limit;
         let mut line = [0_u8; 4096];
         loop {
@@ -90,7 +119,10 @@ impl Services {
                 Err(_) => std::thread::sleep(self.poll),
             }
         }
-        println!("serial-init: ready {} {program}", kata_gpu_init::machine::clock::boottime_ns());
+        println!(
+            "serial-init: ready {} {program}",
+            kata_gpu_init::machine::clock::boottime_ns()
+        );
         Ok(())
     }
 
@@ -105,7 +137,10 @@ impl Services {
 
 /// The incumbent's answer to everything that it did not expect. Only ever called by PID 1 of a VM.
 fn power_off(why: &str) -> ! {
-    println!("serial-init: powers off {}: {why}", kata_gpu_init::machine::clock::boottime_ns());
+    println!(
+        "serial-init: powers off {}: {why}",
+        kata_gpu_init::machine::clock::boottime_ns()
+    );
     nix::unistd::sync();
     if std::process::id() == 1 {
         let _unused = reboot(RebootMode::RB_POWER_OFF);

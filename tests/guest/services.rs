@@ -75,7 +75,11 @@ static SYSLOG: AtomicBool = AtomicBool::new(false);
 
 /// The daemon's life. `words` are the script's path and the daemon's arguments.
 pub fn run(words: &[String]) -> ! {
-    let name = words.first().and_then(|path| path.rsplit('/').next()).unwrap_or_default().to_string();
+    let name = words
+        .first()
+        .and_then(|path| path.rsplit('/').next())
+        .unwrap_or_default()
+        .to_string();
     let arguments = words.get(1..).unwrap_or_default();
     let faults = faults(&name);
     say(&name, &format!("starts with {}", arguments.join(" ")));
@@ -89,14 +93,25 @@ pub fn run(words: &[String]) -> ! {
             }
         }
     }
-    if daemonises { daemonise(&name, arguments, &faults) } else { serve(&name, arguments, &faults, || {}) }
+    if daemonises {
+        daemonise(&name, arguments, &faults)
+    } else {
+        serve(&name, arguments, &faults, || {})
+    }
 }
 
 fn faults(name: &str) -> Vec<String> {
     let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
     let key = format!("standin.{name}=");
-    let value = line.split_ascii_whitespace().find_map(|word| word.strip_prefix(&key)).unwrap_or_default();
-    value.split('+').filter(|word| !word.is_empty()).map(str::to_string).collect()
+    let value = line
+        .split_ascii_whitespace()
+        .find_map(|word| word.strip_prefix(&key))
+        .unwrap_or_default();
+    value
+        .split('+')
+        .filter(|word| !word.is_empty())
+        .map(str::to_string)
+        .collect()
 }
 
 /// A line of the daemon's log: stdout, or syslog where its configuration asks for that.
@@ -120,22 +135,41 @@ fn log_error(name: &str, text: &str) {
 
 fn syslog(priority: u8, name: &str, text: &str) {
     if let Ok(socket) = UnixDatagram::unbound() {
-        let _unused = socket.send_to(format!("<{priority}>Jan  1 00:00:00 {name}: {text}").as_bytes(), "/dev/log");
+        let _unused = socket.send_to(
+            format!("<{priority}>Jan  1 00:00:00 {name}: {text}").as_bytes(),
+            "/dev/log",
+        );
     }
 }
 
 /// Reads a configuration as the real ones do: `KEY=VALUE` with known keys. Returns whether the
 /// daemon leaves the foreground.
 fn configuration(name: &str, path: &str) -> Result<bool, String> {
-    let text = std::fs::read_to_string(path).map_err(|e| format!("failed to open config file {path}: {e}"))?;
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| format!("failed to open config file {path}: {e}"))?;
     let known = |key: &str| {
-        ["LOG_", "DAEMONIZE", "FABRIC_MODE", "PARTITION_RAIL_POLICY", "STATE_FILE_NAME", "TOPOLOGY_FILE_PATH", "UNIX_SOCKET_PATH", "IMEX_"]
-            .iter()
-            .any(|prefix| key.starts_with(prefix))
+        [
+            "LOG_",
+            "DAEMONIZE",
+            "FABRIC_MODE",
+            "PARTITION_RAIL_POLICY",
+            "STATE_FILE_NAME",
+            "TOPOLOGY_FILE_PATH",
+            "UNIX_SOCKET_PATH",
+            "IMEX_",
+        ]
+        .iter()
+        .any(|prefix| key.starts_with(prefix))
     };
     let mut values = std::collections::HashMap::new();
-    for line in text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
-        let (key, value) = line.split_once('=').ok_or_else(|| format!("config file {path}: no value in {line:?}"))?;
+    for line in text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+    {
+        let (key, value) = line
+            .split_once('=')
+            .ok_or_else(|| format!("config file {path}: no value in {line:?}"))?;
         if !known(key) {
             return Err(format!("config file {path}: unknown option {key}"));
         }
@@ -143,33 +177,59 @@ fn configuration(name: &str, path: &str) -> Result<bool, String> {
     }
     let of = |key: &str| values.get(key).map_or("", String::as_str);
     if name == "nv-fabricmanager" && !matches!(of("FABRIC_MODE"), "0" | "1" | "2") {
-        return Err(format!("config file {path}: FABRIC_MODE is {:?}", of("FABRIC_MODE")));
+        return Err(format!(
+            "config file {path}: FABRIC_MODE is {:?}",
+            of("FABRIC_MODE")
+        ));
     }
     if !matches!(of("PARTITION_RAIL_POLICY"), "" | "greedy" | "symmetric") {
-        return Err(format!("config file {path}: PARTITION_RAIL_POLICY is {:?}", of("PARTITION_RAIL_POLICY")));
+        return Err(format!(
+            "config file {path}: PARTITION_RAIL_POLICY is {:?}",
+            of("PARTITION_RAIL_POLICY")
+        ));
     }
     // The log of the real ones with an empty file name is in different places by their
     // documentation and by observation.
     let in_background = match (of("DAEMONIZE"), of("LOG_USE_SYSLOG")) {
         ("0", "1") => false,
         ("1", "1") => true,
-        other => return Err(format!("config file {path}: this stand-in logs to syslog alone: {other:?}")),
+        other => {
+            return Err(format!(
+                "config file {path}: this stand-in logs to syslog alone: {other:?}"
+            ));
+        }
     };
     if of("FABRIC_MODE_RESTART") == "1" && !Path::new(of("STATE_FILE_NAME")).exists() {
-        return Err(format!("config file {path}: a restart without the state file {}", of("STATE_FILE_NAME")));
+        return Err(format!(
+            "config file {path}: a restart without the state file {}",
+            of("STATE_FILE_NAME")
+        ));
     }
     if of("FABRIC_MODE") == "1" {
         let _unused = std::fs::write(of("STATE_FILE_NAME"), "active partitions");
     }
     SYSLOG.store(true, Ordering::Relaxed);
-    let restart = if of("FABRIC_MODE_RESTART") == "1" { " again" } else { "" };
-    say(name, &format!("mode {} rails {}{restart}", of("FABRIC_MODE"), of("PARTITION_RAIL_POLICY")));
+    let restart = if of("FABRIC_MODE_RESTART") == "1" {
+        " again"
+    } else {
+        ""
+    };
+    say(
+        name,
+        &format!(
+            "mode {} rails {}{restart}",
+            of("FABRIC_MODE"),
+            of("PARTITION_RAIL_POLICY")
+        ),
+    );
     Ok(in_background)
 }
 
 /// Daemonises; the parent exits when the daemon has reported.
 fn daemonise(name: &str, arguments: &[String], faults: &[String]) -> ! {
-    let Ok((reader, writer)) = nix::unistd::pipe() else { std::process::exit(FAILED) };
+    let Ok((reader, writer)) = nix::unistd::pipe() else {
+        std::process::exit(FAILED)
+    };
     let (mut reader, mut writer) = (std::fs::File::from(reader), std::fs::File::from(writer));
     let is_host_engine = name == "nv-hostengine";
     let (name, arguments, faults) = (name.to_string(), arguments.to_vec(), faults.to_vec());
@@ -193,7 +253,14 @@ fn daemonise(name: &str, arguments: &[String], faults: &[String]) -> ! {
 /// Life of the daemon before and after it is ready.
 fn serve(name: &str, arguments: &[String], faults: &[String], ready: impl FnOnce()) -> ! {
     let has = |fault: &str| faults.iter().any(|word| word == fault);
-    let number = |fault: &str| faults.iter().find_map(|word| word.strip_prefix(fault)?.strip_prefix(':')?.parse::<u64>().ok());
+    let number = |fault: &str| {
+        faults.iter().find_map(|word| {
+            word.strip_prefix(fault)?
+                .strip_prefix(':')?
+                .parse::<u64>()
+                .ok()
+        })
+    };
     log(name, "started");
     if has("status") {
         say(name, &status());
@@ -220,7 +287,9 @@ fn serve(name: &str, arguments: &[String], faults: &[String], ready: impl FnOnce
     let mut held = Vec::new();
     match name {
         "nvidia-persistenced" => {
-            let uvm = arguments.iter().any(|word| word == "--uvm-persistence-mode");
+            let uvm = arguments
+                .iter()
+                .any(|word| word == "--uvm-persistence-mode");
             let longest = Duration::from_millis(number("fabric-wait").unwrap_or(FABRIC_WAIT_MS));
             held = persist(name, uvm.then_some(longest));
         }
@@ -229,8 +298,19 @@ fn serve(name: &str, arguments: &[String], faults: &[String], ready: impl FnOnce
             // The real one opens GPUs at its start; which of them, and whether for long, is not
             // known. An open here would take the initialisation from whoever opens them next.
             let all = gpus();
-            say(name, &format!("found {} of {} GPUs up", all.iter().filter(|gpu| is_up(gpu)).count(), all.len()));
-            let stuck = if has("never-completes") { Some(None) } else { number("never-completes").map(|place| Some(place as usize)) };
+            say(
+                name,
+                &format!(
+                    "found {} of {} GPUs up",
+                    all.iter().filter(|gpu| is_up(gpu)).count(),
+                    all.len()
+                ),
+            );
+            let stuck = if has("never-completes") {
+                Some(None)
+            } else {
+                number("never-completes").map(|place| Some(place as usize))
+            };
             std::thread::spawn(move || complete_fabric(time, stuck));
             log(name, FABRIC_MANAGER_MARKER);
         }
@@ -263,7 +343,9 @@ fn serve(name: &str, arguments: &[String], faults: &[String], ready: impl FnOnce
 
 /// GPUs on the bus, in PCI order.
 fn gpus() -> Vec<PciAddress> {
-    pci::scan(Path::new("/sys")).map(|scan| scan.gpus.iter().map(|gpu| gpu.address).collect()).unwrap_or_default()
+    pci::scan(Path::new("/sys"))
+        .map(|scan| scan.gpus.iter().map(|gpu| gpu.address).collect())
+        .unwrap_or_default()
 }
 
 /// State of a GPU's adapter, as the simulated driver has it.
@@ -278,8 +360,16 @@ fn is_up(gpu: &PciAddress) -> bool {
 /// State of the fabric of the GPU at this place; the last value goes for the rest.
 fn fabric_state(place: usize) -> u32 {
     let text = std::fs::read_to_string(FABRIC_STATE).unwrap_or_default();
-    let values: Vec<u32> = text.trim().split(',').map_while(|value| value.parse().ok()).collect();
-    values.get(place).or(values.last()).copied().unwrap_or(NOT_SUPPORTED)
+    let values: Vec<u32> = text
+        .trim()
+        .split(',')
+        .map_while(|value| value.parse().ok())
+        .collect();
+    values
+        .get(place)
+        .or(values.last())
+        .copied()
+        .unwrap_or(NOT_SUPPORTED)
 }
 
 fn set_fabric_state(name: &str, state: &str) {
@@ -293,7 +383,8 @@ fn set_fabric_state(name: &str, state: &str) {
 fn persist(name: &str, fabric_wait: Option<Duration>) -> Vec<File> {
     let mut held = Vec::new();
     for (place, address) in gpus().into_iter().enumerate() {
-        let node = information(Path::new("/proc"), address).map(|found| format!("/dev/nvidia{}", found.minor));
+        let node = information(Path::new("/proc"), address)
+            .map(|found| format!("/dev/nvidia{}", found.minor));
         let opened = node.map_err(|e| e.to_string()).and_then(|node| {
             let open = OpenOptions::new().read(true).write(true).open(&node);
             open.map_err(|e| format!("open {node}: {e}"))
@@ -310,12 +401,21 @@ fn persist(name: &str, fabric_wait: Option<Duration>) -> Vec<File> {
             && !matches!(fabric_state(place), NOT_SUPPORTED | COMPLETED)
         {
             if start.elapsed() >= longest {
-                log(name, &format!("device {address} - the fabric is not ready after {} s", longest.as_secs_f64()));
+                log(
+                    name,
+                    &format!(
+                        "device {address} - the fabric is not ready after {} s",
+                        longest.as_secs_f64()
+                    ),
+                );
                 break;
             }
             std::thread::sleep(LOOK);
         }
-        log(name, &format!("device {address} - persistence mode enabled."));
+        log(
+            name,
+            &format!("device {address} - persistence mode enabled."),
+        );
     }
     held
 }
@@ -330,24 +430,52 @@ fn complete_fabric(time: Duration, stuck: Option<Option<usize>>) {
     }
     set_fabric_state(NAME, &IN_PROGRESS.to_string());
     let all = gpus();
-    while !all.iter().all(|gpu| is_up(gpu) || adapter(gpu).contains("adapter: failed")) {
+    while !all
+        .iter()
+        .all(|gpu| is_up(gpu) || adapter(gpu).contains("adapter: failed"))
+    {
         std::thread::sleep(LOOK);
     }
     std::thread::sleep(time);
-    let state = |place| if stuck.is_some_and(|of| of.is_none_or(|stuck| stuck == place)) { IN_PROGRESS } else { COMPLETED };
-    let states: Vec<String> = (0..all.len()).map(|place| state(place).to_string()).collect();
+    let state = |place| {
+        if stuck.is_some_and(|of| of.is_none_or(|stuck| stuck == place)) {
+            IN_PROGRESS
+        } else {
+            COMPLETED
+        }
+    };
+    let states: Vec<String> = (0..all.len())
+        .map(|place| state(place).to_string())
+        .collect();
     set_fabric_state(NAME, &states.join(","));
     say(NAME, "configured all the available GPUs and NVSwitches");
 }
 
 /// Fields of /proc/self/status, the OOM score and the cgroup, as `KEY=VALUE` words.
 fn status() -> String {
-    let read = |name: &str| std::fs::read_to_string(format!("/proc/self/{name}")).unwrap_or_default();
+    let read =
+        |name: &str| std::fs::read_to_string(format!("/proc/self/{name}")).unwrap_or_default();
     let text = read("status");
     let mut words = vec!["status".to_string()];
-    for key in ["Uid", "Gid", "Groups", "NoNewPrivs", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
-        let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')).unwrap_or_default();
-        words.push(format!("{key}={}", value.split_whitespace().collect::<Vec<_>>().join(",")));
+    for key in [
+        "Uid",
+        "Gid",
+        "Groups",
+        "NoNewPrivs",
+        "CapInh",
+        "CapPrm",
+        "CapEff",
+        "CapBnd",
+        "CapAmb",
+    ] {
+        let value = text
+            .lines()
+            .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))
+            .unwrap_or_default();
+        words.push(format!(
+            "{key}={}",
+            value.split_whitespace().collect::<Vec<_>>().join(",")
+        ));
     }
     words.push(format!("oom={}", read("oom_score_adj").trim()));
     words.push(format!("cgroup={}", read("cgroup").trim()));

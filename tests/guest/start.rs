@@ -18,13 +18,22 @@ pub fn main(specs: cdi::Open) {
         Some(crate::halves::inside::NAME) => crate::halves::inside::run(),
         Some(crate::halves::vmm::NAME) => crate::halves::vmm::run(),
         // The interpreter of a script, whose path comes first.
-        Some("test-programs") if std::env::args().nth(1).is_some_and(|script| script.starts_with('/')) => {
+        Some("test-programs")
+            if std::env::args()
+                .nth(1)
+                .is_some_and(|script| script.starts_with('/')) =>
+        {
             crate::services::run(&std::env::args().skip(1).collect::<Vec<_>>())
         }
         Some("trap-init") => crate::trap_init::run(),
         // The real one knows this option, too.
-        _ if std::env::args().nth(1).is_some_and(|a| a == "--version") => println!("kata-agent version {} (for tests)", AGENT_VERSION),
-        _ if std::env::args().nth(1).is_some_and(|a| a == container_run::WORD) => {
+        _ if std::env::args().nth(1).is_some_and(|a| a == "--version") => {
+            println!("kata-agent version {} (for tests)", AGENT_VERSION)
+        }
+        _ if std::env::args()
+            .nth(1)
+            .is_some_and(|a| a == container_run::WORD) =>
+        {
             container_run::process(&std::env::args().skip(2).collect::<Vec<_>>())
         }
         _ => crate::agent::run(),
@@ -35,10 +44,22 @@ pub fn main(specs: cdi::Open) {
 /// fork. A program does this, because a test has threads.
 fn fork_panics() {
     let own = std::process::id();
-    let forked = std::panic::catch_unwind(|| kata_gpu_init::machine::sys::fork_single_threaded("both", |both| panic!("{both}")));
-    println!("behind the fork: {}", if std::process::id() == own { "the parent" } else { "the child" });
+    let forked = std::panic::catch_unwind(|| {
+        kata_gpu_init::machine::sys::fork_single_threaded("both", |both| panic!("{both}"))
+    });
+    println!(
+        "behind the fork: {}",
+        if std::process::id() == own {
+            "the parent"
+        } else {
+            "the child"
+        }
+    );
     match forked {
-        Ok(Ok((child, both))) => println!("{both}: {:?}", nix::sys::wait::waitpid(child, None).map(|s| (s.pid() == Some(child), s))),
+        Ok(Ok((child, both))) => println!(
+            "{both}: {:?}",
+            nix::sys::wait::waitpid(child, None).map(|s| (s.pid() == Some(child), s))
+        ),
         other => println!("{other:?}"),
     }
 }

@@ -21,7 +21,9 @@ const TRAPS: &[(&str, Deed)] = &[
     ("session", || Ok(nix::unistd::setsid().map(drop)?)),
     ("ptmx", || Ok(fs::remove_file("/dev/ptmx")?)),
     ("root", root_in_a_plain_directory),
-    ("sigchld", || Ok(SigSet::from(Signal::SIGCHLD).thread_block()?)),
+    ("sigchld", || {
+        Ok(SigSet::from(Signal::SIGCHLD).thread_block()?)
+    }),
     ("run", run_of_another_type),
 ];
 
@@ -36,7 +38,11 @@ pub fn run() -> ! {
     let name = parameters.strip_prefix("trap=").unwrap_or("none");
     let done = match TRAPS.iter().find(|(n, _)| *n == name) {
         Some((_, trap)) => publish().and_then(|()| trap()),
-        None => Err(format!("no such trap, want one of {:?}", TRAPS.iter().map(|(n, _)| n).collect::<Vec<_>>()).into()),
+        None => Err(format!(
+            "no such trap, want one of {:?}",
+            TRAPS.iter().map(|(n, _)| n).collect::<Vec<_>>()
+        )
+        .into()),
     };
     match done {
         Ok(()) => println!("trap-init: {name}: done"),
@@ -52,7 +58,10 @@ fn publish() -> Result<(), Box<dyn Error>> {
         r#"{{"cdiVersion":"0.5.0","kind":"nvidia.com/gpu","devices":[{{"name":"0","containerEdits":{{"deviceNodes":[{node}]}}}}]}}"#
     );
     fs::create_dir_all(cdi::DIRECTORY)?;
-    Ok(fs::write(Path::new(cdi::DIRECTORY).join("nvidia.yaml"), spec)?)
+    Ok(fs::write(
+        Path::new(cdi::DIRECTORY).join("nvidia.yaml"),
+        spec,
+    )?)
 }
 
 /// In a chroot to a plain directory `/` is not a mount point.
@@ -66,6 +75,12 @@ fn root_in_a_plain_directory() -> Result<(), Box<dyn Error>> {
 /// The agent takes only a tmpfs on /run for its own, and covers anything else.
 fn run_of_another_type() -> Result<(), Box<dyn Error>> {
     umount2("/run", MntFlags::empty())?;
-    mount(Some("ramfs"), "/run", Some("ramfs"), MsFlags::MS_NOSUID | MsFlags::MS_NODEV, None::<&str>)?;
+    mount(
+        Some("ramfs"),
+        "/run",
+        Some("ramfs"),
+        MsFlags::MS_NOSUID | MsFlags::MS_NODEV,
+        None::<&str>,
+    )?;
     publish()
 }

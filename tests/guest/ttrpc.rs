@@ -21,7 +21,11 @@ pub struct Frame {
 
 impl Frame {
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
-        ensure!(self.message.len() <= LONGEST, "a message of {} bytes is too long", self.message.len());
+        ensure!(
+            self.message.len() <= LONGEST,
+            "a message of {} bytes is too long",
+            self.message.len()
+        );
         let mut bytes = u32::try_from(self.message.len())?.to_be_bytes().to_vec();
         bytes.extend(self.stream.to_be_bytes());
         bytes.extend([self.kind, 0]);
@@ -37,7 +41,11 @@ impl Frame {
         ensure!(length <= LONGEST, "a message of {length} bytes");
         let mut message = vec![0; length];
         from.read_exact(&mut message)?;
-        Ok(Self { stream: u32::from_be_bytes([e, f, g, h]), kind, message })
+        Ok(Self {
+            stream: u32::from_be_bytes([e, f, g, h]),
+            kind,
+            message,
+        })
     }
 }
 
@@ -47,10 +55,19 @@ mod tests {
 
     #[test]
     fn a_frame_is_read_as_it_was_written_and_a_cut_one_is_refused() {
-        let bytes = Frame { stream: 3, kind: REQUEST, message: b"abc".to_vec() }.to_bytes().unwrap();
+        let bytes = Frame {
+            stream: 3,
+            kind: REQUEST,
+            message: b"abc".to_vec(),
+        }
+        .to_bytes()
+        .unwrap();
         assert_eq!(bytes[..10], [0, 0, 0, 3, 0, 0, 0, 3, 1, 0]);
         let read = Frame::read(&mut &bytes[..]).unwrap();
-        assert_eq!((read.stream, read.kind, read.message.as_slice()), (3, REQUEST, &b"abc"[..]));
+        assert_eq!(
+            (read.stream, read.kind, read.message.as_slice()),
+            (3, REQUEST, &b"abc"[..])
+        );
         assert!(Frame::read(&mut &bytes[..12]).is_err());
         assert!(Frame::read(&mut &[0xff; 10][..]).is_err());
     }

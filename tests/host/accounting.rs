@@ -39,7 +39,11 @@ fn story(numbers: &mut Numbers) -> Story {
     let known: Vec<&str> = known_steps().map(|row| row.name).collect();
     let index = |numbers: &mut Numbers| numbers.below(steps as u64 + 2) as usize;
     let step = |numbers: &mut Numbers| Step {
-        name: if numbers.chance(90) { known[numbers.below(known.len() as u64) as usize].into() } else { "imported".into() },
+        name: if numbers.chance(90) {
+            known[numbers.below(known.len() as u64) as usize].into()
+        } else {
+            "imported".into()
+        },
         begin_ns: numbers.time(),
         end_ns: numbers.chance(90).then(|| numbers.time()),
         parent: numbers.chance(30).then(|| index(numbers)),
@@ -54,7 +58,9 @@ fn story(numbers: &mut Numbers) -> Story {
         ..Milestone::default()
     };
     Story {
-        milestones: ["a", "b", "c"].map(|name| milestone(numbers, name)).to_vec(),
+        milestones: ["a", "b", "c"]
+            .map(|name| milestone(numbers, name))
+            .to_vec(),
         steps: (0..steps).map(|_| step(numbers)).collect(),
         last_ns: numbers.time(),
         missing: Vec::new(),
@@ -67,19 +73,33 @@ fn every_story_gives_an_account_that_adds_up() {
     let (mut accounts, mut gains, mut off_path, mut gaps, mut cut) = (0, 0, 0, 0, 0);
     for round in 0..3000 {
         let timeline = Timeline::new(story(&mut numbers));
-        let Ok(window) = timeline.window(None, None) else { continue };
+        let Ok(window) = timeline.window(None, None) else {
+            continue;
+        };
         let wall = window.wall_ns();
         accounts += 1;
 
         let covered = coverage(&timeline, &window);
-        assert_eq!(covered.explained_ns + covered.unexplained_ns, wall, "round {round}: coverage and gaps are the wall time");
+        assert_eq!(
+            covered.explained_ns + covered.unexplained_ns,
+            wall,
+            "round {round}: coverage and gaps are the wall time"
+        );
         gaps += covered.gaps.len();
 
         for by in [By::Owner, By::Phase] {
             let account = blame(&timeline, &window, by);
-            let times = account.groups.iter().flat_map(|g| g.steps.iter().map(|s| s.time).chain([g.time]));
+            let times = account
+                .groups
+                .iter()
+                .flat_map(|g| g.steps.iter().map(|s| s.time).chain([g.time]));
             for time in times.chain(account.waiting.iter().map(|s| s.time)) {
-                assert!(time.wall_ns <= wall && time.wall_ns <= time.sum_ns && time.longest_ns <= time.wall_ns, "round {round}: {time:?}");
+                assert!(
+                    time.wall_ns <= wall
+                        && time.wall_ns <= time.sum_ns
+                        && time.longest_ns <= time.wall_ns,
+                    "round {round}: {time:?}"
+                );
             }
         }
 
@@ -90,43 +110,99 @@ fn every_story_gives_an_account_that_adds_up() {
             assert_eq!(piece.begin_ns, at, "round {round}: the path has no hole");
             at = at.wrapping_add_unsigned(piece.took_ns);
         }
-        assert_eq!(at, window.to.at_ns, "round {round}: the path ends where the window does");
+        assert_eq!(
+            at, window.to.at_ns,
+            "round {round}: the path ends where the window does"
+        );
         for (i, step) in timeline.steps.iter().enumerate() {
             let (sure, at_most) = gain(&timeline, &window, &[i]);
-            assert!(sure <= at_most && at_most <= wall, "round {round}: what is sure is possible");
+            assert!(
+                sure <= at_most && at_most <= wall,
+                "round {round}: what is sure is possible"
+            );
             // The path may have another step of the same name; such a step is not checked here.
-            if path.path.iter().all(|p| p.step.as_deref() != Some(step.title().as_str())) && step.begin_ns >= window.from.at_ns {
-                assert_eq!(at_most, 0, "round {round}: {} is not on the path and brings {at_most}", step.name);
+            if path
+                .path
+                .iter()
+                .all(|p| p.step.as_deref() != Some(step.title().as_str()))
+                && step.begin_ns >= window.from.at_ns
+            {
+                assert_eq!(
+                    at_most, 0,
+                    "round {round}: {} is not on the path and brings {at_most}",
+                    step.name
+                );
                 off_path += 1;
             }
             gains += usize::from(at_most > 0);
         }
         for found in path.without_step.iter().chain(&path.without_kind) {
-            assert!(found.at_most_ns <= found.on_path_ns, "round {round}: {found:?}");
+            assert!(
+                found.at_most_ns <= found.on_path_ns,
+                "round {round}: {found:?}"
+            );
         }
     }
     // Each case occurred: an account in which nothing ever happens would pass all of the above.
-    assert!(accounts > 1500 && gains > 3000 && off_path > 3000 && gaps > 1500 && cut > 0, "{accounts} {gains} {off_path} {gaps} {cut}");
+    assert!(
+        accounts > 1500 && gains > 3000 && off_path > 3000 && gaps > 1500 && cut > 0,
+        "{accounts} {gains} {off_path} {gaps} {cut}"
+    );
 }
 
 /// The founding boot as somebody would import it: a dozen lines of logs, no records of ours.
 fn imported() -> Story {
     let s = |seconds: f64| (seconds * 1e3).round() as i64 * 1_000_000;
     let mut steps = vec![
-        Step { name: "vmm".into(), begin_ns: s(-2.0), end_ns: Some(s(0.0)), ..Step::default() },
-        Step { name: "kernel".into(), begin_ns: s(0.0), end_ns: Some(s(1.5)), ..Step::default() },
-        Step { name: "module.load".into(), detail: "nvidia".into(), begin_ns: s(2.0), end_ns: Some(s(26.0)), ..Step::default() },
+        Step {
+            name: "vmm".into(),
+            begin_ns: s(-2.0),
+            end_ns: Some(s(0.0)),
+            ..Step::default()
+        },
+        Step {
+            name: "kernel".into(),
+            begin_ns: s(0.0),
+            end_ns: Some(s(1.5)),
+            ..Step::default()
+        },
+        Step {
+            name: "module.load".into(),
+            detail: "nvidia".into(),
+            begin_ns: s(2.0),
+            end_ns: Some(s(26.0)),
+            ..Step::default()
+        },
     ];
     for gpu in 0..7 {
         let begin = 2.0 + 3.4 * f64::from(gpu);
-        let probe = Step { name: "gpu.map".into(), begin_ns: s(begin), end_ns: Some(s(begin + 3.4)), parent: Some(2), ..Step::default() };
+        let probe = Step {
+            name: "gpu.map".into(),
+            begin_ns: s(begin),
+            end_ns: Some(s(begin + 3.4)),
+            parent: Some(2),
+            ..Step::default()
+        };
         steps.push(probe);
     }
-    steps.push(Step { name: "nvidia-ctk".into(), begin_ns: s(26.1), end_ns: Some(s(84.0)), ..Step::default() });
-    let at = |name: &str, seconds| Milestone { name: name.into(), at_ns: s(seconds), ..Milestone::default() };
+    steps.push(Step {
+        name: "nvidia-ctk".into(),
+        begin_ns: s(26.1),
+        end_ns: Some(s(84.0)),
+        ..Step::default()
+    });
+    let at = |name: &str, seconds| Milestone {
+        name: name.into(),
+        at_ns: s(seconds),
+        ..Milestone::default()
+    };
     Story {
         steps,
-        milestones: vec![at("VM start", -2.0), at("kernel start", 0.0), at("last container", 84.5)],
+        milestones: vec![
+            at("VM start", -2.0),
+            at("kernel start", 0.0),
+            at("last container", 84.5),
+        ],
         last_ns: s(84.5),
         missing: Vec::new(),
     }
@@ -137,11 +213,27 @@ fn a_boot_of_logs_alone_has_owners_a_path_and_no_promise() {
     let timeline = Timeline::new(imported());
     let window = timeline.window(None, None).unwrap();
     assert_eq!(window.wall_ns(), 86_500_000_000);
-    let owners: Vec<(&str, u64)> =
-        blame(&timeline, &window, By::Owner).groups.iter().map(|g| (g.name, g.time.wall_ns / 100_000_000)).collect();
-    assert_eq!(owners, [("?", 579), ("host", 238), ("vmm", 20), ("kernel", 15), ("driver", 2)]);
+    let owners: Vec<(&str, u64)> = blame(&timeline, &window, By::Owner)
+        .groups
+        .iter()
+        .map(|g| (g.name, g.time.wall_ns / 100_000_000))
+        .collect();
+    assert_eq!(
+        owners,
+        [
+            ("?", 579),
+            ("host", 238),
+            ("vmm", 20),
+            ("kernel", 15),
+            ("driver", 2)
+        ]
+    );
     let path = critical_path(&timeline, &window, 3);
     let ctk = &path.without_kind[0];
-    assert_eq!((ctk.step.as_str(), ctk.gain_ns, ctk.at_most_ns), ("nvidia-ctk", 0, 57_900_000_000), "nobody recorded what waited for it");
+    assert_eq!(
+        (ctk.step.as_str(), ctk.gain_ns, ctk.at_most_ns),
+        ("nvidia-ctk", 0, 57_900_000_000),
+        "nobody recorded what waited for it"
+    );
     assert_eq!(coverage(&timeline, &window).unexplained_ns, 1_100_000_000);
 }

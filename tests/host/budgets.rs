@@ -28,13 +28,35 @@ const INIT_BYTES_X86_64: u64 = 3_000_000;
 #[test]
 fn the_guest_links_what_it_is_allowed_to() {
     let output = Command::new(env!("CARGO"))
-        .args(["tree", "--frozen", "-p", "kata-gpu-init", "-e", "normal", "--depth", "1", "--prefix", "none", "--format", "{p}"])
+        .args([
+            "tree",
+            "--frozen",
+            "-p",
+            "kata-gpu-init",
+            "-e",
+            "normal",
+            "--depth",
+            "1",
+            "--prefix",
+            "none",
+            "--format",
+            "{p}",
+        ])
         .current_dir(project())
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     let text = String::from_utf8(output.stdout).unwrap();
-    let mut dependencies: Vec<&str> = text.lines().skip(1).filter_map(|l| l.split(' ').next()).filter(|l| !l.is_empty()).collect();
+    let mut dependencies: Vec<&str> = text
+        .lines()
+        .skip(1)
+        .filter_map(|l| l.split(' ').next())
+        .filter(|l| !l.is_empty())
+        .collect();
     dependencies.sort_unstable();
     assert_eq!(dependencies, GUEST_DEPENDENCIES);
 }
@@ -45,7 +67,9 @@ fn release_budgets() -> Vec<(String, String, u64)> {
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     lines
         .map(|line| {
-            let (words, reason) = line.split_once(" # ").unwrap_or_else(|| panic!("{line}: no reason"));
+            let (words, reason) = line
+                .split_once(" # ")
+                .unwrap_or_else(|| panic!("{line}: no reason"));
             let words: Vec<&str> = words.split_whitespace().collect();
             assert!(words.len() == 3 && !reason.trim().is_empty(), "{line}");
             (words[0].into(), words[1].into(), words[2].parse().unwrap())
@@ -58,24 +82,46 @@ fn every_program_of_a_guest_has_a_budget() {
     let all = release_budgets();
     for program in ["kata-gpu-init", "kata-gpu-nvml"] {
         for arch in Arch::ALL {
-            let its = all.iter().filter(|(name, of, _)| name == program && of == arch.facts().name);
+            let its = all
+                .iter()
+                .filter(|(name, of, _)| name == program && of == arch.facts().name);
             assert_eq!(its.count(), 1, "{program} {arch}");
         }
     }
-    assert!(all.contains(&("kata-gpu-init".into(), "x86_64".into(), INIT_BYTES_X86_64)), "{all:?}");
+    assert!(
+        all.contains(&("kata-gpu-init".into(), "x86_64".into(), INIT_BYTES_X86_64)),
+        "{all:?}"
+    );
 }
 
 #[test]
 fn the_init_is_small() {
-    for (program, arch, budget) in release_budgets().into_iter().filter(|(program, ..)| program == "kata-gpu-init") {
-        let init = project().join(format!("target/{arch}-unknown-linux-musl/release")).join(program);
+    for (program, arch, budget) in release_budgets()
+        .into_iter()
+        .filter(|(program, ..)| program == "kata-gpu-init")
+    {
+        let init = project()
+            .join(format!("target/{arch}-unknown-linux-musl/release"))
+            .join(program);
         let Ok(meta) = std::fs::metadata(&init) else {
             // The packages for arm64 guests cannot be had everywhere.
-            assert!(std::env::var_os("KATA_GPU_BUILT").is_none() || arch != "x86_64", "{} is not built", init.display());
-            eprintln!("skipped: {} is not built (tests/run builds it)", init.display());
+            assert!(
+                std::env::var_os("KATA_GPU_BUILT").is_none() || arch != "x86_64",
+                "{} is not built",
+                init.display()
+            );
+            eprintln!(
+                "skipped: {} is not built (tests/run builds it)",
+                init.display()
+            );
             continue;
         };
-        assert!(meta.len() <= budget, "{} has {} bytes, the budget is {budget}", init.display(), meta.len());
+        assert!(
+            meta.len() <= budget,
+            "{} has {} bytes, the budget is {budget}",
+            init.display(),
+            meta.len()
+        );
     }
 }
 
@@ -87,10 +133,22 @@ const SIM_BYTES: u64 = 9_400_000;
 fn the_simulators_initrd_is_small() {
     let path = project().join("target/initrd.cpio");
     let Ok(meta) = std::fs::metadata(&path) else {
-        assert!(std::env::var_os("KATA_GPU_BUILT").is_none(), "{} is not built", path.display());
-        return eprintln!("skipped: {} is not built (tests/run builds it)", path.display());
+        assert!(
+            std::env::var_os("KATA_GPU_BUILT").is_none(),
+            "{} is not built",
+            path.display()
+        );
+        return eprintln!(
+            "skipped: {} is not built (tests/run builds it)",
+            path.display()
+        );
     };
-    assert!(meta.len() <= SIM_BYTES, "{} has {} bytes, the budget is {SIM_BYTES}", path.display(), meta.len());
+    assert!(
+        meta.len() <= SIM_BYTES,
+        "{} has {} bytes, the budget is {SIM_BYTES}",
+        path.display(),
+        meta.len()
+    );
 }
 
 /// Judges of specs, which may be hostile, cannot be made to fetch anything
@@ -98,9 +156,25 @@ fn the_simulators_initrd_is_small() {
 #[test]
 fn no_http_client_and_no_tls_is_built() {
     let lock = std::fs::read_to_string(project().join("Cargo.lock")).unwrap();
-    let packages: Vec<&str> = lock.lines().filter_map(|l| l.strip_prefix("name = \"")?.strip_suffix('"')).collect();
-    assert!(packages.contains(&"jsonschema"), "the list of packages was not read");
-    for other in ["hyper-rustls", "ring", "aws-lc-rs", "native-tls", "openssl-sys", "cc"] {
-        assert!(!packages.contains(&other), "{other} has come in: `cargo tree -i {other} --workspace --target all` says by whom");
+    let packages: Vec<&str> = lock
+        .lines()
+        .filter_map(|l| l.strip_prefix("name = \"")?.strip_suffix('"'))
+        .collect();
+    assert!(
+        packages.contains(&"jsonschema"),
+        "the list of packages was not read"
+    );
+    for other in [
+        "hyper-rustls",
+        "ring",
+        "aws-lc-rs",
+        "native-tls",
+        "openssl-sys",
+        "cc",
+    ] {
+        assert!(
+            !packages.contains(&other),
+            "{other} has come in: `cargo tree -i {other} --workspace --target all` says by whom"
+        );
     }
 }

@@ -61,19 +61,37 @@ fn arguments(tokens: &[Token]) -> Vec<Vec<String>> {
 
 /// Fields of one call. A call whose name is no constant is omitted: the macro's own body.
 fn macro_call(which: &str, mut arguments: Vec<Vec<String>>, emitted: &mut Emitted) {
-    let is_name = |words: &Vec<String>| words.first().is_some_and(|w| w == "name") && words.get(1).is_some_and(|w| w == ":");
-    let name = if which == "step" { Some(0) } else { arguments.iter().position(is_name) };
-    let name = name.filter(|at| *at < arguments.len()).map(|at| arguments.remove(at));
-    let Some(constant) = name.and_then(|words| words.last().cloned()) else { return };
-    let is_constant = constant.bytes().all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_');
+    let is_name = |words: &Vec<String>| {
+        words.first().is_some_and(|w| w == "name") && words.get(1).is_some_and(|w| w == ":")
+    };
+    let name = if which == "step" {
+        Some(0)
+    } else {
+        arguments.iter().position(is_name)
+    };
+    let name = name
+        .filter(|at| *at < arguments.len())
+        .map(|at| arguments.remove(at));
+    let Some(constant) = name.and_then(|words| words.last().cloned()) else {
+        return;
+    };
+    let is_constant = constant
+        .bytes()
+        .all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_');
     if !is_constant {
         return;
     }
     let (fields, is_span) = emitted.entry(constant).or_default();
     *is_span |= which == "step";
     for words in arguments {
-        let field = words.iter().find(|word| !["%", "?"].contains(&word.as_str()));
-        fields.extend(field.filter(|field| !KEYS.contains(&field.as_str())).cloned());
+        let field = words
+            .iter()
+            .find(|word| !["%", "?"].contains(&word.as_str()));
+        fields.extend(
+            field
+                .filter(|field| !KEYS.contains(&field.as_str()))
+                .cloned(),
+        );
     }
 }
 
@@ -92,22 +110,35 @@ fn constants() -> BTreeMap<String, String> {
 fn differences(emitted: &Emitted, constants: &BTreeMap<String, String>) -> Vec<String> {
     let mut found = Vec::new();
     for (constant, name) in constants {
-        let row = RECORDS.iter().find(|row| row.name == name).expect("a constant has a row");
+        let row = RECORDS
+            .iter()
+            .find(|row| row.name == name)
+            .expect("a constant has a row");
         let Some((fields, is_span)) = emitted.get(constant) else {
             found.push(format!("{name}: nobody emits it"));
             continue;
         };
         if *is_span != (row.form == Form::Span) {
-            found.push(format!("{name}: a span in one of catalogue and source, an event in the other"));
+            found.push(format!(
+                "{name}: a span in one of catalogue and source, an event in the other"
+            ));
         }
         found.extend(
-            undocumented(name, fields.iter().map(String::as_str)).map(|field| format!("{name}: field {field} is not in the catalogue")),
+            undocumented(name, fields.iter().map(String::as_str))
+                .map(|field| format!("{name}: field {field} is not in the catalogue")),
         );
         let documented = row.fields.iter().map(|(field, _)| field);
-        found.extend(documented.filter(|field| !fields.contains(**field)).map(|field| format!("{name}: nobody emits field {field}")));
+        found.extend(
+            documented
+                .filter(|field| !fields.contains(**field))
+                .map(|field| format!("{name}: nobody emits field {field}")),
+        );
     }
     found.extend(
-        emitted.keys().filter(|constant| !constants.contains_key(*constant)).map(|constant| format!("{constant}: not in the catalogue")),
+        emitted
+            .keys()
+            .filter(|constant| !constants.contains_key(*constant))
+            .map(|constant| format!("{constant}: not in the catalogue")),
     );
     found
 }
@@ -124,7 +155,10 @@ fn the_catalogue_has_what_the_sources_emit_and_nothing_else() {
     let text = "fn f() { info!(name: names::CLOCK, realtime_ns = 1, place); tracing::warn!(name: names::GPU_BIND);
         step!(names::NEW); } #[cfg(test)] mod tests { fn g() { info!(name: names::CLOCK, other = %1) } }";
     let made_up = emitted(&source::of(&[("src/init/made_up.rs".into(), text.into())]));
-    let few: BTreeMap<_, _> = constants.into_iter().filter(|(c, _)| ["CLOCK", "GPU_BIND", "SETTLED"].contains(&c.as_str())).collect();
+    let few: BTreeMap<_, _> = constants
+        .into_iter()
+        .filter(|(c, _)| ["CLOCK", "GPU_BIND", "SETTLED"].contains(&c.as_str()))
+        .collect();
     assert_eq!(
         differences(&made_up, &few),
         [
@@ -144,38 +178,67 @@ fn undocumented_in(text: &str) -> BTreeSet<String> {
     };
     let of = |record: Record| {
         let fields: Vec<&str> = record.fields.keys().map(String::as_str).collect();
-        undocumented(&record.name, fields).map(|field| format!("{}: {field}", record.name)).collect::<Vec<_>>()
+        undocumented(&record.name, fields)
+            .map(|field| format!("{}: {field}", record.name))
+            .collect::<Vec<_>>()
     };
-    text.lines().filter_map(decoded).filter(|record| record.name != "kmsg").flat_map(of).collect()
+    text.lines()
+        .filter_map(decoded)
+        .filter(|record| record.name != "kmsg")
+        .flat_map(of)
+        .collect()
 }
 
 #[test]
 fn recorded_boots_have_no_field_that_the_catalogue_lacks() {
     let mut boots = 0;
-    for entry in std::fs::read_dir(project().join("tests/fixtures/boots")).unwrap().flatten() {
+    for entry in std::fs::read_dir(project().join("tests/fixtures/boots"))
+        .unwrap()
+        .flatten()
+    {
         let path = entry.path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         if name.starts_with("recorded-") && name.ends_with(".ndjson") {
             boots += 1;
-            assert_eq!(undocumented_in(&std::fs::read_to_string(&path).unwrap()), BTreeSet::new(), "{name}");
+            assert_eq!(
+                undocumented_in(&std::fs::read_to_string(&path).unwrap()),
+                BTreeSet::new(),
+                "{name}"
+            );
         }
     }
     assert!(boots >= 2, "{boots} recorded boots");
     let wrong = r#"{"schema":1,"seq":1,"boottime_ns":1,"kind":"event","name":"settled","fields":{"gpu_count":1}}"#;
-    assert_eq!(undocumented_in(wrong), BTreeSet::from(["settled: gpu_count".to_string()]));
+    assert_eq!(
+        undocumented_in(wrong),
+        BTreeSet::from(["settled: gpu_count".to_string()])
+    );
 }
 
 /// Table of these rows, as a page has it.
 fn markdown(rows: &[Row]) -> String {
-    let mut table = String::from("| name | form | whose time | fields | meaning |\n|---|---|---|---|---|\n");
+    let mut table =
+        String::from("| name | form | whose time | fields | meaning |\n|---|---|---|---|---|\n");
     for row in rows {
         let field = |(name, meaning): &(&str, &str)| match *meaning {
             "" => format!("`{name}`"),
             meaning => format!("`{name}` ({meaning})"),
         };
         let fields: Vec<String> = row.fields.iter().map(field).collect();
-        let form = if row.form == Form::Span { "span" } else { "event" };
-        writeln!(table, "| `{}` | {form} | {} | {} | {} |", row.name, row.owner.name(), fields.join(", "), row.text.trim()).unwrap();
+        let form = if row.form == Form::Span {
+            "span"
+        } else {
+            "event"
+        };
+        writeln!(
+            table,
+            "| `{}` | {form} | {} | {} | {} |",
+            row.name,
+            row.owner.name(),
+            fields.join(", "),
+            row.text.trim()
+        )
+        .unwrap();
     }
     table
 }
@@ -196,7 +259,9 @@ fn has_table(page: &str, rows: &[Row]) {
     let page = std::fs::read_to_string(&path).unwrap();
     let table = markdown(rows);
     let start = page.find("| name | form |").expect("the table's head");
-    let end = page[start..].find("\n\n").map_or(page.len(), |at| start + at + 1);
+    let end = page[start..]
+        .find("\n\n")
+        .map_or(page.len(), |at| start + at + 1);
     if page[start..end] != table && std::env::var_os("UPDATE_GOLDEN").is_some() {
         std::fs::write(&path, format!("{}{table}{}", &page[..start], &page[end..])).unwrap();
         return;

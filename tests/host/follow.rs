@@ -22,7 +22,9 @@ const OTHER: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
 const SPEED: u32 = 8;
 
 fn fixture(name: &str) -> Vec<String> {
-    let text = std::fs::read_to_string(project().join(format!("tests/fixtures/boots/{name}.ndjson"))).unwrap();
+    let text =
+        std::fs::read_to_string(project().join(format!("tests/fixtures/boots/{name}.ndjson")))
+            .unwrap();
     text.lines().map(|line| format!("{line}\n")).collect()
 }
 
@@ -33,14 +35,22 @@ fn file(dir: &TempDir, id: &str) -> PathBuf {
 /// Appends the lines to a file when their time has come; until a record that `until` names, or to
 /// the end.
 fn replay(lines: &[String], path: &Path, until: impl Fn(&str) -> bool) {
-    let mut out = OpenOptions::new().create(true).append(true).open(path).unwrap();
+    let mut out = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+        .unwrap();
     let start = Instant::now();
     let mut first_ns = None;
     for line in lines {
         if let Ok(Line::Record(record)) = decode(line.trim_end().as_bytes()) {
-            let since = record.boottime_ns.saturating_sub(*first_ns.get_or_insert(record.boottime_ns));
+            let since = record
+                .boottime_ns
+                .saturating_sub(*first_ns.get_or_insert(record.boottime_ns));
             // Not waiting for anything: this is when it happens.
-            std::thread::sleep((Duration::from_nanos(since) / SPEED).saturating_sub(start.elapsed()));
+            std::thread::sleep(
+                (Duration::from_nanos(since) / SPEED).saturating_sub(start.elapsed()),
+            );
             if until(&record.name) {
                 return;
             }
@@ -51,28 +61,65 @@ fn replay(lines: &[String], path: &Path, until: impl Fn(&str) -> bool) {
 
 fn follow(dir: &TempDir, words: &[&str]) -> Command {
     let mut command = Command::new(program());
-    command.arg("follow").arg("--dir").arg(&dir.0).args(words).env_remove("NO_COLOR").stdin(Stdio::null());
+    command
+        .arg("follow")
+        .arg("--dir")
+        .arg(&dir.0)
+        .args(words)
+        .env_remove("NO_COLOR")
+        .stdin(Stdio::null());
     command
 }
 
 /// Follows in a pipe while `write` writes.
 fn piped(dir: &TempDir, words: &[&str], write: impl FnOnce()) -> (Option<i32>, String, String) {
-    let child = follow(dir, words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let child = follow(dir, words)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     write();
-    let Output { status, stdout, stderr } = child.wait_with_output().unwrap();
-    (status.code(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = child.wait_with_output().unwrap();
+    (
+        status.code(),
+        String::from_utf8(stdout).unwrap(),
+        String::from_utf8(stderr).unwrap(),
+    )
 }
 
 #[test]
 fn in_a_pipe_a_boot_is_lines_that_end_with_its_result() {
     let dir = folder();
-    let (code, out, err) = piped(&dir, &["--timeout", "20"], || replay(&fixture("recorded-8-gpus-fast-host"), &file(&dir, ID), |_| false));
-    assert_eq!((code, out.matches('\x1b').count()), (Some(0), 0), "{out}{err}");
+    let (code, out, err) = piped(&dir, &["--timeout", "20"], || {
+        replay(
+            &fixture("recorded-8-gpus-fast-host"),
+            &file(&dir, ID),
+            |_| false,
+        )
+    });
+    assert_eq!(
+        (code, out.matches('\x1b').count()),
+        (Some(0), 0),
+        "{out}{err}"
+    );
     assert!(err.contains("no boot in flight") || err.is_empty(), "{err}");
     let lines: Vec<&str> = out.lines().collect();
-    assert!(lines[0].trim_start().starts_with("TIME") && lines[1].ends_with("kernel start"), "{out}");
+    assert!(
+        lines[0].trim_start().starts_with("TIME") && lines[1].ends_with("kernel start"),
+        "{out}"
+    );
     assert_eq!(out.matches("gpu.usable").count(), 8, "{out}");
-    assert!(lines.last().unwrap().starts_with("boot 5fc5e893: all 8 GPUs ready 8.264 s after kernel start"), "{out}");
+    assert!(
+        lines
+            .last()
+            .unwrap()
+            .starts_with("boot 5fc5e893: all 8 GPUs ready 8.264 s after kernel start"),
+        "{out}"
+    );
 }
 
 #[test]
@@ -96,31 +143,66 @@ fn a_failed_gpu_is_status_1_and_its_reason() {
 #[test]
 fn a_silent_boot_is_given_up_with_what_was_seen_last() {
     let dir = folder();
-    let lines: Vec<String> = fixture("made-8-gpus-one-hangs").into_iter().filter(|l| !l.contains("\"disconnected\"")).collect();
-    let (code, _, err) = piped(&dir, &["--timeout", "1"], || replay(&lines, &file(&dir, ID), |_| false));
+    let lines: Vec<String> = fixture("made-8-gpus-one-hangs")
+        .into_iter()
+        .filter(|l| !l.contains("\"disconnected\""))
+        .collect();
+    let (code, _, err) = piped(&dir, &["--timeout", "1"], || {
+        replay(&lines, &file(&dir, ID), |_| false)
+    });
     assert_eq!(code, Some(3), "{err}");
-    assert!(err.contains("nothing new for 1 s (--timeout)") && err.contains("initialising since"), "{err}");
+    assert!(
+        err.contains("nothing new for 1 s (--timeout)") && err.contains("initialising since"),
+        "{err}"
+    );
     let empty = folder();
     let (code, _, err) = piped(&empty, &["--timeout", "1"], || {});
-    assert!(code == Some(3) && err.contains("no boot has begun"), "{err}");
+    assert!(
+        code == Some(3) && err.contains("no boot has begun"),
+        "{err}"
+    );
 }
 
 #[test]
 fn all_boots_are_followed_at_once_and_old_ones_are_not() {
     let dir = folder();
-    std::fs::write(file(&dir, OTHER), fixture("recorded-8-gpus-fast-host").concat()).unwrap();
-    let ids = ["70dbd104-1672-403e-a607-0f86be4a0ade", "d50bb33c-6c8b-4d88-a888-9cd48cd8eaec"];
+    std::fs::write(
+        file(&dir, OTHER),
+        fixture("recorded-8-gpus-fast-host").concat(),
+    )
+    .unwrap();
+    let ids = [
+        "70dbd104-1672-403e-a607-0f86be4a0ade",
+        "d50bb33c-6c8b-4d88-a888-9cd48cd8eaec",
+    ];
     let (code, out, err) = piped(&dir, &["--all", "--boots", "2", "--timeout", "20"], || {
         let lines = fixture("made-8-gpus-one-failed");
-        let bad: Vec<String> = lines.iter().filter(|l| !l.contains("\"disconnected\"")).cloned().collect();
+        let bad: Vec<String> = lines
+            .iter()
+            .filter(|l| !l.contains("\"disconnected\""))
+            .cloned()
+            .collect();
         std::thread::scope(|scope| {
             scope.spawn(|| replay(&bad, &file(&dir, ids[0]), |_| false));
-            scope.spawn(|| replay(&fixture("recorded-8-gpus-fast-host"), &file(&dir, ids[1]), |_| false));
+            scope.spawn(|| {
+                replay(
+                    &fixture("recorded-8-gpus-fast-host"),
+                    &file(&dir, ids[1]),
+                    |_| false,
+                )
+            });
         });
     });
     assert_eq!(code, Some(1), "one of them failed: {out}{err}");
-    assert!(out.contains("boot d50bb33c: all 8 GPUs ready") && err.contains("boot 70dbd104 failed: GPU "), "{out}{err}");
-    assert!(out.contains("\n70dbd104 ") && out.contains("\nd50bb33c ") && !out.contains("0f7a1f8e"), "{out}");
+    assert!(
+        out.contains("boot d50bb33c: all 8 GPUs ready")
+            && err.contains("boot 70dbd104 failed: GPU "),
+        "{out}{err}"
+    );
+    assert!(
+        out.contains("\n70dbd104 ") && out.contains("\nd50bb33c ") && !out.contains("0f7a1f8e"),
+        "{out}"
+    );
 }
 
 /// The same boot with the collector's line about its sandbox.
@@ -141,18 +223,34 @@ fn only_the_named_sandbox_or_pod_is_followed() {
     std::fs::write(file(&dir, OTHER), bad.concat()).unwrap();
     for sandbox in ["0a1b", "ml/train-0"] {
         let (code, out, err) = piped(&dir, &["--sandbox", sandbox], || {});
-        assert_eq!((code, out.contains("boot 5fc5e893: all 8 GPUs ready")), (Some(0), true), "{sandbox}: {out}{err}");
+        assert_eq!(
+            (code, out.contains("boot 5fc5e893: all 8 GPUs ready")),
+            (Some(0), true),
+            "{sandbox}: {out}{err}"
+        );
     }
     let (code, _, err) = piped(&dir, &["--sandbox", "ml/train-1"], || {});
-    assert!(code == Some(1) && err.contains("boot 0f7a1f8e failed: GPU 5"), "{err}");
+    assert!(
+        code == Some(1) && err.contains("boot 0f7a1f8e failed: GPU 5"),
+        "{err}"
+    );
     // Yet to come; by its pod's name alone it is nobody's.
-    for (sandbox, wanted) in [("0e3f", Some(0)), ("train-2", Some(3)), ("default/train-2", Some(3))] {
+    for (sandbox, wanted) in [
+        ("0e3f", Some(0)),
+        ("train-2", Some(3)),
+        ("default/train-2", Some(3)),
+    ] {
         let path = file(&dir, "70dbd104-1672-403e-a607-0f86be4a0ade");
         let late = of_sandbox(&fixture("recorded-8-gpus-fast-host"), "0e3f", "train-2");
         let timeout = if wanted == Some(0) { "60" } else { "2" };
-        let (code, out, err) = piped(&dir, &["--sandbox", sandbox, "--timeout", timeout], || replay(&late, &path, |_| false));
+        let (code, out, err) = piped(&dir, &["--sandbox", sandbox, "--timeout", timeout], || {
+            replay(&late, &path, |_| false)
+        });
         assert_eq!(code, wanted, "{sandbox}: {out}{err}");
-        assert!(wanted == Some(0) || err.contains(&format!("no boot of {sandbox} in flight")), "{err}");
+        assert!(
+            wanted == Some(0) || err.contains(&format!("no boot of {sandbox} in flight")),
+            "{err}"
+        );
         std::fs::remove_file(path).unwrap();
     }
 }
@@ -167,10 +265,21 @@ struct Terminal {
 
 impl Terminal {
     fn start(mut command: Command, rows: u16, cols: u16) -> Self {
-        let size = Winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 };
+        let size = Winsize {
+            ws_row: rows,
+            ws_col: cols,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
         let OpenptyResult { master, slave } = openpty(&size, None).unwrap();
         let side = || Stdio::from(slave.try_clone().unwrap());
-        let child = command.env("TERM", "xterm-256color").env("LC_ALL", "C.UTF-8").stdout(side()).stderr(side()).spawn().unwrap();
+        let child = command
+            .env("TERM", "xterm-256color")
+            .env("LC_ALL", "C.UTF-8")
+            .stdout(side())
+            .stderr(side())
+            .spawn()
+            .unwrap();
         // The program has the only copies now: its end is the end of the bytes.
         drop((slave, command));
         let (sender, bytes) = mpsc::channel();
@@ -184,7 +293,12 @@ impl Terminal {
                 }
             }
         });
-        Self { bytes, parser: vt100::Parser::new(rows, cols, 0), raw: Vec::new(), child }
+        Self {
+            bytes,
+            parser: vt100::Parser::new(rows, cols, 0),
+            raw: Vec::new(),
+            child,
+        }
     }
 
     fn take(&mut self, bytes: &[u8]) {
@@ -195,7 +309,10 @@ impl Terminal {
     fn shown(&self) -> String {
         // Row by row: a line that fills its row is not one with the next.
         let screen = self.parser.screen();
-        let rows: Vec<String> = screen.rows(0, screen.size().1).map(|row| row.trim_end().to_string()).collect();
+        let rows: Vec<String> = screen
+            .rows(0, screen.size().1)
+            .map(|row| row.trim_end().to_string())
+            .collect();
         rows.join("\n")
     }
 
@@ -231,7 +348,10 @@ impl Drop for Terminal {
 
 /// Lines of GPUs on a screen.
 fn gpu_lines(screen: &str) -> Vec<&str> {
-    screen.lines().filter(|line| line.starts_with("GPU ")).collect()
+    screen
+        .lines()
+        .filter(|line| line.starts_with("GPU "))
+        .collect()
 }
 
 #[test]
@@ -241,9 +361,23 @@ fn on_a_terminal_each_gpu_has_a_bar_that_says_what_it_is_in() {
     let path = file(&dir, ID);
     std::thread::scope(|scope| {
         scope.spawn(|| replay(&fixture("recorded-8-gpus-fast-host"), &path, |_| false));
-        let screen = terminal.until("GPUs that initialise", |s| gpu_lines(s).iter().filter(|l| l.contains("initialising")).count() == 8);
-        assert!(screen.contains("boot 5fc5e893") && screen.contains("0 of 8 GPUs ready"), "{screen}");
-        assert!(gpu_lines(&screen).iter().all(|l| l.contains('━') && l.contains(" s")), "{screen}");
+        let screen = terminal.until("GPUs that initialise", |s| {
+            gpu_lines(s)
+                .iter()
+                .filter(|l| l.contains("initialising"))
+                .count()
+                == 8
+        });
+        assert!(
+            screen.contains("boot 5fc5e893") && screen.contains("0 of 8 GPUs ready"),
+            "{screen}"
+        );
+        assert!(
+            gpu_lines(&screen)
+                .iter()
+                .all(|l| l.contains('━') && l.contains(" s")),
+            "{screen}"
+        );
     });
     let (screen, code, _) = terminal.end();
     assert_eq!(code, Some(0), "{screen}");
@@ -251,35 +385,70 @@ fn on_a_terminal_each_gpu_has_a_bar_that_says_what_it_is_in() {
     assert_eq!(gpus.len(), 8, "{screen}");
     for (k, line) in gpus.iter().enumerate() {
         assert!(
-            line.starts_with(&format!("GPU {k} (0001:00:0{k}.0) ")) && line.contains("  published") && line.contains("ready at"),
+            line.starts_with(&format!("GPU {k} (0001:00:0{k}.0) "))
+                && line.contains("  published")
+                && line.contains("ready at"),
             "{screen}"
         );
         assert_eq!(line.matches('━').count(), 12, "a full bar: {screen}");
     }
-    assert!(screen.contains("boot 5fc5e893  8.2 s  8 of 8 GPUs ready"), "{screen}");
-    assert!(screen.trim_end().lines().any(|l| l.starts_with("boot 5fc5e893: all 8 GPUs ready 8.264 s after kernel start")), "{screen}");
+    assert!(
+        screen.contains("boot 5fc5e893  8.2 s  8 of 8 GPUs ready"),
+        "{screen}"
+    );
+    assert!(
+        screen
+            .trim_end()
+            .lines()
+            .any(|l| l.starts_with("boot 5fc5e893: all 8 GPUs ready 8.264 s after kernel start")),
+        "{screen}"
+    );
 }
 
 #[test]
 fn sixteen_gpus_and_a_failures_reason_fit_80_columns() {
     let dir = folder();
-    let mut lines = vec![format!(r#"{{"schema":1,"stream":{{"boot_id":"{ID}","version":"0.1.0","kernel":"6.1","first_seq":0}}}}"#) + "\n"];
+    let mut lines = vec![
+        format!(
+            r#"{{"schema":1,"stream":{{"boot_id":"{ID}","version":"0.1.0","kernel":"6.1","first_seq":0}}}}"#
+        ) + "\n",
+    ];
     let mut record = |ms: u64, rest: &str| {
         let seq = lines.len();
-        lines.push(format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{}000000,{rest}}}\n", 2000 + ms));
+        lines.push(format!(
+            "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{}000000,{rest}}}\n",
+            2000 + ms
+        ));
     };
     for gpu in 0..16 {
-        record(0, &format!(r#""kind":"event","name":"gpu.found","gpu":"0001:00:{gpu:02x}.0","fields":{{"index":{gpu}}}"#));
+        record(
+            0,
+            &format!(
+                r#""kind":"event","name":"gpu.found","gpu":"0001:00:{gpu:02x}.0","fields":{{"index":{gpu}}}"#
+            ),
+        );
     }
     for gpu in 0..16 {
-        record(50 * gpu, &format!(r#""kind":"begin","name":"gpu.init","span":{},"gpu":"0001:00:{gpu:02x}.0""#, gpu + 1));
+        record(
+            50 * gpu,
+            &format!(
+                r#""kind":"begin","name":"gpu.init","span":{},"gpu":"0001:00:{gpu:02x}.0""#,
+                gpu + 1
+            ),
+        );
     }
     for gpu in (0..16).filter(|gpu| *gpu != 9) {
-        record(4000 + 100 * gpu, &format!(r#""kind":"event","name":"gpu.usable","gpu":"0001:00:{gpu:02x}.0""#));
+        record(
+            4000 + 100 * gpu,
+            &format!(r#""kind":"event","name":"gpu.usable","gpu":"0001:00:{gpu:02x}.0""#),
+        );
     }
     let failed = r#""kind":"event","name":"gpu.failed","gpu":"0001:00:09.0","error":"RmInitAdapter failed","fields":{"step":"gpu.init"}"#;
     record(6000, failed);
-    record(6001, r#""kind":"event","name":"settled","fields":{"usable":15,"failed":1}"#);
+    record(
+        6001,
+        r#""kind":"event","name":"settled","fields":{"usable":15,"failed":1}"#,
+    );
     let mut terminal = Terminal::start(follow(&dir, &["--timeout", "20"]), 24, 80);
     std::thread::scope(|scope| {
         scope.spawn(|| replay(&lines, &file(&dir, ID), |_| false));
@@ -288,9 +457,22 @@ fn sixteen_gpus_and_a_failures_reason_fit_80_columns() {
     });
     let (screen, code, _) = terminal.end();
     assert_eq!(code, Some(1), "{screen}");
-    assert!(screen.contains("15 of 16 GPUs ready  1 failed  FAILED"), "{screen}");
-    assert!(gpu_lines(&screen).iter().any(|l| l.starts_with("GPU 9 (0001:00:09.0)") && l.contains("failed in gpu.init: Rm")), "{screen}");
-    assert!(screen.contains("kata-gpu-boot: boot 5fc5e893 failed: GPU 9 (0001:00:09.0) failed in gpu.init"), "{screen}");
+    assert!(
+        screen.contains("15 of 16 GPUs ready  1 failed  FAILED"),
+        "{screen}"
+    );
+    assert!(
+        gpu_lines(&screen)
+            .iter()
+            .any(|l| l.starts_with("GPU 9 (0001:00:09.0)") && l.contains("failed in gpu.init: Rm")),
+        "{screen}"
+    );
+    assert!(
+        screen.contains(
+            "kata-gpu-boot: boot 5fc5e893 failed: GPU 9 (0001:00:09.0) failed in gpu.init"
+        ),
+        "{screen}"
+    );
     assert!(screen.lines().all(|l| l.chars().count() <= 80), "{screen}");
 }
 
@@ -309,7 +491,10 @@ fn nothing_a_guest_writes_drives_the_terminal() {
     std::fs::write(file(&dir, ID), lines.join("\n") + "\n").unwrap();
     let (screen, code, raw) = Terminal::start(follow(&dir, &["--boot", ID]), 24, 100).end();
     assert_eq!(code, Some(1), "{screen}");
-    assert!(screen.contains(r"\x1b[2J"), "it is shown, as text: {screen}");
+    assert!(
+        screen.contains(r"\x1b[2J"),
+        "it is shown, as text: {screen}"
+    );
     let raw = String::from_utf8(raw).unwrap();
     for sequence in ["\x1b[2J", "\x1b]", "\x07", "\u{202e}"] {
         assert!(!raw.contains(sequence), "{raw:?}");

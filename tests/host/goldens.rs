@@ -9,8 +9,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-const BOOTS: [&str; 5] =
-    ["recorded-8-gpus-fast-host", "recorded-8-gpus-slow-host", "made-8-gpus-one-failed", "made-8-gpus-one-hangs", "hostile"];
+const BOOTS: [&str; 5] = [
+    "recorded-8-gpus-fast-host",
+    "recorded-8-gpus-slow-host",
+    "made-8-gpus-one-failed",
+    "made-8-gpus-one-hangs",
+    "hostile",
+];
 
 /// Name of the golden file, and the words before the boot.
 const FORMS: &[(&str, &[&str])] = &[
@@ -22,7 +27,10 @@ const FORMS: &[(&str, &[&str])] = &[
     ("coverage.json", &["coverage", "--json"]),
     ("export.csv", &["export", "--csv"]),
     ("export.svg", &["export", "--svg"]),
-    ("export.otlp.json", &["export", "--otlp", "--attribute", "host.name=node-1"]),
+    (
+        "export.otlp.json",
+        &["export", "--otlp", "--attribute", "host.name=node-1"],
+    ),
     ("export.html.json", &["export", "--html"]),
 ];
 
@@ -33,13 +41,21 @@ const FORMS: &[(&str, &[&str])] = &[
 fn golden_forms(boot: &str) -> Vec<&'static str> {
     match boot {
         // Stalls of a slow host, and steps that never end.
-        "recorded-8-gpus-slow-host" | "made-8-gpus-one-hangs" => FORMS.iter().map(|(form, _)| *form).collect(),
+        "recorded-8-gpus-slow-host" | "made-8-gpus-one-hangs" => {
+            FORMS.iter().map(|(form, _)| *form).collect()
+        }
         // A path through initialisations in place of the lane, and nothing unexplained.
         "recorded-8-gpus-fast-host" => vec!["critical-path.json", "coverage.json"],
         // A GPU with a reason.
         "made-8-gpus-one-failed" => vec!["show.txt", "critical-path.json", "export.html.json"],
         // Names that are markup, control characters and separators, in each kind of quoting.
-        "hostile" => vec!["show.txt", "show.json", "export.csv", "export.svg", "export.html.json"],
+        "hostile" => vec![
+            "show.txt",
+            "show.json",
+            "export.csv",
+            "export.svg",
+            "export.html.json",
+        ],
         other => panic!("{other} has no golden forms"),
     }
 }
@@ -51,40 +67,69 @@ fn fixture(boot: &str) -> PathBuf {
 /// Runs it as on any machine.
 fn run(words: &[&str], files: &[&Path]) -> Output {
     let mut command = Command::new(program());
-    command.args(words).args(files).env_remove("OTEL_RESOURCE_ATTRIBUTES");
+    command
+        .args(words)
+        .args(files)
+        .env_remove("OTEL_RESOURCE_ATTRIBUTES");
     command.output().unwrap()
 }
 
 fn printed(words: &[&str], file: &Path) -> String {
     let output = run(words, &[file]);
-    assert!(output.status.success(), "{words:?} {}: {output:?}", file.display());
+    assert!(
+        output.status.success(),
+        "{words:?} {}: {output:?}",
+        file.display()
+    );
     String::from_utf8(output.stdout).unwrap()
 }
 
 /// The data of a page: what it draws. Its words and its code are the page's own.
 fn page_data(page: &str) -> &str {
-    let from = page.split("id=\"boot\">").nth(1).expect("the page has data");
+    let from = page
+        .split("id=\"boot\">")
+        .nth(1)
+        .expect("the page has data");
     from.split("</script>").next().expect("its data has an end")
 }
 
 /// The same for every version, and with a line for each step, so that a person can read a
 /// difference.
 fn readable(form: &str, text: &str) -> String {
-    let text = if form == "export.html.json" { page_data(text) } else { text };
+    let text = if form == "export.html.json" {
+        page_data(text)
+    } else {
+        text
+    };
     let begins: &[&str] = match form {
         "export.otlp.json" => &["{\"attributes\":[{\"key\":\"boot.side\""],
-        "export.html.json" => &["{\"after\":", "{\"approx\":", "{\"begin\":", "{\"address\":", "{\"gpu\":", "{\"at\":", "\"milestones\":"],
+        "export.html.json" => &[
+            "{\"after\":",
+            "{\"approx\":",
+            "{\"begin\":",
+            "{\"address\":",
+            "{\"gpu\":",
+            "{\"at\":",
+            "\"milestones\":",
+        ],
         _ => &[],
     };
     let mut text = text.replace(env!("CARGO_PKG_VERSION"), "VERSION");
     for begin in begins {
         text = text.replace(begin, &format!("\n{begin}"));
     }
-    if text.ends_with('\n') { text } else { text + "\n" }
+    if text.ends_with('\n') {
+        text
+    } else {
+        text + "\n"
+    }
 }
 
 fn forms(file: &Path) -> Vec<(&'static str, String)> {
-    FORMS.iter().map(|(form, words)| (*form, readable(form, &printed(words, file)))).collect()
+    FORMS
+        .iter()
+        .map(|(form, words)| (*form, readable(form, &printed(words, file))))
+        .collect()
 }
 
 /// The only form that a boot without any clock cannot have: its times are those of a wall clock.
@@ -96,15 +141,31 @@ fn needs_a_clock(boot: &str, form: &str) -> bool {
 fn the_forms_of_each_boot_are_the_golden_ones() {
     for boot in BOOTS {
         let forms = golden_forms(boot);
-        let named: Vec<_> = FORMS.iter().filter(|(form, _)| forms.contains(form)).collect();
-        assert_eq!(named.len(), forms.len(), "{boot}: {forms:?} has a name of no form");
+        let named: Vec<_> = FORMS
+            .iter()
+            .filter(|(form, _)| forms.contains(form))
+            .collect();
+        assert_eq!(
+            named.len(),
+            forms.len(),
+            "{boot}: {forms:?} has a name of no form"
+        );
         for (form, words) in named {
-            golden(&format!("boots/{boot}/{form}"), &readable(form, &printed(words, &fixture(boot))));
+            golden(
+                &format!("boots/{boot}/{form}"),
+                &readable(form, &printed(words, &fixture(boot))),
+            );
         }
         // A file that no form writes is compared with nothing.
         let kept = fs::read_dir(project().join("tests/golden/boots").join(boot)).unwrap();
-        let kept: BTreeSet<_> = kept.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        assert_eq!(kept, forms.into_iter().map(str::to_string).collect(), "{boot}");
+        let kept: BTreeSet<_> = kept
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        assert_eq!(
+            kept,
+            forms.into_iter().map(str::to_string).collect(),
+            "{boot}"
+        );
     }
 }
 
@@ -117,7 +178,10 @@ fn a_step_that_takes_a_millisecond_longer_is_seen_in_every_form() {
         let mut record: serde_json::Value = serde_json::from_str(line).unwrap();
         // From the end of the first initialisation on.
         longer |= record["kind"] == "end" && record["name"] == "gpu.init";
-        if let Some(at) = record["boottime_ns"].as_u64().filter(|_| longer && record["seq"].is_u64()) {
+        if let Some(at) = record["boottime_ns"]
+            .as_u64()
+            .filter(|_| longer && record["seq"].is_u64())
+        {
             record["boottime_ns"] = (at + 1_000_000).into();
         }
         out += &format!("{record}\n");
@@ -134,34 +198,71 @@ fn a_step_that_takes_a_millisecond_longer_is_seen_in_every_form() {
 #[test]
 fn two_boots_compared_and_all_boots_together_are_golden() {
     let [fast, slow] = ["recorded-8-gpus-fast-host", "recorded-8-gpus-slow-host"].map(fixture);
-    for (form, words) in [("compare-fast-with-slow.txt", &["compare"][..]), ("compare-fast-with-slow.json", &["compare", "--json"])] {
+    for (form, words) in [
+        ("compare-fast-with-slow.txt", &["compare"][..]),
+        ("compare-fast-with-slow.json", &["compare", "--json"]),
+    ] {
         let output = run(words, &[&fast, &slow]);
-        assert_eq!(output.status.code(), Some(1), "a slower boot is exit status 1: {output:?}");
-        golden(&format!("boots/{form}"), &String::from_utf8(output.stdout).unwrap());
+        assert_eq!(
+            output.status.code(),
+            Some(1),
+            "a slower boot is exit status 1: {output:?}"
+        );
+        golden(
+            &format!("boots/{form}"),
+            &String::from_utf8(output.stdout).unwrap(),
+        );
     }
     assert_eq!(run(&["compare"], &[&slow, &fast]).status.code(), Some(0));
     let dir = TempDir::new("goldens-stats");
     for boot in BOOTS {
         for extension in ["ndjson", "console"] {
-            fs::copy(fixture(boot).with_extension(extension), dir.0.join(format!("{boot}.{extension}"))).unwrap();
+            fs::copy(
+                fixture(boot).with_extension(extension),
+                dir.0.join(format!("{boot}.{extension}")),
+            )
+            .unwrap();
         }
     }
     // A directory's boots are named by their ids.
-    for file in fs::read_dir(&dir.0).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.extension().unwrap() == "ndjson") {
-        let id = fs::read_to_string(&file).unwrap().split("\"boot_id\":\"").nth(1).unwrap()[..36].to_string();
-        fs::rename(file.with_extension("console"), dir.0.join(format!("{id}.console"))).unwrap();
+    for file in fs::read_dir(&dir.0)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().unwrap() == "ndjson")
+    {
+        let id = fs::read_to_string(&file)
+            .unwrap()
+            .split("\"boot_id\":\"")
+            .nth(1)
+            .unwrap()[..36]
+            .to_string();
+        fs::rename(
+            file.with_extension("console"),
+            dir.0.join(format!("{id}.console")),
+        )
+        .unwrap();
         fs::rename(&file, dir.0.join(format!("{id}.ndjson"))).unwrap();
     }
-    let output = Command::new(program()).args(["stats", "--json", "--dir"]).arg(&dir.0).output().unwrap();
+    let output = Command::new(program())
+        .args(["stats", "--json", "--dir"])
+        .arg(&dir.0)
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{output:?}");
-    golden("boots/stats.json", &String::from_utf8(output.stdout).unwrap());
+    golden(
+        "boots/stats.json",
+        &String::from_utf8(output.stdout).unwrap(),
+    );
 }
 
 /// Steps of the path, as `name` and number of the GPU.
 fn reported(file: &Path) -> BTreeSet<(String, Option<u64>)> {
-    let path: serde_json::Value = serde_json::from_str(&printed(&["critical-path", "--json"], file)).unwrap();
+    let path: serde_json::Value =
+        serde_json::from_str(&printed(&["critical-path", "--json"], file)).unwrap();
     let pieces = path["path"].as_array().unwrap().iter();
-    pieces.filter_map(|piece| Some((piece["step"].as_str()?.to_string(), piece["gpu"].as_u64()))).collect()
+    pieces
+        .filter_map(|piece| Some((piece["step"].as_str()?.to_string(), piece["gpu"].as_u64())))
+        .collect()
 }
 
 #[test]
@@ -169,28 +270,63 @@ fn every_form_marks_the_path_that_critical_path_has() {
     for boot in BOOTS {
         let file = fixture(boot);
         let reported = reported(&file);
-        let data: serde_json::Value = serde_json::from_str(page_data(&printed(&["export", "--html"], &file))).unwrap();
+        let data: serde_json::Value =
+            serde_json::from_str(page_data(&printed(&["export", "--html"], &file))).unwrap();
         let name = |step: &serde_json::Value| {
-            let gpu = step["gpu"].as_u64().and_then(|gpu| data["gpus"][gpu as usize]["index"].as_u64());
+            let gpu = step["gpu"]
+                .as_u64()
+                .and_then(|gpu| data["gpus"][gpu as usize]["index"].as_u64());
             (step["label"].as_str().unwrap().to_string(), gpu)
         };
         let steps = data["steps"].as_array().unwrap();
-        let marked: BTreeSet<_> = steps.iter().filter(|step| step["critical"] == true).map(name).collect();
-        let pieces: BTreeSet<_> =
-            data["path"].as_array().unwrap().iter().filter_map(|p| Some(name(&steps[p["step"].as_u64()? as usize]))).collect();
+        let marked: BTreeSet<_> = steps
+            .iter()
+            .filter(|step| step["critical"] == true)
+            .map(name)
+            .collect();
+        let pieces: BTreeSet<_> = data["path"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter_map(|p| Some(name(&steps[p["step"].as_u64()? as usize])))
+            .collect();
         assert_eq!((&marked, &pieces), (&reported, &reported), "{boot}");
         let count = steps.iter().filter(|step| step["critical"] == true).count();
         let svg = printed(&["export", "--svg"], &file);
-        let drawn =
-            svg.split("<rect class=\"").skip(1).filter(|r| r.split('"').next().unwrap().split(' ').any(|class| class == "c")).count();
+        let drawn = svg
+            .split("<rect class=\"")
+            .skip(1)
+            .filter(|r| {
+                r.split('"')
+                    .next()
+                    .unwrap()
+                    .split(' ')
+                    .any(|class| class == "c")
+            })
+            .count();
         // One more: the legend's.
         assert_eq!(drawn, count + 1, "{boot}");
-        assert!(printed(&["export", "--csv"], &file).matches(",true,").count() >= count, "{boot}");
+        assert!(
+            printed(&["export", "--csv"], &file)
+                .matches(",true,")
+                .count()
+                >= count,
+            "{boot}"
+        );
         // The path, with the gaps between steps, is as long as the window.
-        let sum: u64 = data["path"].as_array().unwrap().iter().map(|p| p["took"].as_u64().unwrap()).sum();
-        let path: serde_json::Value = serde_json::from_str(&printed(&["critical-path", "--json"], &file)).unwrap();
+        let sum: u64 = data["path"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|p| p["took"].as_u64().unwrap())
+            .sum();
+        let path: serde_json::Value =
+            serde_json::from_str(&printed(&["critical-path", "--json"], &file)).unwrap();
         assert_eq!(Some(sum), path["wall_ns"].as_u64(), "{boot}");
-        assert!(boot == "hostile" || reported.len() > 8, "{boot}: {reported:?}");
+        assert!(
+            boot == "hostile" || reported.len() > 8,
+            "{boot}: {reported:?}"
+        );
     }
 }
 
@@ -198,11 +334,20 @@ fn every_form_marks_the_path_that_critical_path_has() {
 fn nothing_of_the_hostile_stream_gets_out_as_it_is() {
     for (form, words) in FORMS {
         let output = run(words, &[&fixture("hostile")]);
-        assert_eq!(output.status.success(), !needs_a_clock("hostile", form), "{form}: {output:?}");
+        assert_eq!(
+            output.status.success(),
+            !needs_a_clock("hostile", form),
+            "{form}: {output:?}"
+        );
         let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
-        let bad = text.chars().find(|c| c.is_control() && !"\r\n".contains(*c) || ['\u{202e}', '\u{9b}', '\u{2028}'].contains(c));
+        let bad = text.chars().find(|c| {
+            c.is_control() && !"\r\n".contains(*c) || ['\u{202e}', '\u{9b}', '\u{2028}'].contains(c)
+        });
         assert_eq!(bad, None, "{form}");
         let markup = ["export.svg", "export.html.json"].contains(form);
-        assert!(!markup || !text.contains("<img") && !text.contains("<script>pwn"), "{form}");
+        assert!(
+            !markup || !text.contains("<img") && !text.contains("<script>pwn"),
+            "{form}"
+        );
     }
 }

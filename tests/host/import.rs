@@ -33,7 +33,10 @@ fn source(name: &str, bytes: Vec<u8>) -> anyhow::Result<Source> {
 }
 
 fn imported(files: &[(&str, Vec<u8>)]) -> anyhow::Result<(Report, BootFile)> {
-    let sources = files.iter().map(|(name, bytes)| source(name, bytes.clone())).collect::<anyhow::Result<Vec<_>>>()?;
+    let sources = files
+        .iter()
+        .map(|(name, bytes)| source(name, bytes.clone()))
+        .collect::<anyhow::Result<Vec<_>>>()?;
     let (report, text) = import(sources, None)?;
     let file = BootFile::read(text.as_bytes())?;
     assert_eq!((file.damaged, file.unfinished), (0, 0), "{:?}", file.damage);
@@ -41,13 +44,23 @@ fn imported(files: &[(&str, Vec<u8>)]) -> anyhow::Result<(Report, BootFile)> {
 }
 
 fn of_fixtures(names: &[&str]) -> (Report, BootFile) {
-    imported(&names.iter().map(|name| (*name, bytes(name))).collect::<Vec<_>>()).unwrap()
+    imported(
+        &names
+            .iter()
+            .map(|name| (*name, bytes(name)))
+            .collect::<Vec<_>>(),
+    )
+    .unwrap()
 }
 
 /// Output of the program.
 fn printed(report: &Report, file: &BootFile, verbose: bool) -> String {
     let boot = Boot::new(file, &[]);
-    format!("{}\n\n{}", import_report::lines(report, &Screen::PLAIN).join("\n"), page(file, &[], &boot, verbose, Screen::PLAIN).unwrap())
+    format!(
+        "{}\n\n{}",
+        import_report::lines(report, &Screen::PLAIN).join("\n"),
+        page(file, &[], &boot, verbose, Screen::PLAIN).unwrap()
+    )
 }
 
 #[test]
@@ -59,12 +72,21 @@ fn every_format_has_its_golden_page() {
         ("pod", &["pod.json"]),
         ("stream", &["two-gpus.ndjson"]),
         ("our-console", &["two-gpus.console"]),
-        ("cri", &["../agent/containerd-1.7-kata-4.1.0-cri.log", "../agent/containerd-1.7-kata-4.1.0-cri.ndjson"]),
+        (
+            "cri",
+            &[
+                "../agent/containerd-1.7-kata-4.1.0-cri.log",
+                "../agent/containerd-1.7-kata-4.1.0-cri.ndjson",
+            ],
+        ),
         ("journal-pod", &["containerd.log", "pod.json"]),
     ];
     for (name, files) in cases {
         let (report, file) = of_fixtures(files);
-        golden(&format!("host/import-{name}.txt"), &printed(&report, &file, false));
+        golden(
+            &format!("host/import-{name}.txt"),
+            &printed(&report, &file, false),
+        );
     }
     let (report, file) = of_fixtures(&["console.log"]);
     golden("host/import-console-v.txt", &printed(&report, &file, true));
@@ -73,7 +95,10 @@ fn every_format_has_its_golden_page() {
 /// Number of times that agree, and disagreements of an imported console and the boot's stream.
 fn disagreements(stream: &BootFile, console: &[u8], import: &BootFile) -> (usize, Vec<String>) {
     let all = agreement(stream, &agent_log::read(console).unwrap(), import);
-    (all.agreed, all.disagreements.iter().map(ToString::to_string).collect())
+    (
+        all.agreed,
+        all.disagreements.iter().map(ToString::to_string).collect(),
+    )
 }
 
 #[test]
@@ -97,23 +122,47 @@ fn console_and_stream_agree_on_milestones_within_the_error() {
 #[test]
 fn an_imported_console_gives_the_same_containers_as_the_stream() {
     let name = "../agent/kata-agent-4.1.0-info";
-    let (stream, console) = (bytes(&format!("{name}.ndjson")), bytes(&format!("{name}.console")));
+    let (stream, console) = (
+        bytes(&format!("{name}.ndjson")),
+        bytes(&format!("{name}.console")),
+    );
     let stream = BootFile::read(stream.as_slice()).unwrap();
     let (_, import) = of_fixtures(&[&format!("{name}.ndjson"), &format!("{name}.console")]);
     let (agreed, mut out) = disagreements(&stream, &console, &import);
     // A message of the driver in several lines is one record in the stream.
     out.retain(|what| !what.starts_with("NVRM: "));
     assert!(out.is_empty() && agreed > 20, "{agreed}: {out:?}");
-    let [direct, imported] = [Boot::new(&stream, &agent_log::read(console.as_slice()).unwrap()), Boot::new(&import, &[])];
+    let [direct, imported] = [
+        Boot::new(&stream, &agent_log::read(console.as_slice()).unwrap()),
+        Boot::new(&import, &[]),
+    ];
     let known = |boot: &Boot| -> Vec<_> {
-        let one = |c: &Container| (c.name.clone(), c.devices.clone(), c.tries, c.error.clone(), c.pause, c.pending);
+        let one = |c: &Container| {
+            (
+                c.name.clone(),
+                c.devices.clone(),
+                c.tries,
+                c.error.clone(),
+                c.pause,
+                c.pending,
+            )
+        };
         boot.containers.iter().map(one).collect()
     };
-    assert_eq!((known(&direct).len(), known(&direct)), (10, known(&imported)));
+    assert_eq!(
+        (known(&direct).len(), known(&direct)),
+        (10, known(&imported))
+    );
     // Moved lines are found out.
-    let moved = String::from_utf8(console).unwrap().replace("06:50:02.31", "06:50:02.91").into_bytes();
+    let moved = String::from_utf8(console)
+        .unwrap()
+        .replace("06:50:02.31", "06:50:02.91")
+        .into_bytes();
     let (_, out) = disagreements(&stream, &moved, &import);
-    assert!(out.iter().any(|what| what.starts_with("agent ready: ")), "{out:?}");
+    assert!(
+        out.iter().any(|what| what.starts_with("agent ready: ")),
+        "{out:?}"
+    );
 }
 
 #[test]
@@ -140,7 +189,9 @@ fn driver_lines_are_initialisations_and_an_enabling_counts_once() {
     let boot = Boot::new(&import, &[]);
     let steps = |name: &str| {
         let steps = boot.timeline.steps.iter().filter(|step| step.name == name);
-        steps.map(|step| (step.title(), (step.end_ns - step.begin_ns) / 1_000_000)).collect::<Vec<_>>()
+        steps
+            .map(|step| (step.title(), (step.end_ns - step.begin_ns) / 1_000_000))
+            .collect::<Vec<_>>()
     };
     let unknown = |ms| ("gpu.init GPU unknown".to_string(), ms);
     assert_eq!(steps("gpu.init"), [unknown(2100), unknown(6600)]);
@@ -153,47 +204,90 @@ fn records_from_logs_are_marked_and_a_guests_own_unchanged() {
     assert!(alone.records.iter().all(|r| mark(r).is_some()));
     assert_eq!(alone.imported().unwrap().files[0].format, "console");
     let header = alone.header.unwrap();
-    assert_eq!((header.version.as_str(), &header.boot_id[14..15]), ("none (imported from logs)", "8"));
+    assert_eq!(
+        (header.version.as_str(), &header.boot_id[14..15]),
+        ("none (imported from logs)", "8")
+    );
 
     let guest = BootFile::read(bytes("two-gpus.ndjson").as_slice()).unwrap();
     let (_, both) = of_fixtures(&["two-gpus.ndjson", "two-gpus.console"]);
     assert_eq!(both.records[..guest.records.len()], guest.records[..]);
     let added = &both.records[guest.records.len()..];
-    let known =
-        |r: &Record| of_record(r).is_some() && mark(r).is_some() || [own::AGENT_CDI_WAIT, own::AGENT_RPC].contains(&r.name.as_str());
+    let known = |r: &Record| {
+        of_record(r).is_some() && mark(r).is_some()
+            || [own::AGENT_CDI_WAIT, own::AGENT_RPC].contains(&r.name.as_str())
+    };
     assert!(!added.is_empty() && added.iter().all(known));
-    assert_eq!((both.seqs.missing(), both.header.as_ref()), (0, guest.header.as_ref()));
+    assert_eq!(
+        (both.seqs.missing(), both.header.as_ref()),
+        (0, guest.header.as_ref())
+    );
     assert!(both.imported().is_some());
-    assert!(guest.records.iter().all(|r| of_record(r).is_none()), "the agent's events are not taken from an unmarked record");
+    assert!(
+        guest.records.iter().all(|r| of_record(r).is_none()),
+        "the agent's events are not taken from an unmarked record"
+    );
 }
 
 #[test]
 fn the_same_logs_give_the_same_boot() {
     let once = of_fixtures(&["containerd.log", "pod.json"]);
     let again = of_fixtures(&["containerd.log", "pod.json"]);
-    assert_eq!((once.0.boot_id, once.1.records), (again.0.boot_id, again.1.records));
+    assert_eq!(
+        (once.0.boot_id, once.1.records),
+        (again.0.boot_id, again.1.records)
+    );
     // A repeated fact is counted, and makes no second record.
     let (report, file) = of_fixtures(&["containerd.log", "console.log"]);
     assert!(report.files[1].count.skipped[&Skip::AlreadyThere] > 50);
-    assert_eq!(file.records.iter().filter(|r| r.name == names::GPU_FOUND).count(), 3);
+    assert_eq!(
+        file.records
+            .iter()
+            .filter(|r| r.name == names::GPU_FOUND)
+            .count(),
+        3
+    );
 }
 
 #[test]
 fn of_several_boots_one_has_to_be_chosen() {
     let two = [bytes("console.log"), bytes("two-gpus.console")].concat();
-    let error = imported(&[("two.log", two.clone())]).unwrap_err().to_string();
-    assert!(error.contains("two.log holds 2 boots: choose one with --boot N"), "{error}");
-    assert!(error.contains("  1  kernel 6.12.47-nvidia-gpu") && error.contains("  2  kernel 6.1.0-56-cloud-amd64"), "{error}");
+    let error = imported(&[("two.log", two.clone())])
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("two.log holds 2 boots: choose one with --boot N"),
+        "{error}"
+    );
+    assert!(
+        error.contains("  1  kernel 6.12.47-nvidia-gpu")
+            && error.contains("  2  kernel 6.1.0-56-cloud-amd64"),
+        "{error}"
+    );
     for (n, gpus) in [(1, 3), (2, 2)] {
-        let (report, text) = import(vec![source("two.log", two.clone()).unwrap()], Some(n)).unwrap();
+        let (report, text) =
+            import(vec![source("two.log", two.clone()).unwrap()], Some(n)).unwrap();
         assert!(report.files[0].count.skipped[&Skip::OtherBoot] > 20);
-        assert_eq!(Boot::new(&BootFile::read(text.as_bytes()).unwrap(), &[]).gpus.len(), gpus);
+        assert_eq!(
+            Boot::new(&BootFile::read(text.as_bytes()).unwrap(), &[])
+                .gpus
+                .len(),
+            gpus
+        );
     }
     for n in [0, 3] {
-        let error = import(vec![source("two.log", two.clone()).unwrap()], Some(n)).unwrap_err().to_string();
+        let error = import(vec![source("two.log", two.clone()).unwrap()], Some(n))
+            .unwrap_err()
+            .to_string();
         assert!(error.contains(&format!("has no boot {n}")), "{error}");
     }
-    assert!(import(vec![source("one.log", bytes("console.log")).unwrap()], Some(2)).is_err());
+    assert!(
+        import(
+            vec![source("one.log", bytes("console.log")).unwrap()],
+            Some(2)
+        )
+        .is_err()
+    );
 }
 
 #[test]
@@ -202,9 +296,14 @@ fn gzip_and_a_truncated_one_are_read() {
     let (report, whole) = imported(&[("containerd.log.gz", packed.clone())]).unwrap();
     assert_eq!(whole.records, of_fixtures(&["containerd.log"]).1.records);
     assert_eq!(report.files[0].count.cut, None);
-    let (report, half) = imported(&[("containerd.log.gz", packed[..packed.len() * 2 / 3].to_vec())]).unwrap();
+    let (report, half) =
+        imported(&[("containerd.log.gz", packed[..packed.len() * 2 / 3].to_vec())]).unwrap();
     assert!(half.records.len() > 5 && half.records.len() < whole.records.len());
-    assert!(import_report::lines(&report, &Screen::PLAIN).iter().any(|line| line.contains("not read to its end")));
+    assert!(
+        import_report::lines(&report, &Screen::PLAIN)
+            .iter()
+            .any(|line| line.contains("not read to its end"))
+    );
 }
 
 #[test]
@@ -218,17 +317,33 @@ fn hostile_logs_cost_their_own_lines_and_reach_no_terminal() {
         "{\"boottime_ns\":\"99999999999999999\",\"msg\":\"gpu.bound\",\"name\":\"kata-gpu-init\"}\n",
         "[    1.000000] nvidia ffffffff:ff:1f.7: enabling device (\n",
     );
-    let junk: Vec<u8> = (0..50_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let junk: Vec<u8> = (0..50_000u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
+        .collect();
     for name in ["console.log", "containerd.log", "two-gpus.ndjson"] {
         let whole = bytes(name);
-        let hostile = [whole.clone(), b"\n".to_vec(), long.clone(), junk.clone(), b"\n".to_vec(), evil.as_bytes().to_vec(), whole].concat();
+        let hostile = [
+            whole.clone(),
+            b"\n".to_vec(),
+            long.clone(),
+            junk.clone(),
+            b"\n".to_vec(),
+            evil.as_bytes().to_vec(),
+            whole,
+        ]
+        .concat();
         let mut one = source(name, hostile).unwrap_or_else(|e| panic!("{name}: {e:#}"));
         let boots = one.logs.len();
         one.name = "\u{1b}[2J".into();
-        let (report, text) = import(vec![one], (boots > 1).then_some(1)).unwrap_or_else(|e| panic!("{name}: {e:#}"));
+        let (report, text) =
+            import(vec![one], (boots > 1).then_some(1)).unwrap_or_else(|e| panic!("{name}: {e:#}"));
         let file = BootFile::read(text.as_bytes()).unwrap();
         let page = printed(&report, &file, true);
-        assert!(page.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{name}");
+        assert!(
+            page.bytes()
+                .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),
+            "{name}"
+        );
         if name != "two-gpus.ndjson" {
             assert_eq!(report.files[0].count.skipped[&Skip::TooLong], 1, "{name}");
         }
@@ -237,11 +352,18 @@ fn hostile_logs_cost_their_own_lines_and_reach_no_terminal() {
 
 #[test]
 fn every_cut_of_every_format_is_read_or_refused_in_one_line() {
-    for name in ["console.log", "containerd.log", "journal.json", "pod.json", "two-gpus.ndjson"] {
+    for name in [
+        "console.log",
+        "containerd.log",
+        "journal.json",
+        "pod.json",
+        "two-gpus.ndjson",
+    ] {
         let whole = bytes(name);
         let mut imports = 0;
         for end in (0..whole.len()).step_by(whole.len() / 23) {
-            match source(name, whole[..end].to_vec()).and_then(|source| import(vec![source], None)) {
+            match source(name, whole[..end].to_vec()).and_then(|source| import(vec![source], None))
+            {
                 Ok((report, text)) => {
                     imports += 1;
                     assert_eq!(BootFile::read(text.as_bytes()).unwrap().damaged, 0);
@@ -256,11 +378,25 @@ fn every_cut_of_every_format_is_read_or_refused_in_one_line() {
 
 #[test]
 fn junk_is_of_no_format_and_of_any_format_gives_nothing() {
-    let junk: Vec<u8> = (0..200_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
-    assert!(source("junk", junk.clone()).unwrap_err().to_string().contains("--format"));
-    for format in [Format::Journal, Format::Console, Format::Pod, Format::Stream] {
+    let junk: Vec<u8> = (0..200_000u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
+        .collect();
+    assert!(
+        source("junk", junk.clone())
+            .unwrap_err()
+            .to_string()
+            .contains("--format")
+    );
+    for format in [
+        Format::Journal,
+        Format::Console,
+        Format::Pod,
+        Format::Stream,
+    ] {
         let input = Input::new("junk", Box::new(Cursor::new(junk.clone()))).unwrap();
-        let error = read("junk", input, Some(format)).map(|s| s.count).unwrap_err();
+        let error = read("junk", input, Some(format))
+            .map(|s| s.count)
+            .unwrap_err();
         assert!(!format!("{error:#}").contains('\n'), "{error:#}");
     }
 }

@@ -13,10 +13,28 @@ use std::sync::LazyLock;
 /// it.
 const ORDERED: &[&str] = &["src/init", "src/report"];
 /// Crates without a circle of files.
-const CRATES: &[&str] =
-    &["src/wire", "src/host", "src/init", "src/nvml", "src/report", "src/collect", "src/image", "src/doctor", "src/cli", "src/cdi_check"];
+const CRATES: &[&str] = &[
+    "src/wire",
+    "src/host",
+    "src/init",
+    "src/nvml",
+    "src/report",
+    "src/collect",
+    "src/image",
+    "src/doctor",
+    "src/cli",
+    "src/cdi_check",
+];
 /// Files of src/init/boot/bring_up, with their submodules, that compute and do nothing else.
-const PURE: &[&str] = &["schedule", "schedule_messages", "agent", "waves", "strategy", "deadlines", "slots"];
+const PURE: &[&str] = &[
+    "schedule",
+    "schedule_messages",
+    "agent",
+    "waves",
+    "strategy",
+    "deadlines",
+    "slots",
+];
 /// Modules that no pure file imports.
 const IMPURE: &[&str] = &[
     "tokio",
@@ -32,21 +50,52 @@ const IMPURE: &[&str] = &[
 ];
 /// `unsafe` outside src/init/machine/sys.rs: where, how often, and why.
 const UNSAFE: &[(&str, usize, &str)] = &[
-    ("src/init/main.rs", 1, "#[unsafe(link_section)]: function that libc calls before main"),
-    ("src/nvml/library.rs", 12, "functions of NVML that nvml-wrapper lacks"),
+    (
+        "src/init/main.rs",
+        1,
+        "#[unsafe(link_section)]: function that libc calls before main",
+    ),
+    (
+        "src/nvml/library.rs",
+        12,
+        "functions of NVML that nvml-wrapper lacks",
+    ),
     ("src/host/vm.rs", 1, "pre_exec: a VMM dies with its test"),
-    ("src/host/async_fd.rs", 1, "tokio's promise about a descriptor"),
+    (
+        "src/host/async_fd.rs",
+        1,
+        "tokio's promise about a descriptor",
+    ),
 ];
 /// Parameters that texts outside src/init/config/ name: the cure of an error, or the reason of a
 /// choice, for a person to read.
 const NAMED: &[(&str, &[&str])] = &[
-    ("src/init/boot/bring_up/readiness.rs", &["gpuinit.cc.ready", "gpuinit.fabric.required", "gpuinit.ready"]),
+    (
+        "src/init/boot/bring_up/readiness.rs",
+        &[
+            "gpuinit.cc.ready",
+            "gpuinit.fabric.required",
+            "gpuinit.ready",
+        ],
+    ),
     ("src/init/boot/bring_up/reset.rs", &["gpuinit.reset"]),
-    ("src/init/boot/bring_up/scan.rs", &["gpuinit.gpus", "gpuinit.topology"]),
-    ("src/init/boot/bring_up/strategy.rs", &["gpuinit.bind", "gpuinit.init", "gpuinit.relaxed"]),
-    ("src/init/boot/processes/worker.rs", &["gpuinit.events.vsock"]),
+    (
+        "src/init/boot/bring_up/scan.rs",
+        &["gpuinit.gpus", "gpuinit.topology"],
+    ),
+    (
+        "src/init/boot/bring_up/strategy.rs",
+        &["gpuinit.bind", "gpuinit.init", "gpuinit.relaxed"],
+    ),
+    (
+        "src/init/boot/processes/worker.rs",
+        &["gpuinit.events.vsock"],
+    ),
     ("src/init/stream/sinks/vsock.rs", &["gpuinit.events.vsock"]),
-    ("src/init/gpu/topology.rs", &["gpuinit.gpus", "gpuinit.nvlink", "gpuinit.topology"]),
+    (
+        "src/init/gpu/topology.rs",
+        &["gpuinit.gpus", "gpuinit.nvlink", "gpuinit.topology"],
+    ),
     // The host's programs write command lines for guests, and show how.
     ("src/cli/demo.rs", &["gpuinit.bind", "gpuinit.init"]),
     ("src/image/install/here.rs", &["gpuinit.log"]),
@@ -68,17 +117,27 @@ fn source() -> &'static [Source] {
 
 /// Made-up files, for negative controls.
 fn made_up(files: &[(&str, &str)]) -> Vec<Source> {
-    source::of(&files.iter().map(|(file, text)| (file.to_string(), text.to_string())).collect::<Vec<_>>())
+    source::of(
+        &files
+            .iter()
+            .map(|(file, text)| (file.to_string(), text.to_string()))
+            .collect::<Vec<_>>(),
+    )
 }
 
 /// Whether a path is this one, or inside it.
 fn is_in(path: &str, outer: &str) -> bool {
-    path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+    path.strip_prefix(outer)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
 }
 
 /// Which files each file imports, of the same sources.
 fn imports(all: &[Source]) -> BTreeMap<&str, BTreeSet<&str>> {
-    let path = |source: &Source| [vec!["crate".into()], source.module.clone()].concat().join("::");
+    let path = |source: &Source| {
+        [vec!["crate".into()], source.module.clone()]
+            .concat()
+            .join("::")
+    };
     let files: BTreeMap<String, &str> = all.iter().map(|s| (path(s), s.file.as_str())).collect();
     let target = |path: &str| {
         let mut path = path;
@@ -102,13 +161,20 @@ fn upward(all: &[Source]) -> Vec<String> {
     let order = modules(lib);
     let rank = |file: &str| {
         let source = all.iter().find(|s| s.file == file)?;
-        order.iter().position(|folder| source.module.first() == Some(folder))
+        order
+            .iter()
+            .position(|folder| source.module.first() == Some(folder))
     };
     let mut found = Vec::new();
     for (file, imported) in imports(all) {
         let Some(from) = rank(file) else { continue };
         let is_up = |to: &&str| rank(to).is_some_and(|to| to > from);
-        found.extend(imported.into_iter().filter(is_up).map(|to| format!("{file} imports {to}")));
+        found.extend(
+            imported
+                .into_iter()
+                .filter(is_up)
+                .map(|to| format!("{file} imports {to}")),
+        );
     }
     found
 }
@@ -140,13 +206,17 @@ fn circles(all: &[Source]) -> Vec<String> {
 fn impure(all: &[Source]) -> Vec<String> {
     let mut found = Vec::new();
     let is_pure = |module: &[String]| match module {
-        [boot, bring_up, name, ..] => boot == "boot" && bring_up == "bring_up" && PURE.contains(&name.as_str()),
+        [boot, bring_up, name, ..] => {
+            boot == "boot" && bring_up == "bring_up" && PURE.contains(&name.as_str())
+        }
         _ => false,
     };
     for source in all.iter().filter(|s| is_pure(&s.module)) {
         let barred = |path: &str| IMPURE.iter().any(|outer| is_in(path, outer));
         let offending = source.paths.iter().filter(|named| barred(&named.path));
-        found.extend(offending.map(|named| format!("{}:{}: {}", source.file, named.line, named.path)));
+        found.extend(
+            offending.map(|named| format!("{}:{}: {}", source.file, named.line, named.path)),
+        );
     }
     found
 }
@@ -155,11 +225,20 @@ fn impure(all: &[Source]) -> Vec<String> {
 fn unsafes(all: &[Source], listed: &[(&str, usize, &str)]) -> Vec<String> {
     let mut found = Vec::new();
     for source in all.iter().filter(|s| s.file != "src/init/machine/sys.rs") {
-        let words = source.tokens.iter().filter(|token| token.kind == Kind::Word("unsafe".into()));
+        let words = source
+            .tokens
+            .iter()
+            .filter(|token| token.kind == Kind::Word("unsafe".into()));
         let lines: Vec<usize> = words.map(|token| token.line).collect();
-        let allowed = listed.iter().find(|(file, ..)| *file == source.file).map_or(0, |(_, count, _)| *count);
+        let allowed = listed
+            .iter()
+            .find(|(file, ..)| *file == source.file)
+            .map_or(0, |(_, count, _)| *count);
         if lines.len() != allowed {
-            found.push(format!("{}: unsafe in lines {lines:?}, {allowed} allowed", source.file));
+            found.push(format!(
+                "{}: unsafe in lines {lines:?}, {allowed} allowed",
+                source.file
+            ));
         }
     }
     found
@@ -179,7 +258,10 @@ fn parameters(text: &str) -> impl Iterator<Item = &str> {
 /// there.
 fn parameters_named(all: &[Source], listed: &[(&str, &[&str])]) -> Vec<String> {
     let mut found = Vec::new();
-    for source in all.iter().filter(|s| !s.file.starts_with("src/init/config/")) {
+    for source in all
+        .iter()
+        .filter(|s| !s.file.starts_with("src/init/config/"))
+    {
         let allowed = listed.iter().find(|(file, _)| *file == source.file);
         let allowed = allowed.map_or(&[][..], |(_, names)| *names);
         let mut named = BTreeSet::new();
@@ -218,11 +300,22 @@ fn power_offs(all: &[Source]) -> Vec<String> {
 /// Modules that lib.rs lists.
 fn modules(lib: &Source) -> Vec<String> {
     let is_mod = |at: &usize| lib.word(*at) == Some("mod") && lib.is_sign(at + 2, ';');
-    (0..lib.tokens.len()).filter(is_mod).filter_map(|at| lib.word(at + 1).map(str::to_string)).collect()
+    (0..lib.tokens.len())
+        .filter(is_mod)
+        .filter_map(|at| lib.word(at + 1).map(str::to_string))
+        .collect()
 }
 
 /// Words that name nothing in src/init/boot: they need a glossary.
-const VAGUE: &[&str] = &["beside", "busy", "batch", "lateness", "adopt", "user_space", "agent_looks"];
+const VAGUE: &[&str] = &[
+    "beside",
+    "busy",
+    "batch",
+    "lateness",
+    "adopt",
+    "user_space",
+    "agent_looks",
+];
 /// Names with vague words in src/init/boot, but for the events' own, which are constants.
 fn vague(all: &[Source], known: &[&str]) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
@@ -240,7 +333,9 @@ fn vague(all: &[Source], known: &[&str]) -> BTreeSet<String> {
             }
             parts.push('_');
             let constant = name.chars().all(|c| !c.is_ascii_lowercase());
-            let vague = VAGUE.iter().any(|word| parts.contains(&format!("_{word}_")));
+            let vague = VAGUE
+                .iter()
+                .any(|word| parts.contains(&format!("_{word}_")));
             if vague && !constant && !known.contains(&name) {
                 found.insert(format!("{}: {name}", source.file));
             }
@@ -255,11 +350,21 @@ const NONE: &[&str] = &[];
 fn names_in_boot_say_what_a_thing_is() {
     assert_eq!(vague(source(), &[]), BTreeSet::new());
     let files = [
-        ("src/init/boot/bring_up/user_space.rs", "use crate::x::CDI_BESIDE; // busy"),
-        ("src/init/boot/bring_up/lane.rs", "enum Probe { BesideLoad } fn lane_is_busy(batch: u8, besides: u8) {}"),
+        (
+            "src/init/boot/bring_up/user_space.rs",
+            "use crate::x::CDI_BESIDE; // busy",
+        ),
+        (
+            "src/init/boot/bring_up/lane.rs",
+            "enum Probe { BesideLoad } fn lane_is_busy(batch: u8, besides: u8) {}",
+        ),
         ("src/host/mod.rs", "fn adopt() {}"),
     ];
-    let found = ["lane.rs: BesideLoad", "lane.rs: lane_is_busy", "user_space.rs: user_space"];
+    let found = [
+        "lane.rs: BesideLoad",
+        "lane.rs: lane_is_busy",
+        "user_space.rs: user_space",
+    ];
     let found = found.map(|name| format!("src/init/boot/bring_up/{name}"));
     assert_eq!(vague(&made_up(&files), &["batch"]), BTreeSet::from(found));
 }
@@ -270,15 +375,27 @@ fn folders_import_those_before_them_in_lib_rs_and_none_after() {
         assert_eq!(upward(&source::read(folder)), NONE);
     }
     let offending = made_up(&[
-        ("src/init/lib.rs", "pub mod machine; pub mod gpu; pub mod boot;"),
+        (
+            "src/init/lib.rs",
+            "pub mod machine; pub mod gpu; pub mod boot;",
+        ),
         ("src/init/machine/mod.rs", "pub mod sys; pub mod clock;"),
         ("src/init/machine/sys.rs", "fn f() { crate::gpu::pci::f() }"),
-        ("src/init/machine/clock.rs", "use super::sys; #[cfg(test)] mod tests { use crate::boot; }"),
-        ("src/init/gpu/mod.rs", "pub mod pci; use crate::machine::{sys};"),
+        (
+            "src/init/machine/clock.rs",
+            "use super::sys; #[cfg(test)] mod tests { use crate::boot; }",
+        ),
+        (
+            "src/init/gpu/mod.rs",
+            "pub mod pci; use crate::machine::{sys};",
+        ),
         ("src/init/gpu/pci.rs", "// use crate::boot;"),
         ("src/init/boot/mod.rs", "use crate::{gpu::pci, machine};"),
     ]);
-    assert_eq!(upward(&offending), ["src/init/machine/sys.rs imports src/init/gpu/pci.rs"]);
+    assert_eq!(
+        upward(&offending),
+        ["src/init/machine/sys.rs imports src/init/gpu/pci.rs"]
+    );
 }
 
 #[test]
@@ -287,17 +404,31 @@ fn no_circle_of_files_is_in_a_crate() {
         assert_eq!(circles(&source::read(folder)), NONE);
     }
     let offending = made_up(&[
-        ("src/init/boot/mod.rs", "pub mod a; mod b; mod c; mod d; pub use d::D;"),
+        (
+            "src/init/boot/mod.rs",
+            "pub mod a; mod b; mod c; mod d; pub use d::D;",
+        ),
         ("src/init/boot/a.rs", "use super::b::B;"),
-        ("src/init/boot/b.rs", "fn f() -> super::c::C { super::c::C }"),
+        (
+            "src/init/boot/b.rs",
+            "fn f() -> super::c::C { super::c::C }",
+        ),
         ("src/init/boot/c.rs", "use crate::boot::a;"),
         // Through what the folder passes on.
         ("src/init/boot/d.rs", "use super::D;"),
     ]);
     let found = circles(&offending);
-    let [first, second] = found.as_slice() else { panic!("{found:?}") };
-    assert!(first.starts_with("src/init/boot/a.rs -> src/init/boot/b.rs -> src/init/boot/c.rs"), "{first}");
-    assert_eq!(second, "src/init/boot/d.rs -> src/init/boot/mod.rs -> src/init/boot/d.rs");
+    let [first, second] = found.as_slice() else {
+        panic!("{found:?}")
+    };
+    assert!(
+        first.starts_with("src/init/boot/a.rs -> src/init/boot/b.rs -> src/init/boot/c.rs"),
+        "{first}"
+    );
+    assert_eq!(
+        second,
+        "src/init/boot/d.rs -> src/init/boot/mod.rs -> src/init/boot/d.rs"
+    );
 }
 
 #[test]
@@ -306,7 +437,10 @@ fn pure_files_import_no_runtime_no_files_and_no_clock() {
     assert_eq!(impure(all), NONE);
     for name in PURE {
         let file = format!("src/init/boot/bring_up/{name}.rs");
-        assert!(all.iter().any(|s| s.file == file), "{file} is not there any more");
+        assert!(
+            all.iter().any(|s| s.file == file),
+            "{file} is not there any more"
+        );
     }
     let text = "use std::time::{self, Duration, Instant as Now};\nuse crate::stream::After;\n\
                 use crate::pci;\nfn f() { tracing::info!(\"\");\n\
@@ -320,10 +454,17 @@ fn pure_files_import_no_runtime_no_files_and_no_clock() {
         "5: std::thread::sleep",
     ];
     let found = found.map(|line| format!("src/init/boot/bring_up/waves.rs:{line}"));
-    let files = ["src/init/boot/bring_up/waves.rs", "src/init/boot/bring_up/gpu.rs"].map(|file| (file, text));
+    let files = [
+        "src/init/boot/bring_up/waves.rs",
+        "src/init/boot/bring_up/gpu.rs",
+    ]
+    .map(|file| (file, text));
     assert_eq!(impure(&made_up(&files)), found);
     let submodule = "src/init/boot/bring_up/schedule/holds.rs";
-    assert_eq!(impure(&made_up(&[(submodule, "use tokio::sync;")])), [format!("{submodule}:1: tokio::sync")]);
+    assert_eq!(
+        impure(&made_up(&[(submodule, "use tokio::sync;")])),
+        [format!("{submodule}:1: tokio::sync")]
+    );
 }
 
 #[test]
@@ -332,11 +473,19 @@ fn only_sys_is_unsafe_but_for_what_is_listed() {
     let text = "// unsafe\n/* unsafe /* */ unsafe */ #![deny(unsafe_op_in_unsafe_fn)]\n\
                 const A: &str = \"unsafe\";\nfn f<'a>(c: char) { if c == '\"' { unsafe { g() } } }";
     let init = ("src/init/main.rs", "#[unsafe(no_mangle)]\nfn f() {}");
-    let files = [("src/init/machine/sys.rs", text), ("src/init/gpu/pci.rs", text), init, ("src/host/vm.rs", "")];
+    let files = [
+        ("src/init/machine/sys.rs", text),
+        ("src/init/gpu/pci.rs", text),
+        init,
+        ("src/host/vm.rs", ""),
+    ];
     let listed = [("src/init/main.rs", 1, ""), ("src/host/vm.rs", 1, "")];
     assert_eq!(
         unsafes(&made_up(&files), &listed),
-        ["src/init/gpu/pci.rs: unsafe in lines [4], 0 allowed", "src/host/vm.rs: unsafe in lines [], 1 allowed"]
+        [
+            "src/init/gpu/pci.rs: unsafe in lines [4], 0 allowed",
+            "src/host/vm.rs: unsafe in lines [], 1 allowed"
+        ]
     );
 }
 
@@ -347,14 +496,29 @@ fn only_config_has_parameter_names_except_in_listed_texts() {
     let there = parameters_markdown();
     for name in NAMED.iter().flat_map(|(_, names)| *names) {
         let is_parameter = there.contains(&format!("`{name}"));
-        assert!(is_parameter, "{name} is named outside src/init/config/, and no parameter");
+        assert!(
+            is_parameter,
+            "{name} is named outside src/init/config/, and no parameter"
+        );
     }
     let text = "//! gpuinit.bind\n\
                 const A: &str = r#\"set gpuinit.cdi.names=a, or \"gpuinit.log.\"\"#;\n\
                 #[cfg(test)]\nmod tests { const B: &str = \"gpuinit.x\"; }";
-    let found = ["src/init/gpu/pci.rs:2: gpuinit.cdi.names", "src/init/gpu/pci.rs: gpuinit.bind is not named any more"];
-    let files = made_up(&[("src/init/gpu/pci.rs", text), ("src/init/config/parameter_table.rs", text)]);
-    assert_eq!(parameters_named(&files, &[("src/init/gpu/pci.rs", &["gpuinit.log", "gpuinit.bind"])]), found);
+    let found = [
+        "src/init/gpu/pci.rs:2: gpuinit.cdi.names",
+        "src/init/gpu/pci.rs: gpuinit.bind is not named any more",
+    ];
+    let files = made_up(&[
+        ("src/init/gpu/pci.rs", text),
+        ("src/init/config/parameter_table.rs", text),
+    ]);
+    assert_eq!(
+        parameters_named(
+            &files,
+            &[("src/init/gpu/pci.rs", &["gpuinit.log", "gpuinit.bind"])]
+        ),
+        found
+    );
 }
 
 #[test]
@@ -369,7 +533,17 @@ fn only_failure_powers_off_and_only_as_a_last_resort() {
     }
     let text = "fn f(power_off: bool) { use nix::sys::reboot::reboot;\nreboot(RB_POWER_OFF);\n\
                 failure::power_off(\"\");\nwrite(\"/proc/sysrq-trigger\") }";
-    let allowed = ("src/init/boot/ipc/handover.rs", "fn f() { failure::power_off(\"\") }");
-    let files = [("src/init/boot/failure.rs", text), allowed, ("src/init/gpu/pci.rs", text)];
-    assert_eq!(power_offs(&made_up(&files)), [2, 2, 3, 4].map(|line| format!("src/init/gpu/pci.rs:{line}")));
+    let allowed = (
+        "src/init/boot/ipc/handover.rs",
+        "fn f() { failure::power_off(\"\") }",
+    );
+    let files = [
+        ("src/init/boot/failure.rs", text),
+        allowed,
+        ("src/init/gpu/pci.rs", text),
+    ];
+    assert_eq!(
+        power_offs(&made_up(&files)),
+        [2, 2, 3, 4].map(|line| format!("src/init/gpu/pci.rs:{line}"))
+    );
 }

@@ -6,18 +6,18 @@ mod budgets;
 mod catalogue;
 mod cdi;
 mod collect;
-mod documents;
 mod doctor;
+mod documents;
 mod export;
 mod fleet;
 mod follow;
 mod fork;
 mod goldens;
-mod hostile_soak;
 mod hooks;
+mod hostile_soak;
 mod import;
-mod install;
 mod initrd;
+mod install;
 mod layers;
 mod modules;
 mod nvml;
@@ -45,13 +45,26 @@ fn project() -> PathBuf {
 /// A program of this build, built now if it is not there or not up to date.
 fn built(package: &str, name: &str) -> PathBuf {
     static BUILT: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    let program = std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join(name);
+    let program = std::env::current_exe()
+        .unwrap()
+        .ancestors()
+        .nth(2)
+        .unwrap()
+        .join(name);
     // Held while it is built: others wait for it.
     let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
     if built.insert(name.into()) {
         let words = ["build", "--locked", "-q", "-p", package, "--bin", name];
-        let status = Command::new(env!("CARGO")).args(words).current_dir(project()).status().unwrap();
-        assert!(status.success() && program.exists(), "build {}", program.display());
+        let status = Command::new(env!("CARGO"))
+            .args(words)
+            .current_dir(project())
+            .status()
+            .unwrap();
+        assert!(
+            status.success() && program.exists(),
+            "build {}",
+            program.display()
+        );
     }
     program
 }
@@ -61,7 +74,8 @@ fn files(folder: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![project().join(folder)];
     while let Some(folder) = folders.pop() {
-        let entries = std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+        let entries =
+            std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
         for path in entries.map(|entry| entry.unwrap().path()) {
             let is_built = ["target", ".git"].iter().any(|name| path.ends_with(name));
             if path.is_dir() && !path.is_symlink() && !is_built {
@@ -80,7 +94,8 @@ struct TempDir(PathBuf);
 
 impl TempDir {
     fn new(test: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kata-gpu-tests-{test}-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("kata-gpu-tests-{test}-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
         Self(path)
     }

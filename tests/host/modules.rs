@@ -20,18 +20,43 @@ fn kmod(tool: &str) -> Command {
     let mut command = Command::new(tool);
     let path = std::env::var_os("PATH").unwrap_or_default();
     let sbin = ["/usr/sbin", "/sbin"].map(PathBuf::from);
-    command.env("PATH", std::env::join_paths(std::env::split_paths(&path).chain(sbin)).unwrap()).env("LC_ALL", "C");
+    command
+        .env(
+            "PATH",
+            std::env::join_paths(std::env::split_paths(&path).chain(sbin)).unwrap(),
+        )
+        .env("LC_ALL", "C");
     command
 }
 
 /// A tree with indexes by depmod. None, and a reason printed, where there is no depmod or no
 /// modules; not allowed in `tests/run`, which makes both.
 fn tree(test: &str) -> Option<TempDir> {
-    let files = ["target/kernel/modules", "target/simulator"].map(|folder| std::fs::read_dir(project().join(folder)));
-    let files: Vec<PathBuf> = files.into_iter().flatten().flatten().flatten().map(|e| e.path()).collect();
-    let files: Vec<&PathBuf> = files.iter().filter(|f| f.extension().is_some_and(|e| e == "ko")).collect();
-    let missing = if files.len() < 8 { Some("modules (initrd/setup gets them)") } else { None };
-    let missing = missing.or_else(|| kmod("depmod").arg("--version").output().is_err().then_some("depmod and modprobe (package kmod)"));
+    let files = ["target/kernel/modules", "target/simulator"]
+        .map(|folder| std::fs::read_dir(project().join(folder)));
+    let files: Vec<PathBuf> = files
+        .into_iter()
+        .flatten()
+        .flatten()
+        .flatten()
+        .map(|e| e.path())
+        .collect();
+    let files: Vec<&PathBuf> = files
+        .iter()
+        .filter(|f| f.extension().is_some_and(|e| e == "ko"))
+        .collect();
+    let missing = if files.len() < 8 {
+        Some("modules (initrd/setup gets them)")
+    } else {
+        None
+    };
+    let missing = missing.or_else(|| {
+        kmod("depmod")
+            .arg("--version")
+            .output()
+            .is_err()
+            .then_some("depmod and modprobe (package kmod)")
+    });
     if let Some(missing) = missing {
         assert!(std::env::var_os("KATA_GPU_BUILT").is_none(), "no {missing}");
         eprintln!("skipped: no {missing}");
@@ -45,15 +70,35 @@ fn tree(test: &str) -> Option<TempDir> {
     }
     std::fs::write(modules.join("modules.order"), "").unwrap();
     std::fs::write(modules.join("modules.builtin"), "kernel/lib/built-in.ko\n").unwrap();
-    std::fs::write(modules.join("modules.builtin.modinfo"), b"built_in.file=lib/built-in\0").unwrap();
-    let output = kmod("depmod").arg("-b").arg(&root.0).arg(KERNEL).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    std::fs::write(
+        modules.join("modules.builtin.modinfo"),
+        b"built_in.file=lib/built-in\0",
+    )
+    .unwrap();
+    let output = kmod("depmod")
+        .arg("-b")
+        .arg(&root.0)
+        .arg(KERNEL)
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     Some(root)
 }
 
 fn modprobe(root: &Path, arguments: &[&str]) -> Output {
     let config = root.join("etc/modprobe.d");
-    kmod("modprobe").arg("-d").arg(root).args(["-S", KERNEL, "-C"]).arg(config).args(arguments).output().unwrap()
+    kmod("modprobe")
+        .arg("-d")
+        .arg(root)
+        .args(["-S", KERNEL, "-C"])
+        .arg(config)
+        .args(arguments)
+        .output()
+        .unwrap()
 }
 
 /// `insmod PATH OPTIONS` lines as path and options; a module that is printed twice is loaded where
@@ -64,14 +109,29 @@ fn shown(output: &Output) -> Vec<(PathBuf, String)> {
     text.lines()
         .filter_map(|l| l.strip_prefix("insmod "))
         .map(|l| l.split_once(' ').unwrap_or((l, "")))
-        .map(|(path, options)| (PathBuf::from(path), options.split_whitespace().collect::<Vec<_>>().join(" ")))
+        .map(|(path, options)| {
+            (
+                PathBuf::from(path),
+                options.split_whitespace().collect::<Vec<_>>().join(" "),
+            )
+        })
         .filter(|(path, _)| seen.insert(path.clone()))
         .collect()
 }
 
 fn ours(root: &Path, name: &str) -> Result<Vec<(PathBuf, String)>, String> {
-    let all = Modules::new(root, KERNEL, b"").show_depends(name).map_err(|e| e.to_string())?;
-    Ok(all.into_iter().map(|(path, options)| (path, options.split_whitespace().collect::<Vec<_>>().join(" "))).collect())
+    let all = Modules::new(root, KERNEL, b"")
+        .show_depends(name)
+        .map_err(|e| e.to_string())?;
+    Ok(all
+        .into_iter()
+        .map(|(path, options)| {
+            (
+                path,
+                options.split_whitespace().collect::<Vec<_>>().join(" "),
+            )
+        })
+        .collect())
 }
 
 /// xorshift: the same configurations in every run.
@@ -110,25 +170,56 @@ const NAMES: &[&str] = &[
     "gpu",
     "x-alias",
 ];
-const PATTERNS: &[&str] = &["virtio*", "nv[a-z]idia*", "v?ock", "[!v]*", "gp?", "x-*", "*_uvm", "fake[!x]ci"];
+const PATTERNS: &[&str] = &[
+    "virtio*",
+    "nv[a-z]idia*",
+    "v?ock",
+    "[!v]*",
+    "gp?",
+    "x-*",
+    "*_uvm",
+    "fake[!x]ci",
+];
 
 fn configuration(random: &mut Random) -> String {
     let mut text = String::from("# random\n");
     for _ in 0..random.below(12) {
-        let name = if random.below(4) == 0 { random.of(PATTERNS) } else { random.of(NAMES) };
+        let name = if random.below(4) == 0 {
+            random.of(PATTERNS)
+        } else {
+            random.of(NAMES)
+        };
         let other = random.of(NAMES);
         let _unused = match random.below(8) {
-            0 => writeln!(text, "options {other} a{}={} \\\n  b=\"c d\"", random.below(9), random.below(9)),
+            0 => writeln!(
+                text,
+                "options {other} a{}={} \\\n  b=\"c d\"",
+                random.below(9),
+                random.below(9)
+            ),
             1 => writeln!(text, "\toptions\t{other}\tflag"),
             // To modules only: where an alias leads to what is built in or to nothing, a load ends,
             // and --show-depends goes on.
             2 => {
-                writeln!(text, "alias {} {}", random.of(&["gpu", "x-*", "nosuch", "char-major-195-*", "g?u"]), random.of(&NAMES[..MODULES]))
+                writeln!(
+                    text,
+                    "alias {} {}",
+                    random.of(&["gpu", "x-*", "nosuch", "char-major-195-*", "g?u"]),
+                    random.of(&NAMES[..MODULES])
+                )
             }
             3 => writeln!(text, "blacklist {other}"),
             4 => writeln!(text, "softdep {name} post: {other}"),
-            5 => writeln!(text, "softdep {name} ignored pre: {other} {} post: {}", random.of(NAMES), random.of(NAMES)),
-            6 => writeln!(text, "weakdep {name} {other}\nfrobnicate {other}\nalias {other}"),
+            5 => writeln!(
+                text,
+                "softdep {name} ignored pre: {other} {} post: {}",
+                random.of(NAMES),
+                random.of(NAMES)
+            ),
+            6 => writeln!(
+                text,
+                "weakdep {name} {other}\nfrobnicate {other}\nalias {other}"
+            ),
             _ => writeln!(text, "softdep {name} pre: {other} {}", random.of(NAMES)),
         }; // writing to a String cannot fail
     }
@@ -144,12 +235,28 @@ fn the_order_and_the_options_are_those_of_modprobe() {
         let folder = root.0.join("etc/modprobe.d");
         let _unused = std::fs::remove_dir_all(&folder);
         std::fs::create_dir_all(&folder).unwrap();
-        let texts = [("b.conf", configuration(&mut random)), ("n.conf", configuration(&mut random))];
-        texts.iter().for_each(|(name, text)| std::fs::write(folder.join(name), text).unwrap());
-        let asked = random.of(&["nvidia-uvm", "nvidia", "virtio_pci", "vmw-vsock-virtio-transport", "gpu", "x-1", "char-major-195-0"]);
+        let texts = [
+            ("b.conf", configuration(&mut random)),
+            ("n.conf", configuration(&mut random)),
+        ];
+        texts
+            .iter()
+            .for_each(|(name, text)| std::fs::write(folder.join(name), text).unwrap());
+        let asked = random.of(&[
+            "nvidia-uvm",
+            "nvidia",
+            "virtio_pci",
+            "vmw-vsock-virtio-transport",
+            "gpu",
+            "x-1",
+            "char-major-195-0",
+        ]);
         let output = modprobe(&root.0, &["--show-depends", asked]);
         let (theirs, ours) = (shown(&output), ours(&root.0, asked));
-        let context = format!("round {round}, {asked}:\n{}\n{}\nmodprobe: {output:?}", texts[0].1, texts[1].1);
+        let context = format!(
+            "round {round}, {asked}:\n{}\n{}\nmodprobe: {output:?}",
+            texts[0].1, texts[1].1
+        );
         match ours {
             Err(error) => assert!(theirs.is_empty(), "{error}\n{context}"),
             Ok(ours) => assert_eq!(ours, theirs, "{context}"),
@@ -158,7 +265,10 @@ fn the_order_and_the_options_are_those_of_modprobe() {
         with_softdeps += usize::from(theirs.len() > 4);
     }
     // The other rounds asked for an alias that was not there.
-    assert!(compared > 60 && with_softdeps > 10, "{compared} lists of files were compared, {with_softdeps} long ones");
+    assert!(
+        compared > 60 && with_softdeps > 10,
+        "{compared} lists of files were compared, {with_softdeps} long ones"
+    );
 }
 
 #[test]
@@ -169,7 +279,10 @@ fn a_gpus_own_alias_leads_to_the_driver_as_for_modprobe() {
     let output = modprobe(&root.0, &["--show-depends", gpu]);
     let ours = ours(&root.0, gpu).unwrap();
     assert_eq!(ours, shown(&output));
-    assert!(ours.last().unwrap().0.ends_with("extra/nvidia.ko"), "{ours:?}");
+    assert!(
+        ours.last().unwrap().0.ends_with("extra/nvidia.ko"),
+        "{ours:?}"
+    );
 }
 
 #[test]
@@ -179,7 +292,18 @@ fn a_wrong_order_would_be_seen() {
     std::fs::create_dir_all(root.0.join("etc/modprobe.d")).unwrap();
     let theirs = shown(&modprobe(&root.0, &["--show-depends", "virtio_pci"]));
     assert!(theirs.len() >= 4, "{theirs:?}");
-    std::fs::write(root.0.join("etc/modprobe.d/x.conf"), "softdep virtio pre: vsock\n").unwrap();
-    assert_ne!(ours(&root.0, "virtio_pci").unwrap(), theirs, "a soft dependency more changes nothing");
-    assert_eq!(ours(&root.0, "virtio_pci").unwrap(), shown(&modprobe(&root.0, &["--show-depends", "virtio_pci"])));
+    std::fs::write(
+        root.0.join("etc/modprobe.d/x.conf"),
+        "softdep virtio pre: vsock\n",
+    )
+    .unwrap();
+    assert_ne!(
+        ours(&root.0, "virtio_pci").unwrap(),
+        theirs,
+        "a soft dependency more changes nothing"
+    );
+    assert_eq!(
+        ours(&root.0, "virtio_pci").unwrap(),
+        shown(&modprobe(&root.0, &["--show-depends", "virtio_pci"]))
+    );
 }

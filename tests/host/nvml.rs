@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 fn target(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../target")
+        .join(name)
 }
 
 /// NVIDIA's library; None where it could not be had, with the reason printed.
@@ -16,8 +18,15 @@ fn real_library() -> Option<PathBuf> {
     if file.exists() {
         return Some(file);
     }
-    assert!(std::env::var_os("REQUIRE_REAL_DRIVER").is_none(), "{} is missing, and REQUIRE_REAL_DRIVER is set", file.display());
-    println!("skipped: {} is not there: tests/real-driver/build makes it where Debian's packages can be had", file.display());
+    assert!(
+        std::env::var_os("REQUIRE_REAL_DRIVER").is_none(),
+        "{} is missing, and REQUIRE_REAL_DRIVER is set",
+        file.display()
+    );
+    println!(
+        "skipped: {} is not there: tests/real-driver/build makes it where Debian's packages can be had",
+        file.display()
+    );
     None
 }
 
@@ -41,25 +50,48 @@ fn helper(library: &Path, requests: &str) -> Output {
 
 /// Dynamic symbols of a file, as `nm` prints them with these options.
 fn symbols(file: &Path, options: &[&str]) -> BTreeSet<String> {
-    let output = Command::new("nm").arg("-D").args(options).arg(file).output().unwrap();
+    let output = Command::new("nm")
+        .arg("-D")
+        .args(options)
+        .arg(file)
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{output:?}");
     let text = String::from_utf8(output.stdout).unwrap();
-    text.lines().filter_map(|line| line.split_whitespace().last()).map(str::to_string).collect()
+    text.lines()
+        .filter_map(|line| line.split_whitespace().last())
+        .map(str::to_string)
+        .collect()
 }
 
 /// NVML's functions in a library.
 fn functions(file: &Path) -> BTreeSet<String> {
     let symbols = symbols(file, &["--defined-only"]);
-    symbols.iter().filter(|s| s.starts_with("nvml")).map(|s| s.split('@').next().unwrap().to_string()).collect()
+    symbols
+        .iter()
+        .filter(|s| s.starts_with("nvml"))
+        .map(|s| s.split('@').next().unwrap().to_string())
+        .collect()
 }
 
 #[test]
 fn every_function_of_the_stand_in_is_one_of_nvidias_library() {
     let Some(real) = real_library() else { return };
     let (ours, theirs) = (functions(&stand_in()), functions(&real));
-    assert!(ours.len() > 20 && theirs.len() > 200, "{} and {} functions", ours.len(), theirs.len());
-    assert_eq!(ours.difference(&theirs).collect::<Vec<_>>(), Vec::<&String>::new());
-    assert!(!theirs.contains("nvmlDeviceGetGpuFabricInfoV9"), "a name that no library has");
+    assert!(
+        ours.len() > 20 && theirs.len() > 200,
+        "{} and {} functions",
+        ours.len(),
+        theirs.len()
+    );
+    assert_eq!(
+        ours.difference(&theirs).collect::<Vec<_>>(),
+        Vec::<&String>::new()
+    );
+    assert!(
+        !theirs.contains("nvmlDeviceGetGpuFabricInfoV9"),
+        "a name that no library has"
+    );
 }
 
 /// Stands for NVML: every function is there, reports its name on standard error, and succeeds; but
@@ -96,8 +128,8 @@ fn names_in(program: &Path) -> BTreeSet<String> {
     let name = |text: &[u8]| {
         let start = text.windows(4).rposition(|four| four == b"nvml")?;
         let name = std::str::from_utf8(&text[start..]).ok()?;
-        let is_name =
-            name.as_bytes().get(4).is_some_and(u8::is_ascii_uppercase) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+        let is_name = name.as_bytes().get(4).is_some_and(u8::is_ascii_uppercase)
+            && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
         is_name.then(|| name.to_string())
     };
     bytes.split(|byte| *byte == 0).filter_map(name).collect()
@@ -106,30 +138,65 @@ fn names_in(program: &Path) -> BTreeSet<String> {
 /// Functions that the helper calls to answer every request.
 fn called() -> BTreeSet<String> {
     let folder = crate::TempDir::new("nvml-recorder");
-    let (source, library) = (folder.0.join("recorder.c"), folder.0.join("libnvidia-ml.so.1"));
-    let functions: String = names_in(&target("debug/kata-gpu-nvml")).iter().map(|name| format!("FUNCTION({name})\n")).collect();
+    let (source, library) = (
+        folder.0.join("recorder.c"),
+        folder.0.join("libnvidia-ml.so.1"),
+    );
+    let functions: String = names_in(&target("debug/kata-gpu-nvml"))
+        .iter()
+        .map(|name| format!("FUNCTION({name})\n"))
+        .collect();
     std::fs::write(&source, format!("{RECORDER}{functions}")).unwrap();
-    let built = Command::new("gcc").args(["-w", "-shared", "-fPIC", "-o"]).arg(&library).arg(&source).output().unwrap();
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    let built = Command::new("gcc")
+        .args(["-w", "-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(&source)
+        .output()
+        .unwrap();
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
     let requests = "facts\nclocks 0000:01:00.0 graphics 1 2\nclocks 0000:01:00.0 memory 1 2\npower 0000:01:00.0 5\nready on\n";
     let output = helper(&library, requests);
-    let (answers, names) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(answers.lines().filter(|line| *line == "\"done\"").count(), 4, "{answers}");
-    names.lines().filter_map(|line| line.strip_prefix("called ")).map(str::to_string).collect()
+    let (answers, names) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert_eq!(
+        answers.lines().filter(|line| *line == "\"done\"").count(),
+        4,
+        "{answers}"
+    );
+    names
+        .lines()
+        .filter_map(|line| line.strip_prefix("called "))
+        .map(str::to_string)
+        .collect()
 }
 
 #[test]
 fn nvidias_library_and_the_stand_in_have_each_called_function() {
     let called = called();
     assert!(called.len() >= 30, "{called:?}");
-    let missing = |library: &BTreeSet<String>| -> Vec<String> { called.difference(library).cloned().collect() };
+    let missing = |library: &BTreeSet<String>| -> Vec<String> {
+        called.difference(library).cloned().collect()
+    };
     // The fallback, which the stand-in's driver does not need.
-    assert_eq!(missing(&functions(&stand_in())), ["nvmlDeviceGetGpuFabricInfo"]);
+    assert_eq!(
+        missing(&functions(&stand_in())),
+        ["nvmlDeviceGetGpuFabricInfo"]
+    );
     let Some(real) = real_library() else { return };
     let mut theirs = functions(&real);
     assert_eq!(missing(&theirs), Vec::<String>::new());
     assert!(theirs.remove("nvmlDeviceGetComputeInstanceId"));
-    assert_eq!(missing(&theirs), ["nvmlDeviceGetComputeInstanceId"], "a library that lacks one is not seen");
+    assert_eq!(
+        missing(&theirs),
+        ["nvmlDeviceGetComputeInstanceId"],
+        "a library that lacks one is not seen"
+    );
 }
 
 #[test]
@@ -137,32 +204,64 @@ fn a_machine_without_the_driver_gives_the_librarys_error() {
     let none = helper(Path::new("/nonexistent/libnvidia-ml.so.1"), "facts\n");
     assert_eq!(none.status.code(), Some(1));
     let text = String::from_utf8_lossy(&none.stderr);
-    assert!(text.starts_with("kata-gpu-nvml: load /nonexistent/libnvidia-ml.so.1: "), "{text}");
+    assert!(
+        text.starts_with("kata-gpu-nvml: load /nonexistent/libnvidia-ml.so.1: "),
+        "{text}"
+    );
     for library in [Some(stand_in()), real_library()].into_iter().flatten() {
         let output = helper(&library, "facts\n");
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && text.contains("driver"), "{}: {output:?}", library.display());
+        assert!(
+            !output.status.success() && text.contains("driver"),
+            "{}: {output:?}",
+            library.display()
+        );
     }
 }
 
 #[test]
 fn the_helper_needs_no_newer_glibc_than_ubuntu_22_04_has() {
-    let versions: BTreeSet<(u32, u32)> = symbols(&target("debug/kata-gpu-nvml"), &["--undefined-only", "--with-symbol-versions"])
-        .iter()
-        .filter_map(|symbol| symbol.split_once("@GLIBC_"))
-        .filter_map(|(_, version)| version.split_once('.'))
-        .map(|(major, rest)| (major.parse().unwrap(), rest.split('.').next().unwrap().parse().unwrap()))
-        .collect();
+    let versions: BTreeSet<(u32, u32)> = symbols(
+        &target("debug/kata-gpu-nvml"),
+        &["--undefined-only", "--with-symbol-versions"],
+    )
+    .iter()
+    .filter_map(|symbol| symbol.split_once("@GLIBC_"))
+    .filter_map(|(_, version)| version.split_once('.'))
+    .map(|(major, rest)| {
+        (
+            major.parse().unwrap(),
+            rest.split('.').next().unwrap().parse().unwrap(),
+        )
+    })
+    .collect();
     let newest = versions.last().copied().expect("a program of glibc");
     assert!(newest <= (2, 35), "it needs glibc {newest:?}");
 }
 
 #[test]
 fn its_help_names_every_request() {
-    let output = Command::new(target("debug/kata-gpu-nvml")).arg("--help").output().unwrap();
+    let output = Command::new(target("debug/kata-gpu-nvml"))
+        .arg("--help")
+        .output()
+        .unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
-    for word in ["facts", "clocks GPU", "power GPU", "ready on|off", "--library"] {
+    for word in [
+        "facts",
+        "clocks GPU",
+        "power GPU",
+        "ready on|off",
+        "--library",
+    ] {
         assert!(text.contains(word), "no {word} in {text}");
     }
-    assert_eq!(Command::new(target("debug/kata-gpu-nvml")).arg("--libary").output().unwrap().status.code(), Some(2));
+    assert_eq!(
+        Command::new(target("debug/kata-gpu-nvml"))
+            .arg("--libary")
+            .output()
+            .unwrap()
+            .status
+            .code(),
+        Some(2)
+    );
 }

@@ -11,7 +11,10 @@ const COLUMNS: usize = 100;
 /// Language of a file, as far as comments go; None: without comments, or of somebody else's format.
 fn markers(path: &Path, text: &str) -> Option<&'static [&'static str]> {
     let extension = path.extension().unwrap_or_default().to_str()?;
-    if ["tests/fixtures", "tests/golden", "tests/fuzz/seeds"].iter().any(|foreign| path.starts_with(foreign)) {
+    if ["tests/fixtures", "tests/golden", "tests/fuzz/seeds"]
+        .iter()
+        .any(|foreign| path.starts_with(foreign))
+    {
         return None;
     }
     match extension {
@@ -19,8 +22,13 @@ fn markers(path: &Path, text: &str) -> Option<&'static [&'static str]> {
         "c" | "h" => Some(&["/*", "*"]),
         "toml" | "in" => Some(&["#"]),
         _ => {
-            let ours = ["initrd", "rootfs-builder"].iter().any(|dir| path.starts_with(dir));
-            (text.starts_with("#!") || ours && extension.is_empty() || path.starts_with("Dockerfile.initrd")).then_some(&["#"])
+            let ours = ["initrd", "rootfs-builder"]
+                .iter()
+                .any(|dir| path.starts_with(dir));
+            (text.starts_with("#!")
+                || ours && extension.is_empty()
+                || path.starts_with("Dockerfile.initrd"))
+            .then_some(&["#"])
         }
     }
 }
@@ -30,14 +38,20 @@ fn faults(text: &str, markers: &[&str]) -> Vec<String> {
     let mut found = Vec::new();
     let mut continues = false;
     for line in text.lines() {
-        let comment = markers.iter().find_map(|marker| line.trim_start().strip_prefix(marker));
+        let comment = markers
+            .iter()
+            .find_map(|marker| line.trim_start().strip_prefix(marker));
         let Some(comment) = comment.filter(|_| !line.starts_with("#!")) else {
             continues = false;
             continue;
         };
         let comment = comment.trim_start_matches(['/', '!', '*']);
         let words = comment.trim_start();
-        let riddle = !continues && words.split(' ').next().is_some_and(|first| RIDDLES.contains(&first));
+        let riddle = !continues
+            && words
+                .split(' ')
+                .next()
+                .is_some_and(|first| RIDDLES.contains(&first));
         // Rows of tables and commands keep their length.
         let example = (2..10).contains(&(comment.len() - words.len()));
         let long = line.chars().count() > COLUMNS && !words.starts_with('|') && !example;
@@ -52,19 +66,60 @@ fn a_comment_names_its_subject_within_100_columns() {
     let mut all = Vec::new();
     let mut looked_at = 0;
     let alone = ["Cargo.toml", "Dockerfile.initrd"].map(|name| project().join(name));
-    for path in ["src", "tests", "initrd", "rootfs-builder"].into_iter().flat_map(files).chain(alone) {
-        let Ok(text) = std::fs::read_to_string(&path) else { continue };
+    for path in ["src", "tests", "initrd", "rootfs-builder"]
+        .into_iter()
+        .flat_map(files)
+        .chain(alone)
+    {
+        let Ok(text) = std::fs::read_to_string(&path) else {
+            continue;
+        };
         let path = path.strip_prefix(project()).unwrap();
-        let Some(markers) = markers(path, &text) else { continue };
+        let Some(markers) = markers(path, &text) else {
+            continue;
+        };
         looked_at += 1;
-        all.extend(faults(&text, markers).iter().map(|line| format!("{}: {line}", path.display())));
+        all.extend(
+            faults(&text, markers)
+                .iter()
+                .map(|line| format!("{}: {line}", path.display())),
+        );
     }
     assert!(looked_at > 350, "{looked_at} files");
-    assert!(all.is_empty(), "{} comments:\n{}", all.len(), all.join("\n"));
+    assert!(
+        all.is_empty(),
+        "{} comments:\n{}",
+        all.len(),
+        all.join("\n")
+    );
     // Negative controls.
     let what = "What a line is.";
-    assert_eq!(faults(&format!("/// {what}\nfn f() {{}}\n    // A line.\n    // {what}\n//\n// {what}"), &["//"]).len(), 2);
-    assert_eq!(faults(&format!("// {0}\n//! | {0} |", "x".repeat(COLUMNS)), &["//"]).len(), 1);
-    assert_eq!(faults(&format!("#!/bin/sh\n# {what}\n\n    # {what}\n"), &["#"]).len(), 2);
-    assert_eq!(faults(&format!("/* {what} */\nint i;\n/*\n * {what}\n"), &["/*", "*"]).len(), 2);
+    assert_eq!(
+        faults(
+            &format!("/// {what}\nfn f() {{}}\n    // A line.\n    // {what}\n//\n// {what}"),
+            &["//"]
+        )
+        .len(),
+        2
+    );
+    assert_eq!(
+        faults(
+            &format!("// {0}\n//! | {0} |", "x".repeat(COLUMNS)),
+            &["//"]
+        )
+        .len(),
+        1
+    );
+    assert_eq!(
+        faults(&format!("#!/bin/sh\n# {what}\n\n    # {what}\n"), &["#"]).len(),
+        2
+    );
+    assert_eq!(
+        faults(
+            &format!("/* {what} */\nint i;\n/*\n * {what}\n"),
+            &["/*", "*"]
+        )
+        .len(),
+        2
+    );
 }

@@ -12,7 +12,10 @@ use std::process::Command;
 
 /// A stream of each schema. A new schema gets a line here, with a stream that its first release
 /// recorded; no line is ever removed while its schema is read.
-const STREAMS: [(u32, &str); 2] = [(1, "boots/recorded-8-gpus-slow-host"), (NEXT, "schemas/2-made")];
+const STREAMS: [(u32, &str); 2] = [
+    (1, "boots/recorded-8-gpus-slow-host"),
+    (NEXT, "schemas/2-made"),
+];
 const NEXT: u32 = SCHEMA + 1;
 /// Number of the made boot, and what its collector and its reader report once.
 const BOOT: u64 = 2;
@@ -26,11 +29,18 @@ fn fixture(name: &str) -> PathBuf {
 /// Lines of a stream that are the guest's.
 fn guest_lines(name: &str) -> Vec<String> {
     let text = std::fs::read_to_string(fixture(name)).unwrap();
-    text.lines().filter(|line| !line.contains("\"kind\":\"host\"")).map(str::to_string).collect()
+    text.lines()
+        .filter(|line| !line.contains("\"kind\":\"host\""))
+        .map(str::to_string)
+        .collect()
 }
 
 fn printed(words: &[&str], file: &Path) -> String {
-    let output = Command::new(program()).args(words).arg(file).output().unwrap();
+    let output = Command::new(program())
+        .args(words)
+        .arg(file)
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{words:?}: {output:?}");
     String::from_utf8(output.stdout).unwrap()
 }
@@ -42,11 +52,17 @@ fn every_schema_that_is_read_has_a_stream_that_is_read_whole() {
     assert_eq!(seen, READS.collect::<Vec<_>>());
     for (schema, name) in STREAMS {
         for line in guest_lines(name) {
-            let decoded = decode_with_schema(line.as_bytes()).unwrap_or_else(|e| panic!("{name}: {e}: {line}"));
+            let decoded = decode_with_schema(line.as_bytes())
+                .unwrap_or_else(|e| panic!("{name}: {e}: {line}"));
             assert_eq!(decoded.0, schema, "{name}: {line}");
         }
         let file = BootFile::read(std::fs::File::open(fixture(name)).unwrap()).unwrap();
-        assert_eq!((file.damaged, file.newer_schema), (0, (schema > SCHEMA).then_some(schema)), "{name}: {:?}", file.damage);
+        assert_eq!(
+            (file.damaged, file.newer_schema),
+            (0, (schema > SCHEMA).then_some(schema)),
+            "{name}: {:?}",
+            file.damage
+        );
     }
 }
 
@@ -64,12 +80,28 @@ fn a_newer_stream_is_shown_as_far_as_it_is_known() {
     let shown = printed(&["show", "-v"], &file);
     // A record of an unknown kind and a span of an unknown name have their own names; unknown keys
     // and keys of another type are fields.
-    for text in ["memory.free", "value=8321499136", "kind=counter", "gpu.attest", "verifier=remote", "cpu=0", "level=6", NEWER, CURE] {
+    for text in [
+        "memory.free",
+        "value=8321499136",
+        "kind=counter",
+        "gpu.attest",
+        "verifier=remote",
+        "cpu=0",
+        "level=6",
+        NEWER,
+        CURE,
+    ] {
         assert!(shown.contains(text), "no {text}: {shown}");
     }
     assert_eq!(shown.matches(NEWER).count(), 1, "{shown}");
-    for stream in ["boots/recorded-8-gpus-slow-host", "boots/hand-made-3-gpus-one-fails"] {
-        assert!(!printed(&["show"], &fixture(stream)).contains("newer"), "{stream}");
+    for stream in [
+        "boots/recorded-8-gpus-slow-host",
+        "boots/hand-made-3-gpus-one-fails",
+    ] {
+        assert!(
+            !printed(&["show"], &fixture(stream)).contains("newer"),
+            "{stream}"
+        );
     }
 }
 
@@ -86,7 +118,8 @@ fn a_stream_without_news_is_the_same_boot_in_the_next_schema() {
     };
     std::fs::write(&new, lines.lines().map(next).collect::<String>()).unwrap();
     let boot = |file: &Path| {
-        let mut boot: serde_json::Value = serde_json::from_str(&printed(&["show", "--json"], file)).unwrap();
+        let mut boot: serde_json::Value =
+            serde_json::from_str(&printed(&["show", "--json"], file)).unwrap();
         let schema = boot.as_object_mut().unwrap().remove("newer_schema");
         (schema.and_then(|schema| schema.as_u64()), boot)
     };
@@ -95,7 +128,10 @@ fn a_stream_without_news_is_the_same_boot_in_the_next_schema() {
     std::fs::write(&alone, lines).unwrap();
     let ((none, old), (two, new)) = (boot(&alone), boot(&new));
     assert_eq!((none, two), (None, Some(2)));
-    assert!(old == new && old["gpus"].as_array().unwrap().len() == 8, "{old}\n{new}");
+    assert!(
+        old == new && old["gpus"].as_array().unwrap().len() == 8,
+        "{old}\n{new}"
+    );
 }
 
 #[test]
@@ -109,20 +145,45 @@ fn a_newer_guests_lines_are_kept_and_reported_once() {
     assert!(said.contains(CURE), "{said}");
     // The guest answers in its own schema, and its clock is placed by the answer.
     let mut asked = String::new();
-    BufReader::new(guest.0.try_clone().unwrap()).read_line(&mut asked).unwrap();
-    let id = serde_json::from_str::<serde_json::Value>(&asked).unwrap()["ping"].as_u64().unwrap();
-    guest.say(format!("{{\"schema\":2,\"pong\":{id},\"boottime_ns\":2500000000,\"monotonic_ns\":1}}\n"));
-    let sampled = || read(&dir.0, BOOT).host.iter().any(|line| matches!(line.event, HostEvent::Clock(_)));
+    BufReader::new(guest.0.try_clone().unwrap())
+        .read_line(&mut asked)
+        .unwrap();
+    let id = serde_json::from_str::<serde_json::Value>(&asked).unwrap()["ping"]
+        .as_u64()
+        .unwrap();
+    guest.say(format!(
+        "{{\"schema\":2,\"pong\":{id},\"boottime_ns\":2500000000,\"monotonic_ns\":1}}\n"
+    ));
+    let sampled = || {
+        read(&dir.0, BOOT)
+            .host
+            .iter()
+            .any(|line| matches!(line.event, HostEvent::Clock(_)))
+    };
     until("a clock sample", sampled);
     drop(guest);
     let said = collector.stop();
-    assert_eq!(said.iter().filter(|line| line.contains(NEWER)).count(), 1, "{said:#?}");
+    assert_eq!(
+        said.iter().filter(|line| line.contains(NEWER)).count(),
+        1,
+        "{said:#?}"
+    );
     // Byte for byte, in the order of the stream.
     let text = std::fs::read_to_string(boot_path(&dir.0, BOOT)).unwrap();
-    let kept: Vec<&str> = text.lines().filter(|line| !line.contains("\"kind\":\"host\"")).collect();
+    let kept: Vec<&str> = text
+        .lines()
+        .filter(|line| !line.contains("\"kind\":\"host\""))
+        .collect();
     assert_eq!(kept, lines);
-    let listed = Command::new(program()).args(["list", "--dir"]).arg(dir.0.join("boots")).output().unwrap();
-    assert!(listed.status.success() && String::from_utf8_lossy(&listed.stdout).contains("1/2"), "{listed:?}");
+    let listed = Command::new(program())
+        .args(["list", "--dir"])
+        .arg(dir.0.join("boots"))
+        .output()
+        .unwrap();
+    assert!(
+        listed.status.success() && String::from_utf8_lossy(&listed.stdout).contains("1/2"),
+        "{listed:?}"
+    );
 }
 
 /// Negative control: two schemas ahead, nothing is guessed.
@@ -131,7 +192,12 @@ fn a_guest_two_schemas_ahead_is_refused_with_the_cure() {
     let dir = folder();
     let collector = Collector::start(&dir.0, &["--uds", dir.0.join("vm").to_str().unwrap()]);
     let mut guest = Raw::connect(&socket(&dir.0, "vm"));
-    guest.say(guest_lines("schemas/2-made").join("\n").replace("\"schema\":2", "\"schema\":3") + "\n");
+    guest.say(
+        guest_lines("schemas/2-made")
+            .join("\n")
+            .replace("\"schema\":2", "\"schema\":3")
+            + "\n",
+    );
     guest.until_closed();
     let said = collector.wait_for("schema 3, this program reads schemas 1 to 2");
     assert!(said.contains(CURE), "{said}");
@@ -143,19 +209,46 @@ fn lines_of_a_newer_collector_are_counted_and_cost_nothing() {
     let dir = TempDir::new("schemas-collector");
     let file = dir.0.join("boot.ndjson");
     let old = std::fs::read_to_string(fixture("boots/hand-made-3-gpus-one-fails")).unwrap();
-    let host = |schema: u32, rest: &str| format!("{{\"schema\":{schema},\"kind\":\"host\",\"realtime_ns\":1767323041350000000,{rest}}}\n");
+    let host = |schema: u32, rest: &str| {
+        format!(
+            "{{\"schema\":{schema},\"kind\":\"host\",\"realtime_ns\":1767323041350000000,{rest}}}\n"
+        )
+    };
     let added = [
         host(1, r#""event":"migrated","to":"node-2""#),
         host(2, r#""event":"migrated","to":{"node":2}"#),
-        host(2, r#""event":"sandbox","id":"5a5b","pod":"train","namespace":"ml","node":"n""#),
+        host(
+            2,
+            r#""event":"sandbox","id":"5a5b","pod":"train","namespace":"ml","node":"n""#,
+        ),
     ];
     std::fs::write(&file, old + &added.concat()).unwrap();
-    let boot: serde_json::Value = serde_json::from_str(&printed(&["show", "--json"], &file)).unwrap();
-    assert_eq!((&boot["unknown_host_lines"], &boot["damaged_lines"], &boot["sandbox"]["pod"]), (&2.into(), &0.into(), &"train".into()));
-    assert!(printed(&["show"], &file).contains("2 line(s) of a newer collector are unknown here: upgrade this kata-gpu-boot"));
+    let boot: serde_json::Value =
+        serde_json::from_str(&printed(&["show", "--json"], &file)).unwrap();
+    assert_eq!(
+        (
+            &boot["unknown_host_lines"],
+            &boot["damaged_lines"],
+            &boot["sandbox"]["pod"]
+        ),
+        (&2.into(), &0.into(), &"train".into())
+    );
+    assert!(
+        printed(&["show"], &file).contains(
+            "2 line(s) of a newer collector are unknown here: upgrade this kata-gpu-boot"
+        )
+    );
     // Negative control: a known event that is wrong, and a schema that nobody reads.
-    let damaged = [host(1, r#""event":"clock","boottime_ns":"1""#), host(3, r#""event":"migrated""#)].concat();
+    let damaged = [
+        host(1, r#""event":"clock","boottime_ns":"1""#),
+        host(3, r#""event":"migrated""#),
+    ]
+    .concat();
     std::fs::write(&file, std::fs::read_to_string(&file).unwrap() + &damaged).unwrap();
-    let boot: serde_json::Value = serde_json::from_str(&printed(&["show", "--json"], &file)).unwrap();
-    assert_eq!((&boot["unknown_host_lines"], &boot["damaged_lines"]), (&2.into(), &2.into()));
+    let boot: serde_json::Value =
+        serde_json::from_str(&printed(&["show", "--json"], &file)).unwrap();
+    assert_eq!(
+        (&boot["unknown_host_lines"], &boot["damaged_lines"]),
+        (&2.into(), &2.into())
+    );
 }

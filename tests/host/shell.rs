@@ -13,8 +13,14 @@ const LOCKING: &[&str] = &["--locked", "--frozen"];
 fn scripts() -> Vec<PathBuf> {
     let mut all = files("");
     all.retain(|path| {
-        let is_dockerfile = path.file_name().unwrap().to_string_lossy().starts_with("Dockerfile");
-        let is_candidate = path.extension().is_none_or(|extension| extension == "initrd");
+        let is_dockerfile = path
+            .file_name()
+            .unwrap()
+            .to_string_lossy()
+            .starts_with("Dockerfile");
+        let is_candidate = path
+            .extension()
+            .is_none_or(|extension| extension == "initrd");
         is_candidate && (is_dockerfile || std::fs::read(path).unwrap().starts_with(b"#!"))
     });
     all
@@ -35,21 +41,41 @@ fn unlocked(text: &str) -> Vec<String> {
             is_resolving && !words.any(|word| LOCKING.contains(&word))
         })
     };
-    text.lines().filter(may_change).map(|line| line.trim().to_string()).collect()
+    text.lines()
+        .filter(may_change)
+        .map(|line| line.trim().to_string())
+        .collect()
 }
 
 #[test]
 fn no_script_changes_a_lock_file_of_cargo() {
     let all = scripts();
-    for name in [".ci/run", "Dockerfile.initrd", "initrd/demo", "tests/run", "tests/fuzz/run"] {
-        assert!(all.contains(&project().join(name)), "{name} is not among {all:?}");
+    for name in [
+        ".ci/run",
+        "Dockerfile.initrd",
+        "initrd/demo",
+        "tests/run",
+        "tests/fuzz/run",
+    ] {
+        assert!(
+            all.contains(&project().join(name)),
+            "{name} is not among {all:?}"
+        );
     }
     for path in all {
         let found = unlocked(&std::fs::read_to_string(&path).unwrap());
-        assert!(found.is_empty(), "{}: add --locked: {found:#?}", path.display());
+        assert!(
+            found.is_empty(),
+            "{}: add --locked: {found:#?}",
+            path.display()
+        );
     }
     // Negative control.
-    let found = ["build 'the init' cargo build -q", "[ \"$(cargo test -q)\" ] || :", "cargo run"];
+    let found = [
+        "build 'the init' cargo build -q",
+        "[ \"$(cargo test -q)\" ] || :",
+        "cargo run",
+    ];
     let kept = "cargo fmt --all\ncargo build --locked -q\ncargo clippy \\\n    --frozen";
     assert_eq!(unlocked(&format!("{kept}\n{}", found.join("\n"))), found);
 }
@@ -61,28 +87,54 @@ fn the_kata_tier_without_kata_is_skipped_with_one_line() {
         let output = command.arg("kata").env("KATA", kata).output().unwrap();
         let err = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(3), "{err}");
-        assert!(output.stdout.is_empty() && err.lines().count() == 1, "{output:?}");
-        assert!(err.contains("KATA=DIR tests/run kata") && err.contains(kata), "{err}");
+        assert!(
+            output.stdout.is_empty() && err.lines().count() == 1,
+            "{output:?}"
+        );
+        assert!(
+            err.contains("KATA=DIR tests/run kata") && err.contains(kata),
+            "{err}"
+        );
     }
 }
 
 /// Hosts that packages can be had from.
-const ARCHIVES: &[&str] = &["debian.org", "ubuntu.com", "nvidia.com/compute", "nvidia.github.io"];
+const ARCHIVES: &[&str] = &[
+    "debian.org",
+    "ubuntu.com",
+    "nvidia.com/compute",
+    "nvidia.github.io",
+];
 
 /// Lines that name such a host.
 fn archives(text: &str) -> Vec<&str> {
-    text.lines().filter(|line| ARCHIVES.iter().any(|host| line.contains(host))).collect()
+    text.lines()
+        .filter(|line| ARCHIVES.iter().any(|host| line.contains(host)))
+        .collect()
 }
 
 #[test]
 fn no_script_names_an_archive_of_packages() {
     let folder = project().join("rootfs-builder");
     let inner = |name| std::fs::read_dir(folder.join(name)).unwrap().flatten();
-    let pages = ["README.md", "rootfs-builder/README.md", "initrd/README.md", "tests/README.md"];
+    let pages = [
+        "README.md",
+        "rootfs-builder/README.md",
+        "initrd/README.md",
+        "tests/README.md",
+    ];
     let mut all = scripts();
-    all.extend(inner("parts").chain(inner("distributions")).map(|entry| entry.path()));
+    all.extend(
+        inner("parts")
+            .chain(inner("distributions"))
+            .map(|entry| entry.path()),
+    );
     all.extend(pages.iter().map(|page| project().join(page)));
-    assert!(all.iter().any(|path| path.ends_with("distributions/debian-13")), "{all:?}");
+    assert!(
+        all.iter()
+            .any(|path| path.ends_with("distributions/debian-13")),
+        "{all:?}"
+    );
     for path in all {
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(archives(&text), [""; 0], "{}", path.display());

@@ -23,7 +23,10 @@ fn rows(page: &str) -> Vec<Vec<&str>> {
 
 /// Rows with a number: guarantees, and what others can do.
 fn numbered(page: &str) -> Vec<Vec<&str>> {
-    rows(page).into_iter().filter(|cells| cells[0].bytes().all(|b| b.is_ascii_digit() || b == b'.')).collect()
+    rows(page)
+        .into_iter()
+        .filter(|cells| cells[0].bytes().all(|b| b.is_ascii_digit() || b == b'.'))
+        .collect()
 }
 
 /// Faults of the numbered rows.
@@ -38,10 +41,14 @@ fn wrong_rows(page: &str, readme: &str, sources: &str) -> Vec<String> {
     for cells in numbered(readme) {
         match rows.iter().find(|row| row[0] == cells[0]) {
             None => wrong.push(format!("promise {} is not specified", cells[0])),
-            Some(row) if row[1] != cells[1] => wrong.push(format!("promise {}: {:?} is {:?} in README.md", cells[0], row[1], cells[1])),
-            Some(row) if !row[2].contains(cells[2].trim_matches('`')) => {
-                wrong.push(format!("promise {}: README.md names {}", cells[0], cells[2]))
-            }
+            Some(row) if row[1] != cells[1] => wrong.push(format!(
+                "promise {}: {:?} is {:?} in README.md",
+                cells[0], row[1], cells[1]
+            )),
+            Some(row) if !row[2].contains(cells[2].trim_matches('`')) => wrong.push(format!(
+                "promise {}: README.md names {}",
+                cells[0], cells[2]
+            )),
             Some(_) => {}
         }
     }
@@ -49,10 +56,15 @@ fn wrong_rows(page: &str, readme: &str, sources: &str) -> Vec<String> {
         let last = row.last().unwrap();
         let names: Vec<&str> = last.split('`').skip(1).step_by(2).collect();
         if names.is_empty() && !last.starts_with("not tested: ") {
-            wrong.push(format!("{} has neither a test nor the reason why not", row[0]));
+            wrong.push(format!(
+                "{} has neither a test nor the reason why not",
+                row[0]
+            ));
         }
         let is_there = |name: &str| match name.strip_prefix("fuzz_") {
-            Some(target) => project().join(format!("tests/fuzz/targets/{target}.rs")).exists(),
+            Some(target) => project()
+                .join(format!("tests/fuzz/targets/{target}.rs"))
+                .exists(),
             // Tests under Kata have their runtime's name before their own; scripts only theirs.
             None => {
                 let own = name.trim_start_matches("under_kata_");
@@ -61,29 +73,54 @@ fn wrong_rows(page: &str, readme: &str, sources: &str) -> Vec<String> {
                     || sources.contains(&format!("name={name}\n"))
             }
         };
-        wrong.extend(names.iter().filter(|name| !is_there(name)).map(|name| format!("{}: no such test: {name}", row[0])));
+        wrong.extend(
+            names
+                .iter()
+                .filter(|name| !is_there(name))
+                .map(|name| format!("{}: no such test: {name}", row[0])),
+        );
     }
     wrong
 }
 
 /// Rows of bounds that the code does not have.
 fn wrong_bounds(page: &str) -> Vec<String> {
-    let bounds: Vec<_> = rows(page).into_iter().filter(|cells| cells[0].starts_with('B') && cells.len() == 4).collect();
+    let bounds: Vec<_> = rows(page)
+        .into_iter()
+        .filter(|cells| cells[0].starts_with('B') && cells.len() == 4)
+        .collect();
     assert!(bounds.len() >= 20, "{bounds:?}");
     let is_wrong = |cells: &&Vec<&str>| {
-        let (file, constant) = cells[3].split_once(' ').unwrap_or_else(|| panic!("{cells:?}"));
+        let (file, constant) = cells[3]
+            .split_once(' ')
+            .unwrap_or_else(|| panic!("{cells:?}"));
         let text = read(file);
-        let declared = text.lines().filter(|line| line.contains(&format!("const {constant}: ")));
-        !declared.into_iter().any(|line| line.ends_with(&format!(" = {};", cells[2])))
+        let declared = text
+            .lines()
+            .filter(|line| line.contains(&format!("const {constant}: ")));
+        !declared
+            .into_iter()
+            .any(|line| line.ends_with(&format!(" = {};", cells[2])))
     };
-    bounds.iter().filter(is_wrong).map(|cells| cells.join(" | ")).collect()
+    bounds
+        .iter()
+        .filter(is_wrong)
+        .map(|cells| cells.join(" | "))
+        .collect()
 }
 
 /// The waits of the bring-up, as the page has them.
 fn waits() -> String {
     let mut table = String::from("| wait | ms | why |\n|---|---|---|\n");
     for row in &TABLE {
-        writeln!(table, "| {:?} | {} | {} |", row.limit, row.after.as_millis(), row.reason).unwrap();
+        writeln!(
+            table,
+            "| {:?} | {} | {} |",
+            row.limit,
+            row.after.as_millis(),
+            row.reason
+        )
+        .unwrap();
     }
     table
 }
@@ -91,23 +128,40 @@ fn waits() -> String {
 #[test]
 fn each_guarantee_has_a_number_and_its_tests_or_a_reason() {
     let (page, readme) = (read("src/SPECIFICATION.md"), read("README.md"));
-    let promises = readme.split("## What it promises").nth(1).unwrap().split("\n## ").next().unwrap();
+    let promises = readme
+        .split("## What it promises")
+        .nth(1)
+        .unwrap()
+        .split("\n## ")
+        .next()
+        .unwrap();
     let mut sources = String::new();
-    for path in ["src", "tests"].into_iter().flat_map(files).filter(|path| path.extension().is_none_or(|e| e == "rs")) {
+    for path in ["src", "tests"]
+        .into_iter()
+        .flat_map(files)
+        .filter(|path| path.extension().is_none_or(|e| e == "rs"))
+    {
         sources.push_str(&fs::read_to_string(path).unwrap_or_default());
     }
     assert!(numbered(promises).len() >= 14 && numbered(&page).len() > 45);
     assert_eq!(wrong_rows(&page, promises, &sources), Vec::<String>::new());
     // Negative control.
     let no_test = ["a_test", "of_no_file"].join("_");
-    let wrong = page.replacen("| 2.1 |", "| 3 |", 1).replacen("| 5 | A GPU", "| 5 | No GPU", 1).replacen(
-        "`names_follow_pci",
-        &format!("`{no_test}`, `names_follow_pci"),
-        1,
-    ) + "| 99 | All is well |  |\n";
+    let wrong = page
+        .replacen("| 2.1 |", "| 3 |", 1)
+        .replacen("| 5 | A GPU", "| 5 | No GPU", 1)
+        .replacen(
+            "`names_follow_pci",
+            &format!("`{no_test}`, `names_follow_pci"),
+            1,
+        )
+        + "| 99 | All is well |  |\n";
     let found = wrong_rows(&wrong, promises, &sources);
     for part in ["stands twice", "promise 5: ", &no_test, "99 has neither"] {
-        assert!(found.iter().any(|line| line.contains(part)), "{part}: {found:#?}");
+        assert!(
+            found.iter().any(|line| line.contains(part)),
+            "{part}: {found:#?}"
+        );
     }
 }
 
@@ -115,10 +169,21 @@ fn each_guarantee_has_a_number_and_its_tests_or_a_reason() {
 fn every_bound_is_the_codes() {
     let page = read("src/SPECIFICATION.md");
     assert_eq!(wrong_bounds(&page), Vec::<String>::new());
-    assert!(page.contains(&waits()), "src/SPECIFICATION.md's table of waits is not:\n{}", waits());
-    assert!(page.contains(&Limits::help()), "src/SPECIFICATION.md has other limits of the collector than:\n{}", Limits::help());
+    assert!(
+        page.contains(&waits()),
+        "src/SPECIFICATION.md's table of waits is not:\n{}",
+        waits()
+    );
+    assert!(
+        page.contains(&Limits::help()),
+        "src/SPECIFICATION.md has other limits of the collector than:\n{}",
+        Limits::help()
+    );
     // Negative control.
-    assert_eq!(wrong_bounds(&page.replacen("| 1024 * 1024 |", "| 1024 * 1025 |", 1)).len(), 1);
+    assert_eq!(
+        wrong_bounds(&page.replacen("| 1024 * 1024 |", "| 1024 * 1025 |", 1)).len(),
+        1
+    );
 }
 
 #[test]
@@ -128,22 +193,42 @@ fn a_named_test_without_a_result_fails_a_run_of_everything() {
     let page = project().join("src/SPECIFICATION.md");
     let named: BTreeSet<String> = {
         let text = read("src/SPECIFICATION.md");
-        let cells = numbered(&text).into_iter().map(|row| row.last().unwrap().to_string()).collect::<Vec<_>>();
-        cells.iter().flat_map(|cell| cell.split('`').skip(1).step_by(2).map(str::to_string)).collect()
+        let cells = numbered(&text)
+            .into_iter()
+            .map(|row| row.last().unwrap().to_string())
+            .collect::<Vec<_>>();
+        cells
+            .iter()
+            .flat_map(|cell| cell.split('`').skip(1).step_by(2).map(str::to_string))
+            .collect()
     };
     let run = |left_out: Option<&str>| {
         let mut text = String::new();
-        for (at, name) in named.iter().filter(|name| Some(name.as_str()) != left_out).enumerate() {
+        for (at, name) in named
+            .iter()
+            .filter(|name| Some(name.as_str()) != left_out)
+            .enumerate()
+        {
             let result = ["ok", "FAILED", "ignored, not root"][at % 3];
             writeln!(text, "test some::module::{name} ... {result}").unwrap();
         }
         fs::write(&results, text).unwrap();
-        let output = Command::new(project().join("tests/not_run")).arg(&results).arg(&page).output().unwrap();
-        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+        let output = Command::new(project().join("tests/not_run"))
+            .arg(&results)
+            .arg(&page)
+            .output()
+            .unwrap();
+        (
+            output.status.code(),
+            String::from_utf8(output.stdout).unwrap(),
+        )
     };
     assert_eq!(run(None), (Some(0), String::new()));
     for name in ["fuzz_kmsg", "the_init_is_small"] {
         assert_eq!(run(Some(name)), (Some(1), format!("{name}\n")));
     }
-    assert!(read("tests/run").contains("./tests/not_run \"$results\" src/SPECIFICATION.md"), "tests/run does not ask");
+    assert!(
+        read("tests/run").contains("./tests/not_run \"$results\" src/SPECIFICATION.md"),
+        "tests/run does not ask"
+    );
 }

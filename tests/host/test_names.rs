@@ -11,8 +11,13 @@ fn names(text: &str) -> Vec<String> {
     let mut names = Vec::new();
     let mut attribute = false;
     for line in text.lines().map(str::trim) {
-        let function = line.trim_start_matches("async ").strip_prefix("fn ").and_then(|rest| rest.split_once('('));
-        let vm_test = line.split_once("name: \"").filter(|(before, _)| before.is_empty() || before.ends_with("VmTest { "));
+        let function = line
+            .trim_start_matches("async ")
+            .strip_prefix("fn ")
+            .and_then(|rest| rest.split_once('('));
+        let vm_test = line
+            .split_once("name: \"")
+            .filter(|(before, _)| before.is_empty() || before.ends_with("VmTest { "));
         let under_kata = line.strip_prefix('"').filter(|_| line.ends_with("\":"));
         attribute |= line.starts_with("#[test]") || line.starts_with("#[tokio::test");
         if let (true, Some((name, _))) = (attribute, function) {
@@ -28,14 +33,20 @@ fn names(text: &str) -> Vec<String> {
 }
 
 fn too_long(names: &[String]) -> Vec<&String> {
-    names.iter().filter(|name| name.chars().count() > LONGEST).collect()
+    names
+        .iter()
+        .filter(|name| name.chars().count() > LONGEST)
+        .collect()
 }
 
 #[test]
 fn the_name_of_a_test_has_at_most_60_characters() {
     let mut sources: Vec<_> = ["src", "tests"].into_iter().flat_map(files).collect();
     sources.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
-    let all: Vec<String> = sources.iter().flat_map(|path| names(&std::fs::read_to_string(path).unwrap())).collect();
+    let all: Vec<String> = sources
+        .iter()
+        .flat_map(|path| names(&std::fs::read_to_string(path).unwrap()))
+        .collect();
     assert!(all.len() > 1000, "{} names", all.len());
     for kind in [
         "the_scan_finds_gpus_switches_and_mellanox_in_pci_order",
@@ -56,7 +67,11 @@ fn the_name_of_a_test_has_at_most_60_characters() {
         ]
     };
     for (short, long) in forms(&just).iter().zip(&forms(&long)) {
-        assert_eq!((names(short).len(), too_long(&names(short)).len()), (1, 0), "{short}");
+        assert_eq!(
+            (names(short).len(), too_long(&names(short)).len()),
+            (1, 0),
+            "{short}"
+        );
         assert_eq!(too_long(&names(long)).len(), 1, "{long}");
     }
 }

@@ -10,7 +10,10 @@ use std::path::{Path, PathBuf};
 
 /// The description `tests/fixtures/cdi/<name>.tree`.
 pub fn description(name: &str) -> String {
-    let path = crate::project().join("tests/fixtures/cdi").join(name).with_extension("tree");
+    let path = crate::project()
+        .join("tests/fixtures/cdi")
+        .join(name)
+        .with_extension("tree");
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
@@ -19,7 +22,10 @@ pub fn description(name: &str) -> String {
 pub fn build(root: &Path, description: &str) -> Vec<PathBuf> {
     let mut skipped = Vec::new();
     let mut modes = Vec::new();
-    for line in description.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+    for line in description
+        .lines()
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+    {
         let (kind, rest) = line.split_once(' ').unwrap_or_else(|| panic!("{line}"));
         let words: Vec<&str> = rest.split(' ').collect();
         let mode = || u32::from_str_radix(words[0], 8).unwrap_or_else(|e| panic!("{line}: {e}"));
@@ -34,27 +40,40 @@ pub fn build(root: &Path, description: &str) -> Vec<PathBuf> {
                 symlink(target, place(root, path)).unwrap_or_else(|e| panic!("{line}: {e}"));
             }
             "text" => {
-                let (path, text) = rest[words[0].len() + 1..].split_once(' ').unwrap_or_else(|| panic!("{line}"));
+                let (path, text) = rest[words[0].len() + 1..]
+                    .split_once(' ')
+                    .unwrap_or_else(|| panic!("{line}"));
                 file(&place(root, path), text_of(text).as_bytes(), mode());
             }
             "file" => {
                 let library = words.get(2).and_then(|word| word.strip_prefix("soname="));
-                let bytes = library.map_or_else(|| words[1].as_bytes().to_vec(), |soname| stand_in::library(Some(soname), &["libc.so.6"]));
+                let bytes = library.map_or_else(
+                    || words[1].as_bytes().to_vec(),
+                    |soname| stand_in::library(Some(soname), &["libc.so.6"]),
+                );
                 file(&place(root, words[1]), &bytes, mode());
             }
             "char" => {
                 let (major, minor) = words[2].split_once(':').unwrap_or_else(|| panic!("{line}"));
                 let number = makedev(major.parse().unwrap(), minor.parse().unwrap());
                 let path = place(root, words[3]);
-                match mknod(&path, SFlag::S_IFCHR, Mode::from_bits_truncate(mode()), number) {
+                match mknod(
+                    &path,
+                    SFlag::S_IFCHR,
+                    Mode::from_bits_truncate(mode()),
+                    number,
+                ) {
                     Ok(()) => modes.push((path, mode())),
                     Err(_) => skipped.push(PathBuf::from(words[3])),
                 }
             }
-            "socket" => drop(UnixListener::bind(place(root, words[1])).unwrap_or_else(|e| panic!("{line}: {e}"))),
+            "socket" => drop(
+                UnixListener::bind(place(root, words[1])).unwrap_or_else(|e| panic!("{line}: {e}")),
+            ),
             "strays" => {
                 for number in 0..words[0].parse::<u32>().unwrap() {
-                    std::fs::write(place(root, &words[1].replace('%', &number.to_string())), "").unwrap();
+                    std::fs::write(place(root, &words[1].replace('%', &number.to_string())), "")
+                        .unwrap();
                 }
             }
             _ => panic!("{line}: a line begins with dir, link, text, file, char, socket or strays"),
@@ -69,7 +88,10 @@ pub fn build(root: &Path, description: &str) -> Vec<PathBuf> {
 
 /// A path below the root, whose directories are there.
 fn place(root: &Path, path: &str) -> PathBuf {
-    let path = root.join(path.strip_prefix('/').unwrap_or_else(|| panic!("{path} is not absolute")));
+    let path = root.join(
+        path.strip_prefix('/')
+            .unwrap_or_else(|| panic!("{path} is not absolute")),
+    );
     let parent = path.parent().unwrap();
     // Through the tree's own links, which the fixtures keep relative where something is put behind
     // them.
@@ -89,7 +111,10 @@ fn text_of(word: &str) -> String {
     if word.starts_with("<as the driver prints it: config 1") {
         return mig_minors();
     }
-    let inside = word.strip_prefix('\'').and_then(|w| w.strip_suffix('\'')).unwrap_or_else(|| panic!("{word} has no quotes"));
+    let inside = word
+        .strip_prefix('\'')
+        .and_then(|w| w.strip_suffix('\''))
+        .unwrap_or_else(|| panic!("{word} has no quotes"));
     let mut text = String::new();
     let mut characters = inside.chars();
     while let Some(character) = characters.next() {
@@ -114,7 +139,12 @@ pub fn mig_minors() -> String {
             let access = 3 + 135 * gpu + 9 * instance;
             writeln!(text, "gpu{gpu}/gi{instance}/access {access}").unwrap();
             for compute in 0..8 {
-                writeln!(text, "gpu{gpu}/gi{instance}/ci{compute}/access {}", access + 1 + compute).unwrap();
+                writeln!(
+                    text,
+                    "gpu{gpu}/gi{instance}/ci{compute}/access {}",
+                    access + 1 + compute
+                )
+                .unwrap();
             }
         }
     }

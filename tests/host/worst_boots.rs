@@ -23,12 +23,19 @@ const COLLECTOR: u64 = 64 << 20;
 
 /// Lines up to a size.
 fn boot(size: usize, line: impl Fn(usize) -> String) -> String {
-    let header = Header { boot_id: boot_id(1), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 };
-    let clock =
-        r#"{"schema":1,"kind":"host","realtime_ns":4,"event":"clock","boottime_ns":1,"offset_ns":1700000000000000000,"error_ns":3}"#;
+    let header = Header {
+        boot_id: boot_id(1),
+        version: "0.1.0".into(),
+        kernel: "6.1".into(),
+        first_seq: 0,
+    };
+    let clock = r#"{"schema":1,"kind":"host","realtime_ns":4,"event":"clock","boottime_ns":1,"offset_ns":1700000000000000000,"error_ns":3}"#;
     let mut text = header_line(&header) + clock + "\n";
     for seq in 0.. {
-        let line = format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{seq},{}}}\n", line(seq));
+        let line = format!(
+            "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{seq},{}}}\n",
+            line(seq)
+        );
         if text.len() + line.len() > size {
             break;
         }
@@ -39,7 +46,10 @@ fn boot(size: usize, line: impl Fn(usize) -> String) -> String {
 
 /// Trees of values in every field: 189 bytes of memory a byte, where they were kept.
 pub fn trees(seq: usize) -> String {
-    format!(r#""kind":"begin","name":"x","span":{seq},"fields":{{"a":[{}]}}"#, vec![r#"{"":0}"#; 2300].join(","))
+    format!(
+        r#""kind":"begin","name":"x","span":{seq},"fields":{{"a":[{}]}}"#,
+        vec![r#"{"":0}"#; 2300].join(",")
+    )
 }
 
 /// Spans, orders, fields, errors, GPUs and events, each up to its limit.
@@ -49,11 +59,22 @@ pub fn everything(seq: usize) -> String {
     match seq % 4 {
         0 => {
             let fields: Vec<String> = (0..8).map(|n| format!("\"{n}\":0")).collect();
-            let after = [4, 8, 12].map(|n| seq.saturating_sub(n).to_string()).join(",");
-            format!(r#""kind":"begin","name":"gpu.init","span":{seq},"gpu":"{gpu}","after":[{after}],"fields":{{{}}}"#, fields.join(","))
+            let after = [4, 8, 12]
+                .map(|n| seq.saturating_sub(n).to_string())
+                .join(",");
+            format!(
+                r#""kind":"begin","name":"gpu.init","span":{seq},"gpu":"{gpu}","after":[{after}],"fields":{{{}}}"#,
+                fields.join(",")
+            )
         }
-        1 => format!(r#""kind":"end","name":"gpu.init","span":{},"level":"error","error":"{text}""#, seq - 1),
-        2 => format!(r#""kind":"event","name":"x","parent":{},"level":"error","error":"{text}""#, seq - 2),
+        1 => format!(
+            r#""kind":"end","name":"gpu.init","span":{},"level":"error","error":"{text}""#,
+            seq - 1
+        ),
+        2 => format!(
+            r#""kind":"event","name":"x","parent":{},"level":"error","error":"{text}""#,
+            seq - 2
+        ),
         _ => format!(
             r#""kind":"event","name":"gpu.failed","gpu":"{gpu}","error":"{text}","fields":{{"step":"init","reason":"needs-reset"}}"#
         ),
@@ -63,7 +84,12 @@ pub fn everything(seq: usize) -> String {
 /// The program with that much memory.
 fn limited(bytes: u64) -> Command {
     let mut command = Command::new("sh");
-    command.args(["-c", &format!("ulimit -d {} && exec \"$0\" \"$@\"", bytes >> 10)]).arg(program());
+    command
+        .args([
+            "-c",
+            &format!("ulimit -d {} && exec \"$0\" \"$@\"", bytes >> 10),
+        ])
+        .arg(program());
     command
 }
 
@@ -103,20 +129,36 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
             &["import", "-o", "-"],
         ];
         // One of the two has no milestones, which is reported and no lack of memory.
-        let reported = ["no milestone", "nothing to account for", "nothing new for", "no time passes"];
+        let reported = [
+            "no milestone",
+            "nothing to account for",
+            "nothing new for",
+            "no time passes",
+        ];
         let files = of_file.into_iter().map(|words| (words, path.as_path()));
-        for (words, path) in of_directory.into_iter().map(|words| (words, dir.0.as_path())).chain(files) {
+        for (words, path) in of_directory
+            .into_iter()
+            .map(|words| (words, dir.0.as_path()))
+            .chain(files)
+        {
             // The large ones take an unoptimised program seconds: before one reader of each kind.
-            if size == LARGE && ![["list", "--dir"], ["show", "--json"], ["export", "--html"]].iter().any(|large| words == large) {
+            if size == LARGE
+                && ![["list", "--dir"], ["show", "--json"], ["export", "--html"]]
+                    .iter()
+                    .any(|large| words == large)
+            {
                 continue;
             }
             let Output { status, stderr, .. } = run(memory(size), words, path);
             let why = String::from_utf8_lossy(&stderr);
-            let fine = status.success() || (status.code().is_some() && reported.iter().any(|t| why.to_lowercase().contains(t)));
+            let fine = status.success()
+                || (status.code().is_some()
+                    && reported.iter().any(|t| why.to_lowercase().contains(t)));
             assert!(fine, "{words:?} of {size} bytes of {name}: {status}: {why}");
         }
         if size == LARGE {
-            let shown = String::from_utf8(run(memory(size), &["show", "--json"], &path).stdout).unwrap();
+            let shown =
+                String::from_utf8(run(memory(size), &["show", "--json"], &path).stdout).unwrap();
             assert!(shown.contains("\"too_large\""), "{name} is no worst boot");
         }
     }
@@ -127,16 +169,26 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
 fn a_log_of_a_hundred_thousand_boots_is_read_in_bounded_memory() {
     let dir = folder();
     let line = |n: usize| {
-        let stamp = format!("2026-11-23T11:{:02}:{:02}.{:03}Z", n / 60_000 % 60, n / 1000 % 60, n % 1000);
+        let stamp = format!(
+            "2026-11-23T11:{:02}:{:02}.{:03}Z",
+            n / 60_000 % 60,
+            n / 1000 % 60,
+            n % 1000
+        );
         let banner = format!("[    0.000000] Linux version 6.{n}");
-        format!("time=\"{stamp}\" level=debug msg=\"reading guest console\" sandbox=s vmconsole=\"{banner}\"\n")
+        format!(
+            "time=\"{stamp}\" level=debug msg=\"reading guest console\" sandbox=s vmconsole=\"{banner}\"\n"
+        )
     };
     let log: String = (0..100_000).map(line).collect();
     let path = dir.0.join("containerd.log");
     std::fs::write(&path, &log).unwrap();
     let Output { status, stderr, .. } = run(memory(log.len()), &["import", "-o", "-"], &path);
     let why = String::from_utf8_lossy(&stderr);
-    assert!(status.code() == Some(1) && why.contains("and 99960 more"), "{status}: {why}");
+    assert!(
+        status.code() == Some(1) && why.contains("and 99960 more"),
+        "{status}: {why}"
+    );
 }
 
 #[test]
@@ -151,10 +203,26 @@ fn too_little_memory_ends_the_program() {
 fn the_collector_counts_the_worst_boots_in_64_mib() {
     let dir = folder();
     let mut command = limited(COLLECTOR);
-    command.args(["collect", "--no-vsock", "--no-vms", "--metrics", "0", "--limit", "goodbye=1", "--dir"]).arg(dir.0.join("boots"));
+    command
+        .args([
+            "collect",
+            "--no-vsock",
+            "--no-vms",
+            "--metrics",
+            "0",
+            "--limit",
+            "goodbye=1",
+            "--dir",
+        ])
+        .arg(dir.0.join("boots"));
     let collector = Collector::of(command.arg("--uds").arg(dir.0.join("v")));
     let address = metrics_address(&collector);
-    let count = |outcome: &str| value(&get(address, "/metrics"), &format!("kata_gpu_boot_boots_total{{outcome=\"{outcome}\"}}"));
+    let count = |outcome: &str| {
+        value(
+            &get(address, "/metrics"),
+            &format!("kata_gpu_boot_boots_total{{outcome=\"{outcome}\"}}"),
+        )
+    };
     for (n, line) in [(1, trees as fn(usize) -> String), (2, everything)] {
         let guest = boot(SMALL, line).replace(&boot_id(1), &boot_id(n));
         let mut raw = Raw::connect(&socket(&dir.0, "v"));
@@ -162,10 +230,18 @@ fn the_collector_counts_the_worst_boots_in_64_mib() {
         let (header, rest) = guest.split_once('\n').unwrap();
         raw.say(format!("{header}\n{}", rest.split_once('\n').unwrap().1));
         drop(raw);
-        until("it is over and counted", || count("implausible") + count("unfinished") == n as f64);
+        until("it is over and counted", || {
+            count("implausible") + count("unfinished") == n as f64
+        });
     }
     // The first is strange, the second has more GPUs than any machine.
     assert_eq!((count("unfinished"), count("implausible")), (1.0, 1.0));
-    assert_eq!(value(&get(address, "/metrics"), "kata_gpu_boot_gpus_total{result=\"failed\"}"), 0.0);
+    assert_eq!(
+        value(
+            &get(address, "/metrics"),
+            "kata_gpu_boot_gpus_total{result=\"failed\"}"
+        ),
+        0.0
+    );
     collector.stop();
 }

@@ -156,27 +156,60 @@ fn micros(at: Duration) -> Micros {
 
 /// The address of a GPU in the world.
 pub fn address(gpu: usize) -> PciAddress {
-    format!("0001:00:{gpu:02x}.0").parse().unwrap_or_else(|error| panic!("address of GPU {gpu}: {error}"))
+    format!("0001:00:{gpu:02x}.0")
+        .parse()
+        .unwrap_or_else(|error| panic!("address of GPU {gpu}: {error}"))
 }
 
 fn id(gpu: usize, generation: u32) -> GpuId {
-    GpuId { address: address(gpu), generation }
+    GpuId {
+        address: address(gpu),
+        generation,
+    }
 }
 
 /// Runs a schedule of this policy on this host, until all is settled and made, or for long.
-pub fn drive(host: &Host, policy: Policy, containers: &[Container], overhead: Overhead, seed: u64) -> Run {
+pub fn drive(
+    host: &Host,
+    policy: Policy,
+    containers: &[Container],
+    overhead: Overhead,
+    seed: u64,
+) -> Run {
     Guest::new(host, policy, containers, overhead, seed).run()
 }
 
 /// The same with a schedule that is broken.
-pub fn drive_broken(host: &Host, policy: Policy, overhead: Overhead, seed: u64, broken: Broken) -> Run {
-    Guest { broken, ..Guest::new(host, policy, &[], overhead, seed) }.run()
+pub fn drive_broken(
+    host: &Host,
+    policy: Policy,
+    overhead: Overhead,
+    seed: u64,
+    broken: Broken,
+) -> Run {
+    Guest {
+        broken,
+        ..Guest::new(host, policy, &[], overhead, seed)
+    }
+    .run()
 }
 
 impl<'h> Guest<'h> {
-    fn new(host: &'h Host, policy: Policy, containers: &[Container], overhead: Overhead, seed: u64) -> Self {
+    fn new(
+        host: &'h Host,
+        policy: Policy,
+        containers: &[Container],
+        overhead: Overhead,
+        seed: u64,
+    ) -> Self {
         let count = host.gpus.len();
-        let gpus = (0..count).map(|k| Gpu { id: id(k, k as u32), gone: false, ordered: None, opened: None, enabling: 0 });
+        let gpus = (0..count).map(|k| Gpu {
+            id: id(k, k as u32),
+            gone: false,
+            ordered: None,
+            opened: None,
+            enabling: 0,
+        });
         let run = Run {
             bound: vec![None; count],
             published: vec![None; count],
@@ -224,7 +257,11 @@ impl<'h> Guest<'h> {
             let frozen = self.world.is_frozen();
             let due = self.pending.iter().map(|(at, ..)| *at).min();
             let deadline = self.schedule.deadline(time(self.world.now())).map(micros);
-            let limit = due.into_iter().chain(deadline).min().map(|at| at.max(self.world.now()));
+            let limit = due
+                .into_iter()
+                .chain(deadline)
+                .min()
+                .map(|at| at.max(self.world.now()));
             if limit.is_none_or(|at| frozen || at > self.world.now()) {
                 let limit = limit.filter(|_| !frozen);
                 if !self.world.advance(limit) {
@@ -246,19 +283,28 @@ impl<'h> Guest<'h> {
         let mut containers = self.containers.iter().zip(&self.run.containers);
         let made = containers.all(|(wanted, made)| made.is_some() || !self.can_be_made(wanted));
         self.run.settled.is_some()
-            && self.pending.iter().all(|(_, _, action)| matches!(action, Action::AgentLooks(_)))
+            && self
+                .pending
+                .iter()
+                .all(|(_, _, action)| matches!(action, Action::AgentLooks(_)))
             && made
             && !self.more_to_come()
     }
 
     fn can_be_made(&self, container: &Container) -> bool {
-        container.gpus.iter().all(|k| self.run.published[*k].is_some())
+        container
+            .gpus
+            .iter()
+            .all(|k| self.run.published[*k].is_some())
     }
 
     /// GPUs that will be plugged in or torn out.
     fn more_to_come(&self) -> bool {
         let functions = self.world.host().gpus.iter();
-        functions.flat_map(|f| [f.plugged_at, f.removed_at]).flatten().any(|at| at > self.world.now())
+        functions
+            .flat_map(|f| [f.plugged_at, f.removed_at])
+            .flatten()
+            .any(|at| at > self.world.now())
     }
 
     fn at(&mut self, at: Micros, action: Action) {
@@ -290,7 +336,11 @@ impl<'h> Guest<'h> {
         loop {
             self.listen();
             let now = self.world.now();
-            let due = self.pending.iter().enumerate().filter(|(_, (at, ..))| *at <= now);
+            let due = self
+                .pending
+                .iter()
+                .enumerate()
+                .filter(|(_, (at, ..))| *at <= now);
             let next = due.min_by_key(|(_, (at, count, _))| (*at, *count));
             match next {
                 Some((next, _)) => {
@@ -311,7 +361,10 @@ impl<'h> Guest<'h> {
     }
 
     fn report(&mut self, fact: schedule::Fact) {
-        let ends = matches!(fact, schedule::Fact::Initialised(..) | schedule::Fact::Usable(_));
+        let ends = matches!(
+            fact,
+            schedule::Fact::Initialised(..) | schedule::Fact::Usable(_)
+        );
         if self.broken == Broken::Forgets && ends {
             return;
         }
@@ -343,8 +396,17 @@ impl<'h> Guest<'h> {
             Fact::Plugged(k) => {
                 let generation = self.gpus[k].id.generation + PLUGGED;
                 let id_now = id_of(self.gpus[k].id, generation);
-                self.gpus[k] = Gpu { id: id_now, gone: false, ordered: None, opened: None, enabling: 0 };
-                self.soon(Action::Report(schedule::Fact::Found(id(self, k), Arrival::Enabled)));
+                self.gpus[k] = Gpu {
+                    id: id_now,
+                    gone: false,
+                    ordered: None,
+                    opened: None,
+                    enabling: 0,
+                };
+                self.soon(Action::Report(schedule::Fact::Found(
+                    id(self, k),
+                    Arrival::Enabled,
+                )));
                 // The kernel lets a driver that is there have it.
                 if self.world.registered() {
                     self.soon(Action::Begin(Order::Probe(k)));
@@ -357,8 +419,15 @@ impl<'h> Guest<'h> {
             }
             Fact::Enabled(k, true) => {
                 let took = self.world.now() - self.gpus[k].enabling;
-                let took = if self.broken == Broken::ThinksFast { 0 } else { took };
-                self.soon(Action::Report(schedule::Fact::Enabled(id(self, k), time(took))));
+                let took = if self.broken == Broken::ThinksFast {
+                    0
+                } else {
+                    took
+                };
+                self.soon(Action::Report(schedule::Fact::Enabled(
+                    id(self, k),
+                    time(took),
+                )));
             }
             Fact::Enabled(k, false) | Fact::Probed(k, false) => {
                 self.soon(Action::Report(schedule::Fact::Failed(id(self, k))));
@@ -372,7 +441,11 @@ impl<'h> Guest<'h> {
                     self.run.usable[k] = Some(self.world.now());
                 }
                 self.soon(Action::Report(schedule::Fact::Initialised(gpu, well)));
-                let end = if well { schedule::Fact::Usable(gpu) } else { schedule::Fact::Failed(gpu) };
+                let end = if well {
+                    schedule::Fact::Usable(gpu)
+                } else {
+                    schedule::Fact::Failed(gpu)
+                };
                 self.at(self.world.now() + self.overhead.report, Action::Report(end));
             }
             Fact::Loaded(true) => {
@@ -437,7 +510,10 @@ impl<'h> Guest<'h> {
                 }
             }
             Action::Publish(gpu) if !self.control_ready => self.publications.push(gpu),
-            Action::Publish(gpu) => self.at(self.world.now() + self.overhead.publish, Action::Published(gpu)),
+            Action::Publish(gpu) => self.at(
+                self.world.now() + self.overhead.publish,
+                Action::Published(gpu),
+            ),
             Action::Published(gpu) => {
                 if let Some(k) = self.index(gpu) {
                     self.run.published[k] = self.run.published[k].or(Some(self.world.now()));
@@ -475,7 +551,8 @@ impl<'h> Guest<'h> {
         self.run.outcome.orders.push((self.world.now(), order));
         match order {
             // Gone, or in the kernel's hands already.
-            Order::Probe(k) | Order::Enable(k) if !matches!(self.world.at(k), At::Present | At::Enabled) => {}
+            Order::Probe(k) | Order::Enable(k)
+                if !matches!(self.world.at(k), At::Present | At::Enabled) => {}
             Order::Probe(k) if !self.world.registered() => {
                 // Beside a load that has failed: its turn comes when another load is over.
                 if self.gpus[k].ordered.is_some() {
@@ -499,10 +576,13 @@ impl<'h> Guest<'h> {
                         self.begin(Order::Enable(k));
                     }
                 }
-                schedule::Order::Load { gpus, one_by_one, .. } => {
+                schedule::Order::Load {
+                    gpus, one_by_one, ..
+                } => {
                     // A load after a failed one starts afresh.
                     (self.load_ordered, self.load_failed) = (Some(self.world.now()), false);
-                    let gpus: Vec<usize> = gpus.into_iter().filter_map(|gpu| self.index(gpu)).collect();
+                    let gpus: Vec<usize> =
+                        gpus.into_iter().filter_map(|gpu| self.index(gpu)).collect();
                     let later = gpus.iter().skip(1).filter(|_| one_by_one);
                     self.candidates = later.rev().copied().collect();
                     match gpus.first() {
@@ -534,7 +614,9 @@ impl<'h> Guest<'h> {
     fn broken_order(&mut self, order: schedule::Order) -> schedule::Order {
         match (self.broken, order) {
             (Broken::LastFirst, schedule::Order::Enable(gpu, holds)) => {
-                let last = (0..self.gpus.len()).rev().find(|k| self.world.at(*k) == At::Present);
+                let last = (0..self.gpus.len())
+                    .rev()
+                    .find(|k| self.world.at(*k) == At::Present);
                 schedule::Order::Enable(last.map_or(gpu, |k| self.gpus[k].id), holds)
             }
             (Broken::ProbesTwo, schedule::Order::Probe(gpu, Probe::Bind)) => {
@@ -555,7 +637,9 @@ impl<'h> Guest<'h> {
         match how {
             Probe::Load => {}
             // A probe by the kernel has failed before the GPU was found, and so does the next one.
-            Probe::Bind | Probe::DuringLoad | Probe::BeforeEnable if self.load_failed || self.world.at(k) == At::Failed => {
+            Probe::Bind | Probe::DuringLoad | Probe::BeforeEnable
+                if self.load_failed || self.world.at(k) == At::Failed =>
+            {
                 let gpu = self.gpus[k].id;
                 self.soon(Action::Report(schedule::Fact::Failed(gpu)));
             }
@@ -571,28 +655,49 @@ impl<'h> Guest<'h> {
         let now = self.world.now();
         let limit = micros(Limit::LaneHold.after());
         let initialises = |k| matches!(self.world.at(k), At::Attach(_) | At::Boot | At::State);
-        let hangs = |(k, gpu): (usize, &Gpu)| initialises(k) && gpu.opened.is_some_and(|at| at + micros(Limit::InitHangs.after()) <= now);
-        let overdue = if self.gpus.iter().enumerate().any(hangs) { Some(now) } else { self.overdue };
+        let hangs = |(k, gpu): (usize, &Gpu)| {
+            initialises(k)
+                && gpu
+                    .opened
+                    .is_some_and(|at| at + micros(Limit::InitHangs.after()) <= now)
+        };
+        let overdue = if self.gpus.iter().enumerate().any(hangs) {
+            Some(now)
+        } else {
+            self.overdue
+        };
         let stalls = [self.world.kernel_mapped(), overdue];
         let stalled = |since: Micros| stalls.into_iter().flatten().any(|at| since <= at);
-        let within = |since: Option<Micros>| since.is_some_and(|since| now < since + limit && !stalled(since));
-        let of = |wanted: &dyn Fn(&Gpu, usize) -> bool| -> Vec<usize> {
-            self.gpus.iter().enumerate().filter(|(k, gpu)| wanted(gpu, *k)).map(|(k, _)| k).collect()
+        let within = |since: Option<Micros>| {
+            since.is_some_and(|since| now < since + limit && !stalled(since))
         };
-        let probing = of(&|gpu, k| gpu.id.generation < PLUGGED && within(gpu.ordered) && probes(&self.world, k));
+        let of = |wanted: &dyn Fn(&Gpu, usize) -> bool| -> Vec<usize> {
+            self.gpus
+                .iter()
+                .enumerate()
+                .filter(|(k, gpu)| wanted(gpu, *k))
+                .map(|(k, _)| k)
+                .collect()
+        };
+        let probing = of(&|gpu, k| {
+            gpu.id.generation < PLUGGED && within(gpu.ordered) && probes(&self.world, k)
+        });
         let attaching = of(&|gpu, k| within(gpu.opened) && self.world.attaches(k));
         let loading = self.world.load_begun() && !self.world.uvm_loaded();
         let loading = loading && !self.load_sleeps() && within(self.load_ordered);
         let slow = self.measured && self.world.host().gpus[k].times.enable >= SLOW;
         if slow && (!attaching.is_empty() || !probing.is_empty() || loading) {
-            let what = format!("GPU {k}: attaching {attaching:?}, probing {probing:?}, loading {loading}");
+            let what =
+                format!("GPU {k}: attaching {attaching:?}, probing {probing:?}, loading {loading}");
             self.run.trespasses.push((now, what));
         }
     }
 
     /// The load's own probe sleeps behind a firewall.
     fn load_sleeps(&self) -> bool {
-        self.world.registered() && !self.world.loaded() && self.world.counts(|at| at == At::Sleep) > 0
+        self.world.registered()
+            && !self.world.loaded()
+            && self.world.counts(|at| at == At::Sleep) > 0
     }
 }
 

@@ -81,8 +81,19 @@ pub struct Host {
 impl Host {
     /// `count` equal GPUs without faults, a relaxed driver that is loaded, vCPUs to spare.
     pub fn of(count: usize, times: Times) -> Self {
-        let gpu = Function { times, fault: Fault::None, plugged_at: None, removed_at: None };
-        Self { vcpus: 4, relaxed: true, load: None, grace: 5_000, gpus: vec![gpu; count] }
+        let gpu = Function {
+            times,
+            fault: Fault::None,
+            plugged_at: None,
+            removed_at: None,
+        };
+        Self {
+            vcpus: 4,
+            relaxed: true,
+            load: None,
+            grace: 5_000,
+            gpus: vec![gpu; count],
+        }
     }
 }
 
@@ -211,7 +222,10 @@ impl Queue {
     }
 
     fn position(&self, who: usize) -> usize {
-        self.who[..self.len].iter().position(|w| usize::from(*w) == who).map_or(0, |p| p + 1)
+        self.who[..self.len]
+            .iter()
+            .position(|w| usize::from(*w) == who)
+            .map_or(0, |p| p + 1)
     }
 }
 
@@ -251,11 +265,17 @@ pub struct World<'h> {
 impl<'h> World<'h> {
     pub fn new(host: &'h Host) -> Self {
         assert!(host.gpus.len() <= MOST, "{MOST} GPUs at most");
-        let absent = Gpu { at: At::Absent, wait: Wait::Nothing, enabled: false, removed: false };
+        let absent = Gpu {
+            at: At::Absent,
+            wait: Wait::Nothing,
+            enabled: false,
+            removed: false,
+        };
         let mut gpus = [absent; MOST];
         for (gpu, function) in gpus.iter_mut().zip(&host.gpus) {
             // A GPU that is removed before it is plugged in was present.
-            let removed_before = |plugged| function.removed_at.is_some_and(|removed| removed < plugged);
+            let removed_before =
+                |plugged| function.removed_at.is_some_and(|removed| removed < plugged);
             if function.plugged_at.is_none_or(removed_before) {
                 gpu.at = At::Present;
             }
@@ -268,7 +288,11 @@ impl<'h> World<'h> {
             for_host: Queue::default(),
             driver_holder: None,
             for_driver: Queue::default(),
-            load: if host.load.is_some() { Load::NotBegun } else { Load::Over },
+            load: if host.load.is_some() {
+                Load::NotBegun
+            } else {
+                Load::Over
+            },
             load_probes: 0,
             waiters: Vec::new(),
             facts: Vec::new(),
@@ -311,7 +335,10 @@ impl<'h> World<'h> {
 
     /// GPUs for which that holds.
     pub fn counts(&self, is: impl Fn(At) -> bool) -> usize {
-        self.gpus[..self.count()].iter().filter(|g| is(g.at)).count()
+        self.gpus[..self.count()]
+            .iter()
+            .filter(|g| is(g.at))
+            .count()
     }
 
     /// The first GPU, in PCI order, that is there.
@@ -326,7 +353,11 @@ impl<'h> World<'h> {
 
     /// Threads that spin while the host maps: for H, or for the vCPU that maps.
     pub fn spinning(&self) -> usize {
-        if self.mapping.is_some() { self.for_host.len + usize::from(self.load_spins()) } else { 0 }
+        if self.mapping.is_some() {
+            self.for_host.len + usize::from(self.load_spins())
+        } else {
+            0
+        }
     }
 
     /// How long threads have spun, all together.
@@ -351,7 +382,10 @@ impl<'h> World<'h> {
 
     /// Character devices are there.
     pub fn loaded(&self) -> bool {
-        matches!(self.load, Load::Uvm(_) | Load::UvmWaits | Load::UvmEnds | Load::Over)
+        matches!(
+            self.load,
+            Load::Uvm(_) | Load::UvmWaits | Load::UvmEnds | Load::Over
+        )
     }
 
     pub fn load_begun(&self) -> bool {
@@ -414,13 +448,22 @@ impl<'h> World<'h> {
             Order::Load(gpu) => self.begin_load(gpu, 1 << gpu),
             Order::LoadAll => self.begin_load(0, u32::MAX),
             Order::Enable(gpu) => {
-                assert_eq!(self.at(gpu), At::Present, "enable GPU {gpu} at {}", self.now);
+                assert_eq!(
+                    self.at(gpu),
+                    At::Present,
+                    "enable GPU {gpu} at {}",
+                    self.now
+                );
                 self.gpus[gpu].at = At::Enable;
                 self.wait_for_host(gpu);
             }
             Order::Probe(gpu) => {
                 let at = self.at(gpu);
-                assert!(matches!(at, At::Present | At::Enabled), "probe GPU {gpu}: {at:?} at {}", self.now);
+                assert!(
+                    matches!(at, At::Present | At::Enabled),
+                    "probe GPU {gpu}: {at:?} at {}",
+                    self.now
+                );
                 assert!(self.registered(), "probe GPU {gpu}: no driver");
                 self.begin_probe(gpu);
             }
@@ -431,14 +474,22 @@ impl<'h> World<'h> {
             }
             Order::Open(gpu) => {
                 let at = self.at(gpu);
-                assert!(matches!(at, At::Bound | At::Known), "open GPU {gpu}: {at:?} at {}", self.now);
+                assert!(
+                    matches!(at, At::Bound | At::Known),
+                    "open GPU {gpu}: {at:?} at {}",
+                    self.now
+                );
                 assert!(self.loaded(), "open GPU {gpu}: no character device");
                 self.gpus[gpu].at = At::Attach(0);
                 self.wait_for_driver(gpu);
             }
             Order::Wait(who, left) => {
                 let grace_ends = self.now + self.host.grace;
-                self.waiters.push(Waiter { who, left, grace_ends });
+                self.waiters.push(Waiter {
+                    who,
+                    left,
+                    grace_ends,
+                });
             }
         }
         self.settle();
@@ -476,7 +527,8 @@ impl<'h> World<'h> {
                 Wait::EveryGpu => 3,
             };
             let places = (self.for_host.position(k) << 5 | self.for_driver.position(k)) as u128;
-            let holds = u128::from(self.driver_holder == Some(k)) << 1 | u128::from(self.mapping == Some(k));
+            let holds = u128::from(self.driver_holder == Some(k)) << 1
+                | u128::from(self.mapping == Some(k));
             *key = at << 100 | wait << 32 | places << 8 | holds << 1 | u128::from(gpu.enabled);
         }
         keys[..self.count()].sort_unstable();

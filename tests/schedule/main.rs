@@ -20,10 +20,17 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (kind, seed) = match &arguments[..] {
         [cases] => return cases.parse().map_or_else(|_| usage(), all),
-        [kind, seed] => (Trouble::ALL.into_iter().find(|trouble| format!("{trouble:?}") == *kind), seed.parse().ok()),
+        [kind, seed] => (
+            Trouble::ALL
+                .into_iter()
+                .find(|trouble| format!("{trouble:?}") == *kind),
+            seed.parse().ok(),
+        ),
         _ => (None, None),
     };
-    let (Some(trouble), Some(seed)) = (kind, seed) else { return usage() };
+    let (Some(trouble), Some(seed)) = (kind, seed) else {
+        return usage();
+    };
     one(&Case::random(seed, trouble))
 }
 
@@ -37,10 +44,24 @@ fn all(cases: u64) -> ExitCode {
     for trouble in Trouble::ALL {
         let counts = complaints(trouble, cases);
         found += counts.values().sum::<u64>();
-        let counts: Vec<String> = counts.iter().map(|(property, count)| format!("{count} {property:?}")).collect();
-        println!("{trouble:?}: {cases} bring-ups, complaints: {}", if counts.is_empty() { "none".into() } else { counts.join(", ") });
+        let counts: Vec<String> = counts
+            .iter()
+            .map(|(property, count)| format!("{count} {property:?}"))
+            .collect();
+        println!(
+            "{trouble:?}: {cases} bring-ups, complaints: {}",
+            if counts.is_empty() {
+                "none".into()
+            } else {
+                counts.join(", ")
+            }
+        );
     }
-    if found == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if found == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 /// On all CPUs; the order of what is printed is any.
@@ -69,7 +90,9 @@ fn complaints(trouble: Trouble, cases: u64) -> Counts {
         let mut all = Counts::new();
         for thread in threads {
             match thread.join() {
-                Ok(counts) => counts.into_iter().for_each(|(property, count)| *all.entry(property).or_default() += count),
+                Ok(counts) => counts
+                    .into_iter()
+                    .for_each(|(property, count)| *all.entry(property).or_default() += count),
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         }
@@ -80,18 +103,45 @@ fn complaints(trouble: Trouble, cases: u64) -> Counts {
 /// Prints events of the model (`world`), reports, orders, and steps as they begin, in ms.
 fn one(case: &Case) -> ExitCode {
     let run = case.run();
-    println!("{:#?}\n{:?}\n{:?}\n{:?}", case.host, case.policy, case.containers, case.overhead);
+    println!(
+        "{:#?}\n{:?}\n{:?}\n{:?}",
+        case.host, case.policy, case.containers, case.overhead
+    );
     let mut events: Vec<(u64, u8, String)> = Vec::new();
-    events.extend(run.outcome.facts.iter().map(|(at, fact)| (*at, 0, format!("        world  {fact:?}"))));
-    events.extend(run.reports.iter().map(|(at, fact)| (*at, 1, format!("    report {fact:?}"))));
-    events.extend(run.orders.iter().map(|(at, order)| (*at, 2, format!("ORDER {order:?}"))));
-    events.extend(run.outcome.orders.iter().map(|(at, order)| (*at, 3, format!("        begins {order:?}"))));
+    events.extend(
+        run.outcome
+            .facts
+            .iter()
+            .map(|(at, fact)| (*at, 0, format!("        world  {fact:?}"))),
+    );
+    events.extend(
+        run.reports
+            .iter()
+            .map(|(at, fact)| (*at, 1, format!("    report {fact:?}"))),
+    );
+    events.extend(
+        run.orders
+            .iter()
+            .map(|(at, order)| (*at, 2, format!("ORDER {order:?}"))),
+    );
+    events.extend(
+        run.outcome
+            .orders
+            .iter()
+            .map(|(at, order)| (*at, 3, format!("        begins {order:?}"))),
+    );
     events.sort_by_key(|(at, rank, _)| (*at, *rank));
     for (at, _, text) in events {
         println!("{:10}.{:03} {text}", at / 1000, at % 1000);
     }
     println!("at the end: {:?}", run.at);
     let complaints = case.complaints(&run);
-    complaints.iter().for_each(|complaint| println!("{complaint}"));
-    if complaints.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    complaints
+        .iter()
+        .for_each(|complaint| println!("{complaint}"));
+    if complaints.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }

@@ -80,10 +80,27 @@ pub fn search(host: &Host, rule: Rule, known: Micros, most: usize) -> Found {
     let world = World::new(host);
     let bound = least(&world, rule);
     let (orders, path, seen) = (Vec::new(), Vec::new(), HashMap::default());
-    let mut search = Search { best: known + 1, orders, path, seen, rule, visited: 0, most };
+    let mut search = Search {
+        best: known + 1,
+        orders,
+        path,
+        seen,
+        rule,
+        visited: 0,
+        most,
+    };
     search.visit(world, Turn::Opens);
-    let bound = if search.visited < most { search.best } else { bound };
-    Found { usable: search.best, orders: search.orders, bound, visited: search.visited }
+    let bound = if search.visited < most {
+        search.best
+    } else {
+        bound
+    };
+    Found {
+        usable: search.best,
+        orders: search.orders,
+        bound,
+        visited: search.visited,
+    }
 }
 
 impl Search {
@@ -123,7 +140,9 @@ impl Search {
         }
         let firewall = world.host().gpus[0].times.firewall > 0;
         if turn <= Turn::Probes && world.registered() {
-            let one = world.counts(|at| matches!(at, At::Sleep | At::ProbeEnable | At::Probe | At::Uuid)) > 0;
+            let one = world
+                .counts(|at| matches!(at, At::Sleep | At::ProbeEnable | At::Probe | At::Uuid))
+                > 0;
             if let Some(gpu) = world.first(At::Enabled).filter(|_| firewall || !one) {
                 self.take(world, Order::Probe(gpu), Turn::Probes);
             }
@@ -157,7 +176,11 @@ impl Search {
     }
 
     fn breaks_rule(&self, world: &World) -> bool {
-        let mapped_by_probe = || world.mapping().is_some_and(|gpu| world.at(gpu) == At::ProbeEnable);
+        let mapped_by_probe = || {
+            world
+                .mapping()
+                .is_some_and(|gpu| world.at(gpu) == At::ProbeEnable)
+        };
         match self.rule {
             Rule::NothingSpins => world.spinning() > 0,
             Rule::NoneInsideS1 => mapped_by_probe() && world.attaching(),
@@ -191,12 +214,17 @@ impl Search {
 /// behind one.
 fn looks(world: &World) -> Option<Micros> {
     let gpu = world.mapping()?;
-    let Wait::Until(end) = world.waits(gpu) else { return None };
+    let Wait::Until(end) = world.waits(gpu) else {
+        return None;
+    };
     let times = world.host().gpus[gpu].times;
     let due = |(enablings, s1): (Micros, Micros)| {
         let wakes = end + enablings * times.enable + s1 * times.s1;
         wakes.checked_sub(times.firewall)
     };
     let ways = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)];
-    ways.into_iter().filter_map(due).filter(|at| *at > world.now()).min()
+    ways.into_iter()
+        .filter_map(due)
+        .filter(|at| *at > world.now())
+        .min()
 }

@@ -43,18 +43,31 @@ pub fn run(host: &Host, policy: &mut dyn Policy) -> Option<Outcome> {
             return None;
         }
     }
-    Some(Outcome { spun: world.spun(), ..outcome }.summed_up())
+    Some(
+        Outcome {
+            spun: world.spun(),
+            ..outcome
+        }
+        .summed_up(),
+    )
 }
 
 impl Outcome {
     /// Fills in the times from the facts.
     pub fn summed_up(mut self) -> Self {
         let facts = &self.facts;
-        let times = |is: fn(&Fact) -> bool| facts.iter().filter(move |(_, fact)| is(fact)).map(|(at, _)| *at);
+        let times = |is: fn(&Fact) -> bool| {
+            facts
+                .iter()
+                .filter(move |(_, fact)| is(fact))
+                .map(|(at, _)| *at)
+        };
         let usable = |fact: &Fact| matches!(fact, Fact::Initialised(_, true));
         let last_usable = times(usable).max().unwrap_or(0);
         let first_usable = times(usable).min().unwrap_or(0);
-        let published = times(|fact| matches!(fact, Fact::Looked(_))).max().unwrap_or(0);
+        let published = times(|fact| matches!(fact, Fact::Looked(_)))
+            .max()
+            .unwrap_or(0);
         (self.usable, self.first_usable, self.published) = (last_usable, first_usable, published);
         self
     }
@@ -64,7 +77,8 @@ impl Outcome {
 /// begins now. A probe that waits for the driver does not count: it can get the driver behind that
 /// enabling.
 pub fn probes(world: &World, gpu: usize) -> bool {
-    matches!(world.at(gpu), At::Probe | At::Uuid | At::Look | At::Bound) && world.waits(gpu) != Wait::Driver
+    matches!(world.at(gpu), At::Probe | At::Uuid | At::Look | At::Bound)
+        && world.waits(gpu) != Wait::Driver
 }
 
 /// Whether this holds for any GPU ([`probes`]).
@@ -102,7 +116,10 @@ impl Policy for OneBesideTheLane {
         if may && let Some(gpu) = world.first(At::Known) {
             return Some(Order::Open(gpu));
         }
-        world.first(At::Present).filter(|_| !world.attaching()).map(Order::Enable)
+        world
+            .first(At::Present)
+            .filter(|_| !world.attaching())
+            .map(Order::Enable)
     }
 }
 

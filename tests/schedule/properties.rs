@@ -47,7 +47,11 @@ pub struct Complaint {
 
 impl std::fmt::Display for Complaint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:?}, seed {}: {}: {}", self.trouble, self.seed, self.property, self.text)
+        write!(
+            f,
+            "{:?}, seed {}: {}: {}",
+            self.trouble, self.seed, self.property, self.text
+        )
     }
 }
 
@@ -77,7 +81,12 @@ impl Case {
                 s2: vary(s2, 110),
                 s3: vary(s3, 110),
             };
-            Function { times, fault: Fault::None, plugged_at: None, removed_at: None }
+            Function {
+                times,
+                fault: Fault::None,
+                plugged_at: None,
+                removed_at: None,
+            }
         };
         let mut gpus: Vec<Function> = (0..count).map(|_| gpu()).collect();
         trouble.befall(&mut gpus, &mut random);
@@ -92,9 +101,17 @@ impl Case {
             true => Bind::Auto,
             false => random.one_of(&[Bind::Insmod, Bind::Pipelined, Bind::Concurrent]),
         };
-        let init = if random.percent(90) { Init::Parallel } else { Init::Serial };
+        let init = if random.percent(90) {
+            Init::Parallel
+        } else {
+            Init::Serial
+        };
         let driver = if relaxed { "550.163.01" } else { "535.230.02" };
-        let there = host.gpus.iter().filter(|gpu| gpu.plugged_at.is_none()).count();
+        let there = host
+            .gpus
+            .iter()
+            .filter(|gpu| gpu.plugged_at.is_none())
+            .count();
         let facts = Facts {
             gpus: there,
             firewall: firewall > 0,
@@ -109,39 +126,88 @@ impl Case {
             graces: random.between(1, 4) as u8,
         });
         let containers = containers.collect();
-        let (report, publish, files) = (random.below(3) * MS, random.below(20) * MS, random.below(60) * MS);
-        let overhead = Overhead { report, publish, files };
-        let policy = Policy { bind, init, relaxed: true, no_gpus: false, enable: None, facts };
-        Self { seed, host, policy, containers, overhead, trouble }
+        let (report, publish, files) = (
+            random.below(3) * MS,
+            random.below(20) * MS,
+            random.below(60) * MS,
+        );
+        let overhead = Overhead {
+            report,
+            publish,
+            files,
+        };
+        let policy = Policy {
+            bind,
+            init,
+            relaxed: true,
+            no_gpus: false,
+            enable: None,
+            facts,
+        };
+        Self {
+            seed,
+            host,
+            policy,
+            containers,
+            overhead,
+            trouble,
+        }
     }
 
     pub fn run(&self) -> Run {
-        drive(&self.host, self.policy.clone(), &self.containers, self.overhead, self.seed)
+        drive(
+            &self.host,
+            self.policy.clone(),
+            &self.containers,
+            self.overhead,
+            self.seed,
+        )
     }
 
     pub fn run_broken(&self, broken: Broken) -> Run {
-        drive_broken(&self.host, self.policy.clone(), self.overhead, self.seed, broken)
+        drive_broken(
+            &self.host,
+            self.policy.clone(),
+            self.overhead,
+            self.seed,
+            broken,
+        )
     }
 
     /// All that is wrong with a run of this case.
     pub fn complaints(&self, run: &Run) -> Vec<Complaint> {
         const PROPERTIES: [(&str, Property); 6] = [
             ("all end", Case::ends),
-            ("a hang costs one limit", Case::hangs_cost_what_the_table_says),
+            (
+                "a hang costs one limit",
+                Case::hangs_cost_what_the_table_says,
+            ),
             ("one probe at a time", Case::probes_go_one_at_a_time),
             ("PCI order", Case::order_is_pci),
             ("nobody is trespassed on", Case::nobody_is_trespassed),
-            ("publication waits for no lane", Case::publication_waits_for_no_lane),
+            (
+                "publication waits for no lane",
+                Case::publication_waits_for_no_lane,
+            ),
         ];
         let complaint = |&(property, check): &(&'static str, Property)| {
             let text = check(self, run).err()?;
-            Some(Complaint { seed: self.seed, trouble: self.trouble, property, text })
+            Some(Complaint {
+                seed: self.seed,
+                trouble: self.trouble,
+                property,
+                text,
+            })
         };
         PROPERTIES.iter().filter_map(complaint).collect()
     }
 
     fn hangs(&self) -> usize {
-        self.host.gpus.iter().filter(|gpu| matches!(gpu.fault, Fault::ProbeHangs | Fault::InitHangs)).count()
+        self.host
+            .gpus
+            .iter()
+            .filter(|gpu| matches!(gpu.fault, Fault::ProbeHangs | Fault::InitHangs))
+            .count()
     }
 
     /// All settle, well where nothing is wrong with them; or hang, and are reported.
@@ -158,7 +224,10 @@ impl Case {
             // A GPU that still waits in the lane is not on its way.
             let on_its_way = !matches!(run.at[k], At::Present) && gpu.removed_at.is_none();
             if stuck && on_its_way && run.late[k] == 0 {
-                return Err(format!("GPU {k} hangs and is not reported: {:?}", run.at[k]));
+                return Err(format!(
+                    "GPU {k} hangs and is not reported: {:?}",
+                    run.at[k]
+                ));
             }
         }
         Ok(())
@@ -173,15 +242,25 @@ impl Case {
             return Ok(());
         }
         let mut well = self.clone();
-        well.host.gpus.iter_mut().for_each(|gpu| gpu.fault = Fault::None);
+        well.host
+            .gpus
+            .iter_mut()
+            .for_each(|gpu| gpu.fault = Fault::None);
         let well = well.run();
         let limits = (Limit::ProbeHangs.after() + Limit::LaneHold.after()).as_micros() as Micros;
-        for (k, gpu) in self.host.gpus.iter().enumerate().filter(|(_, gpu)| gpu.fault == Fault::None) {
+        for (k, gpu) in self
+            .host
+            .gpus
+            .iter()
+            .enumerate()
+            .filter(|(_, gpu)| gpu.fault == Fault::None)
+        {
             let slack = 2 * gpu.times.enable + 2000 * MS;
             match (run.usable[k], well.usable[k]) {
                 (Some(with), Some(without)) if with <= without + limits + slack => {}
                 (with, without) => {
-                    let error = format!("GPU {k} is usable at {with:?}, and without a hang at {without:?}");
+                    let error =
+                        format!("GPU {k} is usable at {with:?}, and without a hang at {without:?}");
                     return Err(error);
                 }
             }
@@ -191,7 +270,15 @@ impl Case {
 
     /// The load probes only the first one.
     fn is_probed_one_by_one(&self, run: &Run) -> bool {
-        run.orders.iter().any(|(_, order)| matches!(order, Order::Load { one_by_one: true, .. }))
+        run.orders.iter().any(|(_, order)| {
+            matches!(
+                order,
+                Order::Load {
+                    one_by_one: true,
+                    ..
+                }
+            )
+        })
     }
 
     fn is_concurrent(&self, run: &Run) -> bool {
@@ -213,7 +300,9 @@ impl Case {
                 let over = |since: Micros, id| self.probe_is_over(run, id, since, *at);
                 running.retain(|(since, id)| !over(*since, *id) && *at < since + limit);
                 if let Some((since, other)) = running.first().filter(|_| !self.is_concurrent(run)) {
-                    return Err(format!("probe of {id:?} at {at} beside that of {other:?} since {since}"));
+                    return Err(format!(
+                        "probe of {id:?} at {at} beside that of {other:?} since {since}"
+                    ));
                 }
                 running.push((*at, *id));
             }
@@ -244,7 +333,10 @@ impl Case {
             _ => None,
         });
         let enabled: Vec<GpuId> = enabled.filter(boot).collect();
-        for (what, ids) in [("enabled", enabled), ("probed", probed.filter(boot).collect())] {
+        for (what, ids) in [
+            ("enabled", enabled),
+            ("probed", probed.filter(boot).collect()),
+        ] {
             if !ids.is_sorted() {
                 return Err(format!("{what} in the order {ids:?}"));
             }
@@ -263,16 +355,33 @@ impl Case {
     /// A bound GPU is published as soon as the common nodes are there, whatever is enabled; on few
     /// vCPUs when that is over.
     fn publication_waits_for_no_lane(&self, run: &Run) -> Result<(), String> {
-        let uvm = run.outcome.facts.iter().find(|(_, fact)| *fact == Fact::UvmLoaded);
+        let uvm = run
+            .outcome
+            .facts
+            .iter()
+            .find(|(_, fact)| *fact == Fact::UvmLoaded);
         let common = uvm.map(|(at, _)| at + self.overhead.files);
-        let slowest = self.host.gpus.iter().map(|gpu| gpu.times.enable).max().unwrap_or(0);
+        let slowest = self
+            .host
+            .gpus
+            .iter()
+            .map(|gpu| gpu.times.enable)
+            .max()
+            .unwrap_or(0);
         // An enabling and whoever spins beside it can take every vCPU: each step then waits for
         // that.
-        let spare = self.host.vcpus > 2 && !self.policy.facts.firewall && self.trouble == Trouble::None;
-        let plugged = self.host.gpus.iter().filter(|gpu| gpu.plugged_at.is_some()).count() as Micros;
+        let spare =
+            self.host.vcpus > 2 && !self.policy.facts.firewall && self.trouble == Trouble::None;
+        let plugged = self
+            .host
+            .gpus
+            .iter()
+            .filter(|gpu| gpu.plugged_at.is_some())
+            .count() as Micros;
         let frozen = if spare { 0 } else { (4 + plugged) * slowest };
         for k in 0..self.host.gpus.len() {
-            if let (Some(bound), Some(published), Some(common)) = (run.bound[k], run.published[k], common)
+            if let (Some(bound), Some(published), Some(common)) =
+                (run.bound[k], run.published[k], common)
                 && published > bound.max(common) + self.overhead.publish + frozen
             {
                 return Err(format!(
@@ -286,7 +395,13 @@ impl Case {
 }
 
 impl Trouble {
-    pub const ALL: [Self; 5] = [Self::None, Self::Failures, Self::Hang, Self::Traffic, Self::Any];
+    pub const ALL: [Self; 5] = [
+        Self::None,
+        Self::Failures,
+        Self::Hang,
+        Self::Traffic,
+        Self::Any,
+    ];
 
     fn befall(self, gpus: &mut [Function], random: &mut Random) {
         let count = gpus.len();
@@ -307,11 +422,15 @@ impl Trouble {
             Self::Hang => {}
             Self::Traffic => {
                 for gpu in gpus {
-                    let (first, second) = (random.below(20_000) * MS, random.between(1, 20_000) * MS);
+                    let (first, second) =
+                        (random.below(20_000) * MS, random.between(1, 20_000) * MS);
                     match random.below(8) {
                         0 => gpu.removed_at = Some(first + 1),
                         1 => gpu.plugged_at = Some(first + 1),
-                        2 => (gpu.removed_at, gpu.plugged_at) = (Some(first + 1), Some(first + 1 + second)),
+                        2 => {
+                            (gpu.removed_at, gpu.plugged_at) =
+                                (Some(first + 1), Some(first + 1 + second))
+                        }
                         _ => {}
                     }
                 }
@@ -320,7 +439,8 @@ impl Trouble {
                 Self::Traffic.befall(gpus, random);
                 for gpu in gpus {
                     if random.percent(20) {
-                        const FAILS: [Fault; 3] = [Fault::EnableFails, Fault::ProbeFails, Fault::InitFails];
+                        const FAILS: [Fault; 3] =
+                            [Fault::EnableFails, Fault::ProbeFails, Fault::InitFails];
                         const HANGS: [Fault; 2] = [Fault::ProbeHangs, Fault::InitHangs];
                         gpu.fault = random.one_of(&[&FAILS[..], &HANGS[..]].concat());
                     }

@@ -32,7 +32,11 @@ pub fn module(modinfo: &[u8]) -> Vec<u8> {
     file[0x3a..0x40].copy_from_slice(&[64, 0, 3, 0, 1, 0]);
     file.extend_from_slice(names);
     file.extend_from_slice(modinfo);
-    for (name, offset, size) in [(0_u32, 0, 0), (1, names_at, names.len() as u64), (11, info_at, modinfo.len() as u64)] {
+    for (name, offset, size) in [
+        (0_u32, 0, 0),
+        (1, names_at, names.len() as u64),
+        (11, info_at, modinfo.len() as u64),
+    ] {
         let mut header = [0_u8; 64];
         header[..4].copy_from_slice(&name.to_le_bytes());
         header[0x18..0x20].copy_from_slice(&offset.to_le_bytes());
@@ -42,7 +46,12 @@ pub fn module(modinfo: &[u8]) -> Vec<u8> {
     file
 }
 
-fn object(soname: Option<&str>, needed: &[&str], run_path: Option<&str>, interpreter: Option<&str>) -> Vec<u8> {
+fn object(
+    soname: Option<&str>,
+    needed: &[&str],
+    run_path: Option<&str>,
+    interpreter: Option<&str>,
+) -> Vec<u8> {
     let mut strings = vec![0_u8];
     let mut entries: Vec<(u64, u64)> = Vec::new();
     let mut text = |tag: u64, name: &str| {
@@ -56,7 +65,11 @@ fn object(soname: Option<&str>, needed: &[&str], run_path: Option<&str>, interpr
     let segments = 2 + interpreter.iter().len();
     let dynamic_at = 64 + 56 * segments as u64;
     let strings_at = dynamic_at + 16 * (entries.len() as u64 + 3);
-    entries.extend([(DT_STRTAB, strings_at), (10, strings.len() as u64), (DT_NULL, 0)]);
+    entries.extend([
+        (DT_STRTAB, strings_at),
+        (10, strings.len() as u64),
+        (DT_NULL, 0),
+    ]);
     let length = strings_at + strings.len() as u64;
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
     file.resize(16, 0);
@@ -64,16 +77,32 @@ fn object(soname: Option<&str>, needed: &[&str], run_path: Option<&str>, interpr
     file.extend(1_u32.to_le_bytes());
     file.extend([0_u64, 64, 0].iter().flat_map(|v| v.to_le_bytes()));
     file.extend(0_u32.to_le_bytes());
-    file.extend([64_u16, 56, segments as u16, 64, 0, 0].iter().flat_map(|v| v.to_le_bytes()));
+    file.extend(
+        [64_u16, 56, segments as u16, 64, 0, 0]
+            .iter()
+            .flat_map(|v| v.to_le_bytes()),
+    );
     let mut segment = |kind: u32, offset: u64, size: u64| {
         file.extend([kind, 6].iter().flat_map(|v| v.to_le_bytes()));
-        file.extend([offset, offset, offset, size, size, 8].iter().flat_map(|v| v.to_le_bytes()));
+        file.extend(
+            [offset, offset, offset, size, size, 8]
+                .iter()
+                .flat_map(|v| v.to_le_bytes()),
+        );
     };
     segment(PT_LOAD, 0, length);
     segment(PT_DYNAMIC, dynamic_at, 16 * entries.len() as u64);
-    interpreter.iter().for_each(|name| segment(PT_INTERP, length, name.len() as u64 + 1));
-    file.extend(entries.iter().flat_map(|(tag, value)| [tag.to_le_bytes(), value.to_le_bytes()].concat()));
+    interpreter
+        .iter()
+        .for_each(|name| segment(PT_INTERP, length, name.len() as u64 + 1));
+    file.extend(
+        entries
+            .iter()
+            .flat_map(|(tag, value)| [tag.to_le_bytes(), value.to_le_bytes()].concat()),
+    );
     file.extend(strings);
-    interpreter.iter().for_each(|name| file.extend(name.bytes().chain([0])));
+    interpreter
+        .iter()
+        .for_each(|name| file.extend(name.bytes().chain([0])));
     file
 }

@@ -20,7 +20,12 @@ pub fn temp_dir() -> TempDir {
 }
 
 pub fn header(boot_id: &str) -> Header {
-    Header { boot_id: boot_id.into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 }
+    Header {
+        boot_id: boot_id.into(),
+        version: "0.1.0".into(),
+        kernel: "6.1".into(),
+        first_seq: 0,
+    }
 }
 
 /// A record without its newline.
@@ -39,7 +44,10 @@ pub type Logged = Arc<Mutex<Vec<String>>>;
 pub fn kept_log() -> (Arc<dyn Fn(String) + Send + Sync>, Logged) {
     let logged = Logged::default();
     let sink = logged.clone();
-    (Arc::new(move |text| sink.lock().unwrap().push(text)), logged)
+    (
+        Arc::new(move |text| sink.lock().unwrap().push(text)),
+        logged,
+    )
 }
 
 /// Waits until something is done, 20 s at most.
@@ -65,10 +73,16 @@ pub fn golden(name: &str, text: &str) {
 pub fn golden_file(name: &Path, text: &str) {
     let path = tests_dir("golden").join(name);
     if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
-        std::fs::create_dir_all(path.parent().expect("golden files have a folder")).expect("make the folder");
+        std::fs::create_dir_all(path.parent().expect("golden files have a folder"))
+            .expect("make the folder");
         std::fs::write(&path, text).expect("write the golden file");
         return;
     }
-    let want = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}: UPDATE_GOLDEN=1 writes it", path.display()));
-    assert!(want == text, "{} differs: UPDATE_GOLDEN=1 refreshes it\n--- golden\n{want}\n--- now\n{text}", path.display());
+    let want = std::fs::read_to_string(&path)
+        .unwrap_or_else(|e| panic!("read {}: {e}: UPDATE_GOLDEN=1 writes it", path.display()));
+    assert!(
+        want == text,
+        "{} differs: UPDATE_GOLDEN=1 refreshes it\n--- golden\n{want}\n--- now\n{text}",
+        path.display()
+    );
 }

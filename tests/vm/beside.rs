@@ -6,10 +6,22 @@ use anyhow::{Result, ensure};
 use kata_gpu_wire::names;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "instances_channels_and_switches_have_nodes_from_the_init", run: instances },
-    VmTest { name: "a_late_display_is_published_and_goes_with_its_gpu", run: displays },
-    VmTest { name: "gpuinit_cdi_complete_holds_the_spec_until_it_has_instances", run: complete },
-    VmTest { name: "no_spec_of_channels_without_any_and_bad_numbers_are_reported", run: nothing },
+    VmTest {
+        name: "instances_channels_and_switches_have_nodes_from_the_init",
+        run: instances,
+    },
+    VmTest {
+        name: "a_late_display_is_published_and_goes_with_its_gpu",
+        run: displays,
+    },
+    VmTest {
+        name: "gpuinit_cdi_complete_holds_the_spec_until_it_has_instances",
+        run: complete,
+    },
+    VmTest {
+        name: "no_spec_of_channels_without_any_and_bad_numbers_are_reported",
+        run: nothing,
+    },
 ];
 
 /// Minors of a GPU instance's capability and of one of its compute instances': three before them,
@@ -21,8 +33,15 @@ fn capabilities(gpu: u32, gi: u32, ci: u32) -> [u32; 2] {
 
 /// The nodes of a container, sorted, without those that every container gets.
 fn own_nodes(line: &super::harness::AgentLine) -> Vec<String> {
-    let common = ["/dev/nvidiactl ", "/dev/nvidia-uvm ", "/dev/nvidia-uvm-tools "];
-    let nodes = line.get("nodes").split(',').filter(|n| n.starts_with("/dev/nvidia") && !common.iter().any(|c| n.starts_with(c)));
+    let common = [
+        "/dev/nvidiactl ",
+        "/dev/nvidia-uvm ",
+        "/dev/nvidia-uvm-tools ",
+    ];
+    let nodes = line
+        .get("nodes")
+        .split(',')
+        .filter(|n| n.starts_with("/dev/nvidia") && !common.iter().any(|c| n.starts_with(c)));
     let mut nodes: Vec<String> = nodes.map(str::to_string).collect();
     nodes.sort();
     nodes
@@ -31,7 +50,18 @@ fn own_nodes(line: &super::harness::AgentLine) -> Vec<String> {
 /// Path and mode of each, without the majors, which are the kernel's choice.
 fn paths_and_modes(nodes: &[String]) -> Vec<String> {
     let words = |node: &String| node.split(' ').map(str::to_string).collect::<Vec<_>>();
-    nodes.iter().map(words).map(|w| format!("{} {} {}", w[0], w[1].split(':').nth(1).unwrap_or("?"), w[2])).collect()
+    nodes
+        .iter()
+        .map(words)
+        .map(|w| {
+            format!(
+                "{} {} {}",
+                w[0],
+                w[1].split(':').nth(1).unwrap_or("?"),
+                w[2]
+            )
+        })
+        .collect()
 }
 
 fn instances(context: &TestContext) -> Result<Outcome> {
@@ -39,34 +69,81 @@ fn instances(context: &TestContext) -> Result<Outcome> {
     // GPU is up.
     let asked = "testagent.containers=plain:1;first:1:0;last:1:3;channel:nvidia.com/imex-channel=1;all:nvidia.com/nvswitch=all";
     let script = "testagent.guest=script testagent.script=settled>kill;settled>spec";
-    let words = format!("fakepci.gpus=3 nvidia.mig=1:2:2 nvidia.switches=2 gpuinit.imex=2 testagent.version=3.31.0 {asked} {script}");
+    let words = format!(
+        "fakepci.gpus=3 nvidia.mig=1:2:2 nvidia.switches=2 gpuinit.imex=2 testagent.version=3.31.0 {asked} {script}"
+    );
     let booted = Guest::new().append(&words).boot(context, "mig")?;
     let last = booted.created("last")?;
     let [gi, ci] = capabilities(1, 2, 1);
-    let expected = [format!("/dev/nvidia-caps/nvidia-cap{gi} {gi} 444"), format!("/dev/nvidia-caps/nvidia-cap{ci} {ci} 444")];
+    let expected = [
+        format!("/dev/nvidia-caps/nvidia-cap{gi} {gi} 444"),
+        format!("/dev/nvidia-caps/nvidia-cap{ci} {ci} 444"),
+    ];
     let is = paths_and_modes(&own_nodes(&last));
-    ensure!(is == [&expected[..], &["/dev/nvidia1 1 666".into()]].concat(), "{is:?}");
+    ensure!(
+        is == [&expected[..], &["/dev/nvidia1 1 666".into()]].concat(),
+        "{is:?}"
+    );
     let [gi, ci] = capabilities(1, 1, 0);
     let is = paths_and_modes(&own_nodes(&booted.created("first")?));
     ensure!(
-        is[..2] == [format!("/dev/nvidia-caps/nvidia-cap{gi} {gi} 444"), format!("/dev/nvidia-caps/nvidia-cap{ci} {ci} 444")],
+        is[..2]
+            == [
+                format!("/dev/nvidia-caps/nvidia-cap{gi} {gi} 444"),
+                format!("/dev/nvidia-caps/nvidia-cap{ci} {ci} 444")
+            ],
         "{is:?}"
     );
     let is = paths_and_modes(&own_nodes(&booted.created("channel")?));
-    ensure!(is == ["/dev/nvidia-caps-imex-channels/channel1 1 666"], "{is:?}");
+    ensure!(
+        is == ["/dev/nvidia-caps-imex-channels/channel1 1 666"],
+        "{is:?}"
+    );
     let is = paths_and_modes(&own_nodes(&booted.created("all")?));
-    ensure!(is == ["/dev/nvidia-nvswitch0 0 666", "/dev/nvidia-nvswitch1 1 666", "/dev/nvidia-nvswitchctl 255 666"], "{is:?}");
+    ensure!(
+        is == [
+            "/dev/nvidia-nvswitch0 0 666",
+            "/dev/nvidia-nvswitch1 1 666",
+            "/dev/nvidia-nvswitchctl 255 666"
+        ],
+        "{is:?}"
+    );
     // The GPU itself did not wait for any of it.
     booted.created("plain")?;
-    let of = |name: &str| booted.record(name, |r| r.name == name && r.fields.get("index") == Some(&1.into()));
+    let of = |name: &str| {
+        booted.record(name, |r| {
+            r.name == name && r.fields.get("index") == Some(&1.into())
+        })
+    };
     let (published, beside) = (of(names::GPU_PUBLISHED)?, of(names::CDI_BESIDE)?);
-    ensure!(beside.fields["instances"] == 4 && beside.fields["displays"] == 0, "{beside:?}");
-    ensure!(published.boottime_ns < of(names::GPU_USABLE)?.boottime_ns, "GPU 1 waited for its instances");
+    ensure!(
+        beside.fields["instances"] == 4 && beside.fields["displays"] == 0,
+        "{beside:?}"
+    );
+    ensure!(
+        published.boottime_ns < of(names::GPU_USABLE)?.boottime_ns,
+        "GPU 1 waited for its instances"
+    );
     // A worker that takes over publishes all of it again.
     let text = spec(&booted, "nvidia.yaml", |text| text.contains("\"1:3\""))?;
-    ensure!(["\"1:0\"", "\"1:1\"", "\"1:2\""].iter().all(|name| text.contains(name)) && !text.contains("\"0:0\""), "{text}");
-    spec(&booted, "nvidia-imex.yaml", |text| text.contains("channel0") && text.contains("channel1"))?;
-    ensure!(booted.receiver.records().iter().any(|r| r.name == names::PROCESS_DIED), "the worker was not killed");
+    ensure!(
+        ["\"1:0\"", "\"1:1\"", "\"1:2\""]
+            .iter()
+            .all(|name| text.contains(name))
+            && !text.contains("\"0:0\""),
+        "{text}"
+    );
+    spec(&booted, "nvidia-imex.yaml", |text| {
+        text.contains("channel0") && text.contains("channel1")
+    })?;
+    ensure!(
+        booted
+            .receiver
+            .records()
+            .iter()
+            .any(|r| r.name == names::PROCESS_DIED),
+        "the worker was not killed"
+    );
     Ok(Outcome::Passed)
 }
 
@@ -78,19 +155,40 @@ fn spec(booted: &Booted, file: &str, wanted: impl Fn(&str) -> bool) -> Result<St
 
 fn displays(context: &TestContext) -> Result<Outcome> {
     // The GPU is taken out once both nodes are there.
-    let steps = "settled>spec-has:renderD129+spec+remove:1;gpu.removed/1>sleep:0;cdi.publish!end>spec";
-    let words = format!("fakepci.gpus=2 nvidia.displays=1 nvidia.displays_ms=500 testagent.guest=script testagent.script={steps}");
+    let steps =
+        "settled>spec-has:renderD129+spec+remove:1;gpu.removed/1>sleep:0;cdi.publish!end>spec";
+    let words = format!(
+        "fakepci.gpus=2 nvidia.displays=1 nvidia.displays_ms=500 testagent.guest=script testagent.script={steps}"
+    );
     let booted = Guest::new().append(&words).boot(context, "displays")?;
-    let text = spec(&booted, "nvidia.yaml", |text| text.contains("/dev/dri/card1") && text.contains("/dev/dri/renderD129"))?;
-    for link in ["../card1::/dev/dri/by-path/pci-0001:00:01.0-card", "../renderD129::/dev/dri/by-path/pci-0001:00:01.0-render"] {
+    let text = spec(&booted, "nvidia.yaml", |text| {
+        text.contains("/dev/dri/card1") && text.contains("/dev/dri/renderD129")
+    })?;
+    for link in [
+        "../card1::/dev/dri/by-path/pci-0001:00:01.0-card",
+        "../renderD129::/dev/dri/by-path/pci-0001:00:01.0-render",
+    ] {
         ensure!(text.matches(link).count() == 2, "{link}: {text}");
     }
     // The display came after the GPU was usable, announced by the kernel alone.
-    let of = |name: &str| booted.record(name, |r| r.name == name && r.fields.get("index") == Some(&1.into()));
-    ensure!(of(names::CDI_BESIDE)?.boottime_ns > of(names::GPU_USABLE)?.boottime_ns + 400_000_000, "no display was waited for");
-    spec(&booted, "nvidia.yaml", |text| !text.contains("dri/") && !text.contains("\"1\""))?;
+    let of = |name: &str| {
+        booted.record(name, |r| {
+            r.name == name && r.fields.get("index") == Some(&1.into())
+        })
+    };
     ensure!(
-        !booted.console.agent_lines().iter().any(|l| l.get("msg") == "script" && !l.get("error").is_empty()),
+        of(names::CDI_BESIDE)?.boottime_ns > of(names::GPU_USABLE)?.boottime_ns + 400_000_000,
+        "no display was waited for"
+    );
+    spec(&booted, "nvidia.yaml", |text| {
+        !text.contains("dri/") && !text.contains("\"1\"")
+    })?;
+    ensure!(
+        !booted
+            .console
+            .agent_lines()
+            .iter()
+            .any(|l| l.get("msg") == "script" && !l.get("error").is_empty()),
         "a step of the script failed"
     );
     Ok(Outcome::Passed)
@@ -98,7 +196,8 @@ fn displays(context: &TestContext) -> Result<Outcome> {
 
 fn complete(context: &TestContext) -> Result<Outcome> {
     // This agent fails at once on a name that a present kind does not list.
-    let words = "fakepci.gpus=2 nvidia.mig=0:1:1 gpuinit.cdi=complete testagent.containers=instance:0:0";
+    let words =
+        "fakepci.gpus=2 nvidia.mig=0:1:1 gpuinit.cdi=complete testagent.containers=instance:0:0";
     let booted = Guest::new().append(words).boot(context, "complete")?;
     let is = own_nodes(&booted.created("instance")?);
     ensure!(is.len() == 3, "{is:?}");
@@ -110,9 +209,28 @@ fn nothing(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().append(words).boot(context, "nothing")?;
     booted.created("one")?;
     let line = booted.refused("channel")?;
-    ensure!(line.get("error").contains("CDI timeout"), "{}", line.get("error"));
-    let reported = booted.record("config", |r| r.name == names::CONFIG && r.fields.get("parameter") == Some(&"gpuinit.imex".into()))?;
-    ensure!(reported.error.as_deref().is_some_and(|e| e.contains("0 to 2048")), "{reported:?}");
-    ensure!(!booted.receiver.records().iter().any(|r| r.name == names::CDI_BESIDE), "something was published");
+    ensure!(
+        line.get("error").contains("CDI timeout"),
+        "{}",
+        line.get("error")
+    );
+    let reported = booted.record("config", |r| {
+        r.name == names::CONFIG && r.fields.get("parameter") == Some(&"gpuinit.imex".into())
+    })?;
+    ensure!(
+        reported
+            .error
+            .as_deref()
+            .is_some_and(|e| e.contains("0 to 2048")),
+        "{reported:?}"
+    );
+    ensure!(
+        !booted
+            .receiver
+            .records()
+            .iter()
+            .any(|r| r.name == names::CDI_BESIDE),
+        "something was published"
+    );
     Ok(Outcome::Passed)
 }

@@ -16,15 +16,33 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-pub const TESTS: &[VmTest] = &[VmTest { name: "the_bound_of_the_guests_clock_holds_in_every_boot", run: bound_holds }];
+pub const TESTS: &[VmTest] = &[VmTest {
+    name: "the_bound_of_the_guests_clock_holds_in_every_boot",
+    run: bound_holds,
+}];
 
 /// Faults of a boot's clocks: delay of a ping on its way there and back, and step of the guest's
 /// wall clock during the boot, in seconds. The step must not affect the boot clock.
 const BOOTS: &[(&str, Duration, Duration, i64)] = &[
     ("direct", Duration::ZERO, Duration::ZERO, 0),
-    ("slow-back", Duration::ZERO, Duration::from_millis(40), 86_400),
-    ("slow-there", Duration::from_millis(40), Duration::ZERO, -31_536_000),
-    ("both", Duration::from_millis(10), Duration::from_millis(25), 1),
+    (
+        "slow-back",
+        Duration::ZERO,
+        Duration::from_millis(40),
+        86_400,
+    ),
+    (
+        "slow-there",
+        Duration::from_millis(40),
+        Duration::ZERO,
+        -31_536_000,
+    ),
+    (
+        "both",
+        Duration::from_millis(10),
+        Duration::from_millis(25),
+        1,
+    ),
 ];
 /// A bound that is so many times smaller is too small where the way is asymmetric: the middle of
 /// the round trip is wrong by half the delay.
@@ -53,8 +71,18 @@ impl Link {
         stream.write_all(format!("CONNECT {DEFAULT_PORT}\n").as_bytes())?;
         let mut lines = BufReader::new(stream.try_clone()?).split(b'\n');
         let answer = lines.next().context("no answer to CONNECT")??;
-        ensure!(answer.starts_with(b"OK "), "answer to CONNECT: {:?}", String::from_utf8_lossy(&answer));
-        Ok(Self { stream, lines, there, back, next: 0 })
+        ensure!(
+            answer.starts_with(b"OK "),
+            "answer to CONNECT: {:?}",
+            String::from_utf8_lossy(&answer)
+        );
+        Ok(Self {
+            stream,
+            lines,
+            there,
+            back,
+            next: 0,
+        })
     }
 
     fn ping(&mut self) -> Result<Answer> {
@@ -73,7 +101,11 @@ impl Link {
             }
         };
         std::thread::sleep(self.back); // the way back
-        Ok(Answer { sent_realtime_ns, rtt: sent.elapsed(), boottime_ns: pong.boottime_ns })
+        Ok(Answer {
+            sent_realtime_ns,
+            rtt: sent.elapsed(),
+            boottime_ns: pong.boottime_ns,
+        })
     }
 }
 
@@ -90,20 +122,38 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
     let mut measured = String::new();
     let mut refuted = 0;
     for (name, there, back, skew) in BOOTS {
-        let script = format!("testagent.guest=script testagent.script=gpu.init!begin/0>skew:{skew};settled>sleep:1");
+        let script = format!(
+            "testagent.guest=script testagent.script=gpu.init!begin/0>skew:{skew};settled>sleep:1"
+        );
         let started_ns = realtime_ns();
-        let booted =
-            Guest::new().append(&format!("fakepci.gpus=4 fakepci.enable_ms=200 nvidia.s2_ms=1500 {script}")).boot(context, name)?;
+        let booted = Guest::new()
+            .append(&format!(
+                "fakepci.gpus=4 fakepci.enable_ms=200 nvidia.s2_ms=1500 {script}"
+            ))
+            .boot(context, name)?;
         booted.event(names::STRATEGY)?;
         // The product's own pinger over the way that is bad, and the direct one beside it.
-        let (mut tested, mut direct) = (Link::connect(&booted, *there, *back)?, Link::connect(&booted, Duration::ZERO, Duration::ZERO)?);
+        let (mut tested, mut direct) = (
+            Link::connect(&booted, *there, *back)?,
+            Link::connect(&booted, Duration::ZERO, Duration::ZERO)?,
+        );
         let (mut pinger, mut clock, mut truth) = (Pinger::new(None), Clock::default(), Vec::new());
         let mut round = |clock: &mut Clock| -> Result<()> {
             let answer = tested.ping()?;
             let now = Instant::now();
-            let sent = now.checked_sub(answer.rtt).context("the machine has just started")?;
+            let sent = now
+                .checked_sub(answer.rtt)
+                .context("the machine has just started")?;
             let id = pinger.send(sent, answer.sent_realtime_ns);
-            let ponged = pinger.receive(Pong { pong: id, boottime_ns: answer.boottime_ns }, now).context("not its ping")?;
+            let ponged = pinger
+                .receive(
+                    Pong {
+                        pong: id,
+                        boottime_ns: answer.boottime_ns,
+                    },
+                    now,
+                )
+                .context("not its ping")?;
             ponged.keep.into_iter().for_each(|sample| clock.add(sample));
             truth.push(direct.ping()?);
             Ok(())
@@ -115,7 +165,10 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
         step_is_reported(&booted, *skew)?;
         (0..10).try_for_each(|_| round(&mut clock))?;
 
-        ensure!(clock.steps() == 0, "{name}: samples contradict each other: a clock ran more than {RATE_ERROR_PPM} ppm apart");
+        ensure!(
+            clock.steps() == 0,
+            "{name}: samples contradict each other: a clock ran more than {RATE_ERROR_PPM} ppm apart"
+        );
         let (mut worst, mut small) = (0, 0);
         for seen in &truth {
             let wall = clock.wall_at(seen.boottime_ns).context("no sample")?;
@@ -132,22 +185,46 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
             small += usize::from(!agrees(&clock, seen, TOO_SMALL)?);
         }
         refuted += usize::from(small > 0);
-        ensure!(there == back || small > 0, "{name}: a bound that is {TOO_SMALL} times too small passes: this test would not see it");
+        ensure!(
+            there == back || small > 0,
+            "{name}: a bound that is {TOO_SMALL} times too small passes: this test would not see it"
+        );
         let drift = clock.drift().context("no drift from twenty pings")?;
-        ensure!(drift.ppm.abs() <= RATE_ERROR_PPM as f64 + drift.error_ppm, "{name}: {drift:?}");
+        ensure!(
+            drift.ppm.abs() <= RATE_ERROR_PPM as f64 + drift.error_ppm,
+            "{name}: {drift:?}"
+        );
         let before = guests_own_clocks(&booted.receiver.records(), &clock, started_ns)?;
-        write!(measured, "{name}: +-{:.1} ms, {:+.0} ppm (+-{:.0}), {before}; ", worst as f64 / 1e6, drift.ppm, drift.error_ppm.ceil())?;
+        write!(
+            measured,
+            "{name}: +-{:.1} ms, {:+.0} ppm (+-{:.0}), {before}; ",
+            worst as f64 / 1e6,
+            drift.ppm,
+            drift.error_ppm.ceil()
+        )?;
     }
-    ensure!(refuted >= 3, "a bound that is too small was refuted in {refuted} boots only");
+    ensure!(
+        refuted >= 3,
+        "a bound that is too small was refuted in {refuted} boots only"
+    );
     Ok(Outcome::Measured(measured))
 }
 
 /// Waits for the `clock` event after a step of the guest's wall clock, with the wall clock set
 /// ahead by `step_s` since the first one.
 fn step_is_reported(booted: &Booted, step_s: i64) -> Result<()> {
-    let wall = |r: &Record| r.fields.get("realtime_ns").and_then(serde_json::Value::as_i64);
-    let ahead_ns = |r: &Record| Some(wall(r)? - r.boottime_ns as i64).filter(|_| r.name == names::CLOCK);
-    let first = booted.receiver.records().into_iter().find(|r| r.name == names::CLOCK);
+    let wall = |r: &Record| {
+        r.fields
+            .get("realtime_ns")
+            .and_then(serde_json::Value::as_i64)
+    };
+    let ahead_ns =
+        |r: &Record| Some(wall(r)? - r.boottime_ns as i64).filter(|_| r.name == names::CLOCK);
+    let first = booted
+        .receiver
+        .records()
+        .into_iter()
+        .find(|r| r.name == names::CLOCK);
     let first = first.context("no clock event")?;
     let before_ns = ahead_ns(&first).context("no realtime_ns")?;
     // The step is set by what the clock showed a moment before.
@@ -160,17 +237,28 @@ fn step_is_reported(booted: &Booted, step_s: i64) -> Result<()> {
 /// Compares what the guest reports of its log's clock and of the time before its kernel with what
 /// the host knows: the VM's TSC cannot be older than the VM.
 fn guests_own_clocks(records: &[Record], clock: &Clock, started_ns: i64) -> Result<String> {
-    let newest_ns = records.iter().map(|record| record.boottime_ns).max().unwrap_or(0);
+    let newest_ns = records
+        .iter()
+        .map(|record| record.boottime_ns)
+        .max()
+        .unwrap_or(0);
     let records: Vec<_> = records.iter().cloned().map(Into::into).collect();
     let guest = GuestClocks::of(&records);
     let printk = guest.printk.context("no clock.printk")?;
-    let error_ns = printk.error_ns.context("the difference of the kernel's log has no bound")?;
-    let before = guest.before_kernel.with_context(|| format!("no time before the kernel: {:?}", guest.notes))?;
+    let error_ns = printk
+        .error_ns
+        .context("the difference of the kernel's log has no bound")?;
+    let before = guest
+        .before_kernel
+        .with_context(|| format!("no time before the kernel: {:?}", guest.notes))?;
     let kernel = clock.wall_at(0).context("no sample")?;
     let room = u64::try_from(kernel.realtime_ns - started_ns)? + kernel.error_ns + before.error_ns;
     // Both clocks start with the VM: on a busy machine seconds apart, never by more than its age.
     let age_ns = newest_ns + room;
-    ensure!(printk.offset_ns.unsigned_abs() < age_ns && error_ns < 100_000_000, "{printk:?}, the VM is {age_ns} ns old");
+    ensure!(
+        printk.offset_ns.unsigned_abs() < age_ns && error_ns < 100_000_000,
+        "{printk:?}, the VM is {age_ns} ns old"
+    );
     ensure!(
         before.took_ns <= room,
         "VMM and firmware are said to have taken {before:?}, but the VM was started {room} ns before its kernel"

@@ -7,23 +7,38 @@ use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
 
-pub const TESTS: &[VmTest] = &[VmTest { name: "coherent_memory_goes_online_movable_before_the_first_open", run: before_the_first_open }];
+pub const TESTS: &[VmTest] = &[VmTest {
+    name: "coherent_memory_goes_online_movable_before_the_first_open",
+    run: before_the_first_open,
+}];
 
 fn before_the_first_open(context: &TestContext) -> Result<Outcome> {
     let gpus = "fakepci.gpus=2 nvidia.coherent=0,1";
-    let described = Guest::new().append(&format!("{gpus} hardware.acpi=srat")).boot(context, "described")?;
+    let described = Guest::new()
+        .append(&format!("{gpus} hardware.acpi=srat"))
+        .boot(context, "described")?;
     // The driver looks for such a table on arm64 alone, and so does the init.
     if context.arch == Arch::X86_64 {
         return refused(&described);
     }
     ensure!(described.settled()? == (2, 0), "{:?}", described.settled()?);
     let records = described.receiver.records();
-    let [set] = named(&records, Kind::Event, names::MEMORY_COHERENT)[..] else { anyhow::bail!("not one event") };
-    ensure!(set.error.is_none() && !["", "online_movable"].contains(&set.fields["policy"].as_str().context("no policy")?), "{set:?}");
+    let [set] = named(&records, Kind::Event, names::MEMORY_COHERENT)[..] else {
+        anyhow::bail!("not one event")
+    };
+    ensure!(
+        set.error.is_none()
+            && !["", "online_movable"]
+                .contains(&set.fields["policy"].as_str().context("no policy")?),
+        "{set:?}"
+    );
     // The memory of each function: 32 MiB.
     ensure!(set.fields["gpu_memory_mib"] == 64, "{set:?}");
     let opened = named(&records, Kind::Begin, names::GPU_INIT);
-    ensure!(opened.len() == 2 && opened.iter().all(|r| r.boottime_ns > set.boottime_ns), "{set:?} {opened:?}");
+    ensure!(
+        opened.len() == 2 && opened.iter().all(|r| r.boottime_ns > set.boottime_ns),
+        "{set:?} {opened:?}"
+    );
 
     let other = Guest::new().append(gpus).boot(context, "not-described")?;
     refused(&other)
@@ -34,12 +49,19 @@ fn before_the_first_open(context: &TestContext) -> Result<Outcome> {
 fn refused(booted: &super::harness::Booted) -> Result<Outcome> {
     ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
     let records = booted.receiver.records();
-    ensure!(named(&records, Kind::Event, names::MEMORY_COHERENT).is_empty(), "the policy was set");
+    ensure!(
+        named(&records, Kind::Event, names::MEMORY_COHERENT).is_empty(),
+        "the policy was set"
+    );
     let failed = named(&records, Kind::Event, names::GPU_FAILED);
     ensure!(failed.len() == 2, "{failed:?}");
     for record in failed {
         let cure = record.fields["cure"].as_str().context("no cure")?;
-        ensure!(record.fields["reason"] == "memory-not-movable" && cure.contains("memhp_default_state=online_movable"), "{record:?}");
+        ensure!(
+            record.fields["reason"] == "memory-not-movable"
+                && cure.contains("memhp_default_state=online_movable"),
+            "{record:?}"
+        );
     }
     Ok(Outcome::Passed)
 }

@@ -7,9 +7,18 @@ use anyhow::{Result, anyhow, ensure};
 use kata_gpu_wire::arch::Arch;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "containers_load_the_guests_libcuda_and_see_only_their_gpus", run: one_hook },
-    VmTest { name: "the_incumbents_six_hooks_have_the_same_effect", run: six_hooks },
-    VmTest { name: "an_image_that_makes_the_hook_fail_changes_no_device_node", run: failing_hook },
+    VmTest {
+        name: "containers_load_the_guests_libcuda_and_see_only_their_gpus",
+        run: one_hook,
+    },
+    VmTest {
+        name: "the_incumbents_six_hooks_have_the_same_effect",
+        run: six_hooks,
+    },
+    VmTest {
+        name: "an_image_that_makes_the_hook_fail_changes_no_device_node",
+        run: failing_hook,
+    },
 ];
 
 const VERSION: &str = "550.163.01";
@@ -21,7 +30,10 @@ const WITHOUT_HOOKS: &str = "bare-cuda,bare-alpine";
 
 /// The value of a key in the program's output.
 pub(super) fn said<'a>(output: &'a str, key: &str) -> &'a str {
-    output.lines().find_map(|l| l.split_once('=').filter(|(k, _)| *k == key)).map_or("", |(_, value)| value)
+    output
+        .lines()
+        .find_map(|l| l.split_once('=').filter(|(k, _)| *k == key))
+        .map_or("", |(_, value)| value)
 }
 
 /// Checks by the program's output that libcuda is the guest's, on a mount that the container cannot
@@ -29,10 +41,20 @@ pub(super) fn said<'a>(output: &'a str, key: &str) -> &'a str {
 pub(super) fn has_the_guests_libcuda(arch: Arch, output: &str) -> Result<()> {
     let libs = format!("/usr/lib/{}", arch.facts().triplet);
     let is = |key: &str, wanted: &[&str]| {
-        ensure!(wanted.contains(&said(output, key)), "{key} is {:?}, not {wanted:?}: {output}", said(output, key));
+        ensure!(
+            wanted.contains(&said(output, key)),
+            "{key} is {:?}, not {wanted:?}: {output}",
+            said(output, key)
+        );
         Ok(())
     };
-    is("libcuda", &[&format!("{libs}/libcuda.so.1"), &format!("{libs}/libcuda.so.{VERSION}")])?;
+    is(
+        "libcuda",
+        &[
+            &format!("{libs}/libcuda.so.1"),
+            &format!("{libs}/libcuda.so.{VERSION}"),
+        ],
+    )?;
     is("version", &[VERSION])?;
     is("flags", &["ro,nosuid,nodev"])
 }
@@ -46,10 +68,15 @@ impl Ended {
         let line = booted
             .console
             .wait_agent_any(DEADLINE, |l| {
-                l.get("container") == container && ["container ended", "container failed"].contains(&l.get("msg"))
+                l.get("container") == container
+                    && ["container ended", "container failed"].contains(&l.get("msg"))
             })
             .ok_or_else(|| anyhow!("container {container} has not ended within {DEADLINE:?}"))?;
-        ensure!(line.get("msg") == "container ended", "container {container}: {}", line.get("error"));
+        ensure!(
+            line.get("msg") == "container ended",
+            "container {container}: {}",
+            line.get("error")
+        );
         Ok(Self(line, booted.arch))
     }
 
@@ -59,24 +86,48 @@ impl Ended {
 
     fn is(&self, key: &str, wanted: &str) -> Result<()> {
         let name = self.0.get("container");
-        ensure!(self.said(key) == wanted, "container {name}: {key} is {:?}, not {wanted:?}: {:?}", self.said(key), self.0);
+        ensure!(
+            self.said(key) == wanted,
+            "container {name}: {key} is {:?}, not {wanted:?}: {:?}",
+            self.said(key),
+            self.0
+        );
         Ok(())
     }
 
     /// Checks everything that is the same in all containers with their hooks.
     fn check(&self, gpus: &[u32]) -> Result<()> {
-        ensure!(self.0.get("status") == "exit status: 0" && self.0.get("failed hooks").is_empty(), "{:?}", self.0);
+        ensure!(
+            self.0.get("status") == "exit status: 0" && self.0.get("failed hooks").is_empty(),
+            "{:?}",
+            self.0
+        );
         let nodes: Vec<&str> = self.said("nodes").split(',').collect();
         let wanted = |node: &str| {
-            gpus.iter().any(|k| node == format!("/dev/nvidia{k} 195:{k} 666"))
+            gpus.iter()
+                .any(|k| node == format!("/dev/nvidia{k} 195:{k} 666"))
                 || node == "/dev/nvidiactl 195:255 666"
-                || ["/dev/nvidia-uvm ", "/dev/nvidia-uvm-tools "].iter().any(|n| node.starts_with(n) && node.ends_with(" 666"))
+                || ["/dev/nvidia-uvm ", "/dev/nvidia-uvm-tools "]
+                    .iter()
+                    .any(|n| node.starts_with(n) && node.ends_with(" 666"))
         };
-        ensure!(nodes.len() == gpus.len() + 3 && nodes.iter().all(|n| wanted(n)), "container {}: nodes {nodes:?}", self.0.get("container"));
+        ensure!(
+            nodes.len() == gpus.len() + 3 && nodes.iter().all(|n| wanted(n)),
+            "container {}: nodes {nodes:?}",
+            self.0.get("container")
+        );
         // Nothing of it is outside: the initrd has this one file in /etc.
-        ensure!(self.0.get("guest") == "hardware.modules", "container {}: in the guest: {}", self.0.get("container"), self.0.get("guest"));
+        ensure!(
+            self.0.get("guest") == "hardware.modules",
+            "container {}: in the guest: {}",
+            self.0.get("container"),
+            self.0.get("guest")
+        );
         self.is("env", " NVIDIA_VISIBLE_DEVICES=void")?;
-        self.is("params", "ModifyDeviceFiles: 0, write: Read-only file system")
+        self.is(
+            "params",
+            "ModifyDeviceFiles: 0, write: Read-only file system",
+        )
     }
 
     /// Checks that libcuda is the guest's, on a mount that the container cannot change.
@@ -92,17 +143,31 @@ impl Ended {
 }
 
 fn boot(context: &TestContext, hooks: &str) -> Result<Booted> {
-    let words =
-        format!("fakepci.gpus=3 gpuinit.cdi.hooks={hooks} testagent.containers={CONTAINERS} testagent.without_hooks={WITHOUT_HOOKS}");
-    ["driver", "debian", "cuda", "alpine"].into_iter().fold(Guest::new().append(&words), Guest::archive).boot(context, hooks)
+    let words = format!(
+        "fakepci.gpus=3 gpuinit.cdi.hooks={hooks} testagent.containers={CONTAINERS} testagent.without_hooks={WITHOUT_HOOKS}"
+    );
+    ["driver", "debian", "cuda", "alpine"]
+        .into_iter()
+        .fold(Guest::new().append(&words), Guest::archive)
+        .boot(context, hooks)
 }
 
 /// Looks at all containers of a guest; gives the number of hooks of one, and their time in ms.
 fn check(booted: &Booted) -> Result<(usize, f64)> {
     let ended = |container: &str| Ended::wait(booted, container);
     let through_the_cache = "cache=/etc/ld.so.cache";
-    let (debian, all, alpine, cuda) = (ended("debian")?, ended("all")?, ended("alpine")?, ended("cuda")?);
-    for (container, gpus) in [(&debian, &[0][..]), (&all, &[0, 1, 2]), (&alpine, &[1]), (&cuda, &[2])] {
+    let (debian, all, alpine, cuda) = (
+        ended("debian")?,
+        ended("all")?,
+        ended("alpine")?,
+        ended("cuda")?,
+    );
+    for (container, gpus) in [
+        (&debian, &[0][..]),
+        (&all, &[0, 1, 2]),
+        (&alpine, &[1]),
+        (&cuda, &[2]),
+    ] {
         container.check(gpus)?;
     }
     for container in [&debian, &all, &alpine] {
@@ -112,7 +177,10 @@ fn check(booted: &Booted) -> Result<(usize, f64)> {
         container.is("searched", through_the_cache)?;
     }
     cuda.is("version", COMPAT)?;
-    cuda.is("libcuda", &format!("/usr/local/cuda/compat/libcuda.so.{COMPAT}"))?;
+    cuda.is(
+        "libcuda",
+        &format!("/usr/local/cuda/compat/libcuda.so.{COMPAT}"),
+    )?;
     let times = debian.hook_times();
     Ok((times.len(), times.iter().sum()))
 }
@@ -125,16 +193,23 @@ fn one_hook(context: &TestContext) -> Result<Outcome> {
     // is a mount; the image's libraries are elsewhere.
     let bare = Ended::wait(&booted, "bare-cuda")?;
     ensure!(
-        bare.said("searched").starts_with(&format!("path=/lib/{}", context.arch.facts().triplet)),
+        bare.said("searched")
+            .starts_with(&format!("path=/lib/{}", context.arch.facts().triplet)),
         "a container without hooks: {:?}",
         bare.0
     );
     bare.is("version", VERSION)?;
     bare.is("params", "ModifyDeviceFiles: 1, write: done")?;
     let bare = Ended::wait(&booted, "bare-alpine")?;
-    ensure!(bare.0.get("status") == "exit status: 127" && bare.0.get("output").contains("libcuda.so.1"), "without hooks: {:?}", bare.0);
+    ensure!(
+        bare.0.get("status") == "exit status: 127" && bare.0.get("output").contains("libcuda.so.1"),
+        "without hooks: {:?}",
+        bare.0
+    );
     booted.still_runs()?;
-    Ok(Outcome::Measured(format!("the hook of a container takes {ms:.1} ms in the guest")))
+    Ok(Outcome::Measured(format!(
+        "the hook of a container takes {ms:.1} ms in the guest"
+    )))
 }
 
 fn six_hooks(context: &TestContext) -> Result<Outcome> {
@@ -145,20 +220,35 @@ fn six_hooks(context: &TestContext) -> Result<Outcome> {
     for container in ["bare-cuda", "bare-alpine"] {
         let bare = Ended::wait(&booted, container)?;
         // Without mounts at the links' paths there is nothing of that name.
-        ensure!(bare.0.get("status") == "exit status: 127" && bare.0.get("output").contains("libcuda.so.1"), "without hooks: {:?}", bare.0);
+        ensure!(
+            bare.0.get("status") == "exit status: 127"
+                && bare.0.get("output").contains("libcuda.so.1"),
+            "without hooks: {:?}",
+            bare.0
+        );
     }
     booted.still_runs()?;
-    Ok(Outcome::Measured(format!("the hooks of a container take {ms:.1} ms in the guest")))
+    Ok(Outcome::Measured(format!(
+        "the hooks of a container take {ms:.1} ms in the guest"
+    )))
 }
 
 fn failing_hook(context: &TestContext) -> Result<Outcome> {
     // A directory where the hook's own configuration of the loader belongs.
     let in_the_way = "etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf";
-    let guest = Guest::new().append("fakepci.gpus=1 testagent.containers=odd:0@debian").archive("driver").archive("debian");
-    let booted = guest.file(&format!("containers/debian/{in_the_way}/x"), b"").boot(context, "failing")?;
+    let guest = Guest::new()
+        .append("fakepci.gpus=1 testagent.containers=odd:0@debian")
+        .archive("driver")
+        .archive("debian");
+    let booted = guest
+        .file(&format!("containers/debian/{in_the_way}/x"), b"")
+        .boot(context, "failing")?;
     let odd = Ended::wait(&booted, "odd")?;
     let failed = odd.0.get("failed hooks");
     ensure!(!failed.is_empty(), "the hook does not fail: {:?}", odd.0);
-    odd.is("params", "ModifyDeviceFiles: 0, write: Read-only file system")?;
+    odd.is(
+        "params",
+        "ModifyDeviceFiles: 0, write: Read-only file system",
+    )?;
     Ok(Outcome::Passed)
 }

@@ -12,8 +12,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "an_erofs_image_with_another_init_boots_from_its_partition", run: erofs },
-    VmTest { name: "an_ext4_image_with_another_init_boots_to_a_container", run: ext4 },
+    VmTest {
+        name: "an_erofs_image_with_another_init_boots_from_its_partition",
+        run: erofs,
+    },
+    VmTest {
+        name: "an_ext4_image_with_another_init_boots_to_a_container",
+        run: ext4,
+    },
 ];
 
 /// First sector of the root in images of Kata's builder, in units of 512 bytes, and size of the
@@ -22,8 +28,15 @@ const FIRST: u64 = 6144;
 const SECTORS: u64 = 64 << 11;
 
 fn done(command: &mut Command) -> Result<()> {
-    let output = command.output().with_context(|| format!("run {command:?} (tests/setup installs it)"))?;
-    ensure!(output.status.success(), "{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    let output = command
+        .output()
+        .with_context(|| format!("run {command:?} (tests/setup installs it)"))?;
+    ensure!(
+        output.status.success(),
+        "{command:?}: {}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
     Ok(())
 }
 
@@ -35,7 +48,12 @@ pub fn unpacked(context: &TestContext) -> Result<PathBuf> {
     std::fs::create_dir_all(&root).with_context(|| format!("make {}", root.display()))?;
     let archive = context.target.join("initrd.cpio");
     let archive = File::open(&archive).with_context(|| format!("open {}", archive.display()))?;
-    done(Command::new("cpio").args(["-idmu", "--quiet"]).current_dir(&root).stdin(archive))?;
+    done(
+        Command::new("cpio")
+            .args(["-idmu", "--quiet"])
+            .current_dir(&root)
+            .stdin(archive),
+    )?;
     Ok(root)
 }
 
@@ -44,7 +62,12 @@ pub fn unpacked(context: &TestContext) -> Result<PathBuf> {
 fn root(context: &TestContext) -> Result<PathBuf> {
     let root = unpacked(context)?;
     let driver = context.target.join("containers/driver");
-    done(Command::new("cp").arg("-a").arg(format!("{}/.", driver.display())).arg(&root))?;
+    done(
+        Command::new("cp")
+            .arg("-a")
+            .arg(format!("{}/.", driver.display()))
+            .arg(&root),
+    )?;
     std::fs::create_dir(root.join("sbin"))?;
     std::fs::create_dir(root.join("bin"))?;
     std::fs::remove_file(root.join("init"))?;
@@ -61,41 +84,96 @@ fn replaced(context: &TestContext, image: &Path) -> Result<PathBuf> {
     let program = context.host_program();
     // NVML's helper with its debugging symbols is larger than the image.
     let words = ["initrd", "replace-init", "--no-nvml"];
-    done(Command::new(program).args(words).arg(image).arg("--init").arg(init).arg("-o").arg(&out))?;
+    done(
+        Command::new(program)
+            .args(words)
+            .arg(image)
+            .arg("--init")
+            .arg(init)
+            .arg("-o")
+            .arg(&out),
+    )?;
     Ok(out)
 }
 
 fn boots(context: &TestContext, image: &Path, device: &str, fs: &str) -> Result<Outcome> {
     let guest = Guest::new().root_disk(context, image, device, fs)?;
-    let mut booted = guest.append("testagent.containers=all:all testagent.guest=root").boot(context, "guest")?;
+    let mut booted = guest
+        .append("testagent.containers=all:all testagent.guest=root")
+        .boot(context, "guest")?;
     let all = booted.created("all")?;
-    ensure!(booted.settled()? == (8, 0), "settled: {:?}", booted.settled()?);
+    ensure!(
+        booted.settled()? == (8, 0),
+        "settled: {:?}",
+        booted.settled()?
+    );
     let root = booted.agent("root", |_| true)?;
-    ensure!(root.get("mount").starts_with(&format!("{device} / {fs} ro")), "the root is {}", root.get("mount"));
-    ensure!(root.get("written").contains("Read-only file system"), "written: {}", root.get("written"));
-    let files = booted.record("the driver's files", |r| r.kind == Kind::End && r.name == names::DRIVER_FILES)?;
-    ensure!(files.fields.get("manifest") == Some(&true.into()), "the list was not used: {:?}", files.fields);
-    let gpus = (0..8).filter(|k| all.get("nodes").contains(&format!("/dev/nvidia{k} 195:{k} 666"))).count();
+    ensure!(
+        root.get("mount")
+            .starts_with(&format!("{device} / {fs} ro")),
+        "the root is {}",
+        root.get("mount")
+    );
+    ensure!(
+        root.get("written").contains("Read-only file system"),
+        "written: {}",
+        root.get("written")
+    );
+    let files = booted.record("the driver's files", |r| {
+        r.kind == Kind::End && r.name == names::DRIVER_FILES
+    })?;
+    ensure!(
+        files.fields.get("manifest") == Some(&true.into()),
+        "the list was not used: {:?}",
+        files.fields
+    );
+    let gpus = (0..8)
+        .filter(|k| {
+            all.get("nodes")
+                .contains(&format!("/dev/nvidia{k} 195:{k} 666"))
+        })
+        .count();
     ensure!(gpus == 8, "nodes: {}", all.get("nodes"));
     let stage0 = booted.record("stage0", |r| r.kind == Kind::End && r.name == names::STAGE0)?;
-    ensure!(!stage0.fields.contains_key("error"), "stage 0 on a read-only root: {:?}", stage0.fields);
+    ensure!(
+        !stage0.fields.contains_key("error"),
+        "stage 0 on a read-only root: {:?}",
+        stage0.fields
+    );
     booted.still_runs()?;
     Ok(Outcome::Passed)
 }
 
 /// A disk with the folder as erofs in its first partition.
 pub fn erofs_image(context: &TestContext, root: &Path) -> Result<PathBuf> {
-    let (fs, image) = (context.work_dir.join("root.erofs"), context.work_dir.join("old.image"));
-    done(Command::new("mkfs.erofs").args(["--quiet", "-Enoinline_data"]).args([fs.as_path(), root]))?;
+    let (fs, image) = (
+        context.work_dir.join("root.erofs"),
+        context.work_dir.join("old.image"),
+    );
+    done(
+        Command::new("mkfs.erofs")
+            .args(["--quiet", "-Enoinline_data"])
+            .args([fs.as_path(), root]),
+    )?;
     File::create(&image)?.set_len((FIRST + SECTORS + 2048) * 512)?;
-    let table =
-        format!("printf 'label: dos\\nstart={FIRST}, size={SECTORS}, type=83\\n' | PATH=$PATH:/usr/sbin:/sbin sfdisk --quiet \"$0\"");
+    let table = format!(
+        "printf 'label: dos\\nstart={FIRST}, size={SECTORS}, type=83\\n' | PATH=$PATH:/usr/sbin:/sbin sfdisk --quiet \"$0\""
+    );
     done(Command::new("sh").args(["-c", &table]).arg(&image))?;
     let seek = format!("seek={}", FIRST * 512);
     done(
         Command::new("dd")
-            .args(["status=none", "conv=notrunc", "bs=1M", "oflag=seek_bytes", &seek])
-            .args([format!("if={}", fs.display()), format!("of={}", image.display())]),
+            .args([
+                "status=none",
+                "conv=notrunc",
+                "bs=1M",
+                "oflag=seek_bytes",
+                &seek,
+            ])
+            .args([
+                format!("if={}", fs.display()),
+                format!("of={}", image.display()),
+            ]),
     )?;
     Ok(image)
 }

@@ -1,6 +1,8 @@
 //! The stream: complete, replayed, never in the way; and its whole shape as a golden file.
 
-use super::harness::{Booted, CONFIDENTIAL, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
+use super::harness::{
+    Booted, CONFIDENTIAL, Guest, Listener, Outcome, TestContext, VmTest, complete, named,
+};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
@@ -11,39 +13,88 @@ use std::path::Path;
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_late_listener_gets_everything", run: late_listener },
-    VmTest { name: "no_listener_and_a_deaf_one_delay_nothing", run: never_delays },
-    VmTest { name: "readers_in_the_guest_get_the_stream", run: guest_reader },
-    VmTest { name: "a_host_can_read_the_stream_from_the_guests_vsock_port", run: vsock_listener },
-    VmTest { name: "the_stream_of_a_full_boot_has_its_golden_shape", run: golden },
-    VmTest { name: "the_stream_of_each_topology_has_its_golden_shape", run: topologies },
+    VmTest {
+        name: "a_late_listener_gets_everything",
+        run: late_listener,
+    },
+    VmTest {
+        name: "no_listener_and_a_deaf_one_delay_nothing",
+        run: never_delays,
+    },
+    VmTest {
+        name: "readers_in_the_guest_get_the_stream",
+        run: guest_reader,
+    },
+    VmTest {
+        name: "a_host_can_read_the_stream_from_the_guests_vsock_port",
+        run: vsock_listener,
+    },
+    VmTest {
+        name: "the_stream_of_a_full_boot_has_its_golden_shape",
+        run: golden,
+    },
+    VmTest {
+        name: "the_stream_of_each_topology_has_its_golden_shape",
+        run: topologies,
+    },
 ];
 
 fn late_listener(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new().listener(Listener::Absent).append("testagent.containers=all:all").boot(context, "late")?;
+    let booted = Guest::new()
+        .listener(Listener::Absent)
+        .append("testagent.containers=all:all")
+        .boot(context, "late")?;
     booted.agent("container created", |_| true)?;
     // Nothing is left to happen in the guest; the listener comes 5 s later still. The sleep is no
     // proof of that: the record of the connection, checked below, has the time.
     std::thread::sleep(Duration::from_secs(5));
     booted.receiver.arrive()?;
     ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
-    let connected = booted.record("sink connected", |r| r.name == names::SINK && r.fields.get("state") == Some(&"connected".into()))?;
+    let connected = booted.record("sink connected", |r| {
+        r.name == names::SINK && r.fields.get("state") == Some(&"connected".into())
+    })?;
     let records = booted.receiver.records();
     complete(&records)?;
-    ensure!(records[0].name == names::INIT_START, "the first record is {}", records[0].name);
+    ensure!(
+        records[0].name == names::INIT_START,
+        "the first record is {}",
+        records[0].name
+    );
     let ready = records.iter().filter(|r| r.name == names::SETTLED).count();
-    ensure!(ready == 1 && connected.boottime_ns > records[0].boottime_ns + 5_000_000_000, "the listener was not late");
-    ensure!(booted.receiver.garbage().is_empty(), "garbage: {:?}", booted.receiver.garbage());
-    ensure!(booted.receiver.headers().len() == 1 && booted.receiver.headers()[0].first_seq == 0, "{:?}", booted.receiver.headers());
+    ensure!(
+        ready == 1 && connected.boottime_ns > records[0].boottime_ns + 5_000_000_000,
+        "the listener was not late"
+    );
+    ensure!(
+        booted.receiver.garbage().is_empty(),
+        "garbage: {:?}",
+        booted.receiver.garbage()
+    );
+    ensure!(
+        booted.receiver.headers().len() == 1 && booted.receiver.headers()[0].first_seq == 0,
+        "{:?}",
+        booted.receiver.headers()
+    );
     Ok(Outcome::Passed)
 }
 
 /// When PID 1 began to be the agent, and when the last GPU was published, in ns, from the records
 /// of the guest's own reader or of the host's.
 fn milestones(records: &[Record]) -> Result<(u64, u64)> {
-    let start = records.iter().find(|r| r.name == names::INIT_START).context("no init.start")?.boottime_ns;
-    let exec = named(records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?.boottime_ns;
-    let published = named(records, Kind::Event, names::GPU_PUBLISHED).iter().map(|r| r.boottime_ns).max().context("no gpu.published")?;
+    let start = records
+        .iter()
+        .find(|r| r.name == names::INIT_START)
+        .context("no init.start")?
+        .boottime_ns;
+    let exec = named(records, Kind::Begin, names::AGENT_EXEC)
+        .first()
+        .context("no agent.exec")?
+        .boottime_ns;
+    let published = named(records, Kind::Event, names::GPU_PUBLISHED)
+        .iter()
+        .map(|r| r.boottime_ns)
+        .max()
+        .context("no gpu.published")?;
     Ok((exec - start, published - start))
 }
 
@@ -65,18 +116,32 @@ fn never_delays(context: &TestContext) -> Result<Outcome> {
         exec / 1_000_000,
         published / 1_000_000
     );
-    for (name, listener) in [("no listener", Listener::Absent), ("a deaf listener", Listener::Deaf)] {
+    for (name, listener) in [
+        ("no listener", Listener::Absent),
+        ("a deaf listener", Listener::Deaf),
+    ] {
         for left in (0..BOOTS).rev() {
-            let booted = Guest::new().listener(listener).append(words).boot(context, &name.replace(' ', "-"))?;
+            let booted = Guest::new()
+                .listener(listener)
+                .append(words)
+                .boot(context, &name.replace(' ', "-"))?;
             booted.agent("container created", |_| true)?;
             if matches!(listener, Listener::Deaf) {
-                ensure!(booted.receiver.wait_deaf(Duration::from_secs(30)), "the guest never connected");
+                ensure!(
+                    booted.receiver.wait_deaf(Duration::from_secs(30)),
+                    "the guest never connected"
+                );
             }
             // The console has what the host does not get.
             let (e, p) = milestones(&settled_on_console(&booted)?)?;
             drop(booted);
             if e <= exec + ROOM_NS && p <= published + ROOM_NS {
-                write!(measured, ", with {name} {} / {} ms", e / 1_000_000, p / 1_000_000)?;
+                write!(
+                    measured,
+                    ", with {name} {} / {} ms",
+                    e / 1_000_000,
+                    p / 1_000_000
+                )?;
                 break;
             }
             ensure!(
@@ -92,11 +157,23 @@ fn never_delays(context: &TestContext) -> Result<Outcome> {
 
 /// The init's own lines on the console, as records: name and time are all that is needed.
 fn settled_on_console(booted: &Booted) -> Result<Vec<Record>> {
-    ensure!(booted.console.wait_text(Duration::from_secs(60), "\"msg\":\"settled\""), "the console has no settled line");
+    ensure!(
+        booted
+            .console
+            .wait_text(Duration::from_secs(60), "\"msg\":\"settled\""),
+        "the console has no settled line"
+    );
     let mut records = Vec::new();
     for line in booted.console.text().lines() {
-        let Some(map) = line.find("{\"").and_then(|at| serde_json::from_str::<HashMap<String, String>>(&line[at..]).ok()) else { continue };
-        let (Some(message), Some(time)) = (map.get("msg"), map.get("boottime_ns")) else { continue };
+        let Some(map) = line
+            .find("{\"")
+            .and_then(|at| serde_json::from_str::<HashMap<String, String>>(&line[at..]).ok())
+        else {
+            continue;
+        };
+        let (Some(message), Some(time)) = (map.get("msg"), map.get("boottime_ns")) else {
+            continue;
+        };
         // The console has ends, not begins: the end of stage 0 is when the hand-over begins.
         let (name, kind) = match message.as_str() {
             "stage0 end" => (names::AGENT_EXEC, "begin"),
@@ -109,11 +186,16 @@ fn settled_on_console(booted: &Booted) -> Result<Vec<Record>> {
 }
 
 fn guest_reader(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new().append("testagent.guest=listener").boot(context, "reader")?;
+    let booted = Guest::new()
+        .append("testagent.guest=listener")
+        .boot(context, "reader")?;
     let seen = booted.agent("listener", |_| true)?;
     ensure!(seen.get("error").is_empty(), "{}", seen.get("error"));
     let header: Value = serde_json::from_str(seen.get("first"))?;
-    ensure!(header["stream"]["boot_id"] == booted.receiver.headers()[0].boot_id.as_str(), "another boot: {header}");
+    ensure!(
+        header["stream"]["boot_id"] == booted.receiver.headers()[0].boot_id.as_str(),
+        "another boot: {header}"
+    );
     let settled = booted.event(names::SETTLED)?;
     ensure!(
         seen.get("records").parse::<u64>()? == settled.seq + 2,
@@ -121,7 +203,11 @@ fn guest_reader(context: &TestContext) -> Result<Outcome> {
         seen.get("records"),
         settled.seq
     );
-    ensure!(seen.get("file_lines").parse::<u64>()? > 50, "boot.ndjson has {} lines", seen.get("file_lines"));
+    ensure!(
+        seen.get("file_lines").parse::<u64>()? > 50,
+        "boot.ndjson has {} lines",
+        seen.get("file_lines")
+    );
     Ok(Outcome::Passed)
 }
 
@@ -142,15 +228,36 @@ fn vsock_listener(context: &TestContext) -> Result<Outcome> {
     let mut lines = connect(DEFAULT_PORT)?.lines();
     let answer = lines.next().context("no answer to CONNECT")??;
     ensure!(answer.starts_with("OK "), "answer to CONNECT: {answer:?}");
-    ensure!(matches!(decode(lines.next().context("no header")??.as_bytes()), Ok(Line::Header(_))), "no header first");
+    ensure!(
+        matches!(
+            decode(lines.next().context("no header")??.as_bytes()),
+            Ok(Line::Header(_))
+        ),
+        "no header first"
+    );
     for expected in 0..=settled.seq {
-        let line = lines.next().with_context(|| format!("the stream ends before seq {expected}"))??;
-        let Ok(Line::Record(record)) = decode(line.as_bytes()) else { anyhow::bail!("no record: {line}") };
-        ensure!(record.seq == expected, "seq {} instead of {expected}", record.seq);
+        let line = lines
+            .next()
+            .with_context(|| format!("the stream ends before seq {expected}"))??;
+        let Ok(Line::Record(record)) = decode(line.as_bytes()) else {
+            anyhow::bail!("no record: {line}")
+        };
+        ensure!(
+            record.seq == expected,
+            "seq {} instead of {expected}",
+            record.seq
+        );
     }
     // Negative control: nobody listens on the next port.
-    let refused = connect(DEFAULT_PORT + 1)?.lines().next().and_then(std::result::Result::ok).unwrap_or_default();
-    ensure!(!refused.starts_with("OK "), "a port without a listener answers {refused:?}");
+    let refused = connect(DEFAULT_PORT + 1)?
+        .lines()
+        .next()
+        .and_then(std::result::Result::ok)
+        .unwrap_or_default();
+    ensure!(
+        !refused.starts_with("OK "),
+        "a port without a listener answers {refused:?}"
+    );
     Ok(Outcome::Passed)
 }
 
@@ -180,7 +287,10 @@ const VOLATILE: &[&str] = &[
 /// The stream in a form that is the same for every boot: times and volatile values masked, span ids
 /// by name, what runs at once in order of GPU.
 fn canonical(records: &[Record]) -> String {
-    let names_of: HashMap<u64, &str> = records.iter().filter_map(|r| Some((r.span?, r.name.as_str()))).collect();
+    let names_of: HashMap<u64, &str> = records
+        .iter()
+        .filter_map(|r| Some((r.span?, r.name.as_str())))
+        .collect();
     let of_service = |r: &Record| r.span.zip(r.fields.get("service").cloned());
     let services: HashMap<u64, Value> = records.iter().filter_map(of_service).collect();
     let of_module = |r: &Record| r.span.zip(r.fields.get("module").cloned());
@@ -212,9 +322,19 @@ fn canonical(records: &[Record]) -> String {
             }
         }
         if let Some(after) = value.get_mut("after").and_then(Value::as_array_mut) {
-            after.iter_mut().for_each(|id| *id = Value::from(id.as_u64().and_then(|i| names_of.get(&i).copied()).unwrap_or("?")));
+            after.iter_mut().for_each(|id| {
+                *id = Value::from(
+                    id.as_u64()
+                        .and_then(|i| names_of.get(&i).copied())
+                        .unwrap_or("?"),
+                )
+            });
         }
-        for key in VOLATILE.iter().filter(|k| !value["fields"][**k].is_null()).collect::<Vec<_>>() {
+        for key in VOLATILE
+            .iter()
+            .filter(|k| !value["fields"][**k].is_null())
+            .collect::<Vec<_>>()
+        {
             value["fields"][*key] = Value::from("#");
         }
         // Before the GPUs and after them in the order of the stream; each GPU for itself, and what
@@ -230,7 +350,10 @@ fn canonical(records: &[Record]) -> String {
         ]
         .contains(&r.name.as_str());
         // An end has no field that names its service: the step of its begin has.
-        let service = r.span.and_then(|span| services.get(&span)).or(r.fields.get("service"));
+        let service = r
+            .span
+            .and_then(|span| services.get(&span))
+            .or(r.fields.get("service"));
         let group = if let Some(service) = service {
             format!("service {service}")
         } else if let Some(module) = r.span.and_then(|span| modules.get(&span)) {
@@ -239,7 +362,15 @@ fn canonical(records: &[Record]) -> String {
         } else if beside {
             format!("{} {:?}", r.name, r.gpu)
         } else {
-            r.gpu.map_or_else(|| format!("{:?}", r.name == names::SETTLED || r.name == names::LOCKDOWN), |g| format!("gpu {g}"))
+            r.gpu.map_or_else(
+                || {
+                    format!(
+                        "{:?}",
+                        r.name == names::SETTLED || r.name == names::LOCKDOWN
+                    )
+                },
+                |g| format!("gpu {g}"),
+            )
         };
         lines.push((group, value.to_string()));
     }
@@ -257,7 +388,10 @@ fn canonical(records: &[Record]) -> String {
 }
 
 fn golden(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new().append(IN_ORDER).append("fakepci.gpus=2 testagent.containers=all:all").boot(context, "golden")?;
+    let booted = Guest::new()
+        .append(IN_ORDER)
+        .append("fakepci.gpus=2 testagent.containers=all:all")
+        .boot(context, "golden")?;
     booted.created("all")?;
     booted.event(names::LOCKDOWN)?;
     let records = booted.receiver.records();
@@ -267,7 +401,10 @@ fn golden(context: &TestContext) -> Result<Outcome> {
     if let Some(r) = swapped.iter_mut().find(|r| r.name == names::GPU_BOUND) {
         r.name = names::GPU_USABLE.into();
     }
-    ensure!(canonical(&swapped) != is, "the golden form does not see a changed step");
+    ensure!(
+        canonical(&swapped) != is,
+        "the golden form does not see a changed step"
+    );
     compare_with_golden(context, "boot-2-gpus", &records)?;
     Ok(Outcome::Passed)
 }
@@ -278,17 +415,39 @@ const IN_ORDER: &str = "gpuinit.bind=pipelined gpuinit.init=serial";
 /// Name and words of each topology; services that start there.
 const TOPOLOGIES: [(&str, &str, usize); 6] = [
     ("none", "fakepci.gpus=0", 0),
-    ("hopper-fabric", "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=2", 1),
-    ("protected-pcie", "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=2 nvidia.cc=1 nvrc.smi.srs=1", 2),
-    ("blackwell-fabric", "fakepci.gpus=2 fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2 nvidia.fabric_state=2", 2),
-    ("service-vm", "fakepci.gpus=0 fakepci.switches=2 nvidia.switches=2", 1),
+    (
+        "hopper-fabric",
+        "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=2",
+        1,
+    ),
+    (
+        "protected-pcie",
+        "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=2 nvidia.cc=1 nvrc.smi.srs=1",
+        2,
+    ),
+    (
+        "blackwell-fabric",
+        "fakepci.gpus=2 fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2 nvidia.fabric_state=2",
+        2,
+    ),
+    (
+        "service-vm",
+        "fakepci.gpus=0 fakepci.switches=2 nvidia.switches=2",
+        1,
+    ),
     // The fabric, which NVML alone knows of, is complete after the GPUs were taken back.
-    ("shared-fabric", "fakepci.gpus=2 nvidia.fabric_state=2 testagent.guest=script testagent.script=gpu.held!begin/1>fabric:3", 0),
+    (
+        "shared-fabric",
+        "fakepci.gpus=2 nvidia.fabric_state=2 testagent.guest=script testagent.script=gpu.held!begin/1>fabric:3",
+        0,
+    ),
 ];
 
 fn topologies(context: &TestContext) -> Result<Outcome> {
     for (topology, words, services) in TOPOLOGIES {
-        let guest = super::services::with_services(Guest::new()).append(IN_ORDER).append(words);
+        let guest = super::services::with_services(Guest::new())
+            .append(IN_ORDER)
+            .append(words);
         let guest = match topology {
             "none" | "service-vm" => guest,
             "protected-pcie" => guest.nvml().append(CONFIDENTIAL),
@@ -296,22 +455,38 @@ fn topologies(context: &TestContext) -> Result<Outcome> {
         };
         let booted = guest.boot(context, topology)?;
         booted.settled().with_context(|| topology.to_string())?;
-        booted.events(names::SERVICE_PLAN, kata_gpu_init::services::service_table::SERVICES.len())?;
+        booted.events(
+            names::SERVICE_PLAN,
+            kata_gpu_init::services::service_table::SERVICES.len(),
+        )?;
         // Without a GPU the lockdown waits for one that may come.
         if !words.contains("fakepci.gpus=0") {
             booted.event(names::LOCKDOWN)?;
-            booted.events(names::GPU_PUBLISHED, if topology == "shared-fabric" { 4 } else { 2 })?;
+            booted.events(
+                names::GPU_PUBLISHED,
+                if topology == "shared-fabric" { 4 } else { 2 },
+            )?;
         }
         // Two reports of each GPU: before and after the fabric is complete.
         if words.contains("nvidia.fabric_state") {
             booted.events(names::GPU_HEALTH, 4)?;
         }
         let starts = |r: &Record| r.kind == Kind::Begin && r.name == names::SERVICE_START;
-        let begins = booted.receiver.wait_several(super::harness::DEADLINE, services, starts).context("a service was not started")?;
+        let begins = booted
+            .receiver
+            .wait_several(super::harness::DEADLINE, services, starts)
+            .context("a service was not started")?;
         for begin in begins {
-            booted.record("the end of a start", |r| r.kind == Kind::End && r.span == begin.span)?;
+            booted.record("the end of a start", |r| {
+                r.kind == Kind::End && r.span == begin.span
+            })?;
         }
-        compare_with_golden(context, &format!("boot-{topology}"), &booted.receiver.records()).with_context(|| topology.to_string())?;
+        compare_with_golden(
+            context,
+            &format!("boot-{topology}"),
+            &booted.receiver.records(),
+        )
+        .with_context(|| topology.to_string())?;
     }
     Ok(Outcome::Passed)
 }
@@ -327,9 +502,14 @@ fn compare_with_golden(context: &TestContext, name: &str, records: &[Record]) ->
         std::fs::create_dir_all(path.parent().context("no folder")?)?;
         std::fs::write(&path, &is)?;
     }
-    let should = std::fs::read_to_string(&path).with_context(|| format!("read {} (UPDATE_GOLDEN=1 writes it)", path.display()))?;
+    let should = std::fs::read_to_string(&path)
+        .with_context(|| format!("read {} (UPDATE_GOLDEN=1 writes it)", path.display()))?;
     if is != should {
-        let at = is.lines().zip(should.lines()).position(|(a, b)| a != b).unwrap_or_else(|| is.lines().count().min(should.lines().count()));
+        let at = is
+            .lines()
+            .zip(should.lines())
+            .position(|(a, b)| a != b)
+            .unwrap_or_else(|| is.lines().count().min(should.lines().count()));
         anyhow::bail!(
             "line {} differs from {} (UPDATE_GOLDEN=1 refreshes it; read the diff):\n  is     {}\n  should {}",
             at + 1,

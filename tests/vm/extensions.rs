@@ -16,15 +16,42 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_gpu_extension_brings_the_driver_while_the_agent_runs", run: gpu },
-    VmTest { name: "coco_is_mounted_before_the_agent_as_veritysetup_would", run: coco },
-    VmTest { name: "tampered_data_powers_the_guest_off_when_read", run: tampered },
-    VmTest { name: "a_wrong_root_hash_powers_the_guest_off_before_any_mount", run: wrong_hash },
-    VmTest { name: "disks_that_do_not_match_the_command_line_power_the_guest_off", run: mismatched },
-    VmTest { name: "a_disk_that_comes_late_is_waited_for_by_its_uevent", run: late },
-    VmTest { name: "a_malformed_extension_parameter_powers_off_without_an_agent", run: malformed },
-    VmTest { name: "a_new_worker_completes_the_extensions_binds", run: worker_dies },
-    VmTest { name: "what_extensions_add_to_agent_and_first_publication", run: cost },
+    VmTest {
+        name: "a_gpu_extension_brings_the_driver_while_the_agent_runs",
+        run: gpu,
+    },
+    VmTest {
+        name: "coco_is_mounted_before_the_agent_as_veritysetup_would",
+        run: coco,
+    },
+    VmTest {
+        name: "tampered_data_powers_the_guest_off_when_read",
+        run: tampered,
+    },
+    VmTest {
+        name: "a_wrong_root_hash_powers_the_guest_off_before_any_mount",
+        run: wrong_hash,
+    },
+    VmTest {
+        name: "disks_that_do_not_match_the_command_line_power_the_guest_off",
+        run: mismatched,
+    },
+    VmTest {
+        name: "a_disk_that_comes_late_is_waited_for_by_its_uevent",
+        run: late,
+    },
+    VmTest {
+        name: "a_malformed_extension_parameter_powers_off_without_an_agent",
+        run: malformed,
+    },
+    VmTest {
+        name: "a_new_worker_completes_the_extensions_binds",
+        run: worker_dies,
+    },
+    VmTest {
+        name: "what_extensions_add_to_agent_and_first_publication",
+        run: cost,
+    },
 ];
 
 /// First sector of partition 1, as parted aligns it.
@@ -39,13 +66,23 @@ pub struct Image {
 
 fn done(command: &mut Command) -> Result<String> {
     command.env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin");
-    let output = command.output().with_context(|| format!("run {command:?} (tests/setup installs it)"))?;
-    ensure!(output.status.success(), "{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    let output = command
+        .output()
+        .with_context(|| format!("run {command:?} (tests/setup installs it)"))?;
+    ensure!(
+        output.status.success(),
+        "{command:?}: {}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 fn sectors(file: &Path) -> Result<u64> {
-    Ok(fs::metadata(file)?.len().div_ceil(SECTOR).next_multiple_of(2048))
+    Ok(fs::metadata(file)?
+        .len()
+        .div_ceil(SECTOR)
+        .next_multiple_of(2048))
 }
 
 impl Image {
@@ -53,13 +90,27 @@ impl Image {
     fn of(context: &TestContext, name: &str, tree: &Path, options: &[&str]) -> Result<Self> {
         let at = |suffix: &str| context.work_dir.join(format!("{name}.{suffix}"));
         let (data, hash, file) = (at("data"), at("hash"), at("disk"));
-        done(Command::new("mkfs.erofs").arg("--quiet").args(options).args([&data, &tree.into()]))?;
+        done(
+            Command::new("mkfs.erofs")
+                .arg("--quiet")
+                .args(options)
+                .args([&data, &tree.into()]),
+        )?;
         let length = fs::metadata(&data)?.len().next_multiple_of(4096);
         File::options().write(true).open(&data)?.set_len(length)?;
-        let reported = done(Command::new("veritysetup").args(["format", "--no-superblock"]).args([&data, &hash]))?;
+        let reported = done(
+            Command::new("veritysetup")
+                .args(["format", "--no-superblock"])
+                .args([&data, &hash]),
+        )?;
         let field = |label: &str| {
-            let value = reported.lines().find_map(|line| line.strip_prefix(label)?.strip_prefix(':')).map(str::trim);
-            value.and_then(|v| v.split(' ').next()).with_context(|| format!("veritysetup says no {label}: {reported}"))
+            let value = reported
+                .lines()
+                .find_map(|line| line.strip_prefix(label)?.strip_prefix(':'))
+                .map(str::trim);
+            value
+                .and_then(|v| v.split(' ').next())
+                .with_context(|| format!("veritysetup says no {label}: {reported}"))
         };
         let parameters = format!(
             "root_hash={},salt={},data_blocks={},data_block_size={},hash_block_size={}",
@@ -76,7 +127,12 @@ impl Image {
             "label: dos\nstart={FIRST}, size={data_sectors}, type=83\nstart={}, size={hash_sectors}, type=83\n",
             FIRST + data_sectors
         );
-        done(Command::new("sh").args(["-c", "printf \"$1\" | sfdisk --quiet \"$0\""]).arg(&file).arg(table))?;
+        done(
+            Command::new("sh")
+                .args(["-c", "printf \"$1\" | sfdisk --quiet \"$0\""])
+                .arg(&file)
+                .arg(table),
+        )?;
         disk.write_all_at(&fs::read(&data)?, FIRST * SECTOR)?;
         disk.write_all_at(&fs::read(&hash)?, (FIRST + data_sectors) * SECTOR)?;
         Ok(Self { file, parameters })
@@ -85,17 +141,28 @@ impl Image {
     /// The same disk with one byte of its data changed: the one after `mark`.
     fn tampered(&self, context: &TestContext, mark: &[u8]) -> Result<Self> {
         let mut bytes = fs::read(&self.file)?;
-        let at = bytes.windows(mark.len()).position(|window| window == mark).context("the mark is not in the image")?;
-        let byte = bytes.get_mut(at + mark.len()).context("the mark ends the image")?;
+        let at = bytes
+            .windows(mark.len())
+            .position(|window| window == mark)
+            .context("the mark is not in the image")?;
+        let byte = bytes
+            .get_mut(at + mark.len())
+            .context("the mark ends the image")?;
         *byte ^= 1;
         let file = context.work_dir.join("tampered.disk");
         fs::write(&file, bytes)?;
-        Ok(Self { file, parameters: self.parameters.clone() })
+        Ok(Self {
+            file,
+            parameters: self.parameters.clone(),
+        })
     }
 }
 
 fn module_folder(context: &TestContext) -> Result<String> {
-    Ok(format!("lib/modules/{}", fs::read_to_string(context.target.join("kernel/version"))?.trim()))
+    Ok(format!(
+        "lib/modules/{}",
+        fs::read_to_string(context.target.join("kernel/version"))?.trim()
+    ))
 }
 
 /// The driver as Kata's builder lays it out: libraries in the triplet's folder, programs in
@@ -103,10 +170,19 @@ fn module_folder(context: &TestContext) -> Result<String> {
 pub fn gpu_image(context: &TestContext, options: &[&str]) -> Result<Image> {
     let tree = fresh(context, "gpu")?;
     let driver = context.target.join("containers/driver");
-    done(Command::new("cp").arg("-a").arg(format!("{}/.", driver.display())).arg(&tree))?;
+    done(
+        Command::new("cp")
+            .arg("-a")
+            .arg(format!("{}/.", driver.display()))
+            .arg(&tree),
+    )?;
     fs::rename(tree.join("usr/bin"), tree.join("bin"))?;
     for service in &SERVICES {
-        let name = service.programs.first().and_then(|path| path.rsplit('/').next()).context("no program")?;
+        let name = service
+            .programs
+            .first()
+            .and_then(|path| path.rsplit('/').next())
+            .context("no program")?;
         let path = tree.join("bin").join(name);
         fs::write(&path, "#!/usr/bin/test-programs\n")?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
@@ -114,9 +190,15 @@ pub fn gpu_image(context: &TestContext, options: &[&str]) -> Result<Image> {
     let modules = tree.join(module_folder(context)?);
     fs::create_dir_all(&modules)?;
     for module in ["nvidia.ko", "nvidia-uvm.ko"] {
-        fs::copy(context.target.join("simulator").join(module), modules.join(module))?;
+        fs::copy(
+            context.target.join("simulator").join(module),
+            modules.join(module),
+        )?;
     }
-    fs::write(modules.join("modules.dep"), "nvidia.ko:\nnvidia-uvm.ko: nvidia.ko\n")?;
+    fs::write(
+        modules.join("modules.dep"),
+        "nvidia.ko:\nnvidia-uvm.ko: nvidia.ko\n",
+    )?;
     Image::of(context, "gpu", &tree, options)
 }
 
@@ -139,8 +221,15 @@ pub const PACKED: &[&str] = &["-zlz4hc", "-Enoinline_data"];
 /// A base image: without the driver's modules, with what a Kata kernel has built in.
 fn base(context: &TestContext) -> Result<Guest> {
     let folder = module_folder(context)?;
-    let module = |name: &str| -> &'static str { Box::leak(format!("{folder}/{name}").into_boxed_str()) };
-    Guest::new().append("fakepci.gpus=2").mounts_images(context).map(|g| g.without(module("nvidia.ko")).without(module("nvidia-uvm.ko")))
+    let module =
+        |name: &str| -> &'static str { Box::leak(format!("{folder}/{name}").into_boxed_str()) };
+    Guest::new()
+        .append("fakepci.gpus=2")
+        .mounts_images(context)
+        .map(|g| {
+            g.without(module("nvidia.ko"))
+                .without(module("nvidia-uvm.ko"))
+        })
 }
 
 fn with(guest: Guest, name: &str, image: &Image) -> Guest {
@@ -150,7 +239,11 @@ fn with(guest: Guest, name: &str, image: &Image) -> Guest {
 /// A guest whose driver is on an extension disk; with one that its agent needs, too.
 pub fn guest_with_extensions(context: &TestContext, coco: bool) -> Result<Guest> {
     let guest = with(base(context)?, "gpu", &gpu_image(context, PACKED)?);
-    Ok(if coco { with(guest, "coco", &coco_image(context)?) } else { guest })
+    Ok(if coco {
+        with(guest, "coco", &coco_image(context)?)
+    } else {
+        guest
+    })
 }
 
 fn declared(guest: Guest, name: &str, parameters: &str) -> Guest {
@@ -162,13 +255,20 @@ fn ends(booted: &Booted, name: &str) -> Result<Record> {
 }
 
 fn extension_steps(records: &[Record]) -> Vec<&str> {
-    records.iter().filter(|r| r.kind == Kind::Begin && r.name.contains("extension")).map(|r| r.name.as_str()).collect()
+    records
+        .iter()
+        .filter(|r| r.kind == Kind::Begin && r.name.contains("extension"))
+        .map(|r| r.name.as_str())
+        .collect()
 }
 
 fn gpu(context: &TestContext) -> Result<Outcome> {
     let image = gpu_image(context, PACKED)?;
-    let words = "testagent.containers=debian:0@debian testagent.guest=extensions gpuinit.persistenced=on";
-    let guest = with(base(context)?, "gpu", &image).append(words).archive("debian");
+    let words =
+        "testagent.containers=debian:0@debian testagent.guest=extensions gpuinit.persistenced=on";
+    let guest = with(base(context)?, "gpu", &image)
+        .append(words)
+        .archive("debian");
     let mut booted = guest.boot(context, "guest")?;
     let container = Ended::wait(&booted, "debian")?;
     container.has_the_guests_libcuda()?;
@@ -181,68 +281,148 @@ fn gpu(context: &TestContext) -> Result<Outcome> {
         "/dev/dm-0 /lib/firmware/nvidia erofs ro,nosuid,nodev,",
         " /etc/ld.so.cache tmpfs ",
     ] {
-        ensure!(report.get("mounts").contains(wanted), "{wanted:?} is not in {}", report.get("mounts"));
+        ensure!(
+            report.get("mounts").contains(wanted),
+            "{wanted:?} is not in {}",
+            report.get("mounts")
+        );
     }
-    ensure!(report.get("variant") == "nvidia", "KATA_ATTESTER_VARIANT={:?}", report.get("variant"));
+    ensure!(
+        report.get("variant") == "nvidia",
+        "KATA_ATTESTER_VARIANT={:?}",
+        report.get("variant")
+    );
     let files = ends(&booted, names::DRIVER_FILES)?;
-    ensure!(files.error.is_none() && files.fields["version"] == "550.163.01", "{files:?}");
+    ensure!(
+        files.error.is_none() && files.fields["version"] == "550.163.01",
+        "{files:?}"
+    );
 
     // The agent has not waited: the extension is opened after its exec, before the driver is
     // looked for.
-    let (exec, disks) =
-        (ends(&booted, names::AGENT_EXEC)?, booted.record("disks", |r| r.kind == Kind::Begin && r.name == names::EXTENSION_DISKS)?);
-    ensure!(exec.boottime_ns <= disks.boottime_ns, "the agent waited for gpu");
-    let (extension, look) =
-        (ends(&booted, names::EXTENSION)?, booted.record("look", |r| r.kind == Kind::Begin && r.name == names::DRIVER_LOOK)?);
-    ensure!(extension.boottime_ns <= look.boottime_ns && extension.error.is_none(), "{extension:?}, {look:?}");
-    ensure!(look.after.contains(&extension.span.unwrap_or(0)), "driver.look comes after {:?}, not {:?}", look.after, extension.span);
+    let (exec, disks) = (
+        ends(&booted, names::AGENT_EXEC)?,
+        booted.record("disks", |r| {
+            r.kind == Kind::Begin && r.name == names::EXTENSION_DISKS
+        })?,
+    );
+    ensure!(
+        exec.boottime_ns <= disks.boottime_ns,
+        "the agent waited for gpu"
+    );
+    let (extension, look) = (
+        ends(&booted, names::EXTENSION)?,
+        booted.record("look", |r| {
+            r.kind == Kind::Begin && r.name == names::DRIVER_LOOK
+        })?,
+    );
+    ensure!(
+        extension.boottime_ns <= look.boottime_ns && extension.error.is_none(),
+        "{extension:?}, {look:?}"
+    );
+    ensure!(
+        look.after.contains(&extension.span.unwrap_or(0)),
+        "driver.look comes after {:?}, not {:?}",
+        look.after,
+        extension.span
+    );
     let records = booted.receiver.records();
     let steps = extension_steps(&records);
-    let wanted = ["extension.disks", "extension", "extension.verity", "extension.mount", "extension.firmware", "extension.libraries"];
+    let wanted = [
+        "extension.disks",
+        "extension",
+        "extension.verity",
+        "extension.mount",
+        "extension.firmware",
+        "extension.libraries",
+    ];
     ensure!(steps == wanted, "{steps:?}");
     let begin = named(&records, Kind::Begin, names::EXTENSION).remove(0);
     ensure!(
-        begin.fields["extension"] == "gpu" && begin.fields["verity"] == true && begin.fields["bytes"].as_u64() >= Some(4096),
+        begin.fields["extension"] == "gpu"
+            && begin.fields["verity"] == true
+            && begin.fields["bytes"].as_u64() >= Some(4096),
         "{begin:?}"
     );
     let libraries = ends(&booted, names::EXTENSION_LIBRARIES)?;
     ensure!(libraries.error.is_none(), "{libraries:?}");
     // Services, too, where Kata's builder puts them.
-    let service = booted.record("a service", |r| r.kind == Kind::Begin && r.name == names::SERVICE_START)?;
-    ensure!(service.fields["program"] == "/run/kata-extensions/gpu/bin/nvidia-persistenced", "{service:?}");
-    ensure!(ends(&booted, names::SERVICE_START)?.error.is_none(), "{:?}", ends(&booted, names::SERVICE_START)?);
+    let service = booted.record("a service", |r| {
+        r.kind == Kind::Begin && r.name == names::SERVICE_START
+    })?;
+    ensure!(
+        service.fields["program"] == "/run/kata-extensions/gpu/bin/nvidia-persistenced",
+        "{service:?}"
+    );
+    ensure!(
+        ends(&booted, names::SERVICE_START)?.error.is_none(),
+        "{:?}",
+        ends(&booted, names::SERVICE_START)?
+    );
     booted.still_runs()?;
     Ok(Outcome::Passed)
 }
 
 fn worker_dies(context: &TestContext) -> Result<Outcome> {
     let image = gpu_image(context, PACKED)?;
-    let script = "testagent.guest=script testagent.script=extension!end>kill;settled>file:/proc/self/mounts";
-    let booted = with(base(context)?, "gpu", &image).append(script).boot(context, "guest")?;
+    let script =
+        "testagent.guest=script testagent.script=extension!end>kill;settled>file:/proc/self/mounts";
+    let booted = with(base(context)?, "gpu", &image)
+        .append(script)
+        .boot(context, "guest")?;
     ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
     let mounts = booted.agent("file", |_| true)?;
-    let lines = |wanted: &str| mounts.get("text").lines().filter(|line| line.contains(wanted)).count();
-    for wanted in [" /run/kata-extensions/gpu erofs ", " /lib/firmware/nvidia erofs ", " /etc/ld.so.cache tmpfs "] {
-        ensure!(lines(wanted) == 1, "{} times {wanted:?} in {}", lines(wanted), mounts.get("text"));
+    let lines = |wanted: &str| {
+        mounts
+            .get("text")
+            .lines()
+            .filter(|line| line.contains(wanted))
+            .count()
+    };
+    for wanted in [
+        " /run/kata-extensions/gpu erofs ",
+        " /lib/firmware/nvidia erofs ",
+        " /etc/ld.so.cache tmpfs ",
+    ] {
+        ensure!(
+            lines(wanted) == 1,
+            "{} times {wanted:?} in {}",
+            lines(wanted),
+            mounts.get("text")
+        );
     }
     let records = booted.receiver.records();
-    ensure!(named(&records, Kind::Begin, names::EXTENSION_DISKS).len() == 1, "the disks were opened twice");
+    ensure!(
+        named(&records, Kind::Begin, names::EXTENSION_DISKS).len() == 1,
+        "the disks were opened twice"
+    );
     Ok(Outcome::Passed)
 }
 
 /// A program of this machine with everything it loads, for the guest's root.
 fn program(mut guest: Guest, path: &str) -> Result<Guest> {
     let listed = done(Command::new("ldd").arg(path))?;
-    let libraries = listed.lines().filter_map(|line| line.split_ascii_whitespace().find(|word| word.starts_with('/')));
+    let libraries = listed.lines().filter_map(|line| {
+        line.split_ascii_whitespace()
+            .find(|word| word.starts_with('/'))
+    });
     for file in libraries.chain([path]) {
-        guest = guest.file(file.trim_start_matches('/'), &fs::read(file).with_context(|| format!("read {file}"))?);
+        guest = guest.file(
+            file.trim_start_matches('/'),
+            &fs::read(file).with_context(|| format!("read {file}"))?,
+        );
     }
     Ok(guest)
 }
 
 fn coco(context: &TestContext) -> Result<Outcome> {
     let (gpu, coco) = (gpu_image(context, PACKED)?, coco_image(context)?);
-    let value = |key: &str| gpu.parameters.split(',').find_map(|pair| pair.strip_prefix(key)?.strip_prefix('=')).unwrap_or_default();
+    let value = |key: &str| {
+        gpu.parameters
+            .split(',')
+            .find_map(|pair| pair.strip_prefix(key)?.strip_prefix('='))
+            .unwrap_or_default()
+    };
     // The same image on another disk, opened by the program that the incumbent runs.
     let open = format!(
         "/usr/sbin/veritysetup,open,--no-superblock,--hash,sha256,--data-block-size,{},--hash-block-size,{},--data-blocks,{},--salt,{},/dev/vdc1,judge,/dev/vdc2,{}",
@@ -252,17 +432,37 @@ fn coco(context: &TestContext) -> Result<Outcome> {
         value("salt"),
         value("root_hash")
     );
-    let judges = [open.as_str(), "/usr/sbin/dmsetup,table", "/usr/sbin/veritysetup,status,extension-gpu"]
-        .map(|words| format!("{PROGRAM}{words}"))
-        .join(" ");
-    let guest = with(with(base(context)?, "gpu", &gpu), "coco", &coco).serial_disk("judge", &gpu.file);
-    let guest = program(program(guest, "/usr/sbin/veritysetup")?, "/usr/sbin/dmsetup")?;
+    let judges = [
+        open.as_str(),
+        "/usr/sbin/dmsetup,table",
+        "/usr/sbin/veritysetup,status,extension-gpu",
+    ]
+    .map(|words| format!("{PROGRAM}{words}"))
+    .join(" ");
+    let guest =
+        with(with(base(context)?, "gpu", &gpu), "coco", &coco).serial_disk("judge", &gpu.file);
+    let guest = program(
+        program(guest, "/usr/sbin/veritysetup")?,
+        "/usr/sbin/dmsetup",
+    )?;
     // veritysetup keeps its locks there.
-    let guest = guest.file("run/cryptsetup/x", b"").append(&format!("testagent.guest=extensions {judges}"));
+    let guest = guest
+        .file("run/cryptsetup/x", b"")
+        .append(&format!("testagent.guest=extensions {judges}"));
     let mut booted = guest.boot(context, "guest")?;
     let start = booted.agent("extensions at agent start", |_| true)?;
-    ensure!(start.get("coco") == "coco", "the agent started without coco: {}", start.get("coco"));
-    ensure!(start.get("mounts").contains("/run/kata-extensions/gpu erofs ro,nosuid,nodev"), "{}", start.get("mounts"));
+    ensure!(
+        start.get("coco") == "coco",
+        "the agent started without coco: {}",
+        start.get("coco")
+    );
+    ensure!(
+        start
+            .get("mounts")
+            .contains("/run/kata-extensions/gpu erofs ro,nosuid,nodev"),
+        "{}",
+        start.get("mounts")
+    );
     ensure!(start.get("variant") == "nvidia", "{}", start.get("variant"));
     ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
     let records = booted.receiver.records();
@@ -272,27 +472,57 @@ fn coco(context: &TestContext) -> Result<Outcome> {
         .iter()
         .find(|r| r.name == names::EXTENSION && r.fields.get("extension") == Some(&"coco".into()))
         .context("no step of coco")?;
-    ensure!(of_coco.parent == stage0[0].span, "{of_coco:?} is not inside {:?}", stage0[0]);
+    ensure!(
+        of_coco.parent == stage0[0].span,
+        "{of_coco:?} is not inside {:?}",
+        stage0[0]
+    );
 
     if context.arch != Arch::X86_64 {
         booted.still_runs()?;
-        return Ok(Outcome::Measured("tables not compared: veritysetup is this machine's own, of x86-64".into()));
+        return Ok(Outcome::Measured(
+            "tables not compared: veritysetup is this machine's own, of x86-64".into(),
+        ));
     }
-    let judge = |words: &str| booted.agent("judge", |l| l.get("words").starts_with(words)).map(|l| l.get("output").to_string());
+    let judge = |words: &str| {
+        booted
+            .agent("judge", |l| l.get("words").starts_with(words))
+            .map(|l| l.get("output").to_string())
+    };
     let opened = judge("/usr/sbin/veritysetup,open")?;
     let tables = judge("/usr/sbin/dmsetup,table")?;
     // Without the numbers of the two partitions.
     let of = |device: &str| -> Vec<&str> {
-        let line = tables.lines().find_map(|line| line.strip_prefix(device)?.strip_prefix(": ")).unwrap_or_default();
-        line.split(' ').enumerate().filter(|(at, _)| ![4, 5].contains(at)).map(|(_, word)| word).collect()
+        let line = tables
+            .lines()
+            .find_map(|line| line.strip_prefix(device)?.strip_prefix(": "))
+            .unwrap_or_default();
+        line.split(' ')
+            .enumerate()
+            .filter(|(at, _)| ![4, 5].contains(at))
+            .map(|(_, word)| word)
+            .collect()
     };
-    ensure!(of("judge").len() == 11, "veritysetup opened nothing: {opened}; {tables}");
-    ensure!(of("extension-gpu") == of("judge"), "tables differ: {tables}");
+    ensure!(
+        of("judge").len() == 11,
+        "veritysetup opened nothing: {opened}; {tables}"
+    );
+    ensure!(
+        of("extension-gpu") == of("judge"),
+        "tables differ: {tables}"
+    );
     let status = judge("/usr/sbin/veritysetup,status")?;
-    for wanted in
-        ["/dev/mapper/extension-gpu is active", "type:        VERITY", "status:      verified", "hash type:   1", "mode:        readonly"]
-    {
-        ensure!(status.contains(wanted), "{wanted:?} is not in veritysetup's words: {status}");
+    for wanted in [
+        "/dev/mapper/extension-gpu is active",
+        "type:        VERITY",
+        "status:      verified",
+        "hash type:   1",
+        "mode:        readonly",
+    ] {
+        ensure!(
+            status.contains(wanted),
+            "{wanted:?} is not in veritysetup's words: {status}"
+        );
     }
     booted.still_runs()?;
     Ok(Outcome::Passed)
@@ -303,22 +533,36 @@ fn powers_off(mut booted: Booted, wanted: &[&str]) -> Result<Booted> {
     booted.exit()?;
     let error = booted.event(names::POWER_OFF)?.error.unwrap_or_default();
     for words in wanted {
-        ensure!(error.contains(words), "{words:?} is not in the reason: {error}");
+        ensure!(
+            error.contains(words),
+            "{words:?} is not in the reason: {error}"
+        );
     }
     let console = booted.console.text();
     let begin: String = error.chars().take(60).collect();
-    ensure!(console.contains(&format!("kata-gpu-init: {begin}")), "the console does not say {error:?}");
     ensure!(
-        console.lines().any(|l| l.starts_with('[') && l.contains(&format!("] kata-gpu-init: {begin}"))),
+        console.contains(&format!("kata-gpu-init: {begin}")),
+        "the console does not say {error:?}"
+    );
+    ensure!(
+        console
+            .lines()
+            .any(|l| l.starts_with('[') && l.contains(&format!("] kata-gpu-init: {begin}"))),
         "the kernel's log does not say it"
     );
-    ensure!(console.contains("Power down") || console.contains("Power off"), "the guest did not power off");
+    ensure!(
+        console.contains("Power down") || console.contains("Power off"),
+        "the guest did not power off"
+    );
     Ok(booted)
 }
 
 fn no_gpu_bound(booted: &Booted) -> Result<()> {
     let records = booted.receiver.records();
-    ensure!(named(&records, Kind::Event, names::GPU_BOUND).is_empty(), "a GPU was bound to an unverified driver");
+    ensure!(
+        named(&records, Kind::Event, names::GPU_BOUND).is_empty(),
+        "a GPU was bound to an unverified driver"
+    );
     Ok(())
 }
 
@@ -331,11 +575,20 @@ fn tampered(context: &TestContext) -> Result<Outcome> {
         &["extension gpu: data of the disk extension-gpu does not match its hash tree"],
     )?;
     no_gpu_bound(&booted)?;
-    ensure!(ends(&booted, names::EXTENSION_MOUNT)?.error.is_none(), "the mount has read the changed block");
+    ensure!(
+        ends(&booted, names::EXTENSION_MOUNT)?.error.is_none(),
+        "the mount has read the changed block"
+    );
     // In the superblock, which the mount reads: EROFS's magic, at 1024.
     let superblock = image.tampered(context, &[0xe2, 0xe1, 0xf5, 0xe0])?;
-    let wanted = ["extension gpu: mount /dev/dm-0 on /run/kata-extensions/gpu: ", "does not match the root hash"];
-    let booted = powers_off(with(base(context)?, "gpu", &superblock).boot(context, "superblock")?, &wanted)?;
+    let wanted = [
+        "extension gpu: mount /dev/dm-0 on /run/kata-extensions/gpu: ",
+        "does not match the root hash",
+    ];
+    let booted = powers_off(
+        with(base(context)?, "gpu", &superblock).boot(context, "superblock")?,
+        &wanted,
+    )?;
     no_gpu_bound(&booted)?;
     Ok(Outcome::Passed)
 }
@@ -345,19 +598,40 @@ fn wrong_hash(context: &TestContext) -> Result<Outcome> {
     // Right in form, of another image.
     let swapped = Image {
         file: gpu.file.clone(),
-        parameters: gpu.parameters.replace("root_hash=", "root_hash=00").replacen(",salt", "\u{0},salt", 1),
+        parameters: gpu
+            .parameters
+            .replace("root_hash=", "root_hash=00")
+            .replacen(",salt", "\u{0},salt", 1),
     };
     let (before, after) = swapped.parameters.split_once('\u{0}').context("no salt")?;
-    let other = Image { file: gpu.file.clone(), parameters: format!("{}{after}", &before[..before.len() - 2]) };
-    let wanted = ["extension gpu: mount /dev/dm-", "does not match the root hash of the kernel's command line"];
-    let booted = powers_off(with(base(context)?, "gpu", &other).append("testagent.guest=extensions").boot(context, "gpu")?, &wanted)?;
+    let other = Image {
+        file: gpu.file.clone(),
+        parameters: format!("{}{after}", &before[..before.len() - 2]),
+    };
+    let wanted = [
+        "extension gpu: mount /dev/dm-",
+        "does not match the root hash of the kernel's command line",
+    ];
+    let booted = powers_off(
+        with(base(context)?, "gpu", &other)
+            .append("testagent.guest=extensions")
+            .boot(context, "gpu")?,
+        &wanted,
+    )?;
     no_gpu_bound(&booted)?;
     // With coco the agent never starts.
-    let both = with(with(base(context)?, "coco", &coco), "gpu", &other).append("testagent.guest=extensions");
+    let both = with(with(base(context)?, "coco", &coco), "gpu", &other)
+        .append("testagent.guest=extensions");
     let booted = powers_off(both.boot(context, "both")?, &wanted)?;
-    ensure!(!booted.console.text().contains("extensions at agent start"), "the agent has started");
+    ensure!(
+        !booted.console.text().contains("extensions at agent start"),
+        "the agent has started"
+    );
     let records = booted.receiver.records();
-    ensure!(named(&records, Kind::Begin, names::AGENT_EXEC).is_empty(), "agent.exec in a guest without an agent");
+    ensure!(
+        named(&records, Kind::Begin, names::AGENT_EXEC).is_empty(),
+        "agent.exec in a guest without an agent"
+    );
     let failed = ends(&booted, names::STAGE0_EXTENSIONS)?;
     ensure!(failed.error.is_some(), "{failed:?}");
     Ok(Outcome::Passed)
@@ -367,13 +641,27 @@ fn mismatched(context: &TestContext) -> Result<Outcome> {
     let (gpu, coco) = (gpu_image(context, PACKED)?, coco_image(context)?);
     let base = || base(context);
     let cases: Vec<(&str, Guest, &[&str])> = vec![
-        ("missing", declared(base()?, "gpu", &gpu.parameters), &["extension gpu: no disk with the serial extension-gpu within 5s"]),
+        (
+            "missing",
+            declared(base()?, "gpu", &gpu.parameters),
+            &["extension gpu: no disk with the serial extension-gpu within 5s"],
+        ),
         (
             "surplus",
             with(base()?, "gpu", &gpu).serial_disk("extension-coco", &coco.file),
-            &["extension coco: disk vdb has the serial", "no verity parameters"],
+            &[
+                "extension coco: disk vdb has the serial",
+                "no verity parameters",
+            ],
         ),
-        ("stripped", base()?.serial_disk("extension-gpu", &gpu.file), &["extension gpu: disk vda has the serial", "no verity parameters"]),
+        (
+            "stripped",
+            base()?.serial_disk("extension-gpu", &gpu.file),
+            &[
+                "extension gpu: disk vda has the serial",
+                "no verity parameters",
+            ],
+        ),
         (
             "twice",
             with(base()?, "gpu", &gpu).serial_disk("extension-gpu", &gpu.file),
@@ -386,9 +674,13 @@ fn mismatched(context: &TestContext) -> Result<Outcome> {
         ),
     ];
     for (name, guest, wanted) in cases {
-        let booted = powers_off(guest.boot(context, name)?, wanted).with_context(|| name.to_string())?;
+        let booted =
+            powers_off(guest.boot(context, name)?, wanted).with_context(|| name.to_string())?;
         let records = booted.receiver.records();
-        ensure!(named(&records, Kind::Begin, names::EXTENSION).is_empty(), "{name}: an extension was opened");
+        ensure!(
+            named(&records, Kind::Begin, names::EXTENSION).is_empty(),
+            "{name}: an extension was opened"
+        );
     }
     Ok(Outcome::Passed)
 }
@@ -398,9 +690,16 @@ fn late(context: &TestContext) -> Result<Outcome> {
     let folder = module_folder(context)?;
     let list = |name: &str| fs::read_to_string(context.target.join("kernel/modules").join(name));
     let (first, images) = (list("load-order")?, list("image-load-order")?);
-    let early = first.lines().chain(["fakepci.ko"]).chain(images.lines().filter(|module| *module != "virtio_blk.ko"));
-    let early: String = early.map(|module| format!("/{folder}/{module}\n")).collect();
-    let guest = with(base(context)?, "gpu", &gpu).file("etc/hardware.modules", early.as_bytes()).append("testagent.guest=late-disks");
+    let early = first
+        .lines()
+        .chain(["fakepci.ko"])
+        .chain(images.lines().filter(|module| *module != "virtio_blk.ko"));
+    let early: String = early
+        .map(|module| format!("/{folder}/{module}\n"))
+        .collect();
+    let guest = with(base(context)?, "gpu", &gpu)
+        .file("etc/hardware.modules", early.as_bytes())
+        .append("testagent.guest=late-disks");
     let booted = guest.boot(context, "late")?;
     let loaded = booted.agent("late disks", |_| true)?;
     ensure!(loaded.get("error").is_empty(), "{}", loaded.get("error"));
@@ -413,12 +712,29 @@ fn late(context: &TestContext) -> Result<Outcome> {
 fn malformed(context: &TestContext) -> Result<Outcome> {
     let gpu = gpu_image(context, PACKED)?;
     for (name, parameters, wanted) in [
-        ("short", gpu.parameters.replacen("root_hash=", "root_hash=zz", 1), "kata.extension.gpu.verity_params: root_hash="),
-        ("empty", String::new(), "kata.extension.gpu.verity_params: no verity parameters"),
+        (
+            "short",
+            gpu.parameters.replacen("root_hash=", "root_hash=zz", 1),
+            "kata.extension.gpu.verity_params: root_hash=",
+        ),
+        (
+            "empty",
+            String::new(),
+            "kata.extension.gpu.verity_params: no verity parameters",
+        ),
     ] {
-        let guest = declared(base(context)?, "gpu", &parameters).serial_disk("extension-gpu", &gpu.file);
-        let booted = powers_off(guest.append("testagent.guest=extensions").boot(context, name)?, &[wanted])?;
-        ensure!(!booted.console.text().contains("extensions at agent start"), "{name}: the agent has started");
+        let guest =
+            declared(base(context)?, "gpu", &parameters).serial_disk("extension-gpu", &gpu.file);
+        let booted = powers_off(
+            guest
+                .append("testagent.guest=extensions")
+                .boot(context, name)?,
+            &[wanted],
+        )?;
+        ensure!(
+            !booted.console.text().contains("extensions at agent start"),
+            "{name}: the agent has started"
+        );
     }
     Ok(Outcome::Passed)
 }
@@ -432,23 +748,51 @@ fn since_start(booted: &Booted, record: &Record) -> Result<f64> {
 fn cost(context: &TestContext) -> Result<Outcome> {
     let (gpu, coco) = (gpu_image(context, PACKED)?, coco_image(context)?);
     // The same driver in the base image: no extension step, and no other cost.
-    let without = Guest::new().append("fakepci.gpus=2").mounts_images(context)?.archive("driver");
-    let guests =
-        [("none", without), ("gpu", with(base(context)?, "gpu", &gpu)), ("both", with(with(base(context)?, "gpu", &gpu), "coco", &coco))];
+    let without = Guest::new()
+        .append("fakepci.gpus=2")
+        .mounts_images(context)?
+        .archive("driver");
+    let guests = [
+        ("none", without),
+        ("gpu", with(base(context)?, "gpu", &gpu)),
+        (
+            "both",
+            with(with(base(context)?, "gpu", &gpu), "coco", &coco),
+        ),
+    ];
     let mut lines = Vec::new();
     for (name, guest) in guests {
         let booted = guest.boot(context, name)?;
-        ensure!(booted.settled()? == (2, 0), "{name}: {:?}", booted.settled()?);
+        ensure!(
+            booted.settled()? == (2, 0),
+            "{name}: {:?}",
+            booted.settled()?
+        );
         let records = booted.receiver.records();
-        let exec = since_start(&booted, named(&records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?)?;
-        let published = since_start(&booted, named(&records, Kind::Event, names::GPU_PUBLISHED).first().context("nothing published")?)?;
+        let exec = since_start(
+            &booted,
+            named(&records, Kind::Begin, names::AGENT_EXEC)
+                .first()
+                .context("no agent.exec")?,
+        )?;
+        let published = since_start(
+            &booted,
+            named(&records, Kind::Event, names::GPU_PUBLISHED)
+                .first()
+                .context("nothing published")?,
+        )?;
         let steps = extension_steps(&records);
         match name {
-            "none" => ensure!(steps.is_empty(), "extension steps without an extension: {steps:?}"),
+            "none" => ensure!(
+                steps.is_empty(),
+                "extension steps without an extension: {steps:?}"
+            ),
             "gpu" | "both" => ensure!(!steps.is_empty(), "{name}: no extension step"),
             other => bail!("{other}"),
         }
-        lines.push(format!("{name}: agent exec {exec:.0} ms, first publication {published:.0} ms"));
+        lines.push(format!(
+            "{name}: agent exec {exec:.0} ms, first publication {published:.0} ms"
+        ));
     }
     Ok(Outcome::Measured(lines.join("; ")))
 }

@@ -17,11 +17,26 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "the_lanes_vcpu_takes_no_interrupts_while_gpus_are_enabled", run: interrupts },
-    VmTest { name: "the_console_is_quiet_during_an_enabling_and_loses_nothing", run: console },
-    VmTest { name: "the_console_is_quiet_during_a_load_that_enables_by_itself", run: console_of_a_load },
-    VmTest { name: "a_container_that_can_start_holds_the_lane_as_reported", run: container },
-    VmTest { name: "one_vcpu_brings_all_gpus_up_and_runs_the_agent_first", run: one_vcpu },
+    VmTest {
+        name: "the_lanes_vcpu_takes_no_interrupts_while_gpus_are_enabled",
+        run: interrupts,
+    },
+    VmTest {
+        name: "the_console_is_quiet_during_an_enabling_and_loses_nothing",
+        run: console,
+    },
+    VmTest {
+        name: "the_console_is_quiet_during_a_load_that_enables_by_itself",
+        run: console_of_a_load,
+    },
+    VmTest {
+        name: "a_container_that_can_start_holds_the_lane_as_reported",
+        run: container,
+    },
+    VmTest {
+        name: "one_vcpu_brings_all_gpus_up_and_runs_the_agent_first",
+        run: one_vcpu,
+    },
 ];
 
 /// Three GPUs whose BARs take the host 2 s each; the rest takes little time.
@@ -52,10 +67,19 @@ fn enablings(records: &[Record]) -> Result<Vec<Span>> {
 fn spans(records: &[Record], name: &str) -> Result<Vec<Span>> {
     let ends = named(records, Kind::End, name);
     let span = |begin: &Record| {
-        let end = ends.iter().find(|end| end.span == begin.span).with_context(|| format!("{name} without end"))?;
-        Ok(Span { begin: begin.boottime_ns, end: end.boottime_ns })
+        let end = ends
+            .iter()
+            .find(|end| end.span == begin.span)
+            .with_context(|| format!("{name} without end"))?;
+        Ok(Span {
+            begin: begin.boottime_ns,
+            end: end.boottime_ns,
+        })
     };
-    named(records, Kind::Begin, name).into_iter().map(span).collect()
+    named(records, Kind::Begin, name)
+        .into_iter()
+        .map(span)
+        .collect()
 }
 
 /// One look of the guest half.
@@ -76,25 +100,44 @@ impl Sample {
             (text, _) => text.split(';').map(mask).collect::<Result<_>>()?,
         };
         let (from, to) = (line.get("from_ns").parse()?, line.get("to_ns").parse()?);
-        Ok(Self { from, to, printk: line.get("printk").into(), masks })
+        Ok(Self {
+            from,
+            to,
+            printk: line.get("printk").into(),
+            masks,
+        })
     }
 
     fn level(&self) -> Result<u32> {
-        let first = self.printk.split_ascii_whitespace().next().context("no level")?;
+        let first = self
+            .printk
+            .split_ascii_whitespace()
+            .next()
+            .context("no level")?;
         Ok(first.parse()?)
     }
 }
 
 fn mask(text: &str) -> Result<(String, CpuMask)> {
-    let (name, mask) = text.rsplit_once('=').with_context(|| format!("no mask in {text:?}"))?;
-    Ok((name.into(), CpuMask::parse(mask).with_context(|| format!("no mask: {text:?}"))?))
+    let (name, mask) = text
+        .rsplit_once('=')
+        .with_context(|| format!("no mask in {text:?}"))?;
+    Ok((
+        name.into(),
+        CpuMask::parse(mask).with_context(|| format!("no mask: {text:?}"))?,
+    ))
 }
 
 /// All samples of a guest whose GPUs are settled; the last one is from after that.
 fn samples(booted: &Booted) -> Result<Vec<Sample>> {
     booted.agent("sample", |line| line.get("when") == "settled")?;
     let mut all: Vec<Sample> = Vec::new();
-    for line in booted.console.agent_lines().iter().filter(|line| line.get("msg") == "sample") {
+    for line in booted
+        .console
+        .agent_lines()
+        .iter()
+        .filter(|line| line.get("msg") == "sample")
+    {
         all.push(Sample::read(line, all.last())?);
     }
     Ok(all)
@@ -105,9 +148,16 @@ fn ping_until_settled(booted: &Booted) -> Result<Vec<Pong>> {
     booted.event(names::INIT_START)?;
     for id in 0.. {
         booted.receiver.say(ping_line(id).as_bytes(), DEADLINE)?;
-        let pongs = booted.receiver.wait_pongs(DEADLINE, usize::try_from(id)? + 1);
+        let pongs = booted
+            .receiver
+            .wait_pongs(DEADLINE, usize::try_from(id)? + 1);
         let pongs = pongs.with_context(|| format!("ping {id} is not answered"))?;
-        if booted.receiver.records().iter().any(|r| r.name == names::SETTLED) {
+        if booted
+            .receiver
+            .records()
+            .iter()
+            .any(|r| r.name == names::SETTLED)
+        {
             return Ok(pongs);
         }
         std::thread::sleep(Duration::from_millis(100));
@@ -121,7 +171,9 @@ fn interrupts(context: &TestContext) -> Result<Outcome> {
     let plain = Guest::new().append(&parameters).boot(context, "plain")?;
     let untouched = samples(&plain)?.pop().context("no sample")?;
     drop(plain);
-    let booted = Guest::new().append(&format!("{SLOW} {SAMPLES}")).boot(context, "lane")?;
+    let booted = Guest::new()
+        .append(&format!("{SLOW} {SAMPLES}"))
+        .boot(context, "lane")?;
     let pongs = ping_until_settled(&booted)?;
     ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
     let samples = samples(&booted)?;
@@ -131,37 +183,70 @@ fn interrupts(context: &TestContext) -> Result<Outcome> {
     ensure!(cpu == 1, "the lane's vCPU is {cpu}, not the last one");
     let masks = &untouched.masks;
     let used = masks.values().any(|mask| mask.has(cpu));
-    ensure!(used, "no interrupt may come to vCPU {cpu} anyway: {masks:?}");
+    ensure!(
+        used,
+        "no interrupt may come to vCPU {cpu} anyway: {masks:?}"
+    );
     // Interrupts that the kernel or their driver keeps where they are.
-    let stay: Vec<&str> = lane.fields["stay"].as_str().unwrap_or_default().split(", ").collect();
+    let stay: Vec<&str> = lane.fields["stay"]
+        .as_str()
+        .unwrap_or_default()
+        .split(", ")
+        .collect();
     let enablings = enablings(&records)?;
     ensure!(enablings.len() == 3, "{enablings:?}");
     let mut meanwhile = 0;
     for sample in &samples {
-        if !enablings.iter().any(|span| span.has(sample.from, sample.to)) {
+        if !enablings
+            .iter()
+            .any(|span| span.has(sample.from, sample.to))
+        {
             continue;
         }
         meanwhile += 1;
-        let on_cpu = sample.masks.iter().filter(|(_, mask)| mask.has(cpu)).map(|(name, _)| name);
-        let there: Vec<&String> = on_cpu.filter(|name| !stay.contains(&name.as_str())).collect();
+        let on_cpu = sample
+            .masks
+            .iter()
+            .filter(|(_, mask)| mask.has(cpu))
+            .map(|(name, _)| name);
+        let there: Vec<&String> = on_cpu
+            .filter(|name| !stay.contains(&name.as_str()))
+            .collect();
         let at = sample.from;
-        ensure!(there.is_empty(), "on vCPU {cpu} in an enabling at {at} ns: {there:?}; stay: {stay:?}");
+        ensure!(
+            there.is_empty(),
+            "on vCPU {cpu} in an enabling at {at} ns: {there:?}; stay: {stay:?}"
+        );
     }
     ensure!(meanwhile > 0, "no sample lies in {enablings:?}");
     let last = samples.last().context("no sample")?;
-    ensure!(last.masks == *masks, "afterwards {:?}, without a lane {masks:?}", last.masks);
+    ensure!(
+        last.masks == *masks,
+        "afterwards {:?}, without a lane {masks:?}",
+        last.masks
+    );
     // Two answers in one enabling: the second one's ping was sent after the first answer, and so in
     // it, too.
     const LONG_BEFORE_ITS_END: u64 = 500_000_000;
     for span in &enablings[1..] {
         let is_inside = |at: u64| span.has(at, at + LONG_BEFORE_ITS_END);
-        let inside = pongs.iter().filter(|pong| is_inside(pong.boottime_ns)).count();
-        ensure!(inside >= 2, "{inside} pings were answered in {span:?}: {pongs:?}");
+        let inside = pongs
+            .iter()
+            .filter(|pong| is_inside(pong.boottime_ns))
+            .count();
+        ensure!(
+            inside >= 2,
+            "{inside} pings were answered in {span:?}: {pongs:?}"
+        );
     }
     let in_enabling = |at: u64| enablings.iter().any(|span| span.has(at, at));
-    let answered = pongs.iter().filter(|pong| in_enabling(pong.boottime_ns)).count();
+    let answered = pongs
+        .iter()
+        .filter(|pong| in_enabling(pong.boottime_ns))
+        .count();
     let stay = stay.join(", ");
-    let measured = format!("in 3 enablings: {meanwhile} samples, {answered} pings answered; stay: {stay}");
+    let measured =
+        format!("in 3 enablings: {meanwhile} samples, {answered} pings answered; stay: {stay}");
     Ok(Outcome::Measured(measured))
 }
 
@@ -177,7 +262,9 @@ fn console_items(text: &str) -> Result<Vec<Item>> {
     let mut items = Vec::new();
     for line in text.lines() {
         // A kernel message may stand before the JSON.
-        let Some(json) = line.find("{\"").map(|at| &line[at..]) else { continue };
+        let Some(json) = line.find("{\"").map(|at| &line[at..]) else {
+            continue;
+        };
         if json.contains("\"msg\":\"sample\"") {
             let before = items.iter().rev().find_map(|item| match item {
                 Item::Sample(sample) => Some(sample),
@@ -194,10 +281,20 @@ fn console_items(text: &str) -> Result<Vec<Item>> {
 
 fn of_init(json: &str) -> Result<Item> {
     // A kernel message may stand behind the JSON, too.
-    let line = serde_json::Deserializer::from_str(json).into_iter::<Value>().next().context("no JSON")?;
+    let line = serde_json::Deserializer::from_str(json)
+        .into_iter::<Value>()
+        .next()
+        .context("no JSON")?;
     let line = line.with_context(|| format!("line {json:?}"))?;
-    let text = |key: &str| line[key].as_str().with_context(|| format!("no {key} in {json}"));
-    Ok(Item::Init(text("boottime_ns")?.parse()?, text("msg")?.into()))
+    let text = |key: &str| {
+        line[key]
+            .as_str()
+            .with_context(|| format!("no {key} in {json}"))
+    };
+    Ok(Item::Init(
+        text("boottime_ns")?.parse()?,
+        text("msg")?.into(),
+    ))
 }
 
 /// Samples of an enabling that may come before the level is lowered, on a busy machine.
@@ -213,11 +310,18 @@ fn console(context: &TestContext) -> Result<Outcome> {
     booted.agent("sample", |line| line.get("when") == "settled")?;
     let settled = booted.console.wait_text(DEADLINE, "\"msg\":\"settled\"");
     ensure!(settled, "the init's lines end before `settled`");
-    let (items, records) = (console_items(&booted.console.text())?, booted.receiver.records());
+    let (items, records) = (
+        console_items(&booted.console.text())?,
+        booted.receiver.records(),
+    );
     let enablings = enablings(&records)?;
 
     // Every record, in order.
-    let settled = records.iter().find(|r| r.name == names::SETTLED).context("no settled")?.seq;
+    let settled = records
+        .iter()
+        .find(|r| r.name == names::SETTLED)
+        .context("no settled")?
+        .seq;
     let expected: Vec<(u64, String)> = records
         .iter()
         .filter(|r| r.seq <= settled)
@@ -236,10 +340,16 @@ fn console(context: &TestContext) -> Result<Outcome> {
         })
         .collect();
     for (number, (is, wanted)) in written.iter().zip(&expected).enumerate() {
-        ensure!(is == wanted, "line {number} on the console is {is:?}, the record {wanted:?}");
+        ensure!(
+            is == wanted,
+            "line {number} on the console is {is:?}, the record {wanted:?}"
+        );
     }
     let (lines, wanted) = (written.len(), expected.len());
-    ensure!(lines >= wanted, "{lines} lines on the console, {wanted} records");
+    ensure!(
+        lines >= wanted,
+        "{lines} lines on the console, {wanted} records"
+    );
 
     // The kernel's level: lower in each enabling until its end, once it is; as before afterwards.
     let samples: Vec<&Sample> = items
@@ -250,13 +360,19 @@ fn console(context: &TestContext) -> Result<Outcome> {
         })
         .collect();
     let last = samples.last().context("no sample")?;
-    ensure!(last.printk.starts_with("3\t"), "afterwards {:?}, on the command line {LOUD}", last.printk);
+    ensure!(
+        last.printk.starts_with("3\t"),
+        "afterwards {:?}, on the command line {LOUD}",
+        last.printk
+    );
     let mut quiet = Vec::new();
     for span in &enablings {
         let inside = samples.iter().filter(|s| span.has(s.from, s.to));
         let levels: Vec<u32> = inside.map(|s| s.level()).collect::<Result<_>>()?;
         let loud = levels.iter().take_while(|level| **level == 3).count();
-        let lowered = levels[loud..].iter().all(|level| *level == kernel_console::LEVEL);
+        let lowered = levels[loud..]
+            .iter()
+            .all(|level| *level == kernel_console::LEVEL);
         ensure!(lowered, "levels in {span:?}: {levels:?}");
         // A machine that is busy gives the sampler's vCPU no time for whole enablings.
         if levels.len() > LATE_SAMPLES {
@@ -264,56 +380,128 @@ fn console(context: &TestContext) -> Result<Outcome> {
         }
     }
     let all_quiet = !quiet.is_empty() && quiet.iter().all(|count| *count > 0);
-    ensure!(all_quiet, "samples with a lower level in the enablings that have more than {LATE_SAMPLES}: {quiet:?}");
+    ensure!(
+        all_quiet,
+        "samples with a lower level in the enablings that have more than {LATE_SAMPLES}: {quiet:?}"
+    );
 
     // A line between two samples was written after the first one and before the third: once the
     // level is low, the gate is closed, and only a line on its way may still come.
     let (mut judged, mut late) = (0, BTreeMap::new());
-    let places: Vec<usize> = (0..items.len()).filter(|i| matches!(items[*i], Item::Sample(_))).collect();
-    for ((first, second), third) in places.windows(2).map(|w| (w[0], w[1])).zip(samples.iter().skip(2)) {
-        let Item::Sample(sample) = &items[first] else { continue };
-        let Some(span) = enablings.iter().find(|span| span.has(sample.from, third.from)) else { continue };
+    let places: Vec<usize> = (0..items.len())
+        .filter(|i| matches!(items[*i], Item::Sample(_)))
+        .collect();
+    for ((first, second), third) in places
+        .windows(2)
+        .map(|w| (w[0], w[1]))
+        .zip(samples.iter().skip(2))
+    {
+        let Item::Sample(sample) = &items[first] else {
+            continue;
+        };
+        let Some(span) = enablings
+            .iter()
+            .find(|span| span.has(sample.from, third.from))
+        else {
+            continue;
+        };
         if sample.level()? == kernel_console::LEVEL {
             judged += 1;
             *late.entry(span.begin).or_insert(0) += second - first - 1;
         }
     }
-    ensure!(judged >= 3, "{judged} pairs of samples lie in enablings, too few to judge by");
+    ensure!(
+        judged >= 3,
+        "{judged} pairs of samples lie in enablings, too few to judge by"
+    );
     let on_time = late.values().all(|lines| *lines <= 1);
-    ensure!(on_time, "lines that the init wrote in the enablings that began at these times: {late:?}");
+    ensure!(
+        on_time,
+        "lines that the init wrote in the enablings that began at these times: {late:?}"
+    );
     // Else nothing would have had to be held back.
-    let held = expected.iter().filter(|(at, _)| enablings.iter().any(|span| span.has(*at, *at))).count();
+    let held = expected
+        .iter()
+        .filter(|(at, _)| enablings.iter().any(|span| span.has(*at, *at)))
+        .count();
     ensure!(held >= 5, "{held} records fall into enablings");
-    Ok(Outcome::Measured(format!("{held} of {lines} lines held back, judged by {judged} pairs of samples")))
+    Ok(Outcome::Measured(format!(
+        "{held} of {lines} lines held back, judged by {judged} pairs of samples"
+    )))
 }
 
 fn console_of_a_load(context: &TestContext) -> Result<Outcome> {
-    let words = format!("fakepci.gpus=6 fakepci.enable_ms=700 gpuinit.bind=insmod {LOUD} {SAMPLES}");
+    let words =
+        format!("fakepci.gpus=6 fakepci.enable_ms=700 gpuinit.bind=insmod {LOUD} {SAMPLES}");
     let booted = Guest::new().append(&words).boot(context, "load")?;
     ensure!(booted.settled()? == (6, 0), "{:?}", booted.settled()?);
     booted.agent("sample", |line| line.get("when") == "settled")?;
-    let (items, records) = (console_items(&booted.console.text())?, booted.receiver.records());
-    ensure!(enablings(&records)?.is_empty(), "the lane has enabled: this shows nothing of the load");
-    let load = *spans(&records, names::MODULE_LOAD)?.first().context("no load")?;
-    let samples = items.iter().filter_map(|item| if let Item::Sample(sample) = item { Some(sample) } else { None });
-    let (during, others): (Vec<&Sample>, Vec<&Sample>) = samples.partition(|sample| load.has(sample.from, sample.to));
-    let levels: Vec<u32> = during.iter().map(|sample| sample.level()).collect::<Result<_>>()?;
+    let (items, records) = (
+        console_items(&booted.console.text())?,
+        booted.receiver.records(),
+    );
+    ensure!(
+        enablings(&records)?.is_empty(),
+        "the lane has enabled: this shows nothing of the load"
+    );
+    let load = *spans(&records, names::MODULE_LOAD)?
+        .first()
+        .context("no load")?;
+    let samples = items.iter().filter_map(|item| {
+        if let Item::Sample(sample) = item {
+            Some(sample)
+        } else {
+            None
+        }
+    });
+    let (during, others): (Vec<&Sample>, Vec<&Sample>) =
+        samples.partition(|sample| load.has(sample.from, sample.to));
+    let levels: Vec<u32> = during
+        .iter()
+        .map(|sample| sample.level())
+        .collect::<Result<_>>()?;
     let loud = levels.iter().take_while(|level| **level == 3).count();
-    ensure!(loud < levels.len() && levels[loud..].iter().all(|level| *level == kernel_console::LEVEL), "{load:?}: {levels:?}");
-    ensure!(others.last().context("no sample")?.printk.starts_with("3\t"), "the level is not restored");
-    Ok(Outcome::Measured(format!("{} of {} samples in the load have the lower level", levels.len() - loud, levels.len())))
+    ensure!(
+        loud < levels.len()
+            && levels[loud..]
+                .iter()
+                .all(|level| *level == kernel_console::LEVEL),
+        "{load:?}: {levels:?}"
+    );
+    ensure!(
+        others
+            .last()
+            .context("no sample")?
+            .printk
+            .starts_with("3\t"),
+        "the level is not restored"
+    );
+    Ok(Outcome::Measured(format!(
+        "{} of {} samples in the load have the lower level",
+        levels.len() - loud,
+        levels.len()
+    )))
 }
 
 /// The agent's traces of this kind; `what` as in the event.
 fn traces<'a>(records: &'a [Record], what: &str) -> Vec<&'a Record> {
     let all = named(records, Kind::Event, names::AGENT_CONTAINER).into_iter();
-    all.filter(|record| record.fields.get("what") == Some(&what.into())).collect()
+    all.filter(|record| record.fields.get("what") == Some(&what.into()))
+        .collect()
 }
 
 /// A reason's part of `held_by`, in ms.
 fn held_ms(wait: &Record, reason: &str) -> Option<u64> {
     let parts = wait.fields.get("held_by")?.as_str()?.split(", ");
-    parts.filter_map(|part| part.strip_prefix(reason)?.trim().strip_suffix(" ms")?.parse().ok()).next()
+    parts
+        .filter_map(|part| {
+            part.strip_prefix(reason)?
+                .trim()
+                .strip_suffix(" ms")?
+                .parse()
+                .ok()
+        })
+        .next()
 }
 
 fn container(context: &TestContext) -> Result<Outcome> {
@@ -321,11 +509,18 @@ fn container(context: &TestContext) -> Result<Outcome> {
     let mut waits = Vec::new();
     for boot in 0..BOOTS {
         match held_starts(context, &format!("container-{boot}"))? {
-            Ok(measured) => return Ok(Outcome::Measured(format!("held by the starts of: {}", measured.join(", ")))),
+            Ok(measured) => {
+                return Ok(Outcome::Measured(format!(
+                    "held by the starts of: {}",
+                    measured.join(", ")
+                )));
+            }
             Err(held_by) => waits.push(held_by),
         }
     }
-    Ok(Outcome::Skipped(format!("in {BOOTS} boots no container was made within the lane's limits: this machine is too busy: {waits:?}")))
+    Ok(Outcome::Skipped(format!(
+        "in {BOOTS} boots no container was made within the lane's limits: this machine is too busy: {waits:?}"
+    )))
 }
 
 /// Boots with a container for each publication that an enabling follows; returns the holds that
@@ -334,7 +529,9 @@ fn container(context: &TestContext) -> Result<Outcome> {
 fn held_starts(context: &TestContext, name: &str) -> Result<Result<Vec<String>, String>> {
     let gpus = "fakepci.gpus=4 fakepci.enable_ms=1500 testagent.cost=real \
                 testagent.containers=first:0;second:1;third:2";
-    let booted = Guest::new().append(&format!("{SLOW} {gpus}")).boot(context, name)?;
+    let booted = Guest::new()
+        .append(&format!("{SLOW} {gpus}"))
+        .boot(context, name)?;
     ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
     for container in ["first", "second", "third"] {
         booted.created(container)?;
@@ -342,14 +539,27 @@ fn held_starts(context: &TestContext, name: &str) -> Result<Result<Vec<String>, 
     let records = booted.receiver.records();
     let begins = named(&records, Kind::Begin, names::GPU_ENABLE);
     let waits = named(&records, Kind::End, names::LANE_WAIT);
-    let published = named(&records, Kind::Event, names::GPU_PUBLISHED).first().context("no publication")?.seq;
+    let published = named(&records, Kind::Event, names::GPU_PUBLISHED)
+        .first()
+        .context("no publication")?
+        .seq;
     let mut measured = Vec::new();
     // Before the first publication the lane waits for no container.
-    for made in traces(&records, "made").into_iter().filter(|made| made.seq > published) {
+    for made in traces(&records, "made")
+        .into_iter()
+        .filter(|made| made.seq > published)
+    {
         let container = made.fields["container"].as_str().unwrap_or_default();
-        let Some(next) = begins.iter().find(|begin| begin.seq > made.seq) else { continue };
+        let Some(next) = begins.iter().find(|begin| begin.seq > made.seq) else {
+            continue;
+        };
         // A wait that was there when the container came, and the last record before the enabling.
-        let Some(wait) = waits.iter().rfind(|end| end.seq > made.seq && end.seq < next.seq) else { continue };
+        let Some(wait) = waits
+            .iter()
+            .rfind(|end| end.seq > made.seq && end.seq < next.seq)
+        else {
+            continue;
+        };
         let mut begins = named(&records, Kind::Begin, names::LANE_WAIT).into_iter();
         let begin = begins.find(|r| r.span == wait.span).context("no begin")?;
         if begin.seq > made.seq || begin.gpu != next.gpu {
@@ -362,38 +572,73 @@ fn held_starts(context: &TestContext, name: &str) -> Result<Result<Vec<String>, 
             // The next enabling was ordered before the container was seen, or the lane waited for
             // something else until its program ran: this one shows nothing.
             let late_ms = (wait.boottime_ns - made.boottime_ns) / 1_000_000;
-            ensure!(runs || late_ms < 1000, "{container}: not held for, {late_ms} ms before the wait's end: {:?}", wait.fields);
+            ensure!(
+                runs || late_ms < 1000,
+                "{container}: not held for, {late_ms} ms before the wait's end: {:?}",
+                wait.fields
+            );
             continue;
         };
-        ensure!(held <= waited_ms, "{container}: held for {held} ms in a wait of {waited_ms} ms");
+        ensure!(
+            held <= waited_ms,
+            "{container}: held for {held} ms in a wait of {waited_ms} ms"
+        );
         let longest = u64::try_from(Limit::ContainerMade.after().as_millis())?;
         let waited = runs || held >= longest;
-        ensure!(waited, "{container}: next GPU enabled before its program began, after {held} ms");
+        ensure!(
+            waited,
+            "{container}: next GPU enabled before its program began, after {held} ms"
+        );
         measured.push(format!("{container} {held} ms"));
     }
-    Ok(if measured.is_empty() { Err(format!("{:?}", waits.iter().map(|w| &w.fields).collect::<Vec<_>>())) } else { Ok(measured) })
+    Ok(if measured.is_empty() {
+        Err(format!(
+            "{:?}",
+            waits.iter().map(|w| &w.fields).collect::<Vec<_>>()
+        ))
+    } else {
+        Ok(measured)
+    })
 }
 
 fn one_vcpu(context: &TestContext) -> Result<Outcome> {
     let agent = "testagent.cost=real testagent.containers=first:0;all:all";
     let parameters = format!("{SLOW} fakepci.enable_ms=700 {agent}");
-    let booted = Guest::new().cpus(1).append(&parameters).boot(context, "one")?;
+    let booted = Guest::new()
+        .cpus(1)
+        .append(&parameters)
+        .boot(context, "one")?;
     ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
     booted.created("first")?;
     booted.created("all")?;
     let records = booted.receiver.records();
-    ensure!(named(&records, Kind::Event, names::LANE_CPU).is_empty(), "there is no vCPU for a lane");
-    ensure!(booted.event(names::STRATEGY)?.fields["vcpus"] == 1, "not one vCPU");
-    let first = named(&records, Kind::Begin, names::GPU_ENABLE).first().context("no enabling")?.boottime_ns;
+    ensure!(
+        named(&records, Kind::Event, names::LANE_CPU).is_empty(),
+        "there is no vCPU for a lane"
+    );
+    ensure!(
+        booted.event(names::STRATEGY)?.fields["vcpus"] == 1,
+        "not one vCPU"
+    );
+    let first = named(&records, Kind::Begin, names::GPU_ENABLE)
+        .first()
+        .context("no enabling")?
+        .boottime_ns;
     let ready = booted.boottime_ns(&booted.agent("ttRPC server started", |_| true)?)?;
     let is_pause = |r: &&Record| r.fields.get("container") == Some(&"pause".into());
-    let pause = traces(&records, "made").into_iter().find(is_pause).context("no pause")?;
+    let pause = traces(&records, "made")
+        .into_iter()
+        .find(is_pause)
+        .context("no pause")?;
     let waits = named(&records, Kind::End, names::LANE_WAIT);
     let first_wait = waits.first().context("no wait")?;
-    let wait = first_wait.fields["held_by"].as_str().context("no reasons")?;
+    let wait = first_wait.fields["held_by"]
+        .as_str()
+        .context("no reasons")?;
     // The lane waits for the agent as long as its limit allows: on a machine that is busy, that is
     // over sooner.
-    let limit_over = u128::from(held_ms(first_wait, "agent start").unwrap_or(0)) + 600 >= Limit::AgentFirst.after().as_millis();
+    let limit_over = u128::from(held_ms(first_wait, "agent start").unwrap_or(0)) + 600
+        >= Limit::AgentFirst.after().as_millis();
     ensure!(
         limit_over || ready < first && pause.boottime_ns < first,
         "the first enabling began at {first} ns, held by {wait}; the agent was ready at {ready} ns, \
@@ -402,5 +647,7 @@ fn one_vcpu(context: &TestContext) -> Result<Outcome> {
     );
     ensure!(wait.contains("agent start"), "held by {wait}");
     let sooner = (i128::from(first) - i128::from(ready)) / 1_000_000;
-    Ok(Outcome::Measured(format!("agent ready {sooner} ms before the first enabling; held by {wait}")))
+    Ok(Outcome::Measured(format!(
+        "agent ready {sooner} ms before the first enabling; held by {wait}"
+    )))
 }

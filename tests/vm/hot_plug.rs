@@ -7,52 +7,115 @@ use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_gpu_that_is_removed_leaves_the_spec_and_comes_back", run: removed_and_back },
-    VmTest { name: "gpus_plugged_in_later_come_up_and_a_torn_out_one_fails_alone", run: plugged },
-    VmTest { name: "the_name_of_a_removed_gpu_goes_to_no_waiting_container", run: names_stay },
-    VmTest { name: "gpus_swapped_while_the_worker_is_stopped_get_their_own_names", run: swapped },
-    VmTest { name: "an_unbound_gpu_comes_back_with_its_bind", run: unbound },
-    VmTest { name: "a_removal_needs_no_driver_and_outlives_the_worker", run: unheard },
-    VmTest { name: "a_gpu_replaced_while_uevents_were_lost_is_brought_up_again", run: replaced },
-    VmTest { name: "uevents_that_were_lost_are_made_good_by_a_scan", run: overrun },
+    VmTest {
+        name: "a_gpu_that_is_removed_leaves_the_spec_and_comes_back",
+        run: removed_and_back,
+    },
+    VmTest {
+        name: "gpus_plugged_in_later_come_up_and_a_torn_out_one_fails_alone",
+        run: plugged,
+    },
+    VmTest {
+        name: "the_name_of_a_removed_gpu_goes_to_no_waiting_container",
+        run: names_stay,
+    },
+    VmTest {
+        name: "gpus_swapped_while_the_worker_is_stopped_get_their_own_names",
+        run: swapped,
+    },
+    VmTest {
+        name: "an_unbound_gpu_comes_back_with_its_bind",
+        run: unbound,
+    },
+    VmTest {
+        name: "a_removal_needs_no_driver_and_outlives_the_worker",
+        run: unheard,
+    },
+    VmTest {
+        name: "a_gpu_replaced_while_uevents_were_lost_is_brought_up_again",
+        run: replaced,
+    },
+    VmTest {
+        name: "uevents_that_were_lost_are_made_good_by_a_scan",
+        run: overrun,
+    },
 ];
 
 fn removed_and_back(context: &TestContext) -> Result<Outcome> {
     // The driver looks every half second whether the GPU is closed.
     let script = "settled>remove:2;gpu.removed>gone:2+counters+rescan;gpu.usable/2>counters";
-    let words = format!("fakepci.gpus=4 testagent.guest=script testagent.script={script} testagent.containers=all:all");
+    let words = format!(
+        "fakepci.gpus=4 testagent.guest=script testagent.script={script} testagent.containers=all:all"
+    );
     let booted = Guest::new().append(&words).boot(context, "back")?;
     let removed = booted.event(names::GPU_REMOVED)?;
-    ensure!(removed.gpu.is_some_and(|g| g.to_string() == "0001:00:02.0"), "{removed:?}");
+    ensure!(
+        removed.gpu.is_some_and(|g| g.to_string() == "0001:00:02.0"),
+        "{removed:?}"
+    );
     // The driver lets a GPU go when nobody has it open: the removal has come to its end.
     let line = booted.agent("removed", |_| true)?;
     ensure!(line.get("error").is_empty(), "{line:?}");
-    let usable = booted.record("usable again", |r| r.name == names::GPU_USABLE && r.gpu == removed.gpu && r.seq > removed.seq)?;
-    booted.agent("script", |l| l.get("when") == "gpu.usable/2" && l.get("did") == "counters")?;
-    let reports: Vec<String> =
-        booted.console.agent_lines().iter().filter(|l| l.get("msg") == "counters").map(|l| l.get("all").to_string()).collect();
-    ensure!(reports.len() == 2 && !reports[0].contains("0001:00:02.0"), "{reports:?}");
+    let usable = booted.record("usable again", |r| {
+        r.name == names::GPU_USABLE && r.gpu == removed.gpu && r.seq > removed.seq
+    })?;
+    booted.agent("script", |l| {
+        l.get("when") == "gpu.usable/2" && l.get("did") == "counters"
+    })?;
+    let reports: Vec<String> = booted
+        .console
+        .agent_lines()
+        .iter()
+        .filter(|l| l.get("msg") == "counters")
+        .map(|l| l.get("all").to_string())
+        .collect();
+    ensure!(
+        reports.len() == 2 && !reports[0].contains("0001:00:02.0"),
+        "{reports:?}"
+    );
     // Nothing of the others was closed, then or later.
-    let others = |text: &str| -> Vec<String> { text.split("; ").filter(|g| !g.starts_with("0001:00:02.0")).map(str::to_string).collect() };
+    let others = |text: &str| -> Vec<String> {
+        text.split("; ")
+            .filter(|g| !g.starts_with("0001:00:02.0"))
+            .map(str::to_string)
+            .collect()
+    };
     for report in &reports {
         ensure!(
-            others(report).len() == 3 && others(report).iter().all(|g| g.contains("closes: 0 ") && g.contains("opens: 1 ")),
+            others(report).len() == 3
+                && others(report)
+                    .iter()
+                    .all(|g| g.contains("closes: 0 ") && g.contains("opens: 1 ")),
             "{report}"
         );
     }
     let records = booted.receiver.records();
     complete(&records)?;
-    for words in
-        ["Attempting to remove device 0001:00:02.0 with non-zero usage count!", "Continuing with GPU removal for device 0001:00:02.0"]
-    {
-        let said = records.iter().any(|r| r.kind == Kind::Kmsg && r.fields["text"].as_str().is_some_and(|t| t.contains(words)));
+    for words in [
+        "Attempting to remove device 0001:00:02.0 with non-zero usage count!",
+        "Continuing with GPU removal for device 0001:00:02.0",
+    ] {
+        let said = records.iter().any(|r| {
+            r.kind == Kind::Kmsg && r.fields["text"].as_str().is_some_and(|t| t.contains(words))
+        });
         ensure!(said, "the driver does not say {words:?}");
     }
     let specs: Vec<_> = named(&records, Kind::End, names::CDI_PUBLISH);
-    let gone = specs.iter().find(|r| r.seq > removed.seq).context("no publication after the removal")?;
+    let gone = specs
+        .iter()
+        .find(|r| r.seq > removed.seq)
+        .context("no publication after the removal")?;
     // The name of GPU 2 leads nowhere until GPU 2 is back.
-    ensure!(gone.fields["ready"] == 3 && gone.fields["pending"] == 0 && gone.fields["failed"] == 1, "{:?}", gone.fields);
-    ensure!(specs.last().is_some_and(|r| r.fields["ready"] == 4), "{:?}", specs.last().map(|r| &r.fields));
+    ensure!(
+        gone.fields["ready"] == 3 && gone.fields["pending"] == 0 && gone.fields["failed"] == 1,
+        "{:?}",
+        gone.fields
+    );
+    ensure!(
+        specs.last().is_some_and(|r| r.fields["ready"] == 4),
+        "{:?}",
+        specs.last().map(|r| &r.fields)
+    );
     // Names of the GPUs after it have not moved.
     let found: Vec<_> = named(&records, Kind::Event, names::GPU_FOUND)
         .into_iter()
@@ -76,22 +139,44 @@ fn plugged(context: &TestContext) -> Result<Outcome> {
     ensure!(booted.settled()? == (0, 0), "{:?}", booted.settled()?);
     let all = booted.created("all")?;
     booted.created("first")?;
-    ensure!(all.get("nodes").matches("/dev/nvidia").count() > 3, "{}", all.get("nodes"));
-    let settled = booted.record("settled again", |r| r.name == names::SETTLED && r.fields["usable"] == 3)?;
+    ensure!(
+        all.get("nodes").matches("/dev/nvidia").count() > 3,
+        "{}",
+        all.get("nodes")
+    );
+    let settled = booted.record("settled again", |r| {
+        r.name == names::SETTLED && r.fields["usable"] == 3
+    })?;
     let removed = booted.event(names::GPU_REMOVED)?;
-    ensure!(removed.seq < settled.seq && removed.gpu.is_some_and(|g| g.to_string() == "0001:00:01.0"), "{removed:?}");
-    booted.agent("script", |l| l.get("when") == "gpu.usable/1" && l.get("did") == "counters")?;
+    ensure!(
+        removed.seq < settled.seq && removed.gpu.is_some_and(|g| g.to_string() == "0001:00:01.0"),
+        "{removed:?}"
+    );
+    booted.agent("script", |l| {
+        l.get("when") == "gpu.usable/1" && l.get("did") == "counters"
+    })?;
     let counters = counters(&booted)?;
     for gpu in ["0001:00:00.0", "0001:00:02.0"] {
-        let own = counters.split("; ").find(|g| g.starts_with(gpu)).with_context(|| format!("no {gpu} in {counters}"))?;
-        ensure!(own.contains("opens: 1 ") && own.contains("closes: 0 ") && own.contains("inits: 1 "), "{own}");
+        let own = counters
+            .split("; ")
+            .find(|g| g.starts_with(gpu))
+            .with_context(|| format!("no {gpu} in {counters}"))?;
+        ensure!(
+            own.contains("opens: 1 ") && own.contains("closes: 0 ") && own.contains("inits: 1 "),
+            "{own}"
+        );
     }
     let records = booted.receiver.records();
     complete(&records)?;
     // The one that was torn out may have failed in what it was doing, before its removal was heard
     // of; no other one.
     let failed = named(&records, Kind::Event, names::GPU_FAILED);
-    ensure!(failed.iter().all(|r| r.gpu == removed.gpu && r.seq < removed.seq), "{failed:?}");
+    ensure!(
+        failed
+            .iter()
+            .all(|r| r.gpu == removed.gpu && r.seq < removed.seq),
+        "{failed:?}"
+    );
     Ok(Outcome::Passed)
 }
 
@@ -99,11 +184,18 @@ fn overrun(context: &TestContext) -> Result<Outcome> {
     // The worker sleeps while more uevents come than its socket holds, and among the lost ones is
     // the removal of a GPU nobody has open.
     let script = "settled>stop+storm:6000+remove:1+gone:1+cont;gpu.removed>counters";
-    let words = format!("fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}");
+    let words = format!(
+        "fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}"
+    );
     let booted = Guest::new().append(&words).boot(context, "overrun")?;
-    let lost = booted.record("overrun", |r| r.name == names::STREAM_LOST && r.fields.get("at").is_some_and(|at| at == "uevents"))?;
+    let lost = booted.record("overrun", |r| {
+        r.name == names::STREAM_LOST && r.fields.get("at").is_some_and(|at| at == "uevents")
+    })?;
     let removed = booted.event(names::GPU_REMOVED)?;
-    ensure!(removed.seq > lost.seq && removed.gpu.is_some_and(|g| g.to_string() == "0001:00:01.0"), "{removed:?}");
+    ensure!(
+        removed.seq > lost.seq && removed.gpu.is_some_and(|g| g.to_string() == "0001:00:01.0"),
+        "{removed:?}"
+    );
     booted.agent("script", |l| l.get("did") == "counters")?;
     let counters = counters(&booted)?;
     ensure!(counters.matches("closes: 0 ").count() == 2, "{counters}");
@@ -115,10 +207,23 @@ pub fn leads(spec: &str) -> Result<Vec<(usize, u32)>> {
     let spec: serde_json::Value = serde_json::from_str(spec)?;
     let mut all = Vec::new();
     for device in spec["devices"].as_array().context("no devices")? {
-        let Some(index) = device["name"].as_str().and_then(|name| name.parse().ok()) else { continue };
-        let nodes = device["containerEdits"]["deviceNodes"].as_array().context("no nodes")?;
-        let minor = nodes.iter().find_map(|node| node["path"].as_str()?.strip_prefix("/dev/nvidia")?.parse().ok());
-        all.push((index, minor.with_context(|| format!("name {index} is pending"))?));
+        let Some(index) = device["name"].as_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let nodes = device["containerEdits"]["deviceNodes"]
+            .as_array()
+            .context("no nodes")?;
+        let minor = nodes.iter().find_map(|node| {
+            node["path"]
+                .as_str()?
+                .strip_prefix("/dev/nvidia")?
+                .parse()
+                .ok()
+        });
+        all.push((
+            index,
+            minor.with_context(|| format!("name {index} is pending"))?,
+        ));
     }
     all.sort_unstable();
     Ok(all)
@@ -127,16 +232,32 @@ pub fn leads(spec: &str) -> Result<Vec<(usize, u32)>> {
 /// Every name leads to the GPU that the boot scan gave it to, as the driver counts minors now.
 fn names_are_right(booted: &Booted, names: &[usize]) -> Result<()> {
     let lines = booted.console.agent_lines();
-    let minors = lines.iter().rfind(|l| l.get("msg") == "minors").context("no minors")?.get("all").to_string();
-    let spec = lines.iter().rfind(|l| l.get("msg") == "spec" && l.get("file") == "nvidia.yaml").context("no spec")?.get("text").to_string();
+    let minors = lines
+        .iter()
+        .rfind(|l| l.get("msg") == "minors")
+        .context("no minors")?
+        .get("all")
+        .to_string();
+    let spec = lines
+        .iter()
+        .rfind(|l| l.get("msg") == "spec" && l.get("file") == "nvidia.yaml")
+        .context("no spec")?
+        .get("text")
+        .to_string();
     let mut wanted = Vec::new();
     for name in names {
         let address = format!("0001:00:{name:02x}.0=");
-        let minor =
-            minors.split(' ').find_map(|m| m.strip_prefix(&address)).with_context(|| format!("{address} is not bound: {minors}"))?;
+        let minor = minors
+            .split(' ')
+            .find_map(|m| m.strip_prefix(&address))
+            .with_context(|| format!("{address} is not bound: {minors}"))?;
         wanted.push((*name, minor.parse()?));
     }
-    ensure!(leads(&spec)? == wanted, "names lead to {:?}, wanted {wanted:?} of {minors}", leads(&spec)?);
+    ensure!(
+        leads(&spec)? == wanted,
+        "names lead to {:?}, wanted {wanted:?} of {minors}",
+        leads(&spec)?
+    );
     Ok(())
 }
 
@@ -148,10 +269,17 @@ fn names_stay(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().append(&words).boot(context, "names")?;
     for (name, gpu) in [("second", 2), ("third", 3)] {
         let got = booted.created(name)?;
-        let bound = booted
-            .record("bound", |r| r.name == names::GPU_BOUND && r.gpu.is_some_and(|g| g.to_string() == format!("0001:00:0{gpu}.0")))?;
+        let bound = booted.record("bound", |r| {
+            r.name == names::GPU_BOUND
+                && r.gpu
+                    .is_some_and(|g| g.to_string() == format!("0001:00:0{gpu}.0"))
+        })?;
         let node = format!("/dev/nvidia{}", bound.fields["minor"]);
-        ensure!(got.get("nodes").split([' ', ',']).any(|n| n == node), "{name} wants {node}, and has {}", got.get("nodes"));
+        ensure!(
+            got.get("nodes").split([' ', ',']).any(|n| n == node),
+            "{name} wants {node}, and has {}",
+            got.get("nodes")
+        );
         ensure!(bound.fields["index"] == gpu, "{bound:?}");
     }
     let records = booted.receiver.records();
@@ -169,7 +297,11 @@ fn swapped(context: &TestContext) -> Result<Outcome> {
                   settled>sleep:200+minors+spec+counters";
     let times = "nvidia.s1_ms=100 nvidia.s2_ms=4000,300 nvidia.s3_ms=100";
     for (name, kill) in [("stopped", false), ("killed", true)] {
-        let script = if kill { script.replace("+cont", "+kill") } else { script.to_string() };
+        let script = if kill {
+            script.replace("+cont", "+kill")
+        } else {
+            script.to_string()
+        };
         let words = format!(
             "fakepci.gpus=4 gpuinit.init=serial {times} testagent.guest=script testagent.script={script} testagent.containers=second:2;all:all"
         );
@@ -180,17 +312,28 @@ fn swapped(context: &TestContext) -> Result<Outcome> {
         complete(&records)?;
         for gpu in ["0001:00:02.0", "0001:00:03.0"] {
             let of = |event: &str| {
-                let events = named(&records, Kind::Event, event).into_iter().filter(|r| r.gpu.is_some_and(|g| g.to_string() == gpu));
-                events.map(|r| r.fields.get("generation").and_then(|g| g.as_u64())).collect::<Vec<_>>()
+                let events = named(&records, Kind::Event, event)
+                    .into_iter()
+                    .filter(|r| r.gpu.is_some_and(|g| g.to_string() == gpu));
+                events
+                    .map(|r| r.fields.get("generation").and_then(|g| g.as_u64()))
+                    .collect::<Vec<_>>()
             };
-            ensure!(of(names::GPU_REMOVED) == [None] && of(names::GPU_FOUND) == [None, Some(1)], "{name}: {gpu}: {records:?}");
+            ensure!(
+                of(names::GPU_REMOVED) == [None] && of(names::GPU_FOUND) == [None, Some(1)],
+                "{name}: {gpu}: {records:?}"
+            );
             ensure!(
                 of(names::GPU_USABLE) == [Some(1)] && of(names::GPU_FAILED).is_empty(),
                 "{name}: {gpu} is usable {:?}",
                 of(names::GPU_USABLE)
             );
         }
-        ensure!(booted.settled()? == (4, 0), "{name}: {:?}", booted.settled()?);
+        ensure!(
+            booted.settled()? == (4, 0),
+            "{name}: {:?}",
+            booted.settled()?
+        );
     }
     Ok(Outcome::Passed)
 }
@@ -206,7 +349,10 @@ fn unbound(context: &TestContext) -> Result<Outcome> {
     let removed = booted.events(names::GPU_REMOVED, 1)?;
     ensure!(removed[0].fields["index"] == 2, "{removed:?}");
     let counters = counters(&booted)?;
-    ensure!(counters.matches("opens: 1 ").count() == 4 && counters.matches("closes: 0 ").count() == 4, "{counters}");
+    ensure!(
+        counters.matches("opens: 1 ").count() == 4 && counters.matches("closes: 0 ").count() == 4,
+        "{counters}"
+    );
     let found = named(&booted.receiver.records(), Kind::Event, names::GPU_FOUND).len();
     ensure!(found == 5, "{found} names were reported");
     Ok(Outcome::Passed)
@@ -216,7 +362,9 @@ fn unheard(context: &TestContext) -> Result<Outcome> {
     // No log can be read here. The removal of GPU 2 waits in the driver when the worker is killed,
     // which nothing shows from outside: it has a second to get there.
     let script = "settled>remove:1;gpu.removed/1>stop+remove:2+sleep:1000+kill;gpu.removed/2>gone:1+gone:2+reaped:keeper+counters";
-    let words = format!("fakepci.gpus=4 printk.devkmsg=off testagent.guest=script testagent.script={script}");
+    let words = format!(
+        "fakepci.gpus=4 printk.devkmsg=off testagent.guest=script testagent.script={script}"
+    );
     let booted = Guest::new().append(&words).boot(context, "unheard")?;
     booted.agent("script", |l| l.get("did") == "counters")?;
     for gpu in ["0001:00:01.0", "0001:00:02.0"] {
@@ -224,7 +372,10 @@ fn unheard(context: &TestContext) -> Result<Outcome> {
         ensure!(line.get("error").is_empty(), "{line:?}");
     }
     let counters = counters(&booted)?;
-    ensure!(counters.matches("closes: 0 ").count() == 2 && counters.matches("opens: 1 ").count() == 2, "{counters}");
+    ensure!(
+        counters.matches("closes: 0 ").count() == 2 && counters.matches("opens: 1 ").count() == 2,
+        "{counters}"
+    );
     Ok(Outcome::Passed)
 }
 
@@ -232,15 +383,30 @@ fn replaced(context: &TestContext) -> Result<Outcome> {
     // Nobody has it open, so that it goes and comes while the worker sleeps, and no uevent of that
     // arrives.
     let script = "settled>stop+storm:6000+unplug:1+gone:1+plug:1+there:1+cont";
-    let words = format!("fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}");
+    let words = format!(
+        "fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}"
+    );
     let booted = Guest::new().append(&words).boot(context, "replaced")?;
     let failed = booted.events(names::GPU_FAILED, 2)?;
-    ensure!(failed[1].fields["generation"] == 1 && failed[1].fields["index"] == 1, "{failed:?}");
-    let lost = booted.record("overrun", |r| r.name == names::STREAM_LOST && r.fields.get("at").is_some_and(|at| at == "uevents"))?;
+    ensure!(
+        failed[1].fields["generation"] == 1 && failed[1].fields["index"] == 1,
+        "{failed:?}"
+    );
+    let lost = booted.record("overrun", |r| {
+        r.name == names::STREAM_LOST && r.fields.get("at").is_some_and(|at| at == "uevents")
+    })?;
     let removed = booted.event(names::GPU_REMOVED)?;
-    ensure!(removed.seq > lost.seq && removed.fields["index"] == 1, "{removed:?}");
+    ensure!(
+        removed.seq > lost.seq && removed.fields["index"] == 1,
+        "{removed:?}"
+    );
     // One loss is one report, however long the flood was.
-    let reports = booted.receiver.records().iter().filter(|r| r.name == names::STREAM_LOST).count();
+    let reports = booted
+        .receiver
+        .records()
+        .iter()
+        .filter(|r| r.name == names::STREAM_LOST)
+        .count();
     ensure!(reports <= 3, "{reports} reports of one flood");
     Ok(Outcome::Passed)
 }

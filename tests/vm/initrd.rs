@@ -18,9 +18,18 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "an_image_that_was_packed_boots_to_a_container", run: packed },
-    VmTest { name: "a_repacked_and_compressed_image_boots_to_a_container", run: repacked },
-    VmTest { name: "an_image_that_verify_refuses_for_its_init_does_not_boot", run: refused },
+    VmTest {
+        name: "an_image_that_was_packed_boots_to_a_container",
+        run: packed,
+    },
+    VmTest {
+        name: "a_repacked_and_compressed_image_boots_to_a_container",
+        run: repacked,
+    },
+    VmTest {
+        name: "an_image_that_verify_refuses_for_its_init_does_not_boot",
+        run: refused,
+    },
 ];
 
 fn base(context: &TestContext) -> PathBuf {
@@ -31,21 +40,40 @@ fn folder(context: &TestContext) -> Result<PathBuf> {
     let folder = context.work_dir.join("image");
     // Files of an earlier run.
     let _unused = std::fs::remove_dir_all(&folder);
-    std::fs::create_dir_all(folder.join("root")).with_context(|| format!("make {}", folder.display()))?;
+    std::fs::create_dir_all(folder.join("root"))
+        .with_context(|| format!("make {}", folder.display()))?;
     Ok(folder)
 }
 
 /// Boots to a container. `listed`: whether the image has a list of the driver's files, which the
 /// guest then goes by.
 fn boots(context: &TestContext, image: &Path, listed: bool) -> Result<Outcome> {
-    let mut booted = Guest::new().initrd(image).append("testagent.containers=all:all").boot(context, "guest")?;
+    let mut booted = Guest::new()
+        .initrd(image)
+        .append("testagent.containers=all:all")
+        .boot(context, "guest")?;
     if listed {
-        let files = booted.record("the driver's files", |r| r.kind == Kind::End && r.name == names::DRIVER_FILES)?;
-        ensure!(files.fields.get("manifest") == Some(&true.into()), "the list was not used: {:?}", files.fields);
+        let files = booted.record("the driver's files", |r| {
+            r.kind == Kind::End && r.name == names::DRIVER_FILES
+        })?;
+        ensure!(
+            files.fields.get("manifest") == Some(&true.into()),
+            "the list was not used: {:?}",
+            files.fields
+        );
     }
     let all = booted.created("all")?;
-    ensure!(booted.settled()? == (8, 0), "settled: {:?}", booted.settled()?);
-    let gpus = (0..8).filter(|k| all.get("nodes").contains(&format!("/dev/nvidia{k} 195:{k} 666"))).count();
+    ensure!(
+        booted.settled()? == (8, 0),
+        "settled: {:?}",
+        booted.settled()?
+    );
+    let gpus = (0..8)
+        .filter(|k| {
+            all.get("nodes")
+                .contains(&format!("/dev/nvidia{k} 195:{k} 666"))
+        })
+        .count();
     ensure!(gpus == 8, "nodes: {}", all.get("nodes"));
     booted.still_runs()?;
     Ok(Outcome::Passed)
@@ -56,14 +84,40 @@ fn packed(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     let base = base(context);
     let archive = File::open(&base).with_context(|| format!("open {}", base.display()))?;
-    let unpacked = Command::new("cpio").args(["-idmu", "--quiet"]).current_dir(folder.join("root")).stdin(archive).status();
-    ensure!(unpacked.context("run cpio (initrd/setup installs it)")?.success(), "cpio does not unpack {}", base.display());
+    let unpacked = Command::new("cpio")
+        .args(["-idmu", "--quiet"])
+        .current_dir(folder.join("root"))
+        .stdin(archive)
+        .status();
+    ensure!(
+        unpacked
+            .context("run cpio (initrd/setup installs it)")?
+            .success(),
+        "cpio does not unpack {}",
+        base.display()
+    );
     let driver = context.target.join("containers/driver");
-    ensure!(driver.is_dir(), "{} is missing: make it with tests/containers/build", driver.display());
+    ensure!(
+        driver.is_dir(),
+        "{} is missing: make it with tests/containers/build",
+        driver.display()
+    );
     let mut output = Output::create(&folder.join("packed"), Form::Plain)?;
-    let packed = pack(&[folder.join("root"), driver], PackWish { mtime: 0, manifest: true }, &mut output)?;
-    let List::Of(files) = packed.list else { bail!("no list of the driver's files: {:?}", packed.list) };
-    ensure!(files == 5, "{files} files in the list: three libraries, nvidia-smi and firmware are there");
+    let packed = pack(
+        &[folder.join("root"), driver],
+        PackWish {
+            mtime: 0,
+            manifest: true,
+        },
+        &mut output,
+    )?;
+    let List::Of(files) = packed.list else {
+        bail!("no list of the driver's files: {:?}", packed.list)
+    };
+    ensure!(
+        files == 5,
+        "{files} files in the list: three libraries, nvidia-smi and firmware are there"
+    );
     output.end()?.keep()?;
     boots(context, &folder.join("packed"), true)
 }
@@ -72,9 +126,24 @@ fn repacked(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     let image = Image::open(&base(context))?;
     let init = context.guest_program("kata-gpu-init");
-    let wish = Wish { init, helper: Helper::None, manifest: true, form: Some(Form::Gzip), drop_old: false };
-    let question = Question { user_space: false, ..Question::default() };
-    let mut done = repack(&image, &Tree::new(&image)?, &wish, &question, &folder.join("repacked"))?;
+    let wish = Wish {
+        init,
+        helper: Helper::None,
+        manifest: true,
+        form: Some(Form::Gzip),
+        drop_old: false,
+    };
+    let question = Question {
+        user_space: false,
+        ..Question::default()
+    };
+    let mut done = repack(
+        &image,
+        &Tree::new(&image)?,
+        &wish,
+        &question,
+        &folder.join("repacked"),
+    )?;
     ensure!(done.report.boots(), "{:?}", done.report.findings);
     done.written.keep()?;
     boots(context, &folder.join("repacked"), false)
@@ -82,11 +151,27 @@ fn repacked(context: &TestContext) -> Result<Outcome> {
 
 /// The control of both: what we call an error is one for the kernel.
 fn refused(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new().without("init").without_vsock().append("rdinit=/init").boot(context, "guest")?;
+    let booted = Guest::new()
+        .without("init")
+        .without_vsock()
+        .append("rdinit=/init")
+        .boot(context, "guest")?;
     let image = Image::open(&booted.work_dir().join("initrd.cpio"))?;
-    let report = verify::check(&image, &Tree::new(&image)?, &Question { user_space: false, ..Question::default() });
+    let report = verify::check(
+        &image,
+        &Tree::new(&image)?,
+        &Question {
+            user_space: false,
+            ..Question::default()
+        },
+    );
     let rules: Vec<&str> = report.findings.iter().map(|f| f.rule.name).collect();
     ensure!(rules.contains(&"no-init") && !report.boots(), "{rules:?}");
-    ensure!(booted.console.wait_text(DEADLINE, "Unable to mount root fs"), "the kernel has not panicked");
+    ensure!(
+        booted
+            .console
+            .wait_text(DEADLINE, "Unable to mount root fs"),
+        "the kernel has not panicked"
+    );
     Ok(Outcome::Passed)
 }

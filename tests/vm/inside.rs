@@ -8,7 +8,16 @@ use serde_json::Value;
 /// them.
 pub fn items(output: &str) -> Result<Items> {
     let items: Items = serde_json::from_str(output).with_context(|| format!("read {output:?}"))?;
-    Ok(items.into_iter().map(|(name, value)| if name.starts_with("library ") { (name, in_usr(&value)) } else { (name, value) }).collect())
+    Ok(items
+        .into_iter()
+        .map(|(name, value)| {
+            if name.starts_with("library ") {
+                (name, in_usr(&value))
+            } else {
+                (name, value)
+            }
+        })
+        .collect())
 }
 
 fn list<'a>(gets: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
@@ -21,7 +30,9 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
 
 /// Devices that a prediction's rules are about.
 pub fn devices(gets: &Value) -> Vec<String> {
-    list(gets, "cgroupRules").map(|rule| format!("{}:{}", rule["major"], rule["minor"])).collect()
+    list(gets, "cgroupRules")
+        .map(|rule| format!("{}:{}", rule["major"], rule["minor"]))
+        .collect()
 }
 
 /// Items that a container sees by the prediction `gets` of `cdi check --json`: those of a
@@ -31,35 +42,72 @@ pub fn expected(plain: &Items, gets: &Value) -> Items {
     for node in list(gets, "deviceNodes") {
         let number = |key: &str| node[key].as_i64().unwrap_or(0);
         let (mode, uid, gid) = (number("fileMode"), number("uid"), number("gid"));
-        let value = format!("{} {}:{} {mode:o} {uid}:{gid}", text(node, "type"), node["major"], node["minor"]);
+        let value = format!(
+            "{} {}:{} {mode:o} {uid}:{gid}",
+            text(node, "type"),
+            node["major"],
+            node["minor"]
+        );
         all.insert(format!("node {}", text(node, "path")), value);
     }
     for rule in list(gets, "cgroupRules").filter(|rule| rule["allow"] == true) {
         let mut access: Vec<char> = text(rule, "access").chars().collect();
         access.sort_unstable();
-        all.insert(format!("device {} {}:{}", text(rule, "type"), rule["major"], rule["minor"]), access.into_iter().collect());
+        all.insert(
+            format!(
+                "device {} {}:{}",
+                text(rule, "type"),
+                rule["major"],
+                rule["minor"]
+            ),
+            access.into_iter().collect(),
+        );
     }
-    let mounts = || list(gets, "mounts").map(|mount| (in_usr(text(mount, "destination")), list(mount, "options")));
+    let mounts = || {
+        list(gets, "mounts")
+            .map(|mount| (in_usr(text(mount, "destination")), list(mount, "options")))
+    };
     for (at, options) in mounts() {
-        all.insert(format!("mount {at}"), flags(options.filter_map(Value::as_str)));
+        all.insert(
+            format!("mount {at}"),
+            flags(options.filter_map(Value::as_str)),
+        );
     }
-    for (key, value) in list(gets, "env").filter_map(|variable| variable.as_str()?.split_once('=')) {
-        all.entry(format!("env {key}")).or_insert_with(|| value.into());
+    for (key, value) in list(gets, "env").filter_map(|variable| variable.as_str()?.split_once('='))
+    {
+        all.entry(format!("env {key}"))
+            .or_insert_with(|| value.into());
     }
     for hook in list(gets, "hooks") {
         let arguments: Vec<&str> = list(hook, "args").filter_map(Value::as_str).collect();
-        let folders: Vec<&str> = arguments.windows(2).filter(|pair| pair[0] == "--folder").map(|pair| pair[1]).collect();
+        let folders: Vec<&str> = arguments
+            .windows(2)
+            .filter(|pair| pair[0] == "--folder")
+            .map(|pair| pair[1])
+            .collect();
         for (at, _) in mounts() {
-            let Some((folder, name)) = at.rsplit_once('/') else { continue };
+            let Some((folder, name)) = at.rsplit_once('/') else {
+                continue;
+            };
             // By its SONAME: the loader looks for nothing else.
-            if folders.contains(&folder) && name.rsplit_once(".so.").is_some_and(|(_, version)| !version.contains('.')) {
+            if folders.contains(&folder)
+                && name
+                    .rsplit_once(".so.")
+                    .is_some_and(|(_, version)| !version.contains('.'))
+            {
                 all.insert(format!("library {name}"), at.clone());
             }
         }
-        if arguments.iter().any(|word| ["prepare", "disable-device-node-modification"].contains(word)) {
+        if arguments
+            .iter()
+            .any(|word| ["prepare", "disable-device-node-modification"].contains(word))
+        {
             all.insert(format!("mount {PARAMS}"), FLAGS.join(","));
             all.insert("params ModifyDeviceFiles".into(), "0".into());
-            all.insert("params write".into(), std::io::Error::from(nix::errno::Errno::EROFS).to_string());
+            all.insert(
+                "params write".into(),
+                std::io::Error::from(nix::errno::Errno::EROFS).to_string(),
+            );
         }
     }
     all
@@ -67,13 +115,23 @@ pub fn expected(plain: &Items, gets: &Value) -> Items {
 
 /// A path in a root whose /bin, /lib and /sbin are links into /usr, as the kernel has it.
 fn in_usr(path: &str) -> String {
-    let moved = ["/bin/", "/lib/", "/lib64/", "/sbin/"].iter().any(|folder| path.starts_with(folder));
-    if moved { format!("/usr{path}") } else { path.into() }
+    let moved = ["/bin/", "/lib/", "/lib64/", "/sbin/"]
+        .iter()
+        .any(|folder| path.starts_with(folder));
+    if moved {
+        format!("/usr{path}")
+    } else {
+        path.into()
+    }
 }
 
 /// Each item that is not what it is expected to be.
 pub fn differences(expected: &Items, seen: &Items) -> Vec<String> {
     let names: std::collections::BTreeSet<&String> = expected.keys().chain(seen.keys()).collect();
     let differs = |name: &&String| expected.get(*name) != seen.get(*name);
-    names.into_iter().filter(differs).map(|name| format!("{name}: {:?}, not {:?}", seen.get(name), expected.get(name))).collect()
+    names
+        .into_iter()
+        .filter(differs)
+        .map(|name| format!("{name}: {:?}, not {:?}", seen.get(name), expected.get(name)))
+        .collect()
 }

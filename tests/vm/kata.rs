@@ -51,21 +51,34 @@ const PROGRAM: &str = "/usr/bin/cuda-program";
 fn sees(output: &str, gpus: &[u32]) -> Result<()> {
     has_the_guests_libcuda(Arch::X86_64, output)?;
     let nodes: Vec<&str> = said(output, "nodes").split(',').collect();
-    let wanted = gpus.iter().map(|k| format!("/dev/nvidia{k} 195:{k} 666")).chain(["/dev/nvidiactl 195:255 666".into()]);
+    let wanted = gpus
+        .iter()
+        .map(|k| format!("/dev/nvidia{k} 195:{k} 666"))
+        .chain(["/dev/nvidiactl 195:255 666".into()]);
     for node in wanted {
         ensure!(nodes.contains(&node.as_str()), "no {node}: {output}");
     }
     // Those, nvidia-uvm and nvidia-uvm-tools.
     ensure!(nodes.len() == gpus.len() + 3, "nodes: {output}");
-    ensure!(said(output, "params") == "ModifyDeviceFiles: 0, write: Read-only file system", "{output}");
-    ensure!(said(output, "env").contains("NVIDIA_VISIBLE_DEVICES=void"), "{output}");
+    ensure!(
+        said(output, "params") == "ModifyDeviceFiles: 0, write: Read-only file system",
+        "{output}"
+    );
+    ensure!(
+        said(output, "env").contains("NVIDIA_VISIBLE_DEVICES=void"),
+        "{output}"
+    );
     Ok(())
 }
 
 /// How many GPUs are bound in a boot as `show --json` has it.
 fn bound(boot: &str) -> Result<usize> {
     let boot: serde_json::Value = serde_json::from_str(boot)?;
-    Ok(boot["gpus"].as_array().map_or(0, |gpus| gpus.iter().filter(|gpu| gpu["bound"]["at_ns"].is_u64()).count()))
+    Ok(boot["gpus"].as_array().map_or(0, |gpus| {
+        gpus.iter()
+            .filter(|gpu| gpu["bound"]["at_ns"].is_u64())
+            .count()
+    }))
 }
 
 fn containers(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
@@ -77,51 +90,103 @@ fn containers(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     kata.begin("train-0", "first", "debian", "nvidia.com/gpu=0", PROGRAM)?;
     sees(&kata.ended("first")?, &[0])?;
     let early = kata.look("show --json", "train-0")?;
-    ensure!(bound(&early)? == 1, "the first container ended when {} GPUs were bound: {early}", bound(&early)?);
+    ensure!(
+        bound(&early)? == 1,
+        "the first container ended when {} GPUs were bound: {early}",
+        bound(&early)?
+    );
     kata.begin("train-0", "second", "alpine", "nvidia.com/gpu=1", PROGRAM)?;
     sees(&kata.ended("second")?, &[1])?;
-    ensure!(bound(&kata.look("show --json", "train-0")?)? == 2, "the control has not both GPUs bound");
+    ensure!(
+        bound(&kata.look("show --json", "train-0")?)? == 2,
+        "the control has not both GPUs bound"
+    );
     // Its cgroup lets it open what it sees.
-    kata.begin("train-0", "all", "static", "nvidia.com/gpu=all", "/application cuda")?;
+    kata.begin(
+        "train-0",
+        "all",
+        "static",
+        "nvidia.com/gpu=all",
+        "/application cuda",
+    )?;
     kata.says("all", "^answer=")?;
     kata.says("all", "^gpus=2$")?;
     // Negative control: what nobody has is refused, by name.
     kata.begin("train-0", "other", "debian", "nvidia.com/gpu=7", PROGRAM)?;
-    ensure!(kata.ended("other")?.is_empty(), "a container with a GPU that is not there ran");
+    ensure!(
+        kata.ended("other")?.is_empty(),
+        "a container with a GPU that is not there ran"
+    );
     let errors = kata.errors("other")?;
-    ensure!(errors.contains("CDI device(s) [\"nvidia.com/gpu=7\"] do not exist"), "{errors}");
+    ensure!(
+        errors.contains("CDI device(s) [\"nvidia.com/gpu=7\"] do not exist"),
+        "{errors}"
+    );
 
     kata.sent("train-0", &event(names::SETTLED))?;
     let list = kata.list()?;
-    ensure!(list.contains("tests/train-0") && list.contains("2/2"), "{list}");
+    ensure!(
+        list.contains("tests/train-0") && list.contains("2/2"),
+        "{list}"
+    );
 
     // With the agent's own lines, which the shim writes into containerd's log or the journal.
     let without: serde_json::Value = serde_json::from_str(&kata.look("show --json", "train-0")?)?;
     kata.agents_log("/run/agent.log")?;
     let text = kata.look("show --json --console /run/agent.log", "train-0")?;
     // Both are kept: tests/fixtures/agent has them of one run.
-    std::fs::write(context.work_dir.join("agent.log"), kata.host.run("cat /run/agent.log")?)?;
+    std::fs::write(
+        context.work_dir.join("agent.log"),
+        kata.host.run("cat /run/agent.log")?,
+    )?;
     let file = kata.host.run(&format!("cat {BOOTS}/*.ndjson"))?;
     std::fs::write(context.work_dir.join("boot.ndjson"), file)?;
     let with: serde_json::Value = serde_json::from_str(&text)?;
     let ready = |boot: &serde_json::Value| -> Option<u64> {
-        boot["milestones"].as_array()?.iter().find(|m| m["name"] == "agent ready")?["boottime_ns"].as_u64()
+        boot["milestones"]
+            .as_array()?
+            .iter()
+            .find(|m| m["name"] == "agent ready")?["boottime_ns"]
+            .as_u64()
     };
-    ensure!(ready(&without).is_none(), "the control knows when the agent was ready: {without}");
-    ensure!(ready(&with).is_some(), "the agent's lines do not say when it was ready: {text}");
-    let first = with["containers"].as_array().and_then(|all| all.iter().find(|container| container["name"] == "first"));
-    ensure!(first.is_some_and(|first| first["devices"] == "nvidia.com/gpu=0"), "what the first container asked for: {text}");
+    ensure!(
+        ready(&without).is_none(),
+        "the control knows when the agent was ready: {without}"
+    );
+    ensure!(
+        ready(&with).is_some(),
+        "the agent's lines do not say when it was ready: {text}"
+    );
+    let first = with["containers"]
+        .as_array()
+        .and_then(|all| all.iter().find(|container| container["name"] == "first"));
+    ensure!(
+        first.is_some_and(|first| first["devices"] == "nvidia.com/gpu=0"),
+        "what the first container asked for: {text}"
+    );
     Ok(Outcome::Measured(format!("sandbox {sandbox:.1} s")))
 }
 
 fn failures(kata: &mut KataHost) -> Result<Outcome> {
     kata.pod("one-failed", "nvidia.probe_fail=1")?;
     kata.sent("one-failed", &event(names::SETTLED))?;
-    kata.begin("one-failed", "failed", "debian", "nvidia.com/gpu=1", PROGRAM)?;
+    kata.begin(
+        "one-failed",
+        "failed",
+        "debian",
+        "nvidia.com/gpu=1",
+        PROGRAM,
+    )?;
     kata.begin("one-failed", "good", "debian", "nvidia.com/gpu=0", PROGRAM)?;
-    ensure!(kata.ended("failed")?.is_empty(), "a container with a failed GPU ran");
+    ensure!(
+        kata.ended("failed")?.is_empty(),
+        "a container with a failed GPU ran"
+    );
     let errors = kata.errors("failed")?;
-    ensure!(errors.contains("CDI device(s) [\"nvidia.com/gpu=1\"] do not exist"), "{errors}");
+    ensure!(
+        errors.contains("CDI device(s) [\"nvidia.com/gpu=1\"] do not exist"),
+        "{errors}"
+    );
     sees(&kata.ended("good")?, &[0])?;
     kata.delete("one-failed", &["failed", "good"])?;
 
@@ -129,17 +194,26 @@ fn failures(kata: &mut KataHost) -> Result<Outcome> {
     kata.sent("none", &event(names::SETTLED))?;
     kata.begin("none", "asks", "debian", "nvidia.com/gpu=0", PROGRAM)?;
     kata.begin("none", "asks-nothing", "static", "", "/application pause")?;
-    ensure!(kata.ended("asks")?.is_empty(), "a container with a GPU that is not there ran");
+    ensure!(
+        kata.ended("asks")?.is_empty(),
+        "a container with a GPU that is not there ran"
+    );
     let errors = kata.errors("asks")?;
     // One may be plugged in until then.
-    ensure!(errors.contains("failed to inject devices after CDI timeout of 2 seconds"), "{errors}");
+    ensure!(
+        errors.contains("failed to inject devices after CDI timeout of 2 seconds"),
+        "{errors}"
+    );
     kata.says("asks-nothing", "^start=")?;
     Ok(Outcome::Passed)
 }
 
 fn deleted(kata: &mut KataHost) -> Result<Outcome> {
     // An initialisation that outlives the pod, with a container that waits for a bind.
-    kata.pod("gone", "gpuinit.bind=pipelined nvidia.s2_ms=3600000 nvidia.probe_ms=3,3600000")?;
+    kata.pod(
+        "gone",
+        "gpuinit.bind=pipelined nvidia.s2_ms=3600000 nvidia.probe_ms=3,3600000",
+    )?;
     kata.sent("gone", &event(names::GPU_PUBLISHED))?;
     kata.begin("gone", "waits", "debian", "nvidia.com/gpu=1", PROGRAM)?;
     kata.delete("gone", &["waits"])?;
@@ -157,14 +231,19 @@ fn deleted(kata: &mut KataHost) -> Result<Outcome> {
 
 fn upgrade(kata: &mut KataHost) -> Result<Outcome> {
     kata.pod("old", "")?;
-    kata.host.run("cp /var/guests/initrd.cpio /var/guests/newer.cpio")?;
+    kata.host
+        .run("cp /var/guests/initrd.cpio /var/guests/newer.cpio")?;
     kata.install("--initrd /var/guests/newer.cpio")?;
     kata.pod("new", "")?;
     let initrds = kata
         .host
         .run("for file in /proc/[0-9]*/cmdline; do tr '\\0' '\\n' <$file 2>/dev/null | grep -A 1 -x -e -initrd; done | grep /; true")?;
     ensure!(
-        initrds.lines().collect::<std::collections::BTreeSet<_>>().into_iter().eq(["/var/guests/initrd.cpio", "/var/guests/newer.cpio"]),
+        initrds
+            .lines()
+            .collect::<std::collections::BTreeSet<_>>()
+            .into_iter()
+            .eq(["/var/guests/initrd.cpio", "/var/guests/newer.cpio"]),
         "{initrds}"
     );
     kata.uninstall()?;
@@ -176,7 +255,12 @@ fn upgrade(kata: &mut KataHost) -> Result<Outcome> {
     }
     // Rolled back: Kata's own image, which is not there.
     let refused = kata.pod("rolled-back", "");
-    ensure!(refused.as_ref().is_err_and(|e| format!("{e:#}").contains(kata.shim.image())), "{refused:?}");
+    ensure!(
+        refused
+            .as_ref()
+            .is_err_and(|e| format!("{e:#}").contains(kata.shim.image())),
+        "{refused:?}"
+    );
     Ok(Outcome::Passed)
 }
 
@@ -185,8 +269,14 @@ fn check(kata: &mut KataHost) -> Result<Outcome> {
     let config = kata.config.clone();
     kata.words("")?;
     let (status, said) = kata.check(&config, "")?;
-    ensure!(status == 0 && said.contains("works: containerd had started the sandbox after "), "{status}: {said}");
-    ensure!(said.contains(", all 2 GPUs were usable ") && said.contains("agent exec"), "{said}");
+    ensure!(
+        status == 0 && said.contains("works: containerd had started the sandbox after "),
+        "{status}: {said}"
+    );
+    ensure!(
+        said.contains(", all 2 GPUs were usable ") && said.contains("agent exec"),
+        "{said}"
+    );
     let works = said.lines().last().unwrap_or_default().to_string();
     nothing_left(kata)?;
     // By the name that a RuntimeClass has, and as JSON.
@@ -197,31 +287,57 @@ fn check(kata: &mut KataHost) -> Result<Outcome> {
     ))?;
     let (status, said) = kata.check("kata-gpu", "--json")?;
     let json: serde_json::Value = serde_json::from_str(&said).with_context(|| said.clone())?;
-    ensure!(status == 0 && json["works"] == true && bound(&json["boot"].to_string())? == 2, "{status}: {said}");
+    ensure!(
+        status == 0 && json["works"] == true && bound(&json["boot"].to_string())? == 2,
+        "{status}: {said}"
+    );
     let (status, said) = kata.check("kata-other", "")?;
-    ensure!(status == 1 && said.contains("containerd has no runtime kata-other, it has kata-gpu"), "{status}: {said}");
+    ensure!(
+        status == 1 && said.contains("containerd has no runtime kata-other, it has kata-gpu"),
+        "{status}: {said}"
+    );
 
     kata.words("nvidia.probe_fail=1")?;
     let (status, said) = kata.check(&config, "")?;
-    ensure!(status == 1 && said.contains("does not work: containerd had started the sandbox after "), "{status}: {said}");
-    ensure!(said.contains("the boot failed: GPU 1 (0001:00:01.0) failed in"), "{said}");
+    ensure!(
+        status == 1 && said.contains("does not work: containerd had started the sandbox after "),
+        "{status}: {said}"
+    );
+    ensure!(
+        said.contains("the boot failed: GPU 1 (0001:00:01.0) failed in"),
+        "{said}"
+    );
     nothing_left(kata)?;
     // Given up before the agent answers.
     kata.words("")?;
     let (status, said) = kata.check(&config, "--give-up 6")?;
-    ensure!(status == 1 && said.contains("containerd did not start the sandbox within 6 s (--give-up)"), "{status}: {said}");
+    ensure!(
+        status == 1 && said.contains("containerd did not start the sandbox within 6 s (--give-up)"),
+        "{status}: {said}"
+    );
     // Kata's Go runtime cannot remove what was not started.
     let left = kata.host.run("ls -d /run/vc/sbs/* /run/vc/vm/* /run/kata/* /run/kata-containers/shared/sandboxes/* 2>/dev/null; true")?;
     for directory in left.lines() {
-        ensure!(said.contains(directory), "{directory} is left, and not said: {said}");
-        kata.host.run(&format!("umount -R {directory}/* 2>/dev/null; rm -r --one-file-system {directory}"))?;
+        ensure!(
+            said.contains(directory),
+            "{directory} is left, and not said: {said}"
+        );
+        kata.host.run(&format!(
+            "umount -R {directory}/* 2>/dev/null; rm -r --one-file-system {directory}"
+        ))?;
     }
     nothing_left(kata)?;
     // Kata's own image, which is not there.
     kata.uninstall()?;
     let (status, said) = kata.check(&config, "")?;
-    ensure!(status == 1 && said.contains(kata.shim.image()), "{status}: {said}");
-    ensure!(said.contains("the configuration has no guest of ours: kata-gpu-boot install"), "{said}");
+    ensure!(
+        status == 1 && said.contains(kata.shim.image()),
+        "{status}: {said}"
+    );
+    ensure!(
+        said.contains("the configuration has no guest of ours: kata-gpu-boot install"),
+        "{said}"
+    );
     nothing_left(kata)?;
     Ok(Outcome::Measured(works))
 }
@@ -229,7 +345,9 @@ fn check(kata: &mut KataHost) -> Result<Outcome> {
 /// No sandbox of a check is left: neither with containerd, nor as a shim or a VM, nor its root.
 fn nothing_left(kata: &mut KataHost) -> Result<()> {
     let left = "! (ctr --namespace kata-gpu-boot containers ls -q; ls /tmp /run/vc/sbs /run/kata; cat /proc/[0-9]*/cmdline | tr '\\0' ' ') 2>/dev/null | grep -a '[k]ata-gpu-check'";
-    kata.host.until("the end of the check's sandbox", left).map(drop)
+    kata.host
+        .until("the end of the check's sandbox", left)
+        .map(drop)
 }
 
 /// Kata 4's layout: an erofs image without a driver, and a GPU extension with a hash tree.
@@ -248,10 +366,22 @@ fn extension_setup(context: &TestContext) -> Result<Setup> {
     }
     let base = disk_root::erofs_image(context, &root)?;
     let gpu = extensions::gpu_image(context, extensions::PACKED)?;
-    let drop_in =
-        format!("[[hypervisor.qemu.guest_extension_images]]\nname = \"gpu\"\npath = \"{disk}\"\nverity_params = \"{}\"\n", gpu.parameters);
-    let guest = Guest::new().cpus(1).append("fakepci.gpus=2").root_disk(context, &base, "/dev/vda1", "erofs")?;
-    Ok(Setup { guest, files: vec![(image, base), (disk, gpu.file)], drop_in, install: "--image /var/guests/base.image" })
+    let drop_in = format!(
+        "[[hypervisor.qemu.guest_extension_images]]\nname = \"gpu\"\npath = \"{disk}\"\nverity_params = \"{}\"\n",
+        gpu.parameters
+    );
+    let guest = Guest::new().cpus(1).append("fakepci.gpus=2").root_disk(
+        context,
+        &base,
+        "/dev/vda1",
+        "erofs",
+    )?;
+    Ok(Setup {
+        guest,
+        files: vec![(image, base), (disk, gpu.file)],
+        drop_in,
+        install: "--image /var/guests/base.image",
+    })
 }
 
 fn extension(kata: &mut KataHost) -> Result<Outcome> {
@@ -259,7 +389,11 @@ fn extension(kata: &mut KataHost) -> Result<Outcome> {
     kata.begin("train-0", "both", "debian", "nvidia.com/gpu=all", PROGRAM)?;
     sees(&kata.ended("both")?, &[0, 1])?;
     kata.sent("train-0", &event(names::SETTLED))?;
-    for step in [names::EXTENSION_VERITY, names::EXTENSION_MOUNT, names::EXTENSION_LIBRARIES] {
+    for step in [
+        names::EXTENSION_VERITY,
+        names::EXTENSION_MOUNT,
+        names::EXTENSION_LIBRARIES,
+    ] {
         kata.sent("train-0", &format!("\"kind\":\"end\",\"name\":\"{step}\""))?;
     }
     let boot = kata.look("show --json", "train-0")?;
@@ -267,8 +401,14 @@ fn extension(kata: &mut KataHost) -> Result<Outcome> {
     // The driver came by a disk, which the image alone does not have. The Rust runtime hands QEMU
     // open files.
     let disks = "(cat /proc/[0-9]*/cmdline | tr '\\0' '\\n'; find /proc/[0-9]*/fd -printf '%l\\n' 2>/dev/null)";
-    let disks = kata.host.run(&format!("{disks} | grep -a -e base.image -e gpu.image -e kata.extension"))?;
-    for wanted in ["base.image", "gpu.image", "kata.extension.gpu.verity_params=root_hash="] {
+    let disks = kata.host.run(&format!(
+        "{disks} | grep -a -e base.image -e gpu.image -e kata.extension"
+    ))?;
+    for wanted in [
+        "base.image",
+        "gpu.image",
+        "kata.extension.gpu.verity_params=root_hash=",
+    ] {
         ensure!(disks.contains(wanted), "no {wanted}: {disks}");
     }
     kata.delete("train-0", &["both"])?;
@@ -277,7 +417,10 @@ fn extension(kata: &mut KataHost) -> Result<Outcome> {
 
 fn killed(kata: &mut KataHost) -> Result<Outcome> {
     // In the probe of the second GPU; the real agent is PID 1, and reaps what dies.
-    kata.pod("worker", "gpuinit.bind=pipelined nvidia.probe_ms=3,20000 hardware.kill=gpuinit-worker:6000")?;
+    kata.pod(
+        "worker",
+        "gpuinit.bind=pipelined nvidia.probe_ms=3,20000 hardware.kill=gpuinit-worker:6000",
+    )?;
     kata.begin("worker", "both", "debian", "nvidia.com/gpu=all", PROGRAM)?;
     sees(&kata.ended("both")?, &[0, 1])?;
     kata.sent("worker", "killed by SIGKILL")?;
@@ -286,10 +429,16 @@ fn killed(kata: &mut KataHost) -> Result<Outcome> {
     ensure!(bound(&boot)? == 2, "{boot}");
     kata.delete("worker", &["both"])?;
 
-    kata.pod("agent", "gpuinit.agent=child hardware.kill=kata-agent:70000")?;
+    kata.pod(
+        "agent",
+        "gpuinit.agent=child hardware.kill=kata-agent:70000",
+    )?;
     kata.begin("agent", "both", "debian", "nvidia.com/gpu=all", PROGRAM)?;
     sees(&kata.ended("both")?, &[0, 1])?;
-    kata.host.until("the end of its VM", "! cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -aq '[s]andbox-agent'")?;
+    kata.host.until(
+        "the end of its VM",
+        "! cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -aq '[s]andbox-agent'",
+    )?;
     kata.sent("agent", "\"event\":\"disconnected\"")?;
     kata.delete("agent", &["both"])?;
     kata.pod("next", "")?;
@@ -305,35 +454,64 @@ fn cri(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     let pod = kata.run_pod_sandbox("train-0", "")?;
     let sandbox = before.elapsed().as_secs_f64();
     for (name, gpu) in [("first", 0), ("second", 1)] {
-        let id = kata.create_container(&pod, name, "debian", &[], &format!("nvidia.com/gpu={gpu}"))?;
+        let id =
+            kata.create_container(&pod, name, "debian", &[], &format!("nvidia.com/gpu={gpu}"))?;
         kata.start_container(&id)?;
         sees(&kata.cri_output(&pod, name, &id)?, &[gpu])?;
     }
     // Negative control: what nobody has is refused, by name.
     let other = kata.create_container(&pod, "other", "debian", &[], "nvidia.com/gpu=7")?;
-    let error = kata.start_container(&other).map_err(|error| format!("{error:#}").replace('\\', ""));
-    ensure!(error.as_ref().is_err_and(|e| e.contains("CDI device(s) [\"nvidia.com/gpu=7\"] do not exist")), "{error:?}");
+    let error = kata
+        .start_container(&other)
+        .map_err(|error| format!("{error:#}").replace('\\', ""));
+    ensure!(
+        error
+            .as_ref()
+            .is_err_and(|e| e.contains("CDI device(s) [\"nvidia.com/gpu=7\"] do not exist")),
+        "{error:?}"
+    );
 
     let list = kata.list()?;
-    ensure!(list.contains("tests/train-0") && list.contains("2/2"), "{list}");
+    ensure!(
+        list.contains("tests/train-0") && list.contains("2/2"),
+        "{list}"
+    );
     let (status, followed) = kata.follow("tests/train-0")?;
-    ensure!(status == 0 && followed.contains(": all 2 GPUs ready "), "{status}: {followed}");
+    ensure!(
+        status == 0 && followed.contains(": all 2 GPUs ready "),
+        "{status}: {followed}"
+    );
 
     // Whose time it was, by containerd's and the shim's lines beside the stream.
     kata.agents_log("/run/runtime.log")?;
-    std::fs::write(context.work_dir.join("runtime.log"), kata.host.run("cat /run/runtime.log")?)?;
+    std::fs::write(
+        context.work_dir.join("runtime.log"),
+        kata.host.run("cat /run/runtime.log")?,
+    )?;
     let window = "--from RunPodSandbox --to 'first container started' --at-most 1";
     let (status, explained) = kata.coverage("/run/runtime.log", "train-0", window)?;
     ensure!(status == 0, "{explained}");
     // Negative control: without containerd's own lines nobody knows what passes between two
     // containers.
     kata.host.run("grep -vE '(RunPodSandbox|CreateContainer|StartContainer) (for|within) ' /run/runtime.log > /run/without.log")?;
-    let (status, without) = kata.coverage("/run/without.log", "train-0", "--to 'last container' --at-most 1")?;
-    ensure!(status == 1 && without.contains("is unexplained, allowed are 1 %"), "{status}: {without}");
+    let (status, without) = kata.coverage(
+        "/run/without.log",
+        "train-0",
+        "--to 'last container' --at-most 1",
+    )?;
+    ensure!(
+        status == 1 && without.contains("is unexplained, allowed are 1 %"),
+        "{status}: {without}"
+    );
 
     kata.remove_pod_sandbox(&pod)?;
     kata.sent("train-0", "\"event\":\"disconnected\"")?;
-    let line = |text: &str| text.lines().find(|line| line.starts_with("unexplained: ")).unwrap_or_default().to_string();
+    let line = |text: &str| {
+        text.lines()
+            .find(|line| line.starts_with("unexplained: "))
+            .unwrap_or_default()
+            .to_string()
+    };
     Ok(Outcome::Measured(format!(
         "RunPodSandbox {sandbox:.1} s, to the first container {}; without containerd's lines {}",
         line(&explained),
@@ -346,7 +524,9 @@ const INSIDE: &str = "/var/containers/debian/usr/bin/inside";
 /// A guest that shows its CDI spec, and the program that looks around in a container.
 fn inside_setup(context: &TestContext) -> Result<Setup> {
     let mut setup = Setup::initrd("fakepci.gpus=2 hardware.show=/run/cdi/nvidia.yaml")?;
-    setup.files.push((INSIDE, context.guest_program("kata-agent")));
+    setup
+        .files
+        .push((INSIDE, context.guest_program("kata-agent")));
     Ok(setup)
 }
 
@@ -356,40 +536,73 @@ fn inside(kata: &mut KataHost) -> Result<Outcome> {
     kata.host.run(&format!("chmod +x {INSIDE}"))?;
     kata.pod("train-0", "")?;
     let spec = kata.shown("nvidia.yaml", |text| !text.contains("/pending/"))?;
-    kata.host.run(&format!("echo {} | base64 -d > /run/nvidia.yaml", STANDARD.encode(&spec)))?;
+    kata.host.run(&format!(
+        "echo {} | base64 -d > /run/nvidia.yaml",
+        STANDARD.encode(&spec)
+    ))?;
     let mut predicted = Vec::new();
     for devices in ["0", "1", "all"] {
-        let (status, json) = kata.cdi_check(&format!("/run/nvidia.yaml {devices} --kata 4 --json"))?;
+        let (status, json) =
+            kata.cdi_check(&format!("/run/nvidia.yaml {devices} --kata 4 --json"))?;
         let json: serde_json::Value = serde_json::from_str(&json).with_context(|| json.clone())?;
         let gets = json["containers"][0]["outcomes"][0]["gets"].clone();
         ensure!(status == 0 && gets.is_object(), "{status}: {json}");
         predicted.push((devices, gets));
     }
     // All that any of them may open, and what none may: /dev/mem.
-    let devices: BTreeSet<String> = predicted.iter().flat_map(|(_, gets)| inside::devices(gets)).chain(["1:1".into()]).collect();
-    let program = format!("/usr/bin/inside {}", devices.into_iter().collect::<Vec<_>>().join(" "));
+    let devices: BTreeSet<String> = predicted
+        .iter()
+        .flat_map(|(_, gets)| inside::devices(gets))
+        .chain(["1:1".into()])
+        .collect();
+    let program = format!(
+        "/usr/bin/inside {}",
+        devices.into_iter().collect::<Vec<_>>().join(" ")
+    );
     kata.begin("train-0", "plain", "debian", "", &program)?;
     let plain = inside::items(&kata.ended("plain")?)?;
     let mut added = Vec::new();
     for (devices, gets) in &predicted {
         let name = format!("with-{devices}");
-        kata.begin("train-0", &name, "debian", &format!("nvidia.com/gpu={devices}"), &program)?;
+        kata.begin(
+            "train-0",
+            &name,
+            "debian",
+            &format!("nvidia.com/gpu={devices}"),
+            &program,
+        )?;
         let seen = inside::items(&kata.ended(&name)?)?;
         let expected = inside::expected(&plain, gets);
         let wrong = inside::differences(&expected, &seen);
-        ensure!(wrong.is_empty(), "a container with {devices} does not see what is predicted:\n{}", wrong.join("\n"));
-        added.push(format!("{} items of {devices}", inside::differences(&plain, &seen).len()));
+        ensure!(
+            wrong.is_empty(),
+            "a container with {devices} does not see what is predicted:\n{}",
+            wrong.join("\n")
+        );
+        added.push(format!(
+            "{} items of {devices}",
+            inside::differences(&plain, &seen).len()
+        ));
         // Negative control: each part of another prediction is found out.
         for (pointer, other, item) in CHANGED {
             let mut gets = gets.clone();
             *gets.pointer_mut(pointer).context(*pointer)? = (*other).into();
             let wrong = inside::differences(&inside::expected(&plain, &gets), &seen);
-            ensure!(wrong.iter().any(|what| what.starts_with(item)), "a changed {pointer} is not found: {wrong:?}");
+            ensure!(
+                wrong.iter().any(|what| what.starts_with(item)),
+                "a changed {pointer} is not found: {wrong:?}"
+            );
         }
     }
-    let devices: Vec<String> =
-        plain.iter().filter_map(|(name, access)| Some(format!("{} {access}", name.strip_prefix("device c ")?))).collect();
-    Ok(Outcome::Measured(format!("as predicted {}; a container that has none may, of devices, {}", added.join(", "), devices.join(", "))))
+    let devices: Vec<String> = plain
+        .iter()
+        .filter_map(|(name, access)| Some(format!("{} {access}", name.strip_prefix("device c ")?)))
+        .collect();
+    Ok(Outcome::Measured(format!(
+        "as predicted {}; a container that has none may, of devices, {}",
+        added.join(", "),
+        devices.join(", ")
+    )))
 }
 
 /// Changes of a prediction, and the items that are wrong then.
@@ -397,9 +610,17 @@ const CHANGED: &[(&str, &str, &str)] = &[
     ("/deviceNodes/0/path", "/dev/other", "node /dev/other"),
     ("/deviceNodes/0/type", "b", "node /dev/nvidia"),
     ("/cgroupRules/0/access", "m", "device c "),
-    ("/mounts/0/destination", "/usr/bin/other", "mount /usr/bin/other"),
+    (
+        "/mounts/0/destination",
+        "/usr/bin/other",
+        "mount /usr/bin/other",
+    ),
     ("/mounts/0/options/0", "rw", "mount /usr/"),
-    ("/env/0", "NVIDIA_VISIBLE_DEVICES=all", "env NVIDIA_VISIBLE_DEVICES"),
+    (
+        "/env/0",
+        "NVIDIA_VISIBLE_DEVICES=all",
+        "env NVIDIA_VISIBLE_DEVICES",
+    ),
     ("/hooks/0/args", "", "library libcuda.so.1"),
     ("/hooks/0/args", "", "params ModifyDeviceFiles"),
 ];

@@ -22,10 +22,31 @@ const ARM64: &str = "arm64";
 
 fn main() -> ExitCode {
     let all_of_arm64 = std::env::args().skip(1).any(|word| word.starts_with(ARM64));
-    let x86_64 = TESTS.iter().copied().flatten().map(|test| trial(test, Arch::X86_64));
-    let needs_x86_64 = |test: &VmTest| NEED_X86_64.iter().copied().flatten().any(|other| other.name == test.name);
-    let is_asked = |test: &VmTest| if all_of_arm64 { !needs_x86_64(test) } else { ON_ARM64.contains(&test.name) };
-    let arm64 = TESTS.iter().copied().flatten().filter(|test| is_asked(test)).map(|test| trial(test, Arch::Aarch64));
+    let x86_64 = TESTS
+        .iter()
+        .copied()
+        .flatten()
+        .map(|test| trial(test, Arch::X86_64));
+    let needs_x86_64 = |test: &VmTest| {
+        NEED_X86_64
+            .iter()
+            .copied()
+            .flatten()
+            .any(|other| other.name == test.name)
+    };
+    let is_asked = |test: &VmTest| {
+        if all_of_arm64 {
+            !needs_x86_64(test)
+        } else {
+            ON_ARM64.contains(&test.name)
+        }
+    };
+    let arm64 = TESTS
+        .iter()
+        .copied()
+        .flatten()
+        .filter(|test| is_asked(test))
+        .map(|test| trial(test, Arch::Aarch64));
     trials::run(AT_ONCE, x86_64.chain(arm64).collect())
 }
 
@@ -38,7 +59,8 @@ fn trial(test: &'static VmTest, arch: Arch) -> Trial {
         if let Some(ignored) = trials::ignored_unless_built() {
             return Ok(ignored);
         }
-        let target = trials::project().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or("target".into()));
+        let target =
+            trials::project().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or("target".into()));
         let context = TestContext::new(target, arch, &short(test.name));
         if let Some(reason) = missing(&context)? {
             return Ok(Completion::ignored_with(reason));
@@ -48,7 +70,9 @@ fn trial(test: &'static VmTest, arch: Arch) -> Trial {
         let seconds = start.elapsed().as_secs_f64();
         match result {
             Ok(Outcome::Passed) => trials::print_line(&format!("{}: {seconds:.1} s", test.name)),
-            Ok(Outcome::Measured(what)) => trials::print_line(&format!("{}: {seconds:.1} s: {what}", test.name)),
+            Ok(Outcome::Measured(what)) => {
+                trials::print_line(&format!("{}: {seconds:.1} s: {what}", test.name))
+            }
             Ok(Outcome::Skipped(reason)) => return Ok(Completion::ignored_with(reason)),
             Err(error) => return Err(report(&error, seconds, &context.work_dir)),
         }
@@ -62,14 +86,24 @@ fn missing(context: &TestContext) -> Result<Option<String>, Failed> {
     if context.arch == Arch::X86_64 || context.target.join("initrd.cpio").exists() {
         return Ok(None);
     }
-    let reason = format!("no guest of {}: ARCH=arm64 initrd/setup reports what is missing", context.arch);
-    if std::env::var_os("REQUIRE_ARM64").is_some() { Err(reason.into()) } else { Ok(Some(reason)) }
+    let reason = format!(
+        "no guest of {}: ARCH=arm64 initrd/setup reports what is missing",
+        context.arch
+    );
+    if std::env::var_os("REQUIRE_ARM64").is_some() {
+        Err(reason.into())
+    } else {
+        Ok(Some(reason))
+    }
 }
 
 /// Outcome of a test. A machine that stopped under the test is no finding about what is tested: the
 /// test runs once more, on a new machine.
 fn outcome(test: &VmTest, context: &TestContext) -> anyhow::Result<Outcome> {
-    let run = || std::panic::catch_unwind(|| (test.run)(context)).unwrap_or_else(|_| Err(anyhow::anyhow!("the test panicked")));
+    let run = || {
+        std::panic::catch_unwind(|| (test.run)(context))
+            .unwrap_or_else(|_| Err(anyhow::anyhow!("the test panicked")))
+    };
     match run() {
         Err(error) if error.chain().any(|cause| cause.is::<Silent>()) => {
             trials::print_line(&format!("{}: once more: {error:#}", test.name));
@@ -82,13 +116,18 @@ fn outcome(test: &VmTest, context: &TestContext) -> anyhow::Result<Outcome> {
 /// Folder name of a test: short, for the sockets below it (108 bytes of path in all); unique by the
 /// hash at its end.
 fn short(name: &str) -> String {
-    let hash = name.bytes().fold(5381_u32, |h, b| h.wrapping_mul(33) ^ u32::from(b));
+    let hash = name
+        .bytes()
+        .fold(5381_u32, |h, b| h.wrapping_mul(33) ^ u32::from(b));
     format!("{}-{hash:08x}", name.chars().take(20).collect::<String>())
 }
 
 /// Report of a failed test: its error, where its logs are, and the end of each guest's console.
 fn report(error: &anyhow::Error, seconds: f64, work_dir: &Path) -> Failed {
-    let mut text = format!("{error:#}\n  after {seconds:.1} s; logs: {}", work_dir.display());
+    let mut text = format!(
+        "{error:#}\n  after {seconds:.1} s; logs: {}",
+        work_dir.display()
+    );
     let guests = std::fs::read_dir(work_dir).into_iter().flatten().flatten();
     guests.for_each(|guest| console_tail(&mut text, guest.path().join("console.log")));
     text.into()
@@ -99,12 +138,24 @@ const TAIL: usize = 25;
 const WIDTH: usize = 220;
 
 fn console_tail(report: &mut String, console: PathBuf) {
-    let text = std::fs::read(&console).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default();
+    let text = std::fs::read(&console)
+        .map(|b| String::from_utf8_lossy(&b).into_owned())
+        .unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     let last = &lines[lines.len().saturating_sub(TAIL)..];
-    let _infallible = write!(report, "\n  --- {} (last {} of {} lines)", console.display(), last.len(), lines.len());
+    let _infallible = write!(
+        report,
+        "\n  --- {} (last {} of {} lines)",
+        console.display(),
+        last.len(),
+        lines.len()
+    );
     for line in last {
-        let clean: String = line.chars().filter(|c| !c.is_control()).take(WIDTH).collect();
+        let clean: String = line
+            .chars()
+            .filter(|c| !c.is_control())
+            .take(WIDTH)
+            .collect();
         let _infallible = write!(report, "\n  | {clean}");
     }
 }

@@ -8,9 +8,18 @@ use kata_gpu_wire::record::{Kind, Record};
 use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "compressed_modules_load_with_options_of_modprobe_d", run: compressed },
-    VmTest { name: "a_module_that_fails_to_load_is_reported_with_errno_and_cure", run: refused },
-    VmTest { name: "a_missing_dependency_is_reported_with_its_module", run: missing_dependency },
+    VmTest {
+        name: "compressed_modules_load_with_options_of_modprobe_d",
+        run: compressed,
+    },
+    VmTest {
+        name: "a_module_that_fails_to_load_is_reported_with_errno_and_cure",
+        run: refused,
+    },
+    VmTest {
+        name: "a_missing_dependency_is_reported_with_its_module",
+        run: missing_dependency,
+    },
 ];
 
 /// The soft dependency of the first test: without it no record reaches the host.
@@ -18,44 +27,79 @@ const TRANSPORT: &str = "vmw_vsock_virtio_transport";
 
 /// The folder of the test kernel's modules in the initrd.
 fn folder(context: &TestContext) -> Result<String> {
-    Ok(format!("lib/modules/{}", std::fs::read_to_string(context.target.join("kernel/version"))?.trim()))
+    Ok(format!(
+        "lib/modules/{}",
+        std::fs::read_to_string(context.target.join("kernel/version"))?.trim()
+    ))
 }
 
 /// Path of a module in the initrd, for [`Guest::without`].
 fn path(context: &TestContext, module: &str) -> Result<&'static str> {
-    Ok(Box::leak(format!("{}/{module}.ko", folder(context)?).into_boxed_str()))
+    Ok(Box::leak(
+        format!("{}/{module}.ko", folder(context)?).into_boxed_str(),
+    ))
 }
 
 fn bytes(context: &TestContext, module: &str) -> Result<Vec<u8>> {
-    let folder = if module.starts_with("nvidia") { "simulator" } else { "kernel/modules" };
+    let folder = if module.starts_with("nvidia") {
+        "simulator"
+    } else {
+        "kernel/modules"
+    };
     let file = context.target.join(folder).join(format!("{module}.ko"));
     std::fs::read(&file).with_context(|| format!("read {}", file.display()))
 }
 
 /// Output of a command that gets a module's file.
 fn packed(context: &TestContext, module: &str, command: &[&str]) -> Result<Vec<u8>> {
-    let folder = if module.starts_with("nvidia") { "simulator" } else { "kernel/modules" };
+    let folder = if module.starts_with("nvidia") {
+        "simulator"
+    } else {
+        "kernel/modules"
+    };
     let file = context.target.join(folder).join(format!("{module}.ko"));
-    let output = Command::new(command[0]).args(&command[1..]).arg("-c").arg(&file).output().with_context(|| command[0].to_string())?;
-    ensure!(output.status.success(), "{command:?} {}: {}", file.display(), String::from_utf8_lossy(&output.stderr));
+    let output = Command::new(command[0])
+        .args(&command[1..])
+        .arg("-c")
+        .arg(&file)
+        .output()
+        .with_context(|| command[0].to_string())?;
+    ensure!(
+        output.status.success(),
+        "{command:?} {}: {}",
+        file.display(),
+        String::from_utf8_lossy(&output.stderr)
+    );
     Ok(output.stdout)
 }
 
 /// The end of a module's load.
 fn loaded(booted: &Booted, module: &str) -> Result<(Record, Record)> {
     let begin = booted.record(&format!("load of {module}"), |r| {
-        r.name == names::MODULE_LOAD && r.kind == Kind::Begin && r.fields.get("module") == Some(&module.into())
+        r.name == names::MODULE_LOAD
+            && r.kind == Kind::Begin
+            && r.fields.get("module") == Some(&module.into())
     })?;
-    let end = booted.record(&format!("end of the load of {module}"), |r| r.kind == Kind::End && r.span == begin.span)?;
+    let end = booted.record(&format!("end of the load of {module}"), |r| {
+        r.kind == Kind::End && r.span == begin.span
+    })?;
     Ok((begin, end))
 }
 
 fn compressed(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     // Everything but the transport comes from the kernel's side, as with a Kata kernel.
-    let hardware = ["virtio_ring", "virtio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci", "vsock", "fakepci"]
-        .map(|m| format!("/{folder}/{m}.ko\n"))
-        .concat();
+    let hardware = [
+        "virtio_ring",
+        "virtio",
+        "virtio_pci_modern_dev",
+        "virtio_pci_legacy_dev",
+        "virtio_pci",
+        "vsock",
+        "fakepci",
+    ]
+    .map(|m| format!("/{folder}/{m}.ko\n"))
+    .concat();
     let index = "nvidia.ko.xz:\nnvidia-uvm.ko.zst: nvidia.ko.xz\nbroken.ko:\nvirtio_ring.ko:\nvirtio.ko: virtio_ring.ko\nvsock.ko:\n\
         vmw_vsock_virtio_transport_common.ko: vsock.ko\n\
         vmw_vsock_virtio_transport.ko.gz: vmw_vsock_virtio_transport_common.ko vsock.ko virtio.ko virtio_ring.ko\n";
@@ -67,66 +111,120 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
         .without(path(context, "nvidia")?)
         .without(path(context, "nvidia-uvm")?)
         .without(path(context, TRANSPORT)?)
-        .file(&format!("{folder}/nvidia.ko.xz"), &packed(context, "nvidia", &["xz", "--check=crc32", "--x86", "--lzma2=dict=1MiB"])?)
-        .file(&format!("{folder}/nvidia-uvm.ko.zst"), &packed(context, "nvidia-uvm", &["zstd", "-q", "-19"])?)
-        .file(&format!("{folder}/{TRANSPORT}.ko.gz"), &packed(context, TRANSPORT, &["gzip", "-n"])?)
+        .file(
+            &format!("{folder}/nvidia.ko.xz"),
+            &packed(
+                context,
+                "nvidia",
+                &["xz", "--check=crc32", "--x86", "--lzma2=dict=1MiB"],
+            )?,
+        )
+        .file(
+            &format!("{folder}/nvidia-uvm.ko.zst"),
+            &packed(context, "nvidia-uvm", &["zstd", "-q", "-19"])?,
+        )
+        .file(
+            &format!("{folder}/{TRANSPORT}.ko.gz"),
+            &packed(context, TRANSPORT, &["gzip", "-n"])?,
+        )
         .file(&format!("{folder}/broken.ko"), b"no module")
         .file(&format!("{folder}/modules.dep"), index.as_bytes())
         .file("etc/modprobe.d/nvidia.conf", conf.as_bytes())
         // Hidden by the file of the same name in /etc.
-        .file("lib/modprobe.d/nvidia.conf", b"options nvidia minors=7,6,5,4,3,2,1,0\n")
+        .file(
+            "lib/modprobe.d/nvidia.conf",
+            b"options nvidia minors=7,6,5,4,3,2,1,0\n",
+        )
         .file("etc/hardware.modules", hardware.as_bytes())
         .append("nvidia.NVreg_DeviceFileMode=0660 testagent.containers=zero:0;all:all")
         .boot(context, "compressed")?;
 
     // Minors by modprobe.d, the mode by the command line, which comes after it.
     let zero = booted.created("zero")?;
-    ensure!(zero.get("nodes").contains("/dev/nvidia5 195:5 660"), "nodes: {}", zero.get("nodes"));
+    ensure!(
+        zero.get("nodes").contains("/dev/nvidia5 195:5 660"),
+        "nodes: {}",
+        zero.get("nodes")
+    );
     let all = booted.created("all")?;
-    ensure!(all.get("nodes").contains("/dev/nvidia-uvm "), "nodes: {}", all.get("nodes"));
+    ensure!(
+        all.get("nodes").contains("/dev/nvidia-uvm "),
+        "nodes: {}",
+        all.get("nodes")
+    );
     ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
 
     let (_, transport) = loaded(&booted, TRANSPORT)?;
     let (nvidia_begin, nvidia) = loaded(&booted, "nvidia")?;
     let (_, uvm) = loaded(&booted, "nvidia_uvm")?;
     for (record, format) in [(&transport, "gzip"), (&nvidia, "xz"), (&uvm, "zstd")] {
-        ensure!(record.error.is_none() && record.fields.get("unpacked") == Some(&format.into()), "{record:?}");
+        ensure!(
+            record.error.is_none() && record.fields.get("unpacked") == Some(&format.into()),
+            "{record:?}"
+        );
     }
-    ensure!(transport.seq < nvidia_begin.seq, "the soft dependency is loaded after what needs it");
+    ensure!(
+        transport.seq < nvidia_begin.seq,
+        "the soft dependency is loaded after what needs it"
+    );
     // The pre-init has loaded these; they are found, and not loaded again.
-    ensure!(loaded(&booted, "vsock")?.1.fields.get("already") == Some(&true.into()), "vsock: {:?}", loaded(&booted, "vsock")?);
+    ensure!(
+        loaded(&booted, "vsock")?.1.fields.get("already") == Some(&true.into()),
+        "vsock: {:?}",
+        loaded(&booted, "vsock")?
+    );
 
     // Lines that are not followed are reported.
-    let reported: Vec<Record> = booted.receiver.records().into_iter().filter(|r| r.name == names::MODULE_CONFIG).collect();
+    let reported: Vec<Record> = booted
+        .receiver
+        .records()
+        .into_iter()
+        .filter(|r| r.name == names::MODULE_CONFIG)
+        .collect();
     let errors: Vec<&str> = reported.iter().filter_map(|r| r.error.as_deref()).collect();
     for wanted in [
         "/etc/modprobe.d/nvidia.conf:4: \"frobnicate\" is not a line that modprobe.d knows",
         "/etc/modprobe.d/nvidia.conf:3: install command for nvidia is not run",
         "broken.ko: ENOEXEC: Exec format error (no module: the file is damaged, or something else); it is a soft dependency: going on without it",
     ] {
-        ensure!(errors.iter().any(|e| e.contains(wanted)), "nothing says {wanted:?}: {errors:#?}");
+        ensure!(
+            errors.iter().any(|e| e.contains(wanted)),
+            "nothing says {wanted:?}: {errors:#?}"
+        );
     }
-    ensure!(
-        reported.iter().any(|r| r.fields.get("note").and_then(|n| n.as_str()).is_some_and(|n| n.starts_with("nosuch, a soft dependency")))
-    );
+    ensure!(reported.iter().any(|r| {
+        r.fields
+            .get("note")
+            .and_then(|n| n.as_str())
+            .is_some_and(|n| n.starts_with("nosuch, a soft dependency"))
+    }));
     Ok(Outcome::Passed)
 }
 
 /// All GPUs have failed with an error that has these words, in order.
 fn all_failed(mut booted: Booted, words: &[&str]) -> Result<()> {
-    ensure!(booted.settled()? == (0, 8), "{words:?}: {:?}", booted.settled()?);
+    ensure!(
+        booted.settled()? == (0, 8),
+        "{words:?}: {:?}",
+        booted.settled()?
+    );
     let failed = booted.event(names::GPU_FAILED)?;
     let error = failed.error.clone().unwrap_or_default();
     let mut rest = error.as_str();
     for word in words {
-        let at = rest.find(word).with_context(|| format!("{word:?} is not in, or not at its place in: {error}"))?;
+        let at = rest
+            .find(word)
+            .with_context(|| format!("{word:?} is not in, or not at its place in: {error}"))?;
         rest = &rest[at + word.len()..];
     }
     booted.still_runs()
 }
 
 fn position(bytes: &[u8], text: &[u8]) -> Result<usize> {
-    bytes.windows(text.len()).position(|w| w == text).with_context(|| format!("nvidia.ko has no {:?}", String::from_utf8_lossy(text)))
+    bytes
+        .windows(text.len())
+        .position(|w| w == text)
+        .with_context(|| format!("nvidia.ko has no {:?}", String::from_utf8_lossy(text)))
 }
 
 fn refused(context: &TestContext) -> Result<Outcome> {
@@ -140,34 +238,74 @@ fn refused(context: &TestContext) -> Result<Outcome> {
         .file(&format!("{plain}.xz"), &xz[..xz.len() / 2])
         .file(&format!("{folder}/modules.dep"), b"nvidia.ko.xz:\n")
         .boot(context, "cut-xz")?;
-    all_failed(booted, &["load module nvidia: decompress /", &format!("{plain}.xz: xz: "), "build the image again"])?;
+    all_failed(
+        booted,
+        &[
+            "load module nvidia: decompress /",
+            &format!("{plain}.xz: xz: "),
+            "build the image again",
+        ],
+    )?;
 
-    let booted = Guest::new().file(&plain, &good[..good.len() / 2]).boot(context, "cut")?;
-    all_failed(booted, &["load module nvidia: /", &plain, ": ENOEXEC: Exec format error (", "the file is damaged"])?;
+    let booted = Guest::new()
+        .file(&plain, &good[..good.len() / 2])
+        .boot(context, "cut")?;
+    all_failed(
+        booted,
+        &[
+            "load module nvidia: /",
+            &plain,
+            ": ENOEXEC: Exec format error (",
+            "the file is damaged",
+        ],
+    )?;
 
     // The same module for a kernel of another name, and with another layout: by its checksum this
     // kernel knows, and does not look at the name.
     let mut other = good;
     let find = |text: &[u8]| position(&other, text);
-    let (name, checksum) = (find(b"vermagic=")? + b"vermagic=".len(), find(b"module_layout\0")? - 8);
+    let (name, checksum) = (
+        find(b"vermagic=")? + b"vermagic=".len(),
+        find(b"module_layout\0")? - 8,
+    );
     other[name] = b'9';
     other[checksum] ^= 1;
-    let booted = Guest::new().file(&plain, &other).boot(context, "other-kernel")?;
+    let booted = Guest::new()
+        .file(&plain, &other)
+        .boot(context, "other-kernel")?;
     let kernel = folder.trim_start_matches("lib/modules/");
-    let words = ["ENOEXEC: Exec format error (built for another kernel: its vermagic is \"9.", &format!("uname -r is \"{kernel}\"")];
+    let words = [
+        "ENOEXEC: Exec format error (built for another kernel: its vermagic is \"9.",
+        &format!("uname -r is \"{kernel}\""),
+    ];
     all_failed(booted, &words)?;
 
-    let booted = Guest::new().file("etc/modprobe.d/x.conf", b"options nvidia probe_ms=soon\n").boot(context, "bad-option")?;
-    all_failed(booted, &["load module nvidia: /", &plain, ": EINVAL: Invalid argument (a parameter has a bad value"])?;
+    let booted = Guest::new()
+        .file("etc/modprobe.d/x.conf", b"options nvidia probe_ms=soon\n")
+        .boot(context, "bad-option")?;
+    all_failed(
+        booted,
+        &[
+            "load module nvidia: /",
+            &plain,
+            ": EINVAL: Invalid argument (a parameter has a bad value",
+        ],
+    )?;
     Ok(Outcome::Passed)
 }
 
 fn missing_dependency(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     let index = "nvidia.ko: ecc.ko\nnvidia-uvm.ko: nvidia.ko ecc.ko\necc.ko:\n";
-    let booted = Guest::new().file(&format!("{folder}/modules.dep"), index.as_bytes()).boot(context, "missing")?;
-    let words =
-        ["load module nvidia: it needs ecc: open /", &format!("{folder}/ecc.ko"), ": ENOENT: No such file or directory; ", "run depmod"];
+    let booted = Guest::new()
+        .file(&format!("{folder}/modules.dep"), index.as_bytes())
+        .boot(context, "missing")?;
+    let words = [
+        "load module nvidia: it needs ecc: open /",
+        &format!("{folder}/ecc.ko"),
+        ": ENOENT: No such file or directory; ",
+        "run depmod",
+    ];
     all_failed(booted, &words)?;
     Ok(Outcome::Passed)
 }

@@ -7,19 +7,39 @@ use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "nvml_reports_each_gpu_and_sets_what_parameters_ask_for", run: reports_and_sets },
-    VmTest { name: "nvml_that_differs_from_pci_is_an_error_of_that_gpu", run: differs },
-    VmTest { name: "nvml_that_crashes_fails_one_step_and_no_container", run: crashes },
-    VmTest { name: "nvml_that_cannot_count_gpus_is_a_step_with_its_error", run: counts_not },
-    VmTest { name: "nvml_makes_uuids_of_mig_instances_names_of_the_same_nodes", run: instances },
-    VmTest { name: "nvml_without_its_helper_reports_settings_as_not_done", run: without_helper },
+    VmTest {
+        name: "nvml_reports_each_gpu_and_sets_what_parameters_ask_for",
+        run: reports_and_sets,
+    },
+    VmTest {
+        name: "nvml_that_differs_from_pci_is_an_error_of_that_gpu",
+        run: differs,
+    },
+    VmTest {
+        name: "nvml_that_crashes_fails_one_step_and_no_container",
+        run: crashes,
+    },
+    VmTest {
+        name: "nvml_that_cannot_count_gpus_is_a_step_with_its_error",
+        run: counts_not,
+    },
+    VmTest {
+        name: "nvml_makes_uuids_of_mig_instances_names_of_the_same_nodes",
+        run: instances,
+    },
+    VmTest {
+        name: "nvml_without_its_helper_reports_settings_as_not_done",
+        run: without_helper,
+    },
 ];
 
 const GPUS: usize = 4;
 
 /// A guest with NVML, its four GPUs and a container that wants them all.
 fn guest(words: &str) -> Guest {
-    Guest::new().nvml().append(&format!("fakepci.gpus={GPUS} testagent.containers=all:all {words}"))
+    Guest::new().nvml().append(&format!(
+        "fakepci.gpus={GPUS} testagent.containers=all:all {words}"
+    ))
 }
 
 fn health(booted: &Booted, count: usize) -> Result<Vec<Record>> {
@@ -29,7 +49,9 @@ fn health(booted: &Booted, count: usize) -> Result<Vec<Record>> {
 /// The end of NVML's step.
 fn asked(booted: &Booted) -> Result<Record> {
     let begin = booted.record("nvml", |r| r.kind == Kind::Begin && r.name == names::NVML)?;
-    booted.record("the end of nvml", |r| r.kind == Kind::End && r.span == begin.span)
+    booted.record("the end of nvml", |r| {
+        r.kind == Kind::End && r.span == begin.span
+    })
 }
 
 fn reports_and_sets(context: &TestContext) -> Result<Outcome> {
@@ -37,19 +59,36 @@ fn reports_and_sets(context: &TestContext) -> Result<Outcome> {
     let booted = guest(words).boot(context, "good")?;
     let end = asked(&booted)?;
     ensure!(end.error.is_none(), "nvml: {:?}", end.error);
-    ensure!(end.fields["devices"] == GPUS && end.fields["driver"] == "550.163.01", "nvml: {:?}", end.fields);
+    ensure!(
+        end.fields["devices"] == GPUS && end.fields["driver"] == "550.163.01",
+        "nvml: {:?}",
+        end.fields
+    );
     let records = booted.receiver.records();
     let settled = named(&records, Kind::Event, names::SETTLED);
     let began = named(&records, Kind::Begin, names::NVML);
-    ensure!(settled[0].seq < began[0].seq, "NVML was asked before all GPUs were settled");
+    ensure!(
+        settled[0].seq < began[0].seq,
+        "NVML was asked before all GPUs were settled"
+    );
     let settings = booted.events(names::GPU_SETTING, 3 * GPUS)?;
     let refused: Vec<_> = settings.iter().filter_map(|r| r.error.as_deref()).collect();
-    ensure!(refused.len() == GPUS && refused.iter().all(|e| e.starts_with("memory clock, MHz, 99 to 99:")), "refused: {refused:?}");
+    ensure!(
+        refused.len() == GPUS
+            && refused
+                .iter()
+                .all(|e| e.starts_with("memory clock, MHz, 99 to 99:")),
+        "refused: {refused:?}"
+    );
     let health = health(&booted, GPUS)?;
     for (place, record) in health.iter().enumerate() {
         ensure!(record.error.is_none(), "GPU {place}: {:?}", record.error);
         let is = |name: &str, value: serde_json::Value| -> Result<()> {
-            ensure!(record.fields.get(name) == Some(&value), "GPU {place}: {name}={:?}, not {value}", record.fields.get(name));
+            ensure!(
+                record.fields.get(name) == Some(&value),
+                "GPU {place}: {name}={:?}, not {value}",
+                record.fields.get(name)
+            );
             Ok(())
         };
         // Asked after the settings.
@@ -66,28 +105,74 @@ fn reports_and_sets(context: &TestContext) -> Result<Outcome> {
         is("persistence", false.into())?;
         is("ecc", true.into())?;
         is("throttle", "gpu_idle".into())?;
-        let uuid = record.fields.get("uuid").and_then(|u| u.as_str()).context("no uuid")?;
+        let uuid = record
+            .fields
+            .get("uuid")
+            .and_then(|u| u.as_str())
+            .context("no uuid")?;
         ensure!(uuid.starts_with("GPU-"), "uuid {uuid}");
     }
-    let confidential = booted.record("the confidential state", |r| r.name == names::CONFIDENTIAL && r.error.is_none())?;
-    ensure!(confidential.fields["enabled"] == true && confidential.fields["ready"] == false, "{:?}", confidential.fields);
+    let confidential = booted.record("the confidential state", |r| {
+        r.name == names::CONFIDENTIAL && r.error.is_none()
+    })?;
+    ensure!(
+        confidential.fields["enabled"] == true && confidential.fields["ready"] == false,
+        "{:?}",
+        confidential.fields
+    );
     booted.created("all")?;
     let took = end.boottime_ns - began[0].boottime_ns;
-    Ok(Outcome::Measured(format!("{} ms for {GPUS} GPUs", took / 1_000_000)))
+    Ok(Outcome::Measured(format!(
+        "{} ms for {GPUS} GPUs",
+        took / 1_000_000
+    )))
 }
 
 fn differs(context: &TestContext) -> Result<Outcome> {
     for (name, words, count, expected) in [
-        ("fewer", "nvml.fault=fewer", GPUS, "is usable, and NVML does not list it"),
-        ("minor", "nvml.fault=other-minor", 2 * GPUS, "in /proc and 4 by NVML"),
-        ("fabric", "nvml.fabric=3:999:0", 2 * GPUS, "NVLink is not usable between GPUs: the fabric is complete with NVML's error 999"),
-        ("mask", "nvml.fabric=3:0:1", 2 * GPUS, "NVLink is slower for now: bandwidth is degraded"),
-        ("partition", "nvml.fabric=3:0:1024", 2 * GPUS, "NVLink is not usable between GPUs: the GPU is in no partition"),
+        (
+            "fewer",
+            "nvml.fault=fewer",
+            GPUS,
+            "is usable, and NVML does not list it",
+        ),
+        (
+            "minor",
+            "nvml.fault=other-minor",
+            2 * GPUS,
+            "in /proc and 4 by NVML",
+        ),
+        (
+            "fabric",
+            "nvml.fabric=3:999:0",
+            2 * GPUS,
+            "NVLink is not usable between GPUs: the fabric is complete with NVML's error 999",
+        ),
+        (
+            "mask",
+            "nvml.fabric=3:0:1",
+            2 * GPUS,
+            "NVLink is slower for now: bandwidth is degraded",
+        ),
+        (
+            "partition",
+            "nvml.fabric=3:0:1024",
+            2 * GPUS,
+            "NVLink is not usable between GPUs: the GPU is in no partition",
+        ),
     ] {
         let booted = guest(words).boot(context, name)?;
         let records = health(&booted, count)?;
-        ensure!(records.iter().any(|r| r.error.as_deref().is_some_and(|e| e.contains(expected))), "{name}: {records:?}");
-        ensure!(records.iter().all(|r| r.error.is_none() || r.gpu.is_some()), "{name}: an error names no GPU: {records:?}");
+        ensure!(
+            records
+                .iter()
+                .any(|r| r.error.as_deref().is_some_and(|e| e.contains(expected))),
+            "{name}: {records:?}"
+        );
+        ensure!(
+            records.iter().all(|r| r.error.is_none() || r.gpu.is_some()),
+            "{name}: an error names no GPU: {records:?}"
+        );
         // An error of NVML's takes no GPU from a container.
         booted.created("all")?;
     }
@@ -97,10 +182,23 @@ fn differs(context: &TestContext) -> Result<Outcome> {
 fn crashes(context: &TestContext) -> Result<Outcome> {
     let mut booted = guest("nvml.fault=crash").boot(context, "crash")?;
     let end = asked(&booted)?;
-    ensure!(end.error.as_deref().is_some_and(|e| e.contains("kata-gpu-nvml has ended: signal: 6")), "nvml: {:?}", end.error);
+    ensure!(
+        end.error
+            .as_deref()
+            .is_some_and(|e| e.contains("kata-gpu-nvml has ended: signal: 6")),
+        "nvml: {:?}",
+        end.error
+    );
     booted.created("all")?;
-    ensure!(booted.settled()? == (GPUS as u64, 0), "settled: {:?}", booted.settled()?);
-    ensure!(named(&booted.receiver.records(), Kind::Event, names::PROCESS_DIED).is_empty(), "a process of the init died");
+    ensure!(
+        booted.settled()? == (GPUS as u64, 0),
+        "settled: {:?}",
+        booted.settled()?
+    );
+    ensure!(
+        named(&booted.receiver.records(), Kind::Event, names::PROCESS_DIED).is_empty(),
+        "a process of the init died"
+    );
     booted.still_runs()?;
     Ok(Outcome::Passed)
 }
@@ -110,8 +208,16 @@ fn counts_not(context: &TestContext) -> Result<Outcome> {
     let error = asked(&booted)?.error.context("no error")?;
     ensure!(error.starts_with("NVML: count GPUs: "), "{error}");
     booted.created("all")?;
-    let health = booted.receiver.records().iter().filter(|r| r.name == names::GPU_HEALTH).count();
-    ensure!(health == 0, "{health} reports of GPUs that NVML did not count");
+    let health = booted
+        .receiver
+        .records()
+        .iter()
+        .filter(|r| r.name == names::GPU_HEALTH)
+        .count();
+    ensure!(
+        health == 0,
+        "{health} reports of GPUs that NVML did not count"
+    );
     Ok(Outcome::Passed)
 }
 
@@ -119,30 +225,74 @@ fn instances(context: &TestContext) -> Result<Outcome> {
     // The library lists GPU instance 2 first, /proc lists it last.
     let uuid = |gi: u32, ci: u32| format!("MIG-00000001-{gi:04x}-{ci:04x}-0000-000000000000");
     // Agents up to 3.31 wait for a name that is not there yet.
-    let asked = format!("testagent.version=3.31.0 testagent.containers=uuid:{};index:1:3;other:{}", uuid(2, 1), uuid(1, 0));
-    let script = format!("nvml!end>spec-has:{}+kill;process.died>sleep:0;cdi.publish!end>spec", uuid(2, 1));
-    let words = format!("nvidia.mig=1:2:2 gpuinit.cdi.names=index,uuid {asked} testagent.guest=script testagent.script={script}");
-    let booted = Guest::new().nvml().append(&format!("fakepci.gpus=2 {words}")).boot(context, "mig")?;
-    let nodes = |container: &str| Ok::<_, anyhow::Error>(booted.created(container)?.get("nodes").to_string());
+    let asked = format!(
+        "testagent.version=3.31.0 testagent.containers=uuid:{};index:1:3;other:{}",
+        uuid(2, 1),
+        uuid(1, 0)
+    );
+    let script = format!(
+        "nvml!end>spec-has:{}+kill;process.died>sleep:0;cdi.publish!end>spec",
+        uuid(2, 1)
+    );
+    let words = format!(
+        "nvidia.mig=1:2:2 gpuinit.cdi.names=index,uuid {asked} testagent.guest=script testagent.script={script}"
+    );
+    let booted = Guest::new()
+        .nvml()
+        .append(&format!("fakepci.gpus=2 {words}"))
+        .boot(context, "mig")?;
+    let nodes = |container: &str| {
+        Ok::<_, anyhow::Error>(booted.created(container)?.get("nodes").to_string())
+    };
     let (by_uuid, by_index, other) = (nodes("uuid")?, nodes("index")?, nodes("other")?);
-    ensure!(by_uuid == by_index && by_uuid.contains("/dev/nvidia-caps/"), "by UUID {by_uuid}, by index {by_index}");
+    ensure!(
+        by_uuid == by_index && by_uuid.contains("/dev/nvidia-caps/"),
+        "by UUID {by_uuid}, by index {by_index}"
+    );
     ensure!(other != by_uuid, "two instances are one: {other}");
-    let health = booted.record("gpu.health of GPU 1", |r| r.name == names::GPU_HEALTH && r.fields.contains_key("mig"))?;
+    let health = booted.record("gpu.health of GPU 1", |r| {
+        r.name == names::GPU_HEALTH && r.fields.contains_key("mig")
+    })?;
     let listed = health.fields["mig"].as_str().context("mig")?;
-    ensure!(listed.starts_with(&format!("2/1={}, ", uuid(2, 1))) && listed.matches("MIG-").count() == 4, "{listed}");
+    ensure!(
+        listed.starts_with(&format!("2/1={}, ", uuid(2, 1))) && listed.matches("MIG-").count() == 4,
+        "{listed}"
+    );
     // A worker that takes over publishes the names before NVML is asked again.
     let line = booted.agent("spec", |line| line.get("file") == "nvidia.yaml")?;
-    ensure!([uuid(1, 0), uuid(1, 1), uuid(2, 0), uuid(2, 1)].iter().all(|name| line.get("text").contains(name)), "{}", line.get("text"));
-    ensure!(!named(&booted.receiver.records(), Kind::Event, names::PROCESS_DIED).is_empty(), "the worker was not killed");
+    ensure!(
+        [uuid(1, 0), uuid(1, 1), uuid(2, 0), uuid(2, 1)]
+            .iter()
+            .all(|name| line.get("text").contains(name)),
+        "{}",
+        line.get("text")
+    );
+    ensure!(
+        !named(&booted.receiver.records(), Kind::Event, names::PROCESS_DIED).is_empty(),
+        "the worker was not killed"
+    );
     Ok(Outcome::Passed)
 }
 
 fn without_helper(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new().append("gpuinit.gpu.power=500 testagent.containers=all:all").boot(context, "settings")?;
+    let booted = Guest::new()
+        .append("gpuinit.gpu.power=500 testagent.containers=all:all")
+        .boot(context, "settings")?;
     let event = booted.event(names::NVML)?;
-    ensure!(event.error.as_deref().is_some_and(|e| e.contains("kata-gpu-nvml is not in /usr/bin")), "nvml: {:?}", event.error);
+    ensure!(
+        event
+            .error
+            .as_deref()
+            .is_some_and(|e| e.contains("kata-gpu-nvml is not in /usr/bin")),
+        "nvml: {:?}",
+        event.error
+    );
     booted.created("all")?;
     let records = booted.receiver.records();
-    ensure!(named(&records, Kind::Begin, names::NVML).is_empty() && named(&records, Kind::Event, names::GPU_HEALTH).is_empty(), "asked");
+    ensure!(
+        named(&records, Kind::Begin, names::NVML).is_empty()
+            && named(&records, Kind::Event, names::GPU_HEALTH).is_empty(),
+        "asked"
+    );
     Ok(Outcome::Passed)
 }

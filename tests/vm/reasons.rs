@@ -7,14 +7,25 @@ use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "sixteen_gpus_with_as_many_faults_have_as_many_reasons", run: many },
-    VmTest { name: "faults_of_the_whole_driver_have_their_reasons", run: of_the_driver },
-    VmTest { name: "a_usable_gpu_that_falls_off_the_bus_leaves_the_spec", run: later },
+    VmTest {
+        name: "sixteen_gpus_with_as_many_faults_have_as_many_reasons",
+        run: many,
+    },
+    VmTest {
+        name: "faults_of_the_whole_driver_have_their_reasons",
+        run: of_the_driver,
+    },
+    VmTest {
+        name: "a_usable_gpu_that_falls_off_the_bus_leaves_the_spec",
+        run: later,
+    },
 ];
 
 /// Step and reason of a GPU's failure; None when it has not failed.
 fn failure(records: &[Record], index: u64) -> Option<(String, String)> {
-    let failed = named(records, Kind::Event, names::GPU_FAILED).into_iter().find(|r| r.fields["index"].as_u64() == Some(index))?;
+    let failed = named(records, Kind::Event, names::GPU_FAILED)
+        .into_iter()
+        .find(|r| r.fields["index"].as_u64() == Some(index))?;
     let text = |key: &str| failed.fields[key].as_str().unwrap_or_default().to_string();
     Some((text("step"), text("reason")))
 }
@@ -48,35 +59,81 @@ fn many(context: &TestContext) -> Result<Outcome> {
         Some(("open", "open-failed")),
         Some(("nodes", "no-device-node")),
     ];
-    let booted = Guest::new().append(&words.join(" ")).boot(context, "many")?;
+    let booted = Guest::new()
+        .append(&words.join(" "))
+        .boot(context, "many")?;
     ensure!(booted.settled()? == (1, 15), "{:?}", booted.settled()?);
     let records = booted.receiver.records();
     for (index, wanted) in wanted.into_iter().enumerate() {
         let is = failure(&records, index as u64);
-        let is = is.as_ref().map(|(step, reason)| (step.as_str(), reason.as_str()));
+        let is = is
+            .as_ref()
+            .map(|(step, reason)| (step.as_str(), reason.as_str()));
         ensure!(is == wanted, "GPU {index}: {is:?}, wanted {wanted:?}");
     }
     // Each says what to do, and names its GPU.
     for failed in named(&records, Kind::Event, names::GPU_FAILED) {
-        let (gpu, error) = (failed.gpu.context("no GPU")?.to_string(), failed.error.clone().unwrap_or_default());
-        ensure!(error.contains(&gpu) && failed.fields["cure"].as_str().is_some_and(|c| !c.is_empty()), "{failed:?}");
+        let (gpu, error) = (
+            failed.gpu.context("no GPU")?.to_string(),
+            failed.error.clone().unwrap_or_default(),
+        );
+        ensure!(
+            error.contains(&gpu)
+                && failed.fields["cure"]
+                    .as_str()
+                    .is_some_and(|c| !c.is_empty()),
+            "{failed:?}"
+        );
     }
     Ok(Outcome::Passed)
 }
 
 fn of_the_driver(context: &TestContext) -> Result<Outcome> {
     for (name, words, step, reason) in [
-        ("no-firmware", "fakepci.gpus=1 nvidia.firmware=1", "init", "firmware-missing"),
-        ("cc", "fakepci.gpus=1 nvidia.cc=1 nvidia.cc_mixed=0", "init", "cc-refused"),
-        ("no-minor", "fakepci.gpus=1 nvidia.no_minor=1", "probe", "no-minor"),
-        ("blind", "fakepci.gpus=2 nvidia.blind=1", "module", "driver-finds-no-gpu"),
-        ("taken", "fakepci.gpus=2 hardware.override=vfio-pci gpuinit.bind=insmod", "module", "driver-probed-nothing"),
-        ("silent", "fakepci.gpus=2 nvidia.probe_silent=0,1 gpuinit.bind=insmod", "module", "no-probe-succeeded"),
+        (
+            "no-firmware",
+            "fakepci.gpus=1 nvidia.firmware=1",
+            "init",
+            "firmware-missing",
+        ),
+        (
+            "cc",
+            "fakepci.gpus=1 nvidia.cc=1 nvidia.cc_mixed=0",
+            "init",
+            "cc-refused",
+        ),
+        (
+            "no-minor",
+            "fakepci.gpus=1 nvidia.no_minor=1",
+            "probe",
+            "no-minor",
+        ),
+        (
+            "blind",
+            "fakepci.gpus=2 nvidia.blind=1",
+            "module",
+            "driver-finds-no-gpu",
+        ),
+        (
+            "taken",
+            "fakepci.gpus=2 hardware.override=vfio-pci gpuinit.bind=insmod",
+            "module",
+            "driver-probed-nothing",
+        ),
+        (
+            "silent",
+            "fakepci.gpus=2 nvidia.probe_silent=0,1 gpuinit.bind=insmod",
+            "module",
+            "no-probe-succeeded",
+        ),
     ] {
         let booted = Guest::new().append(words).boot(context, name)?;
         let (usable, _) = booted.settled()?;
         let is = failure(&booted.receiver.records(), 0);
-        ensure!(usable == 0 && is == Some((step.to_string(), reason.to_string())), "{words}: {is:?}");
+        ensure!(
+            usable == 0 && is == Some((step.to_string(), reason.to_string())),
+            "{words}: {is:?}"
+        );
     }
     // The driver's line names no GPU: it is of the probe that failed next, in the load's order.
     let words = "fakepci.gpus=4 nvidia.probe_silent=0,2 fakepci.no_msix=1 gpuinit.bind=insmod";
@@ -85,7 +142,11 @@ fn of_the_driver(context: &TestContext) -> Result<Outcome> {
     let records = booted.receiver.records();
     for (index, wanted) in (0..).zip(["probe-failed", "no-interrupt", "probe-failed"]) {
         let is = failure(&records, index);
-        ensure!(is.as_ref().is_some_and(|(step, reason)| step == "probe" && reason == wanted), "GPU {index}: {is:?}, wanted {wanted}");
+        ensure!(
+            is.as_ref()
+                .is_some_and(|(step, reason)| step == "probe" && reason == wanted),
+            "GPU {index}: {is:?}, wanted {wanted}"
+        );
     }
     Ok(Outcome::Passed)
 }
@@ -95,17 +156,30 @@ fn later(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().append(words).boot(context, "xid")?;
     ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
     let failed = booted.event(names::GPU_FAILED)?;
-    ensure!(failed.fields["reason"] == "off-the-bus" && failed.fields["step"] == "running" && failed.fields["index"] == 1, "{failed:?}");
-    booted.record("Xid 119", |r| r.name == names::GPU_XID && r.fields["xid"] == 119)?;
+    ensure!(
+        failed.fields["reason"] == "off-the-bus"
+            && failed.fields["step"] == "running"
+            && failed.fields["index"] == 1,
+        "{failed:?}"
+    );
+    booted.record("Xid 119", |r| {
+        r.name == names::GPU_XID && r.fields["xid"] == 119
+    })?;
     let gone = booted.record("a spec without it", |r| {
-        r.kind == Kind::End && r.name == names::CDI_PUBLISH && r.seq > failed.seq.saturating_sub(3) && r.fields["failed"] == 1
+        r.kind == Kind::End
+            && r.name == names::CDI_PUBLISH
+            && r.seq > failed.seq.saturating_sub(3)
+            && r.fields["failed"] == 1
     })?;
     ensure!(gone.fields["ready"] == 2, "{gone:?}");
     // Reported before anybody took the GPU for usable.
     let words = "fakepci.gpus=2 nvidia.xid=1:79:0 gpuinit.cdi.names=index,uuid testagent.guest=script testagent.script=gpu.failed>counters";
     let at_once = Guest::new().append(words).boot(context, "at-once")?;
     let failed = at_once.event(names::GPU_FAILED)?;
-    ensure!(failed.fields["reason"] == "off-the-bus" && failed.fields["index"] == 1, "{failed:?}");
+    ensure!(
+        failed.fields["reason"] == "off-the-bus" && failed.fields["index"] == 1,
+        "{failed:?}"
+    );
     // Failed is not closed.
     let counters = super::worker::counters(&booted).or_else(|_| {
         booted.agent("script", |l| l.get("did") == "counters")?;

@@ -6,10 +6,22 @@ use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_half_initialised_gpu_is_reset_once_and_keeps_its_name", run: cured },
-    VmTest { name: "a_gpu_that_a_reset_does_not_cure_fails_alone", run: stuck },
-    VmTest { name: "no_gpu_is_reset_if_resets_are_off_or_guest_is_confidential", run: refused },
-    VmTest { name: "a_gpu_that_answers_no_more_after_its_reset_stops_nobody", run: silent },
+    VmTest {
+        name: "a_half_initialised_gpu_is_reset_once_and_keeps_its_name",
+        run: cured,
+    },
+    VmTest {
+        name: "a_gpu_that_a_reset_does_not_cure_fails_alone",
+        run: stuck,
+    },
+    VmTest {
+        name: "no_gpu_is_reset_if_resets_are_off_or_guest_is_confidential",
+        run: refused,
+    },
+    VmTest {
+        name: "a_gpu_that_answers_no_more_after_its_reset_stops_nobody",
+        run: silent,
+    },
 ];
 
 /// Three GPUs, all of which could be reset.
@@ -18,7 +30,11 @@ const GPUS: &str = "fakepci.gpus=3 fakepci.flr=0,1,2 testagent.guest=script";
 /// Resets of each GPU, as the hardware counts them.
 fn resets(booted: &Booted) -> Result<Vec<String>> {
     let line = booted.agent("config", |_| true)?;
-    let counts = line.get("all").split("; ").filter_map(|line| line.split_once("resets=")).map(|(_, count)| count.to_string());
+    let counts = line
+        .get("all")
+        .split("; ")
+        .filter_map(|line| line.split_once("resets="))
+        .map(|(_, count)| count.to_string());
     Ok(counts.collect())
 }
 
@@ -30,29 +46,63 @@ fn reported(records: &[Record]) -> Vec<&Record> {
 fn cured(context: &TestContext) -> Result<Outcome> {
     for (name, words, script) in [
         ("insmod", "gpuinit.bind=insmod", "gpu.usable/1>config"),
-        ("pipelined", "gpuinit.bind=pipelined fakepci.enable_ms=200", "gpu.usable/1>config"),
-        ("usable", "gpuinit.ready=usable testagent.containers=all:all", "gpu.usable/1>config"),
+        (
+            "pipelined",
+            "gpuinit.bind=pipelined fakepci.enable_ms=200",
+            "gpu.usable/1>config",
+        ),
+        (
+            "usable",
+            "gpuinit.ready=usable testagent.containers=all:all",
+            "gpu.usable/1>config",
+        ),
         // The reset goes on in a thread of the dead worker, or another worker binds the GPU.
         ("killed", "", "gpu.reset!begin>kill;gpu.usable/1>config"),
     ] {
-        let booted = Guest::new().append(&format!("{GPUS} nvidia.wpr2=1 {words} testagent.script={script}")).boot(context, name)?;
+        let booted = Guest::new()
+            .append(&format!(
+                "{GPUS} nvidia.wpr2=1 {words} testagent.script={script}"
+            ))
+            .boot(context, name)?;
         let counts = resets(&booted)?;
         // The second worker repeats a reset that may have been broken off.
         let repeated = name == "killed" && counts == ["0", "2", "0"];
         ensure!(repeated || counts == ["0", "1", "0"], "{name}: {counts:?}");
         booted.events(names::GPU_USABLE, 3)?;
         let records = booted.receiver.records();
-        let usable = records.iter().find(|r| r.name == names::GPU_USABLE && r.fields["index"] == 1).context("GPU 1 is not usable")?;
-        ensure!(usable.gpu == "0001:00:01.0".parse().ok() && usable.fields["generation"] == 1, "{name}: {usable:?}");
-        ensure!(named(&records, Kind::Event, names::GPU_FAILED).is_empty(), "{name}: a GPU has failed");
+        let usable = records
+            .iter()
+            .find(|r| r.name == names::GPU_USABLE && r.fields["index"] == 1)
+            .context("GPU 1 is not usable")?;
+        ensure!(
+            usable.gpu == "0001:00:01.0".parse().ok() && usable.fields["generation"] == 1,
+            "{name}: {usable:?}"
+        );
+        ensure!(
+            named(&records, Kind::Event, names::GPU_FAILED).is_empty(),
+            "{name}: a GPU has failed"
+        );
         let reported = reported(&records);
-        ensure!(reported.len() == 1 && reported[0].gpu == usable.gpu, "{name}: {reported:?}");
-        ensure!(reported[0].error.is_none() || name == "killed", "{name}: {reported:?}");
+        ensure!(
+            reported.len() == 1 && reported[0].gpu == usable.gpu,
+            "{name}: {reported:?}"
+        );
+        ensure!(
+            reported[0].error.is_none() || name == "killed",
+            "{name}: {reported:?}"
+        );
         let begin = named(&records, Kind::Begin, names::GPU_RESET);
-        ensure!(begin[0].fields["method"] == "flr" && begin[0].fields["reason"] == "needs-reset", "{name}: {begin:?}");
+        ensure!(
+            begin[0].fields["method"] == "flr" && begin[0].fields["reason"] == "needs-reset",
+            "{name}: {begin:?}"
+        );
         if name == "usable" {
             let all = booted.created("all")?;
-            ensure!(all.get("nodes").matches("/dev/nvidia").count() == 3 + 3, "{}", all.get("nodes"));
+            ensure!(
+                all.get("nodes").matches("/dev/nvidia").count() == 3 + 3,
+                "{}",
+                all.get("nodes")
+            );
         }
     }
     Ok(Outcome::Passed)
@@ -62,13 +112,26 @@ fn stuck(context: &TestContext) -> Result<Outcome> {
     // The state load of GPU 2 fails: that is no reason for a reset.
     let faults = "nvidia.wpr2_stuck=1 nvidia.init_code=2:0x24:0x40";
     let script = "gpu.failed/1>config";
-    let booted = Guest::new().append(&format!("{GPUS} {faults} testagent.script={script}")).boot(context, "stuck")?;
-    ensure!(resets(&booted)? == ["0", "1", "0"], "{:?}", resets(&booted)?);
+    let booted = Guest::new()
+        .append(&format!("{GPUS} {faults} testagent.script={script}"))
+        .boot(context, "stuck")?;
+    ensure!(
+        resets(&booted)? == ["0", "1", "0"],
+        "{:?}",
+        resets(&booted)?
+    );
     booted.events(names::GPU_FAILED, 2)?;
     let records = booted.receiver.records();
-    let failed = records.iter().find(|r| r.name == names::GPU_FAILED && r.fields["index"] == 1).context("GPU 1 has not failed")?;
+    let failed = records
+        .iter()
+        .find(|r| r.name == names::GPU_FAILED && r.fields["index"] == 1)
+        .context("GPU 1 has not failed")?;
     let error = failed.error.clone().unwrap_or_default();
-    ensure!(failed.fields["reason"] == "needs-reset" && error.contains("one reset was tried in this boot already"), "{error}");
+    ensure!(
+        failed.fields["reason"] == "needs-reset"
+            && error.contains("one reset was tried in this boot already"),
+        "{error}"
+    );
     ensure!(reported(&records).len() == 1, "{:?}", reported(&records));
     Ok(Outcome::Passed)
 }
@@ -76,34 +139,72 @@ fn stuck(context: &TestContext) -> Result<Outcome> {
 fn refused(context: &TestContext) -> Result<Outcome> {
     for (name, words, why) in [
         ("off", "gpuinit.reset=off", "gpuinit.reset=off"),
-        ("confidential", CONFIDENTIAL, "this guest is confidential; gpuinit.reset=on allows it"),
+        (
+            "confidential",
+            CONFIDENTIAL,
+            "this guest is confidential; gpuinit.reset=on allows it",
+        ),
         ("none", "fakepci.flr=0", "want flr or bus"),
     ] {
         let script = "testagent.script=gpu.failed/1>config";
-        let booted = Guest::new().append(&format!("{GPUS} nvidia.wpr2=1 {words} {script}")).boot(context, name)?;
-        ensure!(resets(&booted)? == ["0", "0", "0"], "{name}: {:?}", resets(&booted)?);
+        let booted = Guest::new()
+            .append(&format!("{GPUS} nvidia.wpr2=1 {words} {script}"))
+            .boot(context, name)?;
+        ensure!(
+            resets(&booted)? == ["0", "0", "0"],
+            "{name}: {:?}",
+            resets(&booted)?
+        );
         let failed = booted.event(names::GPU_FAILED)?;
         let error = failed.error.unwrap_or_default();
-        ensure!(failed.fields["reason"] == "needs-reset" && error.contains(why), "{name}: {error}");
-        ensure!(booted.settled()? == (2, 1), "{name}: {:?}", booted.settled()?);
+        ensure!(
+            failed.fields["reason"] == "needs-reset" && error.contains(why),
+            "{name}: {error}"
+        );
+        ensure!(
+            booted.settled()? == (2, 1),
+            "{name}: {:?}",
+            booted.settled()?
+        );
     }
-    let words = format!("{GPUS} nvidia.wpr2=1 {CONFIDENTIAL} gpuinit.reset=on testagent.script=gpu.usable/1>config");
+    let words = format!(
+        "{GPUS} nvidia.wpr2=1 {CONFIDENTIAL} gpuinit.reset=on testagent.script=gpu.usable/1>config"
+    );
     let booted = Guest::new().append(&words).boot(context, "asked")?;
-    ensure!(resets(&booted)? == ["0", "1", "0"], "{:?}", resets(&booted)?);
+    ensure!(
+        resets(&booted)? == ["0", "1", "0"],
+        "{:?}",
+        resets(&booted)?
+    );
     Ok(Outcome::Passed)
 }
 
 fn silent(context: &TestContext) -> Result<Outcome> {
-    let words = format!("{GPUS} nvidia.wpr2=1 fakepci.flr_hang=1 testagent.script=settled>sleep:0 testagent.containers=last:2");
+    let words = format!(
+        "{GPUS} nvidia.wpr2=1 fakepci.flr_hang=1 testagent.script=settled>sleep:0 testagent.containers=last:2"
+    );
     let mut booted = Guest::new().append(&words).boot(context, "silent")?;
     booted.created("last")?;
     // The kernel waits a minute for the function.
-    let end = booted.record("the end of the reset", |r| r.kind == Kind::End && r.name == names::GPU_RESET)?;
-    ensure!(end.error.as_deref().is_some_and(|error| error.contains("0001:00:01.0/reset")), "{end:?}");
+    let end = booted.record("the end of the reset", |r| {
+        r.kind == Kind::End && r.name == names::GPU_RESET
+    })?;
+    ensure!(
+        end.error
+            .as_deref()
+            .is_some_and(|error| error.contains("0001:00:01.0/reset")),
+        "{end:?}"
+    );
     let failed = booted.event(names::GPU_FAILED)?;
     let error = failed.error.unwrap_or_default();
-    ensure!(failed.fields["index"] == 1 && failed.fields["reason"] == "needs-reset", "{error}");
-    ensure!(error.contains("its reset has failed: write \"1\" to "), "{error}");
+    ensure!(
+        failed.fields["index"] == 1 && failed.fields["reason"] == "needs-reset",
+        "{error}"
+    );
+    ensure!(
+        error.contains("its reset has failed: write \"1\" to "),
+        "{error}"
+    );
     let usable = booted.events(names::GPU_USABLE, 2)?;
     ensure!(usable.iter().all(|r| r.fields["index"] != 1), "{usable:?}");
     booted.still_runs()?;

@@ -15,8 +15,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "rootfs_sim_boots_to_a_container", run: simulated },
-    VmTest { name: "rootfs_real_driver_of_packages_binds_and_says_why_it_stops", run: real },
+    VmTest {
+        name: "rootfs_sim_boots_to_a_container",
+        run: simulated,
+    },
+    VmTest {
+        name: "rootfs_real_driver_of_packages_binds_and_says_why_it_stops",
+        run: real,
+    },
 ];
 
 /// Folder below target/ in which `tests/run rootfs` leaves image and root, without the name of the
@@ -36,7 +42,9 @@ fn kata_gpu_boot(context: &TestContext) -> PathBuf {
 }
 
 fn words(output: &Output) -> String {
-    [output.stdout.as_slice(), output.stderr.as_slice()].map(String::from_utf8_lossy).concat()
+    [output.stdout.as_slice(), output.stderr.as_slice()]
+        .map(String::from_utf8_lossy)
+        .concat()
 }
 
 /// Debian's word for an architecture.
@@ -61,18 +69,42 @@ fn simulated(context: &TestContext) -> Result<Outcome> {
             .arg(folder.join(name))
             .arg("--output")
             .arg(folder.join(name).with_extension("initrd"));
-        let output = build.env("KATA_GPU_BOOT", kata_gpu_boot(context)).output().context("run rootfs-builder/build")?;
-        ensure!(output.status.success(), "rootfs-builder/build: {}", words(&output));
+        let output = build
+            .env("KATA_GPU_BOOT", kata_gpu_boot(context))
+            .output()
+            .context("run rootfs-builder/build")?;
+        ensure!(
+            output.status.success(),
+            "rootfs-builder/build: {}",
+            words(&output)
+        );
         bytes.push(std::fs::read(folder.join(name).with_extension("initrd"))?);
     }
     ensure!(bytes[0] == bytes[1], "two builds differ");
-    let mut booted = Guest::new().initrd(&image).append("testagent.containers=all:all").boot(context, "guest")?;
+    let mut booted = Guest::new()
+        .initrd(&image)
+        .append("testagent.containers=all:all")
+        .boot(context, "guest")?;
     let all = booted.created("all")?;
-    ensure!(booted.settled()? == (8, 0), "settled: {:?}", booted.settled()?);
-    let gpus = (0..8).filter(|k| all.get("nodes").contains(&format!("/dev/nvidia{k} 195:{k} 666"))).count();
+    ensure!(
+        booted.settled()? == (8, 0),
+        "settled: {:?}",
+        booted.settled()?
+    );
+    let gpus = (0..8)
+        .filter(|k| {
+            all.get("nodes")
+                .contains(&format!("/dev/nvidia{k} 195:{k} 666"))
+        })
+        .count();
     ensure!(gpus == 8, "nodes: {}", all.get("nodes"));
-    let files = booted.record("the driver's files", |r| r.name == names::DRIVER_FILES && r.kind == Kind::End)?;
-    ensure!(files.error.is_none() && files.fields["manifest"] == true, "{files:?}");
+    let files = booted.record("the driver's files", |r| {
+        r.name == names::DRIVER_FILES && r.kind == Kind::End
+    })?;
+    ensure!(
+        files.error.is_none() && files.fields["manifest"] == true,
+        "{files:?}"
+    );
     booted.still_runs()?;
     Ok(Outcome::Passed)
 }
@@ -83,11 +115,19 @@ fn real(context: &TestContext) -> Result<Outcome> {
     // To hold the spec against.
     let root = context.target.join(format!("{FOLDER}{distro}/root"));
     if !image.exists() {
-        ensure!(std::env::var_os("REQUIRE_ROOTFS").is_none(), "{} is missing, and REQUIRE_ROOTFS is set", image.display());
+        ensure!(
+            std::env::var_os("REQUIRE_ROOTFS").is_none(),
+            "{} is missing, and REQUIRE_ROOTFS is set",
+            image.display()
+        );
         return Ok(Outcome::Skipped(format!(
             "{} is not there: `tests/run {}rootfs` makes it where Debian's packages can be had (some minutes)",
             image.display(),
-            if context.arch == Arch::X86_64 { "" } else { "arm64 " }
+            if context.arch == Arch::X86_64 {
+                ""
+            } else {
+                "arm64 "
+            }
         )));
     }
     let version = driver_version(&libraries(context, &root))?;
@@ -102,14 +142,31 @@ fn real(context: &TestContext) -> Result<Outcome> {
     reports_failures(&booted, &version)?;
     // NVIDIA's own program, with the libraries of the image: it finds NVML and the driver, and no
     // GPU that works.
-    let smi = booted.agent("started", |l| l.get("program") == "/usr/bin/nvidia-smi")?.get("child-pid").to_string();
+    let smi = booted
+        .agent("started", |l| l.get("program") == "/usr/bin/nvidia-smi")?
+        .get("child-pid")
+        .to_string();
     let end = booted.agent("ended", |l| l.get("child-pid") == smi)?;
-    ensure!(end.get("status") == NOTHING_FOUND, "nvidia-smi has ended with {}", end.get("status"));
+    ensure!(
+        end.get("status") == NOTHING_FOUND,
+        "nvidia-smi has ended with {}",
+        end.get("status")
+    );
     let held = booted.agent("held", |l| l.get("process") == "gpuinit-keeper")?;
     // A node that could not be opened is not held.
-    ensure!(held.get("nodes").split_whitespace().count() == if opens_without_waiting(&version)? { 2 } else { 0 }, "{held:?}");
+    ensure!(
+        held.get("nodes").split_whitespace().count()
+            == if opens_without_waiting(&version)? {
+                2
+            } else {
+                0
+            },
+        "{held:?}"
+    );
     // Failed GPUs have left the spec; the agent has answered after that, and runs on.
-    let last = booted.agent("script", |l| l.get("when") == "settled" && l.get("did").starts_with("run:"))?;
+    let last = booted.agent("script", |l| {
+        l.get("when") == "settled" && l.get("did").starts_with("run:")
+    })?;
     ensure!(last.get("error").is_empty(), "{last:?}");
     booted.still_runs()?;
     Ok(Outcome::Measured(format!(
@@ -121,18 +178,28 @@ fn real(context: &TestContext) -> Result<Outcome> {
 /// Adds modules that a Kata kernel has built in and the test kernel has not (virtio, vsock, the
 /// simulated functions), and the program that loads them before the init starts.
 fn test_hardware(context: &TestContext, guest: Guest) -> Result<Guest> {
-    let read = |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {}", path.display()));
-    let text = |path: &str| Ok::<_, anyhow::Error>(String::from_utf8(read(context.target.join(path))?)?);
+    let read =
+        |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {}", path.display()));
+    let text =
+        |path: &str| Ok::<_, anyhow::Error>(String::from_utf8(read(context.target.join(path))?)?);
     let folder = format!("usr/lib/modules/{}", text("kernel/version")?.trim());
     let order = text("kernel/modules/load-order")?;
-    let modules = order.lines().map(|name| (name, format!("kernel/modules/{name}"))).chain([("fakepci.ko", "simulator/fakepci.ko".into())]);
+    let modules = order
+        .lines()
+        .map(|name| (name, format!("kernel/modules/{name}")))
+        .chain([("fakepci.ko", "simulator/fakepci.ko".into())]);
     let (mut guest, mut list) = (guest, String::new());
     for (name, path) in modules {
-        guest = guest.file(&format!("{folder}/{name}"), &read(context.target.join(path))?);
+        guest = guest.file(
+            &format!("{folder}/{name}"),
+            &read(context.target.join(path))?,
+        );
         list.push_str(&format!("/{folder}/{name}\n"));
     }
     let agent = read(context.guest_program("kata-agent"))?;
-    Ok(guest.file("etc/hardware.modules", list.as_bytes()).file("hardware", &agent))
+    Ok(guest
+        .file("etc/hardware.modules", list.as_bytes())
+        .file("hardware", &agent))
 }
 
 /// Folder of the libraries below a root.
@@ -142,63 +209,143 @@ fn libraries(context: &TestContext, root: &Path) -> PathBuf {
 
 /// Version of the driver's libraries in the image's folder of libraries.
 fn driver_version(folder: &Path) -> Result<String> {
-    let names = std::fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))?.flatten();
-    let version = names.filter_map(|e| e.file_name().to_str()?.strip_prefix("libcuda.so.").map(str::to_string)).find(|v| v.len() > 1);
+    let names = std::fs::read_dir(folder)
+        .with_context(|| format!("read {}", folder.display()))?
+        .flatten();
+    let version = names
+        .filter_map(|e| {
+            e.file_name()
+                .to_str()?
+                .strip_prefix("libcuda.so.")
+                .map(str::to_string)
+        })
+        .find(|v| v.len() > 1);
     version.with_context(|| format!("no libcuda.so.VERSION in {}", folder.display()))
 }
 
 /// Drivers before 550.40.07 know no open that does not wait: it is the whole initialisation.
 fn opens_without_waiting(version: &str) -> Result<bool> {
-    let branch: u32 = version.split('.').next().unwrap_or_default().parse().with_context(|| format!("driver version {version}"))?;
+    let branch: u32 = version
+        .split('.')
+        .next()
+        .unwrap_or_default()
+        .parse()
+        .with_context(|| format!("driver version {version}"))?;
     Ok(branch >= 550)
 }
 
 /// The spec has the packages' files, each of which is in the image, and both agents take it. Gives
 /// how many.
-fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &str) -> Result<usize> {
-    let files = booted.record("the driver's files", |r| r.name == names::DRIVER_FILES && r.kind == Kind::End)?;
-    ensure!(files.error.is_none() && files.fields["manifest"] == true && files.fields["version"] == version, "{files:?}");
-    let spec = booted.agent("file", |l| l.get("path").contains("/cdi/"))?.get("text").to_string();
-    let parsed: Value = serde_json::from_str(&spec).with_context(|| format!("the spec is not JSON: {spec}"))?;
+fn spec_is_good(
+    context: &TestContext,
+    booted: &Booted,
+    root: &Path,
+    version: &str,
+) -> Result<usize> {
+    let files = booted.record("the driver's files", |r| {
+        r.name == names::DRIVER_FILES && r.kind == Kind::End
+    })?;
+    ensure!(
+        files.error.is_none()
+            && files.fields["manifest"] == true
+            && files.fields["version"] == version,
+        "{files:?}"
+    );
+    let spec = booted
+        .agent("file", |l| l.get("path").contains("/cdi/"))?
+        .get("text")
+        .to_string();
+    let parsed: Value =
+        serde_json::from_str(&spec).with_context(|| format!("the spec is not JSON: {spec}"))?;
     // Nodes that all GPUs share; nvidia-uvm takes NVIDIA's own module.
     let nodes_of = |edits: &Value| -> Vec<String> {
-        edits["deviceNodes"].as_array().into_iter().flatten().map(|n| n["path"].as_str().unwrap_or_default().to_string()).collect()
+        edits["deviceNodes"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(|n| n["path"].as_str().unwrap_or_default().to_string())
+            .collect()
     };
     let common = nodes_of(&parsed["containerEdits"]);
-    ensure!(["/dev/nvidiactl", "/dev/nvidia-uvm"].iter().all(|node| common.iter().any(|n| n == node)), "common nodes: {common:?}");
-    let mounts = parsed["containerEdits"]["mounts"].as_array().context("no mounts")?;
+    ensure!(
+        ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+            .iter()
+            .all(|node| common.iter().any(|n| n == node)),
+        "common nodes: {common:?}"
+    );
+    let mounts = parsed["containerEdits"]["mounts"]
+        .as_array()
+        .context("no mounts")?;
     let has = |path: &str| mounts.iter().any(|m| m["containerPath"] == path);
-    for library in
-        ["libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler", "libnvidia-nvvm", "libnvidia-opencl", "libcudadebugger", "libnvidia-cfg"]
-    {
-        let path = libraries(context, Path::new("/")).join(format!("{library}.so.{version}")).display().to_string();
+    for library in [
+        "libcuda",
+        "libnvidia-ml",
+        "libnvidia-ptxjitcompiler",
+        "libnvidia-nvvm",
+        "libnvidia-opencl",
+        "libcudadebugger",
+        "libnvidia-cfg",
+    ] {
+        let path = libraries(context, Path::new("/"))
+            .join(format!("{library}.so.{version}"))
+            .display()
+            .to_string();
         ensure!(has(&path), "{path} is not in the spec: {spec}");
     }
-    for file in ["gsp_ga10x.bin", "gsp_tu10x.bin"].map(|name| format!("/lib/firmware/nvidia/{version}/{name}")) {
+    for file in ["gsp_ga10x.bin", "gsp_tu10x.bin"]
+        .map(|name| format!("/lib/firmware/nvidia/{version}/{name}"))
+    {
         ensure!(has(&file), "{file} is not in the spec");
     }
-    for program in ["nvidia-smi", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
-        ensure!(has(&format!("/usr/bin/{program}")), "{program} is not in the spec");
+    for program in [
+        "nvidia-smi",
+        "nvidia-persistenced",
+        "nvidia-cuda-mps-control",
+        "nvidia-cuda-mps-server",
+    ] {
+        ensure!(
+            has(&format!("/usr/bin/{program}")),
+            "{program} is not in the spec"
+        );
     }
     // The control: this way of looking finds what is not there missing.
     ensure!(
-        !has(&format!("/usr/lib/{}/libGLX_nvidia.so.{version}", context.arch.facts().triplet)),
+        !has(&format!(
+            "/usr/lib/{}/libGLX_nvidia.so.{version}",
+            context.arch.facts().triplet
+        )),
         "the profile has no graphics, and the spec has"
     );
     let path = booted.work_dir().join("nvidia.json");
     std::fs::write(&path, &spec)?;
     let check = |path: &Path| {
         let mut check = Command::new(kata_gpu_boot(context).with_file_name("kata-gpu-cdi-check"));
-        check.arg(path).arg("--json").output().context("run kata-gpu-cdi-check")
+        check
+            .arg(path)
+            .arg("--json")
+            .output()
+            .context("run kata-gpu-cdi-check")
     };
     let good = check(&path)?;
-    ensure!(good.status.success(), "kata-gpu-cdi-check: {}", words(&good));
+    ensure!(
+        good.status.success(),
+        "kata-gpu-cdi-check: {}",
+        words(&good)
+    );
     let bad = booted.work_dir().join("bad.json");
     std::fs::write(&bad, spec.replace("\"hostPath\"", "\"hostPaht\""))?;
-    ensure!(check(&bad)?.status.code() == Some(1), "cdi check takes a spec with an unknown field");
+    ensure!(
+        check(&bad)?.status.code() == Some(1),
+        "cdi check takes a spec with an unknown field"
+    );
     for mount in mounts {
-        let host = mount["hostPath"].as_str().context("a mount without hostPath")?;
-        ensure!(root.join(host.trim_start_matches('/')).is_file(), "{host} of the spec is not in the image's root");
+        let host = mount["hostPath"]
+            .as_str()
+            .context("a mount without hostPath")?;
+        ensure!(
+            root.join(host.trim_start_matches('/')).is_file(),
+            "{host} of the spec is not in the image's root"
+        );
     }
     Ok(mounts.len())
 }
@@ -206,20 +353,39 @@ fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &s
 /// Every GPU has failed where there is no processor to start, and each says so with the driver's
 /// own line.
 fn reports_failures(booted: &Booted, version: &str) -> Result<()> {
-    let step = if opens_without_waiting(version)? { "init" } else { "open" };
+    let step = if opens_without_waiting(version)? {
+        "init"
+    } else {
+        "open"
+    };
     ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
     let records = booted.receiver.records();
     let bound = named(&records, Kind::Event, names::GPU_BOUND);
-    ensure!(bound.len() == 2 && bound.iter().all(|r| r.fields["minor"].as_u64().is_some_and(|minor| minor < 2)), "{bound:?}");
+    ensure!(
+        bound.len() == 2
+            && bound
+                .iter()
+                .all(|r| r.fields["minor"].as_u64().is_some_and(|minor| minor < 2)),
+        "{bound:?}"
+    );
     let failed = named(&records, Kind::Event, names::GPU_FAILED);
     ensure!(failed.len() == 2, "{failed:?}");
     for record in failed {
         let error = record.error.as_deref().unwrap_or_default();
         let address = record.gpu.context("no GPU")?;
-        ensure!(record.fields["step"] == step && record.fields.contains_key("cure"), "{record:?}");
-        ensure!(error.contains("the driver logged: ") && error.contains("RmInitAdapter failed! (0x62:"), "{address}: {error}");
+        ensure!(
+            record.fields["step"] == step && record.fields.contains_key("cure"),
+            "{record:?}"
+        );
+        ensure!(
+            error.contains("the driver logged: ") && error.contains("RmInitAdapter failed! (0x62:"),
+            "{address}: {error}"
+        );
     }
     let modules = named(&records, Kind::End, names::MODULE_LOAD);
-    ensure!(modules.len() == 2 && modules.iter().all(|r| r.error.is_none()), "{modules:?}");
+    ensure!(
+        modules.len() == 2 && modules.iter().all(|r| r.error.is_none()),
+        "{modules:?}"
+    );
     Ok(())
 }

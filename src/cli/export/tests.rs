@@ -19,7 +19,13 @@ use std::fs::File;
 
 const BOOT: &str = "hand-made-3-gpus-one-fails";
 const RECORDED: &str = "recorded-8-gpus-fast-host";
-const FORMATS: [Format; 5] = [Format::Html, Format::Svg, Format::Perfetto, Format::Otlp, Format::Csv];
+const FORMATS: [Format; 5] = [
+    Format::Html,
+    Format::Svg,
+    Format::Perfetto,
+    Format::Otlp,
+    Format::Csv,
+];
 
 fn fixture(boot: &str) -> (BootFile, Vec<AgentLine>) {
     let file = read_boot(&tests_dir(&format!("fixtures/boots/{boot}.ndjson"))).unwrap();
@@ -28,7 +34,10 @@ fn fixture(boot: &str) -> (BootFile, Vec<AgentLine>) {
 }
 
 fn text(format: Format, file: &BootFile, agent: &[AgentLine]) -> String {
-    let resource = Resource::from([("host.name".to_string(), "node-1".to_string()), ("k8s.pod.name".to_string(), "trainer-0".to_string())]);
+    let resource = Resource::from([
+        ("host.name".to_string(), "node-1".to_string()),
+        ("k8s.pod.name".to_string(), "trainer-0".to_string()),
+    ]);
     String::from_utf8(bytes(format, file, agent, &resource).unwrap()).unwrap()
 }
 
@@ -39,10 +48,20 @@ fn json(format: Format, file: &BootFile, agent: &[AgentLine]) -> Value {
 #[test]
 fn the_formats_are_the_golden_ones() {
     let (file, agent) = fixture(BOOT);
-    for (format, extension) in [(Format::Csv, "csv"), (Format::Otlp, "otlp"), (Format::Svg, "svg")] {
+    for (format, extension) in [
+        (Format::Csv, "csv"),
+        (Format::Otlp, "otlp"),
+        (Format::Svg, "svg"),
+    ] {
         // A line per span, so that a person can read the difference.
-        let text = text(format, &file, &agent).replace(r#"{"attributes":[{"key":"boot.side""#, "\n{\"attributes\":[{\"key\":\"boot.side\"");
-        golden(&format!("{BOOT}.export.{extension}"), &text.replace(env!("CARGO_PKG_VERSION"), "VERSION"));
+        let text = text(format, &file, &agent).replace(
+            r#"{"attributes":[{"key":"boot.side""#,
+            "\n{\"attributes\":[{\"key\":\"boot.side\"",
+        );
+        golden(
+            &format!("{BOOT}.export.{extension}"),
+            &text.replace(env!("CARGO_PKG_VERSION"), "VERSION"),
+        );
     }
 }
 
@@ -50,14 +69,29 @@ fn the_formats_are_the_golden_ones() {
 fn a_step_is_in_every_format_with_its_times() {
     let (file, agent) = fixture(RECORDED);
     let timeline = Waterfall::new(&file, &agent);
-    let ended: Vec<(String, i64, i64)> =
-        timeline.steps.iter().filter_map(|step| Some((step.label(), step.begin_ns, step.end_ns?))).collect();
+    let ended: Vec<(String, i64, i64)> = timeline
+        .steps
+        .iter()
+        .filter_map(|step| Some((step.label(), step.begin_ns, step.end_ns?)))
+        .collect();
     assert!(ended.len() > 40, "{}", ended.len());
     let csv = text(Format::Csv, &file, &agent);
     assert_eq!(csv.matches("\r\n").count(), 1 + timeline.steps.len());
-    assert!(csv.lines().skip(1).zip(&ended).all(|(line, (_, begin, end))| line.contains(&format!(",{begin},{end},"))), "{csv}");
+    assert!(
+        csv.lines()
+            .skip(1)
+            .zip(&ended)
+            .all(|(line, (_, begin, end))| line.contains(&format!(",{begin},{end},"))),
+        "{csv}"
+    );
     let otlp = json(Format::Otlp, &file, &agent);
-    assert_eq!(otlp["resourceSpans"][0]["scopeSpans"][0]["spans"].as_array().unwrap().len(), 1 + timeline.steps.len());
+    assert_eq!(
+        otlp["resourceSpans"][0]["scopeSpans"][0]["spans"]
+            .as_array()
+            .unwrap()
+            .len(),
+        1 + timeline.steps.len()
+    );
 }
 
 #[test]
@@ -78,7 +112,9 @@ fn otlp_ids_are_unique_and_stable_and_every_link_has_its_span() {
     let (file, agent) = fixture(RECORDED);
     let request = json(Format::Otlp, &file, &agent);
     assert_eq!(request, json(Format::Otlp, &file, &agent));
-    let spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"].as_array().unwrap();
+    let spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
+        .as_array()
+        .unwrap();
     let id = |value: &Value| value.as_str().unwrap().to_string();
     let ids: HashSet<String> = spans.iter().map(|span| id(&span["spanId"])).collect();
     assert_eq!(ids.len(), spans.len(), "an id twice");
@@ -86,17 +122,29 @@ fn otlp_ids_are_unique_and_stable_and_every_link_has_its_span() {
     let mut links = 0;
     for span in spans {
         assert_eq!(id(&span["traceId"]), header.boot_id.replace('-', ""));
-        assert!(span["parentSpanId"].is_null() == (span["name"] == "gpu guest boot"), "{span}");
-        assert!(span["parentSpanId"].is_null() || ids.contains(&id(&span["parentSpanId"])), "{span}");
+        assert!(
+            span["parentSpanId"].is_null() == (span["name"] == "gpu guest boot"),
+            "{span}"
+        );
+        assert!(
+            span["parentSpanId"].is_null() || ids.contains(&id(&span["parentSpanId"])),
+            "{span}"
+        );
         for link in span["links"].as_array().into_iter().flatten() {
             assert!(ids.contains(&id(&link["spanId"])), "{link}");
             links += 1;
         }
         let time = |key: &str| id(&span[key]).parse::<u64>().unwrap();
-        assert!(time("startTimeUnixNano") <= time("endTimeUnixNano"), "{span}");
+        assert!(
+            time("startTimeUnixNano") <= time("endTimeUnixNano"),
+            "{span}"
+        );
     }
     assert!(links > 20, "{links}");
-    let gpus = spans.iter().filter(|span| span["attributes"].to_string().contains("gpu.address")).count();
+    let gpus = spans
+        .iter()
+        .filter(|span| span["attributes"].to_string().contains("gpu.address"))
+        .count();
     assert!(gpus >= 8, "{gpus}");
 }
 
@@ -104,9 +152,14 @@ fn otlp_ids_are_unique_and_stable_and_every_link_has_its_span() {
 fn otlp_names_a_missing_clock_and_a_clock_of_the_guest_alone() {
     let (mut file, _) = fixture(BOOT);
     file.host.clear();
-    assert!(text(Format::Otlp, &file, &[]).contains(r#"{"key":"boot.clock","value":{"stringValue":"guest"}}"#));
+    assert!(
+        text(Format::Otlp, &file, &[])
+            .contains(r#"{"key":"boot.clock","value":{"stringValue":"guest"}}"#)
+    );
     file.records.retain(|record| record.name != "clock");
-    let error = bytes(Format::Otlp, &file, &[], &Resource::new()).unwrap_err().to_string();
+    let error = bytes(Format::Otlp, &file, &[], &Resource::new())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("no clock sample"), "{error}");
     assert!(text(Format::Html, &file, &[]).contains("wall clock not known"));
 }
@@ -115,24 +168,50 @@ fn otlp_names_a_missing_clock_and_a_clock_of_the_guest_alone() {
 fn a_step_that_never_ended_is_open_in_every_format() {
     let (mut file, _) = fixture(BOOT);
     // The third GPU's initialisation never comes to its end.
-    file.records.retain(|record| record.boottime_ns < 11_000_000_000);
+    file.records
+        .retain(|record| record.boottime_ns < 11_000_000_000);
     let timeline = Waterfall::new(&file, &[]);
-    let open: Vec<_> = timeline.steps.iter().filter(|step| step.end_ns.is_none()).collect();
-    let [step] = open.as_slice() else { panic!("{open:?}") };
-    assert_eq!((step.name.as_str(), step.gpu.unwrap().index, step.critical), ("gpu.init", Some(2), true));
+    let open: Vec<_> = timeline
+        .steps
+        .iter()
+        .filter(|step| step.end_ns.is_none())
+        .collect();
+    let [step] = open.as_slice() else {
+        panic!("{open:?}")
+    };
+    assert_eq!(
+        (step.name.as_str(), step.gpu.unwrap().index, step.critical),
+        ("gpu.init", Some(2), true)
+    );
     let page = text(Format::Html, &file, &[]);
-    assert!(page.contains("2 of 3 GPUs usable; GPU 2 not yet: in gpu.init for 2.499 s"), "{page}");
+    assert!(
+        page.contains("2 of 3 GPUs usable; GPU 2 not yet: in gpu.init for 2.499 s"),
+        "{page}"
+    );
     assert!(page.contains("is in gpu.init since 7.223 s: open for 2.499 s when the stream ended"));
     assert!(text(Format::Svg, &file, &[]).contains("init, open since 7.223"));
-    assert!(text(Format::Csv, &file, &[]).contains(",gpu.init,driver,2,0001:00:02.0,7223000000,,,true,"));
-    assert_eq!(text(Format::Otlp, &file, &[]).matches(r#"{"key":"boot.open","value":{"boolValue":true}}"#).count(), 2, "it, and the boot");
+    assert!(
+        text(Format::Csv, &file, &[])
+            .contains(",gpu.init,driver,2,0001:00:02.0,7223000000,,,true,")
+    );
+    assert_eq!(
+        text(Format::Otlp, &file, &[])
+            .matches(r#"{"key":"boot.open","value":{"boolValue":true}}"#)
+            .count(),
+        2,
+        "it, and the boot"
+    );
 }
 
 #[test]
 fn the_page_has_a_failed_gpus_reason_and_the_drivers_line() {
     let (file, agent) = fixture(BOOT);
     let page = text(Format::Html, &file, &agent);
-    for said in ["2 of 3 GPUs usable 11.520 s after kernel start; GPU 2 failed", "RmInitAdapter failed! (0x62:0x65:1971)", "\u{b1}0.2 ms"] {
+    for said in [
+        "2 of 3 GPUs usable 11.520 s after kernel start; GPU 2 failed",
+        "RmInitAdapter failed! (0x62:0x65:1971)",
+        "\u{b1}0.2 ms",
+    ] {
         assert!(page.contains(said), "no {said}");
     }
 }
@@ -144,7 +223,10 @@ fn every_cut_of_a_boot_can_be_written() {
         let file = BootFile::read(&whole[..end]).unwrap();
         for format in FORMATS {
             let done = bytes(format, &file, &[], &Resource::new());
-            assert!(done.is_ok() || format == Format::Otlp, "{format:?} {end}: {done:?}");
+            assert!(
+                done.is_ok() || format == Format::Otlp,
+                "{format:?} {end}: {done:?}"
+            );
         }
     }
 }
@@ -161,11 +243,22 @@ fn hostile(records: u64) -> Vec<u8> {
         let gpu = format!("{:04x}:00:{:02x}.0", seq % 17, seq % 32);
         let kind = ["begin", "end", "event", "begin", "kmsg"][(seq / 5 % 5) as usize];
         let span = if matches!(kind, "begin" | "end") {
-            format!(r#","span":{}"#, [seq, seq / 2, u64::MAX][(seq % 3) as usize])
+            format!(
+                r#","span":{}"#,
+                [seq, seq / 2, u64::MAX][(seq % 3) as usize]
+            )
         } else {
             String::new()
         };
-        let name = ["gpu.found", "gpu.init", "=1+1", "gpu.failed", "</script>", "settled", "init.start"][(seq % 7) as usize];
+        let name = [
+            "gpu.found",
+            "gpu.init",
+            "=1+1",
+            "gpu.failed",
+            "</script>",
+            "settled",
+            "init.start",
+        ][(seq % 7) as usize];
         out.push_str(&format!(
             r#"{{"schema":1,"seq":{seq},"boottime_ns":{time},"kind":"{kind}","name":"{name}"{span},"gpu":"{gpu}","parent":{},"after":[{},{}],"level":"error","error":"{evil}","fields":{{"{evil}":"{evil}","index":{},"text":"{evil}","reason":"{evil}","cure":"{evil}","step":"{evil}"}}}}"#,
             seq / 3,
@@ -188,14 +281,30 @@ fn hostile(records: u64) -> Vec<u8> {
 #[test]
 fn a_hostile_boot_is_written_in_every_format_and_stays_text() {
     let file = BootFile::read(hostile(500).as_slice()).unwrap();
-    assert_eq!((file.records.len(), file.damaged), (500, 0), "{:?}", file.damage);
+    assert_eq!(
+        (file.records.len(), file.damaged),
+        (500, 0),
+        "{:?}",
+        file.damage
+    );
     for format in FORMATS {
         let out = bytes(format, &file, &[], &Resource::new()).unwrap();
-        assert!(format == Format::Perfetto || !out.contains(&0x1b), "{format:?}");
+        assert!(
+            format == Format::Perfetto || !out.contains(&0x1b),
+            "{format:?}"
+        );
     }
     let page = text(Format::Html, &file, &[]);
-    let scripts: Vec<&str> = page.split("<script").skip(1).map(|rest| rest.split('>').next().unwrap_or("")).collect();
-    assert_eq!(scripts, [r#" type="application/json" id="boot""#, ""], "scripts that are not the page's own");
+    let scripts: Vec<&str> = page
+        .split("<script")
+        .skip(1)
+        .map(|rest| rest.split('>').next().unwrap_or(""))
+        .collect();
+    assert_eq!(
+        scripts,
+        [r#" type="application/json" id="boot""#, ""],
+        "scripts that are not the page's own"
+    );
     assert_eq!(page.matches("</script>").count(), 2);
     assert!(!page.contains("<img") && !text(Format::Svg, &file, &[]).contains("<script"));
     let csv = text(Format::Csv, &file, &[]);
@@ -214,8 +323,11 @@ fn omissions_of_a_page_or_a_picture_are_named() {
 
 /// A boot of these records, `"boottime_ns"` and what follows.
 fn boot_of(records: impl IntoIterator<Item = String>) -> BootFile {
-    let lines: String =
-        records.into_iter().enumerate().map(|(seq, record)| format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{record}}}\n")).collect();
+    let lines: String = records
+        .into_iter()
+        .enumerate()
+        .map(|(seq, record)| format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{record}}}\n"))
+        .collect();
     let file = BootFile::read(lines.as_bytes()).unwrap();
     assert_eq!(file.damaged, 0, "{:?}", file.damage);
     file
@@ -226,9 +338,13 @@ fn many_named_gpus_are_not_each_searched_in_each_line() {
     let gpus = || (0..100).map(|n| format!("{n:04x}:00:00.0"));
     let said = gpus()
         .map(|gpu| format!(r#"5,"kind":"kmsg","name":"kmsg","level":"error","fields":{{"text":"NVRM: GPU {gpu}: fallen off the bus"}}"#));
-    let failed = gpus().map(|gpu| format!(r#"9,"kind":"event","name":"gpu.failed","gpu":"{gpu}","error":"gone""#));
+    let failed = gpus()
+        .map(|gpu| format!(r#"9,"kind":"event","name":"gpu.failed","gpu":"{gpu}","error":"gone""#));
     let timeline = Waterfall::new(&boot_of(said.chain(failed)), &[]);
-    assert_eq!((timeline.boot.gpus.len(), timeline.words.len()), (100, kata_gpu_report::views::lanes::MAX_GPU_LANES));
+    assert_eq!(
+        (timeline.boot.gpus.len(), timeline.words.len()),
+        (100, kata_gpu_report::views::lanes::MAX_GPU_LANES)
+    );
 }
 
 #[test]
@@ -238,23 +354,47 @@ fn vmm_and_firmware_are_a_step_in_every_format() {
         r#"3000,"kind":"event","name":"clock.tsc","fields":{"before_kernel_ns":960000000,"error_ns":40000}"#.to_string(),
         r#"9000,"kind":"event","name":"settled""#.to_string(),
     ]);
-    let sample = Sample { boottime_ns: 9_000, offset_ns: 1_700_000_000_000_000_000, error_ns: 1_000 };
+    let sample = Sample {
+        boottime_ns: 9_000,
+        offset_ns: 1_700_000_000_000_000_000,
+        error_ns: 1_000,
+    };
     file.host.push(HostLine::now(HostEvent::Clock(sample)));
     let timeline = Waterfall::new(&file, &[]);
-    let [vmm, ..] = timeline.steps.as_slice() else { panic!("no step") };
-    assert_eq!((vmm.name.as_str(), vmm.side, vmm.begin_ns, vmm.end_ns), (derived::VMM_FIRMWARE, Side::Host, -960_000_000, Some(0)));
-    assert_eq!((timeline.begin_ns, timeline.path[0].begin_ns), (-960_000_000, -960_000_000));
-    assert_eq!(timeline.wall_at(vmm.begin_ns).unwrap().realtime_ns, 1_699_999_999_040_000_000);
-    assert_eq!(timeline.wall_at(vmm.begin_ns).unwrap().error_ns, 41_000 + timeline.wall_at(0).unwrap().error_ns - 1_000);
+    let [vmm, ..] = timeline.steps.as_slice() else {
+        panic!("no step")
+    };
+    assert_eq!(
+        (vmm.name.as_str(), vmm.side, vmm.begin_ns, vmm.end_ns),
+        (derived::VMM_FIRMWARE, Side::Host, -960_000_000, Some(0))
+    );
+    assert_eq!(
+        (timeline.begin_ns, timeline.path[0].begin_ns),
+        (-960_000_000, -960_000_000)
+    );
+    assert_eq!(
+        timeline.wall_at(vmm.begin_ns).unwrap().realtime_ns,
+        1_699_999_999_040_000_000
+    );
+    assert_eq!(
+        timeline.wall_at(vmm.begin_ns).unwrap().error_ns,
+        41_000 + timeline.wall_at(0).unwrap().error_ns - 1_000
+    );
     assert!(text(Format::Csv, &file, &[]).contains(",-960000000,0,960000000,false,"));
     let html = text(Format::Html, &file, &[]);
-    assert!(html.contains("<dt>VMM and firmware</dt><dd>0.960 <small>s</small>") && html.contains(r#""begin":-960000000"#));
+    assert!(
+        html.contains("<dt>VMM and firmware</dt><dd>0.960 <small>s</small>")
+            && html.contains(r#""begin":-960000000"#)
+    );
     let svg = text(Format::Svg, &file, &[]);
     assert!(
-        svg.contains("<title>vmm+firmware 0.960 s</title>") && svg.contains(">kernel start</text>") && svg.contains(">-0.900 s</text>"),
+        svg.contains("<title>vmm+firmware 0.960 s</title>")
+            && svg.contains(">kernel start</text>")
+            && svg.contains(">-0.900 s</text>"),
         "{svg}"
     );
-    let spans = json(Format::Otlp, &file, &[])["resourceSpans"][0]["scopeSpans"][0]["spans"].clone();
+    let spans =
+        json(Format::Otlp, &file, &[])["resourceSpans"][0]["scopeSpans"][0]["spans"].clone();
     for span in [&spans[0], &spans[1]] {
         assert_eq!(span["startTimeUnixNano"], "1699999999040000000", "{span}");
     }
@@ -277,14 +417,38 @@ fn bounds_hold_where_the_hosts_clock_was_stepped() {
     const HOUR_NS: u64 = 3_600_000_000_000;
     let (mut file, _) = fixture(BOOT);
     let honest = Waterfall::new(&file, &[]);
-    assert!(honest.steps.iter().all(|step| honest.wall_at(step.begin_ns).unwrap().error_ns < 10_000_000));
-    let best = file.clock_samples().min_by_key(|sample| sample.error_ns).unwrap();
-    let later = Sample { boottime_ns: 9_000_000_000, offset_ns: best.offset_ns + HOUR_NS as i64, error_ns: 2 * best.error_ns };
+    assert!(
+        honest
+            .steps
+            .iter()
+            .all(|step| honest.wall_at(step.begin_ns).unwrap().error_ns < 10_000_000)
+    );
+    let best = file
+        .clock_samples()
+        .min_by_key(|sample| sample.error_ns)
+        .unwrap();
+    let later = Sample {
+        boottime_ns: 9_000_000_000,
+        offset_ns: best.offset_ns + HOUR_NS as i64,
+        error_ns: 2 * best.error_ns,
+    };
     file.host.push(HostLine::now(HostEvent::Clock(later)));
     let timeline = Waterfall::new(&file, &[]);
     let later_ns = ns(later.boottime_ns);
-    assert!(timeline.steps.iter().any(|step| step.begin_ns > later_ns || step.end_ns > Some(later_ns)));
+    assert!(
+        timeline
+            .steps
+            .iter()
+            .any(|step| step.begin_ns > later_ns || step.end_ns > Some(later_ns))
+    );
     let bound = |boottime_ns| timeline.wall_at(ns(boottime_ns)).unwrap().error_ns;
-    assert!(bound(best.boottime_ns) < 10_000_000 && bound(later.boottime_ns) >= HOUR_NS, "{}", bound(later.boottime_ns));
-    assert!(timeline.clock_error_ns().unwrap() >= HOUR_NS, "what the page says of any of its times");
+    assert!(
+        bound(best.boottime_ns) < 10_000_000 && bound(later.boottime_ns) >= HOUR_NS,
+        "{}",
+        bound(later.boottime_ns)
+    );
+    assert!(
+        timeline.clock_error_ns().unwrap() >= HOUR_NS,
+        "what the page says of any of its times"
+    );
 }

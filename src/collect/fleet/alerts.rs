@@ -6,8 +6,9 @@
 //! enough for the shortest window.
 
 use super::metrics_table::{
-    BOOTS, BOOTS_BEGUN, BOOTS_IN_FLIGHT, BOOTS_NOT_FOLLOWED, BUILD_INFO, CONNECTED, CONNECTIONS_REFUSED, DOCTOR_FINDING_SECONDS, FAILED,
-    GPUS, KEEP_LIMIT_BYTES, KEPT_BYTES, MILESTONE_SECONDS, OTLP_DROPPED, OTLP_PUSHED, OTLP_QUEUE, RECORDS_CAPPED, RECORDS_DROPPED,
+    BOOTS, BOOTS_BEGUN, BOOTS_IN_FLIGHT, BOOTS_NOT_FOLLOWED, BUILD_INFO, CONNECTED,
+    CONNECTIONS_REFUSED, DOCTOR_FINDING_SECONDS, FAILED, GPUS, KEEP_LIMIT_BYTES, KEPT_BYTES,
+    MILESTONE_SECONDS, OTLP_DROPPED, OTLP_PUSHED, OTLP_QUEUE, RECORDS_CAPPED, RECORDS_DROPPED,
     RECORDS_LOST, WRITE_ERRORS,
 };
 use super::promql::failed_boots;
@@ -68,7 +69,10 @@ use Severity::{Critical, Warning};
 
 /// Alerts about boots of guests, and about their collectors.
 pub fn groups() -> [(&'static str, Vec<Alert>); 2] {
-    [("kata-gpu-boot boots", boots()), ("kata-gpu-boot collectors", collectors())]
+    [
+        ("kata-gpu-boot boots", boots()),
+        ("kata-gpu-boot collectors", collectors()),
+    ]
 }
 
 fn boots() -> Vec<Alert> {
@@ -76,7 +80,10 @@ fn boots() -> Vec<Alert> {
     let failed = failed_boots();
     let of_gpus = GPUS.series().of(FAILED);
     let buckets = MILESTONE_SECONDS.buckets().of(SETTLED);
-    let (sums, counts) = (MILESTONE_SECONDS.sums().of(SETTLED), MILESTONE_SECONDS.counts().of(SETTLED));
+    let (sums, counts) = (
+        MILESTONE_SECONDS.sums().of(SETTLED),
+        MILESTONE_SECONDS.counts().of(SETTLED),
+    );
     let in_flight = BOOTS_IN_FLIGHT.series().of(CONNECTED);
     vec![
         Alert {
@@ -171,7 +178,9 @@ fn boots() -> Vec<Alert> {
             name: "KataGpuBootHangs",
             severity: Warning,
             after: HANGS,
-            expr: format!("{in_flight} > 0\nunless on (job, instance)\nincrease({BOOTS_BEGUN}[{HANGS}]) > 0"),
+            expr: format!(
+                "{in_flight} > 0\nunless on (job, instance)\nincrease({BOOTS_BEGUN}[{HANGS}]) > 0"
+            ),
             summary: "a GPU guest on {{ $labels.instance }} does not become settled",
             description: "{{ $value | printf \"%.0f\" }} boots are in flight since half an hour, \
                           and none began since. On the node, `kata-gpu-boot follow --dir \
@@ -182,7 +191,9 @@ fn boots() -> Vec<Alert> {
 }
 
 fn collectors() -> Vec<Alert> {
-    let not_counted = BOOTS.series().of_any(&[Outcome::Implausible.name(), Outcome::Unread.name()]);
+    let not_counted = BOOTS
+        .series()
+        .of_any(&[Outcome::Implausible.name(), Outcome::Unread.name()]);
     vec![
         Alert {
             name: "KataGpuBootCollectorDown",
@@ -211,7 +222,9 @@ fn collectors() -> Vec<Alert> {
             name: "KataGpuBootCannotWrite",
             severity: Critical,
             after: "5m",
-            expr: format!("increase({WRITE_ERRORS}[10m]) > 0\nor\nincrease({RECORDS_DROPPED}[10m]) > 0"),
+            expr: format!(
+                "increase({WRITE_ERRORS}[10m]) > 0\nor\nincrease({RECORDS_DROPPED}[10m]) > 0"
+            ),
             summary: "the collector on {{ $labels.instance }} cannot write boots",
             description: "Records are dropped while this lasts, and asked for again afterwards: \
                           make room on the disk, or keep less (`kata-gpu-boot collect --dir \
@@ -233,7 +246,9 @@ fn collectors() -> Vec<Alert> {
             name: "KataGpuBootRecordsLost",
             severity: Warning,
             after: "10m",
-            expr: format!("increase({RECORDS_LOST}[1h]) > 0\nor\nincrease({RECORDS_CAPPED}[1h]) > 0"),
+            expr: format!(
+                "increase({RECORDS_LOST}[1h]) > 0\nor\nincrease({RECORDS_CAPPED}[1h]) > 0"
+            ),
             summary: "records of boots on {{ $labels.instance }} are lost",
             description: "{{ $value | printf \"%.0f\" }} records within an hour never came, or \
                           were over a limit of their boot: `kata-gpu-boot show BOOT --dir \
@@ -244,7 +259,9 @@ fn collectors() -> Vec<Alert> {
             name: "KataGpuBootNotCounted",
             severity: Warning,
             after: "10m",
-            expr: format!("sum by (job, instance) (increase({not_counted}[1h])) > 0\nor\nincrease({BOOTS_NOT_FOLLOWED}[1h]) > 0"),
+            expr: format!(
+                "sum by (job, instance) (increase({not_counted}[1h])) > 0\nor\nincrease({BOOTS_NOT_FOLLOWED}[1h]) > 0"
+            ),
             summary: "boots on {{ $labels.instance }} are in no number",
             description: "{{ $value | printf \"%.0f\" }} boots within an hour had numbers that no \
                           machine has, could not be read, or were too many at once. The \
@@ -267,7 +284,9 @@ fn collectors() -> Vec<Alert> {
             name: "KataGpuBootPushFails",
             severity: Warning,
             after: "5m",
-            expr: format!("min_over_time({OTLP_QUEUE}[15m]) > 0\nand\nincrease({OTLP_PUSHED}[15m]) == 0"),
+            expr: format!(
+                "min_over_time({OTLP_QUEUE}[15m]) > 0\nand\nincrease({OTLP_PUSHED}[15m]) == 0"
+            ),
             summary: "the collector on {{ $labels.instance }} pushes no boots",
             description: "{{ $value | printf \"%.0f\" }} boots wait for the receiver of --otlp, \
                           which took none for 15 minutes. `kata-gpu-boot export --dir \
@@ -311,10 +330,18 @@ fn write_rule(text: &mut String, alert: &Alert) -> std::fmt::Result {
         writeln!(text, "          {line}")?;
     }
     writeln!(text, "        for: {}", alert.after)?;
-    writeln!(text, "        labels:\n          severity: {}", alert.severity.name())?;
+    writeln!(
+        text,
+        "        labels:\n          severity: {}",
+        alert.severity.name()
+    )?;
     // Strings of JSON are strings of YAML.
     let quoted = |plain: &str| serde_json::Value::from(plain).to_string();
-    writeln!(text, "        annotations:\n          summary: {}", quoted(alert.summary))?;
+    writeln!(
+        text,
+        "        annotations:\n          summary: {}",
+        quoted(alert.summary)
+    )?;
     writeln!(text, "          description: {}", quoted(alert.description))
 }
 
@@ -347,11 +374,21 @@ mod tests {
 
     #[test]
     fn thresholds_and_commands_are_those_of_this_program() {
-        assert!(BOUNDS.contains(&SLOW_SECONDS), "the percentile has an error there");
+        assert!(
+            BOUNDS.contains(&SLOW_SECONDS),
+            "the percentile has an error there"
+        );
         let unit = systemd_unit(Path::new("/kata-gpu-boot")).unwrap();
-        assert!(unit.contains("--dir /var/lib/kata-gpu-boot"), "descriptions name this directory");
+        assert!(
+            unit.contains("--dir /var/lib/kata-gpu-boot"),
+            "descriptions name this directory"
+        );
         for alert in groups().iter().flat_map(|(_, alerts)| alerts) {
-            assert!(alert.description.contains("`kata-gpu-boot "), "{}: no cure", alert.name);
+            assert!(
+                alert.description.contains("`kata-gpu-boot "),
+                "{}: no cure",
+                alert.name
+            );
         }
         let text = yaml();
         for said in [

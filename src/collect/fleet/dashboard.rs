@@ -46,32 +46,52 @@ impl Panel {
 
 /// Series of the chosen jobs and instances.
 fn chosen(series: Series) -> Series {
-    series.matching("job=~\"$job\"").matching("instance=~\"$instance\"")
+    series
+        .matching("job=~\"$job\"")
+        .matching("instance=~\"$instance\"")
 }
 
 /// Increase of all series together, or by a label.
 fn increase(by: &str, series: Series, window: &str) -> String {
-    let by = if by.is_empty() { String::new() } else { format!(" by ({by})") };
+    let by = if by.is_empty() {
+        String::new()
+    } else {
+        format!(" by ({by})")
+    };
     format!("sum{by} (increase({}[{window}]))", chosen(series))
 }
 
 /// Increases of metrics without labels, with the legend of each.
 fn counted(rows: &[(&Metric, &'static str)]) -> Vec<(String, &'static str)> {
-    rows.iter().map(|(metric, legend)| (increase("", metric.series(), WINDOW), *legend)).collect()
+    rows.iter()
+        .map(|(metric, legend)| (increase("", metric.series(), WINDOW), *legend))
+        .collect()
 }
 
 fn percentile(p: f64, by: &str, buckets: Series, window: &str) -> String {
-    let le = if by.is_empty() { "le".to_string() } else { format!("{by}, le") };
-    format!("histogram_quantile({p}, {})", increase(&le, buckets, window))
+    let le = if by.is_empty() {
+        "le".to_string()
+    } else {
+        format!("{by}, le")
+    };
+    format!(
+        "histogram_quantile({p}, {})",
+        increase(&le, buckets, window)
+    )
 }
 
 fn percentiles(buckets: &Series) -> Vec<(String, &'static str)> {
-    [(0.5, "p50"), (0.9, "p90"), (0.99, "p99")].map(|(p, legend)| (percentile(p, "", buckets.clone(), WINDOW), legend)).into()
+    [(0.5, "p50"), (0.9, "p90"), (0.99, "p99")]
+        .map(|(p, legend)| (percentile(p, "", buckets.clone(), WINDOW), legend))
+        .into()
 }
 
 /// Mean of a histogram by its label; a gap where nothing was counted.
 fn mean(by: &str, histogram: &Metric) -> String {
-    let (sums, counts) = (increase(by, histogram.sums(), WINDOW), increase(by, histogram.counts(), WINDOW));
+    let (sums, counts) = (
+        increase(by, histogram.sums(), WINDOW),
+        increase(by, histogram.counts(), WINDOW),
+    );
     format!("{sums} / ({counts} > 0)")
 }
 
@@ -81,31 +101,67 @@ const RANGE: &str = "$__range";
 const RATE: &str = "$__rate_interval";
 
 fn rows() -> [(&'static str, Vec<Panel>); 4] {
-    [("Boots", boots()), ("Whose time", times()), ("What fails", failures()), ("Collectors", collectors())]
+    [
+        ("Boots", boots()),
+        ("Whose time", times()),
+        ("What fails", failures()),
+        ("Collectors", collectors()),
+    ]
 }
 
 fn boots() -> Vec<Panel> {
     let all = || BOOTS.series();
     let settled = || BOOTS.series().of(Outcome::Settled.name());
     let of_milestone = MILESTONE_SECONDS.buckets().of("$milestone");
-    let stat = |title, description, unit, query| Panel { form: Form::Stat, title, description, unit, width: 4, queries: vec![(query, "")] };
+    let stat = |title, description, unit, query| Panel {
+        form: Form::Stat,
+        title,
+        description,
+        unit,
+        width: 4,
+        queries: vec![(query, "")],
+    };
     vec![
-        stat("Boots", "Boots that were over in the time shown.", "short", increase("", all(), RANGE)),
+        stat(
+            "Boots",
+            "Boots that were over in the time shown.",
+            "short",
+            increase("", all(), RANGE),
+        ),
         stat(
             "Settled",
             "Of these, the share whose GPUs were all settled.",
             "percentunit",
-            format!("{} / ({} > 0)", increase("", settled(), RANGE), increase("", all(), RANGE)),
+            format!(
+                "{} / ({} > 0)",
+                increase("", settled(), RANGE),
+                increase("", all(), RANGE)
+            ),
         ),
-        stat("Boots failed", "Powered off, or gone before they were settled.", "short", increase("", failed_boots(), RANGE)),
-        stat("GPUs failed", "GPUs that were not usable in boots that are over.", "short", increase("", GPUS.series().of(FAILED), RANGE)),
+        stat(
+            "Boots failed",
+            "Powered off, or gone before they were settled.",
+            "short",
+            increase("", failed_boots(), RANGE),
+        ),
+        stat(
+            "GPUs failed",
+            "GPUs that were not usable in boots that are over.",
+            "short",
+            increase("", GPUS.series().of(FAILED), RANGE),
+        ),
         stat(
             "90 % are there after",
             "90th percentile of the chosen milestone in the time shown, from the kernel's start.",
             "s",
             percentile(0.9, "", of_milestone.clone(), RANGE),
         ),
-        stat("In flight", "Boots that are neither settled nor over, now.", "short", format!("sum ({})", chosen(BOOTS_IN_FLIGHT.series()))),
+        stat(
+            "In flight",
+            "Boots that are neither settled nor over, now.",
+            "short",
+            format!("sum ({})", chosen(BOOTS_IN_FLIGHT.series())),
+        ),
         Panel {
             form: Form::Lines,
             title: "Time to $milestone",
@@ -138,7 +194,10 @@ fn boots() -> Vec<Panel> {
             unit: "short",
             width: 12,
             queries: vec![
-                (format!("sum by (state) ({})", chosen(BOOTS_IN_FLIGHT.series())), "{{state}}"),
+                (
+                    format!("sum by (state) ({})", chosen(BOOTS_IN_FLIGHT.series())),
+                    "{{state}}",
+                ),
                 (increase("", BOOTS_BEGUN.series(), WINDOW), "begun"),
             ],
         },
@@ -146,7 +205,14 @@ fn boots() -> Vec<Panel> {
 }
 
 fn times() -> Vec<Panel> {
-    let bars = |title, description, queries| Panel { form: Form::Bars, title, description, unit: "s", width: 12, queries };
+    let bars = |title, description, queries| Panel {
+        form: Form::Bars,
+        title,
+        description,
+        unit: "s",
+        width: 12,
+        queries,
+    };
     let of_steps = percentile(0.9, "step", STEP_SECONDS.buckets(), RANGE);
     vec![
         Panel {
@@ -163,12 +229,21 @@ fn times() -> Vec<Panel> {
             description: "Boots in the window before each point.",
             unit: "s",
             width: 12,
-            queries: vec![(percentile(0.9, "phase", PHASE_SECONDS.buckets(), WINDOW), "{{phase}}")],
+            queries: vec![(
+                percentile(0.9, "phase", PHASE_SECONDS.buckets(), WINDOW),
+                "{{phase}}",
+            )],
         },
         bars(
             "Time of all boots by step",
             "The steps with the most time together. Of 8 GPUs at once each counts.",
-            vec![(format!("topk(12, {} > 0)", increase("step", STEP_SECONDS.sums(), RANGE)), "{{step}}")],
+            vec![(
+                format!(
+                    "topk(12, {} > 0)",
+                    increase("step", STEP_SECONDS.sums(), RANGE)
+                ),
+                "{{step}}",
+            )],
         ),
         bars(
             "90th percentile of a single step",
@@ -178,7 +253,13 @@ fn times() -> Vec<Panel> {
         bars(
             "What hosts cost a boot",
             "Findings of `kata-gpu-boot doctor --daemonset-check`, the worst node of each. Several can be about the same seconds.",
-            vec![(format!("topk(12, max by (rule) ({}))", chosen(DOCTOR_FINDING_SECONDS.series())), "{{rule}}")],
+            vec![(
+                format!(
+                    "topk(12, max by (rule) ({}))",
+                    chosen(DOCTOR_FINDING_SECONDS.series())
+                ),
+                "{{rule}}",
+            )],
         ),
     ]
 }
@@ -194,7 +275,10 @@ fn failures() -> Vec<Panel> {
                           off or were not settled.",
             unit: "short",
             width: 12,
-            queries: vec![(format!("{} > 0", increase("reason", FAILURES.series(), WINDOW)), "{{reason}}")],
+            queries: vec![(
+                format!("{} > 0", increase("reason", FAILURES.series(), WINDOW)),
+                "{{reason}}",
+            )],
         },
         Panel {
             form: Form::Bars,
@@ -202,7 +286,13 @@ fn failures() -> Vec<Panel> {
             description: "The most frequent ones. `kata-gpu-boot show BOOT` has the driver's log lines of one boot.",
             unit: "short",
             width: 12,
-            queries: vec![(format!("topk(12, {} > 0)", increase("reason", FAILURES.series(), RANGE)), "{{reason}}")],
+            queries: vec![(
+                format!(
+                    "topk(12, {} > 0)",
+                    increase("reason", FAILURES.series(), RANGE)
+                ),
+                "{{reason}}",
+            )],
         },
         Panel {
             form: Form::Stacked,
@@ -232,7 +322,14 @@ fn failures() -> Vec<Panel> {
 }
 
 fn collectors() -> Vec<Panel> {
-    let panel = |title, description, unit, queries| Panel { form: Form::Lines, title, description, unit, width: 8, queries };
+    let panel = |title, description, unit, queries| Panel {
+        form: Form::Lines,
+        title,
+        description,
+        unit,
+        width: 8,
+        queries,
+    };
     let rate = |metric: &Metric| format!("sum (rate({}[{RATE}]))", chosen(metric.series()));
     let sum = |metric: &Metric| format!("sum ({})", chosen(metric.series()));
     vec![
@@ -240,7 +337,10 @@ fn collectors() -> Vec<Panel> {
             "Collectors",
             "Those that were scraped, by version.",
             "short",
-            vec![(format!("count by (version) ({})", chosen(BUILD_INFO.series())), "{{version}}")],
+            vec![(
+                format!("count by (version) ({})", chosen(BUILD_INFO.series())),
+                "{{version}}",
+            )],
         ),
         panel(
             "Lost",
@@ -259,13 +359,19 @@ fn collectors() -> Vec<Panel> {
             "Disk",
             "Bytes of boots on all nodes, and what --keep-size allows them together.",
             "bytes",
-            vec![(sum(&KEPT_BYTES), "kept"), (sum(&KEEP_LIMIT_BYTES), "limit")],
+            vec![
+                (sum(&KEPT_BYTES), "kept"),
+                (sum(&KEEP_LIMIT_BYTES), "limit"),
+            ],
         ),
         panel(
             "Files",
             "In the window: writes that failed, files that were too old or too much.",
             "short",
-            counted(&[(&WRITE_ERRORS, "could not be written"), (&FILES_REMOVED, "removed by retention")]),
+            counted(&[
+                (&WRITE_ERRORS, "could not be written"),
+                (&FILES_REMOVED, "removed by retention"),
+            ]),
         ),
         panel(
             "Connections",
@@ -273,7 +379,11 @@ fn collectors() -> Vec<Panel> {
             "short",
             [
                 vec![(sum(&CONNECTIONS_OPEN), "open")],
-                counted(&[(&CONNECTIONS, "taken"), (&CONNECTIONS_REFUSED, "refused"), (&CONNECTIONS_OF_STRANGERS, "strangers")]),
+                counted(&[
+                    (&CONNECTIONS, "taken"),
+                    (&CONNECTIONS_REFUSED, "refused"),
+                    (&CONNECTIONS_OF_STRANGERS, "strangers"),
+                ]),
             ]
             .concat(),
         ),
@@ -283,12 +393,20 @@ fn collectors() -> Vec<Panel> {
             "short",
             vec![(rate(&RECORDS), "new"), (rate(&RECORDS_DUPLICATE), "again")],
         ),
-        panel("Received", "From all guests.", "Bps", vec![(rate(&RECEIVED_BYTES), "bytes")]),
+        panel(
+            "Received",
+            "From all guests.",
+            "Bps",
+            vec![(rate(&RECEIVED_BYTES), "bytes")],
+        ),
         panel(
             "Push queue",
             "Boots that wait for the receiver of --otlp, and how many may.",
             "short",
-            vec![(sum(&OTLP_QUEUE), "waiting"), (sum(&OTLP_QUEUE_CAPACITY), "capacity")],
+            vec![
+                (sum(&OTLP_QUEUE), "waiting"),
+                (sum(&OTLP_QUEUE_CAPACITY), "capacity"),
+            ],
         ),
         panel(
             "Pushes",
@@ -306,7 +424,11 @@ fn collectors() -> Vec<Panel> {
             "Scrapes",
             "Answers in the window, and connections that gave way, broke or were too slow.",
             "short",
-            counted(&[(&SCRAPES, "answered"), (&SCRAPES_REFUSED, "gave way"), (&SCRAPES_FAILED, "failed")]),
+            counted(&[
+                (&SCRAPES, "answered"),
+                (&SCRAPES_REFUSED, "gave way"),
+                (&SCRAPES_FAILED, "failed"),
+            ]),
         ),
     ]
 }
@@ -352,13 +474,21 @@ fn look(panel: &Panel) -> (&'static str, Value, Value) {
     let reduce = json!({"calcs": ["lastNotNull"], "fields": "", "values": false});
     let plain = json!({"unit": panel.unit, "min": 0});
     match panel.form {
-        Form::Stat => ("stat", plain, json!({"reduceOptions": reduce, "colorMode": "none", "graphMode": "none", "textMode": "value"})),
-        Form::Bars => {
-            ("bargauge", plain, json!({"reduceOptions": reduce, "orientation": "horizontal", "displayMode": "basic", "valueMode": "color"}))
-        }
-        Form::Heatmap => {
-            ("heatmap", json!({}), json!({"calculate": false, "yAxis": {"unit": panel.unit}, "cellGap": 1, "legend": {"show": true}}))
-        }
+        Form::Stat => (
+            "stat",
+            plain,
+            json!({"reduceOptions": reduce, "colorMode": "none", "graphMode": "none", "textMode": "value"}),
+        ),
+        Form::Bars => (
+            "bargauge",
+            plain,
+            json!({"reduceOptions": reduce, "orientation": "horizontal", "displayMode": "basic", "valueMode": "color"}),
+        ),
+        Form::Heatmap => (
+            "heatmap",
+            json!({}),
+            json!({"calculate": false, "yAxis": {"unit": panel.unit}, "cellGap": 1, "legend": {"show": true}}),
+        ),
         Form::Lines | Form::Stacked => {
             let stacked = panel.form == Form::Stacked;
             let stacking = if stacked { "normal" } else { "none" };
@@ -381,7 +511,11 @@ fn look(panel: &Panel) -> (&'static str, Value, Value) {
 /// A panel's JSON, at a place of the grid.
 fn panel_json(panel: &Panel, id: u32, x: u32, y: u32) -> Value {
     let instant = matches!(panel.form, Form::Stat | Form::Bars);
-    let format = if panel.form == Form::Heatmap { "heatmap" } else { "time_series" };
+    let format = if panel.form == Form::Heatmap {
+        "heatmap"
+    } else {
+        "time_series"
+    };
     let names = ["A", "B", "C", "D", "E", "F"];
     let targets: Vec<Value> = names
         .iter()
@@ -453,8 +587,17 @@ mod tests {
         let text = dashboard().to_string();
         for metric in TABLE {
             let name = metric.to_string();
-            let suffixes = if metric.kind == Kind::Histogram { &["_bucket{", "_sum{", "_count{"][..] } else { &["{", "[", ","] };
-            assert!(suffixes.iter().any(|suffix| text.contains(&format!("{name}{suffix}"))), "{name}");
+            let suffixes = if metric.kind == Kind::Histogram {
+                &["_bucket{", "_sum{", "_count{"][..]
+            } else {
+                &["{", "[", ","]
+            };
+            assert!(
+                suffixes
+                    .iter()
+                    .any(|suffix| text.contains(&format!("{name}{suffix}"))),
+                "{name}"
+            );
         }
         assert!(!text.contains("kata_gpu_boot_nothing_of_that_name{"));
     }
@@ -466,7 +609,10 @@ mod tests {
         let mut taken = std::collections::BTreeSet::new();
         for (n, panel) in panels.iter().enumerate() {
             assert_eq!(panel["id"].as_u64(), Some(n as u64 + 1));
-            assert!(place(panel, "x") + place(panel, "w") <= u64::from(COLUMNS), "{panel}");
+            assert!(
+                place(panel, "x") + place(panel, "w") <= u64::from(COLUMNS),
+                "{panel}"
+            );
             for y in place(panel, "y")..place(panel, "y") + place(panel, "h") {
                 for x in place(panel, "x")..place(panel, "x") + place(panel, "w") {
                     assert!(taken.insert((x, y)), "two panels at {x}, {y}: {panel}");
@@ -477,7 +623,11 @@ mod tests {
 
     #[test]
     fn no_panel_has_more_queries_than_letters() {
-        let most = rows().iter().flat_map(|(_, row)| row).map(|panel| panel.queries.len()).max();
+        let most = rows()
+            .iter()
+            .flat_map(|(_, row)| row)
+            .map(|panel| panel.queries.len())
+            .max();
         assert_eq!(most, Some(6));
     }
 }

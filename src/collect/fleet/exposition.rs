@@ -10,7 +10,8 @@ use super::snapshot::Snapshot;
 use hyper::header::HeaderValue;
 use std::fmt::{self, Write};
 
-pub const CONTENT_TYPE: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+pub const CONTENT_TYPE: HeaderValue =
+    HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 
 /// All metrics with their values now.
 pub fn write(shared: &Shared) -> String {
@@ -42,10 +43,17 @@ fn write_metric(text: &mut String, metric: &Metric, values: Values) -> fmt::Resu
             for (of, histogram) in histograms {
                 for (bound, count) in histogram.cumulative() {
                     let bound = bound.map_or("+Inf".to_string(), |bound| bound.to_string());
-                    writeln!(text, "{metric}_bucket{{{label}=\"{of}\",le=\"{bound}\"}} {count}")?;
+                    writeln!(
+                        text,
+                        "{metric}_bucket{{{label}=\"{of}\",le=\"{bound}\"}} {count}"
+                    )?;
                 }
                 writeln!(text, "{metric}_sum{{{label}=\"{of}\"}} {}", histogram.sum)?;
-                writeln!(text, "{metric}_count{{{label}=\"{of}\"}} {}", histogram.count())?;
+                writeln!(
+                    text,
+                    "{metric}_count{{{label}=\"{of}\"}} {}",
+                    histogram.count()
+                )?;
             }
         }
     }

@@ -27,7 +27,12 @@ pub struct Shared {
 impl Shared {
     /// Zero counts; without `queue` nothing is pushed.
     pub fn new(from: Arc<Sources>, queue: Option<Arc<Queue>>) -> Self {
-        Self { from, queue, tally: Mutex::default(), http: ScrapeCounts::default() }
+        Self {
+            from,
+            queue,
+            tally: Mutex::default(),
+            http: ScrapeCounts::default(),
+        }
     }
 
     pub fn tally(&self) -> MutexGuard<'_, Tally> {

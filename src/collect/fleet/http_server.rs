@@ -48,14 +48,21 @@ pub fn parse_address(text: &str) -> Result<SocketAddr> {
     if let Ok(port) = text.parse() {
         return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
     }
-    text.parse().map_err(|_| anyhow!("want PORT, which is one of 127.0.0.1, or IP:PORT: 9464, 0.0.0.0:9464, [::]:9464"))
+    text.parse().map_err(|_| {
+        anyhow!("want PORT, which is one of 127.0.0.1, or IP:PORT: 9464, 0.0.0.0:9464, [::]:9464")
+    })
 }
 
 /// Binds the port, before privileges are dropped.
 pub fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
-    let listener = TcpListener::bind(address).with_context(|| format!("listen on {address} (--metrics)"))?;
-    listener.set_nonblocking(true).with_context(|| format!("listen on {address} (--metrics)"))?;
-    let bound = listener.local_addr().context("read the address of --metrics")?;
+    let listener =
+        TcpListener::bind(address).with_context(|| format!("listen on {address} (--metrics)"))?;
+    listener
+        .set_nonblocking(true)
+        .with_context(|| format!("listen on {address} (--metrics)"))?;
+    let bound = listener
+        .local_addr()
+        .context("read the address of --metrics")?;
     Ok((listener, bound))
 }
 
@@ -70,13 +77,18 @@ pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
                 while answering.try_join_next().is_some() {}
                 open.retain(|one| !one.task.is_finished());
                 if open.len() >= MAX_CONNECTIONS {
-                    let first_idle = open.iter().position(|one| !one.asked.load(Ordering::Relaxed));
+                    let first_idle = open
+                        .iter()
+                        .position(|one| !one.asked.load(Ordering::Relaxed));
                     open.remove(first_idle.unwrap_or(0)).task.abort();
                     shared.http.refused.fetch_add(1, Ordering::Relaxed);
                 }
                 let (shared, asked) = (shared.clone(), Arc::new(AtomicBool::new(false)));
                 let noted = asked.clone();
-                open.push(Open { asked, task: answering.spawn(async move { answer(stream, &shared, &noted).await }) });
+                open.push(Open {
+                    asked,
+                    task: answering.spawn(async move { answer(stream, &shared, &noted).await }),
+                });
                 // Most requests have arrived by now: read this one before a crowd can replace the
                 // connection.
                 tokio::task::yield_now().await;
@@ -114,16 +126,26 @@ async fn answer(stream: TcpStream, shared: &Arc<Shared>, asked: &AtomicBool) {
 }
 
 fn respond(request: &Request<Incoming>, shared: &Shared) -> Response<Full<Bytes>> {
-    let text = |status, text: &'static str| response(status, TEXT, Bytes::from_static(text.as_bytes()));
+    let text =
+        |status, text: &'static str| response(status, TEXT, Bytes::from_static(text.as_bytes()));
     match (request.method(), request.uri().path()) {
         (&Method::GET | &Method::HEAD, PATH) => {
             shared.http.scrapes.fetch_add(1, Ordering::Relaxed);
-            response(StatusCode::OK, exposition::CONTENT_TYPE, exposition::write(shared).into())
+            response(
+                StatusCode::OK,
+                exposition::CONTENT_TYPE,
+                exposition::write(shared).into(),
+            )
         }
-        (&Method::GET | &Method::HEAD, _) => text(StatusCode::NOT_FOUND, "not found: the metrics are at /metrics\n"),
+        (&Method::GET | &Method::HEAD, _) => text(
+            StatusCode::NOT_FOUND,
+            "not found: the metrics are at /metrics\n",
+        ),
         _ => {
             let mut response = text(StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
-            response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            response
+                .headers_mut()
+                .insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
             response
         }
     }
@@ -145,7 +167,13 @@ mod tests {
         assert_eq!(parse_address("9464").unwrap().to_string(), "127.0.0.1:9464");
         assert_eq!(parse_address("[::]:1").unwrap().to_string(), "[::]:1");
         for wrong in ["", "70000", ":9464", "localhost", "-1", "0.0.0.0"] {
-            assert!(parse_address(wrong).unwrap_err().to_string().contains("want PORT"), "{wrong}");
+            assert!(
+                parse_address(wrong)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("want PORT"),
+                "{wrong}"
+            );
         }
     }
 }

@@ -225,7 +225,9 @@ metrics! {
 
 /// A value that exists only where boots are pushed.
 fn with_otlp(now: &Snapshot, value: impl Fn(&Queue) -> u64) -> Values<'static> {
-    now.queue.as_ref().map_or(Values::Nothing, |queue| One(value(queue)))
+    now.queue
+        .as_ref()
+        .map_or(Values::Nothing, |queue| One(value(queue)))
 }
 
 /// Values of labels that queries name, in addition to [`Outcome`]'s.
@@ -234,12 +236,20 @@ pub const FAILED: &str = "failed";
 
 /// The table for people.
 pub fn markdown() -> String {
-    let mut table = String::from("| metric | type | unit | label | help |\n|---|---|---|---|---|\n");
+    let mut table =
+        String::from("| metric | type | unit | label | help |\n|---|---|---|---|---|\n");
     for metric in TABLE {
-        let label = metric.label.map(|label| format!("`{label}`")).unwrap_or_default();
+        let label = metric
+            .label
+            .map(|label| format!("`{label}`"))
+            .unwrap_or_default();
         let (kind, unit) = (metric.kind.name(), metric.unit.name());
         // Writing into a String cannot fail.
-        let _never = writeln!(table, "| `{metric}` | {kind} | {unit} | {label} | {} |", metric.help);
+        let _never = writeln!(
+            table,
+            "| `{metric}` | {kind} | {unit} | {label} | {} |",
+            metric.help
+        );
     }
     table
 }
@@ -256,11 +266,25 @@ mod tests {
         for metric in TABLE {
             let total = metric.name.ends_with("_total");
             assert_eq!(total, metric.kind == Kind::Counter, "{metric}");
-            let unit = ["seconds", "bytes"].into_iter().find(|unit| metric.name.trim_end_matches("_total").ends_with(&format!("_{unit}")));
+            let unit = ["seconds", "bytes"].into_iter().find(|unit| {
+                metric
+                    .name
+                    .trim_end_matches("_total")
+                    .ends_with(&format!("_{unit}"))
+            });
             assert_eq!(unit.unwrap_or("number"), metric.unit.name(), "{metric}");
             let plain = |c: char| c.is_ascii_lowercase() || c == '_';
-            assert!(metric.name.chars().chain(metric.label.unwrap_or_default().chars()).all(plain));
-            assert!(metric.help.ends_with('.') && !metric.help.contains(['\n', '\\', '|']), "{metric}");
+            assert!(
+                metric
+                    .name
+                    .chars()
+                    .chain(metric.label.unwrap_or_default().chars())
+                    .all(plain)
+            );
+            assert!(
+                metric.help.ends_with('.') && !metric.help.contains(['\n', '\\', '|']),
+                "{metric}"
+            );
         }
     }
 }

@@ -7,13 +7,13 @@
 //! and logged.
 
 pub mod alerts; // rules for Prometheus
-pub mod metrics_table; // the table of metrics
 pub mod dashboard; // panels for Grafana
 pub mod exposition; // the text that Prometheus reads
+pub mod fleet_state; // state that the tasks share
 pub mod http_server; // GET /metrics
+pub mod metrics_table; // the table of metrics
 pub mod promql; // selectors of PromQL
 pub mod pushing; // the queue of boots and its receiver
-pub mod fleet_state; // state that the tasks share
 pub mod snapshot; // values of one scrape
 pub mod sources; // inputs from the collector
 pub mod tally; // counts of boots that are over
@@ -50,7 +50,12 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    pub fn start(from: Sources, otlp: Option<Otlp>, metrics: Option<TcpListener>, on_thread: fn()) -> Result<Self> {
+    pub fn start(
+        from: Sources,
+        otlp: Option<Otlp>,
+        metrics: Option<TcpListener>,
+        on_thread: fn(),
+    ) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(BLOCKING)
@@ -62,7 +67,10 @@ impl Fleet {
             .context("start a runtime for boots that are over")?;
         let listener = {
             let _context = runtime.enter();
-            metrics.map(tokio::net::TcpListener::from_std).transpose().context("listen for --metrics")?
+            metrics
+                .map(tokio::net::TcpListener::from_std)
+                .transpose()
+                .context("listen for --metrics")?
         };
         let from = Arc::new(from);
         let queue = otlp.map(|otlp| Arc::new(Queue::new(otlp, from.clone())));
@@ -76,14 +84,19 @@ impl Fleet {
             runtime.block_on(work(shared, listener, stopped));
             let _nobody_waits = end.send(());
         };
-        std::thread::Builder::new().name("fleet".into()).spawn(run).context("start thread fleet")?;
+        std::thread::Builder::new()
+            .name("fleet".into())
+            .spawn(run)
+            .context("start thread fleet")?;
         Ok(Self { stop, ended })
     }
 
     /// Reports the boots that are over, pushes for a bounded time, and ends.
     pub async fn stop(self) -> Result<()> {
         self.stop.send_replace(true);
-        self.ended.await.context("the thread of boots that are over panicked")
+        self.ended
+            .await
+            .context("the thread of boots that are over panicked")
     }
 }
 
@@ -95,13 +108,20 @@ fn give_way() {
     let _refused = rustix::process::setpriority_process(None, NICE);
 }
 
-async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, stop: watch::Receiver<bool>) {
+async fn work(
+    shared: Arc<Shared>,
+    listener: Option<tokio::net::TcpListener>,
+    stop: watch::Receiver<bool>,
+) {
     let mut serving = JoinSet::new();
     if let Some(listener) = listener {
         serving.spawn(http_server::serve(listener, shared.clone()));
     }
     let (all_queued, last) = watch::channel(false);
-    let pushing = shared.queue.clone().map(|queue| tokio::spawn(pushing::run(queue, last)));
+    let pushing = shared
+        .queue
+        .clone()
+        .map(|queue| tokio::spawn(pushing::run(queue, last)));
     follow(&shared, stop).await;
     all_queued.send_replace(true);
     if let Some(pushing) = pushing
@@ -115,7 +135,9 @@ async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, st
 
 /// Reports boots until the stop, and then those that are over.
 async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
-    let Some(ends) = &shared.from.store.ends else { return };
+    let Some(ends) = &shared.from.store.ends else {
+        return;
+    };
     // Boots that are over and whose files are not complete.
     let mut waiting: Vec<Over> = Vec::new();
     loop {
@@ -142,24 +164,37 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
         if Instant::now() >= deadline {
             left += 1;
         } else if !report(shared, &over).await {
-            (shared.from.log)(format!("boot {}: not all of it could be written: it is not reported", over.boot));
+            (shared.from.log)(format!(
+                "boot {}: not all of it could be written: it is not reported",
+                over.boot
+            ));
         }
     }
     if left > 0 {
-        (shared.from.log)(format!("{left} boot(s) were over at the stop and are not reported; their files stay (export --otlp --push)"));
+        (shared.from.log)(format!(
+            "{left} boot(s) were over at the stop and are not reported; their files stay (export --otlp --push)"
+        ));
     }
 }
 
 /// Reports a boot. False while its file is not complete.
 async fn report(shared: &Arc<Shared>, over: &Over) -> bool {
-    let Some(path) = shared.from.store.report(&over.boot) else { return false };
+    let Some(path) = shared.from.store.report(&over.boot) else {
+        return false;
+    };
     if !over.old {
         let looked = spawn_blocking(move || look_at(&path)).await;
-        match looked.context("the account of it panicked").and_then(|looked| looked) {
+        match looked
+            .context("the account of it panicked")
+            .and_then(|looked| looked)
+        {
             Ok((numbers, facts)) => shared.tally().add(&numbers, facts),
             Err(e) => {
                 shared.tally().add_unread();
-                (shared.from.log)(format!("boot {}: {e:#}: it is not in the metrics", over.boot));
+                (shared.from.log)(format!(
+                    "boot {}: {e:#}: it is not in the metrics",
+                    over.boot
+                ));
             }
         }
     }
@@ -175,12 +210,27 @@ fn look_at(path: &Path) -> Result<(Metrics, tally::Facts)> {
     let loaded = load(path, None)?;
     let boot = &loaded.boot;
     let facts = tally::Facts {
-        lost: boot.lost.records.saturating_add(boot.lost.reported_by_guest),
+        lost: boot
+            .lost
+            .records
+            .saturating_add(boot.lost.reported_by_guest),
         powered_off: boot.power_off.is_some(),
-        usable_gpus: boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count(),
+        usable_gpus: boot
+            .gpus
+            .iter()
+            .filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none())
+            .count(),
         too_large: boot.too_large.is_some(),
     };
-    Ok((metrics(&loaded.boot.timeline, boot, &loaded.file, loaded.agent_known), facts))
+    Ok((
+        metrics(
+            &loaded.boot.timeline,
+            boot,
+            &loaded.file,
+            loaded.agent_known,
+        ),
+        facts,
+    ))
 }
 
 #[cfg(test)]

@@ -33,13 +33,19 @@ impl Metric {
 
     fn part(&self, part: &str) -> Series {
         let label = self.label.unwrap_or_default();
-        Series { name: format!("{self}{part}"), label, matchers: Vec::new() }
+        Series {
+            name: format!("{self}{part}"),
+            label,
+            matchers: Vec::new(),
+        }
     }
 }
 
 /// Boots that failed: powered off, or gone before they were settled.
 pub fn failed_boots() -> Series {
-    BOOTS.series().of_any(&[Outcome::PoweredOff.name(), Outcome::Unfinished.name()])
+    BOOTS
+        .series()
+        .of_any(&[Outcome::PoweredOff.name(), Outcome::Unfinished.name()])
 }
 
 impl Series {
@@ -64,7 +70,11 @@ impl Series {
 impl fmt::Display for Series {
     fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
         out.write_str(&self.name)?;
-        if self.matchers.is_empty() { Ok(()) } else { write!(out, "{{{}}}", self.matchers.join(",")) }
+        if self.matchers.is_empty() {
+            Ok(())
+        } else {
+            write!(out, "{{{}}}", self.matchers.join(","))
+        }
     }
 }
 
@@ -76,8 +86,14 @@ mod tests {
     fn a_selector_is_the_rows_name_with_its_label() {
         assert_eq!(RECORDS.series().to_string(), "kata_gpu_boot_records_total");
         let some = BOOTS.series().of_any(&["a", "b"]).matching("job=\"x\"");
-        assert_eq!(some.to_string(), "kata_gpu_boot_boots_total{outcome=~\"a|b\",job=\"x\"}");
+        assert_eq!(
+            some.to_string(),
+            "kata_gpu_boot_boots_total{outcome=~\"a|b\",job=\"x\"}"
+        );
         let buckets = PHASE_SECONDS.buckets().of("probe").to_string();
-        assert_eq!(buckets, "kata_gpu_boot_phase_seconds_bucket{phase=\"probe\"}");
+        assert_eq!(
+            buckets,
+            "kata_gpu_boot_phase_seconds_bucket{phase=\"probe\"}"
+        );
     }
 }

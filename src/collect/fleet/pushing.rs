@@ -59,7 +59,14 @@ pub struct Queue {
 impl Queue {
     /// An empty queue for at most `from.limits.push_queue` boots.
     pub fn new(otlp: Otlp, from: Arc<Sources>) -> Self {
-        Self { otlp, from, boots: Mutex::default(), more: Notify::new(), overflow: AtomicU64::new(0), logged_overflow: Mutex::default() }
+        Self {
+            otlp,
+            from,
+            boots: Mutex::default(),
+            more: Notify::new(),
+            overflow: AtomicU64::new(0),
+            logged_overflow: Mutex::default(),
+        }
     }
 
     fn boots(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
@@ -84,12 +91,19 @@ impl Queue {
     pub fn push(&self, boot: Arc<str>) {
         let mut boots = self.boots();
         boots.push_back(Waiting { boot, tries: 0 });
-        let oldest = if boots.len() as u64 > self.capacity() { boots.pop_front() } else { None };
+        let oldest = if boots.len() as u64 > self.capacity() {
+            boots.pop_front()
+        } else {
+            None
+        };
         drop(boots);
         if let Some(oldest) = oldest {
             drop_boots(&self.from.stats, 1);
             let n = self.overflow.fetch_add(1, Ordering::Relaxed) + 1;
-            let mut logged = self.logged_overflow.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut logged = self
+                .logged_overflow
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
             if logged.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
                 *logged = Some(Instant::now());
                 self.overflow.store(0, Ordering::Relaxed);
@@ -117,15 +131,24 @@ impl Trouble {
     fn failed(&mut self, why: &str, waiting: u64, target: &Target, log: &Log) {
         self.since.get_or_insert_with(Instant::now);
         self.failures += 1;
-        if self.logged.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
+        if self
+            .logged
+            .is_none_or(|logged| logged.elapsed() >= LOG_AGAIN)
+        {
             self.logged = Some(Instant::now());
-            log(format!("push to {target}: {why}: tried {} time(s), {waiting} boot(s) wait, trying again", self.failures));
+            log(format!(
+                "push to {target}: {why}: tried {} time(s), {waiting} boot(s) wait, trying again",
+                self.failures
+            ));
         }
     }
 
     fn over(&mut self, target: &Target, log: &Log) {
         if let Some(since) = self.since {
-            log(format!("push to {target}: it takes boots again, after {} s", since.elapsed().as_secs()));
+            log(format!(
+                "push to {target}: it takes boots again, after {} s",
+                since.elapsed().as_secs()
+            ));
         }
         *self = Self::default();
     }
@@ -144,7 +167,11 @@ pub async fn run(queue: Arc<Queue>, mut all_queued: watch::Receiver<bool>) {
     let left: Vec<Waiting> = queue.boots().drain(..).collect();
     if !left.is_empty() {
         drop_boots(&queue.from.stats, left.len() as u64);
-        let named: Vec<&str> = left.iter().take(MAX_NAMED).map(|waiting| &*waiting.boot).collect();
+        let named: Vec<&str> = left
+            .iter()
+            .take(MAX_NAMED)
+            .map(|waiting| &*waiting.boot)
+            .collect();
         let more = if left.len() > MAX_NAMED { ", .." } else { "" };
         (queue.from.log)(format!(
             "{} boot(s) not pushed to {} before the stop: {}{more}: their files stay (export --otlp --push)",
@@ -187,15 +214,28 @@ enum Next {
 fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed) -> Next {
     let (stats, log, target) = (&queue.from.stats, &queue.from.log, &queue.otlp.target);
     match pushed {
-        Pushed::Yes { spans, rejected, why } => {
+        Pushed::Yes {
+            spans,
+            rejected,
+            why,
+        } => {
             trouble.over(target, log);
             add(&stats.pushed, 1);
             add(&stats.pushed_spans, spans - rejected);
             add(&stats.rejected_spans, rejected);
             if rejected > 0 || why.is_some() {
-                log(format!("push to {target}: boot {boot}: {rejected} of {spans} span(s) rejected: {}", why.unwrap_or_default()));
+                log(format!(
+                    "push to {target}: boot {boot}: {rejected} of {spans} span(s) rejected: {}",
+                    why.unwrap_or_default()
+                ));
             }
-            queue.from.store.note(boot, HostEvent::Exported { to: target.to_string(), spans: spans - rejected });
+            queue.from.store.note(
+                boot,
+                HostEvent::Exported {
+                    to: target.to_string(),
+                    spans: spans - rejected,
+                },
+            );
             // A boot that a full queue dropped meanwhile was counted as dropped, too.
             queue.remove(boot);
             Next::Boot
@@ -204,10 +244,16 @@ fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed)
             if queue.remove(boot).is_some() {
                 drop_boots(stats, 1);
             }
-            log(format!("push to {target}: boot {boot}: {why}: not pushed; its file stays (export --otlp --push)"));
+            log(format!(
+                "push to {target}: boot {boot}: {why}: not pushed; its file stays (export --otlp --push)"
+            ));
             Next::Boot
         }
-        Pushed::Later { why, answered, after } => {
+        Pushed::Later {
+            why,
+            answered,
+            after,
+        } => {
             add(&stats.push_failures, 1);
             trouble.failed(&why, queue.waiting(), target, log);
             if answered && let Some(mut waiting) = queue.remove(boot) {
@@ -228,41 +274,86 @@ fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed)
 
 /// Outcome of a push.
 enum Pushed {
-    Yes { spans: u64, rejected: u64, why: Option<String> },
-    Later { why: String, answered: bool, after: Option<Duration> },
-    Never { why: String },
+    Yes {
+        spans: u64,
+        rejected: u64,
+        why: Option<String>,
+    },
+    Later {
+        why: String,
+        answered: bool,
+        after: Option<Duration>,
+    },
+    Never {
+        why: String,
+    },
 }
 
 async fn push(queue: &Queue, boot: &str) -> Pushed {
     let Some(path) = queue.from.store.report(boot) else {
-        return Pushed::Later { why: "its file is not complete: the disk takes nothing".into(), answered: false, after: None };
+        return Pushed::Later {
+            why: "its file is not complete: the disk takes nothing".into(),
+            answered: false,
+            after: None,
+        };
     };
     // Connect first: without a receiver, reading is wasted.
     let mut connection = match connect(&queue.otlp.target).await {
         Ok(connection) => connection,
-        Err(why) => return Pushed::Later { why, answered: false, after: None },
+        Err(why) => {
+            return Pushed::Later {
+                why,
+                answered: false,
+                after: None,
+            };
+        }
     };
     let resource = queue.otlp.resource.clone();
     let request = match spawn_blocking(move || request(&path, &resource)).await {
         Ok(Ok(request)) => request,
-        Ok(Err(e)) => return Pushed::Never { why: format!("{e:#}") },
-        Err(_) => return Pushed::Never { why: "making spans of it panicked".into() },
+        Ok(Err(e)) => {
+            return Pushed::Never {
+                why: format!("{e:#}"),
+            };
+        }
+        Err(_) => {
+            return Pushed::Never {
+                why: "making spans of it panicked".into(),
+            };
+        }
     };
     let (mut spans, mut rejected, mut why) = (0, 0, None);
     // A later try sends accepted parts again: their spans have the same ids.
     for part in request.protobufs(MAX_REQUEST) {
         match connection.send(part.bytes).await {
-            Outcome::Taken { rejected: n, why: said } => {
+            Outcome::Taken {
+                rejected: n,
+                why: said,
+            } => {
                 spans += part.spans;
                 // The receiver's count is not trusted.
                 rejected += n.min(part.spans);
                 why = why.or(said);
             }
-            Outcome::Later { why, answered, after } => return Pushed::Later { why, answered, after },
+            Outcome::Later {
+                why,
+                answered,
+                after,
+            } => {
+                return Pushed::Later {
+                    why,
+                    answered,
+                    after,
+                };
+            }
             Outcome::Refused { why } => return Pushed::Never { why },
         }
     }
-    Pushed::Yes { spans, rejected, why }
+    Pushed::Yes {
+        spans,
+        rejected,
+        why,
+    }
 }
 
 fn request(path: &Path, resource: &Resource) -> Result<OtlpRequest<'static>> {

@@ -39,7 +39,12 @@ impl Snapshot {
         Self {
             counts: shared.from.stats.counts(),
             tally: shared.tally().clone(),
-            in_flight: shared.from.store.ends.as_ref().map_or((0, 0), |ends| ends.in_flight()),
+            in_flight: shared
+                .from
+                .store
+                .ends
+                .as_ref()
+                .map_or((0, 0), |ends| ends.in_flight()),
             connections: shared.from.peers.open(),
             kept_bytes: *lock(&shared.from.store.kept_bytes),
             keep_limit_bytes: shared.from.store.keep.bytes,
@@ -47,7 +52,10 @@ impl Snapshot {
             scrapes_refused: shared.http.refused.load(Relaxed),
             scrapes_failed: shared.http.failed.load(Relaxed),
             host_check: HostCheck::read(shared.from.store.dir()).map(|check| by_rule(&check)),
-            queue: queue.map(|q| Queue { waiting: q.waiting(), capacity: q.capacity() }),
+            queue: queue.map(|q| Queue {
+                waiting: q.waiting(),
+                capacity: q.capacity(),
+            }),
         }
     }
 }
@@ -55,5 +63,8 @@ impl Snapshot {
 /// Whole seconds of the rules that this program has.
 fn by_rule(check: &HostCheck) -> Vec<(&'static str, u64)> {
     let seconds = |id: &str| check.findings.get(id).map(|seconds| seconds.round() as u64);
-    RULES.iter().filter_map(|rule| Some((rule.id, seconds(rule.id)?))).collect()
+    RULES
+        .iter()
+        .filter_map(|rule| Some((rule.id, seconds(rule.id)?)))
+        .collect()
 }

@@ -24,7 +24,14 @@ pub struct Sources {
 
 /// Fails if the file of a boot is longer than [`MAX_FILE`].
 pub fn check_size(path: &Path) -> Result<()> {
-    let length = path.metadata().with_context(|| format!("look at {}", path.display()))?.len();
-    ensure!(length <= MAX_FILE, "{} has {length} bytes, more than the {MAX_FILE} that are read here", printable(&path.to_string_lossy()));
+    let length = path
+        .metadata()
+        .with_context(|| format!("look at {}", path.display()))?
+        .len();
+    ensure!(
+        length <= MAX_FILE,
+        "{} has {length} bytes, more than the {MAX_FILE} that are read here",
+        printable(&path.to_string_lossy())
+    );
     Ok(())
 }

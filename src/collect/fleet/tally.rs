@@ -14,9 +14,19 @@ use std::collections::BTreeMap;
 pub const OTHER: &str = "other";
 /// Upper bounds in seconds: from the milliseconds of a step of the init to the minutes of a boot
 /// that maps BARs of 256 GB.
-pub const BOUNDS: [f64; 18] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0];
+pub const BOUNDS: [f64; 18] = [
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0,
+    300.0, 600.0,
+];
 /// Points that people compare boots by, as `show` names them.
-const MILESTONES: [&str; 6] = ["init start", "agent exec", "agent ready", "first container", "last container", "settled"];
+const MILESTONES: [&str; 6] = [
+    "init start",
+    "agent exec",
+    "agent ready",
+    "first container",
+    "last container",
+    "settled",
+];
 /// Longest time of a milestone, a phase or a step: a week. The slowest known boots take ten
 /// minutes; a hanging boot lasts until the end of its VM.
 const MAX_NS: i64 = 7 * 86_400_000_000_000;
@@ -25,14 +35,25 @@ const MAX_GPUS: usize = 64;
 /// Most lost records of a boot: fifty times as many as the collector stores.
 const MAX_LOST: u64 = 10_000_000;
 /// Reasons that are no GPU's: the text before a failure's colon, and its label.
-const OTHER_FAILURES: [(&str, &str); 3] = [("container", "container"), ("power-off", "power-off"), ("not settled", "not-settled")];
+const OTHER_FAILURES: [(&str, &str); 3] = [
+    ("container", "container"),
+    ("power-off", "power-off"),
+    ("not settled", "not-settled"),
+];
 
 /// Whether a boot has a number that is impossible, or lacks so many records that its numbers are
 /// meaningless.
 fn implausible(boot: &Metrics, facts: Facts) -> bool {
     let of_boot = |ns: &i64| (-MAX_NS..=MAX_NS).contains(ns);
-    let times = boot.milestones.values().chain(boot.phases.values()).chain(boot.steps.values().flat_map(|step| &step.each_ns));
-    facts.too_large || facts.lost > MAX_LOST || boot.gpus > MAX_GPUS || !times.into_iter().all(of_boot)
+    let times = boot
+        .milestones
+        .values()
+        .chain(boot.phases.values())
+        .chain(boot.steps.values().flat_map(|step| &step.each_ns));
+    facts.too_large
+        || facts.lost > MAX_LOST
+        || boot.gpus > MAX_GPUS
+        || !times.into_iter().all(of_boot)
 }
 
 /// Histogram: for each bound, the values between the bound before it and this one.
@@ -46,7 +67,10 @@ pub struct Histogram {
 impl Histogram {
     fn add(&mut self, ns: i64) {
         let seconds = ns as f64 / 1e9;
-        let at = BOUNDS.iter().position(|bound| seconds <= *bound).unwrap_or(BOUNDS.len());
+        let at = BOUNDS
+            .iter()
+            .position(|bound| seconds <= *bound)
+            .unwrap_or(BOUNDS.len());
         if let Some(bucket) = self.buckets.get_mut(at) {
             *bucket = bucket.saturating_add(1);
         }
@@ -81,7 +105,13 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    pub const ALL: [Self; 5] = [Self::Settled, Self::PoweredOff, Self::Unfinished, Self::Implausible, Self::Unread];
+    pub const ALL: [Self; 5] = [
+        Self::Settled,
+        Self::PoweredOff,
+        Self::Unfinished,
+        Self::Implausible,
+        Self::Unread,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -125,9 +155,14 @@ pub struct Tally {
 
 impl Default for Tally {
     fn default() -> Self {
-        let reasons = Reason::names().chain(OTHER_FAILURES.iter().map(|(_, label)| *label)).chain([OTHER]);
+        let reasons = Reason::names()
+            .chain(OTHER_FAILURES.iter().map(|(_, label)| *label))
+            .chain([OTHER]);
         Self {
-            outcomes: Outcome::ALL.into_iter().map(|outcome| (outcome, 0)).collect(),
+            outcomes: Outcome::ALL
+                .into_iter()
+                .map(|outcome| (outcome, 0))
+                .collect(),
             milestones: Histograms::new(),
             phases: Histograms::new(),
             steps: Histograms::new(),
@@ -157,18 +192,25 @@ impl Tally {
             }
         }
         for (phase, took_ns) in &boot.phases {
-            self.phases.entry(Phase::named(phase).name()).or_default().add(*took_ns);
+            self.phases
+                .entry(Phase::named(phase).name())
+                .or_default()
+                .add(*took_ns);
         }
         for (title, step) in &boot.steps {
             let histogram = self.steps.entry(step_label(title)).or_default();
-            step.each_ns.iter().for_each(|took_ns| histogram.add(*took_ns));
+            step.each_ns
+                .iter()
+                .for_each(|took_ns| histogram.add(*took_ns));
         }
         for failure in &boot.failures {
             let count = self.failures.entry(reason_label(failure)).or_default();
             *count = count.saturating_add(1);
         }
         let (all, failed) = (boot.gpus as u64, boot.failed_gpus as u64);
-        let other = all.saturating_sub(failed).saturating_sub(facts.usable_gpus as u64);
+        let other = all
+            .saturating_sub(failed)
+            .saturating_sub(facts.usable_gpus as u64);
         self.usable_gpus = self.usable_gpus.saturating_add(facts.usable_gpus as u64);
         self.failed_gpus = self.failed_gpus.saturating_add(failed);
         self.other_gpus = self.other_gpus.saturating_add(other);
@@ -193,14 +235,22 @@ impl Tally {
 /// Name of a step by the catalogue, without the module's name, which is a guest's text.
 fn step_label(title: &str) -> &'static str {
     let name = title.split(' ').next().unwrap_or_default();
-    steps().map(|row| row.name).find(|known| *known == name).unwrap_or(OTHER)
+    steps()
+        .map(|row| row.name)
+        .find(|known| *known == name)
+        .unwrap_or(OTHER)
 }
 
 /// `init: needs-reset` is `needs-reset`.
 fn reason_label(failure: &str) -> &'static str {
     let (step, reason) = failure.split_once(": ").unwrap_or(("", failure));
-    let general = OTHER_FAILURES.iter().find(|(known, _)| *known == step).map(|(_, label)| *label);
-    general.or_else(|| Reason::names().find(|known| *known == reason)).unwrap_or(OTHER)
+    let general = OTHER_FAILURES
+        .iter()
+        .find(|(known, _)| *known == step)
+        .map(|(_, label)| *label);
+    general
+        .or_else(|| Reason::names().find(|known| *known == reason))
+        .unwrap_or(OTHER)
 }
 
 #[cfg(test)]
@@ -211,11 +261,26 @@ mod tests {
     #[test]
     fn a_value_falls_into_the_first_bucket_not_below_it() {
         let mut histogram = Histogram::default();
-        for ns in [0, 5_000_000, 5_000_001, 600_000_000_000, 600_000_000_001, i64::MAX] {
+        for ns in [
+            0,
+            5_000_000,
+            5_000_001,
+            600_000_000_000,
+            600_000_000_001,
+            i64::MAX,
+        ] {
             histogram.add(ns);
         }
         let counts: Vec<u64> = histogram.cumulative().map(|(_, count)| count).collect();
-        assert_eq!((counts[0], counts[1], counts[BOUNDS.len() - 1], counts[BOUNDS.len()]), (2, 3, 4, 6));
+        assert_eq!(
+            (
+                counts[0],
+                counts[1],
+                counts[BOUNDS.len() - 1],
+                counts[BOUNDS.len()]
+            ),
+            (2, 3, 4, 6)
+        );
         assert_eq!(histogram.count(), 6);
         assert!(BOUNDS.is_sorted());
     }
@@ -227,50 +292,175 @@ mod tests {
         for n in 0..1000 {
             let boot = Metrics {
                 milestones: [(format!("m{n}"), 1)].into(),
-                steps: [(format!("step{n} \"}}\n"), StepMetrics { wall_ns: 1, each_ns: vec![1] })].into(),
-                failures: vec![format!("init: reason{n}"), format!("x{n}"), "container: \u{1b}[2J".into(), "init: needs-reset".into()],
+                steps: [(
+                    format!("step{n} \"}}\n"),
+                    StepMetrics {
+                        wall_ns: 1,
+                        each_ns: vec![1],
+                    },
+                )]
+                .into(),
+                failures: vec![
+                    format!("init: reason{n}"),
+                    format!("x{n}"),
+                    "container: \u{1b}[2J".into(),
+                    "init: needs-reset".into(),
+                ],
                 ..Metrics::default()
             };
             tally.add(&boot, Facts::default());
         }
-        assert_eq!((tally.milestones.len(), tally.steps.len(), tally.failures.len()), (0, 1, before));
-        assert_eq!((tally.steps[OTHER].count(), tally.failures[OTHER]), (1000, 2000));
-        assert_eq!((tally.failures["container"], tally.failures["needs-reset"]), (1000, 1000));
+        assert_eq!(
+            (
+                tally.milestones.len(),
+                tally.steps.len(),
+                tally.failures.len()
+            ),
+            (0, 1, before)
+        );
+        assert_eq!(
+            (tally.steps[OTHER].count(), tally.failures[OTHER]),
+            (1000, 2000)
+        );
+        assert_eq!(
+            (tally.failures["container"], tally.failures["needs-reset"]),
+            (1000, 1000)
+        );
         assert_eq!(tally.outcomes[&Outcome::Unfinished], 1000);
     }
 
     #[test]
     fn an_implausible_boot_changes_no_other_number() {
-        let step = |ns| ("gpu.init".to_string(), StepMetrics { wall_ns: 1, each_ns: vec![1, ns] });
-        let plain = || Metrics { settled: true, ..Metrics::default() };
+        let step = |ns| {
+            (
+                "gpu.init".to_string(),
+                StepMetrics {
+                    wall_ns: 1,
+                    each_ns: vec![1, ns],
+                },
+            )
+        };
+        let plain = || Metrics {
+            settled: true,
+            ..Metrics::default()
+        };
         let boots = [
-            (Metrics { milestones: [("settled".into(), i64::MAX)].into(), ..plain() }, Facts::default()),
-            (Metrics { milestones: [("settled".into(), i64::MIN)].into(), ..plain() }, Facts::default()),
-            (Metrics { phases: [("probe", MAX_NS + 1)].into(), ..plain() }, Facts::default()),
-            (Metrics { steps: [step(MAX_NS + 1)].into(), ..plain() }, Facts::default()),
-            (Metrics { gpus: 20_000, failed_gpus: 20_000, failures: vec!["init: needs-reset".into(); 64], ..plain() }, Facts::default()),
-            (plain(), Facts { lost: u64::MAX, ..Facts::default() }),
-            (plain(), Facts { too_large: true, ..Facts::default() }),
+            (
+                Metrics {
+                    milestones: [("settled".into(), i64::MAX)].into(),
+                    ..plain()
+                },
+                Facts::default(),
+            ),
+            (
+                Metrics {
+                    milestones: [("settled".into(), i64::MIN)].into(),
+                    ..plain()
+                },
+                Facts::default(),
+            ),
+            (
+                Metrics {
+                    phases: [("probe", MAX_NS + 1)].into(),
+                    ..plain()
+                },
+                Facts::default(),
+            ),
+            (
+                Metrics {
+                    steps: [step(MAX_NS + 1)].into(),
+                    ..plain()
+                },
+                Facts::default(),
+            ),
+            (
+                Metrics {
+                    gpus: 20_000,
+                    failed_gpus: 20_000,
+                    failures: vec!["init: needs-reset".into(); 64],
+                    ..plain()
+                },
+                Facts::default(),
+            ),
+            (
+                plain(),
+                Facts {
+                    lost: u64::MAX,
+                    ..Facts::default()
+                },
+            ),
+            (
+                plain(),
+                Facts {
+                    too_large: true,
+                    ..Facts::default()
+                },
+            ),
         ];
         let mut tally = Tally::default();
-        boots.iter().for_each(|(boot, facts)| tally.add(boot, *facts));
-        let untouched = Tally { outcomes: tally.outcomes.clone(), ..Tally::default() };
+        boots
+            .iter()
+            .for_each(|(boot, facts)| tally.add(boot, *facts));
+        let untouched = Tally {
+            outcomes: tally.outcomes.clone(),
+            ..Tally::default()
+        };
         assert_eq!(format!("{tally:?}"), format!("{untouched:?}"));
         assert_eq!(tally.outcomes[&Outcome::Implausible], boots.len() as u64);
-        tally.add(&Metrics { gpus: MAX_GPUS, milestones: [("settled".into(), MAX_NS)].into(), ..plain() }, Facts::default());
-        assert_eq!((tally.outcomes[&Outcome::Settled], tally.other_gpus), (1, MAX_GPUS as u64), "the limits themselves are plausible");
+        tally.add(
+            &Metrics {
+                gpus: MAX_GPUS,
+                milestones: [("settled".into(), MAX_NS)].into(),
+                ..plain()
+            },
+            Facts::default(),
+        );
+        assert_eq!(
+            (tally.outcomes[&Outcome::Settled], tally.other_gpus),
+            (1, MAX_GPUS as u64),
+            "the limits themselves are plausible"
+        );
     }
 
     #[test]
     fn counters_stay_at_their_end() {
-        let mut tally = Tally { failed_gpus: u64::MAX, lost: u64::MAX, ..Tally::default() };
+        let mut tally = Tally {
+            failed_gpus: u64::MAX,
+            lost: u64::MAX,
+            ..Tally::default()
+        };
         tally.outcomes.insert(Outcome::Settled, u64::MAX);
-        tally.add(&Metrics { settled: true, gpus: 1, failed_gpus: 1, ..Metrics::default() }, Facts { lost: 1, ..Facts::default() });
-        assert_eq!((tally.failed_gpus, tally.lost, tally.outcomes[&Outcome::Settled]), (u64::MAX, u64::MAX, u64::MAX));
+        tally.add(
+            &Metrics {
+                settled: true,
+                gpus: 1,
+                failed_gpus: 1,
+                ..Metrics::default()
+            },
+            Facts {
+                lost: 1,
+                ..Facts::default()
+            },
+        );
+        assert_eq!(
+            (
+                tally.failed_gpus,
+                tally.lost,
+                tally.outcomes[&Outcome::Settled]
+            ),
+            (u64::MAX, u64::MAX, u64::MAX)
+        );
     }
 
     #[test]
     fn a_module_load_is_one_step_whatever_the_module() {
-        assert_eq!([step_label("module.load nvidia"), step_label("gpu.init"), step_label("")], ["module.load", "gpu.init", OTHER]);
+        assert_eq!(
+            [
+                step_label("module.load nvidia"),
+                step_label("gpu.init"),
+                step_label("")
+            ],
+            ["module.load", "gpu.init", OTHER]
+        );
     }
 }

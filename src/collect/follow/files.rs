@@ -42,7 +42,11 @@ impl Which {
             Which::One(one) => one == name,
             Which::Boots | Which::Sandbox(_) => {
                 let path = Path::new(name);
-                path.extension().is_some_and(|e| e == EXTENSION) && path.file_stem().and_then(OsStr::to_str).is_some_and(is_boot_id)
+                path.extension().is_some_and(|e| e == EXTENSION)
+                    && path
+                        .file_stem()
+                        .and_then(OsStr::to_str)
+                        .is_some_and(is_boot_id)
             }
         }
     }
@@ -68,21 +72,42 @@ pub struct Files {
 impl Files {
     /// Watches from now on; for existing files see [`Files::present`].
     pub fn watch(dir: &Path, which: Which) -> Result<Self> {
-        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).context("inotify_init")?;
-        let events = AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_MOVED_TO | AddWatchFlags::IN_ONLYDIR;
-        inotify
-            .add_watch(dir, events)
-            .with_context(|| format!("watch directory {}: give that of the collector with --dir", dir.display()))?;
-        let fd = inotify.as_fd().try_clone_to_owned().context("copy the inotify descriptor")?;
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)
+            .context("inotify_init")?;
+        let events = AddWatchFlags::IN_CREATE
+            | AddWatchFlags::IN_MODIFY
+            | AddWatchFlags::IN_MOVED_TO
+            | AddWatchFlags::IN_ONLYDIR;
+        inotify.add_watch(dir, events).with_context(|| {
+            format!(
+                "watch directory {}: give that of the collector with --dir",
+                dir.display()
+            )
+        })?;
+        let fd = inotify
+            .as_fd()
+            .try_clone_to_owned()
+            .context("copy the inotify descriptor")?;
         let changes = watch(fd).context("watch inotify")?;
-        Ok(Self { dir: dir.to_path_buf(), which, inotify, changes, places: BTreeMap::new(), sandboxes: BTreeMap::new() })
+        Ok(Self {
+            dir: dir.to_path_buf(),
+            which,
+            inotify,
+            changes,
+            places: BTreeMap::new(),
+            sandboxes: BTreeMap::new(),
+        })
     }
 
     /// Existing files with the time since their last write; the newest first.
     pub fn present(&self) -> Result<Vec<(OsString, Duration)>> {
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(&self.dir).with_context(|| format!("read directory {}", self.dir.display()))? {
-            let name = entry.with_context(|| format!("read directory {}", self.dir.display()))?.file_name();
+        for entry in std::fs::read_dir(&self.dir)
+            .with_context(|| format!("read directory {}", self.dir.display()))?
+        {
+            let name = entry
+                .with_context(|| format!("read directory {}", self.dir.display()))?
+                .file_name();
             // The retention may have removed the file in between.
             if self.which.takes(&name)
                 && let Some(age) = self.age(&name)
@@ -96,8 +121,14 @@ impl Files {
 
     /// Time since the last write to a file.
     pub fn age(&self, name: &OsStr) -> Option<Duration> {
-        let modified = std::fs::metadata(self.dir.join(name)).and_then(|m| m.modified()).ok()?;
-        Some(SystemTime::now().duration_since(modified).unwrap_or_default())
+        let modified = std::fs::metadata(self.dir.join(name))
+            .and_then(|m| m.modified())
+            .ok()?;
+        Some(
+            SystemTime::now()
+                .duration_since(modified)
+                .unwrap_or_default(),
+        )
     }
 
     /// Waits until files have changed, and returns their names. Safe to cancel.
@@ -141,7 +172,13 @@ impl Files {
             }
             opened => opened.with_context(at)?,
         };
-        let place = self.places.entry(name.to_os_string()).or_insert_with(|| Place { offset: 0, lines: Lines::new(record::MAX_LINE) });
+        let place = self
+            .places
+            .entry(name.to_os_string())
+            .or_insert_with(|| Place {
+                offset: 0,
+                lines: Lines::new(record::MAX_LINE),
+            });
         file.seek(SeekFrom::Start(place.offset)).with_context(at)?;
         let mut names = Names::default();
         let mut chunk = vec![0; CHUNK];
@@ -152,19 +189,23 @@ impl Files {
                 read => read.with_context(at)?,
             };
             place.offset += n as u64;
-            place.lines.push(chunk.get(..n).unwrap_or_default(), |piece| {
-                // Damage is reported by `show`.
-                if let Piece::Line(line) = piece
-                    && let Ok(line) = decode(line, &mut names)
-                {
-                    each(line);
-                }
-            });
+            place
+                .lines
+                .push(chunk.get(..n).unwrap_or_default(), |piece| {
+                    // Damage is reported by `show`.
+                    if let Piece::Line(line) = piece
+                        && let Ok(line) = decode(line, &mut names)
+                    {
+                        each(line);
+                    }
+                });
         }
     }
 
     fn is_of_sandbox(&mut self, name: &OsStr) -> Result<bool> {
-        let Which::Sandbox(wanted) = &self.which else { return Ok(true) };
+        let Which::Sandbox(wanted) = &self.which else {
+            return Ok(true);
+        };
         if let Some(known) = self.sandboxes.get(name) {
             return Ok(*known);
         }
@@ -192,7 +233,11 @@ fn head_of(path: &Path) -> Result<Vec<u8>> {
     match File::open(path) {
         Err(e) if e.kind() == ErrorKind::NotFound => {}
         opened => {
-            opened.with_context(at)?.take(HEAD).read_to_end(&mut head).with_context(at)?;
+            opened
+                .with_context(at)?
+                .take(HEAD)
+                .read_to_end(&mut head)
+                .with_context(at)?;
         }
     }
     Ok(head)
@@ -228,42 +273,75 @@ mod tests {
         std::fs::write(dir.path().join("notes.txt"), "x").unwrap();
         let mut seen = Vec::new();
         let line = event_line(2);
-        for (bytes, count) in [(event_line(1), 1), (line[..20].to_string(), 1), (line[20..].to_string(), 2), ("garbage\n".into(), 2)] {
+        for (bytes, count) in [
+            (event_line(1), 1),
+            (line[..20].to_string(), 1),
+            (line[20..].to_string(), 2),
+            ("garbage\n".into(), 2),
+        ] {
             writer.write_all(bytes.as_bytes()).unwrap();
-            let names = tokio::time::timeout(Duration::from_secs(10), files.changed()).await.expect("inotify wakes within 10 s").unwrap();
-            assert_eq!(names.into_iter().collect::<Vec<_>>(), [BOOT], "and no other file");
-            files.read(OsStr::new(BOOT), |line| seen.push(line)).unwrap();
+            let names = tokio::time::timeout(Duration::from_secs(10), files.changed())
+                .await
+                .expect("inotify wakes within 10 s")
+                .unwrap();
+            assert_eq!(
+                names.into_iter().collect::<Vec<_>>(),
+                [BOOT],
+                "and no other file"
+            );
+            files
+                .read(OsStr::new(BOOT), |line| seen.push(line))
+                .unwrap();
             assert_eq!(seen.len(), count);
         }
         let silent = tokio::time::timeout(Duration::from_millis(20), files.changed()).await;
         assert!(silent.is_err(), "nothing was written");
         assert_eq!(files.present().unwrap().len(), 1);
         std::fs::remove_file(dir.path().join(BOOT)).unwrap();
-        files.read(OsStr::new(BOOT), |_| panic!("it is gone")).unwrap();
+        files
+            .read(OsStr::new(BOOT), |_| panic!("it is gone"))
+            .unwrap();
     }
 
     #[tokio::test]
     async fn a_directory_that_is_not_there_is_an_error_that_names_it() {
-        let error = Files::watch(Path::new("/nonexistent/boots"), Which::Boots).err().unwrap();
-        assert!(format!("{error:#}").contains("/nonexistent/boots") && format!("{error:#}").contains("--dir"), "{error:#}");
+        let error = Files::watch(Path::new("/nonexistent/boots"), Which::Boots)
+            .err()
+            .unwrap();
+        assert!(
+            format!("{error:#}").contains("/nonexistent/boots")
+                && format!("{error:#}").contains("--dir"),
+            "{error:#}"
+        );
     }
 
     /// Number of bytes that this thread has read.
     fn bytes_read() -> u64 {
         let io = std::fs::read_to_string("/proc/thread-self/io").unwrap();
-        io.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok()).unwrap()
+        io.lines()
+            .find_map(|line| line.strip_prefix("rchar: ")?.parse().ok())
+            .unwrap()
     }
 
     #[tokio::test]
     async fn a_long_boot_of_no_sandbox_is_not_read_again_with_each_line() {
         let dir = temp_dir();
         let mut files = Files::watch(dir.path(), Which::Sandbox("a".into())).unwrap();
-        let lines: String = (0..).map(event_line).take(2 * HEAD as usize / event_line(0).len()).collect();
+        let lines: String = (0..)
+            .map(event_line)
+            .take(2 * HEAD as usize / event_line(0).len())
+            .collect();
         std::fs::write(dir.path().join(BOOT), lines).unwrap();
         let before = bytes_read();
         for _ in 0..100 {
-            files.read(OsStr::new(BOOT), |_| panic!("it has no sandbox")).unwrap();
+            files
+                .read(OsStr::new(BOOT), |_| panic!("it has no sandbox"))
+                .unwrap();
         }
-        assert!((HEAD..2 * HEAD).contains(&(bytes_read() - before)), "{} bytes", bytes_read() - before);
+        assert!(
+            (HEAD..2 * HEAD).contains(&(bytes_read() - before)),
+            "{} bytes",
+            bytes_read() - before
+        );
     }
 }

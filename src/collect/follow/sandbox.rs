@@ -28,14 +28,28 @@ impl Boot {
 
 /// Watches a future sandbox until its boot has ended well or not. Shows the progress on a terminal.
 /// Safe to cancel.
-pub async fn boot_of(sandbox: &str, dir: &Path, screen: Screen, boot: &mut Boot) -> Result<Outcome> {
+pub async fn boot_of(
+    sandbox: &str,
+    dir: &Path,
+    screen: Screen,
+    boot: &mut Boot,
+) -> Result<Outcome> {
     let mut files = Files::watch(dir, Which::Sandbox(sandbox.into()))?;
-    let bars = |_width| Bars::new(ProgressDrawTarget::stdout(), Look::of_environment(screen.colour));
+    let bars = |_width| {
+        Bars::new(
+            ProgressDrawTarget::stdout(),
+            Look::of_environment(screen.colour),
+        )
+    };
     let mut bars = screen.width.map(bars);
     loop {
         let now = Instant::now();
         let outcome = boot.progress.outcome(now);
-        let name = boot.file.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy());
+        let name = boot
+            .file
+            .as_deref()
+            .and_then(Path::file_name)
+            .map(|name| name.to_string_lossy());
         if let (Some(bars), Some(name)) = (&mut bars, &name) {
             match outcome {
                 Some(_) => bars.finish(name, &boot.progress, now),

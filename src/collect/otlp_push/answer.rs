@@ -23,7 +23,11 @@ pub enum Outcome {
     Taken { rejected: u64, why: Option<String> },
     /// The request failed for now: it may be sent again, and not before `after` where the receiver
     /// names a pause.
-    Later { why: String, answered: bool, after: Option<Duration> },
+    Later {
+        why: String,
+        answered: bool,
+        after: Option<Duration>,
+    },
     /// The request failed for good: it would be refused again.
     Refused { why: String },
 }
@@ -31,7 +35,11 @@ pub enum Outcome {
 impl Outcome {
     pub fn unreachable(why: impl fmt::Display) -> Self {
         let why = printable_start(why.to_string().as_bytes(), MAX_TEXT);
-        Self::Later { why, answered: false, after: None }
+        Self::Later {
+            why,
+            answered: false,
+            after: None,
+        }
     }
 }
 
@@ -45,8 +53,15 @@ pub struct Answer {
 impl Answer {
     pub async fn read(response: Response<Incoming>) -> Result<Self, String> {
         let (head, body) = response.into_parts();
-        let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|e| format!("read the answer: {}", chain(&*e)))?;
-        Ok(Self { status: head.status, headers: head.headers, body: body.to_bytes() })
+        let body = Limited::new(body, MAX_ANSWER)
+            .collect()
+            .await
+            .map_err(|e| format!("read the answer: {}", chain(&*e)))?;
+        Ok(Self {
+            status: head.status,
+            headers: head.headers,
+            body: body.to_bytes(),
+        })
     }
 }
 

@@ -34,9 +34,15 @@ fn text(bytes: &[u8]) -> Option<String> {
 /// Number of rejected spans and the receiver's message in an ExportTraceServiceResponse; the
 /// message may be a warning alone.
 pub fn partial_success(response: &[u8]) -> (u64, Option<String>) {
-    let partial = ExportTraceServiceResponse::decode(response).unwrap_or_default().partial_success.unwrap_or_default();
+    let partial = ExportTraceServiceResponse::decode(response)
+        .unwrap_or_default()
+        .partial_success
+        .unwrap_or_default();
     // A negative count is none.
-    (u64::try_from(partial.rejected_spans).unwrap_or(0), text(&partial.error_message))
+    (
+        u64::try_from(partial.rejected_spans).unwrap_or(0),
+        text(&partial.error_message),
+    )
 }
 
 /// The message of a google.rpc.Status.
@@ -50,11 +56,20 @@ mod tests {
 
     #[test]
     fn answers_are_read() {
-        assert_eq!(partial_success(b"\x0a\x0b\x08\x03\x12\x07no room"), (3, Some("no room".into())));
-        assert_eq!(partial_success(b"\x0a\x04\x12\x02\xff!"), (0, Some("\u{fffd}!".into())));
+        assert_eq!(
+            partial_success(b"\x0a\x0b\x08\x03\x12\x07no room"),
+            (3, Some("no room".into()))
+        );
+        assert_eq!(
+            partial_success(b"\x0a\x04\x12\x02\xff!"),
+            (0, Some("\u{fffd}!".into()))
+        );
         assert_eq!(partial_success(b""), (0, None));
         // With a code and a detail.
-        assert_eq!(status_message(b"\x08\x08\x12\x05later\x1a\x03\x0a\x01x").as_deref(), Some("later"));
+        assert_eq!(
+            status_message(b"\x08\x08\x12\x05later\x1a\x03\x0a\x01x").as_deref(),
+            Some("later")
+        );
         assert_eq!(status_message(b"\x08\x08"), None);
     }
 

@@ -17,7 +17,9 @@ pub struct Backoff {
 impl Backoff {
     /// After another failure; `asked` is what the receiver wants.
     pub fn next(&mut self, asked: Option<Duration>) -> Duration {
-        let pause = FIRST.saturating_mul(1u32.checked_shl(self.failures).unwrap_or(u32::MAX)).min(LONGEST);
+        let pause = FIRST
+            .saturating_mul(1u32.checked_shl(self.failures).unwrap_or(u32::MAX))
+            .min(LONGEST);
         self.failures = self.failures.saturating_add(1);
         // Between three quarters and all of it: a rack whose receiver was away does not come back
         // at once.
@@ -43,7 +45,10 @@ mod tests {
             let pause = backoff.next(None).as_secs_f64();
             assert!((want * 0.75..=want).contains(&pause), "{pause} {want}");
         }
-        assert_eq!(backoff.next(Some(Duration::from_secs(60))), Duration::from_secs(60));
+        assert_eq!(
+            backoff.next(Some(Duration::from_secs(60))),
+            Duration::from_secs(60)
+        );
         assert_eq!(backoff.next(Some(Duration::MAX)), LONGEST_ASKED);
         backoff.reset();
         assert!(backoff.next(Some(Duration::ZERO)) <= FIRST);

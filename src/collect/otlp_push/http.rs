@@ -42,15 +42,31 @@ pub fn outcome(answer: &Answer) -> Outcome {
     let status = answer.status.as_u16();
     if answer.status.is_success() {
         let (rejected, why) = partial_success(&answer.body);
-        return Outcome::Taken { rejected, why: why.map(|why| shown(&why)) };
+        return Outcome::Taken {
+            rejected,
+            why: why.map(|why| shown(&why)),
+        };
     }
     // The specification wants a google.rpc.Status; proxies send pages.
-    let message = status_message(&answer.body).map(|message| format!(": {}", shown(&message))).unwrap_or_default();
-    let why = format!("HTTP {status} {}{message}", answer.status.canonical_reason().unwrap_or("(unknown)"));
+    let message = status_message(&answer.body)
+        .map(|message| format!(": {}", shown(&message)))
+        .unwrap_or_default();
+    let why = format!(
+        "HTTP {status} {}{message}",
+        answer.status.canonical_reason().unwrap_or("(unknown)")
+    );
     if RETRYABLE.contains(&status) {
         // Its other form, a date, is by the receiver's clock, and rare: our own pause is used then.
-        let after = answer.headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.trim().parse().ok()).map(Duration::from_secs);
-        Outcome::Later { why, answered: true, after }
+        let after = answer
+            .headers
+            .get(RETRY_AFTER)
+            .and_then(|value| value.to_str().ok()?.trim().parse().ok())
+            .map(Duration::from_secs);
+        Outcome::Later {
+            why,
+            answered: true,
+            after,
+        }
     } else {
         Outcome::Refused { why }
     }

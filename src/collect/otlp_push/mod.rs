@@ -64,8 +64,12 @@ impl Connection<'_> {
         match tokio::time::timeout(TIMEOUT, exchange).await {
             Ok(Ok(answer)) => http::outcome(&answer),
             // The most frequent mistake.
-            Ok(Err(why)) => Outcome::unreachable(format_args!("{why} (is it the port of OTLP/HTTP, which is 4318?)")),
-            Err(_) => Outcome::unreachable(format_args!("no answer within {} s", TIMEOUT.as_secs())),
+            Ok(Err(why)) => Outcome::unreachable(format_args!(
+                "{why} (is it the port of OTLP/HTTP, which is 4318?)"
+            )),
+            Err(_) => {
+                Outcome::unreachable(format_args!("no answer within {} s", TIMEOUT.as_secs()))
+            }
         }
     }
 }

@@ -59,42 +59,69 @@ impl Target {
     pub fn new(url: &str, asked: &[String]) -> Result<Self> {
         let mut target = Self::parse(url)?;
         let from_environment = environment(HEADERS_VARIABLE)?.unwrap_or_default();
-        let pairs = encoded_pairs(&from_environment).with_context(|| format!("read {HEADERS_VARIABLE}"))?;
+        let pairs =
+            encoded_pairs(&from_environment).with_context(|| format!("read {HEADERS_VARIABLE}"))?;
         for (key, value) in pairs {
-            target.header(&key, &value).with_context(|| format!("read {HEADERS_VARIABLE}"))?;
+            target
+                .header(&key, &value)
+                .with_context(|| format!("read {HEADERS_VARIABLE}"))?;
         }
         for text in asked {
-            let (key, value) = pair(text).context("read --otlp-header, for example x-tenant=gpu")?;
+            let (key, value) =
+                pair(text).context("read --otlp-header, for example x-tenant=gpu")?;
             target.header(&key, &value).context("read --otlp-header")?;
         }
         Ok(target)
     }
 
     fn parse(url: &str) -> Result<Self> {
-        ensure!(!url.contains('@'), "the URL has a user or password: pass it as a header (--otlp-header or {HEADERS_VARIABLE})");
+        ensure!(
+            !url.contains('@'),
+            "the URL has a user or password: pass it as a header (--otlp-header or {HEADERS_VARIABLE})"
+        );
         let shown = printable(url);
         let rest = match url.split_once("://") {
             Some(("http", rest)) => rest,
             Some(("https", _)) => bail!(
                 "{shown}: there is no TLS here: send to the OpenTelemetry Collector of this node (http://127.0.0.1:{PORT}) and let it do that"
             ),
-            Some(("grpc" | "grpcs", _)) => bail!("{shown}: OTLP goes over HTTP alone: use the receiver's http://HOST:{PORT}"),
+            Some(("grpc" | "grpcs", _)) => {
+                bail!("{shown}: OTLP goes over HTTP alone: use the receiver's http://HOST:{PORT}")
+            }
             _ => bail!("{shown}: want http://HOST:{PORT}"),
         };
-        let uri: Uri = format!("http://{rest}").parse().with_context(|| format!("read {shown}: want http://HOST:{PORT}"))?;
+        let uri: Uri = format!("http://{rest}")
+            .parse()
+            .with_context(|| format!("read {shown}: want http://HOST:{PORT}"))?;
         let host = uri
             .host()
             .filter(|host| !host.is_empty())
             .with_context(|| format!("{shown}: no host in it: want http://HOST:{PORT}"))?
             .to_string();
-        let has_port = uri.authority().is_some_and(|authority| authority.as_str() != host);
-        let port = if has_port { uri.port_u16().unwrap_or(0) } else { PORT };
-        ensure!(port > 0, "{shown}: its port is not one of 1 to 65535: want http://HOST:{PORT}");
-        let path = uri.path_and_query().map(|path| path.as_str()).filter(|path| !["", "/"].contains(path)).unwrap_or(PATH);
+        let has_port = uri
+            .authority()
+            .is_some_and(|authority| authority.as_str() != host);
+        let port = if has_port {
+            uri.port_u16().unwrap_or(0)
+        } else {
+            PORT
+        };
+        ensure!(
+            port > 0,
+            "{shown}: its port is not one of 1 to 65535: want http://HOST:{PORT}"
+        );
+        let path = uri
+            .path_and_query()
+            .map(|path| path.as_str())
+            .filter(|path| !["", "/"].contains(path))
+            .unwrap_or(PATH);
         let authority = format!("{host}:{port}");
         let shown = format!("http://{authority}{path}");
         let mut headers = HeaderMap::new();
-        headers.insert(USER_AGENT, HeaderValue::from_static(concat!("kata-gpu-boot/", env!("CARGO_PKG_VERSION"))));
+        headers.insert(
+            USER_AGENT,
+            HeaderValue::from_static(concat!("kata-gpu-boot/", env!("CARGO_PKG_VERSION"))),
+        );
         Ok(Self {
             // Brackets are the URL's, not the address's.
             host: host.trim_matches(['[', ']']).to_string(),
@@ -108,9 +135,15 @@ impl Target {
 
     /// Values are never shown.
     fn header(&mut self, key: &str, value: &str) -> Result<()> {
-        let name = HeaderName::from_bytes(key.to_ascii_lowercase().as_bytes()).with_context(|| format!("header {:?}", printable(key)))?;
-        ensure!(!OURS.contains(&name.as_str()), "header {name}: the protocol sets it: omit it");
-        let mut value = HeaderValue::from_str(value).ok().with_context(|| format!("header {name}: its value is not printable ASCII"))?;
+        let name = HeaderName::from_bytes(key.to_ascii_lowercase().as_bytes())
+            .with_context(|| format!("header {:?}", printable(key)))?;
+        ensure!(
+            !OURS.contains(&name.as_str()),
+            "header {name}: the protocol sets it: omit it"
+        );
+        let mut value = HeaderValue::from_str(value)
+            .ok()
+            .with_context(|| format!("header {name}: its value is not printable ASCII"))?;
         value.set_sensitive(true);
         self.headers.insert(name, value);
         Ok(())
@@ -124,13 +157,24 @@ mod tests {
     #[test]
     fn urls_become_targets() {
         for (url, shown, uri) in [
-            ("http://otel:4318", "http://otel:4318/v1/traces", "/v1/traces"),
+            (
+                "http://otel:4318",
+                "http://otel:4318/v1/traces",
+                "/v1/traces",
+            ),
             ("http://otel", "http://otel:4318/v1/traces", "/v1/traces"),
-            ("http://otel:80/api/v1/otlp?x=1", "http://otel:80/api/v1/otlp?x=1", "/api/v1/otlp?x=1"),
+            (
+                "http://otel:80/api/v1/otlp?x=1",
+                "http://otel:80/api/v1/otlp?x=1",
+                "/api/v1/otlp?x=1",
+            ),
             ("http://[::1]/", "http://[::1]:4318/v1/traces", "/v1/traces"),
         ] {
             let target = Target::parse(url).unwrap();
-            assert_eq!((target.to_string().as_str(), target.uri.to_string().as_str()), (shown, uri));
+            assert_eq!(
+                (target.to_string().as_str(), target.uri.to_string().as_str()),
+                (shown, uri)
+            );
         }
         assert_eq!(Target::parse("http://[::1]").unwrap().host, "::1");
     }
@@ -150,12 +194,20 @@ mod tests {
             ("ftp://otel", "want http"),
         ] {
             let error = format!("{:#}", Target::parse(url).unwrap_err());
-            assert!(error.contains(cure) && !error.contains("secret"), "{url}: {error}");
+            assert!(
+                error.contains(cure) && !error.contains("secret"),
+                "{url}: {error}"
+            );
         }
         let mut target = Target::parse("http://otel").unwrap();
         target.header("Authorization", "Bearer 1").unwrap();
         assert!(!format!("{target:?} {:?}", target.headers).contains("Bearer"));
-        for (key, value) in [("host", "x"), ("te", "trailers"), ("a b", "x"), ("a", "\r\nb: c")] {
+        for (key, value) in [
+            ("host", "x"),
+            ("te", "trailers"),
+            ("a b", "x"),
+            ("a", "\r\nb: c"),
+        ] {
             assert!(target.header(key, value).is_err(), "{key}");
         }
     }

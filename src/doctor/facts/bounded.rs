@@ -22,7 +22,9 @@ impl Depth {
     pub fn costly(self, read: impl FnOnce() -> io::Result<String>) -> io::Result<String> {
         match self {
             Self::Full => read(),
-            Self::Light => Err(io::Error::other("left out by --daemonset-check, since reading it would hold up guests")),
+            Self::Light => Err(io::Error::other(
+                "left out by --daemonset-check, since reading it would hold up guests",
+            )),
         }
     }
 }
@@ -39,13 +41,23 @@ pub struct HostRoot(OwnedFd);
 impl HostRoot {
     /// Opens the root; a relative path is below the working directory.
     pub fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self(open(path, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?))
+        Ok(Self(open(
+            path,
+            OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )?))
     }
 
     /// Resolves an absolute path of the host, and opens nothing that could block.
     fn resolve(&self, path: &Path, more: OFlag) -> io::Result<OwnedFd> {
         let flags = OFlag::O_PATH | OFlag::O_CLOEXEC | more;
-        Ok(openat2(&self.0, path, OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_IN_ROOT))?)
+        Ok(openat2(
+            &self.0,
+            path,
+            OpenHow::new()
+                .flags(flags)
+                .resolve(ResolveFlag::RESOLVE_IN_ROOT),
+        )?)
     }
 
     /// Path of a host's file on this machine, without links.
@@ -58,7 +70,10 @@ impl HostRoot {
     pub fn regular(&self, path: &Path) -> io::Result<File> {
         let held = self.resolve(path, OFlag::empty())?;
         if fstat(&held)?.st_mode & SFlag::S_IFMT.bits() != SFlag::S_IFREG.bits() {
-            return Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
+            return Err(io::Error::new(
+                ErrorKind::InvalidInput,
+                "not a regular file",
+            ));
         }
         File::open(through(&held))
     }
@@ -66,9 +81,14 @@ impl HostRoot {
     /// Bytes of a regular file; longer than the limit is an error.
     pub fn bytes(&self, path: &Path, limit: u64) -> io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        self.regular(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+        self.regular(path)?
+            .take(limit + 1)
+            .read_to_end(&mut bytes)?;
         if bytes.len() as u64 > limit {
-            return Err(io::Error::new(ErrorKind::InvalidData, format!("longer than {limit} bytes")));
+            return Err(io::Error::new(
+                ErrorKind::InvalidData,
+                format!("longer than {limit} bytes"),
+            ));
         }
         Ok(bytes)
     }
@@ -76,7 +96,10 @@ impl HostRoot {
     /// Text of a regular file, without white space at its end.
     pub fn text(&self, path: impl AsRef<Path>) -> io::Result<String> {
         let text = String::from_utf8(self.bytes(path.as_ref(), MAX_FILE)?);
-        Ok(text.map_err(|_| io::Error::new(ErrorKind::InvalidData, "not UTF-8"))?.trim_end().to_string())
+        Ok(text
+            .map_err(|_| io::Error::new(ErrorKind::InvalidData, "not UTF-8"))?
+            .trim_end()
+            .to_string())
     }
 
     /// Sorted names in a directory; names that are no text are left out, and more than
@@ -86,7 +109,10 @@ impl HostRoot {
         let mut names = Vec::new();
         for (nth, entry) in fs::read_dir(through(&held))?.enumerate() {
             if nth == MAX_ENTRIES {
-                return Err(io::Error::new(ErrorKind::InvalidData, format!("more than {MAX_ENTRIES} entries")));
+                return Err(io::Error::new(
+                    ErrorKind::InvalidData,
+                    format!("more than {MAX_ENTRIES} entries"),
+                ));
             }
             names.extend(entry?.file_name().into_string().ok());
         }
@@ -149,7 +175,10 @@ mod tests {
         assert_eq!(root.text("/../outside").unwrap(), "of the host");
         assert_eq!(root.names("/folder").unwrap(), ["kata", "up"]);
         assert_eq!(root.link("/folder").unwrap(), "/etc");
-        assert_eq!(root.place(Path::new("/folder/kata")).unwrap(), host.canonicalize().unwrap().join("etc/kata"));
+        assert_eq!(
+            root.place(Path::new("/folder/kata")).unwrap(),
+            host.canonicalize().unwrap().join("etc/kata")
+        );
         assert!(root.has("/absolute") && !root.has("/nothing"));
         assert!(root.text("/device").is_err() && root.text("/folder").is_err());
     }

@@ -28,10 +28,22 @@ const PATTERNS: &[(Of, &str)] = &[
     (Of::Text, "/sys/kernel/mm/transparent_hugepage/*"),
     (Of::Text, "/sys/module/vfio_iommu_type1/parameters/*"),
     (Of::Text, "/sys/devices/system/node/node*/cpulist"),
-    (Of::Text, "/sys/devices/system/node/node*/hugepages/hugepages-*/free_hugepages"),
-    (Of::Text, "/sys/devices/system/cpu/cpufreq/policy*/scaling_governor"),
-    (Of::Text, "/sys/devices/system/cpu/cpufreq/policy*/scaling_driver"),
-    (Of::Text, "/sys/devices/system/cpu/cpufreq/policy*/energy_performance_preference"),
+    (
+        Of::Text,
+        "/sys/devices/system/node/node*/hugepages/hugepages-*/free_hugepages",
+    ),
+    (
+        Of::Text,
+        "/sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
+    ),
+    (
+        Of::Text,
+        "/sys/devices/system/cpu/cpufreq/policy*/scaling_driver",
+    ),
+    (
+        Of::Text,
+        "/sys/devices/system/cpu/cpufreq/policy*/energy_performance_preference",
+    ),
     (Of::Names, "/sys/class/iommu"),
     (Of::Text, "/sys/kernel/iommu_groups/*/type"),
     (Of::Names, "/sys/kernel/iommu_groups/*/devices"),
@@ -66,11 +78,19 @@ pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) {
     }
     for function in root.names(DEVICES).unwrap_or_default() {
         let file = |name: &str| format!("{DEVICES}/{function}/{name}");
-        FUNCTION.iter().for_each(|name| look(root, Of::Text, file(name), files, &mut left));
-        if files.text(&file("vendor")).is_ok_and(|vendor| vendor == "0x10de") {
-            GPU.iter().for_each(|name| look(root, Of::Text, file(name), files, &mut left));
+        FUNCTION
+            .iter()
+            .for_each(|name| look(root, Of::Text, file(name), files, &mut left));
+        if files
+            .text(&file("vendor"))
+            .is_ok_and(|vendor| vendor == "0x10de")
+        {
+            GPU.iter()
+                .for_each(|name| look(root, Of::Text, file(name), files, &mut left));
             if !files.is_asleep(&function) {
-                AWAKE.iter().for_each(|name| look(root, Of::Text, file(name), files, &mut left));
+                AWAKE
+                    .iter()
+                    .for_each(|name| look(root, Of::Text, file(name), files, &mut left));
             }
             look(root, Of::Link, file("iommu_group"), files, &mut left);
         }
@@ -83,7 +103,10 @@ pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) {
 
 fn look(root: &HostRoot, of: Of, path: String, files: &mut Files, left: &mut usize) {
     let result = match of {
-        _ if *left == 0 => Err(std::io::Error::new(ErrorKind::InvalidData, format!("more than {MAX_FILES} files"))),
+        _ if *left == 0 => Err(std::io::Error::new(
+            ErrorKind::InvalidData,
+            format!("more than {MAX_FILES} files"),
+        )),
         Of::Text => root.text(&path),
         Of::Link => root.link(&path),
         Of::Names => root.names(&path).map(|names| names.join("\n")),
@@ -104,7 +127,12 @@ fn matches(root: &HostRoot, pattern: &str) -> Vec<String> {
                 None => next.push(format!("{dir}/{part}")),
                 Some((begin, _)) => {
                     let entries = root.names(&dir).unwrap_or_default();
-                    next.extend(entries.into_iter().filter(|name| name.starts_with(begin)).map(|name| format!("{dir}/{name}")));
+                    next.extend(
+                        entries
+                            .into_iter()
+                            .filter(|name| name.starts_with(begin))
+                            .map(|name| format!("{dir}/{name}")),
+                    );
                 }
             }
         }

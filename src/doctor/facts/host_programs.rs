@@ -25,11 +25,16 @@ pub fn qemu_version(root: &HostRoot, path: &Path) -> Option<MajorMinor> {
         let kept = text.len().saturating_sub(OVERLAP);
         text.drain(..kept);
         let before = text.len();
-        file.by_ref().take(CHUNK as u64).read_to_end(&mut text).ok()?;
+        file.by_ref()
+            .take(CHUNK as u64)
+            .read_to_end(&mut text)
+            .ok()?;
         for (finder, machine) in finders.iter().zip(MACHINES) {
             for at in finder.find_iter(&text) {
                 let name = text.get(at + machine.len()..).unwrap_or_default();
-                let name = String::from_utf8_lossy(name.get(..name.len().min(8)).unwrap_or_default()).into_owned();
+                let name =
+                    String::from_utf8_lossy(name.get(..name.len().min(8)).unwrap_or_default())
+                        .into_owned();
                 newest = newest.max(MajorMinor::parse(&name).filter(|version| version.0 < 100));
             }
         }
@@ -51,5 +56,8 @@ pub fn compression(root: &HostRoot, path: &Path) -> std::io::Result<Option<&'sta
     ];
     let mut start = Vec::new();
     root.regular(path)?.take(8).read_to_end(&mut start)?;
-    Ok(MAGICS.iter().find(|(magic, _)| start.starts_with(magic)).map(|(_, name)| *name))
+    Ok(MAGICS
+        .iter()
+        .find(|(magic, _)| start.starts_with(magic))
+        .map(|(_, name)| *name))
 }

@@ -24,26 +24,59 @@ const PLACES: &[&str] = &[
 /// The configuration that is named, below the root as well, or the first of the usual ones. None:
 /// no usual one is there.
 pub fn read(root: &HostRoot, named: Option<&Path>) -> Option<Result<Kata, String>> {
-    let usual = || PLACES.iter().map(Path::new).find(|path| root.place(path).is_ok());
+    let usual = || {
+        PLACES
+            .iter()
+            .map(Path::new)
+            .find(|path| root.place(path).is_ok())
+    };
     let path = named.or_else(usual)?;
     let place = match root.place(path) {
         Ok(place) => place,
         Err(error) => return Some(Err(clipped(&format!("{}: {error}", path.display())))),
     };
-    let read = KataConfig::read(&place).map_err(|refusals| refusals.first().map_or(String::new(), |r| format!("{}: {}", r.place, r.why)));
-    Some(read.and_then(|config| merged(root, path, &config)).map_err(|why| clipped(&why)))
+    let read = KataConfig::read(&place).map_err(|refusals| {
+        refusals
+            .first()
+            .map_or(String::new(), |r| format!("{}: {}", r.place, r.why))
+    });
+    Some(
+        read.and_then(|config| merged(root, path, &config))
+            .map_err(|why| clipped(&why)),
+    )
 }
 
 fn merged(root: &HostRoot, path: &Path, config: &KataConfig) -> Result<Kata, String> {
-    let (runtime, section) = runtime_and_section(config).map_err(|refusal| format!("{}: {}", refusal.place, refusal.why))?;
+    let (runtime, section) = runtime_and_section(config)
+        .map_err(|refusal| format!("{}: {}", refusal.place, refusal.why))?;
     let effective = with_ours(config, runtime, config.ours.text());
-    let host = root.place(Path::new("/")).map_err(|error| format!("/: {error}"))?;
-    let mut kata = Kata { path: clipped(&path.to_string_lossy()), section: section.clone(), ..Kata::default() };
-    collect(&host, &effective, &mut Vec::new(), &effective.table, &mut kata);
+    let host = root
+        .place(Path::new("/"))
+        .map_err(|error| format!("/: {error}"))?;
+    let mut kata = Kata {
+        path: clipped(&path.to_string_lossy()),
+        section: section.clone(),
+        ..Kata::default()
+    };
+    collect(
+        &host,
+        &effective,
+        &mut Vec::new(),
+        &effective.table,
+        &mut kata,
+    );
     let key = format!("hypervisor.{section}.default_memory");
-    kata.values.entry(key).or_insert_with(|| (default_memory(&effective, &section).to_string(), format!("{} (Kata's default)", kata.path)));
+    kata.values.entry(key).or_insert_with(|| {
+        (
+            default_memory(&effective, &section).to_string(),
+            format!("{} (Kata's default)", kata.path),
+        )
+    });
     kata.guest = ["initrd", "image"].into_iter().find_map(|key| {
-        let file = kata.hypervisor(key).map(|(value, _)| PathBuf::from(value)).filter(|file| !file.as_os_str().is_empty())?;
+        let file = kata
+            .hypervisor(key)
+            .map(|(value, _)| PathBuf::from(value))
+            .filter(|file| !file.as_os_str().is_empty())?;
         let bytes = root.regular(&file).ok()?.metadata().ok()?.len();
         Some(GuestFile {
             path: clipped(&file.to_string_lossy()),
@@ -56,7 +89,13 @@ fn merged(root: &HostRoot, path: &Path, config: &KataConfig) -> Result<Kata, Str
 }
 
 /// Adds all values that are no tables; the files are at most 1 MiB each.
-fn collect(root: &Path, effective: &Effective, path: &mut Vec<String>, table: &Table, kata: &mut Kata) {
+fn collect(
+    root: &Path,
+    effective: &Effective,
+    path: &mut Vec<String>,
+    table: &Table,
+    kata: &mut Kata,
+) {
     for (key, value) in table {
         path.push(key.clone());
         match value {
@@ -64,9 +103,12 @@ fn collect(root: &Path, effective: &Effective, path: &mut Vec<String>, table: &T
             value => {
                 let words: Vec<&str> = path.iter().map(String::as_str).collect();
                 let origin = effective.origin(&words).unwrap_or(Path::new(&kata.path));
-                let origin = origin.strip_prefix(root).map_or(origin.to_path_buf(), |inner| Path::new("/").join(inner));
+                let origin = origin
+                    .strip_prefix(root)
+                    .map_or(origin.to_path_buf(), |inner| Path::new("/").join(inner));
                 if let Some(text) = scalar(value) {
-                    kata.values.insert(path.join("."), (text, clipped(&origin.to_string_lossy())));
+                    kata.values
+                        .insert(path.join("."), (text, clipped(&origin.to_string_lossy())));
                 }
             }
         }

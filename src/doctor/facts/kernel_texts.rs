@@ -16,9 +16,20 @@ pub fn read(root: &HostRoot, files: &mut Files) {
         files.insert(SYMBOLS, seen);
     }
     // A release is one name, never a path.
-    let release = files.text(RELEASE).ok().filter(|release| !release.contains('/')).map(|release| format!("/boot/config-{release}"));
-    let of_boot = release.and_then(|path| seen(root.bytes(Path::new(&path), MAX_CONFIG).map(lines)));
-    let packed = || seen(root.bytes(Path::new("/proc/config.gz"), MAX_CONFIG).and_then(unpack).map(lines));
+    let release = files
+        .text(RELEASE)
+        .ok()
+        .filter(|release| !release.contains('/'))
+        .map(|release| format!("/boot/config-{release}"));
+    let of_boot =
+        release.and_then(|path| seen(root.bytes(Path::new(&path), MAX_CONFIG).map(lines)));
+    let packed = || {
+        seen(
+            root.bytes(Path::new("/proc/config.gz"), MAX_CONFIG)
+                .and_then(unpack)
+                .map(lines),
+        )
+    };
     if let Some(seen) = of_boot.or_else(packed) {
         files.insert(CONFIG, seen);
     }
@@ -31,7 +42,11 @@ fn symbols(root: &HostRoot) -> io::Result<String> {
     // A line without an end is as long as the limit at most.
     while lines.read_until(b'\n', &mut line)? > 0 {
         let text = String::from_utf8_lossy(&line);
-        if text.split_whitespace().nth(2).is_some_and(|name| [FAULT, HUGE_FAULT].contains(&name)) {
+        if text
+            .split_whitespace()
+            .nth(2)
+            .is_some_and(|name| [FAULT, HUGE_FAULT].contains(&name))
+        {
             found += &text;
         }
         line.clear();
@@ -41,13 +56,18 @@ fn symbols(root: &HostRoot) -> io::Result<String> {
 
 fn unpack(packed: Vec<u8>) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
-    flate2::read::GzDecoder::new(&packed[..]).take(MAX_CONFIG).read_to_end(&mut text)?;
+    flate2::read::GzDecoder::new(&packed[..])
+        .take(MAX_CONFIG)
+        .read_to_end(&mut text)?;
     Ok(text)
 }
 
 /// Lines of options that are set.
 fn lines(text: Vec<u8>) -> String {
     let text = String::from_utf8_lossy(&text).into_owned();
-    let set: Vec<&str> = text.lines().filter(|line| line.starts_with("CONFIG_")).collect();
+    let set: Vec<&str> = text
+        .lines()
+        .filter(|line| line.starts_with("CONFIG_"))
+        .collect();
     set.join("\n")
 }

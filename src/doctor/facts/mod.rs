@@ -5,11 +5,11 @@
 //! another path read like a host.
 
 mod bounded; // files and directories below the root
-mod kernel_texts; // symbols and configuration of the kernel
-mod host_programs; // QEMU's version, a guest's compression
 mod host_paths; // the files that rules read
-mod vms; // running VMs
-mod kata_values; // Kata's configuration
+mod host_programs; // QEMU's version, a guest's compression
+mod kata_values;
+mod kernel_texts; // symbols and configuration of the kernel
+mod vms; // running VMs // Kata's configuration
 
 use crate::rules::host_facts::{HostFacts, Qemu};
 use crate::rules::own_boots::{MAX_BOOTS, OwnBoots};
@@ -22,7 +22,11 @@ use kata_gpu_report::data::text::printable;
 use std::path::Path;
 
 /// Everything but the boots, of the host below `root`.
-pub fn facts_at(root: &Path, kata_config: Option<&Path>, depth: Depth) -> anyhow::Result<HostFacts> {
+pub fn facts_at(
+    root: &Path,
+    kata_config: Option<&Path>,
+    depth: Depth,
+) -> anyhow::Result<HostFacts> {
     let root = &HostRoot::open(root).with_context(|| format!("--root {}", root.display()))?;
     let mut facts = HostFacts::default();
     host_paths::read(root, depth, &mut facts.files);
@@ -35,11 +39,17 @@ pub fn facts_at(root: &Path, kata_config: Option<&Path>, depth: Depth) -> anyhow
 
 /// The program of a running VM, else that of the configuration.
 fn qemu(root: &HostRoot, facts: &HostFacts) -> Option<Qemu> {
-    let running = facts.vms.iter().find_map(|vm| vm.words.first().filter(|word| word.starts_with('/')));
+    let running = facts
+        .vms
+        .iter()
+        .find_map(|vm| vm.words.first().filter(|word| word.starts_with('/')));
     let configured = || Some(&facts.kata().ok()?.hypervisor("path")?.0);
     let path = running.or_else(configured)?;
     let version = host_programs::qemu_version(root, Path::new(path));
-    Some(Qemu { path: printable(path), version })
+    Some(Qemu {
+        path: printable(path),
+        version,
+    })
 }
 
 /// Numbers of the newest boots in a directory, and which files could not be read.
@@ -50,7 +60,9 @@ pub fn boots(dir: &Path) -> anyhow::Result<(OwnBoots, Vec<String>)> {
         match load(&path, None) {
             Ok(loaded) => {
                 let console = std::fs::metadata(path.with_extension("console")).ok();
-                boots.console_bytes.extend(console.and_then(|meta| i64::try_from(meta.len()).ok()));
+                boots
+                    .console_bytes
+                    .extend(console.and_then(|meta| i64::try_from(meta.len()).ok()));
                 boots.add(&loaded);
             }
             Err(error) => unread.push(printable(&format!("{error:#}"))),

@@ -19,8 +19,11 @@ const WALKS: [&str; 2] = ["smaps_rollup", "numa_maps"];
 pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) -> Vec<Vm> {
     let proc = root.place(Path::new(PROC)).unwrap_or_default();
     let owners = BTreeSet::from([0, geteuid().as_raw()]);
-    let mut vms: Vec<Vm> =
-        owners.into_iter().flat_map(|owner| of_user(&proc, owner)).filter_map(|(pid, words)| vm(pid.as_raw(), &words)).collect();
+    let mut vms: Vec<Vm> = owners
+        .into_iter()
+        .flat_map(|owner| of_user(&proc, owner))
+        .filter_map(|(pid, words)| vm(pid.as_raw(), &words))
+        .collect();
     vms.sort_by_key(|vm| vm.pid);
     vms.truncate(MAX_VMS);
     for vm in &vms {
@@ -51,10 +54,16 @@ pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) -> Vec<Vm> {
 
 /// A process that is QEMU and has a device of VFIO.
 fn vm(pid: i32, words: &[u8]) -> Option<Vm> {
-    let words: Vec<String> =
-        words.split(|byte| *byte == 0).take(MAX_WORDS).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+    let words: Vec<String> = words
+        .split(|byte| *byte == 0)
+        .take(MAX_WORDS)
+        .map(|word| String::from_utf8_lossy(word).into_owned())
+        .collect();
     let is_qemu = words.first()?.rsplit('/').next()?.starts_with("qemu-");
-    let vm = Vm { pid: pid.try_into().ok()?, words };
+    let vm = Vm {
+        pid: pid.try_into().ok()?,
+        words,
+    };
     let has_device = vm.passed_through().next().is_some();
     (is_qemu && has_device).then_some(vm)
 }
@@ -77,10 +86,15 @@ fn targets(root: &HostRoot, dir: &str) -> io::Result<String> {
 fn vcpus(root: &HostRoot, dir: &str) -> io::Result<String> {
     let mut lines = Vec::new();
     for thread in root.names(dir)? {
-        let comm = root.text(format!("{dir}/{thread}/comm")).unwrap_or_default();
+        let comm = root
+            .text(format!("{dir}/{thread}/comm"))
+            .unwrap_or_default();
         if comm.starts_with("CPU ") && comm.ends_with("/KVM") {
             let status = root.text(format!("{dir}/{thread}/status"))?;
-            let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();
+            let list = status
+                .lines()
+                .find_map(|line| line.strip_prefix("Cpus_allowed_list:"))
+                .unwrap_or_default();
             lines.push(format!("{comm} {}", list.trim()));
         }
     }

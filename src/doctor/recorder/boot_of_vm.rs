@@ -26,7 +26,12 @@ pub fn find(dir: &Path, vmm: &Vmm, since_ns: Option<i64>) -> Option<PathBuf> {
     boots.into_iter().take(MAX_BOOTS).find(|path| {
         let mut is_it = false;
         let look = |_, _, line| {
-            if let Ok(FileLine::Host(HostLine { event: HostEvent::Connected { peer, .. }, realtime_ns, .. })) = line {
+            if let Ok(FileLine::Host(HostLine {
+                event: HostEvent::Connected { peer, .. },
+                realtime_ns,
+                ..
+            })) = line
+            {
                 is_it |= vmm.is_peer(&peer) && since_ns.is_none_or(|since| realtime_ns >= since);
             }
         };
@@ -36,7 +41,9 @@ pub fn find(dir: &Path, vmm: &Vmm, since_ns: Option<i64>) -> Option<PathBuf> {
 
 /// Length of a boot's file in bytes; 0 where there is none.
 pub fn length(path: &Path) -> u64 {
-    open(path).and_then(|file| file.metadata()).map_or(0, |meta| meta.len())
+    open(path)
+        .and_then(|file| file.metadata())
+        .map_or(0, |meta| meta.len())
 }
 
 /// Whether the guest has sent, in the file from `from` bytes on, that its GPUs are settled, or that
@@ -45,18 +52,29 @@ pub fn is_over(path: &Path, from: u64) -> bool {
     let mut over = false;
     let look = |_, _, line| {
         if let Ok(FileLine::Record(record)) = line {
-            over |= record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
+            over |= record.kind == Kind::Event
+                && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
         }
     };
     let behind = |mut file: File| file.seek(SeekFrom::Start(from)).map(|_| file.take(LONGEST));
-    open(path).and_then(behind).is_ok_and(|file| for_each_line(file, look).is_ok()) && over
+    open(path)
+        .and_then(behind)
+        .is_ok_and(|file| for_each_line(file, look).is_ok())
+        && over
 }
 
 /// Lines of the file of a trace.
 pub fn lines(recorded: &Recorded) -> String {
     let recording = HostLine::now(HostEvent::Recording(Box::new(recorded.recording.clone())));
-    let traced = recorded.traced.iter().map(|traced| HostLine::now(HostEvent::Traced(Box::new(traced.clone()))));
-    [recording].into_iter().chain(traced).map(|line| line.to_line()).collect()
+    let traced = recorded
+        .traced
+        .iter()
+        .map(|traced| HostLine::now(HostEvent::Traced(Box::new(traced.clone()))));
+    [recording]
+        .into_iter()
+        .chain(traced)
+        .map(|line| line.to_line())
+        .collect()
 }
 
 /// Writes the trace beside the boot's file, as that file's owner and readable by the same. The
@@ -64,15 +82,23 @@ pub fn lines(recorded: &Recorded) -> String {
 /// an earlier trace of the boot stays.
 pub fn write(boot: &Path, recorded: &Recorded) -> Result<PathBuf> {
     let path = trace_file::beside(boot);
-    let meta = open(boot).and_then(|file| file.metadata()).with_context(|| format!("look at {}", boot.display()))?;
+    let meta = open(boot)
+        .and_then(|file| file.metadata())
+        .with_context(|| format!("look at {}", boot.display()))?;
     let made = path.with_extension(format!("{}.{}", trace_file::EXTENSION, std::process::id()));
-    let file = OpenOptions::new().write(true).create_new(true).open(&made).with_context(|| format!("make {}", made.display()))?;
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(&made)
+        .with_context(|| format!("make {}", made.display()))?;
     let fill = |mut file: File| -> Result<()> {
         file.write_all(lines(recorded).as_bytes())?;
         file.set_permissions(Permissions::from_mode(meta.mode() & 0o666))?;
         std::os::unix::fs::fchown(&file, Some(meta.uid()), Some(meta.gid()))?;
         file.sync_all()?;
-        fs::hard_link(&made, &path).context("an earlier trace of this boot is not replaced: move it away to keep another one")
+        fs::hard_link(&made, &path).context(
+            "an earlier trace of this boot is not replaced: move it away to keep another one",
+        )
     };
     let filled = fill(file);
     // An error of the writing is of more use than that of the removal.

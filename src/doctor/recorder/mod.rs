@@ -4,13 +4,13 @@
 //! ([`session`]).
 
 pub mod boot_of_vm; // the boot's file, and that of its trace
-pub mod traced_steps; // events into steps
-pub mod trace_line; // lines of the kernel's trace
 pub mod probes; // what is traced
 pub mod recorded; // what one recording saw
 pub mod recording; // one recording
 pub mod report; // the table
 pub mod session; // an instance of tracefs, and its removal
+pub mod trace_line; // lines of the kernel's trace
+pub mod traced_steps; // events into steps
 pub mod vmm_process; // the VM's processes
 
 #[cfg(test)]

@@ -33,12 +33,32 @@ pub struct Probe {
     pub without: &'static str,
 }
 
-const fn entry(event: &'static str, function: &'static str, args: &'static str, filter: &'static str, without: &'static str) -> Probe {
-    Probe { event, at: At::Entry, function, args, filter, without }
+const fn entry(
+    event: &'static str,
+    function: &'static str,
+    args: &'static str,
+    filter: &'static str,
+    without: &'static str,
+) -> Probe {
+    Probe {
+        event,
+        at: At::Entry,
+        function,
+        args,
+        filter,
+        without,
+    }
 }
 
 const fn returns(event: &'static str, function: &'static str, args: &'static str) -> Probe {
-    Probe { event, at: At::Return, function, args, filter: "", without: "" }
+    Probe {
+        event,
+        at: At::Return,
+        function,
+        args,
+        filter: "",
+        without: "",
+    }
 }
 
 /// Probes whose events are read one by one.
@@ -86,25 +106,50 @@ pub const PROBES: &[Probe] = &[
     ),
     returns("bind_out", "vfio_device_fops_unl_ioctl", "ret=$retval:s32"),
     entry("opened", "vfio_pci_core_enable", "dev=$arg1:x64", "", ""),
-    entry("reset_in", "pci_try_reset_function", "pdev=$arg1:x64", "", "resets of functions"),
+    entry(
+        "reset_in",
+        "pci_try_reset_function",
+        "pdev=$arg1:x64",
+        "",
+        "resets of functions",
+    ),
     returns("reset_out", "pci_try_reset_function", "ret=$retval:s32"),
     // VFIO_DEVICE_PCI_HOT_RESET: of functions that have no reset of their own.
-    entry("bus_reset_in", "pci_reset_bus", "pdev=$arg1:x64", "", "resets of buses"),
+    entry(
+        "bus_reset_in",
+        "pci_reset_bus",
+        "pdev=$arg1:x64",
+        "",
+        "resets of buses",
+    ),
     returns("bus_reset_out", "pci_reset_bus", "ret=$retval:s32"),
 ];
 
 /// A probe for the first run of a vCPU: KVM_RUN of <linux/kvm.h>. Off as soon as it was seen.
-pub const RUN: Probe = entry("run", "kvm_vcpu_ioctl", "cmd=$arg2:x32", "cmd == 0xae80", "when a vCPU runs first (load KVM before)");
+pub const RUN: Probe = entry(
+    "run",
+    "kvm_vcpu_ioctl",
+    "cmd=$arg2:x32",
+    "cmd == 0xae80",
+    "when a vCPU runs first (load KVM before)",
+);
 
 /// Faults of a BAR's mapping, counted by the kernel: the first of these that there is. Old kernels
 /// map a BAR page by page, in one fault.
-pub const FAULTS: &[Probe] =
-    &[entry("fault", "vfio_pci_mmap_huge_fault", "", "", ""), entry("fault", "vfio_pci_mmap_fault", "", "", "first accesses to BARs")];
+pub const FAULTS: &[Probe] = &[
+    entry("fault", "vfio_pci_mmap_huge_fault", "", "", ""),
+    entry(
+        "fault",
+        "vfio_pci_mmap_fault",
+        "",
+        "",
+        "first accesses to BARs",
+    ),
+];
 
 /// Program starts that matter.
 pub const EXEC: &str = "sched/sched_process_exec";
-pub const EXEC_FILTER: &str =
-    r#"filename ~ "*qemu*" || filename ~ "*cloud-hypervisor*" || filename ~ "*firecracker*" || filename ~ "*shim-kata*""#;
+pub const EXEC_FILTER: &str = r#"filename ~ "*qemu*" || filename ~ "*cloud-hypervisor*" || filename ~ "*firecracker*" || filename ~ "*shim-kata*""#;
 
 /// A count that the kernel keeps by itself, a number for each thread and kind.
 pub struct Count {

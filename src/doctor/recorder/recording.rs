@@ -61,7 +61,10 @@ pub struct Wanted {
 fn clock_offset() -> Result<(i64, u64)> {
     let read = |id| -> Result<i64> {
         let time = clock_gettime(id).context("clock_gettime")?;
-        Ok(time.tv_sec().saturating_mul(1_000_000_000).saturating_add(time.tv_nsec()))
+        Ok(time
+            .tv_sec()
+            .saturating_mul(1_000_000_000)
+            .saturating_add(time.tv_nsec()))
     };
     let before = read(ClockId::CLOCK_BOOTTIME)?;
     let real = read(ClockId::CLOCK_REALTIME)?;
@@ -72,7 +75,10 @@ fn clock_offset() -> Result<(i64, u64)> {
 
 fn boottime_ns() -> Result<i64> {
     let time = clock_gettime(ClockId::CLOCK_BOOTTIME).context("clock_gettime")?;
-    Ok(time.tv_sec().saturating_mul(1_000_000_000).saturating_add(time.tv_nsec()))
+    Ok(time
+        .tv_sec()
+        .saturating_mul(1_000_000_000)
+        .saturating_add(time.tv_nsec()))
 }
 
 /// Records one boot. `log` gets lines about the progress.
@@ -83,13 +89,19 @@ pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
     let pids = std::fs::read_link("/proc/self/ns/pid").context("read /proc/self/ns/pid")?;
     if pids != Path::new(FIRST_PIDS) {
         // The trace has the machine's ids, and leftovers are told by processes that are gone.
-        bail!("this container has process ids of its own ({}): give its pod hostPID: true", pids.display());
+        bail!(
+            "this container has process ids of its own ({}): give its pod hostPID: true",
+            pids.display()
+        );
     }
     let (root, proc) = (tracefs()?, Path::new("/proc"));
     let gone = remove_leftovers(&root, proc)?;
     if !gone.is_empty() {
         let pids: Vec<String> = gone.iter().map(u32::to_string).collect();
-        log(&format!("removed what recorder {} left, which was killed", pids.join(", ")));
+        log(&format!(
+            "removed what recorder {} left, which was killed",
+            pids.join(", ")
+        ));
     }
     let vmm = match &wanted.target {
         Target::Next => None,
@@ -98,10 +110,18 @@ pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
     };
     // Blocked before there is something to remove: a signal then ends the loop, not the process.
     let mut signals = SigSet::empty();
-    [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT].into_iter().for_each(|signal| signals.add(signal));
+    [
+        Signal::SIGINT,
+        Signal::SIGTERM,
+        Signal::SIGHUP,
+        Signal::SIGQUIT,
+    ]
+    .into_iter()
+    .for_each(|signal| signals.add(signal));
     signals.thread_block().context("block signals")?;
     let blocked = signals;
-    let signals = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC).context("signalfd")?;
+    let signals = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+        .context("signalfd")?;
 
     let session = Session::start(&root, std::process::id())?;
     session.missing.iter().for_each(|missing| log(missing));
@@ -176,7 +196,8 @@ impl<'a> Recorder<'a> {
 
     /// Takes a VM as the one that is recorded.
     fn follow(&mut self, vmm: Vmm, exec_ns: Option<i64>, log: &mut dyn FnMut(&str)) -> Result<()> {
-        self.session.follow(|| [&[vmm.pid][..], &vmm.threads()].concat())?;
+        self.session
+            .follow(|| [&[vmm.pid][..], &vmm.threads()].concat())?;
         self.shim = exec_ns.and_then(|_| vmm.shim());
         self.exec_ns = exec_ns;
         log(&format!("recording the VM of process {}", vmm.pid));
@@ -189,7 +210,10 @@ impl<'a> Recorder<'a> {
         let mut looked = Instant::now();
         loop {
             let timeout = PollTimeout::try_from(TICK).unwrap_or(PollTimeout::MAX);
-            let mut fds = [PollFd::new(self.pipe.as_fd(), PollFlags::POLLIN), PollFd::new(signals.as_fd(), PollFlags::POLLIN)];
+            let mut fds = [
+                PollFd::new(self.pipe.as_fd(), PollFlags::POLLIN),
+                PollFd::new(signals.as_fd(), PollFlags::POLLIN),
+            ];
             match poll(&mut fds, timeout) {
                 Ok(_) | Err(nix::errno::Errno::EINTR) => {}
                 Err(e) => return Err(e).context("wait for events"),
@@ -252,11 +276,18 @@ impl<'a> Recorder<'a> {
             if event.args.contains("shim-kata") && self.shims.len() < MAX_KNOWN {
                 self.shims.insert(event.tid, event.at_ns);
             }
-            if let (None, Target::Next, Some(vmm)) = (&self.vmm, &self.wanted.target, Vmm::at(self.proc, event.tid)) {
+            if let (None, Target::Next, Some(vmm)) = (
+                &self.vmm,
+                &self.wanted.target,
+                Vmm::at(self.proc, event.tid),
+            ) {
                 if vmm.is_guest_of_gpus() {
                     self.follow(vmm, Some(event.at_ns), log)?;
                 } else {
-                    log(&format!("left out the VM of process {}: not Kata's, without functions of VFIO; --pid takes it", vmm.pid));
+                    log(&format!(
+                        "left out the VM of process {}: not Kata's, without functions of VFIO; --pid takes it",
+                        vmm.pid
+                    ));
                 }
             }
             return Ok(());
@@ -293,10 +324,15 @@ impl<'a> Recorder<'a> {
         if self.began.elapsed() >= self.wanted.limit {
             return Ok(Some(format!("{} s were over", self.wanted.limit.as_secs())));
         }
-        let Some(vmm) = &self.vmm else { return Ok(None) };
+        let Some(vmm) = &self.vmm else {
+            return Ok(None);
+        };
         let memory = vmm.memory();
         let resident = |memory: &BTreeMap<String, u64>| memory.values().copied().max().unwrap_or(0);
-        let (last, now) = (self.memory.last().map_or(0, |(_, memory)| resident(memory)), resident(&memory));
+        let (last, now) = (
+            self.memory.last().map_or(0, |(_, memory)| resident(memory)),
+            resident(&memory),
+        );
         if now.abs_diff(last) > last / CHANGE && self.memory.len() < MAX_SAMPLES {
             self.memory.push((boottime_ns()?, memory));
         }
@@ -315,17 +351,23 @@ impl<'a> Recorder<'a> {
                 self.boot_bytes = self.boot_from;
             }
         }
-        let Some(boot) = &self.boot else { return Ok(None) };
+        let Some(boot) = &self.boot else {
+            return Ok(None);
+        };
         let bytes = boot_of_vm::length(boot);
         let changed = bytes != self.boot_bytes;
         self.boot_bytes = bytes;
-        Ok((changed && boot_of_vm::is_over(boot, self.boot_from)).then(|| "the guest's GPUs were settled".into()))
+        Ok((changed && boot_of_vm::is_over(boot, self.boot_from))
+            .then(|| "the guest's GPUs were settled".into()))
     }
 
     fn finish(mut self, ended: String) -> Result<Recorded> {
         let (end_offset, end_error) = clock_offset()?;
         let (offset, error) = self.offset;
-        let clock_error_ns = end_offset.abs_diff(offset).saturating_add(error.max(end_error)).saturating_add(RESOLUTION_NS);
+        let clock_error_ns = end_offset
+            .abs_diff(offset)
+            .saturating_add(error.max(end_error))
+            .saturating_add(RESOLUTION_NS);
         let end_ns = boottime_ns()?;
         let counts = self.counts(end_ns);
         self.lost = self.lost.max(self.session.lost());
@@ -335,36 +377,80 @@ impl<'a> Recorder<'a> {
         drop(self.session);
 
         let mut known: HashMap<_, Bars> = HashMap::new();
-        self.fold.steps.iter().filter_map(|step| step.traced.function).for_each(|function| {
-            known.entry(function).or_insert_with(|| bars(&resource(Path::new("/sys"), function)));
-        });
-        self.fold.number_bars(|function| known.get(&function).cloned().unwrap_or_default());
+        self.fold
+            .steps
+            .iter()
+            .filter_map(|step| step.traced.function)
+            .for_each(|function| {
+                known
+                    .entry(function)
+                    .or_insert_with(|| bars(&resource(Path::new("/sys"), function)));
+            });
+        self.fold
+            .number_bars(|function| known.get(&function).cloned().unwrap_or_default());
         let mut traced: Vec<(i64, Traced)> = Vec::new();
         let pid = self.vmm.as_ref().map(|vmm| vmm.pid);
         if let (Some(exec_ns), Some((shim, started_ns))) = (self.exec_ns, self.shim) {
-            let at_ns = self.shims.get(&shim).copied().unwrap_or(started_ns).min(exec_ns);
+            let at_ns = self
+                .shims
+                .get(&shim)
+                .copied()
+                .unwrap_or(started_ns)
+                .min(exec_ns);
             traced.push((at_ns, step(names::SHIM, at_ns, exec_ns, Some(shim))));
         }
         if let (Some(exec_ns), Some(run_ns)) = (self.exec_ns, self.fold.first_run_ns) {
             traced.push((exec_ns, step(names::VMM_START, exec_ns, run_ns, pid)));
         }
         for step in std::mem::take(&mut self.fold.steps) {
-            let failed = step.failed.map(|errno| format!("failed: errno {}", errno.unsigned_abs()));
+            let failed = step
+                .failed
+                .map(|errno| format!("failed: errno {}", errno.unsigned_abs()));
             let detail = failed.unwrap_or(step.traced.detail);
-            traced.push((step.at_ns, Traced { pid, detail, ..step.traced }));
+            traced.push((
+                step.at_ns,
+                Traced {
+                    pid,
+                    detail,
+                    ..step.traced
+                },
+            ));
         }
-        traced.extend(counts.into_iter().map(|count| (self.exec_ns.unwrap_or(self.began_ns), Traced { pid, ..count })));
+        traced.extend(counts.into_iter().map(|count| {
+            (
+                self.exec_ns.unwrap_or(self.began_ns),
+                Traced { pid, ..count },
+            )
+        }));
         for (at_ns, memory) in &self.memory {
             let (bytes, kinds) = (memory.get("resident").copied(), memory.clone());
-            traced.push((*at_ns, Traced { name: names::VMM_MEMORY.into(), bytes, kinds, pid, ..Traced::default() }));
+            traced.push((
+                *at_ns,
+                Traced {
+                    name: names::VMM_MEMORY.into(),
+                    bytes,
+                    kinds,
+                    pid,
+                    ..Traced::default()
+                },
+            ));
         }
         traced.sort_by_key(|(at_ns, _)| *at_ns);
-        let placed = |(at_ns, traced): (i64, Traced)| Traced { began_realtime_ns: at_ns.saturating_add(offset), clock_error_ns, ..traced };
+        let placed = |(at_ns, traced): (i64, Traced)| Traced {
+            began_realtime_ns: at_ns.saturating_add(offset),
+            clock_error_ns,
+            ..traced
+        };
         if self.fold.left_out > 0 {
-            missing.push(format!("{} step(s) over the limit are left out", self.fold.left_out));
+            missing.push(format!(
+                "{} step(s) over the limit are left out",
+                self.fold.left_out
+            ));
         }
         let recording = Recording {
-            kernel: nix::sys::utsname::uname().map(|uts| printable(&uts.release().to_string_lossy())).unwrap_or_default(),
+            kernel: nix::sys::utsname::uname()
+                .map(|uts| printable(&uts.release().to_string_lossy()))
+                .unwrap_or_default(),
             began_realtime_ns: self.began_ns.saturating_add(offset),
             took_ns: u64::try_from(end_ns.saturating_sub(self.began_ns)).unwrap_or(0),
             ended,
@@ -373,21 +459,42 @@ impl<'a> Recorder<'a> {
             lost,
             unreadable: self.unreadable,
         };
-        Ok(Recorded { recording, traced: traced.into_iter().map(placed).collect(), boot: self.boot })
+        Ok(Recorded {
+            recording,
+            traced: traced.into_iter().map(placed).collect(),
+            boot: self.boot,
+        })
     }
 
     /// The kernel's own counts, of the VMM's threads.
     fn counts(&mut self, end_ns: i64) -> Vec<Traced> {
-        let Some(vmm) = &self.vmm else { return Vec::new() };
-        let own: HashSet<u32> = self.threads.iter().filter(|(_, own)| **own).map(|(tid, _)| *tid).chain([vmm.pid]).collect();
+        let Some(vmm) = &self.vmm else {
+            return Vec::new();
+        };
+        let own: HashSet<u32> = self
+            .threads
+            .iter()
+            .filter(|(_, own)| **own)
+            .map(|(tid, _)| *tid)
+            .chain([vmm.pid])
+            .collect();
         let mut dropped = 0;
         let mut rows = |(rows, without_room): (Vec<HistRow>, u64)| {
             dropped += without_room;
-            rows.into_iter().filter(|row| own.contains(&row.tid)).collect::<Vec<_>>()
+            rows.into_iter()
+                .filter(|row| own.contains(&row.tid))
+                .collect::<Vec<_>>()
         };
-        let took_ns = u64::try_from(end_ns.saturating_sub(self.exec_ns.unwrap_or(self.began_ns))).unwrap_or(0);
+        let took_ns = u64::try_from(end_ns.saturating_sub(self.exec_ns.unwrap_or(self.began_ns)))
+            .unwrap_or(0);
         let sum = |rows: &[HistRow]| rows.iter().map(|row| row.hits).fold(0, u64::saturating_add);
-        let count = |name: &str, calls: u64, kinds| Traced { name: name.into(), calls: Some(calls), kinds, took_ns, ..Traced::default() };
+        let count = |name: &str, calls: u64, kinds| Traced {
+            name: name.into(),
+            calls: Some(calls),
+            kinds,
+            took_ns,
+            ..Traced::default()
+        };
         let mut kinds: BTreeMap<String, u64> = BTreeMap::new();
         let mut add = |kind: String, n: u64| {
             if n > 0 {
@@ -399,7 +506,9 @@ impl<'a> Recorder<'a> {
         // The file has a second histogram, for the times, whose rows have no reason.
         exits.retain(|row| row.kind.is_some());
         exits.iter().for_each(|row| add(reason(row.kind), row.hits));
-        rows(self.session.answer_rows()).iter().for_each(|row| add(format!("{}-us", reason(row.kind)), row.sum.unwrap_or(0)));
+        rows(self.session.answer_rows())
+            .iter()
+            .for_each(|row| add(format!("{}-us", reason(row.kind)), row.sum.unwrap_or(0)));
         for row in rows(self.session.rows(PORTS.name)) {
             match row.kind {
                 Some(0xcf8..=0xcff) => add("pci-config".into(), row.hits),
@@ -407,23 +516,36 @@ impl<'a> Recorder<'a> {
                 _ => {}
             }
         }
-        add("pci-config-by-memory".into(), sum(&rows(self.session.rows(ECAM.name))));
+        add(
+            "pci-config-by-memory".into(),
+            sum(&rows(self.session.rows(ECAM.name))),
+        );
         let faults = sum(&rows(self.session.rows("faults")));
         let page_faults = sum(&rows(self.session.rows(PAGE_FAULTS.name)));
         if dropped > 0 {
-            self.session.missing.push(format!("{dropped} count(s) had no room in the kernel's histograms"));
+            self.session.missing.push(format!(
+                "{dropped} count(s) had no room in the kernel's histograms"
+            ));
         }
         let all = [
             (names::KVM_EXITS, sum(&exits), kinds),
             (names::VMM_MMAP_FAULT, faults, BTreeMap::new()),
             (names::VMM_PAGE_FAULTS, page_faults, BTreeMap::new()),
         ];
-        all.into_iter().filter(|(_, calls, _)| *calls > 0).map(|(name, calls, kinds)| count(name, calls, kinds)).collect()
+        all.into_iter()
+            .filter(|(_, calls, _)| *calls > 0)
+            .map(|(name, calls, kinds)| count(name, calls, kinds))
+            .collect()
     }
 }
 
 fn step(name: &str, from_ns: i64, to_ns: i64, pid: Option<u32>) -> Traced {
-    Traced { name: name.into(), took_ns: u64::try_from(to_ns.saturating_sub(from_ns)).unwrap_or(0), pid, ..Traced::default() }
+    Traced {
+        name: name.into(),
+        took_ns: u64::try_from(to_ns.saturating_sub(from_ns)).unwrap_or(0),
+        pid,
+        ..Traced::default()
+    }
 }
 
 /// Reasons of <linux/kvm.h> that a boot has.

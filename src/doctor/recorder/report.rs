@@ -27,7 +27,9 @@ pub fn lines(recorded: &Recorded, screen: &Screen) -> Vec<String> {
     let is_long = |traced: &&Traced| traced.took_ns >= SHORT_NS;
     for traced in recorded.traced.iter().filter(is_step).filter(is_long) {
         let text = |text: Option<String>| text.unwrap_or_default();
-        let begin = traced.began_realtime_ns.saturating_sub(recorded.recording.began_realtime_ns);
+        let begin = traced
+            .began_realtime_ns
+            .saturating_sub(recorded.recording.began_realtime_ns);
         grid.row(
             Ink::Plain,
             vec![
@@ -43,17 +45,40 @@ pub fn lines(recorded: &Recorded, screen: &Screen) -> Vec<String> {
         );
     }
     let mut out = grid.lines(screen);
-    let short = recorded.traced.iter().filter(is_step).filter(|traced| !is_long(traced));
-    let (count, took_ns) = short.fold((0, 0u64), |(count, sum), step| (count + 1, sum.saturating_add(step.took_ns)));
+    let short = recorded
+        .traced
+        .iter()
+        .filter(is_step)
+        .filter(|traced| !is_long(traced));
+    let (count, took_ns) = short.fold((0, 0u64), |(count, sum), step| {
+        (count + 1, sum.saturating_add(step.took_ns))
+    });
     if count > 0 {
-        out.push(format!("{count} step(s) below 1 ms are not shown, together {} s: --json has them", seconds(took_ns)));
+        out.push(format!(
+            "{count} step(s) below 1 ms are not shown, together {} s: --json has them",
+            seconds(took_ns)
+        ));
     }
     out.push(String::new());
     for traced in recorded.traced.iter().filter(|traced| !is_step(traced)) {
-        let kinds: Vec<String> = traced.kinds.iter().map(|(kind, n)| format!("{}={n}", printable(kind))).collect();
-        let calls = traced.calls.map(|calls| format!(" {calls}")).unwrap_or_default();
-        let bytes = traced.bytes.map(|bytes| format!(" {}", size(bytes))).unwrap_or_default();
-        out.push(format!("{}{calls}{bytes} {}", traced.name, kinds.join(" ")).trim_end().to_string());
+        let kinds: Vec<String> = traced
+            .kinds
+            .iter()
+            .map(|(kind, n)| format!("{}={n}", printable(kind)))
+            .collect();
+        let calls = traced
+            .calls
+            .map(|calls| format!(" {calls}"))
+            .unwrap_or_default();
+        let bytes = traced
+            .bytes
+            .map(|bytes| format!(" {}", size(bytes)))
+            .unwrap_or_default();
+        out.push(
+            format!("{}{calls}{bytes} {}", traced.name, kinds.join(" "))
+                .trim_end()
+                .to_string(),
+        );
     }
     let recording = &recorded.recording;
     let summary = format!(
@@ -65,6 +90,11 @@ pub fn lines(recorded: &Recorded, screen: &Screen) -> Vec<String> {
         recording.ended
     );
     out.push(summary);
-    out.extend(recording.missing.iter().map(|missing| screen.paint(Ink::Dim, &format!("note: {missing}"))));
+    out.extend(
+        recording
+            .missing
+            .iter()
+            .map(|missing| screen.paint(Ink::Dim, &format!("note: {missing}"))),
+    );
     out
 }

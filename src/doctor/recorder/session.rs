@@ -6,7 +6,9 @@
 //! were killed, by the names whose process is gone. A write outside of an own instance never
 //! truncates: that would remove the probes of others.
 
-use super::probes::{At, Count, ECAM, EXEC, EXEC_FILTER, EXITS, FAULTS, PAGE_FAULTS, PORTS, PROBES, Probe, RUN};
+use super::probes::{
+    At, Count, ECAM, EXEC, EXEC_FILTER, EXITS, FAULTS, PAGE_FAULTS, PORTS, PROBES, Probe, RUN,
+};
 use super::trace_line::{HistRow, histogram};
 use anyhow::{Context, Result, bail};
 use nix::unistd::{SysconfVar, sysconf};
@@ -42,12 +44,19 @@ pub struct Session {
 
 /// Writes to a file of tracefs. Never truncates, and never makes a file of tracefs.
 fn put(path: &Path, text: &str) -> io::Result<()> {
-    OpenOptions::new().append(true).open(path)?.write_all(text.as_bytes())
+    OpenOptions::new()
+        .append(true)
+        .open(path)?
+        .write_all(text.as_bytes())
 }
 
 /// Removes all triggers of an event of an own instance: the meaning of a truncation there.
 fn clear(trigger: &Path) -> io::Result<()> {
-    OpenOptions::new().write(true).truncate(true).open(trigger).map(drop)
+    OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(trigger)
+        .map(drop)
 }
 
 fn read(path: &Path) -> io::Result<String> {
@@ -63,20 +72,41 @@ fn definition(group: &str, probe: &Probe) -> String {
         At::Entry => "p",
         At::Return => "r64",
     };
-    format!("{kind}:{group}/{} {} {}\n", probe.event, probe.function, probe.args)
+    format!(
+        "{kind}:{group}/{} {} {}\n",
+        probe.event, probe.function, probe.args
+    )
 }
 
 impl Session {
     /// Sets up what has few events. `root` is a mounted tracefs.
     pub fn start(root: &Path, pid: u32) -> Result<Self> {
         let instance = root.join("instances").join(format!("{INSTANCE}{pid}"));
-        fs::create_dir(&instance)
-            .with_context(|| format!("make {}: does this kernel have CONFIG_TRACING, and is this root?", instance.display()))?;
-        let mut session =
-            Self { root: root.to_path_buf(), instance, group: format!("{GROUP}{pid}"), missing: Vec::new(), counts: Vec::new() };
+        fs::create_dir(&instance).with_context(|| {
+            format!(
+                "make {}: does this kernel have CONFIG_TRACING, and is this root?",
+                instance.display()
+            )
+        })?;
+        let mut session = Self {
+            root: root.to_path_buf(),
+            instance,
+            group: format!("{GROUP}{pid}"),
+            missing: Vec::new(),
+            counts: Vec::new(),
+        };
         session.set("trace_clock", "boot")?;
-        let processors = sysconf(SysconfVar::_NPROCESSORS_CONF).ok().flatten().unwrap_or(1).max(1);
-        session.set("buffer_size_kb", &(BUFFERS_KIB / processors).clamp(LEAST_KIB, MOST_KIB).to_string())?;
+        let processors = sysconf(SysconfVar::_NPROCESSORS_CONF)
+            .ok()
+            .flatten()
+            .unwrap_or(1)
+            .max(1);
+        session.set(
+            "buffer_size_kb",
+            &(BUFFERS_KIB / processors)
+                .clamp(LEAST_KIB, MOST_KIB)
+                .to_string(),
+        )?;
         // Threads and children of a process that is traced are, too.
         session.set("options/event-fork", "1")?;
         for probe in PROBES {
@@ -99,7 +129,13 @@ impl Session {
             let event = format!("{}/{}", self.group, fault.event);
             self.count("faults", &event, "hist:keys=common_pid:size=4096", "");
         }
-        for Count { name, event, trigger, without } in [EXITS, PORTS, ECAM, PAGE_FAULTS] {
+        for Count {
+            name,
+            event,
+            trigger,
+            without,
+        } in [EXITS, PORTS, ECAM, PAGE_FAULTS]
+        {
             self.count(name, event, trigger, without);
         }
         if self.answers().is_err() {
@@ -115,11 +151,19 @@ impl Session {
 
     /// Defines a probe; false where this kernel has no such function.
     fn add(&mut self, probe: &Probe) -> bool {
-        if put(&self.root.join("kprobe_events"), &definition(&self.group, probe)).is_ok() {
+        if put(
+            &self.root.join("kprobe_events"),
+            &definition(&self.group, probe),
+        )
+        .is_ok()
+        {
             return true;
         }
         if !probe.without.is_empty() {
-            self.missing.push(format!("{} cannot be probed in this kernel: not seen is {}", probe.function, probe.without));
+            self.missing.push(format!(
+                "{} cannot be probed in this kernel: not seen is {}",
+                probe.function, probe.without
+            ));
         }
         false
     }
@@ -135,9 +179,12 @@ impl Session {
     fn count(&mut self, name: &'static str, event: &str, trigger: &str, without: &str) {
         let dir = format!("events/{event}");
         if self.set(&format!("{dir}/trigger"), trigger).is_ok() {
-            self.counts.push((name, self.instance.join(dir).join("hist")));
+            self.counts
+                .push((name, self.instance.join(dir).join("hist")));
         } else if !without.is_empty() {
-            self.missing.push(format!("{event} cannot be counted in this kernel: not known is {without}"));
+            self.missing.push(format!(
+                "{event} cannot be counted in this kernel: not known is {without}"
+            ));
         }
     }
 
@@ -145,15 +192,24 @@ impl Session {
     /// of the same thread, which forgets it.
     fn answers(&mut self) -> Result<()> {
         let event = format!("{}_{ANSWERS}", self.group);
-        put(&self.root.join("synthetic_events"), &format!("{event} u32 reason; u64 us; pid_t tid\n"))?;
+        put(
+            &self.root.join("synthetic_events"),
+            &format!("{event} u32 reason; u64 us; pid_t tid\n"),
+        )?;
         let exit = "hist:keys=common_pid:at=common_timestamp.usecs,why=reason:size=4096";
         self.set(&format!("events/{}/trigger", EXITS.event), exit)?;
         let entry = format!(
             "hist:keys=common_pid:took=common_timestamp.usecs-$at,r=$why,t=common_pid:onmatch(kvm.kvm_userspace_exit).{event}($r,$took,$t):size=4096"
         );
         self.set("events/kvm/kvm_entry/trigger", &entry)?;
-        self.set(&format!("events/synthetic/{event}/trigger"), "hist:keys=tid,reason:vals=us:size=4096")?;
-        self.counts.push((ANSWERS, self.instance.join(format!("events/synthetic/{event}/hist"))));
+        self.set(
+            &format!("events/synthetic/{event}/trigger"),
+            "hist:keys=tid,reason:vals=us:size=4096",
+        )?;
+        self.counts.push((
+            ANSWERS,
+            self.instance.join(format!("events/synthetic/{event}/hist")),
+        ));
         Ok(())
     }
 
@@ -166,11 +222,17 @@ impl Session {
     }
 
     fn limit_to(&self, tids: &[u32]) -> Result<()> {
-        tids.iter().try_for_each(|tid| match self.set("set_event_pid", &format!("{tid}\n")) {
-            // The process has ended.
-            Err(e) if e.downcast_ref::<io::Error>().is_some_and(|e| e.raw_os_error() == Some(nix::libc::ESRCH)) => Ok(()),
-            done => done,
-        })
+        tids.iter()
+            .try_for_each(|tid| match self.set("set_event_pid", &format!("{tid}\n")) {
+                // The process has ended.
+                Err(e)
+                    if e.downcast_ref::<io::Error>()
+                        .is_some_and(|e| e.raw_os_error() == Some(nix::libc::ESRCH)) =>
+                {
+                    Ok(())
+                }
+                done => done,
+            })
     }
 
     /// Switches the probe of the first run off.
@@ -183,13 +245,17 @@ impl Session {
         let path = self.instance.join("trace_pipe");
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(nix::libc::O_NONBLOCK);
-        options.open(&path).with_context(|| format!("open {}", path.display()))
+        options
+            .open(&path)
+            .with_context(|| format!("open {}", path.display()))
     }
 
     /// A count by its name: the kernel's rows, and how many hits had no room.
     pub fn rows(&self, name: &str) -> (Vec<HistRow>, u64) {
         let file = self.counts.iter().find(|(known, _)| *known == name);
-        file.and_then(|(_, path)| read(path).ok()).map(|text| histogram(&text)).unwrap_or_default()
+        file.and_then(|(_, path)| read(path).ok())
+            .map(|text| histogram(&text))
+            .unwrap_or_default()
     }
 
     pub fn answer_rows(&self) -> (Vec<HistRow>, u64) {
@@ -203,8 +269,13 @@ impl Session {
             Some(("overrun" | "dropped events", n)) => n.trim().parse::<u64>().ok(),
             _ => None,
         };
-        let cpus = fs::read_dir(self.instance.join("per_cpu")).into_iter().flatten().flatten();
-        cpus.filter_map(stats).map(|text| text.lines().filter_map(number).sum::<u64>()).sum()
+        let cpus = fs::read_dir(self.instance.join("per_cpu"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        cpus.filter_map(stats)
+            .map(|text| text.lines().filter_map(number).sum::<u64>())
+            .sum()
     }
 }
 
@@ -212,7 +283,11 @@ impl Drop for Session {
     fn drop(&mut self) {
         let left = remove(&self.root, &self.instance, &self.group);
         if !left.is_empty() {
-            eprintln!("kata-gpu-boot: not removed from {}: {}", self.root.display(), left.join(", "));
+            eprintln!(
+                "kata-gpu-boot: not removed from {}: {}",
+                self.root.display(),
+                left.join(", ")
+            );
         }
     }
 }
@@ -228,28 +303,39 @@ fn remove(root: &Path, instance: &Path, group: &str) -> Vec<String> {
     // that reads the variable holds the other: the readers go first.
     let answers = format!("synthetic/{group}_{ANSWERS}");
     for event in ["kvm/kvm_entry", &answers, EXITS.event] {
-        note(format!("trigger of {event}"), clear(&instance.join(format!("events/{event}/trigger"))));
+        note(
+            format!("trigger of {event}"),
+            clear(&instance.join(format!("events/{event}/trigger"))),
+        );
     }
     note(instance.display().to_string(), fs::remove_dir(instance));
     let synthetic = root.join("synthetic_events");
-    for name in synthetics(&read(&synthetic).unwrap_or_default()).filter(|name| group_of_synthetic(name) == Some(group)) {
+    for name in synthetics(&read(&synthetic).unwrap_or_default())
+        .filter(|name| group_of_synthetic(name) == Some(group))
+    {
         note(name.to_string(), put(&synthetic, &format!("!{name}\n")));
     }
     let probes = root.join("kprobe_events");
     for (_, event) in probes_of(&read(&probes).unwrap_or_default()).filter(|(of, _)| *of == group) {
-        note(format!("{group}/{event}"), put(&probes, &format!("-:{group}/{event}\n")));
+        note(
+            format!("{group}/{event}"),
+            put(&probes, &format!("-:{group}/{event}\n")),
+        );
     }
     left
 }
 
 /// Group and event of each probe: `p:GROUP/EVENT PLACE ARGS`, `r64:..`.
 fn probes_of(text: &str) -> impl Iterator<Item = (&str, &str)> {
-    text.lines().filter_map(|line| line.split_once(':')?.1.split(' ').next()?.split_once('/'))
+    text.lines()
+        .filter_map(|line| line.split_once(':')?.1.split(' ').next()?.split_once('/'))
 }
 
 /// Names of synthetic events: `NAME\tFIELDS`.
 fn synthetics(text: &str) -> impl Iterator<Item = &str> {
-    text.lines().filter_map(|line| line.split([' ', '\t', ';']).next()).filter(|name| !name.is_empty())
+    text.lines()
+        .filter_map(|line| line.split([' ', '\t', ';']).next())
+        .filter(|name| !name.is_empty())
 }
 
 fn group_of_synthetic(name: &str) -> Option<&str> {
@@ -260,20 +346,40 @@ fn group_of_synthetic(name: &str) -> Option<&str> {
 /// stays, whoever that is now.
 pub fn remove_leftovers(root: &Path, proc: &Path) -> Result<BTreeSet<u32>> {
     let mut gone = BTreeSet::new();
-    let pid = |name: &str, prefix: &str| name.strip_prefix(prefix).and_then(|pid| pid.parse::<u32>().ok());
+    let pid = |name: &str, prefix: &str| {
+        name.strip_prefix(prefix)
+            .and_then(|pid| pid.parse::<u32>().ok())
+    };
     let instances = root.join("instances");
-    for entry in fs::read_dir(&instances).with_context(|| format!("read {}", instances.display()))?.flatten() {
-        gone.extend(entry.file_name().to_str().and_then(|name| pid(name, INSTANCE)));
+    for entry in fs::read_dir(&instances)
+        .with_context(|| format!("read {}", instances.display()))?
+        .flatten()
+    {
+        gone.extend(
+            entry
+                .file_name()
+                .to_str()
+                .and_then(|name| pid(name, INSTANCE)),
+        );
     }
-    let (probes, synthetic) =
-        (read(&root.join("kprobe_events")).unwrap_or_default(), read(&root.join("synthetic_events")).unwrap_or_default());
+    let (probes, synthetic) = (
+        read(&root.join("kprobe_events")).unwrap_or_default(),
+        read(&root.join("synthetic_events")).unwrap_or_default(),
+    );
     gone.extend(probes_of(&probes).filter_map(|(group, _)| pid(group, GROUP)));
     gone.extend(synthetics(&synthetic).filter_map(|name| pid(group_of_synthetic(name)?, GROUP)));
     gone.retain(|pid| !proc.join(pid.to_string()).exists());
     for pid in &gone {
-        let left = remove(root, &instances.join(format!("{INSTANCE}{pid}")), &format!("{GROUP}{pid}"));
+        let left = remove(
+            root,
+            &instances.join(format!("{INSTANCE}{pid}")),
+            &format!("{GROUP}{pid}"),
+        );
         if !left.is_empty() {
-            bail!("left by the recorder {pid}, which is gone, and not removed: {}", left.join(", "));
+            bail!(
+                "left by the recorder {pid}, which is gone, and not removed: {}",
+                left.join(", ")
+            );
         }
     }
     Ok(gone)
@@ -286,7 +392,9 @@ pub fn tracefs() -> Result<PathBuf> {
             return Ok(root.into());
         }
     }
-    bail!("no tracefs at /sys/kernel/tracing: mount -t tracefs tracefs /sys/kernel/tracing (a container needs it from the host)")
+    bail!(
+        "no tracefs at /sys/kernel/tracing: mount -t tracefs tracefs /sys/kernel/tracing (a container needs it from the host)"
+    )
 }
 
 #[cfg(test)]
@@ -309,31 +417,58 @@ mod tests {
 
     fn alive(pids: &[u32]) -> TempDir {
         let proc = temp_dir();
-        pids.iter().for_each(|pid| fs::create_dir(proc.path().join(pid.to_string())).unwrap());
+        pids.iter()
+            .for_each(|pid| fs::create_dir(proc.path().join(pid.to_string())).unwrap());
         proc
     }
 
     #[test]
     fn leftovers_of_the_dead_go_and_nothing_else() {
-        let instances = ["kata-gpu-boot-41", "kata-gpu-boot-42", "kata-gpu-boot-x", "mine"];
+        let instances = [
+            "kata-gpu-boot-41",
+            "kata-gpu-boot-42",
+            "kata-gpu-boot-x",
+            "mine",
+        ];
         let probes = format!(
             "{OTHERS}p:kata_gpu_boot_41/map_in f a=$arg1\nr64:kata_gpu_boot_41/map_out f\np:kata_gpu_boot_42/pin g\nr64:kata_gpu_boot_43/pin g\n"
         );
-        let root = tracefs(&instances, &probes, "kata_gpu_boot_41_answers\tu32 reason; u64 us\nmine\tu64 a\n");
+        let root = tracefs(
+            &instances,
+            &probes,
+            "kata_gpu_boot_41_answers\tu32 reason; u64 us\nmine\tu64 a\n",
+        );
         let gone = remove_leftovers(root.path(), alive(&[42]).path()).unwrap();
         assert_eq!(gone, [41, 43].into());
-        let mut left: Vec<String> =
-            fs::read_dir(root.path().join("instances")).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        let mut left: Vec<String> = fs::read_dir(root.path().join("instances"))
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
         left.sort();
         assert_eq!(left, ["kata-gpu-boot-42", "kata-gpu-boot-x", "mine"]);
-        let written = |file: &str, before: &str| read(&root.path().join(file)).unwrap().strip_prefix(before).unwrap().to_string();
-        let removed = "-:kata_gpu_boot_41/map_in\n-:kata_gpu_boot_41/map_out\n-:kata_gpu_boot_43/pin\n";
-        assert_eq!(written("kprobe_events", &probes), removed, "appended, nothing truncated");
+        let written = |file: &str, before: &str| {
+            read(&root.path().join(file))
+                .unwrap()
+                .strip_prefix(before)
+                .unwrap()
+                .to_string()
+        };
+        let removed =
+            "-:kata_gpu_boot_41/map_in\n-:kata_gpu_boot_41/map_out\n-:kata_gpu_boot_43/pin\n";
         assert_eq!(
-            written("synthetic_events", "kata_gpu_boot_41_answers\tu32 reason; u64 us\nmine\tu64 a\n"),
+            written("kprobe_events", &probes),
+            removed,
+            "appended, nothing truncated"
+        );
+        assert_eq!(
+            written(
+                "synthetic_events",
+                "kata_gpu_boot_41_answers\tu32 reason; u64 us\nmine\tu64 a\n"
+            ),
             "!kata_gpu_boot_41_answers\n"
         );
-        let none = remove_leftovers(tracefs(&["mine"], OTHERS, "").path(), alive(&[]).path()).unwrap();
+        let none =
+            remove_leftovers(tracefs(&["mine"], OTHERS, "").path(), alive(&[]).path()).unwrap();
         assert_eq!(none, BTreeSet::new());
     }
 
@@ -342,15 +477,23 @@ mod tests {
         let root = tracefs(&["kata-gpu-boot-41"], "", "");
         // A directory with a file in it, as an instance that is in use, cannot be removed.
         fs::write(root.path().join("instances/kata-gpu-boot-41/used"), "").unwrap();
-        let error = remove_leftovers(root.path(), alive(&[]).path()).unwrap_err().to_string();
-        assert!(error.contains("41") && error.contains("not removed"), "{error}");
+        let error = remove_leftovers(root.path(), alive(&[]).path())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("41") && error.contains("not removed"),
+            "{error}"
+        );
     }
 
     #[test]
     fn each_probe_is_defined_by_one_line() {
         for probe in PROBES.iter().chain(FAULTS).chain([&RUN]) {
             let line = definition("g", probe);
-            assert!(line.ends_with('\n') && line.trim_end().lines().count() == 1, "{line:?}");
+            assert!(
+                line.ends_with('\n') && line.trim_end().lines().count() == 1,
+                "{line:?}"
+            );
             assert_eq!(probes_of(&line).next(), Some(("g", probe.event)));
         }
     }

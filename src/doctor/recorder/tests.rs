@@ -37,25 +37,65 @@ fn folded(text: &[u8]) -> (Fold, usize) {
 }
 
 fn recorded(fold: Fold) -> Recorded {
-    let placed = |step: super::traced_steps::Step| Traced { began_realtime_ns: step.at_ns, ..step.traced };
-    let recording =
-        Recording { kernel: "6.12.117".into(), began_realtime_ns: 32_583_677_000, ended: "the VM ended".into(), ..Recording::default() };
-    Recorded { recording, traced: fold.steps.into_iter().map(placed).collect(), boot: None }
+    let placed = |step: super::traced_steps::Step| Traced {
+        began_realtime_ns: step.at_ns,
+        ..step.traced
+    };
+    let recording = Recording {
+        kernel: "6.12.117".into(),
+        began_realtime_ns: 32_583_677_000,
+        ended: "the VM ended".into(),
+        ..Recording::default()
+    };
+    Recorded {
+        recording,
+        traced: fold.steps.into_iter().map(placed).collect(),
+        boot: None,
+    }
 }
 
 #[test]
 fn a_real_kernels_trace_becomes_steps() {
     let (fold, unreadable) = folded(&recorded_trace());
     assert_eq!((unreadable, fold.left_out), (0, 0));
-    let of = |name: &str| fold.steps.iter().filter(|step| step.traced.name == name).map(|step| &step.traced).collect::<Vec<_>>();
+    let of = |name: &str| {
+        fold.steps
+            .iter()
+            .filter(|step| step.traced.name == name)
+            .map(|step| &step.traced)
+            .collect::<Vec<_>>()
+    };
     let memory = of(names::VMM_PIN);
-    assert_eq!((memory[0].bytes, memory[0].calls, memory[0].thread.as_str()), (Some(256 << 20), Some(2), "qemu-system-x86"));
-    let mapped: Vec<_> = of(names::VMM_MAP_BAR).iter().map(|bar| (bar.bar, bar.bytes, bar.thread.clone())).collect();
-    assert!(mapped.contains(&(Some(2), Some(512 << 20), "CPU 0/KVM".into())), "{mapped:?}");
-    assert_eq!(of(names::VFIO_OPEN)[0].function.map(|function| function.to_string()).as_deref(), Some("0000:81:00.0"));
+    assert_eq!(
+        (memory[0].bytes, memory[0].calls, memory[0].thread.as_str()),
+        (Some(256 << 20), Some(2), "qemu-system-x86")
+    );
+    let mapped: Vec<_> = of(names::VMM_MAP_BAR)
+        .iter()
+        .map(|bar| (bar.bar, bar.bytes, bar.thread.clone()))
+        .collect();
+    assert!(
+        mapped.contains(&(Some(2), Some(512 << 20), "CPU 0/KVM".into())),
+        "{mapped:?}"
+    );
+    assert_eq!(
+        of(names::VFIO_OPEN)[0]
+            .function
+            .map(|function| function.to_string())
+            .as_deref(),
+        Some("0000:81:00.0")
+    );
     golden(
         "trace/qemu-11.1-linux-6.12.117.txt",
-        &(report::lines(&recorded(fold), &Screen { width: None, colour: false }).join("\n") + "\n"),
+        &(report::lines(
+            &recorded(fold),
+            &Screen {
+                width: None,
+                colour: false,
+            },
+        )
+        .join("\n")
+            + "\n"),
     );
 }
 
@@ -63,8 +103,12 @@ fn a_real_kernels_trace_becomes_steps() {
 fn the_file_of_a_trace_is_read_back_as_it_was() {
     let recorded = recorded(folded(&recorded_trace()).0);
     let mut file = BootFile::default();
-    file.read_trace(boot_of_vm::lines(&recorded).as_bytes()).unwrap();
-    assert_eq!((file.damaged, file.recording()), (0, Some(&recorded.recording)));
+    file.read_trace(boot_of_vm::lines(&recorded).as_bytes())
+        .unwrap();
+    assert_eq!(
+        (file.damaged, file.recording()),
+        (0, Some(&recorded.recording))
+    );
     assert!(file.traced().eq(&recorded.traced));
     // A guest's line, and one of the collector's, are nothing that the recorder writes.
     let others = "{\"schema\":1,\"seq\":1,\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"settled\"}\n\
@@ -75,8 +119,18 @@ fn the_file_of_a_trace_is_read_back_as_it_was() {
 
 #[test]
 fn no_event_has_the_name_of_a_file_of_its_group() {
-    let faults = |names: &[&str]| names.iter().filter(|name| ["enable", "filter"].contains(name)).count();
-    let names: Vec<&str> = PROBES.iter().chain(FAULTS).chain([&RUN]).map(|probe| probe.event).collect();
+    let faults = |names: &[&str]| {
+        names
+            .iter()
+            .filter(|name| ["enable", "filter"].contains(name))
+            .count()
+    };
+    let names: Vec<&str> = PROBES
+        .iter()
+        .chain(FAULTS)
+        .chain([&RUN])
+        .map(|probe| probe.event)
+        .collect();
     assert!(names.len() > 15 && faults(&names) == 0, "{names:?}");
     // Negative control: the event of vfio_pci_core_enable once had that name.
     assert_eq!(faults(&["opened", "enable"]), 1);
@@ -85,7 +139,13 @@ fn no_event_has_the_name_of_a_file_of_its_group() {
 /// IOMMUFD maps memory, and in 6.12 no BAR: it fails with EFAULT. The values are of a real kernel.
 #[test]
 fn iommufds_pins_and_the_function_that_it_binds_are_known() {
-    let event = |at_ns, name, args| Event { comm: b"qemu-system-x86", tid: 203, at_ns, name, args };
+    let event = |at_ns, name, args| Event {
+        comm: b"qemu-system-x86",
+        tid: 203,
+        at_ns,
+        name,
+        args,
+    };
     let function: kata_gpu_wire::pci_address::PciAddress = "0000:81:00.0".parse().unwrap();
     let mut fold = Fold::default();
     fold.vfio_devices.insert("vfio0".into(), function);
@@ -93,20 +153,47 @@ fn iommufds_pins_and_the_function_that_it_binds_are_known() {
         (0, "bind_in", "cmd=0x3b76 name=\"vfio0\""),
         (1, "opened", "dev=0x51"),
         (2, "bind_out", "ret=0"),
-        (3, "mmap", "dev=0x51 start=0x7f0000000000 end=0x7f0020000000"),
-        (4, "ioas_in", "cmd=0x3b85 vaddr=0x7e0000000000 iova=0x0 size=0x20000000"),
+        (
+            3,
+            "mmap",
+            "dev=0x51 start=0x7f0000000000 end=0x7f0020000000",
+        ),
+        (
+            4,
+            "ioas_in",
+            "cmd=0x3b85 vaddr=0x7e0000000000 iova=0x0 size=0x20000000",
+        ),
         (5, "pin_fast", "pages=8192"),
         (6, "pin_fast", "pages=122880"),
         (7, "ioas_out", "ret=0"),
-        (8, "ioas_in", "cmd=0x3b85 vaddr=0x7f0000000000 iova=0x380000000000 size=0x20000000"),
+        (
+            8,
+            "ioas_in",
+            "cmd=0x3b85 vaddr=0x7f0000000000 iova=0x380000000000 size=0x20000000",
+        ),
         (9, "pin_fast", "pages=-14"),
         (10, "ioas_out", "ret=-14"),
-        (11, "ioas_in", "cmd=0x3b8f vaddr=0x0 iova=0x0 size=0x20000000"),
+        (
+            11,
+            "ioas_in",
+            "cmd=0x3b8f vaddr=0x0 iova=0x0 size=0x20000000",
+        ),
         (12, "ioas_out", "ret=-25"),
     ] {
         fold.take(&event(at_ns, name, args));
     }
-    let seen: Vec<_> = fold.steps.iter().map(|s| (s.traced.name.as_str(), s.traced.function, s.traced.calls, s.failed)).collect();
+    let seen: Vec<_> = fold
+        .steps
+        .iter()
+        .map(|s| {
+            (
+                s.traced.name.as_str(),
+                s.traced.function,
+                s.traced.calls,
+                s.failed,
+            )
+        })
+        .collect();
     let want = [
         (names::VFIO_OPEN, Some(function), None, None),
         (names::VMM_PIN, None, Some(2), None),
@@ -118,13 +205,22 @@ fn iommufds_pins_and_the_function_that_it_binds_are_known() {
     let mut unknown = Fold::default();
     unknown.take(&event(0, "bind_in", "cmd=0x3b76 name=\"vfio0\""));
     unknown.take(&event(1, "bind_out", "ret=0"));
-    assert_eq!((unknown.steps.len(), unknown.steps[0].traced.function), (1, None));
+    assert_eq!(
+        (unknown.steps.len(), unknown.steps[0].traced.function),
+        (1, None)
+    );
 }
 
 /// A function without a reset of its own is reset with its bus, by the ioctl of a later moment.
 #[test]
 fn a_reset_of_a_bus_is_that_of_its_function() {
-    let event = |at_ns, name, args| Event { comm: b"qemu-system-x86", tid: 203, at_ns, name, args };
+    let event = |at_ns, name, args| Event {
+        comm: b"qemu-system-x86",
+        tid: 203,
+        at_ns,
+        name,
+        args,
+    };
     let mut fold = Fold::default();
     for (at_ns, name, args) in [
         (0, "open_in", "cmd=0x3b6a name=\"0000:81:00.0\""),
@@ -136,11 +232,29 @@ fn a_reset_of_a_bus_is_that_of_its_function() {
     ] {
         fold.take(&event(at_ns, name, args));
     }
-    let of = |step: &super::traced_steps::Step| (step.traced.name.clone(), step.traced.function, step.traced.detail.clone(), step.failed);
+    let of = |step: &super::traced_steps::Step| {
+        (
+            step.traced.name.clone(),
+            step.traced.function,
+            step.traced.detail.clone(),
+            step.failed,
+        )
+    };
     let function = "0000:81:00.0".parse().ok();
-    let resets: Vec<_> = fold.steps.iter().map(of).filter(|(name, ..)| name == names::VFIO_RESET).collect();
+    let resets: Vec<_> = fold
+        .steps
+        .iter()
+        .map(of)
+        .filter(|(name, ..)| name == names::VFIO_RESET)
+        .collect();
     let name = || names::VFIO_RESET.to_string();
-    assert_eq!(resets, [(name(), function, String::new(), Some(-25)), (name(), function, "whole bus".into(), None)]);
+    assert_eq!(
+        resets,
+        [
+            (name(), function, String::new(), Some(-25)),
+            (name(), function, "whole bus".into(), None)
+        ]
+    );
 }
 
 #[test]
@@ -152,25 +266,42 @@ fn a_damaged_trace_costs_its_own_lines() {
         damaged[at] ^= 0x55;
         // A byte can break a line in two, or join two; the calls on both sides of it then differ.
         let found = folded(&damaged).0.steps.len();
-        assert!(found.abs_diff(steps) <= 2, "byte {at}: {found} of {steps} steps");
+        assert!(
+            found.abs_diff(steps) <= 2,
+            "byte {at}: {found} of {steps} steps"
+        );
         assert!(folded(&whole[at..]).0.steps.len() <= steps);
     }
 }
 
 #[test]
 fn endless_events_are_bounded_and_counted() {
-    let event = |tid, name, args| Event { comm: b"x", tid, at_ns: 1, name, args };
+    let event = |tid, name, args| Event {
+        comm: b"x",
+        tid,
+        at_ns: 1,
+        name,
+        args,
+    };
     let mut fold = Fold::default();
     for n in 0..u32::try_from(MAX_STEPS).unwrap() + 7 {
-        fold.take(&event(n, "map_in", "cmd=0x3b71 vaddr=0x0 iova=0xffffffffffffffff size=0xffffffffffffffff"));
+        fold.take(&event(
+            n,
+            "map_in",
+            "cmd=0x3b71 vaddr=0x0 iova=0xffffffffffffffff size=0xffffffffffffffff",
+        ));
         fold.take(&event(n, "pin", "pages=-12"));
         fold.take(&event(n, "map_out", "ret=-12"));
     }
     assert_eq!((fold.steps.len(), fold.left_out), (MAX_STEPS, 7));
-    assert_eq!((fold.steps[0].failed, fold.steps[0].traced.calls), (Some(-12), Some(1)));
+    assert_eq!(
+        (fold.steps[0].failed, fold.steps[0].traced.calls),
+        (Some(-12), Some(1))
+    );
     // An end without a beginning, and beginnings without an end.
     let mut fold = Fold::default();
     fold.take(&event(1, "map_out", "ret=0"));
-    (0..100_000).for_each(|tid| fold.take(&event(tid, "open_in", "cmd=0x3b6a name=\"0000:81:00.0\"")));
+    (0..100_000)
+        .for_each(|tid| fold.take(&event(tid, "open_in", "cmd=0x3b6a name=\"0000:81:00.0\"")));
     assert_eq!(fold.steps, []);
 }

@@ -44,7 +44,11 @@ pub fn parse(line: &[u8]) -> Line<'_> {
 
 fn lost(line: &[u8]) -> Option<u64> {
     let text = from_utf8(line.strip_prefix(b"CPU:")?).ok()?;
-    text.split_once("[LOST ")?.1.strip_suffix(" EVENTS]")?.parse().ok()
+    text.split_once("[LOST ")?
+        .1
+        .strip_suffix(" EVENTS]")?
+        .parse()
+        .ok()
 }
 
 fn event(line: &[u8]) -> Option<Event<'_>> {
@@ -53,23 +57,42 @@ fn event(line: &[u8]) -> Option<Event<'_>> {
     let (tid, rest) = rest.split_once(' ')?;
     let rest = rest.trim_start();
     // With the option record-tgid a column with the process stands before the CPU.
-    let rest = if rest.starts_with('(') { rest.split_once(')')?.1.trim_start() } else { rest };
+    let rest = if rest.starts_with('(') {
+        rest.split_once(')')?.1.trim_start()
+    } else {
+        rest
+    };
     let (_cpu, rest) = rest.strip_prefix('[')?.split_once("] ")?;
     let (_flags, rest) = rest.trim_start().split_once(' ')?;
     let (at, rest) = rest.trim_start().split_once(": ")?;
-    let (name, args) = rest.split_once(": ").or_else(|| Some((rest.strip_suffix(':')?, "")))?;
+    let (name, args) = rest
+        .split_once(": ")
+        .or_else(|| Some((rest.strip_suffix(':')?, "")))?;
     let (s, us) = at.split_once('.')?;
     if us.len() != 6 || !us.bytes().chain(s.bytes()).all(|b| b.is_ascii_digit()) {
         return None;
     }
-    let at_ns = s.parse::<i64>().ok()?.checked_mul(1_000_000_000)?.checked_add(us.parse::<i64>().ok()? * 1000)?;
-    Some(Event { comm: comm.trim_ascii_start(), tid: tid.parse().ok()?, at_ns, name, args })
+    let at_ns = s
+        .parse::<i64>()
+        .ok()?
+        .checked_mul(1_000_000_000)?
+        .checked_add(us.parse::<i64>().ok()? * 1000)?;
+    Some(Event {
+        comm: comm.trim_ascii_start(),
+        tid: tid.parse().ok()?,
+        at_ns,
+        name,
+        args,
+    })
 }
 
 impl Event<'_> {
     /// Value of ` key=0x1f` or ` key=-12` among the arguments.
     pub fn number(&self, key: &str) -> Option<i128> {
-        let value = self.args.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='))?;
+        let value = self
+            .args
+            .split(' ')
+            .find_map(|word| word.strip_prefix(key)?.strip_prefix('='))?;
         match value.strip_prefix("0x") {
             Some(hex) => u64::from_str_radix(hex, 16).ok().map(i128::from),
             None => value.parse::<i64>().ok().map(i128::from),
@@ -82,7 +105,11 @@ impl Event<'_> {
 
     /// The last argument, a text in quotes.
     pub fn text(&self, key: &str) -> Option<&str> {
-        self.args.split_once(key)?.1.strip_prefix("=\"")?.strip_suffix('"')
+        self.args
+            .split_once(key)?
+            .1
+            .strip_prefix("=\"")?
+            .strip_suffix('"')
     }
 }
 
@@ -107,10 +134,19 @@ pub fn histogram(text: &str) -> (Vec<HistRow>, u64) {
         }
         let parsed = || {
             let (keys, values) = line.strip_prefix('{')?.split_once('}')?;
-            let mut keys = keys.split(',').filter_map(|key| number(key.split_once(':')?.1));
-            let mut values = values.split_whitespace().filter_map(|word| word.parse::<u64>().ok());
+            let mut keys = keys
+                .split(',')
+                .filter_map(|key| number(key.split_once(':')?.1));
+            let mut values = values
+                .split_whitespace()
+                .filter_map(|word| word.parse::<u64>().ok());
             let tid = u32::try_from(keys.next()?).ok()?;
-            Some(HistRow { tid, kind: keys.next(), hits: values.next()?, sum: values.next() })
+            Some(HistRow {
+                tid,
+                kind: keys.next(),
+                hits: values.next()?,
+                sum: values.next(),
+            })
         };
         rows.extend(parsed());
     }
@@ -123,19 +159,54 @@ mod tests {
 
     #[test]
     fn a_tasks_name_can_have_anything_in_it() {
-        for comm in ["qemu-system-x86", "CPU 0/KVM", "] [000] ", "a: b: 1.000000: ", "-1", "", "\u{e9}-9 [001] d.."] {
-            let line = format!("{:>16}-{:<7} [000] .....    27.071437: pin: (f+0x1/0x2 <- g) pages=-14", comm, 218);
+        for comm in [
+            "qemu-system-x86",
+            "CPU 0/KVM",
+            "] [000] ",
+            "a: b: 1.000000: ",
+            "-1",
+            "",
+            "\u{e9}-9 [001] d..",
+        ] {
+            let line = format!(
+                "{:>16}-{:<7} [000] .....    27.071437: pin: (f+0x1/0x2 <- g) pages=-14",
+                comm, 218
+            );
             if comm.len() == comm.chars().count() {
-                let Line::Event(event) = parse(line.as_bytes()) else { panic!("{line}") };
-                assert_eq!((event.comm, event.tid, event.at_ns, event.name), (comm.trim_start().as_bytes(), 218, 27_071_437_000, "pin"));
-                assert_eq!((event.number("pages"), event.unsigned("pages"), event.number("page")), (Some(-14), None, None));
+                let Line::Event(event) = parse(line.as_bytes()) else {
+                    panic!("{line}")
+                };
+                assert_eq!(
+                    (event.comm, event.tid, event.at_ns, event.name),
+                    (comm.trim_start().as_bytes(), 218, 27_071_437_000, "pin")
+                );
+                assert_eq!(
+                    (
+                        event.number("pages"),
+                        event.unsigned("pages"),
+                        event.number("page")
+                    ),
+                    (Some(-14), None, None)
+                );
             }
         }
         let tgid = b" qemu-system-x86-216     (    216) [000] .....    29.765004: open_out: (a <- b) ret=0";
-        assert!(matches!(parse(tgid), Line::Event(Event { tid: 216, name: "open_out", .. })));
+        assert!(matches!(
+            parse(tgid),
+            Line::Event(Event {
+                tid: 216,
+                name: "open_out",
+                ..
+            })
+        ));
         let name = br#" qemu-system-x86-216     [000] .....    30.823726: open_in: (v+0x4/0x6d0 [vfio]) cmd=0x3b6a name="0000:81:00.0""#;
-        let Line::Event(event) = parse(name) else { panic!() };
-        assert_eq!((event.text("name"), event.unsigned("cmd")), (Some("0000:81:00.0"), Some(0x3b6a)));
+        let Line::Event(event) = parse(name) else {
+            panic!()
+        };
+        assert_eq!(
+            (event.text("name"), event.unsigned("cmd")),
+            (Some("0000:81:00.0"), Some(0x3b6a))
+        );
     }
 
     #[test]
@@ -151,7 +222,12 @@ mod tests {
             b" qemu-system-x86-216     \xff\xfe",
             b" qemu-system-x86",
         ] {
-            assert_eq!(parse(line), Line::Unreadable, "{:?}", String::from_utf8_lossy(line));
+            assert_eq!(
+                parse(line),
+                Line::Unreadable,
+                "{:?}",
+                String::from_utf8_lossy(line)
+            );
         }
     }
 
@@ -162,7 +238,20 @@ mod tests {
         let (rows, dropped) = histogram(text);
         assert_eq!(
             rows,
-            [HistRow { tid: 218, kind: Some(6), hits: 529, sum: Some(1_398_728) }, HistRow { tid: 172, kind: None, hits: 385, sum: None },]
+            [
+                HistRow {
+                    tid: 218,
+                    kind: Some(6),
+                    hits: 529,
+                    sum: Some(1_398_728)
+                },
+                HistRow {
+                    tid: 172,
+                    kind: None,
+                    hits: 385,
+                    sum: None
+                },
+            ]
         );
         assert_eq!(dropped, 3);
     }

@@ -74,8 +74,11 @@ impl Fold {
             }
             "map_out" | "ioas_out" => self.map_out(event),
             "mmap" => {
-                let area = event.unsigned("dev").and_then(|dev| self.devices.get(&dev).copied());
-                if let (Some(function), Some(start), Some(end)) = (area, event.unsigned("start"), event.unsigned("end"))
+                let area = event
+                    .unsigned("dev")
+                    .and_then(|dev| self.devices.get(&dev).copied());
+                if let (Some(function), Some(start), Some(end)) =
+                    (area, event.unsigned("start"), event.unsigned("end"))
                     && self.areas.len() < MAX_KNOWN
                 {
                     // The same address can have been another function's before.
@@ -84,7 +87,9 @@ impl Fold {
             }
             // A file below /dev/vfio/devices.
             "bind_in" if self.opens.len() < MAX_KNOWN => {
-                let function = event.text("name").and_then(|name| self.vfio_devices.get(name).copied());
+                let function = event
+                    .text("name")
+                    .and_then(|name| self.vfio_devices.get(name).copied());
                 self.opens.insert(event.tid, (event.at_ns, function));
             }
             "open_in" if self.opens.len() < MAX_KNOWN => {
@@ -92,7 +97,8 @@ impl Fold {
                 self.opens.insert(event.tid, (event.at_ns, function));
             }
             "opened" => {
-                if let (Some((_, Some(function))), Some(dev)) = (self.opens.get(&event.tid), event.unsigned("dev"))
+                if let (Some((_, Some(function))), Some(dev)) =
+                    (self.opens.get(&event.tid), event.unsigned("dev"))
                     && self.devices.len() < MAX_KNOWN
                 {
                     self.devices.insert(dev, *function);
@@ -100,24 +106,51 @@ impl Fold {
             }
             "open_out" | "bind_out" => {
                 if let Some((at_ns, function)) = self.opens.remove(&event.tid) {
-                    self.step(event, at_ns, Traced { name: names::VFIO_OPEN.into(), function, ..Traced::default() });
+                    self.step(
+                        event,
+                        at_ns,
+                        Traced {
+                            name: names::VFIO_OPEN.into(),
+                            function,
+                            ..Traced::default()
+                        },
+                    );
                 }
             }
             "reset_in" | "bus_reset_in" if self.resets.len() < MAX_KNOWN => {
-                self.resets.insert(event.tid, (event.at_ns, event.unsigned("pdev").unwrap_or(0)));
+                self.resets.insert(
+                    event.tid,
+                    (event.at_ns, event.unsigned("pdev").unwrap_or(0)),
+                );
             }
             "reset_out" | "bus_reset_out" => {
                 if let Some((at_ns, pdev)) = self.resets.remove(&event.tid) {
                     // The reset of the opening names the device for later ones.
-                    let opening = self.opens.get(&event.tid).and_then(|(_, function)| *function);
+                    let opening = self
+                        .opens
+                        .get(&event.tid)
+                        .and_then(|(_, function)| *function);
                     if let Some(function) = opening
                         && self.devices.len() < MAX_KNOWN
                     {
                         self.devices.insert(pdev, function);
                     }
                     let function = opening.or_else(|| self.devices.get(&pdev).copied());
-                    let detail = if event.name == "bus_reset_out" { "whole bus".into() } else { String::new() };
-                    self.step(event, at_ns, Traced { name: names::VFIO_RESET.into(), function, detail, ..Traced::default() });
+                    let detail = if event.name == "bus_reset_out" {
+                        "whole bus".into()
+                    } else {
+                        String::new()
+                    };
+                    self.step(
+                        event,
+                        at_ns,
+                        Traced {
+                            name: names::VFIO_RESET.into(),
+                            function,
+                            detail,
+                            ..Traced::default()
+                        },
+                    );
                 }
             }
             "run" => self.first_run_ns = self.first_run_ns.or(Some(event.at_ns)),
@@ -131,21 +164,43 @@ impl Fold {
         let mapping = match event.unsigned("cmd") {
             // struct vfio_iommu_type1_dma_map: vaddr, iova, size; struct iommu_ioas_map by the
             // order of its probe.
-            Some(MAP_DMA | IOAS_MAP | IOAS_MAP_FILE) => Mapping { vaddr, iova, size, ..Mapping::default() },
+            Some(MAP_DMA | IOAS_MAP | IOAS_MAP_FILE) => Mapping {
+                vaddr,
+                iova,
+                size,
+                ..Mapping::default()
+            },
             // struct vfio_iommu_type1_dma_unmap has iova and size where the other one has vaddr and
             // iova.
-            Some(UNMAP_DMA) => Mapping { unmaps: true, iova: vaddr, size: iova, ..Mapping::default() },
+            Some(UNMAP_DMA) => Mapping {
+                unmaps: true,
+                iova: vaddr,
+                size: iova,
+                ..Mapping::default()
+            },
             // struct iommu_ioas_unmap: length where the other one has user_va.
-            Some(IOAS_UNMAP) => Mapping { unmaps: true, size: vaddr, ..Mapping::default() },
+            Some(IOAS_UNMAP) => Mapping {
+                unmaps: true,
+                size: vaddr,
+                ..Mapping::default()
+            },
             _ => return,
         };
         if self.mappings.len() < MAX_KNOWN {
-            self.mappings.insert(event.tid, Mapping { at_ns: event.at_ns, ..mapping });
+            self.mappings.insert(
+                event.tid,
+                Mapping {
+                    at_ns: event.at_ns,
+                    ..mapping
+                },
+            );
         }
     }
 
     fn map_out(&mut self, event: &Event) {
-        let Some(mapping) = self.mappings.remove(&event.tid) else { return };
+        let Some(mapping) = self.mappings.remove(&event.tid) else {
+            return;
+        };
         let function = self.owner(mapping.vaddr).filter(|_| !mapping.unmaps);
         let name = match (mapping.unmaps, function) {
             (true, _) => names::VMM_UNMAP,
@@ -176,19 +231,43 @@ impl Fold {
         }
         let took_ns = u64::try_from(event.at_ns.saturating_sub(at_ns)).unwrap_or(0);
         let thread = String::from_utf8_lossy(event.comm).into_owned();
-        let failed = event.number("ret").filter(|ret| *ret < 0).and_then(|ret| i64::try_from(ret).ok());
-        let traced = Traced { took_ns, tid: Some(event.tid), thread, ..traced };
-        self.steps.push(Step { at_ns, traced, failed });
+        let failed = event
+            .number("ret")
+            .filter(|ret| *ret < 0)
+            .and_then(|ret| i64::try_from(ret).ok());
+        let traced = Traced {
+            took_ns,
+            tid: Some(event.tid),
+            thread,
+            ..traced
+        };
+        self.steps.push(Step {
+            at_ns,
+            traced,
+            failed,
+        });
     }
 
     /// Gives each mapped BAR its number, by its size: the smallest BAR that it fits into. VFIO maps
     /// a BAR with its table of interrupts in parts.
     pub fn number_bars(&mut self, bars: impl Fn(PciAddress) -> Bars) {
-        for step in self.steps.iter_mut().filter(|step| step.traced.name == names::VMM_MAP_BAR) {
-            let Some((function, bytes)) = step.traced.function.zip(step.traced.bytes) else { continue };
-            let fits = bars(function).into_iter().filter(|(_, size)| *size >= bytes);
+        for step in self
+            .steps
+            .iter_mut()
+            .filter(|step| step.traced.name == names::VMM_MAP_BAR)
+        {
+            let Some((function, bytes)) = step.traced.function.zip(step.traced.bytes) else {
+                continue;
+            };
+            let fits = bars(function)
+                .into_iter()
+                .filter(|(_, size)| *size >= bytes);
             step.traced.bar = fits.min_by_key(|(_, size)| *size).map(|(bar, _)| bar);
-            step.traced.detail = step.traced.bar.map(|bar| format!("BAR {bar}")).unwrap_or_default();
+            step.traced.detail = step
+                .traced
+                .bar
+                .map(|bar| format!("BAR {bar}"))
+                .unwrap_or_default();
         }
     }
 }
@@ -197,7 +276,9 @@ impl Fold {
 pub fn bars(resource: &str) -> Bars {
     let mut bars = Bars::new();
     for (number, line) in (0u8..6).zip(resource.lines()) {
-        let mut words = line.split(' ').map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
+        let mut words = line
+            .split(' ')
+            .map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
         if let (Some(Some(first)), Some(Some(last))) = (words.next(), words.next())
             && last > first
         {

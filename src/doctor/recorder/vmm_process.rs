@@ -14,7 +14,12 @@ use std::path::{Path, PathBuf};
 /// Limit of a file of /proc: a command line of QEMU with 16 GPUs has 10 kB.
 const MAX_TEXT: u64 = 128 * 1024;
 /// Beginnings of the names of VMM programs.
-const VMMS: [&str; 4] = ["qemu-system-", "qemu-kvm", "cloud-hypervisor", "firecracker"];
+const VMMS: [&str; 4] = [
+    "qemu-system-",
+    "qemu-kvm",
+    "cloud-hypervisor",
+    "firecracker",
+];
 /// Clock ticks a second in /proc/PID/stat: USER_HZ, 100 on every architecture that Kata runs on.
 const TICK_NS: i64 = 10_000_000;
 /// Limit of parents that are looked at.
@@ -34,14 +39,20 @@ pub struct Vmm {
 
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
-    File::open(path).ok()?.take(MAX_TEXT).read_to_end(&mut bytes).ok()?;
+    File::open(path)
+        .ok()?
+        .take(MAX_TEXT)
+        .read_to_end(&mut bytes)
+        .ok()?;
     Some(bytes)
 }
 
 /// Whether these words are those of a VMM.
 fn is_vmm(words: &[u8]) -> bool {
     let program = words.split(|b| *b == 0).next().unwrap_or_default();
-    let program = String::from_utf8_lossy(program.rsplit(|b| *b == b'/').next().unwrap_or_default()).into_owned();
+    let program =
+        String::from_utf8_lossy(program.rsplit(|b| *b == b'/').next().unwrap_or_default())
+            .into_owned();
     VMMS.iter().any(|name| program.starts_with(name))
 }
 
@@ -49,22 +60,35 @@ impl Vmm {
     /// The VMM with this process id; None where there is none, or it is no VMM.
     pub fn at(proc: &Path, pid: u32) -> Option<Self> {
         let words = read(&proc.join(pid.to_string()).join("cmdline"))?;
-        is_vmm(&words).then(|| Self { pid, words, proc: proc.to_path_buf() })
+        is_vmm(&words).then(|| Self {
+            pid,
+            words,
+            proc: proc.to_path_buf(),
+        })
     }
 
     /// The process with this id, whatever its program is called.
     pub fn of_pid(proc: &Path, pid: u32) -> Result<Self> {
-        let words = read(&proc.join(pid.to_string()).join("cmdline")).with_context(|| format!("--pid {pid}: there is no such process"))?;
+        let words = read(&proc.join(pid.to_string()).join("cmdline"))
+            .with_context(|| format!("--pid {pid}: there is no such process"))?;
         if words.is_empty() {
-            bail!("--pid {pid}: it has no program: a thread of the kernel, or a process that has ended");
+            bail!(
+                "--pid {pid}: it has no program: a thread of the kernel, or a process that has ended"
+            );
         }
-        Ok(Self { pid, words, proc: proc.to_path_buf() })
+        Ok(Self {
+            pid,
+            words,
+            proc: proc.to_path_buf(),
+        })
     }
 
     /// Whether this is a VM that `--next` waits for: Kata's, or one with functions of VFIO. Kata's
     /// have the sandbox's name, or its directory.
     pub fn is_guest_of_gpus(&self) -> bool {
-        ["vfio", "sandbox-", "/run/vc/", "/run/kata"].iter().any(|text| self.names(text))
+        ["vfio", "sandbox-", "/run/vc/", "/run/kata"]
+            .iter()
+            .any(|text| self.names(text))
     }
 
     /// The VMM whose command line has Kata's id of the sandbox, or its beginning.
@@ -72,13 +96,23 @@ impl Vmm {
         if sandbox.len() < 4 {
             bail!("--vm {sandbox}: give at least four characters of Kata's sandbox id");
         }
-        let all = fs::read_dir(proc).with_context(|| format!("read {}", proc.display()))?.flatten();
+        let all = fs::read_dir(proc)
+            .with_context(|| format!("read {}", proc.display()))?
+            .flatten();
         let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        let mut found: Vec<Self> = pids.filter_map(|pid| Self::at(proc, pid)).filter(|vmm| vmm.names(sandbox)).collect();
+        let mut found: Vec<Self> = pids
+            .filter_map(|pid| Self::at(proc, pid))
+            .filter(|vmm| vmm.names(sandbox))
+            .collect();
         match (found.pop(), found.len()) {
             (Some(vmm), 0) => Ok(vmm),
-            (Some(vmm), _) => bail!("--vm {sandbox}: {} and others have it on their command line: give more of it, or --pid", vmm.pid),
-            (None, _) => bail!("--vm {sandbox}: no VMM has it on its command line: `crictl pods` has ids; --next waits for a VM to start"),
+            (Some(vmm), _) => bail!(
+                "--vm {sandbox}: {} and others have it on their command line: give more of it, or --pid",
+                vmm.pid
+            ),
+            (None, _) => bail!(
+                "--vm {sandbox}: no VMM has it on its command line: `crictl pods` has ids; --next waits for a VM to start"
+            ),
         }
     }
 
@@ -88,24 +122,36 @@ impl Vmm {
 
     /// Whether a thread is of the VMM, or of a copy of it that has become a daemon.
     pub fn has(&self, tid: u32) -> bool {
-        tid == self.pid || read(&self.proc.join(tid.to_string()).join("cmdline")).is_some_and(|words| words == self.words)
+        tid == self.pid
+            || read(&self.proc.join(tid.to_string()).join("cmdline"))
+                .is_some_and(|words| words == self.words)
     }
 
     pub fn lives(&self) -> bool {
-        read(&self.proc.join(self.pid.to_string()).join("cmdline")).is_some_and(|words| words == self.words)
+        read(&self.proc.join(self.pid.to_string()).join("cmdline"))
+            .is_some_and(|words| words == self.words)
     }
 
     pub fn threads(&self) -> Vec<u32> {
-        let tasks = fs::read_dir(self.proc.join(self.pid.to_string()).join("task")).into_iter().flatten().flatten();
-        tasks.filter_map(|task| task.file_name().to_str()?.parse().ok()).collect()
+        let tasks = fs::read_dir(self.proc.join(self.pid.to_string()).join("task"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        tasks
+            .filter_map(|task| task.file_name().to_str()?.parse().ok())
+            .collect()
     }
 
     /// Whether a boot's peer, as the collector names it, is this VM.
     pub fn is_peer(&self, peer: &str) -> bool {
         match peer.strip_prefix("cid ") {
-            Some(cid) => cid.parse().is_ok_and(|cid: u32| qemu::cid(&self.words) == Some(cid)),
+            Some(cid) => cid
+                .parse()
+                .is_ok_and(|cid: u32| qemu::cid(&self.words) == Some(cid)),
             // The path of a socket in the sandbox's directory.
-            None => peer.split('/').any(|part| part.len() >= 16 && self.names(part)),
+            None => peer
+                .split('/')
+                .any(|part| part.len() >= 16 && self.names(part)),
         }
     }
 
@@ -134,7 +180,10 @@ impl Vmm {
         for _ in 0..MAX_PARENTS {
             pid = stat(&self.proc, pid)?.1;
             let (comm, _, started_ns) = stat(&self.proc, pid)?;
-            if comm.contains("shim-kata") || comm.starts_with("containerd-shim") || comm.starts_with("kata-shim") {
+            if comm.contains("shim-kata")
+                || comm.starts_with("containerd-shim")
+                || comm.starts_with("kata-shim")
+            {
                 return Some((pid, started_ns));
             }
         }
@@ -144,7 +193,9 @@ impl Vmm {
 
 /// Name, parent and start on CLOCK_BOOTTIME of a process.
 fn stat(proc: &Path, pid: u32) -> Option<(String, u32, i64)> {
-    parse_stat(&String::from_utf8_lossy(&read(&proc.join(pid.to_string()).join("stat"))?))
+    parse_stat(&String::from_utf8_lossy(&read(
+        &proc.join(pid.to_string()).join("stat"),
+    )?))
 }
 
 /// `PID (COMM) STATE PPID ..`, the start as field 22: proc_pid_stat(5). COMM may have anything in
@@ -153,18 +204,31 @@ fn parse_stat(stat: &str) -> Option<(String, u32, i64)> {
     let (comm, rest) = stat.split_once('(')?.1.rsplit_once(") ")?;
     let fields: Vec<&str> = rest.split(' ').collect();
     let ticks: i64 = fields.get(19)?.parse().ok()?;
-    Some((comm.to_string(), fields.get(1)?.parse().ok()?, ticks.checked_mul(TICK_NS)?))
+    Some((
+        comm.to_string(),
+        fields.get(1)?.parse().ok()?,
+        ticks.checked_mul(TICK_NS)?,
+    ))
 }
 
 /// `resource` of a function in sysfs.
 pub fn resource(sys: &Path, function: PciAddress) -> String {
-    let path = sys.join("bus/pci/devices").join(function.to_string()).join("resource");
-    read(&path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
+    let path = sys
+        .join("bus/pci/devices")
+        .join(function.to_string())
+        .join("resource");
+    read(&path)
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        .unwrap_or_default()
 }
 
 /// Functions by their names below /dev/vfio/devices.
 pub fn vfio_devices(sys: &Path) -> HashMap<String, PciAddress> {
-    let entries = fs::read_dir(sys.join("class/vfio-dev")).into_iter().flatten().flatten().take(MAX_DEVICES);
+    let entries = fs::read_dir(sys.join("class/vfio-dev"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .take(MAX_DEVICES);
     let device = |entry: fs::DirEntry| {
         let link = fs::read_link(entry.path().join("device")).ok()?;
         let function = link.file_name()?.to_str()?.parse().ok()?;
@@ -183,35 +247,80 @@ mod tests {
         fs::create_dir(&dir).unwrap();
         fs::write(dir.join("cmdline"), words.replace(' ', "\0")).unwrap();
         fs::write(dir.join("stat"), stat).unwrap();
-        fs::write(dir.join("status"), "Name:\tq\nVmRSS:\t  600000 kB\nHugetlbPages:\t  2048 kB\nVmPTE:\t 12 kB\n").unwrap();
+        fs::write(
+            dir.join("status"),
+            "Name:\tq\nVmRSS:\t  600000 kB\nHugetlbPages:\t  2048 kB\nVmPTE:\t 12 kB\n",
+        )
+        .unwrap();
     }
 
     #[test]
     fn a_vmm_is_found_by_its_sandbox_and_its_shim_by_its_children() {
         let proc = temp_dir();
-        let stat = |comm: &str, parent: u32, ticks: u64| format!("1 ({comm}) S {parent} 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 3 0 {ticks} 0 0");
-        process(&proc, 7, "/usr/bin/containerd-shim-kata-v2 -id 0a1b2c3d", &stat("containerd-shim", 1, 4200));
+        let stat = |comm: &str, parent: u32, ticks: u64| {
+            format!("1 ({comm}) S {parent} 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 3 0 {ticks} 0 0")
+        };
+        process(
+            &proc,
+            7,
+            "/usr/bin/containerd-shim-kata-v2 -id 0a1b2c3d",
+            &stat("containerd-shim", 1, 4200),
+        );
         process(
             &proc,
             8,
             "/opt/kata/bin/qemu-system-x86_64 -name sandbox-0a1b2c3d -device vhost-vsock-pci,guest-cid=33",
             &stat("q) S 9 (", 7, 4300),
         );
-        process(&proc, 9, "less qemu-system-x86_64-0a1b2c3d", &stat("less", 1, 1));
+        process(
+            &proc,
+            9,
+            "less qemu-system-x86_64-0a1b2c3d",
+            &stat("less", 1, 1),
+        );
         let vmm = Vmm::of_sandbox(proc.path(), "0a1b2c").unwrap();
         assert_eq!((vmm.pid, vmm.shim()), (8, Some((7, 42_000_000_000))));
-        assert!(vmm.is_peer("cid 33") && !vmm.is_peer("cid 3") && !vmm.is_peer("/run/vc/vm/other/root/kata.hvsock"));
+        assert!(
+            vmm.is_peer("cid 33")
+                && !vmm.is_peer("cid 3")
+                && !vmm.is_peer("/run/vc/vm/other/root/kata.hvsock")
+        );
         assert!(vmm.has(8) && vmm.lives() && !vmm.has(9) && !vmm.has(99));
         assert_eq!(
             vmm.memory(),
-            [("resident".to_string(), 600_000 << 10), ("huge".into(), 2 << 20), ("page-tables".into(), 12 << 10)].into()
+            [
+                ("resident".to_string(), 600_000 << 10),
+                ("huge".into(), 2 << 20),
+                ("page-tables".into(), 12 << 10)
+            ]
+            .into()
         );
-        assert!(Vmm::of_sandbox(proc.path(), "ffff").unwrap_err().to_string().contains("--next"));
-        assert!(Vmm::of_sandbox(proc.path(), "0a").unwrap_err().to_string().contains("four characters"));
-        process(&proc, 10, "qemu-system-x86_64 -name build -drive file=disk", &stat("q", 1, 1));
+        assert!(
+            Vmm::of_sandbox(proc.path(), "ffff")
+                .unwrap_err()
+                .to_string()
+                .contains("--next")
+        );
+        assert!(
+            Vmm::of_sandbox(proc.path(), "0a")
+                .unwrap_err()
+                .to_string()
+                .contains("four characters")
+        );
+        process(
+            &proc,
+            10,
+            "qemu-system-x86_64 -name build -drive file=disk",
+            &stat("q", 1, 1),
+        );
         process(&proc, 11, "", &stat("kworker/0:1", 2, 1));
         assert!(vmm.is_guest_of_gpus() && !Vmm::at(proc.path(), 10).unwrap().is_guest_of_gpus());
-        assert!(Vmm::of_pid(proc.path(), 11).unwrap_err().to_string().contains("no program"));
+        assert!(
+            Vmm::of_pid(proc.path(), 11)
+                .unwrap_err()
+                .to_string()
+                .contains("no program")
+        );
         assert!(Vmm::at(proc.path(), 9).is_none() && Vmm::of_pid(proc.path(), 99).is_err());
     }
 
@@ -219,11 +328,17 @@ mod tests {
     fn a_function_at_vfio_is_known_by_its_device_node() {
         let sys = temp_dir();
         let dir = sys.path().join("class/vfio-dev");
-        for (name, target) in [("vfio0", "../../../0000:81:00.0"), ("vfio1", "../../../virtual")] {
+        for (name, target) in [
+            ("vfio0", "../../../0000:81:00.0"),
+            ("vfio1", "../../../virtual"),
+        ] {
             fs::create_dir_all(dir.join(name)).unwrap();
             std::os::unix::fs::symlink(target, dir.join(name).join("device")).unwrap();
         }
-        assert_eq!(vfio_devices(sys.path()), [("vfio0".to_string(), "0000:81:00.0".parse().unwrap())].into());
+        assert_eq!(
+            vfio_devices(sys.path()),
+            [("vfio0".to_string(), "0000:81:00.0".parse().unwrap())].into()
+        );
         assert!(vfio_devices(&sys.path().join("nothing")).is_empty());
     }
 }

@@ -26,7 +26,10 @@ pub struct Evidence {
 }
 
 pub fn evidence(from: impl Into<String>, value: impl Into<String>) -> Evidence {
-    Evidence { from: from.into(), value: value.into() }
+    Evidence {
+        from: from.into(),
+        value: value.into(),
+    }
 }
 
 /// How far the seconds of a cost can be trusted.

@@ -19,7 +19,9 @@ const MIN_BOOTS: usize = 5;
 /// Why the configuration space of a GPU was not read.
 fn asleep(gpu: &Gpu) -> Gap {
     let path = gpu.path("power_state");
-    Gap::Unknown(format!("{path}: the GPU sleeps: its link and BAR sizes cannot be read; look again while a guest uses it"))
+    Gap::Unknown(format!(
+        "{path}: the GPU sleeps: its link and BAR sizes cannot be read; look again while a guest uses it"
+    ))
 }
 
 pub fn bar_alignment(facts: &HostFacts) -> Checked {
@@ -33,11 +35,27 @@ pub fn bar_alignment(facts: &HostFacts) -> Checked {
             gap = Some(gpu.without_addresses());
             continue;
         }
-        let large: Vec<_> = gpu.bars.iter().filter(|(_, _, bytes)| *bytes >= LARGE).collect();
-        let text =
-            large.iter().map(|(n, start, bytes)| format!("BAR {n} at {start:#x}, {} GiB", bytes >> 30)).collect::<Vec<_>>().join("; ");
-        is_bad |= large.iter().any(|(_, start, _)| *start == 0 || start % HUGE_PAGE != 0);
-        seen.push(evidence(path, if text.is_empty() { "no BAR of 1 GiB or more".to_string() } else { text }));
+        let large: Vec<_> = gpu
+            .bars
+            .iter()
+            .filter(|(_, _, bytes)| *bytes >= LARGE)
+            .collect();
+        let text = large
+            .iter()
+            .map(|(n, start, bytes)| format!("BAR {n} at {start:#x}, {} GiB", bytes >> 30))
+            .collect::<Vec<_>>()
+            .join("; ");
+        is_bad |= large
+            .iter()
+            .any(|(_, start, _)| *start == 0 || start % HUGE_PAGE != 0);
+        seen.push(evidence(
+            path,
+            if text.is_empty() {
+                "no BAR of 1 GiB or more".to_string()
+            } else {
+                text
+            },
+        ));
     }
     if !is_bad {
         return gap.map_or_else(|| fine(seen), Err);
@@ -58,13 +76,21 @@ pub fn bar_size(facts: &HostFacts) -> Checked {
         }
         for (bar, _, bytes) in &gpu.bars {
             let path = gpu.path(&format!("resource{bar}_resize"));
-            let Some(text) = facts.files.optional(&path)? else { continue };
+            let Some(text) = facts.files.optional(&path)? else {
+                continue;
+            };
             has_sizes = true;
             // Bit n: 2^n MiB.
-            let sizes = u64::from_str_radix(text.trim_start_matches("0x"), 16).map_err(|_| Gap::unreadable(&path, text))?;
-            let smallest = 1u64.checked_shl(sizes.trailing_zeros() + 20).unwrap_or(u64::MAX);
+            let sizes = u64::from_str_radix(text.trim_start_matches("0x"), 16)
+                .map_err(|_| Gap::unreadable(&path, text))?;
+            let smallest = 1u64
+                .checked_shl(sizes.trailing_zeros() + 20)
+                .unwrap_or(u64::MAX);
             if smallest < *bytes && *bytes >= LARGE {
-                seen.push(evidence(path, format!("{} GiB, could be {} MiB", bytes >> 30, smallest >> 20)));
+                seen.push(evidence(
+                    path,
+                    format!("{} GiB, could be {} MiB", bytes >> 30, smallest >> 20),
+                ));
             }
         }
     }
@@ -75,7 +101,14 @@ pub fn bar_size(facts: &HostFacts) -> Checked {
         if !has_sizes {
             return Err(Gap::Unknown("no resourceN_resize of a GPU: no BAR can be resized, or the kernel does not show it".into()));
         }
-        seen.push(evidence("page size of BARs", if small_pages { "4 KiB, and no BAR can be smaller" } else { "huge" }));
+        seen.push(evidence(
+            "page size of BARs",
+            if small_pages {
+                "4 KiB, and no BAR can be smaller"
+            } else {
+                "huge"
+            },
+        ));
         return fine(seen);
     }
     let cure = "where no peer needs all of it: unbind, write a smaller size to resourceN_resize, bind to vfio-pci; a kernel with huge pfnmaps makes it needless";
@@ -91,8 +124,16 @@ pub fn power_state(facts: &HostFacts) -> Checked {
         cold += usize::from(state == "D3cold");
         seen.push(evidence(path, state));
     }
-    let problem = found(seen, "echo 0 > .../d3cold_allowed, or vfio_pci disable_idle_d3=1");
-    problem.model(cold as f64 * D3COLD_SECONDS, "100 ms for each function that leaves D3cold, and training of its link").when(cold > 0)
+    let problem = found(
+        seen,
+        "echo 0 > .../d3cold_allowed, or vfio_pci disable_idle_d3=1",
+    );
+    problem
+        .model(
+            cold as f64 * D3COLD_SECONDS,
+            "100 ms for each function that leaves D3cold, and training of its link",
+        )
+        .when(cold > 0)
 }
 
 pub fn link(facts: &HostFacts) -> Checked {
@@ -109,14 +150,22 @@ pub fn link(facts: &HostFacts) -> Checked {
         let (speed, max_speed) = (read("current_link_speed")?, read("max_link_speed")?);
         narrow |= width != max_width;
         slow |= speed != max_speed;
-        seen.push(evidence(gpu.path("current_link_speed"), format!("{speed} x{width} of {max_speed} x{max_width}")));
+        seen.push(evidence(
+            gpu.path("current_link_speed"),
+            format!("{speed} x{width} of {max_speed} x{max_width}"),
+        ));
     }
     let cure = "reseat GPU, riser or cable, and look for bifurcation in the firmware's setup: firmware and data load over this link";
     match (narrow, slow) {
         (false, false) => gap.map_or_else(|| fine(seen), Err),
         (true, _) => found(seen, cure).checked(),
         // An idle link may be slow to save power.
-        (false, true) => found(seen, format!("look again while a guest uses it; if it stays: {cure}")).unsure().checked(),
+        (false, true) => found(
+            seen,
+            format!("look again while a guest uses it; if it stays: {cure}"),
+        )
+        .unsure()
+        .checked(),
     }
 }
 
@@ -134,25 +183,42 @@ pub fn reset_method(facts: &HostFacts) -> Checked {
 }
 
 pub fn outlier(facts: &HostFacts) -> Checked {
-    let known = facts.boots.enablings.iter().filter(|(_, took)| took.len() >= MIN_BOOTS);
-    let medians: Vec<(&str, i64)> = known.filter_map(|(gpu, took)| Some((gpu.as_str(), Summary::of(took)?.median_ns))).collect();
+    let known = facts
+        .boots
+        .enablings
+        .iter()
+        .filter(|(_, took)| took.len() >= MIN_BOOTS);
+    let medians: Vec<(&str, i64)> = known
+        .filter_map(|(gpu, took)| Some((gpu.as_str(), Summary::of(took)?.median_ns)))
+        .collect();
     if medians.len() < 3 {
         return Err(Gap::Unknown(format!(
             "enablings of 3 GPUs in {MIN_BOOTS} boots each: only {} GPU(s) have as many in --dir",
             medians.len()
         )));
     }
-    let all = Summary::of(&medians.iter().map(|(_, ns)| *ns).collect::<Vec<_>>()).map_or(0, |s| s.median_ns) as f64 / 1e9;
+    let all = Summary::of(&medians.iter().map(|(_, ns)| *ns).collect::<Vec<_>>())
+        .map_or(0, |s| s.median_ns) as f64
+        / 1e9;
     let seconds = |ns: i64| ns as f64 / 1e9;
     let is_slow = |ns: i64| seconds(ns) > all * OUTLIER && seconds(ns) > all + OUTLIER_SECONDS;
     let slow: Vec<_> = medians.iter().filter(|(_, ns)| is_slow(*ns)).collect();
-    let mut seen = vec![evidence("gpu.enable", format!("median {all:.3} s of {} GPUs", medians.len()))];
+    let mut seen = vec![evidence(
+        "gpu.enable",
+        format!("median {all:.3} s of {} GPUs", medians.len()),
+    )];
     if slow.is_empty() {
         return fine(seen);
     }
-    seen.extend(slow.iter().map(|(gpu, ns)| evidence(*gpu, format!("median {:.3} s", seconds(*ns)))));
+    seen.extend(
+        slow.iter()
+            .map(|(gpu, ns)| evidence(*gpu, format!("median {:.3} s", seconds(*ns)))),
+    );
     let lost = slow.iter().map(|(_, ns)| seconds(*ns) - all).sum();
-    found(seen, "compare its BARs, NUMA node and link with its neighbours' above; then its slot")
-        .measured(lost, "gpu.enable, beyond the median of all GPUs here")
-        .checked()
+    found(
+        seen,
+        "compare its BARs, NUMA node and link with its neighbours' above; then its slot",
+    )
+    .measured(lost, "gpu.enable, beyond the median of all GPUs here")
+    .checked()
 }

@@ -22,30 +22,49 @@ const ACCEPT_SECONDS_PER_BYTE: f64 = 240.0 / (800u64 << 30) as f64;
 /// All values of a fact; a gap where no boot has it.
 fn values<'a>(facts: &'a HostFacts, fact: &str) -> Result<Vec<(&'a str, usize)>, Gap> {
     let values = facts.boots.some()?.values(fact);
-    if values.is_empty() { Err(Gap::Unknown(format!("no boot here has a record about it ({fact})"))) } else { Ok(values) }
+    if values.is_empty() {
+        Err(Gap::Unknown(format!(
+            "no boot here has a record about it ({fact})"
+        )))
+    } else {
+        Ok(values)
+    }
 }
 
 fn listed(values: &[(&str, usize)]) -> String {
-    values.iter().map(|(value, boots)| format!("{value} in {boots} boot(s)")).collect::<Vec<_>>().join(", ")
+    values
+        .iter()
+        .map(|(value, boots)| format!("{value} in {boots} boot(s)"))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 pub fn kernel(facts: &HostFacts) -> Checked {
     let values = values(facts, KERNEL)?;
     let seen = vec![evidence("kernel of guests", listed(&values))];
-    let is_old = |release: &str| MajorMinor::parse(release).is_none_or(|version| version < HUGE_PFNMAPS);
-    found(seen, "a guest kernel from 6.12 on: huge pfnmaps are needed in host and guest")
-        .unsure()
-        .when(values.iter().any(|(release, _)| is_old(release)))
+    let is_old =
+        |release: &str| MajorMinor::parse(release).is_none_or(|version| version < HUGE_PFNMAPS);
+    found(
+        seen,
+        "a guest kernel from 6.12 on: huge pfnmaps are needed in host and guest",
+    )
+    .unsure()
+    .when(values.iter().any(|(release, _)| is_old(release)))
 }
 
 pub fn pci(facts: &HostFacts) -> Checked {
     facts.boots.some()?;
     let Some(seconds) = facts.boots.median(derived::KERNEL_PCI) else {
-        return Err(Gap::Unknown("no boot here has the kernel's lines of PCI enumeration".into()));
+        return Err(Gap::Unknown(
+            "no boot here has the kernel's lines of PCI enumeration".into(),
+        ));
     };
     let seen = vec![evidence(
         derived::KERNEL_PCI,
-        format!("median {seconds:.3} s, as long as {:.0} config accesses of 10 us", seconds / ACCESS_SECONDS),
+        format!(
+            "median {seconds:.3} s, as long as {:.0} config accesses of 10 us",
+            seconds / ACCESS_SECONDS
+        ),
     )];
     found(seen, "fewer root ports and buses (pcie_root_port), and a guest kernel that reaches configuration space by MMIO (q35)")
         .unsure()
@@ -60,14 +79,24 @@ pub fn modules(facts: &HostFacts) -> Checked {
         return Err(Gap::Unknown("no boot here has the load of a module".into()));
     }
     if unpacked.is_empty() {
-        return fine(vec![evidence(names::MODULE_LOAD, "no module was unpacked by the init")]);
+        return fine(vec![evidence(
+            names::MODULE_LOAD,
+            "no module was unpacked by the init",
+        )]);
     }
     let seen = vec![evidence(names::MODULE_LOAD, listed(&unpacked))];
-    found(seen, "modules without compression in the image, or a guest kernel with CONFIG_MODULE_DECOMPRESS").checked()
+    found(
+        seen,
+        "modules without compression in the image, or a guest kernel with CONFIG_MODULE_DECOMPRESS",
+    )
+    .checked()
 }
 
 pub fn firmware(_: &HostFacts) -> Checked {
-    Err(Gap::Unknown("no record of the stream has the load of the GPU's firmware: it lies inside gpu.init".into()))
+    Err(Gap::Unknown(
+        "no record of the stream has the load of the GPU's firmware: it lies inside gpu.init"
+            .into(),
+    ))
 }
 
 pub fn acceptance(facts: &HostFacts) -> Checked {
@@ -76,9 +105,18 @@ pub fn acceptance(facts: &HostFacts) -> Checked {
     if !values.iter().any(|(value, _)| *value == "true") {
         return fine(seen);
     }
-    let problem = found(seen, "accept_memory=lazy in the guest (its default), and no more memory than the pod needs").unsure();
+    let problem = found(
+        seen,
+        "accept_memory=lazy in the guest (its default), and no more memory than the pod needs",
+    )
+    .unsure();
     match facts.guest_memory() {
-        Some((bytes, _)) => problem.model(bytes as f64 * ACCEPT_SECONDS_PER_BYTE, "about 4 minutes for 800 GiB").checked(),
+        Some((bytes, _)) => problem
+            .model(
+                bytes as f64 * ACCEPT_SECONDS_PER_BYTE,
+                "about 4 minutes for 800 GiB",
+            )
+            .checked(),
         None => problem.checked(),
     }
 }
@@ -86,7 +124,15 @@ pub fn acceptance(facts: &HostFacts) -> Checked {
 pub fn clocksource(facts: &HostFacts) -> Checked {
     let values = values(facts, CLOCKSOURCE)?;
     let seen = vec![evidence("clocksource of guests", listed(&values))];
-    let is_slow = |name: &str| !["tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page"].contains(&name);
+    let is_slow = |name: &str| {
+        ![
+            "tsc",
+            "kvm-clock",
+            "arch_sys_counter",
+            "hyperv_clocksource_tsc_page",
+        ]
+        .contains(&name)
+    };
     found(seen, "kvm-clock or tsc: each look at the clock leaves the guest (cpu_features of the configuration, invtsc)")
         .when(values.iter().any(|(name, _)| is_slow(name)))
 }
@@ -97,7 +143,10 @@ pub fn gaps(facts: &HostFacts) -> Checked {
         return Err(Gap::Unknown("no boot here has two milestones".into()));
     };
     let seconds = gaps.median_ns as f64 / 1e9;
-    let seen = vec![evidence("time that no step explains", format!("median {seconds:.3} s"))];
+    let seen = vec![evidence(
+        "time that no step explains",
+        format!("median {seconds:.3} s"),
+    )];
     found(seen, "kata-gpu-boot coverage BOOT names the gaps; the console's log beside the boot's file fills them")
         .measured(seconds, format!("coverage, median of {} boot(s) here", boots.count))
         .when(seconds >= LONG_GAP_SECONDS)

@@ -44,7 +44,11 @@ impl Files {
 
     /// A file that need not exist.
     pub fn optional(&self, path: &str) -> Result<Option<&str>, Gap> {
-        if self.0.contains_key(path) { self.text(path).map(Some) } else { Ok(None) }
+        if self.0.contains_key(path) {
+            self.text(path).map(Some)
+        } else {
+            Ok(None)
+        }
     }
 
     pub fn number(&self, path: &str) -> Result<u64, Gap> {
@@ -55,13 +59,18 @@ impl Files {
     /// Whether a function has less than full power: reading its configuration space gives nothing
     /// or wakes it. The state of one that no driver has is `unknown`.
     pub fn is_asleep(&self, function: &str) -> bool {
-        let state = self.text(&format!("{DEVICES}/{function}/power_state")).unwrap_or_default();
+        let state = self
+            .text(&format!("{DEVICES}/{function}/power_state"))
+            .unwrap_or_default();
         state.starts_with('D') && state != "D0"
     }
 
     /// Names of direct entries of a directory of which something was looked at.
     pub fn entries<'a>(&'a self, dir: &'a str) -> impl Iterator<Item = &'a str> {
-        let inside = self.0.range(dir.to_string()..).map_while(move |(path, _)| path.strip_prefix(dir));
+        let inside = self
+            .0
+            .range(dir.to_string()..)
+            .map_while(move |(path, _)| path.strip_prefix(dir));
         let mut last = "";
         inside.filter_map(move |rest| {
             let name = rest.strip_prefix('/')?.split('/').next()?;
@@ -80,7 +89,10 @@ impl MajorMinor {
     /// `6.12.38+deb13-amd64` is 6.12.
     pub fn parse(text: &str) -> Option<Self> {
         let mut numbers = text.split(|c: char| !c.is_ascii_digit());
-        Some(Self(numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+        Some(Self(
+            numbers.next()?.parse().ok()?,
+            numbers.next()?.parse().ok()?,
+        ))
     }
 }
 
@@ -109,11 +121,13 @@ pub struct GuestFile {
 impl Kata {
     /// Value of a key of the hypervisor's section, and the file that wrote it.
     pub fn hypervisor(&self, key: &str) -> Option<&(String, String)> {
-        self.values.get(&format!("hypervisor.{}.{key}", self.section))
+        self.values
+            .get(&format!("hypervisor.{}.{key}", self.section))
     }
 
     pub fn is_on(&self, key: &str) -> bool {
-        self.hypervisor(key).is_some_and(|(value, _)| value == "true")
+        self.hypervisor(key)
+            .is_some_and(|(value, _)| value == "true")
     }
 }
 
@@ -140,13 +154,17 @@ impl Vm {
     /// Values of all options of that name: `-device`, ... Of those that QEMU takes once, the last
     /// counts.
     pub fn options<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
-        let pairs = self.words.windows(2).filter(move |pair| matches!(pair, [option, _] if option == name));
+        let pairs = self
+            .words
+            .windows(2)
+            .filter(move |pair| matches!(pair, [option, _] if option == name));
         pairs.filter_map(|pair| pair.get(1).map(String::as_str))
     }
 
     /// Devices that are passed through.
     pub fn passed_through(&self) -> impl Iterator<Item = &str> {
-        self.options("-device").filter(|device| device.starts_with("vfio-pci"))
+        self.options("-device")
+            .filter(|device| device.starts_with("vfio-pci"))
     }
 
     /// Guest memory in bytes, by `-m 8192M` or `-m size=8G,slots=..`.
@@ -185,7 +203,10 @@ impl Gpu {
 
     /// Why nothing is known about its BARs.
     pub fn without_addresses(&self) -> Gap {
-        Gap::Unknown(format!("{}: its BARs have no addresses", self.path("resource")))
+        Gap::Unknown(format!(
+            "{}: its BARs have no addresses",
+            self.path("resource")
+        ))
     }
 
     /// Bytes of all its BARs; 0: they have no addresses.
@@ -193,7 +214,9 @@ impl Gpu {
         if !self.has_addresses() {
             return 0;
         }
-        self.bars.iter().fold(0, |sum, (_, _, bytes)| sum.saturating_add(*bytes))
+        self.bars
+            .iter()
+            .fold(0, |sum, (_, _, bytes)| sum.saturating_add(*bytes))
     }
 }
 
@@ -217,7 +240,9 @@ impl HostFacts {
         match &self.kata {
             Some(Ok(kata)) => Ok(kata),
             Some(Err(why)) => Err(Gap::Unknown(why.clone())),
-            None => Err(Gap::Unknown("no configuration of Kata was found: name it with --kata-config".to_string())),
+            None => Err(Gap::Unknown(
+                "no configuration of Kata was found: name it with --kata-config".to_string(),
+            )),
         }
     }
 
@@ -225,12 +250,19 @@ impl HostFacts {
     pub fn gpus(&self) -> Vec<Gpu> {
         let files = &self.files;
         let is = |name: &str, file: &str, begins: &[&str]| {
-            files.text(&format!("{DEVICES}/{name}/{file}")).is_ok_and(|text| begins.iter().any(|b| text.starts_with(b)))
+            files
+                .text(&format!("{DEVICES}/{name}/{file}"))
+                .is_ok_and(|text| begins.iter().any(|b| text.starts_with(b)))
         };
         let gpu = |name: &str| {
             let gpu = is(name, "vendor", &["0x10de"]) && is(name, "class", &["0x0300", "0x0302"]);
-            let resource = files.text(&format!("{DEVICES}/{name}/resource")).unwrap_or_default();
-            gpu.then_some(Gpu { address: name.parse().ok()?, bars: bars(resource) })
+            let resource = files
+                .text(&format!("{DEVICES}/{name}/resource"))
+                .unwrap_or_default();
+            gpu.then_some(Gpu {
+                address: name.parse().ok()?,
+                bars: bars(resource),
+            })
         };
         files.entries(DEVICES).filter_map(gpu).collect()
     }
@@ -238,12 +270,18 @@ impl HostFacts {
     /// The GPUs, or why a rule about them has nothing to look at.
     pub fn some_gpus(&self) -> Result<Vec<Gpu>, Gap> {
         let gpus = self.gpus();
-        if gpus.is_empty() { Err(Gap::Unknown(format!("{DEVICES}: no GPU of NVIDIA's"))) } else { Ok(gpus) }
+        if gpus.is_empty() {
+            Err(Gap::Unknown(format!("{DEVICES}: no GPU of NVIDIA's")))
+        } else {
+            Ok(gpus)
+        }
     }
 
     pub fn some_vms(&self) -> Result<&[Vm], Gap> {
         if self.vms.is_empty() {
-            Err(Gap::Unknown("no VM with GPUs was seen: run it while one runs, as root".to_string()))
+            Err(Gap::Unknown(
+                "no VM with GPUs was seen: run it while one runs, as root".to_string(),
+            ))
         } else {
             Ok(&self.vms)
         }
@@ -252,10 +290,17 @@ impl HostFacts {
     /// Memory of a guest in bytes and where that is from: of the largest running one, else Kata's
     /// default.
     pub fn guest_memory(&self) -> Option<(u64, String)> {
-        let running = self.vms.iter().filter_map(|vm| Some((vm.memory()?, format!("-m of process {}", vm.pid)))).max();
+        let running = self
+            .vms
+            .iter()
+            .filter_map(|vm| Some((vm.memory()?, format!("-m of process {}", vm.pid))))
+            .max();
         let configured = || {
             let (value, file) = self.kata().ok()?.hypervisor("default_memory")?;
-            Some((value.parse::<u64>().ok()?.checked_mul(1 << 20)?, format!("default_memory in {file}")))
+            Some((
+                value.parse::<u64>().ok()?.checked_mul(1 << 20)?,
+                format!("default_memory in {file}"),
+            ))
         };
         running.or_else(configured)
     }
@@ -263,8 +308,13 @@ impl HostFacts {
     /// Value of a word of the kernel's command line; the last one counts. Empty for a bare word.
     pub fn kernel_word(&self, name: &str) -> Result<Option<&str>, Gap> {
         let mut words = self.files.text("/proc/cmdline")?.split_whitespace();
-        let names_it = |word: &&str| word.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('='));
-        Ok(words.rfind(names_it).map(|word| word.get(name.len() + 1..).unwrap_or_default()))
+        let names_it = |word: &&str| {
+            word.strip_prefix(name)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
+        };
+        Ok(words
+            .rfind(names_it)
+            .map(|word| word.get(name.len() + 1..).unwrap_or_default()))
     }
 }
 
@@ -273,9 +323,16 @@ fn bars(resource: &str) -> Vec<(usize, u64, u64)> {
     let number = |word: &str| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok();
     let bar = |(nth, line): (usize, &str)| {
         let words: Vec<u64> = line.split_whitespace().filter_map(number).collect();
-        let [start, end, _] = words[..] else { return None };
+        let [start, end, _] = words[..] else {
+            return None;
+        };
         let bytes = end.checked_sub(start)?.checked_add(1)?;
         (bytes >= 1 << 16).then_some((nth, start, bytes))
     };
-    resource.lines().take(BARS).enumerate().filter_map(bar).collect()
+    resource
+        .lines()
+        .take(BARS)
+        .enumerate()
+        .filter_map(bar)
+        .collect()
 }

@@ -22,20 +22,40 @@ pub fn fine(items: Vec<Evidence>) -> Checked {
 
 /// Something found without a figure for its cost.
 pub fn found(evidence: Vec<Evidence>, cure: impl Into<String>) -> Problem {
-    Problem { evidence, cost: None, cure: cure.into(), sure: Sure::Sure }
+    Problem {
+        evidence,
+        cost: None,
+        cure: cure.into(),
+        sure: Sure::Sure,
+    }
 }
 
 impl Problem {
     pub fn unsure(self) -> Self {
-        Self { sure: Sure::Unsure, ..self }
+        Self {
+            sure: Sure::Unsure,
+            ..self
+        }
     }
 
     pub fn model(self, seconds: f64, of: impl Into<String>) -> Self {
-        Self { cost: Some(Cost { seconds, basis: Basis::Model(of.into()) }), ..self }
+        Self {
+            cost: Some(Cost {
+                seconds,
+                basis: Basis::Model(of.into()),
+            }),
+            ..self
+        }
     }
 
     pub fn measured(self, seconds: f64, of: impl Into<String>) -> Self {
-        Self { cost: Some(Cost { seconds, basis: Basis::Measured(of.into()) }), ..self }
+        Self {
+            cost: Some(Cost {
+                seconds,
+                basis: Basis::Measured(of.into()),
+            }),
+            ..self
+        }
     }
 
     pub fn checked(self) -> Checked {
@@ -44,20 +64,28 @@ impl Problem {
 
     /// The problem where the evidence is bad, else the evidence alone.
     pub fn when(self, is_bad: bool) -> Checked {
-        if is_bad { self.checked() } else { fine(self.evidence) }
+        if is_bad {
+            self.checked()
+        } else {
+            fine(self.evidence)
+        }
     }
 }
 
 /// Version of the running kernel, and its text.
 pub fn release(facts: &HostFacts) -> Result<(MajorMinor, &str), Gap> {
     let text = facts.files.text(RELEASE)?;
-    MajorMinor::parse(text).map(|version| (version, text)).ok_or_else(|| Gap::unreadable(RELEASE, text))
+    MajorMinor::parse(text)
+        .map(|version| (version, text))
+        .ok_or_else(|| Gap::unreadable(RELEASE, text))
 }
 
 /// Value of a line of the kernel's configuration; None: not set.
 pub fn config<'a>(facts: &'a HostFacts, key: &str) -> Result<Option<&'a str>, Gap> {
     let lines = facts.files.text(CONFIG)?.lines();
-    Ok(lines.filter_map(|line| line.strip_prefix(key)?.strip_prefix('=')).next_back())
+    Ok(lines
+        .filter_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+        .next_back())
 }
 
 /// How VFIO's BARs reach the page tables.
@@ -74,7 +102,11 @@ fn pfnmaps(facts: &HostFacts) -> Result<(Pfnmaps, Vec<Evidence>, Sure), Gap> {
     let (version, text) = release(facts)?;
     let mut seen = vec![evidence(RELEASE, text)];
     let symbols = facts.files.text(SYMBOLS).unwrap_or_default();
-    let has = |name: &str| symbols.lines().any(|line| line.split_whitespace().nth(2) == Some(name));
+    let has = |name: &str| {
+        symbols
+            .lines()
+            .any(|line| line.split_whitespace().nth(2) == Some(name))
+    };
     let (huge, sure) = if has(HUGE_FAULT) {
         seen.push(evidence(SYMBOLS, HUGE_FAULT));
         (true, Sure::Sure)
@@ -82,7 +114,10 @@ fn pfnmaps(facts: &HostFacts) -> Result<(Pfnmaps, Vec<Evidence>, Sure), Gap> {
         seen.push(evidence(SYMBOLS, format!("{FAULT}, no {HUGE_FAULT}")));
         (false, Sure::Sure)
     } else if let Ok(value) = config(facts, "CONFIG_ARCH_SUPPORTS_HUGE_PFNMAP") {
-        seen.push(evidence(CONFIG, format!("CONFIG_ARCH_SUPPORTS_HUGE_PFNMAP={}", value.unwrap_or("n"))));
+        seen.push(evidence(
+            CONFIG,
+            format!("CONFIG_ARCH_SUPPORTS_HUGE_PFNMAP={}", value.unwrap_or("n")),
+        ));
         (value == Some("y"), Sure::Sure)
     } else {
         (version >= MajorMinor(6, 12), Sure::Unsure)
@@ -106,20 +141,30 @@ pub fn huge_pfnmaps(facts: &HostFacts) -> Checked {
         return fine(seen);
     }
     let gpus = facts.gpus();
-    let bytes = gpus.iter().fold(0u64, |sum, gpu| sum.saturating_add(gpu.bytes()));
+    let bytes = gpus
+        .iter()
+        .fold(0u64, |sum, gpu| sum.saturating_add(gpu.bytes()));
     if let Some(gpu) = gpus.first().filter(|_| bytes == 0) {
         return Err(gpu.without_addresses());
     }
-    seen.push(evidence(DEVICES, format!("{} GPU(s), BARs of {} GiB in all", gpus.len(), bytes >> 30)));
+    seen.push(evidence(
+        DEVICES,
+        format!("{} GPU(s), BARs of {} GiB in all", gpus.len(), bytes >> 30),
+    ));
     let cure = match pfnmaps {
         Pfnmaps::HugeWithoutBatches => {
             "a kernel from 6.15 on, or one whose distribution has \"vfio/type1: Use mapping page mask for pfnmaps\""
         }
-        _ => "a kernel from 6.15 on (huge pfnmaps came with 6.12), with QEMU 9.2 or later; until then a smaller BAR (resourceN_resize)",
+        _ => {
+            "a kernel from 6.15 on (huge pfnmaps came with 6.12), with QEMU 9.2 or later; until then a smaller BAR (resourceN_resize)"
+        }
     };
     let mut problem = found(seen, cure);
     if bytes > 0 {
-        problem = problem.model(bytes as f64 * BAR_SECONDS_PER_BYTE, "3.27 s per 128 GiB of BAR in pages of 4 KiB");
+        problem = problem.model(
+            bytes as f64 * BAR_SECONDS_PER_BYTE,
+            "3.27 s per 128 GiB of BAR in pages of 4 KiB",
+        );
     }
     Problem { sure, ..problem }.checked()
 }
@@ -136,7 +181,10 @@ pub fn iommufd(facts: &HostFacts) -> Checked {
         return fine(vec![evidence(IOMMU, kind)]);
     }
     let value = config(facts, "CONFIG_IOMMUFD")?.unwrap_or("n");
-    let seen = vec![evidence(IOMMU, "not there"), evidence(CONFIG, format!("CONFIG_IOMMUFD={value}"))];
+    let seen = vec![
+        evidence(IOMMU, "not there"),
+        evidence(CONFIG, format!("CONFIG_IOMMUFD={value}")),
+    ];
     let cure = if value == "m" {
         "modprobe iommufd, and name it in /etc/modules-load.d"
     } else {
@@ -182,21 +230,39 @@ pub fn iommu_mode(facts: &HostFacts) -> Checked {
         if all == 0 {
             return Err(Gap::Unknown(format!("{GROUPS}: no group")));
         }
-        return fine(vec![evidence(GROUPS, format!("{all} group(s), none strict"))]);
+        return fine(vec![evidence(
+            GROUPS,
+            format!("{all} group(s), none strict"),
+        )]);
     };
-    let seen = vec![evidence(first, "DMA"), evidence(GROUPS, format!("{} of {all} group(s) strict", strict.len()))];
-    found(seen, "iommu=pt, or iommu.strict=0, on the kernel's command line").unsure().checked()
+    let seen = vec![
+        evidence(first, "DMA"),
+        evidence(GROUPS, format!("{} of {all} group(s) strict", strict.len())),
+    ];
+    found(
+        seen,
+        "iommu=pt, or iommu.strict=0, on the kernel's command line",
+    )
+    .unsure()
+    .checked()
 }
 
 pub fn interrupt_remapping(facts: &HostFacts) -> Checked {
     let text = facts.files.text(INTERRUPTS)?;
-    let chip = |begin: &str| text.split_whitespace().find(|word| word.starts_with(begin)).map(str::to_string);
+    let chip = |begin: &str| {
+        text.split_whitespace()
+            .find(|word| word.starts_with(begin))
+            .map(str::to_string)
+    };
     if let Some(chip) = chip("IR-").or_else(|| chip("ITS-")) {
         return fine(vec![evidence(INTERRUPTS, chip)]);
     }
     let path = format!("{TYPE1}/allow_unsafe_interrupts");
     let unsafe_ones = facts.files.optional(&path)?.unwrap_or("not there");
-    let seen = vec![evidence(INTERRUPTS, "no chip with remapping (IR-)"), evidence(path, unsafe_ones)];
+    let seen = vec![
+        evidence(INTERRUPTS, "no chip with remapping (IR-)"),
+        evidence(path, unsafe_ones),
+    ];
     found(seen, "switch interrupt remapping (x2APIC) on in the firmware's setup and remove intremap=off: each interrupt of a GPU leaves the guest without it").checked()
 }
 
@@ -211,11 +277,22 @@ pub fn groups(facts: &HostFacts) -> Checked {
         // Functions of the GPU's own slot and bridges above it go with it.
         let slot = address.split('.').next().unwrap_or_default();
         let is_other = |name: &&str| {
-            !name.starts_with(slot) && facts.files.text(&format!("{DEVICES}/{name}/class")).is_ok_and(|c| !c.starts_with("0x0604"))
+            !name.starts_with(slot)
+                && facts
+                    .files
+                    .text(&format!("{DEVICES}/{name}/class"))
+                    .is_ok_and(|c| !c.starts_with("0x0604"))
         };
         let others: Vec<&str> = facts.files.text(&path)?.lines().filter(is_other).collect();
         shared |= !others.is_empty();
-        seen.push(evidence(path, if others.is_empty() { address } else { format!("{address} with {}", others.join(" ")) }));
+        seen.push(evidence(
+            path,
+            if others.is_empty() {
+                address
+            } else {
+                format!("{address} with {}", others.join(" "))
+            },
+        ));
     }
     found(seen, "switch ACS on in the firmware's setup, or move the GPU to another slot: a group goes to one guest as a whole").when(shared)
 }

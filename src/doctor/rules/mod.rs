@@ -6,16 +6,16 @@
 //! shortens ([`Rule::shortens`]).
 
 pub mod checked; // what a rule answers
+pub mod device_rules;
 pub mod finding; // verdict, evidence, cost, cure
+pub mod guest_rules;
 pub mod host_facts; // files, Kata's configuration, VMs
-pub mod own_boots; // boots of this host as numbers
+pub mod kata_rules;
 pub mod kernel_rules;
 pub mod memory_rules;
-pub mod kata_rules;
-pub mod vm_rules;
-pub mod device_rules;
-pub mod guest_rules;
-pub mod rule_table; // what finds each rule
+pub mod own_boots; // boots of this host as numbers
+pub mod rule_table;
+pub mod vm_rules; // what finds each rule
 
 use checked::{Answer, Basis, Cost, Evidence, Gap, Problem, Sure};
 use finding::{Finding, Verdict};
@@ -33,36 +33,95 @@ const MEASURED_AT_LEAST: f64 = 0.1;
 /// Findings of all rules: what was found first, by seconds, then what is unknown, then what is
 /// fine.
 pub fn diagnose(facts: &HostFacts) -> Vec<Finding> {
-    let mut findings: Vec<Finding> = checks().map(|(rule, check)| finding(rule, check, facts)).collect();
+    let mut findings: Vec<Finding> = checks()
+        .map(|(rule, check)| finding(rule, check, facts))
+        .collect();
     let micros = |finding: &Finding| Reverse((finding.seconds() * 1e6) as u64);
     findings.sort_by_key(|f| (f.verdict, micros(f), f.cost.is_none(), f.sure));
     findings
 }
 
 fn finding(rule: &'static Rule, check: Check, facts: &HostFacts) -> Finding {
-    let empty = Finding { rule, verdict: Verdict::Fine, evidence: Vec::new(), cost: None, text: String::new(), sure: Sure::Sure };
+    let empty = Finding {
+        rule,
+        verdict: Verdict::Fine,
+        evidence: Vec::new(),
+        cost: None,
+        text: String::new(),
+        sure: Sure::Sure,
+    };
     // Evidence and gaps quote files: bounded and printable from here on.
-    let clip =
-        |evidence: Vec<Evidence>| evidence.into_iter().map(|e| Evidence { from: clipped(&e.from), value: clipped(&e.value) }).collect();
+    let clip = |evidence: Vec<Evidence>| {
+        evidence
+            .into_iter()
+            .map(|e| Evidence {
+                from: clipped(&e.from),
+                value: clipped(&e.value),
+            })
+            .collect()
+    };
     match check(facts) {
-        Err(Gap::Unknown(text)) => Finding { verdict: Verdict::Unknown, text: clipped(&text), ..empty },
-        Err(Gap::NeedsRoot(text)) => Finding { verdict: Verdict::NeedsRoot, text: clipped(&text), ..empty },
-        Ok(Answer::Fine(evidence)) => Finding { evidence: clip(evidence), ..empty },
-        Ok(Answer::Found(Problem { evidence, cost, cure, sure })) => {
-            Finding { verdict: Verdict::Found, evidence: clip(evidence), cost: best(rule, cost, &facts.boots), text: cure, sure, ..empty }
-        }
+        Err(Gap::Unknown(text)) => Finding {
+            verdict: Verdict::Unknown,
+            text: clipped(&text),
+            ..empty
+        },
+        Err(Gap::NeedsRoot(text)) => Finding {
+            verdict: Verdict::NeedsRoot,
+            text: clipped(&text),
+            ..empty
+        },
+        Ok(Answer::Fine(evidence)) => Finding {
+            evidence: clip(evidence),
+            ..empty
+        },
+        Ok(Answer::Found(Problem {
+            evidence,
+            cost,
+            cure,
+            sure,
+        })) => Finding {
+            verdict: Verdict::Found,
+            evidence: clip(evidence),
+            cost: best(rule, cost, &facts.boots),
+            text: cure,
+            sure,
+            ..empty
+        },
     }
 }
 
 /// Cost that own boots measured, or else the rule's model.
 fn best(rule: &Rule, model: Option<Cost>, boots: &OwnBoots) -> Option<Cost> {
-    if matches!(&model, Some(Cost { basis: Basis::Measured(_), .. })) {
+    if matches!(
+        &model,
+        Some(Cost {
+            basis: Basis::Measured(_),
+            ..
+        })
+    ) {
         return model;
     }
     let measured = boots.saved(rule.shortens).filter(|saved| *saved > 0.0);
-    let Some(seconds) = measured.filter(|saved| model.as_ref().is_none_or(|m| *saved >= m.seconds * MEASURED_AT_LEAST)) else {
+    let Some(seconds) = measured.filter(|saved| {
+        model
+            .as_ref()
+            .is_none_or(|m| *saved >= m.seconds * MEASURED_AT_LEAST)
+    }) else {
         return model;
     };
-    let steps: Vec<&str> = rule.shortens.iter().map(|s| s.step).filter(|step| boots.median(step).is_some()).collect();
-    Some(Cost { seconds, basis: Basis::Measured(format!("{}, median of {} boot(s) here", steps.join(", "), boots.count)) })
+    let steps: Vec<&str> = rule
+        .shortens
+        .iter()
+        .map(|s| s.step)
+        .filter(|step| boots.median(step).is_some())
+        .collect();
+    Some(Cost {
+        seconds,
+        basis: Basis::Measured(format!(
+            "{}, median of {} boot(s) here",
+            steps.join(", "),
+            boots.count
+        )),
+    })
 }

@@ -48,7 +48,12 @@ impl OwnBoots {
         let boot = &loaded.boot;
         let mut sums: BTreeMap<&str, i64> = BTreeMap::new();
         // Steps of the host's trace lie in others, which count already.
-        for step in boot.timeline.steps.iter().filter(|step| !step.open && !step.row.waiting && step.traced.is_none()) {
+        for step in boot
+            .timeline
+            .steps
+            .iter()
+            .filter(|step| !step.open && !step.row.waiting && step.traced.is_none())
+        {
             let sum = sums.entry(&step.name).or_default();
             *sum = sum.saturating_add(i64::try_from(step.took_ns()).unwrap_or(i64::MAX));
         }
@@ -56,14 +61,32 @@ impl OwnBoots {
             push(&mut self.sums, name.to_string(), sum);
         }
         for gpu in &boot.gpus {
-            let uuid = loaded.file.records.iter().filter(|r| r.name == names::GPU_HEALTH && r.gpu == Some(gpu.address));
-            let uuid = uuid.filter_map(|r| field(r, "uuid")).next_back().map(|uuid| printable_start(uuid.as_bytes(), MAX_NAME));
+            let uuid = loaded
+                .file
+                .records
+                .iter()
+                .filter(|r| r.name == names::GPU_HEALTH && r.gpu == Some(gpu.address));
+            let uuid = uuid
+                .filter_map(|r| field(r, "uuid"))
+                .next_back()
+                .map(|uuid| printable_start(uuid.as_bytes(), MAX_NAME));
             if let Some(took) = gpu.enabled.and_then(|step| step.took_ns) {
                 let name = uuid.unwrap_or_else(|| gpu.address.to_string());
-                push(&mut self.enablings, name, i64::try_from(took).unwrap_or(i64::MAX));
+                push(
+                    &mut self.enablings,
+                    name,
+                    i64::try_from(took).unwrap_or(i64::MAX),
+                );
             }
         }
-        let of = |record: &str, key: &str| loaded.file.records.iter().filter(|r| r.name == record).find_map(|r| field(r, key));
+        let of = |record: &str, key: &str| {
+            loaded
+                .file
+                .records
+                .iter()
+                .filter(|r| r.name == record)
+                .find_map(|r| field(r, key))
+        };
         self.fact(KERNEL, boot.kernel.as_deref());
         self.fact(CLOCKSOURCE, of(names::CLOCK_TSC, "clocksource"));
         self.fact(UNPACKED, of(names::MODULE_LOAD, "unpacked"));
@@ -72,37 +95,61 @@ impl OwnBoots {
         if let (Some(first), Some(last)) = (milestones.first(), milestones.last()) {
             self.whole.push(last.at_ns.saturating_sub(first.at_ns));
             let ready = milestones.iter().find(|m| m.name == "agent ready");
-            self.agent_ready.extend(ready.map(|m| m.at_ns.saturating_sub(first.at_ns)));
+            self.agent_ready
+                .extend(ready.map(|m| m.at_ns.saturating_sub(first.at_ns)));
         }
-        self.unexplained.extend(boot.coverage.as_ref().map(|c| i64::try_from(c.unexplained_ns).unwrap_or(i64::MAX)));
+        self.unexplained.extend(
+            boot.coverage
+                .as_ref()
+                .map(|c| i64::try_from(c.unexplained_ns).unwrap_or(i64::MAX)),
+        );
     }
 
     /// The boots, or that there are none.
     pub fn some(&self) -> Result<&Self, Gap> {
-        if self.count == 0 { Err(Gap::Unknown("no boot of this host: name the collector's directory with --dir".into())) } else { Ok(self) }
+        if self.count == 0 {
+            Err(Gap::Unknown(
+                "no boot of this host: name the collector's directory with --dir".into(),
+            ))
+        } else {
+            Ok(self)
+        }
     }
 
     fn fact(&mut self, name: &'static str, value: Option<&str>) {
         if let Some(value) = value.filter(|_| self.facts.len() < MAX_NAMES) {
-            *self.facts.entry((name, printable_start(value.as_bytes(), MAX_NAME))).or_default() += 1;
+            *self
+                .facts
+                .entry((name, printable_start(value.as_bytes(), MAX_NAME)))
+                .or_default() += 1;
         }
     }
 
     /// Values of a fact, the most frequent first.
     pub fn values(&self, fact: &str) -> Vec<(&str, usize)> {
-        let mut found: Vec<_> = self.facts.iter().filter(|((name, _), _)| *name == fact).map(|((_, v), n)| (v.as_str(), *n)).collect();
+        let mut found: Vec<_> = self
+            .facts
+            .iter()
+            .filter(|((name, _), _)| *name == fact)
+            .map(|((_, v), n)| (v.as_str(), *n))
+            .collect();
         found.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));
         found
     }
 
     /// Median of a step's time in a boot, in seconds.
     pub fn median(&self, step: &str) -> Option<f64> {
-        self.sums.get(step).and_then(|values| Summary::of(values)).map(|s| s.median_ns as f64 / 1e9)
+        self.sums
+            .get(step)
+            .and_then(|values| Summary::of(values))
+            .map(|s| s.median_ns as f64 / 1e9)
     }
 
     /// Seconds that a cure would have saved in the median boot; None where no boot has the steps.
     pub fn saved(&self, shortens: &[Shortens]) -> Option<f64> {
-        let saved = shortens.iter().filter_map(|s| Some(self.median(s.step)? * (1.0 - s.to)));
+        let saved = shortens
+            .iter()
+            .filter_map(|s| Some(self.median(s.step)? * (1.0 - s.to)));
         saved.reduce(|a, b| a + b)
     }
 }

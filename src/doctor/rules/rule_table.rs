@@ -60,7 +60,10 @@ const CHECKS: &[(&str, Check)] = &[
 
 /// All rules with their checks.
 pub fn checks() -> impl Iterator<Item = (&'static Rule, Check)> {
-    RULES.iter().zip(CHECKS).map(|(rule, (_, check))| (rule, *check))
+    RULES
+        .iter()
+        .zip(CHECKS)
+        .map(|(rule, (_, check))| (rule, *check))
 }
 
 #[cfg(test)]

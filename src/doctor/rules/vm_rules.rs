@@ -15,23 +15,43 @@ const REMOTE: f64 = 0.1;
 
 pub fn qemu_version(facts: &HostFacts) -> Checked {
     let Some(qemu) = &facts.qemu else {
-        return Err(Gap::Unknown("no program of QEMU was found: --kata-config names a configuration that has it".into()));
+        return Err(Gap::Unknown(
+            "no program of QEMU was found: --kata-config names a configuration that has it".into(),
+        ));
     };
     let Some(version) = qemu.version else {
-        return Err(Gap::Unknown(format!("{}: no machine type in it has a version", qemu.path)));
+        return Err(Gap::Unknown(format!(
+            "{}: no machine type in it has a version",
+            qemu.path
+        )));
     };
-    let mut seen = vec![evidence(&qemu.path, format!("machine types up to {}.{}", version.0, version.1))];
+    let mut seen = vec![evidence(
+        &qemu.path,
+        format!("machine types up to {}.{}", version.0, version.1),
+    )];
     if version >= ALIGNS {
         return fine(seen);
     }
-    let bytes = facts.gpus().iter().fold(0u64, |sum, gpu| sum.saturating_add(gpu.bytes()));
+    let bytes = facts
+        .gpus()
+        .iter()
+        .fold(0u64, |sum, gpu| sum.saturating_add(gpu.bytes()));
     let small = maps_small_pages(facts).unwrap_or(true);
     seen.extend(small.then(|| evidence("kernel", "has no huge pfnmaps either: see there")));
-    let problem = found(seen, "QEMU 9.2 or later, with a kernel that has huge pfnmaps").unsure();
+    let problem = found(
+        seen,
+        "QEMU 9.2 or later, with a kernel that has huge pfnmaps",
+    )
+    .unsure();
     if bytes == 0 {
         return problem.checked();
     }
-    problem.model(bytes as f64 * BAR_SECONDS_PER_BYTE, "3.27 s per 128 GiB of BAR in pages of 4 KiB").checked()
+    problem
+        .model(
+            bytes as f64 * BAR_SECONDS_PER_BYTE,
+            "3.27 s per 128 GiB of BAR in pages of 4 KiB",
+        )
+        .checked()
 }
 
 pub fn iommufd_used(facts: &HostFacts) -> Checked {
@@ -39,10 +59,17 @@ pub fn iommufd_used(facts: &HostFacts) -> Checked {
     let mut legacy = false;
     for vm in facts.some_vms()? {
         let path = vm.proc("fd");
-        let held: Vec<&str> = facts.files.text(&path)?.lines().filter(|target| ["/dev/iommu", "/dev/vfio/vfio"].contains(target)).collect();
+        let held: Vec<&str> = facts
+            .files
+            .text(&path)?
+            .lines()
+            .filter(|target| ["/dev/iommu", "/dev/vfio/vfio"].contains(target))
+            .collect();
         legacy |= held.contains(&"/dev/vfio/vfio");
         if held.is_empty() {
-            return Err(Gap::Unknown(format!("{path}: holds neither /dev/iommu nor /dev/vfio/vfio")));
+            return Err(Gap::Unknown(format!(
+                "{path}: holds neither /dev/iommu nor /dev/vfio/vfio"
+            )));
         }
         seen.push(evidence(path, held.join(" ")));
     }
@@ -53,8 +80,15 @@ pub fn iommufd_used(facts: &HostFacts) -> Checked {
 
 /// `Name:   123 kB` of a file of /proc/PID, in bytes.
 fn bytes_of(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.trim()
+        .trim_end_matches("kB")
+        .trim()
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(1024)
 }
 
 pub fn huge_page_use(facts: &HostFacts) -> Checked {
@@ -64,42 +98,79 @@ pub fn huge_page_use(facts: &HostFacts) -> Checked {
         let path = vm.proc("smaps_rollup");
         let text = facts.files.text(&path)?;
         let rss = bytes_of(text, "Rss").ok_or_else(|| Gap::unreadable(&path, "no Rss"))?;
-        let sum = |names: &[&str]| names.iter().filter_map(|name| bytes_of(text, name)).fold(0u64, u64::saturating_add);
-        let (transparent, hugetlb) =
-            (sum(&["AnonHugePages", "ShmemPmdMapped", "FilePmdMapped"]), sum(&["Shared_Hugetlb", "Private_Hugetlb"]));
+        let sum = |names: &[&str]| {
+            names
+                .iter()
+                .filter_map(|name| bytes_of(text, name))
+                .fold(0u64, u64::saturating_add)
+        };
+        let (transparent, hugetlb) = (
+            sum(&["AnonHugePages", "ShmemPmdMapped", "FilePmdMapped"]),
+            sum(&["Shared_Hugetlb", "Private_Hugetlb"]),
+        );
         // Rss does not count pages of hugetlbfs.
         let all = rss.saturating_add(hugetlb);
         let small = rss.saturating_sub(transparent);
         let status = vm.proc("status");
-        let tables = bytes_of(facts.files.text(&status)?, "VmPTE").ok_or_else(|| Gap::unreadable(&status, "no VmPTE"))?;
-        let huge_share = if all == 0 { 1.0 } else { 1.0 - small as f64 / all as f64 };
+        let tables = bytes_of(facts.files.text(&status)?, "VmPTE")
+            .ok_or_else(|| Gap::unreadable(&status, "no VmPTE"))?;
+        let huge_share = if all == 0 {
+            1.0
+        } else {
+            1.0 - small as f64 / all as f64
+        };
         if huge_share < HUGE {
             is_bad = true;
             small_bytes = small_bytes.max(small);
         }
         seen.push(evidence(
             path,
-            format!("{:.0} % of {} MiB in huge pages; page tables {} MiB", huge_share * 100.0, all >> 20, tables >> 20),
+            format!(
+                "{:.0} % of {} MiB in huge pages; page tables {} MiB",
+                huge_share * 100.0,
+                all >> 20,
+                tables >> 20
+            ),
         ));
     }
     let cure = "the cure of the rule above that applies: thp, thp-shared, thp-defrag, fragmentation, or enable_hugepages";
-    of_bytes(found(seen, cure), small_bytes, WITHOUT_THP - WITH_THP, "253 s with huge pages, 476 s without").when(is_bad)
+    of_bytes(
+        found(seen, cure),
+        small_bytes,
+        WITHOUT_THP - WITH_THP,
+        "253 s with huge pages, 476 s without",
+    )
+    .when(is_bad)
 }
 
 /// NUMA nodes of the devices that a VM has, as far as its options name them.
 fn device_nodes(facts: &HostFacts, vm: &Vm) -> Result<BTreeSet<u64>, Gap> {
     let mut nodes = BTreeSet::new();
     for device in vm.passed_through() {
-        let option = |name: &str| device.split(',').find_map(|option| option.strip_prefix(name));
-        let Some(address) = option("host=").or_else(|| option("sysfsdev=")?.rsplit('/').next()) else { continue };
-        let address = if address.matches(':').count() == 1 { format!("0000:{address}") } else { address.to_string() };
+        let option = |name: &str| {
+            device
+                .split(',')
+                .find_map(|option| option.strip_prefix(name))
+        };
+        let Some(address) = option("host=").or_else(|| option("sysfsdev=")?.rsplit('/').next())
+        else {
+            continue;
+        };
+        let address = if address.matches(':').count() == 1 {
+            format!("0000:{address}")
+        } else {
+            address.to_string()
+        };
         let path = format!("{DEVICES}/{address}/numa_node");
         if facts.files.text(&path)? != "-1" {
             nodes.insert(facts.files.number(&path)?);
         }
     }
     if nodes.is_empty() {
-        return Err(Gap::Unknown(format!("{}: no option names a device whose NUMA node is known", vm.proc("cmdline"))));
+        return Err(Gap::Unknown(format!(
+            "{}: no option names a device whose NUMA node is known",
+            vm.proc("cmdline")
+        )));
     }
     Ok(nodes)
 }
@@ -112,9 +183,16 @@ pub fn memory_node(facts: &HostFacts) -> Checked {
         let path = vm.proc("numa_maps");
         let mut bytes: BTreeMap<u64, u64> = BTreeMap::new();
         for line in facts.files.text(&path)?.lines() {
-            let size = line.split(' ').find_map(|word| word.strip_prefix("kernelpagesize_kB=")?.parse::<u64>().ok()).unwrap_or(4) << 10;
+            let size = line
+                .split(' ')
+                .find_map(|word| word.strip_prefix("kernelpagesize_kB=")?.parse::<u64>().ok())
+                .unwrap_or(4)
+                << 10;
             for word in line.split(' ').filter_map(|word| word.strip_prefix('N')) {
-                if let Some((Ok(node), Ok(pages))) = word.split_once('=').map(|(node, pages)| (node.parse(), pages.parse::<u64>())) {
+                if let Some((Ok(node), Ok(pages))) = word
+                    .split_once('=')
+                    .map(|(node, pages)| (node.parse(), pages.parse::<u64>()))
+                {
                     let sum = bytes.entry(node).or_default();
                     *sum = sum.saturating_add(pages.saturating_mul(size));
                 }
@@ -124,9 +202,19 @@ pub fn memory_node(facts: &HostFacts) -> Checked {
         if all == 0 {
             return Err(Gap::unreadable(&path, "no pages of any node"));
         }
-        let far = bytes.iter().filter(|(node, _)| !near.contains(node)).fold(0u64, |sum, (_, n)| sum.saturating_add(*n));
+        let far = bytes
+            .iter()
+            .filter(|(node, _)| !near.contains(node))
+            .fold(0u64, |sum, (_, n)| sum.saturating_add(*n));
         is_bad |= far as f64 > all as f64 * REMOTE;
-        seen.push(evidence(path, format!("{} of {} MiB on other nodes than its devices' ({near:?})", far >> 20, all >> 20)));
+        seen.push(evidence(
+            path,
+            format!(
+                "{} of {} MiB on other nodes than its devices' ({near:?})",
+                far >> 20,
+                all >> 20
+            ),
+        ));
     }
     found(seen, "huge pages on the GPU's node, and CPUs of that node for the VMM (kubelet's Topology Manager)").when(is_bad)
 }
@@ -136,30 +224,51 @@ pub fn no_mmap(facts: &HostFacts) -> Checked {
     let mut is_bad = false;
     for vm in facts.some_vms()? {
         for device in vm.passed_through() {
-            let is_off = device.split(',').any(|option| ["x-no-mmap=on", "x-no-mmap=true"].contains(&option));
+            let is_off = device
+                .split(',')
+                .any(|option| ["x-no-mmap=on", "x-no-mmap=true"].contains(&option));
             is_bad |= is_off;
             if is_off || seen.is_empty() {
                 seen.push(evidence(vm.proc("cmdline"), device));
             }
         }
     }
-    found(seen, "remove x-no-mmap: each access of the driver to a BAR leaves the guest").when(is_bad)
+    found(
+        seen,
+        "remove x-no-mmap: each access of the driver to a BAR leaves the guest",
+    )
+    .when(is_bad)
 }
 
 pub fn prealloc(facts: &HostFacts) -> Checked {
     let mut seen = Vec::new();
     let mut is_bad = false;
     for vm in facts.some_vms()? {
-        let cpus = vm.options("-smp").last().unwrap_or("1").split(',').next().unwrap_or_default();
-        let objects: Vec<&str> = vm.options("-object").filter(|object| object.starts_with("memory-backend")).collect();
+        let cpus = vm
+            .options("-smp")
+            .last()
+            .unwrap_or("1")
+            .split(',')
+            .next()
+            .unwrap_or_default();
+        let objects: Vec<&str> = vm
+            .options("-object")
+            .filter(|object| object.starts_with("memory-backend"))
+            .collect();
         for object in &objects {
             let has = |option: &str| object.split(',').any(|given| given.starts_with(option));
-            is_bad |= has("prealloc=on") && !has("prealloc-threads=") && ["1", "cpus=1"].contains(&cpus);
-            seen.push(evidence(vm.proc("cmdline"), format!("-smp {cpus}, {object}")));
+            is_bad |=
+                has("prealloc=on") && !has("prealloc-threads=") && ["1", "cpus=1"].contains(&cpus);
+            seen.push(evidence(
+                vm.proc("cmdline"),
+                format!("-smp {cpus}, {object}"),
+            ));
         }
     }
     if seen.is_empty() {
-        return Err(Gap::Unknown("no VM has a memory-backend on its command line".into()));
+        return Err(Gap::Unknown(
+            "no VM has a memory-backend on its command line".into(),
+        ));
     }
     found(seen, "prealloc-threads=N, or default_vcpus above 1 (as many threads by default), or no prealloc: VFIO pins all memory anyway")
         .unsure()
@@ -179,9 +288,17 @@ fn cpus(list: &str) -> Option<BTreeSet<u32>> {
 }
 
 pub fn pinning(facts: &HostFacts) -> Checked {
-    let nodes = facts.files.entries(NODES).filter(|name| name.starts_with("node") && name.ends_with(|c: char| c.is_ascii_digit())).count();
+    let nodes = facts
+        .files
+        .entries(NODES)
+        .filter(|name| name.starts_with("node") && name.ends_with(|c: char| c.is_ascii_digit()))
+        .count();
     if nodes < 2 {
-        return if nodes == 1 { fine(vec![evidence(NODES, "one node")]) } else { Err(Gap::Unknown(format!("{NODES}: no node"))) };
+        return if nodes == 1 {
+            fine(vec![evidence(NODES, "one node")])
+        } else {
+            Err(Gap::Unknown(format!("{NODES}: no node")))
+        };
     }
     let mut seen = Vec::new();
     let mut is_bad = false;
@@ -200,7 +317,10 @@ pub fn pinning(facts: &HostFacts) -> Checked {
             is_bad |= !allowed.is_subset(&near);
         }
         if lists.is_empty() {
-            return Err(Gap::Unknown(format!("{}: no thread of a vCPU", vm.proc("task"))));
+            return Err(Gap::Unknown(format!(
+                "{}: no thread of a vCPU",
+                vm.proc("task")
+            )));
         }
         seen.push(evidence(vm.proc("task"), lists.replace('\n', "; ")));
     }

@@ -18,7 +18,14 @@ pub enum Component {
 }
 
 impl Component {
-    pub const ALL: [Component; 6] = [Self::Init, Self::Agent, Self::Modules, Self::Firmware, Self::Libraries, Self::Rest];
+    pub const ALL: [Component; 6] = [
+        Self::Init,
+        Self::Agent,
+        Self::Modules,
+        Self::Firmware,
+        Self::Libraries,
+        Self::Rest,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -36,7 +43,11 @@ impl Component {
         let path = path.strip_prefix(b"/").unwrap_or(path);
         let in_usr = path.strip_prefix(b"usr/").unwrap_or(path);
         let name = path.rsplit(|b| *b == b'/').next().unwrap_or_default();
-        if in_usr == b"init" || in_usr == b"sbin/init" || name.starts_with(b"kata-gpu-init") || name.starts_with(b"NVRC") {
+        if in_usr == b"init"
+            || in_usr == b"sbin/init"
+            || name.starts_with(b"kata-gpu-init")
+            || name.starts_with(b"NVRC")
+        {
             Self::Init
         } else if name == b"kata-agent" {
             Self::Agent
@@ -64,7 +75,11 @@ pub fn sizes(tree: &Tree) -> Sizes {
     let (mut sizes, mut seen) = (Sizes::new(), HashSet::new());
     for id in tree.below(ROOT) {
         if tree.kind(id) == Kind::File && tree.file(id).is_some_and(|file| seen.insert(file)) {
-            count(&mut sizes, &tree.path(id), tree.content(id).map_or(0, |c| c.length));
+            count(
+                &mut sizes,
+                &tree.path(id),
+                tree.content(id).map_or(0, |c| c.length),
+            );
         }
     }
     sizes
@@ -75,21 +90,46 @@ pub type Sizes = BTreeMap<Component, (u64, u64)>;
 
 /// Sizes by component, with their sum.
 pub fn sizes_text(sizes: &Sizes, screen: &Screen) -> String {
-    let total = sizes.values().fold((0, 0), |sum, (files, bytes)| (sum.0 + files, sum.1 + bytes));
-    let mut rows = vec![["COMPONENT", "FILES", "BYTES", "SHARE"].map(str::to_string).to_vec()];
-    let all = Component::ALL.iter().filter_map(|c| Some((c.name(), *sizes.get(c)?))).chain([("all", total)]);
+    let total = sizes
+        .values()
+        .fold((0, 0), |sum, (files, bytes)| (sum.0 + files, sum.1 + bytes));
+    let mut rows = vec![
+        ["COMPONENT", "FILES", "BYTES", "SHARE"]
+            .map(str::to_string)
+            .to_vec(),
+    ];
+    let all = Component::ALL
+        .iter()
+        .filter_map(|c| Some((c.name(), *sizes.get(c)?)))
+        .chain([("all", total)]);
     for (name, (files, bytes)) in all {
-        let share = bytes.checked_mul(100).and_then(|b| (b + total.1 / 2).checked_div(total.1)).unwrap_or(0);
-        rows.push(vec![name.to_string(), files.to_string(), bytes.to_string(), format!("{share}%")]);
+        let share = bytes
+            .checked_mul(100)
+            .and_then(|b| (b + total.1 / 2).checked_div(total.1))
+            .unwrap_or(0);
+        rows.push(vec![
+            name.to_string(),
+            files.to_string(),
+            bytes.to_string(),
+            format!("{share}%"),
+        ]);
     }
     table(&rows, &[1, 2, 3], screen)
 }
 
 /// The sizes as JSON.
 pub fn sizes_json(sizes: &Sizes) -> serde_json::Value {
-    let component =
-        |(c, (files, bytes)): (&Component, &(u64, u64))| (c.name().to_string(), serde_json::json!({"files": files, "bytes": bytes}));
-    sizes.iter().map(component).collect::<serde_json::Map<_, _>>().into()
+    let component = |(c, (files, bytes)): (&Component, &(u64, u64))| {
+        (
+            c.name().to_string(),
+            serde_json::json!({"files": files, "bytes": bytes}),
+        )
+    };
+    sizes
+        .iter()
+        .map(component)
+        .collect::<serde_json::Map<_, _>>()
+        .into()
 }
 
 #[cfg(test)]
@@ -104,7 +144,10 @@ mod tests {
             ("bin/NVRC-x86_64-unknown-linux-musl", Component::Init),
             ("usr/bin/kata-agent", Component::Agent),
             ("usr/lib/modules/6.1/kernel/x.ko", Component::Modules),
-            ("lib/firmware/nvidia/550.163.01/gsp_tu10x.bin", Component::Firmware),
+            (
+                "lib/firmware/nvidia/550.163.01/gsp_tu10x.bin",
+                Component::Firmware,
+            ),
             ("lib64/ld-linux-x86-64.so.2", Component::Libraries),
             ("usr/lib/libcuda.so", Component::Libraries),
             ("etc/init", Component::Rest),
@@ -122,6 +165,8 @@ mod tests {
             text,
             "COMPONENT  FILES  BYTES  SHARE\ninit           1     25    25%\nrest           2     75    75%\nall            3    100   100%\n"
         );
-        assert!(sizes_text(&Sizes::new(), &Screen::PLAIN).contains("all            0      0     0%"));
+        assert!(
+            sizes_text(&Sizes::new(), &Screen::PLAIN).contains("all            0      0     0%")
+        );
     }
 }

@@ -40,17 +40,31 @@ pub struct Facts {
 /// All differences, by path. Times are compared if `with_times`.
 pub fn differences(a: &Tree, b: &Tree, with_times: bool) -> Result<Vec<Difference>> {
     let mut all: BTreeMap<Vec<u8>, (Option<Id>, Option<Id>)> = BTreeMap::new();
-    let both = |tree: &Tree| [ROOT].into_iter().chain(tree.below(ROOT)).map(|id| (tree.path(id), id)).collect::<Vec<_>>();
-    both(a).into_iter().for_each(|(path, id)| all.entry(path).or_default().0 = Some(id));
-    both(b).into_iter().for_each(|(path, id)| all.entry(path).or_default().1 = Some(id));
-    let bytes = all.values().filter_map(|(a_id, _)| a.content((*a_id)?)).map(|c| c.length).sum();
+    let both = |tree: &Tree| {
+        [ROOT]
+            .into_iter()
+            .chain(tree.below(ROOT))
+            .map(|id| (tree.path(id), id))
+            .collect::<Vec<_>>()
+    };
+    both(a)
+        .into_iter()
+        .for_each(|(path, id)| all.entry(path).or_default().0 = Some(id));
+    both(b)
+        .into_iter()
+        .for_each(|(path, id)| all.entry(path).or_default().1 = Some(id));
+    let bytes = all
+        .values()
+        .filter_map(|(a_id, _)| a.content((*a_id)?))
+        .map(|c| c.length)
+        .sum();
     let mut progress = ByteProgress::new("comparing", bytes);
     let mut differences = Vec::new();
     for (path, ids) in all {
         let what = match ids {
             (Some(a_id), Some(b_id)) => {
-                let changes =
-                    changes((a, a_id), (b, b_id), with_times, &mut progress).with_context(|| format!("compare {}", escaped(&path)))?;
+                let changes = changes((a, a_id), (b, b_id), with_times, &mut progress)
+                    .with_context(|| format!("compare {}", escaped(&path)))?;
                 if changes.is_empty() {
                     continue;
                 }
@@ -66,10 +80,19 @@ pub fn differences(a: &Tree, b: &Tree, with_times: bool) -> Result<Vec<Differenc
 }
 
 fn facts(tree: &Tree, id: Id) -> Facts {
-    Facts { kind: tree.kind(id), mode: tree.meta(id).mode, bytes: tree.content(id).map_or(0, |c| c.length) }
+    Facts {
+        kind: tree.kind(id),
+        mode: tree.meta(id).mode,
+        bytes: tree.content(id).map_or(0, |c| c.length),
+    }
 }
 
-fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut ByteProgress) -> Result<Vec<(&'static str, String, String)>> {
+fn changes(
+    a: (&Tree, Id),
+    b: (&Tree, Id),
+    with_times: bool,
+    progress: &mut ByteProgress,
+) -> Result<Vec<(&'static str, String, String)>> {
     let mut changes = Vec::new();
     let mut compare = |what, before: String, after: String| {
         if before != after {
@@ -83,12 +106,20 @@ fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut Byte
     if kinds != (Kind::Link, Kind::Link) {
         compare("mode", permissions(before.mode), permissions(after.mode));
     }
-    compare("owner", format!("{}/{}", before.uid, before.gid), format!("{}/{}", after.uid, after.gid));
+    compare(
+        "owner",
+        format!("{}/{}", before.uid, before.gid),
+        format!("{}/{}", after.uid, after.gid),
+    );
     if with_times {
         compare("mtime", before.mtime.to_string(), after.mtime.to_string());
     }
     if kinds.0 == kinds.1 && kinds.0.is_device() {
-        compare("device", format!("{}:{}", before.rdev.0, before.rdev.1), format!("{}:{}", after.rdev.0, after.rdev.1));
+        compare(
+            "device",
+            format!("{}:{}", before.rdev.0, before.rdev.1),
+            format!("{}:{}", after.rdev.0, after.rdev.1),
+        );
     }
     if let (What::Link(before), What::Link(after)) = (&a.0.node(a.1).what, &b.0.node(b.1).what) {
         compare("target", escaped(before), escaped(after));
@@ -99,7 +130,11 @@ fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut Byte
             compare("sha256", hex(&before.sha256()?), hex(&after.sha256()?));
         }
         // Compare hard links by the number of names.
-        compare("names", a.0.names(a.1).to_string(), b.0.names(b.1).to_string());
+        compare(
+            "names",
+            a.0.names(a.1).to_string(),
+            b.0.names(b.1).to_string(),
+        );
     }
     Ok(changes)
 }
@@ -116,7 +151,10 @@ fn is_same(a: &Content, b: &Content, progress: &mut ByteProgress) -> std::io::Re
     a.chunks(|chunk| {
         progress.add(chunk.len() as u64);
         if same {
-            same = b.part(at..at + chunk.len() as u64).bytes(chunk.len() as u64)? == chunk;
+            same = b
+                .part(at..at + chunk.len() as u64)
+                .bytes(chunk.len() as u64)?
+                == chunk;
             at += chunk.len() as u64;
         }
         Ok(())
@@ -130,7 +168,11 @@ pub fn text(differences: &[Difference], screen: &Screen) -> String {
     let (mut added, mut removed, mut changed) = (0, 0, 0);
     for Difference { path, what } in differences {
         let facts = |f: &Facts| {
-            let size = if f.kind == Kind::File { format!(" {} bytes", f.bytes) } else { String::new() };
+            let size = if f.kind == Kind::File {
+                format!(" {} bytes", f.bytes)
+            } else {
+                String::new()
+            };
             format!("{}{}{size}", f.kind.letter(), permissions(f.mode))
         };
         let (word, ink, details) = match what {
@@ -145,20 +187,40 @@ pub fn text(differences: &[Difference], screen: &Screen) -> String {
             Change::Changed(all) => {
                 changed += 1;
                 let short = |what: &str, value: &str| {
-                    if what == "sha256" { value.get(..SHORT).unwrap_or(value).to_string() } else { value.to_string() }
+                    if what == "sha256" {
+                        value.get(..SHORT).unwrap_or(value).to_string()
+                    } else {
+                        value.to_string()
+                    }
                 };
-                let one =
-                    |(what, before, after): &(&str, String, String)| format!("{what} {} -> {}", short(what, before), short(what, after));
-                ("changed", Ink::Warning, all.iter().map(one).collect::<Vec<_>>().join(", "))
+                let one = |(what, before, after): &(&str, String, String)| {
+                    format!("{what} {} -> {}", short(what, before), short(what, after))
+                };
+                (
+                    "changed",
+                    Ink::Warning,
+                    all.iter().map(one).collect::<Vec<_>>().join(", "),
+                )
             }
         };
         rows.push((ink, vec![word.to_string(), escaped(path), details]));
     }
     // Colour every line by its change: the table would colour the first row as its head.
-    let plain = table(&rows.iter().map(|(_, row)| row.clone()).collect::<Vec<_>>(), &[], &Screen::PLAIN);
-    let mut out: String = plain.lines().zip(&rows).map(|(line, (ink, _))| screen.paint(*ink, line) + "\n").collect();
-    let sum =
-        if differences.is_empty() { "no difference".to_string() } else { format!("{added} added, {removed} removed, {changed} changed") };
+    let plain = table(
+        &rows.iter().map(|(_, row)| row.clone()).collect::<Vec<_>>(),
+        &[],
+        &Screen::PLAIN,
+    );
+    let mut out: String = plain
+        .lines()
+        .zip(&rows)
+        .map(|(line, (ink, _))| screen.paint(*ink, line) + "\n")
+        .collect();
+    let sum = if differences.is_empty() {
+        "no difference".to_string()
+    } else {
+        format!("{added} added, {removed} removed, {changed} changed")
+    };
     out.push_str(&screen.paint(Ink::Bold, &sum));
     out.push('\n');
     out
@@ -172,7 +234,9 @@ pub fn json(differences: &[Difference]) -> Value {
             Change::Added(f) => ("added", facts(f)),
             Change::Removed(f) => ("removed", facts(f)),
             Change::Changed(all) => {
-                let fields = all.iter().map(|(what, before, after)| (what.to_string(), json!({"before": before, "after": after})));
+                let fields = all.iter().map(|(what, before, after)| {
+                    (what.to_string(), json!({"before": before, "after": after}))
+                });
                 ("changed", fields.collect::<serde_json::Map<_, _>>().into())
             }
         };

@@ -22,22 +22,48 @@ pub struct Line {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    Directory { mode: u32 },
-    File { mode: u32, source: PathBuf },
-    Link { target: Vec<u8> },
-    Node { kind: Kind, mode: u32, major: u32, minor: u32 },
-    Tree { source: PathBuf },
+    Directory {
+        mode: u32,
+    },
+    File {
+        mode: u32,
+        source: PathBuf,
+    },
+    Link {
+        target: Vec<u8>,
+    },
+    Node {
+        kind: Kind,
+        mode: u32,
+        major: u32,
+        minor: u32,
+    },
+    Tree {
+        source: PathBuf,
+    },
 }
 
 /// Reads a list.
 pub fn read(path: &Path) -> Result<Vec<Line>> {
     let meta = std::fs::metadata(path).with_context(|| format!("read list {}", path.display()))?;
-    ensure!(meta.is_file(), "read list {}: neither a directory nor a file", path.display());
-    ensure!(meta.len() <= MAX_LIST, "read list {}: {} bytes: not a list (is it an archive?)", path.display(), meta.len());
-    let text = std::fs::read_to_string(path).with_context(|| format!("read list {}", path.display()))?;
+    ensure!(
+        meta.is_file(),
+        "read list {}: neither a directory nor a file",
+        path.display()
+    );
+    ensure!(
+        meta.len() <= MAX_LIST,
+        "read list {}: {} bytes: not a list (is it an archive?)",
+        path.display(),
+        meta.len()
+    );
+    let text =
+        std::fs::read_to_string(path).with_context(|| format!("read list {}", path.display()))?;
     let folder = path.parent().unwrap_or(Path::new(""));
     let line = |(number, line): (usize, &str)| {
-        parse(line, folder).with_context(|| format!("list {} line {}", path.display(), number + 1)).transpose()
+        parse(line, folder)
+            .with_context(|| format!("list {} line {}", path.display(), number + 1))
+            .transpose()
     };
     text.lines().enumerate().filter_map(line).collect()
 }
@@ -46,39 +72,87 @@ pub fn read(path: &Path) -> Result<Vec<Line>> {
 fn parse(line: &str, folder: &Path) -> Result<Option<Line>> {
     let line = line.split_once('#').map_or(line, |(before, _)| before);
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
-    let Some((kind, rest)) = words.split_first() else { return Ok(None) };
+    let Some((kind, rest)) = words.split_first() else {
+        return Ok(None);
+    };
     let (path, what) = match (*kind, rest) {
-        ("dir", [path, mode]) => (path, Wanted::Directory { mode: permissions(mode)? }),
-        ("file", [path, mode, source]) => (path, Wanted::File { mode: permissions(mode)?, source: folder.join(source) }),
-        ("link", [path, target]) => (path, Wanted::Link { target: target.as_bytes().to_vec() }),
+        ("dir", [path, mode]) => (
+            path,
+            Wanted::Directory {
+                mode: permissions(mode)?,
+            },
+        ),
+        ("file", [path, mode, source]) => (
+            path,
+            Wanted::File {
+                mode: permissions(mode)?,
+                source: folder.join(source),
+            },
+        ),
+        ("link", [path, target]) => (
+            path,
+            Wanted::Link {
+                target: target.as_bytes().to_vec(),
+            },
+        ),
         ("char", [path, mode, number]) => (path, node(Kind::Char, mode, number)?),
         ("block", [path, mode, number]) => (path, node(Kind::Block, mode, number)?),
         ("fifo", [path, mode]) => (path, node(Kind::Fifo, mode, "0:0")?),
-        ("tree", [path, source]) => (path, Wanted::Tree { source: folder.join(source) }),
+        ("tree", [path, source]) => (
+            path,
+            Wanted::Tree {
+                source: folder.join(source),
+            },
+        ),
         ("dir" | "file" | "link" | "char" | "block" | "fifo" | "tree", _) => {
-            bail!("{kind} with {} words after it: `kata-gpu-boot initrd pack --help` shows how many it takes", rest.len())
+            bail!(
+                "{kind} with {} words after it: `kata-gpu-boot initrd pack --help` shows how many it takes",
+                rest.len()
+            )
         }
         _ => bail!("{kind:?} is none of dir, file, link, char, block, fifo, tree"),
     };
-    let names: Vec<&str> = path.split('/').filter(|name| !name.is_empty() && *name != ".").collect();
-    ensure!(path.starts_with('/'), "path {path:?} must begin with a slash: it is one in the guest");
-    ensure!(!names.contains(&".."), "path {path:?} has `..`: name the directory that is meant");
+    let names: Vec<&str> = path
+        .split('/')
+        .filter(|name| !name.is_empty() && *name != ".")
+        .collect();
+    ensure!(
+        path.starts_with('/'),
+        "path {path:?} must begin with a slash: it is one in the guest"
+    );
+    ensure!(
+        !names.contains(&".."),
+        "path {path:?} has `..`: name the directory that is meant"
+    );
     let path = names.join("/").into_bytes();
-    ensure!(!path.is_empty() || matches!(what, Wanted::Directory { .. } | Wanted::Tree { .. }), "{kind} / : the root is a directory");
+    ensure!(
+        !path.is_empty() || matches!(what, Wanted::Directory { .. } | Wanted::Tree { .. }),
+        "{kind} / : the root is a directory"
+    );
     Ok(Some(Line { path, what }))
 }
 
 fn permissions(word: &str) -> Result<u32> {
-    let mode = u32::from_str_radix(word, 8).ok().filter(|mode| *mode <= 0o7777 && !word.starts_with('+'));
+    let mode = u32::from_str_radix(word, 8)
+        .ok()
+        .filter(|mode| *mode <= 0o7777 && !word.starts_with('+'));
     mode.with_context(|| format!("mode {word:?}: give permissions in octal, like 0755"))
 }
 
 fn node(kind: Kind, mode: &str, number: &str) -> Result<Wanted> {
-    let parsed = number.split_once(':').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+    let parsed = number
+        .split_once(':')
+        .and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
     // Range of a dev_t (linux/kdev_t.h): 12 bits and 20.
     let fits = parsed.filter(|(major, minor)| *major < 1 << 12 && *minor < 1 << 20);
-    let (major, minor) = fits.with_context(|| format!("device {number:?}: give MAJOR:MINOR in decimal, like 1:3"))?;
-    Ok(Wanted::Node { kind, mode: permissions(mode)?, major, minor })
+    let (major, minor) =
+        fits.with_context(|| format!("device {number:?}: give MAJOR:MINOR in decimal, like 1:3"))?;
+    Ok(Wanted::Node {
+        kind,
+        mode: permissions(mode)?,
+        major,
+        minor,
+    })
 }
 
 #[cfg(test)]
@@ -92,15 +166,53 @@ mod tests {
     #[test]
     fn every_kind_of_line_is_read() {
         let what = |line: &str| one(line).unwrap().unwrap();
-        assert_eq!(what("dir /dev 0755"), Line { path: b"dev".to_vec(), what: Wanted::Directory { mode: 0o755 } });
+        assert_eq!(
+            what("dir /dev 0755"),
+            Line {
+                path: b"dev".to_vec(),
+                what: Wanted::Directory { mode: 0o755 }
+            }
+        );
         assert_eq!(what("file //usr/./bin/a 4755 b").path, b"usr/bin/a");
-        assert_eq!(what("file /a 644 b").what, Wanted::File { mode: 0o644, source: "/lists/b".into() });
-        assert_eq!(what("link /var/run ../run # where the spec lies").what, Wanted::Link { target: b"../run".to_vec() });
-        let null = Wanted::Node { kind: Kind::Char, mode: 0o666, major: 1, minor: 3 };
+        assert_eq!(
+            what("file /a 644 b").what,
+            Wanted::File {
+                mode: 0o644,
+                source: "/lists/b".into()
+            }
+        );
+        assert_eq!(
+            what("link /var/run ../run # where the spec lies").what,
+            Wanted::Link {
+                target: b"../run".to_vec()
+            }
+        );
+        let null = Wanted::Node {
+            kind: Kind::Char,
+            mode: 0o666,
+            major: 1,
+            minor: 3,
+        };
         assert_eq!(what("char /dev/null 0666 1:3").what, null);
-        assert_eq!(what("fifo /p 0600").what, Wanted::Node { kind: Kind::Fifo, mode: 0o600, major: 0, minor: 0 });
-        assert_eq!(what("tree / root").what, Wanted::Tree { source: "/lists/root".into() });
-        assert_eq!((one("").unwrap(), one("  # nothing").unwrap()), (None, None));
+        assert_eq!(
+            what("fifo /p 0600").what,
+            Wanted::Node {
+                kind: Kind::Fifo,
+                mode: 0o600,
+                major: 0,
+                minor: 0
+            }
+        );
+        assert_eq!(
+            what("tree / root").what,
+            Wanted::Tree {
+                source: "/lists/root".into()
+            }
+        );
+        assert_eq!(
+            (one("").unwrap(), one("  # nothing").unwrap()),
+            (None, None)
+        );
     }
 
     #[test]

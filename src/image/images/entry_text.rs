@@ -6,7 +6,11 @@ use kata_gpu_report::views::grid::aligned;
 /// A name: text as [`printable`], other bytes as `\xff`.
 pub fn escaped(name: &[u8]) -> String {
     let text = |chunk: &std::str::Utf8Chunk| {
-        let invalid: String = chunk.invalid().iter().map(|b| format!("\\x{b:02x}")).collect();
+        let invalid: String = chunk
+            .invalid()
+            .iter()
+            .map(|b| format!("\\x{b:02x}"))
+            .collect();
         printable(chunk.valid()) + &invalid
     };
     name.utf8_chunks().map(|chunk| text(&chunk)).collect()
@@ -24,7 +28,14 @@ pub fn permissions(mode: u32) -> String {
         };
         [bit(4 << shift, 'r'), bit(2 << shift, 'w'), execute]
     };
-    [triple(6, 0o4000, 's'), triple(3, 0o2000, 's'), triple(0, 0o1000, 't')].iter().flatten().collect()
+    [
+        triple(6, 0o4000, 's'),
+        triple(3, 0o2000, 's'),
+        triple(0, 0o1000, 't'),
+    ]
+    .iter()
+    .flatten()
+    .collect()
 }
 
 /// Rounded to one digit: `12.3 MB`.
@@ -37,7 +48,11 @@ pub fn megabytes(bytes: u64) -> String {
 /// first row is the head.
 pub fn table(rows: &[Vec<String>], right: &[usize], screen: &Screen) -> String {
     let ink = |index: usize| if index == 0 { Ink::Bold } else { Ink::Plain };
-    aligned(rows, right).iter().enumerate().map(|(index, line)| screen.paint(ink(index), line.trim_end()) + "\n").collect()
+    aligned(rows, right)
+        .iter()
+        .enumerate()
+        .map(|(index, line)| screen.paint(ink(index), line.trim_end()) + "\n")
+        .collect()
 }
 
 #[cfg(test)]
@@ -46,14 +61,23 @@ mod tests {
 
     #[test]
     fn every_byte_of_a_name_is_shown_and_none_drives_a_terminal() {
-        assert_eq!(escaped(b"a\x1b[2J\xff\xc3\xa9\n"), "a\\x1b[2J\\xff\\u{e9}\\n");
+        assert_eq!(
+            escaped(b"a\x1b[2J\xff\xc3\xa9\n"),
+            "a\\x1b[2J\\xff\\u{e9}\\n"
+        );
         let all: Vec<u8> = (0..=255).collect();
         assert!(escaped(&all).bytes().all(|b| (b' '..=b'~').contains(&b)));
     }
 
     #[test]
     fn permissions_are_those_of_ls() {
-        for (mode, text) in [(0o755, "rwxr-xr-x"), (0o4755, "rwsr-xr-x"), (0o2640, "rw-r-S---"), (0o1777, "rwxrwxrwt"), (0, "---------")] {
+        for (mode, text) in [
+            (0o755, "rwxr-xr-x"),
+            (0o4755, "rwsr-xr-x"),
+            (0o2640, "rw-r-S---"),
+            (0o1777, "rwxrwxrwt"),
+            (0, "---------"),
+        ] {
             assert_eq!(permissions(mode), text);
         }
     }

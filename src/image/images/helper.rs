@@ -38,8 +38,14 @@ impl HelperArgs {
             (None, true) => Helper::None,
             (None, false) => {
                 let program = std::env::current_exe().ok();
-                let beside = [Some(init), program.as_deref()].into_iter().flatten().map(|path| path.with_file_name(PROGRAM));
-                beside.into_iter().find(|path| path.is_file()).map_or(Helper::None, Helper::Found)
+                let beside = [Some(init), program.as_deref()]
+                    .into_iter()
+                    .flatten()
+                    .map(|path| path.with_file_name(PROGRAM));
+                beside
+                    .into_iter()
+                    .find(|path| path.is_file())
+                    .map_or(Helper::None, Helper::Found)
             }
         }
     }
@@ -67,7 +73,10 @@ pub fn read(helper: &Helper, tree: &Tree) -> Result<Result<(PathBuf, Vec<u8>), S
         Helper::Given(path) => (path, true),
         Helper::Found(path) => (path, false),
     };
-    match (read_program(path).and_then(|bytes| check_place(tree).map(|()| bytes)), is_given) {
+    match (
+        read_program(path).and_then(|bytes| check_place(tree).map(|()| bytes)),
+        is_given,
+    ) {
         (Ok(bytes), _) => Ok(Ok((path.clone(), bytes))),
         (Err(error), true) => Err(error),
         (Err(error), false) => Ok(Err(format!("{error:#}"))),
@@ -76,10 +85,18 @@ pub fn read(helper: &Helper, tree: &Tree) -> Result<Result<(PathBuf, Vec<u8>), S
 
 fn read_program(path: &Path) -> Result<Vec<u8>> {
     let shown = path.display();
-    let bytes = Content::of_file(open_regular(path, "helper")?)?.bytes(MAX_HELPER).with_context(|| format!("read helper {shown}"))?;
+    let bytes = Content::of_file(open_regular(path, "helper")?)?
+        .bytes(MAX_HELPER)
+        .with_context(|| format!("read helper {shown}"))?;
     let has = |text: &[u8]| memmem::find(&bytes, text).is_some();
-    let is_helper = bytes.starts_with(b"\x7fELF") && has(b"/ld-") && has(PROGRAM.as_bytes()) && !has(PENDING.as_bytes());
-    ensure!(is_helper, "helper {shown}: another program: build it with cargo build --release --features nvml --bin {PROGRAM}");
+    let is_helper = bytes.starts_with(b"\x7fELF")
+        && has(b"/ld-")
+        && has(PROGRAM.as_bytes())
+        && !has(PENDING.as_bytes());
+    ensure!(
+        is_helper,
+        "helper {shown}: another program: build it with cargo build --release --features nvml --bin {PROGRAM}"
+    );
     Ok(bytes)
 }
 
@@ -88,19 +105,31 @@ pub fn open_regular(path: &Path, what: &str) -> Result<File> {
     let context = || format!("open {what} {}", path.display());
     let meta = std::fs::metadata(path).with_context(context)?;
     ensure!(meta.is_file(), "{}: not a regular file", context());
-    OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).with_context(context)
+    OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlag::O_NONBLOCK.bits())
+        .open(path)
+        .with_context(context)
 }
 
 /// Errors: the helper's path contains a link, or something else has its name.
 fn check_place(tree: &Tree) -> Result<()> {
     for directory in DIRECTORIES {
-        let is_directory = tree.find_no_follow(directory).is_some_and(|id| tree.kind(id) == Kind::Directory);
-        ensure!(is_directory, "{PROGRAM} is not written through links: {directory} is missing, or no directory");
+        let is_directory = tree
+            .find_no_follow(directory)
+            .is_some_and(|id| tree.kind(id) == Kind::Directory);
+        ensure!(
+            is_directory,
+            "{PROGRAM} is not written through links: {directory} is missing, or no directory"
+        );
     }
     let path = path();
     if let Some(id) = tree.find_no_follow(&path) {
         let is_own = tree.kind(id) == Kind::File && tree.names(id) == 1;
-        ensure!(is_own, "{path} is no file of its own: remove it from the image");
+        ensure!(
+            is_own,
+            "{path} is no file of its own: remove it from the image"
+        );
     }
     Ok(())
 }

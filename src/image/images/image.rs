@@ -92,8 +92,13 @@ impl fmt::Debug for Content {
 impl ReadAt for Content {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         let left = self.length.saturating_sub(offset);
-        let length = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
-        self.source.read_at(buffer.get_mut(..length).unwrap_or_default(), self.at.saturating_add(offset))
+        let length = usize::try_from(left)
+            .unwrap_or(usize::MAX)
+            .min(buffer.len());
+        self.source.read_at(
+            buffer.get_mut(..length).unwrap_or_default(),
+            self.at.saturating_add(offset),
+        )
     }
 }
 
@@ -107,7 +112,10 @@ impl Read for Reader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.content.read_at(buffer, self.at)?;
         if read == 0 && !buffer.is_empty() && self.at < self.content.length {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file has become shorter while it was read"));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the file has become shorter while it was read",
+            ));
         }
         self.at += read as u64;
         Ok(read)
@@ -123,27 +131,42 @@ impl Content {
 
     /// The first `length` bytes of a source.
     pub fn of(source: Rc<dyn ReadAt>, length: u64) -> Self {
-        Self { source, at: 0, length }
+        Self {
+            source,
+            at: 0,
+            length,
+        }
     }
 
     /// Whether both are the same range of the same source, and so equal without being read.
     pub fn is_same_range(&self, other: &Self) -> bool {
-        Rc::ptr_eq(&self.source, &other.source) && (self.at, self.length) == (other.at, other.length)
+        Rc::ptr_eq(&self.source, &other.source)
+            && (self.at, self.length) == (other.at, other.length)
     }
 
     pub fn reader(&self) -> Reader<'_> {
-        Reader { content: self, at: 0 }
+        Reader {
+            content: self,
+            at: 0,
+        }
     }
 
     pub fn part(&self, range: Range<u64>) -> Content {
         let at = range.start.min(self.length);
-        Content { source: self.source.clone(), at: self.at + at, length: range.end.clamp(at, self.length) - at }
+        Content {
+            source: self.source.clone(),
+            at: self.at + at,
+            length: range.end.clamp(at, self.length) - at,
+        }
     }
 
     /// All bytes. Errors: more than `most`.
     pub fn bytes(&self, most: u64) -> io::Result<Vec<u8>> {
         if self.length > most {
-            return Err(io::Error::other(format!("{} bytes: more than {most}", self.length)));
+            return Err(io::Error::other(format!(
+                "{} bytes: more than {most}",
+                self.length
+            )));
         }
         let mut bytes = Vec::new();
         self.reader().read_to_end(&mut bytes)?;
@@ -218,19 +241,44 @@ impl Image {
         // A FIFO or a device could block, or have side effects.
         let meta = std::fs::metadata(path).with_context(|| format!("open initrd {shown}"))?;
         ensure!(meta.is_file(), "open initrd {shown}: not a regular file");
-        let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path);
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(OFlag::O_NONBLOCK.bits())
+            .open(path);
         let file = Rc::new(file.with_context(|| format!("open initrd {shown}"))?);
-        let bytes = file.metadata().with_context(|| format!("look at initrd {shown}"))?.len();
+        let bytes = file
+            .metadata()
+            .with_context(|| format!("look at initrd {shown}"))?
+            .len();
         ensure!(bytes > 0, "read initrd {shown}: it is empty");
-        let mut image = Self { bytes, parts: Vec::new(), entries: Vec::new() };
-        Scan { image: &mut image, file, names: 0, unpacked: 0, archives: 0 }.run().with_context(|| format!("read initrd {shown}"))?;
-        ensure!(!image.entries.is_empty(), "read initrd {shown}: there is no entry in it");
+        let mut image = Self {
+            bytes,
+            parts: Vec::new(),
+            entries: Vec::new(),
+        };
+        Scan {
+            image: &mut image,
+            file,
+            names: 0,
+            unpacked: 0,
+            archives: 0,
+        }
+        .run()
+        .with_context(|| format!("read initrd {shown}"))?;
+        ensure!(
+            !image.entries.is_empty(),
+            "read initrd {shown}: there is no entry in it"
+        );
         Ok(image)
     }
 
     /// Form of the file: gzip if any part is gzip.
     pub fn form(&self) -> Form {
-        if self.parts.iter().any(|p| p.form == Form::Gzip) { Form::Gzip } else { Form::Plain }
+        if self.parts.iter().any(|p| p.form == Form::Gzip) {
+            Form::Gzip
+        } else {
+            Form::Plain
+        }
     }
 }
 
@@ -255,7 +303,10 @@ impl Scan<'_> {
         let whole = Content::of(self.file.clone(), self.image.bytes);
         let mut at = 0;
         loop {
-            ensure!(self.image.parts.len() < MAX_PARTS, "byte {at}: more than {MAX_PARTS} parts: no initrd has so many");
+            ensure!(
+                self.image.parts.len() < MAX_PARTS,
+                "byte {at}: more than {MAX_PARTS} parts: no initrd has so many"
+            );
             // Skip zeros, which belong to no part: a part's alignment depends on its place.
             at = skip_zeros(&whole, at)?;
             if at >= self.image.bytes {
@@ -272,7 +323,11 @@ impl Scan<'_> {
                     End::Content => rest.length,
                     End::Other(length) => length,
                 };
-                self.image.parts.push(Part { raw: rest.part(0..length), content: rest.part(0..length), ..part });
+                self.image.parts.push(Part {
+                    raw: rest.part(0..length),
+                    content: rest.part(0..length),
+                    ..part
+                });
                 at += length;
             } else {
                 if self.image.parts.is_empty()
@@ -288,7 +343,9 @@ impl Scan<'_> {
                     {
                         bail!("byte {at}: what is unpacked there is {what}");
                     }
-                    bail!("byte {at}: byte {inside} of what is unpacked there is neither the beginning of an entry nor zero");
+                    bail!(
+                        "byte {at}: byte {inside} of what is unpacked there is neither the beginning of an entry nor zero"
+                    );
                 }
                 self.image.parts.push(part);
                 at += used;
@@ -298,27 +355,47 @@ impl Scan<'_> {
 
     /// Reads archives up to the content's end, or up to bytes that are no archive.
     fn part(&mut self, form: Form, raw: Content, content: Content, at: u64) -> Result<(Part, End)> {
-        let mut part = Part { form, raw, content: content.clone(), trailers: Vec::new(), ended: true };
-        let mut window = Window { content: content.clone(), at: 0, bytes: Vec::new() };
+        let mut part = Part {
+            form,
+            raw,
+            content: content.clone(),
+            trailers: Vec::new(),
+            ended: true,
+        };
+        let mut window = Window {
+            content: content.clone(),
+            at: 0,
+            bytes: Vec::new(),
+        };
         let place = |offset: u64| match form {
             Form::Plain => format!("byte {}", at + offset),
             Form::Gzip => format!("byte {offset} of what is unpacked at byte {at}"),
         };
         let mut offset = 0;
         loop {
-            offset = if part.ended { skip_zeros(&content, offset)? } else { offset };
+            offset = if part.ended {
+                skip_zeros(&content, offset)?
+            } else {
+                offset
+            };
             if offset >= content.length {
                 return Ok((part, End::Content));
             }
             if part.ended && window.get(offset, 1)? != b"0" {
                 return Ok((part, End::Other(offset)));
             }
-            ensure!(offset % 4 == 0, "{}: an archive must begin at a multiple of 4: put zeros before it", place(offset));
+            ensure!(
+                offset % 4 == 0,
+                "{}: an archive must begin at a multiple of 4: put zeros before it",
+                place(offset)
+            );
             if part.ended {
                 self.archives += 1;
                 part.ended = false;
             }
-            let (entry, next) = self.entry(&mut window, offset).with_context(|| place(offset))?;
+            let (entry, next) = self
+                .entry(&mut window, offset)
+                .with_context(|| place(offset))?;
             match entry {
                 Some(entry) => self.image.entries.push(entry),
                 None => {
@@ -333,7 +410,9 @@ impl Scan<'_> {
     /// The entry at an offset (None: a trailer), and the offset of the next entry.
     fn entry(&mut self, window: &mut Window, offset: u64) -> Result<(Option<Entry>, u64)> {
         let header = window.get(offset, HEADER)?;
-        let header: &[u8; HEADER] = header.try_into().map_err(|_| anyhow::anyhow!("the archive ends inside a header: the file is cut"))?;
+        let header: &[u8; HEADER] = header
+            .try_into()
+            .map_err(|_| anyhow::anyhow!("the archive ends inside a header: the file is cut"))?;
         let header = Header::parse(header).map_err(anyhow::Error::msg)?;
         let (name_size, size) = (u64::from(header.name_size), u64::from(header.size));
         let data = offset + data_offset(header.name_size);
@@ -349,25 +428,54 @@ impl Scan<'_> {
         let is_link = header.kind() == Kind::Link;
         let too_long = name_size > MAX_NAME || (is_link && size > MAX_NAME);
         let stored = window.get(offset + HEADER as u64, name_size.min(MAX_NAME) as usize)?;
-        let name = stored.split(|b| *b == 0).next().unwrap_or_default().to_vec();
+        let name = stored
+            .split(|b| *b == 0)
+            .next()
+            .unwrap_or_default()
+            .to_vec();
         if !too_long {
             ensure!(stored.ends_with(&[0]), "a name without its end");
             // Some writers pad a name with NULs to begin data on a page of its own.
-            ensure!(stored.iter().skip(name.len()).all(|b| *b == 0), "a name that goes on behind its end");
+            ensure!(
+                stored.iter().skip(name.len()).all(|b| *b == 0),
+                "a name that goes on behind its end"
+            );
         }
         if name == TRAILER {
             return Ok((None, next));
         }
-        let target = if is_link { window.get(data, size.min(MAX_NAME) as usize)?.to_vec() } else { Vec::new() };
+        let target = if is_link {
+            window.get(data, size.min(MAX_NAME) as usize)?.to_vec()
+        } else {
+            Vec::new()
+        };
         self.names += name.len() + target.len();
-        ensure!(self.names <= MAX_NAMES, "names of more than {MAX_NAMES} bytes: no initrd has so many");
-        ensure!(self.image.entries.len() < MAX_ENTRIES, "more than {MAX_ENTRIES} entries: no initrd has so many");
+        ensure!(
+            self.names <= MAX_NAMES,
+            "names of more than {MAX_NAMES} bytes: no initrd has so many"
+        );
+        ensure!(
+            self.image.entries.len() < MAX_ENTRIES,
+            "more than {MAX_ENTRIES} entries: no initrd has so many"
+        );
         let data = window.content.part(data..end);
         if header.has_sum && header.kind() == Kind::File {
             check_sum(&data, header.sum)?;
         }
         let (part, archive) = (self.image.parts.len(), self.archives);
-        Ok((Some(Entry { header, name, target, part, archive, range: offset..next, data, too_long }), next))
+        Ok((
+            Some(Entry {
+                header,
+                name,
+                target,
+                part,
+                archive,
+                range: offset..next,
+                data,
+                too_long,
+            }),
+            next,
+        ))
     }
 
     /// Unpacks one gzip member; returns its content, and the number of stored bytes.
@@ -394,7 +502,9 @@ impl Scan<'_> {
         let mut progress = ByteProgress::new("unpacking", 0);
         let (mut buffer, mut length, mut first) = (vec![0; CHUNK], 0_u64, None);
         loop {
-            let read = gzip.read(&mut buffer).context("unpack gzip: the file is damaged or cut")?;
+            let read = gzip
+                .read(&mut buffer)
+                .context("unpack gzip: the file is damaged or cut")?;
             if read == 0 {
                 break;
             }
@@ -402,18 +512,30 @@ impl Scan<'_> {
             progress.add(read as u64);
             self.unpacked += read as u64;
             let cure = "nothing more of it is unpacked; if it is to be trusted, unpack it with gzip -d and give the plain archive";
-            ensure!(self.unpacked <= MAX_UNPACKED, "more than {MAX_UNPACKED} bytes come out: no guest has so much; {cure}");
-            ensure!(length <= most, "{} compressed bytes grow to more than {most}, {MAX_RATIO} times: no initrd does; {cure}", rest.length);
+            ensure!(
+                self.unpacked <= MAX_UNPACKED,
+                "more than {MAX_UNPACKED} bytes come out: no guest has so much; {cure}"
+            );
+            ensure!(
+                length <= most,
+                "{} compressed bytes grow to more than {most}, {MAX_RATIO} times: no initrd does; {cure}",
+                rest.length
+            );
             let chunk = buffer.get(..read).unwrap_or_default();
             first = first.or_else(|| chunk.iter().copied().find(|byte| *byte != 0));
-            spool.as_ref().write_all(chunk).with_context(|| no_room(&std::env::temp_dir()))?;
+            spool
+                .as_ref()
+                .write_all(chunk)
+                .with_context(|| no_room(&std::env::temp_dir()))?;
             // Check early: otherwise a small file could fill a disk.
             if length > MAX_BEFORE_ARCHIVE && first != Some(b'0') {
                 let content = Content::of(spool, length);
                 match (first, what_it_is(&content)?) {
                     (_, Some(what)) => bail!("what is unpacked is {what}"),
                     (Some(_), None) => bail!("what is unpacked is no newc archive: not an initrd"),
-                    (None, None) => bail!("what is unpacked begins with more than {MAX_BEFORE_ARCHIVE} zeros: no initrd does"),
+                    (None, None) => bail!(
+                        "what is unpacked begins with more than {MAX_BEFORE_ARCHIVE} zeros: no initrd does"
+                    ),
                 }
             }
         }
@@ -435,14 +557,23 @@ fn what_it_is(content: &Content) -> Result<Option<String>> {
 }
 
 fn no_room(directory: &Path) -> String {
-    format!("write what is unpacked to {} (TMPDIR names another place)", directory.display())
+    format!(
+        "write what is unpacked to {} (TMPDIR names another place)",
+        directory.display()
+    )
 }
 
 /// A file that is removed by closing it.
 fn unnamed_file() -> Result<File> {
     let directory = std::env::temp_dir();
     let flags = OFlag::O_TMPFILE.bits();
-    OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags).open(&directory).with_context(|| no_room(&directory))
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .mode(0o600)
+        .custom_flags(flags)
+        .open(&directory)
+        .with_context(|| no_room(&directory))
 }
 
 fn first_byte(content: &Content) -> io::Result<Option<u8>> {
@@ -456,7 +587,11 @@ fn skip_zeros(content: &Content, mut at: u64) -> io::Result<u64> {
     let mut buffer = vec![0; 512];
     loop {
         let read = content.read_at(&mut buffer, at)?;
-        let zeros = buffer.iter().take(read).position(|b| *b != 0).unwrap_or(read);
+        let zeros = buffer
+            .iter()
+            .take(read)
+            .position(|b| *b != 0)
+            .unwrap_or(read);
         at += zeros as u64;
         if zeros < read || read == 0 {
             return Ok(at);
@@ -469,10 +604,15 @@ fn skip_zeros(content: &Content, mut at: u64) -> io::Result<u64> {
 fn check_sum(data: &Content, wanted: u32) -> Result<()> {
     let mut sum = 0_u32;
     data.chunks(|chunk| {
-        sum = chunk.iter().fold(sum, |sum, byte| sum.wrapping_add(u32::from(*byte)));
+        sum = chunk
+            .iter()
+            .fold(sum, |sum, byte| sum.wrapping_add(u32::from(*byte)));
         Ok(())
     })?;
-    ensure!(sum == wanted, "the sum of its data is {sum:#x}, and {wanted:#x} in the header: the file is damaged");
+    ensure!(
+        sum == wanted,
+        "the sum of its data is {sum:#x}, and {wanted:#x} in the header: the file is damaged"
+    );
     Ok(())
 }
 
@@ -486,7 +626,8 @@ struct Window {
 impl Window {
     /// Bytes at an offset; fewer at the end.
     fn get(&mut self, offset: u64, length: usize) -> io::Result<&[u8]> {
-        let inside = offset >= self.at && offset + length as u64 <= self.at + self.bytes.len() as u64;
+        let inside =
+            offset >= self.at && offset + length as u64 <= self.at + self.bytes.len() as u64;
         if !inside {
             self.bytes.resize(WINDOW.max(length), 0);
             let mut there = 0;
@@ -499,7 +640,10 @@ impl Window {
             self.bytes.truncate(there);
             self.at = offset;
         }
-        let rest = usize::try_from(offset - self.at).ok().and_then(|skip| self.bytes.get(skip..)).unwrap_or_default();
+        let rest = usize::try_from(offset - self.at)
+            .ok()
+            .and_then(|skip| self.bytes.get(skip..))
+            .unwrap_or_default();
         Ok(rest.get(..length).unwrap_or(rest))
     }
 }

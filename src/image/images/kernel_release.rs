@@ -24,11 +24,15 @@ pub fn release(given: &str) -> Result<String> {
     let path = Path::new(given);
     if !path.exists() {
         let release = word(given.as_bytes()).filter(|release| release == given);
-        return release.with_context(|| format!("kernel {given:?}: neither a file nor a release as `uname -r` has it"));
+        return release.with_context(|| {
+            format!("kernel {given:?}: neither a file nor a release as `uname -r` has it")
+        });
     }
     match of(&mut *kernel_file::open(path)?).with_context(|| format!("read kernel {given}"))? {
         Some(release) => Ok(release),
-        None => bail!("kernel {given}: its release is not in it (is it compressed?): give the release itself, as `uname -r` has it"),
+        None => bail!(
+            "kernel {given}: its release is not in it (is it compressed?): give the release itself, as `uname -r` has it"
+        ),
     }
 }
 
@@ -39,12 +43,25 @@ fn of(kernel: &mut dyn Read) -> io::Result<Option<String>> {
     let mut first = true;
     loop {
         let before = bytes.len();
-        if Read::by_ref(&mut kernel).take(CHUNK as u64).read_to_end(&mut bytes)? == 0 {
+        if Read::by_ref(&mut kernel)
+            .take(CHUNK as u64)
+            .read_to_end(&mut bytes)?
+            == 0
+        {
             return Ok(None);
         }
-        if first && bytes.get(BOOT_MARK.0..).is_some_and(|rest| rest.starts_with(BOOT_MARK.1)) {
-            let offset = bytes.get(BOOT_VERSION..).and_then(|rest| rest.first_chunk::<2>()).map_or(0, |b| u16::from_le_bytes(*b));
-            return Ok(bytes.get(usize::from(offset) + BOOT_VERSION_BASE..).and_then(word));
+        if first
+            && bytes
+                .get(BOOT_MARK.0..)
+                .is_some_and(|rest| rest.starts_with(BOOT_MARK.1))
+        {
+            let offset = bytes
+                .get(BOOT_VERSION..)
+                .and_then(|rest| rest.first_chunk::<2>())
+                .map_or(0, |b| u16::from_le_bytes(*b));
+            return Ok(bytes
+                .get(usize::from(offset) + BOOT_VERSION_BASE..)
+                .and_then(word));
         }
         first = false;
         let is_last = bytes.len() - before < CHUNK;
@@ -55,7 +72,9 @@ fn of(kernel: &mut dyn Read) -> io::Result<Option<String>> {
                 continue;
             }
             // Elsewhere in a kernel, the same text is a format: `Linux version %s`.
-            if let Some(release) = word(release).filter(|r| r.starts_with(|c: char| c.is_ascii_digit())) {
+            if let Some(release) =
+                word(release).filter(|r| r.starts_with(|c: char| c.is_ascii_digit()))
+            {
                 return Ok(Some(release));
             }
         }
@@ -65,10 +84,15 @@ fn of(kernel: &mut dyn Read) -> io::Result<Option<String>> {
 
 /// First word, if it can be a release.
 fn word(bytes: &[u8]) -> Option<String> {
-    let end = bytes.iter().position(|b| *b == b' ' || *b == 0).unwrap_or(bytes.len());
+    let end = bytes
+        .iter()
+        .position(|b| *b == b' ' || *b == 0)
+        .unwrap_or(bytes.len());
     let text = std::str::from_utf8(bytes.get(..end)?).ok()?;
     let plain = |c: char| c.is_ascii_alphanumeric() || "._+-~".contains(c);
-    let fits = (1..=MAX_RELEASE).contains(&text.len()) && text.chars().all(plain) && !text.starts_with('.');
+    let fits = (1..=MAX_RELEASE).contains(&text.len())
+        && text.chars().all(plain)
+        && !text.starts_with('.');
     fits.then(|| text.to_string())
 }
 
@@ -106,23 +130,48 @@ mod tests {
                 plain.resize(before, b'x');
                 plain.extend(b"Linux version 6.18.5-arm (builder) #1");
                 plain.resize(plain.len() + 100, 0);
-                let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+                let mut packed =
+                    flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
                 packed.write_all(&plain).unwrap();
-                assert_eq!(of(&packed.finish().unwrap()).unwrap(), "6.18.5-arm", "{before}");
+                assert_eq!(
+                    of(&packed.finish().unwrap()).unwrap(),
+                    "6.18.5-arm",
+                    "{before}"
+                );
             }
         }
         boot[0x1200] = 0x1b;
         for bytes in [boot.as_slice(), b"", b"Linux version ", &[b'x'; 100]] {
-            assert!(of(bytes).unwrap_err().to_string().contains("give the release itself"));
+            assert!(
+                of(bytes)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("give the release itself")
+            );
         }
     }
 
     #[test]
     fn a_release_may_be_given_as_a_word() {
-        assert_eq!(release("6.1.0-9-cloud-amd64").unwrap(), "6.1.0-9-cloud-amd64");
+        assert_eq!(
+            release("6.1.0-9-cloud-amd64").unwrap(),
+            "6.1.0-9-cloud-amd64"
+        );
         for wrong in ["", "no/such/file", "a b", "\x1b[2J"] {
-            assert!(release(wrong).unwrap_err().to_string().contains("neither a file nor a release"), "{wrong:?}");
+            assert!(
+                release(wrong)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("neither a file nor a release"),
+                "{wrong:?}"
+            );
         }
-        assert!(release("..").unwrap_err().to_string().contains("open kernel .."), "a directory is neither");
+        assert!(
+            release("..")
+                .unwrap_err()
+                .to_string()
+                .contains("open kernel .."),
+            "a directory is neither"
+        );
     }
 }

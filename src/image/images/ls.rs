@@ -19,14 +19,30 @@ const MAX_LINE: u64 = 4096;
 /// Whether an entry was requested: `paths` has its path or that of a directory above.
 fn is_wanted(entry: &Entry, paths: &[String]) -> bool {
     let path = trimmed(&entry.name);
-    let within =
-        |wanted: &[u8]| wanted.is_empty() || path == wanted || path.strip_prefix(wanted).is_some_and(|rest| rest.starts_with(b"/"));
-    paths.is_empty() || paths.iter().any(|wanted| within(trimmed(wanted.as_bytes())))
+    let within = |wanted: &[u8]| {
+        wanted.is_empty()
+            || path == wanted
+            || path
+                .strip_prefix(wanted)
+                .is_some_and(|rest| rest.starts_with(b"/"))
+    };
+    paths.is_empty()
+        || paths
+            .iter()
+            .any(|wanted| within(trimmed(wanted.as_bytes())))
 }
 
 /// Requested paths without an entry.
 pub fn missing<'a>(image: &Image, paths: &'a [String]) -> Vec<&'a String> {
-    paths.iter().filter(|path| !image.entries.iter().any(|entry| is_wanted(entry, std::slice::from_ref(*path)))).collect()
+    paths
+        .iter()
+        .filter(|path| {
+            !image
+                .entries
+                .iter()
+                .any(|entry| is_wanted(entry, std::slice::from_ref(*path)))
+        })
+        .collect()
 }
 
 /// A path without slashes at its ends and without `./` in front: `.` is empty.
@@ -35,26 +51,43 @@ fn trimmed(path: &[u8]) -> &[u8] {
     let path = path.get(start..).unwrap_or_default();
     let end = path.iter().rposition(|b| *b != b'/').map_or(0, |at| at + 1);
     let path = path.get(..end).unwrap_or_default();
-    if path == b"." { b"" } else { path.strip_prefix(b"./").unwrap_or(path) }
+    if path == b"." {
+        b""
+    } else {
+        path.strip_prefix(b"./").unwrap_or(path)
+    }
 }
 
 fn size(entry: &Entry) -> String {
     let (major, minor) = entry.header.rdev;
-    if entry.header.kind().is_device() { format!("{major},{minor}") } else { entry.header.size.to_string() }
+    if entry.header.kind().is_device() {
+        format!("{major},{minor}")
+    } else {
+        entry.header.size.to_string()
+    }
 }
 
 fn time(mtime: u32) -> String {
-    let text = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(mtime.into())).to_string();
+    let text = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(mtime.into()))
+        .to_string();
     // 2026-01-02T03:04:05Z
     text.get(..16).unwrap_or_default().replace('T', " ")
 }
 
 /// The listed entries in the form of `tar tv`, and their number.
 pub fn text(image: &Image, paths: &[String], screen: &Screen) -> (String, usize) {
-    let mut rows = vec![["MODE", "OWNER", "SIZE", "TIME", "PATH"].map(str::to_string).to_vec()];
+    let mut rows = vec![
+        ["MODE", "OWNER", "SIZE", "TIME", "PATH"]
+            .map(str::to_string)
+            .to_vec(),
+    ];
     for entry in image.entries.iter().filter(|e| is_wanted(e, paths)) {
         let header = &entry.header;
-        let target = if header.kind() == Kind::Link { format!(" -> {}", escaped(&entry.target)) } else { String::new() };
+        let target = if header.kind() == Kind::Link {
+            format!(" -> {}", escaped(&entry.target))
+        } else {
+            String::new()
+        };
         rows.push(vec![
             format!("{}{}", header.kind().letter(), permissions(header.mode)),
             format!("{}/{}", header.uid, header.gid),
@@ -88,10 +121,22 @@ pub fn json(image: &Image, paths: &[String]) -> Value {
 /// Writes a file of the guest to standard output; to a terminal as printable ASCII. False: no such
 /// file.
 pub fn cat(tree: &Tree, path: &str) -> Result<bool> {
-    let Some(id) = tree.find(path) else { return Ok(false) };
-    let Some(content) = tree.content(id) else { bail!("{}: a {}, and no file", escaped(path.as_bytes()), tree.kind(id).name()) };
+    let Some(id) = tree.find(path) else {
+        return Ok(false);
+    };
+    let Some(content) = tree.content(id) else {
+        bail!(
+            "{}: a {}, and no file",
+            escaped(path.as_bytes()),
+            tree.kind(id).name()
+        )
+    };
     let stdout = std::io::stdout();
-    let done = if stdout.is_terminal() { lines(content.reader(), &mut stdout.lock()) } else { copy(content, &mut stdout.lock()) };
+    let done = if stdout.is_terminal() {
+        lines(content.reader(), &mut stdout.lock())
+    } else {
+        copy(content, &mut stdout.lock())
+    };
     match done.and_then(|()| std::io::stdout().flush()) {
         Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(true),
         done => done.map(|()| true).context("write to standard output"),
@@ -103,7 +148,12 @@ fn lines(reader: impl Read, out: &mut dyn Write) -> std::io::Result<()> {
     let mut reader = BufReader::new(reader);
     loop {
         let mut line = Vec::new();
-        if reader.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)? == 0 {
+        if reader
+            .by_ref()
+            .take(MAX_LINE)
+            .read_until(b'\n', &mut line)?
+            == 0
+        {
             return Ok(());
         }
         let text = line.strip_suffix(b"\n").unwrap_or(&line);
@@ -120,18 +170,28 @@ mod tests {
         for path in ["usr/bin", "/usr/bin", "./usr/bin", "/usr/bin/", "//usr/bin"] {
             assert_eq!(trimmed(path.as_bytes()), b"usr/bin", "{path}");
         }
-        assert!([".", "/", ""].iter().all(|path| trimmed(path.as_bytes()).is_empty()));
+        assert!(
+            [".", "/", ""]
+                .iter()
+                .all(|path| trimmed(path.as_bytes()).is_empty())
+        );
     }
 
     #[test]
     fn a_terminal_gets_lines_that_cannot_drive_it() {
         let mut out = Vec::new();
         lines(&b"a\x1b[2J\nb\xff\n\nlast"[..], &mut out).unwrap();
-        assert_eq!(String::from_utf8(out).unwrap(), "a\\x1b[2J\nb\\u{fffd}\n\nlast\n");
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            "a\\x1b[2J\nb\\u{fffd}\n\nlast\n"
+        );
     }
 
     #[test]
     fn times_are_dates() {
-        assert_eq!((time(0).as_str(), time(u32::MAX).as_str()), ("1970-01-01 00:00", "2106-02-07 06:28"));
+        assert_eq!(
+            (time(0).as_str(), time(u32::MAX).as_str()),
+            ("1970-01-01 00:00", "2106-02-07 06:28")
+        );
     }
 }

@@ -48,21 +48,33 @@ impl Kind {
     ];
 
     pub fn of(mode: u32) -> Self {
-        Self::ALL.iter().find(|(_, bits, ..)| mode & S_IFMT == *bits).map_or(Self::Unknown, |(kind, ..)| *kind)
+        Self::ALL
+            .iter()
+            .find(|(_, bits, ..)| mode & S_IFMT == *bits)
+            .map_or(Self::Unknown, |(kind, ..)| *kind)
     }
 
     /// Type bits of a mode.
     pub fn bits(self) -> u32 {
-        Self::ALL.iter().find(|(kind, ..)| *kind == self).map_or(0, |(_, bits, ..)| *bits)
+        Self::ALL
+            .iter()
+            .find(|(kind, ..)| *kind == self)
+            .map_or(0, |(_, bits, ..)| *bits)
     }
 
     /// Letter in `ls -l`.
     pub fn letter(self) -> char {
-        Self::ALL.iter().find(|(kind, ..)| *kind == self).map_or('?', |(_, _, letter, _)| *letter)
+        Self::ALL
+            .iter()
+            .find(|(kind, ..)| *kind == self)
+            .map_or('?', |(_, _, letter, _)| *letter)
     }
 
     pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(kind, ..)| *kind == self).map_or("unknown", |(.., name)| *name)
+        Self::ALL
+            .iter()
+            .find(|(kind, ..)| *kind == self)
+            .map_or("unknown", |(.., name)| *name)
     }
 
     pub fn is_device(self) -> bool {
@@ -96,24 +108,75 @@ impl Header {
         let (magic, digits) = bytes.split_at(MAGIC.len());
         if magic != MAGIC && magic != MAGIC_WITH_SUM {
             let old = OLD.iter().any(|old| magic.starts_with(old));
-            return Err(if old { "an old cpio format, which no kernel unpacks: use cpio -H newc" } else { "no newc header" }.into());
+            return Err(if old {
+                "an old cpio format, which no kernel unpacks: use cpio -H newc"
+            } else {
+                "no newc header"
+            }
+            .into());
         }
         let mut numbers = [0_u32; NUMBERS];
         for (number, digits) in numbers.iter_mut().zip(digits.chunks_exact(8)) {
             // Accept digits alone: from_str_radix accepts a sign.
-            let text = std::str::from_utf8(digits).ok().filter(|t| t.bytes().all(|b| b.is_ascii_hexdigit()));
-            *number =
-                text.and_then(|t| u32::from_str_radix(t, 16).ok()).ok_or("a number in the header has other than hexadecimal digits")?;
+            let text = std::str::from_utf8(digits)
+                .ok()
+                .filter(|t| t.bytes().all(|b| b.is_ascii_hexdigit()));
+            *number = text
+                .and_then(|t| u32::from_str_radix(t, 16).ok())
+                .ok_or("a number in the header has other than hexadecimal digits")?;
         }
-        let [ino, mode, uid, gid, nlink, mtime, size, major, minor, rmajor, rminor, name_size, sum] = numbers;
+        let [
+            ino,
+            mode,
+            uid,
+            gid,
+            nlink,
+            mtime,
+            size,
+            major,
+            minor,
+            rmajor,
+            rminor,
+            name_size,
+            sum,
+        ] = numbers;
         let has_sum = magic == MAGIC_WITH_SUM;
-        Ok(Self { has_sum, ino, mode, uid, gid, nlink, mtime, size, dev: (major, minor), rdev: (rmajor, rminor), name_size, sum })
+        Ok(Self {
+            has_sum,
+            ino,
+            mode,
+            uid,
+            gid,
+            nlink,
+            mtime,
+            size,
+            dev: (major, minor),
+            rdev: (rmajor, rminor),
+            name_size,
+            sum,
+        })
     }
 
     pub fn bytes(&self) -> Vec<u8> {
-        let Self { has_sum, ino, mode, uid, gid, nlink, mtime, size, dev, rdev, name_size, sum } = self;
+        let Self {
+            has_sum,
+            ino,
+            mode,
+            uid,
+            gid,
+            nlink,
+            mtime,
+            size,
+            dev,
+            rdev,
+            name_size,
+            sum,
+        } = self;
         let mut out = if *has_sum { MAGIC_WITH_SUM } else { MAGIC }.to_vec();
-        for number in [ino, mode, uid, gid, nlink, mtime, size, &dev.0, &dev.1, &rdev.0, &rdev.1, name_size, sum] {
+        for number in [
+            ino, mode, uid, gid, nlink, mtime, size, &dev.0, &dev.1, &rdev.0, &rdev.1, name_size,
+            sum,
+        ] {
             out.extend(format!("{number:08x}").bytes());
         }
         out
@@ -138,27 +201,52 @@ pub fn data_offset(name_size: u32) -> u64 {
 /// computed.
 ///
 /// Errors: the data is shorter than `header.size`, the name is too long, or `out` fails.
-pub fn write_entry(out: &mut dyn Write, header: &Header, name: &[u8], data: &mut dyn Read) -> io::Result<()> {
+pub fn write_entry(
+    out: &mut dyn Write,
+    header: &Header,
+    name: &[u8],
+    data: &mut dyn Read,
+) -> io::Result<()> {
     let name_size = name.len() as u64 + 1;
     if name_size > MAX_NAME {
-        return Err(io::Error::other(format!("a name of {} bytes: the kernel omits names of more than {}", name.len(), MAX_NAME - 1)));
+        return Err(io::Error::other(format!(
+            "a name of {} bytes: the kernel omits names of more than {}",
+            name.len(),
+            MAX_NAME - 1
+        )));
     }
-    let header = Header { name_size: name_size as u32, ..*header };
+    let header = Header {
+        name_size: name_size as u32,
+        ..*header
+    };
     out.write_all(&header.bytes())?;
     out.write_all(name)?;
     // The name's NUL and padding.
-    pad(out, data_offset(header.name_size) - HEADER as u64 - name.len() as u64)?;
+    pad(
+        out,
+        data_offset(header.name_size) - HEADER as u64 - name.len() as u64,
+    )?;
     let size = u64::from(header.size);
     let copied = io::copy(&mut data.take(size), out)?;
     if copied != size {
-        return Err(io::Error::other(format!("it has {copied} bytes, and had {size} at first: it changes while it is packed")));
+        return Err(io::Error::other(format!(
+            "it has {copied} bytes, and had {size} at first: it changes while it is packed"
+        )));
     }
     pad(out, padded(size) - size)
 }
 
 /// Writes the entry that ends an archive.
 pub fn write_trailer(out: &mut dyn Write) -> io::Result<()> {
-    write_entry(out, &Header { nlink: 1, ..Header::default() }, TRAILER, &mut io::empty())
+    write_entry(
+        out,
+        &Header {
+            nlink: 1,
+            ..Header::default()
+        },
+        TRAILER,
+        &mut io::empty(),
+    )
 }
 
 fn pad(out: &mut dyn Write, length: u64) -> io::Result<()> {
@@ -171,18 +259,44 @@ mod tests {
 
     #[test]
     fn a_header_is_read_as_it_was_written() {
-        let header = Header { mode: 0o100_755, size: 5, rdev: (1, 2), dev: (3, 4), mtime: u32::MAX, name_size: 5, ..Header::default() };
+        let header = Header {
+            mode: 0o100_755,
+            size: 5,
+            rdev: (1, 2),
+            dev: (3, 4),
+            mtime: u32::MAX,
+            name_size: 5,
+            ..Header::default()
+        };
         let bytes: [u8; HEADER] = header.bytes().try_into().unwrap();
         assert_eq!(Header::parse(&bytes), Ok(header));
-        let with_sum = Header { has_sum: true, ..header };
-        assert_eq!(Header::parse(&with_sum.bytes().try_into().unwrap()), Ok(with_sum));
+        let with_sum = Header {
+            has_sum: true,
+            ..header
+        };
+        assert_eq!(
+            Header::parse(&with_sum.bytes().try_into().unwrap()),
+            Ok(with_sum)
+        );
     }
 
     #[test]
     fn entries_are_padded_to_four_and_the_name_ends_with_a_nul() {
         let mut out = Vec::new();
-        write_entry(&mut out, &Header { size: 5, ..Header::default() }, b"init", &mut &b"12345"[..]).unwrap();
-        assert_eq!((out.len(), &out[HEADER..HEADER + 6], &out[116..]), (124, &b"init\0\0"[..], &b"12345\0\0\0"[..]));
+        write_entry(
+            &mut out,
+            &Header {
+                size: 5,
+                ..Header::default()
+            },
+            b"init",
+            &mut &b"12345"[..],
+        )
+        .unwrap();
+        assert_eq!(
+            (out.len(), &out[HEADER..HEADER + 6], &out[116..]),
+            (124, &b"init\0\0"[..], &b"12345\0\0\0"[..])
+        );
         write_trailer(&mut out).unwrap();
         assert_eq!(out.len() % 4, 0);
     }
@@ -190,9 +304,12 @@ mod tests {
     #[test]
     fn what_is_no_header_is_refused_with_the_reason() {
         let good = Header::default().bytes();
-        for (at, byte, part) in
-            [(0, b'1', "no newc header"), (5, b'7', "use cpio -H newc"), (6, b'+', "hexadecimal"), (20, b' ', "hexadecimal")]
-        {
+        for (at, byte, part) in [
+            (0, b'1', "no newc header"),
+            (5, b'7', "use cpio -H newc"),
+            (6, b'+', "hexadecimal"),
+            (20, b' ', "hexadecimal"),
+        ] {
             let mut bytes: [u8; HEADER] = good.clone().try_into().unwrap();
             bytes[at] = byte;
             assert!(Header::parse(&bytes).unwrap_err().contains(part), "{at}");
@@ -201,18 +318,49 @@ mod tests {
 
     #[test]
     fn data_that_is_not_as_long_as_announced_is_an_error() {
-        let write = |data: &[u8]| write_entry(&mut Vec::new(), &Header { size: 5, ..Header::default() }, b"a", &mut &*data);
-        assert!(write(b"1234").unwrap_err().to_string().contains("it has 4 bytes, and had 5"));
-        assert!(write(b"123456").is_ok(), "a file may grow: what was there is packed");
+        let write = |data: &[u8]| {
+            write_entry(
+                &mut Vec::new(),
+                &Header {
+                    size: 5,
+                    ..Header::default()
+                },
+                b"a",
+                &mut &*data,
+            )
+        };
+        assert!(
+            write(b"1234")
+                .unwrap_err()
+                .to_string()
+                .contains("it has 4 bytes, and had 5")
+        );
+        assert!(
+            write(b"123456").is_ok(),
+            "a file may grow: what was there is packed"
+        );
         let long = vec![b'a'; MAX_NAME as usize];
-        assert!(write_entry(&mut Vec::new(), &Header::default(), &long, &mut io::empty()).unwrap_err().to_string().contains("4096 bytes"));
+        assert!(
+            write_entry(&mut Vec::new(), &Header::default(), &long, &mut io::empty())
+                .unwrap_err()
+                .to_string()
+                .contains("4096 bytes")
+        );
     }
 
     #[test]
     fn kinds_are_those_of_ls() {
-        let letters: String =
-            [0o100_644, 0o040_755, 0o120_777, 0o020_600, 0o060_600, 0o010_600, 0o140_600, 0].map(|m| Kind::of(m).letter()).iter().collect();
+        let letters: String = [
+            0o100_644, 0o040_755, 0o120_777, 0o020_600, 0o060_600, 0o010_600, 0o140_600, 0,
+        ]
+        .map(|m| Kind::of(m).letter())
+        .iter()
+        .collect();
         assert_eq!(letters, "-dlcbps?");
-        assert!(Kind::ALL.iter().all(|(kind, bits, ..)| kind.bits() == *bits));
+        assert!(
+            Kind::ALL
+                .iter()
+                .all(|(kind, bits, ..)| kind.bits() == *bits)
+        );
     }
 }

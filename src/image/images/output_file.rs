@@ -83,21 +83,40 @@ impl Output {
     /// Begins a file in the directory of `path`.
     pub fn create(path: &Path, form: Form) -> Result<Self> {
         let shown = path.display();
-        let Some(name) = path.file_name().filter(|_| !path.as_os_str().as_encoded_bytes().ends_with(b"/")) else {
+        let Some(name) = path
+            .file_name()
+            .filter(|_| !path.as_os_str().as_encoded_bytes().ends_with(b"/"))
+        else {
             bail!("write {shown}: that is no name of a file")
         };
         // A rename would replace the device or the link itself.
         if let Ok(meta) = std::fs::symlink_metadata(path) {
             ensure!(!meta.is_dir(), "write {shown}: a directory is there");
-            ensure!(!meta.is_symlink(), "write {shown}: a symbolic link is there: name the file that is meant, or remove the link");
-            ensure!(meta.is_file(), "write {shown}: it exists and is no regular file: name another file");
+            ensure!(
+                !meta.is_symlink(),
+                "write {shown}: a symbolic link is there: name the file that is meant, or remove the link"
+            );
+            ensure!(
+                meta.is_file(),
+                "write {shown}: it exists and is no regular file: name another file"
+            );
         }
         let mut temporary = name.to_os_string();
         temporary.push(PARTIAL);
         let temporary = path.with_file_name(temporary);
         let (file, lock) = create_locked(&temporary)?;
-        let hashed = Hashed { file: BufWriter::with_capacity(BUFFER, file), hash: Sha256::new(), bytes: 0 };
-        let mut output = Self { path: path.into(), temporary, sink: Sink::Plain(hashed), lock, kept: false };
+        let hashed = Hashed {
+            file: BufWriter::with_capacity(BUFFER, file),
+            hash: Sha256::new(),
+            bytes: 0,
+        };
+        let mut output = Self {
+            path: path.into(),
+            temporary,
+            sink: Sink::Plain(hashed),
+            lock,
+            kept: false,
+        };
         output.set_form(form)?;
         Ok(output)
     }
@@ -111,7 +130,12 @@ impl Output {
         };
         self.sink = match form {
             Form::Plain => Sink::Plain(hashed),
-            Form::Gzip => Sink::Gzip(Box::new(GzBuilder::new().mtime(0).operating_system(ANY_SYSTEM).write(hashed, LEVEL))),
+            Form::Gzip => Sink::Gzip(Box::new(
+                GzBuilder::new()
+                    .mtime(0)
+                    .operating_system(ANY_SYSTEM)
+                    .write(hashed, LEVEL),
+            )),
         };
         Ok(())
     }
@@ -141,7 +165,11 @@ impl Output {
         };
         // Sync the content before the rename: after a loss of power, an image is the old one or the
         // new one.
-        let file = hashed.file.get_ref().try_clone().with_context(|| format!("write {}", self.temporary.display()))?;
+        let file = hashed
+            .file
+            .get_ref()
+            .try_clone()
+            .with_context(|| format!("write {}", self.temporary.display()))?;
         let mode = || file.set_permissions(Permissions::from_mode(MODE));
         hashed
             .flush()
@@ -150,7 +178,14 @@ impl Output {
             .with_context(|| format!("write {}", self.temporary.display()))?;
         self.kept = true;
         let (path, temporary, lock) = (self.path.clone(), self.temporary.clone(), self.lock.take());
-        Ok(Written { path, temporary, bytes: hashed.bytes, sha256: hex(&hashed.hash.finalize()), kept: false, _lock: lock })
+        Ok(Written {
+            path,
+            temporary,
+            bytes: hashed.bytes,
+            sha256: hex(&hashed.hash.finalize()),
+            kept: false,
+            _lock: lock,
+        })
     }
 }
 
@@ -162,11 +197,22 @@ impl Written {
 
     /// Renames the file into its place.
     pub fn keep(&mut self) -> Result<()> {
-        std::fs::rename(&self.temporary, &self.path)
-            .with_context(|| format!("rename {} to {}", self.temporary.display(), self.path.display()))?;
+        std::fs::rename(&self.temporary, &self.path).with_context(|| {
+            format!(
+                "rename {} to {}",
+                self.temporary.display(),
+                self.path.display()
+            )
+        })?;
         self.kept = true;
-        let directory = self.path.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        File::open(directory).and_then(|directory| directory.sync_all()).with_context(|| format!("sync {}", directory.display()))
+        let directory = self
+            .path
+            .parent()
+            .filter(|directory| !directory.as_os_str().is_empty())
+            .unwrap_or(Path::new("."));
+        File::open(directory)
+            .and_then(|directory| directory.sync_all())
+            .with_context(|| format!("sync {}", directory.display()))
     }
 }
 
@@ -175,39 +221,63 @@ fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
     let shown = path.display();
     for _ in 0..TRIES {
         // Never follow a link that another user may have put there.
-        let created = match OpenOptions::new().write(true).create_new(true).mode(MODE).open(path) {
+        let created = match OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(MODE)
+            .open(path)
+        {
             Ok(file) => Some(file),
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => None,
             Err(e) => return Err(e).with_context(|| format!("make {shown}")),
         };
         let to_lock = match &created {
             Some(file) => file.try_clone(),
-            None => OpenOptions::new().write(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path),
+            None => OpenOptions::new()
+                .write(true)
+                .custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits())
+                .open(path),
         };
         let to_lock = match to_lock {
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-            file => file.with_context(|| format!("open {shown}, a leftover of another run: remove it"))?,
+            file => {
+                file.with_context(|| format!("open {shown}, a leftover of another run: remove it"))?
+            }
         };
         let lock = match Flock::lock(to_lock, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => lock,
-            Err((_, Errno::EWOULDBLOCK)) => bail!("{shown}: another run is writing it: wait for its end, or name another file"),
+            Err((_, Errno::EWOULDBLOCK)) => {
+                bail!("{shown}: another run is writing it: wait for its end, or name another file")
+            }
             // On a file system without locks, a leftover looks like a file that is being written.
-            Err((_, Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL)) => match created {
-                Some(file) => return Ok((file, None)),
-                None => bail!("{shown} is there, and this file system has no locks: remove it if no other run is writing it"),
-            },
+            Err((_, Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL)) => {
+                match created {
+                    Some(file) => return Ok((file, None)),
+                    None => bail!(
+                        "{shown} is there, and this file system has no locks: remove it if no other run is writing it"
+                    ),
+                }
+            }
             Err((_, e)) => return Err(e).with_context(|| format!("lock {shown}")),
         };
         // Before the lock, another run could have removed the file as a leftover, or renamed it.
-        let (held, named) = (lock.metadata().with_context(|| format!("look at {shown}"))?, std::fs::symlink_metadata(path));
+        let (held, named) = (
+            lock.metadata()
+                .with_context(|| format!("look at {shown}"))?,
+            std::fs::symlink_metadata(path),
+        );
         if !named.is_ok_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino())) {
             continue;
         }
         match created {
             Some(file) => return Ok((file, Some(lock))),
             None => {
-                ensure!(held.is_file(), "{shown}: it exists and is no regular file: remove it");
-                std::fs::remove_file(path).with_context(|| format!("remove {shown}, a leftover of another run"))?;
+                ensure!(
+                    held.is_file(),
+                    "{shown}: it exists and is no regular file: remove it"
+                );
+                std::fs::remove_file(path)
+                    .with_context(|| format!("remove {shown}, a leftover of another run"))?;
             }
         }
     }

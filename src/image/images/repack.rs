@@ -106,65 +106,135 @@ impl Plan {
 /// Index of a node's entry. Errors: a directory, or a file with several names.
 fn entry_of(tree: &Tree, id: Id) -> Result<usize> {
     let path = escaped(&tree.path(id));
-    ensure!(tree.kind(id) != Kind::Directory, "replace {path}: it is a directory");
+    ensure!(
+        tree.kind(id) != Kind::Directory,
+        "replace {path}: it is a directory"
+    );
     ensure!(
         tree.names(id) == 1,
         "replace {path}: the same file has {} names (hard links): unpack the image, and pack it anew",
         tree.names(id)
     );
-    tree.node(id).entry.with_context(|| format!("replace {path}: no entry of the image made it"))
+    tree.node(id)
+        .entry
+        .with_context(|| format!("replace {path}: no entry of the image made it"))
 }
 
 /// Writes an image with another init beside `out`. The caller decides whether to keep it.
-pub fn repack(image: &Image, tree: &Tree, wish: &Wish, question: &Question, out: &Path) -> Result<Repacked> {
+pub fn repack(
+    image: &Image,
+    tree: &Tree,
+    wish: &Wish,
+    question: &Question,
+    out: &Path,
+) -> Result<Repacked> {
     let init = read_init(&wish.init)?;
     let mut plan = Plan::default();
     let old = [INIT, OTHER_INIT].iter().find_map(|path| tree.find(path));
     plan_init(tree, old, init, &mut plan)?;
     let old_init = plan_old(tree, old, wish.drop_old, &mut plan)?;
     let helper = plan_helper(tree, &wish.helper, &mut plan)?;
-    let manifest = if wish.manifest { plan_manifest(image, tree, &mut plan)? } else { Err("not asked for".into()) };
+    let manifest = if wish.manifest {
+        plan_manifest(image, tree, &mut plan)?
+    } else {
+        Err("not asked for".into())
+    };
     let written = write(image, &plan, wish.form, out)?;
     let after = Image::open(written.temporary()).context("read the written image again")?;
     let tree_after = Tree::new(&after).context("read the written image again")?;
     let differences = diff::differences(tree, &tree_after, true)?;
     if let Some(surprise) = differences.iter().find(|d| !plan.paths.contains(&d.path)) {
-        bail!("{} would change: the image has entries that depend on each other; unpack it, and pack it anew", escaped(&surprise.path));
+        bail!(
+            "{} would change: the image has entries that depend on each other; unpack it, and pack it anew",
+            escaped(&surprise.path)
+        );
     }
-    let report = verify::check(&after, &tree_after, &Question { init: INIT.into(), ..question.clone() });
-    let helper_lacks = if helper.is_ok() { helper::lacks(&tree_after) } else { Vec::new() };
+    let report = verify::check(
+        &after,
+        &tree_after,
+        &Question {
+            init: INIT.into(),
+            ..question.clone()
+        },
+    );
+    let helper_lacks = if helper.is_ok() {
+        helper::lacks(&tree_after)
+    } else {
+        Vec::new()
+    };
     let kept = image.entries.len() - plan.instead.len();
-    Ok(Repacked { written, differences, kept, old_init, manifest, helper, helper_lacks, report })
+    Ok(Repacked {
+        written,
+        differences,
+        kept,
+        old_init,
+        manifest,
+        helper,
+        helper_lacks,
+        report,
+    })
 }
 
 fn read_init(path: &Path) -> Result<Vec<u8>> {
     let context = || format!("read init {}", path.display());
     let meta = std::fs::metadata(path).with_context(context)?;
-    ensure!(meta.is_file(), "read init {}: not a regular file", path.display());
+    ensure!(
+        meta.is_file(),
+        "read init {}: not a regular file",
+        path.display()
+    );
     let mut bytes = Vec::new();
-    std::fs::File::open(path).and_then(|f| f.take(MAX_INIT + 1).read_to_end(&mut bytes)).with_context(context)?;
-    ensure!(bytes.len() as u64 <= MAX_INIT, "read init {}: more than {MAX_INIT} bytes", path.display());
-    ensure!(bytes.starts_with(b"\x7fELF"), "init {}: not an ELF file (--init takes the program kata-gpu-init)", path.display());
+    std::fs::File::open(path)
+        .and_then(|f| f.take(MAX_INIT + 1).read_to_end(&mut bytes))
+        .with_context(context)?;
+    ensure!(
+        bytes.len() as u64 <= MAX_INIT,
+        "read init {}: more than {MAX_INIT} bytes",
+        path.display()
+    );
+    ensure!(
+        bytes.starts_with(b"\x7fELF"),
+        "init {}: not an ELF file (--init takes the program kata-gpu-init)",
+        path.display()
+    );
     Ok(bytes)
 }
 
 /// Puts the program at /init. If /sbin/init led to the old init, it becomes a link to /init.
 fn plan_init(tree: &Tree, old: Option<Id>, init: Vec<u8>, plan: &mut Plan) -> Result<()> {
     plan.put(tree, INIT.as_bytes(), Kind::File.bits() | PROGRAM, init)?;
-    let Some(other) = tree.find_no_follow(OTHER_INIT) else { return Ok(()) };
+    let Some(other) = tree.find_no_follow(OTHER_INIT) else {
+        return Ok(());
+    };
     let leads_to_old = tree.find(OTHER_INIT).is_some() && tree.find(OTHER_INIT) == old;
-    let target = if let What::Link(target) = &tree.node(other).what { Some(target.as_slice()) } else { None };
+    let target = if let What::Link(target) = &tree.node(other).what {
+        Some(target.as_slice())
+    } else {
+        None
+    };
     let leads_to_init = matches!(target, Some(b"/init" | b"../init"));
     if leads_to_old && !leads_to_init {
         // sbin may be a link: put the entry where sbin leads.
-        plan.put(tree, &tree.path(other), Kind::Link.bits() | 0o777, INIT.as_bytes().to_vec())?;
+        plan.put(
+            tree,
+            &tree.path(other),
+            Kind::Link.bits() | 0o777,
+            INIT.as_bytes().to_vec(),
+        )?;
     }
     Ok(())
 }
 
 /// Path of the former init; None if it is gone.
-fn plan_old(tree: &Tree, old: Option<Id>, drop_old: bool, plan: &mut Plan) -> Result<Option<String>> {
-    let Some(old) = old.filter(|id| tree.kind(*id) == Kind::File) else { return Ok(None) };
+fn plan_old(
+    tree: &Tree,
+    old: Option<Id>,
+    drop_old: bool,
+    plan: &mut Plan,
+) -> Result<Option<String>> {
+    let Some(old) = old.filter(|id| tree.kind(*id) == Kind::File) else {
+        return Ok(None);
+    };
     let path = tree.path(old);
     if plan.paths.contains(&path) {
         return Ok(None);
@@ -187,7 +257,12 @@ fn plan_old(tree: &Tree, old: Option<Id>, drop_old: bool, plan: &mut Plan) -> Re
 fn plan_helper(tree: &Tree, helper: &Helper, plan: &mut Plan) -> Result<Result<PathBuf, String>> {
     Ok(match helper::read(helper, tree)? {
         Ok((path, program)) => {
-            plan.put(tree, helper::path().as_bytes(), Kind::File.bits() | PROGRAM, program)?;
+            plan.put(
+                tree,
+                helper::path().as_bytes(),
+                Kind::File.bits() | PROGRAM,
+                program,
+            )?;
             Ok(path)
         }
         Err(why) => Err(why),
@@ -197,11 +272,20 @@ fn plan_helper(tree: &Tree, helper: &Helper, plan: &mut Plan) -> Result<Result<P
 /// Adds the list of the driver's files, so that no boot has to scan for them. An inner error is the
 /// reason for no list.
 fn plan_manifest(image: &Image, tree: &Tree, plan: &mut Plan) -> Result<Result<usize, String>> {
-    let question = Question { user_space: false, ..Question::default() };
-    let version = verify::check(image, tree, &question).driver.and_then(|driver| driver.version);
+    let question = Question {
+        user_space: false,
+        ..Question::default()
+    };
+    let version = verify::check(image, tree, &question)
+        .driver
+        .and_then(|driver| driver.version);
     let (mut at, mut missing) = (b"/".to_vec(), Vec::new());
     // Follow links of the image to the list's directory.
-    for name in manifest::DIRECTORY.as_bytes().split(|b| *b == b'/').filter(|name| !name.is_empty()) {
+    for name in manifest::DIRECTORY
+        .as_bytes()
+        .split(|b| *b == b'/')
+        .filter(|name| !name.is_empty())
+    {
         if at != b"/" {
             at.push(b'/');
         }
@@ -214,12 +298,21 @@ fn plan_manifest(image: &Image, tree: &Tree, plan: &mut Plan) -> Result<Result<u
     }
     at.push(b'/');
     at.extend(manifest::FILE.as_bytes());
-    let (text, files) = match driver_list::of(&View::new(tree, driver_list::wanted)?, version.as_deref(), &at)? {
+    let (text, files) = match driver_list::of(
+        &View::new(tree, driver_list::wanted)?,
+        version.as_deref(),
+        &at,
+    )? {
         Ok(found) => found,
         Err(why) => return Ok(Err(why)),
     };
     for directory in missing {
-        plan.put(tree, &directory, Kind::Directory.bits() | PROGRAM, Vec::new())?;
+        plan.put(
+            tree,
+            &directory,
+            Kind::Directory.bits() | PROGRAM,
+            Vec::new(),
+        )?;
     }
     plan.put(tree, &at, Kind::File.bits() | 0o644, text)?;
     Ok(Ok(files))
@@ -231,8 +324,14 @@ fn write(image: &Image, plan: &Plan, form: Option<Form>, out: &Path) -> Result<W
     for (index, part) in image.parts.iter().enumerate() {
         let more: &[New] = if index == last { &plan.more } else { &[] };
         let edits: Vec<(usize, &Option<New>)> = {
-            let own = |(entry, _): &(&usize, &Option<New>)| image.entries.get(**entry).is_some_and(|e| e.part == index);
-            plan.instead.iter().filter(own).map(|(entry, new)| (*entry, new)).collect()
+            let own = |(entry, _): &(&usize, &Option<New>)| {
+                image.entries.get(**entry).is_some_and(|e| e.part == index)
+            };
+            plan.instead
+                .iter()
+                .filter(own)
+                .map(|(entry, new)| (*entry, new))
+                .collect()
         };
         let wanted = form.unwrap_or(part.form);
         output.set_form(Form::Plain)?;
@@ -249,11 +348,19 @@ fn write(image: &Image, plan: &Plan, form: Option<Form>, out: &Path) -> Result<W
     output.end()
 }
 
-fn write_part(image: &Image, part: &Part, edits: &[(usize, &Option<New>)], more: &[New], out: &mut Output) -> Result<()> {
+fn write_part(
+    image: &Image,
+    part: &Part,
+    edits: &[(usize, &Option<New>)],
+    more: &[New],
+    out: &mut Output,
+) -> Result<()> {
     let between = |from: u64, to: u64| -> Content { part.content.part(from..to) };
     let mut at = 0;
     for (index, new) in edits {
-        let Some(entry) = image.entries.get(*index) else { continue };
+        let Some(entry) = image.entries.get(*index) else {
+            continue;
+        };
         copy(&between(at, entry.range.start), out)?;
         at = entry.range.end;
         if let Some(new) = new {
@@ -261,11 +368,18 @@ fn write_part(image: &Image, part: &Part, edits: &[(usize, &Option<New>)], more:
         }
     }
     let length = part.content.length;
-    let end = if part.ended { part.trailers.last().copied().unwrap_or(length) } else { length };
+    let end = if part.ended {
+        part.trailers.last().copied().unwrap_or(length)
+    } else {
+        length
+    };
     copy(&between(at, end), out)?;
     if end == length {
         // Without an end mark, an archive may end without padding.
-        io::copy(&mut io::repeat(0).take(length.next_multiple_of(4) - length), out)?;
+        io::copy(
+            &mut io::repeat(0).take(length.next_multiple_of(4) - length),
+            out,
+        )?;
     }
     for new in more {
         write_new(new, &Header::default(), &new.name, out)?;
@@ -280,6 +394,14 @@ fn write_part(image: &Image, part: &Part, edits: &[(usize, &Option<New>)], more:
 /// Writes an entry with the inode number and time of `old`.
 fn write_new(new: &New, old: &Header, name: &[u8], out: &mut dyn Write) -> Result<()> {
     let size = u32::try_from(new.data.len()).context("more than 4 GiB")?;
-    let header = Header { ino: old.ino, mode: new.mode, nlink: 1, mtime: old.mtime, size, ..Header::default() };
-    newc::write_entry(out, &header, name, &mut new.data.as_slice()).with_context(|| format!("write {}", escaped(name)))
+    let header = Header {
+        ino: old.ino,
+        mode: new.mode,
+        nlink: 1,
+        mtime: old.mtime,
+        size,
+        ..Header::default()
+    };
+    newc::write_entry(out, &header, name, &mut new.data.as_slice())
+        .with_context(|| format!("write {}", escaped(name)))
 }

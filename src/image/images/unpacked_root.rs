@@ -101,10 +101,26 @@ enum Walk {
 impl Tree {
     /// Errors: a path is too long, or the image takes too many steps.
     pub fn new(image: &Image) -> Result<Self> {
-        let meta = Header { mode: Kind::Directory.bits() | 0o755, ..Header::default() };
-        let root = Node { parent: ROOT, name: Vec::new(), path_length: 0, what: What::Directory(BTreeMap::new()), entry: None, meta };
-        let mut tree =
-            Self { nodes: vec![root], files: Vec::new(), left_out: Vec::new(), again: Vec::new(), steps: Cell::new(0), longest: 0 };
+        let meta = Header {
+            mode: Kind::Directory.bits() | 0o755,
+            ..Header::default()
+        };
+        let root = Node {
+            parent: ROOT,
+            name: Vec::new(),
+            path_length: 0,
+            what: What::Directory(BTreeMap::new()),
+            entry: None,
+            meta,
+        };
+        let mut tree = Self {
+            nodes: vec![root],
+            files: Vec::new(),
+            left_out: Vec::new(),
+            again: Vec::new(),
+            steps: Cell::new(0),
+            longest: 0,
+        };
         let mut links = HashMap::new();
         let mut archive = 0;
         for (index, entry) in image.entries.iter().enumerate() {
@@ -112,23 +128,41 @@ impl Tree {
                 archive = entry.archive;
                 links.clear();
             }
-            let made = if entry.too_long { Err(LeftOut::TooLong) } else { tree.apply(image, index, &mut links) };
+            let made = if entry.too_long {
+                Err(LeftOut::TooLong)
+            } else {
+                tree.apply(image, index, &mut links)
+            };
             if let Err(why) = made {
                 tree.left_out.push((index, why));
             }
             // Links can make paths that no process could name.
             if tree.longest >= MAX_NAME {
-                bail!("entry {index} of {}: its path from the root has more than {} bytes", image.entries.len(), MAX_NAME - 1);
+                bail!(
+                    "entry {index} of {}: its path from the root has more than {} bytes",
+                    image.entries.len(),
+                    MAX_NAME - 1
+                );
             }
             if tree.steps.get() > MAX_STEPS {
-                bail!("entry {index} of {}: its paths and links take more steps than any real image's", image.entries.len());
+                bail!(
+                    "entry {index} of {}: its paths and links take more steps than any real image's",
+                    image.entries.len()
+                );
             }
         }
         Ok(tree)
     }
 
-    fn apply(&mut self, image: &Image, index: usize, links: &mut HashMap<(u32, u32, u32, Kind), Vec<u8>>) -> Result<(), LeftOut> {
-        let Some(entry) = image.entries.get(index) else { return Ok(()) };
+    fn apply(
+        &mut self,
+        image: &Image,
+        index: usize,
+        links: &mut HashMap<(u32, u32, u32, Kind), Vec<u8>>,
+    ) -> Result<(), LeftOut> {
+        let Some(entry) = image.entries.get(index) else {
+            return Ok(());
+        };
         let (header, kind) = (entry.header, entry.header.kind());
         if !matches!(kind, Kind::File | Kind::Link) && header.size > 0 {
             return Err(LeftOut::DirectoryWithData);
@@ -156,13 +190,24 @@ impl Tree {
                 self.nodes[id].meta = meta;
                 self.nodes[id].entry = Some(index);
             }
-            (Kind::Directory, None) => self.add(parent, name, What::Directory(BTreeMap::new()), index, meta),
-            (Kind::Link, _) => self.add(parent, name, What::Link(entry.target.clone()), index, meta),
+            (Kind::Directory, None) => {
+                self.add(parent, name, What::Directory(BTreeMap::new()), index, meta)
+            }
+            (Kind::Link, _) => {
+                self.add(parent, name, What::Link(entry.target.clone()), index, meta)
+            }
             (Kind::File, _) => {
                 let key = (header.dev.0, header.dev.1, header.ino, kind);
-                let shared = if header.nlink >= 2 { links.get(&key).cloned() } else { None };
+                let shared = if header.nlink >= 2 {
+                    links.get(&key).cloned()
+                } else {
+                    None
+                };
                 if let Some(first) = shared {
-                    let Some((first, data)) = self.find_no_follow(&first).and_then(|id| Some((id, self.data(id)?))) else {
+                    let Some((first, data)) = self
+                        .find_no_follow(&first)
+                        .and_then(|id| Some((id, self.data(id)?)))
+                    else {
                         return Err(LeftOut::LinkToNothing);
                     };
                     if old != Some(first) {
@@ -189,11 +234,19 @@ impl Tree {
                     // The existing file is rewritten, under all of its names.
                     Some((id, data)) => {
                         let names = self.files[data].names;
-                        self.files[data] = FileData { meta, content, names };
+                        self.files[data] = FileData {
+                            meta,
+                            content,
+                            names,
+                        };
                         self.nodes[id].entry = Some(index);
                     }
                     None => {
-                        self.files.push(FileData { meta, content, names: 1 });
+                        self.files.push(FileData {
+                            meta,
+                            content,
+                            names: 1,
+                        });
                         let data = self.files.len() - 1;
                         self.add(parent, name, What::File(data), index, meta);
                     }
@@ -204,7 +257,9 @@ impl Tree {
                 let rdev = self.nodes[id].meta.rdev;
                 self.nodes[id].meta = Header { rdev, ..meta };
             }
-            (Kind::Char | Kind::Block | Kind::Fifo | Kind::Socket, None) => self.add(parent, name, What::Special, index, meta),
+            (Kind::Char | Kind::Block | Kind::Fifo | Kind::Socket, None) => {
+                self.add(parent, name, What::Special, index, meta)
+            }
             (Kind::Unknown, _) => return Err(LeftOut::UnknownType),
         }
         Ok(())
@@ -217,11 +272,19 @@ impl Tree {
         if let What::Directory(names) = &mut self.nodes[parent].what {
             names.insert(name.clone(), id);
         }
-        self.nodes.push(Node { parent, name, path_length, what, entry: Some(entry), meta });
+        self.nodes.push(Node {
+            parent,
+            name,
+            path_length,
+            what,
+            entry: Some(entry),
+            meta,
+        });
     }
 
     fn remove(&mut self, id: Id) -> Result<(), LeftOut> {
-        if id == ROOT || matches!(&self.nodes[id].what, What::Directory(names) if !names.is_empty()) {
+        if id == ROOT || matches!(&self.nodes[id].what, What::Directory(names) if !names.is_empty())
+        {
             return Err(LeftOut::DirectoryNotEmpty);
         }
         if let Some(data) = self.data(id) {
@@ -237,13 +300,18 @@ impl Tree {
     /// Walks from a directory along a path. `follow`: also if the path itself is a link.
     fn walk(&self, from: Id, path: &[u8], follow: bool, links: &mut usize) -> Walk {
         let mut at = if path.starts_with(b"/") { ROOT } else { from };
-        let names: Vec<&[u8]> = path.split(|b| *b == b'/').filter(|n| !n.is_empty() && *n != b".").collect();
+        let names: Vec<&[u8]> = path
+            .split(|b| *b == b'/')
+            .filter(|n| !n.is_empty() && *n != b".")
+            .collect();
         for (index, name) in names.iter().enumerate() {
             self.steps.set(self.steps.get() + 1);
             if self.steps.get() > MAX_STEPS {
                 return Walk::Nowhere;
             }
-            let What::Directory(entries) = &self.nodes[at].what else { return Walk::Nowhere };
+            let What::Directory(entries) = &self.nodes[at].what else {
+                return Walk::Nowhere;
+            };
             if *name == b".." {
                 at = self.nodes[at].parent;
                 continue;
@@ -272,17 +340,29 @@ impl Tree {
 
     /// Node at a path from the root, with all links followed.
     pub fn find(&self, path: impl AsRef<[u8]>) -> Option<Id> {
-        if let Walk::Node(id) = self.walk(ROOT, path.as_ref(), true, &mut 0) { Some(id) } else { None }
+        if let Walk::Node(id) = self.walk(ROOT, path.as_ref(), true, &mut 0) {
+            Some(id)
+        } else {
+            None
+        }
     }
 
     /// Node at a path from the root; a link at its end is not followed.
     pub fn find_no_follow(&self, path: impl AsRef<[u8]>) -> Option<Id> {
-        if let Walk::Node(id) = self.walk(ROOT, path.as_ref(), false, &mut 0) { Some(id) } else { None }
+        if let Walk::Node(id) = self.walk(ROOT, path.as_ref(), false, &mut 0) {
+            Some(id)
+        } else {
+            None
+        }
     }
 
     /// Node at a path from a directory, with all links followed.
     pub fn find_in(&self, directory: Id, path: impl AsRef<[u8]>) -> Option<Id> {
-        if let Walk::Node(id) = self.walk(directory, path.as_ref(), true, &mut 0) { Some(id) } else { None }
+        if let Walk::Node(id) = self.walk(directory, path.as_ref(), true, &mut 0) {
+            Some(id)
+        } else {
+            None
+        }
     }
 
     pub fn node(&self, id: Id) -> &Node {
@@ -290,7 +370,11 @@ impl Tree {
     }
 
     fn data(&self, id: Id) -> Option<usize> {
-        if let What::File(data) = self.nodes[id].what { Some(data) } else { None }
+        if let What::File(data) = self.nodes[id].what {
+            Some(data)
+        } else {
+            None
+        }
     }
 
     pub fn kind(&self, id: Id) -> Kind {
@@ -304,7 +388,9 @@ impl Tree {
 
     /// Mode, owner, time, device numbers.
     pub fn meta(&self, id: Id) -> &Header {
-        self.data(id).and_then(|data| self.files.get(data)).map_or(&self.nodes[id].meta, |file| &file.meta)
+        self.data(id)
+            .and_then(|data| self.files.get(data))
+            .map_or(&self.nodes[id].meta, |file| &file.meta)
     }
 
     /// Content of a regular file.
@@ -314,7 +400,9 @@ impl Tree {
 
     /// Number of names of a regular file.
     pub fn names(&self, id: Id) -> u32 {
-        self.data(id).and_then(|data| self.files.get(data)).map_or(1, |file| file.names)
+        self.data(id)
+            .and_then(|data| self.files.get(data))
+            .map_or(1, |file| file.names)
     }
 
     /// A number shared by all names of one file.
@@ -329,7 +417,11 @@ impl Tree {
             names.push(self.nodes[id].name.as_slice());
             id = self.nodes[id].parent;
         }
-        let path: Vec<u8> = names.iter().rev().flat_map(|name| [b"/".as_slice(), name].concat()).collect();
+        let path: Vec<u8> = names
+            .iter()
+            .rev()
+            .flat_map(|name| [b"/".as_slice(), name].concat())
+            .collect();
         if path.is_empty() { b"/".to_vec() } else { path }
     }
 
@@ -339,8 +431,15 @@ impl Tree {
 
     /// A directory's names.
     pub fn list(&self, directory: Id) -> impl Iterator<Item = (&[u8], Id)> {
-        let names = if let What::Directory(names) = &self.nodes[directory].what { Some(names) } else { None };
-        names.into_iter().flatten().map(|(name, id)| (name.as_slice(), *id))
+        let names = if let What::Directory(names) = &self.nodes[directory].what {
+            Some(names)
+        } else {
+            None
+        };
+        names
+            .into_iter()
+            .flatten()
+            .map(|(name, id)| (name.as_slice(), *id))
     }
 
     /// Everything below a directory, parents first, names in order; without the directory itself.

@@ -31,25 +31,41 @@ pub struct Making {
 impl Making {
     pub fn begin() -> Result<Self> {
         let template = std::env::temp_dir().join("kata-gpu-boot-initrd-XXXXXX");
-        let made =
-            nix::unistd::mkdtemp(&template).with_context(|| format!("make directory {} (TMPDIR names another place)", template.display()));
-        Ok(Self { view: View(made?), directories: Vec::new() })
+        let made = nix::unistd::mkdtemp(&template).with_context(|| {
+            format!(
+                "make directory {} (TMPDIR names another place)",
+                template.display()
+            )
+        });
+        Ok(Self {
+            view: View(made?),
+            directories: Vec::new(),
+        })
     }
 
     /// Path in the view; `path` may have a leading slash.
     fn at(&self, path: &[u8]) -> PathBuf {
-        self.view.0.join(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)))
+        self.view
+            .0
+            .join(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)))
     }
 
     fn done(&self, path: &[u8], done: io::Result<()>) -> Result<()> {
-        done.with_context(|| format!("write {} below {} (TMPDIR names another place)", escaped(path), self.view.0.display()))
+        done.with_context(|| {
+            format!(
+                "write {} below {} (TMPDIR names another place)",
+                escaped(path),
+                self.view.0.display()
+            )
+        })
     }
 
     /// `mtime` in seconds since 1970.
     pub fn directory(&mut self, path: &[u8], mtime: u32) -> Result<()> {
         let to = self.at(path);
         self.done(path, std::fs::create_dir(&to))?;
-        self.directories.push((to, UNIX_EPOCH + Duration::from_secs(mtime.into())));
+        self.directories
+            .push((to, UNIX_EPOCH + Duration::from_secs(mtime.into())));
         Ok(())
     }
 
@@ -58,10 +74,20 @@ impl Making {
     }
 
     /// `content` writes the file; without it, the file is a hole of its length.
-    pub fn file(&mut self, path: &[u8], mode: u32, length: u64, content: Option<Copy>) -> Result<()> {
+    pub fn file(
+        &mut self,
+        path: &[u8],
+        mode: u32,
+        length: u64,
+        content: Option<Copy>,
+    ) -> Result<()> {
         let own = if mode & 0o111 != 0 { 0o700 } else { 0o600 };
         let write = || -> io::Result<()> {
-            let mut out = OpenOptions::new().write(true).create_new(true).mode(own).open(self.at(path))?;
+            let mut out = OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .mode(own)
+                .open(self.at(path))?;
             match content {
                 Some(content) => content(&mut out),
                 None => out.set_len(length),
@@ -91,9 +117,20 @@ impl View {
                 What::Link(target) => making.link(&path, target)?,
                 What::File(_) => {
                     let content = tree.content(id);
-                    let copy = |out: &mut File| content.map_or(Ok(()), |content| super::image::copy(content, out));
-                    let copy: Option<Copy> = if wanted(tree.name(id)) { Some(&copy) } else { None };
-                    making.file(&path, tree.meta(id).mode, content.map_or(0, |c| c.length), copy)?;
+                    let copy = |out: &mut File| {
+                        content.map_or(Ok(()), |content| super::image::copy(content, out))
+                    };
+                    let copy: Option<Copy> = if wanted(tree.name(id)) {
+                        Some(&copy)
+                    } else {
+                        None
+                    };
+                    making.file(
+                        &path,
+                        tree.meta(id).mode,
+                        content.map_or(0, |c| c.length),
+                        copy,
+                    )?;
                 }
                 What::Special => {}
             }
@@ -106,14 +143,20 @@ impl View {
     }
 
     pub fn roots(&self) -> Roots {
-        Roots { root: self.0.clone(), ..Roots::default() }
+        Roots {
+            root: self.0.clone(),
+            ..Roots::default()
+        }
     }
 }
 
 impl Drop for View {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_dir_all(&self.0) {
-            eprintln!("kata-gpu-boot: remove {}: {error}: remove it by hand", self.0.display());
+            eprintln!(
+                "kata-gpu-boot: remove {}: {error}: remove it by hand",
+                self.0.display()
+            );
         }
     }
 }

@@ -29,9 +29,30 @@ const WITHOUT_GPUS: &[&str] = &["firecracker", "dragonball", "stratovirt", "open
 /// First release in which the Go runtime accepts a key in a drop-in: the Go runtime refuses a
 /// configuration with an unknown key.
 const GO_KEYS_SINCE: &[(&str, Version)] = &[
-    ("rootfs_type", Version { major: 3, minor: 1, patch: 0 }),
-    ("kernel_verity_params", Version { major: 3, minor: 27, patch: 0 }),
-    ("guest_extension_images", Version { major: 4, minor: 0, patch: 0 }),
+    (
+        "rootfs_type",
+        Version {
+            major: 3,
+            minor: 1,
+            patch: 0,
+        },
+    ),
+    (
+        "kernel_verity_params",
+        Version {
+            major: 3,
+            minor: 27,
+            patch: 0,
+        },
+    ),
+    (
+        "guest_extension_images",
+        Version {
+            major: 4,
+            minor: 0,
+            patch: 0,
+        },
+    ),
 ];
 /// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a
 /// Blackwell GPU's probe up to 4 s more.
@@ -80,7 +101,11 @@ impl Facts<'_> {
     /// A refusal of a value that is effective without our drop-in.
     fn refuse(&self, path: &[&str], why: &str) -> Refusal {
         let file = self.before.origin(path).unwrap_or(&self.config.base.path);
-        let value = self.before.get(path).map(drop_in::inline).unwrap_or_else(|| "absent".into());
+        let value = self
+            .before
+            .get(path)
+            .map(drop_in::inline)
+            .unwrap_or_else(|| "absent".into());
         Refusal::at(file, why).key(&path.join("."), &value)
     }
 
@@ -90,37 +115,67 @@ impl Facts<'_> {
 }
 
 fn version(facts: &Facts) -> Vec<Refusal> {
-    let Some(version) = facts.version else { return Vec::new() };
+    let Some(version) = facts.version else {
+        return Vec::new();
+    };
     let (major, minor) = facts.runtime.drop_ins_since();
     let runtime = facts.runtime.name();
     if (version.major, version.minor) < (major, minor) {
         let why = format!("the {runtime} reads drop-ins from {major}.{minor}.0 on");
-        return vec![Refusal::at(&facts.config.base.path, why).key("Kata version", &version.to_string()).cure("upgrade Kata")];
+        return vec![
+            Refusal::at(&facts.config.base.path, why)
+                .key("Kata version", &version.to_string())
+                .cure("upgrade Kata"),
+        ];
     }
-    let unknown = |(key, since): &&(&str, Version)| facts.plan.keys.iter().any(|(planned, _)| planned == key) && version < *since;
+    let unknown = |(key, since): &&(&str, Version)| {
+        facts.plan.keys.iter().any(|(planned, _)| planned == key) && version < *since
+    };
     let refuse = |(key, since): &(&str, Version)| {
         facts
             .refuse_key(key, &format!("Kata {version} fails on this key in a drop-in, it is known from {since} on, and it must be changed"))
             .cure("remove it: this Kata does not read it")
     };
-    if facts.runtime == Runtime::Go { GO_KEYS_SINCE.iter().filter(unknown).map(refuse).collect() } else { Vec::new() }
+    if facts.runtime == Runtime::Go {
+        GO_KEYS_SINCE.iter().filter(unknown).map(refuse).collect()
+    } else {
+        Vec::new()
+    }
 }
 
 fn hypervisor(facts: &Facts) -> Option<Refusal> {
     let section = facts.plan.section.as_str();
     let [go, rust] = SUPPORTED;
-    let supported = if facts.runtime == Runtime::Go { go } else { rust };
+    let supported = if facts.runtime == Runtime::Go {
+        go
+    } else {
+        rust
+    };
     if supported.contains(&section) {
         return None;
     }
-    let refusal = Refusal::at(&facts.config.base.path, "").key("hypervisor", &format!("[hypervisor.{section}]"));
+    let refusal = Refusal::at(&facts.config.base.path, "")
+        .key("hypervisor", &format!("[hypervisor.{section}]"));
     let cure = format!("use a configuration with {}", supported.join(" or "));
     Some(if WITHOUT_GPUS.contains(&section) {
-        Refusal { why: "no GPU has been seen in its guests".into(), ..refusal }.cure(cure).forcible()
+        Refusal {
+            why: "no GPU has been seen in its guests".into(),
+            ..refusal
+        }
+        .cure(cure)
+        .forcible()
     } else if section == "remote" {
-        Refusal { why: "its guests start elsewhere, from an image of that place".into(), ..refusal }.cure(cure)
+        Refusal {
+            why: "its guests start elsewhere, from an image of that place".into(),
+            ..refusal
+        }
+        .cure(cure)
     } else {
-        Refusal { why: format!("not a hypervisor of the {}", facts.runtime.name()), ..refusal }.cure(cure)
+        Refusal {
+            why: format!("not a hypervisor of the {}", facts.runtime.name()),
+            ..refusal
+        }
+        .cure(cure)
     })
 }
 
@@ -129,9 +184,20 @@ fn directory(facts: &Facts) -> Vec<Refusal> {
     let config = facts.config;
     let mut refusals = Vec::new();
     if let Some(first) = config.siblings.first().filter(|_| !facts.for_chart) {
-        let names: Vec<String> = config.siblings.iter().filter_map(|p| Some(p.file_name()?.to_string_lossy().into_owned())).collect();
-        let which = if names.len() > 3 { format!("{} and {} more", names[..3].join(", "), names.len() - 3) } else { names.join(", ") };
-        let refusal = Refusal::at(&config.drop_in_dir, format!("is read with {which} as well, so their guests would change too"));
+        let names: Vec<String> = config
+            .siblings
+            .iter()
+            .filter_map(|p| Some(p.file_name()?.to_string_lossy().into_owned()))
+            .collect();
+        let which = if names.len() > 3 {
+            format!("{} and {} more", names[..3].join(", "), names.len() - 3)
+        } else {
+            names.join(", ")
+        };
+        let refusal = Refusal::at(
+            &config.drop_in_dir,
+            format!("is read with {which} as well, so their guests would change too"),
+        );
         let dir = first.parent().unwrap_or(Path::new("/")).join("gpu-init");
         refusals.push(
             refusal
@@ -143,14 +209,26 @@ fn directory(facts: &Facts) -> Vec<Refusal> {
         );
     }
     if facts.runtime == Runtime::Rust {
-        let refuse = |link| Refusal::at(link, "is a symbolic link, which runtime-rs refuses in config.d").cure("put the file itself there");
+        let refuse = |link| {
+            Refusal::at(
+                link,
+                "is a symbolic link, which runtime-rs refuses in config.d",
+            )
+            .cure("put the file itself there")
+        };
         refusals.extend(config.links.iter().map(|link| refuse(link)));
     } else {
-        let refused = config.others.iter().filter_map(|source| Some((source, merge::refused_by_go(&source.table)?)));
+        let refused = config
+            .others
+            .iter()
+            .filter_map(|source| Some((source, merge::refused_by_go(&source.table)?)));
         refusals.extend(refused.map(|(source, key)| {
-            Refusal::at(&source.path, "the Go runtime fails on a key in capitals in a drop-in")
-                .key("key", &key)
-                .cure("write it in lower case")
+            Refusal::at(
+                &source.path,
+                "the Go runtime fails on a key in capitals in a drop-in",
+            )
+            .key("key", &key)
+            .cure("write it in lower case")
         }));
     }
     refusals
@@ -160,24 +238,45 @@ fn directory(facts: &Facts) -> Vec<Refusal> {
 fn confidential(facts: &Facts) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     for key in ["snp_id_block", "snp_id_auth"] {
-        if facts.in_section(key).and_then(Value::as_str).is_some_and(|value| !value.is_empty()) {
+        if facts
+            .in_section(key)
+            .and_then(Value::as_str)
+            .is_some_and(|value| !value.is_empty())
+        {
             let why = "holds the launch digest of the present guest, so the firmware would not start another";
-            refusals.push(facts.refuse_key(key, why).cure("make ID block and ID authentication for the new one"));
+            refusals.push(
+                facts
+                    .refuse_key(key, why)
+                    .cure("make ID block and ID authentication for the new one"),
+            );
         }
     }
-    if facts.in_section("confidential_guest").and_then(Value::as_bool) != Some(true) {
+    if facts
+        .in_section("confidential_guest")
+        .and_then(Value::as_bool)
+        != Some(true)
+    {
         return refusals;
     }
     let why = match facts.guest {
-        Guest::Initrd(_) => "kernel and initrd are part of this guest's launch measurement, so attestation would fail",
+        Guest::Initrd(_) => {
+            "kernel and initrd are part of this guest's launch measurement, so attestation would fail"
+        }
         Guest::Image(_) => {
             "the command line, with the hash of the root, is part of this guest's launch measurement, so attestation would fail"
         }
     };
     refusals.push(
-        facts.refuse_key("confidential_guest", why).cure("register the new measurement with the attestation service first").forcible(),
+        facts
+            .refuse_key("confidential_guest", why)
+            .cure("register the new measurement with the attestation service first")
+            .forcible(),
     );
-    if facts.in_section("kernel_verity_params").and_then(Value::as_str).is_some_and(|params| !params.is_empty()) {
+    if facts
+        .in_section("kernel_verity_params")
+        .and_then(Value::as_str)
+        .is_some_and(|params| !params.is_empty())
+    {
         let why = "the measured image is what this confidential guest's root of trust covers";
         refusals.push(
             facts
@@ -193,12 +292,23 @@ fn confidential(facts: &Facts) -> Vec<Refusal> {
 fn prepared_guests(facts: &Facts) -> Vec<Refusal> {
     let why = "such a guest runs its init before its pod is there, so without the pod's GPUs";
     let section = facts.plan.section.as_str();
-    let templates: &[&[&str]] = &[&["factory", "enable_template"], &["hypervisor", section, "factory", "enable_template"]];
+    let templates: &[&[&str]] = &[
+        &["factory", "enable_template"],
+        &["hypervisor", section, "factory", "enable_template"],
+    ];
     let on = |path: &&&[&str]| facts.before.get(path).and_then(Value::as_bool) == Some(true);
-    let mut refusals: Vec<Refusal> =
-        templates.iter().filter(on).map(|path| facts.refuse(path, why).cure("set it to false").forcible()).collect();
+    let mut refusals: Vec<Refusal> = templates
+        .iter()
+        .filter(on)
+        .map(|path| facts.refuse(path, why).cure("set it to false").forcible())
+        .collect();
     let cache = ["factory", "vm_cache_number"];
-    if facts.before.get(&cache).and_then(Value::as_integer).is_some_and(|number| number > 0) {
+    if facts
+        .before
+        .get(&cache)
+        .and_then(Value::as_integer)
+        .is_some_and(|number| number > 0)
+    {
         refusals.push(facts.refuse(&cache, why).cure("set it to 0").forcible());
     }
     refusals
@@ -206,34 +316,58 @@ fn prepared_guests(facts: &Facts) -> Vec<Refusal> {
 
 fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
     let path = ["hypervisor", facts.plan.section.as_str(), "kernel_params"];
-    let Some(params) = facts.after.get(&path).and_then(Value::as_str) else { return Vec::new() };
+    let Some(params) = facts.after.get(&path).and_then(Value::as_str) else {
+        return Vec::new();
+    };
     // A plan exists only without an open quote, so the words can be split.
     let words = kernel_params::words(params).unwrap_or_default();
-    let end = words.iter().position(|word| *word == "--").unwrap_or(words.len());
+    let end = words
+        .iter()
+        .position(|word| *word == "--")
+        .unwrap_or(words.len());
     let origin = facts.after.origin(&path).unwrap_or(&facts.config.base.path);
     let refuse = |value: &str, why: String| Refusal::at(origin, why).key(&path.join("."), value);
     let mut refusals = Vec::new();
     for word in words.iter().take(end) {
-        let value = word.trim_matches('"').split_once('=').map_or("", |(_, value)| value.trim_matches('"'));
+        let value = word
+            .trim_matches('"')
+            .split_once('=')
+            .map_or("", |(_, value)| value.trim_matches('"'));
         match kernel_params::name(word).as_str() {
             "rdinit" if value != "/init" && matches!(facts.guest, Guest::Initrd(_)) => {
                 refusals.push(
-                    refuse(word, "the kernel would start this program of the initrd instead of /init".into()).cure("remove the word"),
+                    refuse(
+                        word,
+                        "the kernel would start this program of the initrd instead of /init".into(),
+                    )
+                    .cure("remove the word"),
                 );
             }
-            "init" if !INITS_OF_IMAGES.contains(&value) && matches!(facts.guest, Guest::Image(_)) => {
-                let why =
-                    "the kernel would start this program of the image instead of /sbin/init, which kata-gpu-boot initrd replace-init sets";
+            "init"
+                if !INITS_OF_IMAGES.contains(&value) && matches!(facts.guest, Guest::Image(_)) =>
+            {
+                let why = "the kernel would start this program of the image instead of /sbin/init, which kata-gpu-boot initrd replace-init sets";
                 refusals.push(refuse(word, why.into()).cure("remove the word").forcible());
             }
             "agent.cdi_timeout" => match value.parse::<u64>() {
                 Err(_) | Ok(0) => {
-                    refusals
-                        .push(refuse(word, "the agent panics on a timeout that is no number above 0".into()).cure("use 100, its default"));
+                    refusals.push(
+                        refuse(
+                            word,
+                            "the agent panics on a timeout that is no number above 0".into(),
+                        )
+                        .cure("use 100, its default"),
+                    );
                 }
                 Ok(seconds) if seconds < LEAST_CDI_TIMEOUT_S => {
-                    let why = format!("the agent would give up on GPUs that take longer to bind; 8 can take {LEAST_CDI_TIMEOUT_S} s");
-                    refusals.push(refuse(word, why).cure("use 100, the agent's default").forcible());
+                    let why = format!(
+                        "the agent would give up on GPUs that take longer to bind; 8 can take {LEAST_CDI_TIMEOUT_S} s"
+                    );
+                    refusals.push(
+                        refuse(word, why)
+                            .cure("use 100, the agent's default")
+                            .forcible(),
+                    );
                 }
                 Ok(_) => {}
             },
@@ -241,7 +375,10 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
         }
     }
     if params.len() > MAX_COMMAND_LINE {
-        let why = format!("{} bytes, and the kernel cuts its command line at {MAX_COMMAND_LINE}, with what Kata adds", params.len());
+        let why = format!(
+            "{} bytes, and the kernel cuts its command line at {MAX_COMMAND_LINE}, with what Kata adds",
+            params.len()
+        );
         refusals.push(refuse(params, why).cure("remove words").forcible());
     }
     refusals
@@ -249,20 +386,42 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
 
 fn size_and_mode(facts: &Facts) -> Vec<Refusal> {
     let mut refusals = Vec::new();
-    let memory = u64::try_from(default_memory(facts.before, &facts.plan.section)).unwrap_or(u64::MAX).saturating_mul(MIB);
+    let memory = u64::try_from(default_memory(facts.before, &facts.plan.section))
+        .unwrap_or(u64::MAX)
+        .saturating_mul(MIB);
     if let Guest::Initrd(initrd) = facts.guest {
         let (bytes, size) = (initrd.report.bytes, initrd.report.bytes.div_ceil(MIB));
         if bytes >= memory {
             let why = format!("the initrd's {size} MiB do not fit into the guest");
-            refusals.push(facts.refuse_key("default_memory", &why).cure("raise it to at least twice the initrd's unpacked size"));
+            refusals.push(
+                facts
+                    .refuse_key("default_memory", &why)
+                    .cure("raise it to at least twice the initrd's unpacked size"),
+            );
         } else if initrd.report.form == Form::Plain && bytes > memory / 2 {
-            let why = format!("the kernel unpacks the initrd's {size} MiB into a tmpfs of half the guest's memory");
-            refusals.push(facts.refuse_key("default_memory", &why).cure(format!("raise it to {} or more", size * 2)).forcible());
+            let why = format!(
+                "the kernel unpacks the initrd's {size} MiB into a tmpfs of half the guest's memory"
+            );
+            refusals.push(
+                facts
+                    .refuse_key("default_memory", &why)
+                    .cure(format!("raise it to {} or more", size * 2))
+                    .forcible(),
+            );
         }
     }
-    if facts.in_section("rootless").and_then(Value::as_bool) == Some(true) && !facts.guest.for_everybody() {
-        let why = format!("the hypervisor runs as another user, who cannot read the {}", facts.guest.key());
-        refusals.push(facts.refuse_key("rootless", &why).cure(format!("chmod a+r {}", facts.guest.path().display())));
+    if facts.in_section("rootless").and_then(Value::as_bool) == Some(true)
+        && !facts.guest.for_everybody()
+    {
+        let why = format!(
+            "the hypervisor runs as another user, who cannot read the {}",
+            facts.guest.key()
+        );
+        refusals.push(
+            facts
+                .refuse_key("rootless", &why)
+                .cure(format!("chmod a+r {}", facts.guest.path().display())),
+        );
     }
     refusals
 }
@@ -274,12 +433,19 @@ fn overridden(facts: &Facts) -> Vec<Refusal> {
         let path = ["hypervisor", facts.plan.section.as_str(), key];
         let Some(value) = facts.after.get(&path) else {
             refusals.push(
-                Refusal::at(&facts.config.drop_in_dir, "a drop-in after ours replaces the whole section").key(&path.join("."), "absent"),
+                Refusal::at(
+                    &facts.config.drop_in_dir,
+                    "a drop-in after ours replaces the whole section",
+                )
+                .key(&path.join("."), "absent"),
             );
             continue;
         };
         if value != wanted {
-            let origin = facts.after.origin(&path).unwrap_or(&facts.config.drop_in_dir);
+            let origin = facts
+                .after
+                .origin(&path)
+                .unwrap_or(&facts.config.drop_in_dir);
             let why = format!("is read after {} and wins over it", drop_in::NAME);
             refusals.push(
                 Refusal::at(origin, why)
@@ -295,13 +461,22 @@ fn overridden(facts: &Facts) -> Vec<Refusal> {
 pub fn own_file(found: &Found, path: &Path) -> Option<Refusal> {
     match found {
         Found::Absent | Found::Ours { edited: false, .. } => None,
-        Found::Ours { edited: true, .. } => {
-            Some(Refusal::at(path, "was edited since it was written").cure("put what you added into a drop-in of your own").forcible())
-        }
-        Found::Link => {
-            Some(Refusal::at(path, "is a symbolic link, and only a file of ours is replaced or removed").cure("remove the link").forcible())
-        }
+        Found::Ours { edited: true, .. } => Some(
+            Refusal::at(path, "was edited since it was written")
+                .cure("put what you added into a drop-in of your own")
+                .forcible(),
+        ),
+        Found::Link => Some(
+            Refusal::at(
+                path,
+                "is a symbolic link, and only a file of ours is replaced or removed",
+            )
+            .cure("remove the link")
+            .forcible(),
+        ),
         Found::Other => Some(Refusal::at(path, "is not a file").cure("move it elsewhere")),
-        Found::Foreign(_) => Some(Refusal::at(path, "was not written by kata-gpu-boot").cure("move it elsewhere")),
+        Found::Foreign(_) => {
+            Some(Refusal::at(path, "was not written by kata-gpu-boot").cure("move it elsewhere"))
+        }
     }
 }

@@ -43,9 +43,12 @@ fn quoted(text: &str) -> String {
 
 /// A path as text.
 fn text(path: &Path) -> Result<&str, Refusal> {
-    path.to_str().filter(|path| path.starts_with('/')).ok_or_else(|| {
-        Refusal::at(path, "is not a path from the root on, in UTF-8").cure("give the path on the nodes, or in the pods' image")
-    })
+    path.to_str()
+        .filter(|path| path.starts_with('/'))
+        .ok_or_else(|| {
+            Refusal::at(path, "is not a path from the root on, in UTF-8")
+                .cure("give the path on the nodes, or in the pods' image")
+        })
 }
 
 /// The folder that Kata is installed in, from the path of a kata-deploy configuration.
@@ -69,7 +72,12 @@ struct DaemonSet {
 }
 
 impl DaemonSet {
-    fn new(config: &Path, place: &Place, name: Option<&Name>, image: Option<&str>) -> Result<Self, Refusal> {
+    fn new(
+        config: &Path,
+        place: &Place,
+        name: Option<&Name>,
+        image: Option<&str>,
+    ) -> Result<Self, Refusal> {
         let path = text(config)?;
         let prefix = prefix(path)?;
         let name = match name {
@@ -84,23 +92,66 @@ impl DaemonSet {
             None => format!("{prefix}/share/{name}"),
         };
         if !dir.starts_with(&format!("{prefix}/")) {
-            let refusal = Refusal::at(Path::new(&dir), format!("is not below {prefix}, which is all that the pods see"));
+            let refusal = Refusal::at(
+                Path::new(&dir),
+                format!("is not below {prefix}, which is all that the pods see"),
+            );
             return Err(refusal.cure("omit --node, or name a folder there"));
         }
-        let feature = place.node_feature.clone().unwrap_or_else(|| PathBuf::from(FEATURES).join(name.to_string()));
+        let feature = place
+            .node_feature
+            .clone()
+            .unwrap_or_else(|| PathBuf::from(FEATURES).join(name.to_string()));
         // Mount the parent: kata-deploy removes and recreates the folder, and a mount of the folder
         // would keep the removed one.
-        let mount = Path::new(prefix).parent().and_then(Path::to_str).filter(|parent| *parent != "/").unwrap_or(prefix);
-        let image = image.map_or_else(|| format!("kata-gpu-init:{}", env!("CARGO_PKG_VERSION")), str::to_string);
-        Ok(Self { name: name.to_string(), config: path.into(), dir, feature, mount: mount.into(), image })
+        let mount = Path::new(prefix)
+            .parent()
+            .and_then(Path::to_str)
+            .filter(|parent| *parent != "/")
+            .unwrap_or(prefix);
+        let image = image.map_or_else(
+            || format!("kata-gpu-init:{}", env!("CARGO_PKG_VERSION")),
+            str::to_string,
+        );
+        Ok(Self {
+            name: name.to_string(),
+            config: path.into(),
+            dir,
+            feature,
+            mount: mount.into(),
+            image,
+        })
     }
 
     /// `about`: the comment at the top; `words`: arguments in addition to those of both commands.
-    fn yaml(&self, about: &str, step: &str, guest: &str, words: &[&str]) -> Result<String, Refusal> {
+    fn yaml(
+        &self,
+        about: &str,
+        step: &str,
+        guest: &str,
+        words: &[&str],
+    ) -> Result<String, Refusal> {
         let feature = text(&self.feature)?;
-        let common = [PROGRAM, step, "--kata-config", &self.config, "--node", &self.dir, "--node-feature", feature];
-        let command = common.iter().chain(words).map(|word| quoted(word)).collect::<Vec<_>>().join(", ");
-        let (features, label) = (self.feature.parent().unwrap_or(Path::new("/")), self.feature.file_name().unwrap_or_default());
+        let common = [
+            PROGRAM,
+            step,
+            "--kata-config",
+            &self.config,
+            "--node",
+            &self.dir,
+            "--node-feature",
+            feature,
+        ];
+        let command = common
+            .iter()
+            .chain(words)
+            .map(|word| quoted(word))
+            .collect::<Vec<_>>()
+            .join(", ");
+        let (features, label) = (
+            self.feature.parent().unwrap_or(Path::new("/")),
+            self.feature.file_name().unwrap_or_default(),
+        );
         let values = [
             ("@NAME@", self.name.as_str()),
             ("@STEP@", step),
@@ -115,7 +166,11 @@ impl DaemonSet {
         let template = format!("{about}\n{TEMPLATE}");
         // Replace in one pass: a value that looks like a placeholder stays as it is.
         let (mut yaml, mut rest) = (String::new(), template.as_str());
-        while let Some((at, place, value)) = values.iter().filter_map(|(place, value)| Some((rest.find(place)?, *place, *value))).min() {
+        while let Some((at, place, value)) = values
+            .iter()
+            .filter_map(|(place, value)| Some((rest.find(place)?, *place, *value)))
+            .min()
+        {
             let (before, after) = rest.split_at(at);
             yaml.push_str(before);
             yaml.push_str(value);
@@ -138,7 +193,12 @@ pub fn of_install(args: &Args) -> Said {
 }
 
 fn installing(args: &Args) -> Result<String, Refusal> {
-    let set = DaemonSet::new(&args.kata_config, &args.place, args.name.as_ref(), args.container_image.as_deref())?;
+    let set = DaemonSet::new(
+        &args.kata_config,
+        &args.place,
+        args.name.as_ref(),
+        args.container_image.as_deref(),
+    )?;
     let (option, guest) = match (&args.initrd, &args.image) {
         (Some(initrd), _) => ("--initrd", initrd),
         (None, Some(image)) => ("--image", image),
@@ -153,7 +213,9 @@ fn installing(args: &Args) -> Result<String, Refusal> {
         return Err(Refusal::at(Path::new(guest), "has control characters").cure("rename the file"));
     }
     let mut words = vec![option, guest];
-    args.params.iter().for_each(|word| words.extend(["--param", word]));
+    args.params
+        .iter()
+        .for_each(|word| words.extend(["--param", word]));
     if let Some(verity) = &args.verity {
         words.extend(["--verity", verity]);
     }
@@ -168,6 +230,18 @@ fn installing(args: &Args) -> Result<String, Refusal> {
 
 /// `uninstall --print daemonset`.
 pub fn of_uninstall(args: &uninstall::Args) -> Said {
-    let set = DaemonSet::new(&args.kata_config, &args.place, args.name.as_ref(), args.container_image.as_deref());
-    said(set.and_then(|set| set.yaml(UNINSTALLS, "uninstall", "", if args.force { &["--force"] } else { &[] })))
+    let set = DaemonSet::new(
+        &args.kata_config,
+        &args.place,
+        args.name.as_ref(),
+        args.container_image.as_deref(),
+    );
+    said(set.and_then(|set| {
+        set.yaml(
+            UNINSTALLS,
+            "uninstall",
+            "",
+            if args.force { &["--force"] } else { &[] },
+        )
+    }))
 }

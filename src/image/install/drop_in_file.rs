@@ -27,23 +27,36 @@ pub fn lock(dir: &Path) -> Result<Lock> {
     let file = File::open(dir).with_context(|| format!("open {}", dir.display()))?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(held) => Ok(Lock { _held: held }),
-        Err((_, Errno::EWOULDBLOCK)) => bail!("{}: another install or uninstall is at work here: try again when it is done", dir.display()),
+        Err((_, Errno::EWOULDBLOCK)) => bail!(
+            "{}: another install or uninstall is at work here: try again when it is done",
+            dir.display()
+        ),
         Err((_, e)) => Err(e).with_context(|| format!("lock {}", dir.display())),
     }
 }
 
 fn temporary(drop_in_dir: &Path) -> Result<PathBuf> {
-    let dir = drop_in_dir.parent().with_context(|| format!("{} has no parent", drop_in_dir.display()))?;
+    let dir = drop_in_dir
+        .parent()
+        .with_context(|| format!("{} has no parent", drop_in_dir.display()))?;
     Ok(dir.join(format!(".{NAME}.new")))
 }
 
 /// Writes the drop-in; makes `config.d` where it is missing.
 pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
     let temporary = temporary(drop_in_dir)?;
-    let hint = |e: &std::io::Error| if e.kind() == ErrorKind::PermissionDenied { ": run it as root" } else { "" };
+    let hint = |e: &std::io::Error| {
+        if e.kind() == ErrorKind::PermissionDenied {
+            ": run it as root"
+        } else {
+            ""
+        }
+    };
     // An interrupted install may have left the temporary file.
     match fs::remove_file(&temporary) {
-        Err(e) if e.kind() != ErrorKind::NotFound => return Err(e).with_context(|| format!("remove {}", temporary.display())),
+        Err(e) if e.kind() != ErrorKind::NotFound => {
+            return Err(e).with_context(|| format!("remove {}", temporary.display()));
+        }
         _ => {}
     }
     let done = (|| {
@@ -59,12 +72,20 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
             .and_then(|()| file.sync_all());
         written.with_context(|| format!("write {}", temporary.display()))?;
         if make_directory {
-            let made = fs::create_dir(drop_in_dir).and_then(|()| fs::set_permissions(drop_in_dir, Permissions::from_mode(DIRECTORY_MODE)));
+            let made = fs::create_dir(drop_in_dir).and_then(|()| {
+                fs::set_permissions(drop_in_dir, Permissions::from_mode(DIRECTORY_MODE))
+            });
             made.map_err(|e| anyhow::anyhow!("make {}: {e}{}", drop_in_dir.display(), hint(&e)))?;
         }
         let target = drop_in_dir.join(NAME);
-        let renamed = fs::rename(&temporary, &target)
-            .map_err(|e| anyhow::anyhow!("rename {} to {}: {e}{}", temporary.display(), target.display(), hint(&e)));
+        let renamed = fs::rename(&temporary, &target).map_err(|e| {
+            anyhow::anyhow!(
+                "rename {} to {}: {e}{}",
+                temporary.display(),
+                target.display(),
+                hint(&e)
+            )
+        });
         if renamed.is_err() && make_directory {
             // The directory is empty; report the rename's error.
             let _unused = fs::remove_dir(drop_in_dir);
@@ -77,15 +98,26 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
         return done;
     }
     sync(drop_in_dir)?;
-    if make_directory { sync(drop_in_dir.parent().unwrap_or(drop_in_dir)) } else { Ok(()) }
+    if make_directory {
+        sync(drop_in_dir.parent().unwrap_or(drop_in_dir))
+    } else {
+        Ok(())
+    }
 }
 
 /// Removes the drop-in, and an empty `config.d` if install made it. True if the directory was
 /// removed.
 pub fn remove(drop_in_dir: &Path, made_directory: bool) -> Result<bool> {
     let path = drop_in_dir.join(NAME);
-    let hint = |e: &std::io::Error| if e.kind() == ErrorKind::PermissionDenied { ": run it as root" } else { "" };
-    fs::remove_file(&path).map_err(|e| anyhow::anyhow!("remove {}: {e}{}", path.display(), hint(&e)))?;
+    let hint = |e: &std::io::Error| {
+        if e.kind() == ErrorKind::PermissionDenied {
+            ": run it as root"
+        } else {
+            ""
+        }
+    };
+    fs::remove_file(&path)
+        .map_err(|e| anyhow::anyhow!("remove {}: {e}{}", path.display(), hint(&e)))?;
     sync(drop_in_dir)?;
     if !made_directory {
         return Ok(false);
@@ -93,11 +125,20 @@ pub fn remove(drop_in_dir: &Path, made_directory: bool) -> Result<bool> {
     match fs::remove_dir(drop_in_dir) {
         Ok(()) => sync(drop_in_dir.parent().unwrap_or(drop_in_dir)).map(|()| true),
         // Keep a directory that contains other files or was replaced by a link.
-        Err(e) if matches!(e.kind(), ErrorKind::DirectoryNotEmpty | ErrorKind::NotADirectory) => Ok(false),
+        Err(e)
+            if matches!(
+                e.kind(),
+                ErrorKind::DirectoryNotEmpty | ErrorKind::NotADirectory
+            ) =>
+        {
+            Ok(false)
+        }
         Err(e) => Err(e).with_context(|| format!("remove {}", drop_in_dir.display())),
     }
 }
 
 fn sync(dir: &Path) -> Result<()> {
-    File::open(dir).and_then(|dir| dir.sync_all()).with_context(|| format!("sync {}", dir.display()))
+    File::open(dir)
+        .and_then(|dir| dir.sync_all())
+        .with_context(|| format!("sync {}", dir.display()))
 }

@@ -45,7 +45,12 @@ pub fn text<'a>(effective: &'a Effective, section: &str, key: &str) -> Option<&'
 
 impl Plan {
     /// `before`: the configuration without our drop-in.
-    pub fn of(before: &Effective, section: &str, root: &Root, parameters: Vec<String>) -> Result<Plan, Refusal> {
+    pub fn of(
+        before: &Effective,
+        section: &str,
+        root: &Root,
+        parameters: Vec<String>,
+    ) -> Result<Plan, Refusal> {
         let string = |text: &str| Value::String(text.to_string());
         let (image, initrd, verity) = match root {
             Root::Initrd { path } => ("", path.as_str(), ""),
@@ -54,69 +59,117 @@ impl Plan {
         let mut keys = vec![("image", string(image)), ("initrd", string(initrd))];
         let existing = before.get(&["hypervisor", section, "kernel_params"]);
         let refuse = |why: &str| {
-            let file = before.origin(&["hypervisor", section, "kernel_params"]).unwrap_or(Path::new("kernel_params"));
+            let file = before
+                .origin(&["hypervisor", section, "kernel_params"])
+                .unwrap_or(Path::new("kernel_params"));
             let value = existing.map(drop_in::inline).unwrap_or_default();
             Refusal::at(file, why).key(&format!("hypervisor.{section}.kernel_params"), &value)
         };
         let existing_text = match existing {
             None => "",
             Some(Value::String(text)) => text,
-            Some(_) => return Err(refuse("is not a string, so the runtime refuses it too").cure("write one string")),
+            Some(_) => {
+                return Err(refuse("is not a string, so the runtime refuses it too")
+                    .cure("write one string"));
+            }
         };
         // Check even without words to merge: with an open quote, the kernel joins words that the
         // runtime appends to the last word.
-        let merged = kernel_params::merge(existing_text, &parameters)
-            .map_err(|OpenQuote| refuse("has an open double quote, which swallows every word after it").cure("close it"))?;
+        let merged = kernel_params::merge(existing_text, &parameters).map_err(|OpenQuote| {
+            refuse("has an open double quote, which swallows every word after it").cure("close it")
+        })?;
         if !parameters.is_empty() {
             keys.push(("kernel_params", string(&merged)));
         }
-        if !verity.is_empty() || text(before, section, "kernel_verity_params").is_some_and(|params| !params.is_empty()) {
+        if !verity.is_empty()
+            || text(before, section, "kernel_verity_params")
+                .is_some_and(|params| !params.is_empty())
+        {
             keys.push(("kernel_verity_params", string(verity)));
         }
         let is_image = matches!(root, Root::Image { .. });
         if let Root::Image { file_system, .. } = root {
-            let now = text(before, section, "rootfs_type").filter(|now| !now.is_empty()).unwrap_or(DEFAULT_ROOTFS_TYPE);
+            let now = text(before, section, "rootfs_type")
+                .filter(|now| !now.is_empty())
+                .unwrap_or(DEFAULT_ROOTFS_TYPE);
             if now != file_system.name() {
                 keys.push(("rootfs_type", string(file_system.name())));
             }
         }
-        let extensions = before.get(&["hypervisor", section, "guest_extension_images"]).and_then(Value::as_array);
+        let extensions = before
+            .get(&["hypervisor", section, "guest_extension_images"])
+            .and_then(Value::as_array);
         if let Some(extensions) = extensions.filter(|_| !is_image) {
-            let is_gpu = |image: &&Value| image.get("name").and_then(Value::as_str) == Some(GPU_EXTENSION);
+            let is_gpu =
+                |image: &&Value| image.get("name").and_then(Value::as_str) == Some(GPU_EXTENSION);
             if extensions.iter().any(|image| is_gpu(&image)) {
-                let others = extensions.iter().filter(|image| !is_gpu(image)).cloned().collect();
+                let others = extensions
+                    .iter()
+                    .filter(|image| !is_gpu(image))
+                    .cloned()
+                    .collect();
                 keys.push(("guest_extension_images", Value::Array(others)));
             }
         }
-        Ok(Plan { section: section.into(), keys, parameters, image: is_image })
+        Ok(Plan {
+            section: section.into(),
+            keys,
+            parameters,
+            image: is_image,
+        })
     }
 }
 
 /// Installed words without the removed and replaced ones, and the new words.
-pub fn parameters(installed: &[String], added: &[String], unset: &[String]) -> Result<Vec<String>, Vec<Refusal>> {
+pub fn parameters(
+    installed: &[String],
+    added: &[String],
+    unset: &[String],
+) -> Result<Vec<String>, Vec<Refusal>> {
     let mut refusals = Vec::new();
     for word in added {
         if let Err(why) = kernel_params::check(word) {
             // Remove the wording of a boot, which ignores the word: here the word is refused.
-            let why = why.replace(", ignored: ", ": ").replace("; ignored, default: ", "; default: ");
+            let why = why
+                .replace(", ignored: ", ": ")
+                .replace("; ignored, default: ", "; default: ");
             let refusal = Refusal::of_argument("--param", why.clone()).key("word", word);
             let is_explained = why.contains("kata-gpu-init parameters");
-            refusals.push(if is_explained { refusal } else { refusal.cure("`kata-gpu-init parameters` lists all parameters") });
+            refusals.push(if is_explained {
+                refusal
+            } else {
+                refusal.cure("`kata-gpu-init parameters` lists all parameters")
+            });
         }
     }
     for name in unset {
-        if !installed.iter().any(|word| kernel_params::name(word) == kernel_params::name(name)) {
-            refusals.push(Refusal::of_argument("--unset", "is not among the installed words").key("name", name).cure(match installed {
-                [] => "none is installed".to_string(),
-                installed => format!("installed: {}", installed.join(" ")),
-            }));
+        if !installed
+            .iter()
+            .any(|word| kernel_params::name(word) == kernel_params::name(name))
+        {
+            refusals.push(
+                Refusal::of_argument("--unset", "is not among the installed words")
+                    .key("name", name)
+                    .cure(match installed {
+                        [] => "none is installed".to_string(),
+                        installed => format!("installed: {}", installed.join(" ")),
+                    }),
+            );
         }
     }
     if !refusals.is_empty() {
         return Err(refusals);
     }
-    let unset = |word: &String| unset.iter().any(|name| kernel_params::name(name) == kernel_params::name(word));
-    let mut words: Vec<String> = installed.iter().filter(|word| !unset(word)).cloned().collect();
+    let unset = |word: &String| {
+        unset
+            .iter()
+            .any(|name| kernel_params::name(name) == kernel_params::name(word))
+    };
+    let mut words: Vec<String> = installed
+        .iter()
+        .filter(|word| !unset(word))
+        .cloned()
+        .collect();
     for word in added {
         words.retain(|earlier| !kernel_params::replaces(word, earlier));
         words.push(word.clone());
@@ -131,41 +184,113 @@ mod tests {
     use crate::kata::merge::Runtime;
 
     fn plan(text: &str, parameters: &[&str]) -> Result<Plan, Refusal> {
-        let base = Source { path: "/c.toml".into(), bytes: Vec::new(), table: text.parse().unwrap() };
+        let base = Source {
+            path: "/c.toml".into(),
+            bytes: Vec::new(),
+            table: text.parse().unwrap(),
+        };
         let before = Effective::of(Runtime::Go, &base, []);
-        Plan::of(&before, "qemu", &Root::Initrd { path: "/i".into() }, parameters.iter().map(ToString::to_string).collect())
+        Plan::of(
+            &before,
+            "qemu",
+            &Root::Initrd { path: "/i".into() },
+            parameters.iter().map(ToString::to_string).collect(),
+        )
     }
 
     fn image_keys(text: &str, file_system: FileSystem, verity: &str) -> Vec<String> {
-        let base = Source { path: "/c.toml".into(), bytes: Vec::new(), table: text.parse().unwrap() };
-        let root = Root::Image { path: "/d".into(), file_system, verity: verity.into() };
-        let plan = Plan::of(&Effective::of(Runtime::Go, &base, []), "qemu", &root, Vec::new()).unwrap();
-        plan.keys.iter().map(|(key, value)| format!("{key} = {}", drop_in::inline(value))).collect()
+        let base = Source {
+            path: "/c.toml".into(),
+            bytes: Vec::new(),
+            table: text.parse().unwrap(),
+        };
+        let root = Root::Image {
+            path: "/d".into(),
+            file_system,
+            verity: verity.into(),
+        };
+        let plan = Plan::of(
+            &Effective::of(Runtime::Go, &base, []),
+            "qemu",
+            &root,
+            Vec::new(),
+        )
+        .unwrap();
+        plan.keys
+            .iter()
+            .map(|(key, value)| format!("{key} = {}", drop_in::inline(value)))
+            .collect()
     }
 
     fn keys(text: &str, parameters: &[&str]) -> Vec<String> {
         let plan = plan(text, parameters).unwrap();
-        plan.keys.iter().map(|(key, value)| format!("{key} = {}", drop_in::inline(value))).collect()
+        plan.keys
+            .iter()
+            .map(|(key, value)| format!("{key} = {}", drop_in::inline(value)))
+            .collect()
     }
 
     #[test]
     fn a_word_that_is_refused_is_not_called_ignored() {
-        let refused = |word: &str| parameters(&[], &[word.into()], &[]).unwrap_err().iter().map(ToString::to_string).collect::<String>();
+        let refused = |word: &str| {
+            parameters(&[], &[word.into()], &[])
+                .unwrap_err()
+                .iter()
+                .map(ToString::to_string)
+                .collect::<String>()
+        };
         let (value, name) = (refused("gpuinit.log=debgu"), refused("gpuinit.bnd=auto"));
-        assert!(value.ends_with("debug, trace; default: auto; `kata-gpu-init parameters` lists all parameters"), "{value}");
-        assert!(name.ends_with("unknown parameter: `kata-gpu-init parameters` lists them"), "{name}");
+        assert!(
+            value.ends_with(
+                "debug, trace; default: auto; `kata-gpu-init parameters` lists all parameters"
+            ),
+            "{value}"
+        );
+        assert!(
+            name.ends_with("unknown parameter: `kata-gpu-init parameters` lists them"),
+            "{name}"
+        );
     }
 
     #[test]
     fn only_what_must_change_is_written() {
         let plain = ["image = \"\"", "initrd = \"/i\""];
-        assert_eq!(keys("[hypervisor.qemu]\nkernel_params = 'a=1'", &[]), plain, "what others write in kernel_params stays theirs");
-        assert_eq!(keys("[hypervisor.qemu]\nkernel_verity_params = ''", &[]), plain);
-        assert_eq!(keys("[hypervisor.clh]\nkernel_verity_params = 'root_hash=1'", &[]), plain, "another section's");
-        assert_eq!(keys("[hypervisor.qemu]\nkernel_verity_params = 'root_hash=1'", &[])[2], "kernel_verity_params = \"\"");
-        assert_eq!(keys("[hypervisor.qemu]\nkernel_params = 'a=1'", &["gpuinit.gpus=8"])[2], "kernel_params = \"a=1 gpuinit.gpus=8\"");
+        assert_eq!(
+            keys("[hypervisor.qemu]\nkernel_params = 'a=1'", &[]),
+            plain,
+            "what others write in kernel_params stays theirs"
+        );
+        assert_eq!(
+            keys("[hypervisor.qemu]\nkernel_verity_params = ''", &[]),
+            plain
+        );
+        assert_eq!(
+            keys(
+                "[hypervisor.clh]\nkernel_verity_params = 'root_hash=1'",
+                &[]
+            ),
+            plain,
+            "another section's"
+        );
+        assert_eq!(
+            keys(
+                "[hypervisor.qemu]\nkernel_verity_params = 'root_hash=1'",
+                &[]
+            )[2],
+            "kernel_verity_params = \"\""
+        );
+        assert_eq!(
+            keys(
+                "[hypervisor.qemu]\nkernel_params = 'a=1'",
+                &["gpuinit.gpus=8"]
+            )[2],
+            "kernel_params = \"a=1 gpuinit.gpus=8\""
+        );
         let extensions = "[[hypervisor.qemu.guest_extension_images]]\nname = 'gpu'\npath = '/g'\n[[hypervisor.qemu.guest_extension_images]]\nname = 'coco'\npath = '/c'";
-        assert_eq!(keys(extensions, &[])[2], "guest_extension_images = [{ name = \"coco\", path = \"/c\" }]");
+        assert_eq!(
+            keys(extensions, &[])[2],
+            "guest_extension_images = [{ name = \"coco\", path = \"/c\" }]"
+        );
         assert_eq!(keys(&extensions.replace("gpu", "devkit"), &[]), plain);
     }
 
@@ -173,39 +298,97 @@ mod tests {
     fn an_image_brings_its_root_s_type_and_hash() {
         let plain = ["image = \"/d\"", "initrd = \"\""];
         let section = |text: &str| format!("[hypervisor.qemu]\n{text}");
-        assert_eq!(image_keys(&section(""), FileSystem::Ext4, ""), plain, "ext4 is what an absent key means");
-        assert_eq!(image_keys(&section("rootfs_type = ''"), FileSystem::Ext4, ""), plain);
-        assert_eq!(image_keys(&section("rootfs_type = 'erofs'"), FileSystem::Erofs, ""), plain);
-        assert_eq!(image_keys(&section(""), FileSystem::Erofs, "")[2..], ["rootfs_type = \"erofs\""]);
-        assert_eq!(image_keys(&section("rootfs_type = 'erofs'"), FileSystem::Ext4, "")[2..], ["rootfs_type = \"ext4\""]);
         assert_eq!(
-            image_keys(&section("kernel_verity_params = 'root_hash=1'"), FileSystem::Ext4, "")[2..],
+            image_keys(&section(""), FileSystem::Ext4, ""),
+            plain,
+            "ext4 is what an absent key means"
+        );
+        assert_eq!(
+            image_keys(&section("rootfs_type = ''"), FileSystem::Ext4, ""),
+            plain
+        );
+        assert_eq!(
+            image_keys(&section("rootfs_type = 'erofs'"), FileSystem::Erofs, ""),
+            plain
+        );
+        assert_eq!(
+            image_keys(&section(""), FileSystem::Erofs, "")[2..],
+            ["rootfs_type = \"erofs\""]
+        );
+        assert_eq!(
+            image_keys(&section("rootfs_type = 'erofs'"), FileSystem::Ext4, "")[2..],
+            ["rootfs_type = \"ext4\""]
+        );
+        assert_eq!(
+            image_keys(
+                &section("kernel_verity_params = 'root_hash=1'"),
+                FileSystem::Ext4,
+                ""
+            )[2..],
             ["kernel_verity_params = \"\""]
         );
-        assert_eq!(image_keys(&section(""), FileSystem::Ext4, "root_hash=2")[2..], ["kernel_verity_params = \"root_hash=2\""]);
+        assert_eq!(
+            image_keys(&section(""), FileSystem::Ext4, "root_hash=2")[2..],
+            ["kernel_verity_params = \"root_hash=2\""]
+        );
         let extension = "[[hypervisor.qemu.guest_extension_images]]\nname = 'gpu'\npath = '/g'";
-        assert_eq!(image_keys(extension, FileSystem::Ext4, ""), plain, "the image may be the one without a driver");
+        assert_eq!(
+            image_keys(extension, FileSystem::Ext4, ""),
+            plain,
+            "the image may be the one without a driver"
+        );
     }
 
     #[test]
     fn unmergeable_kernel_params_are_refused_with_key_and_value() {
-        for (text, why) in [("'a=\"b'", "open double quote"), ("['a']", "not a string"), ("1", "not a string")] {
-            let refusal = plan(&format!("[hypervisor.qemu]\nkernel_params = {text}"), &[]).unwrap_err().to_string();
-            assert!(refusal.starts_with("/c.toml: hypervisor.qemu.kernel_params = ") && refusal.contains(why), "{refusal}");
+        for (text, why) in [
+            ("'a=\"b'", "open double quote"),
+            ("['a']", "not a string"),
+            ("1", "not a string"),
+        ] {
+            let refusal = plan(&format!("[hypervisor.qemu]\nkernel_params = {text}"), &[])
+                .unwrap_err()
+                .to_string();
+            assert!(
+                refusal.starts_with("/c.toml: hypervisor.qemu.kernel_params = ")
+                    && refusal.contains(why),
+                "{refusal}"
+            );
         }
     }
 
     #[test]
     fn an_earlier_installs_params_stay_until_replaced_or_unset() {
         let strings = |words: &[&str]| words.iter().map(ToString::to_string).collect::<Vec<_>>();
-        let next = |installed: &[&str], added: &[&str], unset: &[&str]| parameters(&strings(installed), &strings(added), &strings(unset));
-        assert_eq!(next(&["m.a=1", "b=2"], &[], &[]), Ok(strings(&["m.a=1", "b=2"])));
-        assert_eq!(next(&["m.a=1", "b=2"], &["m.a=3", "c"], &[]), Ok(strings(&["b=2", "m.a=3", "c"])));
-        assert_eq!(next(&["pci=a", "b=2"], &["pci=c", "pci=a"], &[]), Ok(strings(&["b=2", "pci=c", "pci=a"])));
-        assert_eq!(next(&["pci=a", "b=2", "pci=c"], &[], &["pci"]), Ok(strings(&["b=2"])));
-        assert_eq!(next(&["m.a=1"], &["m.a=2"], &["m.a"]), Ok(strings(&["m.a=2"])));
+        let next = |installed: &[&str], added: &[&str], unset: &[&str]| {
+            parameters(&strings(installed), &strings(added), &strings(unset))
+        };
+        assert_eq!(
+            next(&["m.a=1", "b=2"], &[], &[]),
+            Ok(strings(&["m.a=1", "b=2"]))
+        );
+        assert_eq!(
+            next(&["m.a=1", "b=2"], &["m.a=3", "c"], &[]),
+            Ok(strings(&["b=2", "m.a=3", "c"]))
+        );
+        assert_eq!(
+            next(&["pci=a", "b=2"], &["pci=c", "pci=a"], &[]),
+            Ok(strings(&["b=2", "pci=c", "pci=a"]))
+        );
+        assert_eq!(
+            next(&["pci=a", "b=2", "pci=c"], &[], &["pci"]),
+            Ok(strings(&["b=2"]))
+        );
+        assert_eq!(
+            next(&["m.a=1"], &["m.a=2"], &["m.a"]),
+            Ok(strings(&["m.a=2"]))
+        );
         assert_eq!(next(&[], &["m.a=1", "m.a=2"], &[]), Ok(strings(&["m.a=2"])));
-        assert!(next(&["a=1"], &[], &["b"]).unwrap_err()[0].to_string().contains("installed: a=1"));
+        assert!(
+            next(&["a=1"], &[], &["b"]).unwrap_err()[0]
+                .to_string()
+                .contains("installed: a=1")
+        );
         assert!(
             next(&[], &["gpuinit.bind=nonsense"], &[]).unwrap_err()[0]
                 .to_string()

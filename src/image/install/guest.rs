@@ -68,16 +68,26 @@ pub fn choose(
         return absolute(initrd).map(Chosen::Initrd);
     }
     if let Some(image) = image {
-        return Ok(Chosen::Image { path: absolute(image)?, verity: verity.map(str::to_string) });
+        return Ok(Chosen::Image {
+            path: absolute(image)?,
+            verity: verity.map(str::to_string),
+        });
     }
-    let text = |key: &str| drop_in_plan::text(now, section, key).filter(|value| !value.is_empty()).map(str::to_string);
+    let text = |key: &str| {
+        drop_in_plan::text(now, section, key)
+            .filter(|value| !value.is_empty())
+            .map(str::to_string)
+    };
     if let Some(path) = text("initrd") {
         return Ok(Chosen::Initrd(path));
     }
     // An image that our drop-in did not set is the one to be replaced.
     let is_ours = matches!(&config.ours, Found::Ours { record, .. } if record.image);
     match text("image").filter(|_| is_ours) {
-        Some(path) => Ok(Chosen::Image { path, verity: text("kernel_verity_params") }),
+        Some(path) => Ok(Chosen::Image {
+            path,
+            verity: text("kernel_verity_params"),
+        }),
         None => {
             let why = "is needed, or --image: the configuration has no initrd yet, and its image is not one that was installed here";
             Err(Refusal::of_argument("--initrd", why).cure("give its path"))
@@ -89,7 +99,11 @@ fn absolute(given: &Path) -> Result<String, Refusal> {
     let path = std::path::absolute(given).map_err(|e| Refusal::at(given, e.to_string()))?;
     match path.to_str() {
         Some(text) if !text.chars().any(char::is_control) => Ok(text.to_string()),
-        _ => Err(Refusal::at(&path, "TOML and the hypervisor take only UTF-8 without control characters").cure("rename the file")),
+        _ => Err(Refusal::at(
+            &path,
+            "TOML and the hypervisor take only UTF-8 without control characters",
+        )
+        .cure("rename the file")),
     }
 }
 
@@ -98,7 +112,8 @@ impl Chosen {
     /// apply to an initrd.
     pub fn look(self, kernel: Option<&str>, user_space: bool) -> Result<Guest, Refusal> {
         match self {
-            Chosen::Initrd(path) => initrd_check::look(Path::new(&path), kernel, user_space).map(|initrd| Guest::Initrd(Box::new(initrd))),
+            Chosen::Initrd(path) => initrd_check::look(Path::new(&path), kernel, user_space)
+                .map(|initrd| Guest::Initrd(Box::new(initrd))),
             Chosen::Image { path, verity } => look(Path::new(&path), verity).map(Guest::Image),
         }
     }
@@ -123,7 +138,14 @@ fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
         }
     })?;
     let has_init = disk::contains(&file, INIT_MARK.as_bytes()).map_err(|e| unreadable(path, &e))?;
-    let image = Image { path: path.into(), for_everybody: metadata.mode() & 0o004 != 0, bytes: metadata.len(), disk, has_init, verity };
+    let image = Image {
+        path: path.into(),
+        for_everybody: metadata.mode() & 0o004 != 0,
+        bytes: metadata.len(),
+        disk,
+        has_init,
+        verity,
+    };
     image.check_verity()?;
     Ok(image)
 }
@@ -132,19 +154,35 @@ impl Image {
     /// Both runtimes require the same five fields. Numbers that do not fit the disk belong to
     /// another image.
     fn check_verity(&self) -> Result<(), Refusal> {
-        let Some(given) = &self.verity else { return Ok(()) };
+        let Some(given) = &self.verity else {
+            return Ok(());
+        };
         let refuse = |why: String| {
             let refusal = Refusal::of_argument("--verity", why).key("kernel_verity_params", given);
             Err(refusal.cure("give the output of veritysetup for this image, as Kata's image builder writes it into root_hash_*.txt"))
         };
-        let field = |name: &str| given.split(',').find_map(|field| field.trim().strip_prefix(name)?.strip_prefix('='));
+        let field = |name: &str| {
+            given
+                .split(',')
+                .find_map(|field| field.trim().strip_prefix(name)?.strip_prefix('='))
+        };
         let is_hex = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_hexdigit());
-        if let Some(name) = ["root_hash", "salt"].into_iter().find(|name| !field(name).is_some_and(is_hex)) {
+        if let Some(name) = ["root_hash", "salt"]
+            .into_iter()
+            .find(|name| !field(name).is_some_and(is_hex))
+        {
             return refuse(format!("{name} is missing, or not hexadecimal"));
         }
         let mut numbers = [0; 3];
-        for (number, name) in numbers.iter_mut().zip(["data_blocks", "data_block_size", "hash_block_size"]) {
-            match field(name).and_then(|text| text.parse::<u64>().ok()).filter(|n| *n > 0) {
+        for (number, name) in
+            numbers
+                .iter_mut()
+                .zip(["data_blocks", "data_block_size", "hash_block_size"])
+        {
+            match field(name)
+                .and_then(|text| text.parse::<u64>().ok())
+                .filter(|n| *n > 0)
+            {
                 Some(found) => *number = found,
                 None => return refuse(format!("{name} is missing, or no number above 0")),
             }
@@ -153,8 +191,14 @@ impl Image {
         if size % 512 != 0 || hash_size % 512 != 0 {
             return refuse("sizes of blocks must be multiples of 512".into());
         }
-        if blocks.checked_mul(size).is_none_or(|bytes| bytes > self.disk.root_bytes) {
-            return refuse(format!("{blocks} blocks of {size} bytes are more than the root's {} bytes", self.disk.root_bytes));
+        if blocks
+            .checked_mul(size)
+            .is_none_or(|bytes| bytes > self.disk.root_bytes)
+        {
+            return refuse(format!(
+                "{blocks} blocks of {size} bytes are more than the root's {} bytes",
+                self.disk.root_bytes
+            ));
         }
         if !self.disk.has_second {
             return refuse("the image has no second partition, where Kata expects the hash".into());
@@ -165,12 +209,16 @@ impl Image {
     fn refusals(&self) -> Vec<Refusal> {
         let mut refusals = Vec::new();
         if self.disk.table == Table::None {
-            let why =
-                "is a file system without a partition table, and Kata's guests mount the first partition: the kernel would find no root";
-            refusals.push(Refusal::at(&self.path, why).cure("put it into a partition, as Kata's image builder does").forcible());
+            let why = "is a file system without a partition table, and Kata's guests mount the first partition: the kernel would find no root";
+            refusals.push(
+                Refusal::at(&self.path, why)
+                    .cure("put it into a partition, as Kata's image builder does")
+                    .forcible(),
+            );
         }
         if !self.has_init {
-            let why = "there is no trace of kata-gpu-init in it: guests would start from it as before";
+            let why =
+                "there is no trace of kata-gpu-init in it: guests would start from it as before";
             let cure = "make it with kata-gpu-boot initrd replace-init (a compressed file system hides it: that one may be passed)";
             refusals.push(Refusal::at(&self.path, why).cure(cure).forcible());
         }
@@ -185,8 +233,15 @@ impl Image {
             Table::Mbr => "in the first partition, MBR",
             Table::Gpt => "in the first partition, GPT",
         };
-        let init = if self.has_init { "kata-gpu-init is in it" } else { "no trace of kata-gpu-init" };
-        format!("{}, {mib:.1} MiB, {root} {place}; {init}; the rest was not checked", self.path.display())
+        let init = if self.has_init {
+            "kata-gpu-init is in it"
+        } else {
+            "no trace of kata-gpu-init"
+        };
+        format!(
+            "{}, {mib:.1} MiB, {root} {place}; {init}; the rest was not checked",
+            self.path.display()
+        )
     }
 
     fn json(&self) -> Json {
@@ -227,7 +282,11 @@ impl Guest {
         let path = self.path().to_string_lossy().into_owned();
         match self {
             Guest::Initrd(_) => Root::Initrd { path },
-            Guest::Image(image) => Root::Image { path, file_system: image.disk.root, verity: image.verity.clone().unwrap_or_default() },
+            Guest::Image(image) => Root::Image {
+                path,
+                file_system: image.disk.root,
+                verity: image.verity.clone().unwrap_or_default(),
+            },
         }
     }
 
@@ -241,7 +300,10 @@ impl Guest {
     /// Lines of the text report.
     pub fn shown(&self) -> Vec<String> {
         match self {
-            Guest::Initrd(initrd) => vec![format!("initrd   {}", initrd.shown()), format!("kernel   {}", initrd.shown_kernel())],
+            Guest::Initrd(initrd) => vec![
+                format!("initrd   {}", initrd.shown()),
+                format!("kernel   {}", initrd.shown_kernel()),
+            ],
             Guest::Image(image) => vec![format!("image    {}", image.shown())],
         }
     }
@@ -273,27 +335,59 @@ mod tests {
     use crate::guest_disk::stand_in::{disk, file_system, file_system_with};
     use kata_gpu_test_support::temp_dir;
 
-    const VERITY: &str = "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
+    const VERITY: &str =
+        "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
 
     #[test]
     fn verity_parameters_must_be_whole_and_fit_the_disk() {
         let dir = temp_dir();
         let path = dir.path().join("image");
-        std::fs::write(&path, disk(Table::Mbr, &file_system(FileSystem::Erofs), true)).unwrap();
+        std::fs::write(
+            &path,
+            disk(Table::Mbr, &file_system(FileSystem::Erofs), true),
+        )
+        .unwrap();
         let of = |verity: &str| look(&path, Some(verity.into()));
         assert_eq!(of(VERITY).unwrap().verity.as_deref(), Some(VERITY));
         for (from, to, why) in [
             ("root_hash=00ff,", "", "root_hash is missing"),
-            ("salt=ab", "salt=x\"y", "salt is missing, or not hexadecimal"),
-            ("data_blocks=2", "data_blocks=0", "data_blocks is missing, or no number above 0"),
-            ("data_blocks=2", "data_blocks=3", "more than the root's 8192 bytes"),
-            ("data_blocks=2", "data_blocks=18446744073709551615", "more than the root's 8192 bytes"),
-            ("hash_block_size=4096", "hash_block_size=100", "multiples of 512"),
+            (
+                "salt=ab",
+                "salt=x\"y",
+                "salt is missing, or not hexadecimal",
+            ),
+            (
+                "data_blocks=2",
+                "data_blocks=0",
+                "data_blocks is missing, or no number above 0",
+            ),
+            (
+                "data_blocks=2",
+                "data_blocks=3",
+                "more than the root's 8192 bytes",
+            ),
+            (
+                "data_blocks=2",
+                "data_blocks=18446744073709551615",
+                "more than the root's 8192 bytes",
+            ),
+            (
+                "hash_block_size=4096",
+                "hash_block_size=100",
+                "multiples of 512",
+            ),
         ] {
             let refusal = of(&VERITY.replace(from, to)).unwrap_err();
-            assert!(refusal.why.contains(why) && !refusal.forcible, "{to}: {refusal}");
+            assert!(
+                refusal.why.contains(why) && !refusal.forcible,
+                "{to}: {refusal}"
+            );
         }
-        std::fs::write(&path, disk(Table::Mbr, &file_system(FileSystem::Erofs), false)).unwrap();
+        std::fs::write(
+            &path,
+            disk(Table::Mbr, &file_system(FileSystem::Erofs), false),
+        )
+        .unwrap();
         assert!(of(VERITY).unwrap_err().why.contains("no second partition"));
     }
 
@@ -303,24 +397,62 @@ mod tests {
         let path = dir.path().join("image");
         for (bytes, why, cure) in [
             (b"07070100000".to_vec(), "it is an initrd", "--initrd"),
-            (vec![0; 5000], "nothing that is known", "kata-gpu-boot initrd replace-init"),
-            (disk(Table::Mbr, &[0; 4096], false), "first partition is neither erofs nor ext4", "kata-gpu-boot initrd replace-init"),
+            (
+                vec![0; 5000],
+                "nothing that is known",
+                "kata-gpu-boot initrd replace-init",
+            ),
+            (
+                disk(Table::Mbr, &[0; 4096], false),
+                "first partition is neither erofs nor ext4",
+                "kata-gpu-boot initrd replace-init",
+            ),
         ] {
             std::fs::write(&path, bytes).unwrap();
             let refusal = look(&path, None).unwrap_err();
-            assert!(refusal.why.contains(why) && refusal.cure.contains(cure) && !refusal.forcible, "{refusal}");
+            assert!(
+                refusal.why.contains(why) && refusal.cure.contains(cure) && !refusal.forcible,
+                "{refusal}"
+            );
         }
-        assert!(look(dir.path(), None).unwrap_err().why.contains("not a regular file"));
-        assert!(look(&dir.path().join("nothing"), None).unwrap_err().why.contains("no such image"));
+        assert!(
+            look(dir.path(), None)
+                .unwrap_err()
+                .why
+                .contains("not a regular file")
+        );
+        assert!(
+            look(&dir.path().join("nothing"), None)
+                .unwrap_err()
+                .why
+                .contains("no such image")
+        );
         for (bytes, why) in [
-            (file_system_with(FileSystem::Ext4, INIT_MARK), "without a partition table"),
-            (disk(Table::Mbr, &file_system(FileSystem::Erofs), false), "no trace of kata-gpu-init"),
+            (
+                file_system_with(FileSystem::Ext4, INIT_MARK),
+                "without a partition table",
+            ),
+            (
+                disk(Table::Mbr, &file_system(FileSystem::Erofs), false),
+                "no trace of kata-gpu-init",
+            ),
         ] {
             std::fs::write(&path, bytes).unwrap();
             let refusals = look(&path, None).unwrap().refusals();
-            assert!(refusals.len() == 1 && refusals[0].forcible && refusals[0].why.contains(why), "{refusals:?}");
+            assert!(
+                refusals.len() == 1 && refusals[0].forcible && refusals[0].why.contains(why),
+                "{refusals:?}"
+            );
         }
-        std::fs::write(&path, disk(Table::Mbr, &file_system_with(FileSystem::Erofs, INIT_MARK), false)).unwrap();
+        std::fs::write(
+            &path,
+            disk(
+                Table::Mbr,
+                &file_system_with(FileSystem::Erofs, INIT_MARK),
+                false,
+            ),
+        )
+        .unwrap();
         assert!(look(&path, None).unwrap().refusals().is_empty());
     }
 }

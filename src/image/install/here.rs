@@ -86,7 +86,12 @@ pub struct Args {
     pub image: Option<PathBuf>,
     /// The image's own dm-verity parameters (root_hash=..,salt=..,data_blocks=..); without them
     /// none are used.
-    #[arg(long, value_name = "PARAMS", requires = "image", conflicts_with = "initrd")]
+    #[arg(
+        long,
+        value_name = "PARAMS",
+        requires = "image",
+        conflicts_with = "initrd"
+    )]
     pub verity: Option<String>,
     /// Parameter for the guest kernel's command line, like gpuinit.bind=concurrent; replaces one
     /// with the same dotted name.
@@ -155,24 +160,37 @@ pub struct Said {
 
 impl Said {
     pub fn done(out: String) -> Said {
-        Said { out, ..Said::default() }
+        Said {
+            out,
+            ..Said::default()
+        }
     }
 
     pub fn refused(err: String) -> Said {
-        Said { err, code: 1, ..Said::default() }
+        Said {
+            err,
+            code: 1,
+            ..Said::default()
+        }
     }
 
     /// Adds a failure to the output.
     pub fn add(&mut self, result: anyhow::Result<()>) {
         if let Err(error) = result {
-            self.err.push_str(&format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}"))));
+            self.err.push_str(&format!(
+                "kata-gpu-boot: {}\n",
+                printable(&format!("{error:#}"))
+            ));
             self.code = 1;
         }
     }
 
     pub fn print(self) -> ExitCode {
         let screen = Screen::of_stdout();
-        let for_errors = Screen { colour: screen.colour && std::io::stderr().is_terminal(), ..screen };
+        let for_errors = Screen {
+            colour: screen.colour && std::io::stderr().is_terminal(),
+            ..screen
+        };
         eprint!("{}", painted(&self.err, &for_errors));
         match print(&painted(&self.out, &screen)) {
             Ok(()) => ExitCode::from(self.code),
@@ -200,28 +218,62 @@ const INKS: &[(&str, Ink)] = &[
 
 /// Colours the start of a line, or a whole line of a diff.
 fn painted(text: &str, screen: &Screen) -> String {
-    let line = |line: &str| match INKS.iter().find_map(|(start, ink)| Some((start, *ink, line.strip_prefix(start)?))) {
-        Some((start, ink, rest)) if start.ends_with(' ') => format!("{}{rest}", screen.paint(ink, start)),
+    let line = |line: &str| match INKS
+        .iter()
+        .find_map(|(start, ink)| Some((start, *ink, line.strip_prefix(start)?)))
+    {
+        Some((start, ink, rest)) if start.ends_with(' ') => {
+            format!("{}{rest}", screen.paint(ink, start))
+        }
         Some((_, ink, _)) => screen.paint(ink, line.trim_end_matches('\n')) + "\n",
         None => line.to_string(),
     };
-    if screen.colour { text.split_inclusive('\n').map(line).collect() } else { text.to_string() }
+    if screen.colour {
+        text.split_inclusive('\n').map(line).collect()
+    } else {
+        text.to_string()
+    }
 }
 
 /// Installs an initrd or image at its present path, without a copy.
 pub fn say_here(args: &Args) -> Said {
     let refused = |refusals: Vec<Refusal>| {
-        let reasons = if refusals.len() == 1 { "1 reason".into() } else { format!("{} reasons", refusals.len()) };
-        let mut err: String = refusals.iter().map(|refusal| format!("refused: {refusal}\n")).collect();
+        let reasons = if refusals.len() == 1 {
+            "1 reason".into()
+        } else {
+            format!("{} reasons", refusals.len())
+        };
+        let mut err: String = refusals
+            .iter()
+            .map(|refusal| format!("refused: {refusal}\n"))
+            .collect();
         err.push_str(&format!("nothing was written, for {reasons}\n"));
         let json = json!({"action": "refused", "refusals": refusals.iter().map(Refusal::json).collect::<Vec<_>>()});
-        Said { out: if args.json { format!("{json}\n") } else { String::new() }, err, code: 1 }
+        Said {
+            out: if args.json {
+                format!("{json}\n")
+            } else {
+                String::new()
+            },
+            err,
+            code: 1,
+        }
     };
     // Hold the lock until the drop-in is written: no other install or uninstall changes the
     // directory that was read.
-    let dir = std::fs::canonicalize(&args.kata_config).ok().and_then(|path| path.parent().map(Path::to_path_buf));
-    let lock = match dir.filter(|_| !args.dry_run && args.print.is_none()).map(|dir| drop_in_file::lock(&dir)) {
-        Some(Err(error)) => return Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))),
+    let dir = std::fs::canonicalize(&args.kata_config)
+        .ok()
+        .and_then(|path| path.parent().map(Path::to_path_buf));
+    let lock = match dir
+        .filter(|_| !args.dry_run && args.print.is_none())
+        .map(|dir| drop_in_file::lock(&dir))
+    {
+        Some(Err(error)) => {
+            return Said::refused(format!(
+                "kata-gpu-boot: {}\n",
+                printable(&format!("{error:#}"))
+            ));
+        }
         lock => lock.and_then(Result::ok),
     };
     let said = match Install::prepare(args) {
@@ -242,26 +294,44 @@ pub struct Change {
 
 impl Change {
     pub fn json(&self) -> Json {
-        let of = |value: &Option<Value>| value.as_ref().map_or(Json::Null, |value| serde_json::to_value(value).unwrap_or(Json::Null));
+        let of = |value: &Option<Value>| {
+            value.as_ref().map_or(Json::Null, |value| {
+                serde_json::to_value(value).unwrap_or(Json::Null)
+            })
+        };
         json!({"key": self.key, "before": of(&self.before), "after": of(&self.after)})
     }
 
     fn text(&self) -> String {
         let key = printable(&self.key);
-        if let (Some(Value::String(before)), Some(Value::String(after))) = (&self.before, &self.after)
+        if let (Some(Value::String(before)), Some(Value::String(after))) =
+            (&self.before, &self.after)
             && self.key.ends_with(".kernel_params")
             && let (Ok(old), Ok(new)) = (kernel_params::words(before), kernel_params::words(after))
         {
             // Show only the words that differ: the line is long.
-            let gone = old.iter().filter(|word| !new.contains(word)).map(|word| format!("- {word}"));
-            let come = new.iter().filter(|word| !old.contains(word)).map(|word| format!("+ {word}"));
+            let gone = old
+                .iter()
+                .filter(|word| !new.contains(word))
+                .map(|word| format!("- {word}"));
+            let come = new
+                .iter()
+                .filter(|word| !old.contains(word))
+                .map(|word| format!("+ {word}"));
             let words: Vec<String> = gone.chain(come).collect();
-            let words = if words.is_empty() { "the same words in another order".to_string() } else { words.join(" ") };
+            let words = if words.is_empty() {
+                "the same words in another order".to_string()
+            } else {
+                words.join(" ")
+            };
             return format!("  {key}: {}\n", printable(&words));
         }
         let of = |value: &Option<Value>| match value {
             None => "absent".to_string(),
-            Some(value) => kata_gpu_report::data::text::printable_start(drop_in::inline(value).as_bytes(), MAX_SHOWN),
+            Some(value) => kata_gpu_report::data::text::printable_start(
+                drop_in::inline(value).as_bytes(),
+                MAX_SHOWN,
+            ),
         };
         format!("  {key}: {} -> {}\n", of(&self.before), of(&self.after))
     }
@@ -273,11 +343,22 @@ pub fn changes_text(changes: &[Change]) -> String {
 
 /// Keys that differ between two configurations, among the keys that our drop-in may write.
 fn changes(section: &str, before: &Effective, after: &Effective) -> Vec<Change> {
-    let keys = ["image", "initrd", "kernel_params", "kernel_verity_params", "rootfs_type", "guest_extension_images"];
+    let keys = [
+        "image",
+        "initrd",
+        "kernel_params",
+        "kernel_verity_params",
+        "rootfs_type",
+        "guest_extension_images",
+    ];
     let change = |key: &str| {
         let path = ["hypervisor", section, key];
         let (before, after) = (before.get(&path).cloned(), after.get(&path).cloned());
-        (before != after).then(|| Change { key: path.join("."), before, after })
+        (before != after).then(|| Change {
+            key: path.join("."),
+            before,
+            after,
+        })
     };
     keys.into_iter().filter_map(change).collect()
 }
@@ -287,7 +368,11 @@ pub fn effective_changes(config: &Path, text: Option<&str>) -> Option<Vec<Change
     let config = KataConfig::read(config).ok()?;
     let (runtime, section) = version::runtime_and_section(&config).ok()?;
     let now = with_ours(&config, runtime, config.ours.text());
-    Some(changes(&section, &now, &with_ours(&config, runtime, text.map(str::as_bytes))))
+    Some(changes(
+        &section,
+        &now,
+        &with_ours(&config, runtime, text.map(str::as_bytes)),
+    ))
 }
 
 /// An install that can go ahead.
@@ -318,21 +403,39 @@ impl Install {
         let before = with_ours(&config, runtime, None);
         let (installed, made_directory) = match &config.ours {
             // On a node, only the manifest's words count.
-            Found::Ours { record, .. } if args.place.dir.is_some() => (Vec::new(), record.made_directory),
+            Found::Ours { record, .. } if args.place.dir.is_some() => {
+                (Vec::new(), record.made_directory)
+            }
             Found::Ours { record, .. } => (record.parameters.clone(), record.made_directory),
             _ => (Vec::new(), !config.dir_exists),
         };
         let parameters = drop_in_plan::parameters(&installed, &args.params, &args.unset)?;
-        let chosen = guest::choose(args.initrd.as_deref(), args.image.as_deref(), args.verity.as_deref(), &config, &now, &section);
+        let chosen = guest::choose(
+            args.initrd.as_deref(),
+            args.image.as_deref(),
+            args.verity.as_deref(),
+            &config,
+            &now,
+            &section,
+        );
         let kernel = drop_in_plan::text(&before, &section, "kernel");
-        let guest = chosen.and_then(|chosen| chosen.look(kernel, !args.no_user_space)).map_err(one)?;
+        let guest = chosen
+            .and_then(|chosen| chosen.look(kernel, !args.no_user_space))
+            .map_err(one)?;
         let plan = Plan::of(&before, &section, &guest.root(), parameters).map_err(one)?;
-        let text =
-            drop_in::render(&plan, made_directory).ok_or_else(|| one(Refusal::at(&config.drop_in_path(), "cannot be written as TOML")))?;
+        let text = drop_in::render(&plan, made_directory).ok_or_else(|| {
+            one(Refusal::at(
+                &config.drop_in_path(),
+                "cannot be written as TOML",
+            ))
+        })?;
         let after = with_ours(&config, runtime, Some(text.as_bytes()));
         if args.place.dir.is_some() && version.version().is_none() {
             // A key unknown to the installed Kata fails every pod on every node.
-            let refusal = Refusal::of_argument("--node", "Kata's version is not known: its shim does not run here");
+            let refusal = Refusal::of_argument(
+                "--node",
+                "Kata's version is not known: its shim does not run here",
+            );
             return Err(one(refusal.cure("give it with --kata-version X.Y.Z")));
         }
         let facts = Facts {
@@ -345,13 +448,26 @@ impl Install {
             guest: &guest,
             for_chart: args.print == Some(Manifest::Helm),
         };
-        let (forced, refusals): (Vec<_>, Vec<_>) = checks::check(&facts).into_iter().partition(|refusal| args.force && refusal.forcible);
+        let (forced, refusals): (Vec<_>, Vec<_>) = checks::check(&facts)
+            .into_iter()
+            .partition(|refusal| args.force && refusal.forcible);
         if !refusals.is_empty() {
             return Err(refusals);
         }
         let default_memory = default_memory(&before, &section);
         let (changes, make_directory) = (changes(&section, &now, &after), !config.dir_exists);
-        Ok(Install { config, runtime, version, plan, guest, default_memory, text, make_directory, changes, forced })
+        Ok(Install {
+            config,
+            runtime,
+            version,
+            plan,
+            guest,
+            default_memory,
+            text,
+            make_directory,
+            changes,
+            forced,
+        })
     }
 
     fn act(self, args: &Args) -> Result<Said, Vec<Refusal>> {
@@ -361,17 +477,30 @@ impl Install {
                 Manifest::RuntimeClass => manifests::runtime_class(name, path, self.default_memory),
                 Manifest::Helm => manifests::helm(name, path, &self.plan, self.default_memory),
                 // `daemon_set` prints the DaemonSet: no file of this machine is named in it.
-                Manifest::DaemonSet => return Ok(Said::refused("--print daemonset: reads no configuration\n".to_string())),
+                Manifest::DaemonSet => {
+                    return Ok(Said::refused(
+                        "--print daemonset: reads no configuration\n".to_string(),
+                    ));
+                }
             };
-            return yaml.map(|out| Said { err: self.forced_text(), ..Said::done(out) }).map_err(|refusal| vec![refusal]);
+            return yaml
+                .map(|out| Said {
+                    err: self.forced_text(),
+                    ..Said::done(out)
+                })
+                .map_err(|refusal| vec![refusal]);
         }
         let path = self.config.drop_in_path();
         let unchanged = self.config.ours.text() == Some(self.text.as_bytes());
         if !args.dry_run && !unchanged {
             if let Some(changed) = self.config.changed_since() {
-                return Err(vec![Refusal::at(&changed, "changed during the check").cure("run it again")]);
+                return Err(vec![
+                    Refusal::at(&changed, "changed during the check").cure("run it again"),
+                ]);
             }
-            if let Err(error) = drop_in_file::put(&self.config.drop_in_dir, self.make_directory, &self.text) {
+            if let Err(error) =
+                drop_in_file::put(&self.config.drop_in_dir, self.make_directory, &self.text)
+            {
                 return Err(vec![Refusal::at(&path, format!("{error:#}"))]);
             }
         }
@@ -380,12 +509,26 @@ impl Install {
             (false, true) => "would-install",
             (false, false) => "installed",
         };
-        let out = if args.json { self.json(action) } else { self.page(action, &path) };
-        Ok(Said { err: if args.json { String::new() } else { self.forced_text() }, ..Said::done(out) })
+        let out = if args.json {
+            self.json(action)
+        } else {
+            self.page(action, &path)
+        };
+        Ok(Said {
+            err: if args.json {
+                String::new()
+            } else {
+                self.forced_text()
+            },
+            ..Said::done(out)
+        })
     }
 
     fn forced_text(&self) -> String {
-        self.forced.iter().map(|refusal| format!("forced: {refusal}\n")).collect()
+        self.forced
+            .iter()
+            .map(|refusal| format!("forced: {refusal}\n"))
+            .collect()
     }
 
     fn page(&self, action: &str, path: &Path) -> String {
@@ -394,7 +537,9 @@ impl Install {
             Known::Asked(version, shim) => format!("Kata {version} (by {})", shim.display()),
             Known::Unknown(why) => {
                 let (major, minor) = self.runtime.drop_ins_since();
-                format!("Kata of unknown version, it must be {major}.{minor} or later (give it with --kata-version; {why})")
+                format!(
+                    "Kata of unknown version, it must be {major}.{minor} or later (give it with --kata-version; {why})"
+                )
             }
         };
         let drop_ins = match self.config.others.len() {
@@ -404,22 +549,41 @@ impl Install {
         };
         let mut page = format!(
             "{}\n{}\n",
-            printable(&format!("runtime  {}, hypervisor {}, {version}", self.runtime.name(), self.plan.section)),
-            printable(&format!("config   {}, {drop_ins}", self.config.base.path.display())),
+            printable(&format!(
+                "runtime  {}, hypervisor {}, {version}",
+                self.runtime.name(),
+                self.plan.section
+            )),
+            printable(&format!(
+                "config   {}, {drop_ins}",
+                self.config.base.path.display()
+            )),
         );
-        self.guest.shown().iter().for_each(|line| page.push_str(&format!("{}\n", printable(line))));
+        self.guest
+            .shown()
+            .iter()
+            .for_each(|line| page.push_str(&format!("{}\n", printable(line))));
         page.push_str(&changes_text(&self.changes));
         for note in self.notes() {
             page.push_str(&format!("note: {}\n", printable(&note)));
         }
         let path = path.to_string_lossy();
         match action {
-            "unchanged" => page.push_str(&format!("nothing to do: {} is as it should be\n", printable(&path))),
+            "unchanged" => page.push_str(&format!(
+                "nothing to do: {} is as it should be\n",
+                printable(&path)
+            )),
             "would-install" => page.push_str(&self.diff(&path)),
             _ => {
                 page.push_str(&format!("wrote {}\n", printable(&path)));
-                page.push_str(&format!("New pods start from this {}; running pods stay. To roll back:\n", self.guest.key()));
-                page.push_str(&printable(&format!("  kata-gpu-boot uninstall --kata-config {}", self.config.base.path.display())));
+                page.push_str(&format!(
+                    "New pods start from this {}; running pods stay. To roll back:\n",
+                    self.guest.key()
+                ));
+                page.push_str(&printable(&format!(
+                    "  kata-gpu-boot uninstall --kata-config {}",
+                    self.config.base.path.display()
+                )));
                 page.push('\n');
             }
         }
@@ -429,18 +593,37 @@ impl Install {
     /// The drop-in's present text against the planned text.
     fn diff(&self, path: &str) -> String {
         let old = String::from_utf8_lossy(self.config.ours.text().unwrap_or_default()).into_owned();
-        let from = if self.config.ours.text().is_some() { path } else { "/dev/null" };
-        let diff = TextDiff::from_lines(old.as_str(), self.text.as_str()).unified_diff().header(from, path).to_string();
-        diff.lines().map(|line| format!("{}\n", printable(line))).collect()
+        let from = if self.config.ours.text().is_some() {
+            path
+        } else {
+            "/dev/null"
+        };
+        let diff = TextDiff::from_lines(old.as_str(), self.text.as_str())
+            .unified_diff()
+            .header(from, path)
+            .to_string();
+        diff.lines()
+            .map(|line| format!("{}\n", printable(line)))
+            .collect()
     }
 
     /// Oddities of the guest, and effective words that the init will not take as they are.
     fn notes(&self) -> Vec<String> {
         let after = with_ours(&self.config, self.runtime, Some(self.text.as_bytes()));
-        let params = drop_in_plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();
+        let params =
+            drop_in_plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();
         let (_, notes) = kata_gpu_init::config::Config::parse(params.as_bytes());
-        let of_word = |note: kata_gpu_init::config::Note| Some(format!("kernel_params: {}: {}", note.parameter, note.problem?));
-        self.guest.note().into_iter().chain(notes.into_iter().filter_map(of_word)).collect()
+        let of_word = |note: kata_gpu_init::config::Note| {
+            Some(format!(
+                "kernel_params: {}: {}",
+                note.parameter, note.problem?
+            ))
+        };
+        self.guest
+            .note()
+            .into_iter()
+            .chain(notes.into_iter().filter_map(of_word))
+            .collect()
     }
 
     pub fn json(&self, action: &str) -> String {
@@ -469,8 +652,19 @@ mod tests {
     fn colours_are_for_terminals_alone_and_change_no_letter() {
         let text = "refused: a: b\n  x: 1 -> 2\nwrote /a\n--- /dev/null\n@@ -1 @@\n+a\n-b\n c\n";
         assert_eq!(painted(text, &Screen::PLAIN), text);
-        let colour = painted(text, &Screen { width: Some(80), colour: true });
-        assert!(colour.starts_with("\x1b[31mrefused: \x1b[0ma: b\n  x: 1 -> 2\n\x1b[32mwrote \x1b[0m/a\n"), "{colour:?}");
+        let colour = painted(
+            text,
+            &Screen {
+                width: Some(80),
+                colour: true,
+            },
+        );
+        assert!(
+            colour.starts_with(
+                "\x1b[31mrefused: \x1b[0ma: b\n  x: 1 -> 2\n\x1b[32mwrote \x1b[0m/a\n"
+            ),
+            "{colour:?}"
+        );
         let mut plain = colour;
         for code in ["0", "1", "2", "31", "32", "33"] {
             plain = plain.replace(&format!("\x1b[{code}m"), "");

@@ -43,12 +43,21 @@ pub struct Initrd {
 /// Opens an initrd or image. `key`: Kata's key, and our option's name.
 pub fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refusal> {
     // A device or pipe at this path must not block.
-    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(|e| match e.kind() {
-        io::ErrorKind::NotFound => Refusal::at(path, format!("there is no such {key}")).cure(format!("give an absolute path with --{key}")),
-        _ => unreadable(path, &e),
-    })?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(nix::libc::O_NONBLOCK)
+        .open(path)
+        .map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => Refusal::at(path, format!("there is no such {key}"))
+                .cure(format!("give an absolute path with --{key}")),
+            _ => unreadable(path, &e),
+        })?;
     let metadata = file.metadata().map_err(|e| unreadable(path, &e))?;
-    if metadata.is_file() { Ok((file, metadata)) } else { Err(Refusal::at(path, "is not a regular file").cure(cure)) }
+    if metadata.is_file() {
+        Ok((file, metadata))
+    } else {
+        Err(Refusal::at(path, "is not a regular file").cure(cure))
+    }
 }
 
 /// Reads and verifies an initrd. Errors: the file is no initrd at all. `user_space`: the driver's
@@ -60,7 +69,11 @@ pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initr
         Kernel::Release(_, release) => Some(release.clone()),
         Kernel::Unnamed | Kernel::Unknown(_) => None,
     };
-    let question = Question { release, user_space, ..Question::default() };
+    let question = Question {
+        release,
+        user_space,
+        ..Question::default()
+    };
     let read = || {
         let image = Image::open(path)?;
         let tree = Tree::new(&image)?;
@@ -68,20 +81,33 @@ pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initr
     };
     let report = read().map_err(|error| {
         // Skip the outermost context: both it and the refusal name the file.
-        let reasons: Vec<String> = error.chain().skip(usize::from(error.chain().count() > 1)).map(ToString::to_string).collect();
-        Refusal::at(path, format!("is no initrd for Kata: {}", reasons.join(": "))).cure(
-            if reasons.iter().any(|reason| reason.contains(DISK)) {
-                "give it with --image"
-            } else {
-                "build one as newc cpio, plain or with gzip"
-            },
+        let reasons: Vec<String> = error
+            .chain()
+            .skip(usize::from(error.chain().count() > 1))
+            .map(ToString::to_string)
+            .collect();
+        Refusal::at(
+            path,
+            format!("is no initrd for Kata: {}", reasons.join(": ")),
         )
+        .cure(if reasons.iter().any(|reason| reason.contains(DISK)) {
+            "give it with --image"
+        } else {
+            "build one as newc cpio, plain or with gzip"
+        })
     })?;
-    Ok(Initrd { path: path.into(), for_everybody: metadata.mode() & 0o004 != 0, kernel, report })
+    Ok(Initrd {
+        path: path.into(),
+        for_everybody: metadata.mode() & 0o004 != 0,
+        kernel,
+        report,
+    })
 }
 
 fn kernel_of(path: Option<&str>) -> Kernel {
-    let Some(path) = path.filter(|path| !path.is_empty()) else { return Kernel::Unnamed };
+    let Some(path) = path.filter(|path| !path.is_empty()) else {
+        return Kernel::Unnamed;
+    };
     if !Path::new(path).exists() {
         return Kernel::Unknown(format!("{path}: not there"));
     }
@@ -94,22 +120,44 @@ fn kernel_of(path: Option<&str>) -> Kernel {
 impl Initrd {
     /// Everything that keeps the initrd from booting as a guest with GPUs.
     pub fn refusals(&self) -> Vec<Refusal> {
-        let errors: Vec<_> = self.report.findings.iter().filter(|f| f.rule.severity == Severity::Error).collect();
+        let errors: Vec<_> = self
+            .report
+            .findings
+            .iter()
+            .filter(|f| f.rule.severity == Severity::Error)
+            .collect();
         let mut refusals = Vec::new();
         for (index, finding) in errors.iter().enumerate() {
-            let of_rule = errors.iter().filter(|other| other.rule == finding.rule).count();
-            let before = errors.iter().take(index).filter(|other| other.rule == finding.rule).count();
+            let of_rule = errors
+                .iter()
+                .filter(|other| other.rule == finding.rule)
+                .count();
+            let before = errors
+                .iter()
+                .take(index)
+                .filter(|other| other.rule == finding.rule)
+                .count();
             if before >= SHOWN_OF_A_RULE {
                 continue;
             }
-            let value = finding.shown_value().map_or(String::new(), |value| format!(": {value}"));
+            let value = finding
+                .shown_value()
+                .map_or(String::new(), |value| format!(": {value}"));
             let more = if before + 1 == SHOWN_OF_A_RULE && of_rule > SHOWN_OF_A_RULE {
-                format!(" ({} more of these: `kata-gpu-boot initrd verify` has all)", of_rule - SHOWN_OF_A_RULE)
+                format!(
+                    " ({} more of these: `kata-gpu-boot initrd verify` has all)",
+                    of_rule - SHOWN_OF_A_RULE
+                )
             } else {
                 String::new()
             };
             let what = format!("{} {}{value}{more}", finding.rule.name, finding.path);
-            refusals.push(Refusal { what, ..Refusal::at(&self.path, finding.rule.breaks).cure(finding.rule.cure).forcible() });
+            refusals.push(Refusal {
+                what,
+                ..Refusal::at(&self.path, finding.rule.breaks)
+                    .cure(finding.rule.cure)
+                    .forcible()
+            });
         }
         refusals
     }
@@ -117,19 +165,35 @@ impl Initrd {
     /// Line of the text report: the initrd, and the verification's counts.
     pub fn shown(&self) -> String {
         let count = |severity: Severity, word: &str| {
-            let n = self.report.findings.iter().filter(|f| f.rule.severity == severity).count();
+            let n = self
+                .report
+                .findings
+                .iter()
+                .filter(|f| f.rule.severity == severity)
+                .count();
             format!("{n} {word}{}", if n == 1 { "" } else { "s" })
         };
-        let verdict =
-            [(Severity::Error, "error"), (Severity::Warning, "warning"), (Severity::Note, "note")].map(|(s, word)| count(s, word));
+        let verdict = [
+            (Severity::Error, "error"),
+            (Severity::Warning, "warning"),
+            (Severity::Note, "note"),
+        ]
+        .map(|(s, word)| count(s, word));
         let mib = self.report.bytes as f64 / f64::from(1 << 20);
-        format!("{}, {mib:.1} MiB, {}, verified: {}", self.path.display(), self.report.form.name(), verdict.join(", "))
+        format!(
+            "{}, {mib:.1} MiB, {}, verified: {}",
+            self.path.display(),
+            self.report.form.name(),
+            verdict.join(", ")
+        )
     }
 
     /// Line of the text report: the kernel that the modules were checked against.
     pub fn shown_kernel(&self) -> String {
         match &self.kernel {
-            Kernel::Unnamed => "not named in the configuration, so the modules were not held against it".into(),
+            Kernel::Unnamed => {
+                "not named in the configuration, so the modules were not held against it".into()
+            }
             Kernel::Release(path, release) => format!("{}, {release}", path.display()),
             Kernel::Unknown(why) => format!("{why}, so the modules were not held against it"),
         }
@@ -146,7 +210,12 @@ mod tests {
     fn newc(files: &[(&str, &[u8])]) -> Vec<u8> {
         let mut out = Vec::new();
         for (name, data) in files {
-            let header = Header { mode: 0o100_755, nlink: 1, size: data.len() as u32, ..Header::default() };
+            let header = Header {
+                mode: 0o100_755,
+                nlink: 1,
+                size: data.len() as u32,
+                ..Header::default()
+            };
             write_entry(&mut out, &header, name.as_bytes(), &mut &**data).unwrap();
         }
         write_trailer(&mut out).unwrap();
@@ -166,43 +235,104 @@ mod tests {
             ("empty", b"".as_slice(), "it is empty"),
             ("cut in a header", &good[..60], "cut"),
             ("zstd", &[0x28, 0xb5, 0x2f, 0xfd, 0, 0, 0, 0], "zstd"),
-            ("ELF", b"\x7fELF\x02\x01\x01\x00", "it is a program: not an initrd"),
+            (
+                "ELF",
+                b"\x7fELF\x02\x01\x01\x00",
+                "it is a program: not an initrd",
+            ),
             ("cut gzip", &[0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3, 1], "gzip"),
         ] {
             let refusal = of(bytes).unwrap_err();
-            assert!(refusal.why.contains(why) && !refusal.why.contains("initrd\":") && !refusal.forcible, "{name}: {refusal}");
+            assert!(
+                refusal.why.contains(why)
+                    && !refusal.why.contains("initrd\":")
+                    && !refusal.forcible,
+                "{name}: {refusal}"
+            );
         }
-        assert!(look(dir.path(), None, false).unwrap_err().why.contains("not a regular file"));
-        assert!(look(&dir.path().join("nothing"), None, false).unwrap_err().why.contains("no such initrd"));
+        assert!(
+            look(dir.path(), None, false)
+                .unwrap_err()
+                .why
+                .contains("not a regular file")
+        );
+        assert!(
+            look(&dir.path().join("nothing"), None, false)
+                .unwrap_err()
+                .why
+                .contains("no such initrd")
+        );
         let initrd = of(&good).unwrap();
-        assert_eq!((initrd.kernel.clone(), initrd.report.form, initrd.report.bytes), (Kernel::Unnamed, Form::Plain, good.len() as u64));
+        assert_eq!(
+            (
+                initrd.kernel.clone(),
+                initrd.report.form,
+                initrd.report.bytes
+            ),
+            (Kernel::Unnamed, Form::Plain, good.len() as u64)
+        );
         let refused: Vec<String> = initrd.refusals().iter().map(ToString::to_string).collect();
         // Without any part of a driver it is an image whose driver comes on a disk of its own.
         assert_eq!(refused.len(), 1, "no agent: {refused:?}");
-        assert!(refused[0].contains("initrd: no-agent /usr/bin/kata-agent: the init has nothing to hand PID 1 to"), "{refused:?}");
-        assert!(refused.iter().all(|line| line.ends_with("(or --force)")), "{refused:?}");
+        assert!(
+            refused[0].contains(
+                "initrd: no-agent /usr/bin/kata-agent: the init has nothing to hand PID 1 to"
+            ),
+            "{refused:?}"
+        );
+        assert!(
+            refused.iter().all(|line| line.ends_with("(or --force)")),
+            "{refused:?}"
+        );
     }
 
     #[test]
     fn of_many_errors_of_one_rule_the_rest_is_counted() {
         let dir = temp_dir();
         let path = dir.path().join("initrd");
-        let (module, names) = (stand_in::module(b"vermagic=5.0 \0"), ["a", "b", "c", "d", "e"]);
-        let files: Vec<String> = names.iter().map(|name| format!("lib/modules/6.1/{name}.ko")).collect();
+        let (module, names) = (
+            stand_in::module(b"vermagic=5.0 \0"),
+            ["a", "b", "c", "d", "e"],
+        );
+        let files: Vec<String> = names
+            .iter()
+            .map(|name| format!("lib/modules/6.1/{name}.ko"))
+            .collect();
         let dep: String = names.iter().map(|name| format!("{name}.ko:\n")).collect();
         let mut all: Vec<(&str, &[u8])> = vec![("lib/modules/6.1/modules.dep", dep.as_bytes())];
         all.extend(files.iter().map(|file| (file.as_str(), module.as_slice())));
         let mut archive = Vec::new();
         for directory in ["lib", "lib/modules", "lib/modules/6.1"] {
-            let header = Header { mode: 0o040_755, nlink: 2, ..Header::default() };
-            write_entry(&mut archive, &header, directory.as_bytes(), &mut io::empty()).unwrap();
+            let header = Header {
+                mode: 0o040_755,
+                nlink: 2,
+                ..Header::default()
+            };
+            write_entry(
+                &mut archive,
+                &header,
+                directory.as_bytes(),
+                &mut io::empty(),
+            )
+            .unwrap();
         }
         archive.extend(newc(&all));
         std::fs::write(&path, archive).unwrap();
-        let refusals = look(&path, Some("/nowhere/vmlinux"), false).unwrap().refusals();
-        let of_rule: Vec<_> = refusals.iter().filter(|r| r.what.starts_with("vermagic")).collect();
+        let refusals = look(&path, Some("/nowhere/vmlinux"), false)
+            .unwrap()
+            .refusals();
+        let of_rule: Vec<_> = refusals
+            .iter()
+            .filter(|r| r.what.starts_with("vermagic"))
+            .collect();
         assert_eq!(of_rule.len(), 3);
-        assert!(of_rule[2].what.ends_with("(2 more of these: `kata-gpu-boot initrd verify` has all)"), "{}", of_rule[2]);
+        assert!(
+            of_rule[2]
+                .what
+                .ends_with("(2 more of these: `kata-gpu-boot initrd verify` has all)"),
+            "{}",
+            of_rule[2]
+        );
     }
 
     #[test]
@@ -210,10 +340,17 @@ mod tests {
         let dir = temp_dir();
         let path = dir.path().join("vmlinux");
         std::fs::write(&path, b"...Linux version 6.18.5-nvidia-gpu (builder) #1").unwrap();
-        assert_eq!(kernel_of(path.to_str()), Kernel::Release(path.clone(), "6.18.5-nvidia-gpu".into()));
+        assert_eq!(
+            kernel_of(path.to_str()),
+            Kernel::Release(path.clone(), "6.18.5-nvidia-gpu".into())
+        );
         std::fs::write(&path, b"nothing").unwrap();
-        assert!(matches!(kernel_of(path.to_str()), Kernel::Unknown(why) if why.contains("give the release itself")));
-        assert!(matches!(kernel_of(Some("/nowhere/6.1.0")), Kernel::Unknown(why) if why == "/nowhere/6.1.0: not there"));
+        assert!(
+            matches!(kernel_of(path.to_str()), Kernel::Unknown(why) if why.contains("give the release itself"))
+        );
+        assert!(
+            matches!(kernel_of(Some("/nowhere/6.1.0")), Kernel::Unknown(why) if why == "/nowhere/6.1.0: not there")
+        );
         assert_eq!(kernel_of(Some("")), Kernel::Unnamed);
     }
 }

@@ -39,7 +39,10 @@ pub fn words(text: &str) -> Result<Vec<&str>, OpenQuote> {
 /// The part before `=`. The kernel treats `-` and `_` alike, and quotes may enclose the whole word.
 pub fn name(word: &str) -> String {
     let word = word.trim_start_matches('"');
-    word.split_once('=').map_or(word, |(name, _)| name).trim_end_matches('"').replace('-', "_")
+    word.split_once('=')
+        .map_or(word, |(name, _)| name)
+        .trim_end_matches('"')
+        .replace('-', "_")
 }
 
 /// Whether a word replaces an earlier word of the same name. Names with a dot belong to a module,
@@ -57,9 +60,16 @@ pub fn replaces(newer: &str, word: &str) -> bool {
 /// `existing` with our words, without the words that ours replace.
 pub fn merge(existing: &str, ours: &[String]) -> Result<String, OpenQuote> {
     let existing = words(existing)?;
-    let end = existing.iter().position(|word| *word == "--").unwrap_or(existing.len());
+    let end = existing
+        .iter()
+        .position(|word| *word == "--")
+        .unwrap_or(existing.len());
     let (kernels, others) = existing.split_at(end);
-    let mut merged: Vec<&str> = kernels.iter().copied().filter(|word| !ours.iter().any(|own| replaces(own, word))).collect();
+    let mut merged: Vec<&str> = kernels
+        .iter()
+        .copied()
+        .filter(|word| !ours.iter().any(|own| replaces(own, word)))
+        .collect();
     merged.extend(ours.iter().map(String::as_str));
     merged.extend(others);
     Ok(merged.join(" "))
@@ -93,7 +103,10 @@ mod tests {
 
     #[test]
     fn words_keep_their_quotes_and_blanks_in_quotes() {
-        assert_eq!(words(" a  b=\"c d\"\t\"e f=g\"\n--  h "), Ok(vec!["a", "b=\"c d\"", "\"e f=g\"", "--", "h"]));
+        assert_eq!(
+            words(" a  b=\"c d\"\t\"e f=g\"\n--  h "),
+            Ok(vec!["a", "b=\"c d\"", "\"e f=g\"", "--", "h"])
+        );
         assert_eq!(words(""), Ok(vec![]));
         assert_eq!(words("a b=\"c d"), Err(OpenQuote));
     }
@@ -102,16 +115,52 @@ mod tests {
     const MERGES: &[(&str, &[&str], &str)] = &[
         ("", &["gpuinit.bind=insmod"], "gpuinit.bind=insmod"),
         ("a=1 b=2", &[], "a=1 b=2"),
-        ("a=1 gpuinit.bind=auto b=2", &["gpuinit.bind=insmod"], "a=1 b=2 gpuinit.bind=insmod"),
-        ("gpuinit.bind=auto gpuinit.bind=insmod", &["gpuinit.bind=pipelined"], "gpuinit.bind=pipelined"),
-        ("agent.cdi-timeout=5", &["agent.cdi_timeout=100"], "agent.cdi_timeout=100"),
-        ("pci=realloc pci=nocrs", &["gpuinit.gpus=8"], "pci=realloc pci=nocrs gpuinit.gpus=8"),
+        (
+            "a=1 gpuinit.bind=auto b=2",
+            &["gpuinit.bind=insmod"],
+            "a=1 b=2 gpuinit.bind=insmod",
+        ),
+        (
+            "gpuinit.bind=auto gpuinit.bind=insmod",
+            &["gpuinit.bind=pipelined"],
+            "gpuinit.bind=pipelined",
+        ),
+        (
+            "agent.cdi-timeout=5",
+            &["agent.cdi_timeout=100"],
+            "agent.cdi_timeout=100",
+        ),
+        (
+            "pci=realloc pci=nocrs",
+            &["gpuinit.gpus=8"],
+            "pci=realloc pci=nocrs gpuinit.gpus=8",
+        ),
         ("a=\"x  y\"   b", &["c=\"1 2\""], "a=\"x  y\" b c=\"1 2\""),
-        ("pci=realloc pci=nocrs", &["pci=noaer"], "pci=realloc pci=nocrs pci=noaer"),
-        ("pci=realloc pci=nocrs quiet", &["pci=realloc", "quiet"], "pci=nocrs pci=realloc quiet"),
-        ("nvidia.NVreg_A=1 nvidia.NVreg_B=1", &["nvidia.NVreg_A=2"], "nvidia.NVreg_B=1 nvidia.NVreg_A=2"),
-        ("a=1 -- gpuinit.bind=auto x", &["gpuinit.bind=insmod"], "a=1 gpuinit.bind=insmod -- gpuinit.bind=auto x"),
-        ("\"gpuinit.log=debug\"", &["gpuinit.log=off"], "gpuinit.log=off"),
+        (
+            "pci=realloc pci=nocrs",
+            &["pci=noaer"],
+            "pci=realloc pci=nocrs pci=noaer",
+        ),
+        (
+            "pci=realloc pci=nocrs quiet",
+            &["pci=realloc", "quiet"],
+            "pci=nocrs pci=realloc quiet",
+        ),
+        (
+            "nvidia.NVreg_A=1 nvidia.NVreg_B=1",
+            &["nvidia.NVreg_A=2"],
+            "nvidia.NVreg_B=1 nvidia.NVreg_A=2",
+        ),
+        (
+            "a=1 -- gpuinit.bind=auto x",
+            &["gpuinit.bind=insmod"],
+            "a=1 gpuinit.bind=insmod -- gpuinit.bind=auto x",
+        ),
+        (
+            "\"gpuinit.log=debug\"",
+            &["gpuinit.log=off"],
+            "gpuinit.log=off",
+        ),
     ];
 
     #[test]
@@ -120,14 +169,22 @@ mod tests {
             let ours: Vec<String> = ours.iter().map(ToString::to_string).collect();
             let merged = merge(existing, &ours).unwrap();
             assert_eq!(merged, *wanted, "{existing}");
-            assert_eq!(merge(&merged, &ours).unwrap(), merged, "twice is once: {existing}");
+            assert_eq!(
+                merge(&merged, &ours).unwrap(),
+                merged,
+                "twice is once: {existing}"
+            );
         }
         assert_eq!(merge("a=\"b", &["c".into()]), Err(OpenQuote));
     }
 
     #[test]
     fn the_init_reads_what_was_merged() {
-        let merged = merge("quiet a=\"x gpuinit.bind=insmod\"", &["gpuinit.bind=pipelined".into()]).unwrap();
+        let merged = merge(
+            "quiet a=\"x gpuinit.bind=insmod\"",
+            &["gpuinit.bind=pipelined".into()],
+        )
+        .unwrap();
         let (config, notes) = config::Config::parse(merged.as_bytes());
         assert_eq!(config.bind, config::Bind::Pipelined);
         assert_eq!(notes.len(), 1);
@@ -135,7 +192,12 @@ mod tests {
 
     #[test]
     fn a_word_that_the_init_would_not_take_is_refused() {
-        for good in ["gpuinit.bind=insmod", "quiet", "a=\"b c\"", "nvidia.NVreg_RegistryDwords=\"a=1;b=2\""] {
+        for good in [
+            "gpuinit.bind=insmod",
+            "quiet",
+            "a=\"b c\"",
+            "nvidia.NVreg_RegistryDwords=\"a=1;b=2\"",
+        ] {
             assert_eq!(check(good), Ok(()), "{good}");
         }
         for (bad, why) in [

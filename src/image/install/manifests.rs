@@ -45,7 +45,11 @@ impl std::fmt::Display for Name {
 
 /// X of `configuration-X.toml`.
 pub fn base_config(config: &Path) -> Option<&str> {
-    config.file_name()?.to_str()?.strip_prefix("configuration-")?.strip_suffix(".toml")
+    config
+        .file_name()?
+        .to_str()?
+        .strip_prefix("configuration-")?
+        .strip_suffix(".toml")
 }
 
 /// The handler of this configuration, from the path where kata-deploy installed it.
@@ -70,28 +74,56 @@ fn class(name: &Name, handler: &Name, default_memory: i64) -> String {
 }
 
 /// A RuntimeClass for the configuration on this node.
-pub fn runtime_class(name: Option<&Name>, config: &Path, default_memory: i64) -> Result<String, Refusal> {
-    let handler = installed_handler(config).or_else(|| name.cloned()).ok_or_else(|| {
-        Refusal::at(config, "its name does not contain containerd's handler for it").cure("give that handler with --name")
-    })?;
+pub fn runtime_class(
+    name: Option<&Name>,
+    config: &Path,
+    default_memory: i64,
+) -> Result<String, Refusal> {
+    let handler = installed_handler(config)
+        .or_else(|| name.cloned())
+        .ok_or_else(|| {
+            Refusal::at(
+                config,
+                "its name does not contain containerd's handler for it",
+            )
+            .cure("give that handler with --name")
+        })?;
     let name = name.unwrap_or(&handler);
     let head = "# memory: default_memory, which VFIO pins whole, and 2 GiB for the hypervisor.\n";
     Ok(format!("{head}{}", class(name, &handler, default_memory)))
 }
 
 /// Values for kata-deploy's chart: a new runtime in addition to the existing ones.
-pub fn helm(name: Option<&Name>, config: &Path, plan: &Plan, default_memory: i64) -> Result<String, Refusal> {
+pub fn helm(
+    name: Option<&Name>,
+    config: &Path,
+    plan: &Plan,
+    default_memory: i64,
+) -> Result<String, Refusal> {
     let refuse = |why: &str, cure: &str| Refusal::at(config, why).cure(cure);
-    let base =
-        base_config(config).filter(|base| base.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')).ok_or_else(|| {
-            refuse("its name does not contain kata-deploy's base configuration", "name a file like configuration-qemu-nvidia-gpu.toml")
+    let base = base_config(config)
+        .filter(|base| {
+            base.chars()
+                .all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')
+        })
+        .ok_or_else(|| {
+            refuse(
+                "its name does not contain kata-deploy's base configuration",
+                "name a file like configuration-qemu-nvidia-gpu.toml",
+            )
         })?;
     let name = match name {
         Some(name) => name.clone(),
-        None => format!("kata-{base}-init").parse().map_err(|why: String| refuse(&why, "give a name with --name"))?,
+        None => format!("kata-{base}-init")
+            .parse()
+            .map_err(|why: String| refuse(&why, "give a name with --name"))?,
     };
     let root = if plan.image { "image" } else { "initrd" };
-    let indented = |text: &str| text.lines().map(|line| format!("        {line}\n")).collect::<String>();
+    let indented = |text: &str| {
+        text.lines()
+            .map(|line| format!("        {line}\n"))
+            .collect::<String>()
+    };
     Ok(format!(
         "# helm upgrade kata-deploy CHART --version VERSION -f YOUR-VALUES -f this-file: those that the release has now, and these.\n# The {root} must be on every node, at this path, before a pod asks for this runtime.\ncustomRuntimes:\n  enabled: true\n  runtimes:\n    {name}:\n      baseConfig: \"{base}\"\n      dropIn: |\n{}      runtimeClass: |\n{}",
         indented(&drop_in::toml_text(plan)),
@@ -129,8 +161,14 @@ mod tests {
     #[test]
     fn the_handler_follows_from_kata_deploys_configuration_path() {
         let handler = |path: &str| installed_handler(Path::new(path)).map(|name| name.to_string());
-        assert_eq!(handler("/d/runtimes/qemu-nvidia-gpu/configuration-qemu-nvidia-gpu.toml").as_deref(), Some("kata-qemu-nvidia-gpu"));
-        assert_eq!(handler("/d/custom-runtimes/kata-mine/configuration-qemu-nvidia-gpu.toml").as_deref(), Some("kata-mine"));
+        assert_eq!(
+            handler("/d/runtimes/qemu-nvidia-gpu/configuration-qemu-nvidia-gpu.toml").as_deref(),
+            Some("kata-qemu-nvidia-gpu")
+        );
+        assert_eq!(
+            handler("/d/custom-runtimes/kata-mine/configuration-qemu-nvidia-gpu.toml").as_deref(),
+            Some("kata-mine")
+        );
         assert_eq!(handler("/etc/kata-containers/configuration.toml"), None);
     }
 }

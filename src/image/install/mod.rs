@@ -8,6 +8,8 @@
 
 pub mod checks;
 pub mod daemon_set;
+pub mod drop_in_file;
+pub mod drop_in_plan;
 pub mod guest;
 pub mod here;
 pub mod initrd_check;
@@ -15,9 +17,7 @@ pub mod kernel_params;
 pub mod manifests;
 pub mod node;
 pub mod place;
-pub mod drop_in_plan;
 pub mod trial;
 pub mod uninstall;
-pub mod drop_in_file;
 
 pub use here::{Args, Said};

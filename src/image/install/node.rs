@@ -67,7 +67,10 @@ fn is_copy(name: &str) -> bool {
     let name = name.strip_suffix(PARTIAL).unwrap_or(name);
     let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
     let hash = stem.rsplit_once(MARK).map_or("", |(_, hash)| hash);
-    hash.len() == DIGITS && hash.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+    hash.len() == DIGITS
+        && hash
+            .bytes()
+            .all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
 
 fn hash_of(file: &mut File) -> std::io::Result<String> {
@@ -82,13 +85,18 @@ fn hash_of(file: &mut File) -> std::io::Result<String> {
 
 /// Makes the folder and claims it for this configuration.
 fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
-    let config = fs::canonicalize(config).with_context(|| format!("look for {}", config.display()))?;
+    let config =
+        fs::canonicalize(config).with_context(|| format!("look for {}", config.display()))?;
     fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
     let dir = fs::canonicalize(dir).with_context(|| format!("look for {}", dir.display()))?;
     let (owner, text) = (dir.join(OWNER), format!("{}\n", config.display()));
     match fs::read_to_string(&owner) {
         Ok(there) if there == text => {}
-        Ok(there) => bail!("{} is the folder of {}: name another one with --node", dir.display(), there.trim()),
+        Ok(there) => bail!(
+            "{} is the folder of {}: name another one with --node",
+            dir.display(),
+            there.trim()
+        ),
         Err(e) if e.kind() == ErrorKind::NotFound => {
             fs::write(&owner, text).with_context(|| format!("write {}", owner.display()))?;
         }
@@ -99,9 +107,14 @@ fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
 
 fn copy(source: &Path, dir: &Path) -> Result<Copied> {
     let mut file = File::open(source).with_context(|| format!("open {}", source.display()))?;
-    ensure!(file.metadata()?.is_file(), "{}: is no regular file", source.display());
+    ensure!(
+        file.metadata()?.is_file(),
+        "{}: is no regular file",
+        source.display()
+    );
     let hash = hash_of(&mut file).with_context(|| format!("read {}", source.display()))?;
-    let name = name_of(source, &hash).with_context(|| format!("{}: its name is not UTF-8: rename it", source.display()))?;
+    let name = name_of(source, &hash)
+        .with_context(|| format!("{}: its name is not UTF-8: rename it", source.display()))?;
     let path = dir.join(name);
     if let Ok(mut there) = File::open(&path)
         && hash_of(&mut there).is_ok_and(|there| there == hash)
@@ -110,9 +123,14 @@ fn copy(source: &Path, dir: &Path) -> Result<Copied> {
     }
     let mut output = Output::create(&path, Form::Plain)?;
     let mut again = File::open(source).with_context(|| format!("open {}", source.display()))?;
-    std::io::copy(&mut again, &mut output).with_context(|| format!("copy {} to {}", source.display(), dir.display()))?;
+    std::io::copy(&mut again, &mut output)
+        .with_context(|| format!("copy {} to {}", source.display(), dir.display()))?;
     let mut written = output.end()?;
-    ensure!(written.sha256 == hash, "{}: changed while it was copied: run it again", source.display());
+    ensure!(
+        written.sha256 == hash,
+        "{}: changed while it was copied: run it again",
+        source.display()
+    );
     written.keep()?;
     Ok(Copied { path, made: true })
 }
@@ -120,9 +138,17 @@ fn copy(source: &Path, dir: &Path) -> Result<Copied> {
 /// Removes all copies except `keep`.
 fn remove_copies(dir: &Path, keep: &[PathBuf]) -> Result<()> {
     for entry in fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
-        let path = entry.with_context(|| format!("read {}", dir.display()))?.path();
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if is_copy(name) && !keep.contains(&path) && path.symlink_metadata().is_ok_and(|meta| meta.is_file()) {
+        let path = entry
+            .with_context(|| format!("read {}", dir.display()))?
+            .path();
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        if is_copy(name)
+            && !keep.contains(&path)
+            && path.symlink_metadata().is_ok_and(|meta| meta.is_file())
+        {
             fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
         }
     }
@@ -149,25 +175,38 @@ pub fn nothing_unset(args: &Args) -> Result<(), Refusal> {
     if args.unset.is_empty() {
         return Ok(());
     }
-    let why = "is not for a node: an installation there has the parameters of --param and no others";
+    let why =
+        "is not for a node: an installation there has the parameters of --param and no others";
     Err(Refusal::of_argument("--unset", why).cure("omit it"))
 }
 
 /// `install --node`: installs, and returns the output.
 pub fn say(args: &Args, dir: &Path) -> Said {
-    let refused = |refusal: Refusal| Said::refused(format!("refused: {refusal}\nnothing was written, for 1 reason\n"));
+    let refused = |refusal: Refusal| {
+        Said::refused(format!(
+            "refused: {refusal}\nnothing was written, for 1 reason\n"
+        ))
+    };
     if args.dry_run {
         let why = "does not apply to a copy that does not exist yet";
-        return refused(Refusal::of_argument("--dry-run", why).cure("omit --node: the rest is the same"));
+        return refused(
+            Refusal::of_argument("--dry-run", why).cure("omit --node: the rest is the same"),
+        );
     }
     if let Err(refusal) = nothing_unset(args) {
         return refused(refusal);
     }
     let Some(source) = args.initrd.as_ref().or(args.image.as_ref()) else {
-        return refused(Refusal::of_argument("--node", "needs --initrd or --image").cure("name the file that is copied"));
+        return refused(
+            Refusal::of_argument("--node", "needs --initrd or --image")
+                .cure("name the file that is copied"),
+        );
     };
     // Check the source before writing a copy of its size.
-    let checked = say_here(&Args { dry_run: true, ..args.clone() });
+    let checked = say_here(&Args {
+        dry_run: true,
+        ..args.clone()
+    });
     if checked.code != 0 {
         return checked;
     }
@@ -185,16 +224,26 @@ pub fn say(args: &Args, dir: &Path) -> Said {
         let _unused = copied.made.then(|| fs::remove_file(&copied.path));
         return said;
     }
-    let keep: Vec<PathBuf> = [Some(copied.path.clone()), former.clone()].into_iter().flatten().collect();
+    let keep: Vec<PathBuf> = [Some(copied.path.clone()), former.clone()]
+        .into_iter()
+        .flatten()
+        .collect();
     // A repeated install does not know the former copy: keep all copies.
-    let removed = if former.as_ref() == Some(&copied.path) { Ok(()) } else { remove_copies(dir, &keep) };
+    let removed = if former.as_ref() == Some(&copied.path) {
+        Ok(())
+    } else {
+        remove_copies(dir, &keep)
+    };
     let labelled = removed.and_then(|()| args.place.node_feature.as_deref().map_or(Ok(()), label));
     said.add(labelled);
     said
 }
 
 fn label(file: &Path) -> Result<()> {
-    let name = file.file_name().and_then(|name| name.to_str()).with_context(|| format!("{}: no name of a file", file.display()))?;
+    let name = file
+        .file_name()
+        .and_then(|name| name.to_str())
+        .with_context(|| format!("{}: no name of a file", file.display()))?;
     let dir = file.parent().context("a file in a folder")?;
     fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
     // Write in place: Node Feature Discovery polls the file and finds a missing line at its next
@@ -205,7 +254,9 @@ fn label(file: &Path) -> Result<()> {
 /// Removes a file that may be gone already.
 fn remove(file: &Path) -> Result<()> {
     match fs::remove_file(file) {
-        Err(e) if e.kind() != ErrorKind::NotFound => Err(e).with_context(|| format!("remove {}", file.display())),
+        Err(e) if e.kind() != ErrorKind::NotFound => {
+            Err(e).with_context(|| format!("remove {}", file.display()))
+        }
         _ => Ok(()),
     }
 }
@@ -216,7 +267,12 @@ pub fn uninstall(args: &uninstall::Args) -> Said {
     let unlabelled = args.place.node_feature.as_deref().map_or(Ok(()), remove);
     let mut said = uninstall::say_here(args);
     said.add(unlabelled);
-    if let Some(dir) = args.place.dir.as_deref().filter(|dir| said.code == 0 && dir.exists()) {
+    if let Some(dir) = args
+        .place
+        .dir
+        .as_deref()
+        .filter(|dir| said.code == 0 && dir.exists())
+    {
         said.add(empty(dir, &args.kata_config));
     }
     said
@@ -225,11 +281,17 @@ pub fn uninstall(args: &uninstall::Args) -> Said {
 /// Removes the copies, and the folder if nothing else is in it.
 fn empty(dir: &Path, config: &Path) -> Result<()> {
     // Kata's own uninstall may have removed the configuration already.
-    let dir = if config.exists() { claim(dir, config)? } else { dir.to_path_buf() };
+    let dir = if config.exists() {
+        claim(dir, config)?
+    } else {
+        dir.to_path_buf()
+    };
     remove_copies(&dir, &[])?;
     remove(&dir.join(OWNER))?;
     match fs::remove_dir(&dir) {
-        Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => Err(e).with_context(|| format!("remove {}", dir.display())),
+        Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => {
+            Err(e).with_context(|| format!("remove {}", dir.display()))
+        }
         _ => Ok(()),
     }
 }
@@ -250,15 +312,24 @@ fn stamps(args: &Args) -> Vec<(PathBuf, Stamp)> {
         paths.extend(drop_in_plan::text(&now, &section, "kernel").map(PathBuf::from));
     }
     paths.extend(args.initrd.iter().chain(&args.image).cloned());
-    paths.into_iter().map(|path| (path.clone(), stamp(&path))).collect()
+    paths
+        .into_iter()
+        .map(|path| (path.clone(), stamp(&path)))
+        .collect()
 }
 
 /// Whether the installation is in effect: guests start from a copy in the folder, and the copy and
 /// the label exist.
 fn is_whole(args: &Args, dir: &Path) -> bool {
     let dir = fs::canonicalize(dir).ok();
-    let copy = installed(&args.kata_config).filter(|copy| copy.parent() == dir.as_deref() && copy.is_file());
-    copy.is_some() && args.place.node_feature.as_ref().is_none_or(|file| file.is_file())
+    let copy = installed(&args.kata_config)
+        .filter(|copy| copy.parent() == dir.as_deref() && copy.is_file());
+    copy.is_some()
+        && args
+            .place
+            .node_feature
+            .as_ref()
+            .is_none_or(|file| file.is_file())
 }
 
 /// Wait for SIGTERM or SIGINT, which then no longer end the process by themselves.
@@ -275,7 +346,10 @@ impl End {
 
     /// Whether a signal came before the timeout.
     fn within(&self, timeout: PollTimeout) -> Result<bool> {
-        match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
+        match poll(
+            &mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)],
+            timeout,
+        ) {
             Ok(0) | Err(Errno::EINTR) => Ok(false),
             Ok(_) => Ok(true),
             Err(e) => Err(e).context("wait for SIGTERM"),
@@ -349,13 +423,30 @@ mod tests {
     #[test]
     fn a_copys_name_has_its_hash_and_is_known_again() {
         let hash = "9772975692f6dbb507cdd0e9bba57cdf14a6bf7f598583336a45394c6dfa4327";
-        let named = [("/gpu.initrd", "gpu-sha256-9772975692f6.initrd"), ("a/b", "b-sha256-9772975692f6")];
-        for (source, name) in named.into_iter().chain([("x.y.img", "x.y-sha256-9772975692f6.img")]) {
+        let named = [
+            ("/gpu.initrd", "gpu-sha256-9772975692f6.initrd"),
+            ("a/b", "b-sha256-9772975692f6"),
+        ];
+        for (source, name) in named
+            .into_iter()
+            .chain([("x.y.img", "x.y-sha256-9772975692f6.img")])
+        {
             assert_eq!(name_of(Path::new(source), hash).as_deref(), Some(name));
-            assert!(is_copy(name) && is_copy(&format!("{name}{PARTIAL}")), "{name}");
+            assert!(
+                is_copy(name) && is_copy(&format!("{name}{PARTIAL}")),
+                "{name}"
+            );
         }
-        let others = ["gpu.initrd", "gpu-sha256-977297569.initrd", "gpu-sha256-9772975692fX.initrd", OWNER];
-        for other in others.into_iter().chain(["backup-202611230826.tar", "gpu-sha256-9772975692f6.img.new"]) {
+        let others = [
+            "gpu.initrd",
+            "gpu-sha256-977297569.initrd",
+            "gpu-sha256-9772975692fX.initrd",
+            OWNER,
+        ];
+        for other in others
+            .into_iter()
+            .chain(["backup-202611230826.tar", "gpu-sha256-9772975692f6.img.new"])
+        {
             assert!(!is_copy(other), "{other}");
         }
     }
@@ -363,7 +454,10 @@ mod tests {
     #[test]
     fn a_copy_is_made_once_and_made_anew_where_it_is_damaged() {
         let dir = temp_dir();
-        let (source, config) = (dir.path().join("gpu.initrd"), dir.path().join("configuration.toml"));
+        let (source, config) = (
+            dir.path().join("gpu.initrd"),
+            dir.path().join("configuration.toml"),
+        );
         fs::write(&source, b"one").unwrap();
         fs::write(&config, b"").unwrap();
         let to = claim(&dir.path().join("node/deeper"), &config).unwrap();
@@ -383,7 +477,11 @@ mod tests {
     #[test]
     fn a_folder_is_one_configurations_alone() {
         let dir = temp_dir();
-        let (one, other, to) = (dir.path().join("one.toml"), dir.path().join("other.toml"), dir.path().join("node"));
+        let (one, other, to) = (
+            dir.path().join("one.toml"),
+            dir.path().join("other.toml"),
+            dir.path().join("node"),
+        );
         fs::write(&one, b"").unwrap();
         fs::write(&other, b"").unwrap();
         claim(&to, &one).unwrap();

@@ -75,24 +75,44 @@ pub enum Manifest {
 
 /// Removes the drop-in alone; copies on a node stay.
 pub fn say_here(args: &Args) -> Said {
-    uninstall(args).unwrap_or_else(|error| Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))))
+    uninstall(args).unwrap_or_else(|error| {
+        Said::refused(format!(
+            "kata-gpu-boot: {}\n",
+            printable(&format!("{error:#}"))
+        ))
+    })
 }
 
 /// The directory in which the runtime looks for `config.d`, even if the configuration itself is
 /// gone.
 fn directory(given: &Path) -> Result<PathBuf> {
     // Refuse a directory: no drop-in is beside it, and "nothing to remove" would be misleading.
-    anyhow::ensure!(!given.is_dir(), "{}: is a directory: name the configuration file", given.display());
-    if let Some(dir) = std::fs::canonicalize(given).ok().as_deref().and_then(Path::parent) {
+    anyhow::ensure!(
+        !given.is_dir(),
+        "{}: is a directory: name the configuration file",
+        given.display()
+    );
+    if let Some(dir) = std::fs::canonicalize(given)
+        .ok()
+        .as_deref()
+        .and_then(Path::parent)
+    {
         return Ok(dir.into());
     }
-    let parent = given.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = given
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     std::fs::canonicalize(parent).with_context(|| format!("look for {}", given.display()))
 }
 
 fn uninstall(args: &Args) -> Result<Said> {
     let dir = directory(&args.kata_config)?;
-    let _lock = if args.dry_run { None } else { Some(drop_in_file::lock(&dir)?) };
+    let _lock = if args.dry_run {
+        None
+    } else {
+        Some(drop_in_file::lock(&dir)?)
+    };
     let drop_in_dir = dir.join(drop_in::DIRECTORY);
     let path = drop_in_dir.join(drop_in::NAME);
     let found = match drop_in::look(&path) {
@@ -108,10 +128,14 @@ fn uninstall(args: &Args) -> Result<Said> {
         };
         return Ok(Said::done(text));
     }
-    if let Some(refusal) = checks::own_file(&found, &path).filter(|refusal| !(args.force && refusal.forcible)) {
+    if let Some(refusal) =
+        checks::own_file(&found, &path).filter(|refusal| !(args.force && refusal.forcible))
+    {
         let mut said = Said::refused(format!("refused: {refusal}\nnothing was removed\n"));
         if args.json {
-            said.out = json!({"action": "refused", "file": shown, "refusals": [refusal.json()]}).to_string() + "\n";
+            said.out = json!({"action": "refused", "file": shown, "refusals": [refusal.json()]})
+                .to_string()
+                + "\n";
         }
         return Ok(said);
     }
@@ -121,13 +145,25 @@ fn uninstall(args: &Args) -> Result<Said> {
     let mut removed_directory = false;
     if !args.dry_run {
         let now = drop_in::look(&path).with_context(|| format!("read {}", path.display()))?;
-        anyhow::ensure!(now == found, "{}: changed during the check: run it again", path.display());
+        anyhow::ensure!(
+            now == found,
+            "{}: changed during the check: run it again",
+            path.display()
+        );
         removed_directory = drop_in_file::remove(&drop_in_dir, made_directory)?;
     }
-    let verb = if args.dry_run { "would remove" } else { "removed" };
+    let verb = if args.dry_run {
+        "would remove"
+    } else {
+        "removed"
+    };
     if args.json {
         let changes: Vec<_> = changes.iter().flatten().map(Change::json).collect();
-        let action = if args.dry_run { "would-remove" } else { "removed" };
+        let action = if args.dry_run {
+            "would-remove"
+        } else {
+            "removed"
+        };
         return Ok(Said::done(
             json!({"action": action, "file": shown, "removedDirectory": removed_directory, "changes": changes}).to_string() + "\n",
         ));
@@ -135,7 +171,10 @@ fn uninstall(args: &Args) -> Result<Said> {
     let mut text = changes.as_deref().map(changes_text).unwrap_or_default();
     text.push_str(&format!("{verb} {}\n", printable(&shown)));
     if removed_directory {
-        text.push_str(&format!("removed {}, which was made for it\n", printable(&drop_in_dir.to_string_lossy())));
+        text.push_str(&format!(
+            "removed {}, which was made for it\n",
+            printable(&drop_in_dir.to_string_lossy())
+        ));
     }
     if !args.dry_run {
         text.push_str("New pods start as before; running pods stay.\n");

@@ -81,7 +81,11 @@ impl Found {
 
 /// Looks at the path of our drop-in, without following a link.
 pub fn look(path: &Path) -> io::Result<Found> {
-    let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path) {
+    let file = match OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW)
+        .open(path)
+    {
         Ok(file) => file,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found::Absent),
         Err(e) if e.raw_os_error() == Some(libc::ELOOP) => return Ok(Found::Link),
@@ -96,13 +100,21 @@ pub fn look(path: &Path) -> io::Result<Found> {
 }
 
 fn judge(text: Vec<u8>) -> Found {
-    let Some(record) = std::str::from_utf8(&text).ok().and_then(|text| text.lines().find_map(|line| line.strip_prefix(MARK))) else {
+    let Some(record) = std::str::from_utf8(&text)
+        .ok()
+        .and_then(|text| text.lines().find_map(|line| line.strip_prefix(MARK)))
+    else {
         return Found::Foreign(text);
     };
     // A record that does not parse counts as edited.
     let record: Record = serde_json::from_str(record).unwrap_or_default();
-    let untouched = record.format == FORMAT && seal(&record, &body(&text)).is_some_and(|sealed| sealed.as_bytes() == text.as_slice());
-    Found::Ours { text, record, edited: !untouched }
+    let untouched = record.format == FORMAT
+        && seal(&record, &body(&text)).is_some_and(|sealed| sealed.as_bytes() == text.as_slice());
+    Found::Ours {
+        text,
+        record,
+        edited: !untouched,
+    }
 }
 
 /// Everything after the first two lines.
@@ -113,18 +125,30 @@ fn body(text: &[u8]) -> String {
 
 /// The file's text for a record and a body, with the checksum over both.
 fn seal(record: &Record, body: &str) -> Option<String> {
-    let mut record = Record { checksum: String::new(), ..record.clone() };
+    let mut record = Record {
+        checksum: String::new(),
+        ..record.clone()
+    };
     let mut checksum = flate2::Crc::new();
     checksum.update(serde_json::to_string(&record).ok()?.as_bytes());
     checksum.update(body.as_bytes());
     record.checksum = format!("{:08x}", checksum.sum());
     let head = if record.image { HEAD_OF_IMAGE } else { HEAD };
-    Some(format!("{head}\n{MARK}{}\n{body}", serde_json::to_string(&record).ok()?))
+    Some(format!(
+        "{head}\n{MARK}{}\n{body}",
+        serde_json::to_string(&record).ok()?
+    ))
 }
 
 /// The drop-in's text.
 pub fn render(plan: &Plan, made_directory: bool) -> Option<String> {
-    let record = Record { format: FORMAT, made_directory, parameters: plan.parameters.clone(), image: plan.image, checksum: String::new() };
+    let record = Record {
+        format: FORMAT,
+        made_directory,
+        parameters: plan.parameters.clone(),
+        image: plan.image,
+        checksum: String::new(),
+    };
     seal(&record, &toml_text(plan))
 }
 
@@ -141,13 +165,26 @@ pub fn toml_text(plan: &Plan) -> String {
 pub fn inline(value: &Value) -> String {
     match value {
         Value::String(text) => basic_string(text),
-        Value::Array(all) => format!("[{}]", all.iter().map(inline).collect::<Vec<_>>().join(", ")),
+        Value::Array(all) => format!(
+            "[{}]",
+            all.iter().map(inline).collect::<Vec<_>>().join(", ")
+        ),
         Value::Table(table) => {
             let pair = |(key, value): (&String, &Value)| {
-                let bare = !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
-                format!("{} = {}", if bare { key.clone() } else { basic_string(key) }, inline(value))
+                let bare = !key.is_empty()
+                    && key
+                        .chars()
+                        .all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
+                format!(
+                    "{} = {}",
+                    if bare { key.clone() } else { basic_string(key) },
+                    inline(value)
+                )
             };
-            format!("{{ {} }}", table.iter().map(pair).collect::<Vec<_>>().join(", "))
+            format!(
+                "{{ {} }}",
+                table.iter().map(pair).collect::<Vec<_>>().join(", ")
+            )
         }
         Value::Integer(number) => number.to_string(),
         Value::Float(number) if number.is_nan() => "nan".into(),
@@ -193,7 +230,10 @@ mod tests {
     fn plan(params: &str) -> Plan {
         Plan {
             section: "qemu".into(),
-            keys: vec![("image", Value::String(String::new())), ("kernel_params", Value::String(params.into()))],
+            keys: vec![
+                ("image", Value::String(String::new())),
+                ("kernel_params", Value::String(params.into())),
+            ],
             parameters: vec!["gpuinit.log=debug".into()],
             image: false,
         }
@@ -212,7 +252,11 @@ mod tests {
         ] {
             let text = toml_text(&plan(params));
             let table = parse(text.as_bytes()).unwrap();
-            assert_eq!(table["hypervisor"]["qemu"]["kernel_params"].as_str(), Some(params), "{text}");
+            assert_eq!(
+                table["hypervisor"]["qemu"]["kernel_params"].as_str(),
+                Some(params),
+                "{text}"
+            );
         }
     }
 
@@ -229,10 +273,21 @@ mod tests {
     #[test]
     fn what_we_wrote_is_known_again_and_any_edit_is_seen() {
         let text = render(&plan("a=1"), true).unwrap();
-        let Found::Ours { record, edited: false, .. } = judge(text.clone().into_bytes()) else { panic!("not ours:\n{text}") };
+        let Found::Ours {
+            record,
+            edited: false,
+            ..
+        } = judge(text.clone().into_bytes())
+        else {
+            panic!("not ours:\n{text}")
+        };
         assert!(record.made_directory);
         assert_eq!(record.parameters, ["gpuinit.log=debug"]);
-        assert_eq!(render(&plan("a=1"), true).unwrap(), text, "the same plan, the same bytes");
+        assert_eq!(
+            render(&plan("a=1"), true).unwrap(),
+            text,
+            "the same plan, the same bytes"
+        );
         for (from, to) in [
             ("a=1", "a=2"),
             ("true", "false"),
@@ -243,15 +298,40 @@ mod tests {
         ] {
             let changed = text.replacen(from, to, 1);
             assert_ne!(changed, text);
-            assert!(matches!(judge(changed.clone().into_bytes()), Found::Ours { edited: true, .. }), "{changed}");
+            assert!(
+                matches!(
+                    judge(changed.clone().into_bytes()),
+                    Found::Ours { edited: true, .. }
+                ),
+                "{changed}"
+            );
         }
-        let of_image = render(&Plan { image: true, ..plan("a=1") }, true).unwrap();
-        assert!(matches!(judge(of_image.clone().into_bytes()), Found::Ours { edited: false, record, .. } if record.image), "{of_image}");
+        let of_image = render(
+            &Plan {
+                image: true,
+                ..plan("a=1")
+            },
+            true,
+        )
+        .unwrap();
+        assert!(
+            matches!(judge(of_image.clone().into_bytes()), Found::Ours { edited: false, record, .. } if record.image),
+            "{of_image}"
+        );
         let changed = of_image.replace("its image", "its initrd");
-        assert!(matches!(judge(changed.into_bytes()), Found::Ours { edited: true, .. }));
+        assert!(matches!(
+            judge(changed.into_bytes()),
+            Found::Ours { edited: true, .. }
+        ));
         let appended = format!("{text}# a note\n");
-        assert!(matches!(judge(appended.into_bytes()), Found::Ours { edited: true, .. }));
-        assert!(matches!(judge(b"[hypervisor.qemu]\nimage = ''\n".to_vec()), Found::Foreign(_)));
+        assert!(matches!(
+            judge(appended.into_bytes()),
+            Found::Ours { edited: true, .. }
+        ));
+        assert!(matches!(
+            judge(b"[hypervisor.qemu]\nimage = ''\n".to_vec()),
+            Found::Foreign(_)
+        ));
         assert!(matches!(judge(b"\xff\xfe".to_vec()), Found::Foreign(_)));
     }
 }

@@ -48,7 +48,9 @@ impl KataConfig {
         let one = |refusal| vec![refusal];
         let path = fs::canonicalize(given).map_err(|e| one(unreadable(given, &e)))?;
         let base = read_source(&path).map_err(one)?;
-        let Some(dir) = path.parent() else { return Err(one(Refusal::at(&path, "has no directory"))) };
+        let Some(dir) = path.parent() else {
+            return Err(one(Refusal::at(&path, "has no directory")));
+        };
         let drop_in_dir = dir.join(drop_in::DIRECTORY);
         let mut config = KataConfig {
             siblings: siblings(dir, &path).map_err(one)?,
@@ -79,10 +81,17 @@ impl KataConfig {
             }
             match read_source(&path) {
                 Ok(source) => config.others.push(source),
-                Err(refusal) => refusals.push(refusal.cure("Kata reads every entry of config.d: repair it or move it elsewhere")),
+                Err(refusal) => refusals
+                    .push(refusal.cure(
+                        "Kata reads every entry of config.d: repair it or move it elsewhere",
+                    )),
             }
         }
-        if refusals.is_empty() { Ok(config) } else { Err(refusals) }
+        if refusals.is_empty() {
+            Ok(config)
+        } else {
+            Err(refusals)
+        }
     }
 
     /// Path of our drop-in, whether or not it exists.
@@ -92,7 +101,12 @@ impl KataConfig {
 
     /// Drop-ins that are read before ours, and after.
     pub fn around_ours(&self) -> (&[Source], &[Source]) {
-        let before = |source: &Source| source.path.file_name().is_some_and(|name| name.as_encoded_bytes() < drop_in::NAME.as_bytes());
+        let before = |source: &Source| {
+            source
+                .path
+                .file_name()
+                .is_some_and(|name| name.as_encoded_bytes() < drop_in::NAME.as_bytes())
+        };
         self.others.split_at(self.others.partition_point(before))
     }
 
@@ -100,7 +114,13 @@ impl KataConfig {
     pub fn changed_since(&self) -> Option<PathBuf> {
         let now = match KataConfig::read(&self.base.path) {
             Ok(now) => now,
-            Err(refusals) => return Some(refusals.first().map_or_else(|| self.base.path.clone(), |r| PathBuf::from(&r.place))),
+            Err(refusals) => {
+                return Some(
+                    refusals
+                        .first()
+                        .map_or_else(|| self.base.path.clone(), |r| PathBuf::from(&r.place)),
+                );
+            }
         };
         if now.base != self.base {
             return Some(self.base.path.clone());
@@ -108,7 +128,11 @@ impl KataConfig {
         if now.ours != self.ours {
             return Some(self.drop_in_path());
         }
-        let differs = |a: &[Source], b: &[Source]| a.iter().find(|source| !b.contains(source)).map(|source| source.path.clone());
+        let differs = |a: &[Source], b: &[Source]| {
+            a.iter()
+                .find(|source| !b.contains(source))
+                .map(|source| source.path.clone())
+        };
         differs(&now.others, &self.others).or_else(|| differs(&self.others, &now.others))
     }
 }
@@ -125,21 +149,32 @@ pub fn unreadable(path: &Path, error: &io::Error) -> Refusal {
 
 /// Reads a regular file of at most 1 MiB. A FIFO does not block.
 pub fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
-    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(nix::libc::O_NONBLOCK)
+        .open(path)?;
     read_bounded(file)
 }
 
 fn read_source(path: &Path) -> Result<Source, Refusal> {
     let bytes = read_regular(path).map_err(|e| unreadable(path, &e))?;
     let table = parse(&bytes).map_err(|why| Refusal::at(path, why))?;
-    Ok(Source { path: path.into(), bytes, table })
+    Ok(Source {
+        path: path.into(),
+        bytes,
+        table,
+    })
 }
 
 /// Parses a file's content. The error names the line.
 pub fn parse(bytes: &[u8]) -> Result<Table, String> {
-    let text = std::str::from_utf8(bytes).map_err(|e| format!("not UTF-8 from byte {} on", e.valid_up_to()))?;
+    let text = std::str::from_utf8(bytes)
+        .map_err(|e| format!("not UTF-8 from byte {} on", e.valid_up_to()))?;
     toml::from_str(text).map_err(|error: toml::de::Error| {
-        let at = error.span().and_then(|span| text.get(..span.start)).map(|before| before.matches('\n').count() + 1);
+        let at = error
+            .span()
+            .and_then(|span| text.get(..span.start))
+            .map(|before| before.matches('\n').count() + 1);
         let line = at.map(|line| format!("line {line}: ")).unwrap_or_default();
         format!("not TOML: {line}{}", error.message())
     })
@@ -154,7 +189,11 @@ fn entries(dir: &Path) -> io::Result<Vec<PathBuf>> {
         }
         paths.push(entry?.path());
     }
-    paths.sort_by(|a, b| a.as_os_str().as_encoded_bytes().cmp(b.as_os_str().as_encoded_bytes()));
+    paths.sort_by(|a, b| {
+        a.as_os_str()
+            .as_encoded_bytes()
+            .cmp(b.as_os_str().as_encoded_bytes())
+    });
     Ok(paths)
 }
 
@@ -163,7 +202,10 @@ fn entries(dir: &Path) -> io::Result<Vec<PathBuf>> {
 fn siblings(dir: &Path, own: &Path) -> Result<Vec<PathBuf>, Refusal> {
     let names = entries(dir).map_err(|e| unreadable(dir, &e))?;
     let is_configuration = |path: &PathBuf| {
-        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = path
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned())
+            .unwrap_or_default();
         name.starts_with("configuration") && name.ends_with(".toml")
     };
     Ok(names

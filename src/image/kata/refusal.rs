@@ -26,12 +26,24 @@ pub struct Refusal {
 
 impl Refusal {
     pub fn at(place: &Path, why: impl Into<String>) -> Refusal {
-        Refusal { place: place.to_string_lossy().into_owned(), what: String::new(), why: why.into(), cure: String::new(), forcible: false }
+        Refusal {
+            place: place.to_string_lossy().into_owned(),
+            what: String::new(),
+            why: why.into(),
+            cure: String::new(),
+            forcible: false,
+        }
     }
 
     /// Refusal of a command-line argument.
     pub fn of_argument(argument: &str, why: impl Into<String>) -> Refusal {
-        Refusal { place: argument.into(), what: String::new(), why: why.into(), cure: String::new(), forcible: false }
+        Refusal {
+            place: argument.into(),
+            what: String::new(),
+            why: why.into(),
+            cure: String::new(),
+            forcible: false,
+        }
     }
 
     pub fn key(mut self, key: &str, value: &str) -> Refusal {
@@ -57,7 +69,10 @@ impl Refusal {
 impl std::fmt::Display for Refusal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&printable(&self.place))?;
-        for part in [&self.what, &self.why].into_iter().filter(|part| !part.is_empty()) {
+        for part in [&self.what, &self.why]
+            .into_iter()
+            .filter(|part| !part.is_empty())
+        {
             write!(f, ": {}", printable(part))?;
         }
         if !self.cure.is_empty() {
@@ -80,8 +95,13 @@ mod tests {
             .key("hypervisor.qemu.image", "\"\x1b[2J\"")
             .cure("remove it")
             .forcible();
-        assert_eq!(refusal.to_string(), "/a\\n/b.toml: hypervisor.qemu.image = \"\\x1b[2J\": it\\u{202e} breaks; remove it (or --force)");
-        let long = Refusal::at(Path::new("/x"), "too long").key("k", &"v".repeat(5000)).to_string();
+        assert_eq!(
+            refusal.to_string(),
+            "/a\\n/b.toml: hypervisor.qemu.image = \"\\x1b[2J\": it\\u{202e} breaks; remove it (or --force)"
+        );
+        let long = Refusal::at(Path::new("/x"), "too long")
+            .key("k", &"v".repeat(5000))
+            .to_string();
         assert!(long.len() < 250 && long.contains("..."), "{long}");
     }
 }

@@ -37,9 +37,16 @@ impl std::str::FromStr for Version {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let number = text.split(['-', '+']).next().unwrap_or_default();
-        let parts: Vec<u32> = number.split('.').map_while(|part| part.parse().ok()).collect();
+        let parts: Vec<u32> = number
+            .split('.')
+            .map_while(|part| part.parse().ok())
+            .collect();
         match parts.as_slice() {
-            [major, minor, patch] if number.split('.').count() == 3 => Ok(Version { major: *major, minor: *minor, patch: *patch }),
+            [major, minor, patch] if number.split('.').count() == 3 => Ok(Version {
+                major: *major,
+                minor: *minor,
+                patch: *patch,
+            }),
             _ => Err("a Kata version looks like 3.27.0".into()),
         }
     }
@@ -73,26 +80,42 @@ pub fn runtime_and_section(config: &KataConfig) -> Result<(Runtime, String), Ref
     // Keys of [runtime] merge the same way in both runtimes.
     let effective = Effective::of(Runtime::Rust, &config.base, &config.others);
     let file = &config.base.path;
-    let named = |key: &str| effective.get(&["runtime", key]).and_then(Value::as_str).filter(|name| !name.is_empty());
+    let named = |key: &str| {
+        effective
+            .get(&["runtime", key])
+            .and_then(Value::as_str)
+            .filter(|name| !name.is_empty())
+    };
     if let Some(name) = named("hypervisor_name") {
         return match effective.get(&["hypervisor", name]) {
             Some(Value::Table(_)) => Ok((Runtime::Rust, name.to_string())),
             _ => {
-                let origin = effective.origin(&["runtime", "hypervisor_name"]).unwrap_or(file);
-                Err(Refusal::at(origin, "names a hypervisor that has no section")
-                    .key("runtime.hypervisor_name", &format!("\"{name}\""))
-                    .cure(format!("add [hypervisor.{name}]")))
+                let origin = effective
+                    .origin(&["runtime", "hypervisor_name"])
+                    .unwrap_or(file);
+                Err(
+                    Refusal::at(origin, "names a hypervisor that has no section")
+                        .key("runtime.hypervisor_name", &format!("\"{name}\""))
+                        .cure(format!("add [hypervisor.{name}]")),
+                )
             }
         };
     }
     if let Some(name) = named("name") {
-        return Err(Refusal::at(file, "is of runtime-rs, which needs runtime.hypervisor_name as well")
-            .key("runtime.name", &format!("\"{name}\""))
-            .cure("name the hypervisor"));
+        return Err(Refusal::at(
+            file,
+            "is of runtime-rs, which needs runtime.hypervisor_name as well",
+        )
+        .key("runtime.name", &format!("\"{name}\""))
+        .cure("name the hypervisor"));
     }
     let effective = Effective::of(Runtime::Go, &config.base, &config.others);
     let sections: Vec<&String> = match effective.table.get("hypervisor") {
-        Some(Value::Table(all)) => all.iter().filter(|(_, section)| section.is_table()).map(|(name, _)| name).collect(),
+        Some(Value::Table(all)) => all
+            .iter()
+            .filter(|(_, section)| section.is_table())
+            .map(|(name, _)| name)
+            .collect(),
         _ => Vec::new(),
     };
     match sections.as_slice() {
@@ -100,10 +123,15 @@ pub fn runtime_and_section(config: &KataConfig) -> Result<(Runtime, String), Ref
             .cure("name a Kata configuration, like configuration-qemu-nvidia-gpu.toml")),
         [only] => Ok((Runtime::Go, (*only).clone())),
         several => {
-            let names: Vec<String> = several.iter().map(|name| format!("[hypervisor.{name}]")).collect();
-            Err(Refusal::at(file, "the Go runtime starts one of them at random")
-                .key("hypervisor", &names.join(", "))
-                .cure("keep one section, in the file and in config.d"))
+            let names: Vec<String> = several
+                .iter()
+                .map(|name| format!("[hypervisor.{name}]"))
+                .collect();
+            Err(
+                Refusal::at(file, "the Go runtime starts one of them at random")
+                    .key("hypervisor", &names.join(", "))
+                    .cure("keep one section, in the file and in config.d"),
+            )
         }
     }
 }
@@ -111,7 +139,9 @@ pub fn runtime_and_section(config: &KataConfig) -> Result<(Runtime, String), Ref
 /// The shim installed with a configuration; None if the configuration is not in Kata's directory.
 pub fn shim(config: &Path, runtime: Runtime) -> Option<PathBuf> {
     let dir = config.ancestors().find(|dir| dir.ends_with(CONFIG_DIR))?;
-    let prefix = dir.ancestors().nth(Path::new(CONFIG_DIR).components().count())?;
+    let prefix = dir
+        .ancestors()
+        .nth(Path::new(CONFIG_DIR).components().count())?;
     Some(match runtime {
         Runtime::Go => prefix.join("bin").join(SHIM),
         Runtime::Rust => prefix.join("runtime-rs/bin").join(SHIM),
@@ -132,7 +162,9 @@ pub fn ask(config: &Path, runtime: Runtime) -> Known {
 /// `Kata Containers containerd shim (Golang): id: "io.containerd.kata.v2", version: 3.27.0, commit:
 /// ...`
 fn version_in(answer: &str) -> Result<Version, String> {
-    let word = answer.split_once("version: ").map(|(_, rest)| rest.split([',', '\n', ' ']).next().unwrap_or_default());
+    let word = answer
+        .split_once("version: ")
+        .map(|(_, rest)| rest.split([',', '\n', ' ']).next().unwrap_or_default());
     word.ok_or("no version in its answer".to_string())?.parse()
 }
 
@@ -147,7 +179,11 @@ fn is_trusted(shim: &Path) -> Result<(), String> {
         // In a sticky directory like /tmp, users cannot replace each other's entries.
         let shut = mode & 0o022 == 0 || metadata.is_dir() && mode & 0o1000 != 0;
         if !owned || !shut {
-            return Err(format!("not run: others can change {} (owner {owner}, mode {:o})", path.display(), mode & 0o7777));
+            return Err(format!(
+                "not run: others can change {} (owner {owner}, mode {:o})",
+                path.display(),
+                mode & 0o7777
+            ));
         }
     }
     Ok(())
@@ -162,7 +198,9 @@ fn answer(shim: &Path) -> Result<String, String> {
         .stderr(Stdio::null())
         .spawn()
         .map_err(|e| e.to_string())?;
-    let Some(stdout) = child.stdout.take() else { return Err("no pipe".into()) };
+    let Some(stdout) = child.stdout.take() else {
+        return Err("no pipe".into());
+    };
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
         let mut answer = Vec::new();
@@ -190,7 +228,15 @@ mod tests {
         let version = |text: &str| text.parse::<Version>();
         assert!(version("3.9.0").unwrap() < version("3.27.0").unwrap());
         assert_eq!(version("4.0.0-rc1").unwrap(), version("4.0.0").unwrap());
-        for bad in ["", "3", "3.27", "v3.27.0", "3.27.x", "3.27.0.1", "99999999999.0.0"] {
+        for bad in [
+            "",
+            "3",
+            "3.27",
+            "v3.27.0",
+            "3.27.x",
+            "3.27.0.1",
+            "99999999999.0.0",
+        ] {
             assert!(version(bad).is_err(), "{bad}");
         }
     }

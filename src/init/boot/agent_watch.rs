@@ -112,7 +112,12 @@ pub struct Places {
 impl Places {
     /// Paths of a guest.
     pub fn of_guest(agent: &Path, hook: Option<PathBuf>) -> Self {
-        Self { specs: crate::cdi::publish::DIRECTORY.into(), hook, agent: Some(agent.into()), containers: "/run/kata-containers".into() }
+        Self {
+            specs: crate::cdi::publish::DIRECTORY.into(),
+            hook,
+            agent: Some(agent.into()),
+            containers: "/run/kata-containers".into(),
+        }
     }
 }
 
@@ -128,20 +133,32 @@ pub fn start(places: Places, seen: UnboundedSender<Seen>) -> io::Result<()> {
     for (file, mask, place) in [
         (places.hook.clone(), program, Place::Hook),
         (places.agent.clone(), program, Place::Agent),
-        (run_directory, AddWatchFlags::IN_CREATE | AddWatchFlags::IN_ONLYDIR, Place::Run),
+        (
+            run_directory,
+            AddWatchFlags::IN_CREATE | AddWatchFlags::IN_ONLYDIR,
+            Place::Run,
+        ),
     ] {
         let Some(file) = file else { continue };
         match inotify.add_watch(&file, mask) {
             Ok(descriptor) => drop(watched.insert(descriptor, place)),
             Err(errno) => {
-                let error = format!("watch {}: {errno}: the agent's work there is not seen", file.display());
+                let error = format!(
+                    "watch {}: {errno}: the agent's work there is not seen",
+                    file.display()
+                );
                 tracing::warn!(name: names::SINK, sink = "agent watch", state = "unavailable", error);
             }
         }
     }
     let readiness: OwnedFd = inotify.as_fd().try_clone_to_owned()?;
     let readiness = crate::machine::sys::async_fd(readiness)?;
-    let mut watch = Watch { inotify, watched, places, seen };
+    let mut watch = Watch {
+        inotify,
+        watched,
+        places,
+        seen,
+    };
     // Containers that exist already were reported by an earlier worker.
     watch.find_containers(Report::No);
     tokio::spawn(run(watch, readiness));
@@ -150,7 +167,9 @@ pub fn start(places: Places, seen: UnboundedSender<Seen>) -> io::Result<()> {
 
 async fn run(mut watch: Watch, events: AsyncFd<OwnedFd>) {
     loop {
-        let Ok(mut guard) = events.readable().await else { return };
+        let Ok(mut guard) = events.readable().await else {
+            return;
+        };
         match watch.inotify.read_events() {
             Ok(events) => events.iter().for_each(|event| watch.take(event)),
             Err(Errno::EAGAIN) => guard.clear_ready(),
@@ -190,19 +209,34 @@ fn meaning(place: Place, mask: AddWatchFlags, name: Option<&str>, published: boo
     }
     match (place, name) {
         (Place::Specs, Some(FILE)) => Meaning::Seen(Seen::Look(Look::Spec)),
-        (Place::Specs, None) if directory && !published => Meaning::Seen(Seen::Look(Look::Directory)),
+        (Place::Specs, None) if directory && !published => {
+            Meaning::Seen(Seen::Look(Look::Directory))
+        }
         // This init's temporary file, and the directory on the way to an existing spec.
         (Place::Specs, _) => Meaning::Nothing,
         (Place::Hook, _) if mask.contains(AddWatchFlags::IN_OPEN) => Meaning::Seen(Seen::HookBegan),
-        (Place::Hook, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => Meaning::Seen(Seen::HookEnded),
-        (Place::Agent, _) if mask.contains(AddWatchFlags::IN_OPEN) => Meaning::Seen(Seen::InitBegan),
-        (Place::Agent, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => Meaning::Seen(Seen::ProgramBegan),
+        (Place::Hook, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => {
+            Meaning::Seen(Seen::HookEnded)
+        }
+        (Place::Agent, _) if mask.contains(AddWatchFlags::IN_OPEN) => {
+            Meaning::Seen(Seen::InitBegan)
+        }
+        (Place::Agent, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => {
+            Meaning::Seen(Seen::ProgramBegan)
+        }
         (Place::Hook | Place::Agent, _) => Meaning::Nothing,
         (Place::Run, _) if directory => Meaning::Containers,
         (Place::Run, _) => Meaning::Nothing,
         (Place::Containers, Some(name)) if directory && !OF_SANDBOX.contains(&name) => {
-            let change = if mask.contains(AddWatchFlags::IN_CREATE) { Change::Made } else { Change::Removed };
-            Meaning::Seen(Seen::Container { id: name.into(), change })
+            let change = if mask.contains(AddWatchFlags::IN_CREATE) {
+                Change::Made
+            } else {
+                Change::Removed
+            };
+            Meaning::Seen(Seen::Container {
+                id: name.into(),
+                change,
+            })
         }
         (Place::Containers, _) => Meaning::Nothing,
     }
@@ -211,7 +245,9 @@ fn meaning(place: Place, mask: AddWatchFlags, name: Option<&str>, published: boo
 /// Names of the directories in a directory.
 fn folders(directory: &Path) -> impl Iterator<Item = String> + use<> {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.file_name().to_string_lossy().into_owned())
+    entries
+        .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
+        .map(|e| e.file_name().to_string_lossy().into_owned())
 }
 
 /// Whether found containers are reported.
@@ -237,9 +273,16 @@ impl Watch {
             return;
         }
         // The queue may still hold events of a removed watch.
-        let Some(place) = self.watched.get(&event.wd) else { return };
+        let Some(place) = self.watched.get(&event.wd) else {
+            return;
+        };
         let name = event.name.as_deref().map(|n| n.to_string_lossy());
-        match meaning(*place, event.mask, name.as_deref(), self.places.specs.join(FILE).exists()) {
+        match meaning(
+            *place,
+            event.mask,
+            name.as_deref(),
+            self.places.specs.join(FILE).exists(),
+        ) {
             Meaning::Nothing => {}
             Meaning::Gone => drop(self.watched.remove(&event.wd)),
             Meaning::Containers => self.find_containers(Report::Yes),
@@ -251,14 +294,22 @@ impl Watch {
         // Level info: looks, and the one trace that each container has. Level debug: the rest.
         match &seen {
             Seen::Look(what) => tracing::info!(name: names::AGENT_LOOK, what = %what),
-            Seen::Container { id, change: change @ Change::Made } => {
+            Seen::Container {
+                id,
+                change: change @ Change::Made,
+            } => {
                 tracing::info!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change);
             }
-            Seen::Container { id, change: change @ Change::Removed } => {
+            Seen::Container {
+                id,
+                change: change @ Change::Removed,
+            } => {
                 tracing::debug!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change);
             }
             Seen::InitBegan => tracing::debug!(name: names::AGENT_CONTAINER, what = "init began"),
-            Seen::ProgramBegan => tracing::debug!(name: names::AGENT_CONTAINER, what = "program began"),
+            Seen::ProgramBegan => {
+                tracing::debug!(name: names::AGENT_CONTAINER, what = "program began")
+            }
             Seen::HookBegan => tracing::debug!(name: names::AGENT_HOOK, what = "began"),
             Seen::HookEnded => tracing::debug!(name: names::AGENT_HOOK, what = "ended"),
         }
@@ -269,13 +320,18 @@ impl Watch {
     /// Watches the directory of containers if it exists.
     fn find_containers(&mut self, report: Report) {
         let mask = AddWatchFlags::IN_CREATE | AddWatchFlags::IN_DELETE | AddWatchFlags::IN_ONLYDIR;
-        let Ok(descriptor) = self.inotify.add_watch(&self.places.containers, mask) else { return };
+        let Ok(descriptor) = self.inotify.add_watch(&self.places.containers, mask) else {
+            return;
+        };
         // A directory that is already watched has the same descriptor: its containers are known.
         if self.watched.insert(descriptor, Place::Containers).is_some() || report == Report::No {
             return;
         }
         for id in folders(&self.places.containers).filter(|id| !OF_SANDBOX.contains(&id.as_str())) {
-            self.report(Seen::Container { id, change: Change::Made });
+            self.report(Seen::Container {
+                id,
+                change: Change::Made,
+            });
         }
     }
 }
@@ -294,8 +350,14 @@ mod tests {
     #[test]
     fn a_look_is_an_open_of_the_spec_or_of_its_directory() {
         let look = |mask, name, published| meaning(Place::Specs, mask, name, published);
-        assert_eq!(look(OPEN, Some("nvidia.yaml"), true), Meaning::Seen(Seen::Look(Look::Spec)));
-        assert_eq!(look(OPEN | DIRECTORY, None, false), Meaning::Seen(Seen::Look(Look::Directory)));
+        assert_eq!(
+            look(OPEN, Some("nvidia.yaml"), true),
+            Meaning::Seen(Seen::Look(Look::Spec))
+        );
+        assert_eq!(
+            look(OPEN | DIRECTORY, None, false),
+            Meaning::Seen(Seen::Look(Look::Directory))
+        );
         assert_eq!(look(OPEN | DIRECTORY, None, true), Meaning::Nothing);
         assert_eq!(look(OPEN, Some("nvidia.yaml.tmp"), false), Meaning::Nothing);
         assert_eq!(look(OPEN, None, false), Meaning::Nothing);
@@ -306,22 +368,56 @@ mod tests {
     fn a_hook_is_an_open_of_the_executable() {
         let hook = |mask| meaning(Place::Hook, mask, None, true);
         assert_eq!(hook(OPEN), Meaning::Seen(Seen::HookBegan));
-        assert_eq!(hook(AddWatchFlags::IN_CLOSE_NOWRITE), Meaning::Seen(Seen::HookEnded));
+        assert_eq!(
+            hook(AddWatchFlags::IN_CLOSE_NOWRITE),
+            Meaning::Seen(Seen::HookEnded)
+        );
         assert_eq!(hook(AddWatchFlags::IN_DELETE_SELF), Meaning::Nothing);
     }
 
     #[test]
     fn a_new_directory_is_a_container_an_open_its_process() {
         let container = |mask, name| meaning(Place::Containers, mask, name, true);
-        let seen = |change| Meaning::Seen(Seen::Container { id: "c0ffee".into(), change });
-        assert_eq!(container(CREATE | DIRECTORY, Some("c0ffee")), seen(Change::Made));
-        assert_eq!(container(AddWatchFlags::IN_DELETE | DIRECTORY, Some("c0ffee")), seen(Change::Removed));
+        let seen = |change| {
+            Meaning::Seen(Seen::Container {
+                id: "c0ffee".into(),
+                change,
+            })
+        };
+        assert_eq!(
+            container(CREATE | DIRECTORY, Some("c0ffee")),
+            seen(Change::Made)
+        );
+        assert_eq!(
+            container(AddWatchFlags::IN_DELETE | DIRECTORY, Some("c0ffee")),
+            seen(Change::Removed)
+        );
         assert_eq!(container(CREATE, Some("file")), Meaning::Nothing);
-        assert_eq!(container(CREATE | DIRECTORY, Some("shared")), Meaning::Nothing);
-        assert_eq!(meaning(Place::Run, CREATE | DIRECTORY, Some("kata-containers"), true), Meaning::Containers);
-        assert_eq!(meaning(Place::Run, CREATE, Some("x"), true), Meaning::Nothing);
-        assert_eq!(meaning(Place::Agent, OPEN, None, true), Meaning::Seen(Seen::InitBegan));
-        assert_eq!(meaning(Place::Agent, AddWatchFlags::IN_CLOSE_NOWRITE, None, true), Meaning::Seen(Seen::ProgramBegan));
+        assert_eq!(
+            container(CREATE | DIRECTORY, Some("shared")),
+            Meaning::Nothing
+        );
+        assert_eq!(
+            meaning(
+                Place::Run,
+                CREATE | DIRECTORY,
+                Some("kata-containers"),
+                true
+            ),
+            Meaning::Containers
+        );
+        assert_eq!(
+            meaning(Place::Run, CREATE, Some("x"), true),
+            Meaning::Nothing
+        );
+        assert_eq!(
+            meaning(Place::Agent, OPEN, None, true),
+            Meaning::Seen(Seen::InitBegan)
+        );
+        assert_eq!(
+            meaning(Place::Agent, AddWatchFlags::IN_CLOSE_NOWRITE, None, true),
+            Meaning::Seen(Seen::ProgramBegan)
+        );
     }
 
     /// A guest's places in a directory of their own.
@@ -332,9 +428,11 @@ mod tests {
 
     impl Guest {
         fn start(name: &str) -> Self {
-            let root = std::env::temp_dir().join(format!("kata-gpu-init-watch-{name}-{}", std::process::id()));
+            let root = std::env::temp_dir()
+                .join(format!("kata-gpu-init-watch-{name}-{}", std::process::id()));
             let _unused = fs::remove_dir_all(&root);
-            let [specs, hook, agent, containers] = ["cdi", "init", "agent", "run/containers"].map(|name| root.join(name));
+            let [specs, hook, agent, containers] =
+                ["cdi", "init", "agent", "run/containers"].map(|name| root.join(name));
             for directory in [&specs, &root.join("run")] {
                 fs::create_dir_all(directory).unwrap();
             }
@@ -342,12 +440,24 @@ mod tests {
                 fs::write(file, "").unwrap();
             }
             let (sender, seen) = unbounded_channel();
-            start(Places { specs, hook: Some(hook), agent: Some(agent), containers }, sender).unwrap();
+            start(
+                Places {
+                    specs,
+                    hook: Some(hook),
+                    agent: Some(agent),
+                    containers,
+                },
+                sender,
+            )
+            .unwrap();
             Self { root, seen }
         }
 
         async fn next(&mut self) -> Seen {
-            tokio::time::timeout(Duration::from_secs(60), self.seen.recv()).await.expect("nothing is seen").unwrap()
+            tokio::time::timeout(Duration::from_secs(60), self.seen.recv())
+                .await
+                .expect("nothing is seen")
+                .unwrap()
         }
     }
 
@@ -363,8 +473,14 @@ mod tests {
         fs::write(guest.root.join("cdi/nvidia.yaml"), "{}").unwrap();
         assert_eq!(guest.next().await, Seen::Look(Look::Spec));
         drop(File::open(guest.root.join("init")).unwrap());
-        assert_eq!([guest.next().await, guest.next().await], [Seen::HookBegan, Seen::HookEnded]);
-        let made = |id: &str| Seen::Container { id: id.into(), change: Change::Made };
+        assert_eq!(
+            [guest.next().await, guest.next().await],
+            [Seen::HookBegan, Seen::HookEnded]
+        );
+        let made = |id: &str| Seen::Container {
+            id: id.into(),
+            change: Change::Made,
+        };
         // The directory of containers is made with the first container, removed, and made again.
         for id in ["pause", "work"] {
             fs::create_dir_all(guest.root.join("run/containers").join(id)).unwrap();
@@ -373,30 +489,60 @@ mod tests {
             assert_eq!(guest.next().await, made("second"));
             fs::remove_dir_all(guest.root.join("run/containers")).unwrap();
             for _ in 0..2 {
-                assert!(matches!(guest.next().await, Seen::Container { change: Change::Removed, .. }));
+                assert!(matches!(
+                    guest.next().await,
+                    Seen::Container {
+                        change: Change::Removed,
+                        ..
+                    }
+                ));
             }
         }
         drop(File::open(guest.root.join("agent")).unwrap());
-        assert_eq!([guest.next().await, guest.next().await], [Seen::InitBegan, Seen::ProgramBegan]);
+        assert_eq!(
+            [guest.next().await, guest.next().await],
+            [Seen::InitBegan, Seen::ProgramBegan]
+        );
     }
 
     #[tokio::test]
     async fn containers_of_an_earlier_worker_are_not_news() {
-        let root = std::env::temp_dir().join(format!("kata-gpu-init-watch-earlier-{}", std::process::id()));
+        let root = std::env::temp_dir().join(format!(
+            "kata-gpu-init-watch-earlier-{}",
+            std::process::id()
+        ));
         let _unused = fs::remove_dir_all(&root);
         let [specs, containers] = ["cdi", "run/containers"].map(|name| root.join(name));
         fs::create_dir_all(&specs).unwrap();
         fs::create_dir_all(containers.join("old")).unwrap();
         let (sender, mut seen) = unbounded_channel();
-        start(Places { specs, hook: None, agent: None, containers: containers.clone() }, sender).unwrap();
+        start(
+            Places {
+                specs,
+                hook: None,
+                agent: None,
+                containers: containers.clone(),
+            },
+            sender,
+        )
+        .unwrap();
         fs::create_dir(containers.join("new")).unwrap();
-        assert_eq!(seen.recv().await, Some(Seen::Container { id: "new".into(), change: Change::Made }));
+        assert_eq!(
+            seen.recv().await,
+            Some(Seen::Container {
+                id: "new".into(),
+                change: Change::Made
+            })
+        );
         fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]
     fn after_an_overrun_a_new_containers_directory_is_watched() {
-        let root = std::env::temp_dir().join(format!("kata-gpu-init-watch-overrun-{}", std::process::id()));
+        let root = std::env::temp_dir().join(format!(
+            "kata-gpu-init-watch-overrun-{}",
+            std::process::id()
+        ));
         let _unused = fs::remove_dir_all(&root);
         let containers = root.join("run/containers");
         fs::create_dir_all(containers.join("c0ffee")).unwrap();
@@ -404,11 +550,32 @@ mod tests {
         // The kernel's overrun event names no watch; any descriptor does.
         let wd = inotify.add_watch(&root, AddWatchFlags::IN_CREATE).unwrap();
         let (seen, mut all) = unbounded_channel();
-        let places = Places { specs: root.join("cdi"), hook: None, agent: None, containers };
-        let mut watch = Watch { inotify, watched: HashMap::new(), places, seen };
-        let overrun = || InotifyEvent { wd, mask: AddWatchFlags::IN_Q_OVERFLOW, cookie: 0, name: None };
+        let places = Places {
+            specs: root.join("cdi"),
+            hook: None,
+            agent: None,
+            containers,
+        };
+        let mut watch = Watch {
+            inotify,
+            watched: HashMap::new(),
+            places,
+            seen,
+        };
+        let overrun = || InotifyEvent {
+            wd,
+            mask: AddWatchFlags::IN_Q_OVERFLOW,
+            cookie: 0,
+            name: None,
+        };
         watch.take(&overrun());
-        assert_eq!(all.try_recv(), Ok(Seen::Container { id: "c0ffee".into(), change: Change::Made }));
+        assert_eq!(
+            all.try_recv(),
+            Ok(Seen::Container {
+                id: "c0ffee".into(),
+                change: Change::Made
+            })
+        );
         watch.take(&overrun());
         assert!(all.try_recv().is_err());
         fs::remove_dir_all(root).unwrap();

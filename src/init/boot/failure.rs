@@ -12,13 +12,20 @@ use std::os::unix::fs::OpenOptionsExt;
 
 /// Prints a sentence on the console and in the kernel log, for the time when no stream is left.
 pub fn report(sentence: &str) {
-    let line: String = sentence.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    let line: String = sentence
+        .chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect();
     // Both may be missing in a broken guest; there is no third place.
     let _unused = kernel_log::write(3, &format!("kata-gpu-init: {line}"));
     // Not blocking: a console without a reader must not stop PID 1 or the keeper. The line is then
     // lost.
-    let console = OpenOptions::new().write(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open("/dev/console");
-    let _unused = console.and_then(|mut console| console.write_all(format!("kata-gpu-init: {line}\n").as_bytes()));
+    let console = OpenOptions::new()
+        .write(true)
+        .custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY)
+        .open("/dev/console");
+    let _unused = console
+        .and_then(|mut console| console.write_all(format!("kata-gpu-init: {line}\n").as_bytes()));
 }
 
 /// Right of a process that is not PID 1 to end the guest. Only PID 1 makes it, and children inherit

@@ -5,10 +5,10 @@
 //! - [`bring_up`]: all GPUs, from the PCI scan to the spec: one schedule, one task a GPU;
 //! - [`ipc`]: connections between the processes: sockets, descriptors, the hand-over to the agent.
 
-pub mod failure; // messages without a stream, and power-off
 pub mod agent_watch; // traces of the agent: looks for GPUs, containers, hooks
-pub mod ipc;
 pub mod bring_up;
+pub mod failure; // messages without a stream, and power-off
+pub mod ipc;
 pub mod processes;
 
 /// Path of the agent in every Kata guest.

@@ -64,7 +64,9 @@ enum Error {
 
 /// Runs `cdi` with the arguments that follow it.
 pub fn main(words: &[String]) -> ExitCode {
-    let (what, rest) = words.split_first().map_or(("", words), |(first, rest)| (first.as_str(), rest));
+    let (what, rest) = words
+        .split_first()
+        .map_or(("", words), |(first, rest)| (first.as_str(), rest));
     let help = words.iter().any(|w| w == "--help" || w == "-h");
     let result = match what {
         _ if help => {
@@ -73,8 +75,12 @@ pub fn main(words: &[String]) -> ExitCode {
         }
         "generate" => parse(rest).and_then(|asked| run(&asked)),
         "manifest" => parse(rest).and_then(|asked| write_manifest(&asked)),
-        "" => Err(Error::Usage("cdi needs a command: generate or manifest".into())),
-        other => Err(Error::Usage(format!("cdi has no command {other:?}: there are generate and manifest"))),
+        "" => Err(Error::Usage(
+            "cdi needs a command: generate or manifest".into(),
+        )),
+        other => Err(Error::Usage(format!(
+            "cdi has no command {other:?}: there are generate and manifest"
+        ))),
     };
     match result {
         Ok(problems) if problems.is_empty() => ExitCode::SUCCESS,
@@ -95,7 +101,10 @@ pub fn main(words: &[String]) -> ExitCode {
 
 /// Prints a line on standard error; control characters become `?`.
 fn log(line: &str) {
-    let line: String = line.chars().map(|c| if c.is_control() { '?' } else { c }).collect();
+    let line: String = line
+        .chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect();
     eprintln!("kata-gpu-init: {line}");
 }
 
@@ -108,7 +117,10 @@ fn parse(words: &[String]) -> Result<Asked, Error> {
         mode: "gpu".into(),
         yaml: false,
         output: None,
-        options: Options { hook_path: own_path(), ..Options::default() },
+        options: Options {
+            hook_path: own_path(),
+            ..Options::default()
+        },
     };
     let mut words = words.iter();
     while let Some(word) = words.next() {
@@ -132,22 +144,35 @@ fn parse(words: &[String]) -> Result<Asked, Error> {
         if !known.contains(&flag) {
             return Err(Error::Usage(format!("unknown option {flag:?}")));
         }
-        let value = value.or_else(|| words.next().cloned()).filter(|v| !v.is_empty()).ok_or_else(|| usage("needs a value"))?;
+        let value = value
+            .or_else(|| words.next().cloned())
+            .filter(|v| !v.is_empty())
+            .ok_or_else(|| usage("needs a value"))?;
         match flag {
             "--root" => asked.root = value.into(),
             "--driver-root" => asked.driver_root = value.into(),
             "--dev-root" => asked.dev_root = Some(value.into()),
             "--driver-version" => asked.driver_version = Some(value),
-            "--mode" if value == "gpu" || OTHERS.iter().any(|o| o.mode == value) => asked.mode = value,
+            "--mode" if value == "gpu" || OTHERS.iter().any(|o| o.mode == value) => {
+                asked.mode = value
+            }
             "--mode" => {
-                let modes = OTHERS.iter().fold("gpu".to_string(), |all, o| format!("{all}, {}", o.mode));
+                let modes = OTHERS
+                    .iter()
+                    .fold("gpu".to_string(), |all, o| format!("{all}, {}", o.mode));
                 return Err(usage(&format!("{value:?} is none of {modes}")));
             }
             "--names" => {
-                asked.options.namings =
-                    namings(&value).ok_or_else(|| usage(&format!("{value:?}: takes index, uuid, type-index, with commas")))?;
+                asked.options.namings = namings(&value).ok_or_else(|| {
+                    usage(&format!(
+                        "{value:?}: takes index, uuid, type-index, with commas"
+                    ))
+                })?;
             }
-            "--hooks" => asked.options.hooks = hooks(&value).ok_or_else(|| usage(&format!("{value:?} is none of one, compat, none")))?,
+            "--hooks" => {
+                asked.options.hooks = hooks(&value)
+                    .ok_or_else(|| usage(&format!("{value:?} is none of one, compat, none")))?
+            }
             "--hook-path" => asked.options.hook_path = value,
             "--format" => {
                 asked.yaml = match value.as_str() {
@@ -164,27 +189,41 @@ fn parse(words: &[String]) -> Result<Asked, Error> {
 
 /// Path of this program, for the hooks of the spec.
 fn own_path() -> String {
-    std::env::current_exe().map_or_else(|_| Options::default().hook_path, |path| path.display().to_string())
+    std::env::current_exe().map_or_else(
+        |_| Options::default().hook_path,
+        |path| path.display().to_string(),
+    )
 }
 
 impl Asked {
     fn roots(&self) -> Roots {
-        Roots { root: self.root.clone(), driver_root: self.driver_root.clone(), dev_root: "/".into() }
+        Roots {
+            root: self.root.clone(),
+            driver_root: self.driver_root.clone(),
+            dev_root: "/".into(),
+        }
     }
 
     fn places(&self) -> Places {
-        Places { root: self.root.clone(), dev_root: self.dev_root.clone().unwrap_or_else(|| self.root.clone()) }
+        Places {
+            root: self.root.clone(),
+            dev_root: self.dev_root.clone().unwrap_or_else(|| self.root.clone()),
+        }
     }
 
     /// Directory of the nodes at runtime, if that is not the runtime's own /dev.
     fn dev_prefix(&self) -> Option<String> {
-        let dev_root = self.dev_root.as_ref().filter(|dev_root| **dev_root != self.root)?;
+        let dev_root = self
+            .dev_root
+            .as_ref()
+            .filter(|dev_root| **dev_root != self.root)?;
         let seen = dev_root.strip_prefix(&self.root).unwrap_or(dev_root);
         Some(format!("/{}", seen.display().to_string().trim_matches('/')))
     }
 
     fn files(&self) -> Result<DriverFiles, Error> {
-        scan(&self.roots(), self.driver_version.as_deref()).map_err(|e| Error::Failed(e.to_string()))
+        scan(&self.roots(), self.driver_version.as_deref())
+            .map_err(|e| Error::Failed(e.to_string()))
     }
 }
 
@@ -222,10 +261,13 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
     match &asked.output {
         // Write to a pipe, device or link; do not replace it: /dev/stdout is a link.
         Some(path) if path.symlink_metadata().is_ok_and(|meta| !meta.is_file()) => {
-            std::fs::write(path, &text).map_err(|e| Error::Failed(format!("write {}: {e}", path.display())))?;
+            std::fs::write(path, &text)
+                .map_err(|e| Error::Failed(format!("write {}: {e}", path.display())))?;
         }
         Some(path) => replace(path, &text).map_err(|e| Error::Failed(e.to_string()))?,
-        None => std::io::stdout().write_all(&text).map_err(|e| Error::Failed(format!("write to standard output: {e}")))?,
+        None => std::io::stdout()
+            .write_all(&text)
+            .map_err(|e| Error::Failed(format!("write to standard output: {e}")))?,
     }
     Ok(problems)
 }
@@ -233,11 +275,18 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
 /// Writes the manifest into the root; returns a line with its numbers of files and links.
 fn write_manifest(asked: &Asked) -> Result<Vec<String>, Error> {
     let files = asked.files()?;
-    let (path, bytes) = manifest::write(&asked.roots(), &files).map_err(|e| Error::Failed(e.to_string()))?;
+    let (path, bytes) =
+        manifest::write(&asked.roots(), &files).map_err(|e| Error::Failed(e.to_string()))?;
     let mut line = String::new();
     // Writing to a String cannot fail.
-    let _unused =
-        write!(line, "{}: {} files and {} links of driver {}", path.display(), files.mounts.len(), files.links.len(), files.version);
+    let _unused = write!(
+        line,
+        "{}: {} files and {} links of driver {}",
+        path.display(),
+        files.mounts.len(),
+        files.links.len(),
+        files.version
+    );
     println!("{line}, {bytes} bytes");
     Ok(Vec::new())
 }
@@ -256,8 +305,25 @@ mod tests {
 
     #[test]
     fn options_are_taken_with_a_space_or_an_equals_sign() {
-        let asked = asked(&["--root", "/r", "--dev-root=/d", "--names=uuid,index", "--format", "yaml", "--output", "-"]).unwrap();
-        assert_eq!((asked.root.as_path(), asked.places().dev_root.as_path(), asked.yaml), (Path::new("/r"), Path::new("/d"), true));
+        let asked = asked(&[
+            "--root",
+            "/r",
+            "--dev-root=/d",
+            "--names=uuid,index",
+            "--format",
+            "yaml",
+            "--output",
+            "-",
+        ])
+        .unwrap();
+        assert_eq!(
+            (
+                asked.root.as_path(),
+                asked.places().dev_root.as_path(),
+                asked.yaml
+            ),
+            (Path::new("/r"), Path::new("/d"), true)
+        );
         assert_eq!(asked.options.namings.len(), 2);
         assert_eq!(asked.output, None, "- is standard output");
     }
@@ -267,9 +333,18 @@ mod tests {
         for (words, error) in [
             (&["--rot", "/"][..], "unknown option \"--rot\""),
             (&["--root"], "--root: needs a value"),
-            (&["--mode", "gpus"], "--mode: \"gpus\" is none of gpu, gds, mofed, nvswitch, gdrcopy, imex, management"),
-            (&["--names", "index,x"], "--names: \"index,x\": takes index, uuid, type-index, with commas"),
-            (&["--format", "xml"], "--format: \"xml\" is neither json nor yaml"),
+            (
+                &["--mode", "gpus"],
+                "--mode: \"gpus\" is none of gpu, gds, mofed, nvswitch, gdrcopy, imex, management",
+            ),
+            (
+                &["--names", "index,x"],
+                "--names: \"index,x\": takes index, uuid, type-index, with commas",
+            ),
+            (
+                &["--format", "xml"],
+                "--format: \"xml\" is neither json nor yaml",
+            ),
         ] {
             assert_eq!(asked(words).unwrap_err(), error);
         }

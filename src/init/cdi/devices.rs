@@ -17,7 +17,12 @@ use std::path::{Path, PathBuf};
 /// Prefixes of display names, and the suffixes of their udev links.
 const DISPLAYS: [(&str, &str); 2] = [("card", "card"), ("renderD", "render")];
 /// Nodes that every container with a GPU gets, if they exist.
-const COMMON: [&str; 4] = ["nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl"];
+const COMMON: [&str; 4] = [
+    "nvidia-modeset",
+    "nvidia-uvm",
+    "nvidia-uvm-tools",
+    "nvidiactl",
+];
 /// Nodes without which no CUDA program starts.
 const NEEDED: [&str; 2] = ["nvidia-uvm", "nvidiactl"];
 
@@ -44,7 +49,10 @@ type Caps = OnceCell<Result<BTreeMap<String, u32>, String>>;
 impl Default for Places {
     /// The root of this machine.
     fn default() -> Self {
-        Self { root: "/".into(), dev_root: "/".into() }
+        Self {
+            root: "/".into(),
+            dev_root: "/".into(),
+        }
     }
 }
 
@@ -62,7 +70,10 @@ impl Places {
             Err(errno) => return Err(format!("look at {}: {}", path.display(), errno.desc())),
         };
         if SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits()) != SFlag::S_IFCHR {
-            return Err(format!("{} is no character device: remove it, and let the driver's tools make it again", path.display()));
+            return Err(format!(
+                "{} is no character device: remove it, and let the driver's tools make it again",
+                path.display()
+            ));
         }
         let number = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         Ok(Some(Node {
@@ -80,9 +91,16 @@ impl Places {
         let folder = self.dev().join(directory);
         let mut all = Vec::new();
         for name in names(&folder).map_err(|e| format!("list {}: {e}", folder.display()))? {
-            let wanted = beginnings.iter().any(|b| name.strip_prefix(b).is_some_and(|rest| rest.bytes().all(|c| c.is_ascii_digit())));
+            let wanted = beginnings.iter().any(|b| {
+                name.strip_prefix(b)
+                    .is_some_and(|rest| rest.bytes().all(|c| c.is_ascii_digit()))
+            });
             if wanted {
-                all.extend(self.node(&if directory.is_empty() { name } else { format!("{directory}/{name}") })?);
+                all.extend(self.node(&if directory.is_empty() {
+                    name
+                } else {
+                    format!("{directory}/{name}")
+                })?);
             }
         }
         all.sort_by_key(|node| (node.major, node.minor));
@@ -95,20 +113,39 @@ impl Places {
     pub fn gpus(&self) -> Result<Found, String> {
         let proc = self.root.join("proc");
         let folder = proc.join("driver/nvidia/gpus");
-        let listed = names(&folder).map_err(|e| format!("list {}: {e}: load the driver's module nvidia first", folder.display()))?;
-        let mut addresses: Vec<PciAddress> = listed.iter().filter_map(|name| name.parse().ok()).collect();
+        let listed = names(&folder).map_err(|e| {
+            format!(
+                "list {}: {e}: load the driver's module nvidia first",
+                folder.display()
+            )
+        })?;
+        let mut addresses: Vec<PciAddress> =
+            listed.iter().filter_map(|name| name.parse().ok()).collect();
         addresses.sort_unstable();
         if addresses.is_empty() {
-            return Err(format!("{} is empty: the driver has bound no GPU; see its lines in the kernel's log", folder.display()));
+            return Err(format!(
+                "{} is empty: the driver has bound no GPU; see its lines in the kernel's log",
+                folder.display()
+            ));
         }
         let mut found = Found::default();
         let caps = OnceCell::new();
         for (index, address) in addresses.into_iter().enumerate() {
             match self.gpu(&proc, address, &caps, &mut found.problems) {
-                Ok(ready) => found.gpus.push(Device { index, address, entry: Entry::Ready(ready) }),
+                Ok(ready) => found.gpus.push(Device {
+                    index,
+                    address,
+                    entry: Entry::Ready(ready),
+                }),
                 Err(problem) => {
-                    found.problems.push(format!("GPU {index} ({address}) is left out: {problem}"));
-                    found.gpus.push(Device { index, address, entry: Entry::Failed });
+                    found
+                        .problems
+                        .push(format!("GPU {index} ({address}) is left out: {problem}"));
+                    found.gpus.push(Device {
+                        index,
+                        address,
+                        entry: Entry::Failed,
+                    });
                 }
             }
         }
@@ -126,14 +163,29 @@ impl Places {
         Ok(found)
     }
 
-    fn gpu(&self, proc: &Path, address: PciAddress, caps: &Caps, problems: &mut Vec<String>) -> Result<Ready, String> {
+    fn gpu(
+        &self,
+        proc: &Path,
+        address: PciAddress,
+        caps: &Caps,
+        problems: &mut Vec<String>,
+    ) -> Result<Ready, String> {
         let information = information(proc, address).map_err(|e| e.to_string())?;
         let name = format!("nvidia{}", information.minor);
-        let own = self
-            .node(&name)?
-            .ok_or_else(|| format!("{}/{name} is missing: make it (nvidia-modprobe -c {})", self.dev().display(), information.minor))?;
+        let own = self.node(&name)?.ok_or_else(|| {
+            format!(
+                "{}/{name} is missing: make it (nvidia-modprobe -c {})",
+                self.dev().display(),
+                information.minor
+            )
+        })?;
         let extras = self.read_extras(address, information.minor, caps, problems)?;
-        Ok(Ready { nodes: vec![own], uuid: information.uuid, extras, ..Ready::default() })
+        Ok(Ready {
+            nodes: vec![own],
+            uuid: information.uuid,
+            extras,
+            ..Ready::default()
+        })
     }
 
     /// Extras of a GPU besides its own node, and the missing ones. The GPU itself is not queried.
@@ -143,26 +195,52 @@ impl Places {
         Ok((extras, problems))
     }
 
-    fn read_extras(&self, address: PciAddress, gpu: u32, caps: &Caps, problems: &mut Vec<String>) -> Result<Extras, String> {
-        let mut extras = Extras { instances: self.instances(gpu, caps)?, ..Extras::default() };
+    fn read_extras(
+        &self,
+        address: PciAddress,
+        gpu: u32,
+        caps: &Caps,
+        problems: &mut Vec<String>,
+    ) -> Result<Extras, String> {
+        let mut extras = Extras {
+            instances: self.instances(gpu, caps)?,
+            ..Extras::default()
+        };
         // No directory: no display driver.
-        let mut names = names_if_there(&self.root.join("sys/bus/pci/devices").join(address.to_string()).join("drm"))?;
+        let mut names = names_if_there(
+            &self
+                .root
+                .join("sys/bus/pci/devices")
+                .join(address.to_string())
+                .join("drm"),
+        )?;
         names.sort();
         for (beginning, kind) in DISPLAYS {
-            let numbered =
-                |name: &&String| name.strip_prefix(beginning).is_some_and(|n| !n.is_empty() && n.bytes().all(|c| c.is_ascii_digit()));
+            let numbered = |name: &&String| {
+                name.strip_prefix(beginning)
+                    .is_some_and(|n| !n.is_empty() && n.bytes().all(|c| c.is_ascii_digit()))
+            };
             let mut linked = false;
             for name in names.iter().filter(numbered) {
                 let Some(node) = self.node(&format!("dri/{name}"))? else {
-                    let (dev, problem) = (self.dev(), "the kernel lists it: containers get this GPU without it");
-                    problems.push(format!("{}/dri/{name} of GPU {address} is missing, and {problem}", dev.display()));
+                    let (dev, problem) = (
+                        self.dev(),
+                        "the kernel lists it: containers get this GPU without it",
+                    );
+                    problems.push(format!(
+                        "{}/dri/{name} of GPU {address} is missing, and {problem}",
+                        dev.display()
+                    ));
                     continue;
                 };
                 extras.displays.push(node);
                 // Link as udev names it; a function has one of each kind.
                 if !std::mem::replace(&mut linked, true) {
                     let link = format!("/dev/dri/by-path/pci-{address}-{kind}");
-                    extras.links.push(DisplayLink { link, target: format!("../{name}") });
+                    extras.links.push(DisplayLink {
+                        link,
+                        target: format!("../{name}"),
+                    });
                 }
             }
         }
@@ -174,14 +252,26 @@ impl Places {
         let proc = self.root.join("proc");
         let mut all = Vec::new();
         for instance in driver_caps::instances(&proc, gpu)? {
-            let caps = caps.get_or_init(|| driver_caps::mig_minors(&proc)).as_ref().map_err(String::clone)?;
+            let caps = caps
+                .get_or_init(|| driver_caps::mig_minors(&proc))
+                .as_ref()
+                .map_err(String::clone)?;
             let nodes = instance.capabilities().map(|capability| {
-                let cap = caps.get(&capability.to_string()).ok_or_else(|| format!("mig-minors has no {capability}"))?;
+                let cap = caps
+                    .get(&capability.to_string())
+                    .ok_or_else(|| format!("mig-minors has no {capability}"))?;
                 let name = format!("nvidia-caps/nvidia-cap{cap}");
-                self.node(&name)?
-                    .ok_or_else(|| format!("{}/{name} is missing: make it (nvidia-modprobe -f {capability})", self.dev().display()))
+                self.node(&name)?.ok_or_else(|| {
+                    format!(
+                        "{}/{name} is missing: make it (nvidia-modprobe -f {capability})",
+                        self.dev().display()
+                    )
+                })
             });
-            all.push(Instance { id: instance, nodes: nodes.into_iter().collect::<Result<_, _>>()? });
+            all.push(Instance {
+                id: instance,
+                nodes: nodes.into_iter().collect::<Result<_, _>>()?,
+            });
         }
         Ok(all)
     }
@@ -248,7 +338,18 @@ pub const OTHERS: &[Other] = &[
         mode: "management",
         kind: "management.nvidia.com/gpu",
         nodes: &[
-            ("", &["nvidiactl", "nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidia", "nvidia-nvswitchctl", "nvidia-nvswitch"]),
+            (
+                "",
+                &[
+                    "nvidiactl",
+                    "nvidia-modeset",
+                    "nvidia-uvm",
+                    "nvidia-uvm-tools",
+                    "nvidia",
+                    "nvidia-nvswitchctl",
+                    "nvidia-nvswitch",
+                ],
+            ),
             ("nvidia-caps", &["nvidia-cap"]),
             ("nvidia-caps-imex-channels", &["channel"]),
         ],
@@ -282,7 +383,12 @@ impl Other {
         if nodes.is_empty() {
             let (directory, beginnings) = self.nodes.first().copied().unwrap_or_default();
             let folder = places.dev().join(directory);
-            return Err(format!("{} has no {}*: {}", folder.display(), beginnings.first().unwrap_or(&""), self.cure));
+            return Err(format!(
+                "{} has no {}*: {}",
+                folder.display(),
+                beginnings.first().unwrap_or(&""),
+                self.cure
+            ));
         }
         Ok(self.spec_of(&nodes, places, common))
     }
@@ -291,12 +397,27 @@ impl Other {
     pub fn spec_of(&self, nodes: &[Node], places: &Places, common: Edits) -> Spec {
         let mut devices: Vec<SpecDevice> = Vec::new();
         if self.each {
-            devices.extend(nodes.iter().map(|n| device(n.minor.to_string(), vec![node(n)], vec![])));
+            devices.extend(
+                nodes
+                    .iter()
+                    .map(|n| device(n.minor.to_string(), vec![node(n)], vec![])),
+            );
         }
-        devices.push(device("all".into(), nodes.iter().map(node).collect(), vec![]));
+        devices.push(device(
+            "all".into(),
+            nodes.iter().map(node).collect(),
+            vec![],
+        ));
         let mut edits = common;
-        let there = self.files.iter().filter(|path| places.root.join(path.trim_start_matches('/')).exists());
-        edits.mounts.extend(there.map(|path| Mount { host_path: (*path).into(), container_path: (*path).into(), options: FILE }));
+        let there = self
+            .files
+            .iter()
+            .filter(|path| places.root.join(path.trim_start_matches('/')).exists());
+        edits.mounts.extend(there.map(|path| Mount {
+            host_path: (*path).into(),
+            container_path: (*path).into(),
+            options: FILE,
+        }));
         Spec::new(self.kind, devices, edits)
     }
 }

@@ -22,8 +22,11 @@ pub struct Publisher {
 impl Publisher {
     /// Publishes into `directory`; makes it if missing.
     pub fn new(directory: &Path) -> io::Result<Self> {
-        std::fs::create_dir_all(directory).map_err(|e| io::Error::new(e.kind(), format!("make {}: {e}", directory.display())))?;
-        Ok(Self { directory: directory.to_path_buf() })
+        std::fs::create_dir_all(directory)
+            .map_err(|e| io::Error::new(e.kind(), format!("make {}: {e}", directory.display())))?;
+        Ok(Self {
+            directory: directory.to_path_buf(),
+        })
     }
 
     /// Whether a spec is published.
@@ -49,7 +52,9 @@ impl Publisher {
     pub fn publish_as(&self, file: &str, spec: &Spec) -> io::Result<usize> {
         let text = spec.to_json();
         if text.is_empty() {
-            return Err(io::Error::other("the spec has no text: nothing is published"));
+            return Err(io::Error::other(
+                "the spec has no text: nothing is published",
+            ));
         }
         // No sync: this is a tmpfs, and a guest that loses its memory has no containers to start.
         replace(&self.directory.join(file), &text)?;
@@ -63,5 +68,8 @@ pub fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".tmp");
-    File::create(&temporary).and_then(|mut f| f.write_all(text)).and_then(|()| std::fs::rename(&temporary, path)).map_err(at)
+    File::create(&temporary)
+        .and_then(|mut f| f.write_all(text))
+        .and_then(|()| std::fs::rename(&temporary, path))
+        .map_err(at)
 }

@@ -88,13 +88,24 @@ impl Spec {
     /// above 0.7.0.
     pub fn new(kind: &str, devices: Vec<Device>, container_edits: Edits) -> Self {
         let cdi_version = minimum_version(kind, &devices, &container_edits);
-        Self { cdi_version, kind: kind.to_string(), devices, container_edits }
+        Self {
+            cdi_version,
+            kind: kind.to_string(),
+            devices,
+            container_edits,
+        }
     }
 
     /// Sets the root of the guest's nodes: each `hostPath` is below it.
     pub fn set_host_root(&mut self, root: &str) {
-        let edits = self.devices.iter_mut().map(|d| &mut d.container_edits).chain([&mut self.container_edits]);
-        edits.flat_map(|e| &mut e.device_nodes).for_each(|node| node.host_path = Some(format!("{root}{}", node.path)));
+        let edits = self
+            .devices
+            .iter_mut()
+            .map(|d| &mut d.container_edits)
+            .chain([&mut self.container_edits]);
+        edits
+            .flat_map(|e| &mut e.device_nodes)
+            .for_each(|node| node.host_path = Some(format!("{root}{}", node.path)));
         self.cdi_version = minimum_version(&self.kind, &self.devices, &self.container_edits);
     }
 
@@ -111,10 +122,18 @@ impl Spec {
 /// node's `hostPath`, and 0.6.0 kinds with a dot in the class.
 fn minimum_version(kind: &str, devices: &[Device], common: &Edits) -> &'static str {
     let class = kind.split_once('/').map_or("", |(_, class)| class);
-    let mut nodes = devices.iter().map(|d| &d.container_edits).chain([common]).flat_map(|e| &e.device_nodes);
+    let mut nodes = devices
+        .iter()
+        .map(|d| &d.container_edits)
+        .chain([common])
+        .flat_map(|e| &e.device_nodes);
     if class.contains('.') {
         "0.6.0"
-    } else if devices.iter().any(|d| d.name.starts_with(|c: char| c.is_ascii_digit())) || nodes.any(|n| n.host_path.is_some()) {
+    } else if devices
+        .iter()
+        .any(|d| d.name.starts_with(|c: char| c.is_ascii_digit()))
+        || nodes.any(|n| n.host_path.is_some())
+    {
         "0.5.0"
     } else {
         "0.3.0"
@@ -126,9 +145,24 @@ mod tests {
     use super::*;
 
     fn version(kind: &str, name: &str, host_path: Option<&str>) -> &'static str {
-        let node = DeviceNode { path: "/dev/x".into(), host_path: host_path.map(str::to_string), ..DeviceNode::default() };
-        let edits = Edits { device_nodes: vec![node], ..Edits::default() };
-        Spec::new(kind, vec![Device { name: name.into(), container_edits: edits }], Edits::default()).cdi_version
+        let node = DeviceNode {
+            path: "/dev/x".into(),
+            host_path: host_path.map(str::to_string),
+            ..DeviceNode::default()
+        };
+        let edits = Edits {
+            device_nodes: vec![node],
+            ..Edits::default()
+        };
+        Spec::new(
+            kind,
+            vec![Device {
+                name: name.into(),
+                container_edits: edits,
+            }],
+            Edits::default(),
+        )
+        .cdi_version
     }
 
     #[test]

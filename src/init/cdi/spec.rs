@@ -83,7 +83,11 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { namings: vec![Naming::Index], hooks: Hooks::One, hook_path: "/init".into() }
+        Self {
+            namings: vec![Naming::Index],
+            hooks: Hooks::One,
+            hook_path: "/init".into(),
+        }
     }
 }
 
@@ -103,12 +107,19 @@ pub fn node(node: &Node) -> DeviceNode {
 /// A node that makes the agent try again: without a major the agent looks at the path, which does
 /// not exist.
 fn pending(address: PciAddress) -> DeviceNode {
-    DeviceNode { path: format!("{PENDING}/{address}"), ..DeviceNode::default() }
+    DeviceNode {
+        path: format!("{PENDING}/{address}"),
+        ..DeviceNode::default()
+    }
 }
 
 impl Device {
     fn ready(&self) -> Option<&Ready> {
-        if let Entry::Ready(ready) = &self.entry { Some(ready) } else { None }
+        if let Entry::Ready(ready) = &self.entry {
+            Some(ready)
+        } else {
+            None
+        }
     }
 }
 
@@ -118,20 +129,39 @@ fn whole(name: String, gpus: &[&Device], options: &Options) -> SpecDevice {
     for gpu in gpus {
         let ready = gpu.ready();
         nodes.extend((gpu.entry == Entry::Pending).then(|| pending(gpu.address)));
-        let instances = ready.iter().flat_map(|r| &r.extras.instances).flat_map(|i| &i.nodes);
-        for one in ready.iter().flat_map(|r| r.nodes.iter().chain(&r.extras.displays)).chain(instances).map(node) {
+        let instances = ready
+            .iter()
+            .flat_map(|r| &r.extras.instances)
+            .flat_map(|i| &i.nodes);
+        for one in ready
+            .iter()
+            .flat_map(|r| r.nodes.iter().chain(&r.extras.displays))
+            .chain(instances)
+            .map(node)
+        {
             if !nodes.contains(&one) {
                 nodes.push(one);
             }
         }
     }
-    let links: Vec<&DisplayLink> = gpus.iter().filter_map(|gpu| gpu.ready()).flat_map(|r| &r.extras.links).collect();
+    let links: Vec<&DisplayLink> = gpus
+        .iter()
+        .filter_map(|gpu| gpu.ready())
+        .flat_map(|r| &r.extras.links)
+        .collect();
     device(name, nodes, display_hook(&links, options))
 }
 
 /// A device with these nodes and hooks.
 pub fn device(name: String, device_nodes: Vec<DeviceNode>, hooks: Vec<Hook>) -> SpecDevice {
-    SpecDevice { name, container_edits: Edits { device_nodes, hooks, ..Edits::default() } }
+    SpecDevice {
+        name,
+        container_edits: Edits {
+            device_nodes,
+            hooks,
+            ..Edits::default()
+        },
+    }
 }
 
 /// Hook that makes the links of displays in containers. No mount can stand for a link to a device,
@@ -140,7 +170,9 @@ fn display_hook(links: &[&DisplayLink], options: &Options) -> Vec<Hook> {
     if links.is_empty() || options.hooks == Hooks::None {
         return vec![];
     }
-    let arguments = links.iter().flat_map(|l| ["--link".to_string(), format!("{}::{}", l.target, l.link)]);
+    let arguments = links
+        .iter()
+        .flat_map(|l| ["--link".to_string(), format!("{}::{}", l.target, l.link)]);
     vec![hook("create-symlinks", arguments.collect(), options)]
 }
 
@@ -152,7 +184,10 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
         Naming::TypeIndex => Some(format!("gpu{index}")),
         Naming::Uuid => ready.and_then(|r| r.uuid.clone()),
     };
-    let instances = ready.into_iter().flat_map(|r| r.extras.instances.iter().map(move |i| (r, i))).enumerate();
+    let instances = ready
+        .into_iter()
+        .flat_map(|r| r.extras.instances.iter().map(move |i| (r, i)))
+        .enumerate();
     let instances = instances.filter_map(|(i, (ready, instance))| {
         let name = match naming {
             Naming::Index => format!("{index}:{i}"),
@@ -160,9 +195,21 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
             Naming::Uuid => ready.instance_uuids.get(&instance.id)?.clone(),
         };
         // An instance computes: no display.
-        Some(device(name, ready.nodes.iter().chain(&instance.nodes).map(node).collect(), vec![]))
+        Some(device(
+            name,
+            ready
+                .nodes
+                .iter()
+                .chain(&instance.nodes)
+                .map(node)
+                .collect(),
+            vec![],
+        ))
     });
-    name.map(|name| whole(name, &[gpu], options)).into_iter().chain(instances).collect()
+    name.map(|name| whole(name, &[gpu], options))
+        .into_iter()
+        .chain(instances)
+        .collect()
 }
 
 /// The spec for these GPUs, in ascending order of address. `common` are the nodes that every
@@ -172,18 +219,34 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
 /// becomes resolvable with the last of them. When every GPU has failed, the spec lists one device
 /// `none`, because a spec without devices is invalid and an absent kind makes the agent wait for
 /// it.
-pub fn generate(devices: &[Device], common: &[Node], files: Option<&DriverFiles>, options: &Options) -> Spec {
+pub fn generate(
+    devices: &[Device],
+    common: &[Node],
+    files: Option<&DriverFiles>,
+    options: &Options,
+) -> Spec {
     let alive = || devices.iter().filter(|d| d.entry != Entry::Failed);
-    let mut list: Vec<SpecDevice> =
-        options.namings.iter().flat_map(|naming| alive().flat_map(|gpu| named(gpu, *naming, options))).collect();
+    let mut list: Vec<SpecDevice> = options
+        .namings
+        .iter()
+        .flat_map(|naming| alive().flat_map(|gpu| named(gpu, *naming, options)))
+        .collect();
     // `void`: this container has its GPUs already; hooks for this variable must add none.
     let void = || vec!["NVIDIA_VISIBLE_DEVICES=void".to_string()];
     if alive().next().is_none() {
-        list.push(SpecDevice { name: "none".into(), container_edits: Edits { env: void(), ..Edits::default() } });
+        list.push(SpecDevice {
+            name: "none".into(),
+            container_edits: Edits {
+                env: void(),
+                ..Edits::default()
+            },
+        });
     } else {
         list.push(whole("all".into(), &alive().collect::<Vec<_>>(), options));
     }
-    let mut edits = files.map(|files| edits_of(files, options)).unwrap_or_default();
+    let mut edits = files
+        .map(|files| edits_of(files, options))
+        .unwrap_or_default();
     edits.device_nodes = common.iter().map(node).collect();
     if edits != Edits::default() {
         edits.env.splice(0..0, void());
@@ -193,8 +256,17 @@ pub fn generate(devices: &[Device], common: &[Node], files: Option<&DriverFiles>
 
 /// Edits that give a container the driver's user space.
 pub fn edits_of(files: &DriverFiles, options: &Options) -> Edits {
-    let env = files.libcuda_directory.iter().map(|d| format!("NVIDIA_CTK_LIBCUDA_DIR={}", d.display())).collect();
-    Edits { env, mounts: mounts(files, options.hooks), hooks: hooks(files, options), ..Edits::default() }
+    let env = files
+        .libcuda_directory
+        .iter()
+        .map(|d| format!("NVIDIA_CTK_LIBCUDA_DIR={}", d.display()))
+        .collect();
+    Edits {
+        env,
+        mounts: mounts(files, options.hooks),
+        hooks: hooks(files, options),
+        ..Edits::default()
+    }
 }
 
 /// Mount options of a file.
@@ -209,8 +281,16 @@ fn mounts(files: &DriverFiles, hooks: Hooks) -> Vec<Mount> {
         container_path: m.container_path.display().to_string(),
         options: if m.kind == Kind::Socket { SOCKET } else { FILE },
     };
-    let link = |l: &Link| Mount { host_path: l.file.display().to_string(), container_path: l.link.display().to_string(), options: FILE };
-    let links = files.links.iter().filter(|_| hooks != Hooks::Compat).map(link);
+    let link = |l: &Link| Mount {
+        host_path: l.file.display().to_string(),
+        container_path: l.link.display().to_string(),
+        options: FILE,
+    };
+    let links = files
+        .links
+        .iter()
+        .filter(|_| hooks != Hooks::Compat)
+        .map(link);
     files.mounts.iter().map(file).chain(links).collect()
 }
 
@@ -221,23 +301,38 @@ fn hook(command: &str, arguments: Vec<String>, options: &Options) -> Hook {
     Hook {
         hook_name: "createContainer",
         path: options.hook_path.clone(),
-        args: [super::hooks::NAME.to_string(), command.to_string()].into_iter().chain(arguments).collect(),
+        args: [super::hooks::NAME.to_string(), command.to_string()]
+            .into_iter()
+            .chain(arguments)
+            .collect(),
         env: vec![HOOK_ENV.into()],
     }
 }
 
 fn hooks(files: &DriverFiles, options: &Options) -> Vec<Hook> {
     let hook = |command: &str, arguments: Vec<String>| hook(command, arguments, options);
-    let folders = || files.library_directories.iter().flat_map(|d| ["--folder".to_string(), d.display().to_string()]);
+    let folders = || {
+        files
+            .library_directories
+            .iter()
+            .flat_map(|d| ["--folder".to_string(), d.display().to_string()])
+    };
     let version = || format!("--host-driver-version={}", files.version);
     match options.hooks {
         Hooks::None => vec![],
         Hooks::One => vec![hook("prepare", folders().chain([version()]).collect())],
         Hooks::Compat => {
-            let link = |l: &&Link| ["--link".to_string(), format!("{}::{}", l.target, l.link.display())];
+            let link = |l: &&Link| {
+                [
+                    "--link".to_string(),
+                    format!("{}::{}", l.target, l.link.display()),
+                ]
+            };
             // Graphics links first, in a hook of their own, as the incumbent does.
-            let (graphics, driver): (Vec<&Link>, Vec<&Link>) =
-                files.links.iter().partition(|l| l.link.components().any(|c| c.as_os_str() == "gbm"));
+            let (graphics, driver): (Vec<&Link>, Vec<&Link>) = files
+                .links
+                .iter()
+                .partition(|l| l.link.components().any(|c| c.as_os_str() == "gbm"));
             let links = |links: &[&Link]| links.iter().flat_map(link).collect::<Vec<_>>();
             let mut all = Vec::new();
             all.extend((!graphics.is_empty()).then(|| hook("create-symlinks", links(&graphics))));
@@ -256,15 +351,28 @@ mod tests {
     use super::*;
 
     fn device(index: usize, entry: Entry) -> Device {
-        Device { index, address: format!("0001:00:{index:02x}.0").parse().unwrap(), entry }
+        Device {
+            index,
+            address: format!("0001:00:{index:02x}.0").parse().unwrap(),
+            entry,
+        }
     }
 
     fn gpu_node(minor: u32) -> Node {
-        Node { path: format!("/dev/nvidia{minor}").into(), major: 195, minor, mode: 0o666, gid: 0 }
+        Node {
+            path: format!("/dev/nvidia{minor}").into(),
+            major: 195,
+            minor,
+            mode: 0o666,
+            gid: 0,
+        }
     }
 
     fn ready(minor: u32) -> Entry {
-        Entry::Ready(Ready { nodes: vec![gpu_node(minor)], ..Ready::default() })
+        Entry::Ready(Ready {
+            nodes: vec![gpu_node(minor)],
+            ..Ready::default()
+        })
     }
 
     fn text(devices: &[Device], common: &[Node]) -> String {
@@ -272,7 +380,19 @@ mod tests {
     }
 
     fn nodes(spec: &Spec) -> Vec<(&str, Vec<&str>)> {
-        spec.devices.iter().map(|d| (d.name.as_str(), d.container_edits.device_nodes.iter().map(|n| n.path.as_str()).collect())).collect()
+        spec.devices
+            .iter()
+            .map(|d| {
+                (
+                    d.name.as_str(),
+                    d.container_edits
+                        .device_nodes
+                        .iter()
+                        .map(|n| n.path.as_str())
+                        .collect(),
+                )
+            })
+            .collect()
     }
 
     #[test]
@@ -289,15 +409,40 @@ mod tests {
 
     #[test]
     fn names_follow_pci_order_and_paths_the_minors() {
-        let spec = generate(&[device(0, ready(3)), device(1, ready(0))], &[gpu_node(255)], None, &Options::default());
-        assert_eq!(nodes(&spec), [("0", vec!["/dev/nvidia3"]), ("1", vec!["/dev/nvidia0"]), ("all", vec!["/dev/nvidia3", "/dev/nvidia0"])]);
+        let spec = generate(
+            &[device(0, ready(3)), device(1, ready(0))],
+            &[gpu_node(255)],
+            None,
+            &Options::default(),
+        );
+        assert_eq!(
+            nodes(&spec),
+            [
+                ("0", vec!["/dev/nvidia3"]),
+                ("1", vec!["/dev/nvidia0"]),
+                ("all", vec!["/dev/nvidia3", "/dev/nvidia0"])
+            ]
+        );
     }
 
     #[test]
     fn a_failed_gpu_leaves_and_affects_no_other() {
-        let spec = text(&[device(0, ready(0)), device(1, Entry::Failed), device(2, Entry::Pending)], &[]);
-        assert!(!spec.contains("\"1\"") && !spec.contains("0001:00:01.0"), "{spec}");
-        assert!(spec.contains("\"2\"") && spec.contains("0001:00:02.0"), "{spec}");
+        let spec = text(
+            &[
+                device(0, ready(0)),
+                device(1, Entry::Failed),
+                device(2, Entry::Pending),
+            ],
+            &[],
+        );
+        assert!(
+            !spec.contains("\"1\"") && !spec.contains("0001:00:01.0"),
+            "{spec}"
+        );
+        assert!(
+            spec.contains("\"2\"") && spec.contains("0001:00:02.0"),
+            "{spec}"
+        );
     }
 
     #[test]
@@ -308,16 +453,43 @@ mod tests {
 
     #[test]
     fn a_gpu_in_mig_mode_is_listed_whole_and_by_its_instances() {
-        let cap = |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 235, minor, mode: 0o444, gid: 0 };
-        let instance = |gi, ci| Instance { id: MigInstance { gpu: 0, gi, ci }, nodes: vec![cap(gi), cap(ci)] };
-        let extras = Extras { instances: vec![instance(66, 67), instance(66, 68), instance(75, 76)], ..Extras::default() };
-        let entry = Entry::Ready(Ready { nodes: vec![gpu_node(0)], extras, ..Ready::default() });
-        let options = Options { namings: vec![Naming::Index, Naming::TypeIndex], ..Options::default() };
+        let cap = |minor| Node {
+            path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(),
+            major: 235,
+            minor,
+            mode: 0o444,
+            gid: 0,
+        };
+        let instance = |gi, ci| Instance {
+            id: MigInstance { gpu: 0, gi, ci },
+            nodes: vec![cap(gi), cap(ci)],
+        };
+        let extras = Extras {
+            instances: vec![instance(66, 67), instance(66, 68), instance(75, 76)],
+            ..Extras::default()
+        };
+        let entry = Entry::Ready(Ready {
+            nodes: vec![gpu_node(0)],
+            extras,
+            ..Ready::default()
+        });
+        let options = Options {
+            namings: vec![Naming::Index, Naming::TypeIndex],
+            ..Options::default()
+        };
         let spec = generate(&[device(0, entry)], &[], None, &options);
-        let (caps, all) = (["/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67"], nodes(&spec));
+        let (caps, all) = (
+            [
+                "/dev/nvidia-caps/nvidia-cap66",
+                "/dev/nvidia-caps/nvidia-cap67",
+            ],
+            nodes(&spec),
+        );
         assert_eq!(
             all.iter().map(|(name, _)| *name).collect::<Vec<_>>(),
-            ["0", "0:0", "0:1", "0:2", "gpu0", "mig0:0", "mig0:1", "mig0:2", "all"]
+            [
+                "0", "0:0", "0:1", "0:2", "gpu0", "mig0:0", "mig0:1", "mig0:2", "all"
+            ]
         );
         assert_eq!(all[1].1, [&["/dev/nvidia0"][..], &caps[..]].concat());
         // The GPU instance that two compute instances share is listed once.
@@ -326,19 +498,47 @@ mod tests {
 
     #[test]
     fn a_known_uuid_of_an_instance_names_the_same_nodes() {
-        let cap = |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 235, minor, mode: 0o444, gid: 0 };
+        let cap = |minor| Node {
+            path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(),
+            major: 235,
+            minor,
+            mode: 0o444,
+            gid: 0,
+        };
         let id = |gi| MigInstance { gpu: 0, gi, ci: 0 };
-        let extras = Extras { instances: [7, 9].map(|gi| Instance { id: id(gi), nodes: vec![cap(gi)] }).to_vec(), ..Extras::default() };
-        let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
+        let extras = Extras {
+            instances: [7, 9]
+                .map(|gi| Instance {
+                    id: id(gi),
+                    nodes: vec![cap(gi)],
+                })
+                .to_vec(),
+            ..Extras::default()
+        };
+        let options = Options {
+            namings: vec![Naming::Index, Naming::Uuid],
+            ..Options::default()
+        };
         let spec = |uuids: &[(u32, &str)]| {
-            let instance_uuids = uuids.iter().map(|(gi, uuid)| (id(*gi), uuid.to_string())).collect();
-            let ready = Ready { nodes: vec![gpu_node(0)], extras: extras.clone(), instance_uuids, ..Ready::default() };
+            let instance_uuids = uuids
+                .iter()
+                .map(|(gi, uuid)| (id(*gi), uuid.to_string()))
+                .collect();
+            let ready = Ready {
+                nodes: vec![gpu_node(0)],
+                extras: extras.clone(),
+                instance_uuids,
+                ..Ready::default()
+            };
             generate(&[device(0, Entry::Ready(ready))], &[], None, &options)
         };
         // An instance that the driver's files do not list has no nodes.
         let spec_of_two = spec(&[(9, "MIG-9"), (3, "MIG-3")]);
         let all = nodes(&spec_of_two);
-        assert_eq!(all.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["0", "0:0", "0:1", "MIG-9", "all"]);
+        assert_eq!(
+            all.iter().map(|(name, _)| *name).collect::<Vec<_>>(),
+            ["0", "0:0", "0:1", "MIG-9", "all"]
+        );
         assert_eq!(all[3].1, all[2].1);
         assert_eq!(all[3].1, ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap9"]);
         assert_eq!(nodes(&spec(&[])).len(), 4);
@@ -347,18 +547,60 @@ mod tests {
     #[test]
     fn displays_come_with_udevs_links_and_a_hook_for_them() {
         let display = |index: usize| {
-            let at = |name: String, minor| Node { path: format!("/dev/dri/{name}").into(), major: 226, minor, mode: 0o660, gid: 44 };
-            let link = DisplayLink { link: format!("/dev/dri/by-path/pci-0001:00:{index:02x}.0-card"), target: format!("../card{index}") };
+            let at = |name: String, minor| Node {
+                path: format!("/dev/dri/{name}").into(),
+                major: 226,
+                minor,
+                mode: 0o660,
+                gid: 44,
+            };
+            let link = DisplayLink {
+                link: format!("/dev/dri/by-path/pci-0001:00:{index:02x}.0-card"),
+                target: format!("../card{index}"),
+            };
             let (displays, links) = (vec![at(format!("card{index}"), index as u32)], vec![link]);
-            let extras = Extras { displays, links, ..Extras::default() };
-            device(index, Entry::Ready(Ready { nodes: vec![gpu_node(index as u32)], extras, ..Ready::default() }))
+            let extras = Extras {
+                displays,
+                links,
+                ..Extras::default()
+            };
+            device(
+                index,
+                Entry::Ready(Ready {
+                    nodes: vec![gpu_node(index as u32)],
+                    extras,
+                    ..Ready::default()
+                }),
+            )
         };
         for (hooks, count) in [(Hooks::One, 1), (Hooks::Compat, 1), (Hooks::None, 0)] {
-            let spec = generate(&[display(0), display(1)], &[], None, &Options { hooks, ..Options::default() });
+            let spec = generate(
+                &[display(0), display(1)],
+                &[],
+                None,
+                &Options {
+                    hooks,
+                    ..Options::default()
+                },
+            );
             assert_eq!(nodes(&spec)[1].1, ["/dev/nvidia1", "/dev/dri/card1"]);
-            assert_eq!(spec.devices[1].container_edits.device_nodes[1].gid, Some(44));
-            assert!(spec.devices.iter().all(|d| d.container_edits.hooks.len() == count), "{hooks:?}");
-            let links: Vec<&str> = spec.devices[2].container_edits.hooks.iter().flat_map(|h| &h.args[2..]).map(String::as_str).collect();
+            assert_eq!(
+                spec.devices[1].container_edits.device_nodes[1].gid,
+                Some(44)
+            );
+            assert!(
+                spec.devices
+                    .iter()
+                    .all(|d| d.container_edits.hooks.len() == count),
+                "{hooks:?}"
+            );
+            let links: Vec<&str> = spec.devices[2]
+                .container_edits
+                .hooks
+                .iter()
+                .flat_map(|h| &h.args[2..])
+                .map(String::as_str)
+                .collect();
             let wanted = [
                 "--link",
                 "../card0::/dev/dri/by-path/pci-0001:00:00.0-card",
@@ -371,11 +613,34 @@ mod tests {
 
     #[test]
     fn a_uuid_is_a_name_once_it_is_known() {
-        let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
-        let uuid =
-            |uuid: Option<&str>| Entry::Ready(Ready { nodes: vec![gpu_node(0)], uuid: uuid.map(str::to_string), ..Ready::default() });
-        let spec = generate(&[device(0, uuid(Some("GPU-1"))), device(1, uuid(None)), device(2, Entry::Pending)], &[], None, &options);
-        assert_eq!(nodes(&spec).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["0", "1", "2", "GPU-1", "all"]);
+        let options = Options {
+            namings: vec![Naming::Index, Naming::Uuid],
+            ..Options::default()
+        };
+        let uuid = |uuid: Option<&str>| {
+            Entry::Ready(Ready {
+                nodes: vec![gpu_node(0)],
+                uuid: uuid.map(str::to_string),
+                ..Ready::default()
+            })
+        };
+        let spec = generate(
+            &[
+                device(0, uuid(Some("GPU-1"))),
+                device(1, uuid(None)),
+                device(2, Entry::Pending),
+            ],
+            &[],
+            None,
+            &options,
+        );
+        assert_eq!(
+            nodes(&spec)
+                .iter()
+                .map(|(name, _)| *name)
+                .collect::<Vec<_>>(),
+            ["0", "1", "2", "GPU-1", "all"]
+        );
     }
 
     #[test]
@@ -391,15 +656,49 @@ mod tests {
             }],
             ..DriverFiles::default()
         };
-        let with = |hooks| generate(&[device(0, ready(0))], &[], Some(&files), &Options { hooks, ..Options::default() }).container_edits;
+        let with = |hooks| {
+            generate(
+                &[device(0, ready(0))],
+                &[],
+                Some(&files),
+                &Options {
+                    hooks,
+                    ..Options::default()
+                },
+            )
+            .container_edits
+        };
         let (one, compat, none) = (with(Hooks::One), with(Hooks::Compat), with(Hooks::None));
-        assert_eq!(one.mounts.iter().map(|m| m.container_path.as_str()).collect::<Vec<_>>(), ["/usr/lib/libcuda.so.1"]);
         assert_eq!(
-            one.hooks.iter().map(|h| h.args.join(" ")).collect::<Vec<_>>(),
+            one.mounts
+                .iter()
+                .map(|m| m.container_path.as_str())
+                .collect::<Vec<_>>(),
+            ["/usr/lib/libcuda.so.1"]
+        );
+        assert_eq!(
+            one.hooks
+                .iter()
+                .map(|h| h.args.join(" "))
+                .collect::<Vec<_>>(),
             ["nvidia-cdi-hook prepare --folder /usr/lib --host-driver-version=550.163.01"]
         );
-        assert_eq!((compat.mounts.len(), compat.hooks.len(), none.mounts.len(), none.hooks.len()), (0, 5, 1, 0));
-        assert_eq!(compat.hooks[0].args[2..], ["--link", "libcuda.so.550.163.01::/usr/lib/libcuda.so.1"]);
-        assert!(one.env.contains(&"NVIDIA_CTK_LIBCUDA_DIR=/usr/lib".to_string()));
+        assert_eq!(
+            (
+                compat.mounts.len(),
+                compat.hooks.len(),
+                none.mounts.len(),
+                none.hooks.len()
+            ),
+            (0, 5, 1, 0)
+        );
+        assert_eq!(
+            compat.hooks[0].args[2..],
+            ["--link", "libcuda.so.550.163.01::/usr/lib/libcuda.so.1"]
+        );
+        assert!(
+            one.env
+                .contains(&"NVIDIA_CTK_LIBCUDA_DIR=/usr/lib".to_string())
+        );
     }
 }

@@ -42,7 +42,8 @@ fn block(value: &Value, depth: usize, out: &mut String) {
 }
 
 fn below(value: &Value, depth: usize, out: &mut String) {
-    let empty = value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(serde_json::Map::is_empty);
+    let empty = value.as_array().is_some_and(Vec::is_empty)
+        || value.as_object().is_some_and(serde_json::Map::is_empty);
     if !empty && (value.is_object() || value.is_array()) {
         out.push('\n');
         block(value, depth, out);

@@ -9,9 +9,12 @@ mod command_line; // words of the kernel command line
 pub mod parameter_table; // parameters and their setters
 mod values; // settings of a boot
 
-pub use command_line::{module_blacklist, module_parameters, parameter_value, with_registry_key, words};
+pub use command_line::{
+    module_blacklist, module_parameters, parameter_value, with_registry_key, words,
+};
 pub use values::{
-    Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Reset, Services, ToConsole, ToHost, Wish,
+    Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Reset,
+    Services, ToConsole, ToHost, Wish,
 };
 
 use self::parameter_table::{ALIASES, FOREIGN, INCUMBENTS, PARAMETERS};
@@ -37,7 +40,16 @@ pub struct Note {
 
 /// Text from the command line, safe to print: cut, and control characters replaced.
 fn printable(text: &str) -> String {
-    text.chars().take(MAX_TEXT).map(|c| if c.is_control() || c == '\u{fffd}' { '?' } else { c }).collect()
+    text.chars()
+        .take(MAX_TEXT)
+        .map(|c| {
+            if c.is_control() || c == '\u{fffd}' {
+                '?'
+            } else {
+                c
+            }
+        })
+        .collect()
 }
 
 impl Config {
@@ -48,21 +60,35 @@ impl Config {
         let mut left_out = 0_usize;
         for word in words(command_line) {
             let (name, value) = word.split_once('=').unwrap_or((&word, ""));
-            let extension = name.strip_prefix(EXTENSION).and_then(|rest| rest.strip_suffix(VERITY_PARAMS));
+            let extension = name
+                .strip_prefix(EXTENSION)
+                .and_then(|rest| rest.strip_suffix(VERITY_PARAMS));
             let problem = match extension {
                 Some(extension) => config.declare(extension, value).err(),
-                None if name.starts_with("gpuinit.") || name.starts_with("nvrc.") => config.take(name, value),
+                None if name.starts_with("gpuinit.") || name.starts_with("nvrc.") => {
+                    config.take(name, value)
+                }
                 None => continue,
             };
             if notes.len() < MAX_NOTES {
-                notes.push(Note { parameter: printable(name), value: printable(value), problem });
+                notes.push(Note {
+                    parameter: printable(name),
+                    value: printable(value),
+                    problem,
+                });
             } else {
                 left_out += 1;
             }
         }
         if left_out > 0 {
-            let problem = Some(format!("{left_out} more gpuinit.* and nvrc.* words are not listed here"));
-            notes.push(Note { parameter: "gpuinit.*".into(), value: String::new(), problem });
+            let problem = Some(format!(
+                "{left_out} more gpuinit.* and nvrc.* words are not listed here"
+            ));
+            notes.push(Note {
+                parameter: "gpuinit.*".into(),
+                value: String::new(),
+                problem,
+            });
         }
         (config, notes)
     }
@@ -82,7 +108,10 @@ impl Config {
             (Err(problem), all) => {
                 // Keep the first error.
                 if all.is_ok() {
-                    *all = Err(format!("{EXTENSION}{}{VERITY_PARAMS}: {problem}", printable(name)));
+                    *all = Err(format!(
+                        "{EXTENSION}{}{VERITY_PARAMS}: {problem}",
+                        printable(name)
+                    ));
                 }
                 return Err(format!("{problem}; the guest powers off"));
             }
@@ -96,11 +125,21 @@ impl Config {
         if let Some((_, hint)) = FOREIGN.iter().find(|(n, _)| *n == name) {
             return Some((*hint).to_string());
         }
-        let own = ALIASES.iter().find(|(n, _)| *n == name).map_or(name, |(_, own)| own);
+        let own = ALIASES
+            .iter()
+            .find(|(n, _)| *n == name)
+            .map_or(name, |(_, own)| own);
         let Some(parameter) = PARAMETERS.iter().chain(INCUMBENTS).find(|p| p.name == own) else {
-            return Some("unknown parameter, ignored: `kata-gpu-init parameters` lists them".into());
+            return Some(
+                "unknown parameter, ignored: `kata-gpu-init parameters` lists them".into(),
+            );
         };
-        (parameter.set)(self, value).is_none().then(|| format!("takes {}; ignored, default: {}", parameter.values, parameter.default))
+        (parameter.set)(self, value).is_none().then(|| {
+            format!(
+                "takes {}; ignored, default: {}",
+                parameter.values, parameter.default
+            )
+        })
     }
 }
 

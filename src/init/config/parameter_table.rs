@@ -1,6 +1,9 @@
 //! All parameters of the kernel command line: values, default, meaning, and how each is set.
 
-use super::values::{Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Reset, ToConsole, ToHost, Wish};
+use super::values::{
+    Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Reset,
+    ToConsole, ToHost, Wish,
+};
 use crate::gpu::topology::{NvLink, Topology};
 use kata_gpu_wire::record::Level;
 use std::fmt::Write;
@@ -24,21 +27,44 @@ pub struct Parameter {
 
 /// Setting of a word.
 fn one_of<T: Copy>(value: &str, choices: &[(&str, T)]) -> Option<T> {
-    choices.iter().find(|(word, _)| *word == value).map(|(_, setting)| *setting)
+    choices
+        .iter()
+        .find(|(word, _)| *word == value)
+        .map(|(_, setting)| *setting)
 }
 
 fn switch(value: &str) -> Option<bool> {
-    one_of(value, &[("on", true), ("off", false), ("true", true), ("false", false), ("1", true), ("0", false)])
+    one_of(
+        value,
+        &[
+            ("on", true),
+            ("off", false),
+            ("true", true),
+            ("false", false),
+            ("1", true),
+            ("0", false),
+        ],
+    )
 }
 
 const WISHES: &str = "auto, on, off";
 
 fn wish(value: &str) -> Option<Wish> {
-    one_of(value, &[("auto", Wish::Auto), ("on", Wish::On), ("off", Wish::Off)])
+    one_of(
+        value,
+        &[("auto", Wish::Auto), ("on", Wish::On), ("off", Wish::Off)],
+    )
 }
 
 fn rail_policy(value: &str) -> Option<Option<RailPolicy>> {
-    one_of(value, &[("auto", None), ("greedy", Some(RailPolicy::Greedy)), ("symmetric", Some(RailPolicy::Symmetric))])
+    one_of(
+        value,
+        &[
+            ("auto", None),
+            ("greedy", Some(RailPolicy::Greedy)),
+            ("symmetric", Some(RailPolicy::Symmetric)),
+        ],
+    )
 }
 
 /// Wish for an on/off value of the incumbent.
@@ -48,7 +74,11 @@ fn switched(value: &str) -> Option<Wish> {
 
 /// Parses `index,uuid`: each name once, at least one.
 pub fn namings(value: &str) -> Option<Vec<Naming>> {
-    let words = [("index", Naming::Index), ("uuid", Naming::Uuid), ("type-index", Naming::TypeIndex)];
+    let words = [
+        ("index", Naming::Index),
+        ("uuid", Naming::Uuid),
+        ("type-index", Naming::TypeIndex),
+    ];
     let mut namings = Vec::new();
     for word in value.split(',') {
         let naming = one_of(word, &words)?;
@@ -61,19 +91,33 @@ pub fn namings(value: &str) -> Option<Vec<Naming>> {
 
 /// Parses a topology; `auto` gives None.
 fn topology(value: &str) -> Option<Option<Topology>> {
-    if value == "auto" { Some(None) } else { Topology::named(value).map(Some) }
+    if value == "auto" {
+        Some(None)
+    } else {
+        Topology::named(value).map(Some)
+    }
 }
 
 /// Parses `210,1980`, or one number for both ends.
 fn range(value: &str) -> Option<Range> {
     let (min, max) = value.split_once(',').unwrap_or((value, value));
-    let range = Range { min: min.parse().ok()?, max: max.parse().ok()? };
+    let range = Range {
+        min: min.parse().ok()?,
+        max: max.parse().ok()?,
+    };
     (range.min <= range.max && range.max > 0).then_some(range)
 }
 
 /// Parses the method of hooks.
 pub fn hooks(value: &str) -> Option<Hooks> {
-    one_of(value, &[("one", Hooks::One), ("compat", Hooks::Compat), ("none", Hooks::None)])
+    one_of(
+        value,
+        &[
+            ("one", Hooks::One),
+            ("compat", Hooks::Compat),
+            ("none", Hooks::None),
+        ],
+    )
 }
 
 const LEVELS: &[(&str, ToConsole)] = &[
@@ -93,7 +137,9 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "exec, child",
         default: "exec",
         help: "exec: PID 1 becomes kata-agent; child: the init stays PID 1, supervises the agent and powers off when it ends",
-        set: |c, v| one_of(v, &[("exec", Agent::Exec), ("child", Agent::Child)]).map(|s| c.agent = s),
+        set: |c, v| {
+            one_of(v, &[("exec", Agent::Exec), ("child", Agent::Child)]).map(|s| c.agent = s)
+        },
     },
     Parameter {
         name: "gpuinit.bind",
@@ -101,7 +147,12 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "auto",
         help: "way of binding GPUs: by the module load, one by one as the host maps their BARs, or each on its own thread",
         set: |c, v| {
-            let words = [("auto", Bind::Auto), ("insmod", Bind::Insmod), ("pipelined", Bind::Pipelined), ("concurrent", Bind::Concurrent)];
+            let words = [
+                ("auto", Bind::Auto),
+                ("insmod", Bind::Insmod),
+                ("pipelined", Bind::Pipelined),
+                ("concurrent", Bind::Concurrent),
+            ];
             one_of(v, &words).map(|s| c.bind = s)
         },
     },
@@ -110,7 +161,9 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "parallel, serial",
         default: "parallel",
         help: "initialise adapters all at once, or one after another",
-        set: |c, v| one_of(v, &[("parallel", Init::Parallel), ("serial", Init::Serial)]).map(|s| c.init = s),
+        set: |c, v| {
+            one_of(v, &[("parallel", Init::Parallel), ("serial", Init::Serial)]).map(|s| c.init = s)
+        },
     },
     Parameter {
         name: "gpuinit.relaxed",
@@ -124,7 +177,17 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "auto, bound, usable",
         default: "auto",
         help: "time at which a GPU becomes resolvable in the CDI spec: bound to the driver, or initialised as well; auto: bound, and with a fabric also when the fabric is complete",
-        set: |c, v| one_of(v, &[("auto", Ready::Auto), ("bound", Ready::Bound), ("usable", Ready::Usable)]).map(|s| c.ready = s),
+        set: |c, v| {
+            one_of(
+                v,
+                &[
+                    ("auto", Ready::Auto),
+                    ("bound", Ready::Bound),
+                    ("usable", Ready::Usable),
+                ],
+            )
+            .map(|s| c.ready = s)
+        },
     },
     Parameter {
         name: "gpuinit.fabric.required",
@@ -139,7 +202,11 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "leave",
         help: "ready state of confidential GPUs, without which CUDA fails; leave: the attesting program sets it; wait: the same, and containers get no GPU before; boot: the init sets it once all GPUs are settled, before containers get one",
         set: |c, v| {
-            let words = [("leave", ReadyState::Leave), ("wait", ReadyState::Wait), ("boot", ReadyState::Boot)];
+            let words = [
+                ("leave", ReadyState::Leave),
+                ("wait", ReadyState::Wait),
+                ("boot", ReadyState::Boot),
+            ];
             one_of(v, &words).map(|s| c.ready_state = s)
         },
     },
@@ -148,7 +215,9 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "live, complete",
         default: "live",
         help: "publish the CDI spec from the PCI scan on, or only once all GPUs are settled",
-        set: |c, v| one_of(v, &[("live", Cdi::Live), ("complete", Cdi::Complete)]).map(|s| c.cdi = s),
+        set: |c, v| {
+            one_of(v, &[("live", Cdi::Live), ("complete", Cdi::Complete)]).map(|s| c.cdi = s)
+        },
     },
     Parameter {
         name: "gpuinit.cdi.names",
@@ -169,14 +238,24 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "0 to 2048",
         default: "0",
         help: "IMEX channels to make, from 0 on; these, and those that the driver makes, are published as nvidia.com/imex-channel",
-        set: |c, v| v.parse().ok().filter(|n| *n <= MAX_IMEX_CHANNELS).map(|n| c.imex_channels = n),
+        set: |c, v| {
+            v.parse()
+                .ok()
+                .filter(|n| *n <= MAX_IMEX_CHANNELS)
+                .map(|n| c.imex_channels = n)
+        },
     },
     Parameter {
         name: "gpuinit.gpus",
         values: "0 to 1024",
         default: "any",
         help: "required number of GPUs; fewer is an error event; 0: no GPU is expected, so the loading of modules is forbidden at once",
-        set: |c, v| v.parse().ok().filter(|n| *n <= 1024).map(|n| c.expected_gpus = Some(n)),
+        set: |c, v| {
+            v.parse()
+                .ok()
+                .filter(|n| *n <= 1024)
+                .map(|n| c.expected_gpus = Some(n))
+        },
     },
     Parameter {
         name: "gpuinit.topology",
@@ -190,14 +269,34 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "auto, on, off",
         default: "auto",
         help: "off: the driver is loaded with NVreg_NvLinkDisable=1; auto: so for one GPU alone, unless the driver's options set it; on: never",
-        set: |c, v| one_of(v, &[("auto", NvLink::Auto), ("on", NvLink::On), ("off", NvLink::Off)]).map(|s| c.nvlink = s),
+        set: |c, v| {
+            one_of(
+                v,
+                &[
+                    ("auto", NvLink::Auto),
+                    ("on", NvLink::On),
+                    ("off", NvLink::Off),
+                ],
+            )
+            .map(|s| c.nvlink = s)
+        },
     },
     Parameter {
         name: "gpuinit.reset",
         values: "auto, on, off",
         default: "auto",
         help: "reset a GPU once whose initialisation fails because an earlier guest left it half initialised; auto: not in a confidential guest",
-        set: |c, v| one_of(v, &[("auto", Reset::Auto), ("on", Reset::On), ("off", Reset::Off)]).map(|s| c.reset = s),
+        set: |c, v| {
+            one_of(
+                v,
+                &[
+                    ("auto", Reset::Auto),
+                    ("on", Reset::On),
+                    ("off", Reset::Off),
+                ],
+            )
+            .map(|s| c.reset = s)
+        },
     },
     Parameter {
         name: "gpuinit.gpu.graphics-clock",
@@ -219,7 +318,12 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "any",
         help: "each GPU's power limit, set once all are settled, as nvidia-smi -pl does",
         // NVML takes milliwatts.
-        set: |c, v| v.parse().ok().filter(|w| (1..=u32::MAX / 1000).contains(w)).map(|w| c.power_w = Some(w)),
+        set: |c, v| {
+            v.parse()
+                .ok()
+                .filter(|w| (1..=u32::MAX / 1000).contains(w))
+                .map(|w| c.power_w = Some(w))
+        },
     },
     Parameter {
         name: "gpuinit.lockdown",
@@ -233,14 +337,29 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "auto, on, off",
         default: "auto",
         help: "stream events to the host; auto: on, except in a confidential guest",
-        set: |c, v| one_of(v, &[("auto", ToHost::Auto), ("on", ToHost::On), ("off", ToHost::Off)]).map(|s| c.events_to_host = s),
+        set: |c, v| {
+            one_of(
+                v,
+                &[
+                    ("auto", ToHost::Auto),
+                    ("on", ToHost::On),
+                    ("off", ToHost::Off),
+                ],
+            )
+            .map(|s| c.events_to_host = s)
+        },
     },
     Parameter {
         name: "gpuinit.events.port",
         values: "1 to 4294967294, not 1024 or 1026",
         default: "10241",
         help: "vsock port of the collector on the host, and of the listener in the guest",
-        set: |c, v| v.parse().ok().filter(|p| (1..u32::MAX).contains(p) && !AGENT_PORTS.contains(p)).map(|p| c.events_port = p),
+        set: |c, v| {
+            v.parse()
+                .ok()
+                .filter(|p| (1..u32::MAX).contains(p) && !AGENT_PORTS.contains(p))
+                .map(|p| c.events_port = p)
+        },
     },
     Parameter {
         name: "gpuinit.log",
@@ -314,7 +433,9 @@ pub const INCUMBENTS: &[Parameter] = &[
         values: "on, off",
         default: "off",
         help: "gpuinit.hostengine and gpuinit.dcgm-exporter",
-        set: |c, v| switched(v).map(|w| (c.services.host_engine, c.services.dcgm_exporter) = (w, w)),
+        set: |c, v| {
+            switched(v).map(|w| (c.services.host_engine, c.services.dcgm_exporter) = (w, w))
+        },
     },
     Parameter {
         name: "nvrc.uvm.persistence.mode",
@@ -328,14 +449,26 @@ pub const INCUMBENTS: &[Parameter] = &[
         values: "0, 1",
         default: "0",
         help: "gpuinit.cc.ready=boot",
-        set: |c, v| switch(v).map(|on| c.ready_state = if on { ReadyState::Boot } else { ReadyState::Leave }),
+        set: |c, v| {
+            switch(v).map(|on| {
+                c.ready_state = if on {
+                    ReadyState::Boot
+                } else {
+                    ReadyState::Leave
+                }
+            })
+        },
     },
     Parameter {
         name: "nvrc.fm.rail.policy",
         values: "greedy, symmetric",
         default: "greedy",
         help: "gpuinit.fabricmanager.rail",
-        set: |c, v| rail_policy(v).filter(Option::is_some).map(|p| c.services.rail_policy = p),
+        set: |c, v| {
+            rail_policy(v)
+                .filter(Option::is_some)
+                .map(|p| c.services.rail_policy = p)
+        },
     },
 ];
 
@@ -349,15 +482,25 @@ pub const ALIASES: &[(&str, &str)] = &[
 
 /// Incumbent's names that need nothing here or are not built yet, with a hint.
 pub const FOREIGN: &[(&str, &str)] = &[
-    ("nvrc.mode", "ignored: what to start follows from the topology; gpuinit.topology= overrides it"),
-    ("nvrc.fm.mode", "ignored: fabric manager's mode follows from the topology; gpuinit.topology= overrides it"),
+    (
+        "nvrc.mode",
+        "ignored: what to start follows from the topology; gpuinit.topology= overrides it",
+    ),
+    (
+        "nvrc.fm.mode",
+        "ignored: fabric manager's mode follows from the topology; gpuinit.topology= overrides it",
+    ),
 ];
 
 /// Table of parameters in Markdown, as in src/README.md.
 pub fn parameters_markdown() -> String {
     let mut table = String::from("| parameter | values | default | meaning |\n|---|---|---|---|\n");
     for p in PARAMETERS {
-        let _unused = writeln!(table, "| `{}` | {} | {} | {} |", p.name, p.values, p.default, p.help); // writing to a String cannot fail
+        let _unused = writeln!(
+            table,
+            "| `{}` | {} | {} | {} |",
+            p.name, p.values, p.default, p.help
+        ); // writing to a String cannot fail
     }
     table
 }

@@ -13,12 +13,26 @@ pub enum Error {
     /// The loaded module's version cannot be read.
     UnreadableVersion { source: PathBuf, why: String },
     /// No part of the driver is there. `problems` lists paths that could not be examined.
-    NoDriver { driver_root: PathBuf, version: Option<String>, problems: Vec<String> },
+    NoDriver {
+        driver_root: PathBuf,
+        version: Option<String>,
+        problems: Vec<String>,
+    },
     /// A compute library (`needed_by`) is there, but libcuda, which all compute goes through, is
     /// missing.
-    NoLibcuda { directory: PathBuf, version: String, needed_by: String, problems: Vec<String> },
+    NoLibcuda {
+        directory: PathBuf,
+        version: String,
+        needed_by: String,
+        problems: Vec<String>,
+    },
     /// The libraries belong to another driver version.
-    Mismatch { module: String, source: VersionSource, library: PathBuf, found: String },
+    Mismatch {
+        module: String,
+        source: VersionSource,
+        library: PathBuf,
+        found: String,
+    },
     /// Libraries of several versions, and no module to decide between them.
     Ambiguous { first: PathBuf, second: PathBuf },
     /// A directory with more libraries than any driver has.
@@ -44,7 +58,11 @@ impl fmt::Display for VersionSource {
 }
 
 fn also(f: &mut fmt::Formatter<'_>, problems: &[String]) -> fmt::Result {
-    if problems.is_empty() { Ok(()) } else { write!(f, " (not all could be read: {})", problems.join("; ")) }
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        write!(f, " (not all could be read: {})", problems.join("; "))
+    }
 }
 
 impl fmt::Display for Error {
@@ -52,15 +70,25 @@ impl fmt::Display for Error {
         f.write_str("driver files: ")?;
         match self {
             Self::NoRoot { path, why } => {
-                write!(f, "open the root {}: {why}; name the directory that the driver's user space was installed into", path.display())
+                write!(
+                    f,
+                    "open the root {}: {why}; name the directory that the driver's user space was installed into",
+                    path.display()
+                )
             }
             Self::BadVersion { source, value } => write!(
                 f,
                 "{}: {value:?} is no version of the driver (one looks like 550.163.01); is another module loaded under its name?",
                 source.display()
             ),
-            Self::UnreadableVersion { source, why } => write!(f, "read {}: {why}", source.display()),
-            Self::NoDriver { driver_root, version, problems } => {
+            Self::UnreadableVersion { source, why } => {
+                write!(f, "read {}: {why}", source.display())
+            }
+            Self::NoDriver {
+                driver_root,
+                version,
+                problems,
+            } => {
                 let version = version.as_deref().unwrap_or("<version>");
                 write!(
                     f,
@@ -70,7 +98,12 @@ impl fmt::Display for Error {
                 )?;
                 also(f, problems)
             }
-            Self::NoLibcuda { directory, version, needed_by, problems } => {
+            Self::NoLibcuda {
+                directory,
+                version,
+                needed_by,
+                problems,
+            } => {
                 write!(
                     f,
                     "{} has {needed_by}, but libcuda.so.{version} is nowhere: no CUDA program could start; install it (Debian: libcuda1, \
@@ -79,7 +112,12 @@ impl fmt::Display for Error {
                 )?;
                 also(f, problems)
             }
-            Self::Mismatch { module, source, library, found } => write!(
+            Self::Mismatch {
+                module,
+                source,
+                library,
+                found,
+            } => write!(
                 f,
                 "the driver is {module} ({source}), and its user space is {found} ({}): put the libraries of {module} into the image, or load \
                  the module of {found}",
@@ -92,7 +130,11 @@ impl fmt::Display for Error {
                 second.display()
             ),
             Self::TooMany { directory, most } => {
-                write!(f, "{} has more than {most} libraries of the driver: that is no driver's directory", directory.display())
+                write!(
+                    f,
+                    "{} has more than {most} libraries of the driver: that is no driver's directory",
+                    directory.display()
+                )
             }
         }
     }

@@ -24,7 +24,11 @@ pub struct Roots {
 impl Default for Roots {
     /// The roots of this machine.
     fn default() -> Self {
-        Self { root: "/".into(), driver_root: "/".into(), dev_root: "/".into() }
+        Self {
+            root: "/".into(),
+            driver_root: "/".into(),
+            dev_root: "/".into(),
+        }
     }
 }
 
@@ -91,7 +95,10 @@ pub struct Problems(pub Vec<String>);
 impl Problems {
     pub fn add(&mut self, path: &Path, what: impl Display) {
         if self.0.len() < MAX_PROBLEMS {
-            self.0.push(format!("{}: {what}", path.display().to_string().escape_debug()));
+            self.0.push(format!(
+                "{}: {what}",
+                path.display().to_string().escape_debug()
+            ));
         }
     }
 }
@@ -105,8 +112,14 @@ impl DriverFiles {
     }
 
     pub fn order(&mut self) {
-        self.mounts.sort_by(|a, b| a.container_path.cmp(&b.container_path));
-        self.mounts.dedup_by(|b, a| a.container_path == b.container_path);
-        self.links.retain(|link| self.mounts.binary_search_by(|m| m.container_path.cmp(&link.link)).is_err());
+        self.mounts
+            .sort_by(|a, b| a.container_path.cmp(&b.container_path));
+        self.mounts
+            .dedup_by(|b, a| a.container_path == b.container_path);
+        self.links.retain(|link| {
+            self.mounts
+                .binary_search_by(|m| m.container_path.cmp(&link.link))
+                .is_err()
+        });
     }
 }

@@ -44,13 +44,23 @@ const MAX_LOADER_ENTRIES: usize = 16;
 /// Limit of libraries in one directory: a driver has about 60.
 const MAX_LIBRARIES: usize = 512;
 /// Libraries with versions of their own: EGL platforms, and the compiler for old programs.
-const EGL_PLATFORMS: &[&str] =
-    &["libnvidia-egl-gbm", "libnvidia-egl-wayland", "libnvidia-egl-wayland2", "libnvidia-egl-xcb", "libnvidia-egl-xlib"];
+const EGL_PLATFORMS: &[&str] = &[
+    "libnvidia-egl-gbm",
+    "libnvidia-egl-wayland",
+    "libnvidia-egl-wayland2",
+    "libnvidia-egl-xcb",
+    "libnvidia-egl-xlib",
+];
 const LEGACY_COMPILER: &str = "libnvidia-nvvm70";
 /// Libraries whose names give the driver's version.
 const TELLING: [&str; 2] = ["libcuda", "libnvidia-ml"];
 /// Libraries that only CUDA uses: if one of them is there, a missing libcuda is not intended.
-const FOR_CUDA_ONLY: &[&str] = &["libnvidia-ptxjitcompiler", "libnvidia-nvvm", LEGACY_COMPILER, "libcudadebugger"];
+const FOR_CUDA_ONLY: &[&str] = &[
+    "libnvidia-ptxjitcompiler",
+    "libnvidia-nvvm",
+    LEGACY_COMPILER,
+    "libcudadebugger",
+];
 /// Links that programs need besides the SONAMEs: library -> link, and whether it points to the
 /// SONAME's link (else to the file).
 const MORE_LINKS: &[(&str, &str, bool)] = &[
@@ -58,7 +68,11 @@ const MORE_LINKS: &[(&str, &str, bool)] = &[
     ("libcuda", "libcuda.so", true),
     ("libnvidia-opticalflow", "libnvidia-opticalflow.so", true),
     // Names opened by the X server, and by libglvnd for indirect rendering.
-    ("libnvidia-vulkan-producer", "libnvidia-vulkan-producer.so", false),
+    (
+        "libnvidia-vulkan-producer",
+        "libnvidia-vulkan-producer.so",
+        false,
+    ),
     ("libGLX_nvidia", "libGLX_indirect.so.0", false),
 ];
 /// Name under which Mesa's GBM opens the driver's back end, a link to the driver's allocator.
@@ -69,8 +83,12 @@ const GBM: (&str, &str) = ("libnvidia-allocator", "gbm/nvidia-drm_gbm.so");
 pub fn is_version(text: &str) -> bool {
     let parts: Vec<&str> = text.split('.').collect();
     (2..=4).contains(&parts.len())
-        && parts.first().is_some_and(|first| (3..=4).contains(&first.len()))
-        && parts.iter().all(|part| (1..=4).contains(&part.len()) && part.bytes().all(|b| b.is_ascii_digit()))
+        && parts
+            .first()
+            .is_some_and(|first| (3..=4).contains(&first.len()))
+        && parts
+            .iter()
+            .all(|part| (1..=4).contains(&part.len()) && part.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// `libcuda.so.550.163.01` -> `libcuda`, `550.163.01`.
@@ -97,17 +115,28 @@ pub struct Directory {
 pub fn directories(places: &Places, problems: &mut Problems) -> Result<Vec<Directory>, Error> {
     let packages = DIRECTORIES.iter().map(PathBuf::from).collect();
     let mut all = read_directories(places, packages, problems)?;
-    if !all.iter().flat_map(|directory| &directory.entries).any(|(name, _)| is_telling(name)) {
+    if !all
+        .iter()
+        .flat_map(|directory| &directory.entries)
+        .any(|(name, _)| is_telling(name))
+    {
         let more = of_loader(places, problems);
         all.extend(read_directories(places, more, problems)?);
     }
     Ok(all)
 }
 
-fn read_directories(places: &Places, candidates: Vec<PathBuf>, problems: &mut Problems) -> Result<Vec<Directory>, Error> {
+fn read_directories(
+    places: &Places,
+    candidates: Vec<PathBuf>,
+    problems: &mut Problems,
+) -> Result<Vec<Directory>, Error> {
     let mut all = Vec::new();
     let mut seen = HashSet::new();
-    for candidate in candidates.into_iter().flat_map(|d| [d.clone(), d.join("vdpau")]) {
+    for candidate in candidates
+        .into_iter()
+        .flat_map(|d| [d.clone(), d.join("vdpau")])
+    {
         let found = match places.driver(&candidate) {
             Ok(Some(found)) if found.is(SFlag::S_IFDIR) => found,
             Ok(_) => continue,
@@ -129,7 +158,10 @@ fn read_directories(places: &Places, candidates: Vec<PathBuf>, problems: &mut Pr
 fn of_loader(places: &Places, problems: &mut Problems) -> Vec<PathBuf> {
     let read = match places.driver(Path::new(LOADER_CACHE)) {
         Ok(None) => return Vec::new(),
-        Ok(Some(found)) => found.read(MAX_LOADER_CACHE).map_err(|e| e.to_string()).and_then(|bytes| ld_so_cache::read(&bytes)),
+        Ok(Some(found)) => found
+            .read(MAX_LOADER_CACHE)
+            .map_err(|e| e.to_string())
+            .and_then(|bytes| ld_so_cache::read(&bytes)),
         Err(error) => Err(error.to_string()),
     };
     let cache = read.unwrap_or_else(|error| {
@@ -137,7 +169,12 @@ fn of_loader(places: &Places, problems: &mut Problems) -> Vec<PathBuf> {
         ld_so_cache::Cache::default()
     });
     let mut directories = Vec::new();
-    for entry in cache.entries.iter().filter(|entry| is_telling(&entry.name)).take(MAX_LOADER_ENTRIES) {
+    for entry in cache
+        .entries
+        .iter()
+        .filter(|entry| is_telling(&entry.name))
+        .take(MAX_LOADER_ENTRIES)
+    {
         // An entry may be a link into the directory that has the driver.
         let file = places.driver(Path::new(&entry.path)).ok().flatten();
         let directory = file.and_then(|file| places.in_container(file.path.parent()?));
@@ -146,8 +183,15 @@ fn of_loader(places: &Places, problems: &mut Problems) -> Vec<PathBuf> {
     directories
 }
 
-fn directory(places: &Places, candidate: &Path, found: Found, problems: &mut Problems) -> Result<Option<Directory>, Error> {
-    let container_path = places.in_container(&found.path).unwrap_or_else(|| candidate.to_path_buf());
+fn directory(
+    places: &Places,
+    candidate: &Path,
+    found: Found,
+    problems: &mut Problems,
+) -> Result<Option<Directory>, Error> {
+    let container_path = places
+        .in_container(&found.path)
+        .unwrap_or_else(|| candidate.to_path_buf());
     let listed = match found.entries(looks_like_ours) {
         Ok(listed) => listed,
         Err(error) => {
@@ -156,29 +200,44 @@ fn directory(places: &Places, candidate: &Path, found: Found, problems: &mut Pro
         }
     };
     if listed.len() > MAX_LIBRARIES {
-        return Err(Error::TooMany { directory: found.path, most: MAX_LIBRARIES });
+        return Err(Error::TooMany {
+            directory: found.path,
+            most: MAX_LIBRARIES,
+        });
     }
     if listed.is_empty() {
         return Ok(None);
     }
     if !plain_path(&container_path) || !plain_path(&found.path) {
-        problems.add(&found.path, "a path with a colon or control characters cannot be written into a spec");
+        problems.add(
+            &found.path,
+            "a path with a colon or control characters cannot be written into a spec",
+        );
         return Ok(None);
     }
     let mut entries = Vec::new();
     for Entry { name, is_link } in listed {
         match plain_name(&name) {
             Some(name) => entries.push((name.to_string(), is_link)),
-            None => problems.add(&found.path.join(String::from_utf8_lossy(&name).as_ref()), "no name that a library has"),
+            None => problems.add(
+                &found.path.join(String::from_utf8_lossy(&name).as_ref()),
+                "no name that a library has",
+            ),
         }
     }
-    Ok(Some(Directory { found, container_path, entries }))
+    Ok(Some(Directory {
+        found,
+        container_path,
+        entries,
+    }))
 }
 
 /// Preselection by name before the version is known.
 fn looks_like_ours(name: &[u8]) -> bool {
     let text = String::from_utf8_lossy(name);
-    let Some((stem, rest)) = split(&text) else { return false };
+    let Some((stem, rest)) = split(&text) else {
+        return false;
+    };
     is_version(rest) || is_other(stem, rest)
 }
 
@@ -198,7 +257,9 @@ pub fn version(
     let mut telling: Vec<(&str, &str, PathBuf)> = Vec::new();
     for directory in directories {
         for (name, _) in &directory.entries {
-            if let Some((stem, found)) = split(name).filter(|(stem, found)| TELLING.contains(stem) && is_version(found)) {
+            if let Some((stem, found)) =
+                split(name).filter(|(stem, found)| TELLING.contains(stem) && is_version(found))
+            {
                 telling.push((stem, found, directory.found.path.join(name)));
             }
         }
@@ -210,21 +271,41 @@ pub fn version(
                 if let Some((_, found, library)) = of_stem.peek().copied()
                     && of_stem.all(|(_, found, _)| *found != module)
                 {
-                    return Err(Error::Mismatch { module, source, library: library.clone(), found: (*found).to_string() });
+                    return Err(Error::Mismatch {
+                        module,
+                        source,
+                        library: library.clone(),
+                        found: (*found).to_string(),
+                    });
                 }
             }
-            let any = |d: &Directory| d.entries.iter().any(|(name, _)| split(name).is_some_and(|(_, v)| v == module));
+            let any = |d: &Directory| {
+                d.entries
+                    .iter()
+                    .any(|(name, _)| split(name).is_some_and(|(_, v)| v == module))
+            };
             if directories.iter().any(any) {
                 return Ok(module);
             }
-            Err(Error::NoDriver { driver_root: driver_root.into(), version: Some(module), problems: problems.0.clone() })
+            Err(Error::NoDriver {
+                driver_root: driver_root.into(),
+                version: Some(module),
+                problems: problems.0.clone(),
+            })
         }
         None => {
             let Some((_, found, first)) = telling.first() else {
-                return Err(Error::NoDriver { driver_root: driver_root.into(), version: None, problems: problems.0.clone() });
+                return Err(Error::NoDriver {
+                    driver_root: driver_root.into(),
+                    version: None,
+                    problems: problems.0.clone(),
+                });
             };
             match telling.iter().find(|(_, other, _)| other != found) {
-                Some((.., second)) => Err(Error::Ambiguous { first: first.clone(), second: second.clone() }),
+                Some((.., second)) => Err(Error::Ambiguous {
+                    first: first.clone(),
+                    second: second.clone(),
+                }),
                 None => Ok((*found).to_string()),
             }
         }
@@ -248,11 +329,20 @@ struct Library<'a> {
 }
 
 /// All libraries of this version, and the links to them.
-pub fn collect(places: &Places, all: &[Directory], version: &str, problems: &mut Problems) -> Result<Libraries, Error> {
+pub fn collect(
+    places: &Places,
+    all: &[Directory],
+    version: &str,
+    problems: &mut Problems,
+) -> Result<Libraries, Error> {
     let mut out = Libraries::default();
     let mut wide = false;
     for library in choose(places, all, version, problems) {
-        let Library { directory, name, found } = &library;
+        let Library {
+            directory,
+            name,
+            found,
+        } = &library;
         let read = found.open().and_then(|file| elf::identity(&file));
         let class = read.as_ref().ok().map(|elf| elf.class);
         let soname = match read {
@@ -263,7 +353,9 @@ pub fn collect(places: &Places, all: &[Directory], version: &str, problems: &mut
             }
         };
         add_links(&mut out.links, &library, soname.as_deref(), problems);
-        if split(name) == Some(("libcuda", version)) && (out.libcuda_directory.is_none() || (!wide && class == Some(Class::Elf64))) {
+        if split(name) == Some(("libcuda", version))
+            && (out.libcuda_directory.is_none() || (!wide && class == Some(Class::Elf64)))
+        {
             out.libcuda_directory = Some(directory.container_path.clone());
             wide = class == Some(Class::Elf64);
         }
@@ -271,12 +363,17 @@ pub fn collect(places: &Places, all: &[Directory], version: &str, problems: &mut
             out.directories.push(directory.container_path.clone());
         }
         let container_path = directory.container_path.join(name);
-        out.mounts.push(Mount { host_path: found.path.clone(), container_path, kind: Kind::File });
+        out.mounts.push(Mount {
+            host_path: found.path.clone(),
+            container_path,
+            kind: Kind::File,
+        });
     }
     let mounted: HashSet<&PathBuf> = out.mounts.iter().map(|m| &m.container_path).collect();
     out.links.retain(|path, _| !mounted.contains(path));
     // Sort by preference: files and links were taken in another order.
-    out.directories.sort_by_key(|path| all.iter().position(|d| d.container_path == *path));
+    out.directories
+        .sort_by_key(|path| all.iter().position(|d| d.container_path == *path));
     if out.libcuda_directory.is_none() {
         refuse_cuda_without_libcuda(all, version, problems)?;
     }
@@ -284,10 +381,16 @@ pub fn collect(places: &Places, all: &[Directory], version: &str, problems: &mut
 }
 
 /// Management or graphics libraries alone count as intended; half of CUDA does not.
-fn refuse_cuda_without_libcuda(all: &[Directory], version: &str, problems: &Problems) -> Result<(), Error> {
+fn refuse_cuda_without_libcuda(
+    all: &[Directory],
+    version: &str,
+    problems: &Problems,
+) -> Result<(), Error> {
     for directory in all {
         let for_cuda = |name: &&(String, bool)| {
-            split(&name.0).is_some_and(|(stem, rest)| FOR_CUDA_ONLY.contains(&stem) && (rest == version || stem == LEGACY_COMPILER))
+            split(&name.0).is_some_and(|(stem, rest)| {
+                FOR_CUDA_ONLY.contains(&stem) && (rest == version || stem == LEGACY_COMPILER)
+            })
         };
         if let Some((name, _)) = directory.entries.iter().find(for_cuda) {
             return Err(Error::NoLibcuda {
@@ -302,13 +405,24 @@ fn refuse_cuda_without_libcuda(all: &[Directory], version: &str, problems: &Prob
 }
 
 /// Files first, then links to none of these files: alternatives lead to files already taken.
-fn choose<'a>(places: &Places, all: &'a [Directory], version: &str, problems: &mut Problems) -> Vec<Library<'a>> {
-    let wanted = |name: &str| split(name).is_some_and(|(stem, rest)| rest == version || is_other(stem, rest));
+fn choose<'a>(
+    places: &Places,
+    all: &'a [Directory],
+    version: &str,
+    problems: &mut Problems,
+) -> Vec<Library<'a>> {
+    let wanted = |name: &str| {
+        split(name).is_some_and(|(stem, rest)| rest == version || is_other(stem, rest))
+    };
     let mut chosen = Vec::new();
     let mut taken = HashSet::new();
     for links in [false, true] {
         for directory in all {
-            for (name, _) in directory.entries.iter().filter(|(name, is_link)| *is_link == links && wanted(name)) {
+            for (name, _) in directory
+                .entries
+                .iter()
+                .filter(|(name, is_link)| *is_link == links && wanted(name))
+            {
                 let path = directory.found.path.join(name);
                 let found = match places.in_container(&path) {
                     Some(path) => places.driver(&path),
@@ -316,13 +430,19 @@ fn choose<'a>(places: &Places, all: &'a [Directory], version: &str, problems: &m
                 };
                 match found {
                     Ok(Some(found)) if taken.contains(&found.path) => {}
-                    Ok(Some(found)) if !found.is(SFlag::S_IFREG) => problems.add(&path, "not a regular file"),
+                    Ok(Some(found)) if !found.is(SFlag::S_IFREG) => {
+                        problems.add(&path, "not a regular file")
+                    }
                     Ok(Some(found)) if !plain_path(&found.path) => {
                         problems.add(&path, "leads to a path with a colon or control characters, which cannot be written into a spec");
                     }
                     Ok(Some(found)) => {
                         taken.insert(found.path.clone());
-                        chosen.push(Library { directory, name, found });
+                        chosen.push(Library {
+                            directory,
+                            name,
+                            found,
+                        });
                     }
                     Ok(None) => problems.add(&path, "a link that leads to nothing"),
                     Err(error) => problems.add(&path, error),
@@ -333,18 +453,41 @@ fn choose<'a>(places: &Places, all: &'a [Directory], version: &str, problems: &m
     chosen
 }
 
-fn add_links(links: &mut BTreeMap<PathBuf, Link>, library: &Library, soname: Option<&str>, problems: &mut Problems) {
-    let Library { directory, name, found } = library;
+fn add_links(
+    links: &mut BTreeMap<PathBuf, Link>,
+    library: &Library,
+    soname: Option<&str>,
+    problems: &mut Problems,
+) {
+    let Library {
+        directory,
+        name,
+        found,
+    } = library;
     let plain = soname.filter(|soname| plain_name(soname.as_bytes()).is_some());
     if let (Some(soname), None) = (soname, plain) {
-        problems.add(&found.path, format!("its SONAME {soname:?} is no file name"));
+        problems.add(
+            &found.path,
+            format!("its SONAME {soname:?} is no file name"),
+        );
     }
     let mut link = |path: &str, target: &str| {
         let path = directory.container_path.join(path);
-        let new = Link { link: path.clone(), target: target.to_string(), file: found.path.clone() };
+        let new = Link {
+            link: path.clone(),
+            target: target.to_string(),
+            file: found.path.clone(),
+        };
         let old = links.entry(path).or_insert_with(|| new.clone());
         if old.file != new.file {
-            problems.add(&found.path, format!("{} leads to {} already", new.link.display(), old.file.display()));
+            problems.add(
+                &found.path,
+                format!(
+                    "{} leads to {} already",
+                    new.link.display(),
+                    old.file.display()
+                ),
+            );
         }
     };
     let soname = plain.unwrap_or(name);
@@ -374,39 +517,89 @@ mod tests {
 
     #[test]
     fn a_driver_in_its_own_directory_is_found_by_the_loaders_cache() {
-        let root = std::env::temp_dir().join(format!("kata-gpu-init-loader-{}", std::process::id()));
+        let root =
+            std::env::temp_dir().join(format!("kata-gpu-init-loader-{}", std::process::id()));
         let (own, lib) = (root.join("usr/local/nvidia/lib64"), root.join("usr/lib"));
         for directory in [&own, &lib, &root.join("etc")] {
             std::fs::create_dir_all(directory).unwrap();
         }
         for name in ["libcuda", "libnvidia-ml"] {
             let soname = format!("{name}.so.1");
-            std::fs::write(own.join(format!("{name}.so.580.1")), kata_gpu_test_support::elf_stand_in::library(Some(&soname), &[])).unwrap();
+            std::fs::write(
+                own.join(format!("{name}.so.580.1")),
+                kata_gpu_test_support::elf_stand_in::library(Some(&soname), &[]),
+            )
+            .unwrap();
             std::os::unix::fs::symlink(format!("{name}.so.580.1"), own.join(&soname)).unwrap();
             // As an installer leaves it: a link in a directory that every loader searches.
-            std::os::unix::fs::symlink(format!("/usr/local/nvidia/lib64/{soname}"), lib.join(&soname)).unwrap();
+            std::os::unix::fs::symlink(
+                format!("/usr/local/nvidia/lib64/{soname}"),
+                lib.join(&soname),
+            )
+            .unwrap();
         }
-        let roots = Roots { root: root.clone(), ..Roots::default() };
+        let roots = Roots {
+            root: root.clone(),
+            ..Roots::default()
+        };
         let missing = scan(&roots, Some("580.1")).unwrap_err().to_string();
-        assert!(missing.contains("no library directory below / has libcuda.so.580.1"), "{missing}");
-        let entry =
-            |name: &str, folder: &str| Entry { name: name.into(), path: format!("{folder}/{name}"), flags: 0x303, hwcap: Hwcap::Any };
-        let entries =
-            [entry("libcuda.so.1", "/usr/lib"), entry("libnvidia-ml.so.1", "/usr/local/nvidia/lib64"), entry("libz.so.1", "/opt")];
-        std::fs::write(root.join("etc/ld.so.cache"), ld_so_cache::write(&entries, "test", Arch::OURS).unwrap()).unwrap();
+        assert!(
+            missing.contains("no library directory below / has libcuda.so.580.1"),
+            "{missing}"
+        );
+        let entry = |name: &str, folder: &str| Entry {
+            name: name.into(),
+            path: format!("{folder}/{name}"),
+            flags: 0x303,
+            hwcap: Hwcap::Any,
+        };
+        let entries = [
+            entry("libcuda.so.1", "/usr/lib"),
+            entry("libnvidia-ml.so.1", "/usr/local/nvidia/lib64"),
+            entry("libz.so.1", "/opt"),
+        ];
+        std::fs::write(
+            root.join("etc/ld.so.cache"),
+            ld_so_cache::write(&entries, "test", Arch::OURS).unwrap(),
+        )
+        .unwrap();
         let files = scan(&roots, Some("580.1")).unwrap();
-        assert_eq!((files.library_directories, files.problems), (vec![PathBuf::from("/usr/local/nvidia/lib64")], Vec::<String>::new()));
-        let mounts: Vec<_> = files.mounts.iter().map(|m| m.container_path.to_string_lossy().into_owned()).collect();
-        assert_eq!(mounts, ["libcuda", "libnvidia-ml"].map(|name| format!("/usr/local/nvidia/lib64/{name}.so.580.1")));
+        assert_eq!(
+            (files.library_directories, files.problems),
+            (
+                vec![PathBuf::from("/usr/local/nvidia/lib64")],
+                Vec::<String>::new()
+            )
+        );
+        let mounts: Vec<_> = files
+            .mounts
+            .iter()
+            .map(|m| m.container_path.to_string_lossy().into_owned())
+            .collect();
+        assert_eq!(
+            mounts,
+            ["libcuda", "libnvidia-ml"]
+                .map(|name| format!("/usr/local/nvidia/lib64/{name}.so.580.1"))
+        );
         // Whatever an image's cache has, few of its entries are looked at.
         let [good, ..] = entries;
-        let many: Vec<Entry> = (0..100).map(|n| entry("libnvidia-ml.so.1", &format!("/opt/{n}"))).chain([good]).collect();
-        std::fs::write(root.join("etc/ld.so.cache"), ld_so_cache::write(&many, "test", Arch::OURS).unwrap()).unwrap();
+        let many: Vec<Entry> = (0..100)
+            .map(|n| entry("libnvidia-ml.so.1", &format!("/opt/{n}")))
+            .chain([good])
+            .collect();
+        std::fs::write(
+            root.join("etc/ld.so.cache"),
+            ld_so_cache::write(&many, "test", Arch::OURS).unwrap(),
+        )
+        .unwrap();
         assert!(scan(&roots, Some("580.1")).is_err());
         // A cache that cannot be read is named beside what is missing.
         std::fs::write(root.join("etc/ld.so.cache"), "no cache").unwrap();
         let broken = scan(&roots, Some("580.1")).unwrap_err().to_string();
-        assert!(broken.contains("/etc/ld.so.cache: not a cache of glibc's loader"), "{broken}");
+        assert!(
+            broken.contains("/etc/ld.so.cache: not a cache of glibc's loader"),
+            "{broken}"
+        );
         std::fs::remove_dir_all(&root).unwrap();
     }
 
@@ -415,8 +608,20 @@ mod tests {
         for version in ["550.163.01", "595.45.04", "450.51", "999.88.77", "1000.1"] {
             assert!(is_version(version), "{version}");
         }
-        for other in ["1", "1.1", "6.0.30", "20220623.0.0", "550", "550.", "550.163.01.1.1", "550.x", "550.163.01\n", "", "550..1", "+50.1"]
-        {
+        for other in [
+            "1",
+            "1.1",
+            "6.0.30",
+            "20220623.0.0",
+            "550",
+            "550.",
+            "550.163.01.1.1",
+            "550.x",
+            "550.163.01\n",
+            "",
+            "550..1",
+            "+50.1",
+        ] {
             assert!(!is_version(other), "{other}");
         }
     }

@@ -76,10 +76,18 @@ impl fmt::Display for Unusable {
         match self {
             Self::Absent { path } => write!(f, "driver files: no manifest {}", path.display()),
             Self::Broken { path, why } => {
-                write!(f, "driver files: manifest {} cannot be used: {why}; write it again when the image is built", path.display())
+                write!(
+                    f,
+                    "driver files: manifest {} cannot be used: {why}; write it again when the image is built",
+                    path.display()
+                )
             }
             Self::Stale { path, what } => {
-                write!(f, "driver files: manifest {} is stale: {what}; write it as the last step of the image's build", path.display())
+                write!(
+                    f,
+                    "driver files: manifest {} is stale: {what}; write it as the last step of the image's build",
+                    path.display()
+                )
             }
         }
     }
@@ -91,7 +99,10 @@ impl std::error::Error for Unusable {}
 /// found.
 pub fn parse(bytes: &[u8]) -> Result<Manifest, String> {
     if bytes.len() > MAX_BYTES {
-        return Err(format!("{} bytes: a manifest has at most {MAX_BYTES}", bytes.len()));
+        return Err(format!(
+            "{} bytes: a manifest has at most {MAX_BYTES}",
+            bytes.len()
+        ));
     }
     let manifest: Manifest = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
     manifest.check()?;
@@ -103,10 +114,17 @@ impl Manifest {
     /// driver root.
     fn new(places: &Places, found: &DriverFiles) -> io::Result<Self> {
         if let Some(problem) = found.problems.first() {
-            return Err(io::Error::other(format!("not all could be read: {problem}")));
+            return Err(io::Error::other(format!(
+                "not all could be read: {problem}"
+            )));
         }
         let inside = |path: &Path| {
-            let outside = || io::Error::other(format!("{} lies outside the driver root: such an image is scanned at boot", path.display()));
+            let outside = || {
+                io::Error::other(format!(
+                    "{} lies outside the driver root: such an image is scanned at boot",
+                    path.display()
+                ))
+            };
             places.in_container(path).ok_or_else(outside)
         };
         let mut files = found.clone();
@@ -114,17 +132,34 @@ impl Manifest {
         let mut sizes = Vec::with_capacity(files.mounts.len());
         for mount in &mut files.mounts {
             mount.host_path = inside(&mount.host_path)?;
-            sizes.push(look(places, &mount.host_path, SFlag::S_IFREG).map_err(io::Error::other)?.size());
+            sizes.push(
+                look(places, &mount.host_path, SFlag::S_IFREG)
+                    .map_err(io::Error::other)?
+                    .size(),
+            );
         }
         for link in &mut files.links {
             link.file = inside(&link.file)?;
         }
         let directory = |path: &PathBuf| {
             let found = look(places, path, SFlag::S_IFDIR).map_err(io::Error::other)?;
-            Ok(Directory { path: path.clone(), modified_s: found.modified_s(), names: names_sum(&found)? })
+            Ok(Directory {
+                path: path.clone(),
+                modified_s: found.modified_s(),
+                names: names_sum(&found)?,
+            })
         };
-        let directories = files.library_directories.iter().map(directory).collect::<io::Result<_>>()?;
-        Ok(Self { schema: SCHEMA, files, sizes, directories })
+        let directories = files
+            .library_directories
+            .iter()
+            .map(directory)
+            .collect::<io::Result<_>>()?;
+        Ok(Self {
+            schema: SCHEMA,
+            files,
+            sizes,
+            directories,
+        })
     }
 
     /// Text of the file.
@@ -135,37 +170,67 @@ impl Manifest {
     }
 
     fn check(&self) -> Result<(), String> {
-        let Self { schema, files, sizes, directories } = self;
+        let Self {
+            schema,
+            files,
+            sizes,
+            directories,
+        } = self;
         if *schema != SCHEMA {
             return Err(format!("schema {schema}: this program knows {SCHEMA}"));
         }
         if !is_version(&files.version) {
-            return Err(format!("version {:?} is none of the driver's", files.version));
+            return Err(format!(
+                "version {:?} is none of the driver's",
+                files.version
+            ));
         }
         let paths = [
             files.libcuda_directory.iter().collect::<Vec<_>>(),
             files.library_directories.iter().collect(),
-            files.mounts.iter().flat_map(|m| [&m.host_path, &m.container_path]).collect(),
-            files.links.iter().flat_map(|l| [&l.link, &l.file]).collect(),
+            files
+                .mounts
+                .iter()
+                .flat_map(|m| [&m.host_path, &m.container_path])
+                .collect(),
+            files
+                .links
+                .iter()
+                .flat_map(|l| [&l.link, &l.file])
+                .collect(),
             directories.iter().map(|d| &d.path).collect(),
         ];
         if let Some(path) = paths.into_iter().flatten().find(|path| !plain_path(path)) {
             return Err(format!("{path:?} is no path that a driver's file has"));
         }
         if let Some(link) = files.links.iter().find(|link| !plain_target(&link.target)) {
-            return Err(format!("link {} leads to {:?}: that is no file beside it", link.link.display(), link.target));
+            return Err(format!(
+                "link {} leads to {:?}: that is no file beside it",
+                link.link.display(),
+                link.target
+            ));
         }
         if let Some(socket) = files.mounts.iter().find(|mount| mount.kind == Kind::Socket) {
             return Err(format!("{} is a socket", socket.container_path.display()));
         }
         if sizes.len() != files.mounts.len() {
-            return Err(format!("{} sizes for {} mounts", sizes.len(), files.mounts.len()));
+            return Err(format!(
+                "{} sizes for {} mounts",
+                sizes.len(),
+                files.mounts.len()
+            ));
         }
-        let in_order = files.mounts.is_sorted_by(|a, b| a.container_path < b.container_path);
+        let in_order = files
+            .mounts
+            .is_sorted_by(|a, b| a.container_path < b.container_path);
         if !in_order || !files.links.is_sorted_by(|a, b| a.link < b.link) {
             return Err("mounts or links are not in order".into());
         }
-        if !directories.iter().map(|d| &d.path).eq(&files.library_directories) {
+        if !directories
+            .iter()
+            .map(|d| &d.path)
+            .eq(&files.library_directories)
+        {
             return Err("library directories are not those of the files".into());
         }
         Ok(())
@@ -176,12 +241,22 @@ impl Manifest {
         for (mount, size) in self.files.mounts.iter().zip(&self.sizes) {
             let now = look(places, &mount.host_path, SFlag::S_IFREG)?.size();
             if now != *size {
-                return Err(format!("{} has {now} bytes, it had {size}", mount.host_path.display()));
+                return Err(format!(
+                    "{} has {now} bytes, it had {size}",
+                    mount.host_path.display()
+                ));
             }
         }
-        for Directory { path, modified_s, names } in &self.directories {
+        for Directory {
+            path,
+            modified_s,
+            names,
+        } in &self.directories
+        {
             let found = look(places, path, SFlag::S_IFDIR)?;
-            if found.modified_s() != *modified_s && names_sum(&found).map_err(|e| format!("{}: {e}", path.display()))? != *names {
+            if found.modified_s() != *modified_s
+                && names_sum(&found).map_err(|e| format!("{}: {e}", path.display()))? != *names
+            {
                 return Err(format!("{} has other entries", path.display()));
             }
         }
@@ -221,7 +296,9 @@ fn look(places: &Places, path: &Path, kind: SFlag) -> Result<Found, String> {
 fn names_sum(directory: &Found) -> io::Result<u64> {
     let mut sum = 0_u64;
     directory.entries(|name| {
-        let hash = name.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3));
+        let hash = name.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+        });
         sum = sum.wrapping_add(hash);
         false
     })?;
@@ -235,29 +312,54 @@ pub fn write(roots: &Roots, files: &DriverFiles) -> io::Result<(PathBuf, usize)>
     let places = Places::open(roots).map_err(io::Error::other)?;
     let directory = Path::new(DIRECTORY);
     let path = below(&places.driver_root, &directory.join(FILE));
-    let at = |e: io::Error| io::Error::new(e.kind(), format!("driver files: write manifest {}: {e}", path.display()));
+    let at = |e: io::Error| {
+        io::Error::new(
+            e.kind(),
+            format!("driver files: write manifest {}: {e}", path.display()),
+        )
+    };
     let text = Manifest::new(&places, files).map_err(at)?.to_json();
     // The written text must parse again.
     parse(&text).map_err(|why| at(io::Error::other(why)))?;
-    places.make_directory(directory).and_then(|directory| directory.write(FILE, &text)).map_err(at)?;
+    places
+        .make_directory(directory)
+        .and_then(|directory| directory.write(FILE, &text))
+        .map_err(at)?;
     Ok((path, text.len()))
 }
 
 /// Reads and verifies the manifest, and searches for the current sockets.
 pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, Unusable> {
     let path = Path::new(DIRECTORY).join(FILE);
-    let places = Places::open(roots).map_err(|e| Unusable::Broken { path: path.clone(), why: e.to_string() })?;
+    let places = Places::open(roots).map_err(|e| Unusable::Broken {
+        path: path.clone(),
+        why: e.to_string(),
+    })?;
     let path = below(&places.driver_root, &path);
-    let broken = |why: String| Unusable::Broken { path: path.clone(), why };
-    let stale = |what: String| Unusable::Stale { path: path.clone(), what };
-    let found = places.driver(&Path::new(DIRECTORY).join(FILE)).map_err(|e| broken(e.to_string()))?;
+    let broken = |why: String| Unusable::Broken {
+        path: path.clone(),
+        why,
+    };
+    let stale = |what: String| Unusable::Stale {
+        path: path.clone(),
+        what,
+    };
+    let found = places
+        .driver(&Path::new(DIRECTORY).join(FILE))
+        .map_err(|e| broken(e.to_string()))?;
     let found = found.ok_or_else(|| Unusable::Absent { path: path.clone() })?;
-    let bytes = found.read(MAX_BYTES as u64 + 1).map_err(|e| broken(e.to_string()))?;
+    let bytes = found
+        .read(MAX_BYTES as u64 + 1)
+        .map_err(|e| broken(e.to_string()))?;
     let manifest = parse(&bytes).map_err(broken)?;
-    if let Some((module, source)) = module_version(&places, expected_version).map_err(|e| stale(e.to_string()))?
+    if let Some((module, source)) =
+        module_version(&places, expected_version).map_err(|e| stale(e.to_string()))?
         && module != manifest.files.version
     {
-        return Err(stale(format!("the driver is {module} ({source}), it was written for {}", manifest.files.version)));
+        return Err(stale(format!(
+            "the driver is {module} ({source}), it was written for {}",
+            manifest.files.version
+        )));
     }
     manifest.verify(&places).map_err(stale)?;
     let mut problems = Problems::default();
@@ -269,7 +371,10 @@ pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
 }
 
 /// Loads a valid manifest, else scans; also returns why the manifest was not used.
-pub fn load_or_scan(roots: &Roots, expected_version: Option<&str>) -> Result<(DriverFiles, Option<Unusable>), Error> {
+pub fn load_or_scan(
+    roots: &Roots,
+    expected_version: Option<&str>,
+) -> Result<(DriverFiles, Option<Unusable>), Error> {
     match load(roots, expected_version) {
         Ok(files) => Ok((files, None)),
         Err(why) => scan(roots, expected_version).map(|files| (files, Some(why))),
@@ -287,19 +392,36 @@ mod tests {
             version: "550.163.01".into(),
             libcuda_directory: Some("/usr/lib64".into()),
             library_directories: vec!["/usr/lib64".into()],
-            mounts: vec![Mount { host_path: library.clone(), container_path: library.clone(), kind: Kind::File }],
+            mounts: vec![Mount {
+                host_path: library.clone(),
+                container_path: library.clone(),
+                kind: Kind::File,
+            }],
             links: vec![
                 Link {
                     link: "/usr/lib64/gbm/nvidia-drm_gbm.so".into(),
                     target: "../libnvidia-allocator.so.1".into(),
                     file: library.clone(),
                 },
-                Link { link: "/usr/lib64/libcuda.so".into(), target: "libcuda.so.1".into(), file: library },
+                Link {
+                    link: "/usr/lib64/libcuda.so".into(),
+                    target: "libcuda.so.1".into(),
+                    file: library,
+                },
             ],
             problems: vec![],
         };
-        let directories = vec![Directory { path: "/usr/lib64".into(), modified_s: 1_753_000_000, names: u64::MAX }];
-        Manifest { schema: SCHEMA, files, sizes: vec![1], directories }
+        let directories = vec![Directory {
+            path: "/usr/lib64".into(),
+            modified_s: 1_753_000_000,
+            names: u64::MAX,
+        }];
+        Manifest {
+            schema: SCHEMA,
+            files,
+            sizes: vec![1],
+            directories,
+        }
     }
 
     #[test]
@@ -312,7 +434,11 @@ mod tests {
     fn a_cut_is_refused_and_a_changed_byte_gives_no_unsafe_path() {
         let good = manifest().to_json();
         for length in 0..good.len() {
-            assert!(parse(&good[..length]).is_err(), "{length} of {} bytes were read", good.len());
+            assert!(
+                parse(&good[..length]).is_err(),
+                "{length} of {} bytes were read",
+                good.len()
+            );
         }
         for at in 0..good.len() {
             for changed in [b'.', b'/', b'0', b'"', 0xff] {
@@ -334,21 +460,56 @@ mod tests {
         };
         for (error, part) in [
             (changed(|m| m.schema = 2), "schema 2: this program knows 1"),
-            (changed(|m| m.files.version = "1.1".into()), "version \"1.1\""),
-            (changed(|m| m.files.mounts[0].host_path = "/usr/../../etc/shadow".into()), "\"/usr/../../etc/shadow\" is no path"),
-            (changed(|m| m.files.mounts[0].container_path = "relative".into()), "\"relative\" is no path"),
-            (changed(|m| m.files.links[0].target = "../../etc/passwd".into()), "that is no file beside it"),
-            (changed(|m| m.files.links[0].target = "/etc/passwd".into()), "that is no file beside it"),
-            (changed(|m| m.files.links[0].target = "..".into()), "that is no file beside it"),
-            (changed(|m| m.files.links[0].target = "../../x".into()), "that is no file beside it"),
-            (changed(|m| m.files.mounts[0].kind = Kind::Socket), "is a socket"),
+            (
+                changed(|m| m.files.version = "1.1".into()),
+                "version \"1.1\"",
+            ),
+            (
+                changed(|m| m.files.mounts[0].host_path = "/usr/../../etc/shadow".into()),
+                "\"/usr/../../etc/shadow\" is no path",
+            ),
+            (
+                changed(|m| m.files.mounts[0].container_path = "relative".into()),
+                "\"relative\" is no path",
+            ),
+            (
+                changed(|m| m.files.links[0].target = "../../etc/passwd".into()),
+                "that is no file beside it",
+            ),
+            (
+                changed(|m| m.files.links[0].target = "/etc/passwd".into()),
+                "that is no file beside it",
+            ),
+            (
+                changed(|m| m.files.links[0].target = "..".into()),
+                "that is no file beside it",
+            ),
+            (
+                changed(|m| m.files.links[0].target = "../../x".into()),
+                "that is no file beside it",
+            ),
+            (
+                changed(|m| m.files.mounts[0].kind = Kind::Socket),
+                "is a socket",
+            ),
             (changed(|m| m.sizes.push(2)), "2 sizes for 1 mounts"),
             (changed(|m| m.files.links.reverse()), "not in order"),
-            (changed(|m| m.directories.clear()), "library directories are not"),
+            (
+                changed(|m| m.directories.clear()),
+                "library directories are not",
+            ),
         ] {
             assert!(error.contains(part), "{error}");
         }
-        assert!(parse(&vec![b' '; MAX_BYTES + 1]).unwrap_err().contains("1048577 bytes"));
-        assert!(parse(br#"{"schema":1,"extra":1}"#).unwrap_err().contains("unknown field `extra`"));
+        assert!(
+            parse(&vec![b' '; MAX_BYTES + 1])
+                .unwrap_err()
+                .contains("1048577 bytes")
+        );
+        assert!(
+            parse(br#"{"schema":1,"extra":1}"#)
+                .unwrap_err()
+                .contains("unknown field `extra`")
+        );
     }
 }

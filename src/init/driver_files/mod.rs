@@ -38,7 +38,12 @@ pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
     let named = named::Named::collect(&places, &version, &mut problems);
     let (mut mounts, mut links) = (libraries.mounts, libraries.links);
     mounts.extend(named.mounts);
-    links.extend(named.links.into_iter().map(|link| (link.link.clone(), link)));
+    links.extend(
+        named
+            .links
+            .into_iter()
+            .map(|link| (link.link.clone(), link)),
+    );
     mounts.extend(named::sockets(&places, roots, &mut problems));
     let mut files = DriverFiles {
         version,
@@ -54,23 +59,42 @@ pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
 
 /// Current sockets. Services create and remove them: search again for each spec written later.
 pub fn sockets(roots: &Roots) -> Result<Vec<Mount>, Error> {
-    Ok(named::sockets(&Places::open(roots)?, roots, &mut Problems::default()))
+    Ok(named::sockets(
+        &Places::open(roots)?,
+        roots,
+        &mut Problems::default(),
+    ))
 }
 
 /// Version that the libraries must have, and its source; None if no module is loaded.
-fn module_version(places: &Places, expected: Option<&str>) -> Result<Option<(String, VersionSource)>, Error> {
+fn module_version(
+    places: &Places,
+    expected: Option<&str>,
+) -> Result<Option<(String, VersionSource)>, Error> {
     let path = PathBuf::from(MODULE_VERSION);
     let (version, source) = match expected {
         Some(version) => (version.to_string(), VersionSource::Given),
         None => match places.text(&path) {
             Ok(Some(version)) => (version, VersionSource::Module(path.clone())),
             Ok(None) => return Ok(None),
-            Err(error) => return Err(Error::UnreadableVersion { source: path, why: error.to_string() }),
+            Err(error) => {
+                return Err(Error::UnreadableVersion {
+                    source: path,
+                    why: error.to_string(),
+                });
+            }
         },
     };
     if is_version(&version) {
         return Ok(Some((version, source)));
     }
-    let source = if source == VersionSource::Given { PathBuf::from("the expected version") } else { path };
-    Err(Error::BadVersion { source, value: version.chars().take(64).collect() })
+    let source = if source == VersionSource::Given {
+        PathBuf::from("the expected version")
+    } else {
+        path
+    };
+    Err(Error::BadVersion {
+        source,
+        value: version.chars().take(64).collect(),
+    })
 }

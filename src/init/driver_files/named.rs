@@ -19,17 +19,39 @@ const PROGRAMS: &[&str] = &[
     "nvidia-xconfig",
 ];
 /// Directories of programs; the first that has one counts.
-const PROGRAM_DIRECTORIES: &[&str] = &["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
+const PROGRAM_DIRECTORIES: &[&str] = &[
+    "/usr/local/sbin",
+    "/usr/local/bin",
+    "/usr/sbin",
+    "/usr/bin",
+    "/sbin",
+    "/bin",
+];
 
 /// Configurations: path in the directories below, and the directory in which a container's loaders
 /// read them.
 const CONFIGS: &[(&str, &str)] = &[
     ("glvnd/egl_vendor.d/10_nvidia.json", "/usr/share"),
-    ("egl/egl_external_platform.d/09_nvidia_wayland2.json", "/usr/share"),
-    ("egl/egl_external_platform.d/10_nvidia_wayland.json", "/usr/share"),
-    ("egl/egl_external_platform.d/15_nvidia_gbm.json", "/usr/share"),
-    ("egl/egl_external_platform.d/20_nvidia_xcb.json", "/usr/share"),
-    ("egl/egl_external_platform.d/20_nvidia_xlib.json", "/usr/share"),
+    (
+        "egl/egl_external_platform.d/09_nvidia_wayland2.json",
+        "/usr/share",
+    ),
+    (
+        "egl/egl_external_platform.d/10_nvidia_wayland.json",
+        "/usr/share",
+    ),
+    (
+        "egl/egl_external_platform.d/15_nvidia_gbm.json",
+        "/usr/share",
+    ),
+    (
+        "egl/egl_external_platform.d/20_nvidia_xcb.json",
+        "/usr/share",
+    ),
+    (
+        "egl/egl_external_platform.d/20_nvidia_xlib.json",
+        "/usr/share",
+    ),
     ("nvidia/nvoptix.bin", "/usr/share"),
     ("X11/xorg.conf.d/10-nvidia.conf", "/usr/share"),
     ("X11/xorg.conf.d/nvidia-drm-outputclass.conf", "/usr/share"),
@@ -97,7 +119,13 @@ pub struct Named<'a> {
 impl<'a> Named<'a> {
     /// Collects all named files except sockets.
     pub fn collect(places: &'a Places, version: &'a str, problems: &'a mut Problems) -> Self {
-        let mut named = Self { places, version, mounts: Vec::new(), links: Vec::new(), problems };
+        let mut named = Self {
+            places,
+            version,
+            mounts: Vec::new(),
+            links: Vec::new(),
+            problems,
+        };
         named.programs();
         named.configs();
         named.x_modules();
@@ -116,7 +144,8 @@ impl<'a> Named<'a> {
             }
             Ok(None) => None,
             Err(error) => {
-                self.problems.add(&below(&self.places.driver_root, path), error);
+                self.problems
+                    .add(&below(&self.places.driver_root, path), error);
                 None
             }
         }
@@ -130,11 +159,20 @@ impl<'a> Named<'a> {
             // The problem is recorded when a file in the directory is searched for.
             Err(_) => true,
         };
-        directories.iter().copied().filter(|directory| there(directory)).collect()
+        directories
+            .iter()
+            .copied()
+            .filter(|directory| there(directory))
+            .collect()
     }
 
     /// The first file of that name in these directories, with the path it was found at.
-    fn first(&mut self, directories: &[&str], name: &str, fits: impl Fn(&Found) -> bool) -> Option<(PathBuf, Found)> {
+    fn first(
+        &mut self,
+        directories: &[&str],
+        name: &str,
+        fits: impl Fn(&Found) -> bool,
+    ) -> Option<(PathBuf, Found)> {
         directories.iter().find_map(|directory| {
             let path = Path::new(directory).join(name);
             self.look(&path).filter(&fits).map(|found| (path, found))
@@ -142,7 +180,11 @@ impl<'a> Named<'a> {
     }
 
     fn mount(&mut self, found: Found, container_path: PathBuf) {
-        self.mounts.push(Mount { host_path: found.path, container_path, kind: Kind::File });
+        self.mounts.push(Mount {
+            host_path: found.path,
+            container_path,
+            kind: Kind::File,
+        });
     }
 
     fn programs(&mut self) {
@@ -158,7 +200,11 @@ impl<'a> Named<'a> {
         // The same file under two names is mounted once.
         let mut seen = HashSet::new();
         let profile = format!("nvidia/nvidia-application-profiles-{}-rc", self.version);
-        for (name, container_directory) in CONFIGS.iter().copied().chain([(profile.as_str(), "/usr/share")]) {
+        for (name, container_directory) in CONFIGS
+            .iter()
+            .copied()
+            .chain([(profile.as_str(), "/usr/share")])
+        {
             let found = self.first(CONFIG_DIRECTORIES, name, |f| f.is(SFlag::S_IFREG));
             if let Some((_, found)) = found.filter(|(_, found)| seen.insert(found.path.clone())) {
                 self.mount(found, Path::new(container_directory).join(name));
@@ -177,7 +223,11 @@ impl<'a> Named<'a> {
         let with_version = format!("{bare}.{}", self.version);
         if let Some((path, found)) = self.first(&directories, &with_version, regular) {
             let file = found.path.clone();
-            self.links.push(Link { link: path.with_file_name(bare), target: with_version, file });
+            self.links.push(Link {
+                link: path.with_file_name(bare),
+                target: with_version,
+                file,
+            });
             self.mount(found, path);
         } else if let Some((path, found)) = self.first(&directories, bare, regular) {
             self.mount(found, path);
@@ -188,26 +238,46 @@ impl<'a> Named<'a> {
     /// kernel.
     fn firmware(&mut self) {
         let directories = self.firmware_directories();
-        directories.iter().for_each(|directory| self.firmware_in(directory));
+        directories
+            .iter()
+            .for_each(|directory| self.firmware_in(directory));
     }
 
     fn firmware_in(&mut self, directory: &Path) {
         let directory = directory.join("nvidia").join(self.version);
-        let Some(found) = self.look(&directory).filter(|f| f.is(SFlag::S_IFDIR)) else { return };
-        let entries = match found.entries(|name| name.starts_with(b"gsp") && name.ends_with(b".bin")) {
-            Ok(entries) => entries,
-            Err(error) => return self.problems.add(&found.path, error),
+        let Some(found) = self.look(&directory).filter(|f| f.is(SFlag::S_IFDIR)) else {
+            return;
         };
+        let entries =
+            match found.entries(|name| name.starts_with(b"gsp") && name.ends_with(b".bin")) {
+                Ok(entries) => entries,
+                Err(error) => return self.problems.add(&found.path, error),
+            };
         if entries.len() > MAX_FIRMWARE {
-            self.problems.add(&found.path, format!("more than {MAX_FIRMWARE} firmware files: the rest is left out"));
+            self.problems.add(
+                &found.path,
+                format!("more than {MAX_FIRMWARE} firmware files: the rest is left out"),
+            );
         }
         for entry in entries.iter().take(MAX_FIRMWARE) {
-            let Some(name) = plain_name(&entry.name) else { continue };
-            let container_path = Path::new(FIRMWARE).join("nvidia").join(self.version).join(name);
-            if self.mounts.iter().any(|m| m.container_path == container_path) {
+            let Some(name) = plain_name(&entry.name) else {
+                continue;
+            };
+            let container_path = Path::new(FIRMWARE)
+                .join("nvidia")
+                .join(self.version)
+                .join(name);
+            if self
+                .mounts
+                .iter()
+                .any(|m| m.container_path == container_path)
+            {
                 continue;
             }
-            if let Some(file) = self.look(&directory.join(name)).filter(|f| f.is(SFlag::S_IFREG)) {
+            if let Some(file) = self
+                .look(&directory.join(name))
+                .filter(|f| f.is(SFlag::S_IFREG))
+            {
                 self.mount(file, container_path);
             }
         }
@@ -224,15 +294,26 @@ impl<'a> Named<'a> {
                 if plain_path(&path) {
                     directories.push(path);
                 } else {
-                    self.problems.add(Path::new(FIRMWARE_PARAMETER), format!("{:?} is no absolute path", path.display()));
+                    self.problems.add(
+                        Path::new(FIRMWARE_PARAMETER),
+                        format!("{:?} is no absolute path", path.display()),
+                    );
                 }
             }
             Ok(_) => {}
             Err(error) => self.problems.add(Path::new(FIRMWARE_PARAMETER), error),
         }
-        let kernels = self.look(Path::new("/lib/modules")).filter(|f| f.is(SFlag::S_IFDIR)).map(|f| f.entries(|_| true));
+        let kernels = self
+            .look(Path::new("/lib/modules"))
+            .filter(|f| f.is(SFlag::S_IFDIR))
+            .map(|f| f.entries(|_| true));
         let kernels: Vec<PathBuf> = match kernels {
-            Some(Ok(entries)) => entries.iter().take(MAX_KERNELS).filter_map(|e| plain_name(&e.name)).map(PathBuf::from).collect(),
+            Some(Ok(entries)) => entries
+                .iter()
+                .take(MAX_KERNELS)
+                .filter_map(|e| plain_name(&e.name))
+                .map(PathBuf::from)
+                .collect(),
             Some(Err(error)) => {
                 self.problems.add(Path::new("/lib/modules"), error);
                 Vec::new()
@@ -262,7 +343,11 @@ pub fn sockets(places: &Places, roots: &Roots, problems: &mut Problems) -> Vec<M
             let at = below(root, Path::new(path));
             match places.guest().find(&at) {
                 Ok(Some(found)) if found.is(*kind) && plain_path(&found.path) => {
-                    mounts.push(Mount { host_path: found.path, container_path: path.into(), kind: Kind::Socket });
+                    mounts.push(Mount {
+                        host_path: found.path,
+                        container_path: path.into(),
+                        kind: Kind::Socket,
+                    });
                     break;
                 }
                 Ok(_) => {}

@@ -59,14 +59,20 @@ impl Found {
             return Err(io::Error::other("not a regular file"));
         }
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
-        Ok(File::from(openat(AT_FDCWD, path.as_str(), OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?))
+        Ok(File::from(openat(
+            AT_FDCWD,
+            path.as_str(),
+            OFlag::O_RDONLY | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )?))
     }
 
     /// Reads a regular file, at most `most` bytes.
     pub fn read(&self, most: u64) -> io::Result<Vec<u8>> {
         /// Room for the read that returns end of file.
         const PROBE: u64 = 32;
-        let mut bytes = Vec::with_capacity(usize::try_from(self.size().min(most) + PROBE).unwrap_or(0));
+        let mut bytes =
+            Vec::with_capacity(usize::try_from(self.size().min(most) + PROBE).unwrap_or(0));
         self.open()?.take(most).read_to_end(&mut bytes)?;
         Ok(bytes)
     }
@@ -92,7 +98,10 @@ impl Found {
                     stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits()
                 }
             };
-            entries.push(Entry { name: name.to_vec(), is_link });
+            entries.push(Entry {
+                name: name.to_vec(),
+                is_link,
+            });
         }
         entries.sort();
         Ok(entries)
@@ -101,7 +110,8 @@ impl Found {
     /// Whether a directory has a link of this name.
     pub fn has_link(&self, name: &str) -> bool {
         // A failed stat counts as no link: at worst the container lacks one more link.
-        fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW).is_ok_and(|stat| stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
+        fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW)
+            .is_ok_and(|stat| stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
     }
 
     /// Replaces a file in this directory by rename: a reader sees the old file or the new one.
@@ -111,8 +121,14 @@ impl Found {
             Ok(()) | Err(Errno::ENOENT) => {}
             Err(errno) => return Err(errno.into()),
         }
-        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let mut file = File::from(openat(&self.fd, temporary.as_str(), flags, Mode::from_bits_truncate(0o644))?);
+        let flags =
+            OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        let mut file = File::from(openat(
+            &self.fd,
+            temporary.as_str(),
+            flags,
+            Mode::from_bits_truncate(0o644),
+        )?);
         file.write_all(bytes)?;
         Ok(renameat(&self.fd, temporary.as_str(), &self.fd, name)?)
     }
@@ -138,9 +154,18 @@ pub struct Tree {
 
 impl Tree {
     fn open(root: &Path) -> io::Result<Self> {
-        let fd = nix::fcntl::open(root, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
+        let fd = nix::fcntl::open(
+            root,
+            OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )?;
         let above = kernel_path(&fd)?;
-        Ok(Self { root: fd, path: "/".into(), above, linked: RefCell::default() })
+        Ok(Self {
+            root: fd,
+            path: "/".into(),
+            above,
+            linked: RefCell::default(),
+        })
     }
 
     /// Finds a path; None if nothing is there.
@@ -148,11 +173,16 @@ impl Tree {
         let first: PathBuf = path.components().take(2).collect();
         let linked = self.linked.borrow().contains(&first);
         // Most paths have no link on the way and equal the kernel's path.
-        let no_links = if linked || !plain_path(path) { Err(Errno::ELOOP) } else { self.look_up(path, ResolveFlag::RESOLVE_NO_SYMLINKS) };
+        let no_links = if linked || !plain_path(path) {
+            Err(Errno::ELOOP)
+        } else {
+            self.look_up(path, ResolveFlag::RESOLVE_NO_SYMLINKS)
+        };
         let found = match no_links {
             Err(Errno::ELOOP) => {
                 self.linked.borrow_mut().insert(first);
-                self.look_up(path, ResolveFlag::empty()).map(|fd| (fd, None))
+                self.look_up(path, ResolveFlag::empty())
+                    .map(|fd| (fd, None))
             }
             result => result.map(|fd| (fd, Some(below(&self.path, path).components().collect()))),
         };
@@ -168,7 +198,9 @@ impl Tree {
 
     fn look_up(&self, path: &Path, more: ResolveFlag) -> nix::Result<OwnedFd> {
         let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | more;
-        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_CLOEXEC).resolve(resolve);
+        let how = OpenHow::new()
+            .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
+            .resolve(resolve);
         let mut result = Err(Errno::EAGAIN);
         for _ in 0..TRIES {
             result = openat2(&self.root, path, how);
@@ -181,14 +213,17 @@ impl Tree {
 
     fn with_kernel_path(&self, fd: OwnedFd) -> io::Result<(OwnedFd, PathBuf)> {
         let kernel_path = kernel_path(&fd)?;
-        let path = kernel_path.strip_prefix(&self.above).map_err(|_| io::Error::other("it lies outside the root"))?;
+        let path = kernel_path
+            .strip_prefix(&self.above)
+            .map_err(|_| io::Error::other("it lies outside the root"))?;
         Ok((fd, Path::new("/").join(path)))
     }
 }
 
 fn kernel_path(fd: &OwnedFd) -> io::Result<PathBuf> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    std::fs::read_link(&path).map_err(|e| io::Error::other(format!("read {path}: {e} (is /proc mounted?)")))
+    std::fs::read_link(&path)
+        .map_err(|e| io::Error::other(format!("read {path}: {e} (is /proc mounted?)")))
 }
 
 /// The guest's root, and the driver root in it.
@@ -204,13 +239,30 @@ pub struct Places {
 
 impl Places {
     pub fn open(roots: &Roots) -> Result<Self, Error> {
-        let no_root = |path: &Path, why: String| Error::NoRoot { path: path.into(), why };
+        let no_root = |path: &Path, why: String| Error::NoRoot {
+            path: path.into(),
+            why,
+        };
         let guest = Tree::open(&roots.root).map_err(|e| no_root(&roots.root, e.to_string()))?;
-        let found = guest.find(&roots.driver_root).map_err(|e| no_root(&roots.driver_root, e.to_string()))?;
-        let found = found.filter(|f| f.is(SFlag::S_IFDIR)).ok_or_else(|| no_root(&roots.driver_root, "no such directory".into()))?;
+        let found = guest
+            .find(&roots.driver_root)
+            .map_err(|e| no_root(&roots.driver_root, e.to_string()))?;
+        let found = found
+            .filter(|f| f.is(SFlag::S_IFDIR))
+            .ok_or_else(|| no_root(&roots.driver_root, "no such directory".into()))?;
         let (path, above) = (found.path.clone(), guest.above.clone());
-        let driver = Tree { root: found.fd, path, above, linked: RefCell::default() };
-        Ok(Self { guest, driver, driver_root: found.path, known: RefCell::default() })
+        let driver = Tree {
+            root: found.fd,
+            path,
+            above,
+            linked: RefCell::default(),
+        };
+        Ok(Self {
+            guest,
+            driver,
+            driver_root: found.path,
+            known: RefCell::default(),
+        })
     }
 
     pub fn guest(&self) -> &Tree {
@@ -223,7 +275,10 @@ impl Places {
     /// means the guest's root, as for a driver that was installed into a directory of a running
     /// system.
     pub fn driver(&self, path: &Path) -> io::Result<Option<Found>> {
-        if path.ancestors().any(|part| self.known.borrow().get(part) == Some(&false)) {
+        if path
+            .ancestors()
+            .any(|part| self.known.borrow().get(part) == Some(&false))
+        {
             return Ok(None);
         }
         let found = self.driver_now(path)?;
@@ -235,7 +290,9 @@ impl Places {
 
     fn driver_now(&self, path: &Path) -> io::Result<Option<Found>> {
         match self.driver.find(path)? {
-            None if self.driver_root != Path::new("/") => self.guest.find(&below(&self.driver_root, path)),
+            None if self.driver_root != Path::new("/") => {
+                self.guest.find(&below(&self.driver_root, path))
+            }
             found => Ok(found),
         }
     }
@@ -249,7 +306,9 @@ impl Places {
             let known = self.known.borrow().get(directory).copied();
             // Errors are left to the lookup that needs this directory.
             let there = known.unwrap_or_else(|| !matches!(self.driver_now(directory), Ok(None)));
-            self.known.borrow_mut().insert(directory.to_path_buf(), there);
+            self.known
+                .borrow_mut()
+                .insert(directory.to_path_buf(), there);
             if !there {
                 return;
             }
@@ -261,7 +320,10 @@ impl Places {
         let missing = || io::Error::from(io::ErrorKind::NotFound);
         let mut found = self.driver.find(Path::new("/"))?.ok_or_else(missing)?;
         let mut at = PathBuf::from("/");
-        for name in path.components().filter(|c| matches!(c, Component::Normal(_))) {
+        for name in path
+            .components()
+            .filter(|c| matches!(c, Component::Normal(_)))
+        {
             at.push(name);
             found = match self.driver.find(&at)? {
                 Some(found) => found,
@@ -276,13 +338,19 @@ impl Places {
 
     /// Path in a container of a file in the driver root; None for files outside it.
     pub fn in_container(&self, guest_path: &Path) -> Option<PathBuf> {
-        guest_path.strip_prefix(&self.driver_root).ok().map(|rest| Path::new("/").join(rest))
+        guest_path
+            .strip_prefix(&self.driver_root)
+            .ok()
+            .map(|rest| Path::new("/").join(rest))
     }
 
     /// Trimmed content of a small text file below the guest's root; None if the file is missing.
     pub fn text(&self, path: &Path) -> io::Result<Option<String>> {
-        let Some(found) = self.guest.find(path)? else { return Ok(None) };
-        let text = String::from_utf8(found.read(MAX_TEXT)?).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+        let Some(found) = self.guest.find(path)? else {
+            return Ok(None);
+        };
+        let text = String::from_utf8(found.read(MAX_TEXT)?)
+            .map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
         Ok(Some(text.trim().to_string()))
     }
 }
@@ -296,16 +364,24 @@ pub fn below(root: &Path, path: &Path) -> PathBuf {
 /// and `._+-`.
 pub fn plain_name(name: &[u8]) -> Option<&str> {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"._+-".contains(b);
-    let name = name.iter().all(plain).then(|| std::str::from_utf8(name).ok()).flatten()?;
+    let name = name
+        .iter()
+        .all(plain)
+        .then(|| std::str::from_utf8(name).ok())
+        .flatten()?;
     (!name.is_empty() && !name.starts_with('.') && name.len() <= 255).then_some(name)
 }
 
 /// Checks a path for use without quotes: absolute, UTF-8, without `..`, control characters and the
 /// colons that separate lists of paths.
 pub fn plain_path(path: &Path) -> bool {
-    let plain_text = path.to_str().is_some_and(|text| text.len() <= 4095 && !text.contains(|c: char| c.is_control() || c == ':'));
+    let plain_text = path.to_str().is_some_and(|text| {
+        text.len() <= 4095 && !text.contains(|c: char| c.is_control() || c == ':')
+    });
     let mut components = path.components();
-    plain_text && components.next() == Some(Component::RootDir) && components.all(|c| matches!(c, Component::Normal(_)))
+    plain_text
+        && components.next() == Some(Component::RootDir)
+        && components.all(|c| matches!(c, Component::Normal(_)))
 }
 
 #[cfg(test)]
@@ -317,7 +393,9 @@ mod tests {
         for name in ["libcuda.so.1", "libstdc++.so.6", "nvidia-drm_gbm.so"] {
             assert_eq!(plain_name(name.as_bytes()), Some(name));
         }
-        for name in ["", ".", "..", ".hidden", "a/b", "a:b", "a b", "a\n", "\u{e4}"] {
+        for name in [
+            "", ".", "..", ".hidden", "a/b", "a:b", "a b", "a\n", "\u{e4}",
+        ] {
             assert_eq!(plain_name(name.as_bytes()), None, "{name:?}");
         }
         for path in ["/", "/usr/lib64", "/with space"] {

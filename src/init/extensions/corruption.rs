@@ -17,7 +17,10 @@ pub struct Corrupted {
 /// Waits until a device is marked. Never returns for sound data. `settled`: all GPUs are; where
 /// they were at the start, an earlier worker has looked. Error: why changed data would not be
 /// noticed from here on.
-pub async fn corrupted(declared: &[Extension], mut settled: flag::Receiver<bool>) -> Result<Corrupted, String> {
+pub async fn corrupted(
+    declared: &[Extension],
+    mut settled: flag::Receiver<bool>,
+) -> Result<Corrupted, String> {
     let mut was_sound = *settled.borrow();
     let mut uevents = None;
     loop {
@@ -39,13 +42,23 @@ pub async fn corrupted(declared: &[Extension], mut settled: flag::Receiver<bool>
                          (the kernel's log has the block); take the image from its build again",
                         name.serial()
                     );
-                    return Ok(Corrupted { reason, in_bring_up: !was_sound });
+                    return Ok(Corrupted {
+                        reason,
+                        in_bring_up: !was_sound,
+                    });
                 }
-                Err(errno) => return Err(format!("extension {name}: read the state of {}: {errno}", name.serial())),
+                Err(errno) => {
+                    return Err(format!(
+                        "extension {name}: read the state of {}: {errno}",
+                        name.serial()
+                    ));
+                }
             }
         }
         was_sound |= is_settled;
-        let Some(subscription) = &uevents else { continue };
+        let Some(subscription) = &uevents else {
+            continue;
+        };
         tokio::select! {
             uevent = subscription.next() => if uevent.is_err() {
                 uevents = None;

@@ -42,22 +42,36 @@ pub enum Error {
     /// A declared disk that did not come.
     Missing { name: Name, waited: Duration },
     /// A disk without one of its two partitions.
-    NoPartition { name: Name, device: String, number: u32, waited: Duration },
+    NoPartition {
+        name: Name,
+        device: String,
+        number: u32,
+        waited: Duration,
+    },
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unreadable(error) => write!(f, "extensions: {error}"),
-            Self::BadName { device, problem } => write!(f, "extensions: serial of disk {device}: {problem}"),
+            Self::BadName { device, problem } => {
+                write!(f, "extensions: serial of disk {device}: {problem}")
+            }
             Self::Surplus { device, name } => write!(
                 f,
                 "extension {name}: disk {device} has the serial {}, and the kernel's command line has no \
                  verity parameters for it: nothing unverified is mounted; declare the extension or remove the disk",
                 name.serial()
             ),
-            Self::Twice { name, devices: [first, second] } => {
-                write!(f, "extension {name}: disks {first} and {second} have the same serial {}: remove one of them", name.serial())
+            Self::Twice {
+                name,
+                devices: [first, second],
+            } => {
+                write!(
+                    f,
+                    "extension {name}: disks {first} and {second} have the same serial {}: remove one of them",
+                    name.serial()
+                )
             }
             Self::Missing { name, waited } => write!(
                 f,
@@ -65,7 +79,12 @@ impl fmt::Display for Error {
                  (guest_extension_images in Kata's configuration), or remove the extension's parameters",
                 name.serial()
             ),
-            Self::NoPartition { name, device, number, waited } => write!(
+            Self::NoPartition {
+                name,
+                device,
+                number,
+                waited,
+            } => write!(
                 f,
                 "extension {name}: disk {device} has no partition {number} within {waited:?}: the image needs its data in \
                  partition 1 and its hash tree in partition 2: build it with a measured root"
@@ -82,13 +101,29 @@ pub fn find(sys: &Path) -> Result<Vec<Disk>, Error> {
     for entry in fs::read_dir(&block).map_err(unreadable)? {
         let path = entry.map_err(unreadable)?.path();
         // A disk without a readable serial is no extension's: a declared extension is then missing.
-        let Ok(serial) = fs::read(path.join("serial")) else { continue };
+        let Ok(serial) = fs::read(path.join("serial")) else {
+            continue;
+        };
         let serial = String::from_utf8_lossy(&serial);
-        let Some(name) = serial.trim_end_matches(['\n', '\0']).strip_prefix(PREFIX) else { continue };
-        let device = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let name = Name::parse(name).map_err(|problem| Error::BadName { device: device.clone(), problem })?;
+        let Some(name) = serial.trim_end_matches(['\n', '\0']).strip_prefix(PREFIX) else {
+            continue;
+        };
+        let device = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let name = Name::parse(name).map_err(|problem| Error::BadName {
+            device: device.clone(),
+            problem,
+        })?;
         let (data, hash) = partitions(&path);
-        disks.push(Disk { name, device, data, hash });
+        disks.push(Disk {
+            name,
+            device,
+            data,
+            hash,
+        });
     }
     disks.sort_by(|a, b| a.device.cmp(&b.device));
     Ok(disks)
@@ -97,14 +132,29 @@ pub fn find(sys: &Path) -> Result<Vec<Disk>, Error> {
 /// Partitions 1 and 2. An incomplete one counts as not there: it may be about to come.
 fn partitions(disk: &Path) -> (Option<Partition>, Option<Partition>) {
     let (mut data, mut hash) = (None, None);
-    for path in fs::read_dir(disk).into_iter().flatten().flatten().map(|entry| entry.path()) {
-        let text = |file: &str| fs::read_to_string(path.join(file)).ok().map(|text| text.trim().to_string());
-        let Some(number) = text("partition") else { continue };
+    for path in fs::read_dir(disk)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path())
+    {
+        let text = |file: &str| {
+            fs::read_to_string(path.join(file))
+                .ok()
+                .map(|text| text.trim().to_string())
+        };
+        let Some(number) = text("partition") else {
+            continue;
+        };
         let partition = || {
             let numbers = text("dev")?;
             let (major, minor) = numbers.split_once(':')?;
             let bytes = text("size")?.parse::<u64>().ok()?.checked_mul(SECTOR)?;
-            Some(Partition { major: major.parse().ok()?, minor: minor.parse().ok()?, bytes })
+            Some(Partition {
+                major: major.parse().ok()?,
+                minor: minor.parse().ok()?,
+                bytes,
+            })
         };
         match number.as_str() {
             "1" => data = partition(),
@@ -117,21 +167,42 @@ fn partitions(disk: &Path) -> (Option<Partition>, Option<Partition>) {
 
 /// Matches declarations with disks, one to one, in the order of the declarations. `waited` is how
 /// long a missing disk was waited for.
-pub fn reconcile<'a>(declared: &'a [Extension], found: &[Disk], waited: Duration) -> Result<Vec<(&'a Extension, Disk)>, Error> {
+pub fn reconcile<'a>(
+    declared: &'a [Extension],
+    found: &[Disk],
+    waited: Duration,
+) -> Result<Vec<(&'a Extension, Disk)>, Error> {
     for (at, disk) in found.iter().enumerate() {
         if !declared.iter().any(|extension| extension.name == disk.name) {
-            return Err(Error::Surplus { device: disk.device.clone(), name: disk.name.clone() });
+            return Err(Error::Surplus {
+                device: disk.device.clone(),
+                name: disk.name.clone(),
+            });
         }
         if let Some(other) = found.iter().take(at).find(|other| other.name == disk.name) {
-            return Err(Error::Twice { name: disk.name.clone(), devices: [other.device.clone(), disk.device.clone()] });
+            return Err(Error::Twice {
+                name: disk.name.clone(),
+                devices: [other.device.clone(), disk.device.clone()],
+            });
         }
     }
     let of = |extension: &'a Extension| {
         let name = &extension.name;
-        let disk = found.iter().find(|disk| disk.name == *name).ok_or_else(|| Error::Missing { name: name.clone(), waited })?;
+        let disk = found
+            .iter()
+            .find(|disk| disk.name == *name)
+            .ok_or_else(|| Error::Missing {
+                name: name.clone(),
+                waited,
+            })?;
         match [disk.data, disk.hash].iter().position(Option::is_none) {
             None => Ok((extension, disk.clone())),
-            Some(at) => Err(Error::NoPartition { name: name.clone(), device: disk.device.clone(), number: at as u32 + 1, waited }),
+            Some(at) => Err(Error::NoPartition {
+                name: name.clone(),
+                device: disk.device.clone(),
+                number: at as u32 + 1,
+                waited,
+            }),
         }
     };
     declared.iter().map(of).collect()
@@ -139,15 +210,21 @@ pub fn reconcile<'a>(declared: &'a [Extension], found: &[Disk], waited: Duration
 
 /// Matches declarations with disks; waits for what is missing until the deadline. Blocks, wakes on
 /// uevents.
-pub fn wait<'a>(sys: &Path, declared: &'a [Extension], deadline: Duration) -> Result<Vec<(&'a Extension, Disk)>, Error> {
+pub fn wait<'a>(
+    sys: &Path,
+    declared: &'a [Extension],
+    deadline: Duration,
+) -> Result<Vec<(&'a Extension, Disk)>, Error> {
     let look = |waited| find(sys).and_then(|found| reconcile(declared, &found, waited));
-    let is_early = |error: &Error| matches!(error, Error::Missing { .. } | Error::NoPartition { .. });
+    let is_early =
+        |error: &Error| matches!(error, Error::Missing { .. } | Error::NoPartition { .. });
     match look(Duration::ZERO) {
         Err(error) if is_early(&error) => {}
         result => return result,
     }
     // Subscribed before the next look: a disk that comes in between is seen.
-    let uevents = Any::subscribe().map_err(|e| Error::Unreadable(format!("subscribe to uevents: {e}")))?;
+    let uevents =
+        Any::subscribe().map_err(|e| Error::Unreadable(format!("subscribe to uevents: {e}")))?;
     let began = Instant::now();
     loop {
         let waited = began.elapsed();
@@ -156,13 +233,18 @@ pub fn wait<'a>(sys: &Path, declared: &'a [Extension], deadline: Duration) -> Re
             result => return result,
         }
         // Any uevent, or their loss, is a reason to look; an error of poll ends in the deadline.
-        uevents.wait(deadline - waited).map_err(|e| Error::Unreadable(format!("wait for uevents: {e}")))?;
+        uevents
+            .wait(deadline - waited)
+            .map_err(|e| Error::Unreadable(format!("wait for uevents: {e}")))?;
     }
 }
 
 /// Names an extension's disk that no parameter declares, where none is declared.
 pub fn surplus(sys: &Path) -> Option<Error> {
-    find(sys).and_then(|found| reconcile(&[], &found, Duration::ZERO)).err().filter(|error| !matches!(error, Error::Unreadable(_)))
+    find(sys)
+        .and_then(|found| reconcile(&[], &found, Duration::ZERO))
+        .err()
+        .filter(|error| !matches!(error, Error::Unreadable(_)))
 }
 
 #[cfg(test)]
@@ -175,7 +257,9 @@ mod tests {
 
     impl Sys {
         fn new(test: &str, disks: &[(&str, &str, u32)]) -> Self {
-            let sys = Self(std::env::temp_dir().join(format!("kata-gpu-disks-{test}-{}", std::process::id())));
+            let sys = Self(
+                std::env::temp_dir().join(format!("kata-gpu-disks-{test}-{}", std::process::id())),
+            );
             let _unused = fs::remove_dir_all(&sys.0);
             fs::create_dir_all(sys.0.join("block")).unwrap();
             for (device, serial, partitions) in disks {
@@ -205,35 +289,84 @@ mod tests {
     }
 
     fn declared(names: &[&str]) -> Vec<Extension> {
-        let verity =
-            Verity { root_hash: "0".repeat(64), salt: String::new(), data_blocks: 1, data_block_size: 4096, hash_block_size: 4096 };
-        names.iter().map(|name| Extension { name: Name::parse(name).unwrap(), verity: verity.clone() }).collect()
+        let verity = Verity {
+            root_hash: "0".repeat(64),
+            salt: String::new(),
+            data_blocks: 1,
+            data_block_size: 4096,
+            hash_block_size: 4096,
+        };
+        names
+            .iter()
+            .map(|name| Extension {
+                name: Name::parse(name).unwrap(),
+                verity: verity.clone(),
+            })
+            .collect()
     }
 
     fn matched(sys: &Sys, names: &[&str]) -> Result<Vec<String>, String> {
         let declared = declared(names);
         let result = wait(&sys.0, &declared, Duration::ZERO).map_err(|e| e.to_string())?;
-        Ok(result.iter().map(|(extension, disk)| format!("{} {}", extension.name, disk.device)).collect())
+        Ok(result
+            .iter()
+            .map(|(extension, disk)| format!("{} {}", extension.name, disk.device))
+            .collect())
     }
 
     #[test]
     fn disks_are_matched_by_serial_whatever_their_order() {
         // Serials as the kernel shows them: 20 bytes, without a newline if all of them are used.
-        let sys = Sys::new("match", &[("vda", "root", 1), ("vdb", "extension-coco\n", 2), ("vdc", "extension-gpu", 2), ("sda", "", 0)]);
+        let sys = Sys::new(
+            "match",
+            &[
+                ("vda", "root", 1),
+                ("vdb", "extension-coco\n", 2),
+                ("vdc", "extension-gpu", 2),
+                ("sda", "", 0),
+            ],
+        );
         fs::create_dir_all(sys.0.join("block/ram0")).unwrap();
-        assert_eq!(matched(&sys, &["gpu", "coco"]), Ok(vec!["gpu vdc".into(), "coco vdb".into()]));
+        assert_eq!(
+            matched(&sys, &["gpu", "coco"]),
+            Ok(vec!["gpu vdc".into(), "coco vdb".into()])
+        );
         let disk = find(&sys.0).unwrap().remove(0);
-        assert_eq!(disk.data, Some(Partition { major: 254, minor: 1, bytes: 16 * 512 }));
-        assert_eq!(disk.hash, Some(Partition { major: 254, minor: 2, bytes: 32 * 512 }));
+        assert_eq!(
+            disk.data,
+            Some(Partition {
+                major: 254,
+                minor: 1,
+                bytes: 16 * 512
+            })
+        );
+        assert_eq!(
+            disk.hash,
+            Some(Partition {
+                major: 254,
+                minor: 2,
+                bytes: 32 * 512
+            })
+        );
         assert_eq!(surplus(&Sys::new("none", &[("vda", "root", 1)]).0), None);
     }
 
     #[test]
     fn every_mismatch_is_refused_with_its_disk_and_a_cure() {
         // Name, disks, declared names, error.
-        type Case = (&'static str, &'static [(&'static str, &'static str, u32)], &'static [&'static str], &'static str);
+        type Case = (
+            &'static str,
+            &'static [(&'static str, &'static str, u32)],
+            &'static [&'static str],
+            &'static str,
+        );
         let cases: &[Case] = &[
-            ("missing", &[("vda", "root", 1)], &["gpu"], "extension gpu: no disk with the serial extension-gpu within 0ns: give the VM"),
+            (
+                "missing",
+                &[("vda", "root", 1)],
+                &["gpu"],
+                "extension gpu: no disk with the serial extension-gpu within 0ns: give the VM",
+            ),
             (
                 "surplus",
                 &[("vda", "extension-gpu", 2), ("vdb", "extension-x", 2)],
@@ -246,10 +379,30 @@ mod tests {
                 &["gpu"],
                 "extension gpu: disks vda and vdb have the same serial",
             ),
-            ("name", &[("vda", "extension-../x", 2)], &["gpu"], "extensions: serial of disk vda: \"../x\" is no name"),
-            ("empty", &[("vda", "extension-", 2)], &["gpu"], "extensions: serial of disk vda: \"\" is no name"),
-            ("whole", &[("vda", "extension-gpu", 0)], &["gpu"], "extension gpu: disk vda has no partition 1 within 0ns"),
-            ("no-hash", &[("vda", "extension-gpu", 1)], &["gpu"], "extension gpu: disk vda has no partition 2 within 0ns"),
+            (
+                "name",
+                &[("vda", "extension-../x", 2)],
+                &["gpu"],
+                "extensions: serial of disk vda: \"../x\" is no name",
+            ),
+            (
+                "empty",
+                &[("vda", "extension-", 2)],
+                &["gpu"],
+                "extensions: serial of disk vda: \"\" is no name",
+            ),
+            (
+                "whole",
+                &[("vda", "extension-gpu", 0)],
+                &["gpu"],
+                "extension gpu: disk vda has no partition 1 within 0ns",
+            ),
+            (
+                "no-hash",
+                &[("vda", "extension-gpu", 1)],
+                &["gpu"],
+                "extension gpu: disk vda has no partition 2 within 0ns",
+            ),
         ];
         for (test, disks, names, wanted) in cases {
             let error = matched(&Sys::new(test, disks), names).unwrap_err();

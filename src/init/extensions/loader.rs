@@ -31,21 +31,36 @@ pub fn add(root: &Path, extension: &Path) -> Result<(), String> {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             // An initrd can make it; an image that is only read needs the file.
-            File::create(&cache).map_err(|e| format!("make {}: {e}: run ldconfig when the image is built", cache.display()))?;
+            File::create(&cache).map_err(|e| {
+                format!(
+                    "make {}: {e}: run ldconfig when the image is built",
+                    cache.display()
+                )
+            })?;
             Vec::new()
         }
         Err(e) => return Err(format!("read {}: {e}", cache.display())),
     };
-    let bytes = with_libraries(&base, extension).map_err(|e| format!("{}: {e}", cache.display()))?;
+    let bytes =
+        with_libraries(&base, extension).map_err(|e| format!("{}: {e}", cache.display()))?;
     fs::write(&new, bytes).map_err(|e| format!("write {}: {e}", new.display()))?;
-    mount::bind(&new, &cache).map_err(|errno| format!("bind {} over {}: {errno}", new.display(), cache.display()))
+    mount::bind(&new, &cache)
+        .map_err(|errno| format!("bind {} over {}: {errno}", new.display(), cache.display()))
 }
 
 /// The base image's cache, empty where it has none, with the extension's libraries.
 fn with_libraries(base: &[u8], extension: &Path) -> Result<Vec<u8>, String> {
-    let base = if base.is_empty() { Cache::default() } else { ld_so_cache::read(base)? };
+    let base = if base.is_empty() {
+        Cache::default()
+    } else {
+        ld_so_cache::read(base)?
+    };
     // Entries of old processor platforms can only be read: the loaders of Kata's images know none.
-    let mut entries: Vec<Entry> = base.entries.into_iter().filter(|entry| !matches!(entry.hwcap, Hwcap::Platform(_))).collect();
+    let mut entries: Vec<Entry> = base
+        .entries
+        .into_iter()
+        .filter(|entry| !matches!(entry.hwcap, Hwcap::Platform(_)))
+        .collect();
     entries.extend(libraries(extension)?);
     ld_so_cache::write(&entries, GENERATOR, Arch::OURS)
 }
@@ -62,22 +77,42 @@ fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
     let mut entries: Vec<Entry> = Vec::new();
     for entry in fs::read_dir(&directory).map_err(at)?.take(MAX_LIBRARIES) {
         let path = entry.map_err(at)?.path();
-        if !path.file_name().is_some_and(|name| name.to_string_lossy().contains(".so")) {
+        if !path
+            .file_name()
+            .is_some_and(|name| name.to_string_lossy().contains(".so"))
+        {
             continue;
         }
         // A directory, a linker script or a damaged file is no library for the loader either.
-        let Some(library) = File::open(&path).ok().and_then(|file| elf::identity(&file).ok()) else { continue };
+        let Some(library) = File::open(&path)
+            .ok()
+            .and_then(|file| elf::identity(&file).ok())
+        else {
+            continue;
+        };
         // A library without a SONAME counts by its file's name, as in ldconfig.
-        let file = path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let file = path
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned());
         let name = library.soname.clone().or(file).filter(|_| library.loadable);
-        let (Some(name), Some(flags)) = (name, ld_so_cache::flags(Arch::OURS, &library)) else { continue };
-        if entries.iter().any(|known| known.name == name && known.flags == flags) {
+        let (Some(name), Some(flags)) = (name, ld_so_cache::flags(Arch::OURS, &library)) else {
+            continue;
+        };
+        if entries
+            .iter()
+            .any(|known| known.name == name && known.flags == flags)
+        {
             continue;
         }
         // Use the link with that name if the image has it.
         let link = directory.join(&name);
         let path = if link.exists() { link } else { path };
-        entries.push(Entry { name, path: path.to_string_lossy().into_owned(), flags, hwcap: Hwcap::Any });
+        entries.push(Entry {
+            name,
+            path: path.to_string_lossy().into_owned(),
+            flags,
+            hwcap: Hwcap::Any,
+        });
     }
     Ok(entries)
 }
@@ -90,31 +125,59 @@ mod tests {
 
     #[test]
     fn the_cache_has_the_libraries_of_base_and_extension_by_soname() {
-        let extension = std::env::temp_dir().join(format!("kata-gpu-loader-{}", std::process::id()));
+        let extension =
+            std::env::temp_dir().join(format!("kata-gpu-loader-{}", std::process::id()));
         let _unused = fs::remove_dir_all(&extension);
         let folder = directory(&extension);
         fs::create_dir_all(folder.join("sub.so")).unwrap();
-        fs::write(folder.join("libcuda.so.550.1"), stand_in::library(Some("libcuda.so.1"), &[])).unwrap();
+        fs::write(
+            folder.join("libcuda.so.550.1"),
+            stand_in::library(Some("libcuda.so.1"), &[]),
+        )
+        .unwrap();
         symlink("libcuda.so.550.1", folder.join("libcuda.so.1")).unwrap();
-        fs::write(folder.join("libnvidia-ml.so.550.1"), stand_in::library(Some("libnvidia-ml.so.1"), &[])).unwrap();
+        fs::write(
+            folder.join("libnvidia-ml.so.550.1"),
+            stand_in::library(Some("libnvidia-ml.so.1"), &[]),
+        )
+        .unwrap();
         fs::write(folder.join("libplain.so"), stand_in::library(None, &[])).unwrap();
         fs::write(folder.join("libbroken.so"), "no ELF").unwrap();
         fs::write(folder.join("README"), "").unwrap();
-        let libc = Entry { name: "libc.so.6".into(), path: "/lib/libc.so.6".into(), flags: 0x303, hwcap: Hwcap::Any };
+        let libc = Entry {
+            name: "libc.so.6".into(),
+            path: "/lib/libc.so.6".into(),
+            flags: 0x303,
+            hwcap: Hwcap::Any,
+        };
         let base = ld_so_cache::write(std::slice::from_ref(&libc), "x", Arch::OURS).unwrap();
 
         let names = |bytes: &[u8]| -> Vec<(String, String)> {
             let entries = ld_so_cache::read(bytes).unwrap().entries;
-            entries.into_iter().map(|e| (e.name, e.path.replace(folder.to_str().unwrap(), ""))).collect()
+            entries
+                .into_iter()
+                .map(|e| (e.name, e.path.replace(folder.to_str().unwrap(), "")))
+                .collect()
         };
         let pair = |name: &str, path: &str| (name.to_string(), path.to_string());
         // In the loader's order; by the link where there is one.
         let plain = pair("libplain.so", "/libplain.so");
-        let own = [plain, pair("libnvidia-ml.so.1", "/libnvidia-ml.so.550.1"), pair("libcuda.so.1", "/libcuda.so.1")];
-        assert_eq!(names(&with_libraries(&base, &extension).unwrap()), [&own[..], &[pair("libc.so.6", "/lib/libc.so.6")]].concat());
+        let own = [
+            plain,
+            pair("libnvidia-ml.so.1", "/libnvidia-ml.so.550.1"),
+            pair("libcuda.so.1", "/libcuda.so.1"),
+        ];
+        assert_eq!(
+            names(&with_libraries(&base, &extension).unwrap()),
+            [&own[..], &[pair("libc.so.6", "/lib/libc.so.6")]].concat()
+        );
         assert_eq!(names(&with_libraries(&[], &extension).unwrap()), own);
         assert!(with_libraries(b"damaged", &extension).is_err());
         fs::remove_dir_all(&extension).unwrap();
-        assert!(with_libraries(&base, &extension).unwrap_err().contains("No such file"));
+        assert!(
+            with_libraries(&base, &extension)
+                .unwrap_err()
+                .contains("No such file")
+        );
     }
 }

@@ -8,12 +8,12 @@
 //!
 //! Not here: extensions without a hash tree, which the incumbent refuses as well.
 
+pub mod corruption;
 pub mod disks; // virtio-blk disks by their serial
 pub mod loader; // the dynamic loader's cache of the guest
 pub mod mount; // EROFS, firmware
 pub mod parameters; // declarations of the command line
-pub mod verity; // dm-verity
-pub mod corruption; // data that fails its check later
+pub mod verity; // dm-verity // data that fails its check later
 
 pub use parameters::{Extension, Name, Verity};
 
@@ -31,8 +31,14 @@ pub const DISKS_DEADLINE: Duration = Duration::from_secs(5);
 /// Kind of a step, with the fields of its record.
 #[derive(Clone, Debug)]
 pub enum What {
-    Disks { declared: u64 },
-    Extension { name: String, device: String, bytes: u64 },
+    Disks {
+        declared: u64,
+    },
+    Extension {
+        name: String,
+        device: String,
+        bytes: u64,
+    },
     Verity,
     Mount,
     Firmware,
@@ -59,9 +65,22 @@ impl Stamp {
 
 fn begin(what: &What, at_ns: u64) -> Step {
     match what {
-        What::Disks { declared } => step!(names::EXTENSION_DISKS, at_ns = at_ns, declared = *declared),
-        What::Extension { name, device, bytes } => {
-            step!(names::EXTENSION, at_ns = at_ns, extension = name, device = device, bytes = *bytes, verity = true)
+        What::Disks { declared } => {
+            step!(names::EXTENSION_DISKS, at_ns = at_ns, declared = *declared)
+        }
+        What::Extension {
+            name,
+            device,
+            bytes,
+        } => {
+            step!(
+                names::EXTENSION,
+                at_ns = at_ns,
+                extension = name,
+                device = device,
+                bytes = *bytes,
+                verity = true
+            )
         }
         What::Verity => step!(names::EXTENSION_VERITY, at_ns = at_ns),
         What::Mount => step!(names::EXTENSION_MOUNT, at_ns = at_ns),
@@ -71,13 +90,24 @@ fn begin(what: &What, at_ns: u64) -> Step {
 }
 
 /// Runs a step, and keeps its stamp.
-fn timed<T>(stamps: &mut Vec<Stamp>, what: What, work: impl FnOnce(&mut Vec<Stamp>) -> Result<T, String>) -> Result<T, String> {
+fn timed<T>(
+    stamps: &mut Vec<Stamp>,
+    what: What,
+    work: impl FnOnce(&mut Vec<Stamp>) -> Result<T, String>,
+) -> Result<T, String> {
     let begin_ns = boottime_ns();
     let mut inside = Vec::new();
     let step = begin(&what, begin_ns);
     let id = step.id();
     let result = step.run(|| work(&mut inside));
-    stamps.push(Stamp { id, what, begin_ns, end_ns: boottime_ns(), error: result.as_ref().err().cloned(), inside });
+    stamps.push(Stamp {
+        id,
+        what,
+        begin_ns,
+        end_ns: boottime_ns(),
+        error: result.as_ref().err().cloned(),
+        inside,
+    });
     result
 }
 
@@ -106,27 +136,50 @@ pub fn mount_all(declared: &[Extension]) -> (Vec<Stamp>, Result<(), String>) {
     let mut stamps = Vec::new();
     // A worker that follows another one finds them mounted, and perhaps not all.
     let mounts = mounts();
-    if declared.iter().all(|extension| mount::is_mounted(&mounts, &extension.name)) {
+    if declared
+        .iter()
+        .all(|extension| mount::is_mounted(&mounts, &extension.name))
+    {
         let has_gpu = declared.iter().any(|extension| extension.name.is_gpu());
-        let bound = if has_gpu { mount::bind_firmware(Path::new(mount::GPU), &mounts) } else { Ok(()) };
+        let bound = if has_gpu {
+            mount::bind_firmware(Path::new(mount::GPU), &mounts)
+        } else {
+            Ok(())
+        };
         return (stamps, bound);
     }
-    let found = timed(&mut stamps, What::Disks { declared: declared.len() as u64 }, |_| {
-        disks::wait(Path::new("/sys"), declared, DISKS_DEADLINE).map_err(|e| e.to_string())
-    });
+    let found = timed(
+        &mut stamps,
+        What::Disks {
+            declared: declared.len() as u64,
+        },
+        |_| disks::wait(Path::new("/sys"), declared, DISKS_DEADLINE).map_err(|e| e.to_string()),
+    );
     let result = found.and_then(|found| {
         found.into_iter().try_for_each(|(extension, disk)| {
             let name = extension.name.to_string();
-            let what = What::Extension { name, device: disk.device.clone(), bytes: extension.verity.data_bytes() };
-            timed(&mut stamps, what, |steps| mount_one(extension, &disk, steps))
+            let what = What::Extension {
+                name,
+                device: disk.device.clone(),
+                bytes: extension.verity.data_bytes(),
+            };
+            timed(&mut stamps, what, |steps| {
+                mount_one(extension, &disk, steps)
+            })
         })
     });
     (stamps, result)
 }
 
-fn mount_one(extension: &Extension, disk: &disks::Disk, steps: &mut Vec<Stamp>) -> Result<(), String> {
+fn mount_one(
+    extension: &Extension,
+    disk: &disks::Disk,
+    steps: &mut Vec<Stamp>,
+) -> Result<(), String> {
     let name = &extension.name;
-    let node = timed(steps, What::Verity, |_| verity::open(name, &extension.verity, disk).map_err(|e| e.to_string()))?;
+    let node = timed(steps, What::Verity, |_| {
+        verity::open(name, &extension.verity, disk).map_err(|e| e.to_string())
+    })?;
     timed(steps, What::Mount, |_| {
         mount::erofs(name, &node).map_err(|error| match verity::is_intact(name) {
             Ok(false) => {
@@ -140,7 +193,9 @@ fn mount_one(extension: &Extension, disk: &disks::Disk, steps: &mut Vec<Stamp>) 
         })
     })?;
     if name.is_gpu() {
-        timed(steps, What::Firmware, |_| mount::bind_firmware(Path::new(mount::GPU), &mounts()))?;
+        timed(steps, What::Firmware, |_| {
+            mount::bind_firmware(Path::new(mount::GPU), &mounts())
+        })?;
     }
     Ok(())
 }
@@ -151,7 +206,9 @@ pub fn add_libraries(declared: &[Extension]) -> Vec<Stamp> {
     let mut stamps = Vec::new();
     if declared.iter().any(|extension| extension.name.is_gpu()) && !loader::is_added(&mounts()) {
         // Reported by the step.
-        let _unused = timed(&mut stamps, What::Libraries, |_| loader::add(Path::new("/"), Path::new(mount::GPU)));
+        let _unused = timed(&mut stamps, What::Libraries, |_| {
+            loader::add(Path::new("/"), Path::new(mount::GPU))
+        });
     }
     stamps
 }

@@ -23,7 +23,11 @@ pub fn is_mounted(mounts: &str, name: &Name) -> bool {
     let target = target(name);
     mounts.lines().any(|line| {
         let mut words = line.split(' ');
-        let (device, path, fs) = (words.next().unwrap_or_default(), words.next().unwrap_or_default(), words.next());
+        let (device, path, fs) = (
+            words.next().unwrap_or_default(),
+            words.next().unwrap_or_default(),
+            words.next(),
+        );
         device.starts_with("/dev/dm-") && Path::new(path) == target && fs == Some("erofs")
     })
 }
@@ -32,13 +36,17 @@ pub fn is_mounted(mounts: &str, name: &Name) -> bool {
 /// without links.
 pub fn is_mount_point(mounts: &str, path: &Path) -> bool {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-    mounts.lines().filter_map(|line| line.split(' ').nth(1)).any(|target| Path::new(target) == path)
+    mounts
+        .lines()
+        .filter_map(|line| line.split(' ').nth(1))
+        .any(|target| Path::new(target) == path)
 }
 
 /// Mounts a device. Programs may run from it: extensions ship the attestation agent and services.
 pub fn erofs(name: &Name, node: &Path) -> Result<(), String> {
     let target = target(name);
-    fs::create_dir_all(&target).map_err(|e| format!("extension {name}: make {}: {e}", target.display()))?;
+    fs::create_dir_all(&target)
+        .map_err(|e| format!("extension {name}: make {}: {e}", target.display()))?;
     let flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     mount(Some(node), &target, Some("erofs"), flags, None::<&str>).map_err(|errno| {
         let cure = match errno {
@@ -83,7 +91,10 @@ mod tests {
     #[test]
     fn only_an_erofs_of_the_device_mapper_counts_as_the_extension() {
         let gpu = Name::parse("gpu").unwrap();
-        assert!(is_mounted("tmpfs /run tmpfs rw 0 0\n/dev/dm-0 /run/kata-extensions/gpu erofs ro,nosuid 0 0\n", &gpu));
+        assert!(is_mounted(
+            "tmpfs /run tmpfs rw 0 0\n/dev/dm-0 /run/kata-extensions/gpu erofs ro,nosuid 0 0\n",
+            &gpu
+        ));
         for other in [
             "/dev/vdb1 /run/kata-extensions/gpu erofs ro 0 0",
             "/dev/dm-0 /run/kata-extensions/gpu2 erofs ro 0 0",
@@ -93,7 +104,13 @@ mod tests {
             assert!(!is_mounted(other, &gpu), "{other}");
         }
         let binds = "tmpfs / tmpfs rw 0 0\n/dev/dm-0 /missing/firmware erofs ro 0 0\n";
-        assert!(is_mount_point(binds, Path::new("/missing/firmware")) && is_mount_point(binds, Path::new("/usr/..")));
-        assert!(!is_mount_point(binds, Path::new("/missing")) && !is_mount_point(binds, Path::new("/dev/dm-0")));
+        assert!(
+            is_mount_point(binds, Path::new("/missing/firmware"))
+                && is_mount_point(binds, Path::new("/usr/.."))
+        );
+        assert!(
+            !is_mount_point(binds, Path::new("/missing"))
+                && !is_mount_point(binds, Path::new("/dev/dm-0"))
+        );
     }
 }

@@ -59,22 +59,43 @@ pub enum Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Small { name, device, number, bytes, wanted } => write!(
+            Self::Small {
+                name,
+                device,
+                number,
+                bytes,
+                wanted,
+            } => write!(
                 f,
                 "extension {name}: partition {number} of disk {device} has {bytes} bytes, the parameters need {wanted}: \
                  give parameters and disk from the same build of the image"
             ),
-            Self::Refused { name, action, errno, table } => {
+            Self::Refused {
+                name,
+                action,
+                errno,
+                table,
+            } => {
                 let cure = match (*action, errno) {
-                    ("open", Errno::ENOENT | Errno::ENODEV) => "the kernel has no device mapper: build it with CONFIG_BLK_DEV_DM",
+                    ("open", Errno::ENOENT | Errno::ENODEV) => {
+                        "the kernel has no device mapper: build it with CONFIG_BLK_DEV_DM"
+                    }
                     ("load the table of", Errno::EINVAL) => {
                         "see the kernel's log; without a line there the kernel has no dm-verity: build it with CONFIG_DM_VERITY"
                     }
                     ("create", Errno::EBUSY) => "a device of this name is in use",
                     _ => "see the kernel's log",
                 };
-                let table = if table.is_empty() { String::new() } else { format!(" ({table})") };
-                write!(f, "extension {name}: device mapper: {action} {}{table}: {errno}: {cure}", name.serial())
+                let table = if table.is_empty() {
+                    String::new()
+                } else {
+                    format!(" ({table})")
+                };
+                write!(
+                    f,
+                    "extension {name}: device mapper: {action} {}{table}: {errno}: {cure}",
+                    name.serial()
+                )
             }
         }
     }
@@ -90,43 +111,82 @@ pub struct Table {
 
 /// The table for a data and a hash partition.
 pub fn table(verity: &Verity, data: Partition, hash: Partition) -> Table {
-    let Verity { root_hash, salt, data_blocks, data_block_size, hash_block_size } = verity;
+    let Verity {
+        root_hash,
+        salt,
+        data_blocks,
+        data_block_size,
+        hash_block_size,
+    } = verity;
     let salt = if salt.is_empty() { "-" } else { salt };
-    let (data, hash) = (format!("{}:{}", data.major, data.minor), format!("{}:{}", hash.major, hash.minor));
+    let (data, hash) = (
+        format!("{}:{}", data.major, data.minor),
+        format!("{}:{}", hash.major, hash.minor),
+    );
     Table {
         sectors: verity.data_bytes() / SECTOR,
-        parameters: format!("1 {data} {hash} {data_block_size} {hash_block_size} {data_blocks} 0 sha256 {root_hash} {salt}"),
+        parameters: format!(
+            "1 {data} {hash} {data_block_size} {hash_block_size} {data_blocks} 0 sha256 {root_hash} {salt}"
+        ),
     }
 }
 
 /// Opens the device of an extension; returns its node. Reads nothing of the disk.
 pub fn open(name: &Name, verity: &Verity, disk: &Disk) -> Result<PathBuf, Error> {
     let partition = |number, partition: Option<Partition>, wanted| {
-        let partition = partition.unwrap_or(Partition { major: 0, minor: 0, bytes: 0 });
-        let small = Error::Small { name: name.clone(), device: disk.device.clone(), number, bytes: partition.bytes, wanted };
-        if partition.bytes < wanted { Err(small) } else { Ok(partition) }
+        let partition = partition.unwrap_or(Partition {
+            major: 0,
+            minor: 0,
+            bytes: 0,
+        });
+        let small = Error::Small {
+            name: name.clone(),
+            device: disk.device.clone(),
+            number,
+            bytes: partition.bytes,
+            wanted,
+        };
+        if partition.bytes < wanted {
+            Err(small)
+        } else {
+            Ok(partition)
+        }
     };
     let data = partition(1, disk.data, verity.data_bytes())?;
     let hash = partition(2, disk.hash, verity.tree_bytes().unwrap_or(u64::MAX))?;
     let table = table(verity, data, hash);
     let refused = |action, table: &str| {
         let (name, table) = (name.clone(), table.to_string());
-        move |errno| Error::Refused { name, action, errno, table }
+        move |errno| Error::Refused {
+            name,
+            action,
+            errno,
+            table,
+        }
     };
     let control = control().map_err(refused("open", ""))?;
     let ask = |command, request: &mut Vec<u8>| sys::device_mapper(&control, command, request);
     let create = || {
         let mut new = request(name, 0, None);
-        put(&mut new, UUID, format!("{UUID_PREFIX}{}", name.serial()).as_bytes());
+        put(
+            &mut new,
+            UUID,
+            format!("{UUID_PREFIX}{}", name.serial()).as_bytes(),
+        );
         ask(DeviceMapper::Create, &mut new)
     };
     match create() {
         // Left by a worker that died in between; a mounted one cannot be removed.
-        Err(Errno::EBUSY) => ask(DeviceMapper::Remove, &mut request(name, 0, None)).and_then(|()| create()),
+        Err(Errno::EBUSY) => {
+            ask(DeviceMapper::Remove, &mut request(name, 0, None)).and_then(|()| create())
+        }
         result => result,
     }
     .map_err(refused("create", ""))?;
-    let load = ask(DeviceMapper::LoadTable, &mut request(name, READ_ONLY, Some(&table)));
+    let load = ask(
+        DeviceMapper::LoadTable,
+        &mut request(name, READ_ONLY, Some(&table)),
+    );
     let mut resume = request(name, 0, None);
     let resumed = match load {
         Ok(()) => ask(DeviceMapper::Suspend, &mut resume).map_err(refused("resume", "")),
@@ -138,7 +198,10 @@ pub fn open(name: &Name, verity: &Verity, disk: &Disk) -> Result<PathBuf, Error>
         return Err(error);
     }
     let device = number(&resume);
-    Ok(PathBuf::from(format!("/dev/dm-{}", (device & 0xff) | ((device >> 12) & 0xf_ff00))))
+    Ok(PathBuf::from(format!(
+        "/dev/dm-{}",
+        (device & 0xff) | ((device >> 12) & 0xf_ff00)
+    )))
 }
 
 /// Whether no block of the device has failed its check so far.
@@ -160,17 +223,26 @@ fn status(name: &Name, flags: u32) -> nix::Result<String> {
     reply.resize(REPLY, 0);
     sys::device_mapper(&control()?, DeviceMapper::Status, &mut reply)?;
     let start = u32_at(&reply, DATA_START) as usize + TARGET;
-    let line = reply.get(start..).and_then(|rest| rest.split(|b| *b == 0).next()).unwrap_or_default();
+    let line = reply
+        .get(start..)
+        .and_then(|rest| rest.split(|b| *b == 0).next())
+        .unwrap_or_default();
     Ok(String::from_utf8_lossy(line).into_owned())
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_ne_bytes)
+    bytes
+        .get(at..at + 4)
+        .and_then(|b| b.try_into().ok())
+        .map_or(0, u32::from_ne_bytes)
 }
 
 /// Device number of a reply: `MMMmm` as the kernel's huge_encode_dev puts it.
 fn number(reply: &[u8]) -> u64 {
-    reply.get(DEVICE..DEVICE + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_ne_bytes)
+    reply
+        .get(DEVICE..DEVICE + 8)
+        .and_then(|b| b.try_into().ok())
+        .map_or(0, u64::from_ne_bytes)
 }
 
 fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
@@ -183,11 +255,18 @@ fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
 /// size.
 fn request(name: &Name, flags: u32, table: Option<&Table>) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
-    VERSION.iter().enumerate().for_each(|(at, part)| put(&mut bytes, at * 4, &part.to_ne_bytes()));
+    VERSION
+        .iter()
+        .enumerate()
+        .for_each(|(at, part)| put(&mut bytes, at * 4, &part.to_ne_bytes()));
     put(&mut bytes, DATA_START, &(HEADER as u32).to_ne_bytes());
     put(&mut bytes, FLAGS, &flags.to_ne_bytes());
     let device = name.serial();
-    put(&mut bytes, NAME, &device.as_bytes()[..device.len().min(MAX_NAME - 1)]);
+    put(
+        &mut bytes,
+        NAME,
+        &device.as_bytes()[..device.len().min(MAX_NAME - 1)],
+    );
     if let Some(table) = table {
         put(&mut bytes, TARGETS, &1_u32.to_ne_bytes());
         let mut target = [0; TARGET];
@@ -206,44 +285,106 @@ mod tests {
     use super::*;
 
     fn verity() -> Verity {
-        Verity { root_hash: "ab".repeat(32), salt: "0102".into(), data_blocks: 96512, data_block_size: 4096, hash_block_size: 1024 }
+        Verity {
+            root_hash: "ab".repeat(32),
+            salt: "0102".into(),
+            data_blocks: 96512,
+            data_block_size: 4096,
+            hash_block_size: 1024,
+        }
     }
 
     fn partition(minor: u32, bytes: u64) -> Partition {
-        Partition { major: 254, minor, bytes }
+        Partition {
+            major: 254,
+            minor,
+            bytes,
+        }
     }
 
     #[test]
     fn the_table_is_the_line_that_dm_verity_documents() {
         let (data, hash) = (partition(1, 1 << 30), partition(2, 1 << 30));
-        let expected = format!("1 254:1 254:2 4096 1024 96512 0 sha256 {} 0102", "ab".repeat(32));
-        assert_eq!(table(&verity(), data, hash), Table { sectors: 96512 * 8, parameters: expected });
-        let unsalted = Verity { salt: String::new(), ..verity() };
+        let expected = format!(
+            "1 254:1 254:2 4096 1024 96512 0 sha256 {} 0102",
+            "ab".repeat(32)
+        );
+        assert_eq!(
+            table(&verity(), data, hash),
+            Table {
+                sectors: 96512 * 8,
+                parameters: expected
+            }
+        );
+        let unsalted = Verity {
+            salt: String::new(),
+            ..verity()
+        };
         assert!(table(&unsalted, data, hash).parameters.ends_with("abab -"));
     }
 
     #[test]
     fn a_request_has_the_kernels_layout() {
         let name = Name::parse("gpu").unwrap();
-        let bytes = request(&name, READ_ONLY, Some(&Table { sectors: 8, parameters: "1 a b".into() }));
-        assert_eq!((u32_at(&bytes, 0), u32_at(&bytes, DATA_START), u32_at(&bytes, TARGETS), u32_at(&bytes, FLAGS)), (4, 312, 1, 1));
+        let bytes = request(
+            &name,
+            READ_ONLY,
+            Some(&Table {
+                sectors: 8,
+                parameters: "1 a b".into(),
+            }),
+        );
+        assert_eq!(
+            (
+                u32_at(&bytes, 0),
+                u32_at(&bytes, DATA_START),
+                u32_at(&bytes, TARGETS),
+                u32_at(&bytes, FLAGS)
+            ),
+            (4, 312, 1, 1)
+        );
         assert_eq!(&bytes[NAME..NAME + 14], b"extension-gpu\0");
-        assert_eq!(&bytes[HEADER..HEADER + 16], [0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(&bytes[HEADER + TARGET_TYPE..HEADER + TARGET], b"verity\0\0\0\0\0\0\0\0\0\0");
-        assert_eq!((&bytes[HEADER + TARGET..], bytes.len()), (&b"1 a b\0\0\0"[..], HEADER + TARGET + 8));
+        assert_eq!(
+            &bytes[HEADER..HEADER + 16],
+            [0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]
+        );
+        assert_eq!(
+            &bytes[HEADER + TARGET_TYPE..HEADER + TARGET],
+            b"verity\0\0\0\0\0\0\0\0\0\0"
+        );
+        assert_eq!(
+            (&bytes[HEADER + TARGET..], bytes.len()),
+            (&b"1 a b\0\0\0"[..], HEADER + TARGET + 8)
+        );
     }
 
     #[test]
     fn too_small_partitions_are_refused_before_the_kernel_is_asked() {
         let verity = verity();
         let (data, tree) = (verity.data_bytes(), verity.tree_bytes().unwrap());
-        for (data_bytes, tree_bytes, wanted) in
-            [(data - 512, tree, "partition 1 of disk vdb has 395312640 bytes"), (data, tree - 1, "partition 2 of disk vdb")]
-        {
-            let (data, hash) = (Some(partition(1, data_bytes)), Some(partition(2, tree_bytes)));
-            let disk = Disk { name: Name::parse("gpu").unwrap(), device: "vdb".into(), data, hash };
+        for (data_bytes, tree_bytes, wanted) in [
+            (
+                data - 512,
+                tree,
+                "partition 1 of disk vdb has 395312640 bytes",
+            ),
+            (data, tree - 1, "partition 2 of disk vdb"),
+        ] {
+            let (data, hash) = (
+                Some(partition(1, data_bytes)),
+                Some(partition(2, tree_bytes)),
+            );
+            let disk = Disk {
+                name: Name::parse("gpu").unwrap(),
+                device: "vdb".into(),
+                data,
+                hash,
+            };
             let error = open(&disk.name, &verity, &disk).unwrap_err().to_string();
-            assert!(error.contains(wanted) && error.contains("the same build"), "{error}");
+            assert!(
+                error.contains(wanted) && error.contains("the same build"),
+                "{error}"
+            );
         }
     }
 }

@@ -18,7 +18,10 @@ pub trait ReadAt {
 
 impl ReadAt for [u8] {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        let rest = usize::try_from(offset).ok().and_then(|at| self.get(at..)).unwrap_or_default();
+        let rest = usize::try_from(offset)
+            .ok()
+            .and_then(|at| self.get(at..))
+            .unwrap_or_default();
         let length = rest.len().min(buffer.len());
         buffer[..length].copy_from_slice(&rest[..length]);
         Ok(length)
@@ -128,7 +131,11 @@ fn describe(file: &dyn ReadAt, with_needed: bool) -> io::Result<Library> {
     let elf = Elf::open(file)?;
     let mut room = Room::new();
     let table = elf.program_headers(&mut room)?;
-    let segments = || table.chunks_exact(elf.program_header()).map(|header| elf.segment(header));
+    let segments = || {
+        table
+            .chunks_exact(elf.program_header())
+            .map(|header| elf.segment(header))
+    };
     let (mut soname, mut needed, mut loadable) = (None, Vec::new(), false);
     if let Some(dynamic) = segments().find(|s| s.kind == PT_DYNAMIC) {
         let mut room = Room::new();
@@ -140,11 +147,24 @@ fn describe(file: &dyn ReadAt, with_needed: bool) -> io::Result<Library> {
             let name = |at: u64| elf.name(table.saturating_add(at));
             soname = value(DT_SONAME).map(name).transpose()?;
             let of_needed = entries().filter(|(tag, _)| with_needed && *tag == DT_NEEDED);
-            needed = of_needed.map(|(_, at)| name(at)).collect::<io::Result<_>>()?;
+            needed = of_needed
+                .map(|(_, at)| name(at))
+                .collect::<io::Result<_>>()?;
         }
     }
-    let isa_level = segments().find(|s| s.kind == PT_GNU_PROPERTY).map_or(0, |s| elf.isa_level(&s));
-    Ok(Library { class: elf.class, kind: elf.u16(0x10), machine: elf.u16(0x12), flags: elf.flags(), soname, needed, loadable, isa_level })
+    let isa_level = segments()
+        .find(|s| s.kind == PT_GNU_PROPERTY)
+        .map_or(0, |s| elf.isa_level(&s));
+    Ok(Library {
+        class: elf.class,
+        kind: elf.u16(0x10),
+        machine: elf.u16(0x12),
+        flags: elf.flags(),
+        soname,
+        needed,
+        loadable,
+        isa_level,
+    })
 }
 
 /// Reads the loader's name and the search path.
@@ -152,20 +172,35 @@ pub fn program(file: &dyn ReadAt) -> io::Result<Program> {
     let elf = Elf::open(file)?;
     let mut room = Room::new();
     let table = elf.program_headers(&mut room)?;
-    let segments = || table.chunks_exact(elf.program_header()).map(|header| elf.segment(header));
-    let interpreter = segments().find(|s| s.kind == PT_INTERP).map(|s| elf.name(s.offset)).transpose()?;
+    let segments = || {
+        table
+            .chunks_exact(elf.program_header())
+            .map(|header| elf.segment(header))
+    };
+    let interpreter = segments()
+        .find(|s| s.kind == PT_INTERP)
+        .map(|s| elf.name(s.offset))
+        .transpose()?;
     let mut search_path = None;
     if let Some(dynamic) = segments().find(|s| s.kind == PT_DYNAMIC) {
         let mut room = Room::new();
         let bytes = elf.dynamic(&dynamic, &mut room)?;
-        let value = |tag| elf.entries(bytes).find(|(t, _)| *t == tag).map(|(_, value)| value);
-        if let (Some(table), Some(at)) =
-            (value(DT_STRTAB).and_then(|address| offset_of(segments(), address)), value(DT_RUNPATH).or(value(DT_RPATH)))
-        {
+        let value = |tag| {
+            elf.entries(bytes)
+                .find(|(t, _)| *t == tag)
+                .map(|(_, value)| value)
+        };
+        if let (Some(table), Some(at)) = (
+            value(DT_STRTAB).and_then(|address| offset_of(segments(), address)),
+            value(DT_RUNPATH).or(value(DT_RPATH)),
+        ) {
             search_path = Some(elf.name(table.saturating_add(at))?);
         }
     }
-    Ok(Program { interpreter, search_path })
+    Ok(Program {
+        interpreter,
+        search_path,
+    })
 }
 
 /// Content of the section of this name; None if there is none. 64-bit files only, as modules are.
@@ -180,12 +215,19 @@ pub fn section(file: &dyn ReadAt, wanted: &[u8]) -> io::Result<Option<Vec<u8>>> 
         return Err(io::Error::other("its section headers are of another form"));
     }
     let headers = read(file, table, u64::from(count) * HEADER)?;
-    let header = |index: u16| headers.get(usize::from(index) * 64..).and_then(|rest| rest.get(..64)).unwrap_or(&[0; 64]);
+    let header = |index: u16| {
+        headers
+            .get(usize::from(index) * 64..)
+            .and_then(|rest| rest.get(..64))
+            .unwrap_or(&[0; 64])
+    };
     let content = |header: &[u8]| read(file, u64_at(header, 0x18), u64_at(header, 0x20));
     let names = content(header(names))?;
     for index in 0..count {
         let start = u32_at(header(index), 0) as usize;
-        let name = names.get(start..).and_then(|rest| rest.split(|b| *b == 0).next());
+        let name = names
+            .get(start..)
+            .and_then(|rest| rest.split(|b| *b == 0).next());
         if name == Some(wanted) {
             return content(header(index)).map(Some);
         }
@@ -203,7 +245,8 @@ struct Segment {
 
 /// Offset in the file of an address.
 fn offset_of(mut segments: impl Iterator<Item = Segment>, address: u64) -> Option<u64> {
-    let segment = segments.find(|s| s.kind == PT_LOAD && address >= s.address && address - s.address < s.length)?;
+    let segment = segments
+        .find(|s| s.kind == PT_LOAD && address >= s.address && address - s.address < s.length)?;
     segment.offset.checked_add(address - segment.address)
 }
 
@@ -216,7 +259,10 @@ struct Room {
 
 impl Room {
     fn new() -> Self {
-        Self { near: [0; NEAR], far: Vec::new() }
+        Self {
+            near: [0; NEAR],
+            far: Vec::new(),
+        }
     }
 
     /// The first `length` bytes of the buffer.
@@ -250,7 +296,11 @@ impl<'a> Elf<'a> {
         // After a short read, read again only if the header is incomplete: other parts are read
         // where they are needed.
         while length < HEADER_64 {
-            match some(file, length as u64, head.get_mut(length..).unwrap_or_default())? {
+            match some(
+                file,
+                length as u64,
+                head.get_mut(length..).unwrap_or_default(),
+            )? {
                 0 => break,
                 more => length += more,
             }
@@ -260,12 +310,24 @@ impl<'a> Elf<'a> {
             [0x7f, b'E', b'L', b'F', 2, 1, ..] => (Class::Elf64, HEADER_64),
             _ => return Err(refused()),
         };
-        if length < header { Err(refused()) } else { Ok(Self { file, head, length, class }) }
+        if length < header {
+            Err(refused())
+        } else {
+            Ok(Self {
+                file,
+                head,
+                length,
+                class,
+            })
+        }
     }
 
     /// A part of the file: from `head` if it is there, or read into `room`.
     fn part<'r>(&'r self, offset: u64, length: u64, room: &'r mut Room) -> io::Result<&'r [u8]> {
-        if let Some(part) = self.beginning(offset).get(..usize::try_from(length).unwrap_or(usize::MAX)) {
+        if let Some(part) = self
+            .beginning(offset)
+            .get(..usize::try_from(length).unwrap_or(usize::MAX))
+        {
             return Ok(part);
         }
         let part = room.of(bounded(length)?);
@@ -276,7 +338,10 @@ impl<'a> Elf<'a> {
     /// Bytes of `head` from this offset on.
     fn beginning(&self, offset: u64) -> &[u8] {
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        self.head.get(..self.length).and_then(|head| head.get(offset..)).unwrap_or_default()
+        self.head
+            .get(..self.length)
+            .and_then(|head| head.get(offset..))
+            .unwrap_or_default()
     }
 
     fn u16(&self, at: usize) -> u16 {
@@ -305,7 +370,11 @@ impl<'a> Elf<'a> {
         let (table, size, count) = if self.wide() {
             (self.u64(0x20), self.u16(0x36), self.u16(0x38))
         } else {
-            (u32_at(&self.head, 0x1c).into(), self.u16(0x2a), self.u16(0x2c))
+            (
+                u32_at(&self.head, 0x1c).into(),
+                self.u16(0x2a),
+                self.u16(0x2c),
+            )
         };
         if count == 0 {
             return Ok(&[]);
@@ -318,17 +387,30 @@ impl<'a> Elf<'a> {
 
     fn segment(&self, header: &[u8]) -> Segment {
         if self.wide() {
-            Segment { kind: u32_at(header, 0), offset: u64_at(header, 8), address: u64_at(header, 16), length: u64_at(header, 32) }
+            Segment {
+                kind: u32_at(header, 0),
+                offset: u64_at(header, 8),
+                address: u64_at(header, 16),
+                length: u64_at(header, 32),
+            }
         } else {
             let wide = |at| u64::from(u32_at(header, at));
-            Segment { kind: u32_at(header, 0), offset: wide(4), address: wide(8), length: wide(16) }
+            Segment {
+                kind: u32_at(header, 0),
+                offset: wide(4),
+                address: wide(8),
+                length: wide(16),
+            }
         }
     }
 
     /// Bytes of the dynamic segment.
     fn dynamic<'r>(&'r self, segment: &Segment, room: &'r mut Room) -> io::Result<&'r [u8]> {
         if segment.length > MAX_DYNAMIC * self.entry() as u64 {
-            return Err(io::Error::other(format!("a dynamic segment of {} bytes: more than any library has", segment.length)));
+            return Err(io::Error::other(format!(
+                "a dynamic segment of {} bytes: more than any library has",
+                segment.length
+            )));
         }
         self.part(segment.offset, segment.length, room)
     }
@@ -341,8 +423,17 @@ impl<'a> Elf<'a> {
     /// Tags and values up to DT_NULL.
     fn entries(&self, dynamic: &[u8]) -> impl Iterator<Item = (u64, u64)> {
         let wide = self.wide();
-        let pair = move |e: &[u8]| if wide { (u64_at(e, 0), u64_at(e, 8)) } else { (u32_at(e, 0).into(), u32_at(e, 4).into()) };
-        dynamic.chunks_exact(self.entry()).map(pair).take_while(|(tag, _)| *tag != DT_NULL)
+        let pair = move |e: &[u8]| {
+            if wide {
+                (u64_at(e, 0), u64_at(e, 8))
+            } else {
+                (u32_at(e, 0).into(), u32_at(e, 4).into())
+            }
+        };
+        dynamic
+            .chunks_exact(self.entry())
+            .map(pair)
+            .take_while(|(tag, _)| *tag != DT_NULL)
     }
 
     /// Required x86-64 level; 0 for a malformed note, which is no reason to refuse a file.
@@ -351,20 +442,36 @@ impl<'a> Elf<'a> {
             return 0;
         }
         let mut room = Room::new();
-        let Ok(note) = self.part(segment.offset, segment.length, &mut room) else { return 0 };
+        let Ok(note) = self.part(segment.offset, segment.length, &mut room) else {
+            return 0;
+        };
         let (name, kind) = (u32_at(note, 0), u32_at(note, 8));
-        if name != 4 || kind != NT_GNU_PROPERTY_TYPE_0 || note.get(12..16) != Some(b"GNU\0".as_slice()) {
+        if name != 4
+            || kind != NT_GNU_PROPERTY_TYPE_0
+            || note.get(12..16) != Some(b"GNU\0".as_slice())
+        {
             return 0;
         }
         let width = if self.wide() { 8 } else { 4 };
-        let mut rest = note.get(16..).and_then(|d| d.get(..u32_at(note, 4) as usize)).unwrap_or_default();
+        let mut rest = note
+            .get(16..)
+            .and_then(|d| d.get(..u32_at(note, 4) as usize))
+            .unwrap_or_default();
         while rest.len() >= 8 {
             let (kind, size) = (u32_at(rest, 0), u32_at(rest, 4) as usize);
-            let Some(value) = rest.get(8..).and_then(|d| d.get(..size)) else { return 0 };
+            let Some(value) = rest.get(8..).and_then(|d| d.get(..size)) else {
+                return 0;
+            };
             if kind == GNU_PROPERTY_X86_ISA_1_NEEDED {
-                return if size == 4 { u32_at(value, 0).checked_ilog2().unwrap_or(0) } else { 0 };
+                return if size == 4 {
+                    u32_at(value, 0).checked_ilog2().unwrap_or(0)
+                } else {
+                    0
+                };
             }
-            rest = rest.get(8 + size.next_multiple_of(width)..).unwrap_or_default();
+            rest = rest
+                .get(8 + size.next_multiple_of(width)..)
+                .unwrap_or_default();
         }
         0
     }
@@ -388,7 +495,8 @@ impl<'a> Elf<'a> {
             name.extend(part.iter().take(end.unwrap_or(part.len())));
             // Parts are shorter where the file's beginning ends: the last can go beyond the limit.
             if end.is_some() && (name.len() as u64) < MAX_NAME {
-                return String::from_utf8(name).map_err(|_| io::Error::other("a name in it is no text"));
+                return String::from_utf8(name)
+                    .map_err(|_| io::Error::other("a name in it is no text"));
             }
         }
         Err(io::Error::other("a name in it has no end"))
@@ -410,7 +518,12 @@ fn exactly(file: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
     let mut length = 0;
     while let Some(rest) = bytes.get_mut(length..).filter(|rest| !rest.is_empty()) {
         match some(file, offset.saturating_add(length as u64), rest)? {
-            0 => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends before it")),
+            0 => {
+                return Err(io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    "the file ends before it",
+                ));
+            }
             more => length += more,
         }
     }
@@ -424,12 +537,23 @@ fn read(file: &dyn ReadAt, offset: u64, length: u64) -> io::Result<Vec<u8>> {
 }
 
 fn bounded(length: u64) -> io::Result<usize> {
-    let refused = || io::Error::other(format!("a part of {length} bytes: more than any such file has"));
-    usize::try_from(length).ok().filter(|_| length <= MAX_SECTION).ok_or_else(refused)
+    let refused = || {
+        io::Error::other(format!(
+            "a part of {length} bytes: more than any such file has"
+        ))
+    };
+    usize::try_from(length)
+        .ok()
+        .filter(|_| length <= MAX_SECTION)
+        .ok_or_else(refused)
 }
 
 fn bytes_at<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
-    bytes.get(offset..).and_then(|rest| rest.first_chunk::<N>()).copied().unwrap_or([0; N])
+    bytes
+        .get(offset..)
+        .and_then(|rest| rest.first_chunk::<N>())
+        .copied()
+        .unwrap_or([0; N])
 }
 
 fn u16_at(bytes: &[u8], offset: usize) -> u16 {
@@ -450,7 +574,8 @@ mod tests {
     use kata_gpu_test_support::elf_stand_in as stand_in;
 
     fn of(name: &str, bytes: &[u8]) -> io::Result<Library> {
-        let path = std::env::temp_dir().join(format!("kata-gpu-init-elf-{name}-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("kata-gpu-init-elf-{name}-{}", std::process::id()));
         std::fs::write(&path, bytes).unwrap();
         let library = library(&File::open(&path).unwrap());
         std::fs::remove_file(path).unwrap();
@@ -461,13 +586,42 @@ mod tests {
     fn a_library_names_itself_and_its_dependencies() {
         let bytes = stand_in::library(Some("libcuda.so.1"), &["libc.so.6", "libm.so.6"]);
         let read = of("named", &bytes).unwrap();
-        assert_eq!((read.class, read.kind, read.machine), (Class::Elf64, ET_DYN, 62));
-        assert_eq!((read.soname.as_deref(), read.needed), (Some("libcuda.so.1"), vec!["libc.so.6".to_string(), "libm.so.6".into()]));
-        let program = program(&stand_in::program("/lib64/ld.so", &["libc.so.6"], Some("$ORIGIN:/opt"))).unwrap();
-        assert_eq!((program.interpreter.as_deref(), program.search_path.as_deref()), (Some("/lib64/ld.so"), Some("$ORIGIN:/opt")));
-        assert_eq!(super::program(&bytes).unwrap(), Program { interpreter: None, search_path: None });
+        assert_eq!(
+            (read.class, read.kind, read.machine),
+            (Class::Elf64, ET_DYN, 62)
+        );
+        assert_eq!(
+            (read.soname.as_deref(), read.needed),
+            (
+                Some("libcuda.so.1"),
+                vec!["libc.so.6".to_string(), "libm.so.6".into()]
+            )
+        );
+        let program = program(&stand_in::program(
+            "/lib64/ld.so",
+            &["libc.so.6"],
+            Some("$ORIGIN:/opt"),
+        ))
+        .unwrap();
+        assert_eq!(
+            (
+                program.interpreter.as_deref(),
+                program.search_path.as_deref()
+            ),
+            (Some("/lib64/ld.so"), Some("$ORIGIN:/opt"))
+        );
+        assert_eq!(
+            super::program(&bytes).unwrap(),
+            Program {
+                interpreter: None,
+                search_path: None
+            }
+        );
         let nameless = of("nameless", &stand_in::library(None, &[])).unwrap();
-        assert_eq!((nameless.soname, nameless.loadable, nameless.isa_level), (None, true, 0));
+        assert_eq!(
+            (nameless.soname, nameless.loadable, nameless.isa_level),
+            (None, true, 0)
+        );
     }
 
     #[test]
@@ -478,8 +632,14 @@ mod tests {
                 let (name, others) = ("x".repeat(length as usize), vec!["abc"; before]);
                 let read = of("long", &stand_in::library(Some(&name), &others));
                 match read {
-                    Ok(library) => assert_eq!((library.soname.unwrap().len() as u64, length), (MAX_NAME - 1, MAX_NAME - 1)),
-                    Err(error) => assert!(length >= MAX_NAME && error.to_string() == "a name in it has no end", "{length}: {error}"),
+                    Ok(library) => assert_eq!(
+                        (library.soname.unwrap().len() as u64, length),
+                        (MAX_NAME - 1, MAX_NAME - 1)
+                    ),
+                    Err(error) => assert!(
+                        length >= MAX_NAME && error.to_string() == "a name in it has no end",
+                        "{length}: {error}"
+                    ),
                 }
             }
         }
@@ -487,9 +647,19 @@ mod tests {
 
     #[test]
     fn the_level_of_the_processor_is_read_and_nonsense_is_none() {
-        let property = |kind: u32, value: &[u8]| [&kind.to_le_bytes()[..], &(value.len() as u32).to_le_bytes(), value, &[0; 4]].concat();
+        let property = |kind: u32, value: &[u8]| {
+            [
+                &kind.to_le_bytes()[..],
+                &(value.len() as u32).to_le_bytes(),
+                value,
+                &[0; 4],
+            ]
+            .concat()
+        };
         let note = |properties: Vec<u8>| {
-            let head = [4, properties.len() as u32, super::NT_GNU_PROPERTY_TYPE_0].map(u32::to_le_bytes).concat();
+            let head = [4, properties.len() as u32, super::NT_GNU_PROPERTY_TYPE_0]
+                .map(u32::to_le_bytes)
+                .concat();
             [head, b"GNU\0".to_vec(), properties].concat()
         };
         let features = property(0xc000_0002, &[3, 0, 0, 0]);
@@ -498,8 +668,14 @@ mod tests {
             (note(v3.clone()), 2),
             (note([features.clone(), v3.clone()].concat()), 2),
             (note(features), 0),
-            (note(property(super::GNU_PROPERTY_X86_ISA_1_NEEDED, &[0; 4])), 0),
-            (note(property(super::GNU_PROPERTY_X86_ISA_1_NEEDED, &[7])), 0),
+            (
+                note(property(super::GNU_PROPERTY_X86_ISA_1_NEEDED, &[0; 4])),
+                0,
+            ),
+            (
+                note(property(super::GNU_PROPERTY_X86_ISA_1_NEEDED, &[7])),
+                0,
+            ),
             (note(property(1, &[0; 4]))[..20].to_vec(), 0),
             (v3, 0),
         ];
@@ -521,22 +697,38 @@ mod tests {
     fn this_program_is_read_like_any_other() {
         let file = File::open("/proc/self/exe").unwrap();
         let library = library(&file).unwrap();
-        assert!(library.needed.iter().any(|n| n.starts_with("libc.so")), "{library:?}");
+        assert!(
+            library.needed.iter().any(|n| n.starts_with("libc.so")),
+            "{library:?}"
+        );
         let program = program(&file).unwrap();
-        assert!(program.interpreter.is_some_and(|i| i.starts_with("/lib") && i.contains("ld-")));
+        assert!(
+            program
+                .interpreter
+                .is_some_and(|i| i.starts_with("/lib") && i.contains("ld-"))
+        );
     }
 
     #[test]
     fn every_cut_and_every_flipped_byte_is_read_or_refused() {
         let good = stand_in::library(Some("libcuda.so.1"), &["libc.so.6"]);
         for length in 0..good.len() {
-            assert!(of("cut", &good[..length]).is_err(), "{length} bytes of {} were read", good.len());
+            assert!(
+                of("cut", &good[..length]).is_err(),
+                "{length} bytes of {} were read",
+                good.len()
+            );
         }
         for at in 0..good.len() {
             let mut bytes = good.clone();
             bytes[at] ^= 0xff;
             let _any = of("flipped", &bytes);
         }
-        assert!(of("text", &[b'x'; 100]).unwrap_err().to_string().contains("not a little-endian ELF file"));
+        assert!(
+            of("text", &[b'x'; 100])
+                .unwrap_err()
+                .to_string()
+                .contains("not a little-endian ELF file")
+        );
     }
 }

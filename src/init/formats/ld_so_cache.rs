@@ -111,20 +111,30 @@ pub struct Cache {
 pub fn order(a: &str, b: &str, arch: Arch) -> Ordering {
     let (mut a, mut b) = (a.as_bytes(), b.as_bytes());
     // `char` has a sign on x86 and none on Arm.
-    let character = |c: u8| if arch.facts().signed_char { i32::from(c as i8) } else { i32::from(c) };
+    let character = |c: u8| {
+        if arch.facts().signed_char {
+            i32::from(c as i8)
+        } else {
+            i32::from(c)
+        }
+    };
     loop {
         match (a.first(), b.first()) {
-            (Some(x), Some(y)) if x.is_ascii_digit() && y.is_ascii_digit() => match number(&mut a).cmp(&number(&mut b)) {
-                Ordering::Equal => {}
-                different => return different,
-            },
+            (Some(x), Some(y)) if x.is_ascii_digit() && y.is_ascii_digit() => {
+                match number(&mut a).cmp(&number(&mut b)) {
+                    Ordering::Equal => {}
+                    different => return different,
+                }
+            }
             (Some(x), _) if x.is_ascii_digit() => return Ordering::Greater,
             (_, Some(y)) if y.is_ascii_digit() => return Ordering::Less,
             (Some(x), Some(y)) if x == y => {
                 a = a.get(1..).unwrap_or_default();
                 b = b.get(1..).unwrap_or_default();
             }
-            (x, y) => return character(x.copied().unwrap_or(0)).cmp(&character(y.copied().unwrap_or(0))),
+            (x, y) => {
+                return character(x.copied().unwrap_or(0)).cmp(&character(y.copied().unwrap_or(0)));
+            }
         }
     }
 }
@@ -132,7 +142,9 @@ pub fn order(a: &str, b: &str, arch: Arch) -> Ordering {
 /// Removes the leading digits and returns their number.
 fn number(text: &mut &[u8]) -> i32 {
     let digits = text.iter().take_while(|c| c.is_ascii_digit()).count();
-    let value = text.iter().take(digits).fold(0_i32, |n, c| n.wrapping_mul(10).wrapping_add(i32::from(*c - b'0')));
+    let value = text.iter().take(digits).fold(0_i32, |n, c| {
+        n.wrapping_mul(10).wrapping_add(i32::from(*c - b'0'))
+    });
     *text = text.get(digits..).unwrap_or_default();
     value
 }
@@ -141,7 +153,10 @@ fn number(text: &mut &[u8]) -> i32 {
 /// processors before entries for all.
 fn order_of_entries(a: &Entry, b: &Entry, arch: Arch) -> Ordering {
     let (x, y) = (a.hwcap.subdirectory(), b.hwcap.subdirectory());
-    order(&b.name, &a.name, arch).then_with(|| b.flags.cmp(&a.flags)).then_with(|| y.is_some().cmp(&x.is_some())).then_with(|| x.cmp(&y))
+    order(&b.name, &a.name, arch)
+        .then_with(|| b.flags.cmp(&a.flags))
+        .then_with(|| y.is_some().cmp(&x.is_some()))
+        .then_with(|| x.cmp(&y))
 }
 
 /// Writes a cache. The loader takes the first of the entries that differ only in the path: pass
@@ -151,10 +166,16 @@ fn order_of_entries(a: &Entry, b: &Entry, arch: Arch) -> Ordering {
 pub fn write(entries: &[Entry], generator: &str, arch: Arch) -> Result<Vec<u8>, String> {
     let mut sorted: Vec<&Entry> = entries.iter().collect();
     sorted.sort_by(|a, b| order_of_entries(a, b, arch));
-    let mut subdirectories: Vec<&str> = sorted.iter().filter_map(|e| e.hwcap.subdirectory()).collect();
+    let mut subdirectories: Vec<&str> = sorted
+        .iter()
+        .filter_map(|e| e.hwcap.subdirectory())
+        .collect();
     subdirectories.sort_unstable();
     subdirectories.dedup();
-    let all = sorted.iter().flat_map(|e| [e.name.as_str(), e.path.as_str()]).chain(subdirectories.iter().copied());
+    let all = sorted
+        .iter()
+        .flat_map(|e| [e.name.as_str(), e.path.as_str()])
+        .chain(subdirectories.iter().copied());
     let strings = Strings::new(all.collect(), HEADER + ENTRY * sorted.len());
     let size = HEADER + ENTRY * sorted.len() + strings.bytes.len();
     if size > MAX_SIZE {
@@ -175,7 +196,9 @@ pub fn write(entries: &[Entry], generator: &str, arch: Arch) -> Result<Vec<u8>, 
     for entry in &sorted {
         let hwcap = entry.hwcap.subdirectory().map_or(0, |name| {
             let index = subdirectories.binary_search(&name).unwrap_or_default() as u64;
-            let Hwcap::Subdirectory { isa_level, .. } = &entry.hwcap else { return 0 };
+            let Hwcap::Subdirectory { isa_level, .. } = &entry.hwcap else {
+                return 0;
+            };
             IS_SUBDIRECTORY | u64::from(*isa_level & ISA_LEVELS) << 32 | index
         });
         file.extend(entry.flags.to_le_bytes());
@@ -189,14 +212,18 @@ pub fn write(entries: &[Entry], generator: &str, arch: Arch) -> Result<Vec<u8>, 
     let names_size = 4 * subdirectories.len();
     let sections = if names_size > 0 { 2 } else { 1 };
     let names_at = extensions + EXTENSIONS_HEADER + EXTENSION * sections;
-    let section = |file: &mut Vec<u8>, tag: u32, at: usize, size: usize| [tag as usize, 0, at, size].map(|v| put(file, v));
+    let section = |file: &mut Vec<u8>, tag: u32, at: usize, size: usize| {
+        [tag as usize, 0, at, size].map(|v| put(file, v))
+    };
     file.extend(EXTENSIONS_MAGIC.to_le_bytes());
     file.extend((sections as u32).to_le_bytes());
     section(&mut file, GENERATOR, names_at + names_size, generator.len());
     if names_size > 0 {
         section(&mut file, SUBDIRECTORIES, names_at, names_size);
     }
-    subdirectories.iter().for_each(|name| file.extend((strings.offset(name) as u32).to_le_bytes()));
+    subdirectories
+        .iter()
+        .for_each(|name| file.extend((strings.offset(name) as u32).to_le_bytes()));
     file.extend(generator.as_bytes());
     Ok(file)
 }
@@ -242,7 +269,10 @@ impl<'a> Strings<'a> {
 /// Errors state the fault in the file, not the file's name.
 pub fn read(file: &[u8]) -> Result<Cache, String> {
     if file.len() > MAX_SIZE {
-        return Err(format!("{} bytes: no cache is larger than {MAX_SIZE}", file.len()));
+        return Err(format!(
+            "{} bytes: no cache is larger than {MAX_SIZE}",
+            file.len()
+        ));
     }
     if file.starts_with(MAGIC) {
         return read_new(file, file);
@@ -251,7 +281,10 @@ pub fn read(file: &[u8]) -> Result<Cache, String> {
         return Err("not a cache of glibc's loader".into());
     }
     let count = word(file, 12).ok_or("it ends in its header")? as usize;
-    let end = count.checked_mul(OLD_ENTRY).map(|size| size + OLD_HEADER).filter(|end| *end <= file.len());
+    let end = count
+        .checked_mul(OLD_ENTRY)
+        .map(|size| size + OLD_HEADER)
+        .filter(|end| *end <= file.len());
     let end = end.ok_or_else(|| format!("it ends before the {count} entries it announces"))?;
     // The new format begins at a multiple of eight on these machines.
     match file.get(end.next_multiple_of(8)..) {
@@ -261,9 +294,17 @@ pub fn read(file: &[u8]) -> Result<Cache, String> {
             let entries = entries(count, |n| {
                 let at = OLD_HEADER + n * OLD_ENTRY;
                 let text = |at| word(file, at).and_then(|offset| string(strings, offset));
-                Some(Entry { name: text(at + 4)?, path: text(at + 8)?, flags: word(file, at)?, hwcap: Hwcap::Any })
+                Some(Entry {
+                    name: text(at + 4)?,
+                    path: text(at + 8)?,
+                    flags: word(file, at)?,
+                    hwcap: Hwcap::Any,
+                })
             });
-            Ok(Cache { entries: entries?, generator: None })
+            Ok(Cache {
+                entries: entries?,
+                generator: None,
+            })
         }
     }
 }
@@ -286,14 +327,27 @@ fn read_new(whole: &[u8], cache: &[u8]) -> Result<Cache, String> {
         let hwcap = match (hwcap, hwcap >> 32 & !u64::from(ISA_LEVELS)) {
             (0, _) => Hwcap::Any,
             (value, high) if high == IS_SUBDIRECTORY >> 32 => {
-                let name = usize::try_from(value & 0xffff_ffff).ok().and_then(|index| subdirectories.get(index)?.clone())?;
-                Hwcap::Subdirectory { name, isa_level: (value >> 32) as u32 & ISA_LEVELS }
+                let name = usize::try_from(value & 0xffff_ffff)
+                    .ok()
+                    .and_then(|index| subdirectories.get(index)?.clone())?;
+                Hwcap::Subdirectory {
+                    name,
+                    isa_level: (value >> 32) as u32 & ISA_LEVELS,
+                }
             }
             (value, _) => Hwcap::Platform(value),
         };
-        Some(Entry { name: text(at + 4)?, path: text(at + 8)?, flags: word(cache, at)?, hwcap })
+        Some(Entry {
+            name: text(at + 4)?,
+            path: text(at + 8)?,
+            flags: word(cache, at)?,
+            hwcap,
+        })
     });
-    Ok(Cache { entries: entries?, generator })
+    Ok(Cache {
+        entries: entries?,
+        generator,
+    })
 }
 
 /// Reads the entries. A small file can lead all of them to one long string: their total size is
@@ -304,7 +358,9 @@ fn entries(count: usize, entry: impl Fn(usize) -> Option<Entry>) -> Result<Vec<E
         let entry = entry(n).ok_or_else(|| format!("entry {n} leads to no string"))?;
         size += entry.name.len() + entry.path.len() + size_of::<Entry>();
         if size > 2 * MAX_SIZE {
-            return Err(format!("its first {n} entries have more text than a cache has"));
+            return Err(format!(
+                "its first {n} entries have more text than a cache has"
+            ));
         }
         entries.push(entry);
     }
@@ -319,19 +375,36 @@ fn extensions(file: &[u8], at: u32) -> Result<(Option<String>, Subdirectories), 
     if at == 0 {
         return Ok((generator, subdirectories)); // glibc before 2.33
     }
-    let directory = file.get(at as usize..).filter(|d| at % 4 == 0 && word(d, 0) == Some(EXTENSIONS_MAGIC));
+    let directory = file
+        .get(at as usize..)
+        .filter(|d| at % 4 == 0 && word(d, 0) == Some(EXTENSIONS_MAGIC));
     let directory = directory.ok_or("its extensions are not at the stated offset")?;
     let count = word(directory, 4).ok_or("it ends in its extensions")? as usize;
-    let list = count.checked_mul(EXTENSION).and_then(|size| directory.get(EXTENSIONS_HEADER..)?.get(..size));
-    for section in list.ok_or("it ends in its extensions")?.chunks_exact(EXTENSION) {
+    let list = count
+        .checked_mul(EXTENSION)
+        .and_then(|size| directory.get(EXTENSIONS_HEADER..)?.get(..size));
+    for section in list
+        .ok_or("it ends in its extensions")?
+        .chunks_exact(EXTENSION)
+    {
         let field = |at| word(section, at).unwrap_or_default() as usize;
-        let content = file.get(field(8)..).and_then(|rest| rest.get(..field(12))).ok_or("an extension lies beyond its end")?;
+        let content = file
+            .get(field(8)..)
+            .and_then(|rest| rest.get(..field(12)))
+            .ok_or("an extension lies beyond its end")?;
         match field(0) as u32 {
-            GENERATOR => generator = Some(String::from_utf8_lossy(content.get(..MAX_STRING).unwrap_or(content)).into_owned()),
+            GENERATOR => {
+                generator = Some(
+                    String::from_utf8_lossy(content.get(..MAX_STRING).unwrap_or(content))
+                        .into_owned(),
+                )
+            }
             SUBDIRECTORIES => {
                 // The loader needs no more than a few.
                 let names = content.chunks_exact(4).take(MAX_STRING);
-                subdirectories = names.map(|offset| word(offset, 0).and_then(|offset| string(file, offset))).collect();
+                subdirectories = names
+                    .map(|offset| word(offset, 0).and_then(|offset| string(file, offset)))
+                    .collect();
             }
             _ => {} // of a later glibc
         }
@@ -340,7 +413,10 @@ fn extensions(file: &[u8], at: u32) -> Result<(Option<String>, Subdirectories), 
 }
 
 fn word(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes.get(at..)?.first_chunk::<4>().map(|b| u32::from_le_bytes(*b))
+    bytes
+        .get(at..)?
+        .first_chunk::<4>()
+        .map(|b| u32::from_le_bytes(*b))
 }
 
 /// Text at an offset, up to the NUL.
@@ -356,12 +432,24 @@ mod tests {
     use super::*;
 
     fn entry(name: &str, directory: &str) -> Entry {
-        Entry { name: name.into(), path: format!("{directory}/{name}"), flags: 0x303, hwcap: Hwcap::Any }
+        Entry {
+            name: name.into(),
+            path: format!("{directory}/{name}"),
+            flags: 0x303,
+            hwcap: Hwcap::Any,
+        }
     }
 
     fn for_v3(name: &str) -> Entry {
-        let hwcap = Hwcap::Subdirectory { name: "x86-64-v3".into(), isa_level: 2 };
-        Entry { path: format!("/lib/glibc-hwcaps/x86-64-v3/{name}"), hwcap, ..entry(name, "") }
+        let hwcap = Hwcap::Subdirectory {
+            name: "x86-64-v3".into(),
+            isa_level: 2,
+        };
+        Entry {
+            path: format!("/lib/glibc-hwcaps/x86-64-v3/{name}"),
+            hwcap,
+            ..entry(name, "")
+        }
     }
 
     /// The loader's binary search: the paths of all entries of this name, in the order of the
@@ -375,7 +463,12 @@ mod tests {
                 Ordering::Greater => range.end = middle,
                 Ordering::Equal => {
                     let same = |e: &&Entry| e.name == name;
-                    return cache.entries.iter().filter(same).map(|e| e.path.as_str()).collect();
+                    return cache
+                        .entries
+                        .iter()
+                        .filter(same)
+                        .map(|e| e.path.as_str())
+                        .collect();
                 }
             }
         }
@@ -384,26 +477,50 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_again() {
-        let entries = [entry("libc.so.6", "/lib"), for_v3("libm.so.6"), entry("libm.so.6", "/lib"), entry("libcuda.so.1", "/usr/lib")];
+        let entries = [
+            entry("libc.so.6", "/lib"),
+            for_v3("libm.so.6"),
+            entry("libm.so.6", "/lib"),
+            entry("libcuda.so.1", "/usr/lib"),
+        ];
         let cache = read(&write(&entries, "a test", Arch::X86_64).unwrap()).unwrap();
         assert_eq!(cache.generator.as_deref(), Some("a test"));
         // Sorted from the last name to the first.
-        assert_eq!(cache.entries, [1, 2, 3, 0].map(|n: usize| entries[n].clone()));
-        assert_eq!(read(&write(&[], "", Arch::X86_64).unwrap()).unwrap().entries, []);
+        assert_eq!(
+            cache.entries,
+            [1, 2, 3, 0].map(|n: usize| entries[n].clone())
+        );
+        assert_eq!(
+            read(&write(&[], "", Arch::X86_64).unwrap())
+                .unwrap()
+                .entries,
+            []
+        );
     }
 
     #[test]
     fn the_loader_finds_every_name_and_the_first_directory_first() {
         let mut entries = Vec::new();
         for n in 0..300 {
-            for name in [format!("lib{n}.so.{}", n % 7), format!("lib{}x{n}.so", n % 10), format!("libz.so.{n}")] {
+            for name in [
+                format!("lib{n}.so.{}", n % 7),
+                format!("lib{}x{n}.so", n % 10),
+                format!("libz.so.{n}"),
+            ] {
                 entries.extend([entry(&name, "/first"), entry(&name, "/second")]);
             }
         }
         let cache = read(&write(&entries, "", Arch::X86_64).unwrap()).unwrap();
         assert_eq!(cache.entries.len(), 1800);
         for entry in &entries {
-            assert_eq!(search(&cache, &entry.name), [format!("/first/{}", entry.name), format!("/second/{}", entry.name)], "{entry:?}");
+            assert_eq!(
+                search(&cache, &entry.name),
+                [
+                    format!("/first/{}", entry.name),
+                    format!("/second/{}", entry.name)
+                ],
+                "{entry:?}"
+            );
         }
         assert!(search(&cache, "libnosuch.so").is_empty());
         // Negative control: sorted as text, names are missed.
@@ -414,9 +531,17 @@ mod tests {
 
     #[test]
     fn what_is_for_some_processors_comes_before_what_is_for_all() {
-        let file = write(&[entry("libm.so.6", "/lib"), for_v3("libm.so.6")], "", Arch::X86_64).unwrap();
+        let file = write(
+            &[entry("libm.so.6", "/lib"), for_v3("libm.so.6")],
+            "",
+            Arch::X86_64,
+        )
+        .unwrap();
         let cache = read(&file).unwrap();
-        assert_eq!(cache.entries, [for_v3("libm.so.6"), entry("libm.so.6", "/lib")]);
+        assert_eq!(
+            cache.entries,
+            [for_v3("libm.so.6"), entry("libm.so.6", "/lib")]
+        );
     }
 
     #[test]
@@ -433,7 +558,11 @@ mod tests {
             ("liba.so.4294967297", "liba.so.1", Equal),
         ];
         for (a, b, wanted) in cases {
-            assert_eq!((order(a, b, Arch::X86_64), order(b, a, Arch::X86_64)), (wanted, wanted.reverse()), "{a} {b}");
+            assert_eq!(
+                (order(a, b, Arch::X86_64), order(b, a, Arch::X86_64)),
+                (wanted, wanted.reverse()),
+                "{a} {b}"
+            );
         }
         assert_eq!(order("lib\u{e9}.so", "liba.so", Arch::Aarch64), Greater);
     }
@@ -441,9 +570,20 @@ mod tests {
     #[test]
     fn the_older_formats_are_read() {
         let strings = b"libc.so.6\0/lib/libc.so.6\0";
-        let mut old = [OLD_MAGIC, &[0], &1_u32.to_le_bytes(), &3_u32.to_le_bytes(), &0_u32.to_le_bytes(), &10_u32.to_le_bytes()].concat();
+        let mut old = [
+            OLD_MAGIC,
+            &[0],
+            &1_u32.to_le_bytes(),
+            &3_u32.to_le_bytes(),
+            &0_u32.to_le_bytes(),
+            &10_u32.to_le_bytes(),
+        ]
+        .concat();
         old.extend(strings);
-        let of_old = Entry { flags: 3, ..entry("libc.so.6", "/lib") };
+        let of_old = Entry {
+            flags: 3,
+            ..entry("libc.so.6", "/lib")
+        };
         assert_eq!(read(&old).unwrap().entries, [of_old]);
         // In a file with both formats, the new one counts.
         let mut both = [OLD_MAGIC, &[0], &0_u32.to_le_bytes()].concat();
@@ -455,10 +595,19 @@ mod tests {
 
     #[test]
     fn every_cut_is_read_or_refused() {
-        let file = write(&[entry("libc.so.6", "/lib"), for_v3("libm.so.6")], "gen", Arch::X86_64).unwrap();
+        let file = write(
+            &[entry("libc.so.6", "/lib"), for_v3("libm.so.6")],
+            "gen",
+            Arch::X86_64,
+        )
+        .unwrap();
         assert!(read(&file).is_ok());
         for length in 0..file.len() {
-            assert!(read(&file[..length]).is_err(), "{length} bytes of {} were read", file.len());
+            assert!(
+                read(&file[..length]).is_err(),
+                "{length} bytes of {} were read",
+                file.len()
+            );
         }
     }
 
@@ -469,9 +618,15 @@ mod tests {
         file[20..24].copy_from_slice(&(count as u32).to_le_bytes());
         file[32..36].fill(0);
         let at = (HEADER + count * ENTRY) as u32;
-        (0..count).for_each(|_| file.extend([&[0; 4][..], &at.to_le_bytes(), &at.to_le_bytes(), &[0; 12]].concat()));
+        (0..count).for_each(|_| {
+            file.extend([&[0; 4][..], &at.to_le_bytes(), &at.to_le_bytes(), &[0; 12]].concat())
+        });
         file.extend([b'x'; 4000]);
         file.push(0);
-        assert!(read(&file).unwrap_err().contains("more text than a cache has"));
+        assert!(
+            read(&file)
+                .unwrap_err()
+                .contains("more text than a cache has")
+        );
     }
 }

@@ -12,21 +12,26 @@ use std::path::Path;
 ///
 /// Errors name the path and the fault of the file.
 pub fn value(path: &Path, key: &str) -> io::Result<Option<String>> {
-    let at = |what: &dyn std::fmt::Display| io::Error::other(format!("read modinfo of {}: {what}", path.display()));
+    let at = |what: &dyn std::fmt::Display| {
+        io::Error::other(format!("read modinfo of {}: {what}", path.display()))
+    };
     let file = File::open(path).map_err(|e| at(&e))?;
     Ok(values(&section(&file).map_err(|e| at(&e))?, key).next())
 }
 
 /// The section of a module.
 pub fn section(file: &dyn elf::ReadAt) -> io::Result<Vec<u8>> {
-    elf::section(file, b".modinfo")?.ok_or_else(|| io::Error::other("it has no .modinfo section: not a kernel module"))
+    elf::section(file, b".modinfo")?
+        .ok_or_else(|| io::Error::other("it has no .modinfo section: not a kernel module"))
 }
 
 /// The values of a key in the section's NUL-separated strings.
 pub fn values<'a>(section: &'a [u8], key: &'a str) -> impl Iterator<Item = String> + 'a {
     section.split(|b| *b == 0).filter_map(move |entry| {
         let text = std::str::from_utf8(entry).ok()?;
-        text.strip_prefix(key)?.strip_prefix('=').map(str::to_string)
+        text.strip_prefix(key)?
+            .strip_prefix('=')
+            .map(str::to_string)
     })
 }
 
@@ -36,7 +41,10 @@ mod tests {
     use kata_gpu_test_support::elf_stand_in::module;
 
     fn of(name: &str, bytes: &[u8], key: &str) -> io::Result<Option<String>> {
-        let path = std::env::temp_dir().join(format!("kata-gpu-init-modinfo-{name}-{}", std::process::id()));
+        let path = std::env::temp_dir().join(format!(
+            "kata-gpu-init-modinfo-{name}-{}",
+            std::process::id()
+        ));
         std::fs::write(&path, bytes).unwrap();
         let value = value(&path, key);
         std::fs::remove_file(path).unwrap();
@@ -46,7 +54,10 @@ mod tests {
     #[test]
     fn keys_are_found_whole() {
         let file = module(b"srcversion=ABC\0version=550.163.01\0vermagic=6.1 SMP\0");
-        assert_eq!(of("whole", &file, "version").unwrap().as_deref(), Some("550.163.01"));
+        assert_eq!(
+            of("whole", &file, "version").unwrap().as_deref(),
+            Some("550.163.01")
+        );
         assert_eq!(of("none", &file, "firmware").unwrap(), None);
     }
 
@@ -54,13 +65,24 @@ mod tests {
     fn what_is_no_module_is_refused_with_its_path() {
         let good = module(b"version=1\0");
         for length in 0..good.len() {
-            assert!(of("cut", &good[..length], "version").is_err(), "{length} bytes of a module were read");
+            assert!(
+                of("cut", &good[..length], "version").is_err(),
+                "{length} bytes of a module were read"
+            );
         }
         let error = of("text", &[b'x'; 100], "version").unwrap_err().to_string();
-        assert!(error.contains("modinfo-text") && error.contains("not a little-endian ELF"), "{error}");
+        assert!(
+            error.contains("modinfo-text") && error.contains("not a little-endian ELF"),
+            "{error}"
+        );
         let mut huge = good;
         let at = huge.len() - 64 + 0x20;
         huge[at..at + 8].copy_from_slice(&u64::MAX.to_le_bytes());
-        assert!(of("huge", &huge, "version").unwrap_err().to_string().contains("more than any such file has"));
+        assert!(
+            of("huge", &huge, "version")
+                .unwrap_err()
+                .to_string()
+                .contains("more than any such file has")
+        );
     }
 }

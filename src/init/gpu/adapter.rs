@@ -30,7 +30,11 @@ impl fmt::Display for InitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Open { path, errno } => write!(f, "open {}: {errno}", path.display()),
-            Self::Wait { path, errno } => write!(f, "wait for the initialisation of {}: {errno}", path.display()),
+            Self::Wait { path, errno } => write!(
+                f,
+                "wait for the initialisation of {}: {errno}",
+                path.display()
+            ),
             Self::Failed { path, rc, status } => {
                 write!(
                     f,
@@ -61,8 +65,15 @@ fn status_text(status: u32) -> &'static str {
 
 /// Starts the initialisation. Drivers before 550.40.07 block here until it is over.
 pub fn start(node: &Node) -> Result<OwnedFd, InitError> {
-    open(&node.path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty())
-        .map_err(|errno| InitError::Open { path: node.path.clone(), errno })
+    open(
+        &node.path,
+        OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC,
+        Mode::empty(),
+    )
+    .map_err(|errno| InitError::Open {
+        path: node.path.clone(),
+        errno,
+    })
 }
 
 /// Blocks until the initialisation is over, without a limit: run it on a separate thread. Never
@@ -70,10 +81,17 @@ pub fn start(node: &Node) -> Result<OwnedFd, InitError> {
 pub fn wait(gpu: &OwnedFd, node: &Node) -> Result<(), InitError> {
     match wait_open_complete(gpu) {
         Ok(WaitOpenComplete { rc: 0, .. }) => Ok(()),
-        Ok(WaitOpenComplete { rc, adapter_status }) => Err(InitError::Failed { path: node.path.clone(), rc, status: adapter_status }),
+        Ok(WaitOpenComplete { rc, adapter_status }) => Err(InitError::Failed {
+            path: node.path.clone(),
+            rc,
+            status: adapter_status,
+        }),
         // A driver without this call has initialised in open().
         Err(Errno::EINVAL | Errno::ENOTTY) => Ok(()),
-        Err(errno) => Err(InitError::Wait { path: node.path.clone(), errno }),
+        Err(errno) => Err(InitError::Wait {
+            path: node.path.clone(),
+            errno,
+        }),
     }
 }
 
@@ -83,7 +101,14 @@ mod tests {
 
     #[test]
     fn a_failed_initialisation_has_a_readable_error() {
-        let error = InitError::Failed { path: "/dev/nvidia3".into(), rc: -5, status: 0x65 };
-        assert_eq!(error.to_string(), "initialise /dev/nvidia3: EIO: I/O error, status 0x65 (timeout)");
+        let error = InitError::Failed {
+            path: "/dev/nvidia3".into(),
+            rc: -5,
+            status: 0x65,
+        };
+        assert_eq!(
+            error.to_string(),
+            "initialise /dev/nvidia3: EIO: I/O error, status 0x65 (timeout)"
+        );
     }
 }

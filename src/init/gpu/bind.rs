@@ -43,7 +43,11 @@ pub struct Bound {
 impl Sight {
     /// The current bind, if there is one.
     pub fn bound(self, address: PciAddress) -> Option<Bound> {
-        Some(Bound { address, device: self.device?, bind: self.bind? })
+        Some(Bound {
+            address,
+            device: self.device?,
+            bind: self.bind?,
+        })
     }
 }
 
@@ -58,8 +62,13 @@ impl std::str::FromStr for Bound {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split('/');
-        let mut parse =
-            || Some(Self { address: parts.next()?.parse().ok()?, device: parts.next()?.parse().ok()?, bind: parts.next()?.parse().ok()? });
+        let mut parse = || {
+            Some(Self {
+                address: parts.next()?.parse().ok()?,
+                device: parts.next()?.parse().ok()?,
+                bind: parts.next()?.parse().ok()?,
+            })
+        };
         parse().ok_or_else(|| format!("{text:?} is not ADDRESS/DEVICE/BIND"))
     }
 }
@@ -81,7 +90,13 @@ impl SysfsError {
 
 impl fmt::Display for SysfsError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "write {:?} to {}: {}", self.value, self.path.display(), self.error)
+        write!(
+            f,
+            "write {:?} to {}: {}",
+            self.value,
+            self.path.display(),
+            self.error
+        )
     }
 }
 
@@ -95,11 +110,16 @@ pub struct PciSysfs {
 
 impl PciSysfs {
     pub fn at(sysfs: &Path) -> Self {
-        Self { bus: sysfs.join("bus/pci") }
+        Self {
+            bus: sysfs.join("bus/pci"),
+        }
     }
 
     fn function(&self, gpu: PciAddress, attribute: &str) -> PathBuf {
-        self.bus.join("devices").join(gpu.to_string()).join(attribute)
+        self.bus
+            .join("devices")
+            .join(gpu.to_string())
+            .join(attribute)
     }
 
     fn driver(&self, attribute: &str) -> PathBuf {
@@ -118,12 +138,20 @@ impl PciSysfs {
 
     /// The error of an [`PciSysfs::enable`] in another process.
     pub fn not_enabled(&self, gpu: PciAddress, errno: Errno) -> SysfsError {
-        SysfsError { path: self.function(gpu, "enable"), value: "1".into(), error: errno.into() }
+        SysfsError {
+            path: self.function(gpu, "enable"),
+            value: "1".into(),
+            error: errno.into(),
+        }
     }
 
     /// The error of a [`PciSysfs::bind`] in another process.
     pub fn not_bound(&self, gpu: PciAddress, errno: Errno) -> SysfsError {
-        SysfsError { path: self.driver("bind"), value: gpu.to_string(), error: errno.into() }
+        SysfsError {
+            path: self.driver("bind"),
+            value: gpu.to_string(),
+            error: errno.into(),
+        }
     }
 
     /// Keeps every driver from binding this GPU until [`PciSysfs::release`].
@@ -133,7 +161,8 @@ impl PciSysfs {
 
     /// Whether [`PciSysfs::hold_back`] is in force.
     pub fn is_held_back(&self, gpu: PciAddress) -> bool {
-        std::fs::read_to_string(self.function(gpu, "driver_override")).is_ok_and(|name| name.trim() == HELD_BACK)
+        std::fs::read_to_string(self.function(gpu, "driver_override"))
+            .is_ok_and(|name| name.trim() == HELD_BACK)
     }
 
     /// Lets drivers match this GPU again; does not start a probe.
@@ -193,7 +222,12 @@ impl PciSysfs {
     ///
     /// Errors: sysfs cannot be read, which does not mean that there is no device.
     pub fn sight(&self, gpu: PciAddress) -> io::Result<Sight> {
-        let look = || Ok::<Sight, io::Error>(Sight { device: self.inode(gpu)?, bind: self.bind_inode(gpu)? });
+        let look = || {
+            Ok::<Sight, io::Error>(Sight {
+                device: self.inode(gpu)?,
+                bind: self.bind_inode(gpu)?,
+            })
+        };
         let mut seen = look()?;
         // A device that came between the two reads has other inodes.
         for _ in 0..MOST_LOOKS {
@@ -214,7 +248,9 @@ impl PciSysfs {
 
     fn bind_inode(&self, gpu: PciAddress) -> io::Result<Option<u64>> {
         let path = self.function(gpu, "driver");
-        let inode = || there(std::fs::symlink_metadata(&path), &path).map(|there| there.map(|link| link.ino()));
+        let inode = || {
+            there(std::fs::symlink_metadata(&path), &path).map(|there| there.map(|link| link.ino()))
+        };
         let before = inode()?;
         let driver = there(std::fs::read_link(&path), &path)?;
         let ours = driver.is_some_and(|link| link.file_name().is_some_and(|name| name == DRIVER));
@@ -223,7 +259,8 @@ impl PciSysfs {
 
     /// Whether the driver has this GPU, or is probing it.
     pub fn is_bound(&self, gpu: PciAddress) -> bool {
-        std::fs::read_link(self.function(gpu, "driver")).is_ok_and(|link| link.file_name().is_some_and(|name| name == DRIVER))
+        std::fs::read_link(self.function(gpu, "driver"))
+            .is_ok_and(|link| link.file_name().is_some_and(|name| name == DRIVER))
     }
 }
 
@@ -232,12 +269,19 @@ fn there<T>(result: io::Result<T>, path: &Path) -> io::Result<Option<T>> {
     match result {
         Ok(there) => Ok(Some(there)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(io::Error::new(error.kind(), format!("look at {}: {error}", path.display()))),
+        Err(error) => Err(io::Error::new(
+            error.kind(),
+            format!("look at {}: {error}", path.display()),
+        )),
     }
 }
 
 fn write(path: PathBuf, value: &str) -> Result<(), SysfsError> {
-    std::fs::write(&path, value).map_err(|error| SysfsError { path, value: value.trim().to_string(), error })
+    std::fs::write(&path, value).map_err(|error| SysfsError {
+        path,
+        value: value.trim().to_string(),
+        error,
+    })
 }
 
 #[cfg(test)]
@@ -246,8 +290,12 @@ mod tests {
 
     #[test]
     fn a_device_made_again_or_bound_again_is_another_one() {
-        let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-sight-{}", std::process::id()));
-        let (function, driver) = (sysfs.join("bus/pci/devices/0001:00:03.0"), sysfs.join("bus/pci/drivers/nvidia"));
+        let sysfs =
+            std::env::temp_dir().join(format!("kata-gpu-init-sight-{}", std::process::id()));
+        let (function, driver) = (
+            sysfs.join("bus/pci/devices/0001:00:03.0"),
+            sysfs.join("bus/pci/drivers/nvidia"),
+        );
         let (pci, gpu) = (PciSysfs::at(&sysfs), "0001:00:03.0".parse().unwrap());
         let look = || pci.sight(gpu).unwrap();
         assert_eq!(look(), Sight::default());
@@ -257,19 +305,33 @@ mod tests {
         assert!(free.device.is_some() && free.bind.is_none() && free.bound(gpu).is_none());
         std::os::unix::fs::symlink(&driver, function.join("driver")).unwrap();
         let bound = look().bound(gpu).unwrap();
-        assert_eq!((Some(bound.device), bound.to_string().parse()), (free.device, Ok(bound)));
+        assert_eq!(
+            (Some(bound.device), bound.to_string().parse()),
+            (free.device, Ok(bound))
+        );
         // An unbind and another bind; another file takes the old link's inode meanwhile.
         std::fs::rename(function.join("driver"), sysfs.join("old")).unwrap();
         assert_eq!(look(), free);
         std::os::unix::fs::symlink(&driver, function.join("driver")).unwrap();
         assert_ne!(look().bound(gpu), Some(bound));
         std::fs::remove_dir_all(&sysfs).unwrap();
-        assert!("0001:00:03.0".parse::<Bound>().is_err() && "0001:00:03.0/1/x".parse::<Bound>().is_err());
+        assert!(
+            "0001:00:03.0".parse::<Bound>().is_err()
+                && "0001:00:03.0/1/x".parse::<Bound>().is_err()
+        );
     }
 
     #[test]
     fn a_refused_write_names_path_and_value() {
-        let error = PciSysfs::at(Path::new("/nonexistent")).bind("0001:00:03.0".parse().unwrap()).unwrap_err().to_string();
-        assert!(error.starts_with("write \"0001:00:03.0\" to /nonexistent/bus/pci/drivers/nvidia/bind: No such file"), "{error}");
+        let error = PciSysfs::at(Path::new("/nonexistent"))
+            .bind("0001:00:03.0".parse().unwrap())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with(
+                "write \"0001:00:03.0\" to /nonexistent/bus/pci/drivers/nvidia/bind: No such file"
+            ),
+            "{error}"
+        );
     }
 }

@@ -69,7 +69,13 @@ pub fn prepare(root: &Path, arch: Arch, gpus: &[PciAddress]) -> Option<Prepared>
         );
         (page_structs >= available).then_some(text)
     };
-    Some(Prepared { policy, gpu_memory, page_structs, available, error: set.err().or_else(no_room) })
+    Some(Prepared {
+        policy,
+        gpu_memory,
+        page_structs,
+        available,
+        error: set.err().or_else(no_room),
+    })
 }
 
 fn is_described(root: &Path, gpus: &[PciAddress]) -> bool {
@@ -80,15 +86,28 @@ fn is_described(root: &Path, gpus: &[PciAddress]) -> bool {
     // Guests booted by a device tree have no such folder.
     let entries = fs::read_dir(&tables).into_iter().flatten().flatten();
     entries
-        .filter(|entry| entry.file_name().to_str().is_some_and(|name| name == "DSDT" || name.starts_with("SSDT")))
-        .any(|entry| read(&entry.path(), MAX_TABLE).is_ok_and(|table| table.windows(PROPERTY.len()).any(|w| w == PROPERTY)))
+        .filter(|entry| {
+            entry
+                .file_name()
+                .to_str()
+                .is_some_and(|name| name == "DSDT" || name.starts_with("SSDT"))
+        })
+        .any(|entry| {
+            read(&entry.path(), MAX_TABLE)
+                .is_ok_and(|table| table.windows(PROPERTY.len()).any(|w| w == PROPERTY))
+        })
 }
 
 /// Whether an entry of the SRAT is a generic initiator with the address of one of these GPUs.
 fn has_initiator(srat: &[u8], gpus: &[PciAddress]) -> bool {
     let mut rest = srat.get(SRAT_ENTRIES..).unwrap_or_default();
     while let [kind, length, ..] = rest {
-        let Some((entry, after)) = rest.split_at_checked(usize::from(*length)).filter(|(entry, _)| entry.len() >= 2) else { break };
+        let Some((entry, after)) = rest
+            .split_at_checked(usize::from(*length))
+            .filter(|(entry, _)| entry.len() >= 2)
+        else {
+            break;
+        };
         if *kind == GENERIC_INITIATOR
             && let Some([domain_low, domain_high, id_low, id_high]) = entry.get(8..12)
         {
@@ -108,7 +127,9 @@ fn set_movable(root: &Path) -> (String, Result<(), String>) {
     let file = root.join(POLICY);
     let wrong = |did: &str, error: io::Error| {
         let cure = "boot a kernel with CONFIG_MEMORY_HOTPLUG, with memhp_default_state=online_movable on its command line";
-        Err(format!("memory of the GPUs: {did} /{POLICY}: {error}: the driver will refuse these GPUs: {cure}"))
+        Err(format!(
+            "memory of the GPUs: {did} /{POLICY}: {error}: the driver will refuse these GPUs: {cure}"
+        ))
     };
     let policy = match read(&file, MAX_TEXT) {
         Ok(text) => String::from_utf8_lossy(&text).trim_end().to_string(),
@@ -125,10 +146,18 @@ fn set_movable(root: &Path) -> (String, Result<(), String>) {
 
 /// Size of a GPU's memory BAR; 0 where sysfs has none, as without a coherent one.
 fn bar_size(root: &Path, gpu: PciAddress) -> u64 {
-    let text = read(&root.join(format!("sys/bus/pci/devices/{gpu}/resource")), MAX_TEXT).unwrap_or_default();
+    let text = read(
+        &root.join(format!("sys/bus/pci/devices/{gpu}/resource")),
+        MAX_TEXT,
+    )
+    .unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
-    let mut numbers =
-        text.lines().nth(MEMORY_BAR).unwrap_or_default().split(' ').map(|n| u64::from_str_radix(n.trim_start_matches("0x"), 16));
+    let mut numbers = text
+        .lines()
+        .nth(MEMORY_BAR)
+        .unwrap_or_default()
+        .split(' ')
+        .map(|n| u64::from_str_radix(n.trim_start_matches("0x"), 16));
     match (numbers.next(), numbers.next()) {
         (Some(Ok(start)), Some(Ok(end))) if end > start => end - start + 1,
         _ => 0,
@@ -139,14 +168,25 @@ fn bar_size(root: &Path, gpu: PciAddress) -> u64 {
 fn available(root: &Path) -> u64 {
     let text = read(&root.join("proc/meminfo"), MAX_TEXT).unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")).unwrap_or_default();
-    line.trim().trim_end_matches(" kB").parse::<u64>().map_or(0, |kib| kib << 10)
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .unwrap_or_default();
+    line.trim()
+        .trim_end_matches(" kB")
+        .parse::<u64>()
+        .map_or(0, |kib| kib << 10)
 }
 
 fn page_size() -> u64 {
     // The smallest page of these machines where the kernel does not answer: the highest estimate.
-    let known = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
-    known.and_then(|size| u64::try_from(size).ok()).filter(|size| *size > 0).unwrap_or(4096)
+    let known = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE)
+        .ok()
+        .flatten();
+    known
+        .and_then(|size| u64::try_from(size).ok())
+        .filter(|size| *size > 0)
+        .unwrap_or(4096)
 }
 
 fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
@@ -165,11 +205,19 @@ mod tests {
     impl Root {
         /// A guest with one GPU of 96 GiB and 8 GiB of RAM.
         fn new(name: &str) -> Self {
-            let root = Self(std::env::temp_dir().join(format!("kata-gpu-memory-{}-{name}", std::process::id())));
+            let root = Self(
+                std::env::temp_dir().join(format!("kata-gpu-memory-{}-{name}", std::process::id())),
+            );
             let mut bars = "0x0 0x0 0x0\n".repeat(6);
-            bars.replace_range(4 * 12..5 * 12, "0x0000100000000000 0x00001017ffffffff 0x000000000014220c\n");
+            bars.replace_range(
+                4 * 12..5 * 12,
+                "0x0000100000000000 0x00001017ffffffff 0x000000000014220c\n",
+            );
             root.file("sys/bus/pci/devices/0009:01:00.0/resource", bars.as_bytes());
-            root.file("proc/meminfo", b"MemTotal: 8388608 kB\nMemAvailable:    8000000 kB\n");
+            root.file(
+                "proc/meminfo",
+                b"MemTotal: 8388608 kB\nMemAvailable:    8000000 kB\n",
+            );
             root.file(POLICY, b"online\n");
             root
         }
@@ -212,16 +260,30 @@ mod tests {
         let root = Root::new("srat");
         root.file("sys/firmware/acpi/tables/SRAT", &srat(9, 0x100));
         let prepared = root.prepare().unwrap();
-        assert_eq!((prepared.policy.as_str(), prepared.gpu_memory, &prepared.error), ("online", 96 << 30, &None));
+        assert_eq!(
+            (
+                prepared.policy.as_str(),
+                prepared.gpu_memory,
+                &prepared.error
+            ),
+            ("online", 96 << 30, &None)
+        );
         assert_eq!(root.policy(), MOVABLE);
         assert_eq!(prepared.page_structs, (96 << 30) / page_size() * 64);
-        assert_eq!(root.prepare().unwrap().policy, MOVABLE, "a second load finds it set");
+        assert_eq!(
+            root.prepare().unwrap().policy,
+            MOVABLE,
+            "a second load finds it set"
+        );
     }
 
     #[test]
     fn a_property_in_a_table_describes_gpus_too() {
         let root = Root::new("property");
-        root.file("sys/firmware/acpi/tables/SSDT3", b"SSDT..\x0dnvidia,gpu-mem-pxm-start\0\x0a\x02");
+        root.file(
+            "sys/firmware/acpi/tables/SSDT3",
+            b"SSDT..\x0dnvidia,gpu-mem-pxm-start\0\x0a\x02",
+        );
         assert_eq!(root.prepare().unwrap().error, None);
         assert_eq!(root.policy(), MOVABLE);
     }
@@ -240,10 +302,18 @@ mod tests {
         ];
         for (table, bytes) in cases {
             root.file(&format!("sys/firmware/acpi/tables/{table}"), &bytes);
-            assert_eq!((root.prepare(), root.policy().as_str()), (None, "online\n"), "{table}");
+            assert_eq!(
+                (root.prepare(), root.policy().as_str()),
+                (None, "online\n"),
+                "{table}"
+            );
         }
         root.file("sys/firmware/acpi/tables/SRAT", &srat(9, 0x100));
-        assert_eq!(prepare(&root.0, Arch::X86_64, &["0009:01:00.0".parse().unwrap()]), None, "the driver looks on arm64 alone");
+        assert_eq!(
+            prepare(&root.0, Arch::X86_64, &["0009:01:00.0".parse().unwrap()]),
+            None,
+            "the driver looks on arm64 alone"
+        );
         assert_eq!(prepare(&root.0, Arch::Aarch64, &[]), None);
     }
 
@@ -253,10 +323,18 @@ mod tests {
         root.file("sys/firmware/acpi/tables/SRAT", &srat(9, 0x100));
         root.file("proc/meminfo", b"MemAvailable: 65536 kB\n");
         let error = root.prepare().unwrap().error.unwrap();
-        assert!(error.contains("98304 MiB") && error.contains("64 MiB are available: give the VM more memory"), "{error}");
+        assert!(
+            error.contains("98304 MiB")
+                && error.contains("64 MiB are available: give the VM more memory"),
+            "{error}"
+        );
         fs::remove_file(root.0.join(POLICY)).unwrap();
         fs::create_dir(root.0.join(POLICY)).unwrap();
         let error = root.prepare().unwrap().error.unwrap();
-        assert!(error.contains("read /sys/devices/system/memory/auto_online_blocks") && error.contains("CONFIG_MEMORY_HOTPLUG"), "{error}");
+        assert!(
+            error.contains("read /sys/devices/system/memory/auto_online_blocks")
+                && error.contains("CONFIG_MEMORY_HOTPLUG"),
+            "{error}"
+        );
     }
 }

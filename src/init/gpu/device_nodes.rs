@@ -35,7 +35,13 @@ pub struct NodeError {
 
 impl fmt::Display for NodeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "device node: {} {}: {}", self.step, self.path.display(), self.error)
+        write!(
+            f,
+            "device node: {} {}: {}",
+            self.step,
+            self.path.display(),
+            self.error
+        )
     }
 }
 
@@ -51,7 +57,10 @@ pub struct DeviceNodes {
 impl DeviceNodes {
     /// Nodes below `dev` (`/dev` in a guest).
     pub fn at(dev: &Path, rules: NodeRules) -> Self {
-        Self { dev: dev.to_path_buf(), rules }
+        Self {
+            dev: dev.to_path_buf(),
+            rules,
+        }
     }
 
     /// `/dev/nvidia<minor>`.
@@ -66,24 +75,45 @@ impl DeviceNodes {
 
     /// `/dev/nvidia-uvm` and `/dev/nvidia-uvm-tools`.
     pub fn uvm(&self, major: u32) -> Result<[Node; 2], NodeError> {
-        Ok([self.make("nvidia-uvm", major, 0)?, self.make("nvidia-uvm-tools", major, 1)?])
+        Ok([
+            self.make("nvidia-uvm", major, 0)?,
+            self.make("nvidia-uvm-tools", major, 1)?,
+        ])
     }
 
     /// `/dev/nvidia-caps/nvidia-cap<minor>`, with the capability's mode.
     pub fn capability(&self, major: u32, access: Access) -> Result<Node, NodeError> {
-        let rules = NodeRules { mode: access.mode, ..self.rules };
-        Self { dev: self.dev.clone(), rules }.make(&format!("nvidia-caps/nvidia-cap{}", access.minor), major, access.minor)
+        let rules = NodeRules {
+            mode: access.mode,
+            ..self.rules
+        };
+        Self {
+            dev: self.dev.clone(),
+            rules,
+        }
+        .make(
+            &format!("nvidia-caps/nvidia-cap{}", access.minor),
+            major,
+            access.minor,
+        )
     }
 
     /// `/dev/nvidia-caps-imex-channels/channel<n>`.
     pub fn imex_channel(&self, major: u32, channel: u32) -> Result<Node, NodeError> {
-        self.make(&format!("nvidia-caps-imex-channels/channel{channel}"), major, channel)
+        self.make(
+            &format!("nvidia-caps-imex-channels/channel{channel}"),
+            major,
+            channel,
+        )
     }
 
     /// `/dev/nvidia-nvswitchctl` and `/dev/nvidia-nvswitch<n>` for `count` switches.
     pub fn switches(&self, major: u32, count: u32) -> Result<Vec<Node>, NodeError> {
         let control = self.make("nvidia-nvswitchctl", major, CONTROL_MINOR);
-        [control].into_iter().chain((0..count).map(|n| self.make(&format!("nvidia-nvswitch{n}"), major, n))).collect()
+        [control]
+            .into_iter()
+            .chain((0..count).map(|n| self.make(&format!("nvidia-nvswitch{n}"), major, n)))
+            .collect()
     }
 
     /// `/dev/nvidia-nvlink`.
@@ -95,30 +125,54 @@ impl DeviceNodes {
     /// is replaced.
     fn make(&self, name: &str, major: u32, minor: u32) -> Result<Node, NodeError> {
         let path = self.dev.join(name);
-        let failed = |step, error: io::Error| NodeError { path: path.clone(), step, error };
+        let failed = |step, error: io::Error| NodeError {
+            path: path.clone(),
+            step,
+            error,
+        };
         let number = makedev(u64::from(major), u64::from(minor));
         if let Some(directory) = path.parent() {
             std::fs::create_dir_all(directory).map_err(|e| failed("make the directory of", e))?;
         }
         match std::fs::symlink_metadata(&path) {
-            Ok(meta) if meta.rdev() == number && meta.mode() & nix::libc::S_IFMT == nix::libc::S_IFCHR => {}
+            Ok(meta)
+                if meta.rdev() == number
+                    && meta.mode() & nix::libc::S_IFMT == nix::libc::S_IFCHR => {}
             Ok(_) => {
                 std::fs::remove_file(&path).map_err(|e| failed("replace", e))?;
                 self.create(&path, number).map_err(|e| failed("make", e))?;
             }
-            Err(e) if e.kind() == io::ErrorKind::NotFound => self.create(&path, number).map_err(|e| failed("make", e))?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                self.create(&path, number).map_err(|e| failed("make", e))?
+            }
             Err(e) => return Err(failed("look at", e)),
         }
-        self.link(name, major, minor).map_err(|e| failed("link in /dev/char to", e))?;
-        Ok(Node { path: Path::new("/dev").join(name), major, minor, mode: self.rules.mode, gid: self.rules.gid })
+        self.link(name, major, minor)
+            .map_err(|e| failed("link in /dev/char to", e))?;
+        Ok(Node {
+            path: Path::new("/dev").join(name),
+            major,
+            minor,
+            mode: self.rules.mode,
+            gid: self.rules.gid,
+        })
     }
 
     fn create(&self, path: &Path, number: u64) -> io::Result<()> {
-        mknod(path, SFlag::S_IFCHR, Mode::from_bits_truncate(self.rules.mode), number)?;
+        mknod(
+            path,
+            SFlag::S_IFCHR,
+            Mode::from_bits_truncate(self.rules.mode),
+            number,
+        )?;
         // mknod applied the umask to the mode.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(self.rules.mode))?;
         if (self.rules.uid, self.rules.gid) != (0, 0) {
-            nix::unistd::chown(path, Some(Uid::from_raw(self.rules.uid)), Some(Gid::from_raw(self.rules.gid)))?;
+            nix::unistd::chown(
+                path,
+                Some(Uid::from_raw(self.rules.uid)),
+                Some(Gid::from_raw(self.rules.gid)),
+            )?;
         }
         Ok(())
     }
@@ -127,7 +181,10 @@ impl DeviceNodes {
     fn link(&self, name: &str, major: u32, minor: u32) -> io::Result<()> {
         let directory = self.dev.join("char");
         std::fs::create_dir_all(&directory)?;
-        match std::os::unix::fs::symlink(Path::new("..").join(name), directory.join(format!("{major}:{minor}"))) {
+        match std::os::unix::fs::symlink(
+            Path::new("..").join(name),
+            directory.join(format!("{major}:{minor}")),
+        ) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             result => result,
         }
@@ -143,11 +200,19 @@ pub fn make_for_switches(proc: &Path, dev: &Path) -> Result<(), String> {
     }
     let at = |why: String| format!("make the nodes of {count} switches: {why}");
     let majors = majors(proc).map_err(|e| at(e.to_string()))?;
-    let switch = majors.nvswitch.ok_or_else(|| at("/proc/devices has no \"nvidia-nvswitch\"".into()))?;
+    let switch = majors
+        .nvswitch
+        .ok_or_else(|| at("/proc/devices has no \"nvidia-nvswitch\"".into()))?;
     let nodes = DeviceNodes::at(dev, node_rules(proc));
-    let others = [majors.nvidia.map(|major| nodes.control(major)), majors.nvlink.map(|major| nodes.nvlink(major))];
+    let others = [
+        majors.nvidia.map(|major| nodes.control(major)),
+        majors.nvlink.map(|major| nodes.nvlink(major)),
+    ];
     let others: Result<Vec<Node>, NodeError> = others.into_iter().flatten().collect();
-    others.and_then(|_| nodes.switches(switch, count)).map(drop).map_err(|e| at(e.to_string()))
+    others
+        .and_then(|_| nodes.switches(switch, count))
+        .map(drop)
+        .map_err(|e| at(e.to_string()))
 }
 
 #[cfg(test)]
@@ -161,19 +226,42 @@ mod tests {
             return eprintln!("skipped: not root, which device nodes need");
         }
         let dev = std::env::temp_dir().join(format!("kata-gpu-init-nodes-{}", std::process::id()));
-        let nodes = DeviceNodes::at(&dev, NodeRules { uid: 0, gid: 0, mode: 0o660 });
-        let cap = nodes.capability(235, Access { minor: 12, mode: 0o444 }).unwrap();
+        let nodes = DeviceNodes::at(
+            &dev,
+            NodeRules {
+                uid: 0,
+                gid: 0,
+                mode: 0o660,
+            },
+        );
+        let cap = nodes
+            .capability(
+                235,
+                Access {
+                    minor: 12,
+                    mode: 0o444,
+                },
+            )
+            .unwrap();
         let channel = nodes.imex_channel(236, 3).unwrap();
         let switches = nodes.switches(237, 2).unwrap();
         for node in [&cap, &channel].into_iter().chain(&switches) {
-            let meta = std::fs::symlink_metadata(dev.join(node.path.strip_prefix("/dev").unwrap())).unwrap();
+            let meta = std::fs::symlink_metadata(dev.join(node.path.strip_prefix("/dev").unwrap()))
+                .unwrap();
             let number = makedev(u64::from(node.major), u64::from(node.minor));
-            assert!(meta.file_type().is_char_device() && (meta.rdev(), meta.mode() & 0o777) == (number, node.mode), "{node:?}");
+            assert!(
+                meta.file_type().is_char_device()
+                    && (meta.rdev(), meta.mode() & 0o777) == (number, node.mode),
+                "{node:?}"
+            );
             let link = dev.join(format!("char/{}:{}", node.major, node.minor));
             assert_eq!(std::fs::metadata(link).unwrap().rdev(), number);
         }
-        let listed: Vec<(&str, u32, u32)> =
-            [&cap, &channel].into_iter().chain(&switches).map(|n| (n.path.to_str().unwrap(), n.minor, n.mode)).collect();
+        let listed: Vec<(&str, u32, u32)> = [&cap, &channel]
+            .into_iter()
+            .chain(&switches)
+            .map(|n| (n.path.to_str().unwrap(), n.minor, n.mode))
+            .collect();
         assert_eq!(
             listed,
             [

@@ -51,7 +51,9 @@ impl Capability {
     fn path(self, proc: &Path) -> PathBuf {
         let path = match self {
             Self::GpuInstance(of) => format!("gpu{}/mig/gi{}/access", of.gpu, of.gi),
-            Self::ComputeInstance(of) => format!("gpu{}/mig/gi{}/ci{}/access", of.gpu, of.gi, of.ci),
+            Self::ComputeInstance(of) => {
+                format!("gpu{}/mig/gi{}/ci{}/access", of.gpu, of.gi, of.ci)
+            }
         };
         proc.join("driver/nvidia/capabilities").join(path)
     }
@@ -60,7 +62,10 @@ impl Capability {
 impl MigInstance {
     /// Capabilities that a container needs for the instance, besides the GPU's own node.
     pub fn capabilities(self) -> [Capability; 2] {
-        [Capability::GpuInstance(self), Capability::ComputeInstance(self)]
+        [
+            Capability::GpuInstance(self),
+            Capability::ComputeInstance(self),
+        ]
     }
 }
 
@@ -70,9 +75,16 @@ pub fn instances(proc: &Path, gpu: u32) -> Result<Vec<MigInstance>, String> {
     let mig = proc.join(format!("driver/nvidia/capabilities/gpu{gpu}/mig"));
     let mut all = Vec::new();
     for gi in numbered(&mig, "gi")? {
-        all.extend(numbered(&mig.join(format!("gi{gi}")), "ci")?.into_iter().map(|ci| MigInstance { gpu, gi, ci }));
+        all.extend(
+            numbered(&mig.join(format!("gi{gi}")), "ci")?
+                .into_iter()
+                .map(|ci| MigInstance { gpu, gi, ci }),
+        );
         if all.len() > MAX_INSTANCES {
-            return Err(format!("{} has more than {MAX_INSTANCES} instances: this driver's way to list them is not known", mig.display()));
+            return Err(format!(
+                "{} has more than {MAX_INSTANCES} instances: this driver's way to list them is not known",
+                mig.display()
+            ));
         }
     }
     Ok(all)
@@ -81,7 +93,10 @@ pub fn instances(proc: &Path, gpu: u32) -> Result<Vec<MigInstance>, String> {
 /// Numbers after a prefix, in ascending order, among the names of a directory that may be missing.
 fn numbered(folder: &Path, beginning: &str) -> Result<Vec<u32>, String> {
     let names = names_if_there(folder)?;
-    let mut all: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix(beginning)?.parse().ok()).collect();
+    let mut all: Vec<u32> = names
+        .iter()
+        .filter_map(|name| name.strip_prefix(beginning)?.parse().ok())
+        .collect();
     all.sort_unstable();
     Ok(all)
 }
@@ -99,7 +114,9 @@ pub fn names(folder: &Path) -> io::Result<Vec<String>> {
     let mut all = Vec::new();
     for (number, entry) in std::fs::read_dir(folder)?.enumerate() {
         if number == MAX_ENTRIES {
-            return Err(io::Error::other(format!("it has more than {MAX_ENTRIES} entries")));
+            return Err(io::Error::other(format!(
+                "it has more than {MAX_ENTRIES} entries"
+            )));
         }
         all.extend(entry?.file_name().into_string());
     }
@@ -126,8 +143,19 @@ pub fn access(proc: &Path, capability: Capability) -> Result<Access, String> {
 /// Parses `Key: value` lines, values in decimal. None without a minor, or without a mode that has
 /// permission bits only.
 pub fn parse_access(text: &str) -> Option<Access> {
-    let value = |key: &str| text.lines().filter_map(|l| l.split_once(':')).find(|(k, _)| k.trim() == key)?.1.trim().parse::<u32>().ok();
-    Some(Access { minor: value("DeviceFileMinor")?, mode: value("DeviceFileMode").filter(|mode| *mode <= 0o777)? })
+    let value = |key: &str| {
+        text.lines()
+            .filter_map(|l| l.split_once(':'))
+            .find(|(k, _)| k.trim() == key)?
+            .1
+            .trim()
+            .parse::<u32>()
+            .ok()
+    };
+    Some(Access {
+        minor: value("DeviceFileMinor")?,
+        mode: value("DeviceFileMode").filter(|mode| *mode <= 0o777)?,
+    })
 }
 
 /// Minors of all possible capabilities, by name; empty if the driver has no such file.
@@ -153,7 +181,13 @@ pub fn parse_mig_minors(text: &str) -> BTreeMap<String, u32> {
 /// free one.
 pub fn switches(proc: &Path) -> Result<u32, String> {
     let names = names_if_there(&proc.join("driver/nvidia-nvswitch/devices"))?;
-    let count = names.iter().filter(|name| name.parse::<kata_gpu_wire::pci_address::PciAddress>().is_ok()).count();
+    let count = names
+        .iter()
+        .filter(|name| {
+            name.parse::<kata_gpu_wire::pci_address::PciAddress>()
+                .is_ok()
+        })
+        .count();
     Ok(u32::try_from(count).unwrap_or(u32::MAX))
 }
 
@@ -163,11 +197,16 @@ mod tests {
 
     #[test]
     fn capabilities_are_found_by_their_whole_name() {
-        let minors =
-            parse_mig_minors("config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\n\ngpu0/gi1/access x\ngpu1/gi0/access 138\n");
+        let minors = parse_mig_minors(
+            "config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\n\ngpu0/gi1/access x\ngpu1/gi0/access 138\n",
+        );
         assert_eq!(minors.len(), 5);
         assert_eq!(
-            (minors.get("gpu0/gi0/ci0/access"), minors.get("gpu1/gi0/access"), minors.get("gpu0/gi1/access")),
+            (
+                minors.get("gpu0/gi0/ci0/access"),
+                minors.get("gpu1/gi0/access"),
+                minors.get("gpu0/gi1/access")
+            ),
             (Some(&4), Some(&138), None)
         );
     }
@@ -175,7 +214,13 @@ mod tests {
     #[test]
     fn access_files_give_a_node_or_nothing() {
         let instance = "DeviceFileMinor: 12\nDeviceFileMode: 292\nDeviceFileModify: 1\n";
-        assert_eq!(parse_access(instance), Some(Access { minor: 12, mode: 0o444 }));
+        assert_eq!(
+            parse_access(instance),
+            Some(Access {
+                minor: 12,
+                mode: 0o444
+            })
+        );
         for text in [
             "",
             "DeviceFileMinor: 12\n",
@@ -189,8 +234,19 @@ mod tests {
 
     #[test]
     fn capabilities_have_the_drivers_names() {
-        let [gi, ci] = MigInstance { gpu: 3, gi: 9, ci: 1 }.capabilities();
-        assert_eq!((gi.to_string(), ci.to_string()), ("gpu3/gi9/access".into(), "gpu3/gi9/ci1/access".into()));
-        assert_eq!(ci.path(Path::new("/proc")), Path::new("/proc/driver/nvidia/capabilities/gpu3/mig/gi9/ci1/access"));
+        let [gi, ci] = MigInstance {
+            gpu: 3,
+            gi: 9,
+            ci: 1,
+        }
+        .capabilities();
+        assert_eq!(
+            (gi.to_string(), ci.to_string()),
+            ("gpu3/gi9/access".into(), "gpu3/gi9/ci1/access".into())
+        );
+        assert_eq!(
+            ci.path(Path::new("/proc")),
+            Path::new("/proc/driver/nvidia/capabilities/gpu3/mig/gi9/ci1/access")
+        );
     }
 }

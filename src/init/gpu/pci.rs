@@ -79,15 +79,31 @@ pub fn scan(sysfs: &Path) -> io::Result<Scan> {
         Ok(entries) => entries,
         // A kernel without any PCI bus has no such directory.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(scan),
-        Err(e) => return Err(io::Error::new(e.kind(), format!("read {}: {e}", devices.display()))),
+        Err(e) => {
+            return Err(io::Error::new(
+                e.kind(),
+                format!("read {}: {e}", devices.display()),
+            ));
+        }
     };
     for entry in entries {
-        let path = entry.map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", devices.display())))?.path();
-        let Some(address) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse::<PciAddress>().ok()) else { continue };
+        let path = entry
+            .map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", devices.display())))?
+            .path();
+        let Some(address) = path
+            .file_name()
+            .and_then(|n| n.to_str())
+            .and_then(|n| n.parse::<PciAddress>().ok())
+        else {
+            continue;
+        };
         match (attribute(&path, "vendor"), attribute(&path, "class")) {
             (Ok(vendor), Ok(class)) => match kind(vendor, class) {
                 Some(Kind::Gpu) => match attribute(&path, "device") {
-                    Ok(device) => scan.gpus.push(Gpu { address, device: device as u16 }),
+                    Ok(device) => scan.gpus.push(Gpu {
+                        address,
+                        device: device as u16,
+                    }),
                     Err(e) => scan.unreadable.push(e.to_string()),
                 },
                 Some(Kind::Switch) => scan.switches.push(address),
@@ -112,28 +128,49 @@ const SM_DISABLED: u32 = 1 << 10;
 /// Source: the GID at place 0 of a port ends with the port's GUID (InfiniBand specification, 4.1.1;
 /// the capability mask is that of PortInfo, 14.2.5.6).
 pub fn port_guid(sysfs: &Path, function: PciAddress) -> Result<String, String> {
-    let devices = sysfs.join("bus/pci/devices").join(function.to_string()).join("infiniband");
-    let first = std::fs::read_dir(devices).ok().and_then(|list| list.flatten().map(|entry| entry.path()).min());
+    let devices = sysfs
+        .join("bus/pci/devices")
+        .join(function.to_string())
+        .join("infiniband");
+    let first = std::fs::read_dir(devices)
+        .ok()
+        .and_then(|list| list.flatten().map(|entry| entry.path()).min());
     let port = first.ok_or("no InfiniBand device")?.join("ports/1");
-    let read = |name: &str| std::fs::read_to_string(port.join(name)).map_err(|e| format!("read {}: {e}", port.join(name).display()));
+    let read = |name: &str| {
+        std::fs::read_to_string(port.join(name))
+            .map_err(|e| format!("read {}: {e}", port.join(name).display()))
+    };
     let mask = read("cap_mask")?;
-    let mask = u32::from_str_radix(mask.trim().trim_start_matches("0x"), 16).map_err(|e| format!("capability mask {mask:?}: {e}"))?;
+    let mask = u32::from_str_radix(mask.trim().trim_start_matches("0x"), 16)
+        .map_err(|e| format!("capability mask {mask:?}: {e}"))?;
     if mask & SM_DISABLED != 0 {
-        return Err(format!("its port is closed to subnet managers (capability mask {mask:#010x})"));
+        return Err(format!(
+            "its port is closed to subnet managers (capability mask {mask:#010x})"
+        ));
     }
     let gid = read("gids/0")?;
     let digits: String = gid.trim().split(':').collect();
-    let guid = digits.get(16..32).and_then(|guid| u64::from_str_radix(guid, 16).ok()).filter(|guid| *guid != 0);
-    guid.map(|guid| format!("{guid:#018x}")).ok_or_else(|| format!("its port has the GID {:?}, which has no GUID", gid.trim()))
+    let guid = digits
+        .get(16..32)
+        .and_then(|guid| u64::from_str_radix(guid, 16).ok())
+        .filter(|guid| *guid != 0);
+    guid.map(|guid| format!("{guid:#018x}"))
+        .ok_or_else(|| format!("its port has the GID {:?}, which has no GUID", gid.trim()))
 }
 
 /// A hexadecimal attribute of a function, e.g. `0x10de`.
 fn attribute(function: &Path, name: &str) -> io::Result<u32> {
     let path = function.join(name);
-    let text = std::fs::read_to_string(&path).map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", path.display())))?;
+    let text = std::fs::read_to_string(&path)
+        .map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", path.display())))?;
     let digits = text.trim();
-    u32::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16)
-        .map_err(|_| io::Error::other(format!("read {}: {:?} is not a hexadecimal number", path.display(), digits)))
+    u32::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16).map_err(|_| {
+        io::Error::other(format!(
+            "read {}: {:?} is not a hexadecimal number",
+            path.display(),
+            digits
+        ))
+    })
 }
 
 #[cfg(test)]
@@ -163,14 +200,27 @@ mod tests {
             }
         }
         let found = scan(&sysfs).unwrap();
-        let list: Vec<(String, u16)> = found.gpus.iter().map(|g| (g.address.to_string(), g.device)).collect();
-        assert_eq!(list, [("0000:02:00.0".to_string(), 0x2331), ("0000:0b:00.0".to_string(), 0x2330)]);
+        let list: Vec<(String, u16)> = found
+            .gpus
+            .iter()
+            .map(|g| (g.address.to_string(), g.device))
+            .collect();
+        assert_eq!(
+            list,
+            [
+                ("0000:02:00.0".to_string(), 0x2331),
+                ("0000:0b:00.0".to_string(), 0x2330)
+            ]
+        );
         let texts = |list: &[PciAddress]| list.iter().map(ToString::to_string).collect::<Vec<_>>();
         assert_eq!(texts(&found.switches), ["0000:03:00.0", "0000:04:00.0"]);
         assert_eq!(texts(&found.mellanox), ["0000:05:00.1", "0000:06:00.0"]);
         let unreadable = &found.unreadable;
         assert_eq!(unreadable.len(), 1);
-        assert!(unreadable[0].contains("0000:0c:00.0/class") && unreadable[0].contains("garbage"), "{unreadable:?}");
+        assert!(
+            unreadable[0].contains("0000:0c:00.0/class") && unreadable[0].contains("garbage"),
+            "{unreadable:?}"
+        );
         std::fs::remove_dir_all(&sysfs).unwrap();
         assert_eq!(scan(&sysfs).unwrap(), Scan::default());
     }
@@ -179,7 +229,10 @@ mod tests {
     fn the_guid_of_a_port_is_the_end_of_its_first_gid() {
         let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-guid-{}", std::process::id()));
         let function: PciAddress = "0000:05:00.0".parse().unwrap();
-        assert_eq!(port_guid(&sysfs, function).unwrap_err(), "no InfiniBand device");
+        assert_eq!(
+            port_guid(&sysfs, function).unwrap_err(),
+            "no InfiniBand device"
+        );
         let port = sysfs.join("bus/pci/devices/0000:05:00.0/infiniband/mlx5_0/ports/1");
         std::fs::create_dir_all(port.join("gids")).unwrap();
         let with = |mask: &str, gid: &str| {
@@ -189,10 +242,17 @@ mod tests {
         };
         let gid = "fe80:0000:0000:0000:b83f:d203:00d4:1a2c\n";
         assert_eq!(with("0xa751e848\n", gid).unwrap(), "0xb83fd20300d41a2c");
-        assert!(with("0xa751ec48\n", gid).unwrap_err().contains("closed to subnet managers"));
-        for (mask, gid) in
-            [("", gid), ("0x0", "fe80::1\n"), ("0x0", &"\u{e4}".repeat(40)), ("0x0", "fe80:0000:0000:0000:0000:0000:0000:0000\n")]
-        {
+        assert!(
+            with("0xa751ec48\n", gid)
+                .unwrap_err()
+                .contains("closed to subnet managers")
+        );
+        for (mask, gid) in [
+            ("", gid),
+            ("0x0", "fe80::1\n"),
+            ("0x0", &"\u{e4}".repeat(40)),
+            ("0x0", "fe80:0000:0000:0000:0000:0000:0000:0000\n"),
+        ] {
             with(mask, gid).unwrap_err();
         }
         std::fs::remove_dir_all(&sysfs).unwrap();

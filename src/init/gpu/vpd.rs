@@ -26,15 +26,24 @@ const MANAGES_SWITCHES: &[u8] = b"SW_MNG";
 ///
 /// Errors: the kernel got no answer or found no VPD format (path, errno).
 pub fn read(sysfs: &Path, function: PciAddress) -> io::Result<Option<Vec<u8>>> {
-    let path = sysfs.join("bus/pci/devices").join(function.to_string()).join("vpd");
+    let path = sysfs
+        .join("bus/pci/devices")
+        .join(function.to_string())
+        .join("vpd");
     let mut vpd = Vec::new();
     match File::open(&path).and_then(|file| file.take(MAX).read_to_end(&mut vpd)) {
         // The kernel returns 0 bytes for a device that is silent from the first byte on.
-        Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("read {}: there is nothing in it", path.display()))),
+        Ok(0) => Err(io::Error::new(
+            io::ErrorKind::UnexpectedEof,
+            format!("read {}: there is nothing in it", path.display()),
+        )),
         Ok(_) => Ok(Some(vpd)),
         // A virtual function, for example.
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(io::Error::new(e.kind(), format!("read {}: {e}", path.display()))),
+        Err(e) => Err(io::Error::new(
+            e.kind(),
+            format!("read {}: {e}", path.display()),
+        )),
     }
 }
 
@@ -43,7 +52,11 @@ pub fn manages_switches(vpd: &[u8]) -> bool {
     resources(vpd)
         .filter(|(tag, _)| *tag == READ_ONLY)
         .flat_map(|(_, data)| fields(data))
-        .any(|(_, value)| value.windows(MANAGES_SWITCHES.len()).any(|part| part == MANAGES_SWITCHES))
+        .any(|(_, value)| {
+            value
+                .windows(MANAGES_SWITCHES.len())
+                .any(|part| part == MANAGES_SWITCHES)
+        })
 }
 
 /// Tag and data of each resource; truncated data is returned as is.
@@ -51,8 +64,12 @@ fn resources(mut vpd: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
     std::iter::from_fn(move || {
         let (tag, length, data) = match vpd {
             // Large: bit 7 is set, and 16 bits of length follow.
-            [tag @ 0x80..=0xff, low, high, data @ ..] => (*tag, usize::from(u16::from_le_bytes([*low, *high])), data),
-            [tag @ 0..=0x7f, data @ ..] if tag >> 3 != END => (tag >> 3, usize::from(tag & 7), data),
+            [tag @ 0x80..=0xff, low, high, data @ ..] => {
+                (*tag, usize::from(u16::from_le_bytes([*low, *high])), data)
+            }
+            [tag @ 0..=0x7f, data @ ..] if tag >> 3 != END => {
+                (tag >> 3, usize::from(tag & 7), data)
+            }
             _ => return None,
         };
         let (data, rest) = data.split_at_checked(length).unwrap_or((data, &[]));
@@ -64,8 +81,12 @@ fn resources(mut vpd: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
 /// Keyword and value of each field of a resource; a truncated value is returned as is.
 fn fields(mut data: &[u8]) -> impl Iterator<Item = ([u8; 2], &[u8])> {
     std::iter::from_fn(move || {
-        let [first, second, length, rest @ ..] = data else { return None };
-        let (value, rest) = rest.split_at_checked(usize::from(*length)).unwrap_or((rest, &[]));
+        let [first, second, length, rest @ ..] = data else {
+            return None;
+        };
+        let (value, rest) = rest
+            .split_at_checked(usize::from(*length))
+            .unwrap_or((rest, &[]));
         data = rest;
         Some(([*first, *second], value))
     })
@@ -77,18 +98,34 @@ mod tests {
 
     /// VPD with a name and these read-only fields.
     fn vpd(values: &[(&[u8; 2], &[u8])]) -> Vec<u8> {
-        let fields: Vec<u8> = values.iter().flat_map(|(key, value)| [&key[..], &[value.len() as u8], value].concat()).collect();
-        let large = |tag: u8, data: &[u8]| [&[tag], &(data.len() as u16).to_le_bytes()[..], data].concat();
-        [large(0x82, b"ConnectX-7 SW_MNG"), large(READ_ONLY, &fields), vec![END << 3]].concat()
+        let fields: Vec<u8> = values
+            .iter()
+            .flat_map(|(key, value)| [&key[..], &[value.len() as u8], value].concat())
+            .collect();
+        let large =
+            |tag: u8, data: &[u8]| [&[tag], &(data.len() as u16).to_le_bytes()[..], data].concat();
+        [
+            large(0x82, b"ConnectX-7 SW_MNG"),
+            large(READ_ONLY, &fields),
+            vec![END << 3],
+        ]
+        .concat()
     }
 
     const PARAMETERS: &[u8] = b"MLX:MN=MLNX:CSKU=V2:UUID=V3:PCI=V0:MODL=C7:SMDL=SW_MNG";
 
     #[test]
     fn a_switch_management_function_is_known_by_a_vpd_field() {
-        assert!(manages_switches(&vpd(&[(b"PN", b"MCX750500"), (b"V3", b"d5c0"), (b"VA", PARAMETERS)])));
+        assert!(manages_switches(&vpd(&[
+            (b"PN", b"MCX750500"),
+            (b"V3", b"d5c0"),
+            (b"VA", PARAMETERS)
+        ])));
         // The name is not a field, and another model is another one.
-        assert!(!manages_switches(&vpd(&[(b"PN", b"MCX750500"), (b"VA", b"SMDL=DEFAULT")])));
+        assert!(!manages_switches(&vpd(&[
+            (b"PN", b"MCX750500"),
+            (b"VA", b"SMDL=DEFAULT")
+        ])));
         // Nothing counts after the end, nor in the part that can be written.
         let ended = [&[END << 3][..], &vpd(&[(b"VA", PARAMETERS)])].concat();
         assert!(!manages_switches(&ended));
@@ -112,9 +149,19 @@ mod tests {
                 manages_switches(&bytes);
             }
         }
-        assert!(!manages_switches(&[0xff; 4096]) && !manages_switches(&[0; 4096]) && !manages_switches(&[]));
-        assert_eq!(resources(&[0x82, 0xff, 0xff, b'a']).collect::<Vec<_>>(), [(0x82, &b"a"[..])]);
-        assert_eq!(fields(b"AB\x09abc").collect::<Vec<_>>(), [(*b"AB", &b"abc"[..])]);
+        assert!(
+            !manages_switches(&[0xff; 4096])
+                && !manages_switches(&[0; 4096])
+                && !manages_switches(&[])
+        );
+        assert_eq!(
+            resources(&[0x82, 0xff, 0xff, b'a']).collect::<Vec<_>>(),
+            [(0x82, &b"a"[..])]
+        );
+        assert_eq!(
+            fields(b"AB\x09abc").collect::<Vec<_>>(),
+            [(*b"AB", &b"abc"[..])]
+        );
     }
 
     #[test]
@@ -125,7 +172,10 @@ mod tests {
         let address = "0000:03:00.0".parse().unwrap();
         assert_eq!(read(&sysfs, address).unwrap(), None);
         std::fs::write(function.join("vpd"), vec![0x90; 40_000]).unwrap();
-        assert_eq!(read(&sysfs, address).unwrap().map(|vpd| vpd.len()), Some(MAX as usize));
+        assert_eq!(
+            read(&sysfs, address).unwrap().map(|vpd| vpd.len()),
+            Some(MAX as usize)
+        );
         std::fs::write(function.join("vpd"), "").unwrap();
         assert!(read(&sysfs, address).is_err());
         std::fs::remove_file(function.join("vpd")).unwrap();

@@ -31,7 +31,10 @@ struct Lazy {
 
 impl Lazy {
     fn new(path: PathBuf) -> Self {
-        Self { path, text: OnceCell::new() }
+        Self {
+            path,
+            text: OnceCell::new(),
+        }
     }
 
     fn get(&self) -> Result<&str, Unreadable> {
@@ -43,21 +46,37 @@ impl Lazy {
 
     /// Like [`Lazy::get`], for an optional file.
     fn get_if_there(&self) -> Result<&str, Unreadable> {
-        self.get().or_else(|unreadable| if unreadable.missing { Ok("") } else { Err(unreadable) })
+        self.get().or_else(|unreadable| {
+            if unreadable.missing {
+                Ok("")
+            } else {
+                Err(unreadable)
+            }
+        })
     }
 
     fn read(&self) -> Result<String, Unreadable> {
-        let unreadable = |why: String, missing| Unreadable { path: self.path.clone(), why, missing };
+        let unreadable = |why: String, missing| Unreadable {
+            path: self.path.clone(),
+            why,
+            missing,
+        };
         let mut bytes = Vec::new();
-        std::fs::File::open(&self.path).and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes)).map_err(|error| {
-            let why = error.raw_os_error().map_or_else(|| error.to_string(), |errno| Errno::from_raw(errno).to_string());
-            unreadable(why, error.kind() == std::io::ErrorKind::NotFound)
-        })?;
+        std::fs::File::open(&self.path)
+            .and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes))
+            .map_err(|error| {
+                let why = error.raw_os_error().map_or_else(
+                    || error.to_string(),
+                    |errno| Errno::from_raw(errno).to_string(),
+                );
+                unreadable(why, error.kind() == std::io::ErrorKind::NotFound)
+            })?;
         if bytes.len() as u64 > MAX_FILE {
             return Err(unreadable(format!("longer than {MAX_FILE} bytes"), false));
         }
         // A path that is not UTF-8 is not found later, and the error names it.
-        Ok(String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()))
+        Ok(String::from_utf8(bytes)
+            .unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()))
     }
 }
 
@@ -80,13 +99,21 @@ pub struct Index {
 impl Index {
     pub fn new(directory: &Path) -> Self {
         let lazy = |name: &str| Lazy::new(directory.join(name));
-        Self { dep: lazy("modules.dep"), alias: lazy("modules.alias"), builtin: lazy("modules.builtin") }
+        Self {
+            dep: lazy("modules.dep"),
+            alias: lazy("modules.alias"),
+            builtin: lazy("modules.builtin"),
+        }
     }
 
     /// Index from texts: modules.dep, modules.alias, modules.builtin.
     pub fn from_texts(dep: &str, alias: &str, builtin: &str) -> Self {
         let index = Self::new(Path::new(""));
-        for (lazy, text) in [(&index.dep, dep), (&index.alias, alias), (&index.builtin, builtin)] {
+        for (lazy, text) in [
+            (&index.dep, dep),
+            (&index.alias, alias),
+            (&index.builtin, builtin),
+        ] {
             let _first = lazy.text.set(Ok(text.into()));
         }
         index
@@ -117,7 +144,8 @@ impl Index {
         let mut modules = Vec::new();
         for line in self.alias.get_if_there()?.lines() {
             let mut words = line.split_ascii_whitespace();
-            if let (Some("alias"), Some(pattern), Some(module), None) = (words.next(), words.next(), words.next(), words.next())
+            if let (Some("alias"), Some(pattern), Some(module), None) =
+                (words.next(), words.next(), words.next(), words.next())
                 && normalised(pattern).is_some_and(|p| matches(&p, name))
                 && !modules.contains(&module)
             {
@@ -128,7 +156,11 @@ impl Index {
     }
 
     pub fn is_builtin(&self, module: &str) -> Result<bool, Unreadable> {
-        Ok(self.builtin.get_if_there()?.lines().any(|line| module_name(line.trim()) == module && !module.is_empty()))
+        Ok(self
+            .builtin
+            .get_if_there()?
+            .lines()
+            .any(|line| module_name(line.trim()) == module && !module.is_empty()))
     }
 }
 
@@ -138,12 +170,30 @@ mod tests {
 
     #[test]
     fn lines_are_found_by_kernel_name_with_dependencies_in_order() {
-        let index = Index::from_texts(include_str!("../../../tests/fixtures/modules/modules.dep"), "", "");
+        let index = Index::from_texts(
+            include_str!("../../../tests/fixtures/modules/modules.dep"),
+            "",
+            "",
+        );
         let line = index.line("nvidia_uvm").unwrap().unwrap();
         assert_eq!(line.file, "extra/nvidia-uvm.ko.zst");
-        assert_eq!(line.dependencies, ["kernel/crypto/ecc.ko", "kernel/crypto/ecdh_generic.ko", "extra/nvidia.ko.xz"]);
-        assert_eq!(index.line("ecc").unwrap().unwrap().dependencies, Vec::<&str>::new());
-        assert_eq!(index.line("nvidia-uvm").unwrap(), None, "the kernel has no such name");
+        assert_eq!(
+            line.dependencies,
+            [
+                "kernel/crypto/ecc.ko",
+                "kernel/crypto/ecdh_generic.ko",
+                "extra/nvidia.ko.xz"
+            ]
+        );
+        assert_eq!(
+            index.line("ecc").unwrap().unwrap().dependencies,
+            Vec::<&str>::new()
+        );
+        assert_eq!(
+            index.line("nvidia-uvm").unwrap(),
+            None,
+            "the kernel has no such name"
+        );
         assert_eq!(index.line("").unwrap(), None);
     }
 
@@ -151,10 +201,19 @@ mod tests {
     fn aliases_are_patterns_and_builtins_are_names() {
         let alias = include_str!("../../../tests/fixtures/modules/modules.alias");
         let index = Index::from_texts("", alias, "kernel/drivers/pci/pci-stub.ko\n\n");
-        assert_eq!(index.aliased("pci:v000010DEd00002330sv000010DEsd000016C1bc03sc02i00").unwrap(), ["nouveau", "nvidia"]);
+        assert_eq!(
+            index
+                .aliased("pci:v000010DEd00002330sv000010DEsd000016C1bc03sc02i00")
+                .unwrap(),
+            ["nouveau", "nvidia"]
+        );
         assert_eq!(index.aliased("platform:a_b").unwrap(), ["dashed"]);
         assert_eq!(index.aliased("x").unwrap(), Vec::<&str>::new());
-        assert!(index.is_builtin("pci_stub").unwrap() && !index.is_builtin("").unwrap() && !index.is_builtin("nvidia").unwrap());
+        assert!(
+            index.is_builtin("pci_stub").unwrap()
+                && !index.is_builtin("").unwrap()
+                && !index.is_builtin("nvidia").unwrap()
+        );
     }
 
     #[test]
@@ -177,7 +236,10 @@ mod tests {
         let missing = index.line("x").unwrap_err();
         assert_eq!(
             (missing.path.as_path(), missing.why.as_str()),
-            (Path::new("/nonexistent/6.1/modules.dep"), "ENOENT: No such file or directory")
+            (
+                Path::new("/nonexistent/6.1/modules.dep"),
+                "ENOENT: No such file or directory"
+            )
         );
     }
 }

@@ -53,9 +53,18 @@ pub struct Plan {
 
 /// Meaning of a name: an alias of modprobe.d before a module, a module before a module's own alias.
 pub fn meaning(name: &str, index: &Index, settings: &Settings) -> Result<Meaning, Unreadable> {
-    let Some(name) = normalised(name) else { return Ok(Meaning::Nothing) };
-    let found = |module: &str, alias: Option<&str>| Found { module: module.into(), alias: alias.map(Into::into) };
-    let aliased: Vec<Found> = settings.aliased(&name).into_iter().map(|(alias, module)| found(module, Some(alias))).collect();
+    let Some(name) = normalised(name) else {
+        return Ok(Meaning::Nothing);
+    };
+    let found = |module: &str, alias: Option<&str>| Found {
+        module: module.into(),
+        alias: alias.map(Into::into),
+    };
+    let aliased: Vec<Found> = settings
+        .aliased(&name)
+        .into_iter()
+        .map(|(alias, module)| found(module, Some(alias)))
+        .collect();
     if !aliased.is_empty() {
         return Ok(Meaning::Modules(aliased));
     }
@@ -63,18 +72,40 @@ pub fn meaning(name: &str, index: &Index, settings: &Settings) -> Result<Meaning
     if !name.contains(':') && index.line(&name)?.is_some() {
         return Ok(Meaning::Modules(vec![found(&name, None)]));
     }
-    let aliased: Vec<Found> = index.aliased(&name)?.into_iter().map(|module| found(module, Some(&name))).collect();
+    let aliased: Vec<Found> = index
+        .aliased(&name)?
+        .into_iter()
+        .map(|module| found(module, Some(&name)))
+        .collect();
     if !aliased.is_empty() {
         return Ok(Meaning::Modules(aliased));
     }
-    Ok(if index.is_builtin(&name)? { Meaning::Builtin } else { Meaning::Nothing })
+    Ok(if index.is_builtin(&name)? {
+        Meaning::Builtin
+    } else {
+        Meaning::Nothing
+    })
 }
 
 /// Plan for a module; None if modules.dep does not list it.
 pub fn plan(found: &Found, index: &Index, settings: &Settings) -> Result<Option<Plan>, Unreadable> {
-    let Some(line) = index.line(&found.module)? else { return Ok(None) };
-    let required = line.dependencies.iter().map(|file| module_name(file)).chain([found.module.clone()]).collect();
-    let mut walk = Walk { index, settings, visited: HashSet::new(), listed: HashSet::new(), required, plan: Plan::default() };
+    let Some(line) = index.line(&found.module)? else {
+        return Ok(None);
+    };
+    let required = line
+        .dependencies
+        .iter()
+        .map(|file| module_name(file))
+        .chain([found.module.clone()])
+        .collect();
+    let mut walk = Walk {
+        index,
+        settings,
+        visited: HashSet::new(),
+        listed: HashSet::new(),
+        required,
+        plan: Plan::default(),
+    };
     walk.visit(found, 0)?;
     Ok(Some(walk.plan))
 }
@@ -95,18 +126,31 @@ impl Walk<'_> {
             return Ok(());
         }
         if depth > MAX_DEPTH {
-            self.plan.notes.push(format!("{} is left out: more than {MAX_DEPTH} soft dependencies deep", found.module));
+            self.plan.notes.push(format!(
+                "{} is left out: more than {MAX_DEPTH} soft dependencies deep",
+                found.module
+            ));
             return Ok(());
         }
         let Some(line) = self.index.line(&found.module)? else {
             if !self.index.is_builtin(&found.module)? {
-                self.plan.notes.push(format!("{} is left out: modules.dep does not list it", found.module));
+                self.plan.notes.push(format!(
+                    "{} is left out: modules.dep does not list it",
+                    found.module
+                ));
             }
             // A module without a file still gets its soft dependencies.
             return self.place(found, None, depth);
         };
         for file in line.dependencies {
-            self.place(&Found { module: module_name(file), alias: None }, Some(file), depth)?;
+            self.place(
+                &Found {
+                    module: module_name(file),
+                    alias: None,
+                },
+                Some(file),
+                depth,
+            )?;
         }
         self.place(found, Some(line.file), depth)
     }
@@ -136,10 +180,20 @@ impl Walk<'_> {
 
     fn soft(&mut self, name: &str, of: &str, depth: usize) -> Result<(), Unreadable> {
         match meaning(name, self.index, self.settings)? {
-            Meaning::Modules(all) => all.iter().try_for_each(|found| self.visit(found, depth + 1)),
-            Meaning::Builtin => self.visit(&Found { module: name.replace('-', "_"), alias: None }, depth + 1),
+            Meaning::Modules(all) => all
+                .iter()
+                .try_for_each(|found| self.visit(found, depth + 1)),
+            Meaning::Builtin => self.visit(
+                &Found {
+                    module: name.replace('-', "_"),
+                    alias: None,
+                },
+                depth + 1,
+            ),
             Meaning::Nothing => {
-                self.plan.notes.push(format!("{name}, a soft dependency of {of}, is left out: there is no such module"));
+                self.plan.notes.push(format!(
+                    "{name}, a soft dependency of {of}, is left out: there is no such module"
+                ));
                 Ok(())
             }
         }
@@ -162,39 +216,78 @@ mod tests {
 
     /// Names in load order, with a `?` behind optional ones, and the notes.
     fn order(dep: &str, conf: &str, name: &str) -> (String, Vec<String>) {
-        let (index, settings) = (Index::from_texts(dep, ALIAS, "kernel/lib/built-in.ko\n"), settings(conf));
-        let Meaning::Modules(found) = meaning(name, &index, &settings).unwrap() else { panic!("{name} is no module") };
+        let (index, settings) = (
+            Index::from_texts(dep, ALIAS, "kernel/lib/built-in.ko\n"),
+            settings(conf),
+        );
+        let Meaning::Modules(found) = meaning(name, &index, &settings).unwrap() else {
+            panic!("{name} is no module")
+        };
         assert_eq!(found.len(), 1);
         let plan = plan(&found[0], &index, &settings).unwrap().unwrap();
-        let names: Vec<String> = plan.modules.iter().map(|m| format!("{}{}", m.module, if m.required { "" } else { "?" })).collect();
+        let names: Vec<String> = plan
+            .modules
+            .iter()
+            .map(|m| format!("{}{}", m.module, if m.required { "" } else { "?" }))
+            .collect();
         (names.join(" "), plan.notes)
     }
 
     #[test]
     fn dependencies_come_first_and_soft_ones_around() {
-        assert_eq!(order(DEP, "", "nvidia-uvm").0, "ecc ecdh_generic nvidia nvidia_uvm");
+        assert_eq!(
+            order(DEP, "", "nvidia-uvm").0,
+            "ecc ecdh_generic nvidia nvidia_uvm"
+        );
         let conf = "softdep nvidia pre: drm post: nvidia-drm\nsoftdep ecc pre: built-in";
-        assert_eq!(order(DEP, conf, "nvidia_uvm").0, "ecc ecdh_generic drm? nvidia nvidia_drm? nvidia_uvm");
+        assert_eq!(
+            order(DEP, conf, "nvidia_uvm").0,
+            "ecc ecdh_generic drm? nvidia nvidia_drm? nvidia_uvm"
+        );
         let (names, notes) = order(DEP, "softdep nv* pre: nosuch crypto-ecdh", "nvidia");
         assert_eq!(names, "ecc ecdh_generic nvidia");
-        assert_eq!(notes, ["nosuch, a soft dependency of nvidia, is left out: there is no such module"]);
+        assert_eq!(
+            notes,
+            ["nosuch, a soft dependency of nvidia, is left out: there is no such module"]
+        );
     }
 
     #[test]
     fn cycles_end() {
         let dep = "a.ko: b.ko a.ko\nb.ko: a.ko b.ko\nc.ko:\n";
         assert_eq!(order(dep, "", "a").0, "a b");
-        assert_eq!(order(dep, "softdep c pre: c post: c\nsoftdep a pre: b c post: a", "c").0, "c");
-        assert_eq!(order(dep, "softdep a pre: c\nsoftdep b pre: c\nsoftdep c pre: a post: b", "c").0, "a? b? c");
+        assert_eq!(
+            order(
+                dep,
+                "softdep c pre: c post: c\nsoftdep a pre: b c post: a",
+                "c"
+            )
+            .0,
+            "c"
+        );
+        assert_eq!(
+            order(
+                dep,
+                "softdep a pre: c\nsoftdep b pre: c\nsoftdep c pre: a post: b",
+                "c"
+            )
+            .0,
+            "a? b? c"
+        );
     }
 
     #[test]
     fn a_long_chain_of_soft_dependencies_is_cut() {
         let dep: String = (0..1000).map(|n| format!("m{n}.ko:\n")).collect();
-        let conf: String = (0..999).map(|n| format!("softdep m{n} pre: m{}\n", n + 1)).collect();
+        let conf: String = (0..999)
+            .map(|n| format!("softdep m{n} pre: m{}\n", n + 1))
+            .collect();
         let (names, notes) = order(&dep, &conf, "m0");
         assert_eq!(names.split(' ').count(), MAX_DEPTH + 1);
-        assert_eq!(notes, ["m33 is left out: more than 32 soft dependencies deep"]);
+        assert_eq!(
+            notes,
+            ["m33 is left out: more than 32 soft dependencies deep"]
+        );
     }
 
     #[test]
@@ -202,11 +295,18 @@ mod tests {
         let index = Index::from_texts(DEP, ALIAS, "kernel/lib/built-in.ko\n");
         let settings = settings("alias ecc off\nalias gpu nvidia\nalias gpu* drm");
         let all = |name: &str| match meaning(name, &index, &settings).unwrap() {
-            Meaning::Modules(found) => found.iter().map(|f| format!("{}={}", f.module, f.alias.as_deref().unwrap_or("-"))).collect(),
+            Meaning::Modules(found) => found
+                .iter()
+                .map(|f| format!("{}={}", f.module, f.alias.as_deref().unwrap_or("-")))
+                .collect(),
             Meaning::Builtin => "builtin".to_string(),
             Meaning::Nothing => "nothing".to_string(),
         };
-        assert_eq!(all("ecc"), "off=ecc", "an alias of modprobe.d comes before a module");
+        assert_eq!(
+            all("ecc"),
+            "off=ecc",
+            "an alias of modprobe.d comes before a module"
+        );
         assert_eq!(all("gpu"), "nvidia=gpudrm=gpu*");
         assert_eq!(all("nvidia-uvm"), "nvidia_uvm=-");
         assert_eq!(all("char-major-195-255"), "nvidia=char_major_195_255");
@@ -216,7 +316,12 @@ mod tests {
         );
         assert_eq!(
             (all("built_in"), all("nosuch"), all("a]b"), all("")),
-            ("builtin".into(), "nothing".into(), "nothing".into(), "nothing".into())
+            (
+                "builtin".into(),
+                "nothing".into(),
+                "nothing".into(),
+                "nothing".into()
+            )
         );
     }
 }

@@ -8,8 +8,8 @@
 mod error;
 pub mod file;
 pub mod index;
-pub mod pattern;
 pub mod load_plan;
+pub mod pattern;
 pub mod settings;
 
 pub use error::{Hint, LoadError, Unreadable};
@@ -58,7 +58,10 @@ impl Modules {
     /// modprobe.d stays that of `root`.
     pub fn in_tree(root: &Path, tree: &Path, kernel: &str, command_line: &[u8]) -> Self {
         let directories = DIRECTORIES.map(|d| tree.join(d).join(kernel));
-        let directory = directories.iter().find(|d| d.join("modules.dep").exists()).unwrap_or(&directories[0]);
+        let directory = directories
+            .iter()
+            .find(|d| d.join("modules.dep").exists())
+            .unwrap_or(&directories[0]);
         Self {
             root: root.into(),
             kernel: kernel.into(),
@@ -93,8 +96,13 @@ impl Modules {
     pub fn show_depends(&self, asked: &str) -> Result<Vec<(PathBuf, String)>, LoadError> {
         let plans = self.plans(asked)?;
         let mut seen = HashSet::new();
-        let modules = plans.iter().flat_map(|plan| &plan.modules).filter(|m| seen.insert(&m.module));
-        Ok(modules.map(|m| (self.path(m), self.options_of(&m.module, m.alias.as_deref()))).collect())
+        let modules = plans
+            .iter()
+            .flat_map(|plan| &plan.modules)
+            .filter(|m| seen.insert(&m.module));
+        Ok(modules
+            .map(|m| (self.path(m), self.options_of(&m.module, m.alias.as_deref())))
+            .collect())
     }
 
     /// Loads a module (or all of an alias) and its dependencies, one `module.load` step each;
@@ -108,7 +116,9 @@ impl Modules {
                 tracing::info!(name: names::MODULE_CONFIG, module = %asked, note = %note);
             }
             // Try each module of the alias.
-            failed = failed.or(self.load_all(&asked.replace('-', "_"), &plan, &mut last).err());
+            failed = failed.or(self
+                .load_all(&asked.replace('-', "_"), &plan, &mut last)
+                .err());
         }
         failed.map_or(Ok(last), Err)
     }
@@ -142,7 +152,11 @@ impl Modules {
 
     /// Runs inside the module's step.
     fn load_one(&self, asked: &str, planned: &Planned) -> Result<(), LoadError> {
-        let (asked, module, path) = (asked.to_string(), planned.module.clone(), self.path(planned));
+        let (asked, module, path) = (
+            asked.to_string(),
+            planned.module.clone(),
+            self.path(planned),
+        );
         // Check first: the kernel would read and verify the whole file before EEXIST, or return
         // EPERM once modules_disabled is set.
         if self.is_live(&module) {
@@ -152,10 +166,23 @@ impl Modules {
         for command in self.settings().commands(&module) {
             tracing::warn!(name: names::MODULE_CONFIG, module = %module, error = %command);
         }
-        let hint = |magic| Box::new(Hint { magic, kernel: self.kernel.clone(), disabled: self.modules_disabled() });
+        let hint = |magic| {
+            Box::new(Hint {
+                magic,
+                kernel: self.kernel.clone(),
+                disabled: self.modules_disabled(),
+            })
+        };
         // Neither modprobe.d nor the command line can contain a NUL.
-        let Ok(parameters) = CString::new(self.options_of(&module, planned.alias.as_deref())) else {
-            return Err(LoadError::Refused { asked, module, path, errno: Errno::EINVAL, hint: hint(None) });
+        let Ok(parameters) = CString::new(self.options_of(&module, planned.alias.as_deref()))
+        else {
+            return Err(LoadError::Refused {
+                asked,
+                module,
+                path,
+                errno: Errno::EINVAL,
+                hint: hint(None),
+            });
         };
         match file::load(&path, &parameters, || self.kernel_unpacks()) {
             Ok(None) => Ok(()),
@@ -163,30 +190,60 @@ impl Modules {
                 tracing::Span::current().record("unpacked", tracing::field::display(format));
                 Ok(())
             }
-            Err(Fault::Open(errno)) => Err(LoadError::NoFile { asked, module, path, errno }),
-            Err(Fault::Read(errno)) => Err(LoadError::Unreadable { asked, module, path, why: Unreadable::Read(errno) }),
-            Err(Fault::Packed { format, why }) => {
-                Err(LoadError::Unreadable { asked, module, path, why: Unreadable::Packed { format, why } })
-            }
-            Err(Fault::Refused { errno, magic }) => Err(LoadError::Refused { asked, module, path, errno, hint: hint(magic) }),
+            Err(Fault::Open(errno)) => Err(LoadError::NoFile {
+                asked,
+                module,
+                path,
+                errno,
+            }),
+            Err(Fault::Read(errno)) => Err(LoadError::Unreadable {
+                asked,
+                module,
+                path,
+                why: Unreadable::Read(errno),
+            }),
+            Err(Fault::Packed { format, why }) => Err(LoadError::Unreadable {
+                asked,
+                module,
+                path,
+                why: Unreadable::Packed { format, why },
+            }),
+            Err(Fault::Refused { errno, magic }) => Err(LoadError::Refused {
+                asked,
+                module,
+                path,
+                errno,
+                hint: hint(magic),
+            }),
         }
     }
 
     /// A plan for each module of the name; none if it is built in.
     fn plans(&self, asked: &str) -> Result<Vec<Plan>, LoadError> {
         let name = asked.replace('-', "_");
-        let no_index = |e: index::Unreadable| LoadError::NoIndex { asked: name.clone(), path: e.path, why: e.why };
-        let unknown = || LoadError::Unknown { asked: name.clone(), index: self.index.path().into() };
+        let no_index = |e: index::Unreadable| LoadError::NoIndex {
+            asked: name.clone(),
+            path: e.path,
+            why: e.why,
+        };
+        let unknown = || LoadError::Unknown {
+            asked: name.clone(),
+            index: self.index.path().into(),
+        };
         let settings = self.settings();
         let all = match load_plan::meaning(asked, &self.index, settings).map_err(no_index)? {
             Meaning::Modules(all) => all,
             Meaning::Builtin => return Ok(Vec::new()),
             Meaning::Nothing => return Err(unknown()),
         };
-        let (black, wanted): (Vec<&Found>, Vec<&Found>) =
-            all.iter().partition(|found| found.alias.is_some() && settings.is_blacklisted(&found.module));
+        let (black, wanted): (Vec<&Found>, Vec<&Found>) = all
+            .iter()
+            .partition(|found| found.alias.is_some() && settings.is_blacklisted(&found.module));
         if wanted.is_empty() {
-            return Err(LoadError::Blacklisted { asked: name.clone(), modules: black.iter().map(|f| f.module.clone()).collect() });
+            return Err(LoadError::Blacklisted {
+                asked: name.clone(),
+                modules: black.iter().map(|f| f.module.clone()).collect(),
+            });
         }
         let mut plans = Vec::new();
         let mut off = None;
@@ -194,7 +251,12 @@ impl Modules {
             match load_plan::plan(found, &self.index, settings).map_err(no_index)? {
                 Some(plan) => plans.push(plan),
                 None if self.index.is_builtin(&found.module).map_err(no_index)? => {}
-                None => off = Some(LoadError::Off { asked: name.clone(), target: found.module.clone() }),
+                None => {
+                    off = Some(LoadError::Off {
+                        asked: name.clone(),
+                        target: found.module.clone(),
+                    })
+                }
             }
         }
         // An alias may stand for several modules; one of them suffices.
@@ -203,7 +265,8 @@ impl Modules {
 
     fn settings(&self) -> &Settings {
         self.settings.get_or_init(|| {
-            let (settings, problems) = Settings::read(&self.root, &self.directory, &self.command_line);
+            let (settings, problems) =
+                Settings::read(&self.root, &self.directory, &self.command_line);
             for problem in problems {
                 tracing::warn!(name: names::MODULE_CONFIG, error = %problem);
             }
@@ -212,8 +275,16 @@ impl Modules {
     }
 
     fn options_of(&self, module: &str, alias: Option<&str>) -> String {
-        let added = self.added.iter().filter(|(name, _)| name == module).map(|(_, options)| options.clone());
-        let all: Vec<String> = [self.settings().options(module, alias)].into_iter().chain(added).filter(|o| !o.is_empty()).collect();
+        let added = self
+            .added
+            .iter()
+            .filter(|(name, _)| name == module)
+            .map(|(_, options)| options.clone());
+        let all: Vec<String> = [self.settings().options(module, alias)]
+            .into_iter()
+            .chain(added)
+            .filter(|o| !o.is_empty())
+            .collect();
         all.join(" ")
     }
 
@@ -223,16 +294,21 @@ impl Modules {
 
     /// Whether the kernel has the module, and its init has succeeded.
     fn is_live(&self, module: &str) -> bool {
-        std::fs::read_to_string(self.root.join("sys/module").join(module).join("initstate")).is_ok_and(|state| state.trim() == "live")
+        std::fs::read_to_string(self.root.join("sys/module").join(module).join("initstate"))
+            .is_ok_and(|state| state.trim() == "live")
     }
 
     /// Format that the kernel decompresses itself: only with CONFIG_MODULE_DECOMPRESS, since 5.17.
     fn kernel_unpacks(&self) -> Option<Format> {
-        std::fs::read_to_string(self.root.join("sys/module/compression")).ok().and_then(|word| Format::named(&word))
+        std::fs::read_to_string(self.root.join("sys/module/compression"))
+            .ok()
+            .and_then(|word| Format::named(&word))
     }
 
     fn modules_disabled(&self) -> Option<bool> {
-        std::fs::read_to_string(self.root.join("proc/sys/kernel/modules_disabled")).ok().map(|text| text.trim() == "1")
+        std::fs::read_to_string(self.root.join("proc/sys/kernel/modules_disabled"))
+            .ok()
+            .map(|text| text.trim() == "1")
     }
 }
 
@@ -245,9 +321,18 @@ mod tests {
 
     impl Root {
         fn new(test: &str) -> Self {
-            let root = Self(std::env::temp_dir().join(format!("kata-gpu-modules-{test}-{}", std::process::id())));
-            root.write("lib/modules/6.1.0-test/modules.dep", include_bytes!("../../../tests/fixtures/modules/modules.dep"));
-            root.write("lib/modules/6.1.0-test/modules.alias", include_bytes!("../../../tests/fixtures/modules/modules.alias"));
+            let root = Self(
+                std::env::temp_dir()
+                    .join(format!("kata-gpu-modules-{test}-{}", std::process::id())),
+            );
+            root.write(
+                "lib/modules/6.1.0-test/modules.dep",
+                include_bytes!("../../../tests/fixtures/modules/modules.dep"),
+            );
+            root.write(
+                "lib/modules/6.1.0-test/modules.alias",
+                include_bytes!("../../../tests/fixtures/modules/modules.alias"),
+            );
             root
         }
 
@@ -271,15 +356,29 @@ mod tests {
     #[test]
     fn options_order_is_modprobe_d_command_line_caller() {
         let root = Root::new("options");
-        root.write("etc/modprobe.d/nvidia.conf", b"options nvidia a=1\noptions nvidia-uvm u=1\n");
+        root.write(
+            "etc/modprobe.d/nvidia.conf",
+            b"options nvidia a=1\noptions nvidia-uvm u=1\n",
+        );
         let mut modules = root.modules("nvidia.a=2 nvidia-uvm.u=2");
         modules.add_options("nvidia-uvm", "u=3");
-        assert_eq!((modules.options("nvidia").as_str(), modules.options("nvidia-uvm").as_str()), ("a=1 a=2", "u=1 u=2 u=3"));
+        assert_eq!(
+            (
+                modules.options("nvidia").as_str(),
+                modules.options("nvidia-uvm").as_str()
+            ),
+            ("a=1 a=2", "u=1 u=2 u=3")
+        );
         let all: Vec<String> = modules
             .show_depends("nvidia-uvm")
             .unwrap()
             .iter()
-            .map(|(path, options)| format!("{} {options}", path.strip_prefix(&root.0).unwrap().display()))
+            .map(|(path, options)| {
+                format!(
+                    "{} {options}",
+                    path.strip_prefix(&root.0).unwrap().display()
+                )
+            })
             .collect();
         assert_eq!(
             all,
@@ -296,29 +395,65 @@ mod tests {
     fn what_is_missing_is_named_with_the_cure() {
         let mut modules = Modules::new(Path::new("/nonexistent"), "6.1.0-test", b"");
         let error = modules.load("nvidia").unwrap_err().to_string();
-        assert!(error.contains("/nonexistent/lib/modules/6.1.0-test/modules.dep") && error.contains("run depmod"), "{error}");
+        assert!(
+            error.contains("/nonexistent/lib/modules/6.1.0-test/modules.dep")
+                && error.contains("run depmod"),
+            "{error}"
+        );
         let root = Root::new("missing");
         let mut modules = root.modules("");
         let error = modules.load("nvidia-peermem").unwrap_err().to_string();
-        assert!(error.contains("load module nvidia_peermem: ") && error.contains("does not list it"), "{error}");
+        assert!(
+            error.contains("load module nvidia_peermem: ") && error.contains("does not list it"),
+            "{error}"
+        );
         let error = modules.load("nvidia-uvm").unwrap_err().to_string();
-        let wanted = format!("open {}: ENOENT: No such file", root.0.join("lib/modules/6.1.0-test/kernel/crypto/ecc.ko").display());
-        assert!(error.starts_with("load module nvidia_uvm: it needs ecc: ") && error.contains(&wanted), "{error}");
+        let wanted = format!(
+            "open {}: ENOENT: No such file",
+            root.0
+                .join("lib/modules/6.1.0-test/kernel/crypto/ecc.ko")
+                .display()
+        );
+        assert!(
+            error.starts_with("load module nvidia_uvm: it needs ecc: ") && error.contains(&wanted),
+            "{error}"
+        );
     }
 
     #[test]
     fn aliases_lead_to_modules_to_nothing_or_to_what_is_blacklisted() {
         let root = Root::new("aliases");
-        root.write("lib/modprobe.d/x.conf", b"alias nvidia-drm off\nalias gpu nvidia\nblacklist nouveau\n");
+        root.write(
+            "lib/modprobe.d/x.conf",
+            b"alias nvidia-drm off\nalias gpu nvidia\nblacklist nouveau\n",
+        );
         let modules = root.modules("modprobe.blacklist=ecdh-generic");
         assert_eq!(modules.show_depends("gpu").unwrap().len(), 3);
         let error = modules.show_depends("nvidia-drm").unwrap_err().to_string();
-        assert!(error.contains("load module nvidia_drm: an alias makes it off, and there is no such module"), "{error}");
+        assert!(
+            error.contains(
+                "load module nvidia_drm: an alias makes it off, and there is no such module"
+            ),
+            "{error}"
+        );
         let error = modules.show_depends("crypto-ecdh").unwrap_err().to_string();
-        assert!(error.contains("it stands for ecdh_generic, blacklisted"), "{error}");
-        assert_eq!(modules.show_depends("ecdh-generic").unwrap().len(), 2, "a module's own name is not an alias");
+        assert!(
+            error.contains("it stands for ecdh_generic, blacklisted"),
+            "{error}"
+        );
+        assert_eq!(
+            modules.show_depends("ecdh-generic").unwrap().len(),
+            2,
+            "a module's own name is not an alias"
+        );
         // nouveau is blacklisted and absent; nvidia stays.
-        assert_eq!(modules.show_depends("pci:v000010DEd00002330sv0sd0bc03sc02i00").unwrap().len(), 3);
+        assert_eq!(
+            modules
+                .show_depends("pci:v000010DEd00002330sv0sd0bc03sc02i00")
+                .unwrap()
+                .len(),
+            3
+        );
     }
 
     #[test]
@@ -327,12 +462,21 @@ mod tests {
         for module in ["ecc", "ecdh_generic", "nvidia"] {
             root.write(&format!("sys/module/{module}/initstate"), b"live\n");
         }
-        root.write("lib/modules/6.1.0-test/modules.builtin", b"kernel/drivers/vfio/vfio.ko\n");
+        root.write(
+            "lib/modules/6.1.0-test/modules.builtin",
+            b"kernel/drivers/vfio/vfio.ko\n",
+        );
         let mut modules = root.modules("");
         assert!(modules.load("nvidia").is_ok());
         assert!(modules.load("vfio").is_ok());
         root.write("sys/module/nvidia_uvm/initstate", b"coming\n");
-        assert!(matches!(modules.load("nvidia-uvm"), Err(LoadError::NoFile { errno: Errno::ENOENT, .. })));
+        assert!(matches!(
+            modules.load("nvidia-uvm"),
+            Err(LoadError::NoFile {
+                errno: Errno::ENOENT,
+                ..
+            })
+        ));
     }
 
     #[test]
@@ -341,8 +485,15 @@ mod tests {
         for module in ["ecc", "ecdh_generic"] {
             root.write(&format!("sys/module/{module}/initstate"), b"live\n");
         }
-        root.write("lib/modules/6.1.0-test/extra/nvidia.ko.xz", b"\xfd7zXZ\0 and then nothing that is xz");
+        root.write(
+            "lib/modules/6.1.0-test/extra/nvidia.ko.xz",
+            b"\xfd7zXZ\0 and then nothing that is xz",
+        );
         let error = root.modules("").load("nvidia").unwrap_err().to_string();
-        assert!(error.starts_with("load module nvidia: decompress ") && error.contains("extra/nvidia.ko.xz: xz: "), "{error}");
+        assert!(
+            error.starts_with("load module nvidia: decompress ")
+                && error.contains("extra/nvidia.ko.xz: xz: "),
+            "{error}"
+        );
     }
 }

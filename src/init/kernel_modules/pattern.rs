@@ -119,7 +119,10 @@ mod tests {
         assert_eq!(module_name("extra/nvidia-uvm.ko.xz"), "nvidia_uvm");
         assert_eq!(module_name("nvidia.ko"), "nvidia");
         assert_eq!(module_name(""), "");
-        assert_eq!(normalised("pci:v-*[0-9]-x").as_deref(), Some("pci:v_*[0-9]_x"));
+        assert_eq!(
+            normalised("pci:v-*[0-9]-x").as_deref(),
+            Some("pci:v_*[0-9]_x")
+        );
         for unbalanced in ["a]", "[a", "a[b]]"] {
             assert_eq!(normalised(unbalanced), None, "{unbalanced}");
         }
@@ -132,7 +135,10 @@ mod tests {
             ("*", ""),
             ("**", "x"),
             ("a*b*c", "a-b-b-c"),
-            ("pci:v000010DEd*sv*sd*bc03sc0[02]i00*", "pci:v000010DEd00002330sv000010DEsd000016C1bc03sc02i00"),
+            (
+                "pci:v000010DEd*sv*sd*bc03sc0[02]i00*",
+                "pci:v000010DEd00002330sv000010DEsd000016C1bc03sc02i00",
+            ),
             ("fs-*", "fs-/x"),
             ("?", "-"),
             ("[a-c]x", "bx"),
@@ -144,7 +150,10 @@ mod tests {
             ("\\*", "*"),
             ("[a", "[a"),
         ] {
-            assert!(matches(pattern, text), "{pattern:?} does not match {text:?}");
+            assert!(
+                matches(pattern, text),
+                "{pattern:?} does not match {text:?}"
+            );
         }
         for (pattern, text) in [
             ("", "x"),
@@ -164,6 +173,9 @@ mod tests {
 
     #[test]
     fn a_pattern_made_to_take_long_does_not() {
-        assert!(!matches(&"a*".repeat(1000), &format!("{}b", "a".repeat(900))));
+        assert!(!matches(
+            &"a*".repeat(1000),
+            &format!("{}b", "a".repeat(900))
+        ));
     }
 }

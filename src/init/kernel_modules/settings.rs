@@ -13,7 +13,13 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Directories of modprobe.d, the strongest first.
-const DIRECTORIES: [&str; 5] = ["etc/modprobe.d", "run/modprobe.d", "usr/local/lib/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d"];
+const DIRECTORIES: [&str; 5] = [
+    "etc/modprobe.d",
+    "run/modprobe.d",
+    "usr/local/lib/modprobe.d",
+    "usr/lib/modprobe.d",
+    "lib/modprobe.d",
+];
 /// Soft dependencies that depmod collects from the modules, in modprobe.d's format.
 const SOFTDEP: &str = "modules.softdep";
 /// Limit of a file: none of this kind has more than some kB.
@@ -69,12 +75,20 @@ pub struct Settings {
 impl Settings {
     /// Reads all files for the modules in `directory`. Missing files are no problem.
     pub fn read(root: &Path, directory: &Path, command_line: &[u8]) -> (Self, Vec<Problem>) {
-        let mut settings = Self { blacklist: module_blacklist(command_line), command_line: command_line.to_vec(), ..Self::default() };
+        let mut settings = Self {
+            blacklist: module_blacklist(command_line),
+            command_line: command_line.to_vec(),
+            ..Self::default()
+        };
         let mut problems = Vec::new();
         for file in files(root, directory, &mut problems) {
             match text(&file) {
                 Ok(text) => problems.extend(settings.parse(&file, &text)),
-                Err(what) => problems.push(Problem { file, line: 0, what }),
+                Err(what) => problems.push(Problem {
+                    file,
+                    line: 0,
+                    what,
+                }),
             }
         }
         (settings, problems)
@@ -88,33 +102,59 @@ impl Settings {
                 continue;
             }
             if let Err(what) = self.line(file, number, &line) {
-                problems.push(Problem { file: file.into(), line: number, what });
+                problems.push(Problem {
+                    file: file.into(),
+                    line: number,
+                    what,
+                });
             }
         }
         problems
     }
 
     fn line(&mut self, file: &Path, line: usize, text: &str) -> Result<(), String> {
-        let Some((verb, rest)) = word(text) else { return Ok(()) };
+        let Some((verb, rest)) = word(text) else {
+            return Ok(());
+        };
         if text.contains('\0') {
             return Err("has a NUL byte; left out".into());
         }
         let (name, rest) = word(rest).unwrap_or_default();
-        let bad = || format!("{:?} is not a line that modprobe.d knows; left out", cut(text));
+        let bad = || {
+            format!(
+                "{:?} is not a line that modprobe.d knows; left out",
+                cut(text)
+            )
+        };
         let name = normalised(name).filter(|n| !n.is_empty()).ok_or_else(bad)?;
         let rest = rest.trim_matches(BLANK);
         match (verb, rest) {
             ("blacklist", _) => self.blacklist.push(name),
             (_, "") => return Err(bad()),
             ("alias", _) => {
-                let module = rest.split(BLANK).next().and_then(normalised).ok_or_else(bad)?;
+                let module = rest
+                    .split(BLANK)
+                    .next()
+                    .and_then(normalised)
+                    .ok_or_else(bad)?;
                 self.aliases.push((name, module));
             }
             ("options", _) => self.options.push((name, rest.replace('\t', " "))),
             ("softdep", _) => self.softdeps.push(softdep(name, rest)),
             ("install" | "remove", _) => {
-                let what = format!("{verb} command for {} is not run: this init runs no commands: {:?}", cut(&name), cut(rest));
-                self.commands.push(Command { pattern: name, problem: Problem { file: file.into(), line, what } });
+                let what = format!(
+                    "{verb} command for {} is not run: this init runs no commands: {:?}",
+                    cut(&name),
+                    cut(rest)
+                );
+                self.commands.push(Command {
+                    pattern: name,
+                    problem: Problem {
+                        file: file.into(),
+                        line,
+                        what,
+                    },
+                });
             }
             // Keyword for tools that build images; a load ignores it.
             ("weakdep", _) => {}
@@ -146,8 +186,12 @@ impl Settings {
     /// Options for a module, those of the command line last. `alias`: the alias that led to the
     /// module.
     pub fn options(&self, module: &str, alias: Option<&str>) -> String {
-        let mut options: Vec<String> =
-            self.options.iter().filter(|(name, _)| name == module || Some(name.as_str()) == alias).map(|(_, o)| o.clone()).collect();
+        let mut options: Vec<String> = self
+            .options
+            .iter()
+            .filter(|(name, _)| name == module || Some(name.as_str()) == alias)
+            .map(|(_, o)| o.clone())
+            .collect();
         options.push(module_parameters(&self.command_line, module));
         options.retain(|o| !o.is_empty());
         options.join(" ")
@@ -155,7 +199,10 @@ impl Settings {
 
     /// Commands that modprobe would run for this module.
     pub fn commands(&self, module: &str) -> impl Iterator<Item = &Problem> {
-        self.commands.iter().filter(move |c| matches(&c.pattern, module)).map(|c| &c.problem)
+        self.commands
+            .iter()
+            .filter(move |c| matches(&c.pattern, module))
+            .map(|c| &c.problem)
     }
 }
 
@@ -172,7 +219,10 @@ fn cut(text: &str) -> String {
 }
 
 fn softdep(pattern: String, text: &str) -> Softdep {
-    let mut softdep = Softdep { pattern, ..Softdep::default() };
+    let mut softdep = Softdep {
+        pattern,
+        ..Softdep::default()
+    };
     let mut list: Option<&mut Vec<String>> = None;
     for word in text.split_ascii_whitespace() {
         match (word, &mut list) {
@@ -229,7 +279,11 @@ fn files(root: &Path, directory: &Path, problems: &mut Vec<Problem>) -> Vec<Path
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
             Err(error) => {
-                problems.push(Problem { file: directory, line: 0, what: format!("read directory: {error}; left out") });
+                problems.push(Problem {
+                    file: directory,
+                    line: 0,
+                    what: format!("read directory: {error}; left out"),
+                });
                 continue;
             }
         };
@@ -254,11 +308,17 @@ fn text(file: &Path) -> Result<String, String> {
     }
     let mut bytes = Vec::new();
     let open = std::fs::File::open(file);
-    open.and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes)).map_err(|e| format!("read: {e}; left out"))?;
+    open.and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes))
+        .map_err(|e| format!("read: {e}; left out"))?;
     if bytes.len() as u64 > MAX_FILE {
         return Err(format!("is longer than {MAX_FILE} bytes; left out"));
     }
-    String::from_utf8(bytes).map_err(|e| format!("byte {} is not UTF-8; left out", e.utf8_error().valid_up_to()))
+    String::from_utf8(bytes).map_err(|e| {
+        format!(
+            "byte {} is not UTF-8; left out",
+            e.utf8_error().valid_up_to()
+        )
+    })
 }
 
 #[cfg(test)]
@@ -273,19 +333,35 @@ mod tests {
 
     #[test]
     fn every_kind_of_line_is_taken() {
-        let (settings, problems) = parsed(include_str!("../../../tests/fixtures/modules/modprobe.d/nvidia.conf"));
+        let (settings, problems) = parsed(include_str!(
+            "../../../tests/fixtures/modules/modprobe.d/nvidia.conf"
+        ));
         assert_eq!(problems, Vec::<String>::new());
-        assert_eq!(settings.options("nvidia", None), "NVreg_DeviceFileMode=0660 NVreg_RegistryDwords=\"A=1; B=2\" NVreg_Other=1");
+        assert_eq!(
+            settings.options("nvidia", None),
+            "NVreg_DeviceFileMode=0660 NVreg_RegistryDwords=\"A=1; B=2\" NVreg_Other=1"
+        );
         assert_eq!(settings.options("nvidia_uvm", None), "uvm_x=1");
-        assert_eq!(settings.aliased("char_major_195_0"), [("char_major_195_*", "nvidia")]);
+        assert_eq!(
+            settings.aliased("char_major_195_0"),
+            [("char_major_195_*", "nvidia")]
+        );
         assert_eq!(settings.aliased("nouveau"), [("nouveau", "off")]);
         assert!(settings.is_blacklisted("nvidia_drm") && !settings.is_blacklisted("nvidia"));
         let softdep = settings.softdep("nvidia").unwrap();
-        assert_eq!((softdep.pre.join(" "), softdep.post.join(" ")), ("drm ecdh_generic".into(), "nvidia-uvm".into()));
-        let commands: Vec<String> = settings.commands("nvidia_modeset").map(ToString::to_string).collect();
+        assert_eq!(
+            (softdep.pre.join(" "), softdep.post.join(" ")),
+            ("drm ecdh_generic".into(), "nvidia-uvm".into())
+        );
+        let commands: Vec<String> = settings
+            .commands("nvidia_modeset")
+            .map(ToString::to_string)
+            .collect();
         assert_eq!(
             commands,
-            ["t.conf:17: install command for nvidia_modeset is not run: this init runs no commands: \"/sbin/modprobe -i nvidia-modeset\""]
+            [
+                "t.conf:17: install command for nvidia_modeset is not run: this init runs no commands: \"/sbin/modprobe -i nvidia-modeset\""
+            ]
         );
     }
 
@@ -302,20 +378,42 @@ mod tests {
     fn bad_lines_are_reported_with_their_place_and_omitted() {
         let text = "options\noptions nvidia\nalias a\nalias a] b\nalias a [b\nfrobnicate x y\n \\\n  softdep\n\ninclude /etc/x\n  # late\nblacklist ok\nalias x \u{0} y\n\\";
         let (settings, problems) = parsed(text);
-        let places: Vec<&str> = problems.iter().filter_map(|p| p.split(':').nth(1)).collect();
-        assert_eq!(places, ["1", "2", "3", "4", "5", "6", "7", "10", "11", "13"], "{problems:?}");
-        assert_eq!(settings, Settings { blacklist: vec!["ok".into()], ..Settings::default() });
-        assert_eq!(problems[1], "t.conf:2: \"options nvidia\" is not a line that modprobe.d knows; left out");
+        let places: Vec<&str> = problems
+            .iter()
+            .filter_map(|p| p.split(':').nth(1))
+            .collect();
+        assert_eq!(
+            places,
+            ["1", "2", "3", "4", "5", "6", "7", "10", "11", "13"],
+            "{problems:?}"
+        );
+        assert_eq!(
+            settings,
+            Settings {
+                blacklist: vec!["ok".into()],
+                ..Settings::default()
+            }
+        );
+        assert_eq!(
+            problems[1],
+            "t.conf:2: \"options nvidia\" is not a line that modprobe.d knows; left out"
+        );
     }
 
     #[test]
     fn lines_are_joined_and_may_be_long() {
-        let long = format!("options nvidia a={}\\\n b=2\\c\noptions nvidia d=1", "x".repeat(100_000));
+        let long = format!(
+            "options nvidia a={}\\\n b=2\\c\noptions nvidia d=1",
+            "x".repeat(100_000)
+        );
         let (settings, problems) = parsed(&long);
         assert!(problems.is_empty(), "{problems:?}");
         assert!(settings.options("nvidia", None).ends_with("x b=2c d=1"));
         let (_, problems) = parsed(&"y".repeat(100_000));
-        assert!(problems.len() == 1 && problems[0].len() < 200, "{problems:?}");
+        assert!(
+            problems.len() == 1 && problems[0].len() < 200,
+            "{problems:?}"
+        );
     }
 
     #[test]
@@ -331,22 +429,41 @@ mod tests {
         write("etc/modprobe.d/b.conf", b"options m from=etc");
         write("lib/modprobe.d/b.conf", b"options m from=lib");
         write("usr/lib/modprobe.d/a.conf", b"options m from=usr");
-        write("run/modprobe.d/z.conf", b"softdep m pre: late\noptions m from=run");
+        write(
+            "run/modprobe.d/z.conf",
+            b"softdep m pre: late\noptions m from=run",
+        );
         write("etc/modprobe.d/not-read", b"options m from=nowhere");
         write("etc/modprobe.d/.hidden.conf", b"options m from=nowhere");
         write("etc/modprobe.d/bytes.conf", b"options m x=\xff\n");
         std::fs::create_dir_all(root.join("etc/modprobe.d/folder.conf")).unwrap();
         write("lib/modprobe.d/masked.conf", b"options m from=masked");
         std::os::unix::fs::symlink("/dev/null", root.join("etc/modprobe.d/masked.conf")).unwrap();
-        write("lib/modules/6.1/modules.softdep", b"# from depmod\nsoftdep m pre: early\n");
-        let (settings, problems) = Settings::read(&root, &modules, b"m.from=command-line modprobe.blacklist=p-1,q");
+        write(
+            "lib/modules/6.1/modules.softdep",
+            b"# from depmod\nsoftdep m pre: early\n",
+        );
+        let (settings, problems) = Settings::read(
+            &root,
+            &modules,
+            b"m.from=command-line modprobe.blacklist=p-1,q",
+        );
         std::fs::remove_dir_all(&root).unwrap();
-        assert_eq!(settings.options("m", None), "from=usr from=etc from=run from=command-line");
+        assert_eq!(
+            settings.options("m", None),
+            "from=usr from=etc from=run from=command-line"
+        );
         assert_eq!(settings.softdep("m").unwrap().pre, ["early"]);
         assert!(settings.is_blacklisted("p_1") && settings.is_blacklisted("q"));
         let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
-        assert!(problems[0].ends_with("etc/modprobe.d/bytes.conf: byte 12 is not UTF-8; left out"), "{problems:?}");
-        assert!(problems[1].ends_with("etc/modprobe.d/folder.conf: is not a file; left out"), "{problems:?}");
+        assert!(
+            problems[0].ends_with("etc/modprobe.d/bytes.conf: byte 12 is not UTF-8; left out"),
+            "{problems:?}"
+        );
+        assert!(
+            problems[1].ends_with("etc/modprobe.d/folder.conf: is not a file; left out"),
+            "{problems:?}"
+        );
         assert_eq!(problems.len(), 2);
     }
 }

@@ -22,5 +22,8 @@ pub fn monotonic_raw_ns() -> u64 {
 pub fn nanoseconds(clock: ClockId) -> u64 {
     // clock_gettime fails only for a clock the kernel does not know; those above exist since
     // 2.6.39. 0 is visibly wrong in a timeline and better than an init that stops over it.
-    clock_gettime(clock).map_or(0, |t| u64::try_from(t.tv_sec()).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec()).unwrap_or(0))
+    clock_gettime(clock).map_or(0, |t| {
+        u64::try_from(t.tv_sec()).unwrap_or(0) * 1_000_000_000
+            + u64::try_from(t.tv_nsec()).unwrap_or(0)
+    })
 }

@@ -36,13 +36,17 @@ pub fn is_confidential() -> bool {
     static KNOWN: OnceLock<bool> = OnceLock::new();
     *KNOWN.get_or_init(|| {
         let cpu = first_cpu(Path::new("/proc/cpuinfo"));
-        is_confidential_at(Path::new("/"), &cpu) || (is_amd(&cpu) && log_has(kernel_log::PATH, encrypts))
+        is_confidential_at(Path::new("/"), &cpu)
+            || (is_amd(&cpu) && log_has(kernel_log::PATH, encrypts))
     })
 }
 
 /// Detection without the log. `root` is / except in tests.
 fn is_confidential_at(root: &Path, cpu: &str) -> bool {
-    SIGNS.iter().any(|sign| root.join(sign.trim_start_matches('/')).exists()) || flags_show(cpu)
+    SIGNS
+        .iter()
+        .any(|sign| root.join(sign.trim_start_matches('/')).exists())
+        || flags_show(cpu)
 }
 
 /// The beginning of /proc/cpuinfo. Unreadable: empty, the other signs count.
@@ -55,25 +59,37 @@ fn first_cpu(path: &Path) -> String {
 /// Whether the flags are those of a confidential guest. A host that can run such guests has SEV's
 /// flags, but not the hypervisor's.
 fn flags_show(cpu: &str) -> bool {
-    let flags = cpu.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    let flags = cpu
+        .lines()
+        .find(|line| line.starts_with("flags"))
+        .unwrap_or_default();
     let has = |flag: &str| flags.split_ascii_whitespace().any(|word| word == flag);
     has("tdx_guest") || (has("hypervisor") && ["sev", "sev_es", "sev_snp"].into_iter().any(has))
 }
 
 /// Whether the log may matter: only on these processors the kernel hides flags in some guests.
 fn is_amd(cpu: &str) -> bool {
-    ["AuthenticAMD", "HygonGenuine"].iter().any(|vendor| cpu.contains(vendor))
+    ["AuthenticAMD", "HygonGenuine"]
+        .iter()
+        .any(|vendor| cpu.contains(vendor))
 }
 
 /// Whether a line of the kernel's log reports memory encrypted against the host. SME alone is a
 /// host's feature.
 fn encrypts(line: &str) -> bool {
-    line.split_once(ACTIVE).is_some_and(|(_, features)| features.contains("SEV") || features.contains("TDX"))
+    line.split_once(ACTIVE)
+        .is_some_and(|(_, features)| features.contains("SEV") || features.contains("TDX"))
 }
 
 /// Whether the kernel has written such a line. Lines of programs do not count. Unreadable: no.
 fn log_has(path: &str, wanted: impl Fn(&str) -> bool) -> bool {
-    let Ok(log) = open(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty()) else { return false };
+    let Ok(log) = open(
+        path,
+        OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC,
+        Mode::empty(),
+    ) else {
+        return false;
+    };
     let mut record = [0; MAX_RECORD];
     loop {
         match nix::unistd::read(&log, &mut record) {
@@ -96,15 +112,28 @@ mod tests {
     use super::*;
 
     fn cpu(vendor: &str, flags: &str) -> String {
-        format!("processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu vme {flags} aes\nbugs\t\t: sysret_ss_attrs sev\n")
+        format!(
+            "processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu vme {flags} aes\nbugs\t\t: sysret_ss_attrs sev\n"
+        )
     }
 
     #[test]
     fn flags_of_confidential_guests_are_recognised_not_of_hosts() {
-        for flags in ["hypervisor tdx_guest", "sev sev_es hypervisor", "hypervisor sev_snp", "hypervisor sev"] {
+        for flags in [
+            "hypervisor tdx_guest",
+            "sev sev_es hypervisor",
+            "hypervisor sev_snp",
+            "hypervisor sev",
+        ] {
             assert!(flags_show(&cpu("AuthenticAMD", flags)), "{flags}");
         }
-        for flags in ["hypervisor", "", "sev sev_es sev_snp sme", "hypervisor tdx_host_platform", "hypervisor sevx"] {
+        for flags in [
+            "hypervisor",
+            "",
+            "sev sev_es sev_snp sme",
+            "hypervisor tdx_host_platform",
+            "hypervisor sevx",
+        ] {
             assert!(!flags_show(&cpu("GenuineIntel", flags)), "{flags}");
         }
         assert!(!flags_show(""));
@@ -119,17 +148,27 @@ mod tests {
         ] {
             assert!(encrypts(line), "{line}");
         }
-        assert!(!encrypts("Memory Encryption Features active: AMD SME") && !encrypts("SEV supported: 509 ASIDs"));
+        assert!(
+            !encrypts("Memory Encryption Features active: AMD SME")
+                && !encrypts("SEV supported: 509 ASIDs")
+        );
         assert!(is_amd(&cpu("AuthenticAMD", "")) && !is_amd(&cpu("GenuineIntel", "")));
     }
 
     #[test]
     fn sysfs_alone_is_enough() {
-        let root = std::env::temp_dir().join(format!("kata-gpu-init-confidential-{}", std::process::id()));
+        let root =
+            std::env::temp_dir().join(format!("kata-gpu-init-confidential-{}", std::process::id()));
         std::fs::create_dir_all(root.join("sys/devices/system/cpu")).unwrap();
-        assert!(!is_confidential_at(&root, &cpu("AuthenticAMD", "hypervisor")));
+        assert!(!is_confidential_at(
+            &root,
+            &cpu("AuthenticAMD", "hypervisor")
+        ));
         std::fs::create_dir_all(root.join("sys/devices/system/cpu/sev/vmpl")).unwrap();
-        assert!(is_confidential_at(&root, &cpu("AuthenticAMD", "hypervisor")));
+        assert!(is_confidential_at(
+            &root,
+            &cpu("AuthenticAMD", "hypervisor")
+        ));
         std::fs::remove_dir_all(root).unwrap();
     }
 }

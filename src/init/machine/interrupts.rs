@@ -79,10 +79,22 @@ impl CpuMask {
         if text.len() > MAX_MASK_BYTES {
             return None;
         }
-        let word = |word: &str| (1..=8).contains(&word.len()).then(|| u32::from_str_radix(word, 16).ok()).flatten();
+        let word = |word: &str| {
+            (1..=8)
+                .contains(&word.len())
+                .then(|| u32::from_str_radix(word, 16).ok())
+                .flatten()
+        };
         // from_str_radix accepts a sign.
-        let words = text.rsplit(',').map(|w| word(w).filter(|_| w.bytes().all(|b| b.is_ascii_hexdigit())));
-        Some(Self { words: words.collect::<Option<Vec<u32>>>()? }.trimmed())
+        let words = text
+            .rsplit(',')
+            .map(|w| word(w).filter(|_| w.bytes().all(|b| b.is_ascii_hexdigit())));
+        Some(
+            Self {
+                words: words.collect::<Option<Vec<u32>>>()?,
+            }
+            .trimmed(),
+        )
     }
 
     pub fn of(cpus: &[usize]) -> Self {
@@ -99,7 +111,9 @@ impl CpuMask {
     }
 
     pub fn has(&self, cpu: usize) -> bool {
-        self.words.get(cpu / 32).is_some_and(|word| word >> (cpu % 32) & 1 == 1)
+        self.words
+            .get(cpu / 32)
+            .is_some_and(|word| word >> (cpu % 32) & 1 == 1)
     }
 
     /// Returns the mask without one CPU.
@@ -148,7 +162,11 @@ impl fmt::Display for Interrupt {
 
 /// Joins interrupts for one field of an event.
 pub fn list<'a>(interrupts: impl IntoIterator<Item = &'a Interrupt>) -> String {
-    interrupts.into_iter().map(Interrupt::to_string).collect::<Vec<_>>().join(", ")
+    interrupts
+        .into_iter()
+        .map(Interrupt::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 /// Reason why an interrupt was not moved off the CPU.
@@ -197,7 +215,13 @@ pub struct MovedInterrupts {
 /// point of procfs. `online`: all online CPUs. Takes some ten microseconds for each interrupt.
 pub fn keep_off(proc: &Path, cpu: usize, online: &[usize]) -> MovedInterrupts {
     let folder = proc.join("irq");
-    let default = move_mask(&folder.join("default_smp_affinity"), cpu, &CpuMask::of(online)).ok().flatten();
+    let default = move_mask(
+        &folder.join("default_smp_affinity"),
+        cpu,
+        &CpuMask::of(online),
+    )
+    .ok()
+    .flatten();
     let mut moved = MovedInterrupts {
         folder,
         cpu,
@@ -230,10 +254,21 @@ impl MovedInterrupts {
             if !self.known.insert(interrupt.irq) {
                 continue;
             }
-            match move_mask(&mask_file(&self.folder, interrupt.irq), self.cpu, &self.online) {
+            match move_mask(
+                &mask_file(&self.folder, interrupt.irq),
+                self.cpu,
+                &self.online,
+            ) {
                 Ok(Some((former, ours))) => {
                     new.push(interrupt.clone());
-                    self.moved.insert(interrupt.irq, Moved { interrupt, former, ours });
+                    self.moved.insert(
+                        interrupt.irq,
+                        Moved {
+                            interrupt,
+                            former,
+                            ours,
+                        },
+                    );
                 }
                 Ok(None) => {}
                 Err(why) => self.stays.push((interrupt, why)),
@@ -246,18 +281,37 @@ impl MovedInterrupts {
     /// then.
     pub fn waiting(&self) -> Vec<Interrupt> {
         let there = |m: &&Moved| arrives_at(&self.folder, m.interrupt.irq, self.cpu);
-        self.moved.values().filter(there).map(|m| m.interrupt.clone()).collect()
+        self.moved
+            .values()
+            .filter(there)
+            .map(|m| m.interrupt.clone())
+            .collect()
     }
 
     /// Whether an interrupt of virtio-vsock is among the waiting. `sysfs`: mount point of sysfs.
     pub fn vsock_waits(&self, sysfs: &Path) -> bool {
-        let entries = std::fs::read_dir(sysfs.join(VSOCK_DRIVER)).into_iter().flatten().flatten();
+        let entries = std::fs::read_dir(sysfs.join(VSOCK_DRIVER))
+            .into_iter()
+            .flatten()
+            .flatten();
         // Handlers are `virtio3-virtqueues`, or one per queue. `config` interrupts do not count:
         // they report changes of the configuration.
-        let devices = entries.filter_map(|e| e.file_name().to_str().filter(|n| n.starts_with("virtio")).map(|n| format!("{n}-")));
+        let devices = entries.filter_map(|e| {
+            e.file_name()
+                .to_str()
+                .filter(|n| n.starts_with("virtio"))
+                .map(|n| format!("{n}-"))
+        });
         let devices: Vec<String> = devices.collect();
-        let of_vsock = |name: &str| devices.iter().any(|d| name.strip_prefix(d.as_str()).is_some_and(|queue| queue != "config"));
-        self.waiting().iter().any(|interrupt| interrupt.name.split('+').any(of_vsock))
+        let of_vsock = |name: &str| {
+            devices.iter().any(|d| {
+                name.strip_prefix(d.as_str())
+                    .is_some_and(|queue| queue != "config")
+            })
+        };
+        self.waiting()
+            .iter()
+            .any(|interrupt| interrupt.name.split('+').any(of_vsock))
     }
 
     /// Restores every mask that is still the one written here.
@@ -275,7 +329,12 @@ impl MovedInterrupts {
                 let _unused = restore(&mask_file(&self.folder, interrupt.irq), &ours, &former);
             }
         }
-        for Moved { interrupt, former, ours } in std::mem::take(&mut self.moved).into_values() {
+        for Moved {
+            interrupt,
+            former,
+            ours,
+        } in std::mem::take(&mut self.moved).into_values()
+        {
             match restore(&mask_file(&self.folder, interrupt.irq), &ours, &former) {
                 Ok(true) => result.restored += 1,
                 Ok(false) => result.changed.push(interrupt),
@@ -297,7 +356,9 @@ impl Drop for MovedInterrupts {
 /// effective mask in this kernel, its mask counts.
 pub fn arriving_at(proc: &Path, cpu: usize) -> Vec<Interrupt> {
     let folder = proc.join("irq");
-    interrupts(&folder).filter(|i| arrives_at(&folder, i.irq, cpu)).collect()
+    interrupts(&folder)
+        .filter(|i| arrives_at(&folder, i.irq, cpu))
+        .collect()
 }
 
 /// Makes virtio-vsock's interrupts arrive once each, so that they move, by one connection attempt
@@ -305,29 +366,53 @@ pub fn arriving_at(proc: &Path, cpu: usize) -> Vec<Interrupt> {
 /// the arrivals. Blocks until the host has refused, or `patience` is over; returns whether the host
 /// has refused. A vhost-user device may not refuse, but its completion arrives all the same.
 pub fn stir_vsock(patience: Duration) -> nix::Result<bool> {
-    let attempt = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
+    let attempt = socket(
+        AddressFamily::Vsock,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+        None,
+    )?;
     match connect(attempt.as_raw_fd(), &VsockAddr::new(HOST_CID, DISCARD_PORT)) {
         Ok(()) | Err(Errno::ECONNRESET | Errno::ECONNREFUSED) => return Ok(true),
         Err(Errno::EINPROGRESS) => {}
         Err(errno) => return Err(errno),
     }
     let patience = PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX);
-    Ok(poll(&mut [PollFd::new(attempt.as_fd(), PollFlags::POLLOUT)], patience)? > 0)
+    Ok(poll(
+        &mut [PollFd::new(attempt.as_fd(), PollFlags::POLLOUT)],
+        patience,
+    )? > 0)
 }
 
 /// Interrupts that have a handler, by ascending number.
 fn interrupts(folder: &Path) -> impl Iterator<Item = Interrupt> + use<> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().take(MAX_INTERRUPTS);
-    let mut numbers: Vec<u32> = entries.filter_map(|e| e.file_name().to_str()?.parse().ok()).collect();
+    let entries = std::fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .take(MAX_INTERRUPTS);
+    let mut numbers: Vec<u32> = entries
+        .filter_map(|e| e.file_name().to_str()?.parse().ok())
+        .collect();
     numbers.sort_unstable();
     let folder = folder.to_path_buf();
-    numbers.into_iter().filter_map(move |irq| Some(Interrupt { irq, name: handlers(&folder.join(irq.to_string()))? }))
+    numbers.into_iter().filter_map(move |irq| {
+        Some(Interrupt {
+            irq,
+            name: handlers(&folder.join(irq.to_string()))?,
+        })
+    })
 }
 
 /// Names of an interrupt's handlers, for each of which the kernel makes a directory.
 fn handlers(folder: &Path) -> Option<String> {
-    let entries = std::fs::read_dir(folder).ok()?.flatten().filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
-    let mut names: Vec<String> = entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+    let entries = std::fs::read_dir(folder)
+        .ok()?
+        .flatten()
+        .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
+    let mut names: Vec<String> = entries
+        .map(|e| e.file_name().to_string_lossy().into_owned())
+        .collect();
     names.sort_unstable();
     (!names.is_empty()).then(|| names.join("+"))
 }
@@ -337,13 +422,21 @@ fn mask_file(folder: &Path, irq: u32) -> PathBuf {
 }
 
 fn arrives_at(folder: &Path, irq: u32, cpu: usize) -> bool {
-    let files = ["effective_affinity", "smp_affinity"].map(|file| folder.join(irq.to_string()).join(file));
-    files.iter().find_map(|file| read(file).ok()).is_some_and(|mask| mask.has(cpu))
+    let files =
+        ["effective_affinity", "smp_affinity"].map(|file| folder.join(irq.to_string()).join(file));
+    files
+        .iter()
+        .find_map(|file| read(file).ok())
+        .is_some_and(|mask| mask.has(cpu))
 }
 
 /// Removes the CPU from a mask; returns the mask before and after. None if the mask does not have
 /// the CPU, or is gone.
-fn move_mask(file: &Path, cpu: usize, online: &CpuMask) -> Result<Option<(CpuMask, CpuMask)>, Stays> {
+fn move_mask(
+    file: &Path,
+    cpu: usize,
+    online: &CpuMask,
+) -> Result<Option<(CpuMask, CpuMask)>, Stays> {
     let former = match read(file) {
         Ok(mask) if mask.has(cpu) => mask,
         Ok(_) | Err(Errno::ENOENT) => return Ok(None),
@@ -376,7 +469,12 @@ fn read(file: &Path) -> nix::Result<CpuMask> {
 fn write(file: &Path, mask: &CpuMask) -> nix::Result<()> {
     // The kernel takes each write as a whole mask.
     let text = format!("{mask}\n");
-    OpenOptions::new().write(true).truncate(true).open(file).and_then(|mut f| f.write_all(text.as_bytes())).map_err(|e| errno(&e))
+    OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(file)
+        .and_then(|mut f| f.write_all(text.as_bytes()))
+        .map_err(|e| errno(&e))
 }
 
 fn errno(error: &io::Error) -> Errno {
@@ -393,12 +491,21 @@ mod tests {
 
     impl Proc {
         fn new(name: &str, default: &str, interrupts: &[(u32, &str, &str)]) -> Self {
-            let root = std::env::temp_dir().join(format!("kata-gpu-init-interrupts-{name}-{}", std::process::id()));
+            let root = std::env::temp_dir().join(format!(
+                "kata-gpu-init-interrupts-{name}-{}",
+                std::process::id()
+            ));
             let _unused = fs::remove_dir_all(&root);
             fs::create_dir_all(root.join("irq")).unwrap();
-            fs::write(root.join("irq/default_smp_affinity"), format!("{default}\n")).unwrap();
+            fs::write(
+                root.join("irq/default_smp_affinity"),
+                format!("{default}\n"),
+            )
+            .unwrap();
             let proc = Self(root);
-            interrupts.iter().for_each(|(irq, handler, mask)| proc.request(*irq, handler, mask));
+            interrupts
+                .iter()
+                .for_each(|(irq, handler, mask)| proc.request(*irq, handler, mask));
             proc
         }
 
@@ -420,7 +527,14 @@ mod tests {
         }
 
         fn effective(&self, irq: u32, mask: &str) {
-            fs::write(self.0.join("irq").join(irq.to_string()).join("effective_affinity"), format!("{mask}\n")).unwrap();
+            fs::write(
+                self.0
+                    .join("irq")
+                    .join(irq.to_string())
+                    .join("effective_affinity"),
+                format!("{mask}\n"),
+            )
+            .unwrap();
         }
 
         fn set(&self, irq: u32, mask: &str) {
@@ -428,11 +542,17 @@ mod tests {
         }
 
         fn mask(&self, irq: u32) -> String {
-            fs::read_to_string(mask_file(&self.0.join("irq"), irq)).unwrap().trim().to_string()
+            fs::read_to_string(mask_file(&self.0.join("irq"), irq))
+                .unwrap()
+                .trim()
+                .to_string()
         }
 
         fn default(&self) -> String {
-            fs::read_to_string(self.0.join("irq/default_smp_affinity")).unwrap().trim().to_string()
+            fs::read_to_string(self.0.join("irq/default_smp_affinity"))
+                .unwrap()
+                .trim()
+                .to_string()
         }
     }
 
@@ -456,39 +576,97 @@ mod tests {
             ("0", vec![], "0"),
         ] {
             let mask = CpuMask::parse(text).unwrap();
-            assert_eq!((0..200).filter(|cpu| mask.has(*cpu)).collect::<Vec<_>>(), cpus, "{text}");
+            assert_eq!(
+                (0..200).filter(|cpu| mask.has(*cpu)).collect::<Vec<_>>(),
+                cpus,
+                "{text}"
+            );
             assert_eq!(mask, CpuMask::of(&cpus), "{text}");
             assert_eq!(mask.to_string(), written);
         }
         for text in ["", ",", "x", "+3", "3,", "1ffffffff", "f f", "-1", "0x3"] {
             assert_eq!(CpuMask::parse(text), None, "{text:?}");
         }
-        assert_eq!(CpuMask::parse("ffffffff,ffffffff").unwrap().without(63).to_string(), "7fffffff,ffffffff");
-        assert_eq!(CpuMask::parse("1,00000001").unwrap().without(32).to_string(), "1");
+        assert_eq!(
+            CpuMask::parse("ffffffff,ffffffff")
+                .unwrap()
+                .without(63)
+                .to_string(),
+            "7fffffff,ffffffff"
+        );
+        assert_eq!(
+            CpuMask::parse("1,00000001")
+                .unwrap()
+                .without(32)
+                .to_string(),
+            "1"
+        );
     }
 
     #[test]
     fn interrupts_leave_the_cpu_and_come_back() {
-        let proc = Proc::new("move", "3", &[(4, "ttyS0", "1"), (9, "", "3"), (24, "virtio0-config", "3"), (25, "virtio0-virtqueues", "2")]);
+        let proc = Proc::new(
+            "move",
+            "3",
+            &[
+                (4, "ttyS0", "1"),
+                (9, "", "3"),
+                (24, "virtio0-config", "3"),
+                (25, "virtio0-virtqueues", "2"),
+            ],
+        );
         let moved = keep_off(&proc.0, 1, &[0, 1]);
-        assert_eq!((numbers(moved.moved()), list(moved.moved())), (vec![24], "24 virtio0-config".into()));
-        assert_eq!(moved.stays(), [(Interrupt { irq: 25, name: "virtio0-virtqueues".into() }, Stays::OnlyThere)]);
+        assert_eq!(
+            (numbers(moved.moved()), list(moved.moved())),
+            (vec![24], "24 virtio0-config".into())
+        );
+        assert_eq!(
+            moved.stays(),
+            [(
+                Interrupt {
+                    irq: 25,
+                    name: "virtio0-virtqueues".into()
+                },
+                Stays::OnlyThere
+            )]
+        );
         // Interrupts without a handler, or without the CPU in their mask, keep their mask.
-        assert_eq!([4, 9, 24, 25].map(|irq| proc.mask(irq)), ["1", "3", "1", "2"]);
+        assert_eq!(
+            [4, 9, 24, 25].map(|irq| proc.mask(irq)),
+            ["1", "3", "1", "2"]
+        );
         assert_eq!(proc.default(), "1");
-        assert_eq!(moved.give_back(), GivenBack { restored: 1, ..GivenBack::default() });
-        assert_eq!([4, 9, 24, 25].map(|irq| proc.mask(irq)), ["1", "3", "3", "2"]);
+        assert_eq!(
+            moved.give_back(),
+            GivenBack {
+                restored: 1,
+                ..GivenBack::default()
+            }
+        );
+        assert_eq!(
+            [4, 9, 24, 25].map(|irq| proc.mask(irq)),
+            ["1", "3", "3", "2"]
+        );
         assert_eq!(proc.default(), "3");
     }
 
     #[test]
     fn an_interrupt_that_the_kernel_cannot_move_is_named_and_stays() {
-        let proc = Proc::new("refused", "7", &[(24, "virtio0-req.0", "7"), (25, "virtio1-rx", "7")]);
+        let proc = Proc::new(
+            "refused",
+            "7",
+            &[(24, "virtio0-req.0", "7"), (25, "virtio1-rx", "7")],
+        );
         proc.refuse(24);
         let moved = keep_off(&proc.0, 1, &[0, 1, 2]);
         assert_eq!(numbers(moved.moved()), [25]);
-        let [(interrupt, Stays::Refused(errno))] = moved.stays() else { panic!("{:?}", moved.stays()) };
-        assert_eq!((interrupt.to_string().as_str(), *errno), ("24 virtio0-req.0", Errno::EACCES));
+        let [(interrupt, Stays::Refused(errno))] = moved.stays() else {
+            panic!("{:?}", moved.stays())
+        };
+        assert_eq!(
+            (interrupt.to_string().as_str(), *errno),
+            ("24 virtio0-req.0", Errno::EACCES)
+        );
         assert_eq!(proc.mask(25), "5");
     }
 
@@ -508,19 +686,37 @@ mod tests {
 
     #[test]
     fn a_mask_that_another_program_changed_stays() {
-        let proc = Proc::new("changed", "3", &[(24, "virtio0-rx", "3"), (25, "virtio1-rx", "3"), (26, "virtio2-rx", "3")]);
+        let proc = Proc::new(
+            "changed",
+            "3",
+            &[
+                (24, "virtio0-rx", "3"),
+                (25, "virtio1-rx", "3"),
+                (26, "virtio2-rx", "3"),
+            ],
+        );
         let moved = keep_off(&proc.0, 1, &[0, 1]);
         proc.set(24, "2");
         fs::remove_dir_all(proc.0.join("irq/26")).unwrap();
         fs::write(proc.0.join("irq/default_smp_affinity"), "2\n").unwrap();
         let given = moved.give_back();
-        assert_eq!((given.restored, numbers(&given.changed), given.failed.len()), (1, vec![24], 0));
-        assert_eq!((proc.mask(24), proc.mask(25), proc.default()), ("2".into(), "3".into(), "2".into()));
+        assert_eq!(
+            (given.restored, numbers(&given.changed), given.failed.len()),
+            (1, vec![24], 0)
+        );
+        assert_eq!(
+            (proc.mask(24), proc.mask(25), proc.default()),
+            ("2".into(), "3".into(), "2".into())
+        );
     }
 
     #[test]
     fn a_written_mask_is_not_a_moved_interrupt() {
-        let proc = Proc::new("pending", "3", &[(24, "virtio0-rx", "3"), (25, "virtio1-rx", "3")]);
+        let proc = Proc::new(
+            "pending",
+            "3",
+            &[(24, "virtio0-rx", "3"), (25, "virtio1-rx", "3")],
+        );
         proc.effective(24, "2");
         proc.effective(25, "1");
         assert_eq!(numbers(&arriving_at(&proc.0, 1)), [24]);
@@ -532,7 +728,15 @@ mod tests {
 
     #[test]
     fn vsock_interrupts_are_recognised_by_their_devices_driver() {
-        let proc = Proc::new("vsock", "3", &[(24, "virtio0-input", "3"), (25, "virtio1-config", "3"), (26, "virtio1-virtqueues", "3")]);
+        let proc = Proc::new(
+            "vsock",
+            "3",
+            &[
+                (24, "virtio0-input", "3"),
+                (25, "virtio1-config", "3"),
+                (26, "virtio1-virtqueues", "3"),
+            ],
+        );
         for irq in [24, 25, 26] {
             proc.effective(irq, "2");
         }
@@ -543,19 +747,28 @@ mod tests {
         }
         assert!(moved.vsock_waits(&proc.0));
         proc.effective(26, "1");
-        assert_eq!((moved.vsock_waits(&proc.0), numbers(&moved.waiting())), (false, vec![24, 25]));
+        assert_eq!(
+            (moved.vsock_waits(&proc.0), numbers(&moved.waiting())),
+            (false, vec![24, 25])
+        );
     }
 
     #[test]
     fn dropping_gives_back_and_the_only_cpu_keeps_everything() {
         let proc = Proc::new("drop", "1", &[(24, "virtio0-rx", "1")]);
         let moved = keep_off(&proc.0, 0, &[0]);
-        assert_eq!((moved.moved().count(), moved.stays().len(), proc.default()), (0, 1, "1".into()));
+        assert_eq!(
+            (moved.moved().count(), moved.stays().len(), proc.default()),
+            (0, 1, "1".into())
+        );
         drop(moved);
         proc.set(24, "3");
         drop(keep_off(&proc.0, 0, &[0, 1]));
         assert_eq!(proc.mask(24), "3");
         // No /proc at all.
-        assert_eq!(keep_off(&proc.0.join("missing"), 1, &[0, 1]).give_back(), GivenBack::default());
+        assert_eq!(
+            keep_off(&proc.0.join("missing"), 1, &[0, 1]).give_back(),
+            GivenBack::default()
+        );
     }
 }

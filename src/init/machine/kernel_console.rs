@@ -62,15 +62,33 @@ impl Drop for Quiet {
 
 /// Reads console_loglevel, the first of four numbers.
 fn level(file: &Path) -> io::Result<u32> {
-    let text = std::fs::read_to_string(file).map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", file.display())))?;
-    let first = text.split_ascii_whitespace().next().and_then(|word| word.parse().ok());
-    first.ok_or_else(|| io::Error::other(format!("read {}: {text:?} does not begin with a level", file.display())))
+    let text = std::fs::read_to_string(file)
+        .map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", file.display())))?;
+    let first = text
+        .split_ascii_whitespace()
+        .next()
+        .and_then(|word| word.parse().ok());
+    first.ok_or_else(|| {
+        io::Error::other(format!(
+            "read {}: {text:?} does not begin with a level",
+            file.display()
+        ))
+    })
 }
 
 /// Writes console_loglevel; the kernel accepts fewer than four numbers and keeps the others.
 fn set(file: &Path, level: u32) -> io::Result<()> {
-    let written = OpenOptions::new().write(true).truncate(true).open(file).and_then(|mut f| f.write_all(format!("{level}\n").as_bytes()));
-    written.map_err(|e| io::Error::new(e.kind(), format!("write {level} to {}: {e}", file.display())))
+    let written = OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(file)
+        .and_then(|mut f| f.write_all(format!("{level}\n").as_bytes()));
+    written.map_err(|e| {
+        io::Error::new(
+            e.kind(),
+            format!("write {level} to {}: {e}", file.display()),
+        )
+    })
 }
 
 #[cfg(test)]
@@ -79,7 +97,10 @@ mod tests {
     use std::fs;
 
     fn proc(name: &str, text: &str) -> PathBuf {
-        let root = std::env::temp_dir().join(format!("kata-gpu-init-kernel-console-{name}-{}", std::process::id()));
+        let root = std::env::temp_dir().join(format!(
+            "kata-gpu-init-kernel-console-{name}-{}",
+            std::process::id()
+        ));
         fs::create_dir_all(root.join("sys/kernel")).unwrap();
         fs::write(root.join("sys/kernel/printk"), text).unwrap();
         root
@@ -113,10 +134,23 @@ mod tests {
     fn a_console_that_is_quiet_already_is_not_touched() {
         let root = proc("low", "1\t4\t1\t7\n");
         assert!(quiet(&root).unwrap().is_none());
-        assert_eq!(fs::read_to_string(root.join("sys/kernel/printk")).unwrap(), "1\t4\t1\t7\n");
+        assert_eq!(
+            fs::read_to_string(root.join("sys/kernel/printk")).unwrap(),
+            "1\t4\t1\t7\n"
+        );
         fs::write(root.join("sys/kernel/printk"), "loud\n").unwrap();
-        assert!(quiet(&root).unwrap_err().to_string().contains("does not begin with a level"));
-        assert!(quiet(&root.join("missing")).unwrap_err().to_string().starts_with("read "));
+        assert!(
+            quiet(&root)
+                .unwrap_err()
+                .to_string()
+                .contains("does not begin with a level")
+        );
+        assert!(
+            quiet(&root.join("missing"))
+                .unwrap_err()
+                .to_string()
+                .starts_with("read ")
+        );
         fs::remove_dir_all(root).unwrap();
     }
 }

@@ -9,8 +9,15 @@ pub const PATH: &str = "/dev/kmsg";
 /// Writes one line to the kernel's log. `priority` as in syslog: 3 error, 4 warning, 6 info, 7
 /// debug.
 pub fn write(priority: u8, text: &str) -> io::Result<()> {
-    let line: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(900).collect();
-    OpenOptions::new().write(true).open(PATH)?.write_all(format!("<{priority}>{line}\n").as_bytes())
+    let line: String = text
+        .chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .take(900)
+        .collect();
+    OpenOptions::new()
+        .write(true)
+        .open(PATH)?
+        .write_all(format!("<{priority}>{line}\n").as_bytes())
 }
 
 /// A record of /dev/kmsg.
@@ -34,14 +41,24 @@ pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
     let seq = head.next()?.parse().ok()?;
     let printk_us = head.next()?.parse().ok()?;
     let text = joined(body.split('\n').next().unwrap_or(""));
-    Some(KmsgLine { priority: (prefix & 7) as u8, facility: prefix >> 3, seq, printk_us, text })
+    Some(KmsgLine {
+        priority: (prefix & 7) as u8,
+        facility: prefix >> 3,
+        seq,
+        printk_us,
+        text,
+    })
 }
 
 /// Joins the lines of one message: the log shows a newline in it as `\x0a`, and the driver starts
 /// each line with its prefix.
 fn joined(body: &str) -> String {
     if body.contains("\\x0a") {
-        body.replace("\\x0aNVRM: ", "\\x0a").split("\\x0a").map(str::trim).collect::<Vec<_>>().join(" ")
+        body.replace("\\x0aNVRM: ", "\\x0a")
+            .split("\\x0a")
+            .map(str::trim)
+            .collect::<Vec<_>>()
+            .join(" ")
     } else {
         body.to_string()
     }
@@ -54,20 +71,37 @@ mod tests {
     #[test]
     fn a_line_of_the_kernel_is_read_with_its_clock() {
         let line = parse(b"4,1034,5023417,-;nvidia 0001:00:03.0: probe with driver nvidia failed with error -1\n SUBSYSTEM=pci\n").unwrap();
-        assert_eq!((line.priority, line.facility, line.seq, line.printk_us), (4, 0, 1034, 5_023_417));
-        assert_eq!(line.text, "nvidia 0001:00:03.0: probe with driver nvidia failed with error -1");
+        assert_eq!(
+            (line.priority, line.facility, line.seq, line.printk_us),
+            (4, 0, 1034, 5_023_417)
+        );
+        assert_eq!(
+            line.text,
+            "nvidia 0001:00:03.0: probe with driver nvidia failed with error -1"
+        );
     }
 
     #[test]
     fn a_message_over_several_lines_is_read_as_one() {
         // Message as NVIDIA's 550.163.01 logs it.
         let text = parse(b"3,1,2,-;NVRM: The NVIDIA GPU 0001:00:01.0\\x0aNVRM: (PCI ID: 10de:2330) installed in this system has\\x0aNVRM: fallen off the bus\n").unwrap().text;
-        assert_eq!(text, "NVRM: The NVIDIA GPU 0001:00:01.0 (PCI ID: 10de:2330) installed in this system has fallen off the bus");
+        assert_eq!(
+            text,
+            "NVRM: The NVIDIA GPU 0001:00:01.0 (PCI ID: 10de:2330) installed in this system has fallen off the bus"
+        );
     }
 
     #[test]
     fn what_is_not_a_record_of_the_log_is_nothing() {
-        for bytes in [&b""[..], b";", b"4,1", b"x,1,2,-;text", b"4,1,2,-", b"\xff\xff,1,2;x", b"-4,1,2,-;x"] {
+        for bytes in [
+            &b""[..],
+            b";",
+            b"4,1",
+            b"x,1,2,-;text",
+            b"4,1,2,-",
+            b"\xff\xff,1,2;x",
+            b"-4,1,2,-;x",
+        ] {
             assert_eq!(parse(bytes), None, "{bytes:?}");
         }
     }

@@ -18,28 +18,78 @@ pub struct Mount {
     data: &'static str,
 }
 
-const NO_EXEC: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
+const NO_EXEC: MsFlags = MsFlags::MS_NOSUID
+    .union(MsFlags::MS_NODEV)
+    .union(MsFlags::MS_NOEXEC);
 
 /// Mounts made before everything else, in this order: /proc first, because it lists the mounts.
 pub const EARLY: &[Mount] = &[
-    Mount { fs: "proc", target: "/proc", flags: NO_EXEC, data: "" },
-    Mount { fs: "sysfs", target: "/sys", flags: NO_EXEC, data: "" },
-    Mount { fs: "devtmpfs", target: "/dev", flags: MsFlags::MS_NOSUID, data: "mode=0755" },
-    Mount { fs: "tmpfs", target: "/run", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), data: "mode=0755" },
+    Mount {
+        fs: "proc",
+        target: "/proc",
+        flags: NO_EXEC,
+        data: "",
+    },
+    Mount {
+        fs: "sysfs",
+        target: "/sys",
+        flags: NO_EXEC,
+        data: "",
+    },
+    Mount {
+        fs: "devtmpfs",
+        target: "/dev",
+        flags: MsFlags::MS_NOSUID,
+        data: "mode=0755",
+    },
+    Mount {
+        fs: "tmpfs",
+        target: "/run",
+        flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV),
+        data: "mode=0755",
+    },
 ];
 
 /// Mounts that the agent makes as PID 1 and leaves to its init otherwise (`gpuinit.agent=child`).
 pub const FOR_AGENT_AS_CHILD: &[Mount] = &[
-    Mount { fs: "tmpfs", target: "/dev/shm", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), data: "mode=1777" },
-    Mount { fs: "devpts", target: "/dev/pts", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC), data: "mode=0620,ptmxmode=0666" },
+    Mount {
+        fs: "tmpfs",
+        target: "/dev/shm",
+        flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV),
+        data: "mode=1777",
+    },
+    Mount {
+        fs: "devpts",
+        target: "/dev/pts",
+        flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC),
+        data: "mode=0620,ptmxmode=0666",
+    },
 ];
 
-const CGROUP2: Mount = Mount { fs: "cgroup2", target: CGROUPS, flags: NO_EXEC, data: "nsdelegate" };
+const CGROUP2: Mount = Mount {
+    fs: "cgroup2",
+    target: CGROUPS,
+    flags: NO_EXEC,
+    data: "nsdelegate",
+};
 /// Mount point of both cgroup versions.
 const CGROUPS: &str = "/sys/fs/cgroup";
 /// Controllers of version 1 that the agent mounts (kata-agent 4.1.0), where the kernel has them.
-const CONTROLLERS: [&str; 13] =
-    ["cpu", "cpuacct", "blkio", "cpuset", "memory", "devices", "freezer", "net_cls", "perf_event", "net_prio", "hugetlb", "pids", "rdma"];
+const CONTROLLERS: [&str; 13] = [
+    "cpu",
+    "cpuacct",
+    "blkio",
+    "cpuset",
+    "memory",
+    "devices",
+    "freezer",
+    "net_cls",
+    "perf_event",
+    "net_prio",
+    "hugetlb",
+    "pids",
+    "rdma",
+];
 
 /// Error of a mount.
 #[derive(Debug)]
@@ -54,7 +104,10 @@ impl fmt::Display for MountError {
         write!(f, "mount {} on {}: {}", self.fs, self.target, self.errno)?;
         match self.errno {
             Errno::ENODEV => write!(f, " (the kernel was built without it)"),
-            Errno::ENOENT => write!(f, " (the image has no such directory and it could not be made)"),
+            Errno::ENOENT => write!(
+                f,
+                " (the image has no such directory and it could not be made)"
+            ),
             _ => Ok(()),
         }
     }
@@ -77,8 +130,22 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
     }
     // Without the list there is no controller; the agent reports that.
     let controllers = controllers(&std::fs::read_to_string("/proc/cgroups").unwrap_or_default());
-    let tmpfs = |flags: MsFlags| mount(Some("tmpfs"), CGROUPS, Some("tmpfs"), NO_EXEC | flags, Some("mode=755"));
-    let failed = |errno| vec![MountError { fs: "tmpfs", target: CGROUPS, errno }];
+    let tmpfs = |flags: MsFlags| {
+        mount(
+            Some("tmpfs"),
+            CGROUPS,
+            Some("tmpfs"),
+            NO_EXEC | flags,
+            Some("mode=755"),
+        )
+    };
+    let failed = |errno| {
+        vec![MountError {
+            fs: "tmpfs",
+            target: CGROUPS,
+            errno,
+        }]
+    };
     if !is_mounted("tmpfs", CGROUPS)
         && let Err(errno) = tmpfs(MsFlags::empty())
     {
@@ -87,10 +154,17 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
     let mut errors = Vec::new();
     for name in controllers {
         let target = Path::new(CGROUPS).join(name);
-        let made = std::fs::create_dir_all(&target).map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)));
-        match made.and_then(|()| mount(Some("cgroup"), &target, Some("cgroup"), NO_EXEC, Some(name))) {
+        let made = std::fs::create_dir_all(&target)
+            .map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)));
+        match made
+            .and_then(|()| mount(Some("cgroup"), &target, Some("cgroup"), NO_EXEC, Some(name)))
+        {
             Ok(()) | Err(Errno::EBUSY) => {}
-            Err(errno) => errors.push(MountError { fs: "cgroup", target: name, errno }),
+            Err(errno) => errors.push(MountError {
+                fs: "cgroup",
+                target: name,
+                errno,
+            }),
         }
     }
     // Count memory of a container's children as the container's; kernels since 5.11 always do.
@@ -104,22 +178,31 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
 /// Whether the agent uses version 2, by the words that the agent searches for.
 fn is_unified(command_line: &str) -> bool {
     let words = || command_line.split_ascii_whitespace();
-    let systemd = words().filter_map(|w| w.strip_prefix("systemd.unified_cgroup_hierarchy=")).next_back();
-    words().any(|w| w == "cgroup_no_v1=all") || systemd.is_some_and(|v| v == "true" || v.parse::<u64>().is_ok_and(|n| n != 0))
+    let systemd = words()
+        .filter_map(|w| w.strip_prefix("systemd.unified_cgroup_hierarchy="))
+        .next_back();
+    words().any(|w| w == "cgroup_no_v1=all")
+        || systemd.is_some_and(|v| v == "true" || v.parse::<u64>().is_ok_and(|n| n != 0))
 }
 
 /// Enabled controllers in the text of /proc/cgroups: name, hierarchy, number of cgroups, enabled.
 fn controllers(text: &str) -> Vec<&'static str> {
     let enabled = |line: &str| {
         let fields: Vec<&str> = line.split_ascii_whitespace().collect();
-        let [name, _, _, "1"] = fields[..] else { return None };
+        let [name, _, _, "1"] = fields[..] else {
+            return None;
+        };
         CONTROLLERS.into_iter().find(|c| *c == name)
     };
     text.lines().filter_map(enabled).collect()
 }
 
 fn make_one(m: &Mount) -> Result<(), MountError> {
-    let failed = |errno| MountError { fs: m.fs, target: m.target, errno };
+    let failed = |errno| MountError {
+        fs: m.fs,
+        target: m.target,
+        errno,
+    };
     if is_new_each_time(m.fs) && is_mounted(m.fs, m.target) {
         return Ok(());
     }
@@ -128,7 +211,8 @@ fn make_one(m: &Mount) -> Result<(), MountError> {
     if result == Err(Errno::ENOENT) {
         // The directory may be missing in the image, or in the file system that was mounted a
         // moment ago.
-        std::fs::create_dir_all(m.target).map_err(|e| failed(Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO))))?;
+        std::fs::create_dir_all(m.target)
+            .map_err(|e| failed(Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO))))?;
         result = mount_it();
     }
     match result {
@@ -146,7 +230,8 @@ fn is_new_each_time(fs: &str) -> bool {
 
 /// Whether the topmost mount on `target` is of type `fs`. False without /proc.
 fn is_mounted(fs: &str, target: &str) -> bool {
-    std::fs::read_to_string("/proc/self/mounts").is_ok_and(|mounts| top_type(&mounts, target) == Some(fs))
+    std::fs::read_to_string("/proc/self/mounts")
+        .is_ok_and(|mounts| top_type(&mounts, target) == Some(fs))
 }
 
 /// Type of the last mount on `target` in the text of /proc/mounts.
@@ -167,11 +252,15 @@ fn top_type<'a>(mounts: &'a str, target: &str) -> Option<&'a str> {
 /// Error: `/var/run` is a non-empty directory, or cannot be replaced; the text has the cure.
 pub fn link_var_run(root: &Path) -> Result<(), String> {
     let link = root.join("var/run");
-    if std::fs::read_link(&link).is_ok_and(|to| to == Path::new("../run") || root == Path::new("/") && to == Path::new("/run")) {
+    if std::fs::read_link(&link).is_ok_and(|to| {
+        to == Path::new("../run") || root == Path::new("/") && to == Path::new("/run")
+    }) {
         return Ok(()); // as images have it
     }
-    if let (Ok(there), Ok(run)) = (std::fs::canonicalize(&link), std::fs::canonicalize(root.join("run")))
-        && there == run
+    if let (Ok(there), Ok(run)) = (
+        std::fs::canonicalize(&link),
+        std::fs::canonicalize(root.join("run")),
+    ) && there == run
     {
         return Ok(());
     }
@@ -201,7 +290,12 @@ mod tests {
 
     #[test]
     fn types_of_which_the_kernel_has_one_are_left_to_it() {
-        let new: Vec<&str> = EARLY.iter().chain(FOR_AGENT_AS_CHILD).map(|m| m.fs).filter(|fs| is_new_each_time(fs)).collect();
+        let new: Vec<&str> = EARLY
+            .iter()
+            .chain(FOR_AGENT_AS_CHILD)
+            .map(|m| m.fs)
+            .filter(|fs| is_new_each_time(fs))
+            .collect();
         assert_eq!(new, ["proc", "tmpfs", "tmpfs", "devpts"]);
         assert!(!is_new_each_time("sysfs") && !is_new_each_time("devtmpfs"));
     }
@@ -209,10 +303,21 @@ mod tests {
     #[test]
     fn proc_comes_first_and_every_type_is_the_one_the_agent_expects() {
         assert_eq!(EARLY[0].target, "/proc");
-        let table: Vec<(&str, &str)> = EARLY.iter().chain(FOR_AGENT_AS_CHILD).map(|m| (m.fs, m.target)).collect();
+        let table: Vec<(&str, &str)> = EARLY
+            .iter()
+            .chain(FOR_AGENT_AS_CHILD)
+            .map(|m| (m.fs, m.target))
+            .collect();
         assert_eq!(
             table,
-            [("proc", "/proc"), ("sysfs", "/sys"), ("devtmpfs", "/dev"), ("tmpfs", "/run"), ("tmpfs", "/dev/shm"), ("devpts", "/dev/pts"),]
+            [
+                ("proc", "/proc"),
+                ("sysfs", "/sys"),
+                ("devtmpfs", "/dev"),
+                ("tmpfs", "/run"),
+                ("tmpfs", "/dev/shm"),
+                ("devpts", "/dev/pts"),
+            ]
         );
     }
 
@@ -223,19 +328,28 @@ mod tests {
             ("console=ttyS0 cgroup_no_v1=all quiet\n", true),
             ("cgroup_no_v1=memory", false),
             ("systemd.unified_cgroup_hierarchy=1", true),
-            ("systemd.unified_cgroup_hierarchy=1 systemd.unified_cgroup_hierarchy=0", false),
+            (
+                "systemd.unified_cgroup_hierarchy=1 systemd.unified_cgroup_hierarchy=0",
+                false,
+            ),
         ] {
             assert_eq!(is_unified(words), unified, "{words}");
         }
-        let text =
-            "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
+        let text = "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
         assert_eq!(controllers(text), ["cpu", "devices"]);
     }
 
     #[test]
     fn var_run_leads_to_run_whatever_the_image_has_there() {
-        let base = std::env::temp_dir().join(format!("kata-gpu-init-var-run-{}", std::process::id()));
-        for case in ["missing", "empty directory", "wrong link", "right link", "full directory"] {
+        let base =
+            std::env::temp_dir().join(format!("kata-gpu-init-var-run-{}", std::process::id()));
+        for case in [
+            "missing",
+            "empty directory",
+            "wrong link",
+            "right link",
+            "full directory",
+        ] {
             let root = base.join(case);
             std::fs::create_dir_all(root.join("run")).unwrap();
             std::fs::create_dir_all(root.join("var")).unwrap();
@@ -248,8 +362,13 @@ mod tests {
                 _ => {}
             }
             let result = link_var_run(&root);
-            assert_eq!(result.is_ok(), case != "full directory", "{case}: {result:?}");
-            let leads = std::fs::canonicalize(&link).unwrap() == std::fs::canonicalize(root.join("run")).unwrap();
+            assert_eq!(
+                result.is_ok(),
+                case != "full directory",
+                "{case}: {result:?}"
+            );
+            let leads = std::fs::canonicalize(&link).unwrap()
+                == std::fs::canonicalize(root.join("run")).unwrap();
             assert_eq!(leads, case != "full directory", "{case}");
         }
         std::fs::remove_dir_all(&base).unwrap();

@@ -35,23 +35,32 @@ pub fn report() {
         return;
     }
     let look = || {
-        let Some(device) = device_at(Path::new("/")) else { return };
+        let Some(device) = device_at(Path::new("/")) else {
+            return;
+        };
         match sample(&device) {
             Ok(s) => tracing::info!(
                 name: names::CLOCK_HOST, at_ns = s.boottime_ns, source = "ptp_kvm", realtime_ns = s.realtime_ns, error_ns = s.error_ns
             ),
-            Err(error) => tracing::warn!(name: names::SINK, sink = "ptp_kvm", state = "unavailable", error),
+            Err(error) => {
+                tracing::warn!(name: names::SINK, sink = "ptp_kvm", state = "unavailable", error)
+            }
         }
     };
     // Without a thread there is no sample: the host's pings give the same.
-    let _unused = std::thread::Builder::new().name("gpuinit-ptp".into()).stack_size(STACK).spawn(look);
+    let _unused = std::thread::Builder::new()
+        .name("gpuinit-ptp".into())
+        .stack_size(STACK)
+        .spawn(look);
 }
 
 /// Device of the clock, by its name; None if the kernel has none. `root` is / except in tests.
 pub fn device_at(root: &Path) -> Option<PathBuf> {
     let entries = std::fs::read_dir(root.join("sys/class/ptp")).ok()?;
-    let named =
-        |entry: &std::fs::DirEntry| std::fs::read_to_string(entry.path().join("clock_name")).is_ok_and(|name| name.trim_end() == NAME);
+    let named = |entry: &std::fs::DirEntry| {
+        std::fs::read_to_string(entry.path().join("clock_name"))
+            .is_ok_and(|name| name.trim_end() == NAME)
+    };
     let entry = entries.flatten().find(named)?;
     Some(root.join("dev").join(entry.file_name()))
 }
@@ -61,7 +70,12 @@ pub fn sample(device: &Path) -> Result<Sample, String> {
     let file = File::open(device).map_err(|e| format!("open {}: {e}", device.display()))?;
     let clock = clock_of(&file);
     // 0: the clock cannot be read.
-    best(LOOKS, boottime_ns, || nanoseconds(clock)).ok_or_else(|| format!("read the time of {}: the kernel gives none", device.display()))
+    best(LOOKS, boottime_ns, || nanoseconds(clock)).ok_or_else(|| {
+        format!(
+            "read the time of {}: the kernel gives none",
+            device.display()
+        )
+    })
 }
 
 /// A descriptor as a clock, as clock_gettime(2) takes it: FD_TO_CLOCKID of the kernel's testptp.c.
@@ -71,13 +85,21 @@ fn clock_of(file: &File) -> ClockId {
 }
 
 /// The read between the two closest reads of the guest's clock.
-fn best(looks: usize, mut guest: impl FnMut() -> u64, mut host: impl FnMut() -> u64) -> Option<Sample> {
+fn best(
+    looks: usize,
+    mut guest: impl FnMut() -> u64,
+    mut host: impl FnMut() -> u64,
+) -> Option<Sample> {
     let mut best: Option<Sample> = None;
     for _ in 0..looks {
         let before = guest();
         let realtime_ns = host();
         let took = guest().saturating_sub(before);
-        let sample = Sample { boottime_ns: before + took / 2, realtime_ns, error_ns: took.div_ceil(2) };
+        let sample = Sample {
+            boottime_ns: before + took / 2,
+            realtime_ns,
+            error_ns: took.div_ceil(2),
+        };
         if realtime_ns > 0 && best.is_none_or(|b| sample.error_ns < b.error_ns) {
             best = Some(sample);
         }
@@ -95,11 +117,19 @@ mod tests {
         assert_eq!(device_at(&root), None);
         for (clock, name) in [("ptp0", "e1000e\n"), ("ptp1", "KVM virtual PTP\n")] {
             std::fs::create_dir_all(root.join("sys/class/ptp").join(clock)).unwrap();
-            std::fs::write(root.join("sys/class/ptp").join(clock).join("clock_name"), name).unwrap();
+            std::fs::write(
+                root.join("sys/class/ptp").join(clock).join("clock_name"),
+                name,
+            )
+            .unwrap();
         }
         assert_eq!(device_at(&root), Some(root.join("dev/ptp1")));
         std::fs::remove_dir_all(root.join("sys/class/ptp/ptp1")).unwrap();
-        assert_eq!(device_at(&root), None, "another network card's clock is not the host's");
+        assert_eq!(
+            device_at(&root),
+            None,
+            "another network card's clock is not the host's"
+        );
         std::fs::remove_dir_all(root).unwrap();
     }
 
@@ -116,14 +146,29 @@ mod tests {
             now.get()
         };
         let sample = best(6, pass, || pass() + OFFSET).unwrap();
-        assert!((sample.realtime_ns - OFFSET).abs_diff(sample.boottime_ns) <= sample.error_ns, "{sample:?}");
+        assert!(
+            (sample.realtime_ns - OFFSET).abs_diff(sample.boottime_ns) <= sample.error_ns,
+            "{sample:?}"
+        );
         assert!(sample.error_ns < 100, "{sample:?}");
-        assert_eq!(best(3, pass, || 0), None, "a clock that cannot be read is no clock");
+        assert_eq!(
+            best(3, pass, || 0),
+            None,
+            "a clock that cannot be read is no clock"
+        );
     }
 
     #[test]
     fn a_device_that_is_no_clock_is_an_error_with_its_name() {
-        assert!(sample(Path::new("/dev/null")).unwrap_err().contains("/dev/null"));
-        assert!(sample(Path::new("/nonexistent/ptp0")).unwrap_err().contains("open /nonexistent/ptp0"));
+        assert!(
+            sample(Path::new("/dev/null"))
+                .unwrap_err()
+                .contains("/dev/null")
+        );
+        assert!(
+            sample(Path::new("/nonexistent/ptp0"))
+                .unwrap_err()
+                .contains("open /nonexistent/ptp0")
+        );
     }
 }

@@ -20,9 +20,15 @@ pub extern "C" fn before_main() {
     // SAFETY: system calls with constant arguments; nothing of the runtime, which does not exist
     // yet, is used. A failure here fails the runtime.
     unsafe {
-        if nix::libc::getpid() == 1 && (0..=2).any(|descriptor| nix::libc::fcntl(descriptor, nix::libc::F_GETFD) < 0) {
+        if nix::libc::getpid() == 1
+            && (0..=2).any(|descriptor| nix::libc::fcntl(descriptor, nix::libc::F_GETFD) < 0)
+        {
             nix::libc::mkdir(c"/dev".as_ptr(), 0o755);
-            nix::libc::mknod(c"/dev/null".as_ptr(), nix::libc::S_IFCHR | 0o666, nix::libc::makedev(1, 3));
+            nix::libc::mknod(
+                c"/dev/null".as_ptr(),
+                nix::libc::S_IFCHR | 0o666,
+                nix::libc::makedev(1, 3),
+            );
         }
     }
 }
@@ -36,7 +42,10 @@ pub fn async_fd(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 
 /// Accepts one connection, non-blocking and close-on-exec.
 pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
-    let raw = nix::sys::socket::accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK)?;
+    let raw = nix::sys::socket::accept4(
+        listener.as_raw_fd(),
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+    )?;
     // SAFETY: accept4 has just made this descriptor, and no other code knows its number.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
@@ -57,17 +66,25 @@ pub fn inherited(raw: std::os::fd::RawFd) -> Option<OwnedFd> {
 /// The child runs `child` and exits with its result: it never runs the code after this call, not
 /// even after a panic, because in PID 1 that code starts the agent. Both have `both`. Refused with
 /// EDEADLK if there are more threads: a lock that one of them holds would never open in the child.
-pub fn fork_single_threaded<T>(both: T, child: impl FnOnce(T) -> i32) -> Result<(Pid, T), (Errno, T)> {
+pub fn fork_single_threaded<T>(
+    both: T,
+    child: impl FnOnce(T) -> i32,
+) -> Result<(Pid, T), (Errno, T)> {
     // A directory's link count is two plus its folders, which are the threads here: one call
     // instead of a walk.
-    if std::fs::metadata("/proc/self/task").is_ok_and(|task| std::os::unix::fs::MetadataExt::nlink(&task) != 3) {
+    if std::fs::metadata("/proc/self/task")
+        .is_ok_and(|task| std::os::unix::fs::MetadataExt::nlink(&task) != 3)
+    {
         return Err((Errno::EDEADLK, both));
     }
     // SAFETY: there is one thread, so no lock and no allocator state can be held by another one at
     // this moment.
     match unsafe { nix::unistd::fork() } {
         Ok(ForkResult::Parent { child }) => Ok((child, both)),
-        Ok(ForkResult::Child) => leave(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| child(both))).unwrap_or(PANICKED)),
+        Ok(ForkResult::Child) => leave(
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| child(both)))
+                .unwrap_or(PANICKED),
+        ),
         Err(errno) => Err((errno, both)),
     }
 }
@@ -82,7 +99,12 @@ pub fn leave(status: i32) -> ! {
 pub fn forget_children() {
     // SAFETY: SIG_IGN is no handler of ours; nothing else is installed for this signal. Fails only
     // for a signal that cannot be ignored.
-    let _unused = unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGCHLD, nix::sys::signal::SigHandler::SigIgn) };
+    let _unused = unsafe {
+        nix::sys::signal::signal(
+            nix::sys::signal::Signal::SIGCHLD,
+            nix::sys::signal::SigHandler::SigIgn,
+        )
+    };
 }
 
 /// Replaces this program; returns only on failure. Undoes changes of Rust's runtime that the new
@@ -90,7 +112,12 @@ pub fn forget_children() {
 /// across exec.
 pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString]) -> Errno {
     // SAFETY: SIG_DFL is no handler of ours; nothing else is installed for this signal.
-    let _unused = unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGPIPE, nix::sys::signal::SigHandler::SigDfl) };
+    let _unused = unsafe {
+        nix::sys::signal::signal(
+            nix::sys::signal::Signal::SIGPIPE,
+            nix::sys::signal::SigHandler::SigDfl,
+        )
+    };
     // Fails only for a bad `how`.
     let _unused = nix::sys::signal::SigSet::empty().thread_set_mask();
     match nix::unistd::execve(path, arguments, environment) {
@@ -112,7 +139,9 @@ pub fn counter() -> Option<u64> {
         let ticks: u64;
         // SAFETY: every arm64 CPU has the register, the kernel lets every program read it (its vDSO
         // does), and no memory is touched. The barrier keeps the read in its place.
-        unsafe { std::arch::asm!("isb", "mrs {}, cntvct_el0", out(reg) ticks, options(nomem, nostack)) };
+        unsafe {
+            std::arch::asm!("isb", "mrs {}, cntvct_el0", out(reg) ticks, options(nomem, nostack))
+        };
         Some(ticks)
     }
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
@@ -171,17 +200,31 @@ pub enum DeviceMapper {
 
 /// Sends a request to the device mapper; `request` is a `struct dm_ioctl` with its payload, and
 /// gets the reply.
-pub fn device_mapper(control: &OwnedFd, command: DeviceMapper, request: &mut [u8]) -> nix::Result<()> {
+pub fn device_mapper(
+    control: &OwnedFd,
+    command: DeviceMapper,
+    request: &mut [u8],
+) -> nix::Result<()> {
     const MAGIC: u8 = 0xfd;
     // Size of struct dm_ioctl, which is part of the number of each request.
     const HEADER: usize = 312;
     const DATA_SIZE: std::ops::Range<usize> = 12..16;
-    let size = u32::try_from(request.len()).ok().filter(|_| request.len() >= HEADER).ok_or(Errno::EINVAL)?;
-    request.get_mut(DATA_SIZE).ok_or(Errno::EINVAL)?.copy_from_slice(&size.to_ne_bytes());
+    let size = u32::try_from(request.len())
+        .ok()
+        .filter(|_| request.len() >= HEADER)
+        .ok_or(Errno::EINVAL)?;
+    request
+        .get_mut(DATA_SIZE)
+        .ok_or(Errno::EINVAL)?
+        .copy_from_slice(&size.to_ne_bytes());
     // SAFETY: the kernel reads and writes at most `data_size` bytes, which was set to the length of
     // this buffer; the buffer outlives the call and needs no alignment (copy_from_user).
     let result = unsafe {
-        nix::libc::ioctl(control.as_raw_fd(), nix::request_code_readwrite!(MAGIC, command as u8, HEADER) as _, request.as_mut_ptr())
+        nix::libc::ioctl(
+            control.as_raw_fd(),
+            nix::request_code_readwrite!(MAGIC, command as u8, HEADER) as _,
+            request.as_mut_ptr(),
+        )
     };
     Errno::result(result).map(drop)
 }
@@ -191,13 +234,17 @@ pub fn device_mapper(control: &OwnedFd, command: DeviceMapper, request: &mut [u8
 pub fn grace_period() -> nix::Result<()> {
     const MEMBARRIER_CMD_GLOBAL: nix::libc::c_int = 1;
     // SAFETY: this command takes no pointer, and changes nothing but time.
-    Errno::result(unsafe { nix::libc::syscall(nix::libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0) }).map(drop)
+    Errno::result(unsafe {
+        nix::libc::syscall(nix::libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0)
+    })
+    .map(drop)
 }
 
 /// A descriptor of a process that becomes readable when the process has ended; close-on-exec.
 pub fn pidfd_open(pid: Pid) -> nix::Result<OwnedFd> {
     // SAFETY: takes two numbers.
-    let raw = Errno::result(unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_open, pid.as_raw(), 0) })?;
+    let raw =
+        Errno::result(unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_open, pid.as_raw(), 0) })?;
     let raw = std::os::fd::RawFd::try_from(raw).map_err(|_| Errno::EBADF)?;
     // SAFETY: pidfd_open has just made this descriptor, and no other code knows its number.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
@@ -208,7 +255,15 @@ pub fn pidfd_open(pid: Pid) -> nix::Result<OwnedFd> {
 pub fn keep_capabilities(kept: &[u32]) -> nix::Result<()> {
     for capability in (0..64).filter(|number| !kept.contains(number)) {
         // SAFETY: takes two numbers, and changes this thread alone.
-        match Errno::result(unsafe { nix::libc::prctl(nix::libc::PR_CAPBSET_DROP, nix::libc::c_ulong::from(capability), 0, 0, 0) }) {
+        match Errno::result(unsafe {
+            nix::libc::prctl(
+                nix::libc::PR_CAPBSET_DROP,
+                nix::libc::c_ulong::from(capability),
+                0,
+                0,
+                0,
+            )
+        }) {
             // Beyond the last capability of this kernel.
             Err(Errno::EINVAL) => break,
             other => other.map(drop)?,
@@ -221,7 +276,12 @@ pub fn keep_capabilities(kept: &[u32]) -> nix::Result<()> {
 pub fn loopback_up() -> nix::Result<()> {
     use nix::libc;
     use nix::sys::socket::{AddressFamily, SockType, socket};
-    let fd = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+    let fd = socket(
+        AddressFamily::Inet,
+        SockType::Datagram,
+        SockFlag::SOCK_CLOEXEC,
+        None,
+    )?;
     // SAFETY: an all-zero ifreq is valid: a name of NULs and a union of plain numbers.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     request.ifr_name[0] = b'l' as libc::c_char;
@@ -229,7 +289,10 @@ pub fn loopback_up() -> nix::Result<()> {
     request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
     // SAFETY: the request outlives the call, names an interface with a NUL at its end, and the
     // kernel only reads it.
-    Errno::result(unsafe { libc::ioctl(fd.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request) }).map(drop)
+    Errno::result(unsafe {
+        libc::ioctl(fd.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request)
+    })
+    .map(drop)
 }
 
 #[cfg(test)]
@@ -241,7 +304,12 @@ mod tests {
         // The test runner has threads of its own; this one makes sure.
         let (hold, wait) = std::sync::mpsc::channel::<()>();
         let thread = std::thread::spawn(move || wait.recv());
-        assert_eq!(fork_single_threaded((), |()| 0).err().map(|(errno, ())| errno), Some(Errno::EDEADLK));
+        assert_eq!(
+            fork_single_threaded((), |()| 0)
+                .err()
+                .map(|(errno, ())| errno),
+            Some(Errno::EDEADLK)
+        );
         drop(hold);
         assert!(thread.join().unwrap().is_err());
     }

@@ -30,7 +30,10 @@ pub struct Panicked(String);
 
 impl Panicked {
     fn of(payload: &(dyn Any + Send)) -> Self {
-        let text = payload.downcast_ref::<&str>().map(ToString::to_string).or_else(|| payload.downcast_ref::<String>().cloned());
+        let text = payload
+            .downcast_ref::<&str>()
+            .map(ToString::to_string)
+            .or_else(|| payload.downcast_ref::<String>().cloned());
         Self(text.unwrap_or_else(|| "no message".into()))
     }
 }
@@ -52,7 +55,9 @@ impl<T> Future for Running<T> {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         // The sender is dropped unused only with the work, which is dropped only with the runtime.
-        Pin::new(&mut self.0).poll(context).map(|sent| sent.unwrap_or_else(|_| Err(Panicked("the work was dropped".into()))))
+        Pin::new(&mut self.0)
+            .poll(context)
+            .map(|sent| sent.unwrap_or_else(|_| Err(Panicked("the work was dropped".into()))))
     }
 }
 
@@ -74,7 +79,8 @@ fn run_with<T: Send + 'static>(
     let (send, result) = oneshot::channel();
     let work: Work = Arc::new(Mutex::new(Some(Box::new(move || {
         // Fails only if the receiver was dropped.
-        let _unused = send.send(catch_unwind(AssertUnwindSafe(work)).map_err(|payload| Panicked::of(&*payload)));
+        let _unused = send
+            .send(catch_unwind(AssertUnwindSafe(work)).map_err(|payload| Panicked::of(&*payload)));
     }))));
     if let Err(error) = make(&work) {
         tracing::warn!(name: kata_gpu_wire::names::THREAD_LATE, error = %format!("make a thread: {error}: trying again every {RETRY:?}"));
@@ -96,16 +102,21 @@ fn make(work: &Work) -> io::Result<()> {
             work();
         }
     };
-    std::thread::Builder::new().stack_size(STACK).spawn(body).map(drop)
+    std::thread::Builder::new()
+        .stack_size(STACK)
+        .spawn(body)
+        .map(drop)
 }
 
 /// A task's own work, with a panic as an error instead of the silent end of the task.
 pub async fn caught<T>(work: impl Future<Output = T>) -> Result<T, Panicked> {
     let mut work = pin!(work);
-    poll_fn(|context| match catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(context))) {
-        Ok(poll) => poll.map(Ok),
-        Err(payload) => Poll::Ready(Err(Panicked::of(&*payload))),
-    })
+    poll_fn(
+        |context| match catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(context))) {
+            Ok(poll) => poll.map(Ok),
+            Err(payload) => Poll::Ready(Err(Panicked::of(&*payload))),
+        },
+    )
     .await
 }
 
@@ -115,7 +126,11 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     fn in_runtime<T>(work: impl Future<Output = T>) -> T {
-        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+            .block_on(work)
     }
 
     #[test]
@@ -126,20 +141,31 @@ mod tests {
             0..=2 => Err(io::Error::from_raw_os_error(nix::libc::EAGAIN)),
             _ => make(work),
         };
-        let result = in_runtime(async { run_with(short, move || ran.fetch_add(1, Ordering::Relaxed) + 7).await });
+        let result = in_runtime(async {
+            run_with(short, move || ran.fetch_add(1, Ordering::Relaxed) + 7).await
+        });
         assert_eq!(result.ok(), Some(7));
-        assert_eq!((tries.load(Ordering::Relaxed), runs.load(Ordering::Relaxed)), (4, 1));
+        assert_eq!(
+            (tries.load(Ordering::Relaxed), runs.load(Ordering::Relaxed)),
+            (4, 1)
+        );
     }
 
     #[test]
     fn a_panic_is_an_error_with_its_message() {
         let result = in_runtime(async { run(|| -> u8 { panic!("GPU {} is odd", 3) }).await });
-        assert_eq!(result.map_err(|e| e.to_string()), Err("a bug: GPU 3 is odd".into()));
+        assert_eq!(
+            result.map_err(|e| e.to_string()),
+            Err("a bug: GPU 3 is odd".into())
+        );
         let result = in_runtime(caught(async {
             tokio::task::yield_now().await;
             panic!("fixed text")
         }));
-        assert_eq!(result.map_err(|e: Panicked| e.to_string()), Err::<(), _>("a bug: fixed text".into()));
+        assert_eq!(
+            result.map_err(|e: Panicked| e.to_string()),
+            Err::<(), _>("a bug: fixed text".into())
+        );
     }
 
     #[test]

@@ -43,7 +43,13 @@ pub fn read() -> Option<Reading> {
     let raw_ns = monotonic_raw_ns();
     let tsc = sys::counter()?;
     let boottime_ns = boottime_ns();
-    Some(Reading { tsc, hz: sys::counter_hz(), raw_ns, boottime_ns, within_ns: monotonic_raw_ns().saturating_sub(raw_ns) })
+    Some(Reading {
+        tsc,
+        hz: sys::counter_hz(),
+        raw_ns,
+        boottime_ns,
+        within_ns: monotonic_raw_ns().saturating_sub(raw_ns),
+    })
 }
 
 const NANOSECONDS: u128 = 1_000_000_000;
@@ -68,13 +74,23 @@ pub fn before_kernel(first: &Reading, later: &Reading) -> Option<Before> {
     let within = u128::from(first.within_ns) + u128::from(later.within_ns);
     // 2^64 ticks times 2^63 ns fit.
     let (tsc_ns, hz, unsure) = match first.hz.map(u128::from) {
-        Some(hz) => ((u128::from(first.tsc) * NANOSECONDS).checked_div(hz)?, hz, 0),
-        None => (u128::from(first.tsc) * passed / ticks, ticks * NANOSECONDS / passed, within),
+        Some(hz) => (
+            (u128::from(first.tsc) * NANOSECONDS).checked_div(hz)?,
+            hz,
+            0,
+        ),
+        None => (
+            u128::from(first.tsc) * passed / ticks,
+            ticks * NANOSECONDS / passed,
+            within,
+        ),
     };
     let error = tsc_ns.checked_mul(unsure)?.div_ceil(passed) + u128::from(first.within_ns);
     Some(Before {
         hz: u64::try_from(hz).ok()?,
-        before_kernel_ns: i64::try_from(tsc_ns).ok()?.checked_sub(i64::try_from(first.boottime_ns).ok()?)?,
+        before_kernel_ns: i64::try_from(tsc_ns)
+            .ok()?
+            .checked_sub(i64::try_from(first.boottime_ns).ok()?)?,
         error_ns: u64::try_from(error).unwrap_or(u64::MAX),
     })
 }
@@ -102,7 +118,10 @@ mod tests {
             let later = reading(2_900_000_000, BEFORE, late_later);
             let before = before_kernel(&first, &later).unwrap();
             let wrong = before.before_kernel_ns.abs_diff(BEFORE as i64);
-            assert!(wrong <= before.error_ns, "{late_first} {late_later}: wrong by {wrong}: {before:?}");
+            assert!(
+                wrong <= before.error_ns,
+                "{late_first} {late_later}: wrong by {wrong}: {before:?}"
+            );
             assert!(before.hz.abs_diff(2_500_000_000) < 5_000_000, "{before:?}");
             assert_eq!(before.error_ns == 0, late_first + late_later == 0);
         }
@@ -112,19 +131,66 @@ mod tests {
     fn a_clock_that_stands_still_or_goes_back_is_not_used() {
         let first = reading(2_600_000_000, 0, 0);
         assert_eq!(before_kernel(&first, &first), None);
-        assert_eq!(before_kernel(&first, &Reading { tsc: 1, ..reading(2_700_000_000, 0, 0) }), None);
-        assert_eq!(before_kernel(&first, &Reading { raw_ns: 1, ..reading(2_700_000_000, 0, 0) }), None);
-        let huge = Reading { tsc: u64::MAX - 1, hz: None, raw_ns: 0, boottime_ns: u64::MAX, within_ns: u64::MAX };
-        assert_eq!(before_kernel(&huge, &Reading { tsc: u64::MAX, raw_ns: u64::MAX, ..huge }), None);
+        assert_eq!(
+            before_kernel(
+                &first,
+                &Reading {
+                    tsc: 1,
+                    ..reading(2_700_000_000, 0, 0)
+                }
+            ),
+            None
+        );
+        assert_eq!(
+            before_kernel(
+                &first,
+                &Reading {
+                    raw_ns: 1,
+                    ..reading(2_700_000_000, 0, 0)
+                }
+            ),
+            None
+        );
+        let huge = Reading {
+            tsc: u64::MAX - 1,
+            hz: None,
+            raw_ns: 0,
+            boottime_ns: u64::MAX,
+            within_ns: u64::MAX,
+        };
+        assert_eq!(
+            before_kernel(
+                &huge,
+                &Reading {
+                    tsc: u64::MAX,
+                    raw_ns: u64::MAX,
+                    ..huge
+                }
+            ),
+            None
+        );
     }
 
     #[test]
     fn a_known_frequency_is_not_measured() {
-        let with = |reading: Reading, hz| Reading { hz: Some(hz), ..reading };
-        let (first, later) = (reading(2_600_000_000, 960_000_000, 300_000), reading(2_600_700_000, 960_000_000, 300_000));
+        let with = |reading: Reading, hz| Reading {
+            hz: Some(hz),
+            ..reading
+        };
+        let (first, later) = (
+            reading(2_600_000_000, 960_000_000, 300_000),
+            reading(2_600_700_000, 960_000_000, 300_000),
+        );
         let before = before_kernel(&with(first, 2_500_000_000), &later).unwrap();
-        assert_eq!((before.hz, before.error_ns), (2_500_000_000, 600_000), "the bound is that of one reading");
-        assert!(before.before_kernel_ns.abs_diff(960_000_000) <= before.error_ns, "{before:?}");
+        assert_eq!(
+            (before.hz, before.error_ns),
+            (2_500_000_000, 600_000),
+            "the bound is that of one reading"
+        );
+        assert!(
+            before.before_kernel_ns.abs_diff(960_000_000) <= before.error_ns,
+            "{before:?}"
+        );
         // As short an interval costs a measured frequency much of its worth.
         assert!(before_kernel(&first, &later).unwrap().error_ns > 1_000_000_000);
         assert_eq!(before_kernel(&with(first, 0), &later), None);

@@ -8,7 +8,10 @@
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recvfrom, setsockopt, socket, sockopt};
+use nix::sys::socket::{
+    AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recvfrom, setsockopt,
+    socket, sockopt,
+};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
@@ -56,9 +59,12 @@ pub struct Uevent {
 pub fn parse(message: &[u8]) -> Option<Uevent> {
     let mut parts = message.split(|b| *b == 0).map(String::from_utf8_lossy);
     parts.next().filter(|head| head.contains('@'))?;
-    let (mut action, mut address, mut driver, mut vendor, mut class, mut pci) = (None, None, None, None, None, false);
+    let (mut action, mut address, mut driver, mut vendor, mut class, mut pci) =
+        (None, None, None, None, None, false);
     for part in parts {
-        let Some((key, value)) = part.split_once('=') else { continue };
+        let Some((key, value)) = part.split_once('=') else {
+            continue;
+        };
         match key {
             "ACTION" => {
                 action = Some(match value {
@@ -73,7 +79,12 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
             SYNTHETIC => return None,
             "PCI_SLOT_NAME" => address = value.parse().ok(),
             "PCI_CLASS" => class = u32::from_str_radix(value, 16).ok(),
-            "PCI_ID" => vendor = value.split(':').next().and_then(|v| u16::from_str_radix(v, 16).ok()),
+            "PCI_ID" => {
+                vendor = value
+                    .split(':')
+                    .next()
+                    .and_then(|v| u16::from_str_radix(v, 16).ok())
+            }
             "DRIVER" => driver = Some(value.to_string()),
             _ => {}
         }
@@ -81,7 +92,13 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
     if !pci {
         return None;
     }
-    Some(Uevent { action: action?, address: address?, driver, vendor, class })
+    Some(Uevent {
+        action: action?,
+        address: address?,
+        driver,
+        vendor,
+        class,
+    })
 }
 
 /// PCI function whose display came or went, in a kernel's uevent:
@@ -96,7 +113,9 @@ pub fn parse_display(message: &[u8]) -> Option<PciAddress> {
             Some(("SUBSYSTEM", value)) => drm = value == "drm",
             Some(("DEVNAME", value)) => node = value.starts_with("dri/"),
             Some(("DEVPATH", path)) => {
-                address = path.split_once("/drm/").and_then(|(function, _)| function.rsplit('/').next()?.parse().ok())
+                address = path
+                    .split_once("/drm/")
+                    .and_then(|(function, _)| function.rsplit('/').next()?.parse().ok())
             }
             _ => {}
         }
@@ -120,7 +139,9 @@ pub enum Next {
 impl Uevents {
     /// Subscribes; must be called inside the runtime.
     pub fn subscribe() -> io::Result<Self> {
-        Ok(Self { socket: crate::machine::sys::async_fd(open()?)? })
+        Ok(Self {
+            socket: crate::machine::sys::async_fd(open()?)?,
+        })
     }
 
     /// Waits for the next uevent of a PCI function, or of a display.
@@ -138,7 +159,10 @@ impl Uevents {
                     // the kernel.
                     Ok((n, Some(from))) if from.pid() == 0 => {
                         let message = buffer.get(..n).unwrap_or_default();
-                        if let Some(next) = parse(message).map(Next::Event).or_else(|| parse_display(message).map(Next::Display)) {
+                        if let Some(next) = parse(message)
+                            .map(Next::Event)
+                            .or_else(|| parse_display(message).map(Next::Display))
+                        {
                             return Ok(next);
                         }
                     }
@@ -148,7 +172,11 @@ impl Uevents {
                         break;
                     }
                     Err(Errno::EINTR) => {}
-                    Err(Errno::ENOBUFS) => return Err(io::Error::other("the kernel sent them faster than they were read")),
+                    Err(Errno::ENOBUFS) => {
+                        return Err(io::Error::other(
+                            "the kernel sent them faster than they were read",
+                        ));
+                    }
                     Err(errno) => return Err(errno.into()),
                 }
             }
@@ -162,7 +190,12 @@ impl Uevents {
 /// Opens a socket that gets the kernel's uevents.
 fn open() -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let socket = socket(AddressFamily::Netlink, SockType::Datagram, flags, SockProtocol::NetlinkKObjectUEvent)?;
+    let socket = socket(
+        AddressFamily::Netlink,
+        SockType::Datagram,
+        flags,
+        SockProtocol::NetlinkKObjectUEvent,
+    )?;
     // FORCE needs CAP_NET_ADMIN, which PID 1's children have; without it the default size holds a
     // few hundred uevents.
     let _unused = setsockopt(&socket, sockopt::RcvBufForce, &RECEIVE_BUFFER);
@@ -183,15 +216,22 @@ impl Any {
     /// Blocks until a uevent has come, or the time is over. Reads all pending ones.
     pub fn wait(&self, timeout: Duration) -> io::Result<()> {
         // Rounded up: a timeout below a millisecond must not become zero.
-        let milliseconds = i32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX);
+        let milliseconds =
+            i32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX);
         let timeout = PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::MAX);
-        match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
+        match poll(
+            &mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)],
+            timeout,
+        ) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno.into()),
         }
         let mut buffer = [0_u8; MAX_UEVENT];
         // ENOBUFS is a reason to check as well.
-        while !matches!(recvfrom::<NetlinkAddr>(self.0.as_raw_fd(), &mut buffer), Err(Errno::EAGAIN)) {}
+        while !matches!(
+            recvfrom::<NetlinkAddr>(self.0.as_raw_fd(), &mut buffer),
+            Err(Errno::EAGAIN)
+        ) {}
         Ok(())
     }
 
@@ -212,7 +252,12 @@ impl DeviceMapperUevents {
             let mut guard = self.0.readable().await?;
             for _ in 0..BURST {
                 match recvfrom::<NetlinkAddr>(self.0.as_raw_fd(), &mut buffer) {
-                    Ok((n, Some(from))) if from.pid() == 0 && is_of_device_mapper(buffer.get(..n).unwrap_or_default()) => return Ok(()),
+                    Ok((n, Some(from)))
+                        if from.pid() == 0
+                            && is_of_device_mapper(buffer.get(..n).unwrap_or_default()) =>
+                    {
+                        return Ok(());
+                    }
                     Ok(_) | Err(Errno::EINTR) => {}
                     Err(Errno::EAGAIN) => {
                         guard.clear_ready();
@@ -229,8 +274,13 @@ impl DeviceMapperUevents {
 
 /// `change@/devices/virtual/block/dm-0\0..`: sent by dm-verity for a block that fails its check.
 fn is_of_device_mapper(message: &[u8]) -> bool {
-    let head = message.split(|b| *b == 0).next().map(String::from_utf8_lossy).unwrap_or_default();
-    head.rsplit_once('/').is_some_and(|(path, name)| path.ends_with("/block") && name.starts_with("dm-"))
+    let head = message
+        .split(|b| *b == 0)
+        .next()
+        .map(String::from_utf8_lossy)
+        .unwrap_or_default();
+    head.rsplit_once('/')
+        .is_some_and(|(path, name)| path.ends_with("/block") && name.starts_with("dm-"))
 }
 
 #[cfg(test)]
@@ -239,9 +289,17 @@ mod tests {
 
     #[test]
     fn uevents_of_the_device_mapper_are_recognised() {
-        assert!(is_of_device_mapper(b"change@/devices/virtual/block/dm-0\0ACTION=change\0DM_VERITY_ERR_BLOCK_NR=0,5\0"));
-        assert!(!is_of_device_mapper(b"add@/devices/pci0000:00/0000:00:04.0/virtio1/block/vda\0ACTION=add\0"));
-        assert!(!is_of_device_mapper(BIND) && !is_of_device_mapper(b"") && !is_of_device_mapper(b"dm-0"));
+        assert!(is_of_device_mapper(
+            b"change@/devices/virtual/block/dm-0\0ACTION=change\0DM_VERITY_ERR_BLOCK_NR=0,5\0"
+        ));
+        assert!(!is_of_device_mapper(
+            b"add@/devices/pci0000:00/0000:00:04.0/virtio1/block/vda\0ACTION=add\0"
+        ));
+        assert!(
+            !is_of_device_mapper(BIND)
+                && !is_of_device_mapper(b"")
+                && !is_of_device_mapper(b"dm-0")
+        );
     }
 
     const BIND: &[u8] = b"bind@/devices/pci0001:00/0001:00:03.0\0ACTION=bind\0DEVPATH=/devices/pci0001:00/0001:00:03.0\0SUBSYSTEM=pci\0DRIVER=nvidia\0PCI_CLASS=30200\0PCI_ID=10DE:2330\0PCI_SUBSYS_ID=10DE:16C1\0PCI_SLOT_NAME=0001:00:03.0\0SEQNUM=1201\0";
@@ -263,7 +321,10 @@ mod tests {
     #[test]
     fn a_display_is_recognised_by_its_function() {
         let card = b"add@/devices/pci0000:00/0000:00:03.0/drm/card1\0ACTION=add\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0SUBSYSTEM=drm\0DEVNAME=dri/card1\0";
-        assert_eq!((parse(card), parse_display(card)), (None, "0000:00:03.0".parse().ok()));
+        assert_eq!(
+            (parse(card), parse_display(card)),
+            (None, "0000:00:03.0".parse().ok())
+        );
         assert_eq!(parse_display(BIND), None);
         // A connector has no node, and a display may hang on something else.
         assert_eq!(parse_display(b"add@/x\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1/card1-HDMI-A-1\0SUBSYSTEM=drm\0"), None);
@@ -280,9 +341,15 @@ mod tests {
 
     #[test]
     fn other_subsystems_and_garbage_are_nothing() {
-        assert_eq!(parse(b"add@/devices/virtual/mem/null\0ACTION=add\0SUBSYSTEM=mem\0"), None);
+        assert_eq!(
+            parse(b"add@/devices/virtual/mem/null\0ACTION=add\0SUBSYSTEM=mem\0"),
+            None
+        );
         assert_eq!(parse(b"libudev\0\xfe\xed\xca\xfe"), None);
         assert_eq!(parse(b""), None);
-        assert_eq!(parse(b"bind@/x\0SUBSYSTEM=pci\0ACTION=bind\0PCI_SLOT_NAME=../../etc\0"), None);
+        assert_eq!(
+            parse(b"bind@/x\0SUBSYSTEM=pci\0ACTION=bind\0PCI_SLOT_NAME=../../etc\0"),
+            None
+        );
     }
 }

@@ -25,11 +25,26 @@ const MAX_ANSWER: u64 = 1024 * 1024;
 
 /// UUIDs of a GPU's MIG instances, and what is wrong with others: a name that CDI does not take, or
 /// one that is there twice, makes the whole spec unreadable.
-pub fn instance_uuids(minor: u32, instances: &[MigDevice]) -> (BTreeMap<MigInstance, String>, Vec<String>) {
+pub fn instance_uuids(
+    minor: u32,
+    instances: &[MigDevice],
+) -> (BTreeMap<MigInstance, String>, Vec<String>) {
     let (mut uuids, mut problems) = (BTreeMap::new(), Vec::new());
-    for MigDevice { uuid, gpu_instance: gi, compute_instance: ci } in instances {
-        let id = MigInstance { gpu: minor, gi: *gi, ci: *ci };
-        if is_uuid("MIG-", uuid) && !uuids.values().any(|known| known == uuid) && !uuids.contains_key(&id) {
+    for MigDevice {
+        uuid,
+        gpu_instance: gi,
+        compute_instance: ci,
+    } in instances
+    {
+        let id = MigInstance {
+            gpu: minor,
+            gi: *gi,
+            ci: *ci,
+        };
+        if is_uuid("MIG-", uuid)
+            && !uuids.values().any(|known| known == uuid)
+            && !uuids.contains_key(&id)
+        {
             uuids.insert(id, uuid.clone());
         } else {
             problems.push(format!("MIG instance {gi}/{ci} has UUID {uuid:?}, which names no device: ask for it by index"));
@@ -57,11 +72,18 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Missing => {
-                write!(f, "{PROGRAM} is not in {}: put it there to know what only NVML knows", DIRECTORIES.join(", "))
+                write!(
+                    f,
+                    "{PROGRAM} is not in {}: put it there to know what only NVML knows",
+                    DIRECTORIES.join(", ")
+                )
             }
             Self::Start(path, error) => write!(f, "start {}: {error}", path.display()),
             Self::Ended(how) => write!(f, "{PROGRAM} has ended: {how}"),
-            Self::Late(after) => write!(f, "{PROGRAM} has not answered within {after:?}: it is left alone"),
+            Self::Late(after) => write!(
+                f,
+                "{PROGRAM} has not answered within {after:?}: it is left alone"
+            ),
             Self::Malformed(error) => write!(f, "{PROGRAM}'s answer is not readable: {error}"),
             Self::Refused(error) => write!(f, "NVML: {error}"),
         }
@@ -70,17 +92,26 @@ impl fmt::Display for Failure {
 
 /// Program of the helper below `root` (`/` in a guest).
 pub fn find(root: &Path) -> Option<PathBuf> {
-    let paths = DIRECTORIES.iter().map(|directory| root.join(directory.trim_start_matches('/')).join(PROGRAM));
+    let paths = DIRECTORIES
+        .iter()
+        .map(|directory| root.join(directory.trim_start_matches('/')).join(PROGRAM));
     paths.into_iter().find(|path| path.is_file())
 }
 
 /// Sends all of `requests` to one helper, one after another; any failure but a refusal ends the
 /// row. Runs on a separate thread, so that a hanging helper delays nothing else.
-pub async fn ask(program: PathBuf, requests: Vec<Request>) -> Vec<(Request, Result<Answer, Failure>)> {
+pub async fn ask(
+    program: PathBuf,
+    requests: Vec<Request>,
+) -> Vec<(Request, Result<Answer, Failure>)> {
     ask_within(ANSWER, program, requests).await
 }
 
-async fn ask_within(deadline: Duration, program: PathBuf, requests: Vec<Request>) -> Vec<(Request, Result<Answer, Failure>)> {
+async fn ask_within(
+    deadline: Duration,
+    program: PathBuf,
+    requests: Vec<Request>,
+) -> Vec<(Request, Result<Answer, Failure>)> {
     let (send, mut answers) = tokio::sync::mpsc::unbounded_channel();
     let all = requests.clone();
     threads::detach(move || {
@@ -130,10 +161,17 @@ impl Helper {
     fn start(program: &Path) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let ends = (OwnedFd::from(theirs.try_clone()?), OwnedFd::from(theirs));
-        let child = Command::new(program).stdin(Stdio::from(ends.0)).stdout(Stdio::from(ends.1)).stderr(Stdio::piped()).spawn()?;
+        let child = Command::new(program)
+            .stdin(Stdio::from(ends.0))
+            .stdout(Stdio::from(ends.1))
+            .stderr(Stdio::piped())
+            .spawn()?;
         // Fails only for a helper that has ended already, which the first request shows.
         let _unused = std::fs::write(format!("/proc/{}/oom_score_adj", child.id()), OOM_SCORE);
-        Ok(Self { child, socket: BufReader::new(ours) })
+        Ok(Self {
+            child,
+            socket: BufReader::new(ours),
+        })
     }
 
     fn ask(&mut self, request: &Request) -> Result<Answer, Failure> {
@@ -147,7 +185,9 @@ impl Helper {
                 Ok(answer) => Ok(answer),
                 Err(error) => Err(Failure::Malformed(error.to_string())),
             },
-            Ok(read) if read as u64 == MAX_ANSWER => Err(Failure::Malformed(format!("longer than {MAX_ANSWER} bytes"))),
+            Ok(read) if read as u64 == MAX_ANSWER => Err(Failure::Malformed(format!(
+                "longer than {MAX_ANSWER} bytes"
+            ))),
             Ok(_) => Err(self.ended("no answer")),
             Err(error) => Err(self.ended(&error.to_string())),
         }
@@ -160,10 +200,20 @@ impl Helper {
             // The read ends with the helper, whose socket is closed.
             let _unused = stderr.take(MAX_LAST).read_to_end(&mut last);
         }
-        let how = self.child.wait().map_or_else(|e| e.to_string(), |status| status.to_string());
-        let last: String = String::from_utf8_lossy(&last).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let how = self
+            .child
+            .wait()
+            .map_or_else(|e| e.to_string(), |status| status.to_string());
+        let last: String = String::from_utf8_lossy(&last)
+            .chars()
+            .map(|c| if c.is_control() { ' ' } else { c })
+            .collect();
         let last = last.trim();
-        Failure::Ended(if last.is_empty() { format!("{how} ({seen})") } else { format!("{how}: {last}") })
+        Failure::Ended(if last.is_empty() {
+            format!("{how} ({seen})")
+        } else {
+            format!("{how}: {last}")
+        })
     }
 }
 

@@ -2,7 +2,11 @@ use super::*;
 use std::os::unix::fs::PermissionsExt;
 
 fn in_runtime<T>(work: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(work)
 }
 
 /// A helper that is this shell script.
@@ -15,7 +19,10 @@ fn script(name: &str, text: &str) -> PathBuf {
 
 fn failure_of(name: &str, text: &str) -> String {
     let path = script(name, text);
-    let mut asked = in_runtime(ask(path.clone(), vec![Request::Facts(vec![]), Request::Ready(true)]));
+    let mut asked = in_runtime(ask(
+        path.clone(),
+        vec![Request::Facts(vec![]), Request::Ready(true)],
+    ));
     std::fs::remove_file(path).unwrap();
     assert_eq!(asked.len(), 1, "a failure ends the row");
     asked.remove(0).1.unwrap_err().to_string()
@@ -27,25 +34,54 @@ fn each_request_gets_its_own_answer() {
         "answers",
         r#"while read -r line; do case $line in facts|state) echo '{"facts":{"devices":[]}}';; *) echo '"done"';; esac; done"#,
     );
-    let asked = in_runtime(ask(path.clone(), vec![Request::Facts(vec![]), Request::Ready(true), Request::State(vec![])]));
+    let asked = in_runtime(ask(
+        path.clone(),
+        vec![
+            Request::Facts(vec![]),
+            Request::Ready(true),
+            Request::State(vec![]),
+        ],
+    ));
     std::fs::remove_file(path).unwrap();
-    let answers: Vec<Answer> = asked.into_iter().map(|(_, answer)| answer.unwrap()).collect();
-    assert_eq!(answers, [Answer::Facts(Box::default()), Answer::Done, Answer::Facts(Box::default())]);
+    let answers: Vec<Answer> = asked
+        .into_iter()
+        .map(|(_, answer)| answer.unwrap())
+        .collect();
+    assert_eq!(
+        answers,
+        [
+            Answer::Facts(Box::default()),
+            Answer::Done,
+            Answer::Facts(Box::default())
+        ]
+    );
 }
 
 #[test]
 fn a_refusal_does_not_keep_the_next_request_from_its_answer() {
-    let path = script("refuses", r#"read -r line; echo '{"error":"out of range"}'; read -r line; echo '"done"'"#);
-    let asked = in_runtime(ask(path.clone(), vec![Request::Facts(vec![]), Request::Ready(true)]));
+    let path = script(
+        "refuses",
+        r#"read -r line; echo '{"error":"out of range"}'; read -r line; echo '"done"'"#,
+    );
+    let asked = in_runtime(ask(
+        path.clone(),
+        vec![Request::Facts(vec![]), Request::Ready(true)],
+    ));
     std::fs::remove_file(path).unwrap();
-    assert_eq!(asked[0].1.as_ref().unwrap_err().to_string(), "NVML: out of range");
+    assert_eq!(
+        asked[0].1.as_ref().unwrap_err().to_string(),
+        "NVML: out of range"
+    );
     assert_eq!(asked[1].1.as_ref().unwrap(), &Answer::Done);
 }
 
 #[test]
 fn a_helper_that_crashes_is_a_failure_with_its_last_output() {
     assert_eq!(
-        failure_of("crash", "echo 'libnvidia-ml.so.1: no such file' >&2; exit 3"),
+        failure_of(
+            "crash",
+            "echo 'libnvidia-ml.so.1: no such file' >&2; exit 3"
+        ),
         "kata-gpu-nvml has ended: exit status: 3: libnvidia-ml.so.1: no such file"
     );
     assert!(failure_of("kill", "kill -SEGV $$").contains("signal: 11"));
@@ -54,24 +90,54 @@ fn a_helper_that_crashes_is_a_failure_with_its_last_output() {
 #[test]
 fn an_answer_that_is_none_is_a_failure() {
     assert!(failure_of("words", "read -r line; echo hello; sleep 1").contains("not readable"));
-    assert!(failure_of("long", "read -r line; head -c 2000000 /dev/zero | tr '\\0' x").contains("longer than"));
-    let missing = in_runtime(ask("/nonexistent/kata-gpu-nvml".into(), vec![Request::Facts(vec![])]));
-    assert!(missing[0].1.as_ref().unwrap_err().to_string().contains("start /nonexistent/kata-gpu-nvml"));
+    assert!(
+        failure_of(
+            "long",
+            "read -r line; head -c 2000000 /dev/zero | tr '\\0' x"
+        )
+        .contains("longer than")
+    );
+    let missing = in_runtime(ask(
+        "/nonexistent/kata-gpu-nvml".into(),
+        vec![Request::Facts(vec![])],
+    ));
+    assert!(
+        missing[0]
+            .1
+            .as_ref()
+            .unwrap_err()
+            .to_string()
+            .contains("start /nonexistent/kata-gpu-nvml")
+    );
 }
 
 #[test]
 fn a_helper_that_hangs_is_reported_and_left_alone() {
     let path = script("hang", "echo $$ > $0.pid; read -r line; exec sleep 600");
-    let asked = in_runtime(ask_within(Duration::from_millis(50), path.clone(), vec![Request::Facts(vec![])]));
-    assert!(matches!(asked[..], [(Request::Facts(_), Err(Failure::Late(_)))]));
+    let asked = in_runtime(ask_within(
+        Duration::from_millis(50),
+        path.clone(),
+        vec![Request::Facts(vec![])],
+    ));
+    assert!(matches!(
+        asked[..],
+        [(Request::Facts(_), Err(Failure::Late(_)))]
+    ));
     let pid_file = PathBuf::from(format!("{}.pid", path.display()));
     let pid = loop {
-        match std::fs::read_to_string(&pid_file).ok().and_then(|text| text.trim().parse::<i32>().ok()) {
+        match std::fs::read_to_string(&pid_file)
+            .ok()
+            .and_then(|text| text.trim().parse::<i32>().ok())
+        {
             Some(pid) => break nix::unistd::Pid::from_raw(pid),
             None => std::thread::sleep(Duration::from_millis(5)),
         }
     };
-    assert_eq!(nix::sys::signal::kill(pid, None), Ok(()), "the helper was killed");
+    assert_eq!(
+        nix::sys::signal::kill(pid, None),
+        Ok(()),
+        "the helper was killed"
+    );
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
     for file in [path, pid_file] {
         std::fs::remove_file(file).unwrap();

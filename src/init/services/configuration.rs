@@ -36,7 +36,13 @@ const FOREGROUND: [(&str, &str); 2] = [("DAEMONIZE", "0"), ("LOG_USE_SYSLOG", "1
 /// State file of fabric manager in a service VM: active partitions, kept over its restarts.
 const STATE_FILE: &str = "/run/nvidia-fabricmanager/fabricmanager.state";
 
-fn source(name: Name, topology: Topology, confidential: bool, asked: Option<RailPolicy>, is_restart: bool) -> Option<Source> {
+fn source(
+    name: Name,
+    topology: Topology,
+    confidential: bool,
+    asked: Option<RailPolicy>,
+    is_restart: bool,
+) -> Option<Source> {
     let mut values = FOREGROUND.to_vec();
     let package = package(name)?;
     match name {
@@ -45,7 +51,10 @@ fn source(name: Name, topology: Topology, confidential: bool, asked: Option<Rail
             if topology == Topology::ServiceVm {
                 // A start from nothing would take the fabric from the guests that use it.
                 let again = if is_restart { "1" } else { "0" };
-                values.extend([("STATE_FILE_NAME", STATE_FILE), ("FABRIC_MODE_RESTART", again)]);
+                values.extend([
+                    ("STATE_FILE_NAME", STATE_FILE),
+                    ("FABRIC_MODE_RESTART", again),
+                ]);
             }
             values.extend(rail_policy(asked, topology, confidential).map(|policy| {
                 // Numbers are refused by fabric manager from 595 on.
@@ -55,33 +64,56 @@ fn source(name: Name, topology: Topology, confidential: bool, asked: Option<Rail
                 };
                 ("PARTITION_RAIL_POLICY", word)
             }));
-            Some(Source { package, made: "fabricmanager.cfg", values })
+            Some(Source {
+                package,
+                made: "fabricmanager.cfg",
+                values,
+            })
         }
-        Name::ImexDaemon => Some(Source { package, made: "imex.cfg", values }),
+        Name::ImexDaemon => Some(Source {
+            package,
+            made: "imex.cfg",
+            values,
+        }),
         Name::Nvlsm | Name::Persistenced | Name::HostEngine | Name::DcgmExporter => None,
     }
 }
 
 /// Makes a daemon's configuration; returns its path. Errors name the file and the cure.
-pub fn make(name: Name, root: &Path, topology: Topology, confidential: bool, asked: Option<RailPolicy>) -> Result<PathBuf, String> {
+pub fn make(
+    name: Name,
+    root: &Path,
+    topology: Topology,
+    confidential: bool,
+    asked: Option<RailPolicy>,
+) -> Result<PathBuf, String> {
     let is_restart = Path::new(STATE_FILE).exists();
-    let source = source(name, topology, confidential, asked, is_restart).ok_or_else(|| format!("{name} has no configuration"))?;
+    let source = source(name, topology, confidential, asked, is_restart)
+        .ok_or_else(|| format!("{name} has no configuration"))?;
     if let Some(parent) = Path::new(STATE_FILE).parent() {
         std::fs::create_dir_all(parent).map_err(|e| format!("make {}: {e}", parent.display()))?;
     }
     let package = root.join(source.package);
     let text = read(&package)?;
     let made = Path::new(RUN).join(source.made);
-    let text = with_values(&text, &source.values).map_err(|why| format!("{}: {why}", package.display()))?;
+    let text = with_values(&text, &source.values)
+        .map_err(|why| format!("{}: {why}", package.display()))?;
     std::fs::write(&made, text).map_err(|e| format!("write {}: {e}", made.display()))?;
     Ok(made)
 }
 
 fn read(path: &Path) -> Result<String, String> {
-    let failed = |why: String| format!("read {}: {why}: put the file of the daemon's package into the image", path.display());
+    let failed = |why: String| {
+        format!(
+            "read {}: {why}: put the file of the daemon's package into the image",
+            path.display()
+        )
+    };
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(|e| failed(e.to_string()))?;
-    file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(|e| failed(e.to_string()))?;
+    file.take(MAX_FILE + 1)
+        .read_to_end(&mut bytes)
+        .map_err(|e| failed(e.to_string()))?;
     if bytes.len() as u64 > MAX_FILE {
         return Err(failed(format!("more than {MAX_FILE} bytes")));
     }
@@ -104,8 +136,12 @@ pub fn with_values(text: &str, values: &[(&str, &str)]) -> Result<String, String
             made.push('\n');
             continue;
         };
-        let key =
-            setting.ok_or_else(|| format!("line {}: neither KEY=VALUE nor a comment: is this the daemon's configuration?", number + 1))?;
+        let key = setting.ok_or_else(|| {
+            format!(
+                "line {}: neither KEY=VALUE nor a comment: is this the daemon's configuration?",
+                number + 1
+            )
+        })?;
         match values.iter().position(|(other, _)| *other == key) {
             Some(at) if set[at] => {}
             Some(at) => {
@@ -133,7 +169,12 @@ mod tests {
 
     #[test]
     fn a_key_is_set_where_it_stands_and_every_other_line_stays() {
-        let values = [("FABRIC_MODE", "1"), ("DAEMONIZE", "0"), ("LOG_FILE_NAME", ""), ("LOG_USE_SYSLOG", "0")];
+        let values = [
+            ("FABRIC_MODE", "1"),
+            ("DAEMONIZE", "0"),
+            ("LOG_FILE_NAME", ""),
+            ("LOG_USE_SYSLOG", "0"),
+        ];
         assert_eq!(
             with_values(PACKAGE, &values).unwrap(),
             "# Description: mode\n\nFABRIC_MODE=1\nDAEMONIZE=0\nLOG_FILE_NAME=\n\
@@ -143,23 +184,48 @@ mod tests {
 
     #[test]
     fn a_file_that_is_no_configuration_is_refused_with_its_line() {
-        assert!(with_values("#!/bin/sh\nexit 1\n", &[]).unwrap_err().starts_with("line 2: "));
+        assert!(
+            with_values("#!/bin/sh\nexit 1\n", &[])
+                .unwrap_err()
+                .starts_with("line 2: ")
+        );
     }
 
     #[test]
     fn the_values_follow_from_topology_and_command_line() {
-        let values = |topology, confidential, asked| source(Name::FabricManager, topology, confidential, asked, false).unwrap().values;
+        let values = |topology, confidential, asked| {
+            source(Name::FabricManager, topology, confidential, asked, false)
+                .unwrap()
+                .values
+        };
         assert!(values(Topology::HopperFabric, false, None).contains(&("FABRIC_MODE", "0")));
         assert!(values(Topology::ServiceVm, false, None).contains(&("FABRIC_MODE", "1")));
         let restarts = |topology, is_restart| {
-            let values = source(Name::FabricManager, topology, false, None, is_restart).unwrap().values;
-            values.into_iter().find(|(key, _)| *key == "FABRIC_MODE_RESTART").map(|(_, value)| value)
+            let values = source(Name::FabricManager, topology, false, None, is_restart)
+                .unwrap()
+                .values;
+            values
+                .into_iter()
+                .find(|(key, _)| *key == "FABRIC_MODE_RESTART")
+                .map(|(_, value)| value)
         };
-        assert_eq!((restarts(Topology::ServiceVm, false), restarts(Topology::ServiceVm, true)), (Some("0"), Some("1")));
+        assert_eq!(
+            (
+                restarts(Topology::ServiceVm, false),
+                restarts(Topology::ServiceVm, true)
+            ),
+            (Some("0"), Some("1"))
+        );
         assert_eq!(restarts(Topology::HopperFabric, true), None);
         let symmetric = ("PARTITION_RAIL_POLICY", "symmetric");
-        assert!(values(Topology::HopperFabric, false, Some(RailPolicy::Symmetric)).contains(&symmetric));
-        assert!(!values(Topology::HopperFabric, true, None).iter().any(|(key, _)| *key == symmetric.0));
+        assert!(
+            values(Topology::HopperFabric, false, Some(RailPolicy::Symmetric)).contains(&symmetric)
+        );
+        assert!(
+            !values(Topology::HopperFabric, true, None)
+                .iter()
+                .any(|(key, _)| *key == symmetric.0)
+        );
         assert!(values(Topology::BlackwellFabric, true, None).contains(&symmetric));
     }
 }

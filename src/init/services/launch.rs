@@ -38,9 +38,16 @@ impl Launch {
     /// Command line of the process that prepares.
     pub fn words(&self) -> Vec<OsString> {
         let list: Vec<String> = self.capabilities.iter().map(u32::to_string).collect();
-        let account = self.account.map_or(String::new(), |(user, group)| format!("{user}:{group}"));
-        let mut words: Vec<OsString> =
-            vec![WORD.into(), self.service.clone().into(), self.oom_score.to_string().into(), list.join(",").into(), account.into()];
+        let account = self
+            .account
+            .map_or(String::new(), |(user, group)| format!("{user}:{group}"));
+        let mut words: Vec<OsString> = vec![
+            WORD.into(),
+            self.service.clone().into(),
+            self.oom_score.to_string().into(),
+            list.join(",").into(),
+            account.into(),
+        ];
         words.push(self.cgroup.clone().unwrap_or_default().into());
         words.push(self.program.clone().into());
         words.extend(self.arguments.iter().cloned());
@@ -50,15 +57,29 @@ impl Launch {
     /// Reads a command line behind its first word.
     pub fn from_words(mut words: impl Iterator<Item = OsString>) -> Option<Self> {
         let mut word = || words.next()?.into_string().ok();
-        let (service, oom_score, list, account, cgroup) = (word()?, word()?.parse().ok()?, word()?, word()?, word()?);
-        let capabilities = list.split(',').filter(|number| !number.is_empty()).map(str::parse).collect::<Result<_, _>>().ok()?;
+        let (service, oom_score, list, account, cgroup) =
+            (word()?, word()?.parse().ok()?, word()?, word()?, word()?);
+        let capabilities = list
+            .split(',')
+            .filter(|number| !number.is_empty())
+            .map(str::parse)
+            .collect::<Result<_, _>>()
+            .ok()?;
         let account = match account.split_once(':') {
             Some((user, group)) => Some((user.parse().ok()?, group.parse().ok()?)),
             None => None,
         };
         let program = words.next()?.into();
         let cgroup = (!cgroup.is_empty()).then(|| cgroup.into());
-        Some(Self { service, oom_score, capabilities, account, cgroup, program, arguments: words.collect() })
+        Some(Self {
+            service,
+            oom_score,
+            capabilities,
+            account,
+            cgroup,
+            program,
+            arguments: words.collect(),
+        })
     }
 }
 
@@ -69,8 +90,12 @@ pub fn main(words: impl Iterator<Item = OsString>) -> u8 {
         return 2;
     };
     // The copy closes with the exec.
-    let Ok(report) = std::io::stdin().as_fd().try_clone_to_owned() else { return 126 };
-    let error = prepare(&launch).err().unwrap_or_else(|| become_program(&launch));
+    let Ok(report) = std::io::stdin().as_fd().try_clone_to_owned() else {
+        return 126;
+    };
+    let error = prepare(&launch)
+        .err()
+        .unwrap_or_else(|| become_program(&launch));
     // The worker may be gone.
     let _unused = std::fs::File::from(report).write_all(error.as_bytes());
     127
@@ -91,13 +116,17 @@ fn prepare(launch: &Launch) -> Result<(), String> {
     // Without cgroups or OOM scores the service runs all the same.
     let _unused = std::fs::write("/proc/self/oom_score_adj", launch.oom_score.to_string());
     if let Some(cgroup) = &launch.cgroup {
-        let _unused = std::fs::create_dir_all(cgroup).and_then(|()| std::fs::write(cgroup.join("cgroup.procs"), "0"));
+        let _unused = std::fs::create_dir_all(cgroup)
+            .and_then(|()| std::fs::write(cgroup.join("cgroup.procs"), "0"));
     }
     std::env::set_current_dir("/").map_err(|e| format!("change to /: {e}"))?;
-    crate::machine::sys::keep_capabilities(&launch.capabilities).map_err(|e| format!("drop capabilities: {e}"))?;
+    crate::machine::sys::keep_capabilities(&launch.capabilities)
+        .map_err(|e| format!("drop capabilities: {e}"))?;
     if let Some((user, group)) = launch.account {
         let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
-        let dropped = setgroups(&[group]).and_then(|()| setgid(group)).and_then(|()| setuid(user));
+        let dropped = setgroups(&[group])
+            .and_then(|()| setgid(group))
+            .and_then(|()| setuid(user));
         dropped.map_err(|e| format!("drop to user {user}, group {group}: {e}"))?;
     }
     nix::sys::prctl::set_no_new_privs().map_err(|e| format!("forbid new privileges: {e}"))
@@ -105,12 +134,24 @@ fn prepare(launch: &Launch) -> Result<(), String> {
 
 fn become_program(launch: &Launch) -> String {
     let of = |text: &OsString| {
-        CString::new(text.clone().into_vec()).map_err(|_| format!("{}: a NUL in its arguments", launch.program.display()))
+        CString::new(text.clone().into_vec())
+            .map_err(|_| format!("{}: a NUL in its arguments", launch.program.display()))
     };
     let made = of(&launch.program.clone().into()).and_then(|program| {
-        let arguments = launch.arguments.iter().map(of).collect::<Result<Vec<_>, _>>()?;
-        let environment = [format!("{MARK}={}", launch.service), PATH.into(), "HOME=/".into()];
-        let environment = environment.into_iter().map(|entry| of(&entry.into())).collect::<Result<Vec<_>, _>>()?;
+        let arguments = launch
+            .arguments
+            .iter()
+            .map(of)
+            .collect::<Result<Vec<_>, _>>()?;
+        let environment = [
+            format!("{MARK}={}", launch.service),
+            PATH.into(),
+            "HOME=/".into(),
+        ];
+        let environment = environment
+            .into_iter()
+            .map(|entry| of(&entry.into()))
+            .collect::<Result<Vec<_>, _>>()?;
         Ok((program, arguments, environment))
     });
     match made {
@@ -126,12 +167,19 @@ fn become_program(launch: &Launch) -> String {
 
 /// User and group of an account in the guest's /etc/passwd.
 pub fn account(root: &Path, name: &str) -> Option<(u32, u32)> {
-    account_in(&std::fs::read_to_string(root.join("etc/passwd")).ok()?, name)
+    account_in(
+        &std::fs::read_to_string(root.join("etc/passwd")).ok()?,
+        name,
+    )
 }
 
 /// User and group of an account in the text of /etc/passwd.
 pub fn account_in(passwd: &str, name: &str) -> Option<(u32, u32)> {
-    let mut fields = passwd.lines().map(|line| line.split(':')).find(|fields| fields.clone().next() == Some(name))?.skip(2);
+    let mut fields = passwd
+        .lines()
+        .map(|line| line.split(':'))
+        .find(|fields| fields.clone().next() == Some(name))?
+        .skip(2);
     Some((fields.next()?.parse().ok()?, fields.next()?.parse().ok()?))
 }
 
@@ -150,9 +198,18 @@ mod tests {
             program: "/usr/bin/nv-fabricmanager".into(),
             arguments: vec!["-c".into(), OsString::from_vec(b"a \xff".to_vec())],
         };
-        let bare = Launch { account: None, cgroup: None, capabilities: vec![], arguments: vec![], ..launch.clone() };
+        let bare = Launch {
+            account: None,
+            cgroup: None,
+            capabilities: vec![],
+            arguments: vec![],
+            ..launch.clone()
+        };
         for launch in [launch, bare] {
-            assert_eq!(Launch::from_words(launch.words().into_iter().skip(1)), Some(launch));
+            assert_eq!(
+                Launch::from_words(launch.words().into_iter().skip(1)),
+                Some(launch)
+            );
         }
         assert_eq!(Launch::from_words(["x".into()].into_iter()), None);
     }

@@ -18,7 +18,8 @@ const PER_SECOND: u32 = 20;
 
 /// Text that is safe to print: cut, invalid UTF-8 replaced, control characters escaped.
 pub fn printable(line: &[u8]) -> String {
-    let text = String::from_utf8_lossy(line.get(..line.len().min(4 * MAX_LINE)).unwrap_or_default());
+    let text =
+        String::from_utf8_lossy(line.get(..line.len().min(4 * MAX_LINE)).unwrap_or_default());
     let mut safe = String::with_capacity(line.len().min(MAX_LINE));
     for (at, c) in text.trim_end().chars().enumerate() {
         match c {
@@ -28,7 +29,9 @@ pub fn printable(line: &[u8]) -> String {
             }
             '\t' => safe.push(' '),
             // Direction marks of Unicode can hide the content of a line.
-            c if c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}') => {
+            c if c.is_control()
+                || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}') =>
+            {
                 safe.extend(c.escape_unicode());
             }
             c => safe.push(c),
@@ -82,7 +85,12 @@ pub struct Taken {
 impl Lines {
     /// `now`: time of a clock that only goes forward.
     pub fn new(now: Duration) -> Self {
-        Self { last: VecDeque::with_capacity(LAST), tokens: f64::from(BURST), at: now, dropped: 0 }
+        Self {
+            last: VecDeque::with_capacity(LAST),
+            tokens: f64::from(BURST),
+            at: now,
+            dropped: 0,
+        }
     }
 
     /// Takes a line; None where there were too many.
@@ -103,7 +111,10 @@ impl Lines {
             return None;
         }
         self.tokens -= 1.0;
-        Some(Taken { text, dropped: std::mem::take(&mut self.dropped) })
+        Some(Taken {
+            text,
+            dropped: std::mem::take(&mut self.dropped),
+        })
     }
 
     /// The last lines, oldest first, as far as they fit into a record.
@@ -164,8 +175,14 @@ mod tests {
         let mut lines = Lines::new(Duration::ZERO);
         let mut take = |at_ms: u64, count: usize| {
             let now = Duration::from_millis(at_ms);
-            let taken: Vec<Taken> = (0..count).filter_map(|n| lines.take(format!("line {n}").as_bytes(), now)).collect();
-            (taken.len(), taken.first().map(|taken| taken.dropped), lines.last().len())
+            let taken: Vec<Taken> = (0..count)
+                .filter_map(|n| lines.take(format!("line {n}").as_bytes(), now))
+                .collect();
+            (
+                taken.len(),
+                taken.first().map(|taken| taken.dropped),
+                lines.last().len(),
+            )
         };
         assert_eq!(take(0, 10_000), (100, Some(0), 20));
         assert_eq!(take(1_000, 10_000), (20, Some(9_900), 20));

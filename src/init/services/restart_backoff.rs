@@ -21,7 +21,9 @@ impl Backoff {
         if life >= LONG_LIFE {
             self.short_lives = 0;
         }
-        let pause = FIRST.saturating_mul(1_u32.checked_shl(self.short_lives).unwrap_or(u32::MAX)).min(LONGEST);
+        let pause = FIRST
+            .saturating_mul(1_u32.checked_shl(self.short_lives).unwrap_or(u32::MAX))
+            .min(LONGEST);
         self.short_lives = self.short_lives.saturating_add(1);
         pause
     }
@@ -34,7 +36,11 @@ mod tests {
     #[test]
     fn pauses_double_up_to_a_limit_and_start_anew_after_a_long_life() {
         let mut backoff = Backoff::default();
-        let mut pauses = |life, count| (0..count).map(|_| backoff.after(Duration::from_secs(life)).as_secs()).collect::<Vec<_>>();
+        let mut pauses = |life, count| {
+            (0..count)
+                .map(|_| backoff.after(Duration::from_secs(life)).as_secs())
+                .collect::<Vec<_>>()
+        };
         assert_eq!(pauses(0, 11), [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]);
         assert_eq!(pauses(0, 100).last(), Some(&300));
         assert_eq!(pauses(60, 1), [1]);

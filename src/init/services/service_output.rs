@@ -29,26 +29,40 @@ pub struct Log {
 
 impl Log {
     pub fn new(service: &'static str) -> Self {
-        Self { service, lines: Arc::new(Mutex::new(Lines::new(now()))) }
+        Self {
+            service,
+            lines: Arc::new(Mutex::new(Lines::new(now()))),
+        }
     }
 
     /// Takes a line, with its severity in syslog where it has one; a record is made of it within
     /// bounds.
     pub fn take(&self, from: &str, severity: Option<u8>, line: &[u8]) {
-        let taken = self.lines.lock().unwrap_or_else(PoisonError::into_inner).take(line, now());
+        let taken = self
+            .lines
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take(line, now());
         if let Some(taken) = taken {
             let dropped = (taken.dropped > 0).then_some(taken.dropped);
             let (service, text) = (self.service, taken.text);
             match severity {
-                Some(..=WARNING) => tracing::warn!(name: names::SERVICE_LOG, service, from, text, dropped),
-                Some(_) | None => tracing::debug!(name: names::SERVICE_LOG, service, from, text, dropped),
+                Some(..=WARNING) => {
+                    tracing::warn!(name: names::SERVICE_LOG, service, from, text, dropped)
+                }
+                Some(_) | None => {
+                    tracing::debug!(name: names::SERVICE_LOG, service, from, text, dropped)
+                }
             }
         }
     }
 
     /// Begins another life of the service.
     pub fn begin(&self) {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner).begin();
+        self.lines
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .begin();
     }
 
     /// The last lines, for the report of an end; lines that became no record are reported first.
@@ -77,7 +91,8 @@ impl Output {
     pub fn open(service: Name) -> Result<Self, String> {
         let folder = Path::new(RUN).join("services");
         let path = folder.join(format!("{service}.out"));
-        let at = |e: &dyn std::fmt::Display| format!("open {}: {e}: its lines are lost", path.display());
+        let at =
+            |e: &dyn std::fmt::Display| format!("open {}: {e}: its lines are lost", path.display());
         std::fs::create_dir_all(&folder).map_err(|e| at(&e))?;
         match mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR) {
             Ok(()) | Err(nix::errno::Errno::EEXIST) => {}
@@ -85,14 +100,22 @@ impl Output {
         }
         // Read and write: without another end there is no end of file, which would be readable for
         // ever.
-        let fifo = open(&path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty()).map_err(|e| at(&e))?;
+        let fifo = open(
+            &path,
+            OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )
+        .map_err(|e| at(&e))?;
         let fifo = crate::machine::sys::async_fd(fifo).map_err(|e| at(&e))?;
         Ok(Self { fifo, path })
     }
 
     /// The service's end: blocking, as programs expect their output.
     pub fn end(&self) -> std::io::Result<std::fs::File> {
-        std::fs::OpenOptions::new().read(true).write(true).open(&self.path)
+        std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&self.path)
     }
 
     /// Reads for ever.
@@ -123,7 +146,9 @@ impl Output {
         let mut bytes = [0; READ];
         match nix::unistd::read(self.fifo.get_ref(), &mut bytes) {
             Ok(length) => {
-                splitter.take(bytes.get(..length).unwrap_or_default(), |line| log.take("output", None, line));
+                splitter.take(bytes.get(..length).unwrap_or_default(), |line| {
+                    log.take("output", None, line)
+                });
                 length > 0
             }
             Err(_) => false,

@@ -55,12 +55,23 @@ pub fn plan(facts: &Facts) -> Vec<Entry> {
     for (service, is_wanted, needed, reason) in wanted {
         let name = service.name;
         let decision = match (is_wanted, facts.programs.contains_key(&name)) {
-            (true, true) => Decision::Starts { after: service.after.iter().copied().filter(|before| starts.contains(before)).collect() },
+            (true, true) => Decision::Starts {
+                after: service
+                    .after
+                    .iter()
+                    .copied()
+                    .filter(|before| starts.contains(before))
+                    .collect(),
+            },
             (false, true) => Decision::Off,
             (true, false) => Decision::Missing { needed },
             (false, false) => continue,
         };
-        entries.push(Entry { name, decision, reason });
+        entries.push(Entry {
+            name,
+            decision,
+            reason,
+        });
     }
     entries
 }
@@ -81,14 +92,28 @@ fn wanted(service: &Service, facts: &Facts) -> (bool, bool, String) {
         (Wish::On, _) => (true, true, "on, by the kernel command line".into()),
         (Wish::Off, _) => (false, false, "off, by the kernel command line".into()),
         (Wish::Auto, Start::Always) => (true, true, format!("topology {topology} needs it")),
-        (Wish::Auto, Start::IfManaged) if facts.managed => (true, true, "a function manages NVLink switches".into()),
-        (Wish::Auto, Start::IfConfidential) if facts.confidential => (true, false, "confidential guest".into()),
-        (Wish::Auto, Start::IfConfidential) if asked.uvm_persistence == Wish::On => {
-            (true, true, "UVM persistence mode is on, by the kernel command line".into())
+        (Wish::Auto, Start::IfManaged) if facts.managed => {
+            (true, true, "a function manages NVLink switches".into())
         }
-        (Wish::Auto, Start::IfConfidential) => (false, false, "the init holds every GPU open".into()),
-        (Wish::Auto, Start::IfManaged) => (false, false, "no function manages NVLink switches".into()),
-        (Wish::Auto, Start::WhenAsked) => (false, false, format!("in topology {topology} it starts only when it is on")),
+        (Wish::Auto, Start::IfConfidential) if facts.confidential => {
+            (true, false, "confidential guest".into())
+        }
+        (Wish::Auto, Start::IfConfidential) if asked.uvm_persistence == Wish::On => (
+            true,
+            true,
+            "UVM persistence mode is on, by the kernel command line".into(),
+        ),
+        (Wish::Auto, Start::IfConfidential) => {
+            (false, false, "the init holds every GPU open".into())
+        }
+        (Wish::Auto, Start::IfManaged) => {
+            (false, false, "no function manages NVLink switches".into())
+        }
+        (Wish::Auto, Start::WhenAsked) => (
+            false,
+            false,
+            format!("in topology {topology} it starts only when it is on"),
+        ),
     }
 }
 
@@ -110,25 +135,39 @@ pub fn uvm_persistence(asked: Wish, topology: Topology, confidential: bool, fabr
         (Wish::Auto | Wish::On, Fabric::Late) if confidential => Uvm::WaitForFabric,
         (Wish::Auto | Wish::On, Fabric::Complete) => Uvm::Decided(true, "the fabric is complete"),
         (Wish::Auto | Wish::On, Fabric::Absent) => Uvm::Decided(true, "no fabric"),
-        (Wish::Auto | Wish::On, Fabric::Unknown) if !topology.has_fabric() => Uvm::Decided(true, "no fabric"),
-        (Wish::Auto | Wish::On, Fabric::Unknown) => {
-            Uvm::Decided(false, "the fabric's state is unknown, and persistenced waits 30 s for each GPU of an incomplete one")
+        (Wish::Auto | Wish::On, Fabric::Unknown) if !topology.has_fabric() => {
+            Uvm::Decided(true, "no fabric")
         }
-        (Wish::Auto | Wish::On, Fabric::Late | Fabric::Failed) => {
-            Uvm::Decided(false, "the fabric is not usable, and persistenced waits 30 s for each GPU of such a one")
-        }
+        (Wish::Auto | Wish::On, Fabric::Unknown) => Uvm::Decided(
+            false,
+            "the fabric's state is unknown, and persistenced waits 30 s for each GPU of an incomplete one",
+        ),
+        (Wish::Auto | Wish::On, Fabric::Late | Fabric::Failed) => Uvm::Decided(
+            false,
+            "the fabric is not usable, and persistenced waits 30 s for each GPU of such a one",
+        ),
     }
 }
 
 /// Fabric manager's mode: 1 (shared) in a service VM, whose GPUs are in other guests, else 0.
 pub fn fabric_mode(topology: Topology) -> &'static str {
-    if topology == Topology::ServiceVm { "1" } else { "0" }
+    if topology == Topology::ServiceVm {
+        "1"
+    } else {
+        "0"
+    }
 }
 
 /// Fabric manager's rail policy; None: as the package has it. NVIDIA requires `symmetric` for
 /// Blackwell fabrics under confidential computing.
-pub fn rail_policy(asked: Option<RailPolicy>, topology: Topology, confidential: bool) -> Option<RailPolicy> {
-    asked.or((confidential && topology == Topology::BlackwellFabric).then_some(RailPolicy::Symmetric))
+pub fn rail_policy(
+    asked: Option<RailPolicy>,
+    topology: Topology,
+    confidential: bool,
+) -> Option<RailPolicy> {
+    asked
+        .or((confidential && topology == Topology::BlackwellFabric)
+            .then_some(RailPolicy::Symmetric))
 }
 
 #[cfg(test)]
@@ -136,11 +175,25 @@ mod tests {
     use super::*;
 
     fn all_programs() -> BTreeMap<Name, PathBuf> {
-        SERVICES.iter().map(|service| (service.name, PathBuf::from("/x"))).collect()
+        SERVICES
+            .iter()
+            .map(|service| (service.name, PathBuf::from("/x")))
+            .collect()
     }
 
-    fn planned(topology: Topology, confidential: bool, asked: &Services, programs: &BTreeMap<Name, PathBuf>) -> Vec<Entry> {
-        plan(&Facts { topology, confidential, managed: false, asked, programs })
+    fn planned(
+        topology: Topology,
+        confidential: bool,
+        asked: &Services,
+        programs: &BTreeMap<Name, PathBuf>,
+    ) -> Vec<Entry> {
+        plan(&Facts {
+            topology,
+            confidential,
+            managed: false,
+            asked,
+            programs,
+        })
     }
 
     fn started(entries: &[Entry]) -> Vec<(Name, Vec<Name>)> {
@@ -154,7 +207,14 @@ mod tests {
     #[test]
     fn each_topology_starts_its_services_in_their_order() {
         use Name::{FabricManager, Nvlsm, Persistenced};
-        let of = |topology, confidential| started(&planned(topology, confidential, &Services::default(), &all_programs()));
+        let of = |topology, confidential| {
+            started(&planned(
+                topology,
+                confidential,
+                &Services::default(),
+                &all_programs(),
+            ))
+        };
         let alone = |name| vec![(name, vec![])];
         for topology in [Topology::None, Topology::Gpus, Topology::SharedFabric] {
             assert_eq!(of(topology, false), [], "{topology}");
@@ -166,63 +226,134 @@ mod tests {
         let both = vec![(FabricManager, vec![]), (Persistenced, vec![FabricManager])];
         assert_eq!(of(Topology::HopperFabric, true), both);
         assert_eq!(of(Topology::ProtectedPcie, true), both);
-        let all = vec![(Nvlsm, vec![]), (FabricManager, vec![Nvlsm]), (Persistenced, vec![FabricManager])];
+        let all = vec![
+            (Nvlsm, vec![]),
+            (FabricManager, vec![Nvlsm]),
+            (Persistenced, vec![FabricManager]),
+        ];
         assert_eq!(of(Topology::BlackwellFabric, true), all);
         assert_eq!(of(Topology::BlackwellFabric, false), all[..2]);
         assert_eq!(of(Topology::ServiceVm, true), alone(FabricManager));
         let (asked, programs) = (Services::default(), all_programs());
-        let managed =
-            plan(&Facts { topology: Topology::ServiceVm, confidential: false, managed: true, asked: &asked, programs: &programs });
+        let managed = plan(&Facts {
+            topology: Topology::ServiceVm,
+            confidential: false,
+            managed: true,
+            asked: &asked,
+            programs: &programs,
+        });
         assert_eq!(started(&managed), all[..2]);
     }
 
     #[test]
     fn the_command_line_counts_before_the_topology() {
-        let on = Services { host_engine: Wish::On, dcgm_exporter: Wish::On, ..Services::default() };
+        let on = Services {
+            host_engine: Wish::On,
+            dcgm_exporter: Wish::On,
+            ..Services::default()
+        };
         for topology in Topology::ALL {
             let entries = planned(topology, false, &on, &all_programs());
             let started = started(&entries);
             assert!(started.contains(&(Name::HostEngine, vec![])), "{topology}");
-            assert!(started.contains(&(Name::DcgmExporter, vec![Name::HostEngine])), "{topology}");
+            assert!(
+                started.contains(&(Name::DcgmExporter, vec![Name::HostEngine])),
+                "{topology}"
+            );
         }
-        let off = Services { fabric_manager: Wish::Off, ..Services::default() };
+        let off = Services {
+            fabric_manager: Wish::Off,
+            ..Services::default()
+        };
         let entries = planned(Topology::HopperFabric, true, &off, &all_programs());
         assert_eq!(started(&entries), [(Name::Persistenced, vec![])]);
-        let entry = entries.iter().find(|entry| entry.name == Name::FabricManager).unwrap();
-        assert_eq!((&entry.decision, entry.reason.as_str()), (&Decision::Off, "off, by the kernel command line"));
-        let uvm = Services { uvm_persistence: Wish::On, ..Services::default() };
-        assert_eq!(started(&planned(Topology::Gpus, false, &uvm, &all_programs())), [(Name::Persistenced, vec![])]);
+        let entry = entries
+            .iter()
+            .find(|entry| entry.name == Name::FabricManager)
+            .unwrap();
+        assert_eq!(
+            (&entry.decision, entry.reason.as_str()),
+            (&Decision::Off, "off, by the kernel command line")
+        );
+        let uvm = Services {
+            uvm_persistence: Wish::On,
+            ..Services::default()
+        };
+        assert_eq!(
+            started(&planned(Topology::Gpus, false, &uvm, &all_programs())),
+            [(Name::Persistenced, vec![])]
+        );
     }
 
     #[test]
     fn a_service_without_program_is_missing_only_where_it_is_wanted() {
         let none = BTreeMap::new();
-        assert_eq!(planned(Topology::Gpus, false, &Services::default(), &none), []);
+        assert_eq!(
+            planned(Topology::Gpus, false, &Services::default(), &none),
+            []
+        );
         let entries = planned(Topology::HopperFabric, true, &Services::default(), &none);
-        let decisions: Vec<_> = entries.iter().map(|entry| (entry.name, entry.decision.clone())).collect();
+        let decisions: Vec<_> = entries
+            .iter()
+            .map(|entry| (entry.name, entry.decision.clone()))
+            .collect();
         let missing = |needed| Decision::Missing { needed };
-        assert_eq!(decisions, [(Name::FabricManager, missing(true)), (Name::Persistenced, missing(false))]);
+        assert_eq!(
+            decisions,
+            [
+                (Name::FabricManager, missing(true)),
+                (Name::Persistenced, missing(false))
+            ]
+        );
     }
 
     #[test]
     fn uvm_persistence_never_meets_a_fabric_that_is_not_complete() {
         for topology in Topology::ALL {
             for asked in [Wish::Auto, Wish::On, Wish::Off] {
-                let on = |fabric| matches!(uvm_persistence(asked, topology, false, fabric), Uvm::Decided(true, _));
-                for fabric in [Fabric::Unasked, Fabric::Incomplete, Fabric::Late, Fabric::Failed] {
+                let on = |fabric| {
+                    matches!(
+                        uvm_persistence(asked, topology, false, fabric),
+                        Uvm::Decided(true, _)
+                    )
+                };
+                for fabric in [
+                    Fabric::Unasked,
+                    Fabric::Incomplete,
+                    Fabric::Late,
+                    Fabric::Failed,
+                ] {
                     assert!(!on(fabric), "{asked:?} {topology} {fabric:?}");
                 }
                 for fabric in [Fabric::Absent, Fabric::Complete] {
-                    assert_eq!(on(fabric), asked != Wish::Off, "{asked:?} {topology} {fabric:?}");
+                    assert_eq!(
+                        on(fabric),
+                        asked != Wish::Off,
+                        "{asked:?} {topology} {fabric:?}"
+                    );
                 }
-                assert_eq!(on(Fabric::Unknown), asked != Wish::Off && !topology.has_fabric(), "{asked:?} {topology}");
+                assert_eq!(
+                    on(Fabric::Unknown),
+                    asked != Wish::Off && !topology.has_fabric(),
+                    "{asked:?} {topology}"
+                );
             }
         }
         for fabric in [Fabric::Unasked, Fabric::Incomplete] {
-            assert_eq!(uvm_persistence(Wish::Auto, Topology::Gpus, false, fabric), Uvm::WaitForFabric);
+            assert_eq!(
+                uvm_persistence(Wish::Auto, Topology::Gpus, false, fabric),
+                Uvm::WaitForFabric
+            );
         }
         // If NVIDIA requires the mode, wait for a late fabric.
-        let late = |confidential| uvm_persistence(Wish::Auto, Topology::ProtectedPcie, confidential, Fabric::Late);
+        let late = |confidential| {
+            uvm_persistence(
+                Wish::Auto,
+                Topology::ProtectedPcie,
+                confidential,
+                Fabric::Late,
+            )
+        };
         assert_eq!(late(true), Uvm::WaitForFabric);
         assert!(matches!(late(false), Uvm::Decided(false, _)));
     }
@@ -230,8 +361,14 @@ mod tests {
     #[test]
     fn a_confidential_blackwell_fabric_defaults_to_symmetric_rails() {
         let of = |asked, topology, confidential| rail_policy(asked, topology, confidential);
-        assert_eq!(of(None, Topology::BlackwellFabric, true), Some(RailPolicy::Symmetric));
-        assert_eq!(of(Some(RailPolicy::Greedy), Topology::BlackwellFabric, true), Some(RailPolicy::Greedy));
+        assert_eq!(
+            of(None, Topology::BlackwellFabric, true),
+            Some(RailPolicy::Symmetric)
+        );
+        assert_eq!(
+            of(Some(RailPolicy::Greedy), Topology::BlackwellFabric, true),
+            Some(RailPolicy::Greedy)
+        );
         assert_eq!(of(None, Topology::HopperFabric, true), None);
         assert_eq!(of(None, Topology::BlackwellFabric, false), None);
     }

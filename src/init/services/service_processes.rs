@@ -21,8 +21,12 @@ const MAX_ENVIRONMENT: u64 = 4096;
 pub fn mark_of(proc: &Path, pid: i32) -> Option<String> {
     let mut environment = Vec::new();
     let file = std::fs::File::open(proc.join(pid.to_string()).join("environ")).ok()?;
-    file.take(MAX_ENVIRONMENT).read_to_end(&mut environment).ok()?;
-    let value = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(MARK.as_bytes())?.strip_prefix(b"="))?;
+    file.take(MAX_ENVIRONMENT)
+        .read_to_end(&mut environment)
+        .ok()?;
+    let value = environment
+        .split(|byte| *byte == 0)
+        .find_map(|entry| entry.strip_prefix(MARK.as_bytes())?.strip_prefix(b"="))?;
     String::from_utf8(value.to_vec()).ok()
 }
 
@@ -31,14 +35,23 @@ pub fn mark_of(proc: &Path, pid: i32) -> Option<String> {
 pub fn find(proc: &Path, service: Name) -> Option<Pid> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(proc).ok()?.flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse::<i32>().ok())
+        else {
+            continue;
+        };
         if mark_of(proc, pid).as_deref() == Some(service.as_str())
             && let Some(parent) = parent_of(proc, pid)
         {
             found.insert(pid, parent);
         }
     }
-    found.iter().find(|(_, parent)| !found.contains_key(parent)).map(|(pid, _)| Pid::from_raw(*pid))
+    found
+        .iter()
+        .find(|(_, parent)| !found.contains_key(parent))
+        .map(|(pid, _)| Pid::from_raw(*pid))
 }
 
 /// Parent of a process: the fourth field of its stat, behind a name that may contain anything.
@@ -57,15 +70,25 @@ pub struct Process {
 
 impl Process {
     pub fn watch(pid: Pid) -> std::io::Result<Self> {
-        Ok(Self { pid, watched: crate::machine::sys::async_fd(crate::machine::sys::pidfd_open(pid)?)? })
+        Ok(Self {
+            pid,
+            watched: crate::machine::sys::async_fd(crate::machine::sys::pidfd_open(pid)?)?,
+        })
     }
 
     /// Returns how the process ended.
     pub async fn ended(&self) -> Ending {
         // Fails only when the runtime ends.
-        let _unused = self.watched.readable().await.map(|mut ready| ready.retain_ready());
+        let _unused = self
+            .watched
+            .readable()
+            .await
+            .map(|mut ready| ready.retain_ready());
         loop {
-            match waitid(Id::PIDFd(self.watched.get_ref().as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
+            match waitid(
+                Id::PIDFd(self.watched.get_ref().as_fd()),
+                WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG,
+            ) {
                 Ok(WaitStatus::Exited(_, code)) => return Ending::Exited(code),
                 Ok(WaitStatus::Signaled(_, signal, _)) => return Ending::Killed(signal.as_str()),
                 Err(Errno::EINTR) => {}
@@ -121,11 +144,21 @@ mod tests {
     #[test]
     #[expect(clippy::zombie_processes, reason = "Process::ended reaps it")]
     fn the_end_of_a_child_is_known_with_its_status() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         runtime.block_on(async {
-            for (script, ending) in [("exit 3", Ending::Exited(3)), ("kill -9 $$", Ending::Killed("SIGKILL"))] {
-                let child = std::process::Command::new("sh").args(["-c", script]).spawn().unwrap();
-                let process = Process::watch(Pid::from_raw(i32::try_from(child.id()).unwrap())).unwrap();
+            for (script, ending) in [
+                ("exit 3", Ending::Exited(3)),
+                ("kill -9 $$", Ending::Killed("SIGKILL")),
+            ] {
+                let child = std::process::Command::new("sh")
+                    .args(["-c", script])
+                    .spawn()
+                    .unwrap();
+                let process =
+                    Process::watch(Pid::from_raw(i32::try_from(child.id()).unwrap())).unwrap();
                 assert_eq!(process.ended().await, ending);
             }
         });

@@ -156,8 +156,18 @@ pub const HOST_ENGINE_PORT: u16 = 5555;
 pub const SERVICES: [Service; 6] = [
     Service {
         name: Name::Nvlsm,
-        programs: &["opt/nvidia/nvlsm/sbin/nvlsm", "usr/bin/nvlsm", "usr/sbin/nvlsm", "sbin/nvlsm"],
-        arguments: &[File("-F", "usr/share/nvidia/nvlsm/nvlsm.conf"), PortGuid("-g"), Word("-f"), Word("stdout")],
+        programs: &[
+            "opt/nvidia/nvlsm/sbin/nvlsm",
+            "usr/bin/nvlsm",
+            "usr/sbin/nvlsm",
+            "sbin/nvlsm",
+        ],
+        arguments: &[
+            File("-F", "usr/share/nvidia/nvlsm/nvlsm.conf"),
+            PortGuid("-g"),
+            Word("-f"),
+            Word("stdout"),
+        ],
         opens: &[],
         files: &[],
         modules: &["mlx5_ib", "ib_umad"],
@@ -170,7 +180,9 @@ pub const SERVICES: [Service; 6] = [
         account: None,
         capabilities: &[DacOverride, IpcLock, SysAdmin],
         oom_score: -900,
-        starts: [WhenAsked, WhenAsked, WhenAsked, WhenAsked, Always, IfManaged, WhenAsked],
+        starts: [
+            WhenAsked, WhenAsked, WhenAsked, WhenAsked, Always, IfManaged, WhenAsked,
+        ],
     },
     Service {
         name: Name::FabricManager,
@@ -188,12 +200,18 @@ pub const SERVICES: [Service; 6] = [
         account: None,
         capabilities: &[Chown, DacOverride, Fowner, IpcLock, SysAdmin, Mknod],
         oom_score: -900,
-        starts: [WhenAsked, WhenAsked, Always, Always, Always, Always, WhenAsked],
+        starts: [
+            WhenAsked, WhenAsked, Always, Always, Always, Always, WhenAsked,
+        ],
     },
     Service {
         name: Name::Persistenced,
         programs: &["usr/bin/nvidia-persistenced", "bin/nvidia-persistenced"],
-        arguments: &[Word("--verbose"), OwnAccount("--user", "nvidia-persistenced"), UvmPersistence],
+        arguments: &[
+            Word("--verbose"),
+            OwnAccount("--user", "nvidia-persistenced"),
+            UvmPersistence,
+        ],
         opens: &["libnvidia-cfg.so.1"],
         // libtirpc makes no socket without this list of transports.
         files: &["etc/netconfig"],
@@ -206,12 +224,24 @@ pub const SERVICES: [Service; 6] = [
         account: None,
         capabilities: &[Chown, DacOverride, Fowner, Kill, Setgid, Setuid, SysAdmin],
         oom_score: -900,
-        starts: [WhenAsked, IfConfidential, IfConfidential, IfConfidential, IfConfidential, WhenAsked, IfConfidential],
+        starts: [
+            WhenAsked,
+            IfConfidential,
+            IfConfidential,
+            IfConfidential,
+            IfConfidential,
+            WhenAsked,
+            IfConfidential,
+        ],
     },
     Service {
         name: Name::HostEngine,
         programs: &["usr/bin/nv-hostengine", "bin/nv-hostengine"],
-        arguments: &[OwnAccount("--service-account", DCGM_ACCOUNT), Word("--home-dir"), Word("/tmp")],
+        arguments: &[
+            OwnAccount("--service-account", DCGM_ACCOUNT),
+            Word("--home-dir"),
+            Word("/tmp"),
+        ],
         opens: &[],
         files: &[],
         modules: &[],
@@ -227,8 +257,16 @@ pub const SERVICES: [Service; 6] = [
     },
     Service {
         name: Name::DcgmExporter,
-        programs: &["usr/bin/dcgm-exporter", "usr/local/bin/dcgm-exporter", "bin/dcgm-exporter"],
-        arguments: &[Word("-k"), File("-f", "etc/dcgm-exporter/default-counters.csv"), HostEngine],
+        programs: &[
+            "usr/bin/dcgm-exporter",
+            "usr/local/bin/dcgm-exporter",
+            "bin/dcgm-exporter",
+        ],
+        arguments: &[
+            Word("-k"),
+            File("-f", "etc/dcgm-exporter/default-counters.csv"),
+            HostEngine,
+        ],
         opens: &[],
         files: &[],
         modules: &[],
@@ -264,16 +302,21 @@ pub const SERVICES: [Service; 6] = [
 impl Service {
     /// Accounts that the service drops to, where the image has them.
     pub fn accounts(&self) -> Vec<&'static str> {
-        let own = self.arguments.iter().filter_map(
-            |argument| {
-                if let Argument::OwnAccount(_, account) = argument { Some(*account) } else { None }
-            },
-        );
+        let own = self.arguments.iter().filter_map(|argument| {
+            if let Argument::OwnAccount(_, account) = argument {
+                Some(*account)
+            } else {
+                None
+            }
+        });
         own.chain(self.account).collect()
     }
 
     pub fn start_in(&self, topology: Topology) -> Start {
-        Topology::ALL.iter().position(|column| *column == topology).map_or(WhenAsked, |column| self.starts[column])
+        Topology::ALL
+            .iter()
+            .position(|column| *column == topology)
+            .map_or(WhenAsked, |column| self.starts[column])
     }
 }
 
@@ -286,7 +329,10 @@ pub fn services_markdown() -> String {
         let _unused = write!(table, " {topology} |");
         line.push_str("---|");
     }
-    let _unused = writeln!(table, " starts after | ready when | restarted |{line}---|---|---|");
+    let _unused = writeln!(
+        table,
+        " starts after | ready when | restarted |{line}---|---|---|"
+    );
     for service in &SERVICES {
         let program = service.programs.first().copied().unwrap_or_default();
         let _unused = write!(table, "| `{}` | `/{program}` |", service.name);
@@ -304,10 +350,16 @@ pub fn services_markdown() -> String {
             Gpus::Settled => "all GPUs settled",
             Gpus::SettledInTime => "all GPUs settled, or 60 s",
         };
-        let after: String = service.after.iter().map(|name| format!(", {name}")).collect();
+        let after: String = service
+            .after
+            .iter()
+            .map(|name| format!(", {name}"))
+            .collect();
         let ready = match service.ready {
             Ready::ParentExits => "its parent exits with 0".to_string(),
-            Ready::ParentExitsWithPort(port) => format!("its parent exits with 0, and port {port} is open"),
+            Ready::ParentExitsWithPort(port) => {
+                format!("its parent exits with 0, and port {port} is open")
+            }
             Ready::Socket(path) => format!("`{path}` is there"),
             Ready::Started => "it runs".to_string(),
         };
@@ -328,7 +380,11 @@ mod tests {
     fn rows_stand_in_start_order_and_wait_for_earlier_rows_only() {
         assert!(SERVICES.is_sorted_by_key(|service| service.name));
         for service in &SERVICES {
-            assert!(service.after.iter().all(|before| *before < service.name), "{}", service.name);
+            assert!(
+                service.after.iter().all(|before| *before < service.name),
+                "{}",
+                service.name
+            );
         }
     }
 
@@ -337,21 +393,56 @@ mod tests {
     fn the_contents_of_images_have_everything_that_the_table_names() {
         let text = include_str!("../../../initrd/contents/services");
         let compute = include_str!("../../../initrd/contents/compute");
-        let words = |line: &str| line.split('#').next().unwrap_or_default().split_whitespace().map(str::to_string).collect::<Vec<_>>();
-        let lines: Vec<Vec<String>> = text.lines().map(words).filter(|words| !words.is_empty()).collect();
-        let rows: Vec<Vec<String>> = lines.iter().filter(|line| line[0] == "service").map(|line| line[1..].to_vec()).collect();
-        let paths = |service: &Service| service.programs.iter().map(|path| format!("/{path}")).collect::<Vec<_>>();
-        let wanted: Vec<Vec<String>> = SERVICES.iter().map(|service| [vec![service.name.to_string()], paths(service)].concat()).collect();
+        let words = |line: &str| {
+            line.split('#')
+                .next()
+                .unwrap_or_default()
+                .split_whitespace()
+                .map(str::to_string)
+                .collect::<Vec<_>>()
+        };
+        let lines: Vec<Vec<String>> = text
+            .lines()
+            .map(words)
+            .filter(|words| !words.is_empty())
+            .collect();
+        let rows: Vec<Vec<String>> = lines
+            .iter()
+            .filter(|line| line[0] == "service")
+            .map(|line| line[1..].to_vec())
+            .collect();
+        let paths = |service: &Service| {
+            service
+                .programs
+                .iter()
+                .map(|path| format!("/{path}"))
+                .collect::<Vec<_>>()
+        };
+        let wanted: Vec<Vec<String>> = SERVICES
+            .iter()
+            .map(|service| [vec![service.name.to_string()], paths(service)].concat())
+            .collect();
         assert_eq!(rows, wanted);
         for service in &SERVICES {
-            let of: Vec<String> =
-                lines.iter().filter(|line| line[0] == "of" && line[1] == service.name.as_str()).map(|line| line[2..].join(" ")).collect();
+            let of: Vec<String> = lines
+                .iter()
+                .filter(|line| line[0] == "of" && line[1] == service.name.as_str())
+                .map(|line| line[2..].join(" "))
+                .collect();
             let has = |start: &str| of.iter().any(|line| line.starts_with(start));
             for account in service.accounts() {
-                assert!(has(&format!("text /etc/passwd {account}:")), "{}: {account}", service.name);
+                assert!(
+                    has(&format!("text /etc/passwd {account}:")),
+                    "{}: {account}",
+                    service.name
+                );
             }
             for module in service.modules {
-                assert!(has(&format!("kernel-module {module}")), "{}: {module}", service.name);
+                assert!(
+                    has(&format!("kernel-module {module}")),
+                    "{}: {module}",
+                    service.name
+                );
             }
             if let Some(path) = super::super::configuration::package(service.name) {
                 assert!(has(&format!("config /{path}")), "{}: {path}", service.name);
@@ -367,7 +458,13 @@ mod tests {
             }
             for library in service.opens {
                 let name = library.split(".so").next().unwrap_or_default();
-                assert!(compute.lines().any(|line| line.starts_with(&format!("library {name} guest"))), "{}: {library}", service.name);
+                assert!(
+                    compute
+                        .lines()
+                        .any(|line| line.starts_with(&format!("library {name} guest"))),
+                    "{}: {library}",
+                    service.name
+                );
             }
         }
     }
@@ -375,6 +472,9 @@ mod tests {
     #[test]
     fn the_readme_has_the_table_of_services_that_the_code_prints() {
         let table = services_markdown();
-        assert!(include_str!("README.md").contains(&table), "src/init/services/README.md's table of services is not:\n{table}");
+        assert!(
+            include_str!("README.md").contains(&table),
+            "src/init/services/README.md's table of services is not:\n{table}"
+        );
     }
 }

@@ -10,7 +10,9 @@ use super::restart_backoff::Backoff;
 use super::service_output::{Log, Output};
 use super::service_plan::{Decision, Entry, Facts, Uvm, plan, uvm_persistence};
 use super::service_processes::{Ending, MARK, Process, find};
-use super::service_table::{Argument, Gpus, HOST_ENGINE_PORT, Name, Ready, Restart, SERVICES, SETTLED_LIMIT, Service};
+use super::service_table::{
+    Argument, Gpus, HOST_ENGINE_PORT, Name, Ready, Restart, SERVICES, SETTLED_LIMIT, Service,
+};
 use super::state::{ENDING, Fabric, Milestones, RUN};
 use super::syslog::{self, Syslog};
 use crate::config::Services;
@@ -88,23 +90,46 @@ struct Shared {
 /// Starts the services of this guest and follows them for as long as the worker lives.
 pub async fn run(mut inputs: Inputs) {
     // The sender lives as long as the worker.
-    let Ok(reached) = inputs.milestones.wait_for(|reached| reached.topology.is_some()).await.map(|reached| reached.clone()) else { return };
-    let Some(topology) = reached.topology else { return };
+    let Ok(reached) = inputs
+        .milestones
+        .wait_for(|reached| reached.topology.is_some())
+        .await
+        .map(|reached| reached.clone())
+    else {
+        return;
+    };
+    let Some(topology) = reached.topology else {
+        return;
+    };
     let is_early = match topology {
-        Topology::HopperFabric | Topology::ProtectedPcie | Topology::BlackwellFabric | Topology::ServiceVm => true,
+        Topology::HopperFabric
+        | Topology::ProtectedPcie
+        | Topology::BlackwellFabric
+        | Topology::ServiceVm => true,
         Topology::None | Topology::Gpus | Topology::SharedFabric => false,
     };
     if !is_early {
         // No module is needed, and nothing starts before the GPUs are settled.
         inputs.modules_loaded.send_replace(true);
-        if inputs.milestones.wait_for(|reached| reached.settled).await.is_err() {
+        if inputs
+            .milestones
+            .wait_for(|reached| reached.settled)
+            .await
+            .is_err()
+        {
             return;
         }
     }
     let root = driver_root();
     let confidential = confidential::is_confidential();
     let programs = programs(root);
-    let facts = Facts { topology, confidential, managed: !reached.management.is_empty(), asked: &inputs.asked, programs: &programs };
+    let facts = Facts {
+        topology,
+        confidential,
+        managed: !reached.management.is_empty(),
+        asked: &inputs.asked,
+        programs: &programs,
+    };
     let entries = plan(&facts);
     entries.iter().for_each(report_plan);
     let starts: Vec<(Name, Vec<Name>)> = entries
@@ -118,22 +143,61 @@ pub async fn run(mut inputs: Inputs) {
         inputs.modules_loaded.send_replace(true);
         return;
     }
-    let logs: BTreeMap<Name, Log> = starts.iter().map(|(name, _)| (*name, Log::new(name.as_str()))).collect();
+    let logs: BTreeMap<Name, Log> = starts
+        .iter()
+        .map(|(name, _)| (*name, Log::new(name.as_str())))
+        .collect();
     let syslog = syslog::start(logs.clone(), inputs.earlier.is_some());
-    let states = starts.iter().map(|(name, _)| (*name, watch::channel(State::Starting).0)).collect();
+    let states = starts
+        .iter()
+        .map(|(name, _)| (*name, watch::channel(State::Starting).0))
+        .collect();
     let command_line = std::mem::take(&mut inputs.command_line);
-    let Milestones { switches, management, .. } = reached;
-    let shared = Arc::new(Shared { topology, switches, management, confidential, root, inputs, states, logs, syslog });
-    let starting = || SERVICES.iter().filter(|service| starts.iter().any(|(name, _)| *name == service.name));
+    let Milestones {
+        switches,
+        management,
+        ..
+    } = reached;
+    let shared = Arc::new(Shared {
+        topology,
+        switches,
+        management,
+        confidential,
+        root,
+        inputs,
+        states,
+        logs,
+        syslog,
+    });
+    let starting = || {
+        SERVICES
+            .iter()
+            .filter(|service| starts.iter().any(|(name, _)| *name == service.name))
+    };
     // An earlier worker has loaded the modules of the services it started; module loading may be
     // forbidden by now.
     let earlier = shared.inputs.earlier.as_ref();
-    let is_new = |service: &&Service| !earlier.is_some_and(|earlier| earlier.contains(service.name.as_str()));
-    let modules: Vec<&'static str> = starting().filter(is_new).flat_map(|service| shared.modules_of(service)).collect();
+    let is_new = |service: &&Service| {
+        !earlier.is_some_and(|earlier| earlier.contains(service.name.as_str()))
+    };
+    let modules: Vec<&'static str> = starting()
+        .filter(is_new)
+        .flat_map(|service| shared.modules_of(service))
+        .collect();
     for service in starting() {
-        let after = starts.iter().find(|(name, _)| *name == service.name).map(|(_, after)| after.clone());
-        let Some((after, program)) = after.zip(programs.get(&service.name).cloned()) else { continue };
-        let one = One { service, program, after, shared: Arc::clone(&shared) };
+        let after = starts
+            .iter()
+            .find(|(name, _)| *name == service.name)
+            .map(|(_, after)| after.clone());
+        let Some((after, program)) = after.zip(programs.get(&service.name).cloned()) else {
+            continue;
+        };
+        let one = One {
+            service,
+            program,
+            after,
+            shared: Arc::clone(&shared),
+        };
         tokio::spawn(async move { one.live().await });
     }
     // A panic has been reported by the panic hook.
@@ -145,8 +209,15 @@ impl Shared {
     /// Modules that a service needs. Without GPUs nothing else loads the driver, which fabric
     /// manager needs for switches that are PCI functions.
     fn modules_of(&self, service: &Service) -> Vec<&'static str> {
-        let drives = service.name == Name::FabricManager && self.topology == Topology::ServiceVm && self.switches > 0;
-        service.modules.iter().copied().chain(drives.then_some(DRIVER)).collect()
+        let drives = service.name == Name::FabricManager
+            && self.topology == Topology::ServiceVm
+            && self.switches > 0;
+        service
+            .modules
+            .iter()
+            .copied()
+            .chain(drives.then_some(DRIVER))
+            .collect()
     }
 
     /// GUID of the first management port that is open to a subnet manager, which reaches the
@@ -159,14 +230,21 @@ impl Shared {
                 Err(why) => reasons.push(format!("{function}: {why}")),
             }
         }
-        Err(format!("no port leads to the switches: {}", reasons.join("; ")))
+        Err(format!(
+            "no port leads to the switches: {}",
+            reasons.join("; ")
+        ))
     }
 }
 
 /// Programs that the image has.
 fn programs(root: &Path) -> BTreeMap<Name, PathBuf> {
     let found = |service: &Service| {
-        let path = service.programs.iter().map(|program| root.join(program)).find(|path| path.is_file())?;
+        let path = service
+            .programs
+            .iter()
+            .map(|program| root.join(program))
+            .find(|path| path.is_file())?;
         Some((service.name, path))
     };
     SERVICES.iter().filter_map(found).collect()
@@ -181,10 +259,16 @@ fn report_plan(entry: &Entry) {
         }
         Decision::Off => tracing::info!(name: names::SERVICE_PLAN, service, starts = false, reason),
         Decision::Missing { needed } => {
-            let error = format!("{service} is wanted ({reason}), but the image has no such program: add its package to the image");
+            let error = format!(
+                "{service} is wanted ({reason}), but the image has no such program: add its package to the image"
+            );
             match needed {
-                true => tracing::error!(name: names::SERVICE_PLAN, service, starts = false, reason, error),
-                false => tracing::warn!(name: names::SERVICE_PLAN, service, starts = false, reason, error),
+                true => {
+                    tracing::error!(name: names::SERVICE_PLAN, service, starts = false, reason, error)
+                }
+                false => {
+                    tracing::warn!(name: names::SERVICE_PLAN, service, starts = false, reason, error)
+                }
             }
         }
     }
@@ -219,14 +303,29 @@ struct One {
 
 /// The files that a program needs and the image lacks, for the error of its start.
 fn without(service: &Service) -> String {
-    let missing: Vec<String> = service.files.iter().map(|file| format!("/{file}")).filter(|path| !Path::new(path).is_file()).collect();
-    if missing.is_empty() { String::new() } else { format!("; the image has no {}, without which it fails", missing.join(", ")) }
+    let missing: Vec<String> = service
+        .files
+        .iter()
+        .map(|file| format!("/{file}"))
+        .filter(|path| !Path::new(path).is_file())
+        .collect();
+    if missing.is_empty() {
+        String::new()
+    } else {
+        format!(
+            "; the image has no {}, without which it fails",
+            missing.join(", ")
+        )
+    }
 }
 
 /// Returns when a path exists. Its directory must exist.
 async fn appears(path: &Path) -> std::io::Result<()> {
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
-    inotify.add_watch(path.parent().unwrap_or(Path::new("/")), AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MOVED_TO)?;
+    inotify.add_watch(
+        path.parent().unwrap_or(Path::new("/")),
+        AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MOVED_TO,
+    )?;
     let readiness: OwnedFd = inotify.as_fd().try_clone_to_owned()?;
     let readiness = crate::machine::sys::async_fd(readiness)?;
     while !path.exists() {
@@ -241,7 +340,9 @@ async fn appears(path: &Path) -> std::io::Result<()> {
 /// Connects to a TCP port of this guest; blocks for a short time.
 fn connect(port: u16) -> Result<(), String> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    TcpStream::connect_timeout(&address, CONNECT_LIMIT).map(drop).map_err(|e| format!("nothing listens at {address}: {e}"))
+    TcpStream::connect_timeout(&address, CONNECT_LIMIT)
+        .map(drop)
+        .map_err(|e| format!("nothing listens at {address}: {e}"))
 }
 
 /// A service that could not be started, or ended before it was ready.
@@ -255,7 +356,9 @@ impl One {
     /// Life of a service, over its restarts.
     async fn live(&self) {
         let name = self.service.name;
-        let Some(log) = self.shared.logs.get(&name).cloned() else { return };
+        let Some(log) = self.shared.logs.get(&name).cloned() else {
+            return;
+        };
         let output = match Output::open(name) {
             Ok(output) => Some(Arc::new(output)),
             Err(error) => {
@@ -269,10 +372,22 @@ impl One {
         }
         let output = output.as_deref();
         let mut backoff = Backoff::default();
-        let mut found = self.shared.inputs.earlier.is_some().then(|| find(Path::new(PROC), name)).flatten();
-        let was_started = self.shared.inputs.earlier.as_ref().is_some_and(|earlier| earlier.contains(name.as_str()));
+        let mut found = self
+            .shared
+            .inputs
+            .earlier
+            .is_some()
+            .then(|| find(Path::new(PROC), name))
+            .flatten();
+        let was_started = self
+            .shared
+            .inputs
+            .earlier
+            .as_ref()
+            .is_some_and(|earlier| earlier.contains(name.as_str()));
         if let (None, true, Some(reason)) = (found, was_started, self.stays_off()) {
-            let error = format!("{name} has ended while no worker watched it, and stays off: {reason}");
+            let error =
+                format!("{name} has ended while no worker watched it, and stays off: {reason}");
             tracing::error!(name: names::SERVICE_ENDED, service = name.as_str(), error);
             return self.set(State::Failed);
         }
@@ -314,7 +429,10 @@ impl One {
         }
         match self.service.restart {
             Restart::Always => None,
-            Restart::UnlessConfidential => self.shared.confidential.then_some("not started again in a confidential guest"),
+            Restart::UnlessConfidential => self
+                .shared
+                .confidential
+                .then_some("not started again in a confidential guest"),
         }
     }
 
@@ -332,29 +450,53 @@ impl One {
             Gpus::Settled => drop(milestones.wait_for(|reached| reached.settled).await),
             Gpus::SettledInTime => {
                 // Without GPUs no driver is loaded: settled alone ends the wait.
-                drop(milestones.wait_for(|reached| reached.loaded || reached.settled).await);
+                drop(
+                    milestones
+                        .wait_for(|reached| reached.loaded || reached.settled)
+                        .await,
+                );
                 let settled = milestones.wait_for(|reached| reached.settled);
                 if tokio::time::timeout(SETTLED_LIMIT, settled).await.is_err() {
-                    let (service, waited_ms) = (self.service.name.as_str(), SETTLED_LIMIT.as_millis() as u64);
+                    let (service, waited_ms) =
+                        (self.service.name.as_str(), SETTLED_LIMIT.as_millis() as u64);
                     tracing::warn!(name: names::SERVICE_LATE, service, waited_ms, waits_for = "all GPUs; starting without");
                 }
             }
         }
         for before in &self.after {
-            let Some(mut state) = self.shared.states.get(before).map(watch::Sender::subscribe) else { continue };
+            let Some(mut state) = self.shared.states.get(before).map(watch::Sender::subscribe)
+            else {
+                continue;
+            };
             let ready = async { drop(state.wait_for(|state| *state != State::Starting).await) };
             self.reported_late(before.as_str(), ready).await;
         }
         if self.service.arguments.contains(&Argument::UvmPersistence) {
             let mut fabric = self.shared.inputs.fabric.clone();
-            let decided = async { drop(fabric.wait_for(|fabric| self.uvm(*fabric) != Uvm::WaitForFabric).await) };
+            let decided = async {
+                drop(
+                    fabric
+                        .wait_for(|fabric| self.uvm(*fabric) != Uvm::WaitForFabric)
+                        .await,
+                )
+            };
             self.reported_late("the fabric", decided).await;
         }
     }
 
     fn uvm(&self, fabric: Fabric) -> Uvm {
-        let Shared { topology, confidential, inputs, .. } = &*self.shared;
-        uvm_persistence(inputs.asked.uvm_persistence, *topology, *confidential, fabric)
+        let Shared {
+            topology,
+            confidential,
+            inputs,
+            ..
+        } = &*self.shared;
+        uvm_persistence(
+            inputs.asked.uvm_persistence,
+            *topology,
+            *confidential,
+            fabric,
+        )
     }
 
     /// Waits; reports once that this takes long.
@@ -370,7 +512,12 @@ impl One {
     }
 
     /// Starts the service, or takes one that runs, and waits until it is ready.
-    async fn start(&self, found: Option<Pid>, output: Option<&Output>, log: &Log) -> Result<(Process, Instant), Failure> {
+    async fn start(
+        &self,
+        found: Option<Pid>,
+        output: Option<&Output>,
+        log: &Log,
+    ) -> Result<(Process, Instant), Failure> {
         let (name, program) = (self.service.name, self.program.display().to_string());
         let empty = tracing::field::Empty;
         let is_found = found.is_some().then_some(true);
@@ -386,23 +533,34 @@ impl One {
         let began = Instant::now();
         let started = async {
             let process = match found {
-                Some(pid) => Process::watch(pid).map_err(|e| format!("watch process {pid}: {e}"))?,
+                Some(pid) => {
+                    Process::watch(pid).map_err(|e| format!("watch process {pid}: {e}"))?
+                }
                 None => {
                     log.begin();
                     self.launch(output, &step).await?
                 }
             };
-            let process = self.reported_late("itself", self.ready(process, found.is_some())).await?;
+            let process = self
+                .reported_late("itself", self.ready(process, found.is_some()))
+                .await?;
             step.note("main_pid", process.pid.as_raw() as u64);
             Ok(process)
         };
         let result: Result<Process, String> = started.await;
         let result = result.map_err(|error| {
             let lines = self.last_lines(output, log);
-            let last = if lines.is_empty() { "it wrote nothing".into() } else { format!("its last lines: {}", lines.join(" | ")) };
+            let last = if lines.is_empty() {
+                "it wrote nothing".into()
+            } else {
+                format!("its last lines: {}", lines.join(" | "))
+            };
             let error = format!("start {name}: {error}{}", without(self.service));
             step.fail(&format!("{error}; {last}"));
-            Failure { error, life: began.elapsed() }
+            Failure {
+                error,
+                life: began.elapsed(),
+            }
         });
         result.map(|process| (process, began))
     }
@@ -432,9 +590,12 @@ impl One {
                 }
                 match process.ended().await {
                     Ending::Exited(0) => {
-                        let pid = find(Path::new(PROC), name).ok_or("it reported success, but no process of it is left")?;
+                        let pid = find(Path::new(PROC), name)
+                            .ok_or("it reported success, but no process of it is left")?;
                         if let Ready::ParentExitsWithPort(port) = self.service.ready {
-                            let error = threads::run(move || connect(port)).await.unwrap_or_else(|panicked| Err(panicked.to_string()));
+                            let error = threads::run(move || connect(port))
+                                .await
+                                .unwrap_or_else(|panicked| Err(panicked.to_string()));
                             error.map_err(|error| format!("it reported success, but {error}"))?;
                         }
                         Process::watch(pid).map_err(|e| format!("watch process {pid}: {e}"))
@@ -463,17 +624,30 @@ impl One {
     }
 
     /// Reports the end of a service that was ready; returns the pause before its next start.
-    fn report_end(&self, ending: Ending, backoff: &mut Backoff, life: Duration, output: Option<&Output>, log: &Log) -> Option<Duration> {
+    fn report_end(
+        &self,
+        ending: Ending,
+        backoff: &mut Backoff,
+        life: Duration,
+        output: Option<&Output>,
+        log: &Log,
+    ) -> Option<Duration> {
         let lines = self.last_lines(output, log);
         let next = self.next(backoff, life);
         let name = self.service.name;
-        self.report(&format!("{name} has ended ({ending}) after {} s", life.as_secs()), Some(ending), next, &lines);
+        self.report(
+            &format!("{name} has ended ({ending}) after {} s", life.as_secs()),
+            Some(ending),
+            next,
+            &lines,
+        );
         next.ok()
     }
 
     /// Pause before the next start, or the reason why there is none.
     fn next(&self, backoff: &mut Backoff, life: Duration) -> Result<Duration, &'static str> {
-        self.stays_off().map_or_else(|| Ok(backoff.after(life)), Err)
+        self.stays_off()
+            .map_or_else(|| Ok(backoff.after(life)), Err)
     }
 
     /// The last lines of a service that has ended.
@@ -487,23 +661,36 @@ impl One {
         log.last()
     }
 
-    fn report(&self, error: &str, ending: Option<Ending>, next: Result<Duration, &str>, lines: &[String]) {
+    fn report(
+        &self,
+        error: &str,
+        ending: Option<Ending>,
+        next: Result<Duration, &str>,
+        lines: &[String],
+    ) {
         let service = self.service.name.as_str();
         let restart_ms = next.ok().map(|pause| pause.as_millis() as u64);
-        let next = next.map_or_else(str::to_string, |pause| format!("starting again in {pause:?}"));
+        let next = next.map_or_else(str::to_string, |pause| {
+            format!("starting again in {pause:?}")
+        });
         let status = ending.map(|ending| ending.to_string());
         let lines = (!lines.is_empty()).then(|| lines.join("\n"));
         tracing::error!(name: names::SERVICE_ENDED, service, status, restart_ms, lines, error = %format!("{error}; {next}"));
     }
 
     /// Starts the program; returns when it runs.
-    async fn launch(&self, output: Option<&Output>, step: &crate::stream::Step) -> Result<Process, String> {
+    async fn launch(
+        &self,
+        output: Option<&Output>,
+        step: &crate::stream::Step,
+    ) -> Result<Process, String> {
         let launch = self.prepare(step)?;
         if let Ready::Socket(path) = self.service.ready {
             // The socket of an earlier life does not show that this one is ready.
             let _unused = std::fs::remove_file(path);
             let directory = Path::new(path).parent().unwrap_or(Path::new("/"));
-            std::fs::create_dir_all(directory).map_err(|e| format!("make {}: {e}", directory.display()))?;
+            std::fs::create_dir_all(directory)
+                .map_err(|e| format!("make {}: {e}", directory.display()))?;
         }
         let stdout = |output: Option<&Output>| match output.map(Output::end) {
             Some(Ok(end)) => Stdio::from(end),
@@ -511,15 +698,26 @@ impl One {
         };
         let (report, theirs) = pipe2(OFlag::O_CLOEXEC).map_err(|e| format!("make a pipe: {e}"))?;
         let mut command = Command::new("/proc/self/exe");
-        command.args(launch.words()).env_clear().env(MARK, &launch.service);
-        command.stdin(theirs).stdout(stdout(output)).stderr(stdout(output));
-        let child = command.spawn().map_err(|e| format!("start a process: {e}"))?;
+        command
+            .args(launch.words())
+            .env_clear()
+            .env(MARK, &launch.service);
+        command
+            .stdin(theirs)
+            .stdout(stdout(output))
+            .stderr(stdout(output));
+        let child = command
+            .spawn()
+            .map_err(|e| format!("start a process: {e}"))?;
         drop(command);
         let pid = i32::try_from(child.id()).map_err(|e| e.to_string())?;
-        let process = Process::watch(Pid::from_raw(pid)).map_err(|e| format!("watch process {pid}: {e}"))?;
+        let process =
+            Process::watch(Pid::from_raw(pid)).map_err(|e| format!("watch process {pid}: {e}"))?;
         let error = threads::run(move || {
             let mut text = Vec::new();
-            let _unused = std::fs::File::from(report).take(MAX_ERROR).read_to_end(&mut text);
+            let _unused = std::fs::File::from(report)
+                .take(MAX_ERROR)
+                .read_to_end(&mut text);
             super::lines::printable(&text)
         });
         match error.await {
@@ -543,13 +741,24 @@ impl One {
                     }
                 }
                 Argument::UvmPersistence => {
-                    let Uvm::Decided(on, reason) = self.uvm(*shared.inputs.fabric.borrow()) else { continue };
-                    step.note("uvm", format!("{}: {reason}", if on { "on" } else { "off" }).as_str());
+                    let Uvm::Decided(on, reason) = self.uvm(*shared.inputs.fabric.borrow()) else {
+                        continue;
+                    };
+                    step.note(
+                        "uvm",
+                        format!("{}: {reason}", if on { "on" } else { "off" }).as_str(),
+                    );
                     arguments.extend(on.then(|| "--uvm-persistence-mode".into()));
                 }
                 Argument::Configuration(option) => {
                     let policy = shared.inputs.asked.rail_policy;
-                    let made = configuration::make(name, shared.root, shared.topology, shared.confidential, policy)?;
+                    let made = configuration::make(
+                        name,
+                        shared.root,
+                        shared.topology,
+                        shared.confidential,
+                        policy,
+                    )?;
                     arguments.extend([option.into(), made.into()]);
                 }
                 Argument::File(option, file) => {
@@ -567,7 +776,8 @@ impl One {
                 }
                 Argument::HostEngine => {
                     if self.after.contains(&Name::HostEngine) {
-                        arguments.extend(["-r".into(), format!("localhost:{HOST_ENGINE_PORT}").into()]);
+                        arguments
+                            .extend(["-r".into(), format!("localhost:{HOST_ENGINE_PORT}").into()]);
                     }
                 }
             }
@@ -577,7 +787,11 @@ impl One {
         Ok(Launch {
             service: name.as_str().into(),
             oom_score: service.oom_score,
-            capabilities: service.capabilities.iter().map(|capability| *capability as u32).collect(),
+            capabilities: service
+                .capabilities
+                .iter()
+                .map(|capability| *capability as u32)
+                .collect(),
             account: service.account.and_then(|own| account(Path::new("/"), own)),
             cgroup: has_cgroups.then(|| cgroups.join(CGROUP).join(name.as_str())),
             program: self.program.clone(),

@@ -31,7 +31,9 @@ pub fn report_from_now_on() {
     report();
     tokio::spawn(async move {
         if let Err(error) = report_steps(steps).await {
-            let error = format!("watch the wall clock: {error}: log lines after a step of it are misplaced");
+            let error = format!(
+                "watch the wall clock: {error}: log lines after a step of it are misplaced"
+            );
             tracing::warn!(name: names::SINK, sink = "wall clock", state = "unavailable", error);
         }
     });
@@ -41,7 +43,10 @@ async fn report_steps(steps: io::Result<OwnedFd>) -> io::Result<()> {
     let steps = async_fd(steps?)?;
     for _ in 0..MAX_STEPS {
         steps.readable().await?.clear_ready();
-        if matches!(nix::unistd::read(steps.as_fd(), &mut [0; 8]), Err(Errno::ECANCELED)) {
+        if matches!(
+            nix::unistd::read(steps.as_fd(), &mut [0; 8]),
+            Err(Errno::ECANCELED)
+        ) {
             report();
         }
     }
@@ -50,7 +55,10 @@ async fn report_steps(steps: io::Result<OwnedFd>) -> io::Result<()> {
 
 /// Timer whose reads fail with ECANCELED after CLOCK_REALTIME was set (timerfd_create(2)).
 fn steps() -> io::Result<OwnedFd> {
-    let timer = TimerFd::new(ClockId::CLOCK_REALTIME, TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC)?;
+    let timer = TimerFd::new(
+        ClockId::CLOCK_REALTIME,
+        TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC,
+    )?;
     let on_set = TimerSetTimeFlags::TFD_TIMER_ABSTIME | TimerSetTimeFlags::TFD_TIMER_CANCEL_ON_SET;
     timer.set(Expiration::OneShot(TimeSpec::new(NEVER_S, 0)), on_set)?;
     Ok(timer.into())

@@ -61,27 +61,71 @@ impl Journal {
     /// Starts the file with its header line; replaces an existing file.
     pub fn create(path: &Path, header: &str) -> io::Result<Self> {
         let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
-        let file = OpenOptions::new().create(true).write(true).truncate(true).open(path).map_err(at)?;
-        let header = format!("{MARK}{:WIDTH$},{}", 0, header.strip_prefix("{\"schema\":1,").unwrap_or(header));
+        let file = OpenOptions::new()
+            .create(true)
+            .write(true)
+            .truncate(true)
+            .open(path)
+            .map_err(at)?;
+        let header = format!(
+            "{MARK}{:WIDTH$},{}",
+            0,
+            header.strip_prefix("{\"schema\":1,").unwrap_or(header)
+        );
         file.write_all_at(header.as_bytes(), 0).map_err(at)?;
-        Ok(Self { path: path.to_path_buf(), file, bytes: header.len() as u64, next_seq: 0, limit: LIMIT })
+        Ok(Self {
+            path: path.to_path_buf(),
+            file,
+            bytes: header.len() as u64,
+            next_seq: 0,
+            limit: LIMIT,
+        })
     }
 
     /// Reads the file and continues behind its last whole line: a killed writer may have left a
     /// partial one.
     pub fn resume(path: &Path) -> io::Result<(Self, Found)> {
         let at = |e: io::Error| io::Error::new(e.kind(), format!("read {}: {e}", path.display()));
-        let mut file = OpenOptions::new().read(true).write(true).open(path).map_err(at)?;
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .map_err(at)?;
         let mut bytes = Vec::new();
-        Read::by_ref(&mut file).take(MAX_BYTES + MAX_LINE as u64).read_to_end(&mut bytes).map_err(at)?;
-        let marked = marked(&bytes).ok_or_else(|| at(io::Error::other("its first line is not the header of a journal")))?;
-        let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |newline| newline + 1);
+        Read::by_ref(&mut file)
+            .take(MAX_BYTES + MAX_LINE as u64)
+            .read_to_end(&mut bytes)
+            .map_err(at)?;
+        let marked = marked(&bytes).ok_or_else(|| {
+            at(io::Error::other(
+                "its first line is not the header of a journal",
+            ))
+        })?;
+        let whole = bytes
+            .iter()
+            .rposition(|b| *b == b'\n')
+            .map_or(0, |newline| newline + 1);
         file.set_len(whole as u64).map_err(at)?;
-        let mut found = Found { lines: Vec::new(), first_seq: 0, records: Vec::new(), missing: 0 };
-        for line in bytes.get(..whole).unwrap_or_default().split_inclusive(|b| *b == b'\n') {
-            let Ok(Line::Record(record)) = decode(line) else { continue };
+        let mut found = Found {
+            lines: Vec::new(),
+            first_seq: 0,
+            records: Vec::new(),
+            missing: 0,
+        };
+        for line in bytes
+            .get(..whole)
+            .unwrap_or_default()
+            .split_inclusive(|b| *b == b'\n')
+        {
+            let Ok(Line::Record(record)) = decode(line) else {
+                continue;
+            };
             // Keep no gap: the ring counts by position.
-            if found.records.last().is_some_and(|last: &Record| record.seq != last.seq + 1) {
+            if found
+                .records
+                .last()
+                .is_some_and(|last: &Record| record.seq != last.seq + 1)
+            {
                 found.lines.clear();
             }
             if found.lines.is_empty() {
@@ -96,7 +140,16 @@ impl Journal {
             (found.first_seq, found.lines) = (marked, vec![record_line(&gap(next_seq, marked))]);
             next_seq = marked;
         }
-        Ok((Self { path: path.to_path_buf(), file, bytes: whole as u64, next_seq, limit: LIMIT }, found))
+        Ok((
+            Self {
+                path: path.to_path_buf(),
+                file,
+                bytes: whole as u64,
+                next_seq,
+                limit: LIMIT,
+            },
+            found,
+        ))
     }
 
     /// Writes the ring's lines that the file lacks; `first_seq` is the number of the first line in
@@ -106,13 +159,19 @@ impl Journal {
         // Records that left the ring unwritten are a gap.
         self.next_seq = self.next_seq.max(first_seq);
         let skip = usize::try_from(self.next_seq - first_seq).unwrap_or(usize::MAX);
-        let written = lines.iter().skip(skip).try_for_each(|line| self.append(line.as_bytes()));
+        let written = lines
+            .iter()
+            .skip(skip)
+            .try_for_each(|line| self.append(line.as_bytes()));
         written.map_err(|error| {
             let text = format!("{end:WIDTH$}");
             let path = self.path.display();
             match self.file.write_all_at(text.as_bytes(), MARK.len() as u64) {
                 Ok(()) => error,
-                Err(e) => io::Error::new(error.kind(), format!("{error}; write the next number into {path}: {e}")),
+                Err(e) => io::Error::new(
+                    error.kind(),
+                    format!("{error}; write the next number into {path}: {e}"),
+                ),
             }
         })
     }
@@ -125,8 +184,15 @@ impl Journal {
                 self.path.display()
             )));
         }
-        let refused =
-            |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}; records are written when there is room", self.path.display()));
+        let refused = |e: io::Error| {
+            io::Error::new(
+                e.kind(),
+                format!(
+                    "write {}: {e}; records are written when there is room",
+                    self.path.display()
+                ),
+            )
+        };
         self.file.write_all_at(line, self.bytes).map_err(refused)?;
         self.bytes += line.len() as u64;
         self.next_seq += 1;
@@ -146,8 +212,14 @@ fn gap(from: u64, to: u64) -> Record {
         seq: to,
         boottime_ns: boottime_ns(),
         level: Level::Warn,
-        error: Some(format!("a worker died while boot.ndjson took no more: its records {from} to {} are lost to late readers", to - 1)),
-        fields: Map::from_iter([("at".to_string(), Value::from("boot.ndjson")), ("lost".to_string(), Value::from(to - from))]),
+        error: Some(format!(
+            "a worker died while boot.ndjson took no more: its records {from} to {} are lost to late readers",
+            to - 1
+        )),
+        fields: Map::from_iter([
+            ("at".to_string(), Value::from("boot.ndjson")),
+            ("lost".to_string(), Value::from(to - from)),
+        ]),
         ..Record::new(Kind::Event, names::STREAM_LOST)
     }
 }
@@ -160,7 +232,11 @@ mod tests {
     const HEADER: &str = "{\"schema\":1,\"stream\":{}}\n";
 
     fn line(seq: u64) -> String {
-        record_line(&Record { seq, boottime_ns: seq, ..Record::new(Kind::Event, "settled") })
+        record_line(&Record {
+            seq,
+            boottime_ns: seq,
+            ..Record::new(Kind::Event, "settled")
+        })
     }
 
     fn lines(from: u64, to: u64) -> VecDeque<Arc<str>> {
@@ -168,7 +244,10 @@ mod tests {
     }
 
     fn file(name: &str) -> PathBuf {
-        std::env::temp_dir().join(format!("kata-gpu-init-journal-{name}-{}", std::process::id()))
+        std::env::temp_dir().join(format!(
+            "kata-gpu-init-journal-{name}-{}",
+            std::process::id()
+        ))
     }
 
     fn seqs(records: &[Record]) -> Vec<u64> {
@@ -180,13 +259,27 @@ mod tests {
         let path = file("half");
         let mut journal = Journal::create(&path, HEADER).unwrap();
         journal.write(0, &lines(0, 3)).unwrap();
-        journal.file.write_all_at(&line(3).as_bytes()[..20], journal.bytes).unwrap();
+        journal
+            .file
+            .write_all_at(&line(3).as_bytes()[..20], journal.bytes)
+            .unwrap();
         drop(journal);
         let (mut journal, found) = Journal::resume(&path).unwrap();
-        assert_eq!((found.first_seq, found.records.len(), &found.lines[2], found.missing), (0, 3, &line(2), 0));
+        assert_eq!(
+            (
+                found.first_seq,
+                found.records.len(),
+                &found.lines[2],
+                found.missing
+            ),
+            (0, 3, &line(2), 0)
+        );
         journal.write(0, &lines(0, 4)).unwrap();
         drop(journal);
-        assert_eq!(seqs(&Journal::resume(&path).unwrap().1.records), [0, 1, 2, 3]);
+        assert_eq!(
+            seqs(&Journal::resume(&path).unwrap().1.records),
+            [0, 1, 2, 3]
+        );
         std::fs::remove_file(path).unwrap();
     }
 
@@ -197,12 +290,30 @@ mod tests {
         journal.write(0, &lines(0, 115)).unwrap();
         journal.limit = 0;
         for end in 116..188 {
-            assert!(journal.write(0, &lines(0, end)).unwrap_err().to_string().contains("has reached its limit"));
+            assert!(
+                journal
+                    .write(0, &lines(0, end))
+                    .unwrap_err()
+                    .to_string()
+                    .contains("has reached its limit")
+            );
         }
         drop(journal);
         let (mut journal, found) = Journal::resume(&path).unwrap();
-        assert_eq!((found.first_seq, found.lines.len(), found.records.len(), found.missing), (187, 1, 115, 72));
-        assert!(found.lines[0].contains("its records 115 to 186 are lost"), "{}", found.lines[0]);
+        assert_eq!(
+            (
+                found.first_seq,
+                found.lines.len(),
+                found.records.len(),
+                found.missing
+            ),
+            (187, 1, 115, 72)
+        );
+        assert!(
+            found.lines[0].contains("its records 115 to 186 are lost"),
+            "{}",
+            found.lines[0]
+        );
         // Write again, still without room; then with room.
         journal.limit = 0;
         let ring = Ring::resumed(found.lines, found.first_seq, Some(journal));
@@ -213,7 +324,10 @@ mod tests {
         assert_eq!((found.first_seq, found.records.len()), (given, 115));
         drop(Ring::resumed(found.lines, found.first_seq, Some(journal)));
         let (_, found) = Journal::resume(&path).unwrap();
-        assert_eq!((found.records.len(), found.first_seq, found.lines.len()), (116, given, 1));
+        assert_eq!(
+            (found.records.len(), found.first_seq, found.lines.len()),
+            (116, given, 1)
+        );
         std::fs::remove_file(path).unwrap();
     }
 
@@ -228,16 +342,29 @@ mod tests {
         journal.write(0, &lines(0, 6)).unwrap();
         drop(journal);
         let (_, found) = Journal::resume(&path).unwrap();
-        assert_eq!((seqs(&found.records), found.first_seq, found.missing), ((0..6).collect(), 0, 0));
+        assert_eq!(
+            (seqs(&found.records), found.first_seq, found.missing),
+            ((0..6).collect(), 0, 0)
+        );
         std::fs::remove_file(path).unwrap();
     }
 
     #[test]
     fn a_file_without_its_header_is_no_journal() {
         let path = file("torn");
-        for text in ["", MARK, "{\"schema\":1,\"next_seq\":                   x,", HEADER] {
+        for text in [
+            "",
+            MARK,
+            "{\"schema\":1,\"next_seq\":                   x,",
+            HEADER,
+        ] {
             std::fs::write(&path, text).unwrap();
-            assert!(Journal::resume(&path).err().is_some_and(|e| e.to_string().contains("not the header of a journal")), "{text}");
+            assert!(
+                Journal::resume(&path)
+                    .err()
+                    .is_some_and(|e| e.to_string().contains("not the header of a journal")),
+                "{text}"
+            );
         }
         std::fs::remove_file(path).unwrap();
     }

@@ -60,7 +60,8 @@ pub fn write_markers() -> io::Result<Vec<u64>> {
     let mut marker = |_| {
         let stamp = boottime_ns();
         // The kernel takes each write as one line.
-        log.write_all(format!("<7>{MARKER}{stamp}\n").as_bytes()).map(|()| stamp)
+        log.write_all(format!("<7>{MARKER}{stamp}\n").as_bytes())
+            .map(|()| stamp)
     };
     (0..MARKERS).map(&mut marker).collect()
 }
@@ -87,23 +88,39 @@ impl Words {
 
     /// Lines about this GPU, or about no GPU, since `from_ns` (CLOCK_BOOTTIME).
     fn since(&self, gpu: Option<PciAddress>, from_ns: u64) -> impl Iterator<Item = &(u64, String)> {
-        self.lines.get(&key_of(gpu)).into_iter().flatten().filter(move |(at_us, _)| self.is_since(*at_us, from_ns))
+        self.lines
+            .get(&key_of(gpu))
+            .into_iter()
+            .flatten()
+            .filter(move |(at_us, _)| self.is_since(*at_us, from_ns))
     }
 
     /// Lines that name no GPU and can be about this one. The kernel's line about a failed probe
     /// comes after all lines that the driver logged in that probe.
     fn unnamed(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Vec<String> {
         let (key, probes) = (key_of(Some(gpu)), &self.failed_probes);
-        let own = probes.iter().rposition(|(at_us, failed)| *failed == key && self.is_since(*at_us, from_ns));
-        let at_us = |probe: Option<usize>| probe.and_then(|probe| probes.get(probe)).map(|(at_us, _)| *at_us);
+        let own = probes
+            .iter()
+            .rposition(|(at_us, failed)| *failed == key && self.is_since(*at_us, from_ns));
+        let at_us = |probe: Option<usize>| {
+            probe
+                .and_then(|probe| probes.get(probe))
+                .map(|(at_us, _)| *at_us)
+        };
         let end = at_us(own).unwrap_or(u64::MAX);
         let (begin, end) = match unnamed {
             Unnamed::Never => return Vec::new(),
             Unnamed::OfTheLoad => (0, u64::MAX),
             Unnamed::OfConcurrentProbes => (0, end),
-            Unnamed::OfSerialProbes => (at_us(own.and_then(|own| own.checked_sub(1))).unwrap_or(0), end),
+            Unnamed::OfSerialProbes => (
+                at_us(own.and_then(|own| own.checked_sub(1))).unwrap_or(0),
+                end,
+            ),
         };
-        texts(self.since(None, from_ns).filter(|(at_us, _)| (begin..=end).contains(at_us)))
+        texts(
+            self.since(None, from_ns)
+                .filter(|(at_us, _)| (begin..=end).contains(at_us)),
+        )
     }
 }
 
@@ -149,7 +166,11 @@ impl DriverWords {
         }
         let words = self.lock();
         let named = texts(words.since(Some(gpu), from_ns));
-        if named.is_empty() { words.unnamed(gpu, from_ns, unnamed) } else { named }
+        if named.is_empty() {
+            words.unnamed(gpu, from_ns, unnamed)
+        } else {
+            named
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Words> {
@@ -187,7 +208,12 @@ fn without_function(address: &str) -> String {
 /// Stamp of a marker, and the difference of the clocks computed from it.
 fn offset_of(line: &KmsgLine) -> Option<(u64, i64)> {
     let stamp: u64 = line.text.strip_prefix(MARKER)?.parse().ok()?;
-    Some((stamp, i64::try_from(stamp).ok()?.checked_sub(i64::try_from(line.printk_us).ok()?.checked_mul(1000)?)?))
+    Some((
+        stamp,
+        i64::try_from(stamp)
+            .ok()?
+            .checked_sub(i64::try_from(line.printk_us).ok()?.checked_mul(1000)?)?,
+    ))
 }
 
 /// The driver's messages, with the time of their lines in ns (CLOCK_BOOTTIME).
@@ -197,10 +223,16 @@ pub type Signals = mpsc::UnboundedReceiver<(u64, Signal)>;
 /// process. An earlier worker has put lines up to `recorded` (the kernel's number) into the stream:
 /// they are read only for the driver's messages.
 pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords, Signals)> {
-    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC).open(PATH)?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC)
+        .open(PATH)?;
     let log = crate::machine::sys::async_fd(file.into())?;
     let (catch_up, requests) = mpsc::unbounded_channel();
-    let words = DriverWords { words: Arc::default(), catch_up };
+    let words = DriverWords {
+        words: Arc::default(),
+        catch_up,
+    };
     let (signals, received) = mpsc::unbounded_channel();
     let follower = Follower::new(ring, words.clone(), signals, recorded);
     tokio::spawn(follower.run(log, requests));
@@ -239,7 +271,12 @@ struct Follower {
 }
 
 impl Follower {
-    fn new(ring: Arc<Ring>, words: DriverWords, signals: mpsc::UnboundedSender<(u64, Signal)>, recorded: Option<u64>) -> Self {
+    fn new(
+        ring: Arc<Ring>,
+        words: DriverWords,
+        signals: mpsc::UnboundedSender<(u64, Signal)>,
+        recorded: Option<u64>,
+    ) -> Self {
         Self {
             ring,
             words,
@@ -267,10 +304,19 @@ impl Follower {
         }
     }
 
-    async fn run(mut self, log: AsyncFd<OwnedFd>, mut requests: mpsc::UnboundedReceiver<oneshot::Sender<()>>) {
+    async fn run(
+        mut self,
+        log: AsyncFd<OwnedFd>,
+        mut requests: mpsc::UnboundedReceiver<oneshot::Sender<()>>,
+    ) {
         // The markers of a guest whose worker has died may be old.
-        let first = if self.recorded.is_some() { Duration::ZERO } else { MEASURE_EVERY };
-        let mut hourly = tokio::time::interval_at(tokio::time::Instant::now() + first, MEASURE_EVERY);
+        let first = if self.recorded.is_some() {
+            Duration::ZERO
+        } else {
+            MEASURE_EVERY
+        };
+        let mut hourly =
+            tokio::time::interval_at(tokio::time::Instant::now() + first, MEASURE_EVERY);
         loop {
             tokio::select! {
                 _ = hourly.tick(), if self.marker.is_some() => self.measure(),
@@ -332,7 +378,9 @@ impl Follower {
         }
         self.next_seq = Some(line.seq + 1);
         let is_boots = self.marker.is_none_or(|marker| line.seq == marker + 1);
-        if let Some((stamp, offset)) = offset_of(&line).filter(|(stamp, _)| is_boots || self.stamps.contains(stamp)) {
+        if let Some((stamp, offset)) =
+            offset_of(&line).filter(|(stamp, _)| is_boots || self.stamps.contains(stamp))
+        {
             if self.stamps.first() == Some(&stamp) {
                 // New markers: discard the earlier measurement.
                 (self.offset_ns, self.ceiling_ns, self.marked_us) = (None, None, None);
@@ -357,7 +405,9 @@ impl Follower {
     /// this one.
     fn bound(&mut self, offset: i64, printk_us: u64) {
         if let Some(before_us) = self.marked_us {
-            let passed = i64::try_from(printk_us.saturating_sub(before_us)).unwrap_or(i64::MAX).saturating_mul(1000);
+            let passed = i64::try_from(printk_us.saturating_sub(before_us))
+                .unwrap_or(i64::MAX)
+                .saturating_mul(1000);
             let ceiling = offset.saturating_add(passed);
             self.ceiling_ns = Some(self.ceiling_ns.map_or(ceiling, |c| c.min(ceiling)));
         }
@@ -366,15 +416,20 @@ impl Follower {
 
     /// Puts the difference into the stream, once; an earlier worker has recorded its own.
     fn report_difference(&mut self) {
-        let (Some(offset_ns), Some(printk_us)) = (self.offset_ns, self.marked_us.take()) else { return };
+        let (Some(offset_ns), Some(printk_us)) = (self.offset_ns, self.marked_us.take()) else {
+            return;
+        };
         if std::mem::replace(&mut self.is_reported, true) {
             return;
         }
-        let at_ns = u64::try_from(offset_ns.saturating_add_unsigned(printk_us.saturating_mul(1000))).unwrap_or(0);
+        let at_ns =
+            u64::try_from(offset_ns.saturating_add_unsigned(printk_us.saturating_mul(1000)))
+                .unwrap_or(0);
         match self.ceiling_ns {
             // The log's clock is in whole microseconds: the true difference may be smaller by one.
             Some(ceiling) => {
-                let error_ns = ceiling.saturating_sub(offset_ns).max(0).unsigned_abs() + PRINTK_RESOLUTION_NS;
+                let error_ns =
+                    ceiling.saturating_sub(offset_ns).max(0).unsigned_abs() + PRINTK_RESOLUTION_NS;
                 tracing::info!(name: names::CLOCK_PRINTK, at_ns, offset_ns, error_ns);
             }
             None => tracing::info!(name: names::CLOCK_PRINTK, at_ns, offset_ns),
@@ -412,7 +467,11 @@ impl Follower {
             // The receiver is gone only when the bring-up and the runtime have ended.
             let _unused = self.signals.send((boottime_ns, signal));
         }
-        let fields = [("text", Value::from(line.text.as_str())), ("kmsg_seq", line.seq.into()), ("printk_us", line.printk_us.into())];
+        let fields = [
+            ("text", Value::from(line.text.as_str())),
+            ("kmsg_seq", line.seq.into()),
+            ("printk_us", line.printk_us.into()),
+        ];
         self.ring.push(Record {
             boottime_ns,
             level: match line.priority {
@@ -422,7 +481,10 @@ impl Follower {
                 _ => Level::Debug,
             },
             gpu,
-            fields: fields.map(|(key, value)| (key.to_string(), value)).into_iter().collect(),
+            fields: fields
+                .map(|(key, value)| (key.to_string(), value))
+                .into_iter()
+                .collect(),
             ..Record::new(Kind::Kmsg, "kmsg")
         });
     }
@@ -445,13 +507,26 @@ mod tests {
             for text in texts {
                 self.seq += 1;
                 let printk_us = (boottime_ns as f64 * (1.0 - self.ppm / 1e6) / 1000.0) as u64;
-                self.follower.take(KmsgLine { priority: 3, facility, seq: self.seq, printk_us, text: text.clone() });
+                self.follower.take(KmsgLine {
+                    priority: 3,
+                    facility,
+                    seq: self.seq,
+                    printk_us,
+                    text: text.clone(),
+                });
             }
         }
 
         fn markers(&mut self, at_ns: u64) -> Vec<u64> {
             let stamps = vec![at_ns; MARKERS];
-            self.log(at_ns, 1, &stamps.iter().map(|stamp| format!("{MARKER}{stamp}")).collect::<Vec<_>>());
+            self.log(
+                at_ns,
+                1,
+                &stamps
+                    .iter()
+                    .map(|stamp| format!("{MARKER}{stamp}"))
+                    .collect::<Vec<_>>(),
+            );
             stamps
         }
     }
@@ -463,19 +538,35 @@ mod tests {
         let line = "NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)".to_string();
         for ppm in [0.33, -0.33, 5.0] {
             let (catch_up, _requests) = mpsc::unbounded_channel();
-            let words = DriverWords { words: Arc::default(), catch_up };
+            let words = DriverWords {
+                words: Arc::default(),
+                catch_up,
+            };
             let (signals, _received) = mpsc::unbounded_channel();
             let follower = Follower::new(Arc::new(Ring::default()), words.clone(), signals, None);
-            let mut guest = Drifting { follower, seq: 0, ppm };
+            let mut guest = Drifting {
+                follower,
+                seq: 0,
+                ppm,
+            };
             guest.markers(2 * S);
-            guest.log(2 * S, 0, &["pci 0001:00:03.0: [10de:2330] type 00 class 0x030200".into()]);
+            guest.log(
+                2 * S,
+                0,
+                &["pci 0001:00:03.0: [10de:2330] type 00 class 0x030200".into()],
+            );
             // A hot-plugged GPU fails after three days; its step began a moment before. Lines from
             // hours ago are unrelated.
             let failed = 72 * 3600 * S;
             guest.log(failed - 3600 * S, 0, std::slice::from_ref(&line));
             guest.log(failed, 0, std::slice::from_ref(&line));
-            let found = |words: &DriverWords| words.lock().since(Some(gpu), failed - S / 1000).count();
-            assert_eq!(found(&words), if ppm > 0.0 { 0 } else { 1 }, "{ppm}: negative control: by the boot's measurement");
+            let found =
+                |words: &DriverWords| words.lock().since(Some(gpu), failed - S / 1000).count();
+            assert_eq!(
+                found(&words),
+                if ppm > 0.0 { 0 } else { 1 },
+                "{ppm}: negative control: by the boot's measurement"
+            );
             // Forged markers change nothing.
             guest.markers(failed + 3600 * S);
             let before = words.lock().offset_ns;
@@ -485,14 +576,21 @@ mod tests {
             guest.markers(failed + S);
             assert_eq!(found(&words), 1, "{ppm}");
             let drift = (failed as f64 * ppm / 1e6) as i64;
-            assert!((words.lock().offset_ns - drift).unsigned_abs() < 50_000, "{ppm}: {} for {drift}", words.lock().offset_ns);
+            assert!(
+                (words.lock().offset_ns - drift).unsigned_abs() < 50_000,
+                "{ppm}: {} for {drift}",
+                words.lock().offset_ns
+            );
         }
     }
 
     #[test]
     fn a_line_without_a_gpu_is_of_the_probe_that_failed_next() {
         let (catch_up, _requests) = mpsc::unbounded_channel();
-        let words = DriverWords { words: Arc::default(), catch_up };
+        let words = DriverWords {
+            words: Arc::default(),
+            catch_up,
+        };
         let gpu = |slot: u8| format!("0001:00:0{slot}.0").parse::<PciAddress>().unwrap();
         let irq = "NVRM: Can't find an IRQ for your NVIDIA card!";
         let of = |slot, unnamed| words.lock().unnamed(gpu(slot), 0, unnamed).len();
@@ -502,10 +600,19 @@ mod tests {
         words.add(None, 20, irq);
         words.add_failed_probe(gpu(4), 30);
         words.add_failed_probe(gpu(5), 40);
-        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfSerialProbes)), [0, 1, 0, 1]);
+        assert_eq!(
+            [3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfSerialProbes)),
+            [0, 1, 0, 1]
+        );
         // Probes beside each other may log before or after another one's end.
-        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfConcurrentProbes)), [0, 1, 1, 1]);
-        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfTheLoad)), [1; 4]);
+        assert_eq!(
+            [3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfConcurrentProbes)),
+            [0, 1, 1, 1]
+        );
+        assert_eq!(
+            [3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfTheLoad)),
+            [1; 4]
+        );
         assert_eq!(of(4, Unnamed::Never), 0);
     }
 }

@@ -46,7 +46,9 @@ pub struct After(pub Vec<StepId>);
 
 impl fmt::Debug for After {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.0.iter().map(|id| id.0)).finish()
+        f.debug_list()
+            .entries(self.0.iter().map(|id| id.0))
+            .finish()
     }
 }
 
@@ -94,7 +96,10 @@ impl Step {
     }
 
     /// Like [`Step::run`], for asynchronous work.
-    pub async fn run_async<T, E: fmt::Display>(self, work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
+    pub async fn run_async<T, E: fmt::Display>(
+        self,
+        work: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, E> {
         let result = work.await;
         if let Err(error) = &result {
             self.fail(error);
@@ -153,10 +158,12 @@ impl Visit for Fields {
         }
     }
     fn record_i64(&mut self, field: &Field, value: i64) {
-        self.others.insert(field.name().to_string(), Value::from(value));
+        self.others
+            .insert(field.name().to_string(), Value::from(value));
     }
     fn record_bool(&mut self, field: &Field, value: bool) {
-        self.others.insert(field.name().to_string(), Value::from(value));
+        self.others
+            .insert(field.name().to_string(), Value::from(value));
     }
     fn record_str(&mut self, field: &Field, value: &str) {
         self.text(field, value.to_string());
@@ -176,7 +183,15 @@ impl RecordLayer {
         Self { ring }
     }
 
-    fn push(&self, kind: Kind, name: &str, level: &tracing::Level, span: Option<u64>, parent: Option<u64>, fields: Fields) {
+    fn push(
+        &self,
+        kind: Kind,
+        name: &str,
+        level: &tracing::Level,
+        span: Option<u64>,
+        parent: Option<u64>,
+        fields: Fields,
+    ) {
         let level = match *level {
             tracing::Level::ERROR => Level::Error,
             tracing::Level::WARN => Level::Warn,
@@ -191,7 +206,11 @@ impl RecordLayer {
             kind,
             name: name.to_string(),
             // A failed step matters more than a successful one.
-            level: if kind == Kind::End && fields.error.is_some() { Level::Error } else { level },
+            level: if kind == Kind::End && fields.error.is_some() {
+                Level::Error
+            } else {
+                level
+            },
             gpu: fields.gpu,
             span,
             parent,
@@ -202,7 +221,9 @@ impl RecordLayer {
     }
 }
 
-fn id_of<'a, S: Subscriber + LookupSpan<'a>>(span: &tracing_subscriber::registry::SpanRef<'a, S>) -> Option<u64> {
+fn id_of<'a, S: Subscriber + LookupSpan<'a>>(
+    span: &tracing_subscriber::registry::SpanRef<'a, S>,
+) -> Option<u64> {
     span.extensions().get::<Open>().map(|open| open.id)
 }
 
@@ -213,8 +234,19 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for RecordLayer {
         attributes.record(&mut fields);
         let own = fields.step_id.unwrap_or_else(|| StepId::next().0);
         let parent = span.parent().and_then(|p| id_of(&p));
-        span.extensions_mut().insert(Open { id: own, gpu: fields.gpu, late: Fields::default() });
-        self.push(Kind::Begin, span.name(), span.metadata().level(), Some(own), parent, fields);
+        span.extensions_mut().insert(Open {
+            id: own,
+            gpu: fields.gpu,
+            late: Fields::default(),
+        });
+        self.push(
+            Kind::Begin,
+            span.name(),
+            span.metadata().level(),
+            Some(own),
+            parent,
+            fields,
+        );
     }
 
     fn on_record(&self, id: &Id, values: &tracing::span::Record<'_>, context: Context<'_, S>) {
@@ -228,15 +260,36 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for RecordLayer {
         let mut fields = Fields::default();
         event.record(&mut fields);
         let parent = context.event_span(event).and_then(|span| id_of(&span));
-        self.push(Kind::Event, event.metadata().name(), event.metadata().level(), None, parent, fields);
+        self.push(
+            Kind::Event,
+            event.metadata().name(),
+            event.metadata().level(),
+            None,
+            parent,
+            fields,
+        );
     }
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
-        let Some(span) = context.span(&id) else { return };
-        let Some(open) = span.extensions_mut().remove::<Open>() else { return };
+        let Some(span) = context.span(&id) else {
+            return;
+        };
+        let Some(open) = span.extensions_mut().remove::<Open>() else {
+            return;
+        };
         let parent = span.parent().and_then(|p| id_of(&p));
-        let fields = Fields { gpu: open.gpu, ..open.late };
-        self.push(Kind::End, span.name(), span.metadata().level(), Some(open.id), parent, fields);
+        let fields = Fields {
+            gpu: open.gpu,
+            ..open.late
+        };
+        self.push(
+            Kind::End,
+            span.name(),
+            span.metadata().level(),
+            Some(open.id),
+            parent,
+            fields,
+        );
     }
 }
 
@@ -254,7 +307,16 @@ mod tests {
         let subscriber = tracing_subscriber::registry().with(RecordLayer::new(Arc::clone(&ring)));
         tracing::subscriber::with_default(subscriber, work);
         let lines = Reader::new(ring, "test", 0).read(1000);
-        lines.iter().map(|l| if let Ok(Line::Record(r)) = decode(l.as_bytes()) { *r } else { panic!("{l}") }).collect()
+        lines
+            .iter()
+            .map(|l| {
+                if let Ok(Line::Record(r)) = decode(l.as_bytes()) {
+                    *r
+                } else {
+                    panic!("{l}")
+                }
+            })
+            .collect()
     }
 
     #[test]
@@ -287,14 +349,24 @@ mod tests {
         assert_eq!(all[3].fields["minor"], 3);
         assert_eq!(all[4].error.as_deref(), Some("no such device"));
         assert_eq!(all[4].level, Level::Error);
-        assert!(all.iter().filter(|r| r.kind != Kind::Event).all(|r| r.gpu.is_some()));
-        assert_eq!(all.iter().map(|r| r.seq).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+        assert!(
+            all.iter()
+                .filter(|r| r.kind != Kind::Event)
+                .all(|r| r.gpu.is_some())
+        );
+        assert_eq!(
+            all.iter().map(|r| r.seq).collect::<Vec<_>>(),
+            [0, 1, 2, 3, 4]
+        );
     }
 
     #[test]
     fn an_event_can_say_when_it_really_happened() {
         let all = records(|| tracing::info!(name: names::INIT_START, at_ns = 42_u64, pid = 1_u64));
-        assert_eq!((all[0].boottime_ns, &all[0].fields["pid"]), (42, &Value::from(1)));
+        assert_eq!(
+            (all[0].boottime_ns, &all[0].fields["pid"]),
+            (42, &Value::from(1))
+        );
         assert!(!all[0].fields.contains_key("at_ns"));
     }
 }

@@ -21,7 +21,8 @@ use tracing_subscriber::layer::SubscriberExt;
 /// first event.
 pub fn install(ring: Ring) -> Arc<Ring> {
     let ring = Arc::new(ring);
-    let subscriber = tracing_subscriber::registry().with(layer::RecordLayer::new(Arc::clone(&ring)));
+    let subscriber =
+        tracing_subscriber::registry().with(layer::RecordLayer::new(Arc::clone(&ring)));
     // Fails only on a second call; the first recorder stays then.
     let _unused = tracing::subscriber::set_global_default(subscriber);
     ring

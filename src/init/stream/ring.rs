@@ -39,7 +39,9 @@ impl Lines {
 
     /// Writes the lines that the journal lacks. After an error, no number up to now is given again.
     fn write(&mut self) -> std::io::Result<()> {
-        self.journal.as_mut().map_or(Ok(()), |journal| journal.write(self.first_seq, &self.lines))
+        self.journal
+            .as_mut()
+            .map_or(Ok(()), |journal| journal.write(self.first_seq, &self.lines))
     }
 
     fn keep(&mut self, line: Arc<str>, capacity_bytes: usize) {
@@ -56,13 +58,20 @@ impl Lines {
 
 /// The record of a journal that has stopped or resumed.
 fn changed(seq: u64, boottime_ns: u64, error: Option<&std::io::Error>) -> Record {
-    let (level, state) = if error.is_some() { (Level::Warn, "stopped") } else { (Level::Info, "goes on") };
+    let (level, state) = if error.is_some() {
+        (Level::Warn, "stopped")
+    } else {
+        (Level::Info, "goes on")
+    };
     Record {
         seq,
         boottime_ns,
         level,
         error: error.map(ToString::to_string),
-        fields: [("sink", "file"), ("state", state)].map(|(key, value)| (key.to_string(), value.into())).into_iter().collect(),
+        fields: [("sink", "file"), ("state", state)]
+            .map(|(key, value)| (key.to_string(), value.into()))
+            .into_iter()
+            .collect(),
         ..Record::new(Kind::Event, names::SINK)
     }
 }
@@ -84,7 +93,13 @@ impl Default for Ring {
 impl Ring {
     pub fn with_capacity(capacity_bytes: usize) -> Self {
         Self {
-            lines: Mutex::new(Lines { lines: VecDeque::new(), first_seq: 0, bytes: 0, journal: None, stopped: false }),
+            lines: Mutex::new(Lines {
+                lines: VecDeque::new(),
+                first_seq: 0,
+                bytes: 0,
+                journal: None,
+                stopped: false,
+            }),
             capacity_bytes,
             grown: Condvar::new(),
             watch: watch::Sender::new(0),
@@ -93,7 +108,11 @@ impl Ring {
 
     /// A ring that continues a stream: `lines` are its last ones, from `first_seq` on; `journal`
     /// takes later ones.
-    pub fn resumed(lines: impl IntoIterator<Item = String>, first_seq: u64, journal: Option<Journal>) -> Self {
+    pub fn resumed(
+        lines: impl IntoIterator<Item = String>,
+        first_seq: u64,
+        journal: Option<Journal>,
+    ) -> Self {
         let ring = Self::default();
         let mut inner = ring.lock();
         inner.first_seq = first_seq;
@@ -151,7 +170,9 @@ impl Ring {
     fn wait_blocking(&self, next: u64, at_most: Duration) {
         let guard = self.lock();
         // The result only shows a timeout; the caller reads either way.
-        let _unused = self.grown.wait_timeout_while(guard, at_most, |ring| ring.next_seq() <= next);
+        let _unused = self
+            .grown
+            .wait_timeout_while(guard, at_most, |ring| ring.next_seq() <= next);
     }
 
     /// For tasks: receives the next `seq` whenever it grows.
@@ -178,7 +199,12 @@ struct Report {
 impl Reader {
     /// A reader that begins at the record `next`.
     pub fn new(ring: Arc<Ring>, sink: &'static str, next: u64) -> Self {
-        Self { ring, sink, next, report: None }
+        Self {
+            ring,
+            sink,
+            next,
+            report: None,
+        }
     }
 
     /// `seq` of the record that is read next.
@@ -211,12 +237,18 @@ impl Reader {
     }
 
     fn report_lost(&mut self, range: std::ops::Range<u64>) {
-        let again = self.report.take_if(|report| range.contains(&report.seq)).map_or(0, |report| report.lost);
+        let again = self
+            .report
+            .take_if(|report| range.contains(&report.seq))
+            .map_or(0, |report| report.lost);
         let lost = range.end - range.start + again;
         let seq = self.ring.push(Record {
             boottime_ns: boottime_ns(),
             level: Level::Warn,
-            fields: Map::from_iter([("lost".to_string(), lost.into()), ("at".to_string(), self.sink.into())]),
+            fields: Map::from_iter([
+                ("lost".to_string(), lost.into()),
+                ("at".to_string(), self.sink.into()),
+            ]),
             ..Record::new(Kind::Event, names::STREAM_LOST)
         });
         self.report = Some(Report { seq, lost });
@@ -234,7 +266,13 @@ mod tests {
     }
 
     fn records(lines: &[Arc<str>]) -> Vec<Record> {
-        let decoded = |line: &Arc<str>| if let Ok(Line::Record(r)) = decode(line.as_bytes()) { *r } else { panic!("ring holds {line:?}") };
+        let decoded = |line: &Arc<str>| {
+            if let Ok(Line::Record(r)) = decode(line.as_bytes()) {
+                *r
+            } else {
+                panic!("ring holds {line:?}")
+            }
+        };
         lines.iter().map(decoded).collect()
     }
 
@@ -273,13 +311,26 @@ mod tests {
         while reader.next() < ring.next_seq() {
             read.extend(records(&reader.read(100)));
         }
-        let (reports, kept): (Vec<Record>, Vec<Record>) = read.into_iter().partition(|r| r.name == names::STREAM_LOST);
-        let lost: u64 = reports.iter().map(|r| r.fields["lost"].as_u64().unwrap()).sum();
+        let (reports, kept): (Vec<Record>, Vec<Record>) =
+            read.into_iter().partition(|r| r.name == names::STREAM_LOST);
+        let lost: u64 = reports
+            .iter()
+            .map(|r| r.fields["lost"].as_u64().unwrap())
+            .sum();
         let last = reports.last().unwrap();
-        assert_eq!((last.fields["at"].as_str(), last.level), (Some("test"), Level::Warn));
+        assert_eq!(
+            (last.fields["at"].as_str(), last.level),
+            (Some("test"), Level::Warn)
+        );
         // The sum covers the 100 records and all reports; the first report was not read.
-        assert_eq!(lost + kept.len() as u64 + reports.len() as u64, last.seq + 1);
-        assert!(reports.iter().all(|r| r.seq > 100) && kept.iter().all(|r| r.seq < last.seq), "{reports:?} {kept:?}");
+        assert_eq!(
+            lost + kept.len() as u64 + reports.len() as u64,
+            last.seq + 1
+        );
+        assert!(
+            reports.iter().all(|r| r.seq > 100) && kept.iter().all(|r| r.seq < last.seq),
+            "{reports:?} {kept:?}"
+        );
     }
 
     #[test]

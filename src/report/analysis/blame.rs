@@ -97,11 +97,22 @@ impl Sum {
 
     fn time(&mut self, wall_ns: u64) -> Time {
         let union = Intervals::union(std::mem::take(&mut self.pieces)).total_ns();
-        Time { wall_ns: union, share: percent(union, wall_ns), ..self.time }
+        Time {
+            wall_ns: union,
+            share: percent(union, wall_ns),
+            ..self.time
+        }
     }
 
     fn row(mut self, name: String, wall_ns: u64) -> StepRow {
-        StepRow { name, phase: self.phase, time: self.time(wall_ns), open: self.open, failed: self.failed, derived: self.derived }
+        StepRow {
+            name,
+            phase: self.phase,
+            time: self.time(wall_ns),
+            open: self.open,
+            failed: self.failed,
+            derived: self.derived,
+        }
     }
 }
 
@@ -115,7 +126,11 @@ pub fn own_times(timeline: &Timeline, window: &Window) -> Vec<Vec<(i64, i64)>> {
     }
     let own = timeline.steps.iter().zip(inside).map(|(step, children)| {
         let (begin, end) = window.clip(step.begin_ns, step.end_ns);
-        if begin < end { Intervals::union(children).missing_in(begin, end) } else { Vec::new() }
+        if begin < end {
+            Intervals::union(children).missing_in(begin, end)
+        } else {
+            Vec::new()
+        }
     });
     own.collect()
 }
@@ -132,7 +147,11 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
         if end < begin {
             continue;
         }
-        let title = if step.row.name == kata_gpu_wire::names::MODULE_LOAD { step.title() } else { step.name.clone() };
+        let title = if step.row.name == kata_gpu_wire::names::MODULE_LOAD {
+            step.title()
+        } else {
+            step.name.clone()
+        };
         if step.row.waiting {
             waiting.entry(step.title()).or_default().add(step, &own);
             continue;
@@ -146,15 +165,39 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
         steps.entry(title).or_default().add(step, &own);
     }
     let rows = |sums: Sums| {
-        let mut rows: Vec<StepRow> = sums.into_iter().map(|(name, sum)| sum.row(name, wall_ns)).collect();
-        rows.sort_by(|a, b| b.time.wall_ns.cmp(&a.time.wall_ns).then_with(|| a.name.cmp(&b.name)));
+        let mut rows: Vec<StepRow> = sums
+            .into_iter()
+            .map(|(name, sum)| sum.row(name, wall_ns))
+            .collect();
+        rows.sort_by(|a, b| {
+            b.time
+                .wall_ns
+                .cmp(&a.time.wall_ns)
+                .then_with(|| a.name.cmp(&b.name))
+        });
         rows
     };
-    let mut groups: Vec<Group> =
-        groups.into_iter().map(|((_, name), (mut sum, steps))| Group { name, time: sum.time(wall_ns), steps: rows(steps) }).collect();
+    let mut groups: Vec<Group> = groups
+        .into_iter()
+        .map(|((_, name), (mut sum, steps))| Group {
+            name,
+            time: sum.time(wall_ns),
+            steps: rows(steps),
+        })
+        .collect();
     // Phases stay in the order of a boot.
     if by == By::Owner {
-        groups.sort_by(|a, b| b.time.wall_ns.cmp(&a.time.wall_ns).then_with(|| a.name.cmp(b.name)));
+        groups.sort_by(|a, b| {
+            b.time
+                .wall_ns
+                .cmp(&a.time.wall_ns)
+                .then_with(|| a.name.cmp(b.name))
+        });
     }
-    Blame { wall_ns, groups, waiting: rows(waiting), held_up: held_up(timeline, window) }
+    Blame {
+        wall_ns,
+        groups,
+        waiting: rows(waiting),
+        held_up: held_up(timeline, window),
+    }
 }

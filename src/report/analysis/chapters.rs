@@ -102,21 +102,36 @@ type Timed<'a> = (usize, &'a Step, Vec<(i64, i64)>);
 pub fn chapters(boot: &Boot, window: &Window) -> Vec<Chapter> {
     let timeline = &boot.timeline;
     let mut phases: BTreeMap<usize, (Phase, Vec<Timed>)> = BTreeMap::new();
-    for (i, (step, own)) in timeline.steps.iter().zip(own_times(timeline, window)).enumerate() {
+    for (i, (step, own)) in timeline
+        .steps
+        .iter()
+        .zip(own_times(timeline, window))
+        .enumerate()
+    {
         let (begin, end) = window.clip(step.begin_ns, step.end_ns);
         if begin < end {
-            phases.entry(step.row.phase as usize).or_insert_with(|| (step.row.phase, Vec::new())).1.push((i, step, own));
+            phases
+                .entry(step.row.phase as usize)
+                .or_insert_with(|| (step.row.phase, Vec::new()))
+                .1
+                .push((i, step, own));
         }
     }
     let chapter = |(phase, steps): (Phase, Vec<Timed>)| {
         let working = || steps.iter().filter(|(_, step, _)| !step.row.waiting);
-        let own: Vec<(i64, i64)> = working().flat_map(|(_, _, own)| own.iter().copied()).collect();
+        let own: Vec<(i64, i64)> = working()
+            .flat_map(|(_, _, own)| own.iter().copied())
+            .collect();
         let sum_ns = sum(&own);
         let wall_ns = Intervals::union(own).total_ns();
         let indices: Vec<usize> = working().map(|(i, _, _)| *i).collect();
         Chapter {
             phase: phase.name(),
-            at_ns: steps.iter().map(|(_, step, _)| window.clip(step.begin_ns, step.end_ns).0).min().unwrap_or_default(),
+            at_ns: steps
+                .iter()
+                .map(|(_, step, _)| window.clip(step.begin_ns, step.end_ns).0)
+                .min()
+                .unwrap_or_default(),
             time: Time {
                 count: indices.len() as u64,
                 sum_ns,
@@ -138,8 +153,13 @@ pub fn chapters(boot: &Boot, window: &Window) -> Vec<Chapter> {
 fn lines(timeline: &Timeline, steps: &[Timed], host: Option<&HostTrace>) -> Vec<Line> {
     let mut drafts: BTreeMap<Of, Draft> = BTreeMap::new();
     for (_, step, own) in steps {
-        let around = step.parent.filter(|_| step.traced.is_some()).and_then(|parent| timeline.steps.get(parent));
-        let main = around.filter(|around| around.row.phase == step.row.phase).unwrap_or(step);
+        let around = step
+            .parent
+            .filter(|_| step.traced.is_some())
+            .and_then(|parent| timeline.steps.get(parent));
+        let main = around
+            .filter(|around| around.row.phase == step.row.phase)
+            .unwrap_or(step);
         let of = match main.gpu.and_then(|gpu| gpu.index) {
             Some(index) => Of::Gpu(index),
             None => Of::Name(&main.name, &main.detail),
@@ -156,19 +176,36 @@ fn lines(timeline: &Timeline, steps: &[Timed], host: Option<&HostTrace>) -> Vec<
             add_cause(&mut draft.causes, step.title(), &seen.traced);
         }
     }
-    let mut lines: Vec<Line> = drafts.into_iter().map(|(of, draft)| line(of, draft)).collect();
-    lines.sort_by_key(|line| (line.gpu.is_none(), line.gpu, std::cmp::Reverse(line.took_ns)));
+    let mut lines: Vec<Line> = drafts
+        .into_iter()
+        .map(|(of, draft)| line(of, draft))
+        .collect();
+    lines.sort_by_key(|line| {
+        (
+            line.gpu.is_none(),
+            line.gpu,
+            std::cmp::Reverse(line.took_ns),
+        )
+    });
     lines
 }
 
 fn add_cause(causes: &mut Vec<Cause>, step: String, traced: &Traced) {
-    let new = Cause { step, function: traced.function, thread: printable(&traced.thread), ..Cause::default() };
-    let same = |c: &Cause| (&c.step, c.function, &c.thread) == (&new.step, new.function, &new.thread);
+    let new = Cause {
+        step,
+        function: traced.function,
+        thread: printable(&traced.thread),
+        ..Cause::default()
+    };
+    let same =
+        |c: &Cause| (&c.step, c.function, &c.thread) == (&new.step, new.function, &new.thread);
     let at = causes.iter().position(same).unwrap_or_else(|| {
         causes.push(new);
         causes.len() - 1
     });
-    let Some(cause) = causes.get_mut(at) else { return };
+    let Some(cause) = causes.get_mut(at) else {
+        return;
+    };
     cause.count += 1;
     cause.took_ns = cause.took_ns.saturating_add(traced.took_ns);
     cause.bytes = cause.bytes.saturating_add(traced.bytes.unwrap_or(0));
@@ -180,12 +217,20 @@ fn add_cause(causes: &mut Vec<Cause>, step: String, traced: &Traced) {
 }
 
 fn line(of: Of, mut draft: Draft) -> Line {
-    draft.causes.sort_by_key(|cause| std::cmp::Reverse(cause.took_ns));
+    draft
+        .causes
+        .sort_by_key(|cause| std::cmp::Reverse(cause.took_ns));
     draft.causes.truncate(MAX_CAUSES);
     let mut names: Vec<(&str, u64)> = draft.by_name.into_iter().collect();
     names.sort_by_key(|(name, took)| (std::cmp::Reverse(*took), *name));
     let (gpu, steps) = match of {
-        Of::Gpu(index) => (Some(index), names.into_iter().map(|(name, _)| name.to_string()).collect()),
+        Of::Gpu(index) => (
+            Some(index),
+            names
+                .into_iter()
+                .map(|(name, _)| name.to_string())
+                .collect(),
+        ),
         Of::Name(name, "") => (None, vec![name.to_string()]),
         Of::Name(name, detail) => (None, vec![format!("{name} {detail}")]),
     };
@@ -212,12 +257,23 @@ mod tests {
     use kata_gpu_wire::names;
 
     fn step(name: &str, begin_ns: i64, end_ns: i64) -> story::Step {
-        story::Step { name: name.into(), begin_ns, end_ns: Some(end_ns), ..story::Step::default() }
+        story::Step {
+            name: name.into(),
+            begin_ns,
+            end_ns: Some(end_ns),
+            ..story::Step::default()
+        }
     }
 
     fn of_gpu(index: u64, name: &str, begin_ns: i64, end_ns: i64) -> story::Step {
         let address = format!("0001:00:{index:02x}.0").parse().unwrap();
-        story::Step { gpu: Some(GpuName { index: Some(index), address }), ..step(name, begin_ns, end_ns) }
+        story::Step {
+            gpu: Some(GpuName {
+                index: Some(index),
+                address,
+            }),
+            ..step(name, begin_ns, end_ns)
+        }
     }
 
     #[test]
@@ -230,45 +286,128 @@ mod tests {
             of_gpu(0, names::GPU_INIT, 55, 85),
             of_gpu(1, names::GPU_INIT, 70, 100),
         ];
-        let at = |name: &str, at_ns, after: &[usize]| Milestone { name: name.into(), at_ns, after: after.to_vec(), ..Milestone::default() };
-        let story = Story { steps, milestones: vec![at("a", 10, &[]), at("b", 100, &[5])], ..Story::default() };
-        let boot = Boot { timeline: Timeline::new(story), ..Boot::default() };
+        let at = |name: &str, at_ns, after: &[usize]| Milestone {
+            name: name.into(),
+            at_ns,
+            after: after.to_vec(),
+            ..Milestone::default()
+        };
+        let story = Story {
+            steps,
+            milestones: vec![at("a", 10, &[]), at("b", 100, &[5])],
+            ..Story::default()
+        };
+        let boot = Boot {
+            timeline: Timeline::new(story),
+            ..Boot::default()
+        };
         let found = chapters(&boot, &boot.timeline.window(None, None).unwrap());
-        let phases: Vec<_> = found.iter().map(|c| (c.phase, c.at_ns, c.time.sum_ns, c.time.wall_ns)).collect();
+        let phases: Vec<_> = found
+            .iter()
+            .map(|c| (c.phase, c.at_ns, c.time.sum_ns, c.time.wall_ns))
+            .collect();
         assert_eq!(
             phases,
-            [("kernel", 10, 10, 10), ("init", 20, 10, 10), ("host BAR mapping", 30, 40, 40), ("adapter initialisation", 55, 60, 45)]
+            [
+                ("kernel", 10, 10, 10),
+                ("init", 20, 10, 10),
+                ("host BAR mapping", 30, 40, 40),
+                ("adapter initialisation", 55, 60, 45)
+            ]
         );
-        let lines: Vec<_> = found.iter().flat_map(|c| &c.lines).map(|l| (l.gpu, l.steps.join(" "), l.took_ns)).collect();
+        let lines: Vec<_> = found
+            .iter()
+            .flat_map(|c| &c.lines)
+            .map(|l| (l.gpu, l.steps.join(" "), l.took_ns))
+            .collect();
         let enable = |gpu, took| (Some(gpu), names::GPU_ENABLE.to_string(), took);
         let init = |gpu, took| (Some(gpu), names::GPU_INIT.to_string(), took);
-        let (kernel, stage0) = ((None, "kernel".to_string(), 10), (None, names::STAGE0.to_string(), 10));
-        assert_eq!(lines, [kernel, stage0, enable(0, 20), enable(1, 20), init(0, 30), init(1, 30)]);
+        let (kernel, stage0) = (
+            (None, "kernel".to_string(), 10),
+            (None, names::STAGE0.to_string(), 10),
+        );
+        assert_eq!(
+            lines,
+            [
+                kernel,
+                stage0,
+                enable(0, 20),
+                enable(1, 20),
+                init(0, 30),
+                init(1, 30)
+            ]
+        );
     }
 
     #[test]
     fn what_the_trace_saw_inside_a_step_is_its_cause() {
-        let traced = |at, name: &str, begin_ns, end_ns| story::Step { traced: Some(at), ..step(name, begin_ns, end_ns) };
+        let traced = |at, name: &str, begin_ns, end_ns| story::Step {
+            traced: Some(at),
+            ..step(name, begin_ns, end_ns)
+        };
         let steps = vec![
             of_gpu(0, names::GPU_ENABLE, 0, 100),
-            story::Step { parent: Some(0), ..traced(0, traced::VMM_MAP_BAR, 10, 40) },
-            story::Step { parent: Some(0), ..traced(1, traced::VMM_MAP_BAR, 40, 90) },
+            story::Step {
+                parent: Some(0),
+                ..traced(0, traced::VMM_MAP_BAR, 10, 40)
+            },
+            story::Step {
+                parent: Some(0),
+                ..traced(1, traced::VMM_MAP_BAR, 40, 90)
+            },
             // A step of another phase has a line of its own.
-            story::Step { parent: Some(0), ..traced(2, traced::VMM_PIN, 90, 95) },
+            story::Step {
+                parent: Some(0),
+                ..traced(2, traced::VMM_PIN, 90, 95)
+            },
         ];
-        let at = |name: &str, at_ns| Milestone { name: name.into(), at_ns, ..Milestone::default() };
-        let story = Story { steps, milestones: vec![at("a", 0), at("b", 100)], ..Story::default() };
+        let at = |name: &str, at_ns| Milestone {
+            name: name.into(),
+            at_ns,
+            ..Milestone::default()
+        };
+        let story = Story {
+            steps,
+            milestones: vec![at("a", 0), at("b", 100)],
+            ..Story::default()
+        };
         let seen = |took_ns, pages| HostStep {
-            traced: Traced { took_ns, bytes: Some(4096), calls: Some(2), pages_a_call: [(pages, 2)].into(), ..Traced::default() },
+            traced: Traced {
+                took_ns,
+                bytes: Some(4096),
+                calls: Some(2),
+                pages_a_call: [(pages, 2)].into(),
+                ..Traced::default()
+            },
             ..HostStep::default()
         };
-        let host = HostTrace { steps: vec![seen(30, 1), seen(50, 100), seen(5, 1)], ..HostTrace::default() };
-        let boot = Boot { timeline: Timeline::new(story), host: Some(Box::new(host)), ..Boot::default() };
+        let host = HostTrace {
+            steps: vec![seen(30, 1), seen(50, 100), seen(5, 1)],
+            ..HostTrace::default()
+        };
+        let boot = Boot {
+            timeline: Timeline::new(story),
+            host: Some(Box::new(host)),
+            ..Boot::default()
+        };
         let found = chapters(&boot, &boot.timeline.window(None, None).unwrap());
-        let lines: Vec<_> = found.iter().flat_map(|c| &c.lines).map(|l| (l.steps.join(" "), l.count, l.took_ns, l.causes.len())).collect();
-        assert_eq!(lines, [(names::GPU_ENABLE.to_string(), 1, 95, 1), (traced::VMM_PIN.to_string(), 1, 5, 1)]);
+        let lines: Vec<_> = found
+            .iter()
+            .flat_map(|c| &c.lines)
+            .map(|l| (l.steps.join(" "), l.count, l.took_ns, l.causes.len()))
+            .collect();
+        assert_eq!(
+            lines,
+            [
+                (names::GPU_ENABLE.to_string(), 1, 95, 1),
+                (traced::VMM_PIN.to_string(), 1, 5, 1)
+            ]
+        );
         let cause = &found[0].lines[0].causes[0];
-        assert_eq!((cause.count, cause.took_ns, cause.bytes, cause.calls), (2, 80, 8192, 4));
+        assert_eq!(
+            (cause.count, cause.took_ns, cause.bytes, cause.calls),
+            (2, 80, 8192, 4)
+        );
         assert_eq!(cause.pages_a_call, [(1, 2), (100, 2)].into());
     }
 
@@ -277,11 +416,26 @@ mod tests {
         let mut fast = of_gpu(1, names::GPU_INIT, 0, 10);
         fast.name = "gpu.nodes".into();
         let steps = vec![of_gpu(0, names::GPU_INIT, 0, 100), fast];
-        let at = |name: &str, at_ns, after: &[usize]| Milestone { name: name.into(), at_ns, after: after.to_vec(), ..Milestone::default() };
-        let story = Story { steps, milestones: vec![at("a", 0, &[]), at("b", 100, &[0])], ..Story::default() };
-        let boot = Boot { timeline: Timeline::new(story), ..Boot::default() };
+        let at = |name: &str, at_ns, after: &[usize]| Milestone {
+            name: name.into(),
+            at_ns,
+            after: after.to_vec(),
+            ..Milestone::default()
+        };
+        let story = Story {
+            steps,
+            milestones: vec![at("a", 0, &[]), at("b", 100, &[0])],
+            ..Story::default()
+        };
+        let boot = Boot {
+            timeline: Timeline::new(story),
+            ..Boot::default()
+        };
         let found = chapters(&boot, &boot.timeline.window(None, None).unwrap());
         let gains: Vec<_> = found.iter().map(|c| (c.phase, c.sooner_ns)).collect();
-        assert_eq!(gains, [("adapter initialisation", 100), ("CDI publication", 0)]);
+        assert_eq!(
+            gains,
+            [("adapter initialisation", 100), ("CDI publication", 0)]
+        );
     }
 }

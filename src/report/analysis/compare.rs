@@ -28,12 +28,20 @@ impl FromStr for Threshold {
     /// Parses `5%`, `200ms`, `1.5s`.
     fn from_str(text: &str) -> Result<Self> {
         if let Some(percent) = text.strip_suffix('%') {
-            let percent: f64 = percent.parse().with_context(|| format!("{percent} is no number"))?;
-            ensure!(percent.is_finite() && percent >= 0.0, "{percent} % is no threshold: 0% or more");
+            let percent: f64 = percent
+                .parse()
+                .with_context(|| format!("{percent} is no number"))?;
+            ensure!(
+                percent.is_finite() && percent >= 0.0,
+                "{percent} % is no threshold: 0% or more"
+            );
             return Ok(Self::Percent(percent));
         }
-        let duration = humantime::parse_duration(text).with_context(|| format!("{text} is neither a part (5%) nor a duration (200ms)"))?;
-        Ok(Self::Absolute { ns: i64::try_from(duration.as_nanos()).context("too long")? })
+        let duration = humantime::parse_duration(text)
+            .with_context(|| format!("{text} is neither a part (5%) nor a duration (200ms)"))?;
+        Ok(Self::Absolute {
+            ns: i64::try_from(duration.as_nanos()).context("too long")?,
+        })
     }
 }
 
@@ -105,19 +113,52 @@ pub struct Settings {
 
 /// Errors: no boot on one side, or no common milestone.
 pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comparison> {
-    ensure!(!a.is_empty() && !b.is_empty(), "no boots on the {} side", if a.is_empty() { "first" } else { "second" });
-    let mut milestones = changes(a, b, settings, |m| m.milestones.iter().map(|(name, at)| (name.clone(), *at)).collect());
-    let mut phases = changes(a, b, settings, |m| m.phases.iter().map(|(name, took)| (name.to_string(), *took)).collect());
-    let mut steps = changes(a, b, settings, |m| m.steps.iter().map(|(name, step)| (name.clone(), step.wall_ns)).collect());
-    let known = milestones.iter().any(|m| m.difference_ns.is_some() && m.name != "kernel start");
-    ensure!(known, "no milestone after the kernel's start that both sides have: nothing to compare");
+    ensure!(
+        !a.is_empty() && !b.is_empty(),
+        "no boots on the {} side",
+        if a.is_empty() { "first" } else { "second" }
+    );
+    let mut milestones = changes(a, b, settings, |m| {
+        m.milestones
+            .iter()
+            .map(|(name, at)| (name.clone(), *at))
+            .collect()
+    });
+    let mut phases = changes(a, b, settings, |m| {
+        m.phases
+            .iter()
+            .map(|(name, took)| (name.to_string(), *took))
+            .collect()
+    });
+    let mut steps = changes(a, b, settings, |m| {
+        m.steps
+            .iter()
+            .map(|(name, step)| (name.clone(), step.wall_ns))
+            .collect()
+    });
+    let known = milestones
+        .iter()
+        .any(|m| m.difference_ns.is_some() && m.name != "kernel start");
+    ensure!(
+        known,
+        "no milestone after the kernel's start that both sides have: nothing to compare"
+    );
     for gate in &settings.gate {
         let names: Vec<&str> = milestones.iter().map(|m| m.name.as_str()).collect();
-        ensure!(names.contains(&gate.as_str()), "no milestone {gate}: one of {}", names.join(", "));
+        ensure!(
+            names.contains(&gate.as_str()),
+            "no milestone {gate}: one of {}",
+            names.join(", ")
+        );
     }
     milestones.sort_by_key(|m| m.a.or(m.b).map(|s| s.median_ns));
     phases.sort_by_key(|p| Phase::named(&p.name));
-    steps.sort_by(|x, y| y.difference_ns.unwrap_or(0).cmp(&x.difference_ns.unwrap_or(0)).then_with(|| x.name.cmp(&y.name)));
+    steps.sort_by(|x, y| {
+        y.difference_ns
+            .unwrap_or(0)
+            .cmp(&x.difference_ns.unwrap_or(0))
+            .then_with(|| x.name.cmp(&y.name))
+    });
     let failed = |set: &[Metrics]| set.iter().filter(|m| !m.failures.is_empty()).count();
     let mut comparison = Comparison {
         boots_a: a.len(),
@@ -135,25 +176,43 @@ pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comp
     Ok(comparison)
 }
 
-fn changes(a: &[Metrics], b: &[Metrics], settings: &Settings, of: impl Fn(&Metrics) -> Vec<(String, i64)>) -> Vec<Change> {
+fn changes(
+    a: &[Metrics],
+    b: &[Metrics],
+    settings: &Settings,
+    of: impl Fn(&Metrics) -> Vec<(String, i64)>,
+) -> Vec<Change> {
     let collect = |set: &[Metrics]| {
         let mut values: BTreeMap<String, Vec<i64>> = BTreeMap::new();
-        set.iter().flat_map(&of).for_each(|(name, value)| values.entry(name).or_default().push(value));
+        set.iter()
+            .flat_map(&of)
+            .for_each(|(name, value)| values.entry(name).or_default().push(value));
         values
     };
     let (a, b) = (collect(a), collect(b));
     let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
     let change = |name: &String| {
-        let (x, y) = (a.get(name).map_or(&[][..], |v| v), b.get(name).map_or(&[][..], |v| v));
+        let (x, y) = (
+            a.get(name).map_or(&[][..], |v| v),
+            b.get(name).map_or(&[][..], |v| v),
+        );
         let (before, after) = (Summary::of(x), Summary::of(y));
-        let difference_ns = before.zip(after).map(|(x, y)| y.median_ns.saturating_sub(x.median_ns));
+        let difference_ns = before
+            .zip(after)
+            .map(|(x, y)| y.median_ns.saturating_sub(x.median_ns));
         let interval_ns = difference_interval(x, y, seed_for(name, settings.seed));
         let verdict = match (before, difference_ns) {
             (Some(before), Some(difference)) => {
-                let significant = |above: bool| interval_ns.is_none_or(|(low, high)| if above { low > 0 } else { high < 0 });
+                let significant = |above: bool| {
+                    interval_ns.is_none_or(|(low, high)| if above { low > 0 } else { high < 0 })
+                };
                 if settings.threshold.exceeded(before.median_ns, difference) && significant(true) {
                     Verdict::Slower
-                } else if settings.threshold.exceeded(before.median_ns, difference.saturating_neg()) && significant(false) {
+                } else if settings
+                    .threshold
+                    .exceeded(before.median_ns, difference.saturating_neg())
+                    && significant(false)
+                {
                     Verdict::Faster
                 } else {
                     Verdict::Same
@@ -161,22 +220,41 @@ fn changes(a: &[Metrics], b: &[Metrics], settings: &Settings, of: impl Fn(&Metri
             }
             _ => Verdict::Unknown,
         };
-        Change { name: name.clone(), a: before, b: after, difference_ns, interval_ns, verdict }
+        Change {
+            name: name.clone(),
+            a: before,
+            b: after,
+            difference_ns,
+            interval_ns,
+            verdict,
+        }
     };
     names.into_iter().map(change).collect()
 }
 
 /// Whether a milestone is the agent's: it is known only from the agent's lines.
 fn is_agents(milestone: &str) -> bool {
-    matches!(milestone, "agent ready" | "first container" | "last container")
+    matches!(
+        milestone,
+        "agent ready" | "first container" | "last container"
+    )
 }
 
 /// A milestone that fewer boots of the second set reach is worse than a late one.
 fn reached_less(a: &[Metrics], b: &[Metrics], milestones: &mut [Change]) {
     for change in milestones {
         let reached = |set: &[Metrics]| {
-            let could: Vec<&Metrics> = set.iter().filter(|m| m.agent_known || !is_agents(&change.name)).collect();
-            (could.iter().filter(|m| m.milestones.contains_key(&change.name)).count(), could.len())
+            let could: Vec<&Metrics> = set
+                .iter()
+                .filter(|m| m.agent_known || !is_agents(&change.name))
+                .collect();
+            (
+                could
+                    .iter()
+                    .filter(|m| m.milestones.contains_key(&change.name))
+                    .count(),
+                could.len(),
+            )
         };
         let ((reached_a, of_a), (reached_b, of_b)) = (reached(a), reached(b));
         if of_a > 0 && of_b > 0 && reached_b * of_a < reached_a * of_b {
@@ -205,8 +283,18 @@ fn notes(a: &[Metrics], b: &[Metrics]) -> Vec<String> {
     let mut notes = Vec::new();
     let gpus = |set: &[Metrics]| set.iter().map(|m| m.gpus).collect::<BTreeSet<_>>();
     if gpus(a) != gpus(b) {
-        let list = |set: &[Metrics]| gpus(set).iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-        notes.push(format!("the boots differ in their number of GPUs: {} before, {} now", list(a), list(b)));
+        let list = |set: &[Metrics]| {
+            gpus(set)
+                .iter()
+                .map(usize::to_string)
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        notes.push(format!(
+            "the boots differ in their number of GPUs: {} before, {} now",
+            list(a),
+            list(b)
+        ));
     }
     let agent = |set: &[Metrics]| set.iter().all(|m| m.agent_known);
     if agent(a) != agent(b) {
@@ -229,7 +317,10 @@ mod tests {
 
     fn boots(ready_ms: &[i64]) -> Vec<Metrics> {
         let boot = |ms: &i64| Metrics {
-            milestones: BTreeMap::from([("kernel start".to_string(), 0), ("agent ready".to_string(), ms * MS)]),
+            milestones: BTreeMap::from([
+                ("kernel start".to_string(), 0),
+                ("agent ready".to_string(), ms * MS),
+            ]),
             agent_known: true,
             ..Metrics::default()
         };
@@ -237,13 +328,20 @@ mod tests {
     }
 
     fn settings(threshold: &str) -> Settings {
-        Settings { threshold: threshold.parse().unwrap(), seed: 1, gate: Vec::new() }
+        Settings {
+            threshold: threshold.parse().unwrap(),
+            seed: 1,
+            gate: Vec::new(),
+        }
     }
 
     #[test]
     fn thresholds_are_parts_or_durations() {
         assert_eq!("5%".parse::<Threshold>().unwrap(), Threshold::Percent(5.0));
-        assert_eq!("200ms".parse::<Threshold>().unwrap(), Threshold::Absolute { ns: 200 * MS });
+        assert_eq!(
+            "200ms".parse::<Threshold>().unwrap(),
+            Threshold::Absolute { ns: 200 * MS }
+        );
         for wrong in ["", "5", "-5%", "NaN%", "x%", "ms"] {
             assert!(wrong.parse::<Threshold>().is_err(), "{wrong}");
         }
@@ -254,13 +352,31 @@ mod tests {
         let base: Vec<i64> = (0..20).map(|i| 1000 + (i * 7) % 40).collect();
         let slower: Vec<i64> = base.iter().map(|ms| ms + 100).collect();
         let noisy: Vec<i64> = base.iter().map(|ms| ms + 3).collect();
-        let worse = |b: &[i64], threshold: &str| compare(&boots(&base), &boots(b), &settings(threshold)).unwrap().worse;
+        let worse = |b: &[i64], threshold: &str| {
+            compare(&boots(&base), &boots(b), &settings(threshold))
+                .unwrap()
+                .worse
+        };
         assert_eq!(worse(&slower, "5%"), ["agent ready is slower"]);
-        assert_eq!(worse(&slower, "15%"), [] as [&str; 0], "below the threshold");
-        assert_eq!(worse(&noisy, "0%"), [] as [&str; 0], "above a threshold of nothing, but noise");
+        assert_eq!(
+            worse(&slower, "15%"),
+            [] as [&str; 0],
+            "below the threshold"
+        );
+        assert_eq!(
+            worse(&noisy, "0%"),
+            [] as [&str; 0],
+            "above a threshold of nothing, but noise"
+        );
         assert_eq!(worse(&base, "0%"), [] as [&str; 0]);
         let faster = compare(&boots(&slower), &boots(&base), &settings("5%")).unwrap();
-        assert!(faster.worse.is_empty() && faster.milestones.iter().any(|m| m.verdict == Verdict::Faster));
+        assert!(
+            faster.worse.is_empty()
+                && faster
+                    .milestones
+                    .iter()
+                    .any(|m| m.verdict == Verdict::Faster)
+        );
     }
 
     #[test]
@@ -268,12 +384,21 @@ mod tests {
         let a = boots(&[1000, 1000]);
         let mut b = boots(&[1000, 1000]);
         b[0].milestones.remove("agent ready");
-        assert_eq!(compare(&a, &b, &settings("5%")).unwrap().worse, ["agent ready is reached by fewer boots"]);
+        assert_eq!(
+            compare(&a, &b, &settings("5%")).unwrap().worse,
+            ["agent ready is reached by fewer boots"]
+        );
         b[0].agent_known = false;
         let known = compare(&a, &b, &settings("5%")).unwrap();
-        assert!(known.worse.is_empty() && known.notes.iter().any(|n| n.contains("not known of all")), "{known:?}");
+        assert!(
+            known.worse.is_empty() && known.notes.iter().any(|n| n.contains("not known of all")),
+            "{known:?}"
+        );
         b[1].failures.push("init: hang".into());
-        assert_eq!(compare(&a, &b, &settings("5%")).unwrap().worse, ["more boots have failures"]);
+        assert_eq!(
+            compare(&a, &b, &settings("5%")).unwrap().worse,
+            ["more boots have failures"]
+        );
     }
 
     #[test]
@@ -282,8 +407,21 @@ mod tests {
         assert!(compare(&some, &[], &settings("5%")).is_err());
         let mut none = boots(&[1]);
         none[0].milestones.remove("agent ready");
-        assert!(compare(&some, &none, &settings("5%")).unwrap_err().to_string().contains("nothing to compare"));
-        let unknown = Settings { gate: vec!["lunch".into()], ..settings("5%") };
-        assert!(compare(&some, &some, &unknown).unwrap_err().to_string().contains("one of"));
+        assert!(
+            compare(&some, &none, &settings("5%"))
+                .unwrap_err()
+                .to_string()
+                .contains("nothing to compare")
+        );
+        let unknown = Settings {
+            gate: vec!["lunch".into()],
+            ..settings("5%")
+        };
+        assert!(
+            compare(&some, &some, &unknown)
+                .unwrap_err()
+                .to_string()
+                .contains("one of")
+        );
     }
 }

@@ -84,11 +84,17 @@ pub struct CriticalPath {
 pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> CriticalPath {
     let graph = Graph::new(timeline, window.to.at_ns, &window.to.after);
     let path = walk(timeline, window, &graph);
-    let between_ns = path.iter().filter(|p| p.step.is_none()).map(|p| p.took_ns).fold(0, u64::saturating_add);
+    let between_ns = path
+        .iter()
+        .filter(|p| p.step.is_none())
+        .map(|p| p.took_ns)
+        .fold(0, u64::saturating_add);
     let mut kinds: BTreeMap<String, (Vec<usize>, u64)> = BTreeMap::new();
     let mut singles: BTreeMap<usize, u64> = BTreeMap::new();
     for piece in &path {
-        if let (Some(index), Some(step)) = (piece.index, piece.index.and_then(|i| timeline.steps.get(i))) {
+        if let (Some(index), Some(step)) =
+            (piece.index, piece.index.and_then(|i| timeline.steps.get(i)))
+        {
             kinds.entry(kind(step)).or_default().1 += piece.took_ns;
             *singles.entry(index).or_default() += piece.took_ns;
         }
@@ -99,11 +105,25 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
         }
     }
     // If the record ends before the boot does, no gain can be computed.
-    let top = if window.to.name == LAST_RECORD { 0 } else { top };
-    let kinds = kinds.into_iter().map(|(name, (steps, on_path))| Candidate { name, gpu: None, steps, on_path });
+    let top = if window.to.name == LAST_RECORD {
+        0
+    } else {
+        top
+    };
+    let kinds = kinds.into_iter().map(|(name, (steps, on_path))| Candidate {
+        name,
+        gpu: None,
+        steps,
+        on_path,
+    });
     let singles = singles.into_iter().filter_map(|(i, on_path)| {
         let step = timeline.steps.get(i)?;
-        Some(Candidate { name: step.title(), gpu: step.gpu.and_then(|g| g.index), steps: vec![i], on_path })
+        Some(Candidate {
+            name: step.title(),
+            gpu: step.gpu.and_then(|g| g.index),
+            steps: vec![i],
+            on_path,
+        })
     });
     CriticalPath {
         from: window.from.name.clone(),
@@ -122,12 +142,21 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
 
 /// Modules are different things under one name, containers and GPUs are not.
 fn kind(step: &crate::boot::timeline::Step) -> String {
-    if step.name == kata_gpu_wire::names::MODULE_LOAD { step.title() } else { step.name.clone() }
+    if step.name == kata_gpu_wire::names::MODULE_LOAD {
+        step.title()
+    } else {
+        step.name.clone()
+    }
 }
 
 /// Gain of omitting these steps: by known orders, and by assumed ones.
 pub fn gain(timeline: &Timeline, window: &Window, steps: &[usize]) -> (u64, u64) {
-    gain_in(timeline, window, &Graph::new(timeline, window.to.at_ns, &window.to.after), steps)
+    gain_in(
+        timeline,
+        window,
+        &Graph::new(timeline, window.to.at_ns, &window.to.after),
+        steps,
+    )
 }
 
 fn gain_in(timeline: &Timeline, window: &Window, graph: &Graph, steps: &[usize]) -> (u64, u64) {
@@ -137,7 +166,10 @@ fn gain_in(timeline: &Timeline, window: &Window, graph: &Graph, steps: &[usize])
             *left = 0.0;
         }
     }
-    (sooner(window, graph, &left, false), sooner(window, graph, &left, true))
+    (
+        sooner(window, graph, &left, false),
+        sooner(window, graph, &left, true),
+    )
 }
 
 /// How much sooner the window would end if this part of each step's time were left.
@@ -153,24 +185,57 @@ struct Candidate {
     on_path: u64,
 }
 
-fn gains(timeline: &Timeline, window: &Window, graph: &Graph, mut candidates: Vec<Candidate>, top: usize) -> Vec<Gain> {
+fn gains(
+    timeline: &Timeline,
+    window: &Window,
+    graph: &Graph,
+    mut candidates: Vec<Candidate>,
+    top: usize,
+) -> Vec<Gain> {
     if top == 0 {
         return Vec::new();
     }
-    candidates.sort_by(|a, b| b.on_path.cmp(&a.on_path).then_with(|| a.steps.cmp(&b.steps)));
+    candidates.sort_by(|a, b| {
+        b.on_path
+            .cmp(&a.on_path)
+            .then_with(|| a.steps.cmp(&b.steps))
+    });
     let mut found: Vec<Gain> = Vec::new();
     for candidate in candidates.into_iter().take(MAX_TRIED) {
         // No gain exceeds the time on the path: the rest cannot get into the list.
-        if found.len() >= top && found.get(top.saturating_sub(1)).is_some_and(|g| g.gain_ns >= candidate.on_path) {
+        if found.len() >= top
+            && found
+                .get(top.saturating_sub(1))
+                .is_some_and(|g| g.gain_ns >= candidate.on_path)
+        {
             break;
         }
         // A step that began before the window counts only with its part inside.
         let (gain_ns, at_most_ns) = gain_in(timeline, window, graph, &candidate.steps);
-        let (gain_ns, at_most_ns) = (gain_ns.min(candidate.on_path), at_most_ns.min(candidate.on_path));
+        let (gain_ns, at_most_ns) = (
+            gain_ns.min(candidate.on_path),
+            at_most_ns.min(candidate.on_path),
+        );
         if at_most_ns > 0 {
-            let Candidate { name, gpu, steps, on_path } = candidate;
-            found.push(Gain { step: name, gpu, count: steps.len() as u64, on_path_ns: on_path, gain_ns, at_most_ns });
-            found.sort_by(|a, b| (b.gain_ns, b.at_most_ns).cmp(&(a.gain_ns, a.at_most_ns)).then_with(|| a.step.cmp(&b.step)));
+            let Candidate {
+                name,
+                gpu,
+                steps,
+                on_path,
+            } = candidate;
+            found.push(Gain {
+                step: name,
+                gpu,
+                count: steps.len() as u64,
+                on_path_ns: on_path,
+                gain_ns,
+                at_most_ns,
+            });
+            found.sort_by(|a, b| {
+                (b.gain_ns, b.at_most_ns)
+                    .cmp(&(a.gain_ns, a.at_most_ns))
+                    .then_with(|| a.step.cmp(&b.step))
+            });
         }
     }
     found.truncate(top);
@@ -185,9 +250,15 @@ fn walk(timeline: &Timeline, window: &Window, graph: &Graph) -> Vec<Piece> {
     // The order of the graph has no cycle, so each node comes once.
     for _ in 0..graph.nodes.len() {
         let last = graph.last_of(node);
-        let since = last.and_then(|(d, _)| graph.nodes.get(d)).map_or(window.from.at_ns, |n| n.at_ns);
+        let since = last
+            .and_then(|(d, _)| graph.nodes.get(d))
+            .map_or(window.from.at_ns, |n| n.at_ns);
         let since = since.clamp(window.from.at_ns, at_ns);
-        let owner = if last.is_some() { graph.owner(node) } else { None };
+        let owner = if last.is_some() {
+            graph.owner(node)
+        } else {
+            None
+        };
         // The evidence for a step's place is stored at its beginning.
         let known = match step_of(node, timeline.steps.len()) {
             Some((_, true)) => None,
@@ -201,15 +272,28 @@ fn walk(timeline: &Timeline, window: &Window, graph: &Graph) -> Vec<Piece> {
         }
     }
     if at_ns > window.from.at_ns {
-        add(timeline, &mut pieces, (None, window.from.at_ns, at_ns), None);
+        add(
+            timeline,
+            &mut pieces,
+            (None, window.from.at_ns, at_ns),
+            None,
+        );
     }
     pieces.reverse();
     pieces
 }
 
 /// Adds a piece. `known` comes from a step's beginning and applies to the piece added before.
-fn add(timeline: &Timeline, pieces: &mut Vec<Piece>, (owner, begin_ns, end_ns): (Option<usize>, i64, i64), known: Option<Known>) {
-    if let Some(later) = pieces.last_mut().filter(|p| p.known.is_none() && p.step.is_some()) {
+fn add(
+    timeline: &Timeline,
+    pieces: &mut Vec<Piece>,
+    (owner, begin_ns, end_ns): (Option<usize>, i64, i64),
+    known: Option<Known>,
+) {
+    if let Some(later) = pieces
+        .last_mut()
+        .filter(|p| p.known.is_none() && p.step.is_some())
+    {
         later.known = known;
     }
     if begin_ns == end_ns {

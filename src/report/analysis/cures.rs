@@ -32,9 +32,18 @@ pub fn cures(timeline: &Timeline, window: &Window) -> Vec<Cure> {
     let graph = Graph::new(timeline, window.to.at_ns, &window.to.after);
     let cure = |rule: &'static Rule| {
         let sooner_ns = sooner(window, &graph, &parts_left(timeline, rule), false);
-        Cure { rule: rule.id, title: rule.title, source: rule.source, sooner_ns }
+        Cure {
+            rule: rule.id,
+            title: rule.title,
+            source: rule.source,
+            sooner_ns,
+        }
     };
-    let mut cures: Vec<Cure> = RULES.iter().map(cure).filter(|cure| cure.sooner_ns >= LEAST_NS).collect();
+    let mut cures: Vec<Cure> = RULES
+        .iter()
+        .map(cure)
+        .filter(|cure| cure.sooner_ns >= LEAST_NS)
+        .collect();
     cures.sort_by_key(|cure| (Reverse(cure.sooner_ns), cure.rule));
     cures
 }
@@ -43,7 +52,11 @@ pub fn cures(timeline: &Timeline, window: &Window) -> Vec<Cure> {
 fn parts_left(timeline: &Timeline, rule: &Rule) -> Vec<f64> {
     let mut left: Vec<f64> = Vec::with_capacity(timeline.steps.len());
     for step in &timeline.steps {
-        let own = rule.shortens.iter().find(|shortens| shortens.step == step.name).map(|shortens| shortens.to);
+        let own = rule
+            .shortens
+            .iter()
+            .find(|shortens| shortens.step == step.name)
+            .map(|shortens| shortens.to);
         // A parent stands before its children.
         let around = || step.parent.and_then(|parent| left.get(parent).copied());
         left.push(own.or_else(around).unwrap_or(1.0));
@@ -58,29 +71,61 @@ mod tests {
     use kata_gpu_wire::names;
 
     fn step(name: &str, begin_ms: i64, end_ms: i64) -> Step {
-        Step { name: name.into(), begin_ns: begin_ms * 1_000_000, end_ns: Some(end_ms * 1_000_000), ..Step::default() }
+        Step {
+            name: name.into(),
+            begin_ns: begin_ms * 1_000_000,
+            end_ns: Some(end_ms * 1_000_000),
+            ..Step::default()
+        }
     }
 
     /// Gain of the rule about huge pfnmaps, in ms.
     fn gained(steps: Vec<Step>, end: usize) -> Option<u64> {
         let at_ns = steps[end].end_ns.unwrap();
-        let at = |name: &str, at_ns, after: Vec<usize>| Milestone { name: name.into(), at_ns, after, ..Milestone::default() };
+        let at = |name: &str, at_ns, after: Vec<usize>| Milestone {
+            name: name.into(),
+            at_ns,
+            after,
+            ..Milestone::default()
+        };
         let milestones = vec![at("a", 0, vec![]), at("b", at_ns, vec![end])];
-        let timeline = Timeline::new(Story { steps, milestones, ..Story::default() });
+        let timeline = Timeline::new(Story {
+            steps,
+            milestones,
+            ..Story::default()
+        });
         let found = cures(&timeline, &timeline.window(None, None).unwrap());
-        found.iter().find(|cure| cure.rule == "huge-pfnmaps").map(|cure| cure.sooner_ns / 1_000_000)
+        found
+            .iter()
+            .find(|cure| cure.rule == "huge-pfnmaps")
+            .map(|cure| cure.sooner_ns / 1_000_000)
     }
 
     #[test]
     fn a_cure_gains_what_the_longest_chain_loses() {
         let enable = step(names::GPU_ENABLE, 0, 2000);
-        let inside = Step { parent: Some(0), ..step("vmm.map-bar", 100, 1900) };
-        let init = Step { after: vec![0], ..step(names::GPU_INIT, 2000, 4000) };
-        assert_eq!(gained(vec![enable.clone(), inside, init.clone()], 2), Some(1998));
+        let inside = Step {
+            parent: Some(0),
+            ..step("vmm.map-bar", 100, 1900)
+        };
+        let init = Step {
+            after: vec![0],
+            ..step(names::GPU_INIT, 2000, 4000)
+        };
+        assert_eq!(
+            gained(vec![enable.clone(), inside, init.clone()], 2),
+            Some(1998)
+        );
         // A chain beside it ends half a second before.
         let beside = step("kernel", 0, 3500);
-        let publish = Step { after: vec![1, 2], ..step(names::CDI_PUBLISH, 4000, 4000) };
-        let init = Step { after: vec![0], ..init };
+        let publish = Step {
+            after: vec![1, 2],
+            ..step(names::CDI_PUBLISH, 4000, 4000)
+        };
+        let init = Step {
+            after: vec![0],
+            ..init
+        };
         assert_eq!(gained(vec![enable, beside, init, publish], 3), Some(500));
     }
 

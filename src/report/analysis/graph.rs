@@ -60,38 +60,76 @@ impl Graph {
         let steps = &timeline.steps;
         let mut nodes: Vec<Node> = Vec::with_capacity(2 * steps.len() + 1);
         for (i, step) in steps.iter().enumerate() {
-            let mut begin: Vec<(usize, Known)> = step.after.iter().map(|(s, known)| (end_of(*s), *known)).collect();
+            let mut begin: Vec<(usize, Known)> = step
+                .after
+                .iter()
+                .map(|(s, known)| (end_of(*s), *known))
+                .collect();
             begin.extend(step.parent.map(|p| (begin_of(p), Known::Within)));
             let owner = step.parent.map_or(Owner::Nobody, Owner::Around);
-            nodes.push(Node { at_ns: step.begin_ns, after: begin, lag_ns: 0, owner });
-            nodes.push(Node { at_ns: step.end_ns, after: vec![(begin_of(i), Known::Within)], lag_ns: 0, owner: Owner::Itself(i) });
+            nodes.push(Node {
+                at_ns: step.begin_ns,
+                after: begin,
+                lag_ns: 0,
+                owner,
+            });
+            nodes.push(Node {
+                at_ns: step.end_ns,
+                after: vec![(begin_of(i), Known::Within)],
+                lag_ns: 0,
+                owner: Owner::Itself(i),
+            });
         }
         for (i, step) in steps.iter().enumerate() {
-            let around = step.parent.filter(|p| steps.get(*p).is_some_and(|p| p.end_ns >= step.end_ns && !step.row.waiting));
+            let around = step.parent.filter(|p| {
+                steps
+                    .get(*p)
+                    .is_some_and(|p| p.end_ns >= step.end_ns && !step.row.waiting)
+            });
             if let Some(end) = around.and_then(|p| nodes.get_mut(end_of(p))) {
                 end.after.push((end_of(i), Known::Within));
             }
         }
         let target = nodes.len();
-        let mut made_by: Vec<(usize, Known)> = after.iter().map(|s| (end_of(*s), Known::Order)).collect();
+        let mut made_by: Vec<(usize, Known)> =
+            after.iter().map(|s| (end_of(*s), Known::Order)).collect();
         if made_by.is_empty() {
-            let ended = steps.iter().enumerate().filter(|(_, s)| s.end_ns <= at_ns && !s.row.waiting);
-            made_by.extend(ended.max_by_key(|(_, s)| (s.end_ns, s.took_ns())).map(|(i, _)| (end_of(i), Known::Assumed)));
+            let ended = steps
+                .iter()
+                .enumerate()
+                .filter(|(_, s)| s.end_ns <= at_ns && !s.row.waiting);
+            made_by.extend(
+                ended
+                    .max_by_key(|(_, s)| (s.end_ns, s.took_ns()))
+                    .map(|(i, _)| (end_of(i), Known::Assumed)),
+            );
         }
-        nodes.push(Node { at_ns, after: made_by, lag_ns: 0, owner: Owner::Nobody });
+        nodes.push(Node {
+            at_ns,
+            after: made_by,
+            lag_ns: 0,
+            owner: Owner::Nobody,
+        });
         let (order, cut) = sort(&mut nodes);
         let times: Vec<i64> = nodes.iter().map(|n| n.at_ns).collect();
         for node in &mut nodes {
             let last = node.after.iter().filter_map(|(d, _)| times.get(*d)).max();
             node.lag_ns = last.map_or(0, |last| i128::from(node.at_ns) - i128::from(*last));
         }
-        Self { nodes, order, target, cut }
+        Self {
+            nodes,
+            order,
+            target,
+            cut,
+        }
     }
 
     /// The node that this one waited for last; of several, the one that the record names.
     pub fn last_of(&self, node: usize) -> Option<(usize, Known)> {
         let after = self.nodes.get(node)?.after.iter();
-        after.max_by_key(|(d, known)| (self.nodes.get(*d).map(|n| n.at_ns), Reverse(*known), *d)).copied()
+        after
+            .max_by_key(|(d, known)| (self.nodes.get(*d).map(|n| n.at_ns), Reverse(*known), *d))
+            .copied()
     }
 
     /// The step that owns the time between the last node waited for and this node.
@@ -108,16 +146,30 @@ impl Graph {
     pub fn with_parts(&self, left: &[f64], trust_assumed: bool) -> i128 {
         let mut at: Vec<i128> = self.nodes.iter().map(|n| i128::from(n.at_ns)).collect();
         for i in &self.order {
-            let Some(node) = self.nodes.get(*i) else { continue };
+            let Some(node) = self.nodes.get(*i) else {
+                continue;
+            };
             let time_of = |(d, known): &(usize, Known)| match self.nodes.get(*d) {
-                Some(dependency) if *known == Known::Assumed && !trust_assumed => Some(i128::from(dependency.at_ns)),
+                Some(dependency) if *known == Known::Assumed && !trust_assumed => {
+                    Some(i128::from(dependency.at_ns))
+                }
                 _ => at.get(*d).copied(),
             };
-            let Some(last) = node.after.iter().filter_map(time_of).max() else { continue };
-            let left = self.owner(*i).and_then(|step| left.get(step).copied()).unwrap_or(1.0);
+            let Some(last) = node.after.iter().filter_map(time_of).max() else {
+                continue;
+            };
+            let left = self
+                .owner(*i)
+                .and_then(|step| left.get(step).copied())
+                .unwrap_or(1.0);
             if let Some(time) = at.get_mut(*i) {
                 // A lag that stays is exact; f64 rounds above 2^53 ns, which is 104 days.
-                *time = last + if left < 1.0 { (node.lag_ns as f64 * left) as i128 } else { node.lag_ns };
+                *time = last
+                    + if left < 1.0 {
+                        (node.lag_ns as f64 * left) as i128
+                    } else {
+                        node.lag_ns
+                    };
             }
         }
         at.get(self.target).copied().unwrap_or(0)
@@ -137,23 +189,40 @@ fn sort(nodes: &mut [Node]) -> (Vec<usize>, usize) {
     }
     let mut done = vec![false; nodes.len()];
     let mut free: BinaryHeap<Reverse<(i64, usize)>> = BinaryHeap::new();
-    let mut rest: Vec<(i64, usize)> = nodes.iter().enumerate().map(|(i, n)| (n.at_ns, i)).collect();
+    let mut rest: Vec<(i64, usize)> = nodes
+        .iter()
+        .enumerate()
+        .map(|(i, n)| (n.at_ns, i))
+        .collect();
     rest.sort_unstable_by(|a, b| b.cmp(a));
-    free.extend(waits.iter().zip(nodes.iter()).enumerate().filter(|(_, (w, _))| **w == 0).map(|(i, (_, n))| Reverse((n.at_ns, i))));
+    free.extend(
+        waits
+            .iter()
+            .zip(nodes.iter())
+            .enumerate()
+            .filter(|(_, (w, _))| **w == 0)
+            .map(|(i, (_, n))| Reverse((n.at_ns, i))),
+    );
     let mut order = Vec::with_capacity(nodes.len());
     let mut cut = 0;
     loop {
         let taken = match free.pop() {
             Some(Reverse((_, i))) => i,
             None => {
-                while rest.last().is_some_and(|(_, i)| done.get(*i).copied().unwrap_or(true)) {
+                while rest
+                    .last()
+                    .is_some_and(|(_, i)| done.get(*i).copied().unwrap_or(true))
+                {
                     rest.pop();
                 }
-                let Some((_, i)) = rest.pop() else { return (order, cut) };
+                let Some((_, i)) = rest.pop() else {
+                    return (order, cut);
+                };
                 // Cut only waits for nodes not yet placed; keep the others.
                 if let Some(node) = nodes.get_mut(i) {
                     let before = node.after.len();
-                    node.after.retain(|(d, _)| done.get(*d).copied().unwrap_or(false));
+                    node.after
+                        .retain(|(d, _)| done.get(*d).copied().unwrap_or(false));
                     cut += before - node.after.len();
                 }
                 i

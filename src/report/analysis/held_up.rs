@@ -13,7 +13,11 @@ use kata_gpu_wire::names;
 use serde::Serialize;
 
 /// Steps that wait for every CPU.
-const WAIT_FOR_EVERY_CPU: [&str; 3] = [derived::CONTAINER_CREATE, derived::AGENT_START, names::MODULE_LOAD];
+const WAIT_FOR_EVERY_CPU: [&str; 3] = [
+    derived::CONTAINER_CREATE,
+    derived::AGENT_START,
+    names::MODULE_LOAD,
+];
 /// Shortest enabling that counts: shorter ones have no visible effect.
 const LEAST_NS: u64 = 100_000_000;
 /// Bound of the error of the agent's lines: a held-up step ends after the enabling.
@@ -35,10 +39,23 @@ pub struct HeldUp {
 
 /// The steps of a window that enablings held up.
 pub fn held_up(timeline: &Timeline, window: &Window) -> Vec<HeldUp> {
-    let enablings: Vec<&Step> = timeline.steps.iter().filter(|step| step.name == names::GPU_ENABLE).collect();
-    let candidates = timeline.steps.iter().filter(|step| WAIT_FOR_EVERY_CPU.contains(&step.name.as_str()));
-    let mut found: Vec<HeldUp> = candidates.filter_map(|step| beside(step, &enablings, window)).collect();
-    found.sort_by(|a, b| b.beside_ns.cmp(&a.beside_ns).then_with(|| a.step.cmp(&b.step)));
+    let enablings: Vec<&Step> = timeline
+        .steps
+        .iter()
+        .filter(|step| step.name == names::GPU_ENABLE)
+        .collect();
+    let candidates = timeline
+        .steps
+        .iter()
+        .filter(|step| WAIT_FOR_EVERY_CPU.contains(&step.name.as_str()));
+    let mut found: Vec<HeldUp> = candidates
+        .filter_map(|step| beside(step, &enablings, window))
+        .collect();
+    found.sort_by(|a, b| {
+        b.beside_ns
+            .cmp(&a.beside_ns)
+            .then_with(|| a.step.cmp(&b.step))
+    });
     found.truncate(MAX_STEPS);
     found
 }
@@ -49,13 +66,25 @@ fn beside(step: &Step, enablings: &[&Step], window: &Window) -> Option<HeldUp> {
     // A step that ended while a vCPU was still gone did not wait for it.
     let waited_for = |enabling: &&&Step| enabling.end_ns <= step.end_ns.saturating_add(SLACK_NS);
     let overlaps = |enabling: &&&Step| length(cut(enabling).0, cut(enabling).1) > 0;
-    let at_once: Vec<_> = enablings.iter().filter(overlaps).filter(waited_for).collect();
+    let at_once: Vec<_> = enablings
+        .iter()
+        .filter(overlaps)
+        .filter(waited_for)
+        .collect();
     let beside_ns = Intervals::union(at_once.iter().map(cut).collect()).total_ns();
     let took_ns = length(begin, end);
-    let mut gpus: Vec<u64> = at_once.iter().filter_map(|enabling| enabling.gpu?.index).collect();
+    let mut gpus: Vec<u64> = at_once
+        .iter()
+        .filter_map(|enabling| enabling.gpu?.index)
+        .collect();
     gpus.sort_unstable();
     gpus.dedup();
-    (beside_ns >= LEAST_NS && beside_ns >= took_ns / 2).then(|| HeldUp { step: step.title(), took_ns, beside_ns, gpus })
+    (beside_ns >= LEAST_NS && beside_ns >= took_ns / 2).then(|| HeldUp {
+        step: step.title(),
+        took_ns,
+        beside_ns,
+        gpus,
+    })
 }
 
 #[cfg(test)]
@@ -79,15 +108,32 @@ mod tests {
 
     fn enabling(index: u64, begin_ms: i64, end_ms: i64) -> story::Step {
         let address = format!("0001:00:{index:02x}.0").parse().unwrap();
-        story::Step { gpu: Some(GpuName { index: Some(index), address }), ..step(names::GPU_ENABLE, "", begin_ms, end_ms) }
+        story::Step {
+            gpu: Some(GpuName {
+                index: Some(index),
+                address,
+            }),
+            ..step(names::GPU_ENABLE, "", begin_ms, end_ms)
+        }
     }
 
     fn found(steps: Vec<story::Step>) -> Vec<(String, u64, u64, Vec<u64>)> {
-        let at = |name: &str, at_ms: i64| Milestone { name: name.into(), at_ns: at_ms * MS, ..Milestone::default() };
-        let timeline = Timeline::new(Story { steps, milestones: vec![at("a", 0), at("b", 20_000)], ..Story::default() });
+        let at = |name: &str, at_ms: i64| Milestone {
+            name: name.into(),
+            at_ns: at_ms * MS,
+            ..Milestone::default()
+        };
+        let timeline = Timeline::new(Story {
+            steps,
+            milestones: vec![at("a", 0), at("b", 20_000)],
+            ..Story::default()
+        });
         let ms = |ns: u64| ns / 1_000_000;
         let window = timeline.window(None, None).unwrap();
-        held_up(&timeline, &window).into_iter().map(|h| (h.step, ms(h.took_ns), ms(h.beside_ns), h.gpus)).collect()
+        held_up(&timeline, &window)
+            .into_iter()
+            .map(|h| (h.step, ms(h.took_ns), ms(h.beside_ns), h.gpus))
+            .collect()
     }
 
     #[test]
@@ -102,18 +148,31 @@ mod tests {
             step(names::CDI_PUBLISH, "", 1100, 4400),
             step(derived::CONTAINER_CREATE, "late", 7500, 9000),
         ];
-        assert_eq!(found(steps), [("container.create all".to_string(), 3300, 3200, vec![2])]);
+        assert_eq!(
+            found(steps),
+            [("container.create all".to_string(), 3300, 3200, vec![2])]
+        );
     }
 
     #[test]
     fn on_a_host_that_enables_in_no_time_nothing_is_held_up() {
-        let steps = vec![enabling(0, 100, 103), enabling(1, 103, 106), step(derived::CONTAINER_CREATE, "all", 99, 108)];
+        let steps = vec![
+            enabling(0, 100, 103),
+            enabling(1, 103, 106),
+            step(derived::CONTAINER_CREATE, "all", 99, 108),
+        ];
         assert_eq!(found(steps), []);
     }
 
     #[test]
     fn what_lies_outside_the_window_does_not_count() {
-        let steps = vec![enabling(0, 19_000, 23_000), step(names::MODULE_LOAD, "nvidia", 19_000, 23_000)];
-        assert_eq!(found(steps), [("module.load nvidia".to_string(), 1000, 1000, vec![0])]);
+        let steps = vec![
+            enabling(0, 19_000, 23_000),
+            step(names::MODULE_LOAD, "nvidia", 19_000, 23_000),
+        ];
+        assert_eq!(
+            found(steps),
+            [("module.load nvidia".to_string(), 1000, 1000, vec![0])]
+        );
     }
 }

@@ -19,5 +19,9 @@ pub fn load(path: &Path, console: Option<&Path>) -> Result<Loaded> {
     let file = read_boot(path)?;
     let agent = agent_log::of_boot(path, file.sandbox_id(), console)?;
     let boot = Boot::new(&file, &agent);
-    Ok(Loaded { agent_known: !agent.is_empty(), file, boot })
+    Ok(Loaded {
+        agent_known: !agent.is_empty(),
+        file,
+        boot,
+    })
 }

@@ -63,7 +63,10 @@ impl Collected {
         self.stats.failed += usize::from(!boot.failures.is_empty());
         self.stats.gpus += boot.gpus;
         self.stats.failed_gpus += boot.failed_gpus;
-        self.stats.most_unexplained_percent = self.stats.most_unexplained_percent.max(boot.unexplained_percent);
+        self.stats.most_unexplained_percent = self
+            .stats
+            .most_unexplained_percent
+            .max(boot.unexplained_percent);
         for (name, at) in &boot.milestones {
             extend(&mut self.milestones, name, &[*at]);
         }
@@ -74,10 +77,15 @@ impl Collected {
             extend(&mut self.steps, name, &step.each_ns);
         }
         let mut reasons: BTreeMap<&str, u64> = BTreeMap::new();
-        boot.failures.iter().for_each(|reason| *reasons.entry(reason).or_default() += 1);
+        boot.failures
+            .iter()
+            .for_each(|reason| *reasons.entry(reason).or_default() += 1);
         for (reason, count) in reasons {
             let full = self.failures.len() >= MAX_NAMES && !self.failures.contains_key(reason);
-            let sum = self.failures.entry(if full { "(other reasons)" } else { reason }.to_string()).or_default();
+            let sum = self
+                .failures
+                .entry(if full { "(other reasons)" } else { reason }.to_string())
+                .or_default();
             sum.0 += count;
             sum.1 += 1;
         }
@@ -86,23 +94,61 @@ impl Collected {
     /// Statistics: phases in the order of a boot, milestones by median, steps by duration.
     pub fn stats(self) -> Stats {
         let rows = |values: BTreeMap<String, Vec<i64>>| -> Vec<Row> {
-            values.into_iter().filter_map(|(name, values)| Some(Row { name, summary: Summary::of(&values)? })).collect()
+            values
+                .into_iter()
+                .filter_map(|(name, values)| {
+                    Some(Row {
+                        name,
+                        summary: Summary::of(&values)?,
+                    })
+                })
+                .collect()
         };
         let mut milestones = rows(self.milestones);
         milestones.sort_by_key(|r| r.summary.median_ns);
         let mut steps = rows(self.steps);
-        steps.sort_by(|a, b| b.summary.median_ns.cmp(&a.summary.median_ns).then_with(|| a.name.cmp(&b.name)));
-        let mut phases = rows(self.phases.into_iter().map(|(name, values)| (name.to_string(), values)).collect());
+        steps.sort_by(|a, b| {
+            b.summary
+                .median_ns
+                .cmp(&a.summary.median_ns)
+                .then_with(|| a.name.cmp(&b.name))
+        });
+        let mut phases = rows(
+            self.phases
+                .into_iter()
+                .map(|(name, values)| (name.to_string(), values))
+                .collect(),
+        );
         phases.sort_by_key(|r| Phase::named(&r.name));
-        let mut failures: Vec<Failures> =
-            self.failures.into_iter().map(|(reason, (count, boots))| Failures { reason, count, boots }).collect();
-        failures.sort_by(|a, b| (b.boots, b.count).cmp(&(a.boots, a.count)).then_with(|| a.reason.cmp(&b.reason)));
-        Stats { milestones, phases, steps, failures, ..self.stats }
+        let mut failures: Vec<Failures> = self
+            .failures
+            .into_iter()
+            .map(|(reason, (count, boots))| Failures {
+                reason,
+                count,
+                boots,
+            })
+            .collect();
+        failures.sort_by(|a, b| {
+            (b.boots, b.count)
+                .cmp(&(a.boots, a.count))
+                .then_with(|| a.reason.cmp(&b.reason))
+        });
+        Stats {
+            milestones,
+            phases,
+            steps,
+            failures,
+            ..self.stats
+        }
     }
 }
 
 fn extend(values: &mut BTreeMap<String, Vec<i64>>, name: &str, more: &[i64]) {
     if values.len() < MAX_NAMES || values.contains_key(name) {
-        values.entry(name.to_string()).or_default().extend_from_slice(more);
+        values
+            .entry(name.to_string())
+            .or_default()
+            .extend_from_slice(more);
     }
 }

@@ -57,7 +57,11 @@ fn signed(ns: u64) -> i64 {
 /// Numbers of a boot. A boot without two milestones has only failures.
 pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: bool) -> Metrics {
     let mut metrics = Metrics {
-        milestones: timeline.milestones.iter().map(|m| (m.name.clone(), m.at_ns)).collect(),
+        milestones: timeline
+            .milestones
+            .iter()
+            .map(|m| (m.name.clone(), m.at_ns))
+            .collect(),
         gpus: boot.gpus.len(),
         failed_gpus: boot.failed_gpus().count(),
         settled: boot.settled_ns.is_some(),
@@ -67,10 +71,14 @@ pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: b
     };
     // The end of the record is no moment of the boot.
     metrics.milestones.remove(crate::boot::draft::LAST_RECORD);
-    let Ok(window) = timeline.window(None, None) else { return metrics };
+    let Ok(window) = timeline.window(None, None) else {
+        return metrics;
+    };
     metrics.unexplained_percent = coverage(timeline, &window).unexplained_share;
     for group in blame(timeline, &window, By::Phase).groups {
-        metrics.phases.insert(group.name, signed(group.time.wall_ns));
+        metrics
+            .phases
+            .insert(group.name, signed(group.time.wall_ns));
         for row in group.steps {
             let name = bounded(&metrics.steps, row.name);
             let step = metrics.steps.entry(name).or_default();
@@ -78,8 +86,16 @@ pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: b
         }
     }
     for step in timeline.steps.iter().filter(|s| !s.open && !s.row.waiting) {
-        let title = if step.name == names::MODULE_LOAD { step.title() } else { step.name.clone() };
-        let name = if metrics.steps.contains_key(&title) { title } else { OTHERS.to_string() };
+        let title = if step.name == names::MODULE_LOAD {
+            step.title()
+        } else {
+            step.name.clone()
+        };
+        let name = if metrics.steps.contains_key(&title) {
+            title
+        } else {
+            OTHERS.to_string()
+        };
         if let Some(metric) = metrics.steps.get_mut(&name)
             && metric.each_ns.len() < MAX_DURATIONS
         {
@@ -90,26 +106,63 @@ pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: b
 }
 
 fn bounded(steps: &BTreeMap<String, StepMetrics>, name: String) -> String {
-    if steps.len() < MAX_NAMES || steps.contains_key(&name) { name } else { OTHERS.to_string() }
+    if steps.len() < MAX_NAMES || steps.contains_key(&name) {
+        name
+    } else {
+        OTHERS.to_string()
+    }
 }
 
 fn failures(boot: &Boot, file: &BootFile, timeline: &Timeline) -> Vec<String> {
     let text = |text: &str| printable_start(text.as_bytes(), MAX_REASON);
     let mut out = Vec::new();
-    for record in file.records.iter().filter(|r| r.name == names::GPU_FAILED).take(MAX_FAILURES) {
+    for record in file
+        .records
+        .iter()
+        .filter(|r| r.name == names::GPU_FAILED)
+        .take(MAX_FAILURES)
+    {
         let field = |key: &str| record.fields.get(key).and_then(Field::as_str);
-        let reason = field("reason").or(record.error.as_deref()).unwrap_or("no reason given");
-        out.push(format!("{}: {}", text(field("step").unwrap_or("?")), text(reason)));
+        let reason = field("reason")
+            .or(record.error.as_deref())
+            .unwrap_or("no reason given");
+        out.push(format!(
+            "{}: {}",
+            text(field("step").unwrap_or("?")),
+            text(reason)
+        ));
     }
     for container in boot.containers.iter().take(MAX_FAILURES) {
-        out.extend(container.error.as_ref().map(|error| format!("container: {}", text(error))));
+        out.extend(
+            container
+                .error
+                .as_ref()
+                .map(|error| format!("container: {}", text(error))),
+        );
     }
-    out.extend(boot.power_off.as_ref().map(|why| format!("power-off: {}", text(why))));
-    out.extend(boot.too_large.map(|_| "too large: it was read in part".to_string()));
+    out.extend(
+        boot.power_off
+            .as_ref()
+            .map(|why| format!("power-off: {}", text(why))),
+    );
+    out.extend(
+        boot.too_large
+            .map(|_| "too large: it was read in part".to_string()),
+    );
     if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
         // The boot hangs in the innermost open step.
-        let open = timeline.steps.iter().rev().find(|s| s.open && !s.row.waiting);
-        out.push(format!("not settled: {}", open.map_or("no step was open".to_string(), |s| format!("still in {}", printable(&s.name)))));
+        let open = timeline
+            .steps
+            .iter()
+            .rev()
+            .find(|s| s.open && !s.row.waiting);
+        out.push(format!(
+            "not settled: {}",
+            open.map_or("no step was open".to_string(), |s| format!(
+                "still in {}",
+                printable(&s.name)
+            ))
+        ));
     }
     out.truncate(MAX_FAILURES);
     out

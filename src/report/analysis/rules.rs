@@ -46,13 +46,31 @@ impl std::fmt::Debug for Rule {
 
 /// The steps in which the host maps GPUs' BARs.
 const fn mapping(to: f64) -> [Shortens; 2] {
-    [Shortens { step: names::GPU_ENABLE, to }, Shortens { step: derived::GPU_MAP, to }]
+    [
+        Shortens {
+            step: names::GPU_ENABLE,
+            to,
+        },
+        Shortens {
+            step: derived::GPU_MAP,
+            to,
+        },
+    ]
 }
 
 /// The steps in which the host pins a guest's memory: the shim's, and the host's own where it was
 /// traced.
 const fn pinning(to: f64) -> [Shortens; 2] {
-    [Shortens { step: derived::SHIM_CREATE, to }, Shortens { step: traced::VMM_PIN, to }]
+    [
+        Shortens {
+            step: derived::SHIM_CREATE,
+            to,
+        },
+        Shortens {
+            step: traced::VMM_PIN,
+            to,
+        },
+    ]
 }
 
 /// The figures that rules about memory have in common.

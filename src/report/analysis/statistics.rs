@@ -23,7 +23,12 @@ impl Summary {
         let mut sorted = values.to_vec();
         sorted.sort_unstable();
         let max_ns = *sorted.last()?;
-        Some(Self { n: sorted.len(), median_ns: median_of_sorted(&sorted)?, p95_ns: percentile_of_sorted(&sorted, 95)?, max_ns })
+        Some(Self {
+            n: sorted.len(),
+            median_ns: median_of_sorted(&sorted)?,
+            p95_ns: percentile_of_sorted(&sorted, 95)?,
+            max_ns,
+        })
     }
 }
 
@@ -55,7 +60,11 @@ fn median(values: &mut [i64]) -> Option<i64> {
     let even = values.len() % 2 == 0;
     let (below, upper, _) = values.select_nth_unstable(middle);
     let upper = *upper;
-    if even { below.iter().max().map(|lower| mean(*lower, upper)) } else { Some(upper) }
+    if even {
+        below.iter().max().map(|lower| mean(*lower, upper))
+    } else {
+        Some(upper)
+    }
 }
 
 /// SplitMix64: a few lines, a period of 2^64, and no secret to keep.
@@ -95,14 +104,21 @@ pub fn difference_interval(a: &[i64], b: &[i64], seed: u64) -> Option<(i64, i64)
         differences.push(after.saturating_sub(before));
     }
     differences.sort_unstable();
-    let at = |per_mille: usize| differences.get(differences.len() * per_mille / 1000).copied();
+    let at = |per_mille: usize| {
+        differences
+            .get(differences.len() * per_mille / 1000)
+            .copied()
+    };
     Some((at(25)?, at(975)?))
 }
 
 /// A separate seed for each name, so that a new name does not change the intervals of the others.
 pub fn seed_for(name: &str, seed: u64) -> u64 {
     // FNV-1a.
-    name.bytes().fold(0xcbf2_9ce4_8422_2325 ^ seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
+    name.bytes()
+        .fold(0xcbf2_9ce4_8422_2325 ^ seed, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        })
 }
 
 #[cfg(test)]
@@ -112,14 +128,44 @@ mod tests {
     #[test]
     fn summaries_are_those_of_the_textbook() {
         assert_eq!(Summary::of(&[]), None);
-        assert_eq!(Summary::of(&[7]), Some(Summary { n: 1, median_ns: 7, p95_ns: 7, max_ns: 7 }));
-        assert_eq!(Summary::of(&[4, 1, 3, 2]), Some(Summary { n: 4, median_ns: 2, p95_ns: 4, max_ns: 4 }));
+        assert_eq!(
+            Summary::of(&[7]),
+            Some(Summary {
+                n: 1,
+                median_ns: 7,
+                p95_ns: 7,
+                max_ns: 7
+            })
+        );
+        assert_eq!(
+            Summary::of(&[4, 1, 3, 2]),
+            Some(Summary {
+                n: 4,
+                median_ns: 2,
+                p95_ns: 4,
+                max_ns: 4
+            })
+        );
         let hundred: Vec<i64> = (1..=100).rev().collect();
-        assert_eq!(Summary::of(&hundred), Some(Summary { n: 100, median_ns: 50, p95_ns: 95, max_ns: 100 }));
-        assert_eq!(Summary::of(&[i64::MIN, i64::MAX]).map(|s| s.median_ns), Some(0));
+        assert_eq!(
+            Summary::of(&hundred),
+            Some(Summary {
+                n: 100,
+                median_ns: 50,
+                p95_ns: 95,
+                max_ns: 100
+            })
+        );
+        assert_eq!(
+            Summary::of(&[i64::MIN, i64::MAX]).map(|s| s.median_ns),
+            Some(0)
+        );
         for n in 1..20i64 {
             let values: Vec<i64> = (0..n).map(|i| (i * 7919) % 31).collect();
-            assert_eq!(median(&mut values.clone()), Summary::of(&values).map(|s| s.median_ns));
+            assert_eq!(
+                median(&mut values.clone()),
+                Summary::of(&values).map(|s| s.median_ns)
+            );
         }
     }
 
@@ -131,7 +177,10 @@ mod tests {
         assert!(low > 0 && low <= 200 && high >= 200, "{low}..{high}");
         let (low, high) = difference_interval(&a, &values(1001), 1).unwrap();
         assert!(low < 0 && high > 0, "noise is no difference: {low}..{high}");
-        assert_eq!(difference_interval(&a, &b, 7), difference_interval(&a, &b, 7));
+        assert_eq!(
+            difference_interval(&a, &b, 7),
+            difference_interval(&a, &b, 7)
+        );
         assert_ne!(Random(7).next(), Random(8).next());
         assert_eq!(difference_interval(&a[..4], &b, 1), None);
     }
@@ -139,12 +188,19 @@ mod tests {
     #[test]
     fn the_interval_covers_the_truth_at_about_its_stated_rate() {
         let mut random = Random(42);
-        let mut sample = || -> Vec<i64> { (0..30).map(|_| (0..4).map(|_| random.below(1000) as i64).sum()).collect() };
+        let mut sample = || -> Vec<i64> {
+            (0..30)
+                .map(|_| (0..4).map(|_| random.below(1000) as i64).sum())
+                .collect()
+        };
         let covered = (0..100).filter(|i| {
             let (low, high) = difference_interval(&sample(), &sample(), *i).unwrap();
             low <= 0 && high >= 0
         });
         let covered = covered.count();
-        assert!((85..=100).contains(&covered), "{covered} of 100 intervals held the truth");
+        assert!(
+            (85..=100).contains(&covered),
+            "{covered} of 100 intervals held the truth"
+        );
     }
 }

@@ -30,26 +30,57 @@ impl Containers {
         };
         let at_ns = placed.map(|p| p.boottime_ns);
         let ended = match event {
-            AgentEvent::ContainerAsked { container, devices, pause } => {
-                let asked = Container { asked_ns: at_ns, pause, pending: true, ..new(container, devices) };
+            AgentEvent::ContainerAsked {
+                container,
+                devices,
+                pause,
+            } => {
+                let asked = Container {
+                    asked_ns: at_ns,
+                    pause,
+                    pending: true,
+                    ..new(container, devices)
+                };
                 let (name, index) = (asked.name.clone(), self.all.len());
                 if self.add(asked, too_large) {
                     self.pending.insert(name, index);
                 }
                 return;
             }
-            AgentEvent::CdiTryFailed { container, attempt, .. } => {
-                if let Some(container) = self.pending.get(&container).and_then(|index| self.all.get_mut(*index)) {
+            AgentEvent::CdiTryFailed {
+                container, attempt, ..
+            } => {
+                if let Some(container) = self
+                    .pending
+                    .get(&container)
+                    .and_then(|index| self.all.get_mut(*index))
+                {
                     container.tries = Some(attempt);
                 }
                 return;
             }
-            AgentEvent::ContainerCreated { container, devices, tries, pause } => {
-                Container { at_ns, tries, pause, ..new(container, devices) }
-            }
-            AgentEvent::ContainerFailed { container, devices, tries, error } => {
-                Container { at_ns, tries, error: Some(error), ..new(container, devices) }
-            }
+            AgentEvent::ContainerCreated {
+                container,
+                devices,
+                tries,
+                pause,
+            } => Container {
+                at_ns,
+                tries,
+                pause,
+                ..new(container, devices)
+            },
+            AgentEvent::ContainerFailed {
+                container,
+                devices,
+                tries,
+                error,
+            } => Container {
+                at_ns,
+                tries,
+                error: Some(error),
+                ..new(container, devices)
+            },
             AgentEvent::Start { .. }
             | AgentEvent::Ready
             | AgentEvent::Rpc { .. }
@@ -58,8 +89,17 @@ impl Containers {
             | AgentEvent::HookFailed { .. }
             | AgentEvent::Bound(_) => return,
         };
-        match self.pending.remove(&ended.name).and_then(|index| self.all.get_mut(index)) {
-            Some(asked) => *asked = Container { asked_ns: asked.asked_ns, ..ended },
+        match self
+            .pending
+            .remove(&ended.name)
+            .and_then(|index| self.all.get_mut(index))
+        {
+            Some(asked) => {
+                *asked = Container {
+                    asked_ns: asked.asked_ns,
+                    ..ended
+                }
+            }
             None => drop(self.add(ended, too_large)),
         }
     }

@@ -66,19 +66,38 @@ pub fn coverage(timeline: &Timeline, window: &Window) -> Coverage {
     if !gaps.is_empty() {
         // A milestone only if no step ends there: milestones sort before steps of the same moment,
         // and are taken last.
-        let points = || timeline.milestones.iter().map(|m| (m.at_ns, m.name.clone()));
-        ends = points().chain(steps().map(|s| (s.end_ns, title(s)))).collect();
-        begins = points().chain(steps().map(|s| (s.begin_ns, title(s)))).collect();
+        let points = || {
+            timeline
+                .milestones
+                .iter()
+                .map(|m| (m.at_ns, m.name.clone()))
+        };
+        ends = points()
+            .chain(steps().map(|s| (s.end_ns, title(s))))
+            .collect();
+        begins = points()
+            .chain(steps().map(|s| (s.begin_ns, title(s))))
+            .collect();
         ends.sort_by_key(|(at, _)| *at);
         begins.sort_by_key(|(at, _)| *at);
     }
     let gaps: Vec<Gap> = gaps
         .into_iter()
         .map(|(begin, end)| {
-            let before = ends.partition_point(|(at, _)| *at <= begin).checked_sub(1).and_then(|i| ends.get(i));
+            let before = ends
+                .partition_point(|(at, _)| *at <= begin)
+                .checked_sub(1)
+                .and_then(|i| ends.get(i));
             let after = begins.get(begins.partition_point(|(at, _)| *at < end));
-            let name = |found: Option<&(i64, String)>| found.map_or("?".to_string(), |(_, name)| name.clone());
-            Gap { begin_ns: begin, took_ns: length(begin, end), before: name(before), after: name(after) }
+            let name = |found: Option<&(i64, String)>| {
+                found.map_or("?".to_string(), |(_, name)| name.clone())
+            };
+            Gap {
+                begin_ns: begin,
+                took_ns: length(begin, end),
+                before: name(before),
+                after: name(after),
+            }
         })
         .collect();
     let wall_ns = window.wall_ns();

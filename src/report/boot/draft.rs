@@ -43,13 +43,22 @@ pub struct GpuFacts {
 
 impl Draft<'_> {
     pub fn gpu_name(&self, address: PciAddress) -> GpuName {
-        GpuName { index: self.gpus.get(&address).and_then(|g| g.index), address }
+        GpuName {
+            index: self.gpus.get(&address).and_then(|g| g.index),
+            address,
+        }
     }
 
     /// Adds a derived step, if it took any time, and returns its index.
     pub fn derive(&mut self, name: &str, begin_ns: i64, end_ns: i64) -> Option<usize> {
         (begin_ns < end_ns).then(|| {
-            self.story.steps.push(Step { name: name.to_string(), begin_ns, end_ns: Some(end_ns), derived: true, ..Step::default() });
+            self.story.steps.push(Step {
+                name: name.to_string(),
+                begin_ns,
+                end_ns: Some(end_ns),
+                derived: true,
+                ..Step::default()
+            });
             self.story.steps.len() - 1
         })
     }
@@ -61,10 +70,18 @@ impl Draft<'_> {
     /// The first step of that name that did not fail.
     pub fn first(&self, name: &str) -> Option<usize> {
         let steps = self.story.steps.iter().enumerate();
-        steps.filter(|(_, s)| s.name == name && !s.failed).min_by_key(|(_, s)| s.begin_ns).map(|(i, _)| i)
+        steps
+            .filter(|(_, s)| s.name == name && !s.failed)
+            .min_by_key(|(_, s)| s.begin_ns)
+            .map(|(i, _)| i)
     }
 
     pub fn milestone(&self, name: &str) -> Option<i64> {
-        self.boot.milestones.iter().find(|m| m.name == name).and_then(|m| m.boottime_ns).map(ns)
+        self.boot
+            .milestones
+            .iter()
+            .find(|m| m.name == name)
+            .and_then(|m| m.boottime_ns)
+            .map(ns)
     }
 }

@@ -42,7 +42,11 @@ impl Boot {
             gpus: gpus(&records, &spans, &mut too_large),
             health: GuestHealth::of(records.iter().copied()),
             clock: clock_summary(file, &clock),
-            lost: Lost { records: file.seqs.missing(), gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(), reported_by_guest: 0 },
+            lost: Lost {
+                records: file.seqs.missing(),
+                gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(),
+                reported_by_guest: 0,
+            },
             newer_schema: file.newer_schema,
             damaged_lines: file.damaged,
             damage: file.damage.clone(),
@@ -52,7 +56,9 @@ impl Boot {
         };
         for line in &file.host {
             match &line.event {
-                HostEvent::Garbage { lines, .. } => boot.garbage_lines = boot.garbage_lines.saturating_add(*lines),
+                HostEvent::Garbage { lines, .. } => {
+                    boot.garbage_lines = boot.garbage_lines.saturating_add(*lines)
+                }
                 HostEvent::Capped { why } => boot.capped = Some(why.clone()),
                 HostEvent::Unknown => boot.unknown_host_lines += 1,
                 // Records that were dropped and did not come again are in `lost`.
@@ -72,57 +78,92 @@ impl Boot {
         for record in records.iter().filter(|r| r.kind == Kind::Event) {
             match record.name.as_str() {
                 names::SETTLED => boot.settled_ns = Some(record.boottime_ns),
-                names::POWER_OFF => boot.power_off = Some(record.error.as_deref().unwrap_or_default().to_string()),
+                names::POWER_OFF => {
+                    boot.power_off = Some(record.error.as_deref().unwrap_or_default().to_string())
+                }
                 names::INIT_START => {
-                    boot.build = record.fields.get("build").and_then(Field::as_str).map(str::to_string);
+                    boot.build = record
+                        .fields
+                        .get("build")
+                        .and_then(Field::as_str)
+                        .map(str::to_string);
                 }
                 names::STREAM_LOST => {
-                    let lost = record.fields.get("lost").and_then(Field::as_u64).unwrap_or(0);
+                    let lost = record
+                        .fields
+                        .get("lost")
+                        .and_then(Field::as_u64)
+                        .unwrap_or(0);
                     boot.lost.reported_by_guest = boot.lost.reported_by_guest.saturating_add(lost);
                 }
                 _ => {}
             }
         }
         let mut ready = None;
-        let placed_lines = agent.iter().map(|line| (line.event.clone(), points.place(line.realtime_ns, &clock)));
+        let placed_lines = agent
+            .iter()
+            .map(|line| (line.event.clone(), points.place(line.realtime_ns, &clock)));
         let imported = records.iter().filter_map(|record| {
-            let placed = Placed { boottime_ns: record.boottime_ns, approximate: imported_record::is_approximate(record) };
+            let placed = Placed {
+                boottime_ns: record.boottime_ns,
+                approximate: imported_record::is_approximate(record),
+            };
             Some((imported_record::of_record(record)?, Some(placed)))
         });
         let mut containers = Containers::default();
         let mut heard = false;
         for (event, placed) in imported.chain(placed_lines) {
             // An agent at log level warning logs these, and nothing about containers.
-            heard |= !matches!(event, AgentEvent::HookFailed { .. } | AgentEvent::Bound(_) | AgentEvent::Start { .. });
+            heard |= !matches!(
+                event,
+                AgentEvent::HookFailed { .. } | AgentEvent::Bound(_) | AgentEvent::Start { .. }
+            );
             if event == AgentEvent::Ready {
                 ready = ready.or(placed);
             }
             containers.take(event, placed, &mut too_large);
         }
         if !heard {
-            records.iter().for_each(|record| containers.see(record, boot.sandbox.as_ref(), &mut too_large));
+            records
+                .iter()
+                .for_each(|record| containers.see(record, boot.sandbox.as_ref(), &mut too_large));
         }
         boot.containers = containers.all;
         boot.too_large = too_large.some();
         boot.containers.sort_by_key(|c| c.at_ns.unwrap_or(u64::MAX));
         let event = |name: &str| {
-            let first = records.iter().find(|r| r.kind == Kind::Event && r.name == *name);
+            let first = records
+                .iter()
+                .find(|r| r.kind == Kind::Event && r.name == *name);
             first.map(|r| (r.boottime_ns, imported_record::is_approximate(r)))
         };
-        let created: Vec<(u64, bool)> =
-            boot.containers.iter().filter(|c| c.error.is_none() && !c.pause).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
+        let created: Vec<(u64, bool)> = boot
+            .containers
+            .iter()
+            .filter(|c| c.error.is_none() && !c.pause)
+            .filter_map(|c| Some((c.at_ns?, c.approximate)))
+            .collect();
         // Use the beginning: the end is the time of the detection, which on a busy guest can be
         // after the agent is ready.
-        let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.begin_ns);
+        let exec = spans
+            .iter()
+            .find(|s| s.name == names::AGENT_EXEC && s.error.is_none())
+            .and_then(|s| s.begin_ns);
         let milestone = |name, at: Option<(u64, bool)>| Milestone {
             name,
             boottime_ns: at.map(|a| a.0),
             approximate: at.is_some_and(|a| a.1),
             wall: at.and_then(|a| clock.wall_at(a.0)),
         };
-        let from_kernel = boot.imported.as_ref().is_none_or(|i| i.zero == KERNEL_START);
+        let from_kernel = boot
+            .imported
+            .as_ref()
+            .is_none_or(|i| i.zero == KERNEL_START);
         boot.milestones = vec![
-            milestone(KERNEL_START, (!records.is_empty() && from_kernel).then_some((0, false))),
+            milestone(
+                KERNEL_START,
+                (!records.is_empty() && from_kernel).then_some((0, false)),
+            ),
             milestone("init start", event(names::INIT_START)),
             milestone("agent exec", exec.map(|t| (t, false))),
             milestone("agent ready", ready.map(|p| (p.boottime_ns, p.approximate))),
@@ -160,7 +201,9 @@ mod tests {
     use crate::data::budget::{MAX_CONTAINERS, MAX_GPUS, MAX_SPANS};
 
     fn read(lines: impl IntoIterator<Item = String>) -> BootFile {
-        let line = |(seq, line): (usize, String)| format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{seq},{line}}}\n");
+        let line = |(seq, line): (usize, String)| {
+            format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{seq},{line}}}\n")
+        };
         let text: String = lines.into_iter().enumerate().map(line).collect();
         let file = BootFile::read(text.as_bytes()).unwrap();
         assert_eq!(file.damaged, 0, "{:?}", file.damage);
@@ -169,20 +212,39 @@ mod tests {
 
     #[test]
     fn a_boot_over_the_limits_is_cut_and_names_what_is_omitted() {
-        let gpu = |n: usize| format!(r#""kind":"event","name":"gpu.found","gpu":"{:04x}:{:02x}:00.0""#, n / 256, n % 256);
+        let gpu = |n: usize| {
+            format!(
+                r#""kind":"event","name":"gpu.found","gpu":"{:04x}:{:02x}:00.0""#,
+                n / 256,
+                n % 256
+            )
+        };
         let boot = Boot::new(&read((0..MAX_GPUS + 7).map(gpu)), &[]);
-        assert_eq!((boot.gpus.len(), boot.too_large.map(|t| t.gpu_records)), (MAX_GPUS, Some(7)));
+        assert_eq!(
+            (boot.gpus.len(), boot.too_large.map(|t| t.gpu_records)),
+            (MAX_GPUS, Some(7))
+        );
         let span = |n: usize| format!(r#""kind":"begin","name":"x","span":{n}"#);
         let boot = Boot::new(&read((0..MAX_SPANS + 5).map(span)), &[]);
-        assert_eq!((boot.spans.len(), boot.too_large.map(|t| t.spans)), (MAX_SPANS, Some(5)));
-        assert!(crate::views::summary::complaints(&boot).iter().any(|c| c.starts_with("too large: 5 span(s) left out")));
+        assert_eq!(
+            (boot.spans.len(), boot.too_large.map(|t| t.spans)),
+            (MAX_SPANS, Some(5))
+        );
+        assert!(
+            crate::views::summary::complaints(&boot)
+                .iter()
+                .any(|c| c.starts_with("too large: 5 span(s) left out"))
+        );
         let created = |n: usize| {
             format!(
                 r#""kind":"event","name":"container.created","fields":{{"container":"c{n}","import":{{"format":"console","line":1,"error_ns":1}}}}"#
             )
         };
         let boot = Boot::new(&read((0..MAX_CONTAINERS + 3).map(created)), &[]);
-        assert_eq!((boot.containers.len(), boot.too_large.map(|t| t.containers)), (MAX_CONTAINERS, Some(3)));
+        assert_eq!(
+            (boot.containers.len(), boot.too_large.map(|t| t.containers)),
+            (MAX_CONTAINERS, Some(3))
+        );
     }
 
     #[test]
@@ -190,7 +252,10 @@ mod tests {
         let event = |name: &str| format!(r#""kind":"event","name":"{name}""#);
         let many = std::iter::repeat_n(event("x"), crate::data::budget::MAX_RECORDS + 10);
         let boot = Boot::new(&read(many.chain([event("settled"), event("gpu.xid")])), &[]);
-        assert_eq!((boot.settled_ns.is_some(), boot.too_large.map(|t| t.records)), (true, Some(11)));
+        assert_eq!(
+            (boot.settled_ns.is_some(), boot.too_large.map(|t| t.records)),
+            (true, Some(11))
+        );
         assert_eq!(boot.lost.records, 0, "what is left out was not lost");
     }
 }

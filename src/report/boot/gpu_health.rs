@@ -50,7 +50,11 @@ const OF_CONFIDENTIAL: [(&str, Value); 5] = [
     ("ready", Value::Flag),
 ];
 /// Facts of NVML itself.
-const OF_NVML: [(&str, Value); 3] = [("devices", Value::Number), ("driver", Value::Text), ("nvml", Value::Text)];
+const OF_NVML: [(&str, Value); 3] = [
+    ("devices", Value::Number),
+    ("driver", Value::Text),
+    ("nvml", Value::Text),
+];
 
 /// Kind of a fact's value; a value of another kind is no fact.
 #[derive(Clone, Copy, Debug)]
@@ -79,7 +83,9 @@ impl Facts {
     fn update(&mut self, fields: &Fields, known: &[(&'static str, Value)]) {
         for (name, kind) in known {
             let fact = fields.get(name).and_then(|field| match (kind, field) {
-                (Value::Text, Field::Text(text)) => (!text.is_empty()).then(|| Fact::Text(kept(text))),
+                (Value::Text, Field::Text(text)) => {
+                    (!text.is_empty()).then(|| Fact::Text(kept(text)))
+                }
                 (Value::Number, field) => field.as_u64().map(Fact::Number),
                 (Value::Flag, Field::Json("true")) => Some(Fact::Flag(true)),
                 (Value::Flag, Field::Json("false")) => Some(Fact::Flag(false)),
@@ -94,15 +100,27 @@ impl Facts {
     }
 
     pub fn text(&self, name: &str) -> Option<&str> {
-        if let Some(Fact::Text(text)) = self.0.get(name) { Some(text) } else { None }
+        if let Some(Fact::Text(text)) = self.0.get(name) {
+            Some(text)
+        } else {
+            None
+        }
     }
 
     pub fn number(&self, name: &str) -> Option<u64> {
-        if let Some(Fact::Number(number)) = self.0.get(name) { Some(*number) } else { None }
+        if let Some(Fact::Number(number)) = self.0.get(name) {
+            Some(*number)
+        } else {
+            None
+        }
     }
 
     pub fn flag(&self, name: &str) -> Option<bool> {
-        if let Some(Fact::Flag(flag)) = self.0.get(name) { Some(*flag) } else { None }
+        if let Some(Fact::Flag(flag)) = self.0.get(name) {
+            Some(*flag)
+        } else {
+            None
+        }
     }
 }
 
@@ -147,7 +165,10 @@ impl Health {
 
     fn report(&mut self, record: &Record) {
         self.at_ns = record.boottime_ns;
-        if IDENTITY.iter().any(|name| record.fields.get(name).is_some()) {
+        if IDENTITY
+            .iter()
+            .any(|name| record.fields.get(name).is_some())
+        {
             self.facts = Facts::default();
             self.problems.clear();
         }
@@ -158,9 +179,20 @@ impl Health {
     fn setting(&mut self, record: &Record) {
         self.at_ns = record.boottime_ns;
         let number = |name: &str| record.fields.get(name).and_then(Field::as_u64);
-        let Some(what) = record.fields.get("what").and_then(Field::as_str).map(kept) else { return };
-        let setting = Setting { what, min: number("min"), max: number("max"), error: record.error.as_deref().map(kept) };
-        match self.settings.iter_mut().find(|known| known.what == setting.what) {
+        let Some(what) = record.fields.get("what").and_then(Field::as_str).map(kept) else {
+            return;
+        };
+        let setting = Setting {
+            what,
+            min: number("min"),
+            max: number("max"),
+            error: record.error.as_deref().map(kept),
+        };
+        match self
+            .settings
+            .iter_mut()
+            .find(|known| known.what == setting.what)
+        {
             Some(known) => *known = setting,
             None => self.settings.push(setting),
         }
@@ -168,7 +200,10 @@ impl Health {
     }
 
     pub fn sentences(&self) -> impl Iterator<Item = &str> {
-        let refused = self.settings.iter().filter_map(|setting| setting.error.as_deref());
+        let refused = self
+            .settings
+            .iter()
+            .filter_map(|setting| setting.error.as_deref());
         refused.chain(self.problems.iter().map(String::as_str))
     }
 }
@@ -193,9 +228,13 @@ impl GuestHealth {
     pub fn of<'a>(records: impl IntoIterator<Item = &'a Record>) -> Option<Box<Self>> {
         let mut health: Option<Box<Self>> = None;
         for record in records {
-            let of_nvml = record.name == names::NVML && (record.kind == Kind::End || record.kind == Kind::Event && record.error.is_some());
+            let of_nvml = record.name == names::NVML
+                && (record.kind == Kind::End
+                    || record.kind == Kind::Event && record.error.is_some());
             let of_guest = record.kind == Kind::Event && record.name == names::CONFIDENTIAL;
-            let nameless = record.kind == Kind::Event && record.name == names::GPU_HEALTH && record.gpu.is_none();
+            let nameless = record.kind == Kind::Event
+                && record.name == names::GPU_HEALTH
+                && record.gpu.is_none();
             if !(of_nvml || of_guest || nameless) {
                 continue;
             }
@@ -210,7 +249,13 @@ impl GuestHealth {
                 health.nvml.update(&record.fields, &OF_NVML);
                 health.problems.clear();
             }
-            let error = record.error.as_deref().map(|error| if of_nvml { format!("NVML: {error}") } else { error.to_string() });
+            let error = record.error.as_deref().map(|error| {
+                if of_nvml {
+                    format!("NVML: {error}")
+                } else {
+                    error.to_string()
+                }
+            });
             add(&mut health.problems, error.as_deref());
         }
         health

@@ -41,7 +41,9 @@ pub fn spans(records: &[&Record], too_large: &mut TooLarge) -> Vec<Span> {
                 spans.len() - 1
             }
         };
-        let Some(span) = spans.get_mut(at) else { continue };
+        let Some(span) = spans.get_mut(at) else {
+            continue;
+        };
         match record.kind {
             Kind::Begin => {
                 span.begin_ns = Some(record.boottime_ns);
@@ -101,7 +103,10 @@ impl Gpus {
         }
         match (record.kind, record.name.as_str()) {
             (Kind::Begin, name) => {
-                if let Some(name) = [names::GPU_BIND, names::GPU_INIT].into_iter().find(|timed| *timed == name) {
+                if let Some(name) = [names::GPU_BIND, names::GPU_INIT]
+                    .into_iter()
+                    .find(|timed| *timed == name)
+                {
                     self.begun.insert((address, name), at_ns);
                 }
             }
@@ -110,14 +115,25 @@ impl Gpus {
                 match name {
                     names::GPU_FOUND => gpu.found_ns = gpu.found_ns.or(Some(at_ns)),
                     names::GPU_BOUND => {
-                        gpu.bound = Some(Step { at_ns, took_ns: took_ns(names::GPU_BIND) });
+                        gpu.bound = Some(Step {
+                            at_ns,
+                            took_ns: took_ns(names::GPU_BIND),
+                        });
                         gpu.minor = number("minor").or(gpu.minor);
                     }
                     names::GPU_PUBLISHED => {
-                        gpu.published = gpu.published.or(Some(Step { at_ns, took_ns: gpu.since_bound_ns(at_ns) }));
+                        gpu.published = gpu.published.or(Some(Step {
+                            at_ns,
+                            took_ns: gpu.since_bound_ns(at_ns),
+                        }));
                         gpu.now.is_published = true;
                     }
-                    names::GPU_USABLE => gpu.usable = Some(Step { at_ns, took_ns: took_ns(names::GPU_INIT) }),
+                    names::GPU_USABLE => {
+                        gpu.usable = Some(Step {
+                            at_ns,
+                            took_ns: took_ns(names::GPU_INIT),
+                        })
+                    }
                     names::GPU_FAILED => gpu.failed = Some(failure(record)),
                     _ => Health::take(&mut gpu.health, record),
                 }
@@ -141,25 +157,44 @@ fn found(address: PciAddress, at_ns: u64) -> Gpu {
         failed: None,
         still: None,
         health: None,
-        now: Now { since_ns: at_ns, ..Now::default() },
+        now: Now {
+            since_ns: at_ns,
+            ..Now::default()
+        },
     }
 }
 
 fn failure(record: &Record) -> Failure {
-    let field = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("?");
+    let field = |key: &str| {
+        record
+            .fields
+            .get(key)
+            .and_then(Field::as_str)
+            .unwrap_or("?")
+    };
     let reason = reason_text(record.error.as_deref().unwrap_or_else(|| field("reason")));
-    Failure { at_ns: record.boottime_ns, step: reason_text(field("step")), reason }
+    Failure {
+        at_ns: record.boottime_ns,
+        step: reason_text(field("step")),
+        reason,
+    }
 }
 
 /// State that a record shows of its GPU, which is in `state`.
 fn next_state(record: &Record, state: State) -> Option<State> {
     Some(match (record.kind, record.name.as_str()) {
         // Found again because other GPUs came or went, or after a removal.
-        (Kind::Event, names::GPU_FOUND) if matches!(state, State::Removed | State::Failed) => State::Waiting,
+        (Kind::Event, names::GPU_FOUND) if matches!(state, State::Removed | State::Failed) => {
+            State::Waiting
+        }
         (Kind::Begin, names::GPU_ENABLE) => State::Enabling,
         (Kind::End, names::GPU_ENABLE) if record.error.is_none() => State::Enabled,
         // In a load that probes all GPUs, only this line shows a probe.
-        (Kind::Kmsg, _) if state < State::Probing && record.kmsg_text().contains("enabling device") => State::Probing,
+        (Kind::Kmsg, _)
+            if state < State::Probing && record.kmsg_text().contains("enabling device") =>
+        {
+            State::Probing
+        }
         (Kind::Begin, names::GPU_BIND) => State::Probing,
         (Kind::Event, names::GPU_BOUND) => State::Bound,
         (Kind::Begin, names::GPU_INIT) => State::Initialising,
@@ -184,8 +219,12 @@ impl Now {
         if next == self.state || (self.state.is_over() && !reopens) {
             return None;
         }
-        let passed = Passed { state: self.state, took_ns: at_ns.saturating_sub(self.since_ns) };
-        let is_progress = matches!(next, State::Enabled | State::Bound | State::Ready) && at_ns >= self.since_ns;
+        let passed = Passed {
+            state: self.state,
+            took_ns: at_ns.saturating_sub(self.since_ns),
+        };
+        let is_progress =
+            matches!(next, State::Enabled | State::Bound | State::Ready) && at_ns >= self.since_ns;
         if matches!(next, State::Failed | State::Removed) {
             self.is_published = false;
         } else {
@@ -205,15 +244,27 @@ pub fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Ve
     too_large.gpu_records += gpus.left_out;
     let mut gpus = gpus.all;
     for span in spans {
-        let Some(gpu) = span.gpu.and_then(|address| gpus.get_mut(&address)) else { continue };
+        let Some(gpu) = span.gpu.and_then(|address| gpus.get_mut(&address)) else {
+            continue;
+        };
         match (span.begin_ns, span.end_ns) {
             (_, Some(at_ns)) if span.name == names::GPU_ENABLE && span.error.is_none() => {
-                gpu.enabled = Some(Step { at_ns, took_ns: span.took_ns() });
+                gpu.enabled = Some(Step {
+                    at_ns,
+                    took_ns: span.took_ns(),
+                });
             }
             // The open step that began last is the GPU's current one. Not the lane's wait: the lane
             // waits for the GPU.
-            (Some(since_ns), None) if gpu.usable.is_none() && gpu.failed.is_none() && span.name != names::LANE_WAIT => {
-                gpu.still = Some(OpenStep { step: span.name.to_string(), since_ns });
+            (Some(since_ns), None)
+                if gpu.usable.is_none()
+                    && gpu.failed.is_none()
+                    && span.name != names::LANE_WAIT =>
+            {
+                gpu.still = Some(OpenStep {
+                    step: span.name.to_string(),
+                    since_ns,
+                });
             }
             _ => {}
         }

@@ -64,17 +64,31 @@ impl HostStep {
     pub fn fields(&self) -> Vec<(String, String)> {
         let traced = &self.traced;
         let mut fields = Vec::new();
-        let mut add = |key: &str, value: Option<String>| fields.extend(value.map(|value| (key.to_string(), value)));
+        let mut add = |key: &str, value: Option<String>| {
+            fields.extend(value.map(|value| (key.to_string(), value)))
+        };
         add("function", traced.function.map(|f| f.to_string()));
         add("bar", traced.bar.map(|bar| bar.to_string()));
         add("bytes", traced.bytes.map(size));
         add("calls", traced.calls.map(|calls| calls.to_string()));
-        add("pages_a_call", (!traced.pages_a_call.is_empty()).then(|| histogram(&traced.pages_a_call.iter().copied().collect())));
+        add(
+            "pages_a_call",
+            (!traced.pages_a_call.is_empty())
+                .then(|| histogram(&traced.pages_a_call.iter().copied().collect())),
+        );
         for (kind, count) in traced.kinds.iter().take(MAX_KINDS) {
-            add(&printable_start(kind.as_bytes(), MAX_TEXT), Some(count.to_string()));
+            add(
+                &printable_start(kind.as_bytes(), MAX_TEXT),
+                Some(count.to_string()),
+            );
         }
         let thread = printable_start(traced.thread.as_bytes(), MAX_TEXT);
-        add("by", traced.tid.map(|tid| format!("{thread} ({tid})").trim_start().to_string()));
+        add(
+            "by",
+            traced
+                .tid
+                .map(|tid| format!("{thread} ({tid})").trim_start().to_string()),
+        );
         fields
     }
 
@@ -91,12 +105,18 @@ impl HostStep {
 impl HostTrace {
     /// The trace of a boot; None where nobody recorded it.
     pub fn of(file: &BootFile, records: &[&Record], clock: &Clock) -> Option<Self> {
-        let mut trace = Self { recording: file.recording()?.clone(), ..Self::default() };
+        let mut trace = Self {
+            recording: file.recording()?.clone(),
+            ..Self::default()
+        };
         let ranges = Ranges::of(records);
         // A function that one of its BARs has named is that GPU in all its steps.
         let mut gpus: HashMap<PciAddress, PciAddress> = HashMap::new();
         for traced in file.traced() {
-            if let Some((function, gpu)) = traced.function.zip(traced.guest_address.and_then(|at| ranges.owner(at))) {
+            if let Some((function, gpu)) = traced
+                .function
+                .zip(traced.guest_address.and_then(|at| ranges.owner(at)))
+            {
                 gpus.entry(function).or_insert(gpu);
             }
         }
@@ -105,26 +125,46 @@ impl HostTrace {
                 trace.not_placed += 1;
                 continue;
             };
-            let gpu = traced.function.and_then(|function| gpus.get(&function).copied());
-            let step = HostStep { begin_ns, error_ns, gpu, traced: traced.clone() };
+            let gpu = traced
+                .function
+                .and_then(|function| gpus.get(&function).copied());
+            let step = HostStep {
+                begin_ns,
+                error_ns,
+                gpu,
+                traced: traced.clone(),
+            };
             match row_of(&traced.name).form {
                 Form::Span => trace.steps.push(step),
                 Form::Event => trace.counts.push(step),
             }
         }
-        trace.steps.sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns())));
+        trace
+            .steps
+            .sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns())));
         trace.counts.sort_by_key(|count| count.begin_ns);
         Some(trace)
     }
 
     /// Parts that the trace lacks, as sentences for people.
     pub fn notes(&self) -> Vec<String> {
-        let mut notes: Vec<String> = self.recording.missing.iter().map(|missing| format!("trace: {missing}")).collect();
+        let mut notes: Vec<String> = self
+            .recording
+            .missing
+            .iter()
+            .map(|missing| format!("trace: {missing}"))
+            .collect();
         if self.recording.lost > 0 {
-            notes.push(format!("trace: the kernel dropped {} event(s): counts of calls are too low by as many", self.recording.lost));
+            notes.push(format!(
+                "trace: the kernel dropped {} event(s): counts of calls are too low by as many",
+                self.recording.lost
+            ));
         }
         if self.not_placed > 0 {
-            notes.push(format!("trace: {} step(s) have no place: nothing relates the guest's clock to the host's", self.not_placed));
+            notes.push(format!(
+                "trace: {} step(s) have no place: nothing relates the guest's clock to the host's",
+                self.not_placed
+            ));
         }
         notes
     }
@@ -136,7 +176,12 @@ fn place(traced: &Traced, clock: &Clock) -> Option<(i64, u64)> {
     let before = start.realtime_ns.checked_sub(traced.began_realtime_ns)?;
     let (at_ns, error_ns) = if before > 0 {
         let drift = u128::from(before.unsigned_abs()) * u128::from(RATE_ERROR_PPM) / 1_000_000;
-        (-before, start.error_ns.saturating_add(u64::try_from(drift).unwrap_or(u64::MAX)))
+        (
+            -before,
+            start
+                .error_ns
+                .saturating_add(u64::try_from(drift).unwrap_or(u64::MAX)),
+        )
     } else {
         let boottime_ns = clock.boottime_at(traced.began_realtime_ns)?;
         (ns(boottime_ns), clock.wall_at(boottime_ns)?.error_ns)
@@ -171,10 +216,19 @@ impl Ranges {
 fn range(text: &str) -> Option<(u64, (u64, PciAddress))> {
     let (address, rest) = text.split_once(' ')?.1.split_once(": ")?;
     let is_bar = rest.starts_with("BAR ") || rest.starts_with("reg 0x");
-    let (first, rest) = rest.split_once("[mem 0x").filter(|_| is_bar)?.1.split_once("-0x")?;
-    let end = rest.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(rest.len());
+    let (first, rest) = rest
+        .split_once("[mem 0x")
+        .filter(|_| is_bar)?
+        .1
+        .split_once("-0x")?;
+    let end = rest
+        .find(|c: char| !c.is_ascii_hexdigit())
+        .unwrap_or(rest.len());
     let parse = |text: &str| u64::from_str_radix(text, 16).ok();
-    Some((parse(first)?, (parse(rest.get(..end)?)?, address.parse().ok()?)))
+    Some((
+        parse(first)?,
+        (parse(rest.get(..end)?)?, address.parse().ok()?),
+    ))
 }
 
 #[cfg(test)]
@@ -187,9 +241,18 @@ mod tests {
         let of = |text: &str| range(text).map(|(first, (last, function))| (first, last, function));
         let gpu = address("0000:02:00.0");
         let want = Some((0x3800_0000_0000, 0x3800_1fff_ffff, gpu));
-        assert_eq!(of("pci 0000:02:00.0: BAR 2 [mem 0x380000000000-0x38001fffffff 64bit pref]: assigned"), want);
-        assert_eq!(of("pci 0000:02:00.0: reg 0x18: [mem 0x380000000000-0x38001fffffff 64bit pref]"), want);
-        assert_eq!(of("pci 0000:02:00.0: BAR 2: assigned [mem 0x380000000000-0x38001fffffff 64bit pref]"), want);
+        assert_eq!(
+            of("pci 0000:02:00.0: BAR 2 [mem 0x380000000000-0x38001fffffff 64bit pref]: assigned"),
+            want
+        );
+        assert_eq!(
+            of("pci 0000:02:00.0: reg 0x18: [mem 0x380000000000-0x38001fffffff 64bit pref]"),
+            want
+        );
+        assert_eq!(
+            of("pci 0000:02:00.0: BAR 2: assigned [mem 0x380000000000-0x38001fffffff 64bit pref]"),
+            want
+        );
         for other in [
             "pci 0000:00:01.0:   bridge window [mem 0x380000000000-0x38001fffffff 64bit pref]",
             "pci 0000:02:00.0: BAR 2 [mem size 0x20000000 64bit pref]: can't assign",
@@ -199,7 +262,12 @@ mod tests {
         ] {
             assert_eq!(of(other), None, "{other}");
         }
-        let ranges = Ranges { by_first: [(0x1000, (0x1fff, gpu))].into() };
-        assert_eq!([0xfff, 0x1000, 0x1fff, 0x2000].map(|at| ranges.owner(at)), [None, Some(gpu), Some(gpu), None]);
+        let ranges = Ranges {
+            by_first: [(0x1000, (0x1fff, gpu))].into(),
+        };
+        assert_eq!(
+            [0xfff, 0x1000, 0x1fff, 0x2000].map(|at| ranges.owner(at)),
+            [None, Some(gpu), Some(gpu), None]
+        );
     }
 }

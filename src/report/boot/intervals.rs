@@ -12,12 +12,18 @@ pub fn ns(boottime_ns: u64) -> i64 {
 
 /// Distance between two times; 0 if the end is not after the beginning.
 pub fn length(begin_ns: i64, end_ns: i64) -> u64 {
-    if end_ns > begin_ns { end_ns.abs_diff(begin_ns) } else { 0 }
+    if end_ns > begin_ns {
+        end_ns.abs_diff(begin_ns)
+    } else {
+        0
+    }
 }
 
 /// Sum of the lengths of intervals, those that overlap counted each.
 pub fn sum(of: &[(i64, i64)]) -> u64 {
-    of.iter().map(|(begin, end)| length(*begin, *end)).fold(0, u64::saturating_add)
+    of.iter()
+        .map(|(begin, end)| length(*begin, *end))
+        .fold(0, u64::saturating_add)
 }
 
 impl Intervals {
@@ -40,7 +46,12 @@ impl Intervals {
         let mut from = begin_ns;
         let mut out = Vec::new();
         let first = self.0.partition_point(|(_, end)| *end <= begin_ns);
-        for (begin, end) in self.0.iter().skip(first).take_while(|(begin, _)| *begin < end_ns) {
+        for (begin, end) in self
+            .0
+            .iter()
+            .skip(first)
+            .take_while(|(begin, _)| *begin < end_ns)
+        {
             if *begin > from {
                 out.push((from, *begin));
             }
@@ -81,12 +92,29 @@ mod tests {
     #[test]
     fn what_is_missing_and_what_is_there_make_the_whole() {
         let set = Intervals::union(vec![(0, 3), (5, 12), (15, 16)]);
-        for (begin, end) in [(-5, 20), (1, 2), (3, 5), (2, 13), (12, 15), (16, 16), (i64::MIN, i64::MAX)] {
+        for (begin, end) in [
+            (-5, 20),
+            (1, 2),
+            (3, 5),
+            (2, 13),
+            (12, 15),
+            (16, 16),
+            (i64::MIN, i64::MAX),
+        ] {
             let missing = set.missing_in(begin, end);
-            let there = Intervals::union(set.0.iter().map(|(b, e)| (*b.max(&begin), *e.min(&end))).collect());
+            let there = Intervals::union(
+                set.0
+                    .iter()
+                    .map(|(b, e)| (*b.max(&begin), *e.min(&end)))
+                    .collect(),
+            );
             let gaps = Intervals::union(missing.clone());
             assert_eq!(gaps.0, missing, "in order, apart");
-            assert_eq!(there.total_ns() + gaps.total_ns(), length(begin, end), "{begin}..{end}");
+            assert_eq!(
+                there.total_ns() + gaps.total_ns(),
+                length(begin, end),
+                "{begin}..{end}"
+            );
         }
         assert_eq!(length(i64::MIN, i64::MAX), u64::MAX);
     }

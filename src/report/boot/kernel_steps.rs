@@ -31,33 +31,68 @@ fn pci_line(record: &Record) -> Option<PciLine<'_>> {
     let (by, rest) = record.kmsg_text().split_once(' ')?;
     let (address, said) = rest.split_once(": ")?;
     let enabling = said.starts_with("enabling device");
-    Some(PciLine { at_ns: ns(record.boottime_ns), by, address: address.parse().ok()?, enabling })
+    Some(PciLine {
+        at_ns: ns(record.boottime_ns),
+        by,
+        address: address.parse().ok()?,
+        enabling,
+    })
 }
 
 /// Adds the kernel's steps.
 pub fn add(draft: &mut Draft) {
     let file = draft.file;
-    let mut lines: Vec<&Record> = file.records.iter().filter(|r| r.kind == Kind::Kmsg).collect();
+    let mut lines: Vec<&Record> = file
+        .records
+        .iter()
+        .filter(|r| r.kind == Kind::Kmsg)
+        .collect();
     lines.sort_by_key(|r| r.boottime_ns);
     let init_ns = draft.milestone("init start");
     let before_init = |at: i64| init_ns.is_some_and(|init| at <= init);
-    let run = lines.iter().find(|r| r.kmsg_text().starts_with("Run ") && r.kmsg_text().ends_with(" as init process"));
+    let run = lines
+        .iter()
+        .find(|r| r.kmsg_text().starts_with("Run ") && r.kmsg_text().ends_with(" as init process"));
     let run_ns = run.map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
 
-    let kernel = run_ns.or(init_ns).and_then(|end| draft.derive(derived::KERNEL, 0, end));
-    let said = |what: &str| lines.iter().find(|r| r.kmsg_text().contains(what)).map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
+    let kernel = run_ns
+        .or(init_ns)
+        .and_then(|end| draft.derive(derived::KERNEL, 0, end));
+    let said = |what: &str| {
+        lines
+            .iter()
+            .find(|r| r.kmsg_text().contains(what))
+            .map(|r| ns(r.boottime_ns))
+            .filter(|at| before_init(*at))
+    };
     if let Some((begin, end)) = said("initramfs...").zip(said("Freeing initrd memory"))
-        && let Some(initrd) = draft.derive(derived::KERNEL_INITRD, begin, end).and_then(|i| draft.step_mut(i))
+        && let Some(initrd) = draft
+            .derive(derived::KERNEL_INITRD, begin, end)
+            .and_then(|i| draft.step_mut(i))
     {
         initrd.parent = kernel;
     }
-    let exec = run_ns.zip(init_ns).and_then(|(run, init)| draft.derive(derived::KERNEL_EXEC, run, init));
+    let exec = run_ns
+        .zip(init_ns)
+        .and_then(|(run, init)| draft.derive(derived::KERNEL_EXEC, run, init));
     let pci: Vec<PciLine> = lines.iter().filter_map(|r| pci_line(r)).collect();
-    let enumeration = pci.iter().filter(|l| l.by == "pci" && !l.enabling && before_init(l.at_ns)).map(|l| l.at_ns);
+    let enumeration = pci
+        .iter()
+        .filter(|l| l.by == "pci" && !l.enabling && before_init(l.at_ns))
+        .map(|l| l.at_ns);
     for (begin, end) in rounds(enumeration) {
-        let inside = |step: &usize| draft.story.steps.get(*step).is_some_and(|s| s.begin_ns <= begin && s.end_ns >= Some(end));
+        let inside = |step: &usize| {
+            draft
+                .story
+                .steps
+                .get(*step)
+                .is_some_and(|s| s.begin_ns <= begin && s.end_ns >= Some(end))
+        };
         let parent = [kernel, exec].into_iter().flatten().find(inside);
-        if let Some(round) = draft.derive(derived::KERNEL_PCI, begin, end).and_then(|i| draft.step_mut(i)) {
+        if let Some(round) = draft
+            .derive(derived::KERNEL_PCI, begin, end)
+            .and_then(|i| draft.step_mut(i))
+        {
             round.parent = parent;
         }
     }
@@ -87,10 +122,19 @@ fn probes(draft: &mut Draft, lines: &[PciLine]) {
         }
     }
     // An import has made steps of these lines already.
-    let enablings = draft.story.steps.iter().filter(|step| step.name == names::GPU_ENABLE);
-    let enablings: HashSet<_> = enablings.map(|step| (step.gpu.map(|gpu| gpu.address), step.begin_ns)).collect();
+    let enablings = draft
+        .story
+        .steps
+        .iter()
+        .filter(|step| step.name == names::GPU_ENABLE);
+    let enablings: HashSet<_> = enablings
+        .map(|step| (step.gpu.map(|gpu| gpu.address), step.begin_ns))
+        .collect();
     for (load, begin, end) in loads {
-        let inside: Vec<&PciLine> = lines.iter().filter(|l| l.by == "nvidia" && l.enabling && (begin..=end).contains(&l.at_ns)).collect();
+        let inside: Vec<&PciLine> = lines
+            .iter()
+            .filter(|l| l.by == "nvidia" && l.enabling && (begin..=end).contains(&l.at_ns))
+            .collect();
         for (at, line) in inside.iter().enumerate() {
             if enablings.contains(&(Some(line.address), line.at_ns)) {
                 continue;
@@ -100,7 +144,12 @@ fn probes(draft: &mut Draft, lines: &[PciLine]) {
             let bound = gpu.bound_ns.filter(|at| *at >= line.at_ns).unwrap_or(end);
             let sleeps = gpu.device.is_some_and(waits_for_bar_firewall);
             let step = Step {
-                name: if sleeps { derived::GPU_PROBE } else { derived::GPU_MAP }.to_string(),
+                name: if sleeps {
+                    derived::GPU_PROBE
+                } else {
+                    derived::GPU_MAP
+                }
+                .to_string(),
                 gpu: Some(draft.gpu_name(line.address)),
                 begin_ns: line.at_ns,
                 end_ns: Some(next.min(bound).min(end)),
@@ -126,9 +175,21 @@ mod tests {
             pci_line(&record.into()).map(|l| (l.by.to_string(), l.address.to_string(), l.enabling))
         };
         let of = |by: &str, enabling| Some((by.to_string(), "0001:00:02.0".to_string(), enabling));
-        assert_eq!(line("pci 0001:00:02.0: BAR 0 [mem 0x120022000000-0x120022ffffff 64bit pref]"), of("pci", false));
-        assert_eq!(line("nvidia 0001:00:02.0: enabling device (0000 -> 0002)"), of("nvidia", true));
-        for other in ["", "pci", "NVRM: GPU 0001:00:02.0: RmInitAdapter failed!", "pci_bus 0001:00: root bus", "pci 0001:00: x"] {
+        assert_eq!(
+            line("pci 0001:00:02.0: BAR 0 [mem 0x120022000000-0x120022ffffff 64bit pref]"),
+            of("pci", false)
+        );
+        assert_eq!(
+            line("nvidia 0001:00:02.0: enabling device (0000 -> 0002)"),
+            of("nvidia", true)
+        );
+        for other in [
+            "",
+            "pci",
+            "NVRM: GPU 0001:00:02.0: RmInitAdapter failed!",
+            "pci_bus 0001:00: root bus",
+            "pci 0001:00: x",
+        ] {
             assert_eq!(line(other), None, "{other}");
         }
     }
@@ -136,7 +197,10 @@ mod tests {
     #[test]
     fn lines_that_are_far_apart_are_two_rounds() {
         let ms = |t: i64| t * 1_000_000;
-        assert_eq!(rounds([ms(1), ms(90), ms(180), ms(500), ms(501)].into_iter()), [(ms(1), ms(180)), (ms(500), ms(501))]);
+        assert_eq!(
+            rounds([ms(1), ms(90), ms(180), ms(500), ms(501)].into_iter()),
+            [(ms(1), ms(180)), (ms(500), ms(501))]
+        );
         assert_eq!(rounds([i64::MIN, i64::MAX].into_iter()).len(), 2);
     }
 }

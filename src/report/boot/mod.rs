@@ -9,20 +9,20 @@
 //! marked so; an order that is only assumed never supports a promised gain. Texts in a timeline are
 //! printable ASCII.
 
-pub mod model; // GPUs, containers, milestones, spans, losses
-pub mod fold; // records into the model
-pub mod gpus; // spans, and states of GPUs
-mod containers; // containers by the agent's lines
-pub mod gpu_name; // a GPU's number and address
-pub mod gpu_health; // NVML's reports on the GPUs
-pub mod host_trace; // the host's trace on the guest's clock
-pub mod story; // steps and milestones of a boot, as they were found
-pub mod steps; // the records of a boot as a story
-pub mod draft; // the story while steps are added
 mod agent_steps; // the agent's share: start, waiting, pauses, containers
-mod kernel_steps; // the kernel's share: before the init, and probes inside a module load
+mod containers; // containers by the agent's lines
+pub mod coverage;
+pub mod draft; // the story while steps are added
+pub mod fold; // records into the model
+pub mod gpu_health; // NVML's reports on the GPUs
+pub mod gpu_name; // a GPU's number and address
+pub mod gpus; // spans, and states of GPUs
 mod host_steps; // the host's share by its own trace
-pub mod runtime_steps; // the host's share: containerd, CNI, the shim, and time without a request
+pub mod host_trace; // the host's trace on the guest's clock
 pub mod intervals; // sets of time
-pub mod timeline; // a story made sound: in order, in phases, without contradiction
-pub mod coverage; // time that no step explains
+mod kernel_steps; // the kernel's share: before the init, and probes inside a module load
+pub mod model; // GPUs, containers, milestones, spans, losses
+pub mod runtime_steps; // the host's share: containerd, CNI, the shim, and time without a request
+pub mod steps; // the records of a boot as a story
+pub mod story; // steps and milestones of a boot, as they were found
+pub mod timeline; // a story made sound: in order, in phases, without contradiction // time that no step explains

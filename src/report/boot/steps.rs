@@ -24,8 +24,19 @@ const UNKNOWN_GPU: &str = "GPU unknown";
 
 /// All known steps and milestones of a boot.
 pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
-    let mut draft = Draft { boot, file, tries: tries(file, agent), story: Story::default(), gpus: gpus(boot, file) };
-    draft.story.last_ns = file.records.iter().map(|r| ns(r.boottime_ns)).max().unwrap_or(0);
+    let mut draft = Draft {
+        boot,
+        file,
+        tries: tries(file, agent),
+        story: Story::default(),
+        gpus: gpus(boot, file),
+    };
+    draft.story.last_ns = file
+        .records
+        .iter()
+        .map(|r| ns(r.boottime_ns))
+        .max()
+        .unwrap_or(0);
     spans(&mut draft);
     before_kernel(&mut draft);
     kernel_steps::add(&mut draft);
@@ -49,7 +60,11 @@ fn tries(file: &BootFile, agent: &[AgentLine]) -> Vec<Try> {
         if let AgentEvent::CdiTryFailed { container, .. } = &line.event
             && let Some(placed) = points.place(line.realtime_ns, &clock)
         {
-            tries.push(Try { container: container.clone(), at_ns: ns(placed.boottime_ns), approximate: placed.approximate });
+            tries.push(Try {
+                container: container.clone(),
+                at_ns: ns(placed.boottime_ns),
+                approximate: placed.approximate,
+            });
         }
     }
     tries.sort_by_key(|t| t.at_ns);
@@ -57,11 +72,20 @@ fn tries(file: &BootFile, agent: &[AgentLine]) -> Vec<Try> {
 }
 
 fn gpus(boot: &Boot, file: &BootFile) -> HashMap<PciAddress, GpuFacts> {
-    let facts = |gpu: &Gpu| GpuFacts { index: gpu.index, bound_ns: gpu.bound.map(|b| ns(b.at_ns)), device: None };
-    let mut gpus: HashMap<PciAddress, GpuFacts> = boot.gpus.iter().map(|g| (g.address, facts(g))).collect();
+    let facts = |gpu: &Gpu| GpuFacts {
+        index: gpu.index,
+        bound_ns: gpu.bound.map(|b| ns(b.at_ns)),
+        device: None,
+    };
+    let mut gpus: HashMap<PciAddress, GpuFacts> =
+        boot.gpus.iter().map(|g| (g.address, facts(g))).collect();
     for record in file.records.iter().filter(|r| r.name == names::GPU_FOUND) {
         // `10de:2330`, in earlier versions `0x2330`.
-        let id = record.fields.get("device").and_then(Field::as_str).and_then(|d| d.rsplit([':', 'x']).next());
+        let id = record
+            .fields
+            .get("device")
+            .and_then(Field::as_str)
+            .and_then(|d| d.rsplit([':', 'x']).next());
         if let Some(gpu) = record.gpu.and_then(|address| gpus.get_mut(&address)) {
             gpu.device = id.and_then(|id| u16::from_str_radix(id, 16).ok());
         }
@@ -76,7 +100,11 @@ fn spans(draft: &mut Draft) {
     let index: HashMap<u64, usize> = kept().enumerate().map(|(i, span)| (span.id, i)).collect();
     for span in kept() {
         let detail = match span.name.as_str() {
-            names::MODULE_LOAD => span.fields.get("module").and_then(Field::as_str).unwrap_or(""),
+            names::MODULE_LOAD => span
+                .fields
+                .get("module")
+                .and_then(Field::as_str)
+                .unwrap_or(""),
             names::GPU_INIT if span.gpu.is_none() => UNKNOWN_GPU,
             _ => "",
         };
@@ -89,7 +117,11 @@ fn spans(draft: &mut Draft) {
             end_ns: span.end_ns.map(ns),
             parent: span.parent.and_then(|id| index.get(&id).copied()),
             // An unknown id becomes an index of nothing, and is counted as such.
-            after: span.after.iter().map(|id| index.get(id).copied().unwrap_or(usize::MAX)).collect(),
+            after: span
+                .after
+                .iter()
+                .map(|id| index.get(id).copied().unwrap_or(usize::MAX))
+                .collect(),
             failed: span.error.is_some(),
             ..Step::default()
         };
@@ -97,7 +129,10 @@ fn spans(draft: &mut Draft) {
     }
     let lost = boot.spans.len() - draft.story.steps.len();
     if lost > 0 {
-        draft.story.missing.push(format!("the beginning of {lost} step(s) was lost"));
+        draft
+            .story
+            .missing
+            .push(format!("the beginning of {lost} step(s) was lost"));
     }
 }
 
@@ -106,7 +141,12 @@ fn before_kernel(draft: &mut Draft) {
     let boot = draft.boot;
     if let Some(before) = boot.clock.before_kernel {
         draft.derive(derived::VMM_FIRMWARE, -ns(before.took_ns), 0);
-        let start = Milestone { name: VM_START.into(), at_ns: -ns(before.took_ns), error_ns: before.error_ns, ..Milestone::default() };
+        let start = Milestone {
+            name: VM_START.into(),
+            at_ns: -ns(before.took_ns),
+            error_ns: before.error_ns,
+            ..Milestone::default()
+        };
         draft.story.milestones.push(start);
     }
     draft.story.missing.extend(boot.clock.notes.iter().cloned());
@@ -120,7 +160,9 @@ fn init_steps(draft: &mut Draft) {
         step.map(|s| (s.begin_ns, s.end_ns))
     };
     let exec = times(draft, names::AGENT_EXEC);
-    if let (Some((_, Some(stage0_end))), Some((exec_begin, _))) = (times(draft, names::STAGE0), exec) {
+    if let (Some((_, Some(stage0_end))), Some((exec_begin, _))) =
+        (times(draft, names::STAGE0), exec)
+    {
         draft.derive(derived::HANDOVER, stage0_end, exec_begin);
     }
     let scan = times(draft, names::PCI_SCAN);
@@ -129,7 +171,9 @@ fn init_steps(draft: &mut Draft) {
         draft.derive(derived::WORKER, exec_end, worker_begin);
     }
     let looked = times(draft, names::DRIVER_LOOK).or(scan);
-    if let (Some((_, Some(looked_end))), Some((load_begin, _))) = (looked, times(draft, names::MODULE_LOAD)) {
+    if let (Some((_, Some(looked_end))), Some((load_begin, _))) =
+        (looked, times(draft, names::MODULE_LOAD))
+    {
         draft.derive(derived::PREPARE, looked_end, load_begin);
     }
 }
@@ -139,8 +183,15 @@ fn init_steps(draft: &mut Draft) {
 fn settling(draft: &mut Draft) -> Option<usize> {
     let settled_ns = ns(draft.boot.settled_ns?);
     let ended: Vec<(usize, i64)> = {
-        let of_gpus = draft.story.steps.iter().enumerate().filter(|(_, s)| s.gpu.is_some() && !s.derived);
-        of_gpus.filter_map(|(i, s)| Some((i, s.end_ns.filter(|end| *end <= settled_ns)?))).collect()
+        let of_gpus = draft
+            .story
+            .steps
+            .iter()
+            .enumerate()
+            .filter(|(_, s)| s.gpu.is_some() && !s.derived);
+        of_gpus
+            .filter_map(|(i, s)| Some((i, s.end_ns.filter(|end| *end <= settled_ns)?)))
+            .collect()
     };
     let last_ns = ended.iter().map(|(_, end)| *end).max()?;
     let settle = draft.derive(derived::SETTLE, last_ns, settled_ns)?;
@@ -153,17 +204,38 @@ fn settling(draft: &mut Draft) -> Option<usize> {
 /// Orders initialisations one after another, by the boot's strategy, or because only their marks in
 /// the driver's log are known: each had to wait for the one before.
 fn chain_serial_initialisation(draft: &mut Draft) {
-    let strategy = draft.file.records.iter().find(|r| r.kind == Kind::Event && r.name == names::STRATEGY);
-    let is_serial = strategy.and_then(|r| r.fields.get("init")).and_then(Field::as_str) == Some("serial");
+    let strategy = draft
+        .file
+        .records
+        .iter()
+        .find(|r| r.kind == Kind::Event && r.name == names::STRATEGY);
+    let is_serial = strategy
+        .and_then(|r| r.fields.get("init"))
+        .and_then(Field::as_str)
+        == Some("serial");
     let mut inits: Vec<(i64, usize)> = Vec::new();
-    let is_chained = |step: &Step| step.name == names::GPU_INIT && (is_serial || step.detail == UNKNOWN_GPU);
-    for (i, step) in draft.story.steps.iter().enumerate().filter(|(_, step)| is_chained(step)) {
+    let is_chained =
+        |step: &Step| step.name == names::GPU_INIT && (is_serial || step.detail == UNKNOWN_GPU);
+    for (i, step) in draft
+        .story
+        .steps
+        .iter()
+        .enumerate()
+        .filter(|(_, step)| is_chained(step))
+    {
         inits.push((step.begin_ns, i));
     }
     inits.sort_unstable();
     for pair in inits.windows(2) {
-        let [(_, before), (begin_ns, after)] = pair else { continue };
-        let ended = draft.story.steps.get(*before).and_then(|s| s.end_ns).is_some_and(|end| end <= *begin_ns);
+        let [(_, before), (begin_ns, after)] = pair else {
+            continue;
+        };
+        let ended = draft
+            .story
+            .steps
+            .get(*before)
+            .and_then(|s| s.end_ns)
+            .is_some_and(|end| end <= *begin_ns);
         if ended && let Some(step) = draft.step_mut(*after) {
             step.follows.push(*before);
         }
@@ -172,7 +244,9 @@ fn chain_serial_initialisation(draft: &mut Draft) {
 
 fn milestones(draft: &mut Draft, created: &BTreeMap<i64, usize>, settle: Option<usize>) {
     for milestone in draft.boot.milestones.iter().filter(|m| m.name != SETTLED) {
-        let Some(at_ns) = milestone.boottime_ns.map(ns) else { continue };
+        let Some(at_ns) = milestone.boottime_ns.map(ns) else {
+            continue;
+        };
         let first = |name: &str| draft.first(name);
         let after: Option<usize> = match milestone.name {
             "init start" => first(derived::KERNEL_EXEC).or(first(derived::KERNEL)),
@@ -190,18 +264,35 @@ fn milestones(draft: &mut Draft, created: &BTreeMap<i64, usize>, settle: Option<
         });
     }
     let of_name = |draft: &Draft, wanted: fn(&Step) -> bool| -> Vec<usize> {
-        draft.story.steps.iter().enumerate().filter(|(_, s)| wanted(s)).map(|(i, _)| i).collect()
+        draft
+            .story
+            .steps
+            .iter()
+            .enumerate()
+            .filter(|(_, s)| wanted(s))
+            .map(|(i, _)| i)
+            .collect()
     };
     if let Some(settled_ns) = draft.boot.settled_ns {
         let initialised = || of_name(draft, |s| s.name == names::GPU_INIT && s.end_ns.is_some());
         let after = settle.map_or_else(initialised, |settle| vec![settle]);
-        draft.story.milestones.push(Milestone { name: SETTLED.into(), at_ns: ns(settled_ns), after, ..Milestone::default() });
+        draft.story.milestones.push(Milestone {
+            name: SETTLED.into(),
+            at_ns: ns(settled_ns),
+            after,
+            ..Milestone::default()
+        });
     } else if draft.story.steps.iter().any(|s| s.end_ns.is_none()) || !draft.boot.gpus.is_empty() {
         // The boot never ended: take the steps that were open at the end of the record. Mere
         // waiters did not keep the boot from ending.
         let after = of_name(draft, |s| s.end_ns.is_none() && !row_of(&s.name).waiting);
         let at_ns = draft.story.last_ns;
-        draft.story.milestones.push(Milestone { name: LAST_RECORD.into(), at_ns, after, ..Milestone::default() });
+        draft.story.milestones.push(Milestone {
+            name: LAST_RECORD.into(),
+            at_ns,
+            after,
+            ..Milestone::default()
+        });
     }
 }
 
@@ -215,7 +306,10 @@ fn missing(draft: &mut Draft, agent: &[AgentLine]) {
         missing.push("no `Run ... as init process` line of the kernel: its time and that of the first exec are one".to_string());
     }
     if draft.boot.lost.records > 0 {
-        missing.push(format!("{} record(s) are missing, with their steps", draft.boot.lost.records));
+        missing.push(format!(
+            "{} record(s) are missing, with their steps",
+            draft.boot.lost.records
+        ));
     }
     draft.story.missing.extend(missing);
 }

@@ -76,7 +76,11 @@ impl Step {
 
     /// Name and detail: `module.load nvidia`.
     pub fn title(&self) -> String {
-        if self.detail.is_empty() { self.name.clone() } else { format!("{} {}", self.name, self.detail) }
+        if self.detail.is_empty() {
+            self.name.clone()
+        } else {
+            format!("{} {}", self.name, self.detail)
+        }
     }
 }
 
@@ -115,19 +119,37 @@ impl Timeline {
         let given = story.steps;
         let last_ns = story.last_ns;
         let end_of = |step: &story::Step| step.end_ns.unwrap_or(last_ns.max(step.begin_ns));
-        let mut order: Vec<usize> = (0..given.len()).filter(|i| given.get(*i).is_some_and(|s| end_of(s) >= s.begin_ns)).collect();
+        let mut order: Vec<usize> = (0..given.len())
+            .filter(|i| given.get(*i).is_some_and(|s| end_of(s) >= s.begin_ns))
+            .collect();
         if order.len() < given.len() {
-            notes.push(format!("{} step(s) end before they begin and are left out", given.len() - order.len()));
+            notes.push(format!(
+                "{} step(s) end before they begin and are left out",
+                given.len() - order.len()
+            ));
         }
-        order.sort_by_key(|i| given.get(*i).map(|s| (s.begin_ns, std::cmp::Reverse(end_of(s)), *i)));
-        let place: HashMap<usize, usize> = order.iter().enumerate().map(|(to, from)| (*from, to)).collect();
+        order.sort_by_key(|i| {
+            given
+                .get(*i)
+                .map(|s| (s.begin_ns, std::cmp::Reverse(end_of(s)), *i))
+        });
+        let place: HashMap<usize, usize> = order
+            .iter()
+            .enumerate()
+            .map(|(to, from)| (*from, to))
+            .collect();
 
         let mut steps: Vec<Step> = Vec::with_capacity(order.len());
         for (at, step) in order.iter().filter_map(|i| given.get(*i)).enumerate() {
             let end_ns = end_of(step);
             // A step that stands before this one in the order and is still going on when this one
             // begins can be around it.
-            let around = |parent: &usize| *parent < at && steps.get(*parent).is_some_and(|p: &Step| p.end_ns >= step.begin_ns);
+            let around = |parent: &usize| {
+                *parent < at
+                    && steps
+                        .get(*parent)
+                        .is_some_and(|p: &Step| p.end_ns >= step.begin_ns)
+            };
             let name = printable_start(step.name.as_bytes(), MAX_NAME);
             steps.push(Step {
                 span: step.span,
@@ -138,7 +160,10 @@ impl Timeline {
                 begin_ns: step.begin_ns,
                 end_ns,
                 open: step.end_ns.is_none(),
-                parent: step.parent.and_then(|p| place.get(&p).copied()).filter(around),
+                parent: step
+                    .parent
+                    .and_then(|p| place.get(&p).copied())
+                    .filter(around),
                 after: Vec::new(),
                 derived: step.derived,
                 approximate: step.approximate,
@@ -150,9 +175,17 @@ impl Timeline {
         for (step, after) in steps.iter_mut().zip(edges) {
             step.after = after;
         }
-        let mut milestones: Vec<Milestone> = story.milestones.into_iter().map(|m| milestone(m, &place, &steps)).collect();
+        let mut milestones: Vec<Milestone> = story
+            .milestones
+            .into_iter()
+            .map(|m| milestone(m, &place, &steps))
+            .collect();
         milestones.sort_by_key(|m| m.at_ns);
-        Self { steps, milestones, notes }
+        Self {
+            steps,
+            milestones,
+            notes,
+        }
     }
 
     /// Window between two milestones; by default the first and the last one.
@@ -161,13 +194,35 @@ impl Timeline {
             Some(found) => Ok(found),
             None => {
                 let known: Vec<&str> = self.milestones.iter().map(|m| m.name.as_str()).collect();
-                bail!("milestone {}: this boot has none of that name: one of {}", printable(name), known.join(", "))
+                bail!(
+                    "milestone {}: this boot has none of that name: one of {}",
+                    printable(name),
+                    known.join(", ")
+                )
             }
         };
-        let from = from.map_or_else(|| self.milestones.first().ok_or_else(|| anyhow::anyhow!("the boot has no milestone")), find)?;
-        let to = to.map_or_else(|| self.milestones.last().ok_or_else(|| anyhow::anyhow!("the boot has no milestone")), find)?;
+        let from = from.map_or_else(
+            || {
+                self.milestones
+                    .first()
+                    .ok_or_else(|| anyhow::anyhow!("the boot has no milestone"))
+            },
+            find,
+        )?;
+        let to = to.map_or_else(
+            || {
+                self.milestones
+                    .last()
+                    .ok_or_else(|| anyhow::anyhow!("the boot has no milestone"))
+            },
+            find,
+        )?;
         if to.at_ns <= from.at_ns {
-            bail!("nothing to account for: no time passes from {} to {}", from.name, to.name);
+            bail!(
+                "nothing to account for: no time passes from {} to {}",
+                from.name,
+                to.name
+            );
         }
         Ok(Window { from, to })
     }
@@ -176,7 +231,13 @@ impl Timeline {
 fn milestone(given: Milestone, place: &HashMap<usize, usize>, steps: &[Step]) -> Milestone {
     let ended = |i: &usize| steps.get(*i).is_some_and(|s| s.end_ns <= given.at_ns);
     Milestone {
-        after: given.after.iter().filter_map(|i| place.get(i).copied()).filter(ended).take(MAX_EDGES).collect(),
+        after: given
+            .after
+            .iter()
+            .filter_map(|i| place.get(i).copied())
+            .filter(ended)
+            .take(MAX_EDGES)
+            .collect(),
         name: printable_start(given.name.as_bytes(), MAX_NAME),
         ..given
     }
@@ -196,10 +257,19 @@ fn edges(
     let mut out = Vec::with_capacity(steps.len());
     for (at, (step, from)) in steps.iter().zip(order).enumerate() {
         let mut after: Vec<(usize, Known)> = Vec::new();
-        let Some(source) = given.get(*from) else { continue };
-        let named = source.after.iter().map(|i| (i, Known::After)).chain(source.follows.iter().map(|i| (i, Known::Order)));
+        let Some(source) = given.get(*from) else {
+            continue;
+        };
+        let named = source
+            .after
+            .iter()
+            .map(|i| (i, Known::After))
+            .chain(source.follows.iter().map(|i| (i, Known::Order)));
         for (i, known) in named {
-            let target = place.get(i).copied().filter(|t| *t != at && steps.get(*t).is_some_and(|s| s.end_ns <= step.begin_ns));
+            let target = place
+                .get(i)
+                .copied()
+                .filter(|t| *t != at && steps.get(*t).is_some_and(|s| s.end_ns <= step.begin_ns));
             match target {
                 Some(target) if used < MAX_EDGES => {
                     after.push((target, known));
@@ -210,10 +280,20 @@ fn edges(
         }
         let recorded = after.iter().any(|(_, known)| *known == Known::After);
         if step.row.serial {
-            after.extend(ended.before(&step.name, step.begin_ns, at).map(|i| (i, Known::Order)));
+            after.extend(
+                ended
+                    .before(&step.name, step.begin_ns, at)
+                    .map(|i| (i, Known::Order)),
+            );
         }
         if !recorded && after.is_empty() {
-            after.extend(step.row.follows.iter().filter_map(|name| ended.before(name, step.begin_ns, at)).map(|i| (i, Known::Order)));
+            after.extend(
+                step.row
+                    .follows
+                    .iter()
+                    .filter_map(|name| ended.before(name, step.begin_ns, at))
+                    .map(|i| (i, Known::Order)),
+            );
         }
         if after.is_empty() && step.parent.is_none() && !step.row.waiting {
             after.extend(ended.last(step.begin_ns, at).map(|i| (i, Known::Assumed)));
@@ -238,8 +318,15 @@ impl<'a> Ended<'a> {
     fn new(steps: &'a [Step]) -> Self {
         let mut by_name: BTreeMap<&str, Vec<(i64, usize)>> = BTreeMap::new();
         let mut all = Vec::new();
-        for (i, step) in steps.iter().enumerate().filter(|(_, s)| !s.row.waiting && !s.open) {
-            by_name.entry(&step.name).or_default().push((step.end_ns, i));
+        for (i, step) in steps
+            .iter()
+            .enumerate()
+            .filter(|(_, s)| !s.row.waiting && !s.open)
+        {
+            by_name
+                .entry(&step.name)
+                .or_default()
+                .push((step.end_ns, i));
             all.push((step.end_ns, i));
         }
         by_name.values_mut().for_each(|ends| ends.sort_unstable());
@@ -269,7 +356,12 @@ mod tests {
     use super::*;
 
     fn step(name: &str, begin_ns: i64, end_ns: i64) -> story::Step {
-        story::Step { name: name.into(), begin_ns, end_ns: Some(end_ns), ..story::Step::default() }
+        story::Step {
+            name: name.into(),
+            begin_ns,
+            end_ns: Some(end_ns),
+            ..story::Step::default()
+        }
     }
 
     #[test]
@@ -280,7 +372,10 @@ mod tests {
                 step("stage0", 12, 20),
                 step("what", 21, 22),
                 step("pci.scan", 23, 24),
-                story::Step { after: vec![0], ..step("gpu.enable", 25, 26) },
+                story::Step {
+                    after: vec![0],
+                    ..step("gpu.enable", 25, 26)
+                },
                 step("imported", 30, 31),
             ],
             ..Story::default()
@@ -288,7 +383,17 @@ mod tests {
         let timeline = Timeline::new(story);
         let after: Vec<_> = timeline.steps.iter().map(|s| s.after.clone()).collect();
         let (order, assumed) = (Known::Order, Known::Assumed);
-        assert_eq!(after, [vec![], vec![(0, order)], vec![(1, assumed)], vec![(1, order)], vec![(0, Known::After)], vec![(4, assumed)],]);
+        assert_eq!(
+            after,
+            [
+                vec![],
+                vec![(0, order)],
+                vec![(1, assumed)],
+                vec![(1, order)],
+                vec![(0, Known::After)],
+                vec![(4, assumed)],
+            ]
+        );
         assert_eq!(timeline.notes, [] as [String; 0]);
     }
 
@@ -296,10 +401,21 @@ mod tests {
     fn what_contradicts_itself_is_left_out_and_counted() {
         let story = Story {
             steps: vec![
-                story::Step { after: vec![1, 7], parent: Some(1), ..step("a\u{1b}[2J", 5, 9) },
-                story::Step { after: vec![0], parent: Some(0), ..step("b", 5, 9) },
+                story::Step {
+                    after: vec![1, 7],
+                    parent: Some(1),
+                    ..step("a\u{1b}[2J", 5, 9)
+                },
+                story::Step {
+                    after: vec![0],
+                    parent: Some(0),
+                    ..step("b", 5, 9)
+                },
                 step("backwards", 9, 5),
-                story::Step { end_ns: None, ..step("open", 6, 0) },
+                story::Step {
+                    end_ns: None,
+                    ..step("open", 6, 0)
+                },
             ],
             last_ns: 20,
             ..Story::default()
@@ -307,19 +423,46 @@ mod tests {
         let timeline = Timeline::new(story);
         assert_eq!(timeline.steps.len(), 3);
         assert_eq!(timeline.steps[0].name, "a\\x1b[2J");
-        assert_eq!((timeline.steps[0].parent, timeline.steps[1].parent), (None, Some(0)), "one of two that are each other's");
+        assert_eq!(
+            (timeline.steps[0].parent, timeline.steps[1].parent),
+            (None, Some(0)),
+            "one of two that are each other's"
+        );
         assert!(timeline.steps[2].open && timeline.steps[2].end_ns == 20);
         assert_eq!(timeline.notes.len(), 2, "{:?}", timeline.notes);
-        assert!(timeline.notes[1].starts_with("3 order(s)"), "{:?}", timeline.notes);
+        assert!(
+            timeline.notes[1].starts_with("3 order(s)"),
+            "{:?}",
+            timeline.notes
+        );
     }
 
     #[test]
     fn a_window_has_two_ends_and_some_time_between() {
-        let at = |name: &str, at_ns| Milestone { name: name.into(), at_ns, ..Milestone::default() };
-        let timeline = Timeline::new(Story { milestones: vec![at("b", 7), at("a", -2)], ..Story::default() });
+        let at = |name: &str, at_ns| Milestone {
+            name: name.into(),
+            at_ns,
+            ..Milestone::default()
+        };
+        let timeline = Timeline::new(Story {
+            milestones: vec![at("b", 7), at("a", -2)],
+            ..Story::default()
+        });
         assert_eq!(timeline.window(None, None).unwrap().wall_ns(), 9);
-        assert!(timeline.window(Some("b"), Some("a")).unwrap_err().to_string().contains("no time passes"));
-        assert!(timeline.window(None, Some("c")).unwrap_err().to_string().contains("one of a, b"));
+        assert!(
+            timeline
+                .window(Some("b"), Some("a"))
+                .unwrap_err()
+                .to_string()
+                .contains("no time passes")
+        );
+        assert!(
+            timeline
+                .window(None, Some("c"))
+                .unwrap_err()
+                .to_string()
+                .contains("one of a, b")
+        );
         assert!(Timeline::default().window(None, None).is_err());
     }
 }

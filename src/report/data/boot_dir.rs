@@ -19,10 +19,16 @@ const OF_THE_KERNEL: [u64; 4] = [0x9fa0, 0x6265_6572, 0x7472_6163, 0x6462_6720];
 /// Opens a file in a directory that may be another user's. Anything but a file with contents of its
 /// own is an error: its name can be a link to what a reader never comes back from.
 pub fn open(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlag::O_NONBLOCK.bits())
+        .open(path)?;
     let kind = fstatfs(&file)?.filesystem_type().0 as u64;
     if !file.metadata()?.is_file() || OF_THE_KERNEL.contains(&kind) {
-        return Err(io::Error::new(ErrorKind::InvalidInput, "neither a regular file nor a link to one"));
+        return Err(io::Error::new(
+            ErrorKind::InvalidInput,
+            "neither a regular file nor a link to one",
+        ));
     }
     Ok(file)
 }
@@ -33,13 +39,21 @@ pub fn read_boot(path: &Path) -> Result<BootFile> {
     let file = open(path).with_context(|| format!("open {}", path.display()))?;
     let mut boot = BootFile::read(file).with_context(|| format!("read {}", path.display()))?;
     if boot.header.is_none() && boot.records.is_empty() {
-        let first = boot.damage.first().map(|d| format!(" (line {}: {})", d.line, d.why)).unwrap_or_default();
-        bail!("{}: no event stream in it{first}: give a file that `collect` wrote, or the guest's boot.ndjson", path.display());
+        let first = boot
+            .damage
+            .first()
+            .map(|d| format!(" (line {}: {})", d.line, d.why))
+            .unwrap_or_default();
+        bail!(
+            "{}: no event stream in it{first}: give a file that `collect` wrote, or the guest's boot.ndjson",
+            path.display()
+        );
     }
     let trace = trace_file::beside(path);
     if trace.is_file() && trace != path {
         let file = open(&trace).with_context(|| format!("open {}", trace.display()))?;
-        boot.read_trace(file.take(trace_file::MAX_BYTES)).with_context(|| format!("read {}", trace.display()))?;
+        boot.read_trace(file.take(trace_file::MAX_BYTES))
+            .with_context(|| format!("read {}", trace.display()))?;
     }
     Ok(boot)
 }
@@ -54,15 +68,33 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
         return Ok(path.to_path_buf());
     }
     // If there is no such file, the text may be the start of an id; else it is a missing path.
-    if !boot.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f' | b'-')) {
-        bail!("{}: neither a file nor the start of a boot id: kata-gpu-boot list shows the ids", printable(boot));
+    if !boot
+        .bytes()
+        .all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f' | b'-'))
+    {
+        bail!(
+            "{}: neither a file nor the start of a boot id: kata-gpu-boot list shows the ids",
+            printable(boot)
+        );
     }
-    let mut found: Vec<PathBuf> =
-        boots(dir)?.into_iter().filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(boot))).collect();
+    let mut found: Vec<PathBuf> = boots(dir)?
+        .into_iter()
+        .filter(|p| {
+            p.file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with(boot))
+        })
+        .collect();
     match (found.pop(), found.len()) {
         (Some(path), 0) => Ok(path),
-        (None, _) => bail!("no file and no boot {boot} in {}: name the collector's directory with --dir", dir.display()),
-        (Some(_), more) => bail!("{} boots in {} start with {boot}: give more of the id", more + 1, dir.display()),
+        (None, _) => bail!(
+            "no file and no boot {boot} in {}: name the collector's directory with --dir",
+            dir.display()
+        ),
+        (Some(_), more) => bail!(
+            "{} boots in {} start with {boot}: give more of the id",
+            more + 1,
+            dir.display()
+        ),
     }
 }
 
@@ -70,9 +102,16 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
 /// would block, and /dev/zero has no end.
 pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
-    for entry in std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))? {
-        let path = entry.with_context(|| format!("read directory {}", dir.display()))?.path();
-        let named_by_id = path.file_stem().and_then(|s| s.to_str()).is_some_and(is_boot_id);
+    for entry in
+        std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))?
+    {
+        let path = entry
+            .with_context(|| format!("read directory {}", dir.display()))?
+            .path();
+        let named_by_id = path
+            .file_stem()
+            .and_then(|s| s.to_str())
+            .is_some_and(is_boot_id);
         // Skip a dangling link, and a file that the retention has removed in between.
         if named_by_id && path.extension().is_some_and(|e| e == EXTENSION) && path.is_file() {
             found.push(path);
@@ -97,7 +136,10 @@ pub fn dated(dir: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     if dated.is_empty() {
-        bail!("no boot in {}: name the collector's directory (of files BOOT_ID.ndjson) with --dir, or give a file", dir.display());
+        bail!(
+            "no boot in {}: name the collector's directory (of files BOOT_ID.ndjson) with --dir, or give a file",
+            dir.display()
+        );
     }
     dated.sort_unstable_by(|a, b| b.cmp(a));
     Ok(dated.into_iter().map(|(_, path)| path).collect())
@@ -111,11 +153,22 @@ mod tests {
     #[test]
     fn a_link_into_the_kernels_file_systems_and_a_pipe_are_refused() {
         let dir = temp_dir();
-        let boot = dir.path().join("0f7a1f8e-0000-4000-8000-00000000beef.ndjson");
-        for target in ["/proc/kmsg", "/proc/self/maps", "/sys/kernel/uevent_seqnum", "/dev/null"] {
+        let boot = dir
+            .path()
+            .join("0f7a1f8e-0000-4000-8000-00000000beef.ndjson");
+        for target in [
+            "/proc/kmsg",
+            "/proc/self/maps",
+            "/sys/kernel/uevent_seqnum",
+            "/dev/null",
+        ] {
             std::os::unix::fs::symlink(target, &boot).unwrap();
             let error = open(&boot).unwrap_err();
-            assert!(error.kind() == ErrorKind::InvalidInput || error.kind() == ErrorKind::PermissionDenied, "{target}: {error}");
+            assert!(
+                error.kind() == ErrorKind::InvalidInput
+                    || error.kind() == ErrorKind::PermissionDenied,
+                "{target}: {error}"
+            );
             std::fs::remove_file(&boot).unwrap();
         }
         nix::unistd::mkfifo(&boot, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -131,17 +184,35 @@ mod tests {
     #[test]
     fn a_boot_is_found_by_file_by_start_of_its_id_or_as_newest() {
         let dir = temp_dir();
-        let old = dir.path().join("0f7a1f8e-0000-4000-8000-00000000beef.ndjson");
-        let new = dir.path().join("0f7b1f8e-0000-4000-8000-00000000beef.ndjson");
+        let old = dir
+            .path()
+            .join("0f7a1f8e-0000-4000-8000-00000000beef.ndjson");
+        let new = dir
+            .path()
+            .join("0f7b1f8e-0000-4000-8000-00000000beef.ndjson");
         std::fs::write(&old, "").unwrap();
         let file = File::create(&new).unwrap();
-        file.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(5)).unwrap();
+        file.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(5))
+            .unwrap();
         std::fs::write(dir.path().join("zzz.ndjson"), "").unwrap();
         assert_eq!(find(None, dir.path()).unwrap(), new);
         assert_eq!(find(Some("0f7a"), dir.path()).unwrap(), old);
-        assert_eq!(find(Some(old.to_str().unwrap()), Path::new("/")).unwrap(), old);
-        assert!(find(Some("0f7"), dir.path()).unwrap_err().to_string().contains("2 boots"));
-        assert!(find(Some("beef"), dir.path()).unwrap_err().to_string().contains("--dir"));
+        assert_eq!(
+            find(Some(old.to_str().unwrap()), Path::new("/")).unwrap(),
+            old
+        );
+        assert!(
+            find(Some("0f7"), dir.path())
+                .unwrap_err()
+                .to_string()
+                .contains("2 boots")
+        );
+        assert!(
+            find(Some("beef"), dir.path())
+                .unwrap_err()
+                .to_string()
+                .contains("--dir")
+        );
         assert!(
             find(Some("../no/such"), dir.path())
                 .unwrap_err()
@@ -153,14 +224,21 @@ mod tests {
     #[test]
     fn what_is_called_like_a_boot_and_is_no_file_is_not_looked_into() {
         let dir = temp_dir();
-        let named = |n: u8| dir.path().join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"));
+        let named = |n: u8| {
+            dir.path()
+                .join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"))
+        };
         std::fs::write(named(0), "").unwrap();
         std::os::unix::fs::symlink("/nonexistent", named(1)).unwrap();
         std::os::unix::fs::symlink("/dev/zero", named(2)).unwrap();
         std::fs::create_dir(named(3)).unwrap();
         nix::unistd::mkfifo(&named(4), nix::sys::stat::Mode::S_IRWXU).unwrap();
         assert_eq!(boots(dir.path()).unwrap(), [named(0)]);
-        assert_eq!(find(None, dir.path()).unwrap(), named(0), "a link to nothing does not keep the others from being found");
+        assert_eq!(
+            find(None, dir.path()).unwrap(),
+            named(0),
+            "a link to nothing does not keep the others from being found"
+        );
     }
 
     #[test]
@@ -168,6 +246,11 @@ mod tests {
         let dir = temp_dir();
         let path = dir.path().join("x");
         std::fs::write(&path, "hello\n").unwrap();
-        assert!(read_boot(&path).unwrap_err().to_string().contains("give a file that"));
+        assert!(
+            read_boot(&path)
+                .unwrap_err()
+                .to_string()
+                .contains("give a file that")
+        );
     }
 }

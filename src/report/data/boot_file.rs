@@ -10,7 +10,10 @@
 //! `boot.ndjson` of a guest is such a file without host lines. [`super::trace_file`] has the file
 //! that `trace` writes beside it.
 
-use super::budget::{MAX_ALL_FIELDS, MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS, MAX_RECORDS, MAX_TEXT, TooLarge};
+use super::budget::{
+    MAX_ALL_FIELDS, MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS,
+    MAX_RECORDS, MAX_TEXT, TooLarge,
+};
 use super::clock_offset::{Clock, Sample};
 use super::compact_record::{Names, Record};
 use super::framing::{Lines, Piece};
@@ -54,19 +57,32 @@ pub enum HostEvent {
     /// A peer connected and claimed this boot.
     Connected { peer: String, first_seq: u64 },
     /// Counts of the connection.
-    Disconnected { peer: String, records: u64, duplicates: u64 },
+    Disconnected {
+        peer: String,
+        records: u64,
+        duplicates: u64,
+    },
     /// The guest's clock beside the host's, better than the known samples.
     Clock(Sample),
     /// Records that never came: their number, and the first few gaps (first and last seq of each).
     /// Later connections may still bring them.
     Lost { count: u64, gaps: Vec<(u64, u64)> },
     /// Lines dropped because they are not of the format; the first one's reason.
-    Garbage { lines: u64, bytes: u64, first: String },
+    Garbage {
+        lines: u64,
+        bytes: u64,
+        first: String,
+    },
     /// The boot reached the collector's limit; later records were dropped.
     Capped { why: String },
     /// Records that came while the file could not be written, with the first and last seq. The
     /// guest was asked to send them again.
-    Dropped { records: u64, first_seq: u64, last_seq: u64, why: String },
+    Dropped {
+        records: u64,
+        first_seq: u64,
+        last_seq: u64,
+        why: String,
+    },
     /// Kata's name of the VM, and its pod.
     Sandbox(Sandbox),
     /// The id of the boot's OTLP trace, drawn when the file was begun.
@@ -141,8 +157,12 @@ impl TryFrom<String> for TraceId {
 
     fn try_from(text: String) -> Result<Self, Self::Error> {
         let digits = text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());
-        let id = digits.then(|| u128::from_str_radix(&text, 16).ok()).flatten();
-        id.and_then(NonZeroU128::new).map(Self).ok_or("a trace id has 32 hexadecimal digits and is not 0")
+        let id = digits
+            .then(|| u128::from_str_radix(&text, 16).ok())
+            .flatten();
+        id.and_then(NonZeroU128::new)
+            .map(Self)
+            .ok_or("a trace id has 32 hexadecimal digits and is not 0")
     }
 }
 
@@ -177,12 +197,18 @@ pub struct ImportedClock {
 
 impl HostLine {
     pub fn now(event: HostEvent) -> Self {
-        Self { schema: record::SCHEMA, kind: HostKind::Host, realtime_ns: text::realtime_ns(), event }
+        Self {
+            schema: record::SCHEMA,
+            kind: HostKind::Host,
+            realtime_ns: text::realtime_ns(),
+            event,
+        }
     }
 
     pub fn to_line(&self) -> String {
         // Structs of numbers and strings: serialising cannot fail.
-        let mut line = serde_json::to_string(self).unwrap_or_else(|e| format!(r#"{{"unwritable":"{e}"}}"#));
+        let mut line =
+            serde_json::to_string(self).unwrap_or_else(|e| format!(r#"{{"unwritable":"{e}"}}"#));
         line.push('\n');
         line
     }
@@ -243,7 +269,8 @@ impl BootFile {
     /// Reads to the end. Errors are those of reading; the content never causes one.
     pub fn read(from: impl Read) -> io::Result<Self> {
         let mut file = Self::default();
-        let (bytes, unfinished) = for_each_line(from, |number, length, line| file.add(number, length, line))?;
+        let (bytes, unfinished) =
+            for_each_line(from, |number, length, line| file.add(number, length, line))?;
         file.bytes = bytes;
         file.unfinished = unfinished;
         file.records.shrink_to_fit();
@@ -253,7 +280,9 @@ impl BootFile {
     /// Adds the file of `trace`, which has nothing but the recorder's lines.
     pub fn read_trace(&mut self, from: impl Read) -> io::Result<()> {
         for_each_line(from, |number, length, line| match line {
-            Ok(FileLine::Host(line)) if matches!(line.event, HostEvent::Traced(_) | HostEvent::Recording(_)) => {
+            Ok(FileLine::Host(line))
+                if matches!(line.event, HostEvent::Traced(_) | HostEvent::Recording(_)) =>
+            {
                 self.traced += 1;
                 if self.traced > MAX_TRACED {
                     self.too_large.host_lines += 1;
@@ -261,7 +290,10 @@ impl BootFile {
                     self.add_host(line, length);
                 }
             }
-            Ok(_) => self.add_damage(number, "in the file of the host's trace: not a line of the recorder".into()),
+            Ok(_) => self.add_damage(
+                number,
+                "in the file of the host's trace: not a line of the recorder".into(),
+            ),
             Err(why) => self.add_damage(number, format!("in the file of the host's trace: {why}")),
         })
         .map(drop)
@@ -269,12 +301,24 @@ impl BootFile {
 
     /// Steps and counts that the host's trace has.
     pub fn traced(&self) -> impl Iterator<Item = &Traced> + '_ {
-        self.host.iter().filter_map(|line| if let HostEvent::Traced(traced) = &line.event { Some(traced.as_ref()) } else { None })
+        self.host.iter().filter_map(|line| {
+            if let HostEvent::Traced(traced) = &line.event {
+                Some(traced.as_ref())
+            } else {
+                None
+            }
+        })
     }
 
     /// Facts about the host's trace, if there is one.
     pub fn recording(&self) -> Option<&Recording> {
-        self.host.iter().find_map(|line| if let HostEvent::Recording(recording) = &line.event { Some(recording.as_ref()) } else { None })
+        self.host.iter().find_map(|line| {
+            if let HostEvent::Recording(recording) = &line.event {
+                Some(recording.as_ref())
+            } else {
+                None
+            }
+        })
     }
 
     fn add(&mut self, number: u64, length: usize, line: Result<FileLine, String>) {
@@ -286,7 +330,10 @@ impl BootFile {
                 }
                 Some(first) if first.boot_id == header.boot_id => {}
                 Some(first) => {
-                    let why = format!("header of another boot, {}, in the file of {}", header.boot_id, first.boot_id);
+                    let why = format!(
+                        "header of another boot, {}, in the file of {}",
+                        header.boot_id, first.boot_id
+                    );
                     self.add_damage(number, why);
                 }
             },
@@ -310,11 +357,19 @@ impl BootFile {
         if !self.seqs.insert(record.seq) {
             return;
         }
-        let (text, orders) = (self.kept.text + record.text_bytes(), self.kept.orders + record.after().len());
+        let (text, orders) = (
+            self.kept.text + record.text_bytes(),
+            self.kept.orders + record.after().len(),
+        );
         let fields = self.kept.fields + record.fields.iter().count();
-        if self.records.len() >= MAX_RECORDS || text > MAX_TEXT || fields > MAX_ALL_FIELDS || orders > MAX_ORDERS {
+        if self.records.len() >= MAX_RECORDS
+            || text > MAX_TEXT
+            || fields > MAX_ALL_FIELDS
+            || orders > MAX_ORDERS
+        {
             // The end of a boot matters more than earlier records.
-            let last_words = record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
+            let last_words = record.kind == Kind::Event
+                && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
             if !last_words || self.kept.last_words >= MAX_LAST_WORDS {
                 self.too_large.records += 1;
                 return;
@@ -352,12 +407,24 @@ impl BootFile {
 
     /// The first peer that connected; later connections must be from the same peer.
     pub fn owner(&self) -> Option<&str> {
-        self.host.iter().find_map(|line| if let HostEvent::Connected { peer, .. } = &line.event { Some(peer.as_str()) } else { None })
+        self.host.iter().find_map(|line| {
+            if let HostEvent::Connected { peer, .. } = &line.event {
+                Some(peer.as_str())
+            } else {
+                None
+            }
+        })
     }
 
     /// The sandbox by the newest line.
     pub fn sandbox(&self) -> Option<&Sandbox> {
-        self.host.iter().rev().find_map(|line| if let HostEvent::Sandbox(sandbox) = &line.event { Some(sandbox) } else { None })
+        self.host.iter().rev().find_map(|line| {
+            if let HostEvent::Sandbox(sandbox) = &line.event {
+                Some(sandbox)
+            } else {
+                None
+            }
+        })
     }
 
     /// Kata's id of the sandbox.
@@ -367,12 +434,24 @@ impl BootFile {
 
     /// The first trace id; None in a file of logs, or without a collector's beginning.
     pub fn trace(&self) -> Option<TraceId> {
-        self.host.iter().find_map(|line| if let HostEvent::Trace { id } = line.event { Some(id) } else { None })
+        self.host.iter().find_map(|line| {
+            if let HostEvent::Trace { id } = line.event {
+                Some(id)
+            } else {
+                None
+            }
+        })
     }
 
     /// Sources of the boot, if it was made from logs.
     pub fn imported(&self) -> Option<&Imported> {
-        self.host.iter().find_map(|line| if let HostEvent::Imported(imported) = &line.event { Some(imported.as_ref()) } else { None })
+        self.host.iter().find_map(|line| {
+            if let HostEvent::Imported(imported) = &line.event {
+                Some(imported.as_ref())
+            } else {
+                None
+            }
+        })
     }
 
     /// The guest's clock beside the host's: from the collector's pings, and from the guest's own
@@ -384,13 +463,22 @@ impl BootFile {
     }
 
     pub fn clock_samples(&self) -> impl Iterator<Item = Sample> + '_ {
-        self.host.iter().filter_map(|line| if let HostEvent::Clock(sample) = line.event { Some(sample) } else { None })
+        self.host.iter().filter_map(|line| {
+            if let HostEvent::Clock(sample) = line.event {
+                Some(sample)
+            } else {
+                None
+            }
+        })
     }
 }
 
 /// Passes every complete line on, with its number from 1 and its length in bytes, in bounded
 /// memory. Returns the bytes read and the bytes after the last newline.
-pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Result<FileLine, String>)) -> io::Result<(u64, usize)> {
+pub fn for_each_line(
+    mut from: impl Read,
+    mut each: impl FnMut(u64, usize, Result<FileLine, String>),
+) -> io::Result<(u64, usize)> {
     let mut lines = Lines::new(record::MAX_LINE);
     let mut names = Names::default();
     let mut chunk = vec![0; 64 * 1024];
@@ -407,12 +495,16 @@ pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Resul
             number += 1;
             match piece {
                 // Reasons for the first ones only: a file of nothing but newlines has millions.
-                Piece::Line(line) if line.len() < SHORTEST && short >= MAX_NAMED_DAMAGE => each(number, line.len(), Err(String::new())),
+                Piece::Line(line) if line.len() < SHORTEST && short >= MAX_NAMED_DAMAGE => {
+                    each(number, line.len(), Err(String::new()))
+                }
                 Piece::Line(line) => {
                     short += usize::from(line.len() < SHORTEST);
                     each(number, line.len(), decode(line, &mut names));
                 }
-                Piece::TooLong(n) => each(number, n, Err(record::DecodeError::TooLong(n).to_string())),
+                Piece::TooLong(n) => {
+                    each(number, n, Err(record::DecodeError::TooLong(n).to_string()))
+                }
             }
         });
     }
@@ -460,13 +552,18 @@ impl SeqSet {
     }
 
     pub fn contains(&self, seq: u64) -> bool {
-        self.ranges.range(..=seq).next_back().is_some_and(|(_, last)| *last >= seq)
+        self.ranges
+            .range(..=seq)
+            .next_back()
+            .is_some_and(|(_, last)| *last >= seq)
     }
 
     /// Whether neither this seq nor a neighbour was seen: it would be a range of its own.
     pub fn is_apart(&self, seq: u64) -> bool {
         !self.contains(seq)
-            && !seq.checked_sub(1).is_some_and(|before| self.contains(before))
+            && !seq
+                .checked_sub(1)
+                .is_some_and(|before| self.contains(before))
             && !self.ranges.contains_key(&seq.saturating_add(1))
     }
 
@@ -477,11 +574,18 @@ impl SeqSet {
 
     /// Adds a seq; false if it was there before.
     pub fn insert(&mut self, seq: u64) -> bool {
-        let before = self.ranges.range(..=seq).next_back().map(|(first, last)| (*first, *last));
+        let before = self
+            .ranges
+            .range(..=seq)
+            .next_back()
+            .map(|(first, last)| (*first, *last));
         if before.is_some_and(|(_, last)| last >= seq) {
             return false;
         }
-        let last = seq.checked_add(1).and_then(|next| self.ranges.remove(&next)).unwrap_or(seq);
+        let last = seq
+            .checked_add(1)
+            .and_then(|next| self.ranges.remove(&next))
+            .unwrap_or(seq);
         match before {
             Some((first, end)) if end + 1 == seq => self.ranges.insert(first, last),
             _ => self.ranges.insert(seq, last),
@@ -497,14 +601,23 @@ impl SeqSet {
             next = last.saturating_add(1);
             gap
         });
-        let end = self.ranges.last_key_value().map_or(Some(0), |(_, last)| last.checked_add(1));
-        let behind = self.expected.zip(end).filter(|(expected, end)| expected >= end).map(|(expected, end)| (end, expected));
+        let end = self
+            .ranges
+            .last_key_value()
+            .map_or(Some(0), |(_, last)| last.checked_add(1));
+        let behind = self
+            .expected
+            .zip(end)
+            .filter(|(expected, end)| expected >= end)
+            .map(|(expected, end)| (end, expected));
         between.chain(behind)
     }
 
     /// Number of missing seqs between 0 and the highest known one.
     pub fn missing(&self) -> u64 {
-        self.gaps().map(|(first, last)| (last - first).saturating_add(1)).fold(0, u64::saturating_add)
+        self.gaps()
+            .map(|(first, last)| (last - first).saturating_add(1))
+            .fold(0, u64::saturating_add)
     }
 }
 

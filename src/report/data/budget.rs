@@ -75,9 +75,17 @@ impl TooLarge {
             (self.gpu_records, "record(s) of further GPUs"),
             (self.containers, "container(s)"),
         ];
-        let counted = counted.into_iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}"));
-        let lines = self.agent_lines.then(|| "further lines of the agent".to_string());
+        let counted = counted
+            .into_iter()
+            .filter(|(n, _)| *n > 0)
+            .map(|(n, what)| format!("{n} {what}"));
+        let lines = self
+            .agent_lines
+            .then(|| "further lines of the agent".to_string());
         let all: Vec<String> = counted.chain(lines).collect();
-        format!("too large: {} left out; no boot of a guest that works has as many", all.join(", "))
+        format!(
+            "too large: {} left out; no boot of a guest that works has as many",
+            all.join(", ")
+        )
     }
 }

@@ -40,14 +40,19 @@ impl Sample {
         let half = u64::try_from(rtt.as_nanos().div_ceil(2)).ok()?;
         let middle = sent_realtime_ns.checked_add(i64::try_from(half).ok()?)?;
         let offset_ns = middle.checked_sub(i64::try_from(boottime_ns).ok()?)?;
-        Some(Sample { boottime_ns, offset_ns, error_ns: half })
+        Some(Sample {
+            boottime_ns,
+            offset_ns,
+            error_ns: half,
+        })
     }
 
     /// The bound at another time of the guest.
     pub fn error_at(&self, boottime_ns: u64) -> u64 {
         let drift = u128::from(self.boottime_ns.abs_diff(boottime_ns)) * u128::from(RATE_ERROR_PPM);
         let drift = drift.div_ceil(1_000_000);
-        self.error_ns.saturating_add(u64::try_from(drift).unwrap_or(u64::MAX))
+        self.error_ns
+            .saturating_add(u64::try_from(drift).unwrap_or(u64::MAX))
     }
 }
 
@@ -80,16 +85,28 @@ struct Range {
 
 impl Range {
     fn of(sample: &Sample, boottime_ns: u64) -> Self {
-        let (offset, error) = (i128::from(sample.offset_ns), i128::from(sample.error_at(boottime_ns)));
-        Self { least: offset - error, most: offset + error }
+        let (offset, error) = (
+            i128::from(sample.offset_ns),
+            i128::from(sample.error_at(boottime_ns)),
+        );
+        Self {
+            least: offset - error,
+            most: offset + error,
+        }
     }
 
     fn common(self, other: Self) -> Self {
-        Self { least: self.least.max(other.least), most: self.most.min(other.most) }
+        Self {
+            least: self.least.max(other.least),
+            most: self.most.min(other.most),
+        }
     }
 
     fn span(self, other: Self) -> Self {
-        Self { least: self.least.min(other.least), most: self.most.max(other.most) }
+        Self {
+            least: self.least.min(other.least),
+            most: self.most.max(other.most),
+        }
     }
 
     fn is_empty(self) -> bool {
@@ -99,7 +116,9 @@ impl Range {
 
 /// Whether no offset of the clocks can be behind both samples: one clock was set between them.
 fn contradict(a: &Sample, b: &Sample) -> bool {
-    Range::of(a, b.boottime_ns).common(Range::of(b, b.boottime_ns)).is_empty()
+    Range::of(a, b.boottime_ns)
+        .common(Range::of(b, b.boottime_ns))
+        .is_empty()
 }
 
 /// Limit of samples kept of one boot: the guest's answers determine their number.
@@ -136,14 +155,20 @@ impl Clock {
                 nth % 2 == 1
             });
         }
-        let at = self.samples.partition_point(|s| s.boottime_ns <= sample.boottime_ns);
+        let at = self
+            .samples
+            .partition_point(|s| s.boottime_ns <= sample.boottime_ns);
         self.samples.insert(at, sample);
     }
 
     /// Adds a sample from another clock unless it contradicts the known ones; false: left out.
     pub fn add_if_consistent(&mut self, sample: Sample) -> bool {
         let known = self.range_at(sample.boottime_ns);
-        let fits = known.is_none_or(|known| !known.common(Range::of(&sample, sample.boottime_ns)).is_empty());
+        let fits = known.is_none_or(|known| {
+            !known
+                .common(Range::of(&sample, sample.boottime_ns))
+                .is_empty()
+        });
         if fits {
             self.add(sample);
         }
@@ -159,8 +184,17 @@ impl Clock {
         for (i, sample) in self.samples.iter().enumerate() {
             let own = Range::of(sample, sample.boottime_ns);
             let common = open.map(|(range, at)| {
-                let wider = Sample { boottime_ns: at, offset_ns: 0, error_ns: 0 }.error_at(sample.boottime_ns);
-                Range { least: range.least - i128::from(wider), most: range.most + i128::from(wider) }.common(own)
+                let wider = Sample {
+                    boottime_ns: at,
+                    offset_ns: 0,
+                    error_ns: 0,
+                }
+                .error_at(sample.boottime_ns);
+                Range {
+                    least: range.least - i128::from(wider),
+                    most: range.most + i128::from(wider),
+                }
+                .common(own)
             });
             let range = common.filter(|c| !c.is_empty()).unwrap_or(own);
             if common.is_some_and(Range::is_empty) {
@@ -189,15 +223,23 @@ impl Clock {
 
     fn range_at(&self, boottime_ns: u64) -> Option<Range> {
         let of_run = |run: &[Sample]| {
-            let range = run.iter().map(|s| Range::of(s, boottime_ns)).reduce(Range::common)?;
+            let range = run
+                .iter()
+                .map(|s| Range::of(s, boottime_ns))
+                .reduce(Range::common)?;
             // Rounding can separate a run without contradiction by a nanosecond.
-            Some(Range { least: range.least.min(range.most), most: range.least.max(range.most) })
+            Some(Range {
+                least: range.least.min(range.most),
+                most: range.least.max(range.most),
+            })
         };
         let begun = |run: &&[Sample]| run.first().is_some_and(|s| s.boottime_ns <= boottime_ns);
         let before = self.runs().rfind(begun);
         let after = self.runs().find(|run| !begun(run));
         match (before, after) {
-            (Some(run), _) if run.last().is_some_and(|s| boottime_ns <= s.boottime_ns) => of_run(run),
+            (Some(run), _) if run.last().is_some_and(|s| boottime_ns <= s.boottime_ns) => {
+                of_run(run)
+            }
             // Between two runs: the time of the step is unknown.
             (Some(before), Some(after)) => Some(of_run(before)?.span(of_run(after)?)),
             (Some(run), None) | (None, Some(run)) => of_run(run),
@@ -208,16 +250,31 @@ impl Clock {
     /// Drift between the two most informative samples of the longest run; None with fewer than two.
     /// Both ends are times of pings, so the average is right, whatever the clocks did in between.
     pub fn drift(&self) -> Option<Drift> {
-        let length = |run: &&[Sample]| run.last().zip(run.first()).map(|(last, first)| last.boottime_ns - first.boottime_ns);
+        let length = |run: &&[Sample]| {
+            run.last()
+                .zip(run.first())
+                .map(|(last, first)| last.boottime_ns - first.boottime_ns)
+        };
         let run = self.runs().max_by_key(length)?;
         let mut best: Option<Drift> = None;
         for (i, first) in run.iter().enumerate() {
-            for last in run.iter().skip(i + 1).filter(|s| s.boottime_ns > first.boottime_ns) {
+            for last in run
+                .iter()
+                .skip(i + 1)
+                .filter(|s| s.boottime_ns > first.boottime_ns)
+            {
                 let passed = (last.boottime_ns - first.boottime_ns) as f64;
                 let error_ppm = (first.error_ns as f64 + last.error_ns as f64) / passed * 1e6;
-                let ppm = (i128::from(first.offset_ns) - i128::from(last.offset_ns)) as f64 / passed * 1e6;
+                let ppm = (i128::from(first.offset_ns) - i128::from(last.offset_ns)) as f64
+                    / passed
+                    * 1e6;
                 if best.is_none_or(|b| error_ppm < b.error_ppm) {
-                    best = Some(Drift { from_ns: first.boottime_ns, to_ns: last.boottime_ns, ppm, error_ppm });
+                    best = Some(Drift {
+                        from_ns: first.boottime_ns,
+                        to_ns: last.boottime_ns,
+                        ppm,
+                        error_ppm,
+                    });
                 }
             }
         }
@@ -230,7 +287,10 @@ impl Clock {
 
     /// The sample with the smallest bound at this time.
     pub fn best_at(&self, boottime_ns: u64) -> Option<Sample> {
-        self.samples.iter().min_by_key(|s| s.error_at(boottime_ns)).copied()
+        self.samples
+            .iter()
+            .min_by_key(|s| s.error_at(boottime_ns))
+            .copied()
     }
 
     /// Host wall clock at a time of the guest; None without a sample.
@@ -238,25 +298,42 @@ impl Clock {
         let range = self.range_at(boottime_ns)?;
         let middle = range.least + (range.most - range.least) / 2;
         let realtime_ns = i64::try_from(middle + i128::from(boottime_ns)).ok()?;
-        Some(Wall { realtime_ns, error_ns: u64::try_from(range.most - middle).unwrap_or(u64::MAX) })
+        Some(Wall {
+            realtime_ns,
+            error_ns: u64::try_from(range.most - middle).unwrap_or(u64::MAX),
+        })
     }
 
     /// Like [`Clock::wall_at`], for a time `before_ns` before the guest's boot clock began; those
     /// ns may be wrong by `error_ns` themselves.
     pub fn wall_before_start(&self, before_ns: u64, error_ns: u64) -> Option<Wall> {
         let start = self.wall_at(0)?;
-        let realtime_ns = start.realtime_ns.checked_sub(i64::try_from(before_ns).ok()?)?;
-        Some(Wall { realtime_ns, error_ns: start.error_ns.saturating_add(error_ns) })
+        let realtime_ns = start
+            .realtime_ns
+            .checked_sub(i64::try_from(before_ns).ok()?)?;
+        Some(Wall {
+            realtime_ns,
+            error_ns: start.error_ns.saturating_add(error_ns),
+        })
     }
 
     /// Guest boot time at a host wall-clock time, 0 for times before the kernel; None without a
     /// sample.
     pub fn boottime_at(&self, realtime_ns: i64) -> Option<u64> {
-        let guess = |s: &Sample| u64::try_from(realtime_ns.saturating_sub(s.offset_ns)).unwrap_or(0);
+        let guess =
+            |s: &Sample| u64::try_from(realtime_ns.saturating_sub(s.offset_ns)).unwrap_or(0);
         let near = guess(self.samples.iter().min_by_key(|s| s.error_at(guess(s)))?);
         // The offset at that time is known: its result is closer still.
-        let there = self.wall_at(near).and_then(|wall| wall.realtime_ns.checked_sub(i64::try_from(near).ok()?));
-        Some(there.map_or(near, |offset_ns| guess(&Sample { boottime_ns: near, offset_ns, error_ns: 0 })))
+        let there = self
+            .wall_at(near)
+            .and_then(|wall| wall.realtime_ns.checked_sub(i64::try_from(near).ok()?));
+        Some(there.map_or(near, |offset_ns| {
+            guess(&Sample {
+                boottime_ns: near,
+                offset_ns,
+                error_ns: 0,
+            })
+        }))
     }
 }
 
@@ -306,7 +383,11 @@ pub struct Ponged {
 impl Pinger {
     /// A pinger that continues from the best sample of earlier connections.
     pub fn new(best: Option<Sample>) -> Self {
-        Self { best, kept_ns: best.map(|b| b.boottime_ns), ..Self::default() }
+        Self {
+            best,
+            kept_ns: best.map(|b| b.boottime_ns),
+            ..Self::default()
+        }
     }
 
     /// Id of the next ping, which leaves now.
@@ -330,25 +411,44 @@ impl Pinger {
         let at = self.sent.iter().position(|(id, ..)| *id == pong.pong)?;
         let (_, sent, realtime_ns) = self.sent.remove(at)?;
         self.answered = self.answered.saturating_add(1);
-        let sample = Sample::from_ping(realtime_ns, now.saturating_duration_since(sent), pong.boottime_ns);
+        let sample = Sample::from_ping(
+            realtime_ns,
+            now.saturating_duration_since(sent),
+            pong.boottime_ns,
+        );
         // Worth a line: a shorter round trip than ever, or half the bound that the best one still
         // has by now.
-        let better_than = |s: &Sample, b: &Sample| s.error_ns < b.error_ns || s.error_ns <= b.error_at(s.boottime_ns) / 2;
+        let better_than = |s: &Sample, b: &Sample| {
+            s.error_ns < b.error_ns || s.error_ns <= b.error_at(s.boottime_ns) / 2
+        };
         let better = |s: &Sample| self.best.is_none_or(|b| better_than(s, &b));
         let due = |s: &Sample| {
             let interval = DRIFT_INTERVAL_NS.max(s.boottime_ns / DRIFT_INTERVAL_OF_AGE);
-            self.kept_ns.is_none_or(|kept| s.boottime_ns >= kept.saturating_add(interval))
-                && self.best.is_none_or(|b| s.error_ns / DRIFT_QUALITY <= b.error_ns)
+            self.kept_ns
+                .is_none_or(|kept| s.boottime_ns >= kept.saturating_add(interval))
+                && self
+                    .best
+                    .is_none_or(|b| s.error_ns / DRIFT_QUALITY <= b.error_ns)
         };
         // However slow its ping was: the best sample is from before the step.
-        let step = self.steps < MAX_STEPS && self.best.zip(sample).is_some_and(|(best, s)| contradict(&best, &s));
+        let step = self.steps < MAX_STEPS
+            && self
+                .best
+                .zip(sample)
+                .is_some_and(|(best, s)| contradict(&best, &s));
         self.steps += u32::from(step);
         let keep = sample.filter(|s| step || better(s) || due(s));
         if let Some(kept) = keep {
             self.kept_ns = Some(kept.boottime_ns);
-            self.best = self.best.filter(|b| !step && !better_than(&kept, b)).or(keep);
+            self.best = self
+                .best
+                .filter(|b| !step && !better_than(&kept, b))
+                .or(keep);
         }
-        Some(Ponged { keep, again: self.answered < BURST })
+        Some(Ponged {
+            keep,
+            again: self.answered < BURST,
+        })
     }
 }
 
@@ -365,14 +465,21 @@ mod tests {
         for delay in [0, 1, 100_000, 200_000, 399_999, 400_000] {
             let boottime = 5_000_000_000 + delay;
             let sample = Sample::from_ping(sent, Duration::from_nanos(rtt), boottime).unwrap();
-            assert!(sample.offset_ns.abs_diff(true_offset) <= sample.error_ns, "delay {delay}: {sample:?}");
+            assert!(
+                sample.offset_ns.abs_diff(true_offset) <= sample.error_ns,
+                "delay {delay}: {sample:?}"
+            );
             assert_eq!(sample.error_ns, rtt / 2);
         }
     }
 
     #[test]
     fn a_bound_grows_with_the_distance_from_its_sample() {
-        let sample = Sample { boottime_ns: 10_000 * MS, offset_ns: 0, error_ns: MS };
+        let sample = Sample {
+            boottime_ns: 10_000 * MS,
+            offset_ns: 0,
+            error_ns: MS,
+        };
         assert_eq!(sample.error_at(10_000 * MS), MS);
         assert_eq!(sample.error_at(0), 2 * MS); // 10 s at 100 ppm
         assert_eq!(sample.error_at(20_000 * MS), 2 * MS);
@@ -383,12 +490,35 @@ mod tests {
     fn each_time_is_placed_by_the_sample_that_knows_most_about_it() {
         let mut clock = Clock::default();
         assert_eq!(clock.wall_at(0), None);
-        clock.add(Sample { boottime_ns: 0, offset_ns: 1000, error_ns: 2 * MS });
-        clock.add(Sample { boottime_ns: 100_000 * MS, offset_ns: 2000, error_ns: MS });
-        assert_eq!(clock.wall_at(0), Some(Wall { realtime_ns: 1000, error_ns: 2 * MS }));
-        assert_eq!(clock.wall_at(100_000 * MS), Some(Wall { realtime_ns: 2000 + 100_000_000_000, error_ns: MS }));
+        clock.add(Sample {
+            boottime_ns: 0,
+            offset_ns: 1000,
+            error_ns: 2 * MS,
+        });
+        clock.add(Sample {
+            boottime_ns: 100_000 * MS,
+            offset_ns: 2000,
+            error_ns: MS,
+        });
+        assert_eq!(
+            clock.wall_at(0),
+            Some(Wall {
+                realtime_ns: 1000,
+                error_ns: 2 * MS
+            })
+        );
+        assert_eq!(
+            clock.wall_at(100_000 * MS),
+            Some(Wall {
+                realtime_ns: 2000 + 100_000_000_000,
+                error_ns: MS
+            })
+        );
         assert_eq!(clock.boottime_at(1000), Some(0));
-        assert_eq!(clock.boottime_at(2000 + 100_000_000_000), Some(100_000 * MS));
+        assert_eq!(
+            clock.boottime_at(2000 + 100_000_000_000),
+            Some(100_000 * MS)
+        );
         assert_eq!(clock.boottime_at(-5), Some(0));
     }
 
@@ -398,25 +528,51 @@ mod tests {
         let start = Instant::now();
         let mut kept = Vec::new();
         let mut again = Vec::new();
-        for (i, rtt_us) in [900u64, 400, 500, 300, 300, 800, 299, 700, 700].into_iter().enumerate() {
+        for (i, rtt_us) in [900u64, 400, 500, 300, 300, 800, 299, 700, 700]
+            .into_iter()
+            .enumerate()
+        {
             let sent = start + Duration::from_millis(i as u64);
             let id = pinger.send(sent, (i as u64 * MS) as i64);
-            let pong = Pong { pong: id, boottime_ns: i as u64 * MS };
-            let ponged = pinger.receive(pong, sent + Duration::from_micros(rtt_us)).unwrap();
+            let pong = Pong {
+                pong: id,
+                boottime_ns: i as u64 * MS,
+            };
+            let ponged = pinger
+                .receive(pong, sent + Duration::from_micros(rtt_us))
+                .unwrap();
             kept.extend(ponged.keep.map(|s| s.error_ns / 500));
             again.push(ponged.again);
         }
         assert_eq!(kept, [900, 400, 300, 299]);
-        assert_eq!(again, [true, true, true, true, true, true, true, false, false], "eight pings follow each other");
+        assert_eq!(
+            again,
+            [true, true, true, true, true, true, true, false, false],
+            "eight pings follow each other"
+        );
     }
 
     #[test]
     fn a_fresh_sample_replaces_one_that_has_aged_to_twice_its_bound() {
-        let mut pinger = Pinger::new(Some(Sample { boottime_ns: 0, offset_ns: 0, error_ns: MS / 10 }));
+        let mut pinger = Pinger::new(Some(Sample {
+            boottime_ns: 0,
+            offset_ns: 0,
+            error_ns: MS / 10,
+        }));
         let now = Instant::now();
         let mut take = |boottime_ns| {
             let id = pinger.send(now, boottime_ns as i64);
-            pinger.receive(Pong { pong: id, boottime_ns }, now + Duration::from_micros(200)).unwrap().keep.is_some()
+            pinger
+                .receive(
+                    Pong {
+                        pong: id,
+                        boottime_ns,
+                    },
+                    now + Duration::from_micros(200),
+                )
+                .unwrap()
+                .keep
+                .is_some()
         };
         assert!(!take(900 * MS));
         assert!(take(1000 * MS));
@@ -426,12 +582,26 @@ mod tests {
     #[test]
     fn a_step_of_the_clock_is_kept_however_slow_the_ping() {
         const S: u64 = 1000 * MS;
-        let mut pinger = Pinger::new(Some(Sample { boottime_ns: 0, offset_ns: 0, error_ns: MS }));
+        let mut pinger = Pinger::new(Some(Sample {
+            boottime_ns: 0,
+            offset_ns: 0,
+            error_ns: MS,
+        }));
         let now = Instant::now();
         // Round trips of 200 ms: useless for offset and drift.
         let mut take = |at_s: u64, ahead_s: u64| {
             let id = pinger.send(now, ((at_s + ahead_s) * S) as i64);
-            pinger.receive(Pong { pong: id, boottime_ns: at_s * S }, now + Duration::from_millis(200)).unwrap().keep.is_some()
+            pinger
+                .receive(
+                    Pong {
+                        pong: id,
+                        boottime_ns: at_s * S,
+                    },
+                    now + Duration::from_millis(200),
+                )
+                .unwrap()
+                .keep
+                .is_some()
         };
         assert!(!take(30, 0), "the clock was not set");
         assert!(take(31, 7), "set ahead by 7 s");
@@ -465,17 +635,26 @@ mod tests {
     /// A ping that the guest reads at `boottime_ns`, after `there` ns on the way, and whose answer
     /// takes `back` ns.
     fn ping(boottime_ns: u64, ppb: i64, there: u64, back: u64) -> Sample {
-        Sample::from_ping(truth(boottime_ns, ppb) - there as i64, Duration::from_nanos(there + back), boottime_ns).unwrap()
+        Sample::from_ping(
+            truth(boottime_ns, ppb) - there as i64,
+            Duration::from_nanos(there + back),
+            boottime_ns,
+        )
+        .unwrap()
     }
 
     /// A boot's samples with maximally unequal ways, and a rate within the assumed limit.
     fn simulated(numbers: &mut Numbers) -> (i64, Vec<Sample>) {
-        let ppb = numbers.below(2 * RATE_ERROR_PPM * 1000 + 1) as i64 - (RATE_ERROR_PPM * 1000) as i64;
+        let ppb =
+            numbers.below(2 * RATE_ERROR_PPM * 1000 + 1) as i64 - (RATE_ERROR_PPM * 1000) as i64;
         let pings = 1 + numbers.below(20);
         let samples = (0..pings).map(|_| {
             let at = numbers.below(600_000) * MS;
             // Either way may take all of the time: the other one is then 0.
-            let (there, back) = (numbers.below(3) * numbers.below(20 * MS), numbers.below(3) * numbers.below(20 * MS));
+            let (there, back) = (
+                numbers.below(3) * numbers.below(20 * MS),
+                numbers.below(3) * numbers.below(20 * MS),
+            );
             ping(at, ppb, there, back)
         });
         (ppb, samples.collect())
@@ -495,8 +674,14 @@ mod tests {
                 let wall = clock.wall_at(at).unwrap();
                 let wrong = wall.realtime_ns.abs_diff(truth(at, ppb));
                 // Rounding of the simulated truth itself: 1 ns.
-                assert!(wrong <= wall.error_ns + 1, "round {round} at {at}: wrong by {wrong}, {wall:?}, {ppb} ppb");
-                assert!(wall.error_ns <= clock.best_at(at).unwrap().error_at(at) + 1, "round {round}: no worse than the best sample alone");
+                assert!(
+                    wrong <= wall.error_ns + 1,
+                    "round {round} at {at}: wrong by {wrong}, {wall:?}, {ppb} ppb"
+                );
+                assert!(
+                    wall.error_ns <= clock.best_at(at).unwrap().error_at(at) + 1,
+                    "round {round}: no worse than the best sample alone"
+                );
                 tighter += usize::from(wall.error_ns < clock.best_at(at).unwrap().error_at(at));
                 // Negative control: half the bound is too small, and this test would see it.
                 broken_by_half += usize::from(wrong > wall.error_ns / 2 + 1);
@@ -505,11 +690,17 @@ mod tests {
             if let Some(drift) = clock.drift() {
                 // ppm of the host's time against ppm of the guest's: their difference is below
                 // 10^-8.
-                assert!((drift.ppm - ppb as f64 / 1000.0).abs() <= drift.error_ppm + 0.02, "round {round}: {ppb} ppb: {drift:?}");
+                assert!(
+                    (drift.ppm - ppb as f64 / 1000.0).abs() <= drift.error_ppm + 0.02,
+                    "round {round}: {ppb} ppb: {drift:?}"
+                );
                 drifts += 1;
             }
         }
-        assert!(broken_by_half > looks / 20 && tighter > looks / 20 && drifts > 1500, "{broken_by_half} {tighter} {drifts} of {looks}");
+        assert!(
+            broken_by_half > looks / 20 && tighter > looks / 20 && drifts > 1500,
+            "{broken_by_half} {tighter} {drifts} of {looks}"
+        );
     }
 
     #[test]
@@ -522,14 +713,20 @@ mod tests {
         }
         let drift = clock.drift().unwrap();
         assert_eq!((drift.from_ns, drift.to_ns), (2_000 * MS, 62_000 * MS));
-        assert!((drift.ppm - 80.0).abs() < 0.1 && (drift.error_ppm - 6.67).abs() < 0.1, "{drift:?}");
+        assert!(
+            (drift.ppm - 80.0).abs() < 0.1 && (drift.error_ppm - 6.67).abs() < 0.1,
+            "{drift:?}"
+        );
     }
 
     #[test]
     fn a_clock_step_is_found_and_its_bound_spans_both_sides() {
         let mut clock = Clock::default();
         let step = 250 * MS as i64;
-        let stepped = |sample: Sample| Sample { offset_ns: sample.offset_ns + step, ..sample };
+        let stepped = |sample: Sample| Sample {
+            offset_ns: sample.offset_ns + step,
+            ..sample
+        };
         clock.add(ping(1_000 * MS, 0, MS, MS));
         clock.add(ping(2_000 * MS, 0, MS, MS));
         clock.add(stepped(ping(5_000 * MS, 0, MS, MS)));
@@ -538,13 +735,23 @@ mod tests {
         assert_eq!(clock.steps(), 1);
         for (at, offset) in [(0, 0), (1_500, 0), (2_000, 0), (4_000, step), (9_000, step)] {
             let wall = clock.wall_at(at * MS).unwrap();
-            assert!(wall.realtime_ns.abs_diff(truth(at * MS, 0) + offset) <= wall.error_ns && wall.error_ns < 2 * MS, "at {at}: {wall:?}");
+            assert!(
+                wall.realtime_ns.abs_diff(truth(at * MS, 0) + offset) <= wall.error_ns
+                    && wall.error_ns < 2 * MS,
+                "at {at}: {wall:?}"
+            );
         }
         let between = clock.wall_at(3_000 * MS).unwrap();
         for offset in [0, step] {
-            assert!(between.realtime_ns.abs_diff(truth(3_000 * MS, 0) + offset) <= between.error_ns, "{between:?}");
+            assert!(
+                between.realtime_ns.abs_diff(truth(3_000 * MS, 0) + offset) <= between.error_ns,
+                "{between:?}"
+            );
         }
-        assert!(!clock.add_if_consistent(ping(4_500 * MS, 0, 0, 0)), "another clock's sample cannot be on the other side");
+        assert!(
+            !clock.add_if_consistent(ping(4_500 * MS, 0, 0, 0)),
+            "another clock's sample cannot be on the other side"
+        );
         assert!(clock.add_if_consistent(stepped(ping(4_500 * MS, 0, 0, 0))));
     }
 
@@ -576,11 +783,26 @@ mod tests {
         for second in 1..3_000u64 {
             let id = pinger.send(now, (second * 1000 * MS) as i64);
             let rtt = Duration::from_millis(if second % 3 == 0 { 200 } else { 20 });
-            let ponged = pinger.receive(Pong { pong: id, boottime_ns: second * 1000 * MS }, now + rtt).unwrap();
+            let ponged = pinger
+                .receive(
+                    Pong {
+                        pong: id,
+                        boottime_ns: second * 1000 * MS,
+                    },
+                    now + rtt,
+                )
+                .unwrap();
             kept.extend(ponged.keep.map(|s| (second, s.error_ns)));
         }
-        assert!(kept.iter().all(|(_, error_ns)| *error_ns == 10 * MS), "{kept:?}");
-        assert_eq!(kept.iter().filter(|(second, _)| *second <= 60).count(), 6, "{kept:?}");
+        assert!(
+            kept.iter().all(|(_, error_ns)| *error_ns == 10 * MS),
+            "{kept:?}"
+        );
+        assert_eq!(
+            kept.iter().filter(|(second, _)| *second <= 60).count(),
+            6,
+            "{kept:?}"
+        );
         assert!(kept.len() < 60, "{} samples in 50 minutes", kept.len());
     }
 
@@ -588,10 +810,41 @@ mod tests {
     fn unrequested_answers_and_impossible_clocks_are_not_used() {
         let mut pinger = Pinger::new(None);
         let now = Instant::now();
-        assert_eq!(pinger.receive(Pong { pong: 0, boottime_ns: 0 }, now), None);
+        assert_eq!(
+            pinger.receive(
+                Pong {
+                    pong: 0,
+                    boottime_ns: 0
+                },
+                now
+            ),
+            None
+        );
         let id = pinger.send(now, 0);
-        assert_eq!(pinger.receive(Pong { pong: id, boottime_ns: u64::MAX }, now), Some(Ponged { keep: None, again: true }));
-        assert_eq!(pinger.receive(Pong { pong: id, boottime_ns: 1 }, now), None, "an answer counts once");
+        assert_eq!(
+            pinger.receive(
+                Pong {
+                    pong: id,
+                    boottime_ns: u64::MAX
+                },
+                now
+            ),
+            Some(Ponged {
+                keep: None,
+                again: true
+            })
+        );
+        assert_eq!(
+            pinger.receive(
+                Pong {
+                    pong: id,
+                    boottime_ns: 1
+                },
+                now
+            ),
+            None,
+            "an answer counts once"
+        );
         for _ in 0..1000 {
             pinger.send(now, 0);
         }

@@ -66,7 +66,10 @@ impl Record {
 
     /// Text of a kernel line; empty in other records.
     pub fn kmsg_text(&self) -> &str {
-        self.fields.get("text").and_then(Field::as_str).unwrap_or("")
+        self.fields
+            .get("text")
+            .and_then(Field::as_str)
+            .unwrap_or("")
     }
 
     /// Bytes of memory beside the structure itself.
@@ -85,7 +88,11 @@ impl Record {
             parent: self.parent,
             after: self.after().to_vec(),
             error: self.error.as_deref().map(str::to_string),
-            fields: self.fields.iter().map(|(key, field)| (key.to_string(), field.to_value())).collect(),
+            fields: self
+                .fields
+                .iter()
+                .map(|(key, field)| (key.to_string(), field.to_value()))
+                .collect(),
             ..record::Record::new(self.kind, &self.name)
         }
     }
@@ -221,12 +228,20 @@ impl Fields {
             let json;
             let (kind, text) = match value {
                 Value::String(text) => (TEXT, text.as_str()),
-                Value::Null | Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_) => {
+                Value::Null
+                | Value::Bool(_)
+                | Value::Number(_)
+                | Value::Array(_)
+                | Value::Object(_) => {
                     json = value.to_string();
                     (JSON, json.as_str())
                 }
             };
-            let (Ok(key_length), Ok(length)) = (u16::try_from(key.len()), u16::try_from(text.len() + 1)) else { continue };
+            let (Ok(key_length), Ok(length)) =
+                (u16::try_from(key.len()), u16::try_from(text.len() + 1))
+            else {
+                continue;
+            };
             block.extend_from_slice(&key_length.to_le_bytes());
             block.extend_from_slice(&length.to_le_bytes());
             block.extend_from_slice(key.as_bytes());
@@ -283,8 +298,18 @@ impl<'a> Iterator for Iter<'a> {
         self.0 = rest;
         let (kind, value) = value.split_first()?;
         // `Fields::new` made both from texts: they are UTF-8.
-        let (key, value) = (std::str::from_utf8(key).ok()?, std::str::from_utf8(value).ok()?);
-        Some((key, if *kind == TEXT { Field::Text(value) } else { Field::Json(value) }))
+        let (key, value) = (
+            std::str::from_utf8(key).ok()?,
+            std::str::from_utf8(value).ok()?,
+        );
+        Some((
+            key,
+            if *kind == TEXT {
+                Field::Text(value)
+            } else {
+                Field::Json(value)
+            },
+        ))
     }
 }
 
@@ -316,7 +341,11 @@ impl SpanFields {
             if order == Ordering::Equal {
                 begin.next();
             }
-            if order == Ordering::Less { begin.next() } else { end.next() }
+            if order == Ordering::Less {
+                begin.next()
+            } else {
+                end.next()
+            }
         })
     }
 }
@@ -353,33 +382,62 @@ mod tests {
     fn a_record_comes_back_as_it_was() {
         let line = r#"{"schema":1,"seq":7,"boottime_ns":9,"kind":"begin","name":"gpu.bind","level":"warn","gpu":"0001:00:03.0","span":4,"parent":1,
             "after":[2,3],"error":"e","fields":{"":null,"b":[1,{"c":[]}],"n":-5,"t":"\u0000\u00e9","f":1.5,"y":true}}"#;
-        let Ok(Line::Record(wire)) = decode(line.as_bytes()) else { panic!("test record does not decode") };
+        let Ok(Line::Record(wire)) = decode(line.as_bytes()) else {
+            panic!("test record does not decode")
+        };
         assert_eq!(Record::from(*wire.clone()).to_wire(), *wire);
     }
 
     #[test]
     fn values_are_read_as_what_they_are() {
-        let fields = fields(json!({"a": 5, "b": -5, "c": "5", "d": [1, 2], "e": u64::MAX, "f": 5.0}));
+        let fields =
+            fields(json!({"a": 5, "b": -5, "c": "5", "d": [1, 2], "e": u64::MAX, "f": 5.0}));
         let of = |key: &str| fields.get(key).unwrap();
-        assert_eq!(["a", "b", "c", "d", "e", "f"].map(|key| of(key).as_u64()), [Some(5), None, None, None, Some(u64::MAX), None]);
-        assert_eq!(["a", "b", "c", "e"].map(|key| of(key).as_i64()), [Some(5), Some(-5), None, None]);
-        assert_eq!((of("c").as_str(), of("d").as_str(), of("d").shown()), (Some("5"), None, "[1,2]"));
+        assert_eq!(
+            ["a", "b", "c", "d", "e", "f"].map(|key| of(key).as_u64()),
+            [Some(5), None, None, None, Some(u64::MAX), None]
+        );
+        assert_eq!(
+            ["a", "b", "c", "e"].map(|key| of(key).as_i64()),
+            [Some(5), Some(-5), None, None]
+        );
+        assert_eq!(
+            (of("c").as_str(), of("d").as_str(), of("d").shown()),
+            (Some("5"), None, "[1,2]")
+        );
         assert_eq!(fields.get("g"), None);
     }
 
     #[test]
     fn the_end_of_a_span_wins_over_its_beginning() {
-        let both = SpanFields { begin: fields(json!({"a": 1, "b": 1, "d": 1})), end: fields(json!({"b": 2, "c": 2})) };
-        assert_eq!(serde_json::to_string(&both).unwrap(), r#"{"a":1,"b":2,"c":2,"d":1}"#);
-        assert_eq!((both.get("a").unwrap().as_u64(), both.get("b").unwrap().as_u64()), (Some(1), Some(2)));
+        let both = SpanFields {
+            begin: fields(json!({"a": 1, "b": 1, "d": 1})),
+            end: fields(json!({"b": 2, "c": 2})),
+        };
+        assert_eq!(
+            serde_json::to_string(&both).unwrap(),
+            r#"{"a":1,"b":2,"c":2,"d":1}"#
+        );
+        assert_eq!(
+            (
+                both.get("a").unwrap().as_u64(),
+                both.get("b").unwrap().as_u64()
+            ),
+            (Some(1), Some(2))
+        );
         assert!(SpanFields::default().is_empty() && !both.is_empty());
     }
 
     #[test]
     fn no_line_costs_more_than_its_length_beside_the_record_itself() {
-        let line = |fields: &str| format!(r#"{{"schema":1,"seq":1,"boottime_ns":1,"kind":"event","name":"x",{fields}}}"#);
+        let line = |fields: &str| {
+            format!(r#"{{"schema":1,"seq":1,"boottime_ns":1,"kind":"event","name":"x",{fields}}}"#)
+        };
         let many = |text: &str, n: usize| vec![text; n].join(",");
-        let keys = (0..1900).map(|k| format!("\"{k:x}\":0")).collect::<Vec<_>>().join(",");
+        let keys = (0..1900)
+            .map(|k| format!("\"{k:x}\":0"))
+            .collect::<Vec<_>>()
+            .join(",");
         for fields in [
             format!(r#""fields":{{"a":[{}]}}"#, many("0", 8000)),
             format!(r#""fields":{{"a":[{}]}}"#, many("[]", 5000)),
@@ -391,9 +449,16 @@ mod tests {
         ] {
             let line = line(&fields);
             assert!(line.len() <= MAX_LINE);
-            let Ok(Line::Record(record)) = decode(line.as_bytes()) else { panic!("{line} does not decode") };
+            let Ok(Line::Record(record)) = decode(line.as_bytes()) else {
+                panic!("{line} does not decode")
+            };
             let kept = Record::from(*record);
-            assert!(kept.text_bytes() <= line.len() && kept.after().len() <= MAX_AFTER, "{} of {}", kept.text_bytes(), line.len());
+            assert!(
+                kept.text_bytes() <= line.len() && kept.after().len() <= MAX_AFTER,
+                "{} of {}",
+                kept.text_bytes(),
+                line.len()
+            );
         }
         assert!(size_of::<Record>() <= 160, "{}", size_of::<Record>());
     }

@@ -17,7 +17,10 @@ pub struct Entry {
 
 impl Entry {
     pub fn get(&self, key: &str) -> Option<&str> {
-        self.fields.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
+        self.fields
+            .iter()
+            .find(|(k, _)| k == key)
+            .map(|(_, v)| v.as_str())
     }
 
     /// A line of a guest's console: its sandbox, and the line.
@@ -29,7 +32,9 @@ impl Entry {
 /// Whether a line may hold one of a guest's console. Cheaper than parsing: consoles are long. A
 /// journal in JSON gives a message with control characters as numbers.
 pub fn may_have_console(line: &[u8]) -> bool {
-    ["vmconsole", "__REALTIME_TIMESTAMP"].iter().any(|text| memchr::memmem::find(line, text.as_bytes()).is_some())
+    ["vmconsole", "__REALTIME_TIMESTAMP"]
+        .iter()
+        .any(|text| memchr::memmem::find(line, text.as_bytes()).is_some())
 }
 
 /// Entry in a line; None if there is none.
@@ -40,17 +45,28 @@ pub fn entry(line: &str) -> Option<Entry> {
     let object: Map<String, Value> = serde_json::from_str(line).ok()?;
     if let Some(text) = object.get("MESSAGE") {
         let text = journal_text(text)?;
-        let micros = object.get("__REALTIME_TIMESTAMP").and_then(Value::as_str).and_then(|t| t.parse::<i64>().ok());
+        let micros = object
+            .get("__REALTIME_TIMESTAMP")
+            .and_then(Value::as_str)
+            .and_then(|t| t.parse::<i64>().ok());
         let journal_ns = micros.and_then(|us| us.checked_mul(1000));
         // journald vouches for the user alone: containerd and Kata's shims are root's, and any user
         // can write to the journal under their names.
         if object.get("_UID").is_some_and(|uid| uid != "0") {
-            return Some(Entry { fields: Vec::new(), journal_ns });
+            return Some(Entry {
+                fields: Vec::new(),
+                journal_ns,
+            });
         }
         return rust_shims(&object, &text, journal_ns).or_else(|| message(&text, journal_ns));
     }
-    let fields = object.iter().filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
-    Some(Entry { fields: fields.collect(), journal_ns: None })
+    let fields = object
+        .iter()
+        .filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
+    Some(Entry {
+        fields: fields.collect(),
+        journal_ns: None,
+    })
 }
 
 /// Entry that Kata's Rust shim made of this message, as of 4.1.
@@ -62,8 +78,12 @@ fn rust_shims(object: &Map<String, Value>, text: &str, journal_ns: Option<i64>) 
         Some(quoted) => serde_json::from_str(quoted).ok(),
         None => (field("SUBSYSTEM") == Some("agent")).then(|| text.to_string()),
     };
-    let (key, value) = console.map_or_else(|| ("msg", text.to_string()), |line| ("vmconsole", line));
-    Some(Entry { fields: vec![("sandbox".into(), sandbox.into()), (key.into(), value)], journal_ns })
+    let (key, value) =
+        console.map_or_else(|| ("msg", text.to_string()), |line| ("vmconsole", line));
+    Some(Entry {
+        fields: vec![("sandbox".into(), sandbox.into()), (key.into(), value)],
+        journal_ns,
+    })
 }
 
 /// journald gives a message that is not UTF-8, or holds control characters, as an array of bytes.
@@ -71,7 +91,10 @@ fn journal_text(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
         Value::Array(bytes) => {
-            let bytes: Option<Vec<u8>> = bytes.iter().map(|b| u8::try_from(b.as_u64()?).ok()).collect();
+            let bytes: Option<Vec<u8>> = bytes
+                .iter()
+                .map(|b| u8::try_from(b.as_u64()?).ok())
+                .collect();
             Some(String::from_utf8_lossy(&bytes?).into_owned())
         }
         _ => None,
@@ -80,8 +103,14 @@ fn journal_text(value: &Value) -> Option<String> {
 
 fn message(text: &str, journal_ns: Option<i64>) -> Option<Entry> {
     // journalctl puts its own date, host and program before the message.
-    let start = text.find("time=\"").or_else(|| text.find("level=")).unwrap_or(0);
-    let fields: Vec<(String, String)> = logfmt::pairs(text.get(start..)?).into_iter().map(|(k, v)| (k.to_string(), v)).collect();
+    let start = text
+        .find("time=\"")
+        .or_else(|| text.find("level="))
+        .unwrap_or(0);
+    let fields: Vec<(String, String)> = logfmt::pairs(text.get(start..)?)
+        .into_iter()
+        .map(|(k, v)| (k.to_string(), v))
+        .collect();
     (!fields.is_empty()).then_some(Entry { fields, journal_ns })
 }
 
@@ -89,17 +118,27 @@ fn message(text: &str, journal_ns: Option<i64>) -> Option<Entry> {
 mod tests {
     use super::*;
 
-    const LINE: &str =
-        r#"time="2026-11-23T11:17:14Z" level=debug msg="reading guest console" sandbox=train-0 vmconsole="{\"msg\":\"a sandbox=other\"}""#;
+    const LINE: &str = r#"time="2026-11-23T11:17:14Z" level=debug msg="reading guest console" sandbox=train-0 vmconsole="{\"msg\":\"a sandbox=other\"}""#;
 
     #[test]
     fn a_console_lines_sandbox_is_the_shims_not_the_guests() {
         let text = r#"{"msg":"a sandbox=other"}"#;
-        let json = serde_json::json!({"time": "x", "sandbox": "train-0", "vmconsole": text}).to_string();
-        let journal = serde_json::json!({"__REALTIME_TIMESTAMP": "1", "MESSAGE": LINE.as_bytes()}).to_string();
-        for line in [LINE.to_string(), format!("Nov 23 11:17:14 node containerd[7]: {LINE}"), json, journal] {
+        let json =
+            serde_json::json!({"time": "x", "sandbox": "train-0", "vmconsole": text}).to_string();
+        let journal = serde_json::json!({"__REALTIME_TIMESTAMP": "1", "MESSAGE": LINE.as_bytes()})
+            .to_string();
+        for line in [
+            LINE.to_string(),
+            format!("Nov 23 11:17:14 node containerd[7]: {LINE}"),
+            json,
+            journal,
+        ] {
             assert!(may_have_console(line.as_bytes()), "{line}");
-            assert_eq!(entry(&line).unwrap().console(), Some(("train-0", text)), "{line}");
+            assert_eq!(
+                entry(&line).unwrap().console(),
+                Some(("train-0", text)),
+                "{line}"
+            );
         }
         let of_rust = |subsystem: &str, message: &str| {
             let fields = serde_json::json!({"__REALTIME_TIMESTAMP": "1", "SYSLOG_IDENTIFIER": "kata", "SOURCE": "train-0",
@@ -107,20 +146,38 @@ mod tests {
             entry(&fields.to_string()).unwrap()
         };
         assert_eq!(of_rust("agent", text).console(), Some(("train-0", text)));
-        assert_eq!(of_rust("hypervisor", &format!("vm console: {text:?}")).console(), Some(("train-0", text)));
+        assert_eq!(
+            of_rust("hypervisor", &format!("vm console: {text:?}")).console(),
+            Some(("train-0", text))
+        );
         let other = of_rust("hypervisor", LINE);
-        assert_eq!((other.console(), other.get("msg")), (None, Some(LINE)), "a field of the shim's own text");
+        assert_eq!(
+            (other.console(), other.get("msg")),
+            (None, Some(LINE)),
+            "a field of the shim's own text"
+        );
         // The same lines, written to the journal by another user.
         for (uid, is_taken) in [("0", true), ("1000", false)] {
             let text = format!("vm console: {text:?}");
-            let rust =
-                serde_json::json!({"_UID": uid, "MESSAGE": text, "SYSLOG_IDENTIFIER": "kata", "SOURCE": "train-0", "SUBSYSTEM": "x"});
-            for entry in [entry(&rust.to_string()), entry(&serde_json::json!({"_UID": uid, "MESSAGE": LINE}).to_string())] {
+            let rust = serde_json::json!({"_UID": uid, "MESSAGE": text, "SYSLOG_IDENTIFIER": "kata", "SOURCE": "train-0", "SUBSYSTEM": "x"});
+            for entry in [
+                entry(&rust.to_string()),
+                entry(&serde_json::json!({"_UID": uid, "MESSAGE": LINE}).to_string()),
+            ] {
                 assert_eq!(entry.unwrap().console().is_some(), is_taken, "{uid}");
             }
         }
-        for other in ["", "{\"msg\":\" vmconsole=\"}", "time=\"x\" level=info msg=y", "time=\"x\" vmconsole=\"without a sandbox\""] {
-            assert_eq!(entry(other).as_ref().and_then(Entry::console), None, "{other}");
+        for other in [
+            "",
+            "{\"msg\":\" vmconsole=\"}",
+            "time=\"x\" level=info msg=y",
+            "time=\"x\" vmconsole=\"without a sandbox\"",
+        ] {
+            assert_eq!(
+                entry(other).as_ref().and_then(Entry::console),
+                None,
+                "{other}"
+            );
         }
     }
 }

@@ -23,7 +23,11 @@ pub enum Piece<'a> {
 impl Lines {
     /// `limit`: longest line in bytes, newline included.
     pub fn new(limit: usize) -> Self {
-        Self { limit, partial: Vec::new(), dropped: None }
+        Self {
+            limit,
+            partial: Vec::new(),
+            dropped: None,
+        }
     }
 
     /// Takes the next bytes and passes on every line that they complete, in order.
@@ -83,7 +87,11 @@ mod tests {
         let text = b"one\n\nthree\nrest";
         for cut in 0..text.len() {
             let (a, b) = text.split_at(cut);
-            assert_eq!(split(&[a, b], 100), [Ok("one".into()), Ok("".into()), Ok("three".into())], "cut at {cut}");
+            assert_eq!(
+                split(&[a, b], 100),
+                [Ok("one".into()), Ok("".into()), Ok("three".into())],
+                "cut at {cut}"
+            );
         }
     }
 
@@ -92,7 +100,11 @@ mod tests {
         assert_eq!(split(&[b"0123456789\nok\n"], 8), [Err(11), Ok("ok".into())]);
         for cut in 0..13 {
             let (a, b) = b"0123456789\nok\n".split_at(cut);
-            assert_eq!(split(&[a, b], 8), [Err(11), Ok("ok".into())], "cut at {cut}");
+            assert_eq!(
+                split(&[a, b], 8),
+                [Err(11), Ok("ok".into())],
+                "cut at {cut}"
+            );
         }
     }
 

@@ -53,18 +53,30 @@ impl GuestClocks {
             let signed = |key: &str| record.fields.get(key).and_then(Field::as_i64);
             match record.name.as_str() {
                 names::CLOCK_TSC if clocks.before_kernel.is_none() && clocks.notes.is_empty() => {
-                    if let (Some(before_ns), Some(error_ns)) = (signed("before_kernel_ns"), unsigned("error_ns")) {
+                    if let (Some(before_ns), Some(error_ns)) =
+                        (signed("before_kernel_ns"), unsigned("error_ns"))
+                    {
                         clocks.tsc(before_ns, error_ns);
                     }
                 }
                 names::CLOCK_PRINTK if clocks.printk.is_none() => {
-                    clocks.printk = signed("offset_ns").map(|offset_ns| Printk { offset_ns, error_ns: unsigned("error_ns") });
+                    clocks.printk = signed("offset_ns").map(|offset_ns| Printk {
+                        offset_ns,
+                        error_ns: unsigned("error_ns"),
+                    });
                 }
                 names::CLOCK_HOST if clocks.host.len() < MAX_HOST_SAMPLES => {
-                    if let (Some(realtime_ns), Some(error_ns)) = (signed("realtime_ns"), unsigned("error_ns"))
-                        && let Some(offset_ns) = i64::try_from(record.boottime_ns).ok().and_then(|b| realtime_ns.checked_sub(b))
+                    if let (Some(realtime_ns), Some(error_ns)) =
+                        (signed("realtime_ns"), unsigned("error_ns"))
+                        && let Some(offset_ns) = i64::try_from(record.boottime_ns)
+                            .ok()
+                            .and_then(|b| realtime_ns.checked_sub(b))
                     {
-                        clocks.host.push(Sample { boottime_ns: record.boottime_ns, offset_ns, error_ns });
+                        clocks.host.push(Sample {
+                            boottime_ns: record.boottime_ns,
+                            offset_ns,
+                            error_ns,
+                        });
                     }
                 }
                 _ => {}
@@ -76,25 +88,39 @@ impl GuestClocks {
     fn tsc(&mut self, before_ns: i64, error_ns: u64) {
         let why = match u64::try_from(before_ns) {
             Err(_) => {
-                format!("the TSC began {} s after the kernel's clock, as after a restored snapshot", seconds(before_ns.unsigned_abs()))
+                format!(
+                    "the TSC began {} s after the kernel's clock, as after a restored snapshot",
+                    seconds(before_ns.unsigned_abs())
+                )
             }
             Ok(took_ns) if took_ns > MAX_BEFORE_KERNEL_NS => {
-                format!("the TSC had run for {} s, as that of a host or a migrated VM", seconds(took_ns))
+                format!(
+                    "the TSC had run for {} s, as that of a host or a migrated VM",
+                    seconds(took_ns)
+                )
             }
             Ok(took_ns) if error_ns > took_ns => {
-                format!("{} s, known to +-{} s only", seconds(took_ns), seconds(error_ns))
+                format!(
+                    "{} s, known to +-{} s only",
+                    seconds(took_ns),
+                    seconds(error_ns)
+                )
             }
             Ok(took_ns) => {
                 self.before_kernel = Some(BeforeKernel { took_ns, error_ns });
                 return;
             }
         };
-        self.notes.push(format!("VMM and firmware are left out: {why}"));
+        self.notes
+            .push(format!("VMM and firmware are left out: {why}"));
     }
 
     /// Adds the hypervisor's samples to those of the pings; returns how many fit.
     pub fn add_to(&self, clock: &mut Clock) -> usize {
-        self.host.iter().filter(|sample| clock.add_if_consistent(**sample)).count()
+        self.host
+            .iter()
+            .filter(|sample| clock.add_if_consistent(**sample))
+            .count()
     }
 }
 
@@ -104,18 +130,40 @@ mod tests {
     use kata_gpu_wire::record;
 
     fn event(name: &str, boottime_ns: u64, fields: &[(&str, i64)]) -> Record {
-        let fields = fields.iter().map(|(key, value)| (key.to_string(), (*value).into())).collect();
-        record::Record { boottime_ns, fields, ..record::Record::new(Kind::Event, name) }.into()
+        let fields = fields
+            .iter()
+            .map(|(key, value)| (key.to_string(), (*value).into()))
+            .collect();
+        record::Record {
+            boottime_ns,
+            fields,
+            ..record::Record::new(Kind::Event, name)
+        }
+        .into()
     }
 
     fn tsc(before_ns: i64, error_ns: i64) -> GuestClocks {
-        GuestClocks::of(&[event(names::CLOCK_TSC, 2_000, &[("before_kernel_ns", before_ns), ("error_ns", error_ns)])])
+        GuestClocks::of(&[event(
+            names::CLOCK_TSC,
+            2_000,
+            &[("before_kernel_ns", before_ns), ("error_ns", error_ns)],
+        )])
     }
 
     #[test]
     fn a_tsc_started_with_the_vm_gives_the_time_before_the_kernel() {
-        assert_eq!(tsc(960_000_000, 40_000).before_kernel, Some(BeforeKernel { took_ns: 960_000_000, error_ns: 40_000 }));
-        assert_eq!(tsc(1_800_000_000_000, 1_000).notes, [] as [String; 0], "half an hour was seen");
+        assert_eq!(
+            tsc(960_000_000, 40_000).before_kernel,
+            Some(BeforeKernel {
+                took_ns: 960_000_000,
+                error_ns: 40_000
+            })
+        );
+        assert_eq!(
+            tsc(1_800_000_000_000, 1_000).notes,
+            [] as [String; 0],
+            "half an hour was seen"
+        );
     }
 
     #[test]
@@ -129,32 +177,79 @@ mod tests {
         ] {
             let clocks = tsc(before_ns, error_ns.max(0));
             assert_eq!(clocks.before_kernel, None, "{before_ns}");
-            assert!(clocks.notes.len() == 1 && clocks.notes[0].contains(why), "{before_ns}: {:?}", clocks.notes);
+            assert!(
+                clocks.notes.len() == 1 && clocks.notes[0].contains(why),
+                "{before_ns}: {:?}",
+                clocks.notes
+            );
         }
-        assert_eq!(tsc(5, -1), GuestClocks::default(), "a bound below 0 is no number of ours");
+        assert_eq!(
+            tsc(5, -1),
+            GuestClocks::default(),
+            "a bound below 0 is no number of ours"
+        );
     }
 
     #[test]
     fn the_hypervisors_clock_refines_pings_and_never_overrules_them() {
-        let host = |boottime_ns, realtime_ns| event(names::CLOCK_HOST, boottime_ns, &[("realtime_ns", realtime_ns), ("error_ns", 50)]);
+        let host = |boottime_ns, realtime_ns| {
+            event(
+                names::CLOCK_HOST,
+                boottime_ns,
+                &[("realtime_ns", realtime_ns), ("error_ns", 50)],
+            )
+        };
         let clocks = GuestClocks::of(&[host(1_000, 1_000_900), host(2_000, 9_000_000)]);
         let mut clock = Clock::default();
-        assert_eq!(clocks.add_to(&mut clock), 1, "alone it counts, what contradicts it does not");
+        assert_eq!(
+            clocks.add_to(&mut clock),
+            1,
+            "alone it counts, what contradicts it does not"
+        );
         let mut clock = Clock::default();
-        clock.add(Sample { boottime_ns: 1_500, offset_ns: 1_000_000, error_ns: 400 });
+        clock.add(Sample {
+            boottime_ns: 1_500,
+            offset_ns: 1_000_000,
+            error_ns: 400,
+        });
         assert_eq!(clocks.add_to(&mut clock), 1);
-        assert!(clock.wall_at(1_500).unwrap().error_ns <= 52, "{:?}", clock.wall_at(1_500));
+        assert!(
+            clock.wall_at(1_500).unwrap().error_ns <= 52,
+            "{:?}",
+            clock.wall_at(1_500)
+        );
         let mut clock = Clock::default();
-        clock.add(Sample { boottime_ns: 1_500, offset_ns: 77, error_ns: 1 });
+        clock.add(Sample {
+            boottime_ns: 1_500,
+            offset_ns: 77,
+            error_ns: 1,
+        });
         let before = clock.wall_at(1_000);
-        assert_eq!((clocks.add_to(&mut clock), clock.wall_at(1_000)), (0, before));
+        assert_eq!(
+            (clocks.add_to(&mut clock), clock.wall_at(1_000)),
+            (0, before)
+        );
     }
 
     #[test]
     fn the_logs_clock_is_known_with_or_without_a_bound() {
-        let of = |fields: &[(&str, i64)]| GuestClocks::of(&[event(names::CLOCK_PRINTK, 1, fields)]).printk;
-        assert_eq!(of(&[("offset_ns", -1_850_000), ("error_ns", 9_000)]), Some(Printk { offset_ns: -1_850_000, error_ns: Some(9_000) }));
-        assert_eq!(of(&[("offset_ns", 5)]), Some(Printk { offset_ns: 5, error_ns: None }));
+        let of = |fields: &[(&str, i64)]| {
+            GuestClocks::of(&[event(names::CLOCK_PRINTK, 1, fields)]).printk
+        };
+        assert_eq!(
+            of(&[("offset_ns", -1_850_000), ("error_ns", 9_000)]),
+            Some(Printk {
+                offset_ns: -1_850_000,
+                error_ns: Some(9_000)
+            })
+        );
+        assert_eq!(
+            of(&[("offset_ns", 5)]),
+            Some(Printk {
+                offset_ns: 5,
+                error_ns: None
+            })
+        );
         assert_eq!(of(&[]), None);
     }
 }

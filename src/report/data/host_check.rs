@@ -33,7 +33,10 @@ pub struct HostCheck {
 
 impl HostCheck {
     pub fn now(findings: BTreeMap<String, f64>) -> Self {
-        Self { at: realtime_ns() / 1_000_000_000, findings }
+        Self {
+            at: realtime_ns() / 1_000_000_000,
+            findings,
+        }
     }
 
     pub fn write(&self, dir: &Path) -> Result<()> {
@@ -41,7 +44,11 @@ impl HostCheck {
         // Left by a check that was killed. The creation below refuses anything that is there.
         let _absent = fs::remove_file(&temporary);
         let write = || -> io::Result<()> {
-            let mut file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&temporary)?;
+            let mut file = OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .mode(0o644)
+                .open(&temporary)?;
             file.write_all(&serde_json::to_vec(self)?)
         };
         write().with_context(|| format!("write {}", temporary.display()))?;
@@ -51,10 +58,18 @@ impl HostCheck {
     /// The result in a directory, if it is not too old.
     pub fn read(dir: &Path) -> Option<Self> {
         let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(dir.join(NAME)).ok()?;
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(flags)
+            .open(dir.join(NAME))
+            .ok()?;
         let is_file = file.metadata().ok()?.is_file();
         let mut text = Vec::new();
-        is_file.then_some(file)?.take(MAX_FILE).read_to_end(&mut text).ok()?;
+        is_file
+            .then_some(file)?
+            .take(MAX_FILE)
+            .read_to_end(&mut text)
+            .ok()?;
         let check: Self = serde_json::from_slice(&text).ok()?;
         let age = (realtime_ns() / 1_000_000_000).checked_sub(check.at)?;
         (-MAX_AGE_S..=MAX_AGE_S).contains(&age).then_some(check)
@@ -84,7 +99,13 @@ mod tests {
         check.at -= 2 * MAX_AGE_S;
         check.write(dir.path()).unwrap();
         assert_eq!(HostCheck::read(dir.path()), None);
-        for text in ["", "{", "[1e999]", r#"{"at":9223372036854775807,"findings":{}}"#, r#"{"at":-9223372036854775808,"findings":{}}"#] {
+        for text in [
+            "",
+            "{",
+            "[1e999]",
+            r#"{"at":9223372036854775807,"findings":{}}"#,
+            r#"{"at":-9223372036854775808,"findings":{}}"#,
+        ] {
             fs::write(dir.path().join(NAME), text).unwrap();
             assert_eq!(HostCheck::read(dir.path()), None, "{text}");
         }

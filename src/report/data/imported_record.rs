@@ -9,7 +9,19 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The formats, by the names that `--format` takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    clap::ValueEnum,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     /// containerd's journal or log with the Kata shim's lines, as text or as `journalctl -o json`
@@ -43,25 +55,52 @@ impl fmt::Display for Format {
 /// Agent event of a record that was made from the agent's lines.
 pub fn of_record(record: &Record) -> Option<AgentEvent> {
     mark(record)?;
-    let text = |key: &str| text::printable(record.fields.get(key).and_then(Field::as_str).unwrap_or("?"));
+    let text = |key: &str| {
+        text::printable(
+            record
+                .fields
+                .get(key)
+                .and_then(Field::as_str)
+                .unwrap_or("?"),
+        )
+    };
     let number = |key: &str| record.fields.get(key).and_then(Field::as_u64);
     let error = || text::printable(record.error.as_deref().unwrap_or("?"));
     let container = || text("container");
-    let devices = || record.fields.get("devices").map_or_else(|| agent_log::UNKNOWN.to_string(), |_| text("devices"));
+    let devices = || {
+        record
+            .fields
+            .get("devices")
+            .map_or_else(|| agent_log::UNKNOWN.to_string(), |_| text("devices"))
+    };
     let pause = record.fields.get("pause").is_some();
     Some(match (record.kind, record.name.as_str()) {
         (Kind::Event, names::AGENT_READY) => AgentEvent::Ready,
-        (Kind::Event, names::CONTAINER_ASKED) => AgentEvent::ContainerAsked { container: container(), devices: devices(), pause },
-        (Kind::Event, names::AGENT_CDI_TRY) => {
-            AgentEvent::CdiTryFailed { container: container(), attempt: number("try").unwrap_or(0), error: error() }
-        }
-        (Kind::Event, names::CONTAINER_CREATED) => {
-            AgentEvent::ContainerCreated { container: container(), devices: devices(), tries: number("tries"), pause }
-        }
-        (Kind::Event, names::CONTAINER_STARTED) => AgentEvent::ContainerStarted { container: container() },
-        (Kind::Event, names::CONTAINER_FAILED) => {
-            AgentEvent::ContainerFailed { container: container(), devices: devices(), tries: number("tries"), error: error() }
-        }
+        (Kind::Event, names::CONTAINER_ASKED) => AgentEvent::ContainerAsked {
+            container: container(),
+            devices: devices(),
+            pause,
+        },
+        (Kind::Event, names::AGENT_CDI_TRY) => AgentEvent::CdiTryFailed {
+            container: container(),
+            attempt: number("try").unwrap_or(0),
+            error: error(),
+        },
+        (Kind::Event, names::CONTAINER_CREATED) => AgentEvent::ContainerCreated {
+            container: container(),
+            devices: devices(),
+            tries: number("tries"),
+            pause,
+        },
+        (Kind::Event, names::CONTAINER_STARTED) => AgentEvent::ContainerStarted {
+            container: container(),
+        },
+        (Kind::Event, names::CONTAINER_FAILED) => AgentEvent::ContainerFailed {
+            container: container(),
+            devices: devices(),
+            tries: number("tries"),
+            error: error(),
+        },
         _ => return None,
     })
 }
@@ -79,7 +118,10 @@ pub struct Mark {
 
 /// The mark of a record that came from a log.
 pub fn mark(record: &Record) -> Option<Mark> {
-    record.fields.get(MARK).and_then(|value| serde_json::from_str(value.json()?).ok())
+    record
+        .fields
+        .get(MARK)
+        .and_then(|value| serde_json::from_str(value.json()?).ok())
 }
 
 /// Whether a record's time is shown as approximate, because its error exceeds the shown digits.

@@ -12,7 +12,9 @@ pub fn pairs(line: &str) -> Vec<(&str, String)> {
     let mut out = Vec::new();
     let mut rest = line.trim_start();
     while !rest.is_empty() && out.len() < MAX_PAIRS {
-        let Some(end) = rest.find(['=', ' ']) else { break };
+        let Some(end) = rest.find(['=', ' ']) else {
+            break;
+        };
         let (key, after) = rest.split_at(end);
         let Some(value) = after.strip_prefix('=') else {
             rest = after.trim_start();
@@ -79,7 +81,11 @@ pub fn unquote(text: &str) -> String {
             'U' => 8,
             _ => 0,
         };
-        let coded = tail.get(..digits).filter(|_| digits > 0).and_then(|d| u32::from_str_radix(d, 16).ok()).and_then(char::from_u32);
+        let coded = tail
+            .get(..digits)
+            .filter(|_| digits > 0)
+            .and_then(|d| u32::from_str_radix(d, 16).ok())
+            .and_then(char::from_u32);
         rest = match (plain, coded) {
             (Some(plain), _) => {
                 out.push(plain);
@@ -105,8 +111,7 @@ mod tests {
 
     #[test]
     fn pairs_come_out_in_order_and_unquoted() {
-        let line =
-            r#"time="2026-01-02T03:04:05Z" level=debug msg="reading guest console" empty= vmconsole="{\"msg\":\"a \\\"b\\\"\"}\x1b\u00e9""#;
+        let line = r#"time="2026-01-02T03:04:05Z" level=debug msg="reading guest console" empty= vmconsole="{\"msg\":\"a \\\"b\\\"\"}\x1b\u00e9""#;
         let want = [
             ("time", "2026-01-02T03:04:05Z"),
             ("level", "debug"),
@@ -115,13 +120,33 @@ mod tests {
             ("vmconsole", "{\"msg\":\"a \\\"b\\\"\"}\u{1b}\u{e9}"),
         ];
         let pairs = pairs(line);
-        assert_eq!(pairs.iter().map(|(k, v)| (*k, v.as_str())).collect::<Vec<_>>(), want);
+        assert_eq!(
+            pairs
+                .iter()
+                .map(|(k, v)| (*k, v.as_str()))
+                .collect::<Vec<_>>(),
+            want
+        );
     }
 
     #[test]
     fn words_around_pairs_and_missing_quotes_are_harmless() {
-        assert_eq!(pairs("Jan 02 host containerd[7]: a=1 word b=\"open"), [("a", "1".to_string()), ("b", "open".to_string())]);
-        for junk in ["", "=", "==", "\"", "a", " = ", "\\", "a=\"\\", "\u{e9}=\u{e9}\"", "=\"\\x"] {
+        assert_eq!(
+            pairs("Jan 02 host containerd[7]: a=1 word b=\"open"),
+            [("a", "1".to_string()), ("b", "open".to_string())]
+        );
+        for junk in [
+            "",
+            "=",
+            "==",
+            "\"",
+            "a",
+            " = ",
+            "\\",
+            "a=\"\\",
+            "\u{e9}=\u{e9}\"",
+            "=\"\\x",
+        ] {
             assert!(pairs(junk).len() <= 2, "{junk:?}");
         }
         assert_eq!(pairs(&"a=b ".repeat(1000)).len(), MAX_PAIRS);
@@ -129,9 +154,14 @@ mod tests {
 
     #[test]
     fn what_is_no_escape_stays_as_it_is() {
-        for (quoted, want) in
-            [(r"\q", r"\q"), (r"\x1", r"\x1"), (r"\ud800", r"\ud800"), ("\\", "\\"), (r"\xe9\u", "\u{e9}\\u"), (r"\x\u{e9}", r"\x\u{e9}")]
-        {
+        for (quoted, want) in [
+            (r"\q", r"\q"),
+            (r"\x1", r"\x1"),
+            (r"\ud800", r"\ud800"),
+            ("\\", "\\"),
+            (r"\xe9\u", "\u{e9}\\u"),
+            (r"\x\u{e9}", r"\x\u{e9}"),
+        ] {
             assert_eq!(unquote(quoted), want);
         }
     }

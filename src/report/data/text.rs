@@ -31,7 +31,11 @@ pub fn printable(text: &str) -> String {
 /// Printable, and not longer than [`MAX_VALUE`].
 pub fn clipped(text: &str) -> String {
     let start = start(text, MAX_VALUE);
-    format!("{}{}", printable(start), if start.len() < text.len() { "..." } else { "" })
+    format!(
+        "{}{}",
+        printable(start),
+        if start.len() < text.len() { "..." } else { "" }
+    )
 }
 
 /// Lines that end at a space before `width`, the first behind `first`, others behind `further`. A
@@ -40,7 +44,10 @@ pub fn wrap(first: &str, further: &str, text: &str, width: usize) -> Vec<String>
     let mut words = text.split(' ');
     let mut lines = vec![format!("{first}{}", words.next().unwrap_or_default())];
     for word in words {
-        match lines.last_mut().filter(|line| line.len() + 1 + word.len() <= width) {
+        match lines
+            .last_mut()
+            .filter(|line| line.len() + 1 + word.len() <= width)
+        {
             Some(line) => line.extend([" ", word]),
             None => lines.push(format!("{further}{word}")),
         }
@@ -76,12 +83,23 @@ struct AsciiJson<'a>(&'a mut dyn Write);
 impl Write for AsciiJson<'_> {
     /// serde_json hands over whole characters.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let text = std::str::from_utf8(bytes).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+        let text = std::str::from_utf8(bytes)
+            .map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
         for part in text.split_inclusive(|c| !matches!(c, '\n' | ' '..='~')) {
-            let foreign = part.chars().next_back().filter(|c| !matches!(c, '\n' | ' '..='~'));
-            self.0.write_all(part.get(..part.len() - foreign.map_or(0, char::len_utf8)).unwrap_or_default().as_bytes())?;
+            let foreign = part
+                .chars()
+                .next_back()
+                .filter(|c| !matches!(c, '\n' | ' '..='~'));
+            self.0.write_all(
+                part.get(..part.len() - foreign.map_or(0, char::len_utf8))
+                    .unwrap_or_default()
+                    .as_bytes(),
+            )?;
             // Non-ASCII is in strings only; JSON needs UTF-16.
-            for unit in foreign.into_iter().flat_map(|c| c.encode_utf16(&mut [0; 2]).to_vec()) {
+            for unit in foreign
+                .into_iter()
+                .flat_map(|c| c.encode_utf16(&mut [0; 2]).to_vec())
+            {
                 write!(self.0, "\\u{unit:04x}")?;
             }
         }
@@ -113,7 +131,11 @@ pub fn since(from: u64, to: u64) -> String {
     let ms = |ns: u64| i128::from(ns / 1_000_000 + u64::from(ns % 1_000_000 >= 500_000));
     let distance = ms(to) - ms(from);
     let sign = if distance < 0 { '-' } else { '+' };
-    format!("{sign}{}.{:03}", distance.abs() / 1000, distance.abs() % 1000)
+    format!(
+        "{sign}{}.{:03}",
+        distance.abs() / 1000,
+        distance.abs() % 1000
+    )
 }
 
 /// An error bound: `+-0.2 ms`.
@@ -129,14 +151,18 @@ pub fn wall_clock(realtime_ns: i64) -> String {
     /// 9999-12-31T23:59:59Z, the last second that RFC 3339 can write.
     const LAST_SECOND: u64 = 253_402_300_799;
     match u64::try_from(realtime_ns) {
-        Ok(ns) if ns / 1_000_000_000 <= LAST_SECOND => humantime::format_rfc3339_millis(UNIX_EPOCH + Duration::from_nanos(ns)).to_string(),
+        Ok(ns) if ns / 1_000_000_000 <= LAST_SECOND => {
+            humantime::format_rfc3339_millis(UNIX_EPOCH + Duration::from_nanos(ns)).to_string()
+        }
         _ => format!("{realtime_ns} ns"),
     }
 }
 
 /// CLOCK_REALTIME of this machine in ns.
 pub fn realtime_ns() -> i64 {
-    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let since_epoch = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     i64::try_from(since_epoch.as_nanos()).unwrap_or(i64::MAX)
 }
 
@@ -149,7 +175,10 @@ pub struct Screen {
 }
 
 impl Screen {
-    pub const PLAIN: Screen = Screen { width: None, colour: false };
+    pub const PLAIN: Screen = Screen {
+        width: None,
+        colour: false,
+    };
 
     /// Reads it from standard output and the environment (`NO_COLOR`, `TERM=dumb`).
     pub fn of_stdout() -> Screen {
@@ -159,7 +188,10 @@ impl Screen {
         let no_colour = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
         let dumb = std::env::var_os("TERM").is_none_or(|v| v == "dumb");
         let width = terminal_size::terminal_size().map_or(80, |(w, _)| usize::from(w.0));
-        Screen { width: Some(width), colour: !no_colour && !dumb }
+        Screen {
+            width: Some(width),
+            colour: !no_colour && !dumb,
+        }
     }
 
     /// The text in a colour, or as it is.
@@ -172,7 +204,11 @@ impl Screen {
             Ink::Warning => "33",
             Ink::Error => "31",
         };
-        if self.colour { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_string() }
+        if self.colour {
+            format!("\x1b[{code}m{text}\x1b[0m")
+        } else {
+            text.to_string()
+        }
     }
 }
 
@@ -198,15 +234,26 @@ mod tests {
 
     #[test]
     fn json_is_ascii_with_the_same_content() {
-        let value = serde_json::json!({"a\u{9b}": ["\u{1b}[2J", "\u{1f600}", "\u{7f}", "\u{202e}"]});
+        let value =
+            serde_json::json!({"a\u{9b}": ["\u{1b}[2J", "\u{1f600}", "\u{7f}", "\u{202e}"]});
         let text = ascii_json(&value).unwrap();
-        assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text}");
-        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
+        assert!(
+            text.bytes()
+                .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),
+            "{text}"
+        );
+        assert_eq!(
+            serde_json::from_str::<serde_json::Value>(&text).unwrap(),
+            value
+        );
     }
 
     #[test]
     fn nothing_that_drives_a_terminal_gets_through() {
-        assert_eq!(printable("a\x1b[2Jb\r\n\t\u{7f}\u{9b}31m\u{202e}c\u{0}"), "a\\x1b[2Jb\\r\\n\\t\\x7f\\u{9b}31m\\u{202e}c\\x00");
+        assert_eq!(
+            printable("a\x1b[2Jb\r\n\t\u{7f}\u{9b}31m\u{202e}c\u{0}"),
+            "a\\x1b[2Jb\\r\\n\\t\\x7f\\u{9b}31m\\u{202e}c\\x00"
+        );
         let all: String = (0..0x3000u32).filter_map(char::from_u32).collect();
         assert!(printable(&all).bytes().all(|b| (b' '..=b'~').contains(&b)));
         assert_eq!(printable_start(b"\xff\x1bab", 3), "\\u{fffd}\\x1ba...");
@@ -214,7 +261,10 @@ mod tests {
 
     #[test]
     fn text_is_wrapped_at_spaces_and_words_stay_whole() {
-        assert_eq!(wrap("a: ", "   ", "b cc 123456789 d", 6), ["a: b", "   cc", "   123456789", "   d"]);
+        assert_eq!(
+            wrap("a: ", "   ", "b cc 123456789 d", 6),
+            ["a: b", "   cc", "   123456789", "   d"]
+        );
         assert_eq!(wrap("a: ", "   ", "b cc", 7), ["a: b cc"]);
         assert_eq!(wrap("a: ", "   ", "", 1), ["a: "]);
     }
@@ -239,7 +289,10 @@ mod tests {
 
     #[test]
     fn wall_clock_survives_any_number() {
-        assert_eq!(wall_clock(1_767_323_045_678_901_234), "2026-01-02T03:04:05.678Z");
+        assert_eq!(
+            wall_clock(1_767_323_045_678_901_234),
+            "2026-01-02T03:04:05.678Z"
+        );
         assert_eq!(wall_clock(-1), "-1 ns");
         assert!(wall_clock(i64::MAX).starts_with("2262-"));
     }
@@ -247,6 +300,13 @@ mod tests {
     #[test]
     fn a_pipe_gets_no_colour() {
         assert_eq!(Screen::PLAIN.paint(Ink::Error, "x"), "x");
-        assert_eq!(Screen { width: Some(80), colour: true }.paint(Ink::Error, "x"), "\x1b[31mx\x1b[0m");
+        assert_eq!(
+            Screen {
+                width: Some(80),
+                colour: true
+            }
+            .paint(Ink::Error, "x"),
+            "\x1b[31mx\x1b[0m"
+        );
     }
 }

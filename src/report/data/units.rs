@@ -38,7 +38,13 @@ mod tests {
     #[test]
     fn sizes_have_readable_units() {
         assert_eq!(
-            [size(128 << 30), size(16 << 20), size(1500), size(512), size(3 << 39)],
+            [
+                size(128 << 30),
+                size(16 << 20),
+                size(1500),
+                size(512),
+                size(3 << 39)
+            ],
             ["128 GiB", "16 MiB", "1.5 KiB", "512 B", "1.5 TiB"]
         );
     }

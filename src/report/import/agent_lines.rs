@@ -14,10 +14,26 @@ use serde_json::{Map, Value};
 /// Longest text that is kept of one value, in characters: the agent prints whole OCI specs.
 const MAX_VALUE: usize = 600;
 /// Keys that are not a line's own fields.
-const FRAME: &[&str] = &["msg", "level", "ts", "name", "version", "source", "subsystem", "pid", "boottime_ns", "gpu", "error"];
+const FRAME: &[&str] = &[
+    "msg",
+    "level",
+    "ts",
+    "name",
+    "version",
+    "source",
+    "subsystem",
+    "pid",
+    "boottime_ns",
+    "gpu",
+    "error",
+];
 
 /// Hands over the facts of a line, or returns a reason for skipping it. `log`: the lines before it.
-pub fn parse(text: &str, log: &mut AgentLog, mut each: impl FnMut(Stamp, Fact)) -> Result<(), Skip> {
+pub fn parse(
+    text: &str,
+    log: &mut AgentLog,
+    mut each: impl FnMut(Stamp, Fact),
+) -> Result<(), Skip> {
     let object = line::object(text.as_bytes()).ok_or(Skip::OtherProgram)?;
     let get = |key: &str| object.get(key).and_then(Value::as_str);
     if get("name") == Some("kata-gpu-init") {
@@ -25,11 +41,17 @@ pub fn parse(text: &str, log: &mut AgentLog, mut each: impl FnMut(Stamp, Fact)) 
         each(stamp, fact);
         return Ok(());
     }
-    let unplaced = if get("ts").is_none() { Skip::NoStamp } else { Skip::AbsurdStamp };
+    let unplaced = if get("ts").is_none() {
+        Skip::NoStamp
+    } else {
+        Skip::AbsurdStamp
+    };
     // A known line may be one of several that make an event.
     let mut said = Err(Skip::AgentDetail);
     let known = log.object(&object, |realtime_ns, event| {
-        said = realtime_ns.ok_or(unplaced).map(|realtime_ns| each(Stamp::Guest(realtime_ns), Fact::Agent(event)));
+        said = realtime_ns
+            .ok_or(unplaced)
+            .map(|realtime_ns| each(Stamp::Guest(realtime_ns), Fact::Agent(event)));
     });
     match known {
         Err(Nothing::OtherProgram) => Err(Skip::OtherProgram),
@@ -50,7 +72,10 @@ fn level(text: Option<&str>) -> Level {
 
 fn init_line(object: &Map<String, Value>) -> Result<(Stamp, Fact), Skip> {
     let get = |key: &str| object.get(key).and_then(Value::as_str);
-    let boottime: i64 = get("boottime_ns").ok_or(Skip::NoStamp)?.parse().map_err(|_| Skip::AbsurdStamp)?;
+    let boottime: i64 = get("boottime_ns")
+        .ok_or(Skip::NoStamp)?
+        .parse()
+        .map_err(|_| Skip::AbsurdStamp)?;
     let msg = get("msg").ok_or(Skip::OtherProgram)?;
     let (name, kind) = match msg.split_once(' ') {
         None => (msg, Kind::Event),
@@ -58,13 +83,20 @@ fn init_line(object: &Map<String, Value>) -> Result<(Stamp, Fact), Skip> {
         Some((name, "begin")) => (name, Kind::Begin),
         Some(_) => return Err(Skip::AgentDetail),
     };
-    if name.is_empty() || name.len() > kata_gpu_wire::record::MAX_NAME || !name.bytes().all(|b| b.is_ascii_graphic()) {
+    if name.is_empty()
+        || name.len() > kata_gpu_wire::record::MAX_NAME
+        || !name.bytes().all(|b| b.is_ascii_graphic())
+    {
         return Err(Skip::AgentDetail);
     }
-    let fields = object.iter().filter(|(key, _)| !FRAME.contains(&key.as_str())).take(32).map(|(key, value)| {
-        let value = value.as_str().map_or(Value::Null, typed);
-        (cut(key, MAX_VALUE), value)
-    });
+    let fields = object
+        .iter()
+        .filter(|(key, _)| !FRAME.contains(&key.as_str()))
+        .take(32)
+        .map(|(key, value)| {
+            let value = value.as_str().map_or(Value::Null, typed);
+            (cut(key, MAX_VALUE), value)
+        });
     let line = InitLine {
         name: name.to_string(),
         kind,
@@ -85,7 +117,10 @@ fn typed(text: &str) -> Value {
         "false" => Value::Bool(false),
         _ => {
             let plain = text == "0" || !text.starts_with(['0', '+']);
-            text.parse::<i64>().ok().filter(|_| plain).map_or_else(|| Value::from(cut(text, MAX_VALUE)), Value::from)
+            text.parse::<i64>()
+                .ok()
+                .filter(|_| plain)
+                .map_or_else(|| Value::from(cut(text, MAX_VALUE)), Value::from)
         }
     }
 }
@@ -94,7 +129,13 @@ fn typed(text: &str) -> Value {
 pub fn fingerprint(fact: &Fact) -> String {
     match fact {
         Fact::Kernel(text) => text.clone(),
-        Fact::Init(line) => format!("{} {:?} {:?} {:?}", line.name, line.kind, line.gpu, line.fields.values().next()),
+        Fact::Init(line) => format!(
+            "{} {:?} {:?} {:?}",
+            line.name,
+            line.kind,
+            line.gpu,
+            line.fields.values().next()
+        ),
         Fact::Agent(fact) => format!("{fact:?}"),
         Fact::Plain { name, .. } => (*name).to_string(),
     }
@@ -112,7 +153,10 @@ mod tests {
 
     fn all(text: &str) -> Result<Vec<(Stamp, Fact)>, Skip> {
         let mut facts = Vec::new();
-        parse(text, &mut AgentLog::default(), |stamp, fact| facts.push((stamp, fact))).map(|()| facts)
+        parse(text, &mut AgentLog::default(), |stamp, fact| {
+            facts.push((stamp, fact))
+        })
+        .map(|()| facts)
     }
 
     fn ours(text: &str) -> (Stamp, InitLine) {
@@ -126,8 +170,14 @@ mod tests {
     fn our_own_lines_keep_their_types_and_their_clock() {
         let text = r#"{"boottime_ns":"3049464180","gpu":"0001:00:00.0","index":"0","level":"INFO","minor":"7","ok":"true","driver":"550.163.01","msg":"gpu.bound","name":"kata-gpu-init","pid":"87","source":"kata-gpu-init","subsystem":"gpu","ts":"2026-11-21T12:11:39.068788390Z","version":"0.1.0"}"#;
         let (stamp, line) = ours(text);
-        assert_eq!((stamp, line.kind, line.name.as_str()), (Stamp::Boot(3_049_464_180), Kind::Event, "gpu.bound"));
-        assert_eq!(Value::Object(line.fields), serde_json::json!({"index": 0, "minor": 7, "ok": true, "driver": "550.163.01"}));
+        assert_eq!(
+            (stamp, line.kind, line.name.as_str()),
+            (Stamp::Boot(3_049_464_180), Kind::Event, "gpu.bound")
+        );
+        assert_eq!(
+            Value::Object(line.fields),
+            serde_json::json!({"index": 0, "minor": 7, "ok": true, "driver": "550.163.01"})
+        );
         let (_, line) = ours(&text.replace("gpu.bound", "gpu.init end"));
         assert_eq!((line.kind, line.name.as_str()), (Kind::End, "gpu.init"));
     }
@@ -137,7 +187,13 @@ mod tests {
         assert_eq!(all("hardware: ready"), Err(Skip::OtherProgram));
         assert_eq!(all("}{"), Err(Skip::OtherProgram));
         assert_eq!(all(&line("something new", "")), Err(Skip::AgentDetail));
-        assert_eq!(all(&line("announce", "").replace("2026-01", "2026-99")), Err(Skip::AbsurdStamp));
-        assert_eq!(all(&line("announce", "").replace("kata-agent", "other")), Err(Skip::OtherProgram));
+        assert_eq!(
+            all(&line("announce", "").replace("2026-01", "2026-99")),
+            Err(Skip::AbsurdStamp)
+        );
+        assert_eq!(
+            all(&line("announce", "").replace("kata-agent", "other")),
+            Err(Skip::OtherProgram)
+        );
     }
 }

@@ -30,17 +30,26 @@ pub fn read(name: &str, mut input: Input, format: Option<Format>) -> Result<Sour
         Some(format) => format,
         None => {
             let head = input.head()?;
-            detect::detect(&head).context("no line of it is of a known format: name the format with --format (see --help)")?
+            detect::detect(&head).context(
+                "no line of it is of a known format: name the format with --format (see --help)",
+            )?
         }
     };
-    let mut source = Source { name: name.to_string(), format, count: Default::default(), logs: vec![], stream: None };
+    let mut source = Source {
+        name: name.to_string(),
+        format,
+        count: Default::default(),
+        logs: vec![],
+        stream: None,
+    };
     match format {
         Format::Journal => (source.logs, source.count) = journal_lines::read(input)?,
         Format::Console => (source.logs, source.count) = console_lines::read(input)?,
         Format::Pod => (source.logs, source.count) = pod::read(input)?,
         Format::Stream => {
             let stream = BootFile::read(input.into_reader())?;
-            let known = stream.records.len() + stream.host.len() + usize::from(stream.header.is_some());
+            let known =
+                stream.records.len() + stream.host.len() + usize::from(stream.header.is_some());
             source.count.recognised = known as u64;
             source.count.lines = known as u64 + stream.damaged;
             source.count.skip_many(Skip::NotOfTheFormat, stream.damaged);
@@ -48,8 +57,16 @@ pub fn read(name: &str, mut input: Input, format: Option<Format>) -> Result<Sour
         }
     }
     if source.count.recognised == 0 {
-        let skipped: Vec<String> = source.count.skipped.iter().map(|(why, n)| format!("{n} {}", why.text())).collect();
-        bail!("nothing in it was recognised as {format}: {}", skipped.join(", "));
+        let skipped: Vec<String> = source
+            .count
+            .skipped
+            .iter()
+            .map(|(why, n)| format!("{n} {}", why.text()))
+            .collect();
+        bail!(
+            "nothing in it was recognised as {format}: {}",
+            skipped.join(", ")
+        );
     }
     Ok(source)
 }
@@ -67,17 +84,29 @@ pub fn import(mut sources: Vec<Source>, boot: Option<usize>) -> Result<(Report, 
     let all: Vec<(usize, Item)> = sources
         .iter_mut()
         .enumerate()
-        .flat_map(|(n, s)| s.logs.drain(..).flat_map(|log| log.items).map(move |i| (n, i)).collect::<Vec<_>>())
+        .flat_map(|(n, s)| {
+            s.logs
+                .drain(..)
+                .flat_map(|log| log.items)
+                .map(move |i| (n, i))
+                .collect::<Vec<_>>()
+        })
         .collect();
     let items: Vec<&Item> = all.iter().map(|(_, item)| item).collect();
     let clocks = Clocks::new(&items, stream.as_ref());
     let mut placed = Vec::new();
     for (source, item) in &all {
         match clocks.place(item.stamp) {
-            Some(at) if (-MAX_BEFORE_NS..=MAX_STAMP_NS).contains(&at.at_ns) => placed.push((at, item)),
+            Some(at) if (-MAX_BEFORE_NS..=MAX_STAMP_NS).contains(&at.at_ns) => {
+                placed.push((at, item))
+            }
             at => {
                 if let Some(source) = sources.get_mut(*source) {
-                    source.count.skip(if at.is_some() { Skip::AbsurdStamp } else { Skip::Unplaceable });
+                    source.count.skip(if at.is_some() {
+                        Skip::AbsurdStamp
+                    } else {
+                        Skip::Unplaceable
+                    });
                     source.count.recognised = source.count.recognised.saturating_sub(1);
                 }
             }
@@ -85,15 +114,33 @@ pub fn import(mut sources: Vec<Source>, boot: Option<usize>) -> Result<(Report, 
     }
     let placed = in_time(placed);
     let version = choose::init_version(items.iter().copied());
-    let said = if stream.is_some() || version.is_some() { Said::OfInit } else { Said::OfKernel };
-    let named = items.iter().filter_map(|i| if let Fact::Init(line) = &i.fact { line.gpu } else { None });
+    let said = if stream.is_some() || version.is_some() {
+        Said::OfInit
+    } else {
+        Said::OfKernel
+    };
+    let named = items.iter().filter_map(|i| {
+        if let Fact::Init(line) = &i.fact {
+            line.gpu
+        } else {
+            None
+        }
+    });
     let steps = Steps::new(&placed, named);
     let derived = derive::derive(&placed, &steps, said);
 
-    let too_large = |stream: &BootFile| stream.too_large.some().map(|too_large| too_large.sentence());
+    let too_large = |stream: &BootFile| {
+        stream
+            .too_large
+            .some()
+            .map(|too_large| too_large.sentence())
+    };
     let notes: Vec<String> = stream.iter().filter_map(too_large).collect();
     if derived.drafts.is_empty() && stream.is_none() {
-        bail!("nothing in these files can be placed on a clock: {}", unplaceable(&sources));
+        bail!(
+            "nothing in these files can be placed on a clock: {}",
+            unplaceable(&sources)
+        );
     }
     let whole = Whole {
         stream: stream.as_ref(),
@@ -105,12 +152,33 @@ pub fn import(mut sources: Vec<Source>, boot: Option<usize>) -> Result<(Report, 
     };
     let (boot_id, text) = draft_writer::text(&whole);
     let records = derived.drafts.len() + stream.as_ref().map_or(0, |s| s.records.len());
-    let file = |source: Source| import_report::File { file: source.name, format: source.format, count: source.count };
+    let file = |source: Source| import_report::File {
+        file: source.name,
+        format: source.format,
+        count: source.count,
+    };
     let files = sources.into_iter().map(file).collect();
-    Ok((Report { boot_id, records, zero: clocks.zero.clone(), output: None, files, clocks: import_report::clocks(&clocks), notes }, text))
+    Ok((
+        Report {
+            boot_id,
+            records,
+            zero: clocks.zero.clone(),
+            output: None,
+            files,
+            clocks: import_report::clocks(&clocks),
+            notes,
+        },
+        text,
+    ))
 }
 
 fn unplaceable(sources: &[Source]) -> String {
-    let names: Vec<String> = sources.iter().map(|s| format!("{} ({})", printable(&s.name), s.format)).collect();
-    format!("{}; give the guest's console log or containerd's journal too", names.join(", "))
+    let names: Vec<String> = sources
+        .iter()
+        .map(|s| format!("{} ({})", printable(&s.name), s.format))
+        .collect();
+    format!(
+        "{}; give the guest's console log or containerd's journal too",
+        names.join(", ")
+    )
 }

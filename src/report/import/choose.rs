@@ -31,27 +31,49 @@ pub fn choose(sources: &mut [Source], wanted: Option<usize>) -> Result<()> {
     for source in sources.iter_mut().filter(|s| s.format == Format::Journal) {
         // Sandboxes that never showed a console are other runtimes', or not Kata's GPU guests.
         if source.logs.iter().any(|log| log.items.iter().any(of_guest)) {
-            source.count.skip_many(Skip::OtherBoot, others(&source.logs, |log| log.items.iter().any(of_guest)));
+            source.count.skip_many(
+                Skip::OtherBoot,
+                others(&source.logs, |log| log.items.iter().any(of_guest)),
+            );
             source.logs.retain(|log| log.items.iter().any(of_guest));
         }
     }
-    let several: Vec<usize> =
-        sources.iter().enumerate().filter(|(_, s)| s.logs.len() > 1 && s.format != Format::Pod).map(|(i, _)| i).collect();
+    let several: Vec<usize> = sources
+        .iter()
+        .enumerate()
+        .filter(|(_, s)| s.logs.len() > 1 && s.format != Format::Pod)
+        .map(|(i, _)| i)
+        .collect();
     match (several.as_slice(), wanted) {
         ([], None | Some(1)) => {}
         ([], Some(n)) => bail!("there is no boot {n}: these files hold one"),
         ([at], wanted) => {
-            let Some(source) = sources.get_mut(*at) else { bail!("no such file") };
+            let Some(source) = sources.get_mut(*at) else {
+                bail!("no such file")
+            };
             let Some(n) = wanted else {
-                bail!("{} holds {} boots: choose one with --boot N\n{}", printable(&source.name), source.logs.len(), list(&source.logs));
+                bail!(
+                    "{} holds {} boots: choose one with --boot N\n{}",
+                    printable(&source.name),
+                    source.logs.len(),
+                    list(&source.logs)
+                );
             };
             let chosen = n.checked_sub(1).filter(|i| *i < source.logs.len());
             let Some(chosen) = chosen else {
-                bail!("{} has no boot {n}, it holds {}:\n{}", printable(&source.name), source.logs.len(), list(&source.logs));
+                bail!(
+                    "{} has no boot {n}, it holds {}:\n{}",
+                    printable(&source.name),
+                    source.logs.len(),
+                    list(&source.logs)
+                );
             };
             keep_one(source, chosen);
         }
-        (_, _) => bail!("{} of these files hold several boots each: import them one at a time with --boot N", several.len()),
+        (_, _) => bail!(
+            "{} of these files hold several boots each: import them one at a time with --boot N",
+            several.len()
+        ),
     }
     choose_pod(sources)
 }
@@ -68,12 +90,30 @@ fn keep_one(source: &mut Source, chosen: usize) {
 /// Chooses the pod of the chosen sandbox among several.
 fn choose_pod(sources: &mut [Source]) -> Result<()> {
     let ready = |item: &Item| match &item.fact {
-        Fact::Plain { name: names::SANDBOX_READY, fields, .. } => fields.get("pod").and_then(Value::as_str).map(str::to_string),
+        Fact::Plain {
+            name: names::SANDBOX_READY,
+            fields,
+            ..
+        } => fields
+            .get("pod")
+            .and_then(Value::as_str)
+            .map(str::to_string),
         _ => None,
     };
-    let wanted = sources.iter().filter(|s| s.format == Format::Journal).flat_map(|s| &s.logs).flat_map(|log| &log.items).find_map(ready);
-    for source in sources.iter_mut().filter(|s| s.format == Format::Pod && s.logs.len() > 1) {
-        let chosen = source.logs.iter().position(|log| wanted.is_some() && pod_of(log) == wanted.as_deref());
+    let wanted = sources
+        .iter()
+        .filter(|s| s.format == Format::Journal)
+        .flat_map(|s| &s.logs)
+        .flat_map(|log| &log.items)
+        .find_map(ready);
+    for source in sources
+        .iter_mut()
+        .filter(|s| s.format == Format::Pod && s.logs.len() > 1)
+    {
+        let chosen = source
+            .logs
+            .iter()
+            .position(|log| wanted.is_some() && pod_of(log) == wanted.as_deref());
         let Some(chosen) = chosen else {
             bail!(
                 "{} holds {} pods, and no log here shows which one this is: give one (kubectl get pod NAME -o json)",
@@ -88,23 +128,37 @@ fn choose_pod(sources: &mut [Source]) -> Result<()> {
 
 fn pod_of(log: &Log) -> Option<&str> {
     log.items.iter().find_map(|item| match &item.fact {
-        Fact::Plain { name: names::POD_CREATED, fields, .. } => fields.get("pod").and_then(Value::as_str),
+        Fact::Plain {
+            name: names::POD_CREATED,
+            fields,
+            ..
+        } => fields.get("pod").and_then(Value::as_str),
         _ => None,
     })
 }
 
 fn of_guest(item: &Item) -> bool {
-    matches!(item.stamp, Stamp::Kernel(_) | Stamp::Boot(_) | Stamp::Guest(_))
+    matches!(
+        item.stamp,
+        Stamp::Kernel(_) | Stamp::Boot(_) | Stamp::Guest(_)
+    )
 }
 
 fn others(logs: &[Log], keep: impl Fn(&Log) -> bool) -> u64 {
-    logs.iter().filter(|log| !keep(log)).map(|log| log.items.len() as u64).sum()
+    logs.iter()
+        .filter(|log| !keep(log))
+        .map(|log| log.items.len() as u64)
+        .sum()
 }
 
 /// A line per boot.
 fn list(logs: &[Log]) -> String {
-    let mut lines: Vec<String> =
-        logs.iter().take(MAX_LISTED).enumerate().map(|(i, log)| format!("  {:>3}  {}", i + 1, describe(log))).collect();
+    let mut lines: Vec<String> = logs
+        .iter()
+        .take(MAX_LISTED)
+        .enumerate()
+        .map(|(i, log)| format!("  {:>3}  {}", i + 1, describe(log)))
+        .collect();
     if logs.len() > MAX_LISTED {
         lines.push(format!("  and {} more", logs.len() - MAX_LISTED));
     }
@@ -114,14 +168,29 @@ fn list(logs: &[Log]) -> String {
 fn describe(log: &Log) -> String {
     let mut words = Vec::new();
     if let Some(sandbox) = &log.sandbox {
-        words.push(format!("sandbox {}", printable(sandbox.get(..12).unwrap_or(sandbox))));
+        words.push(format!(
+            "sandbox {}",
+            printable(sandbox.get(..12).unwrap_or(sandbox))
+        ));
     }
     let release = log.items.iter().find_map(|item| {
-        let Fact::Kernel(text) = &item.fact else { return None };
-        if let Some(Meaning::Banner { release }) = kernel_lines::meaning(text) { Some(release) } else { None }
+        let Fact::Kernel(text) = &item.fact else {
+            return None;
+        };
+        if let Some(Meaning::Banner { release }) = kernel_lines::meaning(text) {
+            Some(release)
+        } else {
+            None
+        }
     });
     words.extend(release.map(|r| format!("kernel {}", printable(&r))));
-    let wall = log.items.iter().find_map(|item| item.read_ns.or(if let Stamp::Guest(ns) = item.stamp { Some(ns) } else { None }));
+    let wall = log.items.iter().find_map(|item| {
+        item.read_ns.or(if let Stamp::Guest(ns) = item.stamp {
+            Some(ns)
+        } else {
+            None
+        })
+    });
     words.extend(wall.map(wall_clock));
     let lines = log.items.iter().map(|item| item.line);
     if let (Some(first), Some(last)) = (lines.clone().min(), lines.max()) {
@@ -132,7 +201,13 @@ fn describe(log: &Log) -> String {
 
 /// Version of our init in these items.
 pub fn init_version<'a>(items: impl Iterator<Item = &'a Item>) -> Option<String> {
-    items.into_iter().find_map(|item| if let Fact::Init(line) = &item.fact { Some(line.version.clone()) } else { None })
+    items.into_iter().find_map(|item| {
+        if let Fact::Init(line) = &item.fact {
+            Some(line.version.clone())
+        } else {
+            None
+        }
+    })
 }
 
 /// Removes facts that several files have (the journal carries the console) or that the stream has,
@@ -145,7 +220,10 @@ pub fn without_repetition(sources: &mut [Source]) {
         .flat_map(|s| &s.records)
         .filter_map(|r| {
             let us = r.fields.get("printk_us").and_then(Field::as_i64)?;
-            Some((us.checked_mul(1000)?, r.fields.get("text").and_then(Field::as_str)?.to_string()))
+            Some((
+                us.checked_mul(1000)?,
+                r.fields.get("text").and_then(Field::as_str)?.to_string(),
+            ))
         })
         .collect();
     let mut seen = std::collections::HashSet::new();
@@ -159,7 +237,11 @@ pub fn without_repetition(sources: &mut [Source]) {
             log.items.retain(|item| {
                 let repeated = match (&item.fact, item.stamp) {
                     (Fact::Init(_), _) if stream => true,
-                    (Fact::Kernel(text), Stamp::Kernel(ns)) if in_stream.contains(&(ns, text.clone())) => true,
+                    (Fact::Kernel(text), Stamp::Kernel(ns))
+                        if in_stream.contains(&(ns, text.clone())) =>
+                    {
+                        true
+                    }
                     (Fact::Plain { .. }, _) => false,
                     (fact, stamp) => {
                         let key = (stamp, agent_lines::fingerprint(fact));

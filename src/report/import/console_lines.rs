@@ -56,7 +56,16 @@ const FELL_BACK_LINES: usize = 3;
 impl Console {
     pub fn new(format: Format) -> Self {
         let (torn, agent) = Default::default();
-        Self { format, boots: vec![vec![]], kept: 0, last_kernel: None, latest: None, torn, agent, early: vec![] }
+        Self {
+            format,
+            boots: vec![vec![]],
+            kept: 0,
+            last_kernel: None,
+            latest: None,
+            torn,
+            agent,
+            early: vec![],
+        }
     }
 
     /// Takes a line. `read_ns`: time at which the host read it.
@@ -64,10 +73,14 @@ impl Console {
         count.lines += 1;
         let mut torn = std::mem::take(&mut self.torn);
         let boots = self.boots.len();
-        torn.line(without_escapes(line).as_bytes(), MAX_CONSOLE_LINE, |whole| {
-            // The line is cut between characters, and so still text.
-            self.whole_line(number, &String::from_utf8_lossy(whole), read_ns, count);
-        });
+        torn.line(
+            without_escapes(line).as_bytes(),
+            MAX_CONSOLE_LINE,
+            |whole| {
+                // The line is cut between characters, and so still text.
+                self.whole_line(number, &String::from_utf8_lossy(whole), read_ns, count);
+            },
+        );
         // A line that was cut off by the end of a boot has no rest in the next boot.
         if self.boots.len() == boots {
             self.torn = torn;
@@ -75,7 +88,9 @@ impl Console {
     }
 
     fn whole_line(&mut self, number: u64, line: &str, read_ns: Option<i64>, count: &mut Count) {
-        if let Some((Some(stamp), _)) = kernel_line(line).filter(|(stamp, _)| stamp.is_some_and(|ns| ns <= MAX_STAMP_NS)) {
+        if let Some((Some(stamp), _)) =
+            kernel_line(line).filter(|(stamp, _)| stamp.is_some_and(|ns| ns <= MAX_STAMP_NS))
+        {
             self.tick(stamp);
         }
         let mut items = Vec::new();
@@ -83,7 +98,11 @@ impl Console {
             return count.skip(why);
         }
         for item in items {
-            let item = Item { read_ns, between: (self.latest, None), ..item };
+            let item = Item {
+                read_ns,
+                between: (self.latest, None),
+                ..item
+            };
             if self.kept >= MAX_ITEMS {
                 return count.skip(Skip::LimitReached);
             }
@@ -96,8 +115,14 @@ impl Console {
     /// Bounds the time of earlier items that have no kernel line behind them by this one.
     fn tick(&mut self, stamp: i64) {
         self.latest = self.latest.max(Some(stamp));
-        let waiting = self.boots.last_mut().into_iter().flat_map(|boot| boot.iter_mut().rev());
-        for item in waiting.take_while(|item| !matches!(item.stamp, Stamp::Kernel(_)) && item.between.1.is_none()) {
+        let waiting = self
+            .boots
+            .last_mut()
+            .into_iter()
+            .flat_map(|boot| boot.iter_mut().rev());
+        for item in waiting
+            .take_while(|item| !matches!(item.stamp, Stamp::Kernel(_)) && item.between.1.is_none())
+        {
             item.between.1 = Some(stamp);
         }
     }
@@ -111,9 +136,15 @@ impl Console {
         let Some((stamp_ns, text)) = kernel_line(line) else {
             agent_lines::parse(line, &mut self.agent, &mut keep)?;
             let absurd = |item: &Item| matches!(item.stamp, Stamp::Boot(ns) if !(0..=MAX_STAMP_NS).contains(&ns));
-            return if items.iter().any(absurd) { Err(Skip::AbsurdStamp) } else { Ok(()) };
+            return if items.iter().any(absurd) {
+                Err(Skip::AbsurdStamp)
+            } else {
+                Ok(())
+            };
         };
-        let stamp_ns = stamp_ns.filter(|ns| *ns <= MAX_STAMP_NS).ok_or(Skip::AbsurdStamp)?;
+        let stamp_ns = stamp_ns
+            .filter(|ns| *ns <= MAX_STAMP_NS)
+            .ok_or(Skip::AbsurdStamp)?;
         // A process may have written JSON to the kernel's log, or to the console between stamp and
         // newline.
         if agent_lines::parse(text, &mut self.agent, &mut keep).is_err() {
@@ -158,7 +189,10 @@ impl Console {
         (self.last_kernel, self.latest, self.agent) = (None, None, AgentLog::default());
         // Lines before the first banner are the firmware's or another boot's end: a boot of their
         // own only if kernel lines are among them.
-        let kernel_spoke = |boot: &Vec<Item>| boot.iter().any(|item| matches!(item.stamp, Stamp::Kernel(_)));
+        let kernel_spoke = |boot: &Vec<Item>| {
+            boot.iter()
+                .any(|item| matches!(item.stamp, Stamp::Kernel(_)))
+        };
         if let Some(last) = self.boots.last_mut().filter(|last| kernel_spoke(last)) {
             // A guest can print any number of banners: a boot of one line takes no room for more.
             last.shrink_to_fit();
@@ -184,7 +218,11 @@ impl Console {
         let early = std::mem::take(&mut self.early);
         early.into_iter().for_each(|item| self.keep(item));
         let logs = self.boots.into_iter().filter(|items| !items.is_empty());
-        logs.map(|items| Log { sandbox: sandbox.map(str::to_string), items }).collect()
+        logs.map(|items| Log {
+            sandbox: sandbox.map(str::to_string),
+            items,
+        })
+        .collect()
     }
 }
 
@@ -193,16 +231,28 @@ impl Console {
 pub fn kernel_line(line: &str) -> Option<(Option<i64>, &str)> {
     let line = line.trim_start();
     let line = match line.strip_prefix('<').and_then(|rest| rest.split_once('>')) {
-        Some((digits, rest)) if !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()) => rest,
+        Some((digits, rest))
+            if !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()) =>
+        {
+            rest
+        }
         _ => line,
     };
     let (stamp, text) = line.strip_prefix('[')?.split_once(']')?;
     let (seconds, micros) = stamp.trim_start().split_once('.')?;
-    let digits = |text: &str, len: std::ops::RangeInclusive<usize>| len.contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
+    let digits = |text: &str, len: std::ops::RangeInclusive<usize>| {
+        len.contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit())
+    };
     if !digits(seconds, 1..=20) || !digits(micros, 6..=6) {
         return None;
     }
-    let ns = || seconds.parse::<i64>().ok()?.checked_mul(1_000_000_000)?.checked_add(micros.parse::<i64>().ok()? * 1000);
+    let ns = || {
+        seconds
+            .parse::<i64>()
+            .ok()?
+            .checked_mul(1_000_000_000)?
+            .checked_add(micros.parse::<i64>().ok()? * 1000)
+    };
     let text = text.trim_start();
     let text = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((caller, rest)) if is_caller(caller) => rest.trim_start(),
@@ -213,7 +263,8 @@ pub fn kernel_line(line: &str) -> Option<(Option<i64>, &str)> {
 
 fn is_caller(text: &str) -> bool {
     let id = text.trim_start();
-    id.strip_prefix(['T', 'C']).is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    id.strip_prefix(['T', 'C'])
+        .is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// The line without escape sequences (ECMA-48: ESC, then `[`, parameters and a final byte; or ESC
@@ -249,27 +300,60 @@ mod tests {
         for (n, line) in lines.iter().enumerate() {
             console.line(n as u64 + 1, line, None, &mut count);
         }
-        let stamps = |log: Log| log.items.iter().map(|i| if let Stamp::Kernel(ns) = i.stamp { ns / 1_000_000 } else { -1 }).collect();
-        (console.finish(None).into_iter().map(stamps).collect(), count)
+        let stamps = |log: Log| {
+            log.items
+                .iter()
+                .map(|i| {
+                    if let Stamp::Kernel(ns) = i.stamp {
+                        ns / 1_000_000
+                    } else {
+                        -1
+                    }
+                })
+                .collect()
+        };
+        (
+            console.finish(None).into_iter().map(stamps).collect(),
+            count,
+        )
     }
 
     #[test]
     fn kernel_lines_are_read_whatever_stands_around_the_stamp() {
         let want = Some((Some(12_345_678_000), "NVRM: x"));
-        for line in
-            ["[   12.345678] NVRM: x", "<6>[   12.345678] NVRM: x", "  [   12.345678][    T1] NVRM: x", "[   12.345678] [  C12] NVRM: x \r"]
-        {
+        for line in [
+            "[   12.345678] NVRM: x",
+            "<6>[   12.345678] NVRM: x",
+            "  [   12.345678][    T1] NVRM: x",
+            "[   12.345678] [  C12] NVRM: x \r",
+        ] {
             assert_eq!(kernel_line(line), want, "{line}");
         }
-        for line in ["", "[", "[]", "[1]", "[a.b]", "[  1.2] x", "[ 1.2345678] x", "x [   12.345678] y", "[   -2.345678] y"] {
+        for line in [
+            "",
+            "[",
+            "[]",
+            "[1]",
+            "[a.b]",
+            "[  1.2] x",
+            "[ 1.2345678] x",
+            "x [   12.345678] y",
+            "[   -2.345678] y",
+        ] {
             assert_eq!(kernel_line(line), None, "{line}");
         }
-        assert_eq!(kernel_line("[99999999999999999999.000000] NVRM: x"), Some((None, "NVRM: x")));
+        assert_eq!(
+            kernel_line("[99999999999999999999.000000] NVRM: x"),
+            Some((None, "NVRM: x"))
+        );
     }
 
     #[test]
     fn escape_sequences_are_taken_out() {
-        assert_eq!(without_escapes("\x1b[32;1m[    1.000000]\x1b[0m NVRM\x1b]0;title\x07: x\x1bM\r\n"), "[    1.000000] NVRM: x");
+        assert_eq!(
+            without_escapes("\x1b[32;1m[    1.000000]\x1b[0m NVRM\x1b]0;title\x07: x\x1bM\r\n"),
+            "[    1.000000] NVRM: x"
+        );
         assert_eq!(without_escapes("\x1b"), "");
         assert_eq!(without_escapes("\x1b[31"), "");
     }
@@ -292,7 +376,11 @@ mod tests {
         let rest = r#""pid":"1","subsystem":"rpc","source":"agent"}"#;
         let first = "[    0.000000] Linux version 6.1";
         let (one, _) = boots(&[first, head, "[    1.000000] NVRM: x", rest]);
-        assert_eq!(one, [[0, 1000, -1]], "the control: within a boot the line is whole again");
+        assert_eq!(
+            one,
+            [[0, 1000, -1]],
+            "the control: within a boot the line is whole again"
+        );
         let (two, _) = boots(&[first, head, first, rest]);
         assert_eq!(two, [[0], [0]]);
     }
@@ -307,7 +395,12 @@ mod tests {
             "[   60.000000] NVRM: e",
         ]);
         assert_eq!(two, [vec![50_000], vec![1000, 1100, 1200, 60_000]]);
-        let (one, count) = boots(&["[   50.000000] NVRM: a", "[    1.000000] NVRM: b", "[   51.000000] NVRM: c", "[   50.900000] NVRM: d"]);
+        let (one, count) = boots(&[
+            "[   50.000000] NVRM: a",
+            "[    1.000000] NVRM: b",
+            "[   51.000000] NVRM: c",
+            "[   50.900000] NVRM: d",
+        ]);
         assert_eq!(one, [[50_000, 1000, 51_000, 50_900]]);
         assert_eq!(count.backwards, 2);
     }
@@ -315,8 +408,17 @@ mod tests {
     #[test]
     fn lines_of_two_sources_are_one_boot() {
         // The kernel's and the driver's, each in order.
-        let first = ["[    0.000000] Linux version 6.1", "[   20.000000] NVRM: a", "[   60.000000] NVRM: b"];
-        let second = ["[   30.000000] NVRM: c", "[   31.000000] NVRM: d", "[   32.000000] NVRM: e", "[   70.000000] NVRM: f"];
+        let first = [
+            "[    0.000000] Linux version 6.1",
+            "[   20.000000] NVRM: a",
+            "[   60.000000] NVRM: b",
+        ];
+        let second = [
+            "[   30.000000] NVRM: c",
+            "[   31.000000] NVRM: d",
+            "[   32.000000] NVRM: e",
+            "[   70.000000] NVRM: f",
+        ];
         let (one, count) = boots(&[first.as_slice(), second.as_slice()].concat());
         assert_eq!(one, [[0, 20_000, 60_000, 30_000, 31_000, 32_000, 70_000]]);
         assert_eq!(count.backwards, 1);
@@ -333,7 +435,12 @@ mod tests {
             "hello",
         ]);
         assert_eq!((count.lines, count.recognised), (6, 1));
-        let want = [(Skip::Empty, 1), (Skip::KernelDetail, 1), (Skip::OtherProgram, 2), (Skip::AbsurdStamp, 1)];
+        let want = [
+            (Skip::Empty, 1),
+            (Skip::KernelDetail, 1),
+            (Skip::OtherProgram, 2),
+            (Skip::AbsurdStamp, 1),
+        ];
         assert_eq!(count.skipped, want.into());
     }
 }

@@ -49,7 +49,19 @@ impl Draft {
     pub fn new(placed: Placed, kind: Kind, name: &str, format: Format, line: u64) -> Self {
         let Placed { at_ns, error_ns } = placed;
         let (name, fields) = (name.to_string(), Map::new());
-        Self { at_ns, error_ns, kind, name, level: Level::Info, gpu: None, span: None, error: None, fields, format, line }
+        Self {
+            at_ns,
+            error_ns,
+            kind,
+            name,
+            level: Level::Info,
+            gpu: None,
+            span: None,
+            error: None,
+            fields,
+            format,
+            line,
+        }
     }
 }
 
@@ -124,8 +136,13 @@ impl<'a> Maker<'a> {
 
     fn draft(&mut self, placed: Placed, item: &Item, kind: Kind, name: &str) -> &mut Draft {
         let at = self.out.drafts.len();
-        let placed = Placed { error_ns: placed.error_ns.saturating_add(item.error_ns), ..placed };
-        self.out.drafts.push(Draft::new(placed, kind, name, item.format, item.line));
+        let placed = Placed {
+            error_ns: placed.error_ns.saturating_add(item.error_ns),
+            ..placed
+        };
+        self.out
+            .drafts
+            .push(Draft::new(placed, kind, name, item.format, item.line));
         &mut self.out.drafts[at]
     }
 
@@ -134,7 +151,12 @@ impl<'a> Maker<'a> {
             Fact::Kernel(text) => self.kernel(placed, item, text),
             Fact::Init(line) => self.init(placed, item, line),
             Fact::Agent(fact) => self.agent(placed, item, fact),
-            Fact::Plain { name, level, error, fields } => {
+            Fact::Plain {
+                name,
+                level,
+                error,
+                fields,
+            } => {
                 let draft = self.draft(placed, item, Kind::Event, name);
                 (draft.level, draft.error, draft.fields) = (*level, error.clone(), fields.clone());
             }
@@ -151,16 +173,24 @@ impl<'a> Maker<'a> {
             }
             // Without a begin (which only a verbose console shows) the line ends a span whose begin
             // was lost.
-            Kind::End => Some(self.open.get_mut(&key).and_then(Vec::pop).unwrap_or_else(|| self.span())),
+            Kind::End => Some(
+                self.open
+                    .get_mut(&key)
+                    .and_then(Vec::pop)
+                    .unwrap_or_else(|| self.span()),
+            ),
             Kind::Event | Kind::Kmsg => None,
         };
         let draft = self.draft(placed, item, line.kind, &line.name);
-        (draft.level, draft.gpu, draft.span, draft.error) = (line.level, line.gpu, span, line.error.clone());
+        (draft.level, draft.gpu, draft.span, draft.error) =
+            (line.level, line.gpu, span, line.error.clone());
         draft.fields = line.fields.clone();
     }
 
     fn kernel(&mut self, placed: Placed, item: &'a Item, text: &str) {
-        let Some(meaning) = kernel_lines::meaning(text) else { return };
+        let Some(meaning) = kernel_lines::meaning(text) else {
+            return;
+        };
         let gpu = driver_log::address(text).filter(|address| self.steps.gpus.contains_key(address));
         if let Some(gpu) = gpu.filter(|_| driver_log::explains(text)) {
             let words = self.words.entry(gpu).or_default();
@@ -171,12 +201,16 @@ impl<'a> Maker<'a> {
         if let Meaning::Nvrc { text } = meaning {
             let draft = self.draft(placed, item, Kind::Event, own::NVRC);
             draft.level = Level::Debug;
-            draft.fields.insert("text".into(), cut(&text, MAX_TEXT).into());
+            draft
+                .fields
+                .insert("text".into(), cut(&text, MAX_TEXT).into());
             return;
         }
         let draft = self.draft(placed, item, Kind::Kmsg, "kmsg");
         draft.gpu = gpu;
-        draft.fields.insert("text".into(), cut(text, MAX_TEXT).into());
+        draft
+            .fields
+            .insert("text".into(), cut(text, MAX_TEXT).into());
         if let Stamp::Kernel(ns) = item.stamp {
             draft.fields.insert("printk_us".into(), (ns / 1000).into());
         }
@@ -193,11 +227,17 @@ impl<'a> Maker<'a> {
 
     /// Adds one row per GPU, when the last of its BARs has its place.
     fn bar(&mut self, placed: Placed, item: &Item, gpu: PciAddress) {
-        let Some(bars) = self.steps.bars.get(&gpu) else { return };
+        let Some(bars) = self.steps.bars.get(&gpu) else {
+            return;
+        };
         let seen = self.bars.entry(gpu).or_default();
         *seen += 1;
         if *seen == bars.len() {
-            let text = bars.iter().map(|(bar, bytes)| format!("{bar}: {}", size(*bytes))).collect::<Vec<_>>().join(", ");
+            let text = bars
+                .iter()
+                .map(|(bar, bytes)| format!("{bar}: {}", size(*bytes)))
+                .collect::<Vec<_>>()
+                .join(", ");
             let draft = self.draft(placed, item, Kind::Event, own::GPU_BARS);
             draft.gpu = Some(gpu);
             draft.fields.insert("bars".into(), text.into());
@@ -207,18 +247,26 @@ impl<'a> Maker<'a> {
     fn meaning(&mut self, placed: Placed, item: &'a Item, meaning: Meaning, text: &str) {
         match meaning {
             Meaning::RunInit { program } => {
-                self.draft(placed, item, Kind::Event, names::INIT_START).fields.insert("program".into(), cut(&program, MAX_TEXT).into());
+                self.draft(placed, item, Kind::Event, names::INIT_START)
+                    .fields
+                    .insert("program".into(), cut(&program, MAX_TEXT).into());
             }
             Meaning::GpuFound { gpu, device } => {
                 let index = self.steps.index(gpu);
                 let draft = self.draft(placed, item, Kind::Event, names::GPU_FOUND);
                 draft.gpu = Some(gpu);
                 draft.fields.insert("device".into(), device.into());
-                draft.fields.extend(index.map(|i| ("index".to_string(), Value::from(i))));
+                draft
+                    .fields
+                    .extend(index.map(|i| ("index".to_string(), Value::from(i))));
             }
-            Meaning::ModuleBegins => self.begin(placed, item, names::MODULE_LOAD, "module", "nvidia"),
+            Meaning::ModuleBegins => {
+                self.begin(placed, item, names::MODULE_LOAD, "module", "nvidia")
+            }
             Meaning::ModuleLoaded => self.end(placed, item, names::MODULE_LOAD, "module", "nvidia"),
-            Meaning::UvmLoaded => self.end(placed, item, names::MODULE_LOAD, "module", "nvidia_uvm"),
+            Meaning::UvmLoaded => {
+                self.end(placed, item, names::MODULE_LOAD, "module", "nvidia_uvm")
+            }
             Meaning::CtkBegins => {
                 self.end_initialisation(placed, item, "start of nvidia-ctk");
                 self.begin(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk");
@@ -226,12 +274,20 @@ impl<'a> Maker<'a> {
             Meaning::CtkDone => {
                 self.end(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk");
                 // nvidia-ctk writes all GPUs or none.
-                let ready: Vec<PciAddress> = self.steps.gpus.keys().filter(|gpu| !self.failed.contains(gpu)).copied().collect();
+                let ready: Vec<PciAddress> = self
+                    .steps
+                    .gpus
+                    .keys()
+                    .filter(|gpu| !self.failed.contains(gpu))
+                    .copied()
+                    .collect();
                 for gpu in ready {
                     let index = self.steps.index(gpu);
                     let draft = self.draft(placed, item, Kind::Event, names::GPU_PUBLISHED);
                     draft.gpu = Some(gpu);
-                    draft.fields.extend(index.map(|i| ("index".to_string(), Value::from(i))));
+                    draft
+                        .fields
+                        .extend(index.map(|i| ("index".to_string(), Value::from(i))));
                     draft.fields.insert("by".into(), "nvidia-ctk".into());
                 }
             }
@@ -245,7 +301,9 @@ impl<'a> Maker<'a> {
                 self.mark = Some((placed, item));
                 self.marks += 1;
                 let nth = self.marks;
-                self.draft(placed, item, Kind::Event, own::GPU_INIT_MARK).fields.insert("nth".into(), nth.into());
+                self.draft(placed, item, Kind::Event, own::GPU_INIT_MARK)
+                    .fields
+                    .insert("nth".into(), nth.into());
             }
             Meaning::InitFailed { gpu } => {
                 self.end_initialisation(placed, item, "failure of an initialisation");
@@ -260,9 +318,12 @@ impl<'a> Maker<'a> {
     /// Adds a span from the last mark to here: the driver initialises one GPU after another, and no
     /// line names the GPU. A mark without an end is an event alone.
     fn end_initialisation(&mut self, placed: Placed, item: &Item, until: &str) {
-        let Some((begin, of_mark)) = self.mark.take() else { return };
+        let Some((begin, of_mark)) = self.mark.take() else {
+            return;
+        };
         let span = Some(self.span());
-        self.draft(begin, of_mark, Kind::Begin, names::GPU_INIT).span = span;
+        self.draft(begin, of_mark, Kind::Begin, names::GPU_INIT)
+            .span = span;
         let draft = self.draft(placed, item, Kind::End, names::GPU_INIT);
         draft.span = span;
         draft.fields.insert("until".into(), until.into());
@@ -281,20 +342,30 @@ impl<'a> Maker<'a> {
         draft.error = Some(format!("{reason}: {}", cut(&words, MAX_TEXT)));
         draft.fields.insert("step".into(), step.as_str().into());
         draft.fields.insert("reason".into(), reason.as_str().into());
-        draft.fields.extend(reason.cure().map(|cure| ("cure".to_string(), Value::from(cure))));
+        draft.fields.extend(
+            reason
+                .cure()
+                .map(|cure| ("cure".to_string(), Value::from(cure))),
+        );
     }
 
     /// Begins a span that lines begin and end; one of its fields identifies it.
     fn begin(&mut self, placed: Placed, item: &Item, name: &str, key: &str, value: &str) {
         let span = self.span();
-        self.open.entry((format!("{name} {value}"), None)).or_default().push(span);
+        self.open
+            .entry((format!("{name} {value}"), None))
+            .or_default()
+            .push(span);
         let draft = self.draft(placed, item, Kind::Begin, name);
         draft.span = Some(span);
         draft.fields.insert(key.into(), value.into());
     }
 
     fn end(&mut self, placed: Placed, item: &Item, name: &str, key: &str, value: &str) {
-        let begun = self.open.get_mut(&(format!("{name} {value}"), None)).and_then(Vec::pop);
+        let begun = self
+            .open
+            .get_mut(&(format!("{name} {value}"), None))
+            .and_then(Vec::pop);
         let span = begun.unwrap_or_else(|| self.span());
         let draft = self.draft(placed, item, Kind::End, name);
         draft.span = Some(span);
@@ -305,7 +376,9 @@ impl<'a> Maker<'a> {
 
     fn enablings(&mut self, items: &[(Placed, &Item)]) {
         for enabling in &self.steps.enablings {
-            let Some((_, item)) = items.iter().find(|(placed, item)| *placed == enabling.begin && item.line == enabling.begin_line) else {
+            let Some((_, item)) = items.iter().find(|(placed, item)| {
+                *placed == enabling.begin && item.line == enabling.begin_line
+            }) else {
                 continue;
             };
             let span = self.span();
@@ -322,31 +395,60 @@ impl<'a> Maker<'a> {
     fn agent(&mut self, placed: Placed, item: &Item, event: &AgentEvent) {
         match event {
             AgentEvent::Start { version } => {
-                self.draft(placed, item, Kind::Event, own::AGENT_START).fields.insert("version".into(), version.clone().into());
+                self.draft(placed, item, Kind::Event, own::AGENT_START)
+                    .fields
+                    .insert("version".into(), version.clone().into());
             }
             AgentEvent::Ready => drop(self.draft(placed, item, Kind::Event, own::AGENT_READY)),
             AgentEvent::Rpc { call } => {
-                self.draft(placed, item, Kind::Event, own::AGENT_RPC).fields.insert("call".into(), call.clone().into());
+                self.draft(placed, item, Kind::Event, own::AGENT_RPC)
+                    .fields
+                    .insert("call".into(), call.clone().into());
             }
-            AgentEvent::ContainerAsked { container, devices, pause } => {
-                self.draft(placed, item, Kind::Event, own::CONTAINER_ASKED).fields = container_fields(container, devices, None, *pause);
+            AgentEvent::ContainerAsked {
+                container,
+                devices,
+                pause,
+            } => {
+                self.draft(placed, item, Kind::Event, own::CONTAINER_ASKED)
+                    .fields = container_fields(container, devices, None, *pause);
             }
-            AgentEvent::CdiTryFailed { container, attempt, error } => {
+            AgentEvent::CdiTryFailed {
+                container,
+                attempt,
+                error,
+            } => {
                 self.waiting(placed, item, container, *attempt);
                 let draft = self.draft(placed, item, Kind::Event, own::AGENT_CDI_TRY);
                 draft.error = Some(error.clone());
-                draft.fields = Map::from_iter([("container".to_string(), json!(container)), ("try".to_string(), json!(attempt))]);
+                draft.fields = Map::from_iter([
+                    ("container".to_string(), json!(container)),
+                    ("try".to_string(), json!(attempt)),
+                ]);
             }
             AgentEvent::Injected { container } => self.waited(placed, item, container, None),
-            AgentEvent::ContainerCreated { container, devices, tries, pause } => {
+            AgentEvent::ContainerCreated {
+                container,
+                devices,
+                tries,
+                pause,
+            } => {
                 self.waited(placed, item, container, None);
-                self.draft(placed, item, Kind::Event, own::CONTAINER_CREATED).fields = container_fields(container, devices, *tries, *pause);
+                self.draft(placed, item, Kind::Event, own::CONTAINER_CREATED)
+                    .fields = container_fields(container, devices, *tries, *pause);
             }
             AgentEvent::ContainerStarted { container } => {
                 let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_STARTED);
-                draft.fields.insert("container".into(), container.clone().into());
+                draft
+                    .fields
+                    .insert("container".into(), container.clone().into());
             }
-            AgentEvent::ContainerFailed { container, devices, tries, error } => {
+            AgentEvent::ContainerFailed {
+                container,
+                devices,
+                tries,
+                error,
+            } => {
                 self.waited(placed, item, container, Some(error));
                 let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_FAILED);
                 (draft.error, draft.level) = (Some(error.clone()), Level::Error);
@@ -361,7 +463,9 @@ impl<'a> Maker<'a> {
                     let index = self.steps.index(*gpu);
                     let draft = self.draft(placed, item, Kind::Event, names::GPU_BOUND);
                     draft.gpu = Some(*gpu);
-                    draft.fields.extend(index.map(|i| ("index".to_string(), Value::from(i))));
+                    draft
+                        .fields
+                        .extend(index.map(|i| ("index".to_string(), Value::from(i))));
                 }
             }
         }
@@ -373,7 +477,13 @@ impl<'a> Maker<'a> {
             return;
         }
         let span = self.span();
-        self.waits.insert(container.to_string(), Wait { span, tries: attempt });
+        self.waits.insert(
+            container.to_string(),
+            Wait {
+                span,
+                tries: attempt,
+            },
+        );
         let draft = self.draft(placed, item, Kind::Begin, own::AGENT_CDI_WAIT);
         draft.span = Some(span);
         draft.fields.insert("container".into(), container.into());
@@ -381,15 +491,25 @@ impl<'a> Maker<'a> {
 
     /// Ends the wait of a container, once.
     fn waited(&mut self, placed: Placed, item: &Item, container: &str, error: Option<&str>) {
-        let Some(Wait { span, tries }) = self.waits.remove(container) else { return };
+        let Some(Wait { span, tries }) = self.waits.remove(container) else {
+            return;
+        };
         let draft = self.draft(placed, item, Kind::End, own::AGENT_CDI_WAIT);
         (draft.span, draft.error) = (Some(span), error.map(str::to_string));
         draft.fields.insert("failed_tries".into(), tries.into());
     }
 }
 
-fn container_fields(container: &str, devices: &str, tries: Option<u64>, pause: bool) -> Map<String, Value> {
-    let mut fields = Map::from_iter([("container".to_string(), Value::from(container)), ("devices".to_string(), devices.into())]);
+fn container_fields(
+    container: &str,
+    devices: &str,
+    tries: Option<u64>,
+    pause: bool,
+) -> Map<String, Value> {
+    let mut fields = Map::from_iter([
+        ("container".to_string(), Value::from(container)),
+        ("devices".to_string(), devices.into()),
+    ]);
     fields.extend(tries.map(|n| ("tries".to_string(), Value::from(n))));
     fields.extend(pause.then(|| ("pause".to_string(), Value::from(true))));
     fields
@@ -399,9 +519,15 @@ fn container_fields(container: &str, devices: &str, tries: Option<u64>, pause: b
 pub fn marked(draft: &Draft) -> Map<String, Value> {
     let mut fields = draft.fields.clone();
     // Insert the mark last, so that no field of a line can replace it.
-    fields.insert(MARK.into(), json!({ "format": draft.format, "line": draft.line, "error_ns": draft.error_ns }));
+    fields.insert(
+        MARK.into(),
+        json!({ "format": draft.format, "line": draft.line, "error_ns": draft.error_ns }),
+    );
     if draft.at_ns < 0 && draft.kind != Kind::End {
-        fields.insert("before_ms".into(), (draft.at_ns.unsigned_abs() / 1_000_000).into());
+        fields.insert(
+            "before_ms".into(),
+            (draft.at_ns.unsigned_abs() / 1_000_000).into(),
+        );
     }
     fields
 }

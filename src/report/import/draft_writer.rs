@@ -30,17 +30,26 @@ pub struct Whole<'a> {
 pub fn text(whole: &Whole) -> (String, String) {
     let records = records(whole);
     let lines: String = records.iter().map(record_line).collect();
-    let header = whole.stream.and_then(|s| s.header.clone()).unwrap_or_else(|| Header {
-        boot_id: id(lines.as_bytes()),
-        version: format!("{} (imported from logs)", whole.version.unwrap_or("none")),
-        kernel: whole.release.unwrap_or("?").to_string(),
-        first_seq: 0,
-    });
+    let header = whole
+        .stream
+        .and_then(|s| s.header.clone())
+        .unwrap_or_else(|| Header {
+            boot_id: id(lines.as_bytes()),
+            version: format!("{} (imported from logs)", whole.version.unwrap_or("none")),
+            kernel: whole.release.unwrap_or("?").to_string(),
+            first_seq: 0,
+        });
     let mut text = header_line(&header);
     text.push_str(&HostLine::now(HostEvent::Imported(Box::new(whole.imported.clone()))).to_line());
     if let Some(stream) = whole.stream {
-        stream.host.iter().for_each(|line| text.push_str(&line.to_line()));
-        stream.records.iter().for_each(|record| text.push_str(&record_line(&record.to_wire())));
+        stream
+            .host
+            .iter()
+            .for_each(|line| text.push_str(&line.to_line()));
+        stream
+            .records
+            .iter()
+            .for_each(|record| text.push_str(&record_line(&record.to_wire())));
     }
     if let Some(sample) = whole.sample {
         text.push_str(&HostLine::now(HostEvent::Clock(sample)).to_line());
@@ -51,7 +60,10 @@ pub fn text(whole: &Whole) -> (String, String) {
 
 /// The records that come from logs.
 fn records(whole: &Whole) -> Vec<Record> {
-    let stream = whole.stream.map(|s| s.records.as_slice()).unwrap_or_default();
+    let stream = whole
+        .stream
+        .map(|s| s.records.as_slice())
+        .unwrap_or_default();
     let after = |highest: Option<u64>| highest.map_or(0, |n| n.saturating_add(1));
     let first_seq = after(stream.iter().map(|r| r.seq).max());
     let first_span = after(stream.iter().filter_map(|r| r.span).max()).max(1);
@@ -60,7 +72,10 @@ fn records(whole: &Whole) -> Vec<Record> {
         boottime_ns: u64::try_from(draft.at_ns).unwrap_or(0),
         level: draft.level,
         gpu: draft.gpu,
-        span: draft.span.map(|span| first_span.saturating_add(span)).filter(|_| matches!(draft.kind, Kind::Begin | Kind::End)),
+        span: draft
+            .span
+            .map(|span| first_span.saturating_add(span))
+            .filter(|_| matches!(draft.kind, Kind::Begin | Kind::End)),
         error: draft.error.clone(),
         fields: marked(draft),
         ..Record::new(draft.kind, &draft.name)
@@ -72,22 +87,36 @@ fn records(whole: &Whole) -> Vec<Record> {
 fn id(bytes: &[u8]) -> String {
     const OFFSET: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
-    let hash = bytes.iter().fold(OFFSET, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME));
+    let hash = bytes.iter().fold(OFFSET, |hash, byte| {
+        (hash ^ u128::from(*byte)).wrapping_mul(PRIME)
+    });
     let hash = hash & !(0xf << 76) | 0x8 << 76;
     let hash = hash & !(0x3 << 62) | 0x2 << 62;
     let hex = format!("{hash:032x}");
     let part = |from: usize, to: usize| hex.get(from..to).unwrap_or_default();
-    format!("{}-{}-{}-{}-{}", part(0, 8), part(8, 12), part(12, 16), part(16, 20), part(20, 32))
+    format!(
+        "{}-{}-{}-{}-{}",
+        part(0, 8),
+        part(8, 12),
+        part(12, 16),
+        part(16, 20),
+        part(20, 32)
+    )
 }
 
 /// Writes a new file; never over one that is there.
 pub fn save(path: &Path, text: &str) -> Result<()> {
     let file = OpenOptions::new().write(true).create_new(true).open(path);
     let mut file = match file {
-        Err(e) if e.kind() == ErrorKind::AlreadyExists => bail!("{} is there already: remove it, or write to another file", path.display()),
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => bail!(
+            "{} is there already: remove it, or write to another file",
+            path.display()
+        ),
         file => file.with_context(|| format!("create {}", path.display()))?,
     };
-    file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).with_context(|| format!("write {}", path.display()))
+    file.write_all(text.as_bytes())
+        .and_then(|()| file.sync_all())
+        .with_context(|| format!("write {}", path.display()))
 }
 
 #[cfg(test)]

@@ -36,7 +36,10 @@ pub struct Steps {
 impl Steps {
     /// Collects the steps from items in order of time. `more`: GPUs that other lines named.
     pub fn new(items: &[(Placed, &Item)], more: impl Iterator<Item = PciAddress>) -> Self {
-        let mut steps = Self { gpus: more.map(|gpu| (gpu, None)).collect(), ..Self::default() };
+        let mut steps = Self {
+            gpus: more.map(|gpu| (gpu, None)).collect(),
+            ..Self::default()
+        };
         for (_, item) in items {
             if let Fact::Kernel(text) = &item.fact
                 && let Some(Meaning::GpuFound { gpu, device }) = kernel_lines::meaning(text)
@@ -47,7 +50,10 @@ impl Steps {
         // A console that begins late has no enumeration: every function nvidia.ko enables is a GPU.
         for (_, item) in items {
             if let Fact::Kernel(text) = &item.fact
-                && let Some(Meaning::Enabling { function, driver: true }) = kernel_lines::meaning(text)
+                && let Some(Meaning::Enabling {
+                    function,
+                    driver: true,
+                }) = kernel_lines::meaning(text)
             {
                 steps.gpus.entry(function).or_insert(None);
             }
@@ -61,7 +67,10 @@ impl Steps {
 
     /// The CDI name.
     pub fn index(&self, gpu: PciAddress) -> Option<u64> {
-        self.gpus.keys().position(|known| *known == gpu).map(|at| at as u64)
+        self.gpus
+            .keys()
+            .position(|known| *known == gpu)
+            .map(|at| at as u64)
     }
 
     fn take(&mut self, placed: Placed, item: &Item, open: &mut HashMap<PciAddress, usize>) {
@@ -77,22 +86,34 @@ impl Steps {
             Fact::Init(_) | Fact::Agent(_) | Fact::Plain { .. } => return,
         };
         match kernel_lines::meaning(text) {
-            Some(Meaning::Bar { function, bar, bytes }) if self.gpus.contains_key(&function) => {
+            Some(Meaning::Bar {
+                function,
+                bar,
+                bytes,
+            }) if self.gpus.contains_key(&function) => {
                 self.bars.entry(function).or_default().insert(bar, bytes);
             }
             Some(Meaning::Enabling { function, driver }) if self.gpus.contains_key(&function) => {
                 end(function, "next line of this GPU", open);
                 if driver {
                     let others: Vec<PciAddress> = open.keys().copied().collect();
-                    others.into_iter().for_each(|other| end(other, "next GPU's enabling", open));
+                    others
+                        .into_iter()
+                        .for_each(|other| end(other, "next GPU's enabling", open));
                 }
                 open.insert(function, self.enablings.len());
-                self.enablings.push(Enabling { gpu: function, begin: placed, begin_line: item.line, end: None });
+                self.enablings.push(Enabling {
+                    gpu: function,
+                    begin: placed,
+                    begin_line: item.line,
+                    end: None,
+                });
                 return;
             }
             Some(Meaning::ModuleLoaded) => {
                 let all: Vec<PciAddress> = open.keys().copied().collect();
-                all.into_iter().for_each(|gpu| end(gpu, "end of the module's load", open));
+                all.into_iter()
+                    .for_each(|gpu| end(gpu, "end of the module's load", open));
                 return;
             }
             _ => {}
@@ -121,9 +142,26 @@ mod tests {
     const MS: i64 = 1_000_000;
 
     fn steps(lines: &[(i64, Fact)]) -> Steps {
-        let items: Vec<Item> = lines.iter().map(|(ms, fact)| Item::new(Stamp::Kernel(ms * MS), Format::Console, 1, fact.clone())).collect();
-        let placed =
-            items.iter().map(|i| (Placed { at_ns: if let Stamp::Kernel(ns) = i.stamp { ns } else { 0 }, error_ns: 0 }, i)).collect();
+        let items: Vec<Item> = lines
+            .iter()
+            .map(|(ms, fact)| Item::new(Stamp::Kernel(ms * MS), Format::Console, 1, fact.clone()))
+            .collect();
+        let placed = items
+            .iter()
+            .map(|i| {
+                (
+                    Placed {
+                        at_ns: if let Stamp::Kernel(ns) = i.stamp {
+                            ns
+                        } else {
+                            0
+                        },
+                        error_ns: 0,
+                    },
+                    i,
+                )
+            })
+            .collect();
         Steps::new(&in_time(placed), std::iter::empty())
     }
 
@@ -140,23 +178,59 @@ mod tests {
                 ]
             })
             .collect();
-        lines.push(kernel(1000, "nvidia 0000:02:00.0: enabling device (0140 -> 0142)"));
-        lines.push((4200, Fact::Agent(AgentEvent::Bound("0000:02:00.0".parse().unwrap()))));
-        lines.push(kernel(4400, "nvidia 0000:04:00.0: enabling device (0140 -> 0142)"));
-        lines.push(kernel(7700, "nvidia 0000:03:00.0: enabling device (0140 -> 0142)"));
-        lines.push(kernel(11_000, "NVRM: loading NVIDIA UNIX x86_64 Kernel Module"));
+        lines.push(kernel(
+            1000,
+            "nvidia 0000:02:00.0: enabling device (0140 -> 0142)",
+        ));
+        lines.push((
+            4200,
+            Fact::Agent(AgentEvent::Bound("0000:02:00.0".parse().unwrap())),
+        ));
+        lines.push(kernel(
+            4400,
+            "nvidia 0000:04:00.0: enabling device (0140 -> 0142)",
+        ));
+        lines.push(kernel(
+            7700,
+            "nvidia 0000:03:00.0: enabling device (0140 -> 0142)",
+        ));
+        lines.push(kernel(
+            11_000,
+            "NVRM: loading NVIDIA UNIX x86_64 Kernel Module",
+        ));
         steps(&lines)
     }
 
     #[test]
     fn the_mapping_of_a_gpus_bars_ends_with_the_first_sign_of_it() {
         let steps = three();
-        let ends: Vec<_> =
-            steps.enablings.iter().map(|e| (e.gpu.to_string(), e.begin.at_ns / MS, e.end.map(|(p, by)| (p.at_ns / MS, by)))).collect();
+        let ends: Vec<_> = steps
+            .enablings
+            .iter()
+            .map(|e| {
+                (
+                    e.gpu.to_string(),
+                    e.begin.at_ns / MS,
+                    e.end.map(|(p, by)| (p.at_ns / MS, by)),
+                )
+            })
+            .collect();
         let want = [
-            ("0000:02:00.0".to_string(), 1000, Some((4200, "bind uevent"))),
-            ("0000:04:00.0".to_string(), 4400, Some((7700, "next GPU's enabling"))),
-            ("0000:03:00.0".to_string(), 7700, Some((11_000, "end of the module's load"))),
+            (
+                "0000:02:00.0".to_string(),
+                1000,
+                Some((4200, "bind uevent")),
+            ),
+            (
+                "0000:04:00.0".to_string(),
+                4400,
+                Some((7700, "next GPU's enabling")),
+            ),
+            (
+                "0000:03:00.0".to_string(),
+                7700,
+                Some((11_000, "end of the module's load")),
+            ),
         ];
         assert_eq!(ends, want);
         assert_eq!(steps.index("0000:04:00.0".parse().unwrap()), Some(2));

@@ -39,14 +39,24 @@ pub struct File {
 
 /// The clocks' relations, in the form that is written down.
 pub fn clocks(clocks: &Clocks) -> Vec<ImportedClock> {
-    let one = |note: &Note| ImportedClock { clock: note.clock.to_string(), by: note.by.clone(), error_ns: note.error_ns };
+    let one = |note: &Note| ImportedClock {
+        clock: note.clock.to_string(),
+        by: note.by.clone(),
+        error_ns: note.error_ns,
+    };
     clocks.notes.iter().map(one).collect()
 }
 
 /// The part that goes into the boot's file.
 pub fn imported(sources: &[Source], clocks: &Clocks, notes: &[String]) -> Imported {
-    let skipped =
-        |count: &Count| count.skipped.iter().filter(|(why, _)| **why != Skip::Empty).map(|(_, n)| *n).fold(0, u64::saturating_add);
+    let skipped = |count: &Count| {
+        count
+            .skipped
+            .iter()
+            .filter(|(why, _)| **why != Skip::Empty)
+            .map(|(_, n)| *n)
+            .fold(0, u64::saturating_add)
+    };
     let file = |source: &Source| ImportedFile {
         file: cut(&source.name, MAX_NOTE),
         format: source.format.to_string(),
@@ -58,7 +68,11 @@ pub fn imported(sources: &[Source], clocks: &Clocks, notes: &[String]) -> Import
         zero: cut(&clocks.zero, MAX_NOTE),
         files: sources.iter().take(MAX_TOLD).map(file).collect(),
         clocks: self::clocks(clocks),
-        notes: notes.iter().take(MAX_TOLD).map(|n| cut(n, MAX_NOTE)).collect(),
+        notes: notes
+            .iter()
+            .take(MAX_TOLD)
+            .map(|n| cut(n, MAX_NOTE))
+            .collect(),
     }
 }
 
@@ -66,25 +80,54 @@ pub fn imported(sources: &[Source], clocks: &Clocks, notes: &[String]) -> Import
 pub fn lines(report: &Report, screen: &Screen) -> Vec<String> {
     let mut out = Vec::new();
     for file in &report.files {
-        let head =
-            format!("{}: {}, {} of {} lines recognised", printable(&file.file), file.format, file.count.recognised, file.count.lines);
+        let head = format!(
+            "{}: {}, {} of {} lines recognised",
+            printable(&file.file),
+            file.format,
+            file.count.recognised,
+            file.count.lines
+        );
         out.push(screen.paint(Ink::Bold, &head));
         for (why, n) in &file.count.skipped {
             out.push(screen.paint(Ink::Dim, &format!("    {n:>8} skipped: {}", why.text())));
         }
         if file.count.backwards > 0 {
-            out.push(screen.paint(Ink::Dim, &format!("    {:>8} stamp(s) earlier than the one before", file.count.backwards)));
+            out.push(screen.paint(
+                Ink::Dim,
+                &format!(
+                    "    {:>8} stamp(s) earlier than the one before",
+                    file.count.backwards
+                ),
+            ));
         }
         if let Some(cut) = &file.count.cut {
-            out.push(screen.paint(Ink::Warning, &format!("    not read to its end: {}", printable(cut))));
+            out.push(screen.paint(
+                Ink::Warning,
+                &format!("    not read to its end: {}", printable(cut)),
+            ));
         }
     }
     out.push(format!("0 is {}", printable(&report.zero)));
     for clock in &report.clocks {
-        out.push(format!("{:<7} clock {}: {}", clock.clock, error_bound(clock.error_ns), printable(&clock.by)));
+        out.push(format!(
+            "{:<7} clock {}: {}",
+            clock.clock,
+            error_bound(clock.error_ns),
+            printable(&clock.by)
+        ));
     }
-    out.extend(report.notes.iter().map(|note| screen.paint(Ink::Warning, &printable(note))));
-    let written = report.output.as_ref().map_or(String::new(), |path| format!(", written to {}", printable(path)));
-    out.push(format!("{} record(s) of boot {}{written}", report.records, report.boot_id));
+    out.extend(
+        report
+            .notes
+            .iter()
+            .map(|note| screen.paint(Ink::Warning, &printable(note))),
+    );
+    let written = report.output.as_ref().map_or(String::new(), |path| {
+        format!(", written to {}", printable(path))
+    });
+    out.push(format!(
+        "{} record(s) of boot {}{written}",
+        report.records, report.boot_id
+    ));
     out
 }

@@ -42,7 +42,15 @@ pub struct Item {
 
 impl Item {
     pub fn new(stamp: Stamp, format: Format, line: u64, fact: Fact) -> Self {
-        Self { stamp, read_ns: None, format, line, error_ns: 0, between: (None, None), fact }
+        Self {
+            stamp,
+            read_ns: None,
+            format,
+            line,
+            error_ns: 0,
+            between: (None, None),
+            fact,
+        }
     }
 }
 
@@ -55,7 +63,12 @@ pub enum Fact {
     /// Meaning of a line of the agent.
     Agent(AgentEvent),
     /// A complete record, for events on the host.
-    Plain { name: &'static str, level: Level, error: Option<String>, fields: Map<String, Value> },
+    Plain {
+        name: &'static str,
+        level: Level,
+        error: Option<String>,
+        fields: Map<String, Value>,
+    },
 }
 
 /// A line of kata-gpu-init on the console: an event or the end of a span (a begin when asked for

@@ -75,11 +75,18 @@ impl Journal {
                 self.count.lines += 1;
                 return self.count.skip(Skip::LimitReached);
             };
-            let console = sandbox.console.get_or_insert_with(|| Console::new(Format::Journal));
+            let console = sandbox
+                .console
+                .get_or_insert_with(|| Console::new(Format::Journal));
             return console.line(number, text, Some(at), &mut self.count);
         }
         self.count.lines += 1;
-        let Self { sandboxes, runtime, count, kept } = self;
+        let Self {
+            sandboxes,
+            runtime,
+            count,
+            kept,
+        } = self;
         let mut about_nothing = true;
         let waits = runtime.line(number, at, &entry, |said| {
             about_nothing = false;
@@ -91,12 +98,19 @@ impl Journal {
     }
 
     fn finish(mut self) -> (Vec<Log>, Count) {
-        self.count.skip_many(Skip::OtherProgram, self.runtime.unanswered());
+        self.count
+            .skip_many(Skip::OtherProgram, self.runtime.unanswered());
         let mut logs = Vec::new();
         for (id, sandbox) in self.sandboxes {
-            let mut boots = sandbox.console.map(|c| c.finish(Some(&id))).unwrap_or_default();
+            let mut boots = sandbox
+                .console
+                .map(|c| c.finish(Some(&id)))
+                .unwrap_or_default();
             match boots.as_mut_slice() {
-                [] => boots.push(Log { sandbox: Some(id), items: sandbox.host }),
+                [] => boots.push(Log {
+                    sandbox: Some(id),
+                    items: sandbox.host,
+                }),
                 [first, ..] => first.items.extend(sandbox.host),
             }
             logs.extend(boots);
@@ -105,13 +119,42 @@ impl Journal {
     }
 }
 
-fn keep(sandboxes: &mut BTreeMap<String, Sandbox>, count: &mut Count, kept: &mut usize, said: Said) {
-    let Said { sandbox, line, at, name, level, error, fields } = said;
+fn keep(
+    sandboxes: &mut BTreeMap<String, Sandbox>,
+    count: &mut Count,
+    kept: &mut usize,
+    said: Said,
+) {
+    let Said {
+        sandbox,
+        line,
+        at,
+        name,
+        level,
+        error,
+        fields,
+    } = said;
     match sandbox_of(sandboxes, &sandbox).filter(|_| *kept < MAX_ITEMS) {
         None => count.skip(Skip::LimitReached),
         Some(sandbox) => {
-            let item = Item::new(Stamp::Host(at), Format::Journal, line, Fact::Plain { name, level, error, fields });
-            if sandbox.host.iter().rev().take(REPEATED).any(|other| other.stamp == item.stamp && other.fact == item.fact) {
+            let item = Item::new(
+                Stamp::Host(at),
+                Format::Journal,
+                line,
+                Fact::Plain {
+                    name,
+                    level,
+                    error,
+                    fields,
+                },
+            );
+            if sandbox
+                .host
+                .iter()
+                .rev()
+                .take(REPEATED)
+                .any(|other| other.stamp == item.stamp && other.fact == item.fact)
+            {
                 return count.skip(Skip::AlreadyThere);
             }
             *kept += 1;
@@ -121,9 +164,16 @@ fn keep(sandboxes: &mut BTreeMap<String, Sandbox>, count: &mut Count, kept: &mut
     }
 }
 
-fn sandbox_of<'a>(sandboxes: &'a mut BTreeMap<String, Sandbox>, id: &str) -> Option<&'a mut Sandbox> {
+fn sandbox_of<'a>(
+    sandboxes: &'a mut BTreeMap<String, Sandbox>,
+    id: &str,
+) -> Option<&'a mut Sandbox> {
     // An id is hexadecimal digits from the runtime, or a name from an operator.
-    let plausible = !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'));
+    let plausible = !id.is_empty()
+        && id.len() <= 128
+        && id
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'));
     if !plausible || (sandboxes.len() >= MAX_SANDBOXES && !sandboxes.contains_key(id)) {
         return None;
     }
@@ -137,7 +187,14 @@ mod tests {
     use serde_json::Value;
 
     fn read_text(text: &str) -> (Vec<Log>, Count) {
-        read(Input::new("x", Box::new(std::io::Cursor::new(text.as_bytes().to_vec()))).unwrap()).unwrap()
+        read(
+            Input::new(
+                "x",
+                Box::new(std::io::Cursor::new(text.as_bytes().to_vec())),
+            )
+            .unwrap(),
+        )
+        .unwrap()
     }
 
     const LINE: &str = r#"time="2026-01-02T03:04:05.000000001Z" level=debug msg="reading guest console" console-protocol=unix sandbox=abc source=virtcontainers vmconsole="[    0.000000] Linux version 6.12""#;
@@ -150,7 +207,9 @@ mod tests {
         let forms = [
             LINE.to_string(),
             format!("Jan 02 03:04:05 node containerd[77]: {LINE}"),
-            format!(r#"{{"__REALTIME_TIMESTAMP":"1767323045000000","MESSAGE":{message},"_PID":"7"}}"#),
+            format!(
+                r#"{{"__REALTIME_TIMESTAMP":"1767323045000000","MESSAGE":{message},"_PID":"7"}}"#
+            ),
             format!(r#"{{"MESSAGE":{bytes}}}"#),
             own.to_string(),
         ];
@@ -158,7 +217,11 @@ mod tests {
             let (logs, count) = read_text(&form);
             assert_eq!((count.lines, count.recognised), (1, 1), "{form}");
             assert_eq!(logs[0].sandbox.as_deref(), Some("abc"));
-            assert_eq!(logs[0].items[0].read_ns, Some(1_767_323_045_000_000_001), "{form}");
+            assert_eq!(
+                logs[0].items[0].read_ns,
+                Some(1_767_323_045_000_000_001),
+                "{form}"
+            );
         }
     }
 
@@ -166,8 +229,18 @@ mod tests {
     fn sandboxes_are_kept_apart() {
         let other = LINE.replace("sandbox=abc", "sandbox=def");
         let (logs, _) = read_text(&format!("{LINE}\n{other}\n{LINE}\n"));
-        let found: Vec<_> = logs.iter().map(|l| (l.sandbox.clone().unwrap(), l.items.len())).collect();
-        assert_eq!(found, [("abc".to_string(), 1), ("abc".to_string(), 1), ("def".to_string(), 1)]);
+        let found: Vec<_> = logs
+            .iter()
+            .map(|l| (l.sandbox.clone().unwrap(), l.items.len()))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("abc".to_string(), 1),
+                ("abc".to_string(), 1),
+                ("def".to_string(), 1)
+            ]
+        );
     }
 
     #[test]
@@ -183,14 +256,34 @@ mod tests {
             "\n",
         );
         let (logs, count) = read_text(text);
-        let names: Vec<_> = logs[0].items.iter().map(|i| if let Fact::Plain { name, .. } = &i.fact { name } else { "?" }).collect();
-        assert_eq!(names, [names::SANDBOX_VM_STARTED, names::SANDBOX_READY, names::SANDBOX_RUN]);
+        let names: Vec<_> = logs[0]
+            .items
+            .iter()
+            .map(|i| {
+                if let Fact::Plain { name, .. } = &i.fact {
+                    name
+                } else {
+                    "?"
+                }
+            })
+            .collect();
+        assert_eq!(
+            names,
+            [
+                names::SANDBOX_VM_STARTED,
+                names::SANDBOX_READY,
+                names::SANDBOX_RUN
+            ]
+        );
         assert_eq!(count.skipped, [(Skip::OtherProgram, 1)].into());
     }
 
     #[test]
     fn a_sandbox_cannot_be_named_by_anything_else_than_an_id() {
         let (logs, count) = read_text(&LINE.replace("sandbox=abc", "sandbox=../../x"));
-        assert_eq!((logs.len(), count.skipped), (0, [(Skip::LimitReached, 1)].into()));
+        assert_eq!(
+            (logs.len(), count.skipped),
+            (0, [(Skip::LimitReached, 1)].into())
+        );
     }
 }

@@ -65,15 +65,22 @@ pub enum Meaning {
 /// Meaning of a line; None for a line that does not matter here.
 pub fn meaning(text: &str) -> Option<Meaning> {
     if let Some(rest) = text.strip_prefix("Linux version ") {
-        return Some(Meaning::Banner { release: rest.split(' ').next().unwrap_or("").to_string() });
+        return Some(Meaning::Banner {
+            release: rest.split(' ').next().unwrap_or("").to_string(),
+        });
     }
     if let Some(rest) = text.strip_prefix("Run ")
         && let Some(program) = rest.strip_suffix(" as init process")
     {
-        return Some(Meaning::RunInit { program: program.to_string() });
+        return Some(Meaning::RunInit {
+            program: program.to_string(),
+        });
     }
     if let Some(gpu) = kata_gpu_wire::driver_log::enumerated_gpu(text) {
-        return Some(Meaning::GpuFound { gpu, device: between(text, "[", "]").unwrap_or("?").to_string() });
+        return Some(Meaning::GpuFound {
+            gpu,
+            device: between(text, "[", "]").unwrap_or("?").to_string(),
+        });
     }
     if text.contains("BAR ") && text.contains("assigned") && !text.contains("not assigned") {
         return Some(assigned_bar(text).unwrap_or(Meaning::Other));
@@ -81,7 +88,10 @@ pub fn meaning(text: &str) -> Option<Meaning> {
     if text.contains(": enabling device (")
         && let Some(function) = driver_log::address(text)
     {
-        return Some(Meaning::Enabling { function, driver: text.starts_with("nvidia ") });
+        return Some(Meaning::Enabling {
+            function,
+            driver: text.starts_with("nvidia "),
+        });
     }
     if text.starts_with("nvidia-nvlink: Nvlink Core is being initialized") {
         return Some(Meaning::ModuleBegins);
@@ -113,7 +123,9 @@ pub fn meaning(text: &str) -> Option<Meaning> {
         return Some(Meaning::CtkBegins);
     }
     if let Some(text) = nvrc(text) {
-        return Some(Meaning::Nvrc { text: text.to_string() });
+        return Some(Meaning::Nvrc {
+            text: text.to_string(),
+        });
     }
     if text.contains("Kernel panic") {
         return Some(Meaning::Panic);
@@ -134,16 +146,28 @@ fn nvrc(text: &str) -> Option<&str> {
 /// `BAR 2: assigned [mem ..]` (before).
 fn assigned_bar(text: &str) -> Option<Meaning> {
     let function = driver_log::address(text)?;
-    let digits: String = text.split_once("BAR ")?.1.chars().take_while(char::is_ascii_digit).collect();
+    let digits: String = text
+        .split_once("BAR ")?
+        .1
+        .chars()
+        .take_while(char::is_ascii_digit)
+        .collect();
     let range = between(text, "[mem ", "]")?.split(' ').next()?;
     let (first, last) = range.split_once('-')?;
     let hex = |text: &str| u64::from_str_radix(text.strip_prefix("0x")?, 16).ok();
     let bytes = hex(last)?.checked_sub(hex(first)?)?.checked_add(1)?;
-    Some(Meaning::Bar { function, bar: digits.parse().ok()?, bytes })
+    Some(Meaning::Bar {
+        function,
+        bar: digits.parse().ok()?,
+        bytes,
+    })
 }
 
 fn between<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
-    text.split_once(open)?.1.split_once(close).map(|(inside, _)| inside)
+    text.split_once(open)?
+        .1
+        .split_once(close)
+        .map(|(inside, _)| inside)
 }
 
 #[cfg(test)]
@@ -158,36 +182,115 @@ mod tests {
     fn every_milestone_of_a_boot_is_recognised() {
         let function = gpu("0000:02:00.0");
         let want = [
-            ("Linux version 6.12.8-nvidia (b@h) (gcc 13) #1 SMP", Meaning::Banner { release: "6.12.8-nvidia".into() }),
-            ("Run /init as init process", Meaning::RunInit { program: "/init".into() }),
+            (
+                "Linux version 6.12.8-nvidia (b@h) (gcc 13) #1 SMP",
+                Meaning::Banner {
+                    release: "6.12.8-nvidia".into(),
+                },
+            ),
+            (
+                "Run /init as init process",
+                Meaning::RunInit {
+                    program: "/init".into(),
+                },
+            ),
             (
                 "pci 0000:02:00.0: [10de:2330] type 00 class 0x030200 PCIe Endpoint",
-                Meaning::GpuFound { gpu: function, device: "10de:2330".into() },
+                Meaning::GpuFound {
+                    gpu: function,
+                    device: "10de:2330".into(),
+                },
             ),
             (
                 "pci 0000:02:00.0: BAR 2 [mem 0x3a4000000000-0x3a5fffffffff 64bit pref]: assigned",
-                Meaning::Bar { function, bar: 2, bytes: 128 << 30 },
+                Meaning::Bar {
+                    function,
+                    bar: 2,
+                    bytes: 128 << 30,
+                },
             ),
-            ("pci 0000:02:00.0: BAR 0: assigned [mem 0x1000000-0x1ffffff 64bit]", Meaning::Bar { function, bar: 0, bytes: 16 << 20 }),
-            ("nvidia 0000:02:00.0: enabling device (0140 -> 0142)", Meaning::Enabling { function, driver: true }),
-            ("pci 0000:02:00.0: enabling device (0000 -> 0002)", Meaning::Enabling { function, driver: false }),
-            ("nvidia-nvlink: Nvlink Core is being initialized, major device number 243", Meaning::ModuleBegins),
-            ("NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build", Meaning::ModuleLoaded),
-            ("nvidia-uvm: Loaded the UVM driver, major device number 241.", Meaning::UvmLoaded),
-            ("NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.", Meaning::Xid { gpu: function, xid: 79 }),
-            ("NVRM: gpuClearX_GA100: FBHUB Interrupt detected. Clearing it.", Meaning::InitMark),
-            ("NVRM: GPU 0000:02:00.0: RmInitAdapter failed! (0x62:0x65:1860)", Meaning::InitFailed { gpu: function }),
-            ("nvidia 0000:02:00.0: probe with driver nvidia failed with error -1", Meaning::ProbeFailed { gpu: function }),
-            ("NVRC::execute[1]: /bin/nvidia-ctk -d cdi generate --output=/var/run/cdi/nvidia.yaml", Meaning::CtkBegins),
-            ("time=\"2026-01-02T03:04:05Z\" level=info msg=\"Generated CDI spec with version 0.5.0\"", Meaning::CtkDone),
-            ("NVRC::mode[1]: mode: gpu 8 GPU", Meaning::Nvrc { text: "mode: gpu 8 GPU".into() }),
-            ("Kernel panic - not syncing: Attempted to kill init!", Meaning::Panic),
+            (
+                "pci 0000:02:00.0: BAR 0: assigned [mem 0x1000000-0x1ffffff 64bit]",
+                Meaning::Bar {
+                    function,
+                    bar: 0,
+                    bytes: 16 << 20,
+                },
+            ),
+            (
+                "nvidia 0000:02:00.0: enabling device (0140 -> 0142)",
+                Meaning::Enabling {
+                    function,
+                    driver: true,
+                },
+            ),
+            (
+                "pci 0000:02:00.0: enabling device (0000 -> 0002)",
+                Meaning::Enabling {
+                    function,
+                    driver: false,
+                },
+            ),
+            (
+                "nvidia-nvlink: Nvlink Core is being initialized, major device number 243",
+                Meaning::ModuleBegins,
+            ),
+            (
+                "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build",
+                Meaning::ModuleLoaded,
+            ),
+            (
+                "nvidia-uvm: Loaded the UVM driver, major device number 241.",
+                Meaning::UvmLoaded,
+            ),
+            (
+                "NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.",
+                Meaning::Xid {
+                    gpu: function,
+                    xid: 79,
+                },
+            ),
+            (
+                "NVRM: gpuClearX_GA100: FBHUB Interrupt detected. Clearing it.",
+                Meaning::InitMark,
+            ),
+            (
+                "NVRM: GPU 0000:02:00.0: RmInitAdapter failed! (0x62:0x65:1860)",
+                Meaning::InitFailed { gpu: function },
+            ),
+            (
+                "nvidia 0000:02:00.0: probe with driver nvidia failed with error -1",
+                Meaning::ProbeFailed { gpu: function },
+            ),
+            (
+                "NVRC::execute[1]: /bin/nvidia-ctk -d cdi generate --output=/var/run/cdi/nvidia.yaml",
+                Meaning::CtkBegins,
+            ),
+            (
+                "time=\"2026-01-02T03:04:05Z\" level=info msg=\"Generated CDI spec with version 0.5.0\"",
+                Meaning::CtkDone,
+            ),
+            (
+                "NVRC::mode[1]: mode: gpu 8 GPU",
+                Meaning::Nvrc {
+                    text: "mode: gpu 8 GPU".into(),
+                },
+            ),
+            (
+                "Kernel panic - not syncing: Attempted to kill init!",
+                Meaning::Panic,
+            ),
             ("NVRM: something new", Meaning::Other),
         ];
         for (text, meaning_wanted) in want {
             assert_eq!(meaning(text), Some(meaning_wanted), "{text}");
         }
-        for text in ["", "random: crng init done", "virtio_scsi virtio1: 1/0/0 default/read/poll queues", "audit: type=2000"] {
+        for text in [
+            "",
+            "random: crng init done",
+            "virtio_scsi virtio1: 1/0/0 default/read/poll queues",
+            "audit: type=2000",
+        ] {
             assert_eq!(meaning(text), None, "{text}");
         }
     }
@@ -203,6 +306,9 @@ mod tests {
             assert_eq!(meaning(text), Some(Meaning::Other), "{text}");
         }
         assert_eq!(meaning(": enabling device ("), Some(Meaning::Other));
-        assert_eq!(meaning("pci 0000:02:00.0: BAR 2 [mem size 0x2000000000 64bit pref]: not assigned"), None.or(Some(Meaning::Other)));
+        assert_eq!(
+            meaning("pci 0000:02:00.0: BAR 2 [mem size 0x2000000000 64bit pref]: not assigned"),
+            None.or(Some(Meaning::Other))
+        );
     }
 }

@@ -55,8 +55,16 @@ impl Input {
         reader.by_ref().take(2).read_to_end(&mut magic)?;
         let gzip = magic == [0x1f, 0x8b];
         let whole = Cursor::new(magic).chain(reader);
-        let reader: Box<dyn Read> = if gzip { Box::new(MultiGzDecoder::new(BufReader::new(whole))) } else { Box::new(whole) };
-        Ok(Self { name: name.to_string(), reader, cut: None })
+        let reader: Box<dyn Read> = if gzip {
+            Box::new(MultiGzDecoder::new(BufReader::new(whole)))
+        } else {
+            Box::new(whole)
+        };
+        Ok(Self {
+            name: name.to_string(),
+            reader,
+            cut: None,
+        })
     }
 
     /// Looks at the beginning without taking it.
@@ -64,10 +72,15 @@ impl Input {
         let mut head = Vec::new();
         let mut part = (&mut self.reader).take(HEAD as u64);
         if let Err(e) = part.read_to_end(&mut head) {
-            self.ended(&e).with_context(|| format!("read {}", self.name))?;
+            self.ended(&e)
+                .with_context(|| format!("read {}", self.name))?;
         }
         let rest = std::mem::replace(&mut self.reader, Box::new(io::empty()));
-        let rest: Box<dyn Read> = if self.cut.is_some() { Box::new(io::empty()) } else { rest };
+        let rest: Box<dyn Read> = if self.cut.is_some() {
+            Box::new(io::empty())
+        } else {
+            rest
+        };
         self.reader = Box::new(Cursor::new(head.clone()).chain(rest));
         Ok(head)
     }
@@ -75,8 +88,12 @@ impl Input {
     /// A stream that breaks off is no error: the part before is used.
     fn ended(&mut self, error: &io::Error) -> io::Result<()> {
         match error.kind() {
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput => {
-                self.cut = Some(format!("the compressed data is damaged or ends too early ({error}): what came before is used"));
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::InvalidData
+            | io::ErrorKind::InvalidInput => {
+                self.cut = Some(format!(
+                    "the compressed data is damaged or ends too early ({error}): what came before is used"
+                ));
                 Ok(())
             }
             kind => Err(io::Error::new(kind, error.to_string())),
@@ -101,12 +118,21 @@ impl Input {
                 Ok(0) => break,
                 Ok(n) => {
                     bytes += n as u64;
-                    lines.push(chunk.get(..n).unwrap_or_default(), |piece| take(&mut number, piece));
-                    progress.show(|| format!("reading {}: {} MB", printable(&self.name), bytes / 1_000_000));
+                    lines.push(chunk.get(..n).unwrap_or_default(), |piece| {
+                        take(&mut number, piece)
+                    });
+                    progress.show(|| {
+                        format!(
+                            "reading {}: {} MB",
+                            printable(&self.name),
+                            bytes / 1_000_000
+                        )
+                    });
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => {
-                    self.ended(&e).with_context(|| format!("read {}", self.name))?;
+                    self.ended(&e)
+                        .with_context(|| format!("read {}", self.name))?;
                     break;
                 }
             }
@@ -127,8 +153,12 @@ impl Input {
     /// The whole file, and the reason for an early end.
     pub fn document(mut self) -> Result<(Vec<u8>, Option<String>)> {
         let mut bytes = Vec::new();
-        if let Err(e) = (&mut self.reader).take(MAX_DOCUMENT + 1).read_to_end(&mut bytes) {
-            self.ended(&e).with_context(|| format!("read {}", self.name))?;
+        if let Err(e) = (&mut self.reader)
+            .take(MAX_DOCUMENT + 1)
+            .read_to_end(&mut bytes)
+        {
+            self.ended(&e)
+                .with_context(|| format!("read {}", self.name))?;
         }
         if bytes.len() as u64 > MAX_DOCUMENT {
             anyhow::bail!(
@@ -170,15 +200,26 @@ mod tests {
 
     #[test]
     fn lines_come_with_and_without_a_last_newline_and_out_of_gzip() {
-        assert_eq!(lines(b"a\nb\n".to_vec()), (vec!["a".into(), "b".into()], 0, None));
-        assert_eq!(lines(b"a\nb".to_vec()), (vec!["a".into(), "b".into()], 0, None));
-        assert_eq!(lines(gzip(b"a\nb")), (vec!["a".into(), "b".into()], 0, None));
+        assert_eq!(
+            lines(b"a\nb\n".to_vec()),
+            (vec!["a".into(), "b".into()], 0, None)
+        );
+        assert_eq!(
+            lines(b"a\nb".to_vec()),
+            (vec!["a".into(), "b".into()], 0, None)
+        );
+        assert_eq!(
+            lines(gzip(b"a\nb")),
+            (vec!["a".into(), "b".into()], 0, None)
+        );
         assert_eq!(lines(vec![]), (vec![], 0, None));
     }
 
     #[test]
     fn a_truncated_gzip_gives_its_beginning_and_a_note() {
-        let text: String = (0..20_000u32).map(|i| format!("line {i} {:x}\n", i.wrapping_mul(2_654_435_761))).collect();
+        let text: String = (0..20_000u32)
+            .map(|i| format!("line {i} {:x}\n", i.wrapping_mul(2_654_435_761)))
+            .collect();
         let packed = gzip(text.as_bytes());
         let (got, _, cut) = lines(packed[..packed.len() / 2].to_vec());
         assert!(got.len() > 1000 && got.len() < 20_000, "{}", got.len());

@@ -13,14 +13,14 @@ pub mod assemble; // files of one boot into one
 pub mod choose; // choice of one boot
 pub mod clocks; // all clocks on one base
 pub mod console_lines; // format: guest console logs
-pub mod detect; // the format of a file
 pub mod derive; // items into records
-pub mod log_files; // files into lines
+pub mod detect; // the format of a file
+pub mod draft_writer;
+pub mod gpu_enablings; // steps that kernel lines show
+pub mod import_report; // report of an import, for people and programs
 pub mod item; // output of the formats
 pub mod journal_lines; // format: containerd's journal or log
 pub mod kernel_lines; // lines of the guest's kernel
+pub mod log_files; // files into lines
 pub mod pod; // format: kubectl get pod -o json
-pub mod import_report; // report of an import, for people and programs
-pub mod runtime_lines; // lines of containerd and of Kata's shims
-pub mod gpu_enablings; // steps that kernel lines show
-pub mod draft_writer; // records into the file of a boot
+pub mod runtime_lines; // lines of containerd and of Kata's shims // records into the file of a boot

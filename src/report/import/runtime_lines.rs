@@ -61,24 +61,56 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    fn say(&mut self, sandbox: &str, name: &'static str, fields: &[(&str, &str)], error: Option<&str>) {
+    fn say(
+        &mut self,
+        sandbox: &str,
+        name: &'static str,
+        fields: &[(&str, &str)],
+        error: Option<&str>,
+    ) {
         let fields = fields.iter().filter(|(_, value)| !value.is_empty());
-        let fields = fields.map(|(key, value)| ((*key).to_string(), Value::from(cut(value, MAX_VALUE))));
-        let level = if error.is_some() { Level::Error } else { Level::Info };
+        let fields =
+            fields.map(|(key, value)| ((*key).to_string(), Value::from(cut(value, MAX_VALUE))));
+        let level = if error.is_some() {
+            Level::Error
+        } else {
+            Level::Info
+        };
         let (line, at, error) = (self.line, self.at, error.map(|error| cut(error, MAX_VALUE)));
-        (self.each)(Said { sandbox: sandbox.into(), line, at, name, level, error, fields: fields.collect() });
+        (self.each)(Said {
+            sandbox: sandbox.into(),
+            line,
+            at,
+            name,
+            level,
+            error,
+            fields: fields.collect(),
+        });
     }
 }
 
 impl Runtime {
     /// Takes the next line and hands over its records; true if they come with a later line.
     pub fn line(&mut self, line: u64, at: i64, entry: &Entry, mut each: impl FnMut(Said)) -> bool {
-        let mut maker = Maker { line, at, each: &mut each };
-        let Some(msg) = entry.get("msg") else { return false };
+        let mut maker = Maker {
+            line,
+            at,
+            each: &mut each,
+        };
+        let Some(msg) = entry.get("msg") else {
+            return false;
+        };
         if let Some(sandbox) = entry.get("podsandboxid") {
             match msg {
-                "begin cni setup" => maker.say(sandbox, names::SANDBOX_CNI, &[("call", "setup")], None),
-                _ if msg.starts_with("cni result: ") => maker.say(sandbox, names::SANDBOX_CNI, &[("call", "setup returned")], None),
+                "begin cni setup" => {
+                    maker.say(sandbox, names::SANDBOX_CNI, &[("call", "setup")], None)
+                }
+                _ if msg.starts_with("cni result: ") => maker.say(
+                    sandbox,
+                    names::SANDBOX_CNI,
+                    &[("call", "setup returned")],
+                    None,
+                ),
                 _ => {}
             }
             return false;
@@ -99,13 +131,21 @@ impl Runtime {
         if let Some((_, name)) = SHIM.iter().find(|(text, _)| *text == msg) {
             return maker.say(sandbox, name, &[], None);
         }
-        if let Some(error) = entry.get("error").filter(|e| e.contains("failed to inject devices after CDI timeout")) {
+        if let Some(error) = entry
+            .get("error")
+            .filter(|e| e.contains("failed to inject devices after CDI timeout"))
+        {
             return maker.say(sandbox, names::SANDBOX_FAILED, &[], Some(error));
         }
         let said = match entry.get("container") {
             Some(id) => match msg {
                 "Container is started" => {
-                    return maker.say(sandbox, names::SANDBOX_CONTAINER_STARTED, &[("container", &self.container(sandbox, id))], None);
+                    return maker.say(
+                        sandbox,
+                        names::SANDBOX_CONTAINER_STARTED,
+                        &[("container", &self.container(sandbox, id))],
+                        None,
+                    );
                 }
                 "Create() start" => Some(("Create", id.to_string())),
                 "Create() end" => Some(("Create returned", id.to_string())),
@@ -116,7 +156,12 @@ impl Runtime {
             None => self.task_call(sandbox, msg),
         };
         if let Some((call, id)) = said {
-            maker.say(sandbox, names::SANDBOX_SHIM, &[("call", call), ("container", &self.container(sandbox, &id))], None);
+            maker.say(
+                sandbox,
+                names::SANDBOX_SHIM,
+                &[("call", call), ("container", &self.container(sandbox, &id))],
+                None,
+            );
         }
     }
 
@@ -127,13 +172,24 @@ impl Runtime {
             Some(rest) => (true, rest),
             None => (false, msg.strip_prefix("<==== task service ")?),
         };
-        let (_, call) = TASK_CALLS.iter().find(|(call, _)| rest.strip_prefix(call).is_some_and(|r| r.starts_with('(')))?;
+        let (_, call) = TASK_CALLS
+            .iter()
+            .find(|(call, _)| rest.strip_prefix(call).is_some_and(|r| r.starts_with('(')))?;
         let key = (sandbox.to_string(), *call);
         if !begun {
-            let returned = if *call == "Create" { "Create returned" } else { "Start returned" };
+            let returned = if *call == "Create" {
+                "Create returned"
+            } else {
+                "Start returned"
+            };
             return Some((returned, self.open.remove(&key)?));
         }
-        let id = rest.split_once("container_id: \"")?.1.split('"').next()?.to_string();
+        let id = rest
+            .split_once("container_id: \"")?
+            .1
+            .split('"')
+            .next()?
+            .to_string();
         if self.open.len() < MAX_ITEMS {
             self.open.insert(key, id.clone());
         }
@@ -146,28 +202,57 @@ impl Runtime {
         }
         if let Some(within) = msg.strip_prefix("CreateContainer within sandbox \"") {
             self.create_container(within, entry, maker);
-        } else if let Some((id, rest)) = msg.strip_prefix("StartContainer for \"").and_then(|rest| rest.split_once('"'))
+        } else if let Some((id, rest)) = msg
+            .strip_prefix("StartContainer for \"")
+            .and_then(|rest| rest.split_once('"'))
             && let Some((sandbox, name)) = self.containers.get(id)
         {
-            let call = if rest.is_empty() { "StartContainer" } else { "StartContainer returned" };
-            maker.say(sandbox, names::SANDBOX_RUN, &[("call", call), ("container", name)], entry.get("error"));
+            let call = if rest.is_empty() {
+                "StartContainer"
+            } else {
+                "StartContainer returned"
+            };
+            maker.say(
+                sandbox,
+                names::SANDBOX_RUN,
+                &[("call", call), ("container", name)],
+                entry.get("error"),
+            );
         }
         false
     }
 
     /// Handles `&PodSandboxMetadata{Name:nginx,Uid:..}` and its answer.
     fn run_pod_sandbox(&mut self, rest: &str, maker: &mut Maker) -> bool {
-        let Some((metadata, answer)) = rest.split_once('}') else { return false };
-        let pod = metadata.split_once("Name:").and_then(|(_, name)| name.split(',').next()).unwrap_or("?");
+        let Some((metadata, answer)) = rest.split_once('}') else {
+            return false;
+        };
+        let pod = metadata
+            .split_once("Name:")
+            .and_then(|(_, name)| name.split(',').next())
+            .unwrap_or("?");
         if answer.is_empty() {
             // A request that failed is repeated with the same words.
-            return self.asked.len() < MAX_ITEMS && self.asked.insert(metadata.into(), (maker.line, maker.at)).is_none();
+            return self.asked.len() < MAX_ITEMS
+                && self
+                    .asked
+                    .insert(metadata.into(), (maker.line, maker.at))
+                    .is_none();
         }
         if let Some((_, id)) = answer.split_once("returns sandbox id ") {
             let id = id.trim_matches('"');
             if let Some((line, at)) = self.asked.remove(metadata) {
-                let mut asked = Maker { line, at, each: &mut *maker.each };
-                asked.say(id, names::SANDBOX_RUN, &[("call", "RunPodSandbox"), ("pod", pod)], None);
+                let mut asked = Maker {
+                    line,
+                    at,
+                    each: &mut *maker.each,
+                };
+                asked.say(
+                    id,
+                    names::SANDBOX_RUN,
+                    &[("call", "RunPodSandbox"), ("pod", pod)],
+                    None,
+                );
             }
             maker.say(id, names::SANDBOX_READY, &[("pod", pod)], None);
         }
@@ -175,15 +260,33 @@ impl Runtime {
     }
 
     fn create_container(&mut self, within: &str, entry: &Entry, maker: &mut Maker) {
-        let Some((sandbox, rest)) = within.split_once('"') else { return };
-        let name = rest.split_once("Name:").and_then(|(_, name)| name.split([',', '}']).next()).unwrap_or("?");
-        let Some((_, answer)) = rest.split_once('}') else { return };
-        let id = answer.split_once("returns container id ").map(|(_, id)| id.trim_matches('"'));
+        let Some((sandbox, rest)) = within.split_once('"') else {
+            return;
+        };
+        let name = rest
+            .split_once("Name:")
+            .and_then(|(_, name)| name.split([',', '}']).next())
+            .unwrap_or("?");
+        let Some((_, answer)) = rest.split_once('}') else {
+            return;
+        };
+        let id = answer
+            .split_once("returns container id ")
+            .map(|(_, id)| id.trim_matches('"'));
         if let Some(id) = id.filter(|_| self.containers.len() < MAX_ITEMS) {
-            self.containers.insert(id.into(), (sandbox.into(), name.into()));
+            self.containers
+                .insert(id.into(), (sandbox.into(), name.into()));
         }
-        let call = if answer.is_empty() { "CreateContainer" } else { "CreateContainer returned" };
-        let fields = [("container", name), ("id", id.map_or("", short)), ("call", call)];
+        let call = if answer.is_empty() {
+            "CreateContainer"
+        } else {
+            "CreateContainer returned"
+        };
+        let fields = [
+            ("container", name),
+            ("id", id.map_or("", short)),
+            ("call", call),
+        ];
         maker.say(sandbox, names::SANDBOX_RUN, &fields, entry.get("error"));
     }
 
@@ -192,7 +295,9 @@ impl Runtime {
         if sandbox == id {
             return String::new();
         }
-        self.containers.get(id).map_or_else(|| short(id).to_string(), |(_, name)| name.clone())
+        self.containers
+            .get(id)
+            .map_or_else(|| short(id).to_string(), |(_, name)| name.clone())
     }
 }
 
@@ -211,9 +316,22 @@ mod tests {
         let mut runtime = Runtime::default();
         let mut all = Vec::new();
         for (at, line) in (0..).zip(lines) {
-            let field = |said: &Said, key: &str| said.fields.get(key).and_then(Value::as_str).unwrap_or("-").to_string();
+            let field = |said: &Said, key: &str| {
+                said.fields
+                    .get(key)
+                    .and_then(Value::as_str)
+                    .unwrap_or("-")
+                    .to_string()
+            };
             let mut each = |said: Said| {
-                all.push(format!("{} {} {} {} {}", said.sandbox, said.at, said.name, field(&said, "call"), field(&said, "container")))
+                all.push(format!(
+                    "{} {} {} {} {}",
+                    said.sandbox,
+                    said.at,
+                    said.name,
+                    field(&said, "call"),
+                    field(&said, "container")
+                ))
             };
             runtime.line(0, at, &entry(line).unwrap(), &mut each);
         }
@@ -271,6 +389,9 @@ mod tests {
             "abc 4 sandbox.shim Start 0123456789ab",
             "abc 5 sandbox.shim Start returned 0123456789ab",
         ];
-        assert_eq!(said(&lines.map(line)), (wanted.map(String::from).to_vec(), 0));
+        assert_eq!(
+            said(&lines.map(line)),
+            (wanted.map(String::from).to_vec(), 0)
+        );
     }
 }

@@ -148,7 +148,10 @@ pub enum Value {
 }
 
 fn attribute(key: &str, value: Value) -> KeyValue {
-    KeyValue { key: key.into(), value: Some(AnyValue { value: Some(value) }) }
+    KeyValue {
+        key: key.into(),
+        value: Some(AnyValue { value: Some(value) }),
+    }
 }
 
 pub fn text(key: &str, value: &str) -> KeyValue {
@@ -161,7 +164,10 @@ pub fn flag(key: &str, value: bool) -> KeyValue {
 
 /// OTLP has no unsigned integers.
 pub fn integer(key: &str, value: u64) -> KeyValue {
-    attribute(key, Value::Integer(i64::try_from(value).unwrap_or(i64::MAX)))
+    attribute(
+        key,
+        Value::Integer(i64::try_from(value).unwrap_or(i64::MAX)),
+    )
 }
 
 fn hex<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {

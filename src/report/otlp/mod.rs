@@ -21,7 +21,10 @@ use crate::data::boot_file::TraceId;
 use crate::data::text::printable;
 use crate::views::waterfall::{Mark, Step, Waterfall, level};
 use anyhow::{Context, Result, bail};
-use messages::{Event, InstrumentationScope, KIND_INTERNAL, KeyValue, Link, STATUS_ERROR, Span, Status, flag, integer, text};
+use messages::{
+    Event, InstrumentationScope, KIND_INTERNAL, KeyValue, Link, STATUS_ERROR, Span, Status, flag,
+    integer, text,
+};
 use std::borrow::Borrow;
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
@@ -32,12 +35,17 @@ const MAX_EVENTS: usize = 1024;
 
 /// Writes a boot as one line of OTLP/JSON: the file receiver takes one request per line.
 pub fn write(timeline: &Waterfall, resource: &Resource, out: &mut dyn Write) -> Result<()> {
-    request(timeline, resource)?.write_json(out).context("write")
+    request(timeline, resource)?
+        .write_json(out)
+        .context("write")
 }
 
 /// Makes a request of all spans of a boot. Fails where nothing places the boot on a wall clock:
 /// OTLP knows no other times.
-pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) -> Result<Request<'a>> {
+pub fn request<'a>(
+    of: impl Borrow<Waterfall> + Send + 'a,
+    resource: &Resource,
+) -> Result<Request<'a>> {
     let timeline = of.borrow();
     let Some(clock) = WallClock::of(timeline) else {
         bail!(
@@ -48,8 +56,13 @@ pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) 
     };
     let ids = Ids::new(timeline);
     let mut events = events(timeline, &ids);
-    let resource = messages::Resource { attributes: attributes(timeline, resource, &clock) };
-    let scope = InstrumentationScope { name: SCOPE.into(), version: env!("CARGO_PKG_VERSION").into() };
+    let resource = messages::Resource {
+        attributes: attributes(timeline, resource, &clock),
+    };
+    let scope = InstrumentationScope {
+        name: SCOPE.into(),
+        version: env!("CARGO_PKG_VERSION").into(),
+    };
     let mut next = 0usize;
     // The root, and then the steps: each is made when its turn comes.
     let spans = std::iter::from_fn(move || {
@@ -63,26 +76,60 @@ pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) 
         };
         next += 1;
         let (marks, dropped_events_count) = events.remove(&id).unwrap_or_default();
-        let events = marks.into_iter().filter_map(|mark| timeline.marks.get(mark)).map(|mark| event(mark, &clock)).collect();
+        let events = marks
+            .into_iter()
+            .filter_map(|mark| timeline.marks.get(mark))
+            .map(|mark| event(mark, &clock))
+            .collect();
         let (trace_id, span_id) = (ids.trace.to_vec(), bytes(id));
-        Some(Span { trace_id, span_id, kind: KIND_INTERNAL, events, dropped_events_count, ..made })
+        Some(Span {
+            trace_id,
+            span_id,
+            kind: KIND_INTERNAL,
+            events,
+            dropped_events_count,
+            ..made
+        })
     });
-    Ok(Request { resource, scope, spans: Box::new(spans) })
+    Ok(Request {
+        resource,
+        scope,
+        spans: Box::new(spans),
+    })
 }
 
 /// Attributes of the resource: the guest, its owner as the host knows it, and the given attributes,
 /// which take precedence.
 fn attributes(timeline: &Waterfall, resource: &Resource, clock: &WallClock) -> Vec<KeyValue> {
     let boot = &timeline.boot;
-    let mut attributes = vec![text("service.name", "kata-gpu-init"), text("service.instance.id", timeline.boot_id())];
-    attributes.extend(boot.version.as_deref().map(|v| text("service.version", &printable(v))));
+    let mut attributes = vec![
+        text("service.name", "kata-gpu-init"),
+        text("service.instance.id", timeline.boot_id()),
+    ];
+    attributes.extend(
+        boot.version
+            .as_deref()
+            .map(|v| text("service.version", &printable(v))),
+    );
     attributes.push(text("os.type", "linux"));
-    attributes.extend(boot.kernel.as_deref().map(|k| text("os.version", &printable(k))));
+    attributes.extend(
+        boot.kernel
+            .as_deref()
+            .map(|k| text("os.version", &printable(k))),
+    );
     attributes.push(text("boot.clock", clock.source));
     if let Some(sandbox) = &boot.sandbox {
         attributes.push(text("kata.sandbox.id", &printable(&sandbox.id)));
-        let names = [("k8s.pod.name", &sandbox.pod), ("k8s.namespace.name", &sandbox.namespace), ("k8s.pod.uid", &sandbox.uid)];
-        attributes.extend(names.into_iter().filter_map(|(key, value)| Some(text(key, &printable(value.as_deref()?)))));
+        let names = [
+            ("k8s.pod.name", &sandbox.pod),
+            ("k8s.namespace.name", &sandbox.namespace),
+            ("k8s.pod.uid", &sandbox.uid),
+        ];
+        attributes.extend(
+            names
+                .into_iter()
+                .filter_map(|(key, value)| Some(text(key, &printable(value.as_deref()?)))),
+        );
     }
     attributes.retain(|attribute| !resource.contains_key(&attribute.key));
     attributes.extend(resource.iter().map(|(key, value)| text(key, value)));
@@ -98,8 +145,14 @@ struct WallClock {
 impl WallClock {
     fn of(timeline: &Waterfall) -> Option<Self> {
         match (timeline.sample(), timeline.guest_offset_ns) {
-            (Some(sample), _) => Some(Self { offset_ns: sample.offset_ns, source: "host" }),
-            (None, Some(offset_ns)) => Some(Self { offset_ns, source: "guest" }),
+            (Some(sample), _) => Some(Self {
+                offset_ns: sample.offset_ns,
+                source: "host",
+            }),
+            (None, Some(offset_ns)) => Some(Self {
+                offset_ns,
+                source: "guest",
+            }),
             (None, None) => None,
         }
     }
@@ -123,14 +176,22 @@ impl Ids {
         // No collector began the file: somebody exports it by hand, and knows where it is from. A
         // boot id has as many digits as a trace id.
         let by_boot = || {
-            let digits: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).collect();
+            let digits: String = timeline
+                .boot_id()
+                .chars()
+                .filter(char::is_ascii_hexdigit)
+                .collect();
             u128::from_str_radix(&digits, 16).unwrap_or_default()
         };
         let trace = timeline.trace.map_or_else(by_boot, TraceId::get);
         // 0 is no id.
         let root = (trace as u64).max(1);
         let trace = trace.to_be_bytes();
-        Self { trace, root, spans: timeline.boot.spans.iter().map(|s| s.id).collect() }
+        Self {
+            trace,
+            root,
+            spans: timeline.boot.spans.iter().map(|s| s.id).collect(),
+        }
     }
 
     /// Different for different spans of a boot, and never the root's.
@@ -155,7 +216,9 @@ impl Ids {
 
     /// Span id of the parent; the root's where there is no such span.
     fn parent(&self, parent: Option<u64>) -> u64 {
-        parent.filter(|id| self.spans.contains(id)).map_or(self.root, |id| self.span(id))
+        parent
+            .filter(|id| self.spans.contains(id))
+            .map_or(self.root, |id| self.span(id))
     }
 }
 
@@ -163,7 +226,12 @@ impl Ids {
 fn events(timeline: &Waterfall, ids: &Ids) -> HashMap<u64, (Vec<usize>, u32)> {
     let mut events: HashMap<u64, (Vec<usize>, u32)> = HashMap::new();
     // Details are for somebody who looks at this one boot, with the file at hand.
-    for (at, mark) in timeline.marks.iter().enumerate().filter(|(_, mark)| !mark.detail || mark.is_report()) {
+    for (at, mark) in timeline
+        .marks
+        .iter()
+        .enumerate()
+        .filter(|(_, mark)| !mark.detail || mark.is_report())
+    {
         let (marks, dropped) = events.entry(ids.parent(mark.parent)).or_default();
         if marks.len() < MAX_EVENTS {
             marks.push(at);
@@ -180,35 +248,59 @@ fn bytes(id: u64) -> Vec<u8> {
 }
 
 fn error_status(message: String) -> Status {
-    Status { message, code: STATUS_ERROR }
+    Status {
+        message,
+        code: STATUS_ERROR,
+    }
 }
 
 fn event(mark: &Mark, clock: &WallClock) -> Event {
     let level = serde_json::to_value(level(mark)).unwrap_or_default();
-    let mut attributes =
-        vec![text("text", &mark.text), text("boot.side", mark.side.name()), text("level", level.as_str().unwrap_or("info"))];
+    let mut attributes = vec![
+        text("text", &mark.text),
+        text("boot.side", mark.side.name()),
+        text("level", level.as_str().unwrap_or("info")),
+    ];
     if let Some(gpu) = mark.gpu {
         attributes.push(text("gpu.address", &gpu.address.to_string()));
         attributes.extend(gpu.index.map(|index| integer("gpu.index", index)));
     }
-    attributes.extend(mark.facts().map(|(key, value)| text(&format!("boot.field.{key}"), &value)));
-    Event { time_unix_nano: clock.at(mark.at_ns), name: mark.name.clone(), attributes }
+    attributes.extend(
+        mark.facts()
+            .map(|(key, value)| text(&format!("boot.field.{key}"), &value)),
+    );
+    Event {
+        time_unix_nano: clock.at(mark.at_ns),
+        name: mark.name.clone(),
+        attributes,
+    }
 }
 
 /// The boot: all of its span that is not every span's.
 fn root(timeline: &Waterfall, clock: &WallClock) -> Span {
     let boot = &timeline.boot;
-    let usable = boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count();
+    let usable = boot
+        .gpus
+        .iter()
+        .filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none())
+        .count();
     let mut attributes = vec![
         integer("boot.gpus", boot.gpus.len() as u64),
         integer("boot.gpus_usable", usable as u64),
         integer("boot.records_lost", boot.lost.records),
         flag("boot.open", boot.settled_ns.is_none()),
     ];
-    attributes.extend(boot.too_large.map(|too_large| text("boot.too_large", &too_large.sentence())));
+    attributes.extend(
+        boot.too_large
+            .map(|too_large| text("boot.too_large", &too_large.sentence())),
+    );
     attributes.extend(error_bound(timeline, timeline.begin_ns));
     let failed = boot.failed_gpus().count();
-    let error = boot.power_off.as_deref().map(printable).or_else(|| (failed > 0).then(|| format!("{failed} GPU(s) failed")));
+    let error = boot
+        .power_off
+        .as_deref()
+        .map(printable)
+        .or_else(|| (failed > 0).then(|| format!("{failed} GPU(s) failed")));
     Span {
         name: "gpu guest boot".into(),
         start_time_unix_nano: clock.at(timeline.begin_ns),
@@ -220,7 +312,10 @@ fn root(timeline: &Waterfall, clock: &WallClock) -> Span {
 }
 
 fn error_bound(timeline: &Waterfall, at_ns: i64) -> Option<KeyValue> {
-    Some(integer("boot.clock_error_ns", timeline.wall_at(at_ns)?.error_ns))
+    Some(integer(
+        "boot.clock_error_ns",
+        timeline.wall_at(at_ns)?.error_ns,
+    ))
 }
 
 fn span(timeline: &Waterfall, step: &Step, ids: &Ids, clock: &WallClock) -> Span {
@@ -235,8 +330,17 @@ fn span(timeline: &Waterfall, step: &Step, ids: &Ids, clock: &WallClock) -> Span
         ("boot.begin_lost", step.begin_lost),
         ("boot.approximate", step.approximate),
     ];
-    attributes.extend(flags.into_iter().filter(|(_, set)| *set).map(|(key, set)| flag(key, set)));
-    attributes.extend(step.fields.iter().map(|(key, value)| text(&format!("boot.field.{key}"), value)));
+    attributes.extend(
+        flags
+            .into_iter()
+            .filter(|(_, set)| *set)
+            .map(|(key, set)| flag(key, set)),
+    );
+    attributes.extend(
+        step.fields
+            .iter()
+            .map(|(key, value)| text(&format!("boot.field.{key}"), value)),
+    );
     attributes.extend(error_bound(timeline, step.begin_ns));
     let known = step.after.iter().filter(|after| ids.spans.contains(after));
     let link = |after: &u64| Link {
@@ -265,18 +369,28 @@ mod tests {
 
     #[test]
     fn the_trace_id_is_the_collectors_else_the_boot_id() {
-        let text = std::fs::read_to_string(tests_dir("fixtures/boots/hand-made-3-gpus-one-fails.ndjson")).unwrap();
+        let text = std::fs::read_to_string(tests_dir(
+            "fixtures/boots/hand-made-3-gpus-one-fails.ndjson",
+        ))
+        .unwrap();
         let trace = |text: &str| {
             let timeline = Waterfall::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);
             let boot_id = timeline.boot_id().replace('-', "");
-            let span = request(timeline, &Resource::new()).unwrap().spans.next().unwrap();
+            let span = request(timeline, &Resource::new())
+                .unwrap()
+                .spans
+                .next()
+                .unwrap();
             (hex(&span.trace_id), boot_id)
         };
         let (by_hand, boot_id) = trace(&text);
         assert_eq!(by_hand, boot_id);
         let id = TraceId::random().unwrap();
         let (header, rest) = text.split_once('\n').unwrap();
-        let (collected, boot_id) = trace(&format!("{header}\n{}{rest}", HostLine::now(HostEvent::Trace { id }).to_line()));
+        let (collected, boot_id) = trace(&format!(
+            "{header}\n{}{rest}",
+            HostLine::now(HostEvent::Trace { id }).to_line()
+        ));
         assert_eq!(collected, String::from(id));
         assert_ne!(collected, boot_id);
         for wrong in ["", "0", &"0".repeat(32), &"+".repeat(32), &"f".repeat(33)] {
@@ -287,7 +401,11 @@ mod tests {
     #[test]
     fn no_id_is_zero_or_the_roots() {
         for root in [1, 2, u64::MAX, 0x8000_0000_0000_beef] {
-            let ids = Ids { trace: [0; 16], root, spans: HashSet::new() };
+            let ids = Ids {
+                trace: [0; 16],
+                root,
+                spans: HashSet::new(),
+            };
             for id in [0, 1, root, root.wrapping_sub(1), u64::MAX] {
                 assert!(![0, root].contains(&ids.span(id)), "{root:x} {id:x}");
             }

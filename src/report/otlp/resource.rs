@@ -13,10 +13,21 @@ pub type Resource = BTreeMap<String, String>;
 /// Collects attributes of this machine, of the environment, and those asked for. The later of two
 /// with one name wins.
 pub fn of_this_machine(asked: &[String]) -> Result<Resource> {
-    let line = |path: &str| std::fs::read_to_string(path).ok().map(|text| text.trim().to_string()).filter(|text| !text.is_empty());
+    let line = |path: &str| {
+        std::fs::read_to_string(path)
+            .ok()
+            .map(|text| text.trim().to_string())
+            .filter(|text| !text.is_empty())
+    };
     // An attribute that cannot be read is left out: nothing depends on these.
-    let host = [("host.name", line("/proc/sys/kernel/hostname")), ("host.id", line("/etc/machine-id")), ("host.arch", arch())];
-    let host = host.into_iter().filter_map(|(key, value)| Some((key, value?)));
+    let host = [
+        ("host.name", line("/proc/sys/kernel/hostname")),
+        ("host.id", line("/etc/machine-id")),
+        ("host.arch", arch()),
+    ];
+    let host = host
+        .into_iter()
+        .filter_map(|(key, value)| Some((key, value?)));
     resource(environment(RESOURCE_VARIABLE)?.as_deref(), asked, host)
 }
 
@@ -38,12 +49,25 @@ pub fn environment(name: &str) -> Result<Option<String>> {
     }
 }
 
-fn resource<'a>(environment: Option<&str>, asked: &[String], host: impl IntoIterator<Item = (&'a str, String)>) -> Result<Resource> {
-    let mut resource: Resource = host.into_iter().map(|(key, value)| (key.to_string(), value)).collect();
-    let pairs = environment.map(|text| encoded_pairs(text).with_context(|| format!("read {RESOURCE_VARIABLE}")));
+fn resource<'a>(
+    environment: Option<&str>,
+    asked: &[String],
+    host: impl IntoIterator<Item = (&'a str, String)>,
+) -> Result<Resource> {
+    let mut resource: Resource = host
+        .into_iter()
+        .map(|(key, value)| (key.to_string(), value))
+        .collect();
+    let pairs = environment
+        .map(|text| encoded_pairs(text).with_context(|| format!("read {RESOURCE_VARIABLE}")));
     resource.extend(pairs.transpose()?.unwrap_or_default());
     for text in asked {
-        resource.extend([pair(text).with_context(|| format!("attribute {:?}, for example k8s.pod.name=trainer-0", printable(text)))?]);
+        resource.extend([pair(text).with_context(|| {
+            format!(
+                "attribute {:?}, for example k8s.pod.name=trainer-0",
+                printable(text)
+            )
+        })?]);
     }
     Ok(resource)
 }
@@ -62,7 +86,9 @@ pub fn encoded_pairs(text: &str) -> Result<Vec<(String, String)>> {
 /// Parses `key=value`. The error leaves out the text: its value may be a secret.
 pub fn pair(text: &str) -> Result<(String, String)> {
     match text.split_once('=') {
-        Some((key, value)) if !key.trim().is_empty() => Ok((key.trim().to_string(), value.trim().to_string())),
+        Some((key, value)) if !key.trim().is_empty() => {
+            Ok((key.trim().to_string(), value.trim().to_string()))
+        }
         _ => bail!("want KEY=VALUE"),
     }
 }
@@ -92,12 +118,36 @@ mod tests {
     #[test]
     fn attributes_come_from_host_environment_and_command_line() {
         let asked = ["k8s.pod.name=b".to_string(), "x==".to_string()];
-        let resource = resource(Some("k8s.pod.name=a,k8s.node.name=n%2C1,"), &asked, [("host.name", "h".to_string())]).unwrap();
-        let pairs: Vec<(&str, &str)> = resource.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
-        assert_eq!(pairs, [("host.name", "h"), ("k8s.node.name", "n,1"), ("k8s.pod.name", "b"), ("x", "=")]);
-        for (environment, asked) in [(Some("novalue"), None), (Some("a=%2"), None), (Some("a=%ff"), None), (None, Some("=x"))] {
+        let resource = resource(
+            Some("k8s.pod.name=a,k8s.node.name=n%2C1,"),
+            &asked,
+            [("host.name", "h".to_string())],
+        )
+        .unwrap();
+        let pairs: Vec<(&str, &str)> = resource
+            .iter()
+            .map(|(k, v)| (k.as_str(), v.as_str()))
+            .collect();
+        assert_eq!(
+            pairs,
+            [
+                ("host.name", "h"),
+                ("k8s.node.name", "n,1"),
+                ("k8s.pod.name", "b"),
+                ("x", "=")
+            ]
+        );
+        for (environment, asked) in [
+            (Some("novalue"), None),
+            (Some("a=%2"), None),
+            (Some("a=%ff"), None),
+            (None, Some("=x")),
+        ] {
             let asked: Vec<String> = asked.into_iter().map(str::to_string).collect();
-            assert!(super::resource(environment, &asked, []).is_err(), "{environment:?} {asked:?}");
+            assert!(
+                super::resource(environment, &asked, []).is_err(),
+                "{environment:?} {asked:?}"
+            );
         }
     }
 }

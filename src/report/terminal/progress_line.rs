@@ -17,7 +17,11 @@ pub struct Progress {
 
 impl Progress {
     pub fn start() -> Self {
-        Self { next: Instant::now() + FIRST, shown: false, to_terminal: std::io::stderr().is_terminal() }
+        Self {
+            next: Instant::now() + FIRST,
+            shown: false,
+            to_terminal: std::io::stderr().is_terminal(),
+        }
     }
 
     /// Shows a text, unless the last one is too new.
@@ -57,14 +61,26 @@ pub struct ByteProgress {
 
 impl ByteProgress {
     pub fn new(what: &'static str, total: u64) -> Self {
-        Self { what, total, done: 0, line: Progress::start() }
+        Self {
+            what,
+            total,
+            done: 0,
+            line: Progress::start(),
+        }
     }
 
     /// Adds finished bytes.
     pub fn add(&mut self, bytes: u64) {
         self.done += bytes;
         let (done, total) = (self.done / 1_000_000, self.total / 1_000_000);
-        let of = || if self.total > 0 { format!(" of {total}") } else { String::new() };
-        self.line.show(|| format!("{} ... {done}{} MB", self.what, of()));
+        let of = || {
+            if self.total > 0 {
+                format!(" of {total}")
+            } else {
+                String::new()
+            }
+        };
+        self.line
+            .show(|| format!("{} ... {done}{} MB", self.what, of()));
     }
 }

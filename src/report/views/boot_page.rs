@@ -18,7 +18,13 @@ use std::io::{self, Write};
 const MAX_BUILD: usize = 64;
 
 /// Table and summary.
-pub fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> Result<String> {
+pub fn page(
+    file: &BootFile,
+    agent: &[AgentLine],
+    boot: &Boot,
+    verbose: bool,
+    screen: Screen,
+) -> Result<String> {
     let mut out = Vec::new();
     write_page(&mut out, file, agent, boot, verbose, screen)?;
     String::from_utf8(out).context("a page is ASCII")
@@ -26,13 +32,27 @@ pub fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, sc
 
 /// The same row by row: a boot can have as many as a reader keeps records, each of several thousand
 /// characters.
-pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> io::Result<()> {
+pub fn write_page(
+    out: &mut dyn Write,
+    file: &BootFile,
+    agent: &[AgentLine],
+    boot: &Boot,
+    verbose: bool,
+    screen: Screen,
+) -> io::Result<()> {
     let table = Table { screen };
     if let Some(header) = &file.header {
         let (version, kernel) = (printable(&header.version), printable(&header.kernel));
-        let build =
-            boot.build.as_deref().map(|build| format!(" (build {})", printable_start(build.as_bytes(), MAX_BUILD))).unwrap_or_default();
-        writeln!(out, "boot {}, kata-gpu-init {version}{build}, kernel {kernel}", header.boot_id)?;
+        let build = boot
+            .build
+            .as_deref()
+            .map(|build| format!(" (build {})", printable_start(build.as_bytes(), MAX_BUILD)))
+            .unwrap_or_default();
+        writeln!(
+            out,
+            "boot {}, kata-gpu-init {version}{build}, kernel {kernel}",
+            header.boot_id
+        )?;
         if let Some(sandbox) = file.sandbox() {
             writeln!(out, "{}", sandbox_line(sandbox))?;
         }
@@ -51,16 +71,26 @@ pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boo
         }
     }
     writeln!(out)?;
-    summary(boot, &screen).iter().try_for_each(|line| writeln!(out, "{line}"))
+    summary(boot, &screen)
+        .iter()
+        .try_for_each(|line| writeln!(out, "{line}"))
 }
 
 /// Pod and sandbox of the VM.
 fn sandbox_line(sandbox: &Sandbox) -> String {
     let pod = sandbox.pod.as_ref().map(|pod| {
-        let namespace = sandbox.namespace.as_ref().map(|n| format!("{n}/")).unwrap_or_default();
+        let namespace = sandbox
+            .namespace
+            .as_ref()
+            .map(|n| format!("{n}/"))
+            .unwrap_or_default();
         format!("pod {}, ", printable(&format!("{namespace}{pod}")))
     });
-    format!("{}sandbox {}", pod.unwrap_or_default(), printable(&sandbox.id))
+    format!(
+        "{}sandbox {}",
+        pod.unwrap_or_default(),
+        printable(&sandbox.id)
+    )
 }
 
 /// Source of a row.
@@ -77,34 +107,66 @@ impl Moment<'_> {
         match self {
             Self::Fixed(row) => *row,
             Self::Record(record) => tracker.row(record),
-            Self::Agent(line, placed) => tracker.agent_row(&line.event, placed.boottime_ns, placed.approximate),
+            Self::Agent(line, placed) => {
+                tracker.agent_row(&line.event, placed.boottime_ns, placed.approximate)
+            }
             Self::Traced(step) => tracker.traced_row(step),
-            Self::Connected { peer, at_ns } => Row::plain(at_ns, Side::Host, format!("collector connected to {}", printable(peer))),
+            Self::Connected { peer, at_ns } => Row::plain(
+                at_ns,
+                Side::Host,
+                format!("collector connected to {}", printable(peer)),
+            ),
         }
     }
 }
 
 /// Everything that has a time, in order.
-fn moments<'a>(file: &'a BootFile, agent: &'a [AgentLine], boot: &'a Boot) -> Vec<(u64, Moment<'a>)> {
+fn moments<'a>(
+    file: &'a BootFile,
+    agent: &'a [AgentLine],
+    boot: &'a Boot,
+) -> Vec<(u64, Moment<'a>)> {
     let clock = file.clock();
     let mut points = ClockPoints::default();
     file.records.iter().for_each(|record| points.add(record));
     let mut moments = Vec::new();
     let mut fixed = |row: Row| moments.push((row.time_ns, Moment::Fixed(Box::new(row))));
     if let Some(before) = GuestClocks::of(&file.records).before_kernel {
-        let what = format!("VMM and firmware, until the kernel's clock began ({}, by the TSC)", error_bound(before.error_ns));
-        fixed(Row { took_ns: Some(before.took_ns), ..Row::plain(0, Side::Host, what) });
+        let what = format!(
+            "VMM and firmware, until the kernel's clock began ({}, by the TSC)",
+            error_bound(before.error_ns)
+        );
+        fixed(Row {
+            took_ns: Some(before.took_ns),
+            ..Row::plain(0, Side::Host, what)
+        });
     }
-    let zero = file.imported().map(|i| i.zero.as_str()).filter(|zero| *zero != KERNEL_START);
-    fixed(zero.map_or_else(Row::kernel_start, |zero| Row::plain(0, Side::Host, format!("0 is {}", printable(zero)))));
-    moments.extend(in_time(&file.records).into_iter().map(|record| (record.boottime_ns, Moment::Record(record))));
+    let zero = file
+        .imported()
+        .map(|i| i.zero.as_str())
+        .filter(|zero| *zero != KERNEL_START);
+    fixed(zero.map_or_else(Row::kernel_start, |zero| {
+        Row::plain(0, Side::Host, format!("0 is {}", printable(zero)))
+    }));
+    moments.extend(
+        in_time(&file.records)
+            .into_iter()
+            .map(|record| (record.boottime_ns, Moment::Record(record))),
+    );
     for line in agent {
         let placed = points.place(line.realtime_ns, &clock);
         moments.extend(placed.map(|placed| (placed.boottime_ns, Moment::Agent(line, placed))));
     }
-    for step in boot.host.iter().flat_map(|host| host.steps.iter().chain(&host.counts)) {
+    for step in boot
+        .host
+        .iter()
+        .flat_map(|host| host.steps.iter().chain(&host.counts))
+    {
         // A step has its row where it ends; before the kernel's start there is only that.
-        moments.push((u64::try_from(step.end_ns()).unwrap_or(0), Moment::Traced(step)));
+        moments.push((
+            u64::try_from(step.end_ns()).unwrap_or(0),
+            Moment::Traced(step),
+        ));
     }
     for line in &file.host {
         if let HostEvent::Connected { peer, .. } = &line.event
@@ -145,8 +207,19 @@ mod tests {
     fn a_recorded_boot_looks_as_it_did() {
         let (file, agent) = fixture_of(RECORDED);
         let boot = Boot::new(&file, &agent);
-        assert_eq!((boot.gpus.len(), boot.containers.len(), boot.lost.records, boot.damaged_lines), (8, 2, 0, 0));
-        golden(&format!("{RECORDED}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+        assert_eq!(
+            (
+                boot.gpus.len(),
+                boot.containers.len(),
+                boot.lost.records,
+                boot.damaged_lines
+            ),
+            (8, 2, 0, 0)
+        );
+        golden(
+            &format!("{RECORDED}.show"),
+            &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap(),
+        );
     }
 
     #[test]
@@ -164,17 +237,44 @@ mod tests {
         assert_eq!(file.sandbox_id(), Some("train-0"));
         let agent = agent_log::of_boot(&path, file.sandbox_id(), Some(&log)).unwrap();
         let boot = Boot::new(&file, &agent);
-        golden(&format!("agent/{name}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
-        assert!(boot.milestones.iter().all(|m| m.boottime_ns.is_some() && !m.approximate), "{:?}", boot.milestones);
-        let devices: Vec<(&str, &str)> = boot.containers.iter().map(|c| (c.name.as_str(), c.devices.as_str())).collect();
-        let asked = ["nvidia.com/gpu=0", "nvidia.com/gpu=1", "nvidia.com/gpu=all", "nvidia.com/gpu=7"];
+        golden(
+            &format!("agent/{name}.show"),
+            &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap(),
+        );
+        assert!(
+            boot.milestones
+                .iter()
+                .all(|m| m.boottime_ns.is_some() && !m.approximate),
+            "{:?}",
+            boot.milestones
+        );
+        let devices: Vec<(&str, &str)> = boot
+            .containers
+            .iter()
+            .map(|c| (c.name.as_str(), c.devices.as_str()))
+            .collect();
+        let asked = [
+            "nvidia.com/gpu=0",
+            "nvidia.com/gpu=1",
+            "nvidia.com/gpu=all",
+            "nvidia.com/gpu=7",
+        ];
         assert_eq!(
             devices,
-            ["pause", "first", "second", "all", "other"].into_iter().zip([agent_log::NONE].into_iter().chain(asked)).collect::<Vec<_>>()
+            ["pause", "first", "second", "all", "other"]
+                .into_iter()
+                .zip([agent_log::NONE].into_iter().chain(asked))
+                .collect::<Vec<_>>()
         );
         // Another pod's boot has nothing of it, and one that is nobody's does not guess.
-        assert_eq!(agent_log::of_boot(&path, Some("train-1"), Some(&log)).unwrap(), []);
-        let error = format!("{:#}", agent_log::of_boot(&path, None, Some(&log)).unwrap_err());
+        assert_eq!(
+            agent_log::of_boot(&path, Some("train-1"), Some(&log)).unwrap(),
+            []
+        );
+        let error = format!(
+            "{:#}",
+            agent_log::of_boot(&path, None, Some(&log)).unwrap_err()
+        );
         assert!(error.contains("does not name its sandbox"), "{error}");
     }
 
@@ -182,31 +282,63 @@ mod tests {
     /// lines, as they were torn.
     fn of_a_real_agent(what: &str) -> (BootFile, Vec<AgentLine>) {
         let path = tests_dir(&format!("fixtures/agent/kata-agent-4.1.0-{what}.ndjson"));
-        (read_boot(&path).unwrap(), agent_log::of_boot(&path, None, None).unwrap())
+        (
+            read_boot(&path).unwrap(),
+            agent_log::of_boot(&path, None, None).unwrap(),
+        )
     }
 
     #[test]
     fn a_real_agents_boot_has_all_milestones_and_each_container() {
         let (file, agent) = of_a_real_agent("info");
         let boot = Boot::new(&file, &agent);
-        golden("agent/kata-agent-4.1.0-info.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
-        assert!(boot.milestones.iter().all(|m| m.boottime_ns.is_some() && !m.approximate), "{:?}", boot.milestones);
-        let names: std::collections::BTreeSet<&str> = boot.containers.iter().map(|c| c.name.as_str()).collect();
+        golden(
+            "agent/kata-agent-4.1.0-info.show",
+            &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap(),
+        );
+        assert!(
+            boot.milestones
+                .iter()
+                .all(|m| m.boottime_ns.is_some() && !m.approximate),
+            "{:?}",
+            boot.milestones
+        );
+        let names: std::collections::BTreeSet<&str> =
+            boot.containers.iter().map(|c| c.name.as_str()).collect();
         assert_eq!((names.len(), boot.containers.len()), (10, 10));
         let coverage = boot.coverage.unwrap();
         assert!(coverage.unexplained_share < 1.0, "{coverage:?}");
         // Without agent lines, the milestone of the agent has no time.
         let without = Boot::new(&file, &[]);
-        assert!(without.milestones.iter().all(|m| m.name != "agent ready" || m.boottime_ns.is_none()));
+        assert!(
+            without
+                .milestones
+                .iter()
+                .all(|m| m.name != "agent ready" || m.boottime_ns.is_none())
+        );
     }
 
     #[test]
     fn without_agent_lines_containers_are_those_that_the_init_saw() {
         let (file, agent) = of_a_real_agent("warn");
         let boot = Boot::new(&file, &agent);
-        golden("agent/kata-agent-4.1.0-warn.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
-        assert!(boot.containers.len() == 9 && boot.containers.iter().all(|c| c.seen_by_init && c.devices == agent_log::UNKNOWN));
-        let container = |name: &str| boot.milestones.iter().find(|m| m.name == name).is_some_and(|m| m.approximate);
+        golden(
+            "agent/kata-agent-4.1.0-warn.show",
+            &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap(),
+        );
+        assert!(
+            boot.containers.len() == 9
+                && boot
+                    .containers
+                    .iter()
+                    .all(|c| c.seen_by_init && c.devices == agent_log::UNKNOWN)
+        );
+        let container = |name: &str| {
+            boot.milestones
+                .iter()
+                .find(|m| m.name == name)
+                .is_some_and(|m| m.approximate)
+        };
         assert!(container("first container") && container("last container"));
     }
 
@@ -219,27 +351,59 @@ mod tests {
     fn the_table_is_the_golden_one() {
         golden(&format!("{BOOT}.show"), &shown(false, Screen::PLAIN));
         golden(&format!("{BOOT}.show-v"), &shown(true, Screen::PLAIN));
-        golden(&format!("{BOOT}.show-100-columns-colour"), &shown(false, Screen { width: Some(100), colour: true }));
+        golden(
+            &format!("{BOOT}.show-100-columns-colour"),
+            &shown(
+                false,
+                Screen {
+                    width: Some(100),
+                    colour: true,
+                },
+            ),
+        );
     }
 
     #[test]
     fn the_model_is_the_golden_one() {
         let (file, agent) = fixture();
-        golden(&format!("{BOOT}.json"), &ascii_json(&Boot::new(&file, &agent)).unwrap());
+        golden(
+            &format!("{BOOT}.json"),
+            &ascii_json(&Boot::new(&file, &agent)).unwrap(),
+        );
     }
 
     #[test]
     fn without_clock_events_times_are_approximate_or_absent() {
         let (mut file, agent) = fixture();
-        file.records.retain(|r| r.name != kata_gpu_wire::names::CLOCK);
+        file.records
+            .retain(|r| r.name != kata_gpu_wire::names::CLOCK);
         let boot = Boot::new(&file, &agent);
-        assert!(boot.milestones.iter().any(|m| m.name == "agent ready" && m.approximate));
-        assert!(page(&file, &agent, &boot, false, Screen::PLAIN).unwrap().contains("~ approximate"));
+        assert!(
+            boot.milestones
+                .iter()
+                .any(|m| m.name == "agent ready" && m.approximate)
+        );
+        assert!(
+            page(&file, &agent, &boot, false, Screen::PLAIN)
+                .unwrap()
+                .contains("~ approximate")
+        );
         file.host.clear();
         let boot = Boot::new(&file, &agent);
         assert!(boot.milestones.iter().all(|m| m.wall.is_none()));
-        assert_eq!(boot.milestones.iter().find(|m| m.name == "agent ready").unwrap().boottime_ns, None);
-        assert_eq!(boot.containers.len(), 2, "what happened is known, only not when");
+        assert_eq!(
+            boot.milestones
+                .iter()
+                .find(|m| m.name == "agent ready")
+                .unwrap()
+                .boottime_ns,
+            None
+        );
+        assert_eq!(
+            boot.containers.len(),
+            2,
+            "what happened is known, only not when"
+        );
     }
 
     #[test]
@@ -249,7 +413,11 @@ mod tests {
             let file = BootFile::read(&whole[..end]).unwrap();
             let boot = Boot::new(&file, &[]);
             assert_eq!(boot.damaged_lines, 0, "a half-written line is not damage");
-            assert!(page(&file, &[], &boot, true, Screen::PLAIN).unwrap().contains("MILESTONE"));
+            assert!(
+                page(&file, &[], &boot, true, Screen::PLAIN)
+                    .unwrap()
+                    .contains("MILESTONE")
+            );
         }
     }
 
@@ -270,11 +438,30 @@ mod tests {
             evil, "\x1b[2J"
         );
         let file = BootFile::read(hostile.as_bytes()).unwrap();
-        assert_eq!((file.records.len(), file.damaged), (3, 1), "{:?}", file.damage);
+        assert_eq!(
+            (file.records.len(), file.damaged),
+            (3, 1),
+            "{:?}",
+            file.damage
+        );
         let boot = Boot::new(&file, &[]);
         for width in [None, Some(80)] {
-            let text = page(&file, &[], &boot, true, Screen { width, colour: false }).unwrap();
-            assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");
+            let text = page(
+                &file,
+                &[],
+                &boot,
+                true,
+                Screen {
+                    width,
+                    colour: false,
+                },
+            )
+            .unwrap();
+            assert!(
+                text.bytes()
+                    .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),
+                "{text:?}"
+            );
         }
     }
 }

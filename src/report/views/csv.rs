@@ -34,10 +34,20 @@ const HEAD: [&str; 18] = [
 pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     write!(out, "{}\r\n", HEAD.join(","))?;
     for step in &timeline.steps {
-        write!(out, "{}\r\n", cells(timeline, step).map(|cell| quoted(&cell)).join(","))?;
+        write!(
+            out,
+            "{}\r\n",
+            cells(timeline, step).map(|cell| quoted(&cell)).join(",")
+        )?;
     }
     for mark in timeline.marks.iter().filter(|mark| mark.is_report()) {
-        write!(out, "{}\r\n", of_report(timeline, mark).map(|cell| quoted(&cell)).join(","))?;
+        write!(
+            out,
+            "{}\r\n",
+            of_report(timeline, mark)
+                .map(|cell| quoted(&cell))
+                .join(",")
+        )?;
     }
     Ok(())
 }
@@ -45,14 +55,19 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
 /// A report as a step that takes no time.
 fn of_report(timeline: &Waterfall, mark: &Mark) -> [String; HEAD.len()] {
     let (wall, at) = (timeline.wall_at(mark.at_ns), mark.at_ns.to_string());
-    let fields: Vec<String> = mark.facts().map(|(key, value)| format!("{key}={value}")).collect();
+    let fields: Vec<String> = mark
+        .facts()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect();
     [
         timeline.boot.boot_id.clone().unwrap_or_default(),
         String::new(),
         text(&mark.name),
         mark.side.name().to_string(),
         number(mark.gpu.and_then(|gpu| gpu.index)),
-        mark.gpu.map(|gpu| gpu.address.to_string()).unwrap_or_default(),
+        mark.gpu
+            .map(|gpu| gpu.address.to_string())
+            .unwrap_or_default(),
         at.clone(),
         at,
         0.to_string(),
@@ -63,7 +78,11 @@ fn of_report(timeline: &Waterfall, mark: &Mark) -> [String; HEAD.len()] {
         number(mark.parent),
         String::new(),
         false.to_string(),
-        text(if mark.tone == Tone::Error { &mark.text } else { "" }),
+        text(if mark.tone == Tone::Error {
+            &mark.text
+        } else {
+            ""
+        }),
         text(&fields.join("; ")),
     ]
 }
@@ -74,14 +93,20 @@ fn number<N: ToString>(number: Option<N>) -> String {
 
 fn cells(timeline: &Waterfall, step: &Step) -> [String; HEAD.len()] {
     let wall = timeline.wall_at(step.begin_ns).filter(|_| !step.begin_lost);
-    let fields: Vec<String> = step.fields.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    let fields: Vec<String> = step
+        .fields
+        .iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect();
     [
         timeline.boot.boot_id.clone().unwrap_or_default(),
         number(step.id),
         text(&step.name),
         step.side.name().to_string(),
         number(step.gpu.and_then(|gpu| gpu.index)),
-        step.gpu.map(|gpu| gpu.address.to_string()).unwrap_or_default(),
+        step.gpu
+            .map(|gpu| gpu.address.to_string())
+            .unwrap_or_default(),
         number((!step.begin_lost).then_some(step.begin_ns)),
         number(step.end_ns),
         number(step.took_ns()),
@@ -90,7 +115,11 @@ fn cells(timeline: &Waterfall, step: &Step) -> [String; HEAD.len()] {
         wall.map(|w| wall_clock(w.realtime_ns)).unwrap_or_default(),
         number(wall.map(|w| w.error_ns)),
         number(step.parent),
-        step.after.iter().map(u64::to_string).collect::<Vec<_>>().join(" "),
+        step.after
+            .iter()
+            .map(u64::to_string)
+            .collect::<Vec<_>>()
+            .join(" "),
         step.critical.to_string(),
         text(step.error.as_deref().unwrap_or_default()),
         text(&fields.join("; ")),
@@ -104,7 +133,11 @@ fn text(text: &str) -> String {
 }
 
 fn quoted(cell: &str) -> String {
-    if cell.contains([',', '"', '\r', '\n']) { format!("\"{}\"", cell.replace('"', "\"\"")) } else { cell.to_string() }
+    if cell.contains([',', '"', '\r', '\n']) {
+        format!("\"{}\"", cell.replace('"', "\"\""))
+    } else {
+        cell.to_string()
+    }
 }
 
 #[cfg(test)]
@@ -115,6 +148,9 @@ mod tests {
     fn cells_are_quoted_and_no_formula_gets_through() {
         assert_eq!(quoted("a"), "a");
         assert_eq!(quoted("a,\"b\""), "\"a,\"\"b\"\"\"");
-        assert_eq!((text("=1+1"), text("@x"), text("a=b")), ("'=1+1".to_string(), "'@x".to_string(), "a=b".to_string()));
+        assert_eq!(
+            (text("=1+1"), text("@x"), text("a=b")),
+            ("'=1+1".to_string(), "'@x".to_string(), "a=b".to_string())
+        );
     }
 }

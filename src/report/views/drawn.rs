@@ -39,12 +39,19 @@ pub struct Step {
 
 impl Step {
     pub fn took_ns(&self) -> Option<u64> {
-        if self.begin_lost { None } else { Some(length(self.begin_ns, self.end_ns?)) }
+        if self.begin_lost {
+            None
+        } else {
+            Some(length(self.begin_ns, self.end_ns?))
+        }
     }
 
     /// Name of the step, and the field that distinguishes it from others of the name.
     pub fn label(&self) -> String {
-        let which = self.fields.iter().find(|(key, _)| key == "module" || key == "container");
+        let which = self
+            .fields
+            .iter()
+            .find(|(key, _)| key == "module" || key == "container");
         match which {
             Some((_, value)) => format!("{} {value}", self.name),
             None => self.name.clone(),
@@ -74,7 +81,10 @@ pub struct Mark {
 impl Mark {
     /// Facts of a report of a GPU's health.
     pub fn facts(&self) -> impl Iterator<Item = (String, String)> {
-        self.reported.iter().flatten().map(|(key, field)| (field_text(key), field_text(field.shown())))
+        self.reported
+            .iter()
+            .flatten()
+            .map(|(key, field)| (field_text(key), field_text(field.shown())))
     }
 
     /// Whether it is a report of a GPU's health.

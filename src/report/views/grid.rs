@@ -18,7 +18,10 @@ pub struct Grid {
 
 impl Grid {
     pub fn new(columns: &[(&'static str, Set)]) -> Self {
-        Self { columns: columns.to_vec(), rows: Vec::new() }
+        Self {
+            columns: columns.to_vec(),
+            rows: Vec::new(),
+        }
     }
 
     /// A row; cells that are left out are empty.
@@ -27,14 +30,31 @@ impl Grid {
     }
 
     pub fn lines(&self, screen: &Screen) -> Vec<String> {
-        let head = self.columns.iter().map(|(head, _)| (*head).to_string()).collect();
-        let (inks, rows): (Vec<Ink>, Vec<Vec<String>>) = [(Ink::Bold, head)].into_iter().chain(self.rows.iter().cloned()).unzip();
-        let right: Vec<usize> = (0..).zip(&self.columns).filter(|(_, (_, set))| *set == Set::Right).map(|(column, _)| column).collect();
+        let head = self
+            .columns
+            .iter()
+            .map(|(head, _)| (*head).to_string())
+            .collect();
+        let (inks, rows): (Vec<Ink>, Vec<Vec<String>>) = [(Ink::Bold, head)]
+            .into_iter()
+            .chain(self.rows.iter().cloned())
+            .unzip();
+        let right: Vec<usize> = (0..)
+            .zip(&self.columns)
+            .filter(|(_, (_, set))| *set == Set::Right)
+            .map(|(column, _)| column)
+            .collect();
         let cut = |line: &str| match screen.width {
-            Some(width) if line.len() > width && width > 3 => format!("{}...", line.get(..width - 3).unwrap_or_default()),
+            Some(width) if line.len() > width && width > 3 => {
+                format!("{}...", line.get(..width - 3).unwrap_or_default())
+            }
             _ => line.to_string(),
         };
-        aligned(&rows, &right).iter().zip(inks).map(|(line, ink)| screen.paint(ink, &cut(line.trim_end()))).collect()
+        aligned(&rows, &right)
+            .iter()
+            .zip(inks)
+            .map(|(line, ink)| screen.paint(ink, &cut(line.trim_end())))
+            .collect()
     }
 }
 
@@ -42,13 +62,23 @@ impl Grid {
 /// every column. `right`: columns aligned to the right.
 pub fn aligned(rows: &[Vec<String>], right: &[usize]) -> Vec<String> {
     let columns = rows.first().map_or(0, Vec::len);
-    let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(String::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter()
+            .filter_map(|r| r.get(column))
+            .map(String::len)
+            .max()
+            .unwrap_or(0)
+    };
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match right.contains(&column) {
-            true => format!("{cell:>width$}"),
-            false => format!("{cell:<width$}"),
-        });
+        let cells = row
+            .iter()
+            .zip(&widths)
+            .enumerate()
+            .map(|(column, (cell, width))| match right.contains(&column) {
+                true => format!("{cell:>width$}"),
+                false => format!("{cell:<width$}"),
+            });
         cells.collect::<Vec<_>>().join("  ")
     };
     rows.iter().map(line).collect()
@@ -56,12 +86,20 @@ pub fn aligned(rows: &[Vec<String>], right: &[usize]) -> Vec<String> {
 
 /// A time on the boot clock in seconds; before the kernel's start it is negative.
 pub fn time(ns: i64) -> String {
-    format!("{}{}", if ns < 0 { "-" } else { "" }, seconds(ns.unsigned_abs()))
+    format!(
+        "{}{}",
+        if ns < 0 { "-" } else { "" },
+        seconds(ns.unsigned_abs())
+    )
 }
 
 /// A difference: `+0.120`, `-0.003`.
 pub fn signed(ns: i64) -> String {
-    format!("{}{}", if ns < 0 { "-" } else { "+" }, seconds(ns.unsigned_abs()))
+    format!(
+        "{}{}",
+        if ns < 0 { "-" } else { "+" },
+        seconds(ns.unsigned_abs())
+    )
 }
 
 /// A part of a whole: `12.3 %`.
@@ -81,9 +119,18 @@ mod tests {
         let lines = grid.lines(&Screen::PLAIN);
         assert_eq!(lines[0], "     TIME  WHAT");
         assert_eq!(lines[2], "    1.000");
-        let narrow = grid.lines(&Screen { width: Some(20), colour: false });
-        assert!(narrow.iter().all(|l| l.len() <= 20) && narrow[1].ends_with("..."), "{narrow:?}");
-        assert_eq!((time(-960_000_000), signed(3_000_000), signed(-3_000_000)), ("-0.960".into(), "+0.003".into(), "-0.003".into()));
+        let narrow = grid.lines(&Screen {
+            width: Some(20),
+            colour: false,
+        });
+        assert!(
+            narrow.iter().all(|l| l.len() <= 20) && narrow[1].ends_with("..."),
+            "{narrow:?}"
+        );
+        assert_eq!(
+            (time(-960_000_000), signed(3_000_000), signed(-3_000_000)),
+            ("-0.960".into(), "+0.003".into(), "-0.003".into())
+        );
         assert_eq!(time(i64::MIN), "-9223372036.855");
     }
 }

@@ -18,21 +18,92 @@ struct Column {
 /// Columns after the GPU's number and address, in the order in which people ask. The second
 /// argument is the confidential state.
 const COLUMNS: [Column; 15] = [
-    Column { head: "Model", right: false, cell: |gpu, _| gpu.text("model").map(cell) },
-    Column { head: "MIG", right: true, cell: |gpu, _| gpu.text("mig").map(|list| list.split(',').count().to_string()) },
-    Column { head: "Persistence", right: false, cell: |gpu, _| on_or_off(gpu, "persistence") },
-    Column { head: "Ready", right: false, cell: ready },
-    Column { head: "ECC", right: false, cell: ecc },
-    Column { head: "Rows remapped", right: false, cell: rows },
-    Column { head: "Power W", right: true, cell: power },
-    Column { head: "Clock MHz", right: true, cell: |gpu, _| gpu.number("graphics_mhz").map(|mhz| mhz.to_string()) },
-    Column { head: "Memory MHz", right: true, cell: |gpu, _| gpu.number("memory_mhz").map(|mhz| mhz.to_string()) },
-    Column { head: "Clocks held by", right: false, cell: |gpu, _| gpu.text("throttle").filter(|held| *held != "gpu_idle").map(cell) },
-    Column { head: "NVLinks", right: true, cell: nvlinks },
-    Column { head: "Fabric", right: false, cell: fabric },
-    Column { head: "Fabric health", right: false, cell: fabric_health },
-    Column { head: "Clique", right: true, cell: |gpu, _| has_fabric(gpu).then(|| gpu.number("clique").map(|n| n.to_string())).flatten() },
-    Column { head: "Cluster", right: false, cell: cluster },
+    Column {
+        head: "Model",
+        right: false,
+        cell: |gpu, _| gpu.text("model").map(cell),
+    },
+    Column {
+        head: "MIG",
+        right: true,
+        cell: |gpu, _| {
+            gpu.text("mig")
+                .map(|list| list.split(',').count().to_string())
+        },
+    },
+    Column {
+        head: "Persistence",
+        right: false,
+        cell: |gpu, _| on_or_off(gpu, "persistence"),
+    },
+    Column {
+        head: "Ready",
+        right: false,
+        cell: ready,
+    },
+    Column {
+        head: "ECC",
+        right: false,
+        cell: ecc,
+    },
+    Column {
+        head: "Rows remapped",
+        right: false,
+        cell: rows,
+    },
+    Column {
+        head: "Power W",
+        right: true,
+        cell: power,
+    },
+    Column {
+        head: "Clock MHz",
+        right: true,
+        cell: |gpu, _| gpu.number("graphics_mhz").map(|mhz| mhz.to_string()),
+    },
+    Column {
+        head: "Memory MHz",
+        right: true,
+        cell: |gpu, _| gpu.number("memory_mhz").map(|mhz| mhz.to_string()),
+    },
+    Column {
+        head: "Clocks held by",
+        right: false,
+        cell: |gpu, _| {
+            gpu.text("throttle")
+                .filter(|held| *held != "gpu_idle")
+                .map(cell)
+        },
+    },
+    Column {
+        head: "NVLinks",
+        right: true,
+        cell: nvlinks,
+    },
+    Column {
+        head: "Fabric",
+        right: false,
+        cell: fabric,
+    },
+    Column {
+        head: "Fabric health",
+        right: false,
+        cell: fabric_health,
+    },
+    Column {
+        head: "Clique",
+        right: true,
+        cell: |gpu, _| {
+            has_fabric(gpu)
+                .then(|| gpu.number("clique").map(|n| n.to_string()))
+                .flatten()
+        },
+    },
+    Column {
+        head: "Cluster",
+        right: false,
+        cell: cluster,
+    },
 ];
 
 /// A text of a guest as a cell.
@@ -46,14 +117,20 @@ fn cell(text: &str) -> String {
 }
 
 fn on_or_off(facts: &Facts, name: &str) -> Option<String> {
-    facts.flag(name).map(|on| if on { "on" } else { "off" }.to_string())
+    facts
+        .flag(name)
+        .map(|on| if on { "on" } else { "off" }.to_string())
 }
 
 /// Ready state of the system; a GPU has none of its own.
 fn ready(_: &Facts, confidential: &Facts) -> Option<String> {
     let is_confidential = confidential.flag("enabled").unwrap_or(false);
     let ready = confidential.flag("ready").filter(|_| is_confidential)?;
-    let devtools = if confidential.flag("devtools") == Some(true) { ", devtools" } else { "" };
+    let devtools = if confidential.flag("devtools") == Some(true) {
+        ", devtools"
+    } else {
+        ""
+    };
     Some(format!("{}{devtools}", if ready { "yes" } else { "no" }))
 }
 
@@ -67,15 +144,26 @@ fn ecc(gpu: &Facts, _: &Facts) -> Option<String> {
 
 fn rows(gpu: &Facts, _: &Facts) -> Option<String> {
     let mut text = gpu.number("rows_remapped")?.to_string();
-    for (flag, word) in [("remap_pending", ", reset needed"), ("remap_failed", ", failed")] {
-        text.push_str(if gpu.flag(flag) == Some(true) { word } else { "" });
+    for (flag, word) in [
+        ("remap_pending", ", reset needed"),
+        ("remap_failed", ", failed"),
+    ] {
+        text.push_str(if gpu.flag(flag) == Some(true) {
+            word
+        } else {
+            ""
+        });
     }
     Some(text)
 }
 
 /// `71/500`.
 fn power(gpu: &Facts, _: &Facts) -> Option<String> {
-    let watts = |name| gpu.number(name).map_or("?".to_string(), |milliwatts| (milliwatts / 1000).to_string());
+    let watts = |name| {
+        gpu.number(name).map_or("?".to_string(), |milliwatts| {
+            (milliwatts / 1000).to_string()
+        })
+    };
     let known = gpu.number("power_mw").is_some() || gpu.number("power_limit_mw").is_some();
     known.then(|| format!("{}/{}", watts("power_mw"), watts("power_limit_mw")))
 }
@@ -83,11 +171,16 @@ fn power(gpu: &Facts, _: &Facts) -> Option<String> {
 /// `17/18`.
 fn nvlinks(gpu: &Facts, _: &Facts) -> Option<String> {
     let all = gpu.number("nvlinks")?;
-    Some(format!("{}/{all}", gpu.number("nvlinks_active").map_or("?".to_string(), |active| active.to_string())))
+    Some(format!(
+        "{}/{all}",
+        gpu.number("nvlinks_active")
+            .map_or("?".to_string(), |active| active.to_string())
+    ))
 }
 
 fn has_fabric(gpu: &Facts) -> bool {
-    gpu.text("fabric").is_some_and(|state| state != "not supported")
+    gpu.text("fabric")
+        .is_some_and(|state| state != "not supported")
 }
 
 /// The state, and NVML's error of a fabric that is complete: before that its status means nothing.
@@ -101,15 +194,24 @@ fn fabric(gpu: &Facts, _: &Facts) -> Option<String> {
 
 /// Health mask in words; None where the driver has none.
 fn fabric_health(gpu: &Facts, _: &Facts) -> Option<String> {
-    let mask = u32::try_from(gpu.number("fabric_health")?).ok().filter(|mask| *mask != 0 && has_fabric(gpu))?;
-    let fabric = Fabric { state: FabricState::Completed, health: Some(mask), ..Fabric::default() };
+    let mask = u32::try_from(gpu.number("fabric_health")?)
+        .ok()
+        .filter(|mask| *mask != 0 && has_fabric(gpu))?;
+    let fabric = Fabric {
+        state: FabricState::Completed,
+        health: Some(mask),
+        ..Fabric::default()
+    };
     Some(fabric.problem().unwrap_or("good".to_string()))
 }
 
 /// Cluster of a GPU; `None` for zeros: the GPU is in no cluster.
 fn cluster(gpu: &Facts, _: &Facts) -> Option<String> {
     let cluster = gpu.text("cluster").filter(|_| has_fabric(gpu))?;
-    cluster.bytes().any(|b| !matches!(b, b'0' | b'-')).then(|| cell(cluster))
+    cluster
+        .bytes()
+        .any(|b| !matches!(b, b'0' | b'-'))
+        .then(|| cell(cluster))
 }
 
 /// Cell of a fact that a GPU does not have, where others have it.
@@ -135,28 +237,54 @@ impl HealthTable {
         let no_guest = GuestHealth::default();
         let guest = boot.health.as_deref().unwrap_or(&no_guest);
         // Facts of the system are not shown for a GPU that NVML does not know.
-        let facts = |gpu: &Gpu| gpu.health.as_ref().map(|health| health.facts.clone()).filter(|facts| !facts.is_empty());
+        let facts = |gpu: &Gpu| {
+            gpu.health
+                .as_ref()
+                .map(|health| health.facts.clone())
+                .filter(|facts| !facts.is_empty())
+        };
         let facts: Vec<Option<Facts>> = boot.gpus.iter().map(facts).collect();
         let columns: Vec<(&'static str, bool, Vec<Option<String>>)> = COLUMNS
             .iter()
             .map(|column| {
-                let cells = facts.iter().map(|facts| facts.as_ref().and_then(|facts| (column.cell)(facts, &guest.confidential)));
+                let cells = facts.iter().map(|facts| {
+                    facts
+                        .as_ref()
+                        .and_then(|facts| (column.cell)(facts, &guest.confidential))
+                });
                 (column.head, column.right, cells.collect::<Vec<_>>())
             })
             .filter(|(_, _, cells)| cells.iter().any(Option::is_some))
             .collect();
-        let mut table = Self { sentences: sentences(boot, guest), source: source(guest), ..Self::default() };
+        let mut table = Self {
+            sentences: sentences(boot, guest),
+            source: source(guest),
+            ..Self::default()
+        };
         if !columns.is_empty() {
-            table.heads =
-                [("GPU", true), ("Address", true)].into_iter().chain(columns.iter().map(|(head, right, _)| (*head, *right))).collect();
+            table.heads = [("GPU", true), ("Address", true)]
+                .into_iter()
+                .chain(columns.iter().map(|(head, right, _)| (*head, *right)))
+                .collect();
             table.rows = boot
                 .gpus
                 .iter()
                 .enumerate()
                 .map(|(at, gpu)| {
-                    let cells = columns.iter().map(|(_, _, cells)| cells.get(at).cloned().flatten().unwrap_or(NONE.to_string()));
-                    let wrong = gpu.health.as_ref().is_some_and(|health| health.sentences().next().is_some());
-                    (wrong, [number(gpu), gpu.address.to_string()].into_iter().chain(cells).collect())
+                    let cells = columns.iter().map(|(_, _, cells)| {
+                        cells.get(at).cloned().flatten().unwrap_or(NONE.to_string())
+                    });
+                    let wrong = gpu
+                        .health
+                        .as_ref()
+                        .is_some_and(|health| health.sentences().next().is_some());
+                    (
+                        wrong,
+                        [number(gpu), gpu.address.to_string()]
+                            .into_iter()
+                            .chain(cells)
+                            .collect(),
+                    )
                 })
                 .collect();
         }
@@ -167,12 +295,27 @@ impl HealthTable {
     /// indices with their widths. Every group begins with the GPU's number. One group where there
     /// is no width.
     pub fn groups(&self, width: Option<usize>, gap: usize) -> Vec<Vec<(usize, usize)>> {
-        let widest = |column: usize| self.rows.iter().filter_map(|(_, cells)| Some(cells.get(column)?.len())).max().unwrap_or(0);
-        let columns: Vec<(usize, usize)> = self.heads.iter().enumerate().map(|(at, (head, _))| (at, head.len().max(widest(at)))).collect();
-        let Some((number, rest)) = columns.split_first() else { return Vec::new() };
+        let widest = |column: usize| {
+            self.rows
+                .iter()
+                .filter_map(|(_, cells)| Some(cells.get(column)?.len()))
+                .max()
+                .unwrap_or(0)
+        };
+        let columns: Vec<(usize, usize)> = self
+            .heads
+            .iter()
+            .enumerate()
+            .map(|(at, (head, _))| (at, head.len().max(widest(at))))
+            .collect();
+        let Some((number, rest)) = columns.split_first() else {
+            return Vec::new();
+        };
         let mut groups = vec![vec![*number]];
         for column in rest {
-            let Some(group) = groups.last_mut() else { continue };
+            let Some(group) = groups.last_mut() else {
+                continue;
+            };
             let used: usize = group.iter().map(|(_, width)| width + gap).sum();
             match group.len() == 1 || width.is_none_or(|width| used + column.1 <= width) {
                 true => group.push(*column),
@@ -191,7 +334,14 @@ fn sentences(boot: &Boot, guest: &GuestHealth) -> Vec<String> {
     let mut all = Vec::new();
     for gpu in &boot.gpus {
         let of_gpu = gpu.health.iter().flat_map(|health| health.sentences());
-        all.extend(of_gpu.map(|problem| format!("GPU {} {}: {}", number(gpu), gpu.address, printable(problem))));
+        all.extend(of_gpu.map(|problem| {
+            format!(
+                "GPU {} {}: {}",
+                number(gpu),
+                gpu.address,
+                printable(problem)
+            )
+        }));
     }
     all.extend(guest.problems.iter().map(|problem| printable(problem)));
     let is = |name| guest.confidential.flag(name);
@@ -199,18 +349,32 @@ fn sentences(boot: &Boot, guest: &GuestHealth) -> Vec<String> {
         all.push("the ready state of the confidential GPUs is off: CUDA fails on them until whoever attests sets it".to_string());
     }
     if is("enabled") == Some(true) && guest.confidential.text("environment") == Some("simulated") {
-        all.push("the confidential environment is simulated: nothing is protected from the host".to_string());
+        all.push(
+            "the confidential environment is simulated: nothing is protected from the host"
+                .to_string(),
+        );
     }
     if is("devtools") == Some(true) {
-        all.push("the confidential GPUs are in devtools mode: nothing in them is protected".to_string());
+        all.push(
+            "the confidential GPUs are in devtools mode: nothing in them is protected".to_string(),
+        );
     }
     all
 }
 
 fn source(guest: &GuestHealth) -> Option<String> {
-    let named = |what: &str, name: &str| guest.nvml.text(name).map(|version| format!("{what} {}", cell(version)));
-    let versions: Vec<String> = [named("NVML", "nvml"), named("driver", "driver")].into_iter().flatten().collect();
-    (!versions.is_empty()).then(|| format!("by {}, at {}", versions.join(", "), seconds(guest.at_ns)))
+    let named = |what: &str, name: &str| {
+        guest
+            .nvml
+            .text(name)
+            .map(|version| format!("{what} {}", cell(version)))
+    };
+    let versions: Vec<String> = [named("NVML", "nvml"), named("driver", "driver")]
+        .into_iter()
+        .flatten()
+        .collect();
+    (!versions.is_empty())
+        .then(|| format!("by {}, at {}", versions.join(", "), seconds(guest.at_ns)))
 }
 
 #[cfg(test)]
@@ -230,7 +394,9 @@ mod tests {
             "\n"
         ));
         for (seq, (kind, name, gpu, rest)) in records.iter().enumerate() {
-            let gpu = gpu.map(|device| format!(r#","gpu":"0000:{device:02x}:00.0""#)).unwrap_or_default();
+            let gpu = gpu
+                .map(|device| format!(r#","gpu":"0000:{device:02x}:00.0""#))
+                .unwrap_or_default();
             text.push_str(&format!(
                 "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":1{seq:06},\"kind\":\"{kind}\",\"name\":\"{name}\"{gpu}{rest}}}\n"
             ));
@@ -242,60 +408,128 @@ mod tests {
         boot.gpus[0].health.as_deref().unwrap()
     }
 
-    const WHOLE: &str = r#","fields":{"uuid":"GPU-1","model":"H","power_mw":71000,"fabric":"in progress"}"#;
+    const WHOLE: &str =
+        r#","fields":{"uuid":"GPU-1","model":"H","power_mw":71000,"fabric":"in progress"}"#;
     const WRONG: &str = r#","level":"error","error":"NVLink is not usable""#;
 
     #[test]
     fn a_later_report_replaces_an_earlier_one_fact_by_fact() {
         let report = ("event", names::GPU_HEALTH, Some(1), WHOLE);
-        let partial = ("event", names::GPU_HEALTH, Some(1), r#","fields":{"fabric":"completed"}"#);
+        let partial = (
+            "event",
+            names::GPU_HEALTH,
+            Some(1),
+            r#","fields":{"fabric":"completed"}"#,
+        );
         let wrong = ("event", names::GPU_HEALTH, Some(1), WRONG);
         let brought_up = boot(&[report, wrong, partial]);
         let facts = &health(&brought_up).facts;
-        assert_eq!((facts.text("fabric"), facts.number("power_mw")), (Some("completed"), Some(71000)));
-        assert_eq!(health(&brought_up).problems, ["NVLink is not usable"], "one fact is no word about the others");
-        let other = ("event", names::GPU_HEALTH, Some(1), r#","fields":{"uuid":"GPU-1","ecc":true}"#);
+        assert_eq!(
+            (facts.text("fabric"), facts.number("power_mw")),
+            (Some("completed"), Some(71000))
+        );
+        assert_eq!(
+            health(&brought_up).problems,
+            ["NVLink is not usable"],
+            "one fact is no word about the others"
+        );
+        let other = (
+            "event",
+            names::GPU_HEALTH,
+            Some(1),
+            r#","fields":{"uuid":"GPU-1","ecc":true}"#,
+        );
         let replaced = boot(&[report, wrong, wrong, other]);
-        assert_eq!((health(&replaced).facts.number("power_mw"), health(&replaced).facts.flag("ecc")), (None, Some(true)));
+        assert_eq!(
+            (
+                health(&replaced).facts.number("power_mw"),
+                health(&replaced).facts.flag("ecc")
+            ),
+            (None, Some(true))
+        );
         assert!(health(&replaced).problems.is_empty(), "{replaced:?}");
         // The next GPU at that address is another one.
-        assert_eq!(boot(&[report, ("event", names::GPU_REMOVED, Some(1), "")]).gpus[0].health, None);
+        assert_eq!(
+            boot(&[report, ("event", names::GPU_REMOVED, Some(1), "")]).gpus[0].health,
+            None
+        );
     }
 
     #[test]
     fn what_was_refused_outlives_the_report_after_it() {
         let refused = r#","level":"error","error":"power limit, mW, 9 to 9: no: the driver's value stays","fields":{"what":"power limit, mW","min":9,"max":9}"#;
-        let boot = boot(&[("event", names::GPU_SETTING, Some(1), refused), ("event", names::GPU_HEALTH, Some(1), WHOLE)]);
+        let boot = boot(&[
+            ("event", names::GPU_SETTING, Some(1), refused),
+            ("event", names::GPU_HEALTH, Some(1), WHOLE),
+        ]);
         let table = HealthTable::of(&boot).unwrap();
-        assert_eq!(table.sentences, ["GPU ? 0000:01:00.0: power limit, mW, 9 to 9: no: the driver's value stays"]);
+        assert_eq!(
+            table.sentences,
+            ["GPU ? 0000:01:00.0: power limit, mW, 9 to 9: no: the driver's value stays"]
+        );
         assert!(table.rows[0].0, "its row is marked");
     }
 
     #[test]
     fn columns_without_a_value_are_left_out() {
         let heads = |fields: &str| -> Vec<&str> {
-            let boot = boot(&[("event", names::GPU_HEALTH, Some(1), &format!(r#","fields":{{{fields}}}"#))]);
-            HealthTable::of(&boot).unwrap().heads.iter().map(|(head, _)| *head).collect()
+            let boot = boot(&[(
+                "event",
+                names::GPU_HEALTH,
+                Some(1),
+                &format!(r#","fields":{{{fields}}}"#),
+            )]);
+            HealthTable::of(&boot)
+                .unwrap()
+                .heads
+                .iter()
+                .map(|(head, _)| *head)
+                .collect()
         };
-        assert_eq!(heads(r#""model":"L40S","fabric":"not supported","clique":0,"throttle":"gpu_idle""#), ["GPU", "Address", "Model"]);
+        assert_eq!(
+            heads(r#""model":"L40S","fabric":"not supported","clique":0,"throttle":"gpu_idle""#),
+            ["GPU", "Address", "Model"]
+        );
         // No cluster is zeros.
         let zeros = r#""fabric":"completed","fabric_status":0,"clique":7,"cluster":"00000000-0000-0000-0000-000000000000""#;
         assert_eq!(heads(zeros), ["GPU", "Address", "Fabric", "Clique"]);
-        assert_eq!(HealthTable::of(&boot(&[("event", names::GPU_FOUND, Some(1), "")])), None, "NVML was not asked");
+        assert_eq!(
+            HealthTable::of(&boot(&[("event", names::GPU_FOUND, Some(1), "")])),
+            None,
+            "NVML was not asked"
+        );
     }
 
     #[test]
     fn a_state_that_keeps_cuda_from_working_is_a_sentence() {
-        let confidential = r#","fields":{"enabled":true,"devtools":true,"protected_pcie":false,"ready":false}"#;
-        let mut records = vec![("event", names::GPU_HEALTH, Some(1), WHOLE), ("event", names::CONFIDENTIAL, None, confidential)];
+        let confidential =
+            r#","fields":{"enabled":true,"devtools":true,"protected_pcie":false,"ready":false}"#;
+        let mut records = vec![
+            ("event", names::GPU_HEALTH, Some(1), WHOLE),
+            ("event", names::CONFIDENTIAL, None, confidential),
+        ];
         let table = HealthTable::of(&boot(&records)).unwrap();
         assert_eq!(table.sentences.len(), 2, "{table:?}");
-        assert!(table.rows[0].1.contains(&"no, devtools".to_string()), "{table:?}");
+        assert!(
+            table.rows[0].1.contains(&"no, devtools".to_string()),
+            "{table:?}"
+        );
         // Somebody has attested.
-        records.push(("event", names::CONFIDENTIAL, None, r#","fields":{"ready":true}"#));
+        records.push((
+            "event",
+            names::CONFIDENTIAL,
+            None,
+            r#","fields":{"ready":true}"#,
+        ));
         let table = HealthTable::of(&boot(&records)).unwrap();
-        assert_eq!(table.sentences, ["the confidential GPUs are in devtools mode: nothing in them is protected"]);
-        assert!(table.rows[0].1.contains(&"yes, devtools".to_string()), "{table:?}");
+        assert_eq!(
+            table.sentences,
+            ["the confidential GPUs are in devtools mode: nothing in them is protected"]
+        );
+        assert!(
+            table.rows[0].1.contains(&"yes, devtools".to_string()),
+            "{table:?}"
+        );
     }
 
     #[test]
@@ -304,20 +538,56 @@ mod tests {
         let fields = format!(
             r#","fields":{{"model":"{evil}","cluster":"{evil}","fabric":"{evil}","throttle":"{evil}","ecc":"{evil}","nvlinks":1e99}}"#
         );
-        let errors: Vec<String> = (0..50).map(|n| format!(r#","error":"{n}{evil}""#)).collect();
-        let settings: Vec<String> = (0..50).map(|n| format!(r#","error":"{evil}","fields":{{"what":"{n}{evil}"}}"#)).collect();
+        let errors: Vec<String> = (0..50)
+            .map(|n| format!(r#","error":"{n}{evil}""#))
+            .collect();
+        let settings: Vec<String> = (0..50)
+            .map(|n| format!(r#","error":"{evil}","fields":{{"what":"{n}{evil}"}}"#))
+            .collect();
         let mut records = vec![("event", names::GPU_HEALTH, Some(1), fields.as_str())];
-        records.extend(errors.iter().map(|error| ("event", names::GPU_HEALTH, Some(1), error.as_str())));
-        records.extend(errors.iter().map(|error| ("event", names::GPU_HEALTH, None, error.as_str())));
-        records.extend(settings.iter().map(|setting| ("event", names::GPU_SETTING, Some(1), setting.as_str())));
+        records.extend(
+            errors
+                .iter()
+                .map(|error| ("event", names::GPU_HEALTH, Some(1), error.as_str())),
+        );
+        records.extend(
+            errors
+                .iter()
+                .map(|error| ("event", names::GPU_HEALTH, None, error.as_str())),
+        );
+        records.extend(
+            settings
+                .iter()
+                .map(|setting| ("event", names::GPU_SETTING, Some(1), setting.as_str())),
+        );
         let boot = boot(&records);
         let (gpu, guest) = (health(&boot), boot.health.as_deref().unwrap());
-        assert_eq!((gpu.problems.len(), gpu.settings.len(), guest.problems.len()), (MAX_PROBLEMS, MAX_PROBLEMS, MAX_PROBLEMS));
-        assert!(gpu.problems.iter().all(|text| text.len() <= MAX_TEXT) && gpu.facts.text("model").unwrap().len() <= MAX_TEXT);
-        assert_eq!((gpu.facts.flag("ecc"), gpu.facts.number("nvlinks")), (None, None), "values of another kind are none");
+        assert_eq!(
+            (gpu.problems.len(), gpu.settings.len(), guest.problems.len()),
+            (MAX_PROBLEMS, MAX_PROBLEMS, MAX_PROBLEMS)
+        );
+        assert!(
+            gpu.problems.iter().all(|text| text.len() <= MAX_TEXT)
+                && gpu.facts.text("model").unwrap().len() <= MAX_TEXT
+        );
+        assert_eq!(
+            (gpu.facts.flag("ecc"), gpu.facts.number("nvlinks")),
+            (None, None),
+            "values of another kind are none"
+        );
         let lines = summary(&boot, &Screen::PLAIN);
-        assert!(lines.iter().all(|line| line.bytes().all(|b| (b' '..=b'~').contains(&b))), "{lines:#?}");
-        assert!(HealthTable::of(&boot).unwrap().rows[0].1.iter().all(|cell| cell.len() <= MAX_CELL));
+        assert!(
+            lines
+                .iter()
+                .all(|line| line.bytes().all(|b| (b' '..=b'~').contains(&b))),
+            "{lines:#?}"
+        );
+        assert!(
+            HealthTable::of(&boot).unwrap().rows[0]
+                .1
+                .iter()
+                .all(|cell| cell.len() <= MAX_CELL)
+        );
     }
 
     /// Four GPUs: as they should be, with bad memory, with a bad link, held back.
@@ -329,10 +599,27 @@ mod tests {
     #[test]
     fn the_health_table_is_the_golden_one() {
         let boot = fixture();
-        golden("health-4-gpus.show", &(summary(&boot, &Screen::PLAIN).join("\n") + "\n"));
-        golden("health-4-gpus.show-80-columns", &(summary(&boot, &Screen { width: Some(80), colour: false }).join("\n") + "\n"));
+        golden(
+            "health-4-gpus.show",
+            &(summary(&boot, &Screen::PLAIN).join("\n") + "\n"),
+        );
+        golden(
+            "health-4-gpus.show-80-columns",
+            &(summary(
+                &boot,
+                &Screen {
+                    width: Some(80),
+                    colour: false,
+                },
+            )
+            .join("\n")
+                + "\n"),
+        );
         let json = serde_json::json!({ "gpu": boot.gpus[2].health, "guest": boot.health });
-        golden("health-4-gpus.json", &(serde_json::to_string_pretty(&json).unwrap() + "\n"));
+        golden(
+            "health-4-gpus.json",
+            &(serde_json::to_string_pretty(&json).unwrap() + "\n"),
+        );
     }
 
     #[test]
@@ -340,10 +627,19 @@ mod tests {
         let table = HealthTable::of(&fixture()).unwrap();
         for width in 70..300 {
             let groups = table.groups(Some(width), 2);
-            let wide = |group: &Vec<(usize, usize)>| group.iter().map(|(_, width)| width + 2).sum::<usize>() - 2;
-            assert!(groups.iter().all(|group| wide(group) <= width), "width {width}: {groups:?}");
+            let wide = |group: &Vec<(usize, usize)>| {
+                group.iter().map(|(_, width)| width + 2).sum::<usize>() - 2
+            };
+            assert!(
+                groups.iter().all(|group| wide(group) <= width),
+                "width {width}: {groups:?}"
+            );
             let shown: usize = groups.iter().map(|group| group.len() - 1).sum();
-            assert_eq!(shown + 1, table.heads.len(), "each column once, the GPU's number in each table");
+            assert_eq!(
+                shown + 1,
+                table.heads.len(),
+                "each column once, the GPU's number in each table"
+            );
         }
         assert_eq!(table.groups(None, 2).len(), 1, "a pipe gets one table");
     }

@@ -16,7 +16,13 @@ use std::collections::{BTreeSet, BinaryHeap, HashMap};
 pub const MAX_GPU_LANES: usize = 64;
 
 /// The sides in the order in which they hand over to each other.
-const SIDES: [Side; 5] = [Side::Kernel, Side::Host, Side::Driver, Side::Init, Side::Agent];
+const SIDES: [Side; 5] = [
+    Side::Kernel,
+    Side::Host,
+    Side::Driver,
+    Side::Init,
+    Side::Agent,
+];
 
 /// A lane of a waterfall.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,15 +46,29 @@ pub enum LaneOf {
 /// Makes the lanes that are needed, and gives every step and mark its place. `steps` are in order
 /// of their beginning.
 pub fn arrange(boot: &Boot, steps: &mut [Step], marks: &mut [Mark]) -> Vec<Lane> {
-    let used = |side| steps.iter().any(|s| s.gpu.is_none() && s.side == side) || marks.iter().any(|m| m.gpu.is_none() && m.side == side);
+    let used = |side| {
+        steps.iter().any(|s| s.gpu.is_none() && s.side == side)
+            || marks.iter().any(|m| m.gpu.is_none() && m.side == side)
+    };
     let lane = |name: String, of| Lane { name, of, rows: 1 };
-    let mut lanes: Vec<Lane> =
-        SIDES.into_iter().filter(|side| used(*side)).map(|side| lane(side.name().to_string(), LaneOf::Side(side))).collect();
+    let mut lanes: Vec<Lane> = SIDES
+        .into_iter()
+        .filter(|side| used(*side))
+        .map(|side| lane(side.name().to_string(), LaneOf::Side(side)))
+        .collect();
     let mut of_gpu: HashMap<PciAddress, usize> = HashMap::new();
     for gpu in boot.gpus.iter().take(MAX_GPU_LANES) {
         of_gpu.insert(gpu.address, lanes.len());
-        let name = gpu.index.map_or("GPU ?".to_string(), |index| format!("GPU {index}"));
-        lanes.push(lane(name, LaneOf::Gpu(GpuName { index: gpu.index, address: gpu.address })));
+        let name = gpu
+            .index
+            .map_or("GPU ?".to_string(), |index| format!("GPU {index}"));
+        lanes.push(lane(
+            name,
+            LaneOf::Gpu(GpuName {
+                index: gpu.index,
+                address: gpu.address,
+            }),
+        ));
     }
     let others = lanes.len();
     let of_side: HashMap<&str, usize> = lanes
@@ -63,9 +83,18 @@ pub fn arrange(boot: &Boot, steps: &mut [Step], marks: &mut [Mark]) -> Vec<Lane>
         Some(gpu) => of_gpu.get(&gpu.address).copied().unwrap_or(others),
         None => of_side.get(side.name()).copied().unwrap_or(others),
     };
-    steps.iter_mut().for_each(|step| step.lane = place(step.gpu, step.side));
-    marks.iter_mut().for_each(|mark| mark.lane = place(mark.gpu, mark.side));
-    if steps.iter().map(|s| s.lane).chain(marks.iter().map(|m| m.lane)).any(|lane| lane == others) {
+    steps
+        .iter_mut()
+        .for_each(|step| step.lane = place(step.gpu, step.side));
+    marks
+        .iter_mut()
+        .for_each(|mark| mark.lane = place(mark.gpu, mark.side));
+    if steps
+        .iter()
+        .map(|s| s.lane)
+        .chain(marks.iter().map(|m| m.lane))
+        .any(|lane| lane == others)
+    {
         lanes.push(lane("other GPUs".to_string(), LaneOf::OtherGpus));
     }
     let mut rows: Vec<Rows> = lanes.iter().map(|_| Rows::default()).collect();
@@ -96,7 +125,8 @@ impl Rows {
         }
         let row = self.free.pop_first().unwrap_or(self.busy.len());
         // A step without duration takes its row all the same: two at once would hide each other.
-        self.busy.push(Reverse((end_ns.max(begin_ns.saturating_add(1)), row)));
+        self.busy
+            .push(Reverse((end_ns.max(begin_ns.saturating_add(1)), row)));
         row
     }
 }
@@ -108,8 +138,19 @@ mod tests {
     #[test]
     fn steps_of_one_row_do_not_overlap_and_rows_are_used_again() {
         let mut rows = Rows::default();
-        let taken: Vec<usize> =
-            [(0, 10), (1, 3), (2, 5), (3, 4), (5, i64::MAX), (10, 11), (10, 10), (10, 10)].iter().map(|(b, e)| rows.take(*b, *e)).collect();
+        let taken: Vec<usize> = [
+            (0, 10),
+            (1, 3),
+            (2, 5),
+            (3, 4),
+            (5, i64::MAX),
+            (10, 11),
+            (10, 10),
+            (10, 10),
+        ]
+        .iter()
+        .map(|(b, e)| rows.take(*b, *e))
+        .collect();
         assert_eq!(taken, [0, 1, 2, 1, 1, 0, 2, 3]);
     }
 }

@@ -75,7 +75,10 @@ impl Live {
             self.began = Some(now);
             self.hold(Row::kernel_start(), now);
         }
-        if self.newest.is_none_or(|(newest, _)| newest <= record.boottime_ns) {
+        if self
+            .newest
+            .is_none_or(|(newest, _)| newest <= record.boottime_ns)
+        {
             self.newest = Some((record.boottime_ns, now));
         }
         let row = self.tracker.row(record);
@@ -112,7 +115,10 @@ impl Live {
             }
             let placed = self.points.place(line.realtime_ns, &self.host_clock);
             // The last way out: it happened about when it came.
-            let (time_ns, approximate) = placed.map_or_else(|| (self.guest_now(came), true), |p| (p.boottime_ns, p.approximate));
+            let (time_ns, approximate) = placed.map_or_else(
+                || (self.guest_now(came), true),
+                |p| (p.boottime_ns, p.approximate),
+            );
             let row = self.tracker.agent_row(&line.event, time_ns, approximate);
             self.hold(row, came);
         }
@@ -129,7 +135,13 @@ impl Live {
     /// When [`Live::due`] has something to do.
     pub fn deadline(&self) -> Option<Instant> {
         let held = self.held.iter().map(|(came, _)| *came + HOLD);
-        let placing = |came: Instant| if self.points.is_empty() { self.place_deadline(came) } else { Some(came) };
+        let placing = |came: Instant| {
+            if self.points.is_empty() {
+                self.place_deadline(came)
+            } else {
+                Some(came)
+            }
+        };
         let unplaced = self.unplaced.iter().filter_map(|(came, _)| placing(*came));
         let still = (!self.settled && self.newest.is_some()).then_some(self.spoke + self.silence);
         held.chain(unplaced).chain(still).min()
@@ -139,7 +151,11 @@ impl Live {
     pub fn due(&mut self, now: Instant) -> Vec<String> {
         self.place_agent_lines(now);
         self.held.sort_by_key(|(_, row)| row.time_ns);
-        let ready = self.held.iter().rposition(|(came, _)| *came + HOLD <= now).map_or(0, |last| last + 1);
+        let ready = self
+            .held
+            .iter()
+            .rposition(|(came, _)| *came + HOLD <= now)
+            .map_or(0, |last| last + 1);
         let mut lines = Vec::new();
         for (_, row) in self.held.drain(..ready).collect::<Vec<_>>() {
             self.print(&row, &mut lines);
@@ -187,7 +203,11 @@ impl Live {
         let guest_now = self.guest_now(now);
         let mut steps: BTreeMap<String, (u64, Vec<GpuName>)> = BTreeMap::new();
         for open in self.tracker.open() {
-            let name = if open.gpu.is_some() { open.name.clone() } else { format!("{}{}", open.name, open.fields) };
+            let name = if open.gpu.is_some() {
+                open.name.clone()
+            } else {
+                format!("{}{}", open.name, open.fields)
+            };
             let (since, gpus) = steps.entry(name).or_insert((open.begin_ns, Vec::new()));
             *since = open.begin_ns.min(*since);
             gpus.extend(open.gpu);
@@ -197,8 +217,15 @@ impl Live {
         let steps: Vec<String> = steps
             .into_iter()
             .map(|(name, (since, gpus))| {
-                let gpus = if gpus.is_empty() { String::new() } else { format!(" of GPU {}", numbers(&gpus)) };
-                format!("{name}{gpus} for {} s", seconds(guest_now.saturating_sub(since)))
+                let gpus = if gpus.is_empty() {
+                    String::new()
+                } else {
+                    format!(" of GPU {}", numbers(&gpus))
+                };
+                format!(
+                    "{name}{gpus} for {} s",
+                    seconds(guest_now.saturating_sub(since))
+                )
             })
             .collect();
         if steps.is_empty() {
@@ -222,8 +249,21 @@ fn numbers(gpus: &[GpuName]) -> String {
             _ => ranges.push((n, n)),
         }
     }
-    let ranges = ranges.into_iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") });
-    ranges.chain(gpus.iter().filter(|g| g.index.is_none()).map(|g| g.address.to_string())).collect::<Vec<_>>().join(",")
+    let ranges = ranges.into_iter().map(|(a, b)| {
+        if a == b {
+            a.to_string()
+        } else {
+            format!("{a}-{b}")
+        }
+    });
+    ranges
+        .chain(
+            gpus.iter()
+                .filter(|g| g.index.is_none())
+                .map(|g| g.address.to_string()),
+        )
+        .collect::<Vec<_>>()
+        .join(",")
 }
 
 #[cfg(test)]
@@ -242,7 +282,17 @@ mod tests {
     impl View {
         fn new() -> Self {
             let start = Instant::now();
-            Self { live: Live::new(Table { screen: Screen::PLAIN }, false, start), start, seq: 0 }
+            Self {
+                live: Live::new(
+                    Table {
+                        screen: Screen::PLAIN,
+                    },
+                    false,
+                    start,
+                ),
+                start,
+                seq: 0,
+            }
         }
 
         fn at(&self, ms: u64) -> Instant {
@@ -252,15 +302,23 @@ mod tests {
         /// A record with boot time `guest_ms` that comes at `ms`.
         fn record(&mut self, ms: u64, guest_ms: u64, rest: &str) {
             self.seq += 1;
-            let line = format!(r#"{{"schema":1,"seq":{},"boottime_ns":{guest_ms}000000,{rest}}}"#, self.seq);
-            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else { panic!("{line} does not decode") };
+            let line = format!(
+                r#"{{"schema":1,"seq":{},"boottime_ns":{guest_ms}000000,{rest}}}"#,
+                self.seq
+            );
+            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else {
+                panic!("{line} does not decode")
+            };
             self.live.record(&(*record).into(), self.at(ms));
         }
 
         /// Lines that are printed at `ms`, without their columns' padding.
         fn due(&mut self, ms: u64) -> Vec<String> {
             let lines = self.live.due(self.at(ms));
-            lines.iter().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+            lines
+                .iter()
+                .map(|l| l.split_whitespace().collect::<Vec<_>>().join(" "))
+                .collect()
         }
     }
 
@@ -273,7 +331,14 @@ mod tests {
         view.record(10, 10, EVENT);
         assert_eq!(view.due(199), [""; 0]);
         assert_eq!(view.live.deadline(), Some(view.at(200)));
-        assert_eq!(view.due(200), ["0.000 kernel kernel start", "0.010 +0.010 init x", "0.020 +0.010 init x"]);
+        assert_eq!(
+            view.due(200),
+            [
+                "0.000 kernel kernel start",
+                "0.010 +0.010 init x",
+                "0.020 +0.010 init x"
+            ]
+        );
         assert_eq!(view.due(210), [""; 0]);
     }
 
@@ -288,12 +353,21 @@ mod tests {
             );
         }
         view.record(0, 100, EVENT);
-        assert_eq!(view.due(200), ["0.000 kernel kernel start", "0.100 +0.100 init x"]);
+        assert_eq!(
+            view.due(200),
+            ["0.000 kernel kernel start", "0.100 +0.100 init x"]
+        );
         assert_eq!(view.live.deadline(), Some(view.at(1200)));
         assert_eq!(view.due(1199), [""; 0]);
-        assert_eq!(view.due(1200), ["... still: gpu.enable of GPU 0-2,5 for 1.200 s"]);
+        assert_eq!(
+            view.due(1200),
+            ["... still: gpu.enable of GPU 0-2,5 for 1.200 s"]
+        );
         assert_eq!(view.due(3199), [""; 0]);
-        assert_eq!(view.due(3200), ["... still: gpu.enable of GPU 0-2,5 for 3.200 s"]);
+        assert_eq!(
+            view.due(3200),
+            ["... still: gpu.enable of GPU 0-2,5 for 3.200 s"]
+        );
         assert_eq!(view.live.deadline(), Some(view.at(7200)));
         view.record(4000, 4100, r#""kind":"event","name":"settled""#);
         assert_eq!(view.due(4200), ["4.100 +4.000 init settled"]);
@@ -303,11 +377,24 @@ mod tests {
     #[test]
     fn agent_lines_wait_for_the_clock_event_that_places_them() {
         let mut view = View::new();
-        let ready = AgentLine { realtime_ns: 5_000_050_000_000, event: AgentEvent::Ready };
+        let ready = AgentLine {
+            realtime_ns: 5_000_050_000_000,
+            event: AgentEvent::Ready,
+        };
         view.live.agent(ready, view.at(0));
         assert_eq!(view.due(1000), [""; 0]);
-        view.record(1000, 100, r#""kind":"event","name":"clock","fields":{"realtime_ns":5000100000000}"#);
-        assert_eq!(view.due(1000), ["0.000 kernel kernel start", "0.050 +0.050 agent agent ready"]);
+        view.record(
+            1000,
+            100,
+            r#""kind":"event","name":"clock","fields":{"realtime_ns":5000100000000}"#,
+        );
+        assert_eq!(
+            view.due(1000),
+            [
+                "0.000 kernel kernel start",
+                "0.050 +0.050 agent agent ready"
+            ]
+        );
     }
 
     #[test]
@@ -315,15 +402,35 @@ mod tests {
         let mut view = View::new();
         view.record(0, 100, EVENT);
         assert_eq!(view.due(200).len(), 2);
-        view.live.agent(AgentLine { realtime_ns: 5, event: AgentEvent::Ready }, view.at(500));
+        view.live.agent(
+            AgentLine {
+                realtime_ns: 5,
+                event: AgentEvent::Ready,
+            },
+            view.at(500),
+        );
         assert_eq!(view.due(2500), ["~0.600 +0.500 agent agent ready"]);
         let mut view = View::new();
-        view.live.agent(AgentLine { realtime_ns: 3_000_000_000, event: AgentEvent::Ready }, view.at(0));
-        view.live.clock(Sample { boottime_ns: 0, offset_ns: 2_000_000_000, error_ns: 1 });
+        view.live.agent(
+            AgentLine {
+                realtime_ns: 3_000_000_000,
+                event: AgentEvent::Ready,
+            },
+            view.at(0),
+        );
+        view.live.clock(Sample {
+            boottime_ns: 0,
+            offset_ns: 2_000_000_000,
+            error_ns: 1,
+        });
         assert_eq!(view.due(60_000), [""; 0], "nothing has begun");
         view.record(60_000, 5000, EVENT);
         assert_eq!(view.due(60_200).len(), 2);
-        assert_eq!(view.live.deadline(), Some(view.at(61_200)), "the word about silence");
+        assert_eq!(
+            view.live.deadline(),
+            Some(view.at(61_200)),
+            "the word about silence"
+        );
         assert_eq!(view.due(62_000), ["~1.000 -4.000 agent agent ready"]);
     }
 
@@ -331,7 +438,13 @@ mod tests {
     fn the_end_shows_all_that_is_left() {
         let mut view = View::new();
         view.record(0, 20, EVENT);
-        view.live.agent(AgentLine { realtime_ns: 5, event: AgentEvent::Ready }, view.at(0));
+        view.live.agent(
+            AgentLine {
+                realtime_ns: 5,
+                event: AgentEvent::Ready,
+            },
+            view.at(0),
+        );
         assert_eq!(view.live.finish(view.at(1)).len(), 3);
     }
 }

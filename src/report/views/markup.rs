@@ -25,22 +25,41 @@ pub fn html(text: &str) -> String {
 }
 
 fn gpu_list(gpus: &[&Gpu]) -> String {
-    let named: Vec<String> = gpus.iter().take(8).map(|g| g.index.map_or(g.address.to_string(), |i| i.to_string())).collect();
+    let named: Vec<String> = gpus
+        .iter()
+        .take(8)
+        .map(|g| g.index.map_or(g.address.to_string(), |i| i.to_string()))
+        .collect();
     let more = gpus.len().saturating_sub(named.len());
-    format!("GPU {}{}", named.join(", "), if more > 0 { format!(" and {more} more") } else { String::new() })
+    format!(
+        "GPU {}{}",
+        named.join(", "),
+        if more > 0 {
+            format!(" and {more} more")
+        } else {
+            String::new()
+        }
+    )
 }
 
 /// Result of a boot in a sentence.
 pub fn headline(timeline: &Waterfall) -> String {
     let boot = &timeline.boot;
     let failed: Vec<&Gpu> = boot.failed_gpus().collect();
-    let open: Vec<&Gpu> = boot.gpus.iter().filter(|g| g.failed.is_none() && g.usable.is_none()).collect();
+    let open: Vec<&Gpu> = boot
+        .gpus
+        .iter()
+        .filter(|g| g.failed.is_none() && g.usable.is_none())
+        .collect();
     let usable = boot.gpus.len() - failed.len() - open.len();
     let all = boot.gpus.len();
     if all == 0 {
         return "No GPU in this boot".to_string();
     }
-    let when = boot.settled_ns.map(|ns| format!(" {} s after kernel start", seconds(ns))).unwrap_or_default();
+    let when = boot
+        .settled_ns
+        .map(|ns| format!(" {} s after kernel start", seconds(ns)))
+        .unwrap_or_default();
     let mut text = match (usable, all) {
         (1, 1) => format!("1 GPU usable{when}"),
         (usable, all) if usable == all => format!("All {all} GPUs usable{when}"),
@@ -51,7 +70,11 @@ pub fn headline(timeline: &Waterfall) -> String {
     }
     if let [first, ..] = open.as_slice() {
         let step = first.still.as_ref().map_or(String::new(), |still| {
-            format!(": in {} for {} s", printable(&still.step), seconds(length(ns(still.since_ns), timeline.end_ns)))
+            format!(
+                ": in {} for {} s",
+                printable(&still.step),
+                seconds(length(ns(still.since_ns), timeline.end_ns))
+            )
         });
         text.push_str(&format!("; {} not yet{step}", gpu_list(&open)));
     }
@@ -63,7 +86,9 @@ pub fn milestones(timeline: &Waterfall) -> Vec<(&'static str, i64)> {
     // The picture begins with the kernel where VMM and firmware are not known.
     let hidden = |name| name == "agent exec" || (name == "kernel start" && timeline.begin_ns == 0);
     let named = timeline.boot.milestones.iter().filter(|m| !hidden(m.name));
-    let mut lines: Vec<(&str, i64)> = named.filter_map(|m| Some((m.name, ns(m.boottime_ns?)))).collect();
+    let mut lines: Vec<(&str, i64)> = named
+        .filter_map(|m| Some((m.name, ns(m.boottime_ns?))))
+        .collect();
     // A single container is both the first and the last.
     lines.dedup_by_key(|(_, at)| *at);
     lines.sort_by_key(|(_, at)| *at);
@@ -88,6 +113,9 @@ mod tests {
 
     #[test]
     fn html_is_escaped() {
-        assert_eq!(html("<a href=\"x\" b='&'>"), "&lt;a href=&quot;x&quot; b=&#39;&amp;&#39;&gt;");
+        assert_eq!(
+            html("<a href=\"x\" b='&'>"),
+            "&lt;a href=&quot;x&quot; b=&#39;&amp;&#39;&gt;"
+        );
     }
 }

@@ -1,19 +1,19 @@
 //! A boot as people and other programs see it. Views read the model and its timeline; none works
 //! out anything of its own.
 
-pub mod rows; // records into rows: side, what, how long
-pub mod table; // rows into lines
-pub mod grid; // tables of other columns
 pub mod boot_page; // the table of one boot, and its summary
-pub mod health_table; // report of NVML on the GPUs, as columns
-pub mod summary; // GPUs, containers, milestones, and what is wrong with the record
-pub mod live; // rows as they happen
-pub mod follow; // boots while they happen, from the files as they grow
-pub mod waterfall; // lanes and steps, which all exports draw
-pub mod lanes; // which lanes a waterfall has
+pub mod csv;
 mod drawn; // steps and marks of a waterfall
+pub mod follow; // boots while they happen, from the files as they grow
+pub mod grid; // tables of other columns
+pub mod health_table; // report of NVML on the GPUs, as columns
+pub mod lanes; // which lanes a waterfall has
+pub mod live; // rows as they happen
 mod markup; // shared by page and picture
 pub mod page; // HTML
-pub mod svg; // the waterfall as a picture
 pub mod perfetto; // a trace for Perfetto
-pub mod csv; // one row per step
+pub mod rows; // records into rows: side, what, how long
+pub mod summary; // GPUs, containers, milestones, and what is wrong with the record
+pub mod svg; // the waterfall as a picture
+pub mod table; // rows into lines
+pub mod waterfall; // lanes and steps, which all exports draw // one row per step

@@ -138,7 +138,11 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
         boot_id: timeline.boot_id(),
         about: about(timeline),
         tiles: tiles(timeline),
-        gpu_notes: boot.gpus.iter().filter_map(|gpu| gpu_note(timeline, gpu)).collect(),
+        gpu_notes: boot
+            .gpus
+            .iter()
+            .filter_map(|gpu| gpu_note(timeline, gpu))
+            .collect(),
         complaints: complaints(boot),
         left_out: shown.left_out(timeline),
         picture: svg::write(timeline),
@@ -158,7 +162,9 @@ fn for_script(json: &Value) -> String {
     // These characters stand in JSON only within strings, where an escape means the same.
     for c in json.to_string().chars() {
         match c {
-            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => out.push_str(&format!("\\u{:04x}", c as u32)),
+            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => {
+                out.push_str(&format!("\\u{:04x}", c as u32))
+            }
             c => out.push(c),
         }
     }
@@ -166,15 +172,37 @@ fn for_script(json: &Value) -> String {
 }
 
 fn hash(text: &str) -> String {
-    format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text.as_bytes())))
+    format!(
+        "'sha256-{}'",
+        STANDARD.encode(Sha256::digest(text.as_bytes()))
+    )
 }
 
 fn about(timeline: &Waterfall) -> Vec<String> {
     let boot = &timeline.boot;
-    let version = boot.version.as_deref().map(|version| format!("kata-gpu-init {}", printable(version)));
-    let kernel = boot.kernel.as_deref().map(|kernel| format!("kernel {}", printable(kernel)));
-    let start = timeline.wall_at(0).map(|wall| format!("started {} {}", wall_clock(wall.realtime_ns), plus_minus(wall.error_ns)));
-    [version, kernel, Some(start.unwrap_or("wall clock not known".to_string()))].into_iter().flatten().collect()
+    let version = boot
+        .version
+        .as_deref()
+        .map(|version| format!("kata-gpu-init {}", printable(version)));
+    let kernel = boot
+        .kernel
+        .as_deref()
+        .map(|kernel| format!("kernel {}", printable(kernel)));
+    let start = timeline.wall_at(0).map(|wall| {
+        format!(
+            "started {} {}",
+            wall_clock(wall.realtime_ns),
+            plus_minus(wall.error_ns)
+        )
+    });
+    [
+        version,
+        kernel,
+        Some(start.unwrap_or("wall clock not known".to_string())),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 fn plus_minus(error_ns: u64) -> String {
@@ -187,17 +215,38 @@ fn tiles(timeline: &Waterfall) -> Vec<Tile> {
     let before = timeline.boot.clock.before_kernel;
     out.extend(before.map(|before| tile("VMM and firmware", seconds(before.took_ns), "s")));
     let mut last = None;
-    for milestone in timeline.boot.milestones.iter().filter(|m| m.name != SETTLED) {
+    for milestone in timeline
+        .boot
+        .milestones
+        .iter()
+        .filter(|m| m.name != SETTLED)
+    {
         // A single container is both the first and the last.
-        let value = milestone.boottime_ns.filter(|ns| milestone.name != "kernel start" && last != Some(*ns));
+        let value = milestone
+            .boottime_ns
+            .filter(|ns| milestone.name != "kernel start" && last != Some(*ns));
         last = milestone.boottime_ns.or(last);
         let sure = if milestone.approximate { "~" } else { "" };
         out.extend(value.map(|ns| tile(milestone.name, format!("{sure}{}", seconds(ns)), "s")));
     }
-    let published = timeline.boot.gpus.iter().filter_map(|g| g.published.map(|p| p.at_ns)).max();
+    let published = timeline
+        .boot
+        .gpus
+        .iter()
+        .filter_map(|g| g.published.map(|p| p.at_ns))
+        .max();
     out.extend(published.map(|ns| tile("last GPU published", seconds(ns), "s")));
-    out.extend(timeline.boot.settled_ns.map(|ns| tile(SETTLED, seconds(ns), "s")));
-    let error = timeline.sample().map(|sample| plus_minus(sample.error_ns).trim_end_matches(" ms").to_string());
+    out.extend(
+        timeline
+            .boot
+            .settled_ns
+            .map(|ns| tile(SETTLED, seconds(ns), "s")),
+    );
+    let error = timeline.sample().map(|sample| {
+        plus_minus(sample.error_ns)
+            .trim_end_matches(" ms")
+            .to_string()
+    });
     out.extend(error.map(|error| tile("clock error", error, "ms at best")));
     out
 }
@@ -220,19 +269,36 @@ fn gpu_note(timeline: &Waterfall, gpu: &Gpu) -> Option<GpuNote> {
     let open = gpu.still.as_ref().map(|still| {
         let long = seconds(length(ns(still.since_ns), timeline.end_ns));
         let step = printable(&still.step);
-        format!("is in {step} since {} s: open for {long} s when the stream ended", seconds(still.since_ns))
+        format!(
+            "is in {step} since {} s: open for {long} s when the stream ended",
+            seconds(still.since_ns)
+        )
     });
     if failure.is_none() && open.is_none() {
         return None;
     }
-    let words = timeline.words.get(&gpu.address).map(|lines| lines.join("\n")).unwrap_or_default();
-    Some(GpuNote { index: index_of(gpu), address: gpu.address, failure, open: open.unwrap_or_default(), words })
+    let words = timeline
+        .words
+        .get(&gpu.address)
+        .map(|lines| lines.join("\n"))
+        .unwrap_or_default();
+    Some(GpuNote {
+        index: index_of(gpu),
+        address: gpu.address,
+        failure,
+        open: open.unwrap_or_default(),
+        words,
+    })
 }
 
 fn gpu_row(gpu: &Gpu) -> GpuRow {
     let text = |text: String| Cell { text, took: None };
     let step = |step: Option<model::Step>| {
-        step.map(|step| Cell { text: seconds(step.at_ns), took: step.took_ns.map(seconds) }).unwrap_or_default()
+        step.map(|step| Cell {
+            text: seconds(step.at_ns),
+            took: step.took_ns.map(seconds),
+        })
+        .unwrap_or_default()
     };
     let usable = match (&gpu.failed, &gpu.still) {
         (Some(_), _) => text("failed".to_string()),
@@ -240,8 +306,19 @@ fn gpu_row(gpu: &Gpu) -> GpuRow {
         (None, _) => step(gpu.usable),
     };
     let found = text(gpu.found_ns.map(seconds).unwrap_or_default());
-    let cells = [found, step(gpu.enabled), step(gpu.bound), step(gpu.published), usable];
-    GpuRow { failed: gpu.failed.is_some(), index: index_of(gpu), address: gpu.address, cells }
+    let cells = [
+        found,
+        step(gpu.enabled),
+        step(gpu.bound),
+        step(gpu.published),
+        usable,
+    ];
+    GpuRow {
+        failed: gpu.failed.is_some(),
+        index: index_of(gpu),
+        address: gpu.address,
+        cells,
+    }
 }
 
 impl Health {
@@ -249,16 +326,31 @@ impl Health {
         let table = HealthTable::of(boot)?;
         let groups = table.groups(Some(HEALTH_WIDTH), 2);
         // The first two columns are the GPU's.
-        let is_number = |column: usize| column > 1 && table.heads.get(column).is_some_and(|(_, right)| *right);
+        let is_number =
+            |column: usize| column > 1 && table.heads.get(column).is_some_and(|(_, right)| *right);
         let part = |group: &Vec<(usize, usize)>| {
             let columns = || group.iter().map(|(column, _)| *column);
             let row = |(wrong, cells): &(bool, Vec<String>)| {
-                (*wrong, columns().filter_map(|column| Some((cells.get(column)?.clone(), is_number(column)))).collect())
+                (
+                    *wrong,
+                    columns()
+                        .filter_map(|column| Some((cells.get(column)?.clone(), is_number(column))))
+                        .collect(),
+                )
             };
-            let heads = columns().filter_map(|column| Some((table.heads.get(column)?.0, is_number(column)))).collect();
-            HealthPart { heads, rows: table.rows.iter().map(row).collect() }
+            let heads = columns()
+                .filter_map(|column| Some((table.heads.get(column)?.0, is_number(column))))
+                .collect();
+            HealthPart {
+                heads,
+                rows: table.rows.iter().map(row).collect(),
+            }
         };
-        Some(Self { tables: groups.iter().map(part).collect(), source: table.source, sentences: table.sentences })
+        Some(Self {
+            tables: groups.iter().map(part).collect(),
+            source: table.source,
+            sentences: table.sentences,
+        })
     }
 }
 
@@ -284,8 +376,16 @@ struct Shown<'a> {
 impl<'a> Shown<'a> {
     fn of(timeline: &'a Waterfall) -> Self {
         let some_only = timeline.marks.len() > MAX_SHOWN;
-        let marks = timeline.marks.iter().filter(|mark| !(some_only && mark.detail)).take(MAX_SHOWN).collect();
-        Self { steps: timeline.steps.get(..MAX_SHOWN).unwrap_or(&timeline.steps), marks }
+        let marks = timeline
+            .marks
+            .iter()
+            .filter(|mark| !(some_only && mark.detail))
+            .take(MAX_SHOWN)
+            .collect();
+        Self {
+            steps: timeline.steps.get(..MAX_SHOWN).unwrap_or(&timeline.steps),
+            marks,
+        }
     }
 
     /// Number of steps and marks that are left out.
@@ -303,7 +403,13 @@ struct Data<'a> {
 impl fmt::Display for Data<'_> {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { timeline, shown } = self;
-        let gpu_numbers: HashMap<PciAddress, usize> = timeline.boot.gpus.iter().enumerate().map(|(i, gpu)| (gpu.address, i)).collect();
+        let gpu_numbers: HashMap<PciAddress, usize> = timeline
+            .boot
+            .gpus
+            .iter()
+            .enumerate()
+            .map(|(i, gpu)| (gpu.address, i))
+            .collect();
         let lanes: Vec<Value> = timeline
             .lanes
             .iter()
@@ -330,23 +436,46 @@ impl fmt::Display for Data<'_> {
                 json!({ "index": gpu.index, "address": gpu.address.to_string(), "state": state })
             })
             .collect();
-        let milestones: Vec<Value> = milestones(timeline).into_iter().map(|(name, at)| json!({ "name": name, "at": at })).collect();
-        let sides = [Side::Kernel, Side::Host, Side::Driver, Side::Init, Side::Agent];
-        let used: Vec<&str> = sides.into_iter().filter(|side| timeline.steps.iter().any(|s| s.side == *side)).map(Side::name).collect();
+        let milestones: Vec<Value> = milestones(timeline)
+            .into_iter()
+            .map(|(name, at)| json!({ "name": name, "at": at }))
+            .collect();
+        let sides = [
+            Side::Kernel,
+            Side::Host,
+            Side::Driver,
+            Side::Init,
+            Side::Agent,
+        ];
+        let used: Vec<&str> = sides
+            .into_iter()
+            .filter(|side| timeline.steps.iter().any(|s| s.side == *side))
+            .map(Side::name)
+            .collect();
         let clock = timeline.sample().map(|sample| {
             json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": timeline.clock_error_ns(), "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
         });
         // A step that is not on the page is time between two that are.
         let on_page = |step: usize| (step < shown.steps.len()).then_some(step);
-        let path = timeline.path.iter().map(|p| json!({ "step": p.step.and_then(on_page), "begin": p.begin_ns, "took": p.took_ns }));
+        let path = timeline.path.iter().map(
+            |p| json!({ "step": p.step.and_then(on_page), "begin": p.begin_ns, "took": p.took_ns }),
+        );
         let data = json!({
             "begin": timeline.begin_ns, "end": timeline.end_ns, "boot_end": timeline.boot_end_ns, "clock": clock, "lanes": lanes, "gpus": gpus, "sides": used,
             "milestones": milestones,
         });
         // Open until the lists are in it.
         out.write_str(for_script(&data).strip_suffix('}').unwrap_or_default())?;
-        list(out, "steps", shown.steps.iter().map(|s| step(s, &gpu_numbers)))?;
-        list(out, "marks", shown.marks.iter().map(|m| mark(m, &gpu_numbers)))?;
+        list(
+            out,
+            "steps",
+            shown.steps.iter().map(|s| step(s, &gpu_numbers)),
+        )?;
+        list(
+            out,
+            "marks",
+            shown.marks.iter().map(|m| mark(m, &gpu_numbers)),
+        )?;
         list(out, "path", path)?;
         out.write_char('}')
     }
@@ -356,7 +485,12 @@ impl fmt::Display for Data<'_> {
 fn list(out: &mut fmt::Formatter<'_>, name: &str, of: impl Iterator<Item = Value>) -> fmt::Result {
     write!(out, ",\"{name}\":[")?;
     for (nth, value) in of.enumerate() {
-        write!(out, "{}{}", if nth > 0 { "," } else { "" }, for_script(&value))?;
+        write!(
+            out,
+            "{}{}",
+            if nth > 0 { "," } else { "" },
+            for_script(&value)
+        )?;
     }
     out.write_char(']')
 }
@@ -413,26 +547,46 @@ mod tests {
 
     /// Names in `text` behind each `mark`, a run of name characters each.
     fn names<'a>(text: &'a str, mark: &'a str) -> impl Iterator<Item = &'a str> {
-        let name = |after: &'a str| after.split(|c: char| !c.is_ascii_alphanumeric() && c != '-').next().unwrap_or_default();
-        text.split(mark).skip(1).map(name).filter(|name| name.starts_with(|c: char| c.is_ascii_lowercase()))
+        let name = |after: &'a str| {
+            after
+                .split(|c: char| !c.is_ascii_alphanumeric() && c != '-')
+                .next()
+                .unwrap_or_default()
+        };
+        text.split(mark)
+            .skip(1)
+            .map(name)
+            .filter(|name| name.starts_with(|c: char| c.is_ascii_lowercase()))
     }
 
     /// Words of each attribute in `text` that begins with `mark` and ends with one of `ends`.
     fn words<'a>(text: &'a str, mark: &'a str, ends: &'a [char]) -> impl Iterator<Item = &'a str> {
         let value = move |after: &'a str| after.split(ends).next().unwrap_or_default();
-        text.split(mark).skip(1).map(value).flat_map(str::split_ascii_whitespace).filter(|word| !word.contains(['$', '{', '}']))
+        text.split(mark)
+            .skip(1)
+            .map(value)
+            .flat_map(str::split_ascii_whitespace)
+            .filter(|word| !word.contains(['$', '{', '}']))
     }
 
     /// Classes of the page and its script that the style has no rule for, and ids of the style that
     /// the page does not have.
     fn unmatched(style: &str) -> Vec<String> {
         let template = include_str!("page.html");
-        let Some(selectors) = selectors(style) else { return vec!["{".into()] };
+        let Some(selectors) = selectors(style) else {
+            return vec!["{".into()];
+        };
         let selectors = selectors.join(" ");
         let ruled: Vec<_> = names(&selectors, ".").collect();
-        let used = words(template, "class=\"", &['"']).chain(words(SCRIPT, "class: \"", &['"'])).chain(words(SCRIPT, "class: `", &['`']));
-        let classes = used.filter(|class| !ruled.contains(class)).map(|class| format!(".{class}"));
-        let ids = names(&selectors, "#").filter(|id| !template.contains(&format!("id=\"{id}\""))).map(|id| format!("#{id}"));
+        let used = words(template, "class=\"", &['"'])
+            .chain(words(SCRIPT, "class: \"", &['"']))
+            .chain(words(SCRIPT, "class: `", &['`']));
+        let classes = used
+            .filter(|class| !ruled.contains(class))
+            .map(|class| format!(".{class}"));
+        let ids = names(&selectors, "#")
+            .filter(|id| !template.contains(&format!("id=\"{id}\"")))
+            .map(|id| format!("#{id}"));
         classes.chain(ids).collect()
     }
 
@@ -440,7 +594,11 @@ mod tests {
     fn style_has_a_rule_for_every_class_and_no_other_id() {
         assert_eq!(unmatched(STYLE), [""; 0]);
         // Without the rules of the chart, which a lost line or an open comment takes away.
-        let without = STYLE.lines().filter(|line| !line.starts_with("#chart .lane")).collect::<Vec<_>>().join("\n");
+        let without = STYLE
+            .lines()
+            .filter(|line| !line.starts_with("#chart .lane"))
+            .collect::<Vec<_>>()
+            .join("\n");
         assert_eq!(unmatched(&without), [".lane"]);
         assert_eq!(unmatched(&STYLE.replacen('}', "", 1)), ["{"]);
         assert_eq!(unmatched(&STYLE.replacen("#tip", "#tap", 1)), ["#tap"]);

@@ -14,7 +14,10 @@ use super::waterfall::{Mark, Step, Waterfall, level};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Level;
 use prost::Message;
-use protos::{Clock, ClockSnapshot, CounterDescriptor, DebugAnnotation, TracePacket, TrackDescriptor, TrackEvent, Type};
+use protos::{
+    Clock, ClockSnapshot, CounterDescriptor, DebugAnnotation, TracePacket, TrackDescriptor,
+    TrackEvent, Type,
+};
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 
@@ -45,7 +48,11 @@ const MAX_ROWS: usize = 0x1000;
 
 /// The whole file.
 pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
-    let mut trace = Trace { out, id: track_base(timeline), clock: TraceClock::of(timeline) };
+    let mut trace = Trace {
+        out,
+        id: track_base(timeline),
+        clock: TraceClock::of(timeline),
+    };
     trace.clocks(timeline)?;
     trace.tracks(timeline)?;
     // (time, what ends before what begins, order): readers want a track's events nested, whatever
@@ -53,18 +60,32 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     let mut events: Vec<(u64, u8, Event)> = Vec::new();
     let at = |at_ns| trace.clock.at(at_ns);
     for (i, step) in timeline.steps.iter().enumerate() {
-        let (begin, end) = (at(step.begin_ns), step.end_ns.filter(|_| !step.begin_lost).map(at));
+        let (begin, end) = (
+            at(step.begin_ns),
+            step.end_ns.filter(|_| !step.begin_lost).map(at),
+        );
         match end {
             // A step without length, or whose beginning was lost, is an instant: its end would come
             // before its beginning.
-            Some(end) if end > begin => events.extend([(begin, 1, Event::Begin(i, step)), (end, 0, Event::End(step))]),
+            Some(end) if end > begin => events.extend([
+                (begin, 1, Event::Begin(i, step)),
+                (end, 0, Event::End(step)),
+            ]),
             None if !step.begin_lost => events.push((begin, 1, Event::Begin(i, step))),
             _ => events.push((begin, 1, Event::Instant(step))),
         }
     }
-    events.extend(timeline.marks.iter().map(|mark| (at(mark.at_ns), 2, Event::Mark(mark))));
+    events.extend(
+        timeline
+            .marks
+            .iter()
+            .map(|mark| (at(mark.at_ns), 2, Event::Mark(mark))),
+    );
     critical(timeline, &trace.clock, &mut events);
-    for (counter, name) in [(PUBLISHED, names::GPU_PUBLISHED), (USABLE, names::GPU_USABLE)] {
+    for (counter, name) in [
+        (PUBLISHED, names::GPU_PUBLISHED),
+        (USABLE, names::GPU_USABLE),
+    ] {
         count(timeline, &trace.clock, name, counter, &mut events);
     }
     events.sort_by_key(|(at, order, _)| (*at, *order));
@@ -77,9 +98,10 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
             Event::Mark(mark) => instant(mark, trace.lane(mark.lane, 0)),
             Event::PieceBegin(step) => piece(step, trace.id | CRITICAL),
             Event::PieceEnd => track_event(Type::SliceEnd, trace.id | CRITICAL),
-            Event::Count(counter, gpus) => {
-                TrackEvent { counter_value: Some(gpus as i64), ..track_event(Type::Counter, trace.id | counter) }
-            }
+            Event::Count(counter, gpus) => TrackEvent {
+                counter_value: Some(gpus as i64),
+                ..track_event(Type::Counter, trace.id | counter)
+            },
         };
         trace.packet(TracePacket {
             timestamp: Some(at),
@@ -108,7 +130,12 @@ enum Event<'a> {
 
 /// Tracks of several boots can be put into one trace: their ids are the boot's.
 fn track_base(timeline: &Waterfall) -> u64 {
-    let digits: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).take(8).collect();
+    let digits: String = timeline
+        .boot_id()
+        .chars()
+        .filter(char::is_ascii_hexdigit)
+        .take(8)
+        .collect();
     u64::from_str_radix(&digits, 16).unwrap_or(0) << 32
 }
 
@@ -121,8 +148,14 @@ struct TraceClock {
 impl TraceClock {
     fn of(timeline: &Waterfall) -> Self {
         match timeline.sample() {
-            Some(sample) => Self { id: REALTIME, offset_ns: sample.offset_ns },
-            None => Self { id: BOOTTIME, offset_ns: 0 },
+            Some(sample) => Self {
+                id: REALTIME,
+                offset_ns: sample.offset_ns,
+            },
+            None => Self {
+                id: BOOTTIME,
+                offset_ns: 0,
+            },
         }
     }
 
@@ -141,8 +174,16 @@ struct Trace<'a> {
 impl Trace<'_> {
     /// A trace of one packet: traces one after another are one trace.
     fn packet(&mut self, packet: TracePacket) -> io::Result<()> {
-        let packet = TracePacket { trusted_packet_sequence_id: SEQUENCE, ..packet };
-        self.out.write_all(&protos::Trace { packet: vec![packet] }.encode_to_vec())
+        let packet = TracePacket {
+            trusted_packet_sequence_id: SEQUENCE,
+            ..packet
+        };
+        self.out.write_all(
+            &protos::Trace {
+                packet: vec![packet],
+            }
+            .encode_to_vec(),
+        )
     }
 
     fn lane(&self, lane: usize, row: usize) -> u64 {
@@ -151,17 +192,31 @@ impl Trace<'_> {
     }
 
     fn clocks(&mut self, timeline: &Waterfall) -> io::Result<()> {
-        let clock = |clock_id, ns| Clock { clock_id, timestamp: Some(ns) };
+        let clock = |clock_id, ns| Clock {
+            clock_id,
+            timestamp: Some(ns),
+        };
         let mut last = None;
         for sample in &timeline.samples {
-            let realtime = sample.offset_ns.checked_add_unsigned(sample.boottime_ns).and_then(|ns| u64::try_from(ns).ok());
-            let Some(realtime) = realtime.filter(|_| sample.boottime_ns <= MAX_TIME) else { continue };
+            let realtime = sample
+                .offset_ns
+                .checked_add_unsigned(sample.boottime_ns)
+                .and_then(|ns| u64::try_from(ns).ok());
+            let Some(realtime) = realtime.filter(|_| sample.boottime_ns <= MAX_TIME) else {
+                continue;
+            };
             // Readers refuse clocks that go backwards; the samples' bounds overlap where that looks
             // so.
             if last.is_some_and(|(b, r)| sample.boottime_ns <= b || realtime <= r) {
                 continue;
             }
-            self.snapshot(last.is_none(), vec![clock(BOOTTIME, sample.boottime_ns), clock(REALTIME, realtime)])?;
+            self.snapshot(
+                last.is_none(),
+                vec![
+                    clock(BOOTTIME, sample.boottime_ns),
+                    clock(REALTIME, realtime),
+                ],
+            )?;
             last = Some((sample.boottime_ns, realtime));
         }
         if last.is_none() {
@@ -173,9 +228,16 @@ impl Trace<'_> {
     }
 
     fn snapshot(&mut self, first: bool, clocks: Vec<Clock>) -> io::Result<()> {
-        let snapshot = ClockSnapshot { clocks, primary_trace_clock: self.clock.id };
+        let snapshot = ClockSnapshot {
+            clocks,
+            primary_trace_clock: self.clock.id,
+        };
         let sequence_flags = if first { STATE_CLEARED } else { 0 };
-        self.packet(TracePacket { sequence_flags, clock_snapshot: Some(snapshot), ..TracePacket::default() })
+        self.packet(TracePacket {
+            sequence_flags,
+            clock_snapshot: Some(snapshot),
+            ..TracePacket::default()
+        })
     }
 
     fn tracks(&mut self, timeline: &Waterfall) -> io::Result<()> {
@@ -193,7 +255,12 @@ impl Trace<'_> {
         };
         let name = format!("boot {}", timeline.boot_id());
         let mut tracks = vec![
-            TrackDescriptor { uuid: id | BOOT, name, child_ordering: EXPLICIT, ..TrackDescriptor::default() },
+            TrackDescriptor {
+                uuid: id | BOOT,
+                name,
+                child_ordering: EXPLICIT,
+                ..TrackDescriptor::default()
+            },
             child(id | CRITICAL, "critical path", 0),
             counter(id | PUBLISHED, "GPUs published", 1),
             counter(id | USABLE, "GPUs usable", 2),
@@ -203,32 +270,60 @@ impl Trace<'_> {
                 tracks.push(child(self.lane(i, row), &lane.name, 3 + i));
             }
         }
-        tracks.into_iter().try_for_each(|track| self.packet(TracePacket { track_descriptor: Some(track), ..TracePacket::default() }))
+        tracks.into_iter().try_for_each(|track| {
+            self.packet(TracePacket {
+                track_descriptor: Some(track),
+                ..TracePacket::default()
+            })
+        })
     }
 }
 
 fn annotation(name: &str, value: &str) -> DebugAnnotation {
-    DebugAnnotation { name: name.to_string(), string_value: Some(value.to_string()), ..DebugAnnotation::default() }
+    DebugAnnotation {
+        name: name.to_string(),
+        string_value: Some(value.to_string()),
+        ..DebugAnnotation::default()
+    }
 }
 
 fn number(name: &str, value: u64) -> DebugAnnotation {
-    DebugAnnotation { name: name.to_string(), uint_value: Some(value), ..DebugAnnotation::default() }
+    DebugAnnotation {
+        name: name.to_string(),
+        uint_value: Some(value),
+        ..DebugAnnotation::default()
+    }
 }
 
 fn track_event(kind: Type, track_uuid: u64) -> TrackEvent {
-    TrackEvent { r#type: Some(kind.into()), track_uuid, ..TrackEvent::default() }
+    TrackEvent {
+        r#type: Some(kind.into()),
+        track_uuid,
+        ..TrackEvent::default()
+    }
 }
 
 /// Fields of a step, without its times.
 fn annotations(step: &Step) -> Vec<DebugAnnotation> {
-    let mut annotations: Vec<_> = step.fields.iter().map(|(key, value)| annotation(key, value)).collect();
+    let mut annotations: Vec<_> = step
+        .fields
+        .iter()
+        .map(|(key, value)| annotation(key, value))
+        .collect();
     if let Some(gpu) = step.gpu {
         annotations.push(annotation("gpu", &gpu.address.to_string()));
         annotations.extend(gpu.index.map(|index| number("gpu_index", index)));
     }
     annotations.extend(step.id.map(|id| number("span", id)));
-    annotations.extend(step.error.as_deref().map(|error| annotation("error", error)));
-    annotations.extend(step.begin_lost.then(|| annotation("lost", "the record of its beginning")));
+    annotations.extend(
+        step.error
+            .as_deref()
+            .map(|error| annotation("error", error)),
+    );
+    annotations.extend(
+        step.begin_lost
+            .then(|| annotation("lost", "the record of its beginning")),
+    );
     annotations
 }
 
@@ -236,7 +331,12 @@ fn annotations(step: &Step) -> Vec<DebugAnnotation> {
 type Flows = (Vec<u64>, Vec<u64>);
 
 fn flows(timeline: &Waterfall) -> HashMap<usize, Flows> {
-    let by_id: HashMap<u64, usize> = timeline.steps.iter().enumerate().filter_map(|(i, s)| Some((s.id?, i))).collect();
+    let by_id: HashMap<u64, usize> = timeline
+        .steps
+        .iter()
+        .enumerate()
+        .filter_map(|(i, s)| Some((s.id?, i)))
+        .collect();
     let mut flows: HashMap<usize, Flows> = HashMap::new();
     let mut next = track_base(timeline);
     for (to, step) in timeline.steps.iter().enumerate() {
@@ -253,7 +353,11 @@ fn slice(step: &Step, track_uuid: u64, flows: Option<&Flows>) -> TrackEvent {
     let (flow_ids, terminating_flow_ids) = flows.cloned().unwrap_or_default();
     let failed = step.error.is_some().then_some("failed");
     TrackEvent {
-        categories: [Some(step.side.name()), failed].into_iter().flatten().map(str::to_string).collect(),
+        categories: [Some(step.side.name()), failed]
+            .into_iter()
+            .flatten()
+            .map(str::to_string)
+            .collect(),
         name: step.label(),
         debug_annotations: annotations(step),
         flow_ids,
@@ -263,7 +367,10 @@ fn slice(step: &Step, track_uuid: u64, flows: Option<&Flows>) -> TrackEvent {
 }
 
 fn slice_as_instant(step: &Step, track_uuid: u64) -> TrackEvent {
-    let took = step.took_ns().filter(|took| *took > 0).map(|took| number("took_ns", took));
+    let took = step
+        .took_ns()
+        .filter(|took| *took > 0)
+        .map(|took| number("took_ns", took));
     TrackEvent {
         categories: vec![step.side.name().to_string()],
         name: step.label(),
@@ -283,13 +390,20 @@ fn instant(mark: &Mark, track_uuid: u64) -> TrackEvent {
     TrackEvent {
         categories: vec![mark.side.name().to_string(), level.to_string()],
         name: mark.name.clone(),
-        debug_annotations: [annotation("text", &mark.text)].into_iter().chain(facts).collect(),
+        debug_annotations: [annotation("text", &mark.text)]
+            .into_iter()
+            .chain(facts)
+            .collect(),
         ..track_event(Type::Instant, track_uuid)
     }
 }
 
 fn piece(step: &Step, track_uuid: u64) -> TrackEvent {
-    let gpu = step.gpu.and_then(|gpu| gpu.index).map(|index| format!(" of GPU {index}")).unwrap_or_default();
+    let gpu = step
+        .gpu
+        .and_then(|gpu| gpu.index)
+        .map(|index| format!(" of GPU {index}"))
+        .unwrap_or_default();
     TrackEvent {
         categories: vec!["critical".to_string()],
         name: format!("{}{gpu}", step.label()),
@@ -298,10 +412,19 @@ fn piece(step: &Step, track_uuid: u64) -> TrackEvent {
 }
 
 /// The pieces of the critical path, one after another.
-fn critical<'a>(timeline: &'a Waterfall, clock: &TraceClock, events: &mut Vec<(u64, u8, Event<'a>)>) {
+fn critical<'a>(
+    timeline: &'a Waterfall,
+    clock: &TraceClock,
+    events: &mut Vec<(u64, u8, Event<'a>)>,
+) {
     for piece in &timeline.path {
-        let Some(step) = piece.step.and_then(|step| timeline.steps.get(step)) else { continue };
-        let (begin, end) = (clock.at(piece.begin_ns), clock.at(piece.begin_ns.saturating_add_unsigned(piece.took_ns)));
+        let Some(step) = piece.step.and_then(|step| timeline.steps.get(step)) else {
+            continue;
+        };
+        let (begin, end) = (
+            clock.at(piece.begin_ns),
+            clock.at(piece.begin_ns.saturating_add_unsigned(piece.took_ns)),
+        );
         // An open piece has no end.
         let is_open = step.end_ns.is_none();
         if is_open || end > begin {
@@ -312,7 +435,13 @@ fn critical<'a>(timeline: &'a Waterfall, clock: &TraceClock, events: &mut Vec<(u
 }
 
 /// How many GPUs there are of which this event has been seen.
-fn count(timeline: &Waterfall, clock: &TraceClock, name: &str, counter: u64, events: &mut Vec<(u64, u8, Event)>) {
+fn count(
+    timeline: &Waterfall,
+    clock: &TraceClock,
+    name: &str,
+    counter: u64,
+    events: &mut Vec<(u64, u8, Event)>,
+) {
     let mut seen = HashSet::new();
     events.push((clock.at(timeline.begin_ns), 2, Event::Count(counter, 0)));
     for mark in timeline.marks.iter().filter(|mark| mark.name == name) {

@@ -91,7 +91,16 @@ pub struct Row {
 impl Row {
     /// A plain row about no GPU.
     pub fn plain(time_ns: u64, side: Side, what: String) -> Self {
-        Self { time_ns, approximate: false, side, gpu: None, what, took_ns: None, tone: Tone::Plain, detail: false }
+        Self {
+            time_ns,
+            approximate: false,
+            side,
+            gpu: None,
+            what,
+            took_ns: None,
+            tone: Tone::Plain,
+            detail: false,
+        }
     }
 
     /// The first row of every boot.
@@ -129,7 +138,14 @@ impl Tracker {
     /// Takes the next record: its row, and the state of its GPU that it ended.
     pub fn take(&mut self, record: &Record) -> (Row, Option<Passed>) {
         if let Some(event) = imported_record::of_record(record) {
-            return (self.agent_row(&event, record.boottime_ns, imported_record::is_approximate(record)), None);
+            return (
+                self.agent_row(
+                    &event,
+                    record.boottime_ns,
+                    imported_record::is_approximate(record),
+                ),
+                None,
+            );
         }
         let passed = self.learn(record);
         let begun = record.span.and_then(|id| match record.kind {
@@ -137,11 +153,16 @@ impl Tracker {
             Kind::Begin | Kind::Event | Kind::Kmsg => None,
         });
         let took_ns = match record.kind {
-            Kind::End => begun.as_ref().and_then(|b| record.boottime_ns.checked_sub(b.begin_ns)),
+            Kind::End => begun
+                .as_ref()
+                .and_then(|b| record.boottime_ns.checked_sub(b.begin_ns)),
             Kind::Event => self.event_took(record),
             Kind::Begin | Kind::Kmsg => None,
         };
-        let gpu = record.gpu.or(begun.as_ref().and_then(|b| b.gpu.map(|g| g.address))).map(|address| self.gpu_name(address));
+        let gpu = record
+            .gpu
+            .or(begun.as_ref().and_then(|b| b.gpu.map(|g| g.address)))
+            .map(|address| self.gpu_name(address));
         let row = Row {
             time_ns: record.boottime_ns,
             approximate: imported_record::is_approximate(record),
@@ -163,7 +184,13 @@ impl Tracker {
             let gpu = record.gpu.map(|address| self.gpu_name(address));
             let mut fields = fields_text(record);
             fields.truncate(MAX_BEGIN_TEXT);
-            let open = Open { name: record.name.to_string(), gpu, begin_ns: record.boottime_ns, parent: record.parent, fields };
+            let open = Open {
+                name: record.name.to_string(),
+                gpu,
+                begin_ns: record.boottime_ns,
+                parent: record.parent,
+                fields,
+            };
             self.open.insert(id, open);
         }
         passed
@@ -180,13 +207,20 @@ impl Tracker {
     }
 
     fn gpu_name(&self, address: PciAddress) -> GpuName {
-        GpuName { index: self.gpus.all.get(&address).and_then(|gpu| gpu.index), address }
+        GpuName {
+            index: self.gpus.all.get(&address).and_then(|gpu| gpu.index),
+            address,
+        }
     }
 
     /// The innermost spans that have not ended, by their names.
     pub fn open(&self) -> Vec<&Open> {
         let parents: HashSet<u64> = self.open.values().filter_map(|o| o.parent).collect();
-        self.open.iter().filter(|(id, _)| !parents.contains(id)).map(|(_, open)| open).collect()
+        self.open
+            .iter()
+            .filter(|(id, _)| !parents.contains(id))
+            .map(|(_, open)| open)
+            .collect()
     }
 
     /// The row of a step or count of the host's trace; of one that ended before the kernel's start,
@@ -195,19 +229,32 @@ impl Tracker {
         let traced = &step.traced;
         let row = row_of(&traced.name);
         let text = |text: &str| text::printable_start(text.as_bytes(), MAX_VALUE);
-        let detail = if traced.detail.is_empty() { String::new() } else { format!(" {}", text(&traced.detail)) };
+        let detail = if traced.detail.is_empty() {
+            String::new()
+        } else {
+            format!(" {}", text(&traced.detail))
+        };
         let before = step.end_ns().min(0).unsigned_abs();
-        let before = if before > 0 { format!(" ({} s before kernel start)", text::seconds(before)) } else { String::new() };
+        let before = if before > 0 {
+            format!(" ({} s before kernel start)", text::seconds(before))
+        } else {
+            String::new()
+        };
         let took_ns = (row.form == Form::Span).then_some(traced.took_ns);
         Row {
             time_ns: u64::try_from(step.end_ns()).unwrap_or(0),
             approximate: step.is_approximate(),
             side: row.owner.into(),
             gpu: step.gpu.map(|address| self.gpu_name(address)),
-            what: format!("{}{detail}{}{before}", text(&traced.name), step.fields_text()),
+            what: format!(
+                "{}{detail}{}{before}",
+                text(&traced.name),
+                step.fields_text()
+            ),
             took_ns,
             tone: Tone::Plain,
-            detail: row.rank == Rank::Detail || row.rank == Rank::Quick && took_ns.is_none_or(|took| took < SLOW_NS),
+            detail: row.rank == Rank::Detail
+                || row.rank == Rank::Quick && took_ns.is_none_or(|took| took < SLOW_NS),
         }
     }
 
@@ -215,36 +262,89 @@ impl Tracker {
     pub fn agent_row(&mut self, event: &AgentEvent, time_ns: u64, approximate: bool) -> Row {
         let tries = |n: &Option<u64>| n.map(|n| format!(" tries={n}")).unwrap_or_default();
         let (what, tone, detail) = match event {
-            AgentEvent::Start { version } => (format!("kata-agent {version} starts"), Tone::Plain, true),
+            AgentEvent::Start { version } => {
+                (format!("kata-agent {version} starts"), Tone::Plain, true)
+            }
             AgentEvent::Ready => ("agent ready".to_string(), Tone::Good, false),
             AgentEvent::Rpc { call } => (format!("asked to {call}"), Tone::Plain, true),
-            AgentEvent::ContainerAsked { container, devices, pause } => {
-                (format!("container asked for: {container} devices={devices}"), Tone::Plain, *pause)
-            }
-            AgentEvent::CdiTryFailed { container, attempt, error } => {
+            AgentEvent::ContainerAsked {
+                container,
+                devices,
+                pause,
+            } => (
+                format!("container asked for: {container} devices={devices}"),
+                Tone::Plain,
+                *pause,
+            ),
+            AgentEvent::CdiTryFailed {
+                container,
+                attempt,
+                error,
+            } => {
                 // The agent tries once a second: the first says that it waits, and for what.
                 let first = self.waiting.len() < MAX_GPUS && self.waiting.insert(container.clone());
-                (format!("cdi try failed container={container} try={attempt}: {error}"), Tone::Plain, !first)
+                (
+                    format!("cdi try failed container={container} try={attempt}: {error}"),
+                    Tone::Plain,
+                    !first,
+                )
             }
-            AgentEvent::Injected { container } => (format!("devices injected: {container}"), Tone::Plain, true),
-            AgentEvent::ContainerCreated { container, devices, tries: n, pause } => {
-                let what = format!("container created: {container} devices={devices}{}", tries(n));
+            AgentEvent::Injected { container } => {
+                (format!("devices injected: {container}"), Tone::Plain, true)
+            }
+            AgentEvent::ContainerCreated {
+                container,
+                devices,
+                tries: n,
+                pause,
+            } => {
+                let what = format!(
+                    "container created: {container} devices={devices}{}",
+                    tries(n)
+                );
                 (what, if *pause { Tone::Plain } else { Tone::Good }, false)
             }
-            AgentEvent::ContainerStarted { container } => (format!("container started: {container}"), Tone::Plain, true),
-            AgentEvent::ContainerFailed { container, devices, tries: n, error } => {
-                (format!("container failed: {container} devices={devices}{}: {error}", tries(n)), Tone::Error, false)
+            AgentEvent::ContainerStarted { container } => {
+                (format!("container started: {container}"), Tone::Plain, true)
             }
-            AgentEvent::HookFailed { error } => (format!("hook failed: {error}"), Tone::Error, false),
+            AgentEvent::ContainerFailed {
+                container,
+                devices,
+                tries: n,
+                error,
+            } => (
+                format!(
+                    "container failed: {container} devices={devices}{}: {error}",
+                    tries(n)
+                ),
+                Tone::Error,
+                false,
+            ),
+            AgentEvent::HookFailed { error } => {
+                (format!("hook failed: {error}"), Tone::Error, false)
+            }
             AgentEvent::Bound(gpu) => (format!("uevent: a driver has {gpu}"), Tone::Plain, true),
         };
-        Row { time_ns, approximate, side: Side::Agent, gpu: None, what, took_ns: None, tone, detail }
+        Row {
+            time_ns,
+            approximate,
+            side: Side::Agent,
+            gpu: None,
+            what,
+            took_ns: None,
+            tone,
+            detail,
+        }
     }
 }
 
 fn side(record: &Record) -> Side {
     match record.kind {
-        Kind::Kmsg if record.kmsg_text().starts_with("nvidia") || record.kmsg_text().contains("NVRM:") => Side::Driver,
+        Kind::Kmsg
+            if record.kmsg_text().starts_with("nvidia") || record.kmsg_text().contains("NVRM:") =>
+        {
+            Side::Driver
+        }
         Kind::Kmsg => Side::Kernel,
         Kind::Begin | Kind::End | Kind::Event => row_of(&record.name).owner.into(),
     }
@@ -252,12 +352,25 @@ fn side(record: &Record) -> Side {
 
 fn tone(record: &Record) -> Tone {
     match (record.level, record.name.as_str()) {
-        (Level::Error, _) if record.kind == Kind::Kmsg && driver_log::is_banner(record.kmsg_text()) => Tone::Plain,
+        (Level::Error, _)
+            if record.kind == Kind::Kmsg && driver_log::is_banner(record.kmsg_text()) =>
+        {
+            Tone::Plain
+        }
         (Level::Error, _) => Tone::Error,
         (_, names::GPU_FAILED | names::POWER_OFF) => Tone::Error,
         _ if record.kind == Kind::End && record.error.is_some() => Tone::Error,
         (Level::Warn, _) | (_, names::GPU_LATE | names::STREAM_LOST) => Tone::Warning,
-        (_, names::SETTLED) if record.fields.get("failed").and_then(Field::as_u64).unwrap_or(0) > 0 => Tone::Warning,
+        (_, names::SETTLED)
+            if record
+                .fields
+                .get("failed")
+                .and_then(Field::as_u64)
+                .unwrap_or(0)
+                > 0 =>
+        {
+            Tone::Warning
+        }
         (_, names::GPU_USABLE | names::SETTLED) => Tone::Good,
         (Level::Info | Level::Debug | Level::Trace, _) => Tone::Plain,
     }
@@ -284,7 +397,14 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
 
 /// Kernel lines that say what is wrong with a GPU, whatever their level.
 fn kmsg_matters(text: &str) -> bool {
-    ["NVRM: Xid", "RmInitAdapter failed", "fallen off the bus", "Kernel panic"].iter().any(|sign| text.contains(sign))
+    [
+        "NVRM: Xid",
+        "RmInitAdapter failed",
+        "fallen off the bus",
+        "Kernel panic",
+    ]
+    .iter()
+    .any(|sign| text.contains(sign))
 }
 
 /// `begun`: the fields of the span's beginning, for the row of its end.
@@ -295,8 +415,16 @@ fn what(record: &Record, begun: &str) -> String {
     if record.name == names::GPU_HEALTH && record.error.is_none() {
         return format!("{}{}", names::GPU_HEALTH, health_text(record));
     }
-    let begin = if record.kind == Kind::Begin { "begin " } else { "" };
-    let mut what = format!("{begin}{}{begun}{}", text::printable(&record.name), fields_text(record));
+    let begin = if record.kind == Kind::Begin {
+        "begin "
+    } else {
+        ""
+    };
+    let mut what = format!(
+        "{begin}{}{begun}{}",
+        text::printable(&record.name),
+        fields_text(record)
+    );
     if let Some(error) = &record.error {
         what.push_str(": ");
         what.push_str(&text::printable(error));
@@ -308,25 +436,59 @@ fn what(record: &Record, begun: &str) -> String {
 /// every field.
 fn health_text(record: &Record) -> String {
     let number = |name: &str| record.fields.get(name).and_then(Field::as_u64);
-    let shown = |name: &str| record.fields.get(name).map(|value| text::printable_start(value.shown().as_bytes(), MAX_VALUE));
+    let shown = |name: &str| {
+        record
+            .fields
+            .get(name)
+            .map(|value| text::printable_start(value.shown().as_bytes(), MAX_VALUE))
+    };
     let is = |name: &str| shown(name).is_some_and(|value| value == "true");
     let watts = |milliwatts: u64| milliwatts / 1000;
     let mut parts = Vec::new();
     parts.extend(number("graphics_mhz").map(|mhz| format!("{mhz} MHz")));
     parts.extend(number("memory_mhz").map(|mhz| format!("memory {mhz} MHz")));
-    parts.extend(number("power_mw").map(|power| match number("power_limit_mw") {
-        Some(limit) => format!("{} of {} W", watts(power), watts(limit)),
-        None => format!("{} W", watts(power)),
-    }));
-    parts.extend(shown("ecc").map(|ecc| format!("ECC {}", if ecc == "true" { "on" } else { "off" })));
-    parts.extend(number("ecc_uncorrected").filter(|errors| *errors > 0).map(|errors| format!("{errors} uncorrected errors")));
-    parts.extend(number("rows_remapped").filter(|rows| *rows > 0).map(|rows| format!("{rows} rows remapped")));
+    parts.extend(
+        number("power_mw").map(|power| match number("power_limit_mw") {
+            Some(limit) => format!("{} of {} W", watts(power), watts(limit)),
+            None => format!("{} W", watts(power)),
+        }),
+    );
+    parts.extend(
+        shown("ecc").map(|ecc| format!("ECC {}", if ecc == "true" { "on" } else { "off" })),
+    );
+    parts.extend(
+        number("ecc_uncorrected")
+            .filter(|errors| *errors > 0)
+            .map(|errors| format!("{errors} uncorrected errors")),
+    );
+    parts.extend(
+        number("rows_remapped")
+            .filter(|rows| *rows > 0)
+            .map(|rows| format!("{rows} rows remapped")),
+    );
     parts.extend(is("remap_pending").then(|| "a remap waits for a reset".to_string()));
-    parts.extend(number("nvlinks").map(|links| format!("NVLinks {} of {links}", number("nvlinks_active").unwrap_or(0))));
-    parts.extend(shown("fabric").filter(|state| state != "not supported").map(|state| format!("fabric {state}")));
-    parts.extend(shown("throttle").filter(|reasons| reasons != "gpu_idle").map(|reasons| format!("clocks held by {reasons}")));
+    parts.extend(number("nvlinks").map(|links| {
+        format!(
+            "NVLinks {} of {links}",
+            number("nvlinks_active").unwrap_or(0)
+        )
+    }));
+    parts.extend(
+        shown("fabric")
+            .filter(|state| state != "not supported")
+            .map(|state| format!("fabric {state}")),
+    );
+    parts.extend(
+        shown("throttle")
+            .filter(|reasons| reasons != "gpu_idle")
+            .map(|reasons| format!("clocks held by {reasons}")),
+    );
     parts.extend(shown("mig").map(|instances| format!("MIG {instances}")));
-    if parts.is_empty() { String::new() } else { format!(" {}", parts.join(", ")) }
+    if parts.is_empty() {
+        String::new()
+    } else {
+        format!(" {}", parts.join(", "))
+    }
 }
 
 /// Fields of a GPU's records that its columns show, or that mean something only to the init.
@@ -367,10 +529,17 @@ mod tests {
         let mut tracker = Tracker::default();
         let decode = |(seq, line): (usize, &&str)| {
             let line = format!(r#"{{"schema":1,"seq":{seq},{line}}}"#);
-            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else { panic!("{line} does not decode") };
+            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else {
+                panic!("{line} does not decode")
+            };
             record
         };
-        lines.iter().enumerate().map(decode).map(|record| tracker.row(&(*record).into())).collect()
+        lines
+            .iter()
+            .enumerate()
+            .map(decode)
+            .map(|record| tracker.row(&(*record).into()))
+            .collect()
     }
 
     #[test]
@@ -381,15 +550,23 @@ mod tests {
             r#""boottime_ns":5000,"kind":"end","name":"module.load","span":7"#,
         ]);
         assert!(rows[0].detail && !rows[1].detail);
-        assert_eq!((rows[1].what.as_str(), rows[1].took_ns, rows[1].side), ("module.load module=nvidia x=1", Some(4000), Side::Driver));
+        assert_eq!(
+            (rows[1].what.as_str(), rows[1].took_ns, rows[1].side),
+            ("module.load module=nvidia x=1", Some(4000), Side::Driver)
+        );
         assert_eq!(rows[2].took_ns, None, "its beginning was lost");
     }
 
     #[test]
     fn a_topology_comes_before_what_it_was_decided_from() {
         let fields = r#"{"decided_by":"scan","gpus":8,"reason":"8 GPUs found","topology":"gpus"}"#;
-        let rows = rows(&[&format!(r#""boottime_ns":1000,"kind":"event","name":"topology","fields":{fields}"#)]);
-        assert_eq!(rows[0].what, "topology gpus decided_by=scan gpus=8 reason=\"8 GPUs found\"");
+        let rows = rows(&[&format!(
+            r#""boottime_ns":1000,"kind":"event","name":"topology","fields":{fields}"#
+        )]);
+        assert_eq!(
+            rows[0].what,
+            "topology gpus decided_by=scan gpus=8 reason=\"8 GPUs found\""
+        );
         assert!(!rows[0].detail);
     }
 
@@ -400,20 +577,37 @@ mod tests {
             "nvlinks":18,"nvlinks_active":17,"fabric":"completed","throttle":"gpu_idle","uuid":"GPU-x","cluster":"0"}"#
             .replace('\n', "");
         let rows = rows(&[
-            &format!(r#""boottime_ns":10,"kind":"event","name":"gpu.health",{gpu},"fields":{fields}"#),
-            &format!(r#""boottime_ns":11,"kind":"event","name":"gpu.health","level":"error",{gpu},"error":"GPU 0000:01:00.0 is gone""#),
-            &format!(r#""boottime_ns":12,"kind":"event","name":"gpu.health",{gpu},"fields":{{"ecc":"\u001b[31m","mig":7}}"#),
+            &format!(
+                r#""boottime_ns":10,"kind":"event","name":"gpu.health",{gpu},"fields":{fields}"#
+            ),
+            &format!(
+                r#""boottime_ns":11,"kind":"event","name":"gpu.health","level":"error",{gpu},"error":"GPU 0000:01:00.0 is gone""#
+            ),
+            &format!(
+                r#""boottime_ns":12,"kind":"event","name":"gpu.health",{gpu},"fields":{{"ecc":"\u001b[31m","mig":7}}"#
+            ),
         ]);
-        assert_eq!(rows[0].what, "gpu.health 1200 MHz, 71 of 500 W, ECC on, 2 rows remapped, NVLinks 17 of 18, fabric completed");
-        assert_eq!((rows[1].what.as_str(), rows[1].tone), ("gpu.health: GPU 0000:01:00.0 is gone", Tone::Error));
-        assert_eq!(rows[2].what, "gpu.health ECC off, MIG 7", "a guest's values drive no terminal");
+        assert_eq!(
+            rows[0].what,
+            "gpu.health 1200 MHz, 71 of 500 W, ECC on, 2 rows remapped, NVLinks 17 of 18, fabric completed"
+        );
+        assert_eq!(
+            (rows[1].what.as_str(), rows[1].tone),
+            ("gpu.health: GPU 0000:01:00.0 is gone", Tone::Error)
+        );
+        assert_eq!(
+            rows[2].what, "gpu.health ECC off, MIG 7",
+            "a guest's values drive no terminal"
+        );
     }
 
     #[test]
     fn bound_and_usable_say_how_long_their_steps_took() {
         let gpu = r#""gpu":"0000:01:00.0""#;
         let rows = rows(&[
-            &format!(r#""boottime_ns":10,"kind":"event","name":"gpu.found",{gpu},"fields":{{"index":3}}"#),
+            &format!(
+                r#""boottime_ns":10,"kind":"event","name":"gpu.found",{gpu},"fields":{{"index":3}}"#
+            ),
             &format!(r#""boottime_ns":1000,"kind":"begin","name":"gpu.bind","span":1,{gpu}"#),
             &format!(r#""boottime_ns":5000,"kind":"event","name":"gpu.bound",{gpu}"#),
             &format!(r#""boottime_ns":5100,"kind":"end","name":"gpu.bind","span":1,{gpu}"#),
@@ -440,7 +634,12 @@ mod tests {
             r#""boottime_ns":2,"kind":"event","name":"x","level":"debug""#,
         ]);
         let shown: Vec<bool> = rows.iter().map(|r| !r.detail).collect();
-        assert_eq!(shown, [false, false, false, true, false, true, true, false, true, false]);
+        assert_eq!(
+            shown,
+            [
+                false, false, false, true, false, true, true, false, true, false
+            ]
+        );
         assert_eq!((rows[5].tone, rows[6].side), (Tone::Error, Side::Driver));
     }
 
@@ -453,11 +652,18 @@ mod tests {
                 id % 0xffff,
                 "x".repeat(9000)
             );
-            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else { panic!("does not decode") };
+            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else {
+                panic!("does not decode")
+            };
             tracker.row(&(*record).into());
         }
         assert_eq!(tracker.open.len(), MAX_OPEN);
-        assert!(tracker.open.values().all(|o| o.fields.len() <= MAX_BEGIN_TEXT));
+        assert!(
+            tracker
+                .open
+                .values()
+                .all(|o| o.fields.len() <= MAX_BEGIN_TEXT)
+        );
         assert!(tracker.gpus.all.len() <= MAX_GPUS);
     }
 }

@@ -16,7 +16,10 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
         out.push("no GPU in this boot".to_string());
     } else {
         out.extend(gpu_table(&boot.gpus, screen));
-        out.push(screen.paint(Ink::Dim, "seconds since kernel start (and how long the step took; published: since bound)"));
+        out.push(screen.paint(
+            Ink::Dim,
+            "seconds since kernel start (and how long the step took; published: since bound)",
+        ));
     }
     if let Some(table) = HealthTable::of(boot) {
         out.push(String::new());
@@ -26,10 +29,17 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
         out.push(String::new());
         out.push(bold("CONTAINER             TIME  TRIES  DEVICES"));
         for container in &boot.containers {
-            let time = container.at_ns.map_or("?".to_string(), |t| approximately(t, container.approximate));
+            let time = container
+                .at_ns
+                .map_or("?".to_string(), |t| approximately(t, container.approximate));
             let untold = if container.devices == NONE { "-" } else { "?" };
-            let tries = container.tries.map_or(untold.to_string(), |t| t.to_string());
-            out.push(format!("{:<16} {time:>9}  {tries:>5}  {}", container.name, container.devices));
+            let tries = container
+                .tries
+                .map_or(untold.to_string(), |t| t.to_string());
+            out.push(format!(
+                "{:<16} {time:>9}  {tries:>5}  {}",
+                container.name, container.devices
+            ));
             if let Some(error) = &container.error {
                 out.push(screen.paint(Ink::Error, &format!("    failed: {error}")));
             }
@@ -45,19 +55,34 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
     out.push(String::new());
     out.push(bold("MILESTONE             TIME  WALL CLOCK (UTC)"));
     for milestone in &boot.milestones {
-        let time = milestone.boottime_ns.map_or("-".to_string(), |t| approximately(t, milestone.approximate));
-        let wall = milestone.wall.map(|w| format!("{} {}", wall_clock(w.realtime_ns), error_bound(w.error_ns))).unwrap_or_default();
-        out.push(format!("{:<16} {time:>9}  {wall}", milestone.name).trim_end().to_string());
+        let time = milestone
+            .boottime_ns
+            .map_or("-".to_string(), |t| approximately(t, milestone.approximate));
+        let wall = milestone
+            .wall
+            .map(|w| format!("{} {}", wall_clock(w.realtime_ns), error_bound(w.error_ns)))
+            .unwrap_or_default();
+        out.push(
+            format!("{:<16} {time:>9}  {wall}", milestone.name)
+                .trim_end()
+                .to_string(),
+        );
     }
     if boot.milestones.iter().any(|m| m.approximate) {
         let why = match &boot.imported {
-            None if boot.containers.iter().any(|c| c.seen_by_init) => "containers as the init saw them, before they were created",
+            None if boot.containers.iter().any(|c| c.seen_by_init) => {
+                "containers as the init saw them, before they were created"
+            }
             None => "the stream has no clock event to place the agent's lines by",
             Some(_) => "known to a millisecond or worse, by the clocks of the logs",
         };
         out.push(screen.paint(Ink::Dim, &format!("~ approximate: {why}")));
     }
-    out.extend(clock_lines(&boot.clock).iter().map(|line| screen.paint(Ink::Dim, line)));
+    out.extend(
+        clock_lines(&boot.clock)
+            .iter()
+            .map(|line| screen.paint(Ink::Dim, line)),
+    );
     out.push(screen.paint(Ink::Dim, &coverage_line(boot)));
     let complaints = complaints(boot);
     if !complaints.is_empty() {
@@ -69,10 +94,20 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
 
 /// Facts known about a container that was asked for and has no end.
 fn pending(container: &Container) -> String {
-    let asked = container.asked_ns.map(|at| format!("asked for at {}, ", approximately(at, container.approximate))).unwrap_or_default();
+    let asked = container
+        .asked_ns
+        .map(|at| {
+            format!(
+                "asked for at {}, ",
+                approximately(at, container.approximate)
+            )
+        })
+        .unwrap_or_default();
     match container.tries {
         Some(tries) => format!("{asked}{tries} tries failed, and no line reports its creation"),
-        None => format!("{asked}neither created nor failed here: why the agent refuses a container is in the runtime's log alone"),
+        None => format!(
+            "{asked}neither created nor failed here: why the agent refuses a container is in the runtime's log alone"
+        ),
     }
 }
 
@@ -83,11 +118,20 @@ fn clock_lines(clock: &ClockSummary) -> Vec<String> {
         let drift = match clock.drift {
             // A bound beyond what is assumed anyway says nothing.
             Some(d) if d.error_ppm <= RATE_ERROR_PPM as f64 => {
-                format!("it ran {:+.0} ppm (+-{:.0}) against it over {} s", d.ppm, d.error_ppm.ceil(), seconds(d.to_ns - d.from_ns))
+                format!(
+                    "it ran {:+.0} ppm (+-{:.0}) against it over {} s",
+                    d.ppm,
+                    d.error_ppm.ceil(),
+                    seconds(d.to_ns - d.from_ns)
+                )
             }
             Some(_) | None => "too short or too noisy to measure drift".to_string(),
         };
-        let pings = format!("clock: the guest's beside the host's by {} sample(s), {} at best", clock.samples, error_bound(best.error_ns));
+        let pings = format!(
+            "clock: the guest's beside the host's by {} sample(s), {} at best",
+            clock.samples,
+            error_bound(best.error_ns)
+        );
         out.push(format!("{pings}; {drift}"));
     }
     if clock.hypervisor_samples > 0 {
@@ -97,8 +141,14 @@ fn clock_lines(clock: &ClockSummary) -> Vec<String> {
         ));
     }
     if let Some(printk) = clock.printk {
-        let bound = printk.error_ns.map(|e| format!(" ({})", error_bound(e))).unwrap_or_default();
-        out.push(format!("clock: the kernel log's is {:+.3} ms off the boot clock{bound}; corrected above", printk.offset_ns as f64 / 1e6));
+        let bound = printk
+            .error_ns
+            .map(|e| format!(" ({})", error_bound(e)))
+            .unwrap_or_default();
+        out.push(format!(
+            "clock: the kernel log's is {:+.3} ms off the boot clock{bound}; corrected above",
+            printk.offset_ns as f64 / 1e6
+        ));
     }
     out
 }
@@ -109,7 +159,10 @@ fn coverage_line(boot: &Boot) -> String {
         Some(c) => {
             let (unexplained, wall) = (seconds(c.unexplained_ns), seconds(c.wall_ns));
             let share = format!("{:.1} %", c.unexplained_share);
-            format!("unexplained: {unexplained} s of {wall} from {} to {} ({share}; where: kata-gpu-boot coverage)", c.from, c.to)
+            format!(
+                "unexplained: {unexplained} s of {wall} from {} to {} ({share}; where: kata-gpu-boot coverage)",
+                c.from, c.to
+            )
         }
     }
 }
@@ -118,21 +171,41 @@ fn approximately(time_ns: u64, approximate: bool) -> String {
     format!("{}{}", if approximate { "~" } else { "" }, seconds(time_ns))
 }
 
-const GPU_HEAD: [&str; 7] = ["GPU", "ADDRESS", "FOUND", "ENABLED", "BOUND", "PUBLISHED", "USABLE"];
+const GPU_HEAD: [&str; 7] = [
+    "GPU",
+    "ADDRESS",
+    "FOUND",
+    "ENABLED",
+    "BOUND",
+    "PUBLISHED",
+    "USABLE",
+];
 
 /// Table with a line per GPU, columns as wide as they must be and the terminal lets them. A failure
 /// or open step stands below its GPU.
 fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     let rows: Vec<[String; 7]> = gpus.iter().map(gpu_cells).collect();
-    let width = |column: usize| rows.iter().map(|r| r[column].len()).chain([GPU_HEAD[column].len()]).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter()
+            .map(|r| r[column].len())
+            .chain([GPU_HEAD[column].len()])
+            .max()
+            .unwrap_or(0)
+    };
     let widths: [usize; 7] = std::array::from_fn(width);
     // A narrow terminal gets less between columns, and no FOUND column: most GPUs share that time.
     let whole = widths.iter().sum::<usize>() + 2 * (widths.len() - 1);
     let narrow = screen.width.is_some_and(|width| width < whole);
     let line = |cells: [&str; 7]| {
-        let shown = cells.iter().zip(widths).zip(GPU_HEAD).filter(|(_, head)| !narrow || *head != "FOUND");
+        let shown = cells
+            .iter()
+            .zip(widths)
+            .zip(GPU_HEAD)
+            .filter(|(_, head)| !narrow || *head != "FOUND");
         let cells = shown.map(|((cell, width), _)| format!("{cell:>width$}"));
-        cells.collect::<Vec<_>>().join(if narrow { " " } else { "  " })
+        cells
+            .collect::<Vec<_>>()
+            .join(if narrow { " " } else { "  " })
     };
     let mut out = vec![screen.paint(Ink::Bold, &line(GPU_HEAD))];
     for (gpu, cells) in gpus.iter().zip(&rows) {
@@ -145,7 +218,11 @@ fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
         let more = match state(gpu) {
             State::Usable | State::Unknown => continue,
             State::Failed(f) => failed(f),
-            State::Still(s) => format!("still in {} since {}", printable(&s.step), seconds(s.since_ns)),
+            State::Still(s) => format!(
+                "still in {} since {}",
+                printable(&s.step),
+                seconds(s.since_ns)
+            ),
         };
         out.push(screen.paint(ink, &format!("     {more}")));
     }
@@ -154,7 +231,12 @@ fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
 
 /// When, where and why a GPU failed, with the cure.
 pub fn failed(failure: &Failure) -> String {
-    format!("failed at {} in {}: {}", seconds(failure.at_ns), printable(&failure.step), printable(&failure.reason))
+    format!(
+        "failed at {} in {}: {}",
+        seconds(failure.at_ns),
+        printable(&failure.step),
+        printable(&failure.reason)
+    )
 }
 
 /// Health of the GPUs, in as many tables below each other as the terminal needs, then what is
@@ -164,18 +246,45 @@ fn health_lines(table: &HealthTable, screen: &Screen) -> Vec<String> {
     for group in table.groups(screen.width, HEALTH_GAP.len()) {
         let line = |text: &dyn Fn(usize) -> Option<String>| {
             let cells = group.iter().map(|(column, width)| {
-                let (text, right) = (text(*column).unwrap_or_default(), table.heads.get(*column).is_some_and(|(_, right)| *right));
-                if right { format!("{text:>width$}") } else { format!("{text:<width$}") }
+                let (text, right) = (
+                    text(*column).unwrap_or_default(),
+                    table.heads.get(*column).is_some_and(|(_, right)| *right),
+                );
+                if right {
+                    format!("{text:>width$}")
+                } else {
+                    format!("{text:<width$}")
+                }
             });
-            cells.collect::<Vec<_>>().join(HEALTH_GAP).trim_end().to_string()
+            cells
+                .collect::<Vec<_>>()
+                .join(HEALTH_GAP)
+                .trim_end()
+                .to_string()
         };
-        out.push(screen.paint(Ink::Bold, &line(&|column| table.heads.get(column).map(|(head, _)| head.to_uppercase()))));
+        out.push(screen.paint(
+            Ink::Bold,
+            &line(&|column| table.heads.get(column).map(|(head, _)| head.to_uppercase())),
+        ));
         for (wrong, cells) in &table.rows {
-            out.push(screen.paint(if *wrong { Ink::Error } else { Ink::Plain }, &line(&|column| cells.get(column).cloned())));
+            out.push(screen.paint(
+                if *wrong { Ink::Error } else { Ink::Plain },
+                &line(&|column| cells.get(column).cloned()),
+            ));
         }
     }
-    out.extend(table.source.iter().map(|source| screen.paint(Ink::Dim, source)));
-    out.extend(table.sentences.iter().map(|sentence| screen.paint(Ink::Error, sentence)));
+    out.extend(
+        table
+            .source
+            .iter()
+            .map(|source| screen.paint(Ink::Dim, source)),
+    );
+    out.extend(
+        table
+            .sentences
+            .iter()
+            .map(|sentence| screen.paint(Ink::Error, sentence)),
+    );
     out
 }
 
@@ -200,8 +309,14 @@ fn state(gpu: &Gpu) -> State<'_> {
 fn gpu_cells(gpu: &Gpu) -> [String; 7] {
     let step = |step: Option<Step>| match step {
         None => "-".to_string(),
-        Some(Step { at_ns, took_ns: None }) => seconds(at_ns),
-        Some(Step { at_ns, took_ns: Some(took) }) => format!("{} ({})", seconds(at_ns), seconds(took)),
+        Some(Step {
+            at_ns,
+            took_ns: None,
+        }) => seconds(at_ns),
+        Some(Step {
+            at_ns,
+            took_ns: Some(took),
+        }) => format!("{} ({})", seconds(at_ns), seconds(took)),
     };
     let usable = match state(gpu) {
         State::Usable | State::Unknown => step(gpu.usable),
@@ -230,29 +345,65 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
             "no log has the time at which all GPUs were usable or failed: the driver logs no initialisation that succeeds".to_string(),
         );
     } else if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
-        out.push("not settled: some GPU was neither usable nor failed when the stream ended".to_string());
+        out.push(
+            "not settled: some GPU was neither usable nor failed when the stream ended".to_string(),
+        );
     }
     if boot.lost.records > 0 {
-        let gaps: Vec<String> = boot.lost.gaps.iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") }).collect();
-        out.push(format!("{} record(s) missing: seq {}", boot.lost.records, gaps.join(", ")));
+        let gaps: Vec<String> = boot
+            .lost
+            .gaps
+            .iter()
+            .map(|(a, b)| {
+                if a == b {
+                    a.to_string()
+                } else {
+                    format!("{a}-{b}")
+                }
+            })
+            .collect();
+        out.push(format!(
+            "{} record(s) missing: seq {}",
+            boot.lost.records,
+            gaps.join(", ")
+        ));
     }
     if boot.lost.reported_by_guest > 0 {
-        out.push(format!("the guest reports {} record(s) that it dropped", boot.lost.reported_by_guest));
+        out.push(format!(
+            "the guest reports {} record(s) that it dropped",
+            boot.lost.reported_by_guest
+        ));
     }
     if boot.garbage_lines > 0 {
-        out.push(format!("{} line(s) from the guest were not of the format and were dropped", boot.garbage_lines));
+        out.push(format!(
+            "{} line(s) from the guest were not of the format and were dropped",
+            boot.garbage_lines
+        ));
     }
     if let Some(why) = &boot.capped {
-        out.push(format!("the collector stopped storing this boot at {}", printable(why)));
+        out.push(format!(
+            "the collector stopped storing this boot at {}",
+            printable(why)
+        ));
     }
     out.extend(boot.newer_schema.and_then(newer_sentence));
     if boot.unknown_host_lines > 0 {
-        out.push(format!("{} line(s) of a newer collector are unknown here: upgrade this kata-gpu-boot", boot.unknown_host_lines));
+        out.push(format!(
+            "{} line(s) of a newer collector are unknown here: upgrade this kata-gpu-boot",
+            boot.unknown_host_lines
+        ));
     }
     out.extend(boot.too_large.map(|too_large| too_large.sentence()));
     if boot.damaged_lines > 0 {
-        out.push(format!("{} damaged line(s) in the file:", boot.damaged_lines));
-        out.extend(boot.damage.iter().map(|d| format!("    line {}: {}", d.line, d.why)));
+        out.push(format!(
+            "{} damaged line(s) in the file:",
+            boot.damaged_lines
+        ));
+        out.extend(
+            boot.damage
+                .iter()
+                .map(|d| format!("    line {}: {}", d.line, d.why)),
+        );
         let unnamed = boot.damaged_lines - boot.damage.len() as u64;
         if unnamed > 0 {
             out.push(format!("    and {unnamed} more"));
@@ -269,7 +420,10 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
         return out;
     }
     if boot.imported.is_some() {
-        out.push("wall-clock times are not known: no log relates the guest's clock to the host's".to_string());
+        out.push(
+            "wall-clock times are not known: no log relates the guest's clock to the host's"
+                .to_string(),
+        );
     } else {
         out.push("no clock sample: wall-clock times are not known (the collector takes them while the guest runs)".to_string());
     }
@@ -283,7 +437,10 @@ mod tests {
 
     #[test]
     fn a_line_of_a_gpu_fits_into_80_columns() {
-        let step = Some(Step { at_ns: 20_353_000_000, took_ns: Some(2_008_000_000) });
+        let step = Some(Step {
+            at_ns: 20_353_000_000,
+            took_ns: Some(2_008_000_000),
+        });
         let gpu = Gpu {
             address: "0001:00:07.0".parse().unwrap(),
             index: Some(7),
@@ -298,10 +455,26 @@ mod tests {
             health: None,
             now: Now::default(),
         };
-        let lines = |width| gpu_table(std::slice::from_ref(&gpu), &Screen { width, colour: false });
+        let lines = |width| {
+            gpu_table(
+                std::slice::from_ref(&gpu),
+                &Screen {
+                    width,
+                    colour: false,
+                },
+            )
+        };
         let (narrow, wide) = (lines(Some(80)), lines(Some(120)));
         assert!(narrow.iter().all(|line| line.len() <= 80), "{narrow:#?}");
-        assert!(narrow[0].contains("ENABLED") && !narrow[0].contains("FOUND") && narrow[1].contains("20.353 (2.008)"), "{narrow:#?}");
-        assert!(wide == lines(None) && wide[0].contains("FOUND"), "{wide:#?}");
+        assert!(
+            narrow[0].contains("ENABLED")
+                && !narrow[0].contains("FOUND")
+                && narrow[1].contains("20.353 (2.008)"),
+            "{narrow:#?}"
+        );
+        assert!(
+            wide == lines(None) && wide[0].contains("FOUND"),
+            "{wide:#?}"
+        );
     }
 }

@@ -55,8 +55,17 @@ struct Picture<'a> {
 /// The whole picture.
 pub fn write(timeline: &Waterfall) -> String {
     let from_ns = timeline.begin_ns;
-    let to_ns = timeline.boot_end_ns.saturating_add(timeline.boot_end_ns / 60).max(1_000_000);
-    let mut picture = Picture { timeline, from_ns, to_ns, tops: Vec::new(), out: String::new() };
+    let to_ns = timeline
+        .boot_end_ns
+        .saturating_add(timeline.boot_end_ns / 60)
+        .max(1_000_000);
+    let mut picture = Picture {
+        timeline,
+        from_ns,
+        to_ns,
+        tops: Vec::new(),
+        out: String::new(),
+    };
     let labels = picture.milestone_labels();
     let label_rows = labels.iter().map(|label| label.row + 1).max().unwrap_or(0);
     let mut y = HEAD + label_rows as f64 * LABEL_ROW + TICKS;
@@ -90,7 +99,8 @@ struct Label {
 
 impl Picture<'_> {
     fn x(&self, ns: i64) -> f64 {
-        let share = length(self.from_ns, ns.min(self.to_ns)) as f64 / length(self.from_ns, self.to_ns) as f64;
+        let share = length(self.from_ns, ns.min(self.to_ns)) as f64
+            / length(self.from_ns, self.to_ns) as f64;
         LEFT + share * (WIDTH - LEFT - RIGHT)
     }
 
@@ -103,7 +113,9 @@ impl Picture<'_> {
 
     fn text(&mut self, class: &str, x: f64, y: f64, anchor: &str, text: &str) {
         let text = html(text);
-        self.line(format_args!("<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\"{anchor}>{text}</text>"));
+        self.line(format_args!(
+            "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\"{anchor}>{text}</text>"
+        ));
     }
 
     fn top(&self, lane: usize) -> f64 {
@@ -121,14 +133,26 @@ impl Picture<'_> {
             let long = name.len() as f64 * CHARACTER + 8.0;
             let at = self.x(ns);
             let begin = at.min(WIDTH - long);
-            let row = rows.iter().position(|end| *end < begin).unwrap_or(rows.len());
+            let row = rows
+                .iter()
+                .position(|end| *end < begin)
+                .unwrap_or(rows.len());
             match rows.get_mut(row) {
                 Some(end) => *end = begin + long,
                 None => rows.push(begin + long),
             }
-            Label { name, at, begin, row }
+            Label {
+                name,
+                at,
+                begin,
+                row,
+            }
         };
-        milestones(self.timeline).into_iter().filter(|(_, ns)| *ns <= self.to_ns).map(place).collect()
+        milestones(self.timeline)
+            .into_iter()
+            .filter(|(_, ns)| *ns <= self.to_ns)
+            .map(place)
+            .collect()
     }
 
     fn lanes(&mut self) {
@@ -136,17 +160,28 @@ impl Picture<'_> {
         for (i, lane) in timeline.lanes.iter().enumerate() {
             let (y, height) = (self.top(i), self.top(i + 1) - self.top(i));
             if i % 2 == 1 {
-                self.line(format_args!("<rect class=\"odd\" x=\"0\" y=\"{y}\" width=\"{WIDTH}\" height=\"{height}\"/>"));
+                self.line(format_args!(
+                    "<rect class=\"odd\" x=\"0\" y=\"{y}\" width=\"{WIDTH}\" height=\"{height}\"/>"
+                ));
             }
             let middle = y + PAD + BAR / 2.0 + 4.0;
             let (bad, address) = match lane.of {
                 LaneOf::Gpu(name) => {
-                    let failed = timeline.boot.failed_gpus().any(|gpu| gpu.address == name.address);
+                    let failed = timeline
+                        .boot
+                        .failed_gpus()
+                        .any(|gpu| gpu.address == name.address);
                     (failed, Some(name.address.to_string()))
                 }
                 LaneOf::Side(_) | LaneOf::OtherGpus => (false, None),
             };
-            self.text(if bad { "n bad" } else { "n" }, 14.0, middle, "", &lane.name);
+            self.text(
+                if bad { "n bad" } else { "n" },
+                14.0,
+                middle,
+                "",
+                &lane.name,
+            );
             if let Some(address) = address {
                 self.text("d", LEFT - 10.0, middle, " text-anchor=\"end\"", &address);
             }
@@ -160,30 +195,65 @@ impl Picture<'_> {
         let mut ns = self.from_ns / pace_ns * pace_ns;
         while ns <= self.to_ns {
             let x = self.x(ns);
-            self.line(format_args!("<path class=\"g\" d=\"M{x:.1},{:.1}V{bottom:.1}\"/>", top - 4.0));
-            self.text("d", x, top - 8.0, " text-anchor=\"middle\"", &format!("{:.decimals$} s", ns as f64 / 1e9));
-            let Some(next) = ns.checked_add(pace_ns) else { break };
+            self.line(format_args!(
+                "<path class=\"g\" d=\"M{x:.1},{:.1}V{bottom:.1}\"/>",
+                top - 4.0
+            ));
+            self.text(
+                "d",
+                x,
+                top - 8.0,
+                " text-anchor=\"middle\"",
+                &format!("{:.decimals$} s", ns as f64 / 1e9),
+            );
+            let Some(next) = ns.checked_add(pace_ns) else {
+                break;
+            };
             ns = next;
         }
         for label in labels {
             let y = HEAD + label.row as f64 * LABEL_ROW;
-            self.line(format_args!("<path class=\"m\" d=\"M{:.1},{:.1}V{bottom:.1}\"/>", label.at, y - 8.0));
+            self.line(format_args!(
+                "<path class=\"m\" d=\"M{:.1},{:.1}V{bottom:.1}\"/>",
+                label.at,
+                y - 8.0
+            ));
             self.text("ml", label.begin + 4.0, y, "", label.name);
         }
     }
 
     fn steps(&mut self) -> usize {
         let timeline = self.timeline;
-        let visible = timeline.steps.iter().filter(|step| step.begin_ns <= self.to_ns).take(MAX_STEPS);
+        let visible = timeline
+            .steps
+            .iter()
+            .filter(|step| step.begin_ns <= self.to_ns)
+            .take(MAX_STEPS);
         let steps: Vec<&Step> = visible.collect();
         for step in &steps {
-            let (from, to) = (self.x(step.begin_ns), self.x(step.end_ns.unwrap_or(timeline.end_ns)));
+            let (from, to) = (
+                self.x(step.begin_ns),
+                self.x(step.end_ns.unwrap_or(timeline.end_ns)),
+            );
             let (long, y) = ((to - from).max(2.0), self.step_y(step));
-            let class = |set: bool, name: &str| if set { format!(" {name}") } else { String::new() };
+            let class = |set: bool, name: &str| {
+                if set {
+                    format!(" {name}")
+                } else {
+                    String::new()
+                }
+            };
             let bad = class(step.error.is_some(), "bad");
-            let kind = format!("{}{}{}{bad}", step.side.name(), class(step.critical, "c"), class(step.end_ns.is_none(), "open"));
+            let kind = format!(
+                "{}{}{}{bad}",
+                step.side.name(),
+                class(step.critical, "c"),
+                class(step.end_ns.is_none(), "open")
+            );
             let name = match timeline.lanes.get(step.lane).map(|lane| lane.of) {
-                Some(LaneOf::Gpu(_) | LaneOf::OtherGpus) => step.label().trim_start_matches("gpu.").to_string(),
+                Some(LaneOf::Gpu(_) | LaneOf::OtherGpus) => {
+                    step.label().trim_start_matches("gpu.").to_string()
+                }
                 Some(LaneOf::Side(_)) | None => step.label(),
             };
             let more = match (step.end_ns, step.took_ns()) {
@@ -192,15 +262,31 @@ impl Picture<'_> {
                 (Some(_), Some(took)) => format!("{name} {:.2} s", took as f64 / 1e9),
                 (Some(_), None) => name.clone(),
             };
-            let exact = step.took_ns().map(|took| format!("{} {} s", step.label(), seconds(took)));
+            let exact = step
+                .took_ns()
+                .map(|took| format!("{} {} s", step.label(), seconds(took)));
             let title = html(exact.as_deref().unwrap_or(&more));
             self.line(format_args!(
                 "<rect class=\"{kind}\" x=\"{from:.1}\" y=\"{y}\" width=\"{long:.1}\" height=\"{BAR}\" rx=\"2\"><title>{title}</title></rect>"
             ));
             // Bold is wider.
-            let room = (long - 10.0) / if step.critical { CHARACTER * 1.1 } else { CHARACTER };
-            if let Some(text) = [&more, &name].into_iter().find(|text| text.len() as f64 <= room) {
-                self.text(if step.critical { "on" } else { "t" }, from + 5.0, y + BAR - 4.0, "", text);
+            let room = (long - 10.0)
+                / if step.critical {
+                    CHARACTER * 1.1
+                } else {
+                    CHARACTER
+                };
+            if let Some(text) = [&more, &name]
+                .into_iter()
+                .find(|text| text.len() as f64 <= room)
+            {
+                self.text(
+                    if step.critical { "on" } else { "t" },
+                    from + 5.0,
+                    y + BAR - 4.0,
+                    "",
+                    text,
+                );
             }
         }
         timeline.steps.len() - steps.len()
@@ -208,22 +294,42 @@ impl Picture<'_> {
 
     fn joints(&mut self) {
         let timeline = self.timeline;
-        let piece =
-            |piece: &Piece| Some((timeline.steps.get(piece.step?)?, piece.begin_ns, piece.begin_ns.saturating_add_unsigned(piece.took_ns)));
-        let path: Vec<(&Step, i64, i64)> = timeline.path.iter().filter_map(piece).take(MAX_STEPS).collect();
+        let piece = |piece: &Piece| {
+            Some((
+                timeline.steps.get(piece.step?)?,
+                piece.begin_ns,
+                piece.begin_ns.saturating_add_unsigned(piece.took_ns),
+            ))
+        };
+        let path: Vec<(&Step, i64, i64)> = timeline
+            .path
+            .iter()
+            .filter_map(piece)
+            .take(MAX_STEPS)
+            .collect();
         for pair in path.windows(2) {
-            let [(from, _, end_ns), (to, begin_ns, _)] = *pair else { continue };
+            let [(from, _, end_ns), (to, begin_ns, _)] = *pair else {
+                continue;
+            };
             let (a, b) = (self.x(end_ns), self.x(begin_ns));
             let bend = (a + a.max(b)) / 2.0;
             let (y0, y1) = (self.step_y(from) + BAR / 2.0, self.step_y(to) + BAR / 2.0);
-            self.line(format_args!("<path class=\"j\" d=\"M{a:.1},{y0}H{bend:.1}V{y1}H{b:.1}\"/>"));
+            self.line(format_args!(
+                "<path class=\"j\" d=\"M{a:.1},{y0}H{bend:.1}V{y1}H{b:.1}\"/>"
+            ));
         }
     }
 
     fn marks(&mut self) {
         let timeline = self.timeline;
         let shown = |mark: &&Mark| mark.at_ns <= self.to_ns && shape_of(mark) != "tick";
-        for mark in timeline.marks.iter().filter(shown).take(MAX_STEPS).collect::<Vec<_>>() {
+        for mark in timeline
+            .marks
+            .iter()
+            .filter(shown)
+            .take(MAX_STEPS)
+            .collect::<Vec<_>>()
+        {
             let kind = shape_of(mark);
             let path = match kind {
                 "published" => "M0,-4L4,0L0,4L-4,0Z",
@@ -233,7 +339,11 @@ impl Picture<'_> {
                 _ => "M0,-4.5L4.5,3.5L-4.5,3.5Z",
             };
             let (x, y) = (self.x(mark.at_ns), self.top(mark.lane + 1) - 6.0);
-            let title = html(&format!("{} s: {}", time(mark.at_ns), printable_start(mark.text.as_bytes(), MAX_TITLE)));
+            let title = html(&format!(
+                "{} s: {}",
+                time(mark.at_ns),
+                printable_start(mark.text.as_bytes(), MAX_TITLE)
+            ));
             self.line(format_args!(
                 "<path class=\"{kind}\" transform=\"translate({x:.1},{y:.1})\" d=\"{path}\"><title>{title}</title></path>"
             ));
@@ -249,18 +359,36 @@ impl Picture<'_> {
             x += 19.0 + text.len() as f64 * CHARACTER + 16.0;
         };
         for side in ["kernel", "host", "driver", "init", "agent"] {
-            if self.timeline.steps.iter().any(|step| step.side.name() == side) {
+            if self
+                .timeline
+                .steps
+                .iter()
+                .any(|step| step.side.name() == side)
+            {
                 swatch(self, side, side);
             }
         }
         swatch(self, "c driver", "solid: critical path");
         let clock = match self.timeline.sample() {
-            Some(sample) => format!("clock {}", error_bound(sample.error_ns).replace("+-", "\u{b1}")),
+            Some(sample) => format!(
+                "clock {}",
+                error_bound(sample.error_ns).replace("+-", "\u{b1}")
+            ),
             None => "wall clock not known".to_string(),
         };
-        let more = if left_out > 0 { format!("{left_out} steps not shown, ") } else { String::new() };
+        let more = if left_out > 0 {
+            format!("{left_out} steps not shown, ")
+        } else {
+            String::new()
+        };
         let id = self.timeline.boot_id().get(..8).unwrap_or_default();
-        self.text("d", WIDTH - RIGHT, y, " text-anchor=\"end\"", &format!("{more}boot {id}, {clock}"));
+        self.text(
+            "d",
+            WIDTH - RIGHT,
+            y,
+            " text-anchor=\"end\"",
+            &format!("{more}boot {id}, {clock}"),
+        );
     }
 }
 
@@ -289,7 +417,10 @@ mod tests {
 
     #[test]
     fn the_axis_has_round_paces_at_any_length() {
-        assert_eq!([pace(22_700_000_000), pace(1_000_000), pace(0), pace(11)], [5_000_000_000, 100_000, 1, 2]);
+        assert_eq!(
+            [pace(22_700_000_000), pace(1_000_000), pace(0), pace(11)],
+            [5_000_000_000, 100_000, 1, 2]
+        );
         assert!(u64::MAX / pace(u64::MAX) <= 10);
     }
 }

@@ -34,13 +34,19 @@ pub struct Table {
 
 impl Table {
     fn what_width(&self) -> usize {
-        self.screen.width.map_or(WHAT_IN_PIPE, |w| w.saturating_sub(BEFORE_WHAT + 1 + TOOK).clamp(MIN_WHAT, MAX_WHAT))
+        self.screen.width.map_or(WHAT_IN_PIPE, |w| {
+            w.saturating_sub(BEFORE_WHAT + 1 + TOOK)
+                .clamp(MIN_WHAT, MAX_WHAT)
+        })
     }
 
     /// The head line.
     pub fn head(&self) -> String {
         let what = self.what_width();
-        let head = format!("{:>TIME$} {:>SINCE$}  {:SIDE$}  {:GPU$}  {:what$} {:>TOOK$}", "TIME", "SINCE", "SIDE", "GPU", "WHAT", "TOOK");
+        let head = format!(
+            "{:>TIME$} {:>SINCE$}  {:SIDE$}  {:GPU$}  {:what$} {:>TOOK$}",
+            "TIME", "SINCE", "SIDE", "GPU", "WHAT", "TOOK"
+        );
         self.screen.paint(Ink::Bold, &head)
     }
 
@@ -53,8 +59,14 @@ impl Table {
             None => vec![row.what.clone()],
         };
         let rest = pieces.split_off(1);
-        let time = format!("{}{}", if row.approximate { "~" } else { "" }, seconds(row.time_ns));
-        let gap = last_ns.map(|last| since(last, row.time_ns)).unwrap_or_default();
+        let time = format!(
+            "{}{}",
+            if row.approximate { "~" } else { "" },
+            seconds(row.time_ns)
+        );
+        let gap = last_ns
+            .map(|last| since(last, row.time_ns))
+            .unwrap_or_default();
         let took = row.took_ns.map(seconds).unwrap_or_default();
         let paint = |ink, text: &str| self.screen.paint(ink, text);
         let mut first = format!(
@@ -67,10 +79,22 @@ impl Table {
         if !took.is_empty() {
             let pad = " ".repeat(width.saturating_sub(pieces[0].len()));
             let long = row.took_ns.is_some_and(|t| t >= LONG_NS);
-            first.push_str(&format!("{pad} {}", paint(if long { Ink::Bold } else { Ink::Plain }, &format!("{took:>TOOK$}"))));
+            first.push_str(&format!(
+                "{pad} {}",
+                paint(
+                    if long { Ink::Bold } else { Ink::Plain },
+                    &format!("{took:>TOOK$}")
+                )
+            ));
         }
         let mut lines = vec![first.trim_end().to_string()];
-        lines.extend(rest.into_iter().map(|piece| format!("{}{}", " ".repeat(BEFORE_WHAT), paint(ink(row.tone), &piece))));
+        lines.extend(rest.into_iter().map(|piece| {
+            format!(
+                "{}{}",
+                " ".repeat(BEFORE_WHAT),
+                paint(ink(row.tone), &piece)
+            )
+        }));
         lines
     }
 }
@@ -101,7 +125,10 @@ fn wrap(text: &str, width: usize) -> Vec<String> {
             pieces.push(format!("{}...", &rest[..width - 3]));
             return pieces;
         }
-        let cut = rest[..=width].rfind(' ').filter(|at| *at > width / 2).unwrap_or(width);
+        let cut = rest[..=width]
+            .rfind(' ')
+            .filter(|at| *at > width / 2)
+            .unwrap_or(width);
         pieces.push(rest[..cut].to_string());
         rest = rest[cut..].trim_start();
     }
@@ -119,7 +146,10 @@ mod tests {
             time_ns: 1_204_000_000,
             approximate: false,
             side: Side::Host,
-            gpu: Some(GpuName { index: Some(0), address: "0001:00:00.0".parse().unwrap() }),
+            gpu: Some(GpuName {
+                index: Some(0),
+                address: "0001:00:00.0".parse().unwrap(),
+            }),
             what: what.into(),
             took_ns: Some(3_000_000),
             tone: Tone::Plain,
@@ -129,13 +159,25 @@ mod tests {
 
     #[test]
     fn columns_stand_under_their_heads() {
-        let table = Table { screen: Screen::PLAIN };
+        let table = Table {
+            screen: Screen::PLAIN,
+        };
         let head = table.head();
-        let line = table.lines(&row("gpu.enable"), Some(1_201_000_000)).remove(0);
+        let line = table
+            .lines(&row("gpu.enable"), Some(1_201_000_000))
+            .remove(0);
         let column = |name: &str| head.find(name).unwrap();
         assert_eq!(line.find("host"), Some(column("SIDE")), "\n{head}\n{line}");
-        assert_eq!(line.find("gpu.enable"), Some(column("WHAT")), "\n{head}\n{line}");
-        assert_eq!(line.find(" 0 0001:00:00.0"), Some(column("GPU")), "\n{head}\n{line}");
+        assert_eq!(
+            line.find("gpu.enable"),
+            Some(column("WHAT")),
+            "\n{head}\n{line}"
+        );
+        assert_eq!(
+            line.find(" 0 0001:00:00.0"),
+            Some(column("GPU")),
+            "\n{head}\n{line}"
+        );
         assert_eq!(line.len(), head.len());
         assert!(line.contains("1.204   +0.003"), "{line}");
     }
@@ -143,11 +185,22 @@ mod tests {
     #[test]
     fn no_line_is_wider_than_the_terminal() {
         for width in MIN_WIDTH..200 {
-            let table = Table { screen: Screen { width: Some(width), colour: false } };
+            let table = Table {
+                screen: Screen {
+                    width: Some(width),
+                    colour: false,
+                },
+            };
             for what in ["short", &"word ".repeat(100), &"x".repeat(1000)] {
                 let lines = table.lines(&row(what), Some(0));
                 assert!(lines.len() <= MAX_LINES);
-                assert!(lines.iter().chain([&table.head()]).all(|l| l.len() <= width), "width {width}: {lines:#?}");
+                assert!(
+                    lines
+                        .iter()
+                        .chain([&table.head()])
+                        .all(|l| l.len() <= width),
+                    "width {width}: {lines:#?}"
+                );
             }
         }
     }
@@ -155,7 +208,10 @@ mod tests {
     #[test]
     fn a_pipe_gets_everything() {
         let long = "word ".repeat(100);
-        let lines = Table { screen: Screen::PLAIN }.lines(&row(&long), None);
+        let lines = Table {
+            screen: Screen::PLAIN,
+        }
+        .lines(&row(&long), None);
         assert_eq!(lines.len(), 1);
         assert!(lines[0].contains(&long));
     }

@@ -99,14 +99,24 @@ impl Waterfall {
         let clock = file.clock();
         reader.agent(agent, &clock);
         reader.collector(file, &clock);
-        let Reader { sides, marks, failures, .. } = reader;
+        let Reader {
+            sides,
+            marks,
+            failures,
+            ..
+        } = reader;
 
         let account = &boot.timeline;
         // Without two milestones there is nothing that a path could lead to.
-        let pieces =
-            account.window(None, None).map_or_else(|_| Vec::new(), |window| critical_path::critical_path(account, &window, 0).path);
+        let pieces = account.window(None, None).map_or_else(
+            |_| Vec::new(),
+            |window| critical_path::critical_path(account, &window, 0).path,
+        );
         let on_path: HashSet<usize> = pieces.iter().filter_map(|piece| piece.index).collect();
-        let critical_spans: HashSet<u64> = on_path.iter().filter_map(|i| account.steps.get(*i)?.span).collect();
+        let critical_spans: HashSet<u64> = on_path
+            .iter()
+            .filter_map(|i| account.steps.get(*i)?.span)
+            .collect();
         let name = gpu_names(&boot);
         let mut steps: Vec<Step> = boot
             .spans
@@ -134,14 +144,30 @@ impl Waterfall {
                 })
             })
             .collect();
-        let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none());
-        steps.extend(worked_out.map(|(i, step)| derived(i, step, &account.steps, &boot, on_path.contains(&i))));
-        steps.sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns.unwrap_or(i64::MAX)), step.id));
+        let worked_out = account
+            .steps
+            .iter()
+            .enumerate()
+            .filter(|(_, step)| step.span.is_none());
+        steps.extend(
+            worked_out
+                .map(|(i, step)| derived(i, step, &account.steps, &boot, on_path.contains(&i))),
+        );
+        steps.sort_by_key(|step| {
+            (
+                step.begin_ns,
+                std::cmp::Reverse(step.end_ns.unwrap_or(i64::MAX)),
+                step.id,
+            )
+        });
         let mut marks = marks;
         marks.sort_by_key(|mark| mark.at_ns);
 
         let last_mark = marks.last().map_or(0, |m| m.at_ns);
-        let end_ns = steps.iter().map(|s| s.end_ns.unwrap_or(s.begin_ns)).fold(last_mark, i64::max);
+        let end_ns = steps
+            .iter()
+            .map(|s| s.end_ns.unwrap_or(s.begin_ns))
+            .fold(last_mark, i64::max);
         let begin_ns = steps.first().map_or(0, |step| step.begin_ns.min(0));
         let lanes = lanes::arrange(&boot, &mut steps, &mut marks);
         let words = words(&boot, &marks);
@@ -174,32 +200,56 @@ impl Waterfall {
     /// all samples say together.
     pub fn wall_at(&self, at_ns: i64) -> Option<Wall> {
         let realtime_ns = self.sample()?.offset_ns.checked_add(at_ns)?;
-        let before_error_ns = self.boot.clock.before_kernel.map_or(0, |before| before.error_ns);
+        let before_error_ns = self
+            .boot
+            .clock
+            .before_kernel
+            .map_or(0, |before| before.error_ns);
         let known = match u64::try_from(at_ns) {
             Ok(boottime_ns) => self.clock.wall_at(boottime_ns)?,
-            Err(_) => self.clock.wall_before_start(at_ns.unsigned_abs(), before_error_ns)?,
+            Err(_) => self
+                .clock
+                .wall_before_start(at_ns.unsigned_abs(), before_error_ns)?,
         };
-        Some(Wall { realtime_ns, error_ns: known.error_ns.saturating_add(known.realtime_ns.abs_diff(realtime_ns)) })
+        Some(Wall {
+            realtime_ns,
+            error_ns: known
+                .error_ns
+                .saturating_add(known.realtime_ns.abs_diff(realtime_ns)),
+        })
     }
 
     /// The bound of the sample at its own time; where clocks were stepped, what it is at the worst.
     pub fn clock_error_ns(&self) -> Option<u64> {
         let sample = self.sample()?;
-        let everywhere =
-            self.samples.iter().filter(|_| self.clock.steps() > 0).filter_map(|s| Some(self.wall_at(ns(s.boottime_ns))?.error_ns));
+        let everywhere = self
+            .samples
+            .iter()
+            .filter(|_| self.clock.steps() > 0)
+            .filter_map(|s| Some(self.wall_at(ns(s.boottime_ns))?.error_ns));
         Some(everywhere.fold(sample.error_ns, u64::max))
     }
 
     /// The boot id, or what stands for one that is not known.
     pub fn boot_id(&self) -> &str {
-        self.boot.boot_id.as_deref().unwrap_or("00000000-0000-0000-0000-000000000000")
+        self.boot
+            .boot_id
+            .as_deref()
+            .unwrap_or("00000000-0000-0000-0000-000000000000")
     }
 }
 
 /// Names of GPUs by what the whole boot says of them.
 fn gpu_names(boot: &Boot) -> impl Fn(PciAddress) -> GpuName + use<> {
-    let index: HashMap<PciAddress, Option<u64>> = boot.gpus.iter().map(|gpu| (gpu.address, gpu.index)).collect();
-    move |address| GpuName { index: index.get(&address).copied().flatten(), address }
+    let index: HashMap<PciAddress, Option<u64>> = boot
+        .gpus
+        .iter()
+        .map(|gpu| (gpu.address, gpu.index))
+        .collect();
+    move |address| GpuName {
+        index: index.get(&address).copied().flatten(),
+        address,
+    }
 }
 
 /// Takes the stream apart.
@@ -233,21 +283,40 @@ impl Reader {
             }
             (Kind::Event | Kind::Kmsg, _) | (_, None) => {
                 if let (names::GPU_FAILED, Some(gpu)) = (record.name.as_str(), record.gpu) {
-                    let field = |key| record.fields.get(key).and_then(Field::as_str).filter(|text| !text.is_empty()).map(error_text);
-                    self.failures.insert(gpu, Why { reason: field("reason").unwrap_or_default(), cure: field("cure") });
+                    let field = |key| {
+                        record
+                            .fields
+                            .get(key)
+                            .and_then(Field::as_str)
+                            .filter(|text| !text.is_empty())
+                            .map(error_text)
+                    };
+                    self.failures.insert(
+                        gpu,
+                        Why {
+                            reason: field("reason").unwrap_or_default(),
+                            cure: field("cure"),
+                        },
+                    );
                 }
                 // The kernel's lines name every PCI function there is.
                 let gpu = row.gpu.filter(|gpu| self.gpus.contains(&gpu.address));
-                let is_report = record.kind == Kind::Event && REPORTS.contains(&record.name.as_str());
+                let is_report =
+                    record.kind == Kind::Event && REPORTS.contains(&record.name.as_str());
                 let reported = is_report.then(|| record.fields.clone());
-                self.marks.push(Mark { reported, ..mark(&printable(&record.name), Row { gpu, ..row }, record.parent) });
+                self.marks.push(Mark {
+                    reported,
+                    ..mark(&printable(&record.name), Row { gpu, ..row }, record.parent)
+                });
             }
         }
     }
 
     fn agent(&mut self, agent: &[AgentLine], clock: &Clock) {
         for line in agent {
-            let Some(placed) = self.points.place(line.realtime_ns, clock) else { continue };
+            let Some(placed) = self.points.place(line.realtime_ns, clock) else {
+                continue;
+            };
             let at_ns = placed.boottime_ns;
             let name = match &line.event {
                 AgentEvent::Start { .. } => "agent.start",
@@ -262,7 +331,9 @@ impl Reader {
                 AgentEvent::HookFailed { .. } => "agent.hook-failed",
                 AgentEvent::Bound(_) => "agent.uevent",
             };
-            let row = self.tracker.agent_row(&line.event, at_ns, placed.approximate);
+            let row = self
+                .tracker
+                .agent_row(&line.event, at_ns, placed.approximate);
             self.marks.push(mark(name, row, None));
         }
     }
@@ -273,21 +344,55 @@ impl Reader {
             if let HostEvent::Connected { peer, .. } = &line.event
                 && let Some(at_ns) = clock.boottime_at(line.realtime_ns)
             {
-                let text = format!("collector connected to {}", printable_start(peer.as_bytes(), MAX_VALUE));
-                self.marks.push(mark("collector.connected", Row::plain(at_ns, Side::Host, text), None));
+                let text = format!(
+                    "collector connected to {}",
+                    printable_start(peer.as_bytes(), MAX_VALUE)
+                );
+                self.marks.push(mark(
+                    "collector.connected",
+                    Row::plain(at_ns, Side::Host, text),
+                    None,
+                ));
             }
         }
     }
 }
 
 fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
-    let Row { time_ns, approximate, side, gpu, what, tone, detail, .. } = row;
+    let Row {
+        time_ns,
+        approximate,
+        side,
+        gpu,
+        what,
+        tone,
+        detail,
+        ..
+    } = row;
     let text = printable_start(what.as_bytes(), MAX_ERROR);
-    Mark { at_ns: ns(time_ns), approximate, name: name.to_string(), text, side, gpu, tone, detail, parent, lane: 0, reported: None }
+    Mark {
+        at_ns: ns(time_ns),
+        approximate,
+        name: name.to_string(),
+        text,
+        side,
+        gpu,
+        tone,
+        detail,
+        parent,
+        lane: 0,
+        reported: None,
+    }
 }
 
 /// A step that the account has worked out. Facts about a container stand beside its steps.
-fn derived(at: usize, step: &timeline::Step, all: &[timeline::Step], boot: &Boot, critical: bool) -> Step {
+fn derived(
+    at: usize,
+    step: &timeline::Step,
+    all: &[timeline::Step],
+    boot: &Boot,
+    critical: bool,
+) -> Step {
     let mut fields = Vec::new();
     let mut error = None;
     if let Some(host) = step.traced.and_then(|at| boot.host.as_ref()?.steps.get(at)) {
@@ -295,7 +400,10 @@ fn derived(at: usize, step: &timeline::Step, all: &[timeline::Step], boot: &Boot
     } else if !step.detail.is_empty() {
         fields.push(("container".to_string(), step.detail.clone()));
         if let Some(container) = boot.containers.iter().find(|c| c.name == step.detail) {
-            fields.push(("devices".to_string(), printable_start(container.devices.as_bytes(), MAX_VALUE)));
+            fields.push((
+                "devices".to_string(),
+                printable_start(container.devices.as_bytes(), MAX_VALUE),
+            ));
             // Looking into the request is over when a container fails.
             let over = step.name == derived::CONTAINER_RESOLVE;
             error = container.error.as_deref().filter(|_| !over).map(error_text);
@@ -323,14 +431,25 @@ fn derived(at: usize, step: &timeline::Step, all: &[timeline::Step], boot: &Boot
 
 /// The account's path in terms of `steps`.
 fn path(pieces: &[critical_path::Piece], account: &[timeline::Step], steps: &[Step]) -> Vec<Piece> {
-    let spans: HashMap<u64, usize> = steps.iter().enumerate().filter_map(|(i, s)| Some((s.id?, i))).collect();
-    let derived: HashMap<usize, usize> = steps.iter().enumerate().filter_map(|(i, s)| Some((s.account?, i))).collect();
+    let spans: HashMap<u64, usize> = steps
+        .iter()
+        .enumerate()
+        .filter_map(|(i, s)| Some((s.id?, i)))
+        .collect();
+    let derived: HashMap<usize, usize> = steps
+        .iter()
+        .enumerate()
+        .filter_map(|(i, s)| Some((s.account?, i)))
+        .collect();
     let place = |index: usize| match account.get(index)?.span {
         Some(span) => spans.get(&span).copied(),
         None => derived.get(&index).copied(),
     };
-    let piece =
-        |piece: &critical_path::Piece| Piece { step: piece.index.and_then(place), begin_ns: piece.begin_ns, took_ns: piece.took_ns };
+    let piece = |piece: &critical_path::Piece| Piece {
+        step: piece.index.and_then(place),
+        begin_ns: piece.begin_ns,
+        took_ns: piece.took_ns,
+    };
     pieces.iter().map(piece).collect()
 }
 
@@ -341,25 +460,45 @@ fn error_text(error: &str) -> String {
 /// Fields as texts, but for what the step's GPU says already.
 fn fields(fields: &SpanFields, has_gpu: bool) -> Vec<(String, String)> {
     let said = |key: &str| key == "index" && has_gpu;
-    fields.iter().filter(|(key, _)| !said(key)).map(|(key, field)| (field_text(key), field_text(field.shown()))).collect()
+    fields
+        .iter()
+        .filter(|(key, _)| !said(key))
+        .map(|(key, field)| (field_text(key), field_text(field.shown())))
+        .collect()
 }
 
 fn guest_offset(records: &[Record]) -> Option<i64> {
-    let clock = records.iter().find(|r| r.kind == Kind::Event && r.name == names::CLOCK)?;
-    clock.fields.get("realtime_ns")?.as_i64()?.checked_sub(i64::try_from(clock.boottime_ns).ok()?)
+    let clock = records
+        .iter()
+        .find(|r| r.kind == Kind::Event && r.name == names::CLOCK)?;
+    clock
+        .fields
+        .get("realtime_ns")?
+        .as_i64()?
+        .checked_sub(i64::try_from(clock.boottime_ns).ok()?)
 }
 
 /// The driver's own lines about GPUs that failed or hang: those that name their address.
 fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     let mut words = BTreeMap::new();
-    let of_driver: Vec<&Mark> = marks.iter().filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail).collect();
+    let of_driver: Vec<&Mark> = marks
+        .iter()
+        .filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail)
+        .collect();
     // Take as many GPUs as have a lane: a stream may name any number of GPUs, and each is searched
     // for in every line.
-    let unusable = boot.gpus.iter().filter(|gpu| gpu.failed.is_some() || gpu.still.is_some()).take(lanes::MAX_GPU_LANES);
+    let unusable = boot
+        .gpus
+        .iter()
+        .filter(|gpu| gpu.failed.is_some() || gpu.still.is_some())
+        .take(lanes::MAX_GPU_LANES);
     for gpu in unusable {
         let address = gpu.address.to_string();
         let about = of_driver.iter().filter(|m| m.text.contains(&address));
-        let lines: Vec<String> = about.map(|m| printable_start(m.text.as_bytes(), MAX_VALUE)).take(MAX_WORDS).collect();
+        let lines: Vec<String> = about
+            .map(|m| printable_start(m.text.as_bytes(), MAX_VALUE))
+            .take(MAX_WORDS)
+            .collect();
         if !lines.is_empty() {
             words.insert(gpu.address, lines);
         }
@@ -370,9 +509,13 @@ fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
 /// End of the boot: it is settled, and the last container it waited for is there. The end of the
 /// stream where the boot is not settled.
 fn boot_end(boot: &Boot, steps: &[Step], end_ns: i64) -> i64 {
-    let Some(settled_ns) = boot.settled_ns.map(ns) else { return end_ns };
+    let Some(settled_ns) = boot.settled_ns.map(ns) else {
+        return end_ns;
+    };
     let begun = steps.iter().filter(|step| step.begin_ns <= settled_ns);
-    let done = begun.filter_map(|step| step.end_ns).fold(settled_ns, i64::max);
+    let done = begun
+        .filter_map(|step| step.end_ns)
+        .fold(settled_ns, i64::max);
     let margin = (done / 100).saturating_mul(MARGIN_PERCENT);
     end_ns.min(done.saturating_add(margin))
 }

@@ -84,15 +84,33 @@ fn repeated(times: u8, lines: &[u8]) -> Vec<u8> {
 }
 
 fn views(bytes: &[u8]) {
-    let Ok(file) = BootFile::read(bytes) else { return };
-    let Ok(agent) = agent_log::read(bytes) else { return };
+    let Ok(file) = BootFile::read(bytes) else {
+        return;
+    };
+    let Ok(agent) = agent_log::read(bytes) else {
+        return;
+    };
     let boot = Boot::new(&file, &agent);
-    write_page(&mut sink(), &file, &agent, &boot, true, Screen { width: Some(80), colour: true }).expect("nothing to go wrong");
+    write_page(
+        &mut sink(),
+        &file,
+        &agent,
+        &boot,
+        true,
+        Screen {
+            width: Some(80),
+            colour: true,
+        },
+    )
+    .expect("nothing to go wrong");
     write_ascii_json(&mut sink(), &boot).expect("a model is JSON");
     let timeline = Timeline::new(steps::story(&boot, &file, &agent));
     if let Ok(window) = timeline.window(None, None) {
         let covered = coverage(&timeline, &window);
-        assert_eq!(covered.explained_ns.checked_add(covered.unexplained_ns), Some(covered.wall_ns));
+        assert_eq!(
+            covered.explained_ns.checked_add(covered.unexplained_ns),
+            Some(covered.wall_ns)
+        );
         blame(&timeline, &window, By::Owner);
         critical_path(&timeline, &window, 5);
     }
@@ -102,11 +120,26 @@ fn views(bytes: &[u8]) {
     let mut all = Collected::default();
     all.add(&numbers);
     all.stats();
-    let settings = Settings { threshold: Threshold::Percent(5.0), seed: 1, gate: vec![] };
+    let settings = Settings {
+        threshold: Threshold::Percent(5.0),
+        seed: 1,
+        gate: vec![],
+    };
     let numbers = [numbers];
     let _nothing_to_compare = compare(&numbers, &numbers, &settings);
-    for format in [Format::Html, Format::Svg, Format::Perfetto, Format::Otlp, Format::Csv] {
-        let _no_clock = export::write(format, &Waterfall::new(&file, &agent), &Resource::new(), &mut sink());
+    for format in [
+        Format::Html,
+        Format::Svg,
+        Format::Perfetto,
+        Format::Otlp,
+        Format::Csv,
+    ] {
+        let _no_clock = export::write(
+            format,
+            &Waterfall::new(&file, &agent),
+            &Resource::new(),
+            &mut sink(),
+        );
     }
     if let Ok(request) = otlp::request(Waterfall::new(&file, &agent), &Resource::new()) {
         request.protobufs(1 << 20).for_each(drop);
@@ -114,11 +147,17 @@ fn views(bytes: &[u8]) {
 }
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let Some((times, lines)) = bytes.split_first() else { return };
+    let Some((times, lines)) = bytes.split_first() else {
+        return;
+    };
     let bytes = repeated(*times, lines);
     let before = NOW.load(Ordering::Relaxed);
     MOST.store(before, Ordering::Relaxed);
     views(&bytes);
     let most = MOST.load(Ordering::Relaxed) - before;
-    assert!(most <= AT_LEAST + PER_BYTE * bytes.len(), "{most} bytes of memory for a file of {}", bytes.len());
+    assert!(
+        most <= AT_LEAST + PER_BYTE * bytes.len(),
+        "{most} bytes of memory for a file of {}",
+        bytes.len()
+    );
 });

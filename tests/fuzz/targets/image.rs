@@ -20,7 +20,9 @@ fn content(bytes: Vec<u8>) -> Content {
 }
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let Some((first, bytes)) = bytes.split_first() else { return };
+    let Some((first, bytes)) = bytes.split_first() else {
+        return;
+    };
     // Small inputs stand for larger images: zeros behind them.
     let mut image = bytes.to_vec();
     image.resize(bytes.len() + usize::from(first >> 2) * 4096, 0);
@@ -41,21 +43,38 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
 });
 
 fn read(image: &Image) {
-    for entry in image.entries.iter().filter(|entry| entry.data.length <= MAX_READ) {
+    for entry in image
+        .entries
+        .iter()
+        .filter(|entry| entry.data.length <= MAX_READ)
+    {
         let _unused = entry.data.bytes(MAX_READ);
     }
 }
 
 fn erofs(mut bytes: Vec<u8>) {
-    let Ok(fs) = Erofs::read(content(bytes.clone()), None) else { return };
+    let Ok(fs) = Erofs::read(content(bytes.clone()), None) else {
+        return;
+    };
     read(&fs.image);
-    let Ok(tree) = Tree::new(&fs.image) else { return };
-    let Ok(sbin) = wanted::sbin(&tree) else { return };
+    let Ok(tree) = Tree::new(&fs.image) else {
+        return;
+    };
+    let Ok(sbin) = wanted::sbin(&tree) else {
+        return;
+    };
     if wanted::check_list_place(&tree).is_err() {
         return;
     }
-    let wanted = wanted::Wanted { init: b"init", sbin, helper: Some(b"helper"), list: Some(b"list") };
-    let Ok(edit) = erofs_edit::edit(&fs, &tree, &wanted) else { return };
+    let wanted = wanted::Wanted {
+        init: b"init",
+        sbin,
+        helper: Some(b"helper"),
+        list: Some(b"list"),
+    };
+    let Ok(edit) = erofs_edit::edit(&fs, &tree, &wanted) else {
+        return;
+    };
     bytes.truncate(edit.at as usize);
     bytes.resize(edit.bytes() as usize, 0);
     for (at, new) in edit.patches.iter().chain([(&edit.at, &edit.added)]) {
@@ -63,8 +82,12 @@ fn erofs(mut bytes: Vec<u8>) {
     }
     // Inodes that overlap what they describe can make an image that is none: that is refused where
     // it is read again.
-    let Ok(new) = Erofs::read(content(bytes), Some((&fs, edit.at))) else { return };
-    let Ok(new_tree) = Tree::new(&new.image) else { return };
+    let Ok(new) = Erofs::read(content(bytes), Some((&fs, edit.at))) else {
+        return;
+    };
+    let Ok(new_tree) = Tree::new(&new.image) else {
+        return;
+    };
     let _unused = diff::differences(&tree, &new_tree, true);
 }
 

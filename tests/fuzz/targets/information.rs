@@ -6,7 +6,11 @@ use kata_gpu_init::gpu::driver_proc::{parse_information, parse_majors, parse_nod
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
     if let Some(information) = parse_information(text) {
-        assert!(information.uuid.is_none_or(|u| u.len() == 40 && u.is_ascii()));
+        assert!(
+            information
+                .uuid
+                .is_none_or(|u| u.len() == 40 && u.is_ascii())
+        );
     }
     let _majors = parse_majors(text);
     assert!(parse_mig_minors(text).len() <= text.lines().count());

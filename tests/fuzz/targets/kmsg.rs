@@ -8,7 +8,11 @@ use kata_gpu_wire::reason::{Step, classify};
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Some(line) = parse(bytes) {
         assert!(line.priority < 8 && !line.text.contains('\n'));
-        let _meaning = (address(&line.text), explains(&line.text), init_code(&line.text));
+        let _meaning = (
+            address(&line.text),
+            explains(&line.text),
+            init_code(&line.text),
+        );
         if signal(&line.text).is_some() {
             assert!(line.text.starts_with("NVRM: "));
         }

@@ -13,7 +13,12 @@ thread_local! {
 
 fn unnamed() -> File {
     let path = std::env::temp_dir().join(format!("kata-gpu-fuzz-library-{}", std::process::id()));
-    let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(&path)
+        .unwrap();
     std::fs::remove_file(path).unwrap();
     file
 }
@@ -23,7 +28,13 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
         file.set_len(0).unwrap();
         file.write_all_at(bytes, 0).unwrap();
         if let Ok(library) = library(file) {
-            assert!(library.soname.iter().chain(&library.needed).all(|name| name.len() < 4096 && !name.contains('\0')));
+            assert!(
+                library
+                    .soname
+                    .iter()
+                    .chain(&library.needed)
+                    .all(|name| name.len() < 4096 && !name.contains('\0'))
+            );
             assert!(library.needed.len() <= 4096);
         }
     });

@@ -17,17 +17,34 @@ libfuzzer_sys::fuzz_target!(|text: &str| {
         assert!(problem.line > 0 && problem.to_string().len() < 2000);
     }
     for name in ["nvidia", "nvidia-uvm", "a"] {
-        let Ok(Meaning::Modules(all)) = meaning(name, &index, &settings) else { continue };
+        let Ok(Meaning::Modules(all)) = meaning(name, &index, &settings) else {
+            continue;
+        };
         for found in &all {
-            assert!(!settings.options(&found.module, found.alias.as_deref()).contains(['\0', '\n']));
+            assert!(
+                !settings
+                    .options(&found.module, found.alias.as_deref())
+                    .contains(['\0', '\n'])
+            );
             check(found, &index, &settings);
         }
     }
 });
 
 fn check(found: &Found, index: &Index, settings: &Settings) {
-    let Ok(Some(plan)) = plan(found, index, settings) else { return };
+    let Ok(Some(plan)) = plan(found, index, settings) else {
+        return;
+    };
     let names: Vec<&str> = plan.modules.iter().map(|m| m.module.as_str()).collect();
-    assert_eq!(names.iter().collect::<HashSet<_>>().len(), names.len(), "{names:?}");
-    assert!(plan.modules.iter().any(|m| m.module == found.module && m.required), "{names:?}");
+    assert_eq!(
+        names.iter().collect::<HashSet<_>>().len(),
+        names.len(),
+        "{names:?}"
+    );
+    assert!(
+        plan.modules
+            .iter()
+            .any(|m| m.module == found.module && m.required),
+        "{names:?}"
+    );
 }

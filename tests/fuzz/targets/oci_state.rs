@@ -15,10 +15,17 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Ok(note) = parse_note(bytes) {
         let _wanted = decide(note.as_ref(), "575.57.08", "550.163.01", "");
     }
-    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
     let _version = Version::parse(text);
     let words: Vec<String> = text.split('\n').map(str::to_string).collect();
     if let Ok(arguments::Meaning::Run(_, arguments)) = arguments::parse(&words) {
-        assert!(arguments.folders.iter().all(|f| f.starts_with('/') && !f.contains(['\n', '#', ':'])));
+        assert!(
+            arguments
+                .folders
+                .iter()
+                .all(|f| f.starts_with('/') && !f.contains(['\n', '#', ':']))
+        );
     }
 });

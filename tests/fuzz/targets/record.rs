@@ -26,8 +26,14 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
         Line::Record(record) => record_line(record),
         Line::Pong(pong) => pong_line(*pong),
     };
-    assert!(written.len() <= MAX_LINE && written.ends_with('\n') && !written[..written.len() - 1].contains('\n'), "{written:?}");
-    let again = decode(written.as_bytes()).unwrap_or_else(|e| panic!("what was written does not decode: {e}: {written}"));
+    assert!(
+        written.len() <= MAX_LINE
+            && written.ends_with('\n')
+            && !written[..written.len() - 1].contains('\n'),
+        "{written:?}"
+    );
+    let again = decode(written.as_bytes())
+        .unwrap_or_else(|e| panic!("what was written does not decode: {e}: {written}"));
     let differs = matches!(&again, Line::Record(r) if r.fields.contains_key("cut_bytes") || r.fields.values().any(has_fraction));
     assert!(again == line || differs, "{again:?} != {line:?}");
 });

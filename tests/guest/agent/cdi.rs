@@ -43,7 +43,11 @@ pub fn chosen() -> Open {
 fn unsatisfiable(available: &[String], asked: &[String]) -> Vec<String> {
     let kind = |device: &str| device.split_once('=').map(|(kind, _)| kind.to_string());
     let kinds: HashSet<String> = available.iter().filter_map(|d| kind(d)).collect();
-    asked.iter().filter(|d| kind(d).is_some_and(|k| kinds.contains(&k)) && !available.contains(d)).cloned().collect()
+    asked
+        .iter()
+        .filter(|d| kind(d).is_some_and(|k| kinds.contains(&k)) && !available.contains(d))
+        .cloned()
+        .collect()
 }
 
 /// Injects devices into an OCI spec, as the agent does: `timeout_s + 1` tries. Gives the number of
@@ -51,7 +55,10 @@ fn unsatisfiable(available: &[String], asked: &[String]) -> Vec<String> {
 ///
 /// Final at once: a spec directory that does not load; with `fail_fast`, a device that is not
 /// listed under a kind that is there. Waited for: everything else.
-#[allow(clippy::too_many_arguments, reason = "the agent's loop, with what a test replaces")]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the agent's loop, with what a test replaces"
+)]
 pub fn inject(
     open: Open,
     spec: &mut Spec,
@@ -68,7 +75,10 @@ pub fn inject(
             if let Err(error) = cache.refresh() {
                 return Err((i + 1, format!("error refreshing cache: {error}")));
             }
-            (unsatisfiable(&cache.list_devices(), devices), cache.inject_devices(spec, devices))
+            (
+                unsatisfiable(&cache.list_devices(), devices),
+                cache.inject_devices(spec, devices),
+            )
         };
         match result {
             Ok(_) => return Ok(i + 1),
@@ -84,5 +94,8 @@ pub fn inject(
             }
         }
     }
-    Err((timeout_s + 1, format!("failed to inject devices after CDI timeout of {timeout_s} seconds")))
+    Err((
+        timeout_s + 1,
+        format!("failed to inject devices after CDI timeout of {timeout_s} seconds"),
+    ))
 }

@@ -23,7 +23,10 @@ struct Cache {
 
 /// The specs of a directory, empty until they are refreshed.
 pub fn specs(directory: &str) -> Box<dyn Specs> {
-    Box::new(Cache { directory: directory.into(), specs: Vec::new() })
+    Box::new(Cache {
+        directory: directory.into(),
+        specs: Vec::new(),
+    })
 }
 
 impl Specs for Cache {
@@ -54,7 +57,8 @@ impl Cache {
                 let shown = path.display();
                 let text = std::fs::read(&path).with_context(|| format!("read {shown}"))?;
                 let spec = serde_json::from_slice(&text);
-                self.specs.push(spec.with_context(|| format!("parse {shown} as JSON"))?);
+                self.specs
+                    .push(spec.with_context(|| format!("parse {shown} as JSON"))?);
             }
         }
         Ok(())
@@ -117,7 +121,11 @@ fn put(list: &mut Value, key: &str, item: Value) {
 /// `from` under other names, without what it lacks.
 fn renamed(from: &Value, names: &[(&str, &str)]) -> Value {
     let present = names.iter().filter(|(old, _)| !from[old].is_null());
-    Value::Object(present.map(|(old, new)| (new.to_string(), from[old].clone())).collect())
+    Value::Object(
+        present
+            .map(|(old, new)| (new.to_string(), from[old].clone()))
+            .collect(),
+    )
 }
 
 /// Applies a list of edits to an OCI spec in JSON.
@@ -133,7 +141,10 @@ fn apply(edit: &Value, spec: &mut Value) -> Result<()> {
             fill(node, &mut device)?;
         }
         let access = node["permissions"].as_str().unwrap_or("rwm");
-        let mut rule = renamed(&device, &["type", "major", "minor"].map(|name| (name, name)));
+        let mut rule = renamed(
+            &device,
+            &["type", "major", "minor"].map(|name| (name, name)),
+        );
         rule["allow"] = true.into();
         rule["access"] = access.into();
         put(&mut spec["linux"]["resources"]["devices"], "", rule);
@@ -142,10 +153,16 @@ fn apply(edit: &Value, spec: &mut Value) -> Result<()> {
     for mount in list(edit, "mounts") {
         let paths = [("hostPath", "source"), ("containerPath", "destination")];
         let others = ["type", "options"].map(|name| (name, name));
-        put(&mut spec["mounts"], "destination", renamed(mount, &[paths, others].concat()));
+        put(
+            &mut spec["mounts"],
+            "destination",
+            renamed(mount, &[paths, others].concat()),
+        );
     }
     for hook in list(edit, "hooks") {
-        let when = hook["hookName"].as_str().context("a hook without hookName")?;
+        let when = hook["hookName"]
+            .as_str()
+            .context("a hook without hookName")?;
         let names = ["path", "args", "env", "timeout"].map(|name| (name, name));
         put(&mut spec["hooks"][when], "", renamed(hook, &names));
     }
@@ -154,7 +171,10 @@ fn apply(edit: &Value, spec: &mut Value) -> Result<()> {
 
 /// Type and number of a node that the spec names by its path alone. A pending device has none.
 fn fill(node: &Value, device: &mut Value) -> Result<()> {
-    let path = node["hostPath"].as_str().or(node["path"].as_str()).context("a node without path")?;
+    let path = node["hostPath"]
+        .as_str()
+        .or(node["path"].as_str())
+        .context("a node without path")?;
     let found = stat(path).with_context(|| format!("failed to stat CDI host device {path}"))?;
     device["type"] = match SFlag::from_bits_truncate(found.st_mode) & SFlag::S_IFMT {
         SFlag::S_IFCHR => "c",

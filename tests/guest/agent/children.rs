@@ -24,7 +24,10 @@ fn log_if_watched(pid: i32, status: &str) {
     let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(at) = watched.iter().position(|known| *known == pid) {
         watched.swap_remove(at);
-        log::info("ended", &[("child-pid", &pid.to_string()), ("status", status)]);
+        log::info(
+            "ended",
+            &[("child-pid", &pid.to_string()), ("status", status)],
+        );
     }
 }
 
@@ -40,7 +43,9 @@ pub fn listen() -> nix::Result<Children> {
     // Orphans of this process's descendants come to it also when it is not PID 1.
     nix::sys::prctl::set_child_subreaper(true)?;
     let before = only_sigchld().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
-    Ok(Children { heard: !before.contains(Signal::SIGCHLD) })
+    Ok(Children {
+        heard: !before.contains(Signal::SIGCHLD),
+    })
 }
 
 fn only_sigchld() -> SigSet {

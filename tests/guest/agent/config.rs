@@ -110,8 +110,19 @@ const PARAMETERS: &[(&str, Value)] = &[
     ("cgroup_no_v1", Value::Text),
     ("agent.https_proxy", Value::Url),
     ("agent.no_proxy", Value::Text),
-    ("agent.guest_components_rest_api", Value::OneOf(&["all", "attestation", "resource"])),
-    ("agent.guest_components_procs", Value::OneOf(&["none", "api-server-rest", "attestation-agent", "confidential-data-hub"])),
+    (
+        "agent.guest_components_rest_api",
+        Value::OneOf(&["all", "attestation", "resource"]),
+    ),
+    (
+        "agent.guest_components_procs",
+        Value::OneOf(&[
+            "none",
+            "api-server-rest",
+            "attestation-agent",
+            "confidential-data-hub",
+        ]),
+    ),
 ];
 
 /// Looked at only after `agent.mem_agent_enable` was switched on further left.
@@ -121,11 +132,20 @@ const MEM_AGENT: &[(&str, Value)] = &[
     ("agent.mem_agent_memcg_swappiness_max", Value::U8),
     ("agent.mem_agent_memcg_period_secs", Value::U64),
     ("agent.mem_agent_memcg_period_psi_percent_limit", Value::U8),
-    ("agent.mem_agent_memcg_eviction_psi_percent_limit", Value::U8),
-    ("agent.mem_agent_memcg_eviction_run_aging_count_min", Value::U64),
+    (
+        "agent.mem_agent_memcg_eviction_psi_percent_limit",
+        Value::U8,
+    ),
+    (
+        "agent.mem_agent_memcg_eviction_run_aging_count_min",
+        Value::U64,
+    ),
     ("agent.mem_agent_compact_disable", Value::Bool),
     ("agent.mem_agent_compact_period_secs", Value::U64),
-    ("agent.mem_agent_compact_period_psi_percent_limit", Value::U8),
+    (
+        "agent.mem_agent_compact_period_psi_percent_limit",
+        Value::U8,
+    ),
     ("agent.mem_agent_compact_psi_percent_limit", Value::U8),
     ("agent.mem_agent_compact_sec_max", Value::I64),
     ("agent.mem_agent_compact_order", Value::U8),
@@ -145,7 +165,11 @@ impl Value {
             Self::Text => (!text.is_empty(), "value is missing"),
             // The real one has a whole parser of URLs; what it refuses first is a text without a
             // scheme.
-            Self::Url => (text.split_once(':').is_some_and(|(scheme, _)| is_scheme(scheme)), "not a URL"),
+            Self::Url => (
+                text.split_once(':')
+                    .is_some_and(|(scheme, _)| is_scheme(scheme)),
+                "not a URL",
+            ),
             Self::OneOf(words) => (words.contains(&text), "not one of its words"),
             Self::Bool => (text.parse::<bool>().is_ok(), "not true or false"),
             Self::U8 => (text.parse::<u8>().is_ok(), "not a number up to 255"),
@@ -157,12 +181,16 @@ impl Value {
 }
 
 fn is_scheme(text: &str) -> bool {
-    text.starts_with(|c: char| c.is_ascii_alphabetic()) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
+    text.starts_with(|c: char| c.is_ascii_alphabetic())
+        && text
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
 }
 
 /// The agent's idea of a switch: `true`, or a number other than 0; everything else is off.
 fn switch(text: &str) -> bool {
-    text.parse::<bool>().unwrap_or_else(|_| text.parse::<u64>().is_ok_and(|n| n != 0))
+    text.parse::<bool>()
+        .unwrap_or_else(|_| text.parse::<u64>().is_ok_and(|n| n != 0))
 }
 
 impl Config {
@@ -180,34 +208,58 @@ impl Config {
         let (mut systemd_unified, mut no_v1, mut mem_agent) = (false, false, false);
         let mut without_hooks = vec![];
         for word in command_line.split_ascii_whitespace() {
-            let Some((name, value)) = word.split_once('=') else { continue };
+            let Some((name, value)) = word.split_once('=') else {
+                continue;
+            };
             let bad = |what: &str| format!("{name}={value}: {what}");
-            let known = PARAMETERS.iter().chain(if mem_agent { MEM_AGENT } else { &[] }).find(|(n, _)| *n == name);
+            let known = PARAMETERS
+                .iter()
+                .chain(if mem_agent { MEM_AGENT } else { &[] })
+                .find(|(n, _)| *n == name);
             if let Some(complaint) = known.and_then(|(_, kind)| kind.complaint(value)) {
                 return Err(bad(complaint));
             }
             match name {
                 // A timeout of 0 is ignored. Whether it is a number has been seen above.
-                "agent.cdi_timeout" => config.cdi_timeout_s = value.parse().ok().filter(|s| *s > 0).unwrap_or(config.cdi_timeout_s),
+                "agent.cdi_timeout" => {
+                    config.cdi_timeout_s = value
+                        .parse()
+                        .ok()
+                        .filter(|s| *s > 0)
+                        .unwrap_or(config.cdi_timeout_s)
+                }
                 "agent.log" => config.log = Level::of(value).unwrap_or(config.log),
                 // The real one reads all its parameters from that file, and fails without it.
                 "agent.config_file" => {
-                    return Err(bad("the test agent takes no configuration file: put the parameters on the command line"));
+                    return Err(bad(
+                        "the test agent takes no configuration file: put the parameters on the command line",
+                    ));
                 }
                 "cgroup_no_v1" => no_v1 |= value == "all",
                 "systemd.unified_cgroup_hierarchy" => systemd_unified = switch(value),
                 "agent.mem_agent_enable" => mem_agent = switch(value),
                 "testagent.version" => {
                     let mut parts = value.split('.').map(str::parse::<u32>);
-                    let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else { return Err(bad("not a version")) };
+                    let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
+                        return Err(bad("not a version"));
+                    };
                     config.fail_fast = (major, minor) >= FAIL_FAST;
                 }
                 "testagent.containers" => {
                     for one in value.split(';').filter(|c| !c.is_empty()) {
-                        let (name, devices) = one.split_once(':').ok_or_else(|| bad("want NAME:DEVICE[,DEVICE..][@ROOT][;..]"))?;
-                        let (devices, root) = devices.split_once('@').map_or((devices, None), |(d, root)| (d, Some(root.to_string())));
+                        let (name, devices) = one
+                            .split_once(':')
+                            .ok_or_else(|| bad("want NAME:DEVICE[,DEVICE..][@ROOT][;..]"))?;
+                        let (devices, root) = devices
+                            .split_once('@')
+                            .map_or((devices, None), |(d, root)| (d, Some(root.to_string())));
                         let devices = devices.split(',').map(str::to_string).collect();
-                        config.containers.push(Wanted { name: name.into(), devices, root, hooks: true });
+                        config.containers.push(Wanted {
+                            name: name.into(),
+                            devices,
+                            root,
+                            hooks: true,
+                        });
                     }
                 }
                 "testagent.without_hooks" => without_hooks = value.split(',').collect(),
@@ -218,7 +270,10 @@ impl Config {
             }
         }
         config.unified_cgroups = systemd_unified || no_v1;
-        config.containers.iter_mut().for_each(|c| c.hooks = !without_hooks.contains(&c.name.as_str()));
+        config
+            .containers
+            .iter_mut()
+            .for_each(|c| c.hooks = !without_hooks.contains(&c.name.as_str()));
         Ok(config)
     }
 }
@@ -233,18 +288,41 @@ mod tests {
         let config = Config::parse(words).unwrap();
         assert_eq!(
             config.containers[0],
-            Wanted { name: "one".into(), devices: vec!["0".into()], root: Some("debian".into()), hooks: false }
+            Wanted {
+                name: "one".into(),
+                devices: vec!["0".into()],
+                root: Some("debian".into()),
+                hooks: false
+            }
         );
-        assert_eq!(config.containers[1], Wanted { name: "pair".into(), devices: vec!["1".into(), "2".into()], root: None, hooks: true });
-        let other = Config::parse("testagent.containers=mig:0:1;channel:nvidia.com/imex-channel=1").unwrap().containers;
-        assert_eq!((other[0].devices[0].as_str(), other[1].devices[0].as_str()), ("0:1", "nvidia.com/imex-channel=1"));
+        assert_eq!(
+            config.containers[1],
+            Wanted {
+                name: "pair".into(),
+                devices: vec!["1".into(), "2".into()],
+                root: None,
+                hooks: true
+            }
+        );
+        let other = Config::parse("testagent.containers=mig:0:1;channel:nvidia.com/imex-channel=1")
+            .unwrap()
+            .containers;
+        assert_eq!(
+            (other[0].devices[0].as_str(), other[1].devices[0].as_str()),
+            ("0:1", "nvidia.com/imex-channel=1")
+        );
         assert_eq!((config.fail_fast, config.cdi_timeout_s), (false, 7));
         assert!(Config::parse("testagent.version=3.32.0").unwrap().fail_fast);
     }
 
     #[test]
     fn unknown_words_are_ignored_and_bad_values_are_not() {
-        assert!(Config::parse("gpuinit.bind=fast nvrc.log=x agent.unknown=1 agent.logx=foo agent.trace=maybe").is_ok());
+        assert!(
+            Config::parse(
+                "gpuinit.bind=fast nvrc.log=x agent.unknown=1 agent.logx=foo agent.trace=maybe"
+            )
+            .is_ok()
+        );
         for word in [
             "agent.cdi_timeout=x",
             "agent.cdi_timeout=",
@@ -260,9 +338,17 @@ mod tests {
             "agent.config_file=/etc/agent.toml",
             "cgroup_no_v1=",
         ] {
-            assert!(Config::parse(word).is_err_and(|e| e.starts_with(word)), "{word} was taken");
+            assert!(
+                Config::parse(word).is_err_and(|e| e.starts_with(word)),
+                "{word} was taken"
+            );
         }
-        for word in ["agent.log=panic", "agent.log_vport=-1", "agent.https_proxy=http://a:1/?b=c", "agent.guest_components_procs=none"] {
+        for word in [
+            "agent.log=panic",
+            "agent.log_vport=-1",
+            "agent.https_proxy=http://a:1/?b=c",
+            "agent.guest_components_procs=none",
+        ] {
             assert!(Config::parse(word).is_ok(), "{word} was refused");
         }
     }
@@ -276,8 +362,16 @@ mod tests {
 
     #[test]
     fn a_timeout_of_zero_leaves_the_default() {
-        assert_eq!(Config::parse("agent.cdi_timeout=0").unwrap().cdi_timeout_s, CDI_TIMEOUT_S);
-        assert_eq!(Config::parse("agent.cdi_timeout=3 agent.cdi_timeout=0").unwrap().cdi_timeout_s, 3);
+        assert_eq!(
+            Config::parse("agent.cdi_timeout=0").unwrap().cdi_timeout_s,
+            CDI_TIMEOUT_S
+        );
+        assert_eq!(
+            Config::parse("agent.cdi_timeout=3 agent.cdi_timeout=0")
+                .unwrap()
+                .cdi_timeout_s,
+            3
+        );
     }
 
     #[test]
@@ -287,9 +381,16 @@ mod tests {
             ("cgroup_no_v1=all", true),
             ("cgroup_no_v1=memory", false),
             ("systemd.unified_cgroup_hierarchy=1", true),
-            ("systemd.unified_cgroup_hierarchy=1 systemd.unified_cgroup_hierarchy=0", false),
+            (
+                "systemd.unified_cgroup_hierarchy=1 systemd.unified_cgroup_hierarchy=0",
+                false,
+            ),
         ] {
-            assert_eq!(Config::parse(words).unwrap().unified_cgroups, unified, "{words}");
+            assert_eq!(
+                Config::parse(words).unwrap().unified_cgroups,
+                unified,
+                "{words}"
+            );
         }
     }
 }

@@ -21,8 +21,14 @@ const NONE: Option<&str> = None;
 /// Most links on the way to a mount point.
 const MAX_LINKS: usize = 255;
 /// Nodes that every container has in /dev: name and minor number, of major number 1 or 5.
-const DEFAULT_NODES: [(&str, u64, u64); 6] =
-    [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("tty", 5, 0), ("urandom", 1, 9), ("random", 1, 8)];
+const DEFAULT_NODES: [(&str, u64, u64); 6] = [
+    ("null", 1, 3),
+    ("zero", 1, 5),
+    ("full", 1, 7),
+    ("tty", 5, 0),
+    ("urandom", 1, 9),
+    ("random", 1, 8),
+];
 /// Links in /dev, and where they lead.
 const DEV_LINKS: [(&str, &str); 5] = [
     ("kcore", "/proc/kcore"),
@@ -32,8 +38,16 @@ const DEV_LINKS: [(&str, &str); 5] = [
     ("stderr", "/proc/self/fd/2"),
 ];
 /// Files of /proc that may be mounted over: those that lxcfs has.
-const PROC_FILES: [&str; 8] =
-    ["/proc/cpuinfo", "/proc/diskstats", "/proc/meminfo", "/proc/stat", "/proc/swaps", "/proc/uptime", "/proc/loadavg", "/proc/net/dev"];
+const PROC_FILES: [&str; 8] = [
+    "/proc/cpuinfo",
+    "/proc/diskstats",
+    "/proc/meminfo",
+    "/proc/stat",
+    "/proc/swaps",
+    "/proc/uptime",
+    "/proc/loadavg",
+    "/proc/net/dev",
+];
 
 /// How a process comes to have the container's root as its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,32 +62,55 @@ const CHANGES: [(&str, Change); 2] = [("pivot", Change::PivotRoot), ("move", Cha
 impl Change {
     /// Its word on a command line.
     pub fn word(self) -> &'static str {
-        CHANGES.iter().find(|(_, change)| *change == self).map_or("", |(word, _)| word)
+        CHANGES
+            .iter()
+            .find(|(_, change)| *change == self)
+            .map_or("", |(word, _)| word)
     }
 
     pub fn from_word(word: &str) -> Option<Self> {
-        CHANGES.iter().find(|(known, _)| *known == word).map(|(_, change)| *change)
+        CHANGES
+            .iter()
+            .find(|(known, _)| *known == word)
+            .map(|(_, change)| *change)
     }
 
     /// By the type of the file system on `/`.
     pub fn of(root_type: &str) -> Self {
-        if root_type == "rootfs" { Self::Move } else { Self::PivotRoot }
+        if root_type == "rootfs" {
+            Self::Move
+        } else {
+            Self::PivotRoot
+        }
     }
 }
 
 /// Makes the root of a spec, in a mount namespace of this process's own; gives its path.
 pub fn make(spec: &Spec) -> Result<PathBuf> {
     let path = spec.root().as_ref().context("the spec has no root")?.path();
-    let root = fs::canonicalize(path).with_context(|| format!("canonicalize {}", path.display()))?;
+    let root =
+        fs::canonicalize(path).with_context(|| format!("canonicalize {}", path.display()))?;
     mount(NONE, "/", NONE, MsFlags::MS_SLAVE | MsFlags::MS_REC, NONE).context("make / a slave")?;
-    mount(Some(&root), &root, NONE, MsFlags::MS_BIND | MsFlags::MS_REC, NONE).context("bind the root to itself")?;
+    mount(
+        Some(&root),
+        &root,
+        NONE,
+        MsFlags::MS_BIND | MsFlags::MS_REC,
+        NONE,
+    )
+    .context("bind the root to itself")?;
     let mut guests_dev = false;
     for m in spec.mounts().iter().flatten() {
-        guests_dev |= make_mount(&root, m).with_context(|| format!("mount {}", m.destination().display()))?;
+        guests_dev |=
+            make_mount(&root, m).with_context(|| format!("mount {}", m.destination().display()))?;
     }
     // A /dev of the guest's own has everything already.
     if !guests_dev {
-        let devices = spec.linux().as_ref().and_then(|l| l.devices().clone()).unwrap_or_default();
+        let devices = spec
+            .linux()
+            .as_ref()
+            .and_then(|l| l.devices().clone())
+            .unwrap_or_default();
         make_dev(&root, &devices)?;
     }
     Ok(root)
@@ -82,11 +119,16 @@ pub fn make(spec: &Spec) -> Result<PathBuf> {
 /// Makes one mount; true where it is the guest's /dev.
 fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
     let destination = m.destination().to_str().context("its path is no text")?;
-    ensure!(destination.starts_with('/') && !destination.contains(".."), "its path is invalid");
+    ensure!(
+        destination.starts_with('/') && !destination.contains(".."),
+        "its path is invalid"
+    );
     let mut options = Options::parse(m.options().iter().flatten().map(String::as_str));
     let kind = match m.typ().as_deref() {
         None | Some("none") if options.is_bind() => "bind",
-        Some("cgroup") => return make_cgroup_mount(&inside(root, destination)?, options.flags).map(|()| false),
+        Some("cgroup") => {
+            return make_cgroup_mount(&inside(root, destination)?, options.flags).map(|()| false);
+        }
         kind => kind.unwrap_or_default(),
     };
     let source = m.source().as_ref().context("it has no source")?;
@@ -96,7 +138,8 @@ fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
     let target = inside(root, destination)?;
     let source = if kind == "bind" {
         check_proc(destination, source)?;
-        let source = fs::canonicalize(source).with_context(|| format!("canonicalize its source {}", source.display()))?;
+        let source = fs::canonicalize(source)
+            .with_context(|| format!("canonicalize its source {}", source.display()))?;
         make_mount_point(&source, &target)?;
         source
     } else {
@@ -104,9 +147,17 @@ fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
         source.clone()
     };
     let data = Some(options.data.as_str()).filter(|d| !d.is_empty());
-    mount(Some(&source), &target, Some(kind), options.flags, data).with_context(|| format!("from {}", source.display()))?;
+    mount(Some(&source), &target, Some(kind), options.flags, data)
+        .with_context(|| format!("from {}", source.display()))?;
     if options.needs_remount() {
-        mount(Some(&target), &target, NONE, options.flags | MsFlags::MS_REMOUNT, NONE).context("its flags")?;
+        mount(
+            Some(&target),
+            &target,
+            NONE,
+            options.flags | MsFlags::MS_REMOUNT,
+            NONE,
+        )
+        .context("its flags")?;
     }
     if kind == "bind" && !options.propagation.is_empty() {
         mount(NONE, &target, NONE, options.propagation, NONE).context("its propagation")?;
@@ -116,7 +167,8 @@ fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
 
 /// Binds a directory or file to another.
 pub fn bind(source: &Path, target: &Path) -> Result<()> {
-    mount(Some(source), target, NONE, MsFlags::MS_BIND, NONE).with_context(|| format!("bind {} to {}", source.display(), target.display()))
+    mount(Some(source), target, NONE, MsFlags::MS_BIND, NONE)
+        .with_context(|| format!("bind {} to {}", source.display(), target.display()))
 }
 
 /// Mounts the cgroups as the guest has them at /sys/fs/cgroup: the file system of version 2, or a
@@ -125,27 +177,57 @@ fn make_cgroup_mount(target: &Path, flags: MsFlags) -> Result<()> {
     const CGROUPS: &str = "/sys/fs/cgroup";
     let _unused = fs::create_dir_all(target); // the mount reports what is wrong with it
     if Path::new(CGROUPS).join("cgroup.controllers").exists() {
-        mount(Some("cgroup2"), target, Some("cgroup2"), flags & !MsFlags::MS_RDONLY, NONE).context("version 2")?;
+        mount(
+            Some("cgroup2"),
+            target,
+            Some("cgroup2"),
+            flags & !MsFlags::MS_RDONLY,
+            NONE,
+        )
+        .context("version 2")?;
     } else {
-        mount(Some("tmpfs"), target, Some("tmpfs"), flags & !MsFlags::MS_RDONLY, Some("mode=755")).context("version 1")?;
-        for entry in fs::read_dir(CGROUPS)?.flatten().filter(|e| e.path().join("cgroup.procs").exists()) {
+        mount(
+            Some("tmpfs"),
+            target,
+            Some("tmpfs"),
+            flags & !MsFlags::MS_RDONLY,
+            Some("mode=755"),
+        )
+        .context("version 1")?;
+        for entry in fs::read_dir(CGROUPS)?
+            .flatten()
+            .filter(|e| e.path().join("cgroup.procs").exists())
+        {
             let own = target.join(entry.file_name());
             fs::create_dir_all(&own)?;
             bind(&entry.path(), &own)?;
         }
     }
-    mount(Some(target), target, NONE, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, NONE).context("its flags")
+    mount(
+        Some(target),
+        target,
+        NONE,
+        flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND,
+        NONE,
+    )
+    .context("its flags")
 }
 
 /// A file or directory to mount this source over. A file that is there loses its content.
 fn make_mount_point(source: &Path, target: &Path) -> Result<()> {
-    let directory = if source.is_dir() { target } else { target.parent().context("it has no parent")? };
+    let directory = if source.is_dir() {
+        target
+    } else {
+        target.parent().context("it has no parent")?
+    };
     fs::create_dir_all(directory).with_context(|| format!("make {}", directory.display()))?;
     if !source.is_dir() {
         // A file that is there and not writable can be mounted over all the same.
         let _unused = fs::File::create(target);
     }
-    fs::metadata(target).with_context(|| format!("make {}", target.display())).map(drop)
+    fs::metadata(target)
+        .with_context(|| format!("make {}", target.display()))
+        .map(drop)
 }
 
 /// Refuses a bind mount over the container's /proc, or into it. By the path's text alone.
@@ -154,7 +236,11 @@ fn check_proc(destination: &str, source: &Path) -> Result<()> {
         return Ok(());
     }
     if destination == "/proc" {
-        ensure!(statfs(source)?.filesystem_type() == PROC_SUPER_MAGIC, "{} is not of type proc", source.display());
+        ensure!(
+            statfs(source)?.filesystem_type() == PROC_SUPER_MAGIC,
+            "{} is not of type proc",
+            source.display()
+        );
         return Ok(());
     }
     ensure!(!destination.starts_with("/proc"), "it is inside /proc");
@@ -202,8 +288,13 @@ fn make_dev(root: &Path, devices: &[LinuxDevice]) -> Result<()> {
     for (name, major, minor) in DEFAULT_NODES {
         let number = nix::sys::stat::makedev(major, minor);
         let mode = Mode::from_bits_truncate(0o666);
-        nix::sys::stat::mknod(&dev.join(name), nix::sys::stat::SFlag::S_IFCHR, mode, number)
-            .with_context(|| format!("make /dev/{name}"))?;
+        nix::sys::stat::mknod(
+            &dev.join(name),
+            nix::sys::stat::SFlag::S_IFCHR,
+            mode,
+            number,
+        )
+        .with_context(|| format!("make /dev/{name}"))?;
     }
     for device in devices {
         container::node(root, device).map_err(anyhow::Error::msg)?;
@@ -243,9 +334,12 @@ fn move_root(root: &Path) -> Result<()> {
         if (kind != "proc" && kind != "sysfs") || Path::new(point).starts_with(root) {
             continue;
         }
-        mount(NONE, point, NONE, MsFlags::MS_SLAVE | MsFlags::MS_REC, NONE).with_context(|| format!("make {point} a slave"))?;
+        mount(NONE, point, NONE, MsFlags::MS_SLAVE | MsFlags::MS_REC, NONE)
+            .with_context(|| format!("make {point} a slave"))?;
         match umount2(point, MntFlags::MNT_DETACH) {
-            Err(Errno::EINVAL | Errno::EPERM) => mount(Some("tmpfs"), point, Some("tmpfs"), MsFlags::empty(), NONE)?,
+            Err(Errno::EINVAL | Errno::EPERM) => {
+                mount(Some("tmpfs"), point, Some("tmpfs"), MsFlags::empty(), NONE)?
+            }
             other => other.with_context(|| format!("unmount {point}"))?,
         }
     }
@@ -265,10 +359,21 @@ fn mounts(mountinfo: &str) -> impl Iterator<Item = (&str, &str)> {
 /// Finishes the root from within: read-only paths and masked paths.
 pub fn finish(spec: &Spec) -> Result<()> {
     let read_only = |path: &str, flags: MsFlags| {
-        mount(Some(path), path, NONE, flags | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, NONE)
-            .with_context(|| format!("make {path} read-only"))
+        mount(
+            Some(path),
+            path,
+            NONE,
+            flags | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY,
+            NONE,
+        )
+        .with_context(|| format!("make {path} read-only"))
     };
-    for m in spec.mounts().iter().flatten().filter(|m| m.destination() == Path::new("/dev")) {
+    for m in spec
+        .mounts()
+        .iter()
+        .flatten()
+        .filter(|m| m.destination() == Path::new("/dev"))
+    {
         let options = Options::parse(m.options().iter().flatten().map(String::as_str));
         if options.flags.contains(MsFlags::MS_RDONLY) {
             read_only("/dev", options.flags)?;
@@ -282,14 +387,25 @@ pub fn finish(spec: &Spec) -> Result<()> {
             }
         }
         for path in linux.readonly_paths().iter().flatten() {
-            match mount(Some(path.as_str()), path.as_str(), NONE, MsFlags::MS_BIND | MsFlags::MS_REC, NONE) {
+            match mount(
+                Some(path.as_str()),
+                path.as_str(),
+                NONE,
+                MsFlags::MS_BIND | MsFlags::MS_REC,
+                NONE,
+            ) {
                 Err(Errno::ENOENT) => continue,
                 other => other.with_context(|| format!("bind {path}"))?,
             }
             read_only(path, MsFlags::MS_BIND | MsFlags::MS_REC)?;
         }
     }
-    if spec.root().as_ref().and_then(|r| r.readonly()).unwrap_or_default() {
+    if spec
+        .root()
+        .as_ref()
+        .and_then(|r| r.readonly())
+        .unwrap_or_default()
+    {
         read_only("/", MsFlags::MS_BIND | MsFlags::MS_NODEV)?;
     }
     Ok(())
@@ -297,7 +413,10 @@ pub fn finish(spec: &Spec) -> Result<()> {
 
 /// A masked path that is not there, or is a directory: the real agent passes over both.
 fn is_of_no_use(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref::<Errno>(), Some(Errno::ENOENT | Errno::ENOTDIR))
+    matches!(
+        error.downcast_ref::<Errno>(),
+        Some(Errno::ENOENT | Errno::ENOTDIR)
+    )
 }
 
 #[cfg(test)]
@@ -306,11 +425,16 @@ mod tests {
 
     #[test]
     fn links_on_the_way_to_a_mount_point_stay_in_the_root() {
-        let root = std::env::temp_dir().join(format!("kata-gpu-tests-inside-{}", std::process::id()));
+        let root =
+            std::env::temp_dir().join(format!("kata-gpu-tests-inside-{}", std::process::id()));
         fs::create_dir_all(root.join("usr/lib")).unwrap();
-        for (link, to) in
-            [("lib", "usr/lib"), ("abs", "/usr/lib"), ("out", "../../../etc"), ("usr/lib/libcuda.so.1", "libcuda.so.535"), ("loop", "loop")]
-        {
+        for (link, to) in [
+            ("lib", "usr/lib"),
+            ("abs", "/usr/lib"),
+            ("out", "../../../etc"),
+            ("usr/lib/libcuda.so.1", "libcuda.so.535"),
+            ("loop", "loop"),
+        ] {
             symlink(to, root.join(link)).unwrap();
         }
         for (path, wanted) in [
@@ -321,7 +445,12 @@ mod tests {
         ] {
             assert_eq!(inside(&root, path).unwrap(), root.join(wanted), "{path}");
         }
-        assert!(inside(&root, "/loop/x").unwrap_err().to_string().contains("too many links"));
+        assert!(
+            inside(&root, "/loop/x")
+                .unwrap_err()
+                .to_string()
+                .contains("too many links")
+        );
         fs::remove_dir_all(root).unwrap();
     }
 
@@ -335,13 +464,20 @@ mod tests {
             ("/proc/meminfo", "/dev/null", true),
             ("/usr/proc/x", "/dev/null", true),
         ] {
-            assert_eq!(check_proc(destination, Path::new(source)).is_ok(), taken, "{destination} {source}");
+            assert_eq!(
+                check_proc(destination, Path::new(source)).is_ok(),
+                taken,
+                "{destination} {source}"
+            );
         }
     }
 
     #[test]
     fn mount_points_and_types_are_read() {
         let text = "22 96 0:21 / /sys rw,nosuid shared:2 - sysfs sysfs rw\n1 1 0:1 / / rw - rootfs none rw\nshort\n";
-        assert_eq!(mounts(text).collect::<Vec<_>>(), [("/sys", "sysfs"), ("/", "rootfs")]);
+        assert_eq!(
+            mounts(text).collect::<Vec<_>>(),
+            [("/sys", "sysfs"), ("/", "rootfs")]
+        );
     }
 }

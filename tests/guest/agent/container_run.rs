@@ -128,20 +128,37 @@ pub fn copy_tree(from: &Path, to: &Path) -> Result<()> {
 pub fn run(program: &Path, bundle: &Path, spec: &Spec, change: Change) -> Result<Ended> {
     if let Some(hooks) = spec.hooks() {
         #[allow(deprecated)] // prestart is deprecated, and the real agent runs it
-        let others = [hooks.prestart(), hooks.start_container(), hooks.poststart(), hooks.poststop()];
-        ensure!(others.iter().all(|h| h.iter().flatten().next().is_none()), "the test agent runs createContainer hooks only");
+        let others = [
+            hooks.prestart(),
+            hooks.start_container(),
+            hooks.poststart(),
+            hooks.poststop(),
+        ];
+        ensure!(
+            others.iter().all(|h| h.iter().flatten().next().is_none()),
+            "the test agent runs createContainer hooks only"
+        );
     }
-    spec.save(bundle.join("config.json")).context("write config.json")?;
+    spec.save(bundle.join("config.json"))
+        .context("write config.json")?;
     let (ours, theirs) = UnixStream::pair()?;
     let (output, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     let mut first = Command::new(program);
     first.args([WORD, change.word()]).arg(bundle);
-    first.stdin(OwnedFd::from(theirs)).stdout(writer.try_clone()?).stderr(writer);
-    let mut child = first.spawn().with_context(|| format!("start {}", program.display()))?;
+    first
+        .stdin(OwnedFd::from(theirs))
+        .stdout(writer.try_clone()?)
+        .stderr(writer);
+    let mut child = first
+        .spawn()
+        .with_context(|| format!("start {}", program.display()))?;
     drop(first); // with it the descriptors that keep both ends open
     let mut text = Vec::new();
     File::from(output).read_to_end(&mut text)?;
-    let mut ended = Ended { output: String::from_utf8_lossy(&text).into_owned(), ..Ended::default() };
+    let mut ended = Ended {
+        output: String::from_utf8_lossy(&text).into_owned(),
+        ..Ended::default()
+    };
     for line in BufReader::new(ours).lines() {
         match serde_json::from_str(&line?)? {
             Report::Hook(text) => ended.hooks.push(text),
@@ -161,10 +178,18 @@ pub fn process(words: &[String]) -> ! {
     {
         pod::process::run(words);
     }
-    let Ok(report) = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from) else { std::process::exit(1) };
+    let Ok(report) = std::io::stdin()
+        .as_fd()
+        .try_clone_to_owned()
+        .map(UnixStream::from)
+    else {
+        std::process::exit(1)
+    };
     let result = match words {
         [change, bundle] => first(change, bundle, &report),
-        [change, second, bundle] if second == SECOND => become_program(change, Path::new(bundle), &report),
+        [change, second, bundle] if second == SECOND => {
+            become_program(change, Path::new(bundle), &report)
+        }
         _ => Err(anyhow!("unknown words {words:?}")),
     };
     if let Err(error) = result {
@@ -182,7 +207,10 @@ fn send(mut report: &UnixStream, what: &Report) {
 fn first(change: &str, bundle: &str, report: &UnixStream) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWPID).context("make a PID namespace")?;
     let stdin = OwnedFd::from(report.try_clone()?);
-    let status = Command::new("/proc/self/exe").args([WORD, change, SECOND, bundle]).stdin(stdin).status()?;
+    let status = Command::new("/proc/self/exe")
+        .args([WORD, change, SECOND, bundle])
+        .stdin(stdin)
+        .status()?;
     send(report, &Report::Status(status.to_string()));
     Ok(())
 }
@@ -192,13 +220,24 @@ fn become_program(change: &str, bundle: &Path, report: &UnixStream) -> Result<()
     let change = Change::from_word(change).context("no such change of root")?;
     nix::unistd::dup2_stdin(File::open("/dev/null").context("open /dev/null")?)?;
     let spec = Spec::load(bundle.join("config.json")).context("read config.json")?;
-    unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS).context("make namespaces")?;
+    unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS)
+        .context("make namespaces")?;
     let root = container_root::make(&spec)?;
     let id = bundle.file_name().unwrap_or_default().to_string_lossy();
     let state = container_hooks::state(&id, bundle, std::process::id());
-    let hooks = spec.hooks().as_ref().and_then(|h| h.create_container().clone()).unwrap_or_default();
+    let hooks = spec
+        .hooks()
+        .as_ref()
+        .and_then(|h| h.create_container().clone())
+        .unwrap_or_default();
     for hook in container_hooks::run(&hooks, &state) {
-        let said = |text: &str| format!("{} ({:.1} ms): {text}", hook.name, hook.took.as_secs_f64() * 1e3);
+        let said = |text: &str| {
+            format!(
+                "{} ({:.1} ms): {text}",
+                hook.name,
+                hook.took.as_secs_f64() * 1e3
+            )
+        };
         match &hook.result {
             Ok(text) => send(report, &Report::Hook(said(text))),
             Err(error) => send(report, &Report::HookFailed(said(error))),
@@ -208,10 +247,22 @@ fn become_program(change: &str, bundle: &Path, report: &UnixStream) -> Result<()
     container_root::finish(&spec)?;
     nix::unistd::setsid().context("make a session")?;
     let process = spec.process().as_ref().context("the spec has no process")?;
-    let (program, words) = process.args().as_deref().and_then(<[String]>::split_first).context("the process has no program")?;
+    let (program, words) = process
+        .args()
+        .as_deref()
+        .and_then(<[String]>::split_first)
+        .context("the process has no program")?;
     // The last of several values counts: the real agent sets them one after another.
-    let variables = process.env().iter().flatten().filter_map(|v| v.split_once('='));
-    let error = Command::new(program).args(words).env_clear().envs(variables).exec();
+    let variables = process
+        .env()
+        .iter()
+        .flatten()
+        .filter_map(|v| v.split_once('='));
+    let error = Command::new(program)
+        .args(words)
+        .env_clear()
+        .envs(variables)
+        .exec();
     Err(error).with_context(|| format!("execute {program}"))
 }
 
@@ -236,7 +287,14 @@ mod tests {
         fs::set_permissions(from.join("usr/program"), fs::Permissions::from_mode(0o751)).unwrap();
         std::os::unix::fs::symlink("usr/lib", from.join("lib")).unwrap();
         copy_tree(&from, &to).unwrap();
-        assert_eq!(fs::metadata(to.join("usr/program")).unwrap().permissions().mode() & 0o7777, 0o751);
+        assert_eq!(
+            fs::metadata(to.join("usr/program"))
+                .unwrap()
+                .permissions()
+                .mode()
+                & 0o7777,
+            0o751
+        );
         assert_eq!(fs::read_link(to.join("lib")).unwrap(), Path::new("usr/lib"));
         assert!(copy_tree(&base.join("none"), &to).is_err());
         fs::remove_dir_all(base).unwrap();

@@ -35,7 +35,11 @@ fn line(level: &str, message: &str, fields: &[(&str, &str)]) -> String {
         ("subsystem", "test"),
         ("pid", &pid),
     ];
-    let map: Map<String, Value> = frame.iter().chain(fields).map(|(k, v)| ((*k).to_string(), Value::from(*v))).collect();
+    let map: Map<String, Value> = frame
+        .iter()
+        .chain(fields)
+        .map(|(k, v)| ((*k).to_string(), Value::from(*v)))
+        .collect();
     Value::Object(map).to_string() + "\n"
 }
 

@@ -36,7 +36,8 @@ pub fn run() -> ! {
     if as_pid1 {
         pid1::mount_all();
     }
-    let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_else(|e| panic!("read /proc/cmdline: {e}"));
+    let command_line = std::fs::read_to_string("/proc/cmdline")
+        .unwrap_or_else(|e| panic!("read /proc/cmdline: {e}"));
     // A bad value of a known parameter panics, as it does in the real one: as PID 1 that is a
     // kernel panic.
     let config = Config::parse(&command_line).unwrap_or_else(|error| panic!("{error}"));
@@ -79,7 +80,13 @@ pub fn run() -> ! {
     if let Some(name) = &config.guest_half {
         match GUEST_HALVES.iter().find(|(n, _)| n == name) {
             Some((_, half)) => threads.push(thread::spawn(*half)),
-            None => log::error("no such guest half", &[("name", name), ("cure", "one of GUEST_HALVES in tests/guest/halves/guest.rs")]),
+            None => log::error(
+                "no such guest half",
+                &[
+                    ("name", name),
+                    ("cure", "one of GUEST_HALVES in tests/guest/halves/guest.rs"),
+                ],
+            ),
         }
     }
     let poweroff = config.poweroff;
@@ -91,7 +98,11 @@ pub fn run() -> ! {
             log::info("all done, powering off", &[]);
             // PID 1 powers off, as after the runtime's DestroySandbox; a child ends well and leaves
             // that to its init.
-            if as_pid1 { pid1::power_off_silently() } else { std::process::exit(0) }
+            if as_pid1 {
+                pid1::power_off_silently()
+            } else {
+                std::process::exit(0)
+            }
         }
     });
     children.reap()

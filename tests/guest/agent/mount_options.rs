@@ -57,7 +57,12 @@ pub struct Options {
 impl Options {
     pub fn parse<'a>(words: impl IntoIterator<Item = &'a str>) -> Self {
         let (mut flags, mut propagation, mut data) = (MsFlags::empty(), MsFlags::empty(), vec![]);
-        let of = |table: &[(&str, MsFlags)], word: &str| table.iter().find(|(name, _)| *name == word).map(|(_, flags)| *flags);
+        let of = |table: &[(&str, MsFlags)], word: &str| {
+            table
+                .iter()
+                .find(|(name, _)| *name == word)
+                .map(|(_, flags)| *flags)
+        };
         for word in words {
             match (of(SET, word), of(CLEAR, word), of(PROPAGATION, word)) {
                 (Some(set), ..) => flags |= set,
@@ -66,7 +71,11 @@ impl Options {
                 (None, None, None) => data.push(word),
             }
         }
-        Self { flags, propagation, data: data.join(",") }
+        Self {
+            flags,
+            propagation,
+            data: data.join(","),
+        }
     }
 
     pub fn is_bind(&self) -> bool {
@@ -75,7 +84,11 @@ impl Options {
 
     /// Whether a bind mount has flags that take effect only when it is mounted a second time.
     pub fn needs_remount(&self) -> bool {
-        self.is_bind() && !self.flags.difference(MsFlags::MS_BIND | MsFlags::MS_REC | MsFlags::MS_REMOUNT).is_empty()
+        self.is_bind()
+            && !self
+                .flags
+                .difference(MsFlags::MS_BIND | MsFlags::MS_REC | MsFlags::MS_REMOUNT)
+                .is_empty()
     }
 }
 
@@ -86,14 +99,28 @@ mod tests {
     #[test]
     fn options_of_the_drivers_mounts_are_flags_and_a_propagation() {
         let options = Options::parse(["ro", "nosuid", "nodev", "rbind", "rprivate"]);
-        let flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_BIND | MsFlags::MS_REC;
-        assert_eq!(options, Options { flags, propagation: MsFlags::MS_PRIVATE | MsFlags::MS_REC, data: String::new() });
+        let flags = MsFlags::MS_RDONLY
+            | MsFlags::MS_NOSUID
+            | MsFlags::MS_NODEV
+            | MsFlags::MS_BIND
+            | MsFlags::MS_REC;
+        assert_eq!(
+            options,
+            Options {
+                flags,
+                propagation: MsFlags::MS_PRIVATE | MsFlags::MS_REC,
+                data: String::new()
+            }
+        );
         assert!(options.needs_remount() && !Options::parse(["rbind", "rprivate"]).needs_remount());
     }
 
     #[test]
     fn later_words_count_and_unknown_ones_are_the_file_systems() {
         let options = Options::parse(["ro", "nosuid", "rw", "mode=755", "size=65536k"]);
-        assert_eq!((options.flags, options.data.as_str()), (MsFlags::MS_NOSUID, "mode=755,size=65536k"));
+        assert_eq!(
+            (options.flags, options.data.as_str()),
+            (MsFlags::MS_NOSUID, "mode=755,size=65536k")
+        );
     }
 }

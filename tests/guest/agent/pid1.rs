@@ -26,19 +26,67 @@ const NO_EXEC: MsFlags = NO_DEV.union(MsFlags::MS_NOEXEC);
 
 /// In this order, before the kernel command line is read.
 const MOUNTS: &[InitMount] = &[
-    InitMount { fs: "proc", target: "/proc", flags: NO_EXEC, data: "" },
-    InitMount { fs: "sysfs", target: "/sys", flags: NO_EXEC, data: "" },
-    InitMount { fs: "devtmpfs", target: "/dev", flags: MsFlags::MS_NOSUID, data: "" },
-    InitMount { fs: "tmpfs", target: "/dev/shm", flags: NO_DEV, data: "" },
-    InitMount { fs: "devpts", target: "/dev/pts", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC), data: "" },
-    InitMount { fs: "tmpfs", target: "/run", flags: NO_DEV, data: "" },
+    InitMount {
+        fs: "proc",
+        target: "/proc",
+        flags: NO_EXEC,
+        data: "",
+    },
+    InitMount {
+        fs: "sysfs",
+        target: "/sys",
+        flags: NO_EXEC,
+        data: "",
+    },
+    InitMount {
+        fs: "devtmpfs",
+        target: "/dev",
+        flags: MsFlags::MS_NOSUID,
+        data: "",
+    },
+    InitMount {
+        fs: "tmpfs",
+        target: "/dev/shm",
+        flags: NO_DEV,
+        data: "",
+    },
+    InitMount {
+        fs: "devpts",
+        target: "/dev/pts",
+        flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC),
+        data: "",
+    },
+    InitMount {
+        fs: "tmpfs",
+        target: "/run",
+        flags: NO_DEV,
+        data: "",
+    },
 ];
 
 const CGROUPS: &str = "/sys/fs/cgroup";
-const CGROUP2: InitMount = InitMount { fs: "cgroup2", target: CGROUPS, flags: NO_EXEC.union(MsFlags::MS_RELATIME), data: "nsdelegate" };
+const CGROUP2: InitMount = InitMount {
+    fs: "cgroup2",
+    target: CGROUPS,
+    flags: NO_EXEC.union(MsFlags::MS_RELATIME),
+    data: "nsdelegate",
+};
 /// The controllers it knows in version 1; it mounts those that /proc/cgroups has enabled.
-const CONTROLLERS: [&str; 13] =
-    ["cpu", "cpuacct", "blkio", "cpuset", "memory", "devices", "freezer", "net_cls", "perf_event", "net_prio", "hugetlb", "pids", "rdma"];
+const CONTROLLERS: [&str; 13] = [
+    "cpu",
+    "cpuacct",
+    "blkio",
+    "cpuset",
+    "memory",
+    "devices",
+    "freezer",
+    "net_cls",
+    "perf_event",
+    "net_prio",
+    "hugetlb",
+    "pids",
+    "rdma",
+];
 
 /// Ends the guest as the real agent does when a step fails: no message anywhere, because its log
 /// has no reader yet.
@@ -69,7 +117,12 @@ fn make(m: &InitMount) -> nix::Result<()> {
 /// The type of the first file system that was mounted on a target, not of the one on top. A line
 /// that is not one of /proc/mounts ends the search.
 fn first_type<'a>(mounts: &'a str, target: &str) -> Option<&'a str> {
-    mounts.lines().map(|l| l.split(' ').collect::<Vec<_>>()).take_while(|words| words.len() == 6).find(|w| w[1] == target).map(|w| w[2])
+    mounts
+        .lines()
+        .map(|l| l.split(' ').collect::<Vec<_>>())
+        .take_while(|words| words.len() == 6)
+        .find(|w| w[1] == target)
+        .map(|w| w[2])
 }
 
 /// The rest of what it does as PID 1: cgroups, /dev/ptmx, a session of its own, the console as
@@ -105,7 +158,15 @@ pub fn become_init(unified_cgroups: bool) {
 /// Version 1: a tmpfs with a directory per controller, then read-only. A kernel without
 /// memory.use_hierarchy is the end, also when there is nothing else to mount.
 fn mount_cgroups_v1() -> io::Result<()> {
-    let tmpfs = |flags| mount(Some("tmpfs"), CGROUPS, Some("tmpfs"), NO_EXEC | flags, Some("mode=755"));
+    let tmpfs = |flags| {
+        mount(
+            Some("tmpfs"),
+            CGROUPS,
+            Some("tmpfs"),
+            NO_EXEC | flags,
+            Some("mode=755"),
+        )
+    };
     let controllers = enabled_controllers(&fs::read_to_string("/proc/cgroups")?);
     if controllers.contains(&"devices") {
         fs::create_dir_all(CGROUPS)?;
@@ -116,7 +177,13 @@ fn mount_cgroups_v1() -> io::Result<()> {
             let target = format!("{CGROUPS}/{controller}");
             fs::create_dir_all(&target)?;
             if first_type(&fs::read_to_string("/proc/mounts")?, &target) != Some("cgroup") {
-                mount(Some("cgroup"), target.as_str(), Some("cgroup"), CGROUP2.flags, Some(controller))?;
+                mount(
+                    Some("cgroup"),
+                    target.as_str(),
+                    Some("cgroup"),
+                    CGROUP2.flags,
+                    Some(controller),
+                )?;
             }
         }
         tmpfs(MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY)?;
@@ -128,9 +195,15 @@ fn mount_cgroups_v1() -> io::Result<()> {
 fn enabled_controllers(text: &str) -> Vec<&'static str> {
     let enabled = |line: &str| {
         let fields: Vec<&str> = line.split('\t').collect();
-        let whole =
-            !line.starts_with('#') && fields.len() >= 4 && fields[3] != "0" && fields[1..4].iter().all(|f| f.parse::<u64>().is_ok());
-        if whole { CONTROLLERS.into_iter().find(|c| *c == fields[0]) } else { None }
+        let whole = !line.starts_with('#')
+            && fields.len() >= 4
+            && fields[3] != "0"
+            && fields[1..4].iter().all(|f| f.parse::<u64>().is_ok());
+        if whole {
+            CONTROLLERS.into_iter().find(|c| *c == fields[0])
+        } else {
+            None
+        }
     };
     text.lines().filter_map(enabled).collect()
 }
@@ -140,12 +213,17 @@ fn enabled_controllers(text: &str) -> Vec<&'static str> {
 pub fn root_type() -> Result<String, String> {
     const MOUNTSTATS: &str = "/proc/self/mountstats";
     let text = fs::read_to_string(MOUNTSTATS).map_err(|e| format!("read {MOUNTSTATS}: {e}"))?;
-    type_in_mountstats(&text, "/").map(str::to_string).ok_or_else(|| format!("no file system is mounted on / in {MOUNTSTATS}"))
+    type_in_mountstats(&text, "/")
+        .map(str::to_string)
+        .ok_or_else(|| format!("no file system is mounted on / in {MOUNTSTATS}"))
 }
 
 fn type_in_mountstats<'a>(text: &'a str, target: &str) -> Option<&'a str> {
     let words = format!(" mounted on {target} with fstype ");
-    text.lines().filter(|l| l.starts_with("device ")).find_map(|l| l.split_once(&words)).map(|(_, fs)| fs)
+    text.lines()
+        .filter(|l| l.starts_with("device "))
+        .find_map(|l| l.split_once(&words))
+        .map(|(_, fs)| fs)
 }
 
 /// How a failure after the log has come up ends the agent: silently as PID 1 all the same, with a
@@ -176,13 +254,15 @@ mod tests {
     fn a_root_that_is_no_mount_point_is_noticed() {
         let text = "device rootfs mounted on / with fstype rootfs\ndevice proc mounted on /proc with fstype proc\n";
         assert_eq!(type_in_mountstats(text, "/"), Some("rootfs"));
-        assert_eq!(type_in_mountstats("device proc mounted on /proc with fstype proc\n", "/"), None);
+        assert_eq!(
+            type_in_mountstats("device proc mounted on /proc with fstype proc\n", "/"),
+            None
+        );
     }
 
     #[test]
     fn controllers_that_are_off_or_unknown_are_left_out() {
-        let text =
-            "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
+        let text = "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
         assert_eq!(enabled_controllers(text), ["cpu", "devices"]);
     }
 }

@@ -9,7 +9,9 @@ use crate::ttrpc::{Frame, PORT, REQUEST, RESPONSE};
 use anyhow::{Context, Result, bail};
 use kata_gpu_init::machine::sys::accept;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, VsockAddr, bind, listen, socket};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, VsockAddr, bind, listen, socket,
+};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
@@ -24,12 +26,27 @@ const INTERNAL: u64 = 13;
 /// because tests take vsock away on purpose.
 pub fn listen_on_vsock() -> Option<OwnedFd> {
     let listening = || -> nix::Result<OwnedFd> {
-        let fd = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-        bind(fd.as_raw_fd(), &VsockAddr::new(nix::libc::VMADDR_CID_ANY, PORT))?;
+        let fd = socket(
+            AddressFamily::Vsock,
+            SockType::Stream,
+            SockFlag::SOCK_CLOEXEC,
+            None,
+        )?;
+        bind(
+            fd.as_raw_fd(),
+            &VsockAddr::new(nix::libc::VMADDR_CID_ANY, PORT),
+        )?;
         listen(&fd, Backlog::new(16)?)?;
         Ok(fd)
     };
-    listening().inspect_err(|errno| log::error("no server", &[("error", &format!("listen on vsock port {PORT}: {errno}"))])).ok()
+    listening()
+        .inspect_err(|errno| {
+            log::error(
+                "no server",
+                &[("error", &format!("listen on vsock port {PORT}: {errno}"))],
+            )
+        })
+        .ok()
 }
 
 /// Answers for ever.
@@ -44,14 +61,18 @@ pub fn serve(listener: &OwnedFd, pod: &Arc<Pod>) {
                 std::thread::spawn(move || converse(connection, &pod));
             }
             Err(nix::errno::Errno::EINTR) => {}
-            Err(errno) => return log::error("no server", &[("error", &format!("accept: {errno}"))]),
+            Err(errno) => {
+                return log::error("no server", &[("error", &format!("accept: {errno}"))]);
+            }
         }
     }
 }
 
 /// Reads requests until the connection ends.
 fn converse(mut connection: File, pod: &Arc<Pod>) {
-    let Ok(writer) = connection.try_clone() else { return };
+    let Ok(writer) = connection.try_clone() else {
+        return;
+    };
     let writer = Arc::new(Mutex::new(writer));
     while let Ok(frame) = Frame::read(&mut connection) {
         if frame.kind != REQUEST {
@@ -60,15 +81,32 @@ fn converse(mut connection: File, pod: &Arc<Pod>) {
         let (writer, pod) = (Arc::clone(&writer), Arc::clone(pod));
         std::thread::spawn(move || {
             let message = respond(&frame.message, &pod).into_bytes();
-            let Ok(bytes) = (Frame { stream: frame.stream, kind: RESPONSE, message }).to_bytes() else { return };
-            let _unused = writer.lock().unwrap_or_else(PoisonError::into_inner).write_all(&bytes); // the host may be gone
+            let Ok(bytes) = (Frame {
+                stream: frame.stream,
+                kind: RESPONSE,
+                message,
+            })
+            .to_bytes() else {
+                return;
+            };
+            let _unused = writer
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .write_all(&bytes); // the host may be gone
         });
     }
 }
 
 fn respond(request: &[u8], pod: &Pod) -> Message {
-    let status = |code: u64, text: &str| Message::new().message(1, Message::new().number(1, code).text(2, text));
-    let called = || -> Result<(String, &[u8])> { Ok((String::from_utf8_lossy(bytes_of(request, 2)?).into_owned(), bytes_of(request, 3)?)) };
+    let status = |code: u64, text: &str| {
+        Message::new().message(1, Message::new().number(1, code).text(2, text))
+    };
+    let called = || -> Result<(String, &[u8])> {
+        Ok((
+            String::from_utf8_lossy(bytes_of(request, 2)?).into_owned(),
+            bytes_of(request, 3)?,
+        ))
+    };
     match called().and_then(|(method, payload)| answer(&method, payload, pod)) {
         Ok(Some(answer)) => status(0, "").bytes(2, &answer.into_bytes()),
         Ok(None) => status(UNIMPLEMENTED, "the test agent knows no such method"),
@@ -80,7 +118,11 @@ fn respond(request: &[u8], pod: &Pod) -> Message {
 fn answer(method: &str, payload: &[u8], pod: &Pod) -> Result<Option<Message>> {
     let id = || bytes_of(payload, 1).map(|id| String::from_utf8_lossy(id).into_owned());
     let mut message = Message::new();
-    let calls = [("CreateSandbox", "create_sandbox"), ("CreateContainer", "create_container"), ("StartContainer", "start_container")];
+    let calls = [
+        ("CreateSandbox", "create_sandbox"),
+        ("CreateContainer", "create_container"),
+        ("StartContainer", "start_container"),
+    ];
     if let Some((_, call)) = calls.iter().find(|(name, _)| *name == method) {
         words::rpc(call).write();
     }
@@ -90,7 +132,12 @@ fn answer(method: &str, payload: &[u8], pod: &Pod) -> Result<Option<Message>> {
         "CreateSandbox" => pod.create_sandbox()?,
         "CreateContainer" => drop(pod.create(&asked(payload)?)?),
         "StartContainer" => pod.start(&id()?)?,
-        "ReadStdout" => message = message.bytes(1, &pod.read(&id()?, usize::try_from(number_of(payload, 3)?)?)?),
+        "ReadStdout" => {
+            message = message.bytes(
+                1,
+                &pod.read(&id()?, usize::try_from(number_of(payload, 3)?)?)?,
+            )
+        }
         "WriteStdin" => {
             let bytes = bytes_of(payload, 3)?;
             pod.write(&id()?, bytes)?;
@@ -105,8 +152,18 @@ fn answer(method: &str, payload: &[u8], pod: &Pod) -> Result<Option<Message>> {
 fn asked(request: &[u8]) -> Result<Asked> {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let texts = |message: &[u8], field: u32| -> Result<Vec<String>> {
-        let all = fields(message)?.into_iter().filter(|(number, _)| *number == field);
-        Ok(all.filter_map(|(_, value)| if let Value::Bytes(bytes) = value { Some(text(bytes)) } else { None }).collect())
+        let all = fields(message)?
+            .into_iter()
+            .filter(|(number, _)| *number == field);
+        Ok(all
+            .filter_map(|(_, value)| {
+                if let Value::Bytes(bytes) = value {
+                    Some(text(bytes))
+                } else {
+                    None
+                }
+            })
+            .collect())
     };
     let spec = bytes_of(request, 6)?;
     if spec.is_empty() {

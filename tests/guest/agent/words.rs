@@ -31,7 +31,12 @@ pub struct Line {
 
 impl Line {
     fn info(subsystem: &'static str, msg: impl Into<String>) -> Self {
-        Self { level: Level::Info, subsystem, msg: msg.into(), more: vec![] }
+        Self {
+            level: Level::Info,
+            subsystem,
+            msg: msg.into(),
+            more: vec![],
+        }
     }
 
     fn with(mut self, key: &'static str, value: impl Into<String>) -> Self {
@@ -42,13 +47,30 @@ impl Line {
     /// The line as the real one writes it; the keys behind the first three come in any order there.
     pub fn text(&self, time: SystemTime, pid: u32) -> String {
         let time = humantime::format_rfc3339_nanos(time).to_string();
-        let time = format!("{}Z", time.trim_end_matches('Z').trim_end_matches('0').trim_end_matches('.'));
+        let time = format!(
+            "{}Z",
+            time.trim_end_matches('Z')
+                .trim_end_matches('0')
+                .trim_end_matches('.')
+        );
         let pid = pid.to_string();
-        let first = [("msg", self.msg.as_str()), ("level", self.level.word()), ("ts", &time)];
-        let frame = [("version", CRATE_VERSION), ("name", "kata-agent"), ("pid", &pid), ("subsystem", self.subsystem), ("source", "agent")];
+        let first = [
+            ("msg", self.msg.as_str()),
+            ("level", self.level.word()),
+            ("ts", &time),
+        ];
+        let frame = [
+            ("version", CRATE_VERSION),
+            ("name", "kata-agent"),
+            ("pid", &pid),
+            ("subsystem", self.subsystem),
+            ("source", "agent"),
+        ];
         let more = self.more.iter().map(|(key, value)| (*key, value.as_str()));
         let pairs = first.into_iter().chain(frame).chain(more);
-        let pairs: Vec<String> = pairs.map(|(key, value)| format!("\"{key}\":{}", Value::from(value))).collect();
+        let pairs: Vec<String> = pairs
+            .map(|(key, value)| format!("\"{key}\":{}", Value::from(value)))
+            .collect();
         format!("{{{}}}\n", pairs.join(","))
     }
 
@@ -93,15 +115,23 @@ pub fn no_devices() -> Line {
 
 /// `attempt`: from 0.
 pub fn waiting(attempt: u64, of: u64, error: &str) -> Line {
-    Line::info("rpc", format!("waiting for CDI spec(s) to be generated ({attempt} of {of} max tries) {error}"))
+    Line::info(
+        "rpc",
+        format!("waiting for CDI spec(s) to be generated ({attempt} of {of} max tries) {error}"),
+    )
 }
 
 pub fn injected(spec: &Spec) -> Line {
-    Line::info("rpc", format!("all devices injected successfully, modified CDI container spec: {spec:?}"))
+    Line::info(
+        "rpc",
+        format!("all devices injected successfully, modified CDI container spec: {spec:?}"),
+    )
 }
 
 fn of_container(id: &str, msg: impl Into<String>) -> Line {
-    Line::info("container", msg).with("module", "rustjail").with("cid", id)
+    Line::info("container", msg)
+        .with("module", "rustjail")
+        .with("cid", id)
 }
 
 /// A line about a container's first process, whose exec id is the container's.
@@ -134,7 +164,10 @@ pub fn started(id: &str) -> Line {
 }
 
 pub fn start_failed(error: &str) -> Line {
-    Line { level: Level::Error, ..Line::info("rpc", format!("failed to start container: {error}")) }
+    Line {
+        level: Level::Error,
+        ..Line::info("rpc", format!("failed to start container: {error}"))
+    }
 }
 
 pub fn child_exited(pid: i32) -> Line {
@@ -151,9 +184,12 @@ mod tests {
 
     /// Lines of the real one, in their order; those that others have torn are left out.
     fn recorded() -> Vec<(String, Map<String, Value>)> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/agent/kata-agent-4.1.0-info.console");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../fixtures/agent/kata-agent-4.1.0-info.console");
         let text = std::fs::read_to_string(path).unwrap();
-        text.lines().filter_map(|line| Some((line.to_string(), serde_json::from_str(line).ok()?))).collect()
+        text.lines()
+            .filter_map(|line| Some((line.to_string(), serde_json::from_str(line).ok()?)))
+            .collect()
     }
 
     fn get<'a>(object: &'a Map<String, Value>, key: &str) -> &'a str {
@@ -167,7 +203,10 @@ mod tests {
         Some(match msg {
             "announce" => {
                 let mut line = announce(get(object, "config"));
-                line.more.iter_mut().filter(|(key, _)| *key == "agent-commit").for_each(|(_, v)| *v = get(object, "agent-commit").into());
+                line.more
+                    .iter_mut()
+                    .filter(|(key, _)| *key == "agent-commit")
+                    .for_each(|(_, v)| *v = get(object, "agent-commit").into());
                 line
             }
             "ttRPC server started" => server_started(),
@@ -203,7 +242,10 @@ mod tests {
             let Some(line) = ours(&object) else { continue };
             let time = humantime::parse_rfc3339(get(&object, "ts")).unwrap();
             let said = line.text(time, get(&object, "pid").parse().unwrap());
-            assert_eq!(serde_json::from_str::<Map<String, Value>>(&said).unwrap(), object);
+            assert_eq!(
+                serde_json::from_str::<Map<String, Value>>(&said).unwrap(),
+                object
+            );
             // Behind the first three keys the real one's come in the order of a hash map.
             let first = |line: &str| line[..line.find("\"ts\":\"").unwrap() + 10].to_string();
             assert_eq!(first(&said), first(&text));
@@ -216,7 +258,10 @@ mod tests {
     fn fields(debug: &str) -> Vec<&str> {
         let mut names: Vec<&str> = Vec::new();
         for part in debug.split(": ") {
-            let name = part.rsplit(|c: char| !(c.is_ascii_lowercase() || c == '_')).next().unwrap_or("");
+            let name = part
+                .rsplit(|c: char| !(c.is_ascii_lowercase() || c == '_'))
+                .next()
+                .unwrap_or("");
             if !name.is_empty() && !names.contains(&name) {
                 names.push(name);
             }
@@ -226,32 +271,69 @@ mod tests {
 
     #[test]
     fn specs_have_the_real_ones_fields_in_their_order() {
-        let container = pod::Asked { id: "b2".into(), arguments: vec!["/application".into()], ..pod::Asked::default() };
+        let container = pod::Asked {
+            id: "b2".into(),
+            arguments: vec!["/application".into()],
+            ..pod::Asked::default()
+        };
         let spec = pod::spec(&container, Path::new("/run/kata-containers/b2/rootfs")).unwrap();
         let ours = asked(&spec).msg;
         let top = |text: &str| -> Vec<String> {
-            let wanted = ["version", "root", "path", "readonly", "mounts", "process", "hostname", "hooks", "annotations", "linux", "vm"];
-            fields(text).into_iter().filter(|name| wanted.contains(name)).map(str::to_string).collect()
+            let wanted = [
+                "version",
+                "root",
+                "path",
+                "readonly",
+                "mounts",
+                "process",
+                "hostname",
+                "hooks",
+                "annotations",
+                "linux",
+                "vm",
+            ];
+            fields(text)
+                .into_iter()
+                .filter(|name| wanted.contains(name))
+                .map(str::to_string)
+                .collect()
         };
-        let (_, real) = recorded().into_iter().find(|(_, o)| get(o, "msg").starts_with("receive createcontainer, spec")).unwrap();
+        let (_, real) = recorded()
+            .into_iter()
+            .find(|(_, o)| get(o, "msg").starts_with("receive createcontainer, spec"))
+            .unwrap();
         assert_eq!(top(&ours), top(get(&real, "msg")));
         assert_eq!(top(&ours).len(), 11, "{ours}");
     }
 
     #[test]
     fn a_word_that_the_real_one_does_not_say_is_found_out() {
-        let (_, real) = recorded().into_iter().find(|(_, o)| get(o, "msg") == "created container!").unwrap();
+        let (_, real) = recorded()
+            .into_iter()
+            .find(|(_, o)| get(o, "msg") == "created container!")
+            .unwrap();
         let time = humantime::parse_rfc3339(get(&real, "ts")).unwrap();
-        let read = |line: &Line| serde_json::from_str::<Map<String, Value>>(&line.text(time, 1)).unwrap();
+        let read =
+            |line: &Line| serde_json::from_str::<Map<String, Value>>(&line.text(time, 1)).unwrap();
         assert_eq!(read(&created()), real);
-        assert_ne!(read(&Line { msg: "container created".into(), ..created() }), real);
+        assert_ne!(
+            read(&Line {
+                msg: "container created".into(),
+                ..created()
+            }),
+            real
+        );
         assert_ne!(read(&created().with("container", "one")), real);
     }
 
     #[test]
     fn a_time_has_the_digits_that_count() {
         let at = |ns| created().text(UNIX_EPOCH + Duration::from_nanos(ns), 1);
-        assert!(at(1_500_000_000).contains(r#""ts":"1970-01-01T00:00:01.5Z""#), "{}", at(1_500_000_000));
+        assert!(
+            at(1_500_000_000).contains(r#""ts":"1970-01-01T00:00:01.5Z""#),
+            "{}",
+            at(1_500_000_000)
+        );
         assert!(at(1_000_000_001).contains(r#""ts":"1970-01-01T00:00:01.000000001Z""#));
         assert!(at(10_000_000_000).contains(r#""ts":"1970-01-01T00:00:10Z""#));
     }

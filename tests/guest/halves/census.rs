@@ -18,9 +18,16 @@ const FOLDERS: [&str; 2] = ["/run/kata-gpu-init", "/var/run/cdi"];
 /// Kills each process of the init with this name, or the agent, and reports how many there were:
 /// none where that process has done its work.
 pub(super) fn end(name: &str) -> Result<(), String> {
-    let full = if name == "agent" { AGENT.to_string() } else { format!("{OURS}{name}") };
+    let full = if name == "agent" {
+        AGENT.to_string()
+    } else {
+        format!("{OURS}{name}")
+    };
     let all = processes_named(&full)?;
-    log::info("end", &[("process", name), ("killed", &all.len().to_string())]);
+    log::info(
+        "end",
+        &[("process", name), ("killed", &all.len().to_string())],
+    );
     for pid in all.into_iter().filter(|pid| *pid != 1) {
         // A process that ended meanwhile is as good as killed.
         let _unused = kill(Pid::from_raw(pid), Signal::SIGKILL);
@@ -30,7 +37,9 @@ pub(super) fn end(name: &str) -> Result<(), String> {
 
 /// Opens the init's program, as the start of a CDI hook does.
 pub(super) fn hook() -> Result<(), String> {
-    std::fs::File::open("/init").map(drop).map_err(|e| format!("open /init: {e}"))
+    std::fs::File::open("/init")
+        .map(drop)
+        .map_err(|e| format!("open /init: {e}"))
 }
 
 /// Starts threads that use a CPU each, for as long as the guest lives.
@@ -47,21 +56,56 @@ pub(super) fn busy(count: u32) {
 /// Reports each process of the init (parent, state, open files, GPU nodes among them), and the
 /// files that the init has made.
 pub(super) fn census() -> Result<(), String> {
-    for entry in std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten() {
+    for entry in std::fs::read_dir("/proc")
+        .map_err(|e| e.to_string())?
+        .flatten()
+    {
         let comm = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-        let Some(name) = comm.trim().strip_prefix(OURS) else { continue };
+        let Some(name) = comm.trim().strip_prefix(OURS) else {
+            continue;
+        };
         let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
-        let of = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_default().trim().chars().next().unwrap_or('?');
-        let files = std::fs::read_dir(entry.path().join("fd")).into_iter().flatten().flatten();
-        let files: Vec<String> =
-            files.filter_map(|fd| std::fs::read_link(fd.path()).ok()).map(|target| target.display().to_string()).collect();
-        let mut nodes: Vec<&str> = files.iter().map(String::as_str).filter(|file| file.starts_with("/dev/nvidia")).collect();
+        let of = |key: &str| {
+            status
+                .lines()
+                .find_map(|l| l.strip_prefix(key))
+                .unwrap_or_default()
+                .trim()
+                .chars()
+                .next()
+                .unwrap_or('?')
+        };
+        let files = std::fs::read_dir(entry.path().join("fd"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let files: Vec<String> = files
+            .filter_map(|fd| std::fs::read_link(fd.path()).ok())
+            .map(|target| target.display().to_string())
+            .collect();
+        let mut nodes: Vec<&str> = files
+            .iter()
+            .map(String::as_str)
+            .filter(|file| file.starts_with("/dev/nvidia"))
+            .collect();
         nodes.sort_unstable();
         let (state, count) = (of("State:").to_string(), files.len().to_string());
-        log::info("process", &[("process", name), ("state", &state), ("files", &count), ("nodes", &nodes.join(" "))]);
+        log::info(
+            "process",
+            &[
+                ("process", name),
+                ("state", &state),
+                ("files", &count),
+                ("nodes", &nodes.join(" ")),
+            ],
+        );
     }
-    let names = FOLDERS.iter().flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten());
-    let mut names: Vec<String> = names.map(|file| file.path().display().to_string()).collect();
+    let names = FOLDERS
+        .iter()
+        .flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten());
+    let mut names: Vec<String> = names
+        .map(|file| file.path().display().to_string())
+        .collect();
     names.sort();
     log::info("files", &[("names", &names.join(" "))]);
     Ok(())
@@ -69,23 +113,40 @@ pub(super) fn census() -> Result<(), String> {
 
 /// Whether the spec gives containers these GPUs now, by index, and no others.
 pub(super) fn spec_gives(wanted: &str) -> Result<bool, String> {
-    let wanted: BTreeSet<&str> = wanted.split(',').filter(|index| !index.is_empty()).collect();
-    let Ok(text) = std::fs::read_to_string(SPEC) else { return Ok(wanted.is_empty()) };
-    let spec: serde_json::Value = serde_json::from_str(&text).map_err(|e| format!("{SPEC}: {e}"))?;
+    let wanted: BTreeSet<&str> = wanted
+        .split(',')
+        .filter(|index| !index.is_empty())
+        .collect();
+    let Ok(text) = std::fs::read_to_string(SPEC) else {
+        return Ok(wanted.is_empty());
+    };
+    let spec: serde_json::Value =
+        serde_json::from_str(&text).map_err(|e| format!("{SPEC}: {e}"))?;
     let is_given = |device: &serde_json::Value| {
         let nodes = device["containerEdits"]["deviceNodes"].as_array();
-        nodes.into_iter().flatten().filter_map(|node| node["path"].as_str()).any(|path| Path::new(path).exists())
+        nodes
+            .into_iter()
+            .flatten()
+            .filter_map(|node| node["path"].as_str())
+            .any(|path| Path::new(path).exists())
     };
     let devices = spec["devices"].as_array().into_iter().flatten();
-    let given = devices.filter(|device| is_given(device)).filter_map(|device| device["name"].as_str());
-    Ok(given.filter(|name| name.bytes().all(|b| b.is_ascii_digit())).collect::<BTreeSet<_>>() == wanted)
+    let given = devices
+        .filter(|device| is_given(device))
+        .filter_map(|device| device["name"].as_str());
+    Ok(given
+        .filter(|name| name.bytes().all(|b| b.is_ascii_digit()))
+        .collect::<BTreeSet<_>>()
+        == wanted)
 }
 
 /// Whether the counters of the simulated driver have these GPUs, by slot, as initialised.
 pub(super) fn are_up(wanted: &str, counters: &str) -> bool {
     let is_up = |slot: &str| {
         let address = format!(":{:02x}.0 ", slot.parse::<u8>().unwrap_or(u8::MAX));
-        counters.split("; ").any(|gpu| gpu.contains(&address) && gpu.contains("adapter: up"))
+        counters
+            .split("; ")
+            .any(|gpu| gpu.contains(&address) && gpu.contains("adapter: up"))
     };
     wanted.split(',').filter(|slot| !slot.is_empty()).all(is_up)
 }
@@ -94,6 +155,7 @@ pub(super) fn are_up(wanted: &str, counters: &str) -> bool {
 pub(super) fn is_reaped(name: &str) -> Result<bool, String> {
     let all = processes_named(&format!("{OURS}{name}"))?;
     // One that is gone by now is reaped.
-    let status = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let status =
+        |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     Ok(!all.into_iter().any(|pid| status(pid).contains("State:\tZ")))
 }

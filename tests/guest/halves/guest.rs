@@ -34,7 +34,13 @@ fn growing_list() {
     let written = std::fs::create_dir_all(cdi::DIRECTORY)
         .and_then(|()| std::fs::write(&temporary, spec))
         .and_then(|()| std::fs::rename(&temporary, Path::new(cdi::DIRECTORY).join("nvidia.yaml")));
-    log::info("growing list published", &[("error", &written.err().map_or_else(String::new, |e| e.to_string()))]);
+    log::info(
+        "growing list published",
+        &[(
+            "error",
+            &written.err().map_or_else(String::new, |e| e.to_string()),
+        )],
+    );
 }
 
 /// Reports the simulator's counters of every GPU when all GPUs that can settle have, which the test
@@ -55,9 +61,17 @@ fn counters() {
 /// The simulator's counters of every bound GPU: `ADDRESS key: value ..`, separated by `; `.
 pub fn all_counters() -> String {
     let mut all = Vec::new();
-    for entry in std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten() {
+    for entry in std::fs::read_dir("/proc/driver/nvidia/gpus")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         let text = std::fs::read_to_string(entry.path().join("sim")).unwrap_or_default();
-        all.push(format!("{} {}", entry.file_name().to_string_lossy(), text.split_whitespace().collect::<Vec<_>>().join(" ")));
+        all.push(format!(
+            "{} {}",
+            entry.file_name().to_string_lossy(),
+            text.split_whitespace().collect::<Vec<_>>().join(" ")
+        ));
     }
     all.sort();
     all.join("; ")
@@ -69,7 +83,10 @@ fn looks() {
     use std::io::{BufRead, BufReader};
     const LOOKS: usize = 20_000;
     let Some(stream) = connect() else { return };
-    let connected = BufReader::new(stream).lines().map_while(Result::ok).any(|l| l.contains("\"state\":\"connected\""));
+    let connected = BufReader::new(stream)
+        .lines()
+        .map_while(Result::ok)
+        .any(|l| l.contains("\"state\":\"connected\""));
     let spec = Path::new(cdi::DIRECTORY).join("nvidia.yaml");
     let mut seen = 0;
     for _ in 0..LOOKS {
@@ -78,7 +95,13 @@ fn looks() {
         // between.
         let _unused = std::fs::File::open(cdi::DIRECTORY);
     }
-    log::info("looks", &[("seen", &seen.to_string()), ("connected", &connected.to_string())]);
+    log::info(
+        "looks",
+        &[
+            ("seen", &seen.to_string()),
+            ("connected", &connected.to_string()),
+        ],
+    );
 }
 
 /// Connects to the guest's unix listener, which is there some time after the agent.
@@ -110,7 +133,10 @@ pub fn wait_for_begin(name: &str) {
 fn wait_for_line(wanted: &str) {
     use std::io::{BufRead, BufReader};
     let Some(stream) = connect() else { return };
-    let _seen = BufReader::new(stream).lines().map_while(Result::ok).any(|line| line.contains(wanted));
+    let _seen = BufReader::new(stream)
+        .lines()
+        .map_while(Result::ok)
+        .any(|line| line.contains(wanted));
 }
 
 /// The init's unix listener.
@@ -131,7 +157,8 @@ fn listener() {
         }
     }
     let file = std::fs::read_to_string("/run/kata-gpu-init/boot.ndjson").unwrap_or_default();
-    let mode = std::fs::metadata(EVENTS).map_or(0, |m| std::os::unix::fs::MetadataExt::mode(&m) & 0o777);
+    let mode =
+        std::fs::metadata(EVENTS).map_or(0, |m| std::os::unix::fs::MetadataExt::mode(&m) & 0o777);
     log::info(
         "listener",
         &[
@@ -150,10 +177,27 @@ fn rss() {
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         if std::fs::read_link(entry.path().join("exe")).is_ok_and(|exe| exe == init) {
             let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
-            let value = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).map(|v| v.trim().to_string()).unwrap_or_default();
+            let value = |key: &str| {
+                status
+                    .lines()
+                    .find_map(|l| l.strip_prefix(key))
+                    .map(|v| v.trim().to_string())
+                    .unwrap_or_default()
+            };
             // The keeper's parent is PID 1; the worker's is the keeper.
-            let process = if value("PPid:") == "1" { "keeper" } else { "worker" };
-            log::info("rss", &[("process", process), ("VmRSS", &value("VmRSS:")), ("threads", &value("Threads:"))]);
+            let process = if value("PPid:") == "1" {
+                "keeper"
+            } else {
+                "worker"
+            };
+            log::info(
+                "rss",
+                &[
+                    ("process", process),
+                    ("VmRSS", &value("VmRSS:")),
+                    ("threads", &value("Threads:")),
+                ],
+            );
         }
     }
 }
@@ -161,7 +205,10 @@ fn rss() {
 /// Reports what the root is, and whether anything can be written to it.
 fn root() {
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let line = mounts.lines().rfind(|line| line.split(' ').nth(1) == Some("/")).unwrap_or_default();
+    let line = mounts
+        .lines()
+        .rfind(|line| line.split(' ').nth(1) == Some("/"))
+        .unwrap_or_default();
     let written = std::fs::write("/written", "").map_or_else(|e| e.to_string(), |()| "yes".into());
     log::info("root", &[("mount", line), ("written", &written)]);
 }
@@ -174,13 +221,24 @@ fn clocks() {
 /// Leaves the agent a dead child, and says so.
 fn child() {
     use std::process::{Command, Stdio};
-    let ended = Command::new("/proc/self/exe").arg("--version").stdout(Stdio::piped()).spawn().and_then(|child| {
-        let (pid, mut text) = (child.id(), String::new());
-        // The end of its output is the end of its life; it is not waited for.
-        std::io::Read::read_to_string(&mut child.stdout.ok_or(std::io::ErrorKind::BrokenPipe)?, &mut text).map(|_| (pid, text))
-    });
+    let ended = Command::new("/proc/self/exe")
+        .arg("--version")
+        .stdout(Stdio::piped())
+        .spawn()
+        .and_then(|child| {
+            let (pid, mut text) = (child.id(), String::new());
+            // The end of its output is the end of its life; it is not waited for.
+            std::io::Read::read_to_string(
+                &mut child.stdout.ok_or(std::io::ErrorKind::BrokenPipe)?,
+                &mut text,
+            )
+            .map(|_| (pid, text))
+        });
     match ended {
-        Ok((pid, text)) => log::info("child has ended", &[("child-pid", &pid.to_string()), ("output", text.trim())]),
+        Ok((pid, text)) => log::info(
+            "child has ended",
+            &[("child-pid", &pid.to_string()), ("output", text.trim())],
+        ),
         Err(error) => log::error("child", &[("error", &error.to_string())]),
     }
 }
@@ -195,7 +253,9 @@ const INTERRUPTS: &str = "/proc/irq";
 /// Stays on the first CPU: a sleep that began on the lane's would end with the enabling.
 fn samples() {
     let mut first = nix::sched::CpuSet::new();
-    let pinned = first.set(0).and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &first));
+    let pinned = first
+        .set(0)
+        .and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &first));
     if let Err(errno) = pinned {
         log::error("samples", &[("error", &format!("stay on CPU 0: {errno}"))]);
     }
@@ -204,7 +264,11 @@ fn samples() {
     std::thread::spawn(move || {
         use std::io::{BufRead, BufReader};
         let Some(stream) = connect() else { return };
-        if BufReader::new(stream).lines().map_while(Result::ok).any(|line| line.contains("\"name\":\"settled\"")) {
+        if BufReader::new(stream)
+            .lines()
+            .map_while(Result::ok)
+            .any(|line| line.contains("\"name\":\"settled\""))
+        {
             seen.store(true, Ordering::Release);
         }
     });
@@ -216,10 +280,24 @@ fn samples() {
         let printk = std::fs::read_to_string("/proc/sys/kernel/printk").unwrap_or_default();
         let masks = masks();
         let to_ns = boottime_ns();
-        let times = [("from_ns", from_ns.to_string()), ("to_ns", to_ns.to_string()), ("when", if over { "settled" } else { "" }.into())];
+        let times = [
+            ("from_ns", from_ns.to_string()),
+            ("to_ns", to_ns.to_string()),
+            ("when", if over { "settled" } else { "" }.into()),
+        ];
         let [from, to, when] = &times;
-        let shown = if masks == last && !over { "same" } else { &masks };
-        let frame = [(from.0, from.1.as_str()), (to.0, &to.1), (when.0, &when.1), ("printk", printk.trim()), ("masks", shown)];
+        let shown = if masks == last && !over {
+            "same"
+        } else {
+            &masks
+        };
+        let frame = [
+            (from.0, from.1.as_str()),
+            (to.0, &to.1),
+            (when.0, &when.1),
+            ("printk", printk.trim()),
+            ("masks", shown),
+        ];
         log::info("sample", &frame);
         if over {
             return;
@@ -232,15 +310,37 @@ fn samples() {
 /// Name and mask of every interrupt that has a handler, and the default of new ones:
 /// `NAME=MASK;..`.
 fn masks() -> String {
-    let mask = |file: std::path::PathBuf| std::fs::read_to_string(file).unwrap_or_default().trim().to_string();
-    let mut all = vec![format!("default={}", mask(Path::new(INTERRUPTS).join("default_smp_affinity")))];
-    for entry in std::fs::read_dir(INTERRUPTS).into_iter().flatten().flatten() {
-        let handlers = std::fs::read_dir(entry.path()).into_iter().flatten().flatten().filter(|e| e.path().is_dir());
-        let mut names: Vec<String> = handlers.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+    let mask = |file: std::path::PathBuf| {
+        std::fs::read_to_string(file)
+            .unwrap_or_default()
+            .trim()
+            .to_string()
+    };
+    let mut all = vec![format!(
+        "default={}",
+        mask(Path::new(INTERRUPTS).join("default_smp_affinity"))
+    )];
+    for entry in std::fs::read_dir(INTERRUPTS)
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        let handlers = std::fs::read_dir(entry.path())
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter(|e| e.path().is_dir());
+        let mut names: Vec<String> = handlers
+            .map(|e| e.file_name().to_string_lossy().into_owned())
+            .collect();
         names.sort();
         if !names.is_empty() {
             let number = entry.file_name().to_string_lossy().into_owned();
-            all.push(format!("{number} {}={}", names.join("+"), mask(entry.path().join("smp_affinity"))));
+            all.push(format!(
+                "{number} {}={}",
+                names.join("+"),
+                mask(entry.path().join("smp_affinity"))
+            ));
         }
     }
     all.sort();

@@ -39,16 +39,33 @@ const REPORT_EVERY: u32 = 50;
 
 pub fn run() {
     let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let words = line.split_ascii_whitespace().find_map(|w| w.strip_prefix("testagent.soak=")).unwrap_or_default();
+    let words = line
+        .split_ascii_whitespace()
+        .find_map(|w| w.strip_prefix("testagent.soak="))
+        .unwrap_or_default();
     let mut words = words.split(':');
     let mut number = || words.next().and_then(|n| n.parse::<u32>().ok());
     let (Some(actions), Some(seed)) = (number(), number()) else {
-        return log::error("soak ended", &[("fault", "no testagent.soak=ACTIONS:SEED on the command line")]);
+        return log::error(
+            "soak ended",
+            &[(
+                "fault",
+                "no testagent.soak=ACTIONS:SEED on the command line",
+            )],
+        );
     };
     let mut soak = Soak::new(seed, words.next() == Some("exchanged"));
     let ended = soak.run(actions);
-    let (actions, containers, checks) = (soak.actions.to_string(), soak.containers.to_string(), soak.checks.to_string());
-    let kinds: Vec<String> = soak.kinds.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
+    let (actions, containers, checks) = (
+        soak.actions.to_string(),
+        soak.containers.to_string(),
+        soak.checks.to_string(),
+    );
+    let kinds: Vec<String> = soak
+        .kinds
+        .iter()
+        .map(|(kind, count)| format!("{kind} {count}"))
+        .collect();
     let fault = ended.err().unwrap_or_default();
     log::info(
         "soak ended",
@@ -115,7 +132,15 @@ struct Soak {
 
 impl Soak {
     fn new(seed: u32, exchanged: bool) -> Self {
-        let slots = (0..SLOTS).map(|slot| if slot < OF_BOOT { Slot::Bound } else { Slot::Empty }).collect();
+        let slots = (0..SLOTS)
+            .map(|slot| {
+                if slot < OF_BOOT {
+                    Slot::Bound
+                } else {
+                    Slot::Empty
+                }
+            })
+            .collect();
         Self {
             random: Random::new(u64::from(seed)),
             exchanged,
@@ -142,7 +167,13 @@ impl Soak {
             }
             if self.actions / REPORT_EVERY > reported {
                 reported = self.actions / REPORT_EVERY;
-                log::info("soak", &[("actions", &self.actions.to_string()), ("containers", &self.containers.to_string())]);
+                log::info(
+                    "soak",
+                    &[
+                        ("actions", &self.actions.to_string()),
+                        ("containers", &self.containers.to_string()),
+                    ],
+                );
             }
         }
         for waiting in std::mem::take(&mut self.waiting) {
@@ -153,8 +184,14 @@ impl Soak {
 
     fn trouble(&mut self) -> Trouble {
         use Trouble::{Flood, Killed, NoThreads, None, RunFull, Stopped};
-        let trouble = self.random.one_of(&[None, None, None, Stopped, Stopped, Flood, Killed, NoThreads, RunFull]);
-        if matches!(trouble, Killed | NoThreads) && self.killed.elapsed() < BETWEEN_KILLS { None } else { trouble }
+        let trouble = self.random.one_of(&[
+            None, None, None, Stopped, Stopped, Flood, Killed, NoThreads, RunFull,
+        ]);
+        if matches!(trouble, Killed | NoThreads) && self.killed.elapsed() < BETWEEN_KILLS {
+            None
+        } else {
+            trouble
+        }
     }
 
     /// Up to three hardware actions on different slots, while the init is in some trouble.
@@ -174,14 +211,20 @@ impl Soak {
         self.begin(trouble)?;
         // Removals last until the worker gives the GPU back, which it may not be able to, now.
         let mut removals = Vec::new();
-        let swap = slots.len() > 1 && slots.iter().all(|slot| self.slots[*slot as usize] == Slot::Bound) && self.random.below(2) == 0;
+        let swap = slots.len() > 1
+            && slots
+                .iter()
+                .all(|slot| self.slots[*slot as usize] == Slot::Bound)
+            && self.random.below(2) == 0;
         for slot in &slots {
             removals.extend(self.change(*slot, trouble)?);
         }
         self.end(trouble)?;
         for removal in removals {
             if let Some(unbind) = removal.unbind {
-                unbind.join().map_err(|_| "an unbind panicked".to_string())??;
+                unbind
+                    .join()
+                    .map_err(|_| "an unbind panicked".to_string())??;
             }
             self.reached(removal.slot)?;
         }
@@ -201,7 +244,9 @@ impl Soak {
         let (action, wanted) = match (self.slots[slot as usize], self.random.below(4)) {
             (Slot::Empty, _) => ("plug", Slot::Bound),
             // The others have threads of the soak's own.
-            (Slot::Unbound | Slot::Bound, _) if trouble == Trouble::NoThreads => ("unplug", Slot::Empty),
+            (Slot::Unbound | Slot::Bound, _) if trouble == Trouble::NoThreads => {
+                ("unplug", Slot::Empty)
+            }
             (Slot::Unbound, 0) => ("unplug", Slot::Empty),
             (Slot::Unbound, _) => ("bind", Slot::Bound),
             (Slot::Bound, 0) if self.settled => ("unbind", Slot::Unbound),
@@ -214,7 +259,8 @@ impl Soak {
         let mut unbind = None;
         if action == "unbind" {
             unbind = Some(std::thread::spawn(move || {
-                std::fs::write("/sys/bus/pci/drivers/nvidia/unbind", gpu_in_slot(slot)).map_err(|e| format!("unbind {slot}: {e}"))
+                std::fs::write("/sys/bus/pci/drivers/nvidia/unbind", gpu_in_slot(slot))
+                    .map_err(|e| format!("unbind {slot}: {e}"))
             }));
         } else {
             act(&format!("{action}:{slot}"))?;
@@ -261,7 +307,8 @@ impl Soak {
         const KEPT: usize = 60;
         self.actions += 1;
         *self.kinds.entry(action.to_string()).or_default() += 1;
-        self.history.push(slot.map_or_else(|| action.to_string(), |slot| format!("{action}:{slot}")));
+        self.history
+            .push(slot.map_or_else(|| action.to_string(), |slot| format!("{action}:{slot}")));
         if self.history.len() > KEPT {
             self.history.remove(0);
         }
@@ -272,7 +319,10 @@ impl Soak {
         let listed = || leads().is_ok_and(|names| names.contains_key(&slot));
         if slot < OF_BOOT && self.slots[slot as usize] == Slot::Empty && !listed() {
             self.containers += 1;
-            self.waiting.push(Waiting { slot, answer: std::thread::spawn(move || container(slot)) });
+            self.waiting.push(Waiting {
+                slot,
+                answer: std::thread::spawn(move || container(slot)),
+            });
         }
     }
 
@@ -287,7 +337,11 @@ impl Soak {
     /// Waits until every name leads where it must.
     fn settle(&mut self) -> Result<(), Fault> {
         self.checks += 1;
-        let limit = if self.exchanged { FAULT_DEADLINE } else { DEADLINE };
+        let limit = if self.exchanged {
+            FAULT_DEADLINE
+        } else {
+            DEADLINE
+        };
         let deadline = Instant::now() + limit;
         while let Err(fault) = self.compare() {
             if Instant::now() > deadline {
@@ -317,7 +371,9 @@ impl Soak {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                return Err(format!("GPU {slot} is {is:?} after {DEADLINE:?}, and should be {wanted:?}"));
+                return Err(format!(
+                    "GPU {slot} is {is:?} after {DEADLINE:?}, and should be {wanted:?}"
+                ));
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -335,10 +391,14 @@ impl Soak {
     fn compare(&mut self) -> Result<(), Fault> {
         let mut minors = minors()?;
         minors.keys().for_each(|slot| self.rebound(*slot));
-        let bound: Vec<u32> = (0..SLOTS).filter(|slot| self.slots[*slot as usize] == Slot::Bound).collect();
+        let bound: Vec<u32> = (0..SLOTS)
+            .filter(|slot| self.slots[*slot as usize] == Slot::Bound)
+            .collect();
         let has: Vec<u32> = minors.keys().copied().collect();
         if has != bound {
-            return Err(format!("the driver has the GPUs {has:?}, and should have {bound:?}"));
+            return Err(format!(
+                "the driver has the GPUs {has:?}, and should have {bound:?}"
+            ));
         }
         if self.exchanged {
             let two: Vec<u32> = minors.keys().copied().take(2).collect();
@@ -347,10 +407,15 @@ impl Soak {
                 minors.extend([(a, of_b), (b, of_a)]);
             }
         }
-        let wanted: BTreeMap<u32, u32> = minors.into_iter().map(|(slot, minor)| (self.name(slot), minor)).collect();
+        let wanted: BTreeMap<u32, u32> = minors
+            .into_iter()
+            .map(|(slot, minor)| (self.name(slot), minor))
+            .collect();
         let names = leads()?;
         if names != wanted {
-            return Err(format!("names lead to the minors {names:?}, and should to {wanted:?}"));
+            return Err(format!(
+                "names lead to the minors {names:?}, and should to {wanted:?}"
+            ));
         }
         Ok(())
     }
@@ -359,13 +424,22 @@ impl Soak {
     /// boot scan.
     fn name(&self, slot: u32) -> u32 {
         let present = |slot: &u32| self.slots[*slot as usize] != Slot::Empty;
-        if slot < OF_BOOT { slot } else { OF_BOOT + (OF_BOOT..slot).filter(present).count() as u32 }
+        if slot < OF_BOOT {
+            slot
+        } else {
+            OF_BOOT + (OF_BOOT..slot).filter(present).count() as u32
+        }
     }
 }
 
 /// Waits for a container's answer.
 fn answer(waiting: Waiting) -> Result<(), Fault> {
-    waiting.answer.join().unwrap_or_else(|_| Err(format!("the container that waits for {} panicked", waiting.slot)))
+    waiting.answer.join().unwrap_or_else(|_| {
+        Err(format!(
+            "the container that waits for {} panicked",
+            waiting.slot
+        ))
+    })
 }
 
 /// A container that waits for a name of the boot scan: what it gets must be the GPU of that slot.
@@ -378,10 +452,25 @@ fn container(slot: u32) -> Result<(), Fault> {
         assert!(Instant::now() < deadline, "no answer");
         std::thread::sleep(LOOK_EVERY);
     };
-    cdi::inject(cdi::chosen(), &mut spec, cdi::DIRECTORY, &asked, TRIES, false, &pause, &mut |_, _| {})
-        .map_err(|(_, error)| format!("{slot}: {error}"))?;
-    let devices = spec.linux().as_ref().and_then(|l| l.devices().clone()).unwrap_or_default();
-    let got = devices.iter().find_map(|d| minor_of(&d.path().display().to_string()));
+    cdi::inject(
+        cdi::chosen(),
+        &mut spec,
+        cdi::DIRECTORY,
+        &asked,
+        TRIES,
+        false,
+        &pause,
+        &mut |_, _| {},
+    )
+    .map_err(|(_, error)| format!("{slot}: {error}"))?;
+    let devices = spec
+        .linux()
+        .as_ref()
+        .and_then(|l| l.devices().clone())
+        .unwrap_or_default();
+    let got = devices
+        .iter()
+        .find_map(|d| minor_of(&d.path().display().to_string()));
     // Another GPU that goes or comes makes the files of all unreadable for a moment.
     let is = loop {
         match minors() {
@@ -390,7 +479,13 @@ fn container(slot: u32) -> Result<(), Fault> {
             Err(_) => std::thread::sleep(LOOK_EVERY),
         }
     };
-    if got == is && got.is_some() { Ok(()) } else { Err(format!("a container asked for {slot}, minor {is:?}, and got minor {got:?}")) }
+    if got == is && got.is_some() {
+        Ok(())
+    } else {
+        Err(format!(
+            "a container asked for {slot}, minor {is:?}, and got minor {got:?}"
+        ))
+    }
 }
 
 fn minor_of(path: &str) -> Option<u32> {
@@ -402,7 +497,9 @@ fn minors() -> Result<BTreeMap<u32, u32>, Fault> {
     let mut all = BTreeMap::new();
     for entry in super::script::minors()? {
         let (address, minor) = entry.split_once('=').ok_or_else(|| entry.clone())?;
-        let slot = (0..SLOTS).find(|slot| gpu_in_slot(*slot) == address).ok_or_else(|| entry.clone())?;
+        let slot = (0..SLOTS)
+            .find(|slot| gpu_in_slot(*slot) == address)
+            .ok_or_else(|| entry.clone())?;
         all.insert(slot, minor.parse().map_err(|_| entry.clone())?);
     }
     Ok(all)
@@ -412,11 +509,22 @@ fn minors() -> Result<BTreeMap<u32, u32>, Fault> {
 /// left out.
 fn leads() -> Result<BTreeMap<u32, u32>, Fault> {
     let text = std::fs::read_to_string(SPEC).map_err(|e| format!("{SPEC}: {e}"))?;
-    let spec: serde_json::Value = serde_json::from_str(&text).map_err(|e| format!("{SPEC}: {e}"))?;
+    let spec: serde_json::Value =
+        serde_json::from_str(&text).map_err(|e| format!("{SPEC}: {e}"))?;
     let one = |device: &serde_json::Value| {
         let name = device["name"].as_str()?.parse().ok()?;
         let nodes = device["containerEdits"]["deviceNodes"].as_array()?;
-        Some((name, nodes.iter().find_map(|node| minor_of(node["path"].as_str()?))?))
+        Some((
+            name,
+            nodes
+                .iter()
+                .find_map(|node| minor_of(node["path"].as_str()?))?,
+        ))
     };
-    Ok(spec["devices"].as_array().into_iter().flatten().filter_map(one).collect())
+    Ok(spec["devices"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(one)
+        .collect())
 }

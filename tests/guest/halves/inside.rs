@@ -40,13 +40,24 @@ pub fn run() {
     }
     let cache = std::fs::read("/etc/ld.so.cache").map_err(|e| e.to_string());
     match cache.and_then(|bytes| kata_gpu_init::formats::ld_so_cache::read(&bytes)) {
-        Ok(cache) => items.extend(cache.entries.into_iter().map(|e| (format!("library {}", e.name), e.path))),
+        Ok(cache) => items.extend(
+            cache
+                .entries
+                .into_iter()
+                .map(|e| (format!("library {}", e.name), e.path)),
+        ),
         Err(error) => drop(items.insert("library".into(), error)),
     }
-    for (key, value) in text(PARAMS).lines().filter_map(|line| line.split_once(": ")) {
+    for (key, value) in text(PARAMS)
+        .lines()
+        .filter_map(|line| line.split_once(": "))
+    {
         items.insert(format!("params {key}"), value.into());
     }
-    items.insert("params write".into(), written(OpenOptions::new().write(true).open(PARAMS)));
+    items.insert(
+        "params write".into(),
+        written(OpenOptions::new().write(true).open(PARAMS)),
+    );
     println!("{}", serde_json::json!(items));
 }
 
@@ -58,14 +69,24 @@ fn written(opened: std::io::Result<std::fs::File>) -> String {
 fn nodes(directory: &Path, items: &mut Items) {
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         let path = entry.path();
-        let Ok(meta) = path.symlink_metadata() else { continue };
+        let Ok(meta) = path.symlink_metadata() else {
+            continue;
+        };
         let kind = meta.file_type();
         if kind.is_dir() {
             nodes(&path, items);
         } else if kind.is_char_device() || kind.is_block_device() {
-            let (major, minor) = (nix::sys::stat::major(meta.rdev()), nix::sys::stat::minor(meta.rdev()));
+            let (major, minor) = (
+                nix::sys::stat::major(meta.rdev()),
+                nix::sys::stat::minor(meta.rdev()),
+            );
             let kind = if kind.is_char_device() { "c" } else { "b" };
-            let value = format!("{kind} {major}:{minor} {:o} {}:{}", meta.mode() & 0o7777, meta.uid(), meta.gid());
+            let value = format!(
+                "{kind} {major}:{minor} {:o} {}:{}",
+                meta.mode() & 0o7777,
+                meta.uid(),
+                meta.gid()
+            );
             items.insert(format!("node {}", path.display()), value);
         }
     }
@@ -78,13 +99,29 @@ fn access(device: &str) -> String {
     use nix::sys::stat::{Mode, SFlag, makedev, mknod};
     const NODE: &str = "/dev/inside";
     let number = |text: &str| text.parse().unwrap_or(0);
-    let (major, minor) = device.split_once(':').map_or((0, 0), |(major, minor)| (number(major), number(minor)));
-    if let Err(error) = mknod(NODE, SFlag::S_IFCHR, Mode::from_bits_truncate(0o600), makedev(major, minor)) {
-        return if error == Errno::EPERM { String::new() } else { error.to_string() };
+    let (major, minor) = device
+        .split_once(':')
+        .map_or((0, 0), |(major, minor)| (number(major), number(minor)));
+    if let Err(error) = mknod(
+        NODE,
+        SFlag::S_IFCHR,
+        Mode::from_bits_truncate(0o600),
+        makedev(major, minor),
+    ) {
+        return if error == Errno::EPERM {
+            String::new()
+        } else {
+            error.to_string()
+        };
     }
     let open = |write: bool| OpenOptions::new().read(!write).write(write).open(NODE);
-    let allowed = |write| !open(write).is_err_and(|e| e.raw_os_error() == Some(Errno::EPERM as i32));
-    let access = [Some("m"), allowed(false).then_some("r"), allowed(true).then_some("w")];
+    let allowed =
+        |write| !open(write).is_err_and(|e| e.raw_os_error() == Some(Errno::EPERM as i32));
+    let access = [
+        Some("m"),
+        allowed(false).then_some("r"),
+        allowed(true).then_some("w"),
+    ];
     let _unused = std::fs::remove_file(NODE);
     access.into_iter().flatten().collect()
 }

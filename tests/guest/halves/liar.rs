@@ -24,39 +24,65 @@ const PARAMETER: &str = "testagent.victim=";
 /// The collector asks a guest that it accepts for its clock, and hangs up on one that it refuses.
 pub fn run() {
     let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let Some(victim) = line.split_ascii_whitespace().find_map(|w| w.strip_prefix(PARAMETER)) else {
-        log::error(MESSAGE, &[("error", &format!("no {PARAMETER}.. on the command line"))]);
+    let Some(victim) = line
+        .split_ascii_whitespace()
+        .find_map(|w| w.strip_prefix(PARAMETER))
+    else {
+        log::error(
+            MESSAGE,
+            &[("error", &format!("no {PARAMETER}.. on the command line"))],
+        );
         return;
     };
     // The init's own stream is there: this guest is known by then.
     wait_for(names::SETTLED);
-    let host_line =
-        format!("{{\"schema\":1,\"kind\":\"host\",\"realtime_ns\":1,\"event\":\"sandbox\",\"id\":\"x\",\"pod\":\"{CLAIMED_POD}\"}}\n");
+    let host_line = format!(
+        "{{\"schema\":1,\"kind\":\"host\",\"realtime_ns\":1,\"event\":\"sandbox\",\"id\":\"x\",\"pod\":\"{CLAIMED_POD}\"}}\n"
+    );
     let forged = record_line(&Record::new(Kind::Event, FORGED));
     let stolen = send(&[&header(victim), &forged]);
     // Negative control: the same words for a boot that is nobody's.
     let free = send(&[&header(FREE), &forged, &host_line]);
     let turned = send(&[&header(FREE), &header(victim), &forged]);
-    log::info(MESSAGE, &[("stolen", &stolen), ("free", &free), ("turned", &turned)]);
+    log::info(
+        MESSAGE,
+        &[("stolen", &stolen), ("free", &free), ("turned", &turned)],
+    );
 }
 
 fn header(boot_id: &str) -> String {
-    header_line(&Header { boot_id: boot_id.into(), version: env!("CARGO_PKG_VERSION").into(), kernel: "6.1".into(), first_seq: 0 })
+    header_line(&Header {
+        boot_id: boot_id.into(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        kernel: "6.1".into(),
+        first_seq: 0,
+    })
 }
 
 /// Sends lines to the collector on a connection of its own.
 fn send(lines: &[&str]) -> String {
     let answer = || -> std::io::Result<String> {
-        let socket = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+        let socket = socket(
+            AddressFamily::Vsock,
+            SockType::Stream,
+            SockFlag::SOCK_CLOEXEC,
+            None,
+        )?;
         connect(socket.as_raw_fd(), &VsockAddr::new(HOST_CID, DEFAULT_PORT))?;
         let mut stream = File::from(socket);
         stream.write_all(lines.concat().as_bytes())?;
         let mut answer = Vec::new();
         BufReader::new(stream).read_until(b'\n', &mut answer)?;
-        Ok(if ping(&answer).is_some() { "accepted".into() } else { "refused".into() })
+        Ok(if ping(&answer).is_some() {
+            "accepted".into()
+        } else {
+            "refused".into()
+        })
     };
-    answer().unwrap_or_else(|error| match error.raw_os_error().map(nix::errno::Errno::from_raw) {
-        Some(nix::errno::Errno::ECONNRESET | nix::errno::Errno::EPIPE) => "refused".into(),
-        _ => format!("error: {error}"),
-    })
+    answer().unwrap_or_else(
+        |error| match error.raw_os_error().map(nix::errno::Errno::from_raw) {
+            Some(nix::errno::Errno::ECONNRESET | nix::errno::Errno::EPIPE) => "refused".into(),
+            _ => format!("error: {error}"),
+        },
+    )
 }

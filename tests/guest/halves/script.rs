@@ -75,8 +75,14 @@ use std::time::{Duration, Instant};
 
 pub fn run() {
     let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let Some(text) = line.split_ascii_whitespace().find_map(|w| w.strip_prefix("testagent.script=")) else {
-        log::error("script", &[("error", "no testagent.script=.. on the command line")]);
+    let Some(text) = line
+        .split_ascii_whitespace()
+        .find_map(|w| w.strip_prefix("testagent.script="))
+    else {
+        log::error(
+            "script",
+            &[("error", "no testagent.script=.. on the command line")],
+        );
         return;
     };
     let mut stream = Stream::default();
@@ -90,7 +96,10 @@ pub fn run() {
         }
         for action in actions.split('+') {
             let error = act(action).err().unwrap_or_default();
-            log::info("script", &[("when", when), ("did", action), ("error", &error)]);
+            log::info(
+                "script",
+                &[("when", when), ("did", action), ("error", &error)],
+            );
             // Stop: later steps rest on what was waited for. The test then misses their lines.
             if !error.is_empty() && WAITS.contains(&action.split(':').next().unwrap_or_default()) {
                 return;
@@ -123,12 +132,19 @@ impl Rest {
             return;
         }
         let number = |key: &str| record.fields.get(key).and_then(|n| n.as_u64()).unwrap_or(0);
-        let arrival = record.gpu.map(|gpu| (gpu.to_string(), number("generation")));
+        let arrival = record
+            .gpu
+            .map(|gpu| (gpu.to_string(), number("generation")));
         match (record.name.as_str(), arrival) {
             (names::SETTLED, _) => self.settled = true,
-            (names::PROCESS_DIED, _) if record.fields.get("process").is_some_and(|p| p == "worker") => self.settled = false,
+            (names::PROCESS_DIED, _)
+                if record.fields.get("process").is_some_and(|p| p == "worker") =>
+            {
+                self.settled = false
+            }
             (names::GPU_FOUND, Some(arrival)) => {
-                self.pending.extend(self.found.insert(arrival.clone()).then_some(arrival));
+                self.pending
+                    .extend(self.found.insert(arrival.clone()).then_some(arrival));
             }
             (names::GPU_USABLE | names::GPU_FAILED | names::GPU_REMOVED, Some(arrival)) => {
                 self.pending.remove(&arrival);
@@ -153,7 +169,10 @@ impl Stream {
         }
         loop {
             let Some(record) = self.next() else { continue };
-            if let (Some(gpu), Some(index)) = (record.gpu, record.fields.get("index").and_then(|i| i.as_u64())) {
+            if let (Some(gpu), Some(index)) = (
+                record.gpu,
+                record.fields.get("index").and_then(|i| i.as_u64()),
+            ) {
                 self.names.insert(gpu.to_string(), index);
             }
             if self.matches(&record, when) {
@@ -172,7 +191,9 @@ impl Stream {
             std::thread::sleep(Duration::from_millis(20));
             return None;
         };
-        let Ok(Line::Record(record)) = decode(line.as_bytes()) else { return None };
+        let Ok(Line::Record(record)) = decode(line.as_bytes()) else {
+            return None;
+        };
         if record.seq < self.next_seq {
             return None;
         }
@@ -191,13 +212,26 @@ impl Stream {
             Some((name, _)) => (name, Kind::End),
             None => (when, Kind::Event),
         };
-        let is = record.gpu.and_then(|gpu| self.names.get(&gpu.to_string()).copied());
+        let is = record
+            .gpu
+            .and_then(|gpu| self.names.get(&gpu.to_string()).copied());
         record.name == name && record.kind == kind && (index.is_none() || index == is)
     }
 }
 
 /// Actions that wait.
-const WAITS: [&str; 10] = ["spec-gives", "up", "reaped", "spec-has", "file-has", "serves", "gone", "there", "bound", "unbound"];
+const WAITS: [&str; 10] = [
+    "spec-gives",
+    "up",
+    "reaped",
+    "spec-has",
+    "file-has",
+    "serves",
+    "gone",
+    "there",
+    "bound",
+    "unbound",
+];
 /// Longest wait of an action for what its name says.
 const WAIT: Duration = Duration::from_secs(30);
 /// Pause between two looks of such a wait: sysfs and the specs announce nothing to this process.
@@ -218,10 +252,16 @@ fn until(text: &str, mut holds: impl FnMut() -> Result<bool, String>) -> Result<
 /// Names and texts of the CDI specs that are published.
 fn specs() -> Result<Vec<(String, String)>, String> {
     let mut all = Vec::new();
-    for file in std::fs::read_dir(cdi::DIRECTORY).map_err(|e| e.to_string())?.flatten() {
+    for file in std::fs::read_dir(cdi::DIRECTORY)
+        .map_err(|e| e.to_string())?
+        .flatten()
+    {
         let name = file.file_name().to_string_lossy().into_owned();
         if name.ends_with(".yaml") {
-            all.push((name, std::fs::read_to_string(file.path()).map_err(|e| e.to_string())?));
+            all.push((
+                name,
+                std::fs::read_to_string(file.path()).map_err(|e| e.to_string())?,
+            ));
         }
     }
     Ok(all)
@@ -229,7 +269,11 @@ fn specs() -> Result<Vec<(String, String)>, String> {
 
 pub(super) fn act(action: &str) -> Result<(), String> {
     let (what, argument) = action.split_once(':').unwrap_or((action, ""));
-    let number = || argument.parse::<u32>().map_err(|e| format!("{action}: {e}"));
+    let number = || {
+        argument
+            .parse::<u32>()
+            .map_err(|e| format!("{action}: {e}"))
+    };
     match what {
         "kill" => kill_worker(),
         "kill-keeper" => {
@@ -256,23 +300,38 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             // The write returns once nobody has the GPU open.
             std::thread::spawn(move || {
                 let result = write(Path::new(&path), "1");
-                log::info("removed", &[("path", &path), ("error", &result.err().unwrap_or_default())]);
+                log::info(
+                    "removed",
+                    &[
+                        ("path", &path),
+                        ("error", &result.err().unwrap_or_default()),
+                    ],
+                );
             });
             Ok(())
         }
         "unbind" | "bind" => {
-            let (path, gpu) = (format!("/sys/bus/pci/drivers/nvidia/{what}"), gpu_in_slot(number()?));
+            let (path, gpu) = (
+                format!("/sys/bus/pci/drivers/nvidia/{what}"),
+                gpu_in_slot(number()?),
+            );
             let what = what.to_string();
             std::thread::spawn(move || {
                 let result = write(Path::new(&path), &gpu);
-                log::info(&what, &[("gpu", &gpu), ("error", &result.err().unwrap_or_default())]);
+                log::info(
+                    &what,
+                    &[("gpu", &gpu), ("error", &result.err().unwrap_or_default())],
+                );
             });
             Ok(())
         }
         "ask" => {
             let (gpu, action) = argument.split_once(':').ok_or("ask:K:ACTION")?;
             let gpu = gpu_in_slot(gpu.parse().map_err(|e| format!("{gpu}: {e}"))?);
-            write(&Path::new("/sys/bus/pci/devices").join(gpu).join("uevent"), action)
+            write(
+                &Path::new("/sys/bus/pci/devices").join(gpu).join("uevent"),
+                action,
+            )
         }
         "minors" => {
             log::info("minors", &[("all", &minors()?.join(" "))]);
@@ -284,8 +343,12 @@ pub(super) fn act(action: &str) -> Result<(), String> {
         "lose" => write(Path::new("/proc/fakepci"), &format!("lose {}", number()?)),
         "load" => load("nvidia"),
         "information" => {
-            for gpu in std::fs::read_dir("/proc/driver/nvidia/gpus").map_err(|e| e.to_string())?.flatten() {
-                std::fs::read_to_string(gpu.path().join("information")).map_err(|e| e.to_string())?;
+            for gpu in std::fs::read_dir("/proc/driver/nvidia/gpus")
+                .map_err(|e| e.to_string())?
+                .flatten()
+            {
+                std::fs::read_to_string(gpu.path().join("information"))
+                    .map_err(|e| e.to_string())?;
             }
             Ok(())
         }
@@ -312,16 +375,24 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             // PID 1 reaps every child, and logs how this one ended: waiting here would find none.
             let child = start_watched(&mut std::process::Command::new(argument));
             let child = child.map_err(|e| format!("run {argument}: {e}"))?;
-            log::info("started", &[("program", argument), ("child-pid", &child.to_string())]);
+            log::info(
+                "started",
+                &[("program", argument), ("child-pid", &child.to_string())],
+            );
             Ok(())
         }
-        "fabric" => write(Path::new("/sys/module/nvidia/parameters/fabric_state"), argument),
+        "fabric" => write(
+            Path::new("/sys/module/nvidia/parameters/fabric_state"),
+            argument,
+        ),
         "nvml" => {
-            let answer = ask_nvml(&argument.replace('_', " ")).map_err(|e| format!("{action}: {e}"))?;
+            let answer =
+                ask_nvml(&argument.replace('_', " ")).map_err(|e| format!("{action}: {e}"))?;
             log::info("nvml", &[("request", argument), ("answer", answer.trim())]);
             Ok(())
         }
-        "storm" => (0..number()?).try_for_each(|_| write(Path::new("/sys/devices/virtual/mem/null/uevent"), "change")),
+        "storm" => (0..number()?)
+            .try_for_each(|_| write(Path::new("/sys/devices/virtual/mem/null/uevent"), "change")),
         "skew" => skew(argument.parse().map_err(|e| format!("{action}: {e}"))?),
         "sleep" => {
             std::thread::sleep(Duration::from_millis(u64::from(number()?)));
@@ -333,7 +404,10 @@ pub(super) fn act(action: &str) -> Result<(), String> {
         }
         "config" => {
             let text = std::fs::read_to_string("/proc/fakepci").map_err(|e| e.to_string())?;
-            log::info("config", &[("all", &text.lines().collect::<Vec<_>>().join("; "))]);
+            log::info(
+                "config",
+                &[("all", &text.lines().collect::<Vec<_>>().join("; "))],
+            );
             Ok(())
         }
         "driver" => {
@@ -344,25 +418,43 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "nodes" => {
-            let names = std::fs::read_dir("/dev").map_err(|e| e.to_string())?.flatten().map(|entry| entry.file_name());
-            let mut names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).filter(|n| n.starts_with("nvidia")).collect();
+            let names = std::fs::read_dir("/dev")
+                .map_err(|e| e.to_string())?
+                .flatten()
+                .map(|entry| entry.file_name());
+            let mut names: Vec<String> = names
+                .map(|n| n.to_string_lossy().into_owned())
+                .filter(|n| n.starts_with("nvidia"))
+                .collect();
             names.sort();
             log::info("nodes", &[("names", &names.join(" "))]);
             Ok(())
         }
         "spec" => {
-            specs()?.iter().for_each(|(file, text)| log::info("spec", &[("file", file), ("text", text)]));
+            specs()?
+                .iter()
+                .for_each(|(file, text)| log::info("spec", &[("file", file), ("text", text)]));
             Ok(())
         }
-        "spec-has" => until(action, || Ok(specs()?.iter().any(|(_, text)| text.contains(argument)))),
+        "spec-has" => until(action, || {
+            Ok(specs()?.iter().any(|(_, text)| text.contains(argument)))
+        }),
         "file-has" => {
             let (path, text) = argument.split_once('=').ok_or("file-has:PATH=TEXT")?;
-            until(action, || Ok(std::fs::read_to_string(path).is_ok_and(|read| read.contains(text))))
+            until(action, || {
+                Ok(std::fs::read_to_string(path).is_ok_and(|read| read.contains(text)))
+            })
         }
         "serves" => {
             let (service, count) = argument.split_once('=').ok_or("serves:NAME=COUNT")?;
             let count: usize = count.parse().map_err(|e| format!("{action}: {e}"))?;
-            until(action, || Ok(service_processes()?.iter().filter(|(_, name)| name == service).count() == count))
+            until(action, || {
+                Ok(service_processes()?
+                    .iter()
+                    .filter(|(_, name)| name == service)
+                    .count()
+                    == count)
+            })
         }
         "gone" | "there" | "bound" | "unbound" => {
             let device = Path::new("/sys/bus/pci/devices").join(gpu_in_slot(number()?));
@@ -378,9 +470,17 @@ pub(super) fn act(action: &str) -> Result<(), String> {
         }
         "overrides" => {
             let mut all = Vec::new();
-            for function in std::fs::read_dir("/sys/bus/pci/devices").map_err(|e| e.to_string())?.flatten() {
-                let value = std::fs::read_to_string(function.path().join("driver_override")).map_err(|e| e.to_string())?;
-                all.push(format!("{}={}", function.file_name().to_string_lossy(), value.trim()));
+            for function in std::fs::read_dir("/sys/bus/pci/devices")
+                .map_err(|e| e.to_string())?
+                .flatten()
+            {
+                let value = std::fs::read_to_string(function.path().join("driver_override"))
+                    .map_err(|e| e.to_string())?;
+                all.push(format!(
+                    "{}={}",
+                    function.file_name().to_string_lossy(),
+                    value.trim()
+                ));
             }
             all.sort();
             log::info("overrides", &[("all", &all.join("; "))]);
@@ -389,30 +489,61 @@ pub(super) fn act(action: &str) -> Result<(), String> {
         "cpus" => {
             let worker = process_named("gpuinit-worker")?;
             let mut tasks = vec![format!("/proc/{worker}/task")];
-            tasks.extend(processes_named("nv_open_q")?.iter().map(|pid| format!("/proc/{pid}/task")));
+            tasks.extend(
+                processes_named("nv_open_q")?
+                    .iter()
+                    .map(|pid| format!("/proc/{pid}/task")),
+            );
             for task in tasks.iter().flat_map(std::fs::read_dir).flatten().flatten() {
-                let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
-                let of = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_default().trim().to_string();
-                log::info("cpus", &[("thread", &of("Name:")), ("allowed", &of("Cpus_allowed_list:"))]);
+                let status =
+                    std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+                let of = |key: &str| {
+                    status
+                        .lines()
+                        .find_map(|l| l.strip_prefix(key))
+                        .unwrap_or_default()
+                        .trim()
+                        .to_string()
+                };
+                log::info(
+                    "cpus",
+                    &[
+                        ("thread", &of("Name:")),
+                        ("allowed", &of("Cpus_allowed_list:")),
+                    ],
+                );
             }
             Ok(())
         }
         "services" => {
-            let mut all: Vec<String> = service_processes()?.into_iter().map(|(pid, name)| format!("{name}={pid}")).collect();
+            let mut all: Vec<String> = service_processes()?
+                .into_iter()
+                .map(|(pid, name)| format!("{name}={pid}"))
+                .collect();
             all.sort();
             log::info("services", &[("all", &all.join(" "))]);
             Ok(())
         }
         "kill-service" => {
-            let of_service = service_processes()?.into_iter().filter(|(_, name)| name == argument);
-            of_service.map(|(pid, _)| pid).try_for_each(|pid| kill(Pid::from_raw(pid), Signal::SIGKILL).map_err(|e| e.to_string()))
+            let of_service = service_processes()?
+                .into_iter()
+                .filter(|(_, name)| name == argument);
+            of_service.map(|(pid, _)| pid).try_for_each(|pid| {
+                kill(Pid::from_raw(pid), Signal::SIGKILL).map_err(|e| e.to_string())
+            })
         }
         "held" => {
             for process in ["gpuinit-keeper", "gpuinit-worker"] {
                 let mut nodes = Vec::new();
-                for fd in std::fs::read_dir(format!("/proc/{}/fd", process_named(process)?)).map_err(|e| e.to_string())?.flatten() {
+                for fd in std::fs::read_dir(format!("/proc/{}/fd", process_named(process)?))
+                    .map_err(|e| e.to_string())?
+                    .flatten()
+                {
                     nodes.extend(
-                        std::fs::read_link(fd.path()).ok().map(|l| l.display().to_string()).filter(|l| l.starts_with("/dev/nvidia")),
+                        std::fs::read_link(fd.path())
+                            .ok()
+                            .map(|l| l.display().to_string())
+                            .filter(|l| l.starts_with("/dev/nvidia")),
                     );
                 }
                 nodes.sort();
@@ -431,10 +562,19 @@ pub(super) fn gpu_in_slot(slot: u32) -> String {
 /// `ADDRESS=MINOR` of every bound GPU, by what the driver says.
 pub(super) fn minors() -> Result<Vec<String>, String> {
     let mut all = Vec::new();
-    for gpu in std::fs::read_dir("/proc/driver/nvidia/gpus").map_err(|e| e.to_string())?.flatten() {
+    for gpu in std::fs::read_dir("/proc/driver/nvidia/gpus")
+        .map_err(|e| e.to_string())?
+        .flatten()
+    {
         let address = gpu.file_name().to_string_lossy().into_owned();
-        let information = driver_proc::information(Path::new("/proc"), address.parse().map_err(|_| address.clone())?);
-        all.push(format!("{address}={}", information.map_err(|e| e.to_string())?.minor));
+        let information = driver_proc::information(
+            Path::new("/proc"),
+            address.parse().map_err(|_| address.clone())?,
+        );
+        all.push(format!(
+            "{address}={}",
+            information.map_err(|e| e.to_string())?.minor
+        ));
     }
     all.sort();
     Ok(all)
@@ -444,7 +584,8 @@ fn skew(seconds: i64) -> Result<(), String> {
     use nix::sys::time::TimeSpec;
     use nix::time::{ClockId, clock_gettime, clock_settime};
     let now = clock_gettime(ClockId::CLOCK_REALTIME).map_err(|e| e.to_string())?;
-    clock_settime(ClockId::CLOCK_REALTIME, now + TimeSpec::new(seconds, 0)).map_err(|e| format!("set the clock by {seconds} s: {e}"))
+    clock_settime(ClockId::CLOCK_REALTIME, now + TimeSpec::new(seconds, 0))
+        .map_err(|e| format!("set the clock by {seconds} s: {e}"))
 }
 
 fn write(path: &Path, value: &str) -> Result<(), String> {
@@ -453,24 +594,45 @@ fn write(path: &Path, value: &str) -> Result<(), String> {
 
 /// Reports every file below a folder of /proc.
 fn driver_files(folder: &Path) {
-    let mut entries: Vec<_> = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path()).collect();
+    let mut entries: Vec<_> = std::fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|e| e.path())
+        .collect();
     entries.sort();
     for entry in entries {
-        if entry.is_dir() { driver_files(&entry) } else { log_file(&entry) }
+        if entry.is_dir() {
+            driver_files(&entry)
+        } else {
+            log_file(&entry)
+        }
     }
 }
 
 fn log_file(path: &Path) {
-    let text = std::fs::read(path).map_or_else(|e| format!("error: {e}"), |bytes| String::from_utf8_lossy(&bytes).into_owned());
-    log::info("file", &[("path", &path.display().to_string()), ("text", &text)]);
+    let text = std::fs::read(path).map_or_else(
+        |e| format!("error: {e}"),
+        |bytes| String::from_utf8_lossy(&bytes).into_owned(),
+    );
+    log::info(
+        "file",
+        &[("path", &path.display().to_string()), ("text", &text)],
+    );
 }
 
 pub(super) fn processes_named(name: &str) -> Result<Vec<i32>, String> {
     let named = |entry: std::fs::DirEntry| {
         let pid = entry.file_name().to_str()?.parse().ok()?;
-        std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|comm| comm.trim() == name).then_some(pid)
+        std::fs::read_to_string(entry.path().join("comm"))
+            .is_ok_and(|comm| comm.trim() == name)
+            .then_some(pid)
     };
-    Ok(std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten().filter_map(named).collect())
+    Ok(std::fs::read_dir("/proc")
+        .map_err(|e| e.to_string())?
+        .flatten()
+        .filter_map(named)
+        .collect())
 }
 
 /// Processes of NVIDIA's services.
@@ -479,12 +641,19 @@ fn service_processes() -> Result<Vec<(i32, String)>, String> {
         let pid = entry.file_name().to_str()?.parse().ok()?;
         Some((pid, mark_of(Path::new("/proc"), pid)?))
     };
-    Ok(std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten().filter_map(of).collect())
+    Ok(std::fs::read_dir("/proc")
+        .map_err(|e| e.to_string())?
+        .flatten()
+        .filter_map(of)
+        .collect())
 }
 
 /// The process of this name.
 pub(crate) fn process_named(name: &str) -> Result<i32, String> {
-    processes_named(name)?.first().copied().ok_or_else(|| format!("there is no process {name}"))
+    processes_named(name)?
+        .first()
+        .copied()
+        .ok_or_else(|| format!("there is no process {name}"))
 }
 
 /// Sends a signal to the init's worker.
@@ -524,8 +693,13 @@ fn fill() -> Result<(), String> {
     use std::io::Write;
     let none = None::<&str>;
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-    mount(none, "/run", none, flags, Some("size=16m")).map_err(|e| format!("make /run small: {e}"))?;
-    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(FILLER).map_err(|e| format!("open {FILLER}: {e}"))?;
+    mount(none, "/run", none, flags, Some("size=16m"))
+        .map_err(|e| format!("make /run small: {e}"))?;
+    let mut file = std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(FILLER)
+        .map_err(|e| format!("open {FILLER}: {e}"))?;
     for size in [1 << 20, 4096, 1] {
         let part = vec![b'x'; size];
         while file.write_all(&part).is_ok() {}
@@ -538,17 +712,30 @@ fn ask_nvml(request: &str) -> Result<String, String> {
     use std::io::{Read, Write};
     use std::process::{Command, Stdio};
     let program = kata_gpu_init::nvml::find(Path::new("/")).ok_or("no helper in the image")?;
-    let mut helper = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(|e| e.to_string())?;
+    let mut helper = Command::new(program)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(|e| e.to_string())?;
     let mut answer = String::new();
     // The helper ends with its input.
-    helper.stdin.take().map_or(Ok(()), |mut input| writeln!(input, "{request}")).map_err(|e| e.to_string())?;
-    helper.stdout.take().map_or(Ok(0), |mut output| output.read_to_string(&mut answer)).map_err(|e| e.to_string())?;
+    helper
+        .stdin
+        .take()
+        .map_or(Ok(()), |mut input| writeln!(input, "{request}"))
+        .map_err(|e| e.to_string())?;
+    helper
+        .stdout
+        .take()
+        .map_or(Ok(0), |mut output| output.read_to_string(&mut answer))
+        .map_err(|e| e.to_string())?;
     Ok(answer)
 }
 
 /// Loads a module of the running kernel, with no options.
 fn load(name: &str) -> Result<(), String> {
-    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").map_err(|e| e.to_string())?;
+    let release =
+        std::fs::read_to_string("/proc/sys/kernel/osrelease").map_err(|e| e.to_string())?;
     let path = format!("/lib/modules/{}/{name}.ko", release.trim());
     let file = std::fs::File::open(&path).map_err(|e| format!("open {path}: {e}"))?;
     finit_module(&file, c"", ModuleInitFlags::empty()).map_err(|e| format!("load {path}: {e}"))
@@ -563,10 +750,17 @@ const NVIDIA_MAJOR: u32 = 195;
 /// Opens the GPU of this minor as the init does, and reports what the driver says of it.
 fn open(minor: u32) -> Result<(), String> {
     let rules = driver_proc::node_rules(Path::new("/proc"));
-    let node = DeviceNodes::at(Path::new("/dev"), rules).gpu(NVIDIA_MAJOR, minor).map_err(|e| e.to_string())?;
+    let node = DeviceNodes::at(Path::new("/dev"), rules)
+        .gpu(NVIDIA_MAJOR, minor)
+        .map_err(|e| e.to_string())?;
     let descriptor = adapter::start(&node).map_err(|e| e.to_string())?;
-    let said = adapter::wait(&descriptor, &node).err().map_or_else(String::new, |e| e.to_string());
-    log::info("opened", &[("path", &node.path.display().to_string()), ("said", &said)]);
+    let said = adapter::wait(&descriptor, &node)
+        .err()
+        .map_or_else(String::new, |e| e.to_string());
+    log::info(
+        "opened",
+        &[("path", &node.path.display().to_string()), ("said", &said)],
+    );
     // Open for as long as the process lives.
     std::mem::forget(descriptor);
     Ok(())

@@ -59,7 +59,12 @@ enum Cpu {
 }
 
 const fn probe(name: &'static str, waits: bool, cpu: Cpu, make: fn() -> io::Result<Call>) -> Probe {
-    Probe { name, waits, cpu, make }
+    Probe {
+        name,
+        waits,
+        cpu,
+        make,
+    }
 }
 
 /// `waits` is as seen under QEMU 11.1.3 with KVM on the emulated host. An access that QEMU carries
@@ -68,14 +73,18 @@ const fn probe(name: &'static str, waits: bool, cpu: Cpu, make: fn() -> io::Resu
 pub const PROBES: &[Probe] = &[
     probe("the mapping CPU's timer", true, Cpu::Last, timer),
     probe("another CPU's timer", false, Cpu::First, timer),
-    probe("an RCU grace period", true, Cpu::First, || Ok(Box::new(|| Ok(grace_period()?)))),
+    probe("an RCU grace period", true, Cpu::First, || {
+        Ok(Box::new(|| Ok(grace_period()?)))
+    }),
     probe("a mount and its end", true, Cpu::First, mount_and_end),
     probe("a TLB flush for both CPUs", true, Cpu::First, tlb_flush),
     probe("PCI config space", true, Cpu::First, config_space),
     probe("a line on ttyS0", true, Cpu::First, || line("/dev/ttyS0")),
     probe("a line on hvc0", true, Cpu::First, || line("/dev/hvc0")),
     probe("a disk's block", true, Cpu::First, disk),
-    probe("a refused vsock connection", false, Cpu::First, || Ok(Box::new(vsock))),
+    probe("a refused vsock connection", false, Cpu::First, || {
+        Ok(Box::new(vsock))
+    }),
     probe("a file by virtio-fs", false, Cpu::First, shared_file),
 ];
 
@@ -88,7 +97,13 @@ fn mount_and_end() -> io::Result<Call> {
     let folder = Path::new("/run/stalls");
     std::fs::create_dir_all(folder)?;
     Ok(Box::new(move || {
-        nix::mount::mount(None::<&str>, folder, Some("tmpfs"), MsFlags::empty(), None::<&str>)?;
+        nix::mount::mount(
+            None::<&str>,
+            folder,
+            Some("tmpfs"),
+            MsFlags::empty(),
+            None::<&str>,
+        )?;
         Ok(nix::mount::umount2(folder, MntFlags::MNT_DETACH)?)
     }))
 }
@@ -109,20 +124,35 @@ fn config_space() -> io::Result<Call> {
 }
 
 fn line(device: &str) -> io::Result<Call> {
-    let mut file = OpenOptions::new().write(true).custom_flags(nix::libc::O_NOCTTY).open(device)?;
-    Ok(Box::new(move || file.write_all(b"a line of eighty characters, as a container's creation has a dozen of them ....\n")))
+    let mut file = OpenOptions::new()
+        .write(true)
+        .custom_flags(nix::libc::O_NOCTTY)
+        .open(device)?;
+    Ok(Box::new(move || {
+        file.write_all(
+            b"a line of eighty characters, as a container's creation has a dozen of them ....\n",
+        )
+    }))
 }
 
 fn disk() -> io::Result<Call> {
     #[repr(align(4096))]
     struct Block([u8; 4096]);
-    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_DIRECT).open("/dev/vda")?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(nix::libc::O_DIRECT)
+        .open("/dev/vda")?;
     let mut block = Box::new(Block([0; 4096]));
     Ok(Box::new(move || file.read_exact_at(&mut block.0, 0)))
 }
 
 fn vsock() -> io::Result<()> {
-    let socket = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    let socket = socket(
+        AddressFamily::Vsock,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC,
+        None,
+    )?;
     match connect(socket.as_raw_fd(), &VsockAddr::new(HOST_CID, PORT)) {
         Err(Errno::ECONNRESET) => Ok(()),
         other => Err(io::Error::other(format!("{other:?} instead of a refusal"))),
@@ -132,20 +162,38 @@ fn vsock() -> io::Result<()> {
 /// A name that is not there: the host is asked each time.
 fn shared_file() -> io::Result<Call> {
     std::fs::create_dir_all(SHARED)?;
-    nix::mount::mount(Some("shared"), SHARED, Some("virtiofs"), MsFlags::empty(), None::<&str>)?;
+    nix::mount::mount(
+        Some("shared"),
+        SHARED,
+        Some("virtiofs"),
+        MsFlags::empty(),
+        None::<&str>,
+    )?;
     let mut count = 0;
     Ok(Box::new(move || {
         count += 1;
-        let missing = File::open(Path::new(SHARED).join(format!("none-{count}"))).err().map(|error| error.kind());
-        if missing == Some(io::ErrorKind::NotFound) { Ok(()) } else { Err(io::Error::other(format!("{missing:?}"))) }
+        let missing = File::open(Path::new(SHARED).join(format!("none-{count}")))
+            .err()
+            .map(|error| error.kind());
+        if missing == Some(io::ErrorKind::NotFound) {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!("{missing:?}")))
+        }
     }))
 }
 
 /// Runs the probes one after another once the init has nothing to do.
 pub fn run() {
     let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let Some(function) = line.split_ascii_whitespace().find_map(|word| word.strip_prefix(PARAMETER)) else {
-        log::error(MESSAGE, &[("error", &format!("no {PARAMETER}.. on the command line"))]);
+    let Some(function) = line
+        .split_ascii_whitespace()
+        .find_map(|word| word.strip_prefix(PARAMETER))
+    else {
+        log::error(
+            MESSAGE,
+            &[("error", &format!("no {PARAMETER}.. on the command line"))],
+        );
         return;
     };
     let config = PathBuf::from(format!("/sys/bus/pci/devices/{function}/config"));
@@ -154,11 +202,20 @@ pub fn run() {
     for probe in PROBES {
         let name = probe.name;
         match probe.measure(&config) {
-            Ok(Stall { window_ns, longest_ns, calls }) => {
+            Ok(Stall {
+                window_ns,
+                longest_ns,
+                calls,
+            }) => {
                 let ms = |ns: u64| format!("{:.1}", ns as f64 / 1e6);
                 log::info(
                     MESSAGE,
-                    &[("probe", name), ("window_ms", &ms(window_ns)), ("longest_ms", &ms(longest_ns)), ("calls", &calls.to_string())],
+                    &[
+                        ("probe", name),
+                        ("window_ms", &ms(window_ns)),
+                        ("longest_ms", &ms(longest_ns)),
+                        ("calls", &calls.to_string()),
+                    ],
                 );
             }
             Err(error) => log::info(MESSAGE, &[("probe", name), ("absent", &error.to_string())]),
@@ -170,7 +227,11 @@ pub fn run() {
 /// Moves interrupts to the first CPU, as the init does while it enables: what waits for one on a
 /// CPU that is gone waits for that CPU, not for the host.
 fn move_interrupts() {
-    for interrupt in std::fs::read_dir("/proc/irq").into_iter().flatten().flatten() {
+    for interrupt in std::fs::read_dir("/proc/irq")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         // Interrupts of queues that belong to a CPU refuse the write and stay.
         let _unused = std::fs::write(interrupt.path().join("smp_affinity"), "1");
     }
@@ -227,8 +288,15 @@ fn measure(call: &mut Call, cpu: Cpu, config: &Path) -> io::Result<Stall> {
     });
     let panicked = |_| io::Error::other("a thread panicked");
     let (calls, (from, to)) = (calls.map_err(panicked)??, window.map_err(panicked)??);
-    let longest = calls.iter().map(|(start, end)| (*end).min(to).saturating_sub((*start).max(from))).max();
-    Ok(Stall { window_ns: to - from, longest_ns: longest.unwrap_or(0), calls: calls.len() })
+    let longest = calls
+        .iter()
+        .map(|(start, end)| (*end).min(to).saturating_sub((*start).max(from)))
+        .max();
+    Ok(Stall {
+        window_ns: to - from,
+        longest_ns: longest.unwrap_or(0),
+        calls: calls.len(),
+    })
 }
 
 /// Calls from one CPU until the flag says that it is over; returns the begin and end of each call,

@@ -24,10 +24,16 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// connection, until it is killed.
 pub fn run() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [socket, boot, records] = arguments.as_slice() else { panic!("usage: {NAME} SOCKET BOOT RECORDS") };
+    let [socket, boot, records] = arguments.as_slice() else {
+        panic!("usage: {NAME} SOCKET BOOT RECORDS")
+    };
     let socket = PathBuf::from(socket);
     let dir = socket.parent().expect("a socket in a directory");
-    DirBuilder::new().recursive(true).mode(DIR_MODE).create(dir).expect("make the VM's directory");
+    DirBuilder::new()
+        .recursive(true)
+        .mode(DIR_MODE)
+        .create(dir)
+        .expect("make the VM's directory");
     let _vmm = UnixListener::bind(&socket).expect("bind the VMM's socket");
     let records: u64 = records.parse().expect("a number of records");
     let ring = Arc::new(Ring::with_capacity(1 << 20));
@@ -40,13 +46,28 @@ pub fn run() {
     });
     let mut port = socket.into_os_string();
     port.push(format!("_{DEFAULT_PORT}"));
-    let identity = Identity { boot_id: boot.clone(), kernel: "6.12".into() };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("start a runtime");
+    let identity = Identity {
+        boot_id: boot.clone(),
+        kernel: "6.12".into(),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("start a runtime");
     runtime.block_on(async {
         loop {
             if let Ok(stream) = UnixStream::connect(&port) {
-                stream.set_nonblocking(true).expect("make a socket non-blocking");
-                let _ended = serve(OwnedFd::from(stream), ring.clone(), &identity, "vsock", None).await;
+                stream
+                    .set_nonblocking(true)
+                    .expect("make a socket non-blocking");
+                let _ended = serve(
+                    OwnedFd::from(stream),
+                    ring.clone(),
+                    &identity,
+                    "vsock",
+                    None,
+                )
+                .await;
             }
             tokio::time::sleep(PAUSE).await;
         }

@@ -28,15 +28,33 @@ pub fn root(test: &str) -> (TempDir, PathBuf) {
 }
 
 fn reference() -> (Value, u64) {
-    let path = project().join("tests/fixtures/cdi").join(REFERENCE).with_extension("json");
+    let path = project()
+        .join("tests/fixtures/cdi")
+        .join(REFERENCE)
+        .with_extension("json");
     let bytes = std::fs::read(path).unwrap();
     (serde_json::from_slice(&bytes).unwrap(), bytes.len() as u64)
 }
 
 pub fn ours(root: &Path, options: &Options) -> (Spec, Vec<String>) {
-    let found = Places { root: root.into(), dev_root: root.into() }.gpus().unwrap();
-    let files = scan(&Roots { root: root.into(), ..Roots::default() }, None).unwrap();
-    (generate(&found.gpus, &found.common, Some(&files), options), found.problems)
+    let found = Places {
+        root: root.into(),
+        dev_root: root.into(),
+    }
+    .gpus()
+    .unwrap();
+    let files = scan(
+        &Roots {
+            root: root.into(),
+            ..Roots::default()
+        },
+        None,
+    )
+    .unwrap();
+    (
+        generate(&found.gpus, &found.common, Some(&files), options),
+        found.problems,
+    )
 }
 
 pub fn value(spec: &Spec) -> Value {
@@ -45,7 +63,10 @@ pub fn value(spec: &Spec) -> Value {
 }
 
 pub fn list<'a>(value: &'a Value, key: &str) -> Vec<&'a Value> {
-    value[key].as_array().map(|all| all.iter().collect()).unwrap_or_default()
+    value[key]
+        .as_array()
+        .map(|all| all.iter().collect())
+        .unwrap_or_default()
 }
 
 /// A spec's edits, one line each; links are lines of their own, whether a hook makes them or a
@@ -59,11 +80,21 @@ fn lines(spec: &Value) -> BTreeSet<String> {
         for node in list(edits, "deviceNodes") {
             let number = |key: &str| node[key].as_u64().unwrap_or(0);
             let (major, minor, mode) = (number("major"), number("minor"), number("fileMode"));
-            lines.insert(format!("{of}: node {} {major}:{minor} {mode:o} {}", node["path"].as_str().unwrap(), node["permissions"]));
+            lines.insert(format!(
+                "{of}: node {} {major}:{minor} {mode:o} {}",
+                node["path"].as_str().unwrap(),
+                node["permissions"]
+            ));
         }
         for mount in list(edits, "mounts") {
-            let (host, container) = (mount["hostPath"].as_str().unwrap(), mount["containerPath"].as_str().unwrap());
-            let options: Vec<&str> = list(mount, "options").iter().map(|o| o.as_str().unwrap()).collect();
+            let (host, container) = (
+                mount["hostPath"].as_str().unwrap(),
+                mount["containerPath"].as_str().unwrap(),
+            );
+            let options: Vec<&str> = list(mount, "options")
+                .iter()
+                .map(|o| o.as_str().unwrap())
+                .collect();
             // Files are mounted where they are; what has another name is a link.
             let name = |path: &str| path.rsplit('/').next().unwrap().to_string();
             if name(host) == name(container) {
@@ -73,13 +104,28 @@ fn lines(spec: &Value) -> BTreeSet<String> {
             }
         }
         for hook in list(edits, "hooks") {
-            let args: Vec<&str> = list(hook, "args").iter().map(|a| a.as_str().unwrap()).collect();
+            let args: Vec<&str> = list(hook, "args")
+                .iter()
+                .map(|a| a.as_str().unwrap())
+                .collect();
             for pair in args.windows(2).filter(|pair| pair[0] == "--link") {
-                lines.insert(format!("{of}: link {}", pair[1].split("::").nth(1).unwrap()));
+                lines.insert(format!(
+                    "{of}: link {}",
+                    pair[1].split("::").nth(1).unwrap()
+                ));
             }
-            let others: Vec<&str> =
-                args.iter().skip(1).take(1).copied().chain(args.iter().copied().filter(|a| a.contains("version"))).collect();
-            lines.insert(format!("{of}: hook {} {}", hook["hookName"].as_str().unwrap(), others.join(" ")));
+            let others: Vec<&str> = args
+                .iter()
+                .skip(1)
+                .take(1)
+                .copied()
+                .chain(args.iter().copied().filter(|a| a.contains("version")))
+                .collect();
+            lines.insert(format!(
+                "{of}: hook {} {}",
+                hook["hookName"].as_str().unwrap(),
+                others.join(" ")
+            ));
         }
     };
     edits("every", &spec["containerEdits"]);
@@ -91,37 +137,81 @@ fn lines(spec: &Value) -> BTreeSet<String> {
 
 /// Differences from the incumbent's spec for the reference root, with reasons.
 const DIFFERENCES: &[(&str, &str)] = &[
-    ("theirs: every: hook createContainer create-symlinks", "links are mounts of their file"),
-    ("theirs: every: hook createContainer enable-cuda-compat --host-driver-version=550.163.01", "in our one hook"),
-    ("theirs: every: hook createContainer update-ldcache", "in our one hook"),
-    ("theirs: every: hook createContainer disable-device-node-modification", "in our one hook"),
-    ("theirs: every: hook createContainer update-application-profile", "in our one hook"),
-    ("ours: every: hook createContainer prepare --host-driver-version=550.163.01", "our one hook"),
+    (
+        "theirs: every: hook createContainer create-symlinks",
+        "links are mounts of their file",
+    ),
+    (
+        "theirs: every: hook createContainer enable-cuda-compat --host-driver-version=550.163.01",
+        "in our one hook",
+    ),
+    (
+        "theirs: every: hook createContainer update-ldcache",
+        "in our one hook",
+    ),
+    (
+        "theirs: every: hook createContainer disable-device-node-modification",
+        "in our one hook",
+    ),
+    (
+        "theirs: every: hook createContainer update-application-profile",
+        "in our one hook",
+    ),
+    (
+        "ours: every: hook createContainer prepare --host-driver-version=550.163.01",
+        "our one hook",
+    ),
 ];
 
 fn difference(ours: &BTreeSet<String>, theirs: &BTreeSet<String>) -> BTreeSet<String> {
-    let only = |name: &str, a: &BTreeSet<String>, b: &BTreeSet<String>| a.difference(b).map(|l| format!("{name}: {l}")).collect::<Vec<_>>();
-    only("ours", ours, theirs).into_iter().chain(only("theirs", theirs, ours)).collect()
+    let only = |name: &str, a: &BTreeSet<String>, b: &BTreeSet<String>| {
+        a.difference(b)
+            .map(|l| format!("{name}: {l}"))
+            .collect::<Vec<_>>()
+    };
+    only("ours", ours, theirs)
+        .into_iter()
+        .chain(only("theirs", theirs, ours))
+        .collect()
 }
 
 #[test]
 fn the_reference_root_gives_the_incumbents_edits() {
     let (_folder, root) = root("reference");
-    let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
+    let options = Options {
+        namings: vec![Naming::Index, Naming::Uuid],
+        ..Options::default()
+    };
     let (spec, problems) = ours(&root, &options);
     assert!(problems.is_empty(), "{problems:?}");
-    let expected: BTreeSet<String> = DIFFERENCES.iter().map(|(line, _)| (*line).to_string()).collect();
-    assert_eq!(difference(&lines(&value(&spec)), &lines(&reference().0)), expected);
+    let expected: BTreeSet<String> = DIFFERENCES
+        .iter()
+        .map(|(line, _)| (*line).to_string())
+        .collect();
+    assert_eq!(
+        difference(&lines(&value(&spec)), &lines(&reference().0)),
+        expected
+    );
 }
 
 #[test]
 fn the_comparison_sees_a_missing_node_mount_link_and_variable() {
     let (_folder, root) = root("control");
-    let (spec, _) = ours(&root, &Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() });
+    let (spec, _) = ours(
+        &root,
+        &Options {
+            namings: vec![Naming::Index, Naming::Uuid],
+            ..Options::default()
+        },
+    );
     let whole = lines(&value(&spec));
     let remove = |from: &str| {
         let mut value = value(&spec);
-        let edits = if from == "deviceNodes" { &mut value["devices"][0]["containerEdits"] } else { &mut value["containerEdits"] };
+        let edits = if from == "deviceNodes" {
+            &mut value["devices"][0]["containerEdits"]
+        } else {
+            &mut value["containerEdits"]
+        };
         edits[from].as_array_mut().unwrap().pop().unwrap();
         whole.difference(&lines(&value)).count()
     };
@@ -131,17 +221,29 @@ fn the_comparison_sees_a_missing_node_mount_link_and_variable() {
 #[test]
 fn compat_writes_the_incumbents_six_hooks() {
     let (_folder, root) = root("compat");
-    let options =
-        Options { namings: vec![Naming::Index, Naming::Uuid], hooks: Hooks::Compat, hook_path: "/usr/bin/nvidia-cdi-hook".into() };
+    let options = Options {
+        namings: vec![Naming::Index, Naming::Uuid],
+        hooks: Hooks::Compat,
+        hook_path: "/usr/bin/nvidia-cdi-hook".into(),
+    };
     let (spec, reference) = (value(&ours(&root, &options).0), reference().0);
-    assert_eq!(difference(&lines(&spec), &lines(&reference)), BTreeSet::new());
+    assert_eq!(
+        difference(&lines(&spec), &lines(&reference)),
+        BTreeSet::new()
+    );
     let sorted = |spec: &Value| -> Vec<Vec<String>> {
         let arguments = |hook: &&Value| {
-            let mut args: Vec<String> = list(hook, "args").iter().map(|a| a.as_str().unwrap().to_string()).collect();
+            let mut args: Vec<String> = list(hook, "args")
+                .iter()
+                .map(|a| a.as_str().unwrap().to_string())
+                .collect();
             args.sort();
             args
         };
-        list(&spec["containerEdits"], "hooks").iter().map(arguments).collect()
+        list(&spec["containerEdits"], "hooks")
+            .iter()
+            .map(arguments)
+            .collect()
     };
     assert_eq!(sorted(&spec), sorted(&reference));
 }
@@ -149,34 +251,62 @@ fn compat_writes_the_incumbents_six_hooks() {
 #[test]
 fn a_spec_of_eight_gpus_is_at_most_half_of_the_incumbents() {
     let (_folder, root) = root("size");
-    let (spec, _) = ours(&root, &Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() });
+    let (spec, _) = ours(
+        &root,
+        &Options {
+            namings: vec![Naming::Index, Naming::Uuid],
+            ..Options::default()
+        },
+    );
     let (ours, theirs) = (spec.to_json().len() as u64, reference().1);
-    assert!(2 * ours <= theirs, "ours has {ours} bytes, the incumbent's {theirs}");
+    assert!(
+        2 * ours <= theirs,
+        "ours has {ours} bytes, the incumbent's {theirs}"
+    );
 }
 
 /// Runs the guest's binary.
 pub fn run(root: &Path, words: &[&str]) -> Output {
     let binary = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
-    Command::new(binary).arg("cdi").args(words).arg("--root").arg(root).output().unwrap()
+    Command::new(binary)
+        .arg("cdi")
+        .args(words)
+        .arg("--root")
+        .arg(root)
+        .output()
+        .unwrap()
 }
 
 #[test]
 fn a_missing_node_drops_its_gpu_and_a_missing_uvm_is_said() {
     let (_folder, root) = root("missing");
     let whole = run(&root, &["generate"]);
-    assert_eq!((whole.status.code(), String::from_utf8_lossy(&whole.stderr).as_ref()), (Some(0), ""));
+    assert_eq!(
+        (
+            whole.status.code(),
+            String::from_utf8_lossy(&whole.stderr).as_ref()
+        ),
+        (Some(0), "")
+    );
     std::fs::remove_file(root.join("dev/nvidia3")).unwrap();
     std::fs::remove_file(root.join("dev/nvidia-uvm")).unwrap();
     let part = run(&root, &["generate"]);
     let said = String::from_utf8(part.stderr).unwrap();
     assert_eq!(part.status.code(), Some(3), "{said}");
     assert!(
-        said.contains("GPU 3 (0000:4b:00.0) is left out: ") && said.contains("/dev/nvidia3 is missing: make it (nvidia-modprobe -c 3)"),
+        said.contains("GPU 3 (0000:4b:00.0) is left out: ")
+            && said.contains("/dev/nvidia3 is missing: make it (nvidia-modprobe -c 3)"),
         "{said}"
     );
-    assert!(said.contains("/dev/nvidia-uvm is missing: no CUDA program will start"), "{said}");
+    assert!(
+        said.contains("/dev/nvidia-uvm is missing: no CUDA program will start"),
+        "{said}"
+    );
     let spec: Value = serde_json::from_slice(&part.stdout).unwrap();
-    let names: Vec<&str> = list(&spec, "devices").iter().map(|d| d["name"].as_str().unwrap()).collect();
+    let names: Vec<&str> = list(&spec, "devices")
+        .iter()
+        .map(|d| d["name"].as_str().unwrap())
+        .collect();
     // The others keep their names.
     assert_eq!(names, ["0", "1", "2", "4", "5", "6", "7", "all"]);
 }
@@ -188,16 +318,28 @@ fn without_the_drivers_libraries_there_is_a_cure_and_no_spec() {
         let output = run(&root, words);
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(
-            output.status.code() == Some(1) && output.stdout.is_empty() && said.contains(with) && said.lines().count() == 1,
+            output.status.code() == Some(1)
+                && output.stdout.is_empty()
+                && said.contains(with)
+                && said.lines().count() == 1,
             "{with}: {said}"
         );
     };
-    fails(&["generate", "--driver-version", "560.35.03"], "put the libraries of 560.35.03 into the image");
+    fails(
+        &["generate", "--driver-version", "560.35.03"],
+        "put the libraries of 560.35.03 into the image",
+    );
     fails(&["generate", "--mode", "gdrcopy"], "load the module gdrdrv");
-    fails(&["generate", "--output", "/nonexistent/spec.json"], "/nonexistent/spec.json");
+    fails(
+        &["generate", "--output", "/nonexistent/spec.json"],
+        "/nonexistent/spec.json",
+    );
     std::fs::remove_dir_all(root.join("proc/driver/nvidia")).unwrap();
     fails(&["generate"], "load the driver's module nvidia first");
-    assert_eq!(run(&root, &["generate", "--mode", "all"]).status.code(), Some(2));
+    assert_eq!(
+        run(&root, &["generate", "--mode", "all"]).status.code(),
+        Some(2)
+    );
 }
 
 #[test]
@@ -208,18 +350,32 @@ fn what_is_no_file_is_written_to_and_not_replaced() {
     let pipe = folder.0.join("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
     // Open before there is a writer, so that nobody waits for nobody.
-    let mut reader = std::fs::OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&pipe).unwrap();
+    let mut reader = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(nix::libc::O_NONBLOCK)
+        .open(&pipe)
+        .unwrap();
     let output = run(&root, &["generate", "--output", pipe.to_str().unwrap()]);
     assert!(output.status.success(), "{output:?}");
-    assert!(pipe.symlink_metadata().unwrap().file_type().is_fifo(), "the pipe was replaced");
+    assert!(
+        pipe.symlink_metadata().unwrap().file_type().is_fifo(),
+        "the pipe was replaced"
+    );
     let mut text = Vec::new();
     reader.read_to_end(&mut text).unwrap();
     assert_eq!(text, run(&root, &["generate"]).stdout);
     let (target, link) = (folder.0.join("target"), folder.0.join("link"));
     std::fs::write(&target, "before").unwrap();
     std::os::unix::fs::symlink(&target, &link).unwrap();
-    assert!(run(&root, &["generate", "--output", link.to_str().unwrap()]).status.success());
-    assert!(link.is_symlink() && std::fs::read(&target).unwrap() == text, "/dev/stdout would be gone");
+    assert!(
+        run(&root, &["generate", "--output", link.to_str().unwrap()])
+            .status
+            .success()
+    );
+    assert!(
+        link.is_symlink() && std::fs::read(&target).unwrap() == text,
+        "/dev/stdout would be gone"
+    );
 }
 
 #[test]
@@ -227,39 +383,84 @@ fn yaml_and_json_say_the_same_and_a_file_is_replaced_whole() {
     let (folder, root) = root("yaml");
     let file = folder.0.join("nvidia.yaml");
     std::fs::write(&file, "old").unwrap();
-    let output = run(&root, &["generate", "--format=yaml", "--output", file.to_str().unwrap()]);
-    assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
-    assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 2, "something was left beside the file");
+    let output = run(
+        &root,
+        &[
+            "generate",
+            "--format=yaml",
+            "--output",
+            file.to_str().unwrap(),
+        ],
+    );
+    assert!(
+        output.status.success() && output.stdout.is_empty(),
+        "{output:?}"
+    );
+    assert_eq!(
+        std::fs::read_dir(&folder.0).unwrap().count(),
+        2,
+        "something was left beside the file"
+    );
     let text = std::fs::read_to_string(&file).unwrap();
-    assert!(text.starts_with("cdiVersion: \"0.5.0\"\n") && text.contains("\n  - containerEdits:\n"), "{text}");
+    assert!(
+        text.starts_with("cdiVersion: \"0.5.0\"\n") && text.contains("\n  - containerEdits:\n"),
+        "{text}"
+    );
     let json: Value = serde_json::from_slice(&run(&root, &["generate"]).stdout).unwrap();
     // The crate that agents read it with is the judge of both, and so is the schema.
     crate::cdi::schema::fits(text.as_bytes());
-    let read = |path: &Path| container_device_interface_1::spec::read_spec(&path.to_path_buf(), 0).unwrap();
+    let read = |path: &Path| {
+        container_device_interface_1::spec::read_spec(&path.to_path_buf(), 0).unwrap()
+    };
     let other = folder.0.join("nvidia.json");
     std::fs::write(&other, serde_json::to_vec(&json).unwrap()).unwrap();
     let (yaml, json) = (read(&file), read(&other));
-    assert_eq!(serde_json::to_value(&yaml.cdi_spec).unwrap(), serde_json::to_value(&json.cdi_spec).unwrap());
+    assert_eq!(
+        serde_json::to_value(&yaml.cdi_spec).unwrap(),
+        serde_json::to_value(&json.cdi_spec).unwrap()
+    );
 }
 
 pub fn character_device(root: &Path, path: &str, major: u64, minor: u64) {
     use nix::sys::stat::{Mode, SFlag, makedev, mknod};
     let path = root.join(path);
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-    mknod(&path, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), makedev(major, minor)).unwrap();
+    mknod(
+        &path,
+        SFlag::S_IFCHR,
+        Mode::from_bits_truncate(0o666),
+        makedev(major, minor),
+    )
+    .unwrap();
 }
 
 /// Numbers of nodes, cgroup rules, mounts, variables and hooks that a container gets of each
 /// device, equal for both agents.
 pub fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
     crate::cdi::schema::fits(&std::fs::read(path).unwrap());
-    let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices: Vec::new(), require_resolvable: true };
+    let question = Question {
+        look: Look::Nowhere,
+        agents: Agents::BOTH,
+        devices: Vec::new(),
+        require_resolvable: true,
+    };
     let report = check(spec_files::read(path).unwrap(), &question).unwrap();
     assert!(!report.has_errors(), "{:#?}", report.findings);
     let counts = report.asked.iter().map(|asked| {
-        let [(_, Outcome::Gets(a)), (_, Outcome::Gets(b))] = asked.outcomes.as_slice() else { panic!("{:?}", asked.outcomes) };
+        let [(_, Outcome::Gets(a)), (_, Outcome::Gets(b))] = asked.outcomes.as_slice() else {
+            panic!("{:?}", asked.outcomes)
+        };
         assert_eq!(a, b, "the agents differ on {:?}", asked.devices);
-        (asked.devices.concat(), [a.device_nodes.len(), a.cgroup_rules.len(), a.mounts.len(), a.env.len(), a.hooks.len()])
+        (
+            asked.devices.concat(),
+            [
+                a.device_nodes.len(),
+                a.cgroup_rules.len(),
+                a.mounts.len(),
+                a.env.len(),
+                a.hooks.len(),
+            ],
+        )
     });
     counts.collect()
 }
@@ -269,16 +470,32 @@ fn both_agents_give_containers_what_the_spec_says() {
     let (folder, root) = root("agents");
     let file = folder.0.join("spec.json");
     // Files and sockets, and with hooks that make no links each of the 11 links as a mount.
-    for (hooks, mounts, count) in [(Hooks::One, 16 + 11, 1), (Hooks::Compat, 16, 6), (Hooks::None, 16 + 11, 0)] {
-        let options = Options { namings: vec![Naming::Index, Naming::Uuid, Naming::TypeIndex], hooks, ..Options::default() };
+    for (hooks, mounts, count) in [
+        (Hooks::One, 16 + 11, 1),
+        (Hooks::Compat, 16, 6),
+        (Hooks::None, 16 + 11, 0),
+    ] {
+        let options = Options {
+            namings: vec![Naming::Index, Naming::Uuid, Naming::TypeIndex],
+            hooks,
+            ..Options::default()
+        };
         std::fs::write(&file, ours(&root, &options).0.to_json()).unwrap();
         let judged = judged(&file);
         assert_eq!(judged.len(), 3 * 8 + 1);
         for (device, counts) in judged {
             let nodes = 3 + if device.ends_with("=all") { 8 } else { 1 };
-            assert_eq!(counts, [nodes, nodes, mounts, 2, count], "{device} with {hooks:?}");
+            assert_eq!(
+                counts,
+                [nodes, nodes, mounts, 2, count],
+                "{device} with {hooks:?}"
+            );
         }
     }
-    std::fs::write(&file, run(&root, &["generate", "--mode", "management"]).stdout).unwrap();
+    std::fs::write(
+        &file,
+        run(&root, &["generate", "--mode", "management"]).stdout,
+    )
+    .unwrap();
     assert_eq!(judged(&file).len(), 1);
 }

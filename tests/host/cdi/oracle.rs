@@ -18,15 +18,31 @@ const CONTROL: &str = "/dev/urandom";
 const UVM: &str = "/dev/tty";
 
 fn node(path: &str, major: u32, minor: u32) -> Node {
-    Node { path: path.into(), major, minor, mode: 0o666, gid: 0 }
+    Node {
+        path: path.into(),
+        major,
+        minor,
+        mode: 0o666,
+        gid: 0,
+    }
 }
 
 fn device(index: usize, entry: Entry) -> Device {
-    Device { index, address: format!("0001:00:{index:02x}.0").parse().unwrap(), entry }
+    Device {
+        index,
+        address: format!("0001:00:{index:02x}.0").parse().unwrap(),
+        entry,
+    }
 }
 
 fn ready(index: usize, minor: usize) -> Device {
-    device(index, Entry::Ready(Ready { nodes: vec![node(GPUS[minor], 195, minor as u32)], ..Ready::default() }))
+    device(
+        index,
+        Entry::Ready(Ready {
+            nodes: vec![node(GPUS[minor], 195, minor as u32)],
+            ..Ready::default()
+        }),
+    )
 }
 
 /// Result of one agent for a directory of specs: paths, numbers and modes of the container's device
@@ -47,18 +63,55 @@ macro_rules! agent {
                 cache.refresh().map_err(|e| format!("refresh: {e}"))?;
                 let mut spec = Spec::default();
                 let untouched = serde_json::to_string(&spec).unwrap();
-                cache.inject_devices(Some(&mut spec), vec![format!("nvidia.com/gpu={ask}")]).map_err(|e| {
-                    assert_eq!(serde_json::to_string(&spec).unwrap(), untouched, "an injection that failed has changed the container");
-                    e.to_string()
-                })?;
-                let devices = spec.linux().as_ref().and_then(|l| l.devices().clone()).unwrap_or_default();
-                let rules = spec.linux().as_ref().and_then(|l| l.resources().as_ref()?.devices().clone()).unwrap_or_default();
-                let env = spec.process().as_ref().and_then(|p| p.env().clone()).unwrap_or_default();
-                assert!(env.contains(&"NVIDIA_VISIBLE_DEVICES=void".to_string()), "{env:?}");
-                let allowed = |major, minor| rules.iter().any(|r| r.allow() && (r.major(), r.minor()) == (Some(major), Some(minor)));
-                assert!(devices.iter().all(|d| allowed(d.major(), d.minor())), "{devices:?} {rules:?}");
-                let mut nodes: Vec<_> =
-                    devices.iter().map(|d| (d.path().display().to_string(), d.major(), d.minor(), d.file_mode())).collect();
+                cache
+                    .inject_devices(Some(&mut spec), vec![format!("nvidia.com/gpu={ask}")])
+                    .map_err(|e| {
+                        assert_eq!(
+                            serde_json::to_string(&spec).unwrap(),
+                            untouched,
+                            "an injection that failed has changed the container"
+                        );
+                        e.to_string()
+                    })?;
+                let devices = spec
+                    .linux()
+                    .as_ref()
+                    .and_then(|l| l.devices().clone())
+                    .unwrap_or_default();
+                let rules = spec
+                    .linux()
+                    .as_ref()
+                    .and_then(|l| l.resources().as_ref()?.devices().clone())
+                    .unwrap_or_default();
+                let env = spec
+                    .process()
+                    .as_ref()
+                    .and_then(|p| p.env().clone())
+                    .unwrap_or_default();
+                assert!(
+                    env.contains(&"NVIDIA_VISIBLE_DEVICES=void".to_string()),
+                    "{env:?}"
+                );
+                let allowed = |major, minor| {
+                    rules
+                        .iter()
+                        .any(|r| r.allow() && (r.major(), r.minor()) == (Some(major), Some(minor)))
+                };
+                assert!(
+                    devices.iter().all(|d| allowed(d.major(), d.minor())),
+                    "{devices:?} {rules:?}"
+                );
+                let mut nodes: Vec<_> = devices
+                    .iter()
+                    .map(|d| {
+                        (
+                            d.path().display().to_string(),
+                            d.major(),
+                            d.minor(),
+                            d.file_mode(),
+                        )
+                    })
+                    .collect();
                 nodes.sort();
                 Ok(nodes)
             }
@@ -79,14 +132,24 @@ fn inject_from(directory: &Path, ask: &str) -> [Injected; 2] {
 fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, String> {
     let directory = TempDir::new(test);
     let common = [node(CONTROL, 195, 255), node(UVM, 240, 0)];
-    let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
+    let options = Options {
+        namings: vec![Naming::Index, Naming::Uuid],
+        ..Options::default()
+    };
     let spec = generate(devices, &common, None, &options);
     crate::cdi::schema::fits(&spec.to_json());
-    Publisher::new(&directory.0).unwrap().publish(&spec).unwrap();
+    Publisher::new(&directory.0)
+        .unwrap()
+        .publish(&spec)
+        .unwrap();
     let [kata3, kata4] = inject_from(&directory.0, ask);
     assert_eq!(kata3, kata4, "the agents differ");
     for (path, major, _, mode) in kata4.iter().flatten() {
-        assert_eq!((*major, *mode), (if path == UVM { 240 } else { 195 }, Some(0o666)), "{path}: the numbers are not those of the spec");
+        assert_eq!(
+            (*major, *mode),
+            (if path == UVM { 240 } else { 195 }, Some(0o666)),
+            "{path}: the numbers are not those of the spec"
+        );
     }
     kata4.map(|nodes| nodes.into_iter().map(|(path, ..)| path).collect())
 }
@@ -94,7 +157,10 @@ fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, Stri
 #[test]
 fn a_ready_gpu_is_injected_while_another_one_is_pending() {
     let devices = [ready(0, 3), device(1, Entry::Pending)];
-    assert_eq!(inject("ready", &devices, "0").unwrap(), [GPUS[3], UVM, CONTROL]);
+    assert_eq!(
+        inject("ready", &devices, "0").unwrap(),
+        [GPUS[3], UVM, CONTROL]
+    );
 }
 
 #[test]
@@ -102,21 +168,38 @@ fn a_pending_gpu_and_all_are_refused_for_now() {
     let devices = [ready(0, 0), device(1, Entry::Pending)];
     for ask in ["1", "all"] {
         let error = inject(&format!("pending-{ask}"), &devices, ask).unwrap_err();
-        assert!(error.starts_with("failed to inject devices"), "{ask}: {error}");
+        assert!(
+            error.starts_with("failed to inject devices"),
+            "{ask}: {error}"
+        );
     }
 }
 
 #[test]
 fn all_has_every_gpu_that_has_not_failed() {
     let devices = [ready(0, 1), device(1, Entry::Failed), ready(2, 0)];
-    assert_eq!(inject("all", &devices, "all").unwrap(), [GPUS[0], UVM, CONTROL, GPUS[1]]);
+    assert_eq!(
+        inject("all", &devices, "all").unwrap(),
+        [GPUS[0], UVM, CONTROL, GPUS[1]]
+    );
 }
 
 #[test]
 fn a_failed_gpu_is_unresolvable_at_once_even_if_all_failed() {
-    for devices in [vec![ready(0, 0), device(1, Entry::Failed)], vec![device(0, Entry::Failed), device(1, Entry::Failed)]] {
-        let error = inject(&format!("failed-{}", devices[0].entry == Entry::Failed), &devices, "1").unwrap_err();
-        assert!(error.contains("unresolvable CDI devices nvidia.com/gpu=1"), "{error}");
+    for devices in [
+        vec![ready(0, 0), device(1, Entry::Failed)],
+        vec![device(0, Entry::Failed), device(1, Entry::Failed)],
+    ] {
+        let error = inject(
+            &format!("failed-{}", devices[0].entry == Entry::Failed),
+            &devices,
+            "1",
+        )
+        .unwrap_err();
+        assert!(
+            error.contains("unresolvable CDI devices nvidia.com/gpu=1"),
+            "{error}"
+        );
     }
 }
 
@@ -124,15 +207,31 @@ fn a_failed_gpu_is_unresolvable_at_once_even_if_all_failed() {
 fn an_instance_is_injected_by_its_uuid_as_by_its_index() {
     const UUID: &str = "MIG-01234567-89ab-cdef-0123-456789abcdef";
     let id = |ci| MigInstance { gpu: 0, gi: 1, ci };
-    let instances = [0, 1].map(|ci| Instance { id: id(ci), nodes: vec![node(GPUS[1 + ci as usize], 195, 1 + ci)] });
-    let extras = Extras { instances: instances.to_vec(), ..Extras::default() };
+    let instances = [0, 1].map(|ci| Instance {
+        id: id(ci),
+        nodes: vec![node(GPUS[1 + ci as usize], 195, 1 + ci)],
+    });
+    let extras = Extras {
+        instances: instances.to_vec(),
+        ..Extras::default()
+    };
     let instance_uuids = [(id(1), UUID.to_string())].into();
-    let gpu = Entry::Ready(Ready { nodes: vec![node(GPUS[0], 195, 0)], extras, instance_uuids, ..Ready::default() });
+    let gpu = Entry::Ready(Ready {
+        nodes: vec![node(GPUS[0], 195, 0)],
+        extras,
+        instance_uuids,
+        ..Ready::default()
+    });
     let devices = [device(0, gpu), device(1, Entry::Pending)];
     let by_uuid = inject("mig-uuid", &devices, UUID).unwrap();
     assert_eq!(by_uuid, inject("mig-index", &devices, "0:1").unwrap());
     assert_eq!(by_uuid, [GPUS[2], GPUS[0], UVM, CONTROL]);
-    let error = inject("mig-unknown", &devices, "MIG-01234567-89ab-cdef-0123-456789abcdee").unwrap_err();
+    let error = inject(
+        "mig-unknown",
+        &devices,
+        "MIG-01234567-89ab-cdef-0123-456789abcdee",
+    )
+    .unwrap_err();
     assert!(error.contains("unresolvable CDI devices"), "{error}");
 }
 
@@ -141,7 +240,14 @@ fn an_instance_is_injected_by_its_uuid_as_by_its_index() {
 fn a_spec_whose_nodes_have_a_type_is_refused_by_one_agent_alone() {
     let directory = TempDir::new("typed");
     let publisher = Publisher::new(&directory.0).unwrap();
-    publisher.publish(&generate(&[ready(0, 0)], &[node(CONTROL, 195, 255)], None, &Options::default())).unwrap();
+    publisher
+        .publish(&generate(
+            &[ready(0, 0)],
+            &[node(CONTROL, 195, 255)],
+            None,
+            &Options::default(),
+        ))
+        .unwrap();
     assert!(inject_from(&directory.0, "0").iter().all(Result::is_ok));
     let file = directory.0.join(kata_gpu_init::cdi::publish::FILE);
     let text = std::fs::read_to_string(&file).unwrap();

@@ -14,12 +14,25 @@ const GPUS: usize = 8;
 
 /// Eight GPUs of which the first `ready` are.
 fn devices(ready: usize) -> Vec<Device> {
-    let node = |minor: u32| Node { path: format!("/dev/nvidia{minor}").into(), major: 195, minor, mode: 0o666, gid: 0 };
+    let node = |minor: u32| Node {
+        path: format!("/dev/nvidia{minor}").into(),
+        major: 195,
+        minor,
+        mode: 0o666,
+        gid: 0,
+    };
     (0..GPUS)
         .map(|index| Device {
             index,
             address: format!("0001:00:{index:02x}.0").parse().unwrap(),
-            entry: if index < ready { Entry::Ready(Ready { nodes: vec![node(index as u32)], ..Ready::default() }) } else { Entry::Pending },
+            entry: if index < ready {
+                Entry::Ready(Ready {
+                    nodes: vec![node(index as u32)],
+                    ..Ready::default()
+                })
+            } else {
+                Entry::Pending
+            },
         })
         .collect()
 }
@@ -27,7 +40,10 @@ fn devices(ready: usize) -> Vec<Device> {
 /// Reads `directory` as the agent does until `done`; gives how often, and the first thing that was
 /// not as it must be.
 fn read_until(done: &AtomicBool, directory: &Path) -> (usize, Option<String>) {
-    let cache = new_cache(vec![with_auto_refresh(false), with_spec_dirs(&[directory.to_str().unwrap()])]);
+    let cache = new_cache(vec![
+        with_auto_refresh(false),
+        with_spec_dirs(&[directory.to_str().unwrap()]),
+    ]);
     let (mut reads, mut wrong) = (0, None);
     while !done.load(Ordering::Relaxed) {
         let mut cache = cache.lock().unwrap();
@@ -60,7 +76,9 @@ fn no_publication_of_2000_is_seen_torn_missing_or_empty() {
     let directory = TempDir::new("publications");
     let publisher = Publisher::new(&directory.0).unwrap();
     let (reads, wrong) = race(&directory.0, |devices| {
-        publisher.publish(&generate(devices, &[], None, &Options::default())).unwrap();
+        publisher
+            .publish(&generate(devices, &[], None, &Options::default()))
+            .unwrap();
         std::thread::yield_now();
     });
     assert_eq!(wrong, None, "in {reads} reads");
@@ -78,5 +96,8 @@ fn a_spec_that_is_written_in_place_is_seen_torn() {
         std::thread::yield_now();
         std::fs::write(&file, &text).unwrap();
     });
-    assert!(wrong.is_some(), "{reads} reads of half-written files, and all were whole");
+    assert!(
+        wrong.is_some(),
+        "{reads} reads of half-written files, and all were whole"
+    );
 }

@@ -82,7 +82,11 @@ fn what_is_wrong_anywhere_is_refused() {
         ("/containerEdits", "env", json!(["A"])),
         ("/containerEdits", "additionalGids", json!([-1])),
         ("/containerEdits/mounts/0", "options", json!("ro")),
-        ("/containerEdits/hooks/0", "hookName", json!("create-container")),
+        (
+            "/containerEdits/hooks/0",
+            "hookName",
+            json!("create-container"),
+        ),
         ("/containerEdits/hooks/0", "timeout", json!(-1)),
         ("/containerEdits/intelRdt", "enableMonitoring", json!("yes")),
     ];
@@ -91,14 +95,31 @@ fn what_is_wrong_anywhere_is_refused() {
         let mut spec = everything();
         spec.pointer_mut(pointer).unwrap()[name] = value.clone();
         let text = spec.to_string();
-        assert!(STRICT(text.as_bytes()).is_err(), "{pointer}/{name}: {value} passes");
+        assert!(
+            STRICT(text.as_bytes()).is_err(),
+            "{pointer}/{name}: {value} passes"
+        );
         seen_by_the_crate += usize::from(OF_THE_CRATE(text.as_bytes()).is_err());
     }
-    assert!(seen_by_the_crate < all, "the crate's schema has become as strict: ours can go");
-    for (pointer, name) in [("", "kind"), ("/devices/0", "containerEdits"), (NODE, "path"), ("/containerEdits/mounts/0", "hostPath")] {
+    assert!(
+        seen_by_the_crate < all,
+        "the crate's schema has become as strict: ours can go"
+    );
+    for (pointer, name) in [
+        ("", "kind"),
+        ("/devices/0", "containerEdits"),
+        (NODE, "path"),
+        ("/containerEdits/mounts/0", "hostPath"),
+    ] {
         let mut spec = everything();
-        spec.pointer_mut(pointer).and_then(Value::as_object_mut).unwrap().remove(name);
-        assert!(STRICT(spec.to_string().as_bytes()).is_err(), "without {pointer}/{name} it passes");
+        spec.pointer_mut(pointer)
+            .and_then(Value::as_object_mut)
+            .unwrap()
+            .remove(name);
+        assert!(
+            STRICT(spec.to_string().as_bytes()).is_err(),
+            "without {pointer}/{name} it passes"
+        );
     }
 }
 
@@ -108,7 +129,9 @@ fn the_crate_of_kata_4_checks_a_file_against_its_schema() {
     let path = directory.0.join("spec.json");
     let read = |spec: &Value| {
         std::fs::write(&path, spec.to_string()).unwrap();
-        container_device_interface_1::spec::read_spec(&path, 0).map(drop).map_err(|e| format!("{e:#}"))
+        container_device_interface_1::spec::read_spec(&path, 0)
+            .map(drop)
+            .map_err(|e| format!("{e:#}"))
     };
     assert_eq!(read(&everything()), Ok(()));
     let mut spec = everything();

@@ -29,7 +29,14 @@ impl Kata {
 
     fn collector(&self, more: &[&str]) -> Collector {
         let words = self.words();
-        Collector::start(&self.dir.0, &words.iter().map(String::as_str).chain(more.iter().copied()).collect::<Vec<_>>())
+        Collector::start(
+            &self.dir.0,
+            &words
+                .iter()
+                .map(String::as_str)
+                .chain(more.iter().copied())
+                .collect::<Vec<_>>(),
+        )
     }
 
     /// A VMM makes its socket.
@@ -45,7 +52,16 @@ impl Kata {
 }
 
 fn sandboxes(file: &BootFile) -> Vec<Sandbox> {
-    file.host.iter().filter_map(|l| if let HostEvent::Sandbox(s) = &l.event { Some(s.clone()) } else { None }).collect()
+    file.host
+        .iter()
+        .filter_map(|l| {
+            if let HostEvent::Sandbox(s) = &l.event {
+                Some(s.clone())
+            } else {
+                None
+            }
+        })
+        .collect()
 }
 
 #[test]
@@ -63,19 +79,41 @@ fn a_vms_socket_comes_and_goes_with_that_of_the_vmm() {
         until_stored(&kata.dir.0, boot, 20);
         drop(guest);
     }
-    assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [Sandbox { id: "old".into(), ..Sandbox::default() }]);
-    assert_eq!(sandboxes(&read(&kata.dir.0, 2)), [Sandbox { id: "new".into(), ..Sandbox::default() }]);
+    assert_eq!(
+        sandboxes(&read(&kata.dir.0, 1)),
+        [Sandbox {
+            id: "old".into(),
+            ..Sandbox::default()
+        }]
+    );
+    assert_eq!(
+        sandboxes(&read(&kata.dir.0, 2)),
+        [Sandbox {
+            id: "new".into(),
+            ..Sandbox::default()
+        }]
+    );
     // The VMM makes its socket anew, then Kata removes the VM.
     std::fs::remove_file(kata.dir.0.join("vc/vm/old/clh.sock")).unwrap();
-    until("our socket goes", || !kata.socket("vc/vm/old/clh.sock").exists());
+    until("our socket goes", || {
+        !kata.socket("vc/vm/old/clh.sock").exists()
+    });
     let _again = kata.vmm("vc/vm/old/clh.sock");
-    until("our socket comes again", || UnixStream::connect(kata.socket("vc/vm/old/clh.sock")).is_ok());
+    until("our socket comes again", || {
+        UnixStream::connect(kata.socket("vc/vm/old/clh.sock")).is_ok()
+    });
     std::fs::remove_dir_all(kata.dir.0.join("k")).unwrap();
     let _back = kata.vmm("k/new/root/kata.hvsock");
-    until("a root that comes again", || UnixStream::connect(kata.socket("k/new/root/kata.hvsock")).is_ok());
+    until("a root that comes again", || {
+        UnixStream::connect(kata.socket("k/new/root/kata.hvsock")).is_ok()
+    });
     let said = collector.stop();
     assert!(!kata.socket("vc/vm/old/clh.sock").exists());
-    assert!(said.iter().all(|l| !l.contains("remove ") && !l.contains("in use")), "{said:?}");
+    assert!(
+        said.iter()
+            .all(|l| !l.contains("remove ") && !l.contains("in use")),
+        "{said:?}"
+    );
 }
 
 #[test]
@@ -85,7 +123,11 @@ fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
         let path = kata.dir.0.join(format!("bundles/{id}/config.json"));
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         let annotations = serde_json::json!({"io.kubernetes.cri.sandbox-name": pod, "io.kubernetes.cri.sandbox-namespace": "ml"});
-        std::fs::write(path, serde_json::json!({"annotations": annotations}).to_string()).unwrap();
+        std::fs::write(
+            path,
+            serde_json::json!({"annotations": annotations}).to_string(),
+        )
+        .unwrap();
     };
     bundle("one", "train-0");
     bundle("two", "\u{1b}[2Jevil");
@@ -98,14 +140,31 @@ fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
         guest.push(1);
         until_stored(&kata.dir.0, boot, 1);
     }
-    let one = Sandbox { id: "one".into(), pod: Some("train-0".into()), namespace: Some("ml".into()), uid: None };
+    let one = Sandbox {
+        id: "one".into(),
+        pod: Some("train-0".into()),
+        namespace: Some("ml".into()),
+        uid: None,
+    };
     assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [one]);
     let show = |n| {
-        let output = Command::new(program()).arg("show").arg(boot_path(&kata.dir.0, n)).output().unwrap();
+        let output = Command::new(program())
+            .arg("show")
+            .arg(boot_path(&kata.dir.0, n))
+            .output()
+            .unwrap();
         String::from_utf8(output.stdout).unwrap()
     };
-    assert!(show(1).contains("\npod ml/train-0, sandbox one\n"), "{}", show(1));
-    assert!(show(2).contains("pod ml/\\x1b[2Jevil, sandbox two"), "{}", show(2));
+    assert!(
+        show(1).contains("\npod ml/train-0, sandbox one\n"),
+        "{}",
+        show(1)
+    );
+    assert!(
+        show(2).contains("pod ml/\\x1b[2Jevil, sandbox two"),
+        "{}",
+        show(2)
+    );
 }
 
 #[test]
@@ -120,18 +179,44 @@ fn a_pods_annotations_name_no_other_pod_in_file_or_trace() {
     });
     let bundle = kata.dir.0.join("crio/one/userdata");
     std::fs::create_dir_all(&bundle).unwrap();
-    std::fs::write(bundle.join("config.json"), serde_json::json!({ "annotations": annotations }).to_string()).unwrap();
+    std::fs::write(
+        bundle.join("config.json"),
+        serde_json::json!({ "annotations": annotations }).to_string(),
+    )
+    .unwrap();
     let _collector = kata.collector(&[]);
     let _vmm = kata.vmm("k/one/root/kata.hvsock");
     let socket = kata.socket("k/one/root/kata.hvsock");
     until("the socket of a VM", || socket.exists());
     let recorded = crate::fleet::recorded(crate::fleet::RECORDED, 1);
     Raw::connect(&socket).say(recorded);
-    until("the boot is stored", || read(&kata.dir.0, 1).records.iter().any(|r| r.name == "settled"));
-    let names = [("pod", "evil-pod"), ("namespace", "tenant-b"), ("uid", "8b5e")];
+    until("the boot is stored", || {
+        read(&kata.dir.0, 1)
+            .records
+            .iter()
+            .any(|r| r.name == "settled")
+    });
+    let names = [
+        ("pod", "evil-pod"),
+        ("namespace", "tenant-b"),
+        ("uid", "8b5e"),
+    ];
     let [pod, namespace, uid] = names.map(|(_, name)| Some(name.to_string()));
-    assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [Sandbox { id: "one".into(), pod, namespace, uid }]);
-    let exported = Command::new(program()).arg("export").arg(boot_path(&kata.dir.0, 1)).arg("--otlp").output().unwrap();
+    assert_eq!(
+        sandboxes(&read(&kata.dir.0, 1)),
+        [Sandbox {
+            id: "one".into(),
+            pod,
+            namespace,
+            uid
+        }]
+    );
+    let exported = Command::new(program())
+        .arg("export")
+        .arg(boot_path(&kata.dir.0, 1))
+        .arg("--otlp")
+        .output()
+        .unwrap();
     let exported = String::from_utf8(exported.stdout).unwrap();
     for (_, name) in names {
         assert!(exported.contains(&format!("\"{name}\"")), "{name}");
@@ -144,7 +229,9 @@ fn vms_above_the_limit_are_named_and_the_others_served() {
     let kata = Kata::new();
     let _one = kata.vmm("vc/vm/one/clh.sock");
     let collector = kata.collector(&["--limit", "vms=1"]);
-    until("the socket of a VM", || kata.socket("vc/vm/one/clh.sock").exists());
+    until("the socket of a VM", || {
+        kata.socket("vc/vm/one/clh.sock").exists()
+    });
     let _two = kata.vmm("vc/vm/two/clh.sock");
     collector.wait_for("VM two: there are 1 already (limit vms)");
     assert!(!kata.socket("vc/vm/two/clh.sock").exists());
@@ -160,9 +247,18 @@ fn only_a_socket_in_a_vms_directory_is_open_to_another_user() {
     let _vmm = kata.vmm("vc/vm/one/clh.sock");
     let uds = kata.dir.0.join("u");
     let _collector = kata.collector(&["--uds", uds.to_str().unwrap()]);
-    until("the socket of a VM", || kata.socket("vc/vm/one/clh.sock").exists());
+    until("the socket of a VM", || {
+        kata.socket("vc/vm/one/clh.sock").exists()
+    });
     let mode = |path: PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    assert_eq!((mode(kata.socket("vc/vm/one/clh.sock")), mode(kata.socket("u")), mode(kata.dir.0.join("boots"))), (0o666, 0o660, 0o750));
+    assert_eq!(
+        (
+            mode(kata.socket("vc/vm/one/clh.sock")),
+            mode(kata.socket("u")),
+            mode(kata.dir.0.join("boots"))
+        ),
+        (0o666, 0o660, 0o750)
+    );
 }
 
 #[test]
@@ -186,7 +282,9 @@ fn a_hostile_peer_fills_no_log_and_hides_no_other_line() {
     let _vmm = kata.vmm("vc/vm/busy/clh.sock");
     for _ in 0..200 {
         // Refused where the last one's end was not seen yet.
-        let _refused = Raw::connect(&kata.socket("vc/vm/busy/clh.sock")).0.write_all(header(1).as_bytes());
+        let _refused = Raw::connect(&kata.socket("vc/vm/busy/clh.sock"))
+            .0
+            .write_all(header(1).as_bytes());
     }
     blocked("vc/vm/other/clh.sock");
     let _other = kata.vmm("vc/vm/other/clh.sock");
@@ -195,6 +293,9 @@ fn a_hostile_peer_fills_no_log_and_hides_no_other_line() {
     let lines = |text: &str| said.iter().filter(|l| l.contains(text)).count();
     // Ten at once and one a minute, of each.
     assert!((10..13).contains(&lines("VM loud: ")), "{said:#?}");
-    let busy = said.iter().filter(|l| l.contains(&boot_id(1)) || l.contains("vm/busy/")).count();
+    let busy = said
+        .iter()
+        .filter(|l| l.contains(&boot_id(1)) || l.contains("vm/busy/"))
+        .count();
     assert!((10..13).contains(&busy), "{said:#?}");
 }

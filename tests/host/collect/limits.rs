@@ -26,7 +26,11 @@ impl Two {
         let good = Guest::start(GOOD_BOOT, socket(&dir.0, "v"));
         good.push(GOOD / 2);
         until_stored(&dir.0, GOOD_BOOT, GOOD as usize / 2);
-        Self { dir, collector, good }
+        Self {
+            dir,
+            collector,
+            good,
+        }
     }
 
     fn evil(&self) -> Raw {
@@ -38,12 +42,20 @@ impl Two {
         let start = Instant::now();
         self.good.push(GOOD / 2);
         until_stored(&self.dir.0, GOOD_BOOT, GOOD as usize);
-        assert!(start.elapsed() < Duration::from_secs(5), "the other guest waited for {:?}", start.elapsed());
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "the other guest waited for {:?}",
+            start.elapsed()
+        );
         let said = self.collector.stop();
         drop(self.good);
         assert_whole(&read(&self.dir.0, GOOD_BOOT), GOOD);
         // Nothing that a guest wrote reached this log as it was.
-        assert!(said.iter().all(|line| line.bytes().all(|b| (b' '..=b'~').contains(&b))), "{said:?}");
+        assert!(
+            said.iter()
+                .all(|line| line.bytes().all(|b| (b' '..=b'~').contains(&b))),
+            "{said:?}"
+        );
         (read(&self.dir.0, evil_boot), said)
     }
 }
@@ -55,9 +67,21 @@ fn records_over_the_limit_are_dropped_and_counted_in_the_file() {
     evil.say(header(2) + &(0..3000).map(event).collect::<String>());
     until_stored(&two.dir.0, 2, 1000);
     let (file, said) = two.end(2);
-    assert_eq!(file.host.iter().filter(|l| l.event == HostEvent::Capped { why: "1000 records".into() }).count(), 1);
+    assert_eq!(
+        file.host
+            .iter()
+            .filter(|l| l.event
+                == HostEvent::Capped {
+                    why: "1000 records".into()
+                })
+            .count(),
+        1
+    );
     assert_eq!(file.records.len(), 1000);
-    assert!(said.last().unwrap().contains("2000 over a limit"), "{said:?}");
+    assert!(
+        said.last().unwrap().contains("2000 over a limit"),
+        "{said:?}"
+    );
 }
 
 #[test]
@@ -71,9 +95,19 @@ fn bytes_over_the_limit_are_dropped_and_the_file_is_no_larger() {
             "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\",\"fields\":{{\"a\":\"{padding}\"}}}}\n"
         ));
     }
-    until("the limit", || read(&two.dir.0, 2).host.iter().any(|l| matches!(l.event, HostEvent::Capped { .. })));
+    until("the limit", || {
+        read(&two.dir.0, 2)
+            .host
+            .iter()
+            .any(|l| matches!(l.event, HostEvent::Capped { .. }))
+    });
     let (file, _) = two.end(2);
-    assert!(file.bytes < 110_000 && file.records.len() == 9, "{} bytes, {} records", file.bytes, file.records.len());
+    assert!(
+        file.bytes < 110_000 && file.records.len() == 9,
+        "{} bytes, {} records",
+        file.bytes,
+        file.records.len()
+    );
 }
 
 #[test]
@@ -89,10 +123,20 @@ fn malformed_lines_are_counted_and_cost_no_memory() {
     evil.say(event(1));
     until_stored(&two.dir.0, 2, 2);
     let status = std::fs::read_to_string(format!("/proc/{}/status", two.collector.pid())).unwrap();
-    let peak: u64 = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap().trim().trim_end_matches(" kB").parse().unwrap();
+    let peak: u64 = status
+        .lines()
+        .find_map(|l| l.strip_prefix("VmHWM:"))
+        .unwrap()
+        .trim()
+        .trim_end_matches(" kB")
+        .parse()
+        .unwrap();
     drop(evil);
     let (file, _) = two.end(2);
-    assert_eq!((file.records.len(), file.damaged, garbage(&file)), (2, 0, 3));
+    assert_eq!(
+        (file.records.len(), file.damaged, garbage(&file)),
+        (2, 0, 3)
+    );
     assert!(peak < 64 << 10, "{peak} kB at most");
     assert!(file.bytes < 10_000, "none of it is in the file");
 }
@@ -123,7 +167,9 @@ fn more_boots_than_a_vm_may_begin_are_refused_and_make_no_file() {
     let line = two.collector.wait_for("limit boots");
     assert!(line.contains("began 3 boots within an hour"), "{line}");
     let boots = std::fs::read_dir(two.dir.0.join("boots")).unwrap();
-    let files = boots.filter(|e| e.as_ref().unwrap().path().extension().is_some()).count();
+    let files = boots
+        .filter(|e| e.as_ref().unwrap().path().extension().is_some())
+        .count();
     two.end(2);
     assert_eq!(files, 4);
 }
@@ -138,7 +184,13 @@ fn more_connections_than_a_vm_may_have_are_refused_at_once() {
     two.collector.wait_for("limit connections-per-vm");
     let (_, said) = two.end(2);
     assert!(said.last().unwrap().contains("20 refused"), "{said:?}");
-    assert!(said.iter().filter(|l| l.contains("connections-per-vm")).count() <= 10, "the log is not filled: {said:?}");
+    assert!(
+        said.iter()
+            .filter(|l| l.contains("connections-per-vm"))
+            .count()
+            <= 10,
+        "the log is not filled: {said:?}"
+    );
 }
 
 #[test]
@@ -169,8 +221,19 @@ fn a_guest_that_connects_endlessly_is_refused_alone() {
     }
     two.collector.wait_for("limit connects");
     let (_, said) = two.end(2);
-    let refused: u64 = said.last().unwrap().rsplit_once(", ").unwrap().1.trim_end_matches(" refused").parse().unwrap();
-    assert!((connects - 5..=connects).contains(&refused), "{refused} of {connects}");
+    let refused: u64 = said
+        .last()
+        .unwrap()
+        .rsplit_once(", ")
+        .unwrap()
+        .1
+        .trim_end_matches(" refused")
+        .parse()
+        .unwrap();
+    assert!(
+        (connects - 5..=connects).contains(&refused),
+        "{refused} of {connects}"
+    );
 }
 
 #[test]
@@ -189,7 +252,10 @@ fn a_guest_that_sends_too_fast_is_slowed_and_loses_nothing() {
     let (file, _) = two.end(2);
     assert_whole(&file, 1000);
     // About 62 kB: 20 at once, a turn of 16 in debt, the rest at 20 a second.
-    assert!((Duration::from_millis(700)..Duration::from_secs(10)).contains(&took), "{took:?}");
+    assert!(
+        (Duration::from_millis(700)..Duration::from_secs(10)).contains(&took),
+        "{took:?}"
+    );
 }
 
 #[test]
@@ -199,7 +265,11 @@ fn a_connection_that_does_not_say_who_it_is_is_closed() {
     evil.say("{");
     let start = Instant::now();
     evil.until_closed();
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        start.elapsed()
+    );
     two.collector.wait_for("no header within 1 s");
     two.end(2);
 }
@@ -211,17 +281,26 @@ fn a_guest_cannot_speak_for_anothers_boot() {
     evil.say(header(GOOD_BOOT) + &event(GOOD));
     evil.until_closed();
     let line = two.collector.wait_for("belongs to");
-    assert!(line.contains("v_10241") && line.contains("w_10241"), "{line}");
+    assert!(
+        line.contains("v_10241") && line.contains("w_10241"),
+        "{line}"
+    );
     let dir = two.dir.0.clone();
     let (file, _) = two.end(GOOD_BOOT);
-    assert_eq!(file.owner().map(String::from), Some(format!("socket {}", socket(&dir, "v").display())));
+    assert_eq!(
+        file.owner().map(String::from),
+        Some(format!("socket {}", socket(&dir, "v").display()))
+    );
 }
 
 #[test]
 fn a_guests_text_is_no_file_name_and_drives_no_terminal() {
     let two = Two::new(&[]);
     let evil_text = "\\u001b[2J\\u202e\\u0000";
-    for id in ["../../../../../../../tmp/evil-evil-ev", "/tmp/evil-evil-evil-evil-evil-evil-ev"] {
+    for id in [
+        "../../../../../../../tmp/evil-evil-ev",
+        "/tmp/evil-evil-evil-evil-evil-evil-ev",
+    ] {
         let mut evil = two.evil();
         evil.say(format!(
             "{{\"schema\":1,\"stream\":{{\"boot_id\":\"{id}\",\"version\":\"{evil_text}\",\"kernel\":\"x\",\"first_seq\":0}}}}\n"
@@ -233,29 +312,75 @@ fn a_guests_text_is_no_file_name_and_drives_no_terminal() {
     two.collector.wait_for("kata-gpu-init \\x1b[2J");
     drop(evil);
     until("the end of it", || garbage(&read(&two.dir.0, 2)) == 1);
-    let shown = Command::new(program()).args(["show", "-v"]).arg(boot_path(&two.dir.0, 2)).output().unwrap();
-    assert!(shown.stdout.iter().all(|b| *b == b'\n' || (b' '..=b'~').contains(b)), "{}", String::from_utf8_lossy(&shown.stdout));
-    let names: Vec<_> = std::fs::read_dir(two.dir.0.join("boots")).unwrap().map(|e| e.unwrap().file_name()).collect();
-    let names: Vec<_> = names.iter().filter(|name| Path::new(name).extension().is_some()).collect();
+    let shown = Command::new(program())
+        .args(["show", "-v"])
+        .arg(boot_path(&two.dir.0, 2))
+        .output()
+        .unwrap();
+    assert!(
+        shown
+            .stdout
+            .iter()
+            .all(|b| *b == b'\n' || (b' '..=b'~').contains(b)),
+        "{}",
+        String::from_utf8_lossy(&shown.stdout)
+    );
+    let names: Vec<_> = std::fs::read_dir(two.dir.0.join("boots"))
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    let names: Vec<_> = names
+        .iter()
+        .filter(|name| Path::new(name).extension().is_some())
+        .collect();
     assert_eq!(names.len(), 2, "{names:?}");
     two.end(2);
 }
 
 #[test]
 fn a_wrong_limit_is_an_error_that_names_the_right_ones() {
-    let output = Command::new(program()).args(["collect", "--dir", "/nonexistent/x", "--limit", "speed=1"]).output().unwrap();
+    let output = Command::new(program())
+        .args(["collect", "--dir", "/nonexistent/x", "--limit", "speed=1"])
+        .output()
+        .unwrap();
     let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && why.contains("there are records, bytes, gaps"), "{why}");
+    assert!(
+        !output.status.success() && why.contains("there are records, bytes, gaps"),
+        "{why}"
+    );
     // Ports that no guest can name.
     for port in ["0", "4294967295"] {
-        let output = Command::new(program()).args(["collect", "--dir", "/nonexistent/x", "--port", port]).output().unwrap();
-        assert!(String::from_utf8_lossy(&output.stderr).contains("is not in 1..4294967295"), "{output:?}");
+        let output = Command::new(program())
+            .args(["collect", "--dir", "/nonexistent/x", "--port", port])
+            .output()
+            .unwrap();
+        assert!(
+            String::from_utf8_lossy(&output.stderr).contains("is not in 1..4294967295"),
+            "{output:?}"
+        );
     }
-    let help = Command::new(program()).args(["collect", "--help"]).output().unwrap();
+    let help = Command::new(program())
+        .args(["collect", "--help"])
+        .output()
+        .unwrap();
     let help = String::from_utf8_lossy(&help.stdout).into_owned();
-    for limit in
-        ["records", "bytes", "gaps", "boots", "connections-per-vm", "connects", "connections", "burst", "rate", "header", "waiting", "vms"]
-    {
-        assert!(help.contains(&format!("\n  {limit} ")), "{limit} is not in --help");
+    for limit in [
+        "records",
+        "bytes",
+        "gaps",
+        "boots",
+        "connections-per-vm",
+        "connects",
+        "connections",
+        "burst",
+        "rate",
+        "header",
+        "waiting",
+        "vms",
+    ] {
+        assert!(
+            help.contains(&format!("\n  {limit} ")),
+            "{limit} is not in --help"
+        );
     }
 }

@@ -31,7 +31,10 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// The program: the one that KATA_GPU_BOOT names, or the one of this build.
 pub fn program() -> PathBuf {
-    std::env::var_os("KATA_GPU_BOOT").map_or_else(|| crate::built("kata-gpu-boot", "kata-gpu-boot"), PathBuf::from)
+    std::env::var_os("KATA_GPU_BOOT").map_or_else(
+        || crate::built("kata-gpu-boot", "kata-gpu-boot"),
+        PathBuf::from,
+    )
 }
 
 /// A folder with a short path: names of sockets have a limit.
@@ -65,7 +68,9 @@ impl Collector {
     /// Starts it and waits until it listens.
     pub fn start(dir: &Path, words: &[&str]) -> Self {
         let mut command = Command::new(program());
-        command.args(["collect", "--no-vsock", "--dir"]).arg(dir.join("boots"));
+        command
+            .args(["collect", "--no-vsock", "--dir"])
+            .arg(dir.join("boots"));
         if !words.contains(&"--vm") {
             command.arg("--no-vms");
         }
@@ -73,7 +78,12 @@ impl Collector {
     }
 
     pub fn of(command: &mut Command) -> Self {
-        let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
         let said: Arc<Said> = Arc::default();
         let (lines, stderr) = (said.clone(), child.stderr.take().unwrap());
         std::thread::spawn(move || {
@@ -89,9 +99,19 @@ impl Collector {
 
     /// Waits for a line with one of the texts.
     pub fn wait_for(&self, texts: &str) -> String {
-        let found = |lines: &Vec<String>| lines.iter().rev().find(|l| texts.split('|').any(|t| l.contains(t))).cloned();
+        let found = |lines: &Vec<String>| {
+            lines
+                .iter()
+                .rev()
+                .find(|l| texts.split('|').any(|t| l.contains(t)))
+                .cloned()
+        };
         let lines = self.said.lines.lock().unwrap();
-        let (lines, _) = self.said.more.wait_timeout_while(lines, DEADLINE, |lines| found(lines).is_none()).unwrap();
+        let (lines, _) = self
+            .said
+            .more
+            .wait_timeout_while(lines, DEADLINE, |lines| found(lines).is_none())
+            .unwrap();
         found(&lines).unwrap_or_else(|| panic!("no {texts:?} within {DEADLINE:?}: {lines:#?}"))
     }
 
@@ -146,20 +166,27 @@ pub fn boot_path(dir: &Path, n: u64) -> PathBuf {
 
 /// Reads a boot's file. Empty where there is none.
 pub fn read(dir: &Path, n: u64) -> BootFile {
-    std::fs::File::open(boot_path(dir, n)).map_or_else(|_| BootFile::default(), |file| BootFile::read(file).unwrap())
+    std::fs::File::open(boot_path(dir, n)).map_or_else(
+        |_| BootFile::default(),
+        |file| BootFile::read(file).unwrap(),
+    )
 }
 
 /// How many records stand in a boot's file, whatever they say.
 pub fn stored(dir: &Path, n: u64) -> usize {
     let text = std::fs::read(boot_path(dir, n)).unwrap_or_default();
-    text.split(|b| *b == b'\n').filter(|line| line.windows(EVENT.len()).any(|w| w == EVENT)).count()
+    text.split(|b| *b == b'\n')
+        .filter(|line| line.windows(EVENT.len()).any(|w| w == EVENT))
+        .count()
 }
 
 const EVENT: &[u8] = b"\"kind\":\"event\"";
 
 /// Waits until so many of a boot's records are in its file, and no more.
 pub fn until_stored(dir: &Path, n: u64, records: usize) {
-    until(&format!("{records} records of boot {n}"), || stored(dir, n) >= records);
+    until(&format!("{records} records of boot {n}"), || {
+        stored(dir, n) >= records
+    });
     assert_eq!(read(dir, n).records.len(), records);
 }
 
@@ -172,7 +199,16 @@ pub fn assert_whole(file: &BootFile, records: u64) {
 }
 
 pub fn garbage(file: &BootFile) -> u64 {
-    file.host.iter().map(|l| if let HostEvent::Garbage { lines, .. } = &l.event { *lines } else { 0 }).sum()
+    file.host
+        .iter()
+        .map(|l| {
+            if let HostEvent::Garbage { lines, .. } = &l.event {
+                *lines
+            } else {
+                0
+            }
+        })
+        .sum()
 }
 
 /// Path at which a collector with `--uds DIR/name` listens.
@@ -195,11 +231,17 @@ impl Guest {
 
     pub fn with_ring(boot: u64, socket: PathBuf, ring: Ring) -> Self {
         let ring = Arc::new(ring);
-        let identity = Identity { boot_id: boot_id(boot), kernel: "6.1".into() };
+        let identity = Identity {
+            boot_id: boot_id(boot),
+            kernel: "6.1".into(),
+        };
         let (stop, mut stopped) = tokio::sync::oneshot::channel();
         let of_thread = ring.clone();
         let thread = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap();
             runtime.block_on(async {
                 loop {
                     if let Ok(stream) = UnixStream::connect(&socket) {
@@ -217,7 +259,11 @@ impl Guest {
                 }
             });
         });
-        Self { ring, stop: Some(stop), thread: Some(thread) }
+        Self {
+            ring,
+            stop: Some(stop),
+            thread: Some(thread),
+        }
     }
 
     /// `records` more.
@@ -279,7 +325,12 @@ impl Raw {
 }
 
 pub fn header(boot: u64) -> String {
-    header_line(&Header { boot_id: boot_id(boot), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 })
+    header_line(&Header {
+        boot_id: boot_id(boot),
+        version: "0.1.0".into(),
+        kernel: "6.1".into(),
+        first_seq: 0,
+    })
 }
 
 pub fn event(seq: u64) -> String {

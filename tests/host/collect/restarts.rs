@@ -8,17 +8,25 @@ fn kill_9_amid_boots_loses_nothing_that_the_guests_have() {
     const GUESTS: u64 = 5;
     const RECORDS: u64 = 3000;
     let dir = folder();
-    let uds: Vec<String> = (0..GUESTS).flat_map(|n| ["--uds".to_string(), format!("{}/v{n}", dir.0.display())]).collect();
+    let uds: Vec<String> = (0..GUESTS)
+        .flat_map(|n| ["--uds".to_string(), format!("{}/v{n}", dir.0.display())])
+        .collect();
     let words: Vec<&str> = uds.iter().map(String::as_str).collect();
-    let guests: Vec<Guest> = (0..GUESTS).map(|n| Guest::start(n, socket(&dir.0, &format!("v{n}")))).collect();
+    let guests: Vec<Guest> = (0..GUESTS)
+        .map(|n| Guest::start(n, socket(&dir.0, &format!("v{n}"))))
+        .collect();
     let mut torn = 0;
     for round in 1..=3 {
         let collector = Collector::start(&dir.0, &words);
         guests.iter().for_each(|guest| guest.push(RECORDS / 3));
         // In the middle: some are in the files, most are on their way.
-        until("some records are stored", || (0..GUESTS).any(|n| stored(&dir.0, n) as u64 > (round - 1) * RECORDS / 3 + 50));
+        until("some records are stored", || {
+            (0..GUESTS).any(|n| stored(&dir.0, n) as u64 > (round - 1) * RECORDS / 3 + 50)
+        });
         collector.kill();
-        torn += (0..GUESTS).filter(|n| read(&dir.0, *n).unfinished > 0).count() as u64;
+        torn += (0..GUESTS)
+            .filter(|n| read(&dir.0, *n).unfinished > 0)
+            .count() as u64;
     }
     let collector = Collector::start(&dir.0, &words);
     for n in 0..GUESTS {
@@ -31,9 +39,26 @@ fn kill_9_amid_boots_loses_nothing_that_the_guests_have() {
         seqs.sort_unstable();
         assert_eq!(seqs, (0..RECORDS).collect::<Vec<_>>());
         let text = std::fs::read_to_string(boot_path(&dir.0, n)).unwrap();
-        assert_eq!(text.lines().filter(|l| l.contains("\"kind\":\"event\"")).count() as u64 - file.damaged, RECORDS, "each once");
-        assert_eq!(text.lines().filter(|l| l.contains("\"stream\"")).count(), 1, "one header");
-        assert_eq!(file.host.iter().filter(|l| matches!(l.event, HostEvent::Lost { .. })).count(), 0);
+        assert_eq!(
+            text.lines()
+                .filter(|l| l.contains("\"kind\":\"event\""))
+                .count() as u64
+                - file.damaged,
+            RECORDS,
+            "each once"
+        );
+        assert_eq!(
+            text.lines().filter(|l| l.contains("\"stream\"")).count(),
+            1,
+            "one header"
+        );
+        assert_eq!(
+            file.host
+                .iter()
+                .filter(|l| matches!(l.event, HostEvent::Lost { .. }))
+                .count(),
+            0
+        );
     }
     // A kill inside a write leaves a torn line, which is named as damage and came again.
     assert!((0..GUESTS).map(|n| read(&dir.0, n).damaged).sum::<u64>() <= torn);
@@ -55,17 +80,21 @@ fn what_a_guest_no_longer_has_after_a_kill_is_counted_as_lost() {
     // All that the ring still has: a reader that was overtaken before it saw the end of its
     // connection has put a report behind the 1010 records.
     let kept = || guest.ring.next_seq() - guest.ring.first_seq();
-    until("the ring's records", || read(&dir.0, 1).records.len() as u64 == 10 + kept());
+    until("the ring's records", || {
+        read(&dir.0, 1).records.len() as u64 == 10 + kept()
+    });
     collector.stop();
     let first = guest.ring.first_seq();
     assert!(first > 10, "the ring forgot");
     let file = read(&dir.0, 1);
     assert_eq!(file.records.len() as u64, 10 + kept());
-    let lost = file
-        .host
-        .iter()
-        .rev()
-        .find_map(|l| if let HostEvent::Lost { count, gaps } = &l.event { Some((*count, gaps.clone())) } else { None });
+    let lost = file.host.iter().rev().find_map(|l| {
+        if let HostEvent::Lost { count, gaps } = &l.event {
+            Some((*count, gaps.clone()))
+        } else {
+            None
+        }
+    });
     assert_eq!(lost, Some((first - 10, vec![(10, first - 1)])));
     assert_eq!(file.seqs.missing(), first - 10);
 }
@@ -81,8 +110,16 @@ fn sigterm_takes_what_has_arrived_and_removes_the_socket() {
     guest.say(header(1) + &text);
     let said = collector.stop();
     assert_whole(&read(&dir.0, 1), 1500);
-    assert!(matches!(read(&dir.0, 1).host.last().unwrap().event, HostEvent::Disconnected { records: 1500, .. }));
-    assert!(said.last().unwrap().contains("1 boots, 1500 records (0 came again), 0 dropped"), "{said:?}");
+    assert!(matches!(
+        read(&dir.0, 1).host.last().unwrap().event,
+        HostEvent::Disconnected { records: 1500, .. }
+    ));
+    assert!(
+        said.last()
+            .unwrap()
+            .contains("1 boots, 1500 records (0 came again), 0 dropped"),
+        "{said:?}"
+    );
     assert!(!socket(&dir.0, "v").exists());
 }
 
@@ -95,15 +132,26 @@ fn boots_can_be_shown_while_they_come() {
     let mut shown = Vec::new();
     for round in 1..=20 {
         guest.push(50);
-        let output = Command::new(program()).args(["show", "--json", "--dir"]).arg(dir.0.join("boots")).output().unwrap();
+        let output = Command::new(program())
+            .args(["show", "--json", "--dir"])
+            .arg(dir.0.join("boots"))
+            .output()
+            .unwrap();
         if output.status.success() {
             let boot: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-            assert_eq!((&boot["damaged_lines"], &boot["lost"]["records"]), (&0.into(), &0.into()), "{boot}");
+            assert_eq!(
+                (&boot["damaged_lines"], &boot["lost"]["records"]),
+                (&0.into(), &0.into()),
+                "{boot}"
+            );
             shown.push(round);
         } else {
             // Only before the first line is there.
             let why = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(shown.is_empty() && (why.contains("no boot in") || why.contains("no event stream")), "{why}");
+            assert!(
+                shown.is_empty() && (why.contains("no boot in") || why.contains("no event stream")),
+                "{why}"
+            );
         }
     }
     assert!(shown.len() >= 10, "{shown:?}");
@@ -123,7 +171,10 @@ fn a_second_collector_is_refused_and_a_stale_socket_replaced() {
         .output()
         .unwrap();
     let why = String::from_utf8_lossy(&second.stderr).into_owned();
-    assert!(!second.status.success() && why.contains("another collector"), "{why}");
+    assert!(
+        !second.status.success() && why.contains("another collector"),
+        "{why}"
+    );
     first.kill();
     assert!(socket(&dir.0, "v").exists(), "it could not remove it");
     let _again = Collector::start(&dir.0, &words);
@@ -146,5 +197,9 @@ fn a_directory_made_again_gets_every_record_again() {
     drop(guest);
     let said = collector.stop();
     assert_whole(&read(&dir.0, 1), 150);
-    assert!(said.iter().any(|l| l.contains("was removed while its boot was received")), "{said:?}");
+    assert!(
+        said.iter()
+            .any(|l| l.contains("was removed while its boot was received")),
+        "{said:?}"
+    );
 }

@@ -12,7 +12,14 @@ fn of_threads_of(process: &str, field: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for task in std::fs::read_dir(format!("{process}/task")).unwrap() {
         let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
-        let of = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string();
+        let of = |name: &str| {
+            status
+                .lines()
+                .find_map(|l| l.strip_prefix(name))
+                .unwrap()
+                .trim()
+                .to_string()
+        };
         found.push((of("Name:"), of(field)));
     }
     found
@@ -38,17 +45,28 @@ fn it_gives_up_what_it_does_not_need_in_every_thread() {
     }
     for field in ["CapInh:", "CapAmb:"] {
         for (thread, value) in of_threads(pid, field) {
-            assert_eq!(u64::from_str_radix(&value, 16).unwrap(), 0, "{thread} {field}");
+            assert_eq!(
+                u64::from_str_radix(&value, 16).unwrap(),
+                0,
+                "{thread} {field}"
+            );
         }
     }
     let threads = of_threads(pid, "CapPrm:");
     for name in ["arrivals", "streams", "boots-write", "boots-keep"] {
-        assert!(threads.iter().any(|(thread, _)| thread == name), "{name}: {threads:?}");
+        assert!(
+            threads.iter().any(|(thread, _)| thread == name),
+            "{name}: {threads:?}"
+        );
     }
     for (thread, value) in threads {
         // The main thread's name is the program's; CAP_DAC_OVERRIDE is bit 1, and only root had it
         // to keep.
-        let most = if thread == "kata-gpu-boot" && root { 2 } else { 0 };
+        let most = if thread == "kata-gpu-boot" && root {
+            2
+        } else {
+            0
+        };
         assert_eq!(u64::from_str_radix(&value, 16).unwrap(), most, "{thread}");
     }
     if !root {
@@ -60,15 +78,28 @@ fn it_gives_up_what_it_does_not_need_in_every_thread() {
     }
     for (field, id) in [("Uid:", "64321"), ("Gid:", "64322")] {
         for (thread, value) in of_threads(pid, field) {
-            assert!(value.split_whitespace().all(|v| v == id), "{thread} {field} {value}");
+            assert!(
+                value.split_whitespace().all(|v| v == id),
+                "{thread} {field} {value}"
+            );
         }
     }
-    assert!(of_threads(pid, "Groups:").iter().all(|(_, groups)| groups.is_empty()));
+    assert!(
+        of_threads(pid, "Groups:")
+            .iter()
+            .all(|(_, groups)| groups.is_empty())
+    );
     use std::os::unix::fs::MetadataExt;
     let meta = std::fs::metadata(boot_path(&dir.0, 1)).unwrap();
-    assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (64321, 64322, 0o640));
+    assert_eq!(
+        (meta.uid(), meta.gid(), meta.mode() & 0o777),
+        (64321, 64322, 0o640)
+    );
     collector.stop();
-    assert!(!socket(&dir.0, "v").exists(), "it can still remove its socket");
+    assert!(
+        !socket(&dir.0, "v").exists(),
+        "it can still remove its socket"
+    );
 }
 
 #[test]
@@ -77,17 +108,32 @@ fn threads_that_read_guests_are_confined_with_vsock_too() {
     let mut command = Command::new(program());
     // The vsock listener alone; on a port that no collector uses.
     let port = (1 << 20) + std::process::id();
-    command.args(["collect", "--no-vms", "--port", &port.to_string(), "--sandbox", "/nonexistent/*/x", "--dir"]).arg(dir.0.join("boots"));
+    command
+        .args([
+            "collect",
+            "--no-vms",
+            "--port",
+            &port.to_string(),
+            "--sandbox",
+            "/nonexistent/*/x",
+            "--dir",
+        ])
+        .arg(dir.0.join("boots"));
     if !Path::new("/dev/vsock").exists() {
         eprintln!("skipped: this kernel has no AF_VSOCK");
         let output = command.output().unwrap();
-        assert!(String::from_utf8_lossy(&output.stderr).contains("modprobe vhost_vsock"), "{output:?}");
+        assert!(
+            String::from_utf8_lossy(&output.stderr).contains("modprobe vhost_vsock"),
+            "{output:?}"
+        );
         return;
     }
     let collector = Collector::of(&mut command);
     collector.wait_for(&format!("listening on vsock port {port}"));
     // A thread drops what it inherited as the first thing that it does.
-    let others = |(thread, value): &(String, String)| thread == "kata-gpu-boot" || u64::from_str_radix(value, 16) == Ok(0);
+    let others = |(thread, value): &(String, String)| {
+        thread == "kata-gpu-boot" || u64::from_str_radix(value, 16) == Ok(0)
+    };
     until("threads without capabilities", || {
         let threads = of_threads(collector.pid(), "CapPrm:");
         threads.len() >= 5 && threads.iter().all(others)
@@ -101,7 +147,10 @@ fn every_thread_forbids_itself_what_default_profiles_forbid() {
     let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap()]);
     // Two filters, whatever was there before.
     let filters = |status: &str| of_threads_of(status, "Seccomp_filters:");
-    let own: u64 = filters(&format!("/proc/{}", std::process::id()))[0].1.parse().unwrap();
+    let own: u64 = filters(&format!("/proc/{}", std::process::id()))[0]
+        .1
+        .parse()
+        .unwrap();
     for (thread, value) in filters(&format!("/proc/{}", collector.pid())) {
         assert_eq!(value.parse(), Ok(own + 2), "{thread}");
     }
@@ -113,12 +162,21 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
     let dir = folder();
     // Longer than the name of a socket may be.
     let long = TempDir::new(&"x".repeat(100));
-    let check = |dir: &Path| Command::new(program()).args(["collect", "--check", "--dir"]).arg(dir.join("boots")).output().unwrap();
+    let check = |dir: &Path| {
+        Command::new(program())
+            .args(["collect", "--check", "--dir"])
+            .arg(dir.join("boots"))
+            .output()
+            .unwrap()
+    };
     for dir in [&dir.0, &long.0] {
         std::fs::create_dir_all(dir.join("boots")).unwrap();
         let none = check(dir);
         assert_eq!(none.status.code(), Some(1), "{none:?}");
-        assert!(String::from_utf8_lossy(&none.stderr).contains("does one run with this --dir?"), "{none:?}");
+        assert!(
+            String::from_utf8_lossy(&none.stderr).contains("does one run with this --dir?"),
+            "{none:?}"
+        );
     }
     let uds = dir.0.join("v");
     for _ in 0..2 {
@@ -135,19 +193,41 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
     let hangs = check(&long.0);
     assert_eq!(hangs.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&hangs.stderr).contains("no answer within"), "{hangs:?}");
+    assert!(
+        String::from_utf8_lossy(&hangs.stderr).contains("no answer within"),
+        "{hangs:?}"
+    );
     collector.kill();
 }
 
 #[test]
 fn the_systemd_unit_is_one_that_systemd_takes() {
-    let output = Command::new(program()).args(["collect", "--print-systemd-unit"]).output().unwrap();
+    let output = Command::new(program())
+        .args(["collect", "--print-systemd-unit"])
+        .output()
+        .unwrap();
     let unit = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success() && unit.contains(&format!("ExecStart={} collect --dir ", program().canonicalize().unwrap().display())));
-    for line in ["Type=notify", "Restart=always", "DynamicUser=yes", "NoNewPrivileges=yes", "CapabilityBoundingSet=CAP_DAC_OVERRIDE"] {
+    assert!(
+        output.status.success()
+            && unit.contains(&format!(
+                "ExecStart={} collect --dir ",
+                program().canonicalize().unwrap().display()
+            ))
+    );
+    for line in [
+        "Type=notify",
+        "Restart=always",
+        "DynamicUser=yes",
+        "NoNewPrivileges=yes",
+        "CapabilityBoundingSet=CAP_DAC_OVERRIDE",
+    ] {
         assert!(unit.lines().any(|l| l == line), "{line}");
     }
-    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+    if Command::new("systemd-analyze")
+        .arg("--version")
+        .output()
+        .is_err()
+    {
         eprintln!("skipped: there is no systemd-analyze");
         return;
     }
@@ -155,9 +235,16 @@ fn the_systemd_unit_is_one_that_systemd_takes() {
     let verify = |text: &str| {
         let path = dir.0.join("kata-gpu-boot.service");
         std::fs::write(&path, text).unwrap();
-        let output = Command::new("systemd-analyze").arg("verify").arg(&path).output().unwrap();
+        let output = Command::new("systemd-analyze")
+            .arg("verify")
+            .arg(&path)
+            .output()
+            .unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        (output.status.success() && !said.contains("kata-gpu-boot.service:"), said)
+        (
+            output.status.success() && !said.contains("kata-gpu-boot.service:"),
+            said,
+        )
     };
     let (good, said) = verify(&unit);
     assert!(good, "{said}");
@@ -167,22 +254,63 @@ fn the_systemd_unit_is_one_that_systemd_takes() {
 
 #[test]
 fn the_daemonset_says_what_the_collector_needs_and_no_more() {
-    let output = Command::new(program()).args(["collect", "--print-daemonset"]).output().unwrap();
+    let output = Command::new(program())
+        .args(["collect", "--print-daemonset"])
+        .output()
+        .unwrap();
     assert!(output.status.success());
     let set: Value = serde_yaml::from_slice(&output.stdout).unwrap();
-    assert_eq!((set["apiVersion"].as_str(), set["kind"].as_str()), (Some("apps/v1"), Some("DaemonSet")));
+    assert_eq!(
+        (set["apiVersion"].as_str(), set["kind"].as_str()),
+        (Some("apps/v1"), Some("DaemonSet"))
+    );
     let template = &set["spec"]["template"];
-    assert_eq!(set["spec"]["selector"]["matchLabels"], template["metadata"]["labels"]);
+    assert_eq!(
+        set["spec"]["selector"]["matchLabels"],
+        template["metadata"]["labels"]
+    );
     let pod = &template["spec"];
-    assert_eq!((&pod["hostNetwork"], &pod["automountServiceAccountToken"]), (&Value::Bool(true), &Value::Bool(false)));
+    assert_eq!(
+        (&pod["hostNetwork"], &pod["automountServiceAccountToken"]),
+        (&Value::Bool(true), &Value::Bool(false))
+    );
     let container = &pod["containers"][0];
-    let command: Vec<&str> = container["command"].as_sequence().unwrap().iter().map(|w| w.as_str().unwrap()).collect();
-    assert_eq!(command, ["/usr/bin/kata-gpu-boot", "collect", "--dir", "/var/lib/kata-gpu-boot", "--user", "65532"]);
+    let command: Vec<&str> = container["command"]
+        .as_sequence()
+        .unwrap()
+        .iter()
+        .map(|w| w.as_str().unwrap())
+        .collect();
+    assert_eq!(
+        command,
+        [
+            "/usr/bin/kata-gpu-boot",
+            "collect",
+            "--dir",
+            "/var/lib/kata-gpu-boot",
+            "--user",
+            "65532"
+        ]
+    );
     let security = &container["securityContext"];
     assert_eq!(security["capabilities"]["drop"][0].as_str(), Some("ALL"));
-    let added: Vec<&str> = security["capabilities"]["add"].as_sequence().unwrap().iter().map(|c| c.as_str().unwrap()).collect();
-    assert_eq!(added, ["CHOWN", "DAC_OVERRIDE", "SETGID", "SETPCAP", "SETUID"]);
-    assert_eq!((&security["allowPrivilegeEscalation"], &security["readOnlyRootFilesystem"]), (&Value::Bool(false), &Value::Bool(true)));
+    let added: Vec<&str> = security["capabilities"]["add"]
+        .as_sequence()
+        .unwrap()
+        .iter()
+        .map(|c| c.as_str().unwrap())
+        .collect();
+    assert_eq!(
+        added,
+        ["CHOWN", "DAC_OVERRIDE", "SETGID", "SETPCAP", "SETUID"]
+    );
+    assert_eq!(
+        (
+            &security["allowPrivilegeEscalation"],
+            &security["readOnlyRootFilesystem"]
+        ),
+        (&Value::Bool(false), &Value::Bool(true))
+    );
     // Every mount has its volume, and what is written to or watched is mounted.
     let volumes = pod["volumes"].as_sequence().unwrap();
     let mounts = container["volumeMounts"].as_sequence().unwrap();
@@ -191,20 +319,50 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
         assert_eq!(volume["hostPath"]["path"], mount["mountPath"]);
     }
     for (pattern, _) in kata_gpu_collect::VM_SOCKETS {
-        assert!(mounts.iter().any(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())), "{pattern} is not mounted");
+        assert!(
+            mounts
+                .iter()
+                .any(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())),
+            "{pattern} is not mounted"
+        );
     }
     for pattern in kata_gpu_collect::sandbox_pod::BUNDLES {
-        let mount = mounts.iter().find(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())).unwrap_or_else(|| panic!("{pattern}"));
+        let mount = mounts
+            .iter()
+            .find(|m| pattern.starts_with(m["mountPath"].as_str().unwrap()))
+            .unwrap_or_else(|| panic!("{pattern}"));
         assert_eq!(mount["readOnly"], true, "{pattern}");
     }
     for mount in mounts.iter().filter(|m| m["name"] != "boots") {
-        assert_eq!(mount["mountPropagation"].as_str(), Some("HostToContainer"), "{mount:?}: other containers' mounts would be held");
+        assert_eq!(
+            mount["mountPropagation"].as_str(),
+            Some("HostToContainer"),
+            "{mount:?}: other containers' mounts would be held"
+        );
     }
     for probe in ["readinessProbe", "livenessProbe"] {
-        let words: Vec<&str> = container[probe]["exec"]["command"].as_sequence().unwrap().iter().map(|w| w.as_str().unwrap()).collect();
-        assert_eq!(words, ["/usr/bin/kata-gpu-boot", "collect", "--check", "--dir", "/var/lib/kata-gpu-boot"], "{probe}");
+        let words: Vec<&str> = container[probe]["exec"]["command"]
+            .as_sequence()
+            .unwrap()
+            .iter()
+            .map(|w| w.as_str().unwrap())
+            .collect();
+        assert_eq!(
+            words,
+            [
+                "/usr/bin/kata-gpu-boot",
+                "collect",
+                "--check",
+                "--dir",
+                "/var/lib/kata-gpu-boot"
+            ],
+            "{probe}"
+        );
         // Longer than the program's own deadline, so that its words are seen.
-        assert!(container[probe]["timeoutSeconds"].as_u64() > Some(8), "{probe}");
+        assert!(
+            container[probe]["timeoutSeconds"].as_u64() > Some(8),
+            "{probe}"
+        );
     }
     let image = container["image"].as_str().unwrap();
     assert!(image.ends_with(env!("CARGO_PKG_VERSION")), "{image}");
@@ -216,23 +374,36 @@ fn lost_in_the_api(manifest: &str) -> Result<(), String> {
     let printed: serde_json::Value = serde_yaml::from_str(manifest).map_err(|e| e.to_string())?;
     let set: DaemonSet = serde_json::from_value(printed.clone()).map_err(|e| e.to_string())?;
     let back = serde_json::to_value(set).map_err(|e| e.to_string())?;
-    if back == printed { Ok(()) } else { Err(format!("printed {printed}\nread    {back}")) }
+    if back == printed {
+        Ok(())
+    } else {
+        Err(format!("printed {printed}\nread    {back}"))
+    }
 }
 
 #[test]
 fn the_daemonset_has_only_fields_of_the_kubernetes_api() {
-    let output = Command::new(program()).args(["collect", "--print-daemonset"]).output().unwrap();
+    let output = Command::new(program())
+        .args(["collect", "--print-daemonset"])
+        .output()
+        .unwrap();
     let manifest = String::from_utf8(output.stdout).unwrap();
     assert_eq!(lost_in_the_api(&manifest), Ok(()));
     for (good, bad) in [
         ("mountPropagation: HostTo", "mountPropagatoin: HostTo"),
         ("readOnlyRootFilesystem:", "readonlyRootFilesystem:"),
         ("failureThreshold: 4", "failureTreshold: 4"),
-        ("rollingUpdate: {maxUnavailable", "rollingUpdate: {maxUnavailabe"),
+        (
+            "rollingUpdate: {maxUnavailable",
+            "rollingUpdate: {maxUnavailabe",
+        ),
         ("periodSeconds: 30", "periodSeconds: soon"),
     ] {
         assert!(manifest.contains(good), "{good}");
-        assert!(lost_in_the_api(&manifest.replace(good, bad)).is_err(), "{bad}");
+        assert!(
+            lost_in_the_api(&manifest.replace(good, bad)).is_err(),
+            "{bad}"
+        );
     }
 }
 
@@ -242,7 +413,11 @@ fn systemd_is_notified_when_guests_can_connect() {
     let notify = std::os::unix::net::UnixDatagram::bind(dir.0.join("notify")).unwrap();
     notify.set_read_timeout(Some(DEADLINE)).unwrap();
     let mut command = Command::new(program());
-    command.args(["collect", "--no-vsock", "--no-vms", "--dir"]).arg(dir.0.join("boots")).arg("--uds").arg(dir.0.join("v"));
+    command
+        .args(["collect", "--no-vsock", "--no-vms", "--dir"])
+        .arg(dir.0.join("boots"))
+        .arg("--uds")
+        .arg(dir.0.join("v"));
     let collector = Collector::of(command.env("NOTIFY_SOCKET", dir.0.join("notify")));
     let mut text = [0; 64];
     let n = notify.recv(&mut text).unwrap();

@@ -27,8 +27,17 @@ pub fn fixture(name: &str) -> String {
 pub fn export(stream: &str, console: Option<&str>, format: Format) -> Vec<u8> {
     let file = BootFile::read(stream.as_bytes()).unwrap();
     assert_eq!(file.damaged, 0, "{:?}", file.damage);
-    let console = console.map(|name| File::open(project().join("tests/fixtures/boots").join(format!("{name}.console"))).unwrap());
-    let agent = console.map(|console| agent_log::read(console).unwrap()).unwrap_or_default();
+    let console = console.map(|name| {
+        File::open(
+            project()
+                .join("tests/fixtures/boots")
+                .join(format!("{name}.console")),
+        )
+        .unwrap()
+    });
+    let agent = console
+        .map(|console| agent_log::read(console).unwrap())
+        .unwrap_or_default();
     bytes(format, &file, &agent, &Resource::new()).unwrap()
 }
 
@@ -36,26 +45,44 @@ pub fn export(stream: &str, console: Option<&str>, format: Format) -> Vec<u8> {
 /// little later. GPU 11 hangs, GPU 13 fails.
 pub fn sixteen() -> String {
     const LATER_NS: u64 = 700_000_000;
-    let lines: Vec<Value> = fixture(&format!("{RECORDED}.ndjson")).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let (mut records, others): (Vec<Value>, Vec<Value>) = lines.into_iter().partition(|line| line["seq"].is_u64());
+    let lines: Vec<Value> = fixture(&format!("{RECORDED}.ndjson"))
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let (mut records, others): (Vec<Value>, Vec<Value>) =
+        lines.into_iter().partition(|line| line["seq"].is_u64());
     records.retain(|record| record["name"] != "settled" && record["name"] != "lockdown");
     let mut more = Vec::new();
-    for mut record in records.iter().filter(|record| record["gpu"].is_string()).cloned() {
-        let address = record["gpu"].as_str().unwrap().replacen("0001:", "0002:", 1);
-        let (name, kind) = (record["name"].as_str().unwrap().to_string(), record["kind"].as_str().unwrap().to_string());
+    for mut record in records
+        .iter()
+        .filter(|record| record["gpu"].is_string())
+        .cloned()
+    {
+        let address = record["gpu"]
+            .as_str()
+            .unwrap()
+            .replacen("0001:", "0002:", 1);
+        let (name, kind) = (
+            record["name"].as_str().unwrap().to_string(),
+            record["kind"].as_str().unwrap().to_string(),
+        );
         let ends = kind == "end" || kind == "event";
-        if (address == "0002:00:03.0" || address == "0002:00:05.0") && ends && (name == "gpu.init" || name == "gpu.usable") {
+        if (address == "0002:00:03.0" || address == "0002:00:05.0")
+            && ends
+            && (name == "gpu.init" || name == "gpu.usable")
+        {
             if address == "0002:00:03.0" || name == "gpu.usable" {
                 continue;
             }
-            record["error"] = format!("gpu.init: NVRM: GPU {address}: RmInitAdapter failed! (0x62:0x40:2142)").into();
+            record["error"] =
+                format!("gpu.init: NVRM: GPU {address}: RmInitAdapter failed! (0x62:0x40:2142)")
+                    .into();
             let mut failed = record.clone();
             failed["kind"] = "event".into();
             failed["name"] = "gpu.failed".into();
             failed["level"] = "error".into();
             failed.as_object_mut().unwrap().remove("span");
-            failed["fields"] =
-                serde_json::json!({ "step": "init", "reason": "needs-reset", "cure": "reset it on the host before the next guest" });
+            failed["fields"] = serde_json::json!({ "step": "init", "reason": "needs-reset", "cure": "reset it on the host before the next guest" });
             let mut words = failed.clone();
             words["kind"] = "kmsg".into();
             words["name"] = "kmsg".into();
@@ -67,15 +94,27 @@ pub fn sixteen() -> String {
             more.extend([words, failed]);
         }
         record["gpu"] = address.into();
-        record["boottime_ns"] = (record["boottime_ns"].as_u64().unwrap() + if name == "gpu.found" { 1_000_000 } else { LATER_NS }).into();
+        record["boottime_ns"] = (record["boottime_ns"].as_u64().unwrap()
+            + if name == "gpu.found" {
+                1_000_000
+            } else {
+                LATER_NS
+            })
+        .into();
         for key in ["span", "parent"] {
             if let Some(id) = record.get(key).and_then(Value::as_u64) {
                 record[key] = (id + 1000).into();
             }
         }
         if let Some(after) = record.get_mut("after").and_then(Value::as_array_mut) {
-            after.retain(|id| records.iter().any(|r| r["span"] == *id && r["gpu"].is_string()));
-            after.iter_mut().for_each(|id| *id = (id.as_u64().unwrap() + 1000).into());
+            after.retain(|id| {
+                records
+                    .iter()
+                    .any(|r| r["span"] == *id && r["gpu"].is_string())
+            });
+            after
+                .iter_mut()
+                .for_each(|id| *id = (id.as_u64().unwrap() + 1000).into());
         }
         if let Some(index) = record.pointer("/fields/index").and_then(Value::as_u64) {
             record["fields"]["index"] = (index + 8).into();
@@ -89,18 +128,29 @@ pub fn sixteen() -> String {
     for (seq, record) in records.iter_mut().enumerate() {
         record["seq"] = seq.into();
     }
-    others.iter().take(2).chain(&records).chain(others.iter().skip(2)).map(|line| format!("{line}\n")).collect()
+    others
+        .iter()
+        .take(2)
+        .chain(&records)
+        .chain(others.iter().skip(2))
+        .map(|line| format!("{line}\n"))
+        .collect()
 }
 
 /// Whether a test that needs something of this machine must not be skipped.
 pub fn skip(why: &str) {
-    assert!(std::env::var_os("REQUIRE_READERS").is_none(), "{why}, and REQUIRE_READERS is set");
+    assert!(
+        std::env::var_os("REQUIRE_READERS").is_none(),
+        "{why}, and REQUIRE_READERS is set"
+    );
     eprintln!("skipped: {why}");
 }
 
 /// A program of this PATH.
 pub fn program(name: &str) -> Option<PathBuf> {
-    std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join(name)).find(|path| path.is_file())
+    std::env::split_paths(&std::env::var_os("PATH")?)
+        .map(|dir| dir.join(name))
+        .find(|path| path.is_file())
 }
 
 /// Runs it for at most that long; 124 is `timeout`'s status for what took longer.
@@ -123,9 +173,16 @@ impl Package {
         // Tests of one package run at once.
         static LOCK: Mutex<()> = Mutex::new(());
         let _held = LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let venv = project().join("target").join(format!("python-{}", self.name.replace("==", "-")));
+        let venv = project()
+            .join("target")
+            .join(format!("python-{}", self.name.replace("==", "-")));
         let python = venv.join("bin/python");
-        let works = || Command::new(&python).args(["-c", &format!("import {}", self.module)]).output().is_ok_and(|o| o.status.success());
+        let works = || {
+            Command::new(&python)
+                .args(["-c", &format!("import {}", self.module)])
+                .output()
+                .is_ok_and(|o| o.status.success())
+        };
         if works() {
             return Some(python);
         }
@@ -135,13 +192,35 @@ impl Package {
         };
         let steps: [(&Path, Vec<&str>); 2] = [
             (&system, vec!["-m", "venv", "--clear", venv.to_str()?]),
-            (&python, vec!["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", self.name]),
+            (
+                &python,
+                vec![
+                    "-m",
+                    "pip",
+                    "install",
+                    "--quiet",
+                    "--disable-pip-version-check",
+                    "--retries",
+                    "1",
+                    self.name,
+                ],
+            ),
         ];
         for (program, args) in steps {
             let output = within(120, program).args(&args).output().unwrap();
             if !output.status.success() {
-                let why = String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or("no word").to_string();
-                skip(&format!("{} cannot be had: {} {}: {}: {why}", self.name, program.display(), args.join(" "), output.status));
+                let why = String::from_utf8_lossy(&output.stderr)
+                    .lines()
+                    .last()
+                    .unwrap_or("no word")
+                    .to_string();
+                skip(&format!(
+                    "{} cannot be had: {} {}: {}: {why}",
+                    self.name,
+                    program.display(),
+                    args.join(" "),
+                    output.status
+                ));
                 return None;
             }
         }
@@ -171,8 +250,13 @@ print(len(spans), sum(len(s.links) for s in spans), sum(s.status.code == 2 for s
 
 #[test]
 fn opentelemetrys_protos_read_every_span() {
-    let package = Package { name: "opentelemetry-proto==1.45.2", module: "opentelemetry.proto.collector.trace.v1.trace_service_pb2" };
-    let Some(python) = package.python() else { return };
+    let package = Package {
+        name: "opentelemetry-proto==1.45.2",
+        module: "opentelemetry.proto.collector.trace.v1.trace_service_pb2",
+    };
+    let Some(python) = package.python() else {
+        return;
+    };
     let read = |request: &[u8]| {
         let mut child = within(60, &python)
             .args(["-c", OTLP_READER])
@@ -187,12 +271,18 @@ fn opentelemetrys_protos_read_every_span() {
     let stream = sixteen();
     let request = export(&stream, None, Format::Otlp);
     let csv = String::from_utf8(export(&stream, None, Format::Csv)).unwrap();
-    let edges: usize = csv.lines().skip(1).map(|line| line.split(',').nth(14).unwrap().split_whitespace().count()).sum();
+    let edges: usize = csv
+        .lines()
+        .skip(1)
+        .map(|line| line.split(',').nth(14).unwrap().split_whitespace().count())
+        .sum();
     let output = read(&request);
     // The steps and the boot; of those, the failed GPU's initialisation and the boot have failed.
     let want = format!("{} {edges} 2 {{16}} {{8}}\n", csv.lines().count());
     assert_eq!(String::from_utf8_lossy(&output.stdout), want, "{output:?}");
-    let wrong = String::from_utf8(request).unwrap().replacen("startTimeUnixNano", "startTime", 1);
+    let wrong = String::from_utf8(request)
+        .unwrap()
+        .replacen("startTimeUnixNano", "startTime", 1);
     assert!(String::from_utf8_lossy(&read(wrong.as_bytes()).stderr).contains("ParseError"));
 }
 
@@ -200,8 +290,18 @@ fn opentelemetrys_protos_read_every_span() {
 fn sixteen_gpus_are_sixteen() {
     let file = BootFile::read(sixteen().as_bytes()).unwrap();
     let boot = kata_gpu_report::boot::model::Boot::new(&file, &[]);
-    let of = |state: fn(&kata_gpu_report::boot::model::Gpu) -> bool| boot.gpus.iter().filter(|gpu| state(gpu)).count();
-    assert_eq!((boot.gpus.len(), of(|g| g.usable.is_some()), of(|g| g.failed.is_some()), of(|g| g.still.is_some())), (16, 14, 1, 1));
+    let of = |state: fn(&kata_gpu_report::boot::model::Gpu) -> bool| {
+        boot.gpus.iter().filter(|gpu| state(gpu)).count()
+    };
+    assert_eq!(
+        (
+            boot.gpus.len(),
+            of(|g| g.usable.is_some()),
+            of(|g| g.failed.is_some()),
+            of(|g| g.still.is_some())
+        ),
+        (16, 14, 1, 1)
+    );
     assert_eq!(boot.lost.records, 0);
 }
 
@@ -212,17 +312,42 @@ fn the_program_writes_whole_files_and_refuses_what_it_must() {
     };
     let dir = TempDir::new("export");
     let boot = project().join(format!("tests/fixtures/boots/{RECORDED}.ndjson"));
-    let run = |args: &[&str]| Command::new(&program).arg("export").arg(&boot).args(args).current_dir(&dir.0).output().unwrap();
+    let run = |args: &[&str]| {
+        Command::new(&program)
+            .arg("export")
+            .arg(&boot)
+            .args(args)
+            .current_dir(&dir.0)
+            .output()
+            .unwrap()
+    };
     for format in ["--html", "--svg", "--perfetto", "--otlp", "--csv"] {
         let (piped, saved) = (run(&[format, "-o", "-"]), run(&[format, "-o", "out"]));
-        assert!(piped.status.success() && saved.status.success(), "{format}: {piped:?} {saved:?}");
-        assert!(piped.stdout == fs::read(dir.0.join("out")).unwrap() && !piped.stdout.is_empty(), "{format} differs in a pipe");
+        assert!(
+            piped.status.success() && saved.status.success(),
+            "{format}: {piped:?} {saved:?}"
+        );
+        assert!(
+            piped.stdout == fs::read(dir.0.join("out")).unwrap() && !piped.stdout.is_empty(),
+            "{format} differs in a pipe"
+        );
     }
-    assert_eq!(fs::read_dir(&dir.0).unwrap().count(), 1, "something was left beside the file");
-    for wrong in
-        [&["--csv", "--html"][..], &[], &["--csv", "--attribute", "a=b"], &["--otlp", "--attribute", "x"], &["--csv", "-o", "no/such/dir"]]
-    {
+    assert_eq!(
+        fs::read_dir(&dir.0).unwrap().count(),
+        1,
+        "something was left beside the file"
+    );
+    for wrong in [
+        &["--csv", "--html"][..],
+        &[],
+        &["--csv", "--attribute", "a=b"],
+        &["--otlp", "--attribute", "x"],
+        &["--csv", "-o", "no/such/dir"],
+    ] {
         let output = run(wrong);
-        assert!(!output.status.success() && !output.stderr.is_empty(), "{wrong:?}: {output:?}");
+        assert!(
+            !output.status.success() && !output.stderr.is_empty(),
+            "{wrong:?}: {output:?}"
+        );
     }
 }

@@ -23,11 +23,16 @@ struct Browser {
 impl Browser {
     /// None, with the reason printed, where there is none.
     fn find(test: &str) -> Option<Self> {
-        let found = ["chromium", "chromium-browser", "google-chrome"].into_iter().find_map(program);
+        let found = ["chromium", "chromium-browser", "google-chrome"]
+            .into_iter()
+            .find_map(program);
         if found.is_none() {
             skip("no chromium (Debian package chromium)");
         }
-        Some(Self { program: found?, dir: TempDir::new(test) })
+        Some(Self {
+            program: found?,
+            dir: TempDir::new(test),
+        })
     }
 
     fn page(&self, name: &str, html: &[u8]) -> PathBuf {
@@ -47,16 +52,37 @@ impl Browser {
             "--enable-logging=stderr",
             "--disable-dev-shm-usage",
         ]);
-        command.arg(format!("--user-data-dir={}", self.dir.0.join("profile").display())).args(args);
+        command
+            .arg(format!(
+                "--user-data-dir={}",
+                self.dir.0.join("profile").display()
+            ))
+            .args(args);
         // Its sandbox refuses root.
         if nix::unistd::geteuid().is_root() {
             command.arg("--no-sandbox");
         }
-        let output = command.arg(format!("file://{}", page.display())).env("HOME", &self.dir.0).output().unwrap();
+        let output = command
+            .arg(format!("file://{}", page.display()))
+            .env("HOME", &self.dir.0)
+            .output()
+            .unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{}: {}\n{said}", page.display(), output.status);
-        let console = said.lines().filter(|line| line.contains("CONSOLE")).collect::<Vec<_>>().join("\n");
-        (String::from_utf8_lossy(&output.stdout).into_owned(), console)
+        assert!(
+            output.status.success(),
+            "{}: {}\n{said}",
+            page.display(),
+            output.status
+        );
+        let console = said
+            .lines()
+            .filter(|line| line.contains("CONSOLE"))
+            .collect::<Vec<_>>()
+            .join("\n");
+        (
+            String::from_utf8_lossy(&output.stdout).into_owned(),
+            console,
+        )
     }
 
     fn screenshot(&self, page: &Path, name: &str, (width, height): (u32, u32), scheme: &str) {
@@ -64,45 +90,100 @@ impl Browser {
         fs::create_dir_all(&dir).unwrap();
         let path = dir.canonicalize().unwrap().join(name);
         let _unused = fs::remove_file(&path);
-        self.run(page, &[&format!("--screenshot={}", path.display()), &format!("--window-size={width},{height}"), scheme]);
+        self.run(
+            page,
+            &[
+                &format!("--screenshot={}", path.display()),
+                &format!("--window-size={width},{height}"),
+                scheme,
+            ],
+        );
         let png = fs::read(&path).unwrap();
         let number = |at: usize| u32::from_be_bytes(*png[at..].first_chunk().unwrap());
-        assert_eq!((&png[1..4], number(16), number(20)), (&b"PNG"[..], width, height), "{name}");
+        assert_eq!(
+            (&png[1..4], number(16), number(20)),
+            (&b"PNG"[..], width, height),
+            "{name}"
+        );
         // A page of one colour is some 10 KB.
-        assert!(png.len() > 50_000, "{name} has {} bytes: is there anything on it?", png.len());
+        assert!(
+            png.len() > 50_000,
+            "{name} has {} bytes: is there anything on it?",
+            png.len()
+        );
     }
 }
 
 /// A `data-` attribute of the document's element.
 fn state(dom: &str, name: &str) -> Option<String> {
     let head = dom.split("<html").nth(1)?.split('>').next()?;
-    Some(head.split(&format!("data-{name}=\"")).nth(1)?.split('"').next()?.to_string())
+    Some(
+        head.split(&format!("data-{name}=\""))
+            .nth(1)?
+            .split('"')
+            .next()?
+            .to_string(),
+    )
 }
 
 fn title(dom: &str) -> &str {
-    dom.split("<title>").nth(1).and_then(|rest| rest.split("</title>").next()).unwrap_or("")
+    dom.split("<title>")
+        .nth(1)
+        .and_then(|rest| rest.split("</title>").next())
+        .unwrap_or("")
 }
 
 #[test]
 fn the_page_draws_every_step_at_8_and_16_gpus() {
-    let Some(browser) = Browser::find("export-page") else { return };
+    let Some(browser) = Browser::find("export-page") else {
+        return;
+    };
     let eight = fixture(&format!("{RECORDED}.ndjson"));
     for (name, stream, gpus) in [("8-gpus", eight, 8), ("16-gpus", sixteen(), 16)] {
-        let page = browser.page(&format!("{name}.html"), &export(&stream, Some(RECORDED), Format::Html));
-        let rows = String::from_utf8(export(&stream, Some(RECORDED), Format::Csv)).unwrap().matches("\r\n").count() - 1;
+        let page = browser.page(
+            &format!("{name}.html"),
+            &export(&stream, Some(RECORDED), Format::Html),
+        );
+        let rows = String::from_utf8(export(&stream, Some(RECORDED), Format::Csv))
+            .unwrap()
+            .matches("\r\n")
+            .count()
+            - 1;
         let (dom, console) = browser.run(&page, &["--dump-dom"]);
-        assert_eq!((console.as_str(), state(&dom, "error")), ("", None), "{name}");
+        assert_eq!(
+            (console.as_str(), state(&dom, "error")),
+            ("", None),
+            "{name}"
+        );
         assert_eq!(state(&dom, "steps"), Some(rows.to_string()), "{name}");
         assert!(title(&dom).starts_with("GPU boot "), "{}", title(&dom));
         let drawn = dom.split("<script").next().unwrap_or("");
         let bars = drawn.matches("data-step=").count();
-        assert!(state(&dom, "bars") == Some(bars.to_string()) && bars * 2 > rows && bars <= rows, "{bars} of {rows}");
+        assert!(
+            state(&dom, "bars") == Some(bars.to_string()) && bars * 2 > rows && bars <= rows,
+            "{bars} of {rows}"
+        );
         for gpu in 0..gpus {
-            assert!(dom.contains(&format!(">GPU {gpu}</text>")), "no lane for GPU {gpu}");
+            assert!(
+                dom.contains(&format!(">GPU {gpu}</text>")),
+                "no lane for GPU {gpu}"
+            );
         }
-        assert_eq!(dom.matches("class=\"hatched\"").count(), usize::from(gpus == 16), "hangs");
-        assert_eq!(dom.matches("mark failed").count() > 1, gpus == 16, "failures, beside the legend's");
-        assert!(dom.contains("Critical path") && dom.contains("critical driver") && dom.matches("<tr").count() > rows);
+        assert_eq!(
+            dom.matches("class=\"hatched\"").count(),
+            usize::from(gpus == 16),
+            "hangs"
+        );
+        assert_eq!(
+            dom.matches("mark failed").count() > 1,
+            gpus == 16,
+            "failures, beside the legend's"
+        );
+        assert!(
+            dom.contains("Critical path")
+                && dom.contains("critical driver")
+                && dom.matches("<tr").count() > rows
+        );
         match gpus {
             8 => {
                 browser.screenshot(&page, "8-gpus-light.png", (1400, 1500), LIGHT);
@@ -129,8 +210,18 @@ fn hostile() -> String {
     for seq in 0..10_000u64 {
         let time = [seq * 1_000_000, u64::MAX, 0, u64::MAX - seq][(seq % 4) as usize];
         let kind = ["begin", "end", "event", "kmsg"][(seq / 4 % 4) as usize];
-        let span = if matches!(kind, "begin" | "end") { format!(",\"span\":{}", seq / 3) } else { String::new() };
-        let name = ["gpu.found", "gpu.init", "</script>", "gpu.failed", "<img/src=x>"][(seq % 5) as usize];
+        let span = if matches!(kind, "begin" | "end") {
+            format!(",\"span\":{}", seq / 3)
+        } else {
+            String::new()
+        };
+        let name = [
+            "gpu.found",
+            "gpu.init",
+            "</script>",
+            "gpu.failed",
+            "<img/src=x>",
+        ][(seq % 5) as usize];
         out.push_str(&format!(
             "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{time},\"kind\":\"{kind}\",\"name\":\"{name}\"{span},\"gpu\":\"{:04x}:00:00.0\",\"after\":[{},{}],\
              \"level\":\"error\",\"error\":\"{evil}\",\"fields\":{{\"{evil}\":\"{evil}\",\"step\":\"{evil}\",\"reason\":\"{evil}\",\"text\":\"{evil}\",\"index\":{seq}}}}}\n",
@@ -144,11 +235,19 @@ fn hostile() -> String {
 
 #[test]
 fn a_hostile_boot_runs_nothing_and_is_drawn() {
-    let Some(browser) = Browser::find("export-hostile") else { return };
+    let Some(browser) = Browser::find("export-hostile") else {
+        return;
+    };
     let page = browser.page("hostile.html", &export(&hostile(), None, Format::Html));
     let (dom, console) = browser.run(&page, &["--dump-dom"]);
-    assert_eq!((title(&dom), console.as_str(), state(&dom, "error")), ("GPU boot 0f7a1f8e", "", None));
-    assert!(!dom.contains("<img") && dom.matches("<script").count() == 2, "something of the boot became an element");
+    assert_eq!(
+        (title(&dom), console.as_str(), state(&dom, "error")),
+        ("GPU boot 0f7a1f8e", "", None)
+    );
+    assert!(
+        !dom.contains("<img") && dom.matches("<script").count() == 2,
+        "something of the boot became an element"
+    );
     let drawn: usize = state(&dom, "steps").unwrap().parse().unwrap();
     // As many as fit into the budget of texts that a reader keeps of one boot.
     assert!(drawn > 500, "{drawn} steps");
@@ -156,21 +255,40 @@ fn a_hostile_boot_runs_nothing_and_is_drawn() {
 
 #[test]
 fn a_page_that_does_not_escape_is_caught_by_the_same_look() {
-    let Some(browser) = Browser::find("export-control") else { return };
-    let page =
-        browser.page("control.html", format!("<!doctype html><title>GPU boot 0f7a1f8e</title><script>\"{EVIL}\"</script>").as_bytes());
+    let Some(browser) = Browser::find("export-control") else {
+        return;
+    };
+    let page = browser.page(
+        "control.html",
+        format!("<!doctype html><title>GPU boot 0f7a1f8e</title><script>\"{EVIL}\"</script>")
+            .as_bytes(),
+    );
     let (dom, _) = browser.run(&page, &["--dump-dom"]);
     assert!(title(&dom) == "pwned" && dom.contains("<img"), "{dom}");
 }
 
 #[test]
 fn the_policy_stops_a_script_that_got_into_the_page() {
-    let Some(browser) = Browser::find("export-policy") else { return };
-    let page = String::from_utf8(export(&fixture(&format!("{RECORDED}.ndjson")), None, Format::Html)).unwrap();
+    let Some(browser) = Browser::find("export-policy") else {
+        return;
+    };
+    let page = String::from_utf8(export(
+        &fixture(&format!("{RECORDED}.ndjson")),
+        None,
+        Format::Html,
+    ))
+    .unwrap();
     let inside = page.replace("</main>", "<script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\"></main>");
     assert_ne!(inside, page);
-    let (dom, console) = browser.run(&browser.page("inside.html", inside.as_bytes()), &["--dump-dom"]);
-    assert!(title(&dom).starts_with("GPU boot ") && console.contains("Content Security Policy"), "{} {console}", title(&dom));
+    let (dom, console) = browser.run(
+        &browser.page("inside.html", inside.as_bytes()),
+        &["--dump-dom"],
+    );
+    assert!(
+        title(&dom).starts_with("GPU boot ") && console.contains("Content Security Policy"),
+        "{} {console}",
+        title(&dom)
+    );
     assert!(state(&dom, "steps").is_some(), "the page's own script runs");
 }
 
@@ -200,36 +318,85 @@ document.documentElement.dataset.hand = JSON.stringify({ said, reported, hovered
 
 #[test]
 fn keys_wheel_drag_and_filter_do_what_the_page_says() {
-    let Some(browser) = Browser::find("export-hand") else { return };
-    let page = String::from_utf8(export(&fixture(&format!("{RECORDED}.ndjson")), Some(RECORDED), Format::Html)).unwrap();
+    let Some(browser) = Browser::find("export-hand") else {
+        return;
+    };
+    let page = String::from_utf8(export(
+        &fixture(&format!("{RECORDED}.ndjson")),
+        Some(RECORDED),
+        Format::Html,
+    ))
+    .unwrap();
     // The policy would not run a second script.
-    let start = page.find("<meta http-equiv=\"Content-Security-Policy\"").unwrap();
+    let start = page
+        .find("<meta http-equiv=\"Content-Security-Policy\"")
+        .unwrap();
     let end = start + page[start..].find('>').unwrap() + 1;
-    let page = format!("{}{}", &page[..start], page[end..].replace("</body>", &format!("<script>{HAND}</script></body>")));
-    let (dom, console) = browser.run(&browser.page("hand.html", page.as_bytes()), &["--dump-dom", "--window-size=1400,1200"]);
+    let page = format!(
+        "{}{}",
+        &page[..start],
+        page[end..].replace("</body>", &format!("<script>{HAND}</script></body>"))
+    );
+    let (dom, console) = browser.run(
+        &browser.page("hand.html", page.as_bytes()),
+        &["--dump-dom", "--window-size=1400,1200"],
+    );
     assert_eq!((console.as_str(), state(&dom, "error")), ("", None));
-    let hand: serde_json::Value = serde_json::from_str(&state(&dom, "hand").unwrap().replace('\'', "\"")).unwrap();
+    let hand: serde_json::Value =
+        serde_json::from_str(&state(&dom, "hand").unwrap().replace('\'', "\"")).unwrap();
     let ranges: Vec<(f64, f64)> = hand["said"]
         .as_array()
         .unwrap()
         .iter()
         .map(|text| {
-            let numbers: Vec<f64> = text.as_str().unwrap().split_whitespace().filter_map(|word| word.parse().ok()).collect();
+            let numbers: Vec<f64> = text
+                .as_str()
+                .unwrap()
+                .split_whitespace()
+                .filter_map(|word| word.parse().ok())
+                .collect();
             (numbers[0], numbers[1])
         })
         .collect();
-    let [whole, zoomed, panned, back, wheeled, again, right, down, entered, escaped, reset, chosen] = ranges.as_slice() else {
+    let [
+        whole,
+        zoomed,
+        panned,
+        back,
+        wheeled,
+        again,
+        right,
+        down,
+        entered,
+        escaped,
+        reset,
+        chosen,
+    ] = ranges.as_slice()
+    else {
         panic!("{ranges:?}")
     };
     let long = |(from, to): &(f64, f64)| to - from;
     assert!(
-        (long(whole) / long(zoomed) - 1.5).abs() < 0.01 && (long(panned) - long(zoomed)).abs() < 0.002 && panned.0 > zoomed.0,
+        (long(whole) / long(zoomed) - 1.5).abs() < 0.01
+            && (long(panned) - long(zoomed)).abs() < 0.002
+            && panned.0 > zoomed.0,
         "{ranges:?}"
     );
-    assert!([back, again, right, down, reset].iter().all(|range| *range == whole), "{ranges:?}");
-    assert!(long(wheeled) < long(whole) / 2.0 && long(entered) < long(whole) && escaped == entered, "{ranges:?}");
+    assert!(
+        [back, again, right, down, reset]
+            .iter()
+            .all(|range| *range == whole),
+        "{ranges:?}"
+    );
+    assert!(
+        long(wheeled) < long(whole) / 2.0 && long(entered) < long(whole) && escaped == entered,
+        "{ranges:?}"
+    );
     assert!(chosen.0 > whole.0 && chosen.1 < whole.1, "{ranges:?}");
-    assert!(hand["reported"].as_str().unwrap().contains("from"), "{hand}");
+    assert!(
+        hand["reported"].as_str().unwrap().contains("from"),
+        "{hand}"
+    );
     assert!(hand["hovered"].as_str().unwrap().contains("took"), "{hand}");
     assert_eq!(hand["rows"], 1, "{hand}");
 }

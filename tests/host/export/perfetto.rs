@@ -11,7 +11,10 @@ use std::fs;
 use std::path::Path;
 
 /// The release that was tried.
-const PERFETTO: Package = Package { name: "perfetto==0.59.1", module: "perfetto.protos.perfetto.trace.perfetto_trace_pb2" };
+const PERFETTO: Package = Package {
+    name: "perfetto==0.59.1",
+    module: "perfetto.protos.perfetto.trace.perfetto_trace_pb2",
+};
 /// Reads a trace with the official messages and writes what is in it as JSON: tracks, slices by
 /// track (matched as a stack), clocks.
 const READER: &str = include_str!("perfetto.py");
@@ -20,7 +23,11 @@ fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
     let dir = TempDir::new(&format!("perfetto-{}", trace.len()));
     let path = dir.0.join("boot.pftrace");
     fs::write(&path, trace).unwrap();
-    let output = within(60, python).args(["-c", READER]).arg(&path).output().unwrap();
+    let output = within(60, python)
+        .args(["-c", READER])
+        .arg(&path)
+        .output()
+        .unwrap();
     if output.status.success() {
         Ok(serde_json::from_slice(&output.stdout).unwrap())
     } else {
@@ -33,8 +40,16 @@ fn steps(stream: &str) -> BTreeSet<(String, i64, Option<i64>)> {
     let csv = String::from_utf8(export(stream, None, Format::Csv)).unwrap();
     let row = |line: &str| {
         let cells: Vec<&str> = line.split(',').collect();
-        let module = line.split("module=").nth(1).map(|rest| rest.trim_end().split(';').next().unwrap_or(rest).to_string());
-        let name = module.map_or(cells[2].to_string(), |module| format!("{} {module}", cells[2]));
+        let module = line.split("module=").nth(1).map(|rest| {
+            rest.trim_end()
+                .split(';')
+                .next()
+                .unwrap_or(rest)
+                .to_string()
+        });
+        let name = module.map_or(cells[2].to_string(), |module| {
+            format!("{} {module}", cells[2])
+        });
         (name, cells[6].parse().unwrap(), cells[7].parse().ok())
     };
     csv.lines().skip(1).map(row).collect()
@@ -42,66 +57,164 @@ fn steps(stream: &str) -> BTreeSet<(String, i64, Option<i64>)> {
 
 #[test]
 fn perfettos_own_protos_read_every_step_where_it_belongs() {
-    let Some(python) = PERFETTO.python() else { return };
-    for (stream, gpus, open) in [(fixture(&format!("{RECORDED}.ndjson")), 8, 0), (sixteen(), 16, 1)] {
+    let Some(python) = PERFETTO.python() else {
+        return;
+    };
+    for (stream, gpus, open) in [
+        (fixture(&format!("{RECORDED}.ndjson")), 8, 0),
+        (sixteen(), 16, 1),
+    ] {
         let trace = read(&python, &export(&stream, None, Format::Perfetto)).unwrap();
         assert_eq!(trace["unknown_fields"], 0);
-        assert_eq!(trace["unmatched"], serde_json::json!([]), "an end without a beginning");
+        assert_eq!(
+            trace["unmatched"],
+            serde_json::json!([]),
+            "an end without a beginning"
+        );
         // One snapshot per sample at least, of both clocks, with the wall clock as the trace's own.
         let snapshots = trace["snapshots"].as_array().unwrap();
         assert!(
-            !snapshots.is_empty() && snapshots.iter().all(|s| s["primary"] == 1 && s["6"].is_u64() && s["1"].is_u64()),
+            !snapshots.is_empty()
+                && snapshots
+                    .iter()
+                    .all(|s| s["primary"] == 1 && s["6"].is_u64() && s["1"].is_u64()),
             "{snapshots:?}"
         );
         let offset = |s: &Value| s["1"].as_u64().unwrap() - s["6"].as_u64().unwrap();
-        assert!(snapshots.iter().all(|s| offset(s).abs_diff(offset(&snapshots[0])) < 100_000_000), "{snapshots:?}");
+        assert!(
+            snapshots
+                .iter()
+                .all(|s| offset(s).abs_diff(offset(&snapshots[0])) < 100_000_000),
+            "{snapshots:?}"
+        );
 
-        let tracks: BTreeMap<u64, &Value> = trace["tracks"].as_array().unwrap().iter().map(|t| (t["uuid"].as_u64().unwrap(), t)).collect();
-        assert_eq!(tracks.len(), trace["tracks"].as_array().unwrap().len(), "a track id twice");
+        let tracks: BTreeMap<u64, &Value> = trace["tracks"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|t| (t["uuid"].as_u64().unwrap(), t))
+            .collect();
+        assert_eq!(
+            tracks.len(),
+            trace["tracks"].as_array().unwrap().len(),
+            "a track id twice"
+        );
         let roots: Vec<&&Value> = tracks.values().filter(|t| t["parent"].is_null()).collect();
         assert_eq!(roots.len(), 1, "{roots:?}");
         let named = |name: &str| tracks.values().filter(|t| t["name"] == name).count();
-        for name in ["kernel", "driver", "init", "critical path", "GPUs usable", "GPUs published"]
-            .map(str::to_string)
-            .into_iter()
-            .chain((0..gpus).map(|i| format!("GPU {i}")))
+        for name in [
+            "kernel",
+            "driver",
+            "init",
+            "critical path",
+            "GPUs usable",
+            "GPUs published",
+        ]
+        .map(str::to_string)
+        .into_iter()
+        .chain((0..gpus).map(|i| format!("GPU {i}")))
         {
             assert!(named(&name) > 0, "no track {name}");
         }
         let slices = trace["slices"].as_array().unwrap();
-        let on = |slice: &Value| tracks[&slice["track"].as_u64().unwrap()]["name"].as_str().unwrap().to_string();
-        let sample = BootFile::read(stream.as_bytes()).unwrap().clock_samples().min_by_key(|sample| sample.error_ns).unwrap();
+        let on = |slice: &Value| {
+            tracks[&slice["track"].as_u64().unwrap()]["name"]
+                .as_str()
+                .unwrap()
+                .to_string()
+        };
+        let sample = BootFile::read(stream.as_bytes())
+            .unwrap()
+            .clock_samples()
+            .min_by_key(|sample| sample.error_ns)
+            .unwrap();
         let at = |wall: &Value| wall.as_i64().map(|ns| ns - sample.offset_ns);
         let read_back: BTreeSet<(String, i64, Option<i64>)> = slices
             .iter()
             .filter(|slice| on(slice) != "critical path")
-            .map(|s| (s["name"].as_str().unwrap().to_string(), at(&s["begin"]).unwrap(), at(&s["end"])))
+            .map(|s| {
+                (
+                    s["name"].as_str().unwrap().to_string(),
+                    at(&s["begin"]).unwrap(),
+                    at(&s["end"]),
+                )
+            })
             .collect();
         assert_eq!(read_back, steps(&stream));
         // Sixteen GPUs: VMM and firmware have their time before the guest's clock began.
-        let before = read_back.iter().filter(|(name, begin, _)| name == "vmm+firmware" && *begin < 0).count();
+        let before = read_back
+            .iter()
+            .filter(|(name, begin, _)| name == "vmm+firmware" && *begin < 0)
+            .count();
         assert_eq!(before, usize::from(gpus == 16), "{read_back:?}");
-        for slice in slices.iter().filter(|slice| slice["annotations"]["gpu_index"].is_u64()) {
-            assert_eq!(on(slice), format!("GPU {}", slice["annotations"]["gpu_index"]), "{slice}");
+        for slice in slices
+            .iter()
+            .filter(|slice| slice["annotations"]["gpu_index"].is_u64())
+        {
+            assert_eq!(
+                on(slice),
+                format!("GPU {}", slice["annotations"]["gpu_index"]),
+                "{slice}"
+            );
         }
-        assert_eq!(slices.iter().filter(|s| s["end"].is_null() && on(s) != "critical path").count(), open);
+        assert_eq!(
+            slices
+                .iter()
+                .filter(|s| s["end"].is_null() && on(s) != "critical path")
+                .count(),
+            open
+        );
         assert!(slices.iter().any(|slice| on(slice) == "critical path"));
         // Every flow goes from one slice to another.
         let ids = |key: &str| {
-            slices.iter().flat_map(|s| s[key].as_array().unwrap().iter().map(|id| id.as_u64().unwrap())).collect::<BTreeSet<_>>()
+            slices
+                .iter()
+                .flat_map(|s| {
+                    s[key]
+                        .as_array()
+                        .unwrap()
+                        .iter()
+                        .map(|id| id.as_u64().unwrap())
+                })
+                .collect::<BTreeSet<_>>()
         };
-        assert!(ids("flows").len() > 10 && ids("flows") == ids("terminating"), "{:?} {:?}", ids("flows"), ids("terminating"));
-        let usable = |counter: &&Value| tracks[&counter["track"].as_u64().unwrap()]["name"] == "GPUs usable";
-        let last = trace["counters"].as_array().unwrap().iter().rfind(usable).unwrap();
+        assert!(
+            ids("flows").len() > 10 && ids("flows") == ids("terminating"),
+            "{:?} {:?}",
+            ids("flows"),
+            ids("terminating")
+        );
+        let usable =
+            |counter: &&Value| tracks[&counter["track"].as_u64().unwrap()]["name"] == "GPUs usable";
+        let last = trace["counters"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .rfind(usable)
+            .unwrap();
         assert_eq!(last["value"], if gpus == 16 { 14 } else { 8 });
-        assert_eq!(trace["instants"].as_array().unwrap().iter().filter(|i| i["name"] == "gpu.failed").count(), usize::from(gpus == 16));
+        assert_eq!(
+            trace["instants"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .filter(|i| i["name"] == "gpu.failed")
+                .count(),
+            usize::from(gpus == 16)
+        );
     }
 }
 
 #[test]
 fn perfettos_own_protos_refuse_half_a_trace() {
-    let Some(python) = PERFETTO.python() else { return };
-    let trace = export(&fixture(&format!("{RECORDED}.ndjson")), None, Format::Perfetto);
+    let Some(python) = PERFETTO.python() else {
+        return;
+    };
+    let trace = export(
+        &fixture(&format!("{RECORDED}.ndjson")),
+        None,
+        Format::Perfetto,
+    );
     let error = read(&python, &trace[..trace.len() - 3]).unwrap_err();
     assert!(error.contains("DecodeError"), "{error}");
 }

@@ -16,67 +16,128 @@ use std::path::Path;
 use std::process::Command;
 
 /// Generated from the schemas of Grafana 11.6.
-const SDK: Package = Package { name: "grafana-foundation-sdk==1769699379!11.6.0", module: "grafana_foundation_sdk.models.dashboard" };
+const SDK: Package = Package {
+    name: "grafana-foundation-sdk==1769699379!11.6.0",
+    module: "grafana_foundation_sdk.models.dashboard",
+};
 /// Reads a dashboard and prints each path that is lost or changed on the way through its type.
 const READER: &str = include_str!("grafana.py");
 
 /// Output of `--print-dashboard`.
 fn dashboard() -> Value {
-    let output = Command::new(program()).args(["collect", "--print-dashboard"]).output().unwrap();
+    let output = Command::new(program())
+        .args(["collect", "--print-dashboard"])
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{output:?}");
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
 /// Expressions of all panels, as Grafana sends them.
 fn expressions(dashboard: &Value) -> Vec<String> {
-    let targets = dashboard["panels"].as_array().unwrap().iter().filter_map(|panel| panel["targets"].as_array()).flatten();
-    let variables =
-        [("$job", ".+"), ("$instance", ".+"), ("$milestone", "settled"), ("$window", "1h"), ("$__range", "1h"), ("$__rate_interval", "1m")];
+    let targets = dashboard["panels"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|panel| panel["targets"].as_array())
+        .flatten();
+    let variables = [
+        ("$job", ".+"),
+        ("$instance", ".+"),
+        ("$milestone", "settled"),
+        ("$window", "1h"),
+        ("$__range", "1h"),
+        ("$__rate_interval", "1m"),
+    ];
     let filled = |target: &Value| {
         let expr = target["expr"].as_str().unwrap().to_string();
-        variables.iter().fold(expr, |expr, (name, value)| expr.replace(name, value))
+        variables
+            .iter()
+            .fold(expr, |expr, (name, value)| expr.replace(name, value))
     };
     targets.map(filled).collect()
 }
 
 /// Names of metrics in a text that are not in a scrape.
 fn unknown(text: &str, scrape: &str) -> BTreeSet<String> {
-    let words = text.split(|c: char| !c.is_ascii_lowercase() && c != '_').filter(|word| word.starts_with("kata_gpu_boot_"));
-    let is_there = |name: &str| [' ', '{'].iter().any(|end| scrape.contains(&format!("\n{name}{end}")));
-    words.filter(|name| !is_there(name)).map(String::from).collect()
+    let words = text
+        .split(|c: char| !c.is_ascii_lowercase() && c != '_')
+        .filter(|word| word.starts_with("kata_gpu_boot_"));
+    let is_there = |name: &str| {
+        [' ', '{']
+            .iter()
+            .any(|end| scrape.contains(&format!("\n{name}{end}")))
+    };
+    words
+        .filter(|name| !is_there(name))
+        .map(String::from)
+        .collect()
 }
 
 #[test]
 fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
-    let Some(prometheus) = tool("prometheus/usr/bin/prometheus") else { return };
+    let Some(prometheus) = tool("prometheus/usr/bin/prometheus") else {
+        return;
+    };
     let dir = folder();
     let uds = dir.0.join("v");
-    let words = ["--uds", uds.to_str().unwrap(), "--metrics", "0", "--otlp", "http://127.0.0.1:1", "--limit", "goodbye=1"];
+    let words = [
+        "--uds",
+        uds.to_str().unwrap(),
+        "--metrics",
+        "0",
+        "--otlp",
+        "http://127.0.0.1:1",
+        "--limit",
+        "goodbye=1",
+    ];
     let collector = Collector::start(&dir.0, &words);
     let address = metrics_address(&collector);
     fs::write(dir.0.join("rules.yml"), printed()).unwrap();
-    HostCheck::now([("thp".to_string(), 3.2), ("no-such-rule".to_string(), 1.0)].into()).write(&dir.0.join("boots")).unwrap();
+    HostCheck::now([("thp".to_string(), 3.2), ("no-such-rule".to_string(), 1.0)].into())
+        .write(&dir.0.join("boots"))
+        .unwrap();
     let (_running, server) = start(&prometheus, &dir.0, address, "rule_files: [rules.yml]\n");
 
     // A series begins with its first boot, and grows with the next: another scrape lies between.
     let scraped = |what: &str, query: &str| {
-        until(what, || run_query(server, query).is_some_and(|answer| answer["data"]["result"] != json!([])));
+        until(what, || {
+            run_query(server, query).is_some_and(|answer| answer["data"]["result"] != json!([]))
+        });
     };
     boot(&dir.0, RECORDED, 1);
     boot(&dir.0, ONE_FAILS, 2);
-    scraped("the first boots are scraped", "sum(kata_gpu_boot_boots_total) == 2");
+    scraped(
+        "the first boots are scraped",
+        "sum(kata_gpu_boot_boots_total) == 2",
+    );
     boot(&dir.0, RECORDED, 3);
     boot(&dir.0, ONE_FAILS, 4);
     Raw::connect(&socket(&dir.0, "v")).say(header(5) + &event(0));
-    scraped("all boots are scraped", "sum(kata_gpu_boot_boots_total) == 5");
+    scraped(
+        "all boots are scraped",
+        "sum(kata_gpu_boot_boots_total) == 5",
+    );
 
     let answer = get(address, "/metrics");
-    assert_eq!(value(&answer, "kata_gpu_boot_doctor_finding_seconds{rule=\"thp\"}"), 3.0);
+    assert_eq!(
+        value(
+            &answer,
+            "kata_gpu_boot_doctor_finding_seconds{rule=\"thp\"}"
+        ),
+        3.0
+    );
     assert!(!answer.contains("no-such-rule"), "{answer}");
     let dashboard = dashboard();
-    assert_eq!(unknown(&(dashboard.to_string() + &printed()), &answer), BTreeSet::new());
+    assert_eq!(
+        unknown(&(dashboard.to_string() + &printed()), &answer),
+        BTreeSet::new()
+    );
     assert_eq!(unknown("rate(kata_gpu_boot_nothing[1h])", &answer).len(), 1);
-    assert_eq!(value(&answer, "kata_gpu_boot_boots_total{outcome=\"unfinished\"}"), 1.0);
+    assert_eq!(
+        value(&answer, "kata_gpu_boot_boots_total{outcome=\"unfinished\"}"),
+        1.0
+    );
 
     let all = expressions(&dashboard);
     assert!(all.len() >= 50, "{} expressions", all.len());
@@ -84,17 +145,40 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
         assert!(!expression.contains('$'), "{expression}");
         let answer = run_query(server, expression).unwrap();
         assert_eq!(answer["status"], "success", "{expression}: {answer}");
-        assert_ne!(answer["data"]["result"], json!([]), "nothing to see: {expression}");
-        assert!(!answer.to_string().contains("NaN"), "{expression}: {answer}");
+        assert_ne!(
+            answer["data"]["result"],
+            json!([]),
+            "nothing to see: {expression}"
+        );
+        assert!(
+            !answer.to_string().contains("NaN"),
+            "{expression}: {answer}"
+        );
     }
-    let alerts: Vec<String> = groups().into_iter().flat_map(|(_, alerts)| alerts).map(|alert| alert.expr).collect();
+    let alerts: Vec<String> = groups()
+        .into_iter()
+        .flat_map(|(_, alerts)| alerts)
+        .map(|alert| alert.expr)
+        .collect();
     for expression in &alerts {
-        assert_eq!(run_query(server, expression).unwrap()["status"], "success", "{expression}");
+        assert_eq!(
+            run_query(server, expression).unwrap()["status"],
+            "success",
+            "{expression}"
+        );
     }
-    assert_ne!(run_query(server, "sum by (job (up)").unwrap()["status"], "success");
+    assert_ne!(
+        run_query(server, "sum by (job (up)").unwrap()["status"],
+        "success"
+    );
     until("every rule was evaluated", || {
         let groups = api(server, "rules").unwrap()["data"]["groups"].clone();
-        let rules: Vec<Value> = groups.as_array().unwrap().iter().flat_map(|group| group["rules"].as_array().unwrap().clone()).collect();
+        let rules: Vec<Value> = groups
+            .as_array()
+            .unwrap()
+            .iter()
+            .flat_map(|group| group["rules"].as_array().unwrap().clone())
+            .collect();
         rules.len() == alerts.len() && rules.iter().all(|rule| rule["health"] == "ok")
     });
     collector.stop();
@@ -105,8 +189,17 @@ fn lost(python: &Path, dashboard: &Value) -> Vec<String> {
     let dir = folder();
     let path = dir.0.join("dashboard.json");
     fs::write(&path, dashboard.to_string()).unwrap();
-    let output = within(60, python).args(["-c", READER]).arg(&path).output().unwrap();
-    let text = String::from_utf8_lossy(if output.status.success() { &output.stdout } else { &output.stderr }).into_owned();
+    let output = within(60, python)
+        .args(["-c", READER])
+        .arg(&path)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(if output.status.success() {
+        &output.stdout
+    } else {
+        &output.stderr
+    })
+    .into_owned();
     text.lines().map(String::from).collect()
 }
 
@@ -136,6 +229,17 @@ fn the_dashboard_asks_for_its_data_source_at_import() {
     assert!(dashboard.get("uid").is_none() && dashboard.get("id").is_none());
     assert_eq!(dashboard["templating"]["list"][0]["type"], "datasource");
     let panels = dashboard["panels"].as_array().unwrap();
-    assert!(panels.iter().filter(|panel| panel["type"] != "row").all(|panel| panel["datasource"]["uid"] == "${datasource}"));
-    assert_eq!(dashboard.to_string().matches("\"uid\":").count(), dashboard.to_string().matches("\"uid\":\"${datasource}\"").count());
+    assert!(
+        panels
+            .iter()
+            .filter(|panel| panel["type"] != "row")
+            .all(|panel| panel["datasource"]["uid"] == "${datasource}")
+    );
+    assert_eq!(
+        dashboard.to_string().matches("\"uid\":").count(),
+        dashboard
+            .to_string()
+            .matches("\"uid\":\"${datasource}\"")
+            .count()
+    );
 }

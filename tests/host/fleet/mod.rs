@@ -29,7 +29,10 @@ pub fn skip(why: &str) {
 pub fn tool(path: &str) -> Option<PathBuf> {
     let tool = crate::project().join("target/tools").join(path);
     if !tool.exists() {
-        skip(&format!("{} is not there: tests/setup gets it", tool.display()));
+        skip(&format!(
+            "{} is not there: tests/setup gets it",
+            tool.display()
+        ));
         return None;
     }
     Some(tool)
@@ -49,8 +52,13 @@ impl Drop for Running {
 pub fn recorded(fixture: &str, n: u64) -> String {
     let path = crate::project().join(format!("tests/fixtures/boots/{fixture}.ndjson"));
     let text = std::fs::read_to_string(path).unwrap();
-    let guest: Vec<&str> = text.lines().filter(|line| decode(line.as_bytes()).is_ok()).collect();
-    let Ok(Line::Header(header)) = decode(guest[0].as_bytes()) else { panic!("{fixture} has no header") };
+    let guest: Vec<&str> = text
+        .lines()
+        .filter(|line| decode(line.as_bytes()).is_ok())
+        .collect();
+    let Ok(Line::Header(header)) = decode(guest[0].as_bytes()) else {
+        panic!("{fixture} has no header")
+    };
     (guest.join("\n") + "\n").replace(&header.boot_id, &boot_id(n))
 }
 
@@ -61,7 +69,11 @@ pub fn boot(dir: &Path, fixture: &str, n: u64) {
 
 /// A port that nobody listens on now.
 pub fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
 }
 
 /// One request, and everything that is answered.
@@ -76,24 +88,38 @@ pub fn ask(address: SocketAddr, request: &str) -> String {
 }
 
 pub fn get(address: SocketAddr, path: &str) -> String {
-    ask(address, &format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"))
+    ask(
+        address,
+        &format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+    )
 }
 
 /// The value of one series in a text of metrics.
 pub fn value(text: &str, series: &str) -> f64 {
-    let found = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok());
+    let found = text
+        .lines()
+        .find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok());
     found.unwrap_or_else(|| panic!("no {series} in {text}"))
 }
 
 /// Address of metrics in the log of a collector.
 pub fn metrics_address(collector: &crate::collect::Collector) -> SocketAddr {
     let line = collector.wait_for("metrics at http://");
-    let address = line.split("http://").nth(1).and_then(|rest| rest.split('/').next()).unwrap();
+    let address = line
+        .split("http://")
+        .nth(1)
+        .and_then(|rest| rest.split('/').next())
+        .unwrap();
     address.parse().unwrap()
 }
 
 /// `export` of a fixture.
 pub fn export(fixture: &str, words: &[&str]) -> Output {
     let path = crate::project().join(format!("tests/fixtures/boots/{fixture}.ndjson"));
-    Command::new(program()).arg("export").arg(path).args(words).output().unwrap()
+    Command::new(program())
+        .arg("export")
+        .arg(path)
+        .args(words)
+        .output()
+        .unwrap()
 }

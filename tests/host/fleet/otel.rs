@@ -32,11 +32,28 @@ impl OpenTelemetry {
         );
         let (path, seen) = (dir.0.join("config.yaml"), dir.0.join("seen"));
         std::fs::write(&path, config).unwrap();
-        let (out, err) = (File::create(&seen).unwrap(), File::create(dir.0.join("log")).unwrap());
+        let (out, err) = (
+            File::create(&seen).unwrap(),
+            File::create(dir.0.join("log")).unwrap(),
+        );
         let mut command = Command::new(program);
-        let child = command.arg("--config").arg(path).stdin(Stdio::null()).stdout(out).stderr(err).spawn().unwrap();
-        let started = Self { _running: Running(child), seen, http, _dir: dir };
-        until("the OpenTelemetry Collector listens", || TcpStream::connect(("127.0.0.1", http)).is_ok());
+        let child = command
+            .arg("--config")
+            .arg(path)
+            .stdin(Stdio::null())
+            .stdout(out)
+            .stderr(err)
+            .spawn()
+            .unwrap();
+        let started = Self {
+            _running: Running(child),
+            seen,
+            http,
+            _dir: dir,
+        };
+        until("the OpenTelemetry Collector listens", || {
+            TcpStream::connect(("127.0.0.1", http)).is_ok()
+        });
         Some(started)
     }
 
@@ -66,7 +83,10 @@ struct Span {
 /// `     -> gpu.index: Int(3)` as key and `3`.
 fn attribute(line: &str) -> Option<(String, String)> {
     let (key, value) = line.trim_start().strip_prefix("-> ")?.split_once(": ")?;
-    let inner = value.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')')).unwrap_or(value);
+    let inner = value
+        .split_once('(')
+        .and_then(|(_, rest)| rest.strip_suffix(')'))
+        .unwrap_or(value);
     Some((key.to_string(), inner.to_string()))
 }
 
@@ -76,14 +96,19 @@ fn parse(text: &str) -> Vec<Request> {
     let mut part = "";
     for line in text.lines() {
         let field = |name: &str| {
-            line.trim_start().strip_prefix(name).and_then(|rest| rest.trim_start().strip_prefix(':')).map(|v| v.trim().to_string())
+            line.trim_start()
+                .strip_prefix(name)
+                .and_then(|rest| rest.trim_start().strip_prefix(':'))
+                .map(|v| v.trim().to_string())
         };
         if line.starts_with("ResourceSpans #") {
             requests.push(Request::default());
             part = "";
             continue;
         }
-        let Some(request) = requests.last_mut() else { continue };
+        let Some(request) = requests.last_mut() else {
+            continue;
+        };
         match line.trim_end() {
             "Resource attributes:" => part = "resource",
             "Attributes:" => part = "span",
@@ -104,8 +129,14 @@ fn parse(text: &str) -> Vec<Request> {
                     span.failed |= field("Status code").is_some_and(|code| code == "Error");
                 }
                 ("span", Some(span)) => span.attributes.extend(attribute(line)),
-                ("events", Some(span)) => span.events += usize::from(line.starts_with("SpanEvent #")),
-                ("links", Some(span)) => span.links.extend(line.trim_start().strip_prefix("-> ID: ").map(str::to_string)),
+                ("events", Some(span)) => {
+                    span.events += usize::from(line.starts_with("SpanEvent #"))
+                }
+                ("links", Some(span)) => span.links.extend(
+                    line.trim_start()
+                        .strip_prefix("-> ID: ")
+                        .map(str::to_string),
+                ),
                 _ => {}
             },
         }
@@ -116,7 +147,9 @@ fn parse(text: &str) -> Vec<Request> {
 /// The same boot by the JSON form of the same request.
 fn wanted(json: &[u8]) -> BTreeSet<(String, String, String, bool, usize, usize)> {
     let request: Value = serde_json::from_slice(json).unwrap();
-    let spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"].as_array().unwrap();
+    let spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
+        .as_array()
+        .unwrap();
     let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
     let length = |value: &Value| value.as_array().map_or(0, Vec::len);
     let span = |s: &Value| {
@@ -133,40 +166,91 @@ fn wanted(json: &[u8]) -> BTreeSet<(String, String, String, bool, usize, usize)>
 }
 
 fn seen(spans: &[Span]) -> BTreeSet<(String, String, String, bool, usize, usize)> {
-    spans.iter().map(|s| (s.id.clone(), s.parent.clone(), s.name.clone(), s.failed, s.events, s.links.len())).collect()
+    spans
+        .iter()
+        .map(|s| {
+            (
+                s.id.clone(),
+                s.parent.clone(),
+                s.name.clone(),
+                s.failed,
+                s.events,
+                s.links.len(),
+            )
+        })
+        .collect()
 }
 
 #[test]
 fn a_real_collector_takes_every_span() {
-    let Some(otel) = OpenTelemetry::start() else { return };
+    let Some(otel) = OpenTelemetry::start() else {
+        return;
+    };
     let url = format!("http://127.0.0.1:{}", otel.http);
-    let pushed = export(ONE_FAILS, &["--otlp", "--push", &url, "--attribute", "k8s.pod.name=trainer-0"]);
+    let pushed = export(
+        ONE_FAILS,
+        &[
+            "--otlp",
+            "--push",
+            &url,
+            "--attribute",
+            "k8s.pod.name=trainer-0",
+        ],
+    );
     assert!(pushed.status.success(), "{pushed:?}");
     until("the spans", || !otel.requests().is_empty());
     let request = &otel.requests()[0];
     let json = export(ONE_FAILS, &["--otlp"]).stdout;
     assert_eq!(seen(&request.spans), wanted(&json));
     // The failed GPU's step, the container that wanted it, and the boot.
-    let failed: BTreeSet<&str> = request.spans.iter().filter(|s| s.failed).map(|s| s.name.as_str()).collect();
-    assert_eq!(failed, BTreeSet::from(["agent.wait", "gpu guest boot", "gpu.init"]));
+    let failed: BTreeSet<&str> = request
+        .spans
+        .iter()
+        .filter(|s| s.failed)
+        .map(|s| s.name.as_str())
+        .collect();
+    assert_eq!(
+        failed,
+        BTreeSet::from(["agent.wait", "gpu guest boot", "gpu.init"])
+    );
     assert_eq!(request.resource["k8s.pod.name"], "trainer-0");
-    assert!(request.resource.contains_key("host.name") && request.resource["os.type"] == "linux", "{:?}", request.resource);
-    let of_gpu = request.spans.iter().filter(|s| s.attributes.contains_key("gpu.address") && s.attributes.contains_key("gpu.index"));
+    assert!(
+        request.resource.contains_key("host.name") && request.resource["os.type"] == "linux",
+        "{:?}",
+        request.resource
+    );
+    let of_gpu = request.spans.iter().filter(|s| {
+        s.attributes.contains_key("gpu.address") && s.attributes.contains_key("gpu.index")
+    });
     assert!(of_gpu.count() >= 3);
 }
 
 #[test]
 fn without_an_otlp_receiver_nothing_counts_as_pushed() {
-    let Some(otel) = OpenTelemetry::start() else { return };
-    let refused = export(ONE_FAILS, &["--otlp", "--push", &format!("http://127.0.0.1:{}/nothing/here", otel.http)]);
+    let Some(otel) = OpenTelemetry::start() else {
+        return;
+    };
+    let refused = export(
+        ONE_FAILS,
+        &[
+            "--otlp",
+            "--push",
+            &format!("http://127.0.0.1:{}/nothing/here", otel.http),
+        ],
+    );
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(!refused.status.success() && said.contains("HTTP 404 Not Found"), "{said}");
+    assert!(
+        !refused.status.success() && said.contains("HTTP 404 Not Found"),
+        "{said}"
+    );
     assert!(otel.requests().is_empty());
 }
 
 #[test]
 fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
-    let Some(otel) = OpenTelemetry::start() else { return };
+    let Some(otel) = OpenTelemetry::start() else {
+        return;
+    };
     let dir = folder();
     let vm = dir.0.join("vm/abc");
     std::fs::create_dir_all(&vm).unwrap();
@@ -176,8 +260,21 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
     std::fs::write(dir.0.join("bundles/abc/config.json"), bundle).unwrap();
     let _vmm = UnixListener::bind(vm.join("clh.sock")).unwrap();
     let url = format!("http://127.0.0.1:{}", otel.http);
-    let places = [dir.0.join("vm/*/clh.sock"), dir.0.join("bundles/*/config.json")].map(|p| p.to_str().unwrap().to_string());
-    let words = ["--vm", &places[0], "--bundle", &places[1], "--otlp", &url, "--limit", "goodbye=1"];
+    let places = [
+        dir.0.join("vm/*/clh.sock"),
+        dir.0.join("bundles/*/config.json"),
+    ]
+    .map(|p| p.to_str().unwrap().to_string());
+    let words = [
+        "--vm",
+        &places[0],
+        "--bundle",
+        &places[1],
+        "--otlp",
+        &url,
+        "--limit",
+        "goodbye=1",
+    ];
     let collector = Collector::start(&dir.0, &words);
     let socket = vm.join("clh.sock_10241");
     until("the socket beside the VM's", || socket.exists());
@@ -185,22 +282,50 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
     let mut settled = Raw::connect(&socket);
     settled.say(recorded(RECORDED, 1));
     let text = recorded(ONE_FAILS, 2);
-    let without_end: Vec<&str> = text.lines().filter(|line| !line.contains(r#""settled""#)).collect();
+    let without_end: Vec<&str> = text
+        .lines()
+        .filter(|line| !line.contains(r#""settled""#))
+        .collect();
     Raw::connect(&socket).say(without_end.join("\n") + "\n");
     until("both boots", || otel.requests().len() == 2);
     for request in otel.requests() {
-        let names = ["k8s.pod.name", "k8s.namespace.name", "k8s.pod.uid", "kata.sandbox.id"].map(|key| request.resource[key].as_str());
-        assert_eq!(names, ["trainer-0", "ml", "7d1c0c5e-1111-4222-8333-444455556666", "abc"]);
+        let names = [
+            "k8s.pod.name",
+            "k8s.namespace.name",
+            "k8s.pod.uid",
+            "kata.sandbox.id",
+        ]
+        .map(|key| request.resource[key].as_str());
+        assert_eq!(
+            names,
+            [
+                "trainer-0",
+                "ml",
+                "7d1c0c5e-1111-4222-8333-444455556666",
+                "abc"
+            ]
+        );
         let root = request.spans.iter().find(|s| s.parent.is_empty()).unwrap();
         let over = root.trace == trace(&dir.0, 1);
         assert!(over || root.trace == trace(&dir.0, 2), "{}", root.trace);
-        assert_eq!((root.name.as_str(), root.attributes["boot.open"].as_str()), ("gpu guest boot", if over { "false" } else { "true" }));
+        assert_eq!(
+            (root.name.as_str(), root.attributes["boot.open"].as_str()),
+            ("gpu guest boot", if over { "false" } else { "true" })
+        );
         assert!(request.spans.iter().all(|s| s.trace == root.trace));
     }
-    let exported = |n| read(&dir.0, n).host.into_iter().any(|l| matches!(l.event, HostEvent::Exported { spans, .. } if spans > 10));
+    let exported = |n| {
+        read(&dir.0, n)
+            .host
+            .into_iter()
+            .any(|l| matches!(l.event, HostEvent::Exported { spans, .. } if spans > 10))
+    };
     until("both files say so", || exported(1) && exported(2));
     let said = collector.stop();
-    assert!(said.last().unwrap().ends_with("; 2 boots pushed, 0 not"), "{said:#?}");
+    assert!(
+        said.last().unwrap().ends_with("; 2 boots pushed, 0 not"),
+        "{said:#?}"
+    );
 
     // Started again, it does not push again what the guest sends again.
     let collector = Collector::start(&dir.0, &words);
@@ -209,20 +334,35 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
     again.say(recorded(RECORDED, 1));
     boot_three(&socket);
     until("the third boot", || otel.requests().len() >= 3);
-    let ids: BTreeSet<String> = otel.requests().iter().map(|r| r.spans[0].trace.clone()).collect();
+    let ids: BTreeSet<String> = otel
+        .requests()
+        .iter()
+        .map(|r| r.spans[0].trace.clone())
+        .collect();
     assert_eq!((ids.len(), otel.requests().len()), (3, 3));
     collector.stop();
     // Pushed again by hand, it is the same trace: a receiver that has it takes nothing twice.
-    let pushed = Command::new(program()).arg("export").arg(boot_path(&dir.0, 1)).args(["--otlp", "--push", &url]).output().unwrap();
+    let pushed = Command::new(program())
+        .arg("export")
+        .arg(boot_path(&dir.0, 1))
+        .args(["--otlp", "--push", &url])
+        .output()
+        .unwrap();
     assert!(pushed.status.success(), "{pushed:?}");
     until("the boot once more", || otel.requests().len() == 4);
     assert_eq!(otel.requests()[3].spans[0].trace, trace(&dir.0, 1));
-    assert!(!ids.contains(&boot_id(1).replace('-', "")), "a boot id, which a guest knows, is no trace id: {ids:?}");
+    assert!(
+        !ids.contains(&boot_id(1).replace('-', "")),
+        "a boot id, which a guest knows, is no trace id: {ids:?}"
+    );
 }
 
 /// The id that the collector wrote into a boot's file.
 fn trace(dir: &std::path::Path, n: u64) -> String {
-    read(dir, n).trace().expect("the file has a trace id").into()
+    read(dir, n)
+        .trace()
+        .expect("the file has a trace id")
+        .into()
 }
 
 fn boot_three(socket: &std::path::Path) {
@@ -231,14 +371,21 @@ fn boot_three(socket: &std::path::Path) {
 
 #[test]
 fn a_boot_that_was_over_just_before_the_stop_is_pushed() {
-    let Some(otel) = OpenTelemetry::start() else { return };
+    let Some(otel) = OpenTelemetry::start() else {
+        return;
+    };
     let dir = folder();
     let base = dir.0.join("v");
     let url = format!("http://127.0.0.1:{}", otel.http);
     let collector = Collector::start(&dir.0, &["--uds", base.to_str().unwrap(), "--otlp", &url]);
     boot(&dir.0, RECORDED, 1);
-    until("the boot is stored", || read(&dir.0, 1).records.iter().any(|r| r.name == "settled"));
+    until("the boot is stored", || {
+        read(&dir.0, 1).records.iter().any(|r| r.name == "settled")
+    });
     let said = collector.stop();
-    assert!(said.last().unwrap().ends_with("; 1 boots pushed, 0 not"), "{said:#?}");
+    assert!(
+        said.last().unwrap().ends_with("; 1 boots pushed, 0 not"),
+        "{said:#?}"
+    );
     until("the boot", || otel.requests().len() == 1);
 }

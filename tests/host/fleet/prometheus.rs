@@ -1,6 +1,8 @@
 //! A real Prometheus scrapes the collector, and says of its boots what `stats --json` says.
 
-use super::{ONE_FAILS, RECORDED, Running, ask, boot, free_port, get, metrics_address, tool, value};
+use super::{
+    ONE_FAILS, RECORDED, Running, ask, boot, free_port, get, metrics_address, tool, value,
+};
 use crate::collect::{Collector, folder, program, until};
 use serde_json::Value;
 use std::io::Write;
@@ -11,7 +13,10 @@ use std::process::{Command, Stdio};
 /// Server's answer below /api/v1. None where that is no JSON.
 pub fn api(server: SocketAddr, path: &str) -> Option<Value> {
     // With HTTP/1.0 a long answer is in one piece.
-    let answer = ask(server, &format!("GET /api/v1/{path} HTTP/1.0\r\nHost: x\r\n\r\n"));
+    let answer = ask(
+        server,
+        &format!("GET /api/v1/{path} HTTP/1.0\r\nHost: x\r\n\r\n"),
+    );
     serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()
 }
 
@@ -22,11 +27,19 @@ pub fn run_query(server: SocketAddr, expression: &str) -> Option<Value> {
 
 /// The one value of a query, if there is one yet.
 pub fn query(server: SocketAddr, expression: &str) -> Option<f64> {
-    run_query(server, expression)?["data"]["result"][0]["value"][1].as_str()?.parse().ok()
+    run_query(server, expression)?["data"]["result"][0]["value"][1]
+        .as_str()?
+        .parse()
+        .ok()
 }
 
 /// Starts a server that scrapes the target, and waits until it has; `more` ends its configuration.
-pub fn start(prometheus: &Path, dir: &Path, target: SocketAddr, more: &str) -> (Running, SocketAddr) {
+pub fn start(
+    prometheus: &Path,
+    dir: &Path,
+    target: SocketAddr,
+    more: &str,
+) -> (Running, SocketAddr) {
     let server = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let config = format!(
         "global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}\n\
@@ -34,8 +47,14 @@ pub fn start(prometheus: &Path, dir: &Path, target: SocketAddr, more: &str) -> (
     );
     std::fs::write(dir.join("prometheus.yml"), config).unwrap();
     let child = Command::new(prometheus)
-        .arg(format!("--config.file={}", dir.join("prometheus.yml").display()))
-        .arg(format!("--storage.tsdb.path={}", dir.join("data").display()))
+        .arg(format!(
+            "--config.file={}",
+            dir.join("prometheus.yml").display()
+        ))
+        .arg(format!(
+            "--storage.tsdb.path={}",
+            dir.join("data").display()
+        ))
         .arg(format!("--web.listen-address={server}"))
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -43,31 +62,59 @@ pub fn start(prometheus: &Path, dir: &Path, target: SocketAddr, more: &str) -> (
         .spawn()
         .unwrap();
     let running = Running(child);
-    until("Prometheus listens", || std::net::TcpStream::connect(server).is_ok());
+    until("Prometheus listens", || {
+        std::net::TcpStream::connect(server).is_ok()
+    });
     until("it has scraped", || query(server, "up") == Some(1.0));
     (running, server)
 }
 
 #[test]
 fn a_real_prometheus_scrapes_the_numbers_of_stats() {
-    let Some(prometheus) = tool("prometheus/usr/bin/prometheus") else { return };
+    let Some(prometheus) = tool("prometheus/usr/bin/prometheus") else {
+        return;
+    };
     let dir = folder();
-    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap(), "--metrics", "0"]);
+    let collector = Collector::start(
+        &dir.0,
+        &["--uds", dir.0.join("v").to_str().unwrap(), "--metrics", "0"],
+    );
     let target = metrics_address(&collector);
     let (_running, server) = start(&prometheus, &dir.0, target, "");
-    assert_eq!(query(server, "kata_gpu_boot_failures_total{reason=\"needs-reset\"}"), Some(0.0), "the first failure has to be a change");
+    assert_eq!(
+        query(
+            server,
+            "kata_gpu_boot_failures_total{reason=\"needs-reset\"}"
+        ),
+        Some(0.0),
+        "the first failure has to be a change"
+    );
     assert_eq!(query(server, "kata_gpu_boot_nothing_of_that_name"), None);
 
     boot(&dir.0, RECORDED, 1);
     boot(&dir.0, ONE_FAILS, 2);
-    until("both boots are over", || query(server, "sum(kata_gpu_boot_boots_total)") == Some(2.0));
-    let output = Command::new(program()).args(["stats", "--json", "--dir"]).arg(dir.0.join("boots")).output().unwrap();
+    until("both boots are over", || {
+        query(server, "sum(kata_gpu_boot_boots_total)") == Some(2.0)
+    });
+    let output = Command::new(program())
+        .args(["stats", "--json", "--dir"])
+        .arg(dir.0.join("boots"))
+        .output()
+        .unwrap();
     let stats: Value = serde_json::from_slice(&output.stdout).unwrap();
     let mut compared = 0;
-    for (rows, metric, label) in [("phases", "phase_seconds", "phase"), ("milestones", "milestone_seconds", "milestone")] {
+    for (rows, metric, label) in [
+        ("phases", "phase_seconds", "phase"),
+        ("milestones", "milestone_seconds", "milestone"),
+    ] {
         for row in stats[rows].as_array().unwrap() {
             let (name, n) = (row["name"].as_str().unwrap(), row["n"].as_f64().unwrap());
-            let of = |what: &str| query(server, &format!("kata_gpu_boot_{metric}_{what}{{{label}=\"{name}\"}}"));
+            let of = |what: &str| {
+                query(
+                    server,
+                    &format!("kata_gpu_boot_{metric}_{what}{{{label}=\"{name}\"}}"),
+                )
+            };
             if name == "kernel start" {
                 // 0 in every boot.
                 assert_eq!(of("count"), None);
@@ -76,23 +123,46 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
             assert_eq!(of("count"), Some(n), "{metric} {name}");
             // The median of one or two values is their mean.
             let sum = row["median_ns"].as_f64().unwrap() * n / 1e9;
-            assert!((of("sum").unwrap() - sum).abs() < 2e-9 + sum * 1e-9, "{metric} {name}: {:?} {sum}", of("sum"));
+            assert!(
+                (of("sum").unwrap() - sum).abs() < 2e-9 + sum * 1e-9,
+                "{metric} {name}: {:?} {sum}",
+                of("sum")
+            );
             compared += 1;
         }
     }
     // Module loads differ there by what a guest calls the module.
-    for row in stats["steps"].as_array().unwrap().iter().filter(|row| !row["name"].as_str().unwrap().contains(' ')) {
+    for row in stats["steps"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|row| !row["name"].as_str().unwrap().contains(' '))
+    {
         let name = row["name"].as_str().unwrap();
-        let count = query(server, &format!("kata_gpu_boot_step_seconds_count{{step=\"{name}\"}}"));
+        let count = query(
+            server,
+            &format!("kata_gpu_boot_step_seconds_count{{step=\"{name}\"}}"),
+        );
         assert_eq!(count, row["n"].as_f64(), "{name}");
         compared += 1;
     }
     assert!(compared > 20, "{compared}");
     let failed = query(server, "kata_gpu_boot_gpus_total{result=\"failed\"}");
     assert_eq!(failed, stats["failed_gpus"].as_f64());
-    assert_eq!(query(server, "sum(kata_gpu_boot_gpus_total)"), stats["gpus"].as_f64());
-    let failures: f64 = stats["failures"].as_array().unwrap().iter().map(|f| f["count"].as_f64().unwrap()).sum();
-    assert_eq!(query(server, "sum(kata_gpu_boot_failures_total)"), Some(failures));
+    assert_eq!(
+        query(server, "sum(kata_gpu_boot_gpus_total)"),
+        stats["gpus"].as_f64()
+    );
+    let failures: f64 = stats["failures"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|f| f["count"].as_f64().unwrap())
+        .sum();
+    assert_eq!(
+        query(server, "sum(kata_gpu_boot_failures_total)"),
+        Some(failures)
+    );
     assert!(failures >= 1.0 && failed == Some(1.0));
     let quantile = "histogram_quantile(0.95, sum by (le) (kata_gpu_boot_milestone_seconds_bucket{milestone=\"settled\"}))";
     assert!(query(server, quantile).unwrap() > 0.1);
@@ -102,15 +172,26 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
 
 #[test]
 fn promtool_has_nothing_to_say_about_the_metrics() {
-    let Some(promtool) = tool("prometheus/usr/bin/promtool") else { return };
+    let Some(promtool) = tool("prometheus/usr/bin/promtool") else {
+        return;
+    };
     let dir = folder();
     let base = dir.0.join("v");
-    let words = ["--uds", base.to_str().unwrap(), "--metrics", "0", "--otlp", "http://127.0.0.1:1"];
+    let words = [
+        "--uds",
+        base.to_str().unwrap(),
+        "--metrics",
+        "0",
+        "--otlp",
+        "http://127.0.0.1:1",
+    ];
     let collector = Collector::start(&dir.0, &words);
     let address = metrics_address(&collector);
     boot(&dir.0, RECORDED, 1);
     let over = "kata_gpu_boot_boots_total{outcome=\"settled\"}";
-    until("the boot is over", || value(&get(address, "/metrics"), over) == 1.0);
+    until("the boot is over", || {
+        value(&get(address, "/metrics"), over) == 1.0
+    });
     let answer = get(address, "/metrics");
     let text = answer.split_once("\r\n\r\n").unwrap().1;
     let check = |text: &str| {
@@ -121,12 +202,25 @@ fn promtool_has_nothing_to_say_about_the_metrics() {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+        child
+            .stdin
+            .take()
+            .unwrap()
+            .write_all(text.as_bytes())
+            .unwrap();
         let output = child.wait_with_output().unwrap();
-        (output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&output.stdout).into_owned()
+                + &String::from_utf8_lossy(&output.stderr),
+        )
     };
     assert_eq!(check(text), (true, String::new()));
     // Negative control: a text with a fault is refused.
-    assert!(!check(&text.replace("# HELP kata_gpu_boot_records_total", "# HELP x")).1.is_empty());
+    assert!(
+        !check(&text.replace("# HELP kata_gpu_boot_records_total", "# HELP x"))
+            .1
+            .is_empty()
+    );
     collector.stop();
 }

@@ -22,8 +22,14 @@ impl Fake {
     }
 
     fn on(listener: TcpListener, answers: &[&str]) -> Self {
-        let fake = Self { port: listener.local_addr().unwrap().port(), asked: Arc::default() };
-        let (asked, answers): (_, Vec<String>) = (fake.asked.clone(), answers.iter().map(|a| a.to_string()).collect());
+        let fake = Self {
+            port: listener.local_addr().unwrap().port(),
+            asked: Arc::default(),
+        };
+        let (asked, answers): (_, Vec<String>) = (
+            fake.asked.clone(),
+            answers.iter().map(|a| a.to_string()).collect(),
+        );
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
                 stream.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -32,7 +38,10 @@ impl Fake {
                 while reader.read_line(&mut line).is_ok_and(|n| n > 2) {
                     head += &std::mem::take(&mut line).to_ascii_lowercase();
                 }
-                let length = head.lines().find_map(|l| l.strip_prefix("content-length: ")?.trim().parse().ok()).unwrap_or(0);
+                let length = head
+                    .lines()
+                    .find_map(|l| l.strip_prefix("content-length: ")?.trim().parse().ok())
+                    .unwrap_or(0);
                 let mut body = vec![0; length];
                 if length == 0 || reader.read_exact(&mut body).is_err() {
                     continue;
@@ -40,7 +49,9 @@ impl Fake {
                 let mut asked = asked.lock().unwrap();
                 let answer = answers.get(asked.len()).unwrap_or(answers.last().unwrap());
                 asked.push((Instant::now(), head));
-                let _gone = reader.into_inner().write_all(format!("HTTP/1.1 {answer}\r\n\r\n").as_bytes());
+                let _gone = reader
+                    .into_inner()
+                    .write_all(format!("HTTP/1.1 {answer}\r\n\r\n").as_bytes());
             }
         });
         fake
@@ -59,14 +70,33 @@ const TAKEN: &str = "200 OK\r\nContent-Length: 0";
 
 #[test]
 fn a_busy_receiver_is_retried_when_it_asked_with_the_headers() {
-    let fake = Fake::start(&["503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0", TAKEN]);
-    let pushed = export(ONE_FAILS, &["--otlp", "--push", &fake.url(), "--otlp-header", "X-Tenant=gpu"]);
+    let fake = Fake::start(&[
+        "503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0",
+        TAKEN,
+    ]);
+    let pushed = export(
+        ONE_FAILS,
+        &[
+            "--otlp",
+            "--push",
+            &fake.url(),
+            "--otlp-header",
+            "X-Tenant=gpu",
+        ],
+    );
     let said = String::from_utf8_lossy(&pushed.stderr).into_owned();
-    assert!(pushed.status.success() && said.contains("HTTP 503") && said.contains("pushed boot"), "{said}");
+    assert!(
+        pushed.status.success() && said.contains("HTTP 503") && said.contains("pushed boot"),
+        "{said}"
+    );
     let asked = fake.asked();
     assert_eq!(asked.len(), 2);
     assert!(asked[1].0 - asked[0].0 >= Duration::from_secs(2));
-    for part in ["post /v1/traces http/1.1", "content-type: application/x-protobuf", "x-tenant: gpu"] {
+    for part in [
+        "post /v1/traces http/1.1",
+        "content-type: application/x-protobuf",
+        "x-tenant: gpu",
+    ] {
         assert!(asked[0].1.contains(part), "{part}: {}", asked[0].1);
     }
 }
@@ -76,14 +106,33 @@ fn refused_is_final_and_logged_and_counted() {
     // google.rpc.Status with the message "no\x1b[2J".
     let fake = Fake::start(&["400 Bad Request\r\nContent-Length: 8\r\n\r\n\x12\x06no\x1b[2J"]);
     let dir = folder();
-    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap(), "--otlp", &fake.url()]);
+    let collector = Collector::start(
+        &dir.0,
+        &[
+            "--uds",
+            dir.0.join("v").to_str().unwrap(),
+            "--otlp",
+            &fake.url(),
+        ],
+    );
     boot(&dir.0, RECORDED, 1);
     let line = collector.wait_for("not pushed");
-    assert!(line.contains("HTTP 400 Bad Request: no\\x1b[2J"), "{line:?}");
+    assert!(
+        line.contains("HTTP 400 Bad Request: no\\x1b[2J"),
+        "{line:?}"
+    );
     let said = collector.stop();
-    assert!(said.last().unwrap().ends_with("; 0 boots pushed, 1 not"), "{said:#?}");
+    assert!(
+        said.last().unwrap().ends_with("; 0 boots pushed, 1 not"),
+        "{said:#?}"
+    );
     assert_eq!(fake.asked().len(), 1, "it was tried again");
-    assert!(!read(&dir.0, 1).host.iter().any(|l| matches!(l.event, HostEvent::Exported { .. })));
+    assert!(
+        !read(&dir.0, 1)
+            .host
+            .iter()
+            .any(|l| matches!(l.event, HostEvent::Exported { .. }))
+    );
 }
 
 #[test]
@@ -92,7 +141,10 @@ fn rejected_spans_are_said() {
     let fake = Fake::start(&["200 OK\r\nContent-Length: 10\r\n\r\n\x0a\x08\x08\x03\x12\x04full"]);
     let pushed = export(ONE_FAILS, &["--otlp", "--push", &fake.url()]);
     let said = String::from_utf8_lossy(&pushed.stderr).into_owned();
-    assert!(!pushed.status.success() && said.contains("3 span(s) rejected: full"), "{said}");
+    assert!(
+        !pushed.status.success() && said.contains("3 span(s) rejected: full"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -101,26 +153,56 @@ fn an_absent_receiver_costs_no_guest_and_drops_the_oldest_boots() {
     let dir = folder();
     let url = format!("http://127.0.0.1:{port}");
     let base = dir.0.join("v");
-    let words = ["--uds", base.to_str().unwrap(), "--otlp", &url, "--limit", "push-queue=2", "--metrics", "0"];
+    let words = [
+        "--uds",
+        base.to_str().unwrap(),
+        "--otlp",
+        &url,
+        "--limit",
+        "push-queue=2",
+        "--metrics",
+        "0",
+    ];
     let collector = Collector::start(&dir.0, &words);
     let address = super::metrics_address(&collector);
     for n in 1..=5 {
         boot(&dir.0, RECORDED, n);
         // One peer may have few connections at once: the next comes when this one has been read.
-        until("each is stored all the same", || read(&dir.0, n).records.iter().any(|r| r.name == "settled"));
+        until("each is stored all the same", || {
+            read(&dir.0, n).records.iter().any(|r| r.name == "settled")
+        });
     }
     collector.wait_for("connect: Connection refused");
-    let text = |series: &str| super::value(&super::get(address, "/metrics"), &format!("kata_gpu_boot_otlp_{series}"));
+    let text = |series: &str| {
+        super::value(
+            &super::get(address, "/metrics"),
+            &format!("kata_gpu_boot_otlp_{series}"),
+        )
+    };
     until("three are let go", || text("dropped_boots_total") == 3.0);
-    assert_eq!((text("queue_boots"), text("queue_capacity_boots"), text("pushed_boots_total")), (2.0, 2.0, 0.0));
+    assert_eq!(
+        (
+            text("queue_boots"),
+            text("queue_capacity_boots"),
+            text("pushed_boots_total")
+        ),
+        (2.0, 2.0, 0.0)
+    );
     assert!(text("failures_total") >= 1.0);
-    assert!(collector.wait_for("(limit push-queue)").contains("their files stay"));
+    assert!(
+        collector
+            .wait_for("(limit push-queue)")
+            .contains("their files stay")
+    );
     // The receiver comes back: boots that wait are pushed.
     let fake = Fake::on(TcpListener::bind(("127.0.0.1", port)).unwrap(), &[TAKEN]);
     collector.wait_for("it takes boots again");
     until("both are pushed", || text("pushed_boots_total") == 2.0);
     let said = collector.stop();
-    assert!(said.last().unwrap().ends_with("; 2 boots pushed, 3 not"), "{said:#?}");
+    assert!(
+        said.last().unwrap().ends_with("; 2 boots pushed, 3 not"),
+        "{said:#?}"
+    );
     assert_eq!(fake.asked().len(), 2);
 }
 
@@ -128,13 +210,25 @@ fn an_absent_receiver_costs_no_guest_and_drops_the_oldest_boots() {
 fn what_waits_at_the_stop_is_named() {
     let dir = folder();
     let url = format!("http://127.0.0.1:{}", free_port());
-    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap(), "--otlp", &url]);
+    let collector = Collector::start(
+        &dir.0,
+        &["--uds", dir.0.join("v").to_str().unwrap(), "--otlp", &url],
+    );
     boot(&dir.0, RECORDED, 1);
     collector.wait_for("connect: Connection refused");
     let said = collector.stop();
-    let line = said.iter().find(|line| line.contains("1 boot(s) not pushed")).unwrap();
-    assert!(line.contains("before the stop") && line.contains(&crate::collect::boot_id(1)), "{line}");
-    assert!(said.last().unwrap().ends_with("; 0 boots pushed, 1 not"), "{said:#?}");
+    let line = said
+        .iter()
+        .find(|line| line.contains("1 boot(s) not pushed"))
+        .unwrap();
+    assert!(
+        line.contains("before the stop") && line.contains(&crate::collect::boot_id(1)),
+        "{line}"
+    );
+    assert!(
+        said.last().unwrap().ends_with("; 0 boots pushed, 1 not"),
+        "{said:#?}"
+    );
 }
 
 #[test]
@@ -142,12 +236,21 @@ fn wrong_words_are_refused_with_the_cure() {
     for (words, cure) in [
         (&["--otlp", "--push", "https://x"][..], "let it do that"),
         (&["--otlp", "--push", "x"], "want http://HOST:4318"),
-        (&["--otlp", "--push", "grpc://x:4317"], "use the receiver's http://HOST:4318"),
+        (
+            &["--otlp", "--push", "grpc://x:4317"],
+            "use the receiver's http://HOST:4318",
+        ),
         (&["--csv", "--push", "http://x"], "--otlp"),
-        (&["--otlp", "--push", "http://x", "--otlp-header", "host=x"], "the protocol sets it: omit it"),
+        (
+            &["--otlp", "--push", "http://x", "--otlp-header", "host=x"],
+            "the protocol sets it: omit it",
+        ),
     ] {
         let output = export(ONE_FAILS, words);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains(cure), "{words:?}: {said}");
+        assert!(
+            !output.status.success() && said.contains(cure),
+            "{words:?}: {said}"
+        );
     }
 }

@@ -6,7 +6,17 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 
 fn start(dir: &std::path::Path) -> Collector {
-    Collector::start(dir, &["--uds", dir.join("v").to_str().unwrap(), "--metrics", "0", "--limit", "goodbye=1"])
+    Collector::start(
+        dir,
+        &[
+            "--uds",
+            dir.join("v").to_str().unwrap(),
+            "--metrics",
+            "0",
+            "--limit",
+            "goodbye=1",
+        ],
+    )
 }
 
 #[test]
@@ -21,15 +31,43 @@ fn only_metrics_are_answered_and_no_request_is_echoed() {
     let collector = start(&dir.0);
     let address = metrics_address(&collector);
     for (request, status) in [
-        ("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".to_string(), "200 OK"),
-        ("GET /script?script HTTP/1.1\r\nHost: x\r\n\r\n".to_string(), "404 Not Found"),
-        ("POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n".to_string(), "405 Method Not Allowed"),
-        (format!("GET /metrics HTTP/1.1\r\nHost: x\r\nA: {}\r\n\r\n", "a".repeat(20_000)), "431 "),
-        (format!("GET /metrics HTTP/1.1\r\nHost: x\r\n{}\r\n", "A: b\r\n".repeat(100)), "431 "),
-        ("\x16\x03\x01 no http at all\r\n\r\n".to_string(), "400 Bad Request"),
+        (
+            "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".to_string(),
+            "200 OK",
+        ),
+        (
+            "GET /script?script HTTP/1.1\r\nHost: x\r\n\r\n".to_string(),
+            "404 Not Found",
+        ),
+        (
+            "POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n".to_string(),
+            "405 Method Not Allowed",
+        ),
+        (
+            format!(
+                "GET /metrics HTTP/1.1\r\nHost: x\r\nA: {}\r\n\r\n",
+                "a".repeat(20_000)
+            ),
+            "431 ",
+        ),
+        (
+            format!(
+                "GET /metrics HTTP/1.1\r\nHost: x\r\n{}\r\n",
+                "A: b\r\n".repeat(100)
+            ),
+            "431 ",
+        ),
+        (
+            "\x16\x03\x01 no http at all\r\n\r\n".to_string(),
+            "400 Bad Request",
+        ),
     ] {
         let answer = ask(address, &request);
-        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{:?}: {answer}", &request[..request.len().min(60)]);
+        assert!(
+            answer.starts_with(&format!("HTTP/1.1 {status}")),
+            "{:?}: {answer}",
+            &request[..request.len().min(60)]
+        );
         assert!(!answer.contains("script"), "{answer}");
     }
     collector.stop();
@@ -53,7 +91,9 @@ fn a_silent_crowd_is_bounded_and_locks_nobody_out() {
         assert!(answer.contains("200 OK"), "{answer:?}");
     }
     boot(&dir.0, RECORDED, 1);
-    until("the boot is stored", || read(&dir.0, 1).records.iter().any(|r| r.name == "settled"));
+    until("the boot is stored", || {
+        read(&dir.0, 1).records.iter().any(|r| r.name == "settled")
+    });
     // Each is hung up on when its time is over.
     for stream in &mut crowd {
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -62,8 +102,14 @@ fn a_silent_crowd_is_bounded_and_locks_nobody_out() {
         assert!(!String::from_utf8_lossy(&rest).contains("kata_gpu_boot_boots"));
     }
     let text = get(address, "/metrics");
-    assert!(value(&text, "kata_gpu_boot_scrapes_refused_total") >= 300.0, "{text}");
-    assert!(value(&text, "kata_gpu_boot_scrapes_failed_total") >= 32.0, "{text}");
+    assert!(
+        value(&text, "kata_gpu_boot_scrapes_refused_total") >= 300.0,
+        "{text}"
+    );
+    assert!(
+        value(&text, "kata_gpu_boot_scrapes_failed_total") >= 32.0,
+        "{text}"
+    );
     collector.stop();
 }
 
@@ -72,7 +118,11 @@ fn no_text_of_a_guest_makes_more_series() {
     let dir = folder();
     let collector = start(&dir.0);
     let address = metrics_address(&collector);
-    let series = |text: &str| text.lines().filter(|line| line.starts_with("kata_")).count();
+    let series = |text: &str| {
+        text.lines()
+            .filter(|line| line.starts_with("kata_"))
+            .count()
+    };
     let before = series(&get(address, "/metrics"));
     let mut guest = Raw::connect(&socket(&dir.0, "v"));
     guest.say(header(1) + &event(0).replace("\"x\"", "\"init.start\"") + "rubbish\n");
@@ -85,17 +135,33 @@ fn no_text_of_a_guest_makes_more_series() {
              {{\"schema\":1,\"seq\":{end},\"boottime_ns\":{end},\"kind\":\"end\",\"name\":\"zzq\\\"{n}\",\"span\":{begin},\"error\":\"e{n}\"}}\n"
         ));
     }
-    until("it is in flight", || value(&get(address, "/metrics"), "kata_gpu_boot_boots_in_flight{state=\"connected\"}") == 1.0);
+    until("it is in flight", || {
+        value(
+            &get(address, "/metrics"),
+            "kata_gpu_boot_boots_in_flight{state=\"connected\"}",
+        ) == 1.0
+    });
     drop(guest);
     let unfinished = "kata_gpu_boot_boots_total{outcome=\"unfinished\"}";
-    until("it is over", || value(&get(address, "/metrics"), unfinished) == 1.0);
+    until("it is over", || {
+        value(&get(address, "/metrics"), unfinished) == 1.0
+    });
     let text = get(address, "/metrics");
-    assert!(series(&text) < before + 200 && !text.contains("zzq"), "{text}");
+    assert!(
+        series(&text) < before + 200 && !text.contains("zzq"),
+        "{text}"
+    );
     assert_eq!(value(&text, "kata_gpu_boot_garbage_lines_total"), 1.0);
     // Its 200 steps are one series, its reason is no label, and that records are missing is said.
-    assert_eq!(value(&text, "kata_gpu_boot_step_seconds_count{step=\"other\"}"), 200.0);
+    assert_eq!(
+        value(&text, "kata_gpu_boot_step_seconds_count{step=\"other\"}"),
+        200.0
+    );
     assert!(value(&text, "kata_gpu_boot_failures_total{reason=\"other\"}") >= 1.0);
     assert_eq!(value(&text, "kata_gpu_boot_records_lost_total"), 499.0);
-    assert_eq!(value(&text, "kata_gpu_boot_boots_in_flight{state=\"connected\"}"), 0.0);
+    assert_eq!(
+        value(&text, "kata_gpu_boot_boots_in_flight{state=\"connected\"}"),
+        0.0
+    );
     collector.stop();
 }

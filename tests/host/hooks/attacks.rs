@@ -44,7 +44,11 @@ struct Attack {
 /// Everything that is not the container's root.
 pub fn surroundings(c: &Container) -> BTreeMap<PathBuf, String> {
     let mut all = tree(&c.outside(), &[]);
-    all.extend(tree(&c.dir.0.join("bundle"), &["rootfs"]).into_iter().map(|(p, s)| (Path::new("bundle").join(p), s)));
+    all.extend(
+        tree(&c.dir.0.join("bundle"), &["rootfs"])
+            .into_iter()
+            .map(|(p, s)| (Path::new("bundle").join(p), s)),
+    );
     all
 }
 
@@ -63,7 +67,13 @@ fn run(c: &Arc<Container>, words: &str) -> Result<Outcome, String> {
 
 fn device(c: &Container, path: &str, minor: u64) {
     fs::create_dir_all(c.path(path).parent().unwrap()).unwrap();
-    mknod(&c.path(path), SFlag::S_IFCHR, Mode::S_IRUSR | Mode::S_IWUSR, makedev(1, minor)).unwrap();
+    mknod(
+        &c.path(path),
+        SFlag::S_IFCHR,
+        Mode::S_IRUSR | Mode::S_IWUSR,
+        makedev(1, minor),
+    )
+    .unwrap();
 }
 
 fn fifo(c: &Container, path: &str) {
@@ -85,7 +95,12 @@ fn instead(c: &Container, path: &str, target: impl AsRef<Path>) {
 
 /// The usual good end.
 fn works(c: &Container, _: &Outcome) {
-    assert!(c.finds("libcuda.so.1").is_some_and(|p| p.ends_with("/libcuda.so.1")), "{:?}", c.finds("libcuda.so.1"));
+    assert!(
+        c.finds("libcuda.so.1")
+            .is_some_and(|p| p.ends_with("/libcuda.so.1")),
+        "{:?}",
+        c.finds("libcuda.so.1")
+    );
 }
 
 fn works_and_says(c: &Container, outcome: &Outcome, words: &str) {
@@ -94,12 +109,15 @@ fn works_and_says(c: &Container, outcome: &Outcome, words: &str) {
 }
 
 fn says(outcome: &Outcome, words: &str) {
-    assert!(outcome.notes.iter().any(|n| n.contains(words)), "{words:?} is not in {:?}", outcome.notes);
+    assert!(
+        outcome.notes.iter().any(|n| n.contains(words)),
+        "{words:?} is not in {:?}",
+        outcome.notes
+    );
 }
 
 const CACHE: &str = "update-ldcache --folder /usr/lib/x86_64-linux-gnu --folder /opt/driver";
-pub const PREPARE: &str =
-    "prepare --host-driver-version=550.163.01 --link libcuda.so.1::/usr/lib/x86_64-linux-gnu/libcuda.so --folder /usr/lib/x86_64-linux-gnu";
+pub const PREPARE: &str = "prepare --host-driver-version=550.163.01 --link libcuda.so.1::/usr/lib/x86_64-linux-gnu/libcuda.so --folder /usr/lib/x86_64-linux-gnu";
 
 /// A SONAME that would be a path, were it used as one.
 fn soname(c: &Container, soname: &str) {
@@ -109,7 +127,9 @@ fn soname(c: &Container, soname: &str) {
 /// A library with numbers of this attack's at a place of its header.
 fn patched(c: &Container, patches: &[(usize, u64)]) {
     let mut file = stand_in::library(Some("libpatched.so.1"), &[]);
-    patches.iter().for_each(|(at, value)| file[*at..at + 8].copy_from_slice(&value.to_le_bytes()));
+    patches
+        .iter()
+        .for_each(|(at, value)| file[*at..at + 8].copy_from_slice(&value.to_le_bytes()));
     c.file("/opt/driver/libpatched.so.1", &file);
 }
 
@@ -138,11 +158,23 @@ const ATTACKS: &[Attack] = &[
     },
     Attack {
         name: "etc-by-proc",
-        image: |c| instead(c, "/etc", Path::new("/proc/self/root").join(c.outside().join("etc").strip_prefix("/").unwrap())),
+        image: |c| {
+            instead(
+                c,
+                "/etc",
+                Path::new("/proc/self/root")
+                    .join(c.outside().join("etc").strip_prefix("/").unwrap()),
+            )
+        },
         words: CACHE,
         then: Refused("leads into another mount"),
     },
-    Attack { name: "etc-by-cwd", image: |c| instead(c, "/etc", "/proc/self/cwd"), words: CACHE, then: Refused("leads into another mount") },
+    Attack {
+        name: "etc-by-cwd",
+        image: |c| instead(c, "/etc", "/proc/self/cwd"),
+        words: CACHE,
+        then: Refused("leads into another mount"),
+    },
     Attack {
         name: "etc-in-sys",
         image: |c| instead(c, "/etc", "/proc/sys/kernel"),
@@ -161,7 +193,12 @@ const ATTACKS: &[Attack] = &[
         words: "create-symlinks --link a::/proc/self/root/tmp/evil",
         then: Refused("leads into another mount"),
     },
-    Attack { name: "etc-loop", image: |c| instead(c, "/etc", "etc"), words: CACHE, then: Refused("symbolic links") },
+    Attack {
+        name: "etc-loop",
+        image: |c| instead(c, "/etc", "etc"),
+        words: CACHE,
+        then: Refused("symbolic links"),
+    },
     Attack {
         name: "etc-file",
         image: |c| {
@@ -171,7 +208,12 @@ const ATTACKS: &[Attack] = &[
         words: CACHE,
         then: Refused("Not a directory"),
     },
-    Attack { name: "no-etc", image: |c| fs::remove_dir_all(c.path("/etc")).unwrap(), words: CACHE, then: Contained(works) },
+    Attack {
+        name: "no-etc",
+        image: |c| fs::remove_dir_all(c.path("/etc")).unwrap(),
+        words: CACHE,
+        then: Contained(works),
+    },
     Attack {
         name: "conf-directory",
         image: |c| instead(c, "/etc/ld.so.conf.d", c.outside().join("etc")),
@@ -201,12 +243,23 @@ const ATTACKS: &[Attack] = &[
         image: |c| {
             c.link("/etc/nvidia", c.outside().join("etc"));
             c.directory("/dev");
-            mknod(&c.path("/dev/nvidia0"), SFlag::S_IFCHR, Mode::S_IRUSR, makedev(195, 0)).unwrap();
+            mknod(
+                &c.path("/dev/nvidia0"),
+                SFlag::S_IFCHR,
+                Mode::S_IRUSR,
+                makedev(195, 0),
+            )
+            .unwrap();
         },
         words: "update-application-profile",
         then: Refused("open /etc/nvidia: No such file"),
     },
-    Attack { name: "compat-outside", image: |c| c.link("/usr/local/cuda", c.outside()), words: PREPARE, then: Contained(works) },
+    Attack {
+        name: "compat-outside",
+        image: |c| c.link("/usr/local/cuda", c.outside()),
+        words: PREPARE,
+        then: Contained(works),
+    },
     Attack {
         name: "compat-loop",
         image: |c| c.link("/usr/local/cuda", "cuda"),
@@ -226,7 +279,12 @@ const ATTACKS: &[Attack] = &[
         words: CACHE,
         then: Refused("write /etc/ld.so.cache: a FIFO is in its place"),
     },
-    Attack { name: "cache-device", image: |c| device(c, "/etc/ld.so.cache", 3), words: CACHE, then: Refused("a device is in its place") },
+    Attack {
+        name: "cache-device",
+        image: |c| device(c, "/etc/ld.so.cache", 3),
+        words: CACHE,
+        then: Refused("a device is in its place"),
+    },
     Attack {
         name: "cache-directory",
         image: |c| c.directory("/etc/ld.so.cache"),
@@ -293,19 +351,36 @@ const ATTACKS: &[Attack] = &[
         words: CACHE,
         then: Contained(|c, o| {
             works(c, o);
-            assert!(c.cache().entries.iter().all(|e| !e.path.starts_with("/opt/driver")), "{:?}", c.cache());
+            assert!(
+                c.cache()
+                    .entries
+                    .iter()
+                    .all(|e| !e.path.starts_with("/opt/driver")),
+                "{:?}",
+                c.cache()
+            );
         }),
     },
     Attack {
         name: "huge-library",
         image: |c| {
             c.library("/opt/driver/libhuge.so.1", Some("libhuge.so.1"));
-            File::options().write(true).open(c.path("/opt/driver/libhuge.so.1")).unwrap().set_len(1 << 40).unwrap();
+            File::options()
+                .write(true)
+                .open(c.path("/opt/driver/libhuge.so.1"))
+                .unwrap()
+                .set_len(1 << 40)
+                .unwrap();
         },
         words: CACHE,
         then: Contained(works),
     },
-    Attack { name: "segments-everywhere", image: |c| patched(c, &[(32, u64::MAX - 8)]), words: CACHE, then: Contained(works) },
+    Attack {
+        name: "segments-everywhere",
+        image: |c| patched(c, &[(32, u64::MAX - 8)]),
+        words: CACHE,
+        then: Contained(works),
+    },
     Attack {
         name: "huge-segments",
         image: |c| patched(c, &[(64 + 56 + 32, u64::MAX), (64 + 56 + 40, u64::MAX)]),
@@ -357,8 +432,15 @@ const ATTACKS: &[Attack] = &[
     Attack {
         name: "huge-note",
         image: |c| {
-            let note = [[19, u32::MAX, 0].map(u32::to_le_bytes).concat(), b"NVIDIA Corporation\0\0{}".to_vec()].concat();
-            c.file("/usr/local/cuda/compat/libcuda.so.999.1.1", &with_section(".note.cuda.fwd_compatibility", &note));
+            let note = [
+                [19, u32::MAX, 0].map(u32::to_le_bytes).concat(),
+                b"NVIDIA Corporation\0\0{}".to_vec(),
+            ]
+            .concat();
+            c.file(
+                "/usr/local/cuda/compat/libcuda.so.999.1.1",
+                &with_section(".note.cuda.fwd_compatibility", &note),
+            );
         },
         words: PREPARE,
         then: Contained(|_, o| says(o, "description of 4294967295 bytes")),
@@ -374,17 +456,32 @@ const ATTACKS: &[Attack] = &[
         words: PREPARE,
         then: Contained(|_, o| says(o, "more than any such file has")),
     },
-    Attack { name: "compat-fifo", image: |c| fifo(c, "/usr/local/cuda/compat/libcuda.so.999.1.1"), words: PREPARE, then: Contained(works) },
+    Attack {
+        name: "compat-fifo",
+        image: |c| fifo(c, "/usr/local/cuda/compat/libcuda.so.999.1.1"),
+        words: PREPARE,
+        then: Contained(works),
+    },
     // Configurations without an end.
     Attack {
         name: "conf-loop",
-        image: |c| c.file("/etc/ld.so.conf.d/a.conf", b"include /etc/ld.so.conf\ninclude a.conf\ninclude ../ld.so.conf.d/a.conf\n"),
+        image: |c| {
+            c.file(
+                "/etc/ld.so.conf.d/a.conf",
+                b"include /etc/ld.so.conf\ninclude a.conf\ninclude ../ld.so.conf.d/a.conf\n",
+            )
+        },
         words: CACHE,
         then: Contained(works),
     },
     Attack {
         name: "conf-long-loop",
-        image: |c| c.file("/etc/ld.so.conf.d/a.conf", b"include ./x/../a.conf\ninclude ../*.d/*.conf\n"),
+        image: |c| {
+            c.file(
+                "/etc/ld.so.conf.d/a.conf",
+                b"include ./x/../a.conf\ninclude ../*.d/*.conf\n",
+            )
+        },
         words: CACHE,
         then: Contained(works),
     },
@@ -406,14 +503,25 @@ const ATTACKS: &[Attack] = &[
     Attack {
         name: "conf-globs",
         image: |c| {
-            many(c, 3000, "/etc/ld.so.conf.d/f", ".conf", b"include /etc/*/*/*\ninclude /etc/l*/*f*\n/opt\n");
+            many(
+                c,
+                3000,
+                "/etc/ld.so.conf.d/f",
+                ".conf",
+                b"include /etc/*/*/*\ninclude /etc/l*/*f*\n/opt\n",
+            );
         },
         words: CACHE,
         then: Contained(|_, o| says(o, "leave out")),
     },
     Attack {
         name: "conf-stars",
-        image: |c| c.file("/etc/ld.so.conf.d/a.conf", format!("include /{}\n", "*a".repeat(2000)).as_bytes()),
+        image: |c| {
+            c.file(
+                "/etc/ld.so.conf.d/a.conf",
+                format!("include /{}\n", "*a".repeat(2000)).as_bytes(),
+            )
+        },
         words: CACHE,
         then: Contained(works),
     },
@@ -426,17 +534,36 @@ const ATTACKS: &[Attack] = &[
         },
         words: CACHE,
         then: Contained(|c, o| {
-            works_and_says(c, o, "a line of /etc/ld.so.conf.d/long0.conf: it has more than 4096 bytes");
+            works_and_says(
+                c,
+                o,
+                "a line of /etc/ld.so.conf.d/long0.conf: it has more than 4096 bytes",
+            );
             says(o, "4194304 bytes or 2 s are over");
         }),
     },
     Attack {
         name: "conf-many-includes",
-        image: |c| many(c, 1000, "/etc/ld.so.conf.d/many", ".conf", format!("include{}\n", " a".repeat(2000)).repeat(200).as_bytes()),
+        image: |c| {
+            many(
+                c,
+                1000,
+                "/etc/ld.so.conf.d/many",
+                ".conf",
+                format!("include{}\n", " a".repeat(2000))
+                    .repeat(200)
+                    .as_bytes(),
+            )
+        },
         words: CACHE,
         then: Contained(|c, o| works_and_says(c, o, "includes: it takes too long")),
     },
-    Attack { name: "stray-files", image: |c| many(c, 10_000, "/opt/driver/libstray", ".so", b""), words: CACHE, then: Contained(works) },
+    Attack {
+        name: "stray-files",
+        image: |c| many(c, 10_000, "/opt/driver/libstray", ".so", b""),
+        words: CACHE,
+        then: Contained(works),
+    },
     Attack {
         name: "musl-path-fifo",
         image: |c| {
@@ -456,7 +583,14 @@ fn nothing_outside_the_root_changes_whatever_an_image_has() {
     in_own_mounts(|| ATTACKS.iter().for_each(attack));
 }
 
-fn attack(Attack { name, image, words, then }: &Attack) {
+fn attack(
+    Attack {
+        name,
+        image,
+        words,
+        then,
+    }: &Attack,
+) {
     let c = Arc::new(Container::debian(&format!("attack-{name}")));
     c.directory("/proc");
     image(&c);
@@ -465,15 +599,25 @@ fn attack(Attack { name, image, words, then }: &Attack) {
     let result = run(&c, words);
     // Far from what an image without bounds would take, and from what a busy machine makes of half
     // a second.
-    assert!(start.elapsed() < Duration::from_secs(30), "{name} took {:?}", start.elapsed());
-    assert_eq!(surroundings(&c), before, "{name}: something outside the root has changed");
+    assert!(
+        start.elapsed() < Duration::from_secs(30),
+        "{name} took {:?}",
+        start.elapsed()
+    );
+    assert_eq!(
+        surroundings(&c),
+        before,
+        "{name}: something outside the root has changed"
+    );
     match (then, result) {
         (Refused(says), Err(error)) => assert!(error.contains(says), "{name}: {error}"),
         (Contained(check), Ok(outcome)) => check(&c, &outcome),
         (Refused(_), Ok(outcome)) => panic!("{name} was not refused: {outcome:?}"),
         (Contained(_), Err(error)) => panic!("{name} was refused: {error}"),
     }
-    let leftovers = tree(&c.path(""), &["proc"]).into_keys().filter(|p| p.to_str().unwrap().contains(".kata-gpu-init-"));
+    let leftovers = tree(&c.path(""), &["proc"])
+        .into_keys()
+        .filter(|p| p.to_str().unwrap().contains(".kata-gpu-init-"));
     assert_eq!(leftovers.count(), 0, "{name}: temporary files are left");
 }
 
@@ -498,7 +642,11 @@ fn a_hook_that_joins_paths_would_be_caught() {
         image(&c);
         let before = surroundings(&c);
         naive(&c).unwrap();
-        assert_ne!(surroundings(&c), before, "image {n}: the escape was not seen");
+        assert_ne!(
+            surroundings(&c),
+            before,
+            "image {n}: the escape was not seen"
+        );
     }
     let c = Container::debian("naive");
     let before = surroundings(&c);
@@ -521,14 +669,28 @@ impl Swapper {
             pairs.extend([path, other].map(|p| p.to_str().unwrap().to_string()));
         }
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "hooks::attacks::swapper", "--ignored", "--nocapture"]).env(SWAPS, pairs.join("\n"));
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        command
+            .args([
+                "--exact",
+                "hooks::attacks::swapper",
+                "--ignored",
+                "--nocapture",
+            ])
+            .env(SWAPS, pairs.join("\n"));
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
         let mut first = String::new();
         // The swapper prints a line once it has begun.
         let mut output = BufReader::new(child.stdout.take().unwrap());
         while !first.contains("swapping") {
             first.clear();
-            assert!(output.read_line(&mut first).unwrap() > 0, "the other process has ended");
+            assert!(
+                output.read_line(&mut first).unwrap() > 0,
+                "the other process has ended"
+            );
         }
         child.stdout = Some(output.into_inner());
         Self(child)
@@ -540,7 +702,9 @@ impl Swapper {
         let output = self.0.wait_with_output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         assert!(output.status.success(), "{text}");
-        text.lines().find_map(|l| l.strip_prefix("rounds: ")?.parse().ok()).unwrap_or_else(|| panic!("{text}"))
+        text.lines()
+            .find_map(|l| l.strip_prefix("rounds: ")?.parse().ok())
+            .unwrap_or_else(|| panic!("{text}"))
     }
 }
 
@@ -560,7 +724,14 @@ fn swapper() {
         let mut rounds = 0;
         while !stop.load(Ordering::Relaxed) {
             for pair in paths.chunks(2) {
-                renameat2(AT_FDCWD, pair[0], AT_FDCWD, pair[1], RenameFlags::RENAME_EXCHANGE).unwrap();
+                renameat2(
+                    AT_FDCWD,
+                    pair[0],
+                    AT_FDCWD,
+                    pair[1],
+                    RenameFlags::RENAME_EXCHANGE,
+                )
+                .unwrap();
             }
             rounds += 1;
         }
@@ -582,7 +753,10 @@ fn a_link_that_is_swapped_in_while_hooks_run_leads_nowhere() {
     }
     let rounds = swapping.stop();
     assert_eq!(surroundings(&c), before, "a swapped link led outside");
-    assert!(hooks > 5 && rounds > 100, "{hooks} hooks, {well} of them well, {rounds} rounds");
+    assert!(
+        hooks > 5 && rounds > 100,
+        "{hooks} hooks, {well} of them well, {rounds} rounds"
+    );
     // Negative control: one that joins paths is caught by the same swapping.
     let c = Container::debian("swap-naive");
     let before = surroundings(&c);

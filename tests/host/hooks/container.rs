@@ -31,7 +31,10 @@ impl Container {
         fs::write(dir.0.join("outside/etc/ld.so.cache"), "the guest's own").unwrap();
         fs::write(dir.0.join("outside/secret"), "secret").unwrap();
         let container = Self { dir };
-        container.config(&serde_json::json!({ "ociVersion": "1.0.2", "root": { "path": container.path("") } }).to_string());
+        container.config(
+            &serde_json::json!({ "ociVersion": "1.0.2", "root": { "path": container.path("") } })
+                .to_string(),
+        );
         container
     }
 
@@ -41,7 +44,10 @@ impl Container {
         let container = Self::new(test);
         container.file("/etc/debian_version", b"12.8\n");
         container.file("/etc/ld.so.conf", b"include /etc/ld.so.conf.d/*.conf\n\n");
-        container.file("/etc/ld.so.conf.d/libc.conf", b"# libc default configuration\n/usr/local/lib\n");
+        container.file(
+            "/etc/ld.so.conf.d/libc.conf",
+            b"# libc default configuration\n/usr/local/lib\n",
+        );
         container.file(
             "/etc/ld.so.conf.d/x86_64-linux-gnu.conf",
             b"# Multiarch\n/usr/local/lib/x86_64-linux-gnu\n/lib/x86_64-linux-gnu\n/usr/lib/x86_64-linux-gnu\n",
@@ -51,21 +57,33 @@ impl Container {
         container.link("/lib", "usr/lib");
         container.link("/lib64", "usr/lib64");
         container.library(&format!("{LIBS}/libc.so.6"), Some("libc.so.6"));
-        container.library(&format!("{LIBS}/ld-linux-x86-64.so.2"), Some("ld-linux-x86-64.so.2"));
-        container.link("/usr/lib64/ld-linux-x86-64.so.2", "/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2");
+        container.library(
+            &format!("{LIBS}/ld-linux-x86-64.so.2"),
+            Some("ld-linux-x86-64.so.2"),
+        );
+        container.link(
+            "/usr/lib64/ld-linux-x86-64.so.2",
+            "/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2",
+        );
         container.driver(LIBS);
         container
     }
 
     pub fn driver(&self, folder: &str) {
         for name in ["libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler"] {
-            self.library(&format!("{folder}/{name}.so.{DRIVER}"), Some(&format!("{name}.so.1")));
+            self.library(
+                &format!("{folder}/{name}.so.{DRIVER}"),
+                Some(&format!("{name}.so.1")),
+            );
         }
     }
 
     /// Path on this machine of a path in the container.
     pub fn path(&self, path: &str) -> PathBuf {
-        self.dir.0.join("bundle/rootfs").join(path.trim_start_matches('/'))
+        self.dir
+            .0
+            .join("bundle/rootfs")
+            .join(path.trim_start_matches('/'))
     }
 
     pub fn outside(&self) -> PathBuf {
@@ -103,11 +121,16 @@ impl Container {
     }
 
     pub fn target(&self, path: &str) -> Option<String> {
-        fs::read_link(self.path(path)).ok().map(|t| t.to_str().unwrap().to_string())
+        fs::read_link(self.path(path))
+            .ok()
+            .map(|t| t.to_str().unwrap().to_string())
     }
 
     pub fn state(&self) -> String {
-        format!(r#"{{"ociVersion":"1.0.2","id":"c","status":"created","pid":1,"bundle":{:?}}}"#, self.dir.0.join("bundle"))
+        format!(
+            r#"{{"ociVersion":"1.0.2","id":"c","status":"created","pid":1,"bundle":{:?}}}"#,
+            self.dir.0.join("bundle")
+        )
     }
 
     /// Runs a hook, words separated by spaces.
@@ -130,7 +153,11 @@ impl Container {
 
     /// Path at which the loader finds a library.
     pub fn finds(&self, name: &str) -> Option<String> {
-        self.cache().entries.into_iter().find(|e| e.name == name).map(|e| e.path)
+        self.cache()
+            .entries
+            .into_iter()
+            .find(|e| e.name == name)
+            .map(|e| e.path)
     }
 }
 
@@ -146,15 +173,27 @@ pub fn tree(directory: &Path, without: &[&str]) -> BTreeMap<PathBuf, String> {
             () if kind.is_symlink() => format!("{:?}", fs::read_link(&path).unwrap()),
             () if kind.is_file() && meta.len() > 64 << 20 => format!("{} bytes", meta.len()),
             () if kind.is_file() => hash(&fs::read(&path).unwrap()),
-            () if kind.is_fifo() || kind.is_socket() || kind.is_char_device() => format!("{:?}", meta.rdev()),
+            () if kind.is_fifo() || kind.is_socket() || kind.is_char_device() => {
+                format!("{:?}", meta.rdev())
+            }
             () => {
                 let entries = fs::read_dir(&path).unwrap().map(|e| e.unwrap());
-                todo.extend(entries.filter(|e| !without.iter().any(|w| e.file_name() == **w)).map(|e| e.path()));
+                todo.extend(
+                    entries
+                        .filter(|e| !without.iter().any(|w| e.file_name() == **w))
+                        .map(|e| e.path()),
+                );
                 String::new()
             }
         };
         let times = (meta.mtime(), meta.mtime_nsec());
-        let state = format!("{kind:?} {:o} {}:{} {} {times:?} {content}", meta.mode(), meta.uid(), meta.gid(), meta.ino());
+        let state = format!(
+            "{kind:?} {:o} {}:{} {} {times:?} {content}",
+            meta.mode(),
+            meta.uid(),
+            meta.gid(),
+            meta.ino()
+        );
         all.insert(path.strip_prefix(directory).unwrap().to_path_buf(), state);
     }
     all
@@ -176,11 +215,20 @@ pub fn with_section(name: &str, content: &[u8]) -> Vec<u8> {
     file.extend(names.as_bytes());
     let table = file.len() as u64;
     let header = |name: u32, kind: u32, offset: u64, size: u64| {
-        [[name, kind].map(u32::to_le_bytes).concat(), [0, 0, offset, size, 0, 4, 0].map(u64::to_le_bytes).concat()].concat()
+        [
+            [name, kind].map(u32::to_le_bytes).concat(),
+            [0, 0, offset, size, 0, 4, 0].map(u64::to_le_bytes).concat(),
+        ]
+        .concat()
     };
     file.extend(header(0, 0, 0, 0));
     file.extend(header(1, 7, at, content.len() as u64));
-    file.extend(header(name.len() as u32 + 2, 3, at + content.len() as u64, names.len() as u64));
+    file.extend(header(
+        name.len() as u32 + 2,
+        3,
+        at + content.len() as u64,
+        names.len() as u64,
+    ));
     file[40..48].copy_from_slice(&table.to_le_bytes());
     file[58..64].copy_from_slice(&[64, 0, 3, 0, 2, 0]);
     file
@@ -189,11 +237,21 @@ pub fn with_section(name: &str, content: &[u8]) -> Vec<u8> {
 /// The program as the tests were built, or as the guest has it, whichever is newer.
 pub fn program() -> Option<PathBuf> {
     let exe = std::env::current_exe().unwrap();
-    let debug = exe.parent().and_then(Path::parent).unwrap().join("kata-gpu-init");
+    let debug = exe
+        .parent()
+        .and_then(Path::parent)
+        .unwrap()
+        .join("kata-gpu-init");
     let release = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
-    let newest = [debug, release].into_iter().filter_map(|p| Some((fs::metadata(&p).ok()?.modified().ok()?, p))).max();
+    let newest = [debug, release]
+        .into_iter()
+        .filter_map(|p| Some((fs::metadata(&p).ok()?.modified().ok()?, p)))
+        .max();
     if newest.is_none() {
-        assert!(std::env::var_os("KATA_GPU_BUILT").is_none(), "kata-gpu-init is not built");
+        assert!(
+            std::env::var_os("KATA_GPU_BUILT").is_none(),
+            "kata-gpu-init is not built"
+        );
         eprintln!("skipped: kata-gpu-init is not built");
     }
     newest.map(|(_, path)| path)
@@ -201,11 +259,25 @@ pub fn program() -> Option<PathBuf> {
 
 /// Runs the program as kata-agent does: under a name, with the state on its standard input, and
 /// here with an environment that it must not look at.
-pub fn as_a_process(name: &str, words: &[&str], state: &[u8], environment: &[(&str, &str)]) -> Option<Output> {
+pub fn as_a_process(
+    name: &str,
+    words: &[&str],
+    state: &[u8],
+    environment: &[(&str, &str)],
+) -> Option<Output> {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new(program()?);
-    command.arg0(name).args(words).env_clear().envs(environment.iter().copied());
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    command
+        .arg0(name)
+        .args(words)
+        .env_clear()
+        .envs(environment.iter().copied());
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     // A hook that refuses early does not read all of it.
     let _unused = child.stdin.take().unwrap().write_all(state);
     let mut output = child.wait_with_output().unwrap();

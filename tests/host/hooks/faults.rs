@@ -21,10 +21,17 @@ fn contents(c: &Container) -> BTreeMap<PathBuf, (Option<PathBuf>, Option<Vec<u8>
     let of = |p: &PathBuf| {
         let path = c.path("").join(p);
         let link = fs::read_link(&path).ok();
-        let content = if link.is_none() { fs::read(&path).ok() } else { None };
+        let content = if link.is_none() {
+            fs::read(&path).ok()
+        } else {
+            None
+        };
         (link, content)
     };
-    tree(&c.path(""), &["proc"]).into_keys().map(|p| (p.clone(), of(&p))).collect()
+    tree(&c.path(""), &["proc"])
+        .into_keys()
+        .map(|p| (p.clone(), of(&p)))
+        .collect()
 }
 
 #[test]
@@ -35,13 +42,20 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
     let words = format!("update-ldcache --folder {LIBS} --folder /opt/driver");
     // While it prepares: a directory is where the last file goes.
     let image = |c: &Container| {
-        c.file("/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf", b"/of/an/earlier/start\n");
+        c.file(
+            "/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf",
+            b"/of/an/earlier/start\n",
+        );
     };
     let c = Container::debian("undo-early");
     image(&c);
     c.directory("/etc/ld.so.cache");
     let before = contents(&c);
-    assert!(c.hook(&words).unwrap_err().contains("a directory is in its place"));
+    assert!(
+        c.hook(&words)
+            .unwrap_err()
+            .contains("a directory is in its place")
+    );
     assert_eq!(contents(&c), before);
     // While it puts things into place: the last file is a mount, which nothing replaces.
     let c = Arc::new(Container::debian("undo-late"));
@@ -53,12 +67,22 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
         let words = words.clone();
         move || {
             let cache = container.path("/etc/ld.so.cache");
-            mount(Some(&container.outside().join("secret")), &cache, NONE, MsFlags::MS_BIND, NONE).unwrap();
+            mount(
+                Some(&container.outside().join("secret")),
+                &cache,
+                NONE,
+                MsFlags::MS_BIND,
+                NONE,
+            )
+            .unwrap();
             container.hook(&words)
         }
     });
     let error = result.unwrap_err();
-    assert!(error.contains("write /etc/ld.so.cache: a mount is in its place"), "{error}");
+    assert!(
+        error.contains("write /etc/ld.so.cache: a mount is in its place"),
+        "{error}"
+    );
     assert_eq!(contents(&c), before);
     // Nothing is written at all on a root that cannot be.
     let container = Arc::clone(&c);
@@ -67,7 +91,14 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
         move || {
             let root = container.path("");
             mount(Some(&root), &root, NONE, MsFlags::MS_BIND, NONE).unwrap();
-            mount(NONE, &root, NONE, MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, NONE).unwrap();
+            mount(
+                NONE,
+                &root,
+                NONE,
+                MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY,
+                NONE,
+            )
+            .unwrap();
             container.hook(&words)
         }
     });
@@ -75,8 +106,14 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
     assert_eq!(contents(&c), before);
     // Negative control: where nothing is in the way, all of it changes.
     c.hook(&words).unwrap();
-    assert_eq!(c.read("/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf").as_deref(), Some("/opt/driver\n"));
-    assert!(c.target(&format!("{LIBS}/libcuda.so.1")).is_some() && c.finds("libcuda.so.1").is_some());
+    assert_eq!(
+        c.read("/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf")
+            .as_deref(),
+        Some("/opt/driver\n")
+    );
+    assert!(
+        c.target(&format!("{LIBS}/libcuda.so.1")).is_some() && c.finds("libcuda.so.1").is_some()
+    );
 }
 
 #[test]
@@ -84,8 +121,16 @@ fn a_job_of_prepare_that_fails_keeps_no_other_from_being_done() {
     let conf = "/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf";
     let link = format!("{LIBS}/libcuda.so");
     for (name, spoil, says) in [
-        ("cache", (|c| c.directory("/etc/ld.so.cache")) as fn(&Container), "write /etc/ld.so.cache: a directory is in its place"),
-        ("links", |c| c.directory(&format!("{LIBS}/libcuda.so")), "link /usr/lib/x86_64-linux-gnu/libcuda.so: a directory"),
+        (
+            "cache",
+            (|c| c.directory("/etc/ld.so.cache")) as fn(&Container),
+            "write /etc/ld.so.cache: a directory is in its place",
+        ),
+        (
+            "links",
+            |c| c.directory(&format!("{LIBS}/libcuda.so")),
+            "link /usr/lib/x86_64-linux-gnu/libcuda.so: a directory",
+        ),
     ] {
         let c = Container::debian(&format!("jobs-{name}"));
         c.file(conf, b"/of/an/earlier/start\n");
@@ -93,8 +138,15 @@ fn a_job_of_prepare_that_fails_keeps_no_other_from_being_done() {
         let error = c.hook(PREPARE).unwrap_err();
         assert!(error.contains(says), "{name}: {error}");
         assert_eq!(c.read(conf), None, "{name}: the compat job");
-        assert_eq!(c.target(&link).is_some(), name != "links", "{name}: the job of the links");
-        assert!(name == "cache" || c.finds("libcuda.so.1").is_some(), "{name}: the cache's job");
+        assert_eq!(
+            c.target(&link).is_some(),
+            name != "links",
+            "{name}: the job of the links"
+        );
+        assert!(
+            name == "cache" || c.finds("libcuda.so.1").is_some(),
+            "{name}: the cache's job"
+        );
     }
 }
 
@@ -102,17 +154,37 @@ fn a_job_of_prepare_that_fails_keeps_no_other_from_being_done() {
 fn malformed_bundles_and_states_are_refused() {
     let root = |path: &str| serde_json::json!({ "root": { "path": path } }).to_string();
     let cases: &[(&str, &str, &str)] = &[
-        ("the guest's root", &root("/"), "this is the root of the guest itself"),
-        ("the guest's root again", &root("/usr/.."), "this is the root of the guest itself"),
-        ("by a link of the kernel's", &root("/proc/self/root"), "symbolic links"),
-        ("a file system of the kernel's", &root("/proc"), "this is a file system of the kernel's"),
+        (
+            "the guest's root",
+            &root("/"),
+            "this is the root of the guest itself",
+        ),
+        (
+            "the guest's root again",
+            &root("/usr/.."),
+            "this is the root of the guest itself",
+        ),
+        (
+            "by a link of the kernel's",
+            &root("/proc/self/root"),
+            "symbolic links",
+        ),
+        (
+            "a file system of the kernel's",
+            &root("/proc"),
+            "this is a file system of the kernel's",
+        ),
         ("relative", &root("rootfs"), "is not absolute"),
         ("empty", &root(""), "is not absolute"),
         ("nowhere", &root("/nosuch/rootfs"), "No such file"),
         ("a file", &root("/etc/hostname"), "Not a directory"),
         ("no root", "{}", "no \"root.path\""),
         ("garbage", "\0\u{1}garbage", "no OCI configuration"),
-        ("huge", &format!("{{\"x\":\"{}\"}}", "x".repeat(5 << 20)), "more than 4194304 bytes"),
+        (
+            "huge",
+            &format!("{{\"x\":\"{}\"}}", "x".repeat(5 << 20)),
+            "more than 4194304 bytes",
+        ),
         ("deep", &"[".repeat(1 << 20), "no OCI configuration"),
     ];
     for (name, config, says) in cases {
@@ -137,12 +209,24 @@ fn malformed_bundles_and_states_are_refused() {
         assert!(error.contains(says), "{error}");
     }
     fs::remove_file(&config).unwrap();
-    assert!(c.hook(PREPARE).unwrap_err().contains("config.json: No such file"));
+    assert!(
+        c.hook(PREPARE)
+            .unwrap_err()
+            .contains("config.json: No such file")
+    );
     symlink("/etc/hostname", &config).unwrap();
-    assert!(c.hook(PREPARE).unwrap_err().contains("config.json: Too many levels of symbolic links"));
+    assert!(
+        c.hook(PREPARE)
+            .unwrap_err()
+            .contains("config.json: Too many levels of symbolic links")
+    );
     fs::remove_file(&config).unwrap();
     nix::unistd::mkfifo(&config, Mode::S_IRUSR).unwrap();
-    assert!(c.hook(PREPARE).unwrap_err().contains("config.json: it is not a regular file"));
+    assert!(
+        c.hook(PREPARE)
+            .unwrap_err()
+            .contains("config.json: it is not a regular file")
+    );
 }
 
 #[test]
@@ -163,10 +247,18 @@ fn the_environment_changes_nothing() {
         let c = Container::debian(test);
         let words: Vec<&str> = PREPARE.split(' ').collect();
         let output = as_a_process("nvidia-cdi-hook", &words, c.state().as_bytes(), environment)?;
-        assert!(output.status.success() && output.stderr.is_empty() && output.stdout.is_empty(), "{output:?}");
+        assert!(
+            output.status.success() && output.stderr.is_empty() && output.stdout.is_empty(),
+            "{output:?}"
+        );
         Some(contents(&c))
     };
-    let (Some(with), Some(without)) = (run("with-environment", &environment), run("without-environment", &[])) else { return };
+    let (Some(with), Some(without)) = (
+        run("with-environment", &environment),
+        run("without-environment", &[]),
+    ) else {
+        return;
+    };
     assert!(with == without && with.contains_key(Path::new("etc/ld.so.cache")));
 }
 
@@ -177,7 +269,12 @@ fn telltale(folder: &Path, marker: &Path) -> Option<PathBuf> {
         "#include <fcntl.h>\n__attribute__((constructor)) static void mark(void) {{ open({marker:?}, O_CREAT | O_WRONLY, 0600); }}\n"
     );
     fs::write(&source, text).unwrap();
-    match Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status() {
+    match Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(&source)
+        .status()
+    {
         Ok(status) => {
             assert!(status.success(), "cc: {status}");
             Some(library)
@@ -199,18 +296,38 @@ fn a_library_that_the_environment_preloads_is_not_loaded() {
     }
     let c = Container::debian("preload");
     let marker = c.dir.0.join("loaded");
-    let Some(library) = telltale(&c.dir.0, &marker) else { return };
+    let Some(library) = telltale(&c.dir.0, &marker) else {
+        return;
+    };
     for variable in ["LD_PRELOAD", "LD_AUDIT"] {
         let mut hook = Command::new(&guests);
-        hook.args(["hook"]).args(PREPARE.split(' ')).env_clear().env(variable, &library).stdin(Stdio::piped());
+        hook.args(["hook"])
+            .args(PREPARE.split(' '))
+            .env_clear()
+            .env(variable, &library)
+            .stdin(Stdio::piped());
         let mut child = hook.spawn().unwrap();
-        child.stdin.take().unwrap().write_all(c.state().as_bytes()).unwrap();
+        child
+            .stdin
+            .take()
+            .unwrap()
+            .write_all(c.state().as_bytes())
+            .unwrap();
         assert!(child.wait().unwrap().success() && c.finds("libcuda.so.1").is_some());
         assert!(!marker.exists(), "{variable}: the library was loaded");
     }
     // Negative control: a program with a loader.
-    assert!(Command::new("/bin/true").env("LD_PRELOAD", &library).status().unwrap().success());
-    assert!(marker.exists(), "the library would not have said that it was loaded");
+    assert!(
+        Command::new("/bin/true")
+            .env("LD_PRELOAD", &library)
+            .status()
+            .unwrap()
+            .success()
+    );
+    assert!(
+        marker.exists(),
+        "the library would not have said that it was loaded"
+    );
 }
 
 #[test]
@@ -220,7 +337,12 @@ fn a_hook_goes_first_where_memory_is_short() {
         return eprintln!("skipped: the guest's program is not built");
     }
     // A hook that waits for its state.
-    let mut child = Command::new(&guests).args(["hook", "prepare"]).stdin(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = Command::new(&guests)
+        .args(["hook", "prepare"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
     let score = PathBuf::from(format!("/proc/{}/oom_score_adj", child.id()));
     let until = Instant::now() + Duration::from_secs(60);
     while fs::read_to_string(&score).unwrap().trim() != "1000" {
@@ -237,9 +359,10 @@ fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
     if !nix::unistd::geteuid().is_root() {
         return eprintln!("skipped: not root, which mounts need");
     }
-    for (name, link, says) in
-        [("absolute", "/data", "leads into another mount"), ("relative", "../rootfs/data/.", "leads into another mount")]
-    {
+    for (name, link, says) in [
+        ("absolute", "/data", "leads into another mount"),
+        ("relative", "../rootfs/data/.", "leads into another mount"),
+    ] {
         let c = Arc::new(Container::debian(&format!("volume-{name}")));
         fs::remove_dir_all(c.path("/etc")).unwrap();
         c.link("/etc", link);
@@ -250,12 +373,22 @@ fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
             let volume = container.outside().join("volume");
             fs::create_dir(&volume).unwrap();
             for place in ["/data", "/rootfs/data"] {
-                mount(Some(&volume), &container.path(place), NONE, MsFlags::MS_BIND, NONE).unwrap();
+                mount(
+                    Some(&volume),
+                    &container.path(place),
+                    NONE,
+                    MsFlags::MS_BIND,
+                    NONE,
+                )
+                .unwrap();
             }
             let before = surroundings(&container);
             (container.hook(PREPARE), before, surroundings(&container))
         });
-        assert!(result.as_ref().is_err_and(|e| e.contains(says)), "{name}: {result:?}");
+        assert!(
+            result.as_ref().is_err_and(|e| e.contains(says)),
+            "{name}: {result:?}"
+        );
         assert_eq!(before, after, "{name}: the volume has changed");
     }
     // A volume that the path itself names, as a hostPath at /etc; only the tmpfs at /dev is the
@@ -263,18 +396,52 @@ fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
     let c = Arc::new(Container::debian("volume-named"));
     let container = Arc::clone(&c);
     let (results, there, before, after) = in_own_mounts(move || {
-        mount(Some(&container.outside().join("etc")), &container.path("/etc"), NONE, MsFlags::MS_BIND, NONE).unwrap();
+        mount(
+            Some(&container.outside().join("etc")),
+            &container.path("/etc"),
+            NONE,
+            MsFlags::MS_BIND,
+            NONE,
+        )
+        .unwrap();
         fs::create_dir_all(container.path("/dev")).unwrap();
-        mount(Some("tmpfs"), &container.path("/dev"), Some("tmpfs"), MsFlags::empty(), NONE).unwrap();
+        mount(
+            Some("tmpfs"),
+            &container.path("/dev"),
+            Some("tmpfs"),
+            MsFlags::empty(),
+            NONE,
+        )
+        .unwrap();
         let before = surroundings(&container);
-        let link = |at: &str| container.hook(&format!("create-symlinks --link ../card1::{at}/dri/by-path/card"));
-        let results = [container.hook(PREPARE), link("/etc"), link("/dev")].map(|result| result.map(drop));
-        (results, container.target("/dev/dri/by-path/card"), before, surroundings(&container))
+        let link = |at: &str| {
+            container.hook(&format!(
+                "create-symlinks --link ../card1::{at}/dri/by-path/card"
+            ))
+        };
+        let results =
+            [container.hook(PREPARE), link("/etc"), link("/dev")].map(|result| result.map(drop));
+        (
+            results,
+            container.target("/dev/dri/by-path/card"),
+            before,
+            surroundings(&container),
+        )
     });
     assert_eq!(before, after, "the volume has changed");
     let [prepared, in_etc, in_dev] = results;
-    assert!(prepared.as_ref().is_err_and(|e| e.contains("write /etc/ld.so.c") && e.contains("leads into another mount")), "{prepared:?}");
-    assert!(in_etc.as_ref().is_err_and(|e| e.contains("leads into another mount")), "{in_etc:?}");
+    assert!(
+        prepared.as_ref().is_err_and(
+            |e| e.contains("write /etc/ld.so.c") && e.contains("leads into another mount")
+        ),
+        "{prepared:?}"
+    );
+    assert!(
+        in_etc
+            .as_ref()
+            .is_err_and(|e| e.contains("leads into another mount")),
+        "{in_etc:?}"
+    );
     assert_eq!((in_dev, there.as_deref()), (Ok(()), Some("../card1")));
     // The link that prepare makes is no part of the volume.
     assert!(c.target(&format!("{LIBS}/libcuda.so")).is_some());

@@ -17,7 +17,12 @@ use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::time::{Duration, Instant};
 
 fn error(bytes: &[u8]) -> String {
-    format!("{:#}", image(bytes).map(|(image, _)| image.entries.len()).unwrap_err())
+    format!(
+        "{:#}",
+        image(bytes)
+            .map(|(image, _)| image.entries.len())
+            .unwrap_err()
+    )
 }
 
 /// Everything that reads an image.
@@ -27,14 +32,21 @@ fn look(image: &Image, tree: &Tree) -> String {
     text.push_str(&ascii_json(&report.json()).unwrap());
     text.push_str(&ls::text(image, &[], &Screen::PLAIN).0);
     text.push_str(&ascii_json(&ls::json(image, &[])).unwrap());
-    text.push_str(&diff::text(&diff::differences(tree, tree, true).unwrap(), &Screen::PLAIN));
+    text.push_str(&diff::text(
+        &diff::differences(tree, tree, true).unwrap(),
+        &Screen::PLAIN,
+    ));
     text
 }
 
 fn small() -> Vec<u8> {
     archive(&[
         directory("lib"),
-        made("init", 0o100_755, stand_in::program("/lib/ld.so", &["libc.so.6"], Some("$ORIGIN"))),
+        made(
+            "init",
+            0o100_755,
+            stand_in::program("/lib/ld.so", &["libc.so.6"], Some("$ORIGIN")),
+        ),
         link("lib/x", "../init"),
         made("dev", 0o020_600, ""),
         file("lib/libc.so.6", stand_in::library(Some("libc.so.6"), &[])),
@@ -51,14 +63,21 @@ fn an_image_that_is_cut_is_refused_wherever_it_ends() {
             Err(error) => assert!(!format!("{error:#}").is_empty()),
             // Between two entries: the kernel takes that, and verify says that the end is missing.
             Ok((image, tree)) => {
-                assert!(image.entries.len() <= whole && image.parts.iter().any(|p| !p.ended), "{length}");
+                assert!(
+                    image.entries.len() <= whole && image.parts.iter().any(|p| !p.ended),
+                    "{length}"
+                );
                 assert!(look(&image, &tree).contains("no-trailer"), "{length}");
             }
         }
     }
     let packed = gzip(&good);
     for length in (0..packed.len()).step_by(3) {
-        assert!(image(&packed[..length]).is_err(), "{length} of {} bytes", packed.len());
+        assert!(
+            image(&packed[..length]).is_err(),
+            "{length} of {} bytes",
+            packed.len()
+        );
     }
 }
 
@@ -85,7 +104,10 @@ fn no_changed_byte_does_harm() {
             }
         }
     }
-    assert!(read > 100 && refused > 500, "{read} read, {refused} refused");
+    assert!(
+        read > 100 && refused > 500,
+        "{read} read, {refused} refused"
+    );
 }
 
 #[test]
@@ -104,43 +126,104 @@ fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
     let mut named = gzip(&good);
     named[3] |= 8;
     named.splice(10..10, *b"name\0");
-    assert_eq!(image(&named).unwrap().0.entries.len(), 5, "a file name in the header is stepped over");
+    assert_eq!(
+        image(&named).unwrap().0.entries.len(),
+        5,
+        "a file name in the header is stepped over"
+    );
     let disk = |at: usize, magic: &[u8]| [vec![0; at], magic.to_vec(), vec![0; 64]].concat();
     for (bytes, part) in [
         (Vec::new(), "it is empty"),
         (vec![0; 1000], "there is no entry"),
         (archive(&[]), "there is no entry"),
         (b"#!/bin/sh\n".to_vec(), "neither a newc archive nor gzip"),
-        (disk(512, &[0x55, 0xaa]), "byte 512: neither a newc archive nor gzip"),
-        (b"\xfd7zXZ\0...".to_vec(), "xz: a Kata guest's kernel unpacks gzip and nothing else"),
-        (vec![0x28, 0xb5, 0x2f, 0xfd, 0], "zstd: a Kata guest's kernel"),
+        (
+            disk(512, &[0x55, 0xaa]),
+            "byte 512: neither a newc archive nor gzip",
+        ),
+        (
+            b"\xfd7zXZ\0...".to_vec(),
+            "xz: a Kata guest's kernel unpacks gzip and nothing else",
+        ),
+        (
+            vec![0x28, 0xb5, 0x2f, 0xfd, 0],
+            "zstd: a Kata guest's kernel",
+        ),
         (b"070707".repeat(40), "an old cpio format"),
-        (disk(1024, &[0xe2, 0xe1, 0xf5, 0xe0]), "it is an erofs file system, a disk image: not an initrd (`kata-gpu-boot install --image`"),
-        (disk(1080, &[0x53, 0xef]), "it is an ext4 file system, a disk image"),
+        (
+            disk(1024, &[0xe2, 0xe1, 0xf5, 0xe0]),
+            "it is an erofs file system, a disk image: not an initrd (`kata-gpu-boot install --image`",
+        ),
+        (
+            disk(1080, &[0x53, 0xef]),
+            "it is an ext4 file system, a disk image",
+        ),
         (disk(257, b"ustar"), "it is a tar archive: not an initrd"),
-        (gzip(&disk(257, b"ustar")), "what is unpacked there is a tar archive"),
-        (gzip(&[disk(257, b"ustar"), vec![7; 2 << 20]].concat()), "what is unpacked is a tar archive"),
-        (gzip(&vec![7; 2 << 20]), "what is unpacked is no newc archive"),
-        (gzip(&vec![0; 2 << 20]), "begins with more than 1048576 zeros"),
-        ([good.clone(), b"junk".to_vec()].concat(), "neither a newc archive nor gzip"),
+        (
+            gzip(&disk(257, b"ustar")),
+            "what is unpacked there is a tar archive",
+        ),
+        (
+            gzip(&[disk(257, b"ustar"), vec![7; 2 << 20]].concat()),
+            "what is unpacked is a tar archive",
+        ),
+        (
+            gzip(&vec![7; 2 << 20]),
+            "what is unpacked is no newc archive",
+        ),
+        (
+            gzip(&vec![0; 2 << 20]),
+            "begins with more than 1048576 zeros",
+        ),
+        (
+            [good.clone(), b"junk".to_vec()].concat(),
+            "neither a newc archive nor gzip",
+        ),
         ([vec![0; 2], good.clone()].concat(), "multiple of 4"),
-        (gzip(&[good.clone(), b"junk".to_vec()].concat()), "neither the beginning of an entry nor zero"),
+        (
+            gzip(&[good.clone(), b"junk".to_vec()].concat()),
+            "neither the beginning of an entry nor zero",
+        ),
         (gzip(&[vec![0; 1], good.clone()].concat()), "multiple of 4"),
         (extra, "compress it with gzip -n"),
-        ([gzip(&good), b"x".to_vec()].concat(), "neither a newc archive nor gzip"),
+        (
+            [gzip(&good), b"x".to_vec()].concat(),
+            "neither a newc archive nor gzip",
+        ),
         (header(|h| h.name_size = 0), "an entry without a name"),
-        (header(|h| (h.name_size, h.size) = (2, u32::MAX)), "the file is cut, or the header wrong"),
-        (header(|h| h.name_size = u32::MAX), "the file is cut, or the header wrong"),
-        (header(|h| (h.name_size, h.size) = (1, 1)), "a name without its end"),
-        (header(|h| (h.name_size, h.size) = (5, 1)), "a name without its end").clone(),
+        (
+            header(|h| (h.name_size, h.size) = (2, u32::MAX)),
+            "the file is cut, or the header wrong",
+        ),
+        (
+            header(|h| h.name_size = u32::MAX),
+            "the file is cut, or the header wrong",
+        ),
+        (
+            header(|h| (h.name_size, h.size) = (1, 1)),
+            "a name without its end",
+        ),
+        (
+            header(|h| (h.name_size, h.size) = (5, 1)),
+            "a name without its end",
+        )
+            .clone(),
     ] {
         // The last two differ in where the name's NUL should be.
         if part == "a name without its end" && bytes[94..102] == *b"00000005" {
             let mut bytes = bytes.clone();
             bytes[111..115].copy_from_slice(b"\0hid");
-            assert!(error(&bytes).contains("without its end"), "{}", error(&bytes));
+            assert!(
+                error(&bytes).contains("without its end"),
+                "{}",
+                error(&bytes)
+            );
             bytes[114] = 0;
-            assert!(error(&bytes).contains("goes on behind its end"), "{}", error(&bytes));
+            assert!(
+                error(&bytes).contains("goes on behind its end"),
+                "{}",
+                error(&bytes)
+            );
             continue;
         }
         let error = error(&bytes);
@@ -178,10 +261,28 @@ fn what_the_kernel_leaves_out_is_left_out_and_listed() {
     use LeftOut::*;
     assert_eq!(
         reported,
-        [(2, NoDirectory), (3, DirectoryNotEmpty), (4, TooLong), (5, DirectoryWithData), (6, UnknownType), (9, LinkToNothing)]
+        [
+            (2, NoDirectory),
+            (3, DirectoryNotEmpty),
+            (4, TooLong),
+            (5, DirectoryWithData),
+            (6, UnknownType),
+            (9, LinkToNothing)
+        ]
     );
-    let read = |path: &str| tree.find(path).and_then(|id| tree.content(id)).map(|c| String::from_utf8(c.bytes(100).unwrap()).unwrap());
-    assert_eq!((read("abs").as_deref(), read("up").as_deref(), read("d/in").as_deref()), (Some("3"), Some("4"), Some("5")));
+    let read = |path: &str| {
+        tree.find(path)
+            .and_then(|id| tree.content(id))
+            .map(|c| String::from_utf8(c.bytes(100).unwrap()).unwrap())
+    };
+    assert_eq!(
+        (
+            read("abs").as_deref(),
+            read("up").as_deref(),
+            read("d/in").as_deref()
+        ),
+        (Some("3"), Some("4"), Some("5"))
+    );
     assert_eq!(tree.find_no_follow("lost"), None);
     let text = look(&image, &tree);
     for rule in ["left-out", "odd-name", "again"] {
@@ -191,12 +292,20 @@ fn what_the_kernel_leaves_out_is_left_out_and_listed() {
 
 #[test]
 fn links_in_a_circle_and_deep_ones_end() {
-    let mut all = vec![link("a", "b"), link("b", "a"), link("self", "self/x"), file("a/x", "")];
+    let mut all = vec![
+        link("a", "b"),
+        link("b", "a"),
+        link("self", "self/x"),
+        file("a/x", ""),
+    ];
     // 2^60 steps for who follows them without counting.
     all.push(directory("d0"));
     for n in 1..60 {
         all.push(directory(&format!("d{n}")));
-        all.push(link(&format!("d{n}/l"), &format!("../d{}/l/../d{}/l", n - 1, n - 1)));
+        all.push(link(
+            &format!("d{n}/l"),
+            &format!("../d{}/l/../d{}/l", n - 1, n - 1),
+        ));
     }
     (0..2000).for_each(|n| all.push(file(&format!("d59/l/{n}"), "")));
     let mut deep = String::from("p");
@@ -209,7 +318,11 @@ fn links_in_a_circle_and_deep_ones_end() {
     assert_eq!(tree.find("a"), None);
     assert!(look(&image, &tree).contains("left-out"));
     // A second here; without bounds, never.
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 #[test]
@@ -233,7 +346,11 @@ fn deeper(step: &str) -> Vec<crate::initrd::Made> {
     for n in 0..4 {
         let mut path = base.clone();
         for _ in 0..15 {
-            path = if path.is_empty() { step.to_string() } else { format!("{path}/{step}") };
+            path = if path.is_empty() {
+                step.to_string()
+            } else {
+                format!("{path}/{step}")
+            };
             all.push(directory(&path));
         }
         base = format!("b{n}");
@@ -247,8 +364,17 @@ fn names_of_no_end_are_refused() {
     // 64 MB of names: each may be a page long.
     let name = "n".repeat(4000);
     let one = entries(&[directory(&name)]);
-    let bytes: Vec<u8> = one.iter().copied().cycle().take(one.len() * 17_000).collect();
-    assert!(error(&bytes).contains("names of more than"), "{}", error(&bytes));
+    let bytes: Vec<u8> = one
+        .iter()
+        .copied()
+        .cycle()
+        .take(one.len() * 17_000)
+        .collect();
+    assert!(
+        error(&bytes).contains("names of more than"),
+        "{}",
+        error(&bytes)
+    );
 }
 
 #[test]
@@ -263,23 +389,54 @@ fn nothing_in_an_image_drives_a_terminal() {
         directory("lib"),
         directory("lib/modules"),
         directory(&format!("lib/modules/{evil}")),
-        file(&format!("lib/modules/{evil}/modules.dep"), format!("{evil}.ko: other{evil}.ko\nnvidia.ko: {evil}\n")),
+        file(
+            &format!("lib/modules/{evil}/modules.dep"),
+            format!("{evil}.ko: other{evil}.ko\nnvidia.ko: {evil}\n"),
+        ),
         file(
             &format!("lib/modules/{evil}/nvidia.ko"),
-            stand_in::module(format!("version={evil}\0vermagic={evil}\0firmware={evil}").as_bytes()),
+            stand_in::module(
+                format!("version={evil}\0vermagic={evil}\0firmware={evil}").as_bytes(),
+            ),
         ),
-        made("init", 0o104_777, stand_in::program(evil, &[evil], Some(evil))),
+        made(
+            "init",
+            0o104_777,
+            stand_in::program(evil, &[evil], Some(evil)),
+        ),
         made("script", 0o100_755, format!("#!{evil}")),
     ];
     let (a, tree) = image(&archive(&all)).unwrap();
     let (_, other) = image(&archive(&all[3..5])).unwrap();
     let changes = diff::differences(&tree, &other, true).unwrap();
-    let text = look(&a, &tree) + &diff::text(&changes, &Screen::PLAIN) + &ascii_json(&diff::json(&changes)).unwrap();
-    let report = verify::check(&a, &tree, &Question { init: format!("/script{evil}"), ..Question::default() });
+    let text = look(&a, &tree)
+        + &diff::text(&changes, &Screen::PLAIN)
+        + &ascii_json(&diff::json(&changes)).unwrap();
+    let report = verify::check(
+        &a,
+        &tree,
+        &Question {
+            init: format!("/script{evil}"),
+            ..Question::default()
+        },
+    );
     let json = ascii_json(&report.json()).unwrap();
-    let text = text + &json + &verify_text::page(&report, &Screen { width: Some(80), colour: false });
-    assert!(text.contains("\\x1b[2J") && text.contains("\\xff"), "{text}");
-    let bad = text.bytes().find(|b| !(*b == b'\n' || (b' '..=b'~').contains(b)));
+    let text = text
+        + &json
+        + &verify_text::page(
+            &report,
+            &Screen {
+                width: Some(80),
+                colour: false,
+            },
+        );
+    assert!(
+        text.contains("\\x1b[2J") && text.contains("\\xff"),
+        "{text}"
+    );
+    let bad = text
+        .bytes()
+        .find(|b| !(*b == b'\n' || (b' '..=b'~').contains(b)));
     assert_eq!(bad, None, "{text}");
 }
 
@@ -304,23 +461,58 @@ fn nothing_is_written_outside() {
         file(&format!("{}{outside_name}/up", "../".repeat(30)), "x"),
         file(&format!("/{outside_name}/kept"), "changed"),
         directory("lib"),
-        file("lib/libcuda.so.550.163.01", stand_in::library(Some("libcuda.so.1"), &[])),
+        file(
+            "lib/libcuda.so.550.163.01",
+            stand_in::library(Some("libcuda.so.1"), &[]),
+        ),
     ]);
     std::fs::write(dir.0.join("image"), archive(&all)).unwrap();
     std::fs::write(dir.0.join("init"), stand_in::library(None, &[])).unwrap();
     let image = Image::open(&dir.0.join("image")).unwrap();
     let tree = Tree::new(&image).unwrap();
-    let wish = Wish { init: dir.0.join("init"), helper: Helper::None, manifest: true, form: None, drop_old: false };
-    let done = repack(&image, &tree, &wish, &Question::default(), &dir.0.join("out")).unwrap();
+    let wish = Wish {
+        init: dir.0.join("init"),
+        helper: Helper::None,
+        manifest: true,
+        form: None,
+        drop_old: false,
+    };
+    let done = repack(
+        &image,
+        &tree,
+        &wish,
+        &Question::default(),
+        &dir.0.join("out"),
+    )
+    .unwrap();
     assert_eq!(done.manifest, Ok(1));
-    let guest = |name: &str| diff_paths(&done.differences).contains(&format!("/{outside_name}/{name}"));
-    assert!(guest("kata-gpu-init/driver-files.json"), "in the guest the list is where its links lead: {:?}", diff_paths(&done.differences));
+    let guest =
+        |name: &str| diff_paths(&done.differences).contains(&format!("/{outside_name}/{name}"));
+    assert!(
+        guest("kata-gpu-init/driver-files.json"),
+        "in the guest the list is where its links lead: {:?}",
+        diff_paths(&done.differences)
+    );
     drop(done);
-    let left: Vec<_> = std::fs::read_dir(&outside).unwrap().map(|e| e.unwrap().file_name()).collect();
-    assert_eq!((left.len(), std::fs::read_to_string(outside.join("kept")).unwrap().as_str()), (1, "as it was"));
+    let left: Vec<_> = std::fs::read_dir(&outside)
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    assert_eq!(
+        (
+            left.len(),
+            std::fs::read_to_string(outside.join("kept"))
+                .unwrap()
+                .as_str()
+        ),
+        (1, "as it was")
+    );
     assert!(!dir.0.join("out").exists(), "not kept");
 }
 
 fn diff_paths(differences: &[diff::Difference]) -> Vec<String> {
-    differences.iter().map(|d| String::from_utf8_lossy(&d.path).into_owned()).collect()
+    differences
+        .iter()
+        .map(|d| String::from_utf8_lossy(&d.path).into_owned())
+        .collect()
 }

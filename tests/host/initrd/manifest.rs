@@ -16,11 +16,18 @@ use std::path::{Path, PathBuf};
 const MANIFEST: &str = "usr/share/kata-gpu-init/driver-files.json";
 /// Two libraries, two firmware files, nvidia-smi.
 const FILES: usize = 5;
-const WITH: Wish = Wish { mtime: 0, manifest: true };
+const WITH: Wish = Wish {
+    mtime: 0,
+    manifest: true,
+};
 
 fn rules(path: &Path) -> Vec<&'static str> {
     let (image, tree) = image(&fs::read(path).unwrap()).unwrap();
-    check(&image, &tree, &Question::default()).findings.iter().map(|f| f.rule.name).collect()
+    check(&image, &tree, &Question::default())
+        .findings
+        .iter()
+        .map(|f| f.rule.name)
+        .collect()
 }
 
 /// The list in an image.
@@ -55,25 +62,59 @@ fn a_packed_driver_brings_the_list_that_verify_finds_to_hold() {
     let (image, list) = case.pack("image", WITH);
     assert_eq!((list, rules(&image)), (List::Of(FILES), vec![]));
     let text = String::from_utf8(list_in(&image).unwrap()).unwrap();
-    assert!(text.contains(&format!("\"version\":\"{VERSION}\"")) && text.contains("libnvidia-ml.so.1"), "{text}");
+    assert!(
+        text.contains(&format!("\"version\":\"{VERSION}\"")) && text.contains("libnvidia-ml.so.1"),
+        "{text}"
+    );
     // The control: without, verify misses it.
-    let (image, list) = case.pack("without", Wish { manifest: false, ..WITH });
-    assert_eq!((list, rules(&image)), (List::None("not asked for".into()), vec!["no-manifest"]));
+    let (image, list) = case.pack(
+        "without",
+        Wish {
+            manifest: false,
+            ..WITH
+        },
+    );
+    assert_eq!(
+        (list, rules(&image)),
+        (List::None("not asked for".into()), vec!["no-manifest"])
+    );
 }
 
 #[test]
 fn two_builds_with_a_driver_in_two_folders_give_the_same_bytes() {
     let (a, b) = (Case::new("same-a"), Case::new("same-b"));
     // A build's own trace: other times.
-    fs::File::open(b.root.join("usr/lib64")).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
+    fs::File::open(b.root.join("usr/lib64"))
+        .unwrap()
+        .set_modified(std::time::UNIX_EPOCH)
+        .unwrap();
     for (form, name) in [(Form::Plain, "plain"), (Form::Gzip, "gzip")] {
-        let sums = [&a, &b].map(|case| packed_as(&[&case.root], form, WITH, &case.dir.0.join(name)).unwrap().0.sha256.clone());
+        let sums = [&a, &b].map(|case| {
+            packed_as(&[&case.root], form, WITH, &case.dir.0.join(name))
+                .unwrap()
+                .0
+                .sha256
+                .clone()
+        });
         assert_eq!(sums[0], sums[1], "{name}");
         // A time of its own is one for all.
-        let later = packed_as(&[&a.root], form, Wish { mtime: 7, ..WITH }, &a.dir.0.join("later")).unwrap().0.sha256.clone();
+        let later = packed_as(
+            &[&a.root],
+            form,
+            Wish { mtime: 7, ..WITH },
+            &a.dir.0.join("later"),
+        )
+        .unwrap()
+        .0
+        .sha256
+        .clone();
         assert_ne!(later, sums[0], "{name}");
     }
-    fs::write(b.root.join(format!("usr/lib64/libnvidia-new.so.{VERSION}")), stand_in::library(Some("libnvidia-new.so.1"), &[])).unwrap();
+    fs::write(
+        b.root.join(format!("usr/lib64/libnvidia-new.so.{VERSION}")),
+        stand_in::library(Some("libnvidia-new.so.1"), &[]),
+    )
+    .unwrap();
     let (image, list) = b.pack("other", WITH);
     assert_eq!(list, List::Of(FILES + 1));
     assert_ne!(list_in(&image), list_in(&a.dir.0.join("plain")));
@@ -90,21 +131,54 @@ fn a_valid_list_stays_and_a_stale_one_is_reported_and_replaced() {
     };
     put(&good);
     assert_eq!(case.pack("again", WITH).1, List::Of(FILES));
-    let firmware = case.root.join(format!("usr/lib/firmware/nvidia/{VERSION}/gsp_tu10x.bin"));
+    let firmware = case
+        .root
+        .join(format!("usr/lib/firmware/nvidia/{VERSION}/gsp_tu10x.bin"));
     fs::write(&firmware, "longer firmware").unwrap();
     // As it is kept without being made anew, verify says so.
-    assert_eq!(rules(&case.pack("kept", Wish { manifest: false, ..WITH }).0), ["manifest-stale"]);
+    assert_eq!(
+        rules(
+            &case
+                .pack(
+                    "kept",
+                    Wish {
+                        manifest: false,
+                        ..WITH
+                    }
+                )
+                .0
+        ),
+        ["manifest-stale"]
+    );
     let (image, list) = case.pack("replaced", WITH);
-    let List::Replaced(FILES, why) = list else { panic!("{list:?}") };
-    assert!(why.ends_with("gsp_tu10x.bin has 15 bytes, it had 8"), "{why}");
+    let List::Replaced(FILES, why) = list else {
+        panic!("{list:?}")
+    };
+    assert!(
+        why.ends_with("gsp_tu10x.bin has 15 bytes, it had 8"),
+        "{why}"
+    );
     assert_eq!(rules(&image), Vec::<&str>::new());
     put(b"{}");
-    assert!(matches!(case.pack("broken", WITH).1, List::Replaced(FILES, why) if why.contains("missing field")));
+    assert!(
+        matches!(case.pack("broken", WITH).1, List::Replaced(FILES, why) if why.contains("missing field"))
+    );
     // A program that came later is not seen at boot, and is here.
     put(&list_in(&image).unwrap());
-    fs::write(case.root.join("usr/bin/nvidia-debugdump"), stand_in::library(None, &[])).unwrap();
-    fs::set_permissions(case.root.join("usr/bin/nvidia-debugdump"), fs::Permissions::from_mode(0o755)).unwrap();
-    assert_eq!(case.pack("more", WITH).1, List::Replaced(FILES + 1, "it was written for other files".into()));
+    fs::write(
+        case.root.join("usr/bin/nvidia-debugdump"),
+        stand_in::library(None, &[]),
+    )
+    .unwrap();
+    fs::set_permissions(
+        case.root.join("usr/bin/nvidia-debugdump"),
+        fs::Permissions::from_mode(0o755),
+    )
+    .unwrap();
+    assert_eq!(
+        case.pack("more", WITH).1,
+        List::Replaced(FILES + 1, "it was written for other files".into())
+    );
 }
 
 #[test]
@@ -118,10 +192,17 @@ fn why_there_is_no_list_is_said() {
         other => panic!("{other:?}"),
     };
     let why = none(case.pack("no-driver", WITH).1);
-    assert!(why.contains(&format!("has libcuda.so.{VERSION}")) && !why.contains("/tmp/"), "{why}");
+    assert!(
+        why.contains(&format!("has libcuda.so.{VERSION}")) && !why.contains("/tmp/"),
+        "{why}"
+    );
     // The module says which version is meant, not the libraries.
     let other = "580.95.05";
-    fs::write(case.root.join(format!("usr/lib64/libcuda.so.{other}")), stand_in::library(Some("libcuda.so.1"), &[])).unwrap();
+    fs::write(
+        case.root.join(format!("usr/lib64/libcuda.so.{other}")),
+        stand_in::library(Some("libcuda.so.1"), &[]),
+    )
+    .unwrap();
     let why = none(case.pack("other", WITH).1);
     assert!(why.contains(VERSION) && why.contains(other), "{why}");
     let elsewhere = Case::new("elsewhere");

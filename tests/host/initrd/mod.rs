@@ -36,7 +36,16 @@ pub struct Made {
 
 pub fn made(name: &str, mode: u32, data: impl AsRef<[u8]>) -> Made {
     let data = data.as_ref().to_vec();
-    Made { name: name.into(), header: Header { mode, nlink: 1, size: data.len() as u32, ..Header::default() }, data }
+    Made {
+        name: name.into(),
+        header: Header {
+            mode,
+            nlink: 1,
+            size: data.len() as u32,
+            ..Header::default()
+        },
+        data,
+    }
 }
 
 pub fn file(name: &str, data: impl AsRef<[u8]>) -> Made {
@@ -66,7 +75,8 @@ pub fn write(guest: &[Made], root: &Path) {
             _ => fs::write(&path, &made.data).unwrap(),
         }
         if Kind::of(made.header.mode) != Kind::Link {
-            fs::set_permissions(&path, fs::Permissions::from_mode(made.header.mode & 0o7777)).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(made.header.mode & 0o7777))
+                .unwrap();
         }
     }
 }
@@ -82,7 +92,8 @@ pub fn for_arch(arch: Arch, mut file: Vec<u8>) -> Vec<u8> {
 /// The entries without an end.
 pub fn entries(all: &[Made]) -> Vec<u8> {
     let mut out = Vec::new();
-    all.iter().for_each(|m| write_entry(&mut out, &m.header, &m.name, &mut m.data.as_slice()).unwrap());
+    all.iter()
+        .for_each(|m| write_entry(&mut out, &m.header, &m.name, &mut m.data.as_slice()).unwrap());
     out
 }
 
@@ -94,7 +105,12 @@ pub fn archive(all: &[Made]) -> Vec<u8> {
 }
 
 pub fn gzip(bytes: &[u8]) -> Vec<u8> {
-    let mut gzip = Command::new("gzip").args(["-n", "-1"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gzip");
+    let mut gzip = Command::new("gzip")
+        .args(["-n", "-1"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("gzip");
     let mut stdin = gzip.stdin.take().unwrap();
     let bytes = bytes.to_vec();
     let writer = std::thread::spawn(move || stdin.write_all(&bytes).unwrap());
@@ -115,10 +131,24 @@ pub fn image(bytes: &[u8]) -> anyhow::Result<(Image, Tree)> {
 }
 
 pub fn packed(sources: &[&Path], form: Form, to: &Path) -> anyhow::Result<Written> {
-    packed_as(sources, form, Wish { mtime: 0, manifest: true }, to).map(|(written, _)| written)
+    packed_as(
+        sources,
+        form,
+        Wish {
+            mtime: 0,
+            manifest: true,
+        },
+        to,
+    )
+    .map(|(written, _)| written)
 }
 
-pub fn packed_as(sources: &[&Path], form: Form, wish: Wish, to: &Path) -> anyhow::Result<(Written, Packed)> {
+pub fn packed_as(
+    sources: &[&Path],
+    form: Form,
+    wish: Wish,
+    to: &Path,
+) -> anyhow::Result<(Written, Packed)> {
     let sources: Vec<PathBuf> = sources.iter().map(|s| s.to_path_buf()).collect();
     let mut output = Output::create(to, form)?;
     let packed = pack(&sources, wish, &mut output)?;
@@ -130,9 +160,12 @@ pub fn packed_as(sources: &[&Path], form: Form, wish: Wish, to: &Path) -> anyhow
 /// A root with everything that a directory can hold without privileges.
 fn root(at: &Path, backwards: bool) {
     let mut steps: Vec<Box<dyn Fn()>> = Vec::new();
-    for (name, text, mode) in
-        [("init", "#!/bin/sh\n", 0o755), ("etc/passwd", "root:x:0:0\n", 0o644), ("usr/bin/su", "x", 0o4755), ("empty", "", 0o600)]
-    {
+    for (name, text, mode) in [
+        ("init", "#!/bin/sh\n", 0o755),
+        ("etc/passwd", "root:x:0:0\n", 0o644),
+        ("usr/bin/su", "x", 0o4755),
+        ("empty", "", 0o600),
+    ] {
         let path = at.join(name);
         steps.push(Box::new(move || {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -155,13 +188,22 @@ fn root(at: &Path, backwards: bool) {
     symlink("../run", at.join("var/run")).unwrap();
     std::fs::hard_link(at.join("init"), at.join("usr/bin/also-init")).unwrap();
     std::fs::hard_link(at.join("init"), at.join("zz-init")).unwrap();
-    nix::unistd::mkfifo(&at.join("pipe"), nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+    nix::unistd::mkfifo(
+        &at.join("pipe"),
+        nix::sys::stat::Mode::from_bits_truncate(0o600),
+    )
+    .unwrap();
     // A umask of this machine is none of the guest's.
     for directory in ["etc", "usr", "usr/bin", "many", "var"] {
-        std::fs::set_permissions(at.join(directory), std::fs::Permissions::from_mode(0o755)).unwrap();
+        std::fs::set_permissions(at.join(directory), std::fs::Permissions::from_mode(0o755))
+            .unwrap();
     }
     for plain in ["many", "."] {
-        for entry in std::fs::read_dir(at.join(plain)).unwrap().flatten().filter(|e| e.file_name().to_string_lossy().starts_with("file-")) {
+        for entry in std::fs::read_dir(at.join(plain))
+            .unwrap()
+            .flatten()
+            .filter(|e| e.file_name().to_string_lossy().starts_with("file-"))
+        {
             std::fs::set_permissions(entry.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
         }
     }
@@ -179,28 +221,53 @@ fn two_builds_in_two_folders_give_the_same_bytes() {
     // Another time, another mode of the root itself: neither is the guest's.
     std::fs::set_permissions(&b, std::fs::Permissions::from_mode(0o700)).unwrap();
     let old = SystemTime::now() - Duration::from_secs(1_000_000);
-    std::fs::File::open(b.join("etc/passwd")).unwrap().set_modified(old).unwrap();
-    assert_ne!(std::fs::metadata(a.join("init")).unwrap().ino(), std::fs::metadata(b.join("init")).unwrap().ino());
+    std::fs::File::open(b.join("etc/passwd"))
+        .unwrap()
+        .set_modified(old)
+        .unwrap();
+    assert_ne!(
+        std::fs::metadata(a.join("init")).unwrap().ino(),
+        std::fs::metadata(b.join("init")).unwrap().ino()
+    );
     for (form, name) in [(Form::Plain, "plain"), (Form::Gzip, "gzip")] {
         let first = packed(&[&a], form, &dir.0.join(format!("{name}-a"))).unwrap();
         let second = packed(&[&b], form, &dir.0.join(format!("{name}-b"))).unwrap();
         assert_eq!(first.sha256, second.sha256, "{name}");
         let bytes = std::fs::read(dir.0.join(format!("{name}-a"))).unwrap();
         assert_eq!(bytes.len() as u64, first.bytes);
-        assert_eq!(bytes, std::fs::read(dir.0.join(format!("{name}-b"))).unwrap());
+        assert_eq!(
+            bytes,
+            std::fs::read(dir.0.join(format!("{name}-b"))).unwrap()
+        );
     }
     // The control: one byte more, and one bit of a mode.
-    let same = packed(&[&a], Form::Plain, &dir.0.join("again")).unwrap().sha256.clone();
+    let same = packed(&[&a], Form::Plain, &dir.0.join("again"))
+        .unwrap()
+        .sha256
+        .clone();
     std::fs::set_permissions(b.join("empty"), std::fs::Permissions::from_mode(0o644)).unwrap();
-    assert_ne!(packed(&[&b], Form::Plain, &dir.0.join("mode")).unwrap().sha256, same);
+    assert_ne!(
+        packed(&[&b], Form::Plain, &dir.0.join("mode"))
+            .unwrap()
+            .sha256,
+        same
+    );
     std::fs::write(a.join("empty"), "x").unwrap();
-    assert_ne!(packed(&[&a], Form::Plain, &dir.0.join("byte")).unwrap().sha256, same);
+    assert_ne!(
+        packed(&[&a], Form::Plain, &dir.0.join("byte"))
+            .unwrap()
+            .sha256,
+        same
+    );
 }
 
 /// Whether cpio is there; it must be where initrd/setup has run.
 fn cpio_is_missing() -> bool {
     let missing = Command::new("cpio").arg("--version").output().is_err();
-    assert!(!missing || std::env::var_os("KATA_GPU_BUILT").is_none(), "cpio is missing: initrd/setup installs it");
+    assert!(
+        !missing || std::env::var_os("KATA_GPU_BUILT").is_none(),
+        "cpio is missing: initrd/setup installs it"
+    );
     if missing {
         eprintln!("skipped: no cpio here (initrd/setup installs it)");
     }
@@ -208,12 +275,21 @@ fn cpio_is_missing() -> bool {
 }
 
 fn run(command: &mut Command, input: &[u8]) -> Vec<u8> {
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     let (mut stdin, input) = (child.stdin.take().unwrap(), input.to_vec());
     let writer = std::thread::spawn(move || stdin.write_all(&input));
     let output = child.wait_with_output().unwrap();
     let _broken_pipe = writer.join().unwrap();
-    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{command:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     output.stdout
 }
 
@@ -231,13 +307,39 @@ fn cpio_unpacks_what_was_packed_and_packs_what_is_read() {
     packed(&[&from], Form::Plain, &dir.0.join("ours")).unwrap();
     let ours = std::fs::read(dir.0.join("ours")).unwrap();
     // Omit the owners: cpio keeps them as root, and the archive has root's.
-    run(Command::new("cpio").args(["-idmu", "--quiet", "--no-preserve-owner"]).current_dir(&to), &ours);
+    run(
+        Command::new("cpio")
+            .args(["-idmu", "--quiet", "--no-preserve-owner"])
+            .current_dir(&to),
+        &ours,
+    );
     packed(&[&to], Form::Plain, &dir.0.join("unpacked")).unwrap();
-    assert_eq!(std::fs::read(dir.0.join("unpacked")).unwrap(), ours, "packed, unpacked by cpio, packed");
-    let names = run(Command::new("find").args([".", "-print0"]).current_dir(&from), b"");
-    let theirs = run(Command::new("cpio").args(["-o0", "--quiet", "-H", "newc", "-R", "0:0"]).current_dir(&from), &names);
-    let (with_crc, plain) =
-        (run(Command::new("cpio").args(["-o0", "--quiet", "-H", "crc", "-R", "0:0"]).current_dir(&from), &names), theirs);
+    assert_eq!(
+        std::fs::read(dir.0.join("unpacked")).unwrap(),
+        ours,
+        "packed, unpacked by cpio, packed"
+    );
+    let names = run(
+        Command::new("find")
+            .args([".", "-print0"])
+            .current_dir(&from),
+        b"",
+    );
+    let theirs = run(
+        Command::new("cpio")
+            .args(["-o0", "--quiet", "-H", "newc", "-R", "0:0"])
+            .current_dir(&from),
+        &names,
+    );
+    let (with_crc, plain) = (
+        run(
+            Command::new("cpio")
+                .args(["-o0", "--quiet", "-H", "crc", "-R", "0:0"])
+                .current_dir(&from),
+            &names,
+        ),
+        theirs,
+    );
     let (_, ours) = image(&ours).unwrap();
     std::fs::set_permissions(&from, std::fs::Permissions::from_mode(0o755)).unwrap();
     for theirs in [&plain, &with_crc] {
@@ -248,7 +350,10 @@ fn cpio_unpacks_what_was_packed_and_packs_what_is_read() {
     }
     // The control: a sum that is wrong.
     let mut wrong = with_crc.clone();
-    let at = wrong.windows(11).position(|w| w == b"root:x:0:0\n").unwrap();
+    let at = wrong
+        .windows(11)
+        .position(|w| w == b"root:x:0:0\n")
+        .unwrap();
     wrong[at] = b'R';
     assert!(format!("{:#}", image(&wrong).unwrap_err()).contains("the sum of its data"));
 }
@@ -258,7 +363,11 @@ fn a_list_says_what_a_directory_cannot() {
     let dir = TempDir::new("initrd-list");
     std::fs::create_dir(dir.0.join("tree")).unwrap();
     std::fs::write(dir.0.join("tree/inside"), "1").unwrap();
-    std::fs::set_permissions(dir.0.join("tree/inside"), std::fs::Permissions::from_mode(0o640)).unwrap();
+    std::fs::set_permissions(
+        dir.0.join("tree/inside"),
+        std::fs::Permissions::from_mode(0o640),
+    )
+    .unwrap();
     std::fs::write(dir.0.join("program"), "2").unwrap();
     let list = dir.0.join("list");
     let text = "dir / 0700\nfile /usr/bin/p 0755 program\nchar /dev/console 0600 5:1 # the kernel opens it\nblock /dev/vda 0660 254:0\n\
@@ -267,7 +376,10 @@ fn a_list_says_what_a_directory_cannot() {
     packed(&[&list], Form::Plain, &dir.0.join("out")).unwrap();
     let opened = Image::open(&dir.0.join("out")).unwrap();
     let (listing, count) = ls::text(&opened, &[], &Screen::PLAIN);
-    let lines: Vec<Vec<&str>> = listing.lines().map(|line| line.split_ascii_whitespace().collect()).collect();
+    let lines: Vec<Vec<&str>> = listing
+        .lines()
+        .map(|line| line.split_ascii_whitespace().collect())
+        .collect();
     let wanted = [
         ("drwx------", "0", "."),
         ("drwxr-xr-x", "0", "dev"),
@@ -298,7 +410,10 @@ fn what_cannot_be_packed_is_refused_and_leaves_nothing() {
     let (out, list) = (dir.0.join("out"), dir.0.join("list"));
     for (text, part) in [
         // The kernel meets `lib/x` before `usr/lib`, and leaves it out.
-        ("file /lib/x 0644 root/file", "lies in /lib, which is no directory"),
+        (
+            "file /lib/x 0644 root/file",
+            "lies in /lib, which is no directory",
+        ),
         ("dir /file 0755", "/file comes from"),
         ("file /x 0644 missing", "missing in list"),
         ("tree /x root/file", "not a directory"),
@@ -306,12 +421,18 @@ fn what_cannot_be_packed_is_refused_and_leaves_nothing() {
         ("char /x 0600 x", "list line 1: device"),
     ] {
         std::fs::write(&list, text).unwrap();
-        let error = format!("{:#}", packed(&[&dir.0.join("root"), &list], Form::Plain, &out).unwrap_err());
+        let error = format!(
+            "{:#}",
+            packed(&[&dir.0.join("root"), &list], Form::Plain, &out).unwrap_err()
+        );
         let error = error.replace(&format!("{}/", dir.0.display()), "");
         assert!(error.contains(part), "{text}: {error}");
     }
     assert!(packed(&[&dir.0.join("none")], Form::Plain, &out).is_err());
-    let mut left: Vec<String> = std::fs::read_dir(&dir.0).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    let mut left: Vec<String> = std::fs::read_dir(&dir.0)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
     left.sort();
     assert_eq!(left, ["list", "root"]);
 }
@@ -330,55 +451,126 @@ fn a_difference_is_what_changed_and_nothing_else() {
     let other = |change: &dyn Fn(&mut Vec<Made>)| {
         let mut all = base.clone();
         change(&mut all);
-        let ((_, a), (_, b)) = (image(&archive(&base)).unwrap(), image(&archive(&all)).unwrap());
+        let ((_, a), (_, b)) = (
+            image(&archive(&base)).unwrap(),
+            image(&archive(&all)).unwrap(),
+        );
         diff::text(&diff::differences(&a, &b, false).unwrap(), &Screen::PLAIN)
     };
     assert_eq!(other(&|_| ()), "no difference\n");
-    assert_eq!(other(&|all| all[1..].reverse()), "no difference\n", "the order");
-    assert_eq!(other(&|all| all[2].header.ino = 7), "no difference\n", "a number that nobody sees");
-    assert_eq!(other(&|all| all[2].header.mtime = 7), "no difference\n", "a time that nobody asked for");
+    assert_eq!(
+        other(&|all| all[1..].reverse()),
+        "no difference\n",
+        "the order"
+    );
+    assert_eq!(
+        other(&|all| all[2].header.ino = 7),
+        "no difference\n",
+        "a number that nobody sees"
+    );
+    assert_eq!(
+        other(&|all| all[2].header.mtime = 7),
+        "no difference\n",
+        "a time that nobody asked for"
+    );
     for (change, line) in [
         (
             &(|all: &mut Vec<Made>| all[1].header.mode = 0o104_755) as &dyn Fn(&mut Vec<Made>),
             "changed  /etc/a  mode rw-r--r-- -> rwsr-xr-x",
         ),
-        (&|all| all[1].data = b"x".to_vec(), "changed  /etc/a  sha256 6b86b273ff34 -> 2d711642b726"),
-        (&|all| all[2] = file("etc/b", "333"), "changed  /etc/b  size 2 -> 3, sha256 785f3ec7eb32 -> 556d7dc3a115"),
-        (&|all| all[3] = link("etc/c", "b"), "changed  /etc/c  target a -> b"),
-        (&|all| all[3] = file("etc/c", ""), "changed  /etc/c  kind link -> file, mode rwxrwxrwx -> rw-r--r--"),
-        (&|all| all[4].header.rdev = (1, 3), "changed  /etc/d  device 0:0 -> 1:3"),
-        (&|all| all[5].header.gid = 5, "changed  /etc/e  owner 0/0 -> 0/5"),
-        (&|all| drop(all.remove(6)), "removed  /etc/f  -rw-r--r-- 1 bytes"),
-        (&|all| all.push(directory("etc/g")), "added  /etc/g  drwxr-xr-x"),
+        (
+            &|all| all[1].data = b"x".to_vec(),
+            "changed  /etc/a  sha256 6b86b273ff34 -> 2d711642b726",
+        ),
+        (
+            &|all| all[2] = file("etc/b", "333"),
+            "changed  /etc/b  size 2 -> 3, sha256 785f3ec7eb32 -> 556d7dc3a115",
+        ),
+        (
+            &|all| all[3] = link("etc/c", "b"),
+            "changed  /etc/c  target a -> b",
+        ),
+        (
+            &|all| all[3] = file("etc/c", ""),
+            "changed  /etc/c  kind link -> file, mode rwxrwxrwx -> rw-r--r--",
+        ),
+        (
+            &|all| all[4].header.rdev = (1, 3),
+            "changed  /etc/d  device 0:0 -> 1:3",
+        ),
+        (
+            &|all| all[5].header.gid = 5,
+            "changed  /etc/e  owner 0/0 -> 0/5",
+        ),
+        (
+            &|all| drop(all.remove(6)),
+            "removed  /etc/f  -rw-r--r-- 1 bytes",
+        ),
+        (
+            &|all| all.push(directory("etc/g")),
+            "added  /etc/g  drwxr-xr-x",
+        ),
     ] {
         let text = other(change);
         assert_eq!(text.lines().next(), Some(line), "{text}");
         assert_eq!(text.lines().count(), 2, "{text}");
     }
-    let last = base.clone().into_iter().chain([file("etc/f", "6")]).collect::<Vec<_>>();
-    let ((_, a), (_, b)) = (image(&archive(&base)).unwrap(), image(&archive(&last)).unwrap());
-    assert_eq!(diff::json(&diff::differences(&a, &b, true).unwrap()), serde_json::json!({"same": true, "differences": []}));
+    let last = base
+        .clone()
+        .into_iter()
+        .chain([file("etc/f", "6")])
+        .collect::<Vec<_>>();
+    let ((_, a), (_, b)) = (
+        image(&archive(&base)).unwrap(),
+        image(&archive(&last)).unwrap(),
+    );
+    assert_eq!(
+        diff::json(&diff::differences(&a, &b, true).unwrap()),
+        serde_json::json!({"same": true, "differences": []})
+    );
 }
 
 #[test]
 fn archives_are_put_together_as_the_kernel_does() {
     let first = archive(&[directory("a"), file("a/x", "1"), file("a/y", "1")]);
-    let second = archive(&[directory("a"), file("a/x", "2"), link("b", "a"), file("b/z", "3")]);
+    let second = archive(&[
+        directory("a"),
+        file("a/x", "2"),
+        link("b", "a"),
+        file("b/z", "3"),
+    ]);
     let zeros = |n: usize| vec![0; n];
     let all = [
         [first.clone(), second.clone()].concat(),
         [first.clone(), zeros(4), second.clone(), zeros(512)].concat(),
         [first.clone(), gzip(&second)].concat(),
         [gzip(&first), gzip(&second)].concat(),
-        [gzip(&first), zeros(4 - gzip(&first).len() % 4), second.clone()].concat(),
+        [
+            gzip(&first),
+            zeros(4 - gzip(&first).len() % 4),
+            second.clone(),
+        ]
+        .concat(),
         gzip(&[first.clone(), zeros(100), second.clone()].concat()),
         [zeros(8), first.clone(), zeros(1), gzip(&second), zeros(3)].concat(),
     ];
     for (n, bytes) in all.iter().enumerate() {
         let (image, tree) = image(bytes).unwrap_or_else(|e| panic!("{n}: {e:#}"));
         assert_eq!(image.entries.len(), 7, "{n}");
-        let read = |path: &str| tree.find(path).and_then(|id| tree.content(id)).map(|c| c.bytes(100).unwrap());
-        assert_eq!((read("a/x"), read("/a/z"), read("b/y")), (Some(b"2".to_vec()), Some(b"3".to_vec()), Some(b"1".to_vec())), "{n}");
+        let read = |path: &str| {
+            tree.find(path)
+                .and_then(|id| tree.content(id))
+                .map(|c| c.bytes(100).unwrap())
+        };
+        assert_eq!(
+            (read("a/x"), read("/a/z"), read("b/y")),
+            (
+                Some(b"2".to_vec()),
+                Some(b"3".to_vec()),
+                Some(b"1".to_vec())
+            ),
+            "{n}"
+        );
         assert_eq!(tree.again.len(), 1, "{n}: a/x, and not the directory");
     }
 }
@@ -391,15 +583,33 @@ fn hard_links_are_one_file_whichever_entry_has_the_data() {
         made
     };
     for (first, second) in [("", "data"), ("data", "")] {
-        let bytes = archive(&[shared("a", first, 7), shared("b", second, 7), shared("c", "other", 8)]);
+        let bytes = archive(&[
+            shared("a", first, 7),
+            shared("b", second, 7),
+            shared("c", "other", 8),
+        ]);
         let (_, tree) = image(&bytes).unwrap();
         let [a, b, c] = ["a", "b", "c"].map(|path| tree.find(path).unwrap());
-        assert_eq!((tree.names(a), tree.file(a) == tree.file(b), tree.file(a) == tree.file(c)), (2, true, false));
+        assert_eq!(
+            (
+                tree.names(a),
+                tree.file(a) == tree.file(b),
+                tree.file(a) == tree.file(c)
+            ),
+            (2, true, false)
+        );
         assert_eq!(tree.content(a).unwrap().bytes(10).unwrap(), b"data");
         assert_eq!(tree.kind(a), Kind::File);
     }
     // Archives number their files themselves.
-    let (_, tree) = image(&[archive(&[shared("a", "1", 7)]), archive(&[shared("b", "2", 7)])].concat()).unwrap();
+    let (_, tree) = image(
+        &[
+            archive(&[shared("a", "1", 7)]),
+            archive(&[shared("b", "2", 7)]),
+        ]
+        .concat(),
+    )
+    .unwrap();
     let [a, b] = ["a", "b"].map(|path| tree.find(path).unwrap());
     assert_ne!(tree.file(a), tree.file(b));
 }

@@ -23,7 +23,10 @@ fn partial(of: &Path) -> PathBuf {
 }
 
 fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<String> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
     names.sort();
     names
 }
@@ -56,12 +59,23 @@ fn a_device_a_link_or_a_directory_is_never_replaced() {
         ("..", "that is no name of a file"),
         ("none/new", "No such file or directory"),
     ] {
-        let error = format!("{:#}", packed(&[&root], Form::Plain, &at(name)).unwrap_err());
+        let error = format!(
+            "{:#}",
+            packed(&[&root], Form::Plain, &at(name)).unwrap_err()
+        );
         assert!(error.contains(why), "{name}: {error}");
     }
     assert_eq!(names(&dir.0), before);
-    assert!(fs::symlink_metadata(at("fifo")).unwrap().file_type().is_fifo());
-    assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink() && fs::read(at("old")).unwrap() == b"old");
+    assert!(
+        fs::symlink_metadata(at("fifo"))
+            .unwrap()
+            .file_type()
+            .is_fifo()
+    );
+    assert!(
+        fs::symlink_metadata(at("link")).unwrap().is_symlink()
+            && fs::read(at("old")).unwrap() == b"old"
+    );
     // The control: a regular file is.
     packed(&[&root], Form::Plain, &at("old")).unwrap();
     assert!(fs::read(at("old")).unwrap().starts_with(b"070701"));
@@ -74,12 +88,28 @@ fn an_image_never_holds_itself_nor_replaces_what_it_is_made_of() {
     fs::write(dir.0.join("tree"), "tree / root\n").unwrap();
     fs::write(dir.0.join("data"), "data").unwrap();
     let at = |name: &str| dir.0.join(name);
-    for (source, to) in [("root", "root/new"), ("root", "root/init"), ("tree", "root/new"), ("list", "list"), ("list", "data")] {
+    for (source, to) in [
+        ("root", "root/new"),
+        ("root", "root/init"),
+        ("tree", "root/new"),
+        ("list", "list"),
+        ("list", "data"),
+    ] {
         let before = (names(&dir.0), names(&root));
         let old = fs::read(at(to)).ok();
-        let error = format!("{:#}", packed(&[&at(source)], Form::Plain, &at(to)).unwrap_err());
-        assert!(error.contains("the new image would be, or replace, what it is made of"), "{source} to {to}: {error}");
-        assert_eq!(((names(&dir.0), names(&root)), fs::read(at(to)).ok()), (before, old), "{source} to {to}");
+        let error = format!(
+            "{:#}",
+            packed(&[&at(source)], Form::Plain, &at(to)).unwrap_err()
+        );
+        assert!(
+            error.contains("the new image would be, or replace, what it is made of"),
+            "{source} to {to}: {error}"
+        );
+        assert_eq!(
+            ((names(&dir.0), names(&root)), fs::read(at(to)).ok()),
+            (before, old),
+            "{source} to {to}"
+        );
     }
     packed(&[&root, &at("list")], Form::Plain, &at("new")).unwrap();
 }
@@ -99,14 +129,23 @@ fn only_the_output_of_a_dead_run_is_replaced() {
     running.write_all(b"the other run's").unwrap();
     let error = format!("{:#}", packed(&[&root], Form::Plain, &to).unwrap_err());
     assert!(error.contains("another run is writing it"), "{error}");
-    assert!(partial(&to).exists() && fs::read(&to).unwrap() == whole, "both are as they were");
+    assert!(
+        partial(&to).exists() && fs::read(&to).unwrap() == whole,
+        "both are as they were"
+    );
     let mut written = running.end().unwrap();
-    assert!(packed(&[&root], Form::Plain, &to).is_err(), "it is held until it has its name");
+    assert!(
+        packed(&[&root], Form::Plain, &to).is_err(),
+        "it is held until it has its name"
+    );
     written.keep().unwrap();
     drop(written);
     assert_eq!(fs::read(&to).unwrap(), b"the other run's");
     packed(&[&root], Form::Plain, &to).unwrap();
-    assert_eq!((names(&dir.0), fs::read(&to).unwrap()), (vec!["image".to_string(), "root".into()], whole));
+    assert_eq!(
+        (names(&dir.0), fs::read(&to).unwrap()),
+        (vec!["image".to_string(), "root".into()], whole)
+    );
     // A link that others put at that name is neither followed nor removed unseen.
     symlink(dir.0.join("root/init"), partial(&to)).unwrap();
     assert!(packed(&[&root], Form::Plain, &to).is_err());
@@ -120,16 +159,27 @@ fn a_full_disk_leaves_the_old_image_whole_and_nothing_beside_it() {
     let script = "mount -t tmpfs -o size=128k none \"$1\" && echo old > \"$1/image\" && { \"$0\" initrd pack \"$2\" -o \"$1/image\"; \
                   echo \"status $?\"; cat \"$1/image\"; ls -A \"$1\"; }";
     fs::create_dir(dir.0.join("small")).unwrap();
-    let ran = Command::new("unshare").args(["-Urm", "sh", "-c", script]).arg(program()).arg(dir.0.join("small")).arg(&root).output();
+    let ran = Command::new("unshare")
+        .args(["-Urm", "sh", "-c", script])
+        .arg(program())
+        .arg(dir.0.join("small"))
+        .arg(&root)
+        .output();
     let output = match ran {
         Ok(output) if !output.stdout.is_empty() => output,
         other => {
-            assert!(std::env::var_os("REQUIRE_NAMESPACES").is_none(), "no tmpfs in a namespace: {other:?}");
+            assert!(
+                std::env::var_os("REQUIRE_NAMESPACES").is_none(),
+                "no tmpfs in a namespace: {other:?}"
+            );
             eprintln!("skipped: no tmpfs in a namespace: {other:?}");
             return;
         }
     };
-    let (said, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let (said, error) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
     assert_eq!(said, "status 2\nold\nimage\n", "{error}");
     assert!(error.contains("No space left on device"), "{error}");
 }

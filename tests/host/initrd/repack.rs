@@ -20,8 +20,17 @@ const MANIFEST: &str = "/usr/share/kata-gpu-init/driver-files.json";
 fn kata() -> Vec<Made> {
     let mut all: Vec<Made> = guest().into_iter().filter(|m| m.name != b"init").collect();
     let old = stand_in::program("/lib64/ld-linux-x86-64.so.2", &[], None);
-    let mut more = vec![directory("bin"), directory("sbin"), program(&NVRC[1..], old), file(&format!("{}.sig", &NVRC[1..]), "signature")];
-    more.extend([link("init", NVRC), link("sbin/init", NVRC), file("etc/kata-opa", "policy")]);
+    let mut more = vec![
+        directory("bin"),
+        directory("sbin"),
+        program(&NVRC[1..], old),
+        file(&format!("{}.sig", &NVRC[1..]), "signature"),
+    ];
+    more.extend([
+        link("init", NVRC),
+        link("sbin/init", NVRC),
+        file("etc/kata-opa", "policy"),
+    ]);
     more.iter_mut().for_each(|m| m.header.mtime = 1_700_000_000);
     all.extend(more);
     all
@@ -46,14 +55,26 @@ impl Case {
     }
 
     fn wish(&self) -> Wish {
-        Wish { init: self.dir.0.join("init"), helper: Helper::None, manifest: true, form: None, drop_old: false }
+        Wish {
+            init: self.dir.0.join("init"),
+            helper: Helper::None,
+            manifest: true,
+            form: None,
+            drop_old: false,
+        }
     }
 
     fn repack(&self, change: impl Fn(&mut Wish)) -> anyhow::Result<(Repacked, Image, Tree)> {
         let (image, tree) = self.before();
         let mut wish = self.wish();
         change(&mut wish);
-        let done = repack(&image, &tree, &wish, &Question::default(), &self.dir.0.join("out"))?;
+        let done = repack(
+            &image,
+            &tree,
+            &wish,
+            &Question::default(),
+            &self.dir.0.join("out"),
+        )?;
         let after = Image::open(done.written.temporary())?;
         let tree = Tree::new(&after)?;
         Ok((done, after, tree))
@@ -66,13 +87,21 @@ fn new_init() -> Vec<u8> {
 
 /// Header, name, data and padding, as they stand.
 fn raw(image: &Image, entry: &Entry) -> Vec<u8> {
-    image.parts[entry.part].content.part(entry.range.clone()).bytes(1 << 30).unwrap()
+    image.parts[entry.part]
+        .content
+        .part(entry.range.clone())
+        .bytes(1 << 30)
+        .unwrap()
 }
 
 /// Names with their bytes, in their order, of all but these.
 fn others(image: &Image, except: &[&str]) -> Vec<(String, Vec<u8>)> {
-    let all = image.entries.iter().map(|e| (String::from_utf8_lossy(&e.name).into_owned(), raw(image, e)));
-    all.filter(|(name, _)| !except.contains(&name.as_str())).collect()
+    let all = image
+        .entries
+        .iter()
+        .map(|e| (String::from_utf8_lossy(&e.name).into_owned(), raw(image, e)));
+    all.filter(|(name, _)| !except.contains(&name.as_str()))
+        .collect()
 }
 
 fn differences(done: &Repacked) -> BTreeMap<String, &'static str> {
@@ -81,17 +110,24 @@ fn differences(done: &Repacked) -> BTreeMap<String, &'static str> {
         Change::Removed(_) => "removed",
         Change::Changed(_) => "changed",
     };
-    done.differences.iter().map(|d| (String::from_utf8_lossy(&d.path).into_owned(), word(&d.what))).collect()
+    done.differences
+        .iter()
+        .map(|d| (String::from_utf8_lossy(&d.path).into_owned(), word(&d.what)))
+        .collect()
 }
 
 fn content(tree: &Tree, path: &str) -> Option<Vec<u8>> {
-    tree.content(tree.find(path)?).map(|c| c.bytes(1 << 30).unwrap())
+    tree.content(tree.find(path)?)
+        .map(|c| c.bytes(1 << 30).unwrap())
 }
 
 #[test]
 fn every_other_entry_stays_byte_for_byte_in_its_order() {
     let new = ["usr/share", "usr/share/kata-gpu-init", &MANIFEST[1..]];
-    for (name, bytes) in [("plain", archive(&kata())), ("gzip", gzip(&archive(&kata())))] {
+    for (name, bytes) in [
+        ("plain", archive(&kata())),
+        ("gzip", gzip(&archive(&kata()))),
+    ] {
         let case = Case::new(name, &bytes);
         let (before, _) = case.before();
         let (done, after, tree) = case.repack(|_| ()).unwrap();
@@ -100,13 +136,31 @@ fn every_other_entry_stays_byte_for_byte_in_its_order() {
         assert!(kept == others(&after, &changed), "{name}");
         assert_eq!(done.kept, before.entries.len() - 2, "{name}");
         // In their places, too: what is new comes last.
-        let names = |image: &Image| image.entries.iter().map(|e| String::from_utf8_lossy(&e.name).into_owned()).collect::<Vec<_>>();
-        assert_eq!(names(&before), names(&after)[..before.entries.len()], "{name}");
-        assert_eq!((content(&tree, "/init"), content(&tree, "/sbin/init")), (Some(new_init()), Some(new_init())), "{name}");
+        let names = |image: &Image| {
+            image
+                .entries
+                .iter()
+                .map(|e| String::from_utf8_lossy(&e.name).into_owned())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            names(&before),
+            names(&after)[..before.entries.len()],
+            "{name}"
+        );
+        assert_eq!(
+            (content(&tree, "/init"), content(&tree, "/sbin/init")),
+            (Some(new_init()), Some(new_init())),
+            "{name}"
+        );
         assert_eq!(after.form(), before.form(), "{name}");
         assert!(done.report.boots(), "{:#?}", done.report.findings);
         assert_eq!(done.old_init.as_deref(), Some(NVRC), "{name}");
-        assert_eq!(done.manifest, Ok(5), "{name}: two libraries, two firmware files, nvidia-smi");
+        assert_eq!(
+            done.manifest,
+            Ok(5),
+            "{name}: two libraries, two firmware files, nvidia-smi"
+        );
         let wanted = [
             ("/init", "changed"),
             ("/sbin/init", "changed"),
@@ -114,7 +168,11 @@ fn every_other_entry_stays_byte_for_byte_in_its_order() {
             ("/usr/share/kata-gpu-init", "added"),
             (MANIFEST, "added"),
         ];
-        assert_eq!(differences(&done), wanted.map(|(path, word)| (path.to_string(), word)).into(), "{name}");
+        assert_eq!(
+            differences(&done),
+            wanted.map(|(path, word)| (path.to_string(), word)).into(),
+            "{name}"
+        );
         // The control: the comparison sees one bit of one entry.
         let mut other = kata();
         other.last_mut().unwrap().header.mtime ^= 1;
@@ -126,7 +184,13 @@ fn every_other_entry_stays_byte_for_byte_in_its_order() {
 #[test]
 fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
     const HELPER: &str = "/usr/bin/kata-gpu-nvml";
-    let program_with = |loader: &str| [stand_in::program(loader, &[], None), b"kata-gpu-nvml".to_vec()].concat();
+    let program_with = |loader: &str| {
+        [
+            stand_in::program(loader, &[], None),
+            b"kata-gpu-nvml".to_vec(),
+        ]
+        .concat()
+    };
     let case = Case::new("helper", &archive(&kata()));
     let path = case.dir.0.join("kata-gpu-nvml");
     std::fs::write(&path, program_with("/lib64/ld-linux-x86-64.so.2")).unwrap();
@@ -134,19 +198,40 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
         let (done, _, tree) = case.repack(|wish| wish.helper = helper.clone()).unwrap();
         assert_eq!(content(&tree, HELPER), Some(std::fs::read(&path).unwrap()));
         assert_eq!(tree.meta(tree.find(HELPER).unwrap()).mode & 0o7777, 0o755);
-        assert_eq!((&done.helper, done.helper_lacks.len()), (&Ok(path.clone()), 0), "{:?}", done.helper_lacks);
+        assert_eq!(
+            (&done.helper, done.helper_lacks.len()),
+            (&Ok(path.clone()), 0),
+            "{:?}",
+            done.helper_lacks
+        );
         assert_eq!(differences(&done).get(HELPER), Some(&"added"));
     }
     // An image that does not have its loader gets it, and that is reported.
     std::fs::write(&path, program_with("/lib64/ld-other.so.1")).unwrap();
-    let lacks = case.repack(|wish| wish.helper = Helper::Found(path.clone())).unwrap().0.helper_lacks;
-    assert!(lacks.iter().any(|lack| lack.contains("ld-other.so.1")), "{lacks:?}");
+    let lacks = case
+        .repack(|wish| wish.helper = Helper::Found(path.clone()))
+        .unwrap()
+        .0
+        .helper_lacks;
+    assert!(
+        lacks.iter().any(|lack| lack.contains("ld-other.so.1")),
+        "{lacks:?}"
+    );
     // Another program is refused where it is given, and left out where it was found.
     std::fs::write(&path, new_init()).unwrap();
-    let error = case.repack(|wish| wish.helper = Helper::Given(path.clone())).unwrap_err().to_string();
+    let error = case
+        .repack(|wish| wish.helper = Helper::Given(path.clone()))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("another program"), "{error}");
-    let (done, _, tree) = case.repack(|wish| wish.helper = Helper::Found(path.clone())).unwrap();
-    assert!(done.helper.is_err_and(|why| why.contains("another program")) && content(&tree, HELPER).is_none());
+    let (done, _, tree) = case
+        .repack(|wish| wish.helper = Helper::Found(path.clone()))
+        .unwrap();
+    assert!(
+        done.helper
+            .is_err_and(|why| why.contains("another program"))
+            && content(&tree, HELPER).is_none()
+    );
 }
 
 #[test]
@@ -154,13 +239,19 @@ fn repacking_is_reproducible_and_twice_changes_nothing() {
     let case = Case::new("twice", &archive(&kata()));
     let first = case.repack(|_| ()).unwrap().0.written.sha256.clone();
     assert_eq!(case.repack(|_| ()).unwrap().0.written.sha256, first);
-    let left: Vec<_> = std::fs::read_dir(&case.dir.0).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let left: Vec<_> = std::fs::read_dir(&case.dir.0)
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
     assert_eq!(left.len(), 2, "what is not kept is gone: {left:?}");
     let (mut done, ..) = case.repack(|_| ()).unwrap();
     done.written.keep().unwrap();
     let again = Case::new("again", &std::fs::read(case.dir.0.join("out")).unwrap());
     let (done, ..) = again.repack(|_| ()).unwrap();
-    assert_eq!((differences(&done), done.written.sha256.clone()), (BTreeMap::new(), first));
+    assert_eq!(
+        (differences(&done), done.written.sha256.clone()),
+        (BTreeMap::new(), first)
+    );
     assert_eq!(done.old_init, None, "it was replaced in its place");
 }
 
@@ -170,7 +261,10 @@ fn a_part_that_nothing_changes_in_is_copied_as_it_is_stored() {
     let main = gzip(&archive(&kata()));
     let case = Case::new("parts", &[microcode.clone(), main.clone()].concat());
     let (done, after, _) = case.repack(|_| ()).unwrap();
-    assert_eq!(after.parts.iter().map(|p| p.form).collect::<Vec<_>>(), [Form::Plain, Form::Gzip]);
+    assert_eq!(
+        after.parts.iter().map(|p| p.form).collect::<Vec<_>>(),
+        [Form::Plain, Form::Gzip]
+    );
     assert_eq!(after.parts[0].raw.bytes(1 << 20).unwrap(), microcode);
     assert!(done.report.boots());
     // The other way round: the rest behind what is compressed begins where the kernel looks for it.
@@ -178,7 +272,10 @@ fn a_part_that_nothing_changes_in_is_copied_as_it_is_stored() {
     let case = Case::new("parts-turned", &[main, gap, microcode.clone()].concat());
     let (done, after, tree) = case.repack(|wish| wish.manifest = false).unwrap();
     assert_eq!(after.parts[1].raw.bytes(1 << 20).unwrap(), microcode);
-    assert_eq!((content(&tree, "/init"), content(&tree, "/kernel/microcode")), (Some(new_init()), Some(b"m".to_vec())));
+    assert_eq!(
+        (content(&tree, "/init"), content(&tree, "/kernel/microcode")),
+        (Some(new_init()), Some(b"m".to_vec()))
+    );
     assert_eq!(done.manifest, Err("not asked for".to_string()));
 }
 
@@ -186,20 +283,31 @@ fn a_part_that_nothing_changes_in_is_copied_as_it_is_stored() {
 fn the_form_can_be_changed() {
     let plain = Case::new("to-gzip", &archive(&kata()));
     let (done, after, tree) = plain.repack(|wish| wish.form = Some(Form::Gzip)).unwrap();
-    assert_eq!((after.form(), content(&tree, "/init")), (Form::Gzip, Some(new_init())));
+    assert_eq!(
+        (after.form(), content(&tree, "/init")),
+        (Form::Gzip, Some(new_init()))
+    );
     assert!(done.written.bytes < std::fs::metadata(plain.dir.0.join("image")).unwrap().len());
     drop(done);
     let packed = Case::new("to-plain", &gzip(&archive(&kata())));
     let (done, after, _) = packed.repack(|wish| wish.form = Some(Form::Plain)).unwrap();
     assert_eq!(after.form(), Form::Plain);
-    assert_eq!(done.written.sha256, plain.repack(|_| ()).unwrap().0.written.sha256, "the same as from a plain image");
+    assert_eq!(
+        done.written.sha256,
+        plain.repack(|_| ()).unwrap().0.written.sha256,
+        "the same as from a plain image"
+    );
 }
 
 #[test]
 fn the_old_init_can_be_left_out_and_the_agent_never() {
     let case = Case::new("drop", &archive(&kata()));
     let (done, _, tree) = case.repack(|wish| wish.drop_old = true).unwrap();
-    let gone = differences(&done).into_iter().filter(|(_, word)| *word == "removed").map(|(path, _)| path).collect::<Vec<_>>();
+    let gone = differences(&done)
+        .into_iter()
+        .filter(|(_, word)| *word == "removed")
+        .map(|(path, _)| path)
+        .collect::<Vec<_>>();
     assert_eq!(gone, [NVRC.to_string(), format!("{NVRC}.sig")]);
     assert_eq!((done.old_init.as_deref(), tree.find(NVRC)), (None, None));
     assert!(done.report.boots());
@@ -216,13 +324,28 @@ fn an_image_without_an_init_or_with_it_elsewhere_gets_one() {
     let without: Vec<Made> = kata().into_iter().filter(|m| m.name != b"init").collect();
     let case = Case::new("elsewhere", &archive(&without));
     let (done, _, tree) = case.repack(|_| ()).unwrap();
-    assert_eq!((differences(&done)["/init"], differences(&done)["/sbin/init"]), ("added", "changed"));
-    assert_eq!((content(&tree, "/sbin/init"), done.old_init.as_deref()), (Some(new_init()), Some(NVRC)));
+    assert_eq!(
+        (
+            differences(&done)["/init"],
+            differences(&done)["/sbin/init"]
+        ),
+        ("added", "changed")
+    );
+    assert_eq!(
+        (content(&tree, "/sbin/init"), done.old_init.as_deref()),
+        (Some(new_init()), Some(NVRC))
+    );
     // Without an end mark, too: it gets one.
-    let none: Vec<Made> = without.into_iter().filter(|m| m.name != b"sbin/init").collect();
+    let none: Vec<Made> = without
+        .into_iter()
+        .filter(|m| m.name != b"sbin/init")
+        .collect();
     let case = Case::new("none", &entries(&none));
     let (done, after, tree) = case.repack(|_| ()).unwrap();
-    assert_eq!((content(&tree, "/init"), done.old_init, after.parts[0].ended), (Some(new_init()), None, true));
+    assert_eq!(
+        (content(&tree, "/init"), done.old_init, after.parts[0].ended),
+        (Some(new_init()), None, true)
+    );
 }
 
 #[test]
@@ -244,7 +367,10 @@ fn what_cannot_be_kept_as_it_is_is_refused() {
             Err(error) => assert!(format!("{error:#}").contains(part), "{error:#}"),
             Ok((_, _, tree)) => {
                 let other = content(&tree, "/usr/bin/other").unwrap();
-                assert!(name == "hidden" && other == stand_in::library(None, &[]), "{name}");
+                assert!(
+                    name == "hidden" && other == stand_in::library(None, &[]),
+                    "{name}"
+                );
             }
         }
         let left = std::fs::read_dir(&case.dir.0).unwrap().count();
@@ -252,7 +378,17 @@ fn what_cannot_be_kept_as_it_is_is_refused() {
     }
     let case = Case::new("not-a-program", &archive(&kata()));
     std::fs::write(case.dir.0.join("init"), "#!/bin/sh\n").unwrap();
-    assert!(case.repack(|_| ()).unwrap_err().to_string().contains("not an ELF file"));
+    assert!(
+        case.repack(|_| ())
+            .unwrap_err()
+            .to_string()
+            .contains("not an ELF file")
+    );
     let case = Case::new("directory", &archive(&[directory("init")]));
-    assert!(case.repack(|_| ()).unwrap_err().to_string().contains("it is a directory"));
+    assert!(
+        case.repack(|_| ())
+            .unwrap_err()
+            .to_string()
+            .contains("it is a directory")
+    );
 }

@@ -17,12 +17,24 @@ use std::process::{Command, Output};
 
 /// Whether it can run here: its tools are there where tests/setup has run.
 fn cannot_run() -> bool {
-    let there = |name: &str| ["/usr/bin", "/bin", "/usr/sbin", "/sbin"].iter().any(|directory| Path::new(directory).join(name).exists());
-    let missing: Vec<&str> =
-        ["mkfs.erofs", "fsck.erofs", "mkfs.ext4", "debugfs", "sfdisk"].into_iter().filter(|name| !there(name)).collect();
-    assert!(missing.is_empty() || std::env::var_os("KATA_GPU_BUILT").is_none(), "{missing:?}: tests/setup installs them");
+    let there = |name: &str| {
+        ["/usr/bin", "/bin", "/usr/sbin", "/sbin"]
+            .iter()
+            .any(|directory| Path::new(directory).join(name).exists())
+    };
+    let missing: Vec<&str> = ["mkfs.erofs", "fsck.erofs", "mkfs.ext4", "debugfs", "sfdisk"]
+        .into_iter()
+        .filter(|name| !there(name))
+        .collect();
+    assert!(
+        missing.is_empty() || std::env::var_os("KATA_GPU_BUILT").is_none(),
+        "{missing:?}: tests/setup installs them"
+    );
     if !missing.is_empty() {
-        eprintln!("skipped: no {} here (tests/setup installs them)", missing.join(", "));
+        eprintln!(
+            "skipped: no {} here (tests/setup installs them)",
+            missing.join(", ")
+        );
     }
     !missing.is_empty()
 }
@@ -30,14 +42,21 @@ fn cannot_run() -> bool {
 /// Makes and looks into images; they need no owners but this user.
 fn shell(script: &str, arguments: &[&Path]) -> Output {
     let mut command = Command::new("sh");
-    command.args(["-ec", &format!("PATH=$PATH:/usr/sbin:/sbin; {script}"), "sh"]).args(arguments);
+    command
+        .args([
+            "-ec",
+            &format!("PATH=$PATH:/usr/sbin:/sbin; {script}"),
+            "sh",
+        ])
+        .args(arguments);
     command.output().unwrap()
 }
 
 /// Standard output and error of a command that succeeded.
 #[track_caller]
 fn done(output: &Output) -> String {
-    let said = String::from_utf8_lossy(&[output.stdout.as_slice(), &output.stderr].concat()).into_owned();
+    let said =
+        String::from_utf8_lossy(&[output.stdout.as_slice(), &output.stderr].concat()).into_owned();
     assert!(output.status.success(), "{said}");
     said
 }
@@ -56,7 +75,9 @@ impl Case {
     fn new(test: &str) -> Self {
         let dir = TempDir::new(&format!("replace-init-{test}"));
         let root = dir.0.join("root");
-        for directory in ["dev", "proc", "sys", "run", "etc", "bin", "usr/bin", "usr/sbin", "var"] {
+        for directory in [
+            "dev", "proc", "sys", "run", "etc", "bin", "usr/bin", "usr/sbin", "var",
+        ] {
             fs::create_dir_all(root.join(directory)).unwrap();
         }
         for (name, text, mode) in [
@@ -68,7 +89,12 @@ impl Case {
             fs::write(root.join(name), text).unwrap();
             fs::set_permissions(root.join(name), fs::Permissions::from_mode(mode)).unwrap();
         }
-        for (name, target) in [("init", "/bin/NVRC"), ("sbin", "usr/sbin"), ("usr/sbin/init", "/bin/NVRC"), ("var/run", "../run")] {
+        for (name, target) in [
+            ("init", "/bin/NVRC"),
+            ("sbin", "usr/sbin"),
+            ("usr/sbin/init", "/bin/NVRC"),
+            ("var/run", "../run"),
+        ] {
             symlink(target, root.join(name)).unwrap();
         }
         fs::write(dir.0.join("init"), init(b"")).unwrap();
@@ -81,8 +107,16 @@ impl Case {
         fs::create_dir_all(case.at("root/usr/lib64")).unwrap();
         for name in ["libcuda.so", "libnvidia-ml.so"] {
             // Long enough to be compressed where files are.
-            let library = [stand_in::library(Some(&format!("{name}.1")), &[]), vec![0; 20_000]].concat();
-            fs::write(case.at("root/usr/lib64").join(format!("{name}.550.163.01")), library).unwrap();
+            let library = [
+                stand_in::library(Some(&format!("{name}.1")), &[]),
+                vec![0; 20_000],
+            ]
+            .concat();
+            fs::write(
+                case.at("root/usr/lib64").join(format!("{name}.550.163.01")),
+                library,
+            )
+            .unwrap();
         }
         case
     }
@@ -98,14 +132,25 @@ impl Case {
 
     fn replace_to(&self, image: &str, new: &str) -> Output {
         let mut command = Command::new(program());
-        command.args(["initrd", "replace-init"]).arg(self.at(image)).arg("--init").arg(self.at("init")).arg("-o").arg(self.at(new));
+        command
+            .args(["initrd", "replace-init"])
+            .arg(self.at(image))
+            .arg("--init")
+            .arg(self.at("init"))
+            .arg("-o")
+            .arg(self.at(new));
         command.arg("--no-nvml");
         command.output().unwrap()
     }
 
     /// Image as the readers read it.
     fn read(&self, image: &str, kind: FileSystem) -> Image {
-        read_all(kind, Content::of_file(fs::File::open(self.at(image)).unwrap()).unwrap()).unwrap().0
+        read_all(
+            kind,
+            Content::of_file(fs::File::open(self.at(image)).unwrap()).unwrap(),
+        )
+        .unwrap()
+        .0
     }
 
     /// Refused, and nothing of it is left.
@@ -114,8 +159,11 @@ impl Case {
         let output = self.replace(image);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && said.contains(why), "{said}");
-        let left: Vec<_> =
-            fs::read_dir(&self.dir.0).unwrap().map(|e| e.unwrap().file_name()).filter(|n| n.to_string_lossy().starts_with("new")).collect();
+        let left: Vec<_> = fs::read_dir(&self.dir.0)
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .filter(|n| n.to_string_lossy().starts_with("new"))
+            .collect();
         assert!(left.is_empty(), "{left:?}");
     }
 }
@@ -136,14 +184,24 @@ fn an_arm64_image_takes_an_arm64_init_and_no_other() {
             let path = library.unwrap().path();
             fs::write(&path, for_arch(Arch::Aarch64, fs::read(&path).unwrap())).unwrap();
         }
-        fs::write(case.at("root/usr/bin/kata-agent"), for_arch(Arch::Aarch64, stand_in::library(None, &[]))).unwrap();
+        fs::write(
+            case.at("root/usr/bin/kata-agent"),
+            for_arch(Arch::Aarch64, stand_in::library(None, &[])),
+        )
+        .unwrap();
         let init = |arch| [for_arch(arch, stand_in::library(None, &[])), PENDING.into()].concat();
         done(&shell(make, &[&case.at("root"), &case.at("old")]));
         fs::write(case.at("init"), init(Arch::X86_64)).unwrap();
-        case.refused("old", "is for x86_64, and the image's agent for aarch64: build it with");
+        case.refused(
+            "old",
+            "is for x86_64, and the image's agent for aarch64: build it with",
+        );
         fs::write(case.at("init"), init(Arch::Aarch64)).unwrap();
         let said = done(&case.replace("old"));
-        assert!(said.contains("the list of the driver's 2 files is in the image"), "{said}");
+        assert!(
+            said.contains("the list of the driver's 2 files is in the image"),
+            "{said}"
+        );
     }
 }
 
@@ -153,8 +211,16 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
         return;
     }
     for (name, make, unpack) in [
-        ("erofs", EROFS, "fsck.erofs --extract=\"$2\" \"$1\" >/dev/null"),
-        ("ext4", EXT4, "mkdir \"$2\"; debugfs -R \"rdump / $2\" \"$1\" 2>/dev/null"),
+        (
+            "erofs",
+            EROFS,
+            "fsck.erofs --extract=\"$2\" \"$1\" >/dev/null",
+        ),
+        (
+            "ext4",
+            EXT4,
+            "mkdir \"$2\"; debugfs -R \"rdump / $2\" \"$1\" 2>/dev/null",
+        ),
     ] {
         let case = Case::new(name);
         if name == "ext4" {
@@ -166,25 +232,61 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
         let said = done(&case.replace("old"));
         assert!(
             said.contains(&format!("{name}, "))
-                && said.contains("names stay with owners, modes, times, links, contents and extended attributes"),
+                && said.contains(
+                    "names stay with owners, modes, times, links, contents and extended attributes"
+                ),
             "{said}"
         );
         assert!(said.contains("no list of the driver's files"), "{said}");
-        assert!(said.contains("note: no nvidia.ko in the image") == (name == "erofs"), "{said}");
-        assert!(fs::read(case.at("old")).unwrap() == old, "what to roll back to is not touched");
+        assert!(
+            said.contains("note: no nvidia.ko in the image") == (name == "erofs"),
+            "{said}"
+        );
+        assert!(
+            fs::read(case.at("old")).unwrap() == old,
+            "what to roll back to is not touched"
+        );
         done(&shell(unpack, &[&case.at("new"), &case.at("tree")]));
         let tree = case.at("tree");
-        assert_eq!(fs::read(tree.join("init")).unwrap(), fs::read(case.at("init")).unwrap(), "{name}");
-        assert_eq!(fs::metadata(tree.join("init")).unwrap().permissions().mode() & 0o7777, 0o755, "{name}");
-        assert_eq!(fs::read_link(tree.join("usr/sbin/init")).unwrap(), Path::new("/init"), "{name}");
-        assert_eq!(fs::read(tree.join("bin/NVRC")).unwrap(), b"old", "{name}: it stays, to roll back to with init=");
+        assert_eq!(
+            fs::read(tree.join("init")).unwrap(),
+            fs::read(case.at("init")).unwrap(),
+            "{name}"
+        );
+        assert_eq!(
+            fs::metadata(tree.join("init"))
+                .unwrap()
+                .permissions()
+                .mode()
+                & 0o7777,
+            0o755,
+            "{name}"
+        );
+        assert_eq!(
+            fs::read_link(tree.join("usr/sbin/init")).unwrap(),
+            Path::new("/init"),
+            "{name}"
+        );
+        assert_eq!(
+            fs::read(tree.join("bin/NVRC")).unwrap(),
+            b"old",
+            "{name}: it stays, to roll back to with init="
+        );
         // Both unpackers take the setuid bit away: the image itself has to say.
-        let (ask, wanted) = if name == "erofs" { (SETUID, "104755") } else { ("debugfs -R 'stat /usr/bin/su' \"$1\"", "Mode:  04755") };
+        let (ask, wanted) = if name == "erofs" {
+            (SETUID, "104755")
+        } else {
+            ("debugfs -R 'stat /usr/bin/su' \"$1\"", "Mode:  04755")
+        };
         let reported = done_out(&shell(ask, &[&case.at("new")]));
         assert!(reported.contains(wanted), "{name}: {reported}");
         for path in ["bin/NVRC", "etc/shadow"] {
             let of = |root: &str| fs::metadata(case.at(root).join(path)).unwrap();
-            assert_eq!((of("tree").mode(), of("tree").mtime()), (of("root").mode(), of("root").mtime()), "{name}: {path}");
+            assert_eq!(
+                (of("tree").mode(), of("tree").mtime()),
+                (of("root").mode(), of("root").mtime()),
+                "{name}: {path}"
+            );
         }
     }
 }
@@ -194,7 +296,12 @@ fn a_partition_table_changes_only_if_the_root_outgrows_it() {
     if cannot_run() {
         return;
     }
-    for (label, sectors, grows) in [("dos", 8192, false), ("gpt", 8192, false), ("dos", 96, true), ("gpt", 96, true)] {
+    for (label, sectors, grows) in [
+        ("dos", 8192, false),
+        ("gpt", 8192, false),
+        ("dos", 96, true),
+        ("gpt", 96, true),
+    ] {
         let case = Case::new(&format!("{label}-{sectors}"));
         fs::write(case.at("init"), init(&[7; 200_000])).unwrap();
         done(&shell(EROFS, &[&case.at("root"), &case.at("fs")]));
@@ -203,15 +310,31 @@ fn a_partition_table_changes_only_if_the_root_outgrows_it() {
         );
         done(&shell(&disk, &[&case.at("fs"), &case.at("old")]));
         let said = done(&case.replace("old"));
-        assert_eq!(said.contains("the partition has grown to 1 MiB"), grows, "{label} {sectors}: {said}");
+        assert_eq!(
+            said.contains("the partition has grown to 1 MiB"),
+            grows,
+            "{label} {sectors}: {said}"
+        );
         let table = done_out(&shell("sfdisk -d \"$1\"", &[&case.at("new")]));
         let size = if grows { 2048 } else { sectors };
-        assert!(table.contains(&format!("size={size:>12}")), "{label} {sectors}: {table}");
-        let found = done_out(&shell("blkid -p -O 1048576 -o value -s TYPE \"$1\"", &[&case.at("new")]));
+        assert!(
+            table.contains(&format!("size={size:>12}")),
+            "{label} {sectors}: {table}"
+        );
+        let found = done_out(&shell(
+            "blkid -p -O 1048576 -o value -s TYPE \"$1\"",
+            &[&case.at("new")],
+        ));
         assert_eq!(found, "erofs\n", "{label} {sectors}");
         if !grows {
-            let (old, new) = (fs::read(case.at("old")).unwrap(), fs::read(case.at("new")).unwrap());
-            assert!(old[..1 << 20] == new[..1 << 20] && old.len() == new.len(), "{label}: what is before the partition stays");
+            let (old, new) = (
+                fs::read(case.at("old")).unwrap(),
+                fs::read(case.at("new")).unwrap(),
+            );
+            assert!(
+                old[..1 << 20] == new[..1 << 20] && old.len() == new.len(),
+                "{label}: what is before the partition stays"
+            );
         }
     }
 }
@@ -230,7 +353,9 @@ fn a_name_that_leads_out_of_the_image_is_refused() {
     // Names of the same length, in images whose sums nobody checks: what somebody would make who
     // wants a file elsewhere.
     let patch = "sed -i 's#QQyWWyTTyescaped#../../../escaped#' \"$2\"";
-    let erofs = format!("{EROFS}; {patch}; printf '\\0\\0\\0\\0' | dd of=\"$2\" bs=1 seek=1032 conv=notrunc status=none");
+    let erofs = format!(
+        "{EROFS}; {patch}; printf '\\0\\0\\0\\0' | dd of=\"$2\" bs=1 seek=1032 conv=notrunc status=none"
+    );
     let ext4 = format!("mkfs.ext4 -q -O ^metadata_csum,^dir_index -d \"$1\" \"$2\" 4M; {patch}");
     for (name, make) in [("erofs", erofs), ("ext4", ext4)] {
         let case = Case::new(&format!("traversal-{name}"));
@@ -239,13 +364,29 @@ fn a_name_that_leads_out_of_the_image_is_refused() {
         let temporary = case.at("tmp");
         fs::create_dir(&temporary).unwrap();
         let mut command = Command::new(program());
-        command.args(["initrd", "replace-init"]).arg(case.at("old")).arg("--init").arg(case.at("init")).arg("-o").arg(case.at("new"));
+        command
+            .args(["initrd", "replace-init"])
+            .arg(case.at("old"))
+            .arg("--init")
+            .arg(case.at("init"))
+            .arg("-o")
+            .arg(case.at("new"));
         command.arg("--no-nvml");
         let output = command.env("TMPDIR", &temporary).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains("is not sound, and nothing of it is used"), "{name}: {said}");
-        assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0, "{name}: nothing was written beside the folder of work");
-        assert!(!case.at("escaped").exists() && !case.at("new").exists(), "{name}");
+        assert!(
+            !output.status.success() && said.contains("is not sound, and nothing of it is used"),
+            "{name}: {said}"
+        );
+        assert_eq!(
+            fs::read_dir(&temporary).unwrap().count(),
+            0,
+            "{name}: nothing was written beside the folder of work"
+        );
+        assert!(
+            !case.at("escaped").exists() && !case.at("new").exists(),
+            "{name}"
+        );
     }
 }
 
@@ -258,14 +399,33 @@ fn only_a_regular_file_is_replaced_and_other_files_stay() {
     done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
     nix::unistd::mkfifo(&case.at("new"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let said = String::from_utf8_lossy(&case.replace("old").stderr).into_owned();
-    assert!(said.contains("it exists and is no regular file: name another file"), "{said}");
+    assert!(
+        said.contains("it exists and is no regular file: name another file"),
+        "{said}"
+    );
     fs::remove_file(case.at("new")).unwrap();
     fs::write(case.at("new.new"), "somebody's").unwrap();
     assert!(!case.replace("none").status.success());
-    let words = "umask 077; exec \"$1\" initrd replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
-    done(&shell(words, &[&program(), &case.at("old"), &case.at("init"), &case.at("new")]));
-    assert_eq!(fs::read_to_string(case.at("new.new")).unwrap(), "somebody's");
-    assert_eq!(fs::metadata(case.at("new")).unwrap().permissions().mode() & 0o777, 0o644, "whatever the umask");
+    let words =
+        "umask 077; exec \"$1\" initrd replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
+    done(&shell(
+        words,
+        &[
+            &program(),
+            &case.at("old"),
+            &case.at("init"),
+            &case.at("new"),
+        ],
+    ));
+    assert_eq!(
+        fs::read_to_string(case.at("new.new")).unwrap(),
+        "somebody's"
+    );
+    assert_eq!(
+        fs::metadata(case.at("new")).unwrap().permissions().mode() & 0o777,
+        0o644,
+        "whatever the umask"
+    );
 }
 
 #[test]
@@ -283,9 +443,16 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
     fs::write(case.at("init"), "#!/bin/sh\n").unwrap();
     case.refused("full", "not an ELF file");
     // Programs that are no init of ours, or none that an image can start.
-    fs::write(case.at("init"), b"\x7fELF\x02...\0/lib64/ld-linux-x86-64.so.2\0").unwrap();
+    fs::write(
+        case.at("init"),
+        b"\x7fELF\x02...\0/lib64/ld-linux-x86-64.so.2\0",
+    )
+    .unwrap();
     case.refused("full", "dynamically linked, or another program");
-    for program in [b"\x7fELF of another program".to_vec(), fs::read("/bin/true").unwrap()] {
+    for program in [
+        b"\x7fELF of another program".to_vec(),
+        fs::read("/bin/true").unwrap(),
+    ] {
         fs::write(case.at("init"), program).unwrap();
         case.refused("full", "INIT is the guest's program, kata-gpu-init");
     }
@@ -301,7 +468,10 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
     symlink(&outside, escape.at("root/sbin")).unwrap();
     done(&shell(EROFS, &[&escape.at("root"), &escape.at("old")]));
     escape.refused("old", "a link out of the root");
-    assert_eq!(fs::read_to_string(outside.join("init")).unwrap(), "the host's own");
+    assert_eq!(
+        fs::read_to_string(outside.join("init")).unwrap(),
+        "the host's own"
+    );
     let other = Case::new("no-guest");
     fs::remove_file(other.at("root/usr/bin/kata-agent")).unwrap();
     done(&shell(EROFS, &[&other.at("root"), &other.at("old")]));
@@ -311,10 +481,19 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
 /// An attribute that a guest's files have, as far as this user may set it, on `usr/bin/su`.
 fn set_attribute(case: &Case) -> &'static str {
     let (name, value): (_, &[u8]) = match nix::unistd::geteuid().is_root() {
-        true => ("security.capability", &[1, 0, 0, 2, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        true => (
+            "security.capability",
+            &[1, 0, 0, 2, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        ),
         false => ("user.capability", b"of the test"),
     };
-    rustix::fs::setxattr(case.at("root/usr/bin/su"), name, value, rustix::fs::XattrFlags::empty()).unwrap();
+    rustix::fs::setxattr(
+        case.at("root/usr/bin/su"),
+        name,
+        value,
+        rustix::fs::XattrFlags::empty(),
+    )
+    .unwrap();
     name
 }
 
@@ -324,8 +503,16 @@ fn ten_upgrades_in_place_leave_a_sound_image_of_the_same_size() {
         return;
     }
     for (name, kind, make) in [
-        ("erofs", FileSystem::Erofs, "mkfs.erofs --quiet \"$2\" \"$1\""),
-        ("erofs-lz4", FileSystem::Erofs, "mkfs.erofs --quiet -zlz4 \"$2\" \"$1\""),
+        (
+            "erofs",
+            FileSystem::Erofs,
+            "mkfs.erofs --quiet \"$2\" \"$1\"",
+        ),
+        (
+            "erofs-lz4",
+            FileSystem::Erofs,
+            "mkfs.erofs --quiet -zlz4 \"$2\" \"$1\"",
+        ),
         ("ext4", FileSystem::Ext4, "mkfs.ext4 -q -d \"$1\" \"$2\" 4M"),
     ] {
         let case = Case::with_driver(&format!("ten-{name}"));
@@ -333,33 +520,80 @@ fn ten_upgrades_in_place_leave_a_sound_image_of_the_same_size() {
         let attribute = set_attribute(&case);
         done(&shell(make, &[&case.at("root"), &case.at("0")]));
         let show = match kind {
-            FileSystem::Erofs => "dump.erofs --path=/usr/bin/su \"$1\" | grep 'Xattr size'".to_string(),
-            FileSystem::Ext4 => format!("debugfs -R 'ea_get -x /usr/bin/su {attribute}' \"$1\" 2>/dev/null"),
+            FileSystem::Erofs => {
+                "dump.erofs --path=/usr/bin/su \"$1\" | grep 'Xattr size'".to_string()
+            }
+            FileSystem::Ext4 => {
+                format!("debugfs -R 'ea_get -x /usr/bin/su {attribute}' \"$1\" 2>/dev/null")
+            }
         };
         let before = done_out(&shell(&show, &[&case.at("0")]));
-        assert!(before.contains("Xattr size: ") && !before.contains("Xattr size: 0") || before.contains(attribute), "{name}: {before}");
+        assert!(
+            before.contains("Xattr size: ") && !before.contains("Xattr size: 0")
+                || before.contains(attribute),
+            "{name}: {before}"
+        );
         for round in 0..10 {
             // Larger and smaller ones.
-            fs::write(case.at("init"), init(&vec![b'0' + round; 10_000 * (1 + usize::from(round) % 3)])).unwrap();
+            fs::write(
+                case.at("init"),
+                init(&vec![b'0' + round; 10_000 * (1 + usize::from(round) % 3)]),
+            )
+            .unwrap();
             let said = done(&case.replace_to(&round.to_string(), &(round + 1).to_string()));
-            let listed =
-                if name == "erofs-lz4" { "the file system is compressed" } else { "the list of the driver's 2 files is in the image" };
+            let listed = if name == "erofs-lz4" {
+                "the file system is compressed"
+            } else {
+                "the list of the driver's 2 files is in the image"
+            };
             assert!(said.contains(listed), "{name} {round}: {said}");
-            assert_eq!(done_out(&shell(&show, &[&case.at(&(round + 1).to_string())])), before, "{name} {round}");
+            assert_eq!(
+                done_out(&shell(&show, &[&case.at(&(round + 1).to_string())])),
+                before,
+                "{name} {round}"
+            );
         }
-        let check = if kind == FileSystem::Ext4 { "e2fsck -fn \"$1\"" } else { "fsck.erofs --extract=\"$1.tree\" \"$1\" 2>&1" };
+        let check = if kind == FileSystem::Ext4 {
+            "e2fsck -fn \"$1\""
+        } else {
+            "fsck.erofs --extract=\"$1.tree\" \"$1\" 2>&1"
+        };
         let said = done(&shell(check, &[&case.at("10")]));
         assert!(!said.contains("<E>"), "{name}: {said}");
         // The init of the first and of the last are as large.
-        assert_eq!(fs::metadata(case.at("10")).unwrap().len(), fs::metadata(case.at("1")).unwrap().len(), "{name}");
+        assert_eq!(
+            fs::metadata(case.at("10")).unwrap().len(),
+            fs::metadata(case.at("1")).unwrap().len(),
+            "{name}"
+        );
         let image = case.read("10", kind);
-        let entry = |path: &str| image.entries.iter().find(|entry| entry.name == path.as_bytes()).unwrap();
-        assert_eq!(entry("init").data.bytes(1 << 20).unwrap(), fs::read(case.at("init")).unwrap(), "{name}");
+        let entry = |path: &str| {
+            image
+                .entries
+                .iter()
+                .find(|entry| entry.name == path.as_bytes())
+                .unwrap()
+        };
+        assert_eq!(
+            entry("init").data.bytes(1 << 20).unwrap(),
+            fs::read(case.at("init")).unwrap(),
+            "{name}"
+        );
         if kind == FileSystem::Erofs {
             let large = fs::read(case.at("10.tree/etc/large")).unwrap();
-            assert_eq!(large, vec![b'x'; 200_000], "{name}: what is compressed stays so");
+            assert_eq!(
+                large,
+                vec![b'x'; 200_000],
+                "{name}: what is compressed stays so"
+            );
         }
-        let names = |image: &Image| image.entries.iter().map(|entry| entry.name.clone()).collect::<Vec<_>>();
+        let names = |image: &Image| {
+            image
+                .entries
+                .iter()
+                .map(|entry| entry.name.clone())
+                .collect::<Vec<_>>()
+        };
         assert_eq!(names(&case.read("1", kind)), names(&image), "{name}");
     }
 }
@@ -391,16 +625,21 @@ fn a_list_or_a_directory_above_it_that_is_a_link_is_refused() {
     if cannot_run() {
         return;
     }
-    for (at, target) in
-        [("usr/share/kata-gpu-init/driver-files.json", "/etc/hostname"), ("usr/share/kata-gpu-init", "../../etc"), ("usr/share", "/etc")]
-    {
+    for (at, target) in [
+        ("usr/share/kata-gpu-init/driver-files.json", "/etc/hostname"),
+        ("usr/share/kata-gpu-init", "../../etc"),
+        ("usr/share", "/etc"),
+    ] {
         let case = Case::with_driver("list-link");
         let link = case.at("root").join(at);
         fs::create_dir_all(link.parent().unwrap()).unwrap();
         symlink(target, &link).unwrap();
         for make in [EXT4, EROFS] {
             done(&shell(make, &[&case.at("root"), &case.at("old")]));
-            case.refused("old", "is not written through links: remove it from the image");
+            case.refused(
+                "old",
+                "is not written through links: remove it from the image",
+            );
             fs::remove_file(case.at("old")).unwrap();
         }
     }
@@ -410,7 +649,10 @@ fn a_list_or_a_directory_above_it_that_is_a_link_is_refused() {
 fn for_sandbox(case: &Case, commands: &str) -> PathBuf {
     let directory = case.at("sandbox");
     fs::create_dir_all(directory.join("root")).unwrap();
-    done(&shell(EXT4, &[&case.at("root"), &directory.join("root.img")]));
+    done(&shell(
+        EXT4,
+        &[&case.at("root"), &directory.join("root.img")],
+    ));
     fs::write(directory.join("commands"), commands).unwrap();
     if nix::unistd::geteuid().is_root() {
         done(&shell("chown -R 65534:65534 \"$1\"", &[&directory]));
@@ -433,21 +675,50 @@ fn a_program_in_the_sandbox_reaches_no_file_of_the_host() {
         written.display()
     );
     let directory = for_sandbox(&case, &commands);
-    let output = Command::new(program()).args(["initrd", "in-sandbox", "change-ext4"]).arg(&directory).output().unwrap();
+    let output = Command::new(program())
+        .args(["initrd", "in-sandbox", "change-ext4"])
+        .arg(&directory)
+        .output()
+        .unwrap();
     let said = done(&output);
-    assert!(!written.exists() && said.matches("No such file or directory").count() >= 4, "{said}");
-    assert_eq!(fs::read_to_string(directory.join("seen")).unwrap(), "old", "input and output are there: {said}");
+    assert!(
+        !written.exists() && said.matches("No such file or directory").count() >= 4,
+        "{said}"
+    );
+    assert_eq!(
+        fs::read_to_string(directory.join("seen")).unwrap(),
+        "old",
+        "input and output are there: {said}"
+    );
     let names: Vec<_> = case_names(&directory.join("root.img"));
-    assert!(["got", "passwd", "status"].iter().all(|name| !names.contains(&name.to_string())), "{names:?}");
+    assert!(
+        ["got", "passwd", "status"]
+            .iter()
+            .all(|name| !names.contains(&name.to_string())),
+        "{names:?}"
+    );
     assert_eq!(
         fs::metadata(directory.join("seen")).unwrap().uid(),
-        if nix::unistd::geteuid().is_root() { 65534 } else { nix::unistd::getuid().as_raw() }
+        if nix::unistd::geteuid().is_root() {
+            65534
+        } else {
+            nix::unistd::getuid().as_raw()
+        }
     );
 }
 
 fn case_names(image: &Path) -> Vec<String> {
-    let image = read_all(FileSystem::Ext4, Content::of_file(fs::File::open(image).unwrap()).unwrap()).unwrap().0;
-    image.entries.iter().map(|entry| String::from_utf8_lossy(&entry.name).into_owned()).collect()
+    let image = read_all(
+        FileSystem::Ext4,
+        Content::of_file(fs::File::open(image).unwrap()).unwrap(),
+    )
+    .unwrap()
+    .0;
+    image
+        .entries
+        .iter()
+        .map(|entry| String::from_utf8_lossy(&entry.name).into_owned())
+        .collect()
 }
 
 #[test]
@@ -458,7 +729,15 @@ fn a_stricter_limit_of_the_callers_stays() {
     let case = Case::new("limits");
     done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
     let script = "ulimit -v 4000000; ulimit -t 600; exec \"$1\" initrd replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
-    done(&shell(script, &[&program(), &case.at("old"), &case.at("init"), &case.at("new")]));
+    done(&shell(
+        script,
+        &[
+            &program(),
+            &case.at("old"),
+            &case.at("init"),
+            &case.at("new"),
+        ],
+    ));
 }
 
 #[test]
@@ -467,11 +746,21 @@ fn an_unsound_image_is_refused_with_its_own_fault() {
         return;
     }
     let case = Case::new("unsound");
-    let count_of_blocks = "printf '\\377\\377\\377\\377' | dd of=\"$2\" bs=1 seek=1028 conv=notrunc status=none";
-    done(&shell(&format!("{EXT4}; {count_of_blocks}"), &[&case.at("root"), &case.at("old")]));
+    let count_of_blocks =
+        "printf '\\377\\377\\377\\377' | dd of=\"$2\" bs=1 seek=1028 conv=notrunc status=none";
+    done(&shell(
+        &format!("{EXT4}; {count_of_blocks}"),
+        &[&case.at("root"), &case.at("old")],
+    ));
     let said = String::from_utf8_lossy(&case.replace("old").stderr).into_owned();
-    assert!(said.contains("is not sound") && said.contains("superblock"), "{said}");
-    assert!(!said.contains("/dev/null") && !said.contains("mtab"), "{said}");
+    assert!(
+        said.contains("is not sound") && said.contains("superblock"),
+        "{said}"
+    );
+    assert!(
+        !said.contains("/dev/null") && !said.contains("mtab"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -482,13 +771,24 @@ fn without_namespaces_the_cure_is_named_and_nothing_written() {
     let case = Case::new("namespaces");
     done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
     let script = "unshare -Ur true || exit 9; unshare -Ur sh -ec 'echo 0 >/proc/sys/user/max_user_namespaces; exec \"$@\"' sh \"$1\" initrd replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
-    let output = shell(script, &[&program(), &case.at("old"), &case.at("init"), &case.at("new")]);
+    let output = shell(
+        script,
+        &[
+            &program(),
+            &case.at("old"),
+            &case.at("init"),
+            &case.at("new"),
+        ],
+    );
     if output.status.code() == Some(9) {
         eprintln!("skipped: no user namespaces here");
         return;
     }
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && said.contains("sysctl user.max_user_namespaces above 0"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("sysctl user.max_user_namespaces above 0"),
+        "{said}"
+    );
     assert!(!case.at("new").exists());
 }
 
@@ -498,21 +798,40 @@ fn the_nvml_helper_is_taken_if_given_or_next_to_the_init() {
         return;
     }
     let helper: &[u8] = b"\x7fELF with the loader /lib64/ld-linux-x86-64.so.2, for kata-gpu-nvml";
-    for (name, make, kind) in [("helper-erofs", EROFS, FileSystem::Erofs), ("helper-ext4", EXT4, FileSystem::Ext4)] {
+    for (name, make, kind) in [
+        ("helper-erofs", EROFS, FileSystem::Erofs),
+        ("helper-ext4", EXT4, FileSystem::Ext4),
+    ] {
         let case = Case::with_driver(name);
         done(&shell(make, &[&case.at("root"), &case.at("old")]));
         fs::write(case.at("kata-gpu-nvml"), helper).unwrap();
         let run = |image: &str, new: &str, more: &[&str]| {
             let mut command = Command::new(program());
-            command.args(["initrd", "replace-init"]).arg(case.at(image)).arg("--init").arg(case.at("init")).arg("-o").arg(case.at(new));
+            command
+                .args(["initrd", "replace-init"])
+                .arg(case.at(image))
+                .arg("--init")
+                .arg(case.at("init"))
+                .arg("-o")
+                .arg(case.at(new));
             command.args(more).output().unwrap()
         };
         let said = done(&run("old", "new", &[]));
-        assert!(said.contains("added    /usr/bin/kata-gpu-nvml") && said.contains("kata-gpu-nvml is /"), "{said}");
+        assert!(
+            said.contains("added    /usr/bin/kata-gpu-nvml") && said.contains("kata-gpu-nvml is /"),
+            "{said}"
+        );
         let entry_of = |image: &str| {
             let image = case.read(image, kind);
-            let entry = image.entries.iter().find(|entry| entry.name.ends_with(b"usr/bin/kata-gpu-nvml"))?;
-            Some((entry.header.mode, (entry.header.uid, entry.header.gid), entry.data.bytes(1 << 20).unwrap()))
+            let entry = image
+                .entries
+                .iter()
+                .find(|entry| entry.name.ends_with(b"usr/bin/kata-gpu-nvml"))?;
+            Some((
+                entry.header.mode,
+                (entry.header.uid, entry.header.gid),
+                entry.data.bytes(1 << 20).unwrap(),
+            ))
         };
         assert_eq!(entry_of("new"), Some((0o100_755, (0, 0), helper.to_vec())));
         // An upgrade takes the place of what the last one added.
@@ -521,17 +840,28 @@ fn the_nvml_helper_is_taken_if_given_or_next_to_the_init() {
         let later = case.at("later").display().to_string();
         done(&run("new", "newer", &["--nvml", &later]));
         assert_eq!(entry_of("newer").unwrap().2, newer);
-        assert_eq!(fs::metadata(case.at("newer")).unwrap().len(), fs::metadata(case.at("new")).unwrap().len());
+        assert_eq!(
+            fs::metadata(case.at("newer")).unwrap().len(),
+            fs::metadata(case.at("new")).unwrap().len()
+        );
         done(&run("old", "without", &["--no-nvml"]));
         assert_eq!(entry_of("without"), None);
         // Another program, given, is refused; found, it is left out, and that is said.
         let init = case.at("init").display().to_string();
         let refused = run("old", "none", &["--nvml", &init]);
         let why = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert!(!refused.status.success() && why.contains("another program") && !case.at("none").exists(), "{why}");
+        assert!(
+            !refused.status.success()
+                && why.contains("another program")
+                && !case.at("none").exists(),
+            "{why}"
+        );
         fs::write(case.at("kata-gpu-nvml"), "text").unwrap();
         let said = done(&run("old", "other", &[]));
-        assert!(said.contains("no kata-gpu-nvml was added: helper ") && entry_of("other").is_none(), "{said}");
+        assert!(
+            said.contains("no kata-gpu-nvml was added: helper ") && entry_of("other").is_none(),
+            "{said}"
+        );
     }
     // Links lead elsewhere.
     let case = Case::new("helper-link");
@@ -540,10 +870,23 @@ fn the_nvml_helper_is_taken_if_given_or_next_to_the_init() {
     done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
     fs::write(case.at("kata-gpu-nvml"), helper).unwrap();
     let mut command = Command::new(program());
-    command.args(["initrd", "replace-init"]).arg(case.at("old")).arg("--init").arg(case.at("init")).arg("-o").arg(case.at("new"));
-    let output = command.arg("--nvml").arg(case.at("kata-gpu-nvml")).output().unwrap();
+    command
+        .args(["initrd", "replace-init"])
+        .arg(case.at("old"))
+        .arg("--init")
+        .arg(case.at("init"))
+        .arg("-o")
+        .arg(case.at("new"));
+    let output = command
+        .arg("--nvml")
+        .arg(case.at("kata-gpu-nvml"))
+        .output()
+        .unwrap();
     let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && why.contains("not written through links: /usr/bin"), "{why}");
+    assert!(
+        !output.status.success() && why.contains("not written through links: /usr/bin"),
+        "{why}"
+    );
 }
 
 #[test]
@@ -555,8 +898,17 @@ fn every_command_for_debugfs_is_of_a_closed_list() {
     let case = Case::with_driver("closed");
     fs::write(case.at("root/etc/$(id)\nrm x"), "").unwrap();
     done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
-    let (_, tree) = read_all(FileSystem::Ext4, Content::of_file(fs::File::open(case.at("old")).unwrap()).unwrap()).unwrap();
-    let wanted = wanted::Wanted { init: b"", sbin: wanted::sbin(&tree).unwrap(), helper: Some(b""), list: Some(b"") };
+    let (_, tree) = read_all(
+        FileSystem::Ext4,
+        Content::of_file(fs::File::open(case.at("old")).unwrap()).unwrap(),
+    )
+    .unwrap();
+    let wanted = wanted::Wanted {
+        init: b"",
+        sbin: wanted::sbin(&tree).unwrap(),
+        helper: Some(b""),
+        list: Some(b""),
+    };
     let text = commands(&tree, &wanted);
     let known = [
         "cd",
@@ -587,8 +939,14 @@ fn every_command_for_debugfs_is_of_a_closed_list() {
         wanted::LIST_NAME,
         "0100644",
     ];
-    assert!(text.split_whitespace().all(|word| known.contains(&word)), "{text}");
-    assert!(!text.contains("mkdir usr"), "what is there is not made again: {text}");
+    assert!(
+        text.split_whitespace().all(|word| known.contains(&word)),
+        "{text}"
+    );
+    assert!(
+        !text.contains("mkdir usr"),
+        "what is there is not made again: {text}"
+    );
 }
 
 #[test]
@@ -597,12 +955,23 @@ fn gzip_that_grows_without_bounds_is_refused_with_the_cure() {
     let path = dir.0.join("bomb");
     // 200 MB of one file, of which 200 KB remain.
     let size = 200 << 20;
-    let header = format!("070701{:08x}{:08x}{:024x}{:08x}{:08x}{:08x}{:032x}{:08x}{:08x}", 1, 0o100_644, 0, 1, 0, size, 0, 2, 0);
-    fs::write(&path, gzip(&[header.as_bytes(), b"x\0", &vec![0; size]].concat())).unwrap();
+    let header = format!(
+        "070701{:08x}{:08x}{:024x}{:08x}{:08x}{:08x}{:032x}{:08x}{:08x}",
+        1, 0o100_644, 0, 1, 0, size, 0, 2, 0
+    );
+    fs::write(
+        &path,
+        gzip(&[header.as_bytes(), b"x\0", &vec![0; size]].concat()),
+    )
+    .unwrap();
     let before = fs::metadata(&path).unwrap().len();
     assert!(before < 1 << 20, "{before}");
     let said = format!("{:#}", Image::open(&path).unwrap_err());
-    assert!(said.contains("compressed bytes grow to more than") && said.contains("unpack it with gzip -d"), "{said}");
+    assert!(
+        said.contains("compressed bytes grow to more than")
+            && said.contains("unpack it with gzip -d"),
+        "{said}"
+    );
 }
 
 #[test]

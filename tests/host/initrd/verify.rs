@@ -30,11 +30,35 @@ fn module(version: Option<&str>, more: &str) -> Vec<u8> {
 
 /// A guest with a driver, laid out as distributions do; without the list of its files.
 pub fn guest() -> Vec<Made> {
-    let firmware = format!("firmware=nvidia/{VERSION}/gsp_ga10x.bin\0firmware=nvidia/{VERSION}/gsp_tu10x.bin\0");
+    let firmware = format!(
+        "firmware=nvidia/{VERSION}/gsp_ga10x.bin\0firmware=nvidia/{VERSION}/gsp_tu10x.bin\0"
+    );
     let modules = format!("usr/lib/modules/{KERNEL}");
-    let mut all: Vec<Made> =
-        [".", "dev", "proc", "sys", "run", "etc", "var", "usr", "usr/bin", "usr/lib", "usr/lib64", "usr/lib/modules"].map(directory).into();
-    all.extend([modules.as_str(), &format!("{modules}/extra"), "usr/lib/firmware", "usr/lib/firmware/nvidia"].map(directory));
+    let mut all: Vec<Made> = [
+        ".",
+        "dev",
+        "proc",
+        "sys",
+        "run",
+        "etc",
+        "var",
+        "usr",
+        "usr/bin",
+        "usr/lib",
+        "usr/lib64",
+        "usr/lib/modules",
+    ]
+    .map(directory)
+    .into();
+    all.extend(
+        [
+            modules.as_str(),
+            &format!("{modules}/extra"),
+            "usr/lib/firmware",
+            "usr/lib/firmware/nvidia",
+        ]
+        .map(directory),
+    );
     all.extend([
         directory(&format!("usr/lib/firmware/nvidia/{VERSION}")),
         made("tmp", 0o041_777, ""),
@@ -72,13 +96,34 @@ fn listed() -> Vec<Made> {
         std::fs::write(dir.0.join("image"), archive(&guest())).unwrap();
         std::fs::write(dir.0.join("init"), stand_in::library(None, &[])).unwrap();
         let image = Image::open(&dir.0.join("image")).unwrap();
-        let wish = Wish { init: dir.0.join("init"), helper: Helper::None, manifest: true, form: None, drop_old: false };
-        let done = repack(&image, &Tree::new(&image).unwrap(), &wish, &Question::default(), &dir.0.join("out")).unwrap();
+        let wish = Wish {
+            init: dir.0.join("init"),
+            helper: Helper::None,
+            manifest: true,
+            form: None,
+            drop_old: false,
+        };
+        let done = repack(
+            &image,
+            &Tree::new(&image).unwrap(),
+            &wish,
+            &Question::default(),
+            &dir.0.join("out"),
+        )
+        .unwrap();
         let after = Image::open(done.written.temporary()).unwrap();
-        let entry = after.entries.iter().find(|e| e.name == MANIFEST.as_bytes()).unwrap();
+        let entry = after
+            .entries
+            .iter()
+            .find(|e| e.name == MANIFEST.as_bytes())
+            .unwrap();
         entry.data.bytes(1 << 20).unwrap()
     });
-    let more = [directory("usr/share"), directory("usr/share/kata-gpu-init"), file(MANIFEST, list)];
+    let more = [
+        directory("usr/share"),
+        directory("usr/share/kata-gpu-init"),
+        file(MANIFEST, list),
+    ];
     guest().into_iter().chain(more).collect()
 }
 
@@ -96,7 +141,10 @@ struct Broken(Vec<Made>);
 
 impl Broken {
     fn at(&mut self, name: &str) -> &mut Made {
-        self.0.iter_mut().find(|m| m.name == name.as_bytes()).unwrap_or_else(|| panic!("{name}"))
+        self.0
+            .iter_mut()
+            .find(|m| m.name == name.as_bytes())
+            .unwrap_or_else(|| panic!("{name}"))
     }
 
     fn set(&mut self, new: Made) {
@@ -133,8 +181,15 @@ const CASES: &[(&str, Break)] = &[
     ("no-agent", |g| g.set(link("usr/bin/kata-agent", "agent"))),
     ("not-a-program", |g| g.mode("init", 0o100_644)),
     ("not-a-program", |g| g.set(directory("init"))),
-    ("not-a-program", |g| g.set(program("usr/bin/kata-agent", "text"))),
-    ("loader-missing", |g| g.set(program("init", stand_in::program("/lib/ld-musl-x86_64.so.1", &[], None)))),
+    ("not-a-program", |g| {
+        g.set(program("usr/bin/kata-agent", "text"))
+    }),
+    ("loader-missing", |g| {
+        g.set(program(
+            "init",
+            stand_in::program("/lib/ld-musl-x86_64.so.1", &[], None),
+        ))
+    }),
     ("loader-missing", |g| g.set(program("init", "#!/bin/sh\n"))),
     // Interpreters that are there and start nothing.
     ("loader-missing", |g| g.set(program("init", "#!/init\n"))),
@@ -151,10 +206,18 @@ const CASES: &[(&str, Break)] = &[
         g.mode("usr/lib64/ld-linux-x86-64.so.2", 0o100_644);
         g.remove("usr/bin/nvidia-smi");
     }),
-    ("library-missing", |g| g.set(program("usr/bin/kata-agent", stand_in::program(LOADER, &["libc.so.6", "libseccomp.so.2"], None)))),
+    ("library-missing", |g| {
+        g.set(program(
+            "usr/bin/kata-agent",
+            stand_in::program(LOADER, &["libc.so.6", "libseccomp.so.2"], None),
+        ))
+    }),
     ("library-missing", |g| {
         // One that a library needs.
-        g.set(file("usr/lib64/libc.so.6", stand_in::library(Some("libc.so.6"), &["libdeep.so"])));
+        g.set(file(
+            "usr/lib64/libc.so.6",
+            stand_in::library(Some("libc.so.6"), &["libdeep.so"]),
+        ));
         g.remove("usr/bin/nvidia-smi");
     }),
     ("library-missing", |g| {
@@ -170,44 +233,100 @@ const CASES: &[(&str, Break)] = &[
     ("program-broken", |g| g.remove("usr/own/libown.so")),
     // A library of one that the program opens when it runs.
     ("program-broken", |g| {
-        g.0.push(program("usr/bin/kata-gpu-nvml", stand_in::program(LOADER, &["libc.so.6"], None)));
-        g.0.push(link("usr/lib64/libnvidia-ml.so.1", &format!("libnvidia-ml.so.{VERSION}")));
+        g.0.push(program(
+            "usr/bin/kata-gpu-nvml",
+            stand_in::program(LOADER, &["libc.so.6"], None),
+        ));
+        g.0.push(link(
+            "usr/lib64/libnvidia-ml.so.1",
+            &format!("libnvidia-ml.so.{VERSION}"),
+        ));
         let nvml = stand_in::library(Some("libnvidia-ml.so.1"), &["libc.so.6", "libpthread.so.0"]);
         g.set(file(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"), nvml));
     }),
-    ("no-modules", |g| g.remove(&format!("usr/lib/modules/{KERNEL}/modules.dep"))),
+    ("no-modules", |g| {
+        g.remove(&format!("usr/lib/modules/{KERNEL}/modules.dep"))
+    }),
     ("several-kernels", |g| {
         g.0.push(directory("usr/lib/modules/6.1.0"));
-        g.0.push(file("usr/lib/modules/6.1.0/modules.dep", "nvidia.ko:\nnvidia-uvm.ko:\n"));
+        g.0.push(file(
+            "usr/lib/modules/6.1.0/modules.dep",
+            "nvidia.ko:\nnvidia-uvm.ko:\n",
+        ));
         for (name, version) in [("nvidia", VERSION), ("nvidia-uvm", VERSION)] {
-            let info = format!("version={version}\0vermagic=6.1.0 SMP\0firmware=nvidia/{VERSION}/gsp_ga10x.bin\0");
-            g.0.push(file(&format!("usr/lib/modules/6.1.0/{name}.ko"), stand_in::module(info.as_bytes())));
+            let info = format!(
+                "version={version}\0vermagic=6.1.0 SMP\0firmware=nvidia/{VERSION}/gsp_ga10x.bin\0"
+            );
+            g.0.push(file(
+                &format!("usr/lib/modules/6.1.0/{name}.ko"),
+                stand_in::module(info.as_bytes()),
+            ));
         }
     }),
-    ("no-driver", |g| g.set(file(&format!("usr/lib/modules/{KERNEL}/modules.dep"), "extra/nvidia.ko: extra/ecc.ko\nextra/ecc.ko:\n"))),
+    ("no-driver", |g| {
+        g.set(file(
+            &format!("usr/lib/modules/{KERNEL}/modules.dep"),
+            "extra/nvidia.ko: extra/ecc.ko\nextra/ecc.ko:\n",
+        ))
+    }),
     ("module-missing", |g| g.remove(&extra("ecc.ko"))),
     ("module-missing", |g| g.remove(&extra("nvidia-uvm.ko"))),
     ("other-module-missing", |g| g.remove(&extra("other.ko"))),
     ("not-a-module", |g| g.set(file(&extra("ecc.ko"), "text"))),
-    ("vermagic", |g| g.set(file(&extra("ecc.ko"), stand_in::module(b"vermagic=6.1.0 SMP\0")))),
-    ("vermagic", |g| g.set(file(&extra("other.ko"), stand_in::module(b"license=GPL\0")))),
-    ("module-versions", |g| g.set(file(&extra("nvidia-uvm.ko"), module(Some("580.95.05"), "")))),
-    ("no-firmware", |g| ["gsp_ga10x.bin", "gsp_tu10x.bin"].iter().for_each(|name| g.remove(&firmware(name)))),
+    ("vermagic", |g| {
+        g.set(file(
+            &extra("ecc.ko"),
+            stand_in::module(b"vermagic=6.1.0 SMP\0"),
+        ))
+    }),
+    ("vermagic", |g| {
+        g.set(file(&extra("other.ko"), stand_in::module(b"license=GPL\0")))
+    }),
+    ("module-versions", |g| {
+        g.set(file(&extra("nvidia-uvm.ko"), module(Some("580.95.05"), "")))
+    }),
+    ("no-firmware", |g| {
+        ["gsp_ga10x.bin", "gsp_tu10x.bin"]
+            .iter()
+            .for_each(|name| g.remove(&firmware(name)))
+    }),
     ("no-firmware", |g| {
         // A module that does not say which it needs.
         g.set(file(&extra("nvidia.ko"), module(Some(VERSION), "")));
-        ["gsp_ga10x.bin", "gsp_tu10x.bin"].iter().for_each(|name| g.remove(&firmware(name)));
+        ["gsp_ga10x.bin", "gsp_tu10x.bin"]
+            .iter()
+            .for_each(|name| g.remove(&firmware(name)));
     }),
     ("firmware-partial", |g| g.remove(&firmware("gsp_tu10x.bin"))),
-    ("firmware-partial", |g| g.at(&firmware("gsp_tu10x.bin")).name.extend(b".xz")),
-    ("no-libcuda", |g| g.remove(&format!("usr/lib64/libcuda.so.{VERSION}"))),
-    ("no-nvml", |g| g.remove(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"))),
-    ("version-differs", |g| g.at(&format!("usr/lib64/libnvidia-ml.so.{VERSION}")).name = b"usr/lib64/libnvidia-ml.so.580.95.05".to_vec()),
-    ("service-broken", |g| g.0.push(program("usr/bin/nv-fabricmanager", stand_in::program(LOADER, &["libc.so.6"], None)))),
+    ("firmware-partial", |g| {
+        g.at(&firmware("gsp_tu10x.bin")).name.extend(b".xz")
+    }),
+    ("no-libcuda", |g| {
+        g.remove(&format!("usr/lib64/libcuda.so.{VERSION}"))
+    }),
+    ("no-nvml", |g| {
+        g.remove(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"))
+    }),
+    ("version-differs", |g| {
+        g.at(&format!("usr/lib64/libnvidia-ml.so.{VERSION}")).name =
+            b"usr/lib64/libnvidia-ml.so.580.95.05".to_vec()
+    }),
+    ("service-broken", |g| {
+        g.0.push(program(
+            "usr/bin/nv-fabricmanager",
+            stand_in::program(LOADER, &["libc.so.6"], None),
+        ))
+    }),
     ("service-differs", |g| {
-        g.0.push(program("usr/bin/nvidia-persistenced", stand_in::program(LOADER, &["libc.so.6"], None)));
+        g.0.push(program(
+            "usr/bin/nvidia-persistenced",
+            stand_in::program(LOADER, &["libc.so.6"], None),
+        ));
         g.0.push(file("etc/netconfig", ""));
-        g.0.push(file("usr/lib64/libnvidia-cfg.so.1", stand_in::library(Some("libnvidia-cfg.so.1"), &[])));
+        g.0.push(file(
+            "usr/lib64/libnvidia-cfg.so.1",
+            stand_in::library(Some("libnvidia-cfg.so.1"), &[]),
+        ));
     }),
     ("var-run", |g| g.remove("var/run")),
     ("var-run", |g| g.set(link("var/run", "/tmp"))),
@@ -224,8 +343,15 @@ const CASES: &[(&str, Break)] = &[
     ("left-out", |g| g.0.push(file("opt/x", ""))),
     ("odd-name", |g| g.0.push(file("/etc/x", ""))),
     ("odd-name", |g| g.0.push(file("etc/../x", ""))),
-    ("again", |g| g.0.extend([file("etc/x", "1"), file("etc/x", "2")])),
-    ("packed", |g| g.0.push(program("usr/bin/p", [stand_in::library(None, &[]), b"UPX!".to_vec()].concat()))),
+    ("again", |g| {
+        g.0.extend([file("etc/x", "1"), file("etc/x", "2")])
+    }),
+    ("packed", |g| {
+        g.0.push(program(
+            "usr/bin/p",
+            [stand_in::library(None, &[]), b"UPX!".to_vec()].concat(),
+        ))
+    }),
 ];
 
 #[test]
@@ -233,17 +359,41 @@ fn a_script_interpreted_by_a_script_starts_as_in_the_kernel() {
     let mut good = Broken(guest());
     good.set(program("init", "#!/usr/bin/1 -x\n"));
     good.0.push(program("usr/bin/1", "#! /usr/bin/2\n"));
-    good.0.push(program("usr/bin/2", stand_in::library(None, &[])));
+    good.0
+        .push(program("usr/bin/2", stand_in::library(None, &[])));
     let report = report(&archive(&good.0), &Question::default());
-    assert!(report.boots() && report.init.linked == "script", "{:#?}", report.findings);
+    assert!(
+        report.boots() && report.init.linked == "script",
+        "{:#?}",
+        report.findings
+    );
 }
 
 #[test]
 fn a_guest_that_boots_has_no_finding() {
-    let good = report(&archive(&listed()), &Question { release: Some(KERNEL.into()), ..Question::default() });
-    assert!(good.findings.is_empty() && good.boots(), "{:#?}", good.findings);
-    assert_eq!((good.releases.as_slice(), good.modules), (&[KERNEL.to_string()][..], 4));
-    assert_eq!((good.user_space.as_deref(), good.driver.as_ref().unwrap().version.as_deref()), (Some(VERSION), Some(VERSION)));
+    let good = report(
+        &archive(&listed()),
+        &Question {
+            release: Some(KERNEL.into()),
+            ..Question::default()
+        },
+    );
+    assert!(
+        good.findings.is_empty() && good.boots(),
+        "{:#?}",
+        good.findings
+    );
+    assert_eq!(
+        (good.releases.as_slice(), good.modules),
+        (&[KERNEL.to_string()][..], 4)
+    );
+    assert_eq!(
+        (
+            good.user_space.as_deref(),
+            good.driver.as_ref().unwrap().version.as_deref()
+        ),
+        (Some(VERSION), Some(VERSION))
+    );
     assert_eq!((good.init.linked, good.agent.linked), ("static", "dynamic"));
 }
 
@@ -256,30 +406,70 @@ fn every_rule_is_broken_alone_by_what_is_meant() {
         let report = report(&archive(&broken.0), &Question::default());
         let mut found = rules(&report);
         assert!(found.remove("no-manifest"), "case {index}: {rule}");
-        assert_eq!(found, BTreeSet::from([*rule]), "case {index}: {:#?}", report.findings);
+        assert_eq!(
+            found,
+            BTreeSet::from([*rule]),
+            "case {index}: {:#?}",
+            report.findings
+        );
         let severity = RULES.iter().find(|r| r.name == *rule).unwrap().severity;
         assert_eq!(report.boots(), severity != Severity::Error, "{rule}");
         seen.insert(rule);
     }
     // Rules about more than one file.
-    let alone = |bytes: &[u8], question: &Question| rules(&report(bytes, question)).into_iter().collect::<Vec<_>>();
-    let asked = |release: &str| Question { release: Some(release.into()), ..Question::default() };
+    let alone = |bytes: &[u8], question: &Question| {
+        rules(&report(bytes, question))
+            .into_iter()
+            .collect::<Vec<_>>()
+    };
+    let asked = |release: &str| Question {
+        release: Some(release.into()),
+        ..Question::default()
+    };
     let good = archive(&listed());
     // Without the modules, the driver's version is the libraries'.
     assert_eq!(alone(&good, &asked("6.1.0")), ["other-kernel"]);
     assert_eq!(alone(&gzip(&good), &Question::default()), ["compressed"]);
-    assert_eq!(alone(&entries(&listed()), &Question::default()), ["no-trailer"]);
-    assert_eq!(alone(&archive(&guest()), &Question::default()), ["no-manifest"]);
+    assert_eq!(
+        alone(&entries(&listed()), &Question::default()),
+        ["no-trailer"]
+    );
+    assert_eq!(
+        alone(&archive(&guest()), &Question::default()),
+        ["no-manifest"]
+    );
     let mut stale = Broken(listed());
     stale.set(file(&firmware("gsp_tu10x.bin"), "longer firmware"));
-    assert_eq!(alone(&archive(&stale.0), &Question::default()), ["manifest-stale"]);
+    assert_eq!(
+        alone(&archive(&stale.0), &Question::default()),
+        ["manifest-stale"]
+    );
     stale.set(file(MANIFEST, "{}"));
-    assert_eq!(alone(&archive(&stale.0), &Question::default()), ["manifest-stale"]);
-    let of = |topology, confidential| Question { topologies: vec![topology], confidential, ..Question::default() };
-    assert_eq!(alone(&good, &of(Topology::HopperFabric, false)), ["service-missing"]);
+    assert_eq!(
+        alone(&archive(&stale.0), &Question::default()),
+        ["manifest-stale"]
+    );
+    let of = |topology, confidential| Question {
+        topologies: vec![topology],
+        confidential,
+        ..Question::default()
+    };
+    assert_eq!(
+        alone(&good, &of(Topology::HopperFabric, false)),
+        ["service-missing"]
+    );
     assert_eq!(alone(&good, &of(Topology::Gpus, true)), ["service-wanted"]);
-    assert_eq!(alone(&archive(&without_driver().0), &Question::default()), ["driver-elsewhere"]);
-    seen.extend(["other-kernel", "compressed", "no-trailer", "no-manifest", "manifest-stale"]);
+    assert_eq!(
+        alone(&archive(&without_driver().0), &Question::default()),
+        ["driver-elsewhere"]
+    );
+    seen.extend([
+        "other-kernel",
+        "compressed",
+        "no-trailer",
+        "no-manifest",
+        "manifest-stale",
+    ]);
     seen.extend(["service-missing", "service-wanted", "driver-elsewhere"]);
     let all: BTreeSet<&str> = RULES.iter().map(|r| r.name).collect();
     assert_eq!(seen, all, "every rule has a case");
@@ -289,7 +479,9 @@ fn every_rule_is_broken_alone_by_what_is_meant() {
 fn without_driver() -> Broken {
     let mut base = Broken(guest());
     base.0.retain(|made| {
-        !["modules/", "firmware/", "libcuda", "libnvidia"].iter().any(|part| made.name.windows(part.len()).any(|w| w == part.as_bytes()))
+        !["modules/", "firmware/", "libcuda", "libnvidia"]
+            .iter()
+            .any(|part| made.name.windows(part.len()).any(|w| w == part.as_bytes()))
     });
     base
 }
@@ -298,24 +490,45 @@ fn without_driver() -> Broken {
 fn an_image_without_a_driver_boots_and_names_its_source() {
     let base = without_driver();
     let reported = report(&archive(&base.0), &Question::default());
-    assert!(reported.boots() && reported.driver_elsewhere && reported.services.is_none(), "{:#?}", reported.findings);
+    assert!(
+        reported.boots() && reported.driver_elsewhere && reported.services.is_none(),
+        "{:#?}",
+        reported.findings
+    );
     let text = verify_text::page(&reported, &Screen::PLAIN);
-    assert!(text.contains("driver  none: it comes on the extension disk `gpu`") && text.contains("0 errors, 0 warnings, 1 note"), "{text}");
+    assert!(
+        text.contains("driver  none: it comes on the extension disk `gpu`")
+            && text.contains("0 errors, 0 warnings, 1 note"),
+        "{text}"
+    );
     // Any part of it, alone, is a driver that is not whole.
-    for (index, part) in
-        [file("usr/lib64/libcuda.so.1", ""), file(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"), ""), file("usr/lib/nvidia.ko.xz", "")]
-            .into_iter()
-            .enumerate()
+    for (index, part) in [
+        file("usr/lib64/libcuda.so.1", ""),
+        file(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"), ""),
+        file("usr/lib/nvidia.ko.xz", ""),
+    ]
+    .into_iter()
+    .enumerate()
     {
         let mut broken = Broken(base.0.clone());
         broken.0.push(part);
         let reported = report(&archive(&broken.0), &Question::default());
-        assert!(!reported.boots() && !reported.driver_elsewhere, "case {index}: {:#?}", reported.findings);
+        assert!(
+            !reported.boots() && !reported.driver_elsewhere,
+            "case {index}: {:#?}",
+            reported.findings
+        );
     }
     // Its services cannot be vouched for.
-    let asked = Question { topologies: vec![Topology::Gpus], ..Question::default() };
+    let asked = Question {
+        topologies: vec![Topology::Gpus],
+        ..Question::default()
+    };
     let reported = report(&archive(&base.0), &asked);
-    assert_eq!(rules(&reported), BTreeSet::from(["driver-elsewhere", "service-missing"]));
+    assert_eq!(
+        rules(&reported),
+        BTreeSet::from(["driver-elsewhere", "service-missing"])
+    );
 }
 
 /// A guest whose image has every service of the table, whole.
@@ -331,15 +544,41 @@ fn serviced() -> Broken {
     };
     let mut accounts = String::new();
     for service in &SERVICES {
-        put(service.programs[0], stand_in::program(LOADER, &["libc.so.6"], None), 0o100_755);
-        service.opens.iter().for_each(|library| put(&format!("usr/lib64/{library}"), stand_in::library(Some(library), &[]), 0o100_644));
-        service.files.iter().for_each(|path| put(path, Vec::new(), 0o100_644));
-        package(service.name).iter().for_each(|path| put(path, b"KEY=VALUE\n".to_vec(), 0o100_644));
-        service.accounts().iter().for_each(|account| accounts += &format!("{account}:x:143:143::/:/bin/false\n"));
+        put(
+            service.programs[0],
+            stand_in::program(LOADER, &["libc.so.6"], None),
+            0o100_755,
+        );
+        service.opens.iter().for_each(|library| {
+            put(
+                &format!("usr/lib64/{library}"),
+                stand_in::library(Some(library), &[]),
+                0o100_644,
+            )
+        });
+        service
+            .files
+            .iter()
+            .for_each(|path| put(path, Vec::new(), 0o100_644));
+        package(service.name)
+            .iter()
+            .for_each(|path| put(path, b"KEY=VALUE\n".to_vec(), 0o100_644));
+        service
+            .accounts()
+            .iter()
+            .for_each(|account| accounts += &format!("{account}:x:143:143::/:/bin/false\n"));
     }
     put("etc/passwd", accounts.into_bytes(), 0o100_644);
-    let builtin = SERVICES.iter().flat_map(|service| service.modules).map(|module| format!("kernel/{module}.ko\n")).collect::<String>();
-    put(&format!("usr/lib/modules/{KERNEL}/modules.builtin"), builtin.into_bytes(), 0o100_644);
+    let builtin = SERVICES
+        .iter()
+        .flat_map(|service| service.modules)
+        .map(|module| format!("kernel/{module}.ko\n"))
+        .collect::<String>();
+    put(
+        &format!("usr/lib/modules/{KERNEL}/modules.builtin"),
+        builtin.into_bytes(),
+        0o100_644,
+    );
     Broken(made)
 }
 
@@ -347,9 +586,17 @@ fn serviced() -> Broken {
 fn verify_lists_the_services_of_each_topology_and_what_lacks() {
     let whole = report(&archive(&serviced().0), &Question::default());
     let services = whole.services.as_ref().unwrap();
-    assert_eq!((rules(&whole), services.lacking()), (BTreeSet::from(["no-manifest"]), vec![]), "{:#?}", whole.findings);
+    assert_eq!(
+        (rules(&whole), services.lacking()),
+        (BTreeSet::from(["no-manifest"]), vec![]),
+        "{:#?}",
+        whole.findings
+    );
     let text = verify_text::page(&whole, &Screen::PLAIN);
-    let rows: BTreeSet<String> = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+    let rows: BTreeSet<String> = text
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+        .collect();
     for row in [
         "none none are started",
         "gpus, confidential starts persistenced",
@@ -363,28 +610,63 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
     // Each thing in turn; the topologies that need the service lack it, and the others do not.
     type Cut = fn(&mut Broken);
     let cuts: &[(Cut, Name, &str)] = &[
-        (|g| g.remove("usr/bin/nv-fabricmanager"), Name::FabricManager, "no /usr/bin/nv-fabricmanager"),
+        (
+            |g| g.remove("usr/bin/nv-fabricmanager"),
+            Name::FabricManager,
+            "no /usr/bin/nv-fabricmanager",
+        ),
         (
             |g| g.remove("usr/share/nvidia/nvswitch/fabricmanager.cfg"),
             Name::FabricManager,
             "no configuration /usr/share/nvidia/nvswitch/fabricmanager.cfg",
         ),
         (
-            |g| g.set(file("usr/share/nvidia/nvswitch/fabricmanager.cfg", "#!/bin/sh\nexec\n")),
+            |g| {
+                g.set(file(
+                    "usr/share/nvidia/nvswitch/fabricmanager.cfg",
+                    "#!/bin/sh\nexec\n",
+                ))
+            },
             Name::FabricManager,
             "line 2: neither KEY=VALUE",
         ),
-        (|g| g.mode("usr/bin/nv-fabricmanager", 0o100_644), Name::FabricManager, "not executable, mode 0644"),
         (
-            |g| g.set(program("usr/bin/nv-fabricmanager", stand_in::program(LOADER, &["libgone.so.1"], None))),
+            |g| g.mode("usr/bin/nv-fabricmanager", 0o100_644),
+            Name::FabricManager,
+            "not executable, mode 0644",
+        ),
+        (
+            |g| {
+                g.set(program(
+                    "usr/bin/nv-fabricmanager",
+                    stand_in::program(LOADER, &["libgone.so.1"], None),
+                ))
+            },
             Name::FabricManager,
             "library-missing: libgone.so.1",
         ),
-        (|g| g.remove("usr/lib64/libnvidia-cfg.so.1"), Name::Persistenced, "library libnvidia-cfg.so.1, which it opens when it runs"),
-        (|g| g.remove("etc/netconfig"), Name::Persistenced, "no /etc/netconfig, without which it fails"),
-        (|g| g.remove("opt/nvidia/nvlsm/sbin/nvlsm"), Name::Nvlsm, "no /opt/nvidia/nvlsm/sbin/nvlsm, /usr/bin/nvlsm"),
         (
-            |g| g.set(file(&format!("usr/lib/modules/{KERNEL}/modules.builtin"), "kernel/mlx5_ib.ko\n")),
+            |g| g.remove("usr/lib64/libnvidia-cfg.so.1"),
+            Name::Persistenced,
+            "library libnvidia-cfg.so.1, which it opens when it runs",
+        ),
+        (
+            |g| g.remove("etc/netconfig"),
+            Name::Persistenced,
+            "no /etc/netconfig, without which it fails",
+        ),
+        (
+            |g| g.remove("opt/nvidia/nvlsm/sbin/nvlsm"),
+            Name::Nvlsm,
+            "no /opt/nvidia/nvlsm/sbin/nvlsm, /usr/bin/nvlsm",
+        ),
+        (
+            |g| {
+                g.set(file(
+                    &format!("usr/lib/modules/{KERNEL}/modules.builtin"),
+                    "kernel/mlx5_ib.ko\n",
+                ))
+            },
             Name::Nvlsm,
             "kernel modules ib_umad are neither in the image nor built in",
         ),
@@ -394,17 +676,37 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
         cut(&mut broken);
         let bytes = archive(&broken.0);
         let reported = report(&bytes, &Question::default());
-        assert!(reported.boots(), "case {index}: a topology that nobody asked for failed the image: {:#?}", reported.findings);
+        assert!(
+            reported.boots(),
+            "case {index}: a topology that nobody asked for failed the image: {:#?}",
+            reported.findings
+        );
         let services = reported.services.as_ref().unwrap();
         let lacking = services.lacking();
-        assert!(lacking.len() == 1 && lacking[0].0 == *name && lacking[0].1.contains(why), "case {index}: {lacking:?}");
+        assert!(
+            lacking.len() == 1 && lacking[0].0 == *name && lacking[0].1.contains(why),
+            "case {index}: {lacking:?}"
+        );
         for case in &services.cases {
             let wanted = case.services.iter().any(|wanted| wanted.name == *name);
             let (_, lacks) = services.split(case);
-            assert_eq!(lacks, if wanted { vec![*name] } else { vec![] }, "case {index}, {}", case.title());
+            assert_eq!(
+                lacks,
+                if wanted { vec![*name] } else { vec![] },
+                "case {index}, {}",
+                case.title()
+            );
             // Services that --topology asks for.
-            let asked = Question { topologies: vec![case.topology], confidential: case.confidential, ..Question::default() };
-            let needed = !case.managed && case.services.iter().any(|wanted| wanted.name == *name && wanted.needed);
+            let asked = Question {
+                topologies: vec![case.topology],
+                confidential: case.confidential,
+                ..Question::default()
+            };
+            let needed = !case.managed
+                && case
+                    .services
+                    .iter()
+                    .any(|wanted| wanted.name == *name && wanted.needed);
             assert_eq!(
                 report(&bytes, &asked).boots(),
                 !(needed || case.managed && *name == Name::FabricManager),
@@ -417,10 +719,17 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
     let mut broken = serviced();
     broken.set(file("etc/passwd", "root:x:0:0::/:/bin/sh\n"));
     let reported = report(&archive(&broken.0), &Question::default());
-    assert_eq!(rules(&reported), BTreeSet::from(["no-manifest", "service-differs"]));
-    assert!(reported.findings.iter().any(|f| f.value.as_deref() == Some("runs as root: no account nvidia-persistenced in /etc/passwd")));
+    assert_eq!(
+        rules(&reported),
+        BTreeSet::from(["no-manifest", "service-differs"])
+    );
+    assert!(reported.findings.iter().any(|f| f.value.as_deref()
+        == Some("runs as root: no account nvidia-persistenced in /etc/passwd")));
     let json = reported.json();
-    assert_eq!(json["services"]["programs"].as_array().unwrap().len(), SERVICES.len());
+    assert_eq!(
+        json["services"]["programs"].as_array().unwrap().len(),
+        SERVICES.len()
+    );
     assert_eq!(json["services"]["topologies"][0]["topology"], "none");
 }
 
@@ -446,7 +755,12 @@ fn what_is_nearly_wrong_is_right() {
             ]);
         },
         // CUDA's libraries for older drivers.
-        |g| g.0.extend([directory("usr/compat"), file("usr/compat/libcuda.so.999.99.99", "")]),
+        |g| {
+            g.0.extend([
+                directory("usr/compat"),
+                file("usr/compat/libcuda.so.999.99.99", ""),
+            ])
+        },
         |g| {
             let path = format!("/{}", extra("ecc.ko"));
             g.set(file(
@@ -459,7 +773,12 @@ fn what_is_nearly_wrong_is_right() {
         let mut guest = Broken(guest());
         change(&mut guest);
         let report = report(&archive(&guest.0), &Question::default());
-        assert_eq!(rules(&report), BTreeSet::from(["no-manifest"]), "case {index}: {:#?}", report.findings);
+        assert_eq!(
+            rules(&report),
+            BTreeSet::from(["no-manifest"]),
+            "case {index}: {:#?}",
+            report.findings
+        );
     }
 }
 
@@ -467,14 +786,31 @@ fn what_is_nearly_wrong_is_right() {
 fn another_init_and_a_driver_from_elsewhere_can_be_asked_for() {
     let mut guest = Broken(guest());
     guest.remove("init");
-    guest.0.extend([directory("sbin"), program("sbin/init", stand_in::library(None, &[]))]);
-    for name in [format!("usr/lib64/libcuda.so.{VERSION}"), format!("usr/lib64/libnvidia-ml.so.{VERSION}"), firmware("gsp_ga10x.bin")] {
+    guest.0.extend([
+        directory("sbin"),
+        program("sbin/init", stand_in::library(None, &[])),
+    ]);
+    for name in [
+        format!("usr/lib64/libcuda.so.{VERSION}"),
+        format!("usr/lib64/libnvidia-ml.so.{VERSION}"),
+        firmware("gsp_ga10x.bin"),
+    ] {
         guest.remove(&name);
     }
     let bytes = archive(&guest.0);
-    let question = Question { init: "/sbin/init".into(), user_space: false, ..Question::default() };
+    let question = Question {
+        init: "/sbin/init".into(),
+        user_space: false,
+        ..Question::default()
+    };
     assert_eq!(rules(&report(&bytes, &question)), BTreeSet::new());
-    assert!(rules(&report(&bytes, &Question::default())).is_superset(&BTreeSet::from(["no-init", "no-libcuda", "firmware-partial"])));
+    assert!(
+        rules(&report(&bytes, &Question::default())).is_superset(&BTreeSet::from([
+            "no-init",
+            "no-libcuda",
+            "firmware-partial"
+        ]))
+    );
 }
 
 #[test]
@@ -495,9 +831,24 @@ fn the_page_says_what_the_report_holds_and_fits_a_terminal() {
     ] {
         assert!(text.contains(part), "{part}:\n{text}");
     }
-    let narrow = verify_text::page(&report, &Screen { width: Some(80), colour: false });
+    let narrow = verify_text::page(
+        &report,
+        &Screen {
+            width: Some(80),
+            colour: false,
+        },
+    );
     assert!(narrow.lines().all(|line| line.len() <= 80), "{narrow}");
     let json = report.json();
-    assert_eq!((json["boots"].as_bool(), json["findings"].as_array().unwrap().len()), (Some(false), 11));
-    assert_eq!(verify_text::rules(RULES, &Screen::PLAIN).lines().count(), RULES.len() + 1);
+    assert_eq!(
+        (
+            json["boots"].as_bool(),
+            json["findings"].as_array().unwrap().len()
+        ),
+        (Some(false), 11)
+    );
+    assert_eq!(
+        verify_text::rules(RULES, &Screen::PLAIN).lines().count(),
+        RULES.len() + 1
+    );
 }

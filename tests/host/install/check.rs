@@ -37,15 +37,23 @@ impl Node {
         let world = World::new(&format!("check-{test}"), "go-qemu-nvidia-gpu");
         let root = world.root();
         fs::create_dir(root.join("boots")).unwrap();
-        let client = CLIENT.replace("ROOT", root.to_str().unwrap()).replace("BOOT", BOOT);
+        let client = CLIENT
+            .replace("ROOT", root.to_str().unwrap())
+            .replace("BOOT", BOOT);
         fs::write(root.join("ctr"), client).unwrap();
         fs::set_permissions(root.join("ctr"), fs::Permissions::from_mode(0o755)).unwrap();
-        let text = fs::read_to_string(project().join(format!("tests/fixtures/boots/{boot}.ndjson"))).unwrap();
+        let text =
+            fs::read_to_string(project().join(format!("tests/fixtures/boots/{boot}.ndjson")))
+                .unwrap();
         let (header, rest) = text.split_once('\n').unwrap();
-        let sandbox = r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"SANDBOX"}"#;
+        let sandbox =
+            r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"SANDBOX"}"#;
         fs::write(root.join("boot"), format!("{header}\n{sandbox}\n{rest}")).unwrap();
         let collector = Collector::start(&root, &["--uds", root.join("vm").to_str().unwrap()]);
-        Self { world, collector: Some(collector) }
+        Self {
+            world,
+            collector: Some(collector),
+        }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -54,12 +62,24 @@ impl Node {
 
     fn start(&self, words: &[&str]) -> Child {
         let mut command = Command::new(program());
-        command.args(["install", "--check"]).arg(&self.world.config).arg("--boots").arg(self.path("boots"));
+        command
+            .args(["install", "--check"])
+            .arg(&self.world.config)
+            .arg("--boots")
+            .arg(self.path("boots"));
         if !words.contains(&"--ctr") {
-            command.arg("--ctr").arg(format!("{} --address x", self.path("ctr").display()));
+            command
+                .arg("--ctr")
+                .arg(format!("{} --address x", self.path("ctr").display()));
         }
         command.args(words);
-        command.env("TMPDIR", self.world.root()).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        command
+            .env("TMPDIR", self.world.root())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
     }
 
     /// Exit status, standard output and standard error.
@@ -70,24 +90,46 @@ impl Node {
     /// Commands of the client, without the sandbox's name.
     fn asked(&self) -> Vec<String> {
         let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
-        let id = text.split(' ').find(|word| word.starts_with("kata-gpu-check-")).map(|word| word.trim().to_string());
-        text.lines().map(|line| id.as_ref().map_or(line.into(), |id| line.replace(id, "ID"))).collect()
+        let id = text
+            .split(' ')
+            .find(|word| word.starts_with("kata-gpu-check-"))
+            .map(|word| word.trim().to_string());
+        text.lines()
+            .map(|line| id.as_ref().map_or(line.into(), |id| line.replace(id, "ID")))
+            .collect()
     }
 
     /// The sandbox was removed, and nothing is left of it.
     fn removed(&self) {
         let asked = self.asked();
-        let words = ["tasks kill --signal KILL ID", "tasks rm --force ID", "containers rm ID"];
+        let words = [
+            "tasks kill --signal KILL ID",
+            "tasks rm --force ID",
+            "containers rm ID",
+        ];
         let removal = words.map(|words| format!("--address x --namespace kata-gpu-boot {words}"));
         assert!(asked.ends_with(&removal), "{asked:#?}");
-        let left = fs::read_dir(self.world.root()).unwrap().any(|e| e.unwrap().file_name().to_string_lossy().starts_with("kata-gpu-check"));
+        let left = fs::read_dir(self.world.root()).unwrap().any(|e| {
+            e.unwrap()
+                .file_name()
+                .to_string_lossy()
+                .starts_with("kata-gpu-check")
+        });
         assert!(!left, "its root is still there");
     }
 }
 
 fn said(child: Child) -> (Option<i32>, String, String) {
-    let Output { status, stdout, stderr } = child.wait_with_output().unwrap();
-    (status.code(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = child.wait_with_output().unwrap();
+    (
+        status.code(),
+        String::from_utf8(stdout).unwrap(),
+        String::from_utf8(stderr).unwrap(),
+    )
 }
 
 #[test]
@@ -96,9 +138,18 @@ fn a_sandbox_that_comes_up_works_and_is_removed() {
     let (code, out, err) = node.check(&["--device", "/dev/vfio/42", "--device", "/dev/vfio/43"]);
     assert_eq!(code, Some(0), "{out}{err}");
     let last = out.lines().last().unwrap();
-    assert!(last.starts_with("works: containerd had started the sandbox after "), "{out}");
-    assert!(last.contains(", all 8 GPUs were usable 8.3 s after kernel start"), "{last}");
-    assert!(out.contains("gpu.usable") && out.contains("kernel start"), "no timeline: {out}");
+    assert!(
+        last.starts_with("works: containerd had started the sandbox after "),
+        "{out}"
+    );
+    assert!(
+        last.contains(", all 8 GPUs were usable 8.3 s after kernel start"),
+        "{last}"
+    );
+    assert!(
+        out.contains("gpu.usable") && out.contains("kernel start"),
+        "no timeline: {out}"
+    );
     let root = node.world.root();
     let config = node.world.config.display();
     let run = format!(
@@ -125,18 +176,29 @@ fn a_failed_gpu_is_the_reason_why_it_does_not_work() {
     let node = Node::new("failed", "made-8-gpus-one-failed");
     let (code, out, err) = node.check(&[]);
     assert_eq!(code, Some(1), "{out}{err}");
-    assert!(out.contains("\ndoes not work: containerd had started the sandbox after "), "{out}");
+    assert!(
+        out.contains("\ndoes not work: containerd had started the sandbox after "),
+        "{out}"
+    );
     assert!(out.contains("  the boot failed: GPU 5 (0001:00:05.0) failed in init: adapter initialisation failed: rc -5"), "{out}");
     node.removed();
     let (_, out, _) = node.check(&["--json"]);
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert_eq!((&json["works"], json["reasons"].as_array().unwrap().len()), (&false.into(), 1), "{out}");
+    assert_eq!(
+        (&json["works"], json["reasons"].as_array().unwrap().len()),
+        (&false.into(), 1),
+        "{out}"
+    );
 }
 
 #[test]
 fn an_error_of_containerds_has_its_cure_and_leaves_nothing() {
     let node = Node::new("error", "made-8-gpus-one-hangs");
-    fs::write(node.path("error"), "ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J\n").unwrap();
+    fs::write(
+        node.path("error"),
+        "ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J\n",
+    )
+    .unwrap();
     let (code, out, err) = node.check(&[]);
     assert_eq!(code, Some(1), "{out}{err}");
     let reason = r"containerd did not start the sandbox: ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J; the device is in use";
@@ -144,7 +206,11 @@ fn an_error_of_containerds_has_its_cure_and_leaves_nothing() {
     node.removed();
     let (code, out, _) = node.check(&["--ctr", "/nonexistent/ctr"]);
     assert_eq!(code, Some(1));
-    assert!(out.contains("install containerd's client") && out.contains("no event of its boot has come"), "{out}");
+    assert!(
+        out.contains("install containerd's client")
+            && out.contains("no event of its boot has come"),
+        "{out}"
+    );
 }
 
 #[test]
@@ -163,11 +229,16 @@ fn interrupted_it_still_removes_the_sandbox() {
     // A process of the sandbox that the client waits for reads it, and nobody writes.
     nix::unistd::mkfifo(&node.path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let child = node.start(&[]);
-    until("the boot", || node.path(&format!("boots/{BOOT}.ndjson")).exists());
+    until("the boot", || {
+        node.path(&format!("boots/{BOOT}.ndjson")).exists()
+    });
     kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
     let (code, out, err) = said(child);
     assert_eq!(code, Some(1), "{out}{err}");
-    assert!(out.contains("containerd did not start the sandbox before it was interrupted"), "{out}");
+    assert!(
+        out.contains("containerd did not start the sandbox before it was interrupted"),
+        "{out}"
+    );
     node.removed();
 }
 
@@ -180,7 +251,11 @@ fn another_users_process_with_the_sandboxs_name_is_none_of_it() {
     fs::write(node.path("stranger"), "").unwrap();
     let (code, out, err) = node.check(&[]);
     let stranger = fs::read_to_string(node.path("stranger")).unwrap();
-    kill(Pid::from_raw(stranger.trim().parse().unwrap()), Signal::SIGKILL).expect("it was left alone");
+    kill(
+        Pid::from_raw(stranger.trim().parse().unwrap()),
+        Signal::SIGKILL,
+    )
+    .expect("it was left alone");
     assert_eq!(code, Some(0), "{out}{err}");
 }
 
@@ -193,13 +268,34 @@ fn a_file_in_the_working_directory_is_no_runtime() {
     fs::create_dir(node.path("bin")).unwrap();
     let dump = "#!/bin/sh\necho '[plugins.cri.containerd.runtimes.runc]'\n";
     fs::write(node.path("bin/containerd"), dump).unwrap();
-    fs::set_permissions(node.path("bin/containerd"), fs::Permissions::from_mode(0o755)).unwrap();
-    let path = format!("{}:{}", node.path("bin").display(), std::env::var("PATH").unwrap());
+    fs::set_permissions(
+        node.path("bin/containerd"),
+        fs::Permissions::from_mode(0o755),
+    )
+    .unwrap();
+    let path = format!(
+        "{}:{}",
+        node.path("bin").display(),
+        std::env::var("PATH").unwrap()
+    );
     let mut command = Command::new(program());
-    command.args(["install", "--check", "kata", "--boots"]).arg(node.path("boots")).arg("--ctr").arg(node.path("ctr"));
-    let refused = command.current_dir(node.world.root()).env("PATH", path).output().unwrap();
+    command
+        .args(["install", "--check", "kata", "--boots"])
+        .arg(node.path("boots"))
+        .arg("--ctr")
+        .arg(node.path("ctr"));
+    let refused = command
+        .current_dir(node.world.root())
+        .env("PATH", path)
+        .output()
+        .unwrap();
     let err = String::from_utf8(refused.stderr).unwrap();
-    assert!(err.contains("containerd has no runtime kata, it has runc; a file is given with a /, like ./kata"), "{err}");
+    assert!(
+        err.contains(
+            "containerd has no runtime kata, it has runc; a file is given with a /, like ./kata"
+        ),
+        "{err}"
+    );
     assert_eq!((refused.status.code(), node.asked()), (Some(1), Vec::new()));
 }
 
@@ -209,15 +305,32 @@ fn without_a_collector_nothing_is_started() {
     node.collector.take().unwrap().stop();
     let (code, _, err) = node.check(&[]);
     assert_eq!(code, Some(1), "{err}");
-    assert!(err.contains("start the collector (kata-gpu-boot collect)") && err.contains("no collector listens"), "{err}");
+    assert!(
+        err.contains("start the collector (kata-gpu-boot collect)")
+            && err.contains("no collector listens"),
+        "{err}"
+    );
     assert_eq!(node.asked(), Vec::<String>::new());
     // Nor with arguments that belong to installing, or for a file that is not there.
     let (code, _, err) = node.check(&["--initrd", "x"]);
-    assert!(code == Some(2) && err.contains("cannot be used with"), "{err}");
+    assert!(
+        code == Some(2) && err.contains("cannot be used with"),
+        "{err}"
+    );
     let mut command = Command::new(program());
-    let refused = command.args(["install", "--check", "/nonexistent/c.toml"]).output().unwrap();
+    let refused = command
+        .args(["install", "--check", "/nonexistent/c.toml"])
+        .output()
+        .unwrap();
     let err = String::from_utf8(refused.stderr).unwrap();
-    assert!(err.contains("/nonexistent/c.toml: no such file: give a Kata configuration"), "{err}");
+    assert!(
+        err.contains("/nonexistent/c.toml: no such file: give a Kata configuration"),
+        "{err}"
+    );
     let refused = Command::new(program()).arg("install").output().unwrap();
-    assert!(String::from_utf8(refused.stderr).unwrap().contains("--kata-config <FILE>"));
+    assert!(
+        String::from_utf8(refused.stderr)
+            .unwrap()
+            .contains("--kata-config <FILE>")
+    );
 }

@@ -8,7 +8,8 @@ use kata_gpu_image::kata::merge::Runtime;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const VERITY: &str = "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
+const VERITY: &str =
+    "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
 const EROFS: (usize, &[u8]) = (1024, &[0xe2, 0xe1, 0xf5, 0xe0]);
 const EXT4: (usize, &[u8]) = (1080, &[0x53, 0xef]);
 
@@ -34,7 +35,10 @@ fn install(world: &World, image: &Path, words: &[&str]) -> Said {
 }
 
 fn text(world: &World, runtime: Runtime, section: &str, key: &str) -> Option<String> {
-    world.effective(runtime).get(&["hypervisor", section, key]).and_then(|v| v.as_str().map(str::to_string))
+    world
+        .effective(runtime)
+        .get(&["hypervisor", section, key])
+        .and_then(|v| v.as_str().map(str::to_string))
 }
 
 /// Fixture, its runtime and section, and its root's type.
@@ -52,13 +56,23 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
         // Another type of root than the configuration has, with a hash or without.
         let is_go = *runtime == Runtime::Go;
         let (image, words): (_, &[&str]) = if is_go {
-            (disk(&world, "gpu.image", EXT4, false), &["--param", "gpuinit.log=debug"])
+            (
+                disk(&world, "gpu.image", EXT4, false),
+                &["--param", "gpuinit.log=debug"],
+            )
         } else {
-            (disk(&world, "gpu.image", EROFS, true), &["--verity", VERITY])
+            (
+                disk(&world, "gpu.image", EROFS, true),
+                &["--verity", VERITY],
+            )
         };
         let before = world.snapshot();
         let dry = install(&world, &image, &[words, &["--dry-run"]].concat());
-        assert_eq!(world.snapshot(), before, "{fixture}: a dry run writes nothing");
+        assert_eq!(
+            world.snapshot(),
+            before,
+            "{fixture}: a dry run writes nothing"
+        );
         let said = install(&world, &image, words);
         let written = fs::read_to_string(world.ours()).unwrap();
         let at = written.find("\"checksum\":\"").unwrap() + 12;
@@ -66,12 +80,31 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
         let page = format!("{}\n--- the file\n{written}", done(&said)).replace(sum, "........");
         golden(&format!("install/image-{fixture}.txt"), &world.shown(&page));
         assert!(done(&dry).contains("+image = "), "{}", dry.out);
-        assert_eq!(text(&world, *runtime, section, "image").as_deref(), image.to_str(), "{fixture}");
-        assert_eq!(text(&world, *runtime, section, "initrd").unwrap_or_default(), "", "{fixture}");
-        assert_eq!(text(&world, *runtime, section, "rootfs_type").unwrap(), if is_go { "ext4" } else { "erofs" }, "{fixture}");
+        assert_eq!(
+            text(&world, *runtime, section, "image").as_deref(),
+            image.to_str(),
+            "{fixture}"
+        );
+        assert_eq!(
+            text(&world, *runtime, section, "initrd").unwrap_or_default(),
+            "",
+            "{fixture}"
+        );
+        assert_eq!(
+            text(&world, *runtime, section, "rootfs_type").unwrap(),
+            if is_go { "ext4" } else { "erofs" },
+            "{fixture}"
+        );
         let verity = text(&world, *runtime, section, "kernel_verity_params").unwrap_or_default();
-        assert_eq!(verity, if is_go { "" } else { VERITY }, "{fixture}: never the hash of the image that was");
-        assert!(done(&install(&world, &image, words)).contains("nothing to do"), "{fixture}: twice is once");
+        assert_eq!(
+            verity,
+            if is_go { "" } else { VERITY },
+            "{fixture}: never the hash of the image that was"
+        );
+        assert!(
+            done(&install(&world, &image, words)).contains("nothing to do"),
+            "{fixture}: twice is once"
+        );
         done(&world.uninstall(&[]));
         assert_eq!(world.snapshot(), before, "{fixture}");
     }
@@ -80,20 +113,45 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
 #[test]
 fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
     let world = World::new("image-upgrade", "go-qemu-nvidia-gpu");
-    let (one, two) = (disk(&world, "one.image", EROFS, true), disk(&world, "two.image", EXT4, false));
+    let (one, two) = (
+        disk(&world, "one.image", EROFS, true),
+        disk(&world, "two.image", EXT4, false),
+    );
     let get = |key: &str| text(&world, Runtime::Go, "qemu", key).unwrap_or_default();
     let said = world.install(&["--param", "gpuinit.log=debug"]);
-    assert!(said.code == 1 && said.err.contains("--image"), "an image of somebody else is none to keep: {}", said.err);
+    assert!(
+        said.code == 1 && said.err.contains("--image"),
+        "an image of somebody else is none to keep: {}",
+        said.err
+    );
     done(&install(&world, &one, &["--verity", VERITY]));
     done(&world.install(&["--param", "gpuinit.log=debug"]));
-    assert_eq!((get("image").as_str(), get("kernel_verity_params").as_str()), (one.to_str().unwrap(), VERITY));
+    assert_eq!(
+        (get("image").as_str(), get("kernel_verity_params").as_str()),
+        (one.to_str().unwrap(), VERITY)
+    );
     done(&install(&world, &two, &[]));
-    let now = [get("image"), get("rootfs_type"), get("kernel_verity_params")];
-    assert_eq!(now, [two.to_str().unwrap(), "ext4", ""], "the other image's hash does not stay");
+    let now = [
+        get("image"),
+        get("rootfs_type"),
+        get("kernel_verity_params"),
+    ];
+    assert_eq!(
+        now,
+        [two.to_str().unwrap(), "ext4", ""],
+        "the other image's hash does not stay"
+    );
     done(&world.install_initrd(&[]));
-    assert_eq!([get("image"), get("initrd")], ["", world.initrd.to_str().unwrap()]);
+    assert_eq!(
+        [get("image"), get("initrd")],
+        ["", world.initrd.to_str().unwrap()]
+    );
     assert_eq!(get("rootfs_type"), "erofs", "the configuration's own again");
-    assert!(get("kernel_params").ends_with(" gpuinit.log=debug"), "{}", get("kernel_params"));
+    assert!(
+        get("kernel_params").ends_with(" gpuinit.log=debug"),
+        "{}",
+        get("kernel_params")
+    );
     done(&install(&world, &one, &[]));
     assert_eq!([get("image"), get("initrd")], [one.to_str().unwrap(), ""]);
 }
@@ -102,7 +160,10 @@ fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
 fn a_second_partition_that_nobody_uses_is_noted() {
     let world = World::new("image-note", "rust-qemu-nvidia-gpu");
     let image = disk(&world, "gpu.image", EROFS, true);
-    assert!(done(&install(&world, &image, &["--dry-run"])).contains("note: the image has a second partition"));
+    assert!(
+        done(&install(&world, &image, &["--dry-run"]))
+            .contains("note: the image has a second partition")
+    );
     assert!(!done(&install(&world, &image, &["--dry-run", "--verity", VERITY])).contains("note: "));
 }
 
@@ -115,34 +176,94 @@ fn what_cannot_work_is_refused_with_the_cure() {
     let old = ["--kata-version", "3.27.0"];
     let none = world.root().join("none");
     let cases: [(&Path, &[&str], bool, &str); 7] = [
-        (&world.initrd, &[], false, "is no image for Kata: it is an initrd, or compressed; give it with --initrd"),
-        (&bare, &[], true, "a file system without a partition table, and Kata's guests mount the first partition"),
-        (&world.config, &[], false, "is no image for Kata: it is nothing that is known, and no disk with erofs or ext4"),
+        (
+            &world.initrd,
+            &[],
+            false,
+            "is no image for Kata: it is an initrd, or compressed; give it with --initrd",
+        ),
+        (
+            &bare,
+            &[],
+            true,
+            "a file system without a partition table, and Kata's guests mount the first partition",
+        ),
+        (
+            &world.config,
+            &[],
+            false,
+            "is no image for Kata: it is nothing that is known, and no disk with erofs or ext4",
+        ),
         (&none, &[], false, "there is no such image"),
-        (&image, &["--verity", VERITY], false, "no second partition, where Kata expects the hash"),
-        (&image, &["--verity", "root_hash=1"], false, "salt is missing"),
-        (&image, &["--param", "init=/bin/NVRC"], true, "the kernel would start this program of the image instead of /sbin/init"),
+        (
+            &image,
+            &["--verity", VERITY],
+            false,
+            "no second partition, where Kata expects the hash",
+        ),
+        (
+            &image,
+            &["--verity", "root_hash=1"],
+            false,
+            "salt is missing",
+        ),
+        (
+            &image,
+            &["--param", "init=/bin/NVRC"],
+            true,
+            "the kernel would start this program of the image instead of /sbin/init",
+        ),
     ];
     for (given, words, forcible, says) in cases {
         let before = world.snapshot();
         let said = install(&world, given, &[words, &old].concat());
-        assert!(said.code == 1 && said.err.contains(says), "{says}: {}{}", said.out, said.err);
-        assert_eq!((world.snapshot() == before, said.err.contains("(or --force)")), (true, forcible), "{says}: {}", said.err);
+        assert!(
+            said.code == 1 && said.err.contains(says),
+            "{says}: {}{}",
+            said.out,
+            said.err
+        );
+        assert_eq!(
+            (
+                world.snapshot() == before,
+                said.err.contains("(or --force)")
+            ),
+            (true, forcible),
+            "{says}: {}",
+            said.err
+        );
     }
     let said = world.install(&["--initrd", image.to_str().unwrap()]);
-    assert!(said.err.contains("a disk image: not an initrd") && said.err.contains("; give it with --image"), "{}", said.err);
+    assert!(
+        said.err.contains("a disk image: not an initrd")
+            && said.err.contains("; give it with --image"),
+        "{}",
+        said.err
+    );
     // The control: the same image, with nothing wrong about it.
     world.edit("pci=nocrs", "init=/sbin/init rdinit=/elsewhere");
     done(&install(&world, &image, &old));
     // A key that this Kata's runtime would fail on.
     let world = World::new("image-old", "go-clh");
-    let said = install(&world, &disk(&world, "gpu.image", EROFS, false), &["--kata-version", "3.0.0"]);
-    assert!(said.err.contains("rootfs_type") && said.err.contains("known from 3.1.0 on"), "{}", said.err);
+    let said = install(
+        &world,
+        &disk(&world, "gpu.image", EROFS, false),
+        &["--kata-version", "3.0.0"],
+    );
+    assert!(
+        said.err.contains("rootfs_type") && said.err.contains("known from 3.1.0 on"),
+        "{}",
+        said.err
+    );
 }
 
 #[test]
 fn initrd_excludes_image_and_a_hash_needs_an_image() {
-    let words = |words: &[&str]| from_words::<Args>(&[&["--kata-config", "c"], words].concat()).map(|_| ()).unwrap_err();
+    let words = |words: &[&str]| {
+        from_words::<Args>(&[&["--kata-config", "c"], words].concat())
+            .map(|_| ())
+            .unwrap_err()
+    };
     assert!(words(&["--initrd", "a", "--image", "b"]).contains("cannot be used with"));
     assert!(words(&["--verity", "b"]).contains("--image"));
     assert!(words(&["--initrd", "a", "--verity", "b"]).contains("cannot be used with"));
@@ -154,6 +275,13 @@ fn a_cluster_gets_the_image_too() {
     let image = disk(&world, "gpu.image", EXT4, false);
     let said = install(&world, &image, &["--print", "helm"]);
     let yaml = done(&said);
-    assert!(yaml.contains("The image must be on every node") && yaml.contains("rootfs_type = \"ext4\""), "{yaml}");
-    assert!(yaml.contains(&format!("image = \"{}\"", image.display())) && yaml.contains("initrd = \"\""), "{yaml}");
+    assert!(
+        yaml.contains("The image must be on every node") && yaml.contains("rootfs_type = \"ext4\""),
+        "{yaml}"
+    );
+    assert!(
+        yaml.contains(&format!("image = \"{}\"", image.display()))
+            && yaml.contains("initrd = \"\""),
+        "{yaml}"
+    );
 }

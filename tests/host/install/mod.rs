@@ -26,7 +26,9 @@ use std::process::{Command, Stdio};
 /// Arguments as the command line parses them.
 fn from_words<A: clap::Args>(words: &[&str]) -> Result<A, String> {
     let command = A::augment_args(clap::Command::new("kata-gpu-boot").no_binary_name(true));
-    let matches = command.try_get_matches_from(words).map_err(|e| e.to_string())?;
+    let matches = command
+        .try_get_matches_from(words)
+        .map_err(|e| e.to_string())?;
     A::from_arg_matches(&matches).map_err(|e| e.to_string())
 }
 
@@ -46,19 +48,43 @@ impl World {
         let dir = TempDir::new(&format!("install-{test}"));
         // Its name is part of what is compared.
         let root = fs::canonicalize(&dir.0).unwrap();
-        let base = fixture.strip_prefix("go-").or_else(|| fixture.strip_prefix("rust-")).unwrap();
-        let config = root.join(RUNTIMES).join(base).join(format!("configuration-{base}.toml"));
+        let base = fixture
+            .strip_prefix("go-")
+            .or_else(|| fixture.strip_prefix("rust-"))
+            .unwrap();
+        let config = root
+            .join(RUNTIMES)
+            .join(base)
+            .join(format!("configuration-{base}.toml"));
         fs::create_dir_all(config.parent().unwrap()).unwrap();
-        let text = fs::read_to_string(project().join("tests/fixtures/kata").join(fixture).with_extension("toml")).unwrap();
+        let text = fs::read_to_string(
+            project()
+                .join("tests/fixtures/kata")
+                .join(fixture)
+                .with_extension("toml"),
+        )
+        .unwrap();
         // The kernel lies in the test's directory, and not where a Kata of this machine may have
         // one.
         let kernel = format!("\nkernel = \"{}/", root.display());
         assert!(text.contains("\nkernel = \"/opt/kata/share/kata-containers/"));
-        fs::write(&config, text.replace("\nkernel = \"/opt/kata/share/kata-containers/", &kernel)).unwrap();
+        fs::write(
+            &config,
+            text.replace("\nkernel = \"/opt/kata/share/kata-containers/", &kernel),
+        )
+        .unwrap();
         for name in ["vmlinux.container", "vmlinux-nvidia.container"] {
-            fs::write(root.join(name), format!("Linux version {KERNEL} (builder) #1")).unwrap();
+            fs::write(
+                root.join(name),
+                format!("Linux version {KERNEL} (builder) #1"),
+            )
+            .unwrap();
         }
-        let world = World { dir, config, initrd: root.join("gpu.cpio") };
+        let world = World {
+            dir,
+            config,
+            initrd: root.join("gpu.cpio"),
+        };
         world.make_initrd(&world.initrd, 1000);
         world
     }
@@ -69,7 +95,10 @@ impl World {
 
     /// A guest that boots, with a file of this size in it.
     pub fn make_initrd(&self, path: &Path, size: usize) {
-        let guest = guest().into_iter().chain([file("etc/size", vec![b'x'; size])]).collect::<Vec<_>>();
+        let guest = guest()
+            .into_iter()
+            .chain([file("etc/size", vec![b'x'; size])])
+            .collect::<Vec<_>>();
         fs::write(path, archive(&guest)).unwrap();
     }
 
@@ -97,7 +126,11 @@ impl World {
 
     /// `install` with a version, so that no shim is looked for.
     pub fn install(&self, words: &[&str]) -> Said {
-        let version = if words.contains(&"--kata-version") { &[][..] } else { &["--kata-version", "4.1.0"] };
+        let version = if words.contains(&"--kata-version") {
+            &[][..]
+        } else {
+            &["--kata-version", "4.1.0"]
+        };
         self.plain_install(&[version, words].concat())
     }
 
@@ -122,7 +155,11 @@ impl World {
         let mut all: Vec<_> = config.others.clone();
         if let Some(text) = config.ours.text() {
             let table = toml_of(text);
-            all.push(kata_gpu_image::kata::kata_config::Source { path: config.drop_in_path(), bytes: text.to_vec(), table });
+            all.push(kata_gpu_image::kata::kata_config::Source {
+                path: config.drop_in_path(),
+                bytes: text.to_vec(),
+                table,
+            });
             all.sort_by(|a, b| a.path.cmp(&b.path));
         }
         Effective::of(runtime, &config.base, &all)
@@ -135,10 +172,17 @@ impl World {
         while let Some(path) = todo.pop() {
             let metadata = fs::symlink_metadata(&path).unwrap();
             let content = if metadata.is_dir() {
-                todo.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+                todo.extend(
+                    fs::read_dir(&path)
+                        .unwrap()
+                        .map(|entry| entry.unwrap().path()),
+                );
                 Vec::new()
             } else if metadata.is_symlink() {
-                fs::read_link(&path).unwrap().into_os_string().into_encoded_bytes()
+                fs::read_link(&path)
+                    .unwrap()
+                    .into_os_string()
+                    .into_encoded_bytes()
             } else if metadata.is_file() {
                 fs::read(&path).unwrap()
             } else {
@@ -169,11 +213,34 @@ pub fn done(said: &Said) -> &str {
 const KERNEL_PARAMS: &str = "[hypervisor.qemu]\nkernel_params = \"cgroup_no_v1=all pci=realloc pci=nocrs pci=assign-busses agent.https_proxy=\\\"http://p:1 x\\\"\"\n";
 
 /// Fixture, its runtime and section, words given, other drop-ins.
-type Case = (&'static str, Runtime, &'static str, &'static [&'static str], &'static [(&'static str, &'static str)]);
+type Case = (
+    &'static str,
+    Runtime,
+    &'static str,
+    &'static [&'static str],
+    &'static [(&'static str, &'static str)],
+);
 
 const CASES: &[Case] = &[
-    ("go-qemu-nvidia-gpu", Runtime::Go, "qemu", &["--param", "gpuinit.log=debug"], &[("30-kernel-params.toml", KERNEL_PARAMS)]),
-    ("rust-qemu-nvidia-gpu", Runtime::Rust, "qemu", &["--param", "gpuinit.bind=concurrent", "--param", "agent.cdi_timeout=120"], &[]),
+    (
+        "go-qemu-nvidia-gpu",
+        Runtime::Go,
+        "qemu",
+        &["--param", "gpuinit.log=debug"],
+        &[("30-kernel-params.toml", KERNEL_PARAMS)],
+    ),
+    (
+        "rust-qemu-nvidia-gpu",
+        Runtime::Rust,
+        "qemu",
+        &[
+            "--param",
+            "gpuinit.bind=concurrent",
+            "--param",
+            "agent.cdi_timeout=120",
+        ],
+        &[],
+    ),
     ("go-clh", Runtime::Go, "clh", &[], &[]),
     (
         "rust-clh",
@@ -200,8 +267,15 @@ fn the_drop_ins_and_output_for_each_runtime_are_golden() {
         assert!(!world.ours().exists(), "a dry run writes nothing");
         let said = world.install_initrd(one.3);
         let written = fs::read_to_string(world.ours()).unwrap();
-        let text = format!("{}\n--- dry run\n{}\n--- the file\n{written}", done(&said), done(&dry));
-        golden(&format!("install/{}.txt", one.0), &world.shown(&mask_checksum(&text)));
+        let text = format!(
+            "{}\n--- dry run\n{}\n--- the file\n{written}",
+            done(&said),
+            done(&dry)
+        );
+        golden(
+            &format!("install/{}.txt", one.0),
+            &world.shown(&mask_checksum(&text)),
+        );
     }
 }
 
@@ -227,33 +301,69 @@ fn our_keys_become_effective_and_nothing_else_changes() {
         let before = world.effective(runtime);
         done(&world.install_initrd(words));
         let after = world.effective(runtime);
-        let get = |effective: &Effective, key: &str| effective.get(&["hypervisor", section, key]).cloned();
-        let text = |key: &str| get(&after, key).and_then(|v| v.as_str().map(str::to_string)).unwrap_or_default();
+        let get = |effective: &Effective, key: &str| {
+            effective.get(&["hypervisor", section, key]).cloned()
+        };
+        let text = |key: &str| {
+            get(&after, key)
+                .and_then(|v| v.as_str().map(str::to_string))
+                .unwrap_or_default()
+        };
         assert_eq!(text("image"), "", "{fixture}");
         assert_eq!(text("initrd"), world.initrd.to_str().unwrap(), "{fixture}");
         assert_eq!(text("kernel_verity_params"), "", "{fixture}");
         // Every word that was there is there, unless we gave one of its name; and ours are there.
-        let old = get(&before, "kernel_params").and_then(|v| v.as_str().map(str::to_string)).unwrap();
-        let ours: Vec<&str> = words.iter().copied().filter(|word| *word != "--param").collect();
+        let old = get(&before, "kernel_params")
+            .and_then(|v| v.as_str().map(str::to_string))
+            .unwrap();
+        let ours: Vec<&str> = words
+            .iter()
+            .copied()
+            .filter(|word| *word != "--param")
+            .collect();
         let name = |word: &str| word.split('=').next().unwrap_or_default().to_string();
         let params = text("kernel_params");
-        for word in old.split(' ').filter(|word| !ours.iter().any(|own| name(own) == name(word))) {
-            assert!(params.split(' ').any(|w| w == word), "{fixture}: {word} is lost in {params}");
+        for word in old
+            .split(' ')
+            .filter(|word| !ours.iter().any(|own| name(own) == name(word)))
+        {
+            assert!(
+                params.split(' ').any(|w| w == word),
+                "{fixture}: {word} is lost in {params}"
+            );
         }
         for word in &ours {
-            assert_eq!(params.split(' ').filter(|w| name(w) == name(word)).collect::<Vec<_>>(), [*word], "{fixture}: {params}");
+            assert_eq!(
+                params
+                    .split(' ')
+                    .filter(|w| name(w) == name(word))
+                    .collect::<Vec<_>>(),
+                [*word],
+                "{fixture}: {params}"
+            );
         }
         // Without our keys, both are the same.
         let without = |effective: &Effective| {
             let mut table = effective.table.clone();
-            let section = table["hypervisor"].as_table_mut().unwrap()[section].as_table_mut().unwrap();
-            for key in ["image", "initrd", "kernel_params", "kernel_verity_params", "guest_extension_images"] {
+            let section = table["hypervisor"].as_table_mut().unwrap()[section]
+                .as_table_mut()
+                .unwrap();
+            for key in [
+                "image",
+                "initrd",
+                "kernel_params",
+                "kernel_verity_params",
+                "guest_extension_images",
+            ] {
                 section.remove(key);
             }
             table
         };
         assert_eq!(without(&after), without(&before), "{fixture}");
-        assert_ne!(after.table, before.table, "{fixture}: the negative control of the line above");
+        assert_ne!(
+            after.table, before.table,
+            "{fixture}: the negative control of the line above"
+        );
     }
 }
 
@@ -268,7 +378,11 @@ fn uninstall_leaves_every_file_directory_and_mode_as_they_were() {
         assert!(done(&said).contains("removed /"), "{}", said.out);
         assert_eq!(world.snapshot(), before, "{}", one.0);
         let again = world.uninstall(&[]);
-        assert!(done(&again).starts_with("nothing to remove"), "{}", again.out);
+        assert!(
+            done(&again).starts_with("nothing to remove"),
+            "{}",
+            again.out
+        );
     }
 }
 
@@ -281,7 +395,11 @@ fn installing_twice_is_installing_once() {
         let said = world.install_initrd(one.3);
         assert!(done(&said).contains("nothing to do"), "{}", said.out);
         assert_eq!(world.snapshot(), first);
-        assert_eq!(fs::metadata(world.ours()).unwrap().ino(), inode, "the file was not even written again");
+        assert_eq!(
+            fs::metadata(world.ours()).unwrap().ino(),
+            inode,
+            "the file was not even written again"
+        );
         // The second time may omit the arguments.
         assert!(done(&world.install(&[])).contains("nothing to do"));
     }
@@ -295,17 +413,40 @@ fn an_upgrade_is_one_command_and_keeps_the_parameters() {
     world.make_initrd(&newer, 2000);
     let said = world.install(&["--initrd", newer.to_str().unwrap()]);
     assert_eq!(
-        world.shown(done(&said)).lines().filter(|line| line.starts_with("  hyper")).collect::<Vec<_>>(),
+        world
+            .shown(done(&said))
+            .lines()
+            .filter(|line| line.starts_with("  hyper"))
+            .collect::<Vec<_>>(),
         ["  hypervisor.qemu.initrd: \"/test/gpu.cpio\" -> \"/test/newer.cpio\""]
     );
-    let params =
-        |world: &World| world.effective(Runtime::Go).get(&["hypervisor", "qemu", "kernel_params"]).unwrap().as_str().unwrap().to_string();
-    assert!(params(&world).ends_with("pci=assign-busses gpuinit.log=debug gpuinit.gpus=8"), "{}", params(&world));
+    let params = |world: &World| {
+        world
+            .effective(Runtime::Go)
+            .get(&["hypervisor", "qemu", "kernel_params"])
+            .unwrap()
+            .as_str()
+            .unwrap()
+            .to_string()
+    };
+    assert!(
+        params(&world).ends_with("pci=assign-busses gpuinit.log=debug gpuinit.gpus=8"),
+        "{}",
+        params(&world)
+    );
     done(&world.install(&["--unset", "gpuinit.gpus", "--param", "gpuinit.log=off"]));
-    assert!(params(&world).ends_with("pci=assign-busses gpuinit.log=off"), "{}", params(&world));
+    assert!(
+        params(&world).ends_with("pci=assign-busses gpuinit.log=off"),
+        "{}",
+        params(&world)
+    );
     // Without any word of ours the key is left to others again.
     done(&world.install(&["--unset", "gpuinit.log"]));
-    assert!(!fs::read_to_string(world.ours()).unwrap().contains("kernel_params ="));
+    assert!(
+        !fs::read_to_string(world.ours())
+            .unwrap()
+            .contains("kernel_params =")
+    );
 }
 
 #[test]
@@ -315,21 +456,50 @@ fn installing_again_after_an_upgrade_of_kata_takes_its_words() {
     world.edit("pci=assign-busses", "pci=assign-busses pci=hpmmiosize=1G");
     done(&world.install(&[]));
     let effective = world.effective(Runtime::Go);
-    let params = effective.get(&["hypervisor", "qemu", "kernel_params"]).unwrap().as_str().unwrap();
-    assert!(params.ends_with("pci=assign-busses pci=hpmmiosize=1G gpuinit.log=debug"), "{params}");
+    let params = effective
+        .get(&["hypervisor", "qemu", "kernel_params"])
+        .unwrap()
+        .as_str()
+        .unwrap();
+    assert!(
+        params.ends_with("pci=assign-busses pci=hpmmiosize=1G gpuinit.log=debug"),
+        "{params}"
+    );
 }
 
 #[test]
 fn the_drop_in_is_read_after_kata_deploys_and_by_everybody() {
     let world = World::new("order", "rust-qemu-nvidia-gpu");
-    for name in ["10-installation-prefix.toml", "20-debug.toml", "30-kernel-params.toml", "50-user-overrides.toml"] {
-        world.drop_in(name, "[hypervisor.qemu]\nimage = \"/other\"\ninitrd = \"\"\n");
+    for name in [
+        "10-installation-prefix.toml",
+        "20-debug.toml",
+        "30-kernel-params.toml",
+        "50-user-overrides.toml",
+    ] {
+        world.drop_in(
+            name,
+            "[hypervisor.qemu]\nimage = \"/other\"\ninitrd = \"\"\n",
+        );
     }
     done(&world.install_initrd(&[]));
-    assert_eq!(world.effective(Runtime::Rust).get(&["hypervisor", "qemu", "image"]).unwrap().as_str(), Some(""));
+    assert_eq!(
+        world
+            .effective(Runtime::Rust)
+            .get(&["hypervisor", "qemu", "image"])
+            .unwrap()
+            .as_str(),
+        Some("")
+    );
     assert_eq!(fs::metadata(world.ours()).unwrap().mode() & 0o7777, 0o644);
-    let beside: Vec<_> = fs::read_dir(world.config.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(beside.len(), 2, "nothing is left beside the configuration: {beside:?}");
+    let beside: Vec<_> = fs::read_dir(world.config.parent().unwrap())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
+    assert_eq!(
+        beside.len(),
+        2,
+        "nothing is left beside the configuration: {beside:?}"
+    );
 }
 
 #[test]
@@ -341,19 +511,42 @@ fn json_says_what_the_page_says() {
     assert_eq!(json["kataVersion"], "4.1.0");
     assert_eq!(json["file"], world.ours().to_str().unwrap());
     assert_eq!(json["text"], fs::read_to_string(world.ours()).unwrap());
-    let keys: Vec<&str> = json["changes"].as_array().unwrap().iter().map(|change| change["key"].as_str().unwrap()).collect();
-    let short: Vec<&str> = keys.iter().map(|key| key.strip_prefix("hypervisor.qemu.").unwrap()).collect();
-    assert_eq!(short, ["image", "initrd", "kernel_verity_params", "guest_extension_images"]);
+    let keys: Vec<&str> = json["changes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|change| change["key"].as_str().unwrap())
+        .collect();
+    let short: Vec<&str> = keys
+        .iter()
+        .map(|key| key.strip_prefix("hypervisor.qemu.").unwrap())
+        .collect();
+    assert_eq!(
+        short,
+        [
+            "image",
+            "initrd",
+            "kernel_verity_params",
+            "guest_extension_images"
+        ]
+    );
     let json: Json = serde_json::from_str(done(&world.install(&["--json"]))).unwrap();
     assert_eq!(json["action"], "unchanged");
-    let json: Json = serde_json::from_str(done(&world.uninstall(&["--json", "--dry-run"]))).unwrap();
-    assert_eq!((json["action"].as_str(), world.ours().exists()), (Some("would-remove"), true));
+    let json: Json =
+        serde_json::from_str(done(&world.uninstall(&["--json", "--dry-run"]))).unwrap();
+    assert_eq!(
+        (json["action"].as_str(), world.ours().exists()),
+        (Some("would-remove"), true)
+    );
     assert_eq!(json["changes"][0]["before"], "");
     let json: Json = serde_json::from_str(done(&world.uninstall(&["--json"]))).unwrap();
     assert_eq!(json["action"], "removed");
     let refused = world.install(&["--json"]);
     let json: Json = serde_json::from_str(&refused.out).unwrap();
-    assert_eq!((json["action"].as_str(), refused.code), (Some("refused"), 1));
+    assert_eq!(
+        (json["action"].as_str(), refused.code),
+        (Some("refused"), 1)
+    );
     assert_eq!(json["refusals"][0]["place"], "--initrd");
 }
 
@@ -361,28 +554,50 @@ fn json_says_what_the_page_says() {
 fn the_version_is_asked_of_the_configurations_shim() {
     for (fixture, shim, words) in [
         ("go-qemu-nvidia-gpu", "opt/kata/bin", "(Golang): id: \"i\""),
-        ("rust-qemu-nvidia-gpu", "opt/kata/runtime-rs/bin", "(Rust): id: i"),
+        (
+            "rust-qemu-nvidia-gpu",
+            "opt/kata/runtime-rs/bin",
+            "(Rust): id: i",
+        ),
     ] {
         let world = World::new("shim", fixture);
         let initrd = world.initrd.to_str().unwrap().to_string();
         let unknown = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
-        assert!(done(&unknown).contains("Kata of unknown version, it must be"), "{}", unknown.out);
+        assert!(
+            done(&unknown).contains("Kata of unknown version, it must be"),
+            "{}",
+            unknown.out
+        );
         let shim = world.root().join(shim).join("containerd-shim-kata-v2");
         make_program(
             &shim,
-            &format!("#!/bin/sh\n[ \"$*\" = --version ] && echo 'Kata Containers containerd shim {words}, version: 3.27.0, commit: c'\n"),
+            &format!(
+                "#!/bin/sh\n[ \"$*\" = --version ] && echo 'Kata Containers containerd shim {words}, version: 3.27.0, commit: c'\n"
+            ),
         );
         // Whatever this machine's umask is.
-        for dir in shim.ancestors().skip(1).take_while(|dir| dir.starts_with(world.root())) {
+        for dir in shim
+            .ancestors()
+            .skip(1)
+            .take_while(|dir| dir.starts_with(world.root()))
+        {
             fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).unwrap();
         }
         let known = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
-        assert!(done(&known).contains(&format!("Kata 3.27.0 (by {})", shim.display())), "{}", known.out);
+        assert!(
+            done(&known).contains(&format!("Kata 3.27.0 (by {})", shim.display())),
+            "{}",
+            known.out
+        );
         // A program, or a directory on the way to it, that others can write is not run.
         for (path, mode) in [(shim.as_path(), 0o777), (shim.parent().unwrap(), 0o775)] {
             fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
             let said = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
-            assert!(done(&said).contains("not run: others can change") && !said.out.contains("3.27.0"), "{}", said.out);
+            assert!(
+                done(&said).contains("not run: others can change") && !said.out.contains("3.27.0"),
+                "{}",
+                said.out
+            );
             fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
         }
     }
@@ -393,14 +608,22 @@ fn the_version_is_asked_of_the_configurations_shim() {
 fn make_program(path: &Path, text: &str) {
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     let script = "printf %s \"$1\" > \"$2\" && chmod 755 \"$2\"";
-    let status = Command::new("sh").args(["-c", script, "sh", text]).arg(path).stdin(Stdio::null()).status().unwrap();
+    let status = Command::new("sh")
+        .args(["-c", script, "sh", text])
+        .arg(path)
+        .stdin(Stdio::null())
+        .status()
+        .unwrap();
     assert!(status.success());
 }
 
 /// A guest with some of its entries left out.
 fn guest_without(world: &World, name: &str, gone: &[&str]) -> PathBuf {
     let before = guest().len();
-    let rest: Vec<_> = guest().into_iter().filter(|made| !gone.iter().any(|name| made.name == name.as_bytes())).collect();
+    let rest: Vec<_> = guest()
+        .into_iter()
+        .filter(|made| !gone.iter().any(|name| made.name == name.as_bytes()))
+        .collect();
     assert_eq!(rest.len() + gone.len(), before, "{gone:?}");
     let path = world.root().join(name);
     fs::write(&path, archive(&rest)).unwrap();
@@ -416,41 +639,76 @@ fn an_initrd_that_cannot_boot_is_refused_with_reasons() {
     let err = world.shown(&said.err);
     let lines: Vec<&str> = err.lines().collect();
     assert_eq!((said.code, lines.len()), (1, 3), "{err}");
-    assert!(lines[0].starts_with("refused: /test/broken.cpio: no-agent /usr/bin/kata-agent: "), "{err}");
-    assert!(lines[1].starts_with("refused: /test/broken.cpio: no-init /init: ") && lines[1].contains("; put kata-gpu-init there"), "{err}");
+    assert!(
+        lines[0].starts_with("refused: /test/broken.cpio: no-agent /usr/bin/kata-agent: "),
+        "{err}"
+    );
+    assert!(
+        lines[1].starts_with("refused: /test/broken.cpio: no-init /init: ")
+            && lines[1].contains("; put kata-gpu-init there"),
+        "{err}"
+    );
     assert_eq!(lines[2], "nothing was written, for 2 reasons");
     fs::remove_file(&broken).unwrap();
     assert_eq!(world.snapshot(), before);
     // Somebody who knows better sees what they passed.
-    let forced = world.install(&["--initrd", guest_without(&world, "c", &["init"]).to_str().unwrap(), "--force"]);
+    let forced = world.install(&[
+        "--initrd",
+        guest_without(&world, "c", &["init"]).to_str().unwrap(),
+        "--force",
+    ]);
     assert_eq!(forced.code, 0);
-    assert!(forced.err.starts_with("forced: ") && forced.out.contains("verified: 1 error, 0 warnings, 1 note"), "{forced:?}");
+    assert!(
+        forced.err.starts_with("forced: ")
+            && forced.out.contains("verified: 1 error, 0 warnings, 1 note"),
+        "{forced:?}"
+    );
 }
 
 #[test]
 fn the_modules_are_held_against_the_kernel_of_the_configuration() {
     let world = World::new("kernel", "rust-qemu-nvidia-gpu");
     let kernel = world.root().join("vmlinux-nvidia.container");
-    assert!(done(&world.install_initrd(&["--dry-run"])).contains(&format!("{}, {KERNEL}", kernel.display())));
+    assert!(
+        done(&world.install_initrd(&["--dry-run"]))
+            .contains(&format!("{}, {KERNEL}", kernel.display()))
+    );
     fs::write(&kernel, "Linux version 6.1.0 (builder) #1").unwrap();
     let said = world.install_initrd(&[]);
-    assert!(said.code == 1 && said.err.contains("other-kernel /lib/modules: 6.1.0; there is "), "{}", said.err);
+    assert!(
+        said.code == 1
+            && said
+                .err
+                .contains("other-kernel /lib/modules: 6.1.0; there is "),
+        "{}",
+        said.err
+    );
     assert!(!world.ours().exists());
     // One that is not there, as where a cluster's configuration is prepared elsewhere, keeps
     // nobody.
     fs::remove_file(&kernel).unwrap();
-    assert!(done(&world.install_initrd(&[])).contains("not there, so the modules were not held against it"));
+    assert!(
+        done(&world.install_initrd(&[]))
+            .contains("not there, so the modules were not held against it")
+    );
 }
 
 #[test]
 fn a_driver_from_elsewhere_is_asked_for_by_name() {
     let world = World::new("no-user-space", "go-qemu-nvidia-gpu");
     let version = crate::initrd::verify::VERSION;
-    let gone = [format!("usr/lib64/libcuda.so.{version}"), format!("usr/lib64/libnvidia-ml.so.{version}")];
+    let gone = [
+        format!("usr/lib64/libcuda.so.{version}"),
+        format!("usr/lib64/libnvidia-ml.so.{version}"),
+    ];
     let base = guest_without(&world, "base.cpio", &gone.each_ref().map(String::as_str));
     let words = ["--initrd", base.to_str().unwrap()];
     let said = world.install(&words);
-    assert!(said.code == 1 && said.err.contains("no-libcuda"), "{}", said.err);
+    assert!(
+        said.code == 1 && said.err.contains("no-libcuda"),
+        "{}",
+        said.err
+    );
     done(&world.install(&[&words[..], &["--no-user-space"]].concat()));
 }
 
@@ -463,7 +721,10 @@ fn install_upgrade_roll_back_and_uninstall_are_one_command_each() {
         let before = world.snapshot();
         let initrd = |world: &World| {
             let effective = world.effective(one.1);
-            effective.get(&["hypervisor", one.2, "initrd"]).and_then(|v| v.as_str().map(str::to_string)).unwrap_or_default()
+            effective
+                .get(&["hypervisor", one.2, "initrd"])
+                .and_then(|v| v.as_str().map(str::to_string))
+                .unwrap_or_default()
         };
         let was = initrd(&world);
         let old = world.initrd.to_str().unwrap().to_string();
@@ -477,7 +738,12 @@ fn install_upgrade_roll_back_and_uninstall_are_one_command_each() {
         done(&world.install(&["--initrd", &old]));
         assert_eq!(world.snapshot(), installed, "{}", one.0);
         done(&world.uninstall(&[]));
-        assert_eq!((world.snapshot(), initrd(&world)), (before, was), "{}", one.0);
+        assert_eq!(
+            (world.snapshot(), initrd(&world)),
+            (before, was),
+            "{}",
+            one.0
+        );
     }
 }
 
@@ -485,10 +751,20 @@ fn install_upgrade_roll_back_and_uninstall_are_one_command_each() {
 #[test]
 fn a_strict_umask_keeps_no_runtime_from_the_drop_in() {
     let world = World::new("umask", "go-qemu-nvidia-gpu");
-    let script = "umask 077; exec \"$0\" install --kata-version 4.1.0 --kata-config \"$1\" --initrd \"$2\"";
+    let script =
+        "umask 077; exec \"$0\" install --kata-version 4.1.0 --kata-config \"$1\" --initrd \"$2\"";
     let mut command = std::process::Command::new("sh");
-    let output = command.args(["-ec", script]).arg(crate::collect::program()).args([&world.config, &world.initrd]).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let output = command
+        .args(["-ec", script])
+        .arg(crate::collect::program())
+        .args([&world.config, &world.initrd])
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     let mode = |path: PathBuf| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
     assert_eq!((mode(world.config_d()), mode(world.ours())), (0o755, 0o644));
 }

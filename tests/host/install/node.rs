@@ -25,12 +25,21 @@ fn feature(world: &World) -> PathBuf {
 }
 
 fn words(world: &World) -> Vec<String> {
-    ["--node", node(world).to_str().unwrap(), "--node-feature", feature(world).to_str().unwrap()].map(String::from).to_vec()
+    [
+        "--node",
+        node(world).to_str().unwrap(),
+        "--node-feature",
+        feature(world).to_str().unwrap(),
+    ]
+    .map(String::from)
+    .to_vec()
 }
 
 fn copies(world: &World) -> Vec<String> {
     let entries = fs::read_dir(node(world)).into_iter().flatten();
-    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.retain(|name| !name.starts_with('.'));
     names.sort();
     names
@@ -38,7 +47,11 @@ fn copies(world: &World) -> Vec<String> {
 
 fn initrd_of(world: &World) -> String {
     let effective = world.effective(Runtime::Go);
-    effective.get(&["hypervisor", "qemu", "initrd"]).and_then(|value| value.as_str()).unwrap_or_default().to_string()
+    effective
+        .get(&["hypervisor", "qemu", "initrd"])
+        .and_then(|value| value.as_str())
+        .unwrap_or_default()
+        .to_string()
 }
 
 fn strs(words: &[String]) -> Vec<&str> {
@@ -62,14 +75,21 @@ fn the_guest_is_copied_and_the_former_copy_stays() {
         assert!(done(&world.install_initrd(&strs(&words))).contains("nothing to do"));
         assert_eq!(copies(&world), listed);
     }
-    assert_eq!(fs::read_to_string(feature(&world)).unwrap(), "kata-gpu-init=true\n");
+    assert_eq!(
+        fs::read_to_string(feature(&world)).unwrap(),
+        "kata-gpu-init=true\n"
+    );
     let mut newest = seen.split_off(1);
     newest.sort();
     assert_eq!(copies(&world), newest, "the first of three is gone");
     done(&world.uninstall(&strs(&words)));
     assert!(!node(&world).exists() && !feature(&world).exists());
     for (path, content) in before {
-        assert!(path.is_dir() || path == world.initrd || fs::read(&path).unwrap() == content.1, "{}", path.display());
+        assert!(
+            path.is_dir() || path == world.initrd || fs::read(&path).unwrap() == content.1,
+            "{}",
+            path.display()
+        );
     }
     assert!(!world.ours().exists());
 }
@@ -80,19 +100,40 @@ fn what_is_refused_leaves_no_copy_and_no_label() {
     let words = words(&world);
     world.edit("vm_cache_number = 0", "vm_cache_number = 1");
     let said = world.install_initrd(&strs(&words));
-    assert!(said.code == 1 && said.err.contains("vm_cache_number"), "{said:?}");
+    assert!(
+        said.code == 1 && said.err.contains("vm_cache_number"),
+        "{said:?}"
+    );
     assert!(copies(&world).is_empty() && !feature(&world).exists());
     let said = world.install(&strs(&words));
-    assert!(said.code == 1 && said.err.contains("needs --initrd or --image"), "{said:?}");
+    assert!(
+        said.code == 1 && said.err.contains("needs --initrd or --image"),
+        "{said:?}"
+    );
     let said = world.install_initrd(&[strs(&words), vec!["--dry-run"]].concat());
-    assert!(said.code == 1 && said.err.contains("omit --node"), "{said:?}");
+    assert!(
+        said.code == 1 && said.err.contains("omit --node"),
+        "{said:?}"
+    );
     let said = world.install_initrd(&[strs(&words), vec!["--unset", "gpuinit.log"]].concat());
     assert!(said.code == 1 && said.err.contains("--unset"), "{said:?}");
-    let said = world.plain_install(&[strs(&words), vec!["--initrd", world.initrd.to_str().unwrap()]].concat());
-    assert!(said.code == 1 && said.err.contains("--kata-version"), "{said:?}");
+    let said = world.plain_install(
+        &[
+            strs(&words),
+            vec!["--initrd", world.initrd.to_str().unwrap()],
+        ]
+        .concat(),
+    );
+    assert!(
+        said.code == 1 && said.err.contains("--kata-version"),
+        "{said:?}"
+    );
     fs::remove_file(&world.initrd).unwrap();
     let said = world.install_initrd(&strs(&words));
-    assert!(said.code == 1 && said.err.contains("no such initrd"), "{said:?}");
+    assert!(
+        said.code == 1 && said.err.contains("no such initrd"),
+        "{said:?}"
+    );
     assert!(!node(&world).exists());
 }
 
@@ -102,7 +143,11 @@ fn words_of_a_manifest_that_are_gone_are_gone_from_the_node() {
     let words = words(&world);
     let params = |world: &World| {
         let effective = world.effective(Runtime::Go);
-        effective.get(&["hypervisor", "qemu", "kernel_params"]).and_then(|v| v.as_str()).unwrap_or_default().to_string()
+        effective
+            .get(&["hypervisor", "qemu", "kernel_params"])
+            .and_then(|v| v.as_str())
+            .unwrap_or_default()
+            .to_string()
     };
     done(&world.install_initrd(&[strs(&words), vec!["--param", "gpuinit.log=debug"]].concat()));
     assert!(params(&world).contains("gpuinit.log=debug"));
@@ -119,15 +164,32 @@ struct Pod {
 impl Pod {
     fn start(world: &World, step: &str, more: &[&str]) -> Pod {
         let mut command = Command::new(program());
-        command.args([step, "--stay", "--kata-config"]).arg(&world.config).args(words(world)).args(more);
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
+        command
+            .args([step, "--stay", "--kata-config"])
+            .arg(&world.config)
+            .args(words(world))
+            .args(more);
+        let mut child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap());
         Pod { child, lines }
     }
 
     /// Installs this file.
     fn installs(world: &World, guest: &Path) -> Pod {
-        Pod::start(world, "install", &["--kata-version", "4.1.0", "--initrd", guest.to_str().unwrap()])
+        Pod::start(
+            world,
+            "install",
+            &[
+                "--kata-version",
+                "4.1.0",
+                "--initrd",
+                guest.to_str().unwrap(),
+            ],
+        )
     }
 
     /// Waits for a line that starts with this.
@@ -135,7 +197,10 @@ impl Pod {
         let mut all = String::new();
         loop {
             let from = all.len();
-            assert!(self.lines.read_line(&mut all).unwrap() > 0, "no {start:?} in {all}");
+            assert!(
+                self.lines.read_line(&mut all).unwrap() > 0,
+                "no {start:?} in {all}"
+            );
             if all[from..].starts_with(start) {
                 return;
             }
@@ -143,7 +208,11 @@ impl Pod {
     }
 
     fn end(mut self) {
-        kill(Pid::from_raw(self.child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
+        kill(
+            Pid::from_raw(self.child.id().try_into().unwrap()),
+            Signal::SIGTERM,
+        )
+        .unwrap();
         assert!(self.child.wait().unwrap().success());
     }
 }
@@ -193,19 +262,39 @@ fn a_refused_pod_removes_the_label_and_installs_when_it_can() {
 }
 
 fn daemon_set(words: &[&str]) -> Value {
-    let said = kata_gpu_boot::install::say(&from_words(&[&["--kata-config", CONFIG, "--print", "daemonset"], words].concat()).unwrap());
+    let said = kata_gpu_boot::install::say(
+        &from_words(&[&["--kata-config", CONFIG, "--print", "daemonset"], words].concat()).unwrap(),
+    );
     serde_yaml::from_str(done(&said)).unwrap()
 }
 
 #[test]
 fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
     let odd = "nvidia.NVreg_RegistryDwords=\"a=@NAME@ b: #\"";
-    let printed = daemon_set(&["--initrd", "/gpu.initrd", "--container-image", "registry/gpu@sha256:00", "--param", odd]);
+    let printed = daemon_set(&[
+        "--initrd",
+        "/gpu.initrd",
+        "--container-image",
+        "registry/gpu@sha256:00",
+        "--param",
+        odd,
+    ]);
     let pod = &printed["spec"]["template"]["spec"];
     let (first, second) = (&pod["initContainers"][0], &pod["containers"][0]);
-    assert_eq!((&first["image"], &second["image"]), (&"registry/gpu@sha256:00".into(), &"registry/gpu@sha256:00".into()));
+    assert_eq!(
+        (&first["image"], &second["image"]),
+        (
+            &"registry/gpu@sha256:00".into(),
+            &"registry/gpu@sha256:00".into()
+        )
+    );
     let command = |container: &Value| -> Vec<String> {
-        container["command"].as_sequence().unwrap().iter().map(|word| word.as_str().unwrap().to_string()).collect()
+        container["command"]
+            .as_sequence()
+            .unwrap()
+            .iter()
+            .map(|word| word.as_str().unwrap().to_string())
+            .collect()
     };
     let (installs, stays) = (command(first), command(second));
     assert_eq!([&installs[..], &["--stay".to_string()]].concat(), stays);
@@ -214,36 +303,75 @@ fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
     from_words::<install::Args>(&strs(&stays)[2..]).unwrap();
     // Every path of the command but those of the pods' image is in a mount, which is a folder of
     // the node at the same place.
-    let mounts: Vec<&str> = second["volumeMounts"].as_sequence().unwrap().iter().map(|m| m["mountPath"].as_str().unwrap()).collect();
-    let volumes: Vec<&str> = pod["volumes"].as_sequence().unwrap().iter().map(|v| v["hostPath"]["path"].as_str().unwrap()).collect();
+    let mounts: Vec<&str> = second["volumeMounts"]
+        .as_sequence()
+        .unwrap()
+        .iter()
+        .map(|m| m["mountPath"].as_str().unwrap())
+        .collect();
+    let volumes: Vec<&str> = pod["volumes"]
+        .as_sequence()
+        .unwrap()
+        .iter()
+        .map(|v| v["hostPath"]["path"].as_str().unwrap())
+        .collect();
     assert_eq!(
         (mounts.as_slice(), mounts.as_slice()),
-        (["/opt", "/etc/kubernetes/node-feature-discovery/features.d"].as_slice(), volumes.as_slice())
+        (
+            ["/opt", "/etc/kubernetes/node-feature-discovery/features.d"].as_slice(),
+            volumes.as_slice()
+        )
     );
     for option in ["--kata-config", "--node", "--node-feature"] {
         let at = installs.iter().position(|word| word == option).unwrap();
-        assert!(mounts.iter().any(|mount| installs[at + 1].starts_with(&format!("{mount}/"))), "{option} {}", installs[at + 1]);
+        assert!(
+            mounts
+                .iter()
+                .any(|mount| installs[at + 1].starts_with(&format!("{mount}/"))),
+            "{option} {}",
+            installs[at + 1]
+        );
     }
     assert_eq!(printed["metadata"]["name"], "kata-gpu-init-qemu-nvidia-gpu");
-    assert_eq!(pod["nodeSelector"]["katacontainers.io/kata-runtime"], "true");
+    assert_eq!(
+        pod["nodeSelector"]["katacontainers.io/kata-runtime"],
+        "true"
+    );
     assert_eq!(pod["automountServiceAccountToken"], false);
 }
 
 #[test]
 fn the_daemon_set_that_uninstalls_replaces_the_other() {
     let installs = daemon_set(&["--initrd", "/gpu.initrd"]);
-    let said = kata_gpu_boot::uninstall::say(&from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap());
+    let said = kata_gpu_boot::uninstall::say(
+        &from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap(),
+    );
     let uninstalls: Value = serde_yaml::from_str(done(&said)).unwrap();
     for key in ["metadata", "kind"] {
         assert_eq!(installs[key], uninstalls[key]);
     }
     let command = |set: &Value| -> Vec<String> {
-        let words = set["spec"]["template"]["spec"]["containers"][0]["command"].as_sequence().unwrap();
-        words.iter().map(|word| word.as_str().unwrap().to_string()).collect()
+        let words = set["spec"]["template"]["spec"]["containers"][0]["command"]
+            .as_sequence()
+            .unwrap();
+        words
+            .iter()
+            .map(|word| word.as_str().unwrap().to_string())
+            .collect()
     };
-    let after = |words: &[String], option: &str| words.iter().skip_while(|word| *word != option).nth(1).cloned();
+    let after = |words: &[String], option: &str| {
+        words
+            .iter()
+            .skip_while(|word| *word != option)
+            .nth(1)
+            .cloned()
+    };
     for option in ["--kata-config", "--node", "--node-feature"] {
-        assert_eq!(after(&command(&installs), option), after(&command(&uninstalls), option), "{option}");
+        assert_eq!(
+            after(&command(&installs), option),
+            after(&command(&uninstalls), option),
+            "{option}"
+        );
     }
     assert_eq!(command(&uninstalls)[1], "uninstall");
     from_words::<uninstall::Args>(&strs(&command(&uninstalls))[2..]).unwrap();
@@ -253,12 +381,27 @@ fn the_daemon_set_that_uninstalls_replaces_the_other() {
 fn a_daemon_set_that_could_not_work_is_not_printed() {
     for (config, words, why) in [
         (CONFIG, vec![], "needs --initrd or --image"),
-        ("/etc/kata-containers/configuration.toml", vec!["--initrd", "/g"], "is not below a PREFIX/share/defaults/kata-containers/"),
-        (CONFIG, vec!["--initrd", "gpu.initrd"], "is not a path from the root on"),
-        (CONFIG, vec!["--initrd", "/g", "--node", "/var/lib/x"], "is not below /opt/kata"),
+        (
+            "/etc/kata-containers/configuration.toml",
+            vec!["--initrd", "/g"],
+            "is not below a PREFIX/share/defaults/kata-containers/",
+        ),
+        (
+            CONFIG,
+            vec!["--initrd", "gpu.initrd"],
+            "is not a path from the root on",
+        ),
+        (
+            CONFIG,
+            vec!["--initrd", "/g", "--node", "/var/lib/x"],
+            "is not below /opt/kata",
+        ),
     ] {
         let words = [vec!["--kata-config", config, "--print", "daemonset"], words].concat();
         let said = kata_gpu_boot::install::say(&from_words(&words).unwrap());
-        assert!(said.code == 1 && said.out.is_empty() && said.err.contains(why), "{said:?}");
+        assert!(
+            said.code == 1 && said.out.is_empty() && said.err.contains(why),
+            "{said:?}"
+        );
     }
 }

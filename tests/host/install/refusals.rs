@@ -20,7 +20,13 @@ enum Make {
 use Make::{Beside, DropIn, Edit, Size, Unreadable, Words};
 
 /// Name, fixture, changes, whether `--force` passes, and parts of the printed line.
-type Row = (&'static str, &'static str, &'static [Make], bool, &'static [&'static str]);
+type Row = (
+    &'static str,
+    &'static str,
+    &'static [Make],
+    bool,
+    &'static [&'static str],
+);
 
 const GO: &str = "go-qemu-nvidia-gpu";
 const RUST: &str = "rust-qemu-nvidia-gpu";
@@ -31,15 +37,29 @@ const ROWS: &[Row] = &[
         GO,
         &[Words(&["--kata-version", "2.4.3"])],
         false,
-        &["Kata version = 2.4.3", "reads drop-ins from 2.5.0 on", "upgrade"],
+        &[
+            "Kata version = 2.4.3",
+            "reads drop-ins from 2.5.0 on",
+            "upgrade",
+        ],
     ),
-    ("runtime-rs before drop-ins", RUST, &[Words(&["--kata-version", "2.5.2"])], false, &["Kata version = 2.5.2", "from 3.0.0 on"]),
+    (
+        "runtime-rs before drop-ins",
+        RUST,
+        &[Words(&["--kata-version", "2.5.2"])],
+        false,
+        &["Kata version = 2.5.2", "from 3.0.0 on"],
+    ),
     (
         "a key that this Kata fails on",
         GO,
         &[Words(&["--kata-version", "3.26.0"])],
         false,
-        &["kernel_verity_params = \"root_hash", "Kata 3.26.0 fails on this key in a drop-in", "3.27.0"],
+        &[
+            "kernel_verity_params = \"root_hash",
+            "Kata 3.26.0 fails on this key in a drop-in",
+            "3.27.0",
+        ],
     ),
     (
         "firecracker",
@@ -48,7 +68,13 @@ const ROWS: &[Row] = &[
         true,
         &["[hypervisor.firecracker]", "no GPU has been seen"],
     ),
-    ("a guest elsewhere", GO, &[Edit("[hypervisor.qemu]", "[hypervisor.remote]")], false, &["[hypervisor.remote]", "start elsewhere"]),
+    (
+        "a guest elsewhere",
+        GO,
+        &[Edit("[hypervisor.qemu]", "[hypervisor.remote]")],
+        false,
+        &["[hypervisor.remote]", "start elsewhere"],
+    ),
     (
         "an unknown hypervisor",
         GO,
@@ -63,18 +89,30 @@ const ROWS: &[Row] = &[
         false,
         &["not a hypervisor of the Go runtime"],
     ),
-    ("no hypervisor", GO, &[Edit("[hypervisor.qemu]", "[qemu]")], false, &["has no [hypervisor.NAME] section"]),
+    (
+        "no hypervisor",
+        GO,
+        &[Edit("[hypervisor.qemu]", "[qemu]")],
+        false,
+        &["has no [hypervisor.NAME] section"],
+    ),
     (
         "two hypervisors, Go",
         GO,
         &[DropIn("50-x.toml", "[hypervisor.clh]\npath = \"/x\"\n")],
         false,
-        &["[hypervisor.clh], [hypervisor.qemu]", "starts one of them at random"],
+        &[
+            "[hypervisor.clh], [hypervisor.qemu]",
+            "starts one of them at random",
+        ],
     ),
     (
         "a hypervisor without section",
         RUST,
-        &[Edit("hypervisor_name = \"qemu\"", "hypervisor_name = \"clh\"")],
+        &[Edit(
+            "hypervisor_name = \"qemu\"",
+            "hypervisor_name = \"clh\"",
+        )],
         false,
         &["runtime.hypervisor_name = \"clh\"", "no section"],
     ),
@@ -83,14 +121,20 @@ const ROWS: &[Row] = &[
         RUST,
         &[Edit("hypervisor_name = \"qemu\"\n", "")],
         false,
-        &["runtime.name = \"virt_container\"", "needs runtime.hypervisor_name"],
+        &[
+            "runtime.name = \"virt_container\"",
+            "needs runtime.hypervisor_name",
+        ],
     ),
     (
         "a directory that several share",
         GO,
         &[Beside("configuration-qemu.toml")],
         true,
-        &["config.d: is read with configuration-qemu.toml as well", "directory of its own"],
+        &[
+            "config.d: is read with configuration-qemu.toml as well",
+            "directory of its own",
+        ],
     ),
     (
         "a key in capitals",
@@ -111,10 +155,17 @@ const ROWS: &[Row] = &[
         GO,
         &[
             Edit("rootless", "confidential_guest = true\nrootless"),
-            Edit("root_hash=0011,salt=aabb,data_blocks=100,data_block_size=4096,hash_block_size=4096", ""),
+            Edit(
+                "root_hash=0011,salt=aabb,data_blocks=100,data_block_size=4096,hash_block_size=4096",
+                "",
+            ),
         ],
         true,
-        &["confidential_guest = true", "launch measurement", "register the new measurement"],
+        &[
+            "confidential_guest = true",
+            "launch measurement",
+            "register the new measurement",
+        ],
     ),
     (
         "an ID block",
@@ -135,10 +186,25 @@ const ROWS: &[Row] = &[
         RUST,
         &[Edit("enable_template = false", "enable_template = true")],
         true,
-        &["hypervisor.qemu.factory.enable_template = true", "set it to false"],
+        &[
+            "hypervisor.qemu.factory.enable_template = true",
+            "set it to false",
+        ],
     ),
-    ("a cache of guests", GO, &[Edit("vm_cache_number = 0", "vm_cache_number = 2")], true, &["factory.vm_cache_number = 2", "set it to 0"]),
-    ("another init", GO, &[Edit("pci=nocrs", "rdinit=/sbin/init")], false, &["kernel_params = rdinit=/sbin/init", "instead of /init"]),
+    (
+        "a cache of guests",
+        GO,
+        &[Edit("vm_cache_number = 0", "vm_cache_number = 2")],
+        true,
+        &["factory.vm_cache_number = 2", "set it to 0"],
+    ),
+    (
+        "another init",
+        GO,
+        &[Edit("pci=nocrs", "rdinit=/sbin/init")],
+        false,
+        &["kernel_params = rdinit=/sbin/init", "instead of /init"],
+    ),
     (
         "a short timeout",
         RUST,
@@ -146,7 +212,13 @@ const ROWS: &[Row] = &[
         true,
         &["agent.cdi_timeout=10", "give up on GPUs", "use 100"],
     ),
-    ("no timeout", RUST, &[Edit("agent.cdi_timeout=300", "agent.cdi_timeout=0")], false, &["agent.cdi_timeout=0", "panics"]),
+    (
+        "no timeout",
+        RUST,
+        &[Edit("agent.cdi_timeout=300", "agent.cdi_timeout=0")],
+        false,
+        &["agent.cdi_timeout=0", "panics"],
+    ),
     (
         "a timeout with a unit",
         RUST,
@@ -154,25 +226,44 @@ const ROWS: &[Row] = &[
         false,
         &["agent.cdi_timeout=300s", "panics"],
     ),
-    ("an open quote", GO, &[Edit("pci=nocrs", "a=\\\"b")], false, &["hypervisor.qemu.kernel_params = ", "open double quote", "close it"]),
+    (
+        "an open quote",
+        GO,
+        &[Edit("pci=nocrs", "a=\\\"b")],
+        false,
+        &[
+            "hypervisor.qemu.kernel_params = ",
+            "open double quote",
+            "close it",
+        ],
+    ),
     (
         "parameters that are no string",
         GO,
-        &[Edit("kernel_params = \"cgroup", "kernel_params = 1\nx = \"")],
+        &[Edit(
+            "kernel_params = \"cgroup",
+            "kernel_params = 1\nx = \"",
+        )],
         false,
         &["kernel_params = 1", "not a string"],
     ),
     (
         "an initrd as large as the guest",
         GO,
-        &[Edit("default_memory = 8192", "default_memory = 64"), Size(64)],
+        &[
+            Edit("default_memory = 8192", "default_memory = 64"),
+            Size(64),
+        ],
         false,
         &["default_memory = 64", "do not fit"],
     ),
     (
         "an initrd too large for its tmpfs",
         GO,
-        &[Edit("default_memory = 8192", "default_memory = 64"), Size(40)],
+        &[
+            Edit("default_memory = 8192", "default_memory = 64"),
+            Size(40),
+        ],
         true,
         &["default_memory = 64", "tmpfs", "80 or more"],
     ),
@@ -186,16 +277,29 @@ const ROWS: &[Row] = &[
     (
         "a later drop-in that brings the image back",
         GO,
-        &[DropIn("70-x.toml", "[hypervisor.qemu]\nimage = \"/other\"\n")],
+        &[DropIn(
+            "70-x.toml",
+            "[hypervisor.qemu]\nimage = \"/other\"\n",
+        )],
         false,
-        &["70-x.toml: hypervisor.qemu.image = \"/other\"", "wins over it", "lower number"],
+        &[
+            "70-x.toml: hypervisor.qemu.image = \"/other\"",
+            "wins over it",
+            "lower number",
+        ],
     ),
     (
         "a later drop-in that replaces the words",
         RUST,
-        &[DropIn("zz", "hypervisor.qemu.kernel_params = \"quiet\"\n"), Words(&["--param", "gpuinit.log=debug"])],
+        &[
+            DropIn("zz", "hypervisor.qemu.kernel_params = \"quiet\"\n"),
+            Words(&["--param", "gpuinit.log=debug"]),
+        ],
         false,
-        &["zz: hypervisor.qemu.kernel_params = \"quiet\"", "wins over it"],
+        &[
+            "zz: hypervisor.qemu.kernel_params = \"quiet\"",
+            "wins over it",
+        ],
     ),
     (
         "a word that the init does not take",
@@ -223,7 +327,10 @@ const ROWS: &[Row] = &[
         GO,
         &[Words(&["--initrd", "/proc/self/exe"])],
         false,
-        &["/proc/self/exe: is no initrd for Kata: it is a program: not an initrd", "newc"],
+        &[
+            "/proc/self/exe: is no initrd for Kata: it is a program: not an initrd",
+            "newc",
+        ],
     ),
 ];
 
@@ -233,7 +340,9 @@ fn make(world: &World, makes: &[Make]) -> Vec<&'static str> {
         match make {
             Edit(from, to) => world.edit(from, to),
             DropIn(name, text) => drop(world.drop_in(name, text)),
-            Beside(name) => fs::write(world.config.with_file_name(name), "[hypervisor.qemu]\n").unwrap(),
+            Beside(name) => {
+                fs::write(world.config.with_file_name(name), "[hypervisor.qemu]\n").unwrap()
+            }
             Words(more) => words.extend(*more),
             Size(mib) => {
                 // The rest is a hole.
@@ -250,7 +359,11 @@ fn make(world: &World, makes: &[Make]) -> Vec<&'static str> {
 }
 
 fn install(world: &World, words: &[&str]) -> Said {
-    if words.contains(&"--initrd") { world.install(words) } else { world.install_initrd(words) }
+    if words.contains(&"--initrd") {
+        world.install(words)
+    } else {
+        world.install_initrd(words)
+    }
 }
 
 #[test]
@@ -260,9 +373,16 @@ fn every_refusal_names_place_value_and_cure_and_writes_nothing() {
         let words = make(&world, makes);
         let before = world.snapshot();
         let said = install(&world, &words);
-        assert_eq!((said.code, said.out.as_str()), (1, ""), "{name}: {}", said.err);
+        assert_eq!(
+            (said.code, said.out.as_str()),
+            (1, ""),
+            "{name}: {}",
+            said.err
+        );
         let lines: Vec<&str> = said.err.lines().collect();
-        let [line, "nothing was written, for 1 reason"] = lines.as_slice() else { panic!("{name}: not one reason:\n{}", said.err) };
+        let [line, "nothing was written, for 1 reason"] = lines.as_slice() else {
+            panic!("{name}: not one reason:\n{}", said.err)
+        };
         assert!(line.starts_with("refused: "), "{name}: {line}");
         for part in *says {
             assert!(line.contains(part), "{name}: no {part:?} in\n{line}");
@@ -270,9 +390,19 @@ fn every_refusal_names_place_value_and_cure_and_writes_nothing() {
         assert_eq!(line.ends_with(" (or --force)"), *forcible, "{name}: {line}");
         assert_eq!(world.snapshot(), before, "{name}");
         let forced = install(&world, &[&words[..], &["--force"]].concat());
-        assert_eq!(forced.code, u8::from(!forcible), "{name}: {}{}", forced.err, forced.out);
+        assert_eq!(
+            forced.code,
+            u8::from(!forcible),
+            "{name}: {}{}",
+            forced.err,
+            forced.out
+        );
         if *forcible {
-            assert_eq!(forced.err, format!("forced: {}\n", line.strip_prefix("refused: ").unwrap()), "{name}: it is still said");
+            assert_eq!(
+                forced.err,
+                format!("forced: {}\n", line.strip_prefix("refused: ").unwrap()),
+                "{name}: it is still said"
+            );
             assert!(world.ours().exists(), "{name}");
         } else {
             assert_eq!(world.snapshot(), before, "{name}, forced");
@@ -282,29 +412,112 @@ fn every_refusal_names_place_value_and_cure_and_writes_nothing() {
 
 /// Changes that look like a reason for refusal and are none.
 const TWINS: &[(&str, &str, &[Make])] = &[
-    ("Go from 2.5 on", "go-clh", &[Words(&["--kata-version", "2.5.0"])]),
-    ("runtime-rs from 3.0 on", RUST, &[Words(&["--kata-version", "3.0.0"])]),
-    ("Kata that knows the key", GO, &[Words(&["--kata-version", "3.27.0-rc0"])]),
-    ("nvdimm images: not with an initrd", GO, &[Edit("disable_image_nvdimm = true", "disable_image_nvdimm = false")]),
-    ("two hypervisors, runtime-rs", RUST, &[DropIn("50-x.toml", "[hypervisor.clh]\npath = \"/x\"\n")]),
-    ("a file beside it that is no configuration", GO, &[Beside("configuration-qemu.toml.orig")]),
-    ("capitals where Go takes them", GO, &[Edit("[runtime]\nenable_debug", "[runtime]\nEnable_Debug")]),
-    ("capitals in runtime-rs", RUST, &[DropIn("40-x.toml", "[hypervisor.qemu]\nImage = \"\"\n")]),
-    ("an empty ID block", GO, &[Edit("rootless", "snp_id_block = \"\"\nrootless")]),
+    (
+        "Go from 2.5 on",
+        "go-clh",
+        &[Words(&["--kata-version", "2.5.0"])],
+    ),
+    (
+        "runtime-rs from 3.0 on",
+        RUST,
+        &[Words(&["--kata-version", "3.0.0"])],
+    ),
+    (
+        "Kata that knows the key",
+        GO,
+        &[Words(&["--kata-version", "3.27.0-rc0"])],
+    ),
+    (
+        "nvdimm images: not with an initrd",
+        GO,
+        &[Edit(
+            "disable_image_nvdimm = true",
+            "disable_image_nvdimm = false",
+        )],
+    ),
+    (
+        "two hypervisors, runtime-rs",
+        RUST,
+        &[DropIn("50-x.toml", "[hypervisor.clh]\npath = \"/x\"\n")],
+    ),
+    (
+        "a file beside it that is no configuration",
+        GO,
+        &[Beside("configuration-qemu.toml.orig")],
+    ),
+    (
+        "capitals where Go takes them",
+        GO,
+        &[Edit("[runtime]\nenable_debug", "[runtime]\nEnable_Debug")],
+    ),
+    (
+        "capitals in runtime-rs",
+        RUST,
+        &[DropIn("40-x.toml", "[hypervisor.qemu]\nImage = \"\"\n")],
+    ),
+    (
+        "an empty ID block",
+        GO,
+        &[Edit("rootless", "snp_id_block = \"\"\nrootless")],
+    ),
     ("the same init", GO, &[Edit("pci=nocrs", "rdinit=/init")]),
-    ("a word for another init", GO, &[Edit("pci=assign-busses", "-- rdinit=/x")]),
-    ("a timeout that is long enough", RUST, &[Edit("agent.cdi_timeout=300", "agent.cdi_timeout=40")]),
+    (
+        "a word for another init",
+        GO,
+        &[Edit("pci=assign-busses", "-- rdinit=/x")],
+    ),
+    (
+        "a timeout that is long enough",
+        RUST,
+        &[Edit("agent.cdi_timeout=300", "agent.cdi_timeout=40")],
+    ),
     (
         "a short timeout that is replaced",
         RUST,
-        &[Edit("agent.cdi_timeout=300", "agent.cdi_timeout=1"), Words(&["--param", "agent.cdi_timeout=100"])],
+        &[
+            Edit("agent.cdi_timeout=300", "agent.cdi_timeout=1"),
+            Words(&["--param", "agent.cdi_timeout=100"]),
+        ],
     ),
-    ("half of the memory", GO, &[Edit("default_memory = 8192", "default_memory = 64"), Size(32)]),
-    ("an initrd that everybody can read", GO, &[Edit("rootless = false", "rootless = true")]),
-    ("a later drop-in with other keys", GO, &[DropIn("70-x.toml", "[hypervisor.qemu]\ndefault_memory = 4096\n")]),
-    ("a later drop-in with the same value", GO, &[DropIn("70-x.toml", "[hypervisor.qemu]\nimage = \"\"\n")]),
-    ("later words where we have none", GO, &[DropIn("70-x.toml", "[hypervisor.qemu]\nkernel_params = \"quiet\"\n")]),
-    ("unknown tables", GO, &[DropIn("10-x.toml", "[a.b.c]\nd = [[1], {e = 2}]\n")]),
+    (
+        "half of the memory",
+        GO,
+        &[
+            Edit("default_memory = 8192", "default_memory = 64"),
+            Size(32),
+        ],
+    ),
+    (
+        "an initrd that everybody can read",
+        GO,
+        &[Edit("rootless = false", "rootless = true")],
+    ),
+    (
+        "a later drop-in with other keys",
+        GO,
+        &[DropIn(
+            "70-x.toml",
+            "[hypervisor.qemu]\ndefault_memory = 4096\n",
+        )],
+    ),
+    (
+        "a later drop-in with the same value",
+        GO,
+        &[DropIn("70-x.toml", "[hypervisor.qemu]\nimage = \"\"\n")],
+    ),
+    (
+        "later words where we have none",
+        GO,
+        &[DropIn(
+            "70-x.toml",
+            "[hypervisor.qemu]\nkernel_params = \"quiet\"\n",
+        )],
+    ),
+    (
+        "unknown tables",
+        GO,
+        &[DropIn("10-x.toml", "[a.b.c]\nd = [[1], {e = 2}]\n")],
+    ),
 ];
 
 #[test]
@@ -325,8 +538,20 @@ fn all_reasons_are_listed_at_once() {
     world.edit("vm_cache_number = 0", "vm_cache_number = 2");
     world.edit("rootless", "confidential_guest = true\nrootless");
     let said = world.install_initrd(&[]);
-    assert_eq!(said.err.lines().filter(|line| line.starts_with("refused: ")).count(), 4, "{}", said.err);
-    assert!(said.err.ends_with("nothing was written, for 4 reasons\n"), "{}", said.err);
+    assert_eq!(
+        said.err
+            .lines()
+            .filter(|line| line.starts_with("refused: "))
+            .count(),
+        4,
+        "{}",
+        said.err
+    );
+    assert!(
+        said.err.ends_with("nothing was written, for 4 reasons\n"),
+        "{}",
+        said.err
+    );
 }
 
 #[test]
@@ -334,7 +559,13 @@ fn words_for_the_incumbent_that_have_no_effect_are_noted() {
     let world = World::new("notes", GO);
     world.edit("pci=nocrs", "nvrc.fm.mode=1 gpuinit.bind=nonsense");
     let said = world.install_initrd(&[]);
-    let notes: Vec<&str> = done(&said).lines().filter(|line| line.starts_with("note: ")).collect();
+    let notes: Vec<&str> = done(&said)
+        .lines()
+        .filter(|line| line.starts_with("note: "))
+        .collect();
     assert_eq!(notes.len(), 2, "{}", said.out);
-    assert!(notes[0].contains("nvrc.fm.mode: ignored") && notes[1].contains("gpuinit.bind: takes auto"), "{notes:?}");
+    assert!(
+        notes[0].contains("nvrc.fm.mode: ignored") && notes[1].contains("gpuinit.bind: takes auto"),
+        "{notes:?}"
+    );
 }

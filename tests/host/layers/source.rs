@@ -59,8 +59,15 @@ impl Source {
 
 /// Reads every Rust file below a folder of the project.
 pub fn read(folder: &str) -> Vec<Source> {
-    let name = |path: &Path| path.strip_prefix(project()).unwrap().to_string_lossy().into_owned();
-    let text = |path: &Path| std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let name = |path: &Path| {
+        path.strip_prefix(project())
+            .unwrap()
+            .to_string_lossy()
+            .into_owned()
+    };
+    let text = |path: &Path| {
+        std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    };
     let all: Vec<_> = files(folder)
         .iter()
         .filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
@@ -76,24 +83,40 @@ pub fn of(files: &[(String, String)]) -> Vec<Source> {
     for (file, text) in files {
         let module = module_of(file);
         let (tokens, omitted) = without_tests(tokens(text));
-        for_tests.extend(omitted.into_iter().map(|name| [module.clone(), vec![name]].concat()));
+        for_tests.extend(
+            omitted
+                .into_iter()
+                .map(|name| [module.clone(), vec![name]].concat()),
+        );
         read.push((file.clone(), module, tokens));
     }
     read.retain(|(_, module, _)| !(1..=module.len()).any(|end| for_tests.contains(&module[..end])));
     let modules: BTreeSet<Vec<String>> = read.iter().map(|(_, module, _)| module.clone()).collect();
     let source = |(file, module, tokens): (String, Vec<String>, Vec<Token>)| {
         let paths = paths(&module, &tokens, &modules);
-        Source { file, module, tokens, paths }
+        Source {
+            file,
+            module,
+            tokens,
+            paths,
+        }
     };
     read.into_iter().map(source).collect()
 }
 
 /// `src/init/gpu/pci.rs` is module `gpu::pci` of its crate.
 fn module_of(file: &str) -> Vec<String> {
-    let below = file.strip_prefix("src/").and_then(|f| f.split_once('/')).map_or(file, |(_, below)| below);
+    let below = file
+        .strip_prefix("src/")
+        .and_then(|f| f.split_once('/'))
+        .map_or(file, |(_, below)| below);
     let stem = below.strip_suffix(".rs").unwrap_or(below);
     let stem = stem.strip_suffix("/mod").unwrap_or(stem);
-    if stem == "lib" { vec![] } else { stem.split('/').map(str::to_string).collect() }
+    if stem == "lib" {
+        vec![]
+    } else {
+        stem.split('/').map(str::to_string).collect()
+    }
 }
 
 fn word(tokens: &[Token], at: usize) -> Option<&str> {
@@ -104,7 +127,9 @@ fn word(tokens: &[Token], at: usize) -> Option<&str> {
 }
 
 fn is_sign(tokens: &[Token], at: usize, sign: char) -> bool {
-    tokens.get(at).is_some_and(|token| token.kind == Kind::Sign(sign))
+    tokens
+        .get(at)
+        .is_some_and(|token| token.kind == Kind::Sign(sign))
 }
 
 /// Takes a text apart; comments are gone.
@@ -139,7 +164,9 @@ fn tokens(text: &str) -> Vec<Token> {
                 while i < chars.len() && at(i) != '"' {
                     i += if at(i) == '\\' { 2 } else { 1 };
                 }
-                push(Kind::Text(chars[start + 1..i.min(chars.len())].iter().collect()));
+                push(Kind::Text(
+                    chars[start + 1..i.min(chars.len())].iter().collect(),
+                ));
                 i += 1;
             }
             // A character, or a lifetime, whose name is a word of its own.
@@ -164,7 +191,9 @@ fn tokens(text: &str) -> Vec<Token> {
                 if ["r", "br", "cr"].contains(&word.as_str()) && at(i + hashes) == '"' {
                     i += hashes + 1;
                     let from = i;
-                    while i < chars.len() && !(at(i) == '"' && (1..=hashes).all(|n| at(i + n) == '#')) {
+                    while i < chars.len()
+                        && !(at(i) == '"' && (1..=hashes).all(|n| at(i + n) == '#'))
+                    {
                         i += 1;
                     }
                     push(Kind::Text(chars[from..i.min(chars.len())].iter().collect()));
@@ -180,7 +209,10 @@ fn tokens(text: &str) -> Vec<Token> {
                 i += 1;
             }
         }
-        line += chars[start..i.min(chars.len())].iter().filter(|c| **c == '\n').count();
+        line += chars[start..i.min(chars.len())]
+            .iter()
+            .filter(|c| **c == '\n')
+            .count();
     }
     tokens
 }
@@ -188,10 +220,21 @@ fn tokens(text: &str) -> Vec<Token> {
 /// Removes every item behind `#[cfg(test)]`; returns the names of modules that are files among
 /// them.
 fn without_tests(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>) {
-    let wanted = [Kind::Sign('#'), Kind::Sign('['), Kind::Word("cfg".into()), Kind::Sign('('), Kind::Word("test".into())];
+    let wanted = [
+        Kind::Sign('#'),
+        Kind::Sign('['),
+        Kind::Word("cfg".into()),
+        Kind::Sign('('),
+        Kind::Word("test".into()),
+    ];
     let (mut kept, mut files, mut i) = (Vec::new(), Vec::new(), 0);
     while i < tokens.len() {
-        let begins = tokens[i..].iter().take(wanted.len()).map(|t| &t.kind).eq(&wanted) && is_sign(&tokens, i + 5, ')');
+        let begins = tokens[i..]
+            .iter()
+            .take(wanted.len())
+            .map(|t| &t.kind)
+            .eq(&wanted)
+            && is_sign(&tokens, i + 5, ')');
         if !begins {
             kept.push(tokens[i].clone());
             i += 1;
@@ -239,7 +282,11 @@ fn paths(module: &[String], tokens: &[Token], modules: &BTreeSet<Vec<String>>) -
     let (mut inside, mut depth): (Vec<(String, usize)>, usize) = (Vec::new(), 0);
     let mut i = 0;
     while i < tokens.len() {
-        let here: Vec<String> = module.iter().cloned().chain(inside.iter().map(|(name, _)| name.clone())).collect();
+        let here: Vec<String> = module
+            .iter()
+            .cloned()
+            .chain(inside.iter().map(|(name, _)| name.clone()))
+            .collect();
         match (word(tokens, i), word(tokens, i + 1)) {
             // Not `impl Trait + use<>`.
             (Some("use"), _) if word(tokens, i + 1).is_some() => {
@@ -260,7 +307,9 @@ fn paths(module: &[String], tokens: &[Token], modules: &BTreeSet<Vec<String>>) -
             (Some(first), _) if tokens.get(i + 1).is_some_and(|t| t.kind == Kind::Colons) => {
                 let mut path = vec![first.to_string()];
                 let line = tokens[i].line;
-                while let (Some(Kind::Colons), Some(next)) = (tokens.get(i + 1).map(|t| &t.kind), word(tokens, i + 2)) {
+                while let (Some(Kind::Colons), Some(next)) =
+                    (tokens.get(i + 1).map(|t| &t.kind), word(tokens, i + 2))
+                {
                     path.push(next.into());
                     i += 2;
                 }
@@ -282,7 +331,9 @@ fn paths(module: &[String], tokens: &[Token], modules: &BTreeSet<Vec<String>>) -
     }
     for (here, path, line) in written {
         let path = match imported.get(&path[0]) {
-            Some(import) => [vec![import.clone()], path[1..].to_vec()].concat().join("::"),
+            Some(import) => [vec![import.clone()], path[1..].to_vec()]
+                .concat()
+                .join("::"),
             None => resolve(&here, &path, modules),
         };
         found.push(Named { path, line });
@@ -292,12 +343,20 @@ fn paths(module: &[String], tokens: &[Token], modules: &BTreeSet<Vec<String>>) -
 
 /// The tree of a `use` that begins here: each path, and the name that it gets. Returns where it
 /// ends.
-fn tree(tokens: &[Token], mut i: usize, before: &[String], all: &mut Vec<(Vec<String>, String)>) -> usize {
+fn tree(
+    tokens: &[Token],
+    mut i: usize,
+    before: &[String],
+    all: &mut Vec<(Vec<String>, String)>,
+) -> usize {
     let mut path = before.to_vec();
     loop {
         match tokens.get(i).map(|t| &t.kind) {
             Some(Kind::Word(word)) if word == "as" => {
-                all.push((path.clone(), self::word(tokens, i + 1).unwrap_or_default().into()));
+                all.push((
+                    path.clone(),
+                    self::word(tokens, i + 1).unwrap_or_default().into(),
+                ));
                 return i + 2;
             }
             Some(Kind::Word(word)) => {
@@ -311,7 +370,11 @@ fn tree(tokens: &[Token], mut i: usize, before: &[String], all: &mut Vec<(Vec<St
                 let end = closing(tokens, i);
                 i += 1;
                 while i < end {
-                    i = if is_sign(tokens, i, ',') { i + 1 } else { tree(tokens, i, &path, all) };
+                    i = if is_sign(tokens, i, ',') {
+                        i + 1
+                    } else {
+                        tree(tokens, i, &path, all)
+                    };
                 }
                 return end + 1;
             }
@@ -349,6 +412,10 @@ fn resolve(here: &[String], path: &[String], modules: &BTreeSet<Vec<String>>) ->
             }
         }
     }
-    let all: Vec<String> = ["crate".to_string()].into_iter().chain(base).chain(rest.iter().cloned()).collect();
+    let all: Vec<String> = ["crate".to_string()]
+        .into_iter()
+        .chain(base)
+        .chain(rest.iter().cloned())
+        .collect();
     all.join("::")
 }

@@ -8,7 +8,14 @@ const S1: Micros = 300 * MS;
 const S2: Micros = 1300 * MS;
 const S3: Micros = 500 * MS;
 /// An H100 on a host that maps its BARs in a second.
-const MEDIUM: Times = Times { enable: 1000 * MS, firewall: 0, probe: 3 * MS, s1: S1, s2: S2, s3: S3 };
+const MEDIUM: Times = Times {
+    enable: 1000 * MS,
+    firewall: 0,
+    probe: 3 * MS,
+    s1: S1,
+    s2: S2,
+    s3: S3,
+};
 
 fn host(gpus: usize, times: Times) -> Host {
     Host::of(gpus, times)
@@ -44,18 +51,29 @@ fn bound(host: &Host) -> World<'_> {
 }
 
 fn time_of(facts: &[(Micros, Fact)], wanted: Fact) -> Micros {
-    facts.iter().find(|(_, fact)| *fact == wanted).unwrap_or_else(|| panic!("no {wanted:?} in {facts:?}")).0
+    facts
+        .iter()
+        .find(|(_, fact)| *fact == wanted)
+        .unwrap_or_else(|| panic!("no {wanted:?} in {facts:?}"))
+        .0
 }
 
 #[test]
 fn initialisations_share_their_second_part_with_newer_drivers() {
     for (relaxed, at_once) in [(true, 4 * 300 + 1300 + 4 * 500), (false, 4 * 2100)] {
-        let host = Host { relaxed, ..host(4, MEDIUM) };
+        let host = Host {
+            relaxed,
+            ..host(4, MEDIUM)
+        };
         let mut world = bound(&host);
         let begun = world.now();
         (0..4).for_each(|gpu| world.order(Order::Open(gpu)));
         let facts = to_the_end(world);
-        assert_eq!(time_of(&facts, Fact::Initialised(3, true)) - begun, at_once * MS, "relaxed: {relaxed}");
+        assert_eq!(
+            time_of(&facts, Fact::Initialised(3, true)) - begun,
+            at_once * MS,
+            "relaxed: {relaxed}"
+        );
     }
 }
 
@@ -70,8 +88,14 @@ fn initialisations_that_overlap_in_part_make_a_convoy() {
     let facts = to_the_end(world);
     // GPU 0 is through its S2 at 1600 and then waits, with A held, for the S2 of GPU 1, which ends
     // at 3100.
-    assert_eq!(time_of(&facts, Fact::Initialised(0, true)) - begun, 3600 * MS);
-    assert_eq!(time_of(&facts, Fact::Initialised(1, true)) - begun, 4100 * MS);
+    assert_eq!(
+        time_of(&facts, Fact::Initialised(0, true)) - begun,
+        3600 * MS
+    );
+    assert_eq!(
+        time_of(&facts, Fact::Initialised(1, true)) - begun,
+        4100 * MS
+    );
 }
 
 #[test]
@@ -111,27 +135,52 @@ fn a_probe_waits_for_an_s3_that_waits_for_an_s2() {
     until(&mut world, begun + 1650 * MS);
     world.order(Order::Probe(2));
     let facts = to_the_end(world);
-    assert_eq!(time_of(&facts, Fact::Initialised(0, true)) - begun, (600 + 1300 + 500) * MS);
+    assert_eq!(
+        time_of(&facts, Fact::Initialised(0, true)) - begun,
+        (600 + 1300 + 500) * MS
+    );
     // In the queue before the S3 of GPU 1, which came at 1900.
     assert_eq!(time_of(&facts, Fact::Probed(2, true)) - begun, 2400 * MS);
-    assert_eq!(time_of(&facts, Fact::Initialised(1, true)) - begun, 2900 * MS);
+    assert_eq!(
+        time_of(&facts, Fact::Initialised(1, true)) - begun,
+        2900 * MS
+    );
 }
 
 #[test]
 fn a_probe_behind_a_firewall_sleeps_and_then_enables() {
-    let host = host(2, Times { firewall: 4000 * MS, ..MEDIUM });
+    let host = host(
+        2,
+        Times {
+            firewall: 4000 * MS,
+            ..MEDIUM
+        },
+    );
     let mut world = World::new(&host).recording();
     world.order(Order::Probe(0));
     world.order(Order::Probe(1));
     let facts = to_the_end(world);
     let probed = time_of(&facts, Fact::Probed(0, true));
-    assert_eq!(probed, 6000 * MS, "config accesses of GPU 0 wait for the other's enabling");
+    assert_eq!(
+        probed,
+        6000 * MS,
+        "config accesses of GPU 0 wait for the other's enabling"
+    );
     assert_eq!(time_of(&facts, Fact::Probed(1, true)), 6003 * MS);
 }
 
 #[test]
 fn a_load_waits_for_the_probes_that_run_when_its_own_ends() {
-    let host = Host { load: Some([20 * MS, 10 * MS]), ..host(3, Times { firewall: 4000 * MS, ..MEDIUM }) };
+    let host = Host {
+        load: Some([20 * MS, 10 * MS]),
+        ..host(
+            3,
+            Times {
+                firewall: 4000 * MS,
+                ..MEDIUM
+            },
+        )
+    };
     let mut world = World::new(&host).recording();
     world.order(Order::Load(0));
     until(&mut world, 20 * MS);
@@ -154,15 +203,26 @@ fn a_load_waits_for_the_probes_that_run_when_its_own_ends() {
 
 #[test]
 fn a_load_whose_first_gpu_fails_can_be_tried_with_another() {
-    let mut host = Host { load: Some([20 * MS, 10 * MS]), ..host(2, MEDIUM) };
+    let mut host = Host {
+        load: Some([20 * MS, 10 * MS]),
+        ..host(2, MEDIUM)
+    };
     host.gpus[0].fault = Fault::ProbeFails;
     let mut world = World::new(&host).recording();
     world.order(Order::Load(0));
-    while !world.facts().iter().any(|(_, fact)| *fact == Fact::Loaded(false)) {
+    while !world
+        .facts()
+        .iter()
+        .any(|(_, fact)| *fact == Fact::Loaded(false))
+    {
         assert!(world.advance(None));
     }
     world.order(Order::Load(1));
-    assert!(to_the_end(world).iter().any(|(_, fact)| *fact == Fact::Loaded(true)));
+    assert!(
+        to_the_end(world)
+            .iter()
+            .any(|(_, fact)| *fact == Fact::Loaded(true))
+    );
 }
 
 #[test]
@@ -175,7 +235,11 @@ fn no_grace_period_ends_beside_an_enabling_and_one_ends_with_it() {
     until(&mut world, 1000 * MS);
     world.order(Order::Enable(1));
     let facts = to_the_end(world);
-    assert_eq!(time_of(&facts, Fact::Waited(0)), 2000 * MS, "one at the end of each enabling");
+    assert_eq!(
+        time_of(&facts, Fact::Waited(0)),
+        2000 * MS,
+        "one at the end of each enabling"
+    );
 
     let mut quiet = World::new(&host).recording();
     quiet.order(Order::Wait(0, 2));
@@ -184,7 +248,10 @@ fn no_grace_period_ends_beside_an_enabling_and_one_ends_with_it() {
 
 #[test]
 fn on_one_vcpu_nothing_runs_beside_an_enabling() {
-    let one = Host { vcpus: 1, ..host(2, MEDIUM) };
+    let one = Host {
+        vcpus: 1,
+        ..host(2, MEDIUM)
+    };
     let mut world = World::new(&one).recording();
     world.order(Order::Enable(0));
     until(&mut world, 1000 * MS);
@@ -216,5 +283,9 @@ fn a_gpu_that_is_torn_out_in_its_initialisation_fails_and_goes() {
     world.order(Order::Open(0));
     let facts = to_the_end(world);
     assert_eq!(time_of(&facts, Fact::Initialised(0, false)), 2603 * MS);
-    assert_eq!(time_of(&facts, Fact::Removed(0)), 2603 * MS, "the removal waits for the open");
+    assert_eq!(
+        time_of(&facts, Fact::Removed(0)),
+        2603 * MS,
+        "the removal waits for the open"
+    );
 }

@@ -14,8 +14,17 @@ fn holds(trouble: Trouble) {
         let case = Case::random(seed, trouble);
         complaints.extend(case.complaints(&case.run()));
     }
-    let first: Vec<String> = complaints.iter().take(10).map(|complaint| format!("{complaint}\n")).collect();
-    assert!(complaints.is_empty(), "{} complaints in {cases} cases:\n{}", complaints.len(), first.concat());
+    let first: Vec<String> = complaints
+        .iter()
+        .take(10)
+        .map(|complaint| format!("{complaint}\n"))
+        .collect();
+    assert!(
+        complaints.is_empty(),
+        "{} complaints in {cases} cases:\n{}",
+        complaints.len(),
+        first.concat()
+    );
 }
 
 #[test]
@@ -45,7 +54,12 @@ fn whatever_goes_wrong_is_reported_and_in_order() {
 
 #[test]
 fn a_broken_schedule_is_caught() {
-    for broken in [Broken::ThinksFast, Broken::Forgets, Broken::ProbesTwo, Broken::LastFirst] {
+    for broken in [
+        Broken::ThinksFast,
+        Broken::Forgets,
+        Broken::ProbesTwo,
+        Broken::LastFirst,
+    ] {
         let caught = (0..300).filter(|seed| {
             let case = Case::random(*seed, Trouble::None);
             !case.complaints(&case.run_broken(broken)).is_empty()

@@ -9,19 +9,30 @@ impl World<'_> {
             return self.mapping.and_then(|gpu| self.timer(gpu));
         }
         let gpus = (0..self.count()).filter_map(|k| self.timer(k));
-        let functions = self.host.gpus.iter().flat_map(|f| [f.plugged_at, f.removed_at]).flatten();
+        let functions = self
+            .host
+            .gpus
+            .iter()
+            .flat_map(|f| [f.plugged_at, f.removed_at])
+            .flatten();
         let waiters = self.waiters.iter().map(|c| c.grace_ends);
         let load = match self.load {
             Load::Begins(_, at) | Load::Uvm(at) => Some(at),
             _ => None,
         };
-        gpus.chain(load).chain(functions).chain(waiters).filter(|at| *at > self.now).min()
+        gpus.chain(load)
+            .chain(functions)
+            .chain(waiters)
+            .filter(|at| *at > self.now)
+            .min()
     }
 
     /// Goes on to the next event, or to `limit` where that is earlier. False: nothing will ever
     /// happen, and there is no limit.
     pub fn advance(&mut self, limit: Option<Micros>) -> bool {
-        let Some(at) = self.next_event().into_iter().chain(limit).min() else { return false };
+        let Some(at) = self.next_event().into_iter().chain(limit).min() else {
+            return false;
+        };
         self.spun += (at - self.now) * self.spinning() as Micros;
         let before = std::mem::replace(&mut self.now, at);
         self.plug_and_remove(before);
@@ -51,7 +62,8 @@ impl World<'_> {
             let due = |at: Option<Micros>| at.is_some_and(|at| before < at && at <= self.now);
             let (plugged, removed) = (due(function.plugged_at), due(function.removed_at));
             if plugged && self.gpus[k].at == At::Absent {
-                (self.gpus[k].at, self.gpus[k].enabled, self.gpus[k].removed) = (At::Present, false, false);
+                (self.gpus[k].at, self.gpus[k].enabled, self.gpus[k].removed) =
+                    (At::Present, false, false);
                 self.report(Fact::Plugged(k));
             }
             if removed && self.gpus[k].at != At::Absent {
@@ -72,7 +84,9 @@ impl World<'_> {
 
     fn ends_mapping(&mut self) -> bool {
         let over = |gpu: &usize| self.timer(*gpu).is_some_and(|at| at <= self.now);
-        let Some(gpu) = self.mapping.filter(over) else { return false };
+        let Some(gpu) = self.mapping.filter(over) else {
+            return false;
+        };
         self.kernel_mapped = self.kernel_mapped();
         self.mapping = None;
         self.gpus[gpu].enabled = true;
@@ -114,7 +128,10 @@ impl World<'_> {
     /// (`pci_stop_dev`, then the event of `device_del`).
     fn rest(&mut self, gpu: usize) {
         let before_bind = matches!(self.gpus[gpu].at, At::Present | At::Enabled);
-        let after_bind = matches!(self.gpus[gpu].at, At::Bound | At::Known | At::Usable | At::Failed);
+        let after_bind = matches!(
+            self.gpus[gpu].at,
+            At::Bound | At::Known | At::Usable | At::Failed
+        );
         if (before_bind || after_bind) && self.gpus[gpu].removed {
             self.gpus[gpu].at = At::Absent;
             self.report(Fact::Removed(gpu));
@@ -138,7 +155,8 @@ impl World<'_> {
             }
             At::Uuid => {
                 self.release_driver();
-                let bound = self.host.gpus[gpu].fault != Fault::ProbeFails && !self.gpus[gpu].removed;
+                let bound =
+                    self.host.gpus[gpu].fault != Fault::ProbeFails && !self.gpus[gpu].removed;
                 self.end_probe(gpu, bound);
             }
             At::Look => {
@@ -291,24 +309,33 @@ impl World<'_> {
 
     /// The driver core holds the device's lock for its probe.
     fn is_probing(&self, gpu: usize) -> bool {
-        matches!(self.gpus[gpu].at, At::Sleep | At::ProbeEnable | At::Probe | At::Uuid)
-            || (self.gpus[gpu].at == At::Hung && self.host.gpus[gpu].fault == Fault::ProbeHangs)
+        matches!(
+            self.gpus[gpu].at,
+            At::Sleep | At::ProbeEnable | At::Probe | At::Uuid
+        ) || (self.gpus[gpu].at == At::Hung && self.host.gpus[gpu].fault == Fault::ProbeHangs)
     }
 
     fn is_plugged(&self, gpu: usize) -> bool {
-        self.host.gpus[gpu].plugged_at.is_some_and(|at| at <= self.now)
+        self.host.gpus[gpu]
+            .plugged_at
+            .is_some_and(|at| at <= self.now)
     }
 
     /// Last time at which the host mapped a GPU that was plugged in, for a probe by the kernel.
     pub fn kernel_mapped(&self) -> Option<Micros> {
         let maps = |gpu: &usize| self.is_plugged(*gpu) && self.gpus[*gpu].at == At::ProbeEnable;
-        self.mapping.filter(maps).map(|_| self.now).or(self.kernel_mapped)
+        self.mapping
+            .filter(maps)
+            .map(|_| self.now)
+            .or(self.kernel_mapped)
     }
 
     fn load_goes_on(&mut self) -> bool {
         let free = self.mapping.is_none();
         match self.load {
-            Load::Begins(first, at) if free && at <= self.now => self.load = Load::Registers(first, 0),
+            Load::Begins(first, at) if free && at <= self.now => {
+                self.load = Load::Registers(first, 0)
+            }
             Load::Registers(first, step) => {
                 let gpu = if step == 0 { first } else { step - 1 };
                 let free = matches!(self.gpus[gpu].at, At::Present | At::Enabled);
@@ -316,12 +343,15 @@ impl World<'_> {
                     self.load_probes &= !(1 << gpu);
                     self.begin_probe(gpu);
                 }
-                if self.is_probing(gpu) || self.load_probes & 1 << gpu != 0 && self.gpus[gpu].at == At::Enable {
+                if self.is_probing(gpu)
+                    || self.load_probes & 1 << gpu != 0 && self.gpus[gpu].at == At::Enable
+                {
                     return false;
                 }
                 if step < self.count() {
                     self.load = Load::Registers(first, step + 1);
-                } else if (0..self.count()).any(|gpu| self.is_plugged(gpu) && self.is_probing(gpu)) {
+                } else if (0..self.count()).any(|gpu| self.is_plugged(gpu) && self.is_probing(gpu))
+                {
                     // The bus lists a GPU that was plugged in behind all others.
                     return false;
                 } else if self.counts(|at| matches!(at, At::Bound | At::Look | At::Known)) > 0 {
@@ -353,10 +383,16 @@ impl World<'_> {
         if self.mapping.is_some() {
             return false;
         }
-        let Some(at) = self.waiters.iter().position(|c| c.grace_ends <= self.now) else { return false };
+        let Some(at) = self.waiters.iter().position(|c| c.grace_ends <= self.now) else {
+            return false;
+        };
         let Waiter { who, left, .. } = self.waiters[at];
         if left > 1 {
-            self.waiters[at] = Waiter { who, left: left - 1, grace_ends: self.now + self.host.grace.max(1) };
+            self.waiters[at] = Waiter {
+                who,
+                left: left - 1,
+                grace_ends: self.now + self.host.grace.max(1),
+            };
         } else {
             self.waiters.remove(at);
             self.report(Fact::Waited(who));

@@ -31,7 +31,12 @@ pub fn least(world: &World, rule: Rule) -> Micros {
     let first = left.soonest.filter(|_| !left.begun).unwrap_or(0);
     // After the last S1 its GPU boots, and no S3 runs beside that.
     let relaxed = left.s1 + if left.s1 > 0 { s2 } else { left.longest_s2 } + left.s3;
-    let driver = first + if world.host().relaxed { relaxed } else { left.s1 + left.s2 + left.s3 };
+    let driver = first
+        + if world.host().relaxed {
+            relaxed
+        } else {
+            left.s1 + left.s2 + left.s3
+        };
     // The last of all enablings and S1 is an S1.
     let lane = match rule {
         _ if left.enable == 0 => 0,
@@ -50,7 +55,11 @@ struct S {
 impl S {
     fn of(world: &World) -> Self {
         let times = world.host().gpus[0].times;
-        Self { s1: times.s1, s2: times.s2, s3: times.s3 }
+        Self {
+            s1: times.s1,
+            s2: times.s2,
+            s3: times.s3,
+        }
     }
 }
 
@@ -92,7 +101,11 @@ impl Left {
                 return;
             }
             At::State => {
-                let state = if matches!(world.waits(gpu), Wait::Until(_)) { timer } else { s3 };
+                let state = if matches!(world.waits(gpu), Wait::Until(_)) {
+                    timer
+                } else {
+                    s3
+                };
                 (self.s3, self.way, self.begun) = (self.s3 + state, self.way.max(state), true);
                 return;
             }

@@ -3,14 +3,19 @@
 
 use super::guests::{Boot, SERVICE, event, sent};
 use super::service;
-use crate::vm::harness::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
+use crate::vm::harness::{
+    DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest,
+};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_report::data::clock_offset::{Clock, RATE_ERROR_PPM, Sample};
 use kata_gpu_report::data::guest_clocks::GuestClocks;
 use kata_gpu_wire::names;
 use std::time::{Duration, Instant};
 
-pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_clock_by_ptp_kvm_equals_that_by_ping", run: both_clocks }];
+pub const TESTS: &[VmTest] = &[VmTest {
+    name: "emulated_host_clock_by_ptp_kvm_equals_that_by_ping",
+    run: both_clocks,
+}];
 
 /// How much faster the host's wall clock is made to run: less than what is assumed of clocks.
 const DRIFT_PPM: f64 = 80.0;
@@ -38,7 +43,11 @@ impl Aligned {
             let pings = Clock::of(boot.file.clock_samples());
             let ptp = GuestClocks::of(&boot.file.records).host;
             if let ([first, last], true) = (ptp.as_slice(), pings.steps() == steps) {
-                return Ok(Self { ptp: [*first, *last], boot, pings });
+                return Ok(Self {
+                    ptp: [*first, *last],
+                    boot,
+                    pings,
+                });
             }
             ensure!(
                 Instant::now() < deadline,
@@ -55,7 +64,11 @@ impl Aligned {
     /// Both ways' intervals for the host's time at each look have something in common.
     fn agrees(&self) -> Result<()> {
         for look in &self.ptp {
-            ensure!(fits(&self.pings, look)?, "ptp_kvm {look:?} contradicts the pings {:?}", self.pings.wall_at(look.boottime_ns));
+            ensure!(
+                fits(&self.pings, look)?,
+                "ptp_kvm {look:?} contradicts the pings {:?}",
+                self.pings.wall_at(look.boottime_ns)
+            );
         }
         let mut clock = self.pings.clone();
         let taken = GuestClocks::of(&self.boot.file.records).add_to(&mut clock);
@@ -80,21 +93,49 @@ fn both_clocks(context: &TestContext) -> Result<Outcome> {
     host.run(&format!("systemctl start {SERVICE}"))?;
 
     // A drift: seconds between the two looks, in which nothing runs.
-    host.run(&format!("adjtimex --frequency {}", (DRIFT_PPM * 65536.0) as i64))?;
-    let guest = KvmGuest::start(&mut host, &image, "0a1b", "train-0", 33, "nvidia.s2_ms=15000")?;
+    host.run(&format!(
+        "adjtimex --frequency {}",
+        (DRIFT_PPM * 65536.0) as i64
+    ))?;
+    let guest = KvmGuest::start(
+        &mut host,
+        &image,
+        "0a1b",
+        "train-0",
+        33,
+        "nvidia.s2_ms=15000",
+    )?;
     sent(&mut host, &guest, &event(names::SETTLED))?;
     let drifted = Aligned::of(&mut host, &guest, 0)?;
     drifted.agrees()?;
-    let drift = drifted.boot.file.clock().drift().context("no drift from both clocks")?;
+    let drift = drifted
+        .boot
+        .file
+        .clock()
+        .drift()
+        .context("no drift from both clocks")?;
     let off = (drift.ppm + DRIFT_PPM).abs();
-    ensure!(off <= drift.error_ppm + ROUNDING_PPM, "the host's clock ran {DRIFT_PPM} ppm fast, and the guest's is said to: {drift:?}");
+    ensure!(
+        off <= drift.error_ppm + ROUNDING_PPM,
+        "the host's clock ran {DRIFT_PPM} ppm fast, and the guest's is said to: {drift:?}"
+    );
     // Negative control: no drift is refuted by the same bound.
-    ensure!(drift.ppm.abs() > drift.error_ppm + ROUNDING_PPM, "a clock that does not drift would pass: {drift:?}");
+    ensure!(
+        drift.ppm.abs() > drift.error_ppm + ROUNDING_PPM,
+        "a clock that does not drift would pass: {drift:?}"
+    );
     guest.kill(&mut host)?;
 
     // A step, between the two looks.
     host.run("adjtimex --frequency 0")?;
-    let guest = KvmGuest::start(&mut host, &image, "2c3d", "train-1", 34, "nvidia.s2_ms=20000")?;
+    let guest = KvmGuest::start(
+        &mut host,
+        &image,
+        "2c3d",
+        "train-1",
+        34,
+        "nvidia.s2_ms=20000",
+    )?;
     sent(&mut host, &guest, &event(names::GPU_PUBLISHED))?;
     let step = step(&mut host)?;
     sent(&mut host, &guest, &event(names::SETTLED))?;
@@ -109,13 +150,33 @@ fn both_clocks(context: &TestContext) -> Result<Outcome> {
     );
     // Negative control: what the pings said before the step contradicts what ptp_kvm says behind
     // it.
-    let old = stepped.boot.file.clock_samples().filter(|s| s.offset_ns - before.offset_ns < seen / 2);
-    ensure!(!fits(&Clock::of(old), &after)?, "a step of {STEP_S} s is within the bounds");
+    let old = stepped
+        .boot
+        .file
+        .clock_samples()
+        .filter(|s| s.offset_ns - before.offset_ns < seen / 2);
+    ensure!(
+        !fits(&Clock::of(old), &after)?,
+        "a step of {STEP_S} s is within the bounds"
+    );
 
     Ok(Outcome::Measured(format!(
         "ptp_kvm +-{} us, pings +-{} us; drift {:+.1} ppm (+-{:.1}) of {:+.1}, assumed at most {RATE_ERROR_PPM}; step {:.3} s",
-        drifted.ptp.iter().map(|s| s.error_ns).max().unwrap_or_default() / 1000,
-        drifted.boot.file.clock_samples().map(|s| s.error_ns).min().unwrap_or_default() / 1000,
+        drifted
+            .ptp
+            .iter()
+            .map(|s| s.error_ns)
+            .max()
+            .unwrap_or_default()
+            / 1000,
+        drifted
+            .boot
+            .file
+            .clock_samples()
+            .map(|s| s.error_ns)
+            .min()
+            .unwrap_or_default()
+            / 1000,
         drift.ppm,
         drift.error_ppm,
         -DRIFT_PPM,
@@ -136,8 +197,17 @@ fn step(host: &mut EmulatedHost) -> Result<Step> {
         "read from rest </proc/uptime; date +%s%N; date --set '{STEP_S} seconds' >/dev/null; date +%s%N; read to rest </proc/uptime
         echo ${{from/./}}0000000; echo ${{to/./}}0000000"
     ))?;
-    let times: Vec<i64> = said.lines().map(str::parse).collect::<Result<_, _>>().with_context(|| format!("times {said:?}"))?;
-    let [before, after, from, to] = times[..] else { anyhow::bail!("times {said:?}") };
+    let times: Vec<i64> = said
+        .lines()
+        .map(str::parse)
+        .collect::<Result<_, _>>()
+        .with_context(|| format!("times {said:?}"))?;
+    let [before, after, from, to] = times[..] else {
+        anyhow::bail!("times {said:?}")
+    };
     // Uptime comes in hundredths of a second.
-    Ok(Step { least_ns: after - before - (to - from) - 10_000_000, most_ns: after - before })
+    Ok(Step {
+        least_ns: after - before - (to - from) - 10_000_000,
+        most_ns: after - before,
+    })
 }

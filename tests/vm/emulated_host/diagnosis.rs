@@ -11,12 +11,17 @@
 
 use super::passthrough::{PORTS, function};
 use super::service::PROGRAM;
-use crate::vm::harness::{BOOTS, EmulatedHost, KVM_KERNEL, KvmGuest, Outcome, Size, TestContext, VmTest};
+use crate::vm::harness::{
+    BOOTS, EmulatedHost, KVM_KERNEL, KvmGuest, Outcome, Size, TestContext, VmTest,
+};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_has_what_doctor_finds", run: found }];
+pub const TESTS: &[VmTest] = &[VmTest {
+    name: "emulated_host_has_what_doctor_finds",
+    run: found,
+}];
 
 const KATA: &str = "/etc/kata-containers/configuration.toml";
 
@@ -26,23 +31,52 @@ const OF_PARAMETERS: [&str; 2] = ["iommu-mode", "interrupt-remapping"];
 
 /// Rules, and the commands that set them wrong and right.
 const SETTINGS: &[(&[&str], &str, &str)] = &[
-    (&["thp"], "echo never > {thp}/enabled", "echo madvise > {thp}/enabled"),
-    (&["thp-defrag"], "echo never > {thp}/defrag", "echo madvise > {thp}/defrag"),
+    (
+        &["thp"],
+        "echo never > {thp}/enabled",
+        "echo madvise > {thp}/enabled",
+    ),
+    (
+        &["thp-defrag"],
+        "echo never > {thp}/defrag",
+        "echo madvise > {thp}/defrag",
+    ),
     (
         &["thp-shared"],
         "echo never > {thp}/shmem_enabled && mount -o remount,huge=never /dev/shm",
         "echo advise > {thp}/shmem_enabled && mount -o remount,huge=advise /dev/shm",
     ),
-    (&["dma-entries"], "echo 100 > {type1}/dma_entry_limit", "echo 65535 > {type1}/dma_entry_limit"),
-    (&["type1-huge-pages"], "echo Y > {type1}/disable_hugepages", "echo N > {type1}/disable_hugepages"),
-    (&["reset-method"], "echo bus > {gpu}/reset_method", "echo flr > {gpu}/reset_method"),
+    (
+        &["dma-entries"],
+        "echo 100 > {type1}/dma_entry_limit",
+        "echo 65535 > {type1}/dma_entry_limit",
+    ),
+    (
+        &["type1-huge-pages"],
+        "echo Y > {type1}/disable_hugepages",
+        "echo N > {type1}/disable_hugepages",
+    ),
+    (
+        &["reset-method"],
+        "echo bus > {gpu}/reset_method",
+        "echo flr > {gpu}/reset_method",
+    ),
     // The second node has no processor, and the VMs have the first one's memory.
     (&[], "echo 1 > {gpu}/numa_node", "echo 0 > {gpu}/numa_node"),
 ];
 
 /// A configuration of Kata's that is wrong in each of these, and what is right.
-const OF_KATA: [&str; 9] =
-    ["agent-log", "console", "guest-initrd", "firmware", "hot-plug", "root-ports", "vcpus", "fragmentation", "qemu-version"];
+const OF_KATA: [&str; 9] = [
+    "agent-log",
+    "console",
+    "guest-initrd",
+    "firmware",
+    "hot-plug",
+    "root-ports",
+    "vcpus",
+    "fragmentation",
+    "qemu-version",
+];
 const WRONG_KATA: &str = r#"[hypervisor.qemu]
 path = "/opt/old/qemu-system-x86_64"
 image = ""
@@ -69,7 +103,14 @@ default_vcpus = 2
 
 /// Rules about a running VM that has what they find, and that one of it is right: IOMMUFD is not in
 /// this kernel.
-const OF_VM: [&str; 6] = ["iommufd-used", "huge-page-use", "no-mmap", "prealloc", "memory-node", "pinning"];
+const OF_VM: [&str; 6] = [
+    "iommufd-used",
+    "huge-page-use",
+    "no-mmap",
+    "prealloc",
+    "memory-node",
+    "pinning",
+];
 
 /// Covers vendor and class of functions, so that they are GPUs to who reads sysfs.
 fn cover(functions: &[String]) -> String {
@@ -77,7 +118,10 @@ fn cover(functions: &[String]) -> String {
         let dir = format!("/sys/bus/pci/devices/{address}");
         format!("mount --bind /run/vendor {dir}/vendor; mount --bind /run/class {dir}/class;")
     };
-    format!("set -e; echo 0x10de > /run/vendor; echo 0x030200 > /run/class; {}", functions.iter().map(cover).collect::<String>())
+    format!(
+        "set -e; echo 0x10de > /run/vendor; echo 0x030200 > /run/class; {}",
+        functions.iter().map(cover).collect::<String>()
+    )
 }
 
 /// Findings by rule.
@@ -85,13 +129,23 @@ fn diagnose(host: &mut EmulatedHost, words: &str) -> Result<BTreeMap<String, Val
     let text = host.run(&format!("{PROGRAM} doctor --json {words}"))?;
     let report: Value = serde_json::from_str(&text).with_context(|| text.clone())?;
     let findings = report["findings"].as_array().context("no findings")?;
-    findings.iter().map(|f| Ok((f["rule"].as_str().context("no rule")?.to_string(), f.clone()))).collect()
+    findings
+        .iter()
+        .map(|f| {
+            Ok((
+                f["rule"].as_str().context("no rule")?.to_string(),
+                f.clone(),
+            ))
+        })
+        .collect()
 }
 
 /// Checks that each of these rules has this verdict.
 fn all_are(findings: &BTreeMap<String, Value>, rules: &[&str], verdict: &str) -> Result<()> {
     for rule in rules {
-        let finding = findings.get(*rule).with_context(|| format!("no finding of {rule}"))?;
+        let finding = findings
+            .get(*rule)
+            .with_context(|| format!("no finding of {rule}"))?;
         ensure!(finding["verdict"] == verdict, "want {verdict}: {finding}");
     }
     Ok(())
@@ -104,13 +158,15 @@ fn vm(host: &mut EmulatedHost, memory_mib: u32, words: &str) -> Result<()> {
             -m {memory_mib}M -smp 1 -kernel {KVM_KERNEL} -append panic=0 {words} >/run/vm.log 2>&1 & echo $! > /run/vm.pid)"
     ))?;
     // QEMU has it once all memory is pinned.
-    let has_device = "ls -l /proc/$(cat /run/vm.pid)/fd | grep -q vfio-device || (cat /run/vm.log; false)";
+    let has_device =
+        "ls -l /proc/$(cat /run/vm.pid)/fd | grep -q vfio-device || (cat /run/vm.log; false)";
     host.until("a VM with its function", has_device).map(drop)
 }
 
 fn end_vm(host: &mut EmulatedHost) -> Result<()> {
     host.run("kill -KILL $(cat /run/vm.pid)")?;
-    host.until("the VM's end", "! test -e /proc/$(cat /run/vm.pid)").map(drop)
+    host.until("the VM's end", "! test -e /proc/$(cat /run/vm.pid)")
+        .map(drop)
 }
 
 fn found(context: &TestContext) -> Result<Outcome> {
@@ -119,8 +175,17 @@ fn found(context: &TestContext) -> Result<Outcome> {
     }
     let program = EmulatedHost::program(context)?;
     let kernel = context.kernel();
-    let size = Size::WITH_GUESTS.with_gpus(2).without_acs().with_far_memory(256).with_parameters(PARAMETERS);
-    let mut host = EmulatedHost::start(context, "host", size, &[(PROGRAM, program.as_path()), (KVM_KERNEL, kernel.as_path())])?;
+    let size = Size::WITH_GUESTS
+        .with_gpus(2)
+        .without_acs()
+        .with_far_memory(256)
+        .with_parameters(PARAMETERS);
+    let mut host = EmulatedHost::start(
+        context,
+        "host",
+        size,
+        &[(PROGRAM, program.as_path()), (KVM_KERNEL, kernel.as_path())],
+    )?;
     KvmGuest::prepare(&mut host)?;
     let functions = host.vfio()?;
     let gpu = functions.first().context("no function")?;
@@ -132,34 +197,59 @@ fn found(context: &TestContext) -> Result<Outcome> {
     ))?;
     let places = [
         ("{thp}", "/sys/kernel/mm/transparent_hugepage".to_string()),
-        ("{type1}", "/sys/module/vfio_iommu_type1/parameters".to_string()),
+        (
+            "{type1}",
+            "/sys/module/vfio_iommu_type1/parameters".to_string(),
+        ),
         ("{gpu}", format!("/sys/bus/pci/devices/{gpu}")),
     ];
     let set = |host: &mut EmulatedHost, script: &str| {
-        let script = places.iter().fold(script.to_string(), |script, (name, place)| script.replace(name, place));
+        let script = places
+            .iter()
+            .fold(script.to_string(), |script, (name, place)| {
+                script.replace(name, place)
+            });
         host.run(&script).map(drop)
     };
-    let of_settings: Vec<&str> = SETTINGS.iter().flat_map(|(rules, _, _)| rules.iter().copied()).collect();
+    let of_settings: Vec<&str> = SETTINGS
+        .iter()
+        .flat_map(|(rules, _, _)| rules.iter().copied())
+        .collect();
 
-    SETTINGS.iter().try_for_each(|(_, wrong, _)| set(&mut host, wrong))?;
+    SETTINGS
+        .iter()
+        .try_for_each(|(_, wrong, _)| set(&mut host, wrong))?;
     host.run(&format!("cat > {KATA} <<'END'\n{WRONG_KATA}END"))?;
     let bare = diagnose(&mut host, "")?;
     // Without a VM there is nothing to look at, and without boots neither.
     all_are(&bare, &OF_VM, "unknown")?;
     all_are(&bare, &["guest-kernel", "gaps", "deadlines"], "unknown")?;
     let wrong_vm = "-object memory-backend-ram,id=ram,size=256M,host-nodes=0,policy=bind,prealloc=on -machine memory-backend=ram";
-    vm(&mut host, 256, &format!("{wrong_vm} {PORTS} -device {},x-no-mmap=on", function(gpu, 0)))?;
+    vm(
+        &mut host,
+        256,
+        &format!(
+            "{wrong_vm} {PORTS} -device {},x-no-mmap=on",
+            function(gpu, 0)
+        ),
+    )?;
     let wrong = diagnose(&mut host, "")?;
     end_vm(&mut host)?;
     all_are(&bare, &OF_KATA, "found")?;
     for findings in [&bare, &wrong] {
         all_are(findings, &of_settings, "found")?;
         all_are(findings, &OF_PARAMETERS, "found")?;
-        all_are(findings, &["groups", "huge-pfnmaps", "iommufd", "huge-pages", "zeroing"], "found")?;
+        all_are(
+            findings,
+            &["groups", "huge-pfnmaps", "iommufd", "huge-pages", "zeroing"],
+            "found",
+        )?;
     }
     all_are(&wrong, &OF_VM, "found")?;
 
-    SETTINGS.iter().try_for_each(|(_, _, right)| set(&mut host, right))?;
+    SETTINGS
+        .iter()
+        .try_for_each(|(_, _, right)| set(&mut host, right))?;
     host.run(&format!("cat > {KATA} <<'END'\n{RIGHT_KATA}END"))?;
     host.run("echo 3 > /proc/sys/vm/drop_caches && echo 1 > /proc/sys/vm/compact_memory")?;
     let small = diagnose(&mut host, "")?;
@@ -170,15 +260,36 @@ fn found(context: &TestContext) -> Result<Outcome> {
     all_are(&diagnose(&mut host, "")?, &["huge-pages-free"], "found")?;
     let pages = "/sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages";
     host.run(&format!("echo 512 > {pages} && test $(cat {pages}) = 512"))?;
-    all_are(&diagnose(&mut host, "")?, &["huge-pages-free", "huge-pages", "zeroing"], "fine")?;
+    all_are(
+        &diagnose(&mut host, "")?,
+        &["huge-pages-free", "huge-pages", "zeroing"],
+        "fine",
+    )?;
     // QEMU's own memory is 80 MiB of small pages: less than a tenth of this.
     let right_vm = "-object memory-backend-memfd,id=ram,size=1G,host-nodes=0,policy=bind,hugetlb=on,share=on -machine memory-backend=ram";
-    vm(&mut host, 1024, &format!("{right_vm} {PORTS} -device {}", function(gpu, 0)))?;
+    vm(
+        &mut host,
+        1024,
+        &format!("{right_vm} {PORTS} -device {}", function(gpu, 0)),
+    )?;
     let right = diagnose(&mut host, "")?;
-    all_are(&right, &["no-mmap", "prealloc", "huge-page-use", "memory-node", "pinning"], "fine")?;
+    all_are(
+        &right,
+        &[
+            "no-mmap",
+            "prealloc",
+            "huge-page-use",
+            "memory-node",
+            "pinning",
+        ],
+        "fine",
+    )?;
     // VFIO is loaded: the kernel's own symbols show whether it has huge pfnmaps.
     let pfnmaps = &right["huge-pfnmaps"];
-    ensure!(pfnmaps["evidence"].to_string().contains("vfio_pci_mmap_"), "{pfnmaps}");
+    ensure!(
+        pfnmaps["evidence"].to_string().contains("vfio_pci_mmap_"),
+        "{pfnmaps}"
+    );
     Ok(Outcome::Measured(shown(&wrong)))
 }
 
@@ -186,7 +297,11 @@ fn found(context: &TestContext) -> Result<Outcome> {
 pub fn with_boots(host: &mut EmulatedHost) -> Result<()> {
     let findings = diagnose(host, &format!("--dir {BOOTS}"))?;
     all_are(&findings, &OF_PARAMETERS, "fine")?;
-    all_are(&findings, &["iommu", "dma-entries", "type1-huge-pages"], "fine")?;
+    all_are(
+        &findings,
+        &["iommu", "dma-entries", "type1-huge-pages"],
+        "fine",
+    )?;
     // Guests of this tree have Linux 6.1; none is confidential.
     all_are(&findings, &["guest-kernel"], "found")?;
     all_are(&findings, &["memory-acceptance"], "unknown")?;
@@ -194,6 +309,14 @@ pub fn with_boots(host: &mut EmulatedHost) -> Result<()> {
 }
 
 fn shown(findings: &BTreeMap<String, Value>) -> String {
-    let found: Vec<&str> = findings.iter().filter(|(_, f)| f["verdict"] == "found").map(|(rule, _)| rule.as_str()).collect();
-    format!("{} rules found something: {}", found.len(), found.join(", "))
+    let found: Vec<&str> = findings
+        .iter()
+        .filter(|(_, f)| f["verdict"] == "found")
+        .map(|(rule, _)| rule.as_str())
+        .collect();
+    format!(
+        "{} rules found something: {}",
+        found.len(),
+        found.join(", ")
+    )
 }

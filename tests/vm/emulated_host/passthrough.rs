@@ -4,7 +4,9 @@
 
 use super::guests::{Boot, SERVICE, event, sent};
 use super::service;
-use crate::vm::harness::{AgentLine, BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
+use crate::vm::harness::{
+    AgentLine, BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest,
+};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_report::data::clock_offset::{RATE_ERROR_PPM, Wall};
 use kata_gpu_report::data::guest_clocks::{BeforeKernel, GuestClocks};
@@ -14,13 +16,21 @@ use kata_gpu_wire::record::Record;
 use std::time::UNIX_EPOCH;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "emulated_host_passes_gpus_with_large_bars_to_a_guest", run: passed_through },
-    VmTest { name: "what_waits_for_a_mapping_waits_for_a_simulated_one", run: simulated },
+    VmTest {
+        name: "emulated_host_passes_gpus_with_large_bars_to_a_guest",
+        run: passed_through,
+    },
+    VmTest {
+        name: "what_waits_for_a_mapping_waits_for_a_simulated_one",
+        run: simulated,
+    },
 ];
 
 /// QEMU's name, and what makes an H100 of it in the guest.
 pub(super) fn function(address: &str, port: usize) -> String {
-    format!("vfio-pci,host={address},bus=port{port},id=gpu{port},x-pci-vendor-id=0x10de,x-pci-device-id=0x2330,x-pci-class-code=0x030200")
+    format!(
+        "vfio-pci,host={address},bus=port{port},id=gpu{port},x-pci-vendor-id=0x10de,x-pci-device-id=0x2330,x-pci-class-code=0x030200"
+    )
 }
 
 /// Ports for two functions, with room for their BARs.
@@ -49,17 +59,37 @@ fn cold_and_hot(host: &mut EmulatedHost, image: &KvmImage, gpus: &[String]) -> R
     let trace = format!("-msg timestamp=on -trace {MAPPED} -trace {MAKES_VCPU} -trace {MADE_VCPU}");
     let devices = format!("{PORTS} -device {} {trace}", function(&gpus[0], 0));
     trace_tsc_offsets(host)?;
-    let guest = KvmGuest::start_with(host, image, "0a1b", "cold", 33, "testagent.containers=all:all", &devices)?;
+    let guest = KvmGuest::start_with(
+        host,
+        image,
+        "0a1b",
+        "cold",
+        33,
+        "testagent.containers=all:all",
+        &devices,
+    )?;
     sent(host, &guest, &event(names::SETTLED))?;
     guest.wait_lines(host, 1, "\"msg\":\"container \\(created\\|failed\\)\"")?;
     let console = guest.console(host)?;
-    let created = console.lines().filter_map(AgentLine::parse).find(|line| line.get("msg") == "container created");
-    let nodes = created.with_context(|| format!("no container: {console}"))?.get("nodes").to_string();
+    let created = console
+        .lines()
+        .filter_map(AgentLine::parse)
+        .find(|line| line.get("msg") == "container created");
+    let nodes = created
+        .with_context(|| format!("no container: {console}"))?
+        .get("nodes")
+        .to_string();
     ensure!(nodes.contains("/dev/nvidia0 195:0 666"), "nodes: {nodes}");
     let cold = mappings(&console);
 
     guest.monitor(host, &format!("device_add {}", function(&gpus[1], 1)))?;
-    host.until("the GPU that was plugged in", &format!("grep -q '\"name\":\"{}\",\"gpu\":\"{HOT}\"' {BOOTS}/*.ndjson", names::GPU_USABLE))?;
+    host.until(
+        "the GPU that was plugged in",
+        &format!(
+            "grep -q '\"name\":\"{}\",\"gpu\":\"{HOT}\"' {BOOTS}/*.ndjson",
+            names::GPU_USABLE
+        ),
+    )?;
     let boot = Boot::only(host, &guest)?;
     let all = mappings(&guest.console(host)?);
     let hot = &all[cold.len()..];
@@ -70,16 +100,26 @@ fn cold_and_hot(host: &mut EmulatedHost, image: &KvmImage, gpus: &[String]) -> R
     // probe.
     let of_hot = |r: &Record| r.gpu.is_some_and(|gpu| gpu.to_string() == HOT);
     let from = boot.wall("record of the GPU that was plugged in", of_hot)?;
-    let to = boot.wall("gpu.bound of the GPU that was plugged in", |r| of_hot(r) && r.name == names::GPU_BOUND)?;
-    let (first, last) = (from.realtime_ns - from.error_ns as i64, to.realtime_ns + to.error_ns as i64);
+    let to = boot.wall("gpu.bound of the GPU that was plugged in", |r| {
+        of_hot(r) && r.name == names::GPU_BOUND
+    })?;
+    let (first, last) = (
+        from.realtime_ns - from.error_ns as i64,
+        to.realtime_ns + to.error_ns as i64,
+    );
     let began_ns = began.realtime_ns - began.error_ns as i64;
-    ensure!(!cold.is_empty() && cold.iter().all(|at| *at < began_ns), "mapped at {cold:?} ns, the init began at {began_ns} ns");
+    ensure!(
+        !cold.is_empty() && cold.iter().all(|at| *at < began_ns),
+        "mapped at {cold:?} ns, the init began at {began_ns} ns"
+    );
     ensure!(
         !hot.is_empty() && hot.iter().all(|at| (first..last).contains(at)),
         "mapped at {hot:?} ns, there from {first} ns, bound at {last} ns"
     );
     let (cold, hot) = (cold.len(), hot.len());
-    Ok(format!("mapped {cold} times by firmware and kernel, {hot} times when plugged in; {tsc}"))
+    Ok(format!(
+        "mapped {cold} times by firmware and kernel, {hot} times when plugged in; {tsc}"
+    ))
 }
 
 /// Address in the guest of the GPU that is plugged in.
@@ -99,7 +139,10 @@ const TRACE_NS: i64 = 1_000;
 fn traced<'a>(line: &'a str, event: &str) -> Option<(i64, &'a str)> {
     let (time, rest) = line.split_once(' ')?;
     let text = rest.strip_prefix(event)?.strip_prefix(' ')?;
-    let time = humantime::parse_rfc3339(time).ok()?.duration_since(UNIX_EPOCH).ok()?;
+    let time = humantime::parse_rfc3339(time)
+        .ok()?
+        .duration_since(UNIX_EPOCH)
+        .ok()?;
     Some((i64::try_from(time.as_nanos()).ok()?, text))
 }
 
@@ -107,7 +150,9 @@ fn traced<'a>(line: &'a str, event: &str) -> Option<(i64, &'a str)> {
 fn mappings(log: &str) -> Vec<i64> {
     let parse = |line: &str| -> Option<i64> {
         let (time_ns, region) = traced(line, MAPPED)?;
-        let mut ends = region.split_whitespace().filter_map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok());
+        let mut ends = region
+            .split_whitespace()
+            .filter_map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok());
         let (first, last) = (ends.next()?, ends.next()?);
         (last - first + 1 == Size::BAR_BYTES).then_some(time_ns)
     };
@@ -140,7 +185,10 @@ fn tsc_zero(wall: Wall, read_ns: u64, before: BeforeKernel) -> Span {
     let rate_ns = (ran_ns * RATE_ERROR_PPM).div_ceil(1_000_000);
     let error_ns = (wall.error_ns + before.error_ns + rate_ns) as i64;
     let zero_ns = wall.realtime_ns - ran_ns as i64;
-    Span { least_ns: zero_ns - error_ns, most_ns: zero_ns + error_ns }
+    Span {
+        least_ns: zero_ns - error_ns,
+        most_ns: zero_ns + error_ns,
+    }
 }
 
 /// The moment at which QEMU made the guest's first vCPU.
@@ -148,10 +196,15 @@ fn first_vcpu_made(log: &str) -> Result<Span> {
     let at = |event, first: &str| -> Result<i64> {
         let mut events = log.lines().filter_map(|line| traced(line, event));
         let found = events.find(|(_, text)| text.starts_with(first));
-        found.map(|(time_ns, _)| time_ns).with_context(|| format!("no {event} of {first:?}: {log}"))
+        found
+            .map(|(time_ns, _)| time_ns)
+            .with_context(|| format!("no {event} of {first:?}: {log}"))
     };
     let least_ns = at(MAKES_VCPU, "index: 0 ")?;
-    Ok(Span { least_ns, most_ns: at(MADE_VCPU, "index: 0,")? + TRACE_NS })
+    Ok(Span {
+        least_ns,
+        most_ns: at(MADE_VCPU, "index: 0,")? + TRACE_NS,
+    })
 }
 
 /// Makes the host's kernel trace each TSC offset that KVM sets, and the calls that can set one:
@@ -189,9 +242,17 @@ fn tsc_offsets_set(trace: &str) -> Vec<Span> {
         let (task, most_ns, _) = *event;
         let mut earlier = events.iter().take(at);
         let (_, least_ns, _) = earlier.rfind(|e| e.0 == task && e.2.starts_with("sys_ioctl("))?;
-        Some(Span { least_ns: least_ns - TRACE_NS, most_ns: most_ns + TRACE_NS })
+        Some(Span {
+            least_ns: least_ns - TRACE_NS,
+            most_ns: most_ns + TRACE_NS,
+        })
     };
-    events.iter().enumerate().filter(|(_, event)| changed(event.2)).filter_map(span).collect()
+    events
+        .iter()
+        .enumerate()
+        .filter(|(_, event)| changed(event.2))
+        .filter_map(span)
+        .collect()
 }
 
 /// Checks `before_kernel_ns` of the guest's `clock.tsc` against the host's trace: the TSC was 0 as
@@ -199,31 +260,50 @@ fn tsc_offsets_set(trace: &str) -> Vec<Span> {
 fn compare_tsc(host: &mut EmulatedHost, guest: &KvmGuest, boot: &Boot) -> Result<String> {
     let made = first_vcpu_made(&guest.vmm_log(host)?)?;
     // A traced system call makes all of them slower: not in what is measured after this.
-    let trace = host.run(&format!("cd {TRACEFS} && echo 0 > events/enable && cat trace"))?;
+    let trace = host.run(&format!(
+        "cd {TRACEFS} && echo 0 > events/enable && cat trace"
+    ))?;
     let offsets = tsc_offsets_set(&trace);
     let (Some(first), Some(set)) = (offsets.first().copied(), offsets.last().copied()) else {
         anyhow::bail!("no offset in KVM's trace: {trace}")
     };
     // The first offset is of KVM_CREATE_VCPU; both traces are of one clock. A later one is of
     // QEMU's reset of the VM, where that took over 1 s: see src/init/machine/tsc.rs.
-    ensure!(first.meets(made), "first offset in {first:?}, first vCPU made in {made:?}");
+    ensure!(
+        first.meets(made),
+        "first offset in {first:?}, first vCPU made in {made:?}"
+    );
 
     let clocks = GuestClocks::of(&boot.file.records);
     let before = clocks.before_kernel;
     let before = before.with_context(|| format!("no usable clock.tsc: {:?}", clocks.notes))?;
     // The record's own time is that of the reading.
-    let record = boot.file.records.iter().find(|r| r.name == names::CLOCK_TSC);
+    let record = boot
+        .file
+        .records
+        .iter()
+        .find(|r| r.name == names::CLOCK_TSC);
     let read_ns = record.context("no clock.tsc")?.boottime_ns;
     let wall = boot.file.clock().wall_at(read_ns).context("no pings")?;
     let zero_if = |took_ns| tsc_zero(wall, read_ns, BeforeKernel { took_ns, ..before });
     let zero = zero_if(before.took_ns);
-    ensure!(zero.meets(set), "TSC 0 in {zero:?} by {before:?}, its offset set in {set:?}: {trace}");
+    ensure!(
+        zero.meets(set),
+        "TSC 0 in {zero:?} by {before:?}, its offset set in {set:?}: {trace}"
+    );
     // Negative controls: nothing before the kernel, and a time that is wrong by more than the bound
     // on either side. The bound depends on the time by RATE_ERROR_PPM, less than a thousandth.
     let bound_ns = (zero.length_ns() + set.length_ns()) as u64;
     let wrong_ns = bound_ns + bound_ns / 1000 + 1;
-    for took_ns in [0, before.took_ns.saturating_sub(wrong_ns), before.took_ns + wrong_ns] {
-        ensure!(!zero_if(took_ns).meets(set), "{took_ns} ns would pass: {before:?}, {set:?}");
+    for took_ns in [
+        0,
+        before.took_ns.saturating_sub(wrong_ns),
+        before.took_ns + wrong_ns,
+    ] {
+        ensure!(
+            !zero_if(took_ns).meets(set),
+            "{took_ns} ns would pass: {before:?}, {set:?}"
+        );
     }
 
     let started = host.run(&format!("stat -c %.9W {}", guest.vmm_log_path()))?;
@@ -257,7 +337,12 @@ fn simulated(context: &TestContext) -> Result<Outcome> {
     let words = "fakepci.gpus=1 fakepci.enable_ms=1000 hardware.override=other testagent.guest=stalls testagent.function=0001:00:00.0";
     let booted = Guest::new().append(words).boot(context, "guest")?;
     booted.agent(stalls::OVER, |_| true)?;
-    let absent = ["a line on hvc0", "a disk's block", "a refused vsock connection", "a file by virtio-fs"];
+    let absent = [
+        "a line on hvc0",
+        "a disk's block",
+        "a refused vsock connection",
+        "a file by virtio-fs",
+    ];
     Ok(Outcome::Measured(judge(&booted.console.text(), &absent)?))
 }
 
@@ -266,17 +351,37 @@ fn judge(console: &str, absent: &[&str]) -> Result<String> {
     let lines: Vec<AgentLine> = console.lines().filter_map(AgentLine::parse).collect();
     let mut shown = vec![];
     for probe in PROBES {
-        let line = lines.iter().find(|line| line.get("msg") == stalls::MESSAGE && line.get("probe") == probe.name);
+        let line = lines
+            .iter()
+            .find(|line| line.get("msg") == stalls::MESSAGE && line.get("probe") == probe.name);
         let line = line.with_context(|| format!("{}: no line: {console}", probe.name))?;
         if absent.contains(&probe.name) {
             continue;
         }
-        ensure!(line.get("absent").is_empty(), "{}: {}", probe.name, line.get("absent"));
-        let number = |key| line.get(key).parse::<f64>().with_context(|| format!("{}: {key}={:?}", probe.name, line.get(key)));
+        ensure!(
+            line.get("absent").is_empty(),
+            "{}: {}",
+            probe.name,
+            line.get("absent")
+        );
+        let number = |key| {
+            line.get(key)
+                .parse::<f64>()
+                .with_context(|| format!("{}: {key}={:?}", probe.name, line.get(key)))
+        };
         let (longest, window) = (number("longest_ms")?, number("window_ms")?);
-        ensure!(window > 50.0, "{}: the mapping took {window} ms", probe.name);
+        ensure!(
+            window > 50.0,
+            "{}: the mapping took {window} ms",
+            probe.name
+        );
         shown.push(format!("{} {longest:.0} of {window:.0} ms", probe.name));
-        ensure!(stalls::waited(longest, window) == probe.waits, "{}, waits: {}", shown.join(", "), probe.waits);
+        ensure!(
+            stalls::waited(longest, window) == probe.waits,
+            "{}, waits: {}",
+            shown.join(", "),
+            probe.waits
+        );
     }
     Ok(shown.join(", "))
 }
@@ -288,7 +393,8 @@ mod tests {
     #[test]
     fn an_offset_is_set_in_its_call_and_one_that_stays_sets_nothing() {
         let trace = |reset: &str| {
-            let first = "CPU 0/KVM-296 [000] .....  1795.000001: sys_ioctl(fd: e, cmd: ae41, arg: 0)
+            let first =
+                "CPU 0/KVM-296 [000] .....  1795.000001: sys_ioctl(fd: e, cmd: ae41, arg: 0)
 CPU 0/KVM-296 [000] d..1.  1795.000300: kvm_write_tsc_offset: vcpu=0 prev=0 next=18446743970
 CPU 1/KVM-297 [000] d..1.  1795.100000: kvm_write_tsc_offset: vcpu=1 prev=0 next=18446743970
 CPU 0/KVM-296 [000] .....  1797.000000: sys_ioctl(fd: f, cmd: 4008ae89, arg: 7f96)
@@ -298,22 +404,37 @@ CPU 0/KVM-296 [000] d..1.  1797.000050: kvm_write_tsc_offset: vcpu=0 prev=184467
         };
         let set_us = |reset: &str| -> Vec<(i64, i64)> {
             let spans = tsc_offsets_set(&trace(reset));
-            spans.iter().map(|s| (s.least_ns / 1_000, s.most_ns / 1_000)).collect()
+            spans
+                .iter()
+                .map(|s| (s.least_ns / 1_000, s.most_ns / 1_000))
+                .collect()
         };
         let made = (1_795_000_000, 1_795_000_301);
         assert_eq!(set_us("18446743970"), [made]);
-        assert_eq!(set_us("18446740000"), [made, (1_796_999_999, 1_797_000_051)]);
+        assert_eq!(
+            set_us("18446740000"),
+            [made, (1_796_999_999, 1_797_000_051)]
+        );
         assert!(tsc_offsets_set("").is_empty());
     }
 
     #[test]
     fn a_time_before_the_kernel_passes_within_its_bound_alone() {
-        let wall = Wall { realtime_ns: 1_795_000_000_000_000_000, error_ns: 1_000_000 };
-        let before = |took_ns| BeforeKernel { took_ns, error_ns: 500_000 };
+        let wall = Wall {
+            realtime_ns: 1_795_000_000_000_000_000,
+            error_ns: 1_000_000,
+        };
+        let before = |took_ns| BeforeKernel {
+            took_ns,
+            error_ns: 500_000,
+        };
         let zero = |took_ns| tsc_zero(wall, 2_000_000_000, before(took_ns));
         // 10 s at 100 ppm are 1 ms: with the others 2.5 ms.
         let set_ns = wall.realtime_ns - 10_000_000_000;
-        let set = Span { least_ns: set_ns, most_ns: set_ns + 1_000 };
+        let set = Span {
+            least_ns: set_ns,
+            most_ns: set_ns + 1_000,
+        };
         for took_ns in [7_997_502_000, 8_000_000_000, 8_002_499_000] {
             assert!(zero(took_ns).meets(set), "{took_ns}: {:?}", zero(took_ns));
         }

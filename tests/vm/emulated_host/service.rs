@@ -6,7 +6,10 @@ use anyhow::{Context, Result, ensure};
 use serde_yaml::Value;
 use std::path::{Path, PathBuf};
 
-pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_runs_the_printed_service_and_container", run: as_printed }];
+pub const TESTS: &[VmTest] = &[VmTest {
+    name: "emulated_host_runs_the_printed_service_and_container",
+    run: as_printed,
+}];
 
 pub(super) const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 const VMM: &str = "/usr/local/bin/vmm";
@@ -23,13 +26,24 @@ fn boot_id(n: u32) -> String {
 
 /// Programs for the emulated host: the collector, and the VMM.
 fn programs(context: &TestContext) -> Result<[(PathBuf, &'static str); 2]> {
-    Ok([(EmulatedHost::program(context)?, PROGRAM), (context.guest_program("kata-agent"), VMM)])
+    Ok([
+        (EmulatedHost::program(context)?, PROGRAM),
+        (context.guest_program("kata-agent"), VMM),
+    ])
 }
 
 /// A host with the collector's unit, installed as the README says, and a stand-in for containerd's.
-pub(super) fn start(context: &TestContext, size: Size, more: &[(&str, &Path)]) -> Result<EmulatedHost> {
+pub(super) fn start(
+    context: &TestContext,
+    size: Size,
+    more: &[(&str, &Path)],
+) -> Result<EmulatedHost> {
     let programs = programs(context)?;
-    let files: Vec<_> = programs.iter().map(|(file, name)| (*name, file.as_path())).chain(more.iter().copied()).collect();
+    let files: Vec<_> = programs
+        .iter()
+        .map(|(file, name)| (*name, file.as_path()))
+        .chain(more.iter().copied())
+        .collect();
     let mut host = EmulatedHost::start(context, "host", size, &files)?;
     host.run(&format!(
         "{PROGRAM} collect --print-systemd-unit > {UNIT}
@@ -44,17 +58,27 @@ pub(super) fn start(context: &TestContext, size: Size, more: &[(&str, &Path)]) -
 /// it is killed.
 fn vm(host: &mut EmulatedHost, n: u32) -> Result<()> {
     let (socket, boot) = (format!("/run/vc/vm/{n}/clh.sock"), boot_id(n));
-    host.run(&format!("setsid {VMM} {socket} {boot} {RECORDS} >/run/vmm-{n} 2>&1 & echo $! >/run/vmm-{n}.pid")).map(drop)
+    host.run(&format!(
+        "setsid {VMM} {socket} {boot} {RECORDS} >/run/vmm-{n} 2>&1 & echo $! >/run/vmm-{n}.pid"
+    ))
+    .map(drop)
 }
 
 /// Waits until a guest's records are all in its boot's file, and verifies that each is there once.
 fn received(host: &mut EmulatedHost, n: u32) -> Result<()> {
     let file = format!("/var/lib/kata-gpu-boot/{}.ndjson", boot_id(n));
     let seqs = format!("grep -o '\"seq\":[0-9]*' {file} | cut -d: -f2 | sort -n");
-    host.until(&format!("{RECORDS} records of VM {n}"), &format!("test $({seqs} | uniq | wc -l) -ge {RECORDS}"))?;
+    host.until(
+        &format!("{RECORDS} records of VM {n}"),
+        &format!("test $({seqs} | uniq | wc -l) -ge {RECORDS}"),
+    )?;
     let seqs = host.run(&seqs)?;
     let expected: Vec<String> = (0..RECORDS).map(|seq| seq.to_string()).collect();
-    ensure!(seqs.lines().eq(expected.iter().map(String::as_str)), "VM {n}: records {}", seqs.replace('\n', " "));
+    ensure!(
+        seqs.lines().eq(expected.iter().map(String::as_str)),
+        "VM {n}: records {}",
+        seqs.replace('\n', " ")
+    );
     Ok(())
 }
 
@@ -67,10 +91,14 @@ fn as_printed(context: &TestContext) -> Result<Outcome> {
         return Ok(skipped);
     }
     let mut host = start(context, Size::PLAIN, &[])?;
-    host.run(&format!("systemd-analyze verify {UNIT} 2>&1 | (! grep .)")).context("systemd-analyze verify has something to say")?;
-    let exposure = host.run("systemd-analyze security --no-pager kata-gpu-boot.service | tail -n 1")?;
-    let number: f64 =
-        exposure.split_whitespace().find_map(|word| word.parse().ok()).with_context(|| format!("no number in {exposure:?}"))?;
+    host.run(&format!("systemd-analyze verify {UNIT} 2>&1 | (! grep .)"))
+        .context("systemd-analyze verify has something to say")?;
+    let exposure =
+        host.run("systemd-analyze security --no-pager kata-gpu-boot.service | tail -n 1")?;
+    let number: f64 = exposure
+        .split_whitespace()
+        .find_map(|word| word.parse().ok())
+        .with_context(|| format!("no number in {exposure:?}"))?;
     ensure!(number <= EXPOSURE, "{exposure}: at most {EXPOSURE}");
 
     host.run("systemctl start kata-gpu-boot.service")?;
@@ -79,16 +107,42 @@ fn as_printed(context: &TestContext) -> Result<Outcome> {
 
     // Nothing of /run is there any more, and Kata has not run yet.
     host.reboot()?;
-    host.until("the service", "systemctl is-active kata-gpu-boot.service containerd.service")?;
-    let ready: u64 = property(&mut host, "kata-gpu-boot.service", "ActiveEnterTimestampMonotonic")?.parse()?;
-    let runtime: u64 = property(&mut host, "containerd.service", "ExecMainStartTimestampMonotonic")?.parse()?;
-    ensure!(ready <= runtime, "ready {ready} us after the start, containerd started after {runtime} us");
-    let stopped = host.run("journalctl -b -1 -o cat _PID=1 UNIT=kata-gpu-boot.service | tail -n 3")?;
-    ensure!(stopped.contains("Deactivated successfully"), "the shutdown did not stop it in time: {stopped}");
+    host.until(
+        "the service",
+        "systemctl is-active kata-gpu-boot.service containerd.service",
+    )?;
+    let ready: u64 = property(
+        &mut host,
+        "kata-gpu-boot.service",
+        "ActiveEnterTimestampMonotonic",
+    )?
+    .parse()?;
+    let runtime: u64 = property(
+        &mut host,
+        "containerd.service",
+        "ExecMainStartTimestampMonotonic",
+    )?
+    .parse()?;
+    ensure!(
+        ready <= runtime,
+        "ready {ready} us after the start, containerd started after {runtime} us"
+    );
+    let stopped =
+        host.run("journalctl -b -1 -o cat _PID=1 UNIT=kata-gpu-boot.service | tail -n 3")?;
+    ensure!(
+        stopped.contains("Deactivated successfully"),
+        "the shutdown did not stop it in time: {stopped}"
+    );
     let directories = host.run("stat -c '%n %U %G %a' /run/vc /run/kata")?;
-    ensure!(directories == "/run/vc root root 750\n/run/kata root root 750", "{directories}");
+    ensure!(
+        directories == "/run/vc root root 750\n/run/kata root root 750",
+        "{directories}"
+    );
     let listening = host.run("journalctl -b -o cat -u kata-gpu-boot.service")?;
-    ensure!(listening.contains("listening on vsock port"), "no AF_VSOCK after a reboot: {listening}");
+    ensure!(
+        listening.contains("listening on vsock port"),
+        "no AF_VSOCK after a reboot: {listening}"
+    );
     vm(&mut host, 2)?;
     received(&mut host, 2)?;
 
@@ -98,8 +152,17 @@ fn as_printed(context: &TestContext) -> Result<Outcome> {
     let mut before = started(&mut host)?;
     for (n, change) in [(3, "true"), (4, "cp {} {}.new && mv {}.new {}")] {
         vm(&mut host, n)?;
-        host.until("the guest's first records", &format!("grep -q '\"seq\":0' /var/lib/kata-gpu-boot/{}.ndjson", boot_id(n)))?;
-        host.run(&format!("{} && systemctl restart kata-gpu-boot.service", change.replace("{}", PROGRAM)))?;
+        host.until(
+            "the guest's first records",
+            &format!(
+                "grep -q '\"seq\":0' /var/lib/kata-gpu-boot/{}.ndjson",
+                boot_id(n)
+            ),
+        )?;
+        host.run(&format!(
+            "{} && systemctl restart kata-gpu-boot.service",
+            change.replace("{}", PROGRAM)
+        ))?;
         received(&mut host, n)?;
         let after = started(&mut host)?;
         ensure!(before != after, "process {before} was not replaced");
@@ -117,50 +180,100 @@ fn as_printed(context: &TestContext) -> Result<Outcome> {
         rm -r /run/vc /run/kata /var/lib/kata-gpu-boot /var/lib/private/kata-gpu-boot",
     )?;
     container(&mut host)?;
-    Ok(Outcome::Measured(format!("exposure {number}, {threads} threads")))
+    Ok(Outcome::Measured(format!(
+        "exposure {number}, {threads} threads"
+    )))
 }
 
 /// Arguments of podman for the DaemonSet's container: command, mounts, user, capabilities, seccomp
 /// profile and memory as printed. What the API server and the kubelet do besides (selection of
 /// nodes, priority, the probes' times, upgrade) is not tried.
 fn podman_arguments(set: &Value) -> Result<(Vec<String>, Vec<String>)> {
-    let words =
-        |value: &Value| -> Vec<String> { value.as_sequence().into_iter().flatten().filter_map(Value::as_str).map(String::from).collect() };
+    let words = |value: &Value| -> Vec<String> {
+        value
+            .as_sequence()
+            .into_iter()
+            .flatten()
+            .filter_map(Value::as_str)
+            .map(String::from)
+            .collect()
+    };
     let pod = &set["spec"]["template"]["spec"];
     let container = &pod["containers"][0];
     let security = &container["securityContext"];
     let user = security["runAsUser"].as_u64().context("no runAsUser")?;
-    let memory = container["resources"]["limits"]["memory"].as_str().and_then(|m| m.strip_suffix("Mi")).context("no memory limit in Mi")?;
+    let memory = container["resources"]["limits"]["memory"]
+        .as_str()
+        .and_then(|m| m.strip_suffix("Mi"))
+        .context("no memory limit in Mi")?;
     let mut options = vec![format!("--user={user} --memory={memory}m")];
     for (set, option) in [
         (pod["hostNetwork"] == true, "--network=host"),
         (security["readOnlyRootFilesystem"] == true, "--read-only"),
-        (security["allowPrivilegeEscalation"] == false, "--security-opt=no-new-privileges"),
-        (security["seccompProfile"]["type"] == "Unconfined", "--security-opt=seccomp=unconfined"),
+        (
+            security["allowPrivilegeEscalation"] == false,
+            "--security-opt=no-new-privileges",
+        ),
+        (
+            security["seccompProfile"]["type"] == "Unconfined",
+            "--security-opt=seccomp=unconfined",
+        ),
     ] {
         options.extend(set.then(|| option.to_string()));
     }
     for option in ["drop", "add"] {
-        options.extend(words(&security["capabilities"][option]).iter().map(|name| format!("--cap-{option}={name}")));
+        options.extend(
+            words(&security["capabilities"][option])
+                .iter()
+                .map(|name| format!("--cap-{option}={name}")),
+        );
     }
-    for mount in container["volumeMounts"].as_sequence().context("no volumeMounts")? {
-        let volume = pod["volumes"].as_sequence().into_iter().flatten().find(|v| v["name"] == mount["name"]).context("no volume")?;
-        let (from, to) =
-            (volume["hostPath"]["path"].as_str().context("no hostPath")?, mount["mountPath"].as_str().context("no mountPath")?);
-        let access = if mount["readOnly"] == true { "ro" } else { "rw" };
-        let propagation = if mount["mountPropagation"] == "HostToContainer" { "rslave" } else { "rprivate" };
+    for mount in container["volumeMounts"]
+        .as_sequence()
+        .context("no volumeMounts")?
+    {
+        let volume = pod["volumes"]
+            .as_sequence()
+            .into_iter()
+            .flatten()
+            .find(|v| v["name"] == mount["name"])
+            .context("no volume")?;
+        let (from, to) = (
+            volume["hostPath"]["path"].as_str().context("no hostPath")?,
+            mount["mountPath"].as_str().context("no mountPath")?,
+        );
+        let access = if mount["readOnly"] == true {
+            "ro"
+        } else {
+            "rw"
+        };
+        let propagation = if mount["mountPropagation"] == "HostToContainer" {
+            "rslave"
+        } else {
+            "rprivate"
+        };
         // DirectoryOrCreate.
-        options.push(format!("$(mkdir -p {from}) --volume={from}:{to}:{access},{propagation}"));
+        options.push(format!(
+            "$(mkdir -p {from}) --volume={from}:{to}:{access},{propagation}"
+        ));
     }
-    options.extend(["--rootfs /image".to_string(), words(&container["command"]).join(" ")]);
-    Ok((options, words(&container["readinessProbe"]["exec"]["command"])))
+    options.extend([
+        "--rootfs /image".to_string(),
+        words(&container["command"]).join(" "),
+    ]);
+    Ok((
+        options,
+        words(&container["readinessProbe"]["exec"]["command"]),
+    ))
 }
 
 fn container(host: &mut EmulatedHost) -> Result<()> {
     let set = host.run(&format!("{PROGRAM} collect --print-daemonset"))?;
     let set: Value = serde_yaml::from_str(&set)?;
     let (arguments, probe) = podman_arguments(&set)?;
-    let grace = set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"].as_u64().context("no terminationGracePeriodSeconds")?;
+    let grace = set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        .as_u64()
+        .context("no terminationGracePeriodSeconds")?;
     // Image of the program alone, as in the README; with its libraries, as this build is not
     // static.
     host.run(&format!(
@@ -169,18 +282,36 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
     ))?;
     let podman = "podman --log-level=error --cgroup-manager=cgroupfs";
     for (n, name) in [(6, "old"), (7, "new")] {
-        host.run(&format!("{podman} run --detach --name {name} {}", arguments.join(" ")))?;
-        host.until("readiness", &format!("{podman} exec {name} {}", probe.join(" ")))?;
+        host.run(&format!(
+            "{podman} run --detach --name {name} {}",
+            arguments.join(" ")
+        ))?;
+        host.until(
+            "readiness",
+            &format!("{podman} exec {name} {}", probe.join(" ")),
+        )?;
         if n == 7 {
             // Its guest sent to the old one before.
             received(host, 6)?;
         }
         vm(host, n)?;
-        host.until("the guest's first records", &format!("grep -q '\"seq\":0' /var/lib/kata-gpu-boot/{}.ndjson", boot_id(n)))?;
-        let status = host.run(&format!("cat /proc/$({podman} inspect --format '{{{{.State.Pid}}}}' {name})/status"))?;
-        for line in
-            ["Uid:\t65532\t65532\t65532\t65532", "CapBnd:\t0000000000000000", "CapEff:\t0000000000000002", "NoNewPrivs:\t1", "Seccomp:\t2"]
-        {
+        host.until(
+            "the guest's first records",
+            &format!(
+                "grep -q '\"seq\":0' /var/lib/kata-gpu-boot/{}.ndjson",
+                boot_id(n)
+            ),
+        )?;
+        let status = host.run(&format!(
+            "cat /proc/$({podman} inspect --format '{{{{.State.Pid}}}}' {name})/status"
+        ))?;
+        for line in [
+            "Uid:\t65532\t65532\t65532\t65532",
+            "CapBnd:\t0000000000000000",
+            "CapEff:\t0000000000000002",
+            "NoNewPrivs:\t1",
+            "Seccomp:\t2",
+        ] {
             ensure!(status.contains(line), "no {line:?} in {status}");
         }
         if n == 6 {
@@ -188,7 +319,10 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
             // old one is gone before the new one comes.
             let code =
                 host.run(&format!("{podman} stop --time {grace} {name} && {podman} inspect --format '{{{{.State.ExitCode}}}}' {name}"))?;
-            ensure!(code.lines().last() == Some("0"), "the old one ended with {code}");
+            ensure!(
+                code.lines().last() == Some("0"),
+                "the old one ended with {code}"
+            );
         }
     }
     received(host, 7)

@@ -36,7 +36,11 @@ impl Pages {
 
     /// Sets the host up for such pages; gives QEMU's words.
     fn prepare(self, host: &mut EmulatedHost) -> Result<&'static str> {
-        let thp = if self == Self::Transparent { "always" } else { "never" };
+        let thp = if self == Self::Transparent {
+            "always"
+        } else {
+            "never"
+        };
         let reserved = if self == Self::Huge { MEMORY >> 21 } else { 0 };
         // Free memory in one piece, as far as there is some: each guest finds the same host.
         host.run(&format!(
@@ -59,7 +63,13 @@ pub enum Vfio {
 }
 
 /// Modules of tests/emulated-host/iommufd, each after those that it needs.
-const IOMMUFD: [&str; 5] = ["iommufd", "vfio", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
+const IOMMUFD: [&str; 5] = [
+    "iommufd",
+    "vfio",
+    "vfio_iommu_type1",
+    "vfio-pci-core",
+    "vfio-pci",
+];
 
 /// A host that is ready for such guests.
 pub struct TracedHost {
@@ -116,18 +126,46 @@ impl TracedHost {
         let (suite, modules) = match kernel {
             Kernel::Own => (None, vec![]),
             Kernel::Of(suite) => (Some(suite), vec![]),
-            Kernel::WithIommufd => (None, IOMMUFD.map(|name| (format!("/run/{name}.ko"), modules.join(format!("{name}.ko")))).to_vec()),
+            Kernel::WithIommufd => (
+                None,
+                IOMMUFD
+                    .map(|name| {
+                        (
+                            format!("/run/{name}.ko"),
+                            modules.join(format!("{name}.ko")),
+                        )
+                    })
+                    .to_vec(),
+            ),
         };
-        let modules: Vec<(&str, &Path)> = modules.iter().map(|(name, file)| (name.as_str(), file.as_path())).collect();
-        let files: Vec<_> = image.files().into_iter().chain(modules.iter().copied()).collect();
-        let mut host = service::start(context, Size::WITH_GUESTS.with_gpus(1).with_kernel_of(suite), &files)?;
+        let modules: Vec<(&str, &Path)> = modules
+            .iter()
+            .map(|(name, file)| (name.as_str(), file.as_path()))
+            .collect();
+        let files: Vec<_> = image
+            .files()
+            .into_iter()
+            .chain(modules.iter().copied())
+            .collect();
+        let mut host = service::start(
+            context,
+            Size::WITH_GUESTS.with_gpus(1).with_kernel_of(suite),
+            &files,
+        )?;
         KvmGuest::prepare(&mut host)?;
         for (name, _) in modules {
             host.run(&format!("insmod {name}"))?;
         }
         let function = host.vfio()?.pop().context("no function at VFIO")?;
-        host.run(&format!("systemctl start {SERVICE} && mount -t tracefs none {TRACEFS}"))?;
-        Ok(Self { host, function, image, guests: 0 })
+        host.run(&format!(
+            "systemctl start {SERVICE} && mount -t tracefs none {TRACEFS}"
+        ))?;
+        Ok(Self {
+            host,
+            function,
+            image,
+            guests: 0,
+        })
     }
 
     /// CID of the last guest.
@@ -137,11 +175,19 @@ impl TracedHost {
 
     /// Starts a recorder of the next VM.
     pub fn record_next(&mut self) -> Result<()> {
-        let recorder = format!("{PROGRAM} trace --next --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & echo $! > /run/trace.pid");
+        let recorder = format!(
+            "{PROGRAM} trace --next --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & echo $! > /run/trace.pid"
+        );
         self.host.run(&format!("({recorder})"))?;
         let waits = "grep -q 'waiting for the next VM' /run/trace.log";
-        self.host.until("a recorder", &format!("{waits} || ! kill -0 $(cat /run/trace.pid)"))?;
-        self.host.run(&format!("{waits} || (cat /run/trace.log; false)")).context("the recorder has ended").map(drop)
+        self.host.until(
+            "a recorder",
+            &format!("{waits} || ! kill -0 $(cat /run/trace.pid)"),
+        )?;
+        self.host
+            .run(&format!("{waits} || (cat /run/trace.log; false)"))
+            .context("the recorder has ended")
+            .map(drop)
     }
 
     /// Boots a guest with the function, and kills it once its GPU is settled and the recorder, if
@@ -155,7 +201,10 @@ impl TracedHost {
             Vfio::Legacy => ("", ""),
             Vfio::Iommufd => ("-object iommufd,id=iommufd", ",iommufd=iommufd"),
         };
-        let devices = format!("{memory} {object} {PORTS} -device {}{by}", function(&self.function, 0));
+        let devices = format!(
+            "{memory} {object} {PORTS} -device {}{by}",
+            function(&self.function, 0)
+        );
         self.guests += 1;
         let cid = FIRST_CID + self.guests - 1;
         let name = format!("{cid:04x}");
@@ -164,13 +213,25 @@ impl TracedHost {
         let after = host.run(iommu_pages)?;
         let boot = Boot::only(host, &guest)?;
         let settled = boot.wall("settled", |r| r.name == names::SETTLED)?;
-        let started: f64 = host.run(&format!("stat -c %.9W {}", guest.vmm_log_path()))?.parse().context("birth of QEMU's log")?;
+        let started: f64 = host
+            .run(&format!("stat -c %.9W {}", guest.vmm_log_path()))?
+            .parse()
+            .context("birth of QEMU's log")?;
         // The recorder sees the boot's end before the VM's.
-        host.until("the recorder's end", "! test -e /run/trace.pid || ! kill -0 $(cat /run/trace.pid) 2>/dev/null")?;
-        let text = host.run(&format!("rm -f /run/trace.pid; cat {BOOTS}/{}.trace 2>/dev/null || true", boot.id))?;
+        host.until(
+            "the recorder's end",
+            "! test -e /run/trace.pid || ! kill -0 $(cat /run/trace.pid) 2>/dev/null",
+        )?;
+        let text = host.run(&format!(
+            "rm -f /run/trace.pid; cat {BOOTS}/{}.trace 2>/dev/null || true",
+            boot.id
+        ))?;
         guest.kill(host)?;
         // The next one gets the function when this one has let go of it.
-        host.until("the guest's end", &format!("! test -e /proc/$(cat /run/guests/{name}/pid)"))?;
+        host.until(
+            "the guest's end",
+            &format!("! test -e /proc/$(cat /run/guests/{name}/pid)"),
+        )?;
         let mut file = boot.file;
         if !text.is_empty() {
             file.read_trace(text.as_bytes())?;
@@ -178,7 +239,11 @@ impl TracedHost {
         }
         Ok(Figures {
             settled_s: settled.realtime_ns as f64 / 1e9 - started,
-            iommu_pages: before.parse::<i64>().ok().zip(after.parse::<i64>().ok()).map(|(before, after)| after - before),
+            iommu_pages: before
+                .parse::<i64>()
+                .ok()
+                .zip(after.parse::<i64>().ok())
+                .map(|(before, after)| after - before),
             kernel: host.run("uname -r")?,
             traced: file.traced().cloned().collect(),
         })
@@ -187,18 +252,25 @@ impl TracedHost {
 
 fn is_whole(file: &BootFile) -> Result<()> {
     let recording = file.recording().context("a trace without its recording")?;
-    ensure!((recording.lost, recording.unreadable, file.damaged) == (0, 0, 0), "{recording:?}");
+    ensure!(
+        (recording.lost, recording.unreadable, file.damaged) == (0, 0, 0),
+        "{recording:?}"
+    );
     Ok(())
 }
 
 impl Figures {
     fn of<'a>(&'a self, name: &'a str, bytes: u64) -> impl Iterator<Item = &'a Traced> {
-        self.traced.iter().filter(move |t| t.name == name && t.bytes == Some(bytes) && !t.detail.starts_with("failed"))
+        self.traced.iter().filter(move |t| {
+            t.name == name && t.bytes == Some(bytes) && !t.detail.starts_with("failed")
+        })
     }
 
     /// The first pin of all memory, by QEMU's main thread before the guest runs.
     pub fn pin(&self) -> Result<&Traced> {
-        self.of(traces::VMM_PIN, MEMORY).find(|t| t.tid == t.pid).context("no pin of all memory")
+        self.of(traces::VMM_PIN, MEMORY)
+            .find(|t| t.tid == t.pid)
+            .context("no pin of all memory")
     }
 
     /// Mappings of the whole BAR.

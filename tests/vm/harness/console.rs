@@ -16,7 +16,8 @@ impl AgentLine {
     /// Parses a line of the agent. None for any other.
     pub fn parse(line: &str) -> Option<Self> {
         // Two writers share a serial line: a kernel message may stand before the JSON.
-        let map: BTreeMap<String, String> = serde_json::from_str(line.get(line.find("{\"")?..)?).ok()?;
+        let map: BTreeMap<String, String> =
+            serde_json::from_str(line.get(line.find("{\"")?..)?).ok()?;
         (map.get("source").map(String::as_str) == Some("agent")).then_some(Self(map))
     }
 
@@ -32,7 +33,8 @@ impl AgentLine {
 
     /// Time of the line in ns since 1970.
     pub fn realtime_ns(&self) -> Result<u64> {
-        let time = humantime::parse_rfc3339(self.get("ts")).with_context(|| format!("time {:?}", self.get("ts")))?;
+        let time = humantime::parse_rfc3339(self.get("ts"))
+            .with_context(|| format!("time {:?}", self.get("ts")))?;
         Ok(u64::try_from(time.duration_since(UNIX_EPOCH)?.as_nanos())?)
     }
 }
@@ -43,12 +45,18 @@ pub struct Console {
 
 impl Console {
     pub fn new(path: &Path) -> Self {
-        Self { path: path.to_path_buf() }
+        Self {
+            path: path.to_path_buf(),
+        }
     }
 
     /// Everything so far, with no line torn by a line of the kernel.
     pub fn text(&self) -> String {
-        whole_lines(&std::fs::read(&self.path).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default())
+        whole_lines(
+            &std::fs::read(&self.path)
+                .map(|b| String::from_utf8_lossy(&b).into_owned())
+                .unwrap_or_default(),
+        )
     }
 
     /// CLOCK_BOOTTIME in ns of the newest record that the init has written here.
@@ -58,7 +66,13 @@ impl Console {
 
     /// The number that follows this text.
     pub fn number_after(&self, text: &str) -> Option<u64> {
-        self.text().split_once(text)?.1.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+        self.text()
+            .split_once(text)?
+            .1
+            .split(|c: char| !c.is_ascii_digit())
+            .next()?
+            .parse()
+            .ok()
     }
 
     /// All of the agent's lines so far.
@@ -66,30 +80,48 @@ impl Console {
         self.text().lines().filter_map(AgentLine::parse).collect()
     }
 
-    pub fn wait_agent(&self, deadline: Duration, message: &str, wanted: impl Fn(&AgentLine) -> bool) -> Option<AgentLine> {
+    pub fn wait_agent(
+        &self,
+        deadline: Duration,
+        message: &str,
+        wanted: impl Fn(&AgentLine) -> bool,
+    ) -> Option<AgentLine> {
         self.wait_agent_any(deadline, |l| l.get("msg") == message && wanted(l))
     }
 
-    pub fn wait_agent_any(&self, deadline: Duration, wanted: impl Fn(&AgentLine) -> bool) -> Option<AgentLine> {
-        self.wait(deadline, |text| text.lines().filter_map(AgentLine::parse).find(&wanted))
+    pub fn wait_agent_any(
+        &self,
+        deadline: Duration,
+        wanted: impl Fn(&AgentLine) -> bool,
+    ) -> Option<AgentLine> {
+        self.wait(deadline, |text| {
+            text.lines().filter_map(AgentLine::parse).find(&wanted)
+        })
     }
 
     /// Waits for a text anywhere on the console.
     pub fn wait_text(&self, deadline: Duration, wanted: &str) -> bool {
-        self.wait(deadline, |text| text.contains(wanted).then_some(())).is_some()
+        self.wait(deadline, |text| text.contains(wanted).then_some(()))
+            .is_some()
     }
 
     fn wait<T>(&self, deadline: Duration, find: impl Fn(&str) -> Option<T>) -> Option<T> {
         let end = Instant::now() + deadline;
         // Watched before the first look: what is written in between wakes us.
         let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).ok()?;
-        inotify.add_watch(&self.path, AddWatchFlags::IN_MODIFY).ok()?;
+        inotify
+            .add_watch(&self.path, AddWatchFlags::IN_MODIFY)
+            .ok()?;
         loop {
             if let Some(found) = find(&self.text()) {
                 return Some(found);
             }
             let left = end.checked_duration_since(Instant::now())?;
-            poll(&mut [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)], PollTimeout::try_from(left).ok()?).ok()?;
+            poll(
+                &mut [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)],
+                PollTimeout::try_from(left).ok()?,
+            )
+            .ok()?;
             let _unused = inotify.read_events(); // only the wake-up counts
         }
     }
@@ -111,7 +143,9 @@ fn whole_lines(text: &str) -> String {
     // Beginning of a line whose end has not come yet.
     let mut begun = String::new();
     for line in text.split_inclusive('\n') {
-        let quoted = line.find("{\"").is_some_and(|json| serde_json::from_str::<serde_json::Value>(&line[json..]).is_ok());
+        let quoted = line
+            .find("{\"")
+            .is_some_and(|json| serde_json::from_str::<serde_json::Value>(&line[json..]).is_ok());
         match kernel_stamp(line) {
             Some(at) if !quoted => {
                 begun.push_str(&line[..at]);
@@ -133,7 +167,9 @@ fn kernel_stamp(line: &str) -> Option<usize> {
         let stamp = line[at + 1..].trim_start_matches(' ');
         let seconds = stamp.bytes().take_while(u8::is_ascii_digit).count();
         let fraction = stamp[seconds..].strip_prefix('.').unwrap_or("");
-        seconds > 0 && fraction.bytes().take_while(u8::is_ascii_digit).count() == 6 && fraction[6..].starts_with("] ")
+        seconds > 0
+            && fraction.bytes().take_while(u8::is_ascii_digit).count() == 6
+            && fraction[6..].starts_with("] ")
     })
 }
 
@@ -147,15 +183,30 @@ mod tests {
         let kernel = "[    9.020341] NVRM: failed\r\n[   10.000001] NVRM: again\r\n";
         for tear in 0..agent.len() + 2 {
             let line = format!("{agent}\r\n");
-            let text = format!("first\r\n{}{kernel}{}last\r\n", &line[..tear], &line[tear..]);
-            assert_eq!(whole_lines(&text), format!("first\r\n{kernel}{line}last\r\n"), "torn at {tear}");
+            let text = format!(
+                "first\r\n{}{kernel}{}last\r\n",
+                &line[..tear],
+                &line[tear..]
+            );
+            assert_eq!(
+                whole_lines(&text),
+                format!("first\r\n{kernel}{line}last\r\n"),
+                "torn at {tear}"
+            );
         }
     }
 
     #[test]
     fn the_newest_record_is_one_of_the_inits() {
-        let line = |source: &str, ns: u64| format!("{{\"boottime_ns\":\"{ns}\",\"source\":\"{source}\"}}\r\n");
-        let text = format!("[    1.000000] {}{}no record{}", line("kata-gpu-init", 7), line("kata-gpu-init", 5), line("agent", 9));
+        let line = |source: &str, ns: u64| {
+            format!("{{\"boottime_ns\":\"{ns}\",\"source\":\"{source}\"}}\r\n")
+        };
+        let text = format!(
+            "[    1.000000] {}{}no record{}",
+            line("kata-gpu-init", 7),
+            line("kata-gpu-init", 5),
+            line("agent", 9)
+        );
         assert_eq!(newest_record_ns(&text), Some(7));
         assert_eq!(newest_record_ns(&line("agent", 9)), None);
     }

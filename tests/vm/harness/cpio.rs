@@ -16,12 +16,22 @@ pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> 
     let mut directories = std::collections::HashSet::new();
     loop {
         let field = |n: usize| -> Result<usize> {
-            let digits = rest.get(6 + n * 8..14 + n * 8).context("the archive ends inside a header")?;
+            let digits = rest
+                .get(6 + n * 8..14 + n * 8)
+                .context("the archive ends inside a header")?;
             Ok(usize::from_str_radix(std::str::from_utf8(digits)?, 16)?)
         };
-        ensure!(rest.starts_with(MAGIC), "not a newc archive at {} bytes from its end", rest.len());
+        ensure!(
+            rest.starts_with(MAGIC),
+            "not a newc archive at {} bytes from its end",
+            rest.len()
+        );
         let (size, name_size) = (field(6)?, field(11)?);
-        let name = std::str::from_utf8(rest.get(HEADER..HEADER + name_size - 1).context("no name")?)?.trim_start_matches("./");
+        let name = std::str::from_utf8(
+            rest.get(HEADER..HEADER + name_size - 1)
+                .context("no name")?,
+        )?
+        .trim_start_matches("./");
         let data_at = (HEADER + name_size).next_multiple_of(4);
         let end = (data_at + size).next_multiple_of(4);
         if name == TRAILER {
@@ -37,7 +47,10 @@ pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> 
         }
         rest = rest.get(end..).context("the archive has no end")?;
     }
-    ensure!(left_out == without.len(), "not in the archive: one of {without:?}");
+    ensure!(
+        left_out == without.len(),
+        "not in the archive: one of {without:?}"
+    );
     for (path, text) in files {
         // The kernel makes no folder on its own: it leaves out a file whose folder is not there.
         for (end, _) in path.match_indices('/') {
@@ -54,8 +67,24 @@ pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> 
 fn add(out: &mut Vec<u8>, name: &str, mode: u32, data: &[u8]) {
     out.extend_from_slice(MAGIC);
     // ino mode uid gid nlink mtime filesize devmajor devminor rdevmajor rdevminor namesize check
-    let fields = [0, mode, 0, 0, 1, 0, data.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
-    fields.iter().for_each(|f| out.extend_from_slice(format!("{f:08x}").as_bytes()));
+    let fields = [
+        0,
+        mode,
+        0,
+        0,
+        1,
+        0,
+        data.len() as u32,
+        0,
+        0,
+        0,
+        0,
+        name.len() as u32 + 1,
+        0,
+    ];
+    fields
+        .iter()
+        .for_each(|f| out.extend_from_slice(format!("{f:08x}").as_bytes()));
     out.extend_from_slice(name.as_bytes());
     out.push(0);
     out.resize(out.len().next_multiple_of(4), 0);

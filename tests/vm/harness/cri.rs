@@ -57,35 +57,74 @@ pub struct Pod {
 impl KataHost {
     /// Gives containerd what its CRI needs for pods of Kata's.
     pub fn with_cri(&mut self) -> Result<()> {
-        let values = [("@HANDLER@", HANDLER), ("@CONFIG@", &self.config), ("@LOGS@", LOGS), ("@ROOTS@", ROOTS), ("@NAMESPACE@", NAMESPACE)];
-        let script = values.iter().fold(SETUP.to_string(), |script, (name, value)| script.replace(name, value));
+        let values = [
+            ("@HANDLER@", HANDLER),
+            ("@CONFIG@", &self.config),
+            ("@LOGS@", LOGS),
+            ("@ROOTS@", ROOTS),
+            ("@NAMESPACE@", NAMESPACE),
+        ];
+        let script = values
+            .iter()
+            .fold(SETUP.to_string(), |script, (name, value)| {
+                script.replace(name, value)
+            });
         self.host.run(&script).map(drop)
     }
 
     /// RunPodSandbox; `words` go to the guest's kernel.
     pub fn run_pod_sandbox(&mut self, name: &str, words: &str) -> Result<Pod> {
         self.words(words)?;
-        let metadata = Message::new().text(1, name).text(2, &format!("uid-of-{name}")).text(3, NAMESPACE);
-        let config = Message::new().message(1, metadata).text(2, name).text(3, &format!("{LOGS}/{name}"));
-        let answer = self.cri("RunPodSandbox", Message::new().message(1, config.clone()).text(2, HANDLER))?;
-        Ok(Pod { id: id_in(&answer)?, name: name.into(), config })
+        let metadata = Message::new()
+            .text(1, name)
+            .text(2, &format!("uid-of-{name}"))
+            .text(3, NAMESPACE);
+        let config = Message::new()
+            .message(1, metadata)
+            .text(2, name)
+            .text(3, &format!("{LOGS}/{name}"));
+        let answer = self.cri(
+            "RunPodSandbox",
+            Message::new().message(1, config.clone()).text(2, HANDLER),
+        )?;
+        Ok(Pod {
+            id: id_in(&answer)?,
+            name: name.into(),
+            config,
+        })
     }
 
     /// CreateContainer; `devices` is what it asks for, as CDI names it. Gives its id.
-    pub fn create_container(&mut self, pod: &Pod, name: &str, image: &str, arguments: &[&str], devices: &str) -> Result<String> {
-        let variable = Message::new().text(1, "VISIBLE_CDI_DEVICES").text(2, devices);
+    pub fn create_container(
+        &mut self,
+        pod: &Pod,
+        name: &str,
+        image: &str,
+        arguments: &[&str],
+        devices: &str,
+    ) -> Result<String> {
+        let variable = Message::new()
+            .text(1, "VISIBLE_CDI_DEVICES")
+            .text(2, devices);
         let config = Message::new()
             .message(1, Message::new().text(1, name))
-            .message(2, Message::new().text(1, &format!("docker.io/{NAMESPACE}/{image}:1")))
+            .message(
+                2,
+                Message::new().text(1, &format!("docker.io/{NAMESPACE}/{image}:1")),
+            )
             .texts(4, arguments)
             .message(6, variable)
             .text(11, &format!("{name}.log"));
-        let request = Message::new().text(1, &pod.id).message(2, config).message(3, pod.config.clone());
+        let request = Message::new()
+            .text(1, &pod.id)
+            .message(2, config)
+            .message(3, pod.config.clone());
         id_in(&self.cri("CreateContainer", request)?)
     }
 
     pub fn start_container(&mut self, id: &str) -> Result<()> {
-        self.cri("StartContainer", Message::new().text(1, id)).map(drop)
+        self.cri("StartContainer", Message::new().text(1, id))
+            .map(drop)
     }
 
     /// StopPodSandbox and RemovePodSandbox, which take its containers with them; waits until
@@ -105,9 +144,13 @@ impl KataHost {
 
     /// Waits until a container has ended; gives what it has written.
     pub fn cri_output(&mut self, pod: &Pod, name: &str, id: &str) -> Result<String> {
-        self.host.until(&format!("end of container {name}"), &format!("! ctr --namespace k8s.io tasks ls -q | grep -x {id}"))?;
+        self.host.until(
+            &format!("end of container {name}"),
+            &format!("! ctr --namespace k8s.io tasks ls -q | grep -x {id}"),
+        )?;
         // Each line after its time, its stream and whether it is whole.
-        self.host.run(&format!("cut -d ' ' -f 4- {LOGS}/{}/{name}.log", pod.name))
+        self.host
+            .run(&format!("cut -d ' ' -f 4- {LOGS}/{}/{name}.log", pod.name))
     }
 
     /// One call.
@@ -124,7 +167,12 @@ impl KataHost {
             STANDARD.encode(body)
         ));
         let answer = answer.with_context(|| format!("call {method}"))?;
-        ensure!(answer.lines().any(|line| line.trim().eq_ignore_ascii_case("grpc-status: 0")), "{method}: {answer}");
+        ensure!(
+            answer
+                .lines()
+                .any(|line| line.trim().eq_ignore_ascii_case("grpc-status: 0")),
+            "{method}: {answer}"
+        );
         let message = STANDARD.decode(answer.lines().next_back().unwrap_or_default())?;
         Ok(message.get(PREFIX..).unwrap_or_default().to_vec())
     }

@@ -59,16 +59,39 @@ pub struct Size {
 }
 
 impl Size {
-    const NONE: Self = Self { cpus: 0, memory_mib: 0, gpus: 0, suite: None, parameters: "", acs: true, far_memory_mib: 0 };
+    const NONE: Self = Self {
+        cpus: 0,
+        memory_mib: 0,
+        gpus: 0,
+        suite: None,
+        parameters: "",
+        acs: true,
+        far_memory_mib: 0,
+    };
     /// For a host without guests of its own.
-    pub const PLAIN: Self = Self { cpus: 2, memory_mib: 1024, gpus: 0, ..Self::NONE };
+    pub const PLAIN: Self = Self {
+        cpus: 2,
+        memory_mib: 1024,
+        gpus: 0,
+        ..Self::NONE
+    };
     /// For two guests and what they boot. One processor: KVM patches the scheduler's code as its
     /// first guest comes and its last one goes (preempt_notifier_key), and of several emulated
     /// processors one can run into the breakpoint of such a patch when it is over ("Oops: int3" in
     /// __schedule, seen with Linux 6.12.107 on QEMU 7.2.22).
-    pub const WITH_GUESTS: Self = Self { cpus: 1, memory_mib: 2560, gpus: 0, ..Self::NONE };
+    pub const WITH_GUESTS: Self = Self {
+        cpus: 1,
+        memory_mib: 2560,
+        gpus: 0,
+        ..Self::NONE
+    };
     /// For pods of Kata's: its programs, and three guests.
-    pub const WITH_PODS: Self = Self { cpus: 1, memory_mib: 4096, gpus: 0, ..Self::NONE };
+    pub const WITH_PODS: Self = Self {
+        cpus: 1,
+        memory_mib: 4096,
+        gpus: 0,
+        ..Self::NONE
+    };
 
     /// The same, and this many functions that stand for GPUs, behind an IOMMU of the host: NVMe
     /// controllers, whose memory buffer is a prefetchable BAR of any size.
@@ -94,7 +117,10 @@ impl Size {
 
     /// The same with a second NUMA node, which has this memory and no processor.
     pub const fn with_far_memory(self, mib: u32) -> Self {
-        Self { far_memory_mib: mib, ..self }
+        Self {
+            far_memory_mib: mib,
+            ..self
+        }
     }
 }
 
@@ -114,12 +140,23 @@ impl Size {
     /// QEMU's arguments for processors and memory.
     fn memory(self) -> Vec<String> {
         let (near, far) = (self.memory_mib, self.far_memory_mib);
-        let mut words = vec!["-smp".into(), self.cpus.to_string(), "-m".into(), format!("{}M", near + far)];
+        let mut words = vec![
+            "-smp".into(),
+            self.cpus.to_string(),
+            "-m".into(),
+            format!("{}M", near + far),
+        ];
         if far > 0 {
             let cpus = format!("cpus=0-{},", self.cpus - 1);
             for (node, (mib, cpus)) in [(near, cpus.as_str()), (far, "")].into_iter().enumerate() {
-                words.extend(["-object".into(), format!("memory-backend-ram,id=node{node},size={mib}M")]);
-                words.extend(["-numa".into(), format!("node,nodeid={node},{cpus}memdev=node{node}")]);
+                words.extend([
+                    "-object".into(),
+                    format!("memory-backend-ram,id=node{node},size={mib}M"),
+                ]);
+                words.extend([
+                    "-numa".into(),
+                    format!("node,nodeid={node},{cpus}memdev=node{node}"),
+                ]);
             }
         }
         words
@@ -131,16 +168,31 @@ impl Size {
     fn functions(self) -> Vec<String> {
         let mut words = vec![];
         if self.gpus > 0 {
-            words.extend(["-device", "intel-iommu,intremap=on,aw-bits=48", "-device", "pxb-pcie,id=gpus,bus_nr=128"].map(str::to_string));
+            words.extend(
+                [
+                    "-device",
+                    "intel-iommu,intremap=on,aw-bits=48",
+                    "-device",
+                    "pxb-pcie,id=gpus,bus_nr=128",
+                ]
+                .map(str::to_string),
+            );
         }
         for k in 0..self.gpus {
             let reserve = 2 * BAR_MIB;
-            let acs = if self.acs { String::new() } else { format!(",multifunction=on,addr=0.{k},disable-acs=on") };
+            let acs = if self.acs {
+                String::new()
+            } else {
+                format!(",multifunction=on,addr=0.{k},disable-acs=on")
+            };
             words.extend([
                 "-device".into(),
                 format!("pcie-root-port,id=port{k},bus=gpus,chassis={k},slot={k},pref64-reserve={reserve}M{acs}"),
             ]);
-            words.extend(["-device".into(), format!("nvme,serial=gpu{k},bus=port{k},cmb_size_mb={BAR_MIB}")]);
+            words.extend([
+                "-device".into(),
+                format!("nvme,serial=gpu{k},bus=port{k},cmb_size_mb={BAR_MIB}"),
+            ]);
         }
         words
     }
@@ -166,29 +218,54 @@ impl EmulatedHost {
         if disk.exists() {
             return Ok(None);
         }
-        let reason = format!("there is no {}: tests/emulated-host/build makes it, or says why not", disk.display());
-        ensure!(std::env::var_os("REQUIRE_EMULATED_HOST").is_none(), "{reason}, and REQUIRE_EMULATED_HOST is set");
+        let reason = format!(
+            "there is no {}: tests/emulated-host/build makes it, or says why not",
+            disk.display()
+        );
+        ensure!(
+            std::env::var_os("REQUIRE_EMULATED_HOST").is_none(),
+            "{reason}, and REQUIRE_EMULATED_HOST is set"
+        );
         Ok(Some(Outcome::Skipped(reason)))
     }
 
     /// kata-gpu-boot without its symbols, for one.
     pub fn program(context: &TestContext) -> Result<PathBuf> {
-        let built = std::env::var_os("KATA_GPU_BOOT").map_or_else(|| context.target.join("debug/kata-gpu-boot"), PathBuf::from);
+        let built = std::env::var_os("KATA_GPU_BOOT")
+            .map_or_else(|| context.target.join("debug/kata-gpu-boot"), PathBuf::from);
         let stripped = context.work_dir.join("kata-gpu-boot");
         std::fs::create_dir_all(&context.work_dir)?;
-        let done = Command::new("strip").arg("-o").arg(&stripped).arg(&built).status().context("strip")?;
+        let done = Command::new("strip")
+            .arg("-o")
+            .arg(&stripped)
+            .arg(&built)
+            .status()
+            .context("strip")?;
         ensure!(done.success(), "strip {}: {done}", built.display());
         Ok(stripped)
     }
 
     /// Starts it, and unpacks `files` (name of a file in the host, and the file) there.
-    pub fn start(context: &TestContext, name: &str, size: Size, files: &[(&str, &Path)]) -> Result<Self> {
+    pub fn start(
+        context: &TestContext,
+        name: &str,
+        size: Size,
+        files: &[(&str, &Path)],
+    ) -> Result<Self> {
         let work_dir = context.work_dir.join(name);
         let _unused = std::fs::remove_dir_all(&work_dir);
-        std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
+        std::fs::create_dir_all(&work_dir)
+            .with_context(|| format!("make {}", work_dir.display()))?;
         let archive = pack(&work_dir, files)?;
         let socket = work_dir.join("commands");
-        let made = |file: &str| context.target.join("emulated-host").join(file).display().to_string();
+        let made = |file: &str| {
+            context
+                .target
+                .join("emulated-host")
+                .join(file)
+                .display()
+                .to_string()
+        };
         let mut command = Command::new("qemu-system-x86_64");
         command.args("-nodefaults -no-user-config -display none".split(' '));
         let by_kvm = kvm_works(Arch::OURS) && kvm_nests();
@@ -199,26 +276,67 @@ impl EmulatedHost {
         } else {
             command.args(["-accel", "tcg,thread=multi,tb-size=512", "-cpu", CPU])
         };
-        let kernel = size.suite.map_or("vmlinux".into(), |suite| format!("vmlinux-{suite}"));
-        command.args(["-kernel", &made(&kernel), "-append", &format!("{KERNEL} {}", size.parameters)]);
-        command.args(["-serial", &format!("file:{}", work_dir.join("console.log").display())]);
-        for (id, file, mode) in [("disk", made("disk.img"), "snapshot=on"), ("files", archive.display().to_string(), "readonly=on")] {
-            command.args(["-drive", &format!("if=none,id={id},format=raw,{mode},file={file}")]);
+        let kernel = size
+            .suite
+            .map_or("vmlinux".into(), |suite| format!("vmlinux-{suite}"));
+        command.args([
+            "-kernel",
+            &made(&kernel),
+            "-append",
+            &format!("{KERNEL} {}", size.parameters),
+        ]);
+        command.args([
+            "-serial",
+            &format!("file:{}", work_dir.join("console.log").display()),
+        ]);
+        for (id, file, mode) in [
+            ("disk", made("disk.img"), "snapshot=on"),
+            ("files", archive.display().to_string(), "readonly=on"),
+        ] {
+            command.args([
+                "-drive",
+                &format!("if=none,id={id},format=raw,{mode},file={file}"),
+            ]);
         }
         // Disks of two kinds: the kernel numbers several of one kind in any order.
-        command.args(["-device", "nvme,drive=disk,serial=disk", "-device", "virtio-blk-pci,drive=files"]);
-        command.args(["-device", "virtio-serial-pci", "-device", "virtserialport,chardev=commands,name=commands"]);
-        command.args(["-chardev", &format!("socket,id=commands,server=on,wait=off,path={}", socket.display())]);
+        command.args([
+            "-device",
+            "nvme,drive=disk,serial=disk",
+            "-device",
+            "virtio-blk-pci,drive=files",
+        ]);
+        command.args([
+            "-device",
+            "virtio-serial-pci",
+            "-device",
+            "virtserialport,chardev=commands,name=commands",
+        ]);
+        command.args([
+            "-chardev",
+            &format!(
+                "socket,id=commands,server=on,wait=off,path={}",
+                socket.display()
+            ),
+        ]);
         let monitor = work_dir.join("monitor");
-        command.args(["-monitor", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        command.args([
+            "-monitor",
+            &format!("unix:{},server=on,wait=off", monitor.display()),
+        ]);
         // Behind the others, which would go to their bus.
         command.args(size.functions());
         // A snapshot is a file that has no name.
         command.env("TMPDIR", &work_dir);
         let qemu = Process::start("qemu-system-x86_64", command, &work_dir.join("qemu.log"))?;
-        let commands = connect(&qemu, &socket).with_context(|| format!("see {}", work_dir.join("qemu.log").display()))?;
+        let commands = connect(&qemu, &socket)
+            .with_context(|| format!("see {}", work_dir.join("qemu.log").display()))?;
         let log = File::create(work_dir.join("commands.log"))?;
-        let mut host = Self { _qemu: qemu, commands, monitor, log };
+        let mut host = Self {
+            _qemu: qemu,
+            commands,
+            monitor,
+            log,
+        };
         host.until_ready()?;
         host.run("modprobe virtio_blk && tar -C / -xf /dev/vda")?;
         Ok(host)
@@ -252,7 +370,11 @@ impl EmulatedHost {
                     let _unused = nudged.last().map(|nudge| self.ask_qemu(nudge));
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    return Err(Silent(format!("the emulated host has stopped: no answer within {ANSWER:?}; {}", self.processors())).into());
+                    return Err(Silent(format!(
+                        "the emulated host has stopped: no answer within {ANSWER:?}; {}",
+                        self.processors()
+                    ))
+                    .into());
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -264,7 +386,11 @@ impl EmulatedHost {
         match self.ask_qemu("info status\ninfo registers -a\ninfo lapic") {
             // Without its prompt, and what no kernel's state depends on.
             Ok(text) => {
-                let other = |line: &&str| !["(qemu)", "FPR", "FCW", "XMM"].iter().any(|start| line.starts_with(start));
+                let other = |line: &&str| {
+                    !["(qemu)", "FPR", "FCW", "XMM"]
+                        .iter()
+                        .any(|start| line.starts_with(start))
+                };
                 text.lines().filter(other).collect::<Vec<_>>().join("\n")
             }
             Err(error) => format!("QEMU's monitor: {error}"),
@@ -286,11 +412,23 @@ impl EmulatedHost {
         let start = Instant::now();
         writeln!(self.commands.get_mut(), "{}", STANDARD.encode(script))?;
         let answer = self.line().with_context(|| format!("run {script:?}"))?;
-        ensure!(answer != "ready", "the emulated host has started anew amid {script:?}: its console.log says why");
+        ensure!(
+            answer != "ready",
+            "the emulated host has started anew amid {script:?}: its console.log says why"
+        );
         let (status, output) = answer.split_once(' ').unwrap_or((&answer, ""));
-        writeln!(self.log, "{:5.1} {status} {script:?}", start.elapsed().as_secs_f64())?;
-        let output = STANDARD.decode(output).with_context(|| format!("answer {answer:?}"))?;
-        Ok((status.into(), String::from_utf8_lossy(&output).trim().into()))
+        writeln!(
+            self.log,
+            "{:5.1} {status} {script:?}",
+            start.elapsed().as_secs_f64()
+        )?;
+        let output = STANDARD
+            .decode(output)
+            .with_context(|| format!("answer {answer:?}"))?;
+        Ok((
+            status.into(),
+            String::from_utf8_lossy(&output).trim().into(),
+        ))
     }
 
     /// Runs a script of bash as root; gives its output, and fails where it fails.
@@ -310,7 +448,10 @@ impl EmulatedHost {
             if status == "0" {
                 return Ok(output);
             }
-            ensure!(start.elapsed() < DEADLINE, "no {what} within {DEADLINE:?}: {script:?} ends with {status}: {output}");
+            ensure!(
+                start.elapsed() < DEADLINE,
+                "no {what} within {DEADLINE:?}: {script:?} ends with {status}: {output}"
+            );
             std::thread::sleep(PAUSE.max(took * PAUSE_TIMES));
         }
     }
@@ -323,14 +464,24 @@ impl EmulatedHost {
                 echo vfio-pci > $gpu/driver_override && echo $gpu > $gpu/driver/unbind && echo $gpu > /sys/bus/pci/drivers_probe && echo $gpu
             done",
         )?;
-        self.until("all GPUs at VFIO", &format!("test $(ls -d /sys/bus/pci/drivers/vfio-pci/0* | wc -l) = {}", addresses.lines().count()))?;
+        self.until(
+            "all GPUs at VFIO",
+            &format!(
+                "test $(ls -d /sys/bus/pci/drivers/vfio-pci/0* | wc -l) = {}",
+                addresses.lines().count()
+            ),
+        )?;
         Ok(addresses.lines().map(str::to_string).collect())
     }
 
     /// Reboots, on the same disk.
     pub fn reboot(&mut self) -> Result<()> {
         // Without its answer: whoever gives it is stopped, too.
-        writeln!(self.commands.get_mut(), "{}", STANDARD.encode("systemctl reboot"))?;
+        writeln!(
+            self.commands.get_mut(),
+            "{}",
+            STANDARD.encode("systemctl reboot")
+        )?;
         self.until_ready()
     }
 }
@@ -360,7 +511,13 @@ fn pack(work_dir: &Path, files: &[(&str, &Path)]) -> Result<PathBuf> {
 /// Makes an archive, in `work_dir`, of these files of a folder; all are root's in it.
 pub(super) fn tar(work_dir: &Path, name: &str, folder: &Path, files: &[&str]) -> Result<PathBuf> {
     let archive = work_dir.join(name);
-    let done = Command::new("tar").args(["--owner=0", "--group=0", "-C"]).arg(folder).arg("-cf").arg(&archive).args(files).status();
+    let done = Command::new("tar")
+        .args(["--owner=0", "--group=0", "-C"])
+        .arg(folder)
+        .arg("-cf")
+        .arg(&archive)
+        .args(files)
+        .status();
     let done = done.context("tar")?;
     ensure!(done.success(), "tar {}: {done}", folder.display());
     Ok(archive)
@@ -376,6 +533,9 @@ fn connect(qemu: &Process, socket: &Path) -> Result<BufReader<UnixStream>> {
         if let Some(status) = qemu.wait(LOOK)? {
             bail!("QEMU ended with {status}");
         }
-        ensure!(Instant::now() < deadline, "QEMU made no socket within {DEADLINE:?}");
+        ensure!(
+            Instant::now() < deadline,
+            "QEMU made no socket within {DEADLINE:?}"
+        );
     }
 }

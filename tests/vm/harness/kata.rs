@@ -75,8 +75,14 @@ impl Shim {
     /// Folder of its configuration below the folder, and the configuration's name.
     fn config(self) -> (&'static str, &'static str) {
         match self {
-            Self::Go => ("share/defaults/kata-containers", "configuration-qemu-nvidia-gpu.toml"),
-            Self::Rust => ("share/defaults/kata-containers/runtime-rs", "configuration-qemu-nvidia-gpu-runtime-rs.toml"),
+            Self::Go => (
+                "share/defaults/kata-containers",
+                "configuration-qemu-nvidia-gpu.toml",
+            ),
+            Self::Rust => (
+                "share/defaults/kata-containers/runtime-rs",
+                "configuration-qemu-nvidia-gpu-runtime-rs.toml",
+            ),
         }
     }
 
@@ -121,8 +127,17 @@ pub struct Setup {
 impl Setup {
     /// From the tests' initrd; `words` go to each guest's kernel.
     pub fn initrd(words: &str) -> Result<Self> {
-        let guest = Guest::new().cpus(1).append(words).agent(&agent()?).archive("driver");
-        Ok(Self { guest, files: Vec::new(), drop_in: String::new(), install: "--initrd /var/guests/initrd.cpio" })
+        let guest = Guest::new()
+            .cpus(1)
+            .append(words)
+            .agent(&agent()?)
+            .archive("driver");
+        Ok(Self {
+            guest,
+            files: Vec::new(),
+            drop_in: String::new(),
+            install: "--initrd /var/guests/initrd.cpio",
+        })
     }
 }
 
@@ -147,7 +162,12 @@ fn folder() -> Option<PathBuf> {
 
 impl KataHost {
     /// Runs a test on one, or skips it where there is no Kata; `words` go to each guest's kernel.
-    pub fn test(context: &TestContext, shim: Shim, words: &str, run: impl FnOnce(&mut Self) -> Result<Outcome>) -> Result<Outcome> {
+    pub fn test(
+        context: &TestContext,
+        shim: Shim,
+        words: &str,
+        run: impl FnOnce(&mut Self) -> Result<Outcome>,
+    ) -> Result<Outcome> {
         Self::with(context, shim, || Setup::initrd(words), run)
     }
 
@@ -166,11 +186,16 @@ impl KataHost {
 
     fn skipped(context: &TestContext, shim: Shim) -> Result<Option<Outcome>> {
         let Some(folder) = folder() else {
-            return Ok(Some(Outcome::Skipped("KATA names no folder like kata-deploy's /opt/kata: KATA=DIR tests/run kata".into())));
+            return Ok(Some(Outcome::Skipped(
+                "KATA names no folder like kata-deploy's /opt/kata: KATA=DIR tests/run kata".into(),
+            )));
         };
         let program = folder.join(shim.program());
         if !program.exists() {
-            return Ok(Some(Outcome::Skipped(format!("{} is not there", program.display()))));
+            return Ok(Some(Outcome::Skipped(format!(
+                "{} is not there",
+                program.display()
+            ))));
         }
         EmulatedHost::skipped(context)
     }
@@ -180,14 +205,38 @@ impl KataHost {
         let image = KvmImage::make(context, setup.guest)?;
         let (config, installed) = (shim.config(), shim.installed());
         let config = format!("{}/{}", config.0, config.1);
-        let runtime = Path::new(&installed).parent().context("a configuration in no folder")?.display();
+        let runtime = Path::new(&installed)
+            .parent()
+            .context("a configuration in no folder")?
+            .display();
         let archives = [
-            (KATA_TAR, tar(&context.work_dir, "kata.tar", &kata, &[shim.program(), &config])?),
-            (ROOTS_TAR, tar(&context.work_dir, "roots.tar", &context.target.join("containers"), &["debian", "alpine", "application"])?),
+            (
+                KATA_TAR,
+                tar(
+                    &context.work_dir,
+                    "kata.tar",
+                    &kata,
+                    &[shim.program(), &config],
+                )?,
+            ),
+            (
+                ROOTS_TAR,
+                tar(
+                    &context.work_dir,
+                    "roots.tar",
+                    &context.target.join("containers"),
+                    &["debian", "alpine", "application"],
+                )?,
+            ),
             (PROGRAM, EmulatedHost::program(context)?),
         ];
         let mut files = image.files().to_vec();
-        files.extend(archives.iter().chain(&setup.files).map(|(name, file)| (*name, file.as_path())));
+        files.extend(
+            archives
+                .iter()
+                .chain(&setup.files)
+                .map(|(name, file)| (*name, file.as_path())),
+        );
         let mut host = EmulatedHost::start(context, "host", Size::WITH_PODS, &files)?;
         KvmGuest::prepare(&mut host)?;
         host.run(&format!(
@@ -204,29 +253,44 @@ impl KataHost {
             shim = shim.program(),
             QEMU = QEMU.replace('\'', "'\\''"),
         ))?;
-        let mut kata = Self { host, shim, config: installed, words: image.append().into() };
+        let mut kata = Self {
+            host,
+            shim,
+            config: installed,
+            words: image.append().into(),
+        };
         kata.install(setup.install)?;
         Ok(kata)
     }
 
     /// Has new pods start from an initrd or image, as the words say.
     pub fn install(&mut self, words: &str) -> Result<String> {
-        self.host.run(&format!("{PROGRAM} install --kata-config {} {words}", self.config))
+        self.host.run(&format!(
+            "{PROGRAM} install --kata-config {} {words}",
+            self.config
+        ))
     }
 
     pub fn uninstall(&mut self) -> Result<String> {
-        self.host.run(&format!("{PROGRAM} uninstall --kata-config {}", self.config))
+        self.host.run(&format!(
+            "{PROGRAM} uninstall --kata-config {}",
+            self.config
+        ))
     }
 
     /// Sets the words that kernels of new pods get.
     pub fn words(&mut self, words: &str) -> Result<()> {
-        self.host.run(&format!("echo '{} {words}' > /run/words", self.words)).map(drop)
+        self.host
+            .run(&format!("echo '{} {words}' > /run/words", self.words))
+            .map(drop)
     }
 
     /// `install --check` of a configuration or runtime, with more words; gives its exit status and
     /// what it has said.
     pub fn check(&mut self, what: &str, words: &str) -> Result<(i32, String)> {
-        self.status_of(&format!("{PROGRAM} install --check {what} --boots {BOOTS} {words}"))
+        self.status_of(&format!(
+            "{PROGRAM} install --check {what} --boots {BOOTS} {words}"
+        ))
     }
 
     /// Runs a pod's sandbox with the annotations that a CRI gives it; `words` go to its kernel.
@@ -252,9 +316,24 @@ impl KataHost {
 
     /// Runs a container of a pod in the background: `root` is a folder of tests/containers/build,
     /// `devices` what it asks for, as CDI names it.
-    pub fn begin(&mut self, pod: &str, name: &str, root: &str, devices: &str, program: &str) -> Result<()> {
-        let annotations = annotations(&[("container-type", "container"), ("sandbox-id", pod), ("container-name", name)]);
-        let ask = if devices.is_empty() { String::new() } else { format!("--env VISIBLE_CDI_DEVICES={devices}") };
+    pub fn begin(
+        &mut self,
+        pod: &str,
+        name: &str,
+        root: &str,
+        devices: &str,
+        program: &str,
+    ) -> Result<()> {
+        let annotations = annotations(&[
+            ("container-type", "container"),
+            ("sandbox-id", pod),
+            ("container-name", name),
+        ]);
+        let ask = if devices.is_empty() {
+            String::new()
+        } else {
+            format!("--env VISIBLE_CDI_DEVICES={devices}")
+        };
         self.host
             .run(&format!(
                 "mkdir -p /run/out; rm -f /run/out/{name}.ended; ({CTR} run --runtime io.containerd.kata.v2 {annotations} {ask} --rootfs {ROOTS}/{root} {name} {program} \
@@ -265,52 +344,80 @@ impl KataHost {
 
     /// Waits until a container that was begun has ended; gives what it has written.
     pub fn ended(&mut self, name: &str) -> Result<String> {
-        self.host.until(&format!("end of container {name}"), &format!("test -e /run/out/{name}.ended"))?;
+        self.host.until(
+            &format!("end of container {name}"),
+            &format!("test -e /run/out/{name}.ended"),
+        )?;
         self.host.run(&format!("cat /run/out/{name}"))
     }
 
     /// Errors of a container, as containerd reports them; without the escapes that the Rust runtime
     /// adds.
     pub fn errors(&mut self, name: &str) -> Result<String> {
-        Ok(self.host.run(&format!("cat /run/out/{name}.errors"))?.replace('\\', ""))
+        Ok(self
+            .host
+            .run(&format!("cat /run/out/{name}.errors"))?
+            .replace('\\', ""))
     }
 
     /// Waits for a text in what a container writes.
     pub fn says(&mut self, name: &str, text: &str) -> Result<()> {
-        let look = format!("grep -q '{text}' /run/out/{name} || (cat /run/out/{name} /run/out/{name}.errors; false)");
-        self.host.until(&format!("{text:?} of container {name}"), &look).map(drop)
+        let look = format!(
+            "grep -q '{text}' /run/out/{name} || (cat /run/out/{name} /run/out/{name}.errors; false)"
+        );
+        self.host
+            .until(&format!("{text:?} of container {name}"), &look)
+            .map(drop)
     }
 
     /// The boot of a pod, by the collector's own line about the sandbox.
     pub fn boot_id(&mut self, pod: &str) -> Result<String> {
-        let files = self.host.run(&format!("cd {BOOTS} && grep -lF '\"pod\":\"{pod}\"' *.ndjson"))?;
-        let mut ids = files.lines().filter_map(|name| name.strip_suffix(".ndjson"));
-        let (Some(id), None) = (ids.next(), ids.next()) else { anyhow::bail!("boots of pod {pod}: {files:?}") };
+        let files = self.host.run(&format!(
+            "cd {BOOTS} && grep -lF '\"pod\":\"{pod}\"' *.ndjson"
+        ))?;
+        let mut ids = files
+            .lines()
+            .filter_map(|name| name.strip_suffix(".ndjson"));
+        let (Some(id), None) = (ids.next(), ids.next()) else {
+            anyhow::bail!("boots of pod {pod}: {files:?}")
+        };
         Ok(id.into())
     }
 
     /// Waits for a text in the boot file of a pod.
     pub fn sent(&mut self, pod: &str, text: &str) -> Result<()> {
-        let look = format!("cd {BOOTS} && files=$(grep -lF '\"pod\":\"{pod}\"' *.ndjson) && grep -qF '{text}' $files");
-        self.host.until(&format!("{text:?} of pod {pod}"), &look).map(drop)
+        let look = format!(
+            "cd {BOOTS} && files=$(grep -lF '\"pod\":\"{pod}\"' *.ndjson) && grep -qF '{text}' $files"
+        );
+        self.host
+            .until(&format!("{text:?} of pod {pod}"), &look)
+            .map(drop)
     }
 
     /// A boot through a command of `kata-gpu-boot`.
     pub fn look(&mut self, command: &str, pod: &str) -> Result<String> {
         let id = self.boot_id(pod)?;
-        self.host.run(&format!("{PROGRAM} {command} --dir {BOOTS} {id}"))
+        self.host
+            .run(&format!("{PROGRAM} {command} --dir {BOOTS} {id}"))
     }
 
     /// Follows a sandbox or NAMESPACE/POD until its boot is over; gives its exit status and what it
     /// has said.
     pub fn follow(&mut self, sandbox: &str) -> Result<(i32, String)> {
-        self.status_of(&format!("{PROGRAM} follow --dir {BOOTS} --sandbox {sandbox} --timeout 120"))
+        self.status_of(&format!(
+            "{PROGRAM} follow --dir {BOOTS} --sandbox {sandbox} --timeout 120"
+        ))
     }
 
     /// Runs a command that may fail; gives its exit status and what it has said.
     fn status_of(&mut self, command: &str) -> Result<(i32, String)> {
-        let text = self.host.run(&format!("{command} 2>&1; echo \"status $?\""))?;
-        let (text, status) = text.trim_end().rsplit_once("status ").context("no status")?;
+        let text = self
+            .host
+            .run(&format!("{command} 2>&1; echo \"status $?\""))?;
+        let (text, status) = text
+            .trim_end()
+            .rsplit_once("status ")
+            .context("no status")?;
         Ok((status.parse()?, text.into()))
     }
 
@@ -320,7 +427,9 @@ impl KataHost {
         let journal = match self.shim {
             Shim::Go => "journalctl -u containerd -o cat",
             // Only the journal's fields name the pod; without --all, long fields are left out.
-            Shim::Rust => "journalctl _SYSTEMD_UNIT=containerd.service + SYSLOG_IDENTIFIER=kata -o json --all",
+            Shim::Rust => {
+                "journalctl _SYSTEMD_UNIT=containerd.service + SYSLOG_IDENTIFIER=kata -o json --all"
+            }
         };
         self.host.run(&format!("{journal} > {path}")).map(drop)
     }
@@ -331,15 +440,26 @@ impl KataHost {
         let deadline = Instant::now() + DEADLINE;
         loop {
             self.agents_log("/run/agent.log")?;
-            let lines = self.host.run(&format!("grep -F 'cdiVersion' /run/agent.log | grep -F {file}; true"))?;
+            let lines = self.host.run(&format!(
+                "grep -F 'cdiVersion' /run/agent.log | grep -F {file}; true"
+            ))?;
             let text = |line: &str| -> Option<String> {
-                let shown: serde_json::Value = serde_json::from_str(containerd_log::entry(line)?.console()?.1).ok()?;
+                let shown: serde_json::Value =
+                    serde_json::from_str(containerd_log::entry(line)?.console()?.1).ok()?;
                 Some(shown["text"].as_str()?.to_string())
             };
-            if let Some(text) = lines.lines().rev().find_map(text).filter(|text| wanted(text)) {
+            if let Some(text) = lines
+                .lines()
+                .rev()
+                .find_map(text)
+                .filter(|text| wanted(text))
+            {
                 return Ok(text);
             }
-            ensure!(Instant::now() < deadline, "the guest has not shown {file} as wanted within {DEADLINE:?}: {lines}");
+            ensure!(
+                Instant::now() < deadline,
+                "the guest has not shown {file} as wanted within {DEADLINE:?}: {lines}"
+            );
         }
     }
 
@@ -376,10 +496,15 @@ impl KataHost {
         let left = format!(
             "! ({CTR} container ls -q; ls /run/vc/sbs /run/kata; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sandbox-{pod} ') 2>/dev/null | grep -w {pod}"
         );
-        self.host.until(&format!("end of pod {pod}"), &left).map(drop)
+        self.host
+            .until(&format!("end of pod {pod}"), &left)
+            .map(drop)
     }
 }
 
 fn annotations(of: &[(&str, &str)]) -> String {
-    of.iter().map(|(name, value)| format!("--annotation io.kubernetes.cri.{name}={value}")).collect::<Vec<_>>().join(" ")
+    of.iter()
+        .map(|(name, value)| format!("--annotation io.kubernetes.cri.{name}={value}"))
+        .collect::<Vec<_>>()
+        .join(" ")
 }

@@ -28,7 +28,8 @@ pub struct KvmImage {
 impl KvmImage {
     /// Takes initrd, command line and number of vCPUs from a [`Guest`].
     pub fn make(context: &TestContext, guest: Guest) -> Result<Self> {
-        std::fs::create_dir_all(&context.work_dir).with_context(|| format!("make {}", context.work_dir.display()))?;
+        std::fs::create_dir_all(&context.work_dir)
+            .with_context(|| format!("make {}", context.work_dir.display()))?;
         let guest = guest.under_kvm(context)?;
         Ok(Self {
             kernel: context.kernel(),
@@ -69,7 +70,14 @@ impl KvmGuest {
 
     /// Starts one as the sandbox `name` of the pod `pod`; `words` go behind the image's command
     /// line.
-    pub fn start(host: &mut EmulatedHost, image: &KvmImage, name: &str, pod: &str, cid: u32, words: &str) -> Result<Self> {
+    pub fn start(
+        host: &mut EmulatedHost,
+        image: &KvmImage,
+        name: &str,
+        pod: &str,
+        cid: u32,
+        words: &str,
+    ) -> Result<Self> {
         Self::start_with(host, image, name, pod, cid, words, "")
     }
 
@@ -85,9 +93,14 @@ impl KvmGuest {
         devices: &str,
     ) -> Result<Self> {
         let socket = format!("/run/{name}.virtiofs");
-        let daemon = format!("/usr/libexec/virtiofsd --sandbox chroot --socket-path {socket} --shared-dir {folder}");
+        let daemon = format!(
+            "/usr/libexec/virtiofsd --sandbox chroot --socket-path {socket} --shared-dir {folder}"
+        );
         host.run(&format!("setsid {daemon} >/run/{name}.log 2>&1 &"))?;
-        host.until("virtiofsd's socket", &format!("test -S {socket} || (cat /run/{name}.log; false)"))?;
+        host.until(
+            "virtiofsd's socket",
+            &format!("test -S {socket} || (cat /run/{name}.log; false)"),
+        )?;
         // The daemon reads and writes the guest's memory in place.
         let devices = format!(
             "-object memory-backend-memfd,id=ram,size={MEMORY_MIB}M,share=on -machine memory-backend=ram \
@@ -98,7 +111,11 @@ impl KvmGuest {
 
     /// Gives QEMU's monitor a command.
     pub fn monitor(&self, host: &mut EmulatedHost, command: &str) -> Result<()> {
-        host.run(&format!("echo '{command}' > /run/guests/{}/monitor.in", self.name)).map(drop)
+        host.run(&format!(
+            "echo '{command}' > /run/guests/{}/monitor.in",
+            self.name
+        ))
+        .map(drop)
     }
 
     /// Starts one with `devices` of QEMU's.
@@ -128,8 +145,14 @@ impl KvmGuest {
             setsid {SHIM} start </dev/null >/dev/null 2>&1 &"
         ))
         .with_context(|| format!("start guest {name}"))?;
-        host.until(&format!("the VMM of guest {name}"), &format!("test -e /run/guests/{name}/pid"))?;
-        Ok(Self { name: name.into(), cid })
+        host.until(
+            &format!("the VMM of guest {name}"),
+            &format!("test -e /run/guests/{name}/pid"),
+        )?;
+        Ok(Self {
+            name: name.into(),
+            cid,
+        })
     }
 
     /// Name of the guest in the collector's files.
@@ -140,12 +163,24 @@ impl KvmGuest {
     /// Waits for so many lines on its console that match grep's `pattern`.
     pub fn wait_lines(&self, host: &mut EmulatedHost, count: usize, pattern: &str) -> Result<()> {
         let console = format!("/run/guests/{}/console.log", self.name);
-        let look = format!("test $(grep -c '{pattern}' {console}) -ge {count} || (tail -n 5 {console}; false)");
-        host.until(&format!("{count} line(s) {pattern:?} on the console of guest {}", self.name), &look).map(drop)
+        let look = format!(
+            "test $(grep -c '{pattern}' {console}) -ge {count} || (tail -n 5 {console}; false)"
+        );
+        host.until(
+            &format!(
+                "{count} line(s) {pattern:?} on the console of guest {}",
+                self.name
+            ),
+            &look,
+        )
+        .map(drop)
     }
 
     pub fn console(&self, host: &mut EmulatedHost) -> Result<String> {
-        host.run(&format!("cat /run/guests/{0}/serial.log /run/guests/{0}/qemu.log /run/guests/{0}/console.log", self.name))
+        host.run(&format!(
+            "cat /run/guests/{0}/serial.log /run/guests/{0}/qemu.log /run/guests/{0}/console.log",
+            self.name
+        ))
     }
 
     /// Log of the guest's VMM.
@@ -160,7 +195,8 @@ impl KvmGuest {
 
     /// Ends its VMM as a crash does.
     pub fn kill(&self, host: &mut EmulatedHost) -> Result<()> {
-        host.run(&format!("kill -KILL $(cat /run/guests/{}/pid)", self.name)).map(drop)
+        host.run(&format!("kill -KILL $(cat /run/guests/{}/pid)", self.name))
+            .map(drop)
     }
 }
 

@@ -85,12 +85,19 @@ impl TestContext {
             Arch::X86_64 => cargo.clone(),
             Arch::Aarch64 => cargo.join("arm64"),
         };
-        Self { arch, work_dir: target.join("vm").join(name), target, cargo }
+        Self {
+            arch,
+            work_dir: target.join("vm").join(name),
+            target,
+            cargo,
+        }
     }
 
     /// A program for guests: kata-gpu-init, or kata-agent (the test agent).
     pub fn guest_program(&self, name: &str) -> PathBuf {
-        self.cargo.join(format!("{}-unknown-linux-musl/release", self.arch)).join(name)
+        self.cargo
+            .join(format!("{}-unknown-linux-musl/release", self.arch))
+            .join(name)
     }
 
     /// The guests' kernel: for x86-64 as tests/setup has unpacked it.
@@ -104,7 +111,8 @@ impl TestContext {
 
     /// The host's program.
     pub fn host_program(&self) -> PathBuf {
-        std::env::var_os("KATA_GPU_BOOT").map_or_else(|| self.cargo.join("release/kata-gpu-boot"), PathBuf::from)
+        std::env::var_os("KATA_GPU_BOOT")
+            .map_or_else(|| self.cargo.join("release/kata-gpu-boot"), PathBuf::from)
     }
 
     /// Clock of a guest's kernel under emulation.
@@ -140,10 +148,20 @@ impl RealDriver {
     /// Finds the built driver. None when it was not built.
     pub fn find(context: &TestContext) -> Result<Option<Self>> {
         let folder = context.target.join("real-driver");
-        let Ok(module) = std::fs::read(folder.join("nvidia.ko")) else { return Ok(None) };
+        let Ok(module) = std::fs::read(folder.join("nvidia.ko")) else {
+            return Ok(None);
+        };
         let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
-        let version = std::fs::read_to_string(folder.join("version"))?.trim().to_string();
-        Ok(Some(Self { module_path: format!("lib/modules/{}/nvidia.ko", kernel.trim()), module, version, folder, arch: context.arch }))
+        let version = std::fs::read_to_string(folder.join("version"))?
+            .trim()
+            .to_string();
+        Ok(Some(Self {
+            module_path: format!("lib/modules/{}/nvidia.ko", kernel.trim()),
+            module,
+            version,
+            folder,
+            arch: context.arch,
+        }))
     }
 
     /// NVIDIA's own nvidia-persistenced with what it needs: paths in the initrd with contents.
@@ -152,12 +170,20 @@ impl RealDriver {
         let mut files = Vec::new();
         // As that script lays it out: the loader's folder differs.
         let libs = format!("usr/lib/{}", self.arch.facts().triplet);
-        let loaders = if self.arch == Arch::X86_64 { "lib64" } else { "lib" };
+        let loaders = if self.arch == Arch::X86_64 {
+            "lib64"
+        } else {
+            "lib"
+        };
         for folder in ["usr/bin", loaders, "etc", &libs] {
-            let entries = std::fs::read_dir(root.join(folder)).with_context(|| format!("read {}/{folder}", root.display()))?;
+            let entries = std::fs::read_dir(root.join(folder))
+                .with_context(|| format!("read {}/{folder}", root.display()))?;
             for entry in entries {
                 let entry = entry?;
-                let name = entry.file_name().into_string().map_err(|name| anyhow!("a file is named {name:?}"))?;
+                let name = entry
+                    .file_name()
+                    .into_string()
+                    .map_err(|name| anyhow!("a file is named {name:?}"))?;
                 files.push((format!("{folder}/{name}"), std::fs::read(entry.path())?));
             }
         }
@@ -168,14 +194,18 @@ impl RealDriver {
     pub fn firmware(&self) -> Result<(String, Vec<u8>)> {
         let name = format!("firmware/nvidia/{}/gsp_ga10x.bin", self.version);
         let file = self.folder.join(&name);
-        Ok((format!("lib/{name}"), std::fs::read(&file).with_context(|| format!("read {}", file.display()))?))
+        Ok((
+            format!("lib/{name}"),
+            std::fs::read(&file).with_context(|| format!("read {}", file.display()))?,
+        ))
     }
 }
 
 /// Kernel parameters that leave out features which no test looks at and Kata's kernels lack. Kata's
 /// own command line has the first one: without it Debian's kernel tests its ciphers as it starts,
 /// which has hung a guest.
-pub const LEAN_KERNEL: &str = "cryptomgr.notests nokaslr audit=0 apparmor=0 ipv6.disable=1 mitigations=off";
+pub const LEAN_KERNEL: &str =
+    "cryptomgr.notests nokaslr audit=0 apparmor=0 ipv6.disable=1 mitigations=off";
 
 /// A guest to boot. The default: 8 GPUs that take little time, a listener on the host.
 pub struct Guest {
@@ -245,11 +275,20 @@ impl Guest {
     /// Boots with this image as its root, on a disk that it only reads. `device` and `fs`: as in
     /// `root=` and `rootfstype=`. The initrd has what a Kata kernel has built in, and no init of
     /// its own.
-    pub fn root_disk(mut self, context: &TestContext, image: &Path, device: &str, fs: &str) -> Result<Self> {
+    pub fn root_disk(
+        mut self,
+        context: &TestContext,
+        image: &Path,
+        device: &str,
+        fs: &str,
+    ) -> Result<Self> {
         let (with_modules, paths) = self.image_modules(context)?;
         self = with_modules;
         self.disk = Some(image.into());
-        Ok(self.file("etc/hardware.root-modules", paths.as_bytes()).without("init").append(&format!("hardware.root={device}:{fs}")))
+        Ok(self
+            .file("etc/hardware.root-modules", paths.as_bytes())
+            .without("init")
+            .append(&format!("hardware.root={device}:{fs}")))
     }
 
     /// With the modules that a Kata kernel has built in for disks and images; returns their paths,
@@ -260,9 +299,15 @@ impl Guest {
 
     /// With the modules of one of initrd/setup's lists; returns their paths, one a line.
     fn modules(mut self, context: &TestContext, list: &str) -> Result<(Self, String)> {
-        let read = |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {} (initrd/setup makes it)", path.display()));
+        let read = |path: PathBuf| {
+            std::fs::read(&path)
+                .with_context(|| format!("read {} (initrd/setup makes it)", path.display()))
+        };
         let kernel = context.target.join("kernel");
-        let (version, list) = (read(kernel.join("version"))?, read(kernel.join("modules").join(list))?);
+        let (version, list) = (
+            read(kernel.join("version"))?,
+            read(kernel.join("modules").join(list))?,
+        );
         let (version, list) = (String::from_utf8(version)?, String::from_utf8(list)?);
         let mut paths = String::new();
         for name in list.lines() {
@@ -280,15 +325,24 @@ impl Guest {
 
     /// Has KVM's clock, and its console where no character costs an exit to the VMM.
     pub fn under_kvm(self, context: &TestContext) -> Result<Self> {
-        Ok(self.loads_first(context, &["kvm-load-order", "image-load-order"])?.append("console=hvc0 quiet mitigations=off"))
+        Ok(self
+            .loads_first(context, &["kvm-load-order", "image-load-order"])?
+            .append("console=hvc0 quiet mitigations=off"))
     }
 
     /// With some of initrd/setup's lists of modules, loaded before the init starts.
     fn loads_first(self, context: &TestContext, lists: &[&str]) -> Result<Self> {
         let kernel = context.target.join("kernel");
-        let read = |file: &str| std::fs::read_to_string(kernel.join(file)).with_context(|| format!("read {file} (initrd/setup makes it)"));
+        let read = |file: &str| {
+            std::fs::read_to_string(kernel.join(file))
+                .with_context(|| format!("read {file} (initrd/setup makes it)"))
+        };
         let (version, first) = (read("version")?, read("modules/load-order")?);
-        let mut paths: String = first.lines().chain(["fakepci.ko"]).map(|m| format!("/lib/modules/{}/{m}\n", version.trim())).collect();
+        let mut paths: String = first
+            .lines()
+            .chain(["fakepci.ko"])
+            .map(|m| format!("/lib/modules/{}/{m}\n", version.trim()))
+            .collect();
         let mut guest = self;
         for list in lists {
             let (with_modules, more) = guest.modules(context, list)?;
@@ -346,7 +400,8 @@ impl Guest {
     /// With NVIDIA's own module instead of the simulated one, on functions whose registers lie in
     /// RAM that the kernel leaves alone.
     pub fn real_driver(self, driver: &RealDriver) -> Self {
-        self.registers_in_ram().file(&driver.module_path, &driver.module)
+        self.registers_in_ram()
+            .file(&driver.module_path, &driver.module)
     }
 
     /// The functions' registers lie in RAM that the kernel leaves alone, as NVIDIA's module wants
@@ -359,11 +414,18 @@ impl Guest {
     /// The kernel's command line.
     fn command_line(&self, arch: Arch) -> String {
         // Without a console: a port that the machine does not have.
-        let console = if self.console { kata_gpu_host::qemu_machine::of(arch).console } else { "ttyS1" };
+        let console = if self.console {
+            kata_gpu_host::qemu_machine::of(arch).console
+        } else {
+            "ttyS1"
+        };
         let mut words = format!("console={console} {}", self.append.join(" "));
         if self.registers {
             let (_, kernels) = WITH_REGISTERS;
-            words.push_str(&format!(" mem={kernels}M fakepci.bar0={:#x}", (ram_begins(arch) + kernels) << 20));
+            words.push_str(&format!(
+                " mem={kernels}M fakepci.bar0={:#x}",
+                (ram_begins(arch) + kernels) << 20
+            ));
         }
         words
     }
@@ -376,7 +438,9 @@ impl Guest {
 
     /// With the controllers of version 1, as Kata's configurations without GPUs have them.
     pub fn cgroup_v1(mut self) -> Self {
-        self.append.iter_mut().for_each(|words| *words = words.replace(" cgroup_no_v1=all", ""));
+        self.append
+            .iter_mut()
+            .for_each(|words| *words = words.replace(" cgroup_no_v1=all", ""));
         self
     }
 
@@ -397,11 +461,15 @@ impl Guest {
 
     /// The initrd with what this guest changes in it, made in `work_dir` where it changes anything.
     fn pack(&self, context: &TestContext, work_dir: &Path) -> Result<PathBuf> {
-        let base = self.initrd.clone().unwrap_or_else(|| context.target.join("initrd.cpio"));
+        let base = self
+            .initrd
+            .clone()
+            .unwrap_or_else(|| context.target.join("initrd.cpio"));
         if self.files.is_empty() && self.archives.is_empty() && self.without.is_empty() {
             return Ok(base);
         }
-        let read = |path: &Path| std::fs::read(path).with_context(|| format!("read {}", path.display()));
+        let read =
+            |path: &Path| std::fs::read(path).with_context(|| format!("read {}", path.display()));
         let mut archive = cpio::change(&read(&base)?, &self.files, &self.without)?;
         // The kernel unpacks one archive after another.
         for name in &self.archives {
@@ -417,7 +485,8 @@ impl Guest {
         let work_dir = context.work_dir.join(name);
         // Files of an earlier run would be taken for this one's.
         let _unused = std::fs::remove_dir_all(&work_dir);
-        std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
+        std::fs::create_dir_all(&work_dir)
+            .with_context(|| format!("make {}", work_dir.display()))?;
         let initrd = self.pack(context, &work_dir)?;
         let receiver = Receiver::start(&uds_path(&work_dir), self.listener)?;
         let append = self.command_line(context.arch);
@@ -427,13 +496,25 @@ impl Guest {
             disk: self.disk,
             serial_disks: self.serial_disks,
             append,
-            memory_mib: if self.registers { WITH_REGISTERS.0 } else { 1024 },
+            memory_mib: if self.registers {
+                WITH_REGISTERS.0
+            } else {
+                1024
+            },
             cpus: self.cpus,
             work_dir: work_dir.clone(),
-            vhost_device_vsock: self.vsock.then(|| context.cargo.join("tools/bin/vhost-device-vsock")),
+            vhost_device_vsock: self
+                .vsock
+                .then(|| context.cargo.join("tools/bin/vhost-device-vsock")),
         })?;
         let console = Console::new(vm.console());
-        Ok(Booted { arch: context.arch, vm, receiver, console, work_dir })
+        Ok(Booted {
+            arch: context.arch,
+            vm,
+            receiver,
+            console,
+            work_dir,
+        })
     }
 }
 
@@ -449,12 +530,18 @@ pub struct Booted {
 impl Booted {
     /// For an error: what may explain that nothing comes any more.
     fn state(&self) -> &'static str {
-        if self.console.text().contains("Kernel panic") { ": the guest's kernel has panicked, see its console" } else { "" }
+        if self.console.text().contains("Kernel panic") {
+            ": the guest's kernel has panicked, see its console"
+        } else {
+            ""
+        }
     }
 
     /// Waits for a record.
     pub fn record(&self, what: &str, wanted: impl Fn(&Record) -> bool) -> Result<Record> {
-        self.receiver.wait(DEADLINE, wanted).ok_or_else(|| self.missing(&format!("no record \"{what}\"")))
+        self.receiver
+            .wait(DEADLINE, wanted)
+            .ok_or_else(|| self.missing(&format!("no record \"{what}\"")))
     }
 
     /// The error of records that have not come. The guest writes the same ones to its console:
@@ -462,14 +549,27 @@ impl Booted {
     fn missing(&self, what: &str) -> anyhow::Error {
         let missing = format!("{what} within {DEADLINE:?}{}", self.state());
         if stuck_before_its_programs(&self.console.text()) {
-            return Silent(format!("{missing}: the guest's kernel is stuck before its first program")).into();
+            return Silent(format!(
+                "{missing}: the guest's kernel is stuck before its first program"
+            ))
+            .into();
         }
-        let Some(written) = self.console.newest_record_ns() else { return anyhow!(missing) };
-        if self.receiver.wait(UNDERWAY, |record| record.boottime_ns >= written).is_some() {
+        let Some(written) = self.console.newest_record_ns() else {
+            return anyhow!(missing);
+        };
+        if self
+            .receiver
+            .wait(UNDERWAY, |record| record.boottime_ns >= written)
+            .is_some()
+        {
             return anyhow!(missing);
         }
         let came = self.receiver.records();
-        let newest = came.iter().map(|record| record.boottime_ns).max().unwrap_or(0);
+        let newest = came
+            .iter()
+            .map(|record| record.boottime_ns)
+            .max()
+            .unwrap_or(0);
         let connections = self.receiver.headers().len();
         self.receiver.hang_up();
         let again = match self.receiver.wait_headers(RECONNECTED, connections + 1) {
@@ -497,7 +597,13 @@ impl Booted {
     /// Waits until all GPUs are usable or failed; gives how many are which.
     pub fn settled(&self) -> Result<(u64, u64)> {
         let record = self.event(names::SETTLED)?;
-        let count = |key| record.fields.get(key).and_then(serde_json::Value::as_u64).with_context(|| format!("settled has no {key}"));
+        let count = |key| {
+            record
+                .fields
+                .get(key)
+                .and_then(serde_json::Value::as_u64)
+                .with_context(|| format!("settled has no {key}"))
+        };
         Ok((count("usable")?, count("failed")?))
     }
 
@@ -505,16 +611,33 @@ impl Booted {
     pub fn agent(&self, message: &str, wanted: impl Fn(&AgentLine) -> bool) -> Result<AgentLine> {
         self.console
             .wait_agent(DEADLINE, message, wanted)
-            .ok_or_else(|| anyhow!("no line \"{message}\" of the agent within {DEADLINE:?}{}", self.state()))
+            .ok_or_else(|| {
+                anyhow!(
+                    "no line \"{message}\" of the agent within {DEADLINE:?}{}",
+                    self.state()
+                )
+            })
     }
 
     /// Waits until a container is created, and fails when it fails.
     pub fn created(&self, container: &str) -> Result<AgentLine> {
         let line = self
             .console
-            .wait_agent_any(DEADLINE, |l| l.get("container") == container && ENDS.contains(&l.get("msg")))
-            .ok_or_else(|| anyhow!("container {container} is neither created nor failed within {DEADLINE:?}{}", self.state()))?;
-        ensure!(line.get("msg") == "container created", "container {container}: {}: {}", line.get("msg"), line.get("error"));
+            .wait_agent_any(DEADLINE, |l| {
+                l.get("container") == container && ENDS.contains(&l.get("msg"))
+            })
+            .ok_or_else(|| {
+                anyhow!(
+                    "container {container} is neither created nor failed within {DEADLINE:?}{}",
+                    self.state()
+                )
+            })?;
+        ensure!(
+            line.get("msg") == "container created",
+            "container {container}: {}: {}",
+            line.get("msg"),
+            line.get("error")
+        );
         Ok(line)
     }
 
@@ -526,13 +649,21 @@ impl Booted {
     /// CLOCK_BOOTTIME in ns of a line that carries wall time, by the stream's clock record.
     pub fn boottime_ns(&self, line: &AgentLine) -> Result<u64> {
         let clock = self.event(names::CLOCK)?;
-        let realtime = clock.fields.get("realtime_ns").and_then(serde_json::Value::as_u64).context("clock has no realtime_ns")?;
-        (line.realtime_ns()? + clock.boottime_ns).checked_sub(realtime).context("line from before the boot")
+        let realtime = clock
+            .fields
+            .get("realtime_ns")
+            .and_then(serde_json::Value::as_u64)
+            .context("clock has no realtime_ns")?;
+        (line.realtime_ns()? + clock.boottime_ns)
+            .checked_sub(realtime)
+            .context("line from before the boot")
     }
 
     /// Waits until the guest has powered off.
     pub fn exit(&mut self) -> Result<ExitStatus> {
-        self.vm.wait(DEADLINE)?.ok_or_else(|| anyhow!("the guest still runs after {DEADLINE:?}"))
+        self.vm
+            .wait(DEADLINE)?
+            .ok_or_else(|| anyhow!("the guest still runs after {DEADLINE:?}"))
     }
 
     /// Fails if the guest is gone.
@@ -553,18 +684,28 @@ impl Booted {
 /// machine). Nor has anything run where a console is empty: `/hardware`, which starts before the
 /// init, writes the first line.
 fn stuck_before_its_programs(console: &str) -> bool {
-    console.is_empty() || console.lines().any(|line| line.contains("soft lockup") && line.contains("[swapper/0:1]"))
+    console.is_empty()
+        || console
+            .lines()
+            .any(|line| line.contains("soft lockup") && line.contains("[swapper/0:1]"))
 }
 
 /// All records of one name and kind, in order of seq.
 pub fn named<'a>(records: &'a [Record], kind: Kind, name: &str) -> Vec<&'a Record> {
-    records.iter().filter(|r| r.kind == kind && r.name == name).collect()
+    records
+        .iter()
+        .filter(|r| r.kind == kind && r.name == name)
+        .collect()
 }
 
 /// Checks that a stream has every seq from 0 on, once.
 pub fn complete(records: &[Record]) -> Result<()> {
     for (expected, record) in records.iter().enumerate() {
-        ensure!(record.seq == expected as u64, "seq {expected} is missing: {} comes instead", record.seq);
+        ensure!(
+            record.seq == expected as u64,
+            "seq {expected} is missing: {} comes instead",
+            record.seq
+        );
     }
     Ok(())
 }
@@ -575,7 +716,9 @@ mod tests {
 
     #[test]
     fn a_hang_is_the_machines_fault_only_before_the_first_program() {
-        let line = |who: &str| format!("[   48.500819] watchdog: BUG: soft lockup - CPU#1 stuck for 45s! [{who}]\n");
+        let line = |who: &str| {
+            format!("[   48.500819] watchdog: BUG: soft lockup - CPU#1 stuck for 45s! [{who}]\n")
+        };
         assert!(stuck_before_its_programs(&line("swapper/0:1")));
         assert!(!stuck_before_its_programs(&line("kata-agent:1")));
         assert!(!stuck_before_its_programs("[    1.0] swapper/0:1"));
@@ -584,7 +727,10 @@ mod tests {
     #[test]
     fn a_gap_in_a_stream_is_found() {
         let record = |seq| -> Record {
-            serde_json::from_value(serde_json::json!({"schema":1,"seq":seq,"boottime_ns":1,"kind":"event","name":"x"})).unwrap()
+            serde_json::from_value(
+                serde_json::json!({"schema":1,"seq":seq,"boottime_ns":1,"kind":"event","name":"x"}),
+            )
+            .unwrap()
         };
         assert!(complete(&[record(0), record(1)]).is_ok());
         assert!(complete(&[record(0), record(2)]).is_err());

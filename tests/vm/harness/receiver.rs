@@ -50,15 +50,26 @@ impl Received {
                 let fields = record.fields.keys().map(String::as_str);
                 let unknown: Vec<&str> = undocumented(&record.name, fields).collect();
                 if record.kind != Kind::Kmsg && !unknown.is_empty() {
-                    self.garbage.push(format!("{}: fields {unknown:?} are not in the catalogue", record.name));
+                    self.garbage.push(format!(
+                        "{}: fields {unknown:?} are not in the catalogue",
+                        record.name
+                    ));
                 }
-                let again = self.records.entry(record.seq).or_insert_with(|| (*record).clone());
+                let again = self
+                    .records
+                    .entry(record.seq)
+                    .or_insert_with(|| (*record).clone());
                 if *again != *record {
-                    self.garbage.push(format!("seq {} came twice, and not the same: {again:?}, {record:?}", record.seq));
+                    self.garbage.push(format!(
+                        "seq {} came twice, and not the same: {again:?}, {record:?}",
+                        record.seq
+                    ));
                 }
             }
             Ok(Line::Pong(pong)) => self.pongs.push(pong),
-            Err(error) => self.garbage.push(format!("{error}: {}", String::from_utf8_lossy(line))),
+            Err(error) => self
+                .garbage
+                .push(format!("{error}: {}", String::from_utf8_lossy(line))),
         }
     }
 }
@@ -73,7 +84,10 @@ impl Receiver {
     pub fn start(uds: &Path, listener: Listener) -> Result<Self> {
         let mut path = uds.as_os_str().to_owned();
         path.push(format!("_{DEFAULT_PORT}"));
-        let receiver = Self { path: path.into(), shared: Arc::default() };
+        let receiver = Self {
+            path: path.into(),
+            shared: Arc::default(),
+        };
         match listener {
             Listener::Absent => {}
             other => receiver.listen(other)?,
@@ -87,7 +101,8 @@ impl Receiver {
     }
 
     fn listen(&self, manner: Listener) -> Result<()> {
-        let listener = UnixListener::bind(&self.path).with_context(|| format!("listen on {}", self.path.display()))?;
+        let listener = UnixListener::bind(&self.path)
+            .with_context(|| format!("listen on {}", self.path.display()))?;
         let shared = Arc::clone(&self.shared);
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
@@ -108,11 +123,18 @@ impl Receiver {
 
     /// Waits for a record that has come or will come.
     pub fn wait(&self, deadline: Duration, wanted: impl Fn(&Record) -> bool) -> Option<Record> {
-        self.until(deadline, |r| r.records.values().find(|x| wanted(x)).cloned())
+        self.until(deadline, |r| {
+            r.records.values().find(|x| wanted(x)).cloned()
+        })
     }
 
     /// Waits for this many records; gives all there are then.
-    pub fn wait_several(&self, deadline: Duration, count: usize, wanted: impl Fn(&Record) -> bool) -> Option<Vec<Record>> {
+    pub fn wait_several(
+        &self,
+        deadline: Duration,
+        count: usize,
+        wanted: impl Fn(&Record) -> bool,
+    ) -> Option<Vec<Record>> {
         self.until(deadline, |r| {
             let all: Vec<Record> = r.records.values().filter(|x| wanted(x)).cloned().collect();
             (all.len() >= count).then_some(all)
@@ -120,13 +142,18 @@ impl Receiver {
     }
 
     /// Waits until `find` has found something in all records so far, in order of seq.
-    pub fn wait_until<T>(&self, deadline: Duration, find: impl Fn(&[&Record]) -> Option<T>) -> Option<T> {
+    pub fn wait_until<T>(
+        &self,
+        deadline: Duration,
+        find: impl Fn(&[&Record]) -> Option<T>,
+    ) -> Option<T> {
         self.until(deadline, |r| find(&r.records.values().collect::<Vec<_>>()))
     }
 
     /// Waits until somebody has connected to a deaf listener.
     pub fn wait_deaf(&self, deadline: Duration) -> bool {
-        self.until(deadline, |r| (!r.deaf.is_empty()).then_some(())).is_some()
+        self.until(deadline, |r| (!r.deaf.is_empty()).then_some(()))
+            .is_some()
     }
 
     /// Waits until so many connections have been closed at once.
@@ -142,7 +169,8 @@ impl Receiver {
     /// Reads from now on what a deaf listener has accepted.
     pub fn wake(&self) {
         let deaf = std::mem::take(&mut self.lock().deaf);
-        deaf.into_iter().for_each(|stream| read(stream, &self.shared));
+        deaf.into_iter()
+            .for_each(|stream| read(stream, &self.shared));
     }
 
     /// Closes every connection; the listener stays.
@@ -157,7 +185,12 @@ impl Receiver {
     pub fn say(&self, bytes: &[u8], stall: Duration) -> Result<usize> {
         let mut stream = {
             let received = self.lock();
-            received.live.last().or(received.deaf.last()).context("the guest is not connected")?.try_clone()?
+            received
+                .live
+                .last()
+                .or(received.deaf.last())
+                .context("the guest is not connected")?
+                .try_clone()?
         };
         stream.set_write_timeout(Some(stall))?;
         let mut sent = 0;
@@ -165,7 +198,16 @@ impl Receiver {
             match stream.write(&bytes[sent..]) {
                 Ok(n) => sent += n,
                 // The other end may be gone, too: it takes nothing any more.
-                Err(e) if [ErrorKind::WouldBlock, ErrorKind::BrokenPipe, ErrorKind::ConnectionReset].contains(&e.kind()) => break,
+                Err(e)
+                    if [
+                        ErrorKind::WouldBlock,
+                        ErrorKind::BrokenPipe,
+                        ErrorKind::ConnectionReset,
+                    ]
+                    .contains(&e.kind()) =>
+                {
+                    break;
+                }
                 Err(e) => return Err(e).context("write to the guest"),
             }
         }
@@ -174,12 +216,16 @@ impl Receiver {
 
     /// Waits until this many connections have begun; gives their headers.
     pub fn wait_headers(&self, deadline: Duration, connections: usize) -> Option<Vec<Header>> {
-        self.until(deadline, |r| (r.headers.len() >= connections).then(|| r.headers.clone()))
+        self.until(deadline, |r| {
+            (r.headers.len() >= connections).then(|| r.headers.clone())
+        })
     }
 
     /// Waits for the answers to this many pings.
     pub fn wait_pongs(&self, deadline: Duration, answers: usize) -> Option<Vec<Pong>> {
-        self.until(deadline, |r| (r.pongs.len() >= answers).then(|| r.pongs.clone()))
+        self.until(deadline, |r| {
+            (r.pongs.len() >= answers).then(|| r.pongs.clone())
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, Received> {
@@ -194,7 +240,12 @@ impl Receiver {
                 return Some(found);
             }
             let left = end.checked_duration_since(Instant::now())?;
-            received = self.shared.1.wait_timeout(received, left).unwrap_or_else(PoisonError::into_inner).0;
+            received = self
+                .shared
+                .1
+                .wait_timeout(received, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -217,11 +268,20 @@ impl Receiver {
 fn read(stream: UnixStream, shared: &Arc<(Mutex<Received>, Condvar)>) {
     let shared = Arc::clone(shared);
     if let Ok(copy) = stream.try_clone() {
-        shared.0.lock().unwrap_or_else(PoisonError::into_inner).live.push(copy);
+        shared
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .live
+            .push(copy);
     }
     std::thread::spawn(move || {
         for line in BufReader::new(stream).split(b'\n').map_while(Result::ok) {
-            shared.0.lock().unwrap_or_else(PoisonError::into_inner).take(&line);
+            shared
+                .0
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(&line);
             shared.1.notify_all();
         }
     });

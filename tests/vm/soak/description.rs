@@ -133,16 +133,31 @@ impl Description {
     fn at(seed: u64, point: Point, random: &mut Random) -> Self {
         let scene = points::scene(point.record).unwrap_or(Scene::Plain);
         let (gpus, words) = scene_words(scene);
-        let times = format!("fakepci.enable_ms={}", if scene == Scene::SlowHost { 300 } else { 40 });
-        let mut boot = Self::plain(seed, gpus, &format!("gpuinit.bind=pipelined {times} {words}"));
+        let times = format!(
+            "fakepci.enable_ms={}",
+            if scene == Scene::SlowHost { 300 } else { 40 }
+        );
+        let mut boot = Self::plain(
+            seed,
+            gpus,
+            &format!("gpuinit.bind=pipelined {times} {words}"),
+        );
         boot.point = Some(point);
         boot.kill = Some((point.process, point.when()));
         boot.cpus = random.one_of(&[2, 2, 2, 4]);
         boot.traits = vec![format!("{scene:?}")];
-        boot.containers = vec![Container { name: "all", gpu: None, answer: Answer::Created }];
+        boot.containers = vec![Container {
+            name: "all",
+            gpu: None,
+            answer: Answer::Created,
+        }];
         boot.fit(scene);
         if boot.gpus.iter().any(|fate| *fate != Fate::Usable) {
-            boot.containers = vec![Container { name: "one", gpu: Some(0), answer: Answer::Created }];
+            boot.containers = vec![Container {
+                name: "one",
+                gpu: Some(0),
+                answer: Answer::Created,
+            }];
         }
         boot
     }
@@ -151,11 +166,21 @@ impl Description {
     fn fit(&mut self, scene: Scene) {
         let mut before = |steps: &str| self.before.push(steps.to_string());
         match scene {
-            Scene::Plain | Scene::SlowHost | Scene::Displays | Scene::Xid | Scene::Pod | Scene::FabricUnknown | Scene::Management => {}
+            Scene::Plain
+            | Scene::SlowHost
+            | Scene::Displays
+            | Scene::Xid
+            | Scene::Pod
+            | Scene::FabricUnknown
+            | Scene::Management => {}
             Scene::ModuleConfig => self.image = Image::Modprobe(INSTALL),
             Scene::PluggedLater => {
                 before("settled>plug:0;gpu.usable/0>plug:1");
-                self.containers = vec![Container { name: "one", gpu: Some(0), answer: Answer::Created }];
+                self.containers = vec![Container {
+                    name: "one",
+                    gpu: Some(0),
+                    answer: Answer::Created,
+                }];
             }
             Scene::Reset => self.gpus[1] = Fate::Again,
             Scene::InitFails => self.gpus[1] = Fate::Fails("firmware-boot"),
@@ -202,13 +227,22 @@ impl Description {
     }
 
     fn gpus_that(&self, are: fn(Fate) -> bool) -> BTreeSet<u64> {
-        (0..).zip(&self.gpus).filter(|(_, fate)| are(**fate)).map(|(index, _)| index).collect()
+        (0..)
+            .zip(&self.gpus)
+            .filter(|(_, fate)| are(**fate))
+            .map(|(index, _)| index)
+            .collect()
     }
 
     /// Deaths of a process that must be reported.
     pub fn deaths(&self, process: Process) -> usize {
         let killed = matches!(&self.kill, Some((killed, _)) if *killed == process);
-        usize::from(killed) + if process == Process::Worker { self.killed_before } else { 0 }
+        usize::from(killed)
+            + if process == Process::Worker {
+                self.killed_before
+            } else {
+                0
+            }
     }
 
     /// Steps of the guest's script.
@@ -225,10 +259,20 @@ impl Description {
         if let Some(ending) = &self.ending {
             steps.push(ending.clone());
         } else if !self.ends() {
-            let listed = |gpus: BTreeSet<u64>| gpus.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+            let listed = |gpus: BTreeSet<u64>| {
+                gpus.iter()
+                    .map(u64::to_string)
+                    .collect::<Vec<_>>()
+                    .join(",")
+            };
             let when = if self.hangs() { "now" } else { "rest" };
-            let (given, usable) = (listed(self.given()), listed(self.gpus_that(Fate::is_usable)));
-            steps.push(format!("{when}>spec-gives:{given}+up:{usable}+reaped:keeper+census+spec-file+{LAST}"));
+            let (given, usable) = (
+                listed(self.given()),
+                listed(self.gpus_that(Fate::is_usable)),
+            );
+            steps.push(format!(
+                "{when}>spec-gives:{given}+up:{usable}+reaped:keeper+census+spec-file+{LAST}"
+            ));
         }
         steps.join(";")
     }
@@ -241,18 +285,31 @@ impl Description {
             words.push("gpuinit.agent=child".into());
         }
         if !self.containers.is_empty() {
-            let asked =
-                |container: &Container| format!("{}:{}", container.name, container.gpu.map_or_else(|| "all".into(), |gpu| gpu.to_string()));
+            let asked = |container: &Container| {
+                format!(
+                    "{}:{}",
+                    container.name,
+                    container
+                        .gpu
+                        .map_or_else(|| "all".into(), |gpu| gpu.to_string())
+                )
+            };
             let all: Vec<String> = self.containers.iter().map(asked).collect();
             words.push(format!("testagent.containers={}", all.join(";")));
         }
-        words.push(format!("testagent.guest=script testagent.script={}", self.script()));
+        words.push(format!(
+            "testagent.guest=script testagent.script={}",
+            self.script()
+        ));
         words.join(" ")
     }
 
     /// In short, for a line of the file of runs.
     pub fn short(&self) -> Value {
-        let kill = self.kill.as_ref().map(|(process, when)| format!("{} at {when}", process.name()));
+        let kill = self
+            .kill
+            .as_ref()
+            .map(|(process, when)| format!("{} at {when}", process.name()));
         json!({ "gpus": self.gpus.len(), "cpus": self.cpus, "traits": self.traits, "kill": kill, "collector": format!("{:?}", self.listener) })
     }
 }
@@ -279,20 +336,38 @@ fn scene_words(scene: Scene) -> (u64, String) {
         | Scene::ExtensionFirst => (2, String::new()),
         Scene::SlowHost => (3, String::new()),
         Scene::PluggedLater => (2, "fakepci.absent=0,1".into()),
-        Scene::Management => (2, "fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2".into()),
+        Scene::Management => (
+            2,
+            "fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2".into(),
+        ),
         Scene::Reset => (2, "fakepci.flr=0,1 nvidia.wpr2=1".into()),
         Scene::Displays => (2, "nvidia.displays=1".into()),
         Scene::InitFails => (2, "nvidia.init_fail=1".into()),
         Scene::Xid => (2, "nvidia.xid=1:119:200".into()),
-        Scene::Hangs => (2, "nvidia.init_hang=1 gpuinit.init=serial gpuinit.ready=bound".into()),
-        Scene::Services => (2, format!("{fabric} gpuinit.ready=bound standin.nv-fabricmanager=dies-once:300")),
-        Scene::ServiceHangs => (2, "gpuinit.ready=bound gpuinit.persistenced=on standin.nvidia-persistenced=hang".into()),
+        Scene::Hangs => (
+            2,
+            "nvidia.init_hang=1 gpuinit.init=serial gpuinit.ready=bound".into(),
+        ),
+        Scene::Services => (
+            2,
+            format!("{fabric} gpuinit.ready=bound standin.nv-fabricmanager=dies-once:300"),
+        ),
+        Scene::ServiceHangs => (
+            2,
+            "gpuinit.ready=bound gpuinit.persistenced=on standin.nvidia-persistenced=hang".into(),
+        ),
         Scene::Nvml => (2, "gpuinit.gpu.power=500".into()),
-        Scene::Fabric => (2, format!("{fabric} nvidia.fabric_state=1 standin.nv-fabricmanager=fabric:1500")),
+        Scene::Fabric => (
+            2,
+            format!("{fabric} nvidia.fabric_state=1 standin.nv-fabricmanager=fabric:1500"),
+        ),
         Scene::FabricElsewhere => (2, "nvidia.fabric_state=2".into()),
         Scene::FabricUnknown => (2, fabric.into()),
         Scene::Confidential => (2, format!("{CONFIDENTIAL} nvidia.cc=1")),
-        Scene::NoThreads => (4, "gpuinit.bind=insmod gpuinit.init=serial nvidia.s2_ms=300".into()),
+        Scene::NoThreads => (
+            4,
+            "gpuinit.bind=insmod gpuinit.init=serial nvidia.s2_ms=300".into(),
+        ),
         Scene::Pod => (2, "testagent.cost=real".into()),
     };
     (gpus, words)
@@ -310,47 +385,89 @@ mod tests {
             let line = line(seed);
             assert_eq!(line, Description::of(seed).command_line(), "seed {seed}");
             // x86 takes 2047 bytes, and the harness puts its own words in front.
-            assert!(line.len() < 1800, "seed {seed} has {} bytes: {line}", line.len());
+            assert!(
+                line.len() < 1800,
+                "seed {seed} has {} bytes: {line}",
+                line.len()
+            );
             different.insert(line);
         }
-        assert!(different.len() > 900, "{} boots of 1500 seeds", different.len());
+        assert!(
+            different.len() > 900,
+            "{} boots of 1500 seeds",
+            different.len()
+        );
     }
 
     #[test]
     fn the_walk_reaches_every_kill_point_once_before_any_twice() {
         let all = points::all();
         let seeds = all.len() as u64 * 3 / 2 + 2;
-        let reached: Vec<Point> = (1..seeds).filter_map(|seed| Description::of(seed).point).take(all.len()).collect();
+        let reached: Vec<Point> = (1..seeds)
+            .filter_map(|seed| Description::of(seed).point)
+            .take(all.len())
+            .collect();
         assert_eq!(reached, all);
         // A third of all boots is random.
-        let random = (1..=900).filter(|seed| Description::of(*seed).point.is_none()).count();
+        let random = (1..=900)
+            .filter(|seed| Description::of(*seed).point.is_none())
+            .count();
         assert_eq!(random, 300);
     }
 
     #[test]
     fn random_boots_are_of_every_kind() {
         let boots: Vec<Description> = (1..=900).map(|n| Description::of(3 * n)).collect();
-        let has = |word: &str| boots.iter().filter(|boot| boot.traits.iter().any(|t| t.contains(word))).count();
-        for word in ["slow", "old-driver", "confidential", "blackwell", "in-probe", "switches", "busy", "storm", "probe_fail", "init_fail"]
-        {
+        let has = |word: &str| {
+            boots
+                .iter()
+                .filter(|boot| boot.traits.iter().any(|t| t.contains(word)))
+                .count()
+        };
+        for word in [
+            "slow",
+            "old-driver",
+            "confidential",
+            "blackwell",
+            "in-probe",
+            "switches",
+            "busy",
+            "storm",
+            "probe_fail",
+            "init_fail",
+        ] {
             assert!(has(word) > 5, "{word}: {}", has(word));
         }
         for process in Process::ALL {
-            let killed = boots.iter().filter(|boot| matches!(&boot.kill, Some((killed, _)) if *killed == process)).count();
+            let killed = boots
+                .iter()
+                .filter(|boot| matches!(&boot.kill, Some((killed, _)) if *killed == process))
+                .count();
             assert!(killed > 5, "{process:?}: {killed}");
         }
-        assert!(boots.iter().any(|boot| boot.gpus.len() == 16) && boots.iter().any(|boot| boot.gpus.is_empty()));
+        assert!(
+            boots.iter().any(|boot| boot.gpus.len() == 16)
+                && boots.iter().any(|boot| boot.gpus.is_empty())
+        );
     }
 
     #[test]
     fn a_script_kills_at_its_point_and_ends_with_the_report() {
-        let boot = |record| (1..2000).map(Description::of).find(|boot| boot.point.is_some_and(|p| p.when() == record)).unwrap();
+        let boot = |record| {
+            (1..2000)
+                .map(Description::of)
+                .find(|boot| boot.point.is_some_and(|p| p.when() == record))
+                .unwrap()
+        };
         let worker = boot("gpu.removed");
         assert_eq!(
             worker.script(),
             "settled>remove:1;gpu.removed>kill;process.died>sleep:0;rest>spec-gives:0+up:0+reaped:keeper+census+spec-file+counters"
         );
-        let agent = Description { kill: Some((Process::Agent, "settled".into())), ..worker };
+        let agent = Description {
+            kill: Some((Process::Agent, "settled".into())),
+            ..worker
+        };
         assert_eq!(agent.script(), "settled>remove:1;settled>end:agent");
         assert!(agent.command_line().contains("gpuinit.agent=child"));
     }

@@ -21,10 +21,22 @@ pub use points::{all as all_points, out_of_reach};
 use std::time::{Duration, Instant};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "ten_boots_of_the_soak_keep_every_promise", run: ten },
-    VmTest { name: "a_gpu_closed_in_its_initialisation_is_found_by_the_soak", run: closed },
-    VmTest { name: "hot_plugs_at_random_lose_no_gpu_and_lead_no_name_to_another", run: hot_plug },
-    VmTest { name: "a_name_that_leads_to_another_gpu_is_found_by_the_soak", run: exchanged },
+    VmTest {
+        name: "ten_boots_of_the_soak_keep_every_promise",
+        run: ten,
+    },
+    VmTest {
+        name: "a_gpu_closed_in_its_initialisation_is_found_by_the_soak",
+        run: closed,
+    },
+    VmTest {
+        name: "hot_plugs_at_random_lose_no_gpu_and_lead_no_name_to_another",
+        run: hot_plug,
+    },
+    VmTest {
+        name: "a_name_that_leads_to_another_gpu_is_found_by_the_soak",
+        run: exchanged,
+    },
 ];
 
 /// Longest wait for the end of a script, and for a container's answer: a soak runs beside other
@@ -42,7 +54,10 @@ const HOT_PLUGS: u64 = 150;
 fn hot_plug(context: &TestContext) -> Result<Outcome> {
     let said = hot_plugs(context, HOT_PLUGS, 1, "")?;
     ensure!(said.fault.is_empty(), "{said:?}");
-    ensure!(said.containers > 5 && said.checks > 20, "nothing was looked at: {said:?}");
+    ensure!(
+        said.containers > 5 && said.checks > 20,
+        "nothing was looked at: {said:?}"
+    );
     Ok(Outcome::Passed)
 }
 
@@ -68,15 +83,23 @@ pub struct Said {
 pub fn hot_plugs(context: &TestContext, actions: u64, seed: u64, how: &str) -> Result<Said> {
     let times = "fakepci.enable_ms=5 nvidia.s1_ms=20 nvidia.s2_ms=100,30,200 nvidia.s3_ms=20";
     let soak = format!("testagent.guest=hot-plug-soak testagent.soak={actions}:{seed}{how}");
-    let mut booted =
-        Guest::new().append(&format!("fakepci.gpus=8 fakepci.absent=6,7 {times} {soak}")).boot(context, &format!("hot-plug-{seed}"))?;
+    let mut booted = Guest::new()
+        .append(&format!("fakepci.gpus=8 fakepci.absent=6,7 {times} {soak}"))
+        .boot(context, &format!("hot-plug-{seed}"))?;
     booted.settled()?;
     let deadline = super::harness::DEADLINE + std::time::Duration::from_secs(2 * actions);
-    let ended = booted.console.wait_agent_any(deadline, |l| l.get("msg") == "soak ended").context("the soak does not end")?;
+    let ended = booted
+        .console
+        .wait_agent_any(deadline, |l| l.get("msg") == "soak ended")
+        .context("the soak does not end")?;
     booted.still_runs()?;
     let fault = ended.get("fault");
     Ok(Said {
-        fault: if fault.is_empty() { String::new() } else { format!("{fault}, after {}", ended.get("history")) },
+        fault: if fault.is_empty() {
+            String::new()
+        } else {
+            format!("{fault}, after {}", ended.get("history"))
+        },
         kinds: ended.get("kinds").into(),
         containers: ended.get("containers").parse()?,
         checks: ended.get("checks").parse()?,
@@ -103,14 +126,31 @@ fn boot_and_judge(context: &TestContext, description: Description) -> Run {
     let start = Instant::now();
     let first = observe(context, &description);
     let repeated = matches!(&first, Err(error) if error.chain().any(|cause| cause.is::<Silent>()));
-    let observed = if repeated { observe(context, &description) } else { first };
+    let observed = if repeated {
+        observe(context, &description)
+    } else {
+        first
+    };
     let seconds = start.elapsed().as_secs_f64();
     let (findings, seen) = match observed {
         Ok(seen) => (judge::judge(&description, &seen), seen),
-        Err(error) => (vec![Finding { kind: "machine", text: format!("{error:#}") }], Observed::default()),
+        Err(error) => (
+            vec![Finding {
+                kind: "machine",
+                text: format!("{error:#}"),
+            }],
+            Observed::default(),
+        ),
     };
     let kill = judge::kill_of(&description, &seen);
-    Run { description, findings, kill, seen, seconds, repeated }
+    Run {
+        description,
+        findings,
+        kill,
+        seen,
+        seconds,
+        repeated,
+    }
 }
 
 /// The guest with the image that a boot needs.
@@ -128,17 +168,23 @@ fn guest(context: &TestContext, image: Image) -> Result<Guest> {
 /// Boots a guest, waits for the end of its script, and takes all that came out. Fails only where
 /// the machine under the guest does: what did not come is for the judge.
 fn observe(context: &TestContext, boot: &Description) -> Result<Observed> {
-    let guest = guest(context, boot.image)?.cpus(boot.cpus).listener(boot.listener);
+    let guest = guest(context, boot.image)?
+        .cpus(boot.cpus)
+        .listener(boot.listener);
     let mut booted = guest.append(&boot.command_line()).boot(context, "boot")?;
     if boot.ends() {
         // One that runs on is found by the judge.
         let _unused = booted.vm.wait(LONGEST)?;
     } else {
-        let is_over = |line: &AgentLine| line.get("msg") == LAST || line.get("msg") == "script" && !line.get("error").is_empty();
+        let is_over = |line: &AgentLine| {
+            line.get("msg") == LAST || line.get("msg") == "script" && !line.get("error").is_empty()
+        };
         wait_for_line(&mut booted, is_over)?;
         let ends = ["container created", "container failed"];
         for container in &boot.containers {
-            wait_for_line(&mut booted, |line| line.get("container") == container.name && ends.contains(&line.get("msg")))?;
+            wait_for_line(&mut booted, |line| {
+                line.get("container") == container.name && ends.contains(&line.get("msg"))
+            })?;
         }
         match boot.listener {
             Listener::Reads => {}
@@ -146,7 +192,11 @@ fn observe(context: &TestContext, boot: &Description) -> Result<Observed> {
             Listener::HangsUp => booted.receiver.relent(),
             Listener::Absent => booted.receiver.arrive()?,
         }
-        let last = if boot.hangs() { names::GPU_LATE } else { names::SETTLED };
+        let last = if boot.hangs() {
+            names::GPU_LATE
+        } else {
+            names::SETTLED
+        };
         // A boot with an ending of its own is broken on purpose, and may never get there.
         if boot.ending.is_none()
             && let Err(error) = booted.record(last, |r| r.kind == Kind::Event && r.name == last)
@@ -154,7 +204,9 @@ fn observe(context: &TestContext, boot: &Description) -> Result<Observed> {
         {
             return Err(error);
         }
-        let _unused = booted.receiver.wait_until(UNDERWAY, |records| judge::is_complete(boot, records).then_some(()));
+        let _unused = booted.receiver.wait_until(UNDERWAY, |records| {
+            judge::is_complete(boot, records).then_some(())
+        });
     }
     Ok(Observed {
         records: booted.receiver.records(),
@@ -192,8 +244,15 @@ fn holds(run: &Run) -> Result<()> {
 fn ten(context: &TestContext) -> Result<Outcome> {
     // Random ones, and each process killed at the begin of an initialisation.
     let all = points::all();
-    let in_init = |seed: &u64| Description::of(*seed).point.is_some_and(|point| point.when() == format!("{}!begin", names::GPU_INIT));
-    let killed: Vec<u64> = (1..2 * all.len() as u64).filter(in_init).take(points::Process::ALL.len()).collect();
+    let in_init = |seed: &u64| {
+        Description::of(*seed)
+            .point
+            .is_some_and(|point| point.when() == format!("{}!begin", names::GPU_INIT))
+    };
+    let killed: Vec<u64> = (1..2 * all.len() as u64)
+        .filter(in_init)
+        .take(points::Process::ALL.len())
+        .collect();
     for seed in (1..=5).map(|n| 3 * n).chain(killed) {
         holds(&one(context, seed))?;
     }
@@ -208,7 +267,11 @@ fn closed(context: &TestContext) -> Result<Outcome> {
     let run = boot_and_judge(context, boot);
     // The keeper's death may be reported to nobody: the worker dies a moment later.
     for kind in ["closed", "leak", "fate"] {
-        ensure!(run.findings.iter().any(|finding| finding.kind == kind), "nothing of {kind} was found: {:#?}", run.findings);
+        ensure!(
+            run.findings.iter().any(|finding| finding.kind == kind),
+            "nothing of {kind} was found: {:#?}",
+            run.findings
+        );
     }
     Ok(Outcome::Passed)
 }

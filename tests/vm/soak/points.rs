@@ -20,7 +20,13 @@ pub enum Process {
 }
 
 impl Process {
-    pub const ALL: [Self; 5] = [Self::Worker, Self::Keeper, Self::Lane, Self::Opener, Self::Agent];
+    pub const ALL: [Self; 5] = [
+        Self::Worker,
+        Self::Keeper,
+        Self::Lane,
+        Self::Opener,
+        Self::Agent,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -121,7 +127,9 @@ pub fn scene(record: &str) -> Result<Scene, &'static str> {
         names::CONFIDENTIAL => Scene::Confidential,
         names::STREAM_LOST => Scene::Flood,
         names::THREAD_LATE => Scene::NoThreads,
-        names::SERVICE_PLAN | names::SERVICE_START | names::SERVICE_ENDED | names::SERVICE_LOG => Scene::Services,
+        names::SERVICE_PLAN | names::SERVICE_START | names::SERVICE_ENDED | names::SERVICE_LOG => {
+            Scene::Services
+        }
         names::SERVICE_LATE => Scene::ServiceHangs,
         names::PROCESS_DIED => Scene::WorkerDied,
         _ => Scene::Plain,
@@ -140,7 +148,10 @@ pub struct Point {
 impl Point {
     /// The record in a script's words.
     pub fn when(&self) -> String {
-        self.edge.map_or_else(|| self.record.to_string(), |edge| format!("{}!{edge}", self.record))
+        self.edge.map_or_else(
+            || self.record.to_string(),
+            |edge| format!("{}!{edge}", self.record),
+        )
     }
 }
 
@@ -157,13 +168,27 @@ pub fn all() -> Vec<Point> {
         Form::Event => vec![None],
     };
     let reached = RECORDS.iter().filter(|row| scene(row.name).is_ok());
-    let at = reached.flat_map(|row| edges(row.form).into_iter().map(move |edge| (row.name, edge)));
-    at.flat_map(|(record, edge)| Process::ALL.map(|process| Point { process, record, edge })).collect()
+    let at = reached.flat_map(|row| {
+        edges(row.form)
+            .into_iter()
+            .map(move |edge| (row.name, edge))
+    });
+    at.flat_map(|(record, edge)| {
+        Process::ALL.map(|process| Point {
+            process,
+            record,
+            edge,
+        })
+    })
+    .collect()
 }
 
 /// Records that no script can act on, each with its reason.
 pub fn out_of_reach() -> Vec<(&'static str, &'static str)> {
-    RECORDS.iter().filter_map(|row| Some((row.name, scene(row.name).err()?))).collect()
+    RECORDS
+        .iter()
+        .filter_map(|row| Some((row.name, scene(row.name).err()?)))
+        .collect()
 }
 
 #[cfg(test)]
@@ -179,7 +204,10 @@ mod tests {
         assert_eq!(without.len(), 3, "{without:?}");
         for row in RECORDS.iter().filter(|row| scene(row.name).is_ok()) {
             let edges = if row.form == Form::Span { 2 } else { 1 };
-            let count = points.iter().filter(|point| point.record == row.name).count();
+            let count = points
+                .iter()
+                .filter(|point| point.record == row.name)
+                .count();
             assert_eq!(count, edges * Process::ALL.len(), "{}", row.name);
         }
         assert_eq!(points.iter().collect::<BTreeSet<_>>().len(), points.len());
@@ -187,9 +215,23 @@ mod tests {
 
     #[test]
     fn a_point_is_named_in_the_words_of_a_script() {
-        let point = Point { process: Process::Lane, record: names::GPU_ENABLE, edge: Some("begin") };
-        assert_eq!((point.to_string().as_str(), point.process.kill().as_str()), ("lane at gpu.enable!begin", "end:lane"));
-        let point = Point { process: Process::Worker, record: names::SETTLED, edge: None };
-        assert_eq!((point.when().as_str(), point.process.kill().as_str()), ("settled", "kill"));
+        let point = Point {
+            process: Process::Lane,
+            record: names::GPU_ENABLE,
+            edge: Some("begin"),
+        };
+        assert_eq!(
+            (point.to_string().as_str(), point.process.kill().as_str()),
+            ("lane at gpu.enable!begin", "end:lane")
+        );
+        let point = Point {
+            process: Process::Worker,
+            record: names::SETTLED,
+            edge: None,
+        };
+        assert_eq!(
+            (point.when().as_str(), point.process.kill().as_str()),
+            ("settled", "kill")
+        );
     }
 }

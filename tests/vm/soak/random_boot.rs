@@ -17,13 +17,48 @@ struct Host {
 }
 
 const HOSTS: [Host; 8] = [
-    Host { name: "fast", words: "", enable_ms: 5, init_faults: true },
-    Host { name: "medium", words: "", enable_ms: 60, init_faults: true },
-    Host { name: "slow", words: "", enable_ms: 250, init_faults: true },
-    Host { name: "blackwell", words: "fakepci.device=0x2901 nvidia.barfw_ms=60", enable_ms: 20, init_faults: true },
-    Host { name: "confidential", words: CONFIDENTIAL, enable_ms: 20, init_faults: true },
-    Host { name: "old-driver", words: "nvidia.version=535.230.02", enable_ms: 60, init_faults: false },
-    Host { name: "driver 570", words: "nvidia.version=570.124.06", enable_ms: 60, init_faults: true },
+    Host {
+        name: "fast",
+        words: "",
+        enable_ms: 5,
+        init_faults: true,
+    },
+    Host {
+        name: "medium",
+        words: "",
+        enable_ms: 60,
+        init_faults: true,
+    },
+    Host {
+        name: "slow",
+        words: "",
+        enable_ms: 250,
+        init_faults: true,
+    },
+    Host {
+        name: "blackwell",
+        words: "fakepci.device=0x2901 nvidia.barfw_ms=60",
+        enable_ms: 20,
+        init_faults: true,
+    },
+    Host {
+        name: "confidential",
+        words: CONFIDENTIAL,
+        enable_ms: 20,
+        init_faults: true,
+    },
+    Host {
+        name: "old-driver",
+        words: "nvidia.version=535.230.02",
+        enable_ms: 60,
+        init_faults: false,
+    },
+    Host {
+        name: "driver 570",
+        words: "nvidia.version=570.124.06",
+        enable_ms: 60,
+        init_faults: true,
+    },
     Host {
         name: "in-probe",
         words: "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent",
@@ -47,7 +82,13 @@ const FAULTS: [(&str, &str, bool); 10] = [
 ];
 
 /// Records of every boot.
-const ALWAYS: [&str; 5] = ["worker.start!end", "driver.look!end", "topology", "gpu.found", "settled"];
+const ALWAYS: [&str; 5] = [
+    "worker.start!end",
+    "driver.look!end",
+    "topology",
+    "gpu.found",
+    "settled",
+];
 /// Records of a boot with a usable GPU; of that GPU.
 const USABLE: [&str; 2] = ["gpu.bound", "gpu.usable"];
 
@@ -96,22 +137,50 @@ fn word(boot: &mut Description, word: &str) {
 fn settings(boot: &mut Description, host: &Host, random: &mut Random) {
     let gpus = boot.gpus.len() as u64;
     if host.name != "in-probe" {
-        word(boot, &format!("gpuinit.bind={}", random.one_of(&["auto", "insmod", "pipelined", "concurrent"])));
+        word(
+            boot,
+            &format!(
+                "gpuinit.bind={}",
+                random.one_of(&["auto", "insmod", "pipelined", "concurrent"])
+            ),
+        );
     }
-    word(boot, &format!("gpuinit.init={}", random.one_of(&["parallel", "parallel", "serial"])));
-    word(boot, &format!("gpuinit.ready={}", random.one_of(&["bound", "bound", "usable"])));
+    word(
+        boot,
+        &format!(
+            "gpuinit.init={}",
+            random.one_of(&["parallel", "parallel", "serial"])
+        ),
+    );
+    word(
+        boot,
+        &format!(
+            "gpuinit.ready={}",
+            random.one_of(&["bound", "bound", "usable"])
+        ),
+    );
     if random.below(10) == 0 {
         word(boot, "gpuinit.cdi=complete");
     }
-    let lists = [("fakepci.enable_ms", host.enable_ms), ("nvidia.probe_ms", 20), ("nvidia.s1_ms", 30)];
-    for (name, below) in lists.into_iter().chain([("nvidia.s2_ms", 150), ("nvidia.s3_ms", 30)]) {
-        let values: Vec<String> = (0..gpus.max(1)).map(|_| random.below(below).to_string()).collect();
+    let lists = [
+        ("fakepci.enable_ms", host.enable_ms),
+        ("nvidia.probe_ms", 20),
+        ("nvidia.s1_ms", 30),
+    ];
+    for (name, below) in lists
+        .into_iter()
+        .chain([("nvidia.s2_ms", 150), ("nvidia.s3_ms", 30)])
+    {
+        let values: Vec<String> = (0..gpus.max(1))
+            .map(|_| random.below(below).to_string())
+            .collect();
         boot.words.push(format!("{name}={}", values.join(",")));
     }
     if gpus > 1 && random.below(4) == 0 {
         let minors: Vec<String> = (0..gpus).rev().map(|minor| minor.to_string()).collect();
         boot.traits.push("minors reversed".into());
-        boot.words.push(format!("nvidia.minors={}", minors.join(",")));
+        boot.words
+            .push(format!("nvidia.minors={}", minors.join(",")));
     }
 }
 
@@ -120,17 +189,24 @@ fn faults(boot: &mut Description, host: &Host, random: &mut Random) {
     let gpus = boot.gpus.len() as u64;
     for _ in 0..[0, 0, 1, 2][random.below(4) as usize] {
         let (gpu, (fault, reason, of_init)) = (random.below(gpus), random.one_of(&FAULTS));
-        let taken = boot.gpus[gpu as usize] != Fate::Usable || boot.traits.iter().any(|t| t.starts_with(fault));
+        let taken = boot.gpus[gpu as usize] != Fate::Usable
+            || boot.traits.iter().any(|t| t.starts_with(fault));
         if taken || of_init && !host.init_faults {
             continue;
         }
-        let value = if fault == "nvidia.init_code" { format!("{gpu}:0x22:0x65") } else { gpu.to_string() };
+        let value = if fault == "nvidia.init_code" {
+            format!("{gpu}:0x22:0x65")
+        } else {
+            gpu.to_string()
+        };
         word(boot, &format!("{fault}={value}"));
         boot.gpus[gpu as usize] = Fate::Fails(reason);
     }
     // A load without any GPU to probe fails itself, and its reason is each GPU's.
     if boot.given().is_empty() {
-        boot.gpus.iter_mut().for_each(|fate| *fate = Fate::Fails(""));
+        boot.gpus
+            .iter_mut()
+            .for_each(|fate| *fate = Fate::Fails(""));
     }
 }
 
@@ -167,13 +243,33 @@ fn containers(boot: &mut Description, random: &mut Random) {
         return;
     }
     let usable = |fate: &Fate| fate.is_usable();
-    let all = if boot.gpus.iter().all(usable) { Answer::Created } else { Answer::Either };
+    let all = if boot.gpus.iter().all(usable) {
+        Answer::Created
+    } else {
+        Answer::Either
+    };
     let one = random.below(gpus);
-    let of_one = if usable(&boot.gpus[one as usize]) { Answer::Created } else { Answer::Either };
+    let of_one = if usable(&boot.gpus[one as usize]) {
+        Answer::Created
+    } else {
+        Answer::Either
+    };
     boot.containers = vec![
-        Container { name: "all", gpu: None, answer: all },
-        Container { name: "one", gpu: Some(one), answer: of_one },
-        Container { name: "beyond", gpu: Some(gpus), answer: Answer::Refused },
+        Container {
+            name: "all",
+            gpu: None,
+            answer: all,
+        },
+        Container {
+            name: "one",
+            gpu: Some(one),
+            answer: of_one,
+        },
+        Container {
+            name: "beyond",
+            gpu: Some(gpus),
+            answer: Answer::Refused,
+        },
     ];
 }
 
@@ -184,7 +280,14 @@ fn kill(boot: &mut Description, random: &mut Random) {
     } else {
         format!("{}/{}", random.one_of(&USABLE), random.one_of(&usable))
     };
-    let process = random.one_of(&[Process::Worker, Process::Worker, Process::Keeper, Process::Lane, Process::Opener, Process::Agent]);
+    let process = random.one_of(&[
+        Process::Worker,
+        Process::Worker,
+        Process::Keeper,
+        Process::Lane,
+        Process::Opener,
+        Process::Agent,
+    ]);
     boot.kill = Some((process, record));
 }
 
@@ -198,9 +301,16 @@ fn come_again(boot: &mut Description, random: &mut Random) {
     let gpu = random.one_of(&usable);
     boot.gpus[gpu as usize] = Fate::Again;
     boot.traits.push(format!("GPU {gpu} leaves and comes back"));
-    boot.before.push(format!("settled>remove:{gpu};gpu.removed>gone:{gpu}+rescan"));
-    boot.containers.retain(|container| container.name == "beyond");
+    boot.before.push(format!(
+        "settled>remove:{gpu};gpu.removed>gone:{gpu}+rescan"
+    ));
+    boot.containers
+        .retain(|container| container.name == "beyond");
     let other = usable.into_iter().find(|other| *other != gpu);
-    boot.containers.push(Container { name: "one", gpu: other, answer: Answer::Created });
+    boot.containers.push(Container {
+        name: "one",
+        gpu: other,
+        answer: Answer::Created,
+    });
     boot.image = Image::Plain;
 }

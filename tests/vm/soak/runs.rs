@@ -32,7 +32,11 @@ impl Run {
             Kill::NoProcess => "no process",
             Kill::NotReached => "not reached",
         });
-        let start = self.seen.records.iter().find(|r| r.name == names::INIT_START);
+        let start = self
+            .seen
+            .records
+            .iter()
+            .find(|r| r.name == names::INIT_START);
         let mut line = json!({
             "seed": self.description.seed,
             "outcome": if self.holds() { "ok" } else { "failed" },
@@ -42,12 +46,22 @@ impl Run {
             "build": start.and_then(|r| r.fields.get("build")),
             "boot": self.description.short(),
         });
-        let findings: Vec<Value> = self.findings.iter().map(|f| json!({ "kind": f.kind, "text": f.text })).collect();
+        let findings: Vec<Value> = self
+            .findings
+            .iter()
+            .map(|f| json!({ "kind": f.kind, "text": f.text }))
+            .collect();
         let more = [
-            ("point", self.description.point.map(|point| point.to_string().into())),
+            (
+                "point",
+                self.description.point.map(|point| point.to_string().into()),
+            ),
             ("kill", kill.map(Value::from)),
             ("repeated", self.repeated.then_some(true.into())),
-            ("findings", (!findings.is_empty()).then_some(findings.into())),
+            (
+                "findings",
+                (!findings.is_empty()).then_some(findings.into()),
+            ),
         ];
         for (key, value) in more {
             if let Some(value) = value {
@@ -61,8 +75,13 @@ impl Run {
 /// Appends a line, in one piece and on a line of its own.
 pub fn append(path: &Path, line: &Value) -> Result<()> {
     let at = || path.display().to_string();
-    let torn = std::fs::read(path).is_ok_and(|bytes| bytes.last().is_some_and(|last| *last != b'\n'));
-    let mut file = OpenOptions::new().create(true).append(true).open(path).with_context(at)?;
+    let torn =
+        std::fs::read(path).is_ok_and(|bytes| bytes.last().is_some_and(|last| *last != b'\n'));
+    let mut file = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+        .with_context(at)?;
     let text = format!("{}{line}\n", if torn { "\n" } else { "" });
     file.write_all(text.as_bytes()).with_context(at)
 }
@@ -70,12 +89,19 @@ pub fn append(path: &Path, line: &Value) -> Result<()> {
 /// Lines of a file; none where there is no file. A torn line is left out: its boot is done again.
 pub fn read(path: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
-    text.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(|line: &Value| line["seed"].is_u64()).collect()
+    text.lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .filter(|line: &Value| line["seed"].is_u64())
+        .collect()
 }
 
 /// Seeds that are done for this init.
 pub fn done(lines: &[Value], ids: &Ids) -> BTreeSet<u64> {
-    lines.iter().filter(|line| line["init"] == ids.init.as_str()).filter_map(|line| line["seed"].as_u64()).collect()
+    lines
+        .iter()
+        .filter(|line| line["init"] == ids.init.as_str())
+        .filter_map(|line| line["seed"].as_u64())
+        .collect()
 }
 
 /// Counts of a file, for each init and tree.
@@ -83,24 +109,39 @@ pub fn summary(lines: &[Value]) -> String {
     let mut groups: BTreeMap<(&str, &str), Vec<&Value>> = BTreeMap::new();
     for line in lines {
         let id = |key: &str| line[key].as_str().unwrap_or("?");
-        groups.entry((id("init"), id("tree"))).or_default().push(line);
+        groups
+            .entry((id("init"), id("tree")))
+            .or_default()
+            .push(line);
     }
     let points = all_points();
     let mut text = String::new();
     for ((init, tree), group) in groups {
-        let seeds: BTreeSet<u64> = group.iter().filter_map(|line| line["seed"].as_u64()).collect();
+        let seeds: BTreeSet<u64> = group
+            .iter()
+            .filter_map(|line| line["seed"].as_u64())
+            .collect();
         let of = |key: &str, value: &str| group.iter().filter(|line| line[key] == value).count();
         let at = |kill: &str| {
-            let named = group.iter().filter(|line| line["kill"] == kill).filter_map(|line| line["point"].as_str());
+            let named = group
+                .iter()
+                .filter(|line| line["kill"] == kill)
+                .filter_map(|line| line["point"].as_str());
             named.collect::<BTreeSet<_>>()
         };
         let (killed, without) = (at("done"), at("no process"));
         let without = without.difference(&killed).count();
-        let seconds: f64 = group.iter().filter_map(|line| line["seconds"].as_f64()).sum();
+        let seconds: f64 = group
+            .iter()
+            .filter_map(|line| line["seconds"].as_f64())
+            .sum();
         let mut kinds: BTreeMap<&str, BTreeSet<u64>> = BTreeMap::new();
         for line in &group {
             for finding in line["findings"].as_array().into_iter().flatten() {
-                kinds.entry(finding["kind"].as_str().unwrap_or("?")).or_default().extend(line["seed"].as_u64());
+                kinds
+                    .entry(finding["kind"].as_str().unwrap_or("?"))
+                    .or_default()
+                    .extend(line["seed"].as_u64());
             }
         }
         let _infallible = writeln!(
@@ -130,7 +171,10 @@ mod tests {
     use super::*;
 
     fn ids(init: &str) -> Ids {
-        Ids { init: init.into(), tree: "t".into() }
+        Ids {
+            init: init.into(),
+            tree: "t".into(),
+        }
     }
 
     #[test]
@@ -138,13 +182,25 @@ mod tests {
         let path = std::env::temp_dir().join(format!("kata-gpu-soak-runs-{}", std::process::id()));
         let _unused = std::fs::remove_file(&path);
         for seed in [1, 2] {
-            append(&path, &json!({ "seed": seed, "init": "a", "outcome": "ok" })).unwrap();
+            append(
+                &path,
+                &json!({ "seed": seed, "init": "a", "outcome": "ok" }),
+            )
+            .unwrap();
         }
         // Stopped amid the third line.
-        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"seed\":3,\"ini").unwrap();
+        OpenOptions::new()
+            .append(true)
+            .open(&path)
+            .unwrap()
+            .write_all(b"{\"seed\":3,\"ini")
+            .unwrap();
         append(&path, &json!({ "seed": 4, "init": "b", "outcome": "ok" })).unwrap();
         let lines = read(&path);
-        assert_eq!((done(&lines, &ids("a")), done(&lines, &ids("b"))), (BTreeSet::from([1, 2]), BTreeSet::from([4])));
+        assert_eq!(
+            (done(&lines, &ids("a")), done(&lines, &ids("b"))),
+            (BTreeSet::from([1, 2]), BTreeSet::from([4]))
+        );
         std::fs::remove_file(path).unwrap();
     }
 
@@ -159,8 +215,17 @@ mod tests {
         ];
         let text = summary(&lines);
         let count = all_points().len();
-        assert!(text.starts_with("init a, tree t: 3 boots of 3 seeds, 2 ok, 1 failed, 8 s of guests\n"), "{text}");
-        assert!(text.contains(&format!("  kill points: 2 of {count}; at 1 of them")), "{text}");
-        assert!(text.ends_with("  failures of closed: seeds {3}\n"), "{text}");
+        assert!(
+            text.starts_with("init a, tree t: 3 boots of 3 seeds, 2 ok, 1 failed, 8 s of guests\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains(&format!("  kill points: 2 of {count}; at 1 of them")),
+            "{text}"
+        );
+        assert!(
+            text.ends_with("  failures of closed: seeds {3}\n"),
+            "{text}"
+        );
     }
 }

@@ -73,7 +73,11 @@ impl Plan {
             Kind::Link => LINK,
             _ => FILE,
         };
-        self.new.push(New { mode, nlink: if is_directory { 2 } else { 1 }, data });
+        self.new.push(New {
+            mode,
+            nlink: if is_directory { 2 } else { 1 },
+            data,
+        });
         let (names, at) = match parent {
             Parent::Old(at) => (&mut self.in_old, *at),
             Parent::New(at) => (&mut self.in_new, *at),
@@ -91,24 +95,55 @@ impl Plan {
 /// Computes the edit without changing the file system.
 pub fn edit(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Edit> {
     let superblock = &fs.superblock;
-    let (at, inodes_before) = place_of_former(fs, tree, wanted)?.unwrap_or((superblock.bytes(), superblock.inodes));
-    let old = |id: Id| tree.node(id).entry.filter(|index| fs.inodes.get(*index).is_some_and(|inode| inode.at < at));
-    let root = tree.find("/").and_then(old).context("the root has no inode")?;
-    let sbin = tree.find_no_follow(wanted.sbin).and_then(old).with_context(|| format!("{} has no inode", wanted.sbin))?;
+    let (at, inodes_before) =
+        place_of_former(fs, tree, wanted)?.unwrap_or((superblock.bytes(), superblock.inodes));
+    let old = |id: Id| {
+        tree.node(id)
+            .entry
+            .filter(|index| fs.inodes.get(*index).is_some_and(|inode| inode.at < at))
+    };
+    let root = tree
+        .find("/")
+        .and_then(old)
+        .context("the root has no inode")?;
+    let sbin = tree
+        .find_no_follow(wanted.sbin)
+        .and_then(old)
+        .with_context(|| format!("{} has no inode", wanted.sbin))?;
     let mut plan = Plan::default();
-    plan.add(&Parent::Old(root), "init", Kind::File.bits() | 0o755, wanted.init.to_vec());
-    plan.add(&Parent::Old(sbin), "init", Kind::Link.bits() | 0o777, wanted.link().to_vec());
+    plan.add(
+        &Parent::Old(root),
+        "init",
+        Kind::File.bits() | 0o755,
+        wanted.init.to_vec(),
+    );
+    plan.add(
+        &Parent::Old(sbin),
+        "init",
+        Kind::Link.bits() | 0o777,
+        wanted.link().to_vec(),
+    );
     if let Some(program) = wanted.helper {
         let directory = helper::DIRECTORIES[1];
-        let directory = tree.find_no_follow(directory).and_then(old).with_context(|| format!("{directory} has no inode"))?;
-        plan.add(&Parent::Old(directory), PROGRAM, Kind::File.bits() | 0o755, program.to_vec());
+        let directory = tree
+            .find_no_follow(directory)
+            .and_then(old)
+            .with_context(|| format!("{directory} has no inode"))?;
+        plan.add(
+            &Parent::Old(directory),
+            PROGRAM,
+            Kind::File.bits() | 0o755,
+            program.to_vec(),
+        );
     }
     if let Some(list) = wanted.list {
         let mut parent = Parent::Old(root);
         for (path, name) in LIST_DIRECTORIES {
             parent = match tree.find_no_follow(path).and_then(old) {
                 Some(index) => Parent::Old(index),
-                None => Parent::New(plan.add(&parent, name, Kind::Directory.bits() | 0o755, Vec::new())),
+                None => {
+                    Parent::New(plan.add(&parent, name, Kind::Directory.bits() | 0o755, Vec::new()))
+                }
             };
         }
         plan.add(&parent, LIST_NAME, Kind::File.bits() | 0o644, list.to_vec());
@@ -120,14 +155,22 @@ pub fn edit(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Edit> {
 /// data after that offset.
 fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u64, u64)>> {
     let superblock = &fs.superblock;
-    let Some(init) = tree.find_no_follow("/init").and_then(|id| fs.inodes.get(tree.node(id).entry?)) else { return Ok(None) };
+    let Some(init) = tree
+        .find_no_follow("/init")
+        .and_then(|id| fs.inodes.get(tree.node(id).entry?))
+    else {
+        return Ok(None);
+    };
     let at = init.at / superblock.block * superblock.block;
     let mut mark = [0; MARK.len() + 8];
     exact(&fs.source, at, &mut mark)?;
     if !mark.starts_with(MARK) || at <= superblock.meta {
         return Ok(None);
     }
-    let mut replaced = BTreeSet::from([b"/init".to_vec(), format!("{}/init", wanted.sbin).into_bytes()]);
+    let mut replaced = BTreeSet::from([
+        b"/init".to_vec(),
+        format!("{}/init", wanted.sbin).into_bytes(),
+    ]);
     let mut changed = BTreeSet::from([b"/".to_vec(), wanted.sbin.as_bytes().to_vec()]);
     if wanted.helper.is_some() {
         replaced.insert(helper::path().into_bytes());
@@ -138,7 +181,10 @@ fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u
             changed.insert(path.as_bytes().to_vec());
             // Replace a directory of the former edit if nothing else is in it.
             let only = |id: Id| {
-                tree.list(id).all(|(name, _)| name == LIST_NAME.as_bytes() || LIST_DIRECTORIES.iter().any(|l| l.1.as_bytes() == name))
+                tree.list(id).all(|(name, _)| {
+                    name == LIST_NAME.as_bytes()
+                        || LIST_DIRECTORIES.iter().any(|l| l.1.as_bytes() == name)
+                })
             };
             if tree.find_no_follow(path).is_some_and(only) {
                 replaced.insert(path.as_bytes().to_vec());
@@ -147,12 +193,20 @@ fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u
         replaced.insert(wanted.list_path().into_bytes());
     }
     let stays = |index: usize, path: &[u8]| {
-        let Some(inode) = fs.inodes.get(index) else { return false };
+        let Some(inode) = fs.inodes.get(index) else {
+            return false;
+        };
         let data = superblock.data_at(inode);
-        inode.behind <= at && data.is_none_or(|data| data < at || changed.contains(path)) || replaced.contains(path)
+        inode.behind <= at && data.is_none_or(|data| data < at || changed.contains(path))
+            || replaced.contains(path)
     };
-    let all = std::iter::once(crate::images::unpacked_root::ROOT).chain(tree.below(crate::images::unpacked_root::ROOT));
-    let sound = all.into_iter().all(|id| tree.node(id).entry.is_some_and(|index| stays(index, &tree.path(id))));
+    let all = std::iter::once(crate::images::unpacked_root::ROOT)
+        .chain(tree.below(crate::images::unpacked_root::ROOT));
+    let sound = all.into_iter().all(|id| {
+        tree.node(id)
+            .entry
+            .is_some_and(|index| stays(index, &tree.path(id)))
+    });
     Ok(sound.then(|| (at, erofs::number::<8>(&mark, MARK.len()))))
 }
 
@@ -164,14 +218,35 @@ fn lay_out(fs: &Erofs, mut plan: Plan, at: u64, inodes_before: u64) -> Result<Ed
     let nid = |index: usize| (inode_at(index) - superblock.meta) / SLOT;
     // A directory contains the inode numbers of itself and of its parent.
     let above: BTreeMap<usize, u64> = {
-        let of_old = plan.in_old.iter().flat_map(|(at, names)| names.iter().map(move |name| (name.1, fs.inodes.get(*at).map(|i| i.nid))));
-        let of_new = plan.in_new.iter().flat_map(|(at, names)| names.iter().map(move |name| (name.1, Some(nid(*at)))));
-        of_old.chain(of_new).filter_map(|(index, nid)| Some((index, nid?))).collect()
+        let of_old = plan.in_old.iter().flat_map(|(at, names)| {
+            names
+                .iter()
+                .map(move |name| (name.1, fs.inodes.get(*at).map(|i| i.nid)))
+        });
+        let of_new = plan
+            .in_new
+            .iter()
+            .flat_map(|(at, names)| names.iter().map(move |name| (name.1, Some(nid(*at)))));
+        of_old
+            .chain(of_new)
+            .filter_map(|(index, nid)| Some((index, nid?)))
+            .collect()
     };
     for (index, names) in &plan.in_new {
-        let own = |name: &[u8], nid| Dirent { nid, kind: DIRECTORY, name: name.to_vec() };
-        let mut all = vec![own(b".", nid(*index)), own(b"..", above.get(index).copied().unwrap_or(superblock.root))];
-        all.extend(names.iter().map(|(name, index, kind)| Dirent { nid: nid(*index), kind: *kind, name: name.as_bytes().to_vec() }));
+        let own = |name: &[u8], nid| Dirent {
+            nid,
+            kind: DIRECTORY,
+            name: name.to_vec(),
+        };
+        let mut all = vec![
+            own(b".", nid(*index)),
+            own(b"..", above.get(index).copied().unwrap_or(superblock.root)),
+        ];
+        all.extend(names.iter().map(|(name, index, kind)| Dirent {
+            nid: nid(*index),
+            kind: *kind,
+            name: name.as_bytes().to_vec(),
+        }));
         if let Some(new) = plan.new.get_mut(*index) {
             new.data = directory(all, block);
         }
@@ -187,8 +262,17 @@ fn lay_out(fs: &Erofs, mut plan: Plan, at: u64, inodes_before: u64) -> Result<Ed
         u32::try_from(start).context("more blocks than an erofs file system can have")
     };
     for (index, new) in plan.new.iter().enumerate() {
-        let start = if new.data.is_empty() { 0 } else { put(&mut added, &new.data)? };
-        let bytes = inode(new, start, (inodes_before + 1 + index as u64) as u32, superblock.build_time);
+        let start = if new.data.is_empty() {
+            0
+        } else {
+            put(&mut added, &new.data)?
+        };
+        let bytes = inode(
+            new,
+            start,
+            (inodes_before + 1 + index as u64) as u32,
+            superblock.build_time,
+        );
         let slot = (inode_at(index) - at) as usize;
         added[slot..slot + bytes.len()].copy_from_slice(&bytes);
     }
@@ -196,19 +280,33 @@ fn lay_out(fs: &Erofs, mut plan: Plan, at: u64, inodes_before: u64) -> Result<Ed
     for (index, names) in &plan.in_old {
         let old = fs.inodes.get(*index).context("no such inode")?;
         let entry = fs.image.entries.get(*index).context("no such entry")?;
-        let bytes = entry.data.bytes(u64::from(u32::MAX)).with_context(|| format!("read directory {}", escaped(&entry.name)))?;
+        let bytes = entry
+            .data
+            .bytes(u64::from(u32::MAX))
+            .with_context(|| format!("read directory {}", escaped(&entry.name)))?;
         let mut all = erofs::dirents(&bytes, block)?;
-        let new_directories = names.iter().filter(|(name, _, kind)| *kind == DIRECTORY && all.iter().all(|d| d.name != name.as_bytes()));
+        let new_directories = names.iter().filter(|(name, _, kind)| {
+            *kind == DIRECTORY && all.iter().all(|d| d.name != name.as_bytes())
+        });
         let nlink = old.nlink + new_directories.count() as u32;
         for (name, new, kind) in names {
             all.retain(|dirent| dirent.name != name.as_bytes());
-            all.push(Dirent { nid: nid(*new), kind: *kind, name: name.as_bytes().to_vec() });
+            all.push(Dirent {
+                nid: nid(*new),
+                kind: *kind,
+                name: name.as_bytes().to_vec(),
+            });
         }
         let data = directory(all, block);
         let start = put(&mut added, &data)?;
         patches.extend(directory_inode(fs, old, nlink, data.len() as u64, start)?);
     }
-    patch_superblock(fs, &mut patches, at + added.len() as u64, inodes_before + plan.new.len() as u64)?;
+    patch_superblock(
+        fs,
+        &mut patches,
+        at + added.len() as u64,
+        inodes_before + plan.new.len() as u64,
+    )?;
     Ok(Edit { patches, at, added })
 }
 
@@ -256,25 +354,47 @@ fn inode(new: &New, start: u32, number: u32, mtime: u64) -> [u8; INODE as usize]
 }
 
 /// Patches of a changed directory's inode.
-fn directory_inode(fs: &Erofs, old: &Inode, nlink: u32, size: u64, start: u32) -> Result<Vec<(u64, Vec<u8>)>> {
+fn directory_inode(
+    fs: &Erofs,
+    old: &Inode,
+    nlink: u32,
+    size: u64,
+    start: u32,
+) -> Result<Vec<(u64, Vec<u8>)>> {
     let mut format = [0; 2];
     exact(&fs.source, old.at, &mut format)?;
     let format = u16::from_le_bytes(format) & !LAYOUT;
-    let mut patches = vec![(old.at, format.to_le_bytes().to_vec()), (old.at + 16, start.to_le_bytes().to_vec())];
+    let mut patches = vec![
+        (old.at, format.to_le_bytes().to_vec()),
+        (old.at + 16, start.to_le_bytes().to_vec()),
+    ];
     if old.is_extended {
         patches.push((old.at + 8, size.to_le_bytes().to_vec()));
         patches.push((old.at + 44, nlink.to_le_bytes().to_vec()));
     } else {
-        ensure!(u16::try_from(nlink).is_ok() && u32::try_from(size).is_ok(), "a directory of {nlink} links is too large for its inode");
+        ensure!(
+            u16::try_from(nlink).is_ok() && u32::try_from(size).is_ok(),
+            "a directory of {nlink} links is too large for its inode"
+        );
         patches.push((old.at + 8, (size as u32).to_le_bytes().to_vec()));
         patches.push((old.at + 6, (nlink as u16).to_le_bytes().to_vec()));
     }
     Ok(patches)
 }
 
-fn patch_superblock(fs: &Erofs, patches: &mut BTreeMap<u64, Vec<u8>>, bytes: u64, inodes: u64) -> Result<()> {
-    let Superblock { block, has_checksum, .. } = fs.superblock;
-    let blocks = u32::try_from(bytes / block).context("more blocks than an erofs file system can have")?;
+fn patch_superblock(
+    fs: &Erofs,
+    patches: &mut BTreeMap<u64, Vec<u8>>,
+    bytes: u64,
+    inodes: u64,
+) -> Result<()> {
+    let Superblock {
+        block,
+        has_checksum,
+        ..
+    } = fs.superblock;
+    let blocks =
+        u32::try_from(bytes / block).context("more blocks than an erofs file system can have")?;
     patches.insert(SUPERBLOCK + 16, inodes.to_le_bytes().to_vec());
     patches.insert(SUPERBLOCK + 36, blocks.to_le_bytes().to_vec());
     if has_checksum {
@@ -287,7 +407,10 @@ fn patch_superblock(fs: &Erofs, patches: &mut BTreeMap<u64, Vec<u8>>, bytes: u64
             let length = bytes.len().min(sum_of.len() - begin);
             sum_of[begin..begin + length].copy_from_slice(&bytes[..length]);
         }
-        patches.insert(SUPERBLOCK + 4, erofs::checksum(&sum_of).to_le_bytes().to_vec());
+        patches.insert(
+            SUPERBLOCK + 4,
+            erofs::checksum(&sum_of).to_le_bytes().to_vec(),
+        );
     }
     Ok(())
 }
@@ -303,7 +426,11 @@ mod tests {
 
     #[test]
     fn a_directory_is_sorted_and_its_blocks_are_read_again() {
-        let name = |index: u32| Dirent { nid: u64::from(index) << 33, kind: FILE, name: format!("{:>0200}", index * 7 % 64).into_bytes() };
+        let name = |index: u32| Dirent {
+            nid: u64::from(index) << 33,
+            kind: FILE,
+            name: format!("{:>0200}", index * 7 % 64).into_bytes(),
+        };
         let mut all: Vec<Dirent> = (0..64).map(name).collect();
         let bytes = directory(all.clone(), 4096);
         all.sort_by(|a, b| a.name.cmp(&b.name));

@@ -10,8 +10,8 @@ pub mod debugfs;
 pub mod erofs;
 pub mod erofs_edit;
 pub mod ext4;
-pub mod reading_limits; // bounds of what is read from one image
 mod partition;
+pub mod reading_limits; // bounds of what is read from one image
 pub mod tool_sandbox;
 pub mod wanted;
 
@@ -110,11 +110,21 @@ impl Root {
 /// Reading all of them would take days.
 fn limit_contents(root: &Root, bytes: u64) -> Result<()> {
     let is_read = |index: usize| match root {
-        Root::Erofs(fs) => fs.inodes.get(index).is_some_and(|inode| inode.layout != erofs::Layout::Compressed),
+        Root::Erofs(fs) => fs
+            .inodes
+            .get(index)
+            .is_some_and(|inode| inode.layout != erofs::Layout::Compressed),
         Root::Ext4(_) => true,
     };
-    let files = root.image().entries.iter().enumerate().filter(|(index, entry)| entry.header.kind() == Kind::File && is_read(*index));
-    let claimed = files.fold(0_u64, |sum, (_, entry)| sum.saturating_add(entry.data.length));
+    let files = root
+        .image()
+        .entries
+        .iter()
+        .enumerate()
+        .filter(|(index, entry)| entry.header.kind() == Kind::File && is_read(*index));
+    let claimed = files.fold(0_u64, |sum, (_, entry)| {
+        sum.saturating_add(entry.data.length)
+    });
     let most = bytes.saturating_mul(MAX_RATIO).saturating_add(FREE_BYTES);
     ensure!(
         claimed <= most,
@@ -138,49 +148,106 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
     let init = read_init(&wish.init)?;
     let shown = wish.image.display();
     let image = open(&wish.image)?;
-    let length = image.metadata().with_context(|| format!("look at image {shown}"))?.len();
+    let length = image
+        .metadata()
+        .with_context(|| format!("look at image {shown}"))?
+        .len();
     let disk = disk::look(&image, length).with_context(|| format!("read image {shown}"))?;
-    let disk = disk.map_err(|why| anyhow::anyhow!("{shown}: {why}: this takes erofs and ext4 (an initrd: kata-gpu-boot initrd repack)"))?;
+    let disk = disk.map_err(|why| {
+        anyhow::anyhow!(
+            "{shown}: {why}: this takes erofs and ext4 (an initrd: kata-gpu-boot initrd repack)"
+        )
+    })?;
     // Create the output first: an unusable name must fail before an hour of work.
     let mut output = Output::create(&wish.output, Form::Plain)?;
     let work = Work::new()?;
-    let old = Content::of_file(image.try_clone()?)?.part(disk.root_at..disk.root_at + disk.root_bytes);
-    copy_sparse(&old, &work.image())
-        .with_context(|| format!("copy the root of {shown} to {} (TMPDIR names another place)", work.image().display()))?;
+    let old =
+        Content::of_file(image.try_clone()?)?.part(disk.root_at..disk.root_at + disk.root_bytes);
+    copy_sparse(&old, &work.image()).with_context(|| {
+        format!(
+            "copy the root of {shown} to {} (TMPDIR names another place)",
+            work.image().display()
+        )
+    })?;
     let name = disk.root.name();
     let check = match disk.root {
         FileSystem::Erofs => Tool::CheckErofs,
         FileSystem::Ext4 => Tool::CheckExt4,
     };
     let (sound, said) = work.run(check)?;
-    ensure!(sound, "{shown}: its {name} file system is not sound, and nothing of it is used: {said}");
-    let root = Root::read(disk.root, old.clone())
-        .with_context(|| format!("{shown}: its {name} file system is not sound, and nothing of it is used"))?;
+    ensure!(
+        sound,
+        "{shown}: its {name} file system is not sound, and nothing of it is used: {said}"
+    );
+    let root = Root::read(disk.root, old.clone()).with_context(|| {
+        format!("{shown}: its {name} file system is not sound, and nothing of it is used")
+    })?;
     limit_contents(&root, disk.root_bytes).with_context(|| format!("image {shown}"))?;
     let tree = Tree::new(root.image()).with_context(|| format!("read image {shown}"))?;
     let sbin = wanted::sbin(&tree).with_context(|| format!("image {shown}"))?;
     check_arch(&wish.init, &init, &tree).with_context(|| format!("image {shown}"))?;
     wanted::check_list_place(&tree).with_context(|| format!("image {shown}"))?;
     let helper = helper::read(&wish.helper, &tree)?;
-    let list = if wish.manifest { driver_files(root.image(), &tree)? } else { Err("not asked for".into()) };
+    let list = if wish.manifest {
+        driver_files(root.image(), &tree)?
+    } else {
+        Err("not asked for".into())
+    };
     let bytes = helper.as_ref().ok().map(|(_, bytes)| bytes.as_slice());
-    let wanted = Wanted { init: &init, sbin, helper: bytes, list: list.as_ref().ok().map(|(text, _)| text.as_slice()) };
+    let wanted = Wanted {
+        init: &init,
+        sbin,
+        helper: bytes,
+        list: list.as_ref().ok().map(|(text, _)| text.as_slice()),
+    };
     let changed = change(&work, &root, &tree, &wanted)?;
     let (sound, said) = work.run(check)?;
-    ensure!(sound, "the changed {name} file system is not sound (is the file system full?): {said}");
+    ensure!(
+        sound,
+        "the changed {name} file system is not sound (is the file system full?): {said}"
+    );
     let new_root = open(&work.image())?;
     let root_bytes = new_root.metadata()?.len();
     let grown = partition::grow(&image, &disk, root_bytes, &work.path("/work/table"))?;
-    write(&image, length, &disk, &new_root, root_bytes, grown.as_ref(), &mut output)?;
+    write(
+        &image,
+        length,
+        &disk,
+        &new_root,
+        root_bytes,
+        grown.as_ref(),
+        &mut output,
+    )?;
     let written = output.end()?;
-    let (differences, helper_lacks) = check_written(&written, &disk, &old, &root, &tree, &wanted, &changed)
-        .context("the written image differs from the intended one, and is removed")?;
-    let kept = tree.below(ROOT).len() + 1 - differences.iter().filter(|d| !matches!(d.what, diff::Change::Added(_))).count();
-    let modules = ["/lib/modules", "/usr/lib/modules"].iter().filter_map(|path| tree.find(path));
-    let has_module = modules.into_iter().any(|id| tree.below(id).into_iter().any(|id| tree.name(id).starts_with(b"nvidia.ko")));
+    let (differences, helper_lacks) =
+        check_written(&written, &disk, &old, &root, &tree, &wanted, &changed)
+            .context("the written image differs from the intended one, and is removed")?;
+    let kept = tree.below(ROOT).len() + 1
+        - differences
+            .iter()
+            .filter(|d| !matches!(d.what, diff::Change::Added(_)))
+            .count();
+    let modules = ["/lib/modules", "/usr/lib/modules"]
+        .iter()
+        .filter_map(|path| tree.find(path));
+    let has_module = modules.into_iter().any(|id| {
+        tree.below(id)
+            .into_iter()
+            .any(|id| tree.name(id).starts_with(b"nvidia.ko"))
+    });
     let grown = grown.map(|grown| grown.partition);
     let (manifest, helper) = (list.map(|(_, files)| files), helper.map(|(path, _)| path));
-    Ok(Replaced { written, disk, grown, kept, differences, manifest, helper, helper_lacks, has_module })
+    Ok(Replaced {
+        written,
+        disk,
+        grown,
+        kept,
+        differences,
+        manifest,
+        helper,
+        helper_lacks,
+        has_module,
+    })
 }
 
 fn open(path: &Path) -> Result<File> {
@@ -191,8 +258,13 @@ fn open(path: &Path) -> Result<File> {
 fn read_init(path: &Path) -> Result<Vec<u8>> {
     let shown = path.display();
     let file = Content::of_file(open(path)?)?;
-    let init = file.bytes(MAX_INIT).with_context(|| format!("read init {shown}"))?;
-    ensure!(init.starts_with(b"\x7fELF"), "init {shown}: not an ELF file (INIT is the program kata-gpu-init)");
+    let init = file
+        .bytes(MAX_INIT)
+        .with_context(|| format!("read init {shown}"))?;
+    ensure!(
+        init.starts_with(b"\x7fELF"),
+        "init {shown}: not an ELF file (INIT is the program kata-gpu-init)"
+    );
     let head = init.get(..PAGE).unwrap_or(&init);
     // The first page holds a loader's path. An image has no libraries for such an init.
     ensure!(
@@ -212,9 +284,16 @@ fn read_init(path: &Path) -> Result<Vec<u8>> {
 /// be read (it may be compressed) is no reason to refuse.
 fn check_arch(path: &Path, init: &[u8], tree: &Tree) -> Result<()> {
     let mut head = [0; Arch::HEAD];
-    let agent = tree.find(&*AGENT.to_string_lossy()).and_then(|id| tree.content(id));
-    let length = agent.and_then(|agent| agent.read_at(&mut head, 0).ok()).unwrap_or(0);
-    if let (Some(inits), Some(agents)) = (Arch::of_head(init), head.get(..length).and_then(Arch::of_head)) {
+    let agent = tree
+        .find(&*AGENT.to_string_lossy())
+        .and_then(|id| tree.content(id));
+    let length = agent
+        .and_then(|agent| agent.read_at(&mut head, 0).ok())
+        .unwrap_or(0);
+    if let (Some(inits), Some(agents)) = (
+        Arch::of_head(init),
+        head.get(..length).and_then(Arch::of_head),
+    ) {
         ensure!(
             inits == agents,
             "init {} is for {inits}, and the image's agent for {agents}: build it with cargo build --release --target {agents}-unknown-linux-musl \
@@ -227,7 +306,11 @@ fn check_arch(path: &Path, init: &[u8], tree: &Tree) -> Result<()> {
 
 /// Copies a root, with holes in place of zeros.
 fn copy_sparse(from: &Content, to: &Path) -> Result<()> {
-    let file = File::options().write(true).create_new(true).mode(0o600).open(to)?;
+    let file = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(to)?;
     let mut at = 0;
     from.chunks(|chunk| {
         if chunk.iter().any(|byte| *byte != 0) {
@@ -242,14 +325,27 @@ fn copy_sparse(from: &Content, to: &Path) -> Result<()> {
 
 /// The list of the driver's files with their number. The inner error is the reason for no list.
 fn driver_files(image: &Image, tree: &Tree) -> Result<Result<(Vec<u8>, usize), String>> {
-    let question = Question { user_space: false, ..Question::default() };
-    let version = verify::check(image, tree, &question).driver.and_then(|driver| driver.version);
+    let question = Question {
+        user_space: false,
+        ..Question::default()
+    };
+    let version = verify::check(image, tree, &question)
+        .driver
+        .and_then(|driver| driver.version);
     let view = match View::new(tree, driver_list::wanted) {
         Ok(view) => view,
         Err(error) => {
-            let compressed = error.chain().filter_map(|e| e.downcast_ref::<io::Error>()).any(|e| e.kind() == io::ErrorKind::Unsupported);
-            let why = "the file system is compressed: guests look for the driver's files at each boot";
-            return if compressed { Ok(Err(why.into())) } else { Err(error) };
+            let compressed = error
+                .chain()
+                .filter_map(|e| e.downcast_ref::<io::Error>())
+                .any(|e| e.kind() == io::ErrorKind::Unsupported);
+            let why =
+                "the file system is compressed: guests look for the driver's files at each boot";
+            return if compressed {
+                Ok(Err(why.into()))
+            } else {
+                Err(error)
+            };
         }
     };
     driver_list::of(&view, version.as_deref(), driver_list::path().as_bytes())
@@ -269,18 +365,39 @@ fn change(work: &Work, root: &Root, tree: &Tree, wanted: &Wanted) -> Result<Chan
     match root {
         Root::Erofs(fs) => {
             let edit = erofs_edit::edit(fs, tree, wanted)?;
-            let file = File::options().write(true).open(work.image()).context("open the copy")?;
-            file.set_len(edit.at).and_then(|()| file.set_len(edit.bytes())).context("change the copy")?;
+            let file = File::options()
+                .write(true)
+                .open(work.image())
+                .context("open the copy")?;
+            file.set_len(edit.at)
+                .and_then(|()| file.set_len(edit.bytes()))
+                .context("change the copy")?;
             for (at, bytes) in edit.patches.iter().chain([(&edit.at, &edit.added)]) {
-                file.write_all_at(bytes, *at).context("change the copy (TMPDIR names another place)")?;
+                file.write_all_at(bytes, *at)
+                    .context("change the copy (TMPDIR names another place)")?;
             }
-            Ok(Changed { from: edit.at, places: edit.patches.iter().map(|(at, bytes)| *at..*at + bytes.len() as u64).collect() })
+            Ok(Changed {
+                from: edit.at,
+                places: edit
+                    .patches
+                    .iter()
+                    .map(|(at, bytes)| *at..*at + bytes.len() as u64)
+                    .collect(),
+            })
         }
         Root::Ext4(_) => {
-            let put = |path: PathBuf, bytes: &[u8]| std::fs::write(&path, bytes).with_context(|| format!("write {}", path.display()));
+            let put = |path: PathBuf, bytes: &[u8]| {
+                std::fs::write(&path, bytes).with_context(|| format!("write {}", path.display()))
+            };
             put(work.path(tool_sandbox::INIT), wanted.init)?;
-            put(work.path(tool_sandbox::HELPER), wanted.helper.unwrap_or_default())?;
-            put(work.path(tool_sandbox::LIST), wanted.list.unwrap_or_default())?;
+            put(
+                work.path(tool_sandbox::HELPER),
+                wanted.helper.unwrap_or_default(),
+            )?;
+            put(
+                work.path(tool_sandbox::LIST),
+                wanted.list.unwrap_or_default(),
+            )?;
             put(work.commands(), debugfs::commands(tree, wanted).as_bytes())?;
             let (done, said) = work.run(Tool::ChangeExt4)?;
             ensure!(done, "debugfs failed: {said}");
@@ -301,7 +418,8 @@ fn write(
 ) -> Result<()> {
     let old = Content::of_file(image.try_clone()?)?;
     let root = Content::of_file(root.try_clone()?)?;
-    let zeros = |length: u64, out: &mut Output| io::copy(&mut io::repeat(0).take(length), out).map(|_| ());
+    let zeros =
+        |length: u64, out: &mut Output| io::copy(&mut io::repeat(0).take(length), out).map(|_| ());
     let mut put = || -> io::Result<()> {
         if disk.table == Table::None {
             return copy(&root, out);
@@ -337,8 +455,12 @@ fn check_written(
     let file = open(written.temporary())?;
     let length = file.metadata()?.len();
     let new_disk = disk::look(&file, length)?.map_err(|why| anyhow::anyhow!(why))?;
-    ensure!((new_disk.table, new_disk.root, new_disk.root_at) == (disk.table, disk.root, disk.root_at), "the partition table is another");
-    let new = Content::of_file(file)?.part(new_disk.root_at..new_disk.root_at + new_disk.root_bytes);
+    ensure!(
+        (new_disk.table, new_disk.root, new_disk.root_at) == (disk.table, disk.root, disk.root_at),
+        "the partition table is another"
+    );
+    let new =
+        Content::of_file(file)?.part(new_disk.root_at..new_disk.root_at + new_disk.root_bytes);
     let after = match root {
         Root::Erofs(fs) => {
             compare_bytes(old, &new, changed)?;
@@ -351,19 +473,45 @@ fn check_written(
     };
     let after_tree = Tree::new(after.image())?;
     check_path(&after_tree, INIT, Kind::File, 0o755, Some(wanted.init))?;
-    check_path(&after_tree, &format!("{}/init", wanted.sbin), Kind::Link, 0o777, None)?;
-    ensure!(after_tree.find("/sbin/init").is_some_and(|id| Some(id) == after_tree.find(INIT)), "/sbin/init does not lead to {INIT}");
+    check_path(
+        &after_tree,
+        &format!("{}/init", wanted.sbin),
+        Kind::Link,
+        0o777,
+        None,
+    )?;
+    ensure!(
+        after_tree
+            .find("/sbin/init")
+            .is_some_and(|id| Some(id) == after_tree.find(INIT)),
+        "/sbin/init does not lead to {INIT}"
+    );
     let mut helper_lacks = Vec::new();
     if let Some(program) = wanted.helper {
-        check_path(&after_tree, &helper::path(), Kind::File, 0o755, Some(program))?;
+        check_path(
+            &after_tree,
+            &helper::path(),
+            Kind::File,
+            0o755,
+            Some(program),
+        )?;
         helper_lacks = lacks(&after, &after_tree);
     }
     if let Some(list) = wanted.list {
-        check_path(&after_tree, &wanted.list_path(), Kind::File, 0o644, Some(list))?;
+        check_path(
+            &after_tree,
+            &wanted.list_path(),
+            Kind::File,
+            0o644,
+            Some(list),
+        )?;
     }
     let differences = diff::differences(tree, &after_tree, true)?;
     let meant = wanted.paths();
-    if let Some(surprise) = differences.iter().find(|d| !meant.iter().any(|path| path.as_bytes() == d.path)) {
+    if let Some(surprise) = differences
+        .iter()
+        .find(|d| !meant.iter().any(|path| path.as_bytes() == d.path))
+    {
         bail!("{} would change", escaped(&surprise.path));
     }
     Ok((differences, helper_lacks))
@@ -373,20 +521,41 @@ fn check_written(
 /// which cannot be read.
 fn lacks(root: &Root, tree: &Tree) -> Vec<String> {
     let is_compressed = match root {
-        Root::Erofs(fs) => fs.inodes.iter().any(|inode| inode.layout == erofs::Layout::Compressed),
+        Root::Erofs(fs) => fs
+            .inodes
+            .iter()
+            .any(|inode| inode.layout == erofs::Layout::Compressed),
         Root::Ext4(_) => false,
     };
-    if is_compressed { Vec::new() } else { helper::lacks(tree) }
+    if is_compressed {
+        Vec::new()
+    } else {
+        helper::lacks(tree)
+    }
 }
 
 /// Errors: the path does not have this kind, mode and content, or does not belong to root.
-fn check_path(tree: &Tree, path: &str, kind: Kind, mode: u32, content: Option<&[u8]>) -> Result<()> {
+fn check_path(
+    tree: &Tree,
+    path: &str,
+    kind: Kind,
+    mode: u32,
+    content: Option<&[u8]>,
+) -> Result<()> {
     let full = || format!("{path} has other content than was written (is the file system full?)");
     let id = tree.find_no_follow(path).with_context(full)?;
     let meta = tree.meta(id);
-    ensure!(tree.kind(id) == kind && meta.mode & 0o7777 == mode && (meta.uid, meta.gid) == (0, 0), "{}", full());
+    ensure!(
+        tree.kind(id) == kind && meta.mode & 0o7777 == mode && (meta.uid, meta.gid) == (0, 0),
+        "{}",
+        full()
+    );
     if let Some(wanted) = content {
-        let found = tree.content(id).with_context(full)?.bytes(wanted.len() as u64).with_context(full)?;
+        let found = tree
+            .content(id)
+            .with_context(full)?
+            .bytes(wanted.len() as u64)
+            .with_context(full)?;
         ensure!(found == wanted, "{}", full());
     }
     Ok(())
@@ -395,7 +564,11 @@ fn check_path(tree: &Tree, path: &str, kind: Kind, mode: u32, content: Option<&[
 /// Errors: bytes outside the changed places differ.
 fn compare_bytes(old: &Content, new: &Content, changed: &Changed) -> Result<()> {
     let (mut a, mut b) = (vec![0; CHUNK], vec![0; CHUNK]);
-    let ends = changed.places.iter().map(|place| (place.start, place.end)).chain([(changed.from, changed.from)]);
+    let ends = changed
+        .places
+        .iter()
+        .map(|place| (place.start, place.end))
+        .chain([(changed.from, changed.from)]);
     let mut at = 0;
     for (start, end) in ends {
         while at < start {

@@ -45,14 +45,17 @@ pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Resul
         return Ok(None);
     }
     let mut mark = [0; 2];
-    let has_header = disk.root_at > NVDIMM.0 && ReadAt::read_at(image, &mut mark, NVDIMM.0)? == mark.len() && mark == NVDIMM.1;
+    let has_header = disk.root_at > NVDIMM.0
+        && ReadAt::read_at(image, &mut mark, NVDIMM.0)? == mark.len()
+        && mark == NVDIMM.1;
     ensure!(
         !has_header,
         "the new root needs {} MiB, the partition has {}, and Kata's nvdimm header holds that size, too: make the image with a larger partition",
         partition >> 20,
         disk.root_bytes >> 20
     );
-    let mut head = vec![0; usize::try_from(disk.root_at).context("a partition that begins too far behind")?];
+    let mut head =
+        vec![0; usize::try_from(disk.root_at).context("a partition that begins too far behind")?];
     exact(image, 0, &mut head).context("read the bytes before the partition")?;
     let bytes = disk.root_at + partition + UNIT;
     let sectors = u32::try_from(partition / SECTOR).context("a partition of more than 2 TiB")?;
@@ -61,31 +64,61 @@ pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Resul
         Table::None => {}
         Table::Mbr => {
             put(&mut head, MBR_SECTORS, &sectors.to_le_bytes());
-            put(&mut head, MBR_OTHERS.start, &[0; (MBR_OTHERS.end - MBR_OTHERS.start) as usize]);
+            put(
+                &mut head,
+                MBR_OTHERS.start,
+                &[0; (MBR_OTHERS.end - MBR_OTHERS.start) as usize],
+            );
         }
         Table::Gpt => {
-            let (count, size) = (number::<4>(&head, GPT_COUNT), number::<4>(&head, GPT_COUNT + 4));
+            let (count, size) = (
+                number::<4>(&head, GPT_COUNT),
+                number::<4>(&head, GPT_COUNT + 4),
+            );
             ensure!(
                 count <= MAX_ENTRIES && size == GPT_ENTRY,
                 "a GPT of {count} entries of {size} bytes: this takes {MAX_ENTRIES} of {GPT_ENTRY}"
             );
-            let file = File::options().read(true).write(true).create_new(true).open(scratch).context("make a file for the table")?;
-            file.set_len(bytes).and_then(|()| file.write_all_at(&head, 0)).context("write a table")?;
-            let mut old = gpt::GptConfig::new().open_from_device(file).context("read the GPT")?;
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .open(scratch)
+                .context("make a file for the table")?;
+            file.set_len(bytes)
+                .and_then(|()| file.write_all_at(&head, 0))
+                .context("write a table")?;
+            let mut old = gpt::GptConfig::new()
+                .open_from_device(file)
+                .context("read the GPT")?;
             let guid = *old.guid();
-            let (first, mut entry) = old.take_partitions().into_iter().next().context("a GPT without a partition")?;
+            let (first, mut entry) = old
+                .take_partitions()
+                .into_iter()
+                .next()
+                .context("a GPT without a partition")?;
             entry.first_lba = disk.root_at / SECTOR;
             entry.last_lba = entry.first_lba + u64::from(sectors) - 1;
             // Make a new header: the old one ends at the old disk's end.
-            let new = gpt::GptConfig::new().writable(true).create_from_device(old.take_device(), Some(guid));
+            let new = gpt::GptConfig::new()
+                .writable(true)
+                .create_from_device(old.take_device(), Some(guid));
             let mut table = new.context("make the GPT")?;
-            table.update_partitions([(first, entry)].into()).context("change the GPT")?;
+            table
+                .update_partitions([(first, entry)].into())
+                .context("change the GPT")?;
             let file = table.write().context("write the GPT")?;
-            exact(&file, 0, &mut head).and_then(|()| exact(&file, bytes - UNIT, &mut tail)).context("read the new GPT")?;
+            exact(&file, 0, &mut head)
+                .and_then(|()| exact(&file, bytes - UNIT, &mut tail))
+                .context("read the new GPT")?;
             // The protective entry of the MBR covers the disk.
             let covered = u32::try_from(bytes / SECTOR - 1).unwrap_or(u32::MAX);
             put(&mut head, MBR_SECTORS, &covered.to_le_bytes());
         }
     }
-    Ok(Some(Grown { head, partition, tail }))
+    Ok(Some(Grown {
+        head,
+        partition,
+        tail,
+    }))
 }

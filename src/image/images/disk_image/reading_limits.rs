@@ -19,18 +19,27 @@ impl Limits {
     /// Counts a name that is queued for reading.
     pub fn wait(&mut self, bytes: usize) -> Result<()> {
         self.entries += 1;
-        ensure!(self.entries <= MAX_ENTRIES, "more than {MAX_ENTRIES} entries: no guest has so many");
+        ensure!(
+            self.entries <= MAX_ENTRIES,
+            "more than {MAX_ENTRIES} entries: no guest has so many"
+        );
         self.count(bytes)
     }
 
     pub fn count(&mut self, bytes: usize) -> Result<()> {
         self.names += bytes;
-        ensure!(self.names <= MAX_NAMES, "names of more than {MAX_NAMES} bytes: no guest has so many");
+        ensure!(
+            self.names <= MAX_NAMES,
+            "names of more than {MAX_NAMES} bytes: no guest has so many"
+        );
         Ok(())
     }
 }
 
 pub fn limit_depth(depth: usize) -> Result<()> {
-    ensure!(depth <= MAX_DEPTH, "directories lie more than {MAX_DEPTH} deep: no guest has such");
+    ensure!(
+        depth <= MAX_DEPTH,
+        "directories lie more than {MAX_DEPTH} deep: no guest has such"
+    );
     Ok(())
 }

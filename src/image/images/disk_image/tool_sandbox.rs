@@ -16,7 +16,9 @@ use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use nix::sys::statvfs::{FsFlags, statvfs};
-use nix::unistd::{Gid, Uid, chdir, getegid, geteuid, mkdtemp, pivot_root, setgid, setgroups, setuid};
+use nix::unistd::{
+    Gid, Uid, chdir, getegid, geteuid, mkdtemp, pivot_root, setgid, setgroups, setuid,
+};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -43,7 +45,12 @@ const NOT_STARTED: u8 = 125;
 /// Lines of a program's output in an error.
 const LINES: usize = 3;
 /// Beginnings of lines of e2fsprogs about the sandbox or themselves, not about the image.
-const NOT_OF_THE_IMAGE: [&[u8]; 4] = [b"ERROR: Couldn't open /dev/null", b"ext2fs_check_if_mount: ", b"e2fsck 1.", b"debugfs 1."];
+const NOT_OF_THE_IMAGE: [&[u8]; 4] = [
+    b"ERROR: Couldn't open /dev/null",
+    b"ext2fs_check_if_mount: ",
+    b"e2fsck 1.",
+    b"debugfs 1.",
+];
 const CURE: &str = "user namespaces are needed: allow them (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, \
 kernel.apparmor_restrict_unprivileged_userns=0), or do this outside the container";
 
@@ -67,7 +74,10 @@ impl Tool {
 
     fn program(self) -> Result<PathBuf> {
         let (name, package, _) = self.words();
-        let found = PROGRAMS.iter().map(|directory| Path::new(directory).join(name)).find(|path| path.exists());
+        let found = PROGRAMS
+            .iter()
+            .map(|directory| Path::new(directory).join(name))
+            .find(|path| path.exists());
         found.with_context(|| format!("{name} is missing: install the package {package}"))
     }
 }
@@ -83,9 +93,19 @@ pub struct Work {
 impl Work {
     pub fn new() -> Result<Self> {
         let template = std::env::temp_dir().join("kata-gpu-boot-image-XXXXXX");
-        let made = mkdtemp(&template).with_context(|| format!("make directory {} (TMPDIR names another place)", template.display()))?;
-        let work = Self { inside: made.join("work"), own: made };
-        let make = |path: &Path| fs::create_dir(path).with_context(|| format!("make directory {}", path.display()));
+        let made = mkdtemp(&template).with_context(|| {
+            format!(
+                "make directory {} (TMPDIR names another place)",
+                template.display()
+            )
+        })?;
+        let work = Self {
+            inside: made.join("work"),
+            own: made,
+        };
+        let make = |path: &Path| {
+            fs::create_dir(path).with_context(|| format!("make directory {}", path.display()))
+        };
         make(&work.inside)?;
         make(&work.inside.join(ROOT))?;
         Ok(work)
@@ -93,7 +113,8 @@ impl Work {
 
     /// The host's path of a path in the sandbox.
     pub fn path(&self, inside: &str) -> PathBuf {
-        self.inside.join(inside.trim_start_matches(DIRECTORY).trim_start_matches('/'))
+        self.inside
+            .join(inside.trim_start_matches(DIRECTORY).trim_start_matches('/'))
     }
 
     pub fn image(&self) -> PathBuf {
@@ -109,32 +130,67 @@ impl Work {
         tool.program()?;
         if becomes_nobody() {
             let own = |path: &Path| {
-                std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY)).with_context(|| format!("give away {}", path.display()))
+                std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY))
+                    .with_context(|| format!("give away {}", path.display()))
             };
             own(&self.inside)?;
-            for entry in fs::read_dir(&self.inside).with_context(|| format!("read {}", self.inside.display()))? {
+            for entry in fs::read_dir(&self.inside)
+                .with_context(|| format!("read {}", self.inside.display()))?
+            {
                 own(&entry?.path())?;
             }
         }
-        let name = tool.to_possible_value().map(|value| value.get_name().to_string()).unwrap_or_default();
+        let name = tool
+            .to_possible_value()
+            .map(|value| value.get_name().to_string())
+            .unwrap_or_default();
         let mut command = Command::new("/proc/self/exe");
-        command.args(["initrd", "in-sandbox", &name]).arg(&self.inside).env_clear().env("LC_ALL", "C").stdin(Stdio::null());
-        let output = command.output().context("run this program again for a sandbox")?;
+        command
+            .args(["initrd", "in-sandbox", &name])
+            .arg(&self.inside)
+            .env_clear()
+            .env("LC_ALL", "C")
+            .stdin(Stdio::null());
+        let output = command
+            .output()
+            .context("run this program again for a sandbox")?;
         let text: Vec<u8> = [output.stdout, output.stderr].concat();
-        let of_image = |line: &&[u8]| !line.is_empty() && !NOT_OF_THE_IMAGE.iter().any(|start| line.starts_with(start));
-        let lines: Vec<String> = text.split(|b| *b == b'\n').filter(of_image).map(escaped).collect();
-        let said = lines.get(lines.len().saturating_sub(LINES)..).unwrap_or_default().join("; ");
-        ensure!(output.status.code() != Some(i32::from(NOT_STARTED)), "{said}");
+        let of_image = |line: &&[u8]| {
+            !line.is_empty() && !NOT_OF_THE_IMAGE.iter().any(|start| line.starts_with(start))
+        };
+        let lines: Vec<String> = text
+            .split(|b| *b == b'\n')
+            .filter(of_image)
+            .map(escaped)
+            .collect();
+        let said = lines
+            .get(lines.len().saturating_sub(LINES)..)
+            .unwrap_or_default()
+            .join("; ");
+        ensure!(
+            output.status.code() != Some(i32::from(NOT_STARTED)),
+            "{said}"
+        );
         // fsck.erofs exits with 0 despite a wrong checksum.
         let is_error = tool == Tool::CheckErofs && memmem::find(&text, b"<E>").is_some();
-        Ok((output.status.success() && !is_error, if said.is_empty() { output.status.to_string() } else { said }))
+        Ok((
+            output.status.success() && !is_error,
+            if said.is_empty() {
+                output.status.to_string()
+            } else {
+                said
+            },
+        ))
     }
 }
 
 impl Drop for Work {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_dir_all(&self.own) {
-            eprintln!("kata-gpu-boot: remove {}: {error}: remove it by hand", self.own.display());
+            eprintln!(
+                "kata-gpu-boot: remove {}: {error}: remove it by hand",
+                self.own.display()
+            );
         }
     }
 }
@@ -143,8 +199,14 @@ impl Drop for Work {
 /// root is an unprivileged user outside already.
 fn becomes_nobody() -> bool {
     let covers = |line: &str| {
-        let mut numbers = line.split_whitespace().map(|word| word.parse::<u64>().unwrap_or(0));
-        let (first, _, count) = (numbers.next().unwrap_or(0), numbers.next(), numbers.next().unwrap_or(0));
+        let mut numbers = line
+            .split_whitespace()
+            .map(|word| word.parse::<u64>().unwrap_or(0));
+        let (first, _, count) = (
+            numbers.next().unwrap_or(0),
+            numbers.next(),
+            numbers.next().unwrap_or(0),
+        );
         (first..first.saturating_add(count)).contains(&u64::from(NOBODY))
     };
     let maps = |path: &str| fs::read_to_string(path).is_ok_and(|map| map.lines().any(covers));
@@ -157,11 +219,17 @@ pub fn run_inside(tool: Tool, directory: &Path) -> ExitCode {
         let program = tool.program()?;
         enter(directory)?;
         let (name, _, arguments) = tool.words();
-        let status =
-            Command::new(program).args(arguments).env_clear().env("LC_ALL", "C").status().with_context(|| format!("run {name}"))?;
+        let status = Command::new(program)
+            .args(arguments)
+            .env_clear()
+            .env("LC_ALL", "C")
+            .status()
+            .with_context(|| format!("run {name}"))?;
         match status.code() {
             Some(code) => Ok(code as u8),
-            None => bail!("{name}: {status}: it needs more than {MAX_MEMORY} bytes of memory or {MAX_CPU_S} s, or has failed"),
+            None => bail!(
+                "{name}: {status}: it needs more than {MAX_MEMORY} bytes of memory or {MAX_CPU_S} s, or has failed"
+            ),
         }
     };
     match run() {
@@ -193,7 +261,9 @@ fn enter(directory: &Path) -> Result<()> {
         | CloneFlags::CLONE_NEWNET
         | CloneFlags::CLONE_NEWIPC;
     unshare(own).map_err(|errno| anyhow::anyhow!("make namespaces: {errno}: {CURE}"))?;
-    let write = |path: &str, text: String| fs::write(path, text).with_context(|| format!("write {path}: {CURE}"));
+    let write = |path: &str, text: String| {
+        fs::write(path, text).with_context(|| format!("write {path}: {CURE}"))
+    };
     write("/proc/self/setgroups", "deny".into())?;
     write("/proc/self/uid_map", format!("{NOBODY} {uid} 1"))?;
     write("/proc/self/gid_map", format!("{NOBODY} {gid} 1"))?;
@@ -216,26 +286,50 @@ fn enter(directory: &Path) -> Result<()> {
 /// Mounts the system's programs and the current directory, and nothing else.
 fn mounts() -> Result<()> {
     let none: Option<&str> = None;
-    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).context("keep mounts to itself")?;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
+        .context("keep mounts to itself")?;
     let root = Path::new(ROOT);
     let restricted = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-    mount(Some("none"), root, Some("tmpfs"), restricted, Some("size=1m,mode=755")).context("mount a tmpfs")?;
+    mount(
+        Some("none"),
+        root,
+        Some("tmpfs"),
+        restricted,
+        Some("size=1m,mode=755"),
+    )
+    .context("mount a tmpfs")?;
     for name in SYSTEM {
         let (from, to) = (Path::new("/").join(name), root.join(name));
-        let Ok(meta) = fs::symlink_metadata(&from) else { continue };
+        let Ok(meta) = fs::symlink_metadata(&from) else {
+            continue;
+        };
         if meta.is_symlink() {
-            let target = fs::read_link(&from).with_context(|| format!("read link {}", from.display()))?;
+            let target =
+                fs::read_link(&from).with_context(|| format!("read link {}", from.display()))?;
             symlink(target, &to).with_context(|| format!("make link {name}"))?;
         } else {
             fs::create_dir(&to).with_context(|| format!("make {name}"))?;
-            mount(Some(&from), &to, none, MsFlags::MS_BIND | MsFlags::MS_REC, none).with_context(|| format!("bind {}", from.display()))?;
-            let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | restricted | locked(&to)?;
-            mount(none, &to, none, flags, none).with_context(|| format!("make {} read-only", from.display()))?;
+            mount(
+                Some(&from),
+                &to,
+                none,
+                MsFlags::MS_BIND | MsFlags::MS_REC,
+                none,
+            )
+            .with_context(|| format!("bind {}", from.display()))?;
+            let flags = MsFlags::MS_BIND
+                | MsFlags::MS_REMOUNT
+                | MsFlags::MS_RDONLY
+                | restricted
+                | locked(&to)?;
+            mount(none, &to, none, flags, none)
+                .with_context(|| format!("make {} read-only", from.display()))?;
         }
     }
     let inside = root.join(DIRECTORY.trim_start_matches('/'));
     fs::create_dir(&inside).context("make the directory for input and output")?;
-    mount(Some("."), &inside, none, MsFlags::MS_BIND, none).context("bind the directory for input and output")?;
+    mount(Some("."), &inside, none, MsFlags::MS_BIND, none)
+        .context("bind the directory for input and output")?;
     chdir(root).context("enter the new root")?;
     pivot_root(".", ".").context("change the root")?;
     umount2(".", MntFlags::MNT_DETACH).context("leave the old root")?;
@@ -244,7 +338,9 @@ fn mounts() -> Result<()> {
 
 /// Mount flags that a user namespace may not clear.
 fn locked(path: &Path) -> Result<MsFlags> {
-    let flags = statvfs(path).map_err(|errno: Errno| anyhow::anyhow!("look at {}: {errno}", path.display()))?.flags();
+    let flags = statvfs(path)
+        .map_err(|errno: Errno| anyhow::anyhow!("look at {}: {errno}", path.display()))?
+        .flags();
     let pairs = [
         (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
         (FsFlags::ST_NOATIME, MsFlags::MS_NOATIME),
@@ -252,5 +348,8 @@ fn locked(path: &Path) -> Result<MsFlags> {
         #[cfg(not(target_env = "musl"))] // nix lacks the flag; a remount keeps relatime anyway
         (FsFlags::ST_RELATIME, MsFlags::MS_RELATIME),
     ];
-    Ok(pairs.into_iter().filter(|(fs, _)| flags.contains(*fs)).fold(MsFlags::empty(), |all, (_, ms)| all | ms))
+    Ok(pairs
+        .into_iter()
+        .filter(|(fs, _)| flags.contains(*fs))
+        .fold(MsFlags::empty(), |all, (_, ms)| all | ms))
 }

@@ -12,7 +12,11 @@ use kata_gpu_init::driver_files::manifest;
 /// Directories that `/sbin` may resolve to.
 const SBIN: [&str; 4] = ["/sbin", "/usr/sbin", "/usr/bin", "/bin"];
 /// Parent directories of the list, each with its name in its own parent.
-pub const LIST_DIRECTORIES: [(&str, &str); 3] = [("/usr", "usr"), ("/usr/share", "share"), (manifest::DIRECTORY, "kata-gpu-init")];
+pub const LIST_DIRECTORIES: [(&str, &str); 3] = [
+    ("/usr", "usr"),
+    ("/usr/share", "share"),
+    (manifest::DIRECTORY, "kata-gpu-init"),
+];
 pub const LIST_NAME: &str = manifest::FILE;
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
@@ -50,31 +54,64 @@ impl Wanted<'_> {
 /// Directory of the link. Errors: the image is no guest's root, or a path of the init is unusable.
 pub fn sbin(tree: &Tree) -> Result<&'static str> {
     for directory in ["/dev", "/proc", "/sys", "/run"] {
-        let found = tree.find_no_follow(directory).is_some_and(|id| tree.kind(id) == Kind::Directory);
-        ensure!(found, "no guest root: it has no {directory}, and is read-only");
+        let found = tree
+            .find_no_follow(directory)
+            .is_some_and(|id| tree.kind(id) == Kind::Directory);
+        ensure!(
+            found,
+            "no guest root: it has no {directory}, and is read-only"
+        );
     }
-    ensure!(tree.find_no_follow("/usr/bin/kata-agent").is_some(), "no guest root: it has no /usr/bin/kata-agent");
-    let path = tree.find("/sbin").filter(|id| tree.kind(*id) == Kind::Directory).map(|id| tree.path(id));
+    ensure!(
+        tree.find_no_follow("/usr/bin/kata-agent").is_some(),
+        "no guest root: it has no /usr/bin/kata-agent"
+    );
+    let path = tree
+        .find("/sbin")
+        .filter(|id| tree.kind(*id) == Kind::Directory)
+        .map(|id| tree.path(id));
     let path = path.context("/sbin is missing, or a link out of the root")?;
     let known = SBIN.into_iter().find(|known| known.as_bytes() == path);
-    let found = known.with_context(|| format!("/sbin leads to {}: this takes {}", escaped(&path), SBIN.join(", ")))?;
+    let found = known.with_context(|| {
+        format!(
+            "/sbin leads to {}: this takes {}",
+            escaped(&path),
+            SBIN.join(", ")
+        )
+    })?;
     for path in [INIT.to_string(), format!("{found}/init")] {
-        let replaceable = tree.find_no_follow(&path).is_none_or(|id| matches!(tree.kind(id), Kind::File | Kind::Link));
-        ensure!(replaceable, "{path} is neither a file nor a link: remove it from the image");
+        let replaceable = tree
+            .find_no_follow(&path)
+            .is_none_or(|id| matches!(tree.kind(id), Kind::File | Kind::Link));
+        ensure!(
+            replaceable,
+            "{path} is neither a file nor a link: remove it from the image"
+        );
     }
     Ok(found)
 }
 
 /// Errors: the list's path contains a link, or something that is no directory.
 pub fn check_list_place(tree: &Tree) -> Result<()> {
-    let refused = "the list of the driver's files is not written through links: remove it from the image";
+    let refused =
+        "the list of the driver's files is not written through links: remove it from the image";
     for (path, _) in LIST_DIRECTORIES {
-        let Some(id) = tree.find_no_follow(path) else { return Ok(()) };
-        ensure!(tree.kind(id) == Kind::Directory, "{path} is a {}, not a directory: {refused}", tree.kind(id).name());
+        let Some(id) = tree.find_no_follow(path) else {
+            return Ok(());
+        };
+        ensure!(
+            tree.kind(id) == Kind::Directory,
+            "{path} is a {}, not a directory: {refused}",
+            tree.kind(id).name()
+        );
     }
     let path = format!("{}/{LIST_NAME}", manifest::DIRECTORY);
     if let Some(id) = tree.find_no_follow(&path) {
-        ensure!(tree.kind(id) == Kind::File, "{path} is a {}, not a file: {refused}", tree.kind(id).name());
+        ensure!(
+            tree.kind(id) == Kind::File,
+            "{path} is a {}, not a file: {refused}",
+            tree.kind(id).name()
+        );
     }
     Ok(())
 }

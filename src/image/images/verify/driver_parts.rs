@@ -22,71 +22,134 @@ const VENDOR: &str = "nvidia";
 /// the driver's.
 fn libraries(tree: &Tree, name: &str) -> Vec<(String, Id)> {
     let version = |id: &Id| {
-        let version = std::str::from_utf8(tree.name(*id)).ok()?.strip_prefix(name)?.strip_prefix(".so.")?;
-        (is_version(version) && !String::from_utf8_lossy(&tree.path(*id)).contains("/compat/")).then(|| version.to_string())
+        let version = std::str::from_utf8(tree.name(*id))
+            .ok()?
+            .strip_prefix(name)?
+            .strip_prefix(".so.")?;
+        (is_version(version) && !String::from_utf8_lossy(&tree.path(*id)).contains("/compat/"))
+            .then(|| version.to_string())
     };
-    tree.below(ROOT).into_iter().filter_map(|id| Some((version(&id)?, id))).collect()
+    tree.below(ROOT)
+        .into_iter()
+        .filter_map(|id| Some((version(&id)?, id)))
+        .collect()
 }
 
 /// Whether any part of the driver is in the image: a module, a library, firmware.
 pub fn is_there(tree: &Tree) -> bool {
-    let firmware =
-        FIRMWARE.iter().any(|directory| tree.find(format!("{directory}/{VENDOR}")).is_some_and(|id| tree.list(id).next().is_some()));
+    let firmware = FIRMWARE.iter().any(|directory| {
+        tree.find(format!("{directory}/{VENDOR}"))
+            .is_some_and(|id| tree.list(id).next().is_some())
+    });
     let part = |id: Id| {
         let name = tree.name(id);
         let is_module = name.starts_with(b"nvidia") && name.windows(3).any(|w| w == b".ko");
-        is_module || [&b"libcuda.so."[..], b"libnvidia-ml.so."].iter().any(|library| name.starts_with(library))
+        is_module
+            || [&b"libcuda.so."[..], b"libnvidia-ml.so."]
+                .iter()
+                .any(|library| name.starts_with(library))
     };
     firmware || tree.below(ROOT).into_iter().any(part)
 }
 
 /// Checks the libraries of the user space.
-pub fn user_space(tree: &Tree, driver: Option<&Driver>, findings: &mut Vec<Finding>) -> Option<String> {
+pub fn user_space(
+    tree: &Tree,
+    driver: Option<&Driver>,
+    findings: &mut Vec<Finding>,
+) -> Option<String> {
     let (cuda, nvml) = (libraries(tree, "libcuda"), libraries(tree, "libnvidia-ml"));
     let module = driver.and_then(|driver| driver.version.as_deref());
     if cuda.is_empty() {
-        findings.push(Finding::new(&NO_LIBCUDA, format!("libcuda.so.{}", module.unwrap_or("<version>"))));
+        findings.push(Finding::new(
+            &NO_LIBCUDA,
+            format!("libcuda.so.{}", module.unwrap_or("<version>")),
+        ));
     }
     if nvml.is_empty() {
-        findings.push(Finding::new(&NO_NVML, format!("libnvidia-ml.so.{}", module.unwrap_or("<version>"))));
+        findings.push(Finding::new(
+            &NO_NVML,
+            format!("libnvidia-ml.so.{}", module.unwrap_or("<version>")),
+        ));
     }
     // Without a module, the first library gives the expected version.
-    let wanted = module.map(str::to_string).or_else(|| cuda.first().map(|(version, _)| version.clone()));
+    let wanted = module
+        .map(str::to_string)
+        .or_else(|| cuda.first().map(|(version, _)| version.clone()));
     for all in [&cuda, &nvml] {
         if let (Some(wanted), Some((version, id))) = (&wanted, all.first())
             && all.iter().all(|(version, _)| version != wanted)
         {
-            let by = if module.is_some() { "the module is" } else { "libcuda is" };
-            findings.push(Finding::new(&VERSION_DIFFERS, tree.path(*id)).value(format!("{version}; {by} {wanted}")));
+            let by = if module.is_some() {
+                "the module is"
+            } else {
+                "libcuda is"
+            };
+            findings.push(
+                Finding::new(&VERSION_DIFFERS, tree.path(*id))
+                    .value(format!("{version}; {by} {wanted}")),
+            );
         }
     }
-    cuda.first().or(nvml.first()).map(|(version, _)| version.clone())
+    cuda.first()
+        .or(nvml.first())
+        .map(|(version, _)| version.clone())
 }
 
 /// Checks the firmware of the module's version.
 pub fn firmware(tree: &Tree, driver: &Driver, releases: &[String], findings: &mut Vec<Finding>) {
     let find = |name: &str| {
-        let own = FIRMWARE.iter().flat_map(|d| releases.iter().map(move |release| format!("{d}/{release}/{name}")));
+        let own = FIRMWARE.iter().flat_map(|d| {
+            releases
+                .iter()
+                .map(move |release| format!("{d}/{release}/{name}"))
+        });
         let mut paths = own.chain(FIRMWARE.iter().map(|d| format!("{d}/{name}")));
-        paths.find(|path| tree.find(path).is_some_and(|id| tree.kind(id) == Kind::File && tree.content(id).is_some_and(|c| c.length > 0)))
+        paths.find(|path| {
+            tree.find(path).is_some_and(|id| {
+                tree.kind(id) == Kind::File && tree.content(id).is_some_and(|c| c.length > 0)
+            })
+        })
     };
     if driver.firmware.is_empty() {
         // The module lists no firmware: accept GSP firmware of any name.
-        let Some(version) = &driver.version else { return };
+        let Some(version) = &driver.version else {
+            return;
+        };
         let is_gsp = |name: &[u8]| name.starts_with(b"gsp") && name.ends_with(b".bin");
-        let directories = FIRMWARE.iter().filter_map(|d| tree.find(format!("{d}/{VENDOR}/{version}")));
-        if !directories.into_iter().any(|directory| tree.list(directory).any(|(name, _)| is_gsp(name))) {
-            findings.push(Finding::new(&NO_FIRMWARE, format!("{}/{VENDOR}/{version}/gsp_*.bin", FIRMWARE[1])));
+        let directories = FIRMWARE
+            .iter()
+            .filter_map(|d| tree.find(format!("{d}/{VENDOR}/{version}")));
+        if !directories
+            .into_iter()
+            .any(|directory| tree.list(directory).any(|(name, _)| is_gsp(name)))
+        {
+            findings.push(Finding::new(
+                &NO_FIRMWARE,
+                format!("{}/{VENDOR}/{version}/gsp_*.bin", FIRMWARE[1]),
+            ));
         }
         return;
     }
-    let missing: Vec<&String> = driver.firmware.iter().filter(|name| find(name).is_none()).collect();
-    let rule = if missing.len() == driver.firmware.len() { &NO_FIRMWARE } else { &FIRMWARE_PARTIAL };
+    let missing: Vec<&String> = driver
+        .firmware
+        .iter()
+        .filter(|name| find(name).is_none())
+        .collect();
+    let rule = if missing.len() == driver.firmware.len() {
+        &NO_FIRMWARE
+    } else {
+        &FIRMWARE_PARTIAL
+    };
     for name in missing {
-        let packed = COMPRESSED_FIRMWARE.iter().find(|ending| find(&format!("{name}{ending}")).is_some());
+        let packed = COMPRESSED_FIRMWARE
+            .iter()
+            .find(|ending| find(&format!("{name}{ending}")).is_some());
         let finding = Finding::new(rule, format!("{}/{name}", FIRMWARE[1]));
         findings.push(match packed {
-            Some(ending) => finding.value(format!("only with {ending}, which a Kata guest's kernel does not decompress")),
+            Some(ending) => finding.value(format!(
+                "only with {ending}, which a Kata guest's kernel does not decompress"
+            )),
             None => finding,
         });
     }
@@ -104,8 +167,14 @@ pub fn listed(tree: &Tree, version: Option<&str>, findings: &mut Vec<Finding>) {
     match View::new(tree, read).map(|view| manifest::load(&view.roots(), version)) {
         Ok(Ok(_)) => {}
         Ok(Err(Unusable::Absent { .. })) => findings.push(Finding::new(&NO_MANIFEST, path)),
-        Ok(Err(Unusable::Broken { why, .. })) => findings.push(Finding::new(&MANIFEST, path).value(why)),
-        Ok(Err(Unusable::Stale { what, .. })) => findings.push(Finding::new(&MANIFEST, path).value(what)),
-        Err(error) => findings.push(Finding::new(&MANIFEST, path).value(format!("not known: {error:#}"))),
+        Ok(Err(Unusable::Broken { why, .. })) => {
+            findings.push(Finding::new(&MANIFEST, path).value(why))
+        }
+        Ok(Err(Unusable::Stale { what, .. })) => {
+            findings.push(Finding::new(&MANIFEST, path).value(what))
+        }
+        Err(error) => {
+            findings.push(Finding::new(&MANIFEST, path).value(format!("not known: {error:#}")))
+        }
     }
 }

@@ -161,7 +161,11 @@ pub struct Finding {
 
 impl Finding {
     pub fn new(rule: &'static Rule, path: impl AsRef<[u8]>) -> Self {
-        Self { rule, path: escaped(path.as_ref()), value: None }
+        Self {
+            rule,
+            path: escaped(path.as_ref()),
+            value: None,
+        }
     }
 
     pub fn value(mut self, value: impl ToString) -> Self {
@@ -193,6 +197,10 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), RULES.len());
-        assert!(RULES.iter().all(|rule| !rule.breaks.is_empty() && !rule.cure.is_empty()));
+        assert!(
+            RULES
+                .iter()
+                .all(|rule| !rule.breaks.is_empty() && !rule.cure.is_empty())
+        );
     }
 }

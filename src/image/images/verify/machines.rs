@@ -17,16 +17,28 @@ const LIBRARIES: [&[u8]; 2] = [b"libcuda.so.", b"libnvidia-ml.so."];
 pub fn check(tree: &Tree, arch: Arch, findings: &mut Vec<Finding>) {
     let is_module = |name: &[u8]| name.ends_with(b".ko");
     let is_library = |name: &[u8]| LIBRARIES.iter().any(|library| name.starts_with(library));
-    let files: Vec<Id> = tree.below(ROOT).into_iter().filter(|id| tree.kind(*id) == Kind::File).collect();
+    let files: Vec<Id> = tree
+        .below(ROOT)
+        .into_iter()
+        .filter(|id| tree.kind(*id) == Kind::File)
+        .collect();
     for is_one in [&is_module as &dyn Fn(&[u8]) -> bool, &is_library] {
-        let mut wrong = files.iter().filter(|id| is_one(tree.name(**id))).filter_map(|id| Some((*id, other(tree, *id, arch)?)));
-        let Some((first, of)) = wrong.next() else { continue };
+        let mut wrong = files
+            .iter()
+            .filter(|id| is_one(tree.name(**id)))
+            .filter_map(|id| Some((*id, other(tree, *id, arch)?)));
+        let Some((first, of)) = wrong.next() else {
+            continue;
+        };
         let more = match wrong.count() {
             0 => String::new(),
             1 => "; 1 more such file".into(),
             count => format!("; {count} more such files"),
         };
-        findings.push(Finding::new(&WRONG_MACHINE, tree.path(first)).value(format!("for {of}; the init is for {arch}{more}")));
+        findings.push(
+            Finding::new(&WRONG_MACHINE, tree.path(first))
+                .value(format!("for {of}; the init is for {arch}{more}")),
+        );
     }
 }
 
@@ -35,5 +47,7 @@ pub fn check(tree: &Tree, arch: Arch, findings: &mut Vec<Finding>) {
 fn other(tree: &Tree, id: Id, arch: Arch) -> Option<Arch> {
     let mut head = [0; Arch::HEAD];
     let length = tree.content(id)?.read_at(&mut head, 0).ok()?;
-    head.get(..length).and_then(Arch::of_head).filter(|of| *of != arch)
+    head.get(..length)
+        .and_then(Arch::of_head)
+        .filter(|of| *of != arch)
 }

@@ -8,12 +8,12 @@ mod driver_parts;
 pub mod image_rules;
 mod machines;
 pub mod modules;
-pub mod verify_text;
 mod paths;
 mod programs;
 pub mod question;
 pub mod scripts;
 pub mod services;
+pub mod verify_text;
 
 use super::components;
 use super::components::{Sizes, sizes_json};
@@ -68,18 +68,36 @@ pub struct Report {
 pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     let mut findings = Vec::new();
     let mut programs = Programs::new(tree);
-    let (init, init_id) = needed(tree, &mut programs, &question.init, (&NO_INIT, &INIT_DANGLING), &mut findings);
+    let (init, init_id) = needed(
+        tree,
+        &mut programs,
+        &question.init,
+        (&NO_INIT, &INIT_DANGLING),
+        &mut findings,
+    );
     let agent_path = AGENT.to_string_lossy();
-    let (agent, agent_id) = needed(tree, &mut programs, &agent_path, (&NO_AGENT, &NO_AGENT), &mut findings);
+    let (agent, agent_id) = needed(
+        tree,
+        &mut programs,
+        &agent_path,
+        (&NO_AGENT, &NO_AGENT),
+        &mut findings,
+    );
     if let (Some(init), Some(agent)) = (init_id, agent_id)
-        && let (Some(init), Some(executable)) = (programs.executable(init), programs.executable(agent))
+        && let (Some(init), Some(executable)) =
+            (programs.executable(init), programs.executable(agent))
         && init.machine != executable.machine
     {
-        let value = format!("ELF machine {}; the init's is {}", executable.machine, init.machine);
+        let value = format!(
+            "ELF machine {}; the init's is {}",
+            executable.machine, init.machine
+        );
         findings.push(Finding::new(&WRONG_MACHINE, tree.path(agent)).value(value));
     }
     let started: Vec<Id> = [init_id, agent_id].into_iter().flatten().collect();
-    let arch = started.iter().find_map(|id| Arch::of_elf_machine(programs.executable(*id)?.machine));
+    let arch = started
+        .iter()
+        .find_map(|id| Arch::of_elf_machine(programs.executable(*id)?.machine));
     findings.extend(programs.others(&started, arch));
     if let Some(arch) = arch {
         machines::check(tree, arch, &mut findings);
@@ -87,7 +105,9 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     let mut modules = modules::check(tree, question.release.as_deref());
     let driver_elsewhere = !modules.is_builtin() && !driver_parts::is_there(tree);
     if driver_elsewhere {
-        modules.findings.retain(|finding| ![&NO_DRIVER, &NO_MODULES].contains(&finding.rule));
+        modules
+            .findings
+            .retain(|finding| ![&NO_DRIVER, &NO_MODULES].contains(&finding.rule));
         findings.push(Finding::new(&DRIVER_ELSEWHERE, ""));
     }
     findings.append(&mut modules.findings);
@@ -102,7 +122,8 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
             driver_parts::listed(tree, version.or(user_space.as_deref()), &mut findings);
         }
     }
-    let services = (question.user_space && !driver_elsewhere).then(|| Services::look(tree, &mut programs, question.release.as_deref()));
+    let services = (question.user_space && !driver_elsewhere)
+        .then(|| Services::look(tree, &mut programs, question.release.as_deref()));
     match &services {
         Some(services) => findings.extend(services.findings(question)),
         None => findings.extend(question.topologies.iter().map(|topology| {
@@ -113,7 +134,9 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     paths::places(tree, &mut findings);
     paths::permissions(tree, &mut findings);
     paths::entries(image, tree, &mut findings);
-    findings.sort_by(|a, b| (a.rule.severity, a.rule.name, &a.path).cmp(&(b.rule.severity, b.rule.name, &b.path)));
+    findings.sort_by(|a, b| {
+        (a.rule.severity, a.rule.name, &a.path).cmp(&(b.rule.severity, b.rule.name, &b.path))
+    });
     Report {
         form: image.form(),
         bytes: image.bytes,
@@ -133,7 +156,10 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
 
 /// Reasons why a program cannot start; empty if the file is no ELF file.
 pub fn faults(tree: &Tree, path: &str) -> Vec<String> {
-    let faults = tree.find(path).map(|id| Programs::new(tree).faults(id)).unwrap_or_default();
+    let faults = tree
+        .find(path)
+        .map(|id| Programs::new(tree).faults(id))
+        .unwrap_or_default();
     faults.into_iter().filter_map(|fault| fault.value).collect()
 }
 
@@ -145,9 +171,18 @@ fn needed(
     rules: (&'static Rule, &'static Rule),
     findings: &mut Vec<Finding>,
 ) -> (Needed, Option<Id>) {
-    let mut needed = Needed { path: escaped(path.as_bytes()), file: None, bytes: 0, linked: "" };
+    let mut needed = Needed {
+        path: escaped(path.as_bytes()),
+        file: None,
+        bytes: 0,
+        linked: "",
+    };
     let Some(id) = tree.find(path) else {
-        let rule = if tree.find_no_follow(path).is_some() { rules.1 } else { rules.0 };
+        let rule = if tree.find_no_follow(path).is_some() {
+            rules.1
+        } else {
+            rules.0
+        };
         findings.push(Finding::new(rule, path));
         return (needed, None);
     };
@@ -182,7 +217,9 @@ fn needed(
 
 impl Report {
     pub fn boots(&self) -> bool {
-        self.findings.iter().all(|f| f.rule.severity != Severity::Error)
+        self.findings
+            .iter()
+            .all(|f| f.rule.severity != Severity::Error)
     }
 
     /// The report as JSON.

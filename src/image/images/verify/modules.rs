@@ -62,7 +62,8 @@ pub fn information(content: &Content, unpacked: &mut u64) -> Result<Vec<u8>, Str
         None => modinfo::section(content).map_err(|e| e.to_string()),
         Some(format) => {
             let most = MAX_UNPACKED.min(MAX_ALL_UNPACKED - *unpacked);
-            let bytes = unpack(BufReader::new(content.reader()), format, most).map_err(|e| format!("{format}: {e}"))?;
+            let bytes = unpack(BufReader::new(content.reader()), format, most)
+                .map_err(|e| format!("{format}: {e}"))?;
             *unpacked += bytes.len() as u64;
             modinfo::section(&bytes).map_err(|e| e.to_string())
         }
@@ -74,8 +75,12 @@ fn directories(tree: &Tree) -> Vec<(String, Id)> {
     let mut all: Vec<(String, Id)> = Vec::new();
     for directory in DIRECTORIES.iter().filter_map(|d| tree.find(d)) {
         for (name, _) in tree.list(directory) {
-            let found = tree.find_in(directory, name).filter(|id| tree.kind(*id) == Kind::Directory);
-            let Some(id) = found.filter(|id| tree.find_in(*id, "modules.dep").is_some()) else { continue };
+            let found = tree
+                .find_in(directory, name)
+                .filter(|id| tree.kind(*id) == Kind::Directory);
+            let Some(id) = found.filter(|id| tree.find_in(*id, "modules.dep").is_some()) else {
+                continue;
+            };
             if !all.iter().any(|(_, known)| *known == id) {
                 all.push((String::from_utf8_lossy(name).into_owned(), id));
             }
@@ -89,20 +94,35 @@ pub fn check(tree: &Tree, release: Option<&str>) -> Modules {
     let mut modules = Modules::default();
     let all = directories(tree);
     modules.releases = all.iter().map(|(release, _)| release.clone()).collect();
-    let wanted: Vec<&(String, Id)> = all.iter().filter(|(r, _)| release.is_none_or(|release| release == r)).collect();
+    let wanted: Vec<&(String, Id)> = all
+        .iter()
+        .filter(|(r, _)| release.is_none_or(|release| release == r))
+        .collect();
     match (all.is_empty(), wanted.is_empty(), release) {
-        (true, ..) => modules.findings.push(Finding::new(&NO_MODULES, DIRECTORIES[0])),
+        (true, ..) => modules
+            .findings
+            .push(Finding::new(&NO_MODULES, DIRECTORIES[0])),
         (false, true, Some(release)) => {
             let value = format!("{release}; there is {}", modules.releases.join(", "));
-            modules.findings.push(Finding::new(&OTHER_KERNEL, DIRECTORIES[0]).value(value));
+            modules
+                .findings
+                .push(Finding::new(&OTHER_KERNEL, DIRECTORIES[0]).value(value));
         }
         (false, false, None) if wanted.len() > 1 => {
-            modules.findings.push(Finding::new(&SEVERAL_KERNELS, DIRECTORIES[0]).value(modules.releases.join(", ")));
+            modules.findings.push(
+                Finding::new(&SEVERAL_KERNELS, DIRECTORIES[0]).value(modules.releases.join(", ")),
+            );
         }
         _ => {}
     }
     for (release, directory) in wanted {
-        Release { tree, release, directory: *directory, out: &mut modules }.check();
+        Release {
+            tree,
+            release,
+            directory: *directory,
+            out: &mut modules,
+        }
+        .check();
     }
     modules
 }
@@ -118,18 +138,38 @@ pub struct Missing<'a> {
 /// Looks for modules in one release, or in all.
 pub fn missing<'a>(tree: &Tree, release: Option<&str>, wanted: &[&'a str]) -> Missing<'a> {
     let directories = directories(tree);
-    let mut missing = Missing { modules: Vec::new(), is_certain: !directories.is_empty() };
-    for (_, directory) in directories.iter().filter(|(r, _)| release.is_none_or(|release| release == r)) {
+    let mut missing = Missing {
+        modules: Vec::new(),
+        is_certain: !directories.is_empty(),
+    };
+    for (_, directory) in directories
+        .iter()
+        .filter(|(r, _)| release.is_none_or(|release| release == r))
+    {
         let text = |name: &str| {
-            let content = tree.find_in(*directory, name).and_then(|id| tree.content(id))?;
-            content.bytes(MAX_INDEX).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            let content = tree
+                .find_in(*directory, name)
+                .and_then(|id| tree.content(id))?;
+            content
+                .bytes(MAX_INDEX)
+                .ok()
+                .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
         };
         // A kernel's own list is never empty; an empty list is made to silence depmod.
         let builtin = text("modules.builtin").filter(|list| !list.trim().is_empty());
         missing.is_certain &= builtin.is_some();
-        let index = Index::from_texts(&text("modules.dep").unwrap_or_default(), "", &builtin.unwrap_or_default());
-        let is_there = |module: &str| matches!(index.line(module), Ok(Some(_))) || index.is_builtin(module).unwrap_or_default();
-        missing.modules.extend(wanted.iter().copied().filter(|module| !is_there(module)));
+        let index = Index::from_texts(
+            &text("modules.dep").unwrap_or_default(),
+            "",
+            &builtin.unwrap_or_default(),
+        );
+        let is_there = |module: &str| {
+            matches!(index.line(module), Ok(Some(_)))
+                || index.is_builtin(module).unwrap_or_default()
+        };
+        missing
+            .modules
+            .extend(wanted.iter().copied().filter(|module| !is_there(module)));
     }
     missing.modules.sort_unstable();
     missing.modules.dedup();
@@ -146,8 +186,14 @@ struct Release<'a> {
 impl Release<'_> {
     fn check(&mut self) {
         let text = |name: &str| {
-            let content = self.tree.find_in(self.directory, name).and_then(|id| self.tree.content(id))?;
-            content.bytes(MAX_INDEX).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            let content = self
+                .tree
+                .find_in(self.directory, name)
+                .and_then(|id| self.tree.content(id))?;
+            content
+                .bytes(MAX_INDEX)
+                .ok()
+                .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
         };
         let dep = text("modules.dep").unwrap_or_default();
         let index = Index::from_texts(&dep, "", &text("modules.builtin").unwrap_or_default());
@@ -155,16 +201,25 @@ impl Release<'_> {
         for module in DRIVER {
             // A text that was read is no error.
             match index.line(module) {
-                Ok(Some(line)) => needed.extend(line.dependencies.iter().copied().chain([line.file])),
+                Ok(Some(line)) => {
+                    needed.extend(line.dependencies.iter().copied().chain([line.file]))
+                }
                 Ok(None) | Err(_) if index.is_builtin(module).unwrap_or_default() => {}
                 Ok(None) | Err(_) => {
-                    let path = [&self.tree.path(self.directory), b"/modules.dep".as_slice()].concat();
-                    self.out.findings.push(Finding::new(&NO_DRIVER, path).value(module));
+                    let path =
+                        [&self.tree.path(self.directory), b"/modules.dep".as_slice()].concat();
+                    self.out
+                        .findings
+                        .push(Finding::new(&NO_DRIVER, path).value(module));
                 }
             }
         }
         let mut versions: Vec<(&str, Option<String>)> = Vec::new();
-        let files = dep.lines().filter_map(|line| line.split_once(':')).map(|(file, _)| file.trim()).filter(|f| !f.is_empty());
+        let files = dep
+            .lines()
+            .filter_map(|line| line.split_once(':'))
+            .map(|(file, _)| file.trim())
+            .filter(|f| !f.is_empty());
         let listed: Vec<&str> = files.take(MAX_MODULES).collect();
         for file in listed.iter().copied() {
             if let Some(version) = self.module(file, needed.contains(file)) {
@@ -173,46 +228,84 @@ impl Release<'_> {
         }
         // Files that a dependency names and no line of the index has.
         let listed: HashSet<&str> = listed.into_iter().collect();
-        let mut unlisted: Vec<&str> = needed.iter().copied().filter(|file| !listed.contains(file)).take(MAX_MODULES).collect();
+        let mut unlisted: Vec<&str> = needed
+            .iter()
+            .copied()
+            .filter(|file| !listed.contains(file))
+            .take(MAX_MODULES)
+            .collect();
         unlisted.sort_unstable();
         for file in unlisted {
             self.module(file, true);
         }
-        let version = |module: &str| versions.iter().find(|(file, _)| module_name(file) == module).and_then(|(_, version)| version.clone());
+        let version = |module: &str| {
+            versions
+                .iter()
+                .find(|(file, _)| module_name(file) == module)
+                .and_then(|(_, version)| version.clone())
+        };
         if let (Some(nvidia), Some(uvm)) = (version(DRIVER[0]), version(DRIVER[1]))
             && nvidia != uvm
         {
             let value = format!("nvidia {nvidia}, nvidia-uvm {uvm}");
-            self.out.findings.push(Finding::new(&MODULE_VERSIONS, self.tree.path(self.directory)).value(value));
+            self.out
+                .findings
+                .push(Finding::new(&MODULE_VERSIONS, self.tree.path(self.directory)).value(value));
         }
     }
 
     /// Checks a module's file; returns its version if the file exists.
     fn module(&mut self, file: &str, needed: bool) -> Option<Option<String>> {
         let base = self.tree.path(self.directory);
-        let shown = if file.starts_with('/') { file.as_bytes().to_vec() } else { [base.as_slice(), b"/", file.as_bytes()].concat() };
-        let found = self.tree.find_in(self.directory, file).and_then(|id| self.tree.content(id));
+        let shown = if file.starts_with('/') {
+            file.as_bytes().to_vec()
+        } else {
+            [base.as_slice(), b"/", file.as_bytes()].concat()
+        };
+        let found = self
+            .tree
+            .find_in(self.directory, file)
+            .and_then(|id| self.tree.content(id));
         let Some(content) = found else {
-            self.out.findings.push(Finding::new(if needed { &MODULE_MISSING } else { &OTHER_MODULE_MISSING }, shown));
+            self.out.findings.push(Finding::new(
+                if needed {
+                    &MODULE_MISSING
+                } else {
+                    &OTHER_MODULE_MISSING
+                },
+                shown,
+            ));
             return None;
         };
         self.out.count += 1;
         let section = match information(content, &mut self.out.unpacked) {
             Ok(section) => section,
             Err(why) => {
-                self.out.findings.push(Finding::new(&NOT_A_MODULE, shown).value(why));
+                self.out
+                    .findings
+                    .push(Finding::new(&NOT_A_MODULE, shown).value(why));
                 return None;
             }
         };
         let value = |key| modinfo::values(&section, key).next();
         let magic = value("vermagic").unwrap_or_default();
         if of_vermagic(&magic) != self.release {
-            self.out.findings.push(Finding::new(&VERMAGIC, &shown).value(if magic.is_empty() { "none".into() } else { magic }));
+            self.out
+                .findings
+                .push(Finding::new(&VERMAGIC, &shown).value(if magic.is_empty() {
+                    "none".into()
+                } else {
+                    magic
+                }));
         }
         let version = value("version");
         if module_name(file) == DRIVER[0] && self.out.driver.is_none() {
             let firmware = modinfo::values(&section, "firmware").collect();
-            self.out.driver = Some(Driver { path: escaped(&shown), version: version.clone(), firmware });
+            self.out.driver = Some(Driver {
+                path: escaped(&shown),
+                version: version.clone(),
+                firmware,
+            });
         }
         Some(version)
     }

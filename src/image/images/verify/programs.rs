@@ -30,7 +30,10 @@ const DIRECTORIES: &[&str] = &[
 ];
 const CACHE: &str = "/etc/ld.so.cache";
 /// Programs, and libraries that they open by name when they run.
-const OPENED: [(&str, &str); 1] = [(kata_gpu_wire::nvml_messages::PROGRAM, kata_gpu_wire::nvml_messages::LIBRARY)];
+const OPENED: [(&str, &str); 1] = [(
+    kata_gpu_wire::nvml_messages::PROGRAM,
+    kata_gpu_wire::nvml_messages::LIBRARY,
+)];
 /// Limit of libraries of one program; a browser has some hundred.
 const MAX_LIBRARIES: usize = 2000;
 /// Limit of programs of an image that are checked.
@@ -61,13 +64,25 @@ pub struct Programs<'a> {
 
 impl<'a> Programs<'a> {
     pub fn new(tree: &'a Tree) -> Self {
-        let bytes = tree.find(CACHE).and_then(|id| tree.content(id)).and_then(|c| c.bytes(ld_so_cache::MAX_SIZE as u64).ok());
+        let bytes = tree
+            .find(CACHE)
+            .and_then(|id| tree.content(id))
+            .and_then(|c| c.bytes(ld_so_cache::MAX_SIZE as u64).ok());
         let mut cache: HashMap<String, Vec<String>> = HashMap::new();
         // Ignore an unreadable cache, as a loader does.
-        for entry in bytes.and_then(|bytes| ld_so_cache::read(&bytes).ok()).unwrap_or_default().entries {
+        for entry in bytes
+            .and_then(|bytes| ld_so_cache::read(&bytes).ok())
+            .unwrap_or_default()
+            .entries
+        {
             cache.entry(entry.name).or_default().push(entry.path);
         }
-        Self { tree, cache, read: HashMap::new(), lookups: 0 }
+        Self {
+            tree,
+            cache,
+            read: HashMap::new(),
+            lookups: 0,
+        }
     }
 
     /// A file's headers; None for a file that is no ELF file.
@@ -83,24 +98,38 @@ impl<'a> Programs<'a> {
     /// Reasons why a file cannot start, as findings; empty if it can.
     pub fn faults(&mut self, id: Id) -> Vec<Finding> {
         let path = self.tree.path(id);
-        let Some(program) = self.executable(id) else { return Vec::new() };
+        let Some(program) = self.executable(id) else {
+            return Vec::new();
+        };
         let mut findings = Vec::new();
         let mut own = vec![(id, program.clone())];
         if let Some(loader) = &program.interpreter {
-            match self.tree.find(loader).filter(|id| self.tree.kind(*id) == Kind::File) {
+            match self
+                .tree
+                .find(loader)
+                .filter(|id| self.tree.kind(*id) == Kind::File)
+            {
                 None => findings.push(Finding::new(&LOADER_MISSING, &path).value(loader)),
                 Some(loader_id) => {
                     if self.tree.meta(loader_id).mode & 0o111 == 0 {
-                        findings.push(Finding::new(&LOADER_MISSING, &path).value(format!("{loader} is not executable")));
+                        findings.push(
+                            Finding::new(&LOADER_MISSING, &path)
+                                .value(format!("{loader} is not executable")),
+                        );
                     }
                 }
             }
         }
         let (mut seen, mut missing) = (HashSet::from([id]), BTreeSet::new());
         // A library that the image does not have may be on an extension disk.
-        let opened = OPENED.iter().filter(|(by, _)| self.tree.name(id) == by.as_bytes());
+        let opened = OPENED
+            .iter()
+            .filter(|(by, _)| self.tree.name(id) == by.as_bytes());
         for (_, name) in opened {
-            if let Some(found) = self.library(name, id, &program, (id, &program)).filter(|found| seen.insert(*found)) {
+            if let Some(found) = self
+                .library(name, id, &program, (id, &program))
+                .filter(|found| seen.insert(*found))
+            {
                 own.extend(self.executable(found).map(|library| (found, library)));
             }
         }
@@ -123,8 +152,14 @@ impl<'a> Programs<'a> {
             }
         }
         for (name, of) in missing {
-            let by =
-                if of == id { String::new() } else { format!(" (needed by {})", crate::images::entry_text::escaped(&self.tree.path(of))) };
+            let by = if of == id {
+                String::new()
+            } else {
+                format!(
+                    " (needed by {})",
+                    crate::images::entry_text::escaped(&self.tree.path(of))
+                )
+            };
             findings.push(Finding::new(&LIBRARY_MISSING, &path).value(format!("{name}{by}")));
         }
         findings
@@ -132,13 +167,23 @@ impl<'a> Programs<'a> {
 
     /// Whether a program finds a library that it opens by name when it runs.
     pub fn opens(&mut self, id: Id, name: &str) -> bool {
-        self.executable(id).is_none_or(|program| self.library(name, id, &program, (id, &program)).is_some())
+        self.executable(id)
+            .is_none_or(|program| self.library(name, id, &program, (id, &program)).is_some())
     }
 
     /// Library that a loader finds by this name.
-    fn library(&mut self, name: &str, of: Id, library: &Executable, program: (Id, &Executable)) -> Option<Id> {
+    fn library(
+        &mut self,
+        name: &str,
+        of: Id,
+        library: &Executable,
+        program: (Id, &Executable),
+    ) -> Option<Id> {
         let fits = |programs: &mut Self, id: Id| {
-            programs.executable(id).filter(|found| (found.class, found.machine) == (library.class, library.machine)).map(|_| id)
+            programs
+                .executable(id)
+                .filter(|found| (found.class, found.machine) == (library.class, library.machine))
+                .map(|_| id)
         };
         if name.contains('/') {
             let id = self.tree.find(name)?;
@@ -146,19 +191,39 @@ impl<'a> Programs<'a> {
         }
         // Search the library's own path, then the program's (DT_RPATH is inherited), each with
         // $ORIGIN as the directory of its file.
-        let paths = [(of, &library.search_path), (program.0, &program.1.search_path)];
+        let paths = [
+            (of, &library.search_path),
+            (program.0, &program.1.search_path),
+        ];
         let mut candidates: Vec<Vec<u8>> = Vec::new();
         for (id, path) in paths {
             let path_of = self.tree.path(id);
             let end = path_of.iter().rposition(|b| *b == b'/').unwrap_or(0);
-            let origin = String::from_utf8_lossy(path_of.get(..end).unwrap_or_default()).into_owned();
-            for directory in path.iter().flat_map(|path| path.split(':')).filter(|d| !d.is_empty()) {
-                let directory = directory.replace("${ORIGIN}", &origin).replace("$ORIGIN", &origin);
+            let origin =
+                String::from_utf8_lossy(path_of.get(..end).unwrap_or_default()).into_owned();
+            for directory in path
+                .iter()
+                .flat_map(|path| path.split(':'))
+                .filter(|d| !d.is_empty())
+            {
+                let directory = directory
+                    .replace("${ORIGIN}", &origin)
+                    .replace("$ORIGIN", &origin);
                 candidates.push(format!("{directory}/{name}").into_bytes());
             }
         }
-        candidates.extend(self.cache.get(name).into_iter().flatten().map(|path| path.clone().into_bytes()));
-        candidates.extend(DIRECTORIES.iter().map(|directory| format!("{directory}/{name}").into_bytes()));
+        candidates.extend(
+            self.cache
+                .get(name)
+                .into_iter()
+                .flatten()
+                .map(|path| path.clone().into_bytes()),
+        );
+        candidates.extend(
+            DIRECTORIES
+                .iter()
+                .map(|directory| format!("{directory}/{name}").into_bytes()),
+        );
         self.lookups += candidates.len();
         candidates.into_iter().find_map(|path| {
             let id = self.tree.find(path)?;
@@ -170,15 +235,26 @@ impl<'a> Programs<'a> {
     /// architecture than the init's, and those that unpack themselves.
     pub fn others(&mut self, except: &[Id], arch: Option<Arch>) -> Vec<Finding> {
         let mut findings = Vec::new();
-        let executable = |id: &Id| self.tree.kind(*id) == Kind::File && self.tree.meta(*id).mode & 0o111 != 0;
-        let all: Vec<Id> = self.tree.below(ROOT).into_iter().filter(executable).take(MAX_PROGRAMS).collect();
+        let executable =
+            |id: &Id| self.tree.kind(*id) == Kind::File && self.tree.meta(*id).mode & 0o111 != 0;
+        let all: Vec<Id> = self
+            .tree
+            .below(ROOT)
+            .into_iter()
+            .filter(executable)
+            .take(MAX_PROGRAMS)
+            .collect();
         for id in all {
             if self.lookups > MAX_LOOKUPS {
-                let value = format!("this and the rest were not checked: libraries are searched at more than {MAX_LOOKUPS} paths");
+                let value = format!(
+                    "this and the rest were not checked: libraries are searched at more than {MAX_LOOKUPS} paths"
+                );
                 findings.push(Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(value));
                 break;
             }
-            let Some(program) = self.executable(id) else { continue };
+            let Some(program) = self.executable(id) else {
+                continue;
+            };
             if program.packed {
                 findings.push(Finding::new(&PACKED, self.tree.path(id)));
             }
@@ -188,7 +264,10 @@ impl<'a> Programs<'a> {
                 && !except.contains(&id)
                 && !self.tree.name(id).windows(3).any(|w| w == b".so")
             {
-                findings.push(Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(format!("for {of}; the init is for {arch}")));
+                findings.push(
+                    Finding::new(&PROGRAM_BROKEN, self.tree.path(id))
+                        .value(format!("for {of}; the init is for {arch}")),
+                );
                 continue;
             }
             // Skip libraries, executable or not: a library's fault is reported for the programs
@@ -196,10 +275,15 @@ impl<'a> Programs<'a> {
             if program.interpreter.is_none() || except.contains(&id) {
                 continue;
             }
-            let faults: Vec<String> =
-                self.faults(id).into_iter().map(|f| format!("{}: {}", f.rule.name, f.value.unwrap_or_default())).collect();
+            let faults: Vec<String> = self
+                .faults(id)
+                .into_iter()
+                .map(|f| format!("{}: {}", f.rule.name, f.value.unwrap_or_default()))
+                .collect();
             if !faults.is_empty() {
-                findings.push(Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(faults.join("; ")));
+                findings.push(
+                    Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(faults.join("; ")),
+                );
             }
         }
         findings
@@ -226,7 +310,11 @@ fn read(content: &Content) -> Option<Executable> {
 pub fn script(content: &Content) -> Option<String> {
     let mut head = vec![0; 256];
     let length = content.read_at(&mut head, 0).ok()?;
-    let line = head.get(..length)?.strip_prefix(b"#!")?.split(|b| *b == b'\n').next()?;
+    let line = head
+        .get(..length)?
+        .strip_prefix(b"#!")?
+        .split(|b| *b == b'\n')
+        .next()?;
     let text = std::str::from_utf8(line).ok()?;
     text.split_ascii_whitespace().next().map(str::to_string)
 }

@@ -21,6 +21,12 @@ pub struct Question {
 
 impl Default for Question {
     fn default() -> Self {
-        Self { release: None, init: INIT.into(), user_space: true, topologies: Vec::new(), confidential: false }
+        Self {
+            release: None,
+            init: INIT.into(),
+            user_space: true,
+            topologies: Vec::new(),
+            confidential: false,
+        }
     }
 }

@@ -16,9 +16,17 @@ pub fn script(tree: &Tree, programs: &mut Programs, path: &str, mut id: Id) -> V
     let broken = |value: String| vec![Finding::new(&LOADER_MISSING, path).value(value)];
     for _ in 0..MAX_INTERPRETERS {
         let Some(interpreter) = tree.content(id).and_then(programs::script) else {
-            return broken(format!("{} is neither an ELF file nor a script", escaped(&tree.path(id))));
+            return broken(format!(
+                "{} is neither an ELF file nor a script",
+                escaped(&tree.path(id))
+            ));
         };
-        let Some(next) = tree.find(&interpreter).filter(|next| tree.kind(*next) == Kind::File) else { return broken(interpreter) };
+        let Some(next) = tree
+            .find(&interpreter)
+            .filter(|next| tree.kind(*next) == Kind::File)
+        else {
+            return broken(interpreter);
+        };
         if tree.meta(next).mode & 0o111 == 0 {
             return broken(format!("{interpreter} is not executable"));
         }
@@ -27,5 +35,7 @@ pub fn script(tree: &Tree, programs: &mut Programs, path: &str, mut id: Id) -> V
         }
         id = next;
     }
-    broken(format!("more than {MAX_INTERPRETERS} scripts that name each other"))
+    broken(format!(
+        "more than {MAX_INTERPRETERS} scripts that name each other"
+    ))
 }

@@ -15,25 +15,58 @@ const HEAD: usize = 8;
 
 pub fn page(report: &Report, screen: &Screen) -> String {
     let mut out = String::new();
-    let mut line = |head: &str, text: String| out.push_str(&format!("{}{text}\n", screen.paint(Ink::Dim, &format!("{head:<HEAD$}"))));
-    let entries = if report.entries == 1 { "1 entry".to_string() } else { format!("{} entries", report.entries) };
-    line("image", format!("{}, {}, {entries}", megabytes(report.bytes), report.form.name()));
+    let mut line = |head: &str, text: String| {
+        out.push_str(&format!(
+            "{}{text}\n",
+            screen.paint(Ink::Dim, &format!("{head:<HEAD$}"))
+        ))
+    };
+    let entries = if report.entries == 1 {
+        "1 entry".to_string()
+    } else {
+        format!("{} entries", report.entries)
+    };
+    line(
+        "image",
+        format!(
+            "{}, {}, {entries}",
+            megabytes(report.bytes),
+            report.form.name()
+        ),
+    );
     line("init", needed(&report.init));
     line("agent", needed(&report.agent));
     let kernels = if report.releases.is_empty() {
         "no modules".to_string()
     } else {
-        format!("{}, {} modules", printable(&report.releases.join(", ")), report.modules)
+        format!(
+            "{}, {} modules",
+            printable(&report.releases.join(", ")),
+            report.modules
+        )
     };
     line("kernel", kernels);
-    let module = report
-        .driver
-        .as_ref()
-        .map_or("no module".to_string(), |d| format!("module {}", d.version.as_deref().map_or("of no version".into(), printable)));
-    let user_space = report.user_space.as_deref().map_or("user space not checked, or none".into(), |v| format!("user space {v}"));
+    let module = report.driver.as_ref().map_or("no module".to_string(), |d| {
+        format!(
+            "module {}",
+            d.version
+                .as_deref()
+                .map_or("of no version".into(), printable)
+        )
+    });
+    let user_space = report
+        .user_space
+        .as_deref()
+        .map_or("user space not checked, or none".into(), |v| {
+            format!("user space {v}")
+        });
     line(
         "driver",
-        if report.driver_elsewhere { "none: it comes on the extension disk `gpu`".into() } else { format!("{module}, {user_space}") },
+        if report.driver_elsewhere {
+            "none: it comes on the extension disk `gpu`".into()
+        } else {
+            format!("{module}, {user_space}")
+        },
     );
     out.push('\n');
     out.push_str(&sizes_text(&report.sizes, screen));
@@ -45,22 +78,46 @@ pub fn page(report: &Report, screen: &Screen) -> String {
         out.push('\n');
         findings(&mut out, &report.findings, screen);
     }
-    let count = |severity| report.findings.iter().filter(|f| f.rule.severity == severity).count();
+    let count = |severity| {
+        report
+            .findings
+            .iter()
+            .filter(|f| f.rule.severity == severity)
+            .count()
+    };
     let plural = |n: usize, word: &str| format!("{n} {word}{}", if n == 1 { "" } else { "s" });
-    let counts =
-        [(Severity::Error, "error"), (Severity::Warning, "warning"), (Severity::Note, "note")].map(|(s, word)| plural(count(s), word));
-    let (ink, verdict) =
-        if report.boots() { (Ink::Good, "nothing keeps it from booting") } else { (Ink::Error, "it cannot boot as a guest with GPUs") };
-    out.push_str(&format!("\n{}: {}\n", screen.paint(ink, verdict), counts.join(", ")));
+    let counts = [
+        (Severity::Error, "error"),
+        (Severity::Warning, "warning"),
+        (Severity::Note, "note"),
+    ]
+    .map(|(s, word)| plural(count(s), word));
+    let (ink, verdict) = if report.boots() {
+        (Ink::Good, "nothing keeps it from booting")
+    } else {
+        (Ink::Error, "it cannot boot as a guest with GPUs")
+    };
+    out.push_str(&format!(
+        "\n{}: {}\n",
+        screen.paint(ink, verdict),
+        counts.join(", ")
+    ));
     out
 }
 
 fn needed(needed: &Needed) -> String {
-    let linked = if needed.linked.is_empty() { "no program" } else { needed.linked };
+    let linked = if needed.linked.is_empty() {
+        "no program"
+    } else {
+        needed.linked
+    };
     match &needed.file {
         None => format!("{}: missing", needed.path),
         Some(file) if *file == needed.path => format!("{file}, {} bytes, {linked}", needed.bytes),
-        Some(file) => format!("{} -> {file}, {} bytes, {linked}", needed.path, needed.bytes),
+        Some(file) => format!(
+            "{} -> {file}, {} bytes, {linked}",
+            needed.path, needed.bytes
+        ),
     }
 }
 
@@ -69,11 +126,29 @@ fn services(out: &mut String, services: &Services, screen: &Screen) {
     let mut rows = vec![["TOPOLOGY", "SERVICES"].map(str::to_string).to_vec()];
     rows.extend(services.cases.iter().map(|case| {
         let (has, lacks) = services.split(case);
-        let parts = [("starts", has), ("lacks", lacks)].into_iter().filter(|(_, names)| !names.is_empty());
+        let parts = [("starts", has), ("lacks", lacks)]
+            .into_iter()
+            .filter(|(_, names)| !names.is_empty());
         let parts: Vec<String> = parts
-            .map(|(word, names)| format!("{word} {}", names.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ")))
+            .map(|(word, names)| {
+                format!(
+                    "{word} {}",
+                    names
+                        .iter()
+                        .map(|name| name.as_str())
+                        .collect::<Vec<_>>()
+                        .join(", ")
+                )
+            })
             .collect();
-        vec![case.title(), if parts.is_empty() { "none are started".into() } else { parts.join("; ") }]
+        vec![
+            case.title(),
+            if parts.is_empty() {
+                "none are started".into()
+            } else {
+                parts.join("; ")
+            },
+        ]
     }));
     out.push_str(&table(&rows, &[], screen));
     for (name, lacks) in services.lacking() {
@@ -91,15 +166,24 @@ fn findings(out: &mut String, all: &[Finding], screen: &Screen) {
         *before += 1;
         let of_rule = *before;
         if of_rule <= SHOWN_OF_A_RULE {
-            let value = finding.shown_value().map_or(String::new(), |v| format!(": {v}"));
+            let value = finding
+                .shown_value()
+                .map_or(String::new(), |v| format!(": {v}"));
             let place = format!("{}{value}", finding.path);
             let place = place.strip_prefix(": ").unwrap_or(&place);
-            out.push_str(&format!("{} {}  {place}\n", screen.paint(ink(rule), &format!("{:<7}", rule.severity.name())), rule.name));
+            out.push_str(&format!(
+                "{} {}  {place}\n",
+                screen.paint(ink(rule), &format!("{:<7}", rule.severity.name())),
+                rule.name
+            ));
         }
         let last = all.get(index + 1).is_none_or(|next| next.rule != rule);
         if last {
             if of_rule > SHOWN_OF_A_RULE {
-                out.push_str(&format!("        {} more of these (--json has all)\n", of_rule - SHOWN_OF_A_RULE));
+                out.push_str(&format!(
+                    "        {} more of these (--json has all)\n",
+                    of_rule - SHOWN_OF_A_RULE
+                ));
             }
             for (text, ink) in [(rule.breaks, Ink::Plain), (rule.cure, Ink::Dim)] {
                 wrapped(out, text, ink, screen);
@@ -118,7 +202,9 @@ fn ink(rule: &Rule) -> Ink {
 
 /// Indents, and wraps at spaces if the screen has a width.
 fn wrapped(out: &mut String, text: &str, ink: Ink, screen: &Screen) {
-    let width = screen.width.map_or(usize::MAX, |w| w.saturating_sub(HEAD).max(20));
+    let width = screen
+        .width
+        .map_or(usize::MAX, |w| w.saturating_sub(HEAD).max(20));
     for line in wrap("", "", text, width) {
         out.push_str(&format!("        {}\n", screen.paint(ink, &line)));
     }
@@ -127,6 +213,10 @@ fn wrapped(out: &mut String, text: &str, ink: Ink, screen: &Screen) {
 /// A line for each rule.
 pub fn rules(rules: &[&Rule], screen: &Screen) -> String {
     let mut rows = vec![["RULE", "SEVERITY", "EFFECT"].map(str::to_string).to_vec()];
-    rows.extend(rules.iter().map(|r| [r.name, r.severity.name(), r.breaks].map(str::to_string).to_vec()));
+    rows.extend(rules.iter().map(|r| {
+        [r.name, r.severity.name(), r.breaks]
+            .map(str::to_string)
+            .to_vec()
+    }));
     table(&rows, &[], screen)
 }

@@ -46,7 +46,12 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// Time for the collector to write its last records of a sandbox that did not start.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 /// Directories in which Kata's runtimes keep a directory for each sandbox.
-const DIRECTORIES: [&str; 4] = ["/run/vc/sbs", "/run/vc/vm", "/run/kata", "/run/kata-containers/shared/sandboxes"];
+const DIRECTORIES: [&str; 4] = [
+    "/run/vc/sbs",
+    "/run/vc/vm",
+    "/run/kata",
+    "/run/kata-containers/shared/sandboxes",
+];
 /// Longest part of an error of containerd that is shown, in bytes.
 const MAX_ERROR: usize = 2000;
 
@@ -63,7 +68,12 @@ pub struct Check {
     )]
     pub what: Option<String>,
     /// With --check: directory that the collector writes to.
-    #[arg(long, value_name = "DIR", requires = "what", default_value = "/var/lib/kata-gpu-boot")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        requires = "what",
+        default_value = "/var/lib/kata-gpu-boot"
+    )]
     boots: PathBuf,
     /// With --check: a device for the sandbox, like the VFIO group of a GPU that nobody uses,
     /// /dev/vfio/42.
@@ -80,7 +90,10 @@ pub struct Check {
 
 /// Runs `install --check`.
 pub fn run(what: &str, args: &Check, json: bool) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime");
     match runtime.and_then(|runtime| runtime.block_on(check(what, args, json))) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
@@ -108,10 +121,17 @@ async fn check(what: &str, args: &Check, json: bool) -> Result<bool> {
     let runtime = Runtime::find(what)?;
     check::ask(&args.boots)
         .context("the boot could not be followed; start the collector (kata-gpu-boot collect), or name its directory with --boots")?;
-    let screen = if json { Screen::PLAIN } else { Screen::of_stdout() };
+    let screen = if json {
+        Screen::PLAIN
+    } else {
+        Screen::of_stdout()
+    };
     if !json {
         let config = printable(&runtime.config.to_string_lossy());
-        eprintln!("kata-gpu-boot: starting a sandbox of {config} with {}", printable(&runtime.shim));
+        eprintln!(
+            "kata-gpu-boot: starting a sandbox of {config} with {}",
+            printable(&runtime.shim)
+        );
     }
     let sandbox = Sandbox::new(&runtime, args)?;
     let mut seen = watch(&sandbox, args, screen).await?;
@@ -143,16 +163,30 @@ impl Sandbox {
         if ctr.is_empty() {
             bail!("--ctr names no program");
         }
-        let waits = program::waits().context("--check knows no program for a container on this architecture yet")?;
+        let waits = program::waits()
+            .context("--check knows no program for a container on this architecture yet")?;
         // The id must be unique: the sandbox's processes are found by it.
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
         let id = format!("kata-gpu-check-{}-{:x}", std::process::id(), now.as_nanos());
         let root = std::env::temp_dir().join(&id);
         // Fail if the directory exists: its owner could change the program that the guest runs.
-        fs::create_dir(&root).with_context(|| format!("make {}: remove the remains of an earlier check", root.display()))?;
+        fs::create_dir(&root).with_context(|| {
+            format!(
+                "make {}: remove the remains of an earlier check",
+                root.display()
+            )
+        })?;
         let program = root.join(PROGRAM);
-        let written = fs::write(&program, waits).and_then(|()| fs::set_permissions(&program, fs::Permissions::from_mode(0o755)));
-        let mut sandbox = Self { id, root, ctr, run: Vec::new() };
+        let written = fs::write(&program, waits)
+            .and_then(|()| fs::set_permissions(&program, fs::Permissions::from_mode(0o755)));
+        let mut sandbox = Self {
+            id,
+            root,
+            ctr,
+            run: Vec::new(),
+        };
         written.with_context(|| format!("write {}", program.display()))?;
         sandbox.run = sandbox.words(runtime, &args.devices);
         Ok(sandbox)
@@ -160,26 +194,53 @@ impl Sandbox {
 
     fn words(&self, runtime: &Runtime, devices: &[PathBuf]) -> Vec<String> {
         let path = |path: &Path| path.to_string_lossy().into_owned();
-        let mut words: Vec<String> = ["run", "--detach", "--null-io", "--runtime"].map(str::to_string).into();
-        words.extend([runtime.shim.clone(), "--runtime-config-path".into(), path(&runtime.config)]);
-        words.extend(devices.iter().flat_map(|device| ["--device".into(), path(device)]));
-        words.extend(["--rootfs".into(), path(&self.root), self.id.clone(), format!("/{PROGRAM}")]);
+        let mut words: Vec<String> = ["run", "--detach", "--null-io", "--runtime"]
+            .map(str::to_string)
+            .into();
+        words.extend([
+            runtime.shim.clone(),
+            "--runtime-config-path".into(),
+            path(&runtime.config),
+        ]);
+        words.extend(
+            devices
+                .iter()
+                .flat_map(|device| ["--device".into(), path(device)]),
+        );
+        words.extend([
+            "--rootfs".into(),
+            path(&self.root),
+            self.id.clone(),
+            format!("/{PROGRAM}"),
+        ]);
         words
     }
 
     /// containerd's client with these arguments.
     fn ctr<'a>(&self, words: impl IntoIterator<Item = &'a str>) -> Command {
         let mut command = Command::new(&self.ctr[0]);
-        command.args(&self.ctr[1..]).args(["--namespace", NAMESPACE]).args(words);
+        command
+            .args(&self.ctr[1..])
+            .args(["--namespace", NAMESPACE])
+            .args(words);
         // A terminal's SIGINT is for this program alone, which then removes the sandbox.
-        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
         command
     }
 
     /// Starts the sandbox; returns the duration in seconds, or containerd's error.
     async fn start(&self) -> Result<f64, String> {
         let before = Instant::now();
-        match self.ctr(self.run.iter().map(String::as_str)).kill_on_drop(true).output().await {
+        match self
+            .ctr(self.run.iter().map(String::as_str))
+            .kill_on_drop(true)
+            .output()
+            .await
+        {
             Err(error) => Err(format!("run {}: {error}", self.ctr[0])),
             Ok(output) if output.status.success() => Ok(before.elapsed().as_secs_f64()),
             Ok(output) => {
@@ -199,7 +260,10 @@ impl Sandbox {
             !is_client && memchr::memmem::find(words, self.id.as_bytes()).is_some()
         };
         let all = processes::of_user(Path::new("/proc"), geteuid().as_raw());
-        all.into_iter().filter(|(_, words)| is_sandboxs(words)).map(|(pid, _)| pid).collect()
+        all.into_iter()
+            .filter(|(_, words)| is_sandboxs(words))
+            .map(|(pid, _)| pid)
+            .collect()
     }
 
     /// Ends a sandbox that is still being started: its shim accepts no command before the start is
@@ -236,9 +300,15 @@ impl Sandbox {
                 _ => break,
             }
         }
-        if let Some(error) = said(&["containers", "rm", id]).await.err().filter(|error| !is_gone(error)) {
+        if let Some(error) = said(&["containers", "rm", id])
+            .await
+            .err()
+            .filter(|error| !is_gone(error))
+        {
             let ctr = format!("{} --namespace {NAMESPACE}", self.ctr.join(" "));
-            return Some(format!("sandbox {id} is still there ({error}): {ctr} tasks rm --force {id}; {ctr} containers rm {id}"));
+            return Some(format!(
+                "sandbox {id} is still there ({error}): {ctr} tasks rm --force {id}; {ctr} containers rm {id}"
+            ));
         }
         for _ in 0..REMOVALS {
             if self.processes().is_empty() {
@@ -247,12 +317,18 @@ impl Sandbox {
             tokio::time::sleep(PAUSE).await;
         }
         let pids: Vec<String> = self.processes().iter().map(Pid::to_string).collect();
-        Some(format!("processes of sandbox {id} are still there: kill {}", pids.join(" ")))
+        Some(format!(
+            "processes of sandbox {id} are still there: kill {}",
+            pids.join(" ")
+        ))
     }
 
     /// Directories that Kata has left: the Go runtime cannot remove a sandbox that never started.
     fn directories(&self) -> Option<String> {
-        let all = DIRECTORIES.iter().map(|dir| Path::new(dir).join(&self.id)).filter(|path| path.exists());
+        let all = DIRECTORIES
+            .iter()
+            .map(|dir| Path::new(dir).join(&self.id))
+            .filter(|path| path.exists());
         let all: Vec<String> = all.map(|path| path.display().to_string()).collect();
         (!all.is_empty()).then(|| {
             format!("Kata has left {}; no process of the sandbox runs, and a restart of the node removes the rest", all.join(", "))
@@ -317,33 +393,68 @@ async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> 
 
 /// Error texts of containerd, the shim or the VMM, with their cures.
 const CURES: &[(&str, &str)] = &[
-    ("containerd.sock", "run it as root on a node where containerd runs; another socket: --ctr \"ctr --address SOCKET\""),
-    ("No such file or directory (os error 2)", "install containerd's client, or name it: --ctr \"k3s ctr\""),
-    ("/dev/kvm", "enable virtualisation in the firmware, load kvm_intel or kvm_amd"),
-    ("Device or resource busy", "the device is in use: name one that no pod has"),
+    (
+        "containerd.sock",
+        "run it as root on a node where containerd runs; another socket: --ctr \"ctr --address SOCKET\"",
+    ),
+    (
+        "No such file or directory (os error 2)",
+        "install containerd's client, or name it: --ctr \"k3s ctr\"",
+    ),
+    (
+        "/dev/kvm",
+        "enable virtualisation in the firmware, load kvm_intel or kvm_amd",
+    ),
+    (
+        "Device or resource busy",
+        "the device is in use: name one that no pod has",
+    ),
     ("vfio", "bind the whole IOMMU group of the GPU to vfio-pci"),
-    ("DeadlineExceeded", "the agent did not answer in time: raise dial_timeout, and see the guest's log"),
-    ("deadline exceeded", "the agent did not answer in time: raise dial_timeout, and see the guest's log"),
-    ("timed out", "the agent did not answer in time: raise dial_timeout, and see the guest's log"),
+    (
+        "DeadlineExceeded",
+        "the agent did not answer in time: raise dial_timeout, and see the guest's log",
+    ),
+    (
+        "deadline exceeded",
+        "the agent did not answer in time: raise dial_timeout, and see the guest's log",
+    ),
+    (
+        "timed out",
+        "the agent did not answer in time: raise dial_timeout, and see the guest's log",
+    ),
 ];
 
 /// Reasons why the sandbox does not work; empty if it works.
 fn reasons(seen: &Seen, config: &Path) -> Vec<String> {
     let mut reasons = Vec::new();
     if let Some(Err(error)) = &seen.started {
-        let cure = CURES.iter().find(|(word, _)| error.contains(word)).map(|(_, cure)| format!("; {cure}")).unwrap_or_default();
-        reasons.push(format!("containerd did not start the sandbox: {error}{cure}"));
+        let cure = CURES
+            .iter()
+            .find(|(word, _)| error.contains(word))
+            .map(|(_, cure)| format!("; {cure}"))
+            .unwrap_or_default();
+        reasons.push(format!(
+            "containerd did not start the sandbox: {error}{cure}"
+        ));
     }
     if seen.started.is_none() {
         let until = seen.gave_up.as_deref().unwrap_or_default();
-        reasons.push(format!("containerd did not start the sandbox {until}: see the guest's log"));
+        reasons.push(format!(
+            "containerd did not start the sandbox {until}: see the guest's log"
+        ));
     }
     match (&seen.outcome, &seen.boot.file) {
         (Some(Outcome::Ready { .. }), _) => {}
         (Some(Outcome::Failed(why)), _) => reasons.push(format!("the boot failed: {why}")),
         (None, Some(_)) => {
-            let until = seen.gave_up.as_deref().unwrap_or("before the sandbox ended");
-            reasons.push(format!("the boot did not end {until}; {}", seen.boot.last_seen()));
+            let until = seen
+                .gave_up
+                .as_deref()
+                .unwrap_or("before the sandbox ended");
+            reasons.push(format!(
+                "the boot did not end {until}; {}",
+                seen.boot.last_seen()
+            ));
         }
         (None, None) => reasons.push(format!("no event of its boot has come: {}", silent(config))),
     }
@@ -355,7 +466,9 @@ fn reasons(seen: &Seen, config: &Path) -> Vec<String> {
 fn silent(config: &Path) -> String {
     let config_text = config.display();
     match KataConfig::read(config).map(|config| matches!(config.ours, Found::Ours { .. })) {
-        Ok(false) => format!("the configuration has no guest of ours: kata-gpu-boot install --kata-config {config_text} --initrd FILE"),
+        Ok(false) => format!(
+            "the configuration has no guest of ours: kata-gpu-boot install --kata-config {config_text} --initrd FILE"
+        ),
         _ => format!(
             "kata-gpu-boot install --kata-config {config_text} --dry-run shows whether the guest is installed; the guest's log is in \
              containerd's log with enable_debug in [hypervisor] and [runtime], and with level = \"debug\" in containerd's [debug]"
@@ -363,16 +476,36 @@ fn silent(config: &Path) -> String {
     }
 }
 
-fn report(seen: &Seen, reasons: &[String], runtime: &Runtime, json: bool, screen: Screen) -> Result<()> {
-    let file = seen.boot.file.as_deref().map(|path| read_boot(path).map(|file| (path, file))).transpose()?;
+fn report(
+    seen: &Seen,
+    reasons: &[String],
+    runtime: &Runtime,
+    json: bool,
+    screen: Screen,
+) -> Result<()> {
+    let file = seen
+        .boot
+        .file
+        .as_deref()
+        .map(|path| read_boot(path).map(|file| (path, file)))
+        .transpose()?;
     let agent = match &file {
         Some((path, file)) => agent_log::of_boot(path, file.sandbox_id(), None)?,
         None => Vec::new(),
     };
-    let boot = file.as_ref().map(|(path, file)| (path, file, Boot::new(file, &agent)));
-    let started = seen.started.as_ref().and_then(|started| started.as_ref().ok());
+    let boot = file
+        .as_ref()
+        .map(|(path, file)| (path, file, Boot::new(file, &agent)));
+    let started = seen
+        .started
+        .as_ref()
+        .and_then(|started| started.as_ref().ok());
     if json {
-        let timeline = boot.as_ref().map(|(.., boot)| serde_json::to_value(boot)).transpose().context("write the boot as JSON")?;
+        let timeline = boot
+            .as_ref()
+            .map(|(.., boot)| serde_json::to_value(boot))
+            .transpose()
+            .context("write the boot as JSON")?;
         let json = json!({
             "action": "checked",
             "works": reasons.is_empty(),
@@ -391,10 +524,16 @@ fn report(seen: &Seen, reasons: &[String], runtime: &Runtime, json: bool, screen
             write_page(out, file, &agent, boot, false, screen)?;
         }
         let verdict = verdict(seen, reasons);
-        let ink = if reasons.is_empty() { Ink::Good } else { Ink::Error };
+        let ink = if reasons.is_empty() {
+            Ink::Good
+        } else {
+            Ink::Error
+        };
         let (word, rest) = verdict.split_once(':').unwrap_or((&verdict, ""));
         writeln!(out, "\n{}:{rest}", screen.paint(ink, word))?;
-        reasons.iter().try_for_each(|reason| writeln!(out, "  {}", printable(reason)))
+        reasons
+            .iter()
+            .try_for_each(|reason| writeln!(out, "  {}", printable(reason)))
     })
 }
 
@@ -408,8 +547,13 @@ fn verdict(seen: &Seen, reasons: &[String]) -> String {
         return format!("does not work: {started}");
     }
     let gpus = match &seen.outcome {
-        Some(Outcome::Ready { gpus: 0, .. }) => "it was given no GPU (--device gives it one)".into(),
-        Some(Outcome::Ready { gpus, at_ns }) => format!("all {gpus} GPUs were usable {:.1} s after kernel start", *at_ns as f64 / 1e9),
+        Some(Outcome::Ready { gpus: 0, .. }) => {
+            "it was given no GPU (--device gives it one)".into()
+        }
+        Some(Outcome::Ready { gpus, at_ns }) => format!(
+            "all {gpus} GPUs were usable {:.1} s after kernel start",
+            *at_ns as f64 / 1e9
+        ),
         _ => String::new(),
     };
     format!("works: {started}, {gpus}; it is removed again")
@@ -420,7 +564,11 @@ mod tests {
     use super::*;
 
     fn seen(started: Option<Result<f64, String>>, outcome: Option<Outcome>) -> Seen {
-        let mut seen = Seen { started, outcome, ..Seen::default() };
+        let mut seen = Seen {
+            started,
+            outcome,
+            ..Seen::default()
+        };
         seen.boot.file = Some("/b/x.ndjson".into());
         seen
     }
@@ -431,7 +579,12 @@ mod tests {
 
     #[test]
     fn a_failed_check_has_a_cure_and_a_passed_one_has_no_reason() {
-        let ready = || Some(Outcome::Ready { gpus: 8, at_ns: 3_000_000_000 });
+        let ready = || {
+            Some(Outcome::Ready {
+                gpus: 8,
+                at_ns: 3_000_000_000,
+            })
+        };
         let good = seen(Some(Ok(18.2)), ready());
         assert_eq!(of(&good), "");
         let line = verdict(&good, &[]);
@@ -440,21 +593,51 @@ mod tests {
             "works: containerd had started the sandbox after 18.2 s, all 8 GPUs were usable 3.0 s after kernel start; it is removed again"
         );
 
-        let failed = seen(Some(Ok(1.0)), Some(Outcome::Failed("GPU 3 failed in gpu.init: no".into())));
+        let failed = seen(
+            Some(Ok(1.0)),
+            Some(Outcome::Failed("GPU 3 failed in gpu.init: no".into())),
+        );
         assert_eq!(of(&failed), "the boot failed: GPU 3 failed in gpu.init: no");
-        let refused = seen(Some(Err("Could not access KVM kernel module: /dev/kvm".into())), None);
+        let refused = seen(
+            Some(Err("Could not access KVM kernel module: /dev/kvm".into())),
+            None,
+        );
         assert!(
             of(&refused).starts_with("containerd did not start the sandbox: Could not access KVM kernel module: /dev/kvm; enable"),
             "{}",
             of(&refused)
         );
-        let silent = Seen { boot: sandbox::Boot::default(), ..seen(Some(Ok(1.0)), None) };
-        assert!(of(&silent).contains("no event of its boot has come: kata-gpu-boot install --kata-config"), "{}", of(&silent));
-        let late = Seen { gave_up: Some("within 600 s (--give-up)".into()), ..seen(Some(Ok(1.0)), None) };
-        assert!(of(&late).starts_with("the boot did not end within 600 s (--give-up); no record of it has come"), "{}", of(&late));
-        let left = Seen { left: Some("sandbox x is still there".into()), ..good };
+        let silent = Seen {
+            boot: sandbox::Boot::default(),
+            ..seen(Some(Ok(1.0)), None)
+        };
+        assert!(
+            of(&silent)
+                .contains("no event of its boot has come: kata-gpu-boot install --kata-config"),
+            "{}",
+            of(&silent)
+        );
+        let late = Seen {
+            gave_up: Some("within 600 s (--give-up)".into()),
+            ..seen(Some(Ok(1.0)), None)
+        };
+        assert!(
+            of(&late).starts_with(
+                "the boot did not end within 600 s (--give-up); no record of it has come"
+            ),
+            "{}",
+            of(&late)
+        );
+        let left = Seen {
+            left: Some("sandbox x is still there".into()),
+            ..good
+        };
         assert_eq!(of(&left), "sandbox x is still there");
         let started = seen(None, ready());
-        assert!(of(&started).contains("did not start the sandbox"), "{}", of(&started));
+        assert!(
+            of(&started).contains("did not start the sandbox"),
+            "{}",
+            of(&started)
+        );
     }
 }

@@ -33,10 +33,14 @@ pub fn waits() -> Option<Vec<u8>> {
     put(&64_u64.to_le_bytes()); // the program header comes next
     put(&0_u64.to_le_bytes()); // no sections
     put(&0_u32.to_le_bytes());
-    [64_u16, 56, 1, 0, 0, 0].iter().for_each(|size| put(&size.to_le_bytes()));
+    [64_u16, 56, 1, 0, 0, 0]
+        .iter()
+        .for_each(|size| put(&size.to_le_bytes()));
     put(&1_u32.to_le_bytes()); // one segment to load: all of the file,
     put(&5_u32.to_le_bytes()); // to be read and run
-    [0, BASE, BASE, size, size, 0x1000].iter().for_each(|value: &u64| put(&value.to_le_bytes()));
+    [0, BASE, BASE, size, size, 0x1000]
+        .iter()
+        .for_each(|value: &u64| put(&value.to_le_bytes()));
     put(code);
     Some(elf)
 }
@@ -60,7 +64,12 @@ mod tests {
         let syscall = format!("/proc/{}/syscall", child.id());
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while !std::fs::read_to_string(&syscall).is_ok_and(|text| text.starts_with("34 ")) {
-            assert!(std::time::Instant::now() < deadline, "{:?} {:?}", child.try_wait(), std::fs::read_to_string(&syscall));
+            assert!(
+                std::time::Instant::now() < deadline,
+                "{:?} {:?}",
+                child.try_wait(),
+                std::fs::read_to_string(&syscall)
+            );
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         child.kill().unwrap();

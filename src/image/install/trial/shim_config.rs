@@ -27,28 +27,49 @@ impl Runtime {
     pub fn find(wanted: &str) -> Result<Self> {
         if wanted.contains('/') {
             if !Path::new(wanted).is_file() {
-                bail!("{}: no such file: give a Kata configuration, or the name of a runtime that containerd knows", printable(wanted));
+                bail!(
+                    "{}: no such file: give a Kata configuration, or the name of a runtime that containerd knows",
+                    printable(wanted)
+                );
             }
             return Self::of_file(Path::new(wanted));
         }
         let cure = "give the Kata configuration file instead";
         let dump = Command::new("containerd").args(["config", "dump"]).output();
-        let dump = dump.with_context(|| format!("run containerd config dump, to find runtime {}: {cure}", printable(wanted)))?;
+        let dump = dump.with_context(|| {
+            format!(
+                "run containerd config dump, to find runtime {}: {cure}",
+                printable(wanted)
+            )
+        })?;
         if !dump.status.success() {
-            bail!("containerd config dump: {}: {cure}", printable(String::from_utf8_lossy(&dump.stderr).trim()));
+            bail!(
+                "containerd config dump: {}: {cure}",
+                printable(String::from_utf8_lossy(&dump.stderr).trim())
+            );
         }
         let text = String::from_utf8_lossy(&dump.stdout);
-        let table: Table = text.parse().with_context(|| format!("containerd config dump: {cure}"))?;
+        let table: Table = text
+            .parse()
+            .with_context(|| format!("containerd config dump: {cure}"))?;
         Self::in_containerds(&table, wanted)
     }
 
     fn of_file(file: &Path) -> Result<Self> {
         let refused = |refusal| anyhow!("{refusal}");
-        let config = KataConfig::read(file).map_err(|refusals| refusals.into_iter().next().map_or_else(|| anyhow!("not read"), refused))?;
+        let config = KataConfig::read(file).map_err(|refusals| {
+            refusals
+                .into_iter()
+                .next()
+                .map_or_else(|| anyhow!("not read"), refused)
+        })?;
         let (runtime, _) = version::runtime_and_section(&config).map_err(refused)?;
         let config = config.base.path;
         let shim = version::shim(&config, runtime).filter(|shim| shim.is_file());
-        let shim = shim.map_or_else(|| DEFAULT.to_string(), |shim| shim.to_string_lossy().into_owned());
+        let shim = shim.map_or_else(
+            || DEFAULT.to_string(),
+            |shim| shim.to_string_lossy().into_owned(),
+        );
         Ok(Self { shim, config })
     }
 
@@ -62,20 +83,40 @@ impl Runtime {
             .filter_map(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table())
             .collect();
         let Some(runtime) = all.iter().find_map(|runtimes| runtimes.get(name)) else {
-            let names: Vec<String> = all.iter().flat_map(|runtimes| runtimes.keys()).map(|name| printable(name)).collect();
+            let names: Vec<String> = all
+                .iter()
+                .flat_map(|runtimes| runtimes.keys())
+                .map(|name| printable(name))
+                .collect();
             bail!(
                 "containerd has no runtime {}, it has {}; a file is given with a /, like ./{0}",
                 printable(name),
-                if names.is_empty() { "none".into() } else { names.join(", ") }
+                if names.is_empty() {
+                    "none".into()
+                } else {
+                    names.join(", ")
+                }
             );
         };
-        let text = |value: Option<&Value>| value.and_then(Value::as_str).filter(|text| !text.is_empty()).map(str::to_string);
-        let config = text(runtime.get("options").and_then(|options| options.get("ConfigPath")));
+        let text = |value: Option<&Value>| {
+            value
+                .and_then(Value::as_str)
+                .filter(|text| !text.is_empty())
+                .map(str::to_string)
+        };
+        let config = text(
+            runtime
+                .get("options")
+                .and_then(|options| options.get("ConfigPath")),
+        );
         let config = config.with_context(|| {
             format!("containerd's runtime {} names no ConfigPath: give the Kata configuration file instead", printable(name))
         })?;
         let shim = text(runtime.get("runtime_path")).or_else(|| text(runtime.get("runtime_type")));
-        Ok(Self { shim: shim.unwrap_or_else(|| DEFAULT.into()), config: config.into() })
+        Ok(Self {
+            shim: shim.unwrap_or_else(|| DEFAULT.into()),
+            config: config.into(),
+        })
     }
 }
 
@@ -103,13 +144,28 @@ mod tests {
     #[test]
     fn a_runtime_is_found_in_either_version_of_containerds_config() {
         for cri in ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"] {
-            let table: Table = DUMP.replace("io.containerd.grpc.v1.cri", cri).parse().unwrap();
-            let found = |name| Runtime::in_containerds(&table, name).map_err(|error| error.to_string());
-            let of = |shim: &str, config: &str| Ok(Runtime { shim: shim.into(), config: config.into() });
-            assert_eq!(found("kata-gpu"), of("/opt/kata/bin/containerd-shim-kata-v2", "/opt/kata/c.toml"));
+            let table: Table = DUMP
+                .replace("io.containerd.grpc.v1.cri", cri)
+                .parse()
+                .unwrap();
+            let found =
+                |name| Runtime::in_containerds(&table, name).map_err(|error| error.to_string());
+            let of = |shim: &str, config: &str| {
+                Ok(Runtime {
+                    shim: shim.into(),
+                    config: config.into(),
+                })
+            };
+            assert_eq!(
+                found("kata-gpu"),
+                of("/opt/kata/bin/containerd-shim-kata-v2", "/opt/kata/c.toml")
+            );
             assert_eq!(found("kata"), of("io.containerd.kata.v2", "/etc/c.toml"));
             let error = found("kata-qemu").unwrap_err();
-            assert!(error.contains("no runtime kata-qemu, it has kata, kata-gpu, runc"), "{error}");
+            assert!(
+                error.contains("no runtime kata-qemu, it has kata, kata-gpu, runc"),
+                "{error}"
+            );
             assert!(found("runc").unwrap_err().contains("names no ConfigPath"));
         }
     }

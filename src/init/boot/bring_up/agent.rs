@@ -51,13 +51,21 @@ pub struct Agent {
 impl Agent {
     /// An agent that has not done anything yet, in a guest of so many vCPUs.
     pub fn new(vcpus: usize) -> Self {
-        Self { alone: vcpus <= 1, ..Self::default() }
+        Self {
+            alone: vcpus <= 1,
+            ..Self::default()
+        }
     }
 
     /// Time from a look that finds all GPUs to the begin of the container.
     fn after_look(&self) -> Duration {
         // A single vCPU has the init's and the driver's work to do as well.
-        if self.alone { Limit::LookFirst } else { Limit::LookAgain }.after()
+        if self.alone {
+            Limit::LookFirst
+        } else {
+            Limit::LookAgain
+        }
+        .after()
     }
 
     /// Notes a look at the spec. The agent opens the spec twice in its first try for a container,
@@ -66,8 +74,16 @@ impl Agent {
         self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
         let first = *self.first_look.get_or_insert(now);
         // Looks beyond the limit are not counted: no agent looks that often.
-        let new = self.looks.len() < MOST_LOOKS && self.looks.iter().all(|at| now >= *at + Limit::LookFirst.after());
-        let repeated = self.looks.iter_mut().filter(|at| now >= **at + LOOK_PERIOD.0).min();
+        let new = self.looks.len() < MOST_LOOKS
+            && self
+                .looks
+                .iter()
+                .all(|at| now >= *at + Limit::LookFirst.after());
+        let repeated = self
+            .looks
+            .iter_mut()
+            .filter(|at| now >= **at + LOOK_PERIOD.0)
+            .min();
         let unknown = repeated.is_none() && new;
         if let Some(look) = repeated {
             *look = now;
@@ -101,7 +117,13 @@ impl Agent {
         }
         self.making += 1;
         // The container that looked last no longer waits.
-        if let Some(last) = self.looks.iter().enumerate().max_by_key(|(_, at)| **at).map(|(place, _)| place) {
+        if let Some(last) = self
+            .looks
+            .iter()
+            .enumerate()
+            .max_by_key(|(_, at)| **at)
+            .map(|(place, _)| place)
+        {
             self.looks.swap_remove(last);
         }
         (self.any, self.decides, self.new, self.waited) = (true, None, 0, false);
@@ -125,7 +147,9 @@ impl Agent {
     /// Times at which [`Agent::holds`] may change without a new fact.
     pub fn deadlines(&self) -> [Option<Time>; 3] {
         let making = (self.making > 0).then(|| self.since + Limit::ContainerMade.after());
-        let published = self.published.map(|(published, _)| published + Limit::AgentLook.after());
+        let published = self
+            .published
+            .map(|(published, _)| published + Limit::AgentLook.after());
         [making, published, self.decides]
     }
 
@@ -135,7 +159,9 @@ impl Agent {
         if self.making > 0 && within(self.since, Limit::ContainerMade) {
             return Some(Hold::Container);
         }
-        let look = self.published.is_some_and(|(published, _)| within(published, Limit::AgentLook));
+        let look = self
+            .published
+            .is_some_and(|(published, _)| within(published, Limit::AgentLook));
         let decides = self.decides.is_some_and(|until| now < until);
         (look || decides).then_some(Hold::AgentLook)
     }
@@ -163,7 +189,11 @@ mod tests {
         agent.looked(ms(50));
         assert_eq!(agent.holds(ms(51)), None);
         agent.published(ms(100));
-        assert_eq!(agent.holds(ms(101)), Some(Hold::AgentLook), "the container will look again");
+        assert_eq!(
+            agent.holds(ms(101)),
+            Some(Hold::AgentLook),
+            "the container will look again"
+        );
     }
 
     #[test]
@@ -171,7 +201,11 @@ mod tests {
         let mut agent = looked(&[1000, 1400]);
         agent.published(ms(2000));
         agent.looked(ms(2400));
-        assert_eq!(agent.holds(ms(2799)), Some(Hold::AgentLook), "the only one that waits has looked, and may have found its GPU");
+        assert_eq!(
+            agent.holds(ms(2799)),
+            Some(Hold::AgentLook),
+            "the only one that waits has looked, and may have found its GPU"
+        );
         assert_eq!(agent.holds(ms(2800)), None);
     }
 
@@ -203,7 +237,11 @@ mod tests {
         agent.begins(ms(6300));
         agent.runs(ms(6500));
         agent.looked(ms(6600));
-        assert_eq!(agent.holds(ms(6601)), Some(Hold::AgentLook), "a new container");
+        assert_eq!(
+            agent.holds(ms(6601)),
+            Some(Hold::AgentLook),
+            "a new container"
+        );
         agent.published(ms(7000));
         assert_eq!(agent.holds(ms(7599)), Some(Hold::AgentLook));
     }
@@ -213,7 +251,9 @@ mod tests {
         let mut agent = Agent::new(1);
         agent.published(ms(100));
         for second in 1..10 {
-            [235, 645, 680].iter().for_each(|at| agent.looked(ms(second * 1000 + at)));
+            [235, 645, 680]
+                .iter()
+                .for_each(|at| agent.looked(ms(second * 1000 + at)));
         }
         assert_eq!(agent.holds(ms(9681)), None);
     }

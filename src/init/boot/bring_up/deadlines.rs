@@ -35,7 +35,11 @@ pub struct Deadline {
 }
 
 const fn row(limit: Limit, after_ms: u64, reason: &'static str) -> Deadline {
-    Deadline { limit, after: Duration::from_millis(after_ms), reason }
+    Deadline {
+        limit,
+        after: Duration::from_millis(after_ms),
+        reason,
+    }
 }
 
 /// All limits, in the order of the enum.
@@ -84,7 +88,11 @@ pub const TABLE: [Deadline; 19] = [
         "a probe keeps the next one waiting where probes run one at a time: a probe takes \
          milliseconds, or 4 s behind a BAR firewall",
     ),
-    row(Limit::InitHangs, 10_000, "an initialisation keeps the next wave waiting: it takes 2 to 5 s"),
+    row(
+        Limit::InitHangs,
+        10_000,
+        "an initialisation keeps the next wave waiting: it takes 2 to 5 s",
+    ),
     row(
         Limit::LaneFirst,
         10_000,
@@ -110,7 +118,11 @@ pub const TABLE: [Deadline; 19] = [
          bundle of a container that has all its GPUs is made 268 to 540 ms after that look \
          (kata-agent 4.1.0, emulated)",
     ),
-    row(Limit::LookAgain, 400, "wait after a later look: the bundle follows in 42 ms in a quiet guest, and later in a busy one"),
+    row(
+        Limit::LookAgain,
+        400,
+        "wait after a later look: the bundle follows in 42 ms in a quiet guest, and later in a busy one",
+    ),
     row(
         Limit::ContainerMade,
         3000,
@@ -129,7 +141,11 @@ pub const TABLE: [Deadline; 19] = [
         "after the first probe of a load began to sleep behind a BAR firewall, other probes join \
          it for one enabling and this time: the load does not end before they do",
     ),
-    row(Limit::Lockdown, 60_000, "limit after the load where a GPU does not settle: modules stay loadable"),
+    row(
+        Limit::Lockdown,
+        60_000,
+        "limit after the load where a GPU does not settle: modules stay loadable",
+    ),
     row(
         Limit::NvmlFirst,
         60_000,

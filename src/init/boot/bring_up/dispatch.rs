@@ -35,8 +35,15 @@ impl Dispatch {
     /// the runtime.
     pub fn start(schedule: Schedule) -> (Arc<Self>, Orders) {
         let (fleet, orders) = mpsc::unbounded_channel();
-        let state = Mutex::new(State { schedule, gpus: HashMap::new(), fleet });
-        let dispatch = Arc::new(Self { state, changed: Notify::new() });
+        let state = Mutex::new(State {
+            schedule,
+            gpus: HashMap::new(),
+            fleet,
+        });
+        let dispatch = Arc::new(Self {
+            state,
+            changed: Notify::new(),
+        });
         tokio::spawn(Arc::clone(&dispatch).keep_time());
         (dispatch, orders)
     }
@@ -102,7 +109,9 @@ impl State {
     fn deliver(&self, orders: Vec<Order>) {
         for order in orders {
             let receiver = match &order {
-                Order::Enable(gpu, _) | Order::Probe(gpu, _) | Order::Initialise(gpu) => self.gpus.get(gpu),
+                Order::Enable(gpu, _) | Order::Probe(gpu, _) | Order::Initialise(gpu) => {
+                    self.gpus.get(gpu)
+                }
                 Order::Chosen(..)
                 | Order::Load { .. }
                 | Order::Wait(_)

@@ -61,12 +61,34 @@ pub struct Way {
 /// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the
 /// runtime. The load may probe `gpus`. With `one_by_one`, all but the first of them are held back
 /// before this returns.
-pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[GpuId], way: Way) {
-    let Image { mut modules, version } = image;
+pub fn start(
+    image: Image,
+    chosen: After,
+    state: watch::Sender<Driver>,
+    shared: &Arc<Shared>,
+    gpus: &[GpuId],
+    way: Way,
+) {
+    let Image {
+        mut modules,
+        version,
+    } = image;
     modules.follow(chosen);
     let one_by_one = way.one_by_one;
-    let (sysfs, lane, offered) = (shared.sysfs.clone(), Arc::clone(&shared.lane), Arc::clone(&shared.offered));
-    let load = Load { modules, version, sysfs, gpus: gpus.to_vec(), way, lane, offered };
+    let (sysfs, lane, offered) = (
+        shared.sysfs.clone(),
+        Arc::clone(&shared.lane),
+        Arc::clone(&shared.offered),
+    );
+    let load = Load {
+        modules,
+        version,
+        sysfs,
+        gpus: gpus.to_vec(),
+        way,
+        lane,
+        offered,
+    };
     load.begin();
     // A load after a failed one starts afresh.
     state.send_replace(Driver::Loading);
@@ -78,14 +100,20 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
             // The kernel frees the modules' start-up code after a grace period, and interrupts all
             // CPUs for it. The CPU that sends these interrupts spins until the enabling CPU
             // responds. The first call waits for that grace period, the second one for the free.
-            let _unused = crate::machine::sys::grace_period().and_then(|()| crate::machine::sys::grace_period());
+            let _unused = crate::machine::sys::grace_period()
+                .and_then(|()| crate::machine::sys::grace_period());
         }
     });
     tokio::spawn(follow(Arc::clone(shared), loading, way, outcome));
 }
 
 /// Reports the progress of a load. After the load, makes the devices that no GPU waits for.
-async fn follow(shared: Arc<Shared>, mut loading: Running<()>, way: Way, outcome: watch::Sender<Driver>) {
+async fn follow(
+    shared: Arc<Shared>,
+    mut loading: Running<()>,
+    way: Way,
+    outcome: watch::Sender<Driver>,
+) {
     let ended = async {
         if way.one_by_one {
             tokio::select! {
@@ -110,7 +138,10 @@ fn panicked(outcome: &watch::Sender<Driver>, dispatch: &Dispatch, panicked: &Pan
     let error = format!("load module nvidia: the load has panicked: {panicked}");
     tracing::error!(name: names::MODULE_LOAD, error);
     if !matches!(&*outcome.borrow(), Driver::Loaded(loaded) if loaded.control_ready) {
-        outcome.send_replace(Driver::Failed { reason: Some(Reason::Internal), error });
+        outcome.send_replace(Driver::Failed {
+            reason: Some(Reason::Internal),
+            error,
+        });
         dispatch.report(Fact::Loaded(false));
     }
 }
@@ -128,7 +159,9 @@ fn over(shared: &Arc<Shared>) {
         tokio::spawn(async move {
             // A panic has been reported by the panic hook. Services open the nodes made there.
             let _unused = others.await;
-            shared.milestones.send_modify(|reached| reached.loaded = true);
+            shared
+                .milestones
+                .send_modify(|reached| reached.loaded = true);
         });
     }
 }
@@ -162,7 +195,8 @@ impl Image {
 
     /// Loads the driver with NVLink disabled.
     pub fn disable_nvlink(&mut self) {
-        self.modules.add_options(DRIVER, &format!("{NVLINK_DISABLE}=1"));
+        self.modules
+            .add_options(DRIVER, &format!("{NVLINK_DISABLE}=1"));
     }
 }
 
@@ -174,7 +208,12 @@ pub fn is_in_kernel() -> bool {
 fn modules(config: &Config, command_line: &[u8]) -> Modules {
     // Without the kernel's release, modules.dep is not found, which is reported.
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut modules = Modules::in_tree(Path::new("/"), extensions::driver_root(), kernel.trim(), command_line);
+    let mut modules = Modules::in_tree(
+        Path::new("/"),
+        extensions::driver_root(),
+        kernel.trim(),
+        command_line,
+    );
     if !config.relaxed {
         let key = with_registry_key(&modules.options(DRIVER), UNRELAXED);
         modules.add_options(DRIVER, &key);
@@ -184,12 +223,17 @@ fn modules(config: &Config, command_line: &[u8]) -> Modules {
 
 fn version_on_disk(modules: &Modules) -> Option<String> {
     // The load reports files that cannot be found or read.
-    let (file, _) = modules.show_depends(DRIVER).ok()?.into_iter().find(|(path, _)| is_driver(path))?;
+    let (file, _) = modules
+        .show_depends(DRIVER)
+        .ok()?
+        .into_iter()
+        .find(|(path, _)| is_driver(path))?;
     modinfo::value(&file, "version").ok()?
 }
 
 fn is_driver(path: &Path) -> bool {
-    path.file_name().is_some_and(|name| name.to_string_lossy().split('.').next() == Some(DRIVER))
+    path.file_name()
+        .is_some_and(|name| name.to_string_lossy().split('.').next() == Some(DRIVER))
 }
 
 /// Nodes of a driver that is loaded already, made by an earlier worker.
@@ -202,15 +246,24 @@ pub struct Nodes {
 pub fn nodes_now() -> Option<Nodes> {
     let majors = majors(Path::new(PROC)).ok()?;
     majors.nvidia?;
-    Some(Nodes { nodes: DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC))), majors })
+    Some(Nodes {
+        nodes: DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC))),
+        majors,
+    })
 }
 
 impl Nodes {
     /// Nodes that every container gets, as far as they exist.
     pub fn common_now(&self) -> Vec<Node> {
-        let control = self.majors.nvidia.and_then(|major| self.nodes.control(major).ok());
+        let control = self
+            .majors
+            .nvidia
+            .and_then(|major| self.nodes.control(major).ok());
         let uvm = self.majors.uvm.and_then(|major| self.nodes.uvm(major).ok());
-        control.into_iter().chain(uvm.into_iter().flatten()).collect()
+        control
+            .into_iter()
+            .chain(uvm.into_iter().flatten())
+            .collect()
     }
 
     /// Node of a bound GPU. The driver is not queried: for a GPU that has fallen off the bus, the
@@ -239,9 +292,19 @@ impl std::fmt::Display for Error {
 /// only those lines distinguish.
 fn reason_of(error: &Error) -> Option<Reason> {
     match error {
-        Error::Load(LoadError::NoIndex { .. } | LoadError::Unknown { .. } | LoadError::NoFile { .. }) => Some(Reason::DriverMissing),
-        Error::Load(LoadError::Refused { errno: Errno::ENODEV, .. }) => None,
-        Error::Load(LoadError::Refused { .. } | LoadError::Off { .. } | LoadError::Blacklisted { .. } | LoadError::Unreadable { .. })
+        Error::Load(
+            LoadError::NoIndex { .. } | LoadError::Unknown { .. } | LoadError::NoFile { .. },
+        ) => Some(Reason::DriverMissing),
+        Error::Load(LoadError::Refused {
+            errno: Errno::ENODEV,
+            ..
+        }) => None,
+        Error::Load(
+            LoadError::Refused { .. }
+            | LoadError::Off { .. }
+            | LoadError::Blacklisted { .. }
+            | LoadError::Unreadable { .. },
+        )
         | Error::Other(_) => Some(Reason::DriverLoadFailed),
     }
 }
@@ -249,7 +312,9 @@ fn reason_of(error: &Error) -> Option<Reason> {
 /// Major numbers of a driver that is loaded.
 fn major() -> Result<u32, Error> {
     let majors = majors(Path::new(PROC)).map_err(|e| Error::Other(e.to_string()))?;
-    majors.nvidia.ok_or_else(|| Error::Other("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"".into()))
+    majors.nvidia.ok_or_else(|| {
+        Error::Other("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"".into())
+    })
 }
 
 struct Load {
@@ -267,8 +332,15 @@ impl Load {
     /// back. A GPU that the kernel probes by itself is left alone: sysfs would wait for its probe.
     fn begin(&self) {
         let first = self.gpus.first().filter(|_| self.way.one_by_one);
-        *self.lock() = Offered { gpu: first.copied(), ..Offered::default() };
-        for gpu in self.gpus.iter().filter(|gpu| !self.sysfs.is_bound(gpu.address)) {
+        *self.lock() = Offered {
+            gpu: first.copied(),
+            ..Offered::default()
+        };
+        for gpu in self
+            .gpus
+            .iter()
+            .filter(|gpu| !self.sysfs.is_bound(gpu.address))
+        {
             if first.is_some_and(|first| first != gpu) {
                 self.hold_back(gpu.address);
             } else if self.sysfs.is_held_back(gpu.address) {
@@ -283,7 +355,10 @@ impl Load {
         let mut offered = self.lock();
         let mut free = std::mem::take(&mut offered.released);
         free.extend(last);
-        for gpu in free.into_iter().filter(|gpu| gpu != next && !self.sysfs.is_bound(gpu.address)) {
+        for gpu in free
+            .into_iter()
+            .filter(|gpu| gpu != next && !self.sysfs.is_bound(gpu.address))
+        {
             self.hold_back(gpu.address);
         }
         offered.gpu = Some(*next);
@@ -303,15 +378,25 @@ impl Load {
 
     fn prepare_memory(&self) {
         let gpus: Vec<_> = self.gpus.iter().map(|gpu| gpu.address).collect();
-        let Some(Prepared { policy, gpu_memory, page_structs, available, error }) =
-            coherent_memory::prepare(Path::new("/"), Arch::OURS, &gpus)
+        let Some(Prepared {
+            policy,
+            gpu_memory,
+            page_structs,
+            available,
+            error,
+        }) = coherent_memory::prepare(Path::new("/"), Arch::OURS, &gpus)
         else {
             return;
         };
-        let (gpu_memory_mib, page_structs_mib, available_mib) = (gpu_memory >> 20, page_structs >> 20, available >> 20);
+        let (gpu_memory_mib, page_structs_mib, available_mib) =
+            (gpu_memory >> 20, page_structs >> 20, available >> 20);
         match error {
-            None => tracing::info!(name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib, available_mib),
-            Some(error) => tracing::warn!(name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib, available_mib, error),
+            None => {
+                tracing::info!(name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib, available_mib)
+            }
+            Some(error) => {
+                tracing::warn!(name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib, available_mib, error)
+            }
         }
     }
 
@@ -321,13 +406,20 @@ impl Load {
         // The search runs during the load, which takes longer; after the load where no thread can
         // be started.
         let version = self.version.clone();
-        let looking = std::thread::Builder::new().spawn(move || find_driver_files::find(version.as_deref()));
+        let looking =
+            std::thread::Builder::new().spawn(move || find_driver_files::find(version.as_deref()));
         let (mut loaded, making) = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
                 // Leave no trace in sysfs.
-                self.gpus.iter().filter(|_| self.way.one_by_one).for_each(|gpu| self.release(gpu.address));
-                state.send_replace(Driver::Failed { reason: reason_of(&error), error: error.to_string() });
+                self.gpus
+                    .iter()
+                    .filter(|_| self.way.one_by_one)
+                    .for_each(|gpu| self.release(gpu.address));
+                state.send_replace(Driver::Failed {
+                    reason: reason_of(&error),
+                    error: error.to_string(),
+                });
                 dispatch.report(Fact::Loaded(false));
                 return;
             }
@@ -374,10 +466,22 @@ impl Load {
                     let making = step!(names::DRIVER_NODES, after = ?After(vec![step]));
                     let major = major().inspect_err(|error| making.fail(error))?;
                     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
-                    return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
+                    return Ok((
+                        Loaded {
+                            step,
+                            major,
+                            nodes,
+                            tried,
+                            control_ready: false,
+                        },
+                        making,
+                    ));
                 }
                 // No probe of the tried GPUs succeeded: offer the next one to the driver.
-                Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
+                Err(LoadError::Refused {
+                    errno: Errno::ENODEV,
+                    ..
+                }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
                     if let Some(next) = self.gpus.get(tried.len()) {
                         self.offer(candidate, next);
                     }
@@ -399,13 +503,21 @@ impl Load {
         let mut common = Vec::new();
         match loaded.nodes.control(loaded.major) {
             Ok(node) => common.push(node),
-            Err(error) => tracing::error!(name: names::GPU_NODES, error = %format!("{error}: no container can use a GPU")),
+            Err(error) => {
+                tracing::error!(name: names::GPU_NODES, error = %format!("{error}: no container can use a GPU"))
+            }
         }
-        let uvm = self.modules.load(UVM).map_err(|e| e.to_string()).and_then(|_| {
-            let major = majors(Path::new(PROC)).map_err(|e| e.to_string())?.uvm;
-            let major = major.ok_or("load module nvidia-uvm: it is loaded, but /proc/devices has no \"nvidia-uvm\"")?;
-            loaded.nodes.uvm(major).map_err(|e| e.to_string())
-        });
+        let uvm = self
+            .modules
+            .load(UVM)
+            .map_err(|e| e.to_string())
+            .and_then(|_| {
+                let major = majors(Path::new(PROC)).map_err(|e| e.to_string())?.uvm;
+                let major = major.ok_or(
+                    "load module nvidia-uvm: it is loaded, but /proc/devices has no \"nvidia-uvm\"",
+                )?;
+                loaded.nodes.uvm(major).map_err(|e| e.to_string())
+            });
         match uvm {
             Ok(nodes) => common.extend(nodes),
             Err(error) => {
@@ -413,7 +525,11 @@ impl Load {
             }
         }
         // GPUs that failed the load stay released, so that they can be bound by hand.
-        for gpu in loaded.tried.iter().filter(|g| self.way.one_by_one && !self.sysfs.is_bound(g.address)) {
+        for gpu in loaded
+            .tried
+            .iter()
+            .filter(|g| self.way.one_by_one && !self.sysfs.is_bound(g.address))
+        {
             self.release(gpu.address);
         }
         common
@@ -430,7 +546,10 @@ mod tests {
 
     #[test]
     fn a_load_that_panics_leaves_nobody_waiting() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
             let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts };

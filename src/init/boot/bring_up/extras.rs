@@ -34,7 +34,10 @@ pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> Running<()> {
     threads::run(move || {
         if let Some(minor) = shared.seen.minor(gpu) {
             // Sending fails only when the writer is gone, with the runtime.
-            let _unused = shared.spec.send(Update::Extras { gpu, extras: read(gpu.address, minor) });
+            let _unused = shared.spec.send(Update::Extras {
+                gpu,
+                extras: read(gpu.address, minor),
+            });
         }
     })
 }
@@ -43,7 +46,9 @@ pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> Running<()> {
 pub fn read(gpu: PciAddress, minor: u32) -> Extras {
     let found = make_capabilities(minor).and_then(|()| Places::default().extras(gpu, minor));
     let (extras, problems) = found.unwrap_or_else(|error| {
-        let error = format!("read the further nodes of GPU {gpu}: {error}: containers get the GPU without them");
+        let error = format!(
+            "read the further nodes of GPU {gpu}: {error}: containers get the GPU without them"
+        );
         (Extras::default(), vec![error])
     });
     for error in problems {
@@ -59,11 +64,18 @@ fn make_capabilities(gpu: u32) -> Result<(), String> {
     if instances.is_empty() {
         return Ok(());
     }
-    let major =
-        majors(proc).map_err(|e| e.to_string())?.caps.ok_or("/proc/devices has no \"nvidia-caps\", but the GPU has MIG instances")?;
+    let major = majors(proc)
+        .map_err(|e| e.to_string())?
+        .caps
+        .ok_or("/proc/devices has no \"nvidia-caps\", but the GPU has MIG instances")?;
     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
-    for capability in instances.into_iter().flat_map(|instance| instance.capabilities()) {
-        nodes.capability(major, access(proc, capability)?).map_err(|e| e.to_string())?;
+    for capability in instances
+        .into_iter()
+        .flat_map(|instance| instance.capabilities())
+    {
+        nodes
+            .capability(major, access(proc, capability)?)
+            .map_err(|e| e.to_string())?;
     }
     Ok(())
 }
@@ -71,7 +83,10 @@ fn make_capabilities(gpu: u32) -> Result<(), String> {
 /// Makes IMEX channels and the switches' nodes once the driver is loaded; reports the kinds found
 /// to the writer.
 pub fn others(imex_channels: u32, spec: &Updates) {
-    for made in [make_channels(imex_channels), make_for_switches(Path::new(PROC), Path::new(DEV))] {
+    for made in [
+        make_channels(imex_channels),
+        make_for_switches(Path::new(PROC), Path::new(DEV)),
+    ] {
         if let Err(error) = made {
             tracing::error!(name: names::CDI_BESIDE, error);
         }
@@ -81,7 +96,10 @@ pub fn others(imex_channels: u32, spec: &Updates) {
         match other.find(&places) {
             Ok(nodes) if nodes.is_empty() => {}
             Ok(nodes) => {
-                let update = Update::Other { mode: other.mode, spec: other.spec_of(&nodes, &places, Edits::default()) };
+                let update = Update::Other {
+                    mode: other.mode,
+                    spec: other.spec_of(&nodes, &places, Edits::default()),
+                };
                 // Sending fails only when the writer is gone, with the runtime.
                 let _unused = spec.send(update);
             }
@@ -94,10 +112,18 @@ fn make_channels(count: u32) -> Result<(), String> {
     if count == 0 {
         return Ok(());
     }
-    let at = |why: String| format!("make {count} IMEX channels: {why}: containers that ask for one will wait for it in vain");
+    let at = |why: String| {
+        format!(
+            "make {count} IMEX channels: {why}: containers that ask for one will wait for it in vain"
+        )
+    };
     let proc = Path::new(PROC);
     let major = majors(proc).map_err(|e| at(e.to_string()))?.imex_channels;
-    let major = major.ok_or_else(|| at("/proc/devices has no \"nvidia-caps-imex-channels\": this driver has none".into()))?;
+    let major = major.ok_or_else(|| {
+        at("/proc/devices has no \"nvidia-caps-imex-channels\": this driver has none".into())
+    })?;
     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
-    (0..count).try_for_each(|n| nodes.imex_channel(major, n).map(drop)).map_err(|e| at(e.to_string()))
+    (0..count)
+        .try_for_each(|n| nodes.imex_channel(major, n).map(drop))
+        .map_err(|e| at(e.to_string()))
 }

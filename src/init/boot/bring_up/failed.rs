@@ -29,7 +29,13 @@ impl Failed {
             Step::Probe => Unnamed::OfConcurrentProbes,
             _ => Unnamed::Never,
         };
-        Self { step, since_ns: None, unnamed, reason, error }
+        Self {
+            step,
+            since_ns: None,
+            unnamed,
+            reason,
+            error,
+        }
     }
 }
 
@@ -43,7 +49,11 @@ pub fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Fai
 
 /// The failure of a GPU that was usable.
 pub fn fell_off_the_bus() -> Failed {
-    Failed::new(Step::Running, Some(Reason::OffTheBus), "Xid 79: it was usable, and has fallen off the bus".into())
+    Failed::new(
+        Step::Running,
+        Some(Reason::OffTheBus),
+        "Xid 79: it was usable, and has fallen off the bus".into(),
+    )
 }
 
 impl Shared {
@@ -57,24 +67,39 @@ impl Shared {
             return;
         }
         let _unused = self.spec.send(Update::Failed { gpu });
-        self.report_failed(gpu, since_ns, &failure, bind_inode).await;
+        self.report_failed(gpu, since_ns, &failure, bind_inode)
+            .await;
         self.dispatch.report(Fact::Failed(gpu));
     }
 
     /// Reports the reason of a failure, with the driver's log line where there is one.
-    pub async fn report_failed(&self, gpu: GpuId, since_ns: u64, failure: &Failed, bind_inode: Option<u64>) {
+    pub async fn report_failed(
+        &self,
+        gpu: GpuId,
+        since_ns: u64,
+        failure: &Failed,
+        bind_inode: Option<u64>,
+    ) {
         let (reason, line) = self.recognise(gpu, since_ns, failure).await;
         let index = self.roster.index(gpu.address);
         let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
         if let Some(line) = line {
             error = format!("{error}; the driver logged: {line}");
         }
-        let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's log line"));
+        let (step, cure) = (
+            failure.step.as_str(),
+            reason.cure().unwrap_or("see the driver's log line"),
+        );
         tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error, bind_inode, generation = gpu.again());
     }
 
     /// Reason of a failure, and the driver's line that shows it.
-    pub async fn recognise(&self, gpu: GpuId, since_ns: u64, failure: &Failed) -> (Reason, Option<String>) {
+    pub async fn recognise(
+        &self,
+        gpu: GpuId,
+        since_ns: u64,
+        failure: &Failed,
+    ) -> (Reason, Option<String>) {
         let lines = match &self.words {
             Some(words) => {
                 let since_ns = failure.since_ns.unwrap_or(since_ns);
@@ -83,6 +108,9 @@ impl Shared {
             None => Vec::new(),
         };
         let (recognised, line) = reason::classify(failure.step, &lines);
-        (failure.reason.unwrap_or(recognised), line.map(str::to_string))
+        (
+            failure.reason.unwrap_or(recognised),
+            line.map(str::to_string),
+        )
     }
 }

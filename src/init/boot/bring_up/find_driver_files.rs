@@ -10,12 +10,23 @@ use kata_gpu_wire::names;
 /// and nothing else.
 pub fn find(version: Option<&str>) -> Option<DriverFiles> {
     let empty = tracing::field::Empty;
-    let step = step!(names::DRIVER_FILES, version = empty, mounts = empty, links = empty, manifest = empty);
-    let roots = Roots { driver_root: extensions::driver_root().into(), ..Roots::default() };
+    let step = step!(
+        names::DRIVER_FILES,
+        version = empty,
+        mounts = empty,
+        links = empty,
+        manifest = empty
+    );
+    let roots = Roots {
+        driver_root: extensions::driver_root().into(),
+        ..Roots::default()
+    };
     let (files, unused) = match manifest::load_or_scan(&roots, version) {
         Ok(found) => found,
         Err(error) => {
-            step.fail(&format!("{error}: containers get their GPUs without the driver's libraries"));
+            step.fail(&format!(
+                "{error}: containers get their GPUs without the driver's libraries"
+            ));
             return None;
         }
     };
@@ -25,8 +36,11 @@ pub fn find(version: Option<&str>) -> Option<DriverFiles> {
     step.note("manifest", unused.is_none());
     drop(step);
     // An image without a manifest is no fault.
-    for problem in
-        unused.iter().filter(|why| !matches!(why, Unusable::Absent { .. })).map(ToString::to_string).chain(files.problems.clone())
+    for problem in unused
+        .iter()
+        .filter(|why| !matches!(why, Unusable::Absent { .. }))
+        .map(ToString::to_string)
+        .chain(files.problems.clone())
     {
         tracing::warn!(name: names::DRIVER_FILES, error = problem);
     }

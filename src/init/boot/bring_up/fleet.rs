@@ -89,7 +89,12 @@ pub async fn run(
     descriptors: Descriptors,
     mut machine: Machine,
 ) {
-    let Sources { uevents, words, signals, agent } = sources;
+    let Sources {
+        uevents,
+        words,
+        signals,
+        agent,
+    } = sources;
     // Scan after the subscription to uevents: a GPU that appears meanwhile is seen twice, not
     // never.
     let found = scan::run(config, previous, started).await;
@@ -102,7 +107,15 @@ pub async fn run(
     };
     let after = After::from(&[Some(found.step), image][..]);
     let found = (found, after);
-    let mut fleet = Fleet::start(config, command_line, previous, found, words, descriptors, machine);
+    let mut fleet = Fleet::start(
+        config,
+        command_line,
+        previous,
+        found,
+        words,
+        descriptors,
+        machine,
+    );
     for (gpu, xid) in previous.into_iter().flat_map(|previous| &previous.xids) {
         fleet.heed_xid(gpu.address, *xid, Some(*gpu)).await;
     }
@@ -163,7 +176,12 @@ impl Fleet {
         let roster = Arc::new(previous.map_or_else(Roster::default, Roster::restored));
         release_stale(&descriptors, &sysfs);
         let arrived = take_stock(&roster, &sysfs, &found.gpus);
-        let ids: Vec<GpuId> = roster.all().into_iter().filter(|slot| slot.here).map(|slot| slot.gpu).collect();
+        let ids: Vec<GpuId> = roster
+            .all()
+            .into_iter()
+            .filter(|slot| slot.here)
+            .map(|slot| slot.gpu)
+            .collect();
         let (driver, state) = watch::channel(Driver::Loading);
         let image = Image::of(config, command_line);
         let facts = facts(&image, &found.gpus);
@@ -174,26 +192,61 @@ impl Fleet {
         let (bind, init, relaxed) = (config.bind, config.init, config.relaxed);
         let no_gpus = config.expected_gpus == Some(0);
         let enable = previous.and_then(|previous| previous.enable);
-        let policy = Policy { bind, init, relaxed, no_gpus, enable, facts: facts.clone() };
+        let policy = Policy {
+            bind,
+            init,
+            relaxed,
+            no_gpus,
+            enable,
+            facts: facts.clone(),
+        };
         let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
-        let published = previous.map(|p| published(p, &roster, &ids, &image)).unwrap_or_default();
+        let published = previous
+            .map(|p| published(p, &roster, &ids, &image))
+            .unwrap_or_default();
         let earlier = readiness::Earlier {
-            given: published.entries.iter().filter(|(_, entry)| matches!(entry, Entry::Ready(_))).map(|(gpu, _)| *gpu).collect(),
+            given: published
+                .entries
+                .iter()
+                .filter(|(_, entry)| matches!(entry, Entry::Ready(_)))
+                .map(|(gpu, _)| *gpu)
+                .collect(),
             degraded: previous.is_some_and(|previous| previous.degraded),
         };
         let done = {
             let dispatch = Arc::clone(&dispatch);
-            move |gpu, held| dispatch.report(if held { Fact::Declared(gpu) } else { Fact::Published(gpu) })
+            move |gpu, held| {
+                dispatch.report(if held {
+                    Fact::Declared(gpu)
+                } else {
+                    Fact::Published(gpu)
+                })
+            }
         };
         let withheld = config.cdi == Cdi::Complete;
         let needs = readiness::choose(config, &decision);
-        let spec = publication::start(Arc::clone(&roster), published, options(config), withheld, needs.holds_back(), done);
+        let spec = publication::start(
+            Arc::clone(&roster),
+            published,
+            options(config),
+            withheld,
+            needs.holds_back(),
+            done,
+        );
         drop(looking);
         let known = |gpu: &GpuId| previous.map(|p| p.gpu(*gpu)).unwrap_or_default();
-        let minors = ids.iter().filter_map(|gpu| Some((*gpu, known(gpu).minor?))).collect();
+        let minors = ids
+            .iter()
+            .filter_map(|gpu| Some((*gpu, known(gpu).minor?)))
+            .collect();
         let shared = Arc::new(Shared {
             config: config.clone(),
-            lane: Arc::new(Lane::new(sysfs.clone(), machine.spare, machine.gate, After(vec![looked]))),
+            lane: Arc::new(Lane::new(
+                sysfs.clone(),
+                machine.spare,
+                machine.gate,
+                After(vec![looked]),
+            )),
             sysfs,
             dispatch,
             roster,
@@ -208,7 +261,10 @@ impl Fleet {
             milestones: machine.milestones,
             fabric: machine.fabric,
             occasions: watch::channel(Occasions::default()).0,
-            resets: previous.map(|p| p.resets.clone()).unwrap_or_default().into(),
+            resets: previous
+                .map(|p| p.resets.clone())
+                .unwrap_or_default()
+                .into(),
         });
         let mut fleet = Self {
             shared,
@@ -231,11 +287,21 @@ impl Fleet {
         for gpu in ids {
             // GPUs that an earlier worker has settled stay settled.
             let known = known(&gpu);
-            let opened = fleet.shared.roster.bind_of(gpu).is_some_and(|bound| fleet.shared.descriptors.of(&bound).is_some());
+            let opened = fleet
+                .shared
+                .roster
+                .bind_of(gpu)
+                .is_some_and(|bound| fleet.shared.descriptors.of(&bound).is_some());
             if known.slot.failed {
-                fleet.shared.dispatch.report(Fact::Found(gpu, Arrival::Failed));
+                fleet
+                    .shared
+                    .dispatch
+                    .report(Fact::Found(gpu, Arrival::Failed));
             } else if known.usable && known.published && opened {
-                fleet.shared.dispatch.report(Fact::Found(gpu, Arrival::Usable));
+                fleet
+                    .shared
+                    .dispatch
+                    .report(Fact::Found(gpu, Arrival::Usable));
             } else if fleet.shared.sysfs.is_bound(gpu.address) {
                 arrivals.push((gpu, Arrival::Enabled));
             } else {
@@ -274,8 +340,15 @@ impl Fleet {
     fn bring_up(&mut self, arrivals: Vec<(GpuId, Arrival)>) {
         for (gpu, arrival) in arrivals {
             self.shared.seen.arrived(gpu);
-            let (shared, orders) = (Arc::clone(&self.shared), self.shared.dispatch.orders_of(gpu));
-            self.handles.insert(gpu, self.tasks.spawn(gpu::bring_up(shared, gpu, arrival, orders)));
+            let (shared, orders) = (
+                Arc::clone(&self.shared),
+                self.shared.dispatch.orders_of(gpu),
+            );
+            self.handles.insert(
+                gpu,
+                self.tasks
+                    .spawn(gpu::bring_up(shared, gpu, arrival, orders)),
+            );
             self.shared.dispatch.report(Fact::Found(gpu, arrival));
         }
     }
@@ -342,11 +415,21 @@ impl Fleet {
     fn carry_out(&mut self, order: Order) {
         match order {
             Order::Chosen(strategy, enabled) => report_strategy(&strategy, &self.facts, enabled),
-            Order::Load { gpus, one_by_one, enables } => {
-                let mut image = self.image.take().unwrap_or_else(|| Image::of(&self.shared.config, &self.command_line));
+            Order::Load {
+                gpus,
+                one_by_one,
+                enables,
+            } => {
+                let mut image = self
+                    .image
+                    .take()
+                    .unwrap_or_else(|| Image::of(&self.shared.config, &self.command_line));
                 self.follow_topology(&mut image);
                 let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
-                let way = Way { one_by_one, enables };
+                let way = Way {
+                    one_by_one,
+                    enables,
+                };
                 driver::start(image, after, self.driver.clone(), &self.shared, &gpus, way);
             }
             Order::Wait(gpu) => self.shared.lane.wait(gpu.address),
@@ -362,7 +445,9 @@ impl Fleet {
                     let _unused = self.shared.spec.send(Update::Settled);
                 }
                 tracing::info!(name: names::SETTLED, usable = usable as u64, failed = failed as u64);
-                self.shared.milestones.send_modify(|reached| reached.settled = true);
+                self.shared
+                    .milestones
+                    .send_modify(|reached| reached.settled = true);
                 self.shared.occasions.send_modify(|seen| seen.settled += 1);
                 // Second reading of the host's clock: two readings show the drift.
                 ptp_kvm::report();
@@ -380,11 +465,17 @@ impl Fleet {
         let decided = self.shared.topology.borrow().clone();
         let gpus = self.shared.roster.present().len();
         if decided.functions.gpus != gpus && !driver::is_in_kernel() {
-            let functions = Functions { gpus, ..decided.functions };
+            let functions = Functions {
+                gpus,
+                ..decided.functions
+            };
             let decision = scan::decide(&self.shared.config, image, functions);
             let needs = readiness::choose(&self.shared.config, &decision);
             self.shared.topology.send_replace(decision);
-            let _unused = self.shared.spec.send(Update::HeldByDefault(needs.holds_back()));
+            let _unused = self
+                .shared
+                .spec
+                .send(Update::HeldByDefault(needs.holds_back()));
         }
         if self.shared.topology.borrow().nvlink_disable {
             image.disable_nvlink();
@@ -406,7 +497,10 @@ impl Fleet {
     fn see(&self, seen: &agent_watch::Seen) {
         let fact = match seen {
             agent_watch::Seen::Look(_) => Fact::AgentLooked,
-            agent_watch::Seen::Container { change: Change::Made, .. } => Fact::ContainerBegins,
+            agent_watch::Seen::Container {
+                change: Change::Made,
+                ..
+            } => Fact::ContainerBegins,
             agent_watch::Seen::ProgramBegan => Fact::ContainerRuns,
             agent_watch::Seen::Container { .. }
             | agent_watch::Seen::InitBegan
@@ -429,14 +523,23 @@ impl Fleet {
     /// Reads a GPU's extras again after a display came or went. For a GPU that is not usable yet,
     /// they are read once it is.
     fn read_extras(&self, gpu: PciAddress) {
-        if let Some(gpu) = self.shared.roster.at(gpu).filter(|gpu| self.shared.dispatch.is_usable(*gpu)) {
+        if let Some(gpu) = self
+            .shared
+            .roster
+            .at(gpu)
+            .filter(|gpu| self.shared.dispatch.is_usable(*gpu))
+        {
             drop(extras::start(&self.shared, gpu));
         }
     }
 
     /// An event only shows where to look: by now, something else may be there.
     fn take(&mut self, event: &Uevent) {
-        if !event.vendor.zip(event.class).is_some_and(|(vendor, class)| kata_gpu_wire::pci_address::is_gpu(vendor, class)) {
+        if !event
+            .vendor
+            .zip(event.class)
+            .is_some_and(|(vendor, class)| kata_gpu_wire::pci_address::is_gpu(vendor, class))
+        {
             return;
         }
         let gpu = event.address;
@@ -460,8 +563,14 @@ impl Fleet {
             Ok(scan) => scan.gpus,
             Err(error) => return self.lost("scan the PCI bus", &error, RETRY_AFTER),
         };
-        let known = self.shared.roster.all().into_iter().map(|slot| slot.gpu.address);
-        let addresses: BTreeSet<PciAddress> = known.chain(present.iter().map(|gpu| gpu.address)).collect();
+        let known = self
+            .shared
+            .roster
+            .all()
+            .into_iter()
+            .map(|slot| slot.gpu.address);
+        let addresses: BTreeSet<PciAddress> =
+            known.chain(present.iter().map(|gpu| gpu.address)).collect();
         for address in addresses {
             self.look(address);
         }
@@ -473,8 +582,19 @@ impl Fleet {
 
     /// Looks at every bind whose descriptor is held: a removal waits for the descriptor.
     fn look_for_removals(&mut self) {
-        let is_stale = |bound: &Bound| self.shared.sysfs.sight(bound.address).is_ok_and(|seen| seen.bound(bound.address) != Some(*bound));
-        let stale: Vec<Bound> = self.shared.descriptors.held().into_iter().filter(is_stale).collect();
+        let is_stale = |bound: &Bound| {
+            self.shared
+                .sysfs
+                .sight(bound.address)
+                .is_ok_and(|seen| seen.bound(bound.address) != Some(*bound))
+        };
+        let stale: Vec<Bound> = self
+            .shared
+            .descriptors
+            .held()
+            .into_iter()
+            .filter(is_stale)
+            .collect();
         for bound in stale {
             self.look(bound.address);
         }
@@ -483,17 +603,19 @@ impl Fleet {
     /// Compares the device at an address with the former one, and follows each change.
     fn look(&mut self, address: PciAddress) {
         let (shared, sysfs) = (&self.shared, &self.shared.sysfs);
-        let changes = match sysfs.sight(address) {
-            Ok(seen) => {
-                for bound in shared.descriptors.held().iter().filter(|held| held.address == address && seen.bound(address) != Some(**held))
-                {
-                    shared.descriptors.release(bound);
+        let changes =
+            match sysfs.sight(address) {
+                Ok(seen) => {
+                    for bound in shared.descriptors.held().iter().filter(|held| {
+                        held.address == address && seen.bound(address) != Some(**held)
+                    }) {
+                        shared.descriptors.release(bound);
+                    }
+                    observe(&shared.roster, address, seen)
                 }
-                observe(&shared.roster, address, seen)
-            }
-            // Unreadable is not absent.
-            Err(error) => return self.lost("look at a GPU", &error, RETRY_AFTER),
-        };
+                // Unreadable is not absent.
+                Err(error) => return self.lost("look at a GPU", &error, RETRY_AFTER),
+            };
         if changes.is_empty() {
             return;
         }
@@ -536,7 +658,8 @@ impl Fleet {
             Signal::Xid(gpu, number) => {
                 // An older line is about the GPU that was there before.
                 let is_its = |id: &GpuId| at_ns >= self.shared.seen.arrived_at(*id);
-                self.heed_xid(gpu, number, self.shared.roster.at(gpu).filter(is_its)).await;
+                self.heed_xid(gpu, number, self.shared.roster.at(gpu).filter(is_its))
+                    .await;
             }
         }
     }
@@ -582,7 +705,9 @@ fn facts(image: &Image, gpus: &[Gpu]) -> Facts {
     let init_on_probe = parameter_value(&image.modules.options(DRIVER), "NVreg_GpuInitOnProbe");
     Facts {
         gpus: gpus.len(),
-        firewall: gpus.iter().any(|g| kata_gpu_wire::pci_address::waits_for_bar_firewall(g.device)),
+        firewall: gpus
+            .iter()
+            .any(|g| kata_gpu_wire::pci_address::waits_for_bar_firewall(g.device)),
         driver: image.version.as_ref().and_then(|v| v.parse().ok()),
         init_on_probe: init_on_probe.is_some_and(|v| v != "0"),
         confidential: confidential::is_confidential(),
@@ -611,5 +736,9 @@ fn options(config: &Config) -> Options {
     // of PID 1.
     let exe = std::fs::read_link("/proc/self/exe").map(|path| path.display().to_string());
     let hook_path = exe.unwrap_or_else(|_| Options::default().hook_path);
-    Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }
+    Options {
+        namings: config.cdi_names.clone(),
+        hooks: config.cdi_hooks,
+        hook_path,
+    }
 }

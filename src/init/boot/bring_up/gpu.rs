@@ -54,13 +54,29 @@ const ASLEEP: Duration = Duration::from_millis(500);
 /// Brings one GPU up; ends when it is usable, has failed or is gone. A panic fails the GPU.
 pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
     // A GPU of the boot scan may have been probed before this task began.
-    let since_ns = if arrival == Arrival::Enabled { boottime_ns() } else { 0 };
-    fail_on_panic(&shared, gpu, since_ns, settle(&shared, gpu, since_ns, orders)).await;
+    let since_ns = if arrival == Arrival::Enabled {
+        boottime_ns()
+    } else {
+        0
+    };
+    fail_on_panic(
+        &shared,
+        gpu,
+        since_ns,
+        settle(&shared, gpu, since_ns, orders),
+    )
+    .await;
 }
 
 async fn fail_on_panic(shared: &Shared, gpu: GpuId, since_ns: u64, work: impl Future<Output = ()>) {
     if let Err(panicked) = threads::caught(work).await {
-        shared.give_up(gpu, since_ns, failed_by(Step::Task, Reason::Internal)(&panicked)).await;
+        shared
+            .give_up(
+                gpu,
+                since_ns,
+                failed_by(Step::Task, Reason::Internal)(&panicked),
+            )
+            .await;
     }
 }
 
@@ -98,7 +114,9 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
         order = next(&mut orders).await;
     }
     let Order::Probe(_, how) = order else {
-        return Err(failed_by(Step::Probe, Reason::Internal)(&format!("ordered {order:?}: want a probe")));
+        return Err(failed_by(Step::Probe, Reason::Internal)(&format!(
+            "ordered {order:?}: want a probe"
+        )));
     };
     let probed = probe(shared, gpu, how, enabled).await?;
     let (bound, minor, looked) = read_minor(shared, gpu, probed, how == Probe::Load).await?;
@@ -110,7 +128,10 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
         // the GPU is held back there.
         Ready::Auto | Ready::Bound => {
             let published = publish(shared, gpu, node.clone(), made);
-            let (initialised, published) = tokio::join!(initialise(shared, bound, gpu, &node, made, &mut orders), published);
+            let (initialised, published) = tokio::join!(
+                initialise(shared, bound, gpu, &node, made, &mut orders),
+                published
+            );
             initialised.and(published)
         }
         Ready::Usable => {
@@ -130,7 +151,11 @@ async fn next(orders: &mut Orders) -> Order {
 
 /// Enables the GPU, which makes the host map its BARs.
 async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
-    let failure = match shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu)).await {
+    let failure = match shared
+        .lane
+        .enable(gpu.address, holds, &shared.seen.progress(gpu))
+        .await
+    {
         Ok(Ok((step, took))) => {
             shared.dispatch.report(Fact::Enabled(gpu, took));
             return Ok(step);
@@ -147,16 +172,28 @@ async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<Step
 
 /// The driver, once its load is over.
 async fn loaded(shared: &Shared) -> Result<Loaded, Failed> {
-    let over = shared.driver.clone().wait_for(|driver| !matches!(driver, Driver::Loading)).await.map(|driver| driver.clone());
+    let over = shared
+        .driver
+        .clone()
+        .wait_for(|driver| !matches!(driver, Driver::Loading))
+        .await
+        .map(|driver| driver.clone());
     match over {
         Ok(Driver::Loaded(loaded)) => Ok(loaded),
         Ok(Driver::Failed { reason, error }) => Err(Failed::new(Step::Module, reason, error)),
-        Ok(Driver::Loading) | Err(_) => Err(failed_by(Step::Module, Reason::Internal)(&"the load's task has ended")),
+        Ok(Driver::Loading) | Err(_) => Err(failed_by(Step::Module, Reason::Internal)(
+            &"the load's task has ended",
+        )),
     }
 }
 
 /// Lets the driver probe the GPU; returns the step that bound it.
-async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<StepId>) -> Result<StepId, Failed> {
+async fn probe(
+    shared: &Arc<Shared>,
+    gpu: GpuId,
+    how: Probe,
+    enabled: Option<StepId>,
+) -> Result<StepId, Failed> {
     let during = match how {
         Probe::DuringLoad => probe_during_load(shared, gpu, enabled).await,
         Probe::Load | Probe::Bind | Probe::BeforeEnable => None,
@@ -172,21 +209,40 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
         Probe::Load if loaded.tried.contains(&gpu) => {
             let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
             bound.ok_or_else(|| {
-                let failure = failed(Step::Probe)(&"the driver's probe failed when the module was loaded");
-                Failed { unnamed: Unnamed::OfSerialProbes, ..failure }
+                let failure =
+                    failed(Step::Probe)(&"the driver's probe failed when the module was loaded");
+                Failed {
+                    unnamed: Unnamed::OfSerialProbes,
+                    ..failure
+                }
             })
         }
         Probe::Load | Probe::DuringLoad | Probe::Bind | Probe::BeforeEnable => {
-            bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await
+            bind(
+                shared,
+                gpu,
+                After::from(&[enabled, Some(loaded.step)][..]),
+                how,
+            )
+            .await
         }
     }
 }
 
 /// Probes this GPU while the module load still probes another one, whose probe sleeps. Returns the
 /// step if that bound the GPU; a GPU that is not bound by the load's end gets a regular bind.
-async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
+async fn probe_during_load(
+    shared: &Arc<Shared>,
+    gpu: GpuId,
+    enabled: Option<StepId>,
+) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
-    let (id, sysfs, progress, offered) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu), Arc::clone(&shared.offered));
+    let (id, sysfs, progress, offered) = (
+        step.id(),
+        shared.sysfs.clone(),
+        shared.seen.progress(gpu),
+        Arc::clone(&shared.offered),
+    );
     let probing = threads::run(move || {
         progress.on_this_thread();
         step.run(|| {
@@ -214,7 +270,12 @@ async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<Ste
 }
 
 /// Binds through sysfs.
-async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Result<StepId, Failed> {
+async fn bind(
+    shared: &Arc<Shared>,
+    gpu: GpuId,
+    after: After,
+    how: Probe,
+) -> Result<StepId, Failed> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?after);
     let id = step.id();
     let binding = async {
@@ -225,7 +286,9 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
             tries += 1;
             match try_bind(shared, gpu, how).await {
                 Err(BindError::Refused(error))
-                    if error.errno() == Some(Errno::ENODEV) && tries < most && shared.sysfs.is_present(gpu.address) =>
+                    if error.errno() == Some(Errno::ENODEV)
+                        && tries < most
+                        && shared.sysfs.is_present(gpu.address) =>
                 {
                     if tokio::time::timeout(pause, bound).await.is_ok() {
                         tries = 0;
@@ -241,7 +304,10 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
         Probe::Load | Probe::DuringLoad | Probe::Bind => step.run_async(binding).await,
     };
     result.map(|()| id).map_err(|error| match error {
-        BindError::Refused(error) => Failed { since_ns, ..failed(Step::Probe)(&error) },
+        BindError::Refused(error) => Failed {
+            since_ns,
+            ..failed(Step::Probe)(&error)
+        },
         BindError::Panicked(panicked) => failed_by(Step::Probe, Reason::Internal)(&panicked),
     })
 }
@@ -263,7 +329,10 @@ async fn try_bind(shared: &Arc<Shared>, gpu: GpuId, how: Probe) -> Result<(), Bi
             result => result,
         }
     });
-    trying.await.map_err(BindError::Panicked)?.map_err(BindError::Refused)
+    trying
+        .await
+        .map_err(BindError::Panicked)?
+        .map_err(BindError::Refused)
 }
 
 /// Reason why a bind had no result.
@@ -283,7 +352,11 @@ impl Display for BindError {
 
 /// Binds a GPU that the driver enables when its firewall is down, in a process that is on the
 /// lane's vCPU by then. Blocks; call on a thread of its own.
-fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> Result<(), SysfsError> {
+fn bind_in_lane(
+    shared: &Arc<Shared>,
+    gpu: PciAddress,
+    progress: &Progress,
+) -> Result<(), SysfsError> {
     let binding = |process| {
         progress.on_thread(process);
         let lane = Arc::clone(&shared.lane);
@@ -304,16 +377,26 @@ fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> R
 /// read makes the driver read config space (nine times, 550.163.01), waits for the driver's global
 /// lock (before 590.44.01), and never returns for some GPUs that are lost; hence a thread of its
 /// own.
-async fn read_minor(shared: &Shared, gpu: GpuId, probed: StepId, by_load: bool) -> Result<(Bound, u32, StepId), Failed> {
+async fn read_minor(
+    shared: &Shared,
+    gpu: GpuId,
+    probed: StepId,
+    by_load: bool,
+) -> Result<(Bound, u32, StepId), Failed> {
     let bound_at = shared.seen.bound_at(gpu).filter(|_| by_load);
     let at_ns = bound_at.unwrap_or_else(boottime_ns);
-    let (step, progress) = (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![probed])), shared.seen.progress(gpu));
+    let (step, progress) = (
+        step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![probed])),
+        shared.seen.progress(gpu),
+    );
     let (id, sysfs, roster) = (step.id(), shared.sysfs.clone(), Arc::clone(&shared.roster));
     let reading = threads::run(move || {
         progress.on_this_thread();
         step.run(|| information(&sysfs, &roster, gpu))
     });
-    let read = reading.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
+    let read = reading
+        .await
+        .map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
     let (bound, minor) = read.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
     shared.seen.set_minor(gpu, minor);
     let index = shared.roster.index(gpu.address) as u64;
@@ -323,30 +406,54 @@ async fn read_minor(shared: &Shared, gpu: GpuId, probed: StepId, by_load: bool) 
 
 /// Notes the current bind, and reads its minor.
 fn information(sysfs: &PciSysfs, roster: &Roster, gpu: GpuId) -> Result<(Bound, u32), String> {
-    let look = || sysfs.sight(gpu.address).map(|seen| seen.bound(gpu.address)).map_err(|e| e.to_string());
+    let look = || {
+        sysfs
+            .sight(gpu.address)
+            .map(|seen| seen.bound(gpu.address))
+            .map_err(|e| e.to_string())
+    };
     let before = look()?;
     let own = before.filter(|bound| roster.bound(gpu, *bound));
-    let minor = driver_proc::information(Path::new(PROC), gpu.address).map_err(|e| e.to_string())?.minor;
+    let minor = driver_proc::information(Path::new(PROC), gpu.address)
+        .map_err(|e| e.to_string())?
+        .minor;
     match own {
         Some(bound) if look()? == before => Ok((bound, minor)),
-        _ => Err(format!("read the minor of GPU {}: it was bound, unbound or replaced meanwhile", gpu.address)),
+        _ => Err(format!(
+            "read the minor of GPU {}: it was bound, unbound or replaced meanwhile",
+            gpu.address
+        )),
     }
 }
 
 /// Makes the GPU's device node.
-fn make_node(gpu: GpuId, minor: u32, loaded: &Loaded, looked: StepId) -> Result<(Node, StepId), Failed> {
+fn make_node(
+    gpu: GpuId,
+    minor: u32,
+    loaded: &Loaded,
+    looked: StepId,
+) -> Result<(Node, StepId), Failed> {
     let step = step!(names::GPU_NODES, gpu = %gpu.address, after = ?After(vec![looked]));
     let id = step.id();
-    let node = step.run(|| loaded.nodes.gpu(loaded.major, minor)).map_err(|e| failed(Step::Nodes)(&e))?;
+    let node = step
+        .run(|| loaded.nodes.gpu(loaded.major, minor))
+        .map_err(|e| failed(Step::Nodes)(&e))?;
     Ok((node, id))
 }
 
 /// Makes the GPU resolvable as soon as the nodes that every container needs exist.
-async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) -> Result<(), Failed> {
+async fn publish(
+    shared: &Arc<Shared>,
+    gpu: GpuId,
+    node: Node,
+    after: StepId,
+) -> Result<(), Failed> {
     shared.dispatch.report(Fact::Publishing(gpu));
     let mut driver = shared.driver.clone();
-    let over =
-        |driver: &Driver| matches!(driver, Driver::Loaded(loaded) if loaded.control_ready) || matches!(driver, Driver::Failed { .. });
+    let over = |driver: &Driver| {
+        matches!(driver, Driver::Loaded(loaded) if loaded.control_ready)
+            || matches!(driver, Driver::Failed { .. })
+    };
     // The wait fails only when the load's task has ended without a result.
     let error = match driver.wait_for(over).await.as_deref() {
         Ok(Driver::Failed { error, .. }) => Some(error.clone()),
@@ -356,7 +463,11 @@ async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) ->
     if let Some(error) = error {
         return Err(failed_by(Step::Nodes, Reason::Internal)(&error));
     }
-    let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after) });
+    let _unused = shared.spec.send(Update::Ready {
+        gpu,
+        nodes: vec![node],
+        after: Some(after),
+    });
     Ok(())
 }
 
@@ -372,7 +483,12 @@ async fn initialise(
     next(orders).await; // the last order of a GPU
     let before = shared.seen.initialised();
     let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
-    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu));
+    let (id, node, shared, progress) = (
+        step.id(),
+        node.clone(),
+        Arc::clone(shared),
+        shared.seen.progress(gpu),
+    );
     let initialising = threads::run(move || {
         progress.on_this_thread();
         let descriptor = match shared.descriptors.of(&bound) {
@@ -388,7 +504,11 @@ async fn initialise(
                 };
                 let opened = shared.descriptors.open(bound, &node, opening);
                 progress.on_this_thread();
-                if shared.sysfs.sight(gpu.address).is_ok_and(|seen| seen.bound(gpu.address) != Some(bound)) {
+                if shared
+                    .sysfs
+                    .sight(gpu.address)
+                    .is_ok_and(|seen| seen.bound(gpu.address) != Some(bound))
+                {
                     // The GPU was removed or unbound meanwhile: the driver waits until all its
                     // descriptors are closed, and has already logged that. Or another GPU has the
                     // minor now.
@@ -404,7 +524,9 @@ async fn initialise(
         }
         let result = step.run(|| result);
         shared.seen.set_initialised(id);
-        shared.dispatch.report(Fact::Initialised(gpu, result.is_ok()));
+        shared
+            .dispatch
+            .report(Fact::Initialised(gpu, result.is_ok()));
         result
     });
     match initialising.await {
@@ -423,7 +545,10 @@ async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
     }
     let reading = threads::run(move || driver_proc::information(Path::new(PROC), gpu.address));
     let uuid = reading.await.ok()?.ok()?.uuid?;
-    let _unused = shared.spec.send(Update::Known { gpu, uuid: uuid.clone() });
+    let _unused = shared.spec.send(Update::Known {
+        gpu,
+        uuid: uuid.clone(),
+    });
     Some(uuid)
 }
 
@@ -446,12 +571,29 @@ mod tests {
     #[tokio::test]
     async fn a_panic_of_a_gpus_task_fails_that_gpu() {
         let config = Config::default();
-        let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
-        let policy = Policy { bind: config.bind, init: config.init, relaxed: config.relaxed, no_gpus: false, enable: None, facts };
+        let facts = Facts {
+            gpus: 1,
+            firewall: false,
+            driver: None,
+            init_on_probe: false,
+            confidential: false,
+            vcpus: 2,
+        };
+        let policy = Policy {
+            bind: config.bind,
+            init: config.init,
+            relaxed: config.relaxed,
+            no_gpus: false,
+            enable: None,
+            facts,
+        };
         let (dispatch, mut orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
         let (spec, mut updates) = mpsc::unbounded_channel();
         let sysfs = PciSysfs::at(Path::new("/nonexistent"));
-        let functions = topology::Functions { gpus: 1, ..topology::Functions::default() };
+        let functions = topology::Functions {
+            gpus: 1,
+            ..topology::Functions::default()
+        };
         let lone = topology::Facts {
             functions,
             expected_gpus: None,
@@ -463,7 +605,12 @@ mod tests {
         };
         let shared = Shared {
             config,
-            lane: Arc::new(Lane::new(sysfs.clone(), None, Gate::default(), After::default())),
+            lane: Arc::new(Lane::new(
+                sysfs.clone(),
+                None,
+                Gate::default(),
+                After::default(),
+            )),
             sysfs,
             dispatch,
             roster: Arc::new(Roster::default()),
@@ -480,13 +627,33 @@ mod tests {
             occasions: watch::channel(crate::boot::bring_up::shared::Occasions::default()).0,
             resets: std::sync::Mutex::default(),
         };
-        let gpu = GpuId { address: "0001:00:03.0".parse().unwrap(), generation: 0 };
-        shared.roster.observe(gpu.address, Sight { device: Some(7), bind: None }, Some(0x2330));
+        let gpu = GpuId {
+            address: "0001:00:03.0".parse().unwrap(),
+            generation: 0,
+        };
+        shared.roster.observe(
+            gpu.address,
+            Sight {
+                device: Some(7),
+                bind: None,
+            },
+            Some(0x2330),
+        );
         shared.dispatch.report(Fact::Found(gpu, Arrival::Boot));
         shared.dispatch.report(Fact::Scanned);
         fail_on_panic(&shared, gpu, 0, async { panic!("no such thing") }).await;
         assert!(matches!(updates.try_recv(), Ok(Update::Failed { gpu: failed }) if failed == gpu));
-        let settled = std::iter::from_fn(|| orders.try_recv().ok()).find(|order| matches!(order, Order::Settled { .. }));
-        assert!(matches!(settled, Some(Order::Settled { usable: 0, failed: 1 })), "{settled:?}");
+        let settled = std::iter::from_fn(|| orders.try_recv().ok())
+            .find(|order| matches!(order, Order::Settled { .. }));
+        assert!(
+            matches!(
+                settled,
+                Some(Order::Settled {
+                    usable: 0,
+                    failed: 1
+                })
+            ),
+            "{settled:?}"
+        );
     }
 }

@@ -48,7 +48,11 @@ pub enum NoAnswer {
 
 impl NoAnswer {
     fn of(failure: &Failure) -> Self {
-        if matches!(failure, Failure::Late(_)) { Self::Hangs } else { Self::Failed }
+        if matches!(failure, Failure::Late(_)) {
+            Self::Hangs
+        } else {
+            Self::Failed
+        }
     }
 }
 
@@ -65,7 +69,11 @@ fn helper() -> Option<PathBuf> {
 }
 
 /// Applies the settings, and reports the facts. `awaited`: GPUs are held back until the answer.
-pub async fn ask(shared: &Arc<Shared>, settings: Settings, awaited: bool) -> Result<Box<Facts>, NoAnswer> {
+pub async fn ask(
+    shared: &Arc<Shared>,
+    settings: Settings,
+    awaited: bool,
+) -> Result<Box<Facts>, NoAnswer> {
     let gpus = usable(shared);
     if gpus.is_empty() {
         report_none(shared.roster.present().len());
@@ -81,20 +89,36 @@ pub async fn ask(shared: &Arc<Shared>, settings: Settings, awaited: bool) -> Res
     };
     let addresses = gpus.iter().map(|(address, _)| *address).collect();
     // Until 590.44.01 a look at `information` waits for locks of the driver.
-    let without_uuids = gpus.iter().map(|(address, minor)| Known { address: *address, minor: *minor, uuid: None }).collect();
+    let without_uuids = gpus
+        .iter()
+        .map(|(address, minor)| Known {
+            address: *address,
+            minor: *minor,
+            uuid: None,
+        })
+        .collect();
     let known = match tokio::time::timeout(PROC_WAIT, threads::run(move || known(&gpus))).await {
         Ok(Ok(known)) => known,
         Ok(Err(_)) | Err(_) => without_uuids,
     };
-    let step = step!(names::NVML, devices = tracing::field::Empty, driver = tracing::field::Empty, nvml = tracing::field::Empty);
+    let step = step!(
+        names::NVML,
+        devices = tracing::field::Empty,
+        driver = tracing::field::Empty,
+        nvml = tracing::field::Empty
+    );
     requests.push(Request::Facts(addresses));
     let mut facts = Err(NoAnswer::Failed);
     for (request, answer) in nvml::ask(program, requests).await {
         match (request, answer) {
             (_, Ok(Answer::Facts(found))) => facts = Ok(found),
             (request, Ok(Answer::Done)) => report_setting(&request, None),
-            (Request::Facts(_), Ok(Answer::Error(error)) | Err(Failure::Refused(error))) => step.fail(&Failure::Refused(error)),
-            (request, Ok(Answer::Error(error)) | Err(Failure::Refused(error))) => report_setting(&request, Some(error)),
+            (Request::Facts(_), Ok(Answer::Error(error)) | Err(Failure::Refused(error))) => {
+                step.fail(&Failure::Refused(error))
+            }
+            (request, Ok(Answer::Error(error)) | Err(Failure::Refused(error))) => {
+                report_setting(&request, Some(error))
+            }
             (_, Err(failure)) => {
                 step.fail(&failure);
                 facts = Err(NoAnswer::of(&failure));
@@ -113,14 +137,26 @@ pub async fn ask(shared: &Arc<Shared>, settings: Settings, awaited: bool) -> Res
 
 /// Asks for the state alone, after setting the ready state if `set_ready`; returns whether that
 /// succeeded.
-pub async fn ask_state(shared: &Shared, set_ready: bool) -> (Result<Box<Facts>, NoAnswer>, Result<bool, String>) {
-    let addresses: Vec<PciAddress> = usable(shared).into_iter().map(|(address, _)| address).collect();
+pub async fn ask_state(
+    shared: &Shared,
+    set_ready: bool,
+) -> (Result<Box<Facts>, NoAnswer>, Result<bool, String>) {
+    let addresses: Vec<PciAddress> = usable(shared)
+        .into_iter()
+        .map(|(address, _)| address)
+        .collect();
     let mut set = Ok(false);
     if addresses.is_empty() {
         return (Err(NoAnswer::NoGpus), set);
     }
-    let Some(program) = helper() else { return (Err(NoAnswer::NoHelper), set) };
-    let requests = set_ready.then_some(Request::Ready(true)).into_iter().chain([Request::State(addresses)]).collect();
+    let Some(program) = helper() else {
+        return (Err(NoAnswer::NoHelper), set);
+    };
+    let requests = set_ready
+        .then_some(Request::Ready(true))
+        .into_iter()
+        .chain([Request::State(addresses)])
+        .collect();
     let mut facts = Err(NoAnswer::Failed);
     for (request, answer) in nvml::ask(program, requests).await {
         match (request, answer) {
@@ -147,7 +183,10 @@ fn name_instances(shared: &Shared, facts: &Facts) {
         return;
     }
     for gpu in shared.roster.present() {
-        let device = facts.devices.iter().find(|device| device.address == Some(gpu.address));
+        let device = facts
+            .devices
+            .iter()
+            .find(|device| device.address == Some(gpu.address));
         if let (Some(device), Some(minor)) = (device, shared.seen.minor(gpu)) {
             let (uuids, _) = instance_uuids(minor, &device.mig);
             // Sending fails only when the writer is gone, with the runtime.
@@ -158,21 +197,47 @@ fn name_instances(shared: &Shared, facts: &Facts) {
 
 /// Addresses and device minors of the GPUs that are usable now.
 fn usable(shared: &Shared) -> Vec<(PciAddress, u32)> {
-    shared.usable().into_iter().filter_map(|gpu| Some((gpu.address, shared.seen.minor(gpu)?))).collect()
+    shared
+        .usable()
+        .into_iter()
+        .filter_map(|gpu| Some((gpu.address, shared.seen.minor(gpu)?)))
+        .collect()
 }
 
 fn known(gpus: &[(PciAddress, u32)]) -> Vec<Known> {
-    let uuid = |address| information(Path::new("/proc"), address).ok().and_then(|found| found.uuid);
-    gpus.iter().map(|(address, minor)| Known { address: *address, minor: *minor, uuid: uuid(*address) }).collect()
+    let uuid = |address| {
+        information(Path::new("/proc"), address)
+            .ok()
+            .and_then(|found| found.uuid)
+    };
+    gpus.iter()
+        .map(|(address, minor)| Known {
+            address: *address,
+            minor: *minor,
+            uuid: uuid(*address),
+        })
+        .collect()
 }
 
 /// Requests that the command line's settings become.
 fn requests(config: &Config, gpus: &[(PciAddress, u32)]) -> Vec<Request> {
-    let clocks = [(Clock::Graphics, config.graphics_mhz), (Clock::Memory, config.memory_mhz)];
+    let clocks = [
+        (Clock::Graphics, config.graphics_mhz),
+        (Clock::Memory, config.memory_mhz),
+    ];
     let of = |gpu: PciAddress| {
-        let clocks =
-            clocks.into_iter().filter_map(move |(clock, range)| range.map(|r| Request::Clocks { gpu, clock, min: r.min, max: r.max }));
-        clocks.chain(config.power_w.map(|w| Request::Power { gpu, milliwatts: w.saturating_mul(1000) }))
+        let clocks = clocks.into_iter().filter_map(move |(clock, range)| {
+            range.map(|r| Request::Clocks {
+                gpu,
+                clock,
+                min: r.min,
+                max: r.max,
+            })
+        });
+        clocks.chain(config.power_w.map(|w| Request::Power {
+            gpu,
+            milliwatts: w.saturating_mul(1000),
+        }))
     };
     gpus.iter().flat_map(|(address, _)| of(*address)).collect()
 }
@@ -186,13 +251,22 @@ fn report_none(gpus: usize) {
 }
 
 fn none_usable(gpus: usize) -> String {
-    format!("none of {gpus} GPU(s) is usable, by their own events: NVML is not asked, which would initialise them again")
+    format!(
+        "none of {gpus} GPU(s) is usable, by their own events: NVML is not asked, which would initialise them again"
+    )
 }
 
 fn report_missing(settings: bool, awaited: bool) {
     let missing = Failure::Missing.to_string();
-    let lacks = [(settings, "clocks and power limits stay as they are"), (awaited, "it is unknown whether CUDA works on the GPUs")];
-    let lacks: Vec<&str> = lacks.iter().filter(|(lacks, _)| *lacks).map(|(_, what)| *what).collect();
+    let lacks = [
+        (settings, "clocks and power limits stay as they are"),
+        (awaited, "it is unknown whether CUDA works on the GPUs"),
+    ];
+    let lacks: Vec<&str> = lacks
+        .iter()
+        .filter(|(lacks, _)| *lacks)
+        .map(|(_, what)| *what)
+        .collect();
     if lacks.is_empty() {
         tracing::debug!(name: names::NVML, reason = missing);
     } else {
@@ -202,12 +276,21 @@ fn report_missing(settings: bool, awaited: bool) {
 
 fn report_setting(request: &Request, error: Option<String>) {
     let (gpu, what, min, max) = match *request {
-        Request::Clocks { gpu, clock, min, max } => (gpu, format!("{clock} clock, MHz"), min, max),
-        Request::Power { gpu, milliwatts } => (gpu, "power limit, mW".to_string(), milliwatts, milliwatts),
+        Request::Clocks {
+            gpu,
+            clock,
+            min,
+            max,
+        } => (gpu, format!("{clock} clock, MHz"), min, max),
+        Request::Power { gpu, milliwatts } => {
+            (gpu, "power limit, mW".to_string(), milliwatts, milliwatts)
+        }
         Request::Facts(_) | Request::State(_) | Request::Ready(_) => return,
     };
     match error {
-        None => tracing::info!(name: names::GPU_SETTING, gpu = %gpu, what, min = u64::from(min), max = u64::from(max)),
+        None => {
+            tracing::info!(name: names::GPU_SETTING, gpu = %gpu, what, min = u64::from(min), max = u64::from(max))
+        }
         Some(error) => {
             let error = format!("{what}, {min} to {max}: {error}: the driver's value stays");
             tracing::error!(name: names::GPU_SETTING, gpu = %gpu, what, min = u64::from(min), max = u64::from(max), error);
@@ -219,7 +302,9 @@ fn report(known: &[Known], present: usize, facts: &Facts) {
     if let Some(error) = &facts.confidential_error
         && confidential::is_confidential()
     {
-        let error = format!("ask for the confidential state: {error}: it is unknown whether CUDA works on the GPUs");
+        let error = format!(
+            "ask for the confidential state: {error}: it is unknown whether CUDA works on the GPUs"
+        );
         tracing::error!(name: names::CONFIDENTIAL, error);
     }
     for (gpu, error) in mixed(known, facts, confidential::is_confidential()) {
@@ -242,20 +327,30 @@ fn mixed(known: &[Known], facts: &Facts, guest: bool) -> Vec<(PciAddress, String
     let enabled = state.is_some_and(|state| state.enabled);
     let of = |gpu: &Known| {
         let address = gpu.address;
-        let device = facts.devices.iter().find(|device| device.address == Some(address));
+        let device = facts
+            .devices
+            .iter()
+            .find(|device| device.address == Some(address));
         // Memory is not protected GPU by GPU under protected PCIe.
         let each = state.is_some_and(|state| !state.protected_pcie);
         let unprotected = each && device.is_some_and(|device| device.protected == Some(false));
         let what = match (guest, enabled) {
-            (true, false) => "the guest is confidential, and GPU {} is not: the host reads what containers send to it",
-            (true, true) if unprotected => "GPU {} is not confidential, unlike the guest: the host reads what containers send to it",
+            (true, false) => {
+                "the guest is confidential, and GPU {} is not: the host reads what containers send to it"
+            }
+            (true, true) if unprotected => {
+                "GPU {} is not confidential, unlike the guest: the host reads what containers send to it"
+            }
             (false, true) if !state.is_some_and(|state| state.devtools) => {
                 "GPU {} is confidential, and the guest is not: the host reads the guest's memory"
             }
             _ => return None,
         };
         let cure = "set the same mode for the guest and all its GPUs on the host";
-        Some((address, format!("{}; {cure}", what.replace("{}", &address.to_string()))))
+        Some((
+            address,
+            format!("{}; {cure}", what.replace("{}", &address.to_string())),
+        ))
     };
     known.iter().filter_map(of).collect()
 }
@@ -296,7 +391,12 @@ fn report_device(device: &Device) {
 /// Problems of a GPU, in sentences for people.
 fn problems(device: &Device) -> Vec<String> {
     let mut found = device.errors.clone();
-    found.extend(device.minor.into_iter().flat_map(|minor| instance_uuids(minor, &device.mig).1));
+    found.extend(
+        device
+            .minor
+            .into_iter()
+            .flat_map(|minor| instance_uuids(minor, &device.mig).1),
+    );
     found.extend(device.fabric.as_ref().and_then(Fabric::effect));
     if device.remapped.as_ref().is_some_and(|rows| rows.failed) {
         found.push("a row of memory could not be remapped: have this GPU replaced".into());
@@ -305,27 +405,47 @@ fn problems(device: &Device) -> Vec<String> {
 }
 
 /// Differences between NVML's answer, the `present` GPUs of PCI, and the driver's /proc.
-fn differences(known: &[Known], present: usize, facts: &Facts) -> Vec<(Option<PciAddress>, String)> {
+fn differences(
+    known: &[Known],
+    present: usize,
+    facts: &Facts,
+) -> Vec<(Option<PciAddress>, String)> {
     let mut found = Vec::new();
     for gpu in known {
         let address = gpu.address;
-        let Some(device) = facts.devices.iter().find(|device| device.address == Some(address)) else {
-            found.push((Some(address), format!("GPU {address} is usable, and NVML does not list it: CUDA will not see it")));
+        let Some(device) = facts
+            .devices
+            .iter()
+            .find(|device| device.address == Some(address))
+        else {
+            found.push((
+                Some(address),
+                format!("GPU {address} is usable, and NVML does not list it: CUDA will not see it"),
+            ));
             continue;
         };
         if device.minor.is_some_and(|minor| minor != gpu.minor) {
             let minor = device.minor.unwrap_or_default();
-            let error = format!("GPU {address} has minor {} in /proc and {minor} by NVML: containers may get another GPU", gpu.minor);
+            let error = format!(
+                "GPU {address} has minor {} in /proc and {minor} by NVML: containers may get another GPU",
+                gpu.minor
+            );
             found.push((Some(address), error));
         }
         if let (Some(ours), Some(theirs)) = (&gpu.uuid, &device.uuid)
             && ours != theirs
         {
-            found.push((Some(address), format!("GPU {address} has UUID {ours} in /proc and {theirs} by NVML")));
+            found.push((
+                Some(address),
+                format!("GPU {address} has UUID {ours} in /proc and {theirs} by NVML"),
+            ));
         }
     }
     if let Some(count) = facts.count.filter(|count| *count as usize > present) {
-        found.push((None, format!("NVML counts {count} GPUs, and the PCI bus has {present}")));
+        found.push((
+            None,
+            format!("NVML counts {count} GPUs, and the PCI bus has {present}"),
+        ));
     }
     found
 }
@@ -339,17 +459,30 @@ mod tests {
     use std::collections::BTreeMap;
 
     fn known(bus: u8, minor: u32) -> Known {
-        Known { address: format!("0000:{bus:02x}:00.0").parse().unwrap(), minor, uuid: Some(format!("GPU-{bus}")) }
+        Known {
+            address: format!("0000:{bus:02x}:00.0").parse().unwrap(),
+            minor,
+            uuid: Some(format!("GPU-{bus}")),
+        }
     }
 
     fn device(gpu: &Known) -> Device {
-        Device { address: Some(gpu.address), minor: Some(gpu.minor), uuid: gpu.uuid.clone(), ..Device::default() }
+        Device {
+            address: Some(gpu.address),
+            minor: Some(gpu.minor),
+            uuid: gpu.uuid.clone(),
+            ..Device::default()
+        }
     }
 
     #[test]
     fn gpus_that_nvml_lists_differently_are_named() {
         let gpus = [known(1, 0), known(2, 1), known(3, 2), known(4, 3)];
-        let agreed = Facts { count: Some(4), devices: gpus.iter().map(device).collect(), ..Facts::default() };
+        let agreed = Facts {
+            count: Some(4),
+            devices: gpus.iter().map(device).collect(),
+            ..Facts::default()
+        };
         assert_eq!(differences(&gpus, 4, &agreed), []);
         // A GPU that has failed is counted as well.
         assert_eq!(differences(&gpus, 5, &agreed), []);
@@ -376,21 +509,39 @@ mod tests {
     fn a_gpu_that_is_not_as_confidential_as_its_guest_is_named() {
         let gpus = [known(1, 0), known(2, 1)];
         let facts = |enabled: bool, devtools| Facts {
-            confidential: enabled.then(|| Confidential { enabled, devtools, ..Confidential::default() }),
+            confidential: enabled.then(|| Confidential {
+                enabled,
+                devtools,
+                ..Confidential::default()
+            }),
             devices: gpus.iter().map(device).collect(),
             ..Facts::default()
         };
         assert_eq!(mixed(&gpus, &facts(false, false), false), []);
         assert_eq!(mixed(&gpus, &facts(true, false), true), []);
-        assert_eq!(mixed(&gpus, &facts(true, true), false), [], "for development");
-        let text = |found: Vec<(PciAddress, String)>| found.into_iter().map(|(_, text)| text).collect::<Vec<_>>();
+        assert_eq!(
+            mixed(&gpus, &facts(true, true), false),
+            [],
+            "for development"
+        );
+        let text = |found: Vec<(PciAddress, String)>| {
+            found.into_iter().map(|(_, text)| text).collect::<Vec<_>>()
+        };
         let plain = text(mixed(&gpus, &facts(false, false), true));
-        assert!(plain.len() == 2 && plain[0].starts_with("the guest is confidential, and GPU 0000:01:00.0 is not:"), "{plain:?}");
+        assert!(
+            plain.len() == 2
+                && plain[0].starts_with("the guest is confidential, and GPU 0000:01:00.0 is not:"),
+            "{plain:?}"
+        );
         assert_eq!(mixed(&gpus, &facts(true, false), false).len(), 2);
         let mut one = facts(true, false);
         (one.devices[0].protected, one.devices[1].protected) = (Some(true), Some(false));
         let one = text(mixed(&gpus, &one, true));
-        assert!(one.len() == 1 && one[0].starts_with("GPU 0000:02:00.0 is not confidential, unlike the guest:"), "{one:?}");
+        assert!(
+            one.len() == 1
+                && one[0].starts_with("GPU 0000:02:00.0 is not confidential, unlike the guest:"),
+            "{one:?}"
+        );
     }
 
     #[test]
@@ -398,8 +549,15 @@ mod tests {
         let mut gpu = device(&known(1, 0));
         assert_eq!(problems(&gpu), Vec::<String>::new());
         gpu.errors.push("power: unknown".into());
-        gpu.remapped = Some(kata_gpu_wire::nvml_messages::Remapped { failed: true, ..Default::default() });
-        gpu.fabric = Some(Fabric { state: kata_gpu_wire::fabric::FabricState::Completed, status: 999, ..Default::default() });
+        gpu.remapped = Some(kata_gpu_wire::nvml_messages::Remapped {
+            failed: true,
+            ..Default::default()
+        });
+        gpu.fabric = Some(Fabric {
+            state: kata_gpu_wire::fabric::FabricState::Completed,
+            status: 999,
+            ..Default::default()
+        });
         assert_eq!(
             problems(&gpu),
             [
@@ -413,25 +571,57 @@ mod tests {
     #[test]
     fn an_instance_is_named_by_uuid_and_no_name_breaks_the_spec() {
         let uuid = |n: u32| format!("MIG-{n:08x}-0000-0000-0000-000000000000");
-        let mig = |uuid: String, gpu_instance, compute_instance| MigDevice { uuid, gpu_instance, compute_instance };
+        let mig = |uuid: String, gpu_instance, compute_instance| MigDevice {
+            uuid,
+            gpu_instance,
+            compute_instance,
+        };
         let one = |gi, ci| MigInstance { gpu: 3, gi, ci };
-        let listed =
-            vec![mig(uuid(2), 2, 0), mig(uuid(1), 1, 0), mig(uuid(1), 1, 1), mig("MIG-GPU-1/7/0".into(), 7, 0), mig(uuid(4), 2, 0)];
-        let device = Device { mig: listed, minor: Some(3), ..device(&known(1, 3)) };
+        let listed = vec![
+            mig(uuid(2), 2, 0),
+            mig(uuid(1), 1, 0),
+            mig(uuid(1), 1, 1),
+            mig("MIG-GPU-1/7/0".into(), 7, 0),
+            mig(uuid(4), 2, 0),
+        ];
+        let device = Device {
+            mig: listed,
+            minor: Some(3),
+            ..device(&known(1, 3))
+        };
         let (uuids, wrong) = instance_uuids(3, &device.mig);
-        assert_eq!(uuids, BTreeMap::from([(one(1, 0), uuid(1)), (one(2, 0), uuid(2))]));
-        let places: Vec<&str> = wrong.iter().filter_map(|text| text.split(' ').nth(2)).collect();
+        assert_eq!(
+            uuids,
+            BTreeMap::from([(one(1, 0), uuid(1)), (one(2, 0), uuid(2))])
+        );
+        let places: Vec<&str> = wrong
+            .iter()
+            .filter_map(|text| text.split(' ').nth(2))
+            .collect();
         assert_eq!(places, ["1/1", "7/0", "2/0"]);
         assert_eq!(problems(&device), wrong);
     }
 
     #[test]
     fn each_gpu_gets_each_setting_of_the_command_line() {
-        let gpus = [("0000:01:00.0".parse().unwrap(), 0), ("0000:02:00.0".parse().unwrap(), 1)];
+        let gpus = [
+            ("0000:01:00.0".parse().unwrap(), 0),
+            ("0000:02:00.0".parse().unwrap(), 1),
+        ];
         assert_eq!(requests(&Config::default(), &gpus), []);
-        let range = Some(Range { min: 210, max: 1980 });
-        let config = Config { graphics_mhz: range, power_w: Some(500), ..Config::default() };
-        let lines: Vec<String> = requests(&config, &gpus).iter().map(ToString::to_string).collect();
+        let range = Some(Range {
+            min: 210,
+            max: 1980,
+        });
+        let config = Config {
+            graphics_mhz: range,
+            power_w: Some(500),
+            ..Config::default()
+        };
+        let lines: Vec<String> = requests(&config, &gpus)
+            .iter()
+            .map(ToString::to_string)
+            .collect();
         assert_eq!(
             lines,
             [

@@ -49,7 +49,19 @@ struct State {
 impl Lane {
     /// A lane whose first enabling comes after these steps.
     pub fn new(sysfs: PciSysfs, spare: Option<Spare>, gate: Gate, after: After) -> Self {
-        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None, enabling: 0, quiet: None }) }
+        Self {
+            sysfs,
+            gate,
+            state: Mutex::new(State {
+                spare,
+                cpu: None,
+                after,
+                wait: None,
+                last: None,
+                enabling: 0,
+                quiet: None,
+            }),
+        }
     }
 
     /// Enables a GPU; returns the step and its duration, or the kernel's refusal. `holds`: the
@@ -66,7 +78,10 @@ impl Lane {
             let cpu = lane.reserve();
             let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
             lane.lock().after = After(vec![step.id()]);
-            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)))
+            (
+                step.id(),
+                step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)),
+            )
         });
         let (step, result) = self.quiet_while(enabling).await?;
         Ok(result.map(|took| (step, took)))
@@ -136,7 +151,10 @@ impl Lane {
             (state.wait.take(), state.last.replace(gpu))
         };
         if let Some(wait) = wait {
-            let parts: Vec<String> = holds.iter().map(|(hold, took)| format!("{} {} ms", hold.as_str(), took.as_millis())).collect();
+            let parts: Vec<String> = holds
+                .iter()
+                .map(|(hold, took)| format!("{} {} ms", hold.as_str(), took.as_millis()))
+                .collect();
             wait.note("held_by", parts.join(", ").as_str());
         }
         let longest = Limit::LaneHold.after();
@@ -201,11 +219,18 @@ impl Drop for ConsoleQuiet<'_> {
 }
 
 /// Enables in the lane's process, or in this one where there is no such process.
-fn enable(sysfs: &PciSysfs, gpu: PciAddress, cpu: Option<&LaneCpu>, progress: &Progress) -> Result<Duration, SysfsError> {
+fn enable(
+    sysfs: &PciSysfs,
+    gpu: PciAddress,
+    cpu: Option<&LaneCpu>,
+    progress: &Progress,
+) -> Result<Duration, SysfsError> {
     if let Some(process) = cpu.map(LaneCpu::process) {
         progress.on_thread(process.pid());
         if let Some((result, took)) = process.enable(gpu) {
-            return result.map(|()| took).map_err(|errno: Errno| sysfs.not_enabled(gpu, errno));
+            return result
+                .map(|()| took)
+                .map_err(|errno: Errno| sysfs.not_enabled(gpu, errno));
         }
     }
     progress.on_this_thread();

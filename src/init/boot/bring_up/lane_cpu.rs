@@ -52,7 +52,14 @@ impl Spare {
         lane.set(cpu).ok()?;
         let process = LaneProcess::start(sysfs, &lane, held)?;
         let online = std::fs::read_to_string(sysfs.join(ONLINE)).unwrap_or_default();
-        Some(Self { process, opener, cpu, all, others, afterwards: afterwards(&all, online.trim()) })
+        Some(Self {
+            process,
+            opener,
+            cpu,
+            all,
+            others,
+            afterwards: afterwards(&all, online.trim()),
+        })
     }
 
     /// Moves this process and the process that opens GPUs.
@@ -73,10 +80,22 @@ impl Spare {
             let _unused = interrupts::stir_vsock(STIR);
         }
         let list = |of: &[_]| interrupts::list(of);
-        let (moved, late): (Vec<_>, _) = (interrupts.moved().cloned().collect(), interrupts.waiting());
-        let stay: Vec<_> = interrupts.stays().iter().map(|(interrupt, _)| interrupt.clone()).collect();
+        let (moved, late): (Vec<_>, _) =
+            (interrupts.moved().cloned().collect(), interrupts.waiting());
+        let stay: Vec<_> = interrupts
+            .stays()
+            .iter()
+            .map(|(interrupt, _)| interrupt.clone())
+            .collect();
         tracing::info!(name: names::LANE_CPU, cpu = self.cpu as u64, moved = list(&moved), late = list(&late), stay = list(&stay));
-        Arc::new(LaneCpu { spare: self, moved: Mutex::new(Moved { interrupts, threads: Vec::new(), seen: 0 }) })
+        Arc::new(LaneCpu {
+            spare: self,
+            moved: Mutex::new(Moved {
+                interrupts,
+                threads: Vec::new(),
+                seen: 0,
+            }),
+        })
     }
 }
 
@@ -105,13 +124,17 @@ impl LaneCpu {
     /// Moves a process to the lane's vCPU.
     pub fn move_here(&self, process: Pid) {
         let mut lane = CpuSet::new();
-        let _unused = lane.set(self.spare.cpu).and_then(|()| sched_setaffinity(process, &lane));
+        let _unused = lane
+            .set(self.spare.cpu)
+            .and_then(|()| sched_setaffinity(process, &lane));
     }
 
     /// Runs work on the lane's vCPU, on the calling thread.
     pub fn run_there<T>(&self, work: impl FnOnce() -> T) -> T {
         let mut lane = CpuSet::new();
-        let there = lane.set(self.spare.cpu).and_then(|()| sched_setaffinity(SELF, &lane));
+        let there = lane
+            .set(self.spare.cpu)
+            .and_then(|()| sched_setaffinity(SELF, &lane));
         let result = work();
         if there.is_ok() {
             let _unused = sched_setaffinity(SELF, &self.spare.others);
@@ -128,7 +151,9 @@ impl LaneCpu {
     /// last call. The driver starts one for each GPU, in its probe.
     pub fn keep_driver_off(&self) {
         let mut moved = self.lock();
-        let new = numbers(Path::new(PROC)).filter(|pid| *pid > moved.seen).collect::<Vec<_>>();
+        let new = numbers(Path::new(PROC))
+            .filter(|pid| *pid > moved.seen)
+            .collect::<Vec<_>>();
         moved.seen = new.iter().copied().max().unwrap_or(moved.seen);
         for pid in new {
             if is_open_thread(&PathBuf::from(format!("{PROC}/{pid}"))) {
@@ -146,7 +171,12 @@ impl LaneCpu {
 impl Drop for LaneCpu {
     fn drop(&mut self) {
         self.spare.move_to(&self.spare.afterwards);
-        for thread in &self.moved.get_mut().unwrap_or_else(PoisonError::into_inner).threads {
+        for thread in &self
+            .moved
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .threads
+        {
             let _unused = sched_setaffinity(*thread, &self.spare.afterwards);
         }
     }
@@ -161,7 +191,11 @@ fn move_process(to: &CpuSet) {
 
 /// Process or thread ids: the numeric names in a directory.
 fn numbers(directory: &Path) -> impl Iterator<Item = i32> {
-    std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok())
+    std::fs::read_dir(directory)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|e| e.file_name().to_str()?.parse().ok())
 }
 
 fn cpus(set: &CpuSet) -> impl DoubleEndedIterator<Item = usize> {

@@ -43,7 +43,10 @@ fn stack(proc: &Path, thread: i32) -> String {
     for entry in std::fs::read_dir(proc).into_iter().flatten().flatten() {
         let process = entry.path();
         if is_open_thread(&process)
-            && let Some(frames) = std::fs::read_to_string(process.join("stack")).ok().as_deref().and_then(frames)
+            && let Some(frames) = std::fs::read_to_string(process.join("stack"))
+                .ok()
+                .as_deref()
+                .and_then(frames)
         {
             // A thread that waits for work initialises nothing.
             if !is_idle(&frames) {
@@ -66,13 +69,21 @@ pub fn is_open_thread(process: &Path) -> bool {
 fn is_kernel_thread(stat: &str) -> bool {
     const PF_KTHREAD: u64 = 0x0020_0000;
     // A name may have brackets and spaces in it.
-    let flags = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_ascii_whitespace().nth(6)?.parse::<u64>().ok());
+    let flags = stat
+        .rsplit_once(')')
+        .and_then(|(_, fields)| fields.split_ascii_whitespace().nth(6)?.parse::<u64>().ok());
     flags.is_some_and(|flags| flags & PF_KTHREAD != 0)
 }
 
 /// Whether a kernel thread is in its own loop and nowhere else.
 fn is_idle(frames: &str) -> bool {
-    const LOOP: &[&str] = &["_main_loop", "kthread_worker_fn", "kthread", "ret_from_fork", "ret_from_fork_asm"];
+    const LOOP: &[&str] = &[
+        "_main_loop",
+        "kthread_worker_fn",
+        "kthread",
+        "ret_from_fork",
+        "ret_from_fork_asm",
+    ];
     frames.split(" < ").all(|frame| LOOP.contains(&frame))
 }
 
@@ -96,15 +107,26 @@ mod tests {
     fn a_program_with_the_name_of_a_kernel_thread_is_none() {
         // Lines in the kernel's form: `kthreadd`'s, and those of programs that have renamed
         // themselves.
-        assert!(is_kernel_thread("2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0"));
-        assert!(!is_kernel_thread("77 (nv_open_q) x) S 1 77 77 0 -1 4194304 0 0 0 0"));
-        assert!(!is_kernel_thread("77 (a) S 1 2 3 4 5 2129984) S 1 77 77 0 -1 4194304 0"));
+        assert!(is_kernel_thread(
+            "2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0"
+        ));
+        assert!(!is_kernel_thread(
+            "77 (nv_open_q) x) S 1 77 77 0 -1 4194304 0 0 0 0"
+        ));
+        assert!(!is_kernel_thread(
+            "77 (a) S 1 2 3 4 5 2129984) S 1 77 77 0 -1 4194304 0"
+        ));
         assert!(!is_kernel_thread(""));
-        let process = std::env::temp_dir().join(format!("kata-gpu-init-thread-{}", std::process::id()));
+        let process =
+            std::env::temp_dir().join(format!("kata-gpu-init-thread-{}", std::process::id()));
         std::fs::create_dir_all(&process).unwrap();
         for (flags, is) in [("4194304", false), ("2129984", true)] {
             std::fs::write(process.join("comm"), "nv_open_q\n").unwrap();
-            std::fs::write(process.join("stat"), format!("9 (nv_open_q) S 2 0 0 0 -1 {flags} 0")).unwrap();
+            std::fs::write(
+                process.join("stat"),
+                format!("9 (nv_open_q) S 2 0 0 0 -1 {flags} 0"),
+            )
+            .unwrap();
             assert_eq!(is_open_thread(&process), is);
         }
         std::fs::remove_dir_all(process).unwrap();
@@ -113,9 +135,18 @@ mod tests {
     #[test]
     fn a_stack_is_its_functions_innermost_first() {
         let text = "[<0>] msleep+0x29/0x40\n[<0>] nv_probe+0xf1/0x260 [nvidia]\n[<0>] local_pci_probe+0x3e/0x80\n";
-        assert_eq!(frames(text).as_deref(), Some("msleep < nv_probe < local_pci_probe"));
+        assert_eq!(
+            frames(text).as_deref(),
+            Some("msleep < nv_probe < local_pci_probe")
+        );
         assert_eq!(frames(""), None);
-        assert!(is_idle("_main_loop < kthread < ret_from_fork") && !is_idle("msleep < nv_open_work < kthread_worker_fn < kthread"));
-        assert_eq!(frames(&text.repeat(9)).map(|f| f.matches(" < ").count()), Some(FRAMES - 1));
+        assert!(
+            is_idle("_main_loop < kthread < ret_from_fork")
+                && !is_idle("msleep < nv_open_work < kthread_worker_fn < kthread")
+        );
+        assert_eq!(
+            frames(&text.repeat(9)).map(|f| f.matches(" < ").count()),
+            Some(FRAMES - 1)
+        );
     }
 }

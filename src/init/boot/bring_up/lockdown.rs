@@ -17,7 +17,8 @@ pub async fn run(mut modules_loaded: watch::Receiver<bool>) {
     match std::fs::write(MODULES_DISABLED, "1") {
         Ok(()) => tracing::info!(name: names::LOCKDOWN, modules_disabled = true),
         Err(error) => {
-            let error = format!("write 1 to {MODULES_DISABLED}: {error}: modules can still be loaded");
+            let error =
+                format!("write 1 to {MODULES_DISABLED}: {error}: modules can still be loaded");
             tracing::warn!(name: names::LOCKDOWN, error);
         }
     }

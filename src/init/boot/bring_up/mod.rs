@@ -10,32 +10,32 @@
 //! [`waves`] compute the schedule's inputs, [`deadlines`] lists every time limit. All of these are
 //! pure.
 
-pub mod deadlines; // every time limit, with its reason
-pub mod strategy; // choice of bind and initialisation for this boot
-pub mod waves; // costs of initialisations that run together
-pub mod schedule_messages; // facts and orders
 pub mod agent; // waits of the lane for the agent
-pub mod schedule; // facts in, permissions and orders out
+pub mod deadlines; // every time limit, with its reason
 mod dispatch; // transport of facts and orders
-mod slots; // GPUs by PCI address, and their names
-mod roster; // the slots, shared by all tasks, and the reports of names
-pub mod previous; // facts from an earlier worker
-mod late; // kernel stacks for a GPU that takes long
-pub mod lane_cpu; // a vCPU for the lane
-mod lane; // enabling
-mod find_driver_files; // the driver's files for containers
-mod publication; // the writer of the spec
-mod shared; // state shared by the tasks of all GPUs
-mod extras; // devices for containers besides GPUs' nodes
 mod driver; // the driver's load
-mod scan; // functions of the bus, and the topology that follows
-mod stock; // comparison of the bus with the slots
+mod extras; // devices for containers besides GPUs' nodes
 mod failed; // failure of a GPU
-mod reset; // one reset of a GPU that was left half initialised
+mod find_driver_files; // the driver's files for containers
+mod fleet;
 mod gpu; // steps of one GPU
-mod readiness; // conditions for a container besides the bind
 mod health; // NVML's reports on usable GPUs, and settings
+mod lane; // enabling
+pub mod lane_cpu; // a vCPU for the lane
+mod late; // kernel stacks for a GPU that takes long
 mod lockdown; // end of module loading
-mod fleet; // all GPUs, including hot-plugged ones
+pub mod previous; // facts from an earlier worker
+mod publication; // the writer of the spec
+mod readiness; // conditions for a container besides the bind
+mod reset; // one reset of a GPU that was left half initialised
+mod roster; // the slots, shared by all tasks, and the reports of names
+mod scan; // functions of the bus, and the topology that follows
+pub mod schedule; // facts in, permissions and orders out
+pub mod schedule_messages; // facts and orders
+mod shared; // state shared by the tasks of all GPUs
+mod slots; // GPUs by PCI address, and their names
+mod stock; // comparison of the bus with the slots
+pub mod strategy; // choice of bind and initialisation for this boot
+pub mod waves; // costs of initialisations that run together // all GPUs, including hot-plugged ones
 
 pub use fleet::{Machine, Sources, run};

@@ -60,7 +60,11 @@ pub struct Previous {
 impl Previous {
     /// Whether every GPU of the boot was usable or had failed.
     pub fn is_settled(&self) -> bool {
-        self.is_scanned() && self.gpus.values().all(|known| known.usable || known.slot.failed)
+        self.is_scanned()
+            && self
+                .gpus
+                .values()
+                .all(|known| known.usable || known.slot.failed)
     }
 
     pub fn from_records(records: &[Record]) -> Self {
@@ -71,7 +75,13 @@ impl Previous {
                 (Kind::Begin, Some(span)) => {
                     previous.last_step = previous.last_step.max(span);
                     if record.name == names::SERVICE_START {
-                        previous.services.extend(record.fields.get("service").and_then(|name| name.as_str()).map(str::to_string));
+                        previous.services.extend(
+                            record
+                                .fields
+                                .get("service")
+                                .and_then(|name| name.as_str())
+                                .map(str::to_string),
+                        );
                     }
                     open.insert(span, record.clone());
                     if record.name == names::GPU_RESET {
@@ -80,8 +90,12 @@ impl Previous {
                 }
                 (Kind::End, Some(span)) => {
                     let begin = open.remove(&span);
-                    if let Some(begin) = begin.filter(|_| record.name == names::GPU_ENABLE && record.error.is_none()) {
-                        let took = Duration::from_nanos(record.boottime_ns.saturating_sub(begin.boottime_ns));
+                    if let Some(begin) =
+                        begin.filter(|_| record.name == names::GPU_ENABLE && record.error.is_none())
+                    {
+                        let took = Duration::from_nanos(
+                            record.boottime_ns.saturating_sub(begin.boottime_ns),
+                        );
                         previous.enable = previous.enable.max(Some(took));
                     }
                     if record.name == names::PCI_SCAN {
@@ -91,18 +105,35 @@ impl Previous {
                 }
                 (Kind::Kmsg, _) => {
                     previous.last_kmsg = number(record, "kmsg_seq").max(previous.last_kmsg);
-                    let text = record.fields.get("text").and_then(|text| text.as_str()).unwrap_or_default();
+                    let text = record
+                        .fields
+                        .get("text")
+                        .and_then(|text| text.as_str())
+                        .unwrap_or_default();
                     if let Some(Signal::Xid(address, xid)) = driver_log::signal(text) {
-                        let generation = previous.gpus.get(&address).map_or(0, |known| known.slot.generation);
-                        previous.xids.push((GpuId { address, generation }, xid));
+                        let generation = previous
+                            .gpus
+                            .get(&address)
+                            .map_or(0, |known| known.slot.generation);
+                        previous.xids.push((
+                            GpuId {
+                                address,
+                                generation,
+                            },
+                            xid,
+                        ));
                     }
                 }
                 _ => previous.take_event(record),
             }
         }
         let now = boottime_ns();
-        let enabling = open.values().filter(|begin| begin.name == names::GPU_ENABLE);
-        let took = enabling.map(|begin| Duration::from_nanos(now.saturating_sub(begin.boottime_ns))).max();
+        let enabling = open
+            .values()
+            .filter(|begin| begin.name == names::GPU_ENABLE);
+        let took = enabling
+            .map(|begin| Duration::from_nanos(now.saturating_sub(begin.boottime_ns)))
+            .max();
         previous.enable = previous.enable.max(took);
         previous.open = open.into_values().collect();
         previous
@@ -114,17 +145,31 @@ impl Previous {
         }
         let Some(gpu) = record.gpu else { return };
         if record.name == names::GPU_XID {
-            let reported = self.xids.iter().position(|(of, xid)| of.address == gpu && number(record, "xid") == Some(u64::from(*xid)));
+            let reported = self.xids.iter().position(|(of, xid)| {
+                of.address == gpu && number(record, "xid") == Some(u64::from(*xid))
+            });
             reported.map(|at| self.xids.remove(at));
         }
-        let generation = number(record, "generation").and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
+        let generation = number(record, "generation")
+            .and_then(|n| u32::try_from(n).ok())
+            .unwrap_or(0);
         let known = self.gpus.entry(gpu).or_default();
         if record.name == names::GPU_FOUND {
             if !known.slot.found || known.slot.generation != generation {
-                let slot = slots::Known { found: true, generation, device: number(record, "inode"), ..slots::Known::default() };
-                *known = Known { slot, ..Known::default() };
+                let slot = slots::Known {
+                    found: true,
+                    generation,
+                    device: number(record, "inode"),
+                    ..slots::Known::default()
+                };
+                *known = Known {
+                    slot,
+                    ..Known::default()
+                };
             }
-            known.slot.index = number(record, "index").and_then(|n| usize::try_from(n).ok()).unwrap_or(0);
+            known.slot.index = number(record, "index")
+                .and_then(|n| usize::try_from(n).ok())
+                .unwrap_or(0);
             known.slot.hot_plugged = record.fields.contains_key("hot_plugged");
         }
         // The task of an earlier arrival may have written the newest record.
@@ -135,8 +180,16 @@ impl Previous {
             // After a removal, no earlier fact holds.
             names::GPU_REMOVED => {
                 self.xids.retain(|(of, _)| of.address != gpu);
-                let slot = slots::Known { left: true, bind: None, failed: false, ..known.slot.clone() };
-                *known = Known { slot, ..Known::default() };
+                let slot = slots::Known {
+                    left: true,
+                    bind: None,
+                    failed: false,
+                    ..known.slot.clone()
+                };
+                *known = Known {
+                    slot,
+                    ..Known::default()
+                };
             }
             // After a removal, only another arrival counts.
             _ if known.slot.left => {}
@@ -148,14 +201,29 @@ impl Previous {
             names::GPU_WITHHELD => known.published = false,
             names::GPU_DEGRADED => self.degraded = true,
             names::GPU_HEALTH => {
-                let listed = record.fields.get("mig").and_then(|list| list.as_str()).unwrap_or_default();
-                let instances: Vec<MigDevice> =
-                    listed.split(kata_gpu_wire::nvml_messages::LIST).filter_map(|text| text.parse().ok()).collect();
-                known.instance_uuids.extend(known.minor.into_iter().flat_map(|minor| nvml::instance_uuids(minor, &instances).0));
+                let listed = record
+                    .fields
+                    .get("mig")
+                    .and_then(|list| list.as_str())
+                    .unwrap_or_default();
+                let instances: Vec<MigDevice> = listed
+                    .split(kata_gpu_wire::nvml_messages::LIST)
+                    .filter_map(|text| text.parse().ok())
+                    .collect();
+                known.instance_uuids.extend(
+                    known
+                        .minor
+                        .into_iter()
+                        .flat_map(|minor| nvml::instance_uuids(minor, &instances).0),
+                );
             }
             names::GPU_USABLE => {
                 known.usable = true;
-                known.uuid = record.fields.get("uuid").and_then(|u| u.as_str()).map(str::to_string);
+                known.uuid = record
+                    .fields
+                    .get("uuid")
+                    .and_then(|u| u.as_str())
+                    .map(str::to_string);
             }
             names::GPU_FAILED => {
                 known.slot.failed = true;
@@ -167,13 +235,20 @@ impl Previous {
 
     /// State of this GPU in this generation.
     pub fn gpu(&self, gpu: GpuId) -> Known {
-        let known = self.gpus.get(&gpu.address).filter(|known| known.slot.found && known.slot.generation == gpu.generation);
+        let known = self
+            .gpus
+            .get(&gpu.address)
+            .filter(|known| known.slot.found && known.slot.generation == gpu.generation);
         known.cloned().unwrap_or_default()
     }
 
     /// Whether all GPUs of the boot scan are known: any other one was plugged in later.
     pub fn is_scanned(&self) -> bool {
-        let of_boot = self.gpus.values().filter(|known| known.slot.found && !known.slot.hot_plugged).count();
+        let of_boot = self
+            .gpus
+            .values()
+            .filter(|known| known.slot.found && !known.slot.hot_plugged)
+            .count();
         self.scanned.is_some_and(|scanned| of_boot >= scanned)
     }
 }
@@ -182,12 +257,20 @@ impl Previous {
 fn decision(record: &Record) -> Option<Decision> {
     let text = |field: &str| record.fields.get(field)?.as_str().map(str::to_string);
     let count = |field: &str| number(record, field).and_then(|n| usize::try_from(n).ok());
-    let management = text("functions").unwrap_or_default().split_whitespace().filter_map(|address| address.parse().ok()).collect();
+    let management = text("functions")
+        .unwrap_or_default()
+        .split_whitespace()
+        .filter_map(|address| address.parse().ok())
+        .collect();
     Some(Decision {
         topology: Topology::named(&text("topology")?)?,
         source: Source::named(&text("decided_by")?)?,
         reason: text("reason")?,
-        functions: Functions { gpus: count("gpus")?, switches: count("switches")?, management },
+        functions: Functions {
+            gpus: count("gpus")?,
+            switches: count("switches")?,
+            management,
+        },
         nvlink_disable: text("nvlink")? == NVLINK_DISABLED,
         nvlink_reason: text("nvlink_reason")?,
     })
@@ -215,7 +298,11 @@ mod tests {
     use super::*;
 
     fn record(kind: Kind, name: &str, gpu: &str, span: Option<u64>) -> Record {
-        Record { gpu: gpu.parse().ok(), span, ..Record::new(kind, name) }
+        Record {
+            gpu: gpu.parse().ok(),
+            span,
+            ..Record::new(kind, name)
+        }
     }
 
     #[test]
@@ -226,7 +313,10 @@ mod tests {
         let xid = |gpu: &str, number: u32| {
             let mut line = record(Kind::Kmsg, "kmsg", gpu, None);
             let device = gpu.strip_suffix(".0").unwrap();
-            line.fields.insert("text".into(), format!("NVRM: Xid (PCI:{device}): {number}, GPU has fallen off the bus.").into());
+            line.fields.insert(
+                "text".into(),
+                format!("NVRM: Xid (PCI:{device}): {number}, GPU has fallen off the bus.").into(),
+            );
             line
         };
         let mut reported = record(Kind::Event, names::GPU_XID, GPU, None);
@@ -237,9 +327,13 @@ mod tests {
         bound.fields.insert("minor".into(), 5.into());
         let mut health = record(Kind::Event, names::GPU_HEALTH, GPU, None);
         const MIG: &str = "MIG-01234567-89ab-cdef-0123-456789abcdef";
-        health.fields.insert("mig".into(), format!("1/0={MIG}, 2/0=no-name, 3").into());
+        health
+            .fields
+            .insert("mig".into(), format!("1/0={MIG}, 2/0=no-name, 3").into());
         let mut service = record(Kind::Begin, names::SERVICE_START, "", Some(2));
-        service.fields.insert("service".into(), "fabricmanager".into());
+        service
+            .fields
+            .insert("service".into(), "fabricmanager".into());
         let records = [
             service,
             record(Kind::End, names::SERVICE_START, "", Some(2)),
@@ -262,20 +356,51 @@ mod tests {
             record(Kind::Event, names::GPU_REMOVED, "0001:00:05.0", None),
         ];
         let previous = Previous::from_records(&records);
-        assert_eq!(previous.services, BTreeSet::from(["fabricmanager".to_string()]));
-        assert_eq!(previous.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
+        assert_eq!(
+            previous.services,
+            BTreeSet::from(["fabricmanager".to_string()])
+        );
+        assert_eq!(
+            previous.open.iter().map(|r| r.span).collect::<Vec<_>>(),
+            [Some(9)]
+        );
         assert_eq!((previous.last_step, previous.last_kmsg), (9, Some(812)));
-        assert_eq!(previous.resets.into_iter().collect::<Vec<_>>(), ["0001:00:06.0".parse().unwrap()]);
+        assert_eq!(
+            previous.resets.into_iter().collect::<Vec<_>>(),
+            ["0001:00:06.0".parse().unwrap()]
+        );
         // Neither reported by a worker, nor about a GPU that has left.
-        assert_eq!(previous.xids, [(GpuId { address: GPU.parse().unwrap(), generation: 0 }, 31)]);
+        assert_eq!(
+            previous.xids,
+            [(
+                GpuId {
+                    address: GPU.parse().unwrap(),
+                    generation: 0
+                },
+                31
+            )]
+        );
         assert_eq!(previous.enable, Some(Duration::from_millis(3300)));
         let known = |gpu: &str| previous.gpus[&gpu.parse().unwrap()].clone();
         assert_eq!(known(GPU).minor, Some(5));
-        assert_eq!(known(GPU).instance_uuids, BTreeMap::from([(MigInstance { gpu: 5, gi: 1, ci: 0 }, MIG.to_string())]));
+        assert_eq!(
+            known(GPU).instance_uuids,
+            BTreeMap::from([(
+                MigInstance {
+                    gpu: 5,
+                    gi: 1,
+                    ci: 0
+                },
+                MIG.to_string()
+            )])
+        );
         assert!(known("0001:00:04.0").slot.failed);
         assert!(known("0001:00:05.0").slot.left && !known("0001:00:05.0").usable);
         let end = end_of(&previous.open[0]);
-        assert_eq!((end.kind, end.span, end.gpu), (Kind::End, Some(9), GPU.parse().ok()));
+        assert_eq!(
+            (end.kind, end.span, end.gpu),
+            (Kind::End, Some(9), GPU.parse().ok())
+        );
     }
 
     #[test]
@@ -290,21 +415,35 @@ mod tests {
                 ("nvlink", nvlink),
                 ("nvlink_reason", "n"),
             ];
-            record.fields.extend(texts.map(|(key, value)| (key.to_string(), value.into())));
-            record.fields.extend([("gpus", gpus), ("switches", 0), ("management", 2)].map(|(key, value)| (key.to_string(), value.into())));
+            record
+                .fields
+                .extend(texts.map(|(key, value)| (key.to_string(), value.into())));
+            record.fields.extend(
+                [("gpus", gpus), ("switches", 0), ("management", 2)]
+                    .map(|(key, value)| (key.to_string(), value.into())),
+            );
             record
         };
-        let management = ["0000:40:00.0", "0000:40:00.1"].map(|address| address.parse().unwrap()).to_vec();
+        let management = ["0000:40:00.0", "0000:40:00.1"]
+            .map(|address| address.parse().unwrap())
+            .to_vec();
         let wanted = Decision {
             topology: Topology::BlackwellFabric,
             source: Source::Scan,
             reason: "r".into(),
-            functions: Functions { gpus: 8, switches: 0, management },
+            functions: Functions {
+                gpus: 8,
+                switches: 0,
+                management,
+            },
             nvlink_disable: true,
             nvlink_reason: "n".into(),
         };
-        let records =
-            [event("gpus", 1, "unchanged"), event("blackwell-fabric", 8, NVLINK_DISABLED), event("of-the-future", 8, "unchanged")];
+        let records = [
+            event("gpus", 1, "unchanged"),
+            event("blackwell-fabric", 8, NVLINK_DISABLED),
+            event("of-the-future", 8, "unchanged"),
+        ];
         assert_eq!(Previous::from_records(&records).topology, Some(wanted));
         assert_eq!(Previous::from_records(&[]).topology, None);
     }
@@ -314,7 +453,11 @@ mod tests {
         const GPU: &str = "0001:00:03.0";
         let with = |name: &str, fields: &[(&str, u64)]| {
             let mut record = record(Kind::Event, name, GPU, None);
-            record.fields.extend(fields.iter().map(|(key, value)| ((*key).to_string(), (*value).into())));
+            record.fields.extend(
+                fields
+                    .iter()
+                    .map(|(key, value)| ((*key).to_string(), (*value).into())),
+            );
             record
         };
         let again = [("index", 1), ("inode", 71), ("generation", 1)];
@@ -325,13 +468,35 @@ mod tests {
             with(names::GPU_FOUND, &again),
             with(names::GPU_FAILED, &[]),
             with(names::GPU_USABLE, &[]),
-            with(names::GPU_BOUND, &[("minor", 2), ("bind_inode", 95), ("generation", 1)]),
+            with(
+                names::GPU_BOUND,
+                &[("minor", 2), ("bind_inode", 95), ("generation", 1)],
+            ),
         ];
         let previous = Previous::from_records(&records);
-        let gpu = |generation| previous.gpu(GpuId { address: GPU.parse().unwrap(), generation });
+        let gpu = |generation| {
+            previous.gpu(GpuId {
+                address: GPU.parse().unwrap(),
+                generation,
+            })
+        };
         assert_eq!(gpu(0), Known::default());
-        let slot = slots::Known { found: true, generation: 1, index: 1, device: Some(71), bind: Some(95), ..slots::Known::default() };
-        assert_eq!(gpu(1), Known { slot, minor: Some(2), ..Known::default() });
+        let slot = slots::Known {
+            found: true,
+            generation: 1,
+            index: 1,
+            device: Some(71),
+            bind: Some(95),
+            ..slots::Known::default()
+        };
+        assert_eq!(
+            gpu(1),
+            Known {
+                slot,
+                minor: Some(2),
+                ..Known::default()
+            }
+        );
         assert!(!previous.is_scanned());
     }
 }

@@ -31,9 +31,17 @@ pub enum Update {
     Common(Common),
     /// The node of a GPU exists, and containers can get it unless the GPU is held back; `after` is
     /// the step that made it ready.
-    Ready { gpu: GpuId, nodes: Vec<Node>, after: Option<StepId> },
+    Ready {
+        gpu: GpuId,
+        nodes: Vec<Node>,
+        after: Option<StepId>,
+    },
     /// Whether a GPU is held back: it stays declared, whatever it is; `after` is the wait before.
-    HeldBack { gpu: GpuId, held: bool, after: Option<StepId> },
+    HeldBack {
+        gpu: GpuId,
+        held: bool,
+        after: Option<StepId>,
+    },
     /// Whether GPUs without a node of their own so far are held back.
     HeldByDefault(bool),
     /// Devices of a usable GPU besides its own node.
@@ -43,7 +51,10 @@ pub enum Update {
     /// A usable GPU is also known by this name.
     Known { gpu: GpuId, uuid: String },
     /// MIG instances of a usable GPU are also known by these names.
-    KnownInstances { gpu: GpuId, uuids: BTreeMap<MigInstance, String> },
+    KnownInstances {
+        gpu: GpuId,
+        uuids: BTreeMap<MigInstance, String>,
+    },
     /// A GPU has failed.
     Failed { gpu: GpuId },
     /// All GPUs are usable or failed.
@@ -87,7 +98,10 @@ pub fn start(
     let given = published.entries.keys().map(|gpu| (*gpu, false)).collect();
     let mut publication = Publication {
         roster,
-        hold: Hold { by_default: hold, of: given },
+        hold: Hold {
+            by_default: hold,
+            of: given,
+        },
         entries: published.entries,
         common: published.common,
         others: Vec::new(),
@@ -181,7 +195,11 @@ impl Publication {
 
     /// GPUs whose report is done.
     fn reported(&mut self) -> Vec<GpuId> {
-        if self.unwritten.spec { Vec::new() } else { std::mem::take(&mut self.unwritten.reported) }
+        if self.unwritten.spec {
+            Vec::new()
+        } else {
+            std::mem::take(&mut self.unwritten.reported)
+        }
     }
 
     /// Takes reports in; returns the GPUs whose report needs no further publication.
@@ -198,9 +216,20 @@ impl Publication {
                 }
                 // Common nodes are of no use before a GPU is ready: no publication of their own.
                 Update::Common(common) => self.common = common,
-                Update::Ready { gpu, nodes, after: step } => {
+                Update::Ready {
+                    gpu,
+                    nodes,
+                    after: step,
+                } => {
                     self.unwritten.reported.push(gpu);
-                    if self.set(gpu, Entry::Ready(Ready { nodes, ..Ready::default() })) && !self.hold.holds(gpu) {
+                    if self.set(
+                        gpu,
+                        Entry::Ready(Ready {
+                            nodes,
+                            ..Ready::default()
+                        }),
+                    ) && !self.hold.holds(gpu)
+                    {
                         changed = true;
                         ready.push(gpu);
                         self.unwritten.after.0.extend(step);
@@ -213,7 +242,11 @@ impl Publication {
                     }
                     self.hold.by_default = held;
                 }
-                Update::HeldBack { gpu, held, after: step } => {
+                Update::HeldBack {
+                    gpu,
+                    held,
+                    after: step,
+                } => {
                     let before = self.hold.holds(gpu);
                     self.hold.of.insert(gpu, held);
                     if before == held || !self.is_ready(gpu) {
@@ -263,7 +296,12 @@ impl Publication {
                 Update::Settled if self.withheld => {
                     self.withheld = false;
                     changed = true;
-                    ready = self.entries.keys().copied().filter(|gpu| self.is_ready(*gpu) && !self.hold.holds(*gpu)).collect();
+                    ready = self
+                        .entries
+                        .keys()
+                        .copied()
+                        .filter(|gpu| self.is_ready(*gpu) && !self.hold.holds(*gpu))
+                        .collect();
                     ready.sort_unstable();
                 }
                 Update::Settled => {}
@@ -301,23 +339,51 @@ impl Publication {
         // A name whose GPU has left resolves to nothing until a GPU comes to that address.
         let entry = |slot: &Listed| match slot.here {
             true if self.is_ready(slot.gpu) && self.hold.holds(slot.gpu) => Entry::Pending,
-            true => self.entries.get(&slot.gpu).cloned().unwrap_or(Entry::Pending),
+            true => self
+                .entries
+                .get(&slot.gpu)
+                .cloned()
+                .unwrap_or(Entry::Pending),
             false => Entry::Failed,
         };
-        let devices: Vec<Device> =
-            slots.iter().map(|slot| Device { index: slot.index, address: slot.gpu.address, entry: entry(slot) }).collect();
+        let devices: Vec<Device> = slots
+            .iter()
+            .map(|slot| Device {
+                index: slot.index,
+                address: slot.gpu.address,
+                entry: entry(slot),
+            })
+            .collect();
         let publisher = Publisher::new(&self.directory);
-        if self.withheld || devices.is_empty() && !publisher.as_ref().is_ok_and(Publisher::is_published) {
+        if self.withheld
+            || devices.is_empty() && !publisher.as_ref().is_ok_and(Publisher::is_published)
+        {
             // A guest that never had a GPU does not publish the kind.
             self.unwritten.spec = false;
             return;
         }
         let is_listed = |slot: &Listed| matches!(entry(slot), Entry::Ready(_));
-        let listed: BTreeSet<GpuId> = slots.iter().filter(|slot| is_listed(slot)).map(|slot| slot.gpu).collect();
-        let count = |wanted: fn(&Entry) -> bool| devices.iter().filter(|d| wanted(&d.entry)).count() as u64;
+        let listed: BTreeSet<GpuId> = slots
+            .iter()
+            .filter(|slot| is_listed(slot))
+            .map(|slot| slot.gpu)
+            .collect();
+        let count =
+            |wanted: fn(&Entry) -> bool| devices.iter().filter(|d| wanted(&d.entry)).count() as u64;
         let empty = tracing::field::Empty;
-        let spec = generate(&devices, &self.common.nodes, self.common.files.as_ref(), &self.options);
-        let write = || publisher.as_ref().map_err(ToString::to_string)?.publish(&spec).map_err(|error| error.to_string());
+        let spec = generate(
+            &devices,
+            &self.common.nodes,
+            self.common.files.as_ref(),
+            &self.options,
+        );
+        let write = || {
+            publisher
+                .as_ref()
+                .map_err(ToString::to_string)?
+                .publish(&spec)
+                .map_err(|error| error.to_string())
+        };
         // A failure is reported once, and the publication that ends it.
         let again = self.unwritten.spec.then(write);
         if matches!(again, Some(Err(_))) {
@@ -344,7 +410,10 @@ impl Publication {
         self.unwritten.spec = false;
         self.listed = listed;
         let newly_ready = std::mem::take(&mut self.unwritten.ready);
-        for Listed { gpu, index, .. } in slots.into_iter().filter(|slot| newly_ready.contains(&slot.gpu)) {
+        for Listed { gpu, index, .. } in slots
+            .into_iter()
+            .filter(|slot| newly_ready.contains(&slot.gpu))
+        {
             tracing::info!(name: names::GPU_PUBLISHED, gpu = %gpu.address, index = index as u64, generation = gpu.again());
         }
     }
@@ -352,8 +421,15 @@ impl Publication {
     /// Removes a spec that cannot be replaced and lists a GPU that is gone or has failed: another
     /// one may have its minor soon. Containers wait for a kind that is absent.
     fn withdraw_stale(&mut self) {
-        let is_stale = self.listed.iter().any(|gpu| !self.roster.contains(*gpu) || !self.is_ready(*gpu));
-        if is_stale && Publisher::new(&self.directory).and_then(|publisher| publisher.withdraw()).is_ok() {
+        let is_stale = self
+            .listed
+            .iter()
+            .any(|gpu| !self.roster.contains(*gpu) || !self.is_ready(*gpu));
+        if is_stale
+            && Publisher::new(&self.directory)
+                .and_then(|publisher| publisher.withdraw())
+                .is_ok()
+        {
             self.listed.clear();
         }
     }
@@ -399,36 +475,86 @@ mod tests {
 
     fn publication(directory: &Path) -> (Publication, GpuId) {
         let (roster, address) = (Roster::default(), "0001:00:03.0".parse().unwrap());
-        roster.observe(address, Sight { device: Some(7), bind: None }, Some(0x2330));
-        let gpu = GpuId { address, generation: 0 };
+        roster.observe(
+            address,
+            Sight {
+                device: Some(7),
+                bind: None,
+            },
+            Some(0x2330),
+        );
+        let gpu = GpuId {
+            address,
+            generation: 0,
+        };
         let (entries, common, options) = (HashMap::new(), Common::default(), Options::default());
-        let (directory, unwritten, roster) = (directory.to_path_buf(), Unwritten::default(), Arc::new(roster));
+        let (directory, unwritten, roster) = (
+            directory.to_path_buf(),
+            Unwritten::default(),
+            Arc::new(roster),
+        );
         let (hold, others, listed) = (Hold::default(), Vec::new(), BTreeSet::new());
-        (Publication { roster, hold, entries, common, others, options, withheld: false, directory, listed, unwritten }, gpu)
+        (
+            Publication {
+                roster,
+                hold,
+                entries,
+                common,
+                others,
+                options,
+                withheld: false,
+                directory,
+                listed,
+                unwritten,
+            },
+            gpu,
+        )
     }
 
     fn ready(gpu: GpuId, minor: u32) -> Update {
-        let node = Node { path: format!("/dev/nvidia{minor}").into(), major: 195, minor, mode: 0o666, gid: 0 };
-        Update::Ready { gpu, nodes: vec![node], after: None }
+        let node = Node {
+            path: format!("/dev/nvidia{minor}").into(),
+            major: 195,
+            minor,
+            mode: 0o666,
+            gid: 0,
+        };
+        Update::Ready {
+            gpu,
+            nodes: vec![node],
+            after: None,
+        }
     }
 
     #[test]
     fn what_cannot_be_written_is_written_later_and_reported_then() {
-        let base = std::env::temp_dir().join(format!("kata-gpu-init-publication-{}", std::process::id()));
+        let base =
+            std::env::temp_dir().join(format!("kata-gpu-init-publication-{}", std::process::id()));
         std::fs::create_dir_all(&base).unwrap();
         // A file is in the directory's place.
         let directory = base.join("cdi");
         std::fs::write(&directory, "").unwrap();
         let (mut publication, gpu) = publication(&directory);
-        let other = Update::Other { mode: "imex", spec: Spec::new("nvidia.com/imex-channel", Vec::new(), Edits::default()) };
-        assert_eq!(publication.apply(vec![ready(gpu, 3), other]), [], "not published yet");
+        let other = Update::Other {
+            mode: "imex",
+            spec: Spec::new("nvidia.com/imex-channel", Vec::new(), Edits::default()),
+        };
+        assert_eq!(
+            publication.apply(vec![ready(gpu, 3), other]),
+            [],
+            "not published yet"
+        );
         assert!(!publication.is_written());
         assert_eq!(publication.apply(vec![Update::Settled]), []);
         assert_eq!(publication.retry(), []);
         std::fs::remove_file(&directory).unwrap();
         assert_eq!(publication.retry(), [gpu]);
         assert!(publication.is_written() && publication.unwritten.ready.is_empty());
-        assert!(std::fs::read_to_string(directory.join("nvidia.yaml")).unwrap().contains("/dev/nvidia3"));
+        assert!(
+            std::fs::read_to_string(directory.join("nvidia.yaml"))
+                .unwrap()
+                .contains("/dev/nvidia3")
+        );
         assert!(directory.join("nvidia-imex.yaml").exists());
         std::fs::remove_dir_all(&base).unwrap();
     }
@@ -441,29 +567,57 @@ mod tests {
         assert_eq!(publication.apply(vec![ready(gpu, 3)]), [gpu]);
         std::fs::create_dir(&obstacle).unwrap();
         // The file's list is still true.
-        publication.apply(vec![Update::Known { gpu, uuid: "GPU-0".into() }]);
+        publication.apply(vec![Update::Known {
+            gpu,
+            uuid: "GPU-0".into(),
+        }]);
         assert!(file.exists() && !publication.is_written());
         // The first failure was reported: the next try is one of the same publication.
         publication.apply(vec![Update::Failed { gpu }]);
         assert!(!file.exists() && !publication.is_written());
         std::fs::remove_dir(&obstacle).unwrap();
         publication.retry();
-        assert!(publication.is_written() && !std::fs::read_to_string(&file).unwrap().contains("/dev/nvidia3"));
+        assert!(
+            publication.is_written()
+                && !std::fs::read_to_string(&file)
+                    .unwrap()
+                    .contains("/dev/nvidia3")
+        );
         std::fs::remove_dir_all(&base).unwrap();
     }
 
     #[test]
     fn instance_names_are_published_once_and_outlive_displays() {
-        let base = std::env::temp_dir().join(format!("kata-gpu-init-instances-{}", std::process::id()));
+        let base =
+            std::env::temp_dir().join(format!("kata-gpu-init-instances-{}", std::process::id()));
         let (mut publication, gpu) = publication(&base);
         publication.options.namings = vec![Naming::Index, Naming::Uuid];
-        let id = MigInstance { gpu: 3, gi: 1, ci: 0 };
-        let cap = |n: u32| Node { path: format!("/dev/nvidia-caps/nvidia-cap{n}").into(), major: 235, minor: n, mode: 0o444, gid: 0 };
+        let id = MigInstance {
+            gpu: 3,
+            gi: 1,
+            ci: 0,
+        };
+        let cap = |n: u32| Node {
+            path: format!("/dev/nvidia-caps/nvidia-cap{n}").into(),
+            major: 235,
+            minor: n,
+            mode: 0o444,
+            gid: 0,
+        };
         let extras = |caps: &[u32]| {
             let nodes = caps.iter().map(|n| cap(*n)).collect();
-            Update::Extras { gpu, extras: Extras { instances: vec![Instance { id, nodes }], ..Extras::default() } }
+            Update::Extras {
+                gpu,
+                extras: Extras {
+                    instances: vec![Instance { id, nodes }],
+                    ..Extras::default()
+                },
+            }
         };
-        let known = || Update::KnownInstances { gpu, uuids: BTreeMap::from([(id, "MIG-1".to_string())]) };
+        let known = || Update::KnownInstances {
+            gpu,
+            uuids: BTreeMap::from([(id, "MIG-1".to_string())]),
+        };
         let spec = || std::fs::read_to_string(base.join("nvidia.yaml")).unwrap();
         publication.apply(vec![ready(gpu, 3), extras(&[12])]);
         assert!(!spec().contains("MIG-1"));
@@ -471,22 +625,48 @@ mod tests {
         assert!(spec().contains("MIG-1"), "{}", spec());
         std::fs::remove_file(base.join("nvidia.yaml")).unwrap();
         publication.apply(vec![known()]);
-        assert!(!base.join("nvidia.yaml").exists(), "what is known already is written again");
+        assert!(
+            !base.join("nvidia.yaml").exists(),
+            "what is known already is written again"
+        );
         publication.apply(vec![extras(&[12, 13])]);
-        assert!(spec().contains("MIG-1") && spec().contains("nvidia-cap13"), "{}", spec());
+        assert!(
+            spec().contains("MIG-1") && spec().contains("nvidia-cap13"),
+            "{}",
+            spec()
+        );
         std::fs::remove_dir_all(&base).unwrap();
     }
 
     #[test]
     fn an_arrival_that_has_ended_changes_nothing_of_the_next_one() {
-        let base = std::env::temp_dir().join(format!("kata-gpu-init-arrivals-{}", std::process::id()));
+        let base =
+            std::env::temp_dir().join(format!("kata-gpu-init-arrivals-{}", std::process::id()));
         let (mut publication, old) = publication(&base);
         publication.apply(vec![ready(old, 3)]);
-        publication.roster.observe(old.address, Sight { device: Some(8), bind: None }, Some(0x2330));
-        let new = GpuId { generation: 1, ..old };
-        publication.apply(vec![Update::Roster, ready(new, 5), ready(old, 3), Update::Failed { gpu: old }]);
+        publication.roster.observe(
+            old.address,
+            Sight {
+                device: Some(8),
+                bind: None,
+            },
+            Some(0x2330),
+        );
+        let new = GpuId {
+            generation: 1,
+            ..old
+        };
+        publication.apply(vec![
+            Update::Roster,
+            ready(new, 5),
+            ready(old, 3),
+            Update::Failed { gpu: old },
+        ]);
         let spec = std::fs::read_to_string(base.join("nvidia.yaml")).unwrap();
-        assert!(spec.contains("/dev/nvidia5") && !spec.contains("/dev/nvidia3"), "{spec}");
+        assert!(
+            spec.contains("/dev/nvidia5") && !spec.contains("/dev/nvidia3"),
+            "{spec}"
+        );
         std::fs::remove_dir_all(&base).unwrap();
     }
 
@@ -495,10 +675,22 @@ mod tests {
         let base = std::env::temp_dir().join(format!("kata-gpu-init-held-{}", std::process::id()));
         let (mut publication, gpu) = publication(&base);
         publication.hold.by_default = true;
-        let has_node = || std::fs::read_to_string(base.join("nvidia.yaml")).unwrap().contains("/dev/nvidia3");
-        let held = |held| Update::HeldBack { gpu, held, after: None };
+        let has_node = || {
+            std::fs::read_to_string(base.join("nvidia.yaml"))
+                .unwrap()
+                .contains("/dev/nvidia3")
+        };
+        let held = |held| Update::HeldBack {
+            gpu,
+            held,
+            after: None,
+        };
         publication.apply(vec![Update::Roster]);
-        assert_eq!(publication.apply(vec![ready(gpu, 3)]), [gpu], "its report is done");
+        assert_eq!(
+            publication.apply(vec![ready(gpu, 3)]),
+            [gpu],
+            "its report is done"
+        );
         assert!(!has_node());
         publication.apply(vec![held(false)]);
         assert!(has_node());
@@ -507,7 +699,10 @@ mod tests {
         publication.apply(vec![held(false)]);
         assert!(has_node());
         // The default is for GPUs that come later.
-        publication.apply(vec![Update::HeldByDefault(false), Update::HeldByDefault(true)]);
+        publication.apply(vec![
+            Update::HeldByDefault(false),
+            Update::HeldByDefault(true),
+        ]);
         assert!(has_node());
         // Before the GPU's node exists, and after its failure.
         publication.apply(vec![Update::Failed { gpu }, held(true), held(false)]);
@@ -517,13 +712,25 @@ mod tests {
 
     #[test]
     fn a_file_published_at_once_lacks_the_gpus_held_back() {
-        let base = std::env::temp_dir().join(format!("kata-gpu-init-complete-{}", std::process::id()));
+        let base =
+            std::env::temp_dir().join(format!("kata-gpu-init-complete-{}", std::process::id()));
         let (mut publication, gpu) = publication(&base);
         (publication.withheld, publication.hold.by_default) = (true, true);
         publication.apply(vec![ready(gpu, 3)]);
         assert!(!base.join("nvidia.yaml").exists());
-        publication.apply(vec![Update::HeldBack { gpu, held: false, after: None }, Update::Settled]);
-        assert!(std::fs::read_to_string(base.join("nvidia.yaml")).unwrap().contains("/dev/nvidia3"));
+        publication.apply(vec![
+            Update::HeldBack {
+                gpu,
+                held: false,
+                after: None,
+            },
+            Update::Settled,
+        ]);
+        assert!(
+            std::fs::read_to_string(base.join("nvidia.yaml"))
+                .unwrap()
+                .contains("/dev/nvidia3")
+        );
         std::fs::remove_dir_all(&base).unwrap();
     }
 }

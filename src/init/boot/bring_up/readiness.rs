@@ -31,7 +31,11 @@ use tokio::time::Instant;
 const PAUSE: Duration = Duration::from_millis(250);
 /// Longest pause while a GPU is held back, until the fabric is late and from then on, and while
 /// none is.
-const LONGEST: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(30)];
+const LONGEST: [Duration; 3] = [
+    Duration::from_secs(1),
+    Duration::from_secs(10),
+    Duration::from_secs(30),
+];
 
 /// State that an earlier worker has left.
 pub struct Earlier {
@@ -61,25 +65,50 @@ impl Needs {
         let fabric = config.ready == Ready::Auto && decision.has_fabric();
         let ready_state = confidential && config.ready_state != ReadyState::Leave;
         let mut reasons = vec![match config.ready {
-            Ready::Auto if topology.has_fabric() && !decision.has_fabric() => format!("topology {topology}, with NVLink disabled"),
+            Ready::Auto if topology.has_fabric() && !decision.has_fabric() => {
+                format!("topology {topology}, with NVLink disabled")
+            }
             Ready::Auto => format!("topology {topology}"),
             Ready::Bound => "gpuinit.ready=bound".into(),
             Ready::Usable => "gpuinit.ready=usable".into(),
         }];
         match config.ready_state {
-            ReadyState::Leave if confidential => reasons.push("confidential, and the ready state is left to whoever attests".into()),
+            ReadyState::Leave if confidential => {
+                reasons.push("confidential, and the ready state is left to whoever attests".into())
+            }
             ReadyState::Leave => {}
-            _ if !confidential => reasons.push("gpuinit.cc.ready has no effect: the guest is not confidential".into()),
+            _ if !confidential => {
+                reasons.push("gpuinit.cc.ready has no effect: the guest is not confidential".into())
+            }
             ReadyState::Wait => reasons.push("gpuinit.cc.ready=wait".into()),
             ReadyState::Boot => reasons.push("gpuinit.cc.ready=boot".into()),
         }
-        (Self { initialisation: config.ready == Ready::Usable, fabric, ready_state }, reasons.join("; "))
+        (
+            Self {
+                initialisation: config.ready == Ready::Usable,
+                fabric,
+                ready_state,
+            },
+            reasons.join("; "),
+        )
     }
 
     fn names(self) -> String {
-        let all = [(self.initialisation, "initialisation"), (self.fabric, "fabric"), (self.ready_state, "ready state")];
-        let names: Vec<&str> = all.iter().filter(|(needed, _)| *needed).map(|(_, name)| *name).collect();
-        if names.is_empty() { "bind".into() } else { names.join(", ") }
+        let all = [
+            (self.initialisation, "initialisation"),
+            (self.fabric, "fabric"),
+            (self.ready_state, "ready state"),
+        ];
+        let names: Vec<&str> = all
+            .iter()
+            .filter(|(needed, _)| *needed)
+            .map(|(_, name)| *name)
+            .collect();
+        if names.is_empty() {
+            "bind".into()
+        } else {
+            names.join(", ")
+        }
     }
 }
 
@@ -169,7 +198,13 @@ impl Rules {
     fn of(shared: &Shared, overdue: bool) -> Self {
         let inferred = shared.topology.borrow().source == Source::Nvml;
         let config = &shared.config;
-        Self { needs: needs(shared), required: config.fabric_required, ready_state: config.ready_state, inferred, overdue }
+        Self {
+            needs: needs(shared),
+            required: config.fabric_required,
+            ready_state: config.ready_state,
+            inferred,
+            overdue,
+        }
     }
 
     /// Judges a GPU by NVML's facts, if there are any.
@@ -178,13 +213,21 @@ impl Rules {
         if !self.needs.ready_state || matches!(fabric, Verdict::Held(_)) {
             return fabric;
         }
-        match facts.filter(|facts| facts.confidential_error.is_none()).map(|facts| &facts.confidential) {
-            Some(Some(Confidential { enabled: true, ready: false, .. })) => Verdict::Held(Wait::ReadyState),
+        match facts
+            .filter(|facts| facts.confidential_error.is_none())
+            .map(|facts| &facts.confidential)
+        {
+            Some(Some(Confidential {
+                enabled: true,
+                ready: false,
+                ..
+            })) => Verdict::Held(Wait::ReadyState),
             Some(_) => fabric,
             // A container may set the ready state where the init failed to.
-            None if self.overdue && self.ready_state == ReadyState::Boot => {
-                Verdict::degraded(Wait::ReadyStateAnswer, "the init could not set it: CUDA fails with error 802 until it is set")
-            }
+            None if self.overdue && self.ready_state == ReadyState::Boot => Verdict::degraded(
+                Wait::ReadyStateAnswer,
+                "the init could not set it: CUDA fails with error 802 until it is set",
+            ),
             None => Verdict::Held(Wait::ReadyStateAnswer),
         }
     }
@@ -200,14 +243,24 @@ impl Rules {
             };
         };
         // Before Hopper no GPU reports it: neither would it later.
-        let Some(fabric) = device.fabric.as_ref().filter(|fabric| fabric.state != FabricState::NotSupported) else {
-            return Verdict::degraded("fabric not reported", "CUDA may fail with error 802 until fabric manager has finished");
+        let Some(fabric) = device
+            .fabric
+            .as_ref()
+            .filter(|fabric| fabric.state != FabricState::NotSupported)
+        else {
+            return Verdict::degraded(
+                "fabric not reported",
+                "CUDA may fail with error 802 until fabric manager has finished",
+            );
         };
         if fabric.state != FabricState::Completed {
             let gives = self.required == Wish::Off || self.required == Wish::Auto && self.inferred;
             let wait = Wait::Fabric(fabric.state);
             return match self.overdue && gives {
-                true => Verdict::degraded(wait, "CUDA fails with error 802 until the fabric is complete"),
+                true => Verdict::degraded(
+                    wait,
+                    "CUDA fails with error 802 until the fabric is complete",
+                ),
                 false => Verdict::Held(wait),
             };
         }
@@ -221,12 +274,31 @@ impl Rules {
 
 /// State of all GPUs' fabric, for the services.
 fn fabric(facts: Option<&Facts>, overdue: bool) -> services::Fabric {
-    let Some(facts) = facts else { return if overdue { services::Fabric::Unknown } else { services::Fabric::Unasked } };
-    let has = |wanted: &dyn Fn(&kata_gpu_wire::fabric::Fabric) -> bool| {
-        facts.devices.iter().filter_map(|device| device.fabric.as_ref()).any(wanted)
+    let Some(facts) = facts else {
+        return if overdue {
+            services::Fabric::Unknown
+        } else {
+            services::Fabric::Unasked
+        };
     };
-    if has(&|fabric| !matches!(fabric.state, FabricState::Completed | FabricState::NotSupported)) {
-        if overdue { services::Fabric::Late } else { services::Fabric::Incomplete }
+    let has = |wanted: &dyn Fn(&kata_gpu_wire::fabric::Fabric) -> bool| {
+        facts
+            .devices
+            .iter()
+            .filter_map(|device| device.fabric.as_ref())
+            .any(wanted)
+    };
+    if has(&|fabric| {
+        !matches!(
+            fabric.state,
+            FabricState::Completed | FabricState::NotSupported
+        )
+    }) {
+        if overdue {
+            services::Fabric::Late
+        } else {
+            services::Fabric::Incomplete
+        }
     } else if has(&|fabric| fabric.state == FabricState::Completed && fabric.status != 0) {
         services::Fabric::Failed
     } else if has(&|fabric| fabric.state == FabricState::Completed) {
@@ -242,7 +314,11 @@ pub async fn follow(shared: Arc<Shared>, earlier: Earlier) {
     let mut occasions = shared.occasions.subscribe();
     // The sender lives as long as the worker.
     let settled = occasions.wait_for(|seen| seen.settled > 0);
-    if tokio::time::timeout(Limit::NvmlFirst.after(), settled).await.is_err() && !needs(&shared).holds_back() {
+    if tokio::time::timeout(Limit::NvmlFirst.after(), settled)
+        .await
+        .is_err()
+        && !needs(&shared).holds_back()
+    {
         drop(occasions.wait_for(|seen| seen.settled > 0).await);
     }
     let mut watch = Watch::new(shared, earlier);
@@ -250,7 +326,8 @@ pub async fn follow(shared: Arc<Shared>, earlier: Earlier) {
         let seen = *occasions.borrow_and_update();
         let pause = watch.look(seen).await;
         let holds_back = needs(&watch.shared).holds_back();
-        let another = occasions.wait_for(|now| now.settled != seen.settled || holds_back && now.usable != seen.usable);
+        let another = occasions
+            .wait_for(|now| now.settled != seen.settled || holds_back && now.usable != seen.usable);
         let pause = async {
             match pause {
                 Some(pause) => tokio::time::sleep(pause).await, // off the boot path: NVML has no event
@@ -291,7 +368,11 @@ struct Watch {
 
 impl Watch {
     fn new(shared: Arc<Shared>, earlier: Earlier) -> Self {
-        let given = earlier.given.into_iter().map(|gpu| (gpu, Verdict::Given)).collect();
+        let given = earlier
+            .given
+            .into_iter()
+            .map(|gpu| (gpu, Verdict::Given))
+            .collect();
         Self {
             shared,
             began: None,
@@ -314,13 +395,19 @@ impl Watch {
             Err(NoAnswer::Hangs)
         } else if self.facts_for != Some(seen.settled) {
             self.facts_for = Some(seen.settled);
-            health::ask(&self.shared, Settings::Apply, needs(&self.shared).holds_back()).await
+            health::ask(
+                &self.shared,
+                Settings::Apply,
+                needs(&self.shared).holds_back(),
+            )
+            .await
         } else if self.waited && self.held.is_empty() {
             // The last facts were those of GPUs that were held back.
             self.waited = false;
             health::ask(&self.shared, Settings::Leave, false).await
         } else {
-            let sets = self.is_off() && self.shared.config.ready_state == ReadyState::Boot && !self.set;
+            let sets =
+                self.is_off() && self.shared.config.ready_state == ReadyState::Boot && !self.set;
             let (answer, set) = health::ask_state(&self.shared, sets).await;
             self.report_set(set);
             answer
@@ -334,7 +421,9 @@ impl Watch {
     }
 
     fn is_off(&self) -> bool {
-        self.confidential.as_ref().is_some_and(|state| state.enabled && !state.ready)
+        self.confidential
+            .as_ref()
+            .is_some_and(|state| state.enabled && !state.ready)
     }
 
     fn report_set(&mut self, set: Result<bool, String>) {
@@ -342,7 +431,9 @@ impl Watch {
             Ok(done) => self.set |= done,
             Err(error) if !self.set_failed => {
                 self.set_failed = true;
-                let error = format!("set the ready state: {error}: trying again; CUDA fails on all GPUs until it is set");
+                let error = format!(
+                    "set the ready state: {error}: trying again; CUDA fails on all GPUs until it is set"
+                );
                 tracing::error!(name: names::CONFIDENTIAL, error);
             }
             Err(_) => {}
@@ -377,13 +468,21 @@ impl Watch {
             self.report_overdue(elapsed);
         }
         let needs = needs(&self.shared);
-        if needs.holds_back() && self.shared.dispatch.is_settled() && (self.held.is_empty() || self.overdue && !needs.ready_state) {
+        if needs.holds_back()
+            && self.shared.dispatch.is_settled()
+            && (self.held.is_empty() || self.overdue && !needs.ready_state)
+        {
             let _unused = self.shared.spec.send(Update::Settled);
         }
         self.pause(elapsed, facts, fabric)
     }
 
-    fn pause(&self, elapsed: Duration, facts: Option<&Facts>, fabric: services::Fabric) -> Option<Duration> {
+    fn pause(
+        &self,
+        elapsed: Duration,
+        facts: Option<&Facts>,
+        fabric: services::Fabric,
+    ) -> Option<Duration> {
         if self.silent_at.is_some() {
             return None;
         }
@@ -391,11 +490,18 @@ impl Watch {
             return Some(Duration::ZERO);
         }
         // The ready state is set as soon as it is known to be off.
-        if self.is_off() && self.shared.config.ready_state == ReadyState::Boot && !self.set && !self.set_failed {
+        if self.is_off()
+            && self.shared.config.ready_state == ReadyState::Boot
+            && !self.set
+            && !self.set_failed
+        {
             return Some(Duration::ZERO);
         }
         let is_watched = is_confidential() && (facts.is_none() || self.is_off()) || self.is_off();
-        let is_incomplete = matches!(fabric, services::Fabric::Incomplete | services::Fabric::Late);
+        let is_incomplete = matches!(
+            fabric,
+            services::Fabric::Incomplete | services::Fabric::Late
+        );
         let longest = match (self.held.is_empty() && !is_incomplete, self.overdue) {
             (false, false) => LONGEST[0],
             (false, true) => LONGEST[1],
@@ -417,22 +523,40 @@ impl Watch {
 
     /// A fabric of GPUs without switches in this guest is a topology of its own.
     fn learn_topology(&self, facts: Option<&Facts>) {
-        let incomplete =
-            |facts: &Facts| facts.devices.iter().filter_map(|device| device.fabric.clone()).find(|fabric| fabric.is_incomplete());
-        let Some(fabric) = facts.and_then(incomplete) else { return };
+        let incomplete = |facts: &Facts| {
+            facts
+                .devices
+                .iter()
+                .filter_map(|device| device.fabric.clone())
+                .find(|fabric| fabric.is_incomplete())
+        };
+        let Some(fabric) = facts.and_then(incomplete) else {
+            return;
+        };
         let decided = self.shared.topology.borrow().clone();
         if let Some(elsewhere) = decided.with_fabric_elsewhere(&fabric.state.to_string()) {
             scan::report(&elsewhere);
             let needs = choose(&self.shared.config, &elsewhere);
             self.shared.topology.send_replace(elsewhere);
-            let _unused = self.shared.spec.send(Update::HeldByDefault(needs.holds_back()));
+            let _unused = self
+                .shared
+                .spec
+                .send(Update::HeldByDefault(needs.holds_back()));
         }
     }
 
     fn learn_confidential(&mut self, facts: Option<&Facts>) {
-        let Some(state) = facts.and_then(|facts| facts.confidential.as_ref()) else { return };
+        let Some(state) = facts.and_then(|facts| facts.confidential.as_ref()) else {
+            return;
+        };
         if self.confidential.as_ref() != Some(state) {
-            let Confidential { enabled, environment, devtools, protected_pcie, ready } = state;
+            let Confidential {
+                enabled,
+                environment,
+                devtools,
+                protected_pcie,
+                ready,
+            } = state;
             tracing::info!(name: names::CONFIDENTIAL, enabled, environment = %environment, devtools, protected_pcie, ready);
             self.confidential = Some(state.clone());
         }
@@ -443,14 +567,22 @@ impl Watch {
         let usable = self.shared.usable();
         // The wait of a GPU that has left is over.
         self.held.retain(|gpu, _| usable.contains(gpu));
-        self.given.retain(|gpu, _| self.shared.roster.contains(*gpu));
+        self.given
+            .retain(|gpu, _| self.shared.roster.contains(*gpu));
         for gpu in usable {
-            let device = facts.and_then(|facts| facts.devices.iter().find(|device| device.address == Some(gpu.address)));
+            let device = facts.and_then(|facts| {
+                facts
+                    .devices
+                    .iter()
+                    .find(|device| device.address == Some(gpu.address))
+            });
             match rules.judge(facts, device) {
                 // Silence takes nothing back.
-                Verdict::Held(Wait::FabricAnswer | Wait::ReadyStateAnswer) if self.given.contains_key(&gpu) => {}
+                Verdict::Held(Wait::FabricAnswer | Wait::ReadyStateAnswer)
+                    if self.given.contains_key(&gpu) => {}
                 Verdict::Degraded(..) if facts.is_none() && self.given.contains_key(&gpu) => {}
-                Verdict::Held(Wait::Fabric(FabricState::Unknown)) if self.given.contains_key(&gpu) => {}
+                Verdict::Held(Wait::Fabric(FabricState::Unknown))
+                    if self.given.contains_key(&gpu) => {}
                 Verdict::Held(wait) => self.hold(gpu, wait),
                 verdict => self.give(gpu, verdict),
             }
@@ -464,7 +596,11 @@ impl Watch {
         }
         let deadline_ms = Limit::FabricLate.after().as_millis() as u64;
         let step = step!(names::GPU_HELD, gpu = %gpu.address, waits_for = %wait, deadline_ms, state = tracing::field::Empty);
-        let _unused = self.shared.spec.send(Update::HeldBack { gpu, held: true, after: None });
+        let _unused = self.shared.spec.send(Update::HeldBack {
+            gpu,
+            held: true,
+            after: None,
+        });
         self.given.remove(&gpu);
         self.held.insert(gpu, (step, wait));
     }
@@ -481,7 +617,11 @@ impl Watch {
             tracing::warn!(name: names::GPU_DEGRADED, gpu = %gpu.address, state, reason);
         }
         self.given.insert(gpu, verdict);
-        let _unused = self.shared.spec.send(Update::HeldBack { gpu, held: false, after });
+        let _unused = self.shared.spec.send(Update::HeldBack {
+            gpu,
+            held: false,
+            after,
+        });
     }
 
     /// Reports GPUs that are held back for too long.
@@ -489,7 +629,9 @@ impl Watch {
         let waited_ms = elapsed.as_millis() as u64;
         for (gpu, (_, wait)) in &self.held {
             let (gpu, cure) = (gpu.address, wait.cure());
-            let error = format!("GPU {gpu} is kept from containers: {wait}, and CUDA would fail on it; {cure}");
+            let error = format!(
+                "GPU {gpu} is kept from containers: {wait}, and CUDA would fail on it; {cure}"
+            );
             tracing::error!(name: names::GPU_WITHHELD, gpu = %gpu, waits_for = %wait, waited_ms, error);
         }
     }

@@ -27,14 +27,26 @@ const METHODS: [&str; 2] = ["flr", "bus"];
 
 /// Begins the reset of a GPU that needs one. None: it is under way, and the GPU comes back or
 /// leaves. Else the failure, with the reason why there is no reset.
-pub async fn instead_of(mut failure: Failed, shared: &Arc<Shared>, gpu: GpuId, since_ns: u64) -> Option<Failed> {
-    if failure.step != Step::Init || shared.recognise(gpu, since_ns, &failure).await.0 != Reason::NeedsReset {
+pub async fn instead_of(
+    mut failure: Failed,
+    shared: &Arc<Shared>,
+    gpu: GpuId,
+    since_ns: u64,
+) -> Option<Failed> {
+    if failure.step != Step::Init
+        || shared.recognise(gpu, since_ns, &failure).await.0 != Reason::NeedsReset
+    {
         return Some(failure);
     }
     let resets = || shared.resets.lock().unwrap_or_else(PoisonError::into_inner);
     let again = resets().contains(&gpu.address);
     let methods = shared.sysfs.reset_methods(gpu.address);
-    match method(shared.config.reset, confidential::is_confidential(), again, methods.as_deref()) {
+    match method(
+        shared.config.reset,
+        confidential::is_confidential(),
+        again,
+        methods.as_deref(),
+    ) {
         Ok(method) => {
             resets().insert(gpu.address);
             tokio::spawn(run(Arc::clone(shared), gpu, since_ns, failure, method));
@@ -48,22 +60,40 @@ pub async fn instead_of(mut failure: Failed, shared: &Arc<Shared>, gpu: GpuId, s
 }
 
 /// The way to reset, or the reason why not.
-fn method(asked: Reset, confidential: bool, again: bool, offered: Option<&str>) -> Result<&'static str, String> {
-    let way = |method: &&&str| offered.is_some_and(|offered| offered.split_whitespace().any(|word| word == **method));
+fn method(
+    asked: Reset,
+    confidential: bool,
+    again: bool,
+    offered: Option<&str>,
+) -> Result<&'static str, String> {
+    let way = |method: &&&str| {
+        offered.is_some_and(|offered| offered.split_whitespace().any(|word| word == **method))
+    };
     match (asked, METHODS.iter().find(way)) {
         (Reset::Off, _) => Err("not reset: gpuinit.reset=off".into()),
         // The reset clears the GPU's attestation state, and the host carries it out.
-        (Reset::Auto, _) if confidential => Err("not reset: this guest is confidential; gpuinit.reset=on allows it".into()),
-        (Reset::Auto | Reset::On, _) if again => Err("one reset was tried in this boot already".into()),
-        (Reset::Auto | Reset::On, Some(method)) => Ok(method),
-        (Reset::Auto | Reset::On, None) => {
-            Err(format!("not reset: the kernel offers {:?} for this function, want flr or bus", offered.unwrap_or_default().trim()))
+        (Reset::Auto, _) if confidential => {
+            Err("not reset: this guest is confidential; gpuinit.reset=on allows it".into())
         }
+        (Reset::Auto | Reset::On, _) if again => {
+            Err("one reset was tried in this boot already".into())
+        }
+        (Reset::Auto | Reset::On, Some(method)) => Ok(method),
+        (Reset::Auto | Reset::On, None) => Err(format!(
+            "not reset: the kernel offers {:?} for this function, want flr or bus",
+            offered.unwrap_or_default().trim()
+        )),
     }
 }
 
 /// Runs the reset. This is not the GPU's task, which ends with the unbind.
-async fn run(shared: Arc<Shared>, gpu: GpuId, since_ns: u64, failure: Failed, method: &'static str) {
+async fn run(
+    shared: Arc<Shared>,
+    gpu: GpuId,
+    since_ns: u64,
+    failure: Failed,
+    method: &'static str,
+) {
     let step = step!(names::GPU_RESET, gpu = %gpu.address, method, reason = %Reason::NeedsReset);
     let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
     let ended = threads::run(move || {
@@ -82,7 +112,11 @@ async fn run(shared: Arc<Shared>, gpu: GpuId, since_ns: u64, failure: Failed, me
 /// Resets an unbound GPU and binds it, as another arrival; returns whether it is bound, and the
 /// first error. Blocks, for up to a minute where the GPU does not answer: call on a thread of its
 /// own.
-fn reset_and_bind(sysfs: &PciSysfs, gpu: PciAddress, method: Option<&str>) -> (bool, Result<(), SysfsError>) {
+fn reset_and_bind(
+    sysfs: &PciSysfs,
+    gpu: PciAddress,
+    method: Option<&str>,
+) -> (bool, Result<(), SysfsError>) {
     let reset = method.map_or(Ok(()), |method| sysfs.reset(gpu, method));
     // Bound again in any case: without a driver, the GPU would leave without a failure.
     let bound = sysfs.bind(gpu);
@@ -91,7 +125,13 @@ fn reset_and_bind(sysfs: &PciSysfs, gpu: PciAddress, method: Option<&str>) -> (b
 
 /// Reports the failure of a GPU that is not bound after its reset. No event shows that: the GPU has
 /// left with its unbind, and only a bind is another arrival.
-async fn report(shared: &Shared, gpu: GpuId, since_ns: u64, mut failure: Failed, ended: Result<Result<(), SysfsError>, Panicked>) {
+async fn report(
+    shared: &Shared,
+    gpu: GpuId,
+    since_ns: u64,
+    mut failure: Failed,
+    ended: Result<Result<(), SysfsError>, Panicked>,
+) {
     let error = match ended {
         Ok(Ok(())) => return,
         Ok(Err(error)) => error.to_string(),
@@ -109,12 +149,28 @@ async fn report(shared: &Shared, gpu: GpuId, since_ns: u64, mut failure: Failed,
 /// Resets and binds GPUs whose reset the death of a worker broke off between its unbind and its
 /// bind. Whether the reset came about is not known; a second one of an unbound GPU does no harm.
 pub fn resume(previous: &Previous, shared: &Arc<Shared>) {
-    for begin in previous.open.iter().filter(|begin| begin.name == names::GPU_RESET) {
-        let is_unbound = |gpu: &PciAddress| shared.sysfs.is_present(*gpu) && !shared.sysfs.is_bound(*gpu);
-        let Some(address) = begin.gpu.filter(is_unbound) else { continue };
-        let method = begin.fields.get("method").and_then(|method| method.as_str());
+    for begin in previous
+        .open
+        .iter()
+        .filter(|begin| begin.name == names::GPU_RESET)
+    {
+        let is_unbound =
+            |gpu: &PciAddress| shared.sysfs.is_present(*gpu) && !shared.sysfs.is_bound(*gpu);
+        let Some(address) = begin.gpu.filter(is_unbound) else {
+            continue;
+        };
+        let method = begin
+            .fields
+            .get("method")
+            .and_then(|method| method.as_str());
         let method = METHODS.into_iter().find(|known| Some(*known) == method);
-        let gpu = GpuId { address, generation: previous.gpus.get(&address).map_or(0, |known| known.slot.generation) };
+        let gpu = GpuId {
+            address,
+            generation: previous
+                .gpus
+                .get(&address)
+                .map_or(0, |known| known.slot.generation),
+        };
         let failure = failed(Step::Init)(&"a worker died while it reset this GPU");
         let shared = Arc::clone(shared);
         tokio::spawn(async move {
@@ -138,12 +194,18 @@ mod tests {
         assert_eq!(auto(false, false, Some("flr bus pm\n")), Ok("flr"));
         assert_eq!(auto(false, false, Some("device_specific bus\n")), Ok("bus"));
         for offered in [None, Some(""), Some("pm\n"), Some("flr_like")] {
-            assert!(auto(false, false, offered).is_err_and(|why| why.ends_with("want flr or bus")), "{offered:?}");
+            assert!(
+                auto(false, false, offered).is_err_and(|why| why.ends_with("want flr or bus")),
+                "{offered:?}"
+            );
         }
         assert!(auto(false, true, Some("flr")).is_err_and(|why| why.contains("was tried")));
         assert!(auto(true, false, Some("flr")).is_err_and(|why| why.contains("gpuinit.reset=on")));
         assert_eq!(method(Reset::On, true, false, Some("flr")), Ok("flr"));
         assert!(method(Reset::On, true, true, Some("flr")).is_err());
-        assert!(method(Reset::Off, false, false, Some("flr")).is_err_and(|why| why.contains("gpuinit.reset=off")));
+        assert!(
+            method(Reset::Off, false, false, Some("flr"))
+                .is_err_and(|why| why.contains("gpuinit.reset=off"))
+        );
     }
 }

@@ -28,7 +28,12 @@ impl Roster {
         for (address, known) in &previous.gpus {
             state.slots.restore(*address, &known.slot);
         }
-        state.reported = state.slots.all().into_iter().map(|slot| (slot.gpu.address, (slot.gpu, slot.index))).collect();
+        state.reported = state
+            .slots
+            .all()
+            .into_iter()
+            .map(|slot| (slot.gpu.address, (slot.gpu, slot.index)))
+            .collect();
         if previous.is_scanned() {
             state.slots.scanned();
         }
@@ -52,7 +57,11 @@ impl Roster {
     /// Reports every name that is new, that has moved, or that another GPU has now.
     pub fn report_names(&self) {
         let mut state = self.lock();
-        let State { slots, devices, reported } = &mut *state;
+        let State {
+            slots,
+            devices,
+            reported,
+        } = &mut *state;
         for Listed { gpu, index, .. } in slots.all().into_iter().filter(|slot| slot.here) {
             if reported.insert(gpu.address, (gpu, index)) != Some((gpu, index)) {
                 let device = devices.get(&gpu.address).copied().unwrap_or_default();
@@ -106,7 +115,11 @@ impl Roster {
 
     /// GPUs that are on the bus, in the order of their names.
     pub fn present(&self) -> Vec<GpuId> {
-        self.all().into_iter().filter(|slot| slot.here).map(|slot| slot.gpu).collect()
+        self.all()
+            .into_iter()
+            .filter(|slot| slot.here)
+            .map(|slot| slot.gpu)
+            .collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -35,7 +35,11 @@ pub struct Found {
 
 impl Found {
     pub fn functions(self) -> Functions {
-        Functions { gpus: self.gpus.len(), switches: self.switches, management: self.management }
+        Functions {
+            gpus: self.gpus.len(),
+            switches: self.switches,
+            management: self.management,
+        }
     }
 }
 
@@ -43,9 +47,17 @@ impl Found {
 /// spares the VPD.
 pub async fn run(config: &Config, previous: Option<&Previous>, started: StepId) -> Found {
     let (scan, mut step) = scan(config, started);
-    let behind_network = scan.gpus.iter().any(|gpu| pci::has_switches_behind_network(gpu.device));
+    let behind_network = scan
+        .gpus
+        .iter()
+        .any(|gpu| pci::has_switches_behind_network(gpu.device));
     let decided = previous.is_some_and(|previous| previous.topology.is_some());
-    let needs_vpd = topology::needs_vpd(scan.gpus.len(), scan.switches.len(), behind_network, config.topology);
+    let needs_vpd = topology::needs_vpd(
+        scan.gpus.len(),
+        scan.switches.len(),
+        behind_network,
+        config.topology,
+    );
     let management = if decided || !needs_vpd || scan.mellanox.is_empty() {
         Vec::new()
     } else {
@@ -53,7 +65,12 @@ pub async fn run(config: &Config, previous: Option<&Previous>, started: StepId) 
         step = read;
         management
     };
-    Found { gpus: scan.gpus, switches: scan.switches.len(), management, step }
+    Found {
+        gpus: scan.gpus,
+        switches: scan.switches.len(),
+        management,
+        step,
+    }
 }
 
 fn scan(config: &Config, started: StepId) -> (Scan, StepId) {
@@ -87,20 +104,33 @@ async fn management(functions: &[PciAddress], scanned: StepId) -> (Vec<PciAddres
     let step = step!(names::PCI_VPD, after = ?After(vec![scanned]), functions = functions.len() as u64, management = tracing::field::Empty);
     let id = step.id();
     let until = Instant::now() + VPD_WAIT;
-    let reading: Vec<_> =
-        functions.iter().copied().map(|function| (function, threads::run(move || vpd::read(Path::new(SYS), function)))).collect();
+    let reading: Vec<_> = functions
+        .iter()
+        .copied()
+        .map(|function| {
+            (
+                function,
+                threads::run(move || vpd::read(Path::new(SYS), function)),
+            )
+        })
+        .collect();
     let mut management = Vec::new();
     for (function, reading) in reading {
         let error = match tokio::time::timeout_at(until, reading).await {
             Ok(Ok(Ok(vpd))) => {
-                management.extend(vpd.filter(|vpd| vpd::manages_switches(vpd)).map(|_| function));
+                management.extend(
+                    vpd.filter(|vpd| vpd::manages_switches(vpd))
+                        .map(|_| function),
+                );
                 continue;
             }
             Ok(Ok(Err(error))) => error.to_string(),
             Ok(Err(panicked)) => panicked.to_string(),
             Err(_) => format!("read the VPD of {function}: no answer for {VPD_WAIT:?}"),
         };
-        let error = format!("{error}: taken for an ordinary network function; gpuinit.topology=blackwell-fabric if it manages NVSwitches");
+        let error = format!(
+            "{error}: taken for an ordinary network function; gpuinit.topology=blackwell-fabric if it manages NVSwitches"
+        );
         tracing::warn!(name: names::PCI_VPD, function = %function, error);
     }
     step.note("management", management.len() as u64);
@@ -125,7 +155,11 @@ pub fn decide(config: &Config, image: &Image, functions: Functions) -> Decision 
 /// Reports a decision.
 pub fn report(decision: &Decision) {
     let management = &decision.functions.management;
-    let functions = management.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+    let functions = management
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(" ");
     tracing::info!(
         name: names::TOPOLOGY,
         topology = %decision.topology,

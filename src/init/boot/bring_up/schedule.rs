@@ -93,10 +93,18 @@ enum Load {
     /// Not begun.
     No,
     /// `registered`: registration of the driver, from which the load probes.
-    Runs { since: Time, registered: Option<Time> },
+    Runs {
+        since: Time,
+        registered: Option<Time>,
+    },
     /// nvidia is loaded. `since`: begin of the load's need for all CPUs. `uvm`: nvidia-uvm is
     /// loaded, too. `over`: no work of the loads is left.
-    Loaded { at: Time, since: Time, uvm: bool, over: bool },
+    Loaded {
+        at: Time,
+        since: Time,
+        uvm: bool,
+        over: bool,
+    },
     /// `again`: a later GPU needs another load, which begins when this one is over.
     Failed { again: bool },
 }
@@ -231,15 +239,24 @@ impl Schedule {
             Load::Runs { since, registered } => {
                 times.push(at(since, Limit::LaneHold));
                 let wakes = registered.map(|registered| registered + BAR_FIREWALL_WAIT);
-                times.extend(wakes.into_iter().flat_map(|wakes| [wakes, at(wakes, Limit::LaneHold)]));
+                times.extend(
+                    wakes
+                        .into_iter()
+                        .flat_map(|wakes| [wakes, at(wakes, Limit::LaneHold)]),
+                );
             }
-            Load::Loaded { at: loaded, since, .. } => {
+            Load::Loaded {
+                at: loaded, since, ..
+            } => {
                 times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]);
             }
             Load::No | Load::Failed { .. } => {}
         }
         times.extend(self.agent.deadlines().into_iter().flatten());
-        times.extend(self.wave.map(|wave| wave.began + self.costs().first_is_back()));
+        times.extend(
+            self.wave
+                .map(|wave| wave.began + self.costs().first_is_back()),
+        );
         times.push(self.probe_at(now));
         times.extend(self.sleeps_at(now).map(|(_, at)| at));
         times.extend(self.lockdown.filter(|_| !self.locked_down));
@@ -248,7 +265,9 @@ impl Schedule {
 
     /// Whether a GPU is usable.
     pub fn is_usable(&self, gpu: GpuId) -> bool {
-        self.gpus.get(&gpu).is_some_and(|gpu| gpu.stage == Stage::Usable)
+        self.gpus
+            .get(&gpu)
+            .is_some_and(|gpu| gpu.stage == Stage::Usable)
     }
 
     /// Whether all GPUs are usable or failed, and the loads are over.
@@ -269,7 +288,18 @@ impl Schedule {
             self.reload();
         }
         let started = (stage == Stage::Enabled).then_some(now);
-        self.gpus.insert(id, Gpu { arrival, stage, since: now, started, reports: 0, publishing: None, offered: false });
+        self.gpus.insert(
+            id,
+            Gpu {
+                arrival,
+                stage,
+                since: now,
+                started,
+                reports: 0,
+                publishing: None,
+                offered: false,
+            },
+        );
         self.settled = false;
     }
 
@@ -286,7 +316,10 @@ impl Schedule {
             Fact::Scanned => self.scanned = true,
             Fact::Enabled(id, took) => {
                 // An earlier worker may have enabled this GPU: again takes no time.
-                let again = self.gpus.get(&id).is_some_and(|gpu| gpu.arrival == Arrival::Again);
+                let again = self
+                    .gpus
+                    .get(&id)
+                    .is_some_and(|gpu| gpu.arrival == Arrival::Again);
                 self.lane.took = Some(took).max(self.policy.enable.filter(|_| again));
                 self.enter(id, Stage::Enabled, now);
                 if let Some(gpu) = self.gpus.get_mut(&id) {
@@ -307,13 +340,26 @@ impl Schedule {
                     }
                     Load::No | Load::Loaded { .. } | Load::Failed { .. } => now,
                 };
-                self.load = Load::Loaded { at: now, since, uvm: false, over: false };
-                for gpu in self.gpus.values_mut().filter(|gpu| gpu.stage == Stage::Probing(Probe::Load)) {
+                self.load = Load::Loaded {
+                    at: now,
+                    since,
+                    uvm: false,
+                    over: false,
+                };
+                for gpu in self
+                    .gpus
+                    .values_mut()
+                    .filter(|gpu| gpu.stage == Stage::Probing(Probe::Load))
+                {
                     gpu.enter(Stage::Probed, now);
                 }
             }
             // A GPU that was plugged in during the load needs a load of its own.
-            Fact::Loaded(false) => self.load = Load::Failed { again: self.any(|gpu| !gpu.offered && !gpu.is_settled()) },
+            Fact::Loaded(false) => {
+                self.load = Load::Failed {
+                    again: self.any(|gpu| !gpu.offered && !gpu.is_settled()),
+                }
+            }
             Fact::UvmLoaded => {
                 if let Load::Loaded { uvm, .. } = &mut self.load {
                     *uvm = true;
@@ -345,20 +391,30 @@ impl Schedule {
             Fact::Initialised(id, well) => {
                 self.enter(id, Stage::Initialised, now);
                 // A failed initialisation is short, so the wave's time is no measure.
-                self.wave = self.wave.map(|wave| Wave { well: wave.well && well, ..wave });
+                self.wave = self.wave.map(|wave| Wave {
+                    well: wave.well && well,
+                    ..wave
+                });
             }
             Fact::Usable(id) => self.enter(id, Stage::Usable, now),
             Fact::Failed(id) => {
                 // A failed enabling shows that the host is slow, and never that it is fast.
-                let enabling = self.gpus.get(&id).filter(|gpu| gpu.stage == Stage::Enabling);
-                self.lane.failed_slowly |= enabling.is_some_and(|gpu| now.saturating_sub(gpu.since) >= SLOW_ENABLE);
+                let enabling = self
+                    .gpus
+                    .get(&id)
+                    .filter(|gpu| gpu.stage == Stage::Enabling);
+                self.lane.failed_slowly |=
+                    enabling.is_some_and(|gpu| now.saturating_sub(gpu.since) >= SLOW_ENABLE);
                 self.enter(id, Stage::Failed, now);
             }
             Fact::Gone(id) => {
                 let gone = self.gpus.remove(&id);
                 // A wave that ends by the loss of a GPU is no measure, either.
                 if gone.is_some_and(|gpu| gpu.stage == Stage::Initialising) {
-                    self.wave = self.wave.map(|wave| Wave { well: false, ..wave });
+                    self.wave = self.wave.map(|wave| Wave {
+                        well: false,
+                        ..wave
+                    });
                 }
             }
             Fact::AgentLooked => self.agent.looked(now),
@@ -382,11 +438,17 @@ impl Schedule {
     }
 
     fn ids(&self, wanted: impl Fn(&Gpu) -> bool) -> Vec<GpuId> {
-        self.gpus.iter().filter(|(_, gpu)| wanted(gpu)).map(|(id, _)| *id).collect()
+        self.gpus
+            .iter()
+            .filter(|(_, gpu)| wanted(gpu))
+            .map(|(id, _)| *id)
+            .collect()
     }
 
     fn is_slow(&self) -> bool {
-        self.lane.took.map_or(self.lane.failed_slowly, |took| took >= SLOW_ENABLE)
+        self.lane
+            .took
+            .map_or(self.lane.failed_slowly, |took| took >= SLOW_ENABLE)
     }
 
     fn has_firewall(&self) -> bool {
@@ -395,7 +457,10 @@ impl Schedule {
 
     /// GPUs that are still to be enabled.
     fn waiting(&self) -> impl Iterator<Item = GpuId> {
-        self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::New).map(|(id, _)| *id)
+        self.gpus
+            .iter()
+            .filter(|(_, gpu)| gpu.stage == Stage::New)
+            .map(|(id, _)| *id)
     }
 
     /// Chooses the strategy. The choice depends on the duration of the first enabling, so it waits
@@ -407,18 +472,24 @@ impl Schedule {
             Bind::Pipelined => true,
             Bind::Insmod => false,
         };
-        let to_measure = depends && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
+        let to_measure =
+            depends && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
         if self.strategy.is_some() || self.gpus.is_empty() || measured.is_none() && to_measure {
             return;
         }
-        let strategy = strategy::choose(&self.policy, measured.is_some_and(|took| took >= SLOW_ENABLE));
+        let strategy = strategy::choose(
+            &self.policy,
+            measured.is_some_and(|took| took >= SLOW_ENABLE),
+        );
         orders.push(Order::Chosen(strategy.clone(), measured));
         self.strategy = Some(strategy);
     }
 
     /// Loads the driver when no enabling is under way: each would wait for the other's CPUs.
     fn begin_load(&mut self, now: Time, orders: &mut Vec<Order>) {
-        let Some(strategy) = &self.strategy else { return };
+        let Some(strategy) = &self.strategy else {
+            return;
+        };
         let enabling = self.any(|gpu| gpu.stage == Stage::Enabling);
         if self.load != Load::No || enabling || self.agent_first(now).is_some() {
             return;
@@ -429,13 +500,22 @@ impl Schedule {
         if free.is_empty() && !self.any(|gpu| gpu.arrival == Arrival::Usable) {
             return;
         }
-        self.load = Load::Runs { since: now, registered: None };
+        self.load = Load::Runs {
+            since: now,
+            registered: None,
+        };
         // Lock down only after this load: modules that belong to it have to be loadable.
         self.lockdown = None;
         let count = if one_by_one { 1 } else { free.len() };
-        orders.push(Order::Load { gpus: free.clone(), one_by_one, enables: self.lane.took.is_none() });
+        orders.push(Order::Load {
+            gpus: free.clone(),
+            one_by_one,
+            enables: self.lane.took.is_none(),
+        });
         for (at, id) in free.into_iter().enumerate() {
-            let Some(gpu) = self.gpus.get_mut(&id) else { continue };
+            let Some(gpu) = self.gpus.get_mut(&id) else {
+                continue;
+            };
             gpu.offered = true;
             if at < count && gpu.arrival == Arrival::Boot {
                 gpu.started = gpu.started.or(Some(now));
@@ -454,14 +534,23 @@ impl Schedule {
     }
 
     fn is_loaded(&self) -> bool {
-        matches!(self.load, Load::Loaded { .. } | Load::Failed { again: false })
+        matches!(
+            self.load,
+            Load::Loaded { .. } | Load::Failed { again: false }
+        )
     }
 
     /// Lets GPUs be probed, in PCI order.
     fn probe(&mut self, now: Time, orders: &mut Vec<Order>) {
-        let Some(bind) = self.strategy.as_ref().map(|s| s.bind) else { return };
+        let Some(bind) = self.strategy.as_ref().map(|s| s.bind) else {
+            return;
+        };
         let during = bind == Bind::Concurrent && self.load_waits_for_probe(now);
-        let how = if during { Probe::DuringLoad } else { Probe::Bind };
+        let how = if during {
+            Probe::DuringLoad
+        } else {
+            Probe::Bind
+        };
         if !during && !self.is_loaded() {
             return;
         }
@@ -483,10 +572,16 @@ impl Schedule {
     /// wait for that probe. The enabling under way counts as well: a probe that begins during an
     /// enabling waits for it.
     fn wave_is_in_the_way(&self, id: GpuId, now: Time) -> bool {
-        let in_lane = self.is_slow() && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
-        let patient = self.gpus.get(&id).is_some_and(|gpu| gpu.within(Limit::LaneHold, now));
+        let in_lane =
+            self.is_slow() && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
+        let patient = self
+            .gpus
+            .get(&id)
+            .is_some_and(|gpu| gpu.within(Limit::LaneHold, now));
         let is_back = |wave: Wave| now >= wave.began + self.costs().first_is_back();
-        let back = self.wave.is_some_and(|wave| now < self.lane.attached || is_back(wave));
+        let back = self
+            .wave
+            .is_some_and(|wave| now < self.lane.attached || is_back(wave));
         in_lane && patient && back && self.wave_runs(now)
     }
 
@@ -500,7 +595,12 @@ impl Schedule {
         };
         let enabling = self.any(enables);
         let Some(next) = self.waiting().next().filter(|_| !enabling) else {
-            if !enabling && !self.lane.over && self.waiting().next().is_none() && self.strategy.is_some() && !self.load_enables() {
+            if !enabling
+                && !self.lane.over
+                && self.waiting().next().is_none()
+                && self.strategy.is_some()
+                && !self.load_enables()
+            {
                 self.lane.over = true;
                 orders.push(Order::LaneOver);
             }
@@ -559,16 +659,28 @@ impl Schedule {
     }
 
     fn settle(&mut self, now: Time, orders: &mut Vec<Order>) {
-        let load_over = matches!(self.load, Load::No | Load::Failed { .. } | Load::Loaded { over: true, .. });
+        let load_over = matches!(
+            self.load,
+            Load::No | Load::Failed { .. } | Load::Loaded { over: true, .. }
+        );
         if !self.settled && load_over && self.gpus.values().all(Gpu::is_settled) {
             self.settled = true;
-            let usable = self.gpus.values().filter(|gpu| gpu.stage == Stage::Usable).count();
-            orders.push(Order::Settled { usable, failed: self.gpus.len() - usable });
+            let usable = self
+                .gpus
+                .values()
+                .filter(|gpu| gpu.stage == Stage::Usable)
+                .count();
+            orders.push(Order::Settled {
+                usable,
+                failed: self.gpus.len() - usable,
+            });
             // Modules stay loadable for a GPU plugged in later, which needs the driver: until the
             // deadline after a failed load; for ever without a load, unless no GPU is expected.
             match self.load {
                 Load::Runs { .. } | Load::Loaded { .. } => self.lockdown = Some(now),
-                Load::No if self.policy.no_gpus && self.gpus.is_empty() => self.lockdown = Some(now),
+                Load::No if self.policy.no_gpus && self.gpus.is_empty() => {
+                    self.lockdown = Some(now)
+                }
                 Load::No | Load::Failed { .. } => {}
             }
         }

@@ -55,7 +55,11 @@ pub struct Shared {
 impl Shared {
     /// GPUs that are usable now, in the order of their names.
     pub fn usable(&self) -> Vec<GpuId> {
-        self.roster.present().into_iter().filter(|gpu| self.dispatch.is_usable(*gpu)).collect()
+        self.roster
+            .present()
+            .into_iter()
+            .filter(|gpu| self.dispatch.is_usable(*gpu))
+            .collect()
     }
 }
 
@@ -85,7 +89,13 @@ struct State {
 
 impl Seen {
     pub fn with_minors(minors: HashMap<GpuId, u32>) -> Self {
-        Self { state: Mutex::new(State { minors, ..State::default() }), bound: Notify::new() }
+        Self {
+            state: Mutex::new(State {
+                minors,
+                ..State::default()
+            }),
+            bound: Notify::new(),
+        }
     }
 
     pub fn arrived(&self, gpu: GpuId) {

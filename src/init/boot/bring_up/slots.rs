@@ -96,7 +96,16 @@ impl Slots {
         let boot = (!known.hot_plugged).then_some(known.index);
         self.named = self.named.max(boot.map_or(0, |index| index + 1));
         self.arrivals.insert(address, known.generation + 1);
-        self.slots.insert(address, Slot { generation: known.generation, device: known.device, bind: known.bind, state, boot });
+        self.slots.insert(
+            address,
+            Slot {
+                generation: known.generation,
+                device: known.device,
+                bind: known.bind,
+                state,
+                boot,
+            },
+        );
     }
 
     /// The boot scan is over: later arrivals are hot-plugged ones.
@@ -123,11 +132,22 @@ impl Slots {
             (State::Here | State::Failed, None, _) => (false, false),
         };
         if leaves {
-            changes.push(Change::Left(GpuId { address, generation: slot.generation }, self.index(address)));
+            changes.push(Change::Left(
+                GpuId {
+                    address,
+                    generation: slot.generation,
+                },
+                self.index(address),
+            ));
         }
         if arrives {
             changes.push(self.arrive(address, sight));
-        } else if sight.device.is_none() && self.slots.get(&address).is_some_and(|slot| slot.boot.is_none()) {
+        } else if sight.device.is_none()
+            && self
+                .slots
+                .get(&address)
+                .is_some_and(|slot| slot.boot.is_none())
+        {
             self.slots.remove(&address);
             if !leaves {
                 changes.push(Change::Freed);
@@ -151,14 +171,34 @@ impl Slots {
             }
         };
         // The GPU's task reads the bind.
-        self.slots.insert(address, Slot { generation, device: sight.device, bind: None, state: State::Here, boot });
-        Change::Arrived(GpuId { address, generation })
+        self.slots.insert(
+            address,
+            Slot {
+                generation,
+                device: sight.device,
+                bind: None,
+                state: State::Here,
+                boot,
+            },
+        );
+        Change::Arrived(GpuId {
+            address,
+            generation,
+        })
     }
 
     /// Notes the bind that a GPU's task has seen; returns whether it is that GPU's.
     pub fn bound(&mut self, gpu: GpuId, bound: Bound) -> bool {
-        let own = |slot: &&mut Slot| slot.generation == gpu.generation && slot.state != State::Left && slot.device == Some(bound.device);
-        let slot = self.slots.get_mut(&gpu.address).filter(|_| gpu.address == bound.address).filter(own);
+        let own = |slot: &&mut Slot| {
+            slot.generation == gpu.generation
+                && slot.state != State::Left
+                && slot.device == Some(bound.device)
+        };
+        let slot = self
+            .slots
+            .get_mut(&gpu.address)
+            .filter(|_| gpu.address == bound.address)
+            .filter(own);
         slot.is_some_and(|slot| {
             slot.bind = Some(bound.bind);
             true
@@ -168,26 +208,52 @@ impl Slots {
     /// Notes that a GPU has failed, in the bind that its task has seen; returns whether it was on
     /// its way, or usable. Another bind is another arrival.
     pub fn failed(&mut self, gpu: GpuId) -> bool {
-        let slot = self.slots.get_mut(&gpu.address).filter(|slot| slot.generation == gpu.generation && slot.state == State::Here);
+        let slot = self
+            .slots
+            .get_mut(&gpu.address)
+            .filter(|slot| slot.generation == gpu.generation && slot.state == State::Here);
         slot.map(|slot| slot.state = State::Failed).is_some()
     }
 
     /// The bind of a GPU that its task has seen.
     pub fn bind_of(&self, gpu: GpuId) -> Option<Bound> {
-        let slot = self.slots.get(&gpu.address).filter(|_| self.contains(gpu))?;
-        Some(Bound { address: gpu.address, device: slot.device?, bind: slot.bind? })
+        let slot = self
+            .slots
+            .get(&gpu.address)
+            .filter(|_| self.contains(gpu))?;
+        Some(Bound {
+            address: gpu.address,
+            device: slot.device?,
+            bind: slot.bind?,
+        })
     }
 
     /// The name at an address. A GPU that has just gone has the name that it would have.
     pub fn index(&self, address: PciAddress) -> usize {
-        let later = || self.named + self.slots.range(..address).filter(|(_, slot)| slot.boot.is_none()).count();
-        self.slots.get(&address).and_then(|slot| slot.boot).unwrap_or_else(later)
+        let later = || {
+            self.named
+                + self
+                    .slots
+                    .range(..address)
+                    .filter(|(_, slot)| slot.boot.is_none())
+                    .count()
+        };
+        self.slots
+            .get(&address)
+            .and_then(|slot| slot.boot)
+            .unwrap_or_else(later)
     }
 
     /// The GPU that is at an address now.
     pub fn at(&self, address: PciAddress) -> Option<GpuId> {
-        let slot = self.slots.get(&address).filter(|slot| slot.state != State::Left)?;
-        Some(GpuId { address, generation: slot.generation })
+        let slot = self
+            .slots
+            .get(&address)
+            .filter(|slot| slot.state != State::Left)?;
+        Some(GpuId {
+            address,
+            generation: slot.generation,
+        })
     }
 
     /// Whether this arrival of a GPU is present.
@@ -197,7 +263,9 @@ impl Slots {
 
     /// Whether the boot scan had a GPU at an address.
     pub fn is_of_boot(&self, address: PciAddress) -> bool {
-        self.slots.get(&address).is_some_and(|slot| slot.boot.is_some())
+        self.slots
+            .get(&address)
+            .is_some_and(|slot| slot.boot.is_some())
     }
 
     /// Inode of the device at an address, if it was seen.
@@ -208,7 +276,10 @@ impl Slots {
     /// All slots, in the order of their names.
     pub fn all(&self) -> Vec<Listed> {
         let listed = |(address, slot): (&PciAddress, &Slot)| Listed {
-            gpu: GpuId { address: *address, generation: slot.generation },
+            gpu: GpuId {
+                address: *address,
+                generation: slot.generation,
+            },
             index: self.index(*address),
             here: slot.state != State::Left,
         };

@@ -22,7 +22,10 @@ use std::path::Path;
 /// Releases descriptors of former binds: releases requested from an earlier worker, and not done.
 pub fn release_stale(descriptors: &Descriptors, sysfs: &PciSysfs) {
     for bound in descriptors.held() {
-        if sysfs.sight(bound.address).is_ok_and(|seen| seen.bound(bound.address) != Some(bound)) {
+        if sysfs
+            .sight(bound.address)
+            .is_ok_and(|seen| seen.bound(bound.address) != Some(bound))
+        {
             descriptors.release(&bound);
         }
     }
@@ -59,7 +62,11 @@ pub fn observe(roster: &Roster, address: PciAddress, seen: Sight) -> Vec<Change>
     let device = pci::read(Path::new(SYS), address).map(|gpu| gpu.device);
     // Another device than the known one, and no GPU: as good as none.
     let foreign = device.is_none() && seen.device != roster.device(address);
-    roster.observe(address, if foreign { Sight::default() } else { seen }, device)
+    roster.observe(
+        address,
+        if foreign { Sight::default() } else { seen },
+        device,
+    )
 }
 
 pub fn report_left(gpu: GpuId, index: usize) {
@@ -70,10 +77,19 @@ pub fn report_left(gpu: GpuId, index: usize) {
 pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &Image) -> Published {
     let nodes = driver::nodes_now();
     let listed = previous.gpus.iter().filter(|(_, known)| known.published);
-    let listed = listed.map(|(address, known)| GpuId { address: *address, generation: known.slot.generation });
-    let mut published = Published { listed: listed.collect(), ..Published::default() };
+    let listed = listed.map(|(address, known)| GpuId {
+        address: *address,
+        generation: known.slot.generation,
+    });
+    let mut published = Published {
+        listed: listed.collect(),
+        ..Published::default()
+    };
     if let Some(nodes) = &nodes {
-        published.common = Common { nodes: nodes.common_now(), files: find_driver_files::find(image.version.as_deref()) };
+        published.common = Common {
+            nodes: nodes.common_now(),
+            files: find_driver_files::find(image.version.as_deref()),
+        };
     }
     for gpu in gpus {
         let known = previous.gpu(*gpu);
@@ -84,10 +100,20 @@ pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &I
             && roster.bind_of(*gpu).is_some()
             && let Some((minor, node)) = nodes.as_ref().and_then(|n| Some((known.minor?, n.gpu_now(known.minor?)?)))
         {
-            let extras = if known.usable { extras::read(gpu.address, minor) } else { Extras::default() };
-            published
-                .entries
-                .insert(*gpu, Entry::Ready(Ready { nodes: vec![node], uuid: known.uuid, extras, instance_uuids: known.instance_uuids }));
+            let extras = if known.usable {
+                extras::read(gpu.address, minor)
+            } else {
+                Extras::default()
+            };
+            published.entries.insert(
+                *gpu,
+                Entry::Ready(Ready {
+                    nodes: vec![node],
+                    uuid: known.uuid,
+                    extras,
+                    instance_uuids: known.instance_uuids,
+                }),
+            );
         }
     }
     published

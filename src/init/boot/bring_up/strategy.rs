@@ -100,18 +100,36 @@ pub fn choose(policy: &Policy, slow: bool) -> Strategy {
     let facts = &policy.facts;
     let (bind, why_bind) = match (policy.bind, facts.gpus) {
         (Bind::Auto, 0 | 1) => (Bind::Insmod, "with one GPU the module load does it all"),
-        (Bind::Auto, _) if facts.firewall => (Bind::Concurrent, "probes of these GPUs sleep for seconds, so all at once"),
-        (Bind::Auto, _) if initialises_in_probe(facts) => (Bind::Concurrent, "the driver initialises in the probe, so all probes at once"),
-        (Bind::Auto, _) if slow => (Bind::Pipelined, "the host maps BARs slowly, so each GPU goes on as soon as its own are mapped"),
-        (Bind::Auto, _) => (Bind::Insmod, "the host maps BARs fast, so the module load probes all before the first one initialises"),
+        (Bind::Auto, _) if facts.firewall => (
+            Bind::Concurrent,
+            "probes of these GPUs sleep for seconds, so all at once",
+        ),
+        (Bind::Auto, _) if initialises_in_probe(facts) => (
+            Bind::Concurrent,
+            "the driver initialises in the probe, so all probes at once",
+        ),
+        (Bind::Auto, _) if slow => (
+            Bind::Pipelined,
+            "the host maps BARs slowly, so each GPU goes on as soon as its own are mapped",
+        ),
+        (Bind::Auto, _) => (
+            Bind::Insmod,
+            "the host maps BARs fast, so the module load probes all before the first one initialises",
+        ),
         (asked, _) => (asked, "asked for by gpuinit.bind"),
     };
     let (init, why_init) = if policy.init == Init::Serial {
         (Init::Serial, "asked for by gpuinit.init")
     } else if facts.confidential {
-        (Init::Serial, "under confidential computing the driver does one at a time")
+        (
+            Init::Serial,
+            "under confidential computing the driver does one at a time",
+        )
     } else if !policy.relaxed {
-        (Init::Serial, "gpuinit.relaxed=off makes the driver do one at a time")
+        (
+            Init::Serial,
+            "gpuinit.relaxed=off makes the driver do one at a time",
+        )
     } else if facts.driver.is_some_and(|version| version < RELAXED) {
         (Init::Serial, "this driver does one at a time")
     } else {
@@ -130,11 +148,25 @@ mod tests {
     use super::*;
 
     fn facts() -> Facts {
-        Facts { gpus: 8, firewall: false, driver: "550.163.01".parse().ok(), init_on_probe: false, confidential: false, vcpus: 2 }
+        Facts {
+            gpus: 8,
+            firewall: false,
+            driver: "550.163.01".parse().ok(),
+            init_on_probe: false,
+            confidential: false,
+            vcpus: 2,
+        }
     }
 
     fn policy() -> Policy {
-        Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts: facts() }
+        Policy {
+            bind: Bind::Auto,
+            init: Init::Parallel,
+            relaxed: true,
+            no_gpus: false,
+            enable: None,
+            facts: facts(),
+        }
     }
 
     /// On a slow host.
@@ -157,35 +189,97 @@ mod tests {
     #[test]
     fn auto_goes_by_what_the_guest_has() {
         assert_eq!(auto(facts()), (Bind::Pipelined, Init::Parallel));
-        assert_eq!(auto(Facts { gpus: 1, ..facts() }), (Bind::Insmod, Init::Parallel));
-        assert_eq!(auto(Facts { firewall: true, ..facts() }), (Bind::Concurrent, Init::Parallel));
-        assert_eq!(auto(Facts { confidential: true, ..facts() }), (Bind::Pipelined, Init::Serial));
-        assert_eq!(auto(Facts { driver: None, ..facts() }), (Bind::Pipelined, Init::Parallel));
+        assert_eq!(
+            auto(Facts { gpus: 1, ..facts() }),
+            (Bind::Insmod, Init::Parallel)
+        );
+        assert_eq!(
+            auto(Facts {
+                firewall: true,
+                ..facts()
+            }),
+            (Bind::Concurrent, Init::Parallel)
+        );
+        assert_eq!(
+            auto(Facts {
+                confidential: true,
+                ..facts()
+            }),
+            (Bind::Pipelined, Init::Serial)
+        );
+        assert_eq!(
+            auto(Facts {
+                driver: None,
+                ..facts()
+            }),
+            (Bind::Pipelined, Init::Parallel)
+        );
         assert_eq!(choose(&policy(), false).bind, Bind::Insmod);
     }
 
     #[test]
     fn old_drivers_do_one_at_a_time() {
-        for (version, init) in
-            [("535.230.02", Init::Serial), ("550.40.06", Init::Serial), ("550.40.07", Init::Parallel), ("595.45.04", Init::Parallel)]
-        {
-            assert_eq!(auto(Facts { driver: version.parse().ok(), ..facts() }), (Bind::Pipelined, init), "{version}");
+        for (version, init) in [
+            ("535.230.02", Init::Serial),
+            ("550.40.06", Init::Serial),
+            ("550.40.07", Init::Parallel),
+            ("595.45.04", Init::Parallel),
+        ] {
+            assert_eq!(
+                auto(Facts {
+                    driver: version.parse().ok(),
+                    ..facts()
+                }),
+                (Bind::Pipelined, init),
+                "{version}"
+            );
         }
     }
 
     #[test]
     fn init_in_the_probe_counts_only_where_the_driver_knows_it() {
-        let asked = Facts { init_on_probe: true, ..facts() };
-        assert_eq!(auto(Facts { driver: "595.44.02".parse().ok(), ..asked.clone() }).0, Bind::Concurrent);
+        let asked = Facts {
+            init_on_probe: true,
+            ..facts()
+        };
+        assert_eq!(
+            auto(Facts {
+                driver: "595.44.02".parse().ok(),
+                ..asked.clone()
+            })
+            .0,
+            Bind::Concurrent
+        );
         assert_eq!(auto(asked).0, Bind::Pipelined);
     }
 
     #[test]
     fn what_was_asked_for_is_done() {
-        let asked = Policy { bind: Bind::Insmod, init: Init::Serial, facts: Facts { firewall: true, ..facts() }, ..policy() };
+        let asked = Policy {
+            bind: Bind::Insmod,
+            init: Init::Serial,
+            facts: Facts {
+                firewall: true,
+                ..facts()
+            },
+            ..policy()
+        };
         let strategy = choose(&asked, true);
         assert_eq!((strategy.bind, strategy.init), (Bind::Insmod, Init::Serial));
-        assert_eq!(strategy.reason, "bind: asked for by gpuinit.bind; init: asked for by gpuinit.init");
-        assert_eq!(choose(&Policy { relaxed: false, ..policy() }, true).init, Init::Serial);
+        assert_eq!(
+            strategy.reason,
+            "bind: asked for by gpuinit.bind; init: asked for by gpuinit.init"
+        );
+        assert_eq!(
+            choose(
+                &Policy {
+                    relaxed: false,
+                    ..policy()
+                },
+                true
+            )
+            .init,
+            Init::Serial
+        );
     }
 }

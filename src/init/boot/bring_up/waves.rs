@@ -16,7 +16,11 @@ pub const H100: u32 = 1000;
 /// an enabling takes longer.
 pub const LONGEST: u32 = 3 * H100;
 /// Parts of an initialisation of an H100.
-const PARTS: [Duration; 3] = [Duration::from_millis(300), Duration::from_millis(1300), Duration::from_millis(500)];
+const PARTS: [Duration; 3] = [
+    Duration::from_millis(300),
+    Duration::from_millis(1300),
+    Duration::from_millis(500),
+];
 
 /// Accepted delay of the last usable GPU for an earlier first one: one part in this many.
 const FIRST_SOONER: u64 = 32;
@@ -46,19 +50,30 @@ pub enum Choice {
 impl Costs {
     /// Costs where initialisations take `scale` thousandths of an H100's.
     pub fn new(enable: Duration, parallel: bool, scale: u32) -> Self {
-        Self { enable, parts: PARTS.map(|part| part * scale / H100), parallel }
+        Self {
+            enable,
+            parts: PARTS.map(|part| part * scale / H100),
+            parallel,
+        }
     }
 
     /// Scale of a driver with which a wave of `count` initialisations took `took`.
     pub fn scale_of(count: u32, took: Duration, parallel: bool) -> u32 {
-        let whole = Self::new(Duration::ZERO, parallel, H100).wave(count).as_micros().max(1);
+        let whole = Self::new(Duration::ZERO, parallel, H100)
+            .wave(count)
+            .as_micros()
+            .max(1);
         u32::try_from(took.as_micros() * u128::from(H100) / whole).unwrap_or(u32::MAX)
     }
 
     /// Duration of a wave of `count` initialisations.
     pub fn wave(&self, count: u32) -> Duration {
         let [s1, s2, s3] = self.parts;
-        if self.parallel { s1 * count + s2 + s3 * count } else { (s1 + s2 + s3) * count }
+        if self.parallel {
+            s1 * count + s2 + s3 * count
+        } else {
+            (s1 + s2 + s3) * count
+        }
     }
 
     /// Time from a wave's begin until its first initialisation ends its second part and takes the
@@ -74,7 +89,9 @@ impl Costs {
             (None, None) => Choice::Hold,
             (None, Some(_)) => Choice::Enable,
             (Some(_), None) => Choice::Begin,
-            (Some(begin), Some(enable)) if first && begin <= enable + enable / FIRST_SOONER => Choice::Begin,
+            (Some(begin), Some(enable)) if first && begin <= enable + enable / FIRST_SOONER => {
+                Choice::Begin
+            }
             (Some(begin), Some(enable)) => {
                 if begin <= enable {
                     Choice::Begin
@@ -109,7 +126,12 @@ struct Ways {
 
 impl Ways {
     fn new(costs: &Costs) -> Self {
-        Self { enable: us(costs.enable).max(1), parts: costs.parts.map(us), parallel: costs.parallel, known: HashMap::new() }
+        Self {
+            enable: us(costs.enable).max(1),
+            parts: costs.parts.map(us),
+            parallel: costs.parallel,
+            known: HashMap::new(),
+        }
     }
 
     fn idle(&mut self, ready: usize, rest: usize) -> u64 {
@@ -134,8 +156,15 @@ impl Ways {
 
     /// Cost, and the number of GPUs enabled during the wave for it.
     fn during_wave(&mut self, over: u64, ready: usize, rest: usize) -> (u64, usize) {
-        let fit = usize::try_from(over / self.enable).unwrap_or(usize::MAX).min(rest);
-        let costs = [fit, (fit + 1).min(rest)].map(|m| (over.max(m as u64 * self.enable) + self.idle(ready + m, rest - m), m));
+        let fit = usize::try_from(over / self.enable)
+            .unwrap_or(usize::MAX)
+            .min(rest);
+        let costs = [fit, (fit + 1).min(rest)].map(|m| {
+            (
+                over.max(m as u64 * self.enable) + self.idle(ready + m, rest - m),
+                m,
+            )
+        });
         costs.into_iter().min().unwrap_or((over, 0))
     }
 }
@@ -151,25 +180,49 @@ mod tests {
     #[test]
     fn one_gpu_initialises_per_long_enabling_all_after_short_ones() {
         assert_eq!(costs(3300).idle(1, 7, false), Choice::Begin);
-        assert_eq!(costs(3300).during_wave(Duration::from_millis(1800), 0, 7), Choice::Enable);
+        assert_eq!(
+            costs(3300).during_wave(Duration::from_millis(1800), 0, 7),
+            Choice::Enable
+        );
         assert_eq!(costs(3).idle(1, 7, true), Choice::Enable);
         assert_eq!(costs(3).idle(8, 0, false), Choice::Begin);
-        assert_eq!(costs(1000).idle(1, 7, false), Choice::Enable, "two together cost less");
-        assert_eq!(costs(1000).idle(1, 7, true), Choice::Begin, "but hardly less, and the first one is wanted");
+        assert_eq!(
+            costs(1000).idle(1, 7, false),
+            Choice::Enable,
+            "two together cost less"
+        );
+        assert_eq!(
+            costs(1000).idle(1, 7, true),
+            Choice::Begin,
+            "but hardly less, and the first one is wanted"
+        );
         assert_eq!(costs(1000).idle(0, 0, false), Choice::Hold);
     }
 
     #[test]
     fn a_ready_wave_waits_for_one_that_is_about_to_end() {
-        assert_eq!(costs(3300).during_wave(Duration::from_millis(10), 3, 1), Choice::Hold);
-        assert_eq!(costs(3300).during_wave(Duration::from_millis(1800), 1, 0), Choice::Hold);
+        assert_eq!(
+            costs(3300).during_wave(Duration::from_millis(10), 3, 1),
+            Choice::Hold
+        );
+        assert_eq!(
+            costs(3300).during_wave(Duration::from_millis(1800), 1, 0),
+            Choice::Hold
+        );
     }
 
     #[test]
     fn parts_are_scaled_to_what_was_measured() {
-        let costs = Costs::new(Duration::from_millis(1), true, Costs::scale_of(1, Duration::from_millis(4200), true));
+        let costs = Costs::new(
+            Duration::from_millis(1),
+            true,
+            Costs::scale_of(1, Duration::from_millis(4200), true),
+        );
         assert_eq!(costs.parts, PARTS.map(|part| part * 2));
-        assert_eq!(costs.wave(2), Duration::from_millis(2 * 600 + 2600 + 2 * 1000));
+        assert_eq!(
+            costs.wave(2),
+            Duration::from_millis(2 * 600 + 2600 + 2 * 1000)
+        );
         let serial = Costs::new(Duration::from_millis(1), false, H100);
         assert_eq!(serial.wave(2), Duration::from_millis(4200));
     }

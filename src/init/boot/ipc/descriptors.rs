@@ -31,21 +31,48 @@ pub struct Descriptors {
 impl Descriptors {
     /// Takes over `held`, descriptors that an earlier worker opened and this process inherited.
     pub fn new(keeper: Option<KeeperSocket>, opener: Option<Opener>, held: Vec<Held>) -> Self {
-        let own =
-            held.into_iter().filter_map(|h| Some((h.gpu.parse().ok()?, Arc::new(crate::machine::sys::inherited(h.descriptor)?)))).collect();
-        Self { own: Mutex::new(own), keeper, opener }
+        let own = held
+            .into_iter()
+            .filter_map(|h| {
+                Some((
+                    h.gpu.parse().ok()?,
+                    Arc::new(crate::machine::sys::inherited(h.descriptor)?),
+                ))
+            })
+            .collect();
+        Self {
+            own: Mutex::new(own),
+            keeper,
+            opener,
+        }
     }
 
     /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the
     /// keeper. Blocks; `opening` gets the thread or process that is about to open it.
-    pub fn open(&self, gpu: Bound, node: &Node, mut opening: impl FnMut(Pid)) -> Result<Arc<OwnedFd>, InitError> {
+    pub fn open(
+        &self,
+        gpu: Bound,
+        node: &Node,
+        mut opening: impl FnMut(Pid),
+    ) -> Result<Arc<OwnedFd>, InitError> {
         let name = gpu.to_string();
-        let descriptor = match self.opener.as_ref().and_then(|opener| opener.open(&name, &node.path, &mut opening)) {
-            Some(opened) => opened.map_err(|errno| InitError::Open { path: node.path.clone(), errno })?,
+        let descriptor = match self
+            .opener
+            .as_ref()
+            .and_then(|opener| opener.open(&name, &node.path, &mut opening))
+        {
+            Some(opened) => opened.map_err(|errno| InitError::Open {
+                path: node.path.clone(),
+                errno,
+            })?,
             None => {
                 opening(gettid());
                 let descriptor = adapter::start(node)?;
-                if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.keep(&name, &descriptor)) {
+                if let Some(Err(errno)) = self
+                    .keeper
+                    .as_ref()
+                    .map(|keeper| keeper.keep(&name, &descriptor))
+                {
                     tracing::warn!(name: names::GPU_INIT, gpu = %gpu.address, error = %format!("hand GPU {gpu} to the keeper: {errno}: the worker holds it alone"));
                 }
                 descriptor
@@ -80,9 +107,15 @@ impl Descriptors {
         if let Some(descriptor) = self.lock().remove(gpu) {
             // If no thread can be started, the descriptor is closed here; with a keeper, that is
             // not the last close.
-            let _unused = std::thread::Builder::new().stack_size(STACK).spawn(move || drop(descriptor));
+            let _unused = std::thread::Builder::new()
+                .stack_size(STACK)
+                .spawn(move || drop(descriptor));
         }
-        if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.release(&gpu.to_string())) {
+        if let Some(Err(errno)) = self
+            .keeper
+            .as_ref()
+            .map(|keeper| keeper.release(&gpu.to_string()))
+        {
             tracing::warn!(name: names::GPU_REMOVED, gpu = %gpu.address, error = %format!("ask the keeper to release GPU {gpu}: {errno}: its removal waits"));
         }
     }

@@ -55,14 +55,28 @@ pub enum Start {
 
 /// Makes the two ends.
 pub fn pair() -> nix::Result<(Handover, Observer)> {
-    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
-    Ok((Handover { worker: Some(ours), gpu_extension: false }, Observer(theirs)))
+    let (ours, theirs) = socketpair(
+        AddressFamily::Unix,
+        SockType::SeqPacket,
+        None,
+        SockFlag::SOCK_CLOEXEC,
+    )?;
+    Ok((
+        Handover {
+            worker: Some(ours),
+            gpu_extension: false,
+        },
+        Observer(theirs),
+    ))
 }
 
 impl Handover {
     /// Makes a hand-over without an observer.
     pub fn alone() -> Self {
-        Self { worker: None, gpu_extension: false }
+        Self {
+            worker: None,
+            gpu_extension: false,
+        }
     }
 
     /// Becomes the agent. Never returns: when the agent cannot be executed, powers off with the
@@ -81,8 +95,12 @@ impl Handover {
         let errno = sys::exec(agent, &[agent], &environment);
         let path = agent.to_string_lossy();
         let cure = match errno {
-            nix::errno::Errno::ENOENT if !Path::new(path.as_ref()).exists() => "the image has no agent: put it there",
-            nix::errno::Errno::ENOENT => "the file is there, its loader (ELF interpreter) is not: put it into the image",
+            nix::errno::Errno::ENOENT if !Path::new(path.as_ref()).exists() => {
+                "the image has no agent: put it there"
+            }
+            nix::errno::Errno::ENOENT => {
+                "the file is there, its loader (ELF interpreter) is not: put it into the image"
+            }
             nix::errno::Errno::EACCES => "the file is not executable: chmod 755",
             nix::errno::Errno::ENOEXEC => "not a program for this machine",
             _ => "see the agent's file in the image",
@@ -97,7 +115,11 @@ impl Handover {
         if let Some(worker) = &self.worker {
             // Wait for the worker's response, its end or the deadline; the guest powers off in any
             // case.
-            let _unused = nix::sys::socket::setsockopt(worker, nix::sys::socket::sockopt::ReceiveTimeout, &timeval(LAST_WORDS));
+            let _unused = nix::sys::socket::setsockopt(
+                worker,
+                nix::sys::socket::sockopt::ReceiveTimeout,
+                &timeval(LAST_WORDS),
+            );
             let _unused = nix::unistd::read(worker, &mut [0_u8; 1]);
         }
     }
@@ -105,13 +127,20 @@ impl Handover {
     fn send(&self, message: &[u8]) {
         if let Some(worker) = &self.worker {
             // PID 1 neither waits for a worker that is gone nor dies of SIGPIPE.
-            let _unused = send(worker.as_raw_fd(), message, MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);
+            let _unused = send(
+                worker.as_raw_fd(),
+                message,
+                MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT,
+            );
         }
     }
 }
 
 fn timeval(duration: Duration) -> nix::sys::time::TimeVal {
-    nix::sys::time::TimeVal::new(duration.as_secs() as i64, i64::from(duration.subsec_micros()))
+    nix::sys::time::TimeVal::new(
+        duration.as_secs() as i64,
+        i64::from(duration.subsec_micros()),
+    )
 }
 
 /// Limits and OOM score of this process as the agent expects them.
@@ -125,8 +154,11 @@ fn prepare_process() {
 /// extension is declared or mounted.
 fn environment(gpu_extension: bool) -> Vec<CString> {
     use std::os::unix::ffi::OsStrExt;
-    let mut list: Vec<CString> =
-        std::env::vars_os().filter_map(|(key, value)| CString::new([key.as_bytes(), b"=", value.as_bytes()].concat()).ok()).collect();
+    let mut list: Vec<CString> = std::env::vars_os()
+        .filter_map(|(key, value)| {
+            CString::new([key.as_bytes(), b"=", value.as_bytes()].concat()).ok()
+        })
+        .collect();
     if gpu_extension || Path::new(GPU).is_dir() {
         list.push(c"KATA_ATTESTER_VARIANT=nvidia".to_owned());
     }
@@ -141,17 +173,36 @@ impl Observer {
         let mut buffer = [0_u8; 1024];
         loop {
             match nix::unistd::read(&self.0, &mut buffer) {
-                Ok(0) => return Handed { begin_ns, end_ns: boottime_ns(), error: None },
+                Ok(0) => {
+                    return Handed {
+                        begin_ns,
+                        end_ns: boottime_ns(),
+                        error: None,
+                    };
+                }
                 Ok(n) => {
-                    let text = String::from_utf8_lossy(buffer.get(..n).unwrap_or_default()).into_owned();
+                    let text =
+                        String::from_utf8_lossy(buffer.get(..n).unwrap_or_default()).into_owned();
                     match text.strip_prefix('!') {
-                        Some(error) => return Handed { begin_ns, end_ns: boottime_ns(), error: Some((error.to_string(), self)) },
+                        Some(error) => {
+                            return Handed {
+                                begin_ns,
+                                end_ns: boottime_ns(),
+                                error: Some((error.to_string(), self)),
+                            };
+                        }
                         None => begin_ns = text.parse().unwrap_or(begin_ns),
                     }
                 }
                 Err(nix::errno::Errno::EINTR) => {}
                 // An unreadable socket counts as the end of the file.
-                Err(_) => return Handed { begin_ns, end_ns: boottime_ns(), error: None },
+                Err(_) => {
+                    return Handed {
+                        begin_ns,
+                        end_ns: boottime_ns(),
+                        error: None,
+                    };
+                }
             }
         }
     }
@@ -159,6 +210,10 @@ impl Observer {
     /// Reports to PID 1 that the delivery to the host is over.
     pub fn done(self) {
         // PID 1 waits with a deadline of its own.
-        let _unused = send(self.0.as_raw_fd(), b".", MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);
+        let _unused = send(
+            self.0.as_raw_fd(),
+            b".",
+            MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT,
+        );
     }
 }

@@ -45,6 +45,13 @@ impl KeeperSocket {
     fn send(&self, what: u8, gpu: &str, control: &[ControlMessage<'_>]) -> nix::Result<()> {
         let what = [what];
         let parts = [IoSlice::new(&what), IoSlice::new(gpu.as_bytes())];
-        sendmsg::<()>(self.0.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None).map(drop)
+        sendmsg::<()>(
+            self.0.as_raw_fd(),
+            &parts,
+            control,
+            MsgFlags::MSG_NOSIGNAL,
+            None,
+        )
+        .map(drop)
     }
 }

@@ -35,18 +35,22 @@ impl LaneProcess {
     /// other worker while a GPU is still being enabled, because the kernel already counts that GPU
     /// as enabled.
     pub fn start(sysfs: &Path, cpus: &CpuSet, held: &[Held]) -> Option<Self> {
-        let forked = crate::machine::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
-            drop(ours);
-            for gpu in held {
-                let _unused = close(gpu.descriptor);
-            }
-            let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
-            name_process("gpuinit-lane");
-            serve(&theirs, &PciSysfs::at(sysfs));
-            0
-        });
+        let forked =
+            crate::machine::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
+                drop(ours);
+                for gpu in held {
+                    let _unused = close(gpu.descriptor);
+                }
+                let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
+                name_process("gpuinit-lane");
+                serve(&theirs, &PciSysfs::at(sysfs));
+                0
+            });
         let (pid, (ours, _theirs)) = forked.ok()?;
-        Some(Self { socket: Some(ours), pid })
+        Some(Self {
+            socket: Some(ours),
+            pid,
+        })
     }
 
     /// Process whose stack shows what an enabling waits for.
@@ -61,7 +65,11 @@ impl LaneProcess {
         let (errno, _) = reply::answered(&answers)?;
         let (took_ns, _) = reply::answered(&answers)?;
         let errno = i32::try_from(errno).ok()?;
-        let result = if errno == 0 { Ok(()) } else { Err(Errno::from_raw(errno)) };
+        let result = if errno == 0 {
+            Ok(())
+        } else {
+            Err(Errno::from_raw(errno))
+        };
         Some((result, Duration::from_nanos(u64::try_from(took_ns).ok()?)))
     }
 }
@@ -79,10 +87,17 @@ impl Drop for LaneProcess {
 fn serve(socket: &OwnedFd, sysfs: &PciSysfs) {
     let mut request = [0; MAX_REQUEST];
     while let Some((length, answers)) = reply::asked(socket, &mut request) {
-        let gpu: Option<PciAddress> = request.get(..length).and_then(|text| std::str::from_utf8(text).ok()?.parse().ok());
-        let (Some(gpu), Some(answers)) = (gpu, answers) else { return };
+        let gpu: Option<PciAddress> = request
+            .get(..length)
+            .and_then(|text| std::str::from_utf8(text).ok()?.parse().ok());
+        let (Some(gpu), Some(answers)) = (gpu, answers) else {
+            return;
+        };
         let began_ns = boottime_ns();
-        let errno = sysfs.enable(gpu).map_or_else(|e: SysfsError| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0);
+        let errno = sysfs.enable(gpu).map_or_else(
+            |e: SysfsError| e.errno().unwrap_or(Errno::EIO) as i64,
+            |()| 0,
+        );
         let took_ns = boottime_ns().saturating_sub(began_ns);
         reply::answer(&answers, errno, None);
         reply::answer(&answers, i64::try_from(took_ns).unwrap_or(i64::MAX), None);

@@ -32,16 +32,17 @@ impl Opener {
     ///
     /// Closes held GPUs in the child: a GPU is removed only when no process has it open.
     pub fn start(keeper: &KeeperSocket, held: &[Held]) -> Option<Self> {
-        let forked = crate::machine::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
-            drop(ours);
-            for gpu in held {
-                let _unused = close(gpu.descriptor);
-            }
-            name_process("gpuinit-opener");
-            crate::machine::sys::forget_children();
-            serve(&theirs, keeper);
-            0
-        });
+        let forked =
+            crate::machine::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
+                drop(ours);
+                for gpu in held {
+                    let _unused = close(gpu.descriptor);
+                }
+                name_process("gpuinit-opener");
+                crate::machine::sys::forget_children();
+                serve(&theirs, keeper);
+                0
+            });
         let (pid, (socket, _theirs)) = forked.ok()?;
         Some(Self { socket, pid })
     }
@@ -53,8 +54,16 @@ impl Opener {
     /// Opens a GPU's node with O_NONBLOCK, which starts its initialisation; with drivers before
     /// 550.40.07 this returns when the initialisation is over. `opening` gets the process that is
     /// in the driver meanwhile. None when the open could not be tried.
-    pub fn open(&self, gpu: &str, path: &Path, opening: impl FnOnce(Pid)) -> Option<Result<OwnedFd, Errno>> {
-        let answers = reply::ask(&self.socket, &[gpu.as_bytes(), b"\0", path.as_os_str().as_bytes()])?;
+    pub fn open(
+        &self,
+        gpu: &str,
+        path: &Path,
+        opening: impl FnOnce(Pid),
+    ) -> Option<Result<OwnedFd, Errno>> {
+        let answers = reply::ask(
+            &self.socket,
+            &[gpu.as_bytes(), b"\0", path.as_os_str().as_bytes()],
+        )?;
         let (child, _) = reply::answered(&answers)?;
         opening(Pid::from_raw(i32::try_from(child).ok()?));
         match reply::answered(&answers)? {
@@ -91,7 +100,12 @@ fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
                 reply::answer(&answers, nix::unistd::getpid().as_raw().into(), None);
                 match gpu.parse() {
                     Ok(gpu) if path.is_empty() => reply::answer(&answers, bind(gpu), None),
-                    _ => open_and_hand_over(&gpu, Path::new(OsStr::from_bytes(path)), &answers, keeper),
+                    _ => open_and_hand_over(
+                        &gpu,
+                        Path::new(OsStr::from_bytes(path)),
+                        &answers,
+                        keeper,
+                    ),
                 }
             }
             0
@@ -101,13 +115,19 @@ fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
 
 /// Binds a GPU; returns the error's number, or 0.
 fn bind(gpu: PciAddress) -> i64 {
-    PciSysfs::at(Path::new(SYS)).bind(gpu).map_or_else(|e| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0)
+    PciSysfs::at(Path::new(SYS))
+        .bind(gpu)
+        .map_or_else(|e| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0)
 }
 
 /// Opens a GPU and hands the descriptor to the keeper first, so that no death loses it. If the
 /// worker is gone before the answer, the next worker gets the descriptor from the keeper.
 fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) {
-    match open(path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty()) {
+    match open(
+        path,
+        OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC,
+        Mode::empty(),
+    ) {
         Ok(descriptor) => {
             // Without the keeper, the worker holds the descriptor alone.
             let _unused = keeper.keep(gpu, &descriptor);

@@ -15,11 +15,16 @@ use nix::unistd::{Pid, setsid};
 /// Runs PID 1 with the agent as its child. Never returns.
 pub fn run(handover: Handover) -> ! {
     let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    for error in mounts::make(mounts::FOR_AGENT_AS_CHILD).into_iter().chain(mounts::make_cgroups(&command_line)) {
+    for error in mounts::make(mounts::FOR_AGENT_AS_CHILD)
+        .into_iter()
+        .chain(mounts::make_cgroups(&command_line))
+    {
         failure::report(&format!("{error}: the agent will miss it"));
     }
     if let Err(errno) = sys::loopback_up() {
-        failure::report(&format!("bring lo up: {errno}: connections inside a container's own network will fail"));
+        failure::report(&format!(
+            "bring lo up: {errno}: connections inside a container's own network will fail"
+        ));
     }
     let forked = sys::fork_single_threaded(handover, |handover| {
         // A session of its own keeps signals for the agent from other processes. A fresh child is
@@ -33,7 +38,9 @@ pub fn run(handover: Handover) -> ! {
         Ok((agent, handover)) => {
             drop(handover);
             let status = reap_until(agent);
-            end::end_all().iter().for_each(|sentence| failure::report(sentence));
+            end::end_all()
+                .iter()
+                .for_each(|sentence| failure::report(sentence));
             failure::power_off(&format!("kata-agent has ended ({status})"))
         }
         Err((errno, _)) => failure::power_off(&format!("fork for kata-agent: {errno}")),
@@ -44,8 +51,12 @@ pub fn run(handover: Handover) -> ! {
 fn reap_until(agent: Pid) -> String {
     loop {
         match waitpid(None, None) {
-            Ok(WaitStatus::Exited(pid, code)) if pid == agent => return format!("exit status {code}"),
-            Ok(WaitStatus::Signaled(pid, signal, _)) if pid == agent => return format!("killed by {signal}"),
+            Ok(WaitStatus::Exited(pid, code)) if pid == agent => {
+                return format!("exit status {code}");
+            }
+            Ok(WaitStatus::Signaled(pid, signal, _)) if pid == agent => {
+                return format!("killed by {signal}");
+            }
             Ok(_orphan) => {}
             Err(Errno::EINTR) => {}
             // A child died of a real-time signal, for which nix has no name; the agent still

@@ -36,7 +36,11 @@ pub fn start(boot: &Boot, settled: bool) -> Images {
     if !declared.is_empty() {
         let (send, receive) = oneshot::channel();
         // PID 1 has mounted all of them where the agent needs one.
-        let send = if extensions::before_agent(&declared) { None } else { Some(send) };
+        let send = if extensions::before_agent(&declared) {
+            None
+        } else {
+            Some(send)
+        };
         ready = send.is_some().then_some(receive);
         tokio::spawn(follow(declared, send, is_settled, refuse));
     } else if has_disks() {
@@ -48,14 +52,24 @@ pub fn start(boot: &Boot, settled: bool) -> Images {
             }
         });
     }
-    Images { ready, settled, refusals }
+    Images {
+        ready,
+        settled,
+        refusals,
+    }
 }
 
 /// Whether there is a virtio disk: only virtio disks have a serial in sysfs, and reading it queries
 /// the host.
 fn has_disks() -> bool {
-    let names = std::fs::read_dir(Path::new(SYS).join("block")).into_iter().flatten().flatten().map(|entry| entry.file_name());
-    names.into_iter().any(|name| name.as_encoded_bytes().starts_with(b"vd"))
+    let names = std::fs::read_dir(Path::new(SYS).join("block"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name());
+    names
+        .into_iter()
+        .any(|name| name.as_encoded_bytes().starts_with(b"vd"))
 }
 
 /// Mounts the extensions if there is `ready`, then watches them.
@@ -86,18 +100,29 @@ async fn follow(
         }
     }
     match corruption::corrupted(&declared, settled).await {
-        Ok(Corrupted { reason, in_bring_up: true }) => {
+        Ok(Corrupted {
+            reason,
+            in_bring_up: true,
+        }) => {
             let _unused = refuse.send(reason);
         }
         // The readers of that block have an error, all else is sound: containers go on.
-        Ok(Corrupted { reason: error, .. }) | Err(error) => tracing::error!(name: names::EXTENSION, error),
+        Ok(Corrupted { reason: error, .. }) | Err(error) => {
+            tracing::error!(name: names::EXTENSION, error)
+        }
     }
 }
 
 /// Ends the guest for the first refusal, after its reason is on the console, in the kernel's log
 /// and in the stream, whose delivery `last_words` waits for.
-pub async fn end_guest(mut refusals: UnboundedReceiver<String>, heir: Option<Heir>, last_words: impl Future<Output = ()>) {
-    let Some(error) = refusals.recv().await else { return };
+pub async fn end_guest(
+    mut refusals: UnboundedReceiver<String>,
+    heir: Option<Heir>,
+    last_words: impl Future<Output = ()>,
+) {
+    let Some(error) = refusals.recv().await else {
+        return;
+    };
     tracing::error!(name: names::POWER_OFF, error);
     failure::report(&format!("{error}: powering off"));
     last_words.await;

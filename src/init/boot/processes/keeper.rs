@@ -69,14 +69,19 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         holdings.serve(&socket);
         drop(socket);
         let status = status_of(child);
-        failure::report(&format!("the worker has ended ({status}); {} GPU descriptors stay open", holdings.held.len()));
+        failure::report(&format!(
+            "the worker has ended ({status}); {} GPU descriptors stay open",
+            holdings.held.len()
+        ));
         if ending {
             rest()
         }
         if holdings.unreported.len() < MOST_UNREPORTED {
             holdings.unreported.push(status);
         }
-        start = Start::Again { deaths: holdings.unreported.clone() };
+        start = Start::Again {
+            deaths: holdings.unreported.clone(),
+        };
         young = if born.elapsed() < YOUNG { young + 1 } else { 0 };
         if young > 1 {
             // Not on the boot path. A worker that dies repeatedly must not use up the guest's CPUs.
@@ -90,19 +95,30 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
 fn start_worker(boot: &Boot, mut start: Start, holdings: &mut Holdings) -> (Pid, OwnedFd) {
     let mut refused = None;
     loop {
-        let waiting = holdings.waiting.iter().flatten().map(|given_up| given_up.descriptor);
-        let closing = holdings.closing.iter().filter_map(|(_, ended)| ended.as_ref()).map(AsRawFd::as_raw_fd);
+        let waiting = holdings
+            .waiting
+            .iter()
+            .flatten()
+            .map(|given_up| given_up.descriptor);
+        let closing = holdings
+            .closing
+            .iter()
+            .filter_map(|(_, ended)| ended.as_ref())
+            .map(AsRawFd::as_raw_fd);
         let unneeded: Vec<RawFd> = waiting.chain(closing).collect();
         let held = std::mem::take(&mut holdings.held);
         let failed = match reply::pair() {
             Ok(sockets) => {
-                let forked = crate::machine::sys::fork_single_threaded((sockets, start, held), |((ours, theirs), start, held)| {
-                    drop(ours);
-                    for descriptor in unneeded {
-                        let _unused = close(descriptor);
-                    }
-                    worker::run(boot, start, KeeperSocket(theirs), held)
-                });
+                let forked = crate::machine::sys::fork_single_threaded(
+                    (sockets, start, held),
+                    |((ours, theirs), start, held)| {
+                        drop(ours);
+                        for descriptor in unneeded {
+                            let _unused = close(descriptor);
+                        }
+                        worker::run(boot, start, KeeperSocket(theirs), held)
+                    },
+                );
                 match forked {
                     Ok((child, ((ours, theirs), begun, held))) => {
                         // Close the worker's ends: of the socket, whose closing is seen only
@@ -125,7 +141,9 @@ fn start_worker(boot: &Boot, mut start: Start, holdings: &mut Holdings) -> (Pid,
         // Each error once: the kernel's log has better uses for its room.
         if refused.replace(failed) != Some(failed) {
             let (what, errno) = failed;
-            failure::report(&format!("keeper: {what}: {errno}: trying again every {FORK_PAUSE:?}; the GPUs stay open meanwhile"));
+            failure::report(&format!(
+                "keeper: {what}: {errno}: trying again every {FORK_PAUSE:?}; the GPUs stay open meanwhile"
+            ));
         }
         std::thread::sleep(FORK_PAUSE); // see the constant
         holdings.retry(None);
@@ -161,7 +179,12 @@ impl Holdings {
                 continue;
             }
             let mut parts = [IoSliceMut::new(&mut text)];
-            let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC);
+            let received = recvmsg::<()>(
+                socket.as_raw_fd(),
+                &mut parts,
+                Some(&mut space),
+                MsgFlags::MSG_CMSG_CLOEXEC,
+            );
             let (bytes, descriptors) = match received {
                 Ok(message) => {
                     let mut descriptors = Vec::new();
@@ -176,19 +199,29 @@ impl Holdings {
                 Err(_) => return,
             };
             // A message has at least its letter; without a byte this is the end of the worker.
-            let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else { return };
+            let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else {
+                return;
+            };
             let gpu = String::from_utf8_lossy(gpu).into_owned();
             if *what == REPORTED {
                 self.unreported.clear();
             }
             if *what == RELEASE {
-                let (gone, stay) = std::mem::take(&mut self.held).into_iter().partition(|held| held.gpu == gpu);
+                let (gone, stay) = std::mem::take(&mut self.held)
+                    .into_iter()
+                    .partition(|held| held.gpu == gpu);
                 self.held = stay;
                 if let Err(errno) = self.give_up(gone, Some(socket)) {
-                    failure::report(&format!("keeper: give GPU {gpu} up: {errno}: trying again every {FORK_PAUSE:?}; its removal waits"));
+                    failure::report(&format!(
+                        "keeper: give GPU {gpu} up: {errno}: trying again every {FORK_PAUSE:?}; its removal waits"
+                    ));
                 }
             }
-            self.held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));
+            self.held
+                .extend(descriptors.into_iter().map(|descriptor| Held {
+                    gpu: gpu.clone(),
+                    descriptor,
+                }));
         }
     }
 
@@ -204,14 +237,20 @@ impl Holdings {
         };
         let ended = self.closing.iter().filter_map(|(_, ended)| ended.as_ref());
         let descriptors = [socket].into_iter().chain(ended).map(AsFd::as_fd);
-        let mut watched: Vec<PollFd<'_>> = descriptors.map(|descriptor| PollFd::new(descriptor, PollFlags::POLLIN)).collect();
+        let mut watched: Vec<PollFd<'_>> = descriptors
+            .map(|descriptor| PollFd::new(descriptor, PollFlags::POLLIN))
+            .collect();
         let events = poll(&mut watched, pause);
         let has_message = match events {
-            Ok(_) => watched.first().is_none_or(|socket| socket.any() != Some(false)),
+            Ok(_) => watched
+                .first()
+                .is_none_or(|socket| socket.any() != Some(false)),
             Err(Errno::EINTR) => false,
             Err(_) => true, // the message is waited for alone
         };
-        self.closing.retain(|(child, _)| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
+        self.closing.retain(|(child, _)| {
+            waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive)
+        });
         if events == Ok(0) {
             self.retry(Some(socket));
         }
@@ -244,7 +283,12 @@ impl Holdings {
                 // the pipe, or an error, shows it.
                 let _unused = nix::unistd::read(&read_end, &mut [0_u8; 1]);
                 // Close copies of other GPUs first: a hang below must not keep them open.
-                for other in self.held.iter().chain(self.waiting.iter().flatten()).chain(&gone) {
+                for other in self
+                    .held
+                    .iter()
+                    .chain(self.waiting.iter().flatten())
+                    .chain(&gone)
+                {
                     let _unused = close(other.descriptor);
                 }
                 0
@@ -256,7 +300,8 @@ impl Holdings {
                 for own in &gone {
                     let _unused = close(own.descriptor);
                 }
-                self.closing.push((child, crate::machine::sys::pidfd_open(child).ok()));
+                self.closing
+                    .push((child, crate::machine::sys::pidfd_open(child).ok()));
                 Ok(())
             }
             Err(errno) => {

@@ -24,7 +24,9 @@ use std::path::Path;
 /// Runs the guest from PID 1's first instruction, which was at `started_ns` (CLOCK_BOOTTIME) and
 /// `tsc`.
 pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
-    std::panic::set_hook(Box::new(|panicked| failure::report(&format!("a bug: {panicked}"))));
+    std::panic::set_hook(Box::new(|panicked| {
+        failure::report(&format!("a bug: {panicked}"))
+    }));
     // PID 1 must not die of a panic: a panic before the hand-over costs the GPUs, not the guest.
     let next = std::panic::catch_unwind(|| prepare(started_ns, tsc)).unwrap_or_else(|_| {
         failure::report("a bug in stage 0: no GPU will be brought up, the agent starts without");
@@ -50,24 +52,40 @@ enum Next {
 
 /// Prepares the hand-over and starts the keeper.
 fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
-    let mut stamps = Stamps { started_ns, tsc, steps: Vec::with_capacity(8) };
+    let mut stamps = Stamps {
+        started_ns,
+        tsc,
+        steps: Vec::with_capacity(8),
+    };
     // Order: /proc before the command line, /dev before the console, /run before the CDI directory.
     // A failure is reported, and the boot goes on: the agent makes these mounts itself.
     stamps.step(What::Mounts, || {
-        let mut errors: Vec<String> = mounts::make(mounts::EARLY).iter().map(ToString::to_string).collect();
+        let mut errors: Vec<String> = mounts::make(mounts::EARLY)
+            .iter()
+            .map(ToString::to_string)
+            .collect();
         errors.extend(mounts::link_var_run(Path::new("/")).err());
         // The publisher reports a directory that cannot be made.
         let _unused = std::fs::create_dir(cdi::publish::DIRECTORY);
-        if errors.is_empty() { Ok(()) } else { Err(errors.join("; ")) }
+        if errors.is_empty() {
+            Ok(())
+        } else {
+            Err(errors.join("; "))
+        }
     });
     stamps.step(What::Console, console);
     let command_line = stamps.step(What::Config, || {
-        std::fs::read("/proc/cmdline").map_err(|e| format!("read /proc/cmdline: {e}: every parameter has its default"))
+        std::fs::read("/proc/cmdline")
+            .map_err(|e| format!("read /proc/cmdline: {e}: every parameter has its default"))
     });
     let command_line = command_line.unwrap_or_default();
     let (config, notes) = Config::parse(&command_line);
     let agent = config.agent;
-    let gpu_extension = config.extensions.iter().flatten().any(|extension| extension.name.is_gpu());
+    let gpu_extension = config
+        .extensions
+        .iter()
+        .flatten()
+        .any(|extension| extension.name.is_gpu());
     let (extensions, refused) = match &config.extensions {
         Err(error) => (Vec::new(), Some(error.clone())),
         Ok(declared) if extensions::before_agent(declared) => mount(declared, &mut stamps),
@@ -85,8 +103,15 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
         match refused {
             Some(_) => failure::report(&format!("{error}: the host is not notified")),
             // No process would mount the driver's extension, or notice a fault in it.
-            None if gpu_extension => return Next::Refuse(format!("{error}: extension gpu cannot be mounted"), Handover::alone()),
-            None => failure::report(&format!("{error}: no GPU will be brought up, the agent starts without")),
+            None if gpu_extension => {
+                return Next::Refuse(
+                    format!("{error}: extension gpu cannot be mounted"),
+                    Handover::alone(),
+                );
+            }
+            None => failure::report(&format!(
+                "{error}: no GPU will be brought up, the agent starts without"
+            )),
         }
         next(Handover::alone(), refused)
     };
@@ -95,7 +120,15 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
         Ok(pair) => pair,
         Err(errno) => return no_worker(&format!("make a socket pair: {errno}"), refused),
     };
-    let boot = Boot { config, notes, command_line, stamps, extensions, refused: refused.clone(), heir: Heir::of_pid_1() };
+    let boot = Boot {
+        config,
+        notes,
+        command_line,
+        stamps,
+        extensions,
+        refused: refused.clone(),
+        heir: Heir::of_pid_1(),
+    };
     let forked = crate::machine::sys::fork_single_threaded((ours, theirs), |(ours, theirs)| {
         drop(ours);
         keeper::run(boot, theirs)
@@ -119,7 +152,12 @@ fn mount(declared: &[Extension], stamps: &mut Stamps) -> (Vec<extensions::Stamp>
             }
             (steps, result)
         });
-        let (taken, result) = mounted.unwrap_or_else(|_| (Vec::new(), Err("extensions: a bug while mounting them".into())));
+        let (taken, result) = mounted.unwrap_or_else(|_| {
+            (
+                Vec::new(),
+                Err("extensions: a bug while mounting them".into()),
+            )
+        });
         steps = taken;
         result
     });
@@ -129,7 +167,13 @@ fn mount(declared: &[Extension], stamps: &mut Stamps) -> (Vec<extensions::Stamp>
 /// Points descriptors 0 to 2 at the console: in an initrd the kernel opened them before /dev was
 /// mounted.
 fn console() -> Result<(), String> {
-    let at = |path: &str| open(path, OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC, Mode::empty());
+    let at = |path: &str| {
+        open(
+            path,
+            OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )
+    };
     let (console, result) = match at("/dev/console") {
         Ok(console) => (console, Ok(())),
         // /dev/null is better than closed descriptors, whose numbers the agent's first files would
@@ -137,9 +181,15 @@ fn console() -> Result<(), String> {
         Err(errno) => match at("/dev/null") {
             Ok(null) => (
                 null,
-                Err(format!("open /dev/console: {errno}: the agent's log goes nowhere; add console=.. to the kernel's command line")),
+                Err(format!(
+                    "open /dev/console: {errno}: the agent's log goes nowhere; add console=.. to the kernel's command line"
+                )),
             ),
-            Err(null) => return Err(format!("open /dev/console: {errno}; open /dev/null: {null}")),
+            Err(null) => {
+                return Err(format!(
+                    "open /dev/console: {errno}; open /dev/null: {null}"
+                ));
+            }
         },
     };
     // The copies are not close-on-exec.

@@ -53,15 +53,29 @@ pub struct Stamps {
 
 impl Stamps {
     /// Stamps a step; its error is only reported.
-    pub fn step<T, E: Display>(&mut self, what: What, work: impl FnOnce() -> Result<T, E>) -> Option<T> {
-        self.step_with_error(what, || work().map_err(|e| e.to_string())).ok()
+    pub fn step<T, E: Display>(
+        &mut self,
+        what: What,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Option<T> {
+        self.step_with_error(what, || work().map_err(|e| e.to_string()))
+            .ok()
     }
 
     /// Stamps a step whose error counts.
-    pub fn step_with_error<T>(&mut self, what: What, work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    pub fn step_with_error<T>(
+        &mut self,
+        what: What,
+        work: impl FnOnce() -> Result<T, String>,
+    ) -> Result<T, String> {
         let begin_ns = boottime_ns();
         let result = work();
-        self.steps.push(Stamp { what, begin_ns, end_ns: boottime_ns(), error: result.as_ref().err().cloned() });
+        self.steps.push(Stamp {
+            what,
+            begin_ns,
+            end_ns: boottime_ns(),
+            error: result.as_ref().err().cloned(),
+        });
         result
     }
 }

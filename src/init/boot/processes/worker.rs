@@ -62,24 +62,40 @@ pub fn run(boot: &Boot, start: Start, keeper: KeeperSocket, held: Vec<Held>) -> 
     // Before the runtime: a process with threads must not fork.
     let opener = Opener::start(&keeper, &held);
     let lane = boot.config.bind != Bind::Insmod;
-    let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
+    let spare = lane
+        .then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid)))
+        .flatten();
     name_process("gpuinit-worker");
-    match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
+    match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .thread_stack_size(STACK)
+        .build()
+    {
         Ok(runtime) => {
             // Never drop the runtime: a drop would wait for every thread that is in the driver.
             let runtime = std::mem::ManuallyDrop::new(runtime);
             let keeper_ends = keeper.0.try_clone();
             let descriptors = Descriptors::new(Some(keeper), opener, held);
-            let life = || runtime.block_on(live(boot, began_ns, start, descriptors, keeper_ends, spare));
+            let life =
+                || runtime.block_on(live(boot, began_ns, start, descriptors, keeper_ends, spare));
             // The panic has been reported; the keeper waits for the end of this process.
             let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
         }
-        Err(error) => failure::report(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
+        Err(error) => failure::report(&format!(
+            "worker: start the runtime: {error}: no GPU will be brought up"
+        )),
     }
     crate::machine::sys::leave(1)
 }
 
-async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, keeper: std::io::Result<OwnedFd>, spare: Option<Spare>) {
+async fn live(
+    boot: &Boot,
+    began_ns: u64,
+    start: Start,
+    descriptors: Descriptors,
+    keeper: std::io::Result<OwnedFd>,
+    spare: Option<Spare>,
+) {
     let identity = Identity::read();
     let (ring, previous, trouble) = stream(&start, &identity);
     if let Some(error) = trouble {
@@ -105,12 +121,17 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         }
     };
     // First: the driver's files may be on a disk. A guest that is about to end mounts nothing.
-    let images = no_agent.is_none().then(|| images::start(boot, previous.as_ref().is_some_and(Previous::is_settled)));
+    let images = no_agent
+        .is_none()
+        .then(|| images::start(boot, previous.as_ref().is_some_and(Previous::is_settled)));
     let starting = step!(names::WORKER_START, at_ns = began_ns, after = ?After::from(&[exec][..]));
     tokio::spawn(report_end_of_keeper(keeper));
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
-    let (words, signals) = match kmsg::follow(Arc::clone(&ring), previous.as_ref().and_then(|p| p.last_kmsg)) {
+    let (words, signals) = match kmsg::follow(
+        Arc::clone(&ring),
+        previous.as_ref().and_then(|p| p.last_kmsg),
+    ) {
         Ok((words, signals)) => (Some(words), Some(signals)),
         Err(error) => {
             tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are reported without the driver's log lines"));
@@ -118,14 +139,25 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         }
     };
     let (seen, agent) = mpsc::unbounded_channel();
-    let places = agent_watch::Places::of_guest(Path::new(OsStr::from_bytes(AGENT.to_bytes())), std::env::current_exe().ok());
+    let places = agent_watch::Places::of_guest(
+        Path::new(OsStr::from_bytes(AGENT.to_bytes())),
+        std::env::current_exe().ok(),
+    );
     if let Err(error) = agent_watch::start(places, seen) {
-        let error = format!("watch {}: {error}: what the agent waits for is not seen", cdi::publish::DIRECTORY);
+        let error = format!(
+            "watch {}: {error}: what the agent waits for is not seen",
+            cdi::publish::DIRECTORY
+        );
         tracing::warn!(name: names::SINK, sink = "agent watch", state = "unavailable", error);
     }
     ptp_kvm::report();
     let gate = console::Gate::default();
-    let sources = Sources { uevents, words, signals, agent };
+    let sources = Sources {
+        uevents,
+        words,
+        signals,
+        agent,
+    };
     let delivered = start_sinks(boot, &ring, &identity, previous.is_some(), gate.clone());
     let started = starting.id();
     drop(starting);
@@ -133,14 +165,43 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         // Leave the GPUs alone in a guest that is about to end.
         last_words(&ring, delivered).await;
         observer.done();
-    } else if let Some(Images { ready: image, settled, refusals }) = images {
-        tokio::spawn(images::end_guest(refusals, boot.heir, async move { last_words(&ring, delivered).await }));
+    } else if let Some(Images {
+        ready: image,
+        settled,
+        refusals,
+    }) = images
+    {
+        tokio::spawn(images::end_guest(refusals, boot.heir, async move {
+            last_words(&ring, delivered).await
+        }));
         let (milestones, reached) = watch::channel(Milestones::default());
         let (modules, modules_loaded) = watch::channel(false);
         let (fabric, fabric_seen) = watch::channel(services::Fabric::default());
-        tokio::spawn(services::run(services_of(boot, previous.as_ref(), (reached, fabric_seen), modules)));
-        let machine = Machine { spare, gate, image, settled, milestones, fabric, modules_loaded };
-        bring_up::run(&boot.config, &boot.command_line, previous.as_ref(), started, sources, descriptors, machine).await;
+        tokio::spawn(services::run(services_of(
+            boot,
+            previous.as_ref(),
+            (reached, fabric_seen),
+            modules,
+        )));
+        let machine = Machine {
+            spare,
+            gate,
+            image,
+            settled,
+            milestones,
+            fabric,
+            modules_loaded,
+        };
+        bring_up::run(
+            &boot.config,
+            &boot.command_line,
+            previous.as_ref(),
+            started,
+            sources,
+            descriptors,
+            machine,
+        )
+        .await;
     }
     // Sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
@@ -150,7 +211,10 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
 fn services_of(
     boot: &Boot,
     previous: Option<&Previous>,
-    (milestones, fabric): (watch::Receiver<Milestones>, watch::Receiver<services::Fabric>),
+    (milestones, fabric): (
+        watch::Receiver<Milestones>,
+        watch::Receiver<services::Fabric>,
+    ),
     modules_loaded: watch::Sender<bool>,
 ) -> services::Inputs {
     services::Inputs {
@@ -170,8 +234,14 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
     match start {
         Start::First(_) => {
             let made = std::fs::create_dir_all(RUN).map_err(|e| format!("make {RUN}: {e}"));
-            match made.and_then(|()| Journal::create(&path, &identity.header(0)).map_err(|e| e.to_string())) {
-                Ok(journal) => (stream::install(Ring::resumed([], 0, Some(journal))), None, None),
+            match made.and_then(|()| {
+                Journal::create(&path, &identity.header(0)).map_err(|e| e.to_string())
+            }) {
+                Ok(journal) => (
+                    stream::install(Ring::resumed([], 0, Some(journal))),
+                    None,
+                    None,
+                ),
                 Err(error) => (stream::install(Ring::default()), None, Some(error)),
             }
         }
@@ -180,13 +250,21 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
                 let previous = Previous::from_records(&found.records);
                 // Each missing record may be the begin of a step.
                 StepId::continue_after(previous.last_step.saturating_add(found.missing));
-                (stream::install(Ring::resumed(found.lines, found.first_seq, Some(journal))), Some(previous), None)
+                (
+                    stream::install(Ring::resumed(found.lines, found.first_seq, Some(journal))),
+                    Some(previous),
+                    None,
+                )
             }
             // Without the file the numbers already given are unknown: the stream goes on far behind
             // them.
             Err(error) => {
                 StepId::continue_after(UNKNOWN);
-                (stream::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string()))
+                (
+                    stream::install(Ring::resumed([], UNKNOWN, None)),
+                    Some(Previous::default()),
+                    Some(error.to_string()),
+                )
             }
         },
     }
@@ -195,7 +273,9 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
 /// Reports each worker's death, and ends the steps that were open.
 fn report_deaths(ring: &Ring, previous: &Option<Previous>, deaths: &[String]) {
     for status in deaths {
-        let error = format!("the worker has ended ({status}); another one goes on, and all GPUs have stayed open");
+        let error = format!(
+            "the worker has ended ({status}); another one goes on, and all GPUs have stayed open"
+        );
         tracing::error!(name: names::PROCESS_DIED, process = "worker", status, error);
     }
     for begin in previous.iter().flat_map(|p| &p.open) {
@@ -272,8 +352,12 @@ fn report_stage0(boot: &Boot) {
 /// Reports the time between TSC 0 and the kernel's clock, by the TSC at the first instruction of
 /// PID 1 and now.
 fn report_before_kernel(boot: &Boot) {
-    let Some((first, later)) = boot.stamps.tsc.zip(tsc::read()) else { return };
-    let Some(before) = tsc::before_kernel(&first, &later) else { return };
+    let Some((first, later)) = boot.stamps.tsc.zip(tsc::read()) else {
+        return;
+    };
+    let Some(before) = tsc::before_kernel(&first, &later) else {
+        return;
+    };
     let (hz, before_kernel_ns, error_ns) = (before.hz, before.before_kernel_ns, before.error_ns);
     let clocksource = std::fs::read_to_string(CLOCKSOURCE).unwrap_or_else(|e| format!("? ({e})"));
     tracing::info!(name: names::CLOCK_TSC, at_ns = first.boottime_ns, before_kernel_ns, error_ns, hz, clocksource = clocksource.trim_end());
@@ -281,14 +365,25 @@ fn report_before_kernel(boot: &Boot) {
 
 /// Starts every configured sink; returns the progress of the sink to the host. With `again`, the
 /// console continues after the last line of the earlier worker.
-fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool, gate: console::Gate) -> watch::Receiver<u64> {
+fn start_sinks(
+    boot: &Boot,
+    ring: &Arc<Ring>,
+    identity: &Identity,
+    again: bool,
+    gate: console::Gate,
+) -> watch::Receiver<u64> {
     let (delivered, progress) = watch::channel(0);
     let ring = || Arc::clone(ring);
     let unavailable = |sink: &str, error: &dyn std::fmt::Display| {
         tracing::warn!(name: names::SINK, sink, state = "unavailable", error = %error);
     };
     if to_host(&boot.config) {
-        tokio::spawn(vsock::run(ring(), identity.clone(), boot.config.events_port, delivered));
+        tokio::spawn(vsock::run(
+            ring(),
+            identity.clone(),
+            boot.config.events_port,
+            delivered,
+        ));
         if let Err(error) = listener::vsock(boot.config.events_port, ring(), identity.clone()) {
             unavailable("vsock listener", &error);
         }
@@ -298,7 +393,11 @@ fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool, 
     {
         unavailable("console", &format!("open /dev/console: {error}"));
     }
-    if let Err(error) = listener::unix(&Path::new(RUN).join("events.sock"), ring(), identity.clone()) {
+    if let Err(error) = listener::unix(
+        &Path::new(RUN).join("events.sock"),
+        ring(),
+        identity.clone(),
+    ) {
         unavailable("unix listener", &error);
     }
     progress
@@ -321,14 +420,23 @@ fn to_host(config: &Config) -> bool {
 /// Reports the hand-over. When that failed, returns the observer to notify after the delivery to
 /// the host.
 fn report_handover(boot: &Boot, handed: Handed) -> (Option<StepId>, Option<Observer>) {
-    let Handed { begin_ns, end_ns, error } = handed;
+    let Handed {
+        begin_ns,
+        end_ns,
+        error,
+    } = handed;
     // A refused guest has had no hand-over.
-    let step = boot.refused.is_none().then(|| step!(names::AGENT_EXEC, at_ns = begin_ns));
+    let step = boot
+        .refused
+        .is_none()
+        .then(|| step!(names::AGENT_EXEC, at_ns = begin_ns));
     let id = step.as_ref().map(Step::id);
     if let Some(step) = &step {
         step.note("at_ns", end_ns);
     }
-    let Some((error, observer)) = error else { return (id, None) };
+    let Some((error, observer)) = error else {
+        return (id, None);
+    };
     if let Some(step) = step {
         step.fail(&error);
     }
@@ -340,7 +448,10 @@ fn report_handover(boot: &Boot, handed: Handed) -> (Option<StepId>, Option<Obser
 async fn last_words(ring: &Ring, mut delivered: watch::Receiver<u64>) {
     let all = ring.next_seq();
     // Without a listener, or with a slow one, the guest powers off all the same.
-    if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
+    if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all))
+        .await
+        .map(|r| r.map(drop))
+    {
         tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
     }
 }

@@ -23,15 +23,36 @@ pub enum Command {
 
 /// Commands with their names and flags.
 const COMMANDS: &[(Command, &str, &[Flag])] = &[
-    (Command::CreateSymlinks, "create-symlinks", &[Flag::Link, Flag::ContainerSpec]),
-    (Command::UpdateLdcache, "update-ldcache", &[Flag::Folder, Flag::LdconfigPath, Flag::ContainerSpec]),
+    (
+        Command::CreateSymlinks,
+        "create-symlinks",
+        &[Flag::Link, Flag::ContainerSpec],
+    ),
+    (
+        Command::UpdateLdcache,
+        "update-ldcache",
+        &[Flag::Folder, Flag::LdconfigPath, Flag::ContainerSpec],
+    ),
     (
         Command::EnableCudaCompat,
         "enable-cuda-compat",
-        &[Flag::HostDriverVersion, Flag::HostCudaVersion, Flag::CudaCompatContainerRoot, Flag::ContainerSpec],
+        &[
+            Flag::HostDriverVersion,
+            Flag::HostCudaVersion,
+            Flag::CudaCompatContainerRoot,
+            Flag::ContainerSpec,
+        ],
     ),
-    (Command::DisableDeviceNodeModification, "disable-device-node-modification", &[Flag::ContainerSpec]),
-    (Command::UpdateApplicationProfile, "update-application-profile", &[Flag::ContainerSpec]),
+    (
+        Command::DisableDeviceNodeModification,
+        "disable-device-node-modification",
+        &[Flag::ContainerSpec],
+    ),
+    (
+        Command::UpdateApplicationProfile,
+        "update-application-profile",
+        &[Flag::ContainerSpec],
+    ),
     (
         Command::Prepare,
         "prepare",
@@ -45,7 +66,11 @@ const COMMANDS: &[(Command, &str, &[Flag])] = &[
             Flag::ContainerSpec,
         ],
     ),
-    (Command::Chmod, "chmod", &[Flag::Path, Flag::Mode, Flag::ContainerSpec]),
+    (
+        Command::Chmod,
+        "chmod",
+        &[Flag::Path, Flag::Mode, Flag::ContainerSpec],
+    ),
     (Command::Noop, "noop", &[]),
 ];
 
@@ -132,27 +157,47 @@ pub fn parse(words: &[String]) -> Result<Meaning, String> {
     };
     let mut arguments = Arguments::default();
     while let Some(word) = words.next() {
-        let dashed = word.strip_prefix("--").or_else(|| word.strip_prefix('-')).filter(|w| !w.is_empty());
-        let Some(dashed) = dashed else { return Err(format!("{name}: {word:?} is no flag")) };
+        let dashed = word
+            .strip_prefix("--")
+            .or_else(|| word.strip_prefix('-'))
+            .filter(|w| !w.is_empty());
+        let Some(dashed) = dashed else {
+            return Err(format!("{name}: {word:?} is no flag"));
+        };
         if matches!(dashed, "help" | "h") {
             return Ok(Meaning::Help);
         }
-        let (flag, value) = dashed.split_once('=').map_or((dashed, None), |(flag, value)| (flag, Some(value)));
+        let (flag, value) = dashed
+            .split_once('=')
+            .map_or((dashed, None), |(flag, value)| (flag, Some(value)));
         let known = flags.iter().find(|f| f.name() == flag);
-        let known = known.ok_or_else(|| format!("{name}: unknown flag --{flag}; it has {}", listed(flags)))?;
-        let value = value.or_else(|| words.next()).ok_or_else(|| format!("{name}: --{flag} needs a value"))?;
-        arguments.set(*known, value).map_err(|why| format!("{name}: --{flag} {value:?}: {why}"))?;
+        let known = known
+            .ok_or_else(|| format!("{name}: unknown flag --{flag}; it has {}", listed(flags)))?;
+        let value = value
+            .or_else(|| words.next())
+            .ok_or_else(|| format!("{name}: --{flag} needs a value"))?;
+        arguments
+            .set(*known, value)
+            .map_err(|why| format!("{name}: --{flag} {value:?}: {why}"))?;
     }
     Ok(Meaning::Run(*command, Box::new(arguments)))
 }
 
 fn listed(flags: &[Flag]) -> String {
-    flags.iter().map(|f| format!("--{}", f.name())).collect::<Vec<_>>().join(", ")
+    flags
+        .iter()
+        .map(|f| format!("--{}", f.name()))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 /// Help text: the commands and their flags.
 pub fn help() -> String {
-    COMMANDS.iter().filter(|(c, ..)| *c != Command::Noop).map(|(_, name, flags)| format!("  {name} {}\n", listed(flags))).collect()
+    COMMANDS
+        .iter()
+        .filter(|(c, ..)| *c != Command::Noop)
+        .map(|(_, name, flags)| format!("  {name} {}\n", listed(flags)))
+        .collect()
 }
 
 impl Arguments {
@@ -161,10 +206,14 @@ impl Arguments {
         match flag {
             Flag::Link => {
                 for part in parts() {
-                    let link =
-                        part.split_once("::").filter(|(target, path)| !target.is_empty() && !path.is_empty() && !path.contains("::"));
+                    let link = part.split_once("::").filter(|(target, path)| {
+                        !target.is_empty() && !path.is_empty() && !path.contains("::")
+                    });
                     let (target, path) = link.ok_or("a link is given as TARGET::LINK")?;
-                    let link = Link { target: target.into(), path: path.into() };
+                    let link = Link {
+                        target: target.into(),
+                        path: path.into(),
+                    };
                     if !self.links.contains(&link) {
                         self.links.push(link);
                     }
@@ -175,7 +224,9 @@ impl Arguments {
                     let folder = part.trim_end_matches('/');
                     // The folder becomes a line of ld.so.conf and a part of musl's colon-separated
                     // path file.
-                    if !folder.starts_with('/') || folder.contains(|c: char| c.is_control() || matches!(c, '#' | ':' | ' ')) {
+                    if !folder.starts_with('/')
+                        || folder.contains(|c: char| c.is_control() || matches!(c, '#' | ':' | ' '))
+                    {
                         return Err("a folder is an absolute path without spaces, '#' or ':'");
                     }
                     if !self.folders.iter().any(|f| f == folder) {
@@ -191,7 +242,9 @@ impl Arguments {
                 }
                 self.cuda_compat_container_root = Some(value.to_string());
             }
-            Flag::ContainerSpec => self.container_spec = (!matches!(value, "" | "-")).then(|| value.into()),
+            Flag::ContainerSpec => {
+                self.container_spec = (!matches!(value, "" | "-")).then(|| value.into())
+            }
             Flag::LdconfigPath | Flag::Path | Flag::Mode => {} // nothing is executed; chmod is refused as a whole
         }
         Ok(())
@@ -203,7 +256,13 @@ mod tests {
     use super::*;
 
     fn read(words: &str) -> Result<Meaning, String> {
-        parse(&words.split(' ').filter(|w| !w.is_empty()).map(str::to_string).collect::<Vec<_>>())
+        parse(
+            &words
+                .split(' ')
+                .filter(|w| !w.is_empty())
+                .map(str::to_string)
+                .collect::<Vec<_>>(),
+        )
     }
 
     fn arguments(words: &str) -> Arguments {
@@ -215,32 +274,63 @@ mod tests {
 
     #[test]
     fn every_hook_of_the_incumbents_spec_is_understood() {
-        let link = arguments("create-symlinks --link ../libx.so.1::/usr/lib/gbm/x.so --link=libcuda.so.1::/usr/lib/libcuda.so");
+        let link = arguments(
+            "create-symlinks --link ../libx.so.1::/usr/lib/gbm/x.so --link=libcuda.so.1::/usr/lib/libcuda.so",
+        );
         assert_eq!(link.links.len(), 2);
-        assert_eq!(link.links[0], Link { target: "../libx.so.1".into(), path: "/usr/lib/gbm/x.so".into() });
-        assert_eq!(arguments("enable-cuda-compat --host-driver-version=550.163.01").host_driver_version, "550.163.01");
-        let cache = arguments("update-ldcache --ldconfig-path /sbin/ldconfig --folder /usr/lib64/ -folder=/a,/b --folder /a");
+        assert_eq!(
+            link.links[0],
+            Link {
+                target: "../libx.so.1".into(),
+                path: "/usr/lib/gbm/x.so".into()
+            }
+        );
+        assert_eq!(
+            arguments("enable-cuda-compat --host-driver-version=550.163.01").host_driver_version,
+            "550.163.01"
+        );
+        let cache = arguments(
+            "update-ldcache --ldconfig-path /sbin/ldconfig --folder /usr/lib64/ -folder=/a,/b --folder /a",
+        );
         assert_eq!(cache.folders, ["/usr/lib64", "/a", "/b"]);
         for (command, name, _) in COMMANDS {
-            assert!(matches!(read(&format!("--debug {name}")), Ok(Meaning::Run(c, _)) if c == *command), "{name}");
+            assert!(
+                matches!(read(&format!("--debug {name}")), Ok(Meaning::Run(c, _)) if c == *command),
+                "{name}"
+            );
         }
     }
 
     #[test]
     fn standard_input_is_an_empty_name_or_a_dash() {
-        assert_eq!(arguments("create-symlinks --container-spec -").container_spec, None);
-        assert_eq!(arguments("create-symlinks --container-spec=").container_spec, None);
-        assert_eq!(arguments("create-symlinks --container-spec /state").container_spec, Some("/state".into()));
+        assert_eq!(
+            arguments("create-symlinks --container-spec -").container_spec,
+            None
+        );
+        assert_eq!(
+            arguments("create-symlinks --container-spec=").container_spec,
+            None
+        );
+        assert_eq!(
+            arguments("create-symlinks --container-spec /state").container_spec,
+            Some("/state".into())
+        );
     }
 
     #[test]
     fn unknown_commands_are_no_error_and_wrong_flags_are() {
-        assert_eq!(read("frobnicate --x"), Ok(Meaning::Unsupported(Some("frobnicate".into()))));
+        assert_eq!(
+            read("frobnicate --x"),
+            Ok(Meaning::Unsupported(Some("frobnicate".into())))
+        );
         assert_eq!(read(""), Ok(Meaning::Unsupported(None)));
         assert_eq!(read("--help"), Ok(Meaning::Help));
         assert_eq!(read("update-ldcache --help"), Ok(Meaning::Help));
         let cases = [
-            ("update-ldcache --link a::b", "unknown flag --link; it has --folder, --ldconfig-path, --container-spec"),
+            (
+                "update-ldcache --link a::b",
+                "unknown flag --link; it has --folder, --ldconfig-path, --container-spec",
+            ),
             ("update-ldcache --folder", "--folder needs a value"),
             ("update-ldcache --folder lib", "an absolute path"),
             ("update-ldcache --folder /a\n/b", "an absolute path"),
@@ -248,10 +338,17 @@ mod tests {
             ("create-symlinks --link a", "TARGET::LINK"),
             ("create-symlinks --link a::b::c", "TARGET::LINK"),
             ("create-symlinks --link ::b", "TARGET::LINK"),
-            ("enable-cuda-compat --cuda-compat-container-root=compat", "an absolute path"),
+            (
+                "enable-cuda-compat --cuda-compat-container-root=compat",
+                "an absolute path",
+            ),
         ];
         for (words, says) in cases {
-            assert!(read(words).is_err_and(|e| e.contains(says)), "{words}: {:?}", read(words));
+            assert!(
+                read(words).is_err_and(|e| e.contains(says)),
+                "{words}: {:?}",
+                read(words)
+            );
         }
     }
 }

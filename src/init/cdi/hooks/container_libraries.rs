@@ -95,7 +95,10 @@ enum Looked {
 impl Listing<'_> {
     /// File kind of a name in the listing; the outer None: no such name.
     fn kind(&self, name: &str) -> Option<Option<Type>> {
-        let at = self.names.binary_search_by(|n| n.name.as_str().cmp(name)).ok()?;
+        let at = self
+            .names
+            .binary_search_by(|n| n.name.as_str().cmp(name))
+            .ok()?;
         self.names.get(at).map(|n| n.kind)
     }
 
@@ -107,7 +110,10 @@ impl Listing<'_> {
     fn target(&mut self, name: &str) -> Option<PathBuf> {
         let directory = self.directory;
         let read = |name: &String| readlinkat(directory, name.as_str()).ok().map(PathBuf::from);
-        self.targets.entry(name.to_string()).or_insert_with_key(read).clone()
+        self.targets
+            .entry(name.to_string())
+            .or_insert_with_key(read)
+            .clone()
     }
 }
 
@@ -160,7 +166,11 @@ pub fn search(what: &Search) -> io::Result<Found> {
             planned.entry(id).or_default().add(name, &link.target);
         }
     }
-    let folders = what.folders.iter().filter_map(|f| id(Path::new(f))).collect();
+    let folders = what
+        .folders
+        .iter()
+        .filter_map(|f| id(Path::new(f)))
+        .collect();
     let mut searcher = Searcher {
         what,
         files: 0,
@@ -205,13 +215,23 @@ fn is_library(name: &str) -> bool {
 
 /// Whether a name is a temporary file of a package manager.
 fn is_unfinished(name: &str) -> bool {
-    let prelink = name.len().checked_sub(17).and_then(|at| name.get(at..)).is_some_and(|end| end.starts_with(".#prelink#."));
-    prelink || name.ends_with(".#prelink#") || name.contains(';') || name.ends_with(".dpkg-new") || name.ends_with(".dpkg-tmp")
+    let prelink = name
+        .len()
+        .checked_sub(17)
+        .and_then(|at| name.get(at..))
+        .is_some_and(|end| end.starts_with(".#prelink#."));
+    prelink
+        || name.ends_with(".#prelink#")
+        || name.contains(';')
+        || name.ends_with(".dpkg-new")
+        || name.ends_with(".dpkg-tmp")
 }
 
 /// Whether a SONAME is a valid file name.
 fn is_name(soname: &str) -> bool {
-    !matches!(soname, "" | "." | "..") && soname.len() <= 255 && !soname.contains(|c: char| c == '/' || c.is_control())
+    !matches!(soname, "" | "." | "..")
+        && soname.len() <= 255
+        && !soname.contains(|c: char| c == '/' || c.is_control())
 }
 
 impl Searcher<'_> {
@@ -223,21 +243,39 @@ impl Searcher<'_> {
 
     /// Names of `glibc-hwcaps` subdirectories; the loader takes no name with a colon.
     fn subdirectories(&self, hwcaps: &str) -> Vec<String> {
-        let names = self.what.root.directory(Path::new(hwcaps)).ok().flatten().and_then(|d| d.names().ok()).unwrap_or_default();
-        let usable = names.into_iter().filter(|n| !n.name.starts_with('.') && !n.name.contains(':') && n.kind != Some(Type::File));
+        let names = self
+            .what
+            .root
+            .directory(Path::new(hwcaps))
+            .ok()
+            .flatten()
+            .and_then(|d| d.names().ok())
+            .unwrap_or_default();
+        let usable = names.into_iter().filter(|n| {
+            !n.name.starts_with('.') && !n.name.contains(':') && n.kind != Some(Type::File)
+        });
         usable.map(|n| n.name).take(64).collect()
     }
 
     fn in_time(&self) -> io::Result<()> {
         match self.what.root.elapsed() {
             passed if passed <= DEADLINE => Ok(()),
-            _ => Err(io::Error::other(format!("{} files took longer than {} s; a hook has 10", self.files, DEADLINE.as_secs()))),
+            _ => Err(io::Error::other(format!(
+                "{} files took longer than {} s; a hook has 10",
+                self.files,
+                DEADLINE.as_secs()
+            ))),
         }
     }
 
     /// Reads one directory; `hwcap` is its name if it is a `glibc-hwcaps` subdirectory. Returns
     /// whether the directory may have such subdirectories.
-    fn directory(&mut self, path: &str, directory: &Directory, hwcap: Option<&str>) -> io::Result<bool> {
+    fn directory(
+        &mut self,
+        path: &str,
+        directory: &Directory,
+        hwcap: Option<&str>,
+    ) -> io::Result<bool> {
         let at = |e: io::Error| io::Error::other(format!("look for libraries in {path}: {e}"));
         // A directory with many names but no library costs time, too.
         self.in_time().map_err(at)?;
@@ -250,8 +288,18 @@ impl Searcher<'_> {
         };
         // Allocate at full size: musl maps and unmaps memory each time that a table of some hundred
         // names grows.
-        let (files, targets) = (HashMap::with_capacity(names.len()), HashMap::with_capacity(names.len()));
-        let mut listing = Listing { path, directory, hwcap, names, files, targets };
+        let (files, targets) = (
+            HashMap::with_capacity(names.len()),
+            HashMap::with_capacity(names.len()),
+        );
+        let mut listing = Listing {
+            path,
+            directory,
+            hwcap,
+            names,
+            files,
+            targets,
+        };
         let mut planned = self.planned.get(&directory.id).cloned().unwrap_or_default();
         let (mut entries, links) = self.look(&mut listing, &planned).map_err(at)?;
         if !links.is_empty() {
@@ -267,33 +315,61 @@ impl Searcher<'_> {
             self.found.links.extend(links);
         }
         self.found.entries.extend(entries);
-        Ok(!matches!(listing.kind(HWCAPS), None | Some(Some(Type::File))))
+        Ok(!matches!(
+            listing.kind(HWCAPS),
+            None | Some(Some(Type::File))
+        ))
     }
 
     /// Entries of a directory with the planned links in it, and the links that the directory lacks.
-    fn look(&mut self, listing: &mut Listing, planned: &Planned) -> io::Result<(Vec<Entry>, Vec<Edit>)> {
+    fn look(
+        &mut self,
+        listing: &mut Listing,
+        planned: &Planned,
+    ) -> io::Result<(Vec<Entry>, Vec<Edit>)> {
         let (path, hwcap) = (listing.path, listing.hwcap);
         let count = listing.names.len() + planned.names.len();
         let mut names: Vec<Name> = Vec::with_capacity(count);
-        names.extend(listing.names.iter().filter(|n| !planned.has(&n.name)).cloned());
-        names.extend(planned.names.iter().map(|n| Name { name: n.clone(), kind: Some(Type::Symlink) }));
+        names.extend(
+            listing
+                .names
+                .iter()
+                .filter(|n| !planned.has(&n.name))
+                .cloned(),
+        );
+        names.extend(planned.names.iter().map(|n| Name {
+            name: n.clone(),
+            kind: Some(Type::Symlink),
+        }));
         // File of each name that counts as a library or is a planned link.
         let mut leads_to: HashMap<&str, FileId> = HashMap::with_capacity(count);
         let mut chosen: HashMap<String, Candidate> = HashMap::with_capacity(count);
-        let own = |name: &str| self.what.driver.is_some_and(|v| name.strip_suffix(v).is_some_and(|n| n.ends_with(".so.")));
+        let own = |name: &str| {
+            self.what
+                .driver
+                .is_some_and(|v| name.strip_suffix(v).is_some_and(|n| n.ends_with(".so.")))
+        };
         for Name { name, kind } in &names {
             let counts = is_library(name) || (hwcap.is_some() && *kind != Some(Type::File));
-            if !counts || is_unfinished(name) || !matches!(kind, None | Some(Type::File | Type::Symlink)) {
+            if !counts
+                || is_unfinished(name)
+                || !matches!(kind, None | Some(Type::File | Type::Symlink))
+            {
                 continue;
             }
-            let Some(candidate) = self.candidate(listing, name, *kind, planned)? else { continue };
+            let Some(candidate) = self.candidate(listing, name, *kind, planned)? else {
+                continue;
+            };
             leads_to.insert(name, candidate.id);
             if candidate.library.flags == NOT_A_LIBRARY {
                 continue;
             }
             let (soname, candidate) = named(candidate);
             if !is_name(&soname) {
-                self.note(format!("leave out {path}/{name}: its SONAME {:?} is no file name", soname.chars().take(64).collect::<String>()));
+                self.note(format!(
+                    "leave out {path}/{name}: its SONAME {:?} is no file name",
+                    soname.chars().take(64).collect::<String>()
+                ));
                 continue;
             }
             match chosen.get(&soname) {
@@ -308,22 +384,44 @@ impl Searcher<'_> {
         for (soname, candidate) in chosen {
             let full = |name: &str| format!("{path}/{name}");
             let file = if let Some(subdirectory) = hwcap {
-                let hwcap = Hwcap::Subdirectory { name: subdirectory.to_string(), isa_level: candidate.library.isa_level };
-                let entry = Entry { path: full(&candidate.name), name: soname, flags: candidate.library.flags, hwcap };
+                let hwcap = Hwcap::Subdirectory {
+                    name: subdirectory.to_string(),
+                    isa_level: candidate.library.isa_level,
+                };
+                let entry = Entry {
+                    path: full(&candidate.name),
+                    name: soname,
+                    flags: candidate.library.flags,
+                    hwcap,
+                };
                 entries.push(entry);
                 continue;
             } else if soname == candidate.name {
                 soname.clone()
             } else {
                 let is_planned = planned.has(&soname);
-                let kind = if is_planned { Some(Some(Type::Symlink)) } else { listing.kind(&soname) };
+                let kind = if is_planned {
+                    Some(Some(Type::Symlink))
+                } else {
+                    listing.kind(&soname)
+                };
                 let there = leads_to.get(soname.as_str()).copied();
                 // Skip the lookup if the name is known to be absent.
-                let there = there.or_else(|| kind.and_then(|_| self.what.root.file_id(Path::new(&full(&soname)))));
+                let there = there.or_else(|| {
+                    kind.and_then(|_| self.what.root.file_id(Path::new(&full(&soname))))
+                });
                 let can_be_made = matches!(kind, None | Some(Some(Type::Symlink)));
                 let another = there.is_some_and(|id| id != candidate.id) && own(&candidate.name);
-                if links_wanted && !candidate.is_link && !is_planned && can_be_made && (there.is_none() || another) {
-                    links.push(Edit::Link { path: full(&soname).into(), target: PathBuf::from(&candidate.name) });
+                if links_wanted
+                    && !candidate.is_link
+                    && !is_planned
+                    && can_be_made
+                    && (there.is_none() || another)
+                {
+                    links.push(Edit::Link {
+                        path: full(&soname).into(),
+                        target: PathBuf::from(&candidate.name),
+                    });
                     soname.clone()
                 } else if there.is_some() {
                     soname.clone()
@@ -331,16 +429,29 @@ impl Searcher<'_> {
                     candidate.name.clone()
                 }
             };
-            entries.push(Entry { path: full(&file), name: soname, flags: candidate.library.flags, hwcap: Hwcap::Any });
+            entries.push(Entry {
+                path: full(&file),
+                name: soname,
+                flags: candidate.library.flags,
+                hwcap: Hwcap::Any,
+            });
         }
         Ok((entries, links))
     }
 
     /// Library of a name. None if the name leads to no regular file.
-    fn candidate(&mut self, listing: &mut Listing, name: &str, kind: Option<Type>, planned: &Planned) -> io::Result<Option<Candidate>> {
+    fn candidate(
+        &mut self,
+        listing: &mut Listing,
+        name: &str,
+        kind: Option<Type>,
+        planned: &Planned,
+    ) -> io::Result<Option<Candidate>> {
         self.files += 1;
         if self.files > MAX_FILES {
-            return Err(io::Error::other(format!("more than {MAX_FILES} files with names of libraries in all")));
+            return Err(io::Error::other(format!(
+                "more than {MAX_FILES} files with names of libraries in all"
+            )));
         }
         self.in_time()?;
         let mut is_link = false;
@@ -353,12 +464,27 @@ impl Searcher<'_> {
             Looked::Unreadable => None,
         };
         let known = id.and_then(|id| Some((id, self.seen.get(&id)?.clone())));
-        let not_one = || Library { soname: None, flags: NOT_A_LIBRARY, isa_level: 0 };
-        Ok(known.map(|(id, library)| Candidate { name: name.to_string(), id, library: library.unwrap_or_else(not_one), is_link }))
+        let not_one = || Library {
+            soname: None,
+            flags: NOT_A_LIBRARY,
+            isa_level: 0,
+        };
+        Ok(known.map(|(id, library)| Candidate {
+            name: name.to_string(),
+            id,
+            library: library.unwrap_or_else(not_one),
+            is_link,
+        }))
     }
 
     /// Regular file of a name that is neither a link nor a planned link. Read once.
-    fn file(&mut self, listing: &mut Listing, name: &str, kind: Option<Type>, planned: &Planned) -> Looked {
+    fn file(
+        &mut self,
+        listing: &mut Listing,
+        name: &str,
+        kind: Option<Type>,
+        planned: &Planned,
+    ) -> Looked {
         if planned.has(name) || kind == Some(Type::Symlink) {
             return Looked::Other;
         }
@@ -394,10 +520,12 @@ impl Searcher<'_> {
                 (None, Some(kind)) => match self.file(listing, &name, kind, planned) {
                     Looked::Regular(id) => return Some(id),
                     // The file system reports no kind, or the file has changed.
-                    Looked::Other | Looked::Unreadable => match self.resolve(&listing.full(&name)) {
-                        None => listing.target(&name)?,
-                        found => return found,
-                    },
+                    Looked::Other | Looked::Unreadable => {
+                        match self.resolve(&listing.full(&name)) {
+                            None => listing.target(&name)?,
+                            found => return found,
+                        }
+                    }
                 },
             };
             match target.to_str() {
@@ -421,7 +549,10 @@ impl Searcher<'_> {
         self.seen.entry(id).or_insert_with(|| {
             // A file that is no ELF file of this machine (a linker script, a text) is not for the
             // loader and no fault.
-            let library = open().ok().flatten().and_then(|file| elf::identity(&file).ok());
+            let library = open()
+                .ok()
+                .flatten()
+                .and_then(|file| elf::identity(&file).ok());
             let library = library.filter(|l| l.kind == elf::ET_DYN && l.loadable)?;
             Some(Library {
                 flags: crate::formats::ld_so_cache::flags(arch, &library)?,
@@ -438,10 +569,15 @@ const NOT_A_LIBRARY: u32 = 0;
 /// Name of a candidate in the cache. A link keeps its own name if that is the SONAME or the `.so`
 /// beside it, which is passed to compilers; any other link counts as the file.
 fn named(mut candidate: Candidate) -> (String, Candidate) {
-    let soname = candidate.library.soname.clone().unwrap_or_else(|| candidate.name.clone());
+    let soname = candidate
+        .library
+        .soname
+        .clone()
+        .unwrap_or_else(|| candidate.name.clone());
     if candidate.is_link {
         let name = &candidate.name;
-        candidate.is_link = *name == soname || (name.ends_with(".so") && soname.starts_with(name.as_str()));
+        candidate.is_link =
+            *name == soname || (name.ends_with(".so") && soname.starts_with(name.as_str()));
         if candidate.is_link {
             return (name.clone(), candidate);
         }
@@ -452,5 +588,8 @@ fn named(mut candidate: Candidate) -> (String, Candidate) {
 /// Choice of two with one SONAME: the driver's own, else a file before a link, else the newer one.
 fn better(a: &Candidate, b: &Candidate, arch: Arch, own: impl Fn(&str) -> bool) -> bool {
     let rank = |c: &Candidate| (own(&c.name) && !c.is_link, !c.is_link);
-    rank(a).cmp(&rank(b)).then_with(|| order(&a.name, &b.name, arch)).is_gt()
+    rank(a)
+        .cmp(&rank(b))
+        .then_with(|| order(&a.name, &b.name, arch))
+        .is_gt()
 }

@@ -47,7 +47,9 @@ const PROC: u32 = 0x9fa0;
 const TMPFS: u32 = 0x0102_1994;
 
 /// Flags that open a file for reading.
-const READ: OFlag = OFlag::O_RDONLY.union(OFlag::O_NONBLOCK).union(OFlag::O_NOCTTY);
+const READ: OFlag = OFlag::O_RDONLY
+    .union(OFlag::O_NONBLOCK)
+    .union(OFlag::O_NOCTTY);
 
 /// Identity of a file, independent of its names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -58,7 +60,10 @@ pub struct FileId {
 
 impl FileId {
     pub fn of(status: &FileStat) -> Self {
-        Self { device: status.st_dev, inode: status.st_ino }
+        Self {
+            device: status.st_dev,
+            inode: status.st_ino,
+        }
     }
 }
 
@@ -96,9 +101,13 @@ impl ContainerRoot {
     pub fn open(path: &Path) -> io::Result<Self> {
         let refuse = |why: &str| cannot("open the container's root", path, why);
         if !path.is_absolute() {
-            return Err(refuse("it is not absolute; the runtime must give the whole path"));
+            return Err(refuse(
+                "it is not absolute; the runtime must give the whole path",
+            ));
         }
-        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC).resolve(ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        let how = OpenHow::new()
+            .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+            .resolve(ResolveFlag::RESOLVE_NO_MAGICLINKS);
         let open = |path: &Path| openat2(nix::fcntl::AT_FDCWD, path, how);
         let root = open(path).map_err(|e| match e {
             Errno::ENOSYS => refuse("this kernel has no openat2; Linux 5.6 is the oldest that has"),
@@ -106,9 +115,16 @@ impl ContainerRoot {
         })?;
         let id = FileId::of(&fstat(&root)?);
         if id == FileId::of(&fstat(open(Path::new("/"))?)?) {
-            return Err(refuse("this is the root of the guest itself, which no hook changes"));
+            return Err(refuse(
+                "this is the root of the guest itself, which no hook changes",
+            ));
         }
-        let root = Self { root, path: path.to_path_buf(), opened: Instant::now(), devices: RefCell::default() };
+        let root = Self {
+            root,
+            path: path.to_path_buf(),
+            opened: Instant::now(),
+            devices: RefCell::default(),
+        };
         if root.is_kernels(root.root.as_fd(), id.device)? {
             return Err(refuse("this is a file system of the kernel's"));
         }
@@ -126,9 +142,20 @@ impl ContainerRoot {
     }
 
     /// Resolves a path of the container.
-    pub(super) fn resolve(&self, path: &Path, flags: OFlag, more: ResolveFlag) -> nix::Result<OwnedFd> {
+    pub(super) fn resolve(
+        &self,
+        path: &Path,
+        flags: OFlag,
+        more: ResolveFlag,
+    ) -> nix::Result<OwnedFd> {
         let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | more;
-        retried(self.root.as_fd(), path, OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(resolve))
+        retried(
+            self.root.as_fd(),
+            path,
+            OpenHow::new()
+                .flags(flags | OFlag::O_CLOEXEC)
+                .resolve(resolve),
+        )
     }
 
     /// Opens a directory to make something in. Volumes are refused, because other containers may
@@ -136,7 +163,10 @@ impl ContainerRoot {
     /// container has at /dev.
     pub(super) fn writable_directory(&self, path: &Path) -> nix::Result<OwnedFd> {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        let below = match (self.resolve(path, flags, ResolveFlag::RESOLVE_NO_XDEV), path.strip_prefix("/dev")) {
+        let below = match (
+            self.resolve(path, flags, ResolveFlag::RESOLVE_NO_XDEV),
+            path.strip_prefix("/dev"),
+        ) {
             (Err(Errno::EXDEV), Ok(below)) => below,
             (result, _) => return result,
         };
@@ -144,13 +174,24 @@ impl ContainerRoot {
         if kind_of_file_system(dev.as_fd())? != TMPFS {
             return Err(Errno::EXDEV);
         }
-        let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV;
-        retried(dev.as_fd(), below, OpenHow::new().flags(flags).resolve(resolve))
+        let resolve = ResolveFlag::RESOLVE_IN_ROOT
+            | ResolveFlag::RESOLVE_NO_SYMLINKS
+            | ResolveFlag::RESOLVE_NO_XDEV;
+        retried(
+            dev.as_fd(),
+            below,
+            OpenHow::new().flags(flags).resolve(resolve),
+        )
     }
 
     /// Whether `fd` is on one of the kernel's own file systems. Checked once for each device.
     pub(super) fn is_kernels(&self, fd: BorrowedFd, device: u64) -> io::Result<bool> {
-        let known = self.devices.borrow().iter().find(|(d, _)| *d == device).map(|(_, kernels)| *kernels);
+        let known = self
+            .devices
+            .borrow()
+            .iter()
+            .find(|(d, _)| *d == device)
+            .map(|(_, kernels)| *kernels);
         if let Some(kernels) = known {
             return Ok(kernels);
         }
@@ -161,14 +202,21 @@ impl ContainerRoot {
 
     /// File type at a path, links followed. None if nothing is there, or for a dangling link.
     pub fn kind(&self, path: &Path) -> Option<SFlag> {
-        let fd = self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()).ok()?;
+        let fd = self
+            .resolve(path, OFlag::O_PATH, ResolveFlag::empty())
+            .ok()?;
         fstat(fd).ok().map(|s| kind(&s))
     }
 
     /// Identity of the regular file at a path, links followed; None if there is none.
     pub fn file_id(&self, path: &Path) -> Option<FileId> {
-        let fd = self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()).ok()?;
-        fstat(fd).ok().filter(|s| kind(s) == SFlag::S_IFREG).map(|s| FileId::of(&s))
+        let fd = self
+            .resolve(path, OFlag::O_PATH, ResolveFlag::empty())
+            .ok()?;
+        fstat(fd)
+            .ok()
+            .filter(|s| kind(s) == SFlag::S_IFREG)
+            .map(|s| FileId::of(&s))
     }
 
     /// Opens a regular file for reading, links followed. None if nothing is at the path.
@@ -178,7 +226,10 @@ impl ContainerRoot {
 
     fn opened(&self, path: &Path) -> io::Result<Option<(File, FileStat)>> {
         match self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()) {
-            Ok(fd) => self.reopen(&fd).map(Some).map_err(|e| cannot("read", path, e)),
+            Ok(fd) => self
+                .reopen(&fd)
+                .map(Some)
+                .map_err(|e| cannot("read", path, e)),
             Err(Errno::ENOENT) => Ok(None),
             Err(e) => Err(cannot("read", path, e.desc())),
         }
@@ -187,9 +238,13 @@ impl ContainerRoot {
     /// Reads a whole regular file. None if nothing is at the path. Errors: not a regular file, or
     /// larger than `limit` bytes.
     pub fn read(&self, path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
-        let Some((file, status)) = self.opened(path)? else { return Ok(None) };
+        let Some((file, status)) = self.opened(path)? else {
+            return Ok(None);
+        };
         let size = u64::try_from(status.st_size).unwrap_or(0);
-        read_bounded(size, file, limit).map(Some).map_err(|e| cannot("read", path, e))
+        read_bounded(size, file, limit)
+            .map(Some)
+            .map_err(|e| cannot("read", path, e))
     }
 
     /// Turns an O_PATH descriptor into a readable one: /proc/self/fd leads to the same file,
@@ -197,18 +252,31 @@ impl ContainerRoot {
     fn reopen(&self, fd: &OwnedFd) -> io::Result<(File, FileStat)> {
         let status = fstat(fd)?;
         if kind(&status) != SFlag::S_IFREG {
-            return Err(io::Error::other(format!("it is {}, not a regular file", name_of(kind(&status)))));
+            return Err(io::Error::other(format!(
+                "it is {}, not a regular file",
+                name_of(kind(&status))
+            )));
         }
         if self.is_kernels(fd.as_fd(), status.st_dev)? {
-            return Err(io::Error::other("it is a file of the kernel's (/proc, /sys or the like)"));
+            return Err(io::Error::other(
+                "it is a file of the kernel's (/proc, /sys or the like)",
+            ));
         }
-        let reopened = openat2(nix::fcntl::AT_FDCWD, &proc_path(fd.as_fd()), OpenHow::new().flags(READ | OFlag::O_CLOEXEC))?;
+        let reopened = openat2(
+            nix::fcntl::AT_FDCWD,
+            &proc_path(fd.as_fd()),
+            OpenHow::new().flags(READ | OFlag::O_CLOEXEC),
+        )?;
         Ok((File::from(reopened), status))
     }
 
     /// Opens a directory, links followed. None if there is none.
     pub fn directory(&self, path: &Path) -> io::Result<Option<Directory>> {
-        let fd = match self.resolve(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, ResolveFlag::empty()) {
+        let fd = match self.resolve(
+            path,
+            OFlag::O_RDONLY | OFlag::O_DIRECTORY,
+            ResolveFlag::empty(),
+        ) {
             Ok(fd) => fd,
             Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(None),
             Err(e) => return Err(cannot("open", path, e.desc())),
@@ -222,8 +290,14 @@ impl ContainerRoot {
     ///
     /// If the directory has just listed a regular file, open it at once without blocking and check
     /// it afterwards.
-    pub fn file_in(&self, directory: &Directory, name: &str, kind_given: Option<Type>) -> io::Result<Option<(File, FileId)>> {
-        let direct = kind_given == Some(Type::File) && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
+    pub fn file_in(
+        &self,
+        directory: &Directory,
+        name: &str,
+        kind_given: Option<Type>,
+    ) -> io::Result<Option<(File, FileId)>> {
+        let direct = kind_given == Some(Type::File)
+            && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
         let flags = if direct { READ } else { OFlag::O_PATH };
         let how = OpenHow::new().flags(flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
         let resolve = ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_BENEATH;
@@ -240,7 +314,8 @@ impl ContainerRoot {
         if direct && !self.is_kernels(fd.as_fd(), status.st_dev)? {
             return Ok(Some((File::from(fd), FileId::of(&status))));
         }
-        self.reopen(&fd).map(|(file, status)| Some((file, FileId::of(&status))))
+        self.reopen(&fd)
+            .map(|(file, status)| Some((file, FileId::of(&status))))
     }
 }
 
@@ -249,16 +324,25 @@ impl Directory {
     /// than any library directory has.
     pub fn names(&self) -> io::Result<Vec<Name>> {
         // Open a separate descriptor: reading moves its position.
-        let own = openat2(&self.fd, ".", OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC))?;
+        let own = openat2(
+            &self.fd,
+            ".",
+            OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC),
+        )?;
         let mut names = Vec::with_capacity(USUAL_NAMES);
         for (seen, entry) in Dir::from_fd(own)?.iter().enumerate() {
             let entry = entry?;
             if seen >= MAX_NAMES {
-                return Err(io::Error::other(format!("more than {MAX_NAMES} names are in it")));
+                return Err(io::Error::other(format!(
+                    "more than {MAX_NAMES} names are in it"
+                )));
             }
             match entry.file_name().to_str() {
                 Err(_) | Ok("." | "..") => {}
-                Ok(name) => names.push(Name { name: name.to_string(), kind: entry.file_type() }),
+                Ok(name) => names.push(Name {
+                    name: name.to_string(),
+                    kind: entry.file_type(),
+                }),
             }
         }
         names.sort_unstable_by(|a, b| a.name.cmp(&b.name));
@@ -275,7 +359,11 @@ impl AsFd for Directory {
 /// Repeats openat2 until no rename interferes, or until the tries are used up.
 fn retried(at: BorrowedFd, path: &Path, how: OpenHow) -> nix::Result<OwnedFd> {
     let below = path.strip_prefix("/").unwrap_or(path);
-    let below = if below.as_os_str().is_empty() { Path::new(".") } else { below };
+    let below = if below.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        below
+    };
     let mut result = Err(Errno::EAGAIN);
     for _ in 0..TRIES {
         result = openat2(at, below, how);

@@ -23,7 +23,11 @@ const MAX_DEPTH: usize = 64;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Edit {
     /// File with this content; replaces a file or a link; missing directories are made.
-    File { path: PathBuf, content: Vec<u8>, mode: u32 },
+    File {
+        path: PathBuf,
+        content: Vec<u8>,
+        mode: u32,
+    },
     /// Link; replaces a file or another link; missing directories are made. The target is not
     /// checked.
     Link { path: PathBuf, target: PathBuf },
@@ -81,12 +85,19 @@ struct Changes<'a> {
 /// root in the desired state is no error.
 pub fn apply(root: &ContainerRoot, edits: &[Edit]) -> io::Result<usize> {
     let needed: Vec<&Edit> = edits.iter().filter(|e| !is_so(root, e)).collect();
-    let mut changes = Changes { staged: Vec::new(), directories: Vec::new() };
+    let mut changes = Changes {
+        staged: Vec::new(),
+        directories: Vec::new(),
+    };
     for edit in &needed {
-        changes.prepare(root, edit).map_err(|e| cannot(edit.verb(), edit.path(), e))?;
+        changes
+            .prepare(root, edit)
+            .map_err(|e| cannot(edit.verb(), edit.path(), e))?;
     }
     for staged in &mut changes.staged {
-        staged.put_in_place().map_err(|e| cannot(staged.edit.verb(), staged.edit.path(), e))?;
+        staged
+            .put_in_place()
+            .map_err(|e| cannot(staged.edit.verb(), staged.edit.path(), e))?;
     }
     changes.keep();
     Ok(needed.len())
@@ -94,13 +105,25 @@ pub fn apply(root: &ContainerRoot, edits: &[Edit]) -> io::Result<usize> {
 
 /// Whether the edit has no effect. False if the path cannot be examined.
 fn is_so(root: &ContainerRoot, edit: &Edit) -> bool {
-    let Ok((parent, name)) = split(edit.path()) else { return false };
-    let parent = root.resolve(parent, OFlag::O_PATH | OFlag::O_DIRECTORY, ResolveFlag::empty());
-    let there = parent.as_ref().ok().and_then(|p| fstatat(p, name, AtFlags::AT_SYMLINK_NOFOLLOW).ok());
+    let Ok((parent, name)) = split(edit.path()) else {
+        return false;
+    };
+    let parent = root.resolve(
+        parent,
+        OFlag::O_PATH | OFlag::O_DIRECTORY,
+        ResolveFlag::empty(),
+    );
+    let there = parent
+        .as_ref()
+        .ok()
+        .and_then(|p| fstatat(p, name, AtFlags::AT_SYMLINK_NOFOLLOW).ok());
     match (edit, parent, there.as_ref().map(kind)) {
         (Edit::Absent { .. }, _, None) => true,
         (Edit::Link { path, target }, Ok(parent), Some(found)) => {
-            let same = || root.file_id(path).is_some_and(|id| root.file_id(&beside(path, target)) == Some(id));
+            let same = || {
+                root.file_id(path)
+                    .is_some_and(|id| root.file_id(&beside(path, target)) == Some(id))
+            };
             // A file in the link's place may be the link's target, mounted there.
             if found == SFlag::S_IFLNK {
                 readlinkat(&parent, name).is_ok_and(|to| to == *target)
@@ -108,9 +131,19 @@ fn is_so(root: &ContainerRoot, edit: &Edit) -> bool {
                 found == SFlag::S_IFREG && same()
             }
         }
-        (Edit::File { path, content, mode }, Ok(_), Some(SFlag::S_IFREG)) => {
+        (
+            Edit::File {
+                path,
+                content,
+                mode,
+            },
+            Ok(_),
+            Some(SFlag::S_IFREG),
+        ) => {
             there.is_some_and(|s| s.st_mode & 0o7777 == *mode)
-                && root.read(path, content.len() as u64).is_ok_and(|c| c.as_ref() == Some(content))
+                && root
+                    .read(path, content.len() as u64)
+                    .is_ok_and(|c| c.as_ref() == Some(content))
         }
         _ => false,
     }
@@ -123,9 +156,9 @@ fn beside(path: &Path, target: &Path) -> PathBuf {
 
 fn said(error: Errno) -> io::Error {
     match error {
-        Errno::EXDEV => {
-            io::Error::other("the path leads into another mount, which may be a volume of other containers, too: nothing is made there")
-        }
+        Errno::EXDEV => io::Error::other(
+            "the path leads into another mount, which may be a volume of other containers, too: nothing is made there",
+        ),
         other => io::Error::other(other.desc()),
     }
 }
@@ -143,20 +176,44 @@ impl<'a> Changes<'a> {
         let (parent, name) = split(edit.path())?;
         let parent = self.make_directories(root, parent)?;
         if root.is_kernels(parent.as_fd(), fstat(&parent)?.st_dev)? {
-            return Err(io::Error::other("its directory is on a file system of the kernel's (/proc, /sys or the like)"));
+            return Err(io::Error::other(
+                "its directory is on a file system of the kernel's (/proc, /sys or the like)",
+            ));
         }
         match there(&parent, name)? {
             None | Some(SFlag::S_IFREG | SFlag::S_IFLNK) => {}
-            Some(other) => return Err(io::Error::other(format!("{} is in its place; the image must not have one there", name_of(other)))),
+            Some(other) => {
+                return Err(io::Error::other(format!(
+                    "{} is in its place; the image must not have one there",
+                    name_of(other)
+                )));
+            }
         }
         let temporary = temporary_name(self.staged.len());
-        let staged = Staged { edit, parent, name, temporary, state: State::Prepared };
+        let staged = Staged {
+            edit,
+            parent,
+            name,
+            temporary,
+            state: State::Prepared,
+        };
         let (parent, temporary) = (&staged.parent, staged.temporary.as_str());
         match edit {
             Edit::File { content, mode, .. } => {
-                let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-                let mut file = File::from(nix::fcntl::openat(parent, temporary, flags, Mode::S_IRUSR | Mode::S_IWUSR)?);
-                let written = file.write_all(content).and_then(|()| Ok(fchmod(&file, Mode::from_bits_truncate(*mode))?));
+                let flags = OFlag::O_WRONLY
+                    | OFlag::O_CREAT
+                    | OFlag::O_EXCL
+                    | OFlag::O_NOFOLLOW
+                    | OFlag::O_CLOEXEC;
+                let mut file = File::from(nix::fcntl::openat(
+                    parent,
+                    temporary,
+                    flags,
+                    Mode::S_IRUSR | Mode::S_IWUSR,
+                )?);
+                let written = file
+                    .write_all(content)
+                    .and_then(|()| Ok(fchmod(&file, Mode::from_bits_truncate(*mode))?));
                 self.staged.push(staged); // before the error: the file is there
                 return written;
             }
@@ -174,18 +231,29 @@ impl<'a> Changes<'a> {
             Err(Errno::ENOENT) => {}
             result => return result.map_err(said),
         }
-        if path.components().count() > MAX_DEPTH || path.components().any(|c| c == Component::ParentDir) {
-            return Err(io::Error::other(format!("{} is not there, and is not made: it is too deep or has \"..\" in it", path.display())));
+        if path.components().count() > MAX_DEPTH
+            || path.components().any(|c| c == Component::ParentDir)
+        {
+            return Err(io::Error::other(format!(
+                "{} is not there, and is not made: it is too deep or has \"..\" in it",
+                path.display()
+            )));
         }
         let mut step = PathBuf::from("/");
         let mut directory = open(&step)?;
         for part in path.components() {
-            let Component::Normal(name) = part else { continue };
+            let Component::Normal(name) = part else {
+                continue;
+            };
             step.push(name);
             directory = match open(&step) {
                 Err(Errno::ENOENT) => {
                     if root.is_kernels(directory.as_fd(), fstat(&directory)?.st_dev)? {
-                        return Err(cannot("make", &step, "this is on a file system of the kernel's"));
+                        return Err(cannot(
+                            "make",
+                            &step,
+                            "this is on a file system of the kernel's",
+                        ));
                     }
                     match mkdirat(&directory, name, Mode::from_bits_truncate(0o755)) {
                         Ok(()) => self.directories.push((directory, PathBuf::from(name))),
@@ -205,7 +273,11 @@ impl<'a> Changes<'a> {
         for staged in self.staged.drain(..) {
             if staged.state == State::Replaced {
                 // The edit is made; at worst an unused name stays behind.
-                let _unused = unlinkat(&staged.parent, staged.old_name().as_str(), UnlinkatFlags::NoRemoveDir);
+                let _unused = unlinkat(
+                    &staged.parent,
+                    staged.old_name().as_str(),
+                    UnlinkatFlags::NoRemoveDir,
+                );
             }
         }
         self.directories.clear();
@@ -231,7 +303,13 @@ impl Staged<'_> {
 
     fn put_in_place(&mut self) -> io::Result<()> {
         let (at, old) = (&self.parent, self.old_name());
-        let busy = |e: Errno| if e == Errno::EBUSY { io::Error::other("a mount is in its place") } else { e.into() };
+        let busy = |e: Errno| {
+            if e == Errno::EBUSY {
+                io::Error::other("a mount is in its place")
+            } else {
+                e.into()
+            }
+        };
         if matches!(self.edit, Edit::Absent { .. }) {
             if there(at, self.name)?.is_some() {
                 renameat(at, self.name, at, old.as_str()).map_err(busy)?;
@@ -241,7 +319,9 @@ impl Staged<'_> {
         }
         let kept = match there(at, self.name)? {
             None => State::Made,
-            Some(_) if linkat(at, self.name, at, old.as_str(), AtFlags::empty()).is_ok() => State::Replaced,
+            Some(_) if linkat(at, self.name, at, old.as_str(), AtFlags::empty()).is_ok() => {
+                State::Replaced
+            }
             Some(_) => State::Gone,
         };
         // rename() never replaces a directory with a file, even a directory made since the check.
@@ -276,5 +356,9 @@ fn there(parent: &OwnedFd, name: &OsStr) -> io::Result<Option<SFlag>> {
 
 /// Unused name: the file is opened with O_EXCL, so a collision only fails.
 fn temporary_name(index: usize) -> String {
-    format!(".kata-gpu-init-{}-{}-{index}", std::process::id(), crate::machine::clock::boottime_ns())
+    format!(
+        ".kata-gpu-init-{}-{}-{index}",
+        std::process::id(),
+        crate::machine::clock::boottime_ns()
+    )
 }

@@ -52,7 +52,10 @@ impl Version {
         let mut numbers = [0; 3];
         let mut places = numbers.iter_mut();
         for part in text.split('.') {
-            *places.next()? = Some(part).filter(|p| p.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()?;
+            *places.next()? = Some(part)
+                .filter(|p| p.bytes().all(|b| b.is_ascii_digit()))?
+                .parse()
+                .ok()?;
         }
         Some(Self(numbers))
     }
@@ -74,19 +77,41 @@ pub fn plan(root: &ContainerRoot, host: Host, plan: &mut Plan) {
         false
     });
     let edit = match wanted {
-        true => Edit::File { path: COMPAT_CONF.into(), content: format!("{folder}\n").into_bytes(), mode: 0o644 },
+        true => Edit::File {
+            path: COMPAT_CONF.into(),
+            content: format!("{folder}\n").into_bytes(),
+            mode: 0o644,
+        },
         // Left by an earlier start with another driver.
-        false => Edit::Absent { path: COMPAT_CONF.into() },
+        false => Edit::Absent {
+            path: COMPAT_CONF.into(),
+        },
     };
     plan.edits.push(edit);
     include_all(root, plan);
 }
 
-fn is_wanted(root: &ContainerRoot, folder: &str, host: Host, notes: &mut Vec<String>) -> io::Result<bool> {
-    let Some(directory) = root.directory(Path::new(folder))? else { return Ok(false) };
-    let names = directory.names().map_err(|e| io::Error::other(format!("list {folder}: {e}")))?;
-    let version = |name: &str| name.strip_prefix(LIBRARY).filter(|v| v.contains('.')).map(str::to_string);
-    let mut found = names.iter().filter(|n| matches!(n.kind, None | Some(Type::File))).filter_map(|n| Some((&n.name, version(&n.name)?)));
+fn is_wanted(
+    root: &ContainerRoot,
+    folder: &str,
+    host: Host,
+    notes: &mut Vec<String>,
+) -> io::Result<bool> {
+    let Some(directory) = root.directory(Path::new(folder))? else {
+        return Ok(false);
+    };
+    let names = directory
+        .names()
+        .map_err(|e| io::Error::other(format!("list {folder}: {e}")))?;
+    let version = |name: &str| {
+        name.strip_prefix(LIBRARY)
+            .filter(|v| v.contains('.'))
+            .map(str::to_string)
+    };
+    let mut found = names
+        .iter()
+        .filter(|n| matches!(n.kind, None | Some(Type::File)))
+        .filter_map(|n| Some((&n.name, version(&n.name)?)));
     let (name, version) = match (found.next(), found.next()) {
         (Some(only), None) => only,
         (None, _) => return Ok(false),
@@ -95,24 +120,41 @@ fn is_wanted(root: &ContainerRoot, folder: &str, host: Host, notes: &mut Vec<Str
             return Ok(false);
         }
     };
-    let Some((file, _)) = root.file_in(&directory, name, None).map_err(|e| io::Error::other(format!("read {folder}/{name}: {e}")))? else {
+    let Some((file, _)) = root
+        .file_in(&directory, name, None)
+        .map_err(|e| io::Error::other(format!("read {folder}/{name}: {e}")))?
+    else {
         return Ok(false);
     };
     let note = note_of(&file).unwrap_or_else(|e| {
-        notes.push(format!("{folder}/{name} names no compatible drivers, so its version counts: {e}"));
+        notes.push(format!(
+            "{folder}/{name} names no compatible drivers, so its version counts: {e}"
+        ));
         None
     });
-    Ok(decide(note.as_ref(), &version, host.driver_version, host.cuda_version))
+    Ok(decide(
+        note.as_ref(),
+        &version,
+        host.driver_version,
+        host.cuda_version,
+    ))
 }
 
 /// Whether the compatibility libraries are used. `compat`: the version in their file names.
 pub fn decide(note: Option<&Note>, compat: &str, driver_version: &str, cuda_version: &str) -> bool {
     let versions = Version::parse(compat).zip(Version::parse(driver_version));
     match (note, versions) {
-        (Some(note), Some((compat, driver))) => note.drivers.contains(&driver.major()) && compat > driver,
-        (Some(note), None) => note.cuda_version.zip(Version::parse(cuda_version)).is_some_and(|(theirs, ours)| theirs > ours),
+        (Some(note), Some((compat, driver))) => {
+            note.drivers.contains(&driver.major()) && compat > driver
+        }
+        (Some(note), None) => note
+            .cuda_version
+            .zip(Version::parse(cuda_version))
+            .is_some_and(|(theirs, ours)| theirs > ours),
         // If only the CUDA version is known, the note is needed.
-        (None, Some((compat, driver))) => cuda_version.is_empty() && compat.major() > driver.major(),
+        (None, Some((compat, driver))) => {
+            cuda_version.is_empty() && compat.major() > driver.major()
+        }
         (None, None) => false,
     }
 }
@@ -127,27 +169,55 @@ fn note_of(file: &File) -> io::Result<Option<Note>> {
 
 /// Parses the section: an ELF note whose description is JSON.
 pub fn parse_note(section: &[u8]) -> Result<Option<Note>, String> {
-    let size = |at: usize| section.get(at..)?.first_chunk::<4>().map(|b| u32::from_le_bytes(*b) as usize);
-    let (Some(name_size), Some(size)) = (size(0), size(4)) else { return Err("its note ends in its header".into()) };
+    let size = |at: usize| {
+        section
+            .get(at..)?
+            .first_chunk::<4>()
+            .map(|b| u32::from_le_bytes(*b) as usize)
+    };
+    let (Some(name_size), Some(size)) = (size(0), size(4)) else {
+        return Err("its note ends in its header".into());
+    };
     if name_size == 0 || size == 0 {
         return Ok(None);
     }
     if name_size > NOTE_OWNER.len() + 1 || size > MAX_DESCRIPTION {
-        return Err(format!("its note has a name of {name_size} and a description of {size} bytes"));
+        return Err(format!(
+            "its note has a name of {name_size} and a description of {size} bytes"
+        ));
     }
-    let name = section.get(12..).and_then(|rest| rest.get(..name_size)).unwrap_or_default();
+    let name = section
+        .get(12..)
+        .and_then(|rest| rest.get(..name_size))
+        .unwrap_or_default();
     if name.strip_suffix(b"\0").unwrap_or(name) != NOTE_OWNER {
         return Ok(None);
     }
-    let description = section.get(12 + name_size.next_multiple_of(4)..).and_then(|rest| rest.get(..size)).ok_or("its note is cut off")?;
+    let description = section
+        .get(12 + name_size.next_multiple_of(4)..)
+        .and_then(|rest| rest.get(..size))
+        .ok_or("its note is cut off")?;
     let text = description.split(|b| *b == 0).next().unwrap_or_default();
-    let value: Value = serde_json::from_slice(text).map_err(|e| format!("its note is no JSON: {e}"))?;
+    let value: Value =
+        serde_json::from_slice(text).map_err(|e| format!("its note is no JSON: {e}"))?;
     let object = value.as_object().ok_or("its note is no JSON object")?;
     // Notes have either "CUDA version" or "CUDA Version".
-    let field = |name: &str| object.iter().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value);
-    let drivers = field("driver").and_then(Value::as_array).map(|all| all.iter().filter_map(Value::as_u64).collect());
-    let cuda_version = field("CUDA version").and_then(Value::as_str).and_then(Version::parse);
-    Ok(Some(Note { cuda_version, drivers: drivers.unwrap_or_default() }))
+    let field = |name: &str| {
+        object
+            .iter()
+            .find(|(key, _)| key.eq_ignore_ascii_case(name))
+            .map(|(_, value)| value)
+    };
+    let drivers = field("driver")
+        .and_then(Value::as_array)
+        .map(|all| all.iter().filter_map(Value::as_u64).collect());
+    let cuda_version = field("CUDA version")
+        .and_then(Value::as_str)
+        .and_then(Version::parse);
+    Ok(Some(Note {
+        cuda_version,
+        drivers: drivers.unwrap_or_default(),
+    }))
 }
 
 #[cfg(test)]
@@ -155,32 +225,67 @@ mod tests {
     use super::*;
 
     fn section(owner: &[u8], description: &str) -> Vec<u8> {
-        let head = [owner.len() as u32 + 1, description.len() as u32 + 1, 0].map(u32::to_le_bytes).concat();
+        let head = [owner.len() as u32 + 1, description.len() as u32 + 1, 0]
+            .map(u32::to_le_bytes)
+            .concat();
         let mut section = [&head, owner, b"\0"].concat();
         section.resize(section.len().next_multiple_of(4), 0);
         [section, description.as_bytes().to_vec(), vec![0]].concat()
     }
 
-    const TEXT: &str = r#"{"format":1,"CUDA version":"12.9","driver":[535,550,560,565,570,575],"device":[1,2,7]}"#;
+    const TEXT: &str =
+        r#"{"format":1,"CUDA version":"12.9","driver":[535,550,560,565,570,575],"device":[1,2,7]}"#;
 
     #[test]
     fn the_note_names_drivers_and_cuda_version() {
         let note = parse_note(&section(NOTE_OWNER, TEXT)).unwrap().unwrap();
-        assert_eq!(note, Note { cuda_version: Version::parse("12.9"), drivers: vec![535, 550, 560, 565, 570, 575] });
-        let orin = parse_note(&section(NOTE_OWNER, r#"{"format":1,"CUDA Version":"13.2"}"#)).unwrap().unwrap();
-        assert_eq!(orin, Note { cuda_version: Version::parse("13.2"), drivers: vec![] });
+        assert_eq!(
+            note,
+            Note {
+                cuda_version: Version::parse("12.9"),
+                drivers: vec![535, 550, 560, 565, 570, 575]
+            }
+        );
+        let orin = parse_note(&section(
+            NOTE_OWNER,
+            r#"{"format":1,"CUDA Version":"13.2"}"#,
+        ))
+        .unwrap()
+        .unwrap();
+        assert_eq!(
+            orin,
+            Note {
+                cuda_version: Version::parse("13.2"),
+                drivers: vec![]
+            }
+        );
         assert_eq!(parse_note(&section(b"GNU", TEXT)), Ok(None));
         assert!(parse_note(&section(NOTE_OWNER, r#"{"format":1,}"#)).is_err());
         assert!(parse_note(&[0xff; 64]).unwrap_err().contains("4294967295"));
-        assert!(parse_note(&section(NOTE_OWNER, TEXT)[..60]).unwrap_err().contains("cut off"));
+        assert!(
+            parse_note(&section(NOTE_OWNER, TEXT)[..60])
+                .unwrap_err()
+                .contains("cut off")
+        );
         assert!(parse_note(b"").is_err());
     }
 
     #[test]
     fn versions_are_numbers_with_dots() {
         assert!(Version::parse("550.163.01") > Version::parse("550.54.15"));
-        assert!(Version::parse("575.57.08") == Version::parse("575.57.8") && Version::parse("13") == Version::parse("13.0"));
-        for text in ["", "1.2.3.4", "1..2", "v1", "1.2-rc1", "+1", "99999999999999999999"] {
+        assert!(
+            Version::parse("575.57.08") == Version::parse("575.57.8")
+                && Version::parse("13") == Version::parse("13.0")
+        );
+        for text in [
+            "",
+            "1.2.3.4",
+            "1..2",
+            "v1",
+            "1.2-rc1",
+            "+1",
+            "99999999999999999999",
+        ] {
             assert_eq!(Version::parse(text), None, "{text}");
         }
     }
@@ -195,7 +300,10 @@ mod tests {
         assert!(!with("575.57.08", "575.57.08", ""));
         assert!(!with("575.57.08", "575.99.99", ""));
         assert!(!with("575.57.08", "590.44.01", ""));
-        assert!(!with("575.57.08", "555.42.02", ""), "a branch that the note does not list");
+        assert!(
+            !with("575.57.08", "555.42.02", ""),
+            "a branch that the note does not list"
+        );
         // By the CUDA version, if the driver's version is unknown.
         assert!(with("575.57.08", "", "12.8"));
         assert!(!with("575.57.08", "", "12.9"));

@@ -70,14 +70,33 @@ pub fn read(root: &ContainerRoot, planned: &[Edit]) -> Conf {
 
 /// Directories built into the loader of this container, in the order of `ldconfig`.
 pub fn built_in(root: &ContainerRoot, arch: Arch) -> Vec<String> {
-    let Facts { triplet, lib_suffixes, .. } = arch.facts();
+    let Facts {
+        triplet,
+        lib_suffixes,
+        ..
+    } = arch.facts();
     let is_file = |path: &str| root.kind(Path::new(path)) == Some(SFlag::S_IFREG);
     // An image without a package manager may have Debian's libc and nothing else of Debian.
-    if is_file("/etc/debian_version") || is_file(&format!("/lib/{triplet}/libc.so.6")) || is_file(&format!("/usr/lib/{triplet}/libc.so.6"))
+    if is_file("/etc/debian_version")
+        || is_file(&format!("/lib/{triplet}/libc.so.6"))
+        || is_file(&format!("/usr/lib/{triplet}/libc.so.6"))
     {
-        return [format!("/lib/{triplet}"), format!("/usr/lib/{triplet}"), "/lib".into(), "/usr/lib".into()].to_vec();
+        return [
+            format!("/lib/{triplet}"),
+            format!("/usr/lib/{triplet}"),
+            "/lib".into(),
+            "/usr/lib".into(),
+        ]
+        .to_vec();
     }
-    ["/lib", "/usr/lib"].iter().flat_map(|lib| lib_suffixes.iter().map(move |suffix| format!("{lib}{suffix}"))).collect()
+    ["/lib", "/usr/lib"]
+        .iter()
+        .flat_map(|lib| {
+            lib_suffixes
+                .iter()
+                .map(move |suffix| format!("{lib}{suffix}"))
+        })
+        .collect()
 }
 
 struct Reader<'a> {
@@ -103,18 +122,28 @@ impl Reader<'_> {
     /// Reads one file. An unreadable file does not stop the others.
     fn file(&mut self, path: &Path, depth: usize) {
         if depth > MAX_DEPTH || self.files.len() >= MAX_FILES {
-            return self.note(format!("leave out {}: more than {MAX_FILES} files, or deeper than {MAX_DEPTH} includes", path.display()));
+            return self.note(format!(
+                "leave out {}: more than {MAX_FILES} files, or deeper than {MAX_DEPTH} includes",
+                path.display()
+            ));
         }
         if !self.files.insert(path.to_path_buf()) {
             return;
         }
         if self.bytes >= MAX_BYTES || self.is_late() {
-            return self.note(format!("leave out {}: {MAX_BYTES} bytes or {} s are over", path.display(), DEADLINE.as_secs()));
+            return self.note(format!(
+                "leave out {}: {MAX_BYTES} bytes or {} s are over",
+                path.display(),
+                DEADLINE.as_secs()
+            ));
         }
         let content = match self.planned.iter().find(|e| e.path() == path) {
             Some(Edit::File { content, .. }) => Ok(Some(content.clone())),
             Some(Edit::Absent { .. }) => Ok(None),
-            Some(Edit::Link { .. }) | None => self.root.read(path, MAX_FILE).map_err(|e| format!("leave out: {e}")),
+            Some(Edit::Link { .. }) | None => self
+                .root
+                .read(path, MAX_FILE)
+                .map_err(|e| format!("leave out: {e}")),
         };
         match content {
             Ok(None) => {}
@@ -123,7 +152,10 @@ impl Reader<'_> {
                 for line in bytes.split(|b| *b == b'\n') {
                     match std::str::from_utf8(line) {
                         Ok(_) if line.len() > MAX_LINE => {
-                            self.note(format!("leave out a line of {}: it has more than {MAX_LINE} bytes", path.display()));
+                            self.note(format!(
+                                "leave out a line of {}: it has more than {MAX_LINE} bytes",
+                                path.display()
+                            ));
                         }
                         Ok(line) => self.line(path, line, depth),
                         Err(_) => {}
@@ -136,13 +168,20 @@ impl Reader<'_> {
 
     fn line(&mut self, from: &Path, line: &str, depth: usize) {
         let line = line.split('#').next().unwrap_or_default().trim();
-        let word = |name: &str| line.get(..name.len()).filter(|w| w.eq_ignore_ascii_case(name)).and_then(|_| line.get(name.len()..));
+        let word = |name: &str| {
+            line.get(..name.len())
+                .filter(|w| w.eq_ignore_ascii_case(name))
+                .and_then(|_| line.get(name.len()..))
+        };
         let argument = |name: &str| word(name).filter(|rest| rest.starts_with([' ', '\t']));
         if let Some(patterns) = argument("include").filter(|_| line.starts_with("include")) {
             for pattern in patterns.split_ascii_whitespace() {
                 self.work += WORK_OF_INCLUDE;
                 if self.work > MAX_WORK || self.is_late() {
-                    return self.note(format!("leave out what {} includes: it takes too long", from.display()));
+                    return self.note(format!(
+                        "leave out what {} includes: it takes too long",
+                        from.display()
+                    ));
                 }
                 self.include(from, pattern, depth);
             }
@@ -158,11 +197,15 @@ impl Reader<'_> {
     /// Adds a directory. Relative ones are refused: they depend on a program's working directory.
     fn directory(&mut self, line: &str) {
         let directory = line.trim_end_matches('/');
-        if !directory.starts_with('/') || directory.contains('\0') || self.known.contains(directory) {
+        if !directory.starts_with('/') || directory.contains('\0') || self.known.contains(directory)
+        {
             return;
         }
         if self.known.len() >= MAX_DIRECTORIES {
-            return self.note(format!("leave out directory {}: {MAX_DIRECTORIES} came before it", directory.escape_debug()));
+            return self.note(format!(
+                "leave out directory {}: {MAX_DIRECTORIES} came before it",
+                directory.escape_debug()
+            ));
         }
         self.known.insert(directory.to_string());
         self.conf.directories.push(directory.to_string());
@@ -186,17 +229,33 @@ impl Reader<'_> {
                         if self.work > MAX_WORK || part.len() > MAX_PATTERN || self.is_late() {
                             self.note(format!(
                                 "leave out {}: it takes too long",
-                                pattern.display().to_string().chars().take(100).collect::<String>()
+                                pattern
+                                    .display()
+                                    .to_string()
+                                    .chars()
+                                    .take(100)
+                                    .collect::<String>()
                             ));
                             break;
                         }
                         let names = self.names(path);
-                        self.work += names.iter().map(|n| WORK_OF_NAME + n.len() * part.len()).sum::<usize>();
-                        next.extend(names.into_iter().filter(|n| hidden_or_not(part, n)).map(|n| path.join(n)));
+                        self.work += names
+                            .iter()
+                            .map(|n| WORK_OF_NAME + n.len() * part.len())
+                            .sum::<usize>();
+                        next.extend(
+                            names
+                                .into_iter()
+                                .filter(|n| hidden_or_not(part, n))
+                                .map(|n| path.join(n)),
+                        );
                         if next.len() > MAX_FILES {
                             next.sort_unstable();
                             next.truncate(MAX_FILES);
-                            self.note(format!("leave out what comes after the first {MAX_FILES} of {}", pattern.display()));
+                            self.note(format!(
+                                "leave out what comes after the first {MAX_FILES} of {}",
+                                pattern.display()
+                            ));
                             break;
                         }
                     }
@@ -213,15 +272,25 @@ impl Reader<'_> {
     /// Names in a directory, including planned ones.
     fn names(&mut self, path: &Path) -> Vec<String> {
         self.work += WORK_OF_DIRECTORY;
-        let there = self.root.directory(path).and_then(|d| d.map(|d| d.names()).transpose());
+        let there = self
+            .root
+            .directory(path)
+            .and_then(|d| d.map(|d| d.names()).transpose());
         let mut names: Vec<String> = match there {
-            Ok(names) => names.unwrap_or_default().into_iter().map(|n| n.name).collect(),
+            Ok(names) => names
+                .unwrap_or_default()
+                .into_iter()
+                .map(|n| n.name)
+                .collect(),
             Err(e) => {
                 self.note(format!("leave out what {} has: {e}", path.display()));
                 Vec::new()
             }
         };
-        let planned = self.planned.iter().filter(|e| matches!(e, Edit::File { .. }) && e.path().parent() == Some(path));
+        let planned = self
+            .planned
+            .iter()
+            .filter(|e| matches!(e, Edit::File { .. }) && e.path().parent() == Some(path));
         names.extend(planned.filter_map(|e| e.path().file_name()?.to_str().map(str::to_string)));
         names.sort_unstable();
         names.dedup();

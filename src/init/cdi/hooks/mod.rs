@@ -9,12 +9,12 @@
 //! same: the only trace is the line on standard error.
 
 pub mod arguments; // the command line
+mod container_libraries; // libraries of the container
 pub mod container_root; // reading in the container
-pub mod edits; // writing in the container
 mod disable_device_node_modification;
+pub mod edits; // writing in the container
 pub mod enable_cuda_compat;
 mod ld_so_conf; // directories of its loader
-mod container_libraries; // libraries of the container
 pub mod oci_state; // which container
 mod update_application_profile;
 mod update_ldcache;
@@ -62,13 +62,19 @@ pub struct Outcome {
 
 /// Arguments of a hook, if this program was started as one. PID 1 is a hook by its name alone: its
 /// arguments are unknown words of the kernel command line.
-pub fn invocation(words: impl IntoIterator<Item = OsString>, is_init: bool) -> Option<Vec<OsString>> {
+pub fn invocation(
+    words: impl IntoIterator<Item = OsString>,
+    is_init: bool,
+) -> Option<Vec<OsString>> {
     let mut words = words.into_iter();
     let name = words.next()?;
     if Path::new(&name).file_name().is_some_and(|n| n == NAME) {
         return Some(words.collect());
     }
-    words.next().filter(|w| w == "hook" && !is_init).map(|_| words.collect())
+    words
+        .next()
+        .filter(|w| w == "hook" && !is_init)
+        .map(|_| words.collect())
 }
 
 /// Runs a hook and logs its result.
@@ -78,8 +84,11 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
     // The image decides how much a hook reads: if memory is short, kill the hook rather than the
     // agent or the init. Without /proc, the score stays.
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
-    let words: Result<Vec<String>, OsString> = words.into_iter().map(OsString::into_string).collect();
-    let result = words.map_err(|w| Error(format!("{w:?} is no text"))).and_then(|words| run(&words, io::stdin().lock()));
+    let words: Result<Vec<String>, OsString> =
+        words.into_iter().map(OsString::into_string).collect();
+    let result = words
+        .map_err(|w| Error(format!("{w:?} is no text")))
+        .and_then(|words| run(&words, io::stdin().lock()));
     match result {
         Ok(outcome) => {
             outcome.notes.iter().for_each(|note| log(note));
@@ -95,10 +104,15 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
 /// Prints a line on standard error, and in our guest also in the kernel log: the agent does not
 /// pass on the output of such hooks.
 fn log(line: &str) {
-    let line: String = line.chars().map(|c| if c.is_control() { ' ' } else { c }).take(1000).collect();
+    let line: String = line
+        .chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .take(1000)
+        .collect();
     eprintln!("{NAME}: {line}");
     if Path::new(GUEST).is_dir() {
-        let _unused = crate::machine::kernel_log::write(4, &format!("kata-gpu-init: {NAME}: {line}")); // without /dev/kmsg there is no third place
+        let _unused =
+            crate::machine::kernel_log::write(4, &format!("kata-gpu-init: {NAME}: {line}")); // without /dev/kmsg there is no third place
     }
 }
 
@@ -113,22 +127,36 @@ pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> 
         Meaning::Version => println!("{NAME} {}", env!("CARGO_PKG_VERSION")),
         // Succeed, as the incumbent does: a spec of a later generator must not keep containers from
         // starting.
-        Meaning::Unsupported(None) => return Ok(Outcome { edits: 0, notes: vec!["no hook is named; --help lists them".into()] }),
+        Meaning::Unsupported(None) => {
+            return Ok(Outcome {
+                edits: 0,
+                notes: vec!["no hook is named; --help lists them".into()],
+            });
+        }
         Meaning::Unsupported(Some(name)) => {
             return Ok(Outcome {
                 edits: 0,
-                notes: vec![format!("unsupported hook {name:?}: nothing is done; --help lists those there are")],
+                notes: vec![format!(
+                    "unsupported hook {name:?}: nothing is done; --help lists those there are"
+                )],
             });
         }
         Meaning::Run(command, arguments) => {
-            let name = words.iter().find(|w| !w.starts_with('-')).map_or("", String::as_str);
+            let name = words
+                .iter()
+                .find(|w| !w.starts_with('-'))
+                .map_or("", String::as_str);
             return perform(command, &arguments, input).map_err(|e| Error(format!("{name}: {e}")));
         }
     }
     Ok(Outcome::default())
 }
 
-fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> io::Result<Outcome> {
+fn perform(
+    command: Command,
+    arguments: &Arguments,
+    input: impl Read + AsFd,
+) -> io::Result<Outcome> {
     match command {
         Command::Noop => return Ok(Outcome::default()),
         Command::Chmod => {
@@ -136,7 +164,10 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
                 "refused: it changes the mode of whatever the image has at a path; device nodes get their mode from the spec: remove this hook",
             ));
         }
-        Command::EnableCudaCompat if arguments.host_driver_version.is_empty() && arguments.host_cuda_version.is_empty() => {
+        Command::EnableCudaCompat
+            if arguments.host_driver_version.is_empty()
+                && arguments.host_cuda_version.is_empty() =>
+        {
             return Ok(Outcome::default());
         }
         _ => {}
@@ -146,24 +177,44 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
         None => oci_state::read_state(input)?,
     };
     let root = ContainerRoot::open(&oci_state::root_of(&state)?)?;
-    let mut jobs = Jobs { root: &root, edits: 0, notes: Vec::new(), errors: Vec::new() };
-    let links = || arguments.links.iter().map(|l| Edit::Link { path: l.path.clone(), target: l.target.clone() }).collect();
+    let mut jobs = Jobs {
+        root: &root,
+        edits: 0,
+        notes: Vec::new(),
+        errors: Vec::new(),
+    };
+    let links = || {
+        arguments
+            .links
+            .iter()
+            .map(|l| Edit::Link {
+                path: l.path.clone(),
+                target: l.target.clone(),
+            })
+            .collect()
+    };
     match command {
         Command::CreateSymlinks => _ = jobs.run(|plan| set(plan, links())),
-        Command::UpdateLdcache => _ = jobs.run(|plan| update_ldcache::plan(&root, &arguments.folders, &[], None, plan)),
+        Command::UpdateLdcache => {
+            _ = jobs.run(|plan| update_ldcache::plan(&root, &arguments.folders, &[], None, plan))
+        }
         Command::EnableCudaCompat => {
             _ = jobs.run(|plan| {
                 enable_cuda_compat::plan(&root, host(arguments), plan);
                 Ok(())
             })
         }
-        Command::UpdateApplicationProfile => _ = jobs.run(|plan| set(plan, update_application_profile::plan(&root)?)),
+        Command::UpdateApplicationProfile => {
+            _ = jobs.run(|plan| set(plan, update_application_profile::plan(&root)?))
+        }
         Command::DisableDeviceNodeModification => disable_device_node_modification::run(&root)?,
         Command::Prepare => {
             // Run this job first, before anything of the image is read: even if the rest fails, the
             // container changes no device node.
             if let Err(error) = disable_device_node_modification::run(&root) {
-                jobs.notes.push(format!("prepare: {error}: programs in the container may try to change device nodes"));
+                jobs.notes.push(format!(
+                    "prepare: {error}: programs in the container may try to change device nodes"
+                ));
             }
             let linked = jobs.run(|plan| set(plan, links()));
             let compat = jobs.run(|plan| {
@@ -171,7 +222,11 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
                 Ok(())
             });
             let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
-            let links = if linked.is_some() { &arguments.links[..] } else { &[] };
+            let links = if linked.is_some() {
+                &arguments.links[..]
+            } else {
+                &[]
+            };
             jobs.run(|plan| {
                 // These edits are made already; do not repeat them.
                 plan.edits = compat.unwrap_or_default();
@@ -218,7 +273,10 @@ impl Jobs<'_> {
     /// Error: all failed jobs, and the notes of all jobs.
     fn end(mut self) -> io::Result<Outcome> {
         if self.errors.is_empty() {
-            return Ok(Outcome { edits: self.edits, notes: self.notes });
+            return Ok(Outcome {
+                edits: self.edits,
+                notes: self.notes,
+            });
         }
         self.errors.append(&mut self.notes);
         Err(io::Error::other(self.errors.join("; ")))
@@ -239,7 +297,9 @@ mod tests {
 
     #[test]
     fn words_of_the_kernel_command_line_make_no_hook_of_pid_1() {
-        let of = |words: &[&str], is_init| invocation(words.iter().map(OsString::from), is_init).map(|words| words.len());
+        let of = |words: &[&str], is_init| {
+            invocation(words.iter().map(OsString::from), is_init).map(|words| words.len())
+        };
         assert_eq!(of(&["/init", "hook", "prepare"], true), None);
         assert_eq!(of(&["/init", "hook", "prepare"], false), Some(1));
         // Names under which our spec starts the hook, possibly in a new PID namespace.

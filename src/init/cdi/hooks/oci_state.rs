@@ -36,7 +36,8 @@ struct Root {
 
 /// Bundle directory in the text of a state.
 pub fn bundle(state: &[u8]) -> Result<PathBuf, String> {
-    let state: State = serde_json::from_slice(state).map_err(|e| format!("it is no OCI state: {e}"))?;
+    let state: State =
+        serde_json::from_slice(state).map_err(|e| format!("it is no OCI state: {e}"))?;
     match state.bundle {
         Some(bundle) if bundle.is_absolute() => Ok(bundle),
         Some(bundle) => Err(format!("its \"bundle\", {bundle:?}, is not absolute")),
@@ -46,10 +47,13 @@ pub fn bundle(state: &[u8]) -> Result<PathBuf, String> {
 
 /// Path of the container's root in the text of a `config.json`.
 pub fn root_path(config: &[u8]) -> Result<PathBuf, String> {
-    let config: Config = serde_json::from_slice(config).map_err(|e| format!("it is no OCI configuration: {e}"))?;
+    let config: Config =
+        serde_json::from_slice(config).map_err(|e| format!("it is no OCI configuration: {e}"))?;
     match config.root.and_then(|r| r.path) {
         Some(path) if path.is_absolute() => Ok(path),
-        Some(path) => Err(format!("its \"root.path\", {path:?}, is not absolute; kata-agent writes the whole path")),
+        Some(path) => Err(format!(
+            "its \"root.path\", {path:?}, is not absolute; kata-agent writes the whole path"
+        )),
         None => Err("it has no \"root.path\"".into()),
     }
 }
@@ -62,12 +66,21 @@ pub fn read_state(input: impl Read + AsFd) -> io::Result<Vec<u8>> {
 fn read_state_within(mut input: impl Read + AsFd, deadline: Duration) -> io::Result<Vec<u8>> {
     let start = Instant::now();
     let (mut state, mut part) = (Vec::new(), [0; 4096]);
-    let failed = |why: String| io::Error::other(format!("read the OCI state from standard input: {why}"));
+    let failed =
+        |why: String| io::Error::other(format!("read the OCI state from standard input: {why}"));
     loop {
         let left = deadline.saturating_sub(start.elapsed());
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
-        match poll(&mut [PollFd::new(input.as_fd(), PollFlags::POLLIN)], timeout) {
-            Ok(0) => return Err(failed(format!("no end of it within {} ms", deadline.as_millis()))),
+        match poll(
+            &mut [PollFd::new(input.as_fd(), PollFlags::POLLIN)],
+            timeout,
+        ) {
+            Ok(0) => {
+                return Err(failed(format!(
+                    "no end of it within {} ms",
+                    deadline.as_millis()
+                )));
+            }
             Ok(_) => {}
             Err(nix::errno::Errno::EINTR) => continue,
             Err(e) => return Err(failed(e.to_string())),
@@ -98,7 +111,12 @@ pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
         meta if meta.is_file() => read_bounded(meta.len(), file, limit),
         _ => Err(io::Error::other("it is not a regular file")),
     };
-    OpenOptions::new().read(true).custom_flags(flags).open(path).and_then(read).map_err(|e| cannot("read", path, e))
+    OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)
+        .and_then(read)
+        .map_err(|e| cannot("read", path, e))
 }
 
 #[cfg(test)]
@@ -111,7 +129,10 @@ mod tests {
             br#"{"ociVersion":"1.0.2","id":"c","status":"created","pid":7,"bundle":"/run/kata-containers/c","annotations":{"a":"b"}}"#;
         assert_eq!(bundle(state), Ok("/run/kata-containers/c".into()));
         let config = br#"{"ociVersion":"1.0.2","root":{"path":"/run/kata-containers/c/rootfs","readonly":true},"process":{"args":["sh"]}}"#;
-        assert_eq!(root_path(config), Ok("/run/kata-containers/c/rootfs".into()));
+        assert_eq!(
+            root_path(config),
+            Ok("/run/kata-containers/c/rootfs".into())
+        );
     }
 
     #[test]
@@ -124,7 +145,12 @@ mod tests {
             (b"", "no OCI state"),
         ];
         for (state, says) in cases {
-            assert!(bundle(state).is_err_and(|e| e.contains(says)), "{:?}: {:?}", String::from_utf8_lossy(state), bundle(state));
+            assert!(
+                bundle(state).is_err_and(|e| e.contains(says)),
+                "{:?}: {:?}",
+                String::from_utf8_lossy(state),
+                bundle(state)
+            );
         }
         let cases: [(&[u8], &str); 4] = [
             (b"{}", "no \"root.path\""),
@@ -133,7 +159,11 @@ mod tests {
             (b"[1", "no OCI configuration"),
         ];
         for (config, says) in cases {
-            assert!(root_path(config).is_err_and(|e| e.contains(says)), "{:?}", root_path(config));
+            assert!(
+                root_path(config).is_err_and(|e| e.contains(says)),
+                "{:?}",
+                root_path(config)
+            );
         }
         let deep = [b"{\"x\":".repeat(100_000), b"1".to_vec()].concat();
         assert!(root_path(&deep).is_err_and(|e| e.contains("no OCI configuration")));
@@ -143,12 +173,25 @@ mod tests {
     fn a_state_without_an_end_and_one_that_is_too_long_are_refused() {
         let (read_end, write_end) = nix::unistd::pipe().unwrap();
         let deadline = Duration::from_millis(50);
-        assert!(read_state_within(File::from(read_end), deadline).unwrap_err().to_string().contains("no end of it within 50 ms"));
+        assert!(
+            read_state_within(File::from(read_end), deadline)
+                .unwrap_err()
+                .to_string()
+                .contains("no end of it within 50 ms")
+        );
         let file = std::env::temp_dir().join(format!("kata-gpu-init-state-{}", std::process::id()));
         std::fs::write(&file, vec![b' '; MAX_STATE as usize + 1]).unwrap();
-        assert!(read_state(File::open(&file).unwrap()).unwrap_err().to_string().contains("more than 65536 bytes"));
+        assert!(
+            read_state(File::open(&file).unwrap())
+                .unwrap_err()
+                .to_string()
+                .contains("more than 65536 bytes")
+        );
         std::fs::write(&file, vec![b' '; MAX_STATE as usize]).unwrap();
-        assert_eq!(read_state(File::open(&file).unwrap()).unwrap().len() as u64, MAX_STATE);
+        assert_eq!(
+            read_state(File::open(&file).unwrap()).unwrap().len() as u64,
+            MAX_STATE
+        );
         std::fs::remove_file(file).unwrap();
         drop(write_end);
     }

@@ -16,7 +16,9 @@ const MAX_MINOR: u64 = 63;
 /// Plans the profile; nothing for a container without GPUs.
 pub fn plan(root: &ContainerRoot) -> io::Result<Vec<Edit>> {
     let dev = Path::new("/dev");
-    let Some(directory) = root.directory(dev)? else { return Ok(Vec::new()) };
+    let Some(directory) = root.directory(dev)? else {
+        return Ok(Vec::new());
+    };
     let mut mask = 0_u64;
     for name in directory.names().map_err(|e| cannot("list", dev, e))? {
         let digits = name.name.strip_prefix("nvidia").unwrap_or_default();
@@ -33,7 +35,11 @@ pub fn plan(root: &ContainerRoot) -> io::Result<Vec<Edit>> {
     if mask == 0 {
         return Ok(Vec::new());
     }
-    Ok(vec![Edit::File { path: PROFILE.into(), content: profile(mask).into_bytes(), mode: 0o444 }])
+    Ok(vec![Edit::File {
+        path: PROFILE.into(),
+        content: profile(mask).into_bytes(),
+        mode: 0o444,
+    }])
 }
 
 /// Text of the profile: one setting, for all programs.
@@ -41,7 +47,9 @@ fn profile(mask: u64) -> String {
     let settings = serde_json::json!(["EGLVisibleDGPUDevices", "MASK"]).to_string();
     // The driver's own format: JSON, but numbers may be hexadecimal.
     let settings = settings.replace("\"MASK\"", &format!("{mask:#x}"));
-    format!(r#"{{"profiles":[{{"name":"_container_","settings":{settings}}}],"rules":[{{"pattern":[],"profile":"_container_"}}]}}"#)
+    format!(
+        r#"{{"profiles":[{{"name":"_container_","settings":{settings}}}],"rules":[{{"pattern":[],"profile":"_container_"}}]}}"#
+    )
 }
 
 #[cfg(test)]
@@ -49,7 +57,10 @@ mod tests {
     #[test]
     fn the_mask_is_a_hexadecimal_number() {
         let text = super::profile(0b1010_0001);
-        assert!(text.contains(r#""settings":["EGLVisibleDGPUDevices",0xa1]"#), "{text}");
+        assert!(
+            text.contains(r#""settings":["EGLVisibleDGPUDevices",0xa1]"#),
+            "{text}"
+        );
         serde_json::from_str::<serde_json::Value>(&text.replace("0xa1", "161")).unwrap();
     }
 }

@@ -18,7 +18,10 @@ const MAX_ID: usize = 64;
 
 /// Id of the program that runs. None if the linker made none, or the file cannot be read.
 pub fn of_this_program() -> Option<String> {
-    File::open("/proc/self/exe").and_then(|file| build_id(&file)).ok().flatten()
+    File::open("/proc/self/exe")
+        .and_then(|file| build_id(&file))
+        .ok()
+        .flatten()
 }
 
 /// Build id of a file, in hexadecimal digits. None if no note has one.
@@ -26,18 +29,33 @@ pub fn build_id(file: &dyn ReadAt) -> io::Result<Option<String>> {
     let elf = Elf::open(file)?;
     let mut room = Room::new();
     let table = elf.program_headers(&mut room)?;
-    let segments = table.chunks_exact(elf.program_header()).map(|header| elf.segment(header));
+    let segments = table
+        .chunks_exact(elf.program_header())
+        .map(|header| elf.segment(header));
     for segment in segments.filter(|s| s.kind == PT_NOTE && s.length <= MAX_NOTES) {
         let mut room = Room::new();
         let mut notes = elf.part(segment.offset, segment.length, &mut room)?;
         while notes.len() >= 12 {
-            let (name, size, kind) = (u32_at(notes, 0) as usize, u32_at(notes, 4) as usize, u32_at(notes, 8));
+            let (name, size, kind) = (
+                u32_at(notes, 0) as usize,
+                u32_at(notes, 4) as usize,
+                u32_at(notes, 8),
+            );
             let at = name.saturating_add(3) / 4 * 4 + 12;
-            let Some(value) = notes.get(at..).and_then(|rest| rest.get(..size)) else { break };
-            if kind == NT_GNU_BUILD_ID && notes.get(12..16) == Some(b"GNU\0") && (1..=MAX_ID).contains(&size) {
-                return Ok(Some(value.iter().map(|byte| format!("{byte:02x}")).collect()));
+            let Some(value) = notes.get(at..).and_then(|rest| rest.get(..size)) else {
+                break;
+            };
+            if kind == NT_GNU_BUILD_ID
+                && notes.get(12..16) == Some(b"GNU\0")
+                && (1..=MAX_ID).contains(&size)
+            {
+                return Ok(Some(
+                    value.iter().map(|byte| format!("{byte:02x}")).collect(),
+                ));
             }
-            notes = notes.get(at.saturating_add(size.saturating_add(3) / 4 * 4)..).unwrap_or_default();
+            notes = notes
+                .get(at.saturating_add(size.saturating_add(3) / 4 * 4)..)
+                .unwrap_or_default();
         }
     }
     Ok(None)
@@ -60,7 +78,9 @@ mod tests {
     }
 
     fn note(kind: u32, name: &[u8], value: &[u8]) -> Vec<u8> {
-        let mut bytes = [name.len() as u32, value.len() as u32, kind].map(u32::to_le_bytes).concat();
+        let mut bytes = [name.len() as u32, value.len() as u32, kind]
+            .map(u32::to_le_bytes)
+            .concat();
         for part in [name, value] {
             bytes.extend(part);
             bytes.resize(bytes.len().next_multiple_of(4), 0);
@@ -80,10 +100,19 @@ mod tests {
             (note(NT_GNU_BUILD_ID, b"GNU\0", &[]), None),
             (note(NT_GNU_BUILD_ID, b"GNU\0", &[1; MAX_ID + 1]), None),
             (id[..14].to_vec(), None),
-            ([u32::MAX, u32::MAX, NT_GNU_BUILD_ID].map(u32::to_le_bytes).concat(), None),
+            (
+                [u32::MAX, u32::MAX, NT_GNU_BUILD_ID]
+                    .map(u32::to_le_bytes)
+                    .concat(),
+                None,
+            ),
             (vec![], None),
         ] {
-            assert_eq!(build_id(&with_notes(&notes)).unwrap().as_deref(), found, "{notes:?}");
+            assert_eq!(
+                build_id(&with_notes(&notes)).unwrap().as_deref(),
+                found,
+                "{notes:?}"
+            );
         }
     }
 
@@ -92,8 +121,12 @@ mod tests {
         let good = with_notes(&note(NT_GNU_BUILD_ID, b"GNU\0", &[1, 2, 3]));
         let mut others = 0;
         for at in 0..good.len() {
-            for changed in [good[..at].to_vec(), [&good[..at], &[!good[at]], &good[at + 1..]].concat()] {
-                others += usize::from(build_id(&changed).ok().flatten().as_deref() != Some("010203"));
+            for changed in [
+                good[..at].to_vec(),
+                [&good[..at], &[!good[at]], &good[at + 1..]].concat(),
+            ] {
+                others +=
+                    usize::from(build_id(&changed).ok().flatten().as_deref() != Some("010203"));
             }
         }
         assert!(others > good.len(), "{others} of {}", 2 * good.len());

@@ -40,7 +40,10 @@ pub struct Gate {
 
 impl Default for Gate {
     fn default() -> Self {
-        Self { closed: Arc::default(), longest: LONGEST_HOLD }
+        Self {
+            closed: Arc::default(),
+            longest: LONGEST_HOLD,
+        }
     }
 }
 
@@ -62,11 +65,18 @@ impl Gate {
     fn pass(&self, since: &mut Option<Instant>) {
         let mut closed = self.lock();
         while *closed {
-            let left = self.longest.saturating_sub(since.get_or_insert_with(Instant::now).elapsed());
+            let left = self
+                .longest
+                .saturating_sub(since.get_or_insert_with(Instant::now).elapsed());
             if left.is_zero() {
                 *closed = false;
             } else {
-                closed = self.closed.1.wait_timeout(closed, left).unwrap_or_else(PoisonError::into_inner).0;
+                closed = self
+                    .closed
+                    .1
+                    .wait_timeout(closed, left)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
             }
         }
     }
@@ -82,7 +92,11 @@ impl Gate {
 pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::Result<()> {
     let console = OpenOptions::new().write(true).open(CONSOLE)?;
     threads::detach(move || {
-        let next = if only_new { ring.next_seq() } else { ring.first_seq() };
+        let next = if only_new {
+            ring.next_seq()
+        } else {
+            ring.first_seq()
+        };
         follow(Reader::new(ring, "console", next), level, &gate, console);
     });
     Ok(())
@@ -102,8 +116,13 @@ fn follow(mut reader: Reader, level: Level, gate: &Gate, mut console: impl Write
             continue;
         }
         for line in &lines {
-            let Ok(Line::Record(record)) = decode(line.as_bytes()) else { continue };
-            let Some(text) = log_line(&record, level, realtime_ns().saturating_sub(boottime_ns())) else { continue };
+            let Ok(Line::Record(record)) = decode(line.as_bytes()) else {
+                continue;
+            };
+            let Some(text) = log_line(&record, level, realtime_ns().saturating_sub(boottime_ns()))
+            else {
+                continue;
+            };
             gate.pass(&mut stopped);
             if console.write_all(text.as_bytes()).is_err() {
                 return;
@@ -116,7 +135,11 @@ fn follow(mut reader: Reader, level: Level, gate: &Gate, mut console: impl Write
 /// the console. `offset_ns` is REALTIME minus BOOTTIME.
 pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String> {
     // Begins help to find a step that hangs, but not on a console that is read afterwards.
-    let own_level = if record.kind == Kind::Begin { record.level.max(Level::Debug) } else { record.level };
+    let own_level = if record.kind == Kind::Begin {
+        record.level.max(Level::Debug)
+    } else {
+        record.level
+    };
     if record.kind == Kind::Kmsg || own_level > level {
         return None;
     }
@@ -141,11 +164,20 @@ pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String>
         }
         .into(),
     );
-    put("ts", humantime::format_rfc3339_nanos(UNIX_EPOCH + Duration::from_nanos(record.boottime_ns.saturating_add(offset_ns))).to_string());
+    put(
+        "ts",
+        humantime::format_rfc3339_nanos(
+            UNIX_EPOCH + Duration::from_nanos(record.boottime_ns.saturating_add(offset_ns)),
+        )
+        .to_string(),
+    );
     put("name", "kata-gpu-init".into());
     put("version", env!("CARGO_PKG_VERSION").into());
     put("source", "kata-gpu-init".into());
-    put("subsystem", record.name.split('.').next().unwrap_or_default().into());
+    put(
+        "subsystem",
+        record.name.split('.').next().unwrap_or_default().into(),
+    );
     put("pid", std::process::id().to_string());
     put("boottime_ns", record.boottime_ns.to_string());
     if let Some(gpu) = record.gpu {
@@ -156,7 +188,11 @@ pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String>
     }
     for (key, value) in &record.fields {
         // The line's own keys have priority over fields of the same name.
-        let text = || value.as_str().map_or_else(|| value.to_string(), str::to_string);
+        let text = || {
+            value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_string)
+        };
         line.entry(key).or_insert_with(|| Value::from(text()));
     }
     Some(Value::Object(line).to_string() + "\n")
@@ -173,7 +209,9 @@ mod tests {
 
     impl Write for Lines {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.send(String::from_utf8_lossy(bytes).into_owned()).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+            self.0
+                .send(String::from_utf8_lossy(bytes).into_owned())
+                .map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
             Ok(bytes.len())
         }
 
@@ -205,14 +243,22 @@ mod tests {
         fn push(&self, from: u32, to: u32) {
             for number in from..to {
                 let fields = Map::from_iter([("number".to_string(), Value::from(number))]);
-                self.ring.push(Record { fields, ..Record::new(Kind::Event, names::SETTLED) });
+                self.ring.push(Record {
+                    fields,
+                    ..Record::new(Kind::Event, names::SETTLED)
+                });
             }
         }
 
         /// The number in the next line, or the line's name if there is none.
         fn next(&self) -> String {
-            let line: Value = serde_json::from_str(&self.lines.recv_timeout(LONG).expect("no line")).unwrap();
-            line["number"].as_str().or(line["msg"].as_str()).unwrap().to_string()
+            let line: Value =
+                serde_json::from_str(&self.lines.recv_timeout(LONG).expect("no line")).unwrap();
+            line["number"]
+                .as_str()
+                .or(line["msg"].as_str())
+                .unwrap()
+                .to_string()
         }
 
         fn is_silent(&self) -> bool {
@@ -229,7 +275,10 @@ mod tests {
         sink.push(1, 100);
         assert!(sink.is_silent());
         sink.gate.release();
-        assert_eq!((1..100).map(|_| sink.next()).collect::<Vec<_>>(), (1..100).map(|n| n.to_string()).collect::<Vec<_>>());
+        assert_eq!(
+            (1..100).map(|_| sink.next()).collect::<Vec<_>>(),
+            (1..100).map(|n| n.to_string()).collect::<Vec<_>>()
+        );
         // Released twice, held again.
         sink.gate.release();
         sink.gate.hold();
@@ -241,7 +290,10 @@ mod tests {
 
     #[test]
     fn a_gate_that_nobody_releases_opens_by_itself() {
-        let gate = Gate { longest: Duration::from_millis(400), ..Gate::default() };
+        let gate = Gate {
+            longest: Duration::from_millis(400),
+            ..Gate::default()
+        };
         let longest = gate.longest;
         let held = Instant::now();
         gate.hold();
@@ -261,7 +313,10 @@ mod tests {
     #[test]
     fn holds_without_a_gap_are_one_hold() {
         let (start, longest) = (Instant::now(), Duration::from_millis(300));
-        let gate = Gate { longest, ..Gate::default() };
+        let gate = Gate {
+            longest,
+            ..Gate::default()
+        };
         gate.hold();
         let sink = Sink::start(Ring::default(), gate);
         sink.push(0, 1);
@@ -291,7 +346,10 @@ mod tests {
         // The last ones, in order, then the report of the lost ones.
         let kept = lines.len() - 1;
         assert!((1..20).contains(&kept), "{lines:?}");
-        assert_eq!(lines[..kept], (50 - kept..50).map(|n| n.to_string()).collect::<Vec<_>>());
+        assert_eq!(
+            lines[..kept],
+            (50 - kept..50).map(|n| n.to_string()).collect::<Vec<_>>()
+        );
     }
 
     #[test]
@@ -308,17 +366,55 @@ mod tests {
             parent: None,
             after: vec![],
             error: None,
-            fields: Map::from_iter([("minor".to_string(), Value::from(3)), ("source".to_string(), Value::from("scan"))]),
+            fields: Map::from_iter([
+                ("minor".to_string(), Value::from(3)),
+                ("source".to_string(), Value::from("scan")),
+            ]),
         };
         let line = log_line(&record, Level::Info, 0).unwrap();
         let read: Map<String, Value> = serde_json::from_str(&line).unwrap();
-        for key in ["msg", "level", "ts", "name", "version", "source", "subsystem", "pid"] {
+        for key in [
+            "msg",
+            "level",
+            "ts",
+            "name",
+            "version",
+            "source",
+            "subsystem",
+            "pid",
+        ] {
             assert!(read.contains_key(key), "{key} is missing");
         }
         assert!(read.values().all(Value::is_string));
-        assert_eq!((read["minor"].as_str(), read["subsystem"].as_str()), (Some("3"), Some("gpu")));
-        assert_eq!(read["source"], "kata-gpu-init", "a field took the place of the line's own");
-        assert_eq!(log_line(&Record { kind: Kind::Begin, ..record.clone() }, Level::Info, 0), None);
-        assert_eq!(log_line(&Record { kind: Kind::Kmsg, ..record }, Level::Trace, 0), None);
+        assert_eq!(
+            (read["minor"].as_str(), read["subsystem"].as_str()),
+            (Some("3"), Some("gpu"))
+        );
+        assert_eq!(
+            read["source"], "kata-gpu-init",
+            "a field took the place of the line's own"
+        );
+        assert_eq!(
+            log_line(
+                &Record {
+                    kind: Kind::Begin,
+                    ..record.clone()
+                },
+                Level::Info,
+                0
+            ),
+            None
+        );
+        assert_eq!(
+            log_line(
+                &Record {
+                    kind: Kind::Kmsg,
+                    ..record
+                },
+                Level::Trace,
+                0
+            ),
+            None
+        );
     }
 }

@@ -5,7 +5,9 @@ use super::stream::{Identity, serve};
 use crate::machine::sys;
 use crate::stream::ring::Ring;
 use kata_gpu_wire::names;
-use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, VsockAddr, bind, listen, socket};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, VsockAddr, bind, listen, socket,
+};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
@@ -23,10 +25,21 @@ pub fn unix(path: &Path, ring: Arc<Ring>, identity: Identity) -> io::Result<()> 
     let at = |e: nix::Error| io::Error::other(format!("listen on {}: {e}", path.display()));
     // A socket left by an earlier worker of this boot has no listener any more.
     match std::fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(io::Error::other(format!("remove stale {}: {e}", path.display()))),
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            return Err(io::Error::other(format!(
+                "remove stale {}: {e}",
+                path.display()
+            )));
+        }
         Ok(()) | Err(_) => {}
     }
-    let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None).map_err(at)?;
+    let fd = socket(
+        AddressFamily::Unix,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+        None,
+    )
+    .map_err(at)?;
     bind(fd.as_raw_fd(), &UnixAddr::new(path).map_err(at)?).map_err(at)?;
     start(fd, ring, identity, "unix listener", sys::accept)
 }
@@ -34,8 +47,18 @@ pub fn unix(path: &Path, ring: Arc<Ring>, identity: Identity) -> io::Result<()> 
 /// Listens on a vsock port of this guest, any CID. Errors name the port.
 pub fn vsock(port: u32, ring: Arc<Ring>, identity: Identity) -> io::Result<()> {
     let at = |e: nix::Error| io::Error::other(format!("listen on vsock port {port}: {e}"));
-    let fd = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None).map_err(at)?;
-    bind(fd.as_raw_fd(), &VsockAddr::new(nix::libc::VMADDR_CID_ANY, port)).map_err(at)?;
+    let fd = socket(
+        AddressFamily::Vsock,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+        None,
+    )
+    .map_err(at)?;
+    bind(
+        fd.as_raw_fd(),
+        &VsockAddr::new(nix::libc::VMADDR_CID_ANY, port),
+    )
+    .map_err(at)?;
     start(fd, ring, identity, "vsock listener", sys::accept)
 }
 
@@ -55,8 +78,12 @@ fn start(
         loop {
             // The semaphore is never closed; the listener's readiness fails only when the runtime
             // ends.
-            let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
-            let Ok(mut guard) = listener.readable().await else { return };
+            let Ok(place) = Arc::clone(&places).acquire_owned().await else {
+                return;
+            };
+            let Ok(mut guard) = listener.readable().await else {
+                return;
+            };
             match accept(listener.get_ref()) {
                 Ok(socket) => {
                     refused = None;
@@ -91,9 +118,16 @@ mod tests {
 
     #[test]
     fn an_accept_that_fails_again_and_again_pauses_in_between() {
-        let path = std::env::temp_dir().join(format!("kata-gpu-init-accept-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("kata-gpu-init-accept-{}", std::process::id()));
         let _unused = std::fs::remove_file(&path);
-        let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None).unwrap();
+        let fd = socket(
+            AddressFamily::Unix,
+            SockType::Stream,
+            SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+            None,
+        )
+        .unwrap();
         bind(fd.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
         let accepts = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&accepts);
@@ -101,8 +135,14 @@ mod tests {
             counted.fetch_add(1, Ordering::Relaxed);
             Err(nix::errno::Errno::EMFILE)
         };
-        let identity = Identity { boot_id: "00000000-0000-0000-0000-000000000000".into(), kernel: String::new() };
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let identity = Identity {
+            boot_id: "00000000-0000-0000-0000-000000000000".into(),
+            kernel: String::new(),
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         runtime.block_on(async {
             start(fd, Arc::default(), identity, "unix listener", refused).unwrap();
             let _waits = std::os::unix::net::UnixStream::connect(&path).unwrap();

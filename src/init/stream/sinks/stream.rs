@@ -33,7 +33,8 @@ impl Identity {
     pub fn read() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).map(|t| t.trim().to_string());
         Self {
-            boot_id: read("/proc/sys/kernel/random/boot_id").unwrap_or_else(|_| "00000000-0000-0000-0000-000000000000".into()),
+            boot_id: read("/proc/sys/kernel/random/boot_id")
+                .unwrap_or_else(|_| "00000000-0000-0000-0000-000000000000".into()),
             kernel: read("/proc/sys/kernel/osrelease").unwrap_or_else(|_| "unknown".into()),
         }
     }
@@ -116,7 +117,11 @@ pub async fn serve(
 
 fn send(socket: &AsyncFd<OwnedFd>, bytes: &[u8]) -> io::Result<usize> {
     use nix::sys::socket::{MsgFlags, send};
-    Ok(send(socket.as_raw_fd(), bytes, MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT)?)
+    Ok(send(
+        socket.as_raw_fd(),
+        bytes,
+        MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT,
+    )?)
 }
 
 /// The peer's input, cut into lines.
@@ -131,9 +136,16 @@ impl Input {
     /// Reads once and returns the ids of complete pings.
     fn read(&mut self, socket: &AsyncFd<OwnedFd>) -> io::Result<Vec<u64>> {
         let mut buffer = [0_u8; 512];
-        let n = nix::sys::socket::recv(socket.as_raw_fd(), &mut buffer, nix::sys::socket::MsgFlags::MSG_DONTWAIT)?;
+        let n = nix::sys::socket::recv(
+            socket.as_raw_fd(),
+            &mut buffer,
+            nix::sys::socket::MsgFlags::MSG_DONTWAIT,
+        )?;
         if n == 0 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the reader closed the connection"));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the reader closed the connection",
+            ));
         }
         Ok(self.take(buffer.get(..n).unwrap_or_default()))
     }
@@ -156,7 +168,10 @@ impl Input {
     }
 }
 
-const _: () = assert!(SCHEMA == 1, "the peer's side of the protocol above is that of schema 1");
+const _: () = assert!(
+    SCHEMA == 1,
+    "the peer's side of the protocol above is that of schema 1"
+);
 
 #[cfg(test)]
 mod tests {
@@ -171,7 +186,10 @@ mod tests {
         long.extend_from_slice(b"{\"schema\":1,\"ping\":6}\n{\"schema\":1,\"ping\":7}\n");
         assert_eq!(input.take(&long), [7]);
         // A newer host's, with what only that host knows.
-        assert_eq!(input.take(b"{\"schema\":2,\"ping\":8,\"realtime_ns\":1}\n{\"schema\":3,\"ping\":9}\n"), [8]);
+        assert_eq!(
+            input.take(b"{\"schema\":2,\"ping\":8,\"realtime_ns\":1}\n{\"schema\":3,\"ping\":9}\n"),
+            [8]
+        );
         assert!(input.line.len() <= MAX_INPUT);
     }
 }

@@ -9,7 +9,9 @@ use super::stream::{Delivered, Identity, serve};
 use crate::stream::ring::Ring;
 use kata_gpu_wire::names;
 use nix::errno::Errno;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, VsockAddr, connect, getsockopt, socket, sockopt};
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, VsockAddr, connect, getsockopt, socket, sockopt,
+};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,9 +37,16 @@ pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Deli
     loop {
         match open(port).await {
             Ok(socket) => {
-                let serving = serve(socket, Arc::clone(&ring), &identity, "vsock", Some(&delivered));
+                let serving = serve(
+                    socket,
+                    Arc::clone(&ring),
+                    &identity,
+                    "vsock",
+                    Some(&delivered),
+                );
                 tokio::pin!(serving);
-                let connected = || tracing::info!(name: names::SINK, sink = "vsock", state = "connected");
+                let connected =
+                    || tracing::info!(name: names::SINK, sink = "vsock", state = "connected");
                 let mut is_reported = brief < BRIEF;
                 if is_reported {
                     connected();
@@ -56,7 +65,11 @@ pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Deli
                     }
                 };
                 if let (true, Err(error)) = (is_reported, ended) {
-                    let more = if brief == BRIEF { "; again and again: later losses are not reported" } else { "" };
+                    let more = if brief == BRIEF {
+                        "; again and again: later losses are not reported"
+                    } else {
+                        ""
+                    };
                     tracing::warn!(name: names::SINK, sink = "vsock", state = "lost", error = %format!("{error}{more}"));
                 }
                 reported = None;
@@ -74,18 +87,28 @@ pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Deli
             }
         }
         tokio::time::sleep(pause).await; // a new try has no event to wait for: a listener's arrival on the host is invisible here
-        pause = (pause * 2).min(if brief > BRIEF { LONGEST_PAUSE } else { PAUSE.1 });
+        pause = (pause * 2).min(if brief > BRIEF {
+            LONGEST_PAUSE
+        } else {
+            PAUSE.1
+        });
     }
 }
 
 async fn open(port: u32) -> Result<OwnedFd, Errno> {
-    let fd = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
+    let fd = socket(
+        AddressFamily::Vsock,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+        None,
+    )?;
     match connect(fd.as_raw_fd(), &VsockAddr::new(HOST_CID, port)) {
         Ok(()) => return Ok(fd),
         Err(Errno::EINPROGRESS) => {}
         Err(errno) => return Err(errno),
     }
-    let socket = crate::machine::sys::async_fd(fd).map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)))?;
+    let socket = crate::machine::sys::async_fd(fd)
+        .map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)))?;
     match tokio::time::timeout(CONNECT, socket.writable()).await {
         Ok(ready) => drop(ready),
         Err(_over) => return Err(Errno::ETIMEDOUT),

@@ -70,14 +70,18 @@ impl Container {
         match self.devices.as_deref() {
             None => true,
             Some("") => false,
-            Some(devices) => named.iter().take(MAX_COMPARED).all(|device| devices.split(',').any(|d| d == *device)),
+            Some(devices) => named
+                .iter()
+                .take(MAX_COMPARED)
+                .all(|device| devices.split(',').any(|d| d == *device)),
         }
     }
 
     /// Number of tries until the devices were there; None if the container requests none.
     fn tries(&self) -> Option<u64> {
         let resolved = self.state != State::Asked || self.failed_tries > 0;
-        (self.devices.as_deref() != Some("") && resolved && self.devices.is_some()).then(|| self.failed_tries.saturating_add(1))
+        (self.devices.as_deref() != Some("") && resolved && self.devices.is_some())
+            .then(|| self.failed_tries.saturating_add(1))
     }
 }
 
@@ -101,7 +105,12 @@ impl Containers {
     pub fn take(&mut self, line: &Line, mut each: impl FnMut(Option<i64>, AgentEvent)) {
         let at = line.realtime_ns;
         match &line.words {
-            Words::Announce { version } => each(at, AgentEvent::Start { version: version.clone() }),
+            Words::Announce { version } => each(
+                at,
+                AgentEvent::Start {
+                    version: version.clone(),
+                },
+            ),
             Words::ServerStarted => each(at, AgentEvent::Ready),
             Words::Rpc { call } => {
                 if call == "create_container" {
@@ -109,36 +118,72 @@ impl Containers {
                     self.calls = self.calls.saturating_add(1);
                 }
                 // Other calls are frequent, or unrelated to the start.
-                const CALLS: &[&str] = &["create_sandbox", "create_container", "start_container", "online_cpu_mem"];
+                const CALLS: &[&str] = &[
+                    "create_sandbox",
+                    "create_container",
+                    "start_container",
+                    "online_cpu_mem",
+                ];
                 if CALLS.contains(&call.as_str()) {
                     each(at, AgentEvent::Rpc { call: call.clone() });
                 }
             }
             Words::Asked(spec) => each(at, self.asked(at, spec)),
-            Words::Waiting { attempt, of, error } => self.waiting(at, *attempt, *of, error, &mut each),
+            Words::Waiting { attempt, of, error } => {
+                self.waiting(at, *attempt, *of, error, &mut each)
+            }
             Words::Injected(spec) => {
-                let Some(index) = self.injected(spec) else { return };
+                let Some(index) = self.injected(spec) else {
+                    return;
+                };
                 self.not_its_own(index, at);
                 if let Some(container) = self.open.get_mut(index) {
                     container.state = State::Injected;
-                    each(at, AgentEvent::Injected { container: container.name.clone() });
+                    each(
+                        at,
+                        AgentEvent::Injected {
+                            container: container.name.clone(),
+                        },
+                    );
                 }
             }
             Words::Making { id } => self.make(id),
             Words::Created => {
                 let Some(container) = self.done() else { return };
                 let (devices, tries) = (container.devices(), container.tries());
-                each(at, AgentEvent::ContainerCreated { container: container.name, devices, tries, pause: container.pause });
+                each(
+                    at,
+                    AgentEvent::ContainerCreated {
+                        container: container.name,
+                        devices,
+                        tries,
+                        pause: container.pause,
+                    },
+                );
             }
             Words::StartFailed { error } => {
                 let Some(container) = self.done() else { return };
                 each(at, failed(&container, error));
             }
             Words::Started { id } => {
-                let name = self.created.iter().find(|(created, _)| created == id).map_or(short(id), |(_, name)| name);
-                each(at, AgentEvent::ContainerStarted { container: name.to_string() });
+                let name = self
+                    .created
+                    .iter()
+                    .find(|(created, _)| created == id)
+                    .map_or(short(id), |(_, name)| name);
+                each(
+                    at,
+                    AgentEvent::ContainerStarted {
+                        container: name.to_string(),
+                    },
+                );
             }
-            Words::HookFailed { error } => each(at, AgentEvent::HookFailed { error: error.clone() }),
+            Words::HookFailed { error } => each(
+                at,
+                AgentEvent::HookFailed {
+                    error: error.clone(),
+                },
+            ),
             Words::Bound(gpu) => each(at, AgentEvent::Bound(*gpu)),
         }
     }
@@ -146,9 +191,18 @@ impl Containers {
     /// A name that no earlier container has.
     fn unused_name(&mut self, spec: &Spec) -> String {
         let id = spec.id.as_deref().map(short);
-        let wanted = spec.name.as_deref().or(if spec.pause { Some("pause") } else { None }).or(id);
+        let wanted = spec
+            .name
+            .as_deref()
+            .or(if spec.pause { Some("pause") } else { None })
+            .or(id);
         let name = match wanted {
-            None => format!("#{}", self.calls.saturating_sub(self.without_spec).saturating_add(1)),
+            None => format!(
+                "#{}",
+                self.calls
+                    .saturating_sub(self.without_spec)
+                    .saturating_add(1)
+            ),
             Some(name) if !self.names.contains(name) => name.to_string(),
             // A later container of the same name, or one of another pod.
             Some(name) => format!("{name} ({})", id.unwrap_or("again")),
@@ -163,30 +217,53 @@ impl Containers {
         let name = self.unused_name(spec);
         self.without_spec = self.without_spec.saturating_sub(1);
         if self.open.len() >= MAX_OPEN {
-            let asked = self.open.iter().enumerate().filter(|(_, c)| c.state == State::Asked);
+            let asked = self
+                .open
+                .iter()
+                .enumerate()
+                .filter(|(_, c)| c.state == State::Asked);
             let oldest = asked.min_by_key(|(_, c)| c.last_ns).map(|(i, _)| i)?;
             self.remove(oldest);
         }
         let (id, pause) = (spec.id.clone(), spec.pause);
-        self.open.push(Container { id, name, devices, pause, state: State::Asked, failed_tries: 0, last_ns: i64::MIN });
+        self.open.push(Container {
+            id,
+            name,
+            devices,
+            pause,
+            state: State::Asked,
+            failed_tries: 0,
+            last_ns: i64::MIN,
+        });
         Some(self.open.len() - 1)
     }
 
     /// Removes a container; later ones move up.
     fn remove(&mut self, index: usize) -> Container {
-        self.making = self.making.filter(|making| *making != index).map(|making| if making > index { making - 1 } else { making });
+        self.making = self
+            .making
+            .filter(|making| *making != index)
+            .map(|making| if making > index { making - 1 } else { making });
         self.open.remove(index)
     }
 
     fn asked(&mut self, at: Option<i64>, spec: &Spec) -> AgentEvent {
-        let devices = if spec.devices.is_empty() { NONE.to_string() } else { spec.devices.clone() };
+        let devices = if spec.devices.is_empty() {
+            NONE.to_string()
+        } else {
+            spec.devices.clone()
+        };
         let index = self.add(spec, Some(spec.devices.clone()));
         let container = index.and_then(|index| self.open.get_mut(index));
         let name = container.map_or("?", |container| {
             container.last_ns = at.unwrap_or(container.last_ns);
             container.name.as_str()
         });
-        AgentEvent::ContainerAsked { container: name.to_string(), devices, pause: spec.pause }
+        AgentEvent::ContainerAsked {
+            container: name.to_string(),
+            devices,
+            pause: spec.pause,
+        }
     }
 
     fn by_id(&self, id: &str) -> Option<usize> {
@@ -195,27 +272,63 @@ impl Containers {
 
     /// A requested container without a line about its spec.
     fn unseen(&mut self) -> Option<usize> {
-        if self.without_spec == 0 { None } else { self.add(&Spec::default(), None) }
+        if self.without_spec == 0 {
+            None
+        } else {
+            self.add(&Spec::default(), None)
+        }
     }
 
-    fn waiting(&mut self, at: Option<i64>, attempt: u64, of: u64, error: &str, each: &mut impl FnMut(Option<i64>, AgentEvent)) {
+    fn waiting(
+        &mut self,
+        at: Option<i64>,
+        attempt: u64,
+        of: u64,
+        error: &str,
+        each: &mut impl FnMut(Option<i64>, AgentEvent),
+    ) {
         let named = devices_of(error);
-        let forgotten = |c: &Container| at.is_some_and(|at| c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS);
-        let asked = || self.open.iter().enumerate().filter(|(_, c)| c.state == State::Asked);
+        let forgotten = |c: &Container| {
+            at.is_some_and(|at| {
+                c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS
+            })
+        };
+        let asked = || {
+            self.open
+                .iter()
+                .enumerate()
+                .filter(|(_, c)| c.state == State::Asked)
+        };
         // Choose the oldest last try among containers at the same try.
         let same = asked().filter(|(_, c)| c.failed_tries == attempt && c.wants(&named));
-        let next = same.min_by_key(|(_, c)| (forgotten(c), c.last_ns)).map(|(i, _)| i);
-        let tried = asked().filter(|(_, c)| next.is_none() && c.failed_tries > 0 && c.wants(&named));
-        let other = tried.min_by_key(|(_, c)| c.failed_tries.abs_diff(attempt)).map(|(i, _)| i);
-        let Some(index) = next.or_else(|| self.unseen()).or(other) else { return };
-        let Some(container) = self.open.get_mut(index) else { return };
+        let next = same
+            .min_by_key(|(_, c)| (forgotten(c), c.last_ns))
+            .map(|(i, _)| i);
+        let tried =
+            asked().filter(|(_, c)| next.is_none() && c.failed_tries > 0 && c.wants(&named));
+        let other = tried
+            .min_by_key(|(_, c)| c.failed_tries.abs_diff(attempt))
+            .map(|(i, _)| i);
+        let Some(index) = next.or_else(|| self.unseen()).or(other) else {
+            return;
+        };
+        let Some(container) = self.open.get_mut(index) else {
+            return;
+        };
         container.failed_tries = attempt.saturating_add(1);
         container.last_ns = at.unwrap_or(container.last_ns);
         if container.devices.is_none() && !named.is_empty() {
             container.devices = Some(named.join(","));
         }
         // The agent counts from 0, people from 1.
-        each(at, AgentEvent::CdiTryFailed { container: container.name.clone(), attempt: container.failed_tries, error: error.to_string() });
+        each(
+            at,
+            AgentEvent::CdiTryFailed {
+                container: container.name.clone(),
+                attempt: container.failed_tries,
+                error: error.to_string(),
+            },
+        );
         if attempt >= of {
             let container = self.remove(index);
             let error = format!("failed to inject devices after CDI timeout of {of} seconds");
@@ -230,7 +343,12 @@ impl Containers {
             return Some(index);
         }
         let waited = |c: &&Container| c.state == State::Asked && c.devices.as_deref() != Some("");
-        let first = self.open.iter().filter(waited).min_by_key(|c| c.last_ns).map(|c| c.name.clone());
+        let first = self
+            .open
+            .iter()
+            .filter(waited)
+            .min_by_key(|c| c.last_ns)
+            .map(|c| c.name.clone());
         match first.and_then(|name| self.open.iter().position(|c| c.name == name)) {
             Some(index) => Some(index),
             None => self.unseen(),
@@ -240,15 +358,26 @@ impl Containers {
     /// Moves a container's last failed try to another container if it is too close before the
     /// successful try to be its own.
     fn not_its_own(&mut self, index: usize, at: Option<i64>) {
-        let Some(container) = self.open.get_mut(index) else { return };
+        let Some(container) = self.open.get_mut(index) else {
+            return;
+        };
         let tries = container.failed_tries;
         let last_ns = container.last_ns;
         if tries == 0 || at.is_none_or(|at| at.saturating_sub(last_ns) >= SOONEST_NEXT_TRY_NS) {
             return;
         }
         container.failed_tries = tries - 1;
-        let waits = |c: &&mut Container| c.state == State::Asked && c.failed_tries == tries - 1 && c.devices.as_deref() != Some("");
-        if let Some((_, other)) = self.open.iter_mut().enumerate().find(|(i, c)| *i != index && waits(c)) {
+        let waits = |c: &&mut Container| {
+            c.state == State::Asked
+                && c.failed_tries == tries - 1
+                && c.devices.as_deref() != Some("")
+        };
+        if let Some((_, other)) = self
+            .open
+            .iter_mut()
+            .enumerate()
+            .find(|(i, c)| *i != index && waits(c))
+        {
             (other.failed_tries, other.last_ns) = (tries, last_ns);
         }
     }
@@ -258,7 +387,17 @@ impl Containers {
         let index = self.by_id(id).or_else(|| {
             // Lines of an existing container: its process has ended, or a signal came.
             let known = self.created.iter().any(|(created, _)| created == id);
-            if known || self.without_spec == 0 { None } else { self.add(&Spec { id: Some(id.to_string()), ..Spec::default() }, None) }
+            if known || self.without_spec == 0 {
+                None
+            } else {
+                self.add(
+                    &Spec {
+                        id: Some(id.to_string()),
+                        ..Spec::default()
+                    },
+                    None,
+                )
+            }
         });
         if let Some(container) = index.and_then(|index| self.open.get_mut(index)) {
             container.state = State::Making;
@@ -270,8 +409,16 @@ impl Containers {
     fn done(&mut self) -> Option<Container> {
         let making = self.making.take().filter(|index| *index < self.open.len());
         let injected = || self.open.iter().position(|c| c.state == State::Injected);
-        let without = || self.open.iter().position(|c| c.devices.as_deref() == Some(""));
-        let index = making.or_else(injected).or_else(without).or_else(|| self.unseen()).or_else(|| self.open.len().checked_sub(1))?;
+        let without = || {
+            self.open
+                .iter()
+                .position(|c| c.devices.as_deref() == Some(""))
+        };
+        let index = making
+            .or_else(injected)
+            .or_else(without)
+            .or_else(|| self.unseen())
+            .or_else(|| self.open.len().checked_sub(1))?;
         let container = self.remove(index);
         if let Some(id) = &container.id
             && self.created.len() < MAX_NAMES
@@ -283,6 +430,17 @@ impl Containers {
 }
 
 fn failed(container: &Container, error: &str) -> AgentEvent {
-    let tries = container.tries().map(|tries| if container.state == State::Asked { container.failed_tries } else { tries });
-    AgentEvent::ContainerFailed { container: container.name.clone(), devices: container.devices(), tries, error: error.to_string() }
+    let tries = container.tries().map(|tries| {
+        if container.state == State::Asked {
+            container.failed_tries
+        } else {
+            tries
+        }
+    });
+    AgentEvent::ContainerFailed {
+        container: container.name.clone(),
+        devices: container.devices(),
+        tries,
+        error: error.to_string(),
+    }
 }

@@ -60,13 +60,25 @@ impl AgentEvent {
     pub fn text_bytes(&self) -> usize {
         match self {
             Self::Ready | Self::Bound(_) => 0,
-            Self::Start { version: text } | Self::Rpc { call: text } | Self::HookFailed { error: text } => text.len(),
+            Self::Start { version: text }
+            | Self::Rpc { call: text }
+            | Self::HookFailed { error: text } => text.len(),
             Self::Injected { container } | Self::ContainerStarted { container } => container.len(),
-            Self::CdiTryFailed { container, error, .. } => container.len() + error.len(),
-            Self::ContainerAsked { container, devices, .. } | Self::ContainerCreated { container, devices, .. } => {
-                container.len() + devices.len()
+            Self::CdiTryFailed {
+                container, error, ..
+            } => container.len() + error.len(),
+            Self::ContainerAsked {
+                container, devices, ..
             }
-            Self::ContainerFailed { container, devices, error, .. } => container.len() + devices.len() + error.len(),
+            | Self::ContainerCreated {
+                container, devices, ..
+            } => container.len() + devices.len(),
+            Self::ContainerFailed {
+                container,
+                devices,
+                error,
+                ..
+            } => container.len() + devices.len() + error.len(),
         }
     }
 }

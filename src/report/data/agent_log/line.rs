@@ -100,13 +100,20 @@ pub fn parse(object: &Map<String, Value>) -> Result<Line, Nothing> {
     if get("name") != Some("kata-agent") {
         return Err(Nothing::OtherProgram);
     }
-    let words = get("msg").and_then(|msg| words(msg, &get)).ok_or(Nothing::Detail)?;
-    Ok(Line { realtime_ns: get("ts").and_then(realtime_ns), words })
+    let words = get("msg")
+        .and_then(|msg| words(msg, &get))
+        .ok_or(Nothing::Detail)?;
+    Ok(Line {
+        realtime_ns: get("ts").and_then(realtime_ns),
+        words,
+    })
 }
 
 fn words<'a>(msg: &str, get: &impl Fn(&str) -> Option<&'a str>) -> Option<Words> {
     if let Some(call) = msg.strip_prefix("rpc call from shim to agent: ") {
-        return Some(Words::Rpc { call: name(call.trim_matches('"')) });
+        return Some(Words::Rpc {
+            call: name(call.trim_matches('"')),
+        });
     }
     if let Some(spec) = msg.strip_prefix("receive createcontainer, spec: ") {
         return Some(Words::Asked(spec_of(spec)));
@@ -114,10 +121,16 @@ fn words<'a>(msg: &str, get: &impl Fn(&str) -> Option<&'a str>) -> Option<Words>
     if let Some(rest) = msg.strip_prefix("waiting for CDI spec(s) to be generated (") {
         let (attempt, rest) = rest.split_once(" of ")?;
         let (of, text) = rest.split_once(" max tries)").unwrap_or((rest, ""));
-        return Some(Words::Waiting { attempt: attempt.parse().ok()?, of: of.parse().ok()?, error: error(text.trim_start()) });
+        return Some(Words::Waiting {
+            attempt: attempt.parse().ok()?,
+            of: of.parse().ok()?,
+            error: error(text.trim_start()),
+        });
     }
     if let Some(rest) = msg.strip_prefix("all devices injected successfully") {
-        return Some(Words::Injected(spec_of(rest.split_once("spec: ").map_or("", |(_, spec)| spec))));
+        return Some(Words::Injected(spec_of(
+            rest.split_once("spec: ").map_or("", |(_, spec)| spec),
+        )));
     }
     if let Some(text) = msg.strip_prefix("failed to start container: ") {
         return Some(Words::StartFailed { error: error(text) });
@@ -126,13 +139,21 @@ fn words<'a>(msg: &str, get: &impl Fn(&str) -> Option<&'a str>) -> Option<Words>
         return Some(Words::HookFailed { error: error(msg) });
     }
     match msg {
-        "announce" => Some(Words::Announce { version: cut(get("agent-version").or(get("version")).unwrap_or("?")) }),
+        "announce" => Some(Words::Announce {
+            version: cut(get("agent-version").or(get("version")).unwrap_or("?")),
+        }),
         "ttRPC server started" => Some(Words::ServerStarted),
         "created container!" => Some(Words::Created),
         "got uevent message" => bound(get("event")?).map(Words::Bound),
         _ => {
-            let id = get("cid").filter(|_| get("module") == Some("rustjail")).map(name)?;
-            Some(if msg == "container started" { Words::Started { id } } else { Words::Making { id } })
+            let id = get("cid")
+                .filter(|_| get("module") == Some("rustjail"))
+                .map(name)?;
+            Some(if msg == "container started" {
+                Words::Started { id }
+            } else {
+                Words::Making { id }
+            })
         }
     }
 }
@@ -143,7 +164,9 @@ fn cut(text: &str) -> String {
 
 /// Text of an error, without the addresses of its stack.
 fn error(text: &str) -> String {
-    cut(text.split_once("\n\nStack backtrace:").map_or(text, |(error, _)| error))
+    cut(text
+        .split_once("\n\nStack backtrace:")
+        .map_or(text, |(error, _)| error))
 }
 
 fn name(text: &str) -> String {
@@ -153,7 +176,11 @@ fn name(text: &str) -> String {
 /// Name of an id without a name: hashes are shortened.
 pub fn short(id: &str) -> &str {
     let hash = id.len() == 64 && id.bytes().all(|b| b.is_ascii_hexdigit());
-    if hash { id.get(..SHORT_ID).unwrap_or(id) } else { id }
+    if hash {
+        id.get(..SHORT_ID).unwrap_or(id)
+    } else {
+        id
+    }
 }
 
 /// PCI function of a `bind` uevent: `Uevent { action: "bind", devpath: "/devices/../0000:02:00.0",
@@ -181,8 +208,12 @@ pub fn realtime_ns(text: &str) -> Option<i64> {
                 _ => return None,
             };
             let (hours, minutes) = offset.get(1..)?.split_once(':')?;
-            let number = |text: &str, max: i64| text.parse::<i64>().ok().filter(|n| (0..=max).contains(n));
-            (clock, sign * (number(hours, 23)? * 3600 + number(minutes, 59)? * 60))
+            let number =
+                |text: &str, max: i64| text.parse::<i64>().ok().filter(|n| (0..=max).contains(n));
+            (
+                clock,
+                sign * (number(hours, 23)? * 3600 + number(minutes, 59)? * 60),
+            )
         }
     };
     let time = humantime::parse_rfc3339(&format!("{clock}Z")).ok()?;
@@ -193,7 +224,9 @@ pub fn realtime_ns(text: &str) -> Option<i64> {
 /// Devices that an error names: `"unresolvable CDI devices nvidia.com/gpu=2, nvidia.com/gpu=0"`;
 /// empty if there are none.
 pub fn devices_of(error: &str) -> Vec<&str> {
-    let words = error.split([' ', '"', '\\', ',', '[', ']']).filter(|word| word.contains('=') && word.contains('/'));
+    let words = error
+        .split([' ', '"', '\\', ',', '[', ']'])
+        .filter(|word| word.contains('=') && word.contains('/'));
     let mut devices: Vec<&str> = words.take(32).collect();
     devices.sort_unstable();
     devices.dedup();
@@ -203,11 +236,29 @@ pub fn devices_of(error: &str) -> Vec<&str> {
 /// A container by its OCI spec in `Debug` form.
 fn spec_of(debug: &str) -> Spec {
     let fields = Fields::of(debug);
-    let annotation = |key: &str| fields.annotations.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str());
-    let last = |path: &str| path.rsplit(['/', ':']).next().filter(|part| !part.is_empty()).map(name);
-    let root = fields.root.as_deref().map(|root| root.strip_suffix("/rootfs").unwrap_or(root));
-    let id = annotation("io.katacontainers.pkg.oci.bundle_path").or(fields.cgroup.as_deref()).or(root).and_then(last);
-    let called = annotation("io.kubernetes.cri.container-name").or(annotation("io.kubernetes.container.name"));
+    let annotation = |key: &str| {
+        fields
+            .annotations
+            .iter()
+            .find(|(k, _)| k == key)
+            .map(|(_, v)| v.as_str())
+    };
+    let last = |path: &str| {
+        path.rsplit(['/', ':'])
+            .next()
+            .filter(|part| !part.is_empty())
+            .map(name)
+    };
+    let root = fields
+        .root
+        .as_deref()
+        .map(|root| root.strip_suffix("/rootfs").unwrap_or(root));
+    let id = annotation("io.katacontainers.pkg.oci.bundle_path")
+        .or(fields.cgroup.as_deref())
+        .or(root)
+        .and_then(last);
+    let called = annotation("io.kubernetes.cri.container-name")
+        .or(annotation("io.kubernetes.container.name"));
     let pause = annotation("io.katacontainers.pkg.oci.container_type") == Some("pod_sandbox")
         || annotation("io.kubernetes.cri.container-type") == Some("sandbox");
     let mut devices: Vec<(&str, &str)> = Vec::new();
@@ -220,11 +271,24 @@ fn spec_of(debug: &str) -> Spec {
     devices.sort_unstable();
     // From 4.1 on a container may also request devices by its environment, if the agent's
     // configuration permits.
-    let visible = fields.visible.as_deref().filter(|value| !["", "none", "void"].contains(value));
-    let devices = devices.iter().map(|(_, value)| *value).chain(visible).collect::<Vec<_>>().join(",");
+    let visible = fields
+        .visible
+        .as_deref()
+        .filter(|value| !["", "none", "void"].contains(value));
+    let devices = devices
+        .iter()
+        .map(|(_, value)| *value)
+        .chain(visible)
+        .collect::<Vec<_>>()
+        .join(",");
     // The agent injects nothing into a pause container, whatever its annotations are.
     let devices = if pause { String::new() } else { cut(&devices) };
-    Spec { id, name: called.filter(|n| !n.is_empty()).map(name), devices, pause }
+    Spec {
+        id,
+        name: called.filter(|n| !n.is_empty()).map(name),
+        devices,
+        pause,
+    }
 }
 
 /// Limit of annotations kept of one spec.
@@ -262,19 +326,30 @@ impl Fields {
                 }
                 Token::Key(word) => key = word,
                 Token::Text(text) => {
-                    let field = path.iter().rev().find(|key| !key.is_empty()).copied().unwrap_or("");
+                    let field = path
+                        .iter()
+                        .rev()
+                        .find(|key| !key.is_empty())
+                        .copied()
+                        .unwrap_or("");
                     match (field, key) {
                         ("annotations", _) => match pair.take() {
                             None => pair = Some(text),
-                            Some(name) if fields.annotations.len() < MAX_ANNOTATIONS => fields.annotations.push((name, text)),
+                            Some(name) if fields.annotations.len() < MAX_ANNOTATIONS => {
+                                fields.annotations.push((name, text))
+                            }
                             Some(_) => {}
                         },
                         ("env", _) => {
-                            let value = text.strip_prefix("VISIBLE_CDI_DEVICES=").map(str::to_string);
+                            let value = text
+                                .strip_prefix("VISIBLE_CDI_DEVICES=")
+                                .map(str::to_string);
                             fields.visible = fields.visible.or(value);
                         }
                         ("root", "path") => fields.root = fields.root.or(Some(text)),
-                        ("linux" | "cgroups_path", _) if key == "cgroups_path" || field == "cgroups_path" => {
+                        ("linux" | "cgroups_path", _)
+                            if key == "cgroups_path" || field == "cgroups_path" =>
+                        {
                             fields.cgroup = fields.cgroup.or(Some(text));
                         }
                         _ => {}
@@ -307,7 +382,9 @@ struct Tokens<'a>(&'a str);
 impl<'a> Tokens<'a> {
     fn next(&mut self) -> Option<Token<'a>> {
         loop {
-            let at = self.0.find(|c: char| matches!(c, '{' | '[' | '(' | '}' | ']' | ')' | '"') || c.is_ascii_lowercase())?;
+            let at = self.0.find(|c: char| {
+                matches!(c, '{' | '[' | '(' | '}' | ']' | ')' | '"') || c.is_ascii_lowercase()
+            })?;
             let rest = self.0.get(at..)?;
             let first = rest.chars().next()?;
             self.0 = rest.get(first.len_utf8()..)?;
@@ -316,7 +393,9 @@ impl<'a> Tokens<'a> {
                 '}' | ']' | ')' => return Some(Token::Close),
                 '"' => return self.literal().map(Token::Text),
                 _ => {
-                    let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).unwrap_or(rest.len());
+                    let end = rest
+                        .find(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
+                        .unwrap_or(rest.len());
                     self.0 = rest.get(end..)?;
                     if self.0.starts_with(": ") {
                         return rest.get(..end).map(Token::Key);
@@ -368,31 +447,89 @@ mod tests {
     #[test]
     fn the_agents_texts_are_recognised() {
         let announce = r#","agent-version":"4.1.0""#;
-        assert_eq!(read(&line("announce", announce)), Ok(Words::Announce { version: "4.1.0".into() }));
-        assert_eq!(read(&line("ttRPC server started", r#","address":"vsock://-1:1024""#)), Ok(Words::ServerStarted));
+        assert_eq!(
+            read(&line("announce", announce)),
+            Ok(Words::Announce {
+                version: "4.1.0".into()
+            })
+        );
+        assert_eq!(
+            read(&line(
+                "ttRPC server started",
+                r#","address":"vsock://-1:1024""#
+            )),
+            Ok(Words::ServerStarted)
+        );
         let wait = r#"waiting for CDI spec(s) to be generated (5 of 100 max tries) \"unresolvable CDI devices nvidia.com/gpu=2\""#;
         let error = "\"unresolvable CDI devices nvidia.com/gpu=2\"".to_string();
         assert_eq!(devices_of(&error), ["nvidia.com/gpu=2"]);
-        assert_eq!(read(&line(wait, "")), Ok(Words::Waiting { attempt: 5, of: 100, error }));
+        assert_eq!(
+            read(&line(wait, "")),
+            Ok(Words::Waiting {
+                attempt: 5,
+                of: 100,
+                error
+            })
+        );
         let call = line(r#"rpc call from shim to agent: \"create_sandbox\""#, "");
-        assert_eq!(read(&call), Ok(Words::Rpc { call: "create_sandbox".into() }));
+        assert_eq!(
+            read(&call),
+            Ok(Words::Rpc {
+                call: "create_sandbox".into()
+            })
+        );
         let uevent = r#","event":"Uevent { action: \"bind\", devpath: \"/devices/pci0000:00/0000:00:05.0/0000:02:00.0\", devname: \"\", subsystem: \"pci\", seqnum: \"1381\", interface: \"\" }""#;
-        assert_eq!(read(&line("got uevent message", uevent)), Ok(Words::Bound("0000:02:00.0".parse().unwrap())));
-        assert_eq!(read(&line("got uevent message", &uevent.replace("bind", "add"))), Err(Nothing::Detail));
-        assert_eq!(read(&line("got uevent message", &uevent.replace("pci\\\"", "memory\\\""))), Err(Nothing::Detail));
-        assert_eq!(read(&line("policy check: StatsContainerRequest", "")), Err(Nothing::Detail));
-        let failed = line(r"failed to start container: no such file\n\nStack backtrace:\n   0: <unknown>", "");
-        assert_eq!(read(&failed), Ok(Words::StartFailed { error: "no such file".into() }));
+        assert_eq!(
+            read(&line("got uevent message", uevent)),
+            Ok(Words::Bound("0000:02:00.0".parse().unwrap()))
+        );
+        assert_eq!(
+            read(&line("got uevent message", &uevent.replace("bind", "add"))),
+            Err(Nothing::Detail)
+        );
+        assert_eq!(
+            read(&line(
+                "got uevent message",
+                &uevent.replace("pci\\\"", "memory\\\"")
+            )),
+            Err(Nothing::Detail)
+        );
+        assert_eq!(
+            read(&line("policy check: StatsContainerRequest", "")),
+            Err(Nothing::Detail)
+        );
+        let failed = line(
+            r"failed to start container: no such file\n\nStack backtrace:\n   0: <unknown>",
+            "",
+        );
+        assert_eq!(
+            read(&failed),
+            Ok(Words::StartFailed {
+                error: "no such file".into()
+            })
+        );
         let of = r#","module":"rustjail","cid":"a1""#;
-        assert_eq!(read(&line("container started", of)), Ok(Words::Started { id: "a1".into() }));
-        assert_eq!(read(&line("create process completed", of)), Ok(Words::Making { id: "a1".into() }));
-        assert_eq!(read(&line("announce", announce).replace("kata-agent", "other")), Err(Nothing::OtherProgram));
+        assert_eq!(
+            read(&line("container started", of)),
+            Ok(Words::Started { id: "a1".into() })
+        );
+        assert_eq!(
+            read(&line("create process completed", of)),
+            Ok(Words::Making { id: "a1".into() })
+        );
+        assert_eq!(
+            read(&line("announce", announce).replace("kata-agent", "other")),
+            Err(Nothing::OtherProgram)
+        );
     }
 
     #[test]
     fn a_containers_name_is_from_its_spec_not_its_owner() {
-        let annotations =
-            |more: &str| format!(r#"annotations: Some({{"cdi.k8s.io/b": "nvidia.com/gpu=1", "cdi.k8s.io/a": "nvidia.com/gpu=0"{more}}})"#);
+        let annotations = |more: &str| {
+            format!(
+                r#"annotations: Some({{"cdi.k8s.io/b": "nvidia.com/gpu=1", "cdi.k8s.io/a": "nvidia.com/gpu=0"{more}}})"#
+            )
+        };
         let spec = |more: &str| {
             format!(
                 r#"Spec {{ version: "1.2.0", root: Some(Root {{ path: "/run/kata-containers/a1/rootfs", readonly: Some(false) }}), process: Some(Process {{ args: Some(["annotations: Some({{\"cdi.k8s.io/x\": \"nvidia.com/gpu=9\"}})"]) }}), {}, linux: None }}"#,
@@ -400,40 +537,79 @@ mod tests {
             )
         };
         let devices = "nvidia.com/gpu=0,nvidia.com/gpu=1".to_string();
-        let plain = Spec { id: Some("a1".into()), name: None, devices, pause: false };
+        let plain = Spec {
+            id: Some("a1".into()),
+            name: None,
+            devices,
+            pause: false,
+        };
         assert_eq!(spec_of(&spec("")), plain);
-        let called = spec(r#", "io.kubernetes.cri.container-name": "one", "io.katacontainers.pkg.oci.bundle_path": "/run/x/b2""#);
-        assert_eq!(spec_of(&called), Spec { id: Some("b2".into()), name: Some("one".into()), ..plain.clone() });
+        let called = spec(
+            r#", "io.kubernetes.cri.container-name": "one", "io.katacontainers.pkg.oci.bundle_path": "/run/x/b2""#,
+        );
+        assert_eq!(
+            spec_of(&called),
+            Spec {
+                id: Some("b2".into()),
+                name: Some("one".into()),
+                ..plain.clone()
+            }
+        );
         let pause = spec(r#", "io.kubernetes.cri.container-type": "sandbox""#);
-        assert_eq!(spec_of(&pause), Spec { devices: String::new(), pause: true, ..plain.clone() });
+        assert_eq!(
+            spec_of(&pause),
+            Spec {
+                devices: String::new(),
+                pause: true,
+                ..plain.clone()
+            }
+        );
         let env = |value: &str| {
             format!(
                 r#"Spec {{ process: Some(Process {{ args: Some(["VISIBLE_CDI_DEVICES=no"]), env: Some(["A=VISIBLE_CDI_DEVICES=no", "VISIBLE_CDI_DEVICES={value}"]) }}) }}"#
             )
         };
-        assert_eq!(spec_of(&env("nvidia.com/gpu=3")).devices, "nvidia.com/gpu=3");
+        assert_eq!(
+            spec_of(&env("nvidia.com/gpu=3")).devices,
+            "nvidia.com/gpu=3"
+        );
         assert_eq!(spec_of(&env("none")).devices, "");
         // Spec as printed by agents before 3.9, with a cgroup of systemd.
         let old = r#"Spec { version: "1.0", root: None, annotations: {"cdi.k8s.io/a": "nvidia.com/gpu=all"}, linux: Some(Linux { cgroups_path: "kubepods.slice:cri-containerd:c3" }) }"#;
-        assert_eq!(spec_of(old), Spec { id: Some("c3".into()), devices: "nvidia.com/gpu=all".into(), ..Spec::default() });
+        assert_eq!(
+            spec_of(old),
+            Spec {
+                id: Some("c3".into()),
+                devices: "nvidia.com/gpu=all".into(),
+                ..Spec::default()
+            }
+        );
     }
 
     #[test]
     fn every_cut_of_a_spec_is_read_and_brackets_have_a_limit() {
-        let spec =
-            r#"Spec { root: Some(Root { path: "/a/b\u{202e}\"/rootfs" }), annotations: Some({"cdi.k8s.io/a": "nvidia.com/gpu=0"}) }"#;
+        let spec = r#"Spec { root: Some(Root { path: "/a/b\u{202e}\"/rootfs" }), annotations: Some({"cdi.k8s.io/a": "nvidia.com/gpu=0"}) }"#;
         for end in 0..=spec.len() {
             let _any = spec_of(&spec[..end]);
         }
-        assert_eq!(spec_of(&spec.replace("/rootfs", "")).id.as_deref(), Some("b\\u{fffd}{202e}\""));
+        assert_eq!(
+            spec_of(&spec.replace("/rootfs", "")).id.as_deref(),
+            Some("b\\u{fffd}{202e}\"")
+        );
         assert_eq!(spec_of(&"{[(".repeat(100_000)), Spec::default());
     }
 
     #[test]
     fn texts_cannot_drive_a_terminal_and_are_cut() {
-        let hostile = line("failed to start container: a\\u001b[2J\\u202eERR", "").replace("ERR", &"x".repeat(10_000));
-        let Ok(Words::StartFailed { error }) = read(&hostile) else { panic!("not found") };
-        assert!(error.starts_with("a\\x1b[2J\\u{202e}x") && error.len() < 2 * MAX_VALUE, "{error}");
+        let hostile = line("failed to start container: a\\u001b[2J\\u202eERR", "")
+            .replace("ERR", &"x".repeat(10_000));
+        let Ok(Words::StartFailed { error }) = read(&hostile) else {
+            panic!("not found")
+        };
+        assert!(
+            error.starts_with("a\\x1b[2J\\u{202e}x") && error.len() < 2 * MAX_VALUE,
+            "{error}"
+        );
     }
 
     #[test]

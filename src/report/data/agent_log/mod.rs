@@ -50,7 +50,9 @@ impl AgentLog {
     pub fn line(&mut self, line: &[u8], mut each: impl FnMut(AgentLine)) {
         let Self { torn, containers } = self;
         torn.line(line, MAX_CONSOLE_LINE, |line| {
-            let Some(Ok(line)) = line::object(line).map(|object| line::parse(&object)) else { return };
+            let Some(Ok(line)) = line::object(line).map(|object| line::parse(&object)) else {
+                return;
+            };
             containers.take(&line, |realtime_ns, event| {
                 if let Some(realtime_ns) = realtime_ns {
                     each(AgentLine { realtime_ns, event });
@@ -60,7 +62,11 @@ impl AgentLog {
     }
 
     /// Parses the object of the next whole line. Fails for lines unrelated to the boot.
-    pub fn object(&mut self, object: &Map<String, Value>, mut each: impl FnMut(Option<i64>, AgentEvent)) -> Result<(), Nothing> {
+    pub fn object(
+        &mut self,
+        object: &Map<String, Value>,
+        mut each: impl FnMut(Option<i64>, AgentEvent),
+    ) -> Result<(), Nothing> {
         self.containers.take(&line::parse(object)?, &mut each);
         Ok(())
     }
@@ -75,16 +81,27 @@ const WHOSE: &str = "it is containerd's log, and the boot's file does not name i
 /// one.
 pub fn of_boot(boot: &Path, sandbox: Option<&str>, named: Option<&Path>) -> Result<Vec<AgentLine>> {
     let beside = boot.with_extension(EXTENSION);
-    let Some(log) = named.or_else(|| beside.is_file().then_some(beside.as_path())) else { return Ok(Vec::new()) };
+    let Some(log) = named.or_else(|| beside.is_file().then_some(beside.as_path())) else {
+        return Ok(Vec::new());
+    };
     let file = File::open(log).with_context(|| format!("open console log {}", log.display()))?;
     // The file beside it is the guest's own console, with any content.
-    let lines = if named.is_some() { read_either(file, sandbox) } else { read(file) };
+    let lines = if named.is_some() {
+        read_either(file, sandbox)
+    } else {
+        read(file)
+    };
     lines.with_context(|| format!("read {}", log.display()))
 }
 
 /// Whether lines may have been left out at the limits.
 pub fn is_full(lines: &[AgentLine]) -> bool {
-    lines.len() >= MAX_AGENT_LINES || lines.iter().map(|line| line.event.text_bytes()).sum::<usize>() >= MAX_AGENT_TEXT
+    lines.len() >= MAX_AGENT_LINES
+        || lines
+            .iter()
+            .map(|line| line.event.text_bytes())
+            .sum::<usize>()
+            >= MAX_AGENT_TEXT
 }
 
 /// The agent's lines in a console log, up to the limits.
@@ -104,11 +121,18 @@ fn read_either(from: impl Read, sandbox: Option<&str>) -> io::Result<Vec<AgentLi
             Some(_) => is_anybodys |= sandbox.is_none(),
         }
     })?;
-    if found.is_empty() && is_anybodys { Err(io::Error::other(WHOSE)) } else { Ok(found) }
+    if found.is_empty() && is_anybodys {
+        Err(io::Error::other(WHOSE))
+    } else {
+        Ok(found)
+    }
 }
 
 /// `each` passes on the part of a log line that is a line of the guest's console.
-fn read_lines(mut from: impl Read, mut each: impl FnMut(&[u8], &mut dyn FnMut(&[u8]))) -> io::Result<Vec<AgentLine>> {
+fn read_lines(
+    mut from: impl Read,
+    mut each: impl FnMut(&[u8], &mut dyn FnMut(&[u8])),
+) -> io::Result<Vec<AgentLine>> {
     let mut lines = Lines::new(MAX_CONSOLE_LINE);
     let mut found: Vec<AgentLine> = Vec::new();
     let mut text = 0;
@@ -143,14 +167,21 @@ mod tests {
     /// Events of a real agent's console, with seconds since its first line. The lines are
     /// unchanged, but not complete.
     fn recorded(name: &str) -> String {
-        let file = File::open(tests_dir(&format!("fixtures/agent/kata-agent-{name}.console"))).unwrap();
+        let file = File::open(tests_dir(&format!(
+            "fixtures/agent/kata-agent-{name}.console"
+        )))
+        .unwrap();
         let lines = read(file).unwrap();
         let first = lines.first().map_or(0, |line| line.realtime_ns);
         let mut tracker = Tracker::default();
         let mut out = String::new();
         for line in &lines {
             let row = tracker.agent_row(&line.event, 0, false);
-            out.push_str(&format!("{:7.3}  {}\n", (line.realtime_ns - first) as f64 / 1e9, row.what));
+            out.push_str(&format!(
+                "{:7.3}  {}\n",
+                (line.realtime_ns - first) as f64 / 1e9,
+                row.what
+            ));
         }
         out
     }
@@ -167,9 +198,16 @@ mod tests {
         let mut events = Vec::new();
         for (nth, msg) in lines.iter().enumerate() {
             let (msg, more) = msg.split_once(" | ").unwrap_or((msg, ""));
-            let cid = if more.is_empty() { String::new() } else { format!(r#","module":"rustjail","cid":"{more}""#) };
+            let cid = if more.is_empty() {
+                String::new()
+            } else {
+                format!(r#","module":"rustjail","cid":"{more}""#)
+            };
             let ts = format!("2026-01-02T03:04:{nth:02}.000000000Z");
-            let text = format!(r#"{{"msg":{},"level":"INFO","ts":"{ts}","name":"kata-agent"{cid}}}"#, Value::from(msg));
+            let text = format!(
+                r#"{{"msg":{},"level":"INFO","ts":"{ts}","name":"kata-agent"{cid}}}"#,
+                Value::from(msg)
+            );
             log.line(text.as_bytes(), |line| events.push(line.event));
         }
         events
@@ -179,7 +217,12 @@ mod tests {
     const CREATED: &str = "created container!";
 
     fn created(container: &str, devices: &str, tries: Option<u64>) -> AgentEvent {
-        AgentEvent::ContainerCreated { container: container.into(), devices: devices.into(), tries, pause: false }
+        AgentEvent::ContainerCreated {
+            container: container.into(),
+            devices: devices.into(),
+            tries,
+            pause: false,
+        }
     }
 
     #[test]
@@ -194,7 +237,9 @@ mod tests {
                 "all devices injected successfully, modified CDI container spec: Spec {{ root: Some(Root {{ path: \"/x/{id}/rootfs\" }}) }}"
             )
         };
-        let wait = |nth: u32, error: &str| format!("waiting for CDI spec(s) to be generated ({nth} of 9 max tries) {error}");
+        let wait = |nth: u32, error: &str| {
+            format!("waiting for CDI spec(s) to be generated ({nth} of 9 max tries) {error}")
+        };
         let lines = [
             CREATE.to_string(),
             CREATE.to_string(),
@@ -215,43 +260,99 @@ mod tests {
         let tries: Vec<(&str, u64)> = events
             .iter()
             .filter_map(|event| match event {
-                AgentEvent::CdiTryFailed { container, attempt, .. } => Some((container.as_str(), *attempt)),
+                AgentEvent::CdiTryFailed {
+                    container, attempt, ..
+                } => Some((container.as_str(), *attempt)),
                 _ => None,
             })
             .collect();
         assert_eq!(tries, [("a", 1), ("b", 1), ("b", 2), ("b", 3)]);
-        assert!(events.contains(&created("a", "k/d=0", Some(2))), "{events:?}");
-        let failed = AgentEvent::ContainerFailed { container: "b".into(), devices: "k/d=1".into(), tries: Some(4), error: "no".into() };
+        assert!(
+            events.contains(&created("a", "k/d=0", Some(2))),
+            "{events:?}"
+        );
+        let failed = AgentEvent::ContainerFailed {
+            container: "b".into(),
+            devices: "k/d=1".into(),
+            tries: Some(4),
+            error: "no".into(),
+        };
         assert_eq!(events.last(), Some(&failed));
     }
 
     #[test]
     fn without_a_spec_a_container_has_a_number_and_unknown_devices() {
-        let events =
-            said(&[CREATE, CREATED, CREATE, "enter container.start! | c", CREATED, "enter container.start! | c", "container started | c"]);
+        let events = said(&[
+            CREATE,
+            CREATED,
+            CREATE,
+            "enter container.start! | c",
+            CREATED,
+            "enter container.start! | c",
+            "container started | c",
+        ]);
         assert_eq!(events[1], created("#1", UNKNOWN, None));
         assert_eq!(events[3], created("c", UNKNOWN, None));
-        assert_eq!(events[4..], [AgentEvent::ContainerStarted { container: "c".into() }]);
+        assert_eq!(
+            events[4..],
+            [AgentEvent::ContainerStarted {
+                container: "c".into()
+            }]
+        );
     }
 
     #[test]
     fn an_agent_out_of_tries_has_given_up_even_if_it_logs_nothing() {
         let wait = "waiting for CDI spec(s) to be generated (2 of 2 max tries) \"unresolvable CDI devices k/d=1\"";
         let events = said(&[CREATE, wait]);
-        let Some(AgentEvent::ContainerFailed { container, devices, tries, error }) = events.last() else { panic!("{events:?}") };
-        assert_eq!((container.as_str(), devices.as_str(), *tries), ("#1", "k/d=1", Some(3)));
-        assert_eq!(error, "failed to inject devices after CDI timeout of 2 seconds");
+        let Some(AgentEvent::ContainerFailed {
+            container,
+            devices,
+            tries,
+            error,
+        }) = events.last()
+        else {
+            panic!("{events:?}")
+        };
+        assert_eq!(
+            (container.as_str(), devices.as_str(), *tries),
+            ("#1", "k/d=1", Some(3))
+        );
+        assert_eq!(
+            error,
+            "failed to inject devices after CDI timeout of 2 seconds"
+        );
     }
 
     #[test]
     fn other_lines_and_other_programs_give_no_event() {
-        let ready = r#"{"msg":"ttRPC server started","ts":"2026-01-02T03:04:05.5Z","name":"kata-agent"}"#;
+        let ready =
+            r#"{"msg":"ttRPC server started","ts":"2026-01-02T03:04:05.5Z","name":"kata-agent"}"#;
         let lines = |text: &str| read(text.as_bytes()).unwrap().len();
-        assert_eq!((lines(&format!("{ready}\n")), lines(&format!("[    1.234567] nvidia: hello {ready}\r\n"))), (1, 1));
-        for text in ["", "{", "}{", "[ 0.1] Linux version", "{\"msg\":1}", &ready[..60]] {
+        assert_eq!(
+            (
+                lines(&format!("{ready}\n")),
+                lines(&format!("[    1.234567] nvidia: hello {ready}\r\n"))
+            ),
+            (1, 1)
+        );
+        for text in [
+            "",
+            "{",
+            "}{",
+            "[ 0.1] Linux version",
+            "{\"msg\":1}",
+            &ready[..60],
+        ] {
             assert_eq!(lines(&format!("{text}\n")), 0, "{text}");
         }
-        assert_eq!(lines(&format!("{}\n", ready.replace("kata-agent", "other"))), 0);
-        assert_eq!(lines(&format!("{}\n", ready.replace("2026-01", "2026-99"))), 0);
+        assert_eq!(
+            lines(&format!("{}\n", ready.replace("kata-agent", "other"))),
+            0
+        );
+        assert_eq!(
+            lines(&format!("{}\n", ready.replace("2026-01", "2026-99"))),
+            0
+        );
     }
 }

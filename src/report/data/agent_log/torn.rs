@@ -36,8 +36,11 @@ impl Torn {
                 self.begun.clear();
             }
         }
-        let start = memchr::memmem::find(line, START).filter(|at| line.get(*at..).is_some_and(|text| !is_object(text)));
-        let Some((before, text)) = start.and_then(|at| line.split_at_checked(at)) else { return each(line) };
+        let start = memchr::memmem::find(line, START)
+            .filter(|at| line.get(*at..).is_some_and(|text| !is_object(text)));
+        let Some((before, text)) = start.and_then(|at| line.split_at_checked(at)) else {
+            return each(line);
+        };
         let (head, other) = text.split_at(tear(text).unwrap_or(text.len()));
         if !before.trim_ascii().is_empty() {
             each(before);
@@ -51,7 +54,10 @@ impl Torn {
 
     /// Whether this line is the rest, or the next piece, of the unfinished one.
     fn goes_on(&mut self, line: &[u8], most: usize, each: &mut impl FnMut(&[u8])) -> bool {
-        if line.starts_with(START) || stamp(line) == Some(0) || self.begun.len().saturating_add(line.len()) > most {
+        if line.starts_with(START)
+            || stamp(line) == Some(0)
+            || self.begun.len().saturating_add(line.len()) > most
+        {
             return false;
         }
         if self.between >= MAX_BETWEEN {
@@ -65,7 +71,12 @@ impl Torn {
             return true;
         }
         self.begun.truncate(piece);
-        let Some((head, other)) = tear(line).filter(|at| *at > 0).and_then(|at| line.split_at_checked(at)) else { return false };
+        let Some((head, other)) = tear(line)
+            .filter(|at| *at > 0)
+            .and_then(|at| line.split_at_checked(at))
+        else {
+            return false;
+        };
         self.begun.extend_from_slice(head);
         self.between += 1;
         each(other);
@@ -81,19 +92,30 @@ fn is_object(text: &[u8]) -> bool {
 /// Position of a foreign line in the middle of this one: a whole object, or the kernel's stamp.
 fn tear(line: &[u8]) -> Option<usize> {
     let objects = memchr::memmem::rfind_iter(line, b"{\"").take(MAX_PLACES);
-    let object = objects.filter(|at| *at > 0).find(|at| line.get(*at..).is_some_and(is_object));
+    let object = objects
+        .filter(|at| *at > 0)
+        .find(|at| line.get(*at..).is_some_and(is_object));
     object.or_else(|| stamp(line))
 }
 
 /// Position of a kernel stamp: `[    9.020341] `.
 fn stamp(line: &[u8]) -> Option<usize> {
-    memchr::memchr_iter(b'[', line).take(MAX_PLACES * MAX_PLACES).find(|at| {
-        let text = line.get(at + 1..).unwrap_or_default().trim_ascii_start();
-        let digits = |text: &[u8]| text.iter().take_while(|b| b.is_ascii_digit()).count();
-        let seconds = digits(text);
-        let Some(fraction) = text.get(seconds..).and_then(|rest| rest.strip_prefix(b".")) else { return false };
-        seconds > 0 && digits(fraction) == 6 && fraction.get(6..).is_some_and(|rest| rest.starts_with(b"] "))
-    })
+    memchr::memchr_iter(b'[', line)
+        .take(MAX_PLACES * MAX_PLACES)
+        .find(|at| {
+            let text = line.get(at + 1..).unwrap_or_default().trim_ascii_start();
+            let digits = |text: &[u8]| text.iter().take_while(|b| b.is_ascii_digit()).count();
+            let seconds = digits(text);
+            let Some(fraction) = text.get(seconds..).and_then(|rest| rest.strip_prefix(b"."))
+            else {
+                return false;
+            };
+            seconds > 0
+                && digits(fraction) == 6
+                && fraction
+                    .get(6..)
+                    .is_some_and(|rest| rest.starts_with(b"] "))
+        })
 }
 
 #[cfg(test)]
@@ -104,7 +126,9 @@ mod tests {
         let mut torn = Torn::default();
         let mut out = Vec::new();
         for line in text.split('\n') {
-            torn.line(line.as_bytes(), 1 << 16, |line| out.push(String::from_utf8_lossy(line).into_owned()));
+            torn.line(line.as_bytes(), 1 << 16, |line| {
+                out.push(String::from_utf8_lossy(line).into_owned())
+            });
         }
         out
     }
@@ -117,19 +141,38 @@ mod tests {
         for at in START.len()..agent.len() {
             let (head, rest) = agent.split_at(at);
             for other in [init, kernel] {
-                assert_eq!(whole(&format!("{head}{other}\r\n{rest}\r\nlast")), [other, agent, "last"], "torn at {at}");
+                assert_eq!(
+                    whole(&format!("{head}{other}\r\n{rest}\r\nlast")),
+                    [other, agent, "last"],
+                    "torn at {at}"
+                );
             }
             let between = format!("{head}{kernel}\n{init}\n{rest}\nlast");
-            assert_eq!(whole(&between), [kernel, init, agent, "last"], "torn at {at}");
+            assert_eq!(
+                whole(&between),
+                [kernel, init, agent, "last"],
+                "torn at {at}"
+            );
         }
         let (head, rest) = agent.split_at(20);
         let (middle, end) = rest.split_at(10);
-        assert_eq!(whole(&format!("{head}{init}\n{middle}{kernel}\n{end}")), [init, kernel, agent], "torn twice");
+        assert_eq!(
+            whole(&format!("{head}{init}\n{middle}{kernel}\n{end}")),
+            [init, kernel, agent],
+            "torn twice"
+        );
     }
 
     #[test]
     fn whole_lines_and_foreign_ones_stay_unchanged() {
-        let lines = ["", "{", "}{", "hardware: ready", r#"[ 1.000000] x {"msg":"a"}"#, r#"{"msg":"a [    9.020341] b"}"#];
+        let lines = [
+            "",
+            "{",
+            "}{",
+            "hardware: ready",
+            r#"[ 1.000000] x {"msg":"a"}"#,
+            r#"{"msg":"a [    9.020341] b"}"#,
+        ];
         assert_eq!(whole(&lines.join("\n")), lines);
     }
 

@@ -31,15 +31,33 @@ impl Look {
     /// Look from the environment: NO_COLOR, TERM, and the locale's character set.
     pub fn of_environment(colour: bool) -> Self {
         let set = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
-        let locale = set("LC_ALL").or_else(|| set("LC_CTYPE")).or_else(|| set("LANG")).unwrap_or_default().to_lowercase();
-        Self { colour, unicode: locale.contains("utf-8") || locale.contains("utf8") }
+        let locale = set("LC_ALL")
+            .or_else(|| set("LC_CTYPE"))
+            .or_else(|| set("LANG"))
+            .unwrap_or_default()
+            .to_lowercase();
+        Self {
+            colour,
+            unicode: locale.contains("utf-8") || locale.contains("utf8"),
+        }
     }
 
     fn bar(self, colour: &str) -> ProgressStyle {
-        let (cells, paint) = (CELLS, if self.colour { format!(".{colour}") } else { String::new() });
-        let style = ProgressStyle::with_template(&format!("{{prefix}} {{bar:{cells}{paint}}} {{wide_msg}}"));
+        let (cells, paint) = (
+            CELLS,
+            if self.colour {
+                format!(".{colour}")
+            } else {
+                String::new()
+            },
+        );
+        let style = ProgressStyle::with_template(&format!(
+            "{{prefix}} {{bar:{cells}{paint}}} {{wide_msg}}"
+        ));
         // The templates are constants of this file, all used in its tests.
-        style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars(if self.unicode { "━╸ " } else { "#> " })
+        style
+            .unwrap_or_else(|_| ProgressStyle::default_bar())
+            .progress_chars(if self.unicode { "━╸ " } else { "#> " })
     }
 
     fn line(self) -> ProgressStyle {
@@ -61,7 +79,11 @@ struct BootBars {
 
 impl Bars {
     pub fn new(target: ProgressDrawTarget, look: Look) -> Self {
-        Self { multi: MultiProgress::with_draw_target(target), look, boots: BTreeMap::new() }
+        Self {
+            multi: MultiProgress::with_draw_target(target),
+            look,
+            boots: BTreeMap::new(),
+        }
     }
 
     /// Prints a line that stays, above all bars.
@@ -76,24 +98,41 @@ impl Bars {
         let bars = self.boots.entry(boot.to_string()).or_insert_with(|| {
             let head = multi.add(ProgressBar::new(1));
             head.set_style(look.line());
-            BootBars { head, gpus: BTreeMap::new() }
+            BootBars {
+                head,
+                gpus: BTreeMap::new(),
+            }
         });
         bars.head.set_message(head(boot, progress, now));
-        let width = progress.gpus().map(|gpu| name(gpu.address, gpu.index).len()).max().unwrap_or(0);
+        let width = progress
+            .gpus()
+            .map(|gpu| name(gpu.address, gpu.index).len())
+            .max()
+            .unwrap_or(0);
         for gpu in progress.gpus() {
             let address = &gpu.address;
             if !bars.gpus.contains_key(address) {
                 // In PCI order, regardless of the order of arrival.
-                let before = bars.gpus.range(..*address).next_back().map_or(&bars.head, |(_, (bar, _))| bar);
+                let before = bars
+                    .gpus
+                    .range(..*address)
+                    .next_back()
+                    .map_or(&bars.head, |(_, (bar, _))| bar);
                 let bar = multi.insert_after(before, ProgressBar::new(CELLS));
                 bars.gpus.insert(*address, (bar, ""));
             }
-            let Some((bar, shown)) = bars.gpus.get_mut(address) else { continue };
+            let Some((bar, shown)) = bars.gpus.get_mut(address) else {
+                continue;
+            };
             let colour = match gpu.now.state {
                 State::Ready => "green",
                 State::Failed | State::Removed => "red",
                 State::Waiting => "white",
-                State::Enabling | State::Enabled | State::Probing | State::Bound | State::Initialising => "cyan",
+                State::Enabling
+                | State::Enabled
+                | State::Probing
+                | State::Bound
+                | State::Initialising => "cyan",
             };
             if *shown != colour {
                 *shown = colour;
@@ -108,22 +147,34 @@ impl Bars {
     /// Shows the last picture of a boot; its bars stay.
     pub fn finish(&mut self, boot: &str, progress: &Progress, now: Instant) {
         self.update(boot, progress, now);
-        let Some(bars) = self.boots.remove(boot) else { return };
+        let Some(bars) = self.boots.remove(boot) else {
+            return;
+        };
         bars.head.abandon();
         bars.gpus.values().for_each(|(bar, _)| bar.abandon());
     }
 
     /// Removes a boot's bars, to make room for others.
     pub fn remove(&mut self, boot: &str) {
-        let Some(bars) = self.boots.remove(boot) else { return };
-        bars.gpus.values().for_each(|(bar, _)| bar.finish_and_clear());
+        let Some(bars) = self.boots.remove(boot) else {
+            return;
+        };
+        bars.gpus
+            .values()
+            .for_each(|(bar, _)| bar.finish_and_clear());
         bars.head.finish_and_clear();
     }
 }
 
 /// Start of a boot id, which suffices for all other commands.
 pub fn tag(boot: &str) -> String {
-    let start: String = boot.split('.').next().unwrap_or(boot).chars().take(TAG).collect();
+    let start: String = boot
+        .split('.')
+        .next()
+        .unwrap_or(boot)
+        .chars()
+        .take(TAG)
+        .collect();
     printable(&start)
 }
 
@@ -136,13 +187,20 @@ fn head(boot: &str, progress: &Progress, now: Instant) -> String {
     let mut words = vec![format!("boot {}", tag(boot))];
     words.extend(progress.sandbox.clone());
     words.push(tenths(progress.guest_ns(now)));
-    words.push(format!("{} of {} GPUs ready", progress.ready(), progress.gpus().count()));
+    words.push(format!(
+        "{} of {} GPUs ready",
+        progress.ready(),
+        progress.gpus().count()
+    ));
     if progress.failed() > 0 {
         words.push(format!("{} failed", progress.failed()));
     }
     let over = progress.outcome(now);
     if let (None, Some((what, since_ns))) = (&over, progress.beside()) {
-        words.push(format!("{what} for {}", tenths(progress.guest_ns(now).saturating_sub(since_ns))));
+        words.push(format!(
+            "{what} for {}",
+            tenths(progress.guest_ns(now).saturating_sub(since_ns))
+        ));
     }
     if let Some(Outcome::Failed(_)) = over {
         words.push("FAILED".to_string());
@@ -152,7 +210,11 @@ fn head(boot: &str, progress: &Progress, now: Instant) -> String {
 
 fn message(gpu: &Gpu, progress: &Progress, now: Instant) -> String {
     let (state, since_ns) = (gpu.now.state, gpu.now.since_ns);
-    let in_spec = if gpu.now.is_published { "  published" } else { "" };
+    let in_spec = if gpu.now.is_published {
+        "  published"
+    } else {
+        ""
+    };
     match state {
         State::Failed => match why(gpu).unwrap_or_default() {
             (step, reason) if step.is_empty() => format!("failed: {reason}"),
@@ -160,9 +222,17 @@ fn message(gpu: &Gpu, progress: &Progress, now: Instant) -> String {
         },
         State::Ready => format!("ready at {}{in_spec}", tenths(since_ns)),
         State::Removed => format!("removed at {}", tenths(since_ns)),
-        State::Waiting | State::Enabling | State::Enabled | State::Probing | State::Bound | State::Initialising => {
+        State::Waiting
+        | State::Enabling
+        | State::Enabled
+        | State::Probing
+        | State::Bound
+        | State::Initialising => {
             let passed = progress.guest_ns(now).saturating_sub(since_ns);
-            let others = progress.others_ns(state).map(|ns| format!("  others {}", tenths(ns))).unwrap_or_default();
+            let others = progress
+                .others_ns(state)
+                .map(|ns| format!("  others {}", tenths(ns)))
+                .unwrap_or_default();
             format!("{:12} {:>7}{in_spec}{others}", state.name(), tenths(passed))
         }
     }
@@ -174,8 +244,28 @@ mod tests {
 
     #[test]
     fn the_templates_are_templates() {
-        for (look, paint) in [(Look { colour: true, unicode: true }, ".cyan"), (Look { colour: false, unicode: false }, "")] {
-            assert!(ProgressStyle::with_template(&format!("{{prefix}} {{bar:{CELLS}{paint}}} {{wide_msg}}")).is_ok());
+        for (look, paint) in [
+            (
+                Look {
+                    colour: true,
+                    unicode: true,
+                },
+                ".cyan",
+            ),
+            (
+                Look {
+                    colour: false,
+                    unicode: false,
+                },
+                "",
+            ),
+        ] {
+            assert!(
+                ProgressStyle::with_template(&format!(
+                    "{{prefix}} {{bar:{CELLS}{paint}}} {{wide_msg}}"
+                ))
+                .is_ok()
+            );
             // Draws nothing, and must not panic because of its own characters.
             let bar = ProgressBar::with_draw_target(Some(CELLS), ProgressDrawTarget::hidden());
             bar.set_style(look.bar("cyan"));
@@ -187,7 +277,10 @@ mod tests {
 
     #[test]
     fn a_boot_is_called_by_the_start_of_its_id() {
-        assert_eq!(tag("70dbd104-1672-403e-a607-0f86be4a0ade.ndjson"), "70dbd104");
+        assert_eq!(
+            tag("70dbd104-1672-403e-a607-0f86be4a0ade.ndjson"),
+            "70dbd104"
+        );
         assert_eq!(tag("x\u{1b}.ndjson"), "x\\x1b");
         assert_eq!(tag(""), "");
     }

@@ -74,7 +74,10 @@ impl Progress {
                 HostEvent::Disconnected { .. } => self.gone = Some(at),
                 HostEvent::Clock(sample) => self.now(sample.boottime_ns, at),
                 HostEvent::Sandbox(sandbox) => {
-                    let name = sandbox.pod.as_ref().map_or_else(|| format!("sandbox {}", sandbox.id), |pod| format!("pod {pod}"));
+                    let name = sandbox.pod.as_ref().map_or_else(
+                        || format!("sandbox {}", sandbox.id),
+                        |pod| format!("pod {pod}"),
+                    );
                     self.sandbox = Some(printable_start(name.as_bytes(), 60));
                 }
                 HostEvent::Lost { .. }
@@ -112,12 +115,17 @@ impl Progress {
     fn record(&mut self, record: &Record) {
         match (record.kind, record.name.as_str()) {
             (Kind::Event, names::SETTLED) => {
-                let failed = record.fields.get("failed").and_then(Field::as_u64).unwrap_or(0);
+                let failed = record
+                    .fields
+                    .get("failed")
+                    .and_then(Field::as_u64)
+                    .unwrap_or(0);
                 self.settled.get_or_insert((record.boottime_ns, failed));
             }
             (Kind::Event, names::POWER_OFF) => {
                 let why = record.error.as_deref().unwrap_or("it does not say why");
-                self.power_off.get_or_insert(printable_start(why.as_bytes(), MAX_REASON));
+                self.power_off
+                    .get_or_insert(printable_start(why.as_bytes(), MAX_REASON));
             }
             _ => {}
         }
@@ -130,7 +138,12 @@ impl Progress {
 
     /// Longest time that other GPUs were in this state, if enough of them have left it.
     pub fn others_ns(&self, state: State) -> Option<u64> {
-        self.took.get(&state).filter(|all| all.len() >= MIN_OTHERS)?.iter().max().copied()
+        self.took
+            .get(&state)
+            .filter(|all| all.len() >= MIN_OTHERS)?
+            .iter()
+            .max()
+            .copied()
     }
 
     pub fn ready(&self) -> usize {
@@ -147,8 +160,16 @@ impl Progress {
 
     /// Newest open step outside of GPUs, and its beginning.
     pub fn beside(&self) -> Option<(String, u64)> {
-        let open = self.tracker.open().into_iter().filter(|o| o.gpu.is_none()).max_by_key(|o| o.begin_ns)?;
-        Some((printable_start(format!("{}{}", open.name, open.fields).as_bytes(), 60), open.begin_ns))
+        let open = self
+            .tracker
+            .open()
+            .into_iter()
+            .filter(|o| o.gpu.is_none())
+            .max_by_key(|o| o.begin_ns)?;
+        Some((
+            printable_start(format!("{}{}", open.name, open.fields).as_bytes(), 60),
+            open.begin_ns,
+        ))
     }
 
     /// Outcome of the boot, if it has ended.
@@ -157,35 +178,63 @@ impl Progress {
             return Some(Outcome::Failed(format!("the guest powered off: {why}")));
         }
         if let Some((at_ns, failed)) = self.settled {
-            let names: Vec<String> = self.gpus().filter(|gpu| gpu.now.state == State::Failed).filter_map(failure).collect();
+            let names: Vec<String> = self
+                .gpus()
+                .filter(|gpu| gpu.now.state == State::Failed)
+                .filter_map(failure)
+                .collect();
             return Some(match (names.is_empty(), failed) {
-                (true, 0) => Outcome::Ready { gpus: self.ready(), at_ns },
-                (true, failed) => {
-                    Outcome::Failed(format!("the guest counts {failed} failed GPU(s); the records that say which are missing"))
-                }
+                (true, 0) => Outcome::Ready {
+                    gpus: self.ready(),
+                    at_ns,
+                },
+                (true, failed) => Outcome::Failed(format!(
+                    "the guest counts {failed} failed GPU(s); the records that say which are missing"
+                )),
                 (false, _) => Outcome::Failed(names.join("; ")),
             });
         }
         let gone = self.gone.filter(|since| now >= *since + RECONNECT_GRACE)?;
         let left = now.saturating_duration_since(gone);
-        Some(Outcome::Failed(format!("the guest's connection ended {} s ago before the boot did; {}", left.as_secs(), self.last_seen())))
+        Some(Outcome::Failed(format!(
+            "the guest's connection ended {} s ago before the boot did; {}",
+            left.as_secs(),
+            self.last_seen()
+        )))
     }
 
     /// Time from which a lost connection counts as the end of the boot.
     pub fn deadline(&self) -> Option<Instant> {
-        self.gone.filter(|_| self.settled.is_none()).map(|at| at + RECONNECT_GRACE)
+        self.gone
+            .filter(|_| self.settled.is_none())
+            .map(|at| at + RECONNECT_GRACE)
     }
 
     /// Last known state, for a caller that stops waiting.
     pub fn last_seen(&self) -> String {
-        let Some((newest, _)) = self.newest else { return "no record of it has come".to_string() };
+        let Some((newest, _)) = self.newest else {
+            return "no record of it has come".to_string();
+        };
         let mut waiting: Vec<String> = Vec::new();
         for gpu in self.gpus().filter(|gpu| !gpu.now.state.is_over()) {
-            waiting.push(format!("{} {} since {} s", name(gpu.address, gpu.index), gpu.now.state.name(), seconds(gpu.now.since_ns)));
+            waiting.push(format!(
+                "{} {} since {} s",
+                name(gpu.address, gpu.index),
+                gpu.now.state.name(),
+                seconds(gpu.now.since_ns)
+            ));
         }
-        let more = if waiting.len() > 4 { format!(" and {} more", waiting.len() - 4) } else { String::new() };
+        let more = if waiting.len() > 4 {
+            format!(" and {} more", waiting.len() - 4)
+        } else {
+            String::new()
+        };
         waiting.truncate(4);
-        let what = if waiting.is_empty() { "no GPU was in a step".to_string() } else { waiting.join(", ") + &more };
+        let what = if waiting.is_empty() {
+            "no GPU was in a step".to_string()
+        } else {
+            waiting.join(", ") + &more
+        };
         format!("its last record is of {} s: {what}", seconds(newest))
     }
 }
@@ -194,19 +243,39 @@ impl Progress {
 pub fn why(gpu: &Gpu) -> Option<(String, String)> {
     let text = |text: &str| printable_start(text.as_bytes(), MAX_REASON);
     let failure = gpu.failed.as_ref()?;
-    let reason = failure.reason.strip_prefix(&format!("GPU {}: ", gpu.address)).unwrap_or(&failure.reason);
-    Some((if failure.step == "?" { String::new() } else { text(&failure.step) }, text(reason)))
+    let reason = failure
+        .reason
+        .strip_prefix(&format!("GPU {}: ", gpu.address))
+        .unwrap_or(&failure.reason);
+    Some((
+        if failure.step == "?" {
+            String::new()
+        } else {
+            text(&failure.step)
+        },
+        text(reason),
+    ))
 }
 
 fn failure(gpu: &Gpu) -> Option<String> {
     let (step, reason) = why(gpu)?;
-    let step = if step.is_empty() { step } else { format!(" in {step}") };
-    Some(format!("{} failed{step}: {reason}", name(gpu.address, gpu.index)))
+    let step = if step.is_empty() {
+        step
+    } else {
+        format!(" in {step}")
+    };
+    Some(format!(
+        "{} failed{step}: {reason}",
+        name(gpu.address, gpu.index)
+    ))
 }
 
 /// `GPU 3 (0001:00:03.0)`.
 pub fn name(address: PciAddress, index: Option<u64>) -> String {
-    index.map_or_else(|| format!("GPU {address}"), |index| format!("GPU {index} ({address})"))
+    index.map_or_else(
+        || format!("GPU {address}"),
+        |index| format!("GPU {index} ({address})"),
+    )
 }
 
 /// The instant `age` before `now`.
@@ -228,12 +297,18 @@ mod tests {
 
     impl Boot {
         fn new() -> Self {
-            Self { progress: Progress::default(), start: Instant::now(), seq: 0 }
+            Self {
+                progress: Progress::default(),
+                start: Instant::now(),
+                seq: 0,
+            }
         }
 
         fn line(&mut self, line: &str, ms: u64) {
-            let line = decode(line.as_bytes(), &mut Names::default()).unwrap_or_else(|e| panic!("{line}: {e}"));
-            self.progress.take(&line, self.start + Duration::from_millis(ms));
+            let line = decode(line.as_bytes(), &mut Names::default())
+                .unwrap_or_else(|e| panic!("{line}: {e}"));
+            self.progress
+                .take(&line, self.start + Duration::from_millis(ms));
         }
 
         /// A record of GPU `gpu` that arrives at its own time.
@@ -243,16 +318,23 @@ mod tests {
 
         fn record(&mut self, ms: u64, rest: &str) {
             self.seq += 1;
-            let line = format!(r#"{{"schema":1,"seq":{},"boottime_ns":{ms}000000,{rest}}}"#, self.seq);
+            let line = format!(
+                r#"{{"schema":1,"seq":{},"boottime_ns":{ms}000000,{rest}}}"#,
+                self.seq
+            );
             self.line(&line, ms);
         }
 
         fn step(&self, gpu: u64) -> &'static str {
-            self.progress.tracker.gpus.all[&format!("0001:00:0{gpu}.0").parse().unwrap()].now.state.name()
+            self.progress.tracker.gpus.all[&format!("0001:00:0{gpu}.0").parse().unwrap()]
+                .now
+                .state
+                .name()
         }
 
         fn outcome(&self, ms: u64) -> Option<Outcome> {
-            self.progress.outcome(self.start + Duration::from_millis(ms))
+            self.progress
+                .outcome(self.start + Duration::from_millis(ms))
         }
     }
 
@@ -260,13 +342,22 @@ mod tests {
     fn a_gpu_goes_through_its_steps_and_the_boot_ends_when_all_have() {
         let mut boot = Boot::new();
         let steps = [
-            (r#""kind":"event","name":"gpu.found","fields":{"index":0}"#, "waiting"),
+            (
+                r#""kind":"event","name":"gpu.found","fields":{"index":0}"#,
+                "waiting",
+            ),
             (r#""kind":"begin","name":"gpu.enable","span":1"#, "enabling"),
             (r#""kind":"end","name":"gpu.enable","span":1"#, "enabled"),
             (r#""kind":"begin","name":"gpu.bind","span":2"#, "probing"),
-            (r#""kind":"event","name":"gpu.bound"}"#.trim_end_matches('}'), "bound"),
+            (
+                r#""kind":"event","name":"gpu.bound"}"#.trim_end_matches('}'),
+                "bound",
+            ),
             (r#""kind":"event","name":"gpu.published""#, "bound"),
-            (r#""kind":"begin","name":"gpu.init","span":3"#, "initialising"),
+            (
+                r#""kind":"begin","name":"gpu.init","span":3"#,
+                "initialising",
+            ),
             (r#""kind":"event","name":"gpu.usable""#, "ready"),
             (r#""kind":"begin","name":"gpu.init","span":9"#, "ready"),
         ];
@@ -280,42 +371,86 @@ mod tests {
         }
         assert_eq!(furthest, State::Ready);
         assert_eq!(boot.outcome(10_000), None);
-        boot.record(900, r#""kind":"event","name":"settled","fields":{"usable":1,"failed":0}"#);
-        assert_eq!(boot.outcome(10_000), Some(Outcome::Ready { gpus: 1, at_ns: 900_000_000 }));
-        assert_eq!(boot.progress.guest_ns(boot.start + Duration::from_secs(99)), 900_000_000, "its clock stands still");
+        boot.record(
+            900,
+            r#""kind":"event","name":"settled","fields":{"usable":1,"failed":0}"#,
+        );
+        assert_eq!(
+            boot.outcome(10_000),
+            Some(Outcome::Ready {
+                gpus: 1,
+                at_ns: 900_000_000
+            })
+        );
+        assert_eq!(
+            boot.progress.guest_ns(boot.start + Duration::from_secs(99)),
+            900_000_000,
+            "its clock stands still"
+        );
     }
 
     #[test]
     fn a_boot_with_a_failed_gpu_has_failed_with_the_reason() {
         let mut boot = Boot::new();
-        boot.gpu(1, 3, r#""kind":"event","name":"gpu.found","fields":{"index":3}"#);
+        boot.gpu(
+            1,
+            3,
+            r#""kind":"event","name":"gpu.found","fields":{"index":3}"#,
+        );
         let failed = r#""kind":"event","name":"gpu.failed","error":"RmInitAdapter\u001b[2J failed","fields":{"step":"gpu.init"}"#;
         boot.gpu(2, 3, failed);
         assert_eq!(boot.outcome(3), None, "others may still come up");
-        boot.record(4, r#""kind":"event","name":"settled","fields":{"failed":1}"#);
+        boot.record(
+            4,
+            r#""kind":"event","name":"settled","fields":{"failed":1}"#,
+        );
         let why = r"GPU 3 (0001:00:03.0) failed in gpu.init: RmInitAdapter\x1b[2J failed";
         assert_eq!(boot.outcome(5), Some(Outcome::Failed(why.into())));
         let mut boot = Boot::new();
-        boot.record(4, r#""kind":"event","name":"settled","fields":{"failed":2}"#);
-        assert!(matches!(boot.outcome(5), Some(Outcome::Failed(why)) if why.contains("2 failed GPU(s)")));
+        boot.record(
+            4,
+            r#""kind":"event","name":"settled","fields":{"failed":2}"#,
+        );
+        assert!(
+            matches!(boot.outcome(5), Some(Outcome::Failed(why)) if why.contains("2 failed GPU(s)"))
+        );
     }
 
     #[test]
     fn a_guest_that_powers_off_or_goes_without_a_word_has_failed() {
         let mut boot = Boot::new();
         boot.record(4, r#""kind":"event","name":"power-off","error":"no agent""#);
-        assert_eq!(boot.outcome(5), Some(Outcome::Failed("the guest powered off: no agent".into())));
+        assert_eq!(
+            boot.outcome(5),
+            Some(Outcome::Failed("the guest powered off: no agent".into()))
+        );
 
         let mut boot = Boot::new();
-        boot.gpu(1, 0, r#""kind":"begin","name":"gpu.init","span":3,"fields":{"index":0}"#);
+        boot.gpu(
+            1,
+            0,
+            r#""kind":"begin","name":"gpu.init","span":3,"fields":{"index":0}"#,
+        );
         let host = r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"disconnected","peer":"p","records":1,"duplicates":0}"#;
         boot.line(host, 1000);
         assert_eq!(boot.outcome(5_999), None, "it may come back");
-        assert_eq!(boot.progress.deadline(), Some(boot.start + Duration::from_secs(6)));
-        let Some(Outcome::Failed(why)) = boot.outcome(6_000) else { panic!("still running") };
-        assert!(why.contains("GPU 0 (0001:00:00.0) initialising since 0.001 s"), "{why}");
+        assert_eq!(
+            boot.progress.deadline(),
+            Some(boot.start + Duration::from_secs(6))
+        );
+        let Some(Outcome::Failed(why)) = boot.outcome(6_000) else {
+            panic!("still running")
+        };
+        assert!(
+            why.contains("GPU 0 (0001:00:00.0) initialising since 0.001 s"),
+            "{why}"
+        );
         boot.line(r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"connected","peer":"p","first_seq":0}"#, 6_500);
-        assert_eq!((boot.outcome(99_000), boot.progress.deadline()), (None, None), "it came back");
+        assert_eq!(
+            (boot.outcome(99_000), boot.progress.deadline()),
+            (None, None),
+            "it came back"
+        );
     }
 
     #[test]
@@ -326,7 +461,10 @@ mod tests {
             boot.gpu(1000, gpu, r#""kind":"begin","name":"gpu.init","span":3"#);
             boot.gpu(1000 + took, gpu, r#""kind":"event","name":"gpu.usable""#);
         }
-        assert_eq!(boot.progress.others_ns(State::Initialising), Some(500_000_000));
+        assert_eq!(
+            boot.progress.others_ns(State::Initialising),
+            Some(500_000_000)
+        );
         assert_eq!(boot.progress.others_ns(State::Enabling), None);
     }
 
@@ -342,7 +480,12 @@ mod tests {
         }
         boot.record(2, r#""kind":"event","name":"settled""#);
         assert_eq!(boot.progress.gpus().count(), MAX_GPUS);
-        let Some(Outcome::Failed(why)) = boot.outcome(3) else { panic!("not failed") };
-        assert!(why.len() < MAX_GPUS * 2 * (MAX_REASON + 100) && why.bytes().all(|b| (b' '..=b'~').contains(&b)));
+        let Some(Outcome::Failed(why)) = boot.outcome(3) else {
+            panic!("not failed")
+        };
+        assert!(
+            why.len() < MAX_GPUS * 2 * (MAX_REASON + 100)
+                && why.bytes().all(|b| (b' '..=b'~').contains(&b))
+        );
     }
 }

@@ -40,15 +40,25 @@ impl Cgroups {
         if unified {
             return Self::Unified;
         }
-        let hierarchies = fs::read_dir(ROOT).into_iter().flatten().flatten().map(|e| e.path());
-        Self::Controllers(hierarchies.filter(|path| path.join("cgroup.procs").exists()).collect())
+        let hierarchies = fs::read_dir(ROOT)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|e| e.path());
+        Self::Controllers(
+            hierarchies
+                .filter(|path| path.join("cgroup.procs").exists())
+                .collect(),
+        )
     }
 
     /// Makes a cgroup, `/` first, with the levels above it.
     pub fn create(&self, path: &str) -> Result<()> {
         match self {
             Self::Unified => create_unified(path),
-            Self::Controllers(all) => all.iter().try_for_each(|hierarchy| create_in(hierarchy, path)),
+            Self::Controllers(all) => all
+                .iter()
+                .try_for_each(|hierarchy| create_in(hierarchy, path)),
         }
     }
 
@@ -70,7 +80,9 @@ impl Cgroups {
                 write(&own.join("pids.max"), "max")
             }
             Self::Controllers(hierarchies) => {
-                let Some(cpu) = hierarchies.iter().find(|h| h.ends_with("cpu")) else { return Ok(()) };
+                let Some(cpu) = hierarchies.iter().find(|h| h.ends_with("cpu")) else {
+                    return Ok(());
+                };
                 write(&at(cpu, path).join("cpu.shares"), "2")?;
                 write(&at(cpu, path).join("cpu.cfs_period_us"), "100000")
             }
@@ -79,10 +91,23 @@ impl Cgroups {
 
     /// Lets the pod and the container have the devices of the spec.
     pub fn allow(&self, paths: &[&str], spec: &Spec) -> Result<()> {
-        let Self::Controllers(hierarchies) = self else { return Ok(()) };
-        let Some(devices) = hierarchies.iter().find(|h| h.ends_with("devices")) else { return Ok(()) };
-        for device in spec.linux().as_ref().and_then(|l| l.devices().clone()).unwrap_or_default() {
-            let kind = if device.typ() == LinuxDeviceType::B { "b" } else { "c" };
+        let Self::Controllers(hierarchies) = self else {
+            return Ok(());
+        };
+        let Some(devices) = hierarchies.iter().find(|h| h.ends_with("devices")) else {
+            return Ok(());
+        };
+        for device in spec
+            .linux()
+            .as_ref()
+            .and_then(|l| l.devices().clone())
+            .unwrap_or_default()
+        {
+            let kind = if device.typ() == LinuxDeviceType::B {
+                "b"
+            } else {
+                "c"
+            };
             let rule = format!("{kind} {}:{} rwm", device.major(), device.minor());
             for path in paths.iter().filter(|p| !p.is_empty()) {
                 write(&at(devices, path).join("devices.allow"), &rule)?;
@@ -110,7 +135,10 @@ fn create_unified(path: &str) -> Result<()> {
     for name in path.split('/').filter(|n| !n.is_empty()) {
         for controller in controllers.split_whitespace() {
             // A controller that cannot be switched on there is passed over, as in the real one.
-            let _unused = fs::write(level.join("cgroup.subtree_control"), format!("+{controller}"));
+            let _unused = fs::write(
+                level.join("cgroup.subtree_control"),
+                format!("+{controller}"),
+            );
         }
         level.push(name);
         if !level.exists() {

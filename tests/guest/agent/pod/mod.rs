@@ -53,7 +53,13 @@ pub const MASKED: [&str; 9] = [
     "/sys/firmware",
 ];
 /// Paths of /proc that containerd makes read-only in a container.
-pub const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+pub const READ_ONLY: [&str; 5] = [
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/irq",
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+];
 
 /// A container to create.
 #[derive(Clone, Debug, Default)]
@@ -97,7 +103,10 @@ pub struct Outcome {
 
 impl Pod {
     pub fn new(config: Config) -> Self {
-        Self { config, state: Mutex::default() }
+        Self {
+            config,
+            state: Mutex::default(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -111,7 +120,10 @@ impl Pod {
         let _unused = fs::remove_dir_all(BUNDLES); // mostly not there
         fs::create_dir_all(BUNDLES)?;
         fs::create_dir_all(NAMESPACES)?;
-        for (name, flag) in [("ipc", CloneFlags::CLONE_NEWIPC), ("uts", CloneFlags::CLONE_NEWUTS)] {
+        for (name, flag) in [
+            ("ipc", CloneFlags::CLONE_NEWIPC),
+            ("uts", CloneFlags::CLONE_NEWUTS),
+        ] {
             let path = Path::new(NAMESPACES).join(name);
             File::create(&path)?;
             let keep = move || -> Result<()> {
@@ -119,7 +131,9 @@ impl Pod {
                 let namespace = format!("/proc/self/task/{}/ns/{name}", nix::unistd::gettid());
                 container_root::bind(Path::new(&namespace), &path)
             };
-            let kept = std::thread::spawn(keep).join().map_err(|_| anyhow!("the thread has panicked"))?;
+            let kept = std::thread::spawn(keep)
+                .join()
+                .map_err(|_| anyhow!("the thread has panicked"))?;
             kept.with_context(|| format!("keep {name}"))?;
         }
         Ok(())
@@ -140,11 +154,22 @@ impl Pod {
             }
         } else {
             let of = self.config.cdi_timeout_s;
-            let mut failed_try = |number: u64, error: &str| words::waiting(number.saturating_sub(1), of, error).write();
+            let mut failed_try = |number: u64, error: &str| {
+                words::waiting(number.saturating_sub(1), of, error).write()
+            };
             let (seconds, fail_fast) = (self.config.cdi_timeout_s, self.config.fail_fast);
             let (devices, sleep) = (&asked.devices, &std::thread::sleep);
             let failed = &mut failed_try;
-            let injected = cdi::inject(cdi::chosen(), &mut spec, cdi::DIRECTORY, devices, seconds, fail_fast, sleep, failed);
+            let injected = cdi::inject(
+                cdi::chosen(),
+                &mut spec,
+                cdi::DIRECTORY,
+                devices,
+                seconds,
+                fail_fast,
+                sleep,
+                failed,
+            );
             tries = injected.map_err(|(tries, error)| anyhow!("{error} (try {tries})"))?;
             work::spend(work::DEVICES);
             words::injected(&spec).write();
@@ -153,11 +178,16 @@ impl Pod {
             spec.set_hooks(None);
         }
         let mut state = self.lock();
-        ensure!(!state.containers.contains_key(&asked.id), "there is a container {}", asked.id);
+        ensure!(
+            !state.containers.contains_key(&asked.id),
+            "there is a container {}",
+            asked.id
+        );
         let first = state.containers.is_empty();
         words::making(&asked.id).write();
         let created = self.make(asked, &bundle, &spec, first);
-        let created = created.inspect_err(|error| words::start_failed(&format!("{error:#}")).write())?;
+        let created =
+            created.inspect_err(|error| words::start_failed(&format!("{error:#}")).write())?;
         words::made(&asked.id).write();
         words::created().write();
         state.containers.insert(asked.id.clone(), created);
@@ -168,18 +198,27 @@ impl Pod {
         let rootfs = bundle.join("rootfs");
         fs::create_dir_all(&rootfs)?;
         if let Some(root) = &asked.root {
-            container_root::bind(root, &rootfs).with_context(|| format!("bind {}", root.display()))?;
+            container_root::bind(root, &rootfs)
+                .with_context(|| format!("bind {}", root.display()))?;
         }
         if asked.arguments.is_empty() && !Path::new(process::PARKED_PROGRAM).exists() {
             let copied = fs::copy("/proc/self/exe", process::PARKED_PROGRAM);
             copied.context("copy the program of containers without one")?;
         }
-        spec.save(bundle.join("config.json")).context("write config.json")?;
+        spec.save(bundle.join("config.json"))
+            .context("write config.json")?;
         std::os::unix::fs::chown(bundle, Some(0), Some(0))?;
-        let path = asked.cgroup.clone().unwrap_or_else(|| format!("{CGROUP}/{}", asked.id));
+        let path = asked
+            .cgroup
+            .clone()
+            .unwrap_or_else(|| format!("{CGROUP}/{}", asked.id));
         let (pod, _) = path.rsplit_once('/').context("a cgroup without a pod")?;
         let cgroups = cgroups::Cgroups::of(self.config.unified_cgroups);
-        work::spend(if first { work::FIRST_CGROUP } else { work::CGROUP });
+        work::spend(if first {
+            work::FIRST_CGROUP
+        } else {
+            work::CGROUP
+        });
         if first && !pod.is_empty() {
             cgroups.create(pod)?;
         }
@@ -190,24 +229,40 @@ impl Pod {
         nix::unistd::mkfifo(&fifo, mode).context("exec.fifo")?;
         nix::unistd::mkfifo(&stdin_path, mode).context("stdin")?;
         // Open for both, or the open would wait for the other end.
-        let stdin = OpenOptions::new().read(true).write(true).open(&stdin_path)?;
+        let stdin = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&stdin_path)?;
         let (stdout, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
         let (ours, theirs) = UnixStream::pair()?;
         let root_type = pid1::root_type().map_err(anyhow::Error::msg)?;
         let mut child = Command::new("/proc/self/exe");
         let change = container_root::Change::of(&root_type);
-        child.args([container_run::WORD, process::WORD, change.word()]).arg(bundle);
-        child.arg(if self.config.unified_cgroups { "v2" } else { "v1" });
-        child.stdin(OwnedFd::from(theirs)).stdout(writer.try_clone()?).stderr(writer);
+        child
+            .args([container_run::WORD, process::WORD, change.word()])
+            .arg(bundle);
+        child.arg(if self.config.unified_cgroups {
+            "v2"
+        } else {
+            "v1"
+        });
+        child
+            .stdin(OwnedFd::from(theirs))
+            .stdout(writer.try_clone()?)
+            .stderr(writer);
         // Reaped with all others.
         let _child = child.spawn().context("start a process for the container")?;
         drop(child); // with it the descriptors that keep both ends open
         let mut reports = BufReader::new(ours.try_clone()?).lines();
         let mut next = || -> Result<Report> {
-            let line = reports.next().context("the container's process has ended")??;
+            let line = reports
+                .next()
+                .context("the container's process has ended")??;
             Ok(serde_json::from_str(&line)?)
         };
-        let Report::Pid(pid) = next()? else { bail!("the container's process reports no pid") };
+        let Report::Pid(pid) = next()? else {
+            bail!("the container's process reports no pid")
+        };
         words::child_pid(&asked.id, pid).write();
         words::process_command(&asked.id, &asked.arguments).write();
         work::spend(work::HAND_OVER);
@@ -217,7 +272,9 @@ impl Pod {
         (&ours).write_all(b"\n")?;
         loop {
             match next()? {
-                Report::Hook(text) => log::info("hook", &[("container", &asked.id), ("ran", &text)]),
+                Report::Hook(text) => {
+                    log::info("hook", &[("container", &asked.id), ("ran", &text)])
+                }
                 Report::HookFailed(text) => {
                     log::error("hook failed", &[("container", &asked.id), ("ran", &text)]);
                 }
@@ -226,21 +283,35 @@ impl Pod {
                 Report::Pid(_) => bail!("the container's process reports its pid twice"),
             }
         }
-        Ok(Created { stdin: Arc::new(stdin), stdout: Arc::new(File::from(stdout)), fifo })
+        Ok(Created {
+            stdin: Arc::new(stdin),
+            stdout: Arc::new(File::from(stdout)),
+            fifo,
+        })
     }
 
     /// Lets a created container run its program.
     pub fn start(&self, id: &str) -> Result<()> {
         work::spend(work::START);
         let state = self.lock();
-        let created = state.containers.get(id).with_context(|| format!("no container {id}"))?;
-        OpenOptions::new().write(true).open(&created.fifo)?.write_all(&[0])?;
+        let created = state
+            .containers
+            .get(id)
+            .with_context(|| format!("no container {id}"))?;
+        OpenOptions::new()
+            .write(true)
+            .open(&created.fifo)?
+            .write_all(&[0])?;
         words::started(id).write();
         Ok(())
     }
 
     fn of_created<T>(&self, id: &str, get: impl FnOnce(&Created) -> T) -> Result<T> {
-        self.lock().containers.get(id).map(get).with_context(|| format!("no container {id}"))
+        self.lock()
+            .containers
+            .get(id)
+            .map(get)
+            .with_context(|| format!("no container {id}"))
     }
 
     /// Reads the next output of a container's program, at most so many bytes. Blocks until there is
@@ -265,7 +336,11 @@ impl Pod {
         self.create_sandbox()?;
         words::rpc("create_container").write();
         let annotations = HashMap::from([(TYPE.to_string(), "sandbox".to_string())]);
-        self.create(&Asked { id: PAUSE.into(), annotations, ..Asked::default() })?;
+        self.create(&Asked {
+            id: PAUSE.into(),
+            annotations,
+            ..Asked::default()
+        })?;
         words::rpc("start_container").write();
         self.start(PAUSE)
     }
@@ -280,12 +355,19 @@ pub fn start_up() {
 pub fn spec(asked: &Asked, rootfs: &Path) -> Result<Spec> {
     let mut spec = serde_json::to_value(container_run::spec(rootfs)?)?;
     spec["process"]["args"] = json!(asked.arguments);
-    spec["process"]["env"] = json!(["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]);
+    spec["process"]["env"] =
+        json!(["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]);
     let flags = ["nosuid", "noexec", "nodev", "relatime", "ro"];
-    let mounts = spec["mounts"].as_array_mut().context("a spec without mounts")?;
-    let added = [("/dev/mqueue", "mqueue", &flags[..3]), ("/sys/fs/cgroup", "cgroup", &flags)];
+    let mounts = spec["mounts"]
+        .as_array_mut()
+        .context("a spec without mounts")?;
+    let added = [
+        ("/dev/mqueue", "mqueue", &flags[..3]),
+        ("/sys/fs/cgroup", "cgroup", &flags),
+    ];
     for (destination, kind, options) in added {
-        let mount = json!({ "destination": destination, "type": kind, "source": kind, "options": options });
+        let mount =
+            json!({ "destination": destination, "type": kind, "source": kind, "options": options });
         mounts.push(mount);
     }
     spec["linux"] = json!({ "maskedPaths": MASKED, "readonlyPaths": READ_ONLY });

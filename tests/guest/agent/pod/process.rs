@@ -48,8 +48,13 @@ fn report(mut to: &UnixStream, what: &Report) {
 
 /// The life of both processes.
 pub fn run(words: &[String]) -> ! {
-    let socket = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
-    let Ok(socket) = socket else { std::process::exit(1) };
+    let socket = std::io::stdin()
+        .as_fd()
+        .try_clone_to_owned()
+        .map(UnixStream::from);
+    let Ok(socket) = socket else {
+        std::process::exit(1)
+    };
     if let Err(error) = first(words, &socket) {
         report(&socket, &Report::Failed(format!("{error:#}")));
         std::process::exit(1);
@@ -58,7 +63,9 @@ pub fn run(words: &[String]) -> ! {
 }
 
 fn first(words: &[String], socket: &UnixStream) -> Result<()> {
-    let [change, bundle, version] = words else { return Err(anyhow!("unknown words {words:?}")) };
+    let [change, bundle, version] = words else {
+        return Err(anyhow!("unknown words {words:?}"));
+    };
     let change = Change::from_word(change).context("no such change of root")?;
     let (bundle, unified) = (PathBuf::from(bundle), version == "v2");
     work::spend(work::CHILD);
@@ -69,17 +76,26 @@ fn first(words: &[String], socket: &UnixStream) -> Result<()> {
         }
         1
     };
-    let (pid, ()) = fork_single_threaded((), second).map_err(|(errno, ())| anyhow!("fork: {errno}"))?;
+    let (pid, ()) =
+        fork_single_threaded((), second).map_err(|(errno, ())| anyhow!("fork: {errno}"))?;
     report(socket, &Report::Pid(pid.as_raw()));
     Ok(())
 }
 
 /// Returns only with an error.
-fn become_program(change: Change, bundle: &Path, unified: bool, mut socket: &UnixStream) -> Result<()> {
+fn become_program(
+    change: Change,
+    bundle: &Path,
+    unified: bool,
+    mut socket: &UnixStream,
+) -> Result<()> {
     let spec = Spec::load(bundle.join("config.json")).context("read config.json")?;
     let mut go = [0];
     socket.read_exact(&mut go).context("wait for the cgroup")?;
-    for (name, flag) in [("ipc", CloneFlags::CLONE_NEWIPC), ("uts", CloneFlags::CLONE_NEWUTS)] {
+    for (name, flag) in [
+        ("ipc", CloneFlags::CLONE_NEWIPC),
+        ("uts", CloneFlags::CLONE_NEWUTS),
+    ] {
         let file = File::open(Path::new(NAMESPACES).join(name));
         let file = file.with_context(|| format!("open the pod's {name} namespace"))?;
         setns(file, flag).with_context(|| format!("join the pod's {name} namespace"))?;
@@ -90,14 +106,27 @@ fn become_program(change: Change, bundle: &Path, unified: bool, mut socket: &Uni
     }
     let path_only = |path: PathBuf| open(&path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty());
     let fifo = path_only(bundle.join("exec.fifo"))?;
-    let stdin = File::options().read(true).write(true).open(bundle.join("stdin"))?;
+    let stdin = File::options()
+        .read(true)
+        .write(true)
+        .open(bundle.join("stdin"))?;
     let parked = File::open(PARKED_PROGRAM).ok();
     let root = container_root::make(&spec)?;
     let id = bundle.file_name().unwrap_or_default().to_string_lossy();
     let state = container_hooks::state(&id, bundle, std::process::id());
-    let hooks = spec.hooks().as_ref().and_then(|h| h.create_container().clone()).unwrap_or_default();
+    let hooks = spec
+        .hooks()
+        .as_ref()
+        .and_then(|h| h.create_container().clone())
+        .unwrap_or_default();
     for hook in container_hooks::run(&hooks, &state) {
-        let text = |what: &str| format!("{} ({:.1} ms): {what}", hook.name, hook.took.as_secs_f64() * 1e3);
+        let text = |what: &str| {
+            format!(
+                "{} ({:.1} ms): {what}",
+                hook.name,
+                hook.took.as_secs_f64() * 1e3
+            )
+        };
         match &hook.result {
             Ok(output) => report(socket, &Report::Hook(text(output))),
             Err(error) => report(socket, &Report::HookFailed(text(error))),
@@ -117,7 +146,8 @@ fn become_program(change: Change, bundle: &Path, unified: bool, mut socket: &Uni
 /// Blocks until the agent has opened the other end and written.
 fn wait_for_start(fifo: &OwnedFd) -> Result<()> {
     let mut byte = [0];
-    let mut file = File::open(format!("/proc/self/fd/{}", fifo.as_raw_fd())).context("open exec.fifo")?;
+    let mut file =
+        File::open(format!("/proc/self/fd/{}", fifo.as_raw_fd())).context("open exec.fifo")?;
     file.read_exact(&mut byte)?;
     Ok(())
 }
@@ -127,9 +157,17 @@ pub const PARKED_PROGRAM: &str = "/run/kata-containers.parked";
 
 fn become_last(spec: &Spec, parked: Option<File>) -> Result<()> {
     let process = spec.process().as_ref().context("the spec has no process")?;
-    let variables = process.env().iter().flatten().filter_map(|v| v.split_once('='));
+    let variables = process
+        .env()
+        .iter()
+        .flatten()
+        .filter_map(|v| v.split_once('='));
     let error = match process.args().as_deref().and_then(<[String]>::split_first) {
-        Some((program, words)) => Command::new(program).args(words).env_clear().envs(variables).exec(),
+        Some((program, words)) => Command::new(program)
+            .args(words)
+            .env_clear()
+            .envs(variables)
+            .exec(),
         None => match parked {
             Some(file) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());

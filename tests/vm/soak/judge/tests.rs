@@ -15,7 +15,11 @@ fn spec(given: &[usize]) -> String {
 }
 
 fn counters(changed: &str, by: &str) -> String {
-    let of = |gpu: &str| format!("{gpu} adapter: up use_count: 1 opens: 1 closes: 0 inits: 1 init_failures: 0 teardowns: 0");
+    let of = |gpu: &str| {
+        format!(
+            "{gpu} adapter: up use_count: 1 opens: 1 closes: 0 inits: 1 init_failures: 0 teardowns: 0"
+        )
+    };
     GPUS.map(of).join("; ").replacen(changed, by, 1)
 }
 
@@ -55,26 +59,48 @@ fn event(name: &str, gpu: Option<usize>, fields: Value) -> Record {
 }
 
 fn records() -> Vec<Record> {
-    let mut all: Vec<Record> = (0..2).map(|gpu| event(names::GPU_BOUND, Some(gpu), json!({ "minor": gpu }))).collect();
+    let mut all: Vec<Record> = (0..2)
+        .map(|gpu| event(names::GPU_BOUND, Some(gpu), json!({ "minor": gpu })))
+        .collect();
     all.extend((0..2).map(|gpu| event(names::GPU_USABLE, Some(gpu), json!({}))));
-    all.push(event(names::SETTLED, None, json!({ "usable": 2, "failed": 0 })));
+    all.push(event(
+        names::SETTLED,
+        None,
+        json!({ "usable": 2, "failed": 0 }),
+    ));
     numbered(all)
 }
 
 fn numbered(mut records: Vec<Record>) -> Vec<Record> {
-    (0..).zip(&mut records).for_each(|(seq, record)| record.seq = seq);
+    (0..)
+        .zip(&mut records)
+        .for_each(|(seq, record)| record.seq = seq);
     records
 }
 
 fn sound() -> (Description, Observed) {
     let mut boot = Description::plain(7, 2, "");
-    boot.containers = vec![Container { name: "all", gpu: None, answer: Answer::Created }];
-    (boot, Observed { records: records(), lines: lines(&notes()), ..Observed::default() })
+    boot.containers = vec![Container {
+        name: "all",
+        gpu: None,
+        answer: Answer::Created,
+    }];
+    (
+        boot,
+        Observed {
+            records: records(),
+            lines: lines(&notes()),
+            ..Observed::default()
+        },
+    )
 }
 
 /// Kinds of what is found.
 fn kinds(boot: &Description, seen: &Observed) -> BTreeSet<&'static str> {
-    judge(boot, seen).into_iter().map(|finding| finding.kind).collect()
+    judge(boot, seen)
+        .into_iter()
+        .map(|finding| finding.kind)
+        .collect()
 }
 
 /// Kinds found where one line of the notes has another value.
@@ -102,10 +128,17 @@ fn a_sound_boot_has_no_findings() {
 
 #[test]
 fn a_gpu_closed_or_initialised_twice_is_found() {
-    for (changed, by) in
-        [("closes: 0", "closes: 1"), ("teardowns: 0", "teardowns: 1"), ("inits: 1", "inits: 2"), ("adapter: up", "adapter: down")]
-    {
-        assert_eq!(with_note("counters", "all", &counters(changed, by)), ["closed"].into(), "{by}");
+    for (changed, by) in [
+        ("closes: 0", "closes: 1"),
+        ("teardowns: 0", "teardowns: 1"),
+        ("inits: 1", "inits: 2"),
+        ("adapter: up", "adapter: down"),
+    ] {
+        assert_eq!(
+            with_note("counters", "all", &counters(changed, by)),
+            ["closed"].into(),
+            "{by}"
+        );
     }
 }
 
@@ -121,38 +154,80 @@ fn only_as_many_gpus_are_opened_again_as_opens_were_killed() {
         lines(&all)
     };
     let once = |text: &str| {
-        text.replacen("closes: 0 inits: 1 init_failures: 0 teardowns: 0", "closes: 1 inits: 2 init_failures: 0 teardowns: 1", 1)
+        text.replacen(
+            "closes: 0 inits: 1 init_failures: 0 teardowns: 0",
+            "closes: 1 inits: 2 init_failures: 0 teardowns: 1",
+            1,
+        )
     };
     let one = once(&counters("", ""));
     let two = once(&one);
-    for (killed, counters, found) in [("2", &one, 0), ("1", &one, 2), ("2", &two, 2), ("3", &two, 0)] {
+    for (killed, counters, found) in [
+        ("2", &one, 0),
+        ("1", &one, 2),
+        ("2", &two, 2),
+        ("3", &two, 0),
+    ] {
         seen.lines = of(killed, counters);
-        assert_eq!(judge(&boot, &seen).len(), found, "{killed} killed: {:?}", judge(&boot, &seen));
+        assert_eq!(
+            judge(&boot, &seen).len(),
+            found,
+            "{killed} killed: {:?}",
+            judge(&boot, &seen)
+        );
     }
 }
 
 #[test]
 fn a_missing_or_surplus_cdi_device_is_found() {
     assert_eq!(with_note("file", "text", &spec(&[0])), ["cdi"].into());
-    assert_eq!(with_note("file", "text", "error: no such file"), ["cdi"].into());
-    assert_eq!(with_note("file", "text", &spec(&[0, 1]).replace("/dev/nvidia1", "/dev/nvidia0")), ["cdi"].into());
+    assert_eq!(
+        with_note("file", "text", "error: no such file"),
+        ["cdi"].into()
+    );
+    assert_eq!(
+        with_note(
+            "file",
+            "text",
+            &spec(&[0, 1]).replace("/dev/nvidia1", "/dev/nvidia0")
+        ),
+        ["cdi"].into()
+    );
     // Torn amid its text.
-    assert_eq!(with_note("file", "text", &spec(&[0, 1])[..60]), ["cdi"].into());
+    assert_eq!(
+        with_note("file", "text", &spec(&[0, 1])[..60]),
+        ["cdi"].into()
+    );
     // Failed, and still in the spec.
     let (mut boot, mut seen) = sound();
     boot.gpus[1] = Fate::Fails("firmware-boot");
     boot.containers.clear();
     seen.records.truncate(3);
     let failed = json!({ "reason": "firmware-boot", "cure": "c" });
-    seen.records.push(Record { error: Some(format!("init: GPU {}", GPUS[1])), ..event(names::GPU_FAILED, Some(1), failed) });
-    seen.records.push(event(names::SETTLED, None, json!({ "usable": 1, "failed": 1 })));
+    seen.records.push(Record {
+        error: Some(format!("init: GPU {}", GPUS[1])),
+        ..event(names::GPU_FAILED, Some(1), failed)
+    });
+    seen.records.push(event(
+        names::SETTLED,
+        None,
+        json!({ "usable": 1, "failed": 1 }),
+    ));
     seen.records = numbered(seen.records);
-    assert_eq!(kinds(&boot, &seen), ["cdi"].into(), "{:?}", judge(&boot, &seen));
+    assert_eq!(
+        kinds(&boot, &seen),
+        ["cdi"].into(),
+        "{:?}",
+        judge(&boot, &seen)
+    );
 }
 
 #[test]
 fn a_dead_guest_is_found() {
-    for (console, kind) in [("Kernel panic - not syncing", "guest"), ("kata-gpu-init: a bug: panicked at x", "bug")] {
+    for (console, kind) in [
+        ("Kernel panic - not syncing", "guest"),
+        ("kata-gpu-init: a bug: panicked at x", "bug"),
+    ] {
         let (boot, mut seen) = sound();
         seen.console = console.into();
         assert_eq!(kinds(&boot, &seen), [kind].into());
@@ -162,8 +237,10 @@ fn a_dead_guest_is_found() {
     assert_eq!(kinds(&boot, &seen), ["guest"].into());
     // Ended as planned, with its reason; and without one.
     boot.kill = Some((Process::Agent, "settled".into()));
-    seen.lines =
-        lines(&[json!({ "msg": "ttRPC server started", "pid": "77" }), json!({ "msg": "end", "process": "agent", "killed": "1" })]);
+    seen.lines = lines(&[
+        json!({ "msg": "ttRPC server started", "pid": "77" }),
+        json!({ "msg": "end", "process": "agent", "killed": "1" }),
+    ]);
     assert_eq!(kinds(&boot, &seen), ["guest"].into());
     seen.console = "kata-gpu-init: kata-agent has ended (killed by SIGKILL): powering off".into();
     assert_eq!(judge(&boot, &seen), []);
@@ -171,11 +248,31 @@ fn a_dead_guest_is_found() {
 
 #[test]
 fn a_stream_with_gaps_or_unknown_records_is_found() {
-    assert_eq!(with_records(|all| drop(all.remove(0))), ["cdi", "container", "stream"].into());
+    assert_eq!(
+        with_records(|all| drop(all.remove(0))),
+        ["cdi", "container", "stream"].into()
+    );
     assert_eq!(with_records(|all| all[4].seq = 9), ["stream"].into());
-    assert_eq!(with_records(|all| all.push(Record { seq: 5, ..Record::new(Kind::Event, "gpu.new") })), ["unknown-event"].into());
-    let span = |kind, seq| Record { seq, span: Some(1), ..Record::new(kind, names::GPU_INIT) };
-    assert_eq!(with_records(|all| all.extend([span(Kind::Begin, 5), span(Kind::End, 6), span(Kind::End, 7)])), ["stream"].into());
+    assert_eq!(
+        with_records(|all| all.push(Record {
+            seq: 5,
+            ..Record::new(Kind::Event, "gpu.new")
+        })),
+        ["unknown-event"].into()
+    );
+    let span = |kind, seq| Record {
+        seq,
+        span: Some(1),
+        ..Record::new(kind, names::GPU_INIT)
+    };
+    assert_eq!(
+        with_records(|all| all.extend([
+            span(Kind::Begin, 5),
+            span(Kind::End, 6),
+            span(Kind::End, 7)
+        ])),
+        ["stream"].into()
+    );
     let (boot, mut seen) = sound();
     seen.garbage = vec!["malformed".into()];
     assert_eq!(kinds(&boot, &seen), ["stream"].into());
@@ -183,34 +280,65 @@ fn a_stream_with_gaps_or_unknown_records_is_found() {
 
 #[test]
 fn a_gpu_without_one_end_or_with_another_reason_is_found() {
-    assert_eq!(with_records(|all| all[3].name = names::GPU_FOUND.into()), ["fate"].into());
+    assert_eq!(
+        with_records(|all| all[3].name = names::GPU_FOUND.into()),
+        ["fate"].into()
+    );
     // Usable, and failed afterwards, without a sentence.
-    let failed = |all: &mut Vec<Record>| all.push(Record { seq: 5, ..event(names::GPU_FAILED, Some(1), json!({ "reason": "internal" })) });
+    let failed = |all: &mut Vec<Record>| {
+        all.push(Record {
+            seq: 5,
+            ..event(names::GPU_FAILED, Some(1), json!({ "reason": "internal" }))
+        })
+    };
     assert_eq!(with_records(failed), ["fate", "reason"].into());
-    assert_eq!(with_records(|all| all[4].fields = json!({ "usable": 1, "failed": 1 }).as_object().unwrap().clone()), ["fate"].into());
+    assert_eq!(
+        with_records(|all| all[4].fields = json!({ "usable": 1, "failed": 1 })
+            .as_object()
+            .unwrap()
+            .clone()),
+        ["fate"].into()
+    );
 }
 
 #[test]
 fn deaths_leaks_and_containers_that_were_not_planned_are_found() {
     let died = |all: &mut Vec<Record>| {
         let fields = json!({ "process": "worker", "status": "exit status 1" });
-        all.push(Record { seq: 5, ..event(names::PROCESS_DIED, None, fields) });
+        all.push(Record {
+            seq: 5,
+            ..event(names::PROCESS_DIED, None, fields)
+        });
     };
     assert_eq!(with_records(died), ["death"].into());
     for (message, key, value, kind) in [
         ("process", "nodes", "/dev/nvidia0", "leak"),
-        ("process", "nodes", "/dev/nvidia0 /dev/nvidia1 /dev/nvidia1", "leak"),
+        (
+            "process",
+            "nodes",
+            "/dev/nvidia0 /dev/nvidia1 /dev/nvidia1",
+            "leak",
+        ),
         ("process", "state", "Z", "leak"),
         ("process", "files", "4000", "leak"),
         ("process", "process", "worker", "leak"),
         ("files", "names", "/var/run/cdi/nvidia.yaml.tmp", "leak"),
-        ("container created", "nodes", "/dev/nvidia0 195:0 666", "container"),
+        (
+            "container created",
+            "nodes",
+            "/dev/nvidia0 195:0 666",
+            "container",
+        ),
         ("container created", "msg", "container failed", "container"),
         ("container created", "container", "other", "container"),
         ("script", "pid", "77", "hand-over"),
         ("script", "error", "no process", "script"),
     ] {
-        assert_eq!(with_note(message, key, value), [kind].into(), "{message}: {key}={value}");
+        assert_eq!(
+            with_note(message, key, value),
+            [kind].into(),
+            "{message}: {key}={value}"
+        );
     }
 }
 
@@ -218,11 +346,17 @@ fn deaths_leaks_and_containers_that_were_not_planned_are_found() {
 fn a_kill_that_never_came_is_found_and_one_of_nobody_is_not() {
     let (mut boot, mut seen) = sound();
     boot.kill = Some((Process::Lane, "settled".into()));
-    assert_eq!((kill_of(&boot, &seen), kinds(&boot, &seen)), (Some(Kill::NotReached), ["kill"].into()));
+    assert_eq!(
+        (kill_of(&boot, &seen), kinds(&boot, &seen)),
+        (Some(Kill::NotReached), ["kill"].into())
+    );
     for (killed, kill) in [("0", Kill::NoProcess), ("1", Kill::Done)] {
         let mut all = notes();
         all.push(json!({ "msg": "end", "process": "lane", "killed": killed }));
         seen.lines = lines(&all);
-        assert_eq!((kill_of(&boot, &seen), judge(&boot, &seen)), (Some(kill), vec![]));
+        assert_eq!(
+            (kill_of(&boot, &seen), judge(&boot, &seen)),
+            (Some(kill), vec![])
+        );
     }
 }

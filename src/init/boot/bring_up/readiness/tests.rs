@@ -4,43 +4,116 @@ use kata_gpu_wire::fabric::Fabric;
 
 fn decision(topology: Topology) -> Decision {
     let (functions, reason) = (Functions::default(), String::new());
-    Decision { topology, source: Source::Scan, reason, functions, nvlink_disable: false, nvlink_reason: String::new() }
+    Decision {
+        topology,
+        source: Source::Scan,
+        reason,
+        functions,
+        nvlink_disable: false,
+        nvlink_reason: String::new(),
+    }
 }
 
-fn needs_of(ready: Ready, ready_state: ReadyState, topology: Topology, confidential: bool) -> String {
-    let config = Config { ready, ready_state, ..Config::default() };
-    Needs::of(&config, &decision(topology), confidential).0.names()
+fn needs_of(
+    ready: Ready,
+    ready_state: ReadyState,
+    topology: Topology,
+    confidential: bool,
+) -> String {
+    let config = Config {
+        ready,
+        ready_state,
+        ..Config::default()
+    };
+    Needs::of(&config, &decision(topology), confidential)
+        .0
+        .names()
 }
 
 #[test]
 fn only_a_requested_fabric_or_ready_state_is_waited_for() {
     use ReadyState::{Boot, Leave, Wait};
     for topology in Topology::ALL {
-        let wanted = if topology.has_fabric() { "fabric" } else { "bind" };
-        assert_eq!(needs_of(Ready::Auto, Leave, topology, false), wanted, "{topology}");
-        assert_eq!(needs_of(Ready::Auto, Leave, topology, true), wanted, "{topology}");
-        assert_eq!(needs_of(Ready::Bound, Leave, topology, true), "bind", "{topology}");
-        assert_eq!(needs_of(Ready::Usable, Leave, topology, true), "initialisation", "{topology}");
-        let without = Decision { nvlink_disable: true, ..decision(topology) };
-        assert_eq!(Needs::of(&Config::default(), &without, false).0.names(), "bind", "{topology}");
+        let wanted = if topology.has_fabric() {
+            "fabric"
+        } else {
+            "bind"
+        };
+        assert_eq!(
+            needs_of(Ready::Auto, Leave, topology, false),
+            wanted,
+            "{topology}"
+        );
+        assert_eq!(
+            needs_of(Ready::Auto, Leave, topology, true),
+            wanted,
+            "{topology}"
+        );
+        assert_eq!(
+            needs_of(Ready::Bound, Leave, topology, true),
+            "bind",
+            "{topology}"
+        );
+        assert_eq!(
+            needs_of(Ready::Usable, Leave, topology, true),
+            "initialisation",
+            "{topology}"
+        );
+        let without = Decision {
+            nvlink_disable: true,
+            ..decision(topology)
+        };
+        assert_eq!(
+            Needs::of(&Config::default(), &without, false).0.names(),
+            "bind",
+            "{topology}"
+        );
     }
     for state in [Wait, Boot] {
-        assert_eq!(needs_of(Ready::Auto, state, Topology::Gpus, true), "ready state");
-        assert_eq!(needs_of(Ready::Auto, state, Topology::ProtectedPcie, true), "fabric, ready state");
-        assert_eq!(needs_of(Ready::Bound, state, Topology::ProtectedPcie, true), "ready state");
+        assert_eq!(
+            needs_of(Ready::Auto, state, Topology::Gpus, true),
+            "ready state"
+        );
+        assert_eq!(
+            needs_of(Ready::Auto, state, Topology::ProtectedPcie, true),
+            "fabric, ready state"
+        );
+        assert_eq!(
+            needs_of(Ready::Bound, state, Topology::ProtectedPcie, true),
+            "ready state"
+        );
         // Kata's configuration sets the incumbent's parameter in guests of all kinds.
         assert_eq!(needs_of(Ready::Auto, state, Topology::Gpus, false), "bind");
     }
 }
 
 fn rules(required: Wish) -> Rules {
-    let needs = Needs { fabric: true, ..Needs::default() };
-    Rules { needs, required, ready_state: ReadyState::Leave, inferred: false, overdue: false }
+    let needs = Needs {
+        fabric: true,
+        ..Needs::default()
+    };
+    Rules {
+        needs,
+        required,
+        ready_state: ReadyState::Leave,
+        inferred: false,
+        overdue: false,
+    }
 }
 
 fn facts(state: FabricState, status: u32) -> Facts {
-    let fabric = Some(Fabric { state, status, ..Fabric::default() });
-    Facts { devices: vec![Device { fabric, ..Device::default() }], ..Facts::default() }
+    let fabric = Some(Fabric {
+        state,
+        status,
+        ..Fabric::default()
+    });
+    Facts {
+        devices: vec![Device {
+            fabric,
+            ..Device::default()
+        }],
+        ..Facts::default()
+    }
 }
 
 fn verdict(rules: Rules, facts: &Facts) -> Verdict {
@@ -54,73 +127,211 @@ fn a_gpu_without_a_complete_fabric_is_held_back() {
     for required in [Wish::Auto, Wish::On, Wish::Off] {
         let rules = rules(required);
         assert_eq!(verdict(rules, &incomplete), held, "{required:?}");
-        assert_eq!(verdict(rules, &facts(FabricState::Completed, 0)), Verdict::Given);
-        assert!(matches!(verdict(rules, &facts(FabricState::NotSupported, 0)), Verdict::Degraded(..)));
-        assert_eq!(verdict(rules, &facts(FabricState::Unknown, 0)), Verdict::Held(Wait::Fabric(FabricState::Unknown)));
-        let late = Rules { overdue: true, ..rules };
-        assert_eq!(matches!(verdict(late, &incomplete), Verdict::Degraded(..)), required == Wish::Off, "{required:?}");
+        assert_eq!(
+            verdict(rules, &facts(FabricState::Completed, 0)),
+            Verdict::Given
+        );
+        assert!(matches!(
+            verdict(rules, &facts(FabricState::NotSupported, 0)),
+            Verdict::Degraded(..)
+        ));
+        assert_eq!(
+            verdict(rules, &facts(FabricState::Unknown, 0)),
+            Verdict::Held(Wait::Fabric(FabricState::Unknown))
+        );
+        let late = Rules {
+            overdue: true,
+            ..rules
+        };
+        assert_eq!(
+            matches!(verdict(late, &incomplete), Verdict::Degraded(..)),
+            required == Wish::Off,
+            "{required:?}"
+        );
         // NVML alone may be wrong: its report keeps no GPU for ever.
-        let inferred = Rules { inferred: true, ..late };
-        assert_eq!(verdict(inferred, &incomplete) == held, required == Wish::On, "{required:?}");
+        let inferred = Rules {
+            inferred: true,
+            ..late
+        };
+        assert_eq!(
+            verdict(inferred, &incomplete) == held,
+            required == Wish::On,
+            "{required:?}"
+        );
     }
-    assert_eq!(verdict(Rules { needs: Needs::default(), ..rules(Wish::On) }, &incomplete), Verdict::Given);
+    assert_eq!(
+        verdict(
+            Rules {
+                needs: Needs::default(),
+                ..rules(Wish::On)
+            },
+            &incomplete
+        ),
+        Verdict::Given
+    );
 }
 
 #[test]
 fn a_fabric_error_costs_the_gpu_only_where_it_is_required() {
     let broken = facts(FabricState::Completed, 999);
     for required in [Wish::Auto, Wish::Off] {
-        let Verdict::Degraded(_, reason) = verdict(rules(required), &broken) else { panic!("{required:?}") };
+        let Verdict::Degraded(_, reason) = verdict(rules(required), &broken) else {
+            panic!("{required:?}")
+        };
         let text = "NVLink is not usable between GPUs: the fabric is complete with NVML's error 999; collectives go over PCIe";
         assert_eq!(reason, text);
     }
-    let late = Rules { overdue: true, ..rules(Wish::On) };
+    let late = Rules {
+        overdue: true,
+        ..rules(Wish::On)
+    };
     assert!(matches!(verdict(late, &broken), Verdict::Held(_)));
 }
 
 #[test]
 fn a_missing_answer_degrades_a_fabric_and_holds_a_ready_state() {
-    let late = Rules { overdue: true, ..rules(Wish::Auto) };
-    assert!(matches!(rules(Wish::Auto).judge(None, None), Verdict::Held(_)));
+    let late = Rules {
+        overdue: true,
+        ..rules(Wish::Auto)
+    };
+    assert!(matches!(
+        rules(Wish::Auto).judge(None, None),
+        Verdict::Held(_)
+    ));
     assert!(matches!(late.judge(None, None), Verdict::Degraded(..)));
-    assert!(matches!(Rules { required: Wish::On, ..late }.judge(None, None), Verdict::Held(_)));
-    let needs = Needs { ready_state: true, ..Needs::default() };
+    assert!(matches!(
+        Rules {
+            required: Wish::On,
+            ..late
+        }
+        .judge(None, None),
+        Verdict::Held(_)
+    ));
+    let needs = Needs {
+        ready_state: true,
+        ..Needs::default()
+    };
     let (wait, boot) = (ReadyState::Wait, ReadyState::Boot);
-    assert!(matches!(Rules { needs, ready_state: wait, ..late }.judge(None, None), Verdict::Held(_)));
-    let error = Facts { confidential_error: Some("no".into()), ..Facts::default() };
-    assert!(matches!(Rules { needs, ready_state: wait, ..late }.judge(Some(&error), None), Verdict::Held(_)));
+    assert!(matches!(
+        Rules {
+            needs,
+            ready_state: wait,
+            ..late
+        }
+        .judge(None, None),
+        Verdict::Held(_)
+    ));
+    let error = Facts {
+        confidential_error: Some("no".into()),
+        ..Facts::default()
+    };
+    assert!(matches!(
+        Rules {
+            needs,
+            ready_state: wait,
+            ..late
+        }
+        .judge(Some(&error), None),
+        Verdict::Held(_)
+    ));
     // Kata's configurations set the incumbent's parameter, and the helper may be missing.
-    assert!(matches!(Rules { needs, ready_state: boot, ..late }.judge(None, None), Verdict::Degraded(..)));
-    assert!(matches!(Rules { needs, ready_state: boot, overdue: false, ..late }.judge(None, None), Verdict::Held(_)));
+    assert!(matches!(
+        Rules {
+            needs,
+            ready_state: boot,
+            ..late
+        }
+        .judge(None, None),
+        Verdict::Degraded(..)
+    ));
+    assert!(matches!(
+        Rules {
+            needs,
+            ready_state: boot,
+            overdue: false,
+            ..late
+        }
+        .judge(None, None),
+        Verdict::Held(_)
+    ));
 }
 
 #[test]
 fn a_ready_state_that_is_off_holds_gpus_back_where_it_is_needed() {
-    let facts =
-        |enabled, ready| Facts { confidential: Some(Confidential { enabled, ready, ..Confidential::default() }), ..Facts::default() };
-    let needs = Needs { ready_state: true, ..Needs::default() };
-    let rules = Rules { needs, overdue: true, ..rules(Wish::Off) };
-    assert_eq!(verdict(rules, &facts(true, false)), Verdict::Held(Wait::ReadyState));
+    let facts = |enabled, ready| Facts {
+        confidential: Some(Confidential {
+            enabled,
+            ready,
+            ..Confidential::default()
+        }),
+        ..Facts::default()
+    };
+    let needs = Needs {
+        ready_state: true,
+        ..Needs::default()
+    };
+    let rules = Rules {
+        needs,
+        overdue: true,
+        ..rules(Wish::Off)
+    };
+    assert_eq!(
+        verdict(rules, &facts(true, false)),
+        Verdict::Held(Wait::ReadyState)
+    );
     assert_eq!(verdict(rules, &facts(true, true)), Verdict::Given);
     // Nothing to wait for: the GPUs are not confidential.
     assert_eq!(verdict(rules, &facts(false, false)), Verdict::Given);
-    assert_eq!(verdict(Rules { needs: Needs::default(), ..rules }, &facts(true, false)), Verdict::Given);
+    assert_eq!(
+        verdict(
+            Rules {
+                needs: Needs::default(),
+                ..rules
+            },
+            &facts(true, false)
+        ),
+        Verdict::Given
+    );
 }
 
 #[test]
 fn services_learn_of_the_worst_fabric() {
     let of = |states: &[(FabricState, u32)]| {
-        let devices = states.iter().flat_map(|(state, status)| facts(*state, *status).devices).collect();
-        fabric(Some(&Facts { devices, ..Facts::default() }), false)
+        let devices = states
+            .iter()
+            .flat_map(|(state, status)| facts(*state, *status).devices)
+            .collect();
+        fabric(
+            Some(&Facts {
+                devices,
+                ..Facts::default()
+            }),
+            false,
+        )
     };
     use FabricState::{Completed, InProgress, NotSupported};
     assert_eq!(of(&[]), services::Fabric::Absent);
     assert_eq!(of(&[(NotSupported, 0)]), services::Fabric::Absent);
-    assert_eq!(of(&[(Completed, 0), (Completed, 0)]), services::Fabric::Complete);
-    assert_eq!(of(&[(Completed, 0), (InProgress, 0)]), services::Fabric::Incomplete);
-    assert_eq!(of(&[(Completed, 0), (Completed, 5)]), services::Fabric::Failed);
-    assert_eq!(fabric(Some(&facts(InProgress, 0)), true), services::Fabric::Late);
-    assert_eq!(of(&[(FabricState::Unknown, 0)]), services::Fabric::Incomplete);
+    assert_eq!(
+        of(&[(Completed, 0), (Completed, 0)]),
+        services::Fabric::Complete
+    );
+    assert_eq!(
+        of(&[(Completed, 0), (InProgress, 0)]),
+        services::Fabric::Incomplete
+    );
+    assert_eq!(
+        of(&[(Completed, 0), (Completed, 5)]),
+        services::Fabric::Failed
+    );
+    assert_eq!(
+        fabric(Some(&facts(InProgress, 0)), true),
+        services::Fabric::Late
+    );
+    assert_eq!(
+        of(&[(FabricState::Unknown, 0)]),
+        services::Fabric::Incomplete
+    );
     // A first failure decides nothing: persistenced is not started again.
     assert_eq!(fabric(None, false), services::Fabric::Unasked);
     assert_eq!(fabric(None, true), services::Fabric::Unknown);

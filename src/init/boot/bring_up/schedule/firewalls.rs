@@ -12,20 +12,31 @@ use std::time::Duration;
 impl Schedule {
     /// Whether a probe sleeps behind the BAR firewall, for at least `more`.
     pub(super) fn sleeps(&self, gpu: &Gpu, more: Duration, now: Time) -> bool {
-        self.has_firewall() && matches!(gpu.stage, Stage::Probing(_)) && now + more < self.probing_since(gpu) + BAR_FIREWALL_WAIT
+        self.has_firewall()
+            && matches!(gpu.stage, Stage::Probing(_))
+            && now + more < self.probing_since(gpu) + BAR_FIREWALL_WAIT
     }
 
     /// Begin of a GPU's probe; for the load's probe, the registration of the driver.
     pub(super) fn probing_since(&self, gpu: &Gpu) -> Time {
         match (gpu.stage, self.load) {
-            (Stage::Probing(Probe::Load), Load::Runs { registered: Some(at), .. }) => at,
+            (
+                Stage::Probing(Probe::Load),
+                Load::Runs {
+                    registered: Some(at),
+                    ..
+                },
+            ) => at,
             _ => gpu.since,
         }
     }
 
     /// Whether probes sleep while a slow lane enables.
     pub(super) fn sleeps_while_enabling(&self) -> bool {
-        let concurrent = self.strategy.as_ref().is_some_and(|strategy| strategy.bind == Bind::Concurrent);
+        let concurrent = self
+            .strategy
+            .as_ref()
+            .is_some_and(|strategy| strategy.bind == Bind::Concurrent);
         concurrent && self.has_firewall() && self.is_slow() && self.is_loaded()
     }
 
@@ -48,10 +59,15 @@ impl Schedule {
         if !self.sleeps_while_enabling() {
             return now;
         }
-        let (ends, step) = (self.lane_ends(now), self.attach() + self.lane.took.unwrap_or_default());
+        let (ends, step) = (
+            self.lane_ends(now),
+            self.attach() + self.lane.took.unwrap_or_default(),
+        );
         let first = u32::from(ends == now);
         let left = self.waiting().count() as u32;
-        let wakes = (first..=left).map(|n| ends + step * n).find(|end| *end + Limit::WakesSoon.after() >= now + BAR_FIREWALL_WAIT);
+        let wakes = (first..=left)
+            .map(|n| ends + step * n)
+            .find(|end| *end + Limit::WakesSoon.after() >= now + BAR_FIREWALL_WAIT);
         wakes.map_or(now, |wakes| wakes.saturating_sub(BAR_FIREWALL_WAIT))
     }
 
@@ -68,10 +84,13 @@ impl Schedule {
     /// The last GPU, and the time at which its probe must begin to wake when the lane is free.
     pub(super) fn sleeps_at(&self, now: Time) -> Option<(GpuId, Time)> {
         let mut waiting = self.waiting();
-        let (Some(last), None) = (waiting.next(), waiting.next()) else { return None };
+        let (Some(last), None) = (waiting.next(), waiting.next()) else {
+            return None;
+        };
         let asleep = self.any(|gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable));
         let wakes = self.lane_ends(now) + self.attach();
-        (self.sleeps_while_enabling() && !asleep && self.gpus.len() > 1).then(|| (last, wakes.saturating_sub(BAR_FIREWALL_WAIT)))
+        (self.sleeps_while_enabling() && !asleep && self.gpus.len() > 1)
+            .then(|| (last, wakes.saturating_sub(BAR_FIREWALL_WAIT)))
     }
 
     /// Whether a probe that begins now is expected to end with the load's own probe. The load does

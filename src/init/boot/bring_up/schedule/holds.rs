@@ -22,7 +22,10 @@ impl Schedule {
         match self.load {
             _ if self.strategy.is_none() => return self.agent_first(now),
             // The host's speed is not known yet.
-            Load::Runs { since, registered: None } if self.has_firewall() && held(since) => return Some(Hold::Load),
+            Load::Runs {
+                since,
+                registered: None,
+            } if self.has_firewall() && held(since) => return Some(Hold::Load),
             _ if !self.is_slow() => return None,
             _ => {}
         }
@@ -37,13 +40,24 @@ impl Schedule {
             Load::No | Load::Failed { .. } => false,
         };
         // Behind a probe that hangs, the next probe waits longer than the lane.
-        let hangs =
-            self.any(|gpu| matches!(gpu.stage, Stage::Probing(_)) && !held(gpu.since) && !self.sleeps(gpu, Limit::WakesSoon.after(), now));
+        let hangs = self.any(|gpu| {
+            matches!(gpu.stage, Stage::Probing(_))
+                && !held(gpu.since)
+                && !self.sleeps(gpu, Limit::WakesSoon.after(), now)
+        });
         let probe = |gpu: &Gpu| match gpu.stage {
-            Stage::Enabled => self.is_loaded() && held(gpu.since) && !hangs && !self.wave_runs(now) && self.probe_at(now) <= now,
+            Stage::Enabled => {
+                self.is_loaded()
+                    && held(gpu.since)
+                    && !hangs
+                    && !self.wave_runs(now)
+                    && self.probe_at(now) <= now
+            }
             Stage::Probed => held(gpu.since),
             Stage::Probing(Probe::Load) => false,
-            Stage::Probing(_) => !self.sleeps(gpu, Limit::WakesSoon.after(), now) && held(gpu.since),
+            Stage::Probing(_) => {
+                !self.sleeps(gpu, Limit::WakesSoon.after(), now) && held(gpu.since)
+            }
             _ => false,
         };
         if load {
@@ -63,10 +77,18 @@ impl Schedule {
     /// GPU first.
     pub(super) fn wave_holds(&self, now: Time) -> Option<Hold> {
         let (ready, rest) = self.ready_and_rest();
-        let patient =
-            |gpu: &Gpu| matches!(gpu.stage, Stage::Enabled | Stage::Bound | Stage::Initialising) && gpu.within(Limit::LaneHold, now);
+        let patient = |gpu: &Gpu| {
+            matches!(
+                gpu.stage,
+                Stage::Enabled | Stage::Bound | Stage::Initialising
+            ) && gpu.within(Limit::LaneHold, now)
+        };
         let choice = match self.wave.filter(|_| self.wave_runs(now)) {
-            Some(wave) => self.costs().during_wave((wave.began + self.costs().wave(wave.count)).saturating_sub(now), ready, rest),
+            Some(wave) => self.costs().during_wave(
+                (wave.began + self.costs().wave(wave.count)).saturating_sub(now),
+                ready,
+                rest,
+            ),
             None => Choice::Enable,
         };
         (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
@@ -78,11 +100,15 @@ impl Schedule {
             return None;
         }
         let waits = !self.agent.any && now < self.started + Limit::AgentFirst.after();
-        waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now))
+        waits
+            .then_some(Hold::AgentStart)
+            .or_else(|| self.agent.holds(now))
     }
 
     /// Time from which a load needs all CPUs: its begin, or the end of its first probe's sleep.
     pub(super) fn load_needs_cpus_since(&self, since: Time, registered: Option<Time>) -> Time {
-        registered.filter(|_| self.has_firewall()).map_or(since, |registered| registered + BAR_FIREWALL_WAIT)
+        registered
+            .filter(|_| self.has_firewall())
+            .map_or(since, |registered| registered + BAR_FIREWALL_WAIT)
     }
 }

@@ -24,7 +24,12 @@ impl Schedule {
     /// waits.
     fn others_come_first(&self, now: Time) -> bool {
         // On a slow lane GPUs are enabled seconds apart, so a sleeping probe is far from its end.
-        let near = if self.is_slow() { Limit::WakesSoon } else { Limit::ProbesFirst }.after();
+        let near = if self.is_slow() {
+            Limit::WakesSoon
+        } else {
+            Limit::ProbesFirst
+        }
+        .after();
         let asleep = |gpu: &Gpu| self.sleeps(gpu, near, now);
         let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
         let slept = |gpu: &Gpu| match self.has_firewall() {
@@ -33,7 +38,9 @@ impl Schedule {
         };
         let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
         let may_probe = self.is_loaded() && self.probe_at(now) <= now;
-        let next = |gpu: &Gpu| may_probe && gpu.stage == Stage::Enabled && gpu.within(Limit::LaneHold, now);
+        let next = |gpu: &Gpu| {
+            may_probe && gpu.stage == Stage::Enabled && gpu.within(Limit::LaneHold, now)
+        };
         let read = |gpu: &Gpu| gpu.stage == Stage::Probed && gpu.within(Limit::ProbesFirst, now);
         let probes = self.any(probed) || self.any(read) || self.any(next) && !self.any(awake);
         let until = |at: Time| at + Limit::UvmFirst.after();
@@ -42,12 +49,18 @@ impl Schedule {
     }
 
     fn is_parallel(&self) -> bool {
-        self.strategy.as_ref().is_none_or(|strategy| strategy.init == Init::Parallel)
+        self.strategy
+            .as_ref()
+            .is_none_or(|strategy| strategy.init == Init::Parallel)
     }
 
     /// Costs of enabling and initialising in this boot, as far as known.
     pub(super) fn costs(&self) -> Costs {
-        Costs::new(self.lane.took.unwrap_or_default(), self.is_parallel(), self.scale.unwrap_or(H100))
+        Costs::new(
+            self.lane.took.unwrap_or_default(),
+            self.is_parallel(),
+            self.scale.unwrap_or(H100),
+        )
     }
 
     /// Counts of GPUs that are enabled and not initialising yet, and of GPUs that are not enabled.
@@ -57,8 +70,12 @@ impl Schedule {
             Stage::New | Stage::Enabling => false,
             Stage::Initialising | Stage::Initialised | Stage::Usable | Stage::Failed => false,
         };
-        let count = |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
-        (count(is_ready), count(|stage| matches!(stage, Stage::New | Stage::Enabling)))
+        let count =
+            |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
+        (
+            count(is_ready),
+            count(|stage| matches!(stage, Stage::New | Stage::Enabling)),
+        )
     }
 
     /// Whether initialisations run that keep others waiting.
@@ -90,8 +107,16 @@ impl Schedule {
             self.lane.attached = now;
         }
         self.lane.attached += self.attach() * count as u32;
-        let began = self.wave.filter(|_| runs).map_or((now, 0), |wave| (wave.began, wave.count));
-        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, well: !runs, opened: runs });
+        let began = self
+            .wave
+            .filter(|_| runs)
+            .map_or((now, 0), |wave| (wave.began, wave.count));
+        self.wave = Some(Wave {
+            began: began.0,
+            count: began.1 + count as u32,
+            well: !runs,
+            opened: runs,
+        });
         for id in ready.into_iter().take(count) {
             self.enter(id, Stage::Initialising, now);
             orders.push(Order::Initialise(id));
@@ -100,8 +125,14 @@ impl Schedule {
 
     /// Notes the first opening of a wave: the first parts begin now, not at the order.
     pub(super) fn opening(&mut self, id: GpuId, now: Time) {
-        let ordered = self.gpus.get(&id).filter(|gpu| gpu.stage == Stage::Initialising).map(|gpu| gpu.since);
-        if let (Some(ordered), Some(wave)) = (ordered, self.wave.as_mut().filter(|wave| !wave.opened)) {
+        let ordered = self
+            .gpus
+            .get(&id)
+            .filter(|gpu| gpu.stage == Stage::Initialising)
+            .map(|gpu| gpu.since);
+        if let (Some(ordered), Some(wave)) =
+            (ordered, self.wave.as_mut().filter(|wave| !wave.opened))
+        {
             wave.opened = true;
             self.lane.attached += now.saturating_sub(ordered);
         }
@@ -112,7 +143,8 @@ impl Schedule {
         if let Some(wave) = self.wave.filter(|_| !runs) {
             self.wave = None;
             if wave.well && now < wave.began + Limit::InitHangs.after() {
-                let scale = Costs::scale_of(wave.count, now - wave.began, self.is_parallel()).min(LONGEST);
+                let scale =
+                    Costs::scale_of(wave.count, now - wave.began, self.is_parallel()).min(LONGEST);
                 self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
             }
         }
@@ -121,7 +153,9 @@ impl Schedule {
     /// Assumed duration of the first part of one initialisation.
     pub(super) fn attach(&self) -> Duration {
         let [s1, ..] = self.costs().parts;
-        let measured = self.scale.map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
+        let measured = self
+            .scale
+            .map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
         measured.unwrap_or(Limit::Attach.after())
     }
 }

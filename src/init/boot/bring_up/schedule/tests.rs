@@ -3,7 +3,10 @@ use crate::boot::bring_up::strategy::Facts;
 use crate::config::Init;
 
 fn gpu(k: u8) -> GpuId {
-    GpuId { address: format!("0001:00:{k:02x}.0").parse().unwrap(), generation: u32::from(k) }
+    GpuId {
+        address: format!("0001:00:{k:02x}.0").parse().unwrap(),
+        generation: u32::from(k),
+    }
 }
 
 fn ms(ms: u64) -> Time {
@@ -19,16 +22,38 @@ fn boot(n: u8, policy: Policy) -> (Schedule, Vec<Order>) {
 }
 
 fn policy() -> Policy {
-    let facts = Facts { gpus: 3, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
-    Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts }
+    let facts = Facts {
+        gpus: 3,
+        firewall: false,
+        driver: None,
+        init_on_probe: false,
+        confidential: false,
+        vcpus: 2,
+    };
+    Policy {
+        bind: Bind::Auto,
+        init: Init::Parallel,
+        relaxed: true,
+        no_gpus: false,
+        enable: None,
+        facts,
+    }
 }
 
 /// A slow host up to its first initialisation.
 fn slow(n: u8) -> Schedule {
     let (mut schedule, orders) = boot(n, policy());
-    assert_eq!(orders, [Order::Enable(gpu(0), vec![])], "the first one is enabled by itself: nothing is known of the host yet");
+    assert_eq!(
+        orders,
+        [Order::Enable(gpu(0), vec![])],
+        "the first one is enabled by itself: nothing is known of the host yet"
+    );
     let orders = schedule.take(ms(3000), Fact::Enabled(gpu(0), ms(3000)));
-    let lane = if n > 1 { Order::Wait(gpu(1)) } else { Order::LaneOver };
+    let lane = if n > 1 {
+        Order::Wait(gpu(1))
+    } else {
+        Order::LaneOver
+    };
     assert!(
         matches!(&orders[..], [Order::Chosen(chosen, Some(took)), Order::Load { one_by_one: true, enables: false, .. }, Order::Probe(first, Probe::Load), last]
         if chosen.bind == Bind::Pipelined && *took == ms(3000) && *first == gpu(0) && *last == lane),
@@ -36,7 +61,10 @@ fn slow(n: u8) -> Schedule {
     );
     assert_eq!(schedule.take(ms(3010), Fact::Loaded(true)), []);
     assert_eq!(schedule.take(ms(3020), Fact::UvmLoaded), []);
-    assert_eq!(schedule.take(ms(3025), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
+    assert_eq!(
+        schedule.take(ms(3025), Fact::Bound(gpu(0))),
+        [Order::Initialise(gpu(0))]
+    );
     schedule
 }
 
@@ -46,8 +74,16 @@ fn on_a_slow_host_the_lane_waits_for_load_and_publication() {
     assert_eq!(schedule.take(ms(3026), Fact::Publishing(gpu(0))), []);
     assert_eq!(schedule.take(ms(3040), Fact::LoadOver), []);
     assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
-    assert_eq!(schedule.deadline(ms(3050)), Some(ms(3445)), "the first part is over then");
-    let held = vec![(Hold::Load, ms(40)), (Hold::Publication, ms(10)), (Hold::Attach, ms(395))];
+    assert_eq!(
+        schedule.deadline(ms(3050)),
+        Some(ms(3445)),
+        "the first part is over then"
+    );
+    let held = vec![
+        (Hold::Load, ms(40)),
+        (Hold::Publication, ms(10)),
+        (Hold::Attach, ms(395)),
+    ];
     assert_eq!(schedule.wake(ms(3445)), [Order::Enable(gpu(1), held)]);
 }
 
@@ -57,7 +93,11 @@ fn an_awaited_publication_holds_the_lane_until_the_program_runs() {
     assert_eq!(schedule.take(ms(3030), Fact::LoadOver), []);
     assert_eq!(schedule.take(ms(3031), Fact::AgentLooked), []);
     assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
-    assert_eq!(schedule.wake(ms(3445)), [], "one container has looked, and will look again");
+    assert_eq!(
+        schedule.wake(ms(3445)),
+        [],
+        "one container has looked, and will look again"
+    );
     assert_eq!(schedule.take(ms(4031), Fact::AgentLooked), []);
     assert_eq!(schedule.take(ms(4073), Fact::ContainerBegins), []);
     assert_eq!(schedule.wake(ms(4400)), []);
@@ -76,7 +116,10 @@ fn a_wait_for_a_look_that_brought_no_container_is_not_repeated() {
     schedule.take(ms(3310), Fact::Published(gpu(0)));
     schedule.take(ms(4300), Fact::AgentLooked);
     assert_eq!(schedule.wake(ms(4699)), []);
-    assert!(matches!(&schedule.wake(ms(4700))[..], [Order::Enable(..)]), "it waits for more than this GPU");
+    assert!(
+        matches!(&schedule.wake(ms(4700))[..], [Order::Enable(..)]),
+        "it waits for more than this GPU"
+    );
     schedule.take(ms(5125), Fact::Initialised(gpu(0), true));
     for now in [5300, 6300, 7300] {
         schedule.take(ms(now), Fact::AgentLooked);
@@ -98,18 +141,39 @@ fn on_a_medium_host_gpus_enabled_in_a_wave_form_the_next_one() {
     schedule.take(ms(1010), Fact::Loaded(true));
     schedule.take(ms(1010), Fact::UvmLoaded);
     schedule.take(ms(1010), Fact::LoadOver);
-    assert_eq!(schedule.take(ms(1020), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
-    assert!(matches!(&schedule.wake(ms(1440))[..], [Order::Enable(second, _)] if *second == gpu(1)));
+    assert_eq!(
+        schedule.take(ms(1020), Fact::Bound(gpu(0))),
+        [Order::Initialise(gpu(0))]
+    );
+    assert!(
+        matches!(&schedule.wake(ms(1440))[..], [Order::Enable(second, _)] if *second == gpu(1))
+    );
     let orders = schedule.take(ms(2440), Fact::Enabled(gpu(1), ms(1000)));
-    assert!(orders.contains(&Order::Probe(gpu(1), Probe::Bind)), "the global lock is free while the first one boots: {orders:?}");
+    assert!(
+        orders.contains(&Order::Probe(gpu(1), Probe::Bind)),
+        "the global lock is free while the first one boots: {orders:?}"
+    );
     let orders = schedule.take(ms(2450), Fact::Bound(gpu(1)));
-    assert!(matches!(&orders[..], [Order::Enable(third, _)] if *third == gpu(2)), "{orders:?}");
-    assert_eq!(schedule.take(ms(3120), Fact::Initialised(gpu(0), true)), [], "one is being enabled");
+    assert!(
+        matches!(&orders[..], [Order::Enable(third, _)] if *third == gpu(2)),
+        "{orders:?}"
+    );
+    assert_eq!(
+        schedule.take(ms(3120), Fact::Initialised(gpu(0), true)),
+        [],
+        "one is being enabled"
+    );
     let orders = schedule.take(ms(3350), Fact::Enabled(gpu(2), ms(1000)));
-    assert!(orders.contains(&Order::Probe(gpu(2), Probe::Bind)), "{orders:?}");
+    assert!(
+        orders.contains(&Order::Probe(gpu(2), Probe::Bind)),
+        "{orders:?}"
+    );
     let orders = schedule.take(ms(3355), Fact::Bound(gpu(2)));
     let begins = [Order::Initialise(gpu(1)), Order::Initialise(gpu(2))];
-    assert!(orders.starts_with(&begins) || matches!(&orders[..], [Order::Enable(..)]), "{orders:?}");
+    assert!(
+        orders.starts_with(&begins) || matches!(&orders[..], [Order::Enable(..)]),
+        "{orders:?}"
+    );
 }
 
 #[test]
@@ -120,17 +184,31 @@ fn on_a_fast_host_all_gpus_probe_and_initialise_together() {
         matches!(&orders[..], [Order::Chosen(chosen, _), Order::Load { gpus, one_by_one: false, .. }, ..] if chosen.bind == Bind::Insmod && gpus.len() == 3),
         "{orders:?}"
     );
-    assert!((0..3).all(|k| orders.contains(&Order::Probe(gpu(k), Probe::Load))) && orders.contains(&Order::LaneOver));
+    assert!(
+        (0..3).all(|k| orders.contains(&Order::Probe(gpu(k), Probe::Load)))
+            && orders.contains(&Order::LaneOver)
+    );
     schedule.take(ms(20), Fact::Loaded(true));
     schedule.take(ms(22), Fact::UvmLoaded);
     assert_eq!(schedule.take(ms(23), Fact::Bound(gpu(0))), []);
     assert_eq!(schedule.take(ms(24), Fact::Bound(gpu(1))), []);
-    assert_eq!(schedule.take(ms(25), Fact::Bound(gpu(2))), (0..3).map(|k| Order::Initialise(gpu(k))).collect::<Vec<_>>());
+    assert_eq!(
+        schedule.take(ms(25), Fact::Bound(gpu(2))),
+        (0..3)
+            .map(|k| Order::Initialise(gpu(k)))
+            .collect::<Vec<_>>()
+    );
 }
 
 #[test]
 fn behind_a_hung_probe_one_more_starts_after_30_s_never_two() {
-    let (mut schedule, _) = boot(4, Policy { bind: Bind::Pipelined, ..policy() });
+    let (mut schedule, _) = boot(
+        4,
+        Policy {
+            bind: Bind::Pipelined,
+            ..policy()
+        },
+    );
     let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
     assert!(orders.contains(&Order::Probe(gpu(0), Probe::Load)));
     schedule.take(ms(10), Fact::Loaded(true));
@@ -139,11 +217,22 @@ fn behind_a_hung_probe_one_more_starts_after_30_s_never_two() {
     assert!(orders.contains(&Order::Probe(gpu(1), Probe::Bind)));
     schedule.take(ms(30), Fact::Enabled(gpu(2), ms(3)));
     schedule.take(ms(40), Fact::Enabled(gpu(3), ms(3)));
-    let probes = |orders: Vec<Order>| orders.into_iter().filter(|order| matches!(order, Order::Probe(..))).collect::<Vec<_>>();
+    let probes = |orders: Vec<Order>| {
+        orders
+            .into_iter()
+            .filter(|order| matches!(order, Order::Probe(..)))
+            .collect::<Vec<_>>()
+    };
     assert_eq!(probes(schedule.wake(ms(30_019))), []);
-    assert_eq!(probes(schedule.wake(ms(30_020))), [Order::Probe(gpu(2), Probe::Bind)]);
+    assert_eq!(
+        probes(schedule.wake(ms(30_020))),
+        [Order::Probe(gpu(2), Probe::Bind)]
+    );
     assert_eq!(probes(schedule.wake(ms(30_021))), []);
-    assert_eq!(probes(schedule.take(ms(30_030), Fact::Bound(gpu(2)))), [Order::Probe(gpu(3), Probe::Bind)]);
+    assert_eq!(
+        probes(schedule.take(ms(30_030), Fact::Bound(gpu(2)))),
+        [Order::Probe(gpu(3), Probe::Bind)]
+    );
 }
 
 #[test]
@@ -168,28 +257,52 @@ fn modules_are_loadable_until_all_is_settled_or_for_60_s() {
     assert!(!schedule.wake(ms(63_029)).contains(&Order::LockDown));
     assert!(schedule.wake(ms(63_030)).contains(&Order::LockDown));
     schedule.take(ms(64_000), Fact::Initialised(gpu(0), true));
-    assert_eq!(schedule.take(ms(64_001), Fact::Usable(gpu(0))), [Order::Settled { usable: 1, failed: 0 }]);
+    assert_eq!(
+        schedule.take(ms(64_001), Fact::Usable(gpu(0))),
+        [Order::Settled {
+            usable: 1,
+            failed: 0
+        }]
+    );
     let mut quick = slow(1);
     quick.take(ms(3030), Fact::LoadOver);
     quick.take(ms(5000), Fact::Initialised(gpu(0), true));
-    assert_eq!(quick.take(ms(5001), Fact::Usable(gpu(0))), [Order::Settled { usable: 1, failed: 0 }, Order::LockDown]);
+    assert_eq!(
+        quick.take(ms(5001), Fact::Usable(gpu(0))),
+        [
+            Order::Settled {
+                usable: 1,
+                failed: 0
+            },
+            Order::LockDown
+        ]
+    );
 }
 
 #[test]
 fn on_one_vcpu_the_first_enabling_waits_for_the_agent() {
     let policy = policy();
-    let facts = Facts { vcpus: 1, ..policy.facts.clone() };
+    let facts = Facts {
+        vcpus: 1,
+        ..policy.facts.clone()
+    };
     let (mut schedule, orders) = boot(2, Policy { facts, ..policy });
     assert_eq!(orders, [Order::Wait(gpu(0))]);
     schedule.take(ms(500), Fact::ContainerBegins);
     assert_eq!(schedule.wake(ms(1600)), []);
-    assert!(matches!(&schedule.take(ms(1700), Fact::ContainerRuns)[..], [Order::Enable(..)]));
+    assert!(matches!(
+        &schedule.take(ms(1700), Fact::ContainerRuns)[..],
+        [Order::Enable(..)]
+    ));
 }
 
 #[test]
 fn with_firewalls_the_load_is_first_and_its_probe_holds_no_lane() {
     let policy = policy();
-    let facts = Facts { firewall: true, ..policy.facts.clone() };
+    let facts = Facts {
+        firewall: true,
+        ..policy.facts.clone()
+    };
     let (mut schedule, orders) = boot(4, Policy { facts, ..policy });
     assert!(
         matches!(&orders[..], [Order::Chosen(chosen, None), Order::Load { enables: true, .. }, Order::Probe(first, Probe::Load), Order::Wait(_)]
@@ -197,11 +310,17 @@ fn with_firewalls_the_load_is_first_and_its_probe_holds_no_lane() {
         "{orders:?}"
     );
     let orders = schedule.take(ms(10), Fact::Registered);
-    assert!(matches!(&orders[..], [Order::Enable(second, _)] if *second == gpu(1)), "{orders:?}");
+    assert!(
+        matches!(&orders[..], [Order::Enable(second, _)] if *second == gpu(1)),
+        "{orders:?}"
+    );
     // The load's probe wakes at 4010 and enables its GPU: one more enabling would not be over by
     // then. This GPU's probe would be.
     let orders = schedule.take(ms(3010), Fact::Enabled(gpu(1), ms(3000)));
-    assert_eq!(orders, [Order::Probe(gpu(1), Probe::DuringLoad), Order::Wait(gpu(2))]);
+    assert_eq!(
+        orders,
+        [Order::Probe(gpu(1), Probe::DuringLoad), Order::Wait(gpu(2))]
+    );
     schedule.take(ms(7012), Fact::Loaded(true));
     schedule.take(ms(7013), Fact::UvmLoaded);
     assert_eq!(schedule.take(ms(7015), Fact::Bound(gpu(1))), []);
@@ -220,9 +339,15 @@ fn with_firewalls_the_load_is_first_and_its_probe_holds_no_lane() {
 #[test]
 fn a_gpu_that_comes_back_at_an_address_is_another_one() {
     let mut schedule = slow(1);
-    let back = GpuId { generation: 9, ..gpu(0) };
+    let back = GpuId {
+        generation: 9,
+        ..gpu(0)
+    };
     schedule.take(ms(4000), Fact::Gone(gpu(0)));
-    assert_eq!(schedule.take(ms(4001), Fact::Found(back, Arrival::Enabled)), [Order::Probe(back, Probe::Bind)]);
+    assert_eq!(
+        schedule.take(ms(4001), Fact::Found(back, Arrival::Enabled)),
+        [Order::Probe(back, Probe::Bind)]
+    );
     schedule.take(ms(4002), Fact::Usable(gpu(0)));
     assert!(!schedule.is_usable(back) && !schedule.is_usable(gpu(0)));
 }
@@ -231,7 +356,12 @@ fn a_gpu_that_comes_back_at_an_address_is_another_one() {
 fn failed_load() -> Schedule {
     let (mut schedule, _) = boot(2, policy());
     let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
-    assert!(orders.iter().any(|order| matches!(order, Order::Load { .. })), "{orders:?}");
+    assert!(
+        orders
+            .iter()
+            .any(|order| matches!(order, Order::Load { .. })),
+        "{orders:?}"
+    );
     schedule.take(ms(10), Fact::Loaded(false));
     (0..2).for_each(|k| drop(schedule.take(ms(11), Fact::Failed(gpu(k)))));
     schedule
@@ -240,43 +370,104 @@ fn failed_load() -> Schedule {
 #[test]
 fn a_gpu_that_comes_after_a_failed_load_gets_a_load_of_its_own() {
     let mut schedule = failed_load();
-    assert_eq!(schedule.take(ms(12), Fact::LoadOver), [], "settled before, and not locked down");
+    assert_eq!(
+        schedule.take(ms(12), Fact::LoadOver),
+        [],
+        "settled before, and not locked down"
+    );
     let orders = schedule.take(ms(50_000), Fact::Found(gpu(7), Arrival::Enabled));
-    assert_eq!(orders, [Order::Load { gpus: vec![gpu(7)], one_by_one: false, enables: false }]);
-    assert!(!schedule.wake(ms(60_500)).contains(&Order::LockDown), "a load is under way");
-    assert_eq!(schedule.take(ms(61_000), Fact::Loaded(true)), [Order::Probe(gpu(7), Probe::Bind)]);
+    assert_eq!(
+        orders,
+        [Order::Load {
+            gpus: vec![gpu(7)],
+            one_by_one: false,
+            enables: false
+        }]
+    );
+    assert!(
+        !schedule.wake(ms(60_500)).contains(&Order::LockDown),
+        "a load is under way"
+    );
+    assert_eq!(
+        schedule.take(ms(61_000), Fact::Loaded(true)),
+        [Order::Probe(gpu(7), Probe::Bind)]
+    );
     schedule.take(ms(61_010), Fact::UvmLoaded);
     schedule.take(ms(61_020), Fact::LoadOver);
-    assert_eq!(schedule.take(ms(61_030), Fact::Bound(gpu(7))), [Order::Initialise(gpu(7))]);
+    assert_eq!(
+        schedule.take(ms(61_030), Fact::Bound(gpu(7))),
+        [Order::Initialise(gpu(7))]
+    );
     let orders = schedule.take(ms(63_000), Fact::Usable(gpu(7)));
-    assert_eq!(orders, [Order::Settled { usable: 1, failed: 2 }, Order::LockDown]);
+    assert_eq!(
+        orders,
+        [
+            Order::Settled {
+                usable: 1,
+                failed: 2
+            },
+            Order::LockDown
+        ]
+    );
 }
 
 #[test]
 fn a_gpu_that_comes_while_a_load_fails_waits_for_the_next_one() {
     let mut schedule = failed_load();
-    assert_eq!(schedule.take(ms(12), Fact::Found(gpu(7), Arrival::Enabled)), [], "the failed one is not over");
+    assert_eq!(
+        schedule.take(ms(12), Fact::Found(gpu(7), Arrival::Enabled)),
+        [],
+        "the failed one is not over"
+    );
     let orders = schedule.take(ms(13), Fact::LoadOver);
-    assert_eq!(orders, [Order::Load { gpus: vec![gpu(7)], one_by_one: false, enables: false }]);
+    assert_eq!(
+        orders,
+        [Order::Load {
+            gpus: vec![gpu(7)],
+            one_by_one: false,
+            enables: false
+        }]
+    );
 }
 
 #[test]
 fn a_gpu_found_during_a_load_that_fails_gets_the_next_one() {
-    let (mut schedule, _) = boot(1, Policy { bind: Bind::Insmod, ..policy() });
+    let (mut schedule, _) = boot(
+        1,
+        Policy {
+            bind: Bind::Insmod,
+            ..policy()
+        },
+    );
     schedule.take(ms(5), Fact::Found(gpu(7), Arrival::Enabled));
     assert_eq!(schedule.take(ms(10), Fact::Loaded(false)), []);
     assert_eq!(schedule.take(ms(11), Fact::Failed(gpu(0))), []);
     let orders = schedule.take(ms(12), Fact::LoadOver);
-    assert_eq!(orders, [Order::Load { gpus: vec![gpu(7)], one_by_one: false, enables: true }]);
+    assert_eq!(
+        orders,
+        [Order::Load {
+            gpus: vec![gpu(7)],
+            one_by_one: false,
+            enables: true
+        }]
+    );
     let orders = schedule.take(ms(20), Fact::Loaded(false));
-    assert_eq!(orders, [Order::Probe(gpu(7), Probe::Bind), Order::LaneOver], "which fails, with the load's reason");
+    assert_eq!(
+        orders,
+        [Order::Probe(gpu(7), Probe::Bind), Order::LaneOver],
+        "which fails, with the load's reason"
+    );
 }
 
 #[test]
 fn an_enabling_that_fails_slowly_shows_a_slow_host() {
     for (took, slow) in [(3000, true), (3, false)] {
         let (mut schedule, _) = boot(3, policy());
-        assert_eq!(schedule.take(ms(took), Fact::Failed(gpu(0))), [Order::Enable(gpu(1), vec![])], "one must come out of the lane");
+        assert_eq!(
+            schedule.take(ms(took), Fact::Failed(gpu(0))),
+            [Order::Enable(gpu(1), vec![])],
+            "one must come out of the lane"
+        );
         assert_eq!(schedule.is_slow(), slow);
     }
 }
@@ -284,10 +475,17 @@ fn an_enabling_that_fails_slowly_shows_a_slow_host() {
 #[test]
 fn no_initialisation_joins_a_wave_whose_first_one_is_back() {
     let (joins, first_is_back) = (ms(3100), ms(3025 + 1600));
-    for (now, orders) in [(joins, vec![Order::Initialise(gpu(1))]), (first_is_back, vec![])] {
+    for (now, orders) in [
+        (joins, vec![Order::Initialise(gpu(1))]),
+        (first_is_back, vec![]),
+    ] {
         let mut schedule = slow(2);
         schedule.lane.attached = ms(9000);
-        schedule.gpus.get_mut(&gpu(1)).unwrap().enter(Stage::Bound, now);
+        schedule
+            .gpus
+            .get_mut(&gpu(1))
+            .unwrap()
+            .enter(Stage::Bound, now);
         let mut begun = Vec::new();
         schedule.initialise(now, &mut begun);
         assert_eq!(begun, orders, "at {now:?}");
@@ -313,8 +511,21 @@ fn after_a_failed_load_modules_stay_loadable_until_the_deadline() {
 
 #[test]
 fn a_guest_that_never_gets_a_gpu_locks_down_at_once() {
-    let settled = Order::Settled { usable: 0, failed: 0 };
-    assert_eq!(boot(0, Policy { no_gpus: true, ..policy() }).1, [settled.clone(), Order::LockDown]);
+    let settled = Order::Settled {
+        usable: 0,
+        failed: 0,
+    };
+    assert_eq!(
+        boot(
+            0,
+            Policy {
+                no_gpus: true,
+                ..policy()
+            }
+        )
+        .1,
+        [settled.clone(), Order::LockDown]
+    );
     assert_eq!(boot(0, policy()).1, [settled], "one may be plugged in");
 }
 
@@ -322,18 +533,42 @@ fn a_guest_that_never_gets_a_gpu_locks_down_at_once() {
 fn a_gpu_that_is_enabled_already_is_no_measure_of_the_host() {
     for (enable, bind) in [(Some(ms(3000)), Bind::Pipelined), (None, Bind::Insmod)] {
         let mut schedule = Schedule::new(Policy { enable, ..policy() }, ms(0));
-        (0..2).for_each(|k| assert_eq!(schedule.take(ms(0), Fact::Found(gpu(k), Arrival::Again)), []));
-        assert_eq!(schedule.take(ms(0), Fact::Scanned), [Order::Enable(gpu(0), vec![])]);
+        (0..2).for_each(|k| {
+            assert_eq!(
+                schedule.take(ms(0), Fact::Found(gpu(k), Arrival::Again)),
+                []
+            )
+        });
+        assert_eq!(
+            schedule.take(ms(0), Fact::Scanned),
+            [Order::Enable(gpu(0), vec![])]
+        );
         let orders = schedule.take(ms(1), Fact::Enabled(gpu(0), ms(0)));
-        assert!(matches!(&orders[0], Order::Chosen(chosen, _) if chosen.bind == bind), "{enable:?}: {orders:?}");
+        assert!(
+            matches!(&orders[0], Order::Chosen(chosen, _) if chosen.bind == bind),
+            "{enable:?}: {orders:?}"
+        );
     }
 }
 
 #[test]
 fn a_load_that_enables_keeps_the_lane_until_its_end() {
-    let facts = Facts { gpus: 1, firewall: true, ..policy().facts };
+    let facts = Facts {
+        gpus: 1,
+        firewall: true,
+        ..policy().facts
+    };
     let (mut schedule, orders) = boot(1, Policy { facts, ..policy() });
-    assert!(orders.iter().any(|order| matches!(order, Order::Load { enables: true, .. })), "{orders:?}");
+    assert!(
+        orders
+            .iter()
+            .any(|order| matches!(order, Order::Load { enables: true, .. })),
+        "{orders:?}"
+    );
     assert!(!orders.contains(&Order::LaneOver), "{orders:?}");
-    assert!(schedule.take(ms(7300), Fact::Loaded(true)).contains(&Order::LaneOver));
+    assert!(
+        schedule
+            .take(ms(7300), Fact::Loaded(true))
+            .contains(&Order::LaneOver)
+    );
 }
