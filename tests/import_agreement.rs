@@ -4,7 +4,7 @@
 //! A time that only one of the two has is a disagreement, too: a console has no beginnings of
 //! steps, and may end early.
 
-use kata_gpu_report::boot::model::{Boot, Step};
+use kata_gpu_report::boot::model::{Boot, GpuStep};
 use kata_gpu_report::data::agent_log::AgentLine;
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::data::compact_record::{Field, Record};
@@ -96,7 +96,7 @@ pub fn agreement(stream: &BootFile, agent: &[AgentLine], import: &BootFile) -> A
     }
     for gpu in &a.gpus {
         let imported = b.gpus.iter().find(|g| g.address == gpu.address);
-        let at = |step: Option<Step>| step.map(|s| s.at_ns);
+        let at = |step: Option<GpuStep>| step.map(|s| s.at_ns);
         let mut compare = |what: &str, stream: Option<u64>, import: Option<u64>| {
             all.compare(format!("{} {what}", gpu.address), stream, import, 0);
         };

@@ -1,8 +1,8 @@
 //! `kata-gpu-boot compare`: compares two boots, or two sets of boots, with an exit status that can
 //! stop a release.
 
-use super::boot_args::{each_boot, notes, plain_json};
-use anyhow::Result;
+use super::boots::{BootDir, each_boot, json, notes};
+use anyhow::{Context, Result};
 use kata_gpu_report::analysis::compare::{
     Change, Comparison, Settings, Threshold, Verdict, compare,
 };
@@ -10,40 +10,21 @@ use kata_gpu_report::analysis::loaded::load;
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
 use kata_gpu_report::analysis::statistics::Summary;
 use kata_gpu_report::data::boot_dir::find;
-use kata_gpu_report::data::text::{Ink, Screen, printable};
+use kata_gpu_report::data::text::{Ink, Screen};
 use kata_gpu_report::terminal::progress_line::Progress;
 use kata_gpu_report::terminal::stdout::print;
 use kata_gpu_report::views::grid::{Grid, Set, signed, time};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Exit status if a value is slower.
-const SLOWER: u8 = 1;
-/// Exit status for boots that cannot be compared.
-const CANNOT: u8 = 2;
 /// Number of boots from which their intervals take a second or more.
 const MANY: usize = 1000;
 /// Most steps that are printed, those that grew most; the JSON form has all.
 const MAX_STEPS: usize = 15;
 
-const HELP: &str = "\
-A milestone is slower when its median grew by more than the threshold and the 95 % bootstrap interval of the difference (2000 resamples, the same for \
-the same --seed) does not hold 0. With fewer than 5 boots on a side there is no interval, and the threshold alone decides. Phases and steps \
-(time in which at least one was running) show the source of a change; they do not close the gate. Differences below 1 ms do not count.
-
-Exit status: 0 no slower; 1 a milestone is slower, or reached by fewer boots, or more boots have failures; 2 cannot compare.
-
-Examples:
-  # two boots, by file or by the start of their ids
-  kata-gpu-boot compare before.ndjson after.ndjson
-  kata-gpu-boot compare 0f7a 5fc5 --dir /var/log/boots
-  # twenty boots of each version, as a gate: containers within 10 %
-  kata-gpu-boot compare --runs old/ new/ --gate 'last container' --threshold 10%
-  kata-gpu-boot compare --runs old/ new/ --json | jq '.worse'";
-
 /// Compare the milestones, phases and steps of two boots or two sets of boots.
 #[derive(clap::Args, Debug)]
-#[command(after_help = HELP)]
+#[command(after_help = include_str!("compare/help.txt"))]
 pub struct Args {
     /// The earlier boot: a file, or the start of a boot id; with --runs a directory.
     a: PathBuf,
@@ -52,9 +33,8 @@ pub struct Args {
     /// Compare A and B as directories with many boots each.
     #[arg(long)]
     runs: bool,
-    /// Directory that the collector writes to, for boot ids.
-    #[arg(long, default_value = ".", conflicts_with = "runs")]
-    dir: PathBuf,
+    #[command(flatten)]
+    dir: BootDir,
     /// Growth that is too much: a part (5%) or a duration (200ms).
     #[arg(long, default_value = "5%")]
     threshold: Threshold,
@@ -69,26 +49,11 @@ pub struct Args {
     json: bool,
 }
 
-/// Runs `compare`.
-pub fn run(args: &Args) -> ExitCode {
-    let done =
-        compared(args, &Screen::of_stdout()).and_then(|(text, worse)| print(&text).map(|()| worse));
-    if let Err(error) = &done {
-        eprintln!(
-            "kata-gpu-boot: cannot compare: {}",
-            printable(&format!("{error:#}"))
-        );
-    }
-    ExitCode::from(status(&done))
-}
-
-/// The exit status.
-pub fn status(worse: &Result<bool>) -> u8 {
-    match worse {
-        Ok(false) => 0,
-        Ok(true) => SLOWER,
-        Err(_) => CANNOT,
-    }
+/// Runs `compare`. Exit status: 1 if a milestone is slower.
+pub fn run(args: &Args, screen: &Screen) -> Result<ExitCode> {
+    let (text, worse) = compared(args, screen).context("cannot compare")?;
+    print(&text)?;
+    Ok(ExitCode::from(u8::from(worse)))
 }
 
 /// The page or its JSON form, and whether the gate is closed.
@@ -96,7 +61,7 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
     let mut unread = Vec::new();
     let mut side = |path: &Path| -> Result<Vec<Metrics>> {
         if !args.runs {
-            let path = find(Some(&path.display().to_string()), &args.dir)?;
+            let path = find(Some(&path.display().to_string()), &args.dir.dir)?;
             let loaded = load(&path, None)?;
             return Ok(vec![metrics(
                 &loaded.boot.timeline,
@@ -129,7 +94,7 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
         .extend(unread.into_iter().map(|why| format!("not read: {why}")));
     let worse = !comparison.worse.is_empty();
     let text = if args.json {
-        plain_json(&comparison)?
+        json(&comparison)?
     } else {
         page(&comparison, screen)
     };

@@ -1,6 +1,6 @@
 //! `kata-gpu-boot doctor`: what makes GPU guests start slowly on this host, and its cure.
 
-use super::boot_args::{notes, plain_json};
+use super::boots::{json as plain_json, notes};
 use anyhow::{Context, Result};
 use kata_gpu_doctor::facts::{Depth, boots, facts_at};
 use kata_gpu_doctor::rules::diagnose;

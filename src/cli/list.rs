@@ -4,7 +4,9 @@
 //! Only as many files are read as lines are shown, so that a directory of 100 000 boots answers as
 //! fast as one of twenty. With a filter, files are read until enough have passed it.
 
-use super::boot_args::{notes, plain_json};
+mod stats;
+
+use super::boots::{BootDir, json, notes};
 use anyhow::Result;
 use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::metrics;
@@ -17,21 +19,6 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-const HELP: &str = "\
-STARTED is the start of the guest's kernel on the host's clock; BOOT the id for all other commands; POD the pod, or the sandbox if no pod is known; \
-GPUS the number of usable GPUs, and of all; CONTAINER and SETTLED the seconds from kernel start until the last container was created, and until \
-all GPUs were usable or failed. A boot is in flight until it is settled.
-
-Examples:
-  # the last twenty boots of this node
-  kata-gpu-boot list --dir /var/log/boots
-  # the boots of a pod
-  kata-gpu-boot list --pod trainer-0
-  # the last failures
-  kata-gpu-boot list --failed --last 5
-  # the files of all boots that failed
-  kata-gpu-boot list --failed --last 0 --json | jq -r '.boots[].file'";
-
 /// Characters of a boot id that are shown; more where two boots of the list would look alike.
 const SHORT_ID: usize = 8;
 /// Characters of a whole boot id.
@@ -41,11 +28,13 @@ const MAX_POD: usize = 48;
 
 /// List boots with VM and outcome, the newest first.
 #[derive(clap::Args, Debug)]
-#[command(after_help = HELP)]
+#[command(after_help = include_str!("list/help.txt"))]
 pub struct Args {
-    /// Directory that the collector writes to.
-    #[arg(long, default_value = ".")]
-    dir: PathBuf,
+    #[command(flatten)]
+    dir: BootDir,
+    /// Show medians, percentiles and failures of all boots instead.
+    #[arg(long, conflicts_with_all = ["last", "pod", "failed"])]
+    stats: bool,
     /// Number of boots to show; 0: all.
     #[arg(long, value_name = "N", default_value_t = 20)]
     last: usize,
@@ -79,7 +68,7 @@ struct Entry {
     last_container_ns: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     settled_ns: Option<u64>,
-    /// Failures, as in `stats`.
+    /// Failures, as `--stats` counts them.
     failures: Vec<String>,
 }
 
@@ -91,7 +80,10 @@ struct Listed<'a> {
 
 /// The page, or its JSON form.
 pub fn text(args: &Args, screen: &Screen) -> Result<String> {
-    let paths = dated(&args.dir)?;
+    if args.stats {
+        return stats::text(&args.dir.dir, args.json, screen);
+    }
+    let paths = dated(&args.dir.dir)?;
     let (mut listed, mut unread) = (Vec::new(), Vec::new());
     let mut progress = Progress::start();
     for (at, path) in paths.iter().enumerate() {
@@ -107,7 +99,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         }
     }
     if args.json {
-        plain_json(&Listed {
+        json(&Listed {
             boots: &listed,
             unread: &unread,
         })
@@ -302,7 +294,10 @@ mod tests {
 
     fn listed(dir: &TempDir, last: usize, pod: Option<&str>, failed: bool) -> (Vec<String>, usize) {
         let args = |json| Args {
-            dir: dir.path().into(),
+            dir: BootDir {
+                dir: dir.path().into(),
+            },
+            stats: false,
             last,
             pod: pod.map(String::from),
             failed,

@@ -1,107 +1,108 @@
 //! kata-gpu-boot: the host's view of the boots of GPU guests.
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use kata_gpu_boot::{
-    blame, collect, compare, coverage, critical_path, demo, doctor, explain, export, follow,
-    import, initrd, install, list, show, stats, trace, uninstall,
+    collect, compare, demo, doctor, initrd, install, list, manual, show, trace, uninstall,
 };
-use kata_gpu_report::data::text::Screen;
+use kata_gpu_report::data::text::{Colour, Screen, choose_colour};
 use kata_gpu_report::terminal::stdout::print;
 use std::process::ExitCode;
 
-/// Show the boots of Kata guests with NVIDIA GPUs: steps with owner and duration.
+/// Explain the boots of Kata guests with NVIDIA GPUs: time by phase, failures, cures.
 #[derive(Parser)]
-#[command(name = "kata-gpu-boot", version, after_help = EXAMPLES)]
+#[command(name = "kata-gpu-boot", version, after_help = include_str!("help.txt"))]
 struct Cli {
+    /// Colour of the output.
+    #[arg(long, global = true, value_enum, default_value_t = ColourWhen::Auto, value_name = "WHEN")]
+    color: ColourWhen,
     #[command(subcommand)]
     command: Command,
 }
 
-const EXAMPLES: &str = "\
-Examples:
-  kata-gpu-boot collect --dir boots --live     receive streams and watch
-  kata-gpu-boot follow --dir boots             a boot as it happens: bars
-  kata-gpu-boot show --dir boots               the newest boot as a table
-  kata-gpu-boot list --dir boots --failed      boots that went wrong, whose
-  kata-gpu-boot explain --dir boots            a boot phase by phase, and cures
-  kata-gpu-boot critical-path --dir boots      what would have made it shorter
-  kata-gpu-boot export --html -o boot.html     the newest boot as a page
-  kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
-  kata-gpu-boot install --kata-config FILE --initrd gpu.initrd
-  kata-gpu-boot initrd verify kata.initrd      can it boot as a GPU guest
-  kata-gpu-boot doctor --dir boots             what makes this host slow
-  kata-gpu-boot import containerd.log pod.json a boot from others' logs
-  kata-gpu-boot trace --next --dir boots       what the host does for a VM
-Each subcommand's --help ends with more.";
+/// Auto: on a terminal, unless NO_COLOR is set.
+#[derive(Clone, Copy, ValueEnum)]
+enum ColourWhen {
+    Auto,
+    Always,
+    Never,
+}
 
 #[derive(Subcommand)]
 enum Command {
     Collect(collect::Args),
-    Follow(follow::Args),
-    Show(show::Args),
     List(list::Args),
-    Blame(blame::Args),
-    CriticalPath(critical_path::Args),
-    Coverage(coverage::Args),
-    Explain(explain::Args),
+    Show(show::Args),
     Compare(compare::Args),
-    Stats(stats::Args),
-    Export(export::Args),
-    Demo(demo::Args),
     Doctor(doctor::Args),
     Install(install::Args),
     Uninstall(uninstall::Args),
     Initrd(initrd::Args),
-    Import(import::Args),
+    Demo(demo::Args),
     Trace(trace::Args),
-    /// Moved.
     #[command(hide = true)]
-    Cdi {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        words: Vec<String>,
-    },
+    Completions(manual::Completions),
+    #[command(hide = true)]
+    Man(manual::Man),
 }
 
+/// Verbs of earlier versions, and what does their work now.
+const MOVED: [(&str, &str); 11] = [
+    ("blame", "kata-gpu-boot show --by owner"),
+    (
+        "cdi",
+        "the program kata-gpu-cdi-check (cargo build -p kata-gpu-cdi-check)",
+    ),
+    ("coverage", "kata-gpu-boot show --by gap"),
+    ("critical-path", "kata-gpu-boot show --by path"),
+    ("explain", "kata-gpu-boot show"),
+    ("export", "kata-gpu-boot show --html, --perfetto or --otlp"),
+    ("follow", "kata-gpu-boot show --follow"),
+    ("import", "kata-gpu-boot show LOG.. -o FILE"),
+    ("push", "kata-gpu-boot collect --otlp URL"),
+    ("stats", "kata-gpu-boot list --stats"),
+    ("uninstall", "kata-gpu-boot install --remove"),
+];
+
 fn main() -> ExitCode {
-    let screen = Screen::of_stdout();
-    let shown = |text: Result<String>| print(&text?);
-    let done = match Cli::parse().command {
-        Command::Collect(args) => collect::run(&args),
-        // Exit status: outcome of the boot.
-        Command::Follow(args) => return follow::run(&args),
-        Command::Show(args) => show::run(&args),
-        Command::List(args) => shown(list::text(&args, &screen)),
-        Command::Blame(args) => shown(blame::text(&args, &screen)),
-        Command::CriticalPath(args) => shown(critical_path::text(&args, &screen)),
-        Command::Coverage(args) => coverage::run(&args),
-        Command::Explain(args) => shown(explain::text(&args, &screen)),
-        // Exit status: whether a value became slower.
-        Command::Compare(args) => return compare::run(&args),
-        Command::Stats(args) => shown(stats::text(&args, &screen)),
-        // Exit status: whether something costs too much.
-        Command::Doctor(args) => return doctor::run(&args),
-        Command::Export(args) => export::run(&args),
-        Command::Demo(args) => demo::run(&args),
-        Command::Import(args) => import::run(&args),
-        Command::Trace(args) => trace::run(&args),
-        Command::Cdi { .. } => {
-            eprintln!(
-                "kata-gpu-boot: `cdi check` is a program of its own: kata-gpu-cdi-check (cargo build -p kata-gpu-cdi-check)"
-            );
-            return ExitCode::from(2);
-        }
-        Command::Install(args) => return install::run(&args),
-        Command::Uninstall(args) => return uninstall::run(&args),
-        Command::Initrd(args) => return initrd::run(&args),
-    };
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
+    if let Some(verb) = std::env::args().nth(1)
+        && let Some((old, new)) = MOVED.iter().find(|(old, _)| *old == verb)
+    {
+        eprintln!("kata-gpu-boot: `{old}` has become {new}");
+        return ExitCode::from(2);
+    }
+    let cli = Cli::parse();
+    choose_colour(match cli.color {
+        ColourWhen::Auto => Colour::Auto,
+        ColourWhen::Always => Colour::Always,
+        ColourWhen::Never => Colour::Never,
+    });
+    match run(&cli.command, Screen::of_stdout()) {
+        Ok(status) => status,
         Err(error) => {
             eprintln!("kata-gpu-boot: {error:#}");
-            ExitCode::FAILURE
+            ExitCode::from(2)
         }
     }
+}
+
+/// Exit status: 0 well, 1 found something, 2 cannot.
+fn run(command: &Command, screen: Screen) -> Result<ExitCode> {
+    match command {
+        Command::Collect(args) => collect::run(args)?,
+        Command::List(args) => print(&list::text(args, &screen)?)?,
+        Command::Show(args) => return show::run(args, screen),
+        Command::Compare(args) => return compare::run(args, &screen),
+        Command::Doctor(args) => return Ok(doctor::run(args)),
+        Command::Install(args) => return Ok(install::run(args)),
+        Command::Uninstall(args) => return Ok(uninstall::run(args)),
+        Command::Initrd(args) => return Ok(initrd::run(args)),
+        Command::Demo(args) => demo::run(args)?,
+        Command::Trace(args) => trace::run(args)?,
+        Command::Completions(args) => manual::completions(args, Cli::command()),
+        Command::Man(args) => manual::man(args, Cli::command())?,
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]
@@ -121,17 +122,18 @@ mod tests {
     /// A terminal's help is wrapped at its width: a command that is longer would be copied in two
     /// pieces.
     #[test]
-    fn an_example_fits_into_a_line_of_80_columns() {
+    fn an_example_fits_into_a_line_of_100_columns() {
         fn check(command: &Command, examples: &mut usize) {
             let help = command
                 .get_after_help()
                 .map(ToString::to_string)
                 .unwrap_or_default();
-            for line in help
-                .lines()
-                .filter(|line| line.starts_with("  kata-gpu-boot ") || line.starts_with("    "))
-            {
-                assert!(line.chars().count() <= 80, "{}: {line}", command.get_name());
+            for line in help.lines() {
+                assert!(
+                    line.chars().count() <= 100,
+                    "{}: {line}",
+                    command.get_name()
+                );
                 *examples += usize::from(line.starts_with("  kata-gpu-boot "));
             }
             command
@@ -140,7 +142,26 @@ mod tests {
         }
         let mut examples = 0;
         check(&Cli::command(), &mut examples);
-        assert!(examples > 40, "only {examples} were looked at");
+        assert!(examples > 20, "only {examples} were looked at");
+    }
+
+    #[test]
+    fn a_verbs_help_fits_a_screen() {
+        for verb in Cli::command().get_subcommands_mut() {
+            let lines = verb.render_help().to_string().lines().count();
+            assert!(lines <= 60, "{}: {lines} lines", verb.get_name());
+        }
+    }
+
+    #[test]
+    fn an_old_verb_is_none_of_todays() {
+        for (old, _) in MOVED {
+            let now = Cli::command();
+            assert!(
+                now.get_subcommands()
+                    .all(|verb| verb.get_name() != old || old == "uninstall")
+            );
+        }
     }
 
     #[test]

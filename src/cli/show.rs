@@ -1,59 +1,290 @@
-//! `kata-gpu-boot show`: the table and the summary of one boot, from its file.
+//! `kata-gpu-boot show`: one boot, from a collector's file or from logs that people have.
 
-use anyhow::Result;
+pub mod export;
+#[cfg(test)]
+mod export_tests;
+mod follow;
+
+use super::boots::{BootDir, JSON_VERSION};
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+use export::Format;
 use kata_gpu_report::boot::model::Boot;
-use kata_gpu_report::data::agent_log;
-use kata_gpu_report::data::boot_dir::{find, read_boot};
-use kata_gpu_report::data::text::{Screen, write_ascii_json};
-use kata_gpu_report::terminal::stdout::print_with;
-use kata_gpu_report::views::boot_page::write_page;
-use std::path::PathBuf;
+use kata_gpu_report::data::agent_log::{self, AgentLine};
+use kata_gpu_report::data::boot_dir::{find, find_sandbox, is_stream, read_boot};
+use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::data::text::{Screen, printable, write_ascii_json};
+use kata_gpu_report::import::assemble::{import, read as read_log};
+use kata_gpu_report::import::import_report;
+use kata_gpu_report::import::log_files::Input;
+use kata_gpu_report::views::account::{Account, Grouping};
+use kata_gpu_report::views::boot_page;
+use kata_gpu_report::views::boot_page::{Page, Steps};
+use kata_gpu_report::views::summary::failures;
+use serde::Serialize;
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
 
-const HELP: &str = "\
-Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE the owner of the time (kernel, init, driver, \
-agent, host), GPU its CDI name and guest PCI address, TOOK the duration of a step. Wall-clock times are the host's, with the bound on their error.
-
-Examples:
-  # the newest boot in this directory
-  kata-gpu-boot show
-  # the boot whose id starts with 0f7a
-  kata-gpu-boot show 0f7a --dir /var/log/boots
-  # with the agent's lines: its readiness, and the starts of containers
-  kata-gpu-boot show boot.ndjson --console console.log
-  # with details: begins, kernel messages, every read of the spec by the agent
-  kata-gpu-boot show -v
-  kata-gpu-boot show --json | jq '.gpus[] | {index, bound: .bound.at_ns}'";
-
-/// Show one boot as a table: steps with owner, time and duration.
+/// Show one boot: what took how long, what failed, and what would make it shorter.
 #[derive(clap::Args, Debug)]
-#[command(after_help = HELP)]
+#[command(after_help = include_str!("show/help.txt"))]
 pub struct Args {
-    /// File of a boot, or a boot id (its first characters are enough) [default: the newest boot].
-    boot: Option<String>,
-    /// Directory that the collector writes to.
-    #[arg(long, default_value = ".")]
-    dir: PathBuf,
-    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's
-    /// own lines [default: the boot's file with the extension .console].
-    #[arg(long, value_name = "FILE")]
+    /// A boot's file or the start of its id, a pod, or logs of one boot [default: newest boot].
+    #[arg(value_name = "BOOT|NAMESPACE/POD|LOG")]
+    what: Vec<String>,
+    #[command(flatten)]
+    dir: BootDir,
+    /// Group the time: by phase, by owner, along the critical path, or what no step explains.
+    #[arg(long, value_enum, default_value_t = By::Phase)]
+    by: By,
+    /// Begin at this milestone, not the first one.
+    #[arg(long, value_name = "MILESTONE")]
+    from: Option<String>,
+    /// End at this milestone: "last container", settled, ...
+    #[arg(long, value_name = "MILESTONE")]
+    to: Option<String>,
+    /// Show every step in order of time below; -vv: details too.
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    verbose: u8,
+    /// Log with the agent's lines: the guest's console, or containerd's [default: BOOT.console].
+    #[arg(long, value_name = "LOG")]
     console: Option<PathBuf>,
-    /// Print all data as one JSON object: gpus, containers, milestones, spans; times in ns since
-    /// kernel start.
-    #[arg(long)]
-    json: bool,
-    /// Show details too.
-    #[arg(short, long)]
-    verbose: bool,
+    /// Number of the boot in a log that has several.
+    #[arg(long, value_name = "N")]
+    boot: Option<usize>,
+    #[command(flatten)]
+    form: Form,
+    /// File to write to; without a format, the boot itself, which every verb reads.
+    #[arg(short, long, value_name = "FILE", conflicts_with = "follow")]
+    output: Option<PathBuf>,
+    /// Watch the boot while it happens, or the next one.
+    #[arg(long, conflicts_with_all = ["by", "from", "to", "console", "boot"])]
+    follow: bool,
+    /// With --follow: give up when nothing new came for this time; 0: never.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    timeout: u64,
 }
 
-/// Runs `show`.
-pub fn run(args: &Args) -> Result<()> {
-    let path = find(args.boot.as_deref(), &args.dir)?;
+/// Forms of the output.
+#[derive(clap::Args, Debug)]
+#[group(multiple = false, conflicts_with = "follow")]
+struct Form {
+    /// Print one JSON object; times in ns since kernel start.
+    #[arg(long)]
+    json: bool,
+    /// Write one page for a browser, which needs no network.
+    #[arg(long)]
+    html: bool,
+    /// Write a trace for ui.perfetto.dev.
+    #[arg(long)]
+    perfetto: bool,
+    /// Write one OTLP/JSON request, for an OpenTelemetry Collector.
+    #[arg(long)]
+    otlp: bool,
+}
+
+impl Form {
+    fn format(&self) -> Option<Format> {
+        match self {
+            Self { html: true, .. } => Some(Format::Html),
+            Self { perfetto: true, .. } => Some(Format::Perfetto),
+            Self { otlp: true, .. } => Some(Format::Otlp),
+            _ => None,
+        }
+    }
+}
+
+/// Groupings of a boot's time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum By {
+    Phase,
+    Owner,
+    Path,
+    Gap,
+}
+
+impl From<By> for Grouping {
+    fn from(by: By) -> Self {
+        match by {
+            By::Phase => Self::Phase,
+            By::Owner => Self::Owner,
+            By::Path => Self::Path,
+            By::Gap => Self::Gap,
+        }
+    }
+}
+
+/// A boot as `show` got it.
+struct Shown {
+    file: BootFile,
+    agent: Vec<AgentLine>,
+    boot: Boot,
+    /// Report on the logs that the boot was made of.
+    report: Vec<String>,
+}
+
+/// Runs `show`. Exit status: 1 if something failed in the boot.
+pub fn run(args: &Args, screen: Screen) -> Result<ExitCode> {
+    if args.follow {
+        ensure!(args.what.len() < 2, "--follow is for one boot");
+        return Ok(follow::run(&follow::Follow {
+            dir: &args.dir.dir,
+            what: args.what.first().map(String::as_str),
+            timeout: (args.timeout > 0).then(|| Duration::from_secs(args.timeout)),
+            verbose: args.verbose > 0,
+            screen,
+        }));
+    }
+    let format = args.form.format();
+    let output = args
+        .output
+        .as_deref()
+        .filter(|path| *path != Path::new("-"));
+    if format == Some(Format::Perfetto) && output.is_none() && io::stdout().is_terminal() {
+        bail!("a Perfetto trace is binary: name a file with --output, or pipe it somewhere");
+    }
+    let (shown, source) = read(args)?;
+    if let Some(format) = format {
+        export::export(format, &shown.file, &shown.agent, output)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    match output {
+        Some(path) if !args.form.json => {
+            export::save(path, |out| Ok(out.write_all(&source.bytes()?)?))?;
+            eprintln!("kata-gpu-boot: kept as {}", path.display());
+        }
+        Some(path) => export::save(path, |out| write(args, &shown, screen, out))?,
+        None => export::print(|out| write(args, &shown, screen, out))?,
+    }
+    let failed = !failures(&shown.boot).is_empty();
+    Ok(ExitCode::from(u8::from(failed)))
+}
+
+/// Origin of a boot.
+enum Source {
+    /// A collector's file.
+    File(PathBuf),
+    /// Text of a boot's file, made of logs.
+    Made(String),
+}
+
+impl Source {
+    fn bytes(self) -> Result<Vec<u8>> {
+        match self {
+            Self::File(path) => {
+                std::fs::read(&path).with_context(|| format!("read {}", path.display()))
+            }
+            Self::Made(text) => Ok(text.into_bytes()),
+        }
+    }
+}
+
+/// Reads what the words name: nothing is the newest boot.
+fn read(args: &Args) -> Result<(Shown, Source)> {
+    let dir = &args.dir.dir;
+    let path = match args.what.as_slice() {
+        [] => find(None, dir)?,
+        [one] if Path::new(one).is_file() => {
+            let path = PathBuf::from(one);
+            if !is_stream(&path)? {
+                return of_logs(&[path], args.boot);
+            }
+            path
+        }
+        [one] if one.contains('/') => find_sandbox(one, dir)?,
+        [one] => match find(Some(one), dir) {
+            Ok(path) => path,
+            // A sandbox by its id.
+            Err(error) => find_sandbox(one, dir).map_err(|_| error)?,
+        },
+        logs => {
+            let logs: Vec<PathBuf> = logs.iter().map(PathBuf::from).collect();
+            return of_logs(&logs, args.boot);
+        }
+    };
+    ensure!(
+        args.boot.is_none(),
+        "--boot is for logs: {} has one boot",
+        path.display()
+    );
     let file = read_boot(&path)?;
     let agent = agent_log::of_boot(&path, file.sandbox_id(), args.console.as_deref())?;
-    let boot = Boot::new(&file, &agent);
-    print_with(|out| match args.json {
-        true => write_ascii_json(out, &boot),
-        false => write_page(out, &file, &agent, &boot, args.verbose, Screen::of_stdout()),
-    })
+    Ok((Shown::new(file, agent, Vec::new()), Source::File(path)))
+}
+
+/// A boot made of logs that other programs wrote.
+fn of_logs(paths: &[PathBuf], boot: Option<usize>) -> Result<(Shown, Source)> {
+    let sources = paths.iter().map(|path| {
+        let name = path.display().to_string();
+        read_log(&name, Input::open(path)?, None)
+            .with_context(|| format!("read {}", printable(&name)))
+    });
+    let (report, text) = import(sources.collect::<Result<_>>()?, boot)?;
+    let file = BootFile::read(text.as_bytes()).context("read what was made of the logs")?;
+    let report = import_report::lines(&report, &Screen::PLAIN);
+    Ok((Shown::new(file, Vec::new(), report), Source::Made(text)))
+}
+
+impl Shown {
+    fn new(file: BootFile, agent: Vec<AgentLine>, report: Vec<String>) -> Self {
+        let boot = Boot::new(&file, &agent);
+        Self {
+            file,
+            agent,
+            boot,
+            report,
+        }
+    }
+}
+
+/// The JSON form: the boot, and its account.
+#[derive(Serialize)]
+struct Json<'a> {
+    json_version: u32,
+    #[serde(flatten)]
+    boot: &'a Boot,
+    failures: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    account: Option<Account>,
+    notes: &'a [String],
+}
+
+/// Writes the page, or its JSON form.
+fn write(args: &Args, shown: &Shown, screen: Screen, out: &mut dyn Write) -> Result<()> {
+    let Shown {
+        file, agent, boot, ..
+    } = shown;
+    let (from, to) = (args.from.as_deref(), args.to.as_deref());
+    let account = boot_page::account(boot, args.by.into(), from, to)?;
+    if args.form.json {
+        let json = Json {
+            json_version: JSON_VERSION,
+            boot,
+            failures: failures(boot),
+            account: account.map(|(_, account)| account),
+            notes: &boot.timeline.notes,
+        };
+        return Ok(write_ascii_json(out, &json)?);
+    }
+    let page = Page {
+        account,
+        steps: match args.verbose {
+            0 => Steps::None,
+            1 => Steps::Main,
+            _ => Steps::All,
+        },
+        report: &shown.report,
+        ..Page::new(file, agent, boot)
+    };
+    Ok(boot_page::write(&page, screen, out)?)
+}
+
+/// The page, or its JSON form.
+#[cfg(test)]
+pub(crate) fn text(args: &Args, screen: Screen) -> Result<String> {
+    let mut out = Vec::new();
+    write(args, &read(args)?.0, screen, &mut out)?;
+    String::from_utf8(out).context("a page is ASCII")
 }

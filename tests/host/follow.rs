@@ -1,5 +1,5 @@
-//! `kata-gpu-boot follow` as a program: in a pipe and on a terminal, beside a file that grows as a
-//! collector's does.
+//! `show --follow` as a program: in a pipe and on a terminal, while a file grows as a collector's
+//! does.
 //!
 //! [`replay`] writes a boot's lines one by one with the boot's own timing, only faster. What a
 //! terminal shows is worked out by a terminal emulator from what the program writes into a pty.
@@ -62,7 +62,7 @@ fn replay(lines: &[String], path: &Path, until: impl Fn(&str) -> bool) {
 fn follow(dir: &TempDir, words: &[&str]) -> Command {
     let mut command = Command::new(program());
     command
-        .arg("follow")
+        .args(["show", "--follow"])
         .arg("--dir")
         .arg(&dir.0)
         .args(words)
@@ -127,7 +127,7 @@ fn a_failed_gpu_is_status_1_and_its_reason() {
     let dir = folder();
     let path = file(&dir, ID);
     std::fs::write(&path, fixture("made-8-gpus-one-failed").concat()).unwrap();
-    let (code, _, err) = piped(&dir, &["--boot", &ID[..4]], || {});
+    let (code, _, err) = piped(&dir, &[&ID[..4]], || {});
     assert_eq!(code, Some(1), "{err}");
     assert!(err.contains("boot 5fc5e893 failed: GPU 5 (0001:00:05.0) failed in init: adapter initialisation failed: rc -5"), "{err}");
     // Negative control: the same boot without the failure is a good one.
@@ -137,7 +137,7 @@ fn a_failed_gpu_is_status_1_and_its_reason() {
         .map(|l| l.replace("\"failed\":1", "\"failed\":0"))
         .collect();
     std::fs::write(&path, good).unwrap();
-    assert_eq!(piped(&dir, &["--boot", &ID[..4]], || {}).0, Some(0));
+    assert_eq!(piped(&dir, &[&ID[..4]], || {}).0, Some(0));
 }
 
 #[test]
@@ -150,7 +150,7 @@ fn a_silent_boot_is_given_up_with_what_was_seen_last() {
     let (code, _, err) = piped(&dir, &["--timeout", "1"], || {
         replay(&lines, &file(&dir, ID), |_| false)
     });
-    assert_eq!(code, Some(3), "{err}");
+    assert_eq!(code, Some(2), "{err}");
     assert!(
         err.contains("nothing new for 1 s (--timeout)") && err.contains("initialising since"),
         "{err}"
@@ -158,50 +158,8 @@ fn a_silent_boot_is_given_up_with_what_was_seen_last() {
     let empty = folder();
     let (code, _, err) = piped(&empty, &["--timeout", "1"], || {});
     assert!(
-        code == Some(3) && err.contains("no boot has begun"),
+        code == Some(2) && err.contains("no boot has begun"),
         "{err}"
-    );
-}
-
-#[test]
-fn all_boots_are_followed_at_once_and_old_ones_are_not() {
-    let dir = folder();
-    std::fs::write(
-        file(&dir, OTHER),
-        fixture("recorded-8-gpus-fast-host").concat(),
-    )
-    .unwrap();
-    let ids = [
-        "70dbd104-1672-403e-a607-0f86be4a0ade",
-        "d50bb33c-6c8b-4d88-a888-9cd48cd8eaec",
-    ];
-    let (code, out, err) = piped(&dir, &["--all", "--boots", "2", "--timeout", "20"], || {
-        let lines = fixture("made-8-gpus-one-failed");
-        let bad: Vec<String> = lines
-            .iter()
-            .filter(|l| !l.contains("\"disconnected\""))
-            .cloned()
-            .collect();
-        std::thread::scope(|scope| {
-            scope.spawn(|| replay(&bad, &file(&dir, ids[0]), |_| false));
-            scope.spawn(|| {
-                replay(
-                    &fixture("recorded-8-gpus-fast-host"),
-                    &file(&dir, ids[1]),
-                    |_| false,
-                )
-            });
-        });
-    });
-    assert_eq!(code, Some(1), "one of them failed: {out}{err}");
-    assert!(
-        out.contains("boot d50bb33c: all 8 GPUs ready")
-            && err.contains("boot 70dbd104 failed: GPU "),
-        "{out}{err}"
-    );
-    assert!(
-        out.contains("\n70dbd104 ") && out.contains("\nd50bb33c ") && !out.contains("0f7a1f8e"),
-        "{out}"
     );
 }
 
@@ -222,14 +180,14 @@ fn only_the_named_sandbox_or_pod_is_followed() {
     std::fs::write(file(&dir, ID), good.concat()).unwrap();
     std::fs::write(file(&dir, OTHER), bad.concat()).unwrap();
     for sandbox in ["0a1b", "ml/train-0"] {
-        let (code, out, err) = piped(&dir, &["--sandbox", sandbox], || {});
+        let (code, out, err) = piped(&dir, &[sandbox], || {});
         assert_eq!(
             (code, out.contains("boot 5fc5e893: all 8 GPUs ready")),
             (Some(0), true),
             "{sandbox}: {out}{err}"
         );
     }
-    let (code, _, err) = piped(&dir, &["--sandbox", "ml/train-1"], || {});
+    let (code, _, err) = piped(&dir, &["ml/train-1"], || {});
     assert!(
         code == Some(1) && err.contains("boot 0f7a1f8e failed: GPU 5"),
         "{err}"
@@ -237,13 +195,13 @@ fn only_the_named_sandbox_or_pod_is_followed() {
     // Yet to come; by its pod's name alone it is nobody's.
     for (sandbox, wanted) in [
         ("0e3f", Some(0)),
-        ("train-2", Some(3)),
-        ("default/train-2", Some(3)),
+        ("train-2", Some(2)),
+        ("default/train-2", Some(2)),
     ] {
         let path = file(&dir, "70dbd104-1672-403e-a607-0f86be4a0ade");
         let late = of_sandbox(&fixture("recorded-8-gpus-fast-host"), "0e3f", "train-2");
         let timeout = if wanted == Some(0) { "60" } else { "2" };
-        let (code, out, err) = piped(&dir, &["--sandbox", sandbox, "--timeout", timeout], || {
+        let (code, out, err) = piped(&dir, &[sandbox, "--timeout", timeout], || {
             replay(&late, &path, |_| false)
         });
         assert_eq!(code, wanted, "{sandbox}: {out}{err}");
@@ -489,7 +447,7 @@ fn nothing_a_guest_writes_drives_the_terminal() {
         r#"{"schema":1,"seq":3,"boottime_ns":2,"kind":"event","name":"settled"}"#.into(),
     ];
     std::fs::write(file(&dir, ID), lines.join("\n") + "\n").unwrap();
-    let (screen, code, raw) = Terminal::start(follow(&dir, &["--boot", ID]), 24, 100).end();
+    let (screen, code, raw) = Terminal::start(follow(&dir, &[ID]), 24, 100).end();
     assert_eq!(code, Some(1), "{screen}");
     assert!(
         screen.contains(r"\x1b[2J"),

@@ -18,7 +18,8 @@ use kata_gpu_report::import::import_report;
 use kata_gpu_report::import::import_report::Report;
 use kata_gpu_report::import::item::Skip;
 use kata_gpu_report::import::log_files::Input;
-use kata_gpu_report::views::boot_page::page;
+use kata_gpu_report::views::boot_page;
+use kata_gpu_report::views::boot_page::{Page, Steps};
 use kata_gpu_tests::import_agreement::agreement;
 use kata_gpu_wire::catalogue::logged as own;
 use kata_gpu_wire::names;
@@ -56,10 +57,17 @@ fn of_fixtures(names: &[&str]) -> (Report, BootFile) {
 /// Output of the program.
 fn printed(report: &Report, file: &BootFile, verbose: bool) -> String {
     let boot = Boot::new(file, &[]);
+    let page = Page {
+        steps: if verbose { Steps::All } else { Steps::Main },
+        ..Page::new(file, &[], &boot)
+    };
+    let mut out = Vec::new();
+    boot_page::write(&page, Screen::PLAIN, &mut out).unwrap();
+    let shown = String::from_utf8(out).unwrap();
     format!(
         "{}\n\n{}",
         import_report::lines(report, &Screen::PLAIN).join("\n"),
-        page(file, &[], &boot, verbose, Screen::PLAIN).unwrap()
+        shown
     )
 }
 

@@ -113,20 +113,17 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
         ("trees", LARGE, trees),
     ] {
         let path = write(&dir.0, &boot(size, line));
-        let of_directory = [&["list", "--dir"][..], &["stats", "--dir"]];
+        let of_directory = [&["list", "--dir"][..], &["list", "--stats", "--dir"]];
         let of_file = [
-            &["show", "-v"][..],
+            &["show", "-vv"][..],
             &["show", "--json"],
-            &["blame"],
-            &["critical-path", "--json"],
-            &["coverage", "--json"],
-            &["export", "--html"],
-            &["export", "--svg"],
-            &["export", "--perfetto"],
-            &["export", "--otlp"],
-            &["export", "--csv"],
-            &["follow", "--timeout", "1", "--boot"],
-            &["import", "-o", "-"],
+            &["show", "--by", "owner"],
+            &["show", "--by", "path", "--json"],
+            &["show", "--by", "gap", "--json"],
+            &["show", "--html"],
+            &["show", "--perfetto"],
+            &["show", "--otlp"],
+            &["show", "--follow", "--timeout", "1"],
         ];
         // One of the two has no milestones, which is reported and no lack of memory.
         let reported = [
@@ -143,7 +140,7 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
         {
             // The large ones take an unoptimised program seconds: before one reader of each kind.
             if size == LARGE
-                && ![["list", "--dir"], ["show", "--json"], ["export", "--html"]]
+                && ![["list", "--dir"], ["show", "--json"], ["show", "--html"]]
                     .iter()
                     .any(|large| words == large)
             {
@@ -151,7 +148,7 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
             }
             let Output { status, stderr, .. } = run(memory(size), words, path);
             let why = String::from_utf8_lossy(&stderr);
-            let fine = status.success()
+            let fine = matches!(status.code(), Some(0 | 1))
                 || (status.code().is_some()
                     && reported.iter().any(|t| why.to_lowercase().contains(t)));
             assert!(fine, "{words:?} of {size} bytes of {name}: {status}: {why}");
@@ -183,10 +180,10 @@ fn a_log_of_a_hundred_thousand_boots_is_read_in_bounded_memory() {
     let log: String = (0..100_000).map(line).collect();
     let path = dir.0.join("containerd.log");
     std::fs::write(&path, &log).unwrap();
-    let Output { status, stderr, .. } = run(memory(log.len()), &["import", "-o", "-"], &path);
+    let Output { status, stderr, .. } = run(memory(log.len()), &["show", "-o", "kept"], &path);
     let why = String::from_utf8_lossy(&stderr);
     assert!(
-        status.code() == Some(1) && why.contains("and 99960 more"),
+        status.code() == Some(2) && why.contains("and 99960 more"),
         "{status}: {why}"
     );
 }

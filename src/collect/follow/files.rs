@@ -3,7 +3,8 @@
 
 use anyhow::{Context, Result};
 use kata_gpu_host::async_fd::watch;
-use kata_gpu_report::data::boot_file::{EXTENSION, FileLine, HostEvent, Sandbox, decode};
+use kata_gpu_report::data::boot_dir;
+use kata_gpu_report::data::boot_file::{EXTENSION, FileLine, decode};
 use kata_gpu_report::data::compact_record::Names;
 use kata_gpu_report::data::framing::{Lines, Piece};
 use kata_gpu_wire::record;
@@ -21,10 +22,6 @@ use tokio::io::unix::AsyncFd;
 
 /// Limit of bytes taken from one file at a time.
 const CHUNK: usize = 64 * 1024;
-/// Bytes at the start of a file that hold the collector's line with the sandbox, if any: it asks
-/// the host when the guest connects, and records come meanwhile.
-const HEAD: u64 = 1 << 20;
-
 /// Files to follow.
 #[derive(Clone, Debug)]
 pub enum Which {
@@ -209,11 +206,11 @@ impl Files {
         if let Some(known) = self.sandboxes.get(name) {
             return Ok(*known);
         }
-        let head = head_of(&self.dir.join(name))?;
-        let is_wanted = match sandbox_in(&head) {
+        let head = boot_dir::head(&self.dir.join(name))?.unwrap_or_default();
+        let is_wanted = match boot_dir::sandbox_in(&head) {
             Some(sandbox) => sandbox.is(wanted),
             // Too late for the sandbox's line: do not read the file again with each new line.
-            None if head.len() as u64 == HEAD => false,
+            None if head.len() as u64 == boot_dir::HEAD => false,
             None => return Ok(false),
         };
         self.sandboxes.insert(name.to_os_string(), is_wanted);
@@ -224,37 +221,6 @@ impl Files {
     pub fn forget(&mut self, name: &OsStr) {
         self.places.remove(name);
     }
-}
-
-/// First bytes of a boot's file; empty if the file is missing.
-fn head_of(path: &Path) -> Result<Vec<u8>> {
-    let at = || format!("read {}", path.display());
-    let mut head = Vec::new();
-    match File::open(path) {
-        Err(e) if e.kind() == ErrorKind::NotFound => {}
-        opened => {
-            opened
-                .with_context(at)?
-                .take(HEAD)
-                .read_to_end(&mut head)
-                .with_context(at)?;
-        }
-    }
-    Ok(head)
-}
-
-/// Sandbox named by a collector in these lines.
-fn sandbox_in(head: &[u8]) -> Option<Sandbox> {
-    let (mut found, mut names) = (None, Names::default());
-    Lines::new(record::MAX_LINE).push(head, |piece| {
-        if let Piece::Line(line) = piece
-            && let Ok(FileLine::Host(line)) = decode(line, &mut names)
-            && let HostEvent::Sandbox(sandbox) = line.event
-        {
-            found = Some(sandbox);
-        }
-    });
-    found
 }
 
 #[cfg(test)]
@@ -329,7 +295,7 @@ mod tests {
         let mut files = Files::watch(dir.path(), Which::Sandbox("a".into())).unwrap();
         let lines: String = (0..)
             .map(event_line)
-            .take(2 * HEAD as usize / event_line(0).len())
+            .take(2 * boot_dir::HEAD as usize / event_line(0).len())
             .collect();
         std::fs::write(dir.path().join(BOOT), lines).unwrap();
         let before = bytes_read();
@@ -339,7 +305,7 @@ mod tests {
                 .unwrap();
         }
         assert!(
-            (HEAD..2 * HEAD).contains(&(bytes_read() - before)),
+            (boot_dir::HEAD..2 * boot_dir::HEAD).contains(&(bytes_read() - before)),
             "{} bytes",
             bytes_read() - before
         );

@@ -147,7 +147,7 @@ pub fn gaps(facts: &HostFacts) -> Checked {
         "time that no step explains",
         format!("median {seconds:.3} s"),
     )];
-    found(seen, "kata-gpu-boot coverage BOOT names the gaps; the console's log beside the boot's file fills them")
+    found(seen, "kata-gpu-boot show BOOT --by gap names the gaps; the console's log beside the boot's file fills them")
         .measured(seconds, format!("coverage, median of {} boot(s) here", boots.count))
         .when(seconds >= LONG_GAP_SECONDS)
 }

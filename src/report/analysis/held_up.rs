@@ -32,7 +32,7 @@ pub struct HeldUp {
     /// Time in the window.
     pub took_ns: u64,
     /// Time during which an enabling ran.
-    pub beside_ns: u64,
+    pub overlap_ns: u64,
     /// Indices of the GPUs enabled meanwhile.
     pub gpus: Vec<u64>,
 }
@@ -49,18 +49,18 @@ pub fn held_up(timeline: &Timeline, window: &Window) -> Vec<HeldUp> {
         .iter()
         .filter(|step| WAIT_FOR_EVERY_CPU.contains(&step.name.as_str()));
     let mut found: Vec<HeldUp> = candidates
-        .filter_map(|step| beside(step, &enablings, window))
+        .filter_map(|step| overlapping(step, &enablings, window))
         .collect();
     found.sort_by(|a, b| {
-        b.beside_ns
-            .cmp(&a.beside_ns)
+        b.overlap_ns
+            .cmp(&a.overlap_ns)
             .then_with(|| a.step.cmp(&b.step))
     });
     found.truncate(MAX_STEPS);
     found
 }
 
-fn beside(step: &Step, enablings: &[&Step], window: &Window) -> Option<HeldUp> {
+fn overlapping(step: &Step, enablings: &[&Step], window: &Window) -> Option<HeldUp> {
     let (begin, end) = window.clip(step.begin_ns, step.end_ns);
     let cut = |enabling: &&&Step| (enabling.begin_ns.max(begin), enabling.end_ns.min(end));
     // A step that ended while a vCPU was still gone did not wait for it.
@@ -71,7 +71,7 @@ fn beside(step: &Step, enablings: &[&Step], window: &Window) -> Option<HeldUp> {
         .filter(overlaps)
         .filter(waited_for)
         .collect();
-    let beside_ns = Intervals::union(at_once.iter().map(cut).collect()).total_ns();
+    let overlap_ns = Intervals::union(at_once.iter().map(cut).collect()).total_ns();
     let took_ns = length(begin, end);
     let mut gpus: Vec<u64> = at_once
         .iter()
@@ -79,10 +79,10 @@ fn beside(step: &Step, enablings: &[&Step], window: &Window) -> Option<HeldUp> {
         .collect();
     gpus.sort_unstable();
     gpus.dedup();
-    (beside_ns >= LEAST_NS && beside_ns >= took_ns / 2).then(|| HeldUp {
+    (overlap_ns >= LEAST_NS && overlap_ns >= took_ns / 2).then(|| HeldUp {
         step: step.title(),
         took_ns,
-        beside_ns,
+        overlap_ns,
         gpus,
     })
 }
@@ -132,7 +132,7 @@ mod tests {
         let window = timeline.window(None, None).unwrap();
         held_up(&timeline, &window)
             .into_iter()
-            .map(|h| (h.step, ms(h.took_ns), ms(h.beside_ns), h.gpus))
+            .map(|h| (h.step, ms(h.took_ns), ms(h.overlap_ns), h.gpus))
             .collect()
     }
 

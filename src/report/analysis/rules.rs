@@ -234,5 +234,5 @@ rules! {
         "Documentation/virt/kvm/x86/timekeeping.rst";
     "gaps" Guest,
         "A part of the boots is not explained",
-        "kata-gpu-boot coverage";
+        "kata-gpu-boot show --by gap";
 }

@@ -1,7 +1,7 @@
 //! Spans of a boot, and the state of its GPUs by spans and events.
 
 use super::gpu_health::Health;
-use super::model::{Failure, Gpu, Now, OpenStep, Span, State, Step};
+use super::model::{Failure, Gpu, GpuStep, Now, OpenStep, Span, State};
 use crate::data::budget::{MAX_GPUS, MAX_SPANS, TooLarge};
 use crate::data::compact_record::{Field, Record, SpanFields};
 use crate::data::text::start;
@@ -115,21 +115,21 @@ impl Gpus {
                 match name {
                     names::GPU_FOUND => gpu.found_ns = gpu.found_ns.or(Some(at_ns)),
                     names::GPU_BOUND => {
-                        gpu.bound = Some(Step {
+                        gpu.bound = Some(GpuStep {
                             at_ns,
                             took_ns: took_ns(names::GPU_BIND),
                         });
                         gpu.minor = number("minor").or(gpu.minor);
                     }
                     names::GPU_PUBLISHED => {
-                        gpu.published = gpu.published.or(Some(Step {
+                        gpu.published = gpu.published.or(Some(GpuStep {
                             at_ns,
                             took_ns: gpu.since_bound_ns(at_ns),
                         }));
                         gpu.now.is_published = true;
                     }
                     names::GPU_USABLE => {
-                        gpu.usable = Some(Step {
+                        gpu.usable = Some(GpuStep {
                             at_ns,
                             took_ns: took_ns(names::GPU_INIT),
                         })
@@ -249,7 +249,7 @@ pub fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Ve
         };
         match (span.begin_ns, span.end_ns) {
             (_, Some(at_ns)) if span.name == names::GPU_ENABLE && span.error.is_none() => {
-                gpu.enabled = Some(Step {
+                gpu.enabled = Some(GpuStep {
                     at_ns,
                     took_ns: span.took_ns(),
                 });

@@ -109,9 +109,9 @@ pub struct Milestone {
     pub wall: Option<Wall>,
 }
 
-/// A step of one GPU.
+/// A state that a GPU reached, with the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Step {
+pub struct GpuStep {
     pub at_ns: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub took_ns: Option<u64>,
@@ -144,14 +144,14 @@ pub struct Gpu {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub found_ns: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub enabled: Option<Step>,
+    pub enabled: Option<GpuStep>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub bound: Option<Step>,
+    pub bound: Option<GpuStep>,
     /// `took_ns`: time since the bind.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub published: Option<Step>,
+    pub published: Option<GpuStep>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub usable: Option<Step>,
+    pub usable: Option<GpuStep>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failed: Option<Failure>,
     /// Current step of the GPU, if no end is known.

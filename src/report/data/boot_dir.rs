@@ -1,9 +1,12 @@
 //! Boots in a collector's directory: choosing and reading one.
 
-use super::boot_file::{BootFile, EXTENSION};
+use super::boot_file::{BootFile, EXTENSION, FileLine, HostEvent, Sandbox, decode};
+use super::compact_record::Names;
+use super::framing::{Lines, Piece};
 use super::text::printable;
 use super::trace_file;
 use anyhow::{Context, Result, bail};
+use kata_gpu_wire::record;
 use kata_gpu_wire::record::is_boot_id;
 use nix::fcntl::OFlag;
 use nix::sys::statfs::fstatfs;
@@ -15,6 +18,10 @@ use std::path::{Path, PathBuf};
 /// File systems of the kernel, whose regular files can block for ever or have no end (kmsg, kcore,
 /// trace_pipe): procfs, sysfs, tracefs, debugfs (<linux/magic.h>).
 const OF_THE_KERNEL: [u64; 4] = [0x9fa0, 0x6265_6572, 0x7472_6163, 0x6462_6720];
+
+/// Bytes at the start of a file that hold the collector's line with the sandbox, if any: it asks
+/// the host when the guest connects, and records come meanwhile.
+pub const HEAD: u64 = 1 << 20;
 
 /// Opens a file in a directory that may be another user's. Anything but a file with contents of its
 /// own is an error: its name can be a link to what a reader never comes back from.
@@ -56,6 +63,60 @@ pub fn read_boot(path: &Path) -> Result<BootFile> {
             .with_context(|| format!("read {}", trace.display()))?;
     }
     Ok(boot)
+}
+
+/// Whether a file begins like a guest's stream or a collector's file, and not like a log.
+pub fn is_stream(path: &Path) -> Result<bool> {
+    let head = head(path)?.with_context(|| format!("open {}", path.display()))?;
+    let (mut found, mut names) = (false, Names::default());
+    Lines::new(record::MAX_LINE).push(&head, |piece| {
+        if let Piece::Line(line) = piece {
+            found |= decode(line, &mut names).is_ok();
+        }
+    });
+    Ok(found)
+}
+
+/// File of the newest boot of a sandbox, by its id or as NAMESPACE/POD.
+pub fn find_sandbox(wanted: &str, dir: &Path) -> Result<PathBuf> {
+    for path in dated(dir)? {
+        if head(&path)?.is_some_and(|head| sandbox_in(&head).is_some_and(|of| of.is(wanted))) {
+            return Ok(path);
+        }
+    }
+    bail!(
+        "no boot of {} in {}: kata-gpu-boot list has all",
+        printable(wanted),
+        dir.display()
+    )
+}
+
+/// First bytes of a boot's file, which name its sandbox if a collector knew it; None if the file is
+/// gone.
+pub fn head(path: &Path) -> Result<Option<Vec<u8>>> {
+    let at = || format!("read {}", path.display());
+    let mut head = Vec::new();
+    match open(path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        file => file.with_context(at)?.take(HEAD),
+    }
+    .read_to_end(&mut head)
+    .with_context(at)?;
+    Ok(Some(head))
+}
+
+/// Sandbox that a collector named in the first lines of a boot.
+pub fn sandbox_in(head: &[u8]) -> Option<Sandbox> {
+    let (mut found, mut names) = (None, Names::default());
+    Lines::new(record::MAX_LINE).push(head, |piece| {
+        if let Piece::Line(line) = piece
+            && let Ok(FileLine::Host(line)) = decode(line, &mut names)
+            && let HostEvent::Sandbox(sandbox) = line.event
+        {
+            found = Some(sandbox);
+        }
+    });
+    found
 }
 
 /// File of the boot with this path or id prefix, or of the newest boot.

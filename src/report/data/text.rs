@@ -7,6 +7,7 @@
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
+use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Limit of a finding's value, in bytes.
@@ -180,17 +181,21 @@ impl Screen {
         colour: false,
     };
 
-    /// Reads it from standard output and the environment (`NO_COLOR`, `TERM=dumb`).
+    /// Reads it from standard output, [`choose_colour`] and the environment (`NO_COLOR`,
+    /// `TERM=dumb`).
     pub fn of_stdout() -> Screen {
-        if !std::io::stdout().is_terminal() {
-            return Screen::PLAIN;
-        }
-        let no_colour = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
-        let dumb = std::env::var_os("TERM").is_none_or(|v| v == "dumb");
-        let width = terminal_size::terminal_size().map_or(80, |(w, _)| usize::from(w.0));
+        let is_terminal = std::io::stdout().is_terminal();
+        let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
         Screen {
-            width: Some(width),
-            colour: !no_colour && !dumb,
+            width: is_terminal.then(|| {
+                terminal_size::terminal_size().map_or(80, |(width, _)| usize::from(width.0))
+            }),
+            colour: match COLOUR.get().copied().unwrap_or_default() {
+                Colour::Auto => is_terminal && !is_set("NO_COLOR") && !dumb,
+                Colour::Always => true,
+                Colour::Never => false,
+            },
         }
     }
 
@@ -210,6 +215,23 @@ impl Screen {
             text.to_string()
         }
     }
+}
+
+static COLOUR: OnceLock<Colour> = OnceLock::new();
+
+/// Sets the colour of everything that this program prints; the first call counts.
+pub fn choose_colour(colour: Colour) {
+    COLOUR.get_or_init(|| colour);
+}
+
+/// When the output has colours.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Colour {
+    /// On a terminal, unless the environment says otherwise.
+    #[default]
+    Auto,
+    Always,
+    Never,
 }
 
 /// Meaning of a piece of text; the terminal decides its look.

@@ -19,7 +19,7 @@ pub use resource::{Resource, encoded_pairs, environment, of_this_machine, pair};
 
 use crate::data::boot_file::TraceId;
 use crate::data::text::printable;
-use crate::views::waterfall::{Mark, Step, Waterfall, level};
+use crate::views::waterfall::{Bar, Mark, Waterfall, level};
 use anyhow::{Context, Result, bail};
 use messages::{
     Event, InstrumentationScope, KIND_INTERNAL, KeyValue, Link, STATUS_ERROR, Span, Status, flag,
@@ -208,7 +208,7 @@ impl Ids {
     }
 
     /// Span id of the step with this number.
-    fn of(&self, at: usize, step: &Step) -> u64 {
+    fn of(&self, at: usize, step: &Bar) -> u64 {
         // A step without an id in the stream gets one from the upper half, which a guest that
         // counts from 1 does not reach.
         self.span(step.id.unwrap_or(1 << 63 | at as u64))
@@ -258,7 +258,7 @@ fn event(mark: &Mark, clock: &WallClock) -> Event {
     let level = serde_json::to_value(level(mark)).unwrap_or_default();
     let mut attributes = vec![
         text("text", &mark.text),
-        text("boot.side", mark.side.name()),
+        text("boot.owner", mark.owner.name()),
         text("level", level.as_str().unwrap_or("info")),
     ];
     if let Some(gpu) = mark.gpu {
@@ -318,8 +318,8 @@ fn error_bound(timeline: &Waterfall, at_ns: i64) -> Option<KeyValue> {
     ))
 }
 
-fn span(timeline: &Waterfall, step: &Step, ids: &Ids, clock: &WallClock) -> Span {
-    let mut attributes = vec![text("boot.side", step.side.name())];
+fn span(timeline: &Waterfall, step: &Bar, ids: &Ids, clock: &WallClock) -> Span {
+    let mut attributes = vec![text("boot.owner", step.owner.name())];
     if let Some(gpu) = step.gpu {
         attributes.push(text("gpu.address", &gpu.address.to_string()));
         attributes.extend(gpu.index.map(|index| integer("gpu.index", index)));

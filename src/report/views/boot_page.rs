@@ -1,96 +1,213 @@
-//! The table of one boot, and its summary.
+//! The page of one boot.
 
-use super::rows::{Row, Side, Tracker};
-use super::summary::summary;
+use super::account::{Account, Grouping, window_line};
+use super::by_gap;
+use super::rows::{Row, Tracker};
+use super::summary::{failures, summary};
 use super::table::Table;
+use crate::boot::coverage::coverage;
 use crate::boot::host_trace::HostStep;
-use crate::boot::model::{Boot, KERNEL_START};
+use crate::boot::model::{Boot, KERNEL_START, SETTLED};
+use crate::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
+use crate::boot::timeline::Window;
 use crate::data::agent_log::AgentLine;
 use crate::data::boot_file::{BootFile, HostEvent, Sandbox};
 use crate::data::clock_points::{ClockPoints, Placed};
 use crate::data::compact_record::{Record, in_time};
 use crate::data::guest_clocks::GuestClocks;
-use crate::data::text::{Screen, error_bound, printable, printable_start};
-use anyhow::{Context, Result};
+use crate::data::text::{Ink, Screen, error_bound, printable, printable_start, seconds, wrap};
+use anyhow::Result;
+use kata_gpu_wire::catalogue::Owner;
 use std::io::{self, Write};
 
+/// Milestones at which the user has containers, the latest first.
+const ENDS: [&str; 4] = [
+    LAST_STARTED,
+    FIRST_STARTED,
+    "last container",
+    "first container",
+];
 /// Longest id of a build that is shown, in bytes; SHA-1 has 40 digits.
 const MAX_BUILD: usize = 64;
 
-/// Table and summary.
-pub fn page(
-    file: &BootFile,
-    agent: &[AgentLine],
-    boot: &Boot,
-    verbose: bool,
-    screen: Screen,
-) -> Result<String> {
-    let mut out = Vec::new();
-    write_page(&mut out, file, agent, boot, verbose, screen)?;
-    String::from_utf8(out).context("a page is ASCII")
+/// Which steps are listed one by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Steps {
+    None,
+    Main,
+    /// Details too: beginnings, the kernel's messages, each look of the agent.
+    All,
 }
 
-/// The same row by row: a boot can have as many as a reader keeps records, each of several thousand
-/// characters.
-pub fn write_page(
-    out: &mut dyn Write,
-    file: &BootFile,
-    agent: &[AgentLine],
-    boot: &Boot,
-    verbose: bool,
-    screen: Screen,
-) -> io::Result<()> {
-    let table = Table { screen };
-    if let Some(header) = &file.header {
-        let (version, kernel) = (printable(&header.version), printable(&header.kernel));
-        let build = boot
-            .build
-            .as_deref()
-            .map(|build| format!(" (build {})", printable_start(build.as_bytes(), MAX_BUILD)))
-            .unwrap_or_default();
-        writeln!(
-            out,
-            "boot {}, kata-gpu-init {version}{build}, kernel {kernel}",
-            header.boot_id
-        )?;
-        if let Some(sandbox) = file.sandbox() {
-            writeln!(out, "{}", sandbox_line(sandbox))?;
+/// A boot, and how it is shown.
+pub struct Page<'a> {
+    pub file: &'a BootFile,
+    pub agent: &'a [AgentLine],
+    pub boot: &'a Boot,
+    /// Time that is accounted for, and the account. None with fewer than two milestones.
+    pub account: Option<(Window<'a>, Account)>,
+    pub steps: Steps,
+    /// Report on the logs that the boot was made of.
+    pub report: &'a [String],
+}
+
+impl<'a> Page<'a> {
+    /// A boot by phase, until its containers run.
+    pub fn new(file: &'a BootFile, agent: &'a [AgentLine], boot: &'a Boot) -> Self {
+        let account = account(boot, Grouping::Phase, None, None);
+        Self {
+            file,
+            agent,
+            boot,
+            account: account.ok().flatten(),
+            steps: Steps::None,
+            report: &[],
         }
-        writeln!(out)?;
     }
-    writeln!(out, "{}", table.head())?;
+}
+
+/// The account of a boot between two milestones, by default the first and the last one. An error
+/// names the milestone that the boot lacks.
+pub fn account<'a>(
+    boot: &'a Boot,
+    by: Grouping,
+    from: Option<&str>,
+    to: Option<&str>,
+) -> Result<Option<(Window<'a>, Account)>> {
+    let timeline = &boot.timeline;
+    // By phase, a boot is over when its containers run.
+    let end = || {
+        ENDS.into_iter()
+            .filter(|_| by == Grouping::Phase)
+            .find(|end| timeline.milestones.iter().any(|m| m.name == *end))
+    };
+    let window = match timeline.window(from, to.or_else(end)) {
+        Err(_) if from.is_none() && to.is_none() => return Ok(None),
+        window => window?,
+    };
+    let account = Account::new(by, boot, &window);
+    Ok(Some((window, account)))
+}
+
+/// Writes the page: what happened, the account, the GPUs and containers, and the steps. Row by row:
+/// a boot can have as many as a reader keeps records, each of several thousand characters.
+pub fn write(page: &Page, screen: Screen, out: &mut dyn Write) -> io::Result<()> {
+    let boot = page.boot;
+    let width = screen.width.unwrap_or(usize::MAX);
+    let wrapped = |ink: Ink, text: &str| {
+        let lines = wrap("", "    ", text, width).into_iter();
+        lines.map(move |line| screen.paint(ink, &line))
+    };
+    let mut lines: Vec<String> = wrapped(Ink::Bold, &outcome(page.file, boot)).collect();
+    for failure in failures(boot) {
+        lines.extend(wrapped(Ink::Error, &failure));
+    }
+    if let Some(origin) = origin(page.file, boot) {
+        lines.extend(wrapped(Ink::Dim, &origin));
+    }
+    lines.push(String::new());
+    match &page.account {
+        None => lines.push("fewer than two milestones are known: no account".to_string()),
+        Some((window, account)) => {
+            let found = coverage(&boot.timeline, window);
+            lines.extend(wrapped(
+                Ink::Plain,
+                &window_line(window, &page.file.clock()),
+            ));
+            lines.push(by_gap::sentence(&found));
+            lines.push(String::new());
+            lines.extend(account.lines(&screen));
+        }
+    }
+    let notes = &boot.timeline.notes;
+    lines.extend(
+        notes
+            .iter()
+            .map(|note| screen.paint(Ink::Dim, &format!("note: {note}"))),
+    );
+    if let None | Some((_, Account::Phase(_))) = page.account {
+        lines.push(String::new());
+        lines.extend(summary(boot, &screen));
+    }
+    if !page.report.is_empty() {
+        lines.push(String::new());
+        lines.extend(page.report.iter().cloned());
+    }
+    for line in lines {
+        writeln!(out, "{line}")?;
+    }
+    match page.steps {
+        Steps::None => Ok(()),
+        steps => write_steps(page, steps == Steps::All, screen, out),
+    }
+}
+
+fn write_steps(page: &Page, details: bool, screen: Screen, out: &mut dyn Write) -> io::Result<()> {
+    let table = Table { screen };
+    writeln!(out, "\n{}", table.head())?;
     let mut last = None;
     let mut tracker = Tracker::default();
-    for (_, moment) in moments(file, agent, boot) {
+    for (_, moment) in moments(page.file, page.agent, page.boot) {
         let row = moment.row(&mut tracker);
-        if verbose || !row.detail {
+        if details || !row.detail {
             for line in table.lines(&row, last) {
                 writeln!(out, "{line}")?;
             }
             last = Some(row.time_ns);
         }
     }
-    writeln!(out)?;
-    summary(boot, &screen)
-        .iter()
-        .try_for_each(|line| writeln!(out, "{line}"))
+    Ok(())
 }
 
-/// Pod and sandbox of the VM.
-fn sandbox_line(sandbox: &Sandbox) -> String {
-    let pod = sandbox.pod.as_ref().map(|pod| {
-        let namespace = sandbox
-            .namespace
-            .as_ref()
-            .map(|n| format!("{n}/"))
-            .unwrap_or_default();
-        format!("pod {}, ", printable(&format!("{namespace}{pod}")))
-    });
+/// `boot 0f7a.., pod ml/train-0: 7 of 8 GPUs usable, first container at 3.275, settled at 11.520`.
+fn outcome(file: &BootFile, boot: &Boot) -> String {
+    let id = boot.boot_id.as_deref().map(printable);
+    let pod = file.sandbox().and_then(pod_name);
+    let usable = boot
+        .gpus
+        .iter()
+        .filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none())
+        .count();
+    let mut parts = vec![match boot.gpus.len() {
+        0 => "no GPU".to_string(),
+        all => format!("{usable} of {all} GPUs usable"),
+    }];
+    for name in ["first container", SETTLED] {
+        let at = boot.milestones.iter().find(|m| m.name == name);
+        let at = at.and_then(|m| m.boottime_ns);
+        parts.extend(at.map(|at| format!("{name} at {}", seconds(at))));
+    }
+    parts.extend(boot.power_off.as_ref().map(|_| "powered off".to_string()));
     format!(
-        "{}sandbox {}",
-        pod.unwrap_or_default(),
-        printable(&sandbox.id)
+        "boot {}{}: {}",
+        id.as_deref().unwrap_or("?"),
+        pod.map(|pod| format!(", pod {pod}")).unwrap_or_default(),
+        parts.join(", ")
     )
+}
+
+/// Versions of init and kernel, and the sandbox.
+fn origin(file: &BootFile, boot: &Boot) -> Option<String> {
+    let header = file.header.as_ref()?;
+    let build = boot.build.as_deref();
+    let build = build.map(|build| printable_start(build.as_bytes(), MAX_BUILD));
+    let sandbox = file.sandbox_id().map(printable);
+    Some(format!(
+        "kata-gpu-init {}{}, kernel {}{}",
+        printable(&header.version),
+        build.map(|id| format!(" (build {id})")).unwrap_or_default(),
+        printable(&header.kernel),
+        sandbox
+            .map(|id| format!(", sandbox {id}"))
+            .unwrap_or_default()
+    ))
+}
+
+fn pod_name(sandbox: &Sandbox) -> Option<String> {
+    let pod = sandbox.pod.as_deref()?;
+    let namespace = sandbox.namespace.as_deref();
+    let name = namespace.map_or(pod.to_string(), |namespace| format!("{namespace}/{pod}"));
+    Some(printable(&name))
 }
 
 /// Source of a row.
@@ -113,7 +230,7 @@ impl Moment<'_> {
             Self::Traced(step) => tracker.traced_row(step),
             Self::Connected { peer, at_ns } => Row::plain(
                 at_ns,
-                Side::Host,
+                Owner::Host,
                 format!("collector connected to {}", printable(peer)),
             ),
         }
@@ -138,7 +255,7 @@ fn moments<'a>(
         );
         fixed(Row {
             took_ns: Some(before.took_ns),
-            ..Row::plain(0, Side::Host, what)
+            ..Row::plain(0, Owner::Host, what)
         });
     }
     let zero = file
@@ -146,7 +263,7 @@ fn moments<'a>(
         .map(|i| i.zero.as_str())
         .filter(|zero| *zero != KERNEL_START);
     fixed(zero.map_or_else(Row::kernel_start, |zero| {
-        Row::plain(0, Side::Host, format!("0 is {}", printable(zero)))
+        Row::plain(0, Owner::Host, format!("0 is {}", printable(zero)))
     }));
     moments.extend(
         in_time(&file.records)
@@ -199,6 +316,17 @@ mod tests {
         (file, agent_log::read(console).unwrap())
     }
 
+    fn page(file: &BootFile, agent: &[AgentLine], steps: Steps, screen: Screen) -> String {
+        let boot = Boot::new(file, agent);
+        let page = Page {
+            steps,
+            ..Page::new(file, agent, &boot)
+        };
+        let mut out = Vec::new();
+        write(&page, screen, &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
     fn fixture() -> (BootFile, Vec<AgentLine>) {
         fixture_of(BOOT)
     }
@@ -218,7 +346,7 @@ mod tests {
         );
         golden(
             &format!("{RECORDED}.show"),
-            &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap(),
+            &page(&file, &agent, Steps::Main, Screen::PLAIN),
         );
     }
 
@@ -239,7 +367,7 @@ mod tests {
         let boot = Boot::new(&file, &agent);
         golden(
             &format!("agent/{name}.show"),
-            &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap(),
+            &page(&file, &agent, Steps::Main, Screen::PLAIN),
         );
         assert!(
             boot.milestones
@@ -294,7 +422,7 @@ mod tests {
         let boot = Boot::new(&file, &agent);
         golden(
             "agent/kata-agent-4.1.0-info.show",
-            &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap(),
+            &page(&file, &agent, Steps::Main, Screen::PLAIN),
         );
         assert!(
             boot.milestones
@@ -324,7 +452,7 @@ mod tests {
         let boot = Boot::new(&file, &agent);
         golden(
             "agent/kata-agent-4.1.0-warn.show",
-            &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap(),
+            &page(&file, &agent, Steps::Main, Screen::PLAIN),
         );
         assert!(
             boot.containers.len() == 9
@@ -342,19 +470,19 @@ mod tests {
         assert!(container("first container") && container("last container"));
     }
 
-    fn shown(verbose: bool, screen: Screen) -> String {
+    fn shown(steps: Steps, screen: Screen) -> String {
         let (file, agent) = fixture();
-        page(&file, &agent, &Boot::new(&file, &agent), verbose, screen).unwrap()
+        page(&file, &agent, steps, screen)
     }
 
     #[test]
     fn the_table_is_the_golden_one() {
-        golden(&format!("{BOOT}.show"), &shown(false, Screen::PLAIN));
-        golden(&format!("{BOOT}.show-v"), &shown(true, Screen::PLAIN));
+        golden(&format!("{BOOT}.show"), &shown(Steps::Main, Screen::PLAIN));
+        golden(&format!("{BOOT}.show-v"), &shown(Steps::All, Screen::PLAIN));
         golden(
             &format!("{BOOT}.show-100-columns-colour"),
             &shown(
-                false,
+                Steps::Main,
                 Screen {
                     width: Some(100),
                     colour: true,
@@ -383,11 +511,7 @@ mod tests {
                 .iter()
                 .any(|m| m.name == "agent ready" && m.approximate)
         );
-        assert!(
-            page(&file, &agent, &boot, false, Screen::PLAIN)
-                .unwrap()
-                .contains("~ approximate")
-        );
+        assert!(page(&file, &agent, Steps::Main, Screen::PLAIN).contains("~ approximate"));
         file.host.clear();
         let boot = Boot::new(&file, &agent);
         assert!(boot.milestones.iter().all(|m| m.wall.is_none()));
@@ -413,11 +537,7 @@ mod tests {
             let file = BootFile::read(&whole[..end]).unwrap();
             let boot = Boot::new(&file, &[]);
             assert_eq!(boot.damaged_lines, 0, "a half-written line is not damage");
-            assert!(
-                page(&file, &[], &boot, true, Screen::PLAIN)
-                    .unwrap()
-                    .contains("MILESTONE")
-            );
+            assert!(page(&file, &[], Steps::All, Screen::PLAIN).contains("MILESTONE"));
         }
     }
 
@@ -444,19 +564,16 @@ mod tests {
             "{:?}",
             file.damage
         );
-        let boot = Boot::new(&file, &[]);
         for width in [None, Some(80)] {
             let text = page(
                 &file,
                 &[],
-                &boot,
-                true,
+                Steps::All,
                 Screen {
                     width,
                     colour: false,
                 },
-            )
-            .unwrap();
+            );
             assert!(
                 text.bytes()
                     .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),

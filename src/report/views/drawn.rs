@@ -1,21 +1,22 @@
-//! Steps and marks, as a waterfall draws them.
+//! Bars (a step each) and marks, as a waterfall draws them.
 
-use super::rows::{Side, Tone};
+use super::rows::Tone;
 use crate::boot::gpu_name::GpuName;
 use crate::boot::intervals::length;
 use crate::data::compact_record::Fields;
 use crate::data::text::printable_start;
+use kata_gpu_wire::catalogue::Owner;
 
 /// Longest text of one field, in bytes.
 pub const MAX_VALUE: usize = 400;
 
-/// A step: from when to when, whose, of which GPU.
+/// A step as a bar: from when to when, whose, of which GPU.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Step {
+pub struct Bar {
     /// The stream's id; None for what is read from marks.
     pub id: Option<u64>,
     pub name: String,
-    pub side: Side,
+    pub owner: Owner,
     pub gpu: Option<GpuName>,
     /// Times on the guest's boot clock; negative before the kernel began it.
     pub begin_ns: i64,
@@ -37,7 +38,7 @@ pub struct Step {
     pub row: usize,
 }
 
-impl Step {
+impl Bar {
     pub fn took_ns(&self) -> Option<u64> {
         if self.begin_lost {
             None
@@ -66,7 +67,7 @@ pub struct Mark {
     pub approximate: bool,
     pub name: String,
     pub text: String,
-    pub side: Side,
+    pub owner: Owner,
     pub gpu: Option<GpuName>,
     pub tone: Tone,
     /// `show` prints it only with -v.

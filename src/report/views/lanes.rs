@@ -1,12 +1,12 @@
-//! Lanes: one per side and one per GPU, and in each as many rows as steps are in it at once.
+//! Lanes: one per owner and one per GPU, and in each as many rows as steps are in it at once.
 //!
 //! Steps of one row do not overlap, so a row is also a valid track for programs that draw nested
 //! slices.
 
-use super::drawn::{Mark, Step};
-use super::rows::Side;
+use super::drawn::{Bar, Mark};
 use crate::boot::gpu_name::GpuName;
 use crate::boot::model::Boot;
+use kata_gpu_wire::catalogue::Owner;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
@@ -15,13 +15,16 @@ use std::collections::{BTreeSet, BinaryHeap, HashMap};
 /// but a stream can say so.
 pub const MAX_GPU_LANES: usize = 64;
 
-/// The sides in the order in which they hand over to each other.
-const SIDES: [Side; 5] = [
-    Side::Kernel,
-    Side::Host,
-    Side::Driver,
-    Side::Init,
-    Side::Agent,
+/// Owners of lanes, in the order in which they hand over to each other.
+pub const OWNERS: [Owner; 8] = [
+    Owner::Client,
+    Owner::Runtime,
+    Owner::Vmm,
+    Owner::Host,
+    Owner::Kernel,
+    Owner::Driver,
+    Owner::Init,
+    Owner::Agent,
 ];
 
 /// A lane of a waterfall.
@@ -37,7 +40,7 @@ pub struct Lane {
 /// Subject of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaneOf {
-    Side(Side),
+    Owner(Owner),
     Gpu(GpuName),
     /// GPUs beyond [`MAX_GPU_LANES`].
     OtherGpus,
@@ -45,16 +48,16 @@ pub enum LaneOf {
 
 /// Makes the lanes that are needed, and gives every step and mark its place. `steps` are in order
 /// of their beginning.
-pub fn arrange(boot: &Boot, steps: &mut [Step], marks: &mut [Mark]) -> Vec<Lane> {
-    let used = |side| {
-        steps.iter().any(|s| s.gpu.is_none() && s.side == side)
-            || marks.iter().any(|m| m.gpu.is_none() && m.side == side)
+pub fn arrange(boot: &Boot, steps: &mut [Bar], marks: &mut [Mark]) -> Vec<Lane> {
+    let used = |owner| {
+        steps.iter().any(|s| s.gpu.is_none() && s.owner == owner)
+            || marks.iter().any(|m| m.gpu.is_none() && m.owner == owner)
     };
     let lane = |name: String, of| Lane { name, of, rows: 1 };
-    let mut lanes: Vec<Lane> = SIDES
+    let mut lanes: Vec<Lane> = OWNERS
         .into_iter()
-        .filter(|side| used(*side))
-        .map(|side| lane(side.name().to_string(), LaneOf::Side(side)))
+        .filter(|owner| used(*owner))
+        .map(|owner| lane(owner.name().to_string(), LaneOf::Owner(owner)))
         .collect();
     let mut of_gpu: HashMap<PciAddress, usize> = HashMap::new();
     for gpu in boot.gpus.iter().take(MAX_GPU_LANES) {
@@ -71,24 +74,24 @@ pub fn arrange(boot: &Boot, steps: &mut [Step], marks: &mut [Mark]) -> Vec<Lane>
         ));
     }
     let others = lanes.len();
-    let of_side: HashMap<&str, usize> = lanes
+    let of_owner: HashMap<&str, usize> = lanes
         .iter()
         .enumerate()
         .filter_map(|(i, lane)| match lane.of {
-            LaneOf::Side(side) => Some((side.name(), i)),
+            LaneOf::Owner(owner) => Some((owner.name(), i)),
             LaneOf::Gpu(_) | LaneOf::OtherGpus => None,
         })
         .collect();
-    let place = |gpu: Option<GpuName>, side: Side| match gpu {
+    let place = |gpu: Option<GpuName>, owner: Owner| match gpu {
         Some(gpu) => of_gpu.get(&gpu.address).copied().unwrap_or(others),
-        None => of_side.get(side.name()).copied().unwrap_or(others),
+        None => of_owner.get(owner.name()).copied().unwrap_or(others),
     };
     steps
         .iter_mut()
-        .for_each(|step| step.lane = place(step.gpu, step.side));
+        .for_each(|step| step.lane = place(step.gpu, step.owner));
     marks
         .iter_mut()
-        .for_each(|mark| mark.lane = place(mark.gpu, mark.side));
+        .for_each(|mark| mark.lane = place(mark.gpu, mark.owner));
     if steps
         .iter()
         .map(|s| s.lane)

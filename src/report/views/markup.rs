@@ -1,5 +1,4 @@
-//! Parts that page and picture share: escaping, the headline, and the signs of milestones and
-//! marks.
+//! Parts of the page: the headline, and the signs of milestones and marks.
 
 use super::rows::Tone;
 use super::waterfall::{Mark, Waterfall};
@@ -7,22 +6,6 @@ use crate::boot::intervals::{length, ns};
 use crate::boot::model::Gpu;
 use crate::data::text::{printable, seconds};
 use kata_gpu_wire::names;
-
-/// A text as HTML, in elements and in quoted attributes.
-pub fn html(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c => out.push(c),
-        }
-    }
-    out
-}
 
 fn gpu_list(gpus: &[&Gpu]) -> String {
     let named: Vec<String> = gpus
@@ -104,18 +87,5 @@ pub fn shape_of(mark: &Mark) -> &'static str {
         ("container.created", _) => "container",
         (names::GPU_LATE | names::GPU_XID | names::GPU_REMOVED, _) => "warning",
         (_, Tone::Plain | Tone::Good | Tone::Warning | Tone::Error) => "tick",
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn html_is_escaped() {
-        assert_eq!(
-            html("<a href=\"x\" b='&'>"),
-            "&lt;a href=&quot;x&quot; b=&#39;&amp;&#39;&gt;"
-        );
     }
 }

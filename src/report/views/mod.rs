@@ -1,8 +1,12 @@
 //! A boot as people and other programs see it. Views read the model and its timeline; none works
 //! out anything of its own.
 
+pub mod account; // what the accounts share
 pub mod boot_page; // the table of one boot, and its summary
-pub mod csv;
+pub mod by_gap; // `show --by gap`
+pub mod by_owner; // `show --by owner`
+pub mod by_path; // `show --by path`
+pub mod by_phase; // `show --by phase`, the default
 mod drawn; // steps and marks of a waterfall
 pub mod follow; // boots while they happen, from the files as they grow
 pub mod grid; // tables of other columns
@@ -14,6 +18,5 @@ pub mod page; // HTML
 pub mod perfetto; // a trace for Perfetto
 pub mod rows; // records into rows: side, what, how long
 pub mod summary; // GPUs, containers, milestones, and what is wrong with the record
-pub mod svg; // the waterfall as a picture
 pub mod table; // rows into lines
-pub mod waterfall; // lanes and steps, which all exports draw // one row per step
+pub mod waterfall; // lanes and steps, which all exports draw

@@ -1,4 +1,4 @@
-// The page of `kata-gpu-boot export --html`: draws one boot, from the JSON that stands beside it.
+// The page of `kata-gpu-boot show --html`: draws one boot, from the JSON in the page.
 // No library, no network.
 //
 // Nothing of the boot is ever parsed as HTML: texts reach the document through textContent and
@@ -15,7 +15,7 @@ addEventListener("error", (event) => {
 });
 
 const boot = JSON.parse($("boot").textContent);
-const { lanes, steps, marks, gpus, sides } = boot;
+const { lanes, steps, marks, gpus, owners } = boot;
 const byId = new Map(steps.map((step, i) => [step.id, i]).filter(([id]) => id !== null));
 
 // --- texts
@@ -188,7 +188,7 @@ function drawSteps(into) {
     if (plain && long <= 2 && last.get(key) === Math.floor(from)) return;
     last.set(key, Math.floor(from));
     const y = places[step.lane].y + PAD + step.row * ROW;
-    const kind = `bar ${step.side}${step.critical ? " critical" : ""}${step.end === null ? " open" : ""}${step.error !== null ? " bad" : ""}`;
+    const kind = `bar ${step.owner}${step.critical ? " critical" : ""}${step.end === null ? " open" : ""}${step.error !== null ? " bad" : ""}`;
     const box = { x: from, y, width: long, height: BAR, rx: long > 4 ? 2.5 : 0 };
     into.append(shape("rect", { ...box, class: kind + (i === pinned || i === focused ? " focus" : ""), "data-step": i }));
     if (step.end === null) into.append(shape("rect", { ...box, class: "hatched", fill: "url(#hatch)" }));
@@ -221,7 +221,7 @@ function drawMarks(into) {
     last.set(key, at);
     const { y, height } = places[mark.lane];
     const move = `translate(${at.toFixed(2)},${y + height - 6})`;
-    into.append(shape("path", { class: `mark ${mark.kind} ${mark.side} ${mark.tone}`, d: SHAPES[mark.kind], transform: move, "data-mark": i }));
+    into.append(shape("path", { class: `mark ${mark.kind} ${mark.owner} ${mark.tone}`, d: SHAPES[mark.kind], transform: move, "data-mark": i }));
   });
   return drawn;
 }
@@ -256,7 +256,7 @@ function details(node, step, mark) {
     row("took", duration(took(step)));
   } else row("at", `${sure}${seconds(mark.at)} s`);
   if (wall(at)) row("wall clock", `${wall(at)} UTC ±${milliseconds(wallError(at))} ms`);
-  row("side", of.side);
+  row("owner", of.owner);
   row("GPU", of.gpu !== null && gpus[of.gpu] ? `${gpus[of.gpu].index ?? "?"}, ${gpus[of.gpu].address}` : "");
   if (step) {
     const after = step.after.map((id) => (byId.has(id) ? [steps[byId.get(id)].label, gpuName(steps[byId.get(id)].gpu)].join(" ").trim() : `span ${id}`));
@@ -408,7 +408,7 @@ const entries = [
 
 function table() {
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean), verbose = $("details").checked;
-  const text = (entry) => `${entry.side} ${gpuName(entry.gpu)} ${entry.what} ${entry.fields.join(" ")} ${entry.error ?? ""}`.toLowerCase();
+  const text = (entry) => `${entry.owner} ${gpuName(entry.gpu)} ${entry.what} ${entry.fields.join(" ")} ${entry.error ?? ""}`.toLowerCase();
   const found = entries.filter((entry) => (verbose || !entry.detail) && words.every((word) => text(entry).includes(word)));
   if (order === "took") found.sort((a, b) => (b.took ?? -1) - (a.took ?? -1));
   const shown = all ? found : found.slice(0, MAX_ROWS);
@@ -421,7 +421,7 @@ function table() {
     const open = entry.end === null ? element("span", { class: "wrong" }, "open") : duration(entry.took);
     const kind = `${entry.tone ?? "plain"}${entry.critical ? " critical" : ""}`;
     return element("tr", { class: kind }, time, element("td", { class: "wide number" }, wall(entry.at) ?? ""),
-      element("td", {}, element("i", { class: "dot " + entry.side }), entry.side), element("td", {}, gpuName(entry.gpu)), what, element("td", { class: "number" }, open));
+      element("td", {}, element("i", { class: "dot " + entry.owner }), entry.owner), element("td", {}, gpuName(entry.gpu)), what, element("td", { class: "number" }, open));
   }));
   const left = found.length - shown.length;
   $("count").textContent = `${found.length} of ${entries.length}` + (left ? `, the first ${shown.length} shown` : "");
@@ -443,7 +443,7 @@ function path() {
   $("path").hidden = !list.length;
   if (!list.length) return;
   for (const piece of list) {
-    const step = steps[piece.step], part = parts.get(step.name) ?? { name: step.name, side: step.side, of: new Set(), total: 0 };
+    const step = steps[piece.step], part = parts.get(step.name) ?? { name: step.name, owner: step.owner, of: new Set(), total: 0 };
     part.of.add(piece.step);
     part.total += piece.took;
     parts.set(step.name, part);
@@ -456,12 +456,12 @@ function path() {
   let at = 0;
   for (const { step, took } of boot.path) {
     const long = share(took);
-    if (step !== null) bar.append(shape("rect", { class: `bar critical ${steps[step].side}`, x: at, width: Math.max(long - 0.15, 0.08), height: 14 }));
+    if (step !== null) bar.append(shape("rect", { class: `bar critical ${steps[step].owner}`, x: at, width: Math.max(long - 0.15, 0.08), height: 14 }));
     at += long;
   }
   const percent = (ns) => (share(ns) < 1 ? "<1" : Math.round(share(ns)));
-  $("path-parts").replaceChildren(...sorted.map((part) => element("li", {}, element("i", { class: "dot " + part.side }), element("b", {}, part.name),
-    ` ${duration(part.total)}${part.of.size > 1 ? ` in ${part.of.size} steps` : ""}, ${percent(part.total)} % (${part.side})`)));
+  $("path-parts").replaceChildren(...sorted.map((part) => element("li", {}, element("i", { class: "dot " + part.owner }), element("b", {}, part.name),
+    ` ${duration(part.total)}${part.of.size > 1 ? ` in ${part.of.size} steps` : ""}, ${percent(part.total)} % (${part.owner})`)));
   $("path-bar").replaceChildren(bar);
   $("path-list").replaceChildren(...list.map(({ step: i, begin, took }) => {
     const step = steps[i], button = element("button", { type: "button" }, `${step.label} ${gpuName(step.gpu)}`.trim());
@@ -473,7 +473,7 @@ function path() {
 new ResizeObserver(() => !printing && chart.clientWidth !== width && draw()).observe(chart);
 addEventListener("beforeprint", () => ((printing = true), (tip.hidden = true), draw()));
 addEventListener("afterprint", () => ((printing = false), draw()));
-$("legend-sides").replaceChildren(...sides.map((side) => element("span", {}, element("i", { class: "dot " + side }), side)));
+$("legend-owners").replaceChildren(...owners.map((owner) => element("span", {}, element("i", { class: "dot " + owner }), owner)));
 path();
 table();
 draw();

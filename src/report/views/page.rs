@@ -7,12 +7,12 @@
 //! names, and loads nothing.
 
 use super::health_table::HealthTable;
+use super::lanes;
 use super::lanes::LaneOf;
 use super::markup::{headline, milestones, shape_of};
-use super::rows::{Side, Tone};
+use super::rows::Tone;
 use super::summary::complaints;
-use super::svg;
-use super::waterfall::{Mark, Step, Waterfall};
+use super::waterfall::{Bar, Mark, Waterfall};
 use crate::boot::intervals::{length, ns};
 use crate::boot::model;
 use crate::boot::model::{Boot, Gpu, SETTLED};
@@ -21,6 +21,7 @@ use crate::data::text::{error_bound, printable, seconds, wall_clock};
 use askama::Template;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use kata_gpu_wire::catalogue::Owner;
 use kata_gpu_wire::pci_address::PciAddress;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -41,7 +42,7 @@ const HEALTH_WIDTH: usize = 130;
 /// Rows of one lane that are drawn; steps beyond share the last one.
 const MAX_ROWS: usize = 40;
 
-/// Values of the template. `|safe` there is for `style`, `script`, `picture` and `data` alone.
+/// Values of the template. `|safe` there is for `style`, `script` and `data` only.
 #[derive(Template)]
 #[template(path = "page.html", config = "views/askama.toml")]
 struct Page<'a> {
@@ -57,7 +58,6 @@ struct Page<'a> {
     complaints: Vec<String>,
     /// Number of steps and marks that are not on the page.
     left_out: usize,
-    picture: String,
     gpus: Vec<GpuRow>,
     health: Option<Health>,
     footer: String,
@@ -125,10 +125,9 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     let boot = &timeline.boot;
     let shown = Shown::of(timeline);
     let policy = format!(
-        "default-src 'none'; script-src {}; style-src {} {}; base-uri 'none'; form-action 'none'",
+        "default-src 'none'; script-src {}; style-src {}; base-uri 'none'; form-action 'none'",
         hash(SCRIPT),
-        hash(STYLE),
-        hash(svg::STYLE)
+        hash(STYLE)
     );
     let page = Page {
         policy,
@@ -145,7 +144,6 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
             .collect(),
         complaints: complaints(boot),
         left_out: shown.left_out(timeline),
-        picture: svg::write(timeline),
         gpus: boot.gpus.iter().take(MAX_SHOWN).map(gpu_row).collect(),
         health: Health::of(boot),
         footer: footer(timeline),
@@ -293,7 +291,7 @@ fn gpu_note(timeline: &Waterfall, gpu: &Gpu) -> Option<GpuNote> {
 
 fn gpu_row(gpu: &Gpu) -> GpuRow {
     let text = |text: String| Cell { text, took: None };
-    let step = |step: Option<model::Step>| {
+    let step = |step: Option<model::GpuStep>| {
         step.map(|step| Cell {
             text: seconds(step.at_ns),
             took: step.took_ns.map(seconds),
@@ -369,7 +367,7 @@ fn footer(timeline: &Waterfall) -> String {
 
 /// Steps and marks of a boot that are on the page.
 struct Shown<'a> {
-    steps: &'a [Step],
+    steps: &'a [Bar],
     marks: Vec<&'a Mark>,
 }
 
@@ -415,7 +413,7 @@ impl fmt::Display for Data<'_> {
             .iter()
             .map(|lane| {
                 let gpu = match lane.of {
-                    LaneOf::Side(_) => None,
+                    LaneOf::Owner(_) => None,
                     LaneOf::Gpu(gpu) => gpu_numbers.get(&gpu.address).copied(),
                     // A number that no GPU has: a lane of GPUs, of none in particular.
                     LaneOf::OtherGpus => Some(timeline.boot.gpus.len()),
@@ -440,17 +438,10 @@ impl fmt::Display for Data<'_> {
             .into_iter()
             .map(|(name, at)| json!({ "name": name, "at": at }))
             .collect();
-        let sides = [
-            Side::Kernel,
-            Side::Host,
-            Side::Driver,
-            Side::Init,
-            Side::Agent,
-        ];
-        let used: Vec<&str> = sides
+        let owners: Vec<&str> = lanes::OWNERS
             .into_iter()
-            .filter(|side| timeline.steps.iter().any(|s| s.side == *side))
-            .map(Side::name)
+            .filter(|owner| timeline.steps.iter().any(|step| step.owner == *owner))
+            .map(Owner::name)
             .collect();
         let clock = timeline.sample().map(|sample| {
             json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": timeline.clock_error_ns(), "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
@@ -461,7 +452,7 @@ impl fmt::Display for Data<'_> {
             |p| json!({ "step": p.step.and_then(on_page), "begin": p.begin_ns, "took": p.took_ns }),
         );
         let data = json!({
-            "begin": timeline.begin_ns, "end": timeline.end_ns, "boot_end": timeline.boot_end_ns, "clock": clock, "lanes": lanes, "gpus": gpus, "sides": used,
+            "begin": timeline.begin_ns, "end": timeline.end_ns, "boot_end": timeline.boot_end_ns, "clock": clock, "lanes": lanes, "gpus": gpus, "owners": owners,
             "milestones": milestones,
         });
         // Open until the lists are in it.
@@ -495,9 +486,9 @@ fn list(out: &mut fmt::Formatter<'_>, name: &str, of: impl Iterator<Item = Value
     out.write_char(']')
 }
 
-fn step(step: &Step, gpus: &HashMap<PciAddress, usize>) -> Value {
+fn step(step: &Bar, gpus: &HashMap<PciAddress, usize>) -> Value {
     json!({
-        "id": step.id, "name": step.name, "label": step.label(), "side": step.side.name(), "lane": step.lane, "row": step.row.min(MAX_ROWS - 1),
+        "id": step.id, "name": step.name, "label": step.label(), "owner": step.owner.name(), "lane": step.lane, "row": step.row.min(MAX_ROWS - 1),
         "gpu": step.gpu.map(|gpu| gpus.get(&gpu.address).copied().unwrap_or(gpus.len())), "begin": step.begin_ns, "end": step.end_ns,
         "lost": step.begin_lost, "approx": step.approximate, "after": step.after, "critical": step.critical, "error": step.error,
         "fields": step.fields,
@@ -512,7 +503,7 @@ fn mark(mark: &Mark, gpus: &HashMap<PciAddress, usize>) -> Value {
         Tone::Error => "error",
     };
     json!({
-        "at": mark.at_ns, "approx": mark.approximate, "name": mark.name, "text": mark.text, "side": mark.side.name(), "lane": mark.lane,
+        "at": mark.at_ns, "approx": mark.approximate, "name": mark.name, "text": mark.text, "owner": mark.owner.name(), "lane": mark.lane,
         "gpu": mark.gpu.map(|gpu| gpus.get(&gpu.address).copied().unwrap_or(gpus.len())), "tone": tone, "detail": mark.detail,
         "kind": shape_of(mark),
     })

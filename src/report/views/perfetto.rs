@@ -1,6 +1,6 @@
 //! `--perfetto`: a trace of Perfetto's own format, for ui.perfetto.dev and trace_processor.
 //!
-//! A track per side and per GPU below one track for the boot; a lane with several rows has a child
+//! A track per owner and per GPU below one track for the boot; a lane with several rows has a child
 //! track of its name per row, since slices of one track must nest. Timestamps are the host's
 //! REALTIME, which is the trace's primary clock: the guest's BOOTTIME has no times for what VMM and
 //! firmware did. Clock snapshots put it beside. Where no clock sample places the boot, timestamps
@@ -10,7 +10,7 @@
 
 mod protos;
 
-use super::waterfall::{Mark, Step, Waterfall, level};
+use super::waterfall::{Bar, Mark, Waterfall, level};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Level;
 use prost::Message;
@@ -117,12 +117,12 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
 /// times the boot's file.
 enum Event<'a> {
     /// The step, and its number.
-    Begin(usize, &'a Step),
-    End(&'a Step),
-    Instant(&'a Step),
+    Begin(usize, &'a Bar),
+    End(&'a Bar),
+    Instant(&'a Bar),
     Mark(&'a Mark),
     /// A piece of the critical path, of this step.
-    PieceBegin(&'a Step),
+    PieceBegin(&'a Bar),
     PieceEnd,
     /// Track of a counter, and the number of GPUs.
     Count(u64, usize),
@@ -304,7 +304,7 @@ fn track_event(kind: Type, track_uuid: u64) -> TrackEvent {
 }
 
 /// Fields of a step, without its times.
-fn annotations(step: &Step) -> Vec<DebugAnnotation> {
+fn annotations(step: &Bar) -> Vec<DebugAnnotation> {
     let mut annotations: Vec<_> = step
         .fields
         .iter()
@@ -349,11 +349,11 @@ fn flows(timeline: &Waterfall) -> HashMap<usize, Flows> {
     flows
 }
 
-fn slice(step: &Step, track_uuid: u64, flows: Option<&Flows>) -> TrackEvent {
+fn slice(step: &Bar, track_uuid: u64, flows: Option<&Flows>) -> TrackEvent {
     let (flow_ids, terminating_flow_ids) = flows.cloned().unwrap_or_default();
     let failed = step.error.is_some().then_some("failed");
     TrackEvent {
-        categories: [Some(step.side.name()), failed]
+        categories: [Some(step.owner.name()), failed]
             .into_iter()
             .flatten()
             .map(str::to_string)
@@ -366,13 +366,13 @@ fn slice(step: &Step, track_uuid: u64, flows: Option<&Flows>) -> TrackEvent {
     }
 }
 
-fn slice_as_instant(step: &Step, track_uuid: u64) -> TrackEvent {
+fn slice_as_instant(step: &Bar, track_uuid: u64) -> TrackEvent {
     let took = step
         .took_ns()
         .filter(|took| *took > 0)
         .map(|took| number("took_ns", took));
     TrackEvent {
-        categories: vec![step.side.name().to_string()],
+        categories: vec![step.owner.name().to_string()],
         name: step.label(),
         debug_annotations: annotations(step).into_iter().chain(took).collect(),
         ..track_event(Type::Instant, track_uuid)
@@ -388,7 +388,7 @@ fn instant(mark: &Mark, track_uuid: u64) -> TrackEvent {
     };
     let facts = mark.facts().map(|(key, value)| annotation(&key, &value));
     TrackEvent {
-        categories: vec![mark.side.name().to_string(), level.to_string()],
+        categories: vec![mark.owner.name().to_string(), level.to_string()],
         name: mark.name.clone(),
         debug_annotations: [annotation("text", &mark.text)]
             .into_iter()
@@ -398,7 +398,7 @@ fn instant(mark: &Mark, track_uuid: u64) -> TrackEvent {
     }
 }
 
-fn piece(step: &Step, track_uuid: u64) -> TrackEvent {
+fn piece(step: &Bar, track_uuid: u64) -> TrackEvent {
     let gpu = step
         .gpu
         .and_then(|gpu| gpu.index)

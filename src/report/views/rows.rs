@@ -1,4 +1,4 @@
-//! Records and agent lines into the rows that people read: whose side it happened on, what, how
+//! Records and agent lines into the rows that people read: whose time it is, what, how
 //! long, and whether it is a detail.
 //!
 //! [`Tracker`] takes records one by one, as they arrive or sorted, and remembers only what later
@@ -30,40 +30,6 @@ const MAX_BEGIN_TEXT: usize = 400;
 /// A step that is not worth a row is worth one when it took this long.
 const SLOW_NS: u64 = 100_000_000;
 
-/// Component that a row or a step belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    Kernel,
-    Init,
-    Driver,
-    Agent,
-    Host,
-}
-
-impl Side {
-    pub fn name(self) -> &'static str {
-        match self {
-            Side::Kernel => "kernel",
-            Side::Init => "init",
-            Side::Driver => "driver",
-            Side::Agent => "agent",
-            Side::Host => "host",
-        }
-    }
-}
-
-impl From<Owner> for Side {
-    fn from(owner: Owner) -> Self {
-        match owner {
-            Owner::Host | Owner::Vmm | Owner::Runtime | Owner::Client => Self::Host,
-            Owner::Kernel => Self::Kernel,
-            Owner::Driver => Self::Driver,
-            Owner::Agent => Self::Agent,
-            Owner::Init | Owner::Unknown => Self::Init,
-        }
-    }
-}
-
 /// How a row is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tone {
@@ -79,7 +45,7 @@ pub struct Row {
     pub time_ns: u64,
     /// The time is not exact (an agent line without a `clock` event to place it by).
     pub approximate: bool,
-    pub side: Side,
+    pub owner: Owner,
     pub gpu: Option<GpuName>,
     pub what: String,
     pub took_ns: Option<u64>,
@@ -90,11 +56,11 @@ pub struct Row {
 
 impl Row {
     /// A plain row about no GPU.
-    pub fn plain(time_ns: u64, side: Side, what: String) -> Self {
+    pub fn plain(time_ns: u64, owner: Owner, what: String) -> Self {
         Self {
             time_ns,
             approximate: false,
-            side,
+            owner,
             gpu: None,
             what,
             took_ns: None,
@@ -105,7 +71,7 @@ impl Row {
 
     /// The first row of every boot.
     pub fn kernel_start() -> Self {
-        Self::plain(0, Side::Kernel, "kernel start".to_string())
+        Self::plain(0, Owner::Kernel, "kernel start".to_string())
     }
 }
 
@@ -166,7 +132,7 @@ impl Tracker {
         let row = Row {
             time_ns: record.boottime_ns,
             approximate: imported_record::is_approximate(record),
-            side: side(record),
+            owner: owner(record),
             gpu,
             what: what(record, begun.as_ref().map_or("", |b| &b.fields)),
             took_ns,
@@ -244,7 +210,7 @@ impl Tracker {
         Row {
             time_ns: u64::try_from(step.end_ns()).unwrap_or(0),
             approximate: step.is_approximate(),
-            side: row.owner.into(),
+            owner: row.owner,
             gpu: step.gpu.map(|address| self.gpu_name(address)),
             what: format!(
                 "{}{detail}{}{before}",
@@ -328,7 +294,7 @@ impl Tracker {
         Row {
             time_ns,
             approximate,
-            side: Side::Agent,
+            owner: Owner::Agent,
             gpu: None,
             what,
             took_ns: None,
@@ -338,15 +304,19 @@ impl Tracker {
     }
 }
 
-fn side(record: &Record) -> Side {
+fn owner(record: &Record) -> Owner {
     match record.kind {
         Kind::Kmsg
             if record.kmsg_text().starts_with("nvidia") || record.kmsg_text().contains("NVRM:") =>
         {
-            Side::Driver
+            Owner::Driver
         }
-        Kind::Kmsg => Side::Kernel,
-        Kind::Begin | Kind::End | Kind::Event => row_of(&record.name).owner.into(),
+        Kind::Kmsg => Owner::Kernel,
+        Kind::Begin | Kind::End | Kind::Event => match row_of(&record.name).owner {
+            // A name of no table comes from the init, too: it writes the stream.
+            Owner::Unknown => Owner::Init,
+            owner => owner,
+        },
     }
 }
 
@@ -551,8 +521,8 @@ mod tests {
         ]);
         assert!(rows[0].detail && !rows[1].detail);
         assert_eq!(
-            (rows[1].what.as_str(), rows[1].took_ns, rows[1].side),
-            ("module.load module=nvidia x=1", Some(4000), Side::Driver)
+            (rows[1].what.as_str(), rows[1].took_ns, rows[1].owner),
+            ("module.load module=nvidia x=1", Some(4000), Owner::Driver)
         );
         assert_eq!(rows[2].took_ns, None, "its beginning was lost");
     }
@@ -640,7 +610,7 @@ mod tests {
                 false, false, false, true, false, true, true, false, true, false
             ]
         );
-        assert_eq!((rows[5].tone, rows[6].side), (Tone::Error, Side::Driver));
+        assert_eq!((rows[5].tone, rows[6].owner), (Tone::Error, Owner::Driver));
     }
 
     #[test]

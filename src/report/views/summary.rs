@@ -2,7 +2,7 @@
 //! wrong with the record of it.
 
 use super::health_table::HealthTable;
-use crate::boot::model::{Boot, ClockSummary, Container, Failure, Gpu, OpenStep, Step};
+use crate::boot::model::{Boot, ClockSummary, Container, Failure, Gpu, GpuStep, OpenStep};
 use crate::data::agent_log::NONE;
 use crate::data::boot_file::newer_sentence;
 use crate::data::clock_offset::RATE_ERROR_PPM;
@@ -83,7 +83,6 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
             .iter()
             .map(|line| screen.paint(Ink::Dim, line)),
     );
-    out.push(screen.paint(Ink::Dim, &coverage_line(boot)));
     let complaints = complaints(boot);
     if !complaints.is_empty() {
         out.push(String::new());
@@ -153,20 +152,6 @@ fn clock_lines(clock: &ClockSummary) -> Vec<String> {
     out
 }
 
-fn coverage_line(boot: &Boot) -> String {
-    match &boot.coverage {
-        None => "unexplained: not known, fewer than two milestones".to_string(),
-        Some(c) => {
-            let (unexplained, wall) = (seconds(c.unexplained_ns), seconds(c.wall_ns));
-            let share = format!("{:.1} %", c.unexplained_share);
-            format!(
-                "unexplained: {unexplained} s of {wall} from {} to {} ({share}; where: kata-gpu-boot coverage)",
-                c.from, c.to
-            )
-        }
-    }
-}
-
 fn approximately(time_ns: u64, approximate: bool) -> String {
     format!("{}{}", if approximate { "~" } else { "" }, seconds(time_ns))
 }
@@ -229,8 +214,34 @@ fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     out
 }
 
+/// Failed GPUs and containers, each with when, where and why; for a GPU the cure as well.
+pub fn failures(boot: &Boot) -> Vec<String> {
+    let gpus = boot.gpus.iter().filter_map(|gpu| {
+        let index = gpu
+            .index
+            .map(|index| format!(" {index}"))
+            .unwrap_or_default();
+        Some(format!(
+            "GPU{index} {} {}",
+            gpu.address,
+            failed(gpu.failed.as_ref()?)
+        ))
+    });
+    let containers = boot.containers.iter().filter_map(|container| {
+        let (error, at) = (
+            container.error.as_ref()?,
+            container
+                .at_ns
+                .map(|at| format!(" at {}", seconds(at)))
+                .unwrap_or_default(),
+        );
+        Some(format!("container {} failed{at}: {error}", container.name))
+    });
+    gpus.chain(containers).collect()
+}
+
 /// When, where and why a GPU failed, with the cure.
-pub fn failed(failure: &Failure) -> String {
+fn failed(failure: &Failure) -> String {
     format!(
         "failed at {} in {}: {}",
         seconds(failure.at_ns),
@@ -307,13 +318,13 @@ fn state(gpu: &Gpu) -> State<'_> {
 }
 
 fn gpu_cells(gpu: &Gpu) -> [String; 7] {
-    let step = |step: Option<Step>| match step {
+    let step = |step: Option<GpuStep>| match step {
         None => "-".to_string(),
-        Some(Step {
+        Some(GpuStep {
             at_ns,
             took_ns: None,
         }) => seconds(at_ns),
-        Some(Step {
+        Some(GpuStep {
             at_ns,
             took_ns: Some(took),
         }) => format!("{} ({})", seconds(at_ns), seconds(took)),
@@ -437,7 +448,7 @@ mod tests {
 
     #[test]
     fn a_line_of_a_gpu_fits_into_80_columns() {
-        let step = Some(Step {
+        let step = Some(GpuStep {
             at_ns: 20_353_000_000,
             took_ns: Some(2_008_000_000),
         });

@@ -7,11 +7,11 @@ use crate::data::text::{Ink, Screen, seconds, since};
 /// Widths of the columns that do not stretch.
 const TIME: usize = 9;
 const SINCE: usize = 8;
-const SIDE: usize = 6;
+const OWNER: usize = 6;
 const GPU: usize = 15;
 const TOOK: usize = 8;
 /// Columns before WHAT, with the spaces between.
-const BEFORE_WHAT: usize = TIME + 1 + SINCE + 2 + SIDE + 2 + GPU + 2;
+const BEFORE_WHAT: usize = TIME + 1 + SINCE + 2 + OWNER + 2 + GPU + 2;
 /// WHAT where nothing bounds it: a longer one pushes TOOK to the right.
 const WHAT_IN_PIPE: usize = 56;
 /// WHAT on a wide terminal: TOOK stays where the eye finds it.
@@ -44,8 +44,8 @@ impl Table {
     pub fn head(&self) -> String {
         let what = self.what_width();
         let head = format!(
-            "{:>TIME$} {:>SINCE$}  {:SIDE$}  {:GPU$}  {:what$} {:>TOOK$}",
-            "TIME", "SINCE", "SIDE", "GPU", "WHAT", "TOOK"
+            "{:>TIME$} {:>SINCE$}  {:OWNER$}  {:GPU$}  {:what$} {:>TOOK$}",
+            "TIME", "SINCE", "OWNER", "GPU", "WHAT", "TOOK"
         );
         self.screen.paint(Ink::Bold, &head)
     }
@@ -72,7 +72,7 @@ impl Table {
         let mut first = format!(
             "{time:>TIME$} {}  {}  {}  {}",
             paint(Ink::Dim, &format!("{gap:>SINCE$}")),
-            paint(Ink::Dim, &format!("{:SIDE$}", row.side.name())),
+            paint(Ink::Dim, &format!("{:OWNER$}", row.owner.name())),
             format_args!("{:GPU$}", row.gpu.map(|g| gpu_text(&g)).unwrap_or_default()),
             paint(ink(row.tone), &pieces[0]),
         );
@@ -138,14 +138,15 @@ fn wrap(text: &str, width: usize) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rows::Side;
+    use kata_gpu_wire::catalogue::Owner;
+
     use super::*;
 
     fn row(what: &str) -> Row {
         Row {
             time_ns: 1_204_000_000,
             approximate: false,
-            side: Side::Host,
+            owner: Owner::Host,
             gpu: Some(GpuName {
                 index: Some(0),
                 address: "0001:00:00.0".parse().unwrap(),
@@ -167,7 +168,7 @@ mod tests {
             .lines(&row("gpu.enable"), Some(1_201_000_000))
             .remove(0);
         let column = |name: &str| head.find(name).unwrap();
-        assert_eq!(line.find("host"), Some(column("SIDE")), "\n{head}\n{line}");
+        assert_eq!(line.find("host"), Some(column("OWNER")), "\n{head}\n{line}");
         assert_eq!(
             line.find("gpu.enable"),
             Some(column("WHAT")),

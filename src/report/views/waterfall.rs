@@ -7,11 +7,11 @@
 //! boot, so that differences of them are those of the boot clock; their bounds are by all samples,
 //! and hold where the host's clock was stepped, too.
 
+pub use super::drawn::{Bar, Mark};
 use super::drawn::{MAX_VALUE, field_text};
-pub use super::drawn::{Mark, Step};
 use super::lanes;
 use super::lanes::Lane;
-use super::rows::{Row, Side, Tone, Tracker};
+use super::rows::{Row, Tone, Tracker};
 use crate::analysis::critical_path;
 use crate::boot::gpu_name::GpuName;
 use crate::boot::intervals::ns;
@@ -23,7 +23,7 @@ use crate::data::clock_offset::{Clock, Sample, Wall};
 use crate::data::clock_points::ClockPoints;
 use crate::data::compact_record::{Field, Record, SpanFields, in_time};
 use crate::data::text::{printable, printable_start};
-use kata_gpu_wire::catalogue::derived;
+use kata_gpu_wire::catalogue::{Owner, derived};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::record::{Kind, Level};
@@ -63,7 +63,7 @@ pub struct Waterfall {
     pub trace: Option<TraceId>,
     pub lanes: Vec<Lane>,
     /// In order of their beginning.
-    pub steps: Vec<Step>,
+    pub steps: Vec<Bar>,
     /// Critical path: pieces of time that the end of the boot waited for, in order; no piece
     /// overlaps another.
     pub path: Vec<Piece>,
@@ -100,7 +100,7 @@ impl Waterfall {
         reader.agent(agent, &clock);
         reader.collector(file, &clock);
         let Reader {
-            sides,
+            owners,
             marks,
             failures,
             ..
@@ -118,15 +118,15 @@ impl Waterfall {
             .filter_map(|i| account.steps.get(*i)?.span)
             .collect();
         let name = gpu_names(&boot);
-        let mut steps: Vec<Step> = boot
+        let mut steps: Vec<Bar> = boot
             .spans
             .iter()
             .filter_map(|span| {
                 let known_ns = ns(span.begin_ns.or(span.end_ns)?);
-                Some(Step {
+                Some(Bar {
                     id: Some(span.id),
                     name: printable(&span.name),
-                    side: sides.get(&span.id).copied().unwrap_or(Side::Init),
+                    owner: owners.get(&span.id).copied().unwrap_or(Owner::Init),
                     gpu: span.gpu.map(&name),
                     begin_ns: known_ns,
                     begin_lost: span.begin_ns.is_none(),
@@ -256,7 +256,7 @@ fn gpu_names(boot: &Boot) -> impl Fn(PciAddress) -> GpuName + use<> {
 struct Reader {
     tracker: Tracker,
     points: ClockPoints,
-    sides: HashMap<u64, Side>,
+    owners: HashMap<u64, Owner>,
     marks: Vec<Mark>,
     failures: BTreeMap<PciAddress, Why>,
     gpus: HashSet<PciAddress>,
@@ -267,7 +267,7 @@ impl Reader {
         Self {
             tracker: Tracker::default(),
             points: ClockPoints::default(),
-            sides: HashMap::new(),
+            owners: HashMap::new(),
             marks: Vec::new(),
             failures: BTreeMap::new(),
             gpus: boot.gpus.iter().map(|gpu| gpu.address).collect(),
@@ -279,7 +279,7 @@ impl Reader {
         let row = self.tracker.row(record);
         match (record.kind, record.span) {
             (Kind::Begin | Kind::End, Some(id)) => {
-                self.sides.entry(id).or_insert(row.side);
+                self.owners.entry(id).or_insert(row.owner);
             }
             (Kind::Event | Kind::Kmsg, _) | (_, None) => {
                 if let (names::GPU_FAILED, Some(gpu)) = (record.name.as_str(), record.gpu) {
@@ -350,7 +350,7 @@ impl Reader {
                 );
                 self.marks.push(mark(
                     "collector.connected",
-                    Row::plain(at_ns, Side::Host, text),
+                    Row::plain(at_ns, Owner::Host, text),
                     None,
                 ));
             }
@@ -362,7 +362,7 @@ fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
     let Row {
         time_ns,
         approximate,
-        side,
+        owner,
         gpu,
         what,
         tone,
@@ -375,7 +375,7 @@ fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
         approximate,
         name: name.to_string(),
         text,
-        side,
+        owner,
         gpu,
         tone,
         detail,
@@ -392,7 +392,7 @@ fn derived(
     all: &[timeline::Step],
     boot: &Boot,
     critical: bool,
-) -> Step {
+) -> Bar {
     let mut fields = Vec::new();
     let mut error = None;
     if let Some(host) = step.traced.and_then(|at| boot.host.as_ref()?.steps.get(at)) {
@@ -409,10 +409,10 @@ fn derived(
             error = container.error.as_deref().filter(|_| !over).map(error_text);
         }
     }
-    Step {
+    Bar {
         id: None,
         name: step.name.clone(),
-        side: step.row.owner.into(),
+        owner: step.row.owner.into(),
         gpu: step.gpu,
         begin_ns: step.begin_ns,
         begin_lost: false,
@@ -430,7 +430,7 @@ fn derived(
 }
 
 /// The account's path in terms of `steps`.
-fn path(pieces: &[critical_path::Piece], account: &[timeline::Step], steps: &[Step]) -> Vec<Piece> {
+fn path(pieces: &[critical_path::Piece], account: &[timeline::Step], steps: &[Bar]) -> Vec<Piece> {
     let spans: HashMap<u64, usize> = steps
         .iter()
         .enumerate()
@@ -483,7 +483,7 @@ fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     let mut words = BTreeMap::new();
     let of_driver: Vec<&Mark> = marks
         .iter()
-        .filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail)
+        .filter(|m| m.owner == Owner::Driver && m.name == "kmsg" && !m.detail)
         .collect();
     // Take as many GPUs as have a lane: a stream may name any number of GPUs, and each is searched
     // for in every line.
@@ -508,7 +508,7 @@ fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
 
 /// End of the boot: it is settled, and the last container it waited for is there. The end of the
 /// stream where the boot is not settled.
-fn boot_end(boot: &Boot, steps: &[Step], end_ns: i64) -> i64 {
+fn boot_end(boot: &Boot, steps: &[Bar], end_ns: i64) -> i64 {
     let Some(settled_ns) = boot.settled_ns.map(ns) else {
         return end_ns;
     };

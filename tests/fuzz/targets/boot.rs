@@ -23,7 +23,8 @@ use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::data::text::{Screen, write_ascii_json};
 use kata_gpu_report::otlp;
 use kata_gpu_report::otlp::Resource;
-use kata_gpu_report::views::boot_page::write_page;
+use kata_gpu_report::views::boot_page;
+use kata_gpu_report::views::boot_page::{Page, Steps};
 use kata_gpu_report::views::waterfall::Waterfall;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::sink;
@@ -91,18 +92,15 @@ fn views(bytes: &[u8]) {
         return;
     };
     let boot = Boot::new(&file, &agent);
-    write_page(
-        &mut sink(),
-        &file,
-        &agent,
-        &boot,
-        true,
-        Screen {
-            width: Some(80),
-            colour: true,
-        },
-    )
-    .expect("nothing to go wrong");
+    let page = Page {
+        steps: Steps::All,
+        ..Page::new(&file, &agent, &boot)
+    };
+    let screen = Screen {
+        width: Some(80),
+        colour: true,
+    };
+    boot_page::write(&page, screen, &mut sink()).expect("nothing to go wrong");
     write_ascii_json(&mut sink(), &boot).expect("a model is JSON");
     let timeline = Timeline::new(steps::story(&boot, &file, &agent));
     if let Ok(window) = timeline.window(None, None) {

@@ -212,7 +212,7 @@ fn a_pods_annotations_name_no_other_pod_in_file_or_trace() {
         }]
     );
     let exported = Command::new(program())
-        .arg("export")
+        .arg("show")
         .arg(boot_path(&kata.dir.0, 1))
         .arg("--otlp")
         .output()

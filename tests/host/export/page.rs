@@ -3,9 +3,9 @@
 //!
 //! Screenshots are left in target/screenshots, for people to look at.
 
-use crate::export::{RECORDED, export, fixture, program, sixteen, skip, within};
+use crate::export::{RECORDED, bars, export, fixture, program, sixteen, skip, within};
 use crate::{TempDir, project};
-use kata_gpu_boot::export::Format;
+use kata_gpu_boot::show::export::Format;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -144,11 +144,7 @@ fn the_page_draws_every_step_at_8_and_16_gpus() {
             &format!("{name}.html"),
             &export(&stream, Some(RECORDED), Format::Html),
         );
-        let rows = String::from_utf8(export(&stream, Some(RECORDED), Format::Csv))
-            .unwrap()
-            .matches("\r\n")
-            .count()
-            - 1;
+        let rows = bars(&stream, Some(RECORDED)).len();
         let (dom, console) = browser.run(&page, &["--dump-dom"]);
         assert_eq!(
             (console.as_str(), state(&dom, "error")),

@@ -2,9 +2,10 @@
 //! of the project's target/).
 
 use crate::TempDir;
-use crate::export::{Package, RECORDED, export, fixture, sixteen, within};
-use kata_gpu_boot::export::Format;
+use crate::export::{Package, RECORDED, bars, export, fixture, sixteen, within};
+use kata_gpu_boot::show::export::Format;
 use kata_gpu_report::data::boot_file::BootFile;
+use kata_gpu_report::views::waterfall::Bar;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -35,24 +36,16 @@ fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
     }
 }
 
-/// (step with what makes it unique, begin, end) by the CSV of the same boot.
+/// (step with what makes it unique, begin, end) of the same boot.
 fn steps(stream: &str) -> BTreeSet<(String, i64, Option<i64>)> {
-    let csv = String::from_utf8(export(stream, None, Format::Csv)).unwrap();
-    let row = |line: &str| {
-        let cells: Vec<&str> = line.split(',').collect();
-        let module = line.split("module=").nth(1).map(|rest| {
-            rest.trim_end()
-                .split(';')
-                .next()
-                .unwrap_or(rest)
-                .to_string()
+    let row = |bar: Bar| {
+        let module = bar.fields.iter().find(|(key, _)| key == "module");
+        let name = module.map_or(bar.name.clone(), |(_, module)| {
+            format!("{} {module}", bar.name)
         });
-        let name = module.map_or(cells[2].to_string(), |module| {
-            format!("{} {module}", cells[2])
-        });
-        (name, cells[6].parse().unwrap(), cells[7].parse().ok())
+        (name, bar.begin_ns, bar.end_ns)
     };
-    csv.lines().skip(1).map(row).collect()
+    bars(stream, None).into_iter().map(row).collect()
 }
 
 #[test]

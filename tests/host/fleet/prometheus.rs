@@ -97,7 +97,7 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
         query(server, "sum(kata_gpu_boot_boots_total)") == Some(2.0)
     });
     let output = Command::new(program())
-        .args(["stats", "--json", "--dir"])
+        .args(["list", "--stats", "--json", "--dir"])
         .arg(dir.0.join("boots"))
         .output()
         .unwrap();

@@ -19,7 +19,7 @@ use kata_gpu_report::data::agent_log;
 use kata_gpu_report::data::boot_dir::read_boot;
 use kata_gpu_report::data::text::{Ink, Screen, ascii_json, printable, printable_start};
 use kata_gpu_report::terminal::stdout::print_with;
-use kata_gpu_report::views::boot_page::write_page;
+use kata_gpu_report::views::boot_page;
 use kata_gpu_report::views::follow::progress::Outcome;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
@@ -521,7 +521,7 @@ fn report(
     }
     print_with(|out| {
         if let Some((_, file, boot)) = &boot {
-            write_page(out, file, &agent, boot, false, screen)?;
+            boot_page::write(&boot_page::Page::new(file, &agent, boot), screen, out)?;
         }
         let verdict = verdict(seen, reasons);
         let ink = if reasons.is_empty() {

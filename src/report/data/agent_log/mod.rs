@@ -74,7 +74,7 @@ impl AgentLog {
 
 /// Extension of a console log beside a boot's file.
 const EXTENSION: &str = "console";
-const WHOSE: &str = "it is containerd's log, and the boot's file does not name its sandbox; kata-gpu-boot import reads the log alone";
+const WHOSE: &str = "it is containerd's log, and the boot's file does not name its sandbox; kata-gpu-boot show LOG reads the log by itself";
 
 /// The agent's lines of the boot with this file: from the log that was named (a console's, or
 /// containerd's with this sandbox in it), or else from the console log beside the file, if there is

@@ -1,0 +1,78 @@
+//! The directory of boots, and reading many of them.
+
+use anyhow::{Context, Result, ensure};
+use kata_gpu_report::analysis::loaded::load;
+use kata_gpu_report::analysis::metrics::{Metrics, metrics};
+use kata_gpu_report::data::boot_dir::boots;
+use kata_gpu_report::data::text::{Ink, Screen, ascii_json, printable};
+use kata_gpu_report::terminal::progress_line::Progress;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// Version of the JSON forms of all verbs.
+pub const JSON_VERSION: u32 = 2;
+
+/// The collector's directory: `--dir`, else KATA_GPU_BOOT_DIR, else that of the systemd unit.
+#[derive(clap::Args, Clone, Debug)]
+pub struct BootDir {
+    /// Directory that the collector writes to.
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "KATA_GPU_BOOT_DIR",
+        hide_env_values = true,
+        default_value = "/var/lib/kata-gpu-boot"
+    )]
+    pub dir: PathBuf,
+}
+
+/// Notes below a page: data that it lacks.
+pub fn notes(notes: &[String], screen: &Screen, out: &mut Vec<String>) {
+    let line = |note| screen.paint(Ink::Dim, &format!("note: {note}"));
+    out.extend(notes.iter().map(line));
+}
+
+/// A JSON form, with its version.
+#[derive(Serialize)]
+struct Json<'a, T: Serialize> {
+    json_version: u32,
+    #[serde(flatten)]
+    content: &'a T,
+}
+
+/// One JSON object: `content`, and the version of its form.
+pub fn json(content: &impl Serialize) -> Result<String> {
+    let json_version = JSON_VERSION;
+    let value = serde_json::to_value(Json {
+        json_version,
+        content,
+    });
+    ascii_json(&value.context("write as JSON")?)
+}
+
+/// Passes the numbers of each boot in a directory to `take`. Returns the files that could not be
+/// read.
+pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String>> {
+    let mut paths = boots(dir)?;
+    paths.sort();
+    ensure!(
+        !paths.is_empty(),
+        "no boot in {}: name a directory that the collector wrote to",
+        dir.display()
+    );
+    let mut progress = Progress::start();
+    let mut unread = Vec::new();
+    for (at, path) in paths.iter().enumerate() {
+        progress.show(|| format!("read {at} of {} boots", paths.len()));
+        match load(path, None) {
+            Ok(loaded) => take(metrics(
+                &loaded.boot.timeline,
+                &loaded.boot,
+                &loaded.file,
+                loaded.agent_known,
+            )),
+            Err(error) => unread.push(printable(&format!("{error:#}"))),
+        }
+    }
+    Ok(unread)
+}
