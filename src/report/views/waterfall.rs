@@ -412,7 +412,7 @@ fn derived(
     Bar {
         id: None,
         name: step.name.clone(),
-        owner: step.row.owner.into(),
+        owner: step.row.owner,
         gpu: step.gpu,
         begin_ns: step.begin_ns,
         begin_lost: false,
