@@ -34,8 +34,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 const HELP: &str = "\
-The kernel, its PCI and driver core, vsock and the init are real; kernel modules stand in for the GPUs and NVIDIA's driver. Two containers \
-are requested as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when anything in the boot failed.
+The kernel, its PCI and driver core, vsock and the init are real; kernel modules stand in for the \
+GPUs and NVIDIA's driver. Two containers \
+are requested as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when \
+anything in the boot failed.
 
 Examples (initrd/setup and initrd/pack make kernel and initrd; initrd/demo does it all):
   kata-gpu-boot demo --kernel target/kernel/vmlinuz --initrd target/demo.cpio
@@ -194,8 +196,10 @@ fn command_line(args: &Args, arch: Arch) -> String {
         .map(|(name, devices)| format!("{name}:{devices}"))
         .collect();
     format!(
-        "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
-         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} gpuinit.init={init} \
+        "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} \
+         fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
+         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} \
+         gpuinit.init={init} \
          testagent.cost=real testagent.containers={}",
         kata_gpu_host::qemu_machine::of(arch).console,
         args.gpus,
@@ -219,7 +223,8 @@ fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
     match places.map(|dir| dir.join(NAME)).find(|p| p.is_file()) {
         Some(program) => Ok(program),
         None => bail!(
-            "{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with --vhost-device-vsock"
+            "{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with \
+             --vhost-device-vsock"
         ),
     }
 }
@@ -594,7 +599,8 @@ mod tests {
 
     #[test]
     fn a_vm_that_ends_early_is_quoted() {
-        let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ 2.1] Rebooting\r\n";
+        let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ \
+                        2.1] Rebooting\r\n";
         let said = without_stream(&Ended::VmExited("exit status: 0".into()), console);
         assert!(
             said.contains("Kernel panic - not syncing: \\x1b[31mno init"),

@@ -298,11 +298,16 @@ fn notes(a: &[Metrics], b: &[Metrics]) -> Vec<String> {
     }
     let agent = |set: &[Metrics]| set.iter().all(|m| m.agent_known);
     if agent(a) != agent(b) {
-        notes.push("the agent's lines are not known of all boots: its milestones are compared where they are".to_string());
+        notes.push(
+            "the agent's lines are not known of all boots: its milestones are compared \
+                    where they are"
+                .to_string(),
+        );
     }
     if a.len().min(b.len()) < super::statistics::MIN_FOR_INTERVAL {
         notes.push(format!(
-            "fewer than {} boots on a side: no intervals, any difference beyond the threshold counts",
+            "fewer than {} boots on a side: no intervals, any difference beyond the threshold \
+             counts",
             super::statistics::MIN_FOR_INTERVAL
         ));
     }

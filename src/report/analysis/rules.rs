@@ -76,7 +76,8 @@ const fn pinning(to: f64) -> [Shortens; 2] {
 /// The figures that rules about memory have in common.
 macro_rules! prepared {
     ($($before:literal)?) => {
-        concat!($($before, "; ",)? "1.2 TB guest with VFIO: 253 s with transparent huge pages, 476 s without, 59 s with pages of 1 GiB")
+        concat!($($before, "; ",)? "1.2 TB guest with VFIO: 253 s with transparent huge pages, 476 \
+                                    s without, 59 s with pages of 1 GiB")
     };
 }
 
@@ -94,11 +95,13 @@ macro_rules! rules {
 rules! {
     "huge-pfnmaps" Kernel,
         "VFIO maps the GPUs' BARs in pages of 4 KiB",
-        "Linux 6.12 (vfio/pci: huge faults) and 6.15 (vfio/type1: page mask for pfnmaps): 8 M page operations become 32 for a BAR of 32 GB, 1 s becomes 1 ms",
+        "Linux 6.12 (vfio/pci: huge faults) and 6.15 (vfio/type1: page mask for pfnmaps): 8 M page \
+         operations become 32 for a BAR of 32 GB, 1 s becomes 1 ms",
         &mapping(0.001);
     "iommufd" Kernel,
         "IOMMUFD is not there",
-        "Linux 6.2; one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its author later called unsure";
+        "Linux 6.2; one comparison of a boot, 2:25 with VFIO's own container and 1:54 with \
+         IOMMUFD, which its author later called unsure";
     "dma-entries" Kernel,
         "VFIO maps fewer regions than by default",
         "vfio_iommu_type1: dma_entry_limit, 65535";
@@ -140,7 +143,8 @@ rules! {
         "Documentation/driver-api/vfio.rst";
     "iommu-mode" Iommu,
         "The host's own devices flush the IOMMU at each unmap",
-        "Documentation/admin-guide/kernel-parameters.txt: iommu.strict, iommu=pt; slows disks and networks that guests are loaded from";
+        "Documentation/admin-guide/kernel-parameters.txt: iommu.strict, iommu=pt; slows disks and \
+         networks that guests are loaded from";
     "interrupt-remapping" Iommu,
         "Interrupts are not remapped",
         "Documentation/driver-api/vfio.rst: allow_unsafe_interrupts";
@@ -159,7 +163,8 @@ rules! {
         &[Shortens { step: derived::KERNEL_INITRD, to: 0.0 }];
     "firmware" Kata,
         "The guest starts by a UEFI firmware",
-        "on an emulated host the BARs' time lay in the firmware: 15 s with 512 MiB of BARs, 45 s with 4 GiB";
+        "on an emulated host the BARs' time lay in the firmware: 15 s with 512 MiB of BARs, 45 s \
+         with 4 GiB";
     "hot-plug" Kata,
         "GPUs are plugged into a running guest",
         "Kata: hot_plug_vfio and cold_plug_vfio";
@@ -178,7 +183,8 @@ rules! {
         &mapping(0.001);
     "iommufd-used" Vmm,
         "A VM maps by VFIO's own container",
-        "one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its author later called unsure",
+        "one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its \
+         author later called unsure",
         &pinning(114.0 / 145.0);
     "huge-page-use" Vmm,
         "A VM's memory is in small pages",

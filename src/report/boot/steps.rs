@@ -300,10 +300,18 @@ fn missing(draft: &mut Draft, agent: &[AgentLine]) {
     let none = |name: &str| draft.first(name).is_none();
     let mut missing = Vec::new();
     if agent.is_empty() && draft.milestone("agent ready").is_none() {
-        missing.push("no lines of the agent (--console): when it was ready, waited and created containers is not known".to_string());
+        missing.push(
+            "no lines of the agent (--console): when it was ready, waited and created \
+                      containers is not known"
+                .to_string(),
+        );
     }
     if none(derived::KERNEL_EXEC) {
-        missing.push("no `Run ... as init process` line of the kernel: its time and that of the first exec are one".to_string());
+        missing.push(
+            "no `Run ... as init process` line of the kernel: its time and that of the \
+                      first exec are one"
+                .to_string(),
+        );
     }
     if draft.boot.lost.records > 0 {
         missing.push(format!(

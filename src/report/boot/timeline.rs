@@ -303,7 +303,10 @@ fn edges(
         out.push(after);
     }
     if dropped > 0 {
-        notes.push(format!("{dropped} order(s) between steps contradict their times, or name no step, and are not used"));
+        notes.push(format!(
+            "{dropped} order(s) between steps contradict their times, or name no \
+                            step, and are not used"
+        ));
     }
     out
 }

@@ -49,7 +49,8 @@ pub fn request<'a>(
     let timeline = of.borrow();
     let Some(clock) = WallClock::of(timeline) else {
         bail!(
-            "boot {}: no clock sample and no clock event, so its wall-clock time is not known, which OTLP needs: \
+            "boot {}: no clock sample and no clock event, so its wall-clock time is not known, \
+             which OTLP needs: \
              export what the collector wrote, or use --perfetto",
             timeline.boot_id()
         );

@@ -346,7 +346,11 @@ fn sentences(boot: &Boot, guest: &GuestHealth) -> Vec<String> {
     all.extend(guest.problems.iter().map(|problem| printable(problem)));
     let is = |name| guest.confidential.flag(name);
     if is("enabled") == Some(true) && is("ready") == Some(false) {
-        all.push("the ready state of the confidential GPUs is off: CUDA fails on them until whoever attests sets it".to_string());
+        all.push(
+            "the ready state of the confidential GPUs is off: CUDA fails on them until \
+                  whoever attests sets it"
+                .to_string(),
+        );
     }
     if is("enabled") == Some(true) && guest.confidential.text("environment") == Some("simulated") {
         all.push(

@@ -356,7 +356,8 @@ fn footer(timeline: &Waterfall) -> String {
     match timeline.sample() {
         None => "The stream has no clock sample: wall-clock times are not known.".to_string(),
         Some(sample) => format!(
-            "Times are seconds on the guest's boot clock. Wall-clock times are the host's, known to {} at {} s by the best of {} pings; the bound \
+            "Times are seconds on the guest's boot clock. Wall-clock times are the host's, known \
+             to {} at {} s by the best of {} pings; the bound \
              grows by {RATE_ERROR_PPM} ppm of the distance from there.",
             plus_minus(sample.error_ns),
             seconds(sample.boottime_ns),

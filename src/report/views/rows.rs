@@ -559,7 +559,8 @@ mod tests {
         ]);
         assert_eq!(
             rows[0].what,
-            "gpu.health 1200 MHz, 71 of 500 W, ECC on, 2 rows remapped, NVLinks 17 of 18, fabric completed"
+            "gpu.health 1200 MHz, 71 of 500 W, ECC on, 2 rows remapped, NVLinks 17 of 18, fabric \
+             completed"
         );
         assert_eq!(
             (rows[1].what.as_str(), rows[1].tone),

@@ -48,7 +48,8 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
             }
         }
         if boot.containers.iter().any(|c| c.seen_by_init) {
-            let seen = "no line of the agent: a container's time is when the init saw its directory, made once its devices are injected";
+            let seen = "no line of the agent: a container's time is when the init saw its \
+                        directory, made once its devices are injected";
             out.push(screen.paint(Ink::Dim, seen));
         }
     }
@@ -105,7 +106,8 @@ fn pending(container: &Container) -> String {
     match container.tries {
         Some(tries) => format!("{asked}{tries} tries failed, and no line reports its creation"),
         None => format!(
-            "{asked}neither created nor failed here: why the agent refuses a container is in the runtime's log alone"
+            "{asked}neither created nor failed here: why the agent refuses a container is in the \
+             runtime's log alone"
         ),
     }
 }
@@ -353,7 +355,9 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
     }
     if boot.settled_ns.is_none() && !boot.gpus.is_empty() && boot.imported.is_some() {
         out.push(
-            "no log has the time at which all GPUs were usable or failed: the driver logs no initialisation that succeeds".to_string(),
+            "no log has the time at which all GPUs were usable or failed: the driver logs no \
+             initialisation that succeeds"
+                .to_string(),
         );
     } else if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
         out.push(
@@ -422,7 +426,8 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
     }
     if boot.clock.steps > 0 {
         out.push(format!(
-            "the clocks of guest and host were stepped against each other {} time(s), or ran more than {RATE_ERROR_PPM} ppm apart: bounds there are wider",
+            "the clocks of guest and host were stepped against each other {} time(s), or ran more \
+             than {RATE_ERROR_PPM} ppm apart: bounds there are wider",
             boot.clock.steps
         ));
     }
@@ -436,7 +441,11 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
                 .to_string(),
         );
     } else {
-        out.push("no clock sample: wall-clock times are not known (the collector takes them while the guest runs)".to_string());
+        out.push(
+            "no clock sample: wall-clock times are not known (the collector takes them while \
+                  the guest runs)"
+                .to_string(),
+        );
     }
     out
 }

@@ -189,7 +189,8 @@ impl Progress {
                     at_ns,
                 },
                 (true, failed) => Outcome::Failed(format!(
-                    "the guest counts {failed} failed GPU(s); the records that say which are missing"
+                    "the guest counts {failed} failed GPU(s); the records that say which are \
+                     missing"
                 )),
                 (false, _) => Outcome::Failed(names.join("; ")),
             });
