@@ -4,7 +4,7 @@
 use kata_gpu_report::analysis::blame::{By, blame};
 use kata_gpu_report::analysis::critical_path::{critical_path, gain};
 use kata_gpu_report::boot::coverage::coverage;
-use kata_gpu_report::boot::story::{Milestone, Step, Story};
+use kata_gpu_report::boot::story::{Milestone, RawStep, Story};
 use kata_gpu_report::boot::timeline::Timeline;
 use kata_gpu_wire::catalogue::steps as known_steps;
 
@@ -38,7 +38,7 @@ fn story(numbers: &mut Numbers) -> Story {
     let steps = 1 + numbers.below(24) as usize;
     let known: Vec<&str> = known_steps().map(|row| row.name).collect();
     let index = |numbers: &mut Numbers| numbers.below(steps as u64 + 2) as usize;
-    let step = |numbers: &mut Numbers| Step {
+    let step = |numbers: &mut Numbers| RawStep {
         name: if numbers.chance(90) {
             known[numbers.below(known.len() as u64) as usize].into()
         } else {
@@ -49,7 +49,7 @@ fn story(numbers: &mut Numbers) -> Story {
         parent: numbers.chance(30).then(|| index(numbers)),
         after: (0..numbers.below(4)).map(|_| index(numbers)).collect(),
         follows: (0..numbers.below(2)).map(|_| index(numbers)).collect(),
-        ..Step::default()
+        ..RawStep::default()
     };
     let milestone = |numbers: &mut Numbers, name: &str| Milestone {
         name: name.into(),
@@ -154,42 +154,42 @@ fn every_story_gives_an_account_that_adds_up() {
 fn imported() -> Story {
     let s = |seconds: f64| (seconds * 1e3).round() as i64 * 1_000_000;
     let mut steps = vec![
-        Step {
+        RawStep {
             name: "vmm".into(),
             begin_ns: s(-2.0),
             end_ns: Some(s(0.0)),
-            ..Step::default()
+            ..RawStep::default()
         },
-        Step {
+        RawStep {
             name: "kernel".into(),
             begin_ns: s(0.0),
             end_ns: Some(s(1.5)),
-            ..Step::default()
+            ..RawStep::default()
         },
-        Step {
+        RawStep {
             name: "module.load".into(),
             detail: "nvidia".into(),
             begin_ns: s(2.0),
             end_ns: Some(s(26.0)),
-            ..Step::default()
+            ..RawStep::default()
         },
     ];
     for gpu in 0..7 {
         let begin = 2.0 + 3.4 * f64::from(gpu);
-        let probe = Step {
+        let probe = RawStep {
             name: "gpu.map".into(),
             begin_ns: s(begin),
             end_ns: Some(s(begin + 3.4)),
             parent: Some(2),
-            ..Step::default()
+            ..RawStep::default()
         };
         steps.push(probe);
     }
-    steps.push(Step {
+    steps.push(RawStep {
         name: "nvidia-ctk".into(),
         begin_ns: s(26.1),
         end_ns: Some(s(84.0)),
-        ..Step::default()
+        ..RawStep::default()
     });
     let at = |name: &str, seconds| Milestone {
         name: name.into(),

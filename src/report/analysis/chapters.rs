@@ -256,18 +256,18 @@ mod tests {
     use kata_gpu_wire::catalogue::traced;
     use kata_gpu_wire::names;
 
-    fn step(name: &str, begin_ns: i64, end_ns: i64) -> story::Step {
-        story::Step {
+    fn step(name: &str, begin_ns: i64, end_ns: i64) -> story::RawStep {
+        story::RawStep {
             name: name.into(),
             begin_ns,
             end_ns: Some(end_ns),
-            ..story::Step::default()
+            ..story::RawStep::default()
         }
     }
 
-    fn of_gpu(index: u64, name: &str, begin_ns: i64, end_ns: i64) -> story::Step {
+    fn of_gpu(index: u64, name: &str, begin_ns: i64, end_ns: i64) -> story::RawStep {
         let address = format!("0001:00:{index:02x}.0").parse().unwrap();
-        story::Step {
+        story::RawStep {
             gpu: Some(GpuName {
                 index: Some(index),
                 address,
@@ -341,22 +341,22 @@ mod tests {
 
     #[test]
     fn what_the_trace_saw_inside_a_step_is_its_cause() {
-        let traced = |at, name: &str, begin_ns, end_ns| story::Step {
+        let traced = |at, name: &str, begin_ns, end_ns| story::RawStep {
             traced: Some(at),
             ..step(name, begin_ns, end_ns)
         };
         let steps = vec![
             of_gpu(0, names::GPU_ENABLE, 0, 100),
-            story::Step {
+            story::RawStep {
                 parent: Some(0),
                 ..traced(0, traced::VMM_MAP_BAR, 10, 40)
             },
-            story::Step {
+            story::RawStep {
                 parent: Some(0),
                 ..traced(1, traced::VMM_MAP_BAR, 40, 90)
             },
             // A step of another phase has a line of its own.
-            story::Step {
+            story::RawStep {
                 parent: Some(0),
                 ..traced(2, traced::VMM_PIN, 90, 95)
             },

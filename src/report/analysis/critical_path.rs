@@ -255,7 +255,7 @@ fn walk(timeline: &Timeline, window: &Window, graph: &Graph) -> Vec<Piece> {
             .map_or(window.from.at_ns, |n| n.at_ns);
         let since = since.clamp(window.from.at_ns, at_ns);
         let owner = if last.is_some() {
-            graph.owner(node)
+            graph.step_of_lag(node)
         } else {
             None
         };

@@ -67,20 +67,20 @@ fn parts_left(timeline: &Timeline, rule: &Rule) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::story::{Milestone, Step, Story};
+    use crate::boot::story::{Milestone, RawStep, Story};
     use kata_gpu_wire::names;
 
-    fn step(name: &str, begin_ms: i64, end_ms: i64) -> Step {
-        Step {
+    fn step(name: &str, begin_ms: i64, end_ms: i64) -> RawStep {
+        RawStep {
             name: name.into(),
             begin_ns: begin_ms * 1_000_000,
             end_ns: Some(end_ms * 1_000_000),
-            ..Step::default()
+            ..RawStep::default()
         }
     }
 
     /// Gain of the rule about huge pfnmaps, in ms.
-    fn gained(steps: Vec<Step>, end: usize) -> Option<u64> {
+    fn gained(steps: Vec<RawStep>, end: usize) -> Option<u64> {
         let at_ns = steps[end].end_ns.unwrap();
         let at = |name: &str, at_ns, after: Vec<usize>| Milestone {
             name: name.into(),
@@ -104,11 +104,11 @@ mod tests {
     #[test]
     fn a_cure_gains_what_the_longest_chain_loses() {
         let enable = step(names::GPU_ENABLE, 0, 2000);
-        let inside = Step {
+        let inside = RawStep {
             parent: Some(0),
             ..step("vmm.map-bar", 100, 1900)
         };
-        let init = Step {
+        let init = RawStep {
             after: vec![0],
             ..step(names::GPU_INIT, 2000, 4000)
         };
@@ -118,11 +118,11 @@ mod tests {
         );
         // A chain beside it ends half a second before.
         let beside = step("kernel", 0, 3500);
-        let publish = Step {
+        let publish = RawStep {
             after: vec![1, 2],
             ..step(names::CDI_PUBLISH, 4000, 4000)
         };
-        let init = Step {
+        let init = RawStep {
             after: vec![0],
             ..init
         };

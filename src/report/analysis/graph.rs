@@ -17,18 +17,18 @@ pub struct Node {
     pub after: Vec<(usize, Known)>,
     /// Time since the last of these nodes.
     lag_ns: i128,
-    /// Owner of the lag.
-    owner: Owner,
+    /// Step whose time the lag is.
+    of: Lag,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Owner {
-    Nobody,
+enum Lag {
+    OfNone,
     /// The step that ends at this node.
-    Itself(usize),
+    OfStep(usize),
     /// The step around this node: the last node it waited for lies in that step, too, because the
     /// step's beginning is one of them.
-    Around(usize),
+    OfParent(usize),
 }
 
 /// All nodes, and an order in which each comes after the nodes that it waits for.
@@ -66,18 +66,18 @@ impl Graph {
                 .map(|(s, known)| (end_of(*s), *known))
                 .collect();
             begin.extend(step.parent.map(|p| (begin_of(p), Known::Within)));
-            let owner = step.parent.map_or(Owner::Nobody, Owner::Around);
+            let of = step.parent.map_or(Lag::OfNone, Lag::OfParent);
             nodes.push(Node {
                 at_ns: step.begin_ns,
                 after: begin,
                 lag_ns: 0,
-                owner,
+                of,
             });
             nodes.push(Node {
                 at_ns: step.end_ns,
                 after: vec![(begin_of(i), Known::Within)],
                 lag_ns: 0,
-                owner: Owner::Itself(i),
+                of: Lag::OfStep(i),
             });
         }
         for (i, step) in steps.iter().enumerate() {
@@ -108,7 +108,7 @@ impl Graph {
             at_ns,
             after: made_by,
             lag_ns: 0,
-            owner: Owner::Nobody,
+            of: Lag::OfNone,
         });
         let (order, cut) = sort(&mut nodes);
         let times: Vec<i64> = nodes.iter().map(|n| n.at_ns).collect();
@@ -133,10 +133,10 @@ impl Graph {
     }
 
     /// The step that owns the time between the last node waited for and this node.
-    pub fn owner(&self, node: usize) -> Option<usize> {
-        match self.nodes.get(node)?.owner {
-            Owner::Nobody => None,
-            Owner::Itself(step) | Owner::Around(step) => Some(step),
+    pub fn step_of_lag(&self, node: usize) -> Option<usize> {
+        match self.nodes.get(node)?.of {
+            Lag::OfNone => None,
+            Lag::OfStep(step) | Lag::OfParent(step) => Some(step),
         }
     }
 
@@ -159,7 +159,7 @@ impl Graph {
                 continue;
             };
             let left = self
-                .owner(*i)
+                .step_of_lag(*i)
                 .and_then(|step| left.get(step).copied())
                 .unwrap_or(1.0);
             if let Some(time) = at.get_mut(*i) {

@@ -96,19 +96,19 @@ mod tests {
 
     const MS: i64 = 1_000_000;
 
-    fn step(name: &str, detail: &str, begin_ms: i64, end_ms: i64) -> story::Step {
-        story::Step {
+    fn step(name: &str, detail: &str, begin_ms: i64, end_ms: i64) -> story::RawStep {
+        story::RawStep {
             name: name.into(),
             detail: detail.into(),
             begin_ns: begin_ms * MS,
             end_ns: Some(end_ms * MS),
-            ..story::Step::default()
+            ..story::RawStep::default()
         }
     }
 
-    fn enabling(index: u64, begin_ms: i64, end_ms: i64) -> story::Step {
+    fn enabling(index: u64, begin_ms: i64, end_ms: i64) -> story::RawStep {
         let address = format!("0001:00:{index:02x}.0").parse().unwrap();
-        story::Step {
+        story::RawStep {
             gpu: Some(GpuName {
                 index: Some(index),
                 address,
@@ -117,7 +117,7 @@ mod tests {
         }
     }
 
-    fn found(steps: Vec<story::Step>) -> Vec<(String, u64, u64, Vec<u64>)> {
+    fn found(steps: Vec<story::RawStep>) -> Vec<(String, u64, u64, Vec<u64>)> {
         let at = |name: &str, at_ms: i64| Milestone {
             name: name.into(),
             at_ns: at_ms * MS,

@@ -11,7 +11,7 @@ use super::draft::Draft;
 use super::intervals::ns;
 use super::model::Container;
 use super::runtime_steps;
-use super::story::Step;
+use super::story::RawStep;
 use kata_gpu_wire::catalogue::derived;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
@@ -69,15 +69,15 @@ fn still_waiting(draft: &mut Draft) {
                 .or_insert((try_.at_ns, try_.approximate));
         }
     }
-    let open = |(name, (begin_ns, approximate)): (&str, (i64, bool))| Step {
+    let open = |(name, (begin_ns, approximate)): (&str, (i64, bool))| RawStep {
         name: derived::AGENT_WAIT.to_string(),
         detail: name.to_string(),
         begin_ns,
         derived: true,
         approximate,
-        ..Step::default()
+        ..RawStep::default()
     };
-    let open: Vec<Step> = first.into_iter().map(open).collect();
+    let open: Vec<RawStep> = first.into_iter().map(open).collect();
     draft.story.steps.extend(open);
 }
 

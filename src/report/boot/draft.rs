@@ -3,7 +3,7 @@
 use super::gpu_name::GpuName;
 use super::intervals::ns;
 use super::model::Boot;
-use super::story::{Step, Story};
+use super::story::{RawStep, Story};
 use crate::data::boot_file::BootFile;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::collections::HashMap;
@@ -52,18 +52,18 @@ impl Draft<'_> {
     /// Adds a derived step, if it took any time, and returns its index.
     pub fn derive(&mut self, name: &str, begin_ns: i64, end_ns: i64) -> Option<usize> {
         (begin_ns < end_ns).then(|| {
-            self.story.steps.push(Step {
+            self.story.steps.push(RawStep {
                 name: name.to_string(),
                 begin_ns,
                 end_ns: Some(end_ns),
                 derived: true,
-                ..Step::default()
+                ..RawStep::default()
             });
             self.story.steps.len() - 1
         })
     }
 
-    pub fn step_mut(&mut self, index: usize) -> Option<&mut Step> {
+    pub fn step_mut(&mut self, index: usize) -> Option<&mut RawStep> {
         self.story.steps.get_mut(index)
     }
 

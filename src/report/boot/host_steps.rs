@@ -4,7 +4,7 @@
 
 use super::draft::Draft;
 use super::intervals::length;
-use super::story::{Milestone, Step};
+use super::story::{Milestone, RawStep};
 use kata_gpu_wire::catalogue::{Form, row_of, traced};
 
 /// Milestone of a traced boot: the shim's process began, or the VMM's where the shim is not known.
@@ -26,7 +26,7 @@ pub fn add(draft: &mut Draft) {
     for (at, step) in host.steps.iter().enumerate() {
         let gpu = step.gpu.map(|address| draft.gpu_name(address));
         let parent = around(&places, step.begin_ns, step.end_ns(), step.error_ns);
-        draft.story.steps.push(Step {
+        draft.story.steps.push(RawStep {
             name: step.traced.name.clone(),
             detail: step.traced.detail.clone(),
             gpu,
@@ -35,7 +35,7 @@ pub fn add(draft: &mut Draft) {
             parent,
             approximate: step.is_approximate(),
             traced: Some(at),
-            ..Step::default()
+            ..RawStep::default()
         });
         places.extend(
             draft
@@ -47,7 +47,7 @@ pub fn add(draft: &mut Draft) {
                 .and_then(|(i, step)| place(i, step)),
         );
     }
-    let started = |step: &&Step| [traced::SHIM, traced::VMM_START].contains(&step.name.as_str());
+    let started = |step: &&RawStep| [traced::SHIM, traced::VMM_START].contains(&step.name.as_str());
     let begin = draft
         .story
         .steps
@@ -76,7 +76,7 @@ pub fn add(draft: &mut Draft) {
 type Place = (i64, i64, usize);
 
 /// The place of a step; none of one that only waits, which has nothing in it.
-fn place(index: usize, step: &Step) -> Option<Place> {
+fn place(index: usize, step: &RawStep) -> Option<Place> {
     let row = row_of(&step.name);
     (row.form == Form::Span && !row.waiting)
         .then(|| (step.begin_ns, step.end_ns.unwrap_or(i64::MAX), index))

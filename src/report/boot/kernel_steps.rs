@@ -3,7 +3,7 @@
 
 use super::draft::Draft;
 use super::intervals::ns;
-use super::story::Step;
+use super::story::RawStep;
 use crate::data::compact_record::Record;
 use kata_gpu_wire::catalogue::derived;
 use kata_gpu_wire::names;
@@ -143,7 +143,7 @@ fn probes(draft: &mut Draft, lines: &[PciLine]) {
             let gpu = draft.gpus.get(&line.address).copied().unwrap_or_default();
             let bound = gpu.bound_ns.filter(|at| *at >= line.at_ns).unwrap_or(end);
             let sleeps = gpu.device.is_some_and(waits_for_bar_firewall);
-            let step = Step {
+            let step = RawStep {
                 name: if sleeps {
                     derived::GPU_PROBE
                 } else {
@@ -155,7 +155,7 @@ fn probes(draft: &mut Draft, lines: &[PciLine]) {
                 end_ns: Some(next.min(bound).min(end)),
                 parent: Some(load),
                 derived: true,
-                ..Step::default()
+                ..RawStep::default()
             };
             draft.story.steps.push(step);
         }

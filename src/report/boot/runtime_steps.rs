@@ -8,7 +8,7 @@
 use super::draft::{Draft, VM_START};
 use super::intervals::Intervals;
 use super::intervals::ns;
-use super::story::{Milestone, Step};
+use super::story::{Milestone, RawStep};
 use crate::data::compact_record::{Field, Record};
 use crate::data::imported_record::mark;
 use kata_gpu_wire::catalogue::logged as imported;
@@ -323,8 +323,8 @@ fn guests(draft: &Draft, calls: &[Call]) -> Vec<(i64, i64)> {
 /// Chains the requests: a step of the host or of the agent comes after the one that ended last, and
 /// so does the VM's start.
 fn chain(draft: &mut Draft) {
-    let hosts = |step: &Step| matches!(row_of(&step.name).owner, Owner::Runtime | Owner::Client);
-    let linked = |step: &Step| hosts(step) || row_of(&step.name).owner == Owner::Agent;
+    let hosts = |step: &RawStep| matches!(row_of(&step.name).owner, Owner::Runtime | Owner::Client);
+    let linked = |step: &RawStep| hosts(step) || row_of(&step.name).owner == Owner::Agent;
     let mut ends: Vec<(i64, usize)> = Vec::new();
     for (i, step) in draft
         .story

@@ -7,7 +7,7 @@
 use super::draft::{Draft, GpuFacts, LAST_RECORD, Try, VM_START};
 use super::intervals::ns;
 use super::model::{Boot, Gpu, SETTLED};
-use super::story::{Milestone, Step, Story};
+use super::story::{Milestone, RawStep, Story};
 use super::{agent_steps, host_steps, kernel_steps, runtime_steps};
 use crate::data::agent_log::{AgentEvent, AgentLine};
 use crate::data::boot_file::BootFile;
@@ -108,7 +108,7 @@ fn spans(draft: &mut Draft) {
             names::GPU_INIT if span.gpu.is_none() => UNKNOWN_GPU,
             _ => "",
         };
-        let step = Step {
+        let step = RawStep {
             span: Some(span.id),
             name: span.name.to_string(),
             detail: detail.to_string(),
@@ -123,7 +123,7 @@ fn spans(draft: &mut Draft) {
                 .map(|id| index.get(id).copied().unwrap_or(usize::MAX))
                 .collect(),
             failed: span.error.is_some(),
-            ..Step::default()
+            ..RawStep::default()
         };
         draft.story.steps.push(step);
     }
@@ -215,7 +215,7 @@ fn chain_serial_initialisation(draft: &mut Draft) {
         == Some("serial");
     let mut inits: Vec<(i64, usize)> = Vec::new();
     let is_chained =
-        |step: &Step| step.name == names::GPU_INIT && (is_serial || step.detail == UNKNOWN_GPU);
+        |step: &RawStep| step.name == names::GPU_INIT && (is_serial || step.detail == UNKNOWN_GPU);
     for (i, step) in draft
         .story
         .steps
@@ -263,7 +263,7 @@ fn milestones(draft: &mut Draft, created: &BTreeMap<i64, usize>, settle: Option<
             ..Milestone::default()
         });
     }
-    let of_name = |draft: &Draft, wanted: fn(&Step) -> bool| -> Vec<usize> {
+    let of_name = |draft: &Draft, wanted: fn(&RawStep) -> bool| -> Vec<usize> {
         draft
             .story
             .steps

@@ -10,7 +10,7 @@ use super::gpu_name::GpuName;
 /// A boot.
 #[derive(Clone, Debug, Default)]
 pub struct Story {
-    pub steps: Vec<Step>,
+    pub steps: Vec<RawStep>,
     pub milestones: Vec<Milestone>,
     /// The last known moment: steps without end are cut here.
     pub last_ns: i64,
@@ -20,7 +20,7 @@ pub struct Story {
 
 /// An action that took time.
 #[derive(Clone, Debug, Default)]
-pub struct Step {
+pub struct RawStep {
     /// Id of the step's span, if there is one.
     pub span: Option<u64>,
     /// Name of the table, or any other.

@@ -118,7 +118,7 @@ impl Timeline {
         let mut notes: Vec<String> = story.missing.iter().map(|m| printable(m)).collect();
         let given = story.steps;
         let last_ns = story.last_ns;
-        let end_of = |step: &story::Step| step.end_ns.unwrap_or(last_ns.max(step.begin_ns));
+        let end_of = |step: &story::RawStep| step.end_ns.unwrap_or(last_ns.max(step.begin_ns));
         let mut order: Vec<usize> = (0..given.len())
             .filter(|i| given.get(*i).is_some_and(|s| end_of(s) >= s.begin_ns))
             .collect();
@@ -246,7 +246,7 @@ fn milestone(given: Milestone, place: &HashMap<usize, usize>, steps: &[Step]) ->
 /// For each step, in the order of `steps`, the steps that it had to wait for.
 fn edges(
     order: &[usize],
-    given: &[story::Step],
+    given: &[story::RawStep],
     steps: &[Step],
     place: &HashMap<usize, usize>,
     notes: &mut Vec<String>,
@@ -358,12 +358,12 @@ fn last_of(ends: &[(i64, usize)], at_ns: i64, not: usize) -> Option<usize> {
 mod tests {
     use super::*;
 
-    fn step(name: &str, begin_ns: i64, end_ns: i64) -> story::Step {
-        story::Step {
+    fn step(name: &str, begin_ns: i64, end_ns: i64) -> story::RawStep {
+        story::RawStep {
             name: name.into(),
             begin_ns,
             end_ns: Some(end_ns),
-            ..story::Step::default()
+            ..story::RawStep::default()
         }
     }
 
@@ -375,7 +375,7 @@ mod tests {
                 step("stage0", 12, 20),
                 step("what", 21, 22),
                 step("pci.scan", 23, 24),
-                story::Step {
+                story::RawStep {
                     after: vec![0],
                     ..step("gpu.enable", 25, 26)
                 },
@@ -404,18 +404,18 @@ mod tests {
     fn what_contradicts_itself_is_left_out_and_counted() {
         let story = Story {
             steps: vec![
-                story::Step {
+                story::RawStep {
                     after: vec![1, 7],
                     parent: Some(1),
                     ..step("a\u{1b}[2J", 5, 9)
                 },
-                story::Step {
+                story::RawStep {
                     after: vec![0],
                     parent: Some(0),
                     ..step("b", 5, 9)
                 },
                 step("backwards", 9, 5),
-                story::Step {
+                story::RawStep {
                     end_ns: None,
                     ..step("open", 6, 0)
                 },
