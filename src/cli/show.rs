@@ -13,10 +13,8 @@ use kata_gpu_report::boot::model::Boot;
 use kata_gpu_report::data::agent_log::{self, AgentLine};
 use kata_gpu_report::data::boot_dir::{find, find_sandbox, is_stream, read_boot};
 use kata_gpu_report::data::boot_file::BootFile;
-use kata_gpu_report::data::text::{Screen, printable, write_ascii_json};
-use kata_gpu_report::import::assemble::{import, read as read_log};
-use kata_gpu_report::import::import_report;
-use kata_gpu_report::import::log_files::Input;
+use kata_gpu_report::data::text::{Screen, write_ascii_json};
+use kata_gpu_report::import::boot_of_logs;
 use kata_gpu_report::views::account::{Account, Grouping};
 use kata_gpu_report::views::boot_page;
 use kata_gpu_report::views::boot_page::{Page, Steps};
@@ -51,7 +49,7 @@ pub struct Args {
     /// Log with the agent's lines: the guest's console, or containerd's [default: BOOT.console].
     #[arg(long, value_name = "LOG")]
     console: Option<PathBuf>,
-    /// Number of the boot in a log that has several.
+    /// Number of the boot in a log that has several [default: the last].
     #[arg(long, value_name = "N")]
     boot: Option<usize>,
     #[command(flatten)]
@@ -216,15 +214,9 @@ fn read(args: &Args) -> Result<(Shown, Source)> {
 
 /// A boot made of logs that other programs wrote.
 fn of_logs(paths: &[PathBuf], boot: Option<usize>) -> Result<(Shown, Source)> {
-    let sources = paths.iter().map(|path| {
-        let name = path.display().to_string();
-        read_log(&name, Input::open(path)?, None)
-            .with_context(|| format!("read {}", printable(&name)))
-    });
-    let (report, text) = import(sources.collect::<Result<_>>()?, boot)?;
-    let file = BootFile::read(text.as_bytes()).context("read what was made of the logs")?;
-    let report = import_report::lines(&report, &Screen::PLAIN);
-    Ok((Shown::new(file, Vec::new(), report), Source::Made(text)))
+    let made = boot_of_logs(paths, boot)?;
+    let shown = Shown::new(made.boot, Vec::new(), made.warnings);
+    Ok((shown, Source::Made(made.text)))
 }
 
 impl Shown {

@@ -11,8 +11,7 @@ use kata_gpu_report::boot::intervals::length;
 use kata_gpu_report::data::boot_file::{HostEvent, HostLine};
 use kata_gpu_report::data::text::Screen;
 use kata_gpu_report::data::trace_file::Traced;
-use kata_gpu_report::import::assemble::{import, read};
-use kata_gpu_report::import::log_files::Input;
+use kata_gpu_report::import::Logs;
 use kata_gpu_test_support::{TempDir, golden, temp_dir, tests_dir};
 use kata_gpu_wire::catalogue::traced;
 use kata_gpu_wire::record::is_boot_id;
@@ -116,19 +115,11 @@ fn of_a_cri(dir: &TempDir, edit: impl Fn(&str) -> bool) -> String {
         .filter(|line| edit(line))
         .map(|line| format!("{line}\n"))
         .collect();
-    let source = |name: &str, text: String| {
-        read(
-            name,
-            Input::new(name, Box::new(Cursor::new(text))).unwrap(),
-            None,
-        )
-        .unwrap()
-    };
-    let (_, text) = import(
-        vec![source("log", log), source("ndjson", fixture("ndjson"))],
-        None,
-    )
-    .unwrap();
+    let mut logs = Logs::default();
+    for (name, text) in [("log", log), ("ndjson", fixture("ndjson"))] {
+        logs.add(name, Cursor::new(text)).unwrap();
+    }
+    let text = logs.boot(None).unwrap().text;
     let path = dir.path().join("boot.ndjson");
     std::fs::write(&path, text).unwrap();
     path.display().to_string()

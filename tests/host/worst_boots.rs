@@ -180,10 +180,10 @@ fn a_log_of_a_hundred_thousand_boots_is_read_in_bounded_memory() {
     let log: String = (0..100_000).map(line).collect();
     let path = dir.0.join("containerd.log");
     std::fs::write(&path, &log).unwrap();
-    let Output { status, stderr, .. } = run(memory(log.len()), &["show", "-o", "kept"], &path);
+    let Output { status, stderr, .. } = run(memory(log.len()), &["show", "-o", "/dev/null"], &path);
     let why = String::from_utf8_lossy(&stderr);
     assert!(
-        status.code() == Some(2) && why.contains("and 99960 more"),
+        status.success() && why.contains("kept as /dev/null"),
         "{status}: {why}"
     );
 }

@@ -6,8 +6,7 @@ use crate::import_agreement::{Agreement, agreement};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_report::data::agent_log;
 use kata_gpu_report::data::boot_file::BootFile;
-use kata_gpu_report::import::assemble::{import, read};
-use kata_gpu_report::import::log_files::Input;
+use kata_gpu_report::import::Logs;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{header_line, record_line};
 use std::fmt::Write;
@@ -21,12 +20,9 @@ pub const TESTS: &[VmTest] = &[VmTest {
 
 /// Boot as imported from the console alone.
 fn of_console(text: &str) -> Result<BootFile> {
-    let source = read(
-        "console",
-        Input::new("console", Box::new(Cursor::new(text.as_bytes().to_vec())))?,
-        None,
-    )?;
-    Ok(BootFile::read(import(vec![source], None)?.1.as_bytes())?)
+    let mut logs = Logs::default();
+    logs.add("console", Cursor::new(text.as_bytes().to_vec()))?;
+    Ok(logs.boot(None)?.boot)
 }
 
 fn compare(stream: &BootFile, console: &str, import: &BootFile) -> Result<Agreement> {

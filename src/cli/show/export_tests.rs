@@ -360,7 +360,7 @@ fn vmm_and_firmware_are_a_step_in_every_format() {
     );
     let html = text(Format::Html, &file, &[]);
     assert!(
-        html.contains("<dt>VMM and firmware</dt><dd>0.960 <small>s</small>")
+        html.contains("<dt>VMM and firmware</dt>\n<dd>0.960 <small>s</small>")
             && html.contains(r#""begin":-960000000"#)
     );
     let spans =

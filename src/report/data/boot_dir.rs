@@ -52,7 +52,8 @@ pub fn read_boot(path: &Path) -> Result<BootFile> {
             .map(|d| format!(" (line {}: {})", d.line, d.why))
             .unwrap_or_default();
         bail!(
-            "{}: no event stream in it{first}: give a file that `collect` wrote, or the guest's boot.ndjson",
+            "{}: no event stream in it{first}: give a file that `collect` wrote, or the guest's \
+             boot.ndjson",
             path.display()
         );
     }
@@ -198,7 +199,8 @@ pub fn dated(dir: &Path) -> Result<Vec<PathBuf>> {
     }
     if dated.is_empty() {
         bail!(
-            "no boot in {}: name the collector's directory (of files BOOT_ID.ndjson) with --dir, or give a file",
+            "no boot in {}: name the collector's directory (of files BOOT_ID.ndjson) with --dir, \
+             or give a file",
             dir.display()
         );
     }

@@ -219,8 +219,9 @@ pub fn newer_sentence(schema: u32) -> Option<String> {
     let own = record::SCHEMA;
     (schema > own).then(|| {
         format!(
-            "the guest is newer (schema {schema} of the stream, this program's is {own}): what is unknown is kept in the file and shown as it \
-             came; upgrade kata-gpu-boot to the guest's version"
+            "the guest is newer (schema {schema} of the stream, this program's is {own}): what is \
+             unknown is kept in the file and shown as it came; upgrade kata-gpu-boot to the \
+             guest's version"
         )
     })
 }
@@ -299,25 +300,23 @@ impl BootFile {
         .map(drop)
     }
 
+    fn events(&self) -> impl DoubleEndedIterator<Item = &HostEvent> {
+        self.host.iter().map(|line| &line.event)
+    }
+
     /// Steps and counts that the host's trace has.
     pub fn traced(&self) -> impl Iterator<Item = &Traced> + '_ {
-        self.host.iter().filter_map(|line| {
-            if let HostEvent::Traced(traced) = &line.event {
-                Some(traced.as_ref())
-            } else {
-                None
-            }
+        self.events().filter_map(|event| match event {
+            HostEvent::Traced(traced) => Some(traced.as_ref()),
+            _ => None,
         })
     }
 
     /// Facts about the host's trace, if there is one.
     pub fn recording(&self) -> Option<&Recording> {
-        self.host.iter().find_map(|line| {
-            if let HostEvent::Recording(recording) = &line.event {
-                Some(recording.as_ref())
-            } else {
-                None
-            }
+        self.events().find_map(|event| match event {
+            HostEvent::Recording(recording) => Some(recording.as_ref()),
+            _ => None,
         })
     }
 
@@ -407,23 +406,17 @@ impl BootFile {
 
     /// The first peer that connected; later connections must be from the same peer.
     pub fn owner(&self) -> Option<&str> {
-        self.host.iter().find_map(|line| {
-            if let HostEvent::Connected { peer, .. } = &line.event {
-                Some(peer.as_str())
-            } else {
-                None
-            }
+        self.events().find_map(|event| match event {
+            HostEvent::Connected { peer, .. } => Some(peer.as_str()),
+            _ => None,
         })
     }
 
     /// The sandbox by the newest line.
     pub fn sandbox(&self) -> Option<&Sandbox> {
-        self.host.iter().rev().find_map(|line| {
-            if let HostEvent::Sandbox(sandbox) = &line.event {
-                Some(sandbox)
-            } else {
-                None
-            }
+        self.events().rev().find_map(|event| match event {
+            HostEvent::Sandbox(sandbox) => Some(sandbox),
+            _ => None,
         })
     }
 
@@ -434,23 +427,17 @@ impl BootFile {
 
     /// The first trace id; None in a file of logs, or without a collector's beginning.
     pub fn trace(&self) -> Option<TraceId> {
-        self.host.iter().find_map(|line| {
-            if let HostEvent::Trace { id } = line.event {
-                Some(id)
-            } else {
-                None
-            }
+        self.events().find_map(|event| match event {
+            HostEvent::Trace { id } => Some(*id),
+            _ => None,
         })
     }
 
     /// Sources of the boot, if it was made from logs.
     pub fn imported(&self) -> Option<&Imported> {
-        self.host.iter().find_map(|line| {
-            if let HostEvent::Imported(imported) = &line.event {
-                Some(imported.as_ref())
-            } else {
-                None
-            }
+        self.events().find_map(|event| match event {
+            HostEvent::Imported(imported) => Some(imported.as_ref()),
+            _ => None,
         })
     }
 
@@ -463,12 +450,9 @@ impl BootFile {
     }
 
     pub fn clock_samples(&self) -> impl Iterator<Item = Sample> + '_ {
-        self.host.iter().filter_map(|line| {
-            if let HostEvent::Clock(sample) = line.event {
-                Some(sample)
-            } else {
-                None
-            }
+        self.events().filter_map(|event| match event {
+            HostEvent::Clock(sample) => Some(*sample),
+            _ => None,
         })
     }
 }
@@ -476,38 +460,27 @@ impl BootFile {
 /// Passes every complete line on, with its number from 1 and its length in bytes, in bounded
 /// memory. Returns the bytes read and the bytes after the last newline.
 pub fn for_each_line(
-    mut from: impl Read,
+    from: impl Read,
     mut each: impl FnMut(u64, usize, Result<FileLine, String>),
 ) -> io::Result<(u64, usize)> {
     let mut lines = Lines::new(record::MAX_LINE);
     let mut names = Names::default();
-    let mut chunk = vec![0; 64 * 1024];
-    let (mut number, mut bytes, mut short) = (0, 0, 0);
-    loop {
-        let n = match from.read(&mut chunk) {
-            Ok(0) => return Ok((bytes, lines.unfinished())),
-            Ok(n) => n,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-            Err(e) => return Err(e),
-        };
-        bytes += n as u64;
-        lines.push(&chunk[..n], |piece| {
-            number += 1;
-            match piece {
-                // Reasons for the first ones only: a file of nothing but newlines has millions.
-                Piece::Line(line) if line.len() < SHORTEST && short >= MAX_NAMED_DAMAGE => {
-                    each(number, line.len(), Err(String::new()))
-                }
-                Piece::Line(line) => {
-                    short += usize::from(line.len() < SHORTEST);
-                    each(number, line.len(), decode(line, &mut names));
-                }
-                Piece::TooLong(n) => {
-                    each(number, n, Err(record::DecodeError::TooLong(n).to_string()))
-                }
+    let (mut number, mut short) = (0, 0);
+    let bytes = lines.read(from, |piece| {
+        number += 1;
+        match piece {
+            // Reasons for the first ones only: a file of nothing but newlines has millions.
+            Piece::Line(line) if line.len() < SHORTEST && short >= MAX_NAMED_DAMAGE => {
+                each(number, line.len(), Err(String::new()))
             }
-        });
-    }
+            Piece::Line(line) => {
+                short += usize::from(line.len() < SHORTEST);
+                each(number, line.len(), decode(line, &mut names));
+            }
+            Piece::TooLong(n) => each(number, n, Err(record::DecodeError::TooLong(n).to_string())),
+        }
+    })?;
+    Ok((bytes, lines.unfinished()))
 }
 
 /// A line of a boot's file.

@@ -49,11 +49,15 @@ impl Sample {
 
     /// The bound at another time of the guest.
     pub fn error_at(&self, boottime_ns: u64) -> u64 {
-        let drift = u128::from(self.boottime_ns.abs_diff(boottime_ns)) * u128::from(RATE_ERROR_PPM);
-        let drift = drift.div_ceil(1_000_000);
-        self.error_ns
-            .saturating_add(u64::try_from(drift).unwrap_or(u64::MAX))
+        let distance_ns = self.boottime_ns.abs_diff(boottime_ns);
+        self.error_ns.saturating_add(drift_ns(distance_ns))
     }
+}
+
+/// Largest drift of the clocks in this time.
+fn drift_ns(passed_ns: u64) -> u64 {
+    let drift = u128::from(passed_ns) * u128::from(RATE_ERROR_PPM);
+    u64::try_from(drift.div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
 /// A point on the host's wall clock.
@@ -184,17 +188,12 @@ impl Clock {
         for (i, sample) in self.samples.iter().enumerate() {
             let own = Range::of(sample, sample.boottime_ns);
             let common = open.map(|(range, at)| {
-                let wider = Sample {
-                    boottime_ns: at,
-                    offset_ns: 0,
-                    error_ns: 0,
-                }
-                .error_at(sample.boottime_ns);
-                Range {
-                    least: range.least - i128::from(wider),
-                    most: range.most + i128::from(wider),
-                }
-                .common(own)
+                let drift = i128::from(drift_ns(sample.boottime_ns - at));
+                let wider = Range {
+                    least: range.least - drift,
+                    most: range.most + drift,
+                };
+                wider.common(own)
             });
             let range = common.filter(|c| !c.is_empty()).unwrap_or(own);
             if common.is_some_and(Range::is_empty) {
@@ -210,15 +209,11 @@ impl Clock {
     }
 
     /// The runs, in order of time; none is empty.
-    fn runs(&self) -> impl DoubleEndedIterator<Item = &[Sample]> {
-        let begins = std::iter::once(0).chain(self.breaks.iter().copied());
+    fn runs(&self) -> Vec<&[Sample]> {
+        let mut begin = 0;
         let ends = self.breaks.iter().copied().chain([self.samples.len()]);
-        begins
-            .zip(ends.collect::<Vec<_>>())
-            .filter_map(|(a, b)| self.samples.get(a..b))
-            .filter(|run| !run.is_empty())
-            .collect::<Vec<_>>()
-            .into_iter()
+        let run = |end| self.samples.get(std::mem::replace(&mut begin, end)..end);
+        ends.filter_map(run).filter(|run| !run.is_empty()).collect()
     }
 
     fn range_at(&self, boottime_ns: u64) -> Option<Range> {
@@ -234,8 +229,9 @@ impl Clock {
             })
         };
         let begun = |run: &&[Sample]| run.first().is_some_and(|s| s.boottime_ns <= boottime_ns);
-        let before = self.runs().rfind(begun);
-        let after = self.runs().find(|run| !begun(run));
+        let runs = self.runs();
+        let before = runs.iter().copied().rfind(begun);
+        let after = runs.iter().copied().find(|run| !begun(run));
         match (before, after) {
             (Some(run), _) if run.last().is_some_and(|s| boottime_ns <= s.boottime_ns) => {
                 of_run(run)
@@ -255,7 +251,7 @@ impl Clock {
                 .zip(run.first())
                 .map(|(last, first)| last.boottime_ns - first.boottime_ns)
         };
-        let run = self.runs().max_by_key(length)?;
+        let run = self.runs().into_iter().max_by_key(length)?;
         let mut best: Option<Drift> = None;
         for (i, first) in run.iter().enumerate() {
             for last in run
@@ -320,20 +316,14 @@ impl Clock {
     /// Guest boot time at a host wall-clock time, 0 for times before the kernel; None without a
     /// sample.
     pub fn boottime_at(&self, realtime_ns: i64) -> Option<u64> {
-        let guess =
-            |s: &Sample| u64::try_from(realtime_ns.saturating_sub(s.offset_ns)).unwrap_or(0);
-        let near = guess(self.samples.iter().min_by_key(|s| s.error_at(guess(s)))?);
+        let at = |offset_ns: i64| u64::try_from(realtime_ns.saturating_sub(offset_ns)).unwrap_or(0);
+        let best = (self.samples.iter()).min_by_key(|s| s.error_at(at(s.offset_ns)))?;
+        let near = at(best.offset_ns);
         // The offset at that time is known: its result is closer still.
         let there = self
             .wall_at(near)
             .and_then(|wall| wall.realtime_ns.checked_sub(i64::try_from(near).ok()?));
-        Some(there.map_or(near, |offset_ns| {
-            guess(&Sample {
-                boottime_ns: near,
-                offset_ns,
-                error_ns: 0,
-            })
-        }))
+        Some(there.map_or(near, at))
     }
 }
 
@@ -458,6 +448,22 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
+    fn sample(boottime_ns: u64, offset_ns: i64, error_ns: u64) -> Sample {
+        Sample {
+            boottime_ns,
+            offset_ns,
+            error_ns,
+        }
+    }
+
+    /// Result of a ping that leaves at `sent_ns` of the host, and whose answer comes after `rtt`.
+    fn answer(pinger: &mut Pinger, sent_ns: u64, boottime_ns: u64, rtt: Duration) -> Ponged {
+        let now = Instant::now();
+        let pong = pinger.send(now, sent_ns as i64);
+        let pong = Pong { pong, boottime_ns };
+        pinger.receive(pong, now + rtt).unwrap()
+    }
+
     #[test]
     fn the_true_offset_is_within_the_bound_at_any_time_of_reading() {
         let true_offset = 1_767_323_045_000_000_000i64;
@@ -475,11 +481,7 @@ mod tests {
 
     #[test]
     fn a_bound_grows_with_the_distance_from_its_sample() {
-        let sample = Sample {
-            boottime_ns: 10_000 * MS,
-            offset_ns: 0,
-            error_ns: MS,
-        };
+        let sample = sample(10_000 * MS, 0, MS);
         assert_eq!(sample.error_at(10_000 * MS), MS);
         assert_eq!(sample.error_at(0), 2 * MS); // 10 s at 100 ppm
         assert_eq!(sample.error_at(20_000 * MS), 2 * MS);
@@ -490,16 +492,8 @@ mod tests {
     fn each_time_is_placed_by_the_sample_that_knows_most_about_it() {
         let mut clock = Clock::default();
         assert_eq!(clock.wall_at(0), None);
-        clock.add(Sample {
-            boottime_ns: 0,
-            offset_ns: 1000,
-            error_ns: 2 * MS,
-        });
-        clock.add(Sample {
-            boottime_ns: 100_000 * MS,
-            offset_ns: 2000,
-            error_ns: MS,
-        });
+        clock.add(sample(0, 1000, 2 * MS));
+        clock.add(sample(100_000 * MS, 2000, MS));
         assert_eq!(
             clock.wall_at(0),
             Some(Wall {
@@ -525,83 +519,37 @@ mod tests {
     #[test]
     fn the_shortest_round_trip_wins_and_only_improvements_are_kept() {
         let mut pinger = Pinger::new(None);
-        let start = Instant::now();
-        let mut kept = Vec::new();
-        let mut again = Vec::new();
-        for (i, rtt_us) in [900u64, 400, 500, 300, 300, 800, 299, 700, 700]
-            .into_iter()
-            .enumerate()
-        {
-            let sent = start + Duration::from_millis(i as u64);
-            let id = pinger.send(sent, (i as u64 * MS) as i64);
-            let pong = Pong {
-                pong: id,
-                boottime_ns: i as u64 * MS,
-            };
-            let ponged = pinger
-                .receive(pong, sent + Duration::from_micros(rtt_us))
-                .unwrap();
+        let (mut kept, mut again) = (Vec::new(), Vec::new());
+        for (i, rtt_us) in (0..).zip([900, 400, 500, 300, 300, 800, 299, 700, 700]) {
+            let rtt = Duration::from_micros(rtt_us);
+            let ponged = answer(&mut pinger, i * MS, i * MS, rtt);
             kept.extend(ponged.keep.map(|s| s.error_ns / 500));
             again.push(ponged.again);
         }
         assert_eq!(kept, [900, 400, 300, 299]);
-        assert_eq!(
-            again,
-            [true, true, true, true, true, true, true, false, false],
-            "eight pings follow each other"
-        );
+        let pauses = again.iter().position(|again| !again);
+        assert_eq!(pauses, Some(7), "eight pings follow each other");
     }
 
     #[test]
     fn a_fresh_sample_replaces_one_that_has_aged_to_twice_its_bound() {
-        let mut pinger = Pinger::new(Some(Sample {
-            boottime_ns: 0,
-            offset_ns: 0,
-            error_ns: MS / 10,
-        }));
-        let now = Instant::now();
-        let mut take = |boottime_ns| {
-            let id = pinger.send(now, boottime_ns as i64);
-            pinger
-                .receive(
-                    Pong {
-                        pong: id,
-                        boottime_ns,
-                    },
-                    now + Duration::from_micros(200),
-                )
-                .unwrap()
-                .keep
-                .is_some()
-        };
-        assert!(!take(900 * MS));
-        assert!(take(1000 * MS));
-        assert!(!take(1001 * MS));
+        let mut pinger = Pinger::new(Some(sample(0, 0, MS / 10)));
+        let rtt = Duration::from_micros(200);
+        let mut take = |ms: u64| answer(&mut pinger, ms * MS, ms * MS, rtt).keep.is_some();
+        assert!(!take(900));
+        assert!(take(1000));
+        assert!(!take(1001));
     }
 
     #[test]
     fn a_step_of_the_clock_is_kept_however_slow_the_ping() {
         const S: u64 = 1000 * MS;
-        let mut pinger = Pinger::new(Some(Sample {
-            boottime_ns: 0,
-            offset_ns: 0,
-            error_ns: MS,
-        }));
-        let now = Instant::now();
-        // Round trips of 200 ms: useless for offset and drift.
+        let mut pinger = Pinger::new(Some(sample(0, 0, MS)));
+        // Useless for offset and drift.
+        let rtt = Duration::from_millis(200);
         let mut take = |at_s: u64, ahead_s: u64| {
-            let id = pinger.send(now, ((at_s + ahead_s) * S) as i64);
-            pinger
-                .receive(
-                    Pong {
-                        pong: id,
-                        boottime_ns: at_s * S,
-                    },
-                    now + Duration::from_millis(200),
-                )
-                .unwrap()
-                .keep
-                .is_some()
+            let ponged = answer(&mut pinger, (at_s + ahead_s) * S, at_s * S, rtt);
+            ponged.keep.is_some()
         };
         assert!(!take(30, 0), "the clock was not set");
         assert!(take(31, 7), "set ahead by 7 s");
@@ -759,11 +707,11 @@ mod tests {
     fn a_guest_whose_answers_never_fit_costs_no_more_memory() {
         let mut clock = Clock::default();
         for i in 0..3 * MAX_SAMPLES as u64 {
-            clock.add(Sample {
-                boottime_ns: i.wrapping_mul(0x9e37_79b9_7f4a_7c15),
-                offset_ns: (i as i64).wrapping_mul(i64::MAX / 7),
-                error_ns: i % 3,
-            });
+            clock.add(sample(
+                i.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+                (i as i64).wrapping_mul(i64::MAX / 7),
+                i % 3,
+            ));
         }
         assert!(clock.samples() <= MAX_SAMPLES && clock.steps() > 100);
         for at in [0, 1, u64::MAX / 2, u64::MAX] {
@@ -776,33 +724,19 @@ mod tests {
     #[test]
     fn a_long_boot_leaves_samples_for_its_drift_and_a_long_life_few() {
         let mut pinger = Pinger::new(None);
-        let now = Instant::now();
         let mut kept = Vec::new();
         // 10 ms: it takes 100 s at the assumed rate until a new sample would be worth a line by
         // itself. Every third ping is hopeless.
         for second in 1..3_000u64 {
-            let id = pinger.send(now, (second * 1000 * MS) as i64);
+            let at = second * 1000 * MS;
             let rtt = Duration::from_millis(if second % 3 == 0 { 200 } else { 20 });
-            let ponged = pinger
-                .receive(
-                    Pong {
-                        pong: id,
-                        boottime_ns: second * 1000 * MS,
-                    },
-                    now + rtt,
-                )
-                .unwrap();
+            let ponged = answer(&mut pinger, at, at, rtt);
             kept.extend(ponged.keep.map(|s| (second, s.error_ns)));
         }
-        assert!(
-            kept.iter().all(|(_, error_ns)| *error_ns == 10 * MS),
-            "{kept:?}"
-        );
-        assert_eq!(
-            kept.iter().filter(|(second, _)| *second <= 60).count(),
-            6,
-            "{kept:?}"
-        );
+        let good = kept.iter().all(|(_, error_ns)| *error_ns == 10 * MS);
+        assert!(good, "{kept:?}");
+        let early = kept.iter().filter(|(second, _)| *second <= 60).count();
+        assert_eq!(early, 6, "{kept:?}");
         assert!(kept.len() < 60, "{} samples in 50 minutes", kept.len());
     }
 
@@ -810,41 +744,16 @@ mod tests {
     fn unrequested_answers_and_impossible_clocks_are_not_used() {
         let mut pinger = Pinger::new(None);
         let now = Instant::now();
-        assert_eq!(
-            pinger.receive(
-                Pong {
-                    pong: 0,
-                    boottime_ns: 0
-                },
-                now
-            ),
-            None
-        );
+        let pong = |pong, boottime_ns| Pong { pong, boottime_ns };
+        assert_eq!(pinger.receive(pong(0, 0), now), None);
         let id = pinger.send(now, 0);
-        assert_eq!(
-            pinger.receive(
-                Pong {
-                    pong: id,
-                    boottime_ns: u64::MAX
-                },
-                now
-            ),
-            Some(Ponged {
-                keep: None,
-                again: true
-            })
-        );
-        assert_eq!(
-            pinger.receive(
-                Pong {
-                    pong: id,
-                    boottime_ns: 1
-                },
-                now
-            ),
-            None,
-            "an answer counts once"
-        );
+        let impossible = Ponged {
+            keep: None,
+            again: true,
+        };
+        assert_eq!(pinger.receive(pong(id, u64::MAX), now), Some(impossible));
+        let twice = pinger.receive(pong(id, 1), now);
+        assert_eq!(twice, None, "an answer counts once");
         for _ in 0..1000 {
             pinger.send(now, 0);
         }

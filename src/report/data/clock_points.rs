@@ -67,8 +67,6 @@ impl ClockPoints {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
     pub boottime_ns: i64,
-    /// Index of the preceding event.
-    pub point: usize,
     /// The wall clock was stepped back: it showed this time more than once, and this is the first.
     pub several: bool,
 }
@@ -98,7 +96,6 @@ pub fn boottime_of(points: &[(i64, i64)], realtime_ns: i64) -> Option<Found> {
     let boottime_ns = i64::try_from(nearest.1.clamp(limits.0, limits.1)).unwrap_or(0);
     Some(Found {
         boottime_ns,
-        point,
         several,
     })
 }

@@ -380,8 +380,9 @@ mod tests {
 
     #[test]
     fn a_record_comes_back_as_it_was() {
-        let line = r#"{"schema":1,"seq":7,"boottime_ns":9,"kind":"begin","name":"gpu.bind","level":"warn","gpu":"0001:00:03.0","span":4,"parent":1,
-            "after":[2,3],"error":"e","fields":{"":null,"b":[1,{"c":[]}],"n":-5,"t":"\u0000\u00e9","f":1.5,"y":true}}"#;
+        let line = r#"{"schema":1,"seq":7,"boottime_ns":9,"kind":"begin","name":"gpu.bind",
+            "level":"warn","gpu":"0001:00:03.0","span":4,"parent":1,"after":[2,3],"error":"e",
+            "fields":{"":null,"b":[1,{"c":[]}],"n":-5,"t":"\u0000\u00e9","f":1.5,"y":true}}"#;
         let Ok(Line::Record(wire)) = decode(line.as_bytes()) else {
             panic!("test record does not decode")
         };

@@ -23,6 +23,10 @@ impl Entry {
             .map(|(_, v)| v.as_str())
     }
 
+    pub fn fields(&self) -> &[(String, String)] {
+        &self.fields
+    }
+
     /// A line of a guest's console: its sandbox, and the line.
     pub fn console(&self) -> Option<(&str, &str)> {
         Some((self.get("sandbox")?, self.get("vmconsole")?))
@@ -118,7 +122,8 @@ fn message(text: &str, journal_ns: Option<i64>) -> Option<Entry> {
 mod tests {
     use super::*;
 
-    const LINE: &str = r#"time="2026-11-23T11:17:14Z" level=debug msg="reading guest console" sandbox=train-0 vmconsole="{\"msg\":\"a sandbox=other\"}""#;
+    const LINE: &str = "time=\"2026-11-23T11:17:14Z\" level=debug msg=\"reading guest console\" \
+        sandbox=train-0 vmconsole=\"{\\\"msg\\\":\\\"a sandbox=other\\\"}\"";
 
     #[test]
     fn a_console_lines_sandbox_is_the_shims_not_the_guests() {
@@ -141,8 +146,13 @@ mod tests {
             );
         }
         let of_rust = |subsystem: &str, message: &str| {
-            let fields = serde_json::json!({"__REALTIME_TIMESTAMP": "1", "SYSLOG_IDENTIFIER": "kata", "SOURCE": "train-0",
-                "SUBSYSTEM": subsystem, "MESSAGE": message});
+            let fields = serde_json::json!({
+                "__REALTIME_TIMESTAMP": "1",
+                "SYSLOG_IDENTIFIER": "kata",
+                "SOURCE": "train-0",
+                "SUBSYSTEM": subsystem,
+                "MESSAGE": message,
+            });
             entry(&fields.to_string()).unwrap()
         };
         assert_eq!(of_rust("agent", text).console(), Some(("train-0", text)));
@@ -159,7 +169,13 @@ mod tests {
         // The same lines, written to the journal by another user.
         for (uid, is_taken) in [("0", true), ("1000", false)] {
             let text = format!("vm console: {text:?}");
-            let rust = serde_json::json!({"_UID": uid, "MESSAGE": text, "SYSLOG_IDENTIFIER": "kata", "SOURCE": "train-0", "SUBSYSTEM": "x"});
+            let rust = serde_json::json!({
+                "_UID": uid,
+                "MESSAGE": text,
+                "SYSLOG_IDENTIFIER": "kata",
+                "SOURCE": "train-0",
+                "SUBSYSTEM": "x",
+            });
             for entry in [
                 entry(&rust.to_string()),
                 entry(&serde_json::json!({"_UID": uid, "MESSAGE": LINE}).to_string()),

@@ -3,6 +3,8 @@
 //! An over-long line costs its own length in time and [`Lines`]' limit in memory, never more: it is
 //! dropped up to its newline and counted, and the next line is read normally.
 
+use std::io::{self, Read};
+
 /// Splits a stream at newlines. Lines are given without their newline.
 #[derive(Debug)]
 pub struct Lines {
@@ -55,6 +57,23 @@ impl Lines {
                 self.partial.clear();
             }
             None => self.partial.extend_from_slice(bytes),
+        }
+    }
+
+    /// Reads to the end and passes on every line that is complete. Returns the number of bytes.
+    pub fn read(&mut self, mut from: impl Read, mut each: impl FnMut(Piece)) -> io::Result<u64> {
+        let mut chunk = vec![0; 64 * 1024];
+        let mut bytes = 0;
+        loop {
+            match from.read(&mut chunk) {
+                Ok(0) => return Ok(bytes),
+                Ok(n) => {
+                    bytes += n as u64;
+                    self.push(chunk.get(..n).unwrap_or_default(), &mut each);
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
         }
     }
 

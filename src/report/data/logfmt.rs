@@ -111,7 +111,8 @@ mod tests {
 
     #[test]
     fn pairs_come_out_in_order_and_unquoted() {
-        let line = r#"time="2026-01-02T03:04:05Z" level=debug msg="reading guest console" empty= vmconsole="{\"msg\":\"a \\\"b\\\"\"}\x1b\u00e9""#;
+        let line = "time=\"2026-01-02T03:04:05Z\" level=debug msg=\"reading guest console\" empty= \
+            vmconsole=\"{\\\"msg\\\":\\\"a \\\\\\\"b\\\\\\\"\\\"}\\x1b\\u00e9\"";
         let want = [
             ("time", "2026-01-02T03:04:05Z"),
             ("level", "debug"),

@@ -4,11 +4,11 @@
 //! [`crate::data::agent_log`] parses the agent's texts. Texts are cut here, and made harmless
 //! by the code that shows them.
 
-use super::item::{Fact, InitLine, Skip, Stamp, cut};
+use super::facts::{Fact, InitLine, MAX_STAMP_NS, Stamp, cut};
 use crate::data::agent_log::AgentLog;
 use crate::data::agent_log::line;
-use crate::data::agent_log::line::{Nothing, realtime_ns};
-use kata_gpu_wire::record::{Kind, Level};
+use crate::data::agent_log::line::realtime_ns;
+use kata_gpu_wire::record::{Kind, Level, MAX_NAME};
 use serde_json::{Map, Value};
 
 /// Longest text that is kept of one value, in characters: the agent prints whole OCI specs.
@@ -28,36 +28,20 @@ const FRAME: &[&str] = &[
     "error",
 ];
 
-/// Hands over the facts of a line, or returns a reason for skipping it. `log`: the lines before it.
-pub fn parse(
-    text: &str,
-    log: &mut AgentLog,
-    mut each: impl FnMut(Stamp, Fact),
-) -> Result<(), Skip> {
-    let object = line::object(text.as_bytes()).ok_or(Skip::OtherProgram)?;
-    let get = |key: &str| object.get(key).and_then(Value::as_str);
-    if get("name") == Some("kata-gpu-init") {
-        let (stamp, fact) = init_line(&object)?;
-        each(stamp, fact);
-        return Ok(());
-    }
-    let unplaced = if get("ts").is_none() {
-        Skip::NoStamp
-    } else {
-        Skip::AbsurdStamp
+/// Passes on the facts of a line, if it has any. `log`: the lines before it.
+pub fn parse(text: &str, log: &mut AgentLog, mut each: impl FnMut(Stamp, Fact)) {
+    let Some(object) = line::object(text.as_bytes()) else {
+        return;
     };
-    // A known line may be one of several that make an event.
-    let mut said = Err(Skip::AgentDetail);
-    let known = log.object(&object, |realtime_ns, event| {
-        said = realtime_ns
-            .ok_or(unplaced)
-            .map(|realtime_ns| each(Stamp::Guest(realtime_ns), Fact::Agent(event)));
-    });
-    match known {
-        Err(Nothing::OtherProgram) => Err(Skip::OtherProgram),
-        Err(Nothing::Detail) => Err(Skip::AgentDetail),
-        Ok(()) => said,
+    if object.get("name").and_then(Value::as_str) == Some("kata-gpu-init") {
+        if let Some((boottime_ns, line)) = init_line(&object) {
+            each(Stamp::Boot(boottime_ns), Fact::Init(line));
+        }
+        return;
     }
+    log.object(&object, |line| {
+        each(Stamp::Guest(line.realtime_ns), Fact::Agent(line.event));
+    });
 }
 
 fn level(text: Option<&str>) -> Level {
@@ -70,33 +54,27 @@ fn level(text: Option<&str>) -> Level {
     }
 }
 
-fn init_line(object: &Map<String, Value>) -> Result<(Stamp, Fact), Skip> {
+fn init_line(object: &Map<String, Value>) -> Option<(i64, InitLine)> {
     let get = |key: &str| object.get(key).and_then(Value::as_str);
-    let boottime: i64 = get("boottime_ns")
-        .ok_or(Skip::NoStamp)?
-        .parse()
-        .map_err(|_| Skip::AbsurdStamp)?;
-    let msg = get("msg").ok_or(Skip::OtherProgram)?;
-    let (name, kind) = match msg.split_once(' ') {
-        None => (msg, Kind::Event),
+    let boottime_ns: i64 = get("boottime_ns")?.parse().ok()?;
+    let (name, kind) = match get("msg")?.split_once(' ') {
+        None => (get("msg")?, Kind::Event),
         Some((name, "end")) => (name, Kind::End),
         Some((name, "begin")) => (name, Kind::Begin),
-        Some(_) => return Err(Skip::AgentDetail),
+        Some(_) => return None,
     };
-    if name.is_empty()
-        || name.len() > kata_gpu_wire::record::MAX_NAME
-        || !name.bytes().all(|b| b.is_ascii_graphic())
-    {
-        return Err(Skip::AgentDetail);
+    let is_name =
+        (1..=MAX_NAME).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic());
+    if !is_name || !(0..=MAX_STAMP_NS).contains(&boottime_ns) {
+        return None;
     }
-    let fields = object
+    let own = object
         .iter()
-        .filter(|(key, _)| !FRAME.contains(&key.as_str()))
-        .take(32)
-        .map(|(key, value)| {
-            let value = value.as_str().map_or(Value::Null, typed);
-            (cut(key, MAX_VALUE), value)
-        });
+        .filter(|(key, _)| !FRAME.contains(&key.as_str()));
+    let fields = own.take(32).map(|(key, value)| {
+        let value = value.as_str().map_or(Value::Null, typed);
+        (cut(key, MAX_VALUE), value)
+    });
     let line = InitLine {
         name: name.to_string(),
         kind,
@@ -107,7 +85,7 @@ fn init_line(object: &Map<String, Value>) -> Result<(Stamp, Fact), Skip> {
         version: cut(get("version").unwrap_or("?"), MAX_VALUE),
         realtime_ns: get("ts").and_then(realtime_ns),
     };
-    Ok((Stamp::Boot(boottime), Fact::Init(line)))
+    Some((boottime_ns, line))
 }
 
 /// The console's strings as the types that the stream has: numbers and truth values.
@@ -125,42 +103,27 @@ fn typed(text: &str) -> Value {
     }
 }
 
-/// Text that distinguishes a line from others of the same time.
-pub fn fingerprint(fact: &Fact) -> String {
-    match fact {
-        Fact::Kernel(text) => text.clone(),
-        Fact::Init(line) => format!(
-            "{} {:?} {:?} {:?}",
-            line.name,
-            line.kind,
-            line.gpu,
-            line.fields.values().next()
-        ),
-        Fact::Agent(fact) => format!("{fact:?}"),
-        Fact::Plain { name, .. } => (*name).to_string(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn line(msg: &str, more: &str) -> String {
         format!(
-            r#"{{"msg":"{msg}","level":"INFO","ts":"2026-01-02T03:04:05.5Z","name":"kata-agent","version":"0.1.0","source":"agent","pid":"1"{more}}}"#
+            "{{\"msg\":\"{msg}\",\"level\":\"INFO\",\"ts\":\"2026-01-02T03:04:05.5Z\",\
+             \"name\":\"kata-agent\",\"version\":\"0.1.0\",\"source\":\"agent\",\
+             \"pid\":\"1\"{more}}}"
         )
     }
 
-    fn all(text: &str) -> Result<Vec<(Stamp, Fact)>, Skip> {
+    fn all(text: &str) -> Vec<(Stamp, Fact)> {
         let mut facts = Vec::new();
-        parse(text, &mut AgentLog::default(), |stamp, fact| {
-            facts.push((stamp, fact))
-        })
-        .map(|()| facts)
+        let each = |stamp, fact| facts.push((stamp, fact));
+        parse(text, &mut AgentLog::default(), each);
+        facts
     }
 
     fn ours(text: &str) -> (Stamp, InitLine) {
-        match all(text).unwrap().remove(0) {
+        match all(text).remove(0) {
             (stamp, Fact::Init(line)) => (stamp, line),
             other => panic!("{other:?}"),
         }
@@ -168,7 +131,11 @@ mod tests {
 
     #[test]
     fn our_own_lines_keep_their_types_and_their_clock() {
-        let text = r#"{"boottime_ns":"3049464180","gpu":"0001:00:00.0","index":"0","level":"INFO","minor":"7","ok":"true","driver":"550.163.01","msg":"gpu.bound","name":"kata-gpu-init","pid":"87","source":"kata-gpu-init","subsystem":"gpu","ts":"2026-11-21T12:11:39.068788390Z","version":"0.1.0"}"#;
+        let text = "{\"boottime_ns\":\"3049464180\",\"gpu\":\"0001:00:00.0\",\"index\":\"0\",\
+            \"level\":\"INFO\",\"minor\":\"7\",\"ok\":\"true\",\"driver\":\"550.163.01\",\
+            \"msg\":\"gpu.bound\",\"name\":\"kata-gpu-init\",\"pid\":\"87\",\
+            \"source\":\"kata-gpu-init\",\"subsystem\":\"gpu\",\
+            \"ts\":\"2026-11-21T12:11:39.068788390Z\",\"version\":\"0.1.0\"}";
         let (stamp, line) = ours(text);
         assert_eq!(
             (stamp, line.kind, line.name.as_str()),
@@ -183,17 +150,16 @@ mod tests {
     }
 
     #[test]
-    fn all_other_lines_have_a_reason_for_skipping() {
-        assert_eq!(all("hardware: ready"), Err(Skip::OtherProgram));
-        assert_eq!(all("}{"), Err(Skip::OtherProgram));
-        assert_eq!(all(&line("something new", "")), Err(Skip::AgentDetail));
-        assert_eq!(
-            all(&line("announce", "").replace("2026-01", "2026-99")),
-            Err(Skip::AbsurdStamp)
-        );
-        assert_eq!(
-            all(&line("announce", "").replace("kata-agent", "other")),
-            Err(Skip::OtherProgram)
-        );
+    fn a_line_of_another_program_or_without_a_time_states_nothing() {
+        assert_eq!(all(&line("announce", "")).len(), 1);
+        for text in [
+            "hardware: ready".to_string(),
+            "}{".to_string(),
+            line("something new", ""),
+            line("announce", "").replace("2026-01", "2026-99"),
+            line("announce", "").replace("kata-agent", "other"),
+        ] {
+            assert_eq!(all(&text), [], "{text}");
+        }
     }
 }

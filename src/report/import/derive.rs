@@ -1,533 +1,398 @@
-//! Turns items into records: drafts on the base clock, in order of time. Pure.
+//! Turns facts into records on the base clock, in order of time. Pure.
 //!
 //! Lines of our init, where the logs have any, are the steps; kernel lines are then only kept as
-//! they are. Otherwise the steps are taken from lines of the kernel, the driver, NVRC and the agent
-//! ([`Said::OfKernel`]).
+//! they are. Otherwise lines of the kernel, the driver, NVRC and the agent give the steps.
+//!
+//! `enabling device` is printed just before the write that makes the host map a GPU's BARs; nothing
+//! is printed when the write returns. The end is the first sign of the return, and is stored with
+//! it: the next kernel line of that GPU, the agent's uevent of its binding, the next GPU's enabling
+//! (the driver probes one after another), or the driver's line at the end of its load.
 
 use super::clocks::Placed;
-use super::gpu_enablings::Steps;
-use super::item::{Fact, InitLine, Item, Stamp, cut};
-use super::kernel_lines;
+use super::facts::{Fact, InitLine, Item, Stamp, cut};
 use super::kernel_lines::Meaning;
 use crate::data::agent_log::AgentEvent;
-use crate::data::imported_record::Format;
-use crate::data::imported_record::MARK;
-use crate::data::units::size;
+use crate::data::imported_record::{MARK, parts};
 use kata_gpu_wire::catalogue::logged as own;
 use kata_gpu_wire::driver_log;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::reason;
 use kata_gpu_wire::reason::Step;
-use kata_gpu_wire::record::{Kind, Level};
+use kata_gpu_wire::record::{Kind, Level, Record};
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 
 /// Lines of the driver that are kept per GPU, to find the reason of a failure.
-const WORDS_PER_GPU: usize = 24;
+const LINES_PER_GPU: usize = 24;
 /// Longest text of a kernel line in a record.
 const MAX_TEXT: usize = 1000;
 
+/// Makes records of facts in order of time. `steps_of_init`: lines of our init are the steps.
+pub fn derive(items: &[(Placed, &Item)], steps_of_init: bool) -> Vec<Record> {
+    let mut maker = Maker {
+        gpus: gpus(items),
+        steps_of_init,
+        ..Maker::default()
+    };
+    for (placed, item) in items {
+        maker.now = Source::of(*placed, item);
+        maker.take(item);
+    }
+    // Sort by time; records of one time keep the order in which they were written.
+    maker.drafts.sort_by_key(|draft| draft.source.placed.at_ns);
+    maker.drafts.into_iter().map(Draft::finish).collect()
+}
+
+/// All GPUs, in PCI order, which is the order of the CDI names. A console that begins late has no
+/// enumeration: every function that nvidia.ko enables is a GPU.
+fn gpus(items: &[(Placed, &Item)]) -> BTreeSet<PciAddress> {
+    let gpu = |(_, item): &(Placed, &Item)| match &item.fact {
+        Fact::Init(line) => line.gpu,
+        Fact::Kernel { meaning, .. } => match meaning {
+            Meaning::GpuFound { gpu, .. } => Some(*gpu),
+            Meaning::Enabling {
+                function,
+                driver: true,
+            } => Some(*function),
+            _ => None,
+        },
+        Fact::Agent(_) | Fact::Runtime(_) => None,
+    };
+    items.iter().filter_map(gpu).collect()
+}
+
+/// Time, file and line of a record.
+#[derive(Clone, Copy, Default)]
+struct Source {
+    placed: Placed,
+    file: usize,
+    line: u64,
+}
+
+impl Source {
+    fn of(placed: Placed, item: &Item) -> Self {
+        let (file, line) = (item.file, item.line);
+        Self { placed, file, line }
+    }
+}
+
 /// A record in the making.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Draft {
-    pub at_ns: i64,
-    pub error_ns: u64,
-    pub kind: Kind,
-    pub name: String,
-    pub level: Level,
-    pub gpu: Option<PciAddress>,
-    /// Number of the span, from 0 in this import.
-    pub span: Option<u64>,
-    pub error: Option<String>,
-    pub fields: Map<String, Value>,
-    pub format: Format,
-    pub line: u64,
+struct Draft {
+    source: Source,
+    record: Record,
 }
 
 impl Draft {
-    pub fn new(placed: Placed, kind: Kind, name: &str, format: Format, line: u64) -> Self {
-        let Placed { at_ns, error_ns } = placed;
-        let (name, fields) = (name.to_string(), Map::new());
-        Self {
-            at_ns,
-            error_ns,
-            kind,
-            name,
-            level: Level::Info,
-            gpu: None,
-            span: None,
-            error: None,
-            fields,
-            format,
-            line,
+    fn finish(self) -> Record {
+        let Self { source, mut record } = self;
+        let Placed { at_ns, error_ns } = source.placed;
+        record.boottime_ns = u64::try_from(at_ns).unwrap_or(0);
+        // Insert the mark last, so that no field of a line can replace it.
+        let mark = json!({ "file": source.file, "line": source.line, "error_ns": error_ns });
+        record.fields.insert(MARK.into(), mark);
+        if at_ns < 0 && record.kind != Kind::End {
+            let before_ms = at_ns.unsigned_abs() / 1_000_000;
+            record.fields.insert("before_ms".into(), before_ms.into());
         }
+        record
     }
 }
 
-/// Source of the steps: lines of our init, or kernel lines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Said {
-    OfInit,
-    OfKernel,
-}
-
-/// Records and facts from the items.
-#[derive(Debug, Default)]
-pub struct Derived {
-    pub drafts: Vec<Draft>,
-    /// Release of the guest's kernel.
-    pub release: Option<String>,
-    pub spans: u64,
-}
-
-/// Turns items in order of time into drafts.
-pub fn derive<'a>(items: &[(Placed, &'a Item)], steps: &'a Steps, said: Said) -> Derived {
-    let mut maker = Maker {
-        steps,
-        said,
-        out: Derived::default(),
-        open: HashMap::new(),
-        words: HashMap::new(),
-        failed: BTreeSet::new(),
-        waits: HashMap::new(),
-        marks: 0,
-        mark: None,
-        bars: BTreeMap::new(),
-    };
-    if said == Said::OfKernel {
-        maker.enablings(items);
-    }
-    for (placed, item) in items {
-        maker.take(*placed, item);
-    }
-    // Sort by time; drafts of one time keep the order in which they were written.
-    maker.out.drafts.sort_by_key(|draft| draft.at_ns);
-    maker.out
-}
-
-#[derive(Debug)]
-struct Wait {
-    span: u64,
-    tries: u64,
-}
-
-struct Maker<'a> {
-    steps: &'a Steps,
-    said: Said,
-    out: Derived,
-    /// Spans that have begun and not ended.
-    open: HashMap<(String, Option<PciAddress>), Vec<u64>>,
-    words: HashMap<PciAddress, Vec<String>>,
+#[derive(Default)]
+struct Maker {
+    gpus: BTreeSet<PciAddress>,
+    steps_of_init: bool,
+    drafts: Vec<Draft>,
+    /// Source of the next record.
+    now: Source,
+    spans: u64,
+    /// Spans that have begun and not ended, by what begins and ends them.
+    open: HashMap<String, Vec<u64>>,
+    /// GPUs whose enabling has begun and not ended.
+    enabling: BTreeSet<PciAddress>,
+    /// The driver's lines about each GPU that can explain a failure.
+    driver_lines: HashMap<PciAddress, Vec<String>>,
     failed: BTreeSet<PciAddress>,
-    /// Spans of waiting containers, with the tries that failed.
-    waits: HashMap<String, Wait>,
+    /// Waiting containers, with the tries that failed.
+    waits: HashMap<String, u64>,
     marks: u64,
     /// Last mark of an initialisation, whose end no line has shown yet.
-    mark: Option<(Placed, &'a Item)>,
-    bars: BTreeMap<PciAddress, usize>,
+    mark: Option<Source>,
 }
 
-impl<'a> Maker<'a> {
-    fn span(&mut self) -> u64 {
-        self.out.spans += 1;
-        self.out.spans - 1
+impl Maker {
+    fn record(&mut self, kind: Kind, name: &str) -> &mut Record {
+        let at = self.drafts.len();
+        self.drafts.push(Draft {
+            source: self.now,
+            record: Record::new(kind, name),
+        });
+        &mut self.drafts[at].record
     }
 
-    fn draft(&mut self, placed: Placed, item: &Item, kind: Kind, name: &str) -> &mut Draft {
-        let at = self.out.drafts.len();
-        let placed = Placed {
-            error_ns: placed.error_ns.saturating_add(item.error_ns),
-            ..placed
-        };
-        self.out
-            .drafts
-            .push(Draft::new(placed, kind, name, item.format, item.line));
-        &mut self.out.drafts[at]
+    fn event(&mut self, name: &str) -> &mut Record {
+        self.record(Kind::Event, name)
     }
 
-    fn take(&mut self, placed: Placed, item: &'a Item) {
+    /// An event of a GPU, with its CDI name.
+    fn gpu_event(&mut self, name: &str, gpu: PciAddress) -> &mut Record {
+        let index = self.gpus.iter().position(|known| *known == gpu);
+        let record = self.event(name);
+        record.gpu = Some(gpu);
+        record.fields = fields([("index", json!(index))]);
+        record
+    }
+
+    /// Begins a span; `key` identifies its end.
+    fn begin(&mut self, name: &str, key: &str) -> &mut Record {
+        self.spans += 1;
+        let span = self.spans;
+        self.open
+            .entry(format!("{name} {key}"))
+            .or_default()
+            .push(span);
+        let record = self.record(Kind::Begin, name);
+        record.span = Some(span);
+        record
+    }
+
+    /// Ends a span; without a beginning it is one whose beginning was lost.
+    fn end(&mut self, name: &str, key: &str) -> &mut Record {
+        let begun = self
+            .open
+            .get_mut(&format!("{name} {key}"))
+            .and_then(Vec::pop);
+        self.spans += u64::from(begun.is_none());
+        let span = begun.unwrap_or(self.spans);
+        let record = self.record(Kind::End, name);
+        record.span = Some(span);
+        record
+    }
+
+    /// Ends the span that this field identifies; its beginning, if there is one, has the field.
+    fn end_named(&mut self, name: &str, (key, value): (&str, &str)) {
+        let begun = self.open.get(&format!("{name} {value}"));
+        let begun = begun.is_some_and(|spans| !spans.is_empty());
+        let record = self.end(name, value);
+        if !begun {
+            record.fields = fields([(key, value.into())]);
+        }
+    }
+
+    fn take(&mut self, item: &Item) {
         match &item.fact {
-            Fact::Kernel(text) => self.kernel(placed, item, text),
-            Fact::Init(line) => self.init(placed, item, line),
-            Fact::Agent(fact) => self.agent(placed, item, fact),
-            Fact::Plain {
-                name,
-                level,
-                error,
-                fields,
-            } => {
-                let draft = self.draft(placed, item, Kind::Event, name);
-                (draft.level, draft.error, draft.fields) = (*level, error.clone(), fields.clone());
+            Fact::Kernel { text, meaning } => self.kernel(item.stamp, text, meaning),
+            Fact::Init(line) => self.init(line),
+            Fact::Agent(event) => self.agent(event),
+            Fact::Runtime(event) => {
+                let record = self.event(event.name);
+                if event.error.is_some() {
+                    record.level = Level::Error;
+                }
+                (record.error, record.fields) = (event.error.clone(), event.fields.clone());
             }
         }
     }
 
-    fn init(&mut self, placed: Placed, item: &Item, line: &InitLine) {
-        let key = (line.name.clone(), line.gpu);
-        let span = match line.kind {
-            Kind::Begin => {
-                let span = self.span();
-                self.open.entry(key).or_default().push(span);
-                Some(span)
-            }
-            // Without a begin (which only a verbose console shows) the line ends a span whose begin
-            // was lost.
-            Kind::End => Some(
-                self.open
-                    .get_mut(&key)
-                    .and_then(Vec::pop)
-                    .unwrap_or_else(|| self.span()),
-            ),
-            Kind::Event | Kind::Kmsg => None,
+    fn init(&mut self, line: &InitLine) {
+        let key = format!("{:?}", line.gpu);
+        let record = match line.kind {
+            Kind::Begin => self.begin(&line.name, &key),
+            Kind::End => self.end(&line.name, &key),
+            Kind::Event | Kind::Kmsg => self.event(&line.name),
         };
-        let draft = self.draft(placed, item, line.kind, &line.name);
-        (draft.level, draft.gpu, draft.span, draft.error) =
-            (line.level, line.gpu, span, line.error.clone());
-        draft.fields = line.fields.clone();
+        (record.level, record.gpu, record.error) = (line.level, line.gpu, line.error.clone());
+        record.fields = line.fields.clone();
     }
 
-    fn kernel(&mut self, placed: Placed, item: &'a Item, text: &str) {
-        let Some(meaning) = kernel_lines::meaning(text) else {
-            return;
-        };
-        let gpu = driver_log::address(text).filter(|address| self.steps.gpus.contains_key(address));
-        if let Some(gpu) = gpu.filter(|_| driver_log::explains(text)) {
-            let words = self.words.entry(gpu).or_default();
-            if words.len() < WORDS_PER_GPU {
-                words.push(text.to_string());
-            }
-        }
+    fn kernel(&mut self, stamp: Stamp, text: &str, meaning: &Meaning) {
         if let Meaning::Nvrc { text } = meaning {
-            let draft = self.draft(placed, item, Kind::Event, own::NVRC);
-            draft.level = Level::Debug;
-            draft
-                .fields
-                .insert("text".into(), cut(&text, MAX_TEXT).into());
+            let record = self.event(own::NVRC);
+            record.level = Level::Debug;
+            record.fields = fields([("text", cut(text, MAX_TEXT).into())]);
             return;
         }
-        let draft = self.draft(placed, item, Kind::Kmsg, "kmsg");
-        draft.gpu = gpu;
-        draft
-            .fields
-            .insert("text".into(), cut(text, MAX_TEXT).into());
-        if let Stamp::Kernel(ns) = item.stamp {
-            draft.fields.insert("printk_us".into(), (ns / 1000).into());
+        let gpu = driver_log::address(text).filter(|gpu| self.gpus.contains(gpu));
+        if let Some(gpu) = gpu.filter(|_| driver_log::explains(text)) {
+            let lines = self.driver_lines.entry(gpu).or_default();
+            if lines.len() < LINES_PER_GPU {
+                lines.push(text.to_string());
+            }
         }
-        if let Meaning::Banner { release } = &meaning {
-            self.out.release.get_or_insert_with(|| release.clone());
-        }
-        if let Meaning::Bar { function, .. } = meaning {
-            self.bar(placed, item, function);
-        }
-        if self.said == Said::OfKernel {
-            self.meaning(placed, item, meaning, text);
-        }
-    }
-
-    /// Adds one row per GPU, when the last of its BARs has its place.
-    fn bar(&mut self, placed: Placed, item: &Item, gpu: PciAddress) {
-        let Some(bars) = self.steps.bars.get(&gpu) else {
-            return;
+        self.enablings_end(gpu, meaning);
+        let printk_us = match stamp {
+            Stamp::Kernel(ns) => Some(ns / 1000),
+            _ => None,
         };
-        let seen = self.bars.entry(gpu).or_default();
-        *seen += 1;
-        if *seen == bars.len() {
-            let text = bars
-                .iter()
-                .map(|(bar, bytes)| format!("{bar}: {}", size(*bytes)))
-                .collect::<Vec<_>>()
-                .join(", ");
-            let draft = self.draft(placed, item, Kind::Event, own::GPU_BARS);
-            draft.gpu = Some(gpu);
-            draft.fields.insert("bars".into(), text.into());
+        let record = self.record(Kind::Kmsg, "kmsg");
+        record.gpu = gpu;
+        let text_cut = cut(text, MAX_TEXT).into();
+        record.fields = fields([("text", text_cut), ("printk_us", json!(printk_us))]);
+        if !self.steps_of_init {
+            self.step(meaning, text);
         }
     }
 
-    fn meaning(&mut self, placed: Placed, item: &'a Item, meaning: Meaning, text: &str) {
+    /// Ends the enablings whose return this line of `gpu` shows.
+    fn enablings_end(&mut self, gpu: Option<PciAddress>, of: &Meaning) {
+        if let Some(gpu) = gpu {
+            self.enabling_ends(gpu, "next line of this GPU");
+        }
+        let by = match of {
+            Meaning::Enabling { driver: true, .. } => "next GPU's enabling",
+            Meaning::ModuleLoaded => "end of the module's load",
+            _ => return,
+        };
+        for gpu in self.enabling.clone() {
+            self.enabling_ends(gpu, by);
+        }
+    }
+
+    fn enabling_ends(&mut self, gpu: PciAddress, by: &str) {
+        if self.enabling.remove(&gpu) {
+            let record = self.end(names::GPU_ENABLE, &gpu.to_string());
+            record.gpu = Some(gpu);
+            record.fields = fields([("until", by.into())]);
+        }
+    }
+
+    fn step(&mut self, meaning: &Meaning, text: &str) {
         match meaning {
             Meaning::RunInit { program } => {
-                self.draft(placed, item, Kind::Event, names::INIT_START)
-                    .fields
-                    .insert("program".into(), cut(&program, MAX_TEXT).into());
+                let record = self.event(names::INIT_START);
+                record.fields = fields([("program", cut(program, MAX_TEXT).into())]);
             }
             Meaning::GpuFound { gpu, device } => {
-                let index = self.steps.index(gpu);
-                let draft = self.draft(placed, item, Kind::Event, names::GPU_FOUND);
-                draft.gpu = Some(gpu);
-                draft.fields.insert("device".into(), device.into());
-                draft
+                let record = self.gpu_event(names::GPU_FOUND, *gpu);
+                record
                     .fields
-                    .extend(index.map(|i| ("index".to_string(), Value::from(i))));
+                    .insert("device".into(), device.as_str().into());
+            }
+            Meaning::Enabling { function: gpu, .. } if self.gpus.contains(gpu) => {
+                self.enabling.insert(*gpu);
+                self.begin(names::GPU_ENABLE, &gpu.to_string()).gpu = Some(*gpu);
             }
             Meaning::ModuleBegins => {
-                self.begin(placed, item, names::MODULE_LOAD, "module", "nvidia")
+                let record = self.begin(names::MODULE_LOAD, "nvidia");
+                record.fields = fields([("module", "nvidia".into())]);
             }
-            Meaning::ModuleLoaded => self.end(placed, item, names::MODULE_LOAD, "module", "nvidia"),
+            Meaning::ModuleLoaded => {
+                self.end_named(names::MODULE_LOAD, ("module", "nvidia"));
+            }
             Meaning::UvmLoaded => {
-                self.end(placed, item, names::MODULE_LOAD, "module", "nvidia_uvm")
+                self.end_named(names::MODULE_LOAD, ("module", "nvidia_uvm"));
             }
             Meaning::CtkBegins => {
-                self.end_initialisation(placed, item, "start of nvidia-ctk");
-                self.begin(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk");
+                self.initialisation_ends("start of nvidia-ctk");
+                let record = self.begin(names::CDI_PUBLISH, "nvidia-ctk");
+                record.fields = fields([("by", "nvidia-ctk".into())]);
             }
             Meaning::CtkDone => {
-                self.end(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk");
+                self.end_named(names::CDI_PUBLISH, ("by", "nvidia-ctk"));
                 // nvidia-ctk writes all GPUs or none.
-                let ready: Vec<PciAddress> = self
-                    .steps
-                    .gpus
-                    .keys()
-                    .filter(|gpu| !self.failed.contains(gpu))
-                    .copied()
-                    .collect();
-                for gpu in ready {
-                    let index = self.steps.index(gpu);
-                    let draft = self.draft(placed, item, Kind::Event, names::GPU_PUBLISHED);
-                    draft.gpu = Some(gpu);
-                    draft
-                        .fields
-                        .extend(index.map(|i| ("index".to_string(), Value::from(i))));
-                    draft.fields.insert("by".into(), "nvidia-ctk".into());
+                for gpu in &self.gpus.clone() - &self.failed {
+                    let record = self.gpu_event(names::GPU_PUBLISHED, gpu);
+                    record.fields.insert("by".into(), "nvidia-ctk".into());
                 }
             }
             Meaning::Xid { gpu, xid } => {
-                let draft = self.draft(placed, item, Kind::Event, names::GPU_XID);
-                (draft.gpu, draft.level) = (Some(gpu), Level::Error);
-                draft.fields.insert("xid".into(), xid.into());
+                let record = self.event(names::GPU_XID);
+                (record.gpu, record.level) = (Some(*gpu), Level::Error);
+                record.fields = fields([("xid", json!(xid))]);
             }
             Meaning::InitMark => {
-                self.end_initialisation(placed, item, "next mark");
-                self.mark = Some((placed, item));
+                self.initialisation_ends("next mark");
+                self.mark = Some(self.now);
                 self.marks += 1;
-                let nth = self.marks;
-                self.draft(placed, item, Kind::Event, own::GPU_INIT_MARK)
-                    .fields
-                    .insert("nth".into(), nth.into());
+                let nth = json!(self.marks);
+                self.event(own::GPU_INIT_MARK).fields = fields([("nth", nth)]);
             }
             Meaning::InitFailed { gpu } => {
-                self.end_initialisation(placed, item, "failure of an initialisation");
-                self.gpu_failed(placed, item, gpu, Step::Init, text);
+                self.initialisation_ends("failure of an initialisation");
+                self.gpu_failed(*gpu, Step::Init, text);
             }
-            Meaning::ProbeFailed { gpu } => self.gpu_failed(placed, item, gpu, Step::Probe, text),
-            Meaning::Banner { .. } | Meaning::Bar { .. } | Meaning::Enabling { .. } => {}
-            Meaning::Nvrc { .. } | Meaning::Panic | Meaning::Other => {}
+            Meaning::ProbeFailed { gpu } => self.gpu_failed(*gpu, Step::Probe, text),
+            Meaning::Banner { .. } | Meaning::Enabling { .. } => {}
+            Meaning::Nvrc { .. } | Meaning::Other => {}
         }
     }
 
     /// Adds a span from the last mark to here: the driver initialises one GPU after another, and no
     /// line names the GPU. A mark without an end is an event alone.
-    fn end_initialisation(&mut self, placed: Placed, item: &Item, until: &str) {
-        let Some((begin, of_mark)) = self.mark.take() else {
-            return;
-        };
-        let span = Some(self.span());
-        self.draft(begin, of_mark, Kind::Begin, names::GPU_INIT)
-            .span = span;
-        let draft = self.draft(placed, item, Kind::End, names::GPU_INIT);
-        draft.span = span;
-        draft.fields.insert("until".into(), until.into());
+    fn initialisation_ends(&mut self, until: &str) {
+        if let Some(mark) = self.mark.take() {
+            let now = std::mem::replace(&mut self.now, mark);
+            self.begin(names::GPU_INIT, "");
+            self.now = now;
+            self.end(names::GPU_INIT, "").fields = fields([("until", until.into())]);
+        }
     }
 
-    fn gpu_failed(&mut self, placed: Placed, item: &Item, gpu: PciAddress, step: Step, text: &str) {
-        // Report the first failure alone: later tries fail again.
+    fn gpu_failed(&mut self, gpu: PciAddress, step: Step, text: &str) {
+        // Report the first failure only: later tries fail again.
         if !self.failed.insert(gpu) {
             return;
         }
-        let words = self.words.get(&gpu).cloned().unwrap_or_default();
-        let (reason, line) = reason::classify(step, &words);
-        let words = line.unwrap_or(text).to_string();
-        let draft = self.draft(placed, item, Kind::Event, names::GPU_FAILED);
-        (draft.gpu, draft.level) = (Some(gpu), Level::Error);
-        draft.error = Some(format!("{reason}: {}", cut(&words, MAX_TEXT)));
-        draft.fields.insert("step".into(), step.as_str().into());
-        draft.fields.insert("reason".into(), reason.as_str().into());
-        draft.fields.extend(
-            reason
-                .cure()
-                .map(|cure| ("cure".to_string(), Value::from(cure))),
-        );
+        let lines = self.driver_lines.remove(&gpu).unwrap_or_default();
+        let (reason, line) = reason::classify(step, &lines);
+        let record = self.event(names::GPU_FAILED);
+        (record.gpu, record.level) = (Some(gpu), Level::Error);
+        record.error = Some(format!("{reason}: {}", cut(line.unwrap_or(text), MAX_TEXT)));
+        record.fields = fields([
+            ("step", step.as_str().into()),
+            ("reason", reason.as_str().into()),
+            ("cure", json!(reason.cure())),
+        ]);
     }
 
-    /// Begins a span that lines begin and end; one of its fields identifies it.
-    fn begin(&mut self, placed: Placed, item: &Item, name: &str, key: &str, value: &str) {
-        let span = self.span();
-        self.open
-            .entry((format!("{name} {value}"), None))
-            .or_default()
-            .push(span);
-        let draft = self.draft(placed, item, Kind::Begin, name);
-        draft.span = Some(span);
-        draft.fields.insert(key.into(), value.into());
-    }
-
-    fn end(&mut self, placed: Placed, item: &Item, name: &str, key: &str, value: &str) {
-        let begun = self
-            .open
-            .get_mut(&(format!("{name} {value}"), None))
-            .and_then(Vec::pop);
-        let span = begun.unwrap_or_else(|| self.span());
-        let draft = self.draft(placed, item, Kind::End, name);
-        draft.span = Some(span);
-        if begun.is_none() {
-            draft.fields.insert(key.into(), value.into());
-        }
-    }
-
-    fn enablings(&mut self, items: &[(Placed, &Item)]) {
-        for enabling in &self.steps.enablings {
-            let Some((_, item)) = items.iter().find(|(placed, item)| {
-                *placed == enabling.begin && item.line == enabling.begin_line
-            }) else {
-                continue;
-            };
-            let span = self.span();
-            let draft = self.draft(enabling.begin, item, Kind::Begin, names::GPU_ENABLE);
-            (draft.gpu, draft.span) = (Some(enabling.gpu), Some(span));
-            if let Some((end, by)) = enabling.end {
-                let draft = self.draft(end, item, Kind::End, names::GPU_ENABLE);
-                (draft.gpu, draft.span) = (Some(enabling.gpu), Some(span));
-                draft.fields.insert("until".into(), by.into());
-            }
-        }
-    }
-
-    fn agent(&mut self, placed: Placed, item: &Item, event: &AgentEvent) {
+    fn agent(&mut self, event: &AgentEvent) {
         match event {
-            AgentEvent::Start { version } => {
-                self.draft(placed, item, Kind::Event, own::AGENT_START)
-                    .fields
-                    .insert("version".into(), version.clone().into());
-            }
-            AgentEvent::Ready => drop(self.draft(placed, item, Kind::Event, own::AGENT_READY)),
-            AgentEvent::Rpc { call } => {
-                self.draft(placed, item, Kind::Event, own::AGENT_RPC)
-                    .fields
-                    .insert("call".into(), call.clone().into());
-            }
-            AgentEvent::ContainerAsked {
-                container,
-                devices,
-                pause,
-            } => {
-                self.draft(placed, item, Kind::Event, own::CONTAINER_ASKED)
-                    .fields = container_fields(container, devices, None, *pause);
-            }
             AgentEvent::CdiTryFailed {
-                container,
-                attempt,
-                error,
+                container, attempt, ..
             } => {
-                self.waiting(placed, item, container, *attempt);
-                let draft = self.draft(placed, item, Kind::Event, own::AGENT_CDI_TRY);
-                draft.error = Some(error.clone());
-                draft.fields = Map::from_iter([
-                    ("container".to_string(), json!(container)),
-                    ("try".to_string(), json!(attempt)),
-                ]);
-            }
-            AgentEvent::Injected { container } => self.waited(placed, item, container, None),
-            AgentEvent::ContainerCreated {
-                container,
-                devices,
-                tries,
-                pause,
-            } => {
-                self.waited(placed, item, container, None);
-                self.draft(placed, item, Kind::Event, own::CONTAINER_CREATED)
-                    .fields = container_fields(container, devices, *tries, *pause);
-            }
-            AgentEvent::ContainerStarted { container } => {
-                let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_STARTED);
-                draft
-                    .fields
-                    .insert("container".into(), container.clone().into());
-            }
-            AgentEvent::ContainerFailed {
-                container,
-                devices,
-                tries,
-                error,
-            } => {
-                self.waited(placed, item, container, Some(error));
-                let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_FAILED);
-                (draft.error, draft.level) = (Some(error.clone()), Level::Error);
-                draft.fields = container_fields(container, devices, *tries, false);
-            }
-            AgentEvent::HookFailed { error } => {
-                let draft = self.draft(placed, item, Kind::Event, own::AGENT_HOOK_FAILED);
-                (draft.error, draft.level) = (Some(error.clone()), Level::Error);
-            }
-            AgentEvent::Bound(gpu) => {
-                if self.said == Said::OfKernel && self.steps.gpus.contains_key(gpu) {
-                    let index = self.steps.index(*gpu);
-                    let draft = self.draft(placed, item, Kind::Event, names::GPU_BOUND);
-                    draft.gpu = Some(*gpu);
-                    draft
-                        .fields
-                        .extend(index.map(|i| ("index".to_string(), Value::from(i))));
+                let before = self.waits.insert(container.clone(), *attempt);
+                if before.is_none() {
+                    let record = self.begin(own::AGENT_CDI_WAIT, container);
+                    record.fields = fields([("container", json!(container))]);
                 }
             }
+            AgentEvent::Injected { container } | AgentEvent::ContainerCreated { container, .. } => {
+                self.wait_ends(container, None);
+            }
+            AgentEvent::ContainerFailed {
+                container, error, ..
+            } => self.wait_ends(container, Some(error)),
+            AgentEvent::Bound(gpu) => {
+                self.enabling_ends(*gpu, "bind uevent");
+                if !self.steps_of_init && self.gpus.contains(gpu) {
+                    self.gpu_event(names::GPU_BOUND, *gpu);
+                }
+            }
+            _ => {}
         }
-    }
-
-    fn waiting(&mut self, placed: Placed, item: &Item, container: &str, attempt: u64) {
-        if let Some(wait) = self.waits.get_mut(container) {
-            wait.tries = attempt;
+        let Some((name, error, fields)) = parts(event) else {
             return;
+        };
+        let record = self.event(&name);
+        (record.error, record.fields) = (error, fields);
+        if let AgentEvent::ContainerFailed { .. } | AgentEvent::HookFailed { .. } = event {
+            record.level = Level::Error;
         }
-        let span = self.span();
-        self.waits.insert(
-            container.to_string(),
-            Wait {
-                span,
-                tries: attempt,
-            },
-        );
-        let draft = self.draft(placed, item, Kind::Begin, own::AGENT_CDI_WAIT);
-        draft.span = Some(span);
-        draft.fields.insert("container".into(), container.into());
     }
 
     /// Ends the wait of a container, once.
-    fn waited(&mut self, placed: Placed, item: &Item, container: &str, error: Option<&str>) {
-        let Some(Wait { span, tries }) = self.waits.remove(container) else {
-            return;
-        };
-        let draft = self.draft(placed, item, Kind::End, own::AGENT_CDI_WAIT);
-        (draft.span, draft.error) = (Some(span), error.map(str::to_string));
-        draft.fields.insert("failed_tries".into(), tries.into());
+    fn wait_ends(&mut self, container: &str, error: Option<&String>) {
+        if let Some(tries) = self.waits.remove(container) {
+            let record = self.end(own::AGENT_CDI_WAIT, container);
+            record.error = error.cloned();
+            record.fields = fields([("failed_tries", json!(tries))]);
+        }
     }
 }
 
-fn container_fields(
-    container: &str,
-    devices: &str,
-    tries: Option<u64>,
-    pause: bool,
-) -> Map<String, Value> {
-    let mut fields = Map::from_iter([
-        ("container".to_string(), Value::from(container)),
-        ("devices".to_string(), devices.into()),
-    ]);
-    fields.extend(tries.map(|n| ("tries".to_string(), Value::from(n))));
-    fields.extend(pause.then(|| ("pause".to_string(), Value::from(true))));
-    fields
-}
-
-/// Fields of a record from a log, with its source and the bound on its time's error.
-pub fn marked(draft: &Draft) -> Map<String, Value> {
-    let mut fields = draft.fields.clone();
-    // Insert the mark last, so that no field of a line can replace it.
-    fields.insert(
-        MARK.into(),
-        json!({ "format": draft.format, "line": draft.line, "error_ns": draft.error_ns }),
-    );
-    if draft.at_ns < 0 && draft.kind != Kind::End {
-        fields.insert(
-            "before_ms".into(),
-            (draft.at_ns.unsigned_abs() / 1_000_000).into(),
-        );
-    }
-    fields
+/// Fields of a record; those that are null are left out.
+fn fields<const N: usize>(pairs: [(&str, Value); N]) -> Map<String, Value> {
+    let known = pairs.into_iter().filter(|(_, value)| !value.is_null());
+    known.map(|(key, value)| (key.to_string(), value)).collect()
 }

@@ -22,12 +22,6 @@ pub enum Meaning {
         gpu: PciAddress,
         device: String,
     },
-    /// A BAR of a function has its place.
-    Bar {
-        function: PciAddress,
-        bar: u8,
-        bytes: u64,
-    },
     /// A function's memory is about to be enabled: on the host, its BARs are mapped while this
     /// write lasts.
     Enabling {
@@ -57,7 +51,6 @@ pub enum Meaning {
     Nvrc {
         text: String,
     },
-    Panic,
     /// Any other line that enters the stream as it stands.
     Other,
 }
@@ -76,14 +69,11 @@ pub fn meaning(text: &str) -> Option<Meaning> {
             program: program.to_string(),
         });
     }
-    if let Some(gpu) = kata_gpu_wire::driver_log::enumerated_gpu(text) {
+    if let Some(gpu) = driver_log::enumerated_gpu(text) {
         return Some(Meaning::GpuFound {
             gpu,
             device: between(text, "[", "]").unwrap_or("?").to_string(),
         });
-    }
-    if text.contains("BAR ") && text.contains("assigned") && !text.contains("not assigned") {
-        return Some(assigned_bar(text).unwrap_or(Meaning::Other));
     }
     if text.contains(": enabling device (")
         && let Some(function) = driver_log::address(text)
@@ -127,10 +117,7 @@ pub fn meaning(text: &str) -> Option<Meaning> {
             text: text.to_string(),
         });
     }
-    if text.contains("Kernel panic") {
-        return Some(Meaning::Panic);
-    }
-    kata_gpu_wire::driver_log::is_wanted(text).then_some(Meaning::Other)
+    driver_log::is_wanted(text).then_some(Meaning::Other)
 }
 
 /// Text of NVRC's log lines, which name their module: `NVRC::mode[1]: mode: gpu 8 GPU`. NVRC's log
@@ -140,27 +127,6 @@ fn nvrc(text: &str) -> Option<&str> {
     let target = target.split('[').next()?;
     let name = target.split("::").next()?;
     (name.eq_ignore_ascii_case("nvrc")).then_some(message)
-}
-
-/// `pci 0000:02:00.0: BAR 2 [mem 0x3a4000000000-0x3a5fffffffff 64bit pref]: assigned` (since 6.9),
-/// `BAR 2: assigned [mem ..]` (before).
-fn assigned_bar(text: &str) -> Option<Meaning> {
-    let function = driver_log::address(text)?;
-    let digits: String = text
-        .split_once("BAR ")?
-        .1
-        .chars()
-        .take_while(char::is_ascii_digit)
-        .collect();
-    let range = between(text, "[mem ", "]")?.split(' ').next()?;
-    let (first, last) = range.split_once('-')?;
-    let hex = |text: &str| u64::from_str_radix(text.strip_prefix("0x")?, 16).ok();
-    let bytes = hex(last)?.checked_sub(hex(first)?)?.checked_add(1)?;
-    Some(Meaning::Bar {
-        function,
-        bar: digits.parse().ok()?,
-        bytes,
-    })
 }
 
 fn between<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
@@ -199,22 +165,6 @@ mod tests {
                 Meaning::GpuFound {
                     gpu: function,
                     device: "10de:2330".into(),
-                },
-            ),
-            (
-                "pci 0000:02:00.0: BAR 2 [mem 0x3a4000000000-0x3a5fffffffff 64bit pref]: assigned",
-                Meaning::Bar {
-                    function,
-                    bar: 2,
-                    bytes: 128 << 30,
-                },
-            ),
-            (
-                "pci 0000:02:00.0: BAR 0: assigned [mem 0x1000000-0x1ffffff 64bit]",
-                Meaning::Bar {
-                    function,
-                    bar: 0,
-                    bytes: 16 << 20,
                 },
             ),
             (
@@ -263,11 +213,13 @@ mod tests {
                 Meaning::ProbeFailed { gpu: function },
             ),
             (
-                "NVRC::execute[1]: /bin/nvidia-ctk -d cdi generate --output=/var/run/cdi/nvidia.yaml",
+                "NVRC::execute[1]: /bin/nvidia-ctk -d cdi generate \
+                 --output=/var/run/cdi/nvidia.yaml",
                 Meaning::CtkBegins,
             ),
             (
-                "time=\"2026-01-02T03:04:05Z\" level=info msg=\"Generated CDI spec with version 0.5.0\"",
+                "time=\"2026-01-02T03:04:05Z\" level=info msg=\"Generated CDI spec with version \
+                 0.5.0\"",
                 Meaning::CtkDone,
             ),
             (
@@ -278,7 +230,7 @@ mod tests {
             ),
             (
                 "Kernel panic - not syncing: Attempted to kill init!",
-                Meaning::Panic,
+                Meaning::Other,
             ),
             ("NVRM: something new", Meaning::Other),
         ];
@@ -293,22 +245,5 @@ mod tests {
         ] {
             assert_eq!(meaning(text), None, "{text}");
         }
-    }
-
-    #[test]
-    fn half_a_line_never_has_another_meaning() {
-        for text in [
-            "pci 0000:02:00.0: BAR 2 [mem 0x5-0x1]: assigned",
-            "pci 0000:02:00.0: BAR 999 [mem 0x0-0x1]: assigned",
-            "pci zz: BAR 2 [mem 0x0-0xffffffffffffffff]: assigned",
-            "BAR : assigned [mem ",
-        ] {
-            assert_eq!(meaning(text), Some(Meaning::Other), "{text}");
-        }
-        assert_eq!(meaning(": enabling device ("), Some(Meaning::Other));
-        assert_eq!(
-            meaning("pci 0000:02:00.0: BAR 2 [mem size 0x2000000000 64bit pref]: not assigned"),
-            None.or(Some(Meaning::Other))
-        );
     }
 }

@@ -1,26 +1,328 @@
-//! `kata-gpu-boot import`: turns logs that other programs wrote about one boot into the file that
-//! `collect` would have written.
+//! Logs that other programs wrote about one boot, into a boot as `collect` would have written it.
 //!
-//! Each format has a file of its own that turns lines into [`item::Item`]s: facts with the clock of
-//! their stamp. [`clocks`] relates the clocks and bounds the error, [`mod@derive`] makes records,
-//! [`draft_writer`] makes the file. Invariants: recognised and skipped lines are counted; a record
-//! from a log is marked (`fields.import`: format, line, error), and so is the file, in a line that
-//! no guest can send ([`crate::data::boot_file::HostEvent::Imported`]). Logs are hostile
-//! input: bounded reads, no line can do harm.
+//! Two kinds of logs are read: a guest's console or kernel log, and the log of containerd and
+//! Kata's shims, with the guest's console in it or without. A boot's own file can be joined with
+//! them. [`source`] turns a file's lines into [`facts`], each with the clock of its stamp;
+//! [`clocks`] relates the clocks and bounds the error; [`mod@derive`] makes records; [`boot_text`]
+//! makes the file.
+//!
+//! Invariants: lines are counted; a record from a log is marked (`fields.import`: file, line,
+//! error), and so is the boot, in a line that no guest can send ([`HostEvent::Imported`]). Logs are
+//! hostile input: bounded reads, no line can do harm.
+//!
+//! [`HostEvent::Imported`]: crate::data::boot_file::HostEvent::Imported
 
-pub mod agent_lines; // lines of the agent and of our init
-pub mod assemble; // files of one boot into one
-pub mod choose; // choice of one boot
-pub mod clocks; // all clocks on one base
-pub mod console_lines; // format: guest console logs
-pub mod derive; // items into records
-pub mod detect; // the format of a file
-pub mod draft_writer;
-pub mod gpu_enablings; // steps that kernel lines show
-pub mod import_report; // report of an import, for people and programs
-pub mod item; // output of the formats
-pub mod journal_lines; // format: containerd's journal or log
-pub mod kernel_lines; // lines of the guest's kernel
-pub mod log_files; // files into lines
-pub mod pod; // format: kubectl get pod -o json
-pub mod runtime_lines; // lines of containerd and of Kata's shims // records into the file of a boot
+mod agent_lines; // lines of the agent and of our init
+mod boot_text; // records into the file of a boot
+mod clocks; // all clocks on one base
+mod console_lines; // lines of a guest's console
+mod derive; // facts into records
+mod facts; // what lines state
+mod kernel_lines; // lines of the guest's kernel
+mod log_files; // files into lines
+mod runtime_lines; // lines of containerd and of Kata's shims
+mod source; // one file into facts
+
+use crate::data::boot_file::{BootFile, Imported, ImportedFile};
+use crate::data::compact_record::Field;
+use crate::data::text::{error_bound, printable, wall_clock};
+use anyhow::{Context, Result, bail};
+use clocks::{Clocks, Placed};
+use facts::{Fact, Item, Log, MAX_STAMP_NS, Stamp, cut};
+use kernel_lines::Meaning;
+use source::{CONTAINERD, Source};
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::path::{Path, PathBuf};
+
+/// The earliest time before the guest's kernel that is believed: a pod may wait for a node for
+/// long, but not for a month.
+const MAX_BEFORE_NS: i64 = 30 * 24 * 3600 * 1_000_000_000;
+/// Boots of one file that are listed.
+const MAX_LISTED: usize = 40;
+/// Most files and notes that the boot's file lists: its line has a limit.
+const MAX_NAMED: usize = 12;
+/// Longest name or note in the boot's file.
+const MAX_NOTE: usize = 300;
+
+/// One boot, made of logs.
+#[derive(Debug)]
+pub struct BootOfLogs {
+    /// The boot, as if read from a collector's file.
+    pub boot: BootFile,
+    /// The text of that file, for [`save`].
+    pub text: String,
+    /// Printable lines: counts of each file's lines, relations of the clocks, omissions.
+    pub warnings: Vec<String>,
+}
+
+/// Logs of one boot that have been read.
+#[derive(Debug, Default)]
+pub struct Logs(Vec<Source>);
+
+impl Logs {
+    /// Adds the file of this name; gzip is unpacked, and the kind of the file recognised.
+    pub fn add(&mut self, name: &str, from: impl Read + 'static) -> Result<()> {
+        let from = log_files::unpacked(Box::new(from))?;
+        let mut source = Source::read(&printable(&cut(name, MAX_NOTE)), from)?;
+        if source.recognised == 0 {
+            bail!(
+                "none of its {} line(s) is of a guest's console, containerd's or Kata's log, or a \
+                 boot's file: give the console's log, `journalctl -u containerd -o json --all`, \
+                 or `journalctl -t kata -o json --all`",
+                source.lines
+            );
+        }
+        let items = source.logs.iter_mut().flat_map(|log| &mut log.items);
+        items.for_each(|item| item.file = self.0.len());
+        self.0.push(source);
+        Ok(())
+    }
+
+    /// Makes the boot. `nth`: its number, from 1, in a file with several; else the one of the
+    /// sandbox that a boot's file names, else the last.
+    pub fn boot(self, nth: Option<usize>) -> Result<BootOfLogs> {
+        let Self(mut sources) = self;
+        if sources
+            .iter()
+            .filter(|source| source.boot.is_some())
+            .count()
+            > 1
+        {
+            bail!("several files of boots: logs of one boot are read with one of them");
+        }
+        let boot = sources.iter_mut().find_map(|source| source.boot.take());
+        let sandbox = boot.as_ref().and_then(|boot| boot.sandbox_id());
+        let one_each = sources.iter().all(|source| source.logs.len() < 2);
+        if let Some(nth) = nth.filter(|nth| one_each && *nth != 1) {
+            bail!("there is no boot {nth}: each of these files holds one");
+        }
+        let mut notes = Vec::new();
+        for source in &mut sources {
+            notes.extend(choose(source, nth, sandbox)?);
+        }
+        let logs = without_copies(&mut sources, boot.as_ref());
+
+        let clocks = Clocks::new(&logs, boot.as_ref());
+        let items = || logs.iter().flat_map(|log| &log.items);
+        let mut placed: Vec<(Placed, &Item)> = items()
+            .filter_map(|item| Some((clocks.place(item.stamp)?, item)))
+            .filter(|(placed, _)| (-MAX_BEFORE_NS..=MAX_STAMP_NS).contains(&placed.at_ns))
+            .collect();
+        if placed.is_empty() && boot.is_none() {
+            bail!("no line of these files has a possible time");
+        }
+        // Kernel lines first: a process logs an event after the kernel does.
+        placed.sort_by_key(|(at, item)| (at.at_ns, !matches!(item.stamp, Stamp::Kernel(_))));
+        let version = items().find_map(|item| match &item.fact {
+            Fact::Init(line) => Some(line.version.clone()),
+            _ => None,
+        });
+        let records = derive::derive(&placed, boot.is_some() || version.is_some());
+
+        notes.extend(
+            boot.iter()
+                .filter_map(|boot| Some(boot.too_large.some()?.sentence())),
+        );
+        for source in &sources {
+            let note = |why| format!("{}: not read to its end: {why}", source.name);
+            notes.extend(source.ended_early.as_ref().map(note));
+        }
+        let file = |source: &Source| ImportedFile {
+            file: source.name.clone(),
+            format: source.kind.to_string(),
+            lines: source.lines,
+            recognised: source.recognised,
+            skipped: source.lines.saturating_sub(source.recognised),
+        };
+        let named = sources.iter().take(MAX_NAMED);
+        let imported = Imported {
+            zero: clocks.zero.to_string(),
+            files: named.map(file).collect(),
+            clocks: clocks.evidence.clone(),
+            notes: notes
+                .iter()
+                .take(MAX_NAMED)
+                .map(|note| cut(note, MAX_NOTE))
+                .collect(),
+        };
+        let warnings = warnings(&imported, notes);
+        let facts = boot_text::Facts {
+            version,
+            release: items().find_map(release).map(str::to_string),
+            imported,
+            sample: clocks.sample(),
+        };
+        let text = boot_text::text(boot.as_ref(), records, facts);
+        let boot = BootFile::read(text.as_bytes()).context("read what was made")?;
+        Ok(BootOfLogs {
+            boot,
+            text,
+            warnings,
+        })
+    }
+}
+
+/// Reads logs of one boot, `-` being standard input; `nth` as in [`Logs::boot`].
+pub fn boot_of_logs(paths: &[PathBuf], nth: Option<usize>) -> Result<BootOfLogs> {
+    let mut logs = Logs::default();
+    for path in paths {
+        let name = path
+            .file_name()
+            .unwrap_or(path.as_os_str())
+            .to_string_lossy();
+        let from: Box<dyn Read> = match path.as_path() == Path::new("-") {
+            true => Box::new(io::stdin().lock()),
+            false => Box::new(File::open(path).with_context(|| read_of(path))?),
+        };
+        logs.add(&name, from).with_context(|| read_of(path))?;
+    }
+    logs.boot(nth)
+}
+
+fn read_of(path: &Path) -> String {
+    format!("read {}", printable(&path.display().to_string()))
+}
+
+/// Writes a new file; never over one that is there.
+pub fn save(path: &Path, text: &str) -> Result<()> {
+    let mut file = match File::create_new(path) {
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => bail!(
+            "{} is there already: remove it, or write to another file",
+            path.display()
+        ),
+        file => file.with_context(|| format!("create {}", path.display()))?,
+    };
+    file.write_all(text.as_bytes())
+        .and_then(|()| file.sync_all())
+        .with_context(|| format!("write {}", path.display()))
+}
+
+/// Removes everything but one boot from a file; a note on the others.
+fn choose(
+    source: &mut Source,
+    nth: Option<usize>,
+    sandbox: Option<&str>,
+) -> Result<Option<String>> {
+    let count = source.logs.len();
+    if count < 2 {
+        return Ok(None);
+    }
+    let of_sandbox = || {
+        let is = |log: &Log| sandbox.is_some() && log.sandbox.as_deref() == sandbox;
+        source.logs.iter().position(is)
+    };
+    let at = match nth {
+        Some(nth) => nth.wrapping_sub(1),
+        None => of_sandbox().unwrap_or(count - 1),
+    };
+    let list = list(&source.logs);
+    let holds = format!("{} holds {count} boots", source.name);
+    if at >= count {
+        bail!("{holds}, and no boot {}:\n{list}", at.wrapping_add(1));
+    }
+    source.logs.swap(0, at);
+    source.logs.truncate(1);
+    Ok(Some(format!(
+        "{holds}; this is number {}, --boot N takes another:\n{list}",
+        at + 1
+    )))
+}
+
+/// A line per boot.
+fn list(logs: &[Log]) -> String {
+    let listed = logs.iter().take(MAX_LISTED).enumerate();
+    let mut lines: Vec<String> = listed
+        .map(|(i, log)| format!("  {:>3}  {}", i + 1, describe(log)))
+        .collect();
+    if logs.len() > MAX_LISTED {
+        lines.push(format!("  and {} more", logs.len() - MAX_LISTED));
+    }
+    lines.join("\n")
+}
+
+fn describe(log: &Log) -> String {
+    let short = |id: &String| printable(id.get(..12).unwrap_or(id));
+    let sandbox = log
+        .sandbox
+        .as_ref()
+        .map(|id| format!("sandbox {}", short(id)));
+    let release = log.items.iter().find_map(release);
+    let release = release.map(|release| format!("kernel {}", printable(release)));
+    let wall = log.items.iter().find_map(|item| match item.stamp {
+        Stamp::Guest(ns) => Some(item.read_ns.unwrap_or(ns)),
+        _ => item.read_ns,
+    });
+    let lines = log.items.iter().map(|item| item.line);
+    let lines = lines.clone().min().zip(lines.max());
+    let lines = lines.map(|(first, last)| format!("lines {first}-{last}"));
+    let words = [sandbox, release, wall.map(wall_clock), lines];
+    words.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+/// Release of the kernel that starts with this line.
+fn release(item: &Item) -> Option<&str> {
+    match &item.fact {
+        Fact::Kernel {
+            meaning: Meaning::Banner { release },
+            ..
+        } => Some(release),
+        _ => None,
+    }
+}
+
+/// The logs without facts that several files have (the journal carries the console) or that the
+/// boot's file has.
+fn without_copies(sources: &mut [Source], boot: Option<&BootFile>) -> Vec<Log> {
+    let records = boot.into_iter().flat_map(|boot| &boot.records);
+    let of_boot: HashSet<(i64, &str)> = records
+        .filter_map(|record| {
+            let printk_us = record.fields.get("printk_us").and_then(Field::as_i64)?;
+            Some((printk_us.checked_mul(1000)?, record.kmsg_text()))
+        })
+        .collect();
+    let mut seen = HashSet::new();
+    // First those that also state when the host read their lines.
+    let mut order: Vec<&mut Source> = sources.iter_mut().collect();
+    order.sort_by_key(|source| source.kind != CONTAINERD);
+    let mut logs = Vec::new();
+    for source in order {
+        let mut seen_here = HashSet::new();
+        let mut log = source.logs.pop().unwrap_or_default();
+        log.items.retain(|item| {
+            let key = (item.stamp, format!("{:?}", item.fact));
+            let is_copy = seen.contains(&key)
+                || match (&item.fact, item.stamp) {
+                    (Fact::Init(_), _) => boot.is_some(),
+                    (Fact::Kernel { text, .. }, Stamp::Kernel(ns)) => {
+                        of_boot.contains(&(ns, text.as_str()))
+                    }
+                    _ => false,
+                };
+            seen_here.insert(key);
+            !is_copy
+        });
+        seen.extend(seen_here);
+        logs.push(log);
+    }
+    logs
+}
+
+/// The report for people.
+fn warnings(imported: &Imported, notes: Vec<String>) -> Vec<String> {
+    let file = |file: &ImportedFile| {
+        let (name, kind) = (&file.file, &file.format);
+        format!(
+            "{name}: {kind}, {} of {} lines recognised",
+            file.recognised, file.lines
+        )
+    };
+    let mut all: Vec<String> = imported.files.iter().map(file).collect();
+    all.extend(imported.clocks.iter().map(|clock| {
+        let error = error_bound(clock.error_ns);
+        format!("{} clock {error}: {}", clock.clock, clock.by)
+    }));
+    all.extend(notes);
+    all
+}

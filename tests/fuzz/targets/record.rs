@@ -34,6 +34,10 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     );
     let again = decode(written.as_bytes())
         .unwrap_or_else(|e| panic!("what was written does not decode: {e}: {written}"));
-    let differs = matches!(&again, Line::Record(r) if r.fields.contains_key("cut_bytes") || r.fields.values().any(has_fraction));
+    let differs = matches!(
+        &again,
+        Line::Record(r)
+            if r.fields.contains_key("cut_bytes") || r.fields.values().any(has_fraction)
+    );
     assert!(again == line || differs, "{again:?} != {line:?}");
 });

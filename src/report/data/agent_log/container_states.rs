@@ -9,8 +9,8 @@
 //! not parse, a mount that fails): that error goes to the runtime alone. Such a container was
 //! requested and has no end.
 
-use super::event::AgentEvent;
-use super::line::{Line, Spec, Words, devices_of, short};
+use super::event::{AgentEvent, NONE, UNKNOWN};
+use super::line::{Line, LineKind, Spec, devices_of, short};
 use std::collections::BTreeSet;
 
 /// Limit of containers under way; beyond it, the container with the oldest last try counts as
@@ -28,10 +28,6 @@ const LAST_PAUSE_NS: i64 = 1_000_000_000;
 /// Age of the last try after which a container counts as refused: the agent tries once a second,
 /// and does not log refusals.
 const FORGOTTEN_NS: i64 = 10_000_000_000;
-/// Placeholder for unknown devices of a container.
-pub const UNKNOWN: &str = "unknown";
-/// Placeholder for the devices of a container that requests none.
-pub const NONE: &str = "none";
 
 /// Progress of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,90 +97,64 @@ pub struct Containers {
 }
 
 impl Containers {
-    /// Parses the next line and passes its events on, with their times.
-    pub fn take(&mut self, line: &Line, mut each: impl FnMut(Option<i64>, AgentEvent)) {
+    /// Takes the next line and passes its events on, with their times.
+    pub fn take(&mut self, line: Line, mut each: impl FnMut(i64, AgentEvent)) {
         let at = line.realtime_ns;
-        match &line.words {
-            Words::Announce { version } => each(
-                at,
-                AgentEvent::Start {
-                    version: version.clone(),
-                },
-            ),
-            Words::ServerStarted => each(at, AgentEvent::Ready),
-            Words::Rpc { call } => {
-                if call == "create_container" {
-                    self.without_spec = self.without_spec.saturating_add(1);
-                    self.calls = self.calls.saturating_add(1);
+        match line.kind {
+            LineKind::Event(event) => {
+                if let AgentEvent::Rpc { call } = &event {
+                    if call == "create_container" {
+                        self.without_spec = self.without_spec.saturating_add(1);
+                        self.calls = self.calls.saturating_add(1);
+                    }
+                    // Other calls are frequent, or unrelated to the start.
+                    const CALLS: &[&str] = &[
+                        "create_sandbox",
+                        "create_container",
+                        "start_container",
+                        "online_cpu_mem",
+                    ];
+                    if !CALLS.contains(&call.as_str()) {
+                        return;
+                    }
                 }
-                // Other calls are frequent, or unrelated to the start.
-                const CALLS: &[&str] = &[
-                    "create_sandbox",
-                    "create_container",
-                    "start_container",
-                    "online_cpu_mem",
-                ];
-                if CALLS.contains(&call.as_str()) {
-                    each(at, AgentEvent::Rpc { call: call.clone() });
-                }
+                each(at, event);
             }
-            Words::Asked(spec) => each(at, self.asked(at, spec)),
-            Words::Waiting { attempt, of, error } => {
-                self.waiting(at, *attempt, *of, error, &mut each)
+            LineKind::Asked(spec) => each(at, self.asked(at, &spec)),
+            LineKind::Waiting { attempt, of, error } => {
+                self.waiting(at, attempt, of, &error, &mut each)
             }
-            Words::Injected(spec) => {
-                let Some(index) = self.injected(spec) else {
+            LineKind::Injected(spec) => {
+                let Some(index) = self.injected(&spec) else {
                     return;
                 };
                 self.not_its_own(index, at);
                 if let Some(container) = self.open.get_mut(index) {
                     container.state = State::Injected;
-                    each(
-                        at,
-                        AgentEvent::Injected {
-                            container: container.name.clone(),
-                        },
-                    );
+                    let container = container.name.clone();
+                    each(at, AgentEvent::Injected { container });
                 }
             }
-            Words::Making { id } => self.make(id),
-            Words::Created => {
+            LineKind::Making { id } => self.make(&id),
+            LineKind::Created => {
                 let Some(container) = self.done() else { return };
-                let (devices, tries) = (container.devices(), container.tries());
-                each(
-                    at,
-                    AgentEvent::ContainerCreated {
-                        container: container.name,
-                        devices,
-                        tries,
-                        pause: container.pause,
-                    },
-                );
+                let created = AgentEvent::ContainerCreated {
+                    devices: container.devices(),
+                    tries: container.tries(),
+                    container: container.name,
+                    pause: container.pause,
+                };
+                each(at, created);
             }
-            Words::StartFailed { error } => {
+            LineKind::StartFailed { error } => {
                 let Some(container) = self.done() else { return };
-                each(at, failed(&container, error));
+                each(at, failed(&container, &error));
             }
-            Words::Started { id } => {
-                let name = self
-                    .created
-                    .iter()
-                    .find(|(created, _)| created == id)
-                    .map_or(short(id), |(_, name)| name);
-                each(
-                    at,
-                    AgentEvent::ContainerStarted {
-                        container: name.to_string(),
-                    },
-                );
+            LineKind::Started { id } => {
+                let known = self.created.iter().find(|(created, _)| *created == id);
+                let container = known.map_or(short(&id), |(_, name)| name).to_string();
+                each(at, AgentEvent::ContainerStarted { container });
             }
-            Words::HookFailed { error } => each(
-                at,
-                AgentEvent::HookFailed {
-                    error: error.clone(),
-                },
-            ),
-            Words::Bound(gpu) => each(at, AgentEvent::Bound(*gpu)),
         }
     }
 
@@ -247,7 +217,7 @@ impl Containers {
         self.open.remove(index)
     }
 
-    fn asked(&mut self, at: Option<i64>, spec: &Spec) -> AgentEvent {
+    fn asked(&mut self, at: i64, spec: &Spec) -> AgentEvent {
         let devices = if spec.devices.is_empty() {
             NONE.to_string()
         } else {
@@ -256,7 +226,7 @@ impl Containers {
         let index = self.add(spec, Some(spec.devices.clone()));
         let container = index.and_then(|index| self.open.get_mut(index));
         let name = container.map_or("?", |container| {
-            container.last_ns = at.unwrap_or(container.last_ns);
+            container.last_ns = at;
             container.name.as_str()
         });
         AgentEvent::ContainerAsked {
@@ -281,18 +251,15 @@ impl Containers {
 
     fn waiting(
         &mut self,
-        at: Option<i64>,
+        at: i64,
         attempt: u64,
         of: u64,
         error: &str,
-        each: &mut impl FnMut(Option<i64>, AgentEvent),
+        each: &mut impl FnMut(i64, AgentEvent),
     ) {
         let named = devices_of(error);
-        let forgotten = |c: &Container| {
-            at.is_some_and(|at| {
-                c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS
-            })
-        };
+        let forgotten =
+            |c: &Container| c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS;
         let asked = || {
             self.open
                 .iter()
@@ -316,7 +283,7 @@ impl Containers {
             return;
         };
         container.failed_tries = attempt.saturating_add(1);
-        container.last_ns = at.unwrap_or(container.last_ns);
+        container.last_ns = at;
         if container.devices.is_none() && !named.is_empty() {
             container.devices = Some(named.join(","));
         }
@@ -333,7 +300,7 @@ impl Containers {
             let container = self.remove(index);
             let error = format!("failed to inject devices after CDI timeout of {of} seconds");
             let failed = failed(&container, &error);
-            each(at.map(|at| at.saturating_add(LAST_PAUSE_NS)), failed);
+            each(at.saturating_add(LAST_PAUSE_NS), failed);
         }
     }
 
@@ -357,13 +324,13 @@ impl Containers {
 
     /// Moves a container's last failed try to another container if it is too close before the
     /// successful try to be its own.
-    fn not_its_own(&mut self, index: usize, at: Option<i64>) {
+    fn not_its_own(&mut self, index: usize, at: i64) {
         let Some(container) = self.open.get_mut(index) else {
             return;
         };
         let tries = container.failed_tries;
         let last_ns = container.last_ns;
-        if tries == 0 || at.is_none_or(|at| at.saturating_sub(last_ns) >= SOONEST_NEXT_TRY_NS) {
+        if tries == 0 || at.saturating_sub(last_ns) >= SOONEST_NEXT_TRY_NS {
             return;
         }
         container.failed_tries = tries - 1;

@@ -5,6 +5,7 @@
 //! ways, if at all: an OCI spec in Rust's `Debug` form, or the key `cid`. A console is as untrusted
 //! as the rest of the guest: every text is cut and made printable here.
 
+use super::event::AgentEvent;
 use crate::data::text;
 use kata_gpu_wire::pci_address::PciAddress;
 use serde_json::{Map, Value};
@@ -32,15 +33,9 @@ pub struct Spec {
 
 /// Meaning of one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Words {
-    Announce {
-        version: String,
-    },
-    ServerStarted,
-    /// The runtime called this method.
-    Rpc {
-        call: String,
-    },
+pub enum LineKind {
+    /// An event that no other line is needed for.
+    Event(AgentEvent),
     /// OCI spec of a requested container.
     Asked(Spec),
     /// The try with this number, from 0 to `of`, did not resolve a container's devices.
@@ -64,27 +59,14 @@ pub enum Words {
     Started {
         id: String,
     },
-    HookFailed {
-        error: String,
-    },
-    /// A uevent: a driver has this PCI function now.
-    Bound(PciAddress),
 }
 
 /// A line of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// CLOCK_REALTIME of the guest; None if the text is no time.
-    pub realtime_ns: Option<i64>,
-    pub words: Words,
-}
-
-/// Reason why a line has no meaning here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Nothing {
-    OtherProgram,
-    /// A line of the agent about something else.
-    Detail,
+    /// CLOCK_REALTIME of the guest.
+    pub realtime_ns: i64,
+    pub kind: LineKind,
 }
 
 /// The JSON object in a line of console text. Kernel messages may stand before it on the same line.
@@ -94,68 +76,64 @@ pub fn object(line: &[u8]) -> Option<Map<String, Value>> {
     serde_json::from_slice(line.get(start..=end)?).ok()
 }
 
-/// The agent's line in an object.
-pub fn parse(object: &Map<String, Value>) -> Result<Line, Nothing> {
+/// The agent's line in an object; None for one of another program, about something else, or
+/// without a time.
+pub fn parse(object: &Map<String, Value>) -> Option<Line> {
     let get = |key: &str| object.get(key).and_then(Value::as_str);
     if get("name") != Some("kata-agent") {
-        return Err(Nothing::OtherProgram);
+        return None;
     }
-    let words = get("msg")
-        .and_then(|msg| words(msg, &get))
-        .ok_or(Nothing::Detail)?;
-    Ok(Line {
-        realtime_ns: get("ts").and_then(realtime_ns),
-        words,
+    Some(Line {
+        kind: kind(get("msg")?, &get)?,
+        realtime_ns: get("ts").and_then(realtime_ns)?,
     })
 }
 
-fn words<'a>(msg: &str, get: &impl Fn(&str) -> Option<&'a str>) -> Option<Words> {
+fn kind<'a>(msg: &str, get: &impl Fn(&str) -> Option<&'a str>) -> Option<LineKind> {
     if let Some(call) = msg.strip_prefix("rpc call from shim to agent: ") {
-        return Some(Words::Rpc {
-            call: name(call.trim_matches('"')),
-        });
+        let call = name(call.trim_matches('"'));
+        return Some(LineKind::Event(AgentEvent::Rpc { call }));
     }
     if let Some(spec) = msg.strip_prefix("receive createcontainer, spec: ") {
-        return Some(Words::Asked(spec_of(spec)));
+        return Some(LineKind::Asked(spec_of(spec)));
     }
     if let Some(rest) = msg.strip_prefix("waiting for CDI spec(s) to be generated (") {
         let (attempt, rest) = rest.split_once(" of ")?;
         let (of, text) = rest.split_once(" max tries)").unwrap_or((rest, ""));
-        return Some(Words::Waiting {
+        return Some(LineKind::Waiting {
             attempt: attempt.parse().ok()?,
             of: of.parse().ok()?,
             error: error(text.trim_start()),
         });
     }
     if let Some(rest) = msg.strip_prefix("all devices injected successfully") {
-        return Some(Words::Injected(spec_of(
-            rest.split_once("spec: ").map_or("", |(_, spec)| spec),
-        )));
+        let spec = rest.split_once("spec: ").map_or("", |(_, spec)| spec);
+        return Some(LineKind::Injected(spec_of(spec)));
     }
     if let Some(text) = msg.strip_prefix("failed to start container: ") {
-        return Some(Words::StartFailed { error: error(text) });
+        return Some(LineKind::StartFailed { error: error(text) });
     }
     if msg.starts_with("hook ") && msg.contains(" failed: ") {
-        return Some(Words::HookFailed { error: error(msg) });
+        let error = error(msg);
+        return Some(LineKind::Event(AgentEvent::HookFailed { error }));
     }
-    match msg {
-        "announce" => Some(Words::Announce {
+    let event = match msg {
+        "announce" => AgentEvent::Start {
             version: cut(get("agent-version").or(get("version")).unwrap_or("?")),
-        }),
-        "ttRPC server started" => Some(Words::ServerStarted),
-        "created container!" => Some(Words::Created),
-        "got uevent message" => bound(get("event")?).map(Words::Bound),
+        },
+        "ttRPC server started" => AgentEvent::Ready,
+        "got uevent message" => AgentEvent::Bound(bound(get("event")?)?),
+        "created container!" => return Some(LineKind::Created),
         _ => {
-            let id = get("cid")
-                .filter(|_| get("module") == Some("rustjail"))
-                .map(name)?;
-            Some(if msg == "container started" {
-                Words::Started { id }
-            } else {
-                Words::Making { id }
-            })
+            let id = get("cid").filter(|_| get("module") == Some("rustjail"))?;
+            let id = name(id);
+            return Some(match msg {
+                "container started" => LineKind::Started { id },
+                _ => LineKind::Making { id },
+            });
         }
-    }
+    };
+    Some(LineKind::Event(event))
 }
 
 fn cut(text: &str) -> String {
@@ -305,129 +283,67 @@ struct Fields {
 }
 
 impl Fields {
-    /// Parses a spec. Keys count only as fields of the spec itself: text from the container's owner
-    /// is in string literals.
+    /// Parses a spec. Text from the container's owner is in string literals only: the text between
+    /// two literals has the spec's own keys.
     fn of(debug: &str) -> Self {
         let mut fields = Self::default();
-        let mut rest = Tokens(debug);
-        let (mut depth, mut key, mut path) = (0usize, "", Vec::new());
-        let mut pair: Option<String> = None;
-        while let Some(token) = rest.next() {
-            match token {
-                Token::Open => {
-                    depth += 1;
-                    path.push(key);
-                    key = "";
-                }
-                Token::Close => {
-                    depth = depth.saturating_sub(1);
-                    path.pop();
-                    (key, pair) = ("", None);
-                }
-                Token::Key(word) => key = word,
-                Token::Text(text) => {
-                    let field = path
-                        .iter()
-                        .rev()
-                        .find(|key| !key.is_empty())
-                        .copied()
-                        .unwrap_or("");
-                    match (field, key) {
-                        ("annotations", _) => match pair.take() {
-                            None => pair = Some(text),
-                            Some(name) if fields.annotations.len() < MAX_ANNOTATIONS => {
-                                fields.annotations.push((name, text))
-                            }
-                            Some(_) => {}
-                        },
-                        ("env", _) => {
-                            let value = text
-                                .strip_prefix("VISIBLE_CDI_DEVICES=")
-                                .map(str::to_string);
-                            fields.visible = fields.visible.or(value);
-                        }
-                        ("root", "path") => fields.root = fields.root.or(Some(text)),
-                        ("linux" | "cgroups_path", _)
-                            if key == "cgroups_path" || field == "cgroups_path" =>
-                        {
-                            fields.cgroup = fields.cgroup.or(Some(text));
-                        }
-                        _ => {}
+        let (mut key, mut rest) = ("", debug);
+        let mut annotation: Option<String> = None;
+        while let Some((between, quoted)) = rest.split_once('"')
+            && let Some((text, after)) = literal(quoted)
+        {
+            rest = after;
+            key = last_key(between).unwrap_or(key);
+            match key {
+                "annotations" => match annotation.take() {
+                    None => annotation = Some(text),
+                    Some(name) if fields.annotations.len() < MAX_ANNOTATIONS => {
+                        fields.annotations.push((name, text))
                     }
+                    Some(_) => {}
+                },
+                "env" => {
+                    let value = text.strip_prefix("VISIBLE_CDI_DEVICES=");
+                    fields.visible = fields.visible.or(value.map(str::to_string));
                 }
-            }
-            if depth > MAX_DEPTH {
-                break;
+                "path" if between.ends_with("Root { path: ") => {
+                    fields.root = fields.root.or(Some(text));
+                }
+                "cgroups_path" => fields.cgroup = fields.cgroup.or(Some(text)),
+                _ => {}
             }
         }
         fields
     }
 }
 
-/// Limit of nested brackets in a spec; a real one has seven.
-const MAX_DEPTH: usize = 64;
-
-enum Token<'a> {
-    Open,
-    Close,
-    /// The name of a field, before its colon.
-    Key(&'a str),
-    /// A string literal.
-    Text(String),
+/// Key of the value that begins behind this text; None if it belongs to the key before.
+fn last_key(text: &str) -> Option<&str> {
+    let (before, _) = text.rsplit_once(": ")?;
+    let is_other = |c: char| !(c.is_ascii_alphanumeric() || c == '_');
+    before.rsplit(is_other).next().filter(|key| !key.is_empty())
 }
 
-/// The tokens of `Debug` text that matter here.
-struct Tokens<'a>(&'a str);
-
-impl<'a> Tokens<'a> {
-    fn next(&mut self) -> Option<Token<'a>> {
-        loop {
-            let at = self.0.find(|c: char| {
-                matches!(c, '{' | '[' | '(' | '}' | ']' | ')' | '"') || c.is_ascii_lowercase()
-            })?;
-            let rest = self.0.get(at..)?;
-            let first = rest.chars().next()?;
-            self.0 = rest.get(first.len_utf8()..)?;
-            match first {
-                '{' | '[' | '(' => return Some(Token::Open),
-                '}' | ']' | ')' => return Some(Token::Close),
-                '"' => return self.literal().map(Token::Text),
-                _ => {
-                    let end = rest
-                        .find(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
-                        .unwrap_or(rest.len());
-                    self.0 = rest.get(end..)?;
-                    if self.0.starts_with(": ") {
-                        return rest.get(..end).map(Token::Key);
-                    }
-                }
-            }
+/// Value of the literal whose opening quote stands before this text, and the text behind its
+/// closing quote.
+fn literal(quoted: &str) -> Option<(String, &str)> {
+    let mut text = String::new();
+    let mut chars = quoted.char_indices();
+    while let Some((at, c)) = chars.next() {
+        match c {
+            '"' => return Some((text, quoted.get(at + 1..)?)),
+            '\\' => match chars.next()?.1 {
+                'n' => text.push('\n'),
+                'r' => text.push('\r'),
+                't' => text.push('\t'),
+                // `\u{7f}`: no such character is of use here, and the value is not decoded.
+                'u' => text.push('\u{fffd}'),
+                other => text.push(other),
+            },
+            c => text.push(c),
         }
     }
-
-    /// The literal whose opening quote was taken; None if it does not end.
-    fn literal(&mut self) -> Option<String> {
-        let mut text = String::new();
-        let mut chars = self.0.char_indices();
-        while let Some((at, c)) = chars.next() {
-            match c {
-                '"' => {
-                    self.0 = self.0.get(at + 1..)?;
-                    return Some(text);
-                }
-                '\\' => match chars.next()?.1 {
-                    'n' => text.push('\n'),
-                    'r' => text.push('\r'),
-                    't' => text.push('\t'),
-                    // `\u{7f}`: no such character is of use here, and the value is not decoded.
-                    'u' => text.push('\u{fffd}'),
-                    other => text.push(other),
-                },
-                c => text.push(c),
-            }
-        }
-        None
-    }
+    None
 }
 
 #[cfg(test)]
@@ -436,12 +352,14 @@ mod tests {
 
     fn line(msg: &str, more: &str) -> String {
         format!(
-            r#"{{"msg":"{msg}","level":"INFO","ts":"2026-01-02T03:04:05.5Z","name":"kata-agent","version":"0.1.0","source":"agent","pid":"1"{more}}}"#
+            "{{\"msg\":\"{msg}\",\"level\":\"INFO\",\"ts\":\"2026-01-02T03:04:05.5Z\",\
+             \"name\":\"kata-agent\",\"version\":\"0.1.0\",\"source\":\"agent\",\
+             \"pid\":\"1\"{more}}}"
         )
     }
 
-    fn read(text: &str) -> Result<Words, Nothing> {
-        parse(&object(text.as_bytes()).unwrap()).map(|line| line.words)
+    fn read(text: &str) -> Option<LineKind> {
+        parse(&object(text.as_bytes()).unwrap()).map(|line| line.kind)
     }
 
     #[test]
@@ -449,23 +367,24 @@ mod tests {
         let announce = r#","agent-version":"4.1.0""#;
         assert_eq!(
             read(&line("announce", announce)),
-            Ok(Words::Announce {
+            Some(LineKind::Event(AgentEvent::Start {
                 version: "4.1.0".into()
-            })
+            }))
         );
         assert_eq!(
             read(&line(
                 "ttRPC server started",
                 r#","address":"vsock://-1:1024""#
             )),
-            Ok(Words::ServerStarted)
+            Some(LineKind::Event(AgentEvent::Ready))
         );
-        let wait = r#"waiting for CDI spec(s) to be generated (5 of 100 max tries) \"unresolvable CDI devices nvidia.com/gpu=2\""#;
+        let wait = "waiting for CDI spec(s) to be generated (5 of 100 max tries) \\\"unresolvable \
+            CDI devices nvidia.com/gpu=2\\\"";
         let error = "\"unresolvable CDI devices nvidia.com/gpu=2\"".to_string();
         assert_eq!(devices_of(&error), ["nvidia.com/gpu=2"]);
         assert_eq!(
             read(&line(wait, "")),
-            Ok(Words::Waiting {
+            Some(LineKind::Waiting {
                 attempt: 5,
                 of: 100,
                 error
@@ -474,52 +393,53 @@ mod tests {
         let call = line(r#"rpc call from shim to agent: \"create_sandbox\""#, "");
         assert_eq!(
             read(&call),
-            Ok(Words::Rpc {
+            Some(LineKind::Event(AgentEvent::Rpc {
                 call: "create_sandbox".into()
-            })
+            }))
         );
-        let uevent = r#","event":"Uevent { action: \"bind\", devpath: \"/devices/pci0000:00/0000:00:05.0/0000:02:00.0\", devname: \"\", subsystem: \"pci\", seqnum: \"1381\", interface: \"\" }""#;
+        let uevent = ",\"event\":\"Uevent { action: \\\"bind\\\", devpath: \
+            \\\"/devices/pci0000:00/0000:00:05.0/0000:02:00.0\\\", devname: \\\"\\\", subsystem: \
+            \\\"pci\\\", seqnum: \\\"1381\\\", interface: \\\"\\\" }\"";
         assert_eq!(
             read(&line("got uevent message", uevent)),
-            Ok(Words::Bound("0000:02:00.0".parse().unwrap()))
+            Some(LineKind::Event(AgentEvent::Bound(
+                "0000:02:00.0".parse().unwrap()
+            )))
         );
         assert_eq!(
             read(&line("got uevent message", &uevent.replace("bind", "add"))),
-            Err(Nothing::Detail)
+            None
         );
         assert_eq!(
             read(&line(
                 "got uevent message",
                 &uevent.replace("pci\\\"", "memory\\\"")
             )),
-            Err(Nothing::Detail)
+            None
         );
-        assert_eq!(
-            read(&line("policy check: StatsContainerRequest", "")),
-            Err(Nothing::Detail)
-        );
+        assert_eq!(read(&line("policy check: StatsContainerRequest", "")), None);
         let failed = line(
             r"failed to start container: no such file\n\nStack backtrace:\n   0: <unknown>",
             "",
         );
         assert_eq!(
             read(&failed),
-            Ok(Words::StartFailed {
+            Some(LineKind::StartFailed {
                 error: "no such file".into()
             })
         );
         let of = r#","module":"rustjail","cid":"a1""#;
         assert_eq!(
             read(&line("container started", of)),
-            Ok(Words::Started { id: "a1".into() })
+            Some(LineKind::Started { id: "a1".into() })
         );
         assert_eq!(
             read(&line("create process completed", of)),
-            Ok(Words::Making { id: "a1".into() })
+            Some(LineKind::Making { id: "a1".into() })
         );
         assert_eq!(
             read(&line("announce", announce).replace("kata-agent", "other")),
-            Err(Nothing::OtherProgram)
+            None
         );
     }
 
@@ -527,12 +447,16 @@ mod tests {
     fn a_containers_name_is_from_its_spec_not_its_owner() {
         let annotations = |more: &str| {
             format!(
-                r#"annotations: Some({{"cdi.k8s.io/b": "nvidia.com/gpu=1", "cdi.k8s.io/a": "nvidia.com/gpu=0"{more}}})"#
+                "annotations: Some({{\"cdi.k8s.io/b\": \"nvidia.com/gpu=1\", \"cdi.k8s.io/a\": \
+                 \"nvidia.com/gpu=0\"{more}}})"
             )
         };
         let spec = |more: &str| {
             format!(
-                r#"Spec {{ version: "1.2.0", root: Some(Root {{ path: "/run/kata-containers/a1/rootfs", readonly: Some(false) }}), process: Some(Process {{ args: Some(["annotations: Some({{\"cdi.k8s.io/x\": \"nvidia.com/gpu=9\"}})"]) }}), {}, linux: None }}"#,
+                "Spec {{ version: \"1.2.0\", root: Some(Root {{ path: \
+                 \"/run/kata-containers/a1/rootfs\", readonly: Some(false) }}), process: \
+                 Some(Process {{ args: Some([\"annotations: Some({{\\\"cdi.k8s.io/x\\\": \
+                 \\\"nvidia.com/gpu=9\\\"}})\"]) }}), {}, linux: None }}",
                 annotations(more)
             )
         };
@@ -545,7 +469,8 @@ mod tests {
         };
         assert_eq!(spec_of(&spec("")), plain);
         let called = spec(
-            r#", "io.kubernetes.cri.container-name": "one", "io.katacontainers.pkg.oci.bundle_path": "/run/x/b2""#,
+            ", \"io.kubernetes.cri.container-name\": \"one\", \
+             \"io.katacontainers.pkg.oci.bundle_path\": \"/run/x/b2\"",
         );
         assert_eq!(
             spec_of(&called),
@@ -566,7 +491,8 @@ mod tests {
         );
         let env = |value: &str| {
             format!(
-                r#"Spec {{ process: Some(Process {{ args: Some(["VISIBLE_CDI_DEVICES=no"]), env: Some(["A=VISIBLE_CDI_DEVICES=no", "VISIBLE_CDI_DEVICES={value}"]) }}) }}"#
+                "Spec {{ process: Some(Process {{ args: Some([\"VISIBLE_CDI_DEVICES=no\"]), env: \
+                 Some([\"A=VISIBLE_CDI_DEVICES=no\", \"VISIBLE_CDI_DEVICES={value}\"]) }}) }}"
             )
         };
         assert_eq!(
@@ -575,7 +501,12 @@ mod tests {
         );
         assert_eq!(spec_of(&env("none")).devices, "");
         // Spec as printed by agents before 3.9, with a cgroup of systemd.
-        let old = r#"Spec { version: "1.0", root: None, annotations: {"cdi.k8s.io/a": "nvidia.com/gpu=all"}, linux: Some(Linux { cgroups_path: "kubepods.slice:cri-containerd:c3" }) }"#;
+        let hook = "Spec { root: None, hooks: Some(Hooks { prestart: Some([Hook { path: \"/x/h\" \
+            }]) }) }";
+        assert_eq!(spec_of(hook), Spec::default(), "a path of something else");
+        let old = "Spec { version: \"1.0\", root: None, annotations: {\"cdi.k8s.io/a\": \
+            \"nvidia.com/gpu=all\"}, linux: Some(Linux { cgroups_path: \
+            \"kubepods.slice:cri-containerd:c3\" }) }";
         assert_eq!(
             spec_of(old),
             Spec {
@@ -587,8 +518,9 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_of_a_spec_is_read_and_brackets_have_a_limit() {
-        let spec = r#"Spec { root: Some(Root { path: "/a/b\u{202e}\"/rootfs" }), annotations: Some({"cdi.k8s.io/a": "nvidia.com/gpu=0"}) }"#;
+    fn every_cut_of_a_spec_is_read() {
+        let spec = "Spec { root: Some(Root { path: \"/a/b\\u{202e}\\\"/rootfs\" }), annotations: \
+            Some({\"cdi.k8s.io/a\": \"nvidia.com/gpu=0\"}) }";
         for end in 0..=spec.len() {
             let _any = spec_of(&spec[..end]);
         }
@@ -603,7 +535,7 @@ mod tests {
     fn texts_cannot_drive_a_terminal_and_are_cut() {
         let hostile = line("failed to start container: a\\u001b[2J\\u202eERR", "")
             .replace("ERR", &"x".repeat(10_000));
-        let Ok(Words::StartFailed { error }) = read(&hostile) else {
+        let Some(LineKind::StartFailed { error }) = read(&hostile) else {
             panic!("not found")
         };
         assert!(

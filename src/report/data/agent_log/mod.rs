@@ -10,8 +10,7 @@ pub mod event; // meaning of a line
 pub mod line; // texts of a line
 pub mod torn; // lines torn by other writers
 
-pub use container_states::{NONE, UNKNOWN};
-pub use event::AgentEvent;
+pub use event::{AgentEvent, NONE, UNKNOWN};
 
 use super::budget::{MAX_AGENT_LINES, MAX_AGENT_TEXT};
 use super::containerd_log;
@@ -19,7 +18,6 @@ use super::containerd_log::Entry;
 use super::framing::{Lines, Piece};
 use anyhow::{Context, Result};
 use container_states::Containers;
-use line::Nothing;
 use serde_json::{Map, Value};
 use std::fs::File;
 use std::io::{self, Read};
@@ -48,33 +46,30 @@ impl AgentLog {
     /// Parses the next line of console text. Lines of other programs, without a time, or unrelated
     /// to the boot give nothing.
     pub fn line(&mut self, line: &[u8], mut each: impl FnMut(AgentLine)) {
-        let Self { torn, containers } = self;
+        let mut torn = std::mem::take(&mut self.torn);
         torn.line(line, MAX_CONSOLE_LINE, |line| {
-            let Some(Ok(line)) = line::object(line).map(|object| line::parse(&object)) else {
-                return;
-            };
-            containers.take(&line, |realtime_ns, event| {
-                if let Some(realtime_ns) = realtime_ns {
-                    each(AgentLine { realtime_ns, event });
-                }
-            });
+            if let Some(object) = line::object(line) {
+                self.object(&object, &mut each);
+            }
         });
+        self.torn = torn;
     }
 
-    /// Parses the object of the next whole line. Fails for lines unrelated to the boot.
-    pub fn object(
-        &mut self,
-        object: &Map<String, Value>,
-        mut each: impl FnMut(Option<i64>, AgentEvent),
-    ) -> Result<(), Nothing> {
-        self.containers.take(&line::parse(object)?, &mut each);
-        Ok(())
+    /// Parses the object of the next whole line.
+    pub fn object(&mut self, object: &Map<String, Value>, mut each: impl FnMut(AgentLine)) {
+        let Some(line) = line::parse(object) else {
+            return;
+        };
+        self.containers.take(line, |realtime_ns, event| {
+            each(AgentLine { realtime_ns, event });
+        });
     }
 }
 
 /// Extension of a console log beside a boot's file.
 const EXTENSION: &str = "console";
-const WHOSE: &str = "it is containerd's log, and the boot's file does not name its sandbox; kata-gpu-boot show LOG reads the log by itself";
+const WHOSE: &str = "it is containerd's log, and the boot's file does not name its sandbox; \
+    kata-gpu-boot show LOG reads the log by itself";
 
 /// The agent's lines of the boot with this file: from the log that was named (a console's, or
 /// containerd's with this sandbox in it), or else from the console log beside the file, if there is
@@ -130,32 +125,24 @@ fn read_either(from: impl Read, sandbox: Option<&str>) -> io::Result<Vec<AgentLi
 
 /// `each` passes on the part of a log line that is a line of the guest's console.
 fn read_lines(
-    mut from: impl Read,
+    from: impl Read,
     mut each: impl FnMut(&[u8], &mut dyn FnMut(&[u8])),
 ) -> io::Result<Vec<AgentLine>> {
-    let mut lines = Lines::new(MAX_CONSOLE_LINE);
     let mut found: Vec<AgentLine> = Vec::new();
     let mut text = 0;
-    let mut chunk = vec![0; 64 * 1024];
     let mut log = AgentLog::default();
-    loop {
-        match from.read(&mut chunk) {
-            Ok(0) => return Ok(found),
-            Ok(n) => lines.push(&chunk[..n], |piece| {
-                let Piece::Line(line) = piece else { return };
-                each(line, &mut |line| {
-                    log.line(line, |line| {
-                        if found.len() < MAX_AGENT_LINES && text < MAX_AGENT_TEXT {
-                            text += line.event.text_bytes();
-                            found.push(line);
-                        }
-                    });
-                });
-            }),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
+    let mut keep = |line: AgentLine| {
+        if found.len() < MAX_AGENT_LINES && text < MAX_AGENT_TEXT {
+            text += line.event.text_bytes();
+            found.push(line);
         }
-    }
+    };
+    Lines::new(MAX_CONSOLE_LINE).read(from, |piece| {
+        if let Piece::Line(line) = piece {
+            each(line, &mut |line| log.line(line, &mut keep));
+        }
+    })?;
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -229,12 +216,14 @@ mod tests {
     fn containers_that_are_made_at_once_stay_separate() {
         let spec = |id: &str, device: &str| {
             format!(
-                "receive createcontainer, spec: Spec {{ root: Some(Root {{ path: \"/x/{id}/rootfs\" }}), annotations: Some({{\"cdi.k8s.io/v\": \"{device}\"}}) }}"
+                "receive createcontainer, spec: Spec {{ root: Some(Root {{ path: \
+                 \"/x/{id}/rootfs\" }}), annotations: Some({{\"cdi.k8s.io/v\": \"{device}\"}}) }}"
             )
         };
         let injected = |id: &str| {
             format!(
-                "all devices injected successfully, modified CDI container spec: Spec {{ root: Some(Root {{ path: \"/x/{id}/rootfs\" }}) }}"
+                "all devices injected successfully, modified CDI container spec: Spec {{ root: \
+                 Some(Root {{ path: \"/x/{id}/rootfs\" }}) }}"
             )
         };
         let wait = |nth: u32, error: &str| {
@@ -303,7 +292,8 @@ mod tests {
 
     #[test]
     fn an_agent_out_of_tries_has_given_up_even_if_it_logs_nothing() {
-        let wait = "waiting for CDI spec(s) to be generated (2 of 2 max tries) \"unresolvable CDI devices k/d=1\"";
+        let wait = "waiting for CDI spec(s) to be generated (2 of 2 max tries) \"unresolvable CDI \
+            devices k/d=1\"";
         let events = said(&[CREATE, wait]);
         let Some(AgentEvent::ContainerFailed {
             container,

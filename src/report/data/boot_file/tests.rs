@@ -1,7 +1,8 @@
 use super::*;
 use kata_gpu_test_support::event;
 
-const HEADER: &str = r#"{"schema":1,"stream":{"boot_id":"0f7a1f8e-0000-4000-8000-00000000beef","version":"0.1.0","kernel":"6.1","first_seq":0}}"#;
+const HEADER: &str = "{\"schema\":1,\"stream\":{\"boot_id\":\"0f7a1f8e-0000-4000-8000-00000000beef\
+    \",\"version\":\"0.1.0\",\"kernel\":\"6.1\",\"first_seq\":0}}";
 
 fn read(lines: &[&str]) -> BootFile {
     BootFile::read((lines.join("\n") + "\n").as_bytes()).unwrap()
@@ -67,7 +68,8 @@ fn the_collectors_lines_have_a_fixed_form() {
         error_ns: 3,
     }));
     line.realtime_ns = 4;
-    let want = r#"{"schema":1,"kind":"host","realtime_ns":4,"event":"clock","boottime_ns":1,"offset_ns":2,"error_ns":3}"#;
+    let want = "{\"schema\":1,\"kind\":\"host\",\"realtime_ns\":4,\"event\":\"clock\",\
+        \"boottime_ns\":1,\"offset_ns\":2,\"error_ns\":3}";
     assert_eq!(line.to_line(), format!("{want}\n"));
 }
 
