@@ -6,7 +6,7 @@ pub mod collect;
 pub mod compare;
 pub mod demo;
 pub mod doctor;
-pub mod initrd;
+pub mod image;
 pub mod install;
 pub mod list;
 pub mod manual; // completions and manual pages, made by clap

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use kata_gpu_boot::{
-    collect, compare, demo, doctor, initrd, install, list, manual, show, trace, uninstall,
+    collect, compare, demo, doctor, image, install, list, manual, show, trace, uninstall,
 };
 use kata_gpu_report::data::text::{Colour, Screen, choose_colour};
 use kata_gpu_report::terminal::stdout::print;
@@ -37,7 +37,7 @@ enum Command {
     Doctor(doctor::Args),
     Install(install::Args),
     Uninstall(uninstall::Args),
-    Initrd(initrd::Args),
+    Image(image::Args),
     Demo(demo::Args),
     Trace(trace::Args),
     #[command(hide = true)]
@@ -47,7 +47,7 @@ enum Command {
 }
 
 /// Verbs of earlier versions, and what does their work now.
-const MOVED: [(&str, &str); 11] = [
+const MOVED: [(&str, &str); 12] = [
     ("blame", "kata-gpu-boot show --by owner"),
     (
         "cdi",
@@ -59,6 +59,10 @@ const MOVED: [(&str, &str); 11] = [
     ("export", "kata-gpu-boot show --html, --perfetto or --otlp"),
     ("follow", "kata-gpu-boot show --follow"),
     ("import", "kata-gpu-boot show LOG.. -o FILE"),
+    (
+        "initrd",
+        "kata-gpu-boot image (`repack` is `image replace-init`)",
+    ),
     ("push", "kata-gpu-boot collect --otlp URL"),
     ("stats", "kata-gpu-boot list --stats"),
     ("uninstall", "kata-gpu-boot install --remove"),
@@ -96,7 +100,7 @@ fn run(command: &Command, screen: Screen) -> Result<ExitCode> {
         Command::Doctor(args) => return Ok(doctor::run(args)),
         Command::Install(args) => return Ok(install::run(args)),
         Command::Uninstall(args) => return Ok(uninstall::run(args)),
-        Command::Initrd(args) => return Ok(initrd::run(args)),
+        Command::Image(args) => return Ok(image::run(args)),
         Command::Demo(args) => demo::run(args)?,
         Command::Trace(args) => trace::run(args)?,
         Command::Completions(args) => manual::completions(args, Cli::command()),

@@ -9,7 +9,7 @@ use super::{keep, machine};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_image::images::image::Form;
 use kata_gpu_image::images::output_file::Output;
-use kata_gpu_image::images::pack::{Wish, pack};
+use kata_gpu_image::images::pack::{Packing, pack};
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext};
 use serde_json::{Value, json};
 use std::io::Write;
@@ -112,7 +112,7 @@ fn images(context: &TestContext) -> Result<Vec<(&'static str, &'static str, Path
     let mut output = Output::create(&more, Form::Plain)?;
     pack(
         &[folder.join("more")],
-        Wish {
+        Packing {
             mtime: 0,
             manifest: false,
         },

@@ -1,4 +1,4 @@
-//! Guest images, as Kata boots them from a disk: an erofs or ext4 root whose init `initrd
+//! Guest images, as Kata boots them from a disk: an erofs root whose init `image
 //! replace-init` has replaced. The root is read-only, the init is /sbin/init, and the guest brings
 //! its GPUs up and starts a container.
 
@@ -11,16 +11,10 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-pub const TESTS: &[VmTest] = &[
-    VmTest {
-        name: "an_erofs_image_with_another_init_boots_from_its_partition",
-        run: erofs,
-    },
-    VmTest {
-        name: "an_ext4_image_with_another_init_boots_to_a_container",
-        run: ext4,
-    },
-];
+pub const TESTS: &[VmTest] = &[VmTest {
+    name: "an_erofs_image_with_another_init_boots_from_its_partition",
+    run: erofs,
+}];
 
 /// First sector of the root in images of Kata's builder, in units of 512 bytes, and size of the
 /// partition here: the new root must fit.
@@ -83,7 +77,7 @@ fn replaced(context: &TestContext, image: &Path) -> Result<PathBuf> {
     let init = context.guest_program("kata-gpu-init");
     let program = context.host_program();
     // NVML's helper with its debugging symbols is larger than the image.
-    let words = ["initrd", "replace-init", "--no-nvml"];
+    let words = ["image", "replace-init", "--no-nvml"];
     done(
         Command::new(program)
             .args(words)
@@ -181,12 +175,4 @@ pub fn erofs_image(context: &TestContext, root: &Path) -> Result<PathBuf> {
 fn erofs(context: &TestContext) -> Result<Outcome> {
     let image = erofs_image(context, &root(context)?)?;
     boots(context, &replaced(context, &image)?, "/dev/vda1", "erofs")
-}
-
-fn ext4(context: &TestContext) -> Result<Outcome> {
-    let root = root(context)?;
-    let image = context.work_dir.join("old.image");
-    let make = "PATH=$PATH:/usr/sbin:/sbin mkfs.ext4 -q -d \"$0\" \"$1\" 64M";
-    done(Command::new("sh").args(["-c", make]).args([&root, &image]))?;
-    boots(context, &replaced(context, &image)?, "/dev/vda", "ext4")
 }

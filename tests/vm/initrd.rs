@@ -6,8 +6,8 @@ use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_image::images::helper::Helper;
 use kata_gpu_image::images::image::{Form, Image};
 use kata_gpu_image::images::output_file::Output;
-use kata_gpu_image::images::pack::{List, Wish as PackWish, pack};
-use kata_gpu_image::images::repack::{Wish, repack};
+use kata_gpu_image::images::pack::{List, Packing, pack};
+use kata_gpu_image::images::repack::{Options, repack};
 use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_image::images::verify;
 use kata_gpu_image::images::verify::Question;
@@ -105,7 +105,7 @@ fn packed(context: &TestContext) -> Result<Outcome> {
     let mut output = Output::create(&folder.join("packed"), Form::Plain)?;
     let packed = pack(
         &[folder.join("root"), driver],
-        PackWish {
+        Packing {
             mtime: 0,
             manifest: true,
         },
@@ -126,7 +126,7 @@ fn repacked(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     let image = Image::open(&base(context))?;
     let init = context.guest_program("kata-gpu-init");
-    let wish = Wish {
+    let options = Options {
         init,
         helper: Helper::None,
         manifest: true,
@@ -140,7 +140,7 @@ fn repacked(context: &TestContext) -> Result<Outcome> {
     let mut done = repack(
         &image,
         &Tree::new(&image)?,
-        &wish,
+        &options,
         &question,
         &folder.join("repacked"),
     )?;

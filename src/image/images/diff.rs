@@ -1,4 +1,4 @@
-//! `initrd diff`: compares the guest roots of two images by path, as the kernel unpacks them. The
+//! `image diff`: compares the guest roots of two images by path, as the kernel unpacks them. The
 //! order of entries, the form of an image, and inode numbers make no difference.
 
 use super::entry_text::{escaped, permissions, table};

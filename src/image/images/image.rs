@@ -549,7 +549,7 @@ fn what_it_is(content: &Content) -> Result<Option<String>> {
     Ok(disk::known(content)?.map(|disk::Known { name, is_disk }| match is_disk {
         true => {
             format!(
-                "{name}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, `kata-gpu-boot initrd replace-init` gives it another init)"
+                "{name}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, `kata-gpu-boot image replace-init` gives it another init)"
             )
         }
         false => format!("{name}: not an initrd"),

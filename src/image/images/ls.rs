@@ -1,4 +1,4 @@
-//! `initrd ls` and `initrd cat`: entries of an image, and files as the guest finds them.
+//! `image ls` and `image cat`: entries of an image, and files as the guest finds them.
 //!
 //! `ls` lists entries as stored, in their order, including entries that a later one replaces; `cat`
 //! follows the tree that the kernel makes of the entries.

@@ -1,4 +1,4 @@
-//! `initrd pack`: packs directories and lists into an archive; the same files give the same bytes.
+//! `image pack`: packs directories and lists into an archive; the same files give the same bytes.
 //!
 //! Entries are sorted by path, owned by root, with times of SOURCE_DATE_EPOCH or 0, and numbered
 //! from one. Properties of the source's file system (inode and device numbers, link counts of
@@ -76,7 +76,7 @@ impl Data {
 
 /// Options of packing.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish {
+pub struct Packing {
     /// Time of all entries, in seconds since 1970.
     pub mtime: u32,
     /// Whether the list of the driver's files is made.
@@ -132,7 +132,7 @@ fn mtime_of(value: Option<OsString>) -> Result<u32> {
 }
 
 /// Writes an archive of all sources: a directory's content, or a list's entries.
-pub fn pack(sources: &[PathBuf], wish: Wish, out: &mut Output) -> Result<Packed> {
+pub fn pack(sources: &[PathBuf], wish: Packing, out: &mut Output) -> Result<Packed> {
     let mut items = Items::default();
     for source in sources {
         let meta =

@@ -1,4 +1,4 @@
-//! `initrd repack`: replaces the init in a trusted image. Every other entry stays, byte for byte,
+//! `image replace-init` of an initrd: replaces the init in a trusted image. Every other entry stays, byte for byte,
 //! in its place.
 //!
 //! Parts without changes are copied as stored. Before the new image gets its name, it is read
@@ -36,7 +36,7 @@ const PROGRAM: u32 = 0o755;
 
 /// Options of repacking.
 #[derive(Debug)]
-pub struct Wish {
+pub struct Options {
     pub init: PathBuf,
     pub helper: Helper,
     pub manifest: bool,
@@ -124,7 +124,7 @@ fn entry_of(tree: &Tree, id: Id) -> Result<usize> {
 pub fn repack(
     image: &Image,
     tree: &Tree,
-    wish: &Wish,
+    wish: &Options,
     question: &Question,
     out: &Path,
 ) -> Result<Repacked> {

@@ -3,7 +3,6 @@
 #![no_main]
 
 use kata_gpu_image::guest_disk as disk;
-use kata_gpu_image::guest_disk::FileSystem;
 use kata_gpu_image::images::diff;
 use kata_gpu_image::images::disk_image::erofs::Erofs;
 use kata_gpu_image::images::disk_image::{erofs_edit, read_all, wanted};
@@ -33,7 +32,7 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     match first & 3 {
         0 => initrd(bytes),
         1 => {
-            if let Ok((image, tree)) = read_all(FileSystem::Ext4, content(image)) {
+            if let Ok((image, tree)) = read_all(content(image)) {
                 read(&image);
                 let _unused = wanted::sbin(&tree);
             }

@@ -6,7 +6,7 @@ use crate::TempDir;
 use crate::initrd::{archive, directory, entries, file, gzip, image, link, made};
 use kata_gpu_image::images::helper::Helper;
 use kata_gpu_image::images::image::Image;
-use kata_gpu_image::images::repack::{Wish, repack};
+use kata_gpu_image::images::repack::{Options, repack};
 use kata_gpu_image::images::unpacked_root::{LeftOut, Tree};
 use kata_gpu_image::images::verify;
 use kata_gpu_image::images::verify::{Question, verify_text};
@@ -470,7 +470,7 @@ fn nothing_is_written_outside() {
     std::fs::write(dir.0.join("init"), stand_in::library(None, &[])).unwrap();
     let image = Image::open(&dir.0.join("image")).unwrap();
     let tree = Tree::new(&image).unwrap();
-    let wish = Wish {
+    let options = Options {
         init: dir.0.join("init"),
         helper: Helper::None,
         manifest: true,
@@ -480,7 +480,7 @@ fn nothing_is_written_outside() {
     let done = repack(
         &image,
         &tree,
-        &wish,
+        &options,
         &Question::default(),
         &dir.0.join("out"),
     )

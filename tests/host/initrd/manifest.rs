@@ -1,4 +1,4 @@
-//! `kata-gpu-boot initrd pack` and the list of the driver's files: it is made where there is a
+//! `kata-gpu-boot image pack` and the list of the driver's files: it is made where there is a
 //! driver, the same bytes in every folder, and one that does not hold is said and replaced.
 //! `verify` says the same of an image.
 
@@ -6,7 +6,7 @@ use crate::TempDir;
 use crate::initrd::verify::{VERSION, guest};
 use crate::initrd::{image, packed_as, write};
 use kata_gpu_image::images::image::Form;
-use kata_gpu_image::images::pack::{List, Wish};
+use kata_gpu_image::images::pack::{List, Packing};
 use kata_gpu_image::images::verify::{Question, check};
 use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::fs;
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 const MANIFEST: &str = "usr/share/kata-gpu-init/driver-files.json";
 /// Two libraries, two firmware files, nvidia-smi.
 const FILES: usize = 5;
-const WITH: Wish = Wish {
+const WITH: Packing = Packing {
     mtime: 0,
     manifest: true,
 };
@@ -49,9 +49,9 @@ impl Case {
         Self { dir, root }
     }
 
-    fn pack(&self, name: &str, wish: Wish) -> (PathBuf, List) {
+    fn pack(&self, name: &str, packing: Packing) -> (PathBuf, List) {
         let to = self.dir.0.join(name);
-        let (_, packed) = packed_as(&[&self.root], Form::Plain, wish, &to).unwrap();
+        let (_, packed) = packed_as(&[&self.root], Form::Plain, packing, &to).unwrap();
         (to, packed.list)
     }
 }
@@ -69,7 +69,7 @@ fn a_packed_driver_brings_the_list_that_verify_finds_to_hold() {
     // The control: without, verify misses it.
     let (image, list) = case.pack(
         "without",
-        Wish {
+        Packing {
             manifest: false,
             ..WITH
         },
@@ -101,7 +101,7 @@ fn two_builds_with_a_driver_in_two_folders_give_the_same_bytes() {
         let later = packed_as(
             &[&a.root],
             form,
-            Wish { mtime: 7, ..WITH },
+            Packing { mtime: 7, ..WITH },
             &a.dir.0.join("later"),
         )
         .unwrap()
@@ -141,7 +141,7 @@ fn a_valid_list_stays_and_a_stale_one_is_reported_and_replaced() {
             &case
                 .pack(
                     "kept",
-                    Wish {
+                    Packing {
                         manifest: false,
                         ..WITH
                     }

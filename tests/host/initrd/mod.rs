@@ -1,4 +1,4 @@
-//! `kata-gpu-boot initrd pack`, `ls`, `diff`: the same bytes for the same files, and what other
+//! `kata-gpu-boot image pack`, `ls`, `diff`: the same bytes for the same files, and what other
 //! programs make of them.
 
 mod hostile;
@@ -15,7 +15,7 @@ use kata_gpu_image::images::image::{Form, Image};
 use kata_gpu_image::images::ls;
 use kata_gpu_image::images::newc::{Header, Kind, write_entry, write_trailer};
 use kata_gpu_image::images::output_file::{Output, Written};
-use kata_gpu_image::images::pack::{Packed, Wish, pack};
+use kata_gpu_image::images::pack::{Packed, Packing, pack};
 use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_report::data::text::Screen;
 use kata_gpu_wire::arch::Arch;
@@ -134,7 +134,7 @@ pub fn packed(sources: &[&Path], form: Form, to: &Path) -> anyhow::Result<Writte
     packed_as(
         sources,
         form,
-        Wish {
+        Packing {
             mtime: 0,
             manifest: true,
         },
@@ -146,12 +146,12 @@ pub fn packed(sources: &[&Path], form: Form, to: &Path) -> anyhow::Result<Writte
 pub fn packed_as(
     sources: &[&Path],
     form: Form,
-    wish: Wish,
+    packing: Packing,
     to: &Path,
 ) -> anyhow::Result<(Written, Packed)> {
     let sources: Vec<PathBuf> = sources.iter().map(|s| s.to_path_buf()).collect();
     let mut output = Output::create(to, form)?;
-    let packed = pack(&sources, wish, &mut output)?;
+    let packed = pack(&sources, packing, &mut output)?;
     let mut written = output.end()?;
     written.keep()?;
     Ok((written, packed))

@@ -8,8 +8,8 @@ use crate::initrd::{Made, archive, for_arch, image, packed_as, write};
 use crate::{TempDir, project, tree};
 use kata_gpu_image::images::helper::Helper;
 use kata_gpu_image::images::image::{Form, Image};
-use kata_gpu_image::images::pack::{List, Wish as PackWish};
-use kata_gpu_image::images::repack::{Repacked, Wish, repack};
+use kata_gpu_image::images::pack::{List, Packing};
+use kata_gpu_image::images::repack::{Options, Repacked, repack};
 use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_image::images::verify::{Question, check};
 use kata_gpu_test_support::elf_stand_in as stand_in;
@@ -38,7 +38,7 @@ fn repacked(test: &str, init: Arch) -> (TempDir, anyhow::Result<Repacked>) {
     )
     .unwrap();
     let old = Image::open(&dir.0.join("image")).unwrap();
-    let wish = Wish {
+    let options = Options {
         init: dir.0.join("init"),
         helper: Helper::None,
         manifest: true,
@@ -48,7 +48,7 @@ fn repacked(test: &str, init: Arch) -> (TempDir, anyhow::Result<Repacked>) {
     let done = repack(
         &old,
         &Tree::new(&old).unwrap(),
-        &wish,
+        &options,
         &Question::default(),
         &dir.0.join("out"),
     );
@@ -63,7 +63,7 @@ fn an_image_of_another_architecture_is_packed_and_verified() {
     let (written, packed) = packed_as(
         &[&dir.0.join("root")],
         Form::Plain,
-        PackWish {
+        Packing {
             mtime: 0,
             manifest: true,
         },

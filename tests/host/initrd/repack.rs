@@ -1,4 +1,4 @@
-//! `kata-gpu-boot initrd repack`: another init in an image laid out as Kata's NVIDIA initrd, and
+//! `kata-gpu-boot image replace-init`: another init in an image laid out as Kata's NVIDIA initrd, and
 //! every other entry as it was, byte for byte.
 
 use crate::TempDir;
@@ -7,7 +7,7 @@ use crate::initrd::{Made, archive, directory, entries, file, gzip, link, program
 use kata_gpu_image::images::diff::Change;
 use kata_gpu_image::images::helper::Helper;
 use kata_gpu_image::images::image::{Entry, Form, Image};
-use kata_gpu_image::images::repack::{Repacked, Wish, repack};
+use kata_gpu_image::images::repack::{Options, Repacked, repack};
 use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_image::images::verify::Question;
 use kata_gpu_test_support::elf_stand_in as stand_in;
@@ -54,8 +54,8 @@ impl Case {
         (image, tree)
     }
 
-    fn wish(&self) -> Wish {
-        Wish {
+    fn options(&self) -> Options {
+        Options {
             init: self.dir.0.join("init"),
             helper: Helper::None,
             manifest: true,
@@ -64,14 +64,14 @@ impl Case {
         }
     }
 
-    fn repack(&self, change: impl Fn(&mut Wish)) -> anyhow::Result<(Repacked, Image, Tree)> {
+    fn repack(&self, change: impl Fn(&mut Options)) -> anyhow::Result<(Repacked, Image, Tree)> {
         let (image, tree) = self.before();
-        let mut wish = self.wish();
-        change(&mut wish);
+        let mut options = self.options();
+        change(&mut options);
         let done = repack(
             &image,
             &tree,
-            &wish,
+            &options,
             &Question::default(),
             &self.dir.0.join("out"),
         )?;
@@ -195,7 +195,9 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
     let path = case.dir.0.join("kata-gpu-nvml");
     std::fs::write(&path, program_with("/lib64/ld-linux-x86-64.so.2")).unwrap();
     for helper in [Helper::Given(path.clone()), Helper::Found(path.clone())] {
-        let (done, _, tree) = case.repack(|wish| wish.helper = helper.clone()).unwrap();
+        let (done, _, tree) = case
+            .repack(|options| options.helper = helper.clone())
+            .unwrap();
         assert_eq!(content(&tree, HELPER), Some(std::fs::read(&path).unwrap()));
         assert_eq!(tree.meta(tree.find(HELPER).unwrap()).mode & 0o7777, 0o755);
         assert_eq!(
@@ -209,7 +211,7 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
     // An image that does not have its loader gets it, and that is reported.
     std::fs::write(&path, program_with("/lib64/ld-other.so.1")).unwrap();
     let lacks = case
-        .repack(|wish| wish.helper = Helper::Found(path.clone()))
+        .repack(|options| options.helper = Helper::Found(path.clone()))
         .unwrap()
         .0
         .helper_lacks;
@@ -220,12 +222,12 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
     // Another program is refused where it is given, and left out where it was found.
     std::fs::write(&path, new_init()).unwrap();
     let error = case
-        .repack(|wish| wish.helper = Helper::Given(path.clone()))
+        .repack(|options| options.helper = Helper::Given(path.clone()))
         .unwrap_err()
         .to_string();
     assert!(error.contains("another program"), "{error}");
     let (done, _, tree) = case
-        .repack(|wish| wish.helper = Helper::Found(path.clone()))
+        .repack(|options| options.helper = Helper::Found(path.clone()))
         .unwrap();
     assert!(
         done.helper
@@ -270,7 +272,7 @@ fn a_part_that_nothing_changes_in_is_copied_as_it_is_stored() {
     // The other way round: the rest behind what is compressed begins where the kernel looks for it.
     let gap = vec![0; 4 - main.len() % 4];
     let case = Case::new("parts-turned", &[main, gap, microcode.clone()].concat());
-    let (done, after, tree) = case.repack(|wish| wish.manifest = false).unwrap();
+    let (done, after, tree) = case.repack(|options| options.manifest = false).unwrap();
     assert_eq!(after.parts[1].raw.bytes(1 << 20).unwrap(), microcode);
     assert_eq!(
         (content(&tree, "/init"), content(&tree, "/kernel/microcode")),
@@ -282,7 +284,9 @@ fn a_part_that_nothing_changes_in_is_copied_as_it_is_stored() {
 #[test]
 fn the_form_can_be_changed() {
     let plain = Case::new("to-gzip", &archive(&kata()));
-    let (done, after, tree) = plain.repack(|wish| wish.form = Some(Form::Gzip)).unwrap();
+    let (done, after, tree) = plain
+        .repack(|options| options.form = Some(Form::Gzip))
+        .unwrap();
     assert_eq!(
         (after.form(), content(&tree, "/init")),
         (Form::Gzip, Some(new_init()))
@@ -290,7 +294,9 @@ fn the_form_can_be_changed() {
     assert!(done.written.bytes < std::fs::metadata(plain.dir.0.join("image")).unwrap().len());
     drop(done);
     let packed = Case::new("to-plain", &gzip(&archive(&kata())));
-    let (done, after, _) = packed.repack(|wish| wish.form = Some(Form::Plain)).unwrap();
+    let (done, after, _) = packed
+        .repack(|options| options.form = Some(Form::Plain))
+        .unwrap();
     assert_eq!(after.form(), Form::Plain);
     assert_eq!(
         done.written.sha256,
@@ -302,7 +308,7 @@ fn the_form_can_be_changed() {
 #[test]
 fn the_old_init_can_be_left_out_and_the_agent_never() {
     let case = Case::new("drop", &archive(&kata()));
-    let (done, _, tree) = case.repack(|wish| wish.drop_old = true).unwrap();
+    let (done, _, tree) = case.repack(|options| options.drop_old = true).unwrap();
     let gone = differences(&done)
         .into_iter()
         .filter(|(_, word)| *word == "removed")
@@ -315,7 +321,7 @@ fn the_old_init_can_be_left_out_and_the_agent_never() {
     all.retain(|m| m.name != b"init");
     all.push(link("init", "/usr/bin/kata-agent"));
     let case = Case::new("agent", &archive(&all));
-    let (done, _, tree) = case.repack(|wish| wish.drop_old = true).unwrap();
+    let (done, _, tree) = case.repack(|options| options.drop_old = true).unwrap();
     assert!(done.report.boots() && tree.find("/usr/bin/kata-agent").is_some());
 }
 

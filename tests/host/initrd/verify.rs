@@ -1,11 +1,11 @@
-//! `kata-gpu-boot initrd verify`: a guest with nothing wrong with it, and for each rule what breaks
+//! `kata-gpu-boot image verify`: a guest with nothing wrong with it, and for each rule what breaks
 //! that rule and no other.
 
 use crate::TempDir;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};
 use kata_gpu_image::images::helper::Helper;
 use kata_gpu_image::images::image::Image;
-use kata_gpu_image::images::repack::{Wish, repack};
+use kata_gpu_image::images::repack::{Options, repack};
 use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_image::images::verify::image_rules::RULES;
 use kata_gpu_image::images::verify::{Question, Report, check, verify_text};
@@ -96,7 +96,7 @@ fn listed() -> Vec<Made> {
         std::fs::write(dir.0.join("image"), archive(&guest())).unwrap();
         std::fs::write(dir.0.join("init"), stand_in::library(None, &[])).unwrap();
         let image = Image::open(&dir.0.join("image")).unwrap();
-        let wish = Wish {
+        let options = Options {
             init: dir.0.join("init"),
             helper: Helper::None,
             manifest: true,
@@ -106,7 +106,7 @@ fn listed() -> Vec<Made> {
         let done = repack(
             &image,
             &Tree::new(&image).unwrap(),
-            &wish,
+            &options,
             &Question::default(),
             &dir.0.join("out"),
         )

@@ -1,20 +1,19 @@
-//! `initrd replace-init`: replaces the init in a disk image with an erofs or ext4 root. Everything
-//! else stays: owners, modes, times, links, contents, extended attributes.
+//! `image replace-init` of a disk image: replaces the init in its erofs root. Everything else
+//! stays: owners, modes, times, links, contents, extended attributes.
 //!
 //! Images are untrusted: their bytes are read here, by offset and with bounds, and never unpacked
 //! or mounted. Written paths are from a closed list ([`wanted`]). Third-party programs run in a
 //! sandbox. The new image is checked by these programs, read again and compared before it gets its
 //! name.
 
-pub mod debugfs;
 pub mod erofs;
 pub mod erofs_edit;
-pub mod ext4;
 mod partition;
 pub mod reading_limits; // bounds of what is read from one image
 pub mod tool_sandbox;
 pub mod wanted;
 
+use self::erofs::Erofs;
 use self::tool_sandbox::{Tool, Work};
 use self::wanted::Wanted;
 use super::diff;
@@ -57,7 +56,7 @@ const PAGE: usize = 4096;
 
 /// Arguments of a replacement.
 #[derive(Debug)]
-pub struct Wish {
+pub struct Replacement {
     pub image: PathBuf,
     pub init: PathBuf,
     pub helper: Helper,
@@ -84,40 +83,23 @@ pub struct Replaced {
     pub has_module: bool,
 }
 
-/// A root's file system.
-enum Root {
-    Erofs(erofs::Erofs),
-    Ext4(Image),
-}
+/// Why an ext4 root is refused. Kata's NVIDIA images have erofs in both runtimes, confidential ones
+/// too (DEFROOTFSTYPE_NV in its Makefiles, FS_TYPE in kata-deploy-binaries.sh).
+const EXT4: &str = "its root is ext4, and this changes and reads erofs, as Kata's NVIDIA images are: \
+                    build the image with FS_TYPE=erofs";
 
-impl Root {
-    fn read(kind: FileSystem, source: Content) -> Result<Self> {
-        Ok(match kind {
-            FileSystem::Erofs => Self::Erofs(erofs::Erofs::read(source, None)?),
-            FileSystem::Ext4 => Self::Ext4(ext4::read(&source)?),
-        })
-    }
-
-    fn image(&self) -> &Image {
-        match self {
-            Self::Erofs(fs) => &fs.image,
-            Self::Ext4(image) => image,
-        }
-    }
-}
-
-/// Errors: the files' sizes add up to more than the image can hold, by holes or shared data.
-/// Reading all of them would take days.
-fn limit_contents(root: &Root, bytes: u64) -> Result<()> {
-    let is_read = |index: usize| match root {
-        Root::Erofs(fs) => fs
-            .inodes
+/// Errors: the root is not erofs, or the files' sizes add up to more than the image can hold, by
+/// holes or shared data: reading all of them would take days.
+fn read_erofs(disk: &Disk, source: Content) -> Result<Erofs> {
+    ensure!(disk.root == FileSystem::Erofs, "{EXT4}");
+    let fs = Erofs::read(source, None)?;
+    let is_read = |index: usize| {
+        fs.inodes
             .get(index)
-            .is_some_and(|inode| inode.layout != erofs::Layout::Compressed),
-        Root::Ext4(_) => true,
+            .is_some_and(|inode| inode.layout != erofs::Layout::Compressed)
     };
-    let files = root
-        .image()
+    let files = fs
+        .image
         .entries
         .iter()
         .enumerate()
@@ -125,26 +107,54 @@ fn limit_contents(root: &Root, bytes: u64) -> Result<()> {
     let claimed = files.fold(0_u64, |sum, (_, entry)| {
         sum.saturating_add(entry.data.length)
     });
+    let bytes = disk.root_bytes;
     let most = bytes.saturating_mul(MAX_RATIO).saturating_add(FREE_BYTES);
     ensure!(
         claimed <= most,
-        "its files have {claimed} bytes, and the file system {bytes}: more than {most} are not read: make it without sparse files"
+        "its files have {claimed} bytes, and the file system {bytes}: more than {most} are not \
+         read: make it without sparse files"
     );
-    Ok(())
+    Ok(fs)
 }
 
-/// Reads a root's names, and all contents that can be read. For the fuzzer.
-pub fn read_all(kind: FileSystem, source: Content) -> Result<(Image, Tree)> {
-    let root = match Root::read(kind, source)? {
-        Root::Erofs(fs) => fs.image,
-        Root::Ext4(image) => image,
-    };
+/// Reads a root's names, and all contents that can be read.
+pub fn read_all(source: Content) -> Result<(Image, Tree)> {
+    let root = Erofs::read(source, None)?.image;
     let tree = Tree::new(&root)?;
     Ok((root, tree))
 }
 
+/// Whether a file is a disk image, with whatever root.
+pub fn is_disk(path: &Path) -> Result<bool> {
+    let shown = path.display();
+    let file = open(path)?;
+    let length = file
+        .metadata()
+        .with_context(|| format!("look at image {shown}"))?
+        .len();
+    let found = disk::look(&file, length).with_context(|| format!("read image {shown}"))?;
+    Ok(found.is_ok())
+}
+
+/// Reads the root of a disk image; None for a file that is not a disk image.
+pub fn read_disk(path: &Path) -> Result<Option<(Image, Tree)>> {
+    let shown = path.display();
+    let file = open(path)?;
+    let length = file
+        .metadata()
+        .with_context(|| format!("look at image {shown}"))?
+        .len();
+    let Ok(disk) = disk::look(&file, length).with_context(|| format!("read image {shown}"))? else {
+        return Ok(None);
+    };
+    let source = Content::of_file(file)?.part(disk.root_at..disk.root_at + disk.root_bytes);
+    let root = read_erofs(&disk, source).with_context(|| format!("image {shown}"))?;
+    let tree = Tree::new(&root.image).with_context(|| format!("read image {shown}"))?;
+    Ok(Some((root.image, tree)))
+}
+
 /// Writes an image with another init beside the output. The caller renames it.
-pub fn replace(wish: &Wish) -> Result<Replaced> {
+pub fn replace(wish: &Replacement) -> Result<Replaced> {
     let init = read_init(&wish.init)?;
     let shown = wish.image.display();
     let image = open(&wish.image)?;
@@ -153,11 +163,8 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
         .with_context(|| format!("look at image {shown}"))?
         .len();
     let disk = disk::look(&image, length).with_context(|| format!("read image {shown}"))?;
-    let disk = disk.map_err(|why| {
-        anyhow::anyhow!(
-            "{shown}: {why}: this takes erofs and ext4 (an initrd: kata-gpu-boot initrd repack)"
-        )
-    })?;
+    let disk = disk.map_err(|why| anyhow::anyhow!("{shown}: {why}"))?;
+    ensure!(disk.root == FileSystem::Erofs, "image {shown}: {EXT4}");
     // Create the output first: an unusable name must fail before an hour of work.
     let mut output = Output::create(&wish.output, Form::Plain)?;
     let work = Work::new()?;
@@ -170,26 +177,21 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
         )
     })?;
     let name = disk.root.name();
-    let check = match disk.root {
-        FileSystem::Erofs => Tool::CheckErofs,
-        FileSystem::Ext4 => Tool::CheckExt4,
-    };
-    let (sound, said) = work.run(check)?;
+    let (sound, said) = work.run(Tool::CheckErofs)?;
     ensure!(
         sound,
         "{shown}: its {name} file system is not sound, and nothing of it is used: {said}"
     );
-    let root = Root::read(disk.root, old.clone()).with_context(|| {
+    let root = read_erofs(&disk, old.clone()).with_context(|| {
         format!("{shown}: its {name} file system is not sound, and nothing of it is used")
     })?;
-    limit_contents(&root, disk.root_bytes).with_context(|| format!("image {shown}"))?;
-    let tree = Tree::new(root.image()).with_context(|| format!("read image {shown}"))?;
+    let tree = Tree::new(&root.image).with_context(|| format!("read image {shown}"))?;
     let sbin = wanted::sbin(&tree).with_context(|| format!("image {shown}"))?;
     check_arch(&wish.init, &init, &tree).with_context(|| format!("image {shown}"))?;
     wanted::check_list_place(&tree).with_context(|| format!("image {shown}"))?;
     let helper = helper::read(&wish.helper, &tree)?;
     let list = if wish.manifest {
-        driver_files(root.image(), &tree)?
+        driver_files(&root.image, &tree)?
     } else {
         Err("not asked for".into())
     };
@@ -201,7 +203,7 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
         list: list.as_ref().ok().map(|(text, _)| text.as_slice()),
     };
     let changed = change(&work, &root, &tree, &wanted)?;
-    let (sound, said) = work.run(check)?;
+    let (sound, said) = work.run(Tool::CheckErofs)?;
     ensure!(
         sound,
         "the changed {name} file system is not sound (is the file system full?): {said}"
@@ -361,49 +363,26 @@ struct Changed {
 }
 
 /// Changes the copy of the root.
-fn change(work: &Work, root: &Root, tree: &Tree, wanted: &Wanted) -> Result<Changed> {
-    match root {
-        Root::Erofs(fs) => {
-            let edit = erofs_edit::edit(fs, tree, wanted)?;
-            let file = File::options()
-                .write(true)
-                .open(work.image())
-                .context("open the copy")?;
-            file.set_len(edit.at)
-                .and_then(|()| file.set_len(edit.bytes()))
-                .context("change the copy")?;
-            for (at, bytes) in edit.patches.iter().chain([(&edit.at, &edit.added)]) {
-                file.write_all_at(bytes, *at)
-                    .context("change the copy (TMPDIR names another place)")?;
-            }
-            Ok(Changed {
-                from: edit.at,
-                places: edit
-                    .patches
-                    .iter()
-                    .map(|(at, bytes)| *at..*at + bytes.len() as u64)
-                    .collect(),
-            })
-        }
-        Root::Ext4(_) => {
-            let put = |path: PathBuf, bytes: &[u8]| {
-                std::fs::write(&path, bytes).with_context(|| format!("write {}", path.display()))
-            };
-            put(work.path(tool_sandbox::INIT), wanted.init)?;
-            put(
-                work.path(tool_sandbox::HELPER),
-                wanted.helper.unwrap_or_default(),
-            )?;
-            put(
-                work.path(tool_sandbox::LIST),
-                wanted.list.unwrap_or_default(),
-            )?;
-            put(work.commands(), debugfs::commands(tree, wanted).as_bytes())?;
-            let (done, said) = work.run(Tool::ChangeExt4)?;
-            ensure!(done, "debugfs failed: {said}");
-            Ok(Changed::default())
-        }
+fn change(work: &Work, root: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Changed> {
+    let edit = erofs_edit::edit(root, tree, wanted)?;
+    let file = File::options()
+        .write(true)
+        .open(work.image())
+        .context("open the copy")?;
+    file.set_len(edit.at)
+        .and_then(|()| file.set_len(edit.bytes()))
+        .context("change the copy")?;
+    for (at, bytes) in edit.patches.iter().chain([(&edit.at, &edit.added)]) {
+        file.write_all_at(bytes, *at)
+            .context("change the copy (TMPDIR names another place)")?;
     }
+    let places = edit.patches.iter();
+    Ok(Changed {
+        from: edit.at,
+        places: places
+            .map(|(at, bytes)| *at..*at + bytes.len() as u64)
+            .collect(),
+    })
 }
 
 /// Assembles the disk.
@@ -447,7 +426,7 @@ fn check_written(
     written: &Written,
     disk: &Disk,
     old: &Content,
-    root: &Root,
+    root: &Erofs,
     tree: &Tree,
     wanted: &Wanted,
     changed: &Changed,
@@ -461,17 +440,9 @@ fn check_written(
     );
     let new =
         Content::of_file(file)?.part(new_disk.root_at..new_disk.root_at + new_disk.root_bytes);
-    let after = match root {
-        Root::Erofs(fs) => {
-            compare_bytes(old, &new, changed)?;
-            Root::Erofs(erofs::Erofs::read(new.clone(), Some((fs, changed.from)))?)
-        }
-        Root::Ext4(_) => {
-            ext4::compare_inodes(old, &new)?;
-            Root::Ext4(ext4::read(&new)?)
-        }
-    };
-    let after_tree = Tree::new(after.image())?;
+    compare_bytes(old, &new, changed)?;
+    let after = Erofs::read(new.clone(), Some((root, changed.from)))?;
+    let after_tree = Tree::new(&after.image)?;
     check_path(&after_tree, INIT, Kind::File, 0o755, Some(wanted.init))?;
     check_path(
         &after_tree,
@@ -519,15 +490,9 @@ fn check_written(
 
 /// Loader and libraries that the helper does not find. Empty if the image has compressed files,
 /// which cannot be read.
-fn lacks(root: &Root, tree: &Tree) -> Vec<String> {
-    let is_compressed = match root {
-        Root::Erofs(fs) => fs
-            .inodes
-            .iter()
-            .any(|inode| inode.layout == erofs::Layout::Compressed),
-        Root::Ext4(_) => false,
-    };
-    if is_compressed {
+fn lacks(root: &Erofs, tree: &Tree) -> Vec<String> {
+    let mut layouts = root.inodes.iter().map(|inode| inode.layout);
+    if layouts.any(|layout| layout == erofs::Layout::Compressed) {
         Vec::new()
     } else {
         helper::lacks(tree)

@@ -1,4 +1,4 @@
-//! Runs programs of e2fsprogs and erofs-utils in a sandbox: as nobody or the caller, without
+//! Runs a program of erofs-utils in a sandbox: as nobody or the caller, without
 //! capabilities, in namespaces of their own, with the system's programs read-only, no network, and
 //! one directory for input and output.
 //!
@@ -27,10 +27,6 @@ use std::process::{Command, ExitCode, Stdio};
 /// Paths in the directory, as the sandboxed programs see them.
 const DIRECTORY: &str = "/work";
 const IMAGE: &str = "/work/root.img";
-pub const INIT: &str = "/work/init";
-pub const HELPER: &str = "/work/helper";
-pub const LIST: &str = "/work/list";
-const COMMANDS: &str = "/work/commands";
 /// Directory of the new root, in the work directory.
 const ROOT: &str = "root";
 /// Directories of programs and their libraries.
@@ -44,21 +40,12 @@ const MAX_CPU_S: u64 = 900;
 const NOT_STARTED: u8 = 125;
 /// Lines of a program's output in an error.
 const LINES: usize = 3;
-/// Beginnings of lines of e2fsprogs about the sandbox or themselves, not about the image.
-const NOT_OF_THE_IMAGE: [&[u8]; 4] = [
-    b"ERROR: Couldn't open /dev/null",
-    b"ext2fs_check_if_mount: ",
-    b"e2fsck 1.",
-    b"debugfs 1.",
-];
 const CURE: &str = "user namespaces are needed: allow them (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, \
 kernel.apparmor_restrict_unprivileged_userns=0), or do this outside the container";
 
 /// A program with its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Tool {
-    CheckExt4,
-    ChangeExt4,
     CheckErofs,
 }
 
@@ -66,8 +53,6 @@ impl Tool {
     /// Program, its package, its arguments.
     fn words(self) -> (&'static str, &'static str, &'static [&'static str]) {
         match self {
-            Self::CheckExt4 => ("e2fsck", "e2fsprogs", &["-fn", IMAGE]),
-            Self::ChangeExt4 => ("debugfs", "e2fsprogs", &["-w", "-f", COMMANDS, IMAGE]),
             Self::CheckErofs => ("fsck.erofs", "erofs-utils", &[IMAGE]),
         }
     }
@@ -121,10 +106,6 @@ impl Work {
         self.path(IMAGE)
     }
 
-    pub fn commands(&self) -> PathBuf {
-        self.path(COMMANDS)
-    }
-
     /// Runs a program; returns whether it succeeded, and the end of its output.
     pub fn run(&self, tool: Tool) -> Result<(bool, String)> {
         tool.program()?;
@@ -146,7 +127,7 @@ impl Work {
             .unwrap_or_default();
         let mut command = Command::new("/proc/self/exe");
         command
-            .args(["initrd", "in-sandbox", &name])
+            .args(["image", "in-sandbox", &name])
             .arg(&self.inside)
             .env_clear()
             .env("LC_ALL", "C")
@@ -155,12 +136,9 @@ impl Work {
             .output()
             .context("run this program again for a sandbox")?;
         let text: Vec<u8> = [output.stdout, output.stderr].concat();
-        let of_image = |line: &&[u8]| {
-            !line.is_empty() && !NOT_OF_THE_IMAGE.iter().any(|start| line.starts_with(start))
-        };
         let lines: Vec<String> = text
             .split(|b| *b == b'\n')
-            .filter(of_image)
+            .filter(|line| !line.is_empty())
             .map(escaped)
             .collect();
         let said = lines
@@ -213,7 +191,7 @@ fn becomes_nobody() -> bool {
     geteuid().is_root() && maps("/proc/self/uid_map") && maps("/proc/self/gid_map")
 }
 
-/// `initrd in-sandbox`: enters the namespaces and runs the program there.
+/// `image in-sandbox`: enters the namespaces and runs the program there.
 pub fn run_inside(tool: Tool, directory: &Path) -> ExitCode {
     let run = || -> Result<u8> {
         let program = tool.program()?;

@@ -25,7 +25,7 @@ macro_rules! rules {
 rules! {
     NO_INIT "no-init" Error,
         "the kernel finds no program to start, looks for a root disk instead, and panics",
-        "put kata-gpu-init there (`kata-gpu-boot initrd repack`), or name the program with rdinit= and --rdinit";
+        "put kata-gpu-init there (`kata-gpu-boot image replace-init`), or name the program with rdinit= and --rdinit";
     INIT_DANGLING "init-dangling" Error,
         "the kernel's init is a link that leads to nothing: it panics",
         "put the link's target into the image, or a program in the link's place";
@@ -125,13 +125,13 @@ rules! {
         "chmod o-w";
     LEFT_OUT "left-out" Warning,
         "the kernel omits this entry and logs nothing",
-        "pack the image again: `kata-gpu-boot initrd pack`";
+        "pack the image again: `kata-gpu-boot image pack`";
     OUTSIDE "odd-name" Warning,
         "tools that unpack images elsewhere refuse it, or write where they should not",
-        "pack the image again: `kata-gpu-boot initrd pack`";
+        "pack the image again: `kata-gpu-boot image pack`";
     AGAIN "again" Warning,
         "an earlier entry has the same name, and is replaced: lists of other tools may differ from the guest's files",
-        "pack the image again: `kata-gpu-boot initrd pack`";
+        "pack the image again: `kata-gpu-boot image pack`";
     NO_TRAILER "no-trailer" Warning,
         "an archive ends without its end mark: it may have been cut, and the kernel does not notice",
         "write it again";

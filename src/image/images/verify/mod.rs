@@ -1,4 +1,4 @@
-//! `initrd verify`: checks that an image can boot as a Kata guest with NVIDIA GPUs. Reads the
+//! `image verify`: checks that an image can boot as a Kata guest with NVIDIA GPUs. Reads the
 //! image, and runs nothing.
 //!
 //! Error: the image does not boot, or gives no container a GPU; all else is a hint. Not here: facts

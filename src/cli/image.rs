@@ -1,4 +1,5 @@
-//! `kata-gpu-boot initrd`: packs, lists, verifies and changes guest images.
+//! `kata-gpu-boot image`: packs, lists, verifies and changes guest images: initrds, and disk images
+//! with an erofs root.
 
 use anyhow::{Result, bail, ensure};
 use clap::{ArgGroup, Subcommand};
@@ -24,7 +25,7 @@ use std::process::ExitCode;
 /// Exit status if an image cannot be read or written at all.
 const FAILED: u8 = 2;
 
-/// Pack, list, verify and change guest images (initrds).
+/// Pack, list, verify and change guest images: initrds and disk images.
 #[derive(clap::Args, Debug)]
 pub struct Args {
     #[command(subcommand)]
@@ -37,35 +38,15 @@ enum Command {
     Ls(LsArgs),
     Cat(CatArgs),
     Verify(VerifyArgs),
-    Repack(RepackArgs),
     Diff(DiffArgs),
     ReplaceInit(ReplaceInitArgs),
     #[command(hide = true)]
     InSandbox(InSandboxArgs),
 }
 
-const PACK_HELP: &str = "\
-A list has an entry on each line; # begins a comment; FILE and DIR are relative to the list's folder:
-  dir  PATH MODE         file  PATH MODE FILE           link  PATH TARGET
-  char PATH MODE MAJOR:MINOR    block PATH MODE MAJOR:MINOR
-  fifo PATH MODE
-  tree PATH DIR          (everything below DIR, at PATH)
-
-The archive is the same, byte for byte, for the same files: sorted, everything owned by root, times SOURCE_DATE_EPOCH or 0.
-
-Where the sources have the driver's libraries, the list of its files (for containers) goes into the archive, and replaces an earlier one: a boot \
-verifies the list instead of searching for the files.
-
-Examples:
-  # a directory as the guest's root
-  kata-gpu-boot initrd pack root -o guest.initrd
-  # with device nodes: a list needs no root for them
-  printf 'char /dev/console 0600 5:1\\n' > nodes
-  kata-gpu-boot initrd pack root nodes -o guest.initrd";
-
 /// Make an initrd of directories and lists.
 #[derive(clap::Args, Debug)]
-#[command(after_help = PACK_HELP)]
+#[command(after_help = include_str!("image/pack.txt"))]
 struct PackArgs {
     /// Directory whose content becomes the guest's root, or a list of entries; several are merged.
     #[arg(value_name = "DIR|LIST", required = true)]
@@ -84,18 +65,10 @@ struct PackArgs {
     json: bool,
 }
 
-const LS_HELP: &str = "\
-Examples:
-  kata-gpu-boot initrd ls kata.initrd
-  kata-gpu-boot initrd ls kata.initrd lib/firmware
-  kata-gpu-boot initrd ls kata.initrd --json |
-    jq '.entries | sort_by(-.size)[:10][] | {path, size}'";
-
 /// List an image's entries, in their order.
 #[derive(clap::Args, Debug)]
-#[command(after_help = LS_HELP)]
 struct LsArgs {
-    /// The initrd.
+    /// An initrd, or a disk image.
     image: PathBuf,
     /// Paths to list, with all entries below them [default: all].
     paths: Vec<String>,
@@ -108,37 +81,17 @@ struct LsArgs {
 /// there is no such path.
 #[derive(clap::Args, Debug)]
 struct CatArgs {
-    /// The initrd.
+    /// An initrd, or a disk image.
     image: PathBuf,
     /// The file's path in it.
     path: String,
 }
 
-const VERIFY_HELP: &str = "\
-Checks programs with their loaders and libraries, modules with their dependencies, the driver's firmware and user space, and paths that the agent needs. \
-Each finding names the effect and the cure. Faults that only a boot shows are not found.
-
-A table lists NVIDIA's services that each topology starts, and those that the image lacks. A missing service is no error, unless --topology \
-names the topology. An image without any part of the driver is reported as one whose driver comes on the extension disk `gpu` (Kata 4).
-
-Exit status: 0 the image can boot, 1 it cannot boot as a guest with GPUs, 2 it cannot be read.
-
-Examples:
-  cd /opt/kata/share/kata-containers
-  kata-gpu-boot initrd verify gpu.initrd --kernel vmlinuz-nvidia-gpu.container
-  kata-gpu-boot initrd verify gpu.initrd --json |
-    jq '.findings[] | select(.severity == \"error\")'
-  # for guests with all GPUs and NVSwitches of an HGX board
-  kata-gpu-boot initrd verify gpu.initrd --topology hopper-fabric --confidential
-  # without the driver's libraries
-  kata-gpu-boot initrd verify base.initrd --no-user-space
-  kata-gpu-boot initrd verify --rules";
-
 /// Check that an image can boot as a Kata guest with NVIDIA GPUs.
 #[derive(clap::Args, Debug)]
-#[command(after_help = VERIFY_HELP)]
+#[command(after_help = include_str!("image/verify.txt"))]
 struct VerifyArgs {
-    /// The initrd.
+    /// An initrd, or a disk image.
     #[arg(required_unless_present = "rules")]
     image: Option<PathBuf>,
     /// The guest's kernel (its file, or its release as `uname -r` prints it), which the modules
@@ -166,104 +119,14 @@ struct VerifyArgs {
     rules: bool,
 }
 
-const REPACK_HELP: &str = "\
-/init becomes the new program, and /sbin/init a link to it where it led to the old one. Every other entry stays unchanged, byte for byte; the list of the \
-driver's files is added, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. The old init stays where it was, so that rdinit= with its path rolls back, unless --drop-old is given.
-
-The kernel starts /init of an initrd and ignores init=, which is for disk images. A kernel parameter rdinit= overrides /init: remove it from \
-kernel_params, or the old init starts.
-
-Exit status: 0 written, 1 not written because it would not boot (--force), 2 failed.
-
-Examples:
-  kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o gpu.initrd
-  # uncompressed, so that no guest has to decompress it
-  kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o p --plain";
-
-/// Replace the init of an image, and nothing else.
+/// Replace the init of a guest image, and nothing else.
 #[derive(clap::Args, Debug)]
-#[command(after_help = REPACK_HELP, group = ArgGroup::new("form").multiple(false))]
-struct RepackArgs {
-    /// The initrd; for a disk image use initrd replace-init.
-    image: PathBuf,
-    /// The new init.
-    #[arg(long, value_name = "FILE")]
-    init: PathBuf,
-    /// Output file; made when it is whole and verified.
-    #[arg(short, long, value_name = "FILE")]
-    output: PathBuf,
-    /// The guest's kernel, as for verify.
-    #[arg(long, value_name = "FILE|RELEASE")]
-    kernel: Option<String>,
-    #[command(flatten)]
-    helper: HelperArgs,
-    /// Do not add the list of the driver's files.
-    #[arg(long)]
-    no_manifest: bool,
-    /// Do not require the driver's libraries and firmware, as for verify.
-    #[arg(long)]
-    no_user_space: bool,
-    /// Omit the old init and its signature.
-    #[arg(long)]
-    drop_old: bool,
-    /// Store the image uncompressed [default: as it is stored now].
-    #[arg(long, group = "form")]
-    plain: bool,
-    /// Compress the image.
-    #[arg(long, group = "form")]
-    gzip: bool,
-    /// Write the image even if it cannot boot.
-    #[arg(long)]
-    force: bool,
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
-}
-
-const DIFF_HELP: &str = "\
-Compares the contents for a guest: order of entries, compression and inode numbers do not count.
-
-Exit status: 0 the same, 1 different, 2 one cannot be read.
-
-Examples:
-  kata-gpu-boot initrd diff old.initrd new.initrd
-  kata-gpu-boot initrd diff old.initrd new.initrd --json |
-    jq -r '.differences[] | select(.change == \"added\").path'";
-
-/// Show the differences of two images for a guest.
-#[derive(clap::Args, Debug)]
-#[command(after_help = DIFF_HELP)]
-struct DiffArgs {
-    /// The first initrd.
-    a: PathBuf,
-    /// The second initrd.
-    b: PathBuf,
-    /// Compare times, too.
-    #[arg(long)]
-    times: bool,
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
-}
-
-const REPLACE_INIT_HELP: &str = "\
-/init becomes the program and /sbin/init, which a kernel starts first from a disk, a link to it; the old init stays where those links led. The list of the \
-driver's files is added where there is a driver, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. Owners, modes, times, links, contents and extended attributes of all other files stay unchanged.
-
-The image is a bare file system, or a disk with it as the first partition, as Kata's image builder makes them; the partition grows if necessary. A dm-verity \
-hash in a second partition is of the old root: `kata-gpu-boot install --image` empties kernel_verity_params.
-
-Requires user namespaces, and the package e2fsprogs for ext4 or erofs-utils for erofs; root is not needed.
-
-Examples:
-  kata-gpu-boot initrd replace-init kata.image --init kata-gpu-init -o g.image
-  kata-gpu-boot install --kata-config FILE --image $PWD/g.image";
-
-/// Replace the init of a disk image (erofs or ext4), and nothing else.
-#[derive(clap::Args, Debug)]
-#[command(after_help = REPLACE_INIT_HELP)]
+#[command(
+    after_help = include_str!("image/replace_init.txt"),
+    group = ArgGroup::new("form").multiple(false)
+)]
 struct ReplaceInitArgs {
-    /// The image that Kata boots now.
+    /// The image that Kata boots now: an initrd, or a disk image.
     image: PathBuf,
     /// The new init, the program kata-gpu-init.
     #[arg(long, value_name = "FILE")]
@@ -276,6 +139,46 @@ struct ReplaceInitArgs {
     /// Do not add the list of the driver's files.
     #[arg(long)]
     no_manifest: bool,
+    #[command(flatten)]
+    initrd: InitrdArgs,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Options of `replace-init` for an initrd.
+#[derive(clap::Args, Debug, Default, PartialEq)]
+struct InitrdArgs {
+    /// Of an initrd: the guest's kernel, as for verify.
+    #[arg(long, value_name = "FILE|RELEASE")]
+    kernel: Option<String>,
+    /// Of an initrd: do not require the driver's libraries and firmware, as for verify.
+    #[arg(long)]
+    no_user_space: bool,
+    /// Of an initrd: omit the old init and its signature.
+    #[arg(long)]
+    drop_old: bool,
+    /// Of an initrd: store it uncompressed [default: as it is stored now].
+    #[arg(long, group = "form")]
+    plain: bool,
+    /// Of an initrd: compress it.
+    #[arg(long, group = "form")]
+    gzip: bool,
+    /// Of an initrd: write it even if it cannot boot.
+    #[arg(long)]
+    force: bool,
+}
+
+/// Show the differences of two images for a guest.
+#[derive(clap::Args, Debug)]
+struct DiffArgs {
+    /// The first image.
+    a: PathBuf,
+    /// The second image.
+    b: PathBuf,
+    /// Compare times, too.
+    #[arg(long)]
+    times: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -288,14 +191,13 @@ struct InSandboxArgs {
     directory: PathBuf,
 }
 
-/// Runs `initrd`.
+/// Runs `image`.
 pub fn run(args: &Args) -> ExitCode {
     let done = match &args.command {
         Command::Pack(args) => pack(args),
         Command::Ls(args) => ls(args),
         Command::Cat(args) => cat(args),
         Command::Verify(args) => verify(args),
-        Command::Repack(args) => repack(args),
         Command::Diff(args) => diff(args),
         Command::ReplaceInit(args) => replace_init(args),
         Command::InSandbox(args) => {
@@ -312,7 +214,11 @@ pub fn run(args: &Args) -> ExitCode {
     }
 }
 
-fn read(path: &std::path::Path) -> Result<(Image, Tree)> {
+/// Reads a disk image's root, or an initrd.
+fn read(path: &Path) -> Result<(Image, Tree)> {
+    if let Some(root) = disk_image::read_disk(path)? {
+        return Ok(root);
+    }
     let image = Image::open(path)?;
     let tree = Tree::new(&image)?;
     Ok((image, tree))
@@ -332,11 +238,11 @@ fn pack(args: &PackArgs) -> Result<bool> {
         &args.output,
         if args.gzip { Form::Gzip } else { Form::Plain },
     )?;
-    let wish = pack::Wish {
+    let packing = pack::Packing {
         mtime: pack::mtime()?,
         manifest: !args.no_manifest,
     };
-    let packed = pack::pack(&args.sources, wish, &mut output)?;
+    let packed = pack::pack(&args.sources, packing, &mut output)?;
     let mut done = output.end()?;
     done.keep()?;
     let left_out: Vec<String> = packed
@@ -387,7 +293,7 @@ fn pack(args: &PackArgs) -> Result<bool> {
 }
 
 fn ls(args: &LsArgs) -> Result<bool> {
-    let image = Image::open(&args.image)?;
+    let (image, _) = read(&args.image)?;
     let (text, listed) = ls::text(&image, &args.paths, &Screen::of_stdout());
     print(&if args.json {
         ascii_json(&ls::json(&image, &args.paths))?
@@ -494,9 +400,23 @@ fn check_output(image: &Path, init: &Path, helper: &HelperArgs, output: &Path) -
 
 fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
     check_output(&args.image, &args.init, &args.helper, &args.output)?;
+    if disk_image::is_disk(&args.image)? {
+        ensure!(
+            args.initrd == InitrdArgs::default(),
+            "{}: a disk image: --kernel, --no-user-space, --drop-old, --plain, --gzip and --force \
+             are for initrds",
+            printable(&args.image.display().to_string())
+        );
+        replace_in_disk(args)
+    } else {
+        replace_in_initrd(args)
+    }
+}
+
+fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
     let (image, init, output) = (args.image.clone(), args.init.clone(), args.output.clone());
     let helper = args.helper.helper(&args.init);
-    let mut done = disk_image::replace(&disk_image::Wish {
+    let mut done = disk_image::replace(&disk_image::Replacement {
         image,
         init,
         helper,
@@ -560,24 +480,25 @@ fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
     Ok(true)
 }
 
-fn repack(args: &RepackArgs) -> Result<bool> {
-    check_output(&args.image, &args.init, &args.helper, &args.output)?;
-    let question = question(args.kernel.as_deref(), INIT, !args.no_user_space)?;
-    let (image, tree) = read(&args.image)?;
-    let form = match (args.plain, args.gzip) {
+fn replace_in_initrd(args: &ReplaceInitArgs) -> Result<bool> {
+    let own = &args.initrd;
+    let question = question(own.kernel.as_deref(), INIT, !own.no_user_space)?;
+    let image = Image::open(&args.image)?;
+    let tree = Tree::new(&image)?;
+    let form = match (own.plain, own.gzip) {
         (true, _) => Some(Form::Plain),
         (_, true) => Some(Form::Gzip),
         _ => None,
     };
-    let wish = repack::Wish {
+    let options = repack::Options {
         init: args.init.clone(),
         helper: args.helper.helper(&args.init),
         manifest: !args.no_manifest,
         form,
-        drop_old: args.drop_old,
+        drop_old: own.drop_old,
     };
-    let mut done = repack::repack(&image, &tree, &wish, &question, &args.output)?;
-    let keep = done.report.boots() || args.force;
+    let mut done = repack::repack(&image, &tree, &options, &question, &args.output)?;
+    let keep = done.report.boots() || own.force;
     if keep {
         done.written.keep()?;
     }
@@ -658,14 +579,13 @@ mod tests {
     }
 
     fn done(words: &[&str]) -> Result<bool> {
-        let cli = Cli::try_parse_from(["initrd"].iter().chain(words))
+        let cli = Cli::try_parse_from(["image"].iter().chain(words))
             .map_err(|e| anyhow::anyhow!("usage {}", e.exit_code()))?;
         match &cli.args.command {
             Command::Pack(args) => pack(args),
             Command::Ls(args) => ls(args),
             Command::Cat(args) => cat(args),
             Command::Verify(args) => verify(args),
-            Command::Repack(args) => repack(args),
             Command::Diff(args) => diff(args),
             Command::ReplaceInit(args) => replace_init(args),
             Command::InSandbox(args) => unreachable!("{args:?} is for this program itself"),
@@ -716,21 +636,30 @@ mod tests {
         );
         let (init, c) = (at("init"), at("c"));
         assert!(
-            !done(&["repack", &a, "--init", &init, "-o", &c]).unwrap(),
+            !done(&["replace-init", &a, "--init", &init, "-o", &c]).unwrap(),
             "it would not boot"
         );
         assert!(!dir.path().join("c").exists());
-        assert!(!done(&["repack", &a, "--init", &init, "-o", &c, "--json"]).unwrap());
-        assert!(done(&["repack", &a, "--init", &init, "-o", &c, "--force"]).unwrap());
+        assert!(!done(&["replace-init", &a, "--init", &init, "-o", &c, "--json"]).unwrap());
+        assert!(done(&["replace-init", &a, "--init", &init, "-o", &c, "--force"]).unwrap());
         assert!(!done(&["diff", &a, &c]).unwrap());
         assert!(
-            done(&["repack", &a, "--init", &init, "-o", &a])
+            done(&["replace-init", &a, "--init", &init, "-o", &a])
                 .unwrap_err()
                 .to_string()
                 .contains("another name")
         );
         for wrong in [
-            &["repack", &a, "--init", &init, "-o", &c, "--gzip", "--plain"][..],
+            &[
+                "replace-init",
+                &a,
+                "--init",
+                &init,
+                "-o",
+                &c,
+                "--gzip",
+                "--plain",
+            ][..],
             &["verify"],
             &["pack", "-o", &c],
             &["ls"],
