@@ -232,11 +232,11 @@ fn the_same_logs_give_the_same_boot_and_a_copy_adds_nothing() {
     let once = of_fixtures(&["containerd.log"]).boot;
     assert_eq!(once.header, of_fixtures(&["containerd.log"]).boot.header);
     let same = |other: Vec<Record>| {
-        let told = |records: &[Record]| -> Vec<_> {
+        let shown = |records: &[Record]| -> Vec<_> {
             let one = |r: &Record| (r.boottime_ns, r.name.clone(), r.error.clone(), r.gpu);
             records.iter().map(one).collect()
         };
-        assert_eq!(told(&other), told(&once.records));
+        assert_eq!(shown(&other), shown(&once.records));
     };
     // Journals have each line of the shim twice; logs may overlap; a journal has the console.
     let text = String::from_utf8(log()).unwrap();

@@ -1,5 +1,4 @@
-//! A real boot seen twice: by its stream, and by its console alone, as somebody imports it who has
-//! nothing else.
+//! A real boot read twice: from its stream, and from its console without the stream.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, complete};
 use crate::import_agreement::{Agreement, agreement};
@@ -18,7 +17,7 @@ pub const TESTS: &[VmTest] = &[VmTest {
     run: agrees,
 }];
 
-/// Boot as imported from the console alone.
+/// Boot as imported from the console.
 fn of_console(text: &str) -> Result<BootFile> {
     let mut logs = Logs::default();
     logs.add("console", Cursor::new(text.as_bytes().to_vec()))?;
@@ -121,7 +120,7 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
         ),
         (ready.to_string(), later, "agent ready"),
     ];
-    let mut said = format!(
+    let mut measured = format!(
         "{} times agree, {} are not on the console, the agent's within {:.1} us",
         reported.agreed,
         unknown.len(),
@@ -140,7 +139,7 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
                 reported.disagreements
             )
         })?;
-        write!(said, "; moved, found out: {found}")?;
+        write!(measured, "; moved, found out: {found}")?;
     }
-    Ok(Outcome::Measured(said))
+    Ok(Outcome::Measured(measured))
 }

@@ -40,7 +40,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Reads a boot's file, and the host's trace of the boot if there is one beside it. A file without
+/// Reads a boot's file, and the host's trace of the boot if its directory has one. A file without
 /// any valid line is an error; damaged lines in a valid file are not.
 pub fn read_boot(path: &Path) -> Result<BootFile> {
     let file = open(path).with_context(|| format!("open {}", path.display()))?;

@@ -8,7 +8,7 @@
 //! damaged.
 //!
 //! `boot.ndjson` of a guest is such a file without host lines. [`super::trace_file`] has the file
-//! that `trace` writes beside it.
+//! that `trace` writes.
 
 use super::budget::{
     MAX_ALL_FIELDS, MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS,
@@ -62,7 +62,7 @@ pub enum HostEvent {
         records: u64,
         duplicates: u64,
     },
-    /// The guest's clock beside the host's, better than the known samples.
+    /// The guest's clock against the host's, better than the known samples.
     Clock(Sample),
     /// Records that never came: their number, and the first few gaps (first and last seq of each).
     /// Later connections may still bring them.
@@ -91,7 +91,7 @@ pub enum HostEvent {
     Exported { to: String, spans: u64 },
     /// Records of this file were made from logs: those with `fields.import`.
     Imported(Box<Imported>),
-    /// A step or a count of the host: only in the file of `trace` beside the boot's.
+    /// A step or a count of the host: only in the file of `trace`.
     Traced(Box<Traced>),
     /// Facts about the recording that gave these.
     Recording(Box<Recording>),
@@ -441,7 +441,7 @@ impl BootFile {
         })
     }
 
-    /// The guest's clock beside the host's: from the collector's pings, and from the guest's own
+    /// The guest's clock against the host's: from the collector's pings, and from the guest's own
     /// samples that do not contradict them.
     pub fn clock(&self) -> Clock {
         let mut clock = Clock::of(self.clock_samples());

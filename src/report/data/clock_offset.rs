@@ -1,11 +1,11 @@
-//! The guest's clock beside this machine's: places events of the guest on the host's wall clock.
+//! The guest's clock against this machine's: places events of the guest on the host's wall clock.
 //!
 //! The guest stamps CLOCK_BOOTTIME. A ping that left at host time T and came back after `rtt` with
 //! guest time B shows that B was read between T and T + rtt, so `offset = T + rtt/2 - B`, wrong by
 //! at most `rtt/2`. That bound holds at B. Away from B the two clocks may drift apart, so a
 //! sample's bound grows by [`RATE_ERROR_PPM`] of the distance. At each point in time every sample
 //! gives an interval that contains the truth; the intersection is the answer, and never wider than
-//! the best sample alone.
+//! that of the best sample.
 //!
 //! Samples with an empty intersection contradict each other: a clock was stepped between them, or
 //! ran faster than assumed. Such samples are of different runs; a time between two runs gets a
@@ -348,7 +348,7 @@ pub const PING_INTERVAL: Duration = Duration::from_secs(1);
 /// needs placing.
 pub const PING_INTERVAL_QUIET: Duration = Duration::from_secs(60);
 pub const QUIET_AFTER: Duration = Duration::from_secs(60);
-/// Guest time without a kept sample after which one is kept for the drift alone, although the
+/// Guest time without a kept sample after which one is kept for the drift only, although the
 /// offset gets no better. An eighth of the boot's age if that is more: a VM that lives for weeks
 /// leaves a hundred lines, not thousands.
 const DRIFT_INTERVAL_NS: u64 = 10_000_000_000;
@@ -616,7 +616,7 @@ mod tests {
             let (ppb, samples) = simulated(&mut numbers);
             let mut clock = Clock::default();
             samples.iter().for_each(|s| clock.add(*s));
-            assert_eq!(clock.steps(), 0, "round {round}: nobody stepped a clock");
+            assert_eq!(clock.steps(), 0, "round {round}: no clock was stepped");
             for _ in 0..20 {
                 let at = numbers.below(700_000) * MS;
                 let wall = clock.wall_at(at).unwrap();
@@ -628,7 +628,7 @@ mod tests {
                 );
                 assert!(
                     wall.error_ns <= clock.best_at(at).unwrap().error_at(at) + 1,
-                    "round {round}: no worse than the best sample alone"
+                    "round {round}: no worse than the best sample"
                 );
                 tighter += usize::from(wall.error_ns < clock.best_at(at).unwrap().error_at(at));
                 // Negative control: half the bound is too small, and this test would see it.

@@ -1,4 +1,4 @@
-//! The guest's wall clock beside its boot clock, by its `clock` events: one at the init's start,
+//! The guest's wall clock against its boot clock, by its `clock` events: one at the init's start,
 //! and one after each step.
 
 use super::clock_offset::Clock;

@@ -72,7 +72,7 @@ impl Record {
             .unwrap_or("")
     }
 
-    /// Bytes of memory beside the structure itself.
+    /// Bytes of memory outside the structure itself.
     pub fn text_bytes(&self) -> usize {
         self.error.as_ref().map_or(0, |e| e.len()) + self.fields.bytes() + size_of_val(self.after())
     }
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn no_line_costs_more_than_its_length_beside_the_record_itself() {
+    fn no_line_costs_more_than_its_length_and_the_record() {
         let line = |fields: &str| {
             format!(r#"{{"schema":1,"seq":1,"boottime_ns":1,"kind":"event","name":"x",{fields}}}"#)
         };

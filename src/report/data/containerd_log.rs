@@ -54,7 +54,7 @@ pub fn entry(line: &str) -> Option<Entry> {
             .and_then(Value::as_str)
             .and_then(|t| t.parse::<i64>().ok());
         let journal_ns = micros.and_then(|us| us.checked_mul(1000));
-        // journald vouches for the user alone: containerd and Kata's shims are root's, and any user
+        // journald verifies only the user: containerd and Kata's shims are root's, and any user
         // can write to the journal under their names.
         if object.get("_UID").is_some_and(|uid| uid != "0") {
             return Some(Entry {

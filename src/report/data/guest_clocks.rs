@@ -1,7 +1,7 @@
 //! A guest's checked measurements of its own clocks (`clock.tsc`, `clock.printk`, `clock.host`).
 //!
 //! Invariant: impossible values are left out and noted, never shown. Nothing here moves a time that
-//! the collector's own pings vouch for.
+//! the collector's own pings have verified.
 
 use super::clock_offset::{Clock, Sample};
 use super::compact_record::{Field, Record};
@@ -25,7 +25,7 @@ pub struct BeforeKernel {
     pub error_ns: u64,
 }
 
-/// The clock of the kernel's log beside the boot clock.
+/// The clock of the kernel's log against the boot clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Printk {
     /// Boot clock minus the log's.
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(
             tsc(5, -1),
             GuestClocks::default(),
-            "a bound below 0 is no number of ours"
+            "our init never sends a bound below 0"
         );
     }
 
@@ -204,7 +204,7 @@ mod tests {
         assert_eq!(
             clocks.add_to(&mut clock),
             1,
-            "alone it counts, what contradicts it does not"
+            "the first sample counts, a contradicting one does not"
         );
         let mut clock = Clock::default();
         clock.add(Sample {

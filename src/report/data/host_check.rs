@@ -23,7 +23,7 @@ pub const EVERY: Duration = Duration::from_secs(600);
 /// Age from which a result counts as none: several checks are missing.
 const MAX_AGE_S: i64 = 3600;
 
-/// Seconds of each rule that found something, 0 where nobody has a figure.
+/// Seconds of each rule that found something, 0 where no figure is known.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostCheck {
     /// Seconds since 1970.

@@ -5,7 +5,7 @@ pub mod agent_log; // the agent's lines in the console
 pub mod boot_dir; // choosing and reading a boot of a directory
 pub mod boot_file; // the file of one boot: its lines, reading it
 pub mod budget; // limits on how much of a boot a reader keeps
-pub mod clock_offset; // the guest's clock beside the host's
+pub mod clock_offset; // the guest's clock against the host's
 pub mod clock_points; // the guest's wall clock
 pub mod compact_record; // a record as readers keep it: bounded, compact
 pub mod containerd_log; // lines of containerd's log, and the guest's console in them

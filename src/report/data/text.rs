@@ -29,7 +29,7 @@ pub fn printable(text: &str) -> String {
     out
 }
 
-/// Printable, and not longer than [`MAX_VALUE`].
+/// Printable, and not longer than `MAX_VALUE`.
 pub fn clipped(text: &str) -> String {
     let start = start(text, MAX_VALUE);
     format!(
@@ -128,7 +128,7 @@ pub fn seconds(ns: u64) -> String {
 
 /// The signed distance from `from` to `to` as seconds: `+0.003`, `-0.120`.
 pub fn since(from: u64, to: u64) -> String {
-    // Subtract rounded times, so that the column adds up to the times beside it.
+    // Subtract rounded times, so that the column adds up to the times in the next one.
     let ms = |ns: u64| i128::from(ns / 1_000_000 + u64::from(ns % 1_000_000 >= 500_000));
     let distance = ms(to) - ms(from);
     let sign = if distance < 0 { '-' } else { '+' };
@@ -141,7 +141,7 @@ pub fn since(from: u64, to: u64) -> String {
 
 /// An error bound: `+-0.2 ms`.
 pub fn error_bound(ns: u64) -> String {
-    // Round up: a bound printed too small is no bound.
+    // Round up: a bound printed too small would be wrong.
     let tenths = ns.div_ceil(100_000);
     format!("+-{}.{} ms", tenths / 10, tenths % 10)
 }

@@ -1,4 +1,4 @@
-//! The host's own record of a boot, `<boot id>.trace` beside the boot's file: what
+//! The host's own record of a boot, `<boot id>.trace` in the boot's directory: what
 //! `kata-gpu-boot trace` saw of the VM's processes.
 //!
 //! A file of its own, because the boot's file belongs to the collector: the collector counts the
@@ -26,8 +26,8 @@ pub fn beside(boot: &Path) -> PathBuf {
     boot.with_extension(EXTENSION)
 }
 
-/// A step of the host, or a count over the whole recording. Rows of [`kata_gpu_wire::catalogue`]
-/// say which by their form.
+/// A step of the host, or a count over the whole recording; the form of its row in
+/// [`kata_gpu_wire::catalogue`] distinguishes them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Traced {

@@ -319,7 +319,7 @@ impl Maker {
     }
 
     /// Adds a span from the last mark to here: the driver initialises one GPU after another, and no
-    /// line names the GPU. A mark without an end is an event alone.
+    /// line names the GPU. A mark without an end is only an event.
     fn initialisation_ends(&mut self, until: &str) {
         if let Some(mark) = self.mark.take() {
             let now = std::mem::replace(&mut self.now, mark);

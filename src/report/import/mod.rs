@@ -2,8 +2,8 @@
 //!
 //! Two kinds of logs are read: a guest's console or kernel log, and the log of containerd and
 //! Kata's shims, with the guest's console in it or without. A boot's own file can be joined with
-//! them. [`source`] turns a file's lines into [`facts`], each with the clock of its stamp;
-//! [`clocks`] relates the clocks and bounds the error; [`mod@derive`] makes records; [`boot_text`]
+//! them. `source` turns a file's lines into `facts`, each with the clock of its stamp;
+//! `clocks` relates the clocks and bounds the error; `derive` makes records; `boot_text`
 //! makes the file.
 //!
 //! Invariants: lines are counted; a record from a log is marked (`fields.import`: file, line,
@@ -84,12 +84,8 @@ impl Logs {
     /// sandbox that a boot's file names, else the last.
     pub fn boot(self, nth: Option<usize>) -> Result<BootOfLogs> {
         let Self(mut sources) = self;
-        if sources
-            .iter()
-            .filter(|source| source.boot.is_some())
-            .count()
-            > 1
-        {
+        let boots = sources.iter().filter(|source| source.boot.is_some());
+        if boots.count() > 1 {
             bail!("several files of boots: logs of one boot are read with one of them");
         }
         let boot = sources.iter_mut().find_map(|source| source.boot.take());
@@ -105,52 +101,31 @@ impl Logs {
         let logs = without_copies(&mut sources, boot.as_ref());
 
         let clocks = Clocks::new(&logs, boot.as_ref());
-        let items = || logs.iter().flat_map(|log| &log.items);
-        let mut placed: Vec<(Placed, &Item)> = items()
-            .filter_map(|item| Some((clocks.place(item.stamp)?, item)))
-            .filter(|(placed, _)| (-MAX_BEFORE_NS..=MAX_STAMP_NS).contains(&placed.at_ns))
-            .collect();
+        let items: Vec<&Item> = logs.iter().flat_map(|log| &log.items).collect();
+        let placed = in_time(&items, &clocks);
         if placed.is_empty() && boot.is_none() {
             bail!("no line of these files has a possible time");
         }
-        // Kernel lines first: a process logs an event after the kernel does.
-        placed.sort_by_key(|(at, item)| (at.at_ns, !matches!(item.stamp, Stamp::Kernel(_))));
-        let version = items().find_map(|item| match &item.fact {
+        let version = items.iter().find_map(|item| match &item.fact {
             Fact::Init(line) => Some(line.version.clone()),
             _ => None,
         });
         let records = derive::derive(&placed, boot.is_some() || version.is_some());
 
-        notes.extend(
-            boot.iter()
-                .filter_map(|boot| Some(boot.too_large.some()?.sentence())),
-        );
+        let too_large = boot.as_ref().and_then(|boot| boot.too_large.some());
+        notes.extend(too_large.map(|too_large| too_large.sentence()));
         for source in &sources {
             let note = |why| format!("{}: not read to its end: {why}", source.name);
             notes.extend(source.ended_early.as_ref().map(note));
         }
-        let file = |source: &Source| ImportedFile {
-            file: source.name.clone(),
-            format: source.kind.to_string(),
-            lines: source.lines,
-            recognised: source.recognised,
-            skipped: source.lines.saturating_sub(source.recognised),
-        };
-        let named = sources.iter().take(MAX_NAMED);
-        let imported = Imported {
-            zero: clocks.zero.to_string(),
-            files: named.map(file).collect(),
-            clocks: clocks.evidence.clone(),
-            notes: notes
-                .iter()
-                .take(MAX_NAMED)
-                .map(|note| cut(note, MAX_NOTE))
-                .collect(),
-        };
+        let imported = imported(&sources, &clocks, &notes);
         let warnings = warnings(&imported, notes);
         let facts = boot_text::Facts {
             version,
-            release: items().find_map(release).map(str::to_string),
+            release: items
+                .iter()
+                .find_map(|item| release(item))
+                .map(str::to_string),
             imported,
             sample: clocks.sample(),
         };
@@ -161,6 +136,37 @@ impl Logs {
             text,
             warnings,
         })
+    }
+}
+
+/// The facts that can be placed, in order of time.
+fn in_time<'a>(items: &[&'a Item], clocks: &Clocks) -> Vec<(Placed, &'a Item)> {
+    let placed = items
+        .iter()
+        .filter_map(|item| Some((clocks.place(item.stamp)?, *item)));
+    let is_possible = |at_ns: i64| (-MAX_BEFORE_NS..=MAX_STAMP_NS).contains(&at_ns);
+    let placed = placed.filter(|(placed, _)| is_possible(placed.at_ns));
+    let mut placed: Vec<(Placed, &Item)> = placed.collect();
+    // Kernel lines first: a process logs an event after the kernel does.
+    placed.sort_by_key(|(at, item)| (at.at_ns, !matches!(item.stamp, Stamp::Kernel(_))));
+    placed
+}
+
+/// The sources of the boot, for its file.
+fn imported(sources: &[Source], clocks: &Clocks, notes: &[String]) -> Imported {
+    let file = |source: &Source| ImportedFile {
+        file: source.name.clone(),
+        format: source.kind.to_string(),
+        lines: source.lines,
+        recognised: source.recognised,
+        skipped: source.lines.saturating_sub(source.recognised),
+    };
+    let notes = notes.iter().take(MAX_NAMED);
+    Imported {
+        zero: clocks.zero.to_string(),
+        files: sources.iter().take(MAX_NAMED).map(file).collect(),
+        clocks: clocks.evidence.clone(),
+        notes: notes.map(|note| cut(note, MAX_NOTE)).collect(),
     }
 }
 
@@ -199,47 +205,37 @@ pub fn save(path: &Path, text: &str) -> Result<()> {
         .with_context(|| format!("write {}", path.display()))
 }
 
-/// Removes everything but one boot from a file; a note on the others.
-fn choose(
-    source: &mut Source,
-    nth: Option<usize>,
-    sandbox: Option<&str>,
-) -> Result<Option<String>> {
+/// Removes everything but one boot from a file; notes on the others.
+fn choose(source: &mut Source, nth: Option<usize>, sandbox: Option<&str>) -> Result<Vec<String>> {
     let count = source.logs.len();
     if count < 2 {
-        return Ok(None);
+        return Ok(vec![]);
     }
-    let of_sandbox = || {
-        let is = |log: &Log| sandbox.is_some() && log.sandbox.as_deref() == sandbox;
-        source.logs.iter().position(is)
-    };
+    let is_wanted = |log: &Log| sandbox.is_some() && log.sandbox.as_deref() == sandbox;
     let at = match nth {
         Some(nth) => nth.wrapping_sub(1),
-        None => of_sandbox().unwrap_or(count - 1),
+        None => (source.logs.iter().position(is_wanted)).unwrap_or(count - 1),
     };
-    let list = list(&source.logs);
+    let boots = source.logs.iter().take(MAX_LISTED).enumerate();
+    let boots = boots.map(|(i, log)| format!("  {:>3}  {}", i + 1, describe(log)));
+    let more = count.checked_sub(MAX_LISTED).filter(|more| *more > 0);
+    let boots = boots.chain(more.map(|more| format!("  and {more} more")));
+    let boots: Vec<String> = boots.collect();
     let holds = format!("{} holds {count} boots", source.name);
     if at >= count {
-        bail!("{holds}, and no boot {}:\n{list}", at.wrapping_add(1));
+        bail!(
+            "{holds}, and no boot {}:\n{}",
+            at.wrapping_add(1),
+            boots.join("\n")
+        );
     }
     source.logs.swap(0, at);
     source.logs.truncate(1);
-    Ok(Some(format!(
-        "{holds}; this is number {}, --boot N takes another:\n{list}",
+    let first = format!(
+        "{holds}; this is number {}, --boot N takes another:",
         at + 1
-    )))
-}
-
-/// A line per boot.
-fn list(logs: &[Log]) -> String {
-    let listed = logs.iter().take(MAX_LISTED).enumerate();
-    let mut lines: Vec<String> = listed
-        .map(|(i, log)| format!("  {:>3}  {}", i + 1, describe(log)))
-        .collect();
-    if logs.len() > MAX_LISTED {
-        lines.push(format!("  and {} more", logs.len() - MAX_LISTED));
-    }
-    lines.join("\n")
+    );
+    Ok([vec![first], boots].concat())
 }
 
 fn describe(log: &Log) -> String {

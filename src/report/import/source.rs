@@ -16,7 +16,7 @@ use crate::data::containerd_log;
 use crate::data::containerd_log::Entry;
 use anyhow::Result;
 use std::collections::{BTreeMap, HashSet};
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::BuildHasher;
 use std::io::BufRead;
 
 /// Most sandboxes that are distinguished in one journal.
@@ -138,12 +138,11 @@ impl Reader {
     }
 
     fn is_copy(&mut self, at: i64, entry: &Entry) -> bool {
-        let mut hasher = DefaultHasher::new();
-        (at, entry.fields()).hash(&mut hasher);
         if self.seen.len() >= MAX_SEEN {
             self.seen.clear();
         }
-        !self.seen.insert(hasher.finish())
+        let hash = self.seen.hasher().hash_one((at, entry.fields()));
+        !self.seen.insert(hash)
     }
 
     fn finish(self) -> Vec<Log> {

@@ -6,7 +6,7 @@
 //! container!` is about the container whose id is in the lines before it.
 //!
 //! The agent does not log why it refuses a container (a device that is not listed, a spec that does
-//! not parse, a mount that fails): that error goes to the runtime alone. Such a container was
+//! not parse, a mount that fails): only the runtime gets that error. Such a container was
 //! requested and has no end.
 
 use super::event::{AgentEvent, NONE, UNKNOWN};

@@ -2,8 +2,8 @@
 //!
 //! Lines carry the guest's wall-clock time and have no part in the event stream;
 //! [`super::clock_points`] places them on the guest's boot clock. [`mod@line`] parses the texts of
-//! a real kata-agent, [`container_states`] finds the container of each line; every view and
-//! `import` read the agent through [`AgentLog`] alone.
+//! a real kata-agent, `container_states` finds the container of each line; every view and
+//! `import` read the agent through [`AgentLog`] only.
 
 mod container_states; // lines into what happens to each container
 pub mod event; // meaning of a line
@@ -66,21 +66,21 @@ impl AgentLog {
     }
 }
 
-/// Extension of a console log beside a boot's file.
+/// Extension of a console log in a boot's directory.
 const EXTENSION: &str = "console";
 const WHOSE: &str = "it is containerd's log, and the boot's file does not name its sandbox; \
     kata-gpu-boot show LOG reads the log by itself";
 
 /// The agent's lines of the boot with this file: from the log that was named (a console's, or
-/// containerd's with this sandbox in it), or else from the console log beside the file, if there is
-/// one.
+/// containerd's with this sandbox in it), or else from the console log in the file's directory, if
+/// there is one.
 pub fn of_boot(boot: &Path, sandbox: Option<&str>, named: Option<&Path>) -> Result<Vec<AgentLine>> {
-    let beside = boot.with_extension(EXTENSION);
-    let Some(log) = named.or_else(|| beside.is_file().then_some(beside.as_path())) else {
+    let own = boot.with_extension(EXTENSION);
+    let Some(log) = named.or_else(|| own.is_file().then_some(own.as_path())) else {
         return Ok(Vec::new());
     };
     let file = File::open(log).with_context(|| format!("open console log {}", log.display()))?;
-    // The file beside it is the guest's own console, with any content.
+    // The boot's own file is the guest's console, with any content.
     let lines = if named.is_some() {
         read_either(file, sandbox)
     } else {
@@ -180,7 +180,7 @@ mod tests {
         }
     }
 
-    fn said(lines: &[&str]) -> Vec<AgentEvent> {
+    fn events_of(lines: &[&str]) -> Vec<AgentEvent> {
         let mut log = AgentLog::default();
         let mut events = Vec::new();
         for (nth, msg) in lines.iter().enumerate() {
@@ -245,7 +245,7 @@ mod tests {
             "enter container.start! | b".to_string(),
             "failed to start container: no".to_string(),
         ];
-        let events = said(&lines.each_ref().map(String::as_str));
+        let events = events_of(&lines.each_ref().map(String::as_str));
         let tries: Vec<(&str, u64)> = events
             .iter()
             .filter_map(|event| match event {
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn without_a_spec_a_container_has_a_number_and_unknown_devices() {
-        let events = said(&[
+        let events = events_of(&[
             CREATE,
             CREATED,
             CREATE,
@@ -294,7 +294,7 @@ mod tests {
     fn an_agent_out_of_tries_has_given_up_even_if_it_logs_nothing() {
         let wait = "waiting for CDI spec(s) to be generated (2 of 2 max tries) \"unresolvable CDI \
             devices k/d=1\"";
-        let events = said(&[CREATE, wait]);
+        let events = events_of(&[CREATE, wait]);
         let Some(AgentEvent::ContainerFailed {
             container,
             devices,
