@@ -6,8 +6,8 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
-use kata_gpu_collect::connection::News;
-use kata_gpu_collect::{Collector, Config, NEWS_QUEUE};
+use kata_gpu_collect::follow::files::{Files, Which};
+use kata_gpu_collect::{Collector, Config, LINES_QUEUE};
 use kata_gpu_host::kernel_file;
 use kata_gpu_host::sleep::sleep_until;
 use kata_gpu_host::tail::Tail;
@@ -16,6 +16,7 @@ use kata_gpu_report::boot::model::Boot;
 use kata_gpu_report::data::agent_log;
 use kata_gpu_report::data::agent_log::{AgentEvent, AgentLog, MAX_CONSOLE_LINE};
 use kata_gpu_report::data::boot_dir::read_boot;
+use kata_gpu_report::data::boot_file::{FileLine, HostEvent, HostLine};
 use kata_gpu_report::data::framing::{Lines, Piece};
 use kata_gpu_report::data::text::{Screen, printable, printable_start};
 use kata_gpu_report::terminal::stdout::print;
@@ -27,17 +28,15 @@ use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{DEFAULT_PORT, Kind};
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 const HELP: &str = "\
-The kernel, its PCI and driver core, vsock and the init are real; kernel modules stand in for the \
-GPUs and NVIDIA's driver. Two containers \
-are requested as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when \
-anything in the boot failed.
+The kernel, its PCI and driver core, vsock and the init are real; kernel modules stand in for the GPUs and NVIDIA's driver. Two containers \
+are requested as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when anything in the boot failed.
 
 Examples (initrd/setup and initrd/pack make kernel and initrd; initrd/demo does it all):
   kata-gpu-boot demo --kernel target/kernel/vmlinuz --initrd target/demo.cpio
@@ -196,10 +195,8 @@ fn command_line(args: &Args, arch: Arch) -> String {
         .map(|(name, devices)| format!("{name}:{devices}"))
         .collect();
     format!(
-        "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} \
-         fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
-         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} \
-         gpuinit.init={init} \
+        "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
+         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} gpuinit.init={init} \
          testagent.cost=real testagent.containers={}",
         kata_gpu_host::qemu_machine::of(arch).console,
         args.gpus,
@@ -223,8 +220,7 @@ fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
     match places.map(|dir| dir.join(NAME)).find(|p| p.is_file()) {
         Some(program) => Ok(program),
         None => bail!(
-            "{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with \
-             --vhost-device-vsock"
+            "{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with --vhost-device-vsock"
         ),
     }
 }
@@ -242,7 +238,8 @@ enum Ended {
 /// Awaited records that have been seen.
 #[derive(Debug)]
 struct Progress {
-    boot: Option<Arc<str>>,
+    /// File of the boot, once the guest has connected.
+    file: Option<OsString>,
     settled: bool,
     waiting_for: BTreeSet<String>,
 }
@@ -250,7 +247,7 @@ struct Progress {
 impl Progress {
     fn new(containers: &[(&str, &str)]) -> Self {
         Self {
-            boot: None,
+            file: None,
             settled: false,
             waiting_for: containers
                 .iter()
@@ -259,15 +256,9 @@ impl Progress {
         }
     }
 
-    fn news(&mut self, news: &News) {
-        match news {
-            News::Connected { boot } => {
-                self.boot.get_or_insert_with(|| boot.clone());
-            }
-            News::Record { record, .. } => {
-                self.settled |= record.kind == Kind::Event && record.name == names::SETTLED
-            }
-            News::Clock { .. } | News::Ended { .. } | News::Line { .. } | News::Problem { .. } => {}
+    fn line(&mut self, line: &FileLine) {
+        if let FileLine::Record(record) = line {
+            self.settled |= record.kind == Kind::Event && record.name == names::SETTLED;
         }
     }
 
@@ -301,12 +292,13 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
     let screen = Screen::of_stdout();
 
     // The collector listens before the VM starts: the guest connects to an existing socket.
-    let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
+    let (sender, mut told) = mpsc::channel(LINES_QUEUE);
     let collecting = Config {
         uds: vec![uds_path(&config.work_dir)],
         ..Config::new(events.to_path_buf(), DEFAULT_PORT)
     };
     let collector = Collector::bind(&collecting, sender)?;
+    let mut files = Files::watch(events, Which::Boots)?;
     let (stop, stopped) = watch::channel(false);
     let running = tokio::spawn(collector.run(stopped));
 
@@ -332,7 +324,10 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
             break Ended::Complete;
         }
         tokio::select! {
-            Some(item) = news.recv() => take_news(&item, &mut live, &mut progress),
+            names = files.changed() => for name in names? {
+                take_file(&mut files, name, &mut live, &mut progress)?;
+            },
+            Some(text) = told.recv() => tell(&text),
             bytes = console.read_more() => take_console(&bytes?, &mut console_lines, &mut live, &mut progress),
             () = sleep_until(live.deadline()) => {}
             () = sleep_until(Some(limit)) => break Ended::TimeLimit,
@@ -357,8 +352,13 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
     running
         .await
         .context("the collector stopped unexpectedly")??;
-    while let Ok(item) = news.try_recv() {
-        take_news(&item, &mut live, &mut progress);
+    while let Ok(names) = tokio::time::timeout(Duration::ZERO, files.changed()).await {
+        for name in names? {
+            take_file(&mut files, name, &mut live, &mut progress)?;
+        }
+    }
+    while let Ok(text) = told.try_recv() {
+        tell(&text);
     }
     vm.kill();
     take_console(
@@ -371,13 +371,10 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
 
     let console_text =
         std::fs::read(vm.console()).with_context(|| format!("read {}", vm.console().display()))?;
-    let Some(boot_id) = &progress.boot else {
+    let Some(file) = &progress.file else {
         bail!("{}", without_stream(&ended, &console_text));
     };
-    let path = events.join(format!(
-        "{boot_id}.{}",
-        kata_gpu_report::data::boot_file::EXTENSION
-    ));
+    let path = events.join(file);
     let agent = agent_log::read(&*console_text).context("read the console log")?;
     let boot = Boot::new(&read_boot(&path)?, &agent);
     print(&format!("\n{}\n", summary(&boot, &screen).join("\n")))?;
@@ -386,14 +383,32 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
     Ok(path)
 }
 
-fn take_news(news: &News, live: &mut Live, progress: &mut Progress) {
-    progress.news(news);
-    match news {
-        News::Record { record, .. } => live.record(record, Instant::now()),
-        News::Clock { sample, .. } => live.clock(*sample),
-        News::Problem { text } => eprintln!("kata-gpu-boot: {}", printable(text)),
-        News::Connected { .. } | News::Ended { .. } | News::Line { .. } => {}
+/// Takes the new lines of the boot's file; of several files, only the first one is the boot's.
+fn take_file(
+    files: &mut Files,
+    name: OsString,
+    live: &mut Live,
+    progress: &mut Progress,
+) -> Result<()> {
+    if *progress.file.get_or_insert_with(|| name.clone()) != name {
+        return Ok(());
     }
+    files.read(&name, |line| {
+        progress.line(&line);
+        match line {
+            FileLine::Record(record) => live.record(&record, Instant::now()),
+            FileLine::Host(HostLine {
+                event: HostEvent::Clock(sample),
+                ..
+            }) => live.clock(sample),
+            FileLine::Header(..) | FileLine::Pong | FileLine::Host(_) => {}
+        }
+    })
+}
+
+/// Prints a line of the collector's log.
+fn tell(text: &str) {
+    eprintln!("kata-gpu-boot: {}", printable(text));
 }
 
 fn take_console(
@@ -529,10 +544,7 @@ mod tests {
     fn progress(file: &BootFile, agent: &[agent_log::AgentLine]) -> Progress {
         let mut progress = Progress::new(&CONTAINERS);
         for record in &file.records {
-            progress.news(&News::Record {
-                boot: "x".into(),
-                record: Box::new(record.clone()),
-            });
+            progress.line(&FileLine::Record(record.clone()));
         }
         agent.iter().for_each(|line| progress.agent(&line.event));
         progress
@@ -599,8 +611,7 @@ mod tests {
 
     #[test]
     fn a_vm_that_ends_early_is_quoted() {
-        let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ \
-                        2.1] Rebooting\r\n";
+        let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ 2.1] Rebooting\r\n";
         let said = without_stream(&Ended::VmExited("exit status: 0".into()), console);
         assert!(
             said.contains("Kernel panic - not syncing: \\x1b[31mno init"),

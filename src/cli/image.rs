@@ -629,10 +629,7 @@ mod tests {
                 .contains("read initrd")
         );
         assert!(
-            done(&["verify", &at("none")])
-                .unwrap_err()
-                .to_string()
-                .contains("open initrd")
+            format!("{:#}", done(&["verify", &at("none")]).unwrap_err()).contains("No such file")
         );
         let (init, c) = (at("init"), at("c"));
         assert!(

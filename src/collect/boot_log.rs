@@ -9,16 +9,17 @@
 use super::limits::Limits;
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_report::data::boot_file::{
-    FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, for_each_line,
+    FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, decode, for_each_line,
 };
 use kata_gpu_report::data::clock_offset::Sample;
+use kata_gpu_report::data::compact_record::Names;
 use kata_gpu_wire::names;
-use kata_gpu_wire::record::{Kind, Record};
+use kata_gpu_wire::record::{Kind, MAX_LINE, Record};
 use nix::fcntl::OFlag;
 use std::fs::File;
 use std::fs::OpenOptions;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,7 +70,7 @@ pub struct Pending {
 }
 
 /// A boot.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct BootLog {
     limits: Limits,
     waiting: Arc<Waiting>,
@@ -100,14 +101,14 @@ pub struct BootLog {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct End {
     /// The guest sent that its GPUs are settled, or that it powers off.
-    pub said: bool,
+    pub finished: bool,
     /// The boot was reported.
     pub reported: bool,
 }
 
 impl End {
     fn learn(&mut self, kind: Kind, name: &str) {
-        self.said |= kind == Kind::Event && matches!(name, names::SETTLED | names::POWER_OFF);
+        self.finished |= kind == Kind::Event && matches!(name, names::SETTLED | names::POWER_OFF);
     }
 }
 
@@ -116,22 +117,7 @@ impl BootLog {
         Self {
             limits,
             waiting,
-            owner: None,
-            has_header: false,
-            asked_again: false,
-            pending_records: false,
-            seqs: SeqSet::default(),
-            records: 0,
-            bytes: 0,
-            best: None,
-            sandbox: None,
-            capped: false,
-            reported_missing: 0,
-            pending: Vec::new(),
-            being_written: false,
-            failing: None,
-            dropped: None,
-            end: End::default(),
+            ..Self::default()
         }
     }
 
@@ -147,11 +133,17 @@ impl BootLog {
             .metadata()
             .with_context(|| format!("look at {}", path.display()))?;
         ensure!(meta.is_file(), "{} is no file: remove it", path.display());
-        let (bytes, unfinished) = for_each_line(file, |_, _, line| log.learn(line))
-            .with_context(|| format!("read back {}", path.display()))?;
+        let at = || format!("read back {}", path.display());
+        let (bytes, unfinished) =
+            for_each_line(&file, |_, _, line| log.learn(line)).with_context(at)?;
         log.bytes = bytes;
         if unfinished > 0 {
-            // A writer died inside a line: end the damaged line. The record comes again by replay.
+            // A writer died inside a line. End the line: a torn record comes again by replay, one
+            // that lacks only its newline is there.
+            let mut line = vec![0; unfinished.min(MAX_LINE)];
+            file.read_exact_at(&mut line, bytes - unfinished as u64)
+                .with_context(at)?;
+            log.learn(decode(&line, &mut Names::default()));
             log.push_raw(b"");
         }
         Ok(log)
@@ -256,16 +248,14 @@ impl BootLog {
         if self.disk_fails() && !self.below_waiting_limits() {
             self.seqs.expect(record.seq);
             let seq = record.seq;
-            let before = self.dropped.unwrap_or(Dropped {
+            let dropped = self.dropped.get_or_insert(Dropped {
                 records: 0,
                 first: seq,
                 last: seq,
             });
-            self.dropped = Some(Dropped {
-                records: before.records + 1,
-                first: before.first.min(seq),
-                last: before.last.max(seq),
-            });
+            dropped.records += 1;
+            dropped.first = dropped.first.min(seq);
+            dropped.last = dropped.last.max(seq);
             return Stored::Dropped;
         }
         self.seqs.insert(record.seq);
@@ -351,9 +341,9 @@ impl BootLog {
         self.being_written || !self.pending.is_empty()
     }
 
-    /// True if dropped records were not reported yet.
-    pub fn has_dropped(&self) -> bool {
-        self.dropped.is_some()
+    /// True if the file lacks bytes, or a line about dropped records.
+    pub fn has_unwritten(&self) -> bool {
+        self.has_pending() || self.dropped.is_some()
     }
 
     /// Counts `bytes` of the taken bytes as written.
@@ -363,57 +353,52 @@ impl BootLog {
             .fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Puts `rest` back after a failed write. True for the first failure in a row.
-    pub fn not_written(&mut self, mut rest: Pending, why: String) -> bool {
+    /// Puts `rest` back after a failed write.
+    pub fn not_written(&mut self, mut rest: Pending, why: String) {
         self.being_written = false;
         rest.bytes.append(&mut self.pending);
         self.pending = rest.bytes;
         self.pending_records |= rest.has_records;
-        let first = self.failing.is_none();
-        if first {
+        if self.failing.replace(why).is_none() {
             self.waiting.failing.fetch_add(1, Ordering::Relaxed);
         }
-        self.failing = Some(why);
-        first
     }
 
     /// Ends a successful write. Returns the records dropped until now, and adds a line about them.
     pub fn all_written(&mut self) -> Option<Dropped> {
         self.being_written = false;
-        if let Some(why) = self.failing.take() {
-            self.waiting.failing.fetch_sub(1, Ordering::Relaxed);
-            self.tell_dropped(&why)
-        } else {
-            self.tell_dropped("the disk took nothing")
-        }
-    }
-
-    fn tell_dropped(&mut self, why: &str) -> Option<Dropped> {
+        let why = self.works_again();
         let dropped = self.dropped.take()?;
         self.append_host(HostEvent::Dropped {
             records: dropped.records,
             first_seq: dropped.first,
             last_seq: dropped.last,
-            why: why.to_string(),
+            why: why.unwrap_or("the disk took nothing".into()),
         });
         Some(dropped)
+    }
+
+    /// Ends a row of failed writes. Returns the last error.
+    fn works_again(&mut self) -> Option<String> {
+        let why = self.failing.take();
+        if why.is_some() {
+            self.waiting.failing.fetch_sub(1, Ordering::Relaxed);
+        }
+        why
     }
 
     /// Forgets all stored records after the file was removed: the next connection begins a new
     /// file. The owner stays the same.
     pub fn begin_anew(&mut self) {
         self.abandon();
-        let new = Self::new(self.limits, self.waiting.clone());
-        let owner = self.owner.take();
-        let end = End {
-            said: false,
-            reported: self.end.reported,
-        };
         *self = Self {
-            owner,
-            end,
+            owner: self.owner.take(),
+            end: End {
+                finished: false,
+                reported: self.end.reported,
+            },
             asked_again: true,
-            ..new
+            ..Self::new(self.limits, self.waiting.clone())
         };
     }
 
@@ -422,9 +407,7 @@ impl BootLog {
         let bytes = self.take_pending().bytes.len();
         self.being_written = false;
         self.written(bytes);
-        if self.failing.take().is_some() {
-            self.waiting.failing.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.works_again();
         bytes
     }
 }
@@ -564,6 +547,20 @@ mod tests {
             (file.records.len(), file.damaged, file.damage[0].line),
             (1, 1, 2)
         );
+    }
+
+    #[test]
+    fn a_line_that_lacks_only_its_newline_is_there_once() {
+        let boot = Boot::new(Limits::default());
+        let path = boot.dir.path().join("x");
+        std::fs::write(&path, [header().as_bytes(), b"\n", &raw(0)].concat()).unwrap();
+        let mut log = boot.log();
+        let stored = [0, 1].map(|seq| append(&mut log, seq));
+        assert_eq!(stored, [Stored::Duplicate, Stored::New]);
+        let file = boot.write(&mut log);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let records = text.matches("\"kind\"").count();
+        assert_eq!((file.records.len(), file.damaged, records), (2, 0, 2));
     }
 
     #[test]
@@ -722,7 +719,7 @@ mod tests {
             bytes: rest.to_vec(),
             ..Pending::default()
         };
-        assert!(log.not_written(rest, "full".into()));
+        log.not_written(rest, "full".into());
         let stored: Vec<Stored> = (1..6).map(|seq| append(&mut log, seq)).collect();
         assert_eq!(
             stored,

@@ -63,7 +63,7 @@ impl Bucket {
 
 /// Rate limit of lines for people about one thing, with a count of suppressed lines. A log must not
 /// fill, whoever causes the lines.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Lines {
     bucket: Bucket,
     suppressed: u64,
@@ -77,8 +77,13 @@ impl Lines {
         }
     }
 
+    /// A line at once, then one a minute.
+    pub fn each_minute() -> Self {
+        Self::new(1, 1.0 / 60.0, Instant::now())
+    }
+
     /// The line to print now, with the number of suppressed lines before it; None if suppressed.
-    pub fn to_log(&mut self, text: &str, now: Instant) -> Option<String> {
+    pub fn admit(&mut self, text: &str, now: Instant) -> Option<String> {
         if !self.bucket.take_one(now) {
             self.suppressed += 1;
             return None;
@@ -121,7 +126,7 @@ mod tests {
         let start = Instant::now();
         let mut lines = Lines::new(2, 1.0, start);
         let logged: Vec<String> = (0..5)
-            .filter_map(|n| lines.to_log(&format!("line {n}"), start))
+            .filter_map(|n| lines.admit(&format!("line {n}"), start))
             .collect();
         assert_eq!(logged, ["line 0", "line 1"]);
         assert!(
@@ -130,7 +135,7 @@ mod tests {
         );
         assert_eq!(
             lines
-                .to_log("line 5", start + Duration::from_secs(1))
+                .admit("line 5", start + Duration::from_secs(1))
                 .as_deref(),
             Some("line 5 (3 more line(s) before it were not shown)")
         );

@@ -1,6 +1,5 @@
 //! Counters of the collector's work, which every part adds to.
 
-use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
@@ -10,7 +9,7 @@ macro_rules! counters {
         pub struct Stats { $($(#[$doc])* pub $name: AtomicU64),* }
 
         /// Values of the counters at one time.
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counts { $($(#[$doc])* pub $name: u64),* }
 
         impl Stats {
@@ -60,12 +59,15 @@ counters! {
     /// Spans that the receiver took, and spans that it rejected.
     pushed_spans,
     rejected_spans,
+    /// Requests for metrics; connections that gave way to a newer one; connections that broke or
+    /// took too long.
+    scrapes,
+    scrapes_refused,
+    scrapes_failed,
     /// Pushes that the receiver did not answer, or answered with "later".
     push_failures,
     /// Boots that were not pushed: refused, or more than may wait.
     push_dropped,
-    /// News that did not fit the watcher's queue: not shown, but in the files.
-    unseen,
 }
 
 /// Adds `n` to a counter.
@@ -76,18 +78,9 @@ pub fn add(counter: &AtomicU64, n: u64) {
 impl Counts {
     /// A line for people.
     pub fn line(&self) -> String {
-        let pushes = if self.pushed + self.push_dropped + self.push_failures > 0 {
-            format!("; {} boots pushed, {} not", self.pushed, self.push_dropped)
-        } else {
-            String::new()
-        };
-        let strangers = if self.strangers > 0 {
-            format!(" and {} no guest's", self.strangers)
-        } else {
-            String::new()
-        };
-        format!(
-            "{} boots, {} records ({} came again), {} dropped for lack of disk space, {} over a limit; {} garbage lines; {} connections, {} refused{strangers}{pushes}",
+        let mut text = format!(
+            "{} boots, {} records ({} came again), {} dropped for lack of disk space, \
+             {} over a limit; {} garbage lines; {} connections, {} refused",
             self.boots,
             self.records,
             self.duplicates,
@@ -96,6 +89,13 @@ impl Counts {
             self.garbage,
             self.connections,
             self.refused
-        )
+        );
+        if self.strangers > 0 {
+            text += &format!(" and {} no guest's", self.strangers);
+        }
+        if self.pushed + self.push_dropped + self.push_failures > 0 {
+            text += &format!("; {} boots pushed, {} not", self.pushed, self.push_dropped);
+        }
+        text
     }
 }

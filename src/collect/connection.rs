@@ -1,5 +1,5 @@
 //! A connection of one guest, without its socket. Input: bytes and times. Output: lines for the
-//! boot's file, news for the watcher, bytes for the guest.
+//! boot's file, bytes for the guest.
 //!
 //! The guest is not trusted: every line is decoded, a line that does not decode is counted and
 //! dropped, and the connection goes on with the next line. Nothing is stored before a valid header
@@ -9,48 +9,21 @@ use super::boot_log::Stored;
 use super::collector_counters::{Stats, add};
 use super::limits::Limits;
 use super::store::Attached;
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use kata_gpu_report::data::boot_file::HostEvent;
 use kata_gpu_report::data::clock_offset::{
-    PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample,
+    PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER,
 };
-use kata_gpu_report::data::compact_record::Record;
 use kata_gpu_report::data::framing::{Lines, Piece};
 use kata_gpu_report::data::text;
+use kata_gpu_wire::decode::decode_with_schema;
 use kata_gpu_wire::record;
-use kata_gpu_wire::record::{DecodeError, Header, Line, MAX_LINE};
+use kata_gpu_wire::record::{DecodeError, Header, Line, MAX_LINE, Pong, Record};
 use std::sync::Arc;
 use std::time::Instant;
 
 /// Longest text that is kept of a garbage line's reason.
 const MAX_REASON: usize = 200;
-
-/// News of a connection for the watcher.
-#[derive(Clone, Debug, PartialEq)]
-pub enum News {
-    Connected {
-        boot: Arc<str>,
-    },
-    Record {
-        boot: Arc<str>,
-        record: Box<Record>,
-    },
-    Clock {
-        boot: Arc<str>,
-        sample: Sample,
-    },
-    Ended {
-        boot: Arc<str>,
-    },
-    /// A line for people about normal operation.
-    Line {
-        text: String,
-    },
-    /// A line for people about a problem.
-    Problem {
-        text: String,
-    },
-}
 
 /// Both clocks of this machine, read together.
 #[derive(Clone, Copy, Debug)]
@@ -78,6 +51,21 @@ struct Boot {
     duplicates: u64,
 }
 
+impl Boot {
+    fn take_pong(&mut self, pong: Pong, now: HostNow) {
+        let Some(ponged) = self.pinger.receive(pong, now.instant) else {
+            return;
+        };
+        if let Some(sample) = ponged.keep {
+            self.attached
+                .with(|log| log.append_host(HostEvent::Clock(sample)));
+        }
+        if ponged.again {
+            self.next_ping = now.instant;
+        }
+    }
+}
+
 /// A header that came: the guest's claim of its boot.
 #[derive(Debug)]
 pub struct Introduction {
@@ -92,8 +80,6 @@ pub struct Introduction {
 pub struct Connection {
     peer: String,
     limits: Limits,
-    /// Whether to emit records and clock samples as news.
-    watched: bool,
     stats: Arc<Stats>,
     lines: Lines,
     introduction: Option<Introduction>,
@@ -109,17 +95,10 @@ pub struct Connection {
 }
 
 impl Connection {
-    pub fn new(
-        peer: String,
-        limits: Limits,
-        watched: bool,
-        stats: Arc<Stats>,
-        now: HostNow,
-    ) -> Self {
+    pub fn new(peer: String, limits: Limits, stats: Arc<Stats>, now: HostNow) -> Self {
         Self {
             peer,
             limits,
-            watched,
             stats,
             lines: Lines::new(MAX_LINE),
             introduction: None,
@@ -133,15 +112,19 @@ impl Connection {
         }
     }
 
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
     /// Takes received bytes. An error ends the connection; everything before it is stored. While
     /// there is an [`Introduction`] nothing more may come before [`Connection::begin`].
-    pub fn take(&mut self, bytes: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
+    pub fn take(&mut self, bytes: &[u8], now: HostNow) -> Result<()> {
         add(&self.stats.bytes, bytes.len() as u64);
         let mut lines = std::mem::replace(&mut self.lines, Lines::new(MAX_LINE));
         let mut result = Ok(());
         lines.push(bytes, |piece| {
             if result.is_ok() {
-                result = self.take_piece(piece, now, news);
+                result = self.take_piece(piece, now);
             }
         });
         self.lines = lines;
@@ -155,127 +138,93 @@ impl Connection {
         }
     }
 
-    fn take_piece(&mut self, piece: Piece, now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
+    fn take_piece(&mut self, piece: Piece, now: HostNow) -> Result<()> {
         match piece {
             Piece::Line(raw) if self.introduction.is_some() => {
                 self.behind.extend_from_slice(raw);
                 self.behind.push(b'\n');
             }
-            Piece::Line(raw) => return self.take_line(raw, now, news),
+            Piece::Line(raw) => return self.take_line(raw, now),
             Piece::TooLong(n) => self.garbage(n, DecodeError::TooLong(n)),
         }
         Ok(())
     }
 
-    fn take_line(&mut self, raw: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
-        match (
-            kata_gpu_wire::decode::decode_with_schema(raw),
-            &mut self.boot,
-        ) {
-            (Ok((schema, Line::Header(header))), None) => {
+    fn take_line(&mut self, raw: &[u8], now: HostNow) -> Result<()> {
+        let decoded = decode_with_schema(raw);
+        let Some(boot) = &mut self.boot else {
+            return self.take_before_boot(decoded, raw);
+        };
+        match decoded {
+            Ok((_, Line::Header(header))) => ensure!(
+                header.boot_id == **boot.attached.id(),
+                "{}: claimed boot {} and now claims {}",
+                self.peer,
+                boot.attached.id(),
+                header.boot_id
+            ),
+            Ok((_, Line::Record(record))) => self.take_record(&record, raw, now),
+            Ok((_, Line::Pong(pong))) => boot.take_pong(pong, now),
+            Err(error) => self.garbage(raw.len(), error),
+        }
+        Ok(())
+    }
+
+    fn take_before_boot(
+        &mut self,
+        decoded: Result<(u32, Line), DecodeError>,
+        raw: &[u8],
+    ) -> Result<()> {
+        match decoded {
+            Ok((schema, Line::Header(header))) => {
                 self.introduction = Some(Introduction {
                     schema,
                     header,
                     raw: raw.to_vec(),
                 });
             }
-            (Ok((_, Line::Header(header))), Some(boot)) => {
-                if header.boot_id != **boot.attached.id() {
-                    bail!(
-                        "{}: claimed boot {} and now claims {}",
-                        self.peer,
-                        boot.attached.id(),
-                        header.boot_id
-                    );
-                }
-            }
-            (Ok((_, Line::Record(record))), Some(boot)) => {
-                match boot.attached.with(|log| log.append(&record, raw)) {
-                    Stored::New => {
-                        add(&self.stats.records, 1);
-                        boot.records += 1;
-                        boot.last_record = now.instant;
-                        // The guest sends again: end the slow rhythm of a quiet boot.
-                        boot.next_ping = boot.next_ping.min(now.instant + PING_INTERVAL);
-                        if self.watched {
-                            news(News::Record {
-                                boot: boot.attached.id().clone(),
-                                record: Box::new((*record).into()),
-                            });
-                        }
-                    }
-                    Stored::Duplicate => {
-                        add(&self.stats.duplicates, 1);
-                        boot.duplicates += 1;
-                    }
-                    Stored::Capped => add(&self.stats.capped, 1),
-                    Stored::Dropped => {
-                        add(&self.stats.dropped, 1);
-                        if self.watched {
-                            news(News::Record {
-                                boot: boot.attached.id().clone(),
-                                record: Box::new((*record).into()),
-                            });
-                        }
-                    }
-                    Stored::Gap => self.garbage(
-                        raw.len(),
-                        DecodeError::Invalid("too many gaps between the numbers (limit gaps)"),
-                    ),
-                }
-            }
-            (Ok((_, Line::Pong(pong))), Some(boot)) => {
-                if let Some(ponged) = boot.pinger.receive(pong, now.instant) {
-                    if let Some(sample) = ponged.keep {
-                        boot.attached
-                            .with(|log| log.append_host(HostEvent::Clock(sample)));
-                        if self.watched {
-                            news(News::Clock {
-                                boot: boot.attached.id().clone(),
-                                sample,
-                            });
-                        }
-                    }
-                    if ponged.again {
-                        boot.next_ping = now.instant;
-                    }
-                }
-            }
-            (Ok((_, Line::Record(_) | Line::Pong(_))), None) => self.garbage(
+            Ok((_, Line::Record(_) | Line::Pong(_))) => self.garbage(
                 raw.len(),
                 DecodeError::Invalid("a record before the header"),
             ),
             // Every line will be of that version: report it once and hang up.
-            (Err(error @ DecodeError::Schema(_)), None) => bail!("{}: {error}", self.peer),
-            (Err(error), _) => self.garbage(raw.len(), error),
+            Err(error @ DecodeError::Schema(_)) => bail!("{}: {error}", self.peer),
+            Err(error) => self.garbage(raw.len(), error),
         }
         Ok(())
     }
 
-    /// The header to deal with, if one came.
+    fn take_record(&mut self, record: &Record, raw: &[u8], now: HostNow) {
+        let Some(boot) = &mut self.boot else { return };
+        match boot.attached.with(|log| log.append(record, raw)) {
+            Stored::New => {
+                add(&self.stats.records, 1);
+                boot.records += 1;
+                boot.last_record = now.instant;
+                // The guest sends again: end the slow rhythm of a quiet boot.
+                boot.next_ping = boot.next_ping.min(now.instant + PING_INTERVAL);
+            }
+            Stored::Duplicate => {
+                add(&self.stats.duplicates, 1);
+                boot.duplicates += 1;
+            }
+            Stored::Capped => add(&self.stats.capped, 1),
+            Stored::Dropped => add(&self.stats.dropped, 1),
+            Stored::Gap => self.garbage(
+                raw.len(),
+                DecodeError::Invalid("too many gaps between the numbers (limit gaps)"),
+            ),
+        }
+    }
+
+    /// The header to deal with, if one came. Lines behind it wait until [`Connection::begin`].
     pub fn introduction(&mut self) -> Option<Introduction> {
-        // Keep the introduction until `begin`: lines behind the header wait.
-        self.introduction.as_mut().map(|i| Introduction {
-            schema: i.schema,
-            header: i.header.clone(),
-            raw: std::mem::take(&mut i.raw),
-        })
+        self.introduction.take()
     }
 
     /// Accepts the guest of the [`Introduction`] and takes the lines received meanwhile.
-    pub fn begin(
-        &mut self,
-        attached: Attached,
-        now: HostNow,
-        news: &mut dyn FnMut(News),
-    ) -> Result<()> {
-        if self.introduction.take().is_none() {
-            return Ok(());
-        }
+    pub fn begin(&mut self, attached: Attached, now: HostNow) -> Result<()> {
         let pinger = Pinger::new(attached.with(|log| log.best_sample()));
-        news(News::Connected {
-            boot: attached.id().clone(),
-        });
         self.boot = Some(Boot {
             attached,
             pinger,
@@ -286,7 +235,7 @@ impl Connection {
         });
         let behind = std::mem::take(&mut self.behind);
         for line in behind.split_inclusive(|b| *b == b'\n') {
-            self.take_line(line.strip_suffix(b"\n").unwrap_or(line), now, news)?;
+            self.take_line(line.strip_suffix(b"\n").unwrap_or(line), now)?;
         }
         self.flush();
         Ok(())
@@ -355,7 +304,7 @@ impl Connection {
     }
 
     /// Ends the connection and stores what is missing and what was dropped.
-    pub fn end(mut self, news: &mut dyn FnMut(News)) -> Result<()> {
+    pub fn end(mut self) -> Result<()> {
         if self.lines.unfinished() > 0 {
             self.garbage(
                 self.lines.unfinished(),
@@ -388,9 +337,6 @@ impl Connection {
             });
         });
         boot.attached.flush();
-        news(News::Ended {
-            boot: boot.attached.id().clone(),
-        });
         Ok(())
     }
 }
@@ -399,7 +345,7 @@ impl Connection {
 mod tests {
     use super::super::disk::Disk;
     use super::super::keep::Keep;
-    use super::super::store::Place;
+    use super::super::store::{Place, Store};
     use super::*;
     use kata_gpu_report::data::boot_file::BootFile;
     use kata_gpu_test_support::{BOOT, TempDir, event_line, header, temp_dir};
@@ -415,28 +361,20 @@ mod tests {
         runtime: tokio::runtime::Runtime,
         connection: Connection,
         now: HostNow,
-        news: Vec<News>,
     }
 
     impl Guest {
         fn new() -> Self {
             let dir = temp_dir();
             let place = Place::take(dir.path()).unwrap();
-            let stats: Arc<Stats> = Arc::default();
-            let disk = Disk::start(
-                place,
-                Limits::default(),
-                Keep::default(),
-                stats.clone(),
-                Arc::new(|_| ()),
-                || (),
-            )
-            .unwrap();
+            let (store, jobs) = Store::new(place, Limits::default(), Keep::default());
+            let disk = Disk::start(store, jobs, Arc::new(|_| ())).unwrap();
+            let stats = disk.store.stats.clone();
             let now = HostNow {
                 instant: Instant::now(),
                 realtime_ns: 1_767_323_045_000_000_000,
             };
-            let connection = Connection::new("cid 5".into(), Limits::default(), true, stats, now);
+            let connection = Connection::new("cid 5".into(), Limits::default(), stats, now);
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .build()
                 .unwrap();
@@ -446,13 +384,11 @@ mod tests {
                 runtime,
                 connection,
                 now,
-                news: Vec::new(),
             }
         }
 
         fn say(&mut self, text: impl AsRef<[u8]>) -> Result<()> {
-            let news = &mut |n| self.news.push(n);
-            self.connection.take(text.as_ref(), self.now, news)?;
+            self.connection.take(text.as_ref(), self.now)?;
             if let Some(Introduction { header, raw, .. }) = self.connection.introduction() {
                 let attached = self.runtime.block_on(self.disk.store.attach(
                     &header,
@@ -460,7 +396,7 @@ mod tests {
                     "cid 5",
                     || true,
                 ))?;
-                self.connection.begin(attached, self.now, news)?;
+                self.connection.begin(attached, self.now)?;
             }
             Ok(())
         }
@@ -470,34 +406,27 @@ mod tests {
             self.now.realtime_ns += time.as_nanos() as i64;
         }
 
-        fn end(mut self) -> (Result<()>, BootFile, Vec<News>) {
-            let result = self.connection.end(&mut |n| self.news.push(n));
+        fn end(self) -> (Result<()>, BootFile) {
+            let result = self.connection.end();
             self.disk.close().unwrap();
             let file = std::fs::File::open(self.dir.path().join(format!("{BOOT}.ndjson")));
             (
                 result,
                 file.map_or_else(|_| BootFile::default(), |f| BootFile::read(f).unwrap()),
-                self.news,
             )
         }
     }
 
     #[test]
-    fn records_are_stored_and_announced_once() {
+    fn records_are_stored_once() {
         let mut guest = Guest::new();
         guest.say(header_line(BOOT)).unwrap();
         guest
             .say(event_line(0) + &event_line(1) + &event_line(0))
             .unwrap();
-        let (result, file, news) = guest.end();
+        let (result, file) = guest.end();
         result.unwrap();
         assert_eq!(file.records.len(), 2);
-        assert_eq!(
-            news.iter()
-                .filter(|n| matches!(n, News::Record { .. }))
-                .count(),
-            2
-        );
         let last = file.host.last().unwrap();
         assert_eq!(
             last.event,
@@ -522,7 +451,7 @@ mod tests {
             )
             .unwrap();
         guest.say(&event_line(2)[30..]).unwrap();
-        let (result, file, _) = guest.end();
+        let (result, file) = guest.end();
         result.unwrap();
         assert_eq!(
             file.records.iter().map(|r| r.seq).collect::<Vec<_>>(),
@@ -545,7 +474,7 @@ mod tests {
         guest.say("\n").unwrap();
         guest.say(event_line(1)).unwrap();
         guest.say(&event_line(2)[..20]).unwrap();
-        let (result, file, _) = guest.end();
+        let (result, file) = guest.end();
         result.unwrap();
         assert_eq!(
             (file.records.len(), file.damaged),
@@ -568,8 +497,10 @@ mod tests {
     fn a_guest_cannot_write_the_collectors_lines() {
         let mut guest = Guest::new();
         guest.say(header_line(BOOT)).unwrap();
-        guest.say("{\"schema\":1,\"kind\":\"host\",\"realtime_ns\":4,\"event\":\"lost\",\"count\":7,\"gaps\":[]}\n").unwrap();
-        let (_, file, _) = guest.end();
+        let lost =
+            r#"{"schema":1,"kind":"host","realtime_ns":4,"event":"lost","count":7,"gaps":[]}"#;
+        guest.say(format!("{lost}\n")).unwrap();
+        let (_, file) = guest.end();
         assert!(
             !file
                 .host
@@ -661,7 +592,7 @@ mod tests {
                 .unwrap();
         }
         assert_eq!(times, [0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3]);
-        let (_, file, _) = guest.end();
+        let (_, file) = guest.end();
         assert!(file.clock_samples().count() >= 1);
     }
 
@@ -675,7 +606,7 @@ mod tests {
         }
         assert_eq!(record::ping(guest.connection.output()), Some(0));
         // The header is on its way to the disk; its directory goes when it has arrived.
-        let (_, file, _) = guest.end();
+        let (_, file) = guest.end();
         assert!(file.header.is_some());
     }
 
@@ -685,7 +616,7 @@ mod tests {
         guest
             .say(header_line(BOOT) + &event_line(0) + &event_line(3))
             .unwrap();
-        let (_, file, _) = guest.end();
+        let (_, file) = guest.end();
         assert!(file.host.iter().any(|l| l.event
             == HostEvent::Lost {
                 count: 2,

@@ -8,13 +8,10 @@
 //! number of bytes waits in memory ([`super::limits`]) and more records are counted. When writing
 //! works again, the guest is disconnected; it reconnects and sends all again.
 
-use super::collector_counters::Stats;
-use super::ends::Ends;
-use super::keep::Keep;
-use super::limits::Limits;
-use super::store::{Log, Place, Store};
+use super::store::{Job, Log, Store};
+use super::threads;
 use super::writer::{Writer, keep_up};
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
@@ -27,44 +24,15 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Starts the threads. `on_thread` is run first on each of them.
-    pub fn start(
-        place: Place,
-        limits: Limits,
-        keep: Keep,
-        stats: Arc<Stats>,
-        log: Log,
-        on_thread: fn(),
-    ) -> Result<Self> {
-        Self::start_with(place, limits, keep, stats, log, on_thread, None)
-    }
-
-    /// Like [`Disk::start`], and notes in `ends` which boots are over.
-    pub fn start_with(
-        place: Place,
-        limits: Limits,
-        keep: Keep,
-        stats: Arc<Stats>,
-        log: Log,
-        on_thread: fn(),
-        ends: Option<Ends>,
-    ) -> Result<Self> {
-        let (jobs, queue) = mpsc::channel();
-        let store = Arc::new(Store::new(place, limits, keep, stats, ends, jobs));
+    pub fn start(store: Store, jobs: mpsc::Receiver<Job>, log: Log) -> Result<Self> {
+        let store = Arc::new(store);
         let (stop_keeper, stopped) = mpsc::channel();
-        let (for_writer, for_keeper) = ((store.clone(), log.clone()), (store.clone(), log));
-        let writer = thread("boots-write", move || {
-            on_thread();
-            Writer::new(for_writer.0, for_writer.1).run(&queue);
-        })?;
-        let keeper = thread("boots-keep", move || {
-            on_thread();
-            keep_up(&for_keeper.0, &for_keeper.1, &stopped);
-        })?;
+        let writer = Writer::new(store.clone(), log.clone());
+        let kept = store.clone();
         Ok(Self {
+            writer: threads::start("boots-write", move || writer.run(&jobs))?,
+            keeper: threads::start("boots-keep", move || keep_up(&kept, &log, &stopped))?,
             store,
-            writer,
-            keeper,
             stop_keeper,
         })
     }
@@ -82,16 +50,17 @@ impl Disk {
     }
 }
 
-fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
-    std::thread::Builder::new()
-        .name(name.into())
-        .spawn(run)
-        .with_context(|| format!("start thread {name}"))
+/// A disk with every default.
+#[cfg(test)]
+pub(super) fn start_with(dir: &std::path::Path, log: Log) -> Disk {
+    let place = super::store::Place::take(dir).unwrap();
+    let (store, jobs) = Store::new(place, Default::default(), Default::default());
+    Disk::start(store, jobs, log).unwrap()
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::super::store::{Attached, REMEMBERED};
+mod tests {
+    use super::super::store::{Attached, Place, REMEMBERED};
     use super::*;
     use kata_gpu_report::data::boot_file::BootFile;
     use kata_gpu_test_support::{BOOT, event, header, kept_log, temp_dir, until};
@@ -100,19 +69,6 @@ pub(super) mod tests {
     use std::fs::File;
     use std::path::Path;
     use std::time::{Duration, Instant};
-
-    /// A disk with every default.
-    pub fn start_with(dir: &Path, log: Log) -> Disk {
-        Disk::start(
-            Place::take(dir).unwrap(),
-            Limits::default(),
-            Keep::default(),
-            Arc::default(),
-            log,
-            || (),
-        )
-        .unwrap()
-    }
 
     fn start(dir: &Path) -> Disk {
         start_with(dir, Arc::new(|text| panic!("{text}")))
@@ -320,7 +276,7 @@ pub(super) mod tests {
         // Boots that are not written yet are not forgotten; once they are, further connections push
         // them out.
         let deadline = Instant::now() + Duration::from_secs(10);
-        while disk.store.remembered() > REMEMBERED + 1 {
+        while disk.store.count() > REMEMBERED + 1 {
             assert!(Instant::now() < deadline, "not forgotten within 10 s");
             attach(&disk, BOOT, "cid 5").await.unwrap();
         }

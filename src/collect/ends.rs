@@ -6,8 +6,9 @@
 //! whose GPU hangs is in flight as long as its VM lives. Every boot that begins is followed once,
 //! or counted as not followed. Nothing here blocks or does I/O.
 
+use super::lock::lock;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
@@ -20,10 +21,10 @@ const MAX_FOLLOWED: usize = 16_384;
 #[derive(Clone, Copy, Debug)]
 struct Following {
     connected: bool,
-    /// The boot sent that it is through.
-    said: bool,
-    /// The boot was through before this collector was started.
-    old: bool,
+    /// The boot sent that its GPUs are settled, or that it powers off.
+    finished: bool,
+    /// The boot had finished before this collector was started.
+    seen_before: bool,
     /// Time at which the boot will be over, if nothing happens.
     due: Option<Instant>,
 }
@@ -32,8 +33,8 @@ struct Following {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Over {
     pub boot: Arc<str>,
-    /// An earlier collector saw the boot end.
-    pub old: bool,
+    /// An earlier collector saw the boot finish.
+    pub seen_before: bool,
 }
 
 #[derive(Debug)]
@@ -54,23 +55,23 @@ impl Ends {
     }
 
     fn boots(&self) -> MutexGuard<'_, HashMap<Arc<str>, Following>> {
-        self.boots.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.boots)
     }
 
     /// Follows a boot that has a connection. False if too many boots are followed already.
-    pub fn connected(&self, boot: &Arc<str>, over: bool, now: Instant) -> bool {
+    pub fn connected(&self, boot: &Arc<str>, finished: bool, now: Instant) -> bool {
         let mut boots = self.boots();
         if boots.len() >= MAX_FOLLOWED && !boots.contains_key(boot) {
             return false;
         }
         let following = boots.entry(boot.clone()).or_insert(Following {
             connected: true,
-            said: over,
-            old: over,
-            due: over.then_some(now + AFTER_GOODBYE),
+            finished,
+            seen_before: finished,
+            due: finished.then_some(now + AFTER_GOODBYE),
         });
         following.connected = true;
-        if !following.said {
+        if !following.finished {
             following.due = None;
         }
         drop(boots);
@@ -78,19 +79,19 @@ impl Ends {
         true
     }
 
-    /// Marks a boot as through.
-    pub fn said(&self, boot: &str, now: Instant) {
+    /// Marks a boot as finished.
+    pub fn finished(&self, boot: &str, now: Instant) {
         if let Some(following) = self.boots().get_mut(boot)
-            && !following.said
+            && !following.finished
         {
-            following.said = true;
+            following.finished = true;
             following.due = Some(now + AFTER_GOODBYE);
             self.changed.notify_one();
         }
     }
 
     /// Notes that a boot's last connection is gone.
-    pub fn left(&self, boot: &str, now: Instant) {
+    pub fn disconnected(&self, boot: &str, now: Instant) {
         if let Some(following) = self.boots().get_mut(boot) {
             following.connected = false;
             following.due = following.due.or(Some(now + self.goodbye));
@@ -103,40 +104,35 @@ impl Ends {
         self.take_where(|following| following.due.is_some_and(|due| due <= now))
     }
 
-    /// Takes, at the stop, all boots that are through. Guests of the other boots reconnect to the
+    /// Takes, at the stop, all boots that have finished. Guests of the other boots reconnect to the
     /// next collector.
-    pub fn take_said(&self) -> Vec<Over> {
-        self.take_where(|following| following.said).0
+    pub fn take_finished(&self) -> Vec<Over> {
+        self.take_where(|following| following.finished).0
     }
 
     fn take_where(&self, is: impl Fn(&Following) -> bool) -> (Vec<Over>, Option<Instant>) {
         let mut boots = self.boots();
         let mut over = Vec::new();
         boots.retain(|boot, following| {
-            let is = is(following);
-            if is {
+            let taken = is(following);
+            if taken {
                 over.push(Over {
                     boot: boot.clone(),
-                    old: following.old,
+                    seen_before: following.seen_before,
                 });
             }
-            !is
+            !taken
         });
-        (
-            over,
-            boots.values().filter_map(|following| following.due).min(),
-        )
+        (over, boots.values().filter_map(|boot| boot.due).min())
     }
 
-    /// Numbers of boots that are not through: boots with a connection, and boots that lost it
+    /// Numbers of boots that have not finished: boots with a connection, and boots that lost it
     /// lately.
     pub fn in_flight(&self) -> (u64, u64) {
         let boots = self.boots();
         let count = |connected| {
-            boots
-                .values()
-                .filter(|following| !following.said && following.connected == connected)
-                .count() as u64
+            let is = |boot: &&Following| !boot.finished && boot.connected == connected;
+            boots.values().filter(is).count() as u64
         };
         (count(true), count(false))
     }
@@ -157,7 +153,13 @@ mod tests {
         ends.take(now)
             .0
             .into_iter()
-            .map(|over| format!("{}{}", over.boot, if over.old { " old" } else { "" }))
+            .map(|over| {
+                format!(
+                    "{}{}",
+                    over.boot,
+                    if over.seen_before { " old" } else { "" }
+                )
+            })
             .collect()
     }
 
@@ -170,14 +172,14 @@ mod tests {
             (vec![], (1, 0)),
             "it hangs, and its VM lives"
         );
-        ends.said("a", start);
-        ends.said("a", start + AFTER_GOODBYE);
+        ends.finished("a", start);
+        ends.finished("a", start + AFTER_GOODBYE);
         assert_eq!(
             (ends.in_flight(), ends.take(start).1),
             ((0, 0), Some(start + AFTER_GOODBYE))
         );
         assert_eq!(over(&ends, start + AFTER_GOODBYE), ["a"]);
-        ends.left("a", start);
+        ends.disconnected("a", start);
         assert_eq!(over(&ends, start + 10 * GOODBYE), Vec::<String>::new());
     }
 
@@ -185,7 +187,7 @@ mod tests {
     fn a_boot_without_goodbye_is_over_when_it_stays_away() {
         let (ends, start) = (Ends::new(GOODBYE), Instant::now());
         ends.connected(&"a".into(), false, start);
-        ends.left("a", start);
+        ends.disconnected("a", start);
         assert_eq!(
             (over(&ends, start + GOODBYE / 2), ends.in_flight()),
             (vec![], (0, 1))
@@ -196,7 +198,7 @@ mod tests {
             Vec::<String>::new(),
             "it came back"
         );
-        ends.left("a", start + 2 * GOODBYE);
+        ends.disconnected("a", start + 2 * GOODBYE);
         assert_eq!(over(&ends, start + 3 * GOODBYE), ["a"]);
     }
 
@@ -205,16 +207,16 @@ mod tests {
         let (ends, start) = (Ends::new(GOODBYE), Instant::now());
         ends.connected(&"old".into(), true, start);
         assert_eq!(over(&ends, start + AFTER_GOODBYE), ["old old"]);
-        for boot in ["hangs", "gone", "said"] {
+        for boot in ["hangs", "gone", "finished"] {
             ends.connected(&boot.into(), false, start);
         }
-        ends.left("gone", start);
-        ends.said("said", start);
+        ends.disconnected("gone", start);
+        ends.finished("finished", start);
         assert_eq!(
-            ends.take_said(),
+            ends.take_finished(),
             [Over {
-                boot: "said".into(),
-                old: false
+                boot: "finished".into(),
+                seen_before: false
             }]
         );
     }

@@ -9,6 +9,7 @@ use kata_gpu_wire::record::MAX_LINE;
 use std::time::Duration;
 
 struct Row {
+    /// The field's name; people write it with hyphens.
     name: &'static str,
     default: u64,
     what: &'static str,
@@ -16,12 +17,17 @@ struct Row {
 }
 
 macro_rules! limits {
-    ($($field:ident $name:literal $default:expr, $what:literal;)*) => {
+    ($($field:ident $default:expr, $what:literal;)*) => {
         /// The limits in force.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct Limits { $(pub $field: u64),* }
 
-        const TABLE: &[Row] = &[$(Row { name: $name, default: $default, what: $what, field: |l| &mut l.$field }),*];
+        const TABLE: &[Row] = &[$(Row {
+            name: stringify!($field),
+            default: $default,
+            what: $what,
+            field: |limits| &mut limits.$field,
+        }),*];
 
         impl Default for Limits {
             fn default() -> Self {
@@ -34,33 +40,30 @@ macro_rules! limits {
 // A boot with 8 GPUs has some hundred records of about 300 bytes, with a chatty kernel some
 // thousand.
 limits! {
-    records "records" 200_000, "of a boot that are kept; more are dropped, and counted in its file";
-    bytes "bytes" 64 << 20, "of a boot's file; as above";
-    gaps "gaps" 1024, "in a boot's numbering; what would make one more is garbage";
-    boots "boots" 64, "new ones of a VM in an hour; more are refused";
-    connections_per_vm "connections-per-vm" 4, "of a VM at once; more are refused";
-    connects "connects" 60, "connections of a VM in a minute; more are refused";
-    connections "connections" 4096, "at once; more are refused (a third of RLIMIT_NOFILE, if less)";
-    burst "burst" 16 << 20, "bytes of a VM that are read as fast as they come";
-    rate "rate" 64 << 10, "bytes/s of a VM after that; it waits, nothing is dropped";
-    header "header" 30, "seconds until a connection has sent its header";
-    waiting_per_boot "waiting-per-boot" 64 << 10, "bytes of it for the disk; then it is read later, or counted";
-    waiting "waiting" 16 << 20, "bytes of all boots for the disk; as above";
-    vms "vms" 4096, "sockets below --vm at once; further VMs are ignored";
-    goodbye "goodbye" 60, "seconds after which a boot that lost its connection before it was settled counts as over (--otlp, --metrics)";
-    push_queue "push-queue" 1024, "boots that wait for the receiver of --otlp; of more the oldest are not pushed, but counted and logged";
+    records 200_000, "of a boot that are kept; more are dropped, and counted in its file";
+    bytes 64 << 20, "of a boot's file; as above";
+    gaps 1024, "in a boot's numbering; what would make one more is garbage";
+    boots 64, "new ones of a VM in an hour; more are refused";
+    connections_per_vm 4, "of a VM at once; more are refused";
+    connects 60, "connections of a VM in a minute; more are refused";
+    connections 4096, "at once; more are refused (a third of RLIMIT_NOFILE, if less)";
+    burst 16 << 20, "bytes of a VM that are read as fast as they come";
+    rate 64 << 10, "bytes/s of a VM after that; it waits, nothing is dropped";
+    header 30, "seconds until a connection has sent its header";
+    waiting_per_boot 64 << 10, "bytes of it for the disk; then it is read later, or counted";
+    waiting 16 << 20, "bytes of all boots for the disk; as above";
+    vms 4096, "sockets below --vm at once; further VMs are ignored";
+    goodbye 60, "seconds without a connection after which an unsettled boot is over";
+    push_queue 1024, "boots that wait for --otlp; of more the oldest are counted, not pushed";
 }
 
 impl Limits {
     /// Sets one limit from `NAME=N`.
     pub fn set(&mut self, text: &str) -> Result<()> {
         let (name, value) = text.split_once('=').unwrap_or((text, ""));
-        let Some(row) = TABLE.iter().find(|row| row.name == name) else {
-            let names: Vec<&str> = TABLE.iter().map(|row| row.name).collect();
-            bail!(
-                "--limit {text}: no such limit: there are {}",
-                names.join(", ")
-            );
+        let field = name.replace('-', "_");
+        let Some(row) = TABLE.iter().find(|row| row.name == field) else {
+            bail!("--limit {text}: no such limit\n{}", Self::help());
         };
         match value.parse() {
             Ok(value) if value > 0 => *(row.field)(self) = value,
@@ -78,17 +81,14 @@ impl Limits {
 
     /// The table for people.
     pub fn help() -> String {
-        let mut text = String::from(
-            "Limits (--limit NAME=N). Behind each: a loss that is counted or a guest that waits, no other's loss.\n",
-        );
+        let line = "fixed by the format; a longer one is garbage";
+        let head = "Reaching one costs a guest records, which are counted, or time.";
+        let mut text = format!("Limits (--limit NAME=N). {head}\n");
         for row in TABLE {
-            text.push_str(&format!(
-                "  {:18} {:>9}  {}\n",
-                row.name, row.default, row.what
-            ));
+            let name = row.name.replace('_', "-");
+            text += &format!("  {name:18} {:>9}  {}\n", row.default, row.what);
         }
-        text.push_str(&format!("  {:18} {MAX_LINE:>9}  bytes of a line, fixed by the format; a longer one is garbage\n", "(line)"));
-        text
+        text + &format!("  (line)             {MAX_LINE:>9}  bytes of a line, {line}\n")
     }
 }
 
@@ -104,14 +104,14 @@ mod tests {
         }
         for (n, row) in TABLE.iter().enumerate() {
             assert_eq!(*(row.field)(&mut limits), n as u64 + 1, "{}", row.name);
-            assert!(Limits::help().contains(row.name) && row.default > 0);
+            assert!(Limits::help().contains(&row.name.replace('_', "-")) && row.default > 0);
         }
     }
 
     #[test]
     fn a_wrong_limit_is_refused_with_the_cure() {
         for (text, cure) in [
-            ("speed=3", "there are records, "),
+            ("speed=3", "push-queue "),
             ("records=0", "from 1 on"),
             ("records=-1", "from 1 on"),
             ("records", "from 1 on"),

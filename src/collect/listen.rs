@@ -14,7 +14,7 @@ use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, open};
 use nix::libc::{VMADDR_CID_ANY, VMADDR_CID_HOST};
 use nix::sys::socket::{getsockopt, sockopt};
-use nix::sys::stat::{Mode, fchmod, fstatat};
+use nix::sys::stat::{FileStat, Mode, fchmod, fstatat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 use socket2::{Domain, SockAddr, SockRef, Socket, Type};
 use std::ffi::OsStr;
@@ -38,14 +38,6 @@ const VM_MODE: Mode = Mode::from_bits_truncate(0o666);
 /// User that may connect everywhere: root may as well be the VMM.
 const ROOT: u32 = 0;
 
-/// Reason for a missing AF_VSOCK listener.
-#[derive(Debug)]
-pub enum NoVsock {
-    /// The kernel does not know the address family.
-    NotSupported,
-    Other(anyhow::Error),
-}
-
 /// The source of a connection. The kernel vouches for a CID and a user; a unix socket's path stands
 /// for the VM whose device uses it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -67,60 +59,22 @@ impl std::fmt::Display for Peer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Peer::Cid(cid) => write!(f, "cid {cid}"),
-            Peer::Socket(path) => write!(f, "socket {}", printable(&path.to_string_lossy())),
+            Peer::Socket(path) => write!(f, "socket {}", shown(path)),
             Peer::User(uid) => write!(f, "user {uid}"),
         }
     }
 }
 
+fn shown(path: &Path) -> String {
+    printable(&path.to_string_lossy())
+}
+
 /// A process that connected and is no guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Stranger {
-    /// 0 is the hypervisor, 1 this machine, 2 its host: any of their processes can connect.
-    Cid(u32),
-    User {
-        uid: u32,
-        socket: PathBuf,
-        owner: u32,
-    },
-    /// The VMM's socket, whose owner is the VMM's user, is gone or was replaced.
-    Moved { socket: PathBuf },
-}
-
-impl Stranger {
+pub struct Stranger {
     /// Peer that the log lines count against.
-    pub fn peer(&self) -> Peer {
-        match self {
-            Self::Cid(cid) => Peer::Cid(*cid),
-            Self::User { uid, .. } => Peer::User(*uid),
-            Self::Moved { socket } => Peer::Socket(socket.clone()),
-        }
-    }
-}
-
-impl std::fmt::Display for Stranger {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Cid(cid) => write!(
-                f,
-                "cid {cid}: refused: no guest has it (0 is the hypervisor, 1 this machine, 2 its host)"
-            ),
-            Self::User { uid, socket, owner } => {
-                let socket = printable(&socket.to_string_lossy());
-                write!(
-                    f,
-                    "socket {socket}: refused a process of user {uid}: its VMM is user {owner}'s"
-                )
-            }
-            Self::Moved { socket } => {
-                let socket = printable(&socket.to_string_lossy());
-                write!(
-                    f,
-                    "socket {socket}: refused: the VMM's socket beside it is not the one that was there"
-                )
-            }
-        }
-    }
+    pub peer: Peer,
+    pub why: String,
 }
 
 /// A connection of a guest, or the stranger that made it.
@@ -182,18 +136,15 @@ impl SocketFile {
     /// Removes the file, once, but never a file that somebody put in its place.
     pub fn remove(&self) {
         let name = Self::name(&self.path);
-        if self.removed.swap(true, Ordering::Relaxed)
-            || !matches!(socket_at(&self.dir, name), Ok(Some(stat)) if FileId::from(&stat) == self.id)
-        {
+        let is_ours = |stat: &FileStat| FileId::from(stat) == self.id;
+        let there = socket_at(&self.dir, name).ok().flatten();
+        if self.removed.swap(true, Ordering::Relaxed) || !there.as_ref().is_some_and(is_ours) {
             return;
         }
         if let Err(e) = unlinkat(&self.dir, name, UnlinkatFlags::NoRemoveDir)
             && e != Errno::ENOENT
         {
-            eprintln!(
-                "kata-gpu-boot: remove {}: {e}",
-                printable(&self.path.to_string_lossy())
-            );
+            eprintln!("kata-gpu-boot: remove {}: {e}", shown(&self.path));
         }
     }
 }
@@ -208,34 +159,29 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens on a vsock port for all guests of this machine.
-    pub fn vsock(port: u32) -> Result<Self, NoVsock> {
-        let other =
-            |step: &'static str| move |e: io::Error| NoVsock::Other(anyhow!(e).context(step));
-        let socket = Socket::new(Domain::VSOCK, Type::STREAM, None).map_err(|e| {
-            match e.raw_os_error().map(Errno::from_raw) {
-                Some(Errno::EAFNOSUPPORT | Errno::EPROTONOSUPPORT) => NoVsock::NotSupported,
-                _ => NoVsock::Other(anyhow!(e).context("open an AF_VSOCK socket")),
-            }
+    /// Listens on a vsock port for all guests of this machine. None where the kernel does not know
+    /// the address family.
+    pub fn vsock(port: u32) -> Result<Option<Self>> {
+        let socket = match Socket::new(Domain::VSOCK, Type::STREAM, None) {
+            Ok(socket) => socket,
+            Err(e) => match e.raw_os_error().map(Errno::from_raw) {
+                Some(Errno::EAFNOSUPPORT | Errno::EPROTONOSUPPORT) => return Ok(None),
+                _ => return Err(e).context("open an AF_VSOCK socket"),
+            },
+        };
+        let address = SockAddr::vsock(VMADDR_CID_ANY, port);
+        socket.bind(&address).map_err(|e| match e.kind() {
+            io::ErrorKind::AddrInUse => anyhow!(
+                "vsock port {port} is taken: stop the other collector, or take another --port"
+            ),
+            _ => anyhow!(e).context(format!("bind vsock port {port}")),
         })?;
-        socket
-            .bind(&SockAddr::vsock(VMADDR_CID_ANY, port))
-            .map_err(|e| match e.kind() {
-                io::ErrorKind::AddrInUse => NoVsock::Other(anyhow!(
-                    "vsock port {port} is taken: stop the other collector, or take another --port"
-                )),
-                _ => NoVsock::Other(anyhow!(e).context(format!("bind vsock port {port}"))),
-            })?;
-        socket.listen(BACKLOG).map_err(other("listen on vsock"))?;
-        socket
-            .set_nonblocking(true)
-            .map_err(other("make the vsock listener non-blocking"))?;
-        let socket = watch(socket).map_err(other("watch the vsock listener"))?;
-        Ok(Self {
+        let socket = listen(socket).with_context(|| format!("listen on vsock port {port}"))?;
+        Ok(Some(Self {
             socket,
             file: None,
             vmm: None,
-        })
+        }))
     }
 
     /// Listens for connections to `port` of the hybrid vsock device with base path `base`; the
@@ -243,7 +189,7 @@ impl Listener {
     pub fn hybrid(base: &Path, port: u32) -> Result<Self> {
         // Make the path absolute: it identifies the peer of a boot.
         let path = std::path::absolute(with_port(base, port))
-            .with_context(|| format!("make {} absolute", printable(&base.to_string_lossy())))?;
+            .with_context(|| format!("make {} absolute", shown(base)))?;
         let dir = open(
             path.parent().unwrap_or(&path),
             OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
@@ -267,12 +213,7 @@ impl Listener {
     fn unix(dir: OwnedFd, path: PathBuf, mode: Mode, vmm: Option<Arc<Vmm>>) -> Result<Self> {
         let (socket, file) = SocketFile::bind(dir, path, mode)?;
         // From here on `file.remove()` or the drop of the listener removes the file.
-        let listening = (|| {
-            socket.listen(BACKLOG)?;
-            socket.set_nonblocking(true)?;
-            watch(socket)
-        })();
-        match listening {
+        match listen(socket) {
             Ok(socket) => Ok(Self {
                 socket,
                 file: Some(Arc::new(file)),
@@ -292,17 +233,12 @@ impl Listener {
 
     /// Address that guests connect to, for people.
     pub fn place(&self) -> String {
-        match &self.file {
-            Some(file) => printable(&file.path.to_string_lossy()),
-            None => match SockRef::from(self.socket.get_ref())
-                .local_addr()
-                .ok()
-                .and_then(|a| a.as_vsock_address())
-            {
-                Some((_, port)) => format!("vsock port {port}"),
-                None => "vsock".to_string(),
-            },
+        if let Some(file) = &self.file {
+            return shown(&file.path);
         }
+        let address = SockRef::from(self.socket.get_ref()).local_addr();
+        let address = address.ok().and_then(|address| address.as_vsock_address());
+        address.map_or("vsock".into(), |(_, port)| format!("vsock port {port}"))
     }
 
     /// The next connection.
@@ -333,24 +269,32 @@ impl Listener {
             };
             return Ok(guest(cid).map(|peer| (socket.into(), peer)));
         };
+        let peer = Peer::Socket(file.path.clone());
         if let Some(vmm) = &self.vmm {
             let Some(owner) = vmm.owner() else {
-                return Ok(Err(Stranger::Moved {
-                    socket: file.path.clone(),
-                }));
+                let why = format!("{peer}: refused: the VMM's socket beside it was replaced");
+                return Ok(Err(Stranger { peer, why }));
             };
             // Credentials of the process at its connect(2).
             let uid = getsockopt(&socket, sockopt::PeerCredentials)?.uid();
             if uid != owner && uid != ROOT {
-                return Ok(Err(Stranger::User {
-                    uid,
-                    socket: file.path.clone(),
-                    owner,
+                return Ok(Err(Stranger {
+                    peer: Peer::User(uid),
+                    why: format!(
+                        "{peer}: refused a process of user {uid}: its VMM is user {owner}'s"
+                    ),
                 }));
             }
         }
-        Ok(Ok((socket.into(), Peer::Socket(file.path.clone()))))
+        Ok(Ok((socket.into(), peer)))
     }
+}
+
+/// Makes a bound socket one that tokio accepts on.
+fn listen(socket: Socket) -> io::Result<AsyncFd<OwnedFd>> {
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)?;
+    watch(socket)
 }
 
 impl Drop for Listener {
@@ -363,11 +307,14 @@ impl Drop for Listener {
 
 /// Peer of a CID, unless the kernel uses the CID for something else: vsock(7).
 fn guest(cid: u32) -> Result<Peer, Stranger> {
-    if cid <= VMADDR_CID_HOST {
-        Err(Stranger::Cid(cid))
-    } else {
-        Ok(Peer::Cid(cid))
+    let peer = Peer::Cid(cid);
+    if cid > VMADDR_CID_HOST {
+        return Ok(peer);
     }
+    let why = format!(
+        "{peer}: refused: no guest has it (0 is the hypervisor, 1 this machine, 2 its host)"
+    );
+    Err(Stranger { peer, why })
 }
 
 /// `<base>_<port>`.
@@ -480,19 +427,13 @@ mod tests {
 
     #[test]
     fn the_cids_of_hypervisor_machine_and_host_are_no_guests() {
-        assert_eq!(
-            [0, 1, 2].map(guest),
-            [0, 1, 2].map(|cid| Err(Stranger::Cid(cid)))
-        );
-        assert_eq!(
-            [3, u32::MAX].map(guest),
-            [3, u32::MAX].map(|cid| Ok(Peer::Cid(cid)))
-        );
-        assert!(
-            Stranger::Cid(1)
-                .to_string()
-                .contains("cid 1: refused: no guest has it")
-        );
+        for cid in [0, 1, 2] {
+            let stranger = guest(cid).unwrap_err();
+            assert!(stranger.why.contains("refused: no guest has it"));
+        }
+        for cid in [3, u32::MAX] {
+            assert_eq!(guest(cid), Ok(Peer::Cid(cid)));
+        }
     }
 
     #[tokio::test]

@@ -5,9 +5,10 @@
 use super::bucket::{Bucket, Lines};
 use super::limits::Limits;
 use super::listen::Peer;
+use super::lock::lock;
 use super::sandbox_pod::Sandbox;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 use tokio::sync::watch;
 
@@ -65,26 +66,6 @@ impl State {
     }
 }
 
-/// Reason for refusing a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refused {
-    PerVm,
-    TooOften,
-    Altogether,
-}
-
-impl std::fmt::Display for Refused {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Refused::PerVm => "too many connections at once (limit connections-per-vm)",
-            Refused::TooOften => "connects too often (limit connects)",
-            Refused::Altogether => {
-                "the collector has all the connections that it may have (limit connections)"
-            }
-        })
-    }
-}
-
 impl Peers {
     pub fn new(limits: Limits) -> Arc<Self> {
         let table = Table {
@@ -99,7 +80,7 @@ impl Peers {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 
     fn with<T>(&self, peer: &Peer, now: Instant, what: impl FnOnce(&mut State) -> T) -> T {
@@ -121,18 +102,18 @@ impl Peers {
         self.table().connections
     }
 
-    /// Grants one more connection of this peer.
-    pub fn connect(self: &Arc<Self>, peer: &Peer, now: Instant) -> Result<Slot, Refused> {
+    /// Grants one more connection of this peer, or says why not.
+    pub fn connect(self: &Arc<Self>, peer: &Peer, now: Instant) -> Result<Slot, &'static str> {
         let full = self.table().connections >= self.limits.connections;
         let sandbox = self.with(peer, now, |state| {
             if !state.connects.take_one(now) {
-                return Err(Refused::TooOften);
+                return Err("connects too often (limit connects)");
             }
             if state.connections >= self.limits.connections_per_vm {
-                return Err(Refused::PerVm);
+                return Err("too many connections at once (limit connections-per-vm)");
             }
             if full {
-                return Err(Refused::Altogether);
+                return Err("too many connections of all VMs (limit connections)");
             }
             state.connections += 1;
             Ok(state.sandbox.subscribe())
@@ -146,8 +127,8 @@ impl Peers {
     }
 
     /// The line about this peer to print now; None if there were too many.
-    pub fn to_log(&self, peer: &Peer, text: &str, now: Instant) -> Option<String> {
-        self.with(peer, now, |state| state.lines.to_log(text, now))
+    pub fn admit(&self, peer: &Peer, text: &str, now: Instant) -> Option<String> {
+        self.with(peer, now, |state| state.lines.admit(text, now))
     }
 
     /// Sets Kata's names of this VM; None when the VM is gone.
@@ -219,9 +200,14 @@ mod tests {
         let now = Instant::now();
         let connect = |cid| peers.connect(&Peer::Cid(cid), now);
         let held = [connect(5).unwrap(), connect(5).unwrap()];
-        assert_eq!(connect(5).err(), Some(Refused::PerVm));
+        assert!(
+            connect(5)
+                .err()
+                .unwrap()
+                .contains("limit connections-per-vm")
+        );
         let other = connect(6).unwrap();
-        assert_eq!(connect(7).err(), Some(Refused::Altogether));
+        assert!(connect(7).err().unwrap().contains("limit connections)"));
         drop(held);
         assert!(connect(7).is_ok() && connect(5).is_ok());
         drop(other);
@@ -237,7 +223,7 @@ mod tests {
         }
         assert_eq!(
             peers.connect(&Peer::Cid(5), now).err(),
-            Some(Refused::TooOften)
+            Some("connects too often (limit connects)")
         );
         assert!(peers.connect(&Peer::Cid(6), now).is_ok());
         assert!(
@@ -253,14 +239,14 @@ mod tests {
         let now = Instant::now();
         let peer = Peer::Cid(5);
         let logged: Vec<_> = (0..LOGGED_AT_ONCE + 5)
-            .filter_map(|_| peers.to_log(&peer, "x", now))
+            .filter_map(|_| peers.admit(&peer, "x", now))
             .collect();
         assert_eq!(logged.len() as u64, LOGGED_AT_ONCE);
         assert!(
-            peers.to_log(&Peer::Cid(6), "x", now).is_some(),
+            peers.admit(&Peer::Cid(6), "x", now).is_some(),
             "of others, too"
         );
-        let next = peers.to_log(&peer, "x", now + Duration::from_secs(61));
+        let next = peers.admit(&peer, "x", now + Duration::from_secs(61));
         assert!(
             next.as_ref().is_some_and(|text| text.contains("5 more")),
             "{next:?}"

@@ -7,7 +7,7 @@
 //! thread that makes them. Threads that read guests' data or write files have nothing at all
 //! ([`drop_in_thread`]).
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{Gid, Group, Uid, User, fchown, geteuid, setgid, setgroups, setuid};
@@ -33,36 +33,32 @@ pub struct RunAs {
 impl RunAs {
     /// Parses `NAME`, `UID`, or either with `:GROUP`.
     pub fn parse(text: &str) -> Result<Self> {
-        let (user, group) = text
-            .split_once(':')
-            .map_or((text, None), |(u, g)| (u, Some(g)));
-        let known = nobody_where_missing(match user.parse() {
-            Ok(uid) => User::from_uid(Uid::from_raw(uid)),
-            Err(_) => User::from_name(user),
-        })
-        .with_context(|| format!("look up user {user}"))?;
-        let uid = match (&known, user.parse()) {
-            (Some(known), _) => known.uid,
-            (None, Ok(uid)) => Uid::from_raw(uid),
-            (None, Err(_)) => bail!(
-                "--user {text}: there is no user {user}: name one that exists, or give a number"
-            ),
+        let (user, group) = match text.split_once(':') {
+            Some((user, group)) => (user, Some(group)),
+            None => (text, None),
         };
+        let missing = |what: &str| {
+            format!("--user {text}: there is no {what}: name one that exists, or give a number")
+        };
+        let number = user.parse().ok().map(Uid::from_raw);
+        let known = match number {
+            Some(uid) => User::from_uid(uid),
+            None => User::from_name(user),
+        };
+        let known = nobody_where_missing(known).with_context(|| format!("look up user {user}"))?;
+        let uid = known.as_ref().map(|known| known.uid).or(number);
+        let uid = uid.with_context(|| missing(&format!("user {user}")))?;
         let gid = match group {
             None => known.map_or(Gid::from_raw(uid.as_raw()), |known| known.gid),
-            Some(group) => {
-                match (
-                    group.parse(),
+            Some(group) => match group.parse() {
+                Ok(gid) => Gid::from_raw(gid),
+                Err(_) => {
                     nobody_where_missing(Group::from_name(group))
-                        .with_context(|| format!("look up group {group}"))?,
-                ) {
-                    (Ok(gid), _) => Gid::from_raw(gid),
-                    (Err(_), Some(known)) => known.gid,
-                    (Err(_), None) => bail!(
-                        "--user {text}: there is no group {group}: name one that exists, or give a number"
-                    ),
+                        .with_context(|| format!("look up group {group}"))?
+                        .with_context(|| missing(&format!("group {group}")))?
+                        .gid
                 }
-            }
+            },
         };
         Ok(Self { uid, gid })
     }
@@ -71,10 +67,9 @@ impl RunAs {
 /// Treats a missing user database, as in an image of this program alone, as empty: for glibc that
 /// is an answer, for musl an error.
 fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option<T>> {
-    if matches!(answer, Err(Errno::ENOENT)) {
-        Ok(None)
-    } else {
-        answer
+    match answer {
+        Err(Errno::ENOENT) => Ok(None),
+        answer => answer,
     }
 }
 

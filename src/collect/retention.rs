@@ -8,13 +8,15 @@
 
 use super::boot_log::open;
 use super::keep::Keep;
-use super::store::{Log, Store, lock};
-use anyhow::{Context, Result, bail};
+use super::lock::lock;
+use super::store::{Log, Store};
+use anyhow::{Context, Result};
 use kata_gpu_report::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
 use kata_gpu_report::data::trace_file;
 use kata_gpu_wire::record::{MAX_LINE, is_boot_id};
 use nix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs::OpenOptions;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -37,26 +39,19 @@ const AFTER_START: Duration = Duration::from_secs(3600);
 
 /// `10G`, `500M`, `64k` or bytes; 0 is without limit.
 pub fn parse_size(text: &str) -> Result<u64> {
-    let (digits, unit) = match text.find(|c: char| !c.is_ascii_digit()) {
-        Some(at) => text.split_at(at),
-        None => (text, ""),
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let shift = match text[digits.len()..].trim_end_matches(['B', 'i']) {
+        "" => Some(0),
+        "k" | "K" => Some(10),
+        "M" => Some(20),
+        "G" => Some(30),
+        "T" => Some(40),
+        _ => None,
     };
-    let shift = match unit.trim_end_matches(['B', 'i']) {
-        "" => 0,
-        "k" | "K" => 10,
-        "M" => 20,
-        "G" => 30,
-        "T" => 40,
-        _ => bail!("{text}: want bytes, or a number with k, M, G or T, for example 10G"),
-    };
-    match digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(1 << shift))
-    {
-        Some(bytes) => Ok(bytes),
-        None => bail!("{text}: want bytes, or a number with k, M, G or T, for example 10G"),
-    }
+    let bytes = shift.and_then(|shift| digits.parse::<u64>().ok()?.checked_mul(1 << shift));
+    bytes.with_context(|| {
+        format!("{text}: want bytes, or a number with k, M, G or T, for example 10G")
+    })
 }
 
 /// A boot's file.
@@ -152,19 +147,15 @@ impl Retention {
             Err(e) => return log(format!("look for old boots: {e:#}")),
         };
         let mut left: u64 = all.iter().map(|c| c.bytes).sum();
-        let go = |candidate: &Candidate, left: &mut u64| match store
-            .remove(&candidate.boot_id, &candidate.path)
-        {
-            Ok(true) => {
-                *left -= candidate.bytes;
-                true
-            }
-            // The boot is in flight.
-            Ok(false) => false,
-            Err(e) => {
+        // False for a boot in flight.
+        let go = |candidate: &Candidate, left: &mut u64| {
+            let removed = store.remove(&candidate.boot_id, &candidate.path);
+            let gone = removed.unwrap_or_else(|e| {
                 log(format!("remove {}: {e}", candidate.path.display()));
                 false
-            }
+            });
+            *left -= if gone { candidate.bytes } else { 0 };
+            gone
         };
         let (old, mut rest): (Vec<_>, Vec<_>) = all.into_iter().partition(|c| self.is_old(c, now));
         for candidate in old {
@@ -172,10 +163,7 @@ impl Retention {
                 rest.push(candidate);
             }
         }
-        let Some(most) = self.keep.bytes else {
-            *lock(&store.kept_bytes) = Some(left);
-            return;
-        };
+        let most = self.keep.bytes.unwrap_or(u64::MAX);
         if left > most {
             rest.sort();
             let mut over = self.over_their_share(&rest, most / SHARES);
@@ -191,7 +179,8 @@ impl Retention {
         }
         if left > most && !self.logged {
             log(format!(
-                "boots take {left} bytes in {}, more than --keep-size, and all that are left are in flight",
+                "boots take {left} bytes in {}, more than --keep-size: all that are left are in \
+                 flight",
                 store.dir().display()
             ));
         }
@@ -249,12 +238,8 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
     for entry in std::fs::read_dir(store.dir())? {
         let entry = entry?;
         let path = entry.path();
-        let Some(boot_id) = path
-            .file_stem()
-            .and_then(|s| s.to_str())
-            .filter(|id| is_boot_id(id))
-            .map(String::from)
-        else {
+        let stem = path.file_stem().and_then(OsStr::to_str);
+        let Some(boot_id) = stem.filter(|id| is_boot_id(id)).map(String::from) else {
             continue;
         };
         if path.extension().is_none_or(|e| e != EXTENSION) {
@@ -285,7 +270,7 @@ fn age(candidate: &Candidate, now: Now) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use super::super::disk::tests::start_with;
+    use super::super::disk::start_with;
     use super::super::keep::DAY;
     use super::*;
     use kata_gpu_report::data::boot_file::HostLine;

@@ -8,7 +8,7 @@
 //!   `Config.ContainerConfigs[].Annotations` are the CRI's.
 //! - Kata's Rust runtime writes `/run/kata/<id>/state.json` when the VM is up, and again with every
 //!   change. The file has neither CID nor pod names: the CID is on QEMU's command line alone
-//!   ([`super::qemu`]).
+//!   (kata_gpu_host::qemu).
 //! - containerd and CRI-O keep the sandbox container's `config.json`, with the CRI's annotations,
 //!   before the VM is started.
 //!
@@ -21,8 +21,7 @@ use super::vm_dirs::Pattern;
 pub use kata_gpu_report::data::boot_file::Sandbox;
 use kata_gpu_report::data::text::printable_start;
 use nix::fcntl::OFlag;
-use serde::Deserialize;
-use std::collections::HashMap;
+use serde_json::Value;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -85,42 +84,6 @@ impl Runtime {
     }
 }
 
-type Annotations = HashMap<String, String>;
-
-#[derive(Deserialize)]
-struct Persist {
-    #[serde(rename = "AgentState", default)]
-    agent: Agent,
-    #[serde(rename = "Config", default)]
-    config: Config,
-}
-
-#[derive(Default, Deserialize)]
-struct Agent {
-    #[serde(rename = "URL", default)]
-    url: String,
-}
-
-#[derive(Default, Deserialize)]
-struct Config {
-    #[serde(rename = "ContainerConfigs", default)]
-    containers: Option<Vec<Container>>,
-}
-
-#[derive(Deserialize)]
-struct Container {
-    #[serde(rename = "ID", default)]
-    id: String,
-    #[serde(rename = "Annotations", default)]
-    annotations: Option<Annotations>,
-}
-
-#[derive(Deserialize)]
-struct Bundle {
-    #[serde(default)]
-    annotations: Annotations,
-}
-
 /// A sandbox with nothing known but its id.
 pub fn unnamed(id: &str) -> Sandbox {
     Sandbox {
@@ -130,14 +93,11 @@ pub fn unnamed(id: &str) -> Sandbox {
 }
 
 /// Sandbox named by annotations of a bundle of `runtime`.
-fn named(id: &str, annotations: &Annotations, runtime: Runtime) -> Sandbox {
-    let value = |key| {
-        Some(printable_start(
-            annotations.get(key).filter(|v| !v.is_empty())?.as_bytes(),
-            MAX_NAME,
-        ))
-    };
-    let [pod, namespace, uid] = runtime.keys().map(value);
+fn named(id: &str, annotations: &Value, runtime: Runtime) -> Sandbox {
+    let [pod, namespace, uid] = runtime.keys().map(|key| {
+        let value = annotations[key].as_str().filter(|value| !value.is_empty());
+        value.map(|value| printable_start(value.as_bytes(), MAX_NAME))
+    });
     Sandbox {
         pod,
         namespace,
@@ -149,28 +109,27 @@ fn named(id: &str, annotations: &Annotations, runtime: Runtime) -> Sandbox {
 /// Sandbox, and CID of its VM if there is one, from a persist.json. None if `text` is not (yet) a
 /// whole file.
 pub fn from_persist(id: &str, text: &[u8]) -> Option<(Sandbox, Option<u32>)> {
-    let persist: Persist = serde_json::from_slice(text).ok()?;
-    let cid = persist
-        .agent
-        .url
-        .strip_prefix("vsock://")
-        .and_then(|rest| rest.split(':').next()?.parse().ok());
-    let containers = persist.config.containers.unwrap_or_default();
+    let persist: Value = serde_json::from_slice(text).ok()?;
+    let url = persist["AgentState"]["URL"].as_str().unwrap_or_default();
+    let cid = url.strip_prefix("vsock://");
+    let cid = cid.and_then(|rest| rest.split(':').next()?.parse().ok());
+    let containers = persist["Config"]["ContainerConfigs"].as_array();
+    let containers = containers.map_or(&[][..], Vec::as_slice);
     // The sandbox's container has the sandbox's id. The pod's other containers have annotations of
     // their own.
-    let annotations = containers
-        .into_iter()
-        .find(|container| container.id == id)
-        .and_then(|container| container.annotations);
-    let sandbox =
-        annotations.and_then(|a| Some(named(id, &a, Runtime::of(Path::new(a.get(BUNDLE_PATH)?)))));
+    let own = containers.iter().find(|container| container["ID"] == id);
+    let sandbox = own.and_then(|own| {
+        let annotations = &own["Annotations"];
+        let bundle = Path::new(annotations[BUNDLE_PATH].as_str()?);
+        Some(named(id, annotations, Runtime::of(bundle)))
+    });
     Some((sandbox.unwrap_or_else(|| unnamed(id)), cid))
 }
 
 /// Sandbox from a sandbox container's config.json.
 fn from_bundle(id: &str, text: &[u8], runtime: Runtime) -> Option<Sandbox> {
-    let bundle: Bundle = serde_json::from_slice(text).ok()?;
-    Some(named(id, &bundle.annotations, runtime))
+    let bundle: Value = serde_json::from_slice(text).ok()?;
+    Some(named(id, bundle.get("annotations")?, runtime))
 }
 
 /// A sandbox of this id, named by the first bundle that can be read.
@@ -211,12 +170,24 @@ mod tests {
     use super::*;
     use kata_gpu_test_support::{TempDir, temp_dir};
 
-    const PERSIST: &str = r#"{"CgroupPaths":null,"SandboxContainer":"0a1b","AgentState":{"URL":"vsock://1903452:1024"},"PersistVersion":2,
+    const PERSIST: &str = r#"{"CgroupPaths":null,"SandboxContainer":"0a1b",
+        "AgentState":{"URL":"vsock://1903452:1024"},"PersistVersion":2,
         "Config":{"HypervisorType":"qemu","ContainerConfigs":[
             {"ID":"x","Annotations":null},
-            {"ID":"0a1b","Annotations":{"io.katacontainers.pkg.oci.bundle_path":"/run/containerd/io.containerd.runtime.v2.task/k8s.io/0a1b",
-             "io.kubernetes.cri.container-type":"sandbox","io.kubernetes.cri.sandbox-name":"train-0",
-             "io.kubernetes.cri.sandbox-namespace":"ml","io.kubernetes.cri.sandbox-uid":"8b5e"}}]}}"#;
+            {"ID":"0a1b","Annotations":{
+             "io.katacontainers.pkg.oci.bundle_path":
+              "/run/containerd/io.containerd.runtime.v2.task/k8s.io/0a1b",
+             "io.kubernetes.cri.container-type":"sandbox",
+             "io.kubernetes.cri.sandbox-name":"train-0",
+             "io.kubernetes.cri.sandbox-namespace":"ml",
+             "io.kubernetes.cri.sandbox-uid":"8b5e"}}]}}"#;
+
+    fn persist(url: &str, containers: serde_json::Value) -> serde_json::Value {
+        serde_json::json!({
+            "AgentState": {"URL": url},
+            "Config": {"ContainerConfigs": containers},
+        })
+    }
 
     /// A pod's annotations with every key that a runtime or the kubelet uses, as its owner may
     /// write them.
@@ -345,8 +316,11 @@ mod tests {
             let mut annotations = annotations;
             annotations[BUNDLE_PATH] = bundle.to_str().unwrap().into();
             let evil: serde_json::Value = layers(&[TENANTS]);
-            let containers = serde_json::json!([{"ID": "evil", "Annotations": evil}, {"ID": "0a1b", "Annotations": annotations}]);
-            let persist = serde_json::json!({"AgentState": {"URL": "vsock://7:1024"}, "Config": {"ContainerConfigs": containers}});
+            let containers = serde_json::json!([
+                {"ID": "evil", "Annotations": evil},
+                {"ID": "0a1b", "Annotations": annotations},
+            ]);
+            let persist = persist("vsock://7:1024", containers);
             assert_eq!(
                 from_persist("0a1b", persist.to_string().as_bytes()),
                 Some((sandbox(), Some(7))),
@@ -372,7 +346,7 @@ mod tests {
             unnamed("0a1b")
         );
         let containers = serde_json::json!([{"ID": "0a1b", "Annotations": layers(&[TENANTS])}]);
-        let persist = serde_json::json!({"AgentState": {"URL": ""}, "Config": {"ContainerConfigs": containers}});
+        let persist = persist("", containers);
         assert_eq!(
             from_persist("0a1b", persist.to_string().as_bytes()),
             Some((unnamed("0a1b"), None)),

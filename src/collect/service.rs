@@ -1,35 +1,9 @@
-//! The collector as a service: a systemd unit and a Kubernetes DaemonSet to start it, and its
-//! readiness message to systemd.
+//! Readiness message to systemd.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
-use std::path::Path;
-
-const UNIT: &str = include_str!("kata-gpu-boot.service.in");
-const DAEMONSET: &str = include_str!("daemonset.yaml.in");
-
-/// The unit, for a program at this path.
-pub fn systemd_unit(program: &Path) -> Result<String> {
-    let program = program
-        .to_str()
-        .context("the path of this program is not UTF-8: install it elsewhere")?;
-    // Refuse characters that systemd interprets: spaces, quotes, specifiers, variables.
-    let plain = program
-        .bytes()
-        .all(|b| b.is_ascii_alphanumeric() || b"/._-+".contains(&b));
-    ensure!(
-        plain,
-        "{program}: a unit cannot name this path without quoting: install the program elsewhere"
-    );
-    Ok(UNIT.replace("@PROGRAM@", program))
-}
-
-/// The DaemonSet, for this version.
-pub fn daemonset() -> String {
-    DAEMONSET.replace("@VERSION@", env!("CARGO_PKG_VERSION"))
-}
 
 /// Notifies systemd that guests can connect from now on, if asked for (`Type=notify`).
 pub fn notify_ready() -> Result<()> {
@@ -54,26 +28,6 @@ fn notify(socket: &[u8], text: &[u8]) -> Result<()> {
 mod tests {
     use super::*;
     use kata_gpu_test_support::temp_dir;
-
-    #[test]
-    fn the_unit_names_the_program_and_nothing_is_left_to_fill_in() {
-        let unit = systemd_unit(Path::new("/usr/bin/kata-gpu-boot")).unwrap();
-        assert!(
-            unit.contains(
-                "\nExecStart=/usr/bin/kata-gpu-boot collect --dir /var/lib/kata-gpu-boot\n"
-            )
-        );
-        assert!(!unit.contains("@PROGRAM") && !daemonset().contains("@VERSION"));
-        for path in [
-            "/opt/my programs/x",
-            "/opt/%h/x",
-            "/opt/$x",
-            "/opt/\"x",
-            "/opt/\n/x",
-        ] {
-            assert!(systemd_unit(Path::new(path)).is_err(), "{path:?}");
-        }
-    }
 
     #[test]
     fn readiness_reaches_a_socket_by_path_and_by_abstract_name() {

@@ -5,6 +5,7 @@ use super::collector_counters::{Stats, add};
 use super::ends::Ends;
 use super::keep::Keep;
 use super::limits::Limits;
+use super::lock::lock;
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_report::data::boot_file::{EXTENSION, HostEvent};
 use kata_gpu_report::data::trace_file;
@@ -17,7 +18,7 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::time::Instant;
 use tokio::sync::{Notify, OnceCell, watch};
 
@@ -79,11 +80,11 @@ pub struct Store {
 struct Boots {
     entries: HashMap<Arc<str>, Arc<Entry>>,
     /// Boots without a connection, in the order in which they lost it.
-    left: VecDeque<Arc<str>>,
+    idle: VecDeque<Arc<str>>,
 }
 
 #[derive(Debug)]
-pub(super) enum Job {
+pub enum Job {
     Write(Arc<Entry>),
     Stop,
 }
@@ -97,29 +98,22 @@ pub struct Place {
 impl Place {
     /// Makes the directory if it is not there, and takes it.
     pub fn take(path: &Path) -> Result<Self> {
-        DirBuilder::new()
-            .recursive(true)
-            .mode(DIR_MODE)
-            .create(path)
-            .with_context(|| {
-                format!(
-                    "create {}: name another directory with --dir",
-                    path.display()
-                )
-            })?;
-        let dir = File::open(path).with_context(|| format!("open {}", path.display()))?;
+        let at = |what: &str| format!("{what} {}", path.display());
+        let mut builder = DirBuilder::new();
+        builder.recursive(true).mode(DIR_MODE);
+        let made = builder.create(path);
+        made.with_context(|| at("create --dir"))?;
+        let dir = File::open(path).with_context(|| at("open"))?;
         match Flock::lock(dir, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => Ok(Self {
                 path: path.to_path_buf(),
                 lock,
             }),
-            Err((_, Errno::EWOULDBLOCK)) => {
-                bail!(
-                    "{}: another collector writes there: stop one of the two, or name another --dir",
-                    path.display()
-                )
-            }
-            Err((_, e)) => Err(e).with_context(|| format!("lock {}", path.display())),
+            Err((_, Errno::EWOULDBLOCK)) => bail!(
+                "another collector writes to {}: stop one of the two, or name another --dir",
+                path.display()
+            ),
+            Err((_, e)) => Err(e).with_context(|| at("lock")),
         }
     }
 
@@ -165,38 +159,28 @@ impl Attached {
 
     /// Has the waiting bytes written.
     pub fn flush(&self) {
-        let (waits, end) = self.with(|log| (log.has_pending() || log.has_dropped(), log.end()));
+        let (waits, end) = self.with(|log| (log.has_unwritten(), log.end()));
         if waits {
             self.hold.store.queue(&self.hold.entry);
         }
         if let Some(ends) = &self.hold.store.ends
-            && end.said
+            && end.finished
             && !end.reported
         {
-            ends.said(self.id(), Instant::now());
+            ends.finished(self.id(), Instant::now());
         }
     }
 
     pub fn has_room(&self) -> bool {
         lock(&self.log).has_room()
     }
-
-    pub fn stats(&self) -> &Stats {
-        &self.hold.store.stats
-    }
 }
 
 impl Store {
-    /// The boots of a directory; `jobs` go to the writing thread.
-    pub(super) fn new(
-        place: Place,
-        limits: Limits,
-        keep: Keep,
-        stats: Arc<Stats>,
-        ends: Option<Ends>,
-        jobs: mpsc::Sender<Job>,
-    ) -> Self {
-        Self {
+    /// The boots of a directory, and the jobs of the writing thread.
+    pub fn new(place: Place, limits: Limits, keep: Keep) -> (Self, mpsc::Receiver<Job>) {
+        let (jobs, queue) = mpsc::channel();
+        let store = Self {
             dir: place.path,
             _lock: place.lock,
             limits,
@@ -207,9 +191,10 @@ impl Store {
             jobs,
             written: Notify::new(),
             unsynced: Mutex::default(),
-            stats,
-            ends,
-        }
+            stats: Arc::default(),
+            ends: None,
+        };
+        (store, queue)
     }
 
     /// Ends the writing thread once it has written all waiting bytes.
@@ -253,7 +238,7 @@ impl Store {
         let end = attached.with(|log| log.end());
         if let Some(ends) = &self.ends
             && !end.reported
-            && !ends.connected(attached.id(), end.said, Instant::now())
+            && !ends.connected(attached.id(), end.finished, Instant::now())
         {
             add(&self.stats.not_followed, 1);
         }
@@ -264,15 +249,17 @@ impl Store {
     /// Marks a boot that is over as reported and returns its file. None while the file is
     /// incomplete because the disk takes nothing.
     pub fn report(&self, boot_id: &str) -> Option<PathBuf> {
-        let entry = lock(&self.boots).entries.get(boot_id).cloned();
-        let pending = entry
-            .as_ref()
-            .and_then(|entry| entry.log())
-            .is_some_and(|mut log| {
-                log.set_reported();
-                log.has_pending() || log.has_dropped()
-            });
+        let entry = self.remembered(boot_id);
+        let log = entry.as_ref().and_then(|entry| entry.log());
+        let pending = log.is_some_and(|mut log| {
+            log.set_reported();
+            log.has_unwritten()
+        });
         (!pending).then(|| self.path(boot_id))
+    }
+
+    fn remembered(&self, boot_id: &str) -> Option<Arc<Entry>> {
+        lock(&self.boots).entries.get(boot_id).cloned()
     }
 
     fn path(&self, boot_id: &str) -> PathBuf {
@@ -281,8 +268,7 @@ impl Store {
 
     /// Adds a line of the collector's own, if the boot is still remembered.
     pub fn note(&self, boot_id: &str, event: HostEvent) {
-        let entry = lock(&self.boots).entries.get(boot_id).cloned();
-        if let Some(entry) = entry
+        if let Some(entry) = self.remembered(boot_id)
             && let Some(mut log) = entry.log()
         {
             log.append_host(event);
@@ -326,25 +312,25 @@ impl Store {
             return;
         }
         if let Some(ends) = &self.ends {
-            ends.left(&entry.id, Instant::now());
+            ends.disconnected(&entry.id, Instant::now());
         }
         if entry.log.get().is_none() {
             boots.entries.remove(&entry.id);
             return;
         }
-        boots.left.push_back(entry.id.clone());
+        boots.idle.push_back(entry.id.clone());
         // Look at two boots for each that leaves, to catch up with boots that could not be
         // forgotten in their turn.
         for _ in 0..2 {
-            if boots.left.len() <= REMEMBERED {
+            if boots.idle.len() <= REMEMBERED {
                 break;
             }
-            let Some(oldest) = boots.left.pop_front() else {
+            let Some(oldest) = boots.idle.pop_front() else {
                 break;
             };
             match boots.entries.get(&oldest) {
                 Some(old) if old.is_done_with() => drop(boots.entries.remove(&oldest)),
-                Some(old) if old.users.load(Ordering::Relaxed) == 0 => boots.left.push_back(oldest),
+                Some(old) if old.users.load(Ordering::Relaxed) == 0 => boots.idle.push_back(oldest),
                 // The boot is connected again, or was removed.
                 _ => {}
             }
@@ -383,17 +369,11 @@ impl Store {
 
     /// Number of boots that cost no reading back.
     #[cfg(test)]
-    pub(super) fn remembered(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         lock(&self.boots).entries.len()
     }
 
     pub fn dir(&self) -> &Path {
         &self.dir
     }
-}
-
-/// Locks a mutex even after a panic of another thread: files are checked line by line on reading
-/// anyway.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

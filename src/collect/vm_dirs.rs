@@ -7,18 +7,17 @@
 //! `*` are not followed: a jailed VMM may write there. A moved directory loses its watch, so that
 //! nothing in it is reported under the old name.
 
-use anyhow::{Context, Result, bail};
-use kata_gpu_host::async_fd::watch;
+use super::inotify::Inotify;
+use anyhow::{Result, bail};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open, openat};
-use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use nix::sys::inotify::{AddWatchFlags, WatchDescriptor};
 use nix::sys::stat::Mode;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
-use tokio::io::unix::AsyncFd;
 
 /// An absolute path with one component that stands for any name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,16 +39,14 @@ impl std::str::FromStr for Pattern {
                 _ => bail!("{text}: want a path without . and .."),
             }
         }
-        let stars: Vec<usize> = parts
-            .iter()
-            .enumerate()
-            .filter(|(_, part)| part.as_os_str() == "*")
-            .map(|(n, _)| n)
-            .collect();
-        match (path.is_absolute(), &stars[..]) {
-            (true, [star]) if star + 1 < parts.len() => Ok(Self { star: *star, parts }),
+        let star = parts.iter().position(|part| part == "*");
+        let is_star_last = parts.iter().rposition(|part| part == "*") != star
+            || star.is_none_or(|star| star + 1 == parts.len());
+        match star {
+            Some(star) if path.is_absolute() && !is_star_last => Ok(Self { star, parts }),
             _ => bail!(
-                "{text}: want an absolute path with one * for the sandbox's id and something behind it, for example /run/vc/vm/*/clh.sock"
+                "{text}: want an absolute path with one * for the sandbox's id and something \
+                 behind it, for example /run/vc/vm/*/clh.sock"
             ),
         }
     }
@@ -136,24 +133,17 @@ impl Pattern {
 
 /// A change of a matching path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
-    /// The path is there, or was written; may be repeated.
-    There {
-        pattern: usize,
-        id: String,
-        path: PathBuf,
-    },
-    Gone {
-        pattern: usize,
-        id: String,
-        path: PathBuf,
-    },
+pub struct Change {
+    /// Whether the path is there, or was written (may be repeated), or is gone.
+    pub there: bool,
+    pub pattern: usize,
+    pub id: String,
+    pub path: PathBuf,
 }
 
 /// The patterns and the paths that match them now.
 pub struct Watcher {
     inotify: Inotify,
-    ready: AsyncFd<OwnedFd>,
     patterns: Vec<Pattern>,
     dirs: HashMap<WatchDescriptor, PathBuf>,
     there: BTreeSet<(PathBuf, usize)>,
@@ -165,18 +155,8 @@ pub struct Watcher {
 
 impl Watcher {
     pub fn new(patterns: Vec<Pattern>) -> Result<Self> {
-        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)
-            .context("inotify_init")?;
-        let ready = watch(
-            inotify
-                .as_fd()
-                .try_clone_to_owned()
-                .context("dup inotify")?,
-        )
-        .context("watch inotify")?;
         let mut watcher = Self {
-            inotify,
-            ready,
+            inotify: Inotify::new()?,
             patterns,
             dirs: HashMap::new(),
             there: BTreeSet::new(),
@@ -199,17 +179,8 @@ impl Watcher {
     /// Waits until something changes. Safe to cancel.
     pub async fn changed(&mut self) -> Result<()> {
         while self.changes.is_empty() && self.troubles.is_empty() {
-            let mut ready = self.ready.readable().await.context("wait for inotify")?;
-            match self.inotify.read_events() {
-                Ok(events) => {
-                    drop(ready);
-                    for event in events {
-                        self.event(event.wd, event.mask, event.name.as_deref());
-                    }
-                }
-                Err(Errno::EAGAIN) => ready.clear_ready(),
-                Err(Errno::EINTR) => {}
-                Err(e) => return Err(e).context("read inotify events"),
+            for event in self.inotify.events().await? {
+                self.event(event.wd, event.mask, event.name.as_deref());
             }
         }
         Ok(())
@@ -254,8 +225,7 @@ impl Watcher {
             .collect();
         for wd in moved {
             self.dirs.remove(&wd);
-            // The kernel already removed the watch of a removed directory.
-            let _gone = self.inotify.rm_watch(wd);
+            self.inotify.remove(wd);
         }
     }
 
@@ -279,10 +249,18 @@ impl Watcher {
             .cloned()
             .collect();
         for (path, pattern) in gone {
-            let id = self.patterns[pattern].id(&path);
             self.there.remove(&(path.clone(), pattern));
-            self.changes.push(Change::Gone { pattern, id, path });
+            self.change(false, pattern, path);
         }
+    }
+
+    fn change(&mut self, there: bool, pattern: usize, path: PathBuf) {
+        self.changes.push(Change {
+            there,
+            pattern,
+            id: self.patterns[pattern].id(&path),
+            path,
+        });
     }
 
     /// Watches a directory and looks at its entries.
@@ -326,7 +304,7 @@ impl Watcher {
         {
             mask |= AddWatchFlags::IN_CLOSE_WRITE;
         }
-        match self.inotify.add_watch(dir, mask) {
+        match self.inotify.add(dir, mask) {
             Ok(wd) => {
                 self.dirs.insert(wd, dir.to_path_buf());
                 true
@@ -344,14 +322,14 @@ impl Watcher {
             return;
         }
         let cure = match error.raw_os_error().map(Errno::from_raw) {
-            Some(Errno::EACCES | Errno::EPERM) => {
-                ": VMs below it are ignored; run as root or with CAP_DAC_OVERRIDE"
-            }
-            Some(Errno::ENOSPC) => ": VMs below it are ignored; raise fs.inotify.max_user_watches",
-            _ => ": VMs below it are ignored",
+            Some(Errno::EACCES | Errno::EPERM) => "; run as root or with CAP_DAC_OVERRIDE",
+            Some(Errno::ENOSPC) => "; raise fs.inotify.max_user_watches",
+            _ => "",
         };
-        self.troubles
-            .push(format!("watch {}: {error}{cure}", dir.display()));
+        self.troubles.push(format!(
+            "watch {}: {error}: VMs below it are ignored{cure}",
+            dir.display()
+        ));
     }
 
     /// Handles a path with the right name at the right depth.
@@ -365,13 +343,8 @@ impl Watcher {
         };
         match meta {
             Ok(_) if last => {
-                let id = self.patterns[pattern].id(path);
                 self.there.insert((path.to_path_buf(), pattern));
-                self.changes.push(Change::There {
-                    pattern,
-                    id,
-                    path: path.to_path_buf(),
-                });
+                self.change(true, pattern, path.to_path_buf());
             }
             Ok(meta) if meta.is_dir() => self.visit(path),
             Ok(_) => {}
@@ -421,9 +394,9 @@ mod tests {
                     watcher.changed().await.unwrap();
                     let (changes, troubles) = watcher.take();
                     assert_eq!(troubles, [""; 0]);
-                    seen.extend(changes.into_iter().map(|c| match c {
-                        Change::There { pattern, id, .. } => format!("+{pattern} {id}"),
-                        Change::Gone { pattern, id, .. } => format!("-{pattern} {id}"),
+                    seen.extend(changes.into_iter().map(|change| {
+                        let sign = if change.there { '+' } else { '-' };
+                        format!("{sign}{} {}", change.pattern, change.id)
                     }));
                     if seen.iter().any(|s| s == want) {
                         return;

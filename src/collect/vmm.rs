@@ -6,8 +6,6 @@
 //! following a link, and held; later looks are compared with the inodes of then.
 
 use super::vm_dirs::Pattern;
-use anyhow::{Context, Result};
-use kata_gpu_report::data::text::printable;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag};
 use nix::sys::stat::{FileStat, SFlag, fstat, fstatat};
@@ -50,26 +48,27 @@ pub struct Vmm {
     dir: OwnedFd,
     dir_id: FileId,
     socket: FileId,
+    uid: u32,
 }
 
 impl Vmm {
     /// The socket at a path of that pattern; None where there is none.
-    pub fn find(pattern: &Pattern, path: &Path) -> Result<Option<Self>> {
-        let look = |what: &str| format!("look at {what} {}", printable(&path.to_string_lossy()));
-        let dir = match open_dir(pattern, path) {
-            Ok(dir) => dir,
+    pub fn find(pattern: &Pattern, path: &Path) -> nix::Result<Option<Self>> {
+        let parent = path.parent().unwrap_or(path);
+        let dir = match pattern.open(parent, OFlag::O_PATH | OFlag::O_DIRECTORY) {
             // Gone meanwhile, or a link.
             Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP) => return Ok(None),
-            Err(e) => return Err(e).with_context(|| look("the directory of")),
+            dir => dir?,
         };
-        let dir_id = FileId::from(&fstat(&dir).with_context(|| look("the directory of"))?);
-        let socket = socket_at(&dir, name(path)).with_context(|| look("the socket"))?;
+        let dir_id = FileId::from(&fstat(&dir)?);
+        let socket = socket_at(&dir, path.file_name().unwrap_or_default())?;
         Ok(socket.map(|stat| Self {
             pattern: pattern.clone(),
             path: path.to_path_buf(),
             dir,
             dir_id,
             socket: FileId::from(&stat),
+            uid: stat.st_uid,
         }))
     }
 
@@ -90,23 +89,9 @@ impl Vmm {
     /// Owner of the socket: the VMM's user, because bind(2) makes the file as the caller's. None if
     /// the path does not lead to this socket any more.
     pub fn owner(&self) -> Option<u32> {
-        let dir = open_dir(&self.pattern, &self.path).ok()?;
-        let stat = socket_at(&dir, name(&self.path)).ok()??;
-        let same =
-            FileId::from(&fstat(&dir).ok()?) == self.dir_id && FileId::from(&stat) == self.socket;
-        same.then_some(stat.st_uid)
+        let now = Self::find(&self.pattern, &self.path).ok()??;
+        now.is(self).then_some(now.uid)
     }
-}
-
-fn name(path: &Path) -> &OsStr {
-    path.file_name().unwrap_or_default()
-}
-
-fn open_dir(pattern: &Pattern, path: &Path) -> nix::Result<OwnedFd> {
-    pattern.open(
-        path.parent().unwrap_or(path),
-        OFlag::O_PATH | OFlag::O_DIRECTORY,
-    )
 }
 
 #[cfg(test)]

@@ -2,14 +2,18 @@
 //! they touch files of boots.
 
 use super::boot_log;
+use super::boot_log::Pending;
+use super::bucket::Lines;
 use super::collector_counters::add;
+use super::lock::lock;
 use super::retention::{Now, Retention};
-use super::store::{DIR_MODE, Entry, Job, Log, REMEMBERED, Store, lock};
+use super::store::{DIR_MODE, Entry, Job, Log, REMEMBERED, Store};
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -18,8 +22,6 @@ pub const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 /// Pause before a file that could not be written is tried again: no event shows that a disk has
 /// room.
 const RETRY: Duration = Duration::from_secs(1);
-/// Interval of the line that a file still cannot be written.
-const LOG_AGAIN: Duration = Duration::from_secs(60);
 /// Pause between two looks for files that are too old or too many.
 const RETENTION_INTERVAL: Duration = Duration::from_secs(60);
 /// Readers of the boots: the collector's user and its group.
@@ -30,12 +32,12 @@ pub(super) struct Writer {
     store: Arc<Store>,
     log: Log,
     failed: Vec<Arc<Entry>>,
-    /// Time of the last line about a write that failed.
-    logged: Option<Instant>,
+    /// A line about a write that failed was logged.
+    fails: bool,
+    failures: Lines,
+    lost_files: Lines,
     /// Records that were dropped since the trouble began.
     dropped: u64,
-    /// Time of the last line about a removed file.
-    logged_lost: Option<Instant>,
 }
 
 impl Writer {
@@ -44,9 +46,10 @@ impl Writer {
             store,
             log,
             failed: Vec::new(),
-            logged: None,
+            fails: false,
+            failures: Lines::each_minute(),
+            lost_files: Lines::each_minute(),
             dropped: 0,
-            logged_lost: None,
         }
     }
 
@@ -54,22 +57,19 @@ impl Writer {
     pub(super) fn run(mut self, queue: &mpsc::Receiver<Job>) {
         let mut retry_at = Instant::now();
         loop {
-            let job = if self.failed.is_empty() {
-                queue
-                    .recv()
-                    .map_err(|_| mpsc::RecvTimeoutError::Disconnected)
-            } else {
-                queue.recv_timeout(retry_at.saturating_duration_since(Instant::now()))
+            let wait = match self.failed.is_empty() {
+                true => Duration::MAX,
+                false => retry_at.saturating_duration_since(Instant::now()),
             };
-            match job {
+            match queue.recv_timeout(wait) {
                 Ok(Job::Write(entry)) => {
                     if self.failed.is_empty() {
                         retry_at = Instant::now() + RETRY;
                     }
                     self.write(entry);
                 }
-                Ok(Job::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => break,
-                Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {}
             }
             if !self.failed.is_empty() && Instant::now() >= retry_at {
                 self.retry();
@@ -87,7 +87,8 @@ impl Writer {
             .sum();
         if left > 0 {
             (self.log)(format!(
-                "{left} bytes of {} boot(s) could not be written and are lost here; guests that live send them again",
+                "{left} bytes of {} boot(s) could not be written and are lost here; guests that \
+                 live send them again",
                 self.failed.len()
             ));
         }
@@ -116,26 +117,10 @@ impl Writer {
         let Some(mut pending) = entry.log().map(|mut log| log.take_pending()) else {
             return;
         };
-        let (done, result) = if pending.bytes.is_empty() {
-            (0, Ok(()))
-        } else {
-            match open(&entry, pending.after) {
-                Ok(Some((file, meta))) => {
-                    self.note_unsynced(&entry, &file);
-                    let (done, result) = write_all(&file, &pending.bytes);
-                    // Keep the file's time at its last record: reconnecting again and again must
-                    // not prolong a boot's retention.
-                    if pending.after > 0
-                        && !pending.has_records
-                        && let Ok(modified) = meta.modified()
-                    {
-                        let _then_it_is_kept_longer = file.set_modified(modified);
-                    }
-                    (done, result)
-                }
-                Ok(None) => return self.begin_anew(&entry, pending.bytes.len()),
-                Err(e) => (0, Err(e)),
-            }
+        let (done, result) = match self.append(&entry, &pending) {
+            Ok(Some(written)) => written,
+            Ok(None) => return self.begin_anew(&entry, pending.bytes.len()),
+            Err(e) => (0, Err(e)),
         };
         let Some(mut log) = entry.log() else { return };
         log.written(done);
@@ -143,48 +128,82 @@ impl Writer {
             Ok(()) => {
                 let dropped = log.all_written();
                 drop(log);
-                if let Some(dropped) = dropped {
-                    self.dropped += dropped.records;
-                    entry.again.send_modify(|times| *times += 1);
-                    self.store.queue(&entry);
-                }
-                let mut file = lock(&entry.file);
-                if entry.users.load(Ordering::Relaxed) == 0 {
-                    *file = None;
-                }
-                drop(file);
-                if self.logged.is_some() && self.store.waiting.failing.load(Ordering::Relaxed) == 0
-                {
-                    self.logged = None;
-                    (self.log)(format!(
-                        "boots are written again; {} record(s) were dropped, their guests are asked to send them again",
-                        self.dropped
-                    ));
-                    self.dropped = 0;
-                }
+                self.written(&entry, dropped.map_or(0, |dropped| dropped.records));
             }
             Err(e) => {
                 pending.bytes.drain(..done);
                 log.not_written(pending, e.to_string());
                 drop(log);
-                add(&self.store.stats.write_errors, 1);
-                if !self.failed.iter().any(|failed| Arc::ptr_eq(failed, &entry)) {
-                    self.failed.push(entry.clone());
-                }
-                if self
-                    .logged
-                    .is_none_or(|logged| logged.elapsed() >= LOG_AGAIN)
-                {
-                    self.logged = Some(Instant::now());
-                    let dropped = self.store.stats.counts().dropped;
-                    (self.log)(format!(
-                        "write {}: {e}: make room or see to the directory; receiving goes on, {dropped} record(s) were dropped so far",
-                        entry.path.display()
-                    ));
-                }
+                self.not_written(entry, &e);
             }
         }
         self.store.written.notify_waiters();
+    }
+
+    /// Appends to a boot's file. Returns the bytes that are in it, and the outcome; None if bytes
+    /// written before are gone.
+    fn append(
+        &self,
+        entry: &Arc<Entry>,
+        pending: &Pending,
+    ) -> io::Result<Option<(usize, io::Result<()>)>> {
+        if pending.bytes.is_empty() {
+            return Ok(Some((0, Ok(()))));
+        }
+        let Some((file, meta)) = open(entry, pending.after)? else {
+            return Ok(None);
+        };
+        if !entry.unsynced.swap(true, Ordering::AcqRel) {
+            lock(&self.store.unsynced).push((entry.clone(), file.clone()));
+        }
+        let written = write_all(&file, &pending.bytes);
+        // Keep the file's time at its last record: reconnecting again and again must not prolong a
+        // boot's retention.
+        if pending.after > 0
+            && !pending.has_records
+            && let Ok(modified) = meta.modified()
+        {
+            let _then_it_is_kept_longer = file.set_modified(modified);
+        }
+        Ok(Some(written))
+    }
+
+    /// Handles a write of all that waited. `dropped` records have to be sent again.
+    fn written(&mut self, entry: &Arc<Entry>, dropped: u64) {
+        if dropped > 0 {
+            self.dropped += dropped;
+            entry.again.send_modify(|times| *times += 1);
+            self.store.queue(entry);
+        }
+        if entry.users.load(Ordering::Relaxed) == 0 {
+            *lock(&entry.file) = None;
+        }
+        if self.fails && self.store.waiting.failing.load(Ordering::Relaxed) == 0 {
+            self.fails = false;
+            self.failures = Lines::each_minute();
+            let dropped = std::mem::take(&mut self.dropped);
+            (self.log)(format!(
+                "boots are written again; {dropped} record(s) were dropped, their guests are asked \
+                 to send them again"
+            ));
+        }
+    }
+
+    fn not_written(&mut self, entry: Arc<Entry>, error: &io::Error) {
+        add(&self.store.stats.write_errors, 1);
+        self.fails = true;
+        let text = format!(
+            "write {}: {error}: make room or see to the directory; receiving goes on, {} record(s) \
+             were dropped so far",
+            entry.path.display(),
+            self.store.stats.counts().dropped
+        );
+        if let Some(text) = self.failures.admit(&text, Instant::now()) {
+            (self.log)(text);
+        }
+        if !self.failed.iter().any(|failed| Arc::ptr_eq(failed, &entry)) {
+            self.failed.push(entry);
+        }
     }
 
     /// Handles the removal of a file by somebody: requests its records again.
@@ -196,24 +215,15 @@ impl Writer {
         }
         entry.again.send_modify(|times| *times += 1);
         add(&self.store.stats.files_lost, 1);
-        if self
-            .logged_lost
-            .is_none_or(|logged| logged.elapsed() >= LOG_AGAIN)
-        {
-            self.logged_lost = Some(Instant::now());
-            (self.log)(format!(
-                "{} was removed while its boot was received: its guest is asked to send everything again ({} such file(s) so far)",
-                entry.path.display(),
-                self.store.stats.counts().files_lost
-            ));
+        let text = format!(
+            "{} was removed while its boot was received: its guest is asked to send everything \
+             again",
+            entry.path.display()
+        );
+        if let Some(text) = self.lost_files.admit(&text, Instant::now()) {
+            (self.log)(text);
         }
         self.store.written.notify_waiters();
-    }
-
-    fn note_unsynced(&self, entry: &Arc<Entry>, file: &Arc<File>) {
-        if !entry.unsynced.swap(true, Ordering::AcqRel) {
-            lock(&self.store.unsynced).push((entry.clone(), file.clone()));
-        }
     }
 }
 
@@ -282,10 +292,7 @@ pub(super) fn keep_up(store: &Store, log: &Log, stopped: &mpsc::Receiver<()>) {
             }
             look_at = Instant::now() + RETENTION_INTERVAL;
         }
-        let stop = !matches!(
-            stopped.recv_timeout(SYNC_INTERVAL),
-            Err(mpsc::RecvTimeoutError::Timeout)
-        );
+        let stop = stopped.recv_timeout(SYNC_INTERVAL) != Err(RecvTimeoutError::Timeout);
         let unsynced = std::mem::take(&mut *lock(&store.unsynced));
         for (entry, file) in unsynced {
             // Clear the mark before the call: writes during it are not covered.
@@ -293,7 +300,7 @@ pub(super) fn keep_up(store: &Store, log: &Log, stopped: &mpsc::Receiver<()>) {
             match file.sync_data() {
                 Ok(()) => add(&store.stats.synced, 1),
                 Err(e) => log(format!(
-                    "fdatasync of {}: {e}: what was written last may not survive a crash of this machine",
+                    "fdatasync of {}: {e}: the last bytes may not survive a crash of this machine",
                     entry.path.display()
                 )),
             }

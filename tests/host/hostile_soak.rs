@@ -435,7 +435,8 @@ fn fifty_hostile_guests_cost_fifty_honest_ones_nothing() {
     let peak = peak.load(Ordering::Relaxed);
     assert!(peak > 0 && peak < MEMORY, "{peak} bytes");
     println!(
-        "{seconds} s, seed {seed}, {}: {} MB sent by {HOSTILE} hostile guests, {} records of {HONEST} honest ones, {scrapes} scrapes, \
+        "{seconds} s, seed {seed}, {}: {} MB sent by {HOSTILE} hostile guests, \
+         {} records of {HONEST} honest ones, {scrapes} scrapes, \
          a probe took {longest:.1?} at most, at most {} MiB, {} lines of log, {} files",
         if group.is_some() {
             "control group of 128 MiB"
@@ -464,7 +465,8 @@ fn a_record_in_anothers_file_is_found() {
     std::fs::create_dir(dir.0.join("boots")).unwrap();
     let record = |n: u64| {
         format!(
-            "{{\"schema\":1,\"seq\":{n},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\",\"error\":\"honest {n}\"}}\n"
+            "{{\"schema\":1,\"seq\":{n},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\",\
+             \"error\":\"honest {n}\"}}\n"
         )
     };
     std::fs::write(

@@ -4,9 +4,8 @@
 //! there, so that `connections` and `connections_total` would be one family of two types, which no
 //! reader takes. `promtool check metrics` reads this format alone.
 
-use super::fleet_state::Shared;
-use super::metrics_table::{Metric, TABLE, Values};
-use super::snapshot::Snapshot;
+use super::metrics_table::{Metric, Snapshot, TABLE, Values};
+use super::state::State;
 use hyper::header::HeaderValue;
 use std::fmt::{self, Write};
 
@@ -14,8 +13,12 @@ pub const CONTENT_TYPE: HeaderValue =
     HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 
 /// All metrics with their values now.
-pub fn write(shared: &Shared) -> String {
-    let now = Snapshot::of(shared);
+pub fn write(state: &State) -> String {
+    let now = Snapshot {
+        counts: state.collector.store.stats.counts(),
+        tally: state.tally().clone(),
+        state,
+    };
     let mut text = String::new();
     for metric in TABLE {
         // Writing into a String cannot fail.

@@ -6,7 +6,9 @@
 //! has been without a request the longest: slow clients lock nobody out.
 
 use super::exposition;
-use super::fleet_state::Shared;
+use super::state::State;
+use crate::accept::PAUSE;
+use crate::collector_counters::add;
 use anyhow::{Context, Result, anyhow};
 use bytes::Bytes;
 use http_body_util::Full;
@@ -37,10 +39,6 @@ const MAX_HEADERS: usize = 32;
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// Time limit of a connection: Prometheus' default timeout of a scrape.
 const DEADLINE: Duration = Duration::from_secs(10);
-/// Pause after accept() failed for lack of memory or descriptors: no event shows when they are free
-/// again.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
 
 /// `PORT` on this machine alone, or `IP:PORT`.
@@ -67,7 +65,12 @@ pub fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
 }
 
 /// Answers requests until dropped.
-pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
+pub async fn serve(listener: TcpListener, state: Arc<State>) {
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(e) => return (state.collector.log)(format!("listen for --metrics: {e}")),
+    };
+    let stats = state.collector.store.stats.clone();
     // Dropping the set ends its tasks.
     let mut answering = JoinSet::new();
     let mut open: Vec<Open> = Vec::new();
@@ -81,21 +84,21 @@ pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
                         .iter()
                         .position(|one| !one.asked.load(Ordering::Relaxed));
                     open.remove(first_idle.unwrap_or(0)).task.abort();
-                    shared.http.refused.fetch_add(1, Ordering::Relaxed);
+                    add(&stats.scrapes_refused, 1);
                 }
-                let (shared, asked) = (shared.clone(), Arc::new(AtomicBool::new(false)));
+                let (state, asked) = (state.clone(), Arc::new(AtomicBool::new(false)));
                 let noted = asked.clone();
                 open.push(Open {
                     asked,
-                    task: answering.spawn(async move { answer(stream, &shared, &noted).await }),
+                    task: answering.spawn(async move { answer(stream, &state, &noted).await }),
                 });
                 // Most requests have arrived by now: read this one before a crowd can replace the
                 // connection.
                 tokio::task::yield_now().await;
             }
             Err(_) => {
-                shared.http.failed.fetch_add(1, Ordering::Relaxed);
-                tokio::time::sleep(ACCEPT_PAUSE).await;
+                add(&stats.scrapes_failed, 1);
+                tokio::time::sleep(PAUSE).await;
             }
         }
     }
@@ -108,10 +111,10 @@ struct Open {
     task: AbortHandle,
 }
 
-async fn answer(stream: TcpStream, shared: &Arc<Shared>, asked: &AtomicBool) {
+async fn answer(stream: TcpStream, state: &Arc<State>, asked: &AtomicBool) {
     let service = service_fn(|request: Request<Incoming>| async move {
         asked.store(true, Ordering::Relaxed);
-        Ok::<_, Infallible>(respond(&request, shared))
+        Ok::<_, Infallible>(respond(&request, state))
     });
     let serving = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -121,20 +124,20 @@ async fn answer(stream: TcpStream, shared: &Arc<Shared>, asked: &AtomicBool) {
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service);
     if !matches!(tokio::time::timeout(DEADLINE, serving).await, Ok(Ok(()))) {
-        shared.http.failed.fetch_add(1, Ordering::Relaxed);
+        add(&state.collector.store.stats.scrapes_failed, 1);
     }
 }
 
-fn respond(request: &Request<Incoming>, shared: &Shared) -> Response<Full<Bytes>> {
+fn respond(request: &Request<Incoming>, state: &State) -> Response<Full<Bytes>> {
     let text =
         |status, text: &'static str| response(status, TEXT, Bytes::from_static(text.as_bytes()));
     match (request.method(), request.uri().path()) {
         (&Method::GET | &Method::HEAD, PATH) => {
-            shared.http.scrapes.fetch_add(1, Ordering::Relaxed);
+            add(&state.collector.store.stats.scrapes, 1);
             response(
                 StatusCode::OK,
                 exposition::CONTENT_TYPE,
-                exposition::write(shared).into(),
+                exposition::write(state).into(),
             )
         }
         (&Method::GET | &Method::HEAD, _) => text(

@@ -6,32 +6,31 @@
 //! never wait for this thread and have the processor first ([`give_way`]). Omitted work is counted
 //! and logged.
 
-pub mod alerts; // rules for Prometheus
-pub mod dashboard; // panels for Grafana
-pub mod exposition; // the text that Prometheus reads
-pub mod fleet_state; // state that the tasks share
+mod boot_size; // limit of the files that are read
+mod exposition; // the text that Prometheus reads
 pub mod http_server; // GET /metrics
 pub mod metrics_table; // the table of metrics
-pub mod promql; // selectors of PromQL
 pub mod pushing; // the queue of boots and its receiver
-pub mod snapshot; // values of one scrape
-pub mod sources; // inputs from the collector
+mod state; // state that the tasks share
 pub mod tally; // counts of boots that are over
 
 use super::ends::Over;
+use super::shared::Shared;
 use super::stop::stopped;
+use super::threads::Runtime;
 use anyhow::{Context, Result};
-use fleet_state::Shared;
+use boot_size::check_size;
 use kata_gpu_host::sleep::sleep_until;
 use kata_gpu_report::analysis::loaded::load;
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
 use pushing::{Otlp, Queue};
-use sources::{Sources, check_size};
+use state::State;
 use std::net::TcpListener;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use tokio::sync::{oneshot, watch};
+use tally::Facts;
+use tokio::sync::watch;
 use tokio::task::{JoinSet, spawn_blocking};
 
 /// Time limit after the stop for reading boots that were over before it.
@@ -40,63 +39,35 @@ const REPORT_DEADLINE: Duration = Duration::from_secs(5);
 const NOT_WRITTEN_PAUSE: Duration = Duration::from_secs(1);
 /// Nice value of these threads; the receiving threads have 0.
 const NICE: i32 = 10;
-/// Blocking threads: one reads boots, one looks up names.
-const BLOCKING: usize = 2;
 
 /// The thread.
 pub struct Fleet {
     stop: watch::Sender<bool>,
-    ended: oneshot::Receiver<()>,
+    thread: Runtime,
 }
 
 impl Fleet {
+    /// Starts the thread, with a receiver to push to, and a socket to answer Prometheus on.
     pub fn start(
-        from: Sources,
+        collector: Arc<Shared>,
         otlp: Option<Otlp>,
         metrics: Option<TcpListener>,
-        on_thread: fn(),
     ) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .max_blocking_threads(BLOCKING)
-            .on_thread_start(move || {
-                on_thread();
-                give_way();
-            })
-            .build()
-            .context("start a runtime for boots that are over")?;
-        let listener = {
-            let _context = runtime.enter();
-            metrics
-                .map(tokio::net::TcpListener::from_std)
-                .transpose()
-                .context("listen for --metrics")?
-        };
-        let from = Arc::new(from);
-        let queue = otlp.map(|otlp| Arc::new(Queue::new(otlp, from.clone())));
-        let shared = Arc::new(Shared::new(from, queue));
+        let state = Arc::new(State {
+            queue: otlp.map(|otlp| Arc::new(Queue::new(otlp, collector.clone()))),
+            collector,
+            tally: Mutex::default(),
+        });
         let stop = watch::Sender::new(false);
-        let (end, ended) = oneshot::channel();
-        let stopped = stop.subscribe();
-        let run = move || {
-            on_thread();
-            give_way();
-            runtime.block_on(work(shared, listener, stopped));
-            let _nobody_waits = end.send(());
-        };
-        std::thread::Builder::new()
-            .name("fleet".into())
-            .spawn(run)
-            .context("start thread fleet")?;
-        Ok(Self { stop, ended })
+        let work = work(state, metrics, stop.subscribe());
+        let thread = Runtime::start("fleet", give_way, work)?;
+        Ok(Self { stop, thread })
     }
 
     /// Reports the boots that are over, pushes for a bounded time, and ends.
     pub async fn stop(self) -> Result<()> {
         self.stop.send_replace(true);
-        self.ended
-            .await
-            .context("the thread of boots that are over panicked")
+        self.thread.ended().await
     }
 }
 
@@ -108,34 +79,28 @@ fn give_way() {
     let _refused = rustix::process::setpriority_process(None, NICE);
 }
 
-async fn work(
-    shared: Arc<Shared>,
-    listener: Option<tokio::net::TcpListener>,
-    stop: watch::Receiver<bool>,
-) {
+async fn work(state: Arc<State>, metrics: Option<TcpListener>, stop: watch::Receiver<bool>) {
     let mut serving = JoinSet::new();
-    if let Some(listener) = listener {
-        serving.spawn(http_server::serve(listener, shared.clone()));
+    if let Some(listener) = metrics {
+        serving.spawn(http_server::serve(listener, state.clone()));
     }
     let (all_queued, last) = watch::channel(false);
-    let pushing = shared
-        .queue
-        .clone()
-        .map(|queue| tokio::spawn(pushing::run(queue, last)));
-    follow(&shared, stop).await;
+    let pushing = state.queue.clone();
+    let pushing = pushing.map(|queue| tokio::spawn(pushing::run(queue, last)));
+    follow(&state, stop).await;
     all_queued.send_replace(true);
     if let Some(pushing) = pushing
         && pushing.await.is_err()
     {
-        (shared.from.log)("the task that pushes boots panicked".into());
+        (state.collector.log)("the task that pushes boots panicked".into());
     }
     // Requests for metrics get no answer from here on.
     serving.shutdown().await;
 }
 
 /// Reports boots until the stop, and then those that are over.
-async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
-    let Some(ends) = &shared.from.store.ends else {
+async fn follow(state: &State, mut stop: watch::Receiver<bool>) {
+    let Some(ends) = &state.collector.store.ends else {
         return;
     };
     // Boots that are over and whose files are not complete.
@@ -147,7 +112,7 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
             // Reporting all boots may take longer than a stop may. Release the lock of `stop` here:
             // the stopping thread waits for it.
             let stopping = *stop.borrow();
-            if stopping || !report(shared, &over).await {
+            if stopping || !report(state, &over).await {
                 waiting.push(over);
             }
         }
@@ -160,56 +125,56 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
     }
     let deadline = Instant::now() + REPORT_DEADLINE;
     let mut left = 0;
-    for over in waiting.into_iter().chain(ends.take_said()) {
+    for over in waiting.into_iter().chain(ends.take_finished()) {
         if Instant::now() >= deadline {
             left += 1;
-        } else if !report(shared, &over).await {
-            (shared.from.log)(format!(
+        } else if !report(state, &over).await {
+            (state.collector.log)(format!(
                 "boot {}: not all of it could be written: it is not reported",
                 over.boot
             ));
         }
     }
     if left > 0 {
-        (shared.from.log)(format!(
-            "{left} boot(s) were over at the stop and are not reported; their files stay (export --otlp --push)"
+        (state.collector.log)(format!(
+            "{left} boot(s) were over at the stop and are not reported; their files stay"
         ));
     }
 }
 
 /// Reports a boot. False while its file is not complete.
-async fn report(shared: &Arc<Shared>, over: &Over) -> bool {
-    let Some(path) = shared.from.store.report(&over.boot) else {
+async fn report(state: &State, over: &Over) -> bool {
+    let Some(path) = state.collector.store.report(&over.boot) else {
         return false;
     };
-    if !over.old {
+    if !over.seen_before {
         let looked = spawn_blocking(move || look_at(&path)).await;
         match looked
             .context("the account of it panicked")
             .and_then(|looked| looked)
         {
-            Ok((numbers, facts)) => shared.tally().add(&numbers, facts),
+            Ok((numbers, facts)) => state.tally().add(&numbers, facts),
             Err(e) => {
-                shared.tally().add_unread();
-                (shared.from.log)(format!(
+                state.tally().add_unread();
+                (state.collector.log)(format!(
                     "boot {}: {e:#}: it is not in the metrics",
                     over.boot
                 ));
             }
         }
     }
-    if let Some(queue) = &shared.queue {
+    if let Some(queue) = &state.queue {
         queue.push(over.boot.clone());
     }
     true
 }
 
 /// The numbers of a boot, as in `stats`.
-fn look_at(path: &Path) -> Result<(Metrics, tally::Facts)> {
+fn look_at(path: &Path) -> Result<(Metrics, Facts)> {
     check_size(path)?;
     let loaded = load(path, None)?;
     let boot = &loaded.boot;
-    let facts = tally::Facts {
+    let facts = Facts {
         lost: boot
             .lost
             .records

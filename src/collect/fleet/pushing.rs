@@ -4,31 +4,30 @@
 //! Boots are pushed one at a time, in the order of their ends. A push that may be repeated is,
 //! after a pause. A boot that the receiver refused for now goes behind the others, and is given up
 //! after [`MAX_TRIES`] such answers. Every boot ends as pushed or as dropped, and both are counted;
-//! the file of a dropped boot stays, for `export --otlp --push`.
+//! the file of a dropped boot stays.
 
-use super::sources::{Sources, check_size};
+use super::boot_size::check_size;
+use crate::bucket::Lines;
 use crate::collector_counters::{Stats, add};
-use crate::otlp_push::{Backoff, MAX_REQUEST, Outcome, Target, connect};
+use crate::lock::lock;
+use crate::otlp_push::{Backoff, Outcome, Target, connect};
+use crate::shared::Shared;
 use crate::stop::stopped;
-use crate::store::Log;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use kata_gpu_report::data::boot_dir::read_boot;
 use kata_gpu_report::data::boot_file::HostEvent;
 use kata_gpu_report::otlp;
-use kata_gpu_report::otlp::{Request as OtlpRequest, Resource};
+use kata_gpu_report::otlp::{Request, Resource};
 use kata_gpu_report::views::waterfall::Waterfall;
 use std::collections::VecDeque;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, watch};
 use tokio::task::spawn_blocking;
 
 /// Most answers of "later" to one boot: a quarter of an hour of them.
 const MAX_TRIES: u32 = 30;
-/// Interval of the lines that the receiver takes nothing.
-const LOG_AGAIN: Duration = Duration::from_secs(60);
 /// Time limit for waiting boots at the stop.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
 /// Most dropped boots that a line names.
@@ -48,29 +47,26 @@ struct Waiting {
 
 pub struct Queue {
     otlp: Otlp,
-    from: Arc<Sources>,
+    collector: Arc<Shared>,
     boots: Mutex<VecDeque<Waiting>>,
     more: Notify,
-    /// Boots that did not fit, since the last line about them.
-    overflow: AtomicU64,
-    logged_overflow: Mutex<Option<Instant>>,
+    overflow: Mutex<Lines>,
 }
 
 impl Queue {
-    /// An empty queue for at most `from.limits.push_queue` boots.
-    pub fn new(otlp: Otlp, from: Arc<Sources>) -> Self {
+    /// An empty queue for at most `limits.push_queue` boots.
+    pub fn new(otlp: Otlp, collector: Arc<Shared>) -> Self {
         Self {
             otlp,
-            from,
+            collector,
             boots: Mutex::default(),
             more: Notify::new(),
-            overflow: AtomicU64::new(0),
-            logged_overflow: Mutex::default(),
+            overflow: Mutex::new(Lines::each_minute()),
         }
     }
 
     fn boots(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
-        self.boots.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.boots)
     }
 
     pub fn waiting(&self) -> u64 {
@@ -78,7 +74,15 @@ impl Queue {
     }
 
     pub fn capacity(&self) -> u64 {
-        self.from.limits.push_queue
+        self.collector.limits.push_queue
+    }
+
+    fn stats(&self) -> &Stats {
+        &self.collector.store.stats
+    }
+
+    fn log(&self, text: &str) {
+        (self.collector.log)(format!("push to {}: {text}", self.otlp.target));
     }
 
     fn remove(&self, boot: &str) -> Option<Waiting> {
@@ -91,99 +95,85 @@ impl Queue {
     pub fn push(&self, boot: Arc<str>) {
         let mut boots = self.boots();
         boots.push_back(Waiting { boot, tries: 0 });
-        let oldest = if boots.len() as u64 > self.capacity() {
-            boots.pop_front()
-        } else {
-            None
-        };
+        let waiting = boots.len() as u64;
+        let oldest = (waiting > self.capacity()).then(|| boots.pop_front());
         drop(boots);
-        if let Some(oldest) = oldest {
-            drop_boots(&self.from.stats, 1);
-            let n = self.overflow.fetch_add(1, Ordering::Relaxed) + 1;
-            let mut logged = self
-                .logged_overflow
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            if logged.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
-                *logged = Some(Instant::now());
-                self.overflow.store(0, Ordering::Relaxed);
-                (self.from.log)(format!(
-                    "{n} boot(s) not pushed, the last of them {}: {} wait for {} already (limit push-queue); their files stay (export --otlp --push)",
-                    oldest.boot,
-                    self.capacity(),
-                    self.otlp.target
-                ));
+        if let Some(oldest) = oldest.flatten() {
+            add(&self.stats().push_dropped, 1);
+            let text = format!(
+                "boot {}: {} wait already (limit push-queue): it is not pushed, its file stays",
+                oldest.boot,
+                self.capacity()
+            );
+            if let Some(text) = lock(&self.overflow).admit(&text, Instant::now()) {
+                self.log(&text);
             }
         }
         self.more.notify_one();
     }
 }
 
-/// Lines that were logged about the receiver.
-#[derive(Default)]
+/// Failures of the receiver since it last took a boot.
 struct Trouble {
     since: Option<Instant>,
-    logged: Option<Instant>,
-    failures: u64,
+    lines: Lines,
 }
 
 impl Trouble {
-    fn failed(&mut self, why: &str, waiting: u64, target: &Target, log: &Log) {
-        self.since.get_or_insert_with(Instant::now);
-        self.failures += 1;
-        if self
-            .logged
-            .is_none_or(|logged| logged.elapsed() >= LOG_AGAIN)
-        {
-            self.logged = Some(Instant::now());
-            log(format!(
-                "push to {target}: {why}: tried {} time(s), {waiting} boot(s) wait, trying again",
-                self.failures
-            ));
+    fn new() -> Self {
+        Self {
+            since: None,
+            lines: Lines::each_minute(),
         }
     }
 
-    fn over(&mut self, target: &Target, log: &Log) {
-        if let Some(since) = self.since {
-            log(format!(
-                "push to {target}: it takes boots again, after {} s",
-                since.elapsed().as_secs()
-            ));
+    fn failed(&mut self, why: &str, queue: &Queue) {
+        self.since.get_or_insert_with(Instant::now);
+        let text = format!("{why}: {} boot(s) wait, trying again", queue.waiting());
+        if let Some(text) = self.lines.admit(&text, Instant::now()) {
+            queue.log(&text);
         }
-        *self = Self::default();
+    }
+
+    fn over(&mut self, queue: &Queue) {
+        if let Some(since) = self.since {
+            let seconds = since.elapsed().as_secs();
+            queue.log(&format!("it takes boots again, after {seconds} s"));
+            *self = Self::new();
+        }
     }
 }
 
 /// Pushes until `all_queued`, and after that the waiting boots for at most [`STOP_DEADLINE`].
 pub async fn run(queue: Arc<Queue>, mut all_queued: watch::Receiver<bool>) {
-    let (mut backoff, mut trouble) = (Backoff::default(), Trouble::default());
+    let mut trouble = Trouble::new();
     tokio::select! {
-        () = push_all(&queue, &mut backoff, &mut trouble, false) => {}
+        () = push_all(&queue, &mut trouble, false) => {}
         () = stopped(&mut all_queued) => {}
     }
-    let mut backoff = Backoff::default();
-    let rest = push_all(&queue, &mut backoff, &mut trouble, true);
+    let rest = push_all(&queue, &mut trouble, true);
     let _late = tokio::time::timeout(STOP_DEADLINE, rest).await;
     let left: Vec<Waiting> = queue.boots().drain(..).collect();
-    if !left.is_empty() {
-        drop_boots(&queue.from.stats, left.len() as u64);
-        let named: Vec<&str> = left
-            .iter()
-            .take(MAX_NAMED)
-            .map(|waiting| &*waiting.boot)
-            .collect();
-        let more = if left.len() > MAX_NAMED { ", .." } else { "" };
-        (queue.from.log)(format!(
-            "{} boot(s) not pushed to {} before the stop: {}{more}: their files stay (export --otlp --push)",
-            left.len(),
-            queue.otlp.target,
-            named.join(", ")
-        ));
+    if left.is_empty() {
+        return;
     }
+    add(&queue.stats().push_dropped, left.len() as u64);
+    let named: Vec<&str> = left
+        .iter()
+        .take(MAX_NAMED)
+        .map(|boot| &*boot.boot)
+        .collect();
+    let more = if left.len() > MAX_NAMED { ", .." } else { "" };
+    queue.log(&format!(
+        "{} boot(s) not pushed before the stop: {}{more}: their files stay",
+        left.len(),
+        named.join(", ")
+    ));
 }
 
 /// Pushes waiting boots; with `once`, until none waits or the receiver fails.
-async fn push_all(queue: &Queue, backoff: &mut Backoff, trouble: &mut Trouble, once: bool) {
+async fn push_all(queue: &Queue, trouble: &mut Trouble, once: bool) {
+    let mut backoff = Backoff::default();
     loop {
         let first = queue.boots().front().map(|waiting| waiting.boot.clone());
         let Some(boot) = first else {
@@ -193,8 +183,8 @@ async fn push_all(queue: &Queue, backoff: &mut Backoff, trouble: &mut Trouble, o
             queue.more.notified().await;
             continue;
         };
-        let pushed = push(queue, &boot).await;
-        match settle(queue, trouble, &boot, pushed) {
+        let outcome = push(queue, &boot).await;
+        match settle(queue, trouble, &boot, outcome) {
             Next::Boot => backoff.reset(),
             Next::Pause(_) if once => return,
             Next::Pause(asked) => tokio::time::sleep(backoff.next(asked)).await,
@@ -211,59 +201,54 @@ enum Next {
 
 /// Counts and logs the outcome of a push, and removes the boot from the queue or puts it behind the
 /// others.
-fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed) -> Next {
-    let (stats, log, target) = (&queue.from.stats, &queue.from.log, &queue.otlp.target);
-    match pushed {
-        Pushed::Yes {
+fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, outcome: Outcome) -> Next {
+    let stats = queue.stats();
+    match outcome {
+        Outcome::Taken {
             spans,
             rejected,
             why,
         } => {
-            trouble.over(target, log);
+            trouble.over(queue);
             add(&stats.pushed, 1);
             add(&stats.pushed_spans, spans - rejected);
             add(&stats.rejected_spans, rejected);
             if rejected > 0 || why.is_some() {
-                log(format!(
-                    "push to {target}: boot {boot}: {rejected} of {spans} span(s) rejected: {}",
-                    why.unwrap_or_default()
+                let why = why.unwrap_or_default();
+                queue.log(&format!(
+                    "boot {boot}: {rejected} of {spans} span(s) rejected: {why}"
                 ));
             }
-            queue.from.store.note(
-                boot,
-                HostEvent::Exported {
-                    to: target.to_string(),
-                    spans: spans - rejected,
-                },
-            );
+            let exported = HostEvent::Exported {
+                to: queue.otlp.target.to_string(),
+                spans: spans - rejected,
+            };
+            queue.collector.store.note(boot, exported);
             // A boot that a full queue dropped meanwhile was counted as dropped, too.
             queue.remove(boot);
             Next::Boot
         }
-        Pushed::Never { why } => {
-            if queue.remove(boot).is_some() {
-                drop_boots(stats, 1);
-            }
-            log(format!(
-                "push to {target}: boot {boot}: {why}: not pushed; its file stays (export --otlp --push)"
-            ));
+        Outcome::Refused { why } => {
+            let removed = queue.remove(boot);
+            add(&stats.push_dropped, removed.is_some().into());
+            queue.log(&format!("boot {boot}: {why}: not pushed; its file stays"));
             Next::Boot
         }
-        Pushed::Later {
+        Outcome::Later {
             why,
             answered,
             after,
         } => {
             add(&stats.push_failures, 1);
-            trouble.failed(&why, queue.waiting(), target, log);
+            trouble.failed(&why, queue);
             if answered && let Some(mut waiting) = queue.remove(boot) {
                 waiting.tries += 1;
                 if waiting.tries < MAX_TRIES {
                     queue.boots().push_back(waiting);
                 } else {
-                    drop_boots(stats, 1);
-                    log(format!(
-                        "push to {target}: boot {boot}: {why}: given up after {MAX_TRIES} tries; its file stays (export --otlp --push)"
+                    add(&stats.push_dropped, 1);
+                    queue.log(&format!(
+                        "boot {boot}: {why}: given up after {MAX_TRIES} tries; its file stays"
                     ));
                 }
             }
@@ -272,96 +257,27 @@ fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed)
     }
 }
 
-/// Outcome of a push.
-enum Pushed {
-    Yes {
-        spans: u64,
-        rejected: u64,
-        why: Option<String>,
-    },
-    Later {
-        why: String,
-        answered: bool,
-        after: Option<Duration>,
-    },
-    Never {
-        why: String,
-    },
-}
-
-async fn push(queue: &Queue, boot: &str) -> Pushed {
-    let Some(path) = queue.from.store.report(boot) else {
-        return Pushed::Later {
-            why: "its file is not complete: the disk takes nothing".into(),
-            answered: false,
-            after: None,
-        };
+async fn push(queue: &Queue, boot: &str) -> Outcome {
+    let Some(path) = queue.collector.store.report(boot) else {
+        return Outcome::unreachable("its file is not complete: the disk takes nothing");
     };
     // Connect first: without a receiver, reading is wasted.
     let mut connection = match connect(&queue.otlp.target).await {
         Ok(connection) => connection,
-        Err(why) => {
-            return Pushed::Later {
-                why,
-                answered: false,
-                after: None,
-            };
-        }
+        Err(outcome) => return outcome,
     };
     let resource = queue.otlp.resource.clone();
-    let request = match spawn_blocking(move || request(&path, &resource)).await {
-        Ok(Ok(request)) => request,
-        Ok(Err(e)) => {
-            return Pushed::Never {
-                why: format!("{e:#}"),
-            };
-        }
-        Err(_) => {
-            return Pushed::Never {
-                why: "making spans of it panicked".into(),
-            };
-        }
-    };
-    let (mut spans, mut rejected, mut why) = (0, 0, None);
-    // A later try sends accepted parts again: their spans have the same ids.
-    for part in request.protobufs(MAX_REQUEST) {
-        match connection.send(part.bytes).await {
-            Outcome::Taken {
-                rejected: n,
-                why: said,
-            } => {
-                spans += part.spans;
-                // The receiver's count is not trusted.
-                rejected += n.min(part.spans);
-                why = why.or(said);
-            }
-            Outcome::Later {
-                why,
-                answered,
-                after,
-            } => {
-                return Pushed::Later {
-                    why,
-                    answered,
-                    after,
-                };
-            }
-            Outcome::Refused { why } => return Pushed::Never { why },
-        }
-    }
-    Pushed::Yes {
-        spans,
-        rejected,
-        why,
+    let made = spawn_blocking(move || request(&path, &resource)).await;
+    let made = made.context("making spans of it panicked");
+    match made.and_then(|made| made) {
+        Ok(request) => connection.push(request).await,
+        Err(e) => Outcome::Refused {
+            why: format!("{e:#}"),
+        },
     }
 }
 
-fn request(path: &Path, resource: &Resource) -> Result<OtlpRequest<'static>> {
+fn request(path: &Path, resource: &Resource) -> Result<Request<'static>> {
     check_size(path)?;
     otlp::request(Waterfall::new(&read_boot(path)?, &[]), resource)
-}
-
-/// Counts boots that are not pushed.
-fn drop_boots(stats: &Stats, n: u64) {
-    add(&stats.push_dropped, n);
 }

@@ -1,24 +1,21 @@
 //! Changes in the collector's directory: one inotify instance for all boots in it, and no file kept
 //! open.
 
+use crate::inotify::Inotify;
 use anyhow::{Context, Result};
-use kata_gpu_host::async_fd::watch;
 use kata_gpu_report::data::boot_dir;
 use kata_gpu_report::data::boot_file::{EXTENSION, FileLine, decode};
 use kata_gpu_report::data::compact_record::Names;
 use kata_gpu_report::data::framing::{Lines, Piece};
 use kata_gpu_wire::record;
 use kata_gpu_wire::record::is_boot_id;
-use nix::errno::Errno;
-use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use nix::sys::inotify::AddWatchFlags;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
-use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
-use tokio::io::unix::AsyncFd;
+use std::time::Duration;
 
 /// Limit of bytes taken from one file at a time.
 const CHUNK: usize = 64 * 1024;
@@ -60,7 +57,6 @@ pub struct Files {
     dir: PathBuf,
     which: Which,
     inotify: Inotify,
-    changes: AsyncFd<OwnedFd>,
     places: BTreeMap<OsString, Place>,
     /// Files already checked for the wanted sandbox, with the result.
     sandboxes: BTreeMap<OsString, bool>,
@@ -69,28 +65,21 @@ pub struct Files {
 impl Files {
     /// Watches from now on; for existing files see [`Files::present`].
     pub fn watch(dir: &Path, which: Which) -> Result<Self> {
-        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)
-            .context("inotify_init")?;
+        let inotify = Inotify::new()?;
         let events = AddWatchFlags::IN_CREATE
             | AddWatchFlags::IN_MODIFY
             | AddWatchFlags::IN_MOVED_TO
             | AddWatchFlags::IN_ONLYDIR;
-        inotify.add_watch(dir, events).with_context(|| {
+        inotify.add(dir, events).with_context(|| {
             format!(
                 "watch directory {}: give that of the collector with --dir",
                 dir.display()
             )
         })?;
-        let fd = inotify
-            .as_fd()
-            .try_clone_to_owned()
-            .context("copy the inotify descriptor")?;
-        let changes = watch(fd).context("watch inotify")?;
         Ok(Self {
             dir: dir.to_path_buf(),
             which,
             inotify,
-            changes,
             places: BTreeMap::new(),
             sandboxes: BTreeMap::new(),
         })
@@ -98,50 +87,27 @@ impl Files {
 
     /// Existing files with the time since their last write; the newest first.
     pub fn present(&self) -> Result<Vec<(OsString, Duration)>> {
+        let at = || format!("read directory {}", self.dir.display());
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(&self.dir)
-            .with_context(|| format!("read directory {}", self.dir.display()))?
-        {
-            let name = entry
-                .with_context(|| format!("read directory {}", self.dir.display()))?
-                .file_name();
+        for entry in std::fs::read_dir(&self.dir).with_context(at)? {
+            let entry = entry.with_context(at)?;
+            let name = entry.file_name();
             // The retention may have removed the file in between.
             if self.which.takes(&name)
-                && let Some(age) = self.age(&name)
+                && let Ok(written) = entry.metadata().and_then(|meta| meta.modified())
             {
-                found.push((name, age));
+                found.push((name, written.elapsed().unwrap_or_default()));
             }
         }
         found.sort_by_key(|(_, age)| *age);
         Ok(found)
     }
 
-    /// Time since the last write to a file.
-    pub fn age(&self, name: &OsStr) -> Option<Duration> {
-        let modified = std::fs::metadata(self.dir.join(name))
-            .and_then(|m| m.modified())
-            .ok()?;
-        Some(
-            SystemTime::now()
-                .duration_since(modified)
-                .unwrap_or_default(),
-        )
-    }
-
     /// Waits until files have changed, and returns their names. Safe to cancel.
     pub async fn changed(&mut self) -> Result<BTreeSet<OsString>> {
         loop {
-            let mut ready = self.changes.readable().await.context("wait for inotify")?;
-            let events = match self.inotify.read_events() {
-                Ok(events) => events,
-                Err(Errno::EAGAIN | Errno::EINTR) => {
-                    ready.clear_ready();
-                    continue;
-                }
-                Err(errno) => return Err(errno).context("read inotify events"),
-            };
             let mut names = BTreeSet::new();
-            for event in events {
+            for event in self.inotify.events().await? {
                 if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
                     // Overrun of the queue: each file may have changed.
                     names.extend(self.present()?.into_iter().map(|(name, _)| name));

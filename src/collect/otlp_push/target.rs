@@ -1,15 +1,20 @@
 //! Target of a push: `http://host:4318`, and the headers that are sent with each request.
 
 use anyhow::{Context, Result, bail, ensure};
-use hyper::Uri;
-use hyper::header::{HeaderMap, HeaderName, HeaderValue, USER_AGENT};
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::header::{ACCEPT, CONTENT_TYPE, HOST, HeaderMap, HeaderName, HeaderValue, USER_AGENT};
+use hyper::{Request, Uri};
 use kata_gpu_report::data::text::printable;
-use kata_gpu_report::otlp::{encoded_pairs, environment, pair};
+use kata_gpu_report::otlp::{encoded_pairs, environment};
 use std::fmt;
 
 /// Environment variable with headers, as every OpenTelemetry SDK reads it. An option would show
-/// them in the process list.
-pub const HEADERS_VARIABLE: &str = "OTEL_EXPORTER_OTLP_HEADERS";
+/// their values, which may be secrets, in the process list.
+const HEADERS_VARIABLE: &str = "OTEL_EXPORTER_OTLP_HEADERS";
+const AGENT: HeaderValue =
+    HeaderValue::from_static(concat!("kata-gpu-boot/", env!("CARGO_PKG_VERSION")));
+const PROTOBUF: HeaderValue = HeaderValue::from_static("application/x-protobuf");
 /// OTLP/HTTP's port and path, where the URL has none.
 const PORT: u16 = 4318;
 const PATH: &str = "/v1/traces";
@@ -31,45 +36,32 @@ const OURS: [&str; 11] = [
 /// A receiver.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Target {
-    pub(super) host: String,
-    pub(super) port: u16,
-    pub(super) authority: HeaderValue,
-    /// The path alone.
-    pub(super) uri: Uri,
-    pub(super) headers: HeaderMap,
-    shown: String,
+    /// With a port and a path.
+    uri: Uri,
+    headers: HeaderMap,
 }
 
 /// Without the headers, which may be secrets.
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.shown)
+        f.write_str(&printable(&self.uri.to_string()))
     }
 }
 
 impl fmt::Debug for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Target({})", self.shown)
+        write!(f, "Target({self})")
     }
 }
 
 impl Target {
-    /// A URL, and headers as `KEY=VALUE`; those of [`HEADERS_VARIABLE`] go along where they are not
-    /// asked for.
-    pub fn new(url: &str, asked: &[String]) -> Result<Self> {
+    /// A URL, with the headers of [`HEADERS_VARIABLE`].
+    pub fn new(url: &str) -> Result<Self> {
         let mut target = Self::parse(url)?;
-        let from_environment = environment(HEADERS_VARIABLE)?.unwrap_or_default();
-        let pairs =
-            encoded_pairs(&from_environment).with_context(|| format!("read {HEADERS_VARIABLE}"))?;
-        for (key, value) in pairs {
-            target
-                .header(&key, &value)
-                .with_context(|| format!("read {HEADERS_VARIABLE}"))?;
-        }
-        for text in asked {
-            let (key, value) =
-                pair(text).context("read --otlp-header, for example x-tenant=gpu")?;
-            target.header(&key, &value).context("read --otlp-header")?;
+        let read = || format!("read {HEADERS_VARIABLE}");
+        let headers = environment(HEADERS_VARIABLE)?.unwrap_or_default();
+        for (key, value) in encoded_pairs(&headers).with_context(read)? {
+            target.header(&key, &value).with_context(read)?;
         }
         Ok(target)
     }
@@ -77,60 +69,62 @@ impl Target {
     fn parse(url: &str) -> Result<Self> {
         ensure!(
             !url.contains('@'),
-            "the URL has a user or password: pass it as a header (--otlp-header or {HEADERS_VARIABLE})"
+            "the URL has a user or password: pass it as a header ({HEADERS_VARIABLE})"
         );
         let shown = printable(url);
-        let rest = match url.split_once("://") {
-            Some(("http", rest)) => rest,
-            Some(("https", _)) => bail!(
-                "{shown}: there is no TLS here: send to the OpenTelemetry Collector of this node (http://127.0.0.1:{PORT}) and let it do that"
+        let want = || format!("{shown}: want http://HOST:{PORT}");
+        let uri: Uri = url.parse().with_context(want)?;
+        match uri.scheme_str() {
+            Some("http") => {}
+            Some("https") => bail!(
+                "{shown}: there is no TLS here: send to the OpenTelemetry Collector of this node \
+                 (http://127.0.0.1:{PORT}) and let it do that"
             ),
-            Some(("grpc" | "grpcs", _)) => {
-                bail!("{shown}: OTLP goes over HTTP alone: use the receiver's http://HOST:{PORT}")
+            Some("grpc" | "grpcs") => {
+                bail!("{shown}: only OTLP over HTTP: use the receiver's http://HOST:{PORT}")
             }
-            _ => bail!("{shown}: want http://HOST:{PORT}"),
+            _ => bail!(want()),
+        }
+        let host = uri.host().filter(|host| !host.is_empty());
+        let host = host.with_context(want)?;
+        let port = match uri.port_u16() {
+            // The URL has no port.
+            None if uri.authority().is_some_and(|all| all.as_str() == host) => PORT,
+            port => port.filter(|port| *port > 0).with_context(|| {
+                format!("{shown}: its port is not one of 1 to 65535: want http://HOST:{PORT}")
+            })?,
         };
-        let uri: Uri = format!("http://{rest}")
-            .parse()
-            .with_context(|| format!("read {shown}: want http://HOST:{PORT}"))?;
-        let host = uri
-            .host()
-            .filter(|host| !host.is_empty())
-            .with_context(|| format!("{shown}: no host in it: want http://HOST:{PORT}"))?
-            .to_string();
-        let has_port = uri
-            .authority()
-            .is_some_and(|authority| authority.as_str() != host);
-        let port = if has_port {
-            uri.port_u16().unwrap_or(0)
-        } else {
-            PORT
-        };
-        ensure!(
-            port > 0,
-            "{shown}: its port is not one of 1 to 65535: want http://HOST:{PORT}"
-        );
-        let path = uri
-            .path_and_query()
-            .map(|path| path.as_str())
-            .filter(|path| !["", "/"].contains(path))
-            .unwrap_or(PATH);
-        let authority = format!("{host}:{port}");
-        let shown = format!("http://{authority}{path}");
-        let mut headers = HeaderMap::new();
-        headers.insert(
-            USER_AGENT,
-            HeaderValue::from_static(concat!("kata-gpu-boot/", env!("CARGO_PKG_VERSION"))),
-        );
+        let path = uri.path_and_query().map(|path| path.as_str());
+        let path = path.filter(|path| !["", "/"].contains(path));
+        let complete = Uri::builder()
+            .scheme("http")
+            .authority(format!("{host}:{port}"))
+            .path_and_query(path.unwrap_or(PATH))
+            .build();
         Ok(Self {
-            // Brackets are the URL's, not the address's.
-            host: host.trim_matches(['[', ']']).to_string(),
-            port,
-            authority: HeaderValue::try_from(authority).with_context(|| format!("read {shown}"))?,
-            uri: path.parse().with_context(|| format!("read {shown}"))?,
-            headers,
-            shown: printable(&shown),
+            uri: complete.with_context(want)?,
+            headers: HeaderMap::from_iter([(USER_AGENT, AGENT)]),
         })
+    }
+
+    /// Host and port to connect to.
+    pub(super) fn address(&self) -> (&str, u16) {
+        // Brackets are the URL's, not the address's.
+        let host = self.uri.host().unwrap_or_default().trim_matches(['[', ']']);
+        (host, self.uri.port_u16().unwrap_or(PORT))
+    }
+
+    /// A POST to the receiver.
+    pub(super) fn request(&self, body: Vec<u8>) -> hyper::http::Result<Request<Full<Bytes>>> {
+        let authority = self.uri.authority().map_or("", |all| all.as_str());
+        let mut request =
+            Request::post(self.uri.path_and_query().map_or(PATH, |path| path.as_str()))
+                .header(HOST, authority)
+                .header(CONTENT_TYPE, PROTOBUF)
+                .header(ACCEPT, PROTOBUF)
+                .body(Full::new(body.into()))?;
+        request.headers_mut().extend(self.headers.clone());
+        Ok(request)
     }
 
     /// Values are never shown.
@@ -172,11 +166,17 @@ mod tests {
         ] {
             let target = Target::parse(url).unwrap();
             assert_eq!(
-                (target.to_string().as_str(), target.uri.to_string().as_str()),
+                (
+                    target.to_string().as_str(),
+                    target.uri.path_and_query().unwrap().as_str()
+                ),
                 (shown, uri)
             );
         }
-        assert_eq!(Target::parse("http://[::1]").unwrap().host, "::1");
+        assert_eq!(
+            Target::parse("http://[::1]").unwrap().address(),
+            ("::1", PORT)
+        );
     }
 
     #[test]
@@ -185,8 +185,8 @@ mod tests {
             ("otel:4318", "want http://HOST:4318"),
             ("https://otel", "let it do that"),
             ("http://", "want http://HOST"),
-            ("http://u:secret@otel", "--otlp-header"),
-            ("grpc://u:secret@otel", "--otlp-header"),
+            ("http://u:secret@otel", HEADERS_VARIABLE),
+            ("grpc://u:secret@otel", HEADERS_VARIABLE),
             ("http://otel:0", "1 to 65535"),
             ("http://otel:70000", "1 to 65535"),
             ("http://otel:", "1 to 65535"),

@@ -29,7 +29,9 @@ fn after_a_full_disk_the_guest_sends_its_records_again() {
     let dir = folder();
     let boots = dir.0.join("boots");
     std::fs::create_dir(&boots).unwrap();
-    let script = "mount -t tmpfs -o size=512k none \"$1\" && head -c 300000 /dev/zero > \"$1/filler\" && exec \"$0\" collect --no-vsock --no-vms \
+    let script = "mount -t tmpfs -o size=512k none \"$1\" \
+                  && head -c 300000 /dev/zero > \"$1/filler\" \
+                  && exec \"$0\" collect --no-vsock --no-vms \
                   --dir \"$1\" --uds \"$2/v\" --uds \"$2/w\" --limit waiting-per-boot=4096";
     let mut command = Command::new("unshare");
     command
@@ -112,7 +114,8 @@ fn dropped_records_that_do_not_return_are_counted_missing() {
     let dir = folder();
     let boots = dir.0.join("boots");
     std::fs::create_dir(&boots).unwrap();
-    let script = "mount -t tmpfs -o size=512k none \"$1\" && exec \"$0\" collect --no-vsock --no-vms --dir \"$1\" --uds \"$2/v\" \
+    let script = "mount -t tmpfs -o size=512k none \"$1\" \
+                  && exec \"$0\" collect --no-vsock --no-vms --dir \"$1\" --uds \"$2/v\" \
                   --limit waiting-per-boot=4096";
     let collector = Collector::of(
         Command::new("unshare")

@@ -122,7 +122,10 @@ fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
     let bundle = |id: &str, pod: &str| {
         let path = kata.dir.0.join(format!("bundles/{id}/config.json"));
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        let annotations = serde_json::json!({"io.kubernetes.cri.sandbox-name": pod, "io.kubernetes.cri.sandbox-namespace": "ml"});
+        let annotations = serde_json::json!({
+            "io.kubernetes.cri.sandbox-name": pod,
+            "io.kubernetes.cri.sandbox-namespace": "ml",
+        });
         std::fs::write(
             path,
             serde_json::json!({"annotations": annotations}).to_string(),
@@ -173,9 +176,14 @@ fn a_pods_annotations_name_no_other_pod_in_file_or_trace() {
     // As CRI-O writes it for tenant-b/evil-pod: its own, the pod's over them, the kubelet's labels
     // over those.
     let annotations = serde_json::json!({
-        "io.kubernetes.cri-o.KubeName": "payroll-db-0", "io.kubernetes.cri-o.Namespace": "finance",
-        "io.kubernetes.cri.sandbox-name": "payroll-db-0", "io.kubernetes.cri.sandbox-namespace": "finance", "io.kubernetes.cri.sandbox-uid": "6666",
-        "io.kubernetes.pod.name": "evil-pod", "io.kubernetes.pod.namespace": "tenant-b", "io.kubernetes.pod.uid": "8b5e",
+        "io.kubernetes.cri-o.KubeName": "payroll-db-0",
+        "io.kubernetes.cri-o.Namespace": "finance",
+        "io.kubernetes.cri.sandbox-name": "payroll-db-0",
+        "io.kubernetes.cri.sandbox-namespace": "finance",
+        "io.kubernetes.cri.sandbox-uid": "6666",
+        "io.kubernetes.pod.name": "evil-pod",
+        "io.kubernetes.pod.namespace": "tenant-b",
+        "io.kubernetes.pod.uid": "8b5e",
     });
     let bundle = kata.dir.0.join("crio/one/userdata");
     std::fs::create_dir_all(&bundle).unwrap();

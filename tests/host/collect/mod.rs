@@ -246,8 +246,9 @@ impl Guest {
                 loop {
                     if let Ok(stream) = UnixStream::connect(&socket) {
                         stream.set_nonblocking(true).unwrap();
+                        let (ring, stream) = (of_thread.clone(), OwnedFd::from(stream));
                         tokio::select! {
-                            _ = serve(OwnedFd::from(stream), of_thread.clone(), &identity, "vsock", None) => {}
+                            _ = serve(stream, ring, &identity, "vsock", None) => {}
                             _ = &mut stopped => return,
                         }
                     }

@@ -1,6 +1,7 @@
 //! The collector as a service: what it may do once it runs, and what starts it.
 
 use super::*;
+use crate::fleet::deployed;
 use serde_yaml::Value;
 
 /// A field of each thread's /proc status.
@@ -52,23 +53,25 @@ fn it_gives_up_what_it_does_not_need_in_every_thread() {
             );
         }
     }
-    let threads = of_threads(pid, "CapPrm:");
-    for name in ["arrivals", "streams", "boots-write", "boots-keep"] {
-        assert!(
-            threads.iter().any(|(thread, _)| thread == name),
-            "{name}: {threads:?}"
-        );
-    }
-    for (thread, value) in threads {
-        // The main thread's name is the program's; CAP_DAC_OVERRIDE is bit 1, and only root had it
-        // to keep.
-        let most = if thread == "kata-gpu-boot" && root {
-            2
-        } else {
-            0
-        };
-        assert_eq!(u64::from_str_radix(&value, 16).unwrap(), most, "{thread}");
-    }
+    // A thread drops what it inherited as the first thing that it does.
+    until(
+        "each thread with no more capabilities than it needs",
+        || {
+            let threads = of_threads(pid, "CapPrm:");
+            let runs = |name: &&str| threads.iter().any(|(thread, _)| thread == name);
+            let drops = |(thread, value): &(String, String)| {
+                // The main thread has the program's name. CAP_DAC_OVERRIDE is bit 1.
+                let most = if thread == "kata-gpu-boot" && root {
+                    2
+                } else {
+                    0
+                };
+                u64::from_str_radix(value, 16) == Ok(most)
+            };
+            let names = ["arrivals", "streams", "boots-write", "boots-keep"];
+            names.iter().all(runs) && threads.iter().all(drops)
+        },
+    );
     if !root {
         eprintln!("not tried here, where the tests do not run as root: --user, the bounding set");
         return;
@@ -202,17 +205,12 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
 
 #[test]
 fn the_systemd_unit_is_one_that_systemd_takes() {
-    let output = Command::new(program())
-        .args(["collect", "--print-systemd-unit"])
-        .output()
-        .unwrap();
-    let unit = String::from_utf8(output.stdout).unwrap();
+    let unit = deployed("kata-gpu-boot.service");
+    let program = program().canonicalize().unwrap();
+    let unit = unit.replace("/usr/local/bin/kata-gpu-boot", program.to_str().unwrap());
     assert!(
-        output.status.success()
-            && unit.contains(&format!(
-                "ExecStart={} collect --dir ",
-                program().canonicalize().unwrap().display()
-            ))
+        unit.contains(" collect --dir /var/lib/kata-gpu-boot\n"),
+        "alerts name it"
     );
     for line in [
         "Type=notify",
@@ -254,12 +252,7 @@ fn the_systemd_unit_is_one_that_systemd_takes() {
 
 #[test]
 fn the_daemonset_says_what_the_collector_needs_and_no_more() {
-    let output = Command::new(program())
-        .args(["collect", "--print-daemonset"])
-        .output()
-        .unwrap();
-    assert!(output.status.success());
-    let set: Value = serde_yaml::from_slice(&output.stdout).unwrap();
+    let set: Value = serde_yaml::from_str(&deployed("daemonset.yaml")).unwrap();
     assert_eq!(
         (set["apiVersion"].as_str(), set["kind"].as_str()),
         (Some("apps/v1"), Some("DaemonSet"))
@@ -286,12 +279,11 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
         [
             "/usr/bin/kata-gpu-boot",
             "collect",
-            "--dir",
-            "/var/lib/kata-gpu-boot",
-            "--user",
-            "65532"
+            "--dir=/var/lib/kata-gpu-boot",
+            "--user=65532"
         ]
     );
+    assert_parses(&command);
     let security = &container["securityContext"];
     assert_eq!(security["capabilities"]["drop"][0].as_str(), Some("ALL"));
     let added: Vec<&str> = security["capabilities"]["add"]
@@ -318,7 +310,7 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
         let volume = volumes.iter().find(|v| v["name"] == mount["name"]).unwrap();
         assert_eq!(volume["hostPath"]["path"], mount["mountPath"]);
     }
-    for (pattern, _) in kata_gpu_collect::VM_SOCKETS {
+    for pattern in kata_gpu_collect::VM_SOCKETS {
         assert!(
             mounts
                 .iter()
@@ -353,19 +345,65 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
                 "/usr/bin/kata-gpu-boot",
                 "collect",
                 "--check",
-                "--dir",
-                "/var/lib/kata-gpu-boot"
+                "--dir=/var/lib/kata-gpu-boot"
             ],
             "{probe}"
         );
+        assert_parses(&words);
         // Longer than the program's own deadline, so that its words are seen.
         assert!(
             container[probe]["timeoutSeconds"].as_u64() > Some(8),
             "{probe}"
         );
     }
-    let image = container["image"].as_str().unwrap();
-    assert!(image.ends_with(env!("CARGO_PKG_VERSION")), "{image}");
+}
+
+/// Runs the command's words with `--help` behind them: what does not parse fails.
+fn assert_parses(words: &[&str]) {
+    let parses = |words: &[&str]| {
+        let output = Command::new(program()).args(words).arg("--help").output();
+        output.unwrap().status.success()
+    };
+    assert!(parses(&words[1..]), "{words:?}");
+    assert!(!parses(&["collect", "--no-such-option"]));
+}
+
+#[test]
+fn kustomize_sets_image_and_namespace_of_the_daemonset() {
+    let kustomization = deployed("kustomization.yaml");
+    let set: Value = serde_yaml::from_str(&deployed("daemonset.yaml")).unwrap();
+    let read: Value = serde_yaml::from_str(&kustomization).unwrap();
+    let image = &read["images"][0];
+    let container = &set["spec"]["template"]["spec"]["containers"][0];
+    assert_eq!(read["resources"][0].as_str(), Some("daemonset.yaml"));
+    assert_eq!(image["name"], container["image"]);
+    assert_eq!(image["newTag"].as_str(), Some(env!("CARGO_PKG_VERSION")));
+    if Command::new("kubectl")
+        .arg("version")
+        .arg("--client")
+        .output()
+        .is_err()
+    {
+        eprintln!("skipped: there is no kubectl");
+        return;
+    }
+    let dir = folder();
+    std::fs::write(dir.0.join("daemonset.yaml"), deployed("daemonset.yaml")).unwrap();
+    let built = kustomization
+        .replace("newName: kata-gpu-boot", "newName: registry.example/boots")
+        .replace("namespace: kube-system", "namespace: gpus");
+    std::fs::write(dir.0.join("kustomization.yaml"), built).unwrap();
+    let output = Command::new("kubectl")
+        .arg("kustomize")
+        .arg(&dir.0)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let set: Value = serde_yaml::from_slice(&output.stdout).unwrap();
+    assert_eq!(set["metadata"]["namespace"].as_str(), Some("gpus"));
+    let image = &set["spec"]["template"]["spec"]["containers"][0]["image"];
+    let wanted = concat!("registry.example/boots:", env!("CARGO_PKG_VERSION"));
+    assert_eq!(image.as_str(), Some(wanted));
 }
 
 /// Fields of a manifest that are lost, or changed, on the way through the API's own type.
@@ -383,11 +421,7 @@ fn lost_in_the_api(manifest: &str) -> Result<(), String> {
 
 #[test]
 fn the_daemonset_has_only_fields_of_the_kubernetes_api() {
-    let output = Command::new(program())
-        .args(["collect", "--print-daemonset"])
-        .output()
-        .unwrap();
-    let manifest = String::from_utf8(output.stdout).unwrap();
+    let manifest = deployed("daemonset.yaml");
     assert_eq!(lost_in_the_api(&manifest), Ok(()));
     for (good, bad) in [
         ("mountPropagation: HostTo", "mountPropagatoin: HostTo"),

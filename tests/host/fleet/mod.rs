@@ -2,20 +2,20 @@
 //! Prometheus, both real, and receivers that refuse.
 
 mod alerts;
+mod deploy;
 mod grafana;
 mod otel;
 mod prometheus;
 mod receivers;
 mod scrapes;
-mod tables;
 
-use crate::collect::{DEADLINE, Raw, boot_id, program, socket};
+use crate::collect::{DEADLINE, Raw, boot_id, boot_path, program, socket};
 use kata_gpu_wire::decode::decode;
 use kata_gpu_wire::record::Line;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output};
+use std::process::{Child, Command};
 
 pub const RECORDED: &str = "recorded-8-gpus-fast-host";
 pub const ONE_FAILS: &str = "hand-made-3-gpus-one-fails";
@@ -113,13 +113,30 @@ pub fn metrics_address(collector: &crate::collect::Collector) -> SocketAddr {
     address.parse().unwrap()
 }
 
-/// `export` of a fixture.
-pub fn export(fixture: &str, words: &[&str]) -> Output {
-    let path = crate::project().join(format!("tests/fixtures/boots/{fixture}.ndjson"));
-    Command::new(program())
+/// A file of src/collect/deploy.
+pub fn deployed(name: &str) -> String {
+    let path = crate::project().join("src/collect/deploy").join(name);
+    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// Rules of the alerts, as Prometheus reads them.
+pub fn rules() -> Vec<serde_yaml::Value> {
+    let file: serde_yaml::Value = serde_yaml::from_str(&deployed("alerts.yaml")).unwrap();
+    let groups = file["groups"].as_sequence().unwrap();
+    groups
+        .iter()
+        .flat_map(|group| group["rules"].as_sequence().unwrap().clone())
+        .collect()
+}
+
+/// A stored boot as an OTLP request in JSON.
+pub fn exported(dir: &Path, n: u64) -> serde_json::Value {
+    let output = Command::new(program())
         .arg("export")
-        .arg(path)
-        .args(words)
+        .arg(boot_path(dir, n))
+        .arg("--otlp")
         .output()
-        .unwrap()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
 }

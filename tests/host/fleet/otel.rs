@@ -1,8 +1,8 @@
 //! A pushed boot in a real OpenTelemetry Collector: every span once, with its parent and its guest.
 
-use super::{ONE_FAILS, RECORDED, Running, boot, export, free_port, recorded, tool};
+use super::{ONE_FAILS, RECORDED, Running, boot, exported, free_port, recorded, tool};
 use crate::TempDir;
-use crate::collect::{Collector, Raw, boot_id, boot_path, folder, program, read, until};
+use crate::collect::{Collector, Raw, boot_id, folder, program, read, until};
 use kata_gpu_report::data::boot_file::HostEvent;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,7 +28,8 @@ impl OpenTelemetry {
         let config = format!(
             "receivers: {{otlp: {{protocols: {{http: {{endpoint: '127.0.0.1:{http}'}}}}}}}}\n\
              exporters: {{debug: {{verbosity: detailed, use_internal_logger: false}}}}\n\
-             service: {{telemetry: {{metrics: {{level: none}}}}, pipelines: {{traces: {{receivers: [otlp], exporters: [debug]}}}}}}\n"
+             service:\n  telemetry: {{metrics: {{level: none}}}}\n  \
+             pipelines: {{traces: {{receivers: [otlp], exporters: [debug]}}}}\n"
         );
         let (path, seen) = (dir.0.join("config.yaml"), dir.0.join("seen"));
         std::fs::write(&path, config).unwrap();
@@ -145,8 +146,7 @@ fn parse(text: &str) -> Vec<Request> {
 }
 
 /// The same boot by the JSON form of the same request.
-fn wanted(json: &[u8]) -> BTreeSet<(String, String, String, bool, usize, usize)> {
-    let request: Value = serde_json::from_slice(json).unwrap();
+fn wanted(request: &Value) -> BTreeSet<(String, String, String, bool, usize, usize)> {
     let spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
         .as_array()
         .unwrap();
@@ -186,33 +186,29 @@ fn a_real_collector_takes_every_span() {
     let Some(otel) = OpenTelemetry::start() else {
         return;
     };
+    let dir = folder();
     let url = format!("http://127.0.0.1:{}", otel.http);
-    let pushed = export(
-        ONE_FAILS,
-        &[
-            "--otlp",
-            "--push",
-            &url,
-            "--attribute",
-            "k8s.pod.name=trainer-0",
-        ],
-    );
-    assert!(pushed.status.success(), "{pushed:?}");
+    let mut command = Command::new(program());
+    command
+        .args(["collect", "--no-vsock", "--no-vms", "--otlp", &url])
+        .arg("--dir")
+        .arg(dir.0.join("boots"))
+        .arg("--uds")
+        .arg(dir.0.join("v"))
+        .env("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=trainer-0");
+    let _collector = Collector::of(&mut command);
+    boot(&dir.0, ONE_FAILS, 1);
     until("the spans", || !otel.requests().is_empty());
     let request = &otel.requests()[0];
-    let json = export(ONE_FAILS, &["--otlp"]).stdout;
-    assert_eq!(seen(&request.spans), wanted(&json));
-    // The failed GPU's step, the container that wanted it, and the boot.
+    assert_eq!(seen(&request.spans), wanted(&exported(&dir.0, 1)));
+    // The failed GPU's step, and the boot.
     let failed: BTreeSet<&str> = request
         .spans
         .iter()
         .filter(|s| s.failed)
         .map(|s| s.name.as_str())
         .collect();
-    assert_eq!(
-        failed,
-        BTreeSet::from(["agent.wait", "gpu guest boot", "gpu.init"])
-    );
+    assert_eq!(failed, BTreeSet::from(["gpu guest boot", "gpu.init"]));
     assert_eq!(request.resource["k8s.pod.name"], "trainer-0");
     assert!(
         request.resource.contains_key("host.name") && request.resource["os.type"] == "linux",
@@ -230,18 +226,17 @@ fn without_an_otlp_receiver_nothing_counts_as_pushed() {
     let Some(otel) = OpenTelemetry::start() else {
         return;
     };
-    let refused = export(
-        ONE_FAILS,
-        &[
-            "--otlp",
-            "--push",
-            &format!("http://127.0.0.1:{}/nothing/here", otel.http),
-        ],
-    );
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    let dir = folder();
+    let base = dir.0.join("v");
+    let url = format!("http://127.0.0.1:{}/nothing/here", otel.http);
+    let collector = Collector::start(&dir.0, &["--uds", base.to_str().unwrap(), "--otlp", &url]);
+    boot(&dir.0, ONE_FAILS, 1);
+    let line = collector.wait_for("not pushed");
+    assert!(line.contains("HTTP 404 Not Found"), "{line}");
+    let said = collector.stop();
     assert!(
-        !refused.status.success() && said.contains("HTTP 404 Not Found"),
-        "{said}"
+        said.last().unwrap().ends_with("; 0 boots pushed, 1 not"),
+        "{said:#?}"
     );
     assert!(otel.requests().is_empty());
 }
@@ -255,7 +250,9 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
     let vm = dir.0.join("vm/abc");
     std::fs::create_dir_all(&vm).unwrap();
     std::fs::create_dir_all(dir.0.join("bundles/abc")).unwrap();
-    let bundle = r#"{"annotations": {"io.kubernetes.cri.sandbox-name": "trainer-0", "io.kubernetes.cri.sandbox-namespace": "ml",
+    let bundle = r#"{"annotations": {
+        "io.kubernetes.cri.sandbox-name": "trainer-0",
+        "io.kubernetes.cri.sandbox-namespace": "ml",
         "io.kubernetes.cri.sandbox-uid": "7d1c0c5e-1111-4222-8333-444455556666"}}"#;
     std::fs::write(dir.0.join("bundles/abc/config.json"), bundle).unwrap();
     let _vmm = UnixListener::bind(vm.join("clh.sock")).unwrap();
@@ -314,13 +311,13 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
         );
         assert!(request.spans.iter().all(|s| s.trace == root.trace));
     }
-    let exported = |n| {
+    let said_so = |n| {
         read(&dir.0, n)
             .host
             .into_iter()
             .any(|l| matches!(l.event, HostEvent::Exported { spans, .. } if spans > 10))
     };
-    until("both files say so", || exported(1) && exported(2));
+    until("both files say so", || said_so(1) && said_so(2));
     let said = collector.stop();
     assert!(
         said.last().unwrap().ends_with("; 2 boots pushed, 0 not"),
@@ -341,16 +338,9 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
         .collect();
     assert_eq!((ids.len(), otel.requests().len()), (3, 3));
     collector.stop();
-    // Pushed again by hand, it is the same trace: a receiver that has it takes nothing twice.
-    let pushed = Command::new(program())
-        .arg("export")
-        .arg(boot_path(&dir.0, 1))
-        .args(["--otlp", "--push", &url])
-        .output()
-        .unwrap();
-    assert!(pushed.status.success(), "{pushed:?}");
-    until("the boot once more", || otel.requests().len() == 4);
-    assert_eq!(otel.requests()[3].spans[0].trace, trace(&dir.0, 1));
+    // Exported by hand, it is the same trace: a receiver that has it takes nothing twice.
+    let span = &exported(&dir.0, 1)["resourceSpans"][0]["scopeSpans"][0]["spans"][0];
+    assert_eq!(span["traceId"].as_str(), Some(&*trace(&dir.0, 1)));
     assert!(
         !ids.contains(&boot_id(1).replace('-', "")),
         "a boot id, which a guest knows, is no trace id: {ids:?}"

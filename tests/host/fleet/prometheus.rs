@@ -164,7 +164,8 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
         Some(failures)
     );
     assert!(failures >= 1.0 && failed == Some(1.0));
-    let quantile = "histogram_quantile(0.95, sum by (le) (kata_gpu_boot_milestone_seconds_bucket{milestone=\"settled\"}))";
+    let quantile = "histogram_quantile(0.95, sum by (le) \
+                    (kata_gpu_boot_milestone_seconds_bucket{milestone=\"settled\"}))";
     assert!(query(server, quantile).unwrap() > 0.1);
     assert!(query(server, "kata_gpu_boot_received_bytes_total").unwrap() > 10_000.0);
     collector.stop();

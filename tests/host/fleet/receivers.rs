@@ -1,11 +1,13 @@
 //! Receivers that refuse, are busy or are not there. Small fakes: a real one does none of it when
 //! it should.
 
-use super::{ONE_FAILS, RECORDED, boot, export, free_port};
-use crate::collect::{Collector, DEADLINE, folder, read, until};
+use super::{ONE_FAILS, RECORDED, boot, free_port};
+use crate::collect::{Collector, DEADLINE, folder, program, read, until};
 use kata_gpu_report::data::boot_file::HostEvent;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
+use std::path::Path;
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -68,27 +70,31 @@ impl Fake {
 
 const TAKEN: &str = "200 OK\r\nContent-Length: 0";
 
+/// A collector that pushes to this receiver.
+fn pushing_to(dir: &Path, url: &str) -> Collector {
+    let base = dir.join("v");
+    Collector::start(dir, &["--uds", base.to_str().unwrap(), "--otlp", url])
+}
+
 #[test]
 fn a_busy_receiver_is_retried_when_it_asked_with_the_headers() {
     let fake = Fake::start(&[
         "503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0",
         TAKEN,
     ]);
-    let pushed = export(
-        ONE_FAILS,
-        &[
-            "--otlp",
-            "--push",
-            &fake.url(),
-            "--otlp-header",
-            "X-Tenant=gpu",
-        ],
-    );
-    let said = String::from_utf8_lossy(&pushed.stderr).into_owned();
-    assert!(
-        pushed.status.success() && said.contains("HTTP 503") && said.contains("pushed boot"),
-        "{said}"
-    );
+    let dir = folder();
+    let mut command = Command::new(program());
+    command
+        .args(["collect", "--no-vsock", "--no-vms", "--otlp", &fake.url()])
+        .arg("--dir")
+        .arg(dir.0.join("boots"))
+        .arg("--uds")
+        .arg(dir.0.join("v"))
+        .env("OTEL_EXPORTER_OTLP_HEADERS", "X-Tenant=gpu");
+    let collector = Collector::of(&mut command);
+    boot(&dir.0, RECORDED, 1);
+    collector.wait_for("HTTP 503");
+    collector.wait_for("it takes boots again");
     let asked = fake.asked();
     assert_eq!(asked.len(), 2);
     assert!(asked[1].0 - asked[0].0 >= Duration::from_secs(2));
@@ -106,15 +112,7 @@ fn refused_is_final_and_logged_and_counted() {
     // google.rpc.Status with the message "no\x1b[2J".
     let fake = Fake::start(&["400 Bad Request\r\nContent-Length: 8\r\n\r\n\x12\x06no\x1b[2J"]);
     let dir = folder();
-    let collector = Collector::start(
-        &dir.0,
-        &[
-            "--uds",
-            dir.0.join("v").to_str().unwrap(),
-            "--otlp",
-            &fake.url(),
-        ],
-    );
+    let collector = pushing_to(&dir.0, &fake.url());
     boot(&dir.0, RECORDED, 1);
     let line = collector.wait_for("not pushed");
     assert!(
@@ -139,12 +137,11 @@ fn refused_is_final_and_logged_and_counted() {
 fn rejected_spans_are_said() {
     // ExportTraceServiceResponse with a partial success: 3 spans, "full".
     let fake = Fake::start(&["200 OK\r\nContent-Length: 10\r\n\r\n\x0a\x08\x08\x03\x12\x04full"]);
-    let pushed = export(ONE_FAILS, &["--otlp", "--push", &fake.url()]);
-    let said = String::from_utf8_lossy(&pushed.stderr).into_owned();
-    assert!(
-        !pushed.status.success() && said.contains("3 span(s) rejected: full"),
-        "{said}"
-    );
+    let dir = folder();
+    let collector = pushing_to(&dir.0, &fake.url());
+    boot(&dir.0, ONE_FAILS, 1);
+    let line = collector.wait_for("span(s) rejected: full");
+    assert!(line.contains(": 3 of "), "{line}");
 }
 
 #[test]
@@ -192,7 +189,7 @@ fn an_absent_receiver_costs_no_guest_and_drops_the_oldest_boots() {
     assert!(
         collector
             .wait_for("(limit push-queue)")
-            .contains("their files stay")
+            .contains("its file stays")
     );
     // The receiver comes back: boots that wait are pushed.
     let fake = Fake::on(TcpListener::bind(("127.0.0.1", port)).unwrap(), &[TAKEN]);
@@ -210,10 +207,7 @@ fn an_absent_receiver_costs_no_guest_and_drops_the_oldest_boots() {
 fn what_waits_at_the_stop_is_named() {
     let dir = folder();
     let url = format!("http://127.0.0.1:{}", free_port());
-    let collector = Collector::start(
-        &dir.0,
-        &["--uds", dir.0.join("v").to_str().unwrap(), "--otlp", &url],
-    );
+    let collector = pushing_to(&dir.0, &url);
     boot(&dir.0, RECORDED, 1);
     collector.wait_for("connect: Connection refused");
     let said = collector.stop();
@@ -233,24 +227,23 @@ fn what_waits_at_the_stop_is_named() {
 
 #[test]
 fn wrong_words_are_refused_with_the_cure() {
-    for (words, cure) in [
-        (&["--otlp", "--push", "https://x"][..], "let it do that"),
-        (&["--otlp", "--push", "x"], "want http://HOST:4318"),
-        (
-            &["--otlp", "--push", "grpc://x:4317"],
-            "use the receiver's http://HOST:4318",
-        ),
-        (&["--csv", "--push", "http://x"], "--otlp"),
-        (
-            &["--otlp", "--push", "http://x", "--otlp-header", "host=x"],
-            "the protocol sets it: omit it",
-        ),
+    let dir = folder();
+    for (url, headers, cure) in [
+        ("https://x", "", "let it do that"),
+        ("x", "", "want http://HOST:4318"),
+        ("grpc://x:4317", "", "use the receiver's http://HOST:4318"),
+        ("http://x", "host=x", "the protocol sets it: omit it"),
     ] {
-        let output = export(ONE_FAILS, words);
+        let output = Command::new(program())
+            .args(["collect", "--no-vsock", "--otlp", url, "--dir"])
+            .arg(&dir.0)
+            .env("OTEL_EXPORTER_OTLP_HEADERS", headers)
+            .output()
+            .unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(
             !output.status.success() && said.contains(cure),
-            "{words:?}: {said}"
+            "{url}: {said}"
         );
     }
 }

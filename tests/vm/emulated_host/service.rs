@@ -1,7 +1,7 @@
-//! The collector as the printed systemd unit runs it, in a host with a real systemd (reboot,
-//! restart, upgrade, shutdown), and as the printed DaemonSet's container, under podman.
+//! The collector as its systemd unit runs it, in a host with a real systemd (reboot, restart,
+//! upgrade, shutdown), and as its DaemonSet's container, under podman.
 
-use crate::vm::harness::{EmulatedHost, Outcome, Size, TestContext, VmTest};
+use crate::vm::harness::{EmulatedHost, Outcome, Size, TestContext, VmTest, deployed};
 use anyhow::{Context, Result, ensure};
 use serde_yaml::Value;
 use std::path::{Path, PathBuf};
@@ -44,13 +44,15 @@ pub(super) fn start(
         .map(|(file, name)| (*name, file.as_path()))
         .chain(more.iter().copied())
         .collect();
+    let unit = deployed("kata-gpu-boot.service");
+    let files = [files, vec![(UNIT, unit.as_path())]].concat();
     let mut host = EmulatedHost::start(context, "host", size, &files)?;
-    host.run(&format!(
-        "{PROGRAM} collect --print-systemd-unit > {UNIT}
-        printf '[Service]\\nType=oneshot\\nRemainAfterExit=yes\\nExecStart=/usr/bin/true\\n[Install]\\nWantedBy=multi-user.target\\n' \
-            > /etc/systemd/system/containerd.service
-        systemctl daemon-reload && systemctl enable --quiet kata-gpu-boot.service containerd.service"
-    ))?;
+    host.run(
+        "printf '[Service]\\nType=oneshot\\nRemainAfterExit=yes\\nExecStart=/usr/bin/true\\n\
+         [Install]\\nWantedBy=multi-user.target\\n' > /etc/systemd/system/containerd.service
+        systemctl daemon-reload \
+         && systemctl enable --quiet kata-gpu-boot.service containerd.service",
+    )?;
     Ok(host)
 }
 
@@ -268,8 +270,7 @@ fn podman_arguments(set: &Value) -> Result<(Vec<String>, Vec<String>)> {
 }
 
 fn container(host: &mut EmulatedHost) -> Result<()> {
-    let set = host.run(&format!("{PROGRAM} collect --print-daemonset"))?;
-    let set: Value = serde_yaml::from_str(&set)?;
+    let set: Value = serde_yaml::from_str(&std::fs::read_to_string(deployed("daemonset.yaml"))?)?;
     let (arguments, probe) = podman_arguments(&set)?;
     let grace = set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
         .as_u64()

@@ -496,6 +496,15 @@ fn kvm_nests() -> bool {
 }
 
 /// An archive of the files.
+/// A file of src/collect/deploy.
+pub fn deployed(name: &str) -> PathBuf {
+    Path::new(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../src/collect/deploy"
+    ))
+    .join(name)
+}
+
 fn pack(work_dir: &Path, files: &[(&str, &Path)]) -> Result<PathBuf> {
     let tree = work_dir.join("files");
     for (name, file) in files {

@@ -5,7 +5,7 @@
 //! configurations ([`Shim`]); and bin/kata-agent, which kata-deploy has in its images alone, linked
 //! statically. The rest of it is not looked at.
 
-use super::emulated_host::tar;
+use super::emulated_host::{deployed, tar};
 use super::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_report::data::containerd_log;
@@ -14,6 +14,7 @@ use std::time::Instant;
 
 pub const BOOTS: &str = "/var/lib/kata-gpu-boot";
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
+const UNIT: &str = "/etc/systemd/system/kata-gpu-boot.service";
 /// Directory in which kata-deploy makes a folder for each runtime.
 const RUNTIMES: &str = "/opt/kata/share/defaults/kata-containers/runtimes";
 const KATA_TAR: &str = "/var/kata.tar";
@@ -229,6 +230,7 @@ impl KataHost {
                 )?,
             ),
             (PROGRAM, EmulatedHost::program(context)?),
+            (UNIT, deployed("kata-gpu-boot.service")),
         ];
         let mut files = image.files().to_vec();
         files.extend(
@@ -245,7 +247,6 @@ impl KataHost {
             mv /opt/kata/{config} {installed} && ln -s /opt/kata/{shim} /usr/local/bin/
             echo '{DROP_IN}{keys}{more}' > {runtime}/config.d/10-host.toml
             echo '{QEMU}' > /usr/local/bin/qemu && chmod +x /usr/local/bin/qemu
-            {PROGRAM} collect --print-systemd-unit > /etc/systemd/system/kata-gpu-boot.service
             printf '\n[debug]\n  level = \"debug\"\n' >> /etc/containerd/config.toml
             systemctl daemon-reload && systemctl restart containerd && systemctl start kata-gpu-boot.service",
             keys = shim.keys(),

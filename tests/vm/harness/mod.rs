@@ -10,7 +10,7 @@ mod kvm_guest;
 mod receiver;
 
 pub use console::{AgentLine, Console};
-pub use emulated_host::{EmulatedHost, Size};
+pub use emulated_host::{EmulatedHost, Size, deployed};
 pub use kata::{BOOTS, KataHost, Setup, Shim, agent};
 pub use kvm_guest::{KERNEL as KVM_KERNEL, KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
