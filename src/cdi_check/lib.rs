@@ -1,15 +1,10 @@
-//! Checks CDI specs before a sandbox depends on them: agents' verdicts, and edits of a container.
+//! CDI specs before the parsers of the agents that will read them: which agents refuse the files,
+//! and what a container gets.
 //!
-//! The agents' own crates judge; the rules explain. Files, and everything in them, are hostile:
-//! bounded, and printed as printable ASCII only.
+//! Files and everything in them are hostile: reads are bounded, and output is printable ASCII.
 
-pub mod check_report;
-pub mod check_text;
+pub mod agents;
+pub mod check;
 pub mod container;
-pub mod judge;
-pub mod look;
-pub mod nodes;
-mod rules;
-pub mod shape;
+pub mod page;
 pub mod spec_files;
-pub mod spec_rules;

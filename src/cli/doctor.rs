@@ -1,49 +1,52 @@
-//! `kata-gpu-boot doctor`: what makes GPU guests start slowly on this host, and its cure.
+//! `kata-gpu-boot doctor`: what makes GPU guests start slowly on this host, and its cure; and a
+//! recording of the host's share of one boot.
 
 use super::boots::{json as plain_json, notes};
 use anyhow::{Context, Result};
 use kata_gpu_doctor::facts::{Depth, boots, facts_at};
+use kata_gpu_doctor::recorder::recording::{self, Target, Wanted};
+use kata_gpu_doctor::recorder::{boot_of_vm, report};
 use kata_gpu_doctor::rules::diagnose;
 use kata_gpu_doctor::rules::finding::{Basis, Cost, Evidence, Finding, Sure, Verdict};
 use kata_gpu_doctor::rules::host_facts::HostFacts;
 use kata_gpu_doctor::rules::kernel_rules::RELEASE;
 use kata_gpu_report::analysis::rules::Area;
 use kata_gpu_report::data::host_check::{EVERY, HostCheck};
-use kata_gpu_report::data::text::{Ink, Screen, clipped, printable, wrap};
+use kata_gpu_report::data::text::{Ink, Screen, ascii_json, clipped, printable, wrap};
 use kata_gpu_report::terminal::stdout::print;
 use kata_gpu_report::views::grid::{Grid, Set};
 use serde::Serialize;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Exit status if something costs more than `--at-most`.
-const TOO_SLOW: u8 = 1;
-/// Exit status if nothing could be examined.
-const CANNOT: u8 = 2;
-
 const HELP: &str = "\
-Reads and changes nothing, and starts no program. Each rule looks at files of this host, at Kata's configuration, at running VMs and at the boots in --dir. \
-SECONDS is what the cure saves of one boot: `measured` by this host's own boots, else by a `model`, whose source -v names. Several findings can be about \
-the same seconds, so do not add them up. `unsure`: a version that distributions patch, or a figure that its author doubts. What cannot be seen is \
-unknown, never fine; as root more can be seen.
+Reads and changes nothing, and starts no program. SECONDS is what the cure saves
+of one boot: `measured` by this host's boots in --dir, else by a `model`, whose
+source -v names. Do not add them up: several findings can be about the same
+seconds. `unsure`: a version that distributions patch, or a figure that its
+author doubts. What cannot be seen is unknown, never fine; root sees more.
 
-Exit status: 0 nothing costs more than --at-most; 1 something does; 2 --root or the boots in --dir cannot be read.
+--record needs root and probes of the kernel (CONFIG_KPROBE_EVENTS). It records
+who pins and maps which memory and BARs, resets, exits that the VMM answers,
+faults and memory, until the guest's GPUs are settled, the VM ends, --for is
+over, or Ctrl-C. The file goes to --dir, next to the boot's, for `show`.
+
+Exit status: 0 nothing found, 1 something found, 2 cannot examine or record.
 
 Examples:
-  # this host, with its own boots
   sudo kata-gpu-boot doctor --dir /var/lib/kata-gpu-boot
-  # every rule with its evidence and the source of its figures
-  kata-gpu-boot doctor -v
   # a gate: nothing that costs more than 2 s
   kata-gpu-boot doctor --dir /var/lib/kata-gpu-boot --at-most 2
   # in a container that has the node's / under /host, read-only
   kata-gpu-boot doctor --root /host
-  kata-gpu-boot doctor --json |
-    jq '.findings[] | select(.verdict == \"found\") | {rule, seconds, cure}'";
+  # the next pod that starts on this node; a running VM
+  kata-gpu-boot doctor --record --dir /var/lib/kata-gpu-boot
+  kata-gpu-boot doctor --record --vm 0a1b2c3d --for 60";
 
-/// Show what makes GPU guests start slowly on this host: seconds, evidence, cure.
+/// Show what makes GPU guests start slowly on this host, and its cure.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
@@ -56,7 +59,7 @@ pub struct Args {
     /// Kata's configuration, below --root [default: the first of Kata's usual ones for GPUs].
     #[arg(long, value_name = "FILE")]
     kata_config: Option<PathBuf>,
-    /// Exit with status 1 if something found costs more seconds.
+    /// Exit with status 1 only if something found costs more seconds.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     at_most: Option<f64>,
     /// Show every rule, with evidence and source.
@@ -65,11 +68,28 @@ pub struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
-    /// Check every 10 minutes, and leave the seconds of each finding in --dir, where the collector
-    /// gives them as the metric kata_gpu_boot_doctor_finding_seconds. Leaves out
-    /// files whose reading holds up guests: smaps_rollup, numa_maps, pagetypeinfo.
+    /// Check every 10 minutes, and leave the seconds in --dir for the collector's metrics; omits
+    /// files whose reading holds up guests.
     #[arg(long, requires = "dir", conflicts_with_all = ["json", "at_most", "verbose"])]
     daemonset_check: bool,
+    /// Record what the host does for one VM: the next one of Kata, or with functions of VFIO.
+    #[arg(
+        long,
+        conflicts_with_all = ["root", "kata_config", "at_most", "verbose", "daemonset_check"]
+    )]
+    record: bool,
+    /// Record the running VM of this sandbox: Kata's id, its beginning is enough.
+    #[arg(long, value_name = "SANDBOX", requires = "record")]
+    vm: Option<String>,
+    /// Record the VM of this process.
+    #[arg(long, value_name = "PID", requires = "record", conflicts_with = "vm")]
+    pid: Option<u32>,
+    /// End the recording after so many seconds [default: 900].
+    #[arg(
+        long = "for", value_name = "SECONDS", requires = "record",
+        value_parser = clap::value_parser!(u64).range(1..=86_400)
+    )]
+    limit: Option<u64>,
 }
 
 fn seconds(text: &str) -> Result<f64, String> {
@@ -152,31 +172,68 @@ pub fn run(args: &Args) -> ExitCode {
     let once = || {
         let diagnosis = diagnosis(&args.root, args.kata_config.as_deref(), args.dir.as_deref())?;
         print(&text(args, &diagnosis, &Screen::of_stdout())?)?;
-        Ok(is_too_slow(&diagnosis.findings, args.at_most))
+        Ok(has_found(&diagnosis.findings, args.at_most))
     };
     let done = match &args.dir {
+        _ if args.record => record(args).map(|()| false),
         Some(dir) if args.daemonset_check => daemon(args, dir),
         _ => once(),
     };
     match done {
-        Ok(too_slow) => ExitCode::from(if too_slow { TOO_SLOW } else { 0 }),
+        Ok(found) => ExitCode::from(u8::from(found)),
         Err(error) => {
+            let what = if args.record {
+                "cannot record"
+            } else {
+                "cannot examine this host"
+            };
             eprintln!(
-                "kata-gpu-boot: cannot examine this host: {}",
+                "kata-gpu-boot: {what}: {}",
                 printable(&format!("{error:#}"))
             );
-            ExitCode::from(CANNOT)
+            ExitCode::from(2)
         }
     }
 }
 
-/// Whether something found costs more than that.
-pub fn is_too_slow(findings: &[Finding], at_most: Option<f64>) -> bool {
-    at_most.is_some_and(|most| {
-        findings
-            .iter()
-            .any(|f| f.verdict == Verdict::Found && f.seconds() > most)
-    })
+/// Whether a rule found something, or something that costs more than that.
+pub fn has_found(findings: &[Finding], at_most: Option<f64>) -> bool {
+    let mut found = findings.iter().filter(|f| f.verdict == Verdict::Found);
+    found.any(|f| at_most.is_none_or(|most| f.seconds() > most))
+}
+
+/// Records one VM and prints the recording.
+fn record(args: &Args) -> Result<()> {
+    let target = match (&args.vm, args.pid) {
+        (Some(sandbox), _) => Target::Vm(sandbox.clone()),
+        (None, Some(pid)) => Target::Pid(pid),
+        (None, None) => Target::Next,
+    };
+    let wanted = Wanted {
+        target,
+        dir: args.dir.clone().unwrap_or_else(|| ".".into()),
+        limit: Duration::from_secs(args.limit.unwrap_or(900)),
+    };
+    let recorded = recording::record(&wanted, &mut |line| eprintln!("kata-gpu-boot: {line}"))?;
+    let boot = recorded.boot.as_ref();
+    let written = boot.map(|boot| boot_of_vm::write(boot, &recorded));
+    let written = written.transpose();
+    let file = written.as_ref().ok().cloned().flatten();
+    let text = match args.json {
+        true => ascii_json(&json!({
+            "trace": 1, "file": file, "recording": recorded.recording, "traced": recorded.traced,
+        }))?,
+        false => report::lines(&recorded, &Screen::of_stdout()).join("\n") + "\n",
+    };
+    print(&text)?;
+    match written.context("the recording is printed, but not kept")? {
+        Some(file) => eprintln!("kata-gpu-boot: wrote {}", file.display()),
+        None => eprintln!(
+            "kata-gpu-boot: no boot of this VM in {}: name the collector's directory with --dir",
+            wanted.dir.display()
+        ),
+    }
+    Ok(())
 }
 
 /// The page, or its JSON form.

@@ -11,7 +11,6 @@ pub mod install;
 pub mod list;
 pub mod manual; // completions and manual pages, made by clap
 pub mod show;
-pub mod trace;
 pub mod uninstall;
 
 #[cfg(test)]

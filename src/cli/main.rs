@@ -3,7 +3,7 @@
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use kata_gpu_boot::{
-    collect, compare, demo, doctor, image, install, list, manual, show, trace, uninstall,
+    collect, compare, demo, doctor, image, install, list, manual, show, uninstall,
 };
 use kata_gpu_report::data::text::{Colour, Screen, choose_colour};
 use kata_gpu_report::terminal::stdout::print;
@@ -39,7 +39,6 @@ enum Command {
     Uninstall(uninstall::Args),
     Image(image::Args),
     Demo(demo::Args),
-    Trace(trace::Args),
     #[command(hide = true)]
     Completions(manual::Completions),
     #[command(hide = true)]
@@ -47,7 +46,7 @@ enum Command {
 }
 
 /// Verbs of earlier versions, and what does their work now.
-const MOVED: [(&str, &str); 12] = [
+const MOVED: [(&str, &str); 13] = [
     ("blame", "kata-gpu-boot show --by owner"),
     (
         "cdi",
@@ -65,6 +64,7 @@ const MOVED: [(&str, &str); 12] = [
     ),
     ("push", "kata-gpu-boot collect --otlp URL"),
     ("stats", "kata-gpu-boot list --stats"),
+    ("trace", "kata-gpu-boot doctor --record"),
     ("uninstall", "kata-gpu-boot install --remove"),
 ];
 
@@ -102,7 +102,6 @@ fn run(command: &Command, screen: Screen) -> Result<ExitCode> {
         Command::Uninstall(args) => return Ok(uninstall::run(args)),
         Command::Image(args) => return Ok(image::run(args)),
         Command::Demo(args) => demo::run(args)?,
-        Command::Trace(args) => trace::run(args)?,
         Command::Completions(args) => manual::completions(args, Cli::command()),
         Command::Man(args) => manual::man(args, Cli::command())?,
     }

@@ -2,4 +2,4 @@
 
 pub mod facts; // this host's files, VMs, Kata's configuration
 pub mod recorder;
-pub mod rules; // rules over facts; findings out // the host's share of a boot, by the kernel's tracing
+pub mod rules; // rules over facts; findings out

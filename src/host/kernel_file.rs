@@ -38,7 +38,8 @@ pub fn arch(path: &Path) -> Result<Arch> {
         .with_context(|| format!("read kernel {}", path.display()))?;
     Arch::of_head(&head).with_context(|| {
         format!(
-            "kernel {}: neither a bzImage or vmlinux of x86-64 nor an Image, Image.gz or vmlinux of arm64: give the file of a kernel",
+            "kernel {}: neither a bzImage or vmlinux of x86-64 nor an Image, Image.gz \
+                 or vmlinux of arm64: give the file of a kernel",
             path.display()
         )
     })

@@ -7,4 +7,4 @@ pub mod qemu; // CID of each VM, by QEMU's command line
 pub mod qemu_machine; // words of QEMU's command line for an architecture
 pub mod sleep;
 pub mod tail; // following the console log
-pub mod vm; // QEMU and vhost-device-vsock, for the demo and the tests // sleeping until a deadline that may not be
+pub mod vm; // QEMU and vhost-device-vsock, for the demo and the tests

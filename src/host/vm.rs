@@ -185,13 +185,15 @@ fn check_socket_path(uds: &Path) -> Result<()> {
     let limit = UNIX_PATH_MAX - 1 - PORT_SUFFIX;
     if length > limit {
         bail!(
-            "vm: {} has {length} bytes, a vsock socket path may have {limit}: use a work directory with a shorter path",
+            "vm: {} has {length} bytes, a vsock socket path may have {limit}: use a \
+                 work directory with a shorter path",
             uds.display()
         );
     }
     if uds.to_str().is_none_or(|text| text.contains(',')) {
         bail!(
-            "vm: {} has a comma in it or is not UTF-8, which QEMU options cannot carry: use another work directory",
+            "vm: {} has a comma in it or is not UTF-8, which QEMU options cannot carry: \
+                 use another work directory",
             uds.display()
         );
     }

@@ -727,7 +727,7 @@ rows! {
 }
 
 rows! {
-    /// Names that `kata-gpu-boot trace` gives to what it records on the host.
+    /// Names that `kata-gpu-boot doctor --record` gives to what it records on the host.
     traced,
     /// Everything that the host's trace of a boot has: spans are steps, events are counts over the
     /// whole recording.

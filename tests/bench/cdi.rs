@@ -14,9 +14,8 @@ use super::{keep, machine};
 use crate::project;
 use anyhow::{Context, Result, ensure};
 use container::{Container, files_below};
-use kata_gpu_cdi_check::judge::Court;
+use kata_gpu_cdi_check::agents::{Agent, Copies};
 use kata_gpu_cdi_check::spec_files;
-use kata_gpu_cdi_check::spec_rules::Agent;
 use kata_gpu_init::cdi::devices::Places;
 use kata_gpu_init::cdi::hooks::NAME;
 use kata_gpu_init::cdi::schema::Hook;
@@ -351,10 +350,9 @@ fn specs(bench: &mut Bench, scratch: &Path, of_17: &[u8]) -> Result<(usize, usiz
         (Agent::Kata4, "Kata 4's crate"),
     ] {
         for (path, whose) in [(&ours, "ours"), (&theirs, "the incumbent's")] {
-            let texts = spec_files::read(path)?.files;
-            let court = Court::new(&texts.iter().collect::<Vec<_>>())?;
+            let copies = Copies::new(&spec_files::read(path)?)?;
             bench.warm(&format!("{kata} reads {whose}, 17 devices"), None, || {
-                court.load(agent, 0).map_err(anyhow::Error::msg)
+                copies.load(agent).map_err(anyhow::Error::msg)
             })?;
         }
     }

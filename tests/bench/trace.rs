@@ -1,6 +1,7 @@
 //! `bench trace [RUNS] [HOST..] [--overhead]`: one guest with a passed-through function on the
-//! emulated host, recorded by `kata-gpu-boot trace`: pages of its memory, kernels of the host, VFIO
-//! against IOMMUFD. With `--overhead` the same boot without and with a recorder, in turn.
+//! emulated host, recorded by `kata-gpu-boot doctor --record`: pages of its memory, kernels of the
+//! host, VFIO against IOMMUFD. With `--overhead` the same boot without and with a recorder, in
+//! turn.
 
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};

@@ -30,7 +30,8 @@ macro_rules! command_line {
     };
     ($object:literal, $device:literal, $append:literal) => {
         concat!(
-            "/opt/kata/bin/qemu-system-x86_64\0-name\0sandbox-a\0-machine\0q35\0-m\016384M\0-smp\04\0-object\0memory-backend-",
+            "/opt/kata/bin/qemu-system-x86_64\0-name\0sandbox-a\0-machine\0q35\0-m\0",
+            "16384M\0-smp\04\0-object\0memory-backend-",
             $object,
             "\0-device\0vfio-pci,host=0000:41:00.0",
             $device,
@@ -45,7 +46,8 @@ macro_rules! command_line {
 macro_rules! kata {
     ($keys:literal, $more:literal) => {
         concat!(
-            "[hypervisor.qemu]\npath = \"/opt/kata/bin/qemu-system-x86_64\"\nimage = \"/opt/kata/gpu.image\"\ndefault_memory = 16384\n",
+            "[hypervisor.qemu]\npath = \"/opt/kata/bin/qemu-system-x86_64\"\n\
+                 image = \"/opt/kata/gpu.image\"\ndefault_memory = 16384\n",
             $keys,
             "[agent.kata]\ndial_timeout = 60\n",
             $more
@@ -64,7 +66,8 @@ const WELL: Tree = &[
     ),
     (
         "/proc/pagetypeinfo",
-        "Page block order: 9\n\nNumber of blocks type     Unmovable      Movable  Reclaimable\nNode 0, zone   Normal    10   990    5\n",
+        "Page block order: 9\n\nNumber of blocks type     Unmovable      Movable  \
+             Reclaimable\nNode 0, zone   Normal    10   990    5\n",
     ),
     (
         "/proc/interrupts",
@@ -162,9 +165,12 @@ const GPU: Tree = &[
     ("numa_node", "0\n"),
     (
         "resource",
-        "0x00000000c0000000 0x00000000c0ffffff 0x0000000000140204\n0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
-         0x0000380000000000 0x0000381fffffffff 0x000000000014220c\n0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
-         0x0000382000000000 0x0000382001ffffff 0x000000000014220c\n0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+        "0x00000000c0000000 0x00000000c0ffffff 0x0000000000140204\n\
+         0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+         0x0000380000000000 0x0000381fffffffff 0x000000000014220c\n\
+         0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+         0x0000382000000000 0x0000382001ffffff 0x000000000014220c\n\
+         0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
          0x0000000000000000 0x0000000000000000 0x0000000000000000\n",
     ),
     ("resource2_resize", "000000000003ffc0\n"),
@@ -415,7 +421,8 @@ const CASES: &[Case] = &[
         "unmovable",
         &[&[(
             "/proc/pagetypeinfo",
-            "Number of blocks type  Unmovable Movable Reclaimable\nNode 0, zone   Normal    300   600    5\n",
+            "Number of blocks type  Unmovable Movable Reclaimable\n\
+                 Node 0, zone   Normal    300   600    5\n",
         )]],
         &["/proc/pagetypeinfo"],
     ),
@@ -698,7 +705,8 @@ const HIDDEN: &[(Tree, &[&str], &[&str], &str)] = &[
 const COSTLY: Tree = &[
     (
         "/proc/pagetypeinfo",
-        "Number of blocks type  Unmovable Movable Reclaimable\nNode 0, zone   Normal    300   600    5\n",
+        "Number of blocks type  Unmovable Movable Reclaimable\n\
+             Node 0, zone   Normal    300   600    5\n",
     ),
     (
         "/proc/41/smaps_rollup",
@@ -987,7 +995,11 @@ fn hostile_files_are_bounded_and_drive_no_terminal() {
         "proc/41/task/42/status",
         b"Cpus_allowed_list:\t0-4294967295,7-3\n",
     );
-    put("proc/41/numa_maps", b"7f00 N0=18446744073709551615 N1=18446744073709551615 N-1=x kernelpagesize_kB=18446744073709551615\n");
+    put(
+        "proc/41/numa_maps",
+        b"7f00 N0=18446744073709551615 N1=18446744073709551615 N-1=x \
+         kernelpagesize_kB=18446744073709551615\n",
+    );
     put(
         "sys/bus/pci/devices/0000:41:00.0/resource",
         b"0x0 0xffffffffffffffff 0x0\n0xffffffffffffffff 0x0 0x0\nx\n",
@@ -1002,7 +1014,11 @@ fn hostile_files_are_bounded_and_drive_no_terminal() {
         ]
         .concat(),
     );
-    put(KATA.trim_start_matches('/'), b"[hypervisor.qemu]\nfirmware = \"\\u001b[2J\\u202e\"\ndefault_memory = 9223372036854775807\n");
+    put(
+        KATA.trim_start_matches('/'),
+        b"[hypervisor.qemu]\nfirmware = \"\\u001b[2J\\u202e\"\n\
+         default_memory = 9223372036854775807\n",
+    );
     let findings = diagnose(&facts(&dir));
     let unknown = ids(&findings, Verdict::Unknown);
     for rule in [
@@ -1073,10 +1089,11 @@ fn the_pages_of_a_slow_host_and_of_a_good_one_are_golden() {
     }
     let dir = boots.0.to_str().unwrap();
     for (name, words, status) in [
-        ("slow.txt", &["--dir", dir][..], 0),
-        ("slow-verbose.txt", &["--dir", dir, "-v"], 0),
-        ("slow.json", &["--dir", dir, "--json"], 0),
+        ("slow.txt", &["--dir", dir][..], 1),
+        ("slow-verbose.txt", &["--dir", dir, "-v"], 1),
+        ("slow.json", &["--dir", dir, "--json"], 1),
         ("slow-without-boots.txt", &["--at-most", "5"], 1),
+        ("slow-without-boots.txt", &["--at-most", "500"], 0),
     ] {
         let output = doctor(&slow, words);
         assert_eq!(output.status.code(), Some(status), "{output:?}");
@@ -1087,7 +1104,7 @@ fn the_pages_of_a_slow_host_and_of_a_good_one_are_golden() {
                 .replace(dir, "boots"),
         );
     }
-    let well = doctor(&host("golden-well", &[], &[]), &["--at-most", "0"]);
+    let well = doctor(&host("golden-well", &[], &[]), &[]);
     assert_eq!(well.status.code(), Some(0), "{well:?}");
     golden("doctor/well.txt", &String::from_utf8(well.stdout).unwrap());
     // A directory without a boot is no host without trouble.
@@ -1113,7 +1130,7 @@ fn doctor_writes_nothing_and_needs_no_root() {
     };
     let before = state();
     assert!(before.len() > 60, "{}", before.len());
-    assert_eq!(doctor(&dir, &[]).status.code(), Some(0));
+    assert_eq!(doctor(&dir, &[]).status.code(), Some(1), "found something");
     assert_eq!(state(), before);
 }
 

@@ -5,9 +5,10 @@ use super::container_roots::{has_the_guests_libcuda, said};
 use super::emulated_host::guests::event;
 use super::harness::{BOOTS, Guest, KataHost, Outcome, Setup, Shim, TestContext, VmTest, agent};
 use super::{disk_root, extensions, inside};
-use anyhow::{Context, Result, ensure};
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
+use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_cdi_check::agents::Agent;
+use kata_gpu_cdi_check::check as cdi_check;
+use kata_gpu_cdi_check::spec_files::SpecFile;
 use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::names;
 use std::collections::BTreeSet;
@@ -536,18 +537,18 @@ fn inside(kata: &mut KataHost) -> Result<Outcome> {
     kata.host.run(&format!("chmod +x {INSIDE}"))?;
     kata.pod("train-0", "")?;
     let spec = kata.shown("nvidia.yaml", |text| !text.contains("/pending/"))?;
-    kata.host.run(&format!(
-        "echo {} | base64 -d > /run/nvidia.yaml",
-        STANDARD.encode(&spec)
-    ))?;
+    let spec = SpecFile {
+        name: "nvidia.yaml".into(),
+        text: spec.into(),
+    };
     let mut predicted = Vec::new();
     for devices in ["0", "1", "all"] {
-        let (status, json) =
-            kata.cdi_check(&format!("/run/nvidia.yaml {devices} --kata 4 --json"))?;
-        let json: serde_json::Value = serde_json::from_str(&json).with_context(|| json.clone())?;
-        let gets = json["containers"][0]["outcomes"][0]["gets"].clone();
-        ensure!(status == 0 && gets.is_object(), "{status}: {json}");
-        predicted.push((devices, gets));
+        let report = cdi_check::check(std::slice::from_ref(&spec), &[devices.to_string()])?;
+        let kata4 = report.asked.first().and_then(|a| a.outcomes.last());
+        let Some((Agent::Kata4, cdi_check::Outcome::Gets(gets))) = kata4 else {
+            bail!("{devices}: {report:?}")
+        };
+        predicted.push((devices, serde_json::to_value(gets)?));
     }
     // All that any of them may open, and what none may: /dev/mem.
     let devices: BTreeSet<String> = predicted

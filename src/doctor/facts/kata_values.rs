@@ -14,9 +14,15 @@ use toml::{Table, Value};
 
 /// Places of Kata's configurations for GPUs, the most special first.
 const PLACES: &[&str] = &[
-    "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu/configuration-qemu-nvidia-gpu.toml",
+    concat!(
+        "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu/",
+        "configuration-qemu-nvidia-gpu.toml"
+    ),
     "/opt/kata/share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml",
-    "/opt/kata/share/defaults/kata-containers/runtime-rs/configuration-qemu-nvidia-gpu-runtime-rs.toml",
+    concat!(
+        "/opt/kata/share/defaults/kata-containers/runtime-rs/",
+        "configuration-qemu-nvidia-gpu-runtime-rs.toml"
+    ),
     "/etc/kata-containers/configuration.toml",
     "/usr/share/defaults/kata-containers/configuration.toml",
 ];

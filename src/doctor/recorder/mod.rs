@@ -1,4 +1,4 @@
-//! `kata-gpu-boot trace`: the host's share of one boot by the kernel's own tracing.
+//! `kata-gpu-boot doctor --record`: the host's share of one boot by the kernel's own tracing.
 //!
 //! Invariant: nothing of it is left on, whatever ends it, and another user's tracing is untouched
 //! ([`session`]).

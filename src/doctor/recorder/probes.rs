@@ -149,7 +149,10 @@ pub const FAULTS: &[Probe] = &[
 
 /// Program starts that matter.
 pub const EXEC: &str = "sched/sched_process_exec";
-pub const EXEC_FILTER: &str = r#"filename ~ "*qemu*" || filename ~ "*cloud-hypervisor*" || filename ~ "*firecracker*" || filename ~ "*shim-kata*""#;
+pub const EXEC_FILTER: &str = concat!(
+    r#"filename ~ "*qemu*" || filename ~ "*cloud-hypervisor*" || "#,
+    r#"filename ~ "*firecracker*" || filename ~ "*shim-kata*""#
+);
 
 /// A count that the kernel keeps by itself, a number for each thread and kind.
 pub struct Count {

@@ -6,8 +6,9 @@ use super::probes::{ECAM, EXITS, PAGE_FAULTS, PORTS};
 use super::recorded::Recorded;
 use super::session::{Session, remove_leftovers, tracefs};
 use super::trace_line::{HistRow, Line, MAX_LINE, parse};
-use super::traced_steps::{Bars, Fold, bars};
+use super::traced_steps::{Bars, Fold};
 use super::vmm_process::{Vmm, resource, vfio_devices};
+use crate::rules::host_facts::bars;
 use anyhow::{Context, Result, bail};
 use kata_gpu_report::data::framing::{Lines, Piece};
 use kata_gpu_report::data::text::printable;
@@ -57,34 +58,27 @@ pub struct Wanted {
     pub limit: Duration,
 }
 
-/// CLOCK_REALTIME minus CLOCK_BOOTTIME, with half the time that reading both took.
-fn clock_offset() -> Result<(i64, u64)> {
-    let read = |id| -> Result<i64> {
-        let time = clock_gettime(id).context("clock_gettime")?;
-        Ok(time
-            .tv_sec()
-            .saturating_mul(1_000_000_000)
-            .saturating_add(time.tv_nsec()))
-    };
-    let before = read(ClockId::CLOCK_BOOTTIME)?;
-    let real = read(ClockId::CLOCK_REALTIME)?;
-    let after = read(ClockId::CLOCK_BOOTTIME)?;
-    let half = after.saturating_sub(before) / 2;
-    Ok((real - before.saturating_add(half), half.unsigned_abs() + 1))
+fn clock_ns(clock: ClockId) -> Result<i64> {
+    let time = clock_gettime(clock).context("clock_gettime")?;
+    Ok(time.tv_sec() * 1_000_000_000 + time.tv_nsec())
 }
 
 fn boottime_ns() -> Result<i64> {
-    let time = clock_gettime(ClockId::CLOCK_BOOTTIME).context("clock_gettime")?;
-    Ok(time
-        .tv_sec()
-        .saturating_mul(1_000_000_000)
-        .saturating_add(time.tv_nsec()))
+    clock_ns(ClockId::CLOCK_BOOTTIME)
+}
+
+/// CLOCK_REALTIME minus CLOCK_BOOTTIME, with half the time that reading both took.
+fn clock_offset() -> Result<(i64, u64)> {
+    let before = boottime_ns()?;
+    let real = clock_ns(ClockId::CLOCK_REALTIME)?;
+    let half = boottime_ns()?.saturating_sub(before) / 2;
+    Ok((real - before.saturating_add(half), half.unsigned_abs() + 1))
 }
 
 /// Records one boot. `log` gets lines about the progress.
 pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
     if !nix::unistd::geteuid().is_root() {
-        bail!("the kernel's tracing is root's: run kata-gpu-boot trace as root");
+        bail!("the kernel's tracing is root's: run kata-gpu-boot doctor --record as root");
     }
     let pids = std::fs::read_link("/proc/self/ns/pid").context("read /proc/self/ns/pid")?;
     if pids != Path::new(FIRST_PIDS) {
@@ -285,7 +279,8 @@ impl<'a> Recorder<'a> {
                     self.follow(vmm, Some(event.at_ns), log)?;
                 } else {
                     log(&format!(
-                        "left out the VM of process {}: not Kata's, without functions of VFIO; --pid takes it",
+                        "left out the VM of process {}: not Kata's, without functions \
+                             of VFIO; --pid takes it",
                         vmm.pid
                     ));
                 }
@@ -376,18 +371,8 @@ impl<'a> Recorder<'a> {
         drop(self.pipe);
         drop(self.session);
 
-        let mut known: HashMap<_, Bars> = HashMap::new();
         self.fold
-            .steps
-            .iter()
-            .filter_map(|step| step.traced.function)
-            .for_each(|function| {
-                known
-                    .entry(function)
-                    .or_insert_with(|| bars(&resource(Path::new("/sys"), function)));
-            });
-        self.fold
-            .number_bars(|function| known.get(&function).cloned().unwrap_or_default());
+            .number_bars(|function| sizes(&resource(Path::new("/sys"), function)));
         let mut traced: Vec<(i64, Traced)> = Vec::new();
         let pid = self.vmm.as_ref().map(|vmm| vmm.pid);
         if let (Some(exec_ns), Some((shim, started_ns))) = (self.exec_ns, self.shim) {
@@ -537,6 +522,12 @@ impl<'a> Recorder<'a> {
             .map(|(name, calls, kinds)| count(name, calls, kinds))
             .collect()
     }
+}
+
+/// Sizes of the BARs in a function's `resource`.
+pub fn sizes(resource: &str) -> Bars {
+    let bars = bars(resource).into_iter();
+    bars.map(|(number, _, bytes)| (number, bytes)).collect()
 }
 
 fn step(name: &str, from_ns: i64, to_ns: i64, pid: Option<u32>) -> Traced {

@@ -139,7 +139,11 @@ impl Session {
             self.count(name, event, trigger, without);
         }
         if self.answers().is_err() {
-            self.missing.push("this kernel has no histograms with variables: not known is how long the VMM took for exits".into());
+            self.missing.push(
+                "this kernel has no histograms with variables: not known is how long the \
+                 VMM took for exits"
+                    .into(),
+            );
         }
         Ok(())
     }
@@ -199,7 +203,8 @@ impl Session {
         let exit = "hist:keys=common_pid:at=common_timestamp.usecs,why=reason:size=4096";
         self.set(&format!("events/{}/trigger", EXITS.event), exit)?;
         let entry = format!(
-            "hist:keys=common_pid:took=common_timestamp.usecs-$at,r=$why,t=common_pid:onmatch(kvm.kvm_userspace_exit).{event}($r,$took,$t):size=4096"
+            "hist:keys=common_pid:took=common_timestamp.usecs-$at,r=$why,t=common_pid:\
+             onmatch(kvm.kvm_userspace_exit).{event}($r,$took,$t):size=4096"
         );
         self.set("events/kvm/kvm_entry/trigger", &entry)?;
         self.set(
@@ -393,7 +398,8 @@ pub fn tracefs() -> Result<PathBuf> {
         }
     }
     bail!(
-        "no tracefs at /sys/kernel/tracing: mount -t tracefs tracefs /sys/kernel/tracing (a container needs it from the host)"
+        "no tracefs at /sys/kernel/tracing: mount -t tracefs tracefs \
+             /sys/kernel/tracing (a container needs it from the host)"
     )
 }
 
@@ -431,7 +437,9 @@ mod tests {
             "mine",
         ];
         let probes = format!(
-            "{OTHERS}p:kata_gpu_boot_41/map_in f a=$arg1\nr64:kata_gpu_boot_41/map_out f\np:kata_gpu_boot_42/pin g\nr64:kata_gpu_boot_43/pin g\n"
+            "{OTHERS}p:kata_gpu_boot_41/map_in f a=$arg1\n\
+                 r64:kata_gpu_boot_41/map_out f\np:kata_gpu_boot_42/pin g\n\
+                 r64:kata_gpu_boot_43/pin g\n"
         );
         let root = tracefs(
             &instances,

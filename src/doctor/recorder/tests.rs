@@ -4,8 +4,9 @@
 
 use super::probes::{FAULTS, PROBES, RUN};
 use super::recorded::Recorded;
+use super::recording::sizes;
 use super::trace_line::{Event, Line, parse};
-use super::traced_steps::{Fold, MAX_STEPS, bars};
+use super::traced_steps::{Fold, MAX_STEPS};
 use super::{boot_of_vm, report};
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::data::text::Screen;
@@ -32,12 +33,12 @@ fn folded(text: &[u8]) -> (Fold, usize) {
             Line::Lost(_) | Line::Comment => {}
         }
     }
-    fold.number_bars(|_| bars(RESOURCE));
+    fold.number_bars(|_| sizes(RESOURCE));
     (fold, unreadable)
 }
 
 fn recorded(fold: Fold) -> Recorded {
-    let placed = |step: super::traced_steps::Step| Traced {
+    let placed = |step: super::traced_steps::TimedCall| Traced {
         began_realtime_ns: step.at_ns,
         ..step.traced
     };
@@ -111,7 +112,8 @@ fn the_file_of_a_trace_is_read_back_as_it_was() {
     );
     assert!(file.traced().eq(&recorded.traced));
     // A guest's line, and one of the collector's, are nothing that the recorder writes.
-    let others = "{\"schema\":1,\"seq\":1,\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"settled\"}\n\
+    let others = "{\"schema\":1,\"seq\":1,\"boottime_ns\":1,\"kind\":\"event\",\
+                  \"name\":\"settled\"}\n\
         {\"schema\":1,\"kind\":\"host\",\"realtime_ns\":1,\"event\":\"capped\",\"why\":\"x\"}\n";
     file.read_trace(others.as_bytes()).unwrap();
     assert_eq!((file.damaged, file.records.len()), (2, 0));
@@ -232,7 +234,7 @@ fn a_reset_of_a_bus_is_that_of_its_function() {
     ] {
         fold.take(&event(at_ns, name, args));
     }
-    let of = |step: &super::traced_steps::Step| {
+    let of = |step: &super::traced_steps::TimedCall| {
         (
             step.traced.name.clone(),
             step.traced.function,

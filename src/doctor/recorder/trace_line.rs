@@ -190,7 +190,8 @@ mod tests {
                 );
             }
         }
-        let tgid = b" qemu-system-x86-216     (    216) [000] .....    29.765004: open_out: (a <- b) ret=0";
+        let tgid = b" qemu-system-x86-216     (    216) [000] .....    29.765004: open_out: (a <- \
+             b) ret=0";
         assert!(matches!(
             parse(tgid),
             Line::Event(Event {
@@ -199,7 +200,8 @@ mod tests {
                 ..
             })
         ));
-        let name = br#" qemu-system-x86-216     [000] .....    30.823726: open_in: (v+0x4/0x6d0 [vfio]) cmd=0x3b6a name="0000:81:00.0""#;
+        let name = b" qemu-system-x86-216     [000] .....    30.823726: open_in: \
+              (v+0x4/0x6d0 [vfio]) cmd=0x3b6a name=\"0000:81:00.0\"";
         let Line::Event(event) = parse(name) else {
             panic!()
         };
@@ -233,8 +235,10 @@ mod tests {
 
     #[test]
     fn a_histogram_has_a_row_for_each_thread_and_kind() {
-        let text = "# event histogram\n#\n\n{ tid:        218, reason:          6 } hitcount:        529  us:    1398728\n\
-            { common_pid:        172 } hitcount:        385\n{ broken } x\n\nTotals:\n    Hits: 914\n    Dropped: 3\n";
+        let text = "# event histogram\n#\n\n\
+            { tid:        218, reason:          6 } hitcount:        529  us:    1398728\n\
+            { common_pid:        172 } hitcount:        385\n{ broken } x\n\n\
+            Totals:\n    Hits: 914\n    Dropped: 3\n";
         let (rows, dropped) = histogram(text);
         assert_eq!(
             rows,

@@ -17,9 +17,9 @@ pub const MAX_STEPS: usize = 2048;
 /// Limit of calls that are open, of devices and of mappings.
 const MAX_KNOWN: usize = 4096;
 
-/// A step on the trace's clock.
+/// A call of the VMM, as a step on the trace's clock.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Step {
+pub struct TimedCall {
     pub at_ns: i64,
     /// `began_realtime_ns` is not set yet.
     pub traced: Traced,
@@ -38,13 +38,13 @@ struct Mapping {
     pages: BTreeMap<u64, u64>,
 }
 
-/// Sizes of a function's BARs in bytes, by number.
-pub type Bars = BTreeMap<u8, u64>;
+/// Numbers of a function's BARs, and their sizes in bytes.
+pub type Bars = Vec<(u8, u64)>;
 
 /// State of a trace.
 #[derive(Debug, Default)]
 pub struct Fold {
-    pub steps: Vec<Step>,
+    pub steps: Vec<TimedCall>,
     /// Steps over the limit.
     pub left_out: u64,
     /// Times of the first run of a vCPU.
@@ -241,7 +241,7 @@ impl Fold {
             thread,
             ..traced
         };
-        self.steps.push(Step {
+        self.steps.push(TimedCall {
             at_ns,
             traced,
             failed,
@@ -251,39 +251,18 @@ impl Fold {
     /// Gives each mapped BAR its number, by its size: the smallest BAR that it fits into. VFIO maps
     /// a BAR with its table of interrupts in parts.
     pub fn number_bars(&mut self, bars: impl Fn(PciAddress) -> Bars) {
-        for step in self
-            .steps
-            .iter_mut()
-            .filter(|step| step.traced.name == names::VMM_MAP_BAR)
-        {
-            let Some((function, bytes)) = step.traced.function.zip(step.traced.bytes) else {
+        let mut known: HashMap<PciAddress, Bars> = HashMap::new();
+        for TimedCall { traced, .. } in &mut self.steps {
+            let (Some(function), Some(bytes)) = (traced.function, traced.bytes) else {
                 continue;
             };
-            let fits = bars(function)
-                .into_iter()
-                .filter(|(_, size)| *size >= bytes);
-            step.traced.bar = fits.min_by_key(|(_, size)| *size).map(|(bar, _)| bar);
-            step.traced.detail = step
-                .traced
-                .bar
-                .map(|bar| format!("BAR {bar}"))
-                .unwrap_or_default();
+            if traced.name != names::VMM_MAP_BAR {
+                continue;
+            }
+            let bars = known.entry(function).or_insert_with(|| bars(function));
+            let fits = bars.iter().filter(|(_, size)| *size >= bytes);
+            traced.bar = fits.min_by_key(|(_, size)| *size).map(|(bar, _)| *bar);
+            traced.detail = traced.bar.map_or(String::new(), |bar| format!("BAR {bar}"));
         }
     }
-}
-
-/// BARs of a function by its `resource` file: a line each of first address, last address, flags.
-pub fn bars(resource: &str) -> Bars {
-    let mut bars = Bars::new();
-    for (number, line) in (0u8..6).zip(resource.lines()) {
-        let mut words = line
-            .split(' ')
-            .map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
-        if let (Some(Some(first)), Some(Some(last))) = (words.next(), words.next())
-            && last > first
-        {
-            bars.insert(number, (last - first).saturating_add(1));
-        }
-    }
-    bars
 }

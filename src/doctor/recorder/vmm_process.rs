@@ -47,44 +47,44 @@ fn read(path: &Path) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
+/// Words of a process's command line.
+fn words(proc: &Path, pid: u32) -> Option<Vec<u8>> {
+    read(&proc.join(pid.to_string()).join("cmdline"))
+}
+
 /// Whether these words are those of a VMM.
 fn is_vmm(words: &[u8]) -> bool {
-    let program = words.split(|b| *b == 0).next().unwrap_or_default();
-    let program =
-        String::from_utf8_lossy(program.rsplit(|b| *b == b'/').next().unwrap_or_default())
-            .into_owned();
-    VMMS.iter().any(|name| program.starts_with(name))
+    let path = words.split(|b| *b == 0).next().unwrap_or_default();
+    let program = path.rsplit(|b| *b == b'/').next().unwrap_or_default();
+    VMMS.iter().any(|name| program.starts_with(name.as_bytes()))
 }
 
 impl Vmm {
     /// The VMM with this process id; None where there is none, or it is no VMM.
     pub fn at(proc: &Path, pid: u32) -> Option<Self> {
-        let words = read(&proc.join(pid.to_string()).join("cmdline"))?;
-        is_vmm(&words).then(|| Self {
+        Self::any(proc, pid).filter(|process| is_vmm(&process.words))
+    }
+
+    fn any(proc: &Path, pid: u32) -> Option<Self> {
+        Some(Self {
             pid,
-            words,
+            words: words(proc, pid)?,
             proc: proc.to_path_buf(),
         })
     }
 
     /// The process with this id, whatever its program is called.
     pub fn of_pid(proc: &Path, pid: u32) -> Result<Self> {
-        let words = read(&proc.join(pid.to_string()).join("cmdline"))
+        let process = Self::any(proc, pid)
             .with_context(|| format!("--pid {pid}: there is no such process"))?;
-        if words.is_empty() {
-            bail!(
-                "--pid {pid}: it has no program: a thread of the kernel, or a process that has ended"
-            );
+        if process.words.is_empty() {
+            bail!("--pid {pid}: it has no program: a thread of the kernel, or it has ended");
         }
-        Ok(Self {
-            pid,
-            words,
-            proc: proc.to_path_buf(),
-        })
+        Ok(process)
     }
 
-    /// Whether this is a VM that `--next` waits for: Kata's, or one with functions of VFIO. Kata's
-    /// have the sandbox's name, or its directory.
+    /// Whether a recording takes this VM as the next one: Kata's, or one with functions of VFIO.
+    /// Command lines of Kata's have the sandbox's name, or its directory.
     pub fn is_guest_of_gpus(&self) -> bool {
         ["vfio", "sandbox-", "/run/vc/", "/run/kata"]
             .iter()
@@ -107,11 +107,13 @@ impl Vmm {
         match (found.pop(), found.len()) {
             (Some(vmm), 0) => Ok(vmm),
             (Some(vmm), _) => bail!(
-                "--vm {sandbox}: {} and others have it on their command line: give more of it, or --pid",
+                "--vm {sandbox}: {} and others have it on their command line: give more \
+                     of it, or --pid",
                 vmm.pid
             ),
             (None, _) => bail!(
-                "--vm {sandbox}: no VMM has it on its command line: `crictl pods` has ids; --next waits for a VM to start"
+                "--vm {sandbox}: no VMM has it on its command line: `crictl pods` has \
+                     ids; without --vm the next VM is recorded"
             ),
         }
     }
@@ -122,14 +124,11 @@ impl Vmm {
 
     /// Whether a thread is of the VMM, or of a copy of it that has become a daemon.
     pub fn has(&self, tid: u32) -> bool {
-        tid == self.pid
-            || read(&self.proc.join(tid.to_string()).join("cmdline"))
-                .is_some_and(|words| words == self.words)
+        tid == self.pid || words(&self.proc, tid).as_ref() == Some(&self.words)
     }
 
     pub fn lives(&self) -> bool {
-        read(&self.proc.join(self.pid.to_string()).join("cmdline"))
-            .is_some_and(|words| words == self.words)
+        words(&self.proc, self.pid).as_ref() == Some(&self.words)
     }
 
     pub fn threads(&self) -> Vec<u32> {
@@ -269,7 +268,8 @@ mod tests {
         process(
             &proc,
             8,
-            "/opt/kata/bin/qemu-system-x86_64 -name sandbox-0a1b2c3d -device vhost-vsock-pci,guest-cid=33",
+            "/opt/kata/bin/qemu-system-x86_64 -name sandbox-0a1b2c3d -device \
+                 vhost-vsock-pci,guest-cid=33",
             &stat("q) S 9 (", 7, 4300),
         );
         process(
@@ -299,7 +299,7 @@ mod tests {
             Vmm::of_sandbox(proc.path(), "ffff")
                 .unwrap_err()
                 .to_string()
-                .contains("--next")
+                .contains("the next VM")
         );
         assert!(
             Vmm::of_sandbox(proc.path(), "0a")

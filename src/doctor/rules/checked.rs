@@ -18,6 +18,11 @@ impl Gap {
     }
 }
 
+/// No answer, and why.
+pub fn unknown<T>(why: impl Into<String>) -> Result<T, Gap> {
+    Err(Gap::Unknown(why.into()))
+}
+
 /// A path, or another name of a source, and the value that was found there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Evidence {

@@ -1,6 +1,6 @@
 //! Rules about the GPUs of a host: BARs, power, link, reset, and which is slower than the others.
 
-use super::checked::{Checked, Gap, evidence};
+use super::checked::{Checked, Gap, evidence, unknown};
 use super::host_facts::{Gpu, HostFacts};
 use super::kernel_rules::{fine, found, maps_small_pages};
 use kata_gpu_report::analysis::statistics::Summary;
@@ -20,7 +20,8 @@ const MIN_BOOTS: usize = 5;
 fn asleep(gpu: &Gpu) -> Gap {
     let path = gpu.path("power_state");
     Gap::Unknown(format!(
-        "{path}: the GPU sleeps: its link and BAR sizes cannot be read; look again while a guest uses it"
+        "{path}: the GPU sleeps: its link and BAR sizes cannot be read; look again \
+             while a guest uses it"
     ))
 }
 
@@ -60,8 +61,12 @@ pub fn bar_alignment(facts: &HostFacts) -> Checked {
     if !is_bad {
         return gap.map_or_else(|| fine(seen), Err);
     }
-    found(seen, "Above 4G Decoding and a larger MMIO window in the firmware's setup: a BAR without an aligned address has no huge pages")
-        .checked()
+    found(
+        seen,
+        "Above 4G Decoding and a larger MMIO window in the firmware's setup: a BAR without \
+         an aligned address has no huge pages",
+    )
+    .checked()
 }
 
 pub fn bar_size(facts: &HostFacts) -> Checked {
@@ -99,7 +104,10 @@ pub fn bar_size(facts: &HostFacts) -> Checked {
             return Err(gap);
         }
         if !has_sizes {
-            return Err(Gap::Unknown("no resourceN_resize of a GPU: no BAR can be resized, or the kernel does not show it".into()));
+            return unknown(
+                "no resourceN_resize of a GPU: no BAR can be resized, or the kernel \
+                     does not show it",
+            );
         }
         seen.push(evidence(
             "page size of BARs",
@@ -111,7 +119,8 @@ pub fn bar_size(facts: &HostFacts) -> Checked {
         ));
         return fine(seen);
     }
-    let cure = "where no peer needs all of it: unbind, write a smaller size to resourceN_resize, bind to vfio-pci; a kernel with huge pfnmaps makes it needless";
+    let cure = "where no peer needs all of it: unbind, write a smaller size to resourceN_resize, \
+         bind to vfio-pci; a kernel with huge pfnmaps makes it needless";
     found(seen, cure).unsure().checked()
 }
 
@@ -155,7 +164,8 @@ pub fn link(facts: &HostFacts) -> Checked {
             format!("{speed} x{width} of {max_speed} x{max_width}"),
         ));
     }
-    let cure = "reseat GPU, riser or cable, and look for bifurcation in the firmware's setup: firmware and data load over this link";
+    let cure = "reseat GPU, riser or cable, and look for bifurcation in the firmware's setup: \
+         firmware and data load over this link";
     match (narrow, slow) {
         (false, false) => gap.map_or_else(|| fine(seen), Err),
         (true, _) => found(seen, cure).checked(),
@@ -178,7 +188,8 @@ pub fn reset_method(facts: &HostFacts) -> Checked {
         is_bad |= !methods.split_whitespace().any(|method| method == "flr");
         seen.push(evidence(path, methods));
     }
-    let cure = "echo flr > .../reset_method where the GPU has it: a reset of the bus waits for its link and for all functions behind it";
+    let cure = "echo flr > .../reset_method where the GPU has it: a reset of the bus waits for its \
+         link and for all functions behind it";
     found(seen, cure).unsure().when(is_bad)
 }
 
@@ -192,10 +203,10 @@ pub fn outlier(facts: &HostFacts) -> Checked {
         .filter_map(|(gpu, took)| Some((gpu.as_str(), Summary::of(took)?.median_ns)))
         .collect();
     if medians.len() < 3 {
-        return Err(Gap::Unknown(format!(
+        return unknown(format!(
             "enablings of 3 GPUs in {MIN_BOOTS} boots each: only {} GPU(s) have as many in --dir",
             medians.len()
-        )));
+        ));
     }
     let all = Summary::of(&medians.iter().map(|(_, ns)| *ns).collect::<Vec<_>>())
         .map_or(0, |s| s.median_ns) as f64

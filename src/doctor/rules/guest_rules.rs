@@ -1,6 +1,6 @@
 //! Rules about guests, by what their own streams show in the boots of this host.
 
-use super::checked::{Checked, Gap, evidence};
+use super::checked::{Checked, Gap, evidence, unknown};
 use super::host_facts::{HostFacts, MajorMinor};
 use super::kernel_rules::{fine, found};
 use super::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, UNPACKED};
@@ -23,9 +23,7 @@ const ACCEPT_SECONDS_PER_BYTE: f64 = 240.0 / (800u64 << 30) as f64;
 fn values<'a>(facts: &'a HostFacts, fact: &str) -> Result<Vec<(&'a str, usize)>, Gap> {
     let values = facts.boots.some()?.values(fact);
     if values.is_empty() {
-        Err(Gap::Unknown(format!(
-            "no boot here has a record about it ({fact})"
-        )))
+        unknown(format!("no boot here has a record about it ({fact})"))
     } else {
         Ok(values)
     }
@@ -55,9 +53,7 @@ pub fn kernel(facts: &HostFacts) -> Checked {
 pub fn pci(facts: &HostFacts) -> Checked {
     facts.boots.some()?;
     let Some(seconds) = facts.boots.median(derived::KERNEL_PCI) else {
-        return Err(Gap::Unknown(
-            "no boot here has the kernel's lines of PCI enumeration".into(),
-        ));
+        return unknown("no boot here has the kernel's lines of PCI enumeration");
     };
     let seen = vec![evidence(
         derived::KERNEL_PCI,
@@ -66,9 +62,13 @@ pub fn pci(facts: &HostFacts) -> Checked {
             seconds / ACCESS_SECONDS
         ),
     )];
-    found(seen, "fewer root ports and buses (pcie_root_port), and a guest kernel that reaches configuration space by MMIO (q35)")
-        .unsure()
-        .when(seconds >= LONG_PCI_SECONDS)
+    found(
+        seen,
+        "fewer root ports and buses (pcie_root_port), and a guest kernel that reaches \
+         configuration space by MMIO (q35)",
+    )
+    .unsure()
+    .when(seconds >= LONG_PCI_SECONDS)
 }
 
 pub fn modules(facts: &HostFacts) -> Checked {
@@ -76,7 +76,7 @@ pub fn modules(facts: &HostFacts) -> Checked {
     facts.boots.some()?;
     let unpacked = facts.boots.values(UNPACKED);
     if facts.boots.median(names::MODULE_LOAD).is_none() {
-        return Err(Gap::Unknown("no boot here has the load of a module".into()));
+        return unknown("no boot here has the load of a module");
     }
     if unpacked.is_empty() {
         return fine(vec![evidence(
@@ -93,10 +93,7 @@ pub fn modules(facts: &HostFacts) -> Checked {
 }
 
 pub fn firmware(_: &HostFacts) -> Checked {
-    Err(Gap::Unknown(
-        "no record of the stream has the load of the GPU's firmware: it lies inside gpu.init"
-            .into(),
-    ))
+    unknown("no record of the stream has the load of the GPU's firmware: it lies inside gpu.init")
 }
 
 pub fn acceptance(facts: &HostFacts) -> Checked {
@@ -133,21 +130,32 @@ pub fn clocksource(facts: &HostFacts) -> Checked {
         ]
         .contains(&name)
     };
-    found(seen, "kvm-clock or tsc: each look at the clock leaves the guest (cpu_features of the configuration, invtsc)")
-        .when(values.iter().any(|(name, _)| is_slow(name)))
+    found(
+        seen,
+        "kvm-clock or tsc: each look at the clock leaves the guest (cpu_features of the \
+         configuration, invtsc)",
+    )
+    .when(values.iter().any(|(name, _)| is_slow(name)))
 }
 
 pub fn gaps(facts: &HostFacts) -> Checked {
     let boots = facts.boots.some()?;
     let Some(gaps) = Summary::of(&boots.unexplained) else {
-        return Err(Gap::Unknown("no boot here has two milestones".into()));
+        return unknown("no boot here has two milestones");
     };
     let seconds = gaps.median_ns as f64 / 1e9;
     let seen = vec![evidence(
         "time that no step explains",
         format!("median {seconds:.3} s"),
     )];
-    found(seen, "kata-gpu-boot show BOOT --by gap names the gaps; the console's log beside the boot's file fills them")
-        .measured(seconds, format!("coverage, median of {} boot(s) here", boots.count))
-        .when(seconds >= LONG_GAP_SECONDS)
+    found(
+        seen,
+        "kata-gpu-boot show BOOT --by gap names the gaps; the console's log next to the \
+         boot's file fills them",
+    )
+    .measured(
+        seconds,
+        format!("coverage, median of {} boot(s) here", boots.count),
+    )
+    .when(seconds >= LONG_GAP_SECONDS)
 }

@@ -3,7 +3,7 @@
 //!
 //! A fact that could not be had is a [`Gap`], which `?` passes on: no rule can take it for a value.
 
-use super::checked::Gap;
+use super::checked::{Gap, unknown};
 use super::own_boots::OwnBoots;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::collections::BTreeMap;
@@ -37,8 +37,8 @@ impl Files {
         match self.0.get(path) {
             Some(Seen::Text(text)) => Ok(text),
             Some(Seen::Denied) => Err(Gap::NeedsRoot(path.to_string())),
-            Some(Seen::Odd(why)) => Err(Gap::Unknown(format!("{path}: {why}"))),
-            None => Err(Gap::Unknown(format!("{path}: not there"))),
+            Some(Seen::Odd(why)) => unknown(format!("{path}: {why}")),
+            None => unknown(format!("{path}: not there")),
         }
     }
 
@@ -188,7 +188,7 @@ impl Vm {
 pub struct Gpu {
     pub address: PciAddress,
     /// BARs of 64 KiB and more: number, start, bytes.
-    pub bars: Vec<(usize, u64, u64)>,
+    pub bars: Vec<(u8, u64, u64)>,
 }
 
 impl Gpu {
@@ -221,8 +221,8 @@ impl Gpu {
 }
 
 pub const DEVICES: &str = "/sys/bus/pci/devices";
-/// BARs of a PCI function; the seventh line is its ROM.
-const BARS: usize = 6;
+/// Smaller BARs do not count for the time of a boot.
+const SMALLEST_BAR: u64 = 64 << 10;
 
 /// All facts.
 #[derive(Clone, Debug, Default)]
@@ -239,10 +239,8 @@ impl HostFacts {
     pub fn kata(&self) -> Result<&Kata, Gap> {
         match &self.kata {
             Some(Ok(kata)) => Ok(kata),
-            Some(Err(why)) => Err(Gap::Unknown(why.clone())),
-            None => Err(Gap::Unknown(
-                "no configuration of Kata was found: name it with --kata-config".to_string(),
-            )),
+            Some(Err(why)) => unknown(why.clone()),
+            None => unknown("no configuration of Kata was found: name it with --kata-config"),
         }
     }
 
@@ -261,7 +259,10 @@ impl HostFacts {
                 .unwrap_or_default();
             gpu.then_some(Gpu {
                 address: name.parse().ok()?,
-                bars: bars(resource),
+                bars: bars(resource)
+                    .into_iter()
+                    .filter(|(_, _, bytes)| *bytes >= SMALLEST_BAR)
+                    .collect(),
             })
         };
         files.entries(DEVICES).filter_map(gpu).collect()
@@ -271,7 +272,7 @@ impl HostFacts {
     pub fn some_gpus(&self) -> Result<Vec<Gpu>, Gap> {
         let gpus = self.gpus();
         if gpus.is_empty() {
-            Err(Gap::Unknown(format!("{DEVICES}: no GPU of NVIDIA's")))
+            unknown(format!("{DEVICES}: no GPU of NVIDIA's"))
         } else {
             Ok(gpus)
         }
@@ -279,9 +280,7 @@ impl HostFacts {
 
     pub fn some_vms(&self) -> Result<&[Vm], Gap> {
         if self.vms.is_empty() {
-            Err(Gap::Unknown(
-                "no VM with GPUs was seen: run it while one runs, as root".to_string(),
-            ))
+            unknown("no VM with GPUs was seen: run it while one runs, as root")
         } else {
             Ok(&self.vms)
         }
@@ -318,21 +317,17 @@ impl HostFacts {
     }
 }
 
-/// BARs of at least 64 KiB in a function's `resource`: lines of start, end and flags.
-fn bars(resource: &str) -> Vec<(usize, u64, u64)> {
+/// BARs in a function's `resource`, lines of start, end and flags: number, start and bytes.
+pub fn bars(resource: &str) -> Vec<(u8, u64, u64)> {
     let number = |word: &str| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok();
-    let bar = |(nth, line): (usize, &str)| {
+    let bar = |(nth, line): (u8, &str)| {
         let words: Vec<u64> = line.split_whitespace().filter_map(number).collect();
         let [start, end, _] = words[..] else {
             return None;
         };
         let bytes = end.checked_sub(start)?.checked_add(1)?;
-        (bytes >= 1 << 16).then_some((nth, start, bytes))
+        (end > start).then_some((nth, start, bytes))
     };
-    resource
-        .lines()
-        .take(BARS)
-        .enumerate()
-        .filter_map(bar)
-        .collect()
+    // The seventh line is the ROM.
+    (0u8..6).zip(resource.lines()).filter_map(bar).collect()
 }

@@ -1,6 +1,6 @@
 //! Rules about Kata's configuration: the guest's file, its console, plugging, deadlines.
 
-use super::checked::{Checked, Evidence, Gap, evidence};
+use super::checked::{Checked, Evidence, Gap, evidence, unknown};
 use super::host_facts::{HostFacts, Kata};
 use super::kernel_rules::{fine, found};
 use kata_gpu_report::analysis::statistics::Summary;
@@ -100,18 +100,22 @@ pub fn console(facts: &HostFacts) -> Checked {
 pub fn guest_initrd(facts: &HostFacts) -> Checked {
     let kata = facts.kata()?;
     let Some(guest) = &kata.guest else {
-        return Err(Gap::Unknown(format!(
+        return unknown(format!(
             "{}: neither image nor initrd could be looked at",
             kata.path
-        )));
+        ));
     };
     let compression = guest.compression.unwrap_or("not compressed");
     let seen = vec![evidence(
         &guest.path,
         format!("{} MiB, {compression}", guest.bytes >> 20),
     )];
-    found(seen, "image instead of initrd: the kernel unpacks the whole archive before the init runs; or a smaller archive")
-        .when(guest.is_initrd)
+    found(
+        seen,
+        "image instead of initrd: the kernel unpacks the whole archive before the init \
+         runs; or a smaller archive",
+    )
+    .when(guest.is_initrd)
 }
 
 pub fn firmware(facts: &HostFacts) -> Checked {
@@ -148,10 +152,14 @@ pub fn hot_plug(facts: &HostFacts) -> Checked {
         (Some(_), _) => fine(seen),
         (None, Some(_)) => found(
             seen,
-            "cold_plug_vfio = \"root-port\": GPUs are there when the init scans, and their BARs have room without a second assignment",
+            "cold_plug_vfio = \"root-port\": GPUs are there when the init scans, and \
+                 their BARs have room without a second assignment",
         )
         .checked(),
-        (None, None) => Err(Gap::Unknown(format!("{}: neither cold_plug_vfio nor hot_plug_vfio has a port", kata.path))),
+        (None, None) => unknown(format!(
+            "{}: neither cold_plug_vfio nor hot_plug_vfio has a port",
+            kata.path
+        )),
     }
 }
 
@@ -184,14 +192,12 @@ pub fn vcpus(facts: &HostFacts) -> Checked {
         .map(|(value, _)| value.as_str())
     {
         Some("1" | "1.0") => {
-            let cure = "default_vcpus = 2 or more: the enabling of a GPU occupies one, and agent and containers wait for it";
+            let cure = "default_vcpus = 2 or more: the enabling of a GPU occupies one, and agent \
+                 and containers wait for it";
             found(seen, cure).checked()
         }
         Some(_) => fine(seen),
-        None => Err(Gap::Unknown(format!(
-            "{}: default_vcpus is not set",
-            kata.path
-        ))),
+        None => unknown(format!("{}: default_vcpus is not set", kata.path)),
     }
 }
 
@@ -226,7 +232,10 @@ pub fn deadlines(facts: &HostFacts) -> Checked {
         ));
     }
     if seen.is_empty() {
-        return Err(Gap::Unknown("neither dial_timeout nor create_container_timeout is set, or no boot here shows the time".into()));
+        return unknown(
+            "neither dial_timeout nor create_container_timeout is set, or no boot here \
+                 shows the time",
+        );
     }
     found(
         seen,

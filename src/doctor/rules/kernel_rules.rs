@@ -1,6 +1,8 @@
 //! Rules about the host's kernel: VFIO, IOMMUFD, the IOMMU.
 
-use super::checked::{Answer, Basis, Checked, Cost, Evidence, Gap, Problem, Sure, evidence};
+use super::checked::{
+    Answer, Basis, Checked, Cost, Evidence, Gap, Problem, Sure, evidence, unknown,
+};
 use super::host_facts::{DEVICES, HostFacts, MajorMinor};
 
 pub const RELEASE: &str = "/proc/sys/kernel/osrelease";
@@ -153,10 +155,12 @@ pub fn huge_pfnmaps(facts: &HostFacts) -> Checked {
     ));
     let cure = match pfnmaps {
         Pfnmaps::HugeWithoutBatches => {
-            "a kernel from 6.15 on, or one whose distribution has \"vfio/type1: Use mapping page mask for pfnmaps\""
+            "a kernel from 6.15 on, or one whose distribution has \"vfio/type1: Use \
+                 mapping page mask for pfnmaps\""
         }
         _ => {
-            "a kernel from 6.15 on (huge pfnmaps came with 6.12), with QEMU 9.2 or later; until then a smaller BAR (resourceN_resize)"
+            "a kernel from 6.15 on (huge pfnmaps came with 6.12), with QEMU 9.2 or \
+                 later; until then a smaller BAR (resourceN_resize)"
         }
     };
     let mut problem = found(seen, cure);
@@ -197,16 +201,26 @@ pub fn dma_entries(facts: &HostFacts) -> Checked {
     let path = format!("{TYPE1}/dma_entry_limit");
     let limit = facts.files.number(&path)?;
     let seen = vec![evidence(&path, limit.to_string())];
-    found(seen, format!("echo {DMA_ENTRIES} > {path}: below its default, large or hot-plugged memory fails to map with ENOSPC"))
-        .when(limit < DMA_ENTRIES)
+    found(
+        seen,
+        format!(
+            "echo {DMA_ENTRIES} > {path}: below its default, large or hot-plugged memory fails \
+         to map with ENOSPC"
+        ),
+    )
+    .when(limit < DMA_ENTRIES)
 }
 
 pub fn type1_huge_pages(facts: &HostFacts) -> Checked {
     let path = format!("{TYPE1}/disable_hugepages");
     let value = facts.files.text(&path)?;
     let seen = vec![evidence(&path, value)];
-    found(seen, "echo N > it, and remove disable_hugepages=1 of vfio_iommu_type1 from modprobe.d and the kernel's command line")
-        .when(value == "Y")
+    found(
+        seen,
+        "echo N > it, and remove disable_hugepages=1 of vfio_iommu_type1 from modprobe.d \
+         and the kernel's command line",
+    )
+    .when(value == "Y")
 }
 
 pub fn iommu(facts: &HostFacts) -> Checked {
@@ -214,7 +228,12 @@ pub fn iommu(facts: &HostFacts) -> Checked {
     if !names.is_empty() {
         return fine(vec![evidence(IOMMUS, names.replace('\n', " "))]);
     }
-    found(vec![evidence(IOMMUS, "empty")], "switch VT-d or AMD-Vi on in the firmware's setup, with intel_iommu=on where the kernel does not by itself: no GPU can be passed through").checked()
+    found(
+        vec![evidence(IOMMUS, "empty")],
+        "switch VT-d or AMD-Vi on in the firmware's setup, with intel_iommu=on where the \
+         kernel does not by itself: no GPU can be passed through",
+    )
+    .checked()
 }
 
 pub fn iommu_mode(facts: &HostFacts) -> Checked {
@@ -228,7 +247,7 @@ pub fn iommu_mode(facts: &HostFacts) -> Checked {
     }
     let Some(first) = strict.first() else {
         if all == 0 {
-            return Err(Gap::Unknown(format!("{GROUPS}: no group")));
+            return unknown(format!("{GROUPS}: no group"));
         }
         return fine(vec![evidence(
             GROUPS,
@@ -263,7 +282,12 @@ pub fn interrupt_remapping(facts: &HostFacts) -> Checked {
         evidence(INTERRUPTS, "no chip with remapping (IR-)"),
         evidence(path, unsafe_ones),
     ];
-    found(seen, "switch interrupt remapping (x2APIC) on in the firmware's setup and remove intremap=off: each interrupt of a GPU leaves the guest without it").checked()
+    found(
+        seen,
+        "switch interrupt remapping (x2APIC) on in the firmware's setup and remove \
+         intremap=off: each interrupt of a GPU leaves the guest without it",
+    )
+    .checked()
 }
 
 pub fn groups(facts: &HostFacts) -> Checked {
@@ -294,5 +318,10 @@ pub fn groups(facts: &HostFacts) -> Checked {
             },
         ));
     }
-    found(seen, "switch ACS on in the firmware's setup, or move the GPU to another slot: a group goes to one guest as a whole").when(shared)
+    found(
+        seen,
+        "switch ACS on in the firmware's setup, or move the GPU to another slot: a group \
+         goes to one guest as a whole",
+    )
+    .when(shared)
 }

@@ -3,7 +3,7 @@
 //! Figures: a guest of 1.2 TB was prepared in 253 s with transparent huge pages, in 476 s without,
 //! and in 59 s with pages of 1 GiB.
 
-use super::checked::{Checked, Gap, Problem, evidence};
+use super::checked::{Checked, Gap, Problem, evidence, unknown};
 use super::host_facts::{Files, Gpu, HostFacts};
 use super::kernel_rules::{CONFIG, config, fine, found};
 use std::collections::BTreeSet;
@@ -97,7 +97,8 @@ pub fn thp(facts: &HostFacts) -> Checked {
     let problem = found(
         seen,
         format!(
-            "echo madvise > {path} (transparent_hugepage=madvise on the kernel's command line), or enable_hugepages"
+            "echo madvise > {path} (transparent_hugepage=madvise on the kernel's \
+                 command line), or enable_hugepages"
         ),
     );
     of_guest(
@@ -149,7 +150,8 @@ pub fn thp_shared(facts: &HostFacts) -> Checked {
     seen.push(evidence(MOUNTS, format!("/dev/shm huge={mounted}")));
     // memfd follows the switch, a file in /dev/shm its mount.
     let cure = format!(
-        "echo advise > {path} and mount -o remount,huge=advise /dev/shm, or enable_hugepages, or a guest without shared_fs"
+        "echo advise > {path} and mount -o remount,huge=advise /dev/shm, or \
+             enable_hugepages, or a guest without shared_fs"
     );
     let problem = found(seen, cure).unsure();
     of_guest(
@@ -165,9 +167,15 @@ pub fn thp_defrag(facts: &HostFacts) -> Checked {
     let path = format!("{THP}/defrag");
     let word = chosen(&facts.files, &path)?;
     let seen = vec![evidence(&path, word)];
-    found(seen, format!("echo madvise > {path}: QEMU asks for huge pages, and the kernel then makes room for them"))
-        .unsure()
-        .when(["never", "defer"].contains(&word) && hugetlb(facts).is_none())
+    found(
+        seen,
+        format!(
+            "echo madvise > {path}: QEMU asks for huge pages, and the kernel then makes room \
+         for them"
+        ),
+    )
+    .unsure()
+    .when(["never", "defer"].contains(&word) && hugetlb(facts).is_none())
 }
 
 pub fn huge_pages(facts: &HostFacts) -> Checked {
@@ -181,7 +189,8 @@ pub fn huge_pages(facts: &HostFacts) -> Checked {
         from,
         format!("{} MiB without hugetlbfs", bytes >> 20),
     )];
-    let cure = "reserve pages of 1 GiB (hugepagesz=1G hugepages=N, default_hugepagesz=1G) and set enable_hugepages = true";
+    let cure = "reserve pages of 1 GiB (hugepagesz=1G hugepages=N, default_hugepagesz=1G) and set \
+         enable_hugepages = true";
     of_bytes(
         found(seen, cure),
         bytes,
@@ -221,7 +230,7 @@ pub fn huge_pages_free(facts: &HostFacts) -> Checked {
         let mut free = 0u64;
         let sizes: Vec<&str> = facts.files.entries(&dir).collect();
         if sizes.is_empty() {
-            return Err(Gap::Unknown(format!("{dir}: not there")));
+            return unknown(format!("{dir}: not there"));
         }
         for size in sizes {
             let kib: u64 = size
@@ -239,7 +248,9 @@ pub fn huge_pages_free(facts: &HostFacts) -> Checked {
     }
     found(
         seen,
-        "reserve as many on each GPU's node: echo N > .../nodeX/hugepages/hugepages-1048576kB/nr_hugepages, soon after the host's boot",
+        "reserve as many on each GPU's node: echo N > \
+             .../nodeX/hugepages/hugepages-1048576kB/nr_hugepages, soon after the host's \
+             boot",
     )
     .when(short)
 }
@@ -280,7 +291,7 @@ pub fn fragmentation(facts: &HostFacts) -> Checked {
             }
         }
         if !is_there {
-            return Err(Gap::Unknown(format!("{BUDDY}: no node {node}")));
+            return unknown(format!("{BUDDY}: no node {node}"));
         }
         seen.push(evidence(
             BUDDY,
@@ -292,8 +303,12 @@ pub fn fragmentation(facts: &HostFacts) -> Checked {
         ));
         missing = missing.max(wanted.saturating_sub(huge));
     }
-    let problem =
-        found(seen, "reserve huge pages soon after the host's boot, or echo 1 > /proc/sys/vm/compact_memory before guests start").unsure();
+    let problem = found(
+        seen,
+        "reserve huge pages soon after the host's boot, or echo 1 > \
+             /proc/sys/vm/compact_memory before guests start",
+    )
+    .unsure();
     of_bytes(
         problem,
         missing,
@@ -330,7 +345,7 @@ pub fn unmovable(facts: &HostFacts) -> Checked {
         ));
     }
     if seen.is_empty() {
-        return Err(Gap::Unknown(format!("{BLOCKS}: no number of blocks")));
+        return unknown(format!("{BLOCKS}: no number of blocks"));
     }
     found(
         seen,
@@ -354,8 +369,12 @@ pub fn zeroing(facts: &HostFacts) -> Checked {
             )
         }
     };
-    let problem =
-        found(vec![seen], "init_on_alloc=0 on the host's command line, where its security rules allow it; or enable_hugepages").unsure();
+    let problem = found(
+        vec![seen],
+        "init_on_alloc=0 on the host's command line, where its security rules allow it; \
+             or enable_hugepages",
+    )
+    .unsure();
     of_guest(
         problem,
         facts,
@@ -397,7 +416,7 @@ pub fn governor(facts: &HostFacts) -> Checked {
         }
     }
     if seen.is_empty() {
-        return Err(Gap::Unknown(format!("{CPUFREQ}: no policy")));
+        return unknown(format!("{CPUFREQ}: no policy"));
     }
     if slow == 0 {
         return fine(seen);

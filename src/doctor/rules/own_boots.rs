@@ -1,7 +1,7 @@
 //! Boots of this host as numbers that rules compare: medians of steps, enablings of each GPU, facts
 //! about the guests.
 
-use super::checked::Gap;
+use super::checked::{Gap, unknown};
 use kata_gpu_report::analysis::loaded::Loaded;
 use kata_gpu_report::analysis::rules::Shortens;
 use kata_gpu_report::analysis::statistics::Summary;
@@ -108,9 +108,7 @@ impl OwnBoots {
     /// The boots, or that there are none.
     pub fn some(&self) -> Result<&Self, Gap> {
         if self.count == 0 {
-            Err(Gap::Unknown(
-                "no boot of this host: name the collector's directory with --dir".into(),
-            ))
+            unknown("no boot of this host: name the collector's directory with --dir")
         } else {
             Ok(self)
         }

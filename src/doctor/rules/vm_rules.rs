@@ -1,6 +1,6 @@
 //! Rules about QEMU: its version, and what running VMs hold.
 
-use super::checked::{Checked, Gap, evidence};
+use super::checked::{Checked, Gap, evidence, unknown};
 use super::host_facts::{DEVICES, HostFacts, MajorMinor, Vm};
 use super::kernel_rules::{BAR_SECONDS_PER_BYTE, fine, found, maps_small_pages};
 use super::memory_rules::{NODES, WITH_THP, WITHOUT_THP, of_bytes};
@@ -15,15 +15,15 @@ const REMOTE: f64 = 0.1;
 
 pub fn qemu_version(facts: &HostFacts) -> Checked {
     let Some(qemu) = &facts.qemu else {
-        return Err(Gap::Unknown(
-            "no program of QEMU was found: --kata-config names a configuration that has it".into(),
-        ));
+        return unknown(
+            "no program of QEMU was found: --kata-config names a configuration that has it",
+        );
     };
     let Some(version) = qemu.version else {
-        return Err(Gap::Unknown(format!(
+        return unknown(format!(
             "{}: no machine type in it has a version",
             qemu.path
-        )));
+        ));
     };
     let mut seen = vec![evidence(
         &qemu.path,
@@ -67,15 +67,19 @@ pub fn iommufd_used(facts: &HostFacts) -> Checked {
             .collect();
         legacy |= held.contains(&"/dev/vfio/vfio");
         if held.is_empty() {
-            return Err(Gap::Unknown(format!(
+            return unknown(format!(
                 "{path}: holds neither /dev/iommu nor /dev/vfio/vfio"
-            )));
+            ));
         }
         seen.push(evidence(path, held.join(" ")));
     }
-    found(seen, "a runtime that gives QEMU an iommufd object and /dev/vfio/devices/vfioN (QEMU 8.2, Linux 6.6 and later)")
-        .unsure()
-        .when(legacy)
+    found(
+        seen,
+        "a runtime that gives QEMU an iommufd object and /dev/vfio/devices/vfioN (QEMU 8.2, \
+         Linux 6.6 and later)",
+    )
+    .unsure()
+    .when(legacy)
 }
 
 /// `Name:   123 kB` of a file of /proc/PID, in bytes.
@@ -133,7 +137,8 @@ pub fn huge_page_use(facts: &HostFacts) -> Checked {
             ),
         ));
     }
-    let cure = "the cure of the rule above that applies: thp, thp-shared, thp-defrag, fragmentation, or enable_hugepages";
+    let cure = "the cure of the rule above that applies: thp, thp-shared, thp-defrag, \
+         fragmentation, or enable_hugepages";
     of_bytes(
         found(seen, cure),
         small_bytes,
@@ -167,10 +172,10 @@ fn device_nodes(facts: &HostFacts, vm: &Vm) -> Result<BTreeSet<u64>, Gap> {
         }
     }
     if nodes.is_empty() {
-        return Err(Gap::Unknown(format!(
+        return unknown(format!(
             "{}: no option names a device whose NUMA node is known",
             vm.proc("cmdline")
-        )));
+        ));
     }
     Ok(nodes)
 }
@@ -216,7 +221,12 @@ pub fn memory_node(facts: &HostFacts) -> Checked {
             ),
         ));
     }
-    found(seen, "huge pages on the GPU's node, and CPUs of that node for the VMM (kubelet's Topology Manager)").when(is_bad)
+    found(
+        seen,
+        "huge pages on the GPU's node, and CPUs of that node for the VMM (kubelet's \
+         Topology Manager)",
+    )
+    .when(is_bad)
 }
 
 pub fn no_mmap(facts: &HostFacts) -> Checked {
@@ -266,13 +276,15 @@ pub fn prealloc(facts: &HostFacts) -> Checked {
         }
     }
     if seen.is_empty() {
-        return Err(Gap::Unknown(
-            "no VM has a memory-backend on its command line".into(),
-        ));
+        return unknown("no VM has a memory-backend on its command line");
     }
-    found(seen, "prealloc-threads=N, or default_vcpus above 1 (as many threads by default), or no prealloc: VFIO pins all memory anyway")
-        .unsure()
-        .when(is_bad)
+    found(
+        seen,
+        "prealloc-threads=N, or default_vcpus above 1 (as many threads by default), or no \
+         prealloc: VFIO pins all memory anyway",
+    )
+    .unsure()
+    .when(is_bad)
 }
 
 /// CPUs of a list like `0-3,8`; of at most 2^16.
@@ -297,7 +309,7 @@ pub fn pinning(facts: &HostFacts) -> Checked {
         return if nodes == 1 {
             fine(vec![evidence(NODES, "one node")])
         } else {
-            Err(Gap::Unknown(format!("{NODES}: no node")))
+            unknown(format!("{NODES}: no node"))
         };
     }
     let mut seen = Vec::new();
@@ -317,14 +329,15 @@ pub fn pinning(facts: &HostFacts) -> Checked {
             is_bad |= !allowed.is_subset(&near);
         }
         if lists.is_empty() {
-            return Err(Gap::Unknown(format!(
-                "{}: no thread of a vCPU",
-                vm.proc("task")
-            )));
+            return unknown(format!("{}: no thread of a vCPU", vm.proc("task")));
         }
         seen.push(evidence(vm.proc("task"), lists.replace('\n', "; ")));
     }
-    found(seen, "CPUs of the GPU's node alone for the pod (kubelet's static CPU manager with Topology Manager), or enable_vcpus_pinning")
-        .unsure()
-        .when(is_bad)
+    found(
+        seen,
+        "CPUs of the GPU's node alone for the pod (kubelet's static CPU manager with \
+         Topology Manager), or enable_vcpus_pinning",
+    )
+    .unsure()
+    .when(is_bad)
 }

@@ -86,7 +86,7 @@ pub struct Boot {
     /// Sources of the boot, if not a guest's stream alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub imported: Option<Imported>,
-    /// The host's own steps, if `kata-gpu-boot trace` recorded the boot.
+    /// The host's own steps, if `kata-gpu-boot doctor --record` recorded the boot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub host: Option<Box<HostTrace>>,
     /// Spans in order of their beginning.

@@ -1,5 +1,5 @@
-//! The host's own record of a boot, `<boot id>.trace` in the boot's directory: what
-//! `kata-gpu-boot trace` saw of the VM's processes.
+//! The host's own record of a boot, `<boot id>.trace` next to the boot's file: what
+//! `kata-gpu-boot doctor --record` saw of the VM's processes.
 //!
 //! A file of its own, because the boot's file belongs to the collector: the collector counts the
 //! bytes of that file, limits them, and takes its owner for the guest's. The recorder writes this

@@ -1,5 +1,5 @@
-//! `kata-gpu-boot trace` on a real host: it sees the pins of a guest's memory and of a BAR as they
-//! are, and leaves nothing behind, however it ends.
+//! `kata-gpu-boot doctor --record` on a real host: it sees the pins of a guest's memory and of a
+//! BAR as they are, and leaves nothing behind, however it ends.
 
 use super::diagnosis;
 use super::guests::Boot;

@@ -1,5 +1,5 @@
-//! One guest with a passed-through function, booted with or without `kata-gpu-boot trace`: what
-//! [`super::trace`] judges and `bench trace` compares.
+//! One guest with a passed-through function, booted with or without
+//! `kata-gpu-boot doctor --record`: what [`super::trace`] judges and `bench trace` compares.
 
 use super::guests::{Boot, SERVICE, event, sent};
 use super::passthrough::{PORTS, function};
@@ -176,7 +176,7 @@ impl TracedHost {
     /// Starts a recorder of the next VM.
     pub fn record_next(&mut self) -> Result<()> {
         let recorder = format!(
-            "{PROGRAM} trace --next --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & echo $! > /run/trace.pid"
+            "{PROGRAM} doctor --record --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & echo $! > /run/trace.pid"
         );
         self.host.run(&format!("({recorder})"))?;
         let waits = "grep -q 'waiting for the next VM' /run/trace.log";

@@ -464,11 +464,6 @@ impl KataHost {
         }
     }
 
-    /// `cdi check`; gives its exit status and what it has said.
-    pub fn cdi_check(&mut self, words: &str) -> Result<(i32, String)> {
-        self.status_of(&format!("{PROGRAM} cdi check {words}"))
-    }
-
     /// How much time of a pod's boot is unexplained, by an import of a log and the boot; gives the
     /// exit status of `coverage` and what it has said.
     pub fn coverage(&mut self, log: &str, pod: &str, words: &str) -> Result<(i32, String)> {
