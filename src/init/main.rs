@@ -12,16 +12,21 @@ use std::process::ExitCode;
 const HELP: &str = "\
 kata-gpu-init: PID 1 of a Kata Containers guest with NVIDIA GPUs
 
-As PID 1 it mounts the guest's file systems, becomes /usr/bin/kata-agent, and brings all GPUs up meanwhile: each GPU is in the CDI spec
-(/var/run/cdi/nvidia.yaml) as soon as the driver has it, and every step is reported over vsock, with its time.
+As PID 1 it mounts the guest's file systems, becomes /usr/bin/kata-agent, and brings all GPUs up \
+meanwhile: each GPU is in the CDI spec
+(/var/run/cdi/nvidia.yaml) as soon as the driver has it, and every step is reported over vsock, \
+with its time.
 
 usage:
   /init                       as PID 1: boot (put this file into an initrd as /init)
-  kata-gpu-init cdi generate  a CDI spec of this machine or of a directory tree (`kata-gpu-init cdi --help`)
+  kata-gpu-init cdi generate  a CDI spec of this machine or of a directory tree (`kata-gpu-init \
+  cdi --help`)
   kata-gpu-init parameters    the kernel parameters, as a Markdown table
   kata-gpu-init services      NVIDIA's services, as a Markdown table
-  kata-gpu-init hook ..       a container hook, as nvidia-cdi-hook: `kata-gpu-init hook --help` lists them
-  kata-gpu-init --version     version, id of the build, and sum of this program, to compare with a release
+  kata-gpu-init hook ..       a container hook, as nvidia-cdi-hook: `kata-gpu-init hook --help` \
+  lists them
+  kata-gpu-init --version     version, id of the build, and sum of this program, to compare with \
+  a release
   kata-gpu-init --help
 ";
 
@@ -80,7 +85,8 @@ fn main() -> ExitCode {
         Some("--help" | "-h") => print!("{HELP}"),
         None => {
             eprintln!(
-                "kata-gpu-init: not PID 1, so there is nothing to boot; `kata-gpu-init --help` describes it"
+                "kata-gpu-init: not PID 1, so there is nothing to boot; `kata-gpu-init --help` \
+                    describes it"
             );
             return ExitCode::from(2);
         }

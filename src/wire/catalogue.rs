@@ -6,116 +6,51 @@
 
 use serde::Serialize;
 
-/// Party that could have made a step shorter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Owner {
-    /// The host's kernel and VFIO: mapping and pinning.
-    Host,
-    Vmm,
-    Kernel,
-    Driver,
-    Init,
-    Agent,
-    /// Callers of the agent: the shim, containerd, Kubernetes.
-    Runtime,
-    /// Client of containerd's CRI: the kubelet, for one.
-    Client,
-    Unknown,
-}
-
-impl Owner {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Host => "host",
-            Self::Vmm => "vmm",
-            Self::Kernel => "kernel",
-            Self::Driver => "driver",
-            Self::Init => "init",
-            Self::Agent => "agent",
-            Self::Runtime => "runtime",
-            Self::Client => "client",
-            Self::Unknown => "?",
-        }
+named! {
+    /// Party that could have made a step shorter.
+    #[derive(PartialOrd, Ord, Serialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum Owner {
+        /// The host's kernel and VFIO: mapping and pinning.
+        Host = "host",
+        Vmm = "vmm",
+        Kernel = "kernel",
+        Driver = "driver",
+        Init = "init",
+        Agent = "agent",
+        /// Callers of the agent: the shim, containerd, Kubernetes.
+        Runtime = "runtime",
+        /// Client of containerd's CRI: the kubelet, for one.
+        Client = "client",
+        Unknown = "?",
     }
 }
 
-/// Part of a boot, in the order in which they begin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub enum Phase {
-    #[serde(rename = "runtime on the host")]
-    Runtime,
-    #[serde(rename = "VMM and firmware")]
-    Vmm,
-    #[serde(rename = "kernel")]
-    Kernel,
-    #[serde(rename = "PCI enumeration")]
-    PciEnumeration,
-    #[serde(rename = "init")]
-    Init,
-    #[serde(rename = "agent start")]
-    AgentStart,
-    #[serde(rename = "module load")]
-    ModuleLoad,
-    #[serde(rename = "host BAR mapping")]
-    BarMapping,
-    #[serde(rename = "probe")]
-    Probe,
-    #[serde(rename = "adapter initialisation")]
-    AdapterInit,
-    #[serde(rename = "CDI publication")]
-    CdiPublication,
-    #[serde(rename = "waiting of the agent")]
-    AgentWaiting,
-    #[serde(rename = "container")]
-    Container,
-    #[serde(rename = "other")]
-    Other,
+named! {
+    /// Part of a boot, in the order in which they begin.
+    #[derive(PartialOrd, Ord, Serialize)]
+    #[serde(into = "&'static str")]
+    pub enum Phase {
+        Runtime = "runtime on the host",
+        Vmm = "VMM and firmware",
+        Kernel = "kernel",
+        PciEnumeration = "PCI enumeration",
+        Init = "init",
+        AgentStart = "agent start",
+        ModuleLoad = "module load",
+        BarMapping = "host BAR mapping",
+        Probe = "probe",
+        AdapterInit = "adapter initialisation",
+        CdiPublication = "CDI publication",
+        AgentWaiting = "waiting of the agent",
+        Container = "container",
+        Other = "other",
+    }
 }
 
-impl Phase {
-    const ALL: [Self; 14] = [
-        Self::Runtime,
-        Self::Vmm,
-        Self::Kernel,
-        Self::PciEnumeration,
-        Self::Init,
-        Self::AgentStart,
-        Self::ModuleLoad,
-        Self::BarMapping,
-        Self::Probe,
-        Self::AdapterInit,
-        Self::CdiPublication,
-        Self::AgentWaiting,
-        Self::Container,
-        Self::Other,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Runtime => "runtime on the host",
-            Self::Vmm => "VMM and firmware",
-            Self::Kernel => "kernel",
-            Self::PciEnumeration => "PCI enumeration",
-            Self::Init => "init",
-            Self::AgentStart => "agent start",
-            Self::ModuleLoad => "module load",
-            Self::BarMapping => "host BAR mapping",
-            Self::Probe => "probe",
-            Self::AdapterInit => "adapter initialisation",
-            Self::CdiPublication => "CDI publication",
-            Self::AgentWaiting => "waiting of the agent",
-            Self::Container => "container",
-            Self::Other => "other",
-        }
-    }
-
-    /// Phase of that name, else [`Phase::Other`].
-    pub fn named(name: &str) -> Self {
-        Self::ALL
-            .into_iter()
-            .find(|phase| phase.name() == name)
-            .unwrap_or(Self::Other)
+impl From<Phase> for &'static str {
+    fn from(phase: Phase) -> Self {
+        phase.name()
     }
 }
 
@@ -230,7 +165,8 @@ rows! {
 
     /// First instruction of PID 1.
     INIT_START = "init.start", Event, Init, Init
-        { pid: "", version: "", build: "id of the program: that of `kata-gpu-init --version` and of its release; absent where the linker made none" };
+        { pid: "", version: "", build: "id of the program: that of `kata-gpu-init --version` and \
+            of its release; absent where the linker made none" };
     /// Everything PID 1 does before it becomes the agent; the steps are its children.
     STAGE0 = "stage0", Span, Init, Init <- [derived::KERNEL_EXEC, derived::KERNEL];
     /// Mounting /proc, /sys, /dev and /run.
@@ -283,8 +219,8 @@ rows! {
     /// CLOCK_REALTIME beside CLOCK_BOOTTIME, to place log lines that carry wall time.
     CLOCK = "clock", Event, Init, Init { realtime_ns: "" }, rank = Rank::Detail;
     /// TSC when CLOCK_BOOTTIME was 0: the time since the VM's first vCPU was made, or since the end
-    /// of QEMU's reset of the VM where that took over 1 s (src/tsc.rs), if the TSC began with it.
-    /// On arm64, of the virtual counter, which begins with the VM.
+    /// of QEMU's reset of the VM where that took over 1 s (src/init/machine/tsc.rs), if the TSC
+    /// began with it. On arm64, of the virtual counter, which begins with the VM.
     CLOCK_TSC = "clock.tsc", Event, Init, Init
         { before_kernel_ns: "", error_ns: "", hz: "of the TSC", clocksource: "" },
         rank = Rank::Detail;
@@ -426,7 +362,7 @@ rows! {
     GPU_PUBLISHED = "gpu.published", Event, Init, CdiPublication;
     /// Devices that containers can get besides GPUs' own nodes: of a GPU, or of another kind whose
     /// spec is published; with `error` when it is missing.
-    CDI_BESIDE = "cdi.beside", Event, Init, CdiPublication
+    CDI_EXTRA_DEVICES = "cdi.extra-devices", Event, Init, CdiPublication
         {
             displays: "of the GPU",
             instances: "how many the GPU has now",
@@ -600,8 +536,8 @@ rows! {
     /// The guest's firmware.
     FIRMWARE = "firmware", Span, Vmm, Vmm <- [derived::VMM];
     /// VMM and firmware as one, by the guest's TSC: from the VM's first CPU, or from the end of
-    /// QEMU's reset where that took over 1 s (src/tsc.rs), until the kernel's clock begins, its own
-    /// first steps included.
+    /// QEMU's reset where that took over 1 s (src/init/machine/tsc.rs), until the kernel's clock
+    /// begins, its own first steps included.
     VMM_FIRMWARE = "vmm+firmware", Span, Vmm, Vmm;
     /// From the kernel's start until it starts the first program.
     KERNEL = "kernel", Span, Kernel, Kernel
@@ -783,6 +719,9 @@ rows! {
         { bytes: "resident", kinds: "by kind" }, rank = Rank::Detail;
 }
 
+/// Former names of records, with the present ones: streams of released inits have them.
+pub const RENAMED: &[(&str, &str)] = &[("cdi.beside", names::CDI_EXTRA_DEVICES)];
+
 /// Row of a step or record. Of `agent.start`, which is a step's name and a record's, the step's.
 pub fn row_of(name: &str) -> Row {
     let mut all = [RECORDS, STEPS, LOGGED, TRACED].into_iter().flatten();
@@ -831,6 +770,9 @@ mod tests {
                 "{name} stands twice"
             );
         }
+        for (old, new) in RENAMED {
+            assert!(!names.contains(old) && names.contains(new), "{old}");
+        }
         for row in steps() {
             let known =
                 |before: &str| before != row.name && steps().any(|step| step.name == before);
@@ -851,8 +793,8 @@ mod tests {
     #[test]
     fn each_phase_has_a_name_of_its_own() {
         for phase in Phase::ALL {
-            assert_eq!(Phase::named(phase.name()), phase);
+            assert_eq!(Phase::named(phase.name()), Some(phase));
         }
-        assert_eq!(Phase::named("new"), Phase::Other);
+        assert_eq!(Phase::named("new"), None);
     }
 }

@@ -230,7 +230,8 @@ mod tests {
             "pci 0001:00:06.0: can't enable device: BAR 0 [mem 0x0-0xffffff 64bit pref] not claimed"
         ));
         assert!(explains(
-            "nvidia 0000:01:00.0: Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed with error -2"
+            "nvidia 0000:01:00.0: Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed \
+                with error -2"
         ));
     }
 

@@ -1,7 +1,6 @@
 //! A GPU's part of an NVLink fabric, as NVML reports it.
 
 use serde::{Deserialize, Serialize};
-use std::fmt;
 
 /// A GPU's part of the NVLink fabric.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -15,16 +14,18 @@ pub struct Fabric {
     pub health: Option<u32>,
 }
 
-/// NVML_GPU_FABRIC_STATE_*.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FabricState {
-    #[default]
-    NotSupported,
-    NotStarted,
-    InProgress,
-    Completed,
-    Unknown,
+named! {
+    /// NVML_GPU_FABRIC_STATE_*.
+    #[derive(Default, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum FabricState {
+        #[default]
+        NotSupported = "not supported",
+        NotStarted = "not started",
+        InProgress = "in progress",
+        Completed = "completed",
+        Unknown = "unknown",
+    }
 }
 
 impl FabricState {
@@ -37,18 +38,6 @@ impl FabricState {
             3 => Self::Completed,
             _ => Self::Unknown,
         }
-    }
-}
-
-impl fmt::Display for FabricState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NotSupported => "not supported",
-            Self::NotStarted => "not started",
-            Self::InProgress => "in progress",
-            Self::Completed => "completed",
-            Self::Unknown => "unknown",
-        })
     }
 }
 

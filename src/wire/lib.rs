@@ -3,15 +3,18 @@
 //! The records of a boot are lines of JSON ([`mod@record`], README.md has the rules for a change);
 //! each name that they may have stands in the [`catalogue`], with owner, form and phase.
 
+#[macro_use]
+mod named; // enums with names
+
 pub mod arch; // what differs between architectures
 pub mod catalogue; // all names of records
 pub mod decode; // bytes into lines
 pub mod driver_log; // lines of driver and PCI in the kernel's log
 pub mod fabric; // a GPU's part of an NVLink fabric
 mod newer; // lines of the next schema
-pub mod nvml_messages;
+pub mod nvml_messages; // requests to the helper for NVML, and its answers
 pub mod pci_address; // addresses, and the ids of NVIDIA's GPUs
 pub mod reason; // reasons why a GPU is not usable, with cures
-pub mod record; // a line of the stream, and what a writer makes // requests to the helper for NVML, and its answers
+pub mod record; // a line of the stream, and what a writer makes
 
 pub use catalogue::names;

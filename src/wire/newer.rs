@@ -129,7 +129,8 @@ mod tests {
 
     #[test]
     fn what_is_known_of_a_newer_record_is_read_as_ever() {
-        let rest = r#""kind":"end","level":"warn","gpu":"0001:00:03.0","span":4,"parent":1,"after":[2,3],"error":"e","fields":{"a":"b"}"#;
+        let rest = r#""kind":"end","level":"warn","gpu":"0001:00:03.0","span":4,"parent":1,
+            "after":[2,3],"error":"e","fields":{"a":"b"}"#;
         let own = format!(r#"{{"schema":1,"seq":7,"boottime_ns":9,"name":"x",{rest}}}"#);
         let Ok(Line::Record(own)) = decode(own.as_bytes()) else {
             panic!("{own}")
@@ -140,7 +141,8 @@ mod tests {
     #[test]
     fn what_is_unknown_of_a_newer_record_is_a_field() {
         let record = read(
-            r#""kind":"counter","level":"fatal","gpu":{"bus":1},"span":"s","parent":-1,"after":{"ids":[1]},"error":{"code":5},"fields":[1],"numa":2"#,
+            r#""kind":"counter","level":"fatal","gpu":{"bus":1},"span":"s","parent":-1,
+                "after":{"ids":[1]},"error":{"code":5},"fields":[1],"numa":2"#,
         );
         assert_eq!(
             (
@@ -161,8 +163,11 @@ mod tests {
             ("x", Some(r#"{"code":5}"#), 0)
         );
         assert_eq!(
-            Value::Object(record.fields).to_string(),
-            r#"{"after":{"ids":[1]},"fields":[1],"gpu":{"bus":1},"kind":"counter","level":"fatal","numa":2,"parent":-1,"span":"s"}"#
+            Value::Object(record.fields),
+            serde_json::json!({
+                "after": {"ids": [1]}, "fields": [1], "gpu": {"bus": 1}, "kind": "counter",
+                "level": "fatal", "numa": 2, "parent": -1, "span": "s"
+            })
         );
         // A begin without its span's id, and a key that is a field, too.
         let record = read(r#""kind":"begin","numa":1,"fields":{"numa":2}"#);
@@ -206,7 +211,8 @@ mod tests {
                 "not printable",
             ),
             (
-                r#"{"schema":2,"seq":7,"boottime_ns":9,"name":"x","kind":"host","event":"sandbox","id":"a"}"#,
+                r#"{"schema":2,"seq":7,"boottime_ns":9,"name":"x","kind":"host","event":"sandbox",
+                    "id":"a"}"#,
                 "the collector's",
             ),
             (

@@ -35,19 +35,11 @@ pub enum Request {
     Ready(bool),
 }
 
-/// Clock domain that can be locked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Clock {
-    Graphics,
-    Memory,
-}
-
-impl fmt::Display for Clock {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Graphics => "graphics",
-            Self::Memory => "memory",
-        })
+named! {
+    /// Clock domain that can be locked.
+    pub enum Clock {
+        Graphics = "graphics",
+        Memory = "memory",
     }
 }
 
@@ -90,11 +82,8 @@ impl FromStr for Request {
             ["facts", ref gpus @ ..] => Ok(Self::Facts(addresses(gpus)?)),
             ["state", ref gpus @ ..] => Ok(Self::State(addresses(gpus)?)),
             ["clocks", gpu, clock, min, max] => {
-                let clock = match clock {
-                    "graphics" => Clock::Graphics,
-                    "memory" => Clock::Memory,
-                    other => return Err(format!("{other:?} is no clock: want graphics or memory")),
-                };
+                let clock = Clock::named(clock)
+                    .ok_or_else(|| format!("{clock:?} is no clock: want graphics or memory"))?;
                 Ok(Self::Clocks {
                     gpu: address(gpu)?,
                     clock,
@@ -109,7 +98,8 @@ impl FromStr for Request {
             ["ready", "on"] => Ok(Self::Ready(true)),
             ["ready", "off"] => Ok(Self::Ready(false)),
             _ => Err(format!(
-                "{line:?} is no request: want facts or state with GPUs, clocks GPU graphics|memory MIN MAX (MHz), power GPU LIMIT (mW) or ready on|off"
+                "{line:?} is no request: want facts or state with GPUs, clocks GPU \
+                    graphics|memory MIN MAX (MHz), power GPU LIMIT (mW) or ready on|off"
             )),
         }
     }
@@ -150,15 +140,17 @@ pub struct Confidential {
     pub ready: bool,
 }
 
-/// NVML_CC_SYSTEM_ENVIRONMENT_*.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Environment {
-    #[default]
-    Unavailable,
-    /// A simulation without protection.
-    Simulated,
-    Production,
+named! {
+    /// NVML_CC_SYSTEM_ENVIRONMENT_*.
+    #[derive(Default, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Environment {
+        #[default]
+        Unavailable = "unavailable",
+        /// A simulation without protection.
+        Simulated = "simulated",
+        Production = "production",
+    }
 }
 
 impl Environment {
@@ -169,16 +161,6 @@ impl Environment {
             2 => Self::Production,
             _ => Self::Unavailable,
         }
-    }
-}
-
-impl fmt::Display for Environment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Unavailable => "unavailable",
-            Self::Simulated => "simulated",
-            Self::Production => "production",
-        })
     }
 }
 

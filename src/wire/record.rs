@@ -20,6 +20,7 @@
 //! Nothing trusts the other side: [`decode`](fn@crate::decode::decode) takes any bytes and returns
 //! a [`Line`] or a [`DecodeError`], never panics.
 
+use crate::catalogue::RENAMED;
 use crate::pci_address::PciAddress;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -123,8 +124,8 @@ impl Record {
         }
     }
 
-    /// The record, if its values are those of a writer.
-    pub(super) fn checked(self) -> Result<Self, DecodeError> {
+    /// The record under its present name, if its values are those of a writer.
+    pub(super) fn checked(mut self) -> Result<Self, DecodeError> {
         if self.name.is_empty()
             || self.name.len() > MAX_NAME
             || !self.name.bytes().all(|b| b.is_ascii_graphic())
@@ -137,6 +138,9 @@ impl Record {
             return Err(DecodeError::Invalid(
                 "begin and end need a span id, event and kmsg have none",
             ));
+        }
+        if let Some((_, name)) = RENAMED.iter().find(|(old, _)| *old == self.name) {
+            self.name = (*name).to_string();
         }
         Ok(self)
     }
@@ -253,9 +257,9 @@ pub fn header_line(header: &Header) -> String {
 
 /// The answer to a ping as a line.
 pub fn pong_line(pong: Pong) -> String {
-    line_of(
-        &serde_json::json!({ "schema": SCHEMA, "pong": pong.pong, "boottime_ns": pong.boottime_ns }),
-    )
+    line_of(&serde_json::json!({
+        "schema": SCHEMA, "pong": pong.pong, "boottime_ns": pong.boottime_ns
+    }))
 }
 
 /// A record as a line of at most [`MAX_LINE`] bytes. A longer record (a hostile log line) keeps its
@@ -322,11 +326,29 @@ mod tests {
     }
 
     #[test]
+    fn an_old_name_is_read_as_the_new_one_in_each_schema() {
+        assert!(!RENAMED.is_empty());
+        for (old, new) in RENAMED {
+            for schema in READS {
+                let record = Record {
+                    schema,
+                    ..Record::new(Kind::Event, old)
+                };
+                match decode(record_line(&record).as_bytes()) {
+                    Ok(Line::Record(read)) => assert_eq!(read.name, *new),
+                    other => panic!("{old}: {other:?}"),
+                }
+            }
+        }
+    }
+
+    #[test]
     fn the_wire_form_is_what_schema_1_promises() {
         assert_eq!(
             record_line(&sample()),
             concat!(
-                r#"{"schema":1,"seq":7,"boottime_ns":1500000000,"kind":"begin","name":"gpu.bind","gpu":"0001:00:03.0","span":4,"parent":1,"#,
+                r#"{"schema":1,"seq":7,"boottime_ns":1500000000,"kind":"begin","name":"gpu.bind","#,
+                r#""gpu":"0001:00:03.0","span":4,"parent":1,"#,
                 r#""after":[2,3],"fields":{"strategy":"concurrent"}}"#,
                 "\n"
             )
@@ -381,7 +403,8 @@ mod tests {
             decode(&vec![b' '; MAX_LINE + 1]),
             Err(DecodeError::TooLong(MAX_LINE + 1))
         );
-        let path = br#"{"schema":1,"stream":{"boot_id":"../../../../etc/passwd-aaaaaaaaaaaaa","version":"","kernel":"","first_seq":0}}"#;
+        let path = br#"{"schema":1,"stream":{"boot_id":"../../../../etc/passwd-aaaaaaaaaaaaa",
+            "version":"","kernel":"","first_seq":0}}"#;
         assert_eq!(
             decode(path),
             Err(DecodeError::Invalid("boot_id is not a UUID"))

@@ -20,7 +20,7 @@ use kata_gpu_init::cdi::devices::Places;
 use kata_gpu_init::cdi::hooks::NAME;
 use kata_gpu_init::cdi::schema::Hook;
 use kata_gpu_init::cdi::spec::{Options, generate};
-use kata_gpu_init::config::{Hooks, Naming};
+use kata_gpu_init::config::Naming;
 use kata_gpu_init::driver_files::{Roots, manifest, scan};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::resource::{UsageWho, getrusage};
@@ -257,23 +257,12 @@ fn hooks(bench: &mut Bench, scratch: &Path, tree_root: &Path, binary: &Path) -> 
     let memory = if shared.is_dir() { shared } else { scratch }
         .join(format!("kata-gpu-bench-{}", std::process::id()));
     let scratch_in_memory = Scratch(memory.clone());
-    let hooks = |hooks: Hooks| {
-        generate(
-            &[],
-            &[],
-            Some(&files),
-            &Options {
-                hooks,
-                ..Options::default()
-            },
-        )
+    let one = generate(&[], &[], Some(&files), &Options::default())
         .container_edits
-        .hooks
-    };
-    let one = hooks(Hooks::One);
+        .hooks;
     for (gpus, name) in [(1, "one GPU"), (8, "all 8 GPUs")] {
         let memory = Scratch(memory.join("one"));
-        let container = Container::new(&memory.0, &files, gpus, true)?;
+        let container = Container::new(&memory.0, &files, gpus)?;
         let (name, run) = (
             format!(
                 "hook of a container with {name}, {} libraries",
@@ -289,7 +278,7 @@ fn hooks(bench: &mut Bench, scratch: &Path, tree_root: &Path, binary: &Path) -> 
         )?;
         bench.warm(&format!("{name}, started again"), Some(HOOK), run)?;
     }
-    let disk = Container::new(&scratch.join("cold"), &files, 1, true)?;
+    let disk = Container::new(&scratch.join("cold"), &files, 1)?;
     let mut read = files_below(&disk.root)?;
     read.push(binary.into());
     let cold = || disk.reset().and_then(|()| drop_from_cache(&read));
@@ -298,17 +287,6 @@ fn hooks(bench: &mut Bench, scratch: &Path, tree_root: &Path, binary: &Path) -> 
         None,
         cold,
         || all(&one, binary, &disk),
-    )?;
-    let (memory, six) = (Scratch(memory.join("six")), hooks(Hooks::Compat));
-    let container = Container::new(&memory.0, &files, 1, false)?;
-    bench.row(
-        &format!(
-            "the incumbent's {} hooks, all by this program, new",
-            six.len()
-        ),
-        None,
-        || container.reset(),
-        || all(&six, binary, &container),
     )?;
     drop(scratch_in_memory);
     Ok(())

@@ -34,8 +34,8 @@ pub struct Container {
 }
 
 impl Container {
-    /// `linked`: the SONAME links of the driver's libraries are mounts of the same files.
-    pub fn new(bundle: &Path, files: &DriverFiles, gpus: u32, linked: bool) -> Result<Self> {
+    /// The SONAME links of the driver's libraries are mounts of the same files.
+    pub fn new(bundle: &Path, files: &DriverFiles, gpus: u32) -> Result<Self> {
         let root = bundle.join("rootfs");
         let folder = root.join(FOLDER);
         for directory in [
@@ -89,7 +89,7 @@ impl Container {
         for link in files
             .links
             .iter()
-            .filter(|l| linked && l.link.starts_with(Path::new("/").join(FOLDER)))
+            .filter(|l| l.link.starts_with(Path::new("/").join(FOLDER)))
         {
             let (path, file) = (
                 root.join(link.link.strip_prefix("/")?),

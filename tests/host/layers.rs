@@ -100,8 +100,8 @@ const NAMED: &[(&str, &[&str])] = &[
     ("src/cli/demo.rs", &["gpuinit.bind", "gpuinit.init"]),
     ("src/image/install/here.rs", &["gpuinit.log"]),
 ];
-/// Callers of `failure::power_off`, where PID 1 can do nothing else, and of its heir's, where the
-/// worker finds an image that is not verified.
+/// Callers of `failure::power_off`, where PID 1 can do nothing else, and of
+/// `PowerOffRight::power_off`, where the worker finds an image that is not verified.
 const POWERED_OFF_BY: &[&str] = &[
     "src/init/boot/processes/agent_child.rs",
     "src/init/boot/processes/images.rs",
@@ -352,7 +352,7 @@ fn names_in_boot_say_what_a_thing_is() {
     let files = [
         (
             "src/init/boot/bring_up/user_space.rs",
-            "use crate::x::CDI_BESIDE; // busy",
+            "use crate::x::CDI_EXTRA_DEVICES; // busy",
         ),
         (
             "src/init/boot/bring_up/lane.rs",

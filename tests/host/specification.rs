@@ -112,13 +112,13 @@ fn wrong_bounds(page: &str) -> Vec<String> {
 /// The waits of the bring-up, as the page has them.
 fn waits() -> String {
     let mut table = String::from("| wait | ms | why |\n|---|---|---|\n");
-    for row in &TABLE {
+    for row in TABLE {
         writeln!(
             table,
             "| {:?} | {} | {} |",
             row.limit,
             row.after.as_millis(),
-            row.reason
+            row.reason.trim()
         )
         .unwrap();
     }

@@ -115,7 +115,7 @@ fn instances(context: &TestContext) -> Result<Outcome> {
             r.name == name && r.fields.get("index") == Some(&1.into())
         })
     };
-    let (published, beside) = (of(names::GPU_PUBLISHED)?, of(names::CDI_BESIDE)?);
+    let (published, beside) = (of(names::GPU_PUBLISHED)?, of(names::CDI_EXTRA_DEVICES)?);
     ensure!(
         beside.fields["instances"] == 4 && beside.fields["displays"] == 0,
         "{beside:?}"
@@ -177,7 +177,8 @@ fn displays(context: &TestContext) -> Result<Outcome> {
         })
     };
     ensure!(
-        of(names::CDI_BESIDE)?.boottime_ns > of(names::GPU_USABLE)?.boottime_ns + 400_000_000,
+        of(names::CDI_EXTRA_DEVICES)?.boottime_ns
+            > of(names::GPU_USABLE)?.boottime_ns + 400_000_000,
         "no display was waited for"
     );
     spec(&booted, "nvidia.yaml", |text| {
@@ -229,7 +230,7 @@ fn nothing(context: &TestContext) -> Result<Outcome> {
             .receiver
             .records()
             .iter()
-            .any(|r| r.name == names::CDI_BESIDE),
+            .any(|r| r.name == names::CDI_EXTRA_DEVICES),
         "something was published"
     );
     Ok(Outcome::Passed)

@@ -287,7 +287,7 @@ fn privileges(context: &TestContext) -> Result<Outcome> {
         .append(&words)
         .boot(context, "all")?;
     for service in &SERVICES {
-        let name = service.name.as_str();
+        let name = service.name.name();
         let record = line(&booted, name, "status Uid=")?;
         let text = record.fields["text"].as_str().unwrap_or_default();
         let is = |key: &str, wanted: &str| -> Result<()> {

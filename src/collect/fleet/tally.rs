@@ -154,7 +154,9 @@ pub struct Tally {
 
 impl Default for Tally {
     fn default() -> Self {
-        let reasons = Reason::names()
+        let reasons = Reason::ALL
+            .into_iter()
+            .map(Reason::name)
             .chain(OTHER_FAILURES.iter().map(|(_, label)| *label))
             .chain([OTHER]);
         Self {
@@ -189,7 +191,7 @@ impl Tally {
         }
         for (phase, took_ns) in &boot.phases {
             self.phases
-                .entry(Phase::named(phase).name())
+                .entry(Phase::named(phase).unwrap_or(Phase::Other).name())
                 .or_default()
                 .add(*took_ns);
         }
@@ -240,7 +242,7 @@ fn reason_label(failure: &str) -> &'static str {
         .find(|(known, _)| *known == step)
         .map(|(_, label)| *label);
     general
-        .or_else(|| Reason::names().find(|known| *known == reason))
+        .or_else(|| Reason::named(reason).map(Reason::name))
         .unwrap_or(OTHER)
 }
 

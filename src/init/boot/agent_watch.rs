@@ -31,11 +31,10 @@
 //!   overrun. Every wait for a trace has a deadline of its own.
 
 use crate::cdi::publish::FILE;
-use kata_gpu_wire::names;
+use kata_gpu_wire::{named, names};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor};
 use std::collections::HashMap;
-use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -63,36 +62,20 @@ pub enum Seen {
     HookEnded,
 }
 
-/// File or directory that the agent opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Look {
-    Spec,
-    /// The spec's directory, while there is no spec.
-    Directory,
-}
-
-/// Change of a container's directory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
-    Made,
-    Removed,
-}
-
-impl fmt::Display for Look {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Spec => "spec",
-            Self::Directory => "directory",
-        })
+named! {
+    /// File or directory that the agent opened.
+    pub enum Look {
+        Spec = "spec",
+        /// The spec's directory, while there is no spec.
+        Directory = "directory",
     }
 }
 
-impl fmt::Display for Change {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Made => "made",
-            Self::Removed => "removed",
-        })
+named! {
+    /// Change of a container's directory.
+    pub enum Change {
+        Made = "made",
+        Removed = "removed",
     }
 }
 
@@ -147,7 +130,9 @@ pub fn start(places: Places, seen: UnboundedSender<Seen>) -> io::Result<()> {
                     "watch {}: {errno}: the agent's work there is not seen",
                     file.display()
                 );
-                tracing::warn!(name: names::SINK, sink = "agent watch", state = "unavailable", error);
+                tracing::warn!(
+                    name: names::SINK, sink = "agent watch", state = "unavailable", error,
+                );
             }
         }
     }
@@ -160,7 +145,7 @@ pub fn start(places: Places, seen: UnboundedSender<Seen>) -> io::Result<()> {
         seen,
     };
     // Containers that exist already were reported by an earlier worker.
-    watch.find_containers(Report::No);
+    watch.find_containers(false);
     tokio::spawn(run(watch, readiness));
     Ok(())
 }
@@ -193,7 +178,7 @@ enum Place {
 /// Meaning of an event of a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Meaning {
-    Nothing,
+    Unrelated,
     Seen(Seen),
     /// The directory of containers may exist now.
     Containers,
@@ -213,7 +198,7 @@ fn meaning(place: Place, mask: AddWatchFlags, name: Option<&str>, published: boo
             Meaning::Seen(Seen::Look(Look::Directory))
         }
         // This init's temporary file, and the directory on the way to an existing spec.
-        (Place::Specs, _) => Meaning::Nothing,
+        (Place::Specs, _) => Meaning::Unrelated,
         (Place::Hook, _) if mask.contains(AddWatchFlags::IN_OPEN) => Meaning::Seen(Seen::HookBegan),
         (Place::Hook, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => {
             Meaning::Seen(Seen::HookEnded)
@@ -224,9 +209,9 @@ fn meaning(place: Place, mask: AddWatchFlags, name: Option<&str>, published: boo
         (Place::Agent, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => {
             Meaning::Seen(Seen::ProgramBegan)
         }
-        (Place::Hook | Place::Agent, _) => Meaning::Nothing,
+        (Place::Hook | Place::Agent, _) => Meaning::Unrelated,
         (Place::Run, _) if directory => Meaning::Containers,
-        (Place::Run, _) => Meaning::Nothing,
+        (Place::Run, _) => Meaning::Unrelated,
         (Place::Containers, Some(name)) if directory && !OF_SANDBOX.contains(&name) => {
             let change = if mask.contains(AddWatchFlags::IN_CREATE) {
                 Change::Made
@@ -238,23 +223,15 @@ fn meaning(place: Place, mask: AddWatchFlags, name: Option<&str>, published: boo
                 change,
             })
         }
-        (Place::Containers, _) => Meaning::Nothing,
+        (Place::Containers, _) => Meaning::Unrelated,
     }
 }
 
 /// Names of the directories in a directory.
 fn folders(directory: &Path) -> impl Iterator<Item = String> + use<> {
-    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    entries
+    crate::machine::files::entries(directory)
         .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
         .map(|e| e.file_name().to_string_lossy().into_owned())
-}
-
-/// Whether found containers are reported.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Report {
-    Yes,
-    No,
 }
 
 struct Watch {
@@ -269,7 +246,7 @@ impl Watch {
         if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
             tracing::warn!(name: names::SINK, sink = "agent watch", state = "overrun");
             // The directory of containers may have come with a dropped event.
-            self.find_containers(Report::Yes);
+            self.find_containers(true);
             return;
         }
         // The queue may still hold events of a removed watch.
@@ -283,9 +260,9 @@ impl Watch {
             name.as_deref(),
             self.places.specs.join(FILE).exists(),
         ) {
-            Meaning::Nothing => {}
+            Meaning::Unrelated => {}
             Meaning::Gone => drop(self.watched.remove(&event.wd)),
-            Meaning::Containers => self.find_containers(Report::Yes),
+            Meaning::Containers => self.find_containers(true),
             Meaning::Seen(seen) => self.report(seen),
         }
     }
@@ -294,17 +271,16 @@ impl Watch {
         // Level info: looks, and the one trace that each container has. Level debug: the rest.
         match &seen {
             Seen::Look(what) => tracing::info!(name: names::AGENT_LOOK, what = %what),
-            Seen::Container {
-                id,
-                change: change @ Change::Made,
-            } => {
-                tracing::info!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change);
-            }
-            Seen::Container {
-                id,
-                change: change @ Change::Removed,
-            } => {
-                tracing::debug!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change);
+            Seen::Container { id, change } => {
+                let (container, what) = (id.as_str(), change.name());
+                match change {
+                    Change::Made => {
+                        tracing::info!(name: names::AGENT_CONTAINER, container, what);
+                    }
+                    Change::Removed => {
+                        tracing::debug!(name: names::AGENT_CONTAINER, container, what);
+                    }
+                }
             }
             Seen::InitBegan => tracing::debug!(name: names::AGENT_CONTAINER, what = "init began"),
             Seen::ProgramBegan => {
@@ -317,14 +293,14 @@ impl Watch {
         let _unused = self.seen.send(seen);
     }
 
-    /// Watches the directory of containers if it exists.
-    fn find_containers(&mut self, report: Report) {
+    /// Watches the directory of containers if it exists; those in it are new ones if `reported`.
+    fn find_containers(&mut self, reported: bool) {
         let mask = AddWatchFlags::IN_CREATE | AddWatchFlags::IN_DELETE | AddWatchFlags::IN_ONLYDIR;
         let Ok(descriptor) = self.inotify.add_watch(&self.places.containers, mask) else {
             return;
         };
         // A directory that is already watched has the same descriptor: its containers are known.
-        if self.watched.insert(descriptor, Place::Containers).is_some() || report == Report::No {
+        if self.watched.insert(descriptor, Place::Containers).is_some() || !reported {
             return;
         }
         for id in folders(&self.places.containers).filter(|id| !OF_SANDBOX.contains(&id.as_str())) {
@@ -358,9 +334,12 @@ mod tests {
             look(OPEN | DIRECTORY, None, false),
             Meaning::Seen(Seen::Look(Look::Directory))
         );
-        assert_eq!(look(OPEN | DIRECTORY, None, true), Meaning::Nothing);
-        assert_eq!(look(OPEN, Some("nvidia.yaml.tmp"), false), Meaning::Nothing);
-        assert_eq!(look(OPEN, None, false), Meaning::Nothing);
+        assert_eq!(look(OPEN | DIRECTORY, None, true), Meaning::Unrelated);
+        assert_eq!(
+            look(OPEN, Some("nvidia.yaml.tmp"), false),
+            Meaning::Unrelated
+        );
+        assert_eq!(look(OPEN, None, false), Meaning::Unrelated);
         assert_eq!(look(AddWatchFlags::IN_IGNORED, None, false), Meaning::Gone);
     }
 
@@ -372,7 +351,7 @@ mod tests {
             hook(AddWatchFlags::IN_CLOSE_NOWRITE),
             Meaning::Seen(Seen::HookEnded)
         );
-        assert_eq!(hook(AddWatchFlags::IN_DELETE_SELF), Meaning::Nothing);
+        assert_eq!(hook(AddWatchFlags::IN_DELETE_SELF), Meaning::Unrelated);
     }
 
     #[test]
@@ -392,10 +371,10 @@ mod tests {
             container(AddWatchFlags::IN_DELETE | DIRECTORY, Some("c0ffee")),
             seen(Change::Removed)
         );
-        assert_eq!(container(CREATE, Some("file")), Meaning::Nothing);
+        assert_eq!(container(CREATE, Some("file")), Meaning::Unrelated);
         assert_eq!(
             container(CREATE | DIRECTORY, Some("shared")),
-            Meaning::Nothing
+            Meaning::Unrelated
         );
         assert_eq!(
             meaning(
@@ -408,7 +387,7 @@ mod tests {
         );
         assert_eq!(
             meaning(Place::Run, CREATE, Some("x"), true),
-            Meaning::Nothing
+            Meaning::Unrelated
         );
         assert_eq!(
             meaning(Place::Agent, OPEN, None, true),

@@ -12,10 +12,7 @@ use std::os::unix::fs::OpenOptionsExt;
 
 /// Prints a sentence on the console and in the kernel log, for the time when no stream is left.
 pub fn report(sentence: &str) {
-    let line: String = sentence
-        .chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect();
+    let line = sentence.replace(char::is_control, " ");
     // Both may be missing in a broken guest; there is no third place.
     let _unused = kernel_log::write(3, &format!("kata-gpu-init: {line}"));
     // Not blocking: a console without a reader must not stop PID 1 or the keeper. The line is then
@@ -31,9 +28,9 @@ pub fn report(sentence: &str) {
 /// Right of a process that is not PID 1 to end the guest. Only PID 1 makes it, and children inherit
 /// it by fork: no process of a host, and no test, ever has one.
 #[derive(Clone, Copy, Debug)]
-pub struct Heir(());
+pub struct PowerOffRight(());
 
-impl Heir {
+impl PowerOffRight {
     pub fn of_pid_1() -> Option<Self> {
         (std::process::id() == 1).then_some(Self(()))
     }

@@ -6,7 +6,8 @@ use super::publish::replace;
 use super::schema::{Edits, Spec};
 use super::spec::{Options, edits_of, generate};
 use super::yaml;
-use crate::config::parameter_table::{hooks, namings};
+use crate::config::Hooks;
+use crate::config::parameter_table::namings;
 use crate::driver_files::{DriverFiles, Roots, manifest, scan};
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -18,8 +19,10 @@ pub const HELP: &str = "\
 kata-gpu-init cdi: CDI specs of a machine or of a directory tree, as a guest publishes them
 
 usage:
-  kata-gpu-init cdi generate [OPTION..]    writes a spec: the GPUs that the driver has bound, and the files that containers need for them
-  kata-gpu-init cdi manifest [OPTION..]    writes the list of the driver's files into the root (as the last step of building an image), so
+  kata-gpu-init cdi generate [OPTION..]    writes a spec: the GPUs that the driver has bound, and \
+  the files that containers need for them
+  kata-gpu-init cdi manifest [OPTION..]    writes the list of the driver's files into the root \
+  (as the last step of building an image), so
                                            that a boot does not search for them
 
 options:
@@ -29,12 +32,13 @@ options:
   --driver-version V   the driver's version; default: that of the loaded module, or of its libraries
   --mode MODE          gpu (default), gds, mofed, nvswitch, gdrcopy, imex, management
   --names LIST         index, uuid, type-index, with commas between; default: index
-  --hooks KIND         one (default), compat (the incumbent's six), none
+  --hooks KIND         one (default), none
   --hook-path FILE     path of this program for the runtime; default: its path here
   --format FORMAT      json (default) or yaml
   --output FILE        replaces FILE when the spec is complete; default: standard output (-)
 
-exit status: 0 the spec is complete; 3 the spec is written, with omissions (listed on standard error); 1 no spec; 2 wrong usage
+exit status: 0 the spec is complete; 3 the spec is written, with omissions (listed on standard \
+error); 1 no spec; 2 wrong usage
 
 examples:
   kata-gpu-init cdi generate                                        this machine
@@ -170,8 +174,8 @@ fn parse(words: &[String]) -> Result<Asked, Error> {
                 })?;
             }
             "--hooks" => {
-                asked.options.hooks = hooks(&value)
-                    .ok_or_else(|| usage(&format!("{value:?} is none of one, compat, none")))?
+                asked.options.hooks = Hooks::named(&value)
+                    .ok_or_else(|| usage(&format!("{value:?} is neither one nor none")))?
             }
             "--hook-path" => asked.options.hook_path = value,
             "--format" => {

@@ -153,7 +153,8 @@ impl Places {
             match self.node(name) {
                 Ok(Some(node)) => found.common.push(node),
                 Ok(None) if NEEDED.contains(&name) => found.problems.push(format!(
-                    "{}/{name} is missing: no CUDA program will start; make it (nvidia-modprobe -u -c 0)",
+                    "{}/{name} is missing: no CUDA program will start; make it (nvidia-modprobe \
+                        -u -c 0)",
                     self.dev().display()
                 )),
                 Ok(None) => {}

@@ -5,6 +5,7 @@
 //! the old one is [withdrawn](Publisher::withdraw).
 
 use super::schema::Spec;
+use crate::machine::files::failed;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -22,8 +23,7 @@ pub struct Publisher {
 impl Publisher {
     /// Publishes into `directory`; makes it if missing.
     pub fn new(directory: &Path) -> io::Result<Self> {
-        std::fs::create_dir_all(directory)
-            .map_err(|e| io::Error::new(e.kind(), format!("make {}: {e}", directory.display())))?;
+        std::fs::create_dir_all(directory).map_err(failed("make", directory))?;
         Ok(Self {
             directory: directory.to_path_buf(),
         })
@@ -65,7 +65,7 @@ impl Publisher {
 /// Replaces a whole file, or leaves it as it is. The new text is written to the same directory,
 /// under a name that agents do not read.
 pub fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
-    let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
+    let at = failed("write", path);
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".tmp");
     File::create(&temporary)

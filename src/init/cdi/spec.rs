@@ -263,7 +263,7 @@ pub fn edits_of(files: &DriverFiles, options: &Options) -> Edits {
         .collect();
     Edits {
         env,
-        mounts: mounts(files, options.hooks),
+        mounts: mounts(files),
         hooks: hooks(files, options),
         ..Edits::default()
     }
@@ -275,7 +275,7 @@ const SOCKET: &[&str] = &["nosuid", "nodev", "rbind", "rprivate", "noexec"];
 
 /// Files, parents first, then the links, each as a mount of its target: nothing has to be made in
 /// the container's root for them.
-fn mounts(files: &DriverFiles, hooks: Hooks) -> Vec<Mount> {
+fn mounts(files: &DriverFiles) -> Vec<Mount> {
     let file = |m: &crate::driver_files::Mount| Mount {
         host_path: m.host_path.display().to_string(),
         container_path: m.container_path.display().to_string(),
@@ -286,11 +286,7 @@ fn mounts(files: &DriverFiles, hooks: Hooks) -> Vec<Mount> {
         container_path: l.link.display().to_string(),
         options: FILE,
     };
-    let links = files
-        .links
-        .iter()
-        .filter(|_| hooks != Hooks::Compat)
-        .map(link);
+    let links = files.links.iter().map(link);
     files.mounts.iter().map(file).chain(links).collect()
 }
 
@@ -310,40 +306,15 @@ fn hook(command: &str, arguments: Vec<String>, options: &Options) -> Hook {
 }
 
 fn hooks(files: &DriverFiles, options: &Options) -> Vec<Hook> {
-    let hook = |command: &str, arguments: Vec<String>| hook(command, arguments, options);
-    let folders = || {
-        files
-            .library_directories
-            .iter()
-            .flat_map(|d| ["--folder".to_string(), d.display().to_string()])
-    };
-    let version = || format!("--host-driver-version={}", files.version);
-    match options.hooks {
-        Hooks::None => vec![],
-        Hooks::One => vec![hook("prepare", folders().chain([version()]).collect())],
-        Hooks::Compat => {
-            let link = |l: &&Link| {
-                [
-                    "--link".to_string(),
-                    format!("{}::{}", l.target, l.link.display()),
-                ]
-            };
-            // Graphics links first, in a hook of their own, as the incumbent does.
-            let (graphics, driver): (Vec<&Link>, Vec<&Link>) = files
-                .links
-                .iter()
-                .partition(|l| l.link.components().any(|c| c.as_os_str() == "gbm"));
-            let links = |links: &[&Link]| links.iter().flat_map(link).collect::<Vec<_>>();
-            let mut all = Vec::new();
-            all.extend((!graphics.is_empty()).then(|| hook("create-symlinks", links(&graphics))));
-            all.extend((!driver.is_empty()).then(|| hook("create-symlinks", links(&driver))));
-            all.push(hook("enable-cuda-compat", vec![version()]));
-            all.push(hook("update-ldcache", folders().collect()));
-            all.push(hook("disable-device-node-modification", vec![]));
-            all.push(hook("update-application-profile", vec![]));
-            all
-        }
+    if options.hooks == Hooks::None {
+        return vec![];
     }
+    let folders = files
+        .library_directories
+        .iter()
+        .flat_map(|d| ["--folder".to_string(), d.display().to_string()]);
+    let version = format!("--host-driver-version={}", files.version);
+    vec![hook("prepare", folders.chain([version]).collect(), options)]
 }
 
 #[cfg(test)]
@@ -401,8 +372,10 @@ mod tests {
             text(&[device(0, Entry::Pending)], &[]),
             concat!(
                 r#"{"cdiVersion":"0.5.0","kind":"nvidia.com/gpu","devices":["#,
-                r#"{"name":"0","containerEdits":{"deviceNodes":[{"path":"/run/kata-gpu-init/pending/0001:00:00.0"}]}},"#,
-                r#"{"name":"all","containerEdits":{"deviceNodes":[{"path":"/run/kata-gpu-init/pending/0001:00:00.0"}]}}]}"#
+                r#"{"name":"0","containerEdits":{"deviceNodes":["#,
+                r#"{"path":"/run/kata-gpu-init/pending/0001:00:00.0"}]}},"#,
+                r#"{"name":"all","containerEdits":{"deviceNodes":["#,
+                r#"{"path":"/run/kata-gpu-init/pending/0001:00:00.0"}]}}]}"#
             )
         );
     }
@@ -573,7 +546,7 @@ mod tests {
                 }),
             )
         };
-        for (hooks, count) in [(Hooks::One, 1), (Hooks::Compat, 1), (Hooks::None, 0)] {
+        for (hooks, count) in [(Hooks::One, 1), (Hooks::None, 0)] {
             let spec = generate(
                 &[display(0), display(1)],
                 &[],
@@ -668,7 +641,7 @@ mod tests {
             )
             .container_edits
         };
-        let (one, compat, none) = (with(Hooks::One), with(Hooks::Compat), with(Hooks::None));
+        let (one, none) = (with(Hooks::One), with(Hooks::None));
         assert_eq!(
             one.mounts
                 .iter()
@@ -683,19 +656,7 @@ mod tests {
                 .collect::<Vec<_>>(),
             ["nvidia-cdi-hook prepare --folder /usr/lib --host-driver-version=550.163.01"]
         );
-        assert_eq!(
-            (
-                compat.mounts.len(),
-                compat.hooks.len(),
-                none.mounts.len(),
-                none.hooks.len()
-            ),
-            (0, 5, 1, 0)
-        );
-        assert_eq!(
-            compat.hooks[0].args[2..],
-            ["--link", "libcuda.so.550.163.01::/usr/lib/libcuda.so.1"]
-        );
+        assert_eq!((none.mounts.len(), none.hooks.len()), (1, 0));
         assert!(
             one.env
                 .contains(&"NVIDIA_CTK_LIBCUDA_DIR=/usr/lib".to_string())

@@ -63,7 +63,9 @@ fn line(value: &Value, out: &mut String) {
 mod tests {
     #[test]
     fn lists_of_maps_of_lists_keep_their_depth() {
-        let json = br#"{"cdiVersion":"0.5.0","devices":[{"name":"0","containerEdits":{"deviceNodes":[{"path":"/dev/x","major":195},{"path":"/y"}],"env":["A=b"]}}],"none":[]}"#;
+        let json = br#"{"cdiVersion":"0.5.0","devices":[{"name":"0","containerEdits":{
+            "deviceNodes":[{"path":"/dev/x","major":195},{"path":"/y"}],"env":["A=b"]}}],
+            "none":[]}"#;
         let yaml = super::from_json(json);
         let wanted = [
             "cdiVersion: \"0.5.0\"",

@@ -13,8 +13,8 @@ pub use command_line::{
     module_blacklist, module_parameters, parameter_value, with_registry_key, words,
 };
 pub use values::{
-    Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Reset,
-    Services, ToConsole, ToHost, Wish,
+    Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Services,
+    Switch, ToConsole,
 };
 
 use self::parameter_table::{ALIASES, FOREIGN, INCUMBENTS, PARAMETERS};
@@ -97,11 +97,20 @@ impl Config {
     /// would run unverified code.
     fn declare(&mut self, name: &str, parameters: &str) -> Result<(), String> {
         let declared = Name::parse(name).and_then(|name| match &self.extensions {
-            Ok(all) if all.iter().any(|known| known.name == name) => Err("declared twice: declare each extension once".into()),
-            _ if parameters.is_empty() => {
-                Err("no verity parameters: give those of the image's build; an extension without them is not mounted".into())
+            Ok(all) if all.iter().any(|known| known.name == name) => {
+                Err("declared twice: declare \
+                each extension once"
+                    .into())
             }
-            _ => Ok(Extension { name, verity: Verity::parse(parameters)? }),
+            _ if parameters.is_empty() => Err(
+                "no verity parameters: give those of the image's build; an extension without \
+                    them is not mounted"
+                    .into(),
+            ),
+            _ => Ok(Extension {
+                name,
+                verity: Verity::parse(parameters)?,
+            }),
         });
         match (declared, &mut self.extensions) {
             (Ok(extension), Ok(all)) => all.push(extension),

@@ -1,8 +1,8 @@
 //! All parameters of the kernel command line: values, default, meaning, and how each is set.
 
 use super::values::{
-    Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Reset,
-    ToConsole, ToHost, Wish,
+    Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Switch,
+    ToConsole,
 };
 use crate::gpu::topology::{NvLink, Topology};
 use kata_gpu_wire::record::Level;
@@ -25,77 +25,48 @@ pub struct Parameter {
     pub set: fn(&mut Config, &str) -> Option<()>,
 }
 
-/// Setting of a word.
-fn one_of<T: Copy>(value: &str, choices: &[(&str, T)]) -> Option<T> {
-    choices
-        .iter()
-        .find(|(word, _)| *word == value)
-        .map(|(_, setting)| *setting)
+/// Sets a value that was parsed.
+fn set<T>(place: &mut T, value: Option<T>) -> Option<()> {
+    value.map(|value| *place = value)
 }
 
-fn switch(value: &str) -> Option<bool> {
-    one_of(
-        value,
-        &[
-            ("on", true),
-            ("off", false),
-            ("true", true),
-            ("false", false),
-            ("1", true),
-            ("0", false),
-        ],
-    )
+fn on_off(value: &str) -> Option<bool> {
+    match value {
+        "on" | "true" | "1" => Some(true),
+        "off" | "false" | "0" => Some(false),
+        _ => None,
+    }
 }
 
-const WISHES: &str = "auto, on, off";
-
-fn wish(value: &str) -> Option<Wish> {
-    one_of(
-        value,
-        &[("auto", Wish::Auto), ("on", Wish::On), ("off", Wish::Off)],
-    )
+/// Parses a value beside `auto`, which gives None.
+fn or_auto<T>(value: &str, parse: fn(&str) -> Option<T>) -> Option<Option<T>> {
+    match value {
+        "auto" => Some(None),
+        value => parse(value).map(Some),
+    }
 }
 
-fn rail_policy(value: &str) -> Option<Option<RailPolicy>> {
-    one_of(
-        value,
-        &[
-            ("auto", None),
-            ("greedy", Some(RailPolicy::Greedy)),
-            ("symmetric", Some(RailPolicy::Symmetric)),
-        ],
-    )
+fn number<T: std::str::FromStr>(value: &str, is_valid: impl FnOnce(&T) -> bool) -> Option<T> {
+    value.parse().ok().filter(is_valid)
 }
 
-/// Wish for an on/off value of the incumbent.
-fn switched(value: &str) -> Option<Wish> {
-    switch(value).map(|on| if on { Wish::On } else { Wish::Off })
+/// Switch for an on/off value of the incumbent.
+fn switched(value: &str) -> Option<Switch> {
+    on_off(value).map(|on| if on { Switch::On } else { Switch::Off })
 }
+
+const SWITCH: &str = "auto, on, off";
 
 /// Parses `index,uuid`: each name once, at least one.
 pub fn namings(value: &str) -> Option<Vec<Naming>> {
-    let words = [
-        ("index", Naming::Index),
-        ("uuid", Naming::Uuid),
-        ("type-index", Naming::TypeIndex),
-    ];
     let mut namings = Vec::new();
     for word in value.split(',') {
-        let naming = one_of(word, &words)?;
+        let naming = Naming::named(word)?;
         if !namings.contains(&naming) {
             namings.push(naming);
         }
     }
     Some(namings)
-}
-
-/// Parses a topology; `auto` gives None.
-fn topology(value: &str) -> Option<Option<Topology>> {
-    if value == "auto" {
-        Some(None)
-    } else {
-        Topology::named(value).map(Some)
-    }
 }
 
 /// Parses `210,1980`, or one number for both ends.
@@ -108,27 +79,18 @@ fn range(value: &str) -> Option<Range> {
     (range.min <= range.max && range.max > 0).then_some(range)
 }
 
-/// Parses the method of hooks.
-pub fn hooks(value: &str) -> Option<Hooks> {
-    one_of(
-        value,
-        &[
-            ("one", Hooks::One),
-            ("compat", Hooks::Compat),
-            ("none", Hooks::None),
-        ],
-    )
+fn to_console(value: &str) -> Option<ToConsole> {
+    Some(match value {
+        "auto" => ToConsole::Auto,
+        "off" => ToConsole::Off,
+        "error" => ToConsole::UpTo(Level::Error),
+        "warn" => ToConsole::UpTo(Level::Warn),
+        "info" => ToConsole::UpTo(Level::Info),
+        "debug" => ToConsole::UpTo(Level::Debug),
+        "trace" => ToConsole::UpTo(Level::Trace),
+        _ => return None,
+    })
 }
-
-const LEVELS: &[(&str, ToConsole)] = &[
-    ("auto", ToConsole::Auto),
-    ("off", ToConsole::Off),
-    ("error", ToConsole::UpTo(Level::Error)),
-    ("warn", ToConsole::UpTo(Level::Warn)),
-    ("info", ToConsole::UpTo(Level::Info)),
-    ("debug", ToConsole::UpTo(Level::Debug)),
-    ("trace", ToConsole::UpTo(Level::Trace)),
-];
 
 /// All parameters.
 pub const PARAMETERS: &[Parameter] = &[
@@ -136,181 +98,136 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.agent",
         values: "exec, child",
         default: "exec",
-        help: "exec: PID 1 becomes kata-agent; child: the init stays PID 1, supervises the agent and powers off when it ends",
-        set: |c, v| {
-            one_of(v, &[("exec", Agent::Exec), ("child", Agent::Child)]).map(|s| c.agent = s)
-        },
+        help: "exec: PID 1 becomes kata-agent; child: the init stays PID 1, supervises the agent \
+            and powers off when it ends",
+        set: |c, v| set(&mut c.agent, Agent::named(v)),
     },
     Parameter {
         name: "gpuinit.bind",
         values: "auto, insmod, pipelined, concurrent",
         default: "auto",
-        help: "way of binding GPUs: by the module load, one by one as the host maps their BARs, or each on its own thread",
-        set: |c, v| {
-            let words = [
-                ("auto", Bind::Auto),
-                ("insmod", Bind::Insmod),
-                ("pipelined", Bind::Pipelined),
-                ("concurrent", Bind::Concurrent),
-            ];
-            one_of(v, &words).map(|s| c.bind = s)
-        },
+        help: "way of binding GPUs: by the module load, one by one as the host maps their BARs, \
+            or each on its own thread",
+        set: |c, v| set(&mut c.bind, Bind::named(v)),
     },
     Parameter {
         name: "gpuinit.init",
         values: "parallel, serial",
         default: "parallel",
         help: "initialise adapters all at once, or one after another",
-        set: |c, v| {
-            one_of(v, &[("parallel", Init::Parallel), ("serial", Init::Serial)]).map(|s| c.init = s)
-        },
+        set: |c, v| set(&mut c.init, Init::named(v)),
     },
     Parameter {
         name: "gpuinit.relaxed",
         values: "on, off",
         default: "on",
-        help: "off: the driver keeps its global lock while a GPU's own processor boots (registry key RmRelaxedGspInitLocking=0)",
-        set: |c, v| switch(v).map(|s| c.relaxed = s),
+        help: "off: the driver keeps its global lock while a GPU's own processor boots (registry \
+            key RmRelaxedGspInitLocking=0)",
+        set: |c, v| set(&mut c.relaxed, on_off(v)),
     },
     Parameter {
         name: "gpuinit.ready",
         values: "auto, bound, usable",
         default: "auto",
-        help: "time at which a GPU becomes resolvable in the CDI spec: bound to the driver, or initialised as well; auto: bound, and with a fabric also when the fabric is complete",
-        set: |c, v| {
-            one_of(
-                v,
-                &[
-                    ("auto", Ready::Auto),
-                    ("bound", Ready::Bound),
-                    ("usable", Ready::Usable),
-                ],
-            )
-            .map(|s| c.ready = s)
-        },
+        help: "time at which a GPU becomes resolvable in the CDI spec: bound to the driver, or \
+            initialised as well; auto: bound, and with a fabric also when the fabric is complete",
+        set: |c, v| set(&mut c.ready, Ready::named(v)),
     },
     Parameter {
         name: "gpuinit.fabric.required",
-        values: WISHES,
+        values: SWITCH,
         default: "auto",
-        help: "withhold a GPU from containers if its fabric is not complete 60 s after all GPUs are settled; off: containers get it then; on: withhold it also if its fabric is complete with an error; auto: see [NVLink fabrics](init/services/README.md#nvlink-fabrics-and-confidential-gpus)",
-        set: |c, v| wish(v).map(|w| c.fabric_required = w),
+        help: "withhold a GPU from containers if its fabric is not complete 60 s after all GPUs \
+            are settled; off: containers get it then; on: withhold it also if its fabric is \
+            complete with an error; auto: see [NVLink \
+            fabrics](init/services/README.md#nvlink-fabrics-and-confidential-gpus)",
+        set: |c, v| set(&mut c.fabric_required, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.cc.ready",
         values: "leave, wait, boot",
         default: "leave",
-        help: "ready state of confidential GPUs, without which CUDA fails; leave: the attesting program sets it; wait: the same, and containers get no GPU before; boot: the init sets it once all GPUs are settled, before containers get one",
-        set: |c, v| {
-            let words = [
-                ("leave", ReadyState::Leave),
-                ("wait", ReadyState::Wait),
-                ("boot", ReadyState::Boot),
-            ];
-            one_of(v, &words).map(|s| c.ready_state = s)
-        },
+        help: "ready state of confidential GPUs, without which CUDA fails; leave: the attesting \
+            program sets it; wait: the same, and containers get no GPU before; boot: the init \
+            sets it once all GPUs are settled, before containers get one",
+        set: |c, v| set(&mut c.ready_state, ReadyState::named(v)),
     },
     Parameter {
         name: "gpuinit.cdi",
         values: "live, complete",
         default: "live",
         help: "publish the CDI spec from the PCI scan on, or only once all GPUs are settled",
-        set: |c, v| {
-            one_of(v, &[("live", Cdi::Live), ("complete", Cdi::Complete)]).map(|s| c.cdi = s)
-        },
+        set: |c, v| set(&mut c.cdi, Cdi::named(v)),
     },
     Parameter {
         name: "gpuinit.cdi.names",
         values: "index, uuid, type-index, or several with commas",
         default: "index",
-        help: "names of a GPU in the CDI spec: Kata requests by index; a uuid is known when the GPU is initialised, an instance's after NVML's answer",
-        set: |c, v| namings(v).map(|n| c.cdi_names = n),
+        help: "names of a GPU in the CDI spec: Kata requests by index; a uuid is known when the \
+            GPU is initialised, an instance's after NVML's answer",
+        set: |c, v| set(&mut c.cdi_names, namings(v)),
     },
     Parameter {
         name: "gpuinit.cdi.hooks",
-        values: "one, compat, none",
+        values: "one, none",
         default: "one",
-        help: "links as mounts and one hook for the rest, the incumbent's six hooks, or no hook",
-        set: |c, v| hooks(v).map(|h| c.cdi_hooks = h),
+        help: "links as mounts and one hook for the rest, or no hook",
+        set: |c, v| set(&mut c.cdi_hooks, Hooks::named(v)),
     },
     Parameter {
         name: "gpuinit.imex",
         values: "0 to 2048",
         default: "0",
-        help: "IMEX channels to make, from 0 on; these, and those that the driver makes, are published as nvidia.com/imex-channel",
-        set: |c, v| {
-            v.parse()
-                .ok()
-                .filter(|n| *n <= MAX_IMEX_CHANNELS)
-                .map(|n| c.imex_channels = n)
-        },
+        help: "IMEX channels to make, from 0 on; these, and those that the driver makes, are \
+            published as nvidia.com/imex-channel",
+        set: |c, v| set(&mut c.imex_channels, number(v, |n| *n <= MAX_IMEX_CHANNELS)),
     },
     Parameter {
         name: "gpuinit.gpus",
         values: "0 to 1024",
         default: "any",
-        help: "required number of GPUs; fewer is an error event; 0: no GPU is expected, so the loading of modules is forbidden at once",
-        set: |c, v| {
-            v.parse()
-                .ok()
-                .filter(|n| *n <= 1024)
-                .map(|n| c.expected_gpus = Some(n))
-        },
+        help: "required number of GPUs; fewer is an error event; 0: no GPU is expected, so the \
+            loading of modules is forbidden at once",
+        set: |c, v| set(&mut c.expected_gpus, number(v, |n| *n <= 1024).map(Some)),
     },
     Parameter {
         name: "gpuinit.topology",
-        values: "auto, none, gpus, hopper-fabric, protected-pcie, blackwell-fabric, service-vm, shared-fabric",
+        values: "auto, none, gpus, hopper-fabric, protected-pcie, blackwell-fabric, service-vm, \
+            shared-fabric",
         default: "auto",
-        help: "kind of guest, which decides the services that start; auto: by its GPUs, NVSwitches and the network functions that manage NVSwitches",
-        set: |c, v| topology(v).map(|t| c.topology = t),
+        help: "kind of guest, which decides the services that start; auto: by its GPUs, \
+            NVSwitches and the network functions that manage NVSwitches",
+        set: |c, v| set(&mut c.topology, or_auto(v, Topology::named)),
     },
     Parameter {
         name: "gpuinit.nvlink",
-        values: "auto, on, off",
+        values: SWITCH,
         default: "auto",
-        help: "off: the driver is loaded with NVreg_NvLinkDisable=1; auto: so for one GPU alone, unless the driver's options set it; on: never",
-        set: |c, v| {
-            one_of(
-                v,
-                &[
-                    ("auto", NvLink::Auto),
-                    ("on", NvLink::On),
-                    ("off", NvLink::Off),
-                ],
-            )
-            .map(|s| c.nvlink = s)
-        },
+        help: "off: the driver is loaded with NVreg_NvLinkDisable=1; auto: so for one GPU alone, \
+            unless the driver's options set it; on: never",
+        set: |c, v| set(&mut c.nvlink, NvLink::named(v)),
     },
     Parameter {
         name: "gpuinit.reset",
-        values: "auto, on, off",
+        values: SWITCH,
         default: "auto",
-        help: "reset a GPU once whose initialisation fails because an earlier guest left it half initialised; auto: not in a confidential guest",
-        set: |c, v| {
-            one_of(
-                v,
-                &[
-                    ("auto", Reset::Auto),
-                    ("on", Reset::On),
-                    ("off", Reset::Off),
-                ],
-            )
-            .map(|s| c.reset = s)
-        },
+        help: "reset a GPU once whose initialisation fails because an earlier guest left it half \
+            initialised; auto: not in a confidential guest",
+        set: |c, v| set(&mut c.reset, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.gpu.graphics-clock",
         values: "MHz, or MIN,MAX",
         default: "any",
         help: "lock all GPUs' graphics clocks once all are settled, as nvidia-smi -lgc does",
-        set: |c, v| range(v).map(|r| c.graphics_mhz = Some(r)),
+        set: |c, v| set(&mut c.graphics_mhz, range(v).map(Some)),
     },
     Parameter {
         name: "gpuinit.gpu.memory-clock",
         values: "MHz, or MIN,MAX",
         default: "any",
         help: "lock all GPUs' memory clocks once all are settled, as nvidia-smi -lmc does",
-        set: |c, v| range(v).map(|r| c.memory_mhz = Some(r)),
+        set: |c, v| set(&mut c.memory_mhz, range(v).map(Some)),
     },
     Parameter {
         name: "gpuinit.gpu.power",
@@ -319,35 +236,26 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "each GPU's power limit, set once all are settled, as nvidia-smi -pl does",
         // NVML takes milliwatts.
         set: |c, v| {
-            v.parse()
-                .ok()
-                .filter(|w| (1..=u32::MAX / 1000).contains(w))
-                .map(|w| c.power_w = Some(w))
+            set(
+                &mut c.power_w,
+                number(v, |w| (1..=u32::MAX / 1000).contains(w)).map(Some),
+            )
         },
     },
     Parameter {
         name: "gpuinit.lockdown",
         values: "on, off",
         default: "on",
-        help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, or 60 s after the load; without a load, only where no GPU is expected",
-        set: |c, v| switch(v).map(|s| c.lockdown = s),
+        help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, \
+            or 60 s after the load; without a load, only where no GPU is expected",
+        set: |c, v| set(&mut c.lockdown, on_off(v)),
     },
     Parameter {
         name: "gpuinit.events.vsock",
-        values: "auto, on, off",
+        values: SWITCH,
         default: "auto",
         help: "stream events to the host; auto: on, except in a confidential guest",
-        set: |c, v| {
-            one_of(
-                v,
-                &[
-                    ("auto", ToHost::Auto),
-                    ("on", ToHost::On),
-                    ("off", ToHost::Off),
-                ],
-            )
-            .map(|s| c.events_to_host = s)
-        },
+        set: |c, v| set(&mut c.events_to_host, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.events.port",
@@ -355,74 +263,79 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "10241",
         help: "vsock port of the collector on the host, and of the listener in the guest",
         set: |c, v| {
-            v.parse()
-                .ok()
-                .filter(|p| (1..u32::MAX).contains(p) && !AGENT_PORTS.contains(p))
-                .map(|p| c.events_port = p)
+            set(
+                &mut c.events_port,
+                number(v, |p| (1..u32::MAX).contains(p) && !AGENT_PORTS.contains(p)),
+            )
         },
     },
     Parameter {
         name: "gpuinit.log",
         values: "auto, off, error, warn, info, debug, trace",
         default: "auto",
-        help: "level of events on the console, in the agent's log format; auto: info, in a confidential guest error",
-        set: |c, v| one_of(v, LEVELS).map(|s| c.console = s),
+        help: "level of events on the console, in the agent's log format; auto: info, in a \
+            confidential guest error",
+        set: |c, v| set(&mut c.console, to_console(v)),
     },
     Parameter {
         name: "gpuinit.nvlsm",
-        values: WISHES,
+        values: SWITCH,
         default: "auto",
-        help: "start the subnet manager of the NVLink switches; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| wish(v).map(|w| c.services.nvlsm = w),
+        help: "start the subnet manager of the NVLink switches; auto: see \
+            [Services](init/services/README.md#services)",
+        set: |c, v| set(&mut c.services.nvlsm, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.fabricmanager",
-        values: WISHES,
+        values: SWITCH,
         default: "auto",
         help: "start fabric manager; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| wish(v).map(|w| c.services.fabric_manager = w),
+        set: |c, v| set(&mut c.services.fabric_manager, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.fabricmanager.rail",
         values: "auto, greedy, symmetric",
         default: "auto",
-        help: "fabric manager's PARTITION_RAIL_POLICY; auto: as in the package's configuration, symmetric in a confidential guest with a Blackwell fabric",
-        set: |c, v| rail_policy(v).map(|p| c.services.rail_policy = p),
+        help: "fabric manager's PARTITION_RAIL_POLICY; auto: as in the package's configuration, \
+            symmetric in a confidential guest with a Blackwell fabric",
+        set: |c, v| set(&mut c.services.rail_policy, or_auto(v, RailPolicy::named)),
     },
     Parameter {
         name: "gpuinit.persistenced",
-        values: WISHES,
+        values: SWITCH,
         default: "auto",
         help: "start nvidia-persistenced; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| wish(v).map(|w| c.services.persistenced = w),
+        set: |c, v| set(&mut c.services.persistenced, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.persistenced.uvm",
-        values: WISHES,
+        values: SWITCH,
         default: "auto",
-        help: "persistenced's --uvm-persistence-mode; auto: without a fabric, and once the fabric is complete; on: the same, and persistenced starts; off: never",
-        set: |c, v| wish(v).map(|w| c.services.uvm_persistence = w),
+        help: "persistenced's --uvm-persistence-mode; auto: without a fabric, and once the fabric \
+            is complete; on: the same, and persistenced starts; off: never",
+        set: |c, v| set(&mut c.services.uvm_persistence, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.hostengine",
-        values: WISHES,
+        values: SWITCH,
         default: "auto",
         help: "start DCGM's nv-hostengine; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| wish(v).map(|w| c.services.host_engine = w),
+        set: |c, v| set(&mut c.services.host_engine, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.dcgm-exporter",
-        values: WISHES,
+        values: SWITCH,
         default: "auto",
         help: "start dcgm-exporter; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| wish(v).map(|w| c.services.dcgm_exporter = w),
+        set: |c, v| set(&mut c.services.dcgm_exporter, Switch::named(v)),
     },
     Parameter {
         name: "gpuinit.imex-daemon",
-        values: WISHES,
+        values: SWITCH,
         default: "auto",
-        help: "start nvidia-imex, which connects the IMEX channels of several machines; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| wish(v).map(|w| c.services.imex_daemon = w),
+        help: "start nvidia-imex, which connects the IMEX channels of several machines; auto: see \
+            [Services](init/services/README.md#services)",
+        set: |c, v| set(&mut c.services.imex_daemon, Switch::named(v)),
     },
 ];
 
@@ -442,7 +355,7 @@ pub const INCUMBENTS: &[Parameter] = &[
         values: "on, off",
         default: "on",
         help: "gpuinit.persistenced.uvm",
-        set: |c, v| switched(v).map(|w| c.services.uvm_persistence = w),
+        set: |c, v| set(&mut c.services.uvm_persistence, switched(v)),
     },
     Parameter {
         name: "nvrc.smi.srs",
@@ -450,7 +363,7 @@ pub const INCUMBENTS: &[Parameter] = &[
         default: "0",
         help: "gpuinit.cc.ready=boot",
         set: |c, v| {
-            switch(v).map(|on| {
+            on_off(v).map(|on| {
                 c.ready_state = if on {
                     ReadyState::Boot
                 } else {
@@ -464,11 +377,7 @@ pub const INCUMBENTS: &[Parameter] = &[
         values: "greedy, symmetric",
         default: "greedy",
         help: "gpuinit.fabricmanager.rail",
-        set: |c, v| {
-            rail_policy(v)
-                .filter(Option::is_some)
-                .map(|p| c.services.rail_policy = p)
-        },
+        set: |c, v| set(&mut c.services.rail_policy, RailPolicy::named(v).map(Some)),
     },
 ];
 

@@ -36,8 +36,10 @@ fn a_confidential_guests_console_gets_errors_by_default() {
 
 #[test]
 fn good_values_are_taken_and_the_last_one_counts() {
-    let (config, notes) =
-        Config::parse(b"console=ttyS0 gpuinit.bind=insmod gpuinit.init=serial gpuinit.bind=concurrent gpuinit.gpus=8 nvrc.log=debug\n");
+    let (config, notes) = Config::parse(
+        b"console=ttyS0 gpuinit.bind=insmod gpuinit.init=serial \
+            gpuinit.bind=concurrent gpuinit.gpus=8 nvrc.log=debug\n",
+    );
     assert_eq!(
         config,
         Config {
@@ -72,7 +74,10 @@ fn every_topology_can_be_asked_for() {
 
 #[test]
 fn bad_values_leave_the_default_and_name_the_good_ones() {
-    let (config, notes) = Config::parse(b"gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.nosuch=1 nvrc.fm.mode=1 nvrc.dcgm=maybe gpuinit.log");
+    let (config, notes) = Config::parse(
+        b"gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.nosuch=1 \
+        nvrc.fm.mode=1 nvrc.dcgm=maybe gpuinit.log gpuinit.cdi.hooks=compat",
+    );
     assert_eq!(config, Config::default());
     let problems: Vec<&str> = notes
         .iter()
@@ -84,9 +89,11 @@ fn bad_values_leave_the_default_and_name_the_good_ones() {
             "takes auto, insmod, pipelined, concurrent; ignored, default: auto",
             "takes 0 to 1024; ignored, default: any",
             "unknown parameter, ignored: `kata-gpu-init parameters` lists them",
-            "ignored: fabric manager's mode follows from the topology; gpuinit.topology= overrides it",
+            "ignored: fabric manager's mode follows from the topology; gpuinit.topology= \
+                overrides it",
             "takes on, off; ignored, default: off",
             "takes auto, off, error, warn, info, debug, trace; ignored, default: auto",
+            "takes one, none; ignored, default: one",
         ]
     );
 }
@@ -100,7 +107,8 @@ fn extensions_keep_their_order_and_a_bad_one_refuses_the_guest() {
     let parse = |line: &str| Config::parse(line.as_bytes());
     let (coco, gpu) = (verity('a'), verity('b'));
     let both = format!(
-        "quiet kata.extension.coco.verity_params={coco} kata.extension.gpu.verity_params={gpu} kata.extension.gpu.other=1"
+        "quiet kata.extension.coco.verity_params={coco} kata.extension.gpu.verity_params={gpu} \
+            kata.extension.gpu.other=1"
     );
     let (config, notes) = parse(&both);
     let declared: Vec<(String, String)> = config
@@ -175,11 +183,11 @@ fn the_incumbents_service_parameters_keep_their_meaning() {
         services(b"nvrc.dcgm=true nvrc.uvm.persistence.mode=off nvrc.fm.rail.policy=symmetric");
     assert_eq!(
         (asked.host_engine, asked.dcgm_exporter),
-        (Wish::On, Wish::On)
+        (Switch::On, Switch::On)
     );
     assert_eq!(
         (asked.uvm_persistence, asked.rail_policy),
-        (Wish::Off, Some(RailPolicy::Symmetric))
+        (Switch::Off, Some(RailPolicy::Symmetric))
     );
     assert_eq!(
         services(b"nvrc.mode=gpu nvrc.fm.mode=1 nvrc.fm.rail.policy=auto"),
@@ -188,7 +196,7 @@ fn the_incumbents_service_parameters_keep_their_meaning() {
     let last = services(b"nvrc.dcgm=on gpuinit.hostengine=off");
     assert_eq!(
         (last.host_engine, last.dcgm_exporter),
-        (Wish::Off, Wish::On)
+        (Switch::Off, Switch::On)
     );
     assert_eq!(
         Config::parse(b"gpuinit.topology=hopper-fabric").0.topology,
@@ -242,7 +250,8 @@ fn words_follow_the_kernels_quotes_and_end_mark() {
 
 #[test]
 fn module_parameters_are_those_of_the_module() {
-    let line = b"nvidia.probe_ms=5 nvidia-uvm.x=1 nvidia_uvm.y=2 nvidia.NVreg_RegistryDwords=\"a b\" quiet nvidia.flag";
+    let line = b"nvidia.probe_ms=5 nvidia-uvm.x=1 nvidia_uvm.y=2 nvidia.NVreg_RegistryDwords=\"a \
+        b\" quiet nvidia.flag";
     assert_eq!(
         module_parameters(line, "nvidia"),
         "probe_ms=5 NVreg_RegistryDwords=\"a b\" flag"

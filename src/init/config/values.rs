@@ -2,159 +2,131 @@
 
 use crate::extensions::Extension;
 use crate::gpu::topology::{NvLink, Topology};
+use kata_gpu_wire::named;
 use kata_gpu_wire::record::{DEFAULT_PORT, Level};
 
-/// A way to name GPUs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Naming {
-    /// `0`, `0:1`: the names Kata requests.
-    Index,
-    /// `GPU-..`, `MIG-..`.
-    Uuid,
-    /// `gpu0`, `mig0:1`.
-    TypeIndex,
-}
-
-/// Ways to do the work that needs a container's root.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hooks {
-    /// Links as mounts, and one hook for the rest.
-    One,
-    /// The incumbent's six.
-    Compat,
-    /// Links as mounts, and no hook: the container must set its own library path.
-    None,
-}
-
-/// Method of binding GPUs to the driver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bind {
-    /// Decided at boot; see `boot::gpus::strategy`.
-    Auto,
-    /// The driver probes all GPUs in its module init, one after another.
-    Insmod,
-    /// The module is loaded with one GPU; the others are bound one by one as the host has mapped
-    /// their BARs.
-    Pipelined,
-    /// Like [`Bind::Pipelined`], with one thread per GPU.
-    Concurrent,
-}
-
-impl std::fmt::Display for Bind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Insmod => "insmod",
-            Self::Pipelined => "pipelined",
-            Self::Concurrent => "concurrent",
-        })
+named! {
+    /// A way to name GPUs.
+    pub enum Naming {
+        /// `0`, `0:1`: the names Kata requests.
+        Index = "index",
+        /// `GPU-..`, `MIG-..`.
+        Uuid = "uuid",
+        /// `gpu0`, `mig0:1`.
+        TypeIndex = "type-index",
     }
 }
 
-/// Order of adapter initialisation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Init {
-    /// GPUs in parallel, as many at once as the driver allows.
-    Parallel,
-    /// GPUs in turn.
-    Serial,
-}
-
-impl std::fmt::Display for Init {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Parallel => "parallel",
-            Self::Serial => "serial",
-        })
+named! {
+    /// Ways to do the work that needs a container's root.
+    pub enum Hooks {
+        /// Links as mounts, and one hook for the rest.
+        One = "one",
+        /// Links as mounts, and no hook: the container must set its own library path.
+        None = "none",
     }
 }
 
-/// Reset of a GPU that was left half initialised.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reset {
-    /// Once, except in a confidential guest.
-    Auto,
-    /// Once.
-    On,
-    Off,
+named! {
+    /// Method of binding GPUs to the driver.
+    pub enum Bind {
+        /// Decided at boot; see `boot::bring_up::strategy`.
+        Auto = "auto",
+        /// The driver probes all GPUs in its module init, one after another.
+        Insmod = "insmod",
+        /// The module is loaded with one GPU; the others are bound one by one as the host has
+        /// mapped their BARs.
+        Pipelined = "pipelined",
+        /// Like `Pipelined`, with one thread per GPU.
+        Concurrent = "concurrent",
+    }
 }
 
-/// Condition for a GPU's CDI entry to become resolvable.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ready {
-    /// When the driver has bound the GPU; in a topology with a fabric, when the fabric is complete.
-    Auto,
-    /// When the driver has bound the GPU.
-    Bound,
-    /// When the adapter is initialised as well.
-    Usable,
+named! {
+    /// Order of adapter initialisation.
+    pub enum Init {
+        /// GPUs in parallel, as many at once as the driver allows.
+        Parallel = "parallel",
+        /// GPUs in turn.
+        Serial = "serial",
+    }
 }
 
-/// Setter of the ready state of confidential GPUs. CUDA fails on them until it is on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReadyState {
-    /// The container or another program that attests the GPUs.
-    Leave,
-    /// Same setter as `Leave`, and no container gets a GPU before.
-    Wait,
-    /// The init, once all GPUs are settled; no container gets a GPU before.
-    Boot,
+named! {
+    /// Condition for a GPU's CDI entry to become resolvable.
+    pub enum Ready {
+        /// When the driver has bound the GPU; in a topology with a fabric, when the fabric is
+        /// complete.
+        Auto = "auto",
+        /// When the driver has bound the GPU.
+        Bound = "bound",
+        /// When the adapter is initialised as well.
+        Usable = "usable",
+    }
 }
 
-/// Time of the CDI spec's publication.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cdi {
-    /// From the PCI scan on.
-    Live,
-    /// Once all GPUs are usable or failed.
-    Complete,
+named! {
+    /// Setter of the ready state of confidential GPUs. CUDA fails on them until it is on.
+    pub enum ReadyState {
+        /// The container or another program that attests the GPUs.
+        Leave = "leave",
+        /// Same setter as `Leave`, and no container gets a GPU before.
+        Wait = "wait",
+        /// The init, once all GPUs are settled; no container gets a GPU before.
+        Boot = "boot",
+    }
 }
 
-/// Process of the agent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Agent {
-    /// PID 1 becomes the agent.
-    Exec,
-    /// PID 1 stays the init and supervises the agent.
-    Child,
+named! {
+    /// Time of the CDI spec's publication.
+    pub enum Cdi {
+        /// From the PCI scan on.
+        Live = "live",
+        /// Once all GPUs are usable or failed.
+        Complete = "complete",
+    }
 }
 
-/// Whether events go to the host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ToHost {
-    /// On, except in a confidential guest, whose host is not trusted.
-    Auto,
-    On,
-    Off,
+named! {
+    /// Process of the agent.
+    pub enum Agent {
+        /// PID 1 becomes the agent.
+        Exec = "exec",
+        /// PID 1 stays the init and supervises the agent.
+        Child = "child",
+    }
 }
 
-/// Switch; `Auto` leaves the choice to the boot.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Wish {
-    #[default]
-    Auto,
-    On,
-    Off,
+named! {
+    /// Switch; `Auto` leaves the choice to the boot.
+    #[derive(Default)]
+    pub enum Switch {
+        #[default]
+        Auto = "auto",
+        On = "on",
+        Off = "off",
+    }
 }
 
-/// Order in which fabric manager gives NVLink rails to partitions (`PARTITION_RAIL_POLICY`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RailPolicy {
-    Greedy,
-    Symmetric,
+named! {
+    /// Order in which fabric manager gives NVLink rails to partitions (`PARTITION_RAIL_POLICY`).
+    pub enum RailPolicy {
+        Greedy = "greedy",
+        Symmetric = "symmetric",
+    }
 }
 
 /// Choices about NVIDIA's services.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Services {
-    pub nvlsm: Wish,
-    pub fabric_manager: Wish,
-    pub persistenced: Wish,
+    pub nvlsm: Switch,
+    pub fabric_manager: Switch,
+    pub persistenced: Switch,
     /// Start of persistenced with `--uvm-persistence-mode`.
-    pub uvm_persistence: Wish,
-    pub host_engine: Wish,
-    pub dcgm_exporter: Wish,
-    pub imex_daemon: Wish,
+    pub uvm_persistence: Switch,
+    pub host_engine: Switch,
+    pub dcgm_exporter: Switch,
+    pub imex_daemon: Switch,
     /// None: as in the package's configuration, or `symmetric` if NVIDIA requires that.
     pub rail_policy: Option<RailPolicy>,
 }
@@ -191,7 +163,7 @@ pub struct Config {
     pub relaxed: bool,
     pub ready: Ready,
     /// Whether a GPU without a good fabric is kept from containers.
-    pub fabric_required: Wish,
+    pub fabric_required: Switch,
     pub ready_state: ReadyState,
     pub cdi: Cdi,
     /// Names by which containers can request a GPU; never empty.
@@ -204,9 +176,11 @@ pub struct Config {
     /// None: decided by the PCI scan.
     pub topology: Option<Topology>,
     pub nvlink: NvLink,
-    pub reset: Reset,
+    /// One reset of a GPU that was left half initialised; `Auto`: not in a confidential guest.
+    pub reset: Switch,
     pub lockdown: bool,
-    pub events_to_host: ToHost,
+    /// `Auto`: not in a confidential guest, whose host is not trusted.
+    pub events_to_host: Switch,
     pub events_port: u32,
     pub console: ToConsole,
     /// Extension disks; error: reason why the guest must stop.
@@ -235,7 +209,7 @@ impl Default for Config {
             init: Init::Parallel,
             relaxed: true,
             ready: Ready::Auto,
-            fabric_required: Wish::Auto,
+            fabric_required: Switch::Auto,
             ready_state: ReadyState::Leave,
             cdi: Cdi::Live,
             cdi_names: vec![Naming::Index],
@@ -244,9 +218,9 @@ impl Default for Config {
             expected_gpus: None,
             topology: None,
             nvlink: NvLink::Auto,
-            reset: Reset::Auto,
+            reset: Switch::Auto,
             lockdown: true,
-            events_to_host: ToHost::Auto,
+            events_to_host: Switch::Auto,
             events_port: DEFAULT_PORT,
             console: ToConsole::Auto,
             extensions: Ok(Vec::new()),

@@ -72,13 +72,15 @@ impl fmt::Display for Error {
             Self::NoRoot { path, why } => {
                 write!(
                     f,
-                    "open the root {}: {why}; name the directory that the driver's user space was installed into",
+                    "open the root {}: {why}; name the directory that the driver's user space was \
+                        installed into",
                     path.display()
                 )
             }
             Self::BadVersion { source, value } => write!(
                 f,
-                "{}: {value:?} is no version of the driver (one looks like 550.163.01); is another module loaded under its name?",
+                "{}: {value:?} is no version of the driver (one looks like 550.163.01); is \
+                    another module loaded under its name?",
                 source.display()
             ),
             Self::UnreadableVersion { source, why } => {
@@ -92,7 +94,8 @@ impl fmt::Display for Error {
                 let version = version.as_deref().unwrap_or("<version>");
                 write!(
                     f,
-                    "no library directory below {} has libcuda.so.{version} or libnvidia-ml.so.{version}; install the driver's user space into \
+                    "no library directory below {} has libcuda.so.{version} or \
+                        libnvidia-ml.so.{version}; install the driver's user space into \
                      the image, or give the root that it lies in",
                     driver_root.display()
                 )?;
@@ -106,7 +109,8 @@ impl fmt::Display for Error {
             } => {
                 write!(
                     f,
-                    "{} has {needed_by}, but libcuda.so.{version} is nowhere: no CUDA program could start; install it (Debian: libcuda1, \
+                    "{} has {needed_by}, but libcuda.so.{version} is nowhere: no CUDA program \
+                        could start; install it (Debian: libcuda1, \
                      Ubuntu: libnvidia-compute, RHEL: nvidia-driver-cuda-libs)",
                     directory.display()
                 )?;
@@ -119,20 +123,23 @@ impl fmt::Display for Error {
                 found,
             } => write!(
                 f,
-                "the driver is {module} ({source}), and its user space is {found} ({}): put the libraries of {module} into the image, or load \
+                "the driver is {module} ({source}), and its user space is {found} ({}): put the \
+                    libraries of {module} into the image, or load \
                  the module of {found}",
                 library.display()
             ),
             Self::Ambiguous { first, second } => write!(
                 f,
-                "two versions are installed, {} and {}, and no loaded module selects one: remove one, or name the version",
+                "two versions are installed, {} and {}, and no loaded module selects one: remove \
+                    one, or name the version",
                 first.display(),
                 second.display()
             ),
             Self::TooMany { directory, most } => {
                 write!(
                     f,
-                    "{} has more than {most} libraries of the driver: that is no driver's directory",
+                    "{} has more than {most} libraries of the driver: that is no driver's \
+                        directory",
                     directory.display()
                 )
             }

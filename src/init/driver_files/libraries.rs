@@ -434,7 +434,11 @@ fn choose<'a>(
                         problems.add(&path, "not a regular file")
                     }
                     Ok(Some(found)) if !plain_path(&found.path) => {
-                        problems.add(&path, "leads to a path with a colon or control characters, which cannot be written into a spec");
+                        problems.add(
+                            &path,
+                            "leads to a path with a colon or control characters, \
+                            which cannot be written into a spec",
+                        );
                     }
                     Ok(Some(found)) => {
                         taken.insert(found.path.clone());

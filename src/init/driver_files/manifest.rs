@@ -78,14 +78,16 @@ impl fmt::Display for Unusable {
             Self::Broken { path, why } => {
                 write!(
                     f,
-                    "driver files: manifest {} cannot be used: {why}; write it again when the image is built",
+                    "driver files: manifest {} cannot be used: {why}; write it again when the \
+                        image is built",
                     path.display()
                 )
             }
             Self::Stale { path, what } => {
                 write!(
                     f,
-                    "driver files: manifest {} is stale: {what}; write it as the last step of the image's build",
+                    "driver files: manifest {} is stale: {what}; write it as the last step of the \
+                        image's build",
                     path.display()
                 )
             }

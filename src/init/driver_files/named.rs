@@ -139,7 +139,11 @@ impl<'a> Named<'a> {
         match self.places.driver(path) {
             Ok(Some(found)) if plain_path(&found.path) => Some(found),
             Ok(Some(_)) => {
-                self.problems.add(path, "leads to a path with a colon or control characters, which cannot be written into a spec");
+                self.problems.add(
+                    path,
+                    "leads to a path with a colon or control characters, \
+                    which cannot be written into a spec",
+                );
                 None
             }
             Ok(None) => None,

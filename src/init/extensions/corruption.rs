@@ -38,7 +38,8 @@ pub async fn corrupted(
                 Ok(true) => {}
                 Ok(false) => {
                     let reason = format!(
-                        "extension {name}: data of the disk {} does not match its hash tree: it was changed or is damaged \
+                        "extension {name}: data of the disk {} does not match its hash tree: it \
+                            was changed or is damaged \
                          (the kernel's log has the block); take the image from its build again",
                         name.serial()
                     );

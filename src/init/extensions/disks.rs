@@ -3,6 +3,7 @@
 //! The image has two partitions: 1 is the data, 2 the hash tree without a superblock.
 
 use super::parameters::{Extension, Name, PREFIX, SECTOR};
+use crate::machine::files::entries;
 use crate::machine::uevents::Any;
 use std::fmt;
 use std::fs;
@@ -59,8 +60,10 @@ impl fmt::Display for Error {
             }
             Self::Surplus { device, name } => write!(
                 f,
-                "extension {name}: disk {device} has the serial {}, and the kernel's command line has no \
-                 verity parameters for it: nothing unverified is mounted; declare the extension or remove the disk",
+                "extension {name}: disk {device} has the serial {}, and the kernel's command line \
+                    has no \
+                 verity parameters for it: nothing unverified is mounted; declare the extension \
+                 or remove the disk",
                 name.serial()
             ),
             Self::Twice {
@@ -69,14 +72,17 @@ impl fmt::Display for Error {
             } => {
                 write!(
                     f,
-                    "extension {name}: disks {first} and {second} have the same serial {}: remove one of them",
+                    "extension {name}: disks {first} and {second} have the same serial {}: remove \
+                        one of them",
                     name.serial()
                 )
             }
             Self::Missing { name, waited } => write!(
                 f,
-                "extension {name}: no disk with the serial {} within {waited:?}: give the VM its image as a virtio-blk disk \
-                 (guest_extension_images in Kata's configuration), or remove the extension's parameters",
+                "extension {name}: no disk with the serial {} within {waited:?}: give the VM its \
+                    image as a virtio-blk disk \
+                 (guest_extension_images in Kata's configuration), or remove the extension's \
+                 parameters",
                 name.serial()
             ),
             Self::NoPartition {
@@ -86,7 +92,8 @@ impl fmt::Display for Error {
                 waited,
             } => write!(
                 f,
-                "extension {name}: disk {device} has no partition {number} within {waited:?}: the image needs its data in \
+                "extension {name}: disk {device} has no partition {number} within {waited:?}: the \
+                    image needs its data in \
                  partition 1 and its hash tree in partition 2: build it with a measured root"
             ),
         }
@@ -132,12 +139,7 @@ pub fn find(sys: &Path) -> Result<Vec<Disk>, Error> {
 /// Partitions 1 and 2. An incomplete one counts as not there: it may be about to come.
 fn partitions(disk: &Path) -> (Option<Partition>, Option<Partition>) {
     let (mut data, mut hash) = (None, None);
-    for path in fs::read_dir(disk)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
-    {
+    for path in entries(disk).map(|entry| entry.path()) {
         let text = |file: &str| {
             fs::read_to_string(path.join(file))
                 .ok()
@@ -371,7 +373,8 @@ mod tests {
                 "surplus",
                 &[("vda", "extension-gpu", 2), ("vdb", "extension-x", 2)],
                 &["gpu"],
-                "extension x: disk vdb has the serial extension-x, and the kernel's command line has no verity parameters",
+                "extension x: disk vdb has the serial extension-x, and the kernel's command line \
+                    has no verity parameters",
             ),
             (
                 "twice",

@@ -8,18 +8,18 @@
 //!
 //! Not here: extensions without a hash tree, which the incumbent refuses as well.
 
-pub mod corruption;
+pub mod corruption; // data that fails its check later
 pub mod disks; // virtio-blk disks by their serial
 pub mod loader; // the dynamic loader's cache of the guest
 pub mod mount; // EROFS, firmware
 pub mod parameters; // declarations of the command line
-pub mod verity; // dm-verity // data that fails its check later
+pub mod verity; // dm-verity
 
 pub use parameters::{Extension, Name, Verity};
 
 use crate::machine::clock::boottime_ns;
 use crate::step;
-use crate::stream::{Step, StepId};
+use crate::stream::{RunningStep, StepId};
 use kata_gpu_wire::names;
 use std::path::Path;
 use std::time::Duration;
@@ -63,7 +63,7 @@ impl Stamp {
     }
 }
 
-fn begin(what: &What, at_ns: u64) -> Step {
+fn begin(what: &What, at_ns: u64) -> RunningStep {
     match what {
         What::Disks { declared } => {
             step!(names::EXTENSION_DISKS, at_ns = at_ns, declared = *declared)
@@ -185,7 +185,8 @@ fn mount_one(
             Ok(false) => {
                 let device = &disk.device;
                 format!(
-                    "{error}: the data of disk {device} does not match the root hash of the kernel's command line: \
+                    "{error}: the data of disk {device} does not match the root hash of the \
+                        kernel's command line: \
                      give both from the same build of the image"
                 )
             }

@@ -51,12 +51,19 @@ pub fn erofs(name: &Name, node: &Path) -> Result<(), String> {
     mount(Some(node), &target, Some("erofs"), flags, None::<&str>).map_err(|errno| {
         let cure = match errno {
             Errno::ENODEV => "; the kernel has no EROFS: build it with CONFIG_EROFS_FS",
-            Errno::EINVAL => "; the data is no EROFS that this kernel knows, or a check has failed: see the kernel's log",
+            Errno::EINVAL => {
+                "; the data is no EROFS that this kernel knows, or a check has \
+                failed: see the kernel's log"
+            }
             _ => "",
         };
         // A directory without its mount would pass for the extension.
         let _unused = fs::remove_dir(&target);
-        format!("extension {name}: mount {} on {}: {errno}{cure}", node.display(), target.display())
+        format!(
+            "extension {name}: mount {} on {}: {errno}{cure}",
+            node.display(),
+            target.display()
+        )
     })
 }
 
@@ -72,7 +79,8 @@ pub fn bind_firmware(extension: &Path, mounts: &str) -> Result<(), String> {
     let _unused = fs::create_dir_all(&to);
     bind(&from, &to).map_err(|errno| {
         format!(
-            "bind {} over {}: {errno}: put the empty directory into the image, the kernel loads firmware from there",
+            "bind {} over {}: {errno}: put the empty directory into the image, the kernel loads \
+                firmware from there",
             from.display(),
             to.display()
         )

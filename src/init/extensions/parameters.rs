@@ -33,7 +33,8 @@ impl Name {
         let longest = MAX_SERIAL - PREFIX.len();
         if text.len() > longest {
             return Err(format!(
-                "the name {shown} has {} characters: use at most {longest}, a virtio-blk serial holds no more",
+                "the name {shown} has {} characters: use at most {longest}, a virtio-blk serial \
+                    holds no more",
                 text.len()
             ));
         }
@@ -200,7 +201,8 @@ fn hexadecimal(key: &str, text: &str) -> Result<String, String> {
     let is_hexadecimal = text.len() % 2 == 0 && text.bytes().all(|b| b.is_ascii_hexdigit());
     let wrong = || {
         format!(
-            "{key}={} is not an even number of hexadecimal digits: give what `veritysetup format` printed",
+            "{key}={} is not an even number of hexadecimal digits: give what `veritysetup format` \
+                printed",
             shown(text)
         )
     };
@@ -275,7 +277,8 @@ mod tests {
             (
                 "salt",
                 "xy",
-                "salt=xy is not an even number of hexadecimal digits: give what `veritysetup format` printed",
+                "salt=xy is not an even number of hexadecimal digits: give what `veritysetup \
+                    format` printed",
             ),
             ("salt", long.as_str(), "salt has 514 digits, at most 512"),
             ("data_blocks", "0", "data_blocks=0 is no number from 1 on"),
@@ -358,7 +361,8 @@ mod tests {
         let error = Name::parse("eleven-char").unwrap_err();
         assert_eq!(
             error,
-            "the name eleven-char has 11 characters: use at most 10, a virtio-blk serial holds no more"
+            "the name eleven-char has 11 characters: use at most 10, a virtio-blk serial holds no \
+                more"
         );
     }
 

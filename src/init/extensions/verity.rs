@@ -67,7 +67,8 @@ impl fmt::Display for Error {
                 wanted,
             } => write!(
                 f,
-                "extension {name}: partition {number} of disk {device} has {bytes} bytes, the parameters need {wanted}: \
+                "extension {name}: partition {number} of disk {device} has {bytes} bytes, the \
+                    parameters need {wanted}: \
                  give parameters and disk from the same build of the image"
             ),
             Self::Refused {
@@ -81,7 +82,8 @@ impl fmt::Display for Error {
                         "the kernel has no device mapper: build it with CONFIG_BLK_DEV_DM"
                     }
                     ("load the table of", Errno::EINVAL) => {
-                        "see the kernel's log; without a line there the kernel has no dm-verity: build it with CONFIG_DM_VERITY"
+                        "see the kernel's log; without a line there the kernel has no dm-verity: \
+                            build it with CONFIG_DM_VERITY"
                     }
                     ("create", Errno::EBUSY) => "a device of this name is in use",
                     _ => "see the kernel's log",
@@ -126,7 +128,8 @@ pub fn table(verity: &Verity, data: Partition, hash: Partition) -> Table {
     Table {
         sectors: verity.data_bytes() / SECTOR,
         parameters: format!(
-            "1 {data} {hash} {data_block_size} {hash_block_size} {data_blocks} 0 sha256 {root_hash} {salt}"
+            "1 {data} {hash} {data_block_size} {hash_block_size} {data_blocks} 0 sha256 \
+                {root_hash} {salt}"
         ),
     }
 }

@@ -48,8 +48,6 @@ impl fmt::Display for InitError {
     }
 }
 
-impl std::error::Error for InitError {}
-
 /// Text for the resource manager's status codes with which an initialisation is known to end
 /// (nvstatuscodes.h).
 fn status_text(status: u32) -> &'static str {

@@ -100,8 +100,6 @@ impl fmt::Display for SysfsError {
     }
 }
 
-impl std::error::Error for SysfsError {}
-
 /// The PCI side of sysfs, below `/sys` in a guest.
 #[derive(Clone)]
 pub struct PciSysfs {

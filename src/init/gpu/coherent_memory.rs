@@ -13,10 +13,11 @@
 //! Not here: the driver's file `numa_status`, which blocks during an initialisation and is never
 //! read; memory hot-plug of anything else.
 
+use crate::machine::files::{entries, read};
 use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::pci_address::PciAddress;
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs;
+use std::io;
 use std::path::Path;
 
 const TABLES: &str = "sys/firmware/acpi/tables";
@@ -62,7 +63,8 @@ pub fn prepare(root: &Path, arch: Arch, gpus: &[PciAddress]) -> Option<Prepared>
     let available = available(root);
     let no_room = || {
         let text = format!(
-            "memory of the GPUs: {} MiB of it take {} MiB of the guest's RAM to manage, and {} MiB are available: give the VM more memory",
+            "memory of the GPUs: {} MiB of it take {} MiB of the guest's RAM to manage, and {} \
+                MiB are available: give the VM more memory",
             gpu_memory >> 20,
             page_structs >> 20,
             available >> 20
@@ -84,8 +86,7 @@ fn is_described(root: &Path, gpus: &[PciAddress]) -> bool {
         return true;
     }
     // Guests booted by a device tree have no such folder.
-    let entries = fs::read_dir(&tables).into_iter().flatten().flatten();
-    entries
+    entries(&tables)
         .filter(|entry| {
             entry
                 .file_name()
@@ -126,9 +127,11 @@ fn has_initiator(srat: &[u8], gpus: &[PciAddress]) -> bool {
 fn set_movable(root: &Path) -> (String, Result<(), String>) {
     let file = root.join(POLICY);
     let wrong = |did: &str, error: io::Error| {
-        let cure = "boot a kernel with CONFIG_MEMORY_HOTPLUG, with memhp_default_state=online_movable on its command line";
+        let cure = "boot a kernel with CONFIG_MEMORY_HOTPLUG, with \
+            memhp_default_state=online_movable on its command line";
         Err(format!(
-            "memory of the GPUs: {did} /{POLICY}: {error}: the driver will refuse these GPUs: {cure}"
+            "memory of the GPUs: {did} /{POLICY}: {error}: the driver will refuse these GPUs: \
+                {cure}"
         ))
     };
     let policy = match read(&file, MAX_TEXT) {
@@ -187,12 +190,6 @@ fn page_size() -> u64 {
         .and_then(|size| u64::try_from(size).ok())
         .filter(|size| *size > 0)
         .unwrap_or(4096)
-}
-
-fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    File::open(path)?.take(limit).read_to_end(&mut bytes)?;
-    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -82,7 +82,8 @@ pub fn instances(proc: &Path, gpu: u32) -> Result<Vec<MigInstance>, String> {
         );
         if all.len() > MAX_INSTANCES {
             return Err(format!(
-                "{} has more than {MAX_INSTANCES} instances: this driver's way to list them is not known",
+                "{} has more than {MAX_INSTANCES} instances: this driver's way to list them is \
+                    not known",
                 mig.display()
             ));
         }
@@ -136,7 +137,11 @@ pub fn access(proc: &Path, capability: Capability) -> Result<Access, String> {
     let path = capability.path(proc);
     let text = read_bounded(&path, MAX_ACCESS).map_err(|e| e.to_string())?;
     parse_access(&text).ok_or_else(|| {
-        format!("read {}: no \"DeviceFileMinor:\" and \"DeviceFileMode:\" with numbers; this driver's format is not known", path.display())
+        format!(
+            "read {}: no \"DeviceFileMinor:\" and \"DeviceFileMode:\" with numbers; this \
+            driver's format is not known",
+            path.display()
+        )
     })
 }
 
@@ -198,7 +203,8 @@ mod tests {
     #[test]
     fn capabilities_are_found_by_their_whole_name() {
         let minors = parse_mig_minors(
-            "config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\n\ngpu0/gi1/access x\ngpu1/gi0/access 138\n",
+            "config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\n\ngpu0/gi1/access \
+                x\ngpu1/gi0/access 138\n",
         );
         assert_eq!(minors.len(), 5);
         assert_eq!(

@@ -103,7 +103,8 @@ pub fn parse_majors(text: &str) -> Majors {
         };
         let Ok(major) = major.parse() else { continue };
         match name {
-            "nvidia" | "nvidia-frontend" => majors.nvidia = Some(major), // -frontend: drivers up to 535
+            // -frontend: drivers up to 535.
+            "nvidia" | "nvidia-frontend" => majors.nvidia = Some(major),
             "nvidia-uvm" => majors.uvm = Some(major),
             "nvidia-caps" => majors.caps = Some(major),
             "nvidia-caps-imex-channels" => majors.imex_channels = Some(major),
@@ -177,7 +178,8 @@ mod tests {
 
     #[test]
     fn the_minor_is_read_before_and_after_the_first_initialisation() {
-        let before = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 27\nVideo BIOS: \t ??.??.??.??.??\nBus Type: \t PCIe\nDevice Minor: \t 5\nGPU Excluded:\t No\n";
+        let before = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 27\nVideo BIOS: \t \
+            ??.??.??.??.??\nBus Type: \t PCIe\nDevice Minor: \t 5\nGPU Excluded:\t No\n";
         let information = parse_information(before).unwrap();
         assert_eq!(
             (
@@ -218,7 +220,9 @@ mod tests {
 
     #[test]
     fn majors_are_matched_by_whole_names_of_character_devices() {
-        let text = "Character devices:\n  1 mem\n195 nvidia\n233 nvidia-caps-imex-channels\n234 nvidia-caps\n235 nvidia-uvm\n236 nvidia-nvswitch\n237 nvidia-nvlink\n\nBlock devices:\n  8 nvidia-uvm\n";
+        let text = "Character devices:\n  1 mem\n195 nvidia\n233 nvidia-caps-imex-channels\n234 \
+            nvidia-caps\n235 nvidia-uvm\n236 nvidia-nvswitch\n237 nvidia-nvlink\n\nBlock \
+            devices:\n  8 nvidia-uvm\n";
         let all = Majors {
             nvidia: Some(195),
             uvm: Some(235),

@@ -4,6 +4,7 @@
 //! ROM, because each of those accesses exits to the hypervisor and waits for a BAR mapping that is
 //! under way. [`crate::gpu::vpd`] reads VPD, where the topology depends on it.
 
+use crate::machine::files::{entries, failed};
 use kata_gpu_wire::pci_address::{NVIDIA, PciAddress, is_gpu, waits_for_bar_firewall};
 use std::io;
 use std::path::Path;
@@ -79,17 +80,10 @@ pub fn scan(sysfs: &Path) -> io::Result<Scan> {
         Ok(entries) => entries,
         // A kernel without any PCI bus has no such directory.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(scan),
-        Err(e) => {
-            return Err(io::Error::new(
-                e.kind(),
-                format!("read {}: {e}", devices.display()),
-            ));
-        }
+        Err(e) => return Err(failed("read", &devices)(e)),
     };
     for entry in entries {
-        let path = entry
-            .map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", devices.display())))?
-            .path();
+        let path = entry.map_err(failed("read", &devices))?.path();
         let Some(address) = path
             .file_name()
             .and_then(|n| n.to_str())
@@ -132,9 +126,7 @@ pub fn port_guid(sysfs: &Path, function: PciAddress) -> Result<String, String> {
         .join("bus/pci/devices")
         .join(function.to_string())
         .join("infiniband");
-    let first = std::fs::read_dir(devices)
-        .ok()
-        .and_then(|list| list.flatten().map(|entry| entry.path()).min());
+    let first = entries(&devices).map(|entry| entry.path()).min();
     let port = first.ok_or("no InfiniBand device")?.join("ports/1");
     let read = |name: &str| {
         std::fs::read_to_string(port.join(name))
@@ -161,8 +153,7 @@ pub fn port_guid(sysfs: &Path, function: PciAddress) -> Result<String, String> {
 /// A hexadecimal attribute of a function, e.g. `0x10de`.
 fn attribute(function: &Path, name: &str) -> io::Result<u32> {
     let path = function.join(name);
-    let text = std::fs::read_to_string(&path)
-        .map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", path.display())))?;
+    let text = std::fs::read_to_string(&path).map_err(failed("read", &path))?;
     let digits = text.trim();
     u32::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16).map_err(|_| {
         io::Error::other(format!(

@@ -4,61 +4,33 @@
 //! No number of functions is refused: whether six switches for eight GPUs, or two for four, are a
 //! fabric is for the fabric manager to judge.
 
+use kata_gpu_wire::named;
 use kata_gpu_wire::pci_address::PciAddress;
-use std::fmt;
 
-/// Kind of a guest, by its NVIDIA functions. The order of checks is that of the variants.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Topology {
-    /// Neither GPUs nor switches.
-    None,
-    /// GPUs without a fabric of their own guest.
-    Gpus,
-    /// GPUs and NVSwitches: fabric manager drives the switches.
-    HopperFabric,
-    /// Hopper fabric in a confidential guest: GPUs and switches trust each other (PPCIE).
-    ProtectedPcie,
-    /// GPUs and CX7 management functions: fabric manager and nvlsm drive the switches behind them.
-    BlackwellFabric,
-    /// Switches or management functions without GPUs: a service VM of a shared fabric.
-    ServiceVm,
-    /// GPUs whose switches are in another VM or on the host: NVML reports a fabric that is not
-    /// complete.
-    SharedFabric,
-}
-
-impl fmt::Display for Topology {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::None => "none",
-            Self::Gpus => "gpus",
-            Self::HopperFabric => "hopper-fabric",
-            Self::ProtectedPcie => "protected-pcie",
-            Self::BlackwellFabric => "blackwell-fabric",
-            Self::ServiceVm => "service-vm",
-            Self::SharedFabric => "shared-fabric",
-        })
+named! {
+    /// Kind of a guest, by its NVIDIA functions. The order of checks is that of the variants.
+    #[derive(Hash)]
+    pub enum Topology {
+        /// Neither GPUs nor switches.
+        None = "none",
+        /// GPUs without a fabric of their own guest.
+        Gpus = "gpus",
+        /// GPUs and NVSwitches: fabric manager drives the switches.
+        HopperFabric = "hopper-fabric",
+        /// Hopper fabric in a confidential guest: GPUs and switches trust each other (PPCIE).
+        ProtectedPcie = "protected-pcie",
+        /// GPUs and CX7 management functions: fabric manager and nvlsm drive the switches behind
+        /// them.
+        BlackwellFabric = "blackwell-fabric",
+        /// Switches or management functions without GPUs: a service VM of a shared fabric.
+        ServiceVm = "service-vm",
+        /// GPUs whose switches are in another VM or on the host: NVML reports a fabric that is not
+        /// complete.
+        SharedFabric = "shared-fabric",
     }
 }
 
 impl Topology {
-    pub const ALL: [Self; 7] = [
-        Self::None,
-        Self::Gpus,
-        Self::HopperFabric,
-        Self::ProtectedPcie,
-        Self::BlackwellFabric,
-        Self::ServiceVm,
-        Self::SharedFabric,
-    ];
-
-    /// The topology with this name.
-    pub fn named(text: &str) -> Option<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|topology| topology.to_string() == text)
-    }
-
     /// Whether this guest's GPUs are connected by NVSwitches: CUDA fails on them until the fabric
     /// is complete.
     pub fn has_fabric(self) -> bool {
@@ -72,44 +44,27 @@ impl Topology {
     }
 }
 
-/// Whether the driver may use NVLink.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NvLink {
-    /// Disabled for a single GPU.
-    Auto,
-    /// The driver's own options count.
-    On,
-    Off,
+named! {
+    /// Whether the driver may use NVLink.
+    pub enum NvLink {
+        /// Disabled for a single GPU.
+        Auto = "auto",
+        /// The driver's own options count.
+        On = "on",
+        Off = "off",
+    }
 }
 
 /// Value of the field `nvlink` in the report of a decision that loads the driver with NVLink
 /// disabled.
 pub const NVLINK_DISABLED: &str = "disabled";
 
-/// Source of a topology.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
-    Scan,
-    Parameter,
-    Nvml,
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Scan => "scan",
-            Self::Parameter => "parameter",
-            Self::Nvml => "nvml",
-        })
-    }
-}
-
-impl Source {
-    /// The source with this name.
-    pub fn named(text: &str) -> Option<Self> {
-        [Self::Scan, Self::Parameter, Self::Nvml]
-            .into_iter()
-            .find(|source| source.to_string() == text)
+named! {
+    /// Source of a topology.
+    pub enum Source {
+        Scan = "scan",
+        Parameter = "parameter",
+        Nvml = "nvml",
     }
 }
 
@@ -273,7 +228,8 @@ fn nvlink(topology: Topology, facts: &Facts) -> (bool, String) {
         (NvLink::On, Some(value), _) => (
             false,
             format!(
-                "gpuinit.nvlink=on adds no option; the driver's options have NVreg_NvLinkDisable={value}"
+                "gpuinit.nvlink=on adds no option; the driver's options have \
+                    NVreg_NvLinkDisable={value}"
             ),
         ),
         (NvLink::On, None, _) => (false, "gpuinit.nvlink=on adds no option".into()),
@@ -332,8 +288,10 @@ impl Decision {
     pub fn outgrown_by(&self, gpus: usize) -> Option<String> {
         (self.nvlink_disable && self.functions.gpus < 2 && gpus > 1).then(|| {
             format!(
-                "{gpus} GPUs are here, and the driver was loaded with NVreg_NvLinkDisable=1 for one: \
-                 there is no NVLink between them; start the guest with gpuinit.nvlink=on or gpuinit.gpus={gpus}"
+                "{gpus} GPUs are here, and the driver was loaded with NVreg_NvLinkDisable=1 for \
+                    one: \
+                 there is no NVLink between them; start the guest with gpuinit.nvlink=on or \
+                 gpuinit.gpus={gpus}"
             )
         })
     }
@@ -427,7 +385,8 @@ mod tests {
                 4,
                 1,
                 Topology::HopperFabric,
-                "8 GPUs, 4 NVSwitches, 1 management function found: the switches are PCI functions of this guest; management functions are left alone",
+                "8 GPUs, 4 NVSwitches, 1 management function found: the switches are PCI \
+                    functions of this guest; management functions are left alone",
             ),
             (
                 0,
@@ -441,21 +400,24 @@ mod tests {
                 0,
                 4,
                 Topology::BlackwellFabric,
-                "8 GPUs, 4 management functions found: the switches are behind the management functions",
+                "8 GPUs, 4 management functions found: the switches are behind the management \
+                    functions",
             ),
             (
                 0,
                 0,
                 4,
                 Topology::ServiceVm,
-                "0 GPUs, 4 management functions found: management functions without GPUs serve the GPUs of other VMs",
+                "0 GPUs, 4 management functions found: management functions without GPUs serve \
+                    the GPUs of other VMs",
             ),
             (
                 0,
                 4,
                 4,
                 Topology::ServiceVm,
-                "0 GPUs, 4 NVSwitches, 4 management functions found: switches without GPUs serve the GPUs of other VMs",
+                "0 GPUs, 4 NVSwitches, 4 management functions found: switches without GPUs serve \
+                    the GPUs of other VMs",
             ),
         ] {
             let decision = decide(facts(gpus, switches, management));

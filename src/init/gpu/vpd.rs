@@ -5,9 +5,9 @@
 //! and which wait for a BAR mapping that is under way: read it only where the topology depends on
 //! it. Any bytes are accepted, none is trusted: they come from a device, in a guest from its host.
 
+use crate::machine::files;
 use kata_gpu_wire::pci_address::PciAddress;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 
 /// Limit of bytes read; real VPD has some hundred. The kernel's limit is 32 KiB, and 125 ms for
@@ -30,20 +30,16 @@ pub fn read(sysfs: &Path, function: PciAddress) -> io::Result<Option<Vec<u8>>> {
         .join("bus/pci/devices")
         .join(function.to_string())
         .join("vpd");
-    let mut vpd = Vec::new();
-    match File::open(&path).and_then(|file| file.take(MAX).read_to_end(&mut vpd)) {
+    match files::read(&path, MAX) {
         // The kernel returns 0 bytes for a device that is silent from the first byte on.
-        Ok(0) => Err(io::Error::new(
+        Ok(vpd) if vpd.is_empty() => Err(io::Error::new(
             io::ErrorKind::UnexpectedEof,
             format!("read {}: there is nothing in it", path.display()),
         )),
-        Ok(_) => Ok(Some(vpd)),
+        Ok(vpd) => Ok(Some(vpd)),
         // A virtual function, for example.
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(io::Error::new(
-            e.kind(),
-            format!("read {}: {e}", path.display()),
-        )),
+        Err(e) => Err(files::failed("read", &path)(e)),
     }
 }
 

@@ -79,23 +79,28 @@ impl fmt::Display for LoadError {
         match self {
             Self::NoIndex { asked, path, why } => write!(
                 f,
-                "load module {asked}: read {}: {why}; the image has no modules for the running kernel: run depmod when it is built",
+                "load module {asked}: read {}: {why}; the image has no modules for the running \
+                    kernel: run depmod when it is built",
                 path.display()
             ),
             Self::Unknown { asked, index } => write!(
                 f,
-                "load module {asked}: {} does not list it; put the driver's modules for this kernel into the image and run depmod",
+                "load module {asked}: {} does not list it; put the driver's modules for this \
+                    kernel into the image and run depmod",
                 index.display()
             ),
             Self::Off { asked, target } => {
                 write!(
                     f,
-                    "load module {asked}: an alias makes it {target}, and there is no such module; take the alias out of modprobe.d, or run depmod"
+                    "load module {asked}: an alias makes it {target}, and there is no such \
+                        module; take the alias out of modprobe.d, or run depmod"
                 )
             }
             Self::Blacklisted { asked, modules } => write!(
                 f,
-                "load module {asked}: it stands for {}, blacklisted in modprobe.d or by modprobe.blacklist= on the kernel command line; take that out, or ask by the module's own name",
+                "load module {asked}: it stands for {}, blacklisted in modprobe.d or by \
+                    modprobe.blacklist= on the kernel command line; take that out, or ask by the \
+                    module's own name",
                 modules.join(" and ")
             ),
             Self::NoFile {
@@ -124,7 +129,8 @@ impl fmt::Display for LoadError {
                     Unreadable::Packed { format, why } => {
                         write!(
                             f,
-                            "decompress {}: {format}: {why}; the file is damaged, or no module: build the image again",
+                            "decompress {}: {format}: {why}; the file is damaged, or no module: \
+                                build the image again",
                             path.display()
                         )
                     }
@@ -153,14 +159,16 @@ fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result 
         {
             write!(
                 f,
-                " (built for another kernel: its vermagic is {magic:?}, uname -r is {:?}: build it for this one)",
+                " (built for another kernel: its vermagic is {magic:?}, uname -r is {:?}: build \
+                    it for this one)",
                 hint.kernel
             )
         }
         (Errno::ENOEXEC, Some(magic), _) => {
             write!(
                 f,
-                " (built for this kernel, {magic:?}: the file is damaged, or was built with other options; see the kernel's log)"
+                " (built for this kernel, {magic:?}: the file is damaged, or was built with other \
+                    options; see the kernel's log)"
             )
         }
         (Errno::ENOEXEC, None, _) => {
@@ -177,7 +185,8 @@ fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result 
         ) => {
             write!(
                 f,
-                " (signature: it has none that this kernel trusts: sign it with the kernel's key, and do not strip or edit it after that)"
+                " (signature: it has none that this kernel trusts: sign it with the kernel's key, \
+                    and do not strip or edit it after that)"
             )
         }
         (Errno::EPERM, _, Some(true)) => write!(
@@ -187,7 +196,8 @@ fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result 
         (Errno::EPERM, ..) => {
             write!(
                 f,
-                " (forbidden: by module_blacklist= on the kernel command line, kernel lockdown, or a missing CAP_SYS_MODULE)"
+                " (forbidden: by module_blacklist= on the kernel command line, kernel lockdown, \
+                    or a missing CAP_SYS_MODULE)"
             )
         }
         (Errno::ENOENT, ..) => write!(
@@ -207,8 +217,6 @@ fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result 
         _ => Ok(()),
     }
 }
-
-impl std::error::Error for LoadError {}
 
 #[cfg(test)]
 mod tests {
@@ -234,7 +242,9 @@ mod tests {
     fn errors_name_module_dependency_path_errno_and_cure() {
         assert_eq!(
             refused(Errno::ENOEXEC, Some("6.1.0 SMP mod_unload"), None),
-            "load module nvidia_uvm: it needs nvidia: /m/nvidia.ko: ENOEXEC: Exec format error (built for another kernel: its vermagic is \"6.1.0 SMP mod_unload\", uname -r is \"6.18.5\": build it for this one)"
+            "load module nvidia_uvm: it needs nvidia: /m/nvidia.ko: ENOEXEC: Exec format error \
+                (built for another kernel: its vermagic is \"6.1.0 SMP mod_unload\", uname -r is \
+                \"6.18.5\": build it for this one)"
         );
         for (errno, magic, disabled, part) in [
             (
@@ -294,7 +304,8 @@ mod tests {
         };
         assert_eq!(
             error.to_string(),
-            "load module m: open /m.ko: ENOENT: No such file or directory; modules.dep is older than the modules: run depmod"
+            "load module m: open /m.ko: ENOENT: No such file or directory; modules.dep is older \
+                than the modules: run depmod"
         );
         let why = Unreadable::Packed {
             format: Format::Xz,
@@ -308,7 +319,8 @@ mod tests {
         };
         assert_eq!(
             error.to_string(),
-            "load module m: it needs d: decompress /d.ko.xz: xz: unexpected end; the file is damaged, or no module: build the image again"
+            "load module m: it needs d: decompress /d.ko.xz: xz: unexpected end; the file is \
+                damaged, or no module: build the image again"
         );
     }
 }

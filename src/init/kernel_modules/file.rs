@@ -5,6 +5,7 @@
 //! Others are decompressed here and go to init_module: the signature is inside the compressed file,
 //! so it stays valid, too. As in kmod, the first bytes decide the format, not the name.
 
+use crate::machine::files::errno;
 use nix::errno::Errno;
 use nix::kmod::{ModuleInitFlags, finit_module, init_module};
 use std::ffi::CStr;
@@ -205,11 +206,6 @@ pub fn version_magic(image: &[u8]) -> Option<String> {
             .map(|c| if c.is_control() { '?' } else { c })
             .collect(),
     )
-}
-
-/// The errno of an I/O error; EIO if it has none.
-fn errno(error: &std::io::Error) -> Errno {
-    error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
 
 #[cfg(test)]

@@ -7,9 +7,8 @@
 //! (no request is by symbol here) and the aliases of built-in modules.
 
 use super::pattern::{matches, module_name, normalised};
-use nix::errno::Errno;
+use crate::machine::files;
 use std::cell::OnceCell;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Limit of an index: a distribution's largest (modules.alias) has 2 MB.
@@ -61,16 +60,10 @@ impl Lazy {
             why,
             missing,
         };
-        let mut bytes = Vec::new();
-        std::fs::File::open(&self.path)
-            .and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes))
-            .map_err(|error| {
-                let why = error.raw_os_error().map_or_else(
-                    || error.to_string(),
-                    |errno| Errno::from_raw(errno).to_string(),
-                );
-                unreadable(why, error.kind() == std::io::ErrorKind::NotFound)
-            })?;
+        let bytes = files::read(&self.path, MAX_FILE + 1).map_err(|error| {
+            let missing = error.kind() == std::io::ErrorKind::NotFound;
+            unreadable(files::errno(&error).to_string(), missing)
+        })?;
         if bytes.len() as u64 > MAX_FILE {
             return Err(unreadable(format!("longer than {MAX_FILE} bytes"), false));
         }
@@ -218,7 +211,8 @@ mod tests {
 
     #[test]
     fn junk_is_passed_over() {
-        let junk = "no colon\n:\n: a b\n\u{0}\n/:x\nalias\nalias a\nalias [ nvidia\nalias * m extra\n-- : --\n";
+        let junk = "no colon\n:\n: a b\n\u{0}\n/:x\nalias\nalias a\nalias [ nvidia\nalias * m \
+            extra\n-- : --\n";
         let index = Index::from_texts(junk, junk, junk);
         assert_eq!(index.line("nvidia").unwrap(), None);
         assert_eq!(index.aliased("nvidia").unwrap(), Vec::<&str>::new());

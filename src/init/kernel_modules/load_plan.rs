@@ -27,7 +27,8 @@ pub enum Meaning {
     Modules(Vec<Found>),
     /// Part of the kernel: there is nothing to load.
     Builtin,
-    Nothing,
+    /// No module, and no part of the kernel.
+    Unknown,
 }
 
 /// A file to load.
@@ -54,7 +55,7 @@ pub struct Plan {
 /// Meaning of a name: an alias of modprobe.d before a module, a module before a module's own alias.
 pub fn meaning(name: &str, index: &Index, settings: &Settings) -> Result<Meaning, Unreadable> {
     let Some(name) = normalised(name) else {
-        return Ok(Meaning::Nothing);
+        return Ok(Meaning::Unknown);
     };
     let found = |module: &str, alias: Option<&str>| Found {
         module: module.into(),
@@ -83,7 +84,7 @@ pub fn meaning(name: &str, index: &Index, settings: &Settings) -> Result<Meaning
     Ok(if index.is_builtin(&name)? {
         Meaning::Builtin
     } else {
-        Meaning::Nothing
+        Meaning::Unknown
     })
 }
 
@@ -190,7 +191,7 @@ impl Walk<'_> {
                 },
                 depth + 1,
             ),
-            Meaning::Nothing => {
+            Meaning::Unknown => {
                 self.plan.notes.push(format!(
                     "{name}, a soft dependency of {of}, is left out: there is no such module"
                 ));
@@ -300,7 +301,7 @@ mod tests {
                 .map(|f| format!("{}={}", f.module, f.alias.as_deref().unwrap_or("-")))
                 .collect(),
             Meaning::Builtin => "builtin".to_string(),
-            Meaning::Nothing => "nothing".to_string(),
+            Meaning::Unknown => "nothing".to_string(),
         };
         assert_eq!(
             all("ecc"),
@@ -312,7 +313,8 @@ mod tests {
         assert_eq!(all("char-major-195-255"), "nvidia=char_major_195_255");
         assert_eq!(
             all("pci:v000010DEd00002330sv0sd0bc03sc02i00"),
-            "nouveau=pci:v000010DEd00002330sv0sd0bc03sc02i00nvidia=pci:v000010DEd00002330sv0sd0bc03sc02i00"
+            "nouveau=pci:v000010DEd00002330sv0sd0bc03sc02i00\
+             nvidia=pci:v000010DEd00002330sv0sd0bc03sc02i00"
         );
         assert_eq!(
             (all("built_in"), all("nosuch"), all("a]b"), all("")),

@@ -128,7 +128,10 @@ impl Modules {
             if self.loaded.contains(&module.module) {
                 continue;
             }
-            let step = step!(names::MODULE_LOAD, after = ?self.after, module = %module.module, already = Empty, unpacked = Empty);
+            let step = step!(
+                names::MODULE_LOAD, after = ?self.after, module = %module.module, already = Empty,
+                unpacked = Empty,
+            );
             let id = step.id();
             let result = step.run(|| self.load_one(asked, module));
             self.follow(After(vec![id]));
@@ -143,7 +146,10 @@ impl Modules {
                 }
                 Err(error) if module.required => return Err(error),
                 Err(error) => {
-                    tracing::warn!(name: names::MODULE_CONFIG, module = %asked, error = %format!("{error}; it is a soft dependency: going on without it"))
+                    tracing::warn!(
+                        name: names::MODULE_CONFIG, module = %asked,
+                        error = %format!("{error}; it is a soft dependency: going on without it"),
+                    )
                 }
             }
         }
@@ -234,7 +240,7 @@ impl Modules {
         let all = match load_plan::meaning(asked, &self.index, settings).map_err(no_index)? {
             Meaning::Modules(all) => all,
             Meaning::Builtin => return Ok(Vec::new()),
-            Meaning::Nothing => return Err(unknown()),
+            Meaning::Unknown => return Err(unknown()),
         };
         let (black, wanted): (Vec<&Found>, Vec<&Found>) = all
             .iter()

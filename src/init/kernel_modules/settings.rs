@@ -7,9 +7,9 @@
 
 use super::pattern::{matches, normalised};
 use crate::config::{module_blacklist, module_parameters};
+use crate::machine::files;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Directories of modprobe.d, the strongest first.
@@ -306,10 +306,7 @@ fn text(file: &Path) -> Result<String, String> {
     if !meta.is_file() {
         return Err("is not a file; left out".into()); // to open a pipe would wait for its writer
     }
-    let mut bytes = Vec::new();
-    let open = std::fs::File::open(file);
-    open.and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes))
-        .map_err(|e| format!("read: {e}; left out"))?;
+    let bytes = files::read(file, MAX_FILE + 1).map_err(|e| format!("read: {e}; left out"))?;
     if bytes.len() as u64 > MAX_FILE {
         return Err(format!("is longer than {MAX_FILE} bytes; left out"));
     }
@@ -360,7 +357,8 @@ mod tests {
         assert_eq!(
             commands,
             [
-                "t.conf:17: install command for nvidia_modeset is not run: this init runs no commands: \"/sbin/modprobe -i nvidia-modeset\""
+                "t.conf:17: install command for nvidia_modeset is not run: this init runs no \
+                    commands: \"/sbin/modprobe -i nvidia-modeset\""
             ]
         );
     }
@@ -376,7 +374,8 @@ mod tests {
 
     #[test]
     fn bad_lines_are_reported_with_their_place_and_omitted() {
-        let text = "options\noptions nvidia\nalias a\nalias a] b\nalias a [b\nfrobnicate x y\n \\\n  softdep\n\ninclude /etc/x\n  # late\nblacklist ok\nalias x \u{0} y\n\\";
+        let text = "options\noptions nvidia\nalias a\nalias a] b\nalias a [b\nfrobnicate x y\n \
+            \\\n  softdep\n\ninclude /etc/x\n  # late\nblacklist ok\nalias x \u{0} y\n\\";
         let (settings, problems) = parsed(text);
         let places: Vec<&str> = problems
             .iter()

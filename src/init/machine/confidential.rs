@@ -5,11 +5,9 @@
 //! log count as well. In doubt a guest is confidential: that costs events, the opposite error would
 //! disclose them.
 
-use crate::machine::kernel_log;
+use crate::machine::{files, kernel_log};
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -51,8 +49,7 @@ fn is_confidential_at(root: &Path, cpu: &str) -> bool {
 
 /// The beginning of /proc/cpuinfo. Unreadable: empty, the other signs count.
 fn first_cpu(path: &Path) -> String {
-    let mut text = Vec::new();
-    let _unused = File::open(path).and_then(|file| file.take(CPUINFO).read_to_end(&mut text));
+    let text = files::read(path, CPUINFO).unwrap_or_default();
     String::from_utf8_lossy(&text).into_owned()
 }
 
@@ -113,7 +110,8 @@ mod tests {
 
     fn cpu(vendor: &str, flags: &str) -> String {
         format!(
-            "processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu vme {flags} aes\nbugs\t\t: sysret_ss_attrs sev\n"
+            "processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu vme {flags} aes\nbugs\t\t: \
+                sysret_ss_attrs sev\n"
         )
     }
 

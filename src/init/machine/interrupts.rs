@@ -41,13 +41,14 @@
 //! A process that dies in between leaves the masks as they are: the guest goes on with one CPU that
 //! serves fewer interrupts.
 
+use crate::machine::files::{entries, errno};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, VsockAddr, connect, socket};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::OpenOptions;
-use std::io::{self, Write};
+use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -179,17 +180,6 @@ pub enum Stays {
     Refused(Errno),
 }
 
-/// Result of restoring the masks.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct GivenBack {
-    /// Number of interrupts with their former mask, without those freed meanwhile.
-    pub restored: usize,
-    /// Interrupts whose mask another process has changed; that mask stays.
-    pub changed: Vec<Interrupt>,
-    /// Interrupts whose former mask the kernel refused.
-    pub failed: Vec<(Interrupt, Errno)>,
-}
-
 /// A mask that was changed.
 struct Moved {
     interrupt: Interrupt,
@@ -197,7 +187,7 @@ struct Moved {
     ours: CpuMask,
 }
 
-/// Interrupts kept off one CPU until [`MovedInterrupts::give_back`] or drop.
+/// Interrupts kept off one CPU until the drop.
 pub struct MovedInterrupts {
     folder: PathBuf,
     cpu: usize,
@@ -290,10 +280,7 @@ impl MovedInterrupts {
 
     /// Whether an interrupt of virtio-vsock is among the waiting. `sysfs`: mount point of sysfs.
     pub fn vsock_waits(&self, sysfs: &Path) -> bool {
-        let entries = std::fs::read_dir(sysfs.join(VSOCK_DRIVER))
-            .into_iter()
-            .flatten()
-            .flatten();
+        let entries = entries(&sysfs.join(VSOCK_DRIVER));
         // Handlers are `virtio3-virtqueues`, or one per queue. `config` interrupts do not count:
         // they report changes of the configuration.
         let devices = entries.filter_map(|e| {
@@ -313,52 +300,23 @@ impl MovedInterrupts {
             .iter()
             .any(|interrupt| interrupt.name.split('+').any(of_vsock))
     }
+}
 
-    /// Restores every mask that is still the one written here.
-    pub fn give_back(mut self) -> GivenBack {
-        self.restore()
-    }
-
-    fn restore(&mut self) -> GivenBack {
-        let mut result = GivenBack::default();
+impl Drop for MovedInterrupts {
+    /// Restores every mask that is still the one written here. One that cannot be restored keeps
+    /// its interrupt on the other CPUs.
+    fn drop(&mut self) {
         if let Some((former, ours)) = self.default.take() {
-            // If the default cannot be restored, new interrupts keep going to the other CPUs.
             let _unused = restore(&self.folder.join("default_smp_affinity"), &ours, &former);
             // Interrupts requested under the changed default get the former one.
             for interrupt in interrupts(&self.folder).filter(|i| !self.known.contains(&i.irq)) {
                 let _unused = restore(&mask_file(&self.folder, interrupt.irq), &ours, &former);
             }
         }
-        for Moved {
-            interrupt,
-            former,
-            ours,
-        } in std::mem::take(&mut self.moved).into_values()
-        {
-            match restore(&mask_file(&self.folder, interrupt.irq), &ours, &former) {
-                Ok(true) => result.restored += 1,
-                Ok(false) => result.changed.push(interrupt),
-                Err(Errno::ENOENT) => {} // freed meanwhile
-                Err(errno) => result.failed.push((interrupt, errno)),
-            }
+        for (irq, Moved { former, ours, .. }) in &self.moved {
+            let _unused = restore(&mask_file(&self.folder, *irq), ours, former);
         }
-        result
     }
-}
-
-impl Drop for MovedInterrupts {
-    fn drop(&mut self) {
-        self.restore();
-    }
-}
-
-/// Interrupts that currently arrive at `cpu`, for the choice of a CPU. For an interrupt without
-/// effective mask in this kernel, its mask counts.
-pub fn arriving_at(proc: &Path, cpu: usize) -> Vec<Interrupt> {
-    let folder = proc.join("irq");
-    interrupts(&folder)
-        .filter(|i| arrives_at(&folder, i.irq, cpu))
-        .collect()
 }
 
 /// Makes virtio-vsock's interrupts arrive once each, so that they move, by one connection attempt
@@ -386,12 +344,8 @@ pub fn stir_vsock(patience: Duration) -> nix::Result<bool> {
 
 /// Interrupts that have a handler, by ascending number.
 fn interrupts(folder: &Path) -> impl Iterator<Item = Interrupt> + use<> {
-    let entries = std::fs::read_dir(folder)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .take(MAX_INTERRUPTS);
-    let mut numbers: Vec<u32> = entries
+    let mut numbers: Vec<u32> = entries(folder)
+        .take(MAX_INTERRUPTS)
         .filter_map(|e| e.file_name().to_str()?.parse().ok())
         .collect();
     numbers.sort_unstable();
@@ -406,11 +360,8 @@ fn interrupts(folder: &Path) -> impl Iterator<Item = Interrupt> + use<> {
 
 /// Names of an interrupt's handlers, for each of which the kernel makes a directory.
 fn handlers(folder: &Path) -> Option<String> {
-    let entries = std::fs::read_dir(folder)
-        .ok()?
-        .flatten()
-        .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
-    let mut names: Vec<String> = entries
+    let mut names: Vec<String> = entries(folder)
+        .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
         .map(|e| e.file_name().to_string_lossy().into_owned())
         .collect();
     names.sort_unstable();
@@ -421,6 +372,7 @@ fn mask_file(folder: &Path, irq: u32) -> PathBuf {
     folder.join(irq.to_string()).join("smp_affinity")
 }
 
+/// Whether an interrupt arrives at `cpu`, by its mask where the kernel has no effective mask.
 fn arrives_at(folder: &Path, irq: u32, cpu: usize) -> bool {
     let files =
         ["effective_affinity", "smp_affinity"].map(|file| folder.join(irq.to_string()).join(file));
@@ -453,12 +405,12 @@ fn move_mask(
     }
 }
 
-/// Restores a mask; false where the mask is no longer the one written here.
-fn restore(file: &Path, ours: &CpuMask, former: &CpuMask) -> nix::Result<bool> {
-    if read(file)? != *ours {
-        return Ok(false);
+/// Restores a mask, unless it is no longer the one written here.
+fn restore(file: &Path, ours: &CpuMask, former: &CpuMask) -> nix::Result<()> {
+    if read(file)? == *ours {
+        write(file, former)?;
     }
-    write(file, former).map(|()| true)
+    Ok(())
 }
 
 fn read(file: &Path) -> nix::Result<CpuMask> {
@@ -475,10 +427,6 @@ fn write(file: &Path, mask: &CpuMask) -> nix::Result<()> {
         .open(file)
         .and_then(|mut f| f.write_all(text.as_bytes()))
         .map_err(|e| errno(&e))
-}
-
-fn errno(error: &io::Error) -> Errno {
-    error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
 
 #[cfg(test)]
@@ -636,13 +584,7 @@ mod tests {
             ["1", "3", "1", "2"]
         );
         assert_eq!(proc.default(), "1");
-        assert_eq!(
-            moved.give_back(),
-            GivenBack {
-                restored: 1,
-                ..GivenBack::default()
-            }
-        );
+        drop(moved);
         assert_eq!(
             [4, 9, 24, 25].map(|irq| proc.mask(irq)),
             ["1", "3", "3", "2"]
@@ -680,7 +622,7 @@ mod tests {
         assert_eq!(moved.again(), []);
         proc.request(31, "nvidia", "7");
         assert_eq!([24, 30, 31].map(|irq| proc.mask(irq)), ["7", "4", "7"]);
-        assert_eq!(moved.give_back().restored, 2);
+        drop(moved);
         assert_eq!([24, 30, 31].map(|irq| proc.mask(irq)), ["f", "c", "f"]);
     }
 
@@ -699,11 +641,7 @@ mod tests {
         proc.set(24, "2");
         fs::remove_dir_all(proc.0.join("irq/26")).unwrap();
         fs::write(proc.0.join("irq/default_smp_affinity"), "2\n").unwrap();
-        let given = moved.give_back();
-        assert_eq!(
-            (given.restored, numbers(&given.changed), given.failed.len()),
-            (1, vec![24], 0)
-        );
+        drop(moved);
         assert_eq!(
             (proc.mask(24), proc.mask(25), proc.default()),
             ("2".into(), "3".into(), "2".into())
@@ -719,7 +657,6 @@ mod tests {
         );
         proc.effective(24, "2");
         proc.effective(25, "1");
-        assert_eq!(numbers(&arriving_at(&proc.0, 1)), [24]);
         let moved = keep_off(&proc.0, 1, &[0, 1]);
         assert_eq!(numbers(&moved.waiting()), [24]);
         proc.effective(24, "1");
@@ -766,9 +703,7 @@ mod tests {
         drop(keep_off(&proc.0, 0, &[0, 1]));
         assert_eq!(proc.mask(24), "3");
         // No /proc at all.
-        assert_eq!(
-            keep_off(&proc.0.join("missing"), 1, &[0, 1]).give_back(),
-            GivenBack::default()
-        );
+        let none = keep_off(&proc.0.join("missing"), 1, &[0, 1]);
+        assert_eq!((none.moved().count(), none.stays().len()), (0, 0));
     }
 }

@@ -13,6 +13,7 @@
 //! Not here: the init's own lines on the console (the console sink's gate). A worker that dies in
 //! between leaves the level low; its successor takes [`LEVEL`] for the guest's own.
 
+use crate::machine::files::failed;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -21,7 +22,7 @@ use std::path::{Path, PathBuf};
 /// and alerts (1).
 pub const LEVEL: u32 = 2;
 
-/// Lowered console level, restored by [`Quiet::give_back`] or on drop.
+/// Lowered console level, restored on drop.
 #[derive(Debug)]
 pub struct Quiet {
     file: PathBuf,
@@ -39,18 +40,6 @@ pub fn quiet(proc: &Path) -> io::Result<Option<Quiet>> {
     Ok(Some(Quiet { file, former }))
 }
 
-impl Quiet {
-    /// The level before.
-    pub fn former(&self) -> u32 {
-        self.former
-    }
-
-    /// Restores the level.
-    pub fn give_back(self) {
-        drop(self);
-    }
-}
-
 impl Drop for Quiet {
     fn drop(&mut self) {
         if level(&self.file).is_ok_and(|now| now == LEVEL) {
@@ -62,8 +51,7 @@ impl Drop for Quiet {
 
 /// Reads console_loglevel, the first of four numbers.
 fn level(file: &Path) -> io::Result<u32> {
-    let text = std::fs::read_to_string(file)
-        .map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", file.display())))?;
+    let text = std::fs::read_to_string(file).map_err(failed("read", file))?;
     let first = text
         .split_ascii_whitespace()
         .next()
@@ -83,12 +71,7 @@ fn set(file: &Path, level: u32) -> io::Result<()> {
         .truncate(true)
         .open(file)
         .and_then(|mut f| f.write_all(format!("{level}\n").as_bytes()));
-    written.map_err(|e| {
-        io::Error::new(
-            e.kind(),
-            format!("write {level} to {}: {e}", file.display()),
-        )
-    })
+    written.map_err(failed(&format!("write {level} to"), file))
 }
 
 #[cfg(test)]
@@ -114,8 +97,8 @@ mod tests {
     fn the_console_is_quiet_for_the_time_and_as_before_afterwards() {
         let root = proc("quiet", "7\t4\t1\t7\n");
         let quiet = quiet(&root).unwrap().unwrap();
-        assert_eq!((now(&root), quiet.former()), (LEVEL, 7));
-        quiet.give_back();
+        assert_eq!((now(&root), quiet.former), (LEVEL, 7));
+        drop(quiet);
         assert_eq!(now(&root), 7);
         fs::remove_dir_all(root).unwrap();
     }

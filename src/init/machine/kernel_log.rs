@@ -70,7 +70,11 @@ mod tests {
 
     #[test]
     fn a_line_of_the_kernel_is_read_with_its_clock() {
-        let line = parse(b"4,1034,5023417,-;nvidia 0001:00:03.0: probe with driver nvidia failed with error -1\n SUBSYSTEM=pci\n").unwrap();
+        let line = parse(
+            b"4,1034,5023417,-;nvidia 0001:00:03.0: probe with driver nvidia failed \
+            with error -1\n SUBSYSTEM=pci\n",
+        )
+        .unwrap();
         assert_eq!(
             (line.priority, line.facility, line.seq, line.printk_us),
             (4, 0, 1034, 5_023_417)
@@ -84,10 +88,16 @@ mod tests {
     #[test]
     fn a_message_over_several_lines_is_read_as_one() {
         // Message as NVIDIA's 550.163.01 logs it.
-        let text = parse(b"3,1,2,-;NVRM: The NVIDIA GPU 0001:00:01.0\\x0aNVRM: (PCI ID: 10de:2330) installed in this system has\\x0aNVRM: fallen off the bus\n").unwrap().text;
+        let text = parse(
+            b"3,1,2,-;NVRM: The NVIDIA GPU 0001:00:01.0\\x0aNVRM: (PCI ID: \
+            10de:2330) installed in this system has\\x0aNVRM: fallen off the bus\n",
+        )
+        .unwrap()
+        .text;
         assert_eq!(
             text,
-            "NVRM: The NVIDIA GPU 0001:00:01.0 (PCI ID: 10de:2330) installed in this system has fallen off the bus"
+            "NVRM: The NVIDIA GPU 0001:00:01.0 (PCI ID: 10de:2330) installed in this system has \
+                fallen off the bus"
         );
     }
 

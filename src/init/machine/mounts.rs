@@ -5,6 +5,7 @@
 //! mounted already; another type on /run would be covered, and the CDI spec with it. Nothing here
 //! mounts over a mount of the right type.
 
+use crate::machine::files::errno;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
 use std::fmt;
@@ -113,8 +114,6 @@ impl fmt::Display for MountError {
     }
 }
 
-impl std::error::Error for MountError {}
-
 /// Makes all mounts of a table that are missing. A failure does not stop the others; the errors are
 /// returned.
 pub fn make(table: &[Mount]) -> Vec<MountError> {
@@ -154,8 +153,7 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
     let mut errors = Vec::new();
     for name in controllers {
         let target = Path::new(CGROUPS).join(name);
-        let made = std::fs::create_dir_all(&target)
-            .map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)));
+        let made = std::fs::create_dir_all(&target).map_err(|e| errno(&e));
         match made
             .and_then(|()| mount(Some("cgroup"), &target, Some("cgroup"), NO_EXEC, Some(name)))
         {
@@ -211,8 +209,7 @@ fn make_one(m: &Mount) -> Result<(), MountError> {
     if result == Err(Errno::ENOENT) {
         // The directory may be missing in the image, or in the file system that was mounted a
         // moment ago.
-        std::fs::create_dir_all(m.target)
-            .map_err(|e| failed(Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO))))?;
+        std::fs::create_dir_all(m.target).map_err(|e| failed(errno(&e)))?;
         result = mount_it();
     }
     match result {
@@ -273,7 +270,12 @@ pub fn link_var_run(root: &Path) -> Result<(), String> {
     };
     removed
         .and_then(|()| std::os::unix::fs::symlink("../run", &link))
-        .map_err(|e| format!("make /var/run a link to /run: {e}: kata-agent will not find the CDI spec; put the link into the image"))
+        .map_err(|e| {
+            format!(
+                "make /var/run a link to /run: {e}: kata-agent will not find the CDI \
+            spec; put the link into the image"
+            )
+        })
 }
 
 #[cfg(test)]
@@ -282,7 +284,8 @@ mod tests {
 
     #[test]
     fn the_topmost_mount_counts() {
-        let mounts = "rootfs / rootfs rw 0 0\ntmpfs /run tmpfs rw 0 0\noverlay /run overlay rw 0 0\nproc /proc proc rw 0 0\n";
+        let mounts = "rootfs / rootfs rw 0 0\ntmpfs /run tmpfs rw 0 0\noverlay /run overlay rw 0 \
+            0\nproc /proc proc rw 0 0\n";
         assert_eq!(top_type(mounts, "/run"), Some("overlay"));
         assert_eq!(top_type(mounts, "/proc"), Some("proc"));
         assert_eq!(top_type(mounts, "/sys"), None);
@@ -335,7 +338,8 @@ mod tests {
         ] {
             assert_eq!(is_unified(words), unified, "{words}");
         }
-        let text = "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
+        let text = "#subsys_name\thierarchy\tnum_cgroups\tenabled\n\
+            cpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
         assert_eq!(controllers(text), ["cpu", "devices"]);
     }
 

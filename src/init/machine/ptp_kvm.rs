@@ -5,6 +5,7 @@
 
 use crate::machine::clock::{boottime_ns, nanoseconds};
 use crate::machine::confidential;
+use crate::machine::files::entries;
 use kata_gpu_wire::names;
 use nix::time::ClockId;
 use std::fs::File;
@@ -40,7 +41,8 @@ pub fn report() {
         };
         match sample(&device) {
             Ok(s) => tracing::info!(
-                name: names::CLOCK_HOST, at_ns = s.boottime_ns, source = "ptp_kvm", realtime_ns = s.realtime_ns, error_ns = s.error_ns
+                name: names::CLOCK_HOST, at_ns = s.boottime_ns, source = "ptp_kvm",
+                    realtime_ns = s.realtime_ns, error_ns = s.error_ns,
             ),
             Err(error) => {
                 tracing::warn!(name: names::SINK, sink = "ptp_kvm", state = "unavailable", error)
@@ -56,12 +58,11 @@ pub fn report() {
 
 /// Device of the clock, by its name; None if the kernel has none. `root` is / except in tests.
 pub fn device_at(root: &Path) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(root.join("sys/class/ptp")).ok()?;
     let named = |entry: &std::fs::DirEntry| {
         std::fs::read_to_string(entry.path().join("clock_name"))
             .is_ok_and(|name| name.trim_end() == NAME)
     };
-    let entry = entries.flatten().find(named)?;
+    let entry = entries(&root.join("sys/class/ptp")).find(named)?;
     Some(root.join("dev").join(entry.file_name()))
 }
 

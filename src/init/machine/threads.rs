@@ -11,7 +11,7 @@ use std::future::{Future, poll_fn};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::{Pin, pin};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::sync::oneshot;
@@ -20,6 +20,12 @@ use tokio::sync::oneshot;
 const STACK: usize = 256 * 1024;
 /// Pause before the next try to make a thread.
 const RETRY: Duration = Duration::from_millis(50);
+
+/// Locks a mutex. After a panic of another holder its value counts all the same: no holder of the
+/// init's locks leaves it half changed.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Work to run; the new thread takes it.
 type Work = Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>;
@@ -43,8 +49,6 @@ impl fmt::Display for Panicked {
         write!(f, "a bug: {}", self.0)
     }
 }
-
-impl std::error::Error for Panicked {}
 
 /// Work on a thread of its own. Dropping this does not end the work.
 #[must_use = "a panic of the work is seen only here"]
@@ -83,7 +87,10 @@ fn run_with<T: Send + 'static>(
             .send(catch_unwind(AssertUnwindSafe(work)).map_err(|payload| Panicked::of(&*payload)));
     }))));
     if let Err(error) = make(&work) {
-        tracing::warn!(name: kata_gpu_wire::names::THREAD_LATE, error = %format!("make a thread: {error}: trying again every {RETRY:?}"));
+        tracing::warn!(
+            name: kata_gpu_wire::names::THREAD_LATE,
+            error = %format!("make a thread: {error}: trying again every {RETRY:?}"),
+        );
         tokio::spawn(async move {
             while make(&work).is_err() {
                 tokio::time::sleep(RETRY).await; // no event reports that threads can be made again
@@ -97,7 +104,7 @@ fn run_with<T: Send + 'static>(
 fn make(work: &Work) -> io::Result<()> {
     let taken = Arc::clone(work);
     let body = move || {
-        let work = taken.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let work = lock(&taken).take();
         if let Some(work) = work {
             work();
         }

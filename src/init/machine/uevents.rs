@@ -302,7 +302,10 @@ mod tests {
         );
     }
 
-    const BIND: &[u8] = b"bind@/devices/pci0001:00/0001:00:03.0\0ACTION=bind\0DEVPATH=/devices/pci0001:00/0001:00:03.0\0SUBSYSTEM=pci\0DRIVER=nvidia\0PCI_CLASS=30200\0PCI_ID=10DE:2330\0PCI_SUBSYS_ID=10DE:16C1\0PCI_SLOT_NAME=0001:00:03.0\0SEQNUM=1201\0";
+    const BIND: &[u8] = b"bind@/devices/pci0001:00/0001:00:03.0\0ACTION=bind\0\
+        DEVPATH=/devices/pci0001:00/0001:00:03.0\0SUBSYSTEM=pci\0DRIVER=nvidia\0\
+        PCI_CLASS=30200\0PCI_ID=10DE:2330\0PCI_SUBSYS_ID=10DE:16C1\0\
+        PCI_SLOT_NAME=0001:00:03.0\0SEQNUM=1201\0";
 
     #[test]
     fn a_bind_of_a_gpu_is_read_whole() {
@@ -320,22 +323,37 @@ mod tests {
 
     #[test]
     fn a_display_is_recognised_by_its_function() {
-        let card = b"add@/devices/pci0000:00/0000:00:03.0/drm/card1\0ACTION=add\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0SUBSYSTEM=drm\0DEVNAME=dri/card1\0";
+        let card = b"add@/devices/pci0000:00/0000:00:03.0/drm/card1\0ACTION=add\0\
+            DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0SUBSYSTEM=drm\0DEVNAME=dri/card1\0";
         assert_eq!(
             (parse(card), parse_display(card)),
             (None, "0000:00:03.0".parse().ok())
         );
         assert_eq!(parse_display(BIND), None);
         // A connector has no node, and a display may hang on something else.
-        assert_eq!(parse_display(b"add@/x\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1/card1-HDMI-A-1\0SUBSYSTEM=drm\0"), None);
-        assert_eq!(parse_display(b"add@/x\0DEVPATH=/devices/platform/vgem/drm/card0\0SUBSYSTEM=drm\0DEVNAME=dri/card0\0"), None);
+        assert_eq!(
+            parse_display(
+                b"add@/x\0\
+                DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1/card1-HDMI-A-1\0\
+                SUBSYSTEM=drm\0"
+            ),
+            None
+        );
+        assert_eq!(
+            parse_display(
+                b"add@/x\0DEVPATH=/devices/platform/vgem/drm/card0\0\
+                SUBSYSTEM=drm\0DEVNAME=dri/card0\0"
+            ),
+            None
+        );
     }
 
     #[test]
     fn a_requested_uevent_is_ignored() {
         let asked = |event: &[u8]| [event, b"SYNTH_UUID=0\0"].concat();
         assert!(parse(BIND).is_some() && parse(&asked(BIND)).is_none());
-        let card = b"remove@/x\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0SUBSYSTEM=drm\0DEVNAME=dri/card1\0";
+        let card = b"remove@/x\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0\
+            SUBSYSTEM=drm\0DEVNAME=dri/card1\0";
         assert!(parse_display(card).is_some() && parse_display(&asked(card)).is_none());
     }
 

@@ -47,7 +47,10 @@ pub fn instance_uuids(
         {
             uuids.insert(id, uuid.clone());
         } else {
-            problems.push(format!("MIG instance {gi}/{ci} has UUID {uuid:?}, which names no device: ask for it by index"));
+            problems.push(format!(
+                "MIG instance {gi}/{ci} has UUID {uuid:?}, which names no \
+                device: ask for it by index"
+            ));
         }
     }
     (uuids, problems)
@@ -204,10 +207,7 @@ impl Helper {
             .child
             .wait()
             .map_or_else(|e| e.to_string(), |status| status.to_string());
-        let last: String = String::from_utf8_lossy(&last)
-            .chars()
-            .map(|c| if c.is_control() { ' ' } else { c })
-            .collect();
+        let last = String::from_utf8_lossy(&last).replace(char::is_control, " ");
         let last = last.trim();
         Failure::Ended(if last.is_empty() {
             format!("{how} ({seen})")

@@ -32,7 +32,9 @@ fn failure_of(name: &str, text: &str) -> String {
 fn each_request_gets_its_own_answer() {
     let path = script(
         "answers",
-        r#"while read -r line; do case $line in facts|state) echo '{"facts":{"devices":[]}}';; *) echo '"done"';; esac; done"#,
+        r#"while read -r line; do
+            case $line in facts|state) echo '{"facts":{"devices":[]}}';; *) echo '"done"';; esac
+        done"#,
     );
     let asked = in_runtime(ask(
         path.clone(),

@@ -6,7 +6,7 @@ use super::service_table::Name;
 use super::state::RUN;
 use crate::config::RailPolicy;
 use crate::gpu::topology::Topology;
-use std::io::Read;
+use crate::machine::files;
 use std::path::{Path, PathBuf};
 
 /// Longest file of a package that is read; the real ones have 10 to 20 kB.
@@ -109,11 +109,7 @@ fn read(path: &Path) -> Result<String, String> {
             path.display()
         )
     };
-    let mut bytes = Vec::new();
-    let file = std::fs::File::open(path).map_err(|e| failed(e.to_string()))?;
-    file.take(MAX_FILE + 1)
-        .read_to_end(&mut bytes)
-        .map_err(|e| failed(e.to_string()))?;
+    let bytes = files::read(path, MAX_FILE + 1).map_err(|e| failed(e.to_string()))?;
     if bytes.len() as u64 > MAX_FILE {
         return Err(failed(format!("more than {MAX_FILE} bytes")));
     }
@@ -164,8 +160,10 @@ pub fn with_values(text: &str, values: &[(&str, &str)]) -> Result<String, String
 mod tests {
     use super::*;
 
-    const PACKAGE: &str = "# Description: mode\n\nFABRIC_MODE=0\nDAEMONIZE=1\n  LOG_FILE_NAME = /var/log/fabricmanager.log\n\
-                           STATE_FILE_NAME=/var/tmp/fabricmanager.state\nDAEMONIZE=1\n#PARTITION_RAIL_POLICY=greedy\nPARTITION_RAIL_POLICY=greedy";
+    const PACKAGE: &str = "# Description: mode\n\nFABRIC_MODE=0\nDAEMONIZE=1\n  \
+        LOG_FILE_NAME = /var/log/fabricmanager.log\n\
+        STATE_FILE_NAME=/var/tmp/fabricmanager.state\nDAEMONIZE=1\n\
+        #PARTITION_RAIL_POLICY=greedy\nPARTITION_RAIL_POLICY=greedy";
 
     #[test]
     fn a_key_is_set_where_it_stands_and_every_other_line_stays() {
@@ -178,7 +176,8 @@ mod tests {
         assert_eq!(
             with_values(PACKAGE, &values).unwrap(),
             "# Description: mode\n\nFABRIC_MODE=1\nDAEMONIZE=0\nLOG_FILE_NAME=\n\
-             STATE_FILE_NAME=/var/tmp/fabricmanager.state\n#PARTITION_RAIL_POLICY=greedy\nPARTITION_RAIL_POLICY=greedy\nLOG_USE_SYSLOG=0\n"
+             STATE_FILE_NAME=/var/tmp/fabricmanager.state\n#PARTITION_RAIL_POLICY=greedy\n\
+             PARTITION_RAIL_POLICY=greedy\nLOG_USE_SYSLOG=0\n"
         );
     }
 

@@ -19,8 +19,8 @@ pub mod service_plan; // choice of services and their order
 pub mod service_processes; // services among the guest's processes
 pub mod service_table; // one row per service
 mod state; // progress of the GPUs
-mod supervisor;
-mod syslog; // /dev/log // starts, watches and restarts services
+mod supervisor; // starts, watches and restarts services
+mod syslog; // /dev/log
 
 pub use state::{Fabric, Milestones};
 pub use supervisor::{Inputs, run};

@@ -5,13 +5,14 @@ use super::lines::{Lines, Splitter};
 use super::service_table::Name;
 use super::state::RUN;
 use crate::machine::clock::boottime_ns;
+use crate::machine::threads;
 use kata_gpu_wire::names;
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::io::unix::AsyncFd;
 
@@ -38,11 +39,7 @@ impl Log {
     /// Takes a line, with its severity in syslog where it has one; a record is made of it within
     /// bounds.
     pub fn take(&self, from: &str, severity: Option<u8>, line: &[u8]) {
-        let taken = self
-            .lines
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take(line, now());
+        let taken = threads::lock(&self.lines).take(line, now());
         if let Some(taken) = taken {
             let dropped = (taken.dropped > 0).then_some(taken.dropped);
             let (service, text) = (self.service, taken.text);
@@ -59,15 +56,12 @@ impl Log {
 
     /// Begins another life of the service.
     pub fn begin(&self) {
-        self.lines
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .begin();
+        threads::lock(&self.lines).begin();
     }
 
     /// The last lines, for the report of an end; lines that became no record are reported first.
     pub fn last(&self) -> Vec<String> {
-        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = threads::lock(&self.lines);
         let dropped = lines.dropped();
         if dropped > 0 {
             tracing::debug!(name: names::SERVICE_LOG, service = self.service, dropped);

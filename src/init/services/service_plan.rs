@@ -2,7 +2,7 @@
 
 use super::service_table::{Name, SERVICES, Service, Start};
 use super::state::Fabric;
-use crate::config::{RailPolicy, Services, Wish};
+use crate::config::{RailPolicy, Services, Switch};
 use crate::gpu::topology::Topology;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -89,27 +89,27 @@ fn wanted(service: &Service, facts: &Facts) -> (bool, bool, String) {
     };
     let topology = facts.topology;
     match (wish, service.start_in(topology)) {
-        (Wish::On, _) => (true, true, "on, by the kernel command line".into()),
-        (Wish::Off, _) => (false, false, "off, by the kernel command line".into()),
-        (Wish::Auto, Start::Always) => (true, true, format!("topology {topology} needs it")),
-        (Wish::Auto, Start::IfManaged) if facts.managed => {
+        (Switch::On, _) => (true, true, "on, by the kernel command line".into()),
+        (Switch::Off, _) => (false, false, "off, by the kernel command line".into()),
+        (Switch::Auto, Start::Always) => (true, true, format!("topology {topology} needs it")),
+        (Switch::Auto, Start::IfManaged) if facts.managed => {
             (true, true, "a function manages NVLink switches".into())
         }
-        (Wish::Auto, Start::IfConfidential) if facts.confidential => {
+        (Switch::Auto, Start::IfConfidential) if facts.confidential => {
             (true, false, "confidential guest".into())
         }
-        (Wish::Auto, Start::IfConfidential) if asked.uvm_persistence == Wish::On => (
+        (Switch::Auto, Start::IfConfidential) if asked.uvm_persistence == Switch::On => (
             true,
             true,
             "UVM persistence mode is on, by the kernel command line".into(),
         ),
-        (Wish::Auto, Start::IfConfidential) => {
+        (Switch::Auto, Start::IfConfidential) => {
             (false, false, "the init holds every GPU open".into())
         }
-        (Wish::Auto, Start::IfManaged) => {
+        (Switch::Auto, Start::IfManaged) => {
             (false, false, "no function manages NVLink switches".into())
         }
-        (Wish::Auto, Start::WhenAsked) => (
+        (Switch::Auto, Start::WhenAsked) => (
             false,
             false,
             format!("in topology {topology} it starts only when it is on"),
@@ -128,21 +128,29 @@ pub enum Uvm {
 
 /// Decides about UVM persistence mode, which NVIDIA requires in confidential guests: there it is
 /// worth any wait, as persistenced is never started again.
-pub fn uvm_persistence(asked: Wish, topology: Topology, confidential: bool, fabric: Fabric) -> Uvm {
+pub fn uvm_persistence(
+    asked: Switch,
+    topology: Topology,
+    confidential: bool,
+    fabric: Fabric,
+) -> Uvm {
     match (asked, fabric) {
-        (Wish::Off, _) => Uvm::Decided(false, "off, by the kernel command line"),
-        (Wish::Auto | Wish::On, Fabric::Unasked | Fabric::Incomplete) => Uvm::WaitForFabric,
-        (Wish::Auto | Wish::On, Fabric::Late) if confidential => Uvm::WaitForFabric,
-        (Wish::Auto | Wish::On, Fabric::Complete) => Uvm::Decided(true, "the fabric is complete"),
-        (Wish::Auto | Wish::On, Fabric::Absent) => Uvm::Decided(true, "no fabric"),
-        (Wish::Auto | Wish::On, Fabric::Unknown) if !topology.has_fabric() => {
+        (Switch::Off, _) => Uvm::Decided(false, "off, by the kernel command line"),
+        (Switch::Auto | Switch::On, Fabric::Unasked | Fabric::Incomplete) => Uvm::WaitForFabric,
+        (Switch::Auto | Switch::On, Fabric::Late) if confidential => Uvm::WaitForFabric,
+        (Switch::Auto | Switch::On, Fabric::Complete) => {
+            Uvm::Decided(true, "the fabric is complete")
+        }
+        (Switch::Auto | Switch::On, Fabric::Absent) => Uvm::Decided(true, "no fabric"),
+        (Switch::Auto | Switch::On, Fabric::Unknown) if !topology.has_fabric() => {
             Uvm::Decided(true, "no fabric")
         }
-        (Wish::Auto | Wish::On, Fabric::Unknown) => Uvm::Decided(
+        (Switch::Auto | Switch::On, Fabric::Unknown) => Uvm::Decided(
             false,
-            "the fabric's state is unknown, and persistenced waits 30 s for each GPU of an incomplete one",
+            "the fabric's state is unknown, and persistenced waits 30 s for each GPU of an \
+                incomplete one",
         ),
-        (Wish::Auto | Wish::On, Fabric::Late | Fabric::Failed) => Uvm::Decided(
+        (Switch::Auto | Switch::On, Fabric::Late | Fabric::Failed) => Uvm::Decided(
             false,
             "the fabric is not usable, and persistenced waits 30 s for each GPU of such a one",
         ),
@@ -248,8 +256,8 @@ mod tests {
     #[test]
     fn the_command_line_counts_before_the_topology() {
         let on = Services {
-            host_engine: Wish::On,
-            dcgm_exporter: Wish::On,
+            host_engine: Switch::On,
+            dcgm_exporter: Switch::On,
             ..Services::default()
         };
         for topology in Topology::ALL {
@@ -262,7 +270,7 @@ mod tests {
             );
         }
         let off = Services {
-            fabric_manager: Wish::Off,
+            fabric_manager: Switch::Off,
             ..Services::default()
         };
         let entries = planned(Topology::HopperFabric, true, &off, &all_programs());
@@ -276,7 +284,7 @@ mod tests {
             (&Decision::Off, "off, by the kernel command line")
         );
         let uvm = Services {
-            uvm_persistence: Wish::On,
+            uvm_persistence: Switch::On,
             ..Services::default()
         };
         assert_eq!(
@@ -310,7 +318,7 @@ mod tests {
     #[test]
     fn uvm_persistence_never_meets_a_fabric_that_is_not_complete() {
         for topology in Topology::ALL {
-            for asked in [Wish::Auto, Wish::On, Wish::Off] {
+            for asked in [Switch::Auto, Switch::On, Switch::Off] {
                 let on = |fabric| {
                     matches!(
                         uvm_persistence(asked, topology, false, fabric),
@@ -328,27 +336,27 @@ mod tests {
                 for fabric in [Fabric::Absent, Fabric::Complete] {
                     assert_eq!(
                         on(fabric),
-                        asked != Wish::Off,
+                        asked != Switch::Off,
                         "{asked:?} {topology} {fabric:?}"
                     );
                 }
                 assert_eq!(
                     on(Fabric::Unknown),
-                    asked != Wish::Off && !topology.has_fabric(),
+                    asked != Switch::Off && !topology.has_fabric(),
                     "{asked:?} {topology}"
                 );
             }
         }
         for fabric in [Fabric::Unasked, Fabric::Incomplete] {
             assert_eq!(
-                uvm_persistence(Wish::Auto, Topology::Gpus, false, fabric),
+                uvm_persistence(Switch::Auto, Topology::Gpus, false, fabric),
                 Uvm::WaitForFabric
             );
         }
         // If NVIDIA requires the mode, wait for a late fabric.
         let late = |confidential| {
             uvm_persistence(
-                Wish::Auto,
+                Switch::Auto,
                 Topology::ProtectedPcie,
                 confidential,
                 Fabric::Late,

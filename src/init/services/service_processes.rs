@@ -3,11 +3,11 @@
 //! services that an earlier worker started, and a daemon that has left its parent.
 
 use super::service_table::Name;
+use crate::machine::files;
 use nix::errno::Errno;
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use std::collections::BTreeMap;
-use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use tokio::io::unix::AsyncFd;
@@ -19,11 +19,8 @@ const MAX_ENVIRONMENT: u64 = 4096;
 
 /// Name of the service that a process belongs to, as its environment has it.
 pub fn mark_of(proc: &Path, pid: i32) -> Option<String> {
-    let mut environment = Vec::new();
-    let file = std::fs::File::open(proc.join(pid.to_string()).join("environ")).ok()?;
-    file.take(MAX_ENVIRONMENT)
-        .read_to_end(&mut environment)
-        .ok()?;
+    let environment =
+        files::read(&proc.join(pid.to_string()).join("environ"), MAX_ENVIRONMENT).ok()?;
     let value = environment
         .split(|byte| *byte == 0)
         .find_map(|entry| entry.strip_prefix(MARK.as_bytes())?.strip_prefix(b"="))?;
@@ -34,15 +31,8 @@ pub fn mark_of(proc: &Path, pid: i32) -> Option<String> {
 /// not marked. A zombie has no environment, and is not found.
 pub fn find(proc: &Path, service: Name) -> Option<Pid> {
     let mut found = BTreeMap::new();
-    for entry in std::fs::read_dir(proc).ok()?.flatten() {
-        let Some(pid) = entry
-            .file_name()
-            .to_str()
-            .and_then(|name| name.parse::<i32>().ok())
-        else {
-            continue;
-        };
-        if mark_of(proc, pid).as_deref() == Some(service.as_str())
+    for pid in files::numbers(proc) {
+        if mark_of(proc, pid).as_deref() == Some(service.name())
             && let Some(parent) = parent_of(proc, pid)
         {
             found.insert(pid, parent);

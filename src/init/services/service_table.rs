@@ -1,36 +1,20 @@
 //! The table of services: one row each. Prints itself for the README.
 
 use crate::gpu::topology::Topology;
-use std::fmt::{self, Write};
+use kata_gpu_wire::named;
+use std::fmt::Write;
 use std::time::Duration;
 
-/// Identity of a service: its name in parameters, events and the table. Sorts in start order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Name {
-    Nvlsm,
-    FabricManager,
-    Persistenced,
-    HostEngine,
-    DcgmExporter,
-    ImexDaemon,
-}
-
-impl Name {
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Nvlsm => "nvlsm",
-            Self::FabricManager => "fabricmanager",
-            Self::Persistenced => "persistenced",
-            Self::HostEngine => "hostengine",
-            Self::DcgmExporter => "dcgm-exporter",
-            Self::ImexDaemon => "imex-daemon",
-        }
-    }
-}
-
-impl fmt::Display for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+named! {
+    /// Identity of a service: its name in parameters, events and the table. Sorts in start order.
+    #[derive(PartialOrd, Ord, Hash)]
+    pub enum Name {
+        Nvlsm = "nvlsm",
+        FabricManager = "fabricmanager",
+        Persistenced = "persistenced",
+        HostEngine = "hostengine",
+        DcgmExporter = "dcgm-exporter",
+        ImexDaemon = "imex-daemon",
     }
 }
 
@@ -426,7 +410,7 @@ mod tests {
         for service in &SERVICES {
             let of: Vec<String> = lines
                 .iter()
-                .filter(|line| line[0] == "of" && line[1] == service.name.as_str())
+                .filter(|line| line[0] == "of" && line[1] == service.name.name())
                 .map(|line| line[2..].join(" "))
                 .collect();
             let has = |start: &str| of.iter().any(|line| line.starts_with(start));

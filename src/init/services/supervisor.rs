@@ -145,7 +145,7 @@ pub async fn run(mut inputs: Inputs) {
     }
     let logs: BTreeMap<Name, Log> = starts
         .iter()
-        .map(|(name, _)| (*name, Log::new(name.as_str())))
+        .map(|(name, _)| (*name, Log::new(name.name())))
         .collect();
     let syslog = syslog::start(logs.clone(), inputs.earlier.is_some());
     let states = starts
@@ -177,9 +177,8 @@ pub async fn run(mut inputs: Inputs) {
     // An earlier worker has loaded the modules of the services it started; module loading may be
     // forbidden by now.
     let earlier = shared.inputs.earlier.as_ref();
-    let is_new = |service: &&Service| {
-        !earlier.is_some_and(|earlier| earlier.contains(service.name.as_str()))
-    };
+    let is_new =
+        |service: &&Service| !earlier.is_some_and(|earlier| earlier.contains(service.name.name()));
     let modules: Vec<&'static str> = starting()
         .filter(is_new)
         .flat_map(|service| shared.modules_of(service))
@@ -251,23 +250,31 @@ fn programs(root: &Path) -> BTreeMap<Name, PathBuf> {
 }
 
 fn report_plan(entry: &Entry) {
-    let (service, reason) = (entry.name.as_str(), entry.reason.as_str());
+    let (service, reason) = (entry.name.name(), entry.reason.as_str());
     match &entry.decision {
         Decision::Starts { after } => {
-            let after: Vec<&str> = after.iter().map(|name| name.as_str()).collect();
-            tracing::info!(name: names::SERVICE_PLAN, service, starts = true, reason, waits_for = after.join(","));
+            let after: Vec<&str> = after.iter().map(|name| name.name()).collect();
+            tracing::info!(
+                name: names::SERVICE_PLAN, service, starts = true, reason,
+                waits_for = after.join(","),
+            );
         }
         Decision::Off => tracing::info!(name: names::SERVICE_PLAN, service, starts = false, reason),
         Decision::Missing { needed } => {
             let error = format!(
-                "{service} is wanted ({reason}), but the image has no such program: add its package to the image"
+                "{service} is wanted ({reason}), but the image has no such program: add its \
+                    package to the image"
             );
             match needed {
                 true => {
-                    tracing::error!(name: names::SERVICE_PLAN, service, starts = false, reason, error)
+                    tracing::error!(
+                        name: names::SERVICE_PLAN, service, starts = false, reason, error,
+                    )
                 }
                 false => {
-                    tracing::warn!(name: names::SERVICE_PLAN, service, starts = false, reason, error)
+                    tracing::warn!(
+                        name: names::SERVICE_PLAN, service, starts = false, reason, error,
+                    )
                 }
             }
         }
@@ -284,7 +291,10 @@ fn load(modules: &[&str], command_line: &[u8]) {
     let mut index = Modules::in_tree(Path::new("/"), driver_root(), kernel.trim(), command_line);
     for module in modules {
         if let Err(error) = index.load(module) {
-            tracing::warn!(name: names::MODULE_LOAD, module, error = %format!("{error}: a service needs it, unless the kernel has it built in"));
+            tracing::warn!(
+                name: names::MODULE_LOAD, module,
+                error = %format!("{error}: a service needs it, unless the kernel has it built in"),
+            );
         } else if *module == DRIVER
             && let Err(error) = make_for_switches(Path::new(PROC), Path::new("/dev"))
         {
@@ -362,7 +372,10 @@ impl One {
         let output = match Output::open(name) {
             Ok(output) => Some(Arc::new(output)),
             Err(error) => {
-                tracing::warn!(name: names::SINK, sink = "service output", service = name.as_str(), state = "unavailable", error);
+                tracing::warn!(
+                    name: names::SINK, sink = "service output", service = name.name(),
+                    state = "unavailable", error,
+                );
                 None
             }
         };
@@ -384,11 +397,11 @@ impl One {
             .inputs
             .earlier
             .as_ref()
-            .is_some_and(|earlier| earlier.contains(name.as_str()));
+            .is_some_and(|earlier| earlier.contains(name.name()));
         if let (None, true, Some(reason)) = (found, was_started, self.stays_off()) {
             let error =
                 format!("{name} has ended while no worker watched it, and stays off: {reason}");
-            tracing::error!(name: names::SERVICE_ENDED, service = name.as_str(), error);
+            tracing::error!(name: names::SERVICE_ENDED, service = name.name(), error);
             return self.set(State::Failed);
         }
         loop {
@@ -458,8 +471,11 @@ impl One {
                 let settled = milestones.wait_for(|reached| reached.settled);
                 if tokio::time::timeout(SETTLED_LIMIT, settled).await.is_err() {
                     let (service, waited_ms) =
-                        (self.service.name.as_str(), SETTLED_LIMIT.as_millis() as u64);
-                    tracing::warn!(name: names::SERVICE_LATE, service, waited_ms, waits_for = "all GPUs; starting without");
+                        (self.service.name.name(), SETTLED_LIMIT.as_millis() as u64);
+                    tracing::warn!(
+                        name: names::SERVICE_LATE, service, waited_ms,
+                        waits_for = "all GPUs; starting without",
+                    );
                 }
             }
         }
@@ -469,7 +485,7 @@ impl One {
                 continue;
             };
             let ready = async { drop(state.wait_for(|state| *state != State::Starting).await) };
-            self.reported_late(before.as_str(), ready).await;
+            self.reported_late(before.name(), ready).await;
         }
         if self.service.arguments.contains(&Argument::UvmPersistence) {
             let mut fabric = self.shared.inputs.fabric.clone();
@@ -506,7 +522,7 @@ impl One {
         if let Ok(result) = tokio::time::timeout(late, &mut wait).await {
             return result;
         }
-        let (service, waited_ms) = (self.service.name.as_str(), late.as_millis() as u64);
+        let (service, waited_ms) = (self.service.name.name(), late.as_millis() as u64);
         tracing::warn!(name: names::SERVICE_LATE, service, waited_ms, waits_for);
         wait.await
     }
@@ -523,7 +539,7 @@ impl One {
         let is_found = found.is_some().then_some(true);
         let step = step!(
             names::SERVICE_START,
-            service = name.as_str(),
+            service = name.name(),
             program,
             found = is_found,
             main_pid = empty,
@@ -573,11 +589,14 @@ impl One {
             Ready::Socket(path) => {
                 let there = tokio::time::timeout(SOCKET_LIMIT, appears(Path::new(path)));
                 tokio::select! {
-                    ending = process.ended() => return Err(format!("it has ended ({ending}) before {path} was there")),
+                    ending = process.ended() => return Err(format!("it has ended ({ending}) \
+                        before {path} was there")),
                     there = there => match there {
                         Ok(Ok(())) => {}
-                        Ok(Err(error)) => self.report_no_socket(path, &format!("watch {path}: {error}")),
-                        Err(late) => self.report_no_socket(path, &format!("{path} is not there after {SOCKET_LIMIT:?} ({late})")),
+                        Ok(Err(error)) => self.report_no_socket(path, &format!("watch {path}: \
+                            {error}")),
+                        Err(late) => self.report_no_socket(path, &format!("{path} is not there \
+                            after {SOCKET_LIMIT:?} ({late})")),
                     },
                 }
                 Ok(process)
@@ -607,7 +626,7 @@ impl One {
     }
 
     fn report_no_socket(&self, path: &str, error: &str) {
-        let (service, waited_ms) = (self.service.name.as_str(), SOCKET_LIMIT.as_millis() as u64);
+        let (service, waited_ms) = (self.service.name.name(), SOCKET_LIMIT.as_millis() as u64);
         tracing::warn!(name: names::SERVICE_LATE, service, waited_ms, waits_for = path, error);
     }
 
@@ -668,21 +687,24 @@ impl One {
         next: Result<Duration, &str>,
         lines: &[String],
     ) {
-        let service = self.service.name.as_str();
+        let service = self.service.name.name();
         let restart_ms = next.ok().map(|pause| pause.as_millis() as u64);
         let next = next.map_or_else(str::to_string, |pause| {
             format!("starting again in {pause:?}")
         });
         let status = ending.map(|ending| ending.to_string());
         let lines = (!lines.is_empty()).then(|| lines.join("\n"));
-        tracing::error!(name: names::SERVICE_ENDED, service, status, restart_ms, lines, error = %format!("{error}; {next}"));
+        tracing::error!(
+            name: names::SERVICE_ENDED, service, status, restart_ms, lines,
+            error = %format!("{error}; {next}"),
+        );
     }
 
     /// Starts the program; returns when it runs.
     async fn launch(
         &self,
         output: Option<&Output>,
-        step: &crate::stream::Step,
+        step: &crate::stream::RunningStep,
     ) -> Result<Process, String> {
         let launch = self.prepare(step)?;
         if let Ready::Socket(path) = self.service.ready {
@@ -728,7 +750,7 @@ impl One {
     }
 
     /// Collects the command line and the preparations of a start.
-    fn prepare(&self, step: &crate::stream::Step) -> Result<Launch, String> {
+    fn prepare(&self, step: &crate::stream::RunningStep) -> Result<Launch, String> {
         let (service, shared) = (self.service, &self.shared);
         let name = service.name;
         let mut arguments: Vec<OsString> = Vec::new();
@@ -785,7 +807,7 @@ impl One {
         let cgroups = Path::new(CGROUPS);
         let has_cgroups = cgroups.join("cgroup.controllers").is_file();
         Ok(Launch {
-            service: name.as_str().into(),
+            service: name.name().into(),
             oom_score: service.oom_score,
             capabilities: service
                 .capabilities
@@ -793,7 +815,7 @@ impl One {
                 .map(|capability| *capability as u32)
                 .collect(),
             account: service.account.and_then(|own| account(Path::new("/"), own)),
-            cgroup: has_cgroups.then(|| cgroups.join(CGROUP).join(name.as_str())),
+            cgroup: has_cgroups.then(|| cgroups.join(CGROUP).join(name.name())),
             program: self.program.clone(),
             arguments,
         })

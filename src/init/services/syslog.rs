@@ -4,6 +4,7 @@
 use super::service_output::Log;
 use super::service_processes::mark_of;
 use super::service_table::{Name, SERVICES};
+use crate::machine::threads;
 use kata_gpu_wire::names;
 use nix::cmsg_space;
 use nix::sys::socket::sockopt::PassCred;
@@ -16,7 +17,7 @@ use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use tokio::io::unix::AsyncFd;
 
 const PATH: &str = "/dev/log";
@@ -49,7 +50,10 @@ pub fn start(logs: BTreeMap<Name, Log>, again: bool) -> Option<Arc<Syslog>> {
             Some(syslog)
         }
         Err(error) => {
-            tracing::warn!(name: names::SINK, sink = "syslog", state = "unavailable", error = %format!("listen on {PATH}: {error}: lines of syslog are lost"));
+            tracing::warn!(
+                name: names::SINK, sink = "syslog", state = "unavailable",
+                error = %format!("listen on {PATH}: {error}: lines of syslog are lost"),
+            );
             None
         }
     }
@@ -82,7 +86,7 @@ impl Syslog {
             return false;
         };
         let service = {
-            let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut sender = threads::lock(&self.sender);
             if sender.0 != pid {
                 *sender = (pid, service_of(pid));
             }
@@ -159,7 +163,7 @@ fn service_of(pid: i32) -> Option<Name> {
     SERVICES
         .iter()
         .map(|service| service.name)
-        .find(|name| name.as_str() == mark)
+        .find(|name| name.name() == mark)
 }
 
 /// Severity of a line by the `<PRIORITY>` at its beginning, and the rest of the line.

@@ -10,6 +10,7 @@
 //! number twice, however many records the file lacks.
 
 use crate::machine::clock::boottime_ns;
+use crate::machine::files::failed;
 use kata_gpu_wire::decode::decode;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, record_line};
@@ -60,13 +61,13 @@ pub struct Found {
 impl Journal {
     /// Starts the file with its header line; replaces an existing file.
     pub fn create(path: &Path, header: &str) -> io::Result<Self> {
-        let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
+        let at = failed("write", path);
         let file = OpenOptions::new()
             .create(true)
             .write(true)
             .truncate(true)
             .open(path)
-            .map_err(at)?;
+            .map_err(&at)?;
         let header = format!(
             "{MARK}{:WIDTH$},{}",
             0,
@@ -85,17 +86,17 @@ impl Journal {
     /// Reads the file and continues behind its last whole line: a killed writer may have left a
     /// partial one.
     pub fn resume(path: &Path) -> io::Result<(Self, Found)> {
-        let at = |e: io::Error| io::Error::new(e.kind(), format!("read {}: {e}", path.display()));
+        let at = failed("read", path);
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)
             .open(path)
-            .map_err(at)?;
+            .map_err(&at)?;
         let mut bytes = Vec::new();
         Read::by_ref(&mut file)
             .take(MAX_BYTES + MAX_LINE as u64)
             .read_to_end(&mut bytes)
-            .map_err(at)?;
+            .map_err(&at)?;
         let marked = marked(&bytes).ok_or_else(|| {
             at(io::Error::other(
                 "its first line is not the header of a journal",
@@ -180,7 +181,8 @@ impl Journal {
     fn append(&mut self, line: &[u8]) -> io::Result<()> {
         if self.bytes > self.limit {
             return Err(io::Error::other(format!(
-                "{} has reached its limit of {MAX_BYTES} bytes; later records are on the other sinks",
+                "{} has reached its limit of {MAX_BYTES} bytes; later records are on the other \
+                    sinks",
                 self.path.display()
             )));
         }
@@ -213,7 +215,8 @@ fn gap(from: u64, to: u64) -> Record {
         boottime_ns: boottime_ns(),
         level: Level::Warn,
         error: Some(format!(
-            "a worker died while boot.ndjson took no more: its records {from} to {} are lost to late readers",
+            "a worker died while boot.ndjson took no more: its records {from} to {} are lost to \
+                late readers",
             to - 1
         )),
         fields: Map::from_iter([

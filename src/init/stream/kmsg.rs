@@ -12,6 +12,7 @@
 use super::ring::Ring;
 use crate::machine::clock::boottime_ns;
 use crate::machine::kernel_log::{KmsgLine, PATH, parse};
+use crate::machine::threads;
 use kata_gpu_wire::driver_log;
 use kata_gpu_wire::driver_log::Signal;
 use kata_gpu_wire::names;
@@ -24,7 +25,7 @@ use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{mpsc, oneshot};
@@ -71,15 +72,15 @@ type Lines = VecDeque<(u64, String)>;
 
 /// All lines logged by the driver.
 #[derive(Default)]
-struct Words {
-    lines: HashMap<String, Lines>,
+struct DriverLines {
+    by_gpu: HashMap<String, Lines>,
     /// The kernel's own lines about failed probes: the log's time in microseconds, and the GPU.
     failed_probes: VecDeque<(u64, String)>,
     /// Current CLOCK_BOOTTIME minus the log's clock; lookups are for recent lines.
     offset_ns: i64,
 }
 
-impl Words {
+impl DriverLines {
     /// Whether a time of the log is not before `from_ns` (CLOCK_BOOTTIME).
     fn is_since(&self, at_us: u64, from_ns: u64) -> bool {
         // printk's clock is known to a microsecond, its difference from ours to a little more.
@@ -88,7 +89,7 @@ impl Words {
 
     /// Lines about this GPU, or about no GPU, since `from_ns` (CLOCK_BOOTTIME).
     fn since(&self, gpu: Option<PciAddress>, from_ns: u64) -> impl Iterator<Item = &(u64, String)> {
-        self.lines
+        self.by_gpu
             .get(&key_of(gpu))
             .into_iter()
             .flatten()
@@ -150,12 +151,12 @@ fn boottime_of(printk_us: u64, offset_ns: i64) -> u64 {
 /// Lines logged by the driver, by GPU, most recent last. Written by [`follow`], read after a
 /// failure.
 #[derive(Clone)]
-pub struct DriverWords {
-    words: Arc<Mutex<Words>>,
+pub struct DriverLog {
+    lines: Arc<Mutex<DriverLines>>,
     catch_up: mpsc::UnboundedSender<oneshot::Sender<()>>,
 }
 
-impl DriverWords {
+impl DriverLog {
     /// Lines about this GPU since `from_ns` (CLOCK_BOOTTIME); if there are none, those without any
     /// GPU that can be about it. Waits until the log has been read to its end.
     pub async fn since(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Vec<String> {
@@ -164,22 +165,22 @@ impl DriverWords {
             // After a timeout the reason is reported without late lines.
             let _unused = tokio::time::timeout(CATCH_UP, caught_up).await;
         }
-        let words = self.lock();
-        let named = texts(words.since(Some(gpu), from_ns));
+        let lines = self.lock();
+        let named = texts(lines.since(Some(gpu), from_ns));
         if named.is_empty() {
-            words.unnamed(gpu, from_ns, unnamed)
+            lines.unnamed(gpu, from_ns, unnamed)
         } else {
             named
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Words> {
-        self.words.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, DriverLines> {
+        threads::lock(&self.lines)
     }
 
     fn add(&self, gpu: Option<PciAddress>, at_us: u64, text: &str) {
-        let mut words = self.lock();
-        let list = words.lines.entry(key_of(gpu)).or_default();
+        let mut lines = self.lock();
+        let list = lines.by_gpu.entry(key_of(gpu)).or_default();
         list.push_back((at_us, text.to_string()));
         if list.len() > WORDS_PER_GPU {
             list.pop_front();
@@ -222,21 +223,21 @@ pub type Signals = mpsc::UnboundedReceiver<(u64, Signal)>;
 /// Follows the log into the ring; must be called inside the runtime. The task ends with the
 /// process. An earlier worker has put lines up to `recorded` (the kernel's number) into the stream:
 /// they are read only for the driver's messages.
-pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords, Signals)> {
+pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverLog, Signals)> {
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC)
         .open(PATH)?;
     let log = crate::machine::sys::async_fd(file.into())?;
     let (catch_up, requests) = mpsc::unbounded_channel();
-    let words = DriverWords {
-        words: Arc::default(),
+    let driver_log = DriverLog {
+        lines: Arc::default(),
         catch_up,
     };
     let (signals, received) = mpsc::unbounded_channel();
-    let follower = Follower::new(ring, words.clone(), signals, recorded);
+    let follower = Follower::new(ring, driver_log.clone(), signals, recorded);
     tokio::spawn(follower.run(log, requests));
-    Ok((words, received))
+    Ok((driver_log, received))
 }
 
 /// Limit of records read before other tasks run.
@@ -244,7 +245,7 @@ const AT_ONCE: usize = 256;
 
 struct Follower {
     ring: Arc<Ring>,
-    words: DriverWords,
+    driver_log: DriverLog,
     signals: mpsc::UnboundedSender<(u64, Signal)>,
     recorded: Option<u64>,
     /// Whether the difference is in the stream.
@@ -273,13 +274,13 @@ struct Follower {
 impl Follower {
     fn new(
         ring: Arc<Ring>,
-        words: DriverWords,
+        driver_log: DriverLog,
         signals: mpsc::UnboundedSender<(u64, Signal)>,
         recorded: Option<u64>,
     ) -> Self {
         Self {
             ring,
-            words,
+            driver_log,
             signals,
             recorded,
             is_reported: recorded.is_some(),
@@ -389,7 +390,7 @@ impl Follower {
                 self.marker = Some(line.seq);
             }
             self.offset_ns = self.offset_ns.max(Some(offset));
-            self.words.lock().offset_ns = self.offset_ns.unwrap_or(offset);
+            self.driver_log.lock().offset_ns = self.offset_ns.unwrap_or(offset);
             self.bound(offset, line.printk_us);
         } else if self.marker.is_none() {
             self.early.push(line);
@@ -455,10 +456,10 @@ impl Follower {
         let gpu = driver_log::address(&line.text).filter(|address| self.gpus.contains(address));
         let boottime_ns = boottime_of(line.printk_us, self.offset_ns.unwrap_or(0));
         if driver_log::explains(&line.text) {
-            self.words.add(gpu, line.printk_us, &line.text);
+            self.driver_log.add(gpu, line.printk_us, &line.text);
         }
         if let Some(gpu) = gpu.filter(|_| driver_log::is_failed_probe(&line.text)) {
-            self.words.add_failed_probe(gpu, line.printk_us);
+            self.driver_log.add_failed_probe(gpu, line.printk_us);
         }
         if self.recorded.is_some_and(|last| line.seq <= last) {
             return;
@@ -532,18 +533,19 @@ mod tests {
     }
 
     #[test]
-    fn words_are_found_by_a_clock_that_has_drifted_for_days() {
+    fn lines_are_found_by_a_clock_that_has_drifted_for_days() {
         const S: u64 = 1_000_000_000;
         let gpu: PciAddress = "0001:00:03.0".parse().unwrap();
         let line = "NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)".to_string();
         for ppm in [0.33, -0.33, 5.0] {
             let (catch_up, _requests) = mpsc::unbounded_channel();
-            let words = DriverWords {
-                words: Arc::default(),
+            let driver_log = DriverLog {
+                lines: Arc::default(),
                 catch_up,
             };
             let (signals, _received) = mpsc::unbounded_channel();
-            let follower = Follower::new(Arc::new(Ring::default()), words.clone(), signals, None);
+            let follower =
+                Follower::new(Arc::new(Ring::default()), driver_log.clone(), signals, None);
             let mut guest = Drifting {
                 follower,
                 seq: 0,
@@ -560,26 +562,30 @@ mod tests {
             let failed = 72 * 3600 * S;
             guest.log(failed - 3600 * S, 0, std::slice::from_ref(&line));
             guest.log(failed, 0, std::slice::from_ref(&line));
-            let found =
-                |words: &DriverWords| words.lock().since(Some(gpu), failed - S / 1000).count();
+            let found = |driver_log: &DriverLog| {
+                driver_log
+                    .lock()
+                    .since(Some(gpu), failed - S / 1000)
+                    .count()
+            };
             assert_eq!(
-                found(&words),
+                found(&driver_log),
                 if ppm > 0.0 { 0 } else { 1 },
                 "{ppm}: negative control: by the boot's measurement"
             );
             // Forged markers change nothing.
             guest.markers(failed + 3600 * S);
-            let before = words.lock().offset_ns;
+            let before = driver_log.lock().offset_ns;
             assert!(before.unsigned_abs() < S / 10_000, "{before}");
             // Genuine markers do, before the lines are looked up.
             guest.follower.stamps = vec![failed + S; MARKERS];
             guest.markers(failed + S);
-            assert_eq!(found(&words), 1, "{ppm}");
+            assert_eq!(found(&driver_log), 1, "{ppm}");
             let drift = (failed as f64 * ppm / 1e6) as i64;
             assert!(
-                (words.lock().offset_ns - drift).unsigned_abs() < 50_000,
+                (driver_log.lock().offset_ns - drift).unsigned_abs() < 50_000,
                 "{ppm}: {} for {drift}",
-                words.lock().offset_ns
+                driver_log.lock().offset_ns
             );
         }
     }
@@ -587,19 +593,19 @@ mod tests {
     #[test]
     fn a_line_without_a_gpu_is_of_the_probe_that_failed_next() {
         let (catch_up, _requests) = mpsc::unbounded_channel();
-        let words = DriverWords {
-            words: Arc::default(),
+        let driver_log = DriverLog {
+            lines: Arc::default(),
             catch_up,
         };
         let gpu = |slot: u8| format!("0001:00:0{slot}.0").parse::<PciAddress>().unwrap();
         let irq = "NVRM: Can't find an IRQ for your NVIDIA card!";
-        let of = |slot, unnamed| words.lock().unnamed(gpu(slot), 0, unnamed).len();
+        let of = |slot, unnamed| driver_log.lock().unnamed(gpu(slot), 0, unnamed).len();
         // A silent probe, one without an interrupt, a silent one; of the last one the kernel says
         // nothing.
-        words.add_failed_probe(gpu(3), 10);
-        words.add(None, 20, irq);
-        words.add_failed_probe(gpu(4), 30);
-        words.add_failed_probe(gpu(5), 40);
+        driver_log.add_failed_probe(gpu(3), 10);
+        driver_log.add(None, 20, irq);
+        driver_log.add_failed_probe(gpu(4), 30);
+        driver_log.add_failed_probe(gpu(5), 40);
         assert_eq!(
             [3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfSerialProbes)),
             [0, 1, 0, 1]

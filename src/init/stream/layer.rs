@@ -2,8 +2,8 @@
 //! end record, an event an event record.
 //!
 //! Field names with a meaning of their own: `gpu` (a PCI address), `error`, `step_id` and `after`
-//! (see [`Step`]), `at_ns` (CLOCK_BOOTTIME when it happened, where that was earlier). All others go
-//! to `fields`. Values recorded on a span after its begin appear on its end record.
+//! (see [`RunningStep`]), `at_ns` (CLOCK_BOOTTIME when it happened, where that was earlier). All
+//! others go to `fields`. Values recorded on a span after its begin appear on its end record.
 
 use super::ring::Ring;
 use crate::machine::clock::boottime_ns;
@@ -60,12 +60,12 @@ impl From<&[Option<StepId>]> for After {
 
 /// A running step of the boot: begins when made (by [`crate::step!`]), ends when dropped.
 #[must_use = "a step ends when it is dropped"]
-pub struct Step {
+pub struct RunningStep {
     span: tracing::Span,
     id: StepId,
 }
 
-impl Step {
+impl RunningStep {
     pub fn new(id: StepId, span: tracing::Span) -> Self {
         Self { span, id }
     }
@@ -95,7 +95,7 @@ impl Step {
         result
     }
 
-    /// Like [`Step::run`], for asynchronous work.
+    /// Like [`RunningStep::run`], for asynchronous work.
     pub async fn run_async<T, E: fmt::Display>(
         self,
         work: impl Future<Output = Result<T, E>>,
@@ -108,12 +108,14 @@ impl Step {
     }
 }
 
-/// Begins a [`Step`]: `step!(names::GPU_BIND, gpu = %address, after = ?after)`.
+/// Begins a [`RunningStep`]: `step!(names::GPU_BIND, gpu = %address, after = ?after)`.
 #[macro_export]
 macro_rules! step {
     ($name:expr $(, $($field:tt)*)?) => {{
         let id = $crate::stream::layer::StepId::next();
-        $crate::stream::layer::Step::new(id, tracing::info_span!($name, step_id = id.0, error = tracing::field::Empty $(, $($field)*)?))
+        $crate::stream::layer::RunningStep::new(id, tracing::info_span!(
+            $name, step_id = id.0, error = tracing::field::Empty $(, $($field)*)?),
+        )
     }};
 }
 
@@ -137,9 +139,11 @@ struct Fields {
 impl Fields {
     fn text(&mut self, field: &Field, text: String) {
         match field.name() {
-            "gpu" => self.gpu = text.parse().ok(), // written by Display of PciAddress; anything else is a bug that a golden file shows
+            // Written by Display of PciAddress; anything else is a bug that a golden file shows.
+            "gpu" => self.gpu = text.parse().ok(),
             "error" => self.error = Some(text),
-            "after" => self.after = serde_json::from_str(&text).unwrap_or_default(), // written by Debug of After, which is JSON
+            // Written by Debug of After, which is JSON.
+            "after" => self.after = serde_json::from_str(&text).unwrap_or_default(),
             name => {
                 self.others.insert(name.to_string(), Value::from(text));
             }

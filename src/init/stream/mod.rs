@@ -11,7 +11,7 @@ pub mod layer; // tracing's spans and events into records
 pub mod ring; // the records of this boot
 pub mod sinks; // vsock, unix socket, console
 
-pub use layer::{After, Step, StepId};
+pub use layer::{After, RunningStep, StepId};
 
 use ring::Ring;
 use std::sync::Arc;

@@ -10,11 +10,12 @@
 
 use super::journal::Journal;
 use crate::machine::clock::boottime_ns;
+use crate::machine::threads;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Level, Record, record_line};
 use serde_json::Map;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -130,7 +131,7 @@ impl Ring {
     fn lock(&self) -> MutexGuard<'_, Lines> {
         // No panic is possible between two field updates: a poisoned lock is as good as a sound
         // one.
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.lines)
     }
 
     /// Gives the record its `seq`, which is returned, keeps it and wakes the readers.

@@ -152,7 +152,7 @@ pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comp
         );
     }
     milestones.sort_by_key(|m| m.a.or(m.b).map(|s| s.median_ns));
-    phases.sort_by_key(|p| Phase::named(&p.name));
+    phases.sort_by_key(|p| Phase::named(&p.name).unwrap_or(Phase::Other));
     steps.sort_by(|x, y| {
         y.difference_ns
             .unwrap_or(0)

@@ -119,7 +119,7 @@ impl Collected {
                 .map(|(name, values)| (name.to_string(), values))
                 .collect(),
         );
-        phases.sort_by_key(|r| Phase::named(&r.name));
+        phases.sort_by_key(|r| Phase::named(&r.name).unwrap_or(Phase::Other));
         let mut failures: Vec<Failures> = self
             .failures
             .into_iter()

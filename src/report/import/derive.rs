@@ -18,7 +18,7 @@ use kata_gpu_wire::driver_log;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::reason;
-use kata_gpu_wire::reason::Step;
+use kata_gpu_wire::reason::FailedStep;
 use kata_gpu_wire::record::{Kind, Level, Record};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeSet, HashMap};
@@ -310,9 +310,9 @@ impl Maker {
             }
             Meaning::InitFailed { gpu } => {
                 self.initialisation_ends("failure of an initialisation");
-                self.gpu_failed(*gpu, Step::Init, text);
+                self.gpu_failed(*gpu, FailedStep::Init, text);
             }
-            Meaning::ProbeFailed { gpu } => self.gpu_failed(*gpu, Step::Probe, text),
+            Meaning::ProbeFailed { gpu } => self.gpu_failed(*gpu, FailedStep::Probe, text),
             Meaning::Banner { .. } | Meaning::Enabling { .. } => {}
             Meaning::Nvrc { .. } | Meaning::Other => {}
         }
@@ -329,7 +329,7 @@ impl Maker {
         }
     }
 
-    fn gpu_failed(&mut self, gpu: PciAddress, step: Step, text: &str) {
+    fn gpu_failed(&mut self, gpu: PciAddress, step: FailedStep, text: &str) {
         // Report the first failure only: later tries fail again.
         if !self.failed.insert(gpu) {
             return;
@@ -340,8 +340,8 @@ impl Maker {
         (record.gpu, record.level) = (Some(gpu), Level::Error);
         record.error = Some(format!("{reason}: {}", cut(line.unwrap_or(text), MAX_TEXT)));
         record.fields = fields([
-            ("step", step.as_str().into()),
-            ("reason", reason.as_str().into()),
+            ("step", step.name().into()),
+            ("reason", reason.name().into()),
             ("cure", json!(reason.cure())),
         ]);
     }

@@ -315,7 +315,7 @@ fn every_odd_root_gives_a_spec_that_both_agents_take_or_none() {
             refused.push(name);
             continue;
         };
-        for hooks in [Hooks::One, Hooks::Compat, Hooks::None] {
+        for hooks in [Hooks::One, Hooks::None] {
             let spec = folder.0.join("spec.json");
             std::fs::write(
                 &spec,

@@ -218,36 +218,6 @@ fn the_comparison_sees_a_missing_node_mount_link_and_variable() {
 }
 
 #[test]
-fn compat_writes_the_incumbents_six_hooks() {
-    let (_folder, root) = root("compat");
-    let options = Options {
-        namings: vec![Naming::Index, Naming::Uuid],
-        hooks: Hooks::Compat,
-        hook_path: "/usr/bin/nvidia-cdi-hook".into(),
-    };
-    let (spec, reference) = (value(&ours(&root, &options).0), reference().0);
-    assert_eq!(
-        difference(&lines(&spec), &lines(&reference)),
-        BTreeSet::new()
-    );
-    let sorted = |spec: &Value| -> Vec<Vec<String>> {
-        let arguments = |hook: &&Value| {
-            let mut args: Vec<String> = list(hook, "args")
-                .iter()
-                .map(|a| a.as_str().unwrap().to_string())
-                .collect();
-            args.sort();
-            args
-        };
-        list(&spec["containerEdits"], "hooks")
-            .iter()
-            .map(arguments)
-            .collect()
-    };
-    assert_eq!(sorted(&spec), sorted(&reference));
-}
-
-#[test]
 fn a_spec_of_eight_gpus_is_at_most_half_of_the_incumbents() {
     let (_folder, root) = root("size");
     let (spec, _) = ours(
@@ -450,12 +420,8 @@ pub fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
 fn both_agents_give_containers_what_the_spec_says() {
     let (folder, root) = root("agents");
     let file = folder.0.join("spec.json");
-    // Files and sockets, and with hooks that make no links each of the 11 links as a mount.
-    for (hooks, mounts, count) in [
-        (Hooks::One, 16 + 11, 1),
-        (Hooks::Compat, 16, 6),
-        (Hooks::None, 16 + 11, 0),
-    ] {
+    // Files and sockets, and each of the 11 links as a mount.
+    for (hooks, mounts, count) in [(Hooks::One, 16 + 11, 1), (Hooks::None, 16 + 11, 0)] {
         let options = Options {
             namings: vec![Naming::Index, Naming::Uuid, Naming::TypeIndex],
             hooks,

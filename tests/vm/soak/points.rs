@@ -115,7 +115,7 @@ pub fn scene(record: &str) -> Result<Scene, &'static str> {
         names::LANE_WAIT => Scene::SlowHost,
         names::MODULE_CONFIG => Scene::ModuleConfig,
         names::GPU_RESET => Scene::Reset,
-        names::CDI_BESIDE => Scene::Displays,
+        names::CDI_EXTRA_DEVICES => Scene::Displays,
         names::GPU_FAILED => Scene::InitFails,
         names::GPU_REMOVED => Scene::Removed,
         names::GPU_XID => Scene::Xid,

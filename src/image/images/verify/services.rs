@@ -212,10 +212,10 @@ impl Services {
     }
 
     pub fn json(&self) -> Value {
-        let service = |found: &Found| json!({"service": found.name.as_str(), "program": found.program, "lacks": found.lacks, "remarks": found.remarks});
+        let service = |found: &Found| json!({"service": found.name.name(), "program": found.program, "lacks": found.lacks, "remarks": found.remarks});
         let case = |case: &Case| {
             let (has, lacks) = self.split(case);
-            let names = |names: Vec<Name>| names.into_iter().map(Name::as_str).collect::<Vec<_>>();
+            let names = |names: Vec<Name>| names.into_iter().map(Name::name).collect::<Vec<_>>();
             json!({
                 "topology": case.topology.to_string(), "confidential": case.confidential, "managed": case.managed,
                 "starts": names(has), "lacks": names(lacks),

@@ -135,7 +135,7 @@ fn services(out: &mut String, services: &Services, screen: &Screen) {
                     "{word} {}",
                     names
                         .iter()
-                        .map(|name| name.as_str())
+                        .map(|name| name.name())
                         .collect::<Vec<_>>()
                         .join(", ")
                 )

@@ -4,8 +4,9 @@
 use super::schedule::Schedule;
 use super::schedule_messages::{Fact, GpuId, Order, Time};
 use crate::machine::clock::boottime_ns;
+use crate::machine::threads;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 
@@ -101,7 +102,7 @@ impl Dispatch {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.state)
     }
 }
 

@@ -25,7 +25,7 @@ use crate::kernel_modules::{LoadError, Modules};
 use crate::machine::threads;
 use crate::machine::threads::{Panicked, Running};
 use crate::step;
-use crate::stream::{After, Step};
+use crate::stream::{After, RunningStep};
 use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
@@ -33,7 +33,7 @@ use kata_gpu_wire::reason::Reason;
 use nix::errno::Errno;
 use std::convert::Infallible;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -366,7 +366,7 @@ impl Load {
     }
 
     fn lock(&self) -> MutexGuard<'_, Offered> {
-        self.offered.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.offered)
     }
 
     /// The load probes a GPU that cannot be held back; the GPU is bound afterwards.
@@ -392,10 +392,16 @@ impl Load {
             (gpu_memory >> 20, page_structs >> 20, available >> 20);
         match error {
             None => {
-                tracing::info!(name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib, available_mib)
+                tracing::info!(
+                    name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib,
+                    available_mib,
+                )
             }
             Some(error) => {
-                tracing::warn!(name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib, available_mib, error)
+                tracing::warn!(
+                    name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib,
+                    available_mib, error,
+                )
             }
         }
     }
@@ -431,7 +437,8 @@ impl Load {
         let files = match looking.map(std::thread::JoinHandle::join) {
             Ok(Ok(files)) => files,
             Ok(Err(_)) => {
-                let error = "looking for the driver's files has panicked, a bug of this init: containers get their GPUs without the driver's libraries";
+                let error = "looking for the driver's files has panicked, a bug of this init: \
+                    containers get their GPUs without the driver's libraries";
                 tracing::error!(name: names::DRIVER_FILES, error);
                 None
             }
@@ -447,7 +454,7 @@ impl Load {
 
     /// Loads the driver. Returns it and the step, begun here, that makes the nodes every container
     /// needs.
-    fn load(&mut self) -> Result<(Loaded, Step), Error> {
+    fn load(&mut self) -> Result<(Loaded, RunningStep), Error> {
         let mut tried = Vec::new();
         let gpus = self.gpus.clone();
         let mut candidates = gpus.iter();
@@ -504,7 +511,9 @@ impl Load {
         match loaded.nodes.control(loaded.major) {
             Ok(node) => common.push(node),
             Err(error) => {
-                tracing::error!(name: names::GPU_NODES, error = %format!("{error}: no container can use a GPU"))
+                tracing::error!(
+                    name: names::GPU_NODES, error = %format!("{error}: no container can use a GPU"),
+                )
             }
         }
         let uvm = self
@@ -521,7 +530,11 @@ impl Load {
         match uvm {
             Ok(nodes) => common.extend(nodes),
             Err(error) => {
-                tracing::error!(name: names::MODULE_LOAD, module = UVM, error = %format!("{error}: containers get their GPUs without /dev/nvidia-uvm, and CUDA will not start in them"))
+                tracing::error!(
+                    name: names::MODULE_LOAD, module = UVM,
+                    error = %format!("{error}: containers get their GPUs without /dev/nvidia-uvm, \
+                        and CUDA will not start in them"),
+                )
             }
         }
         // GPUs that failed the load stay released, so that they can be bound by hand.
@@ -551,17 +564,33 @@ mod tests {
             .build()
             .unwrap();
         runtime.block_on(async {
-            let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
-            let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None, facts };
+            let facts = Facts {
+            gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false,
+            vcpus: 2,
+        };
+            let policy = Policy {
+            bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, enable: None,
+            facts,
+        };
             let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
             let (outcome, mut state) = watch::channel(Driver::Loading);
             let error = threads::run(|| -> () { panic!("on purpose") }).await.unwrap_err();
             panicked(&outcome, &dispatch, &error);
-            let failed = state.wait_for(|driver| !matches!(driver, Driver::Loading)).await.unwrap().clone();
-            assert!(matches!(failed, Driver::Failed { reason: Some(Reason::Internal), error } if error.contains("on purpose")));
+            let failed = state
+            .wait_for(|driver| !matches!(driver, Driver::Loading))
+            .await
+            .unwrap()
+            .clone();
+            assert!(matches!(
+            failed,
+            Driver::Failed { reason: Some(Reason::Internal), error } if error.contains("on purpose")
+        ));
             // A load that had made all that GPUs wait for stays loaded.
             let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
-            let loaded = Loaded { step: crate::stream::StepId::next(), major: 195, nodes, tried: Vec::new(), control_ready: true };
+            let loaded = Loaded {
+            step: crate::stream::StepId::next(), major: 195, nodes, tried: Vec::new(),
+            control_ready: true,
+        };
             outcome.send_replace(Driver::Loaded(loaded));
             panicked(&outcome, &dispatch, &error);
             assert!(is_loaded(&state.borrow()));

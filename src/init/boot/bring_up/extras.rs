@@ -52,7 +52,7 @@ pub fn read(gpu: PciAddress, minor: u32) -> Extras {
         (Extras::default(), vec![error])
     });
     for error in problems {
-        tracing::warn!(name: names::CDI_BESIDE, gpu = %gpu, error);
+        tracing::warn!(name: names::CDI_EXTRA_DEVICES, gpu = %gpu, error);
     }
     extras
 }
@@ -88,7 +88,7 @@ pub fn others(imex_channels: u32, spec: &Updates) {
         make_for_switches(Path::new(PROC), Path::new(DEV)),
     ] {
         if let Err(error) = made {
-            tracing::error!(name: names::CDI_BESIDE, error);
+            tracing::error!(name: names::CDI_EXTRA_DEVICES, error);
         }
     }
     let places = Places::default();
@@ -103,7 +103,7 @@ pub fn others(imex_channels: u32, spec: &Updates) {
                 // Sending fails only when the writer is gone, with the runtime.
                 let _unused = spec.send(update);
             }
-            Err(error) => tracing::error!(name: names::CDI_BESIDE, error),
+            Err(error) => tracing::error!(name: names::CDI_EXTRA_DEVICES, error),
         }
     }
 }
@@ -114,7 +114,8 @@ fn make_channels(count: u32) -> Result<(), String> {
     }
     let at = |why: String| {
         format!(
-            "make {count} IMEX channels: {why}: containers that ask for one will wait for it in vain"
+            "make {count} IMEX channels: {why}: containers that ask for one will wait for it in \
+                vain"
         )
     };
     let proc = Path::new(PROC);

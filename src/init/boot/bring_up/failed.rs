@@ -6,12 +6,12 @@ use super::shared::Shared;
 use crate::stream::kmsg::Unnamed;
 use kata_gpu_wire::names;
 use kata_gpu_wire::reason;
-use kata_gpu_wire::reason::{Reason, Step};
+use kata_gpu_wire::reason::{FailedStep, Reason};
 use std::fmt::Display;
 
 /// Failure that ended a GPU's task: the step, and the operation with its result.
 pub struct Failed {
-    pub step: Step,
+    pub step: FailedStep,
     /// Begin of that step, where later than the GPU's own begin: earlier lines of the driver belong
     /// to other steps.
     pub since_ns: Option<u64>,
@@ -23,10 +23,10 @@ pub struct Failed {
 }
 
 impl Failed {
-    pub fn new(step: Step, reason: Option<Reason>, error: String) -> Self {
+    pub fn new(step: FailedStep, reason: Option<Reason>, error: String) -> Self {
         let unnamed = match step {
-            Step::Module => Unnamed::OfTheLoad,
-            Step::Probe => Unnamed::OfConcurrentProbes,
+            FailedStep::Module => Unnamed::OfTheLoad,
+            FailedStep::Probe => Unnamed::OfConcurrentProbes,
             _ => Unnamed::Never,
         };
         Self {
@@ -39,18 +39,18 @@ impl Failed {
     }
 }
 
-pub fn failed(step: Step) -> impl FnOnce(&dyn Display) -> Failed {
+pub fn failed(step: FailedStep) -> impl FnOnce(&dyn Display) -> Failed {
     move |error| Failed::new(step, None, error.to_string())
 }
 
-pub fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed {
+pub fn failed_by(step: FailedStep, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed {
     move |error| Failed::new(step, Some(reason), error.to_string())
 }
 
 /// The failure of a GPU that was usable.
 pub fn fell_off_the_bus() -> Failed {
     Failed::new(
-        Step::Running,
+        FailedStep::Running,
         Some(Reason::OffTheBus),
         "Xid 79: it was usable, and has fallen off the bus".into(),
     )
@@ -87,10 +87,13 @@ impl Shared {
             error = format!("{error}; the driver logged: {line}");
         }
         let (step, cure) = (
-            failure.step.as_str(),
+            failure.step.name(),
             reason.cure().unwrap_or("see the driver's log line"),
         );
-        tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error, bind_inode, generation = gpu.again());
+        tracing::error!(
+            name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step,
+            reason = %reason, cure, error, bind_inode, generation = gpu.again(),
+        );
     }
 
     /// Reason of a failure, and the driver's line that shows it.
@@ -100,10 +103,12 @@ impl Shared {
         since_ns: u64,
         failure: &Failed,
     ) -> (Reason, Option<String>) {
-        let lines = match &self.words {
-            Some(words) => {
+        let lines = match &self.driver_log {
+            Some(driver_log) => {
                 let since_ns = failure.since_ns.unwrap_or(since_ns);
-                words.since(gpu.address, since_ns, failure.unnamed).await
+                driver_log
+                    .since(gpu.address, since_ns, failure.unnamed)
+                    .await
             }
             None => Vec::new(),
         };

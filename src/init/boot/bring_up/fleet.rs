@@ -34,7 +34,7 @@ use crate::machine::uevents::{Action, Next, Uevent, Uevents};
 use crate::machine::{confidential, ptp_kvm, threads};
 use crate::services::{Fabric, Milestones};
 use crate::step;
-use crate::stream::kmsg::{DriverWords, Signals};
+use crate::stream::kmsg::{DriverLog, Signals};
 use crate::stream::sinks::console::Gate;
 use crate::stream::{After, StepId};
 use kata_gpu_wire::driver_log::Signal;
@@ -54,7 +54,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 /// Events that arrive during the bring-up.
 pub struct Sources {
     pub uevents: io::Result<Uevents>,
-    pub words: Option<DriverWords>,
+    pub driver_log: Option<DriverLog>,
     pub signals: Option<Signals>,
     /// Traces of the agent.
     pub agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
@@ -91,7 +91,7 @@ pub async fn run(
 ) {
     let Sources {
         uevents,
-        words,
+        driver_log,
         signals,
         agent,
     } = sources;
@@ -112,7 +112,7 @@ pub async fn run(
         command_line,
         previous,
         found,
-        words,
+        driver_log,
         descriptors,
         machine,
     );
@@ -166,7 +166,7 @@ impl Fleet {
         command_line: &[u8],
         previous: Option<&Previous>,
         (found, after): (Found, After),
-        words: Option<DriverWords>,
+        driver_log: Option<DriverLog>,
         descriptors: Descriptors,
         machine: Machine,
     ) -> Self {
@@ -256,7 +256,7 @@ impl Fleet {
             descriptors,
             runtime: Handle::current(),
             spec,
-            words,
+            driver_log,
             seen: Seen::with_minors(minors),
             milestones: machine.milestones,
             fabric: machine.fabric,
@@ -444,7 +444,9 @@ impl Fleet {
                 if !readiness::needs(&self.shared).holds_back() {
                     let _unused = self.shared.spec.send(Update::Settled);
                 }
-                tracing::info!(name: names::SETTLED, usable = usable as u64, failed = failed as u64);
+                tracing::info!(
+                    name: names::SETTLED, usable = usable as u64, failed = failed as u64,
+                );
                 self.shared
                     .milestones
                     .send_modify(|reached| reached.settled = true);

@@ -33,11 +33,11 @@ use crate::stream::kmsg::Unnamed;
 use crate::stream::{After, StepId};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
-use kata_gpu_wire::reason::{Reason, Step};
+use kata_gpu_wire::reason::{FailedStep, Reason};
 use nix::errno::Errno;
 use std::fmt::{self, Display};
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 const PROC: &str = "/proc";
@@ -74,7 +74,7 @@ async fn fail_on_panic(shared: &Shared, gpu: GpuId, since_ns: u64, work: impl Fu
             .give_up(
                 gpu,
                 since_ns,
-                failed_by(Step::Task, Reason::Internal)(&panicked),
+                failed_by(FailedStep::Task, Reason::Internal)(&panicked),
             )
             .await;
     }
@@ -85,7 +85,10 @@ async fn settle(shared: &Arc<Shared>, gpu: GpuId, since_ns: u64, orders: Orders)
     match go(shared, gpu, orders).await {
         Ok(()) => {
             let uuid = uuid(shared, gpu).await;
-            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid, generation = gpu.again());
+            tracing::info!(
+                name: names::GPU_USABLE, gpu = %gpu.address,
+                index = shared.roster.index(gpu.address) as u64, uuid, generation = gpu.again(),
+            );
             // The panic hook reports a panic there; the GPU is usable without extras.
             let _unused = extras::start(shared, gpu).await;
             shared.dispatch.report(Fact::Usable(gpu));
@@ -114,7 +117,7 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
         order = next(&mut orders).await;
     }
     let Order::Probe(_, how) = order else {
-        return Err(failed_by(Step::Probe, Reason::Internal)(&format!(
+        return Err(failed_by(FailedStep::Probe, Reason::Internal)(&format!(
             "ordered {order:?}: want a probe"
         )));
     };
@@ -160,8 +163,8 @@ async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<Step
             shared.dispatch.report(Fact::Enabled(gpu, took));
             return Ok(step);
         }
-        Ok(Err(error)) => failed(Step::Enable)(&error),
-        Err(panicked) => failed_by(Step::Enable, Reason::Internal)(&panicked),
+        Ok(Err(error)) => failed(FailedStep::Enable)(&error),
+        Err(panicked) => failed_by(FailedStep::Enable, Reason::Internal)(&panicked),
     };
     // Release the GPU, which was held back for the load, so that it can be bound by hand. On a
     // thread: the device is locked during a probe.
@@ -180,8 +183,8 @@ async fn loaded(shared: &Shared) -> Result<Loaded, Failed> {
         .map(|driver| driver.clone());
     match over {
         Ok(Driver::Loaded(loaded)) => Ok(loaded),
-        Ok(Driver::Failed { reason, error }) => Err(Failed::new(Step::Module, reason, error)),
-        Ok(Driver::Loading) | Err(_) => Err(failed_by(Step::Module, Reason::Internal)(
+        Ok(Driver::Failed { reason, error }) => Err(Failed::new(FailedStep::Module, reason, error)),
+        Ok(Driver::Loading) | Err(_) => Err(failed_by(FailedStep::Module, Reason::Internal)(
             &"the load's task has ended",
         )),
     }
@@ -209,8 +212,9 @@ async fn probe(
         Probe::Load if loaded.tried.contains(&gpu) => {
             let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
             bound.ok_or_else(|| {
-                let failure =
-                    failed(Step::Probe)(&"the driver's probe failed when the module was loaded");
+                let failure = failed(FailedStep::Probe)(
+                    &"the driver's probe failed when the module was loaded",
+                );
                 Failed {
                     unnamed: Unnamed::OfSerialProbes,
                     ..failure
@@ -252,7 +256,7 @@ async fn probe_during_load(
             if !sysfs.is_held_back(address) {
                 return Ok(false);
             }
-            let lock = || offered.lock().unwrap_or_else(PoisonError::into_inner);
+            let lock = || threads::lock(&offered);
             lock().released.insert(gpu);
             sysfs.release(address)?;
             sysfs.probe(address)?;
@@ -306,9 +310,9 @@ async fn bind(
     result.map(|()| id).map_err(|error| match error {
         BindError::Refused(error) => Failed {
             since_ns,
-            ..failed(Step::Probe)(&error)
+            ..failed(FailedStep::Probe)(&error)
         },
-        BindError::Panicked(panicked) => failed_by(Step::Probe, Reason::Internal)(&panicked),
+        BindError::Panicked(panicked) => failed_by(FailedStep::Probe, Reason::Internal)(&panicked),
     })
 }
 
@@ -396,11 +400,14 @@ async fn read_minor(
     });
     let read = reading
         .await
-        .map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
-    let (bound, minor) = read.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+        .map_err(|panicked| failed_by(FailedStep::Probe, Reason::Internal)(&panicked))?;
+    let (bound, minor) = read.map_err(|e| failed_by(FailedStep::Probe, Reason::NoMinor)(&e))?;
     shared.seen.set_minor(gpu, minor);
     let index = shared.roster.index(gpu.address) as u64;
-    tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index, minor, bind_inode = bound.bind, generation = gpu.again(), at_ns);
+    tracing::info!(
+        name: names::GPU_BOUND, gpu = %gpu.address, index, minor, bind_inode = bound.bind,
+        generation = gpu.again(), at_ns,
+    );
     Ok((bound, minor, id))
 }
 
@@ -437,7 +444,7 @@ fn make_node(
     let id = step.id();
     let node = step
         .run(|| loaded.nodes.gpu(loaded.major, minor))
-        .map_err(|e| failed(Step::Nodes)(&e))?;
+        .map_err(|e| failed(FailedStep::Nodes)(&e))?;
     Ok((node, id))
 }
 
@@ -461,7 +468,7 @@ async fn publish(
         Err(ended) => Some(ended.to_string()),
     };
     if let Some(error) = error {
-        return Err(failed_by(Step::Nodes, Reason::Internal)(&error));
+        return Err(failed_by(FailedStep::Nodes, Reason::Internal)(&error));
     }
     let _unused = shared.spec.send(Update::Ready {
         gpu,
@@ -482,7 +489,10 @@ async fn initialise(
 ) -> Result<StepId, Failed> {
     next(orders).await; // the last order of a GPU
     let before = shared.seen.initialised();
-    let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
+    let step = step!(
+        names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]),
+        rc = tracing::field::Empty, status = tracing::field::Empty,
+    );
     let (id, node, shared, progress) = (
         step.id(),
         node.clone(),
@@ -531,9 +541,9 @@ async fn initialise(
     });
     match initialising.await {
         Ok(Ok(())) => Ok(id),
-        Ok(Err(error @ InitError::Open { .. })) => Err(failed(Step::Open)(&error)),
-        Ok(Err(error)) => Err(failed(Step::Init)(&error)),
-        Err(panicked) => Err(failed_by(Step::Init, Reason::Internal)(&panicked)),
+        Ok(Err(error @ InitError::Open { .. })) => Err(failed(FailedStep::Open)(&error)),
+        Ok(Err(error)) => Err(failed(FailedStep::Init)(&error)),
+        Err(panicked) => Err(failed_by(FailedStep::Init, Reason::Internal)(&panicked)),
     }
 }
 
@@ -620,7 +630,7 @@ mod tests {
             descriptors: Descriptors::new(None, None, Vec::new()),
             runtime: tokio::runtime::Handle::current(),
             spec,
-            words: None,
+            driver_log: None,
             seen: Seen::default(),
             milestones: watch::channel(crate::services::Milestones::default()).0,
             fabric: watch::channel(crate::services::Fabric::default()).0,

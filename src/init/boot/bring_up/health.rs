@@ -252,7 +252,8 @@ fn report_none(gpus: usize) {
 
 fn none_usable(gpus: usize) -> String {
     format!(
-        "none of {gpus} GPU(s) is usable, by their own events: NVML is not asked, which would initialise them again"
+        "none of {gpus} GPU(s) is usable, by their own events: NVML is not asked, which would \
+            initialise them again"
     )
 }
 
@@ -289,11 +290,17 @@ fn report_setting(request: &Request, error: Option<String>) {
     };
     match error {
         None => {
-            tracing::info!(name: names::GPU_SETTING, gpu = %gpu, what, min = u64::from(min), max = u64::from(max))
+            tracing::info!(
+                name: names::GPU_SETTING, gpu = %gpu, what, min = u64::from(min),
+                max = u64::from(max),
+            )
         }
         Some(error) => {
             let error = format!("{what}, {min} to {max}: {error}: the driver's value stays");
-            tracing::error!(name: names::GPU_SETTING, gpu = %gpu, what, min = u64::from(min), max = u64::from(max), error);
+            tracing::error!(
+                name: names::GPU_SETTING, gpu = %gpu, what, min = u64::from(min),
+                max = u64::from(max), error,
+            );
         }
     }
 }
@@ -336,10 +343,12 @@ fn mixed(known: &[Known], facts: &Facts, guest: bool) -> Vec<(PciAddress, String
         let unprotected = each && device.is_some_and(|device| device.protected == Some(false));
         let what = match (guest, enabled) {
             (true, false) => {
-                "the guest is confidential, and GPU {} is not: the host reads what containers send to it"
+                "the guest is confidential, and GPU {} is not: the host reads what containers \
+                    send to it"
             }
             (true, true) if unprotected => {
-                "GPU {} is not confidential, unlike the guest: the host reads what containers send to it"
+                "GPU {} is not confidential, unlike the guest: the host reads what containers \
+                    send to it"
             }
             (false, true) if !state.is_some_and(|state| state.devtools) => {
                 "GPU {} is confidential, and the guest is not: the host reads the guest's memory"
@@ -371,7 +380,8 @@ fn report_device(device: &Device) {
         power_limit_mw = device.power_limit_mw.map(u64::from),
         ecc = device.ecc,
         ecc_uncorrected = device.ecc_uncorrected,
-        rows_remapped = remapped.map(|rows| u64::from(rows.correctable) + u64::from(rows.uncorrectable)),
+        rows_remapped =
+                remapped.map(|rows| u64::from(rows.correctable) + u64::from(rows.uncorrectable)),
         remap_pending = remapped.map(|rows| rows.pending),
         remap_failed = remapped.map(|rows| rows.failed),
         throttle = joined(device.throttle.clone()),
@@ -384,7 +394,9 @@ fn report_device(device: &Device) {
         nvlinks_active = device.nvlinks_active.map(u64::from),
     );
     for error in problems(device) {
-        tracing::error!(name: names::GPU_HEALTH, gpu = device.address.map(tracing::field::display), error);
+        tracing::error!(
+            name: names::GPU_HEALTH, gpu = device.address.map(tracing::field::display), error,
+        );
     }
 }
 
@@ -427,7 +439,8 @@ fn differences(
         if device.minor.is_some_and(|minor| minor != gpu.minor) {
             let minor = device.minor.unwrap_or_default();
             let error = format!(
-                "GPU {address} has minor {} in /proc and {minor} by NVML: containers may get another GPU",
+                "GPU {address} has minor {} in /proc and {minor} by NVML: containers may get \
+                    another GPU",
                 gpu.minor
             );
             found.push((Some(address), error));
@@ -497,7 +510,8 @@ mod tests {
         assert_eq!(
             texts,
             [
-                "GPU 0000:01:00.0 has minor 0 in /proc and 7 by NVML: containers may get another GPU",
+                "GPU 0000:01:00.0 has minor 0 in /proc and 7 by NVML: containers may get another \
+                    GPU",
                 "GPU 0000:02:00.0 has UUID GPU-2 in /proc and GPU-x by NVML",
                 "GPU 0000:03:00.0 is usable, and NVML does not list it: CUDA will not see it",
                 "NVML counts 5 GPUs, and the PCI bus has 4",
@@ -562,7 +576,8 @@ mod tests {
             problems(&gpu),
             [
                 "power: unknown",
-                "NVLink is not usable between GPUs: the fabric is complete with NVML's error 999; collectives go over PCIe",
+                "NVLink is not usable between GPUs: the fabric is complete with NVML's error 999; \
+                    collectives go over PCIe",
                 "a row of memory could not be remapped: have this GPU replaced",
             ]
         );

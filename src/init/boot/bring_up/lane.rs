@@ -14,14 +14,14 @@ use crate::machine::threads;
 use crate::machine::threads::Panicked;
 use crate::step;
 use crate::stream::sinks::console::Gate;
-use crate::stream::{After, Step, StepId};
+use crate::stream::{After, RunningStep, StepId};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::unistd::Pid;
 use std::path::Path;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// The lane, shared by all GPUs' tasks.
@@ -38,7 +38,7 @@ struct State {
     cpu: Option<Arc<LaneCpu>>,
     /// Steps that precede the next enabling.
     after: After,
-    wait: Option<Step>,
+    wait: Option<RunningStep>,
     /// GPU that was enabled last.
     last: Option<PciAddress>,
     /// Count of works under way that keep the console quiet, and the kernel's level to restore.
@@ -153,7 +153,7 @@ impl Lane {
         if let Some(wait) = wait {
             let parts: Vec<String> = holds
                 .iter()
-                .map(|(hold, took)| format!("{} {} ms", hold.as_str(), took.as_millis()))
+                .map(|(hold, took)| format!("{} {} ms", hold.name(), took.as_millis()))
                 .collect();
             wait.note("held_by", parts.join(", ").as_str());
         }
@@ -161,8 +161,9 @@ impl Lane {
         for (hold, _) in holds.iter().filter(|(_, took)| *took >= longest) {
             let gpu = last.unwrap_or(gpu);
             let error = format!(
-                "a {} of a GPU before or at {gpu} has held the next one's enabling for {longest:?}: going on without waiting for it",
-                hold.as_str()
+                "a {} of a GPU before or at {gpu} has held the next one's enabling for \
+                    {longest:?}: going on without waiting for it",
+                hold.name()
             );
             tracing::warn!(name: names::GPU_ENABLE, gpu = %gpu, error);
         }
@@ -186,7 +187,7 @@ impl Lane {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.state)
     }
 }
 

@@ -10,8 +10,10 @@
 use super::late::is_open_thread;
 use crate::boot::ipc::keeper_socket::Held;
 use crate::boot::ipc::lane_process::LaneProcess;
+use crate::machine::files::numbers;
 use crate::machine::interrupts;
 use crate::machine::interrupts::MovedInterrupts;
+use crate::machine::threads;
 use kata_gpu_wire::names;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
@@ -87,7 +89,10 @@ impl Spare {
             .iter()
             .map(|(interrupt, _)| interrupt.clone())
             .collect();
-        tracing::info!(name: names::LANE_CPU, cpu = self.cpu as u64, moved = list(&moved), late = list(&late), stay = list(&stay));
+        tracing::info!(
+            name: names::LANE_CPU, cpu = self.cpu as u64, moved = list(&moved), late = list(&late),
+            stay = list(&stay),
+        );
         Arc::new(LaneCpu {
             spare: self,
             moved: Mutex::new(Moved {
@@ -164,7 +169,7 @@ impl LaneCpu {
     }
 
     fn lock(&self) -> MutexGuard<'_, Moved> {
-        self.moved.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.moved)
     }
 }
 
@@ -187,15 +192,6 @@ fn move_process(to: &CpuSet) {
     for thread in numbers(Path::new("/proc/self/task")) {
         let _unused = sched_setaffinity(Pid::from_raw(thread), to);
     }
-}
-
-/// Process or thread ids: the numeric names in a directory.
-fn numbers(directory: &Path) -> impl Iterator<Item = i32> {
-    std::fs::read_dir(directory)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|e| e.file_name().to_str()?.parse().ok())
 }
 
 fn cpus(set: &CpuSet) -> impl DoubleEndedIterator<Item = usize> {

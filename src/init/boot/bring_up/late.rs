@@ -40,7 +40,7 @@ fn stack(proc: &Path, thread: i32) -> String {
     {
         stacks.extend(frames(&text));
     }
-    for entry in std::fs::read_dir(proc).into_iter().flatten().flatten() {
+    for entry in crate::machine::files::entries(proc) {
         let process = entry.path();
         if is_open_thread(&process)
             && let Some(frames) = std::fs::read_to_string(process.join("stack"))
@@ -134,7 +134,8 @@ mod tests {
 
     #[test]
     fn a_stack_is_its_functions_innermost_first() {
-        let text = "[<0>] msleep+0x29/0x40\n[<0>] nv_probe+0xf1/0x260 [nvidia]\n[<0>] local_pci_probe+0x3e/0x80\n";
+        let text = "[<0>] msleep+0x29/0x40\n[<0>] nv_probe+0xf1/0x260 [nvidia]\n[<0>] \
+            local_pci_probe+0x3e/0x80\n";
         assert_eq!(
             frames(text).as_deref(),
             Some("msleep < nv_probe < local_pci_probe")

@@ -17,7 +17,7 @@ mod driver; // the driver's load
 mod extras; // devices for containers besides GPUs' nodes
 mod failed; // failure of a GPU
 mod find_driver_files; // the driver's files for containers
-mod fleet;
+mod fleet; // all GPUs, including hot-plugged ones
 mod gpu; // steps of one GPU
 mod health; // NVML's reports on usable GPUs, and settings
 mod lane; // enabling
@@ -36,6 +36,6 @@ mod shared; // state shared by the tasks of all GPUs
 mod slots; // GPUs by PCI address, and their names
 mod stock; // comparison of the bus with the slots
 pub mod strategy; // choice of bind and initialisation for this boot
-pub mod waves; // costs of initialisations that run together // all GPUs, including hot-plugged ones
+pub mod waves; // costs of initialisations that run together
 
 pub use fleet::{Machine, Sources, run};

@@ -118,7 +118,8 @@ pub fn start(
             let retry = async {
                 match publication.is_written() {
                     true => std::future::pending().await,
-                    false => tokio::time::sleep(RETRY_AFTER).await, // not on the boot path: after a failure
+                    // Not on the boot path: after a failure.
+                    false => tokio::time::sleep(RETRY_AFTER).await,
                 }
             };
             tokio::select! {
@@ -178,6 +179,17 @@ struct Unwritten {
     is_reported: bool,
 }
 
+/// Changes by one group of reports.
+#[derive(Default)]
+struct Changes {
+    /// The spec is another one.
+    spec: bool,
+    /// GPUs that containers could get, and cannot any more.
+    held_again: Vec<GpuId>,
+    /// GPUs with other extras, and their numbers of displays and instances.
+    extras: Vec<(GpuId, usize, usize)>,
+}
+
 impl Publication {
     /// Whether nothing is left to be written.
     fn is_written(&self) -> bool {
@@ -204,129 +216,144 @@ impl Publication {
 
     /// Takes reports in; returns the GPUs whose report needs no further publication.
     fn apply(&mut self, updates: Vec<Update>) -> Vec<GpuId> {
-        let (mut ready, mut with_extras) = (std::mem::take(&mut self.unwritten.ready), Vec::new());
-        let (mut changed, mut taken) = (false, Vec::new());
+        let mut changes = Changes::default();
         for update in updates {
-            match update {
-                Update::Roster => {
-                    let roster = Arc::clone(&self.roster);
-                    self.entries.retain(|gpu, _| roster.contains(*gpu));
-                    self.hold.of.retain(|gpu, _| roster.contains(*gpu));
-                    changed = true;
-                }
-                // Common nodes are of no use before a GPU is ready: no publication of their own.
-                Update::Common(common) => self.common = common,
-                Update::Ready {
-                    gpu,
-                    nodes,
-                    after: step,
-                } => {
-                    self.unwritten.reported.push(gpu);
-                    if self.set(
-                        gpu,
-                        Entry::Ready(Ready {
-                            nodes,
-                            ..Ready::default()
-                        }),
-                    ) && !self.hold.holds(gpu)
-                    {
-                        changed = true;
-                        ready.push(gpu);
-                        self.unwritten.after.0.extend(step);
-                    }
-                }
-                Update::HeldByDefault(held) => {
-                    let before = self.hold.by_default;
-                    for gpu in self.entries.keys() {
-                        self.hold.of.entry(*gpu).or_insert(before);
-                    }
-                    self.hold.by_default = held;
-                }
-                Update::HeldBack {
-                    gpu,
-                    held,
-                    after: step,
-                } => {
-                    let before = self.hold.holds(gpu);
-                    self.hold.of.insert(gpu, held);
-                    if before == held || !self.is_ready(gpu) {
-                        continue;
-                    }
-                    changed = true;
-                    if held {
-                        ready.retain(|r| *r != gpu);
-                        taken.push(gpu);
-                    } else {
-                        ready.push(gpu);
-                        self.unwritten.after.0.extend(step);
-                    }
-                }
-                Update::Extras { gpu, extras: found } => {
-                    // A GPU that was given up meanwhile has no extras.
-                    if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu)
-                        && ready.extras != found
-                    {
-                        with_extras.push((gpu, found.displays.len(), found.instances.len()));
-                        ready.extras = found;
-                        changed = true;
-                    }
-                }
-                Update::Other { mode, spec } => {
-                    self.others.retain(|(other, _)| *other != mode);
-                    self.others.push((mode, spec));
-                }
-                Update::Known { gpu, uuid } => {
-                    if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu) {
-                        ready.uuid = Some(uuid);
-                        changed = true;
-                    }
-                }
-                Update::KnownInstances { gpu, uuids } => {
-                    if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu)
-                        && ready.instance_uuids != uuids
-                    {
-                        ready.instance_uuids = uuids;
-                        changed = true;
-                    }
-                }
-                Update::Failed { gpu } => {
-                    changed |= self.set(gpu, Entry::Failed);
-                    ready.retain(|r| *r != gpu);
-                }
-                Update::Settled if self.withheld => {
-                    self.withheld = false;
-                    changed = true;
-                    ready = self
-                        .entries
-                        .keys()
-                        .copied()
-                        .filter(|gpu| self.is_ready(*gpu) && !self.hold.holds(*gpu))
-                        .collect();
-                    ready.sort_unstable();
-                }
-                Update::Settled => {}
-            }
+            self.take(update, &mut changes);
         }
-        self.unwritten.ready = ready;
-        if changed {
+        if changes.spec {
             self.publish();
         }
-        for gpu in taken {
-            let reason = "new containers wait for it; those that have it keep it";
-            tracing::warn!(name: names::GPU_WITHHELD, gpu = %gpu.address, generation = gpu.again(), reason);
-        }
-        for (gpu, displays, instances) in with_extras {
-            let index = self.roster.index(gpu.address) as u64;
-            tracing::info!(name: names::CDI_BESIDE, gpu = %gpu.address, index, displays = displays as u64, instances = instances as u64);
-        }
+        self.report(&changes);
         self.publish_others();
         self.reported()
+    }
+
+    fn take(&mut self, update: Update, changes: &mut Changes) {
+        match update {
+            Update::Roster => {
+                self.entries.retain(|gpu, _| self.roster.contains(*gpu));
+                self.hold.of.retain(|gpu, _| self.roster.contains(*gpu));
+                changes.spec = true;
+            }
+            // Common nodes are of no use before a GPU is ready: no publication of their own.
+            Update::Common(common) => self.common = common,
+            Update::Ready { gpu, nodes, after } => {
+                self.unwritten.reported.push(gpu);
+                let entry = Entry::Ready(Ready {
+                    nodes,
+                    ..Ready::default()
+                });
+                if self.set(gpu, entry) && !self.hold.holds(gpu) {
+                    self.make_resolvable(gpu, after);
+                    changes.spec = true;
+                }
+            }
+            Update::HeldByDefault(held) => {
+                for gpu in self.entries.keys() {
+                    self.hold.of.entry(*gpu).or_insert(self.hold.by_default);
+                }
+                self.hold.by_default = held;
+            }
+            Update::HeldBack { gpu, held, after } => self.hold_back(gpu, held, after, changes),
+            Update::Extras { gpu, extras } => {
+                if let Some(ready) = self.ready(gpu)
+                    && ready.extras != extras
+                {
+                    let counts = (gpu, extras.displays.len(), extras.instances.len());
+                    ready.extras = extras;
+                    changes.extras.push(counts);
+                    changes.spec = true;
+                }
+            }
+            Update::Other { mode, spec } => {
+                self.others.retain(|(other, _)| *other != mode);
+                self.others.push((mode, spec));
+            }
+            Update::Known { gpu, uuid } => {
+                if let Some(ready) = self.ready(gpu) {
+                    ready.uuid = Some(uuid);
+                    changes.spec = true;
+                }
+            }
+            Update::KnownInstances { gpu, uuids } => {
+                if let Some(ready) = self.ready(gpu)
+                    && ready.instance_uuids != uuids
+                {
+                    ready.instance_uuids = uuids;
+                    changes.spec = true;
+                }
+            }
+            Update::Failed { gpu } => {
+                changes.spec |= self.set(gpu, Entry::Failed);
+                self.unwritten.ready.retain(|r| *r != gpu);
+            }
+            Update::Settled => {
+                if self.withheld {
+                    self.end_withholding();
+                    changes.spec = true;
+                }
+            }
+        }
+    }
+
+    /// Lets the next publication report a GPU as resolvable; `after` is the step before.
+    fn make_resolvable(&mut self, gpu: GpuId, after: Option<StepId>) {
+        self.unwritten.ready.push(gpu);
+        self.unwritten.after.0.extend(after);
+    }
+
+    fn hold_back(&mut self, gpu: GpuId, held: bool, after: Option<StepId>, changes: &mut Changes) {
+        let before = self.hold.holds(gpu);
+        self.hold.of.insert(gpu, held);
+        if before == held || !self.is_ready(gpu) {
+            return;
+        }
+        changes.spec = true;
+        if held {
+            self.unwritten.ready.retain(|r| *r != gpu);
+            changes.held_again.push(gpu);
+        } else {
+            self.make_resolvable(gpu, after);
+        }
+    }
+
+    /// The first publication makes all GPUs resolvable that are ready by now.
+    fn end_withholding(&mut self) {
+        self.withheld = false;
+        let is_given = |gpu: &GpuId| self.is_ready(*gpu) && !self.hold.holds(*gpu);
+        let mut ready: Vec<GpuId> = self.entries.keys().copied().filter(is_given).collect();
+        ready.sort_unstable();
+        self.unwritten.ready = ready;
+    }
+
+    fn report(&self, changes: &Changes) {
+        for gpu in &changes.held_again {
+            let reason = "new containers wait for it; those that have it keep it";
+            let generation = gpu.again();
+            tracing::warn!(name: names::GPU_WITHHELD, gpu = %gpu.address, generation, reason);
+        }
+        for (gpu, displays, instances) in &changes.extras {
+            let index = self.roster.index(gpu.address) as u64;
+            let (displays, instances) = (*displays as u64, *instances as u64);
+            tracing::info!(
+                name: names::CDI_EXTRA_DEVICES,
+                gpu = %gpu.address, index, displays, instances
+            );
+        }
     }
 
     /// Sets the entry of a GPU; returns whether that changes the spec.
     fn set(&mut self, gpu: GpuId, entry: Entry) -> bool {
         // A GPU that was removed meanwhile stays removed.
         self.roster.contains(gpu) && self.entries.insert(gpu, entry.clone()) != Some(entry)
+    }
+
+    /// The entry of a GPU, unless it was given up meanwhile.
+    fn ready(&mut self, gpu: GpuId) -> Option<&mut Ready> {
+        match self.entries.get_mut(&gpu) {
+            Some(Entry::Ready(ready)) => Some(ready),
+            _ => None,
+        }
     }
 
     fn is_ready(&self, gpu: GpuId) -> bool {
@@ -391,7 +418,10 @@ impl Publication {
             return;
         }
         let after = std::mem::take(&mut self.unwritten.after);
-        let step = step!(names::CDI_PUBLISH, after = ?after, ready = empty, pending = empty, failed = empty, bytes = empty);
+        let step = step!(
+            names::CDI_PUBLISH, after = ?after, ready = empty, pending = empty, failed = empty,
+            bytes = empty,
+        );
         step.note("ready", count(|e| matches!(e, Entry::Ready(_))));
         step.note("pending", count(|e| *e == Entry::Pending));
         step.note("failed", count(|e| *e == Entry::Failed));
@@ -399,7 +429,8 @@ impl Publication {
             Ok(bytes) => step.note("bytes", bytes as u64),
             Err(error) => {
                 step.fail(&format!(
-                    "{error}: trying again every {RETRY_AFTER:?}; containers wait meanwhile, until the agent's cdi_timeout"
+                    "{error}: trying again every {RETRY_AFTER:?}; containers wait meanwhile, \
+                        until the agent's cdi_timeout"
                 ));
                 self.withdraw_stale();
                 (self.unwritten.spec, self.unwritten.after) = (true, after);
@@ -414,7 +445,10 @@ impl Publication {
             .into_iter()
             .filter(|slot| newly_ready.contains(&slot.gpu))
         {
-            tracing::info!(name: names::GPU_PUBLISHED, gpu = %gpu.address, index = index as u64, generation = gpu.again());
+            tracing::info!(
+                name: names::GPU_PUBLISHED, gpu = %gpu.address, index = index as u64,
+                generation = gpu.again(),
+            );
         }
     }
 
@@ -453,12 +487,15 @@ fn publish_other(directory: &Path, mode: &str, spec: &Spec, is_reported: bool) -
     let written = Publisher::new(directory).and_then(|p| p.publish_as(&file, spec));
     let (kind, devices) = (spec.kind.as_str(), spec.devices.len() as u64);
     match &written {
-        Ok(bytes) => tracing::info!(name: names::CDI_BESIDE, kind, devices, bytes = *bytes as u64),
+        Ok(bytes) => {
+            tracing::info!(name: names::CDI_EXTRA_DEVICES, kind, devices, bytes = *bytes as u64)
+        }
         Err(error) if !is_reported => {
             let error = format!(
-                "{error}: trying again every {RETRY_AFTER:?}; containers that ask for {kind} wait meanwhile, until the agent's cdi_timeout"
+                "{error}: trying again every {RETRY_AFTER:?}; containers that ask for {kind} wait \
+                    meanwhile, until the agent's cdi_timeout"
             );
-            tracing::error!(name: names::CDI_BESIDE, kind, error);
+            tracing::error!(name: names::CDI_EXTRA_DEVICES, kind, error);
         }
         Err(_) => {}
     }

@@ -12,12 +12,12 @@ use super::publication::Update;
 use super::scan;
 use super::schedule_messages::GpuId;
 use super::shared::{Occasions, Shared};
-use crate::config::{Config, Ready, ReadyState, Wish};
+use crate::config::{Config, Ready, ReadyState, Switch};
 use crate::gpu::topology::{Decision, Source};
 use crate::machine::confidential::is_confidential;
 use crate::services;
 use crate::step;
-use crate::stream::Step;
+use crate::stream::RunningStep;
 use kata_gpu_wire::fabric::FabricState;
 use kata_gpu_wire::names;
 use kata_gpu_wire::nvml_messages::{Confidential, Device, Facts};
@@ -152,16 +152,20 @@ impl Wait {
     fn cure(self) -> &'static str {
         match self {
             Self::Fabric(_) | Self::GoodFabric => {
-                "see fabric manager's log here or where the switches are; gpuinit.fabric.required=off gives it to containers all the same"
+                "see fabric manager's log here or where the switches are; \
+                    gpuinit.fabric.required=off gives it to containers all the same"
             }
             Self::ReadyState => {
-                "attest the guest, or let the init set it: gpuinit.cc.ready=boot; gpuinit.cc.ready=leave gives it to containers all the same"
+                "attest the guest, or let the init set it: gpuinit.cc.ready=boot; \
+                    gpuinit.cc.ready=leave gives it to containers all the same"
             }
             Self::FabricAnswer => {
-                "put kata-gpu-nvml into the image, or see the error in its event nvml; gpuinit.fabric.required=off gives it to containers all the same"
+                "put kata-gpu-nvml into the image, or see the error in its event nvml; \
+                    gpuinit.fabric.required=off gives it to containers all the same"
             }
             Self::ReadyStateAnswer => {
-                "put kata-gpu-nvml into the image, or see the error in its event nvml; gpuinit.cc.ready=leave gives it to containers all the same"
+                "put kata-gpu-nvml into the image, or see the error in its event nvml; \
+                    gpuinit.cc.ready=leave gives it to containers all the same"
             }
         }
     }
@@ -186,7 +190,7 @@ impl Verdict {
 #[derive(Clone, Copy, Debug)]
 struct Rules {
     needs: Needs,
-    required: Wish,
+    required: Switch,
     ready_state: ReadyState,
     /// The only sign of a fabric is NVML's report.
     inferred: bool,
@@ -237,7 +241,7 @@ impl Rules {
             return Verdict::Given;
         }
         let Some(device) = device else {
-            return match self.overdue && self.required != Wish::On {
+            return match self.overdue && self.required != Switch::On {
                 true => Verdict::degraded(Wait::FabricAnswer, "CUDA may fail with error 802"),
                 false => Verdict::Held(Wait::FabricAnswer),
             };
@@ -254,7 +258,8 @@ impl Rules {
             );
         };
         if fabric.state != FabricState::Completed {
-            let gives = self.required == Wish::Off || self.required == Wish::Auto && self.inferred;
+            let gives =
+                self.required == Switch::Off || self.required == Switch::Auto && self.inferred;
             let wait = Wait::Fabric(fabric.state);
             return match self.overdue && gives {
                 true => Verdict::degraded(
@@ -266,7 +271,7 @@ impl Rules {
         }
         match fabric.effect() {
             None => Verdict::Given,
-            Some(_) if self.required == Wish::On => Verdict::Held(Wait::GoodFabric),
+            Some(_) if self.required == Switch::On => Verdict::Held(Wait::GoodFabric),
             Some(effect) => Verdict::degraded(Wait::GoodFabric, &effect),
         }
     }
@@ -330,7 +335,8 @@ pub async fn follow(shared: Arc<Shared>, earlier: Earlier) {
             .wait_for(|now| now.settled != seen.settled || holds_back && now.usable != seen.usable);
         let pause = async {
             match pause {
-                Some(pause) => tokio::time::sleep(pause).await, // off the boot path: NVML has no event
+                // Off the boot path: NVML has no event.
+                Some(pause) => tokio::time::sleep(pause).await,
                 None => std::future::pending().await,
             }
         };
@@ -351,7 +357,7 @@ struct Watch {
     /// GPUs were held back since the facts were reported.
     waited: bool,
     /// Waits of GPUs that are held back.
-    held: BTreeMap<GpuId, (Step, Wait)>,
+    held: BTreeMap<GpuId, (RunningStep, Wait)>,
     /// GPUs passed to containers, with the verdicts.
     given: BTreeMap<GpuId, Verdict>,
     overdue: bool,
@@ -432,7 +438,8 @@ impl Watch {
             Err(error) if !self.set_failed => {
                 self.set_failed = true;
                 let error = format!(
-                    "set the ready state: {error}: trying again; CUDA fails on all GPUs until it is set"
+                    "set the ready state: {error}: trying again; CUDA fails on all GPUs until it \
+                        is set"
                 );
                 tracing::error!(name: names::CONFIDENTIAL, error);
             }
@@ -557,7 +564,10 @@ impl Watch {
                 protected_pcie,
                 ready,
             } = state;
-            tracing::info!(name: names::CONFIDENTIAL, enabled, environment = %environment, devtools, protected_pcie, ready);
+            tracing::info!(
+                name: names::CONFIDENTIAL, enabled, environment = %environment, devtools,
+                protected_pcie, ready,
+            );
             self.confidential = Some(state.clone());
         }
     }
@@ -595,7 +605,10 @@ impl Watch {
             return;
         }
         let deadline_ms = Limit::FabricLate.after().as_millis() as u64;
-        let step = step!(names::GPU_HELD, gpu = %gpu.address, waits_for = %wait, deadline_ms, state = tracing::field::Empty);
+        let step = step!(
+            names::GPU_HELD, gpu = %gpu.address, waits_for = %wait, deadline_ms,
+            state = tracing::field::Empty,
+        );
         let _unused = self.shared.spec.send(Update::HeldBack {
             gpu,
             held: true,
@@ -632,7 +645,9 @@ impl Watch {
             let error = format!(
                 "GPU {gpu} is kept from containers: {wait}, and CUDA would fail on it; {cure}"
             );
-            tracing::error!(name: names::GPU_WITHHELD, gpu = %gpu, waits_for = %wait, waited_ms, error);
+            tracing::error!(
+                name: names::GPU_WITHHELD, gpu = %gpu, waits_for = %wait, waited_ms, error,
+            );
         }
     }
 }

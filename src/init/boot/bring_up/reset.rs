@@ -10,7 +10,7 @@ use super::failed::{Failed, failed};
 use super::previous::Previous;
 use super::schedule_messages::GpuId;
 use super::shared::Shared;
-use crate::config::Reset;
+use crate::config::Switch;
 use crate::gpu::bind::{PciSysfs, SysfsError};
 use crate::machine::confidential;
 use crate::machine::threads;
@@ -18,8 +18,8 @@ use crate::machine::threads::Panicked;
 use crate::step;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
-use kata_gpu_wire::reason::{Reason, Step};
-use std::sync::{Arc, PoisonError};
+use kata_gpu_wire::reason::{FailedStep, Reason};
+use std::sync::Arc;
 
 /// Ways to reset one function and no other, the best first. The kernel offers `bus` only for a
 /// function that is alone on its bus.
@@ -33,12 +33,12 @@ pub async fn instead_of(
     gpu: GpuId,
     since_ns: u64,
 ) -> Option<Failed> {
-    if failure.step != Step::Init
+    if failure.step != FailedStep::Init
         || shared.recognise(gpu, since_ns, &failure).await.0 != Reason::NeedsReset
     {
         return Some(failure);
     }
-    let resets = || shared.resets.lock().unwrap_or_else(PoisonError::into_inner);
+    let resets = || threads::lock(&shared.resets);
     let again = resets().contains(&gpu.address);
     let methods = shared.sysfs.reset_methods(gpu.address);
     match method(
@@ -61,7 +61,7 @@ pub async fn instead_of(
 
 /// The way to reset, or the reason why not.
 fn method(
-    asked: Reset,
+    asked: Switch,
     confidential: bool,
     again: bool,
     offered: Option<&str>,
@@ -70,16 +70,16 @@ fn method(
         offered.is_some_and(|offered| offered.split_whitespace().any(|word| word == **method))
     };
     match (asked, METHODS.iter().find(way)) {
-        (Reset::Off, _) => Err("not reset: gpuinit.reset=off".into()),
+        (Switch::Off, _) => Err("not reset: gpuinit.reset=off".into()),
         // The reset clears the GPU's attestation state, and the host carries it out.
-        (Reset::Auto, _) if confidential => {
+        (Switch::Auto, _) if confidential => {
             Err("not reset: this guest is confidential; gpuinit.reset=on allows it".into())
         }
-        (Reset::Auto | Reset::On, _) if again => {
+        (Switch::Auto | Switch::On, _) if again => {
             Err("one reset was tried in this boot already".into())
         }
-        (Reset::Auto | Reset::On, Some(method)) => Ok(method),
-        (Reset::Auto | Reset::On, None) => Err(format!(
+        (Switch::Auto | Switch::On, Some(method)) => Ok(method),
+        (Switch::Auto | Switch::On, None) => Err(format!(
             "not reset: the kernel offers {:?} for this function, want flr or bus",
             offered.unwrap_or_default().trim()
         )),
@@ -171,7 +171,7 @@ pub fn resume(previous: &Previous, shared: &Arc<Shared>) {
                 .get(&address)
                 .map_or(0, |known| known.slot.generation),
         };
-        let failure = failed(Step::Init)(&"a worker died while it reset this GPU");
+        let failure = failed(FailedStep::Init)(&"a worker died while it reset this GPU");
         let shared = Arc::clone(shared);
         tokio::spawn(async move {
             let sysfs = shared.sysfs.clone();
@@ -190,7 +190,8 @@ mod tests {
 
     #[test]
     fn a_reset_is_tried_once_by_a_way_that_resets_one_function() {
-        let auto = |confidential, again, offered| method(Reset::Auto, confidential, again, offered);
+        let auto =
+            |confidential, again, offered| method(Switch::Auto, confidential, again, offered);
         assert_eq!(auto(false, false, Some("flr bus pm\n")), Ok("flr"));
         assert_eq!(auto(false, false, Some("device_specific bus\n")), Ok("bus"));
         for offered in [None, Some(""), Some("pm\n"), Some("flr_like")] {
@@ -201,10 +202,10 @@ mod tests {
         }
         assert!(auto(false, true, Some("flr")).is_err_and(|why| why.contains("was tried")));
         assert!(auto(true, false, Some("flr")).is_err_and(|why| why.contains("gpuinit.reset=on")));
-        assert_eq!(method(Reset::On, true, false, Some("flr")), Ok("flr"));
-        assert!(method(Reset::On, true, true, Some("flr")).is_err());
+        assert_eq!(method(Switch::On, true, false, Some("flr")), Ok("flr"));
+        assert!(method(Switch::On, true, true, Some("flr")).is_err());
         assert!(
-            method(Reset::Off, false, false, Some("flr"))
+            method(Switch::Off, false, false, Some("flr"))
                 .is_err_and(|why| why.contains("gpuinit.reset=off"))
         );
     }

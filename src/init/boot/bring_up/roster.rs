@@ -4,10 +4,11 @@ use super::previous::Previous;
 use super::schedule_messages::GpuId;
 use super::slots::{Change, Listed, Slots};
 use crate::gpu::bind::{Bound, Sight};
+use crate::machine::threads;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::{NVIDIA, PciAddress};
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 #[derive(Default)]
 pub struct Roster(Mutex<State>);
@@ -67,7 +68,10 @@ impl Roster {
                 let device = devices.get(&gpu.address).copied().unwrap_or_default();
                 let hot_plugged = (!slots.is_of_boot(gpu.address)).then_some(true);
                 let (inode, generation) = (slots.device(gpu.address), gpu.again());
-                tracing::info!(name: names::GPU_FOUND, gpu = %gpu.address, index = index as u64, device = %format!("{NVIDIA:04x}:{device:04x}"), inode, hot_plugged, generation);
+                tracing::info!(
+                    name: names::GPU_FOUND, gpu = %gpu.address, index = index as u64,
+                    device = %format!("{NVIDIA:04x}:{device:04x}"), inode, hot_plugged, generation,
+                );
             }
         }
     }
@@ -123,6 +127,6 @@ impl Roster {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.0)
     }
 }

@@ -101,7 +101,10 @@ fn scan(config: &Config, started: StepId) -> (Scan, StepId) {
 
 /// Functions that manage NVSwitches, by their VPD, all read at once; and the step of the reading.
 async fn management(functions: &[PciAddress], scanned: StepId) -> (Vec<PciAddress>, StepId) {
-    let step = step!(names::PCI_VPD, after = ?After(vec![scanned]), functions = functions.len() as u64, management = tracing::field::Empty);
+    let step = step!(
+        names::PCI_VPD, after = ?After(vec![scanned]), functions = functions.len() as u64,
+        management = tracing::field::Empty,
+    );
     let id = step.id();
     let until = Instant::now() + VPD_WAIT;
     let reading: Vec<_> = functions
@@ -129,7 +132,8 @@ async fn management(functions: &[PciAddress], scanned: StepId) -> (Vec<PciAddres
             Err(_) => format!("read the VPD of {function}: no answer for {VPD_WAIT:?}"),
         };
         let error = format!(
-            "{error}: taken for an ordinary network function; gpuinit.topology=blackwell-fabric if it manages NVSwitches"
+            "{error}: taken for an ordinary network function; gpuinit.topology=blackwell-fabric \
+                if it manages NVSwitches"
         );
         tracing::warn!(name: names::PCI_VPD, function = %function, error);
     }

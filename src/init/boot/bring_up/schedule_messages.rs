@@ -1,6 +1,7 @@
 //! Facts that go into the [`schedule`](super::schedule), and orders that come out.
 
 use super::strategy::Strategy;
+use kata_gpu_wire::named;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::fmt;
 use std::time::Duration;
@@ -102,31 +103,18 @@ pub enum Fact {
     ContainerRuns,
 }
 
-/// Reason that keeps the next GPU from being enabled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Hold {
-    Load,
-    Probe,
-    Publication,
-    Attach,
-    Wave,
-    AgentStart,
-    AgentLook,
-    Container,
-}
-
-impl Hold {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Load => "driver load",
-            Self::Probe => "probe",
-            Self::Publication => "publication",
-            Self::Attach => "attach",
-            Self::Wave => "initialisations",
-            Self::AgentStart => "agent start",
-            Self::AgentLook => "agent's look",
-            Self::Container => "container start",
-        }
+named! {
+    /// Reason that keeps the next GPU from being enabled.
+    #[derive(PartialOrd, Ord)]
+    pub enum Hold {
+        Load = "driver load",
+        Probe = "probe",
+        Publication = "publication",
+        Attach = "attach",
+        Wave = "initialisations",
+        AgentStart = "agent start",
+        AgentLook = "agent's look",
+        Container = "container start",
     }
 }
 

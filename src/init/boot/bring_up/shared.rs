@@ -12,13 +12,14 @@ use crate::gpu::bind::PciSysfs;
 use crate::gpu::device_nodes::DeviceNodes;
 use crate::gpu::topology::Decision;
 use crate::machine::clock::boottime_ns;
+use crate::machine::threads;
 use crate::services::{Fabric, Milestones};
 use crate::stream::StepId;
-use crate::stream::kmsg::DriverWords;
+use crate::stream::kmsg::DriverLog;
 use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::reason::Reason;
 use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::runtime::Handle;
 use tokio::sync::futures::Notified;
 use tokio::sync::{Notify, watch};
@@ -40,7 +41,7 @@ pub struct Shared {
     pub runtime: Handle,
     pub spec: Updates,
     /// The driver's lines in the kernel's log.
-    pub words: Option<DriverWords>,
+    pub driver_log: Option<DriverLog>,
     pub seen: Seen,
     /// Progress of the bring-up, for the services.
     pub milestones: watch::Sender<Milestones>,
@@ -163,7 +164,7 @@ impl Seen {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.state)
     }
 }
 

@@ -70,7 +70,10 @@ pub fn observe(roster: &Roster, address: PciAddress, seen: Sight) -> Vec<Change>
 }
 
 pub fn report_left(gpu: GpuId, index: usize) {
-    tracing::info!(name: names::GPU_REMOVED, gpu = %gpu.address, index = index as u64, generation = gpu.again());
+    tracing::info!(
+        name: names::GPU_REMOVED, gpu = %gpu.address, index = index as u64,
+        generation = gpu.again(),
+    );
 }
 
 /// Entries that an earlier worker had published for these GPUs, as far as they still hold.
@@ -98,7 +101,8 @@ pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &I
         } else if known.published
             // The current bind is the one whose minor was reported, or the GPU would have left.
             && roster.bind_of(*gpu).is_some()
-            && let Some((minor, node)) = nodes.as_ref().and_then(|n| Some((known.minor?, n.gpu_now(known.minor?)?)))
+            && let Some(minor) = known.minor
+                    && let Some(node) = nodes.as_ref().and_then(|n| n.gpu_now(minor))
         {
             let extras = if known.usable {
                 extras::read(gpu.address, minor)

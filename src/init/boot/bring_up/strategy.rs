@@ -114,7 +114,8 @@ pub fn choose(policy: &Policy, slow: bool) -> Strategy {
         ),
         (Bind::Auto, _) => (
             Bind::Insmod,
-            "the host maps BARs fast, so the module load probes all before the first one initialises",
+            "the host maps BARs fast, so the module load probes all before the first one \
+                initialises",
         ),
         (asked, _) => (asked, "asked for by gpuinit.bind"),
     };

@@ -10,13 +10,14 @@ use crate::gpu::adapter;
 use crate::gpu::adapter::InitError;
 use crate::gpu::bind::Bound;
 use crate::gpu::device_nodes::Node;
+use crate::machine::threads;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::unistd::{Pid, gettid};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Stack of a thread that closes a descriptor, in bytes.
 const STACK: usize = 64 * 1024;
@@ -73,7 +74,11 @@ impl Descriptors {
                     .as_ref()
                     .map(|keeper| keeper.keep(&name, &descriptor))
                 {
-                    tracing::warn!(name: names::GPU_INIT, gpu = %gpu.address, error = %format!("hand GPU {gpu} to the keeper: {errno}: the worker holds it alone"));
+                    tracing::warn!(
+                        name: names::GPU_INIT, gpu = %gpu.address,
+                        error = %format!("hand GPU {gpu} to the keeper: {errno}: the worker holds \
+                            it alone"),
+                    );
                 }
                 descriptor
             }
@@ -116,7 +121,10 @@ impl Descriptors {
             .as_ref()
             .map(|keeper| keeper.release(&gpu.to_string()))
         {
-            tracing::warn!(name: names::GPU_REMOVED, gpu = %gpu.address, error = %format!("ask the keeper to release GPU {gpu}: {errno}: its removal waits"));
+            tracing::warn!(
+                name: names::GPU_REMOVED, gpu = %gpu.address,
+                error = %format!("ask the keeper to release GPU {gpu}: {errno}: its removal waits"),
+            );
         }
     }
 
@@ -127,6 +135,6 @@ impl Descriptors {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<Bound, Arc<OwnedFd>>> {
-        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.own)
     }
 }

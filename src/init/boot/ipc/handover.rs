@@ -11,7 +11,7 @@ use crate::extensions::mount::GPU;
 use crate::machine::clock::boottime_ns;
 use crate::machine::sys;
 use nix::sys::resource::{Resource, setrlimit};
-use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
+use nix::sys::socket::{MsgFlags, send};
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
@@ -55,12 +55,7 @@ pub enum Start {
 
 /// Makes the two ends.
 pub fn pair() -> nix::Result<(Handover, Observer)> {
-    let (ours, theirs) = socketpair(
-        AddressFamily::Unix,
-        SockType::SeqPacket,
-        None,
-        SockFlag::SOCK_CLOEXEC,
-    )?;
+    let (ours, theirs) = super::reply::pair()?;
     Ok((
         Handover {
             worker: Some(ours),

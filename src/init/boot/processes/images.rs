@@ -3,10 +3,11 @@
 
 use super::stamps::Boot;
 use crate::boot::failure;
-use crate::boot::failure::Heir;
+use crate::boot::failure::PowerOffRight;
 use crate::extensions::corruption::{self, Corrupted};
 use crate::extensions::{self, Extension, disks};
 use crate::gpu::pci::SYS;
+use crate::machine::files::entries;
 use crate::machine::threads;
 use crate::stream::StepId;
 use kata_gpu_wire::names;
@@ -62,14 +63,8 @@ pub fn start(boot: &Boot, settled: bool) -> Images {
 /// Whether there is a virtio disk: only virtio disks have a serial in sysfs, and reading it queries
 /// the host.
 fn has_disks() -> bool {
-    let names = std::fs::read_dir(Path::new(SYS).join("block"))
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.file_name());
-    names
-        .into_iter()
-        .any(|name| name.as_encoded_bytes().starts_with(b"vd"))
+    entries(&Path::new(SYS).join("block"))
+        .any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"vd"))
 }
 
 /// Mounts the extensions if there is `ready`, then watches them.
@@ -117,7 +112,7 @@ async fn follow(
 /// and in the stream, whose delivery `last_words` waits for.
 pub async fn end_guest(
     mut refusals: UnboundedReceiver<String>,
-    heir: Option<Heir>,
+    power_off_right: Option<PowerOffRight>,
     last_words: impl Future<Output = ()>,
 ) {
     let Some(error) = refusals.recv().await else {
@@ -126,7 +121,7 @@ pub async fn end_guest(
     tracing::error!(name: names::POWER_OFF, error);
     failure::report(&format!("{error}: powering off"));
     last_words.await;
-    if let Some(heir) = heir {
-        heir.power_off()
+    if let Some(power_off_right) = power_off_right {
+        power_off_right.power_off()
     }
 }

@@ -142,7 +142,8 @@ fn start_worker(boot: &Boot, mut start: Start, holdings: &mut Holdings) -> (Pid,
         if refused.replace(failed) != Some(failed) {
             let (what, errno) = failed;
             failure::report(&format!(
-                "keeper: {what}: {errno}: trying again every {FORK_PAUSE:?}; the GPUs stay open meanwhile"
+                "keeper: {what}: {errno}: trying again every {FORK_PAUSE:?}; the GPUs stay open \
+                    meanwhile"
             ));
         }
         std::thread::sleep(FORK_PAUSE); // see the constant
@@ -213,7 +214,8 @@ impl Holdings {
                 self.held = stay;
                 if let Err(errno) = self.give_up(gone, Some(socket)) {
                     failure::report(&format!(
-                        "keeper: give GPU {gpu} up: {errno}: trying again every {FORK_PAUSE:?}; its removal waits"
+                        "keeper: give GPU {gpu} up: {errno}: trying again every {FORK_PAUSE:?}; \
+                            its removal waits"
                     ));
                 }
             }

@@ -10,7 +10,7 @@ use super::stamps::{Boot, Stamps, What};
 use super::{agent_child, keeper};
 use crate::boot::AGENT;
 use crate::boot::failure;
-use crate::boot::failure::Heir;
+use crate::boot::failure::PowerOffRight;
 use crate::boot::ipc::handover;
 use crate::boot::ipc::handover::Handover;
 use crate::cdi;
@@ -127,7 +127,7 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
         stamps,
         extensions,
         refused: refused.clone(),
-        heir: Heir::of_pid_1(),
+        power_off_right: PowerOffRight::of_pid_1(),
     };
     let forked = crate::machine::sys::fork_single_threaded((ours, theirs), |(ours, theirs)| {
         drop(ours);
@@ -182,7 +182,8 @@ fn console() -> Result<(), String> {
             Ok(null) => (
                 null,
                 Err(format!(
-                    "open /dev/console: {errno}: the agent's log goes nowhere; add console=.. to the kernel's command line"
+                    "open /dev/console: {errno}: the agent's log goes nowhere; add console=.. to \
+                        the kernel's command line"
                 )),
             ),
             Err(null) => {

@@ -1,7 +1,7 @@
 //! Results of stage 0 for the later processes. PID 1 only stamps its steps: setting up a recorder
 //! would delay the agent.
 
-use crate::boot::failure::Heir;
+use crate::boot::failure::PowerOffRight;
 use crate::config::{Config, Note};
 use crate::extensions;
 use crate::machine::clock::boottime_ns;
@@ -21,7 +21,7 @@ pub struct Boot {
     /// Reason why the guest powers off instead of starting the agent.
     pub refused: Option<String>,
     /// `None` only where PID 1 is another process: such a process never boots a guest.
-    pub heir: Option<Heir>,
+    pub power_off_right: Option<PowerOffRight>,
 }
 
 /// The steps of stage 0.

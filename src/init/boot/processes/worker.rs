@@ -16,7 +16,7 @@ use crate::boot::ipc::keeper_socket::{Held, KeeperSocket};
 use crate::boot::ipc::name_process;
 use crate::boot::ipc::opener::Opener;
 use crate::boot::{agent_watch, failure};
-use crate::config::{Bind, Config, ToHost};
+use crate::config::{Bind, Config, Switch};
 use crate::formats::elf::build_id;
 use crate::gpu::pci::SYS;
 use crate::machine::clock::boottime_ns;
@@ -29,7 +29,7 @@ use crate::stream::journal::{Journal, UNKNOWN};
 use crate::stream::ring::Ring;
 use crate::stream::sinks::stream::Identity;
 use crate::stream::sinks::{console, listener, vsock};
-use crate::stream::{After, Step, StepId, kmsg};
+use crate::stream::{After, RunningStep, StepId, kmsg};
 use crate::{cdi, extensions, step};
 use kata_gpu_wire::names;
 use nix::errno::Errno;
@@ -128,13 +128,17 @@ async fn live(
     tokio::spawn(report_end_of_keeper(keeper));
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
-    let (words, signals) = match kmsg::follow(
+    let (driver_log, signals) = match kmsg::follow(
         Arc::clone(&ring),
         previous.as_ref().and_then(|p| p.last_kmsg),
     ) {
-        Ok((words, signals)) => (Some(words), Some(signals)),
+        Ok((driver_log, signals)) => (Some(driver_log), Some(signals)),
         Err(error) => {
-            tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are reported without the driver's log lines"));
+            tracing::warn!(
+                name: names::SINK, sink = "kmsg", state = "unavailable",
+                error = %format!("read /dev/kmsg: {error}: failures are reported without the \
+                    driver's log lines"),
+            );
             (None, None)
         }
     };
@@ -154,7 +158,7 @@ async fn live(
     let gate = console::Gate::default();
     let sources = Sources {
         uevents,
-        words,
+        driver_log,
         signals,
         agent,
     };
@@ -171,9 +175,11 @@ async fn live(
         refusals,
     }) = images
     {
-        tokio::spawn(images::end_guest(refusals, boot.heir, async move {
-            last_words(&ring, delivered).await
-        }));
+        tokio::spawn(images::end_guest(
+            refusals,
+            boot.power_off_right,
+            async move { last_words(&ring, delivered).await },
+        ));
         let (milestones, reached) = watch::channel(Milestones::default());
         let (modules, modules_loaded) = watch::channel(false);
         let (fabric, fabric_seen) = watch::channel(services::Fabric::default());
@@ -299,11 +305,15 @@ async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
     };
     match ended.await {
         Ok(()) => {
-            let error = "the keeper has ended: this worker alone holds the GPUs from here on, and its end would close them; restart the guest when its containers can be moved";
+            let error = "the keeper has ended: this worker alone holds the GPUs from here on, and \
+                its end would close them; restart the guest when its containers can be moved";
             tracing::error!(name: names::PROCESS_DIED, process = "keeper", error);
         }
         Err(error) => {
-            tracing::warn!(name: names::SINK, sink = "keeper", state = "unavailable", error = %format!("watch the keeper's socket: {error}: its end will not be seen"));
+            tracing::warn!(
+                name: names::SINK, sink = "keeper", state = "unavailable",
+                error = %format!("watch the keeper's socket: {error}: its end will not be seen"),
+            );
         }
     }
 }
@@ -343,7 +353,10 @@ fn report_stage0(boot: &Boot) {
         match &note.problem {
             None => tracing::info!(name: names::CONFIG, at_ns = end_ns, parameter, value),
             Some(problem) => {
-                tracing::warn!(name: names::CONFIG, at_ns = end_ns, parameter, value, error = %format!("{parameter}={value}: {problem}"))
+                tracing::warn!(
+                    name: names::CONFIG, at_ns = end_ns, parameter, value,
+                    error = %format!("{parameter}={value}: {problem}"),
+                )
             }
         }
     }
@@ -360,7 +373,10 @@ fn report_before_kernel(boot: &Boot) {
     };
     let (hz, before_kernel_ns, error_ns) = (before.hz, before.before_kernel_ns, before.error_ns);
     let clocksource = std::fs::read_to_string(CLOCKSOURCE).unwrap_or_else(|e| format!("? ({e})"));
-    tracing::info!(name: names::CLOCK_TSC, at_ns = first.boottime_ns, before_kernel_ns, error_ns, hz, clocksource = clocksource.trim_end());
+    tracing::info!(
+        name: names::CLOCK_TSC, at_ns = first.boottime_ns, before_kernel_ns, error_ns, hz,
+        clocksource = clocksource.trim_end(),
+    );
 }
 
 /// Starts every configured sink; returns the progress of the sink to the host. With `again`, the
@@ -406,14 +422,15 @@ fn start_sinks(
 /// Whether events go over vsock.
 fn to_host(config: &Config) -> bool {
     match config.events_to_host {
-        ToHost::On => true,
-        ToHost::Off => false,
-        ToHost::Auto if confidential::is_confidential() => {
-            let reason = "confidential guest: its host is not trusted; gpuinit.events.vsock=on sends events all the same";
+        Switch::On => true,
+        Switch::Off => false,
+        Switch::Auto if confidential::is_confidential() => {
+            let reason = "confidential guest: its host is not trusted; gpuinit.events.vsock=on \
+                sends events all the same";
             tracing::info!(name: names::SINK, sink = "vsock", state = "off", reason);
             false
         }
-        ToHost::Auto => true,
+        Switch::Auto => true,
     }
 }
 
@@ -430,7 +447,7 @@ fn report_handover(boot: &Boot, handed: Handed) -> (Option<StepId>, Option<Obser
         .refused
         .is_none()
         .then(|| step!(names::AGENT_EXEC, at_ns = begin_ns));
-    let id = step.as_ref().map(Step::id);
+    let id = step.as_ref().map(RunningStep::id);
     if let Some(step) = &step {
         step.note("at_ns", end_ns);
     }

@@ -3,102 +3,66 @@
 //! Syntax as the incumbent's: `--flag value`, `--flag=value` and one dash instead of two are the
 //! same, and lists may be given flag by flag or with commas.
 
+use kata_gpu_wire::named;
 use std::path::PathBuf;
 
-/// Hook commands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Command {
-    CreateSymlinks,
-    UpdateLdcache,
-    EnableCudaCompat,
-    DisableDeviceNodeModification,
-    UpdateApplicationProfile,
-    /// Links, choice of CUDA libraries and cache in one run.
-    Prepare,
-    /// Incumbent's command; refused.
-    Chmod,
-    /// Incumbent's command for testing whether hooks run.
-    Noop,
+named! {
+    /// Hook commands.
+    pub enum Command {
+        CreateSymlinks = "create-symlinks",
+        UpdateLdcache = "update-ldcache",
+        EnableCudaCompat = "enable-cuda-compat",
+        DisableDeviceNodeModification = "disable-device-node-modification",
+        UpdateApplicationProfile = "update-application-profile",
+        /// Links, choice of CUDA libraries and cache in one run.
+        Prepare = "prepare",
+        /// Incumbent's command; refused.
+        Chmod = "chmod",
+        /// Incumbent's command for testing whether hooks run.
+        Noop = "noop",
+    }
 }
 
-/// Commands with their names and flags.
-const COMMANDS: &[(Command, &str, &[Flag])] = &[
-    (
-        Command::CreateSymlinks,
-        "create-symlinks",
-        &[Flag::Link, Flag::ContainerSpec],
-    ),
-    (
-        Command::UpdateLdcache,
-        "update-ldcache",
-        &[Flag::Folder, Flag::LdconfigPath, Flag::ContainerSpec],
-    ),
-    (
-        Command::EnableCudaCompat,
-        "enable-cuda-compat",
-        &[
-            Flag::HostDriverVersion,
-            Flag::HostCudaVersion,
-            Flag::CudaCompatContainerRoot,
-            Flag::ContainerSpec,
-        ],
-    ),
-    (
-        Command::DisableDeviceNodeModification,
-        "disable-device-node-modification",
-        &[Flag::ContainerSpec],
-    ),
-    (
-        Command::UpdateApplicationProfile,
-        "update-application-profile",
-        &[Flag::ContainerSpec],
-    ),
-    (
-        Command::Prepare,
-        "prepare",
-        &[
-            Flag::Link,
-            Flag::Folder,
-            Flag::LdconfigPath,
-            Flag::HostDriverVersion,
-            Flag::HostCudaVersion,
-            Flag::CudaCompatContainerRoot,
-            Flag::ContainerSpec,
-        ],
-    ),
-    (
-        Command::Chmod,
-        "chmod",
-        &[Flag::Path, Flag::Mode, Flag::ContainerSpec],
-    ),
-    (Command::Noop, "noop", &[]),
-];
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Flag {
-    Link,
-    Folder,
-    LdconfigPath,
-    HostDriverVersion,
-    HostCudaVersion,
-    CudaCompatContainerRoot,
-    ContainerSpec,
-    Path,
-    Mode,
+named! {
+    enum Flag {
+        Link = "link",
+        Folder = "folder",
+        LdconfigPath = "ldconfig-path",
+        HostDriverVersion = "host-driver-version",
+        HostCudaVersion = "host-cuda-version",
+        CudaCompatContainerRoot = "cuda-compat-container-root",
+        ContainerSpec = "container-spec",
+        Path = "path",
+        Mode = "mode",
+    }
 }
 
-impl Flag {
-    const fn name(self) -> &'static str {
+impl Command {
+    const fn flags(self) -> &'static [Flag] {
+        use Flag::*;
         match self {
-            Self::Link => "link",
-            Self::Folder => "folder",
-            Self::LdconfigPath => "ldconfig-path",
-            Self::HostDriverVersion => "host-driver-version",
-            Self::HostCudaVersion => "host-cuda-version",
-            Self::CudaCompatContainerRoot => "cuda-compat-container-root",
-            Self::ContainerSpec => "container-spec",
-            Self::Path => "path",
-            Self::Mode => "mode",
+            Self::CreateSymlinks => &[Link, ContainerSpec],
+            Self::UpdateLdcache => &[Folder, LdconfigPath, ContainerSpec],
+            Self::EnableCudaCompat => &[
+                HostDriverVersion,
+                HostCudaVersion,
+                CudaCompatContainerRoot,
+                ContainerSpec,
+            ],
+            Self::DisableDeviceNodeModification | Self::UpdateApplicationProfile => {
+                &[ContainerSpec]
+            }
+            Self::Prepare => &[
+                Link,
+                Folder,
+                LdconfigPath,
+                HostDriverVersion,
+                HostCudaVersion,
+                CudaCompatContainerRoot,
+                ContainerSpec,
+            ],
+            Self::Chmod => &[Path, Mode, ContainerSpec],
+            Self::Noop => &[],
         }
     }
 }
@@ -143,18 +107,20 @@ pub enum Meaning {
 /// Error: an unknown flag, a flag without its value, or an invalid value.
 pub fn parse(words: &[String]) -> Result<Meaning, String> {
     let mut words = words.iter().map(String::as_str);
-    let command = loop {
+    let name = loop {
         match words.next() {
             None => return Ok(Meaning::Unsupported(None)),
             Some("--help" | "-h" | "help") => return Ok(Meaning::Help),
             Some("--version" | "-v") => return Ok(Meaning::Version),
-            Some(flag) if flag.starts_with('-') => {} // --debug, --quiet: the incumbent's; there is one level of detail here
-            Some(command) => break command,
+            // --debug, --quiet: the incumbent's; there is one level of detail here
+            Some(flag) if flag.starts_with('-') => {}
+            Some(name) => break name,
         }
     };
-    let Some((command, name, flags)) = COMMANDS.iter().find(|(_, name, _)| *name == command) else {
-        return Ok(Meaning::Unsupported(Some(command.to_string())));
+    let Some(command) = Command::named(name) else {
+        return Ok(Meaning::Unsupported(Some(name.to_string())));
     };
+    let flags = command.flags();
     let mut arguments = Arguments::default();
     while let Some(word) = words.next() {
         let dashed = word
@@ -180,7 +146,7 @@ pub fn parse(words: &[String]) -> Result<Meaning, String> {
             .set(*known, value)
             .map_err(|why| format!("{name}: --{flag} {value:?}: {why}"))?;
     }
-    Ok(Meaning::Run(*command, Box::new(arguments)))
+    Ok(Meaning::Run(command, Box::new(arguments)))
 }
 
 fn listed(flags: &[Flag]) -> String {
@@ -193,10 +159,10 @@ fn listed(flags: &[Flag]) -> String {
 
 /// Help text: the commands and their flags.
 pub fn help() -> String {
-    COMMANDS
-        .iter()
-        .filter(|(c, ..)| *c != Command::Noop)
-        .map(|(_, name, flags)| format!("  {name} {}\n", listed(flags)))
+    Command::ALL
+        .into_iter()
+        .filter(|command| *command != Command::Noop)
+        .map(|command| format!("  {command} {}\n", listed(command.flags())))
         .collect()
 }
 
@@ -245,7 +211,8 @@ impl Arguments {
             Flag::ContainerSpec => {
                 self.container_spec = (!matches!(value, "" | "-")).then(|| value.into())
             }
-            Flag::LdconfigPath | Flag::Path | Flag::Mode => {} // nothing is executed; chmod is refused as a whole
+            // Nothing is executed; chmod is refused as a whole.
+            Flag::LdconfigPath | Flag::Path | Flag::Mode => {}
         }
         Ok(())
     }
@@ -275,7 +242,8 @@ mod tests {
     #[test]
     fn every_hook_of_the_incumbents_spec_is_understood() {
         let link = arguments(
-            "create-symlinks --link ../libx.so.1::/usr/lib/gbm/x.so --link=libcuda.so.1::/usr/lib/libcuda.so",
+            "create-symlinks --link ../libx.so.1::/usr/lib/gbm/x.so \
+                --link=libcuda.so.1::/usr/lib/libcuda.so",
         );
         assert_eq!(link.links.len(), 2);
         assert_eq!(
@@ -290,13 +258,17 @@ mod tests {
             "550.163.01"
         );
         let cache = arguments(
-            "update-ldcache --ldconfig-path /sbin/ldconfig --folder /usr/lib64/ -folder=/a,/b --folder /a",
+            "update-ldcache --ldconfig-path /sbin/ldconfig --folder /usr/lib64/ -folder=/a,/b \
+                --folder /a",
         );
         assert_eq!(cache.folders, ["/usr/lib64", "/a", "/b"]);
-        for (command, name, _) in COMMANDS {
+        for command in Command::ALL {
             assert!(
-                matches!(read(&format!("--debug {name}")), Ok(Meaning::Run(c, _)) if c == *command),
-                "{name}"
+                matches!(
+                    read(&format!("--debug {command}")),
+                    Ok(Meaning::Run(c, _)) if c == command
+                ),
+                "{command}"
             );
         }
     }

@@ -393,7 +393,8 @@ pub(super) fn proc_path(fd: BorrowedFd) -> PathBuf {
 }
 
 fn kind_of_file_system(fd: BorrowedFd) -> nix::Result<u32> {
-    fstatfs(fd).map(|s| s.filesystem_type().0 as u32) // 32 bits, in a type that differs between C libraries
+    // 32 bits, in a type that differs between C libraries.
+    fstatfs(fd).map(|s| s.filesystem_type().0 as u32)
 }
 
 /// Whether `fd` is on a proc file system.

@@ -157,7 +157,8 @@ fn beside(path: &Path, target: &Path) -> PathBuf {
 fn said(error: Errno) -> io::Error {
     match error {
         Errno::EXDEV => io::Error::other(
-            "the path leads into another mount, which may be a volume of other containers, too: nothing is made there",
+            "the path leads into another mount, which may be a volume of other containers, too: \
+                nothing is made there",
         ),
         other => io::Error::other(other.desc()),
     }
@@ -257,7 +258,8 @@ impl<'a> Changes<'a> {
                     }
                     match mkdirat(&directory, name, Mode::from_bits_truncate(0o755)) {
                         Ok(()) => self.directories.push((directory, PathBuf::from(name))),
-                        Err(Errno::EEXIST) => {} // made meanwhile, or a dangling link: the next line shows which
+                        // Made meanwhile, or a dangling link: the next line shows which.
+                        Err(Errno::EEXIST) => {}
                         Err(e) => return Err(cannot("make", &step, e.desc())),
                     }
                     open(&step).map_err(|e| cannot("open", &step, said(e)))?
@@ -326,7 +328,8 @@ impl Staged<'_> {
         };
         // rename() never replaces a directory with a file, even a directory made since the check.
         if let Err(e) = renameat(at, self.temporary.as_str(), at, self.name) {
-            let _unused = unlinkat(at, old.as_str(), UnlinkatFlags::NoRemoveDir); // there if it was made a moment ago
+            // There if it was made a moment ago.
+            let _unused = unlinkat(at, old.as_str(), UnlinkatFlags::NoRemoveDir);
             return Err(busy(e));
         }
         self.state = kept;

@@ -111,8 +111,13 @@ fn log(line: &str) {
         .collect();
     eprintln!("{NAME}: {line}");
     if Path::new(GUEST).is_dir() {
-        let _unused =
-            crate::machine::kernel_log::write(4, &format!("kata-gpu-init: {NAME}: {line}")); // without /dev/kmsg there is no third place
+        let _unused = crate::machine::kernel_log::write(
+            4,
+            &format!(
+                "kata-gpu-init: {NAME}: \
+                {line}"
+            ),
+        ); // without /dev/kmsg there is no third place
     }
 }
 
@@ -121,7 +126,8 @@ fn log(line: &str) {
 pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> {
     match arguments::parse(words).map_err(Error)? {
         Meaning::Help => print!(
-            "{NAME}: hooks of containers, for kata-agent to run with the container's state on standard input\n\n{}",
+            "{NAME}: hooks of containers, for kata-agent to run with the container's state on \
+                standard input\n\n{}",
             arguments::help()
         ),
         Meaning::Version => println!("{NAME} {}", env!("CARGO_PKG_VERSION")),
@@ -142,11 +148,8 @@ pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> 
             });
         }
         Meaning::Run(command, arguments) => {
-            let name = words
-                .iter()
-                .find(|w| !w.starts_with('-'))
-                .map_or("", String::as_str);
-            return perform(command, &arguments, input).map_err(|e| Error(format!("{name}: {e}")));
+            return perform(command, &arguments, input)
+                .map_err(|e| Error(format!("{command}: {e}")));
         }
     }
     Ok(Outcome::default())
@@ -161,7 +164,8 @@ fn perform(
         Command::Noop => return Ok(Outcome::default()),
         Command::Chmod => {
             return Err(io::Error::other(
-                "refused: it changes the mode of whatever the image has at a path; device nodes get their mode from the spec: remove this hook",
+                "refused: it changes the mode of whatever the image has at a path; device nodes \
+                    get their mode from the spec: remove this hook",
             ));
         }
         Command::EnableCudaCompat

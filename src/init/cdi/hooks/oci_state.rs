@@ -125,10 +125,12 @@ mod tests {
 
     #[test]
     fn the_bundle_and_the_root_are_found_among_everything_else() {
-        let state =
-            br#"{"ociVersion":"1.0.2","id":"c","status":"created","pid":7,"bundle":"/run/kata-containers/c","annotations":{"a":"b"}}"#;
+        let state = br#"{"ociVersion":"1.0.2","id":"c","status":"created","pid":7,
+            "bundle":"/run/kata-containers/c","annotations":{"a":"b"}}"#;
         assert_eq!(bundle(state), Ok("/run/kata-containers/c".into()));
-        let config = br#"{"ociVersion":"1.0.2","root":{"path":"/run/kata-containers/c/rootfs","readonly":true},"process":{"args":["sh"]}}"#;
+        let config = br#"{"ociVersion":"1.0.2",
+            "root":{"path":"/run/kata-containers/c/rootfs","readonly":true},
+            "process":{"args":["sh"]}}"#;
         assert_eq!(
             root_path(config),
             Ok("/run/kata-containers/c/rootfs".into())

@@ -48,7 +48,8 @@ fn profile(mask: u64) -> String {
     // The driver's own format: JSON, but numbers may be hexadecimal.
     let settings = settings.replace("\"MASK\"", &format!("{mask:#x}"));
     format!(
-        r#"{{"profiles":[{{"name":"_container_","settings":{settings}}}],"rules":[{{"pattern":[],"profile":"_container_"}}]}}"#
+        "{{\"profiles\":[{{\"name\":\"_container_\",\"settings\":{settings}}}],\
+         \"rules\":[{{\"pattern\":[],\"profile\":\"_container_\"}}]}}"
     )
 }
 

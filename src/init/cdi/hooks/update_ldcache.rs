@@ -166,7 +166,10 @@ fn directories(
 /// Plans an ld.so.conf that includes the directory of configurations, for an image without that
 /// file.
 pub fn include_all(root: &ContainerRoot, plan: &mut Plan) {
-    let adds = |e: &Edit| matches!(e, Edit::File { path, .. } if path.parent() == Some(Path::new(CONF_DIRECTORY)));
+    let adds = |e: &Edit| {
+        matches!(e, Edit::File { path, .. }
+                if path.parent() == Some(Path::new(CONF_DIRECTORY)))
+    };
     if plan.edits.iter().any(adds)
         && matches!(root.file(Path::new(CONF)), Ok(None))
         && !plan.edits.iter().any(|e| e.path() == Path::new(CONF))

@@ -83,7 +83,7 @@ impl Gate {
 
     fn lock(&self) -> MutexGuard<'_, bool> {
         // A plain flag: a poisoned lock is as good as a sound one.
-        self.closed.0.lock().unwrap_or_else(PoisonError::into_inner)
+        threads::lock(&self.closed.0)
     }
 }
 

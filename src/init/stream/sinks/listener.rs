@@ -91,7 +91,9 @@ fn start(
                     tokio::spawn(async move {
                         let gone = serve(socket, ring, &identity, sink, None).await;
                         if let Err(error) = gone {
-                            tracing::debug!(name: names::SINK, sink, state = "reader gone", reason = %error);
+                            tracing::debug!(
+                                name: names::SINK, sink, state = "reader gone", reason = %error,
+                            );
                         }
                         drop(place);
                     });
@@ -100,7 +102,11 @@ fn start(
                 Err(error) => {
                     // Log each error once: a lasting shortage must not fill the stream.
                     if refused.replace(error) != Some(error) {
-                        tracing::warn!(name: names::SINK, sink, state = "accept failed", error = %format!("accept on the {sink}: {error}: trying again every {ACCEPT_PAUSE:?}"));
+                        tracing::warn!(
+                            name: names::SINK, sink, state = "accept failed",
+                            error = %format!("accept on the {sink}: {error}: trying again every \
+                                {ACCEPT_PAUSE:?}"),
+                        );
                     }
                     // The connection is still in the backlog, so the listener stays readable.
                     tokio::time::sleep(ACCEPT_PAUSE).await;

@@ -10,8 +10,8 @@ use kata_gpu_wire::record::{Header, Pong, SCHEMA, header_line, ping, pong_line};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
-use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::io::{Interest, Ready};
 
 /// Records taken from the ring at once; bounds what one connection copies.
 const BATCH: usize = 64;
@@ -96,17 +96,22 @@ pub async fn serve(
                     match input.read(&socket) {
                         Ok(pings) => {
                             for id in pings {
-                                output.extend_from_slice(pong_line(Pong { pong: id, boottime_ns: boottime_ns() }).as_bytes());
+                                let pong = Pong { pong: id, boottime_ns: boottime_ns() };
+                                output.extend_from_slice(pong_line(pong).as_bytes());
                             }
                         }
-                        Err(e) if e.kind() == io::ErrorKind::WouldBlock => guard.clear_ready_matching(tokio::io::Ready::READABLE),
+                        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                            guard.clear_ready_matching(Ready::READABLE);
+                        }
                         Err(e) => return Err(e),
                     }
                 }
                 if guard.ready().is_writable() && sent < output.len() {
                     match send(&socket, &output[sent..]) {
                         Ok(n) => sent += n,
-                        Err(e) if e.kind() == io::ErrorKind::WouldBlock => guard.clear_ready_matching(tokio::io::Ready::WRITABLE),
+                        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                            guard.clear_ready_matching(Ready::WRITABLE);
+                        }
                         Err(e) => return Err(e),
                     }
                 }

@@ -1,9 +1,10 @@
 //! Stream to the collector on the host: connect, replay, follow, reconnect. Everything is
 //! non-blocking and runs in this task.
 //!
-//! Errors of a connect (FACTS of the transports): EAFNOSUPPORT if the kernel has no vsock, ENODEV
-//! while the transport is not bound, ECONNRESET at once without a listener (ETIMEDOUT after 2 s on
-//! vhost-device-vsock, cut to 200 ms here).
+//! Errors of a connect: EAFNOSUPPORT if the kernel has no vsock (net/socket.c), ENODEV while the
+//! transport is not bound (net/vmw_vsock/af_vsock.c), ECONNRESET at once without a listener
+//! (net/vmw_vsock/virtio_transport_common.c; ETIMEDOUT after 2 s on vhost-device-vsock, cut to
+//! 200 ms here).
 
 use super::stream::{Delivered, Identity, serve};
 use crate::stream::ring::Ring;
@@ -70,23 +71,30 @@ pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Deli
                     } else {
                         ""
                     };
-                    tracing::warn!(name: names::SINK, sink = "vsock", state = "lost", error = %format!("{error}{more}"));
+                    tracing::warn!(
+                        name: names::SINK, sink = "vsock", state = "lost",
+                        error = %format!("{error}{more}"),
+                    );
                 }
                 reported = None;
             }
             Err(Errno::EAFNOSUPPORT) => {
-                let error = "this kernel has no vsock: no events reach the host; use a kernel with CONFIG_VIRTIO_VSOCKETS, or set gpuinit.events.vsock=off";
+                let error = "this kernel has no vsock: no events reach the host; use a kernel \
+                    with CONFIG_VIRTIO_VSOCKETS, or set gpuinit.events.vsock=off";
                 tracing::warn!(name: names::SINK, sink = "vsock", state = "unsupported", error);
                 return;
             }
             Err(errno) => {
                 if reported != Some(errno) {
-                    tracing::debug!(name: names::SINK, sink = "vsock", state = "no listener", errno = %errno);
+                    tracing::debug!(
+                        name: names::SINK, sink = "vsock", state = "no listener", errno = %errno,
+                    );
                     reported = Some(errno);
                 }
             }
         }
-        tokio::time::sleep(pause).await; // a new try has no event to wait for: a listener's arrival on the host is invisible here
+        // A new try has no event to wait for: a listener's arrival on the host is invisible here.
+        tokio::time::sleep(pause).await;
         pause = (pause * 2).min(if brief > BRIEF {
             LONGEST_PAUSE
         } else {
@@ -107,8 +115,7 @@ async fn open(port: u32) -> Result<OwnedFd, Errno> {
         Err(Errno::EINPROGRESS) => {}
         Err(errno) => return Err(errno),
     }
-    let socket = crate::machine::sys::async_fd(fd)
-        .map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)))?;
+    let socket = crate::machine::sys::async_fd(fd).map_err(|e| crate::machine::files::errno(&e))?;
     match tokio::time::timeout(CONNECT, socket.writable()).await {
         Ok(ready) => drop(ready),
         Err(_over) => return Err(Errno::ETIMEDOUT),

@@ -87,7 +87,7 @@ fn only_a_requested_fabric_or_ready_state_is_waited_for() {
     }
 }
 
-fn rules(required: Wish) -> Rules {
+fn rules(required: Switch) -> Rules {
     let needs = Needs {
         fabric: true,
         ..Needs::default()
@@ -124,7 +124,7 @@ fn verdict(rules: Rules, facts: &Facts) -> Verdict {
 fn a_gpu_without_a_complete_fabric_is_held_back() {
     let incomplete = facts(FabricState::InProgress, 0);
     let held = Verdict::Held(Wait::Fabric(FabricState::InProgress));
-    for required in [Wish::Auto, Wish::On, Wish::Off] {
+    for required in [Switch::Auto, Switch::On, Switch::Off] {
         let rules = rules(required);
         assert_eq!(verdict(rules, &incomplete), held, "{required:?}");
         assert_eq!(
@@ -145,7 +145,7 @@ fn a_gpu_without_a_complete_fabric_is_held_back() {
         };
         assert_eq!(
             matches!(verdict(late, &incomplete), Verdict::Degraded(..)),
-            required == Wish::Off,
+            required == Switch::Off,
             "{required:?}"
         );
         // NVML alone may be wrong: its report keeps no GPU for ever.
@@ -155,7 +155,7 @@ fn a_gpu_without_a_complete_fabric_is_held_back() {
         };
         assert_eq!(
             verdict(inferred, &incomplete) == held,
-            required == Wish::On,
+            required == Switch::On,
             "{required:?}"
         );
     }
@@ -163,7 +163,7 @@ fn a_gpu_without_a_complete_fabric_is_held_back() {
         verdict(
             Rules {
                 needs: Needs::default(),
-                ..rules(Wish::On)
+                ..rules(Switch::On)
             },
             &incomplete
         ),
@@ -174,16 +174,17 @@ fn a_gpu_without_a_complete_fabric_is_held_back() {
 #[test]
 fn a_fabric_error_costs_the_gpu_only_where_it_is_required() {
     let broken = facts(FabricState::Completed, 999);
-    for required in [Wish::Auto, Wish::Off] {
+    for required in [Switch::Auto, Switch::Off] {
         let Verdict::Degraded(_, reason) = verdict(rules(required), &broken) else {
             panic!("{required:?}")
         };
-        let text = "NVLink is not usable between GPUs: the fabric is complete with NVML's error 999; collectives go over PCIe";
+        let text = "NVLink is not usable between GPUs: the fabric is complete with NVML's error \
+            999; collectives go over PCIe";
         assert_eq!(reason, text);
     }
     let late = Rules {
         overdue: true,
-        ..rules(Wish::On)
+        ..rules(Switch::On)
     };
     assert!(matches!(verdict(late, &broken), Verdict::Held(_)));
 }
@@ -192,16 +193,16 @@ fn a_fabric_error_costs_the_gpu_only_where_it_is_required() {
 fn a_missing_answer_degrades_a_fabric_and_holds_a_ready_state() {
     let late = Rules {
         overdue: true,
-        ..rules(Wish::Auto)
+        ..rules(Switch::Auto)
     };
     assert!(matches!(
-        rules(Wish::Auto).judge(None, None),
+        rules(Switch::Auto).judge(None, None),
         Verdict::Held(_)
     ));
     assert!(matches!(late.judge(None, None), Verdict::Degraded(..)));
     assert!(matches!(
         Rules {
-            required: Wish::On,
+            required: Switch::On,
             ..late
         }
         .judge(None, None),
@@ -273,7 +274,7 @@ fn a_ready_state_that_is_off_holds_gpus_back_where_it_is_needed() {
     let rules = Rules {
         needs,
         overdue: true,
-        ..rules(Wish::Off)
+        ..rules(Switch::Off)
     };
     assert_eq!(
         verdict(rules, &facts(true, false)),

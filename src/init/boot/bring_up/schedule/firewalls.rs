@@ -97,6 +97,9 @@ impl Schedule {
     /// not end before the probes that run with it; a probe that hangs keeps the load from ending.
     pub(super) fn load_waits_for_probe(&self, now: Time) -> bool {
         let enables = self.lane.took.unwrap_or_default() + Limit::LoadSleeps.after();
-        matches!(self.load, Load::Runs { registered: Some(registered), .. } if now <= registered + enables)
+        matches!(
+            self.load,
+            Load::Runs { registered: Some(registered), .. } if now <= registered + enables
+        )
     }
 }

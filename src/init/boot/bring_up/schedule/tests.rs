@@ -55,8 +55,19 @@ fn slow(n: u8) -> Schedule {
         Order::LaneOver
     };
     assert!(
-        matches!(&orders[..], [Order::Chosen(chosen, Some(took)), Order::Load { one_by_one: true, enables: false, .. }, Order::Probe(first, Probe::Load), last]
-        if chosen.bind == Bind::Pipelined && *took == ms(3000) && *first == gpu(0) && *last == lane),
+        matches!(
+            &orders[..],
+            [
+                Order::Chosen(chosen, Some(took)),
+                Order::Load { one_by_one: true, enables: false, .. },
+                Order::Probe(first, Probe::Load),
+                last,
+            ]
+                if chosen.bind == Bind::Pipelined
+                    && *took == ms(3000)
+                    && *first == gpu(0)
+                    && *last == lane
+        ),
         "{orders:?}"
     );
     assert_eq!(schedule.take(ms(3010), Fact::Loaded(true)), []);
@@ -103,7 +114,11 @@ fn an_awaited_publication_holds_the_lane_until_the_program_runs() {
     assert_eq!(schedule.wake(ms(4400)), []);
     let orders = schedule.take(ms(4500), Fact::ContainerRuns);
     assert!(
-        matches!(&orders[..], [Order::Enable(second, held)] if *second == gpu(1) && held.contains(&(Hold::Container, ms(427)))),
+        matches!(
+            &orders[..],
+            [Order::Enable(second, held)]
+                if *second == gpu(1) && held.contains(&(Hold::Container, ms(427)))
+        ),
         "{orders:?}"
     );
 }
@@ -181,7 +196,11 @@ fn on_a_fast_host_all_gpus_probe_and_initialise_together() {
     let (mut schedule, _) = boot(3, policy());
     let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
     assert!(
-        matches!(&orders[..], [Order::Chosen(chosen, _), Order::Load { gpus, one_by_one: false, .. }, ..] if chosen.bind == Bind::Insmod && gpus.len() == 3),
+        matches!(
+            &orders[..],
+            [Order::Chosen(chosen, _), Order::Load { gpus, one_by_one: false, .. }, ..]
+                if chosen.bind == Bind::Insmod && gpus.len() == 3
+        ),
         "{orders:?}"
     );
     assert!(
@@ -305,7 +324,14 @@ fn with_firewalls_the_load_is_first_and_its_probe_holds_no_lane() {
     };
     let (mut schedule, orders) = boot(4, Policy { facts, ..policy });
     assert!(
-        matches!(&orders[..], [Order::Chosen(chosen, None), Order::Load { enables: true, .. }, Order::Probe(first, Probe::Load), Order::Wait(_)]
+        matches!(
+            &orders[..],
+            [
+                Order::Chosen(chosen, None),
+                Order::Load { enables: true, .. },
+                Order::Probe(first, Probe::Load),
+                Order::Wait(_),
+            ]
             if chosen.bind == Bind::Concurrent && *first == gpu(0)),
         "{orders:?}"
     );
@@ -331,7 +357,11 @@ fn with_firewalls_the_load_is_first_and_its_probe_holds_no_lane() {
     // driver enables it then.
     let orders = schedule.wake(ms(7856));
     assert!(
-        matches!(&orders[..], [Order::Enable(third, _), Order::Probe(last, Probe::BeforeEnable)] if *third == gpu(2) && *last == gpu(3)),
+        matches!(
+            &orders[..],
+            [Order::Enable(third, _), Order::Probe(last, Probe::BeforeEnable)]
+                if *third == gpu(2) && *last == gpu(3)
+        ),
         "{orders:?}"
     );
 }
