@@ -1,7 +1,7 @@
 #!/bin/bash
-# Runs what comes over the virtio serial port `commands`, one command at a time. A line in: a script
-# in base64. A line out: its exit status and its output in base64.
-# Kernels before 6.12 have these as modules, and there is no udev that would load them.
+# Runs commands from the virtio serial port `commands`, one at a time. Each input line is a script
+# in base64; each output line is its exit status and its output in base64.
+# Kernels before 6.12 have these as modules, and no udev runs that would load them.
 modprobe -qa virtio_pci virtio_console
 for name in /sys/class/virtio-ports/*/name; do
     [ "$(<"$name")" != commands ] || port=$(basename "${name%/name}")
