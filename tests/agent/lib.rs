@@ -43,25 +43,26 @@ impl Specs for OfTheCrate {
 mod tests {
     use super::*;
     use kata_gpu_test_guest::agent::cdi::inject;
+    use kata_gpu_test_support::{TempDir, temp_dir};
     use std::cell::Cell;
-    use std::path::PathBuf;
     use std::time::Duration;
 
     const READY: &str = r#"{"cdiVersion":"0.5.0","kind":"nvidia.com/gpu","devices":[{"name":"0","containerEdits":{"deviceNodes":[{"path":"/dev/null","type":"c","major":1,"minor":3,"fileMode":438}]}}]}"#;
     const PENDING: &str = r#"{"cdiVersion":"0.5.0","kind":"nvidia.com/gpu","devices":[{"name":"0","containerEdits":{"deviceNodes":[{"path":"/run/none/0001:00:00.0"}]}}]}"#;
 
-    struct Directory(PathBuf);
+    struct Directory(TempDir);
 
     impl Directory {
-        fn new(test: &str) -> Self {
-            let path = std::env::temp_dir()
-                .join(format!("kata-gpu-tests-cdi-{test}-{}", std::process::id()));
-            std::fs::create_dir_all(&path).unwrap();
-            Self(path)
+        fn new() -> Self {
+            Self(temp_dir())
         }
         fn put(&self, text: &str) {
-            std::fs::write(self.0.join("x.tmp"), text).unwrap();
-            std::fs::rename(self.0.join("x.tmp"), self.0.join("nvidia.yaml")).unwrap();
+            std::fs::write(self.0.path().join("x.tmp"), text).unwrap();
+            std::fs::rename(
+                self.0.path().join("x.tmp"),
+                self.0.path().join("nvidia.yaml"),
+            )
+            .unwrap();
         }
         /// Asks for a device; `later` is put in place during the first pause.
         fn ask(
@@ -82,7 +83,7 @@ mod tests {
             let result = inject(
                 specs,
                 &mut spec,
-                self.0.to_str().unwrap(),
+                self.0.path().to_str().unwrap(),
                 &asked,
                 3,
                 fail_fast,
@@ -93,15 +94,9 @@ mod tests {
         }
     }
 
-    impl Drop for Directory {
-        fn drop(&mut self) {
-            let _unused = std::fs::remove_dir_all(&self.0);
-        }
-    }
-
     #[test]
     fn a_pending_device_is_retried_and_the_container_stays_as_it_is() {
-        let directory = Directory::new("pending");
+        let directory = Directory::new();
         directory.put(PENDING);
         let (result, spec) = directory.ask("0", true, None);
         assert_eq!(
@@ -116,7 +111,7 @@ mod tests {
 
     #[test]
     fn a_pending_device_that_appears_is_injected_at_the_next_try() {
-        let directory = Directory::new("real");
+        let directory = Directory::new();
         directory.put(PENDING);
         let (result, spec) = directory.ask("0", true, Some(READY));
         assert_eq!(result, Ok(2));
@@ -125,13 +120,13 @@ mod tests {
 
     #[test]
     fn an_absent_kind_is_waited_for() {
-        let directory = Directory::new("absent");
+        let directory = Directory::new();
         assert_eq!(directory.ask("0", true, Some(READY)).0, Ok(2));
     }
 
     #[test]
     fn a_torn_file_fails_at_once() {
-        let directory = Directory::new("torn");
+        let directory = Directory::new();
         directory.put(&READY[..READY.len() / 2]);
         let (tries, error) = directory.ask("0", true, Some(READY)).0.unwrap_err();
         assert_eq!(tries, 1, "{error}");
@@ -139,26 +134,26 @@ mod tests {
 
     #[test]
     fn a_bad_file_fails_at_once_and_a_temporary_one_is_not_read() {
-        let directory = Directory::new("unrelated");
+        let directory = Directory::new();
         directory.put(READY);
-        std::fs::write(directory.0.join("other.tmp"), "{").unwrap();
+        std::fs::write(directory.0.path().join("other.tmp"), "{").unwrap();
         assert_eq!(directory.ask("0", true, None).0, Ok(1));
-        std::fs::write(directory.0.join(".other.JSON"), "{").unwrap();
+        std::fs::write(directory.0.path().join(".other.JSON"), "{").unwrap();
         let (tries, error) = directory.ask("0", true, None).0.unwrap_err();
         assert_eq!(tries, 1, "{error}");
     }
 
     #[test]
     fn one_device_in_two_files_fails_at_once() {
-        let directory = Directory::new("conflict");
+        let directory = Directory::new();
         directory.put(READY);
         std::fs::write(
-            directory.0.join("second.yaml"),
+            directory.0.path().join("second.yaml"),
             READY.replace(r#""name":"0""#, r#""name":"1""#),
         )
         .unwrap();
         assert_eq!(directory.ask("1", true, None).0, Ok(1));
-        std::fs::write(directory.0.join("second.yaml"), READY).unwrap();
+        std::fs::write(directory.0.path().join("second.yaml"), READY).unwrap();
         let (tries, error) = directory.ask("0", true, None).0.unwrap_err();
         assert!(
             tries == 1 && error.contains("error refreshing cache"),
@@ -174,12 +169,12 @@ mod tests {
             assert_eq!(number, looks.get());
         };
         let sleep = |time: Duration| slept.set(slept.get() + time);
-        let directory = Directory::new("often");
+        let directory = Directory::new();
         let asked = ["nvidia.com/gpu=0".to_string()];
         let result = inject(
             specs,
             &mut Spec::default(),
-            directory.0.to_str().unwrap(),
+            directory.0.path().to_str().unwrap(),
             &asked,
             7,
             true,
@@ -192,7 +187,7 @@ mod tests {
 
     #[test]
     fn an_unlisted_device_fails_at_once_since_3_32() {
-        let directory = Directory::new("unlisted");
+        let directory = Directory::new();
         directory.put(READY);
         let (tries, error) = directory.ask("1", true, None).0.unwrap_err();
         assert!(
@@ -208,6 +203,7 @@ mod tests {
 mod stand_in {
     use super::specs;
     use kata_gpu_test_guest::agent::cdi_json;
+    use kata_gpu_test_support::temp_dir;
     use oci_spec::runtime::Spec;
 
     const SPEC: &str = r#"{"cdiVersion":"0.5.0","kind":"nvidia.com/gpu","containerEdits":{
@@ -224,18 +220,12 @@ mod stand_in {
     /// Injects the same names with both implementations. Each returns the spec, or `None` on
     /// failure.
     fn both(asked: &[&str]) -> [Option<Spec>; 2] {
-        let name = format!(
-            "kata-gpu-tests-cdi-json-{}-{}",
-            asked.concat(),
-            std::process::id()
-        );
-        let directory = std::env::temp_dir().join(name);
-        std::fs::create_dir_all(&directory).unwrap();
-        std::fs::write(directory.join("nvidia.yaml"), SPEC).unwrap();
+        let directory = temp_dir();
+        std::fs::write(directory.path().join("nvidia.yaml"), SPEC).unwrap();
         let whole = |name: &&str| format!("nvidia.com/gpu={name}");
         let asked: Vec<String> = asked.iter().map(whole).collect();
         let (mut by_crate, mut by_us) = (Spec::default(), Spec::default());
-        let path = directory.to_str().unwrap();
+        let path = directory.path().to_str().unwrap();
         let mut theirs = specs(path);
         theirs.refresh().unwrap();
         let mut ours = cdi_json::specs(path);
@@ -244,7 +234,7 @@ mod stand_in {
         their_list.sort();
         our_list.sort();
         assert_eq!(their_list, our_list);
-        let done = [
+        [
             theirs
                 .inject_devices(&mut by_crate, &asked)
                 .is_ok()
@@ -252,9 +242,7 @@ mod stand_in {
             ours.inject_devices(&mut by_us, &asked)
                 .is_ok()
                 .then_some(by_us),
-        ];
-        std::fs::remove_dir_all(&directory).unwrap();
-        done
+        ]
     }
 
     #[test]

@@ -59,7 +59,8 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     }
     let command = format!("tests/bench/run agent {}", arguments.join(" "));
     let machine = machine();
-    let all = json!({ "command": command, "guest": GUEST, "real": version, "machine": machine, "runs": raw });
+    let all = json!({ "command": command, "guest": GUEST, "real": version, "machine": machine,
+        "runs": raw });
     let file = keep(root, "agent", &all)?;
     println!("ms, median of {runs} runs {version}");
     println!(

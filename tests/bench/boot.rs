@@ -22,7 +22,8 @@ use std::thread::JoinHandle;
 
 /// Initialisation as long as an H100's. Nothing is scaled down: the init waits for what a driver
 /// does in its own time.
-const GUEST: &str = "fakepci.gpus=8 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 testagent.cost=real";
+const GUEST: &str = "fakepci.gpus=8 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 \
+    nvidia.s3_ms=500 testagent.cost=real";
 /// Kinds of host, by the ms that one takes to map a GPU's BARs.
 const HOSTS: [(&str, u32); 3] = [("fast", 3), ("medium", 1000), ("slow", 3300)];
 /// Name and command line of each row.
@@ -127,8 +128,11 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     let file = keep(
         root,
         "boot",
-        &json!({ "command": format!("tests/bench/run boot {}", arguments.join(" ")), "agent": version, "guest": GUEST, "rows": ROWS.map(|(name, words)| json!({ "name": name, "words": words })),
-        "cpus": asked.cpus, "busy": asked.busy, "machine": machine(), "init_bytes": bytes, "worker_rss_kb": rss, "bind_to_publication_ms": gaps, "runs": raw }),
+        &json!({ "command": format!("tests/bench/run boot {}", arguments.join(" ")),
+        "agent": version, "guest": GUEST,
+        "rows": ROWS.map(|(name, words)| json!({ "name": name, "words": words })),
+        "cpus": asked.cpus, "busy": asked.busy, "machine": machine(), "init_bytes": bytes,
+        "worker_rss_kb": rss, "bind_to_publication_ms": gaps, "runs": raw }),
     )?;
 
     let (runs, cpus) = (asked.runs, asked.cpus);
@@ -158,7 +162,8 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     println!();
     let verdict = |good: bool| if good { "met" } else { "MISSED" };
     println!(
-        "agent exec against an init that only mounts and execs: {exec:.1} ms / {minimal:.1} ms = {:.2} (target 1.5: {})",
+        "agent exec against an init that only mounts and execs: {exec:.1} ms / {minimal:.1} ms = \
+        {:.2} (target 1.5: {})",
         exec / minimal,
         verdict(exec <= 1.5 * minimal)
     );
@@ -173,7 +178,8 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         verdict(rss <= 8000)
     );
     println!(
-        "bind to publication, GPUs 1 to 7: median {median_gap:.1} ms, longest {longest_gap:.1} ms (target 10: {})",
+        "bind to publication, GPUs 1 to 7: median {median_gap:.1} ms, longest {longest_gap:.1} ms \
+        (target 10: {})",
         verdict(longest_gap <= 10.0)
     );
     println!(
@@ -242,10 +248,14 @@ fn boot(
         .zip(times)
         .map(|(c, ns)| ((*c).to_string(), since(ns).into()))
         .collect();
-    let details = |c: &real_agent::ContainerTimes| json!({ "asked": since(c.create_begin_ns), "created": since(c.created_ns), "started": since(c.started_ns) });
+    let details = |c: &real_agent::ContainerTimes| {
+        json!({ "asked": since(c.create_begin_ns),
+        "created": since(c.created_ns), "started": since(c.started_ns) })
+    };
     Ok((
         ms.into(),
-        json!({ "clock_error_ms": pod.clock_error_ns as f64 / 1e6, "pause": details(&pod.pause), "first": details(first), "all": details(all) }),
+        json!({ "clock_error_ms": pod.clock_error_ns as f64 / 1e6, "pause": details(&pod.pause),
+            "first": details(first), "all": details(all) }),
     ))
 }
 

@@ -168,7 +168,8 @@ impl Host {
             ..
         } = times;
         let words = format!(
-            "fakepci.enable_ms={enable} nvidia.barfw_ms={firewall} nvidia.probe_ms={probe} nvidia.s1_ms={s1} nvidia.s2_ms={s2} nvidia.s3_ms={s3} {}",
+            "fakepci.enable_ms={enable} nvidia.barfw_ms={firewall} nvidia.probe_ms={probe} \
+            nvidia.s1_ms={s1} nvidia.s2_ms={s2} nvidia.s3_ms={s3} {}",
             self.words
         );
         (times, words)
@@ -301,14 +302,19 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
                 serial.ms / ours.ms
             );
             for (order, run) in [("serial", serial), ("ours", ours)] {
-                raw.push(json!({ "host": host.name, "scale": scale, "gpus": gpus, "order": order, "ms": run.ms, "bound_ms": bound, "gpus_ms": run.each, "strategy": run.strategy }));
+                raw.push(
+                    json!({ "host": host.name, "scale": scale, "gpus": gpus, "order": order,
+                    "ms": run.ms, "bound_ms": bound, "gpus_ms": run.each,
+                    "strategy": run.strategy }),
+                );
             }
         }
     }
     let file = keep(
         root,
         "bringup",
-        &json!({ "command": "tests/bench/run bringup", "machine": machine(), "serial": SERIAL, "runs": raw }),
+        &json!({ "command": "tests/bench/run bringup", "machine": machine(), "serial": SERIAL,
+        "runs": raw }),
     )?;
     println!(
         "raw runs: {}",

@@ -140,7 +140,10 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
                 );
                 let result = boot(context, row, &words, agent.as_deref())
                     .with_context(|| format!("{}, {row}", scenario.name))?;
-                raw.push(json!({ "guest": scenario.name, "boot": row, "run": run, "words": words, "result": result }));
+                raw.push(
+                    json!({ "guest": scenario.name, "boot": row, "run": run, "words": words,
+                    "result": result }),
+                );
             }
         }
     }
@@ -148,7 +151,8 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     let file = keep(
         root,
         "fabric",
-        &json!({ "command": command, "agent": version, "scale": scale, "machine": machine(), "runs": raw }),
+        &json!({ "command": command, "agent": version, "scale": scale, "machine": machine(),
+            "runs": raw }),
     )?;
     let scaled = if scale == 1 {
         String::new()
@@ -263,9 +267,13 @@ fn boot(context: &TestContext, row: &str, words: &str, agent: Option<&[u8]>) -> 
         .zip(times)
         .map(|(c, ms)| ((*c).to_string(), ms.into()))
         .collect();
-    let verdict = |c: &real_agent::ContainerTimes| json!({ "answer_ms": c.answer_ns.map(since), "error_802": c.error_802 });
+    let verdict = |c: &real_agent::ContainerTimes| {
+        json!({ "answer_ms": c.answer_ns.map(since),
+        "error_802": c.error_802 })
+    };
     Ok(
-        json!({ "ms": ms, "first": verdict(first), "all": verdict(all), "clock_error_ms": pod.clock_error_ns as f64 / 1e6 }),
+        json!({ "ms": ms, "first": verdict(first), "all": verdict(all),
+            "clock_error_ms": pod.clock_error_ns as f64 / 1e6 }),
     )
 }
 

@@ -15,7 +15,8 @@ use std::collections::HashMap;
 use std::path::Path;
 
 /// Initialisation as long as an H100's, on a host that maps BARs at once.
-const GUEST: &str = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 \
+const GUEST: &str = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 \
+    nvidia.s3_ms=500 \
     testagent.cost=real testagent.guest=clocks testagent.containers=first:0;all:all";
 const GPUS: [u32; 3] = [1, 2, 8];
 /// Name and command line of each row.
@@ -80,12 +81,15 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     let file = keep(
         root,
         "host",
-        &json!({ "command": format!("tests/bench/run host {runs}"), "guest": GUEST, "cpus": 1, "machine": machine(), "load": std::fs::read_to_string("/proc/loadavg")?.trim(),
+        &json!({ "command": format!("tests/bench/run host \
+            {runs}"), "guest": GUEST, "cpus": 1, "machine": machine(),
+                "load": std::fs::read_to_string("/proc/loadavg")?.trim(),
         "rows": ROWS.map(|(name, words)| json!({ "name": name, "words": words })),
         "host": "KVM in an emulated Debian, tests/emulated-host/build", "runs": raw }),
     )?;
     println!(
-        "ms since the init's first instruction, median of {runs}; under KVM on an emulated host, 1 vCPU"
+        "ms since the init's first instruction, median of {runs}; under KVM on an emulated host, \
+        1 vCPU"
     );
     print!("{:<30}", "");
     let each = || {

@@ -1,4 +1,4 @@
-//! `bench agent|boot|bringup|cdi|collector|fabric|host|hot-plug|initrd|schedule|soak|trace ..`:
+//! `bench agent|boot|bringup|cdi|fabric|host|hot-plug|schedule|soak|trace ..`:
 //! what is compared is measured in one run.
 //!
 //! Figures are for comparison within one run only: the guest is emulated, and the machine may be
@@ -8,10 +8,8 @@ mod agent;
 mod boot;
 mod bring_up;
 mod cdi;
-mod collector;
 mod fabric;
 mod host;
-mod initrd;
 mod real_agent;
 mod schedule;
 mod soak;
@@ -25,7 +23,11 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench fabric [RUNS] [GUEST..] [--tenth] | bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED] [--at-once N] [--file FILE] | bench soak --only SEED | --describe SEED | --summary | bench trace [RUNS] [HOST..] [--overhead]";
+const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus \
+    N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench fabric [RUNS] [GUEST..] [--tenth] | \
+    bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench schedule | bench soak [BOOTS] \
+    [SEED] [--at-once N] [--file FILE] | bench soak --only SEED | --describe SEED | --summary | \
+    bench trace [RUNS] [HOST..] [--overhead]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -44,11 +46,9 @@ fn main() -> Result<()> {
         Some("boot") => boot::run(&root, &context, &arguments[1..]),
         Some("bringup") => bring_up::run(&root, &context, &arguments[1..]),
         Some("cdi") => cdi::run(&root, number(1, 50)? as usize),
-        Some("collector") => collector::run(&root, number(1, 1000)? as usize, number(2, 2000)?),
         Some("fabric") => fabric::run(&root, &context, &arguments[1..]),
         Some("host") => host::run(&root, &context, number(1, 1)? as usize),
         Some("hot-plug") => soak::hot_plug(&context, number(1, 500)?, number(2, 1)?),
-        Some("initrd") => initrd::run(&root, &context, number(1, 3)? as usize),
         Some("schedule") => schedule::run(&root),
         Some("soak") => soak::run(&root, &context, &arguments[1..]),
         Some("trace") => trace::run(&root, &context, &arguments[1..]),

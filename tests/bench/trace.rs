@@ -109,7 +109,8 @@ fn compare(root: &Path, context: &TestContext, runs: usize, hosts: &[&str]) -> R
     let file = keep(
         root,
         "trace",
-        &json!({ "command": format!("tests/bench/run trace {runs} {}", hosts.join(" ")).trim_end(), "machine": machine(), "runs": raw }),
+        &json!({ "command": format!("tests/bench/run trace {runs} \
+            {}", hosts.join(" ")).trim_end(), "machine": machine(), "runs": raw }),
     )?;
     println!(
         "one guest of 512 MiB with a BAR of 512 MiB, recorded; median of {runs}; s, of the host"
@@ -200,12 +201,16 @@ fn row(figures: &Figures, pages: Pages, vfio: Vfio, run: usize, load: &str) -> R
     let seconds = |ns: u64| ns as f64 / 1e9;
     let calls = pin.calls.unwrap_or(0);
     Ok(json!({
-        "kernel": figures.kernel, "memory": pages.name(), "vfio": format!("{vfio:?}").to_lowercase(), "run": run,
-        "pin_calls": calls, "pin_s": seconds(pin.took_ns), "pages_a_call": pin.bytes.unwrap_or(0) as f64 / 4096.0 / calls as f64,
+        "kernel": figures.kernel, "memory": pages.name(),
+        "vfio": format!("{vfio:?}").to_lowercase(), "run": run,
+        "pin_calls": calls, "pin_s": seconds(pin.took_ns),
+        "pages_a_call": pin.bytes.unwrap_or(0) as f64 / 4096.0 / calls as f64,
         "histogram": histogram(&pin.pages_a_call.iter().copied().collect()),
         "bar_maps": bars.len(), "bar_first_s": bars.first().map(|bar| seconds(bar.took_ns)),
-        "bar_all_s": seconds(bars.iter().map(|bar| bar.took_ns).sum()), "bar_calls": bars.first().and_then(|bar| bar.calls),
-        "iommu_kib": figures.iommu_pages.map(|pages| pages * 4), "settled_s": figures.settled_s, "load": load,
+        "bar_all_s": seconds(bars.iter().map(|bar| bar.took_ns).sum()),
+        "bar_calls": bars.first().and_then(|bar| bar.calls),
+        "iommu_kib": figures.iommu_pages.map(|pages| pages * 4), "settled_s": figures.settled_s,
+        "load": load,
     }))
 }
 
@@ -222,7 +227,10 @@ fn overhead(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
         host.record_next()?;
         let with = host.boot(Pages::Transparent, Vfio::Legacy)?;
         with.pin()?;
-        raw.push(json!({ "run": run, "without_s": without, "with_s": with.settled_s, "ratio": with.settled_s / without, "load": load()? }));
+        raw.push(
+            json!({ "run": run, "without_s": without, "with_s": with.settled_s,
+            "ratio": with.settled_s / without, "load": load()? }),
+        );
     }
     let command = format!("tests/bench/run trace {runs} --overhead");
     let file = keep(

@@ -257,7 +257,8 @@ impl Script {
         // Another request of the driver's: its own version check (210).
         let other = crate::sys::check_version(&fd).err();
         Ok(vec![
-            json!({ "pollerr": error_while_pending, "rc": answer.rc, "status": answer.adapter_status, "other": format!("{other:?}") }),
+            json!({ "pollerr": error_while_pending, "rc": answer.rc,
+                "status": answer.adapter_status, "other": format!("{other:?}") }),
         ])
     }
 }
@@ -290,7 +291,8 @@ fn timed_open(node: &str, flags: OFlag) -> (Option<OwnedFd>, Value) {
 fn waited(fd: &OwnedFd, start: Instant) -> Value {
     match wait_open_complete(fd) {
         Ok(answer) => {
-            json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "rc": answer.rc, "status": answer.adapter_status })
+            json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "rc": answer.rc,
+                "status": answer.adapter_status })
         }
         Err(errno) => {
             json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "rc": format!("{errno:?}") })

@@ -1,152 +1,126 @@
 //! Accounting for boots that no init of ours recorded: any story, also an absurd one, gives an
-//! account that adds up. The stories are made at random, from a fixed seed.
+//! account that adds up.
 
 use kata_gpu_report::analysis::blame::{By, blame};
 use kata_gpu_report::analysis::critical_path::{critical_path, gain};
 use kata_gpu_report::boot::coverage::coverage;
 use kata_gpu_report::boot::story::{Milestone, RawStep, Story};
 use kata_gpu_report::boot::timeline::Timeline;
+use kata_gpu_test_support::property;
 use kata_gpu_wire::catalogue::steps as known_steps;
+use proptest::collection::vec;
+use proptest::option::weighted;
+use proptest::prelude::*;
+use proptest::sample::select;
+use std::cell::Cell;
 
-/// Numbers that look random and are the same on every machine (xorshift).
-struct Numbers(u64);
-
-impl Numbers {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
-
-    fn chance(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-
-    /// Mostly a time within a boot of 1,000 ns, so that many coincide; now and then an absurd one.
-    fn time(&mut self) -> i64 {
-        match self.below(40) {
-            0 => i64::MAX,
-            1 => i64::MIN,
-            2 => -(self.below(500) as i64),
-            _ => 50 * self.below(20) as i64,
-        }
-    }
+/// Mostly a time within a boot of 1,000 ns, so that many coincide; now and then an absurd one.
+fn time() -> impl Strategy<Value = i64> {
+    prop_oneof![
+        1 => Just(i64::MAX),
+        1 => Just(i64::MIN),
+        1 => -500..=0_i64,
+        37 => (0..20_i64).prop_map(|n| 50 * n),
+    ]
 }
 
-fn story(numbers: &mut Numbers) -> Story {
-    let steps = 1 + numbers.below(24) as usize;
+fn step() -> impl Strategy<Value = RawStep> {
     let known: Vec<&str> = known_steps().map(|row| row.name).collect();
-    let index = |numbers: &mut Numbers| numbers.below(steps as u64 + 2) as usize;
-    let step = |numbers: &mut Numbers| RawStep {
-        name: if numbers.chance(90) {
-            known[numbers.below(known.len() as u64) as usize].into()
-        } else {
-            "imported".into()
+    let name = prop_oneof![9 => select(known), 1 => Just("imported")];
+    let indices = |most| vec(0..26_usize, 0..most);
+    let links = (weighted(0.3, 0..26_usize), indices(4), indices(2));
+    (name, time(), weighted(0.9, time()), links).prop_map(
+        |(name, begin_ns, end_ns, (parent, after, follows))| RawStep {
+            name: name.into(),
+            begin_ns,
+            end_ns,
+            parent,
+            after,
+            follows,
+            ..RawStep::default()
         },
-        begin_ns: numbers.time(),
-        end_ns: numbers.chance(90).then(|| numbers.time()),
-        parent: numbers.chance(30).then(|| index(numbers)),
-        after: (0..numbers.below(4)).map(|_| index(numbers)).collect(),
-        follows: (0..numbers.below(2)).map(|_| index(numbers)).collect(),
-        ..RawStep::default()
-    };
-    let milestone = |numbers: &mut Numbers, name: &str| Milestone {
-        name: name.into(),
-        at_ns: numbers.time(),
-        after: (0..numbers.below(3)).map(|_| index(numbers)).collect(),
-        ..Milestone::default()
-    };
-    Story {
+    )
+}
+
+/// Links lead to any step, to the step itself, and to steps that are not there.
+fn story() -> impl Strategy<Value = Story> {
+    let milestones = vec((time(), vec(0..26_usize, 0..3)), 3);
+    (vec(step(), 1..25), milestones, time()).prop_map(|(steps, milestones, last_ns)| Story {
         milestones: ["a", "b", "c"]
-            .map(|name| milestone(numbers, name))
-            .to_vec(),
-        steps: (0..steps).map(|_| step(numbers)).collect(),
-        last_ns: numbers.time(),
+            .into_iter()
+            .zip(milestones)
+            .map(|(name, (at_ns, after))| Milestone {
+                name: name.into(),
+                at_ns,
+                after,
+                ..Milestone::default()
+            })
+            .collect(),
+        steps,
+        last_ns,
         missing: Vec::new(),
-    }
+    })
 }
 
 #[test]
 fn every_story_gives_an_account_that_adds_up() {
-    let mut numbers = Numbers(0x5eed);
-    let (mut accounts, mut gains, mut off_path, mut gaps, mut cut) = (0, 0, 0, 0, 0);
-    for round in 0..3000 {
-        let timeline = Timeline::new(story(&mut numbers));
+    let seen = [(); 5].map(|()| Cell::new(0));
+    let [accounts, gains, off_path, gaps, cut] = &seen;
+    let count = |what: &Cell<usize>, more| what.set(what.get() + more);
+    proptest!(property(3000), |(story in story())| {
+        let timeline = Timeline::new(story);
         let Ok(window) = timeline.window(None, None) else {
-            continue;
+            return Ok(());
         };
         let wall = window.wall_ns();
-        accounts += 1;
+        count(accounts, 1);
 
         let covered = coverage(&timeline, &window);
-        assert_eq!(
-            covered.explained_ns + covered.unexplained_ns,
-            wall,
-            "round {round}: coverage and gaps are the wall time"
-        );
-        gaps += covered.gaps.len();
+        let sum = covered.explained_ns + covered.unexplained_ns;
+        prop_assert_eq!(sum, wall, "coverage and gaps are the wall time");
+        count(gaps, covered.gaps.len());
 
         for by in [By::Owner, By::Phase] {
             let account = blame(&timeline, &window, by);
-            let times = account
-                .groups
-                .iter()
-                .flat_map(|g| g.steps.iter().map(|s| s.time).chain([g.time]));
+            let groups = account.groups.iter();
+            let times = groups.flat_map(|g| g.steps.iter().map(|s| s.time).chain([g.time]));
             for time in times.chain(account.waiting.iter().map(|s| s.time)) {
-                assert!(
-                    time.wall_ns <= wall
-                        && time.wall_ns <= time.sum_ns
-                        && time.longest_ns <= time.wall_ns,
-                    "round {round}: {time:?}"
-                );
+                prop_assert!(time.wall_ns <= wall, "{time:?}");
+                prop_assert!(time.wall_ns <= time.sum_ns, "{time:?}");
+                prop_assert!(time.longest_ns <= time.wall_ns, "{time:?}");
             }
         }
 
         let path = critical_path(&timeline, &window, 3);
-        cut += path.cut;
+        count(cut, path.cut);
         let mut at = window.from.at_ns;
         for piece in &path.path {
-            assert_eq!(piece.begin_ns, at, "round {round}: the path has no hole");
+            prop_assert_eq!(piece.begin_ns, at, "the path has no hole");
             at = at.wrapping_add_unsigned(piece.took_ns);
         }
-        assert_eq!(
-            at, window.to.at_ns,
-            "round {round}: the path ends where the window does"
-        );
+        prop_assert_eq!(at, window.to.at_ns, "the path ends where the window does");
         for (i, step) in timeline.steps.iter().enumerate() {
             let (sure, at_most) = gain(&timeline, &window, &[i]);
-            assert!(
-                sure <= at_most && at_most <= wall,
-                "round {round}: what is sure is possible"
-            );
+            prop_assert!(sure <= at_most && at_most <= wall, "what is sure is possible");
             // The path may have another step of the same name; such a step is not checked here.
-            if path
-                .path
-                .iter()
-                .all(|p| p.step.as_deref() != Some(step.title().as_str()))
-                && step.begin_ns >= window.from.at_ns
-            {
-                assert_eq!(
-                    at_most, 0,
-                    "round {round}: {} is not on the path and brings {at_most}",
-                    step.name
-                );
-                off_path += 1;
+            let title = step.title();
+            let is_named = path.path.iter().any(|p| p.step.as_deref() == Some(title.as_str()));
+            if !is_named && step.begin_ns >= window.from.at_ns {
+                prop_assert_eq!(at_most, 0, "{} is not on the path and brings time", step.name);
+                count(off_path, 1);
             }
-            gains += usize::from(at_most > 0);
+            count(gains, usize::from(at_most > 0));
         }
         for found in path.without_step.iter().chain(&path.without_kind) {
-            assert!(
-                found.at_most_ns <= found.on_path_ns,
-                "round {round}: {found:?}"
-            );
+            prop_assert!(found.at_most_ns <= found.on_path_ns, "{found:?}");
         }
-    }
+    });
     // Each case occurred: an account in which nothing ever happens would pass all of the above.
+    let seen = seen.map(Cell::into_inner);
+    let least = [1500, 3000, 3000, 1500, 1];
     assert!(
-        accounts > 1500 && gains > 3000 && off_path > 3000 && gaps > 1500 && cut > 0,
-        "{accounts} {gains} {off_path} {gaps} {cut}"
+        seen.iter().zip(least).all(|(seen, least)| *seen >= least),
+        "{seen:?}"
     );
 }
 

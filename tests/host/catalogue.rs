@@ -152,8 +152,10 @@ fn the_catalogue_has_what_the_sources_emit_and_nothing_else() {
     assert!(found.is_empty(), "{found:#?}");
     // Negative control: an unknown field, a missing one, an event where a span is due, and a name
     // that is not in the catalogue.
-    let text = "fn f() { info!(name: names::CLOCK, realtime_ns = 1, place); tracing::warn!(name: names::GPU_BIND);
-        step!(names::NEW); } #[cfg(test)] mod tests { fn g() { info!(name: names::CLOCK, other = %1) } }";
+    let text = "fn f() { info!(name: names::CLOCK, realtime_ns = 1, place); tracing::warn!(name: \
+        names::GPU_BIND);
+        step!(names::NEW); } #[cfg(test)] mod tests { fn g() { info!(name: names::CLOCK, other = \
+            %1) } }";
     let made_up = emitted(&source::of(&[("src/init/made_up.rs".into(), text.into())]));
     let few: BTreeMap<_, _> = constants
         .into_iter()

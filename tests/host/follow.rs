@@ -129,7 +129,13 @@ fn a_failed_gpu_is_status_1_and_its_reason() {
     std::fs::write(&path, fixture("made-8-gpus-one-failed").concat()).unwrap();
     let (code, _, err) = piped(&dir, &[&ID[..4]], || {});
     assert_eq!(code, Some(1), "{err}");
-    assert!(err.contains("boot 5fc5e893 failed: GPU 5 (0001:00:05.0) failed in init: adapter initialisation failed: rc -5"), "{err}");
+    assert!(
+        err.contains(
+            "boot 5fc5e893 failed: GPU 5 (0001:00:05.0) failed in init: adapter \
+        initialisation failed: rc -5"
+        ),
+        "{err}"
+    );
     // Negative control: the same boot without the failure is a good one.
     let good: String = fixture("made-8-gpus-one-failed")
         .iter()

@@ -1,30 +1,14 @@
 //! Structure that src/README.md promises and the compiler does not enforce, read from the text of
-//! src/: the order of the folders inside a crate, who may do what alone, and the purity of
-//! the schedule. Each rule has a negative control.
+//! src/: the purity of the schedule, `unsafe`, names of parameters, and who powers off. Each
+//! rule has a negative control.
 
 pub mod source;
 
 use kata_gpu_init::config::parameter_table::parameters_markdown;
 use source::{Kind, Source};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
-/// Crates whose folders stand in the order of their lib.rs: each imports itself and those before
-/// it.
-const ORDERED: &[&str] = &["src/init", "src/report"];
-/// Crates without a circle of files.
-const CRATES: &[&str] = &[
-    "src/wire",
-    "src/host",
-    "src/init",
-    "src/nvml",
-    "src/report",
-    "src/collect",
-    "src/image",
-    "src/doctor",
-    "src/cli",
-    "src/cdi_check",
-];
 /// Files of src/init/boot/bring_up, with their submodules, that compute and do nothing else.
 const PURE: &[&str] = &[
     "schedule",
@@ -35,18 +19,18 @@ const PURE: &[&str] = &[
     "deadlines",
     "slots",
 ];
-/// Modules that no pure file imports.
+/// Modules and types that no pure file names: runtime, log, system, clock, and the rooms above.
 const IMPURE: &[&str] = &[
     "tokio",
     "tracing",
     "nix",
-    "std::fs",
-    "std::thread",
-    "std::time::Instant",
-    "std::time::SystemTime",
-    "crate::stream",
-    "crate::machine",
-    "crate::step",
+    "fs",
+    "thread",
+    "Instant",
+    "SystemTime",
+    "stream",
+    "machine",
+    "step",
 ];
 /// `unsafe` outside src/init/machine/sys.rs: where, how often, and why.
 const UNSAFE: &[(&str, usize, &str)] = &[
@@ -125,98 +109,34 @@ fn made_up(files: &[(&str, &str)]) -> Vec<Source> {
     )
 }
 
-/// Whether a path is this one, or inside it.
-fn is_in(path: &str, outer: &str) -> bool {
-    path.strip_prefix(outer)
-        .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
-}
-
-/// Which files each file imports, of the same sources.
-fn imports(all: &[Source]) -> BTreeMap<&str, BTreeSet<&str>> {
-    let path = |source: &Source| {
-        [vec!["crate".into()], source.module.clone()]
-            .concat()
-            .join("::")
-    };
-    let files: BTreeMap<String, &str> = all.iter().map(|s| (path(s), s.file.as_str())).collect();
-    let target = |path: &str| {
-        let mut path = path;
-        loop {
-            if let Some(file) = files.get(path) {
-                return Some(*file);
-            }
-            path = path.rsplit_once("::")?.0;
-        }
-    };
-    let of = |source: &Source| -> BTreeSet<&str> {
-        let targets = source.paths.iter().filter_map(|named| target(&named.path));
-        targets.filter(|file| *file != source.file).collect()
-    };
-    all.iter().map(|s| (s.file.as_str(), of(s))).collect()
-}
-
-/// Imports of a later folder, in the order of the crate's lib.rs.
-fn upward(all: &[Source]) -> Vec<String> {
-    let lib = all.iter().find(|s| s.module.is_empty()).expect("no lib.rs");
-    let order = modules(lib);
-    let rank = |file: &str| {
-        let source = all.iter().find(|s| s.file == file)?;
-        order
-            .iter()
-            .position(|folder| source.module.first() == Some(folder))
-    };
-    let mut found = Vec::new();
-    for (file, imported) in imports(all) {
-        let Some(from) = rank(file) else { continue };
-        let is_up = |to: &&str| rank(to).is_some_and(|to| to > from);
-        found.extend(
-            imported
-                .into_iter()
-                .filter(is_up)
-                .map(|to| format!("{file} imports {to}")),
-        );
-    }
-    found
-}
-
-/// Circles of a crate's files, each once, by its first file.
-fn circles(all: &[Source]) -> Vec<String> {
-    let imports = imports(all);
-    let mut found = Vec::new();
-    for start in imports.keys() {
-        let mut waiting = vec![vec![*start]];
-        let mut seen = BTreeSet::new();
-        while let Some(way) = waiting.pop() {
-            for to in &imports[way[way.len() - 1]] {
-                if to == start && way.iter().min() == Some(start) {
-                    found.push(format!("{} -> {start}", way.join(" -> ")));
-                    waiting.clear();
-                    break;
-                }
-                if seen.insert(*to) {
-                    waiting.push([way.clone(), vec![*to]].concat());
-                }
-            }
-        }
-    }
-    found
-}
-
-/// Forbidden imports of pure files.
+/// Impure names in paths and imports of pure files.
 fn impure(all: &[Source]) -> Vec<String> {
     let mut found = Vec::new();
-    let is_pure = |module: &[String]| match module {
-        [boot, bring_up, name, ..] => {
-            boot == "boot" && bring_up == "bring_up" && PURE.contains(&name.as_str())
+    for source in all {
+        let is_pure = match &source.module[..] {
+            [boot, bring_up, name, ..] => {
+                boot == "boot" && bring_up == "bring_up" && PURE.contains(&name.as_str())
+            }
+            _ => false,
+        };
+        let colons = |at: usize| {
+            source
+                .tokens
+                .get(at)
+                .is_some_and(|t| t.kind == Kind::Colons)
+        };
+        let mut is_import = false;
+        for (at, token) in source.tokens.iter().enumerate().filter(|_| is_pure) {
+            is_import |= source.word(at) == Some("use");
+            is_import &= !source.is_sign(at, ';');
+            let in_path = is_import || colons(at + 1) || at > 0 && colons(at - 1);
+            if let Some(name) = source
+                .word(at)
+                .filter(|name| in_path && IMPURE.contains(name))
+            {
+                found.push(format!("{}:{}: {name}", source.file, token.line));
+            }
         }
-        _ => false,
-    };
-    for source in all.iter().filter(|s| is_pure(&s.module)) {
-        let barred = |path: &str| IMPURE.iter().any(|outer| is_in(path, outer));
-        let offending = source.paths.iter().filter(|named| barred(&named.path));
-        found.extend(
-            offending.map(|named| format!("{}:{}: {}", source.file, named.line, named.path)),
-        );
     }
     found
 }
@@ -297,139 +217,7 @@ fn power_offs(all: &[Source]) -> Vec<String> {
     found
 }
 
-/// Modules that lib.rs lists.
-fn modules(lib: &Source) -> Vec<String> {
-    let is_mod = |at: &usize| lib.word(*at) == Some("mod") && lib.is_sign(at + 2, ';');
-    (0..lib.tokens.len())
-        .filter(is_mod)
-        .filter_map(|at| lib.word(at + 1).map(str::to_string))
-        .collect()
-}
-
-/// Words that name nothing in src/init/boot: they need a glossary.
-const VAGUE: &[&str] = &[
-    "beside",
-    "busy",
-    "batch",
-    "lateness",
-    "adopt",
-    "user_space",
-    "agent_looks",
-];
-/// Names with vague words in src/init/boot, but for the events' own, which are constants.
-fn vague(all: &[Source], known: &[&str]) -> BTreeSet<String> {
-    let mut found = BTreeSet::new();
-    for source in all.iter().filter(|s| s.file.starts_with("src/init/boot/")) {
-        let names = source.tokens.iter().filter_map(|token| match &token.kind {
-            Kind::Word(word) => Some(word.as_str()),
-            _ => None,
-        });
-        for name in names.chain(source.module.iter().map(String::as_str)) {
-            // BesideLoad is beside_load.
-            let mut parts = String::from("_");
-            for c in name.chars() {
-                parts.extend(c.is_ascii_uppercase().then_some('_'));
-                parts.push(c.to_ascii_lowercase());
-            }
-            parts.push('_');
-            let constant = name.chars().all(|c| !c.is_ascii_lowercase());
-            let vague = VAGUE
-                .iter()
-                .any(|word| parts.contains(&format!("_{word}_")));
-            if vague && !constant && !known.contains(&name) {
-                found.insert(format!("{}: {name}", source.file));
-            }
-        }
-    }
-    found
-}
-
 const NONE: &[&str] = &[];
-
-#[test]
-fn names_in_boot_say_what_a_thing_is() {
-    assert_eq!(vague(source(), &[]), BTreeSet::new());
-    let files = [
-        (
-            "src/init/boot/bring_up/user_space.rs",
-            "use crate::x::CDI_EXTRA_DEVICES; // busy",
-        ),
-        (
-            "src/init/boot/bring_up/lane.rs",
-            "enum Probe { BesideLoad } fn lane_is_busy(batch: u8, besides: u8) {}",
-        ),
-        ("src/host/mod.rs", "fn adopt() {}"),
-    ];
-    let found = [
-        "lane.rs: BesideLoad",
-        "lane.rs: lane_is_busy",
-        "user_space.rs: user_space",
-    ];
-    let found = found.map(|name| format!("src/init/boot/bring_up/{name}"));
-    assert_eq!(vague(&made_up(&files), &["batch"]), BTreeSet::from(found));
-}
-
-#[test]
-fn folders_import_those_before_them_in_lib_rs_and_none_after() {
-    for folder in ORDERED {
-        assert_eq!(upward(&source::read(folder)), NONE);
-    }
-    let offending = made_up(&[
-        (
-            "src/init/lib.rs",
-            "pub mod machine; pub mod gpu; pub mod boot;",
-        ),
-        ("src/init/machine/mod.rs", "pub mod sys; pub mod clock;"),
-        ("src/init/machine/sys.rs", "fn f() { crate::gpu::pci::f() }"),
-        (
-            "src/init/machine/clock.rs",
-            "use super::sys; #[cfg(test)] mod tests { use crate::boot; }",
-        ),
-        (
-            "src/init/gpu/mod.rs",
-            "pub mod pci; use crate::machine::{sys};",
-        ),
-        ("src/init/gpu/pci.rs", "// use crate::boot;"),
-        ("src/init/boot/mod.rs", "use crate::{gpu::pci, machine};"),
-    ]);
-    assert_eq!(
-        upward(&offending),
-        ["src/init/machine/sys.rs imports src/init/gpu/pci.rs"]
-    );
-}
-
-#[test]
-fn no_circle_of_files_is_in_a_crate() {
-    for folder in CRATES {
-        assert_eq!(circles(&source::read(folder)), NONE);
-    }
-    let offending = made_up(&[
-        (
-            "src/init/boot/mod.rs",
-            "pub mod a; mod b; mod c; mod d; pub use d::D;",
-        ),
-        ("src/init/boot/a.rs", "use super::b::B;"),
-        (
-            "src/init/boot/b.rs",
-            "fn f() -> super::c::C { super::c::C }",
-        ),
-        ("src/init/boot/c.rs", "use crate::boot::a;"),
-        // Through what the folder passes on.
-        ("src/init/boot/d.rs", "use super::D;"),
-    ]);
-    let found = circles(&offending);
-    let [first, second] = found.as_slice() else {
-        panic!("{found:?}")
-    };
-    assert!(
-        first.starts_with("src/init/boot/a.rs -> src/init/boot/b.rs -> src/init/boot/c.rs"),
-        "{first}"
-    );
-    assert_eq!(
-        second,
-        "src/init/boot/d.rs -> src/init/boot/mod.rs -> src/init/boot/d.rs"
-    );
-}
 
 #[test]
 fn pure_files_import_no_runtime_no_files_and_no_clock() {
@@ -442,29 +230,26 @@ fn pure_files_import_no_runtime_no_files_and_no_clock() {
             "{file} is not there any more"
         );
     }
-    let text = "use std::time::{self, Duration, Instant as Now};\nuse crate::stream::After;\n\
-                use crate::pci;\nfn f() { tracing::info!(\"\");\n\
-                time::SystemTime::now(); std::thread::sleep(Duration::ZERO); pci::clock::now(); }\n\
+    let text = "use std::time::{self, Duration, Instant as Now};\nuse crate::{pci, stream};\n\
+                fn f(step: u8, fs: u8) { tracing::info!(\"\");\n\
+                time::SystemTime::now(); std::thread::sleep(Duration::ZERO); g(step, fs); }\n\
                 #[cfg(test)] mod tests { use tokio::sync; }";
     let found = [
-        "1: std::time::Instant",
-        "2: crate::stream::After",
-        "4: tracing::info", // a macro is a path as well
-        "5: std::time::SystemTime::now",
-        "5: std::thread::sleep",
+        "1: Instant",
+        "2: stream",
+        "3: tracing",
+        "4: SystemTime",
+        "4: thread",
     ];
-    let found = found.map(|line| format!("src/init/boot/bring_up/waves.rs:{line}"));
-    let files = [
-        "src/init/boot/bring_up/waves.rs",
-        "src/init/boot/bring_up/gpu.rs",
-    ]
-    .map(|file| (file, text));
-    assert_eq!(impure(&made_up(&files)), found);
-    let submodule = "src/init/boot/bring_up/schedule/holds.rs";
-    assert_eq!(
-        impure(&made_up(&[(submodule, "use tokio::sync;")])),
-        [format!("{submodule}:1: tokio::sync")]
-    );
+    for file in ["waves.rs", "schedule/holds.rs"] {
+        let file = format!("src/init/boot/bring_up/{file}");
+        let found = found.map(|line| format!("{file}:{line}"));
+        let files = [
+            (file.as_str(), text),
+            ("src/init/boot/bring_up/gpu.rs", text),
+        ];
+        assert_eq!(impure(&made_up(&files)), found);
+    }
 }
 
 #[test]

@@ -5,15 +5,19 @@
 
 use crate::{TempDir, project};
 use kata_gpu_init::kernel_modules::Modules;
+use kata_gpu_test_support::property;
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::sample::select;
+use std::cell::Cell;
 use std::collections::HashSet;
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 const KERNEL: &str = "6.1.0-test";
 /// Rounds, each with a configuration of its own; all of them take two seconds, and 20,000 have been
 /// tried.
-const ROUNDS: u64 = 500;
+const ROUNDS: u32 = 500;
 
 /// sbin, which a user's PATH may lack.
 fn kmod(tool: &str) -> Command {
@@ -134,22 +138,6 @@ fn ours(root: &Path, name: &str) -> Result<Vec<(PathBuf, String)>, String> {
         .collect())
 }
 
-/// xorshift: the same configurations in every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        usize::try_from(self.0 % n as u64).unwrap()
-    }
-
-    fn of<'a>(&mut self, all: &[&'a str]) -> &'a str {
-        all[self.below(all.len())]
-    }
-}
-
 /// Number of names that are modules.
 const MODULES: usize = 11;
 /// Names as people write them: modules, what is built in, what is not there.
@@ -181,93 +169,64 @@ const PATTERNS: &[&str] = &[
     "fake[!x]ci",
 ];
 
-fn configuration(random: &mut Random) -> String {
-    let mut text = String::from("# random\n");
-    for _ in 0..random.below(12) {
-        let name = if random.below(4) == 0 {
-            random.of(PATTERNS)
-        } else {
-            random.of(NAMES)
-        };
-        let other = random.of(NAMES);
-        let _unused = match random.below(8) {
-            0 => writeln!(
-                text,
-                "options {other} a{}={} \\\n  b=\"c d\"",
-                random.below(9),
-                random.below(9)
-            ),
-            1 => writeln!(text, "\toptions\t{other}\tflag"),
-            // To modules only: where an alias leads to what is built in or to nothing, a load ends,
-            // and --show-depends goes on.
-            2 => {
-                writeln!(
-                    text,
-                    "alias {} {}",
-                    random.of(&["gpu", "x-*", "nosuch", "char-major-195-*", "g?u"]),
-                    random.of(&NAMES[..MODULES])
-                )
-            }
-            3 => writeln!(text, "blacklist {other}"),
-            4 => writeln!(text, "softdep {name} post: {other}"),
-            5 => writeln!(
-                text,
-                "softdep {name} ignored pre: {other} {} post: {}",
-                random.of(NAMES),
-                random.of(NAMES)
-            ),
-            6 => writeln!(
-                text,
-                "weakdep {name} {other}\nfrobnicate {other}\nalias {other}"
-            ),
-            _ => writeln!(text, "softdep {name} pre: {other} {}", random.of(NAMES)),
-        }; // writing to a String cannot fail
-    }
-    text
+fn configuration() -> impl Strategy<Value = String> {
+    let name = || select(NAMES);
+    let names = || {
+        (
+            prop_oneof![3 => select(NAMES), 1 => select(PATTERNS)],
+            name(),
+            name(),
+        )
+    };
+    let alias = select(&["gpu", "x-*", "nosuch", "char-major-195-*", "g?u"]);
+    let line = prop_oneof![
+        (name(), 0..9, 0..9)
+            .prop_map(|(name, a, b)| format!("options {name} a{a}={b} \\\n  b=\"c d\"")),
+        name().prop_map(|name| format!("\toptions\t{name}\tflag")),
+        // To modules only: where an alias leads to what is built in or to nothing, a load ends,
+        // and --show-depends goes on.
+        (alias, select(&NAMES[..MODULES])).prop_map(|(alias, to)| format!("alias {alias} {to}")),
+        name().prop_map(|name| format!("blacklist {name}")),
+        names().prop_map(|(name, a, _)| format!("softdep {name} post: {a}")),
+        (names(), name())
+            .prop_map(|((name, a, b), c)| format!("softdep {name} ignored pre: {a} {b} post: {c}")),
+        names().prop_map(|(name, a, _)| format!("weakdep {name} {a}\nfrobnicate {a}\nalias {a}")),
+        names().prop_map(|(name, a, b)| format!("softdep {name} pre: {a} {b}")),
+    ];
+    vec(line, 0..12).prop_map(|lines| format!("# random\n{}\n", lines.join("\n")))
 }
 
 #[test]
 fn the_order_and_the_options_are_those_of_modprobe() {
     let Some(root) = tree("modprobe") else { return };
-    let mut random = Random(0x9e37_79b9_7f4a_7c15);
-    let (mut compared, mut with_softdeps) = (0, 0);
-    for round in 0..ROUNDS {
-        let folder = root.0.join("etc/modprobe.d");
-        let _unused = std::fs::remove_dir_all(&folder);
-        std::fs::create_dir_all(&folder).unwrap();
-        let texts = [
-            ("b.conf", configuration(&mut random)),
-            ("n.conf", configuration(&mut random)),
-        ];
-        texts
-            .iter()
-            .for_each(|(name, text)| std::fs::write(folder.join(name), text).unwrap());
-        let asked = random.of(&[
-            "nvidia-uvm",
-            "nvidia",
-            "virtio_pci",
-            "vmw-vsock-virtio-transport",
-            "gpu",
-            "x-1",
-            "char-major-195-0",
-        ]);
+    let (compared, with_softdeps) = (Cell::new(0), Cell::new(0));
+    let asked = select(&[
+        "nvidia-uvm",
+        "nvidia",
+        "virtio_pci",
+        "vmw-vsock-virtio-transport",
+        "gpu",
+        "x-1",
+        "char-major-195-0",
+    ]);
+    let folder = root.0.join("etc/modprobe.d");
+    std::fs::create_dir_all(&folder).unwrap();
+    proptest!(property(ROUNDS), |(b in configuration(), n in configuration(), asked in asked)| {
+        std::fs::write(folder.join("b.conf"), b).unwrap();
+        std::fs::write(folder.join("n.conf"), n).unwrap();
         let output = modprobe(&root.0, &["--show-depends", asked]);
-        let (theirs, ours) = (shown(&output), ours(&root.0, asked));
-        let context = format!(
-            "round {round}, {asked}:\n{}\n{}\nmodprobe: {output:?}",
-            texts[0].1, texts[1].1
-        );
-        match ours {
-            Err(error) => assert!(theirs.is_empty(), "{error}\n{context}"),
-            Ok(ours) => assert_eq!(ours, theirs, "{context}"),
+        let theirs = shown(&output);
+        match ours(&root.0, asked) {
+            Err(error) => prop_assert!(theirs.is_empty(), "{error}\nmodprobe: {output:?}"),
+            Ok(ours) => prop_assert_eq!(ours, theirs.clone(), "modprobe: {:?}", output),
         }
-        compared += usize::from(!theirs.is_empty());
-        with_softdeps += usize::from(theirs.len() > 4);
-    }
+        compared.set(compared.get() + usize::from(!theirs.is_empty()));
+        with_softdeps.set(with_softdeps.get() + usize::from(theirs.len() > 4));
+    });
     // The other rounds asked for an alias that was not there.
     assert!(
-        compared > 60 && with_softdeps > 10,
-        "{compared} lists of files were compared, {with_softdeps} long ones"
+        compared.get() > 60 && with_softdeps.get() > 10,
+        "{compared:?} lists of files were compared, {with_softdeps:?} long ones"
     );
 }
 

@@ -24,7 +24,8 @@ fn real_library() -> Option<PathBuf> {
         file.display()
     );
     println!(
-        "skipped: {} is not there: tests/real-driver/build makes it where Debian's packages can be had",
+        "skipped: {} is not there: tests/real-driver/build makes it where Debian's packages can \
+        be had",
         file.display()
     );
     None
@@ -158,7 +159,8 @@ fn called() -> BTreeSet<String> {
         "{}",
         String::from_utf8_lossy(&built.stderr)
     );
-    let requests = "facts\nclocks 0000:01:00.0 graphics 1 2\nclocks 0000:01:00.0 memory 1 2\npower 0000:01:00.0 5\nready on\n";
+    let requests = "facts\nclocks 0000:01:00.0 graphics 1 2\nclocks 0000:01:00.0 memory 1 \
+        2\npower 0000:01:00.0 5\nready on\n";
     let output = helper(&library, requests);
     let (answers, names) = (
         String::from_utf8_lossy(&output.stdout),

@@ -174,7 +174,8 @@ fn a_log_of_a_hundred_thousand_boots_is_read_in_bounded_memory() {
         );
         let banner = format!("[    0.000000] Linux version 6.{n}");
         format!(
-            "time=\"{stamp}\" level=debug msg=\"reading guest console\" sandbox=s vmconsole=\"{banner}\"\n"
+            "time=\"{stamp}\" level=debug msg=\"reading guest console\" sandbox=s \
+            vmconsole=\"{banner}\"\n"
         )
     };
     let log: String = (0..100_000).map(line).collect();

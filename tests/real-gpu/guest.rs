@@ -39,7 +39,8 @@ const NODES: [&str; 10] = [
     "console", "full", "kmsg", "null", "ptmx", "random", "tty", "urandom", "vsock", "zero",
 ];
 /// Parameters of every guest: nothing is loaded, bound, reset or locked, nothing goes to the host.
-const PARAMETERS: &str = "gpuinit.bind=insmod gpuinit.reset=off gpuinit.lockdown=off gpuinit.events.vsock=off gpuinit.log=debug cgroup_no_v1=all";
+const PARAMETERS: &str = "gpuinit.bind=insmod gpuinit.reset=off gpuinit.lockdown=off \
+    gpuinit.events.vsock=off gpuinit.log=debug cgroup_no_v1=all";
 /// Longest wait for the guest: a GPU's initialisation takes seconds.
 const DEADLINE: Duration = Duration::from_secs(60);
 const NONE: Option<&str> = None;

@@ -41,25 +41,6 @@ impl Folder {
     }
 }
 
-/// A directory for temporary files, removed with its value.
-pub struct Scratch(pub PathBuf);
-
-impl Scratch {
-    pub fn new(name: &str) -> Result<Self> {
-        let path =
-            std::env::temp_dir().join(format!("kata-gpu-real-{}-{name}", std::process::id()));
-        make_directory(&path)?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // Files that cannot be removed are left in the folder of temporary ones.
-        let _unused = fs::remove_dir_all(&self.0);
-    }
-}
-
 /// Makes a directory for root alone. Error: there is something of that name already.
 pub fn make_directory(path: &Path) -> Result<()> {
     DirBuilder::new()

@@ -23,7 +23,7 @@ use kata_gpu_wire::names;
 use kata_gpu_wire::nvml_messages::Answer;
 use kata_gpu_wire::pci_address::PciAddress;
 use libtest_mimic::{Completion, Trial};
-use machine::{Machine, Scratch, run};
+use machine::{Machine, run};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
@@ -307,7 +307,7 @@ fn container_of_runc_computes_with_our_spec(machine: &Machine) -> Result<Complet
     let Some(runc) = machine::program("runc").or_else(|| machine::program("crun")) else {
         return Ok(Completion::ignored_with("without runc or crun"));
     };
-    let specs = Scratch::new("cdi")?;
+    let specs = kata_gpu_test_support::temp_dir();
     // With the driver's files where the machine's loader has them, and where packages have them: in
     // a folder of its own a container finds libcuda by the cache that the hook makes.
     for (name, driver_root) in [
@@ -316,14 +316,14 @@ fn container_of_runc_computes_with_our_spec(machine: &Machine) -> Result<Complet
     ] {
         let spec = machine.our_spec(driver_root)?;
         machine.record(&format!("cdi-generate-{name}.json"), spec.as_bytes())?;
-        std::fs::write(specs.0.join("nvidia.json"), &spec)?;
-        let output = runc::run(machine, &runc, &specs.0, &["nvidia.com/gpu=all"])?;
+        std::fs::write(specs.path().join("nvidia.json"), &spec)?;
+        let output = runc::run(machine, &runc, specs.path(), &["nvidia.com/gpu=all"])?;
         machine.record(&format!("container-{name}.txt"), output.as_bytes())?;
         computes(&output, &machine.gpus)
             .with_context(|| format!("driver root {}", driver_root.display()))?;
     }
     // Negative control.
-    let bare = runc::run(machine, &runc, &specs.0, &[])?;
+    let bare = runc::run(machine, &runc, specs.path(), &[])?;
     ensure!(
         said(&bare, "error")
             .iter()

@@ -1,18 +1,19 @@
 //! A container of runc (or crun) with devices that the crate of kata-agent injects: a runtime that
 //! is not ours, with cgroups that allow what the spec allows.
 
-use crate::machine::{Machine, Scratch, command};
+use crate::machine::{Machine, command};
 use anyhow::{Context, Result, anyhow, ensure};
 use kata_gpu_test_guest::agent::cdi::inject;
 use kata_gpu_test_guest::agent::container_run::{PROGRAM, copy_tree};
+use kata_gpu_test_support::temp_dir;
 use oci_spec::runtime::Spec;
 use std::path::Path;
 
 /// Runs the CUDA program in a container with these devices of the specs in a directory. Returns its
 /// output, whether or not it succeeds.
 pub fn run(machine: &Machine, runtime: &Path, specs: &Path, devices: &[&str]) -> Result<String> {
-    let scratch = Scratch::new(&format!("bundle-{}", devices.len()))?;
-    let bundle = &scratch.0;
+    let scratch = temp_dir();
+    let bundle = scratch.path();
     copy_tree(&machine.folder.program("root"), &bundle.join("rootfs"))?;
     let mut spec = Spec::default();
     if let Some(process) = spec.process_mut() {

@@ -5,7 +5,6 @@
 
 use super::locks::{At, Fact, Host, Micros, Order, World};
 use super::policies::{Outcome, probes};
-use super::random::Random;
 use kata_gpu_init::boot::bring_up::deadlines::Limit;
 use kata_gpu_init::boot::bring_up::schedule::Schedule;
 use kata_gpu_init::boot::bring_up::schedule_messages as schedule;
@@ -124,7 +123,7 @@ pub struct Guest<'h> {
     gpus: Vec<Gpu>,
     pending: Vec<(Micros, u64, Action)>,
     count: u64,
-    random: Random,
+    random: fastrand::Rng,
     overhead: Overhead,
     /// GPUs that a load may still try, one after another.
     candidates: Vec<usize>,
@@ -224,7 +223,7 @@ impl<'h> Guest<'h> {
             gpus: gpus.collect(),
             pending: Vec::new(),
             count: 0,
-            random: Random::new(seed),
+            random: fastrand::Rng::with_seed(seed),
             overhead,
             candidates: Vec::new(),
             control_ready: false,
@@ -313,7 +312,7 @@ impl<'h> Guest<'h> {
     }
 
     fn soon(&mut self, action: Action) {
-        let later = self.random.below(self.overhead.report + 1);
+        let later = self.random.u64(0..=self.overhead.report);
         self.at(self.world.now() + later, action);
     }
 

@@ -7,4 +7,3 @@ pub mod locks;
 pub mod optimum;
 pub mod policies;
 pub mod properties;
-pub mod random;

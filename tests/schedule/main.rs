@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const USAGE: &str = "want: schedules CASES | schedules KIND SEED, with KIND one of None, Failures, Hang, Traffic, Any";
+const USAGE: &str = "want: schedules CASES | schedules KIND SEED, with KIND one of None, \
+    Failures, Hang, Traffic, Any";
 /// Complaints printed of a kind of trouble.
 const PRINTED: usize = 10;
 

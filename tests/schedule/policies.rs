@@ -5,11 +5,6 @@ use super::locks::{At, Fact, Host, Micros, Order, Wait, World};
 /// Decides. Asked at every event, again and again until it wants nothing more.
 pub trait Policy {
     fn next(&mut self, world: &World) -> Option<Order>;
-
-    /// When it wants to be asked although nothing happens.
-    fn deadline(&self, _world: &World) -> Option<Micros> {
-        None
-    }
 }
 
 /// Result of an order of doing things.
@@ -17,7 +12,6 @@ pub trait Policy {
 pub struct Outcome {
     /// The last usable GPU.
     pub usable: Micros,
-    pub first_usable: Micros,
     /// The last GPU that can be published.
     pub published: Micros,
     /// How long vCPUs have spun beside an enabling.
@@ -38,8 +32,7 @@ pub fn run(host: &Host, policy: &mut dyn Policy) -> Option<Outcome> {
         if world.settled() {
             break;
         }
-        let deadline = policy.deadline(&world).filter(|at| *at > world.now());
-        if !world.advance(deadline) {
+        if !world.advance(None) {
             return None;
         }
     }
@@ -64,11 +57,10 @@ impl Outcome {
         };
         let usable = |fact: &Fact| matches!(fact, Fact::Initialised(_, true));
         let last_usable = times(usable).max().unwrap_or(0);
-        let first_usable = times(usable).min().unwrap_or(0);
         let published = times(|fact| matches!(fact, Fact::Looked(_)))
             .max()
             .unwrap_or(0);
-        (self.usable, self.first_usable, self.published) = (last_usable, first_usable, published);
+        (self.usable, self.published) = (last_usable, published);
         self
     }
 }
@@ -120,41 +112,5 @@ impl Policy for OneBesideTheLane {
             .first(At::Present)
             .filter(|_| !world.attaching())
             .map(Order::Enable)
-    }
-}
-
-/// Waves: beside the last parts of one the lane goes on, and what it brings out is probed when the
-/// wave is over. All that are bound then begin, if the enablings to come take as long as an S2;
-/// else they wait for the others.
-#[derive(Default)]
-pub struct Waves {
-    /// GPUs still to open in the wave that begins at this moment.
-    to_open: usize,
-}
-
-impl Policy for Waves {
-    fn next(&mut self, world: &World) -> Option<Order> {
-        if let Some(gpu) = world.first(At::Bound) {
-            return Some(Order::Look(gpu));
-        }
-        if self.to_open > 0 {
-            self.to_open -= 1;
-            return world.first(At::Known).map(Order::Open);
-        }
-        if world.mapping().is_some() || any_probe(world) || world.attaching() {
-            return None;
-        }
-        let idle = initialising(world) == 0;
-        if idle && let Some(gpu) = world.first(At::Enabled) {
-            return Some(Order::Probe(gpu));
-        }
-        let times = world.host().gpus[0].times;
-        let rest = world.counts(|at| at == At::Present) as Micros;
-        let known = world.counts(|at| at == At::Known);
-        if idle && known > 0 && (rest == 0 || rest * times.enable >= times.s2) {
-            self.to_open = if world.host().relaxed { known } else { 1 };
-            return self.next(world);
-        }
-        world.first(At::Present).map(Order::Enable)
     }
 }

@@ -3,7 +3,7 @@
 
 use super::drive::{Broken, Container, Overhead, Run, drive, drive_broken};
 use super::locks::{At, Fact, Fault, Function, Host, Micros, Times};
-use super::random::Random;
+use fastrand::Rng;
 use kata_gpu_init::boot::bring_up::deadlines::Limit;
 use kata_gpu_init::boot::bring_up::schedule_messages::{Fact as Report, GpuId, Order, Probe};
 use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
@@ -55,23 +55,36 @@ impl std::fmt::Display for Complaint {
     }
 }
 
+fn one_of<T: Copy>(random: &mut Rng, values: &[T]) -> T {
+    values[random.usize(0..values.len())]
+}
+
+/// True in so many of a hundred.
+fn percent(random: &mut Rng, percent: u64) -> bool {
+    random.u64(0..100) < percent
+}
+
 /// Check of a case's run; an error says how the run breaks the property.
 type Property = fn(&Case, &Run) -> Result<(), String>;
 
 impl Case {
     /// The case of a seed.
     pub fn random(seed: u64, trouble: Trouble) -> Self {
-        let mut random = Random::new(seed);
-        let count = random.between(1, 16) as usize;
-        let vcpus = random.one_of(&[1, 2, 4, 8]);
-        let relaxed = random.percent(70);
-        let enable = random.one_of(&[1, 3, 30, 200, 300, 1000, 3300]) * MS;
-        let firewall = if random.percent(20) { 4000 * MS } else { 0 };
+        let mut random = Rng::with_seed(seed);
+        let count = random.u64(1..=16) as usize;
+        let vcpus = one_of(&mut random, &[1, 2, 4, 8]);
+        let relaxed = percent(&mut random, 70);
+        let enable = one_of(&mut random, &[1, 3, 30, 200, 300, 1000, 3300]) * MS;
+        let firewall = if percent(&mut random, 20) {
+            4000 * MS
+        } else {
+            0
+        };
         // An initialisation is taken to be an H100's, faster or slower as a whole.
-        let scale = random.between(60, 110);
+        let scale = random.u64(60..=110);
         let parts = [300, 1300, 500].map(|part| part * MS * scale / 100);
         let mut gpu = || {
-            let mut vary = |time: Micros, most: u64| time * random.between(most - 20, most) / 100;
+            let mut vary = |time: Micros, most: u64| time * random.u64(most - 20..=most) / 100;
             let [s1, s2, s3] = parts;
             let times = Times {
                 enable: vary(enable, 110),
@@ -93,15 +106,18 @@ impl Case {
         let host = Host {
             vcpus,
             relaxed,
-            load: Some([random.between(5, 60) * MS, random.between(2, 30) * MS]),
-            grace: random.between(1, 15) * MS,
+            load: Some([random.u64(5..=60) * MS, random.u64(2..=30) * MS]),
+            grace: random.u64(1..=15) * MS,
             gpus,
         };
-        let bind = match random.percent(80) {
+        let bind = match percent(&mut random, 80) {
             true => Bind::Auto,
-            false => random.one_of(&[Bind::Insmod, Bind::Pipelined, Bind::Concurrent]),
+            false => one_of(
+                &mut random,
+                &[Bind::Insmod, Bind::Pipelined, Bind::Concurrent],
+            ),
         };
-        let init = if random.percent(90) {
+        let init = if percent(&mut random, 90) {
             Init::Parallel
         } else {
             Init::Serial
@@ -117,19 +133,19 @@ impl Case {
             firewall: firewall > 0,
             driver: driver.parse().ok(),
             init_on_probe: false,
-            confidential: !relaxed && random.percent(50),
+            confidential: !relaxed && percent(&mut random, 50),
             vcpus,
         };
-        let containers = (0..random.below(4)).map(|_| Container {
-            at: random.below(6000) * MS,
-            gpus: (0..count).filter(|_| random.percent(30)).collect(),
-            graces: random.between(1, 4) as u8,
+        let containers = (0..random.u64(0..4)).map(|_| Container {
+            at: random.u64(0..6000) * MS,
+            gpus: (0..count).filter(|_| percent(&mut random, 30)).collect(),
+            graces: random.u64(1..=4) as u8,
         });
         let containers = containers.collect();
         let (report, publish, files) = (
-            random.below(3) * MS,
-            random.below(20) * MS,
-            random.below(60) * MS,
+            random.u64(0..3) * MS,
+            random.u64(0..20) * MS,
+            random.u64(0..60) * MS,
         );
         let overhead = Overhead {
             report,
@@ -403,28 +419,27 @@ impl Trouble {
         Self::Any,
     ];
 
-    fn befall(self, gpus: &mut [Function], random: &mut Random) {
+    fn befall(self, gpus: &mut [Function], random: &mut Rng) {
         let count = gpus.len();
         let failures = [Fault::EnableFails, Fault::ProbeFails, Fault::InitFails];
         match self {
             Self::None => {}
             Self::Failures => {
                 for gpu in gpus {
-                    if random.percent(25) {
-                        gpu.fault = random.one_of(&failures);
+                    if percent(random, 25) {
+                        gpu.fault = one_of(random, &failures);
                     }
                 }
             }
             Self::Hang if count > 1 => {
-                let hanging = random.between(1, count as u64 - 1) as usize;
+                let hanging = random.u64(1..=count as u64 - 1) as usize;
                 gpus[hanging].fault = Fault::ProbeHangs;
             }
             Self::Hang => {}
             Self::Traffic => {
                 for gpu in gpus {
-                    let (first, second) =
-                        (random.below(20_000) * MS, random.between(1, 20_000) * MS);
-                    match random.below(8) {
+                    let (first, second) = (random.u64(0..20_000) * MS, random.u64(1..=20_000) * MS);
+                    match random.u64(0..8) {
                         0 => gpu.removed_at = Some(first + 1),
                         1 => gpu.plugged_at = Some(first + 1),
                         2 => {
@@ -438,11 +453,11 @@ impl Trouble {
             Self::Any => {
                 Self::Traffic.befall(gpus, random);
                 for gpu in gpus {
-                    if random.percent(20) {
+                    if percent(random, 20) {
                         const FAILS: [Fault; 3] =
                             [Fault::EnableFails, Fault::ProbeFails, Fault::InitFails];
                         const HANGS: [Fault; 2] = [Fault::ProbeHangs, Fault::InitHangs];
-                        gpu.fault = random.one_of(&[&FAILS[..], &HANGS[..]].concat());
+                        gpu.fault = one_of(random, &[&FAILS[..], &HANGS[..]].concat());
                     }
                 }
             }

@@ -8,6 +8,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+/// Settings of a property test: so many cases, the same in every run, and no file of failures.
+pub fn property(cases: u32) -> proptest::test_runner::Config {
+    proptest::test_runner::Config {
+        cases,
+        rng_seed: proptest::test_runner::RngSeed::Fixed(0x5eed),
+        failure_persistence: None,
+        ..Default::default()
+    }
+}
+
 /// A boot id.
 pub const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
 

@@ -67,10 +67,12 @@ fn paths_and_modes(nodes: &[String]) -> Vec<String> {
 fn instances(context: &TestContext) -> Result<Outcome> {
     // Agents up to 3.31 wait for a name that is not there yet: an instance's name is known when its
     // GPU is up.
-    let asked = "testagent.containers=plain:1;first:1:0;last:1:3;channel:nvidia.com/imex-channel=1;all:nvidia.com/nvswitch=all";
+    let asked = "testagent.containers=plain:1;first:1:0;last:1:3;\
+        channel:nvidia.com/imex-channel=1;all:nvidia.com/nvswitch=all";
     let script = "testagent.guest=script testagent.script=settled>kill;settled>spec";
     let words = format!(
-        "fakepci.gpus=3 nvidia.mig=1:2:2 nvidia.switches=2 gpuinit.imex=2 testagent.version=3.31.0 {asked} {script}"
+        "fakepci.gpus=3 nvidia.mig=1:2:2 nvidia.switches=2 gpuinit.imex=2 \
+        testagent.version=3.31.0 {asked} {script}"
     );
     let booted = Guest::new().append(&words).boot(context, "mig")?;
     let last = booted.created("last")?;
@@ -158,7 +160,8 @@ fn displays(context: &TestContext) -> Result<Outcome> {
     let steps =
         "settled>spec-has:renderD129+spec+remove:1;gpu.removed/1>sleep:0;cdi.publish!end>spec";
     let words = format!(
-        "fakepci.gpus=2 nvidia.displays=1 nvidia.displays_ms=500 testagent.guest=script testagent.script={steps}"
+        "fakepci.gpus=2 nvidia.displays=1 nvidia.displays_ms=500 testagent.guest=script \
+        testagent.script={steps}"
     );
     let booted = Guest::new().append(&words).boot(context, "displays")?;
     let text = spec(&booted, "nvidia.yaml", |text| {
@@ -206,7 +209,8 @@ fn complete(context: &TestContext) -> Result<Outcome> {
 }
 
 fn nothing(context: &TestContext) -> Result<Outcome> {
-    let words = "fakepci.gpus=1 gpuinit.imex=4096 agent.cdi_timeout=2 testagent.containers=channel:nvidia.com/imex-channel=0;one:0";
+    let words = "fakepci.gpus=1 gpuinit.imex=4096 agent.cdi_timeout=2 \
+        testagent.containers=channel:nvidia.com/imex-channel=0;one:0";
     let booted = Guest::new().append(words).boot(context, "nothing")?;
     booted.created("one")?;
     let line = booted.refused("channel")?;

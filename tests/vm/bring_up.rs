@@ -89,7 +89,8 @@ fn own_vcpu(context: &TestContext) -> Result<Outcome> {
     // sleeps through all of its 2 s.
     let times =
         "fakepci.gpus=4 fakepci.enable_ms=2000 nvidia.s1_ms=100 nvidia.s2_ms=400 nvidia.s3_ms=100";
-    let words = "gpuinit.bind=pipelined testagent.guest=script testagent.script=gpu.init!begin/1>cpus;settled>cpus";
+    let words = "gpuinit.bind=pipelined testagent.guest=script \
+        testagent.script=gpu.init!begin/1>cpus;settled>cpus";
     let booted = Guest::new()
         .append(&format!("{times} {words}"))
         .boot(context, "own")?;
@@ -371,7 +372,8 @@ fn auto(context: &TestContext) -> Result<Outcome> {
 }
 
 fn relaxed_off(context: &TestContext) -> Result<Outcome> {
-    let words = "nvidia.NVreg_RegistryDwords=Other=1 fakepci.gpus=3 nvidia.s2_ms=200 testagent.guest=script testagent.script=settled>driver+counters";
+    let words = "nvidia.NVreg_RegistryDwords=Other=1 fakepci.gpus=3 nvidia.s2_ms=200 \
+        testagent.guest=script testagent.script=settled>driver+counters";
     for (name, switch, at_once, init) in [
         ("off", "gpuinit.relaxed=off", 1, "serial"),
         ("on", "gpuinit.relaxed=on", 3, "parallel"),
@@ -506,7 +508,8 @@ fn config_accesses(context: &TestContext) -> Result<Outcome> {
         let is = reports(&booted, 1)?.remove(0);
         ensure!(
             is == wanted,
-            "{bind}: {is:?}, without the init {wanted:?}, of which a look at a minor is {look} reads"
+            "{bind}: {is:?}, without the init {wanted:?}, of which a look at a minor is {look} \
+            reads"
         );
     }
     Ok(Outcome::Measured(format!(
@@ -524,7 +527,8 @@ fn child(context: &TestContext) -> Result<Outcome> {
     booted.created("all")?;
     booted.exit()?;
     // Cgroups of version 1, where the kernel command line does not ask for the other.
-    let words = "gpuinit.agent=child testagent.guest=script testagent.script=settled>file:/proc/self/mounts";
+    let words = "gpuinit.agent=child testagent.guest=script \
+        testagent.script=settled>file:/proc/self/mounts";
     let v1 = Guest::new().cgroup_v1().append(words).boot(context, "v1")?;
     let mounts = v1.agent("file", |l| l.get("path") == "/proc/self/mounts")?;
     for mount in [

@@ -167,14 +167,16 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
 
         ensure!(
             clock.steps() == 0,
-            "{name}: samples contradict each other: a clock ran more than {RATE_ERROR_PPM} ppm apart"
+            "{name}: samples contradict each other: a clock ran more than {RATE_ERROR_PPM} ppm \
+            apart"
         );
         let (mut worst, mut small) = (0, 0);
         for seen in &truth {
             let wall = clock.wall_at(seen.boottime_ns).context("no sample")?;
             ensure!(
                 agrees(&clock, seen, 1)?,
-                "{name}: at boot time {} ns the host's clock was between {} and {} ns later, and is said to have been {} +- {} ns",
+                "{name}: at boot time {} ns the host's clock was between {} and {} ns later, and \
+                is said to have been {} +- {} ns",
                 seen.boottime_ns,
                 seen.sent_realtime_ns,
                 seen.rtt.as_nanos(),
@@ -261,7 +263,8 @@ fn guests_own_clocks(records: &[Record], clock: &Clock, started_ns: i64) -> Resu
     );
     ensure!(
         before.took_ns <= room,
-        "VMM and firmware are said to have taken {before:?}, but the VM was started {room} ns before its kernel"
+        "VMM and firmware are said to have taken {before:?}, but the VM was started {room} ns \
+        before its kernel"
     );
     // The firmware alone takes that.
     ensure!(before.took_ns > 1_000_000, "{before:?}");

@@ -25,7 +25,8 @@ const VERSION: &str = "550.163.01";
 /// Version of the CUDA image's compatibility libraries.
 const COMPAT: &str = "560.35.03";
 /// Containers, their devices and roots. The last two are without their hooks.
-const CONTAINERS: &str = "debian:0@debian;all:all@debian;alpine:1@alpine;cuda:2@cuda;bare-cuda:2@cuda;bare-alpine:1@alpine";
+const CONTAINERS: &str = "debian:0@debian;all:all@debian;alpine:1@alpine;cuda:2@cuda;\
+    bare-cuda:2@cuda;bare-alpine:1@alpine";
 const WITHOUT_HOOKS: &str = "bare-cuda,bare-alpine";
 
 /// The value of a key in the program's output.
@@ -144,7 +145,8 @@ impl Ended {
 
 fn boot(context: &TestContext, hooks: &str) -> Result<Booted> {
     let words = format!(
-        "fakepci.gpus=3 gpuinit.cdi.hooks={hooks} testagent.containers={CONTAINERS} testagent.without_hooks={WITHOUT_HOOKS}"
+        "fakepci.gpus=3 gpuinit.cdi.hooks={hooks} testagent.containers={CONTAINERS} \
+        testagent.without_hooks={WITHOUT_HOOKS}"
     );
     ["driver", "debian", "cuda", "alpine"]
         .into_iter()

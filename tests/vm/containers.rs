@@ -144,7 +144,8 @@ fn growing_list(context: &TestContext) -> Result<Outcome> {
         line.get("error")
     );
     // Before 3.32.0 the agent waited for it: then it ends with its timeout instead.
-    let words = "fakepci.gpus=0 testagent.containers=second:1 testagent.guest=growing-list testagent.version=3.31.0 agent.cdi_timeout=2";
+    let words = "fakepci.gpus=0 testagent.containers=second:1 testagent.guest=growing-list \
+        testagent.version=3.31.0 agent.cdi_timeout=2";
     let booted = Guest::new().append(words).boot(context, "old-agent")?;
     let line = booted.refused("second")?;
     ensure!(
@@ -226,7 +227,8 @@ fn held_back(context: &TestContext) -> Result<Outcome> {
 fn by_uuid(context: &TestContext) -> Result<Outcome> {
     // The simulator makes it from the address: domain 1, slot 1. Agents up to 3.31 wait for a name
     // that is not there yet.
-    let asked = "testagent.version=3.31.0 testagent.containers=named:GPU-00000001-51d0-5afe-9000-000000000008";
+    let asked = "testagent.version=3.31.0 \
+        testagent.containers=named:GPU-00000001-51d0-5afe-9000-000000000008";
     let booted = Guest::new()
         .append(&format!(
             "fakepci.gpus=3 gpuinit.cdi.names=index,uuid {asked}"

@@ -151,7 +151,8 @@ pub fn erofs_image(context: &TestContext, root: &Path) -> Result<PathBuf> {
     )?;
     File::create(&image)?.set_len((FIRST + SECTORS + 2048) * 512)?;
     let table = format!(
-        "printf 'label: dos\\nstart={FIRST}, size={SECTORS}, type=83\\n' | PATH=$PATH:/usr/sbin:/sbin sfdisk --quiet \"$0\""
+        "printf 'label: dos\\nstart={FIRST}, size={SECTORS}, type=83\\n' | \
+        PATH=$PATH:/usr/sbin:/sbin sfdisk --quiet \"$0\""
     );
     done(Command::new("sh").args(["-c", &table]).arg(&image))?;
     let seek = format!("seek={}", FIRST * 512);

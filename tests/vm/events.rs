@@ -146,7 +146,8 @@ fn never_delays(context: &TestContext) -> Result<Outcome> {
             }
             ensure!(
                 left > 0,
-                "{name}: agent exec and last publication after {e} and {p} ns, with a listener after {exec} and {published} at most"
+                "{name}: agent exec and last publication after {e} and {p} ns, with a listener \
+                after {exec} and {published} at most"
             );
             let (again_exec, again_published) = with_listener()?;
             (exec, published) = (exec.max(again_exec), published.max(again_published));
@@ -179,7 +180,8 @@ fn settled_on_console(booted: &Booted) -> Result<Vec<Record>> {
             "stage0 end" => (names::AGENT_EXEC, "begin"),
             other => (other, "event"),
         };
-        let record = serde_json::json!({"schema": 1, "seq": 0, "boottime_ns": time.parse::<u64>()?, "kind": kind, "name": name});
+        let record = serde_json::json!({"schema": 1, "seq": 0,
+            "boottime_ns": time.parse::<u64>()?, "kind": kind, "name": name});
         records.push(serde_json::from_value(record)?);
     }
     Ok(records)
@@ -422,12 +424,14 @@ const TOPOLOGIES: [(&str, &str, usize); 6] = [
     ),
     (
         "protected-pcie",
-        "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=2 nvidia.cc=1 nvrc.smi.srs=1",
+        "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=2 nvidia.cc=1 \
+        nvrc.smi.srs=1",
         2,
     ),
     (
         "blackwell-fabric",
-        "fakepci.gpus=2 fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2 nvidia.fabric_state=2",
+        "fakepci.gpus=2 fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2 \
+        nvidia.fabric_state=2",
         2,
     ),
     (
@@ -438,7 +442,8 @@ const TOPOLOGIES: [(&str, &str, usize); 6] = [
     // The fabric, which NVML alone knows of, is complete after the GPUs were taken back.
     (
         "shared-fabric",
-        "fakepci.gpus=2 nvidia.fabric_state=2 testagent.guest=script testagent.script=gpu.held!begin/1>fabric:3",
+        "fakepci.gpus=2 nvidia.fabric_state=2 testagent.guest=script \
+        testagent.script=gpu.held!begin/1>fabric:3",
         0,
     ),
 ];
@@ -511,7 +516,8 @@ fn compare_with_golden(context: &TestContext, name: &str, records: &[Record]) ->
             .position(|(a, b)| a != b)
             .unwrap_or_else(|| is.lines().count().min(should.lines().count()));
         anyhow::bail!(
-            "line {} differs from {} (UPDATE_GOLDEN=1 refreshes it; read the diff):\n  is     {}\n  should {}",
+            "line {} differs from {} (UPDATE_GOLDEN=1 refreshes it; read the diff):\n  is     \
+            {}\n  should {}",
             at + 1,
             path.display(),
             is.lines().nth(at).unwrap_or("(end)"),

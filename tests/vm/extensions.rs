@@ -4,7 +4,7 @@
 
 use super::container_roots::Ended;
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use kata_gpu_init::services::service_table::SERVICES;
 use kata_gpu_test_guest::halves::extensions::PROGRAM;
 use kata_gpu_wire::arch::Arch;
@@ -47,10 +47,6 @@ pub const TESTS: &[VmTest] = &[
     VmTest {
         name: "a_new_worker_completes_the_extensions_binds",
         run: worker_dies,
-    },
-    VmTest {
-        name: "what_extensions_add_to_agent_and_first_publication",
-        run: cost,
     },
 ];
 
@@ -124,7 +120,8 @@ impl Image {
         let disk = File::create(&file)?;
         disk.set_len((FIRST + data_sectors + hash_sectors) * SECTOR)?;
         let table = format!(
-            "label: dos\nstart={FIRST}, size={data_sectors}, type=83\nstart={}, size={hash_sectors}, type=83\n",
+            "label: dos\nstart={FIRST}, size={data_sectors}, type=83\nstart={}, \
+            size={hash_sectors}, type=83\n",
             FIRST + data_sectors
         );
         done(
@@ -425,7 +422,8 @@ fn coco(context: &TestContext) -> Result<Outcome> {
     };
     // The same image on another disk, opened by the program that the incumbent runs.
     let open = format!(
-        "/usr/sbin/veritysetup,open,--no-superblock,--hash,sha256,--data-block-size,{},--hash-block-size,{},--data-blocks,{},--salt,{},/dev/vdc1,judge,/dev/vdc2,{}",
+        "/usr/sbin/veritysetup,open,--no-superblock,--hash,sha256,--data-block-size,{},\
+        --hash-block-size,{},--data-blocks,{},--salt,{},/dev/vdc1,judge,/dev/vdc2,{}",
         value("data_block_size"),
         value("hash_block_size"),
         value("data_blocks"),
@@ -737,62 +735,4 @@ fn malformed(context: &TestContext) -> Result<Outcome> {
         );
     }
     Ok(Outcome::Passed)
-}
-
-/// ms from the init's first instruction to a record's time.
-fn since_start(booted: &Booted, record: &Record) -> Result<f64> {
-    let start = booted.event(names::INIT_START)?;
-    Ok(record.boottime_ns.saturating_sub(start.boottime_ns) as f64 / 1e6)
-}
-
-fn cost(context: &TestContext) -> Result<Outcome> {
-    let (gpu, coco) = (gpu_image(context, PACKED)?, coco_image(context)?);
-    // The same driver in the base image: no extension step, and no other cost.
-    let without = Guest::new()
-        .append("fakepci.gpus=2")
-        .mounts_images(context)?
-        .archive("driver");
-    let guests = [
-        ("none", without),
-        ("gpu", with(base(context)?, "gpu", &gpu)),
-        (
-            "both",
-            with(with(base(context)?, "gpu", &gpu), "coco", &coco),
-        ),
-    ];
-    let mut lines = Vec::new();
-    for (name, guest) in guests {
-        let booted = guest.boot(context, name)?;
-        ensure!(
-            booted.settled()? == (2, 0),
-            "{name}: {:?}",
-            booted.settled()?
-        );
-        let records = booted.receiver.records();
-        let exec = since_start(
-            &booted,
-            named(&records, Kind::Begin, names::AGENT_EXEC)
-                .first()
-                .context("no agent.exec")?,
-        )?;
-        let published = since_start(
-            &booted,
-            named(&records, Kind::Event, names::GPU_PUBLISHED)
-                .first()
-                .context("nothing published")?,
-        )?;
-        let steps = extension_steps(&records);
-        match name {
-            "none" => ensure!(
-                steps.is_empty(),
-                "extension steps without an extension: {steps:?}"
-            ),
-            "gpu" | "both" => ensure!(!steps.is_empty(), "{name}: no extension step"),
-            other => bail!("{other}"),
-        }
-        lines.push(format!(
-            "{name}: agent exec {exec:.0} ms, first publication {published:.0} ms"
-        ));
-    }
-    Ok(Outcome::Measured(lines.join("; ")))
 }

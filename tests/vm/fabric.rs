@@ -18,16 +18,13 @@ pub const TESTS: &[VmTest] = &[
         name: "fabric_manager_completes_the_fabric_after_the_last_gpu",
         run: completes,
     },
-    VmTest {
-        name: "the_incumbents_order_powers_off_at_persistenceds_limit",
-        run: serial,
-    },
 ];
 
 const STATE: &str = "/sys/module/nvidia/parameters/fabric_state";
 
 fn nvml(context: &TestContext) -> Result<Outcome> {
-    let words = "fakepci.gpus=2 nvidia.fabric_state=1 nvidia.fabric_status=0,999 nvidia.fabric_health=1,0 nvidia.cc=1";
+    let words = "fakepci.gpus=2 nvidia.fabric_state=1 nvidia.fabric_status=0,999 \
+        nvidia.fabric_health=1,0 nvidia.cc=1";
     let script = "gpu.usable/1>nvml:facts+fabric:2,3+nvml:ready_on+nvml:facts";
     let guest = Guest::new().nvml().append(words).append(CONFIDENTIAL);
     let booted = guest
@@ -105,12 +102,14 @@ fn booted_facts(booted: &super::harness::Booted) -> Vec<Facts> {
 
 fn completes(context: &TestContext) -> Result<Outcome> {
     // GPU 0 is up long before GPU 1.
-    let words = "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=1 nvidia.s2_ms=30,1500 gpuinit.init=serial";
+    let words = "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=1 \
+        nvidia.s2_ms=30,1500 gpuinit.init=serial";
     for (case, fault, state) in [("all", "", "3,3"), ("one", "+never-completes:1", "3,2")] {
         let script =
             format!("gpu.usable/0>file:{STATE};gpu.usable/1>file-has:{STATE}=,+file:{STATE}");
         let words = format!(
-            "{words} standin.nv-fabricmanager=fabric:50{fault} testagent.guest=script testagent.script={script}"
+            "{words} standin.nv-fabricmanager=fabric:50{fault} testagent.guest=script \
+            testagent.script={script}"
         );
         let booted = with_services(Guest::new())
             .append(&words)
@@ -151,68 +150,6 @@ fn completes(context: &TestContext) -> Result<Outcome> {
             "{case}: complete {} ns before the last GPU",
             usable - done.boottime_ns
         );
-    }
-    Ok(Outcome::Passed)
-}
-
-fn serial(context: &TestContext) -> Result<Outcome> {
-    let fabric = "fakepci.gpus=8 fakepci.switches=4 nvidia.switches=4 nvidia.fabric_state=1 standin.nv-fabricmanager=fabric:50";
-    let serial = "hardware.init=/serial-init serial_init.poll_ms=50";
-    let guest = |words: &str| {
-        with_services(Guest::new())
-            .archive("driver")
-            .append(&format!("{fabric} {serial} {words}"))
-    };
-    for (case, words, why) in [
-        // The fabric waits for GPUs that are opened after this wait.
-        (
-            "limit",
-            "standin.nvidia-persistenced=fabric-wait:60000 serial_init.limit_ms=3000",
-            "timeout waiting for: Local RPC",
-        ),
-        (
-            "switches",
-            "fakepci.switches=2",
-            "unexpected topology: 8 GPUs, 2 NVSwitches",
-        ),
-    ] {
-        let mut booted = guest(words).boot(context, case)?;
-        booted.exit()?;
-        let text = booted.console.text();
-        ensure!(
-            text.contains("serial-init: powers off ") && text.contains(why),
-            "{case}: it did not power off for that: {text}"
-        );
-        ensure!(
-            !text.contains("serial-init: exec"),
-            "{case}: the agent was executed"
-        );
-    }
-    let look = format!(
-        "testagent.guest=script testagent.script=now>sleep:3000+file:{STATE}+file:/sys/module/nvidia/parameters/cc_ready"
-    );
-    for (case, words, ready) in [
-        (
-            "gives-up",
-            "standin.nvidia-persistenced=fabric-wait:20 serial_init.srs=1",
-            "Y",
-        ),
-        (
-            "no-uvm",
-            "standin.nvidia-persistenced=fabric-wait:60000 serial_init.uvm=off",
-            "N",
-        ),
-    ] {
-        let booted =
-            guest(&format!("{words} {look} testagent.containers=all:all")).boot(context, case)?;
-        booted.created("all")?;
-        let state = booted.agent("file", |l| l.get("path") == STATE)?;
-        ensure!(
-            state.get("text").trim() == "3,3,3,3,3,3,3,3",
-            "{case}: {state:?}"
-        );
-        let set = booted.agent("file", |l| l.get("path").ends_with("cc_ready"))?;
-        ensure!(set.get("text").trim() == ready, "{case}: {set:?}");
     }
     Ok(Outcome::Passed)
 }

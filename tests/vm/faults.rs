@@ -159,7 +159,8 @@ fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> 
 fn one_hangs(context: &TestContext) -> Result<Outcome> {
     // The last one, after all others: a GPU that hangs holds its lock of the resource manager, and
     // one that comes after it waits for that.
-    let words = "nvidia.init_hang=7 fakepci.enable_ms=120 gpuinit.init=serial testagent.containers=good:6;all:all testagent.guest=counters";
+    let words = "nvidia.init_hang=7 fakepci.enable_ms=120 gpuinit.init=serial \
+        testagent.containers=good:6;all:all testagent.guest=counters";
     let mut booted = Guest::new().append(words).boot(context, "hang")?;
     booted.created("good")?;
     booted.created("all")?;
@@ -255,8 +256,10 @@ fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
 /// between that and the end of the load do not count: it fails as a whole, which unbinds them.
 fn bound_meanwhile(context: &TestContext) -> Result<Outcome> {
     let words = [
-        "fakepci.gpus=4 nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent",
-        "nvidia.unsupported=0 nvidia.probe_ms=0,3,3,3 nvidia.judge_ms=1000 testagent.containers=good:3",
+        "fakepci.gpus=4 nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 \
+        gpuinit.bind=concurrent",
+        "nvidia.unsupported=0 nvidia.probe_ms=0,3,3,3 nvidia.judge_ms=1000 \
+        testagent.containers=good:3",
     ];
     // A GPU that is bound before the count keeps the load from failing; which comes first, chance
     // decides.
@@ -475,7 +478,8 @@ fn full_run(context: &TestContext) -> Result<Outcome> {
     // fail. The container's start is the event that ends the test.
     let script = "gpu.found/3>fill;gpu.usable/3>sleep:800+empty";
     let words = format!(
-        "fakepci.gpus=4 fakepci.enable_ms=200 testagent.guest=script testagent.script={script} testagent.containers=all:all"
+        "fakepci.gpus=4 fakepci.enable_ms=200 testagent.guest=script testagent.script={script} \
+        testagent.containers=all:all"
     );
     let booted = Guest::new().append(&words).boot(context, "full")?;
     let all = booted.created("all")?;
@@ -563,7 +567,8 @@ fn no_agent(context: &TestContext) -> Result<Outcome> {
         .file("hardware", &binary)
         .boot(context, "no-agent")?;
     booted.exit()?;
-    let wanted = "execute /usr/bin/kata-agent: ENOENT: No such file or directory (the image has no agent: put it there)";
+    let wanted = "execute /usr/bin/kata-agent: ENOENT: No such file or directory (the image has \
+        no agent: put it there)";
     let event = booted.event(names::POWER_OFF)?;
     ensure!(
         event.error.as_deref() == Some(wanted),

@@ -519,7 +519,8 @@ fn container(context: &TestContext) -> Result<Outcome> {
         }
     }
     Ok(Outcome::Skipped(format!(
-        "in {BOOTS} boots no container was made within the lane's limits: this machine is too busy: {waits:?}"
+        "in {BOOTS} boots no container was made within the lane's limits: this machine is too \
+        busy: {waits:?}"
     )))
 }
 
@@ -641,7 +642,8 @@ fn one_vcpu(context: &TestContext) -> Result<Outcome> {
         >= Limit::AgentFirst.after().as_millis();
     ensure!(
         limit_over || ready < first && pause.boottime_ns < first,
-        "the first enabling began at {first} ns, held by {wait}; the agent was ready at {ready} ns, \
+        "the first enabling began at {first} ns, held by {wait}; the agent was ready at {ready} \
+        ns, \
          its first container made at {} ns",
         pause.boottime_ns
     );

@@ -45,7 +45,8 @@ fn removed_and_back(context: &TestContext) -> Result<Outcome> {
     // The driver looks every half second whether the GPU is closed.
     let script = "settled>remove:2;gpu.removed>gone:2+counters+rescan;gpu.usable/2>counters";
     let words = format!(
-        "fakepci.gpus=4 testagent.guest=script testagent.script={script} testagent.containers=all:all"
+        "fakepci.gpus=4 testagent.guest=script testagent.script={script} \
+        testagent.containers=all:all"
     );
     let booted = Guest::new().append(&words).boot(context, "back")?;
     let removed = booted.event(names::GPU_REMOVED)?;
@@ -133,7 +134,8 @@ fn plugged(context: &TestContext) -> Result<Outcome> {
     let script = "settled>plug:2;gpu.usable>plug:0+plug:1;gpu.init!begin/1>unplug:1;\
                   gpu.removed>gone:1+counters+plug:1;gpu.usable/1>counters";
     let words = format!(
-        "fakepci.gpus=3 fakepci.absent=0,1,2 testagent.guest=script testagent.script={script} testagent.containers=first:0;all:all"
+        "fakepci.gpus=3 fakepci.absent=0,1,2 testagent.guest=script testagent.script={script} \
+        testagent.containers=first:0;all:all"
     );
     let booted = Guest::new().append(&words).boot(context, "plugged")?;
     ensure!(booted.settled()? == (0, 0), "{:?}", booted.settled()?);
@@ -264,7 +266,8 @@ fn names_are_right(booted: &Booted, names: &[usize]) -> Result<()> {
 fn names_stay(context: &TestContext) -> Result<Outcome> {
     let script = "gpu.usable/0>unplug:0";
     let words = format!(
-        "fakepci.gpus=4 fakepci.enable_ms=1500 testagent.guest=script testagent.script={script} testagent.containers=second:2;third:3"
+        "fakepci.gpus=4 fakepci.enable_ms=1500 testagent.guest=script testagent.script={script} \
+        testagent.containers=second:2;third:3"
     );
     let booted = Guest::new().append(&words).boot(context, "names")?;
     for (name, gpu) in [("second", 2), ("third", 3)] {
@@ -293,7 +296,8 @@ fn names_stay(context: &TestContext) -> Result<Outcome> {
 fn swapped(context: &TestContext) -> Result<Outcome> {
     // The first one initialises while 2 and 3 are bound, published and not opened yet: their
     // removals wait for nobody.
-    let script = "gpu.published/3>stop+unplug:2+unplug:3+gone:2+gone:3+plug:3+plug:2+bound:3+bound:2+cont;\
+    let script = "gpu.published/3>stop+unplug:2+unplug:3+gone:2+gone:3+plug:3+plug:2+bound:3+\
+        bound:2+cont;\
                   settled>sleep:200+minors+spec+counters";
     let times = "nvidia.s1_ms=100 nvidia.s2_ms=4000,300 nvidia.s3_ms=100";
     for (name, kill) in [("stopped", false), ("killed", true)] {
@@ -303,7 +307,8 @@ fn swapped(context: &TestContext) -> Result<Outcome> {
             script.to_string()
         };
         let words = format!(
-            "fakepci.gpus=4 gpuinit.init=serial {times} testagent.guest=script testagent.script={script} testagent.containers=second:2;all:all"
+            "fakepci.gpus=4 gpuinit.init=serial {times} testagent.guest=script \
+            testagent.script={script} testagent.containers=second:2;all:all"
         );
         let booted = Guest::new().append(&words).boot(context, name)?;
         booted.agent("script", |l| l.get("did") == "counters")?;
@@ -341,7 +346,8 @@ fn swapped(context: &TestContext) -> Result<Outcome> {
 fn unbound(context: &TestContext) -> Result<Outcome> {
     // The removal of GPU 2 comes after both uevents of GPU 1 on the same socket: a worker that
     // believed them would have reported GPU 1 first.
-    let script = "settled>ask:1:remove+ask:1:unbind+unbind:2;gpu.removed>unbound:2+bind:2;gpu.usable/2>sleep:300+minors+spec+counters";
+    let script = "settled>ask:1:remove+ask:1:unbind+unbind:2;gpu.removed>unbound:2+bind:2;\
+        gpu.usable/2>sleep:300+minors+spec+counters";
     let words = format!("fakepci.gpus=4 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "unbound")?;
     booted.agent("script", |l| l.get("did") == "counters")?;
@@ -361,7 +367,8 @@ fn unbound(context: &TestContext) -> Result<Outcome> {
 fn unheard(context: &TestContext) -> Result<Outcome> {
     // No log can be read here. The removal of GPU 2 waits in the driver when the worker is killed,
     // which nothing shows from outside: it has a second to get there.
-    let script = "settled>remove:1;gpu.removed/1>stop+remove:2+sleep:1000+kill;gpu.removed/2>gone:1+gone:2+reaped:keeper+counters";
+    let script = "settled>remove:1;gpu.removed/1>stop+remove:2+sleep:1000+kill;gpu.removed/2>\
+        gone:1+gone:2+reaped:keeper+counters";
     let words = format!(
         "fakepci.gpus=4 printk.devkmsg=off testagent.guest=script testagent.script={script}"
     );

@@ -18,15 +18,18 @@ use std::time::Instant;
 macro_rules! under_both {
     ($($name:literal: |$context:ident, $shim:ident| $run:expr;)*) => {
         &[$(
-            VmTest { name: concat!("under_kata_", $name), run: |$context| { let $shim = Shim::Go; $run } },
-            VmTest { name: concat!("under_runtime_rs_", $name), run: |$context| { let $shim = Shim::Rust; $run } },
+            VmTest { name: concat!("under_kata_", $name),
+                run: |$context| { let $shim = Shim::Go; $run } },
+            VmTest { name: concat!("under_runtime_rs_", $name),
+                run: |$context| { let $shim = Shim::Rust; $run } },
         )*]
     };
 }
 
 pub const TESTS: &[VmTest] = under_both! {
     "containers_have_their_gpus_and_wait_for_no_other":
-        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", |kata| containers(context, kata));
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2",
+            |kata| containers(context, kata));
     "a_failed_gpu_is_an_error_at_once":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", failures);
     "a_pod_deleted_amid_its_bring_up_leaves_nothing":
@@ -236,9 +239,10 @@ fn upgrade(kata: &mut KataHost) -> Result<Outcome> {
         .run("cp /var/guests/initrd.cpio /var/guests/newer.cpio")?;
     kata.install("--initrd /var/guests/newer.cpio")?;
     kata.pod("new", "")?;
-    let initrds = kata
-        .host
-        .run("for file in /proc/[0-9]*/cmdline; do tr '\\0' '\\n' <$file 2>/dev/null | grep -A 1 -x -e -initrd; done | grep /; true")?;
+    let initrds = kata.host.run(
+        "for file in /proc/[0-9]*/cmdline; do tr '\\0' '\\n' <$file 2>/dev/null | grep -A 1 \
+            -x -e -initrd; done | grep /; true",
+    )?;
     ensure!(
         initrds
             .lines()
@@ -317,7 +321,10 @@ fn check(kata: &mut KataHost) -> Result<Outcome> {
         "{status}: {said}"
     );
     // Kata's Go runtime cannot remove what was not started.
-    let left = kata.host.run("ls -d /run/vc/sbs/* /run/vc/vm/* /run/kata/* /run/kata-containers/shared/sandboxes/* 2>/dev/null; true")?;
+    let left = kata.host.run(
+        "ls -d /run/vc/sbs/* /run/vc/vm/* /run/kata/* \
+        /run/kata-containers/shared/sandboxes/* 2>/dev/null; true",
+    )?;
     for directory in left.lines() {
         ensure!(
             said.contains(directory),
@@ -345,7 +352,8 @@ fn check(kata: &mut KataHost) -> Result<Outcome> {
 
 /// No sandbox of a check is left: neither with containerd, nor as a shim or a VM, nor its root.
 fn nothing_left(kata: &mut KataHost) -> Result<()> {
-    let left = "! (ctr --namespace kata-gpu-boot containers ls -q; ls /tmp /run/vc/sbs /run/kata; cat /proc/[0-9]*/cmdline | tr '\\0' ' ') 2>/dev/null | grep -a '[k]ata-gpu-check'";
+    let left = "! (ctr --namespace kata-gpu-boot containers ls -q; ls /tmp /run/vc/sbs /run/kata; \
+        cat /proc/[0-9]*/cmdline | tr '\\0' ' ') 2>/dev/null | grep -a '[k]ata-gpu-check'";
     kata.host
         .until("the end of the check's sandbox", left)
         .map(drop)
@@ -368,7 +376,8 @@ fn extension_setup(context: &TestContext) -> Result<Setup> {
     let base = disk_root::erofs_image(context, &root)?;
     let gpu = extensions::gpu_image(context, extensions::PACKED)?;
     let drop_in = format!(
-        "[[hypervisor.qemu.guest_extension_images]]\nname = \"gpu\"\npath = \"{disk}\"\nverity_params = \"{}\"\n",
+        "[[hypervisor.qemu.guest_extension_images]]\nname = \"gpu\"\npath = \
+        \"{disk}\"\nverity_params = \"{}\"\n",
         gpu.parameters
     );
     let guest = Guest::new().cpus(1).append("fakepci.gpus=2").root_disk(
@@ -401,7 +410,8 @@ fn extension(kata: &mut KataHost) -> Result<Outcome> {
     ensure!(bound(&boot)? == 2, "{boot}");
     // The driver came by a disk, which the image alone does not have. The Rust runtime hands QEMU
     // open files.
-    let disks = "(cat /proc/[0-9]*/cmdline | tr '\\0' '\\n'; find /proc/[0-9]*/fd -printf '%l\\n' 2>/dev/null)";
+    let disks = "(cat /proc/[0-9]*/cmdline | tr '\\0' '\\n'; find /proc/[0-9]*/fd -printf '%l\\n' \
+        2>/dev/null)";
     let disks = kata.host.run(&format!(
         "{disks} | grep -a -e base.image -e gpu.image -e kata.extension"
     ))?;
@@ -494,7 +504,10 @@ fn cri(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     ensure!(status == 0, "{explained}");
     // Negative control: without containerd's own lines nobody knows what passes between two
     // containers.
-    kata.host.run("grep -vE '(RunPodSandbox|CreateContainer|StartContainer) (for|within) ' /run/runtime.log > /run/without.log")?;
+    kata.host.run(
+        "grep -vE '(RunPodSandbox|CreateContainer|StartContainer) (for|within) ' \
+        /run/runtime.log > /run/without.log",
+    )?;
     let (status, without) = kata.coverage(
         "/run/without.log",
         "train-0",

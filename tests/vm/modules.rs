@@ -100,9 +100,11 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
     ]
     .map(|m| format!("/{folder}/{m}.ko\n"))
     .concat();
-    let index = "nvidia.ko.xz:\nnvidia-uvm.ko.zst: nvidia.ko.xz\nbroken.ko:\nvirtio_ring.ko:\nvirtio.ko: virtio_ring.ko\nvsock.ko:\n\
+    let index = "nvidia.ko.xz:\nnvidia-uvm.ko.zst: \
+        nvidia.ko.xz\nbroken.ko:\nvirtio_ring.ko:\nvirtio.ko: virtio_ring.ko\nvsock.ko:\n\
         vmw_vsock_virtio_transport_common.ko: vsock.ko\n\
-        vmw_vsock_virtio_transport.ko.gz: vmw_vsock_virtio_transport_common.ko vsock.ko virtio.ko virtio_ring.ko\n";
+        vmw_vsock_virtio_transport.ko.gz: vmw_vsock_virtio_transport_common.ko vsock.ko virtio.ko \
+            virtio_ring.ko\n";
     let conf = "options nvidia minors=5,3,0,1,2,7,4,6 NVreg_DeviceFileMode=0600\n\
         softdep nvidia pre: vmw-vsock-virtio-transport broken nosuch\n\
         install nvidia /bin/false\nfrobnicate\n";
@@ -185,7 +187,8 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
     for wanted in [
         "/etc/modprobe.d/nvidia.conf:4: \"frobnicate\" is not a line that modprobe.d knows",
         "/etc/modprobe.d/nvidia.conf:3: install command for nvidia is not run",
-        "broken.ko: ENOEXEC: Exec format error (no module: the file is damaged, or something else); it is a soft dependency: going on without it",
+        "broken.ko: ENOEXEC: Exec format error (no module: the file is damaged, or something \
+        else); it is a soft dependency: going on without it",
     ] {
         ensure!(
             errors.iter().any(|e| e.contains(wanted)),

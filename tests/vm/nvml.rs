@@ -55,7 +55,8 @@ fn asked(booted: &Booted) -> Result<Record> {
 }
 
 fn reports_and_sets(context: &TestContext) -> Result<Outcome> {
-    let words = "gpuinit.gpu.graphics-clock=1200,1980 nvrc.smi.pl=500 gpuinit.gpu.memory-clock=99 nvml.fabric=3:0:170 nvml.cc=1:0";
+    let words = "gpuinit.gpu.graphics-clock=1200,1980 nvrc.smi.pl=500 gpuinit.gpu.memory-clock=99 \
+        nvml.fabric=3:0:170 nvml.cc=1:0";
     let booted = guest(words).boot(context, "good")?;
     let end = asked(&booted)?;
     ensure!(end.error.is_none(), "nvml: {:?}", end.error);
@@ -235,7 +236,8 @@ fn instances(context: &TestContext) -> Result<Outcome> {
         uuid(2, 1)
     );
     let words = format!(
-        "nvidia.mig=1:2:2 gpuinit.cdi.names=index,uuid {asked} testagent.guest=script testagent.script={script}"
+        "nvidia.mig=1:2:2 gpuinit.cdi.names=index,uuid {asked} testagent.guest=script \
+        testagent.script={script}"
     );
     let booted = Guest::new()
         .nvml()

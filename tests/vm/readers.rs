@@ -127,7 +127,10 @@ fn nonsense(context: &TestContext) -> Result<Outcome> {
     let start = booted.event(names::INIT_START)?;
     let mut speech = Vec::new();
     speech.extend((0..100_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8)); // every byte, newlines too
-    speech.extend(b"\n{\"schema\":1,\"ping\":-1}\n{\"schema\":3,\"ping\":9}\n{\"ping\":9}\n[{\"schema\":1,\"ping\":9}]\n");
+    speech.extend(
+        b"\n{\"schema\":1,\"ping\":-1}\n{\"schema\":3,\"ping\":9}\n{\"ping\":9}\n\
+        [{\"schema\":1,\"ping\":9}]\n",
+    );
     speech.extend([b'{'; 70_000]); // deeper than any parser should go, longer than any line may be
     speech.extend(b"\n");
     for id in [7, u64::MAX] {

@@ -354,7 +354,8 @@ fn ready_state(context: &TestContext) -> Result<Outcome> {
 
 fn hangs(context: &TestContext) -> Result<Outcome> {
     // A fabric that is complete: nothing but the question to NVML is waited for.
-    let words = "fakepci.gpus=2 fakepci.switches=2 nvidia.fabric_state=3 nvidia.init_hang=1 gpuinit.init=serial testagent.containers=one:0";
+    let words = "fakepci.gpus=2 fakepci.switches=2 nvidia.fabric_state=3 nvidia.init_hang=1 \
+        gpuinit.init=serial testagent.containers=one:0";
     let booted = Guest::new().nvml().append(words).boot(context, "hangs")?;
     booted.created("one")?;
     let published = booted.events(names::GPU_PUBLISHED, 1)?;

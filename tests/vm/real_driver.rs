@@ -69,7 +69,8 @@ fn with_driver(
                 std::env::var_os("REQUIRE_REAL_DRIVER").is_none(),
                 "target/real-driver/nvidia.ko is missing, and REQUIRE_REAL_DRIVER is set"
             );
-            let reason = "target/real-driver/nvidia.ko is not there: tests/real-driver/build makes it where Debian's packages can be had";
+            let reason = "target/real-driver/nvidia.ko is not there: tests/real-driver/build \
+                makes it where Debian's packages can be had";
             Ok(Outcome::Skipped(reason.into()))
         }
     }
@@ -152,7 +153,8 @@ fn nvml(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let counted = r#"{"facts":{"driver":"550.163.01","nvml":"12.550.163.01","count":0,"confidential":null,"confidential_error":null,"devices":[]}}"#;
     ensure!(answer.get("answer") == counted, "{}", answer.get("answer"));
     let event = booted.event(names::NVML)?;
-    let reason = "none of 2 GPU(s) is usable, by their own events: NVML is not asked, which would initialise them again";
+    let reason = "none of 2 GPU(s) is usable, by their own events: NVML is not asked, which would \
+        initialise them again";
     ensure!(
         event.error.is_none() && event.fields["reason"] == reason,
         "{event:?}"
@@ -300,7 +302,8 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 fn lost(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     // GPU 1 is plugged in and bound while GPU 0 initialises, which takes seconds, and is gone when
     // its own turn comes.
-    let script = "testagent.guest=script testagent.script=gpu.init!begin/0>plug:1;gpu.bound/1>lose:1;settled>held";
+    let script = "testagent.guest=script \
+        testagent.script=gpu.init!begin/0>plug:1;gpu.bound/1>lose:1;settled>held";
     let words = format!("fakepci.gpus=2 fakepci.absent=1 gpuinit.init=serial {script}");
     let booted = with_firmware(driver)?
         .append(&words)
@@ -411,7 +414,8 @@ fn all_accesses(
 ) -> Result<Vec<Vec<Accesses>>> {
     let words = match bind {
         None => format!(
-            "hardware.init=/usr/bin/kata-agent testagent.guest=script testagent.script=now>load+{NEEDED}"
+            "hardware.init=/usr/bin/kata-agent testagent.guest=script \
+            testagent.script=now>load+{NEEDED}"
         ),
         Some(bind) => {
             format!("gpuinit.bind={bind} testagent.guest=script testagent.script=settled>config")
@@ -515,7 +519,8 @@ fn overlap(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         "with the lock kept three take {serial} ms, with the lock released {three} ms"
     );
     Ok(Outcome::Measured(format!(
-        "GSP boots that time out: one {one} ms, three at once {three} ms, three with gpuinit.relaxed=off {serial} ms"
+        "GSP boots that time out: one {one} ms, three at once {three} ms, three with \
+        gpuinit.relaxed=off {serial} ms"
     )))
 }
 
@@ -636,7 +641,7 @@ fn persistenced(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 
 /// Files in /proc, log lines and behaviour of a guest's driver, without what differs from boot to
 /// boot.
-struct Words {
+struct DriverOutput {
     /// Path, and the lines' keys (what stands before a colon, or the whole line).
     files: Vec<(String, Vec<String>)>,
     /// Names of its character devices.
@@ -702,8 +707,9 @@ fn removed_silently(lines: &[String]) -> Result<()> {
     Ok(())
 }
 
-fn words_of(guest: Guest, context: &TestContext, name: &str) -> Result<Words> {
-    let script = "testagent.guest=script testagent.script=settled>driver+counters+config+information+config+remove:0";
+fn output_of(guest: Guest, context: &TestContext, name: &str) -> Result<DriverOutput> {
+    let script = "testagent.guest=script \
+        testagent.script=settled>driver+counters+config+information+config+remove:0";
     let words = format!(
         "fakepci.gpus=4 fakepci.no_msix=2 fakepci.bar_missing=3 gpuinit.bind=pipelined {script}"
     );
@@ -741,7 +747,7 @@ fn words_of(guest: Guest, context: &TestContext, name: &str) -> Result<Words> {
     let looks = reports[0].iter().zip(&reports[1]).map(look).collect();
     let lines = driver_lines(&booted);
     removed_silently(&lines).with_context(|| name.to_string())?;
-    Ok(Words {
+    Ok(DriverOutput {
         files,
         devices,
         lines,
@@ -762,9 +768,9 @@ fn shape(line: &str) -> String {
 
 /// One script, both drivers.
 fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
-    let real = words_of(Guest::new().real_driver(driver), context, "real")?;
+    let real = output_of(Guest::new().real_driver(driver), context, "real")?;
     // Without firmware, as the real one here.
-    let simulated = words_of(
+    let simulated = output_of(
         Guest::new().append("nvidia.firmware=1"),
         context,
         "simulated",
@@ -803,7 +809,7 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         "NVIDIA's has {:?}, the simulator's {devices:?}",
         real.devices
     );
-    let shapes = |words: &Words| {
+    let shapes = |words: &DriverOutput| {
         words
             .lines
             .iter()
@@ -824,7 +830,8 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
             context.arch
         ),
         "NVRM: Can't find an IRQ for your NVIDIA card!",
-        "NVRM: This PCI I/O region assigned to your NVIDIA device is invalid: BAR0 is 0M @ 0x0 (PCI:0001:00:03.0)",
+        "NVRM: This PCI I/O region assigned to your NVIDIA device is invalid: BAR0 is 0M @ 0x0 \
+        (PCI:0001:00:03.0)",
         "NVRM: GPU 0001:00:00.0: RmInitAdapter failed! (0x61:0x56:",
         "NVRM: GPU 0001:00:00.0: rm_init_adapter failed, device minor number 0",
     ] {
@@ -854,7 +861,8 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         "simulated-lost",
     )?;
     Ok(Outcome::Measured(format!(
-        "NVIDIA's driver and the simulator: removal after a failed open {} and {} ms; beside an initialisation of 4 s and of 2 s a look at \
+        "NVIDIA's driver and the simulator: removal after a failed open {} and {} ms; beside an \
+        initialisation of 4 s and of 2 s a look at \
          another GPU takes {} and {} ms, a removal of the one that is initialised {} and {} ms",
         real.removal_ms,
         simulated.removal_ms,
@@ -874,9 +882,11 @@ struct Waits {
 
 fn waits_of(guest: Guest, context: &TestContext, name: &str) -> Result<Waits> {
     // Either of two begins; the third comes later, and is last.
-    let script = "gpu.init!begin>sleep:300+information;gpu.failed>plug:2;gpu.init!begin/2>sleep:300+remove:2";
+    let script = "gpu.init!begin>sleep:300+information;gpu.failed>plug:2;gpu.init!begin/2>\
+        sleep:300+remove:2";
     let words = format!(
-        "fakepci.gpus=3 fakepci.absent=2 gpuinit.relaxed=off testagent.guest=script testagent.script={script}"
+        "fakepci.gpus=3 fakepci.absent=2 gpuinit.relaxed=off testagent.guest=script \
+        testagent.script={script}"
     );
     let booted = guest.append(&words).boot(context, name)?;
     // Whoever asks for any GPU's information waits for that lock.
@@ -907,7 +917,8 @@ fn waits_of(guest: Guest, context: &TestContext, name: &str) -> Result<Waits> {
 /// capabilities for ever.
 fn never_answers(guest: Guest, context: &TestContext, name: &str) -> Result<()> {
     // The loss happens some time after it was asked for.
-    let words = "fakepci.gpus=2 testagent.guest=script testagent.script=settled>information+lose:0+sleep:500+information";
+    let words = "fakepci.gpus=2 testagent.guest=script \
+        testagent.script=settled>information+lose:0+sleep:500+information";
     let booted = guest.append(words).boot(context, name)?;
     let answered = |l: &AgentLine| l.get("did") == "information";
     // The first look, at a GPU that is there, takes nothing like this.

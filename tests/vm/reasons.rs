@@ -36,10 +36,21 @@ fn many(context: &TestContext) -> Result<Outcome> {
     ids[2] = "0x2901";
     let minors: Vec<String> = (0..16).map(|m: u32| m.to_string()).collect();
     let words = [
-        format!("fakepci.gpus=16 gpuinit.bind=pipelined fakepci.device={} nvidia.minors={}", ids.join(","), minors.join(",")),
-        "nvidia.probe_fail=1 nvidia.barfw_ms=10 nvidia.firewall_fail=2 nvidia.unsupported=3 fakepci.no_msix=4 fakepci.bar_missing=5".into(),
-        "fakepci.bar_unclaimed=6 nvidia.probe_silent=7 nvidia.init_fail=8 nvidia.wpr2=9 nvidia.fabric=10".into(),
-        "nvidia.init_code=11:0x22:0x65,12:0x24:0x40,13:0x99:0x1 nvidia.open_fail=14 hardware.directory=nvidia15".into(),
+        format!(
+            "fakepci.gpus=16 gpuinit.bind=pipelined fakepci.device={} \
+            nvidia.minors={}",
+            ids.join(","),
+            minors.join(",")
+        ),
+        "nvidia.probe_fail=1 nvidia.barfw_ms=10 nvidia.firewall_fail=2 nvidia.unsupported=3 \
+        fakepci.no_msix=4 fakepci.bar_missing=5"
+            .into(),
+        "fakepci.bar_unclaimed=6 nvidia.probe_silent=7 nvidia.init_fail=8 nvidia.wpr2=9 \
+        nvidia.fabric=10"
+            .into(),
+        "nvidia.init_code=11:0x22:0x65,12:0x24:0x40,13:0x99:0x1 nvidia.open_fail=14 \
+        hardware.directory=nvidia15"
+            .into(),
     ];
     let wanted = [
         None,
@@ -152,7 +163,8 @@ fn of_the_driver(context: &TestContext) -> Result<Outcome> {
 }
 
 fn later(context: &TestContext) -> Result<Outcome> {
-    let words = "fakepci.gpus=3 nvidia.xid=1:79:400,2:119:400 testagent.guest=script testagent.script=gpu.failed>counters";
+    let words = "fakepci.gpus=3 nvidia.xid=1:79:400,2:119:400 testagent.guest=script \
+        testagent.script=gpu.failed>counters";
     let booted = Guest::new().append(words).boot(context, "xid")?;
     ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
     let failed = booted.event(names::GPU_FAILED)?;
@@ -173,7 +185,8 @@ fn later(context: &TestContext) -> Result<Outcome> {
     })?;
     ensure!(gone.fields["ready"] == 2, "{gone:?}");
     // Reported before anybody took the GPU for usable.
-    let words = "fakepci.gpus=2 nvidia.xid=1:79:0 gpuinit.cdi.names=index,uuid testagent.guest=script testagent.script=gpu.failed>counters";
+    let words = "fakepci.gpus=2 nvidia.xid=1:79:0 gpuinit.cdi.names=index,uuid \
+        testagent.guest=script testagent.script=gpu.failed>counters";
     let at_once = Guest::new().append(words).boot(context, "at-once")?;
     let failed = at_once.event(names::GPU_FAILED)?;
     ensure!(

@@ -181,7 +181,8 @@ fn refused(context: &TestContext) -> Result<Outcome> {
 
 fn silent(context: &TestContext) -> Result<Outcome> {
     let words = format!(
-        "{GPUS} nvidia.wpr2=1 fakepci.flr_hang=1 testagent.script=settled>sleep:0 testagent.containers=last:2"
+        "{GPUS} nvidia.wpr2=1 fakepci.flr_hang=1 testagent.script=settled>sleep:0 \
+        testagent.containers=last:2"
     );
     let mut booted = Guest::new().append(&words).boot(context, "silent")?;
     booted.created("last")?;

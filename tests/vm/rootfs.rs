@@ -121,7 +121,8 @@ fn real(context: &TestContext) -> Result<Outcome> {
             image.display()
         );
         return Ok(Outcome::Skipped(format!(
-            "{} is not there: `tests/run {}rootfs` makes it where Debian's packages can be had (some minutes)",
+            "{} is not there: `tests/run {}rootfs` makes it where Debian's packages can be had \
+            (some minutes)",
             image.display(),
             if context.arch == Arch::X86_64 {
                 ""

@@ -61,8 +61,11 @@ pub const TESTS: &[VmTest] = &[
 ];
 
 /// Fabric manager's configuration as its package has it, in short.
-const PACKAGE: &str = "# Fabric Manager configuration\nLOG_LEVEL=4\nLOG_FILE_NAME=/var/log/fabricmanager.log\nDAEMONIZE=1\n\
-                       LOG_USE_SYSLOG=1\nFABRIC_MODE=0\nSTATE_FILE_NAME=/var/tmp/fabricmanager.state\nPARTITION_RAIL_POLICY=greedy\n";
+const PACKAGE: &str = "# Fabric Manager \
+    configuration\nLOG_LEVEL=4\nLOG_FILE_NAME=/var/log/fabricmanager.log\nDAEMONIZE=1\n\
+                       LOG_USE_SYSLOG=1\nFABRIC_MODE=0\n\
+                           STATE_FILE_NAME=/var/tmp/fabricmanager.state\n\
+                           PARTITION_RAIL_POLICY=greedy\n";
 const FM_PACKAGE: &str = "usr/share/nvidia/nvswitch/fabricmanager.cfg";
 
 fn guest() -> Guest {
@@ -355,7 +358,10 @@ fn configuration(context: &TestContext) -> Result<Outcome> {
         ),
     ] {
         let booted = guest
-            .append("testagent.guest=script testagent.script=service.start!end>file:/run/kata-gpu-init/fabricmanager.cfg")
+            .append(
+                "testagent.guest=script \
+                testagent.script=service.start!end>file:/run/kata-gpu-init/fabricmanager.cfg",
+            )
             .boot(context, case)?;
         line(&booted, "fabricmanager", expected).with_context(|| case.to_string())?;
     }
@@ -442,7 +448,8 @@ fn ports(context: &TestContext) -> Result<Outcome> {
 }
 
 fn service_vm(context: &TestContext) -> Result<Outcome> {
-    let words = "fakepci.gpus=0 fakepci.switches=2 nvidia.switches=2 standin.nv-fabricmanager=dies-once:300";
+    let words = "fakepci.gpus=0 fakepci.switches=2 nvidia.switches=2 \
+        standin.nv-fabricmanager=dies-once:300";
     let script = "testagent.guest=script testagent.script=service.start!end>nodes";
     let booted = guest()
         .append(&format!("{words} {script}"))
@@ -538,7 +545,8 @@ fn failures(context: &TestContext) -> Result<Outcome> {
 }
 
 fn restarts(context: &TestContext) -> Result<Outcome> {
-    let words = "gpuinit.topology=hopper-fabric standin.nv-fabricmanager=dies-once:300 gpuinit.persistenced=on standin.nvidia-persistenced=fail";
+    let words = "gpuinit.topology=hopper-fabric standin.nv-fabricmanager=dies-once:300 \
+        gpuinit.persistenced=on standin.nvidia-persistenced=fail";
     let booted = guest().append(words).boot(context, "plain")?;
     start_of(&booted, "fabricmanager", 2)?;
     let (_, third) = start_of(&booted, "persistenced", 3)?;
@@ -568,7 +576,8 @@ fn restarts(context: &TestContext) -> Result<Outcome> {
     );
     // Fabric manager starts again in a confidential guest as well, persistenced does not.
     let words = format!(
-        "{CONFIDENTIAL} gpuinit.topology=hopper-fabric standin.nv-fabricmanager=dies-once:3000 standin.nvidia-persistenced=dies:200"
+        "{CONFIDENTIAL} gpuinit.topology=hopper-fabric standin.nv-fabricmanager=dies-once:3000 \
+        standin.nvidia-persistenced=dies:200"
     );
     let booted = guest().append(&words).boot(context, "confidential")?;
     start_of(&booted, "fabricmanager", 2)?;
@@ -624,7 +633,8 @@ fn worker_dies(context: &TestContext) -> Result<Outcome> {
         let later = "process.died>sleep:0;settled>sleep:2000+services+sleep:500+services+sleep:3";
         let script = format!("{when}+services+kill;{later}");
         let words = format!(
-            "{words} {more} testagent.containers=all:all testagent.guest=script testagent.script={script}"
+            "{words} {more} testagent.containers=all:all testagent.guest=script \
+            testagent.script={script}"
         );
         let booted = guest().append(&words).boot(context, case)?;
         booted.created("all")?;
@@ -662,7 +672,8 @@ fn worker_dies(context: &TestContext) -> Result<Outcome> {
         );
     }
     // A confidential guest whose persistenced ends while no worker watches it.
-    let script = "service.start!end>serves:persistenced=1+stop+kill-service:persistenced+kill;service.ended>services";
+    let script = "service.start!end>serves:persistenced=1+stop+kill-service:persistenced+kill;\
+        service.ended>services";
     let words = format!("{CONFIDENTIAL} testagent.guest=script testagent.script={script}");
     let booted = guest().append(&words).boot(context, "unwatched")?;
     let services = booted.agent("services", |_| true)?;
@@ -684,7 +695,9 @@ fn worker_dies(context: &TestContext) -> Result<Outcome> {
 fn hangs(context: &TestContext) -> Result<Outcome> {
     let script = "service.late>services";
     let words = format!(
-        "{CONFIDENTIAL} gpuinit.topology=hopper-fabric standin.nvidia-persistenced=hang standin.nv-fabricmanager=hang testagent.containers=first:0;all:all testagent.guest=script testagent.script={script}"
+        "{CONFIDENTIAL} gpuinit.topology=hopper-fabric standin.nvidia-persistenced=hang \
+        standin.nv-fabricmanager=hang testagent.containers=first:0;all:all testagent.guest=script \
+        testagent.script={script}"
     );
     let mut booted = guest().append(&words).boot(context, "hang")?;
     booted.created("first")?;
@@ -719,7 +732,8 @@ fn hangs(context: &TestContext) -> Result<Outcome> {
 fn ends(context: &TestContext) -> Result<Outcome> {
     let script = "settled>sleep:3000";
     let words = format!(
-        "gpuinit.agent=child gpuinit.topology=hopper-fabric gpuinit.persistenced=on testagent.poweroff=on testagent.guest=script testagent.script={script}"
+        "gpuinit.agent=child gpuinit.topology=hopper-fabric gpuinit.persistenced=on \
+        testagent.poweroff=on testagent.guest=script testagent.script={script}"
     );
     let mut booted = guest().append(&words).boot(context, "child")?;
     booted.exit()?;

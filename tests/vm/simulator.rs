@@ -143,7 +143,8 @@ fn busy() -> Result<bool> {
     Ok(load > 2.0 * std::thread::available_parallelism()?.get() as f64)
 }
 
-const TIMES: &str = "fakepci.gpus=4 fakepci.enable_ms=150 nvidia.probe_ms=100 nvidia.s1_ms=100 nvidia.s2_ms=400 nvidia.s3_ms=150";
+const TIMES: &str = "fakepci.gpus=4 fakepci.enable_ms=150 nvidia.probe_ms=100 nvidia.s1_ms=100 \
+    nvidia.s2_ms=400 nvidia.s3_ms=150";
 const N: f64 = 4.0;
 
 fn times(context: &TestContext) -> Result<Outcome> {
@@ -182,7 +183,8 @@ fn times(context: &TestContext) -> Result<Outcome> {
         "parallel opens take as long as serial ones"
     );
     Ok(Outcome::Measured(format!(
-        "4 GPUs, ms (model): load {:.0} (1000), serial {:.0} (2600), parallel {:.0} ({at_once}), non-blocking {:.0} ({at_once})",
+        "4 GPUs, ms (model): load {:.0} (1000), serial {:.0} (2600), parallel {:.0} ({at_once}), \
+        non-blocking {:.0} ({at_once})",
         ran.ms("load")?,
         ran.ms("serial")?,
         ran.ms("parallel")?,
@@ -289,8 +291,11 @@ fn opens(context: &TestContext) -> Result<Outcome> {
 }
 
 fn faults(context: &TestContext) -> Result<Outcome> {
-    let probes = "fakepci.gpus=8 fakepci.device=0x2901,0x2330 nvidia.barfw_ms=20 nvidia.firewall_fail=0 nvidia.probe_fail=1 nvidia.unsupported=2 fakepci.no_msix=3 fakepci.bar_missing=4";
-    let inits = "nvidia.s1_ms=5 nvidia.s2_ms=5 nvidia.s3_ms=5 nvidia.wpr2=5 nvidia.fabric=6 nvidia.init_code=7:0x24:0x40 nvidia.firmware=0";
+    let probes = "fakepci.gpus=8 fakepci.device=0x2901,0x2330 nvidia.barfw_ms=20 \
+        nvidia.firewall_fail=0 nvidia.probe_fail=1 nvidia.unsupported=2 fakepci.no_msix=3 \
+        fakepci.bar_missing=4";
+    let inits = "nvidia.s1_ms=5 nvidia.s2_ms=5 nvidia.s3_ms=5 nvidia.wpr2=5 nvidia.fabric=6 \
+        nvidia.init_code=7:0x24:0x40 nvidia.firmware=0";
     let ran = script(
         context,
         "faults",
@@ -307,7 +312,8 @@ fn faults(context: &TestContext) -> Result<Outcome> {
     let xid = script(
         context,
         "xid",
-        "fakepci.gpus=2 nvidia.s1_ms=5 nvidia.s2_ms=5 nvidia.s3_ms=5 nvidia.xid=0:79:20,1:119:20 nvidia.firmware=1",
+        "fakepci.gpus=2 nvidia.s1_ms=5 nvidia.s2_ms=5 nvidia.s3_ms=5 nvidia.xid=0:79:20,1:119:20 \
+        nvidia.firmware=1",
         "load,serial",
     )?;
     let words = [

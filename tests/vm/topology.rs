@@ -99,7 +99,8 @@ fn each(context: &TestContext) -> Result<Outcome> {
             "blackwell",
             "fakepci.gpus=2 fakepci.cx7=4 fakepci.cx7_plain=1",
             ["blackwell-fabric", "2", "0", "3", "scan", "unchanged"],
-            "2 GPUs, 3 management functions found: the switches are behind the management functions",
+            "2 GPUs, 3 management functions found: the switches are behind the management \
+            functions",
             true,
         ),
         (
@@ -157,7 +158,8 @@ fn each(context: &TestContext) -> Result<Outcome> {
 
 fn vpd(context: &TestContext) -> Result<Outcome> {
     let words = format!(
-        "fakepci.gpus=2 fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2 fakepci.cx7_silent=1 {LOOK}"
+        "fakepci.gpus=2 fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2 \
+        fakepci.cx7_silent=1 {LOOK}"
     );
     let booted = Guest::new().append(&words).boot(context, "silent")?;
     ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);

@@ -91,7 +91,8 @@ fn killed(context: &TestContext) -> Result<Outcome> {
     for (number, (more, script)) in boots.into_iter().enumerate() {
         let kills = script.matches("kill").count();
         let words = format!(
-            "{times} {more} testagent.containers=first:0;all:all testagent.guest=script testagent.script={script}"
+            "{times} {more} testagent.containers=first:0;all:all testagent.guest=script \
+            testagent.script={script}"
         );
         let booted = Guest::new()
             .append(&words)
@@ -260,7 +261,8 @@ fn all_held(booted: &Booted, gpus: usize) -> Result<()> {
 
 fn no_process(context: &TestContext) -> Result<Outcome> {
     let script = format!(
-        "settled>sleep:300+{NO_THREADS}+sleep:100+kill+sleep:3000+{THREADS};process.died>sleep:0;cdi.publish!end>held+counters"
+        "settled>sleep:300+{NO_THREADS}+sleep:100+kill+sleep:3000+{THREADS};process.died>sleep:0;\
+        cdi.publish!end>held+counters"
     );
     let words = format!("testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "fork")?;
@@ -305,7 +307,8 @@ fn no_thread(context: &TestContext) -> Result<Outcome> {
 }
 
 fn keeper_killed(context: &TestContext) -> Result<Outcome> {
-    let words = "testagent.guest=script testagent.script=settled>sleep:300+kill-keeper;process.died>counters";
+    let words = "testagent.guest=script \
+        testagent.script=settled>sleep:300+kill-keeper;process.died>counters";
     let booted = Guest::new().append(words).boot(context, "keeper")?;
     booted.agent("script", |l| l.get("did") == "counters")?;
     let died = booted.event(names::PROCESS_DIED)?;

@@ -315,6 +315,7 @@ impl Watch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
     use std::fs::{self, File};
     use std::time::Duration;
     use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -486,11 +487,8 @@ mod tests {
 
     #[tokio::test]
     async fn containers_of_an_earlier_worker_are_not_news() {
-        let root = std::env::temp_dir().join(format!(
-            "kata-gpu-init-watch-earlier-{}",
-            std::process::id()
-        ));
-        let _unused = fs::remove_dir_all(&root);
+        let folder = temp_dir();
+        let root = folder.path();
         let [specs, containers] = ["cdi", "run/containers"].map(|name| root.join(name));
         fs::create_dir_all(&specs).unwrap();
         fs::create_dir_all(containers.join("old")).unwrap();
@@ -513,21 +511,17 @@ mod tests {
                 change: Change::Made
             })
         );
-        fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]
     fn after_an_overrun_a_new_containers_directory_is_watched() {
-        let root = std::env::temp_dir().join(format!(
-            "kata-gpu-init-watch-overrun-{}",
-            std::process::id()
-        ));
-        let _unused = fs::remove_dir_all(&root);
+        let folder = temp_dir();
+        let root = folder.path();
         let containers = root.join("run/containers");
         fs::create_dir_all(containers.join("c0ffee")).unwrap();
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).unwrap();
         // The kernel's overrun event names no watch; any descriptor does.
-        let wd = inotify.add_watch(&root, AddWatchFlags::IN_CREATE).unwrap();
+        let wd = inotify.add_watch(root, AddWatchFlags::IN_CREATE).unwrap();
         let (seen, mut all) = unbounded_channel();
         let places = Places {
             specs: root.join("cdi"),
@@ -557,6 +551,5 @@ mod tests {
         );
         watch.take(&overrun());
         assert!(all.try_recv().is_err());
-        fs::remove_dir_all(root).unwrap();
     }
 }

@@ -517,12 +517,13 @@ mod tests {
     use super::*;
     use crate::driver_files::{Roots, scan};
     use crate::formats::ld_so_cache::{Entry, Hwcap};
+    use kata_gpu_test_support::temp_dir;
     use kata_gpu_wire::arch::Arch;
 
     #[test]
     fn a_driver_in_its_own_directory_is_found_by_the_loaders_cache() {
-        let root =
-            std::env::temp_dir().join(format!("kata-gpu-init-loader-{}", std::process::id()));
+        let folder = temp_dir();
+        let root = folder.path();
         let (own, lib) = (root.join("usr/local/nvidia/lib64"), root.join("usr/lib"));
         for directory in [&own, &lib, &root.join("etc")] {
             std::fs::create_dir_all(directory).unwrap();
@@ -543,7 +544,7 @@ mod tests {
             .unwrap();
         }
         let roots = Roots {
-            root: root.clone(),
+            root: root.into(),
             ..Roots::default()
         };
         let missing = scan(&roots, Some("580.1")).unwrap_err().to_string();
@@ -604,7 +605,6 @@ mod tests {
             broken.contains("/etc/ld.so.cache: not a cache of glibc's loader"),
             "{broken}"
         );
-        std::fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]

@@ -253,17 +253,14 @@ pub fn surplus(sys: &Path) -> Option<Error> {
 mod tests {
     use super::*;
     use crate::extensions::Verity;
-    use std::path::PathBuf;
+    use kata_gpu_test_support::{TempDir, temp_dir};
 
-    struct Sys(PathBuf);
+    struct Sys(TempDir);
 
     impl Sys {
-        fn new(test: &str, disks: &[(&str, &str, u32)]) -> Self {
-            let sys = Self(
-                std::env::temp_dir().join(format!("kata-gpu-disks-{test}-{}", std::process::id())),
-            );
-            let _unused = fs::remove_dir_all(&sys.0);
-            fs::create_dir_all(sys.0.join("block")).unwrap();
+        fn new(disks: &[(&str, &str, u32)]) -> Self {
+            let sys = Self(temp_dir());
+            fs::create_dir_all(sys.0.path().join("block")).unwrap();
             for (device, serial, partitions) in disks {
                 sys.add(device, serial, *partitions);
             }
@@ -271,7 +268,7 @@ mod tests {
         }
 
         fn add(&self, device: &str, serial: &str, partitions: u32) {
-            let disk = self.0.join("block").join(device);
+            let disk = self.0.path().join("block").join(device);
             for number in 1..=partitions {
                 let partition = disk.join(format!("{device}{number}"));
                 fs::create_dir_all(&partition).unwrap();
@@ -281,12 +278,6 @@ mod tests {
             }
             fs::create_dir_all(&disk).unwrap();
             fs::write(disk.join("serial"), serial).unwrap();
-        }
-    }
-
-    impl Drop for Sys {
-        fn drop(&mut self) {
-            let _unused = fs::remove_dir_all(&self.0);
         }
     }
 
@@ -309,7 +300,7 @@ mod tests {
 
     fn matched(sys: &Sys, names: &[&str]) -> Result<Vec<String>, String> {
         let declared = declared(names);
-        let result = wait(&sys.0, &declared, Duration::ZERO).map_err(|e| e.to_string())?;
+        let result = wait(sys.0.path(), &declared, Duration::ZERO).map_err(|e| e.to_string())?;
         Ok(result
             .iter()
             .map(|(extension, disk)| format!("{} {}", extension.name, disk.device))
@@ -319,21 +310,18 @@ mod tests {
     #[test]
     fn disks_are_matched_by_serial_whatever_their_order() {
         // Serials as the kernel shows them: 20 bytes, without a newline if all of them are used.
-        let sys = Sys::new(
-            "match",
-            &[
-                ("vda", "root", 1),
-                ("vdb", "extension-coco\n", 2),
-                ("vdc", "extension-gpu", 2),
-                ("sda", "", 0),
-            ],
-        );
-        fs::create_dir_all(sys.0.join("block/ram0")).unwrap();
+        let sys = Sys::new(&[
+            ("vda", "root", 1),
+            ("vdb", "extension-coco\n", 2),
+            ("vdc", "extension-gpu", 2),
+            ("sda", "", 0),
+        ]);
+        fs::create_dir_all(sys.0.path().join("block/ram0")).unwrap();
         assert_eq!(
             matched(&sys, &["gpu", "coco"]),
             Ok(vec!["gpu vdc".into(), "coco vdb".into()])
         );
-        let disk = find(&sys.0).unwrap().remove(0);
+        let disk = find(sys.0.path()).unwrap().remove(0);
         assert_eq!(
             disk.data,
             Some(Partition {
@@ -350,7 +338,7 @@ mod tests {
                 bytes: 32 * 512
             })
         );
-        assert_eq!(surplus(&Sys::new("none", &[("vda", "root", 1)]).0), None);
+        assert_eq!(surplus(Sys::new(&[("vda", "root", 1)]).0.path()), None);
     }
 
     #[test]
@@ -408,19 +396,21 @@ mod tests {
             ),
         ];
         for (test, disks, names, wanted) in cases {
-            let error = matched(&Sys::new(test, disks), names).unwrap_err();
+            let error = matched(&Sys::new(disks), names).unwrap_err();
             assert!(error.starts_with(wanted), "{test}: {error}");
         }
-        let stripped = Sys::new("stripped", &[("vda", "extension-coco", 2)]);
-        assert!(surplus(&stripped.0).is_some_and(|error| error.to_string().contains("disk vda")));
+        let stripped = Sys::new(&[("vda", "extension-coco", 2)]);
+        assert!(
+            surplus(stripped.0.path()).is_some_and(|error| error.to_string().contains("disk vda"))
+        );
     }
 
     #[test]
     fn a_surplus_disk_is_not_waited_on() {
-        let sys = Sys::new("at-once", &[("vda", "extension-x", 2)]);
+        let sys = Sys::new(&[("vda", "extension-x", 2)]);
         let declared = declared(&["gpu"]);
         // A wait of this length would end the test run.
-        let error = wait(&sys.0, &declared, Duration::from_secs(100_000)).unwrap_err();
+        let error = wait(sys.0.path(), &declared, Duration::from_secs(100_000)).unwrap_err();
         assert!(matches!(error, Error::Surplus { .. }), "{error}");
     }
 }

@@ -121,14 +121,14 @@ fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
 mod tests {
     use super::*;
     use kata_gpu_test_support::elf_stand_in as stand_in;
+    use kata_gpu_test_support::temp_dir;
     use std::os::unix::fs::symlink;
 
     #[test]
     fn the_cache_has_the_libraries_of_base_and_extension_by_soname() {
-        let extension =
-            std::env::temp_dir().join(format!("kata-gpu-loader-{}", std::process::id()));
-        let _unused = fs::remove_dir_all(&extension);
-        let folder = directory(&extension);
+        let folder = temp_dir();
+        let extension = folder.path();
+        let folder = directory(extension);
         fs::create_dir_all(folder.join("sub.so")).unwrap();
         fs::write(
             folder.join("libcuda.so.550.1"),
@@ -168,14 +168,14 @@ mod tests {
             pair("libcuda.so.1", "/libcuda.so.1"),
         ];
         assert_eq!(
-            names(&with_libraries(&base, &extension).unwrap()),
+            names(&with_libraries(&base, extension).unwrap()),
             [&own[..], &[pair("libc.so.6", "/lib/libc.so.6")]].concat()
         );
-        assert_eq!(names(&with_libraries(&[], &extension).unwrap()), own);
-        assert!(with_libraries(b"damaged", &extension).is_err());
-        fs::remove_dir_all(&extension).unwrap();
+        assert_eq!(names(&with_libraries(&[], extension).unwrap()), own);
+        assert!(with_libraries(b"damaged", extension).is_err());
+        fs::remove_dir_all(extension).unwrap();
         assert!(
-            with_libraries(&base, &extension)
+            with_libraries(&base, extension)
                 .unwrap_err()
                 .contains("No such file")
         );

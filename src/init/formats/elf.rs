@@ -572,20 +572,19 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 mod tests {
     use super::*;
     use kata_gpu_test_support::elf_stand_in as stand_in;
+    use kata_gpu_test_support::temp_dir;
 
-    fn of(name: &str, bytes: &[u8]) -> io::Result<Library> {
-        let path =
-            std::env::temp_dir().join(format!("kata-gpu-init-elf-{name}-{}", std::process::id()));
+    fn of(bytes: &[u8]) -> io::Result<Library> {
+        let folder = temp_dir();
+        let path = folder.path().join("library");
         std::fs::write(&path, bytes).unwrap();
-        let library = library(&File::open(&path).unwrap());
-        std::fs::remove_file(path).unwrap();
-        library
+        library(&File::open(&path).unwrap())
     }
 
     #[test]
     fn a_library_names_itself_and_its_dependencies() {
         let bytes = stand_in::library(Some("libcuda.so.1"), &["libc.so.6", "libm.so.6"]);
-        let read = of("named", &bytes).unwrap();
+        let read = of(&bytes).unwrap();
         assert_eq!(
             (read.class, read.kind, read.machine),
             (Class::Elf64, ET_DYN, 62)
@@ -617,7 +616,7 @@ mod tests {
                 search_path: None
             }
         );
-        let nameless = of("nameless", &stand_in::library(None, &[])).unwrap();
+        let nameless = of(&stand_in::library(None, &[])).unwrap();
         assert_eq!(
             (nameless.soname, nameless.loadable, nameless.isa_level),
             (None, true, 0)
@@ -630,7 +629,7 @@ mod tests {
             // Libraries before it move the name's beginning.
             for before in 0..4 {
                 let (name, others) = ("x".repeat(length as usize), vec!["abc"; before]);
-                let read = of("long", &stand_in::library(Some(&name), &others));
+                let read = of(&stand_in::library(Some(&name), &others));
                 match read {
                     Ok(library) => assert_eq!(
                         (library.soname.unwrap().len() as u64, length),
@@ -688,7 +687,7 @@ mod tests {
             bytes[128..136].copy_from_slice(&at.to_le_bytes());
             bytes[152..160].copy_from_slice(&size.to_le_bytes());
             bytes.extend(note);
-            let read = of(&format!("property-{n}"), &bytes).unwrap();
+            let read = of(&bytes).unwrap();
             assert_eq!((read.isa_level, read.loadable), (level, false), "case {n}");
         }
     }
@@ -714,7 +713,7 @@ mod tests {
         let good = stand_in::library(Some("libcuda.so.1"), &["libc.so.6"]);
         for length in 0..good.len() {
             assert!(
-                of("cut", &good[..length]).is_err(),
+                of(&good[..length]).is_err(),
                 "{length} bytes of {} were read",
                 good.len()
             );
@@ -722,10 +721,10 @@ mod tests {
         for at in 0..good.len() {
             let mut bytes = good.clone();
             bytes[at] ^= 0xff;
-            let _any = of("flipped", &bytes);
+            let _any = of(&bytes);
         }
         assert!(
-            of("text", &[b'x'; 100])
+            of(&[b'x'; 100])
                 .unwrap_err()
                 .to_string()
                 .contains("not a little-endian ELF file")

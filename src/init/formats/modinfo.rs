@@ -39,26 +39,20 @@ pub fn values<'a>(section: &'a [u8], key: &'a str) -> impl Iterator<Item = Strin
 mod tests {
     use super::*;
     use kata_gpu_test_support::elf_stand_in::module;
+    use kata_gpu_test_support::temp_dir;
 
-    fn of(name: &str, bytes: &[u8], key: &str) -> io::Result<Option<String>> {
-        let path = std::env::temp_dir().join(format!(
-            "kata-gpu-init-modinfo-{name}-{}",
-            std::process::id()
-        ));
+    fn of(bytes: &[u8], key: &str) -> io::Result<Option<String>> {
+        let folder = temp_dir();
+        let path = folder.path().join("module");
         std::fs::write(&path, bytes).unwrap();
-        let value = value(&path, key);
-        std::fs::remove_file(path).unwrap();
-        value
+        value(&path, key)
     }
 
     #[test]
     fn keys_are_found_whole() {
         let file = module(b"srcversion=ABC\0version=550.163.01\0vermagic=6.1 SMP\0");
-        assert_eq!(
-            of("whole", &file, "version").unwrap().as_deref(),
-            Some("550.163.01")
-        );
-        assert_eq!(of("none", &file, "firmware").unwrap(), None);
+        assert_eq!(of(&file, "version").unwrap().as_deref(), Some("550.163.01"));
+        assert_eq!(of(&file, "firmware").unwrap(), None);
     }
 
     #[test]
@@ -66,20 +60,20 @@ mod tests {
         let good = module(b"version=1\0");
         for length in 0..good.len() {
             assert!(
-                of("cut", &good[..length], "version").is_err(),
+                of(&good[..length], "version").is_err(),
                 "{length} bytes of a module were read"
             );
         }
-        let error = of("text", &[b'x'; 100], "version").unwrap_err().to_string();
+        let error = of(&[b'x'; 100], "version").unwrap_err().to_string();
         assert!(
-            error.contains("modinfo-text") && error.contains("not a little-endian ELF"),
+            error.contains("/module: ") && error.contains("not a little-endian ELF"),
             "{error}"
         );
         let mut huge = good;
         let at = huge.len() - 64 + 0x20;
         huge[at..at + 8].copy_from_slice(&u64::MAX.to_le_bytes());
         assert!(
-            of("huge", &huge, "version")
+            of(&huge, "version")
                 .unwrap_err()
                 .to_string()
                 .contains("more than any such file has")

@@ -285,16 +285,17 @@ fn write(path: PathBuf, value: &str) -> Result<(), SysfsError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn a_device_made_again_or_bound_again_is_another_one() {
-        let sysfs =
-            std::env::temp_dir().join(format!("kata-gpu-init-sight-{}", std::process::id()));
+        let folder = temp_dir();
+        let sysfs = folder.path();
         let (function, driver) = (
             sysfs.join("bus/pci/devices/0001:00:03.0"),
             sysfs.join("bus/pci/drivers/nvidia"),
         );
-        let (pci, gpu) = (PciSysfs::at(&sysfs), "0001:00:03.0".parse().unwrap());
+        let (pci, gpu) = (PciSysfs::at(sysfs), "0001:00:03.0".parse().unwrap());
         let look = || pci.sight(gpu).unwrap();
         assert_eq!(look(), Sight::default());
         std::fs::create_dir_all(&function).unwrap();
@@ -312,7 +313,6 @@ mod tests {
         assert_eq!(look(), free);
         std::os::unix::fs::symlink(&driver, function.join("driver")).unwrap();
         assert_ne!(look().bound(gpu), Some(bound));
-        std::fs::remove_dir_all(&sysfs).unwrap();
         assert!(
             "0001:00:03.0".parse::<Bound>().is_err()
                 && "0001:00:03.0/1/x".parse::<Bound>().is_err()

@@ -195,16 +195,14 @@ fn page_size() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::PathBuf;
+    use kata_gpu_test_support::{TempDir, temp_dir};
 
-    struct Root(PathBuf);
+    struct Root(TempDir);
 
     impl Root {
         /// A guest with one GPU of 96 GiB and 8 GiB of RAM.
-        fn new(name: &str) -> Self {
-            let root = Self(
-                std::env::temp_dir().join(format!("kata-gpu-memory-{}-{name}", std::process::id())),
-            );
+        fn new() -> Self {
+            let root = Self(temp_dir());
             let mut bars = "0x0 0x0 0x0\n".repeat(6);
             bars.replace_range(
                 4 * 12..5 * 12,
@@ -220,23 +218,21 @@ mod tests {
         }
 
         fn file(&self, path: &str, bytes: &[u8]) {
-            let path = self.0.join(path);
+            let path = self.0.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, bytes).unwrap();
         }
 
         fn prepare(&self) -> Option<Prepared> {
-            prepare(&self.0, Arch::Aarch64, &["0009:01:00.0".parse().unwrap()])
+            prepare(
+                self.0.path(),
+                Arch::Aarch64,
+                &["0009:01:00.0".parse().unwrap()],
+            )
         }
 
         fn policy(&self) -> String {
-            fs::read_to_string(self.0.join(POLICY)).unwrap()
-        }
-    }
-
-    impl Drop for Root {
-        fn drop(&mut self) {
-            let _unused = fs::remove_dir_all(&self.0);
+            fs::read_to_string(self.0.path().join(POLICY)).unwrap()
         }
     }
 
@@ -254,7 +250,7 @@ mod tests {
 
     #[test]
     fn a_described_gpu_has_its_memory_in_the_movable_zone() {
-        let root = Root::new("srat");
+        let root = Root::new();
         root.file("sys/firmware/acpi/tables/SRAT", &srat(9, 0x100));
         let prepared = root.prepare().unwrap();
         assert_eq!(
@@ -276,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_property_in_a_table_describes_gpus_too() {
-        let root = Root::new("property");
+        let root = Root::new();
         root.file(
             "sys/firmware/acpi/tables/SSDT3",
             b"SSDT..\x0dnvidia,gpu-mem-pxm-start\0\x0a\x02",
@@ -287,7 +283,7 @@ mod tests {
 
     #[test]
     fn another_guest_is_left_as_it_is() {
-        let root = Root::new("other");
+        let root = Root::new();
         let cases: [(&str, Vec<u8>); 6] = [
             ("FACP", b"nvidia,gpu-mem-pxm-start".into()),
             ("SRAT", srat(9, 0x200)),
@@ -307,16 +303,20 @@ mod tests {
         }
         root.file("sys/firmware/acpi/tables/SRAT", &srat(9, 0x100));
         assert_eq!(
-            prepare(&root.0, Arch::X86_64, &["0009:01:00.0".parse().unwrap()]),
+            prepare(
+                root.0.path(),
+                Arch::X86_64,
+                &["0009:01:00.0".parse().unwrap()]
+            ),
             None,
             "the driver looks on arm64 alone"
         );
-        assert_eq!(prepare(&root.0, Arch::Aarch64, &[]), None);
+        assert_eq!(prepare(root.0.path(), Arch::Aarch64, &[]), None);
     }
 
     #[test]
     fn too_little_ram_and_no_hot_plug_are_errors_with_cures() {
-        let root = Root::new("errors");
+        let root = Root::new();
         root.file("sys/firmware/acpi/tables/SRAT", &srat(9, 0x100));
         root.file("proc/meminfo", b"MemAvailable: 65536 kB\n");
         let error = root.prepare().unwrap().error.unwrap();
@@ -325,8 +325,8 @@ mod tests {
                 && error.contains("64 MiB are available: give the VM more memory"),
             "{error}"
         );
-        fs::remove_file(root.0.join(POLICY)).unwrap();
-        fs::create_dir(root.0.join(POLICY)).unwrap();
+        fs::remove_file(root.0.path().join(POLICY)).unwrap();
+        fs::create_dir(root.0.path().join(POLICY)).unwrap();
         let error = root.prepare().unwrap().error.unwrap();
         assert!(
             error.contains("read /sys/devices/system/memory/auto_online_blocks")

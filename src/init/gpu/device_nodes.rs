@@ -218,6 +218,7 @@ pub fn make_for_switches(proc: &Path, dev: &Path) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
     use std::os::unix::fs::FileTypeExt;
 
     #[test]
@@ -225,9 +226,10 @@ mod tests {
         if !nix::unistd::geteuid().is_root() {
             return eprintln!("skipped: not root, which device nodes need");
         }
-        let dev = std::env::temp_dir().join(format!("kata-gpu-init-nodes-{}", std::process::id()));
+        let folder = temp_dir();
+        let dev = folder.path();
         let nodes = DeviceNodes::at(
-            &dev,
+            dev,
             NodeRules {
                 uid: 0,
                 gid: 0,
@@ -274,6 +276,5 @@ mod tests {
         );
         // A stale major is replaced.
         assert_eq!(nodes.imex_channel(240, 3).unwrap().major, 240);
-        std::fs::remove_dir_all(dev).unwrap();
     }
 }

@@ -167,10 +167,12 @@ fn attribute(function: &Path, name: &str) -> io::Result<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn the_scan_finds_gpus_switches_and_mellanox_in_pci_order() {
-        let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-scan-{}", std::process::id()));
+        let folder = temp_dir();
+        let sysfs = folder.path();
         let functions = [
             ("0000:0b:00.0", "0x10de", "0x030200", "0x2330"),
             ("0000:02:00.0", "0x10de", "0x030000", "0x2331"),
@@ -190,7 +192,7 @@ mod tests {
                 std::fs::write(function.join(name), format!("{value}\n")).unwrap();
             }
         }
-        let found = scan(&sysfs).unwrap();
+        let found = scan(sysfs).unwrap();
         let list: Vec<(String, u16)> = found
             .gpus
             .iter()
@@ -212,16 +214,17 @@ mod tests {
             unreadable[0].contains("0000:0c:00.0/class") && unreadable[0].contains("garbage"),
             "{unreadable:?}"
         );
-        std::fs::remove_dir_all(&sysfs).unwrap();
-        assert_eq!(scan(&sysfs).unwrap(), Scan::default());
+        std::fs::remove_dir_all(sysfs).unwrap();
+        assert_eq!(scan(sysfs).unwrap(), Scan::default());
     }
 
     #[test]
     fn the_guid_of_a_port_is_the_end_of_its_first_gid() {
-        let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-guid-{}", std::process::id()));
+        let folder = temp_dir();
+        let sysfs = folder.path();
         let function: PciAddress = "0000:05:00.0".parse().unwrap();
         assert_eq!(
-            port_guid(&sysfs, function).unwrap_err(),
+            port_guid(sysfs, function).unwrap_err(),
             "no InfiniBand device"
         );
         let port = sysfs.join("bus/pci/devices/0000:05:00.0/infiniband/mlx5_0/ports/1");
@@ -229,7 +232,7 @@ mod tests {
         let with = |mask: &str, gid: &str| {
             std::fs::write(port.join("cap_mask"), mask).unwrap();
             std::fs::write(port.join("gids/0"), gid).unwrap();
-            port_guid(&sysfs, function)
+            port_guid(sysfs, function)
         };
         let gid = "fe80:0000:0000:0000:b83f:d203:00d4:1a2c\n";
         assert_eq!(with("0xa751e848\n", gid).unwrap(), "0xb83fd20300d41a2c");
@@ -246,6 +249,5 @@ mod tests {
         ] {
             with(mask, gid).unwrap_err();
         }
-        std::fs::remove_dir_all(&sysfs).unwrap();
     }
 }

@@ -91,6 +91,7 @@ fn fields(mut data: &[u8]) -> impl Iterator<Item = ([u8; 2], &[u8])> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     /// VPD with a name and these read-only fields.
     fn vpd(values: &[(&[u8; 2], &[u8])]) -> Vec<u8> {
@@ -162,22 +163,22 @@ mod tests {
 
     #[test]
     fn of_a_long_vpd_only_the_beginning_is_read() {
-        let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-vpd-{}", std::process::id()));
+        let folder = temp_dir();
+        let sysfs = folder.path();
         let function = sysfs.join("bus/pci/devices/0000:03:00.0");
         std::fs::create_dir_all(&function).unwrap();
         let address = "0000:03:00.0".parse().unwrap();
-        assert_eq!(read(&sysfs, address).unwrap(), None);
+        assert_eq!(read(sysfs, address).unwrap(), None);
         std::fs::write(function.join("vpd"), vec![0x90; 40_000]).unwrap();
         assert_eq!(
-            read(&sysfs, address).unwrap().map(|vpd| vpd.len()),
+            read(sysfs, address).unwrap().map(|vpd| vpd.len()),
             Some(MAX as usize)
         );
         std::fs::write(function.join("vpd"), "").unwrap();
-        assert!(read(&sysfs, address).is_err());
+        assert!(read(sysfs, address).is_err());
         std::fs::remove_file(function.join("vpd")).unwrap();
         std::fs::create_dir(function.join("vpd")).unwrap();
-        let error = read(&sysfs, address).unwrap_err().to_string();
+        let error = read(sysfs, address).unwrap_err().to_string();
         assert!(error.contains("0000:03:00.0/vpd"), "{error}");
-        std::fs::remove_dir_all(&sysfs).unwrap();
     }
 }

@@ -321,16 +321,14 @@ impl Modules {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::{TempDir, temp_dir};
 
     /// A root with the fixtures as modules of kernel 6.1.0-test; none of its files can be loaded.
-    struct Root(PathBuf);
+    struct Root(TempDir);
 
     impl Root {
-        fn new(test: &str) -> Self {
-            let root = Self(
-                std::env::temp_dir()
-                    .join(format!("kata-gpu-modules-{test}-{}", std::process::id())),
-            );
+        fn new() -> Self {
+            let root = Self(temp_dir());
             root.write(
                 "lib/modules/6.1.0-test/modules.dep",
                 include_bytes!("../../../tests/fixtures/modules/modules.dep"),
@@ -343,25 +341,19 @@ mod tests {
         }
 
         fn write(&self, path: &str, bytes: &[u8]) {
-            let path = self.0.join(path);
+            let path = self.0.path().join(path);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, bytes).unwrap();
         }
 
         fn modules(&self, command_line: &str) -> Modules {
-            Modules::new(&self.0, "6.1.0-test", command_line.as_bytes())
-        }
-    }
-
-    impl Drop for Root {
-        fn drop(&mut self) {
-            let _unused = std::fs::remove_dir_all(&self.0);
+            Modules::new(self.0.path(), "6.1.0-test", command_line.as_bytes())
         }
     }
 
     #[test]
     fn options_order_is_modprobe_d_command_line_caller() {
-        let root = Root::new("options");
+        let root = Root::new();
         root.write(
             "etc/modprobe.d/nvidia.conf",
             b"options nvidia a=1\noptions nvidia-uvm u=1\n",
@@ -382,7 +374,7 @@ mod tests {
             .map(|(path, options)| {
                 format!(
                     "{} {options}",
-                    path.strip_prefix(&root.0).unwrap().display()
+                    path.strip_prefix(root.0.path()).unwrap().display()
                 )
             })
             .collect();
@@ -406,7 +398,7 @@ mod tests {
                 && error.contains("run depmod"),
             "{error}"
         );
-        let root = Root::new("missing");
+        let root = Root::new();
         let mut modules = root.modules("");
         let error = modules.load("nvidia-peermem").unwrap_err().to_string();
         assert!(
@@ -417,6 +409,7 @@ mod tests {
         let wanted = format!(
             "open {}: ENOENT: No such file",
             root.0
+                .path()
                 .join("lib/modules/6.1.0-test/kernel/crypto/ecc.ko")
                 .display()
         );
@@ -428,7 +421,7 @@ mod tests {
 
     #[test]
     fn aliases_lead_to_modules_to_nothing_or_to_what_is_blacklisted() {
-        let root = Root::new("aliases");
+        let root = Root::new();
         root.write(
             "lib/modprobe.d/x.conf",
             b"alias nvidia-drm off\nalias gpu nvidia\nblacklist nouveau\n",
@@ -464,7 +457,7 @@ mod tests {
 
     #[test]
     fn what_the_kernel_has_is_not_loaded_again() {
-        let root = Root::new("live");
+        let root = Root::new();
         for module in ["ecc", "ecdh_generic", "nvidia"] {
             root.write(&format!("sys/module/{module}/initstate"), b"live\n");
         }
@@ -487,7 +480,7 @@ mod tests {
 
     #[test]
     fn a_file_that_is_no_archive_is_refused_before_the_kernel() {
-        let root = Root::new("damaged");
+        let root = Root::new();
         for module in ["ecc", "ecdh_generic"] {
             root.write(&format!("sys/module/{module}/initstate"), b"live\n");
         }

@@ -321,6 +321,7 @@ fn text(file: &Path) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     fn parsed(text: &str) -> (Settings, Vec<String>) {
         let mut settings = Settings::default();
@@ -417,7 +418,8 @@ mod tests {
 
     #[test]
     fn an_earlier_directory_hides_a_later_ones_file() {
-        let root = std::env::temp_dir().join(format!("kata-gpu-settings-{}", std::process::id()));
+        let folder = temp_dir();
+        let root = folder.path();
         let modules = root.join("lib/modules/6.1");
         std::fs::create_dir_all(&modules).unwrap();
         let write = |path: &str, text: &[u8]| {
@@ -443,11 +445,10 @@ mod tests {
             b"# from depmod\nsoftdep m pre: early\n",
         );
         let (settings, problems) = Settings::read(
-            &root,
+            root,
             &modules,
             b"m.from=command-line modprobe.blacklist=p-1,q",
         );
-        std::fs::remove_dir_all(&root).unwrap();
         assert_eq!(
             settings.options("m", None),
             "from=usr from=etc from=run from=command-line"

@@ -107,6 +107,7 @@ fn log_has(path: &str, wanted: impl Fn(&str) -> bool) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     fn cpu(vendor: &str, flags: &str) -> String {
         format!(
@@ -155,18 +156,14 @@ mod tests {
 
     #[test]
     fn sysfs_alone_is_enough() {
-        let root =
-            std::env::temp_dir().join(format!("kata-gpu-init-confidential-{}", std::process::id()));
+        let folder = temp_dir();
+        let root = folder.path();
         std::fs::create_dir_all(root.join("sys/devices/system/cpu")).unwrap();
         assert!(!is_confidential_at(
-            &root,
+            root,
             &cpu("AuthenticAMD", "hypervisor")
         ));
         std::fs::create_dir_all(root.join("sys/devices/system/cpu/sev/vmpl")).unwrap();
-        assert!(is_confidential_at(
-            &root,
-            &cpu("AuthenticAMD", "hypervisor")
-        ));
-        std::fs::remove_dir_all(root).unwrap();
+        assert!(is_confidential_at(root, &cpu("AuthenticAMD", "hypervisor")));
     }
 }

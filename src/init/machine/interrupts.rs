@@ -432,21 +432,18 @@ fn write(file: &Path, mask: &CpuMask) -> nix::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::{TempDir, temp_dir};
     use std::fs;
 
     /// A made-up /proc with interrupts: number, handler (empty: none), mask.
-    struct Proc(PathBuf);
+    struct Proc(TempDir);
 
     impl Proc {
-        fn new(name: &str, default: &str, interrupts: &[(u32, &str, &str)]) -> Self {
-            let root = std::env::temp_dir().join(format!(
-                "kata-gpu-init-interrupts-{name}-{}",
-                std::process::id()
-            ));
-            let _unused = fs::remove_dir_all(&root);
-            fs::create_dir_all(root.join("irq")).unwrap();
+        fn new(default: &str, interrupts: &[(u32, &str, &str)]) -> Self {
+            let root = temp_dir();
+            fs::create_dir_all(root.path().join("irq")).unwrap();
             fs::write(
-                root.join("irq/default_smp_affinity"),
+                root.path().join("irq/default_smp_affinity"),
                 format!("{default}\n"),
             )
             .unwrap();
@@ -458,7 +455,7 @@ mod tests {
         }
 
         fn request(&self, irq: u32, handler: &str, mask: &str) {
-            let folder = self.0.join("irq").join(irq.to_string());
+            let folder = self.0.path().join("irq").join(irq.to_string());
             fs::create_dir_all(&folder).unwrap();
             if !handler.is_empty() {
                 fs::create_dir(folder.join(handler)).unwrap();
@@ -469,7 +466,7 @@ mod tests {
         /// Replaces a mask by a file that the kernel refuses to write, root or not. The file's
         /// text, "65536", has CPUs 1, 2, 4, 5 and more.
         fn refuse(&self, irq: u32) {
-            let file = mask_file(&self.0.join("irq"), irq);
+            let file = mask_file(&self.0.path().join("irq"), irq);
             fs::remove_file(&file).unwrap();
             std::os::unix::fs::symlink("/proc/sys/kernel/ngroups_max", file).unwrap();
         }
@@ -477,6 +474,7 @@ mod tests {
         fn effective(&self, irq: u32, mask: &str) {
             fs::write(
                 self.0
+                    .path()
                     .join("irq")
                     .join(irq.to_string())
                     .join("effective_affinity"),
@@ -486,27 +484,25 @@ mod tests {
         }
 
         fn set(&self, irq: u32, mask: &str) {
-            fs::write(mask_file(&self.0.join("irq"), irq), format!("{mask}\n")).unwrap();
+            fs::write(
+                mask_file(&self.0.path().join("irq"), irq),
+                format!("{mask}\n"),
+            )
+            .unwrap();
         }
 
         fn mask(&self, irq: u32) -> String {
-            fs::read_to_string(mask_file(&self.0.join("irq"), irq))
+            fs::read_to_string(mask_file(&self.0.path().join("irq"), irq))
                 .unwrap()
                 .trim()
                 .to_string()
         }
 
         fn default(&self) -> String {
-            fs::read_to_string(self.0.join("irq/default_smp_affinity"))
+            fs::read_to_string(self.0.path().join("irq/default_smp_affinity"))
                 .unwrap()
                 .trim()
                 .to_string()
-        }
-    }
-
-    impl Drop for Proc {
-        fn drop(&mut self) {
-            let _unused = fs::remove_dir_all(&self.0);
         }
     }
 
@@ -554,7 +550,6 @@ mod tests {
     #[test]
     fn interrupts_leave_the_cpu_and_come_back() {
         let proc = Proc::new(
-            "move",
             "3",
             &[
                 (4, "ttyS0", "1"),
@@ -563,7 +558,7 @@ mod tests {
                 (25, "virtio0-virtqueues", "2"),
             ],
         );
-        let moved = keep_off(&proc.0, 1, &[0, 1]);
+        let moved = keep_off(proc.0.path(), 1, &[0, 1]);
         assert_eq!(
             (numbers(moved.moved()), list(moved.moved())),
             (vec![24], "24 virtio0-config".into())
@@ -594,13 +589,9 @@ mod tests {
 
     #[test]
     fn an_interrupt_that_the_kernel_cannot_move_is_named_and_stays() {
-        let proc = Proc::new(
-            "refused",
-            "7",
-            &[(24, "virtio0-req.0", "7"), (25, "virtio1-rx", "7")],
-        );
+        let proc = Proc::new("7", &[(24, "virtio0-req.0", "7"), (25, "virtio1-rx", "7")]);
         proc.refuse(24);
-        let moved = keep_off(&proc.0, 1, &[0, 1, 2]);
+        let moved = keep_off(proc.0.path(), 1, &[0, 1, 2]);
         assert_eq!(numbers(moved.moved()), [25]);
         let [(interrupt, Stays::Refused(errno))] = moved.stays() else {
             panic!("{:?}", moved.stays())
@@ -614,8 +605,8 @@ mod tests {
 
     #[test]
     fn later_interrupts_are_moved_and_get_the_default_back() {
-        let proc = Proc::new("again", "f", &[(24, "virtio0-rx", "f")]);
-        let mut moved = keep_off(&proc.0, 3, &[0, 1, 2, 3]);
+        let proc = Proc::new("f", &[(24, "virtio0-rx", "f")]);
+        let mut moved = keep_off(proc.0.path(), 3, &[0, 1, 2, 3]);
         // Interrupt 30 has a mask of its own, 31 the changed default.
         proc.request(30, "nvidia", "c");
         assert_eq!(numbers(&moved.again()), [30]);
@@ -629,7 +620,6 @@ mod tests {
     #[test]
     fn a_mask_that_another_program_changed_stays() {
         let proc = Proc::new(
-            "changed",
             "3",
             &[
                 (24, "virtio0-rx", "3"),
@@ -637,10 +627,10 @@ mod tests {
                 (26, "virtio2-rx", "3"),
             ],
         );
-        let moved = keep_off(&proc.0, 1, &[0, 1]);
+        let moved = keep_off(proc.0.path(), 1, &[0, 1]);
         proc.set(24, "2");
-        fs::remove_dir_all(proc.0.join("irq/26")).unwrap();
-        fs::write(proc.0.join("irq/default_smp_affinity"), "2\n").unwrap();
+        fs::remove_dir_all(proc.0.path().join("irq/26")).unwrap();
+        fs::write(proc.0.path().join("irq/default_smp_affinity"), "2\n").unwrap();
         drop(moved);
         assert_eq!(
             (proc.mask(24), proc.mask(25), proc.default()),
@@ -650,14 +640,10 @@ mod tests {
 
     #[test]
     fn a_written_mask_is_not_a_moved_interrupt() {
-        let proc = Proc::new(
-            "pending",
-            "3",
-            &[(24, "virtio0-rx", "3"), (25, "virtio1-rx", "3")],
-        );
+        let proc = Proc::new("3", &[(24, "virtio0-rx", "3"), (25, "virtio1-rx", "3")]);
         proc.effective(24, "2");
         proc.effective(25, "1");
-        let moved = keep_off(&proc.0, 1, &[0, 1]);
+        let moved = keep_off(proc.0.path(), 1, &[0, 1]);
         assert_eq!(numbers(&moved.waiting()), [24]);
         proc.effective(24, "1");
         assert_eq!(moved.waiting(), []);
@@ -666,7 +652,6 @@ mod tests {
     #[test]
     fn vsock_interrupts_are_recognised_by_their_devices_driver() {
         let proc = Proc::new(
-            "vsock",
             "3",
             &[
                 (24, "virtio0-input", "3"),
@@ -677,33 +662,33 @@ mod tests {
         for irq in [24, 25, 26] {
             proc.effective(irq, "2");
         }
-        let moved = keep_off(&proc.0, 1, &[0, 1]);
-        assert!(!moved.vsock_waits(&proc.0));
+        let moved = keep_off(proc.0.path(), 1, &[0, 1]);
+        assert!(!moved.vsock_waits(proc.0.path()));
         for entry in ["bind", "module", "virtio1"] {
-            fs::create_dir_all(proc.0.join(VSOCK_DRIVER).join(entry)).unwrap();
+            fs::create_dir_all(proc.0.path().join(VSOCK_DRIVER).join(entry)).unwrap();
         }
-        assert!(moved.vsock_waits(&proc.0));
+        assert!(moved.vsock_waits(proc.0.path()));
         proc.effective(26, "1");
         assert_eq!(
-            (moved.vsock_waits(&proc.0), numbers(&moved.waiting())),
+            (moved.vsock_waits(proc.0.path()), numbers(&moved.waiting())),
             (false, vec![24, 25])
         );
     }
 
     #[test]
     fn dropping_gives_back_and_the_only_cpu_keeps_everything() {
-        let proc = Proc::new("drop", "1", &[(24, "virtio0-rx", "1")]);
-        let moved = keep_off(&proc.0, 0, &[0]);
+        let proc = Proc::new("1", &[(24, "virtio0-rx", "1")]);
+        let moved = keep_off(proc.0.path(), 0, &[0]);
         assert_eq!(
             (moved.moved().count(), moved.stays().len(), proc.default()),
             (0, 1, "1".into())
         );
         drop(moved);
         proc.set(24, "3");
-        drop(keep_off(&proc.0, 0, &[0, 1]));
+        drop(keep_off(proc.0.path(), 0, &[0, 1]));
         assert_eq!(proc.mask(24), "3");
         // No /proc at all.
-        let none = keep_off(&proc.0.join("missing"), 1, &[0, 1]);
+        let none = keep_off(&proc.0.path().join("missing"), 1, &[0, 1]);
         assert_eq!((none.moved().count(), none.stays().len()), (0, 0));
     }
 }

@@ -77,63 +77,58 @@ fn set(file: &Path, level: u32) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::{TempDir, temp_dir};
     use std::fs;
 
-    fn proc(name: &str, text: &str) -> PathBuf {
-        let root = std::env::temp_dir().join(format!(
-            "kata-gpu-init-kernel-console-{name}-{}",
-            std::process::id()
-        ));
-        fs::create_dir_all(root.join("sys/kernel")).unwrap();
-        fs::write(root.join("sys/kernel/printk"), text).unwrap();
+    fn proc(text: &str) -> TempDir {
+        let root = temp_dir();
+        fs::create_dir_all(root.path().join("sys/kernel")).unwrap();
+        fs::write(root.path().join("sys/kernel/printk"), text).unwrap();
         root
     }
 
-    fn now(root: &Path) -> u32 {
-        level(&root.join("sys/kernel/printk")).unwrap()
+    fn now(root: &TempDir) -> u32 {
+        level(&root.path().join("sys/kernel/printk")).unwrap()
     }
 
     #[test]
     fn the_console_is_quiet_for_the_time_and_as_before_afterwards() {
-        let root = proc("quiet", "7\t4\t1\t7\n");
-        let quiet = quiet(&root).unwrap().unwrap();
+        let root = proc("7\t4\t1\t7\n");
+        let quiet = quiet(root.path()).unwrap().unwrap();
         assert_eq!((now(&root), quiet.former), (LEVEL, 7));
         drop(quiet);
         assert_eq!(now(&root), 7);
-        fs::remove_dir_all(root).unwrap();
     }
 
     #[test]
     fn a_level_that_another_program_set_meanwhile_stays() {
-        let root = proc("changed", "4\t4\t1\t7\n");
-        let quiet = quiet(&root).unwrap().unwrap();
-        fs::write(root.join("sys/kernel/printk"), "8\t4\t1\t7\n").unwrap();
+        let root = proc("4\t4\t1\t7\n");
+        let quiet = quiet(root.path()).unwrap().unwrap();
+        fs::write(root.path().join("sys/kernel/printk"), "8\t4\t1\t7\n").unwrap();
         drop(quiet);
         assert_eq!(now(&root), 8);
-        fs::remove_dir_all(root).unwrap();
     }
 
     #[test]
     fn a_console_that_is_quiet_already_is_not_touched() {
-        let root = proc("low", "1\t4\t1\t7\n");
-        assert!(quiet(&root).unwrap().is_none());
+        let root = proc("1\t4\t1\t7\n");
+        assert!(quiet(root.path()).unwrap().is_none());
         assert_eq!(
-            fs::read_to_string(root.join("sys/kernel/printk")).unwrap(),
+            fs::read_to_string(root.path().join("sys/kernel/printk")).unwrap(),
             "1\t4\t1\t7\n"
         );
-        fs::write(root.join("sys/kernel/printk"), "loud\n").unwrap();
+        fs::write(root.path().join("sys/kernel/printk"), "loud\n").unwrap();
         assert!(
-            quiet(&root)
+            quiet(root.path())
                 .unwrap_err()
                 .to_string()
                 .contains("does not begin with a level")
         );
         assert!(
-            quiet(&root.join("missing"))
+            quiet(&root.path().join("missing"))
                 .unwrap_err()
                 .to_string()
                 .starts_with("read ")
         );
-        fs::remove_dir_all(root).unwrap();
     }
 }

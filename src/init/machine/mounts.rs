@@ -281,6 +281,7 @@ pub fn link_var_run(root: &Path) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn the_topmost_mount_counts() {
@@ -345,8 +346,8 @@ mod tests {
 
     #[test]
     fn var_run_leads_to_run_whatever_the_image_has_there() {
-        let base =
-            std::env::temp_dir().join(format!("kata-gpu-init-var-run-{}", std::process::id()));
+        let folder = temp_dir();
+        let base = folder.path();
         for case in [
             "missing",
             "empty directory",
@@ -375,6 +376,5 @@ mod tests {
                 == std::fs::canonicalize(root.join("run")).unwrap();
             assert_eq!(leads, case != "full directory", "{case}");
         }
-        std::fs::remove_dir_all(&base).unwrap();
     }
 }

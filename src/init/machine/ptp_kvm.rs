@@ -111,11 +111,13 @@ fn best(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn the_clock_is_found_by_its_name_and_no_other_is_taken_for_it() {
-        let root = std::env::temp_dir().join(format!("kata-gpu-init-ptp-{}", std::process::id()));
-        assert_eq!(device_at(&root), None);
+        let folder = temp_dir();
+        let root = folder.path();
+        assert_eq!(device_at(root), None);
         for (clock, name) in [("ptp0", "e1000e\n"), ("ptp1", "KVM virtual PTP\n")] {
             std::fs::create_dir_all(root.join("sys/class/ptp").join(clock)).unwrap();
             std::fs::write(
@@ -124,14 +126,13 @@ mod tests {
             )
             .unwrap();
         }
-        assert_eq!(device_at(&root), Some(root.join("dev/ptp1")));
+        assert_eq!(device_at(root), Some(root.join("dev/ptp1")));
         std::fs::remove_dir_all(root.join("sys/class/ptp/ptp1")).unwrap();
         assert_eq!(
-            device_at(&root),
+            device_at(root),
             None,
             "another network card's clock is not the host's"
         );
-        std::fs::remove_dir_all(root).unwrap();
     }
 
     #[test]

@@ -1,4 +1,5 @@
 use super::*;
+use kata_gpu_test_support::{TempDir, temp_dir};
 use std::os::unix::fs::PermissionsExt;
 
 fn in_runtime<T>(work: impl Future<Output = T>) -> T {
@@ -10,41 +11,34 @@ fn in_runtime<T>(work: impl Future<Output = T>) -> T {
 }
 
 /// A helper that is this shell script.
-fn script(name: &str, text: &str) -> PathBuf {
-    let path = std::env::temp_dir().join(format!("kata-gpu-nvml-{name}-{}", std::process::id()));
+fn script(folder: &TempDir, text: &str) -> PathBuf {
+    let path = folder.path().join("helper");
     std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
     path
 }
 
-fn failure_of(name: &str, text: &str) -> String {
-    let path = script(name, text);
-    let mut asked = in_runtime(ask(
-        path.clone(),
-        vec![Request::Facts(vec![]), Request::Ready(true)],
-    ));
-    std::fs::remove_file(path).unwrap();
+fn asked(text: &str, requests: Vec<Request>) -> Vec<(Request, Result<Answer, Failure>)> {
+    let folder = temp_dir();
+    in_runtime(ask(script(&folder, text), requests))
+}
+
+fn failure_of(text: &str) -> String {
+    let mut asked = asked(text, vec![Request::Facts(vec![]), Request::Ready(true)]);
     assert_eq!(asked.len(), 1, "a failure ends the row");
     asked.remove(0).1.unwrap_err().to_string()
 }
 
 #[test]
 fn each_request_gets_its_own_answer() {
-    let path = script(
-        "answers",
-        r#"while read -r line; do
-            case $line in facts|state) echo '{"facts":{"devices":[]}}';; *) echo '"done"';; esac
-        done"#,
-    );
-    let asked = in_runtime(ask(
-        path.clone(),
+    let asked = asked(
+        r#"while read -r line; do case $line in facts|state) echo '{"facts":{"devices":[]}}';; *) echo '"done"';; esac; done"#,
         vec![
             Request::Facts(vec![]),
             Request::Ready(true),
             Request::State(vec![]),
         ],
-    ));
-    std::fs::remove_file(path).unwrap();
+    );
     let answers: Vec<Answer> = asked
         .into_iter()
         .map(|(_, answer)| answer.unwrap())
@@ -61,15 +55,10 @@ fn each_request_gets_its_own_answer() {
 
 #[test]
 fn a_refusal_does_not_keep_the_next_request_from_its_answer() {
-    let path = script(
-        "refuses",
+    let asked = asked(
         r#"read -r line; echo '{"error":"out of range"}'; read -r line; echo '"done"'"#,
-    );
-    let asked = in_runtime(ask(
-        path.clone(),
         vec![Request::Facts(vec![]), Request::Ready(true)],
-    ));
-    std::fs::remove_file(path).unwrap();
+    );
     assert_eq!(
         asked[0].1.as_ref().unwrap_err().to_string(),
         "NVML: out of range"
@@ -80,24 +69,17 @@ fn a_refusal_does_not_keep_the_next_request_from_its_answer() {
 #[test]
 fn a_helper_that_crashes_is_a_failure_with_its_last_output() {
     assert_eq!(
-        failure_of(
-            "crash",
-            "echo 'libnvidia-ml.so.1: no such file' >&2; exit 3"
-        ),
+        failure_of("echo 'libnvidia-ml.so.1: no such file' >&2; exit 3"),
         "kata-gpu-nvml has ended: exit status: 3: libnvidia-ml.so.1: no such file"
     );
-    assert!(failure_of("kill", "kill -SEGV $$").contains("signal: 11"));
+    assert!(failure_of("kill -SEGV $$").contains("signal: 11"));
 }
 
 #[test]
 fn an_answer_that_is_none_is_a_failure() {
-    assert!(failure_of("words", "read -r line; echo hello; sleep 1").contains("not readable"));
+    assert!(failure_of("read -r line; echo hello; sleep 1").contains("not readable"));
     assert!(
-        failure_of(
-            "long",
-            "read -r line; head -c 2000000 /dev/zero | tr '\\0' x"
-        )
-        .contains("longer than")
+        failure_of("read -r line; head -c 2000000 /dev/zero | tr '\\0' x").contains("longer than")
     );
     let missing = in_runtime(ask(
         "/nonexistent/kata-gpu-nvml".into(),
@@ -115,7 +97,8 @@ fn an_answer_that_is_none_is_a_failure() {
 
 #[test]
 fn a_helper_that_hangs_is_reported_and_left_alone() {
-    let path = script("hang", "echo $$ > $0.pid; read -r line; exec sleep 600");
+    let folder = temp_dir();
+    let path = script(&folder, "echo $$ > $0.pid; read -r line; exec sleep 600");
     let asked = in_runtime(ask_within(
         Duration::from_millis(50),
         path.clone(),
@@ -141,7 +124,4 @@ fn a_helper_that_hangs_is_reported_and_left_alone() {
         "the helper was killed"
     );
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
-    for file in [path, pid_file] {
-        std::fs::remove_file(file).unwrap();
-    }
 }

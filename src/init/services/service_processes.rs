@@ -111,10 +111,12 @@ impl std::fmt::Display for Ending {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn the_main_process_of_a_service_is_found_by_its_mark() {
-        let proc = std::env::temp_dir().join(format!("kata-gpu-processes-{}", std::process::id()));
+        let folder = temp_dir();
+        let proc = folder.path();
         let process = |pid: i32, parent: i32, environment: &str| {
             let folder = proc.join(pid.to_string());
             std::fs::create_dir_all(&folder).unwrap();
@@ -126,9 +128,8 @@ mod tests {
         process(41, 1, "KATA_GPU_SERVICE=persistencedx\0");
         process(42, 1, "X_KATA_GPU_SERVICE=nvlsm\0");
         process(43, 1, "");
-        assert_eq!(find(&proc, Name::Persistenced), Some(Pid::from_raw(40)));
-        assert_eq!(find(&proc, Name::Nvlsm), None);
-        std::fs::remove_dir_all(&proc).unwrap();
+        assert_eq!(find(proc, Name::Persistenced), Some(Pid::from_raw(40)));
+        assert_eq!(find(proc, Name::Nvlsm), None);
     }
 
     #[test]

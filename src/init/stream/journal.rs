@@ -231,6 +231,7 @@ fn gap(from: u64, to: u64) -> Record {
 mod tests {
     use super::*;
     use crate::stream::ring::Ring;
+    use kata_gpu_test_support::temp_dir;
 
     const HEADER: &str = "{\"schema\":1,\"stream\":{}}\n";
 
@@ -246,20 +247,14 @@ mod tests {
         (from..to).map(|seq| line(seq).into()).collect()
     }
 
-    fn file(name: &str) -> PathBuf {
-        std::env::temp_dir().join(format!(
-            "kata-gpu-init-journal-{name}-{}",
-            std::process::id()
-        ))
-    }
-
     fn seqs(records: &[Record]) -> Vec<u64> {
         records.iter().map(|r| r.seq).collect()
     }
 
     #[test]
     fn what_was_written_is_found_and_continued_behind_half_a_line() {
-        let path = file("half");
+        let folder = temp_dir();
+        let path = folder.path().join("journal");
         let mut journal = Journal::create(&path, HEADER).unwrap();
         journal.write(0, &lines(0, 3)).unwrap();
         journal
@@ -283,12 +278,12 @@ mod tests {
             seqs(&Journal::resume(&path).unwrap().1.records),
             [0, 1, 2, 3]
         );
-        std::fs::remove_file(path).unwrap();
     }
 
     #[test]
     fn a_full_file_loses_records_and_repeats_no_number() {
-        let path = file("full");
+        let folder = temp_dir();
+        let path = folder.path().join("journal");
         let mut journal = Journal::create(&path, HEADER).unwrap();
         journal.write(0, &lines(0, 115)).unwrap();
         journal.limit = 0;
@@ -331,12 +326,12 @@ mod tests {
             (found.records.len(), found.first_seq, found.lines.len()),
             (116, given, 1)
         );
-        std::fs::remove_file(path).unwrap();
     }
 
     #[test]
     fn what_found_no_room_for_a_while_is_in_the_file_afterwards() {
-        let path = file("moment");
+        let folder = temp_dir();
+        let path = folder.path().join("journal");
         let mut journal = Journal::create(&path, HEADER).unwrap();
         journal.write(0, &lines(0, 2)).unwrap();
         journal.limit = 0;
@@ -349,12 +344,12 @@ mod tests {
             (seqs(&found.records), found.first_seq, found.missing),
             ((0..6).collect(), 0, 0)
         );
-        std::fs::remove_file(path).unwrap();
     }
 
     #[test]
     fn a_file_without_its_header_is_no_journal() {
-        let path = file("torn");
+        let folder = temp_dir();
+        let path = folder.path().join("journal");
         for text in [
             "",
             MARK,
@@ -369,6 +364,5 @@ mod tests {
                 "{text}"
             );
         }
-        std::fs::remove_file(path).unwrap();
     }
 }

@@ -445,6 +445,10 @@ impl Pinger {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::property;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use std::cell::Cell;
 
     const MS: u64 = 1_000_000;
 
@@ -560,18 +564,6 @@ mod tests {
         assert!(kept < 100, "{kept} of 300");
     }
 
-    /// Pseudo-random numbers, the same on every machine (xorshift).
-    struct Numbers(u64);
-
-    impl Numbers {
-        fn below(&mut self, limit: u64) -> u64 {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            self.0 % limit
-        }
-    }
-
     const TRUE_OFFSET: i64 = 1_767_323_045_000_000_000;
 
     /// Host wall clock when a guest that runs `ppb` parts per 10^9 fast reads `boottime_ns`.
@@ -591,60 +583,49 @@ mod tests {
         .unwrap()
     }
 
-    /// A boot's samples with maximally unequal ways, and a rate within the assumed limit.
-    fn simulated(numbers: &mut Numbers) -> (i64, Vec<Sample>) {
-        let ppb =
-            numbers.below(2 * RATE_ERROR_PPM * 1000 + 1) as i64 - (RATE_ERROR_PPM * 1000) as i64;
-        let pings = 1 + numbers.below(20);
-        let samples = (0..pings).map(|_| {
-            let at = numbers.below(600_000) * MS;
-            // Either way may take all of the time: the other one is then 0.
-            let (there, back) = (
-                numbers.below(3) * numbers.below(20 * MS),
-                numbers.below(3) * numbers.below(20 * MS),
-            );
-            ping(at, ppb, there, back)
-        });
-        (ppb, samples.collect())
+    /// A rate within the assumed limit, and a boot's samples with maximally unequal ways.
+    fn simulated() -> impl Strategy<Value = (i64, Vec<Sample>)> {
+        let limit = (RATE_ERROR_PPM * 1000) as i64;
+        // Either way may take all of the time: the other one is then 0.
+        let way = || (0..3_u64, 0..20 * MS).prop_map(|(times, ns)| times * ns);
+        let pings = vec((0..600_000_u64, way(), way()), 1..21);
+        (-limit..=limit, pings).prop_map(|(ppb, pings)| {
+            let sample = |(at, there, back)| ping(at * MS, ppb, there, back);
+            (ppb, pings.into_iter().map(sample).collect())
+        })
     }
 
     #[test]
     fn the_bound_holds_for_any_drift_and_a_smaller_one_does_not() {
-        let mut numbers = Numbers(0x5eed);
-        let (mut looks, mut broken_by_half, mut tighter, mut drifts) = (0, 0, 0, 0);
-        for round in 0..2000 {
-            let (ppb, samples) = simulated(&mut numbers);
+        let seen = [(); 4].map(|()| Cell::new(0));
+        let [looks, broken_by_half, tighter, drifts] = &seen;
+        let count = |what: &Cell<usize>, is: bool| what.set(what.get() + usize::from(is));
+        let times = vec(0..700_000_u64, 20);
+        proptest!(property(2000), |((ppb, samples) in simulated(), times in times)| {
             let mut clock = Clock::default();
             samples.iter().for_each(|s| clock.add(*s));
-            assert_eq!(clock.steps(), 0, "round {round}: no clock was stepped");
-            for _ in 0..20 {
-                let at = numbers.below(700_000) * MS;
+            prop_assert_eq!(clock.steps(), 0, "nobody stepped a clock");
+            for at in times.into_iter().map(|at| at * MS) {
                 let wall = clock.wall_at(at).unwrap();
                 let wrong = wall.realtime_ns.abs_diff(truth(at, ppb));
                 // Rounding of the simulated truth itself: 1 ns.
-                assert!(
-                    wrong <= wall.error_ns + 1,
-                    "round {round} at {at}: wrong by {wrong}, {wall:?}, {ppb} ppb"
-                );
-                assert!(
-                    wall.error_ns <= clock.best_at(at).unwrap().error_at(at) + 1,
-                    "round {round}: no worse than the best sample"
-                );
-                tighter += usize::from(wall.error_ns < clock.best_at(at).unwrap().error_at(at));
+                prop_assert!(wrong <= wall.error_ns + 1, "at {at}: wrong by {wrong}, {wall:?}");
+                let best = clock.best_at(at).unwrap().error_at(at);
+                prop_assert!(wall.error_ns <= best + 1, "no worse than the best sample alone");
+                count(tighter, wall.error_ns < best);
                 // Negative control: half the bound is too small, and this test would see it.
-                broken_by_half += usize::from(wrong > wall.error_ns / 2 + 1);
-                looks += 1;
+                count(broken_by_half, wrong > wall.error_ns / 2 + 1);
+                count(looks, true);
             }
             if let Some(drift) = clock.drift() {
                 // ppm of the host's time against ppm of the guest's: their difference is below
                 // 10^-8.
-                assert!(
-                    (drift.ppm - ppb as f64 / 1000.0).abs() <= drift.error_ppm + 0.02,
-                    "round {round}: {ppb} ppb: {drift:?}"
-                );
-                drifts += 1;
+                let wrong = (drift.ppm - ppb as f64 / 1000.0).abs();
+                prop_assert!(wrong <= drift.error_ppm + 0.02, "{drift:?}");
+                count(drifts, true);
             }
-        }
+        });
+        let [looks, broken_by_half, tighter, drifts] = seen.map(Cell::into_inner);
         assert!(
             broken_by_half > looks / 20 && tighter > looks / 20 && drifts > 1500,
             "{broken_by_half} {tighter} {drifts} of {looks}"

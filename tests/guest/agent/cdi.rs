@@ -84,7 +84,8 @@ pub fn inject(
             Ok(_) => return Ok(i + 1),
             Err(error) if fail_fast && !missing.is_empty() => {
                 let error = format!(
-                    "CDI device(s) {missing:?} do not exist; their CDI kind(s) are present in {directory} but do not provide them: {error}"
+                    "CDI device(s) {missing:?} do not exist; their CDI kind(s) are present in \
+                    {directory} but do not provide them: {error}"
                 );
                 return Err((i + 1, error));
             }

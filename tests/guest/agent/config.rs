@@ -232,7 +232,8 @@ impl Config {
                 // The real one reads all its parameters from that file, and fails without it.
                 "agent.config_file" => {
                     return Err(bad(
-                        "the test agent takes no configuration file: put the parameters on the command line",
+                        "the test agent takes no configuration file: put the parameters on the \
+                        command line",
                     ));
                 }
                 "cgroup_no_v1" => no_v1 |= value == "all",
@@ -284,7 +285,8 @@ mod tests {
 
     #[test]
     fn containers_and_versions_are_read() {
-        let words = "quiet testagent.containers=one:0@debian;pair:1,2 testagent.without_hooks=one,two testagent.version=3.31.0 agent.cdi_timeout=7\n";
+        let words = "quiet testagent.containers=one:0@debian;pair:1,2 \
+            testagent.without_hooks=one,two testagent.version=3.31.0 agent.cdi_timeout=7\n";
         let config = Config::parse(words).unwrap();
         assert_eq!(
             config.containers[0],

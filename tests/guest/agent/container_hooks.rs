@@ -125,7 +125,8 @@ mod tests {
         let script = "cat; echo; echo \"$0\"; env | grep -v -e ^PWD= -e ^SHLVL= -e ^_=";
         let runs = run(
             &[hook(
-                json!({ "path": "/bin/sh", "args": ["sh", "-c", script, "name"], "env": ["A=B=C"] }),
+                json!({ "path": "/bin/sh", "args": ["sh", "-c", script, "name"],
+                    "env": ["A=B=C"] }),
             )],
             &state("c", Path::new("/b"), 1),
         );

@@ -422,11 +422,12 @@ fn is_of_no_use(error: &anyhow::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn links_on_the_way_to_a_mount_point_stay_in_the_root() {
-        let root =
-            std::env::temp_dir().join(format!("kata-gpu-tests-inside-{}", std::process::id()));
+        let folder = temp_dir();
+        let root = folder.path();
         fs::create_dir_all(root.join("usr/lib")).unwrap();
         for (link, to) in [
             ("lib", "usr/lib"),
@@ -443,15 +444,14 @@ mod tests {
             ("/out/ld.so.cache", "etc/ld.so.cache"),
             ("/new/./file", "new/file"),
         ] {
-            assert_eq!(inside(&root, path).unwrap(), root.join(wanted), "{path}");
+            assert_eq!(inside(root, path).unwrap(), root.join(wanted), "{path}");
         }
         assert!(
-            inside(&root, "/loop/x")
+            inside(root, "/loop/x")
                 .unwrap_err()
                 .to_string()
                 .contains("too many links")
         );
-        fs::remove_dir_all(root).unwrap();
     }
 
     #[test]
@@ -474,7 +474,8 @@ mod tests {
 
     #[test]
     fn mount_points_and_types_are_read() {
-        let text = "22 96 0:21 / /sys rw,nosuid shared:2 - sysfs sysfs rw\n1 1 0:1 / / rw - rootfs none rw\nshort\n";
+        let text = "22 96 0:21 / /sys rw,nosuid shared:2 - sysfs sysfs rw\n1 1 0:1 / / rw - \
+            rootfs none rw\nshort\n";
         assert_eq!(
             mounts(text).collect::<Vec<_>>(),
             [("/sys", "sysfs"), ("/", "rootfs")]

@@ -83,7 +83,8 @@ pub fn spec(root: &Path) -> Result<Spec> {
         "mounts": [
             mount("/proc", "proc", &flags),
             mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-            mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]),
+            mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666",
+                "mode=0620", "gid=5"]),
             mount("/dev/shm", "tmpfs", &[&flags[..], &["mode=1777", "size=65536k"]].concat()),
             mount("/sys", "sysfs", &[&flags[..], &["ro"]].concat()),
             mount("/run", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
@@ -269,6 +270,7 @@ fn become_program(change: &str, bundle: &Path, report: &UnixStream) -> Result<()
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn the_agents_own_spec_is_one() {
@@ -280,7 +282,8 @@ mod tests {
     #[test]
     fn a_copied_tree_has_its_links_and_modes() {
         use std::os::unix::fs::PermissionsExt;
-        let base = std::env::temp_dir().join(format!("kata-gpu-tests-copy-{}", std::process::id()));
+        let folder = temp_dir();
+        let base = folder.path();
         let (from, to) = (base.join("from"), base.join("a/to"));
         fs::create_dir_all(from.join("usr/lib")).unwrap();
         fs::write(from.join("usr/program"), "x").unwrap();
@@ -297,6 +300,5 @@ mod tests {
         );
         assert_eq!(fs::read_link(to.join("lib")).unwrap(), Path::new("usr/lib"));
         assert!(copy_tree(&base.join("none"), &to).is_err());
-        fs::remove_dir_all(base).unwrap();
     }
 }

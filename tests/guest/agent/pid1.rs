@@ -92,7 +92,8 @@ const CONTROLLERS: [&str; 13] = [
 /// has no reader yet.
 pub fn power_off_silently() -> ! {
     nix::unistd::sync();
-    let _unused = reboot(RebootMode::RB_POWER_OFF); // returns only on failure, and then there is nothing left to try
+    // Returns only on failure, and then there is nothing left to try.
+    let _unused = reboot(RebootMode::RB_POWER_OFF);
     std::process::exit(1)
 }
 
@@ -240,7 +241,8 @@ pub fn give_up(as_pid1: bool, error: &dyn Display) -> ! {
 mod tests {
     use super::*;
 
-    const MOUNTS: &str = "rootfs / rootfs rw 0 0\ntmpfs /run tmpfs rw,nosuid 0 0\nnone /run ramfs rw 0 0\nnone /var/run ramfs rw 0 0\n";
+    const MOUNTS: &str = "rootfs / rootfs rw 0 0\ntmpfs /run tmpfs rw,nosuid 0 0\nnone /run ramfs \
+        rw 0 0\nnone /var/run ramfs rw 0 0\n";
 
     #[test]
     fn the_first_mount_on_a_target_counts() {
@@ -252,7 +254,8 @@ mod tests {
 
     #[test]
     fn a_root_that_is_no_mount_point_is_noticed() {
-        let text = "device rootfs mounted on / with fstype rootfs\ndevice proc mounted on /proc with fstype proc\n";
+        let text = "device rootfs mounted on / with fstype rootfs\ndevice proc mounted on /proc \
+            with fstype proc\n";
         assert_eq!(type_in_mountstats(text, "/"), Some("rootfs"));
         assert_eq!(
             type_in_mountstats("device proc mounted on /proc with fstype proc\n", "/"),
@@ -262,7 +265,8 @@ mod tests {
 
     #[test]
     fn controllers_that_are_off_or_unknown_are_left_out() {
-        let text = "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
+        let text = "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\n\
+            memory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
         assert_eq!(enabled_controllers(text), ["cpu", "devices"]);
     }
 }

@@ -22,7 +22,8 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
         .unwrap();
     }
     std::fs::create_dir_all(root.join("proc/driver/nvidia-caps")).unwrap();
-    let minors = "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu0/gi2/access 21\ngpu0/gi2/ci0/access 22\ngpu0/gi2/ci1/access 23\n";
+    let minors = "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access \
+        13\ngpu0/gi2/access 21\ngpu0/gi2/ci0/access 22\ngpu0/gi2/ci1/access 23\n";
     std::fs::write(root.join("proc/driver/nvidia-caps/mig-minors"), minors).unwrap();
     for minor in [12, 13, 21, 22, 23] {
         character_device(

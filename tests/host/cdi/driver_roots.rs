@@ -76,19 +76,24 @@ impl Drop for Root {
 /// Differences from the incumbent's choice for the reference root, with reasons.
 const DIFFERENCES: &[(&str, &str)] = &[
     (
-        "incumbent: mount /lib/firmware/nvidia/550.163.01/gsp_ga10x.bin on /lib/firmware/nvidia/550.163.01/gsp_ga10x.bin",
-        "the same file: our host paths hold no links, so that nothing has to follow them when a container starts",
+        "incumbent: mount /lib/firmware/nvidia/550.163.01/gsp_ga10x.bin on \
+        /lib/firmware/nvidia/550.163.01/gsp_ga10x.bin",
+        "the same file: our host paths hold no links, so that nothing has to follow them when a \
+        container starts",
     ),
     (
-        "incumbent: mount /lib/firmware/nvidia/550.163.01/gsp_tu10x.bin on /lib/firmware/nvidia/550.163.01/gsp_tu10x.bin",
+        "incumbent: mount /lib/firmware/nvidia/550.163.01/gsp_tu10x.bin on \
+        /lib/firmware/nvidia/550.163.01/gsp_tu10x.bin",
         "as above",
     ),
     (
-        "ours: mount /usr/lib/firmware/nvidia/550.163.01/gsp_ga10x.bin on /lib/firmware/nvidia/550.163.01/gsp_ga10x.bin",
+        "ours: mount /usr/lib/firmware/nvidia/550.163.01/gsp_ga10x.bin on \
+        /lib/firmware/nvidia/550.163.01/gsp_ga10x.bin",
         "as above",
     ),
     (
-        "ours: mount /usr/lib/firmware/nvidia/550.163.01/gsp_tu10x.bin on /lib/firmware/nvidia/550.163.01/gsp_tu10x.bin",
+        "ours: mount /usr/lib/firmware/nvidia/550.163.01/gsp_tu10x.bin on \
+        /lib/firmware/nvidia/550.163.01/gsp_tu10x.bin",
         "as above",
     ),
 ];
@@ -403,7 +408,8 @@ fn sockets_that_come_later_are_found_without_a_scan() {
     assert!(files.mounts.iter().all(|m| m.kind == Kind::File));
     tree::build(
         &root.roots.root,
-        "socket 0666 /run/nvidia-persistenced/socket\ndir 1777 /tmp/nvidia-mps\nfile 0644 /run/nvidia-fabricmanager/socket\n",
+        "socket 0666 /run/nvidia-persistenced/socket\ndir 1777 /tmp/nvidia-mps\nfile 0644 \
+        /run/nvidia-fabricmanager/socket\n",
     );
     files.set_sockets(sockets(&root.roots).unwrap());
     let found: Vec<String> = files

@@ -41,12 +41,15 @@ fn everything() -> Value {
         "kind": "nvidia.com/imex-channel",
         "annotations": { "a": "b" },
         "devices": [{ "name": "0:1", "annotations": {}, "containerEdits": { "deviceNodes": [{
-            "path": "/dev/a", "hostPath": "/dev/b", "type": "c", "major": 195, "minor": 255, "fileMode": 0o666, "permissions": "rwm", "uid": 0, "gid": 44,
+            "path": "/dev/a", "hostPath": "/dev/b", "type": "c", "major": 195, "minor": 255,
+            "fileMode": 0o666, "permissions": "rwm", "uid": 0, "gid": 44,
         }]}}],
         "containerEdits": {
             "env": ["A=", "B=c=d"],
-            "mounts": [{ "hostPath": "/a", "containerPath": "/b", "options": ["ro"], "type": "bind" }],
-            "hooks": [{ "hookName": "createContainer", "path": "/init", "args": ["hook"], "env": ["A=b"], "timeout": 1 }],
+            "mounts": [{ "hostPath": "/a", "containerPath": "/b", "options": ["ro"],
+            "type": "bind" }],
+            "hooks": [{ "hookName": "createContainer", "path": "/init", "args": ["hook"],
+            "env": ["A=b"], "timeout": 1 }],
             "netDevices": [{ "hostInterfaceName": "eth0", "name": "eth1" }],
             "intelRdt": { "closID": "a", "schemata": ["x"], "enableMonitoring": true },
             "additionalGids": [44],

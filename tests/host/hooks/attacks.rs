@@ -117,7 +117,8 @@ fn says(outcome: &Outcome, words: &str) {
 }
 
 const CACHE: &str = "update-ldcache --folder /usr/lib/x86_64-linux-gnu --folder /opt/driver";
-pub const PREPARE: &str = "prepare --host-driver-version=550.163.01 --link libcuda.so.1::/usr/lib/x86_64-linux-gnu/libcuda.so --folder /usr/lib/x86_64-linux-gnu";
+pub const PREPARE: &str = "prepare --host-driver-version=550.163.01 --link \
+    libcuda.so.1::/usr/lib/x86_64-linux-gnu/libcuda.so --folder /usr/lib/x86_64-linux-gnu";
 
 /// A SONAME that would be a path, were it used as one.
 fn soname(c: &Container, soname: &str) {
@@ -229,7 +230,8 @@ const ATTACKS: &[Attack] = &[
     Attack {
         name: "libraries-outside",
         image: |c| instead(c, LIBS, "../../../../outside"),
-        words: "create-symlinks --link a::/usr/lib/x86_64-linux-gnu/liba.so --link b::/usr/lib/x86_64-linux-gnu/gbm/libb.so",
+        words: "create-symlinks --link a::/usr/lib/x86_64-linux-gnu/liba.so --link \
+            b::/usr/lib/x86_64-linux-gnu/gbm/libb.so",
         then: Refused("No such file"),
     },
     Attack {
@@ -709,7 +711,8 @@ impl Swapper {
 }
 
 #[test]
-#[ignore = "the other process of a_link_that_is_swapped_in_while_hooks_run_leads_nowhere, which starts it"]
+#[ignore = "the other process of a_link_that_is_swapped_in_while_hooks_run_leads_nowhere, which \
+    starts it"]
 fn swapper() {
     let swaps = std::env::var(SWAPS).expect("what to exchange");
     let paths: Vec<&str> = swaps.lines().collect();

@@ -50,7 +50,8 @@ impl Container {
         );
         container.file(
             "/etc/ld.so.conf.d/x86_64-linux-gnu.conf",
-            b"# Multiarch\n/usr/local/lib/x86_64-linux-gnu\n/lib/x86_64-linux-gnu\n/usr/lib/x86_64-linux-gnu\n",
+            b"# Multiarch\n/usr/local/lib/x86_64-linux-gnu\n/lib/x86_64-linux-gnu\n\
+                /usr/lib/x86_64-linux-gnu\n",
         );
         container.directory("/usr/lib64");
         container.directory("/usr/local/lib");

@@ -74,8 +74,14 @@ impl Bundle {
 
     /// A spec with three GPUs and the driver's files.
     fn cdi(&self) -> Value {
-        let node = |path: &str, major: u32, minor: u32| json!({ "path": path, "type": "c", "major": major, "minor": minor, "fileMode": 0o666 });
-        let gpu = |k: u32| json!({ "name": k.to_string(), "containerEdits": { "deviceNodes": [node(&format!("/dev/nvidia{k}"), 195, k)] } });
+        let node = |path: &str, major: u32, minor: u32| {
+            json!({ "path": path, "type": "c",
+            "major": major, "minor": minor, "fileMode": 0o666 })
+        };
+        let gpu = |k: u32| {
+            json!({ "name": k.to_string(),
+            "containerEdits": { "deviceNodes": [node(&format!("/dev/nvidia{k}"), 195, k)] } })
+        };
         let options = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
         let mut mounts = vec![];
         for name in ["libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler"] {
@@ -99,7 +105,8 @@ impl Bundle {
         json!({
             "cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": [gpu(0), gpu(1), gpu(2)],
             "containerEdits": {
-                "env": ["NVIDIA_VISIBLE_DEVICES=void"], "deviceNodes": [node("/dev/nvidiactl", 195, 255), node("/dev/nvidia-uvm", 511, 0)],
+                "env": ["NVIDIA_VISIBLE_DEVICES=void"], "deviceNodes": [node("/dev/nvidiactl",
+                195, 255), node("/dev/nvidia-uvm", 511, 0)],
                 "mounts": mounts, "hooks": hooks,
             },
         })

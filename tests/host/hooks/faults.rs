@@ -266,7 +266,8 @@ fn the_environment_changes_nothing() {
 fn telltale(folder: &Path, marker: &Path) -> Option<PathBuf> {
     let (source, library) = (folder.join("telltale.c"), folder.join("telltale.so"));
     let text = format!(
-        "#include <fcntl.h>\n__attribute__((constructor)) static void mark(void) {{ open({marker:?}, O_CREAT | O_WRONLY, 0600); }}\n"
+        "#include <fcntl.h>\n__attribute__((constructor)) static void mark(void) {{ \
+        open({marker:?}, O_CREAT | O_WRONLY, 0600); }}\n"
     );
     fs::write(&source, text).unwrap();
     match Command::new("cc")

@@ -193,7 +193,8 @@ fn the_cache_of_a_debian_is_the_one_that_ldconfig_writes() {
     // Files that look like libraries and are none.
     c.file(
         &format!("{LIBS}/libc.so"),
-        b"/* GNU ld script */ GROUP ( /lib/x86_64-linux-gnu/libc.so.6 )                                          ",
+        b"/* GNU ld script */ GROUP ( /lib/x86_64-linux-gnu/libc.so.6 \
+            )                                          ",
     );
     c.file(&format!("{LIBS}/libempty.so.1"), b"");
     c.file(&format!("{LIBS}/libtext.so.1"), &[b'x'; 600]);
@@ -249,7 +250,8 @@ fn the_cache_of_a_debian_is_the_one_that_ldconfig_writes() {
     // The configuration's less usual forms.
     c.file(
         "/etc/ld.so.conf.d/zz.conf",
-        b"   \t\ninclude zz/[ab]*.list  /etc/nosuch*.conf\nhwcap 1 nosegneg\n\t/opt/tab/lib/ \n/opt/nosuch\n/opt/file\n",
+        b"   \t\ninclude zz/[ab]*.list  /etc/nosuch*.conf\nhwcap 1 nosegneg\n\t/opt/tab/lib/ \
+            \n/opt/nosuch\n/opt/file\n",
     );
     c.file(
         "/etc/ld.so.conf.d/zz/b.list",

@@ -20,7 +20,8 @@ use std::path::Path;
 fn one_hook_does_what_the_incumbents_four_do() {
     let (one, four) = (Container::debian("one"), Container::debian("four"));
     let links = format!(
-        "--link libcuda.so.1::{LIBS}/libcuda.so --link ../libnvidia-allocator.so.1::{LIBS}/gbm/nvidia-drm_gbm.so"
+        "--link libcuda.so.1::{LIBS}/libcuda.so --link \
+        ../libnvidia-allocator.so.1::{LIBS}/gbm/nvidia-drm_gbm.so"
     );
     let version = format!("--host-driver-version={DRIVER}");
     for c in [&one, &four] {
@@ -117,7 +118,8 @@ fn a_second_run_changes_nothing_and_another_driver_reverts_it() {
     );
     let words = |version: &str| {
         format!(
-            "prepare --link libcuda.so.1::{LIBS}/libcuda.so --host-driver-version={version} --folder {LIBS}"
+            "prepare --link libcuda.so.1::{LIBS}/libcuda.so --host-driver-version={version} \
+            --folder {LIBS}"
         )
     };
     assert!(c.hook(&words(DRIVER)).unwrap().edits > 3);

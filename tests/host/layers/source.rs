@@ -1,9 +1,8 @@
-//! Rust files as a test of the structure reads them: words, string literals and paths, without
-//! comments and without what is built for tests alone. Not a parser: it knows `use`, `mod` and
-//! paths, and no types.
+//! Rust files as a test of the structure reads them: words, string literals and signs, without
+//! comments and without what is built for tests alone. Not a parser.
 
 use crate::{files, project};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// A file, read.
@@ -13,15 +12,6 @@ pub struct Source {
     /// Module path below the crate, e.g. `["boot", "bring_up"]`.
     pub module: Vec<String>,
     pub tokens: Vec<Token>,
-    /// Paths that the code names, from the crate or from another one: `crate::boot::AGENT`.
-    pub paths: Vec<Named>,
-}
-
-/// A path, and the line that it stands in.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Named {
-    pub path: String,
-    pub line: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,15 +81,10 @@ pub fn of(files: &[(String, String)]) -> Vec<Source> {
         read.push((file.clone(), module, tokens));
     }
     read.retain(|(_, module, _)| !(1..=module.len()).any(|end| for_tests.contains(&module[..end])));
-    let modules: BTreeSet<Vec<String>> = read.iter().map(|(_, module, _)| module.clone()).collect();
-    let source = |(file, module, tokens): (String, Vec<String>, Vec<Token>)| {
-        let paths = paths(&module, &tokens, &modules);
-        Source {
-            file,
-            module,
-            tokens,
-            paths,
-        }
+    let source = |(file, module, tokens)| Source {
+        file,
+        module,
+        tokens,
     };
     read.into_iter().map(source).collect()
 }
@@ -272,150 +257,4 @@ fn closing(tokens: &[Token], at: usize) -> usize {
         }
     }
     tokens.len()
-}
-
-/// All paths, those of `use` and those in code, resolved.
-fn paths(module: &[String], tokens: &[Token], modules: &BTreeSet<Vec<String>>) -> Vec<Named> {
-    let mut imported: BTreeMap<String, String> = BTreeMap::new();
-    let (mut found, mut written) = (Vec::new(), Vec::new());
-    // Modules within the file, and the depth of braces that each of them is at.
-    let (mut inside, mut depth): (Vec<(String, usize)>, usize) = (Vec::new(), 0);
-    let mut i = 0;
-    while i < tokens.len() {
-        let here: Vec<String> = module
-            .iter()
-            .cloned()
-            .chain(inside.iter().map(|(name, _)| name.clone()))
-            .collect();
-        match (word(tokens, i), word(tokens, i + 1)) {
-            // Not `impl Trait + use<>`.
-            (Some("use"), _) if word(tokens, i + 1).is_some() => {
-                let mut all = Vec::new();
-                let line = tokens[i].line;
-                i = tree(tokens, i + 1, &[], &mut all);
-                for (path, name) in all {
-                    let path = resolve(&here, &path, modules);
-                    imported.insert(name, path.clone());
-                    found.push(Named { path, line });
-                }
-            }
-            (Some("mod"), Some(name)) if is_sign(tokens, i + 2, '{') => {
-                depth += 1;
-                inside.push((name.into(), depth));
-                i += 3;
-            }
-            (Some(first), _) if tokens.get(i + 1).is_some_and(|t| t.kind == Kind::Colons) => {
-                let mut path = vec![first.to_string()];
-                let line = tokens[i].line;
-                while let (Some(Kind::Colons), Some(next)) =
-                    (tokens.get(i + 1).map(|t| &t.kind), word(tokens, i + 2))
-                {
-                    path.push(next.into());
-                    i += 2;
-                }
-                written.push((here, path, line));
-                i += 1;
-            }
-            _ => {
-                match tokens[i].kind {
-                    Kind::Sign('{') => depth += 1,
-                    Kind::Sign('}') => {
-                        inside.retain(|(_, at)| *at != depth);
-                        depth = depth.saturating_sub(1);
-                    }
-                    _ => {}
-                }
-                i += 1;
-            }
-        }
-    }
-    for (here, path, line) in written {
-        let path = match imported.get(&path[0]) {
-            Some(import) => [vec![import.clone()], path[1..].to_vec()]
-                .concat()
-                .join("::"),
-            None => resolve(&here, &path, modules),
-        };
-        found.push(Named { path, line });
-    }
-    found
-}
-
-/// The tree of a `use` that begins here: each path, and the name that it gets. Returns where it
-/// ends.
-fn tree(
-    tokens: &[Token],
-    mut i: usize,
-    before: &[String],
-    all: &mut Vec<(Vec<String>, String)>,
-) -> usize {
-    let mut path = before.to_vec();
-    loop {
-        match tokens.get(i).map(|t| &t.kind) {
-            Some(Kind::Word(word)) if word == "as" => {
-                all.push((
-                    path.clone(),
-                    self::word(tokens, i + 1).unwrap_or_default().into(),
-                ));
-                return i + 2;
-            }
-            Some(Kind::Word(word)) => {
-                if word != "self" || path.is_empty() {
-                    path.push(word.clone());
-                }
-                i += 1;
-            }
-            Some(Kind::Colons) => i += 1,
-            Some(Kind::Sign('{')) => {
-                let end = closing(tokens, i);
-                i += 1;
-                while i < end {
-                    i = if is_sign(tokens, i, ',') {
-                        i + 1
-                    } else {
-                        tree(tokens, i, &path, all)
-                    };
-                }
-                return end + 1;
-            }
-            // All of a module: no name.
-            Some(Kind::Sign('*')) => {
-                all.push((path, "*".into()));
-                return i + 1;
-            }
-            _ => {
-                let name = path.last().cloned().unwrap_or_default();
-                all.push((path, name));
-                return i;
-            }
-        }
-    }
-}
-
-/// A path from the crate or from another one.
-fn resolve(here: &[String], path: &[String], modules: &BTreeSet<Vec<String>>) -> String {
-    let mut base: Vec<String> = here.to_vec();
-    let mut rest = path;
-    match path[0].as_str() {
-        "crate" => (base, rest) = (vec![], &path[1..]),
-        "self" => rest = &path[1..],
-        "super" => {
-            while rest.first().is_some_and(|word| word == "super") {
-                base.pop();
-                rest = &rest[1..];
-            }
-        }
-        first => {
-            let child: Vec<String> = here.iter().cloned().chain([first.to_string()]).collect();
-            if !modules.contains(&child) {
-                return path.join("::");
-            }
-        }
-    }
-    let all: Vec<String> = ["crate".to_string()]
-        .into_iter()
-        .chain(base)
-        .chain(rest.iter().cloned())
-        .collect();
-    all.join("::")
 }

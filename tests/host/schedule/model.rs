@@ -1,21 +1,7 @@
 //! The lock model that judges the schedule, against what is known of host and driver.
 
+use super::{MEDIUM, MS};
 use kata_gpu_tests::schedule::locks::{At, Fact, Fault, Host, Micros, Order, Times, World};
-
-const MS: Micros = 1000;
-/// Parts of an H100's initialisation.
-const S1: Micros = 300 * MS;
-const S2: Micros = 1300 * MS;
-const S3: Micros = 500 * MS;
-/// An H100 on a host that maps its BARs in a second.
-const MEDIUM: Times = Times {
-    enable: 1000 * MS,
-    firewall: 0,
-    probe: 3 * MS,
-    s1: S1,
-    s2: S2,
-    s3: S3,
-};
 
 fn host(gpus: usize, times: Times) -> Host {
     Host::of(gpus, times)

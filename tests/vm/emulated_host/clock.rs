@@ -51,7 +51,8 @@ impl Aligned {
             }
             ensure!(
                 Instant::now() < deadline,
-                "boot {} has {} samples of ptp_kvm, not 2, and {} steps, not {steps}: {ptp:?}, {:?}",
+                "boot {} has {} samples of ptp_kvm, not 2, and {} steps, not {steps}: {ptp:?}, \
+                {:?}",
                 boot.id,
                 ptp.len(),
                 pings.steps(),
@@ -137,7 +138,7 @@ fn both_clocks(context: &TestContext) -> Result<Outcome> {
         "nvidia.s2_ms=20000",
     )?;
     sent(&mut host, &guest, &event(names::GPU_PUBLISHED))?;
-    let step = step(&mut host)?;
+    let step = set_ahead(&mut host)?;
     sent(&mut host, &guest, &event(names::SETTLED))?;
     let stepped = Aligned::of(&mut host, &guest, 1)?;
     stepped.agrees()?;
@@ -161,7 +162,8 @@ fn both_clocks(context: &TestContext) -> Result<Outcome> {
     );
 
     Ok(Outcome::Measured(format!(
-        "ptp_kvm +-{} us, pings +-{} us; drift {:+.1} ppm (+-{:.1}) of {:+.1}, assumed at most {RATE_ERROR_PPM}; step {:.3} s",
+        "ptp_kvm +-{} us, pings +-{} us; drift {:+.1} ppm (+-{:.1}) of {:+.1}, assumed at most \
+        {RATE_ERROR_PPM}; step {:.3} s",
         drifted
             .ptp
             .iter()
@@ -186,27 +188,28 @@ fn both_clocks(context: &TestContext) -> Result<Outcome> {
 
 /// By how much a clock was set ahead, as far as that is known.
 #[derive(Debug)]
-struct Step {
+struct SetAhead {
     least_ns: i64,
     most_ns: i64,
 }
 
 /// Sets the host's wall clock ahead; what passes meanwhile is measured by its uptime.
-fn step(host: &mut EmulatedHost) -> Result<Step> {
-    let said = host.run(&format!(
-        "read from rest </proc/uptime; date +%s%N; date --set '{STEP_S} seconds' >/dev/null; date +%s%N; read to rest </proc/uptime
+fn set_ahead(host: &mut EmulatedHost) -> Result<SetAhead> {
+    let printed = host.run(&format!(
+        "read from rest </proc/uptime; date +%s%N; date --set '{STEP_S} seconds' >/dev/null; date \
+        +%s%N; read to rest </proc/uptime
         echo ${{from/./}}0000000; echo ${{to/./}}0000000"
     ))?;
-    let times: Vec<i64> = said
+    let times: Vec<i64> = printed
         .lines()
         .map(str::parse)
         .collect::<Result<_, _>>()
-        .with_context(|| format!("times {said:?}"))?;
+        .with_context(|| format!("times {printed:?}"))?;
     let [before, after, from, to] = times[..] else {
-        anyhow::bail!("times {said:?}")
+        anyhow::bail!("times {printed:?}")
     };
     // Uptime comes in hundredths of a second.
-    Ok(Step {
+    Ok(SetAhead {
         least_ns: after - before - (to - from) - 10_000_000,
         most_ns: after - before,
     })

@@ -154,8 +154,10 @@ fn all_are(findings: &BTreeMap<String, Value>, rules: &[&str], verdict: &str) ->
 /// Starts a VM whose guest's kernel finds no root, and stays; `words` are QEMU's.
 fn vm(host: &mut EmulatedHost, memory_mib: u32, words: &str) -> Result<()> {
     host.run(&format!(
-        "(setsid qemu-system-x86_64 -nodefaults -no-user-config -display none -machine q35 -accel kvm -cpu host \
-            -m {memory_mib}M -smp 1 -kernel {KVM_KERNEL} -append panic=0 {words} >/run/vm.log 2>&1 & echo $! > /run/vm.pid)"
+        "(setsid qemu-system-x86_64 -nodefaults -no-user-config -display none -machine q35 -accel \
+        kvm -cpu host \
+            -m {memory_mib}M -smp 1 -kernel {KVM_KERNEL} -append panic=0 {words} >/run/vm.log \
+                2>&1 & echo $! > /run/vm.pid)"
     ))?;
     // QEMU has it once all memory is pinned.
     let has_device =
@@ -192,7 +194,8 @@ fn found(context: &TestContext) -> Result<Outcome> {
     host.run(&cover(&functions))?;
     // A program with the machine types of an older QEMU.
     host.run(&format!(
-        "mkdir -p $(dirname {KATA}) /opt/old && echo pc-q35-7.2 pc-q35-9.1 > /opt/old/qemu-system-x86_64
+        "mkdir -p $(dirname {KATA}) /opt/old && echo pc-q35-7.2 pc-q35-9.1 > \
+        /opt/old/qemu-system-x86_64
         echo Y > /sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts"
     ))?;
     let places = [
@@ -224,7 +227,9 @@ fn found(context: &TestContext) -> Result<Outcome> {
     // Without a VM there is nothing to look at, and without boots neither.
     all_are(&bare, &OF_VM, "unknown")?;
     all_are(&bare, &["guest-kernel", "gaps", "deadlines"], "unknown")?;
-    let wrong_vm = "-object memory-backend-ram,id=ram,size=256M,host-nodes=0,policy=bind,prealloc=on -machine memory-backend=ram";
+    let wrong_vm = "-object \
+        memory-backend-ram,id=ram,size=256M,host-nodes=0,policy=bind,prealloc=on -machine \
+        memory-backend=ram";
     vm(
         &mut host,
         256,
@@ -266,7 +271,9 @@ fn found(context: &TestContext) -> Result<Outcome> {
         "fine",
     )?;
     // QEMU's own memory is 80 MiB of small pages: less than a tenth of this.
-    let right_vm = "-object memory-backend-memfd,id=ram,size=1G,host-nodes=0,policy=bind,hugetlb=on,share=on -machine memory-backend=ram";
+    let right_vm = "-object \
+        memory-backend-memfd,id=ram,size=1G,host-nodes=0,policy=bind,hugetlb=on,share=on -machine \
+        memory-backend=ram";
     vm(
         &mut host,
         1024,

@@ -151,7 +151,8 @@ impl Boot {
             .min()
             .unwrap_or_default();
         format!(
-            "kernel {start:.1} s, then in ms agent exec {}, first publication {}, settled {}, ping +-{} us",
+            "kernel {start:.1} s, then in ms agent exec {}, first publication {}, settled {}, \
+            ping +-{} us",
             after(names::AGENT_EXEC),
             after(names::GPU_PUBLISHED),
             after(names::SETTLED),

@@ -29,7 +29,8 @@ pub const TESTS: &[VmTest] = &[
 /// QEMU's name, and what makes an H100 of it in the guest.
 pub(super) fn function(address: &str, port: usize) -> String {
     format!(
-        "vfio-pci,host={address},bus=port{port},id=gpu{port},x-pci-vendor-id=0x10de,x-pci-device-id=0x2330,x-pci-class-code=0x030200"
+        "vfio-pci,host={address},bus=port{port},id=gpu{port},x-pci-vendor-id=0x10de,\
+        x-pci-device-id=0x2330,x-pci-class-code=0x030200"
     )
 }
 
@@ -325,7 +326,8 @@ fn compare_tsc(host: &mut EmulatedHost, guest: &KvmGuest, boot: &Boot) -> Result
 /// Waits in a guest while QEMU maps the large BAR of a function that the init leaves alone.
 fn stalls_under_kvm(host: &mut EmulatedHost, image: &KvmImage, gpu: &str) -> Result<String> {
     host.run("kill $(cat /run/guests/0a1b/pid) && mkdir /run/shared")?;
-    let disk = "-drive if=none,id=disk,format=raw,readonly=on,file=/var/guests/initrd.cpio -device virtio-blk-pci,drive=disk";
+    let disk = "-drive if=none,id=disk,format=raw,readonly=on,file=/var/guests/initrd.cpio \
+        -device virtio-blk-pci,drive=disk";
     let devices = format!("{disk} {PORTS} -device vfio-pci,host={gpu},bus=port0");
     let words = "testagent.guest=stalls testagent.function=0000:01:00.0";
     let guest = KvmGuest::start_shared(host, image, "2c3d", 34, words, "/run/shared", &devices)?;
@@ -334,7 +336,8 @@ fn stalls_under_kvm(host: &mut EmulatedHost, image: &KvmImage, gpu: &str) -> Res
 }
 
 fn simulated(context: &TestContext) -> Result<Outcome> {
-    let words = "fakepci.gpus=1 fakepci.enable_ms=1000 hardware.override=other testagent.guest=stalls testagent.function=0001:00:00.0";
+    let words = "fakepci.gpus=1 fakepci.enable_ms=1000 hardware.override=other \
+        testagent.guest=stalls testagent.function=0001:00:00.0";
     let booted = Guest::new().append(words).boot(context, "guest")?;
     booted.agent(stalls::OVER, |_| true)?;
     let absent = [

@@ -45,7 +45,8 @@ fn root_on_virtio_fs(context: &TestContext) -> Result<Outcome> {
         return Ok(skipped);
     }
     let words = format!(
-        "fakepci.gpus=2 hardware.root={SHARED}:virtiofs testagent.guest=root testagent.containers=all:all"
+        "fakepci.gpus=2 hardware.root={SHARED}:virtiofs testagent.guest=root \
+        testagent.containers=all:all"
     );
     // The initrd has no init: what comes up came from the root, and nothing does where that is not
     // mounted.

@@ -278,8 +278,10 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
     // Image of the program alone, as in the README; with its libraries, as this build is not
     // static.
     host.run(&format!(
-        "mkdir -p /image/{{proc,dev,sys,run,etc,tmp,var/lib}} /image/usr/bin && cp {PROGRAM} /image/usr/bin/
-        for file in $(ldd {PROGRAM} | grep -o '/[^ ]*'); do mkdir -p /image$(dirname $file) && cp -L $file /image$file; done"
+        "mkdir -p /image/{{proc,dev,sys,run,etc,tmp,var/lib}} /image/usr/bin && cp {PROGRAM} \
+        /image/usr/bin/
+        for file in $(ldd {PROGRAM} | grep -o '/[^ ]*'); do mkdir -p /image$(dirname $file) && cp \
+            -L $file /image$file; done"
     ))?;
     let podman = "podman --log-level=error --cgroup-manager=cgroupfs";
     for (n, name) in [(6, "old"), (7, "new")] {
@@ -318,8 +320,10 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
         if n == 6 {
             // SIGTERM and time to end, as at an upgrade or on a drained node that is shut down. The
             // old one is gone before the new one comes.
-            let code =
-                host.run(&format!("{podman} stop --time {grace} {name} && {podman} inspect --format '{{{{.State.ExitCode}}}}' {name}"))?;
+            let code = host.run(&format!(
+                "{podman} stop --time {grace} {name} && {podman} inspect \
+                    --format '{{{{.State.ExitCode}}}}' {name}"
+            ))?;
             ensure!(
                 code.lines().last() == Some("0"),
                 "the old one ended with {code}"

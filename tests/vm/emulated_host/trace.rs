@@ -46,7 +46,8 @@ fn traced(context: &TestContext) -> Result<Outcome> {
 /// Tracing of somebody else's; gives the state of it.
 fn others_tracing(host: &mut EmulatedHost) -> Result<String> {
     host.run(&format!(
-        "cd {TRACEFS} && mkdir instances/others && echo 1 > instances/others/events/sched/sched_process_exec/enable
+        "cd {TRACEFS} && mkdir instances/others && echo 1 > \
+        instances/others/events/sched/sched_process_exec/enable
         echo 'p:others/read vfs_read' >> kprobe_events && {STATE}"
     ))
 }
@@ -190,7 +191,8 @@ fn judge(host: &mut EmulatedHost, function: &str, cid: u32) -> Result<String> {
     let csv = host.run(&format!("{PROGRAM} export {id} --dir {BOOTS} --csv -o -"))?;
     ensure!(csv.contains(",vmm.map-bar,host,"), "{csv}");
     Ok(format!(
-        "memory {:.2} s in {} call(s), BAR {:.2} s in {} call(s), {} times mapped; {} event(s); {} exits; {share:.1} % unexplained",
+        "memory {:.2} s in {} call(s), BAR {:.2} s in {} call(s), {} times mapped; {} event(s); \
+        {} exits; {share:.1} % unexplained",
         first.traced.took_ns as f64 / 1e9,
         first.traced.calls.unwrap_or(0),
         large.traced.took_ns as f64 / 1e9,

@@ -46,14 +46,17 @@ impl Pages {
         host.run(&format!(
             "echo {thp} > /sys/kernel/mm/transparent_hugepage/enabled
             echo 3 > /proc/sys/vm/drop_caches && echo 1 > /proc/sys/vm/compact_memory
-            echo {reserved} > /proc/sys/vm/nr_hugepages && test $(cat /proc/sys/vm/nr_hugepages) = {reserved}"
+            echo {reserved} > /proc/sys/vm/nr_hugepages && test $(cat /proc/sys/vm/nr_hugepages) \
+                = {reserved}"
         ))
         .with_context(|| format!("pages of {}", self.name()))?;
         Ok(if self == Self::Huge { HUGE } else { "" })
     }
 }
 
-const HUGE: &str = "-object memory-backend-memfd,id=ram,size=512M,hugetlb=on,hugetlbsize=2M,share=on -machine memory-backend=ram";
+const HUGE: &str = "-object \
+    memory-backend-memfd,id=ram,size=512M,hugetlb=on,hugetlbsize=2M,share=on -machine \
+    memory-backend=ram";
 
 /// Interface of the kernel by which the VMM maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -37,8 +37,10 @@ image() { # NAME ROOT COMMAND: as `docker save` writes one.
     cd "$(mktemp -d)"
     tar -C @ROOTS@/$2 -cf layer.tar .
     echo '{"architecture": "amd64", "os": "linux", "config": {"Entrypoint": '"$3"'},
-        "rootfs": {"type": "layers", "diff_ids": ["sha256:'"$(sha256sum < layer.tar | cut -d ' ' -f 1)"'"]}}' > config.json
-    echo '[{"Config": "config.json", "RepoTags": ["'"$1"'"], "Layers": ["layer.tar"]}]' > manifest.json
+        "rootfs": {"type": "layers",
+        "diff_ids": ["sha256:'"$(sha256sum < layer.tar | cut -d ' ' -f 1)"'"]}}' > config.json
+    echo '[{"Config": "config.json", "RepoTags": ["'"$1"'"],
+        "Layers": ["layer.tar"]}]' > manifest.json
     tar -cf - manifest.json config.json layer.tar | ctr --namespace k8s.io images import -
     rm -r "$PWD"
 }
@@ -135,9 +137,10 @@ impl KataHost {
             self.cri(method, Message::new().text(1, &pod.id))?;
         }
         self.nothing_left(&pod.id)?;
-        let left = self
-            .host
-            .run("ctr --namespace k8s.io containers ls -q; ls /run/netns; ls -d /var/lib/cni/networks/pods/10.* 2>/dev/null; true")?;
+        let left = self.host.run(
+            "ctr --namespace k8s.io containers ls -q; ls /run/netns; ls -d \
+                /var/lib/cni/networks/pods/10.* 2>/dev/null; true",
+        )?;
         ensure!(left.is_empty(), "left of pod {}: {left}", pod.name);
         Ok(())
     }
@@ -160,8 +163,10 @@ impl KataHost {
         body.extend(u32::try_from(request.len())?.to_be_bytes());
         body.extend(request);
         let answer = self.host.run(&format!(
-            "echo {} | base64 -d | curl --silent --show-error --fail --http2-prior-knowledge --unix-socket /run/containerd/containerd.sock \
-                --header 'content-type: application/grpc' --header 'te: trailers' --data-binary @- --dump-header /run/cri.headers \
+            "echo {} | base64 -d | curl --silent --show-error --fail --http2-prior-knowledge \
+            --unix-socket /run/containerd/containerd.sock \
+                --header 'content-type: application/grpc' --header 'te: trailers' --data-binary \
+                    @- --dump-header /run/cri.headers \
                 --output /run/cri.answer http://localhost/runtime.v1.RuntimeService/{method} || exit
             grep -i '^grpc-' /run/cri.headers; base64 -w 0 /run/cri.answer",
             STANDARD.encode(body)

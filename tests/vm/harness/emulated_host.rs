@@ -21,7 +21,8 @@ const CPU: &str = "qemu64,+svm,+npt,cx16=off,phys-bits=46";
 /// Command line of the host's kernel. Mitigations cost an emulated processor much. A clocksource
 /// watchdog that is late on a busy machine takes the TSC for unstable, and guests then have no
 /// ptp_kvm. Devices of the host itself pass the IOMMU by.
-const KERNEL: &str = "intel_iommu=on iommu=pt root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 no_timer_check mitigations=off apparmor=0 audit=0 systemd.show_status=0 tsc=reliable";
+const KERNEL: &str = "intel_iommu=on iommu=pt root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 \
+    no_timer_check mitigations=off apparmor=0 audit=0 systemd.show_status=0 tsc=reliable";
 /// How long one thing may take. Beside four busy loops, on two processors, a guest took 120 s to
 /// its GPUs.
 const DEADLINE: Duration = Duration::from_secs(570);
@@ -187,7 +188,10 @@ impl Size {
             };
             words.extend([
                 "-device".into(),
-                format!("pcie-root-port,id=port{k},bus=gpus,chassis={k},slot={k},pref64-reserve={reserve}M{acs}"),
+                format!(
+                    "pcie-root-port,id=port{k},bus=gpus,chassis={k},slot={k},\
+                    pref64-reserve={reserve}M{acs}"
+                ),
             ]);
             words.extend([
                 "-device".into(),
@@ -461,7 +465,8 @@ impl EmulatedHost {
         let addresses = self.run(
             "modprobe -a vfio_iommu_type1 vfio-pci && cd /sys/bus/pci/devices
             for gpu in $(grep -l 0x010802 */class | grep -v ^0000:00 | cut -d/ -f1); do
-                echo vfio-pci > $gpu/driver_override && echo $gpu > $gpu/driver/unbind && echo $gpu > /sys/bus/pci/drivers_probe && echo $gpu
+                echo vfio-pci > $gpu/driver_override && echo $gpu > $gpu/driver/unbind && echo \
+                    $gpu > /sys/bus/pci/drivers_probe && echo $gpu
             done",
         )?;
         self.until(

@@ -242,13 +242,16 @@ impl KataHost {
         let mut host = EmulatedHost::start(context, "host", Size::WITH_PODS, &files)?;
         KvmGuest::prepare(&mut host)?;
         host.run(&format!(
-            "set -e; mkdir -p {ROOTS} {runtime}/config.d && tar -C /opt/kata -xf {KATA_TAR} && tar -C {ROOTS} -xf {ROOTS_TAR}
-            rm {KATA_TAR} {ROOTS_TAR} && mkdir {ROOTS}/static && mv {ROOTS}/application {ROOTS}/static/
+            "set -e; mkdir -p {ROOTS} {runtime}/config.d && tar -C /opt/kata -xf {KATA_TAR} && \
+            tar -C {ROOTS} -xf {ROOTS_TAR}
+            rm {KATA_TAR} {ROOTS_TAR} && mkdir {ROOTS}/static && mv {ROOTS}/application \
+                {ROOTS}/static/
             mv /opt/kata/{config} {installed} && ln -s /opt/kata/{shim} /usr/local/bin/
             echo '{DROP_IN}{keys}{more}' > {runtime}/config.d/10-host.toml
             echo '{QEMU}' > /usr/local/bin/qemu && chmod +x /usr/local/bin/qemu
             printf '\n[debug]\n  level = \"debug\"\n' >> /etc/containerd/config.toml
-            systemctl daemon-reload && systemctl restart containerd && systemctl start kata-gpu-boot.service",
+            systemctl daemon-reload && systemctl restart containerd && systemctl start \
+                kata-gpu-boot.service",
             keys = shim.keys(),
             more = setup.drop_in,
             shim = shim.program(),
@@ -337,8 +340,10 @@ impl KataHost {
         };
         self.host
             .run(&format!(
-                "mkdir -p /run/out; rm -f /run/out/{name}.ended; ({CTR} run --runtime io.containerd.kata.v2 {annotations} {ask} --rootfs {ROOTS}/{root} {name} {program} \
-                    </dev/null >/run/out/{name} 2>/run/out/{name}.errors; touch /run/out/{name}.ended) >/dev/null 2>&1 &"
+                "mkdir -p /run/out; rm -f /run/out/{name}.ended; ({CTR} run --runtime \
+                io.containerd.kata.v2 {annotations} {ask} --rootfs {ROOTS}/{root} {name} {program} \
+                    </dev/null >/run/out/{name} 2>/run/out/{name}.errors; touch \
+                        /run/out/{name}.ended) >/dev/null 2>&1 &"
             ))
             .map(drop)
     }
@@ -364,7 +369,8 @@ impl KataHost {
     /// Waits for a text in what a container writes.
     pub fn says(&mut self, name: &str, text: &str) -> Result<()> {
         let look = format!(
-            "grep -q '{text}' /run/out/{name} || (cat /run/out/{name} /run/out/{name}.errors; false)"
+            "grep -q '{text}' /run/out/{name} || (cat /run/out/{name} /run/out/{name}.errors; \
+            false)"
         );
         self.host
             .until(&format!("{text:?} of container {name}"), &look)
@@ -388,7 +394,8 @@ impl KataHost {
     /// Waits for a text in the boot file of a pod.
     pub fn sent(&mut self, pod: &str, text: &str) -> Result<()> {
         let look = format!(
-            "cd {BOOTS} && files=$(grep -lF '\"pod\":\"{pod}\"' *.ndjson) && grep -qF '{text}' $files"
+            "cd {BOOTS} && files=$(grep -lF '\"pod\":\"{pod}\"' *.ndjson) && grep -qF '{text}' \
+            $files"
         );
         self.host
             .until(&format!("{text:?} of pod {pod}"), &look)
@@ -468,7 +475,10 @@ impl KataHost {
     /// exit status of `coverage` and what it has said.
     pub fn coverage(&mut self, log: &str, pod: &str, words: &str) -> Result<(i32, String)> {
         let id = self.boot_id(pod)?;
-        self.host.run(&format!("rm -f /run/imported.ndjson; {PROGRAM} import {log} {BOOTS}/{id}.ndjson --output /run/imported.ndjson"))?;
+        self.host.run(&format!(
+            "rm -f /run/imported.ndjson; {PROGRAM} import {log} \
+            {BOOTS}/{id}.ndjson --output /run/imported.ndjson"
+        ))?;
         self.status_of(&format!("{PROGRAM} coverage /run/imported.ndjson {words}"))
     }
 
@@ -482,7 +492,8 @@ impl KataHost {
         let all = [containers, &[pod]].concat().join(" ");
         self.host.run(&format!(
             "for name in {all}; do {CTR} task kill --signal KILL $name; done
-            for name in {all}; do for try in 1 2 3 4 5 6; do {CTR} task rm --force $name && break; sleep 1; done; {CTR} container rm $name; done; true"
+            for name in {all}; do for try in 1 2 3 4 5 6; do {CTR} task rm --force $name && \
+                break; sleep 1; done; {CTR} container rm $name; done; true"
         ))?;
         self.nothing_left(pod)
     }
@@ -490,7 +501,8 @@ impl KataHost {
     /// Waits until nothing of a sandbox is left.
     pub(super) fn nothing_left(&mut self, pod: &str) -> Result<()> {
         let left = format!(
-            "! ({CTR} container ls -q; ls /run/vc/sbs /run/kata; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sandbox-{pod} ') 2>/dev/null | grep -w {pod}"
+            "! ({CTR} container ls -q; ls /run/vc/sbs /run/kata; cat /proc/[0-9]*/cmdline | tr \
+            '\\0' ' ' | grep -o 'sandbox-{pod} ') 2>/dev/null | grep -w {pod}"
         );
         self.host
             .until(&format!("end of pod {pod}"), &left)

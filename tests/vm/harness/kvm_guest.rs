@@ -62,7 +62,8 @@ impl KvmGuest {
         // A processor that waits by spinning takes the other guest's time.
         host.run(
             "modprobe kvm_amd || modprobe kvm_intel
-            modprobe vhost_vsock && test -c /dev/kvm -a -c /dev/vhost-vsock && echo 0 > /sys/module/kvm/parameters/halt_poll_ns",
+            modprobe vhost_vsock && test -c /dev/kvm -a -c /dev/vhost-vsock && echo 0 > \
+                /sys/module/kvm/parameters/halt_poll_ns",
         )
         .context("the emulated host has no KVM or no vhost-vsock")
         .map(drop)
@@ -103,8 +104,10 @@ impl KvmGuest {
         )?;
         // The daemon reads and writes the guest's memory in place.
         let devices = format!(
-            "-object memory-backend-memfd,id=ram,size={MEMORY_MIB}M,share=on -machine memory-backend=ram \
-            -chardev socket,id=shared,path={socket} -device vhost-user-fs-pci,chardev=shared,tag={SHARED} {devices}"
+            "-object memory-backend-memfd,id=ram,size={MEMORY_MIB}M,share=on -machine \
+            memory-backend=ram \
+            -chardev socket,id=shared,path={socket} -device \
+                vhost-user-fs-pci,chardev=shared,tag={SHARED} {devices}"
         );
         Self::start_with(host, image, name, name, cid, words, &devices)
     }
@@ -134,12 +137,16 @@ impl KvmGuest {
         // ports the console would come some time after its driver, and the agent write to the
         // serial port.
         host.run(&format!(
-            "mkdir -p -m 0750 /run/vc/sbs /run/vc/sbs/{name} && echo '{persist}' > /run/vc/sbs/{name}/persist.json
+            "mkdir -p -m 0750 /run/vc/sbs /run/vc/sbs/{name} && echo '{persist}' > \
+            /run/vc/sbs/{name}/persist.json
             mkdir -p /run/guests/{name} && cd /run/guests/{name} && mkfifo monitor.in monitor.out
             test -e {SHIM} || cp /bin/bash {SHIM}
-            cat > start <<'END'\nqemu-system-x86_64 -nodefaults -no-user-config -no-reboot -display none -machine q35 -accel kvm -cpu host \
-                -m {MEMORY_MIB}M -smp {cpus} -kernel {KERNEL} -initrd {INITRD} -append '{append} {words}' -serial file:serial.log -monitor pipe:monitor \
-                -device virtio-serial-pci,max_ports=1 -chardev file,id=console,path=console.log -device virtconsole,chardev=console \
+            cat > start <<'END'\nqemu-system-x86_64 -nodefaults -no-user-config -no-reboot \
+                -display none -machine q35 -accel kvm -cpu host \
+                -m {MEMORY_MIB}M -smp {cpus} -kernel {KERNEL} -initrd {INITRD} -append '{append} \
+                    {words}' -serial file:serial.log -monitor pipe:monitor \
+                -device virtio-serial-pci,max_ports=1 -chardev file,id=console,path=console.log \
+                    -device virtconsole,chardev=console \
                 -device vhost-vsock-pci,guest-cid={cid} {devices} >qemu.log 2>&1 &
             echo $! > pid.new && mv pid.new pid && wait\nEND\n\
             setsid {SHIM} start </dev/null >/dev/null 2>&1 &"

@@ -232,7 +232,8 @@ impl Default for Guest {
 
 impl Guest {
     pub fn new() -> Self {
-        let times = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=30 nvidia.s2_ms=130 nvidia.s3_ms=50";
+        let times = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=30 nvidia.s2_ms=130 \
+            nvidia.s3_ms=50";
         // no_timer_check, as in Kata's own command line: the kernel's early look whether the timer
         // ticks is lost on a host that is busy, and it panics. loglevel=4: the kernel's own lines,
         // errors apart, would fall into the middle of the agent's on the one serial line.
@@ -578,8 +579,11 @@ impl Booted {
         };
         let seconds = |ns: u64| ns as f64 / 1e9;
         let (newest, written, count) = (seconds(newest), seconds(written), came.len());
-        Silent(format!("{missing}: the stream has stopped at {newest:.3} s ({count} records), the console at {written:.3} s; {again}"))
-            .into()
+        Silent(format!(
+            "{missing}: the stream has stopped at {newest:.3} s ({count} records), the \
+            console at {written:.3} s; {again}"
+        ))
+        .into()
     }
 
     /// Waits for the event of this name.

@@ -310,7 +310,8 @@ impl Description {
             .kill
             .as_ref()
             .map(|(process, when)| format!("{} at {when}", process.name()));
-        json!({ "gpus": self.gpus.len(), "cpus": self.cpus, "traits": self.traits, "kill": kill, "collector": format!("{:?}", self.listener) })
+        json!({ "gpus": self.gpus.len(), "cpus": self.cpus, "traits": self.traits, "kill": kill,
+            "collector": format!("{:?}", self.listener) })
     }
 }
 
@@ -462,7 +463,8 @@ mod tests {
         let worker = boot("gpu.removed");
         assert_eq!(
             worker.script(),
-            "settled>remove:1;gpu.removed>kill;process.died>sleep:0;rest>spec-gives:0+up:0+reaped:keeper+census+spec-file+counters"
+            "settled>remove:1;gpu.removed>kill;process.died>sleep:0;rest>spec-gives:0+up:0+\
+            reaped:keeper+census+spec-file+counters"
         );
         let agent = Description {
             kill: Some((Process::Agent, "settled".into())),

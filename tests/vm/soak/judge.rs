@@ -12,7 +12,6 @@ use kata_gpu_wire::record::{Kind, Record};
 use oci_spec::runtime::Spec;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Most open files of a process of the init. A worker with 16 GPUs, all sinks and a reader has 60.
 const MOST_FILES: usize = 96;
@@ -612,13 +611,9 @@ fn published(boot: &Description, seen: &Observed) -> Vec<String> {
         Ok(spec) => spec,
         Err(error) => return vec![format!("the spec is no JSON: {error}")],
     };
-    // Several boots are judged at once.
-    static JUDGED: AtomicU64 = AtomicU64::new(0);
-    let number = JUDGED.fetch_add(1, Ordering::Relaxed);
-    let directory =
-        std::env::temp_dir().join(format!("kata-gpu-soak-{}-{number}", std::process::id()));
-    let written = std::fs::create_dir_all(&directory)
-        .and_then(|()| std::fs::write(directory.join("nvidia.yaml"), spec));
+    let folder = kata_gpu_test_support::temp_dir();
+    let directory = folder.path();
+    let written = std::fs::write(directory.join("nvidia.yaml"), spec);
     let mut found: Vec<String> = written
         .err()
         .map(|e| format!("write {}: {e}", directory.display()))
@@ -629,14 +624,13 @@ fn published(boot: &Description, seen: &Observed) -> Vec<String> {
             .minor(index)
             .filter(|_| fate.is_given())
             .map(|minor| BTreeSet::from([format!("/dev/nvidia{minor}")]));
-        let is = resolved(&directory, &index.to_string());
+        let is = resolved(directory, &index.to_string());
         if is.as_ref().ok() != wanted.as_ref() {
             found.push(format!(
                 "GPU {index} ({fate:?}) resolves to {is:?}, not to {wanted:?}"
             ));
         }
     }
-    let _unused = std::fs::remove_dir_all(&directory);
     found
 }
 

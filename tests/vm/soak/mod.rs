@@ -52,24 +52,27 @@ const UNDERWAY: Duration = Duration::from_secs(30);
 const HOT_PLUGS: u64 = 150;
 
 fn hot_plug(context: &TestContext) -> Result<Outcome> {
-    let said = hot_plugs(context, HOT_PLUGS, 1, "")?;
-    ensure!(said.fault.is_empty(), "{said:?}");
+    let figures = hot_plugs(context, HOT_PLUGS, 1, "")?;
+    ensure!(figures.fault.is_empty(), "{figures:?}");
     ensure!(
-        said.containers > 5 && said.checks > 20,
-        "nothing was looked at: {said:?}"
+        figures.containers > 5 && figures.checks > 20,
+        "nothing was looked at: {figures:?}"
     );
     Ok(Outcome::Passed)
 }
 
 fn exchanged(context: &TestContext) -> Result<Outcome> {
-    let said = hot_plugs(context, 1, 1, ":exchanged")?;
-    ensure!(said.fault.contains("names lead to the minors"), "{said:?}");
+    let figures = hot_plugs(context, 1, 1, ":exchanged")?;
+    ensure!(
+        figures.fault.contains("names lead to the minors"),
+        "{figures:?}"
+    );
     Ok(Outcome::Passed)
 }
 
 /// Figures that a hot-plug soak reports at its end.
 #[derive(Debug)]
-pub struct Said {
+pub struct HotPlugs {
     /// With the actions before it; empty: none.
     pub fault: String,
     /// Hardware actions and troubles of the init, by kind.
@@ -80,7 +83,7 @@ pub struct Said {
 }
 
 /// Lets the guest half `hot-plug-soak` do its actions in one guest.
-pub fn hot_plugs(context: &TestContext, actions: u64, seed: u64, how: &str) -> Result<Said> {
+pub fn hot_plugs(context: &TestContext, actions: u64, seed: u64, how: &str) -> Result<HotPlugs> {
     let times = "fakepci.enable_ms=5 nvidia.s1_ms=20 nvidia.s2_ms=100,30,200 nvidia.s3_ms=20";
     let soak = format!("testagent.guest=hot-plug-soak testagent.soak={actions}:{seed}{how}");
     let mut booted = Guest::new()
@@ -94,7 +97,7 @@ pub fn hot_plugs(context: &TestContext, actions: u64, seed: u64, how: &str) -> R
         .context("the soak does not end")?;
     booted.still_runs()?;
     let fault = ended.get("fault");
-    Ok(Said {
+    Ok(HotPlugs {
         fault: if fault.is_empty() {
             String::new()
         } else {

@@ -179,8 +179,8 @@ mod tests {
 
     #[test]
     fn a_soak_goes_on_after_a_torn_line_and_for_another_init() {
-        let path = std::env::temp_dir().join(format!("kata-gpu-soak-runs-{}", std::process::id()));
-        let _unused = std::fs::remove_file(&path);
+        let folder = kata_gpu_test_support::temp_dir();
+        let path = folder.path().join("soak.ndjson");
         for seed in [1, 2] {
             append(
                 &path,
@@ -201,17 +201,19 @@ mod tests {
             (done(&lines, &ids("a")), done(&lines, &ids("b"))),
             (BTreeSet::from([1, 2]), BTreeSet::from([4]))
         );
-        std::fs::remove_file(path).unwrap();
     }
 
     #[test]
     fn a_summary_counts_boots_points_and_failures_by_kind() {
         let point = all_points()[0].to_string();
         let lines = [
-            json!({ "seed": 1, "init": "a", "tree": "t", "outcome": "ok", "point": point, "kill": "done", "seconds": 2.0 }),
-            json!({ "seed": 2, "init": "a", "tree": "t", "outcome": "ok", "point": "lane at settled", "kill": "no process", "seconds": 2.0 }),
+            json!({ "seed": 1, "init": "a", "tree": "t", "outcome": "ok", "point": point,
+                "kill": "done", "seconds": 2.0 }),
+            json!({ "seed": 2, "init": "a", "tree": "t", "outcome": "ok", "point": "lane at \
+                settled", "kill": "no process", "seconds": 2.0 }),
             json!({ "seed": 3, "init": "a", "tree": "t", "outcome": "failed", "seconds": 3.5,
-                "findings": [{ "kind": "closed", "text": "x" }, { "kind": "closed", "text": "y" }] }),
+                "findings": [{ "kind": "closed", "text": "x" }, { "kind": "closed",
+                "text": "y" }] }),
         ];
         let text = summary(&lines);
         let count = all_points().len();

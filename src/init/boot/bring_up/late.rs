@@ -102,6 +102,7 @@ fn frames(text: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn a_program_with_the_name_of_a_kernel_thread_is_none() {
@@ -117,9 +118,8 @@ mod tests {
             "77 (a) S 1 2 3 4 5 2129984) S 1 77 77 0 -1 4194304 0"
         ));
         assert!(!is_kernel_thread(""));
-        let process =
-            std::env::temp_dir().join(format!("kata-gpu-init-thread-{}", std::process::id()));
-        std::fs::create_dir_all(&process).unwrap();
+        let folder = temp_dir();
+        let process = folder.path();
         for (flags, is) in [("4194304", false), ("2129984", true)] {
             std::fs::write(process.join("comm"), "nv_open_q\n").unwrap();
             std::fs::write(
@@ -127,9 +127,8 @@ mod tests {
                 format!("9 (nv_open_q) S 2 0 0 0 -1 {flags} 0"),
             )
             .unwrap();
-            assert_eq!(is_open_thread(&process), is);
+            assert_eq!(is_open_thread(process), is);
         }
-        std::fs::remove_dir_all(process).unwrap();
     }
 
     #[test]

@@ -509,6 +509,7 @@ mod tests {
     use crate::cdi::spec::Instance;
     use crate::config::Naming;
     use crate::gpu::bind::Sight;
+    use kata_gpu_test_support::temp_dir;
 
     fn publication(directory: &Path) -> (Publication, GpuId) {
         let (roster, address) = (Roster::default(), "0001:00:03.0".parse().unwrap());
@@ -565,9 +566,8 @@ mod tests {
 
     #[test]
     fn what_cannot_be_written_is_written_later_and_reported_then() {
-        let base =
-            std::env::temp_dir().join(format!("kata-gpu-init-publication-{}", std::process::id()));
-        std::fs::create_dir_all(&base).unwrap();
+        let folder = temp_dir();
+        let base = folder.path();
         // A file is in the directory's place.
         let directory = base.join("cdi");
         std::fs::write(&directory, "").unwrap();
@@ -593,13 +593,13 @@ mod tests {
                 .contains("/dev/nvidia3")
         );
         assert!(directory.join("nvidia-imex.yaml").exists());
-        std::fs::remove_dir_all(&base).unwrap();
     }
 
     #[test]
     fn a_spec_that_cannot_be_replaced_does_not_outlive_its_gpu() {
-        let base = std::env::temp_dir().join(format!("kata-gpu-init-stale-{}", std::process::id()));
-        let (mut publication, gpu) = publication(&base);
+        let folder = temp_dir();
+        let base = folder.path();
+        let (mut publication, gpu) = publication(base);
         let (file, obstacle) = (base.join("nvidia.yaml"), base.join("nvidia.yaml.tmp"));
         assert_eq!(publication.apply(vec![ready(gpu, 3)]), [gpu]);
         std::fs::create_dir(&obstacle).unwrap();
@@ -620,14 +620,13 @@ mod tests {
                     .unwrap()
                     .contains("/dev/nvidia3")
         );
-        std::fs::remove_dir_all(&base).unwrap();
     }
 
     #[test]
     fn instance_names_are_published_once_and_outlive_displays() {
-        let base =
-            std::env::temp_dir().join(format!("kata-gpu-init-instances-{}", std::process::id()));
-        let (mut publication, gpu) = publication(&base);
+        let folder = temp_dir();
+        let base = folder.path();
+        let (mut publication, gpu) = publication(base);
         publication.options.namings = vec![Naming::Index, Naming::Uuid];
         let id = MigInstance {
             gpu: 3,
@@ -672,14 +671,13 @@ mod tests {
             "{}",
             spec()
         );
-        std::fs::remove_dir_all(&base).unwrap();
     }
 
     #[test]
     fn an_arrival_that_has_ended_changes_nothing_of_the_next_one() {
-        let base =
-            std::env::temp_dir().join(format!("kata-gpu-init-arrivals-{}", std::process::id()));
-        let (mut publication, old) = publication(&base);
+        let folder = temp_dir();
+        let base = folder.path();
+        let (mut publication, old) = publication(base);
         publication.apply(vec![ready(old, 3)]);
         publication.roster.observe(
             old.address,
@@ -704,13 +702,13 @@ mod tests {
             spec.contains("/dev/nvidia5") && !spec.contains("/dev/nvidia3"),
             "{spec}"
         );
-        std::fs::remove_dir_all(&base).unwrap();
     }
 
     #[test]
     fn a_gpu_that_is_held_back_is_declared_and_nothing_else() {
-        let base = std::env::temp_dir().join(format!("kata-gpu-init-held-{}", std::process::id()));
-        let (mut publication, gpu) = publication(&base);
+        let folder = temp_dir();
+        let base = folder.path();
+        let (mut publication, gpu) = publication(base);
         publication.hold.by_default = true;
         let has_node = || {
             std::fs::read_to_string(base.join("nvidia.yaml"))
@@ -744,14 +742,13 @@ mod tests {
         // Before the GPU's node exists, and after its failure.
         publication.apply(vec![Update::Failed { gpu }, held(true), held(false)]);
         assert!(!has_node());
-        std::fs::remove_dir_all(&base).unwrap();
     }
 
     #[test]
     fn a_file_published_at_once_lacks_the_gpus_held_back() {
-        let base =
-            std::env::temp_dir().join(format!("kata-gpu-init-complete-{}", std::process::id()));
-        let (mut publication, gpu) = publication(&base);
+        let folder = temp_dir();
+        let base = folder.path();
+        let (mut publication, gpu) = publication(base);
         (publication.withheld, publication.hold.by_default) = (true, true);
         publication.apply(vec![ready(gpu, 3)]);
         assert!(!base.join("nvidia.yaml").exists());
@@ -768,6 +765,5 @@ mod tests {
                 .unwrap()
                 .contains("/dev/nvidia3")
         );
-        std::fs::remove_dir_all(&base).unwrap();
     }
 }

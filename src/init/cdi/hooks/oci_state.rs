@@ -122,6 +122,7 @@ pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn the_bundle_and_the_root_are_found_among_everything_else() {
@@ -181,20 +182,20 @@ mod tests {
                 .to_string()
                 .contains("no end of it within 50 ms")
         );
-        let file = std::env::temp_dir().join(format!("kata-gpu-init-state-{}", std::process::id()));
-        std::fs::write(&file, vec![b' '; MAX_STATE as usize + 1]).unwrap();
+        let folder = temp_dir();
+        let file = &folder.path().join("state");
+        std::fs::write(file, vec![b' '; MAX_STATE as usize + 1]).unwrap();
         assert!(
-            read_state(File::open(&file).unwrap())
+            read_state(File::open(file).unwrap())
                 .unwrap_err()
                 .to_string()
                 .contains("more than 65536 bytes")
         );
-        std::fs::write(&file, vec![b' '; MAX_STATE as usize]).unwrap();
+        std::fs::write(file, vec![b' '; MAX_STATE as usize]).unwrap();
         assert_eq!(
-            read_state(File::open(&file).unwrap()).unwrap().len() as u64,
+            read_state(File::open(file).unwrap()).unwrap().len() as u64,
             MAX_STATE
         );
-        std::fs::remove_file(file).unwrap();
         drop(write_end);
     }
 }

@@ -120,13 +120,13 @@ fn start(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn an_accept_that_fails_again_and_again_pauses_in_between() {
-        let path =
-            std::env::temp_dir().join(format!("kata-gpu-init-accept-{}", std::process::id()));
-        let _unused = std::fs::remove_file(&path);
+        let folder = temp_dir();
+        let path = &folder.path().join("socket");
         let fd = socket(
             AddressFamily::Unix,
             SockType::Stream,
@@ -134,7 +134,7 @@ mod tests {
             None,
         )
         .unwrap();
-        bind(fd.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        bind(fd.as_raw_fd(), &UnixAddr::new(path).unwrap()).unwrap();
         let accepts = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&accepts);
         let refused = move |_: &OwnedFd| {
@@ -151,11 +151,10 @@ mod tests {
             .unwrap();
         runtime.block_on(async {
             start(fd, Arc::default(), identity, "unix listener", refused).unwrap();
-            let _waits = std::os::unix::net::UnixStream::connect(&path).unwrap();
+            let _waits = std::os::unix::net::UnixStream::connect(path).unwrap();
             tokio::time::sleep(ACCEPT_PAUSE / 5).await;
         });
         let accepts = accepts.load(Ordering::Relaxed);
         assert!((1..10).contains(&accepts), "{accepts} accepts");
-        std::fs::remove_file(path).unwrap();
     }
 }

@@ -11,13 +11,16 @@ fn spec(given: &[usize]) -> String {
         let node = json!({ "path": format!("/dev/nvidia{index}"), "fileMode": 438 });
         json!({ "name": index.to_string(), "containerEdits": { "deviceNodes": [node] } })
     };
-    json!({ "cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": given.iter().map(device).collect::<Vec<_>>() }).to_string()
+    json!({ "cdiVersion": "0.5.0", "kind": "nvidia.com/gpu",
+        "devices": given.iter().map(device).collect::<Vec<_>>() })
+    .to_string()
 }
 
 fn counters(changed: &str, by: &str) -> String {
     let of = |gpu: &str| {
         format!(
-            "{gpu} adapter: up use_count: 1 opens: 1 closes: 0 inits: 1 init_failures: 0 teardowns: 0"
+            "{gpu} adapter: up use_count: 1 opens: 1 closes: 0 inits: 1 init_failures: 0 \
+            teardowns: 0"
         )
     };
     GPUS.map(of).join("; ").replacen(changed, by, 1)
@@ -37,11 +40,15 @@ fn notes() -> Vec<Value> {
     let nodes = "/dev/nvidia0 /dev/nvidia1";
     vec![
         json!({ "msg": "script", "when": "now", "did": "sleep:0", "error": "", "pid": "1" }),
-        json!({ "msg": "container created", "container": "all", "nodes": "/dev/nvidia0 195:0 666,/dev/nvidia1 195:1 666,/dev/nvidiactl 195:255 666" }),
-        json!({ "msg": "process", "process": "keeper", "state": "S", "files": "5", "nodes": nodes }),
-        json!({ "msg": "process", "process": "worker", "state": "S", "files": "30", "nodes": nodes }),
+        json!({ "msg": "container created", "container": "all", "nodes": "/dev/nvidia0 195:0 \
+            666,/dev/nvidia1 195:1 666,/dev/nvidiactl 195:255 666" }),
+        json!({ "msg": "process", "process": "keeper", "state": "S", "files": "5",
+            "nodes": nodes }),
+        json!({ "msg": "process", "process": "worker", "state": "S", "files": "30",
+            "nodes": nodes }),
         json!({ "msg": "process", "process": "opener", "state": "S", "files": "5", "nodes": "" }),
-        json!({ "msg": "files", "names": "/run/kata-gpu-init/boot.ndjson /var/run/cdi/nvidia.yaml" }),
+        json!({ "msg": "files", "names": "/run/kata-gpu-init/boot.ndjson \
+            /var/run/cdi/nvidia.yaml" }),
         json!({ "msg": "file", "text": spec(&[0, 1]) }),
         json!({ "msg": "counters", "all": counters("", "") }),
         json!({ "msg": "script", "when": "rest", "did": "counters", "error": "" }),

@@ -1,7 +1,11 @@
 use super::*;
 use crate::boot::bring_up::previous::Previous;
+use kata_gpu_test_support::property;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::sample::Index;
 use std::collections::VecDeque;
 
 fn address(slot: u8) -> PciAddress {
@@ -211,20 +215,9 @@ fn a_failed_gpu_comes_back_by_a_later_bind_alone() {
 }
 
 /// Worlds of the property test.
-const WORLDS: u64 = 400;
-const ACTIONS: u64 = 120;
+const WORLDS: u32 = 400;
+const ACTIONS: usize = 120;
 const PLACES: u8 = 6;
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % n
-    }
-}
 
 /// Unreported reading of a GPU's task: the bind, and the minor of that moment.
 struct Result {
@@ -234,7 +227,6 @@ struct Result {
 
 /// Hardware with a driver, and what the init makes of it.
 struct World {
-    random: Random,
     there: BTreeMap<PciAddress, Sight>,
     minors: HashMap<Bound, u32>,
     inodes: u64,
@@ -251,14 +243,8 @@ struct World {
 }
 
 impl World {
-    fn new(seed: u64) -> Self {
-        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        let boot: Vec<PciAddress> = (0..PLACES)
-            .filter(|_| random.below(2) == 0)
-            .map(address)
-            .collect();
+    fn new(boot: Vec<PciAddress>) -> Self {
         let mut world = Self {
-            random,
             there: BTreeMap::new(),
             minors: HashMap::new(),
             inodes: 0,
@@ -434,9 +420,10 @@ impl World {
         (0..PLACES).for_each(|place| self.look(address(place)));
     }
 
-    fn act(&mut self) {
-        let gpu = address(self.random.below(u64::from(PLACES)) as u8);
-        match self.random.below(12) {
+    /// One of 12 actions, on the GPU at a place or on one of the tasks or results.
+    fn act(&mut self, action: u8, place: u8, one: Index) {
+        let gpu = address(place);
+        match action {
             0 | 1 if !self.there.contains_key(&gpu) => self.plug(gpu),
             0..=2 => self.bind(gpu),
             3 => {
@@ -459,14 +446,8 @@ impl World {
                 self.scan();
             }
             8 => self.die(),
-            9 | 10 if !self.tasks.is_empty() => {
-                let task = self.random.below(self.tasks.len() as u64) as usize;
-                self.read(task);
-            }
-            _ if !self.results.is_empty() => {
-                let result = self.random.below(self.results.len() as u64) as usize;
-                self.report(result);
-            }
+            9 | 10 if !self.tasks.is_empty() => self.read(one.index(self.tasks.len())),
+            _ if !self.results.is_empty() => self.report(one.index(self.results.len())),
             _ => {}
         }
         // Whatever is delayed or lost: a published name never leads to what the init itself has
@@ -523,15 +504,15 @@ impl World {
 
 #[test]
 fn in_any_interleaving_a_name_leads_to_its_gpu_or_to_none() {
-    for seed in 0..WORLDS {
-        let run = std::panic::catch_unwind(|| {
-            let mut world = World::new(seed);
-            for _ in 0..ACTIONS {
-                world.act();
-            }
-            world.settle();
-            world.judge();
-        });
-        assert!(run.is_ok(), "seed {seed}");
-    }
+    let boot = vec(any::<bool>(), usize::from(PLACES));
+    let actions = vec((0..12_u8, 0..PLACES, any::<Index>()), ACTIONS);
+    proptest!(property(WORLDS), |(boot in boot, actions in actions)| {
+        let boot = (0..PLACES).filter(|place| boot[usize::from(*place)]).map(address);
+        let mut world = World::new(boot.collect());
+        for (action, place, one) in actions {
+            world.act(action, place, one);
+        }
+        world.settle();
+        world.judge();
+    });
 }
