@@ -71,7 +71,7 @@ enum View {
     Plain {
         table: Table,
         verbose: bool,
-        live: Option<Live>,
+        live: Option<Box<Live>>,
     },
     Terminal(Bars),
 }
@@ -235,7 +235,7 @@ impl Follower {
         let (_, progress) = self.boot.as_ref()?;
         let picture = match &self.view {
             View::Terminal(_) => Some(now + REFRESH),
-            View::Plain { live, .. } => live.as_ref().and_then(Live::deadline),
+            View::Plain { live, .. } => live.as_ref().and_then(|live| live.deadline()),
         };
         progress.deadline().into_iter().chain(picture).min()
     }
@@ -330,7 +330,7 @@ fn show_line(view: &mut View, progress: &mut Progress, line: &FileLine, at: Inst
             if live.is_none() {
                 print([table.head()])?;
             }
-            let live = live.get_or_insert_with(|| Live::new(*table, *verbose, at));
+            let live = live.get_or_insert_with(|| Box::new(Live::new(*table, *verbose, at)));
             match line {
                 FileLine::Record(record) => live.record(record, at),
                 FileLine::Host(line) => {

@@ -23,12 +23,12 @@ pub struct Node {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lag {
-    OfNone,
+    None,
     /// The step that ends at this node.
-    OfStep(usize),
+    Step(usize),
     /// The step around this node: the last node it waited for lies in that step, too, because the
     /// step's beginning is one of them.
-    OfParent(usize),
+    Parent(usize),
 }
 
 /// All nodes, and an order in which each comes after the nodes that it waits for.
@@ -66,7 +66,7 @@ impl Graph {
                 .map(|(s, known)| (end_of(*s), *known))
                 .collect();
             begin.extend(step.parent.map(|p| (begin_of(p), Known::Within)));
-            let of = step.parent.map_or(Lag::OfNone, Lag::OfParent);
+            let of = step.parent.map_or(Lag::None, Lag::Parent);
             nodes.push(Node {
                 at_ns: step.begin_ns,
                 after: begin,
@@ -77,7 +77,7 @@ impl Graph {
                 at_ns: step.end_ns,
                 after: vec![(begin_of(i), Known::Within)],
                 lag_ns: 0,
-                of: Lag::OfStep(i),
+                of: Lag::Step(i),
             });
         }
         for (i, step) in steps.iter().enumerate() {
@@ -108,7 +108,7 @@ impl Graph {
             at_ns,
             after: made_by,
             lag_ns: 0,
-            of: Lag::OfNone,
+            of: Lag::None,
         });
         let (order, cut) = sort(&mut nodes);
         let times: Vec<i64> = nodes.iter().map(|n| n.at_ns).collect();
@@ -135,8 +135,8 @@ impl Graph {
     /// The step that owns the time between the last node waited for and this node.
     pub fn step_of_lag(&self, node: usize) -> Option<usize> {
         match self.nodes.get(node)?.of {
-            Lag::OfNone => None,
-            Lag::OfStep(step) | Lag::OfParent(step) => Some(step),
+            Lag::None => None,
+            Lag::Step(step) | Lag::Parent(step) => Some(step),
         }
     }
 
