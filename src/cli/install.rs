@@ -1,25 +1,46 @@
-//! `kata-gpu-boot install`: on this machine, on a node of a cluster, as a manifest, or a trial.
+//! `kata-gpu-boot install`: on this machine or a node of a cluster, and back, or a trial.
 
-pub use kata_gpu_image::install::Args;
-use kata_gpu_image::install::here::{Manifest, say_here};
-use kata_gpu_image::install::{Said, daemon_set, node, trial};
+use super::boots::BootDir;
+use kata_gpu_image::install::here::say_here;
+use kata_gpu_image::install::{Report, node, remove, trial};
+use kata_gpu_report::data::text::printable;
 use std::process::ExitCode;
+
+/// Make GPU guests of a Kata configuration start from our initrd or image.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = include_str!("install/help.txt"))]
+#[group(skip)]
+pub struct Args {
+    #[command(flatten)]
+    install: kata_gpu_image::install::Args,
+    #[command(flatten)]
+    boots: BootDir,
+}
 
 /// Runs `install`.
 pub fn run(args: &Args) -> ExitCode {
-    if let Some(what) = &args.check.what {
-        return trial::run(what, &args.check, args.json);
+    let install = &args.install;
+    if let Some(what) = &install.check.what {
+        return trial::run(what, &install.check, &args.boots.dir, install.json);
     }
-    match &args.place.dir {
-        Some(dir) if args.stay => node::stay(args, dir),
-        _ => say(args).print(),
+    if !install.repeat {
+        return say(args).print();
     }
+    node::repeat(install, one).unwrap_or_else(|error| {
+        eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
+        ExitCode::from(2)
+    })
 }
 
-/// Installs, checks or prints, as the options ask.
-pub fn say(args: &Args) -> Said {
-    match &args.place.dir {
-        _ if args.print == Some(Manifest::DaemonSet) => daemon_set::of_install(args),
+/// Installs or removes once.
+pub fn say(args: &Args) -> Report {
+    one(&args.install)
+}
+
+fn one(args: &kata_gpu_image::install::Args) -> Report {
+    match &args.place.node {
+        _ if args.remove && args.dry_run => remove::say_here(args),
+        _ if args.remove => node::remove_all(args),
         Some(dir) => node::say(args, dir),
         None => say_here(args),
     }

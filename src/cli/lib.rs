@@ -11,7 +11,6 @@ pub mod install;
 pub mod list;
 pub mod manual; // completions and manual pages, made by clap
 pub mod show;
-pub mod uninstall;
 
 #[cfg(test)]
 mod tests; // golden pages of recorded, hand-made and hostile boots

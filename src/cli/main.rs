@@ -2,9 +2,7 @@
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
-use kata_gpu_boot::{
-    collect, compare, demo, doctor, image, install, list, manual, show, uninstall,
-};
+use kata_gpu_boot::{collect, compare, demo, doctor, image, install, list, manual, show};
 use kata_gpu_report::data::text::{Colour, Screen, choose_colour};
 use kata_gpu_report::terminal::stdout::print;
 use std::process::ExitCode;
@@ -36,7 +34,6 @@ enum Command {
     Compare(compare::Args),
     Doctor(doctor::Args),
     Install(install::Args),
-    Uninstall(uninstall::Args),
     Image(image::Args),
     Demo(demo::Args),
     #[command(hide = true)]
@@ -99,7 +96,6 @@ fn run(command: &Command, screen: Screen) -> Result<ExitCode> {
         Command::Compare(args) => return compare::run(args, &screen),
         Command::Doctor(args) => return Ok(doctor::run(args)),
         Command::Install(args) => return Ok(install::run(args)),
-        Command::Uninstall(args) => return Ok(uninstall::run(args)),
         Command::Image(args) => return Ok(image::run(args)),
         Command::Demo(args) => demo::run(args)?,
         Command::Completions(args) => manual::completions(args, Cli::command()),
@@ -159,10 +155,7 @@ mod tests {
     fn an_old_verb_is_none_of_todays() {
         for (old, _) in MOVED {
             let now = Cli::command();
-            assert!(
-                now.get_subcommands()
-                    .all(|verb| verb.get_name() != old || old == "uninstall")
-            );
+            assert!(now.get_subcommands().all(|verb| verb.get_name() != old));
         }
     }
 

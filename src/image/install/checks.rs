@@ -57,7 +57,7 @@ const GO_KEYS_SINCE: &[(&str, Version)] = &[
 /// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a
 /// Blackwell GPU's probe up to 4 s more.
 const LEAST_CDI_TIMEOUT_S: u64 = 40;
-/// Paths of the init in an image, as kata-gpu-boot initrd replace-init places it.
+/// Paths of the init in an image, as kata-gpu-boot image replace-init places it.
 const INITS_OF_IMAGES: [&str; 2] = ["/sbin/init", "/init"];
 const MIB: u64 = 1 << 20;
 
@@ -71,8 +71,6 @@ pub struct Facts<'a> {
     pub after: &'a Effective,
     pub plan: &'a Plan,
     pub guest: &'a Guest,
-    /// The plan is for kata-deploy's chart, which gives every runtime a directory of its own.
-    pub for_chart: bool,
 }
 
 /// All refusals.
@@ -87,9 +85,7 @@ pub fn check(facts: &Facts) -> Vec<Refusal> {
     refusals.extend(size_and_mode(facts));
     refusals.extend(facts.guest.refusals());
     refusals.extend(overridden(facts));
-    if !facts.for_chart {
-        refusals.extend(own_file(&facts.config.ours, &facts.config.drop_in_path()));
-    }
+    refusals.extend(own_file(&facts.config.ours, &facts.config.drop_in_path()));
     refusals
 }
 
@@ -133,7 +129,13 @@ fn version(facts: &Facts) -> Vec<Refusal> {
     };
     let refuse = |(key, since): &(&str, Version)| {
         facts
-            .refuse_key(key, &format!("Kata {version} fails on this key in a drop-in, it is known from {since} on, and it must be changed"))
+            .refuse_key(
+                key,
+                &format!(
+                    "Kata {version} fails on this key in a drop-in, it is known \
+                                       from {since} on, and it must be changed"
+                ),
+            )
             .cure("remove it: this Kata does not read it")
     };
     if facts.runtime == Runtime::Go {
@@ -183,7 +185,7 @@ fn hypervisor(facts: &Facts) -> Option<Refusal> {
 fn directory(facts: &Facts) -> Vec<Refusal> {
     let config = facts.config;
     let mut refusals = Vec::new();
-    if let Some(first) = config.siblings.first().filter(|_| !facts.for_chart) {
+    if let Some(first) = config.siblings.first() {
         let names: Vec<String> = config
             .siblings
             .iter()
@@ -202,7 +204,8 @@ fn directory(facts: &Facts) -> Vec<Refusal> {
         refusals.push(
             refusal
                 .cure(format!(
-                    "copy the configuration to a directory of its own, like {}, for both containerd's ConfigPath and --kata-config",
+                    "copy the configuration to a directory of its own, like {}, for both \
+                     containerd's ConfigPath and --kata-config",
                     dir.display()
                 ))
                 .forcible(),
@@ -243,7 +246,8 @@ fn confidential(facts: &Facts) -> Vec<Refusal> {
             .and_then(Value::as_str)
             .is_some_and(|value| !value.is_empty())
         {
-            let why = "holds the launch digest of the present guest, so the firmware would not start another";
+            let why = "holds the launch digest of the present guest, so the firmware would not \
+                       start another";
             refusals.push(
                 facts
                     .refuse_key(key, why)
@@ -260,10 +264,12 @@ fn confidential(facts: &Facts) -> Vec<Refusal> {
     }
     let why = match facts.guest {
         Guest::Initrd(_) => {
-            "kernel and initrd are part of this guest's launch measurement, so attestation would fail"
+            "kernel and initrd are part of this guest's launch measurement, so attestation would \
+             fail"
         }
         Guest::Image(_) => {
-            "the command line, with the hash of the root, is part of this guest's launch measurement, so attestation would fail"
+            "the command line, with the hash of the root, is part of this guest's launch \
+             measurement, so attestation would fail"
         }
     };
     refusals.push(
@@ -346,7 +352,8 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
             "init"
                 if !INITS_OF_IMAGES.contains(&value) && matches!(facts.guest, Guest::Image(_)) =>
             {
-                let why = "the kernel would start this program of the image instead of /sbin/init, which kata-gpu-boot initrd replace-init sets";
+                let why = "the kernel would start this program of the image instead of /sbin/init, \
+                           which kata-gpu-boot image replace-init sets";
                 refusals.push(refuse(word, why.into()).cure("remove the word").forcible());
             }
             "agent.cdi_timeout" => match value.parse::<u64>() {
@@ -361,7 +368,8 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
                 }
                 Ok(seconds) if seconds < LEAST_CDI_TIMEOUT_S => {
                     let why = format!(
-                        "the agent would give up on GPUs that take longer to bind; 8 can take {LEAST_CDI_TIMEOUT_S} s"
+                        "the agent would give up on GPUs that take longer to bind; 8 can take \
+                         {LEAST_CDI_TIMEOUT_S} s"
                     );
                     refusals.push(
                         refuse(word, why)
@@ -376,7 +384,8 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
     }
     if params.len() > MAX_COMMAND_LINE {
         let why = format!(
-            "{} bytes, and the kernel cuts its command line at {MAX_COMMAND_LINE}, with what Kata adds",
+            "{} bytes, and the kernel cuts its command line at {MAX_COMMAND_LINE}, with what Kata \
+             adds",
             params.len()
         );
         refusals.push(refuse(params, why).cure("remove words").forcible());
@@ -457,7 +466,7 @@ fn overridden(facts: &Facts) -> Vec<Refusal> {
     refusals
 }
 
-/// Refuses anything but our unedited drop-in at its path. `uninstall` uses the same check.
+/// Refuses anything but our unedited drop-in at its path. `install --remove` uses the same check.
 pub fn own_file(found: &Found, path: &Path) -> Option<Refusal> {
     match found {
         Found::Absent | Found::Ours { edited: false, .. } => None,

@@ -22,16 +22,24 @@ pub struct Lock {
     _held: Flock<File>,
 }
 
-/// Excludes other installs and uninstalls in this directory.
+/// Excludes other processes that install or remove in this directory.
 pub fn lock(dir: &Path) -> Result<Lock> {
     let file = File::open(dir).with_context(|| format!("open {}", dir.display()))?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(held) => Ok(Lock { _held: held }),
         Err((_, Errno::EWOULDBLOCK)) => bail!(
-            "{}: another install or uninstall is at work here: try again when it is done",
+            "{}: another install is at work here: try again when it is done",
             dir.display()
         ),
         Err((_, e)) => Err(e).with_context(|| format!("lock {}", dir.display())),
+    }
+}
+
+fn hint(error: &std::io::Error) -> &'static str {
+    if error.kind() == ErrorKind::PermissionDenied {
+        ": run it as root"
+    } else {
+        ""
     }
 }
 
@@ -45,13 +53,6 @@ fn temporary(drop_in_dir: &Path) -> Result<PathBuf> {
 /// Writes the drop-in; makes `config.d` where it is missing.
 pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
     let temporary = temporary(drop_in_dir)?;
-    let hint = |e: &std::io::Error| {
-        if e.kind() == ErrorKind::PermissionDenied {
-            ": run it as root"
-        } else {
-            ""
-        }
-    };
     // An interrupted install may have left the temporary file.
     match fs::remove_file(&temporary) {
         Err(e) if e.kind() != ErrorKind::NotFound => {
@@ -109,13 +110,6 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
 /// removed.
 pub fn remove(drop_in_dir: &Path, made_directory: bool) -> Result<bool> {
     let path = drop_in_dir.join(NAME);
-    let hint = |e: &std::io::Error| {
-        if e.kind() == ErrorKind::PermissionDenied {
-            ": run it as root"
-        } else {
-            ""
-        }
-    };
     fs::remove_file(&path)
         .map_err(|e| anyhow::anyhow!("remove {}: {e}{}", path.display(), hint(&e)))?;
     sync(drop_in_dir)?;

@@ -286,7 +286,9 @@ mod tests {
             )[2],
             "kernel_params = \"a=1 gpuinit.gpus=8\""
         );
-        let extensions = "[[hypervisor.qemu.guest_extension_images]]\nname = 'gpu'\npath = '/g'\n[[hypervisor.qemu.guest_extension_images]]\nname = 'coco'\npath = '/c'";
+        let extensions = "[[hypervisor.qemu.guest_extension_images]]\nname = 'gpu'\npath = \
+                          '/g'\n[[hypervisor.qemu.guest_extension_images]]\nname = 'coco'\npath = \
+                          '/c'";
         assert_eq!(
             keys(extensions, &[])[2],
             "guest_extension_images = [{ name = \"coco\", path = \"/c\" }]"

@@ -89,7 +89,8 @@ pub fn choose(
             verity: text("kernel_verity_params"),
         }),
         None => {
-            let why = "is needed, or --image: the configuration has no initrd yet, and its image is not one that was installed here";
+            let why = "is needed, or --image: the configuration has no initrd yet, and its image \
+                       is not one that was installed here";
             Err(Refusal::of_argument("--initrd", why).cure("give its path"))
         }
     }
@@ -129,14 +130,19 @@ impl ReadAt for Whole<'_> {
 
 fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
     let (file, metadata) = initrd_check::open(path, "image", "give a disk image with --image")?;
-    let disk = disk::look(&Whole(&file), metadata.len()).map_err(|e| unreadable(path, &e))?.map_err(|why| {
-        let refusal = Refusal::at(path, format!("is no image for Kata: {why}"));
-        if why.contains("initrd") {
-            refusal.cure("give it with --initrd")
-        } else {
-            refusal.cure("give one with erofs or ext4, made by kata-gpu-boot initrd replace-init from Kata's own")
-        }
-    })?;
+    let disk = disk::look(&Whole(&file), metadata.len())
+        .map_err(|e| unreadable(path, &e))?
+        .map_err(|why| {
+            let refusal = Refusal::at(path, format!("is no image for Kata: {why}"));
+            if why.contains("initrd") {
+                refusal.cure("give it with --initrd")
+            } else {
+                refusal.cure(
+                    "give one with erofs or ext4, made by kata-gpu-boot image replace-init \
+                          from Kata's own",
+                )
+            }
+        })?;
     let has_init = disk::contains(&file, INIT_MARK.as_bytes()).map_err(|e| unreadable(path, &e))?;
     let image = Image {
         path: path.into(),
@@ -159,7 +165,10 @@ impl Image {
         };
         let refuse = |why: String| {
             let refusal = Refusal::of_argument("--verity", why).key("kernel_verity_params", given);
-            Err(refusal.cure("give the output of veritysetup for this image, as Kata's image builder writes it into root_hash_*.txt"))
+            Err(refusal.cure(
+                "give the output of veritysetup for this image, as Kata's image \
+                              builder writes it into root_hash_*.txt",
+            ))
         };
         let field = |name: &str| {
             given
@@ -209,7 +218,8 @@ impl Image {
     fn refusals(&self) -> Vec<Refusal> {
         let mut refusals = Vec::new();
         if self.disk.table == Table::None {
-            let why = "is a file system without a partition table, and Kata's guests mount the first partition: the kernel would find no root";
+            let why = "is a file system without a partition table, and Kata's guests mount the \
+                       first partition: the kernel would find no root";
             refusals.push(
                 Refusal::at(&self.path, why)
                     .cure("put it into a partition, as Kata's image builder does")
@@ -219,7 +229,8 @@ impl Image {
         if !self.has_init {
             let why =
                 "there is no trace of kata-gpu-init in it: guests would start from it as before";
-            let cure = "make it with kata-gpu-boot initrd replace-init (a compressed file system hides it: that one may be passed)";
+            let cure = "make it with kata-gpu-boot image replace-init (a compressed file system \
+                        hides it: that one may be passed)";
             refusals.push(Refusal::at(&self.path, why).cure(cure).forcible());
         }
         refusals
@@ -250,7 +261,14 @@ impl Image {
             Table::Mbr => "mbr".into(),
             Table::Gpt => "gpt".into(),
         };
-        json!({"path": self.path.to_string_lossy(), "bytes": self.bytes, "fileSystem": self.disk.root.name(), "partitionTable": table, "init": self.has_init, "verity": self.verity})
+        json!({
+            "path": self.path.to_string_lossy(),
+            "bytes": self.bytes,
+            "fileSystem": self.disk.root.name(),
+            "partitionTable": table,
+            "init": self.has_init,
+            "verity": self.verity,
+        })
     }
 }
 
@@ -312,7 +330,9 @@ impl Guest {
     pub fn note(&self) -> Option<String> {
         match self {
             Guest::Image(image) if image.disk.has_second && image.verity.is_none() => Some(
-                "the image has a second partition: if that is its dm-verity hash, --verity uses it; now nothing checks the root".into(),
+                "the image has a second partition: if that is its dm-verity hash, --verity uses \
+                 it; now nothing checks the root"
+                    .into(),
             ),
             Guest::Image(_) | Guest::Initrd(_) => None,
         }
@@ -321,7 +341,11 @@ impl Guest {
     pub fn json(&self) -> Json {
         match self {
             Guest::Initrd(initrd) => {
-                json!({"path": initrd.path.to_string_lossy(), "bytes": initrd.report.bytes, "verify": initrd.report.json()})
+                json!({
+                    "path": initrd.path.to_string_lossy(),
+                    "bytes": initrd.report.bytes,
+                    "verify": initrd.report.json(),
+                })
             }
             Guest::Image(image) => image.json(),
         }
@@ -400,12 +424,12 @@ mod tests {
             (
                 vec![0; 5000],
                 "nothing that is known",
-                "kata-gpu-boot initrd replace-init",
+                "kata-gpu-boot image replace-init",
             ),
             (
                 disk(Table::Mbr, &[0; 4096], false),
                 "first partition is neither erofs nor ext4",
-                "kata-gpu-boot initrd replace-init",
+                "kata-gpu-boot image replace-init",
             ),
         ] {
             std::fs::write(&path, bytes).unwrap();

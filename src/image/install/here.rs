@@ -3,12 +3,11 @@
 use super::checks::Facts;
 use super::drop_in_plan::Plan;
 use super::guest::Guest;
-use super::manifests::Name;
-use super::{checks, drop_in_file, drop_in_plan, guest, kernel_params, manifests, place, trial};
+use super::{checks, drop_in_file, drop_in_plan, guest, kernel_params, place, trial};
 use crate::kata::drop_in::Found;
 use crate::kata::kata_config::KataConfig;
+use crate::kata::merge::with_ours;
 use crate::kata::merge::{Effective, Runtime};
-use crate::kata::merge::{default_memory, with_ours};
 use crate::kata::refusal::Refusal;
 use crate::kata::version::{Known, Version};
 use crate::kata::{drop_in, version};
@@ -22,51 +21,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use toml::Value;
 
-const HELP: &str = "\
-Writes one file, config.d/60-kata-gpu-init.toml next to the configuration: image = \"\", initrd = FILE (or the other way round), and kernel_params with your \
-parameters merged into the effective ones. Both Kata runtimes read the file at the start of every pod: new pods use it, running pods stay, no service is restarted.
-
-To upgrade, install again with another --initrd; earlier parameters stay. After an upgrade of Kata itself, install again: kernel_params is computed anew. \
-An installation that cannot work is refused, each reason with file, key, value and cure, and nothing is written. The initrd itself is \
-verified (`kata-gpu-boot initrd verify`) against the kernel that the configuration names. An image is only checked for erofs or ext4 in its first partition; rootfs_type follows from that. kernel_verity_params, the \
-hash of the former image, is emptied unless --verity has the new one's. To roll back, install the former initrd or image again, or uninstall.
-
-With --check nothing is installed: one sandbox is started through containerd, its boot is shown, and the sandbox is removed. Check first after installing.
-
-Exit status: 0 installed, already installed, or works; 1 refused, or does not work, with the reasons.
-
-Examples:
-  cd /opt/kata/share/defaults/kata-containers
-  CONFIG=configuration-qemu-nvidia-gpu.toml
-  # the changes, or the reasons against them
-  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd --dry-run
-  # install; upgrade to another initrd; roll back
-  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd
-  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/b.initrd
-  kata-gpu-boot uninstall --kata-config $CONFIG
-  # check: a sandbox of this configuration, with a GPU that nobody uses
-  kata-gpu-boot install --check $CONFIG --device /dev/vfio/42
-  # a disk image, as kata-gpu-boot initrd replace-init makes it
-  kata-gpu-boot install --kata-config $CONFIG --image /opt/a.image
-  # changes since the installation
-  kata-gpu-boot install --kata-config $CONFIG --dry-run
-  # add a parameter of the init, and remove it
-  kata-gpu-boot install --kata-config $CONFIG --param gpuinit.log=debug
-  kata-gpu-boot install --kata-config $CONFIG --unset gpuinit.log
-  # for a cluster: a DaemonSet that installs the initrd in its own image
-  kata-gpu-boot install --initrd /gpu.initrd --print daemonset \\
-    --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
-    --container-image registry.example/gpu-init:1
-  # or a runtime of its own, by kata-deploy's chart
-  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd \\
-    --print helm > values.yaml";
-
 /// Longest shown value of a change, in bytes; the drop-in contains the whole value.
 const MAX_SHOWN: usize = 120;
 
 /// Make GPU guests of a Kata configuration start from our initrd or image.
 #[derive(clap::Args, Clone, Debug)]
-#[command(after_help = HELP)]
 pub struct Args {
     /// The Kata configuration file that containerd or CRI-O gives to the runtime.
     #[arg(
@@ -80,7 +39,7 @@ pub struct Args {
     /// The initrd [default: the installed one stays].
     #[arg(long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
-    /// A disk image instead of an initrd, made by kata-gpu-boot initrd replace-init: an erofs or
+    /// A disk image instead of an initrd, made by kata-gpu-boot image replace-init: an erofs or
     /// ext4 root in the first partition.
     #[arg(long, value_name = "FILE", conflicts_with = "initrd")]
     pub image: Option<PathBuf>,
@@ -110,79 +69,70 @@ pub struct Args {
     /// Print the changes as a diff, and exit.
     #[arg(long)]
     pub dry_run: bool,
-    /// Go on in spite of refusals that end in "(or --force)".
+    /// Go on in spite of refusals that end in "(or --force)"; with --remove: of edits.
     #[arg(long)]
     pub force: bool,
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,
-    /// Print YAML for a cluster instead of writing anything here.
-    #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
-    pub print: Option<Manifest>,
-    /// Name of the printed runtime or DaemonSet [default: from the configuration's name].
-    #[arg(long, value_name = "NAME", requires = "print")]
-    pub name: Option<Name>,
-    /// Image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot and the file of
-    /// --initrd or --image at its path.
-    #[arg(long, value_name = "IMAGE", requires = "print")]
-    pub container_image: Option<String>,
     #[command(flatten)]
     pub place: place::Place,
-    /// With --node: stay until SIGTERM, and repeat the installation whenever it was removed. For a
+    /// With --node: go on until SIGTERM, and install again whenever it was removed, for a
     /// DaemonSet's pod.
-    #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json", "print"])]
-    pub stay: bool,
+    #[arg(long, requires = "node", conflicts_with_all = ["dry_run", "json"])]
+    pub repeat: bool,
+    /// Undo an installation: remove the drop-in, and with --node the copies and the label.
+    #[arg(
+        long,
+        conflicts_with_all = ["initrd", "image", "params", "unset", "no_user_space", "kata_version"]
+    )]
+    pub remove: bool,
     #[command(flatten)]
     pub check: trial::Check,
 }
 
-/// Manifest that `--print` writes.
-#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Manifest {
-    /// A RuntimeClass for this node's configuration.
-    #[value(name = "runtimeclass")]
-    RuntimeClass,
-    /// customRuntimes values for kata-deploy's chart.
-    Helm,
-    /// A DaemonSet whose pods install on their nodes, which get a label. Reads nothing here.
-    /// `uninstall --print daemonset` is the way back.
-    #[value(name = "daemonset")]
-    DaemonSet,
-}
-
 /// Output of a subcommand, and its exit status.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Said {
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
     pub out: String,
     pub err: String,
     pub code: u8,
 }
 
-impl Said {
-    pub fn done(out: String) -> Said {
-        Said {
+impl Report {
+    pub fn done(out: String) -> Report {
+        Report {
             out,
-            ..Said::default()
+            ..Report::default()
         }
     }
 
-    pub fn refused(err: String) -> Said {
-        Said {
+    pub fn refused(err: String) -> Report {
+        Report {
             err,
             code: 1,
-            ..Said::default()
+            ..Report::default()
         }
+    }
+
+    /// The report of an error, like one of I/O.
+    pub fn failed(error: &anyhow::Error) -> Report {
+        let mut said = Report::default();
+        said.add_error(error);
+        said
     }
 
     /// Adds a failure to the output.
     pub fn add(&mut self, result: anyhow::Result<()>) {
         if let Err(error) = result {
-            self.err.push_str(&format!(
-                "kata-gpu-boot: {}\n",
-                printable(&format!("{error:#}"))
-            ));
-            self.code = 1;
+            self.add_error(&error);
         }
+    }
+
+    fn add_error(&mut self, error: &anyhow::Error) {
+        let text = printable(&format!("{error:#}"));
+        self.err.push_str(&format!("kata-gpu-boot: {text}\n"));
+        self.code = 2;
     }
 
     pub fn print(self) -> ExitCode {
@@ -196,7 +146,7 @@ impl Said {
             Ok(()) => ExitCode::from(self.code),
             Err(error) => {
                 eprintln!("kata-gpu-boot: {error:#}");
-                ExitCode::FAILURE
+                ExitCode::from(2)
             }
         }
     }
@@ -236,7 +186,7 @@ fn painted(text: &str, screen: &Screen) -> String {
 }
 
 /// Installs an initrd or image at its present path, without a copy.
-pub fn say_here(args: &Args) -> Said {
+pub fn say_here(args: &Args) -> Report {
     let refused = |refusals: Vec<Refusal>| {
         let reasons = if refusals.len() == 1 {
             "1 reason".into()
@@ -248,8 +198,9 @@ pub fn say_here(args: &Args) -> Said {
             .map(|refusal| format!("refused: {refusal}\n"))
             .collect();
         err.push_str(&format!("nothing was written, for {reasons}\n"));
-        let json = json!({"action": "refused", "refusals": refusals.iter().map(Refusal::json).collect::<Vec<_>>()});
-        Said {
+        let reasons: Vec<_> = refusals.iter().map(Refusal::json).collect();
+        let json = json!({"action": "refused", "refusals": reasons});
+        Report {
             out: if args.json {
                 format!("{json}\n")
             } else {
@@ -259,20 +210,17 @@ pub fn say_here(args: &Args) -> Said {
             code: 1,
         }
     };
-    // Hold the lock until the drop-in is written: no other install or uninstall changes the
+    // Hold the lock until the drop-in is written: no other process changes the
     // directory that was read.
     let dir = std::fs::canonicalize(&args.kata_config)
         .ok()
         .and_then(|path| path.parent().map(Path::to_path_buf));
     let lock = match dir
-        .filter(|_| !args.dry_run && args.print.is_none())
+        .filter(|_| !args.dry_run)
         .map(|dir| drop_in_file::lock(&dir))
     {
         Some(Err(error)) => {
-            return Said::refused(format!(
-                "kata-gpu-boot: {}\n",
-                printable(&format!("{error:#}"))
-            ));
+            return Report::failed(&error);
         }
         lock => lock.and_then(Result::ok),
     };
@@ -382,7 +330,6 @@ struct Install {
     version: Known,
     plan: Plan,
     guest: Guest,
-    default_memory: i64,
     text: String,
     make_directory: bool,
     changes: Vec<Change>,
@@ -403,7 +350,7 @@ impl Install {
         let before = with_ours(&config, runtime, None);
         let (installed, made_directory) = match &config.ours {
             // On a node, only the manifest's words count.
-            Found::Ours { record, .. } if args.place.dir.is_some() => {
+            Found::Ours { record, .. } if args.place.node.is_some() => {
                 (Vec::new(), record.made_directory)
             }
             Found::Ours { record, .. } => (record.parameters.clone(), record.made_directory),
@@ -430,7 +377,7 @@ impl Install {
             ))
         })?;
         let after = with_ours(&config, runtime, Some(text.as_bytes()));
-        if args.place.dir.is_some() && version.version().is_none() {
+        if args.place.node.is_some() && version.version().is_none() {
             // A key unknown to the installed Kata fails every pod on every node.
             let refusal = Refusal::of_argument(
                 "--node",
@@ -446,7 +393,6 @@ impl Install {
             after: &after,
             plan: &plan,
             guest: &guest,
-            for_chart: args.print == Some(Manifest::Helm),
         };
         let (forced, refusals): (Vec<_>, Vec<_>) = checks::check(&facts)
             .into_iter()
@@ -454,7 +400,6 @@ impl Install {
         if !refusals.is_empty() {
             return Err(refusals);
         }
-        let default_memory = default_memory(&before, &section);
         let (changes, make_directory) = (changes(&section, &now, &after), !config.dir_exists);
         Ok(Install {
             config,
@@ -462,7 +407,6 @@ impl Install {
             version,
             plan,
             guest,
-            default_memory,
             text,
             make_directory,
             changes,
@@ -470,26 +414,7 @@ impl Install {
         })
     }
 
-    fn act(self, args: &Args) -> Result<Said, Vec<Refusal>> {
-        if let Some(what) = args.print {
-            let (name, path) = (args.name.as_ref(), &self.config.base.path);
-            let yaml = match what {
-                Manifest::RuntimeClass => manifests::runtime_class(name, path, self.default_memory),
-                Manifest::Helm => manifests::helm(name, path, &self.plan, self.default_memory),
-                // `daemon_set` prints the DaemonSet: no file of this machine is named in it.
-                Manifest::DaemonSet => {
-                    return Ok(Said::refused(
-                        "--print daemonset: reads no configuration\n".to_string(),
-                    ));
-                }
-            };
-            return yaml
-                .map(|out| Said {
-                    err: self.forced_text(),
-                    ..Said::done(out)
-                })
-                .map_err(|refusal| vec![refusal]);
-        }
+    fn act(self, args: &Args) -> Result<Report, Vec<Refusal>> {
         let path = self.config.drop_in_path();
         let unchanged = self.config.ours.text() == Some(self.text.as_bytes());
         if !args.dry_run && !unchanged {
@@ -501,7 +426,7 @@ impl Install {
             if let Err(error) =
                 drop_in_file::put(&self.config.drop_in_dir, self.make_directory, &self.text)
             {
-                return Err(vec![Refusal::at(&path, format!("{error:#}"))]);
+                return Ok(Report::failed(&error));
             }
         }
         let action = match (unchanged, args.dry_run) {
@@ -514,13 +439,13 @@ impl Install {
         } else {
             self.page(action, &path)
         };
-        Ok(Said {
+        Ok(Report {
             err: if args.json {
                 String::new()
             } else {
                 self.forced_text()
             },
-            ..Said::done(out)
+            ..Report::done(out)
         })
     }
 
@@ -538,7 +463,8 @@ impl Install {
             Known::Unknown(why) => {
                 let (major, minor) = self.runtime.drop_ins_since();
                 format!(
-                    "Kata of unknown version, it must be {major}.{minor} or later (give it with --kata-version; {why})"
+                    "Kata of unknown version, it must be {major}.{minor} or later (give it with \
+                     --kata-version; {why})"
                 )
             }
         };
@@ -581,7 +507,7 @@ impl Install {
                     self.guest.key()
                 ));
                 page.push_str(&printable(&format!(
-                    "  kata-gpu-boot uninstall --kata-config {}",
+                    "  kata-gpu-boot install --remove --kata-config {}",
                     self.config.base.path.display()
                 )));
                 page.push('\n');

@@ -1,4 +1,4 @@
-//! Check of the initrd given to `install`: the report of `initrd verify`, against the kernel that
+//! Check of the initrd given to `install`: the report of `image verify`, against the kernel that
 //! the configuration names. An initrd that cannot boot is refused with that report's errors.
 //!
 //! Not here: the requirements on an image; see [`crate::images::verify`].
@@ -145,7 +145,7 @@ impl Initrd {
                 .map_or(String::new(), |value| format!(": {value}"));
             let more = if before + 1 == SHOWN_OF_A_RULE && of_rule > SHOWN_OF_A_RULE {
                 format!(
-                    " ({} more of these: `kata-gpu-boot initrd verify` has all)",
+                    " ({} more of these: `kata-gpu-boot image verify` has all)",
                     of_rule - SHOWN_OF_A_RULE
                 )
             } else {
@@ -329,7 +329,7 @@ mod tests {
         assert!(
             of_rule[2]
                 .what
-                .ends_with("(2 more of these: `kata-gpu-boot initrd verify` has all)"),
+                .ends_with("(2 more of these: `kata-gpu-boot image verify` has all)"),
             "{}",
             of_rule[2]
         );
@@ -345,12 +345,14 @@ mod tests {
             Kernel::Release(path.clone(), "6.18.5-nvidia-gpu".into())
         );
         std::fs::write(&path, b"nothing").unwrap();
-        assert!(
-            matches!(kernel_of(path.to_str()), Kernel::Unknown(why) if why.contains("give the release itself"))
-        );
-        assert!(
-            matches!(kernel_of(Some("/nowhere/6.1.0")), Kernel::Unknown(why) if why == "/nowhere/6.1.0: not there")
-        );
+        assert!(matches!(
+            kernel_of(path.to_str()),
+            Kernel::Unknown(why) if why.contains("give the release itself")
+        ));
+        assert!(matches!(
+            kernel_of(Some("/nowhere/6.1.0")),
+            Kernel::Unknown(why) if why == "/nowhere/6.1.0: not there"
+        ));
         assert_eq!(kernel_of(Some("")), Kernel::Unnamed);
     }
 }

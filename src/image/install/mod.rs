@@ -1,23 +1,21 @@
 //! GPU guests of a Kata configuration start from our initrd or image, by one drop-in beside the
-//! configuration. `uninstall` removes the drop-in.
+//! configuration. `install --remove` removes it.
 //!
 //! Invariants: no other file is ever written. The drop-in is written whole or not at all, and only
 //! where it has the requested effect. The runtime's own merge rule gives the effect before the file
-//! exists. All refusals are reported at once. The initrd is judged by `initrd verify`. Not here:
+//! exists. All refusals are reported at once. The initrd is judged by `image verify`. Not here:
 //! building images, and the requirements on them.
 
 pub mod checks;
-pub mod daemon_set;
 pub mod drop_in_file;
 pub mod drop_in_plan;
 pub mod guest;
 pub mod here;
 pub mod initrd_check;
 pub mod kernel_params;
-pub mod manifests;
 pub mod node;
 pub mod place;
+pub mod remove;
 pub mod trial;
-pub mod uninstall;
 
-pub use here::{Args, Said};
+pub use here::{Args, Report};

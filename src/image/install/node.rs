@@ -1,15 +1,15 @@
 //! `install --node`, on a node of a cluster: copies the initrd or image there, installs the copy,
-//! and with `--stay` installs it again whenever an upgrade of Kata has removed it. `uninstall
-//! --node` removes all of it.
+//! and with `--repeat` installs it again whenever an upgrade of Kata has removed it. With
+//! `--remove` it removes all of it.
 //!
 //! A copy's name contains its content's hash, so a new copy never replaces the file of a pod that
-//! is starting. The former copy stays for such pods and for rollback. The end of a `--stay` process
-//! changes nothing: across a reboot of the node and an upgrade of the DaemonSet, GPU pods start as
-//! before. Only an uninstall uninstalls.
+//! is starting. The former copy stays for such pods and for rollback. The end of a `--repeat`
+//! process changes nothing: across a reboot of the node and an upgrade of the DaemonSet, GPU pods
+//! start as before. Only `--remove` removes it.
 //! Not here: content of the drop-in, see the rest of [`super`].
 
-use super::here::{Args, Said, say_here};
-use super::{drop_in_plan, uninstall};
+use super::drop_in_plan;
+use super::here::{Args, Report, say_here};
 use crate::images::image::Form;
 use crate::images::output_file::{Output, PARTIAL};
 use crate::kata::kata_config::KataConfig;
@@ -19,19 +19,15 @@ use crate::kata::refusal::Refusal;
 use crate::kata::version;
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_report::data::text::hex;
-use kata_gpu_report::data::text::printable;
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, Signal};
-use nix::sys::signalfd::SignalFd;
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
-use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::timeout;
 
 /// Digits of the SHA-256 in a copy's name, and the mark before them.
 const DIGITS: usize = 12;
@@ -41,10 +37,7 @@ const CHUNK: usize = 1 << 20;
 const OWNER: &str = ".configuration";
 /// Interval between checks of the files that guests start from: Kata's own upgrade replaces files
 /// on a node without notice.
-const LOOK_MS: u16 = 10_000;
-/// Checks after which a refused install is retried although nothing has changed.
-const LOOKS_BETWEEN_TRIES: u32 = 30;
-
+const LOOK: Duration = Duration::from_secs(10);
 /// A copy of a guest on the node.
 struct Copied {
     path: PathBuf,
@@ -170,20 +163,10 @@ fn installed(config: &Path) -> Option<PathBuf> {
     text("initrd").or_else(|| text("image")).map(PathBuf::from)
 }
 
-/// Refuses `--unset`, for a node and for the DaemonSet.
-pub fn nothing_unset(args: &Args) -> Result<(), Refusal> {
-    if args.unset.is_empty() {
-        return Ok(());
-    }
-    let why =
-        "is not for a node: an installation there has the parameters of --param and no others";
-    Err(Refusal::of_argument("--unset", why).cure("omit it"))
-}
-
 /// `install --node`: installs, and returns the output.
-pub fn say(args: &Args, dir: &Path) -> Said {
+pub fn say(args: &Args, dir: &Path) -> Report {
     let refused = |refusal: Refusal| {
-        Said::refused(format!(
+        Report::refused(format!(
             "refused: {refusal}\nnothing was written, for 1 reason\n"
         ))
     };
@@ -193,8 +176,10 @@ pub fn say(args: &Args, dir: &Path) -> Said {
             Refusal::of_argument("--dry-run", why).cure("omit --node: the rest is the same"),
         );
     }
-    if let Err(refusal) = nothing_unset(args) {
-        return refused(refusal);
+    if !args.unset.is_empty() {
+        let why =
+            "is not for a node: an installation there has the parameters of --param and no others";
+        return refused(Refusal::of_argument("--unset", why).cure("omit it"));
     }
     let Some(source) = args.initrd.as_ref().or(args.image.as_ref()) else {
         return refused(
@@ -213,7 +198,7 @@ pub fn say(args: &Args, dir: &Path) -> Said {
     let former = installed(&args.kata_config);
     let copied = match claim(dir, &args.kata_config).and_then(|dir| copy(source, &dir)) {
         Ok(copied) => copied,
-        Err(error) => return refused(Refusal::at(source, format!("{error:#}"))),
+        Err(error) => return Report::failed(&error),
     };
     let mut of_copy = args.clone();
     of_copy.initrd = args.initrd.as_ref().map(|_| copied.path.clone());
@@ -246,9 +231,14 @@ fn label(file: &Path) -> Result<()> {
         .with_context(|| format!("{}: no name of a file", file.display()))?;
     let dir = file.parent().context("a file in a folder")?;
     fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    let text = format!("{name}=true\n");
+    // The time of an unchanged file stays: `repeat` installs again after each change.
+    if fs::read_to_string(file).is_ok_and(|there| there == text) {
+        return Ok(());
+    }
     // Write in place: Node Feature Discovery polls the file and finds a missing line at its next
     // poll.
-    fs::write(file, format!("{name}=true\n")).with_context(|| format!("write {}", file.display()))
+    fs::write(file, text).with_context(|| format!("write {}", file.display()))
 }
 
 /// Removes a file that may be gone already.
@@ -263,13 +253,13 @@ fn remove(file: &Path) -> Result<()> {
 
 /// Removes everything that `install --node` put on the node. The label goes first: no more pods
 /// that ask for the label are scheduled here.
-pub fn uninstall(args: &uninstall::Args) -> Said {
+pub fn remove_all(args: &Args) -> Report {
     let unlabelled = args.place.node_feature.as_deref().map_or(Ok(()), remove);
-    let mut said = uninstall::say_here(args);
+    let mut said = super::remove::say_here(args);
     said.add(unlabelled);
     if let Some(dir) = args
         .place
-        .dir
+        .node
         .as_deref()
         .filter(|dir| said.code == 0 && dir.exists())
     {
@@ -296,123 +286,58 @@ fn empty(dir: &Path, config: &Path) -> Result<()> {
     }
 }
 
-/// Identity and modification time of a file, which differ after a replacement or a change.
-type Stamp = Option<(u64, u64, u64, SystemTime)>;
+/// Files of an installation, each with its identity and time, which differ after every change.
+type Stamps = Vec<(PathBuf, Option<(u64, SystemTime)>)>;
 
-fn stamp(path: &Path) -> Stamp {
-    let meta = fs::metadata(path).ok()?;
-    Some((meta.dev(), meta.ino(), meta.len(), meta.modified().ok()?))
-}
-
-/// Files that an install reads, each with its stamp. The drop-in is omitted: an install writes it.
-fn stamps(args: &Args) -> Vec<(PathBuf, Stamp)> {
+fn stamps(args: &Args) -> Stamps {
     let mut paths = vec![args.kata_config.clone()];
     if let Some((config, now, section)) = effective(&args.kata_config) {
+        let value = |key| drop_in_plan::text(&now, &section, key).map(PathBuf::from);
+        paths.push(config.drop_in_path());
         paths.extend(config.others.iter().map(|source| source.path.clone()));
-        paths.extend(drop_in_plan::text(&now, &section, "kernel").map(PathBuf::from));
+        paths.extend(["kernel", "initrd", "image"].into_iter().filter_map(value));
     }
     paths.extend(args.initrd.iter().chain(&args.image).cloned());
+    paths.extend(args.place.node_feature.clone());
+    let stamp = |path: &Path| {
+        let meta = fs::metadata(path).ok()?;
+        Some((meta.ino(), meta.modified().ok()?))
+    };
     paths
         .into_iter()
         .map(|path| (path.clone(), stamp(&path)))
         .collect()
 }
 
-/// Whether the installation is in effect: guests start from a copy in the folder, and the copy and
-/// the label exist.
-fn is_whole(args: &Args, dir: &Path) -> bool {
-    let dir = fs::canonicalize(dir).ok();
-    let copy = installed(&args.kata_config)
-        .filter(|copy| copy.parent() == dir.as_deref() && copy.is_file());
-    copy.is_some()
-        && args
-            .place
-            .node_feature
-            .as_ref()
-            .is_none_or(|file| file.is_file())
-}
-
-/// Wait for SIGTERM or SIGINT, which then no longer end the process by themselves.
-struct End(SignalFd);
-
-impl End {
-    fn new() -> Result<Self> {
-        let mut signals = SigSet::empty();
-        signals.add(Signal::SIGTERM);
-        signals.add(Signal::SIGINT);
-        signals.thread_block().context("block SIGTERM")?;
-        Ok(Self(SignalFd::new(&signals).context("wait for SIGTERM")?))
-    }
-
-    /// Whether a signal came before the timeout.
-    fn within(&self, timeout: PollTimeout) -> Result<bool> {
-        match poll(
-            &mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)],
-            timeout,
-        ) {
-            Ok(0) | Err(Errno::EINTR) => Ok(false),
-            Ok(_) => Ok(true),
-            Err(e) => Err(e).context("wait for SIGTERM"),
+/// `install --node --repeat`: installs, or removes, and again after every change, until SIGTERM.
+pub fn repeat(args: &Args, say: impl Fn(&Args) -> Report) -> Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
+    runtime.block_on(async {
+        let mut end = signal(SignalKind::terminate()).context("wait for SIGTERM")?;
+        let (mut seen, mut last) = (None, Report::default());
+        loop {
+            // Take stamps before the install: a change during the install is seen at the next look.
+            let now = stamps(args);
+            if last.code != 0 || seen.as_ref() != Some(&now) {
+                let said = say(args);
+                if said.code != 0 {
+                    args.place.node_feature.as_deref().map_or(Ok(()), remove)?;
+                }
+                // Print an unchanged refusal once.
+                if said.code == 0 || said != last {
+                    said.clone().print();
+                }
+                last = said;
+            }
+            seen = Some(now);
+            if timeout(LOOK, end.recv()).await.is_ok() {
+                return Ok(ExitCode::SUCCESS);
+            }
         }
-    }
-}
-
-/// Exit status; prints an error.
-fn ended(result: Result<ExitCode>) -> ExitCode {
-    result.unwrap_or_else(|error| {
-        eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
-        ExitCode::FAILURE
     })
-}
-
-/// `install --node --stay`: installs, and again after every change, until SIGTERM.
-pub fn stay(args: &Args, dir: &Path) -> ExitCode {
-    ended(staying(args, dir))
-}
-
-fn staying(args: &Args, dir: &Path) -> Result<ExitCode> {
-    let end = End::new()?;
-    let mut seen = None;
-    let mut refusal: Option<String> = None;
-    let mut looks = 0;
-    loop {
-        // Take stamps before the install: a change during the install is seen at the next check.
-        let now = stamps(args);
-        let unchanged = seen.as_ref() == Some(&now);
-        looks += 1;
-        let is_due = match refusal {
-            Some(_) => !unchanged || looks >= LOOKS_BETWEEN_TRIES,
-            None => !unchanged || !is_whole(args, dir),
-        };
-        if is_due {
-            looks = 0;
-            let said = say(args, dir);
-            let refused = (said.code != 0).then(|| said.err.clone());
-            if refused.is_some() {
-                args.place.node_feature.as_deref().map_or(Ok(()), remove)?;
-            }
-            // Print an unchanged refusal once.
-            if refused.is_none() || refused != refusal {
-                said.print();
-            }
-            refusal = refused;
-        }
-        seen = Some(now);
-        if end.within(PollTimeout::from(LOOK_MS))? {
-            return Ok(ExitCode::SUCCESS);
-        }
-    }
-}
-
-/// `uninstall --stay`: uninstalls once, then waits for SIGTERM to keep a DaemonSet's pod alive.
-pub fn stay_uninstalled(args: &uninstall::Args) -> ExitCode {
-    ended(End::new().and_then(|end| {
-        let said = uninstall(args);
-        let is_done = said.code == 0;
-        let code = said.print();
-        while is_done && !end.within(PollTimeout::NONE)? {}
-        Ok(code)
-    }))
 }
 
 #[cfg(test)]

@@ -19,8 +19,10 @@ pub const DIRECTORY: &str = "config.d";
 pub const NAME: &str = "60-kata-gpu-init.toml";
 
 /// First line of an initrd's drop-in, and of an image's.
-const HEAD: &str = "# kata-gpu-init: GPU guests start from its initrd. Written by `kata-gpu-boot install`, removed by `kata-gpu-boot uninstall`: do not edit.";
-const HEAD_OF_IMAGE: &str = "# kata-gpu-init: GPU guests start from its image. Written by `kata-gpu-boot install`, removed by `kata-gpu-boot uninstall`: do not edit.";
+const HEAD: &str = "# kata-gpu-init: GPU guests start from its initrd. Written by `kata-gpu-boot \
+                    install`, removed by `install --remove`: do not edit.";
+const HEAD_OF_IMAGE: &str = "# kata-gpu-init: GPU guests start from its image. Written by \
+                             `kata-gpu-boot install`, removed by `install --remove`: do not edit.";
 const MARK: &str = "#: kata-gpu-boot ";
 const FORMAT: u32 = 1;
 
@@ -109,12 +111,19 @@ fn judge(text: Vec<u8>) -> Found {
     // A record that does not parse counts as edited.
     let record: Record = serde_json::from_str(record).unwrap_or_default();
     let untouched = record.format == FORMAT
-        && seal(&record, &body(&text)).is_some_and(|sealed| sealed.as_bytes() == text.as_slice());
+        && seal(&record, &body(&text))
+            .is_some_and(|sealed| below_head(sealed.as_bytes()) == below_head(&text));
     Found::Ours {
         text,
         record,
         edited: !untouched,
     }
+}
+
+/// Everything after the first line, whose words differ between releases.
+fn below_head(text: &[u8]) -> &[u8] {
+    let end = text.iter().position(|byte| *byte == b'\n');
+    text.get(end.unwrap_or(text.len())..).unwrap_or_default()
 }
 
 /// Everything after the first two lines.
@@ -263,7 +272,10 @@ mod tests {
     #[test]
     fn inline_values_are_what_they_were() {
         let table: toml::Table =
-            "a = [{name = 'x', n = 1, 'odd key' = true}, {f = 1.5}]\nb = []\nc = [1e300, inf, -1, 2026-01-02T03:04:05Z]".parse().unwrap();
+            "a = [{name = 'x', n = 1, 'odd key' = true}, {f = 1.5}]\nb = []\nc = [1e300, inf, -1, \
+             2026-01-02T03:04:05Z]"
+                .parse()
+                .unwrap();
         for (key, value) in &table {
             let again: toml::Table = format!("{key} = {}", inline(value)).parse().unwrap();
             assert_eq!(again.get(key), Some(value));
@@ -315,7 +327,10 @@ mod tests {
         )
         .unwrap();
         assert!(
-            matches!(judge(of_image.clone().into_bytes()), Found::Ours { edited: false, record, .. } if record.image),
+            matches!(
+                judge(of_image.clone().into_bytes()),
+                Found::Ours { edited: false, record, .. } if record.image
+            ),
             "{of_image}"
         );
         let changed = of_image.replace("its image", "its initrd");

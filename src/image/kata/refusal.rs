@@ -26,13 +26,7 @@ pub struct Refusal {
 
 impl Refusal {
     pub fn at(place: &Path, why: impl Into<String>) -> Refusal {
-        Refusal {
-            place: place.to_string_lossy().into_owned(),
-            what: String::new(),
-            why: why.into(),
-            cure: String::new(),
-            forcible: false,
-        }
+        Refusal::of_argument(&place.to_string_lossy(), why)
     }
 
     /// Refusal of a command-line argument.
@@ -62,7 +56,13 @@ impl Refusal {
     }
 
     pub fn json(&self) -> Json {
-        json!({"place": self.place, "what": self.what, "why": self.why, "cure": self.cure, "forcible": self.forcible})
+        json!({
+            "place": self.place,
+            "what": self.what,
+            "why": self.why,
+            "cure": self.cure,
+            "forcible": self.forcible,
+        })
     }
 }
 
@@ -97,7 +97,8 @@ mod tests {
             .forcible();
         assert_eq!(
             refusal.to_string(),
-            "/a\\n/b.toml: hypervisor.qemu.image = \"\\x1b[2J\": it\\u{202e} breaks; remove it (or --force)"
+            "/a\\n/b.toml: hypervisor.qemu.image = \"\\x1b[2J\": it\\u{202e} breaks; remove it (or \
+             --force)"
         );
         let long = Refusal::at(Path::new("/x"), "too long")
             .key("k", &"v".repeat(5000))

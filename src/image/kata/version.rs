@@ -243,8 +243,10 @@ mod tests {
 
     #[test]
     fn the_shims_own_line_has_the_version() {
-        let go = "Kata Containers containerd shim (Golang): id: \"io.containerd.kata.v2\", version: 3.27.0, commit: abc-dirty\n";
-        let rust = "Kata Containers containerd shim (Rust): id: io.containerd.kata.v2, version: 4.1.0, commit: abc";
+        let go = "Kata Containers containerd shim (Golang): id: \"io.containerd.kata.v2\", \
+                  version: 3.27.0, commit: abc-dirty\n";
+        let rust = "Kata Containers containerd shim (Rust): id: io.containerd.kata.v2, version: \
+                    4.1.0, commit: abc";
         assert_eq!(version_in(go).unwrap().to_string(), "3.27.0");
         assert_eq!(version_in(rust).unwrap().to_string(), "4.1.0");
         assert!(version_in("Usage: shim\n").is_err());

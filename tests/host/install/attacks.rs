@@ -1,4 +1,4 @@
-//! Hostile and odd files around `install` and `uninstall`: links, other writers, odd encodings and
+//! Hostile and odd files around `install`: links, other writers, odd encodings and
 //! quoting, directories that cannot be written.
 
 use crate::install::{World, done, from_words, toml_of};
@@ -51,8 +51,8 @@ fn a_linked_configuration_is_changed_where_the_runtime_looks() {
         !old.with_file_name("config.d").exists(),
         "the link's own directory is not read by any runtime"
     );
-    done(&kata_gpu_boot::uninstall::say(
-        &from_words(&words[..2]).unwrap(),
+    done(&say(
+        &from_words(&[&words[..2], &["--remove"]].concat()).unwrap()
     ));
     assert!(!world.ours().exists());
     assert_eq!(fs::read_link(&old).unwrap(), world.config);
@@ -106,7 +106,7 @@ fn a_drop_in_of_our_name_that_is_none_of_ours_is_left_alone() {
         fs::create_dir(world.config_d()).unwrap();
         make(&world);
         let before = world.snapshot();
-        for said in [world.install_initrd(&[]), world.uninstall(&[])] {
+        for said in [world.install_initrd(&[]), world.remove(&[])] {
             assert_eq!(said.code, 1, "{name}: {}", said.out);
             assert!(
                 said.err.contains(why) && said.err.contains("60-kata-gpu-init.toml"),
@@ -142,7 +142,7 @@ fn an_edited_file_of_ours_is_replaced_or_removed_only_by_force() {
     let edited = fs::read_to_string(world.ours()).unwrap() + "default_memory = 4096\n";
     for forced in ["install", "uninstall"] {
         fs::write(world.ours(), &edited).unwrap();
-        for said in [world.install_initrd(&[]), world.uninstall(&[])] {
+        for said in [world.install_initrd(&[]), world.remove(&[])] {
             assert_eq!(said.code, 1, "{}", said.out);
             assert!(
                 said.err.contains("was edited since it was written")
@@ -160,7 +160,7 @@ fn an_edited_file_of_ours_is_replaced_or_removed_only_by_force() {
                 "{text}"
             );
         } else {
-            assert_eq!(world.uninstall(&["--force"]).code, 0);
+            assert_eq!(world.remove(&["--force"]).code, 0);
             assert!(!world.ours().exists());
         }
     }
@@ -437,7 +437,7 @@ fn an_unwritable_directory_is_reported_with_the_cure_and_kept() {
     fs::set_permissions(dir, fs::Permissions::from_mode(0o555)).unwrap();
     let before = world.snapshot();
     let said = as_nobody(|| world.install_initrd(&[]));
-    assert_eq!(said.code, 1, "{}", said.out);
+    assert_eq!(said.code, 2, "{}", said.out);
     assert!(
         said.err.contains("ermission denied") && said.err.contains("run it as root"),
         "{}",
@@ -447,9 +447,9 @@ fn an_unwritable_directory_is_reported_with_the_cure_and_kept() {
     fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).unwrap();
     done(&world.install_initrd(&[]));
     fs::set_permissions(world.config_d(), fs::Permissions::from_mode(0o555)).unwrap();
-    let said = as_nobody(|| world.uninstall(&[]));
+    let said = as_nobody(|| world.remove(&[]));
     assert!(
-        said.code == 1 && said.err.contains("run it as root") && world.ours().exists(),
+        said.code == 2 && said.err.contains("run it as root") && world.ours().exists(),
         "{}",
         said.err
     );
@@ -475,9 +475,9 @@ fn an_unreadable_configuration_is_named_with_the_cure() {
 fn two_installs_at_once_do_not_mix() {
     let world = World::new("lock", GO);
     let held = drop_in_file::lock(world.config.parent().unwrap()).unwrap();
-    for said in [world.install_initrd(&[]), world.uninstall(&[])] {
+    for said in [world.install_initrd(&[]), world.remove(&[])] {
         assert!(
-            said.code == 1 && said.err.contains("another install or uninstall is at work"),
+            said.code == 2 && said.err.contains("another install is at work"),
             "{}",
             said.err
         );
@@ -601,7 +601,7 @@ fn rolling_back_works_when_the_configuration_is_broken_or_gone() {
         let world = World::new("roll-back", GO);
         done(&world.install_initrd(&[]));
         make(&world);
-        done(&world.uninstall(&[]));
+        done(&world.remove(&[]));
         assert!(!world.ours().exists(), "{name}");
     }
 }
@@ -611,10 +611,10 @@ fn a_directory_in_place_of_the_configuration_is_an_error() {
     let world = World::new("given-directory", GO);
     done(&world.install_initrd(&[]));
     let directory = world.config.parent().unwrap();
-    let args = from_words(&["--kata-config", directory.to_str().unwrap()]).unwrap();
-    let said = kata_gpu_boot::uninstall::say(&args);
+    let args = from_words(&["--remove", "--kata-config", directory.to_str().unwrap()]).unwrap();
+    let said = say(&args);
     assert!(
-        said.code == 1
+        said.code == 2
             && said
                 .err
                 .contains("is a directory: name the configuration file"),
@@ -630,12 +630,12 @@ fn a_directory_made_for_us_stays_when_somebody_uses_it() {
     let world = World::new("directory", GO);
     done(&world.install_initrd(&[]));
     world.drop_in("50-mine.toml", "[runtime]\nenable_debug = true\n");
-    done(&world.uninstall(&[]));
+    done(&world.remove(&[]));
     assert!(world.config_d().join("50-mine.toml").exists());
     // One that was there before us stays, empty as it is.
     let world = World::new("directory-before", GO);
     fs::create_dir(world.config_d()).unwrap();
     done(&world.install_initrd(&[]));
-    done(&world.uninstall(&[]));
+    done(&world.remove(&[]));
     assert!(world.config_d().exists());
 }

@@ -65,7 +65,7 @@ impl Node {
         command
             .args(["install", "--check"])
             .arg(&self.world.config)
-            .arg("--boots")
+            .arg("--dir")
             .arg(self.path("boots"));
         if !words.contains(&"--ctr") {
             command
@@ -153,7 +153,8 @@ fn a_sandbox_that_comes_up_works_and_is_removed() {
     let root = node.world.root();
     let config = node.world.config.display();
     let run = format!(
-        "--address x --namespace kata-gpu-boot run --detach --null-io --runtime io.containerd.kata.v2 --runtime-config-path {config} \
+        "--address x --namespace kata-gpu-boot run --detach --null-io --runtime \
+         io.containerd.kata.v2 --runtime-config-path {config} \
          --device /dev/vfio/42 --device /dev/vfio/43 --rootfs {}/ID ID /wait",
         root.display()
     );
@@ -180,7 +181,13 @@ fn a_failed_gpu_is_the_reason_why_it_does_not_work() {
         out.contains("\ndoes not work: containerd had started the sandbox after "),
         "{out}"
     );
-    assert!(out.contains("  the boot failed: GPU 5 (0001:00:05.0) failed in init: adapter initialisation failed: rc -5"), "{out}");
+    assert!(
+        out.contains(
+            "  the boot failed: GPU 5 (0001:00:05.0) failed in init: adapter \
+                          initialisation failed: rc -5"
+        ),
+        "{out}"
+    );
     node.removed();
     let (_, out, _) = node.check(&["--json"]);
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
@@ -219,7 +226,13 @@ fn the_boot_of_another_sandbox_is_not_taken_for_it() {
     fs::write(node.path("sandbox"), "train-0").unwrap();
     let (code, out, err) = node.check(&["--give-up", "2"]);
     assert_eq!(code, Some(1), "{out}{err}");
-    assert!(out.contains("no event of its boot has come: the configuration has no guest of ours: kata-gpu-boot install"), "{out}");
+    assert!(
+        out.contains(
+            "no event of its boot has come: the configuration has no guest of ours: \
+                          kata-gpu-boot install"
+        ),
+        "{out}"
+    );
     node.removed();
 }
 
@@ -280,7 +293,7 @@ fn a_file_in_the_working_directory_is_no_runtime() {
     );
     let mut command = Command::new(program());
     command
-        .args(["install", "--check", "kata", "--boots"])
+        .args(["install", "--check", "kata", "--dir"])
         .arg(node.path("boots"))
         .arg("--ctr")
         .arg(node.path("ctr"));
@@ -296,7 +309,7 @@ fn a_file_in_the_working_directory_is_no_runtime() {
         ),
         "{err}"
     );
-    assert_eq!((refused.status.code(), node.asked()), (Some(1), Vec::new()));
+    assert_eq!((refused.status.code(), node.asked()), (Some(2), Vec::new()));
 }
 
 #[test]
@@ -304,7 +317,7 @@ fn without_a_collector_nothing_is_started() {
     let mut node = Node::new("alone", "recorded-8-gpus-fast-host");
     node.collector.take().unwrap().stop();
     let (code, _, err) = node.check(&[]);
-    assert_eq!(code, Some(1), "{err}");
+    assert_eq!(code, Some(2), "{err}");
     assert!(
         err.contains("start the collector (kata-gpu-boot collect)")
             && err.contains("no collector listens"),

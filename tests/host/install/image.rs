@@ -3,7 +3,8 @@
 
 use crate::golden;
 use crate::install::{World, done, from_words};
-use kata_gpu_image::install::{Args, Said};
+use kata_gpu_boot::install::Args;
+use kata_gpu_image::install::Report;
 use kata_gpu_image::kata::merge::Runtime;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,7 @@ fn disk(world: &World, name: &str, magic: (usize, &[u8]), has_second: bool) -> P
     path
 }
 
-fn install(world: &World, image: &Path, words: &[&str]) -> Said {
+fn install(world: &World, image: &Path, words: &[&str]) -> Report {
     world.install(&[&["--image", image.to_str().unwrap()], words].concat())
 }
 
@@ -105,7 +106,7 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
             done(&install(&world, &image, words)).contains("nothing to do"),
             "{fixture}: twice is once"
         );
-        done(&world.uninstall(&[]));
+        done(&world.remove(&[]));
         assert_eq!(world.snapshot(), before, "{fixture}");
     }
 }
@@ -267,21 +268,4 @@ fn initrd_excludes_image_and_a_hash_needs_an_image() {
     assert!(words(&["--initrd", "a", "--image", "b"]).contains("cannot be used with"));
     assert!(words(&["--verity", "b"]).contains("--image"));
     assert!(words(&["--initrd", "a", "--verity", "b"]).contains("cannot be used with"));
-}
-
-#[test]
-fn a_cluster_gets_the_image_too() {
-    let world = World::new("image-helm", "rust-qemu-nvidia-gpu");
-    let image = disk(&world, "gpu.image", EXT4, false);
-    let said = install(&world, &image, &["--print", "helm"]);
-    let yaml = done(&said);
-    assert!(
-        yaml.contains("The image must be on every node") && yaml.contains("rootfs_type = \"ext4\""),
-        "{yaml}"
-    );
-    assert!(
-        yaml.contains(&format!("image = \"{}\"", image.display()))
-            && yaml.contains("initrd = \"\""),
-        "{yaml}"
-    );
 }

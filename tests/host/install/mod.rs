@@ -1,18 +1,17 @@
-//! `kata-gpu-boot install` and `uninstall` on configurations with the public keys of both runtimes:
-//! the drop-in, what becomes effective, and that uninstall leaves everything as it was. Reasons to
+//! `kata-gpu-boot install` on configurations with the public keys of both runtimes:
+//! the drop-in, what becomes effective, and that `--remove` leaves everything as it was. Reasons to
 //! refuse are in refusals.rs, hostile files in attacks.rs.
 
 mod attacks;
 mod check;
 mod image;
-mod manifests;
 mod node;
 mod refusals;
 
 use crate::initrd::verify::{KERNEL, guest};
 use crate::initrd::{archive, file};
 use crate::{TempDir, golden, project};
-use kata_gpu_image::install::Said;
+use kata_gpu_image::install::Report;
 use kata_gpu_image::kata::drop_in;
 use kata_gpu_image::kata::kata_config::KataConfig;
 use kata_gpu_image::kata::merge::{Effective, Runtime};
@@ -125,7 +124,7 @@ impl World {
     }
 
     /// `install` with a version, so that no shim is looked for.
-    pub fn install(&self, words: &[&str]) -> Said {
+    pub fn install(&self, words: &[&str]) -> Report {
         let version = if words.contains(&"--kata-version") {
             &[][..]
         } else {
@@ -135,18 +134,17 @@ impl World {
     }
 
     /// Nothing but these words and the configuration.
-    pub fn plain_install(&self, words: &[&str]) -> Said {
+    pub fn plain_install(&self, words: &[&str]) -> Report {
         let config = ["--kata-config", self.config.to_str().unwrap()];
         kata_gpu_boot::install::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
     }
 
-    pub fn install_initrd(&self, words: &[&str]) -> Said {
+    pub fn install_initrd(&self, words: &[&str]) -> Report {
         self.install(&[&["--initrd", self.initrd.to_str().unwrap()], words].concat())
     }
 
-    pub fn uninstall(&self, words: &[&str]) -> Said {
-        let config = ["--kata-config", self.config.to_str().unwrap()];
-        kata_gpu_boot::uninstall::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
+    pub fn remove(&self, words: &[&str]) -> Report {
+        self.plain_install(&[&["--remove"], words].concat())
     }
 
     /// Configuration that the runtime sees.
@@ -204,13 +202,15 @@ pub fn toml_of(text: &[u8]) -> toml::Table {
 }
 
 #[track_caller]
-pub fn done(said: &Said) -> &str {
+pub fn done(said: &Report) -> &str {
     assert_eq!((said.code, said.err.as_str()), (0, ""), "{}", said.out);
     &said.out
 }
 
 /// kata-deploy's own drop-in.
-const KERNEL_PARAMS: &str = "[hypervisor.qemu]\nkernel_params = \"cgroup_no_v1=all pci=realloc pci=nocrs pci=assign-busses agent.https_proxy=\\\"http://p:1 x\\\"\"\n";
+const KERNEL_PARAMS: &str = "[hypervisor.qemu]\nkernel_params = \"cgroup_no_v1=all pci=realloc \
+                             pci=nocrs pci=assign-busses agent.https_proxy=\\\"http://p:1 \
+                             x\\\"\"\n";
 
 /// Fixture, its runtime and section, words given, other drop-ins.
 type Case = (
@@ -368,16 +368,16 @@ fn our_keys_become_effective_and_nothing_else_changes() {
 }
 
 #[test]
-fn uninstall_leaves_every_file_directory_and_mode_as_they_were() {
+fn remove_leaves_every_file_directory_and_mode_as_they_were() {
     for one in CASES {
         let world = case("restore", one);
         let before = world.snapshot();
         done(&world.install_initrd(one.3));
         assert_ne!(world.snapshot(), before, "{}", one.0);
-        let said = world.uninstall(&[]);
+        let said = world.remove(&[]);
         assert!(done(&said).contains("removed /"), "{}", said.out);
         assert_eq!(world.snapshot(), before, "{}", one.0);
-        let again = world.uninstall(&[]);
+        let again = world.remove(&[]);
         assert!(
             done(&again).starts_with("nothing to remove"),
             "{}",
@@ -532,14 +532,13 @@ fn json_says_what_the_page_says() {
     );
     let json: Json = serde_json::from_str(done(&world.install(&["--json"]))).unwrap();
     assert_eq!(json["action"], "unchanged");
-    let json: Json =
-        serde_json::from_str(done(&world.uninstall(&["--json", "--dry-run"]))).unwrap();
+    let json: Json = serde_json::from_str(done(&world.remove(&["--json", "--dry-run"]))).unwrap();
     assert_eq!(
         (json["action"].as_str(), world.ours().exists()),
         (Some("would-remove"), true)
     );
     assert_eq!(json["changes"][0]["before"], "");
-    let json: Json = serde_json::from_str(done(&world.uninstall(&["--json"]))).unwrap();
+    let json: Json = serde_json::from_str(done(&world.remove(&["--json"]))).unwrap();
     assert_eq!(json["action"], "removed");
     let refused = world.install(&["--json"]);
     let json: Json = serde_json::from_str(&refused.out).unwrap();
@@ -572,7 +571,8 @@ fn the_version_is_asked_of_the_configurations_shim() {
         make_program(
             &shim,
             &format!(
-                "#!/bin/sh\n[ \"$*\" = --version ] && echo 'Kata Containers containerd shim {words}, version: 3.27.0, commit: c'\n"
+                "#!/bin/sh\n[ \"$*\" = --version ] && echo 'Kata Containers containerd shim \
+                 {words}, version: 3.27.0, commit: c'\n"
             ),
         );
         // Whatever this machine's umask is.
@@ -713,7 +713,7 @@ fn a_driver_from_elsewhere_is_asked_for_by_name() {
 }
 
 #[test]
-fn install_upgrade_roll_back_and_uninstall_are_one_command_each() {
+fn install_upgrade_roll_back_and_remove_are_one_command_each() {
     for one in CASES {
         let world = case("life", one);
         let newer = world.root().join("newer.cpio");
@@ -737,7 +737,7 @@ fn install_upgrade_roll_back_and_uninstall_are_one_command_each() {
         // The former initrd again, and nothing is left of the upgrade.
         done(&world.install(&["--initrd", &old]));
         assert_eq!(world.snapshot(), installed, "{}", one.0);
-        done(&world.uninstall(&[]));
+        done(&world.remove(&[]));
         assert_eq!(
             (world.snapshot(), initrd(&world)),
             (before, was),

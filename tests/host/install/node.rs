@@ -3,8 +3,7 @@
 
 use crate::collect::{program, until};
 use crate::install::{World, done, from_words};
-use kata_gpu_image::install;
-use kata_gpu_image::install::uninstall;
+use crate::project;
 use kata_gpu_image::kata::merge::Runtime;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -13,8 +12,6 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-
-const CONFIG: &str = "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu/configuration-qemu-nvidia-gpu.toml";
 
 fn node(world: &World) -> PathBuf {
     world.root().join("opt/kata/share/kata-gpu-init")
@@ -82,7 +79,7 @@ fn the_guest_is_copied_and_the_former_copy_stays() {
     let mut newest = seen.split_off(1);
     newest.sort();
     assert_eq!(copies(&world), newest, "the first of three is gone");
-    done(&world.uninstall(&strs(&words)));
+    done(&world.remove(&strs(&words)));
     assert!(!node(&world).exists() && !feature(&world).exists());
     for (path, content) in before {
         assert!(
@@ -162,10 +159,10 @@ struct Pod {
 }
 
 impl Pod {
-    fn start(world: &World, step: &str, more: &[&str]) -> Pod {
+    fn start(world: &World, more: &[&str]) -> Pod {
         let mut command = Command::new(program());
         command
-            .args([step, "--stay", "--kata-config"])
+            .args(["install", "--repeat", "--kata-config"])
             .arg(&world.config)
             .args(words(world))
             .args(more);
@@ -182,7 +179,6 @@ impl Pod {
     fn installs(world: &World, guest: &Path) -> Pod {
         Pod::start(
             world,
-            "install",
             &[
                 "--kata-version",
                 "4.1.0",
@@ -240,7 +236,7 @@ fn a_pod_reinstalls_what_kata_removes_and_keeps_it_at_its_end() {
     new.says("wrote ");
     assert_ne!(initrd_of(&world), first);
     new.end();
-    let mut last = Pod::start(&world, "uninstall", &[]);
+    let mut last = Pod::start(&world, &["--remove"]);
     last.says("removed ");
     last.says("New pods start as before");
     last.end();
@@ -261,147 +257,95 @@ fn a_refused_pod_removes_the_label_and_installs_when_it_can() {
     pod.end();
 }
 
-fn daemon_set(words: &[&str]) -> Value {
-    let said = kata_gpu_boot::install::say(
-        &from_words(&[&["--kata-config", CONFIG, "--print", "daemonset"], words].concat()).unwrap(),
-    );
-    serde_yaml::from_str(done(&said)).unwrap()
+/// The manifests, with the configuration's literals in the arguments, as the kubelet puts them.
+fn manifests(guest: &str) -> (Value, Value, Vec<String>) {
+    let read = |name: &str| -> Value {
+        let path = project().join("src/image/deploy").join(name);
+        serde_yaml::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+    };
+    let (kustomization, mut set) = (read("kustomization.yaml"), read("daemonset.yaml"));
+    set.apply_merge().unwrap();
+    let literals = &kustomization["configMapGenerator"][0]["literals"];
+    let mut values: Vec<(&str, &str)> = literals
+        .as_sequence()
+        .unwrap()
+        .iter()
+        .map(|literal| literal.as_str().unwrap().split_once('=').unwrap())
+        .collect();
+    if !guest.is_empty() {
+        values[1].1 = guest;
+    }
+    let args = set["spec"]["template"]["spec"]["containers"][0]["args"]
+        .as_sequence()
+        .unwrap();
+    let words = args
+        .iter()
+        .map(|word| {
+            let word = word.as_str().unwrap().to_string();
+            values.iter().fold(word, |word, (name, value)| {
+                word.replace(&format!("$({name})"), value)
+            })
+        })
+        .collect();
+    (kustomization, set, words)
 }
 
 #[test]
 fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
-    let odd = "nvidia.NVreg_RegistryDwords=\"a=@NAME@ b: #\"";
-    let printed = daemon_set(&[
-        "--initrd",
-        "/gpu.initrd",
-        "--container-image",
-        "registry/gpu@sha256:00",
-        "--param",
-        odd,
-    ]);
-    let pod = &printed["spec"]["template"]["spec"];
+    let (kustomization, set, words) = manifests("");
+    let pod = &set["spec"]["template"]["spec"];
     let (first, second) = (&pod["initContainers"][0], &pod["containers"][0]);
+    assert_eq!(first["command"].as_sequence().unwrap().len(), 2);
+    assert_eq!(second["command"][2], "--repeat");
+    for key in [
+        "image",
+        "args",
+        "envFrom",
+        "securityContext",
+        "volumeMounts",
+    ] {
+        assert_eq!(first[key], second[key], "{key}");
+    }
+    assert_eq!(kustomization["images"][0]["name"], first["image"]);
     assert_eq!(
-        (&first["image"], &second["image"]),
-        (
-            &"registry/gpu@sha256:00".into(),
-            &"registry/gpu@sha256:00".into()
-        )
+        kustomization["configMapGenerator"][0]["name"],
+        first["envFrom"][0]["configMapRef"]["name"]
     );
-    let command = |container: &Value| -> Vec<String> {
-        container["command"]
-            .as_sequence()
-            .unwrap()
-            .iter()
-            .map(|word| word.as_str().unwrap().to_string())
-            .collect()
-    };
-    let (installs, stays) = (command(first), command(second));
-    assert_eq!([&installs[..], &["--stay".to_string()]].concat(), stays);
-    assert_eq!(installs[..2], ["/kata-gpu-boot", "install"]);
-    assert!(installs.contains(&odd.to_string()), "{installs:?}");
-    from_words::<install::Args>(&strs(&stays)[2..]).unwrap();
+    for guest in ["", "--image=/gpu.image", "--remove"] {
+        let words = [manifests(guest).2, vec!["--repeat".into()]].concat();
+        from_words::<kata_gpu_boot::install::Args>(&strs(&words)).unwrap();
+    }
+    assert!(from_words::<kata_gpu_boot::install::Args>(&["--stay"]).is_err());
     // Every path of the command but those of the pods' image is in a mount, which is a folder of
     // the node at the same place.
-    let mounts: Vec<&str> = second["volumeMounts"]
-        .as_sequence()
-        .unwrap()
-        .iter()
-        .map(|m| m["mountPath"].as_str().unwrap())
-        .collect();
-    let volumes: Vec<&str> = pod["volumes"]
-        .as_sequence()
-        .unwrap()
-        .iter()
-        .map(|v| v["hostPath"]["path"].as_str().unwrap())
-        .collect();
-    assert_eq!(
-        (mounts.as_slice(), mounts.as_slice()),
-        (
-            ["/opt", "/etc/kubernetes/node-feature-discovery/features.d"].as_slice(),
-            volumes.as_slice()
-        )
-    );
-    for option in ["--kata-config", "--node", "--node-feature"] {
-        let at = installs.iter().position(|word| word == option).unwrap();
+    let texts = |list: &Value, of: &dyn Fn(&Value) -> Value| -> Vec<String> {
+        let list = list.as_sequence().unwrap();
+        list.iter()
+            .map(|one| of(one).as_str().unwrap().to_string())
+            .collect()
+    };
+    let mounts = texts(&second["volumeMounts"], &|one| one["mountPath"].clone());
+    let volumes = texts(&pod["volumes"], &|one| one["hostPath"]["path"].clone());
+    assert_eq!(mounts, volumes);
+    for option in ["--kata-config=", "--node=", "--node-feature="] {
+        let path = words
+            .iter()
+            .find_map(|word| word.strip_prefix(option))
+            .unwrap();
         assert!(
             mounts
                 .iter()
-                .any(|mount| installs[at + 1].starts_with(&format!("{mount}/"))),
-            "{option} {}",
-            installs[at + 1]
+                .any(|mount| path.starts_with(&format!("{mount}/"))),
+            "{option}{path}"
         );
     }
-    assert_eq!(printed["metadata"]["name"], "kata-gpu-init-qemu-nvidia-gpu");
+    let security = &second["securityContext"];
+    assert_eq!(security["readOnlyRootFilesystem"], true);
+    assert_eq!(security["allowPrivilegeEscalation"], false);
+    assert_eq!(security["capabilities"]["drop"][0], "ALL");
+    assert_eq!(pod["automountServiceAccountToken"], false);
     assert_eq!(
         pod["nodeSelector"]["katacontainers.io/kata-runtime"],
         "true"
     );
-    assert_eq!(pod["automountServiceAccountToken"], false);
-}
-
-#[test]
-fn the_daemon_set_that_uninstalls_replaces_the_other() {
-    let installs = daemon_set(&["--initrd", "/gpu.initrd"]);
-    let said = kata_gpu_boot::uninstall::say(
-        &from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap(),
-    );
-    let uninstalls: Value = serde_yaml::from_str(done(&said)).unwrap();
-    for key in ["metadata", "kind"] {
-        assert_eq!(installs[key], uninstalls[key]);
-    }
-    let command = |set: &Value| -> Vec<String> {
-        let words = set["spec"]["template"]["spec"]["containers"][0]["command"]
-            .as_sequence()
-            .unwrap();
-        words
-            .iter()
-            .map(|word| word.as_str().unwrap().to_string())
-            .collect()
-    };
-    let after = |words: &[String], option: &str| {
-        words
-            .iter()
-            .skip_while(|word| *word != option)
-            .nth(1)
-            .cloned()
-    };
-    for option in ["--kata-config", "--node", "--node-feature"] {
-        assert_eq!(
-            after(&command(&installs), option),
-            after(&command(&uninstalls), option),
-            "{option}"
-        );
-    }
-    assert_eq!(command(&uninstalls)[1], "uninstall");
-    from_words::<uninstall::Args>(&strs(&command(&uninstalls))[2..]).unwrap();
-}
-
-#[test]
-fn a_daemon_set_that_could_not_work_is_not_printed() {
-    for (config, words, why) in [
-        (CONFIG, vec![], "needs --initrd or --image"),
-        (
-            "/etc/kata-containers/configuration.toml",
-            vec!["--initrd", "/g"],
-            "is not below a PREFIX/share/defaults/kata-containers/",
-        ),
-        (
-            CONFIG,
-            vec!["--initrd", "gpu.initrd"],
-            "is not a path from the root on",
-        ),
-        (
-            CONFIG,
-            vec!["--initrd", "/g", "--node", "/var/lib/x"],
-            "is not below /opt/kata",
-        ),
-    ] {
-        let words = [vec!["--kata-config", config, "--print", "daemonset"], words].concat();
-        let said = kata_gpu_boot::install::say(&from_words(&words).unwrap());
-        assert!(
-            said.code == 1 && said.out.is_empty() && said.err.contains(why),
-            "{said:?}"
-        );
-    }
 }

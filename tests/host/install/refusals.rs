@@ -2,7 +2,7 @@
 //! that nothing is written. Each row changes one thing in a configuration that installs.
 
 use crate::install::{World, done};
-use kata_gpu_image::install::Said;
+use kata_gpu_image::install::Report;
 use std::fs;
 
 /// Change of a good configuration.
@@ -358,7 +358,7 @@ fn make(world: &World, makes: &[Make]) -> Vec<&'static str> {
     words
 }
 
-fn install(world: &World, words: &[&str]) -> Said {
+fn install(world: &World, words: &[&str]) -> Report {
     if words.contains(&"--initrd") {
         world.install(words)
     } else {

@@ -277,7 +277,7 @@ impl KataHost {
 
     pub fn uninstall(&mut self) -> Result<String> {
         self.host.run(&format!(
-            "{PROGRAM} uninstall --kata-config {}",
+            "{PROGRAM} install --remove --kata-config {}",
             self.config
         ))
     }
@@ -293,7 +293,7 @@ impl KataHost {
     /// what it has said.
     pub fn check(&mut self, what: &str, words: &str) -> Result<(i32, String)> {
         self.status_of(&format!(
-            "{PROGRAM} install --check {what} --boots {BOOTS} {words}"
+            "{PROGRAM} install --check {what} --dir {BOOTS} {words}"
         ))
     }
 

@@ -23,7 +23,7 @@ use kata_gpu_report::views::boot_page;
 use kata_gpu_report::views::follow::progress::Outcome;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
-use serde_json::{Value as Json, json};
+use serde_json::json;
 use shim_config::Runtime;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -64,17 +64,12 @@ pub struct Check {
     #[arg(
         long = "check",
         value_name = "FILE|RUNTIME",
-        conflicts_with_all = ["kata_config", "initrd", "image", "params", "unset", "kata_version", "dry_run", "force", "print", "dir"]
+        conflicts_with_all = [
+            "kata_config", "initrd", "image", "params", "unset", "kata_version",
+            "dry_run", "force", "node", "remove",
+        ]
     )]
     pub what: Option<String>,
-    /// With --check: directory that the collector writes to.
-    #[arg(
-        long,
-        value_name = "DIR",
-        requires = "what",
-        default_value = "/var/lib/kata-gpu-boot"
-    )]
-    boots: PathBuf,
     /// With --check: a device for the sandbox, like the VFIO group of a GPU that nobody uses,
     /// /dev/vfio/42.
     #[arg(long = "device", value_name = "PATH", requires = "what")]
@@ -89,17 +84,17 @@ pub struct Check {
 }
 
 /// Runs `install --check`.
-pub fn run(what: &str, args: &Check, json: bool) -> ExitCode {
+pub fn run(what: &str, args: &Check, dir: &Path, json: bool) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("start the runtime");
-    match runtime.and_then(|runtime| runtime.block_on(check(what, args, json))) {
+    match runtime.and_then(|runtime| runtime.block_on(check(what, args, dir, json))) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
-            ExitCode::FAILURE
+            ExitCode::from(2)
         }
     }
 }
@@ -117,10 +112,12 @@ struct Seen {
     left: Option<String>,
 }
 
-async fn check(what: &str, args: &Check, json: bool) -> Result<bool> {
+async fn check(what: &str, args: &Check, dir: &Path, json: bool) -> Result<bool> {
     let runtime = Runtime::find(what)?;
-    check::ask(&args.boots)
-        .context("the boot could not be followed; start the collector (kata-gpu-boot collect), or name its directory with --boots")?;
+    check::ask(dir).context(
+        "the boot could not be followed; start the collector (kata-gpu-boot collect), or \
+                  name its directory with --dir",
+    )?;
     let screen = if json {
         Screen::PLAIN
     } else {
@@ -134,7 +131,7 @@ async fn check(what: &str, args: &Check, json: bool) -> Result<bool> {
         );
     }
     let sandbox = Sandbox::new(&runtime, args)?;
-    let mut seen = watch(&sandbox, args, screen).await?;
+    let mut seen = watch(&sandbox, args, dir, screen).await?;
     seen.left = sandbox.remove().await;
     let reasons = reasons(&seen, &runtime.config);
     report(&seen, &reasons, &runtime, json, screen)?;
@@ -307,7 +304,8 @@ impl Sandbox {
         {
             let ctr = format!("{} --namespace {NAMESPACE}", self.ctr.join(" "));
             return Some(format!(
-                "sandbox {id} is still there ({error}): {ctr} tasks rm --force {id}; {ctr} containers rm {id}"
+                "sandbox {id} is still there ({error}): {ctr} tasks rm --force {id}; {ctr} \
+                 containers rm {id}"
             ));
         }
         for _ in 0..REMOVALS {
@@ -331,13 +329,17 @@ impl Sandbox {
             .filter(|path| path.exists());
         let all: Vec<String> = all.map(|path| path.display().to_string()).collect();
         (!all.is_empty()).then(|| {
-            format!("Kata has left {}; no process of the sandbox runs, and a restart of the node removes the rest", all.join(", "))
+            format!(
+                "Kata has left {}; no process of the sandbox runs, and a restart of the node \
+                     removes the rest",
+                all.join(", ")
+            )
         })
     }
 }
 
 /// Starts the sandbox, and watches its boot until the boot is over or no record can follow.
-async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> {
+async fn watch(sandbox: &Sandbox, args: &Check, dir: &Path, screen: Screen) -> Result<Seen> {
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
     let mut seen = Seen::default();
@@ -346,7 +348,7 @@ async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> 
     let mut failed = None;
     {
         let start = sandbox.start();
-        let boot = sandbox::boot_of(&sandbox.id, &args.boots, screen, &mut seen.boot);
+        let boot = sandbox::boot_of(&sandbox.id, dir, screen, &mut seen.boot);
         tokio::pin!(start, boot);
         while seen.outcome.is_none() || seen.started.is_none() {
             tokio::select! {
@@ -356,7 +358,8 @@ async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> 
                     }
                     seen.started = Some(started);
                 }
-                outcome = &mut boot, if seen.outcome.is_none() && failed.is_none() => match outcome {
+                outcome = &mut boot, if seen.outcome.is_none() && failed.is_none() =>
+                match outcome {
                     Ok(outcome) => seen.outcome = Some(outcome),
                     Err(error) => failed = Some(error),
                 },
@@ -395,7 +398,8 @@ async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> 
 const CURES: &[(&str, &str)] = &[
     (
         "containerd.sock",
-        "run it as root on a node where containerd runs; another socket: --ctr \"ctr --address SOCKET\"",
+        "run it as root on a node where containerd runs; another socket: --ctr \"ctr --address \
+         SOCKET\"",
     ),
     (
         "No such file or directory (os error 2)",
@@ -467,11 +471,14 @@ fn silent(config: &Path) -> String {
     let config_text = config.display();
     match KataConfig::read(config).map(|config| matches!(config.ours, Found::Ours { .. })) {
         Ok(false) => format!(
-            "the configuration has no guest of ours: kata-gpu-boot install --kata-config {config_text} --initrd FILE"
+            "the configuration has no guest of ours: kata-gpu-boot install --kata-config \
+             {config_text} --initrd FILE"
         ),
         _ => format!(
-            "kata-gpu-boot install --kata-config {config_text} --dry-run shows whether the guest is installed; the guest's log is in \
-             containerd's log with enable_debug in [hypervisor] and [runtime], and with level = \"debug\" in containerd's [debug]"
+            "kata-gpu-boot install --kata-config {config_text} --dry-run shows whether the guest \
+             is installed; the guest's log is in \
+             containerd's log with enable_debug in [hypervisor] and [runtime], and with level = \
+             \"debug\" in containerd's [debug]"
         ),
     }
 }
@@ -513,7 +520,7 @@ fn report(
             "config": runtime.config.to_string_lossy(),
             "shim": runtime.shim,
             "started_s": started,
-            "file": seen.boot.file.as_ref().map_or(Json::Null, |path| json!(path.to_string_lossy())),
+            "file": seen.boot.file.as_ref().map(|path| path.to_string_lossy()),
             "boot": timeline,
         });
         let text = ascii_json(&json).context("write JSON")?;
@@ -590,7 +597,8 @@ mod tests {
         let line = verdict(&good, &[]);
         assert_eq!(
             line,
-            "works: containerd had started the sandbox after 18.2 s, all 8 GPUs were usable 3.0 s after kernel start; it is removed again"
+            "works: containerd had started the sandbox after 18.2 s, all 8 GPUs were usable 3.0 s \
+             after kernel start; it is removed again"
         );
 
         let failed = seen(
@@ -603,7 +611,10 @@ mod tests {
             None,
         );
         assert!(
-            of(&refused).starts_with("containerd did not start the sandbox: Could not access KVM kernel module: /dev/kvm; enable"),
+            of(&refused).starts_with(
+                "containerd did not start the sandbox: Could not access KVM \
+                                      kernel module: /dev/kvm; enable"
+            ),
             "{}",
             of(&refused)
         );

@@ -28,7 +28,8 @@ impl Runtime {
         if wanted.contains('/') {
             if !Path::new(wanted).is_file() {
                 bail!(
-                    "{}: no such file: give a Kata configuration, or the name of a runtime that containerd knows",
+                    "{}: no such file: give a Kata configuration, or the name of a runtime that \
+                     containerd knows",
                     printable(wanted)
                 );
             }
@@ -110,7 +111,11 @@ impl Runtime {
                 .and_then(|options| options.get("ConfigPath")),
         );
         let config = config.with_context(|| {
-            format!("containerd's runtime {} names no ConfigPath: give the Kata configuration file instead", printable(name))
+            format!(
+                "containerd's runtime {} names no ConfigPath: give the Kata configuration file \
+                     instead",
+                printable(name)
+            )
         })?;
         let shim = text(runtime.get("runtime_path")).or_else(|| text(runtime.get("runtime_type")));
         Ok(Self {
