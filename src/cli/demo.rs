@@ -35,15 +35,14 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 const HELP: &str = "\
-The kernel, its PCI and driver core, vsock and the init are real; kernel modules stand in for the GPUs and NVIDIA's driver. Two containers \
-are requested as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when anything in the boot failed.
+The kernel, its PCI and driver core, vsock and the init are real; kernel modules stand in for the
+GPUs and NVIDIA's driver. Two containers are requested as soon as the agent is ready: one with GPU
+0, one with all. Exit status: 0 all came up, 2 something failed.
 
 Examples (initrd/setup and initrd/pack make kernel and initrd; initrd/demo does it all):
   kata-gpu-boot demo --kernel target/kernel/vmlinuz --initrd target/demo.cpio
   # a slow host, one GPU after another
   kata-gpu-boot demo --kernel K --initrd I --host slow --init serial
-  # the same host, all at once
-  kata-gpu-boot demo --kernel K --initrd I --host slow
   # keep console log and events, and print their paths
   kata-gpu-boot demo --kernel K --initrd I --keep";
 

@@ -149,22 +149,22 @@ struct ReplaceInitArgs {
 /// Options of `replace-init` for an initrd.
 #[derive(clap::Args, Debug, Default, PartialEq)]
 struct InitrdArgs {
-    /// Of an initrd: the guest's kernel, as for verify.
+    /// The guest's kernel, as for verify (initrds only).
     #[arg(long, value_name = "FILE|RELEASE")]
     kernel: Option<String>,
-    /// Of an initrd: do not require the driver's libraries and firmware, as for verify.
+    /// Do not require the driver's libraries and firmware, as for verify (initrds only).
     #[arg(long)]
     no_user_space: bool,
-    /// Of an initrd: omit the old init and its signature.
+    /// Omit the old init and its signature (initrds only).
     #[arg(long)]
     drop_old: bool,
-    /// Of an initrd: store it uncompressed [default: as it is stored now].
+    /// Store it uncompressed [default: as it is stored now] (initrds only).
     #[arg(long, group = "form")]
     plain: bool,
-    /// Of an initrd: compress it.
+    /// Compress it (initrds only).
     #[arg(long, group = "form")]
     gzip: bool,
-    /// Of an initrd: write it even if it cannot boot.
+    /// Write it even if it cannot boot (initrds only).
     #[arg(long)]
     force: bool,
 }

@@ -82,7 +82,6 @@ const NAMED: &[(&str, &[&str])] = &[
     ),
     // The host's programs write command lines for guests, and show how.
     ("src/cli/demo.rs", &["gpuinit.bind", "gpuinit.init"]),
-    ("src/image/install/here.rs", &["gpuinit.log"]),
 ];
 /// Callers of `failure::power_off`, where PID 1 can do nothing else, and of
 /// `PowerOffRight::power_off`, where the worker finds an image that is not verified.

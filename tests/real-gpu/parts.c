@@ -1,8 +1,8 @@
 /*
  * Measures the parts of one GPU's initialisation: S1 (under the global lock of NVIDIA's resource
- * manager), S2 (the GPU's processor boots, the lock is free), S3 (under that lock again). One thread
- * opens /dev/nvidia<minor>; another one asks NV_ESC_STATUS_CODE on /dev/nvidiactl again and again,
- * which takes and gives back the lock: a call that takes long says from when to when it was held.
+ * manager), S2 (the GPU's processor boots, the lock is free), S3 (under that lock again). One
+ * thread opens /dev/nvidia<minor>; another one calls NV_ESC_STATUS_CODE on /dev/nvidiactl again and
+ * again, which takes and gives back the lock: a long call shows from when to when it was held.
  *
  *   parts [RUNS]      (3 runs by default; the GPU of the lowest minor)
  *

@@ -1,5 +1,5 @@
-//! `image replace-init` of an initrd: replaces the init in a trusted image. Every other entry stays, byte for byte,
-//! in its place.
+//! `image replace-init` of an initrd: replaces the init in a trusted image. Every other entry stays
+//! in its place, byte for byte.
 //!
 //! Parts without changes are copied as stored. Before the new image gets its name, it is read
 //! again, compared with the old one, and verified: an unintended difference is an error, not a

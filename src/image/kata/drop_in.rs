@@ -23,6 +23,9 @@ const HEAD: &str = "# kata-gpu-init: GPU guests start from its initrd. Written b
                     install`, removed by `install --remove`: do not edit.";
 const HEAD_OF_IMAGE: &str = "# kata-gpu-init: GPU guests start from its image. Written by \
                              `kata-gpu-boot install`, removed by `install --remove`: do not edit.";
+/// How the first line names the removal, and how earlier releases named it.
+const REMOVED_BY: &str = "`install --remove`";
+const REMOVED_ONCE_BY: &str = "`kata-gpu-boot uninstall`";
 const MARK: &str = "#: kata-gpu-boot ";
 const FORMAT: u32 = 1;
 
@@ -111,19 +114,19 @@ fn judge(text: Vec<u8>) -> Found {
     // A record that does not parse counts as edited.
     let record: Record = serde_json::from_str(record).unwrap_or_default();
     let untouched = record.format == FORMAT
-        && seal(&record, &body(&text))
-            .is_some_and(|sealed| below_head(sealed.as_bytes()) == below_head(&text));
+        && seal(&record, &body(&text)).is_some_and(|sealed| {
+            [
+                sealed.clone(),
+                sealed.replacen(REMOVED_BY, REMOVED_ONCE_BY, 1),
+            ]
+            .iter()
+            .any(|sealed| sealed.as_bytes() == text.as_slice())
+        });
     Found::Ours {
         text,
         record,
         edited: !untouched,
     }
-}
-
-/// Everything after the first line, whose words differ between releases.
-fn below_head(text: &[u8]) -> &[u8] {
-    let end = text.iter().position(|byte| *byte == b'\n');
-    text.get(end.unwrap_or(text.len())..).unwrap_or_default()
 }
 
 /// Everything after the first two lines.
@@ -300,6 +303,12 @@ mod tests {
             text,
             "the same plan, the same bytes"
         );
+        let earlier = text.replacen(REMOVED_BY, REMOVED_ONCE_BY, 1);
+        assert_ne!(earlier, text);
+        assert!(matches!(
+            judge(earlier.into_bytes()),
+            Found::Ours { edited: false, .. }
+        ));
         for (from, to) in [
             ("a=1", "a=2"),
             ("true", "false"),

@@ -1,5 +1,5 @@
-//! `kata-gpu-boot image replace-init`: another init in an image laid out as Kata's NVIDIA initrd, and
-//! every other entry as it was, byte for byte.
+//! `image replace-init` of an initrd laid out as Kata's NVIDIA one: another init, and every other
+//! entry as it was, byte for byte.
 
 use crate::TempDir;
 use crate::initrd::verify::guest;
