@@ -194,8 +194,10 @@ fn command_line(args: &Args, arch: Arch) -> String {
         .map(|(name, devices)| format!("{name}:{devices}"))
         .collect();
     format!(
-        "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
-         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} gpuinit.init={init} \
+        "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} \
+         fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
+         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} \
+         gpuinit.init={init} \
          testagent.cost=real testagent.containers={}",
         kata_gpu_host::qemu_machine::of(arch).console,
         args.gpus,
@@ -219,7 +221,8 @@ fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
     match places.map(|dir| dir.join(NAME)).find(|p| p.is_file()) {
         Some(program) => Ok(program),
         None => bail!(
-            "{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with --vhost-device-vsock"
+            "{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with \
+             --vhost-device-vsock"
         ),
     }
 }
@@ -610,7 +613,8 @@ mod tests {
 
     #[test]
     fn a_vm_that_ends_early_is_quoted() {
-        let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ 2.1] Rebooting\r\n";
+        let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ \
+                        2.1] Rebooting\r\n";
         let said = without_stream(&Ended::VmExited("exit status: 0".into()), console);
         assert!(
             said.contains("Kernel panic - not syncing: \\x1b[31mno init"),

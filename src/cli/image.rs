@@ -273,7 +273,8 @@ fn pack(args: &PackArgs) -> Result<bool> {
             }
             (Some(files), Some(why), _) => {
                 format!(
-                    "the list of the driver's {files} files is in the image, in place of a stale one: {why}\n"
+                    "the list of the driver's {files} files is in the image, in place of a stale \
+                     one: {why}\n"
                 )
             }
             (None, _, none) => format!(
@@ -425,7 +426,8 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
     })?;
     done.written.keep()?;
     if !done.has_module {
-        let why = "its guests take the driver from the extension disk `gpu` (Kata 4), and without that disk no GPU comes up";
+        let why = "its guests take the driver from the extension disk `gpu` (Kata 4), and without \
+                   that disk no GPU comes up";
         eprintln!("kata-gpu-boot: note: no nvidia.ko in the image: {why}");
     }
     let disk = &done.disk;
@@ -469,7 +471,10 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
         text.push_str(&format!("the partition has grown to {} MiB\n", bytes >> 20));
     }
     if disk.has_second {
-        text.push_str("a second partition, as one with a dm-verity hash, is the old root's: set kernel_verity_params = \"\"\n");
+        text.push_str(
+            "a second partition, as one with a dm-verity hash, is the old root's: set \
+                       kernel_verity_params = \"\"\n",
+        );
     }
     text.push_str(&format!(
         "{}, {}\n",
@@ -529,7 +534,8 @@ fn replace_in_initrd(args: &ReplaceInitArgs) -> Result<bool> {
     }
     text.push_str(&helper::text(&done.helper, &done.helper_lacks));
     text.push_str(
-        "the kernel starts /init; remove rdinit= from its parameters if there is one (init= is for disk images and means nothing here)\n",
+        "the kernel starts /init; remove rdinit= from its parameters if there is one (init= is for \
+         disk images and means nothing here)\n",
     );
     if let Some(old) = &done.old_init {
         text.push_str(&format!("the old init stays: rdinit={old} starts it\n"));

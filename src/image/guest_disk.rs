@@ -91,7 +91,8 @@ pub fn look(file: &(impl ReadAt + ?Sized), length: u64) -> io::Result<Result<Dis
     };
     if start.checked_add(root_bytes).is_none_or(|end| end > length) {
         return Ok(Err(format!(
-            "its first partition has {root_bytes} bytes from byte {start} on, and the file {length}: it is cut"
+            "its first partition has {root_bytes} bytes from byte {start} on, and the file \
+             {length}: it is cut"
         )));
     }
     let Some(root) = file_system(file, start)? else {

@@ -133,7 +133,8 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
         missed: 0,
     };
     println!(
-        "ms of {runs} runs; cold: the contents of the files that are read, and of the program, are not in the page cache (names and inodes are)"
+        "ms of {runs} runs; cold: the contents of the files that are read, and of the program, are \
+         not in the page cache (names and inodes are)"
     );
     println!(
         "{:<64} {:>8} {:>8} {:>8} {:>6}",
@@ -149,7 +150,8 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
         bench.verdict(peak <= MEMORY),
     );
     println!(
-        "the spec of 17 devices has {ours} bytes, the incumbent's {theirs}: {:.2} of it, target {HALF}  {half}",
+        "the spec of 17 devices has {ours} bytes, the incumbent's {theirs}: {:.2} of it, target \
+         {HALF}  {half}",
         ours as f64 / theirs as f64
     );
     println!(
@@ -161,7 +163,8 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
         root,
         "cdi",
         &json!({
-            "command": format!("tests/bench/run cdi {runs}"), "machine": machine(), "rows": bench.raw,
+            "command": format!("tests/bench/run cdi \
+                                {runs}"), "machine": machine(), "rows": bench.raw,
             "spec_bytes": ours, "reference_bytes": theirs, "peak_kb": peak,
         }),
     )?;

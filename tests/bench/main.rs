@@ -24,7 +24,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus \
-    N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench fabric [RUNS] [GUEST..] [--tenth] | \
+    N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench fabric [RUNS] \
+    [GUEST..] [--tenth] | \
     bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench schedule | bench soak [BOOTS] \
     [SEED] [--at-once N] [--file FILE] | bench soak --only SEED | --describe SEED | --summary | \
     bench trace [RUNS] [HOST..] [--overhead]";

@@ -153,7 +153,8 @@ fn the_front_page_is_short_and_has_every_parameter() {
     let table = parameters_markdown();
     assert!(
         read("src/README.md").contains(&table),
-        "src/README.md's table of parameters is not what `kata-gpu-init parameters` prints:\n{table}"
+        "src/README.md's table of parameters is not what `kata-gpu-init parameters` \
+         prints:\n{table}"
     );
 }
 

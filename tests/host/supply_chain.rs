@@ -377,7 +377,68 @@ fn the_version_has_the_build_and_the_sum_of_the_program() {
 
 /// Whether CycloneDX's own schema takes a list.
 fn validated(python: &Path, list: &str) -> bool {
-    let script = "import sys\nfrom cyclonedx.validation.json import JsonStrictValidator\nfrom cyclonedx.schema import SchemaVersion\n\
+    let script = "import sys\nfrom cyclonedx.validation.json import JsonStrictValidator\nfrom \
+                  cyclonedx.schema import SchemaVersion\n\
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
+                  \
                   sys.exit(JsonStrictValidator(SchemaVersion.V1_5).validate_str(open(sys.argv[1]).read()) is not None)";
     let dir = crate::TempDir::new("supply-chain-list");
     let path = dir.0.join("list.json");

@@ -287,7 +287,8 @@ fn check(kata: &mut KataHost) -> Result<Outcome> {
     // By the name that a RuntimeClass has, and as JSON.
     kata.host.run(&format!(
         "printf '[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.kata-gpu]\\nruntime_type = \"io.containerd.kata.v2\"\\n\
-         [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.kata-gpu.options]\\nConfigPath = \"{config}\"\\n' >> /etc/containerd/config.toml
+         [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.kata-gpu.options]\\nConfigPath \
+         = \"{config}\"\\n' >> /etc/containerd/config.toml
          systemctl restart containerd"
     ))?;
     let (status, said) = kata.check("kata-gpu", "--json")?;

@@ -163,7 +163,8 @@ mod tests {
         let text = sizes_text(&some, &Screen::PLAIN);
         assert_eq!(
             text,
-            "COMPONENT  FILES  BYTES  SHARE\ninit           1     25    25%\nrest           2     75    75%\nall            3    100   100%\n"
+            "COMPONENT  FILES  BYTES  SHARE\ninit           1     25    25%\nrest           2     \
+             75    75%\nall            3    100   100%\n"
         );
         assert!(
             sizes_text(&Sizes::new(), &Screen::PLAIN).contains("all            0      0     0%")

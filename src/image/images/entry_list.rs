@@ -106,7 +106,8 @@ fn parse(line: &str, folder: &Path) -> Result<Option<Line>> {
         ),
         ("dir" | "file" | "link" | "char" | "block" | "fifo" | "tree", _) => {
             bail!(
-                "{kind} with {} words after it: `kata-gpu-boot image pack --help` shows how many it takes",
+                "{kind} with {} words after it: `kata-gpu-boot image pack --help` shows how many \
+                 it takes",
                 rest.len()
             )
         }

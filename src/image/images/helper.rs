@@ -95,7 +95,7 @@ fn read_program(path: &Path) -> Result<Vec<u8>> {
         && !has(PENDING.as_bytes());
     ensure!(
         is_helper,
-        "helper {shown}: another program: build it with cargo build --release --features nvml --bin {PROGRAM}"
+        "helper {shown}: another program: build it with cargo build --release -p {PROGRAM}"
     );
     Ok(bytes)
 }
@@ -147,7 +147,10 @@ pub fn text(helper: &Result<PathBuf, String>, lacks: &[String]) -> String {
     };
     if !lacks.is_empty() {
         let lacks = printable(&lacks.join(", "));
-        text.push_str(&format!("{PROGRAM} does not find in the image: {lacks}: it will not start there, and nothing asks NVML\n"));
+        text.push_str(&format!(
+            "{PROGRAM} does not find in the image: {lacks}: it will not start \
+                                there, and nothing asks NVML\n"
+        ));
     }
     text
 }

@@ -316,7 +316,8 @@ impl Scan<'_> {
             if first_byte(&rest)? == Some(b'0') {
                 ensure!(
                     at % 4 == 0,
-                    "byte {at}: an archive must begin at a multiple of 4, or the kernel does not unpack it: put zeros before it"
+                    "byte {at}: an archive must begin at a multiple of 4, or the kernel does not \
+                     unpack it: put zeros before it"
                 );
                 let (part, end) = self.part(Form::Plain, rest.clone(), rest.clone(), at)?;
                 let length = match end {
@@ -344,7 +345,8 @@ impl Scan<'_> {
                         bail!("byte {at}: what is unpacked there is {what}");
                     }
                     bail!(
-                        "byte {at}: byte {inside} of what is unpacked there is neither the beginning of an entry nor zero"
+                        "byte {at}: byte {inside} of what is unpacked there is neither the \
+                         beginning of an entry nor zero"
                     );
                 }
                 self.image.parts.push(part);
@@ -420,7 +422,8 @@ impl Scan<'_> {
         let length = window.content.length;
         ensure!(
             end <= length,
-            "an entry of {name_size} and {size} bytes ends at {end}, and the archive at {length}: the file is cut, or the header wrong"
+            "an entry of {name_size} and {size} bytes ends at {end}, and the archive at {length}: \
+             the file is cut, or the header wrong"
         );
         ensure!(name_size > 0, "an entry without a name");
         // A trailer's data is skipped like any other, although no writer adds any.
@@ -492,7 +495,8 @@ impl Scan<'_> {
         let flags = head.get(3).copied().unwrap_or_default();
         ensure!(
             flags & !(GZIP_TEXT | GZIP_NAME) == 0,
-            "a gzip header with flags {flags:#x}: the kernel steps over a file name alone; compress it with gzip -n"
+            "a gzip header with flags {flags:#x}: the kernel steps over a file name alone; \
+             compress it with gzip -n"
         );
         let spool = Rc::new(unnamed_file()?);
         let mut file = BufReader::with_capacity(CHUNK, rest.reader());
@@ -511,14 +515,16 @@ impl Scan<'_> {
             length += read as u64;
             progress.add(read as u64);
             self.unpacked += read as u64;
-            let cure = "nothing more of it is unpacked; if it is to be trusted, unpack it with gzip -d and give the plain archive";
+            let cure = "nothing more of it is unpacked; if it is to be trusted, unpack it with \
+                        gzip -d and give the plain archive";
             ensure!(
                 self.unpacked <= MAX_UNPACKED,
                 "more than {MAX_UNPACKED} bytes come out: no guest has so much; {cure}"
             );
             ensure!(
                 length <= most,
-                "{} compressed bytes grow to more than {most}, {MAX_RATIO} times: no initrd does; {cure}",
+                "{} compressed bytes grow to more than {most}, {MAX_RATIO} times: no initrd does; \
+                 {cure}",
                 rest.length
             );
             let chunk = buffer.get(..read).unwrap_or_default();
@@ -534,7 +540,8 @@ impl Scan<'_> {
                     (_, Some(what)) => bail!("what is unpacked is {what}"),
                     (Some(_), None) => bail!("what is unpacked is no newc archive: not an initrd"),
                     (None, None) => bail!(
-                        "what is unpacked begins with more than {MAX_BEFORE_ARCHIVE} zeros: no initrd does"
+                        "what is unpacked begins with more than {MAX_BEFORE_ARCHIVE} zeros: no \
+                         initrd does"
                     ),
                 }
             }
@@ -546,14 +553,17 @@ impl Scan<'_> {
 
 /// Name of a format that is no initrd, with the cure.
 fn what_it_is(content: &Content) -> Result<Option<String>> {
-    Ok(disk::known(content)?.map(|disk::Known { name, is_disk }| match is_disk {
-        true => {
-            format!(
-                "{name}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, `kata-gpu-boot image replace-init` gives it another init)"
-            )
-        }
-        false => format!("{name}: not an initrd"),
-    }))
+    Ok(
+        disk::known(content)?.map(|disk::Known { name, is_disk }| match is_disk {
+            true => {
+                format!(
+                    "{name}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, \
+                 `kata-gpu-boot image replace-init` gives it another init)"
+                )
+            }
+            false => format!("{name}: not an initrd"),
+        }),
+    )
 }
 
 fn no_room(directory: &Path) -> String {

@@ -31,7 +31,8 @@ pub fn release(given: &str) -> Result<String> {
     match of(&mut *kernel_file::open(path)?).with_context(|| format!("read kernel {given}"))? {
         Some(release) => Ok(release),
         None => bail!(
-            "kernel {given}: its release is not in it (is it compressed?): give the release itself, as `uname -r` has it"
+            "kernel {given}: its release is not in it (is it compressed?): give the release \
+             itself, as `uname -r` has it"
         ),
     }
 }

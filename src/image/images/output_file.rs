@@ -94,7 +94,8 @@ impl Output {
             ensure!(!meta.is_dir(), "write {shown}: a directory is there");
             ensure!(
                 !meta.is_symlink(),
-                "write {shown}: a symbolic link is there: name the file that is meant, or remove the link"
+                "write {shown}: a symbolic link is there: name the file that is meant, or remove \
+                 the link"
             );
             ensure!(
                 meta.is_file(),
@@ -254,7 +255,8 @@ fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
                 match created {
                     Some(file) => return Ok((file, None)),
                     None => bail!(
-                        "{shown} is there, and this file system has no locks: remove it if no other run is writing it"
+                        "{shown} is there, and this file system has no locks: remove it if no \
+                         other run is writing it"
                     ),
                 }
             }

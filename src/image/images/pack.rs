@@ -364,7 +364,8 @@ impl Items {
                     Some(other) => {
                         let (path, above) = (escaped(path), escaped(above));
                         bail!(
-                            "/{path} (from {}) lies in /{above}, which is no directory ({}): name the directory that is meant",
+                            "/{path} (from {}) lies in /{above}, which is no directory ({}): name \
+                             the directory that is meant",
                             item.from.display(),
                             other.from.display()
                         )

@@ -112,7 +112,8 @@ fn entry_of(tree: &Tree, id: Id) -> Result<usize> {
     );
     ensure!(
         tree.names(id) == 1,
-        "replace {path}: the same file has {} names (hard links): unpack the image, and pack it anew",
+        "replace {path}: the same file has {} names (hard links): unpack the image, and pack it \
+         anew",
         tree.names(id)
     );
     tree.node(id)
@@ -145,7 +146,8 @@ pub fn repack(
     let differences = diff::differences(tree, &tree_after, true)?;
     if let Some(surprise) = differences.iter().find(|d| !plan.paths.contains(&d.path)) {
         bail!(
-            "{} would change: the image has entries that depend on each other; unpack it, and pack it anew",
+            "{} would change: the image has entries that depend on each other; unpack it, and pack \
+             it anew",
             escaped(&surprise.path)
         );
     }

@@ -146,7 +146,8 @@ impl Tree {
             }
             if tree.steps.get() > MAX_STEPS {
                 bail!(
-                    "entry {index} of {}: its paths and links take more steps than any real image's",
+                    "entry {index} of {}: its paths and links take more steps than any real \
+                     image's",
                     image.entries.len()
                 );
             }

@@ -99,7 +99,8 @@ pub fn sixteen() -> String {
             let mut words = failed.clone();
             words["kind"] = "kmsg".into();
             words["name"] = "kmsg".into();
-            words["fields"] = serde_json::json!({ "text": format!("NVRM: GPU {address}: RmInitAdapter failed! (0x62:0x40:2142)") });
+            words["fields"] = serde_json::json!({ "text": format!("NVRM: GPU {address}: \
+                RmInitAdapter failed! (0x62:0x40:2142)") });
             for record in [&mut words, &mut failed] {
                 record["gpu"] = address.clone().into();
                 record["boottime_ns"] = (record["boottime_ns"].as_u64().unwrap() + LATER_NS).into();
@@ -258,7 +259,8 @@ request = json.load(sys.stdin)
 ids(request)
 message = json_format.ParseDict(request, ExportTraceServiceRequest())
 spans = message.resource_spans[0].scope_spans[0].spans
-print(len(spans), sum(len(s.links) for s in spans), sum(s.status.code == 2 for s in spans), {len(s.trace_id) for s in spans}, {len(s.span_id) for s in spans})
+print(len(spans), sum(len(s.links) for s in spans), sum(s.status.code == 2 for s in spans), \
+{len(s.trace_id) for s in spans}, {len(s.span_id) for s in spans})
 ";
 
 #[test]

@@ -220,6 +220,66 @@ fn hostile() -> String {
         ][(seq % 5) as usize];
         out.push_str(&format!(
             "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{time},\"kind\":\"{kind}\",\"name\":\"{name}\"{span},\"gpu\":\"{:04x}:00:00.0\",\"after\":[{},{}],\
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
+             \
              \"level\":\"error\",\"error\":\"{evil}\",\"fields\":{{\"{evil}\":\"{evil}\",\"step\":\"{evil}\",\"reason\":\"{evil}\",\"text\":\"{evil}\",\"index\":{seq}}}}}\n",
             seq % 40,
             seq / 3 + 1,
@@ -274,7 +334,11 @@ fn the_policy_stops_a_script_that_got_into_the_page() {
         Format::Html,
     ))
     .unwrap();
-    let inside = page.replace("</main>", "<script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\"></main>");
+    let inside = page.replace(
+        "</main>",
+        "<script>document.title='pwned'</script><img src=x \
+                                          onerror=\"document.title='pwned'\"></main>",
+    );
     assert_ne!(inside, page);
     let (dom, console) = browser.run(
         &browser.page("inside.html", inside.as_bytes()),

@@ -152,7 +152,8 @@ fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
         (b"070707".repeat(40), "an old cpio format"),
         (
             disk(1024, &[0xe2, 0xe1, 0xf5, 0xe0]),
-            "it is an erofs file system, a disk image: not an initrd (`kata-gpu-boot install --image`",
+            "it is an erofs file system, a disk image: not an initrd (`kata-gpu-boot install \
+             --image`",
         ),
         (
             disk(1080, &[0x53, 0xef]),

@@ -370,7 +370,8 @@ fn a_list_says_what_a_directory_cannot() {
     .unwrap();
     std::fs::write(dir.0.join("program"), "2").unwrap();
     let list = dir.0.join("list");
-    let text = "dir / 0700\nfile /usr/bin/p 0755 program\nchar /dev/console 0600 5:1 # the kernel opens it\nblock /dev/vda 0660 254:0\n\
+    let text = "dir / 0700\nfile /usr/bin/p 0755 program\nchar /dev/console 0600 5:1 # the kernel \
+                opens it\nblock /dev/vda 0660 254:0\n\
                 link /var/run ../run\nfifo /run/p 0622\ntree /opt/t tree\n";
     std::fs::write(&list, text).unwrap();
     packed(&[&list], Form::Plain, &dir.0.join("out")).unwrap();

@@ -156,7 +156,8 @@ fn only_the_output_of_a_dead_run_is_replaced() {
 fn a_full_disk_leaves_the_old_image_whole_and_nothing_beside_it() {
     let (dir, root) = world("full");
     fs::write(root.join("large"), vec![7; 300_000]).unwrap();
-    let script = "mount -t tmpfs -o size=128k none \"$1\" && echo old > \"$1/image\" && { \"$0\" image pack \"$2\" -o \"$1/image\"; \
+    let script = "mount -t tmpfs -o size=128k none \"$1\" && echo old > \"$1/image\" && { \"$0\" \
+                  image pack \"$2\" -o \"$1/image\"; \
                   echo \"status $?\"; cat \"$1/image\"; ls -A \"$1\"; }";
     fs::create_dir(dir.0.join("small")).unwrap();
     let ran = Command::new("unshare")

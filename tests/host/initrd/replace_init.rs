@@ -166,7 +166,9 @@ impl Case {
 
 const EROFS: &str = "mkfs.erofs --quiet \"$2\" \"$1\"";
 /// The mode in an inode of an erofs image.
-const SETUID: &str = "nid=$(dump.erofs --path=/usr/bin/su \"$1\" | sed -nE 's/^NID: ([0-9]+) .*/\\1/p'); od -An -to2 -j $(($(od -An -tu4 -j 1064 -N4 \"$1\") * 4096 + nid * 32 + 4)) -N2 \"$1\"";
+const SETUID: &str = "nid=$(dump.erofs --path=/usr/bin/su \"$1\" | sed -nE 's/^NID: ([0-9]+) \
+                      .*/\\1/p'); od -An -to2 -j $(($(od -An -tu4 -j 1064 -N4 \"$1\") * 4096 + nid \
+                      * 32 + 4)) -N2 \"$1\"";
 
 #[test]
 fn an_arm64_image_takes_an_arm64_init_and_no_other() {
@@ -276,7 +278,8 @@ fn a_partition_table_changes_only_if_the_root_outgrows_it() {
         fs::write(case.at("init"), init(&[7; 200_000])).unwrap();
         done(&shell(EROFS, &[&case.at("root"), &case.at("fs")]));
         let disk = format!(
-            "truncate -s 8M \"$2\"; printf 'label: {label}\\nstart=2048, size={sectors}\\n' | sfdisk -q \"$2\"; dd status=none conv=notrunc bs=512 seek=2048 if=\"$1\" of=\"$2\""
+            "truncate -s 8M \"$2\"; printf 'label: {label}\\nstart=2048, size={sectors}\\n' | \
+             sfdisk -q \"$2\"; dd status=none conv=notrunc bs=512 seek=2048 if=\"$1\" of=\"$2\""
         );
         done(&shell(&disk, &[&case.at("fs"), &case.at("old")]));
         let said = done(&case.replace("old"));
@@ -324,7 +327,8 @@ fn a_name_that_leads_out_of_the_image_is_refused() {
     // wants a file elsewhere.
     let patch = "sed -i 's#QQyWWyTTyescaped#../../../escaped#' \"$2\"";
     let make = format!(
-        "{EROFS}; {patch}; printf '\\0\\0\\0\\0' | dd of=\"$2\" bs=1 seek=1032 conv=notrunc status=none"
+        "{EROFS}; {patch}; printf '\\0\\0\\0\\0' | dd of=\"$2\" bs=1 seek=1032 conv=notrunc \
+         status=none"
     );
     let case = Case::new("traversal");
     fs::write(case.at("root/etc/QQyWWyTTyescaped"), "of the image").unwrap();
@@ -401,7 +405,8 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
     case.refused("none", "No such file");
     fs::write(case.at("text"), "text").unwrap();
     case.refused("text", "neither a newc archive nor gzip");
-    let ext4 = "truncate -s 1M \"$1\"; printf '\\123\\357' | dd of=\"$1\" bs=1 seek=1080 conv=notrunc status=none";
+    let ext4 = "truncate -s 1M \"$1\"; printf '\\123\\357' | dd of=\"$1\" bs=1 seek=1080 \
+                conv=notrunc status=none";
     done(&shell(ext4, &[&case.at("ext4")]));
     case.refused("ext4", "its root is ext4, and this changes and reads erofs");
     done(&shell(EROFS, &[&case.at("root"), &case.at("full")]));
@@ -666,7 +671,8 @@ fn a_stricter_limit_of_the_callers_stays() {
     }
     let case = Case::new("limits");
     done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
-    let script = "ulimit -v 4000000; ulimit -t 600; exec \"$1\" image replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
+    let script = "ulimit -v 4000000; ulimit -t 600; exec \"$1\" image replace-init --no-nvml \
+                  \"$2\" --init \"$3\" -o \"$4\"";
     done(&shell(
         script,
         &[
@@ -708,7 +714,9 @@ fn without_namespaces_the_cure_is_named_and_nothing_written() {
     }
     let case = Case::new("namespaces");
     done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
-    let script = "unshare -Ur true || exit 9; unshare -Ur sh -ec 'echo 0 >/proc/sys/user/max_user_namespaces; exec \"$@\"' sh \"$1\" image replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
+    let script = "unshare -Ur true || exit 9; unshare -Ur sh -ec 'echo 0 \
+                  >/proc/sys/user/max_user_namespaces; exec \"$@\"' sh \"$1\" image replace-init \
+                  --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
     let output = shell(
         script,
         &[

@@ -66,22 +66,56 @@ pub fn guest() -> Vec<Made> {
         link("lib64", "usr/lib64"),
         link("var/run", "../run"),
         program("init", stand_in::library(None, &[])),
-        program("usr/bin/kata-agent", stand_in::program(LOADER, &["libc.so.6"], None)),
-        program("usr/bin/nvidia-smi", stand_in::program(LOADER, &["libc.so.6", "libown.so"], Some("$ORIGIN/../own"))),
+        program(
+            "usr/bin/kata-agent",
+            stand_in::program(LOADER, &["libc.so.6"], None),
+        ),
+        program(
+            "usr/bin/nvidia-smi",
+            stand_in::program(LOADER, &["libc.so.6", "libown.so"], Some("$ORIGIN/../own")),
+        ),
         directory("usr/own"),
-        file("usr/own/libown.so", stand_in::library(Some("libown.so"), &["libc.so.6"])),
-        program("usr/lib64/ld-linux-x86-64.so.2", stand_in::library(Some("ld-linux-x86-64.so.2"), &[])),
-        file("usr/lib64/libc.so.6", stand_in::library(Some("libc.so.6"), &["ld-linux-x86-64.so.2"])),
-        file(&format!("usr/lib64/libcuda.so.{VERSION}"), stand_in::library(Some("libcuda.so.1"), &["libc.so.6"])),
-        file(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"), stand_in::library(Some("libnvidia-ml.so.1"), &["libc.so.6"])),
-        file(&format!("usr/lib/firmware/nvidia/{VERSION}/gsp_ga10x.bin"), "firmware"),
-        file(&format!("usr/lib/firmware/nvidia/{VERSION}/gsp_tu10x.bin"), "firmware"),
+        file(
+            "usr/own/libown.so",
+            stand_in::library(Some("libown.so"), &["libc.so.6"]),
+        ),
+        program(
+            "usr/lib64/ld-linux-x86-64.so.2",
+            stand_in::library(Some("ld-linux-x86-64.so.2"), &[]),
+        ),
+        file(
+            "usr/lib64/libc.so.6",
+            stand_in::library(Some("libc.so.6"), &["ld-linux-x86-64.so.2"]),
+        ),
+        file(
+            &format!("usr/lib64/libcuda.so.{VERSION}"),
+            stand_in::library(Some("libcuda.so.1"), &["libc.so.6"]),
+        ),
+        file(
+            &format!("usr/lib64/libnvidia-ml.so.{VERSION}"),
+            stand_in::library(Some("libnvidia-ml.so.1"), &["libc.so.6"]),
+        ),
+        file(
+            &format!("usr/lib/firmware/nvidia/{VERSION}/gsp_ga10x.bin"),
+            "firmware",
+        ),
+        file(
+            &format!("usr/lib/firmware/nvidia/{VERSION}/gsp_tu10x.bin"),
+            "firmware",
+        ),
         file(
             &format!("{modules}/modules.dep"),
-            "extra/nvidia-uvm.ko: extra/nvidia.ko extra/ecc.ko\nextra/nvidia.ko: extra/ecc.ko\nextra/ecc.ko:\nextra/other.ko:\n",
+            "extra/nvidia-uvm.ko: extra/nvidia.ko extra/ecc.ko\nextra/nvidia.ko: \
+             extra/ecc.ko\nextra/ecc.ko:\nextra/other.ko:\n",
         ),
-        file(&format!("{modules}/extra/nvidia.ko"), module(Some(VERSION), &firmware)),
-        file(&format!("{modules}/extra/nvidia-uvm.ko"), module(Some(VERSION), "")),
+        file(
+            &format!("{modules}/extra/nvidia.ko"),
+            module(Some(VERSION), &firmware),
+        ),
+        file(
+            &format!("{modules}/extra/nvidia-uvm.ko"),
+            module(Some(VERSION), ""),
+        ),
         file(&format!("{modules}/extra/ecc.ko"), module(None, "")),
         file(&format!("{modules}/extra/other.ko"), module(None, "")),
     ]);

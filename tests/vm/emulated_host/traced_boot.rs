@@ -179,7 +179,8 @@ impl TracedHost {
     /// Starts a recorder of the next VM.
     pub fn record_next(&mut self) -> Result<()> {
         let recorder = format!(
-            "{PROGRAM} doctor --record --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & echo $! > /run/trace.pid"
+            "{PROGRAM} doctor --record --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & \
+             echo $! > /run/trace.pid"
         );
         self.host.run(&format!("({recorder})"))?;
         let waits = "grep -q 'waiting for the next VM' /run/trace.log";

@@ -196,7 +196,8 @@ impl Superblock {
             let sum = checksum(&whole);
             ensure!(
                 sum == stored,
-                "the superblock's checksum is {sum:#x}, and {stored:#x} is stored: the image is damaged"
+                "the superblock's checksum is {sum:#x}, and {stored:#x} is stored: the image is \
+                 damaged"
             );
         }
         Ok(found)

@@ -85,7 +85,8 @@ pub struct Replaced {
 
 /// Why an ext4 root is refused. Kata's NVIDIA images have erofs in both runtimes, confidential ones
 /// too (DEFROOTFSTYPE_NV in its Makefiles, FS_TYPE in kata-deploy-binaries.sh).
-const EXT4: &str = "its root is ext4, and this changes and reads erofs, as Kata's NVIDIA images are: \
+const EXT4: &str = "its root is ext4, and this changes and reads erofs, as Kata's NVIDIA images \
+                    are: \
                     build the image with FS_TYPE=erofs";
 
 /// Errors: the root is not erofs, or the files' sizes add up to more than the image can hold, by
@@ -271,8 +272,9 @@ fn read_init(path: &Path) -> Result<Vec<u8>> {
     // The first page holds a loader's path. An image has no libraries for such an init.
     ensure!(
         memmem::find(head, b"/ld-").is_none(),
-        "init {shown}: dynamically linked, or another program (INIT is the guest's program, kata-gpu-init): build it with cargo build --release --target \
-         {}-unknown-linux-musl --bin kata-gpu-init",
+        "init {shown}: dynamically linked, or another program (INIT is the guest's program, \
+         kata-gpu-init): build it with cargo build --release --target \
+         {}-unknown-linux-musl -p kata-gpu-init",
         Arch::of_head(&init).unwrap_or(Arch::OURS)
     );
     ensure!(
@@ -298,8 +300,9 @@ fn check_arch(path: &Path, init: &[u8], tree: &Tree) -> Result<()> {
     ) {
         ensure!(
             inits == agents,
-            "init {} is for {inits}, and the image's agent for {agents}: build it with cargo build --release --target {agents}-unknown-linux-musl \
-             --bin kata-gpu-init",
+            "init {} is for {inits}, and the image's agent for {agents}: build it with cargo build \
+             --release --target {agents}-unknown-linux-musl \
+             -p kata-gpu-init",
             path.display()
         );
     }

@@ -50,7 +50,8 @@ pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Resul
         && mark == NVDIMM.1;
     ensure!(
         !has_header,
-        "the new root needs {} MiB, the partition has {}, and Kata's nvdimm header holds that size, too: make the image with a larger partition",
+        "the new root needs {} MiB, the partition has {}, and Kata's nvdimm header holds that \
+         size, too: make the image with a larger partition",
         partition >> 20,
         disk.root_bytes >> 20
     );

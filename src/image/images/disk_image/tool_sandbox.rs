@@ -40,7 +40,8 @@ const MAX_CPU_S: u64 = 900;
 const NOT_STARTED: u8 = 125;
 /// Lines of a program's output in an error.
 const LINES: usize = 3;
-const CURE: &str = "user namespaces are needed: allow them (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, \
+const CURE: &str = "user namespaces are needed: allow them (sysctl user.max_user_namespaces above \
+                    0, kernel.unprivileged_userns_clone=1, \
 kernel.apparmor_restrict_unprivileged_userns=0), or do this outside the container";
 
 /// A program with its arguments.
@@ -206,7 +207,8 @@ pub fn run_inside(tool: Tool, directory: &Path) -> ExitCode {
         match status.code() {
             Some(code) => Ok(code as u8),
             None => bail!(
-                "{name}: {status}: it needs more than {MAX_MEMORY} bytes of memory or {MAX_CPU_S} s, or has failed"
+                "{name}: {status}: it needs more than {MAX_MEMORY} bytes of memory or {MAX_CPU_S} \
+                 s, or has failed"
             ),
         }
     };

@@ -25,7 +25,8 @@ macro_rules! rules {
 rules! {
     NO_INIT "no-init" Error,
         "the kernel finds no program to start, looks for a root disk instead, and panics",
-        "put kata-gpu-init there (`kata-gpu-boot image replace-init`), or name the program with rdinit= and --rdinit";
+        "put kata-gpu-init there (`kata-gpu-boot image replace-init`), or name the program with \
+         rdinit= and --rdinit";
     INIT_DANGLING "init-dangling" Error,
         "the kernel's init is a link that leads to nothing: it panics",
         "put the link's target into the image, or a program in the link's place";
@@ -49,7 +50,8 @@ rules! {
         "put its needs into the image, or omit the program";
     NO_MODULES "no-modules" Error,
         "no kernel's modules can be found: neither the driver nor its dependencies are loaded",
-        "put the modules of the guest's kernel into /lib/modules, and run depmod -b on the image's root";
+        "put the modules of the guest's kernel into /lib/modules, and run depmod -b on the image's \
+         root";
     OTHER_KERNEL "other-kernel" Error,
         "the modules are those of another kernel: none is found",
         "put this kernel's modules into the image, or boot the kernel that they are for";
@@ -60,7 +62,8 @@ rules! {
         "the driver's module is not listed: no GPU is ever usable",
         "put nvidia.ko and nvidia-uvm.ko into /lib/modules, and run depmod -b on the image's root";
     MODULE_MISSING "module-missing" Error,
-        "the driver's module, or one that it depends on, is listed and not there: it cannot be loaded",
+        "the driver's module, or one that it depends on, is listed and not there: it cannot be \
+         loaded",
         "put it there, and run depmod -b on the image's root";
     OTHER_MODULE_MISSING "other-module-missing" Warning,
         "a module is listed and not there: its users fail",
@@ -75,18 +78,22 @@ rules! {
         "nvidia-uvm and nvidia are of different versions: one refuses the other",
         "put modules of one version into the image";
     DRIVER_ELSEWHERE "driver-elsewhere" Note,
-        "no part of NVIDIA's driver is in the image: its guests take the driver and its services from the extension disk `gpu` (Kata 4), and without \
+        "no part of NVIDIA's driver is in the image: its guests take the driver and its services \
+         from the extension disk `gpu` (Kata 4), and without \
          that disk no GPU comes up",
-        "have that disk in Kata's configuration (guest_extension_images, name = \"gpu\"), or put the driver into the image";
+        "have that disk in Kata's configuration (guest_extension_images, name = \"gpu\"), or put \
+         the driver into the image";
     NO_FIRMWARE "no-firmware" Error,
-        "GPUs with a GSP (Turing and later) are not initialised without the firmware of the driver's own version",
+        "GPUs with a GSP (Turing and later) are not initialised without the firmware of the \
+         driver's own version",
         "put gsp_*.bin of this version there, uncompressed";
     FIRMWARE_PARTIAL "firmware-partial" Warning,
         "GPUs that need this one of the firmware files are not initialised",
         "put it there, uncompressed, unless no such GPU is ever passed in";
     NO_LIBCUDA "no-libcuda" Error,
         "no CUDA program starts in a container",
-        "put the driver's user space into the image; --no-user-space if it comes from elsewhere, or is not needed";
+        "put the driver's user space into the image; --no-user-space if it comes from elsewhere, \
+         or is not needed";
     NO_NVML "no-nvml" Warning,
         "nvidia-smi and all other users of NVML find no library",
         "put libnvidia-ml of the driver's version into the image";
@@ -95,18 +102,22 @@ rules! {
         "put module, libraries and firmware of one version into the image";
     SERVICE_BROKEN "service-broken" Warning,
         "this service has its program in the image and would not start",
-        "put the missing files there (rootfs-builder/build --services DIR takes them from NVIDIA's packages), or omit the program";
+        "put the missing files there (rootfs-builder/build --services DIR takes them from NVIDIA's \
+         packages), or omit the program";
     SERVICE_REMARK "service-differs" Warning,
         "this service starts otherwise than it should",
         "put what is named into the image (rootfs-builder/build does), or use such a kernel";
     SERVICE_MISSING "service-missing" Error,
         "a guest of this topology, named by --topology, starts this service and cannot",
-        "put the service's package into the image (rootfs-builder/build --services DIR takes it from NVIDIA's packages, unpacked)";
+        "put the service's package into the image (rootfs-builder/build --services DIR takes it \
+         from NVIDIA's packages, unpacked)";
     SERVICE_WANTED "service-wanted" Warning,
         "a guest of this topology, named by --topology, runs without this service",
-        "put the service's package into the image (rootfs-builder/build --services DIR takes it from NVIDIA's packages, unpacked)";
+        "put the service's package into the image (rootfs-builder/build --services DIR takes it \
+         from NVIDIA's packages, unpacked)";
     VAR_RUN_DIRECTORY "var-run-directory" Error,
-        "/var/run is not /run, and no init can replace it by a link: the agent does not find the CDI spec, and no container gets a GPU",
+        "/var/run is not /run, and no init can replace it by a link: the agent does not find the \
+         CDI spec, and no container gets a GPU",
         "make it a link: ln -s ../run var/run";
     VAR_RUN "var-run" Warning,
         "/var/run does not lead to /run; kata-gpu-init makes it so, other inits do not",
@@ -115,7 +126,8 @@ rules! {
         "a file system has to be mounted there, and it is no directory",
         "make it a directory";
     PTMX "ptmx" Warning,
-        "it is no terminal multiplexer: where an init mounts no devtmpfs over it, the agent powers off and logs nothing",
+        "it is no terminal multiplexer: where an init mounts no devtmpfs over it, the agent powers \
+         off and logs nothing",
         "omit it: devtmpfs has it";
     SETUID "setuid" Warning,
         "any user runs it with its owner's rights, and nothing in a guest needs that",
@@ -130,22 +142,27 @@ rules! {
         "tools that unpack images elsewhere refuse it, or write where they should not",
         "pack the image again: `kata-gpu-boot image pack`";
     AGAIN "again" Warning,
-        "an earlier entry has the same name, and is replaced: lists of other tools may differ from the guest's files",
+        "an earlier entry has the same name, and is replaced: lists of other tools may differ from \
+         the guest's files",
         "pack the image again: `kata-gpu-boot image pack`";
     NO_TRAILER "no-trailer" Warning,
-        "an archive ends without its end mark: it may have been cut, and the kernel does not notice",
+        "an archive ends without its end mark: it may have been cut, and the kernel does not \
+         notice",
         "write it again";
     PACKED "packed" Note,
-        "a program that unpacks itself (UPX) does so at every start, which takes 200 ms for a large one; which libraries it needs cannot be seen",
+        "a program that unpacks itself (UPX) does so at every start, which takes 200 ms for a \
+         large one; which libraries it needs cannot be seen",
         "use the program as it was built";
     COMPRESSED "compressed" Note,
-        "the guest decompresses it at every boot: that costs time, and saves memory of guests that have no GPU (initrd/README.md has figures)",
+        "the guest decompresses it at every boot: that costs time, and saves memory of guests that \
+         have no GPU (initrd/README.md has figures)",
         "store it uncompressed if the time matters";
     NO_MANIFEST "no-manifest" Note,
         "the init searches for the driver's files at every boot",
         "write the list with `kata-gpu-init cdi manifest`, or repack the image";
     MANIFEST "manifest-stale" Warning,
-        "the list of the driver's files is not of this state of the image: the init searches for them at every boot",
+        "the list of the driver's files is not of this state of the image: the init searches for \
+         them at every boot",
         "write it again as the last step: `kata-gpu-init cdi manifest`, or repack the image";
 }
 

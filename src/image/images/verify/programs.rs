@@ -247,7 +247,8 @@ impl<'a> Programs<'a> {
         for id in all {
             if self.lookups > MAX_LOOKUPS {
                 let value = format!(
-                    "this and the rest were not checked: libraries are searched at more than {MAX_LOOKUPS} paths"
+                    "this and the rest were not checked: libraries are searched at more than \
+                     {MAX_LOOKUPS} paths"
                 );
                 findings.push(Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(value));
                 break;
