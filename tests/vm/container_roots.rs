@@ -12,10 +12,6 @@ pub const TESTS: &[VmTest] = &[
         run: one_hook,
     },
     VmTest {
-        name: "the_incumbents_six_hooks_have_the_same_effect",
-        run: six_hooks,
-    },
-    VmTest {
         name: "an_image_that_makes_the_hook_fail_changes_no_device_node",
         run: failing_hook,
     },
@@ -143,15 +139,15 @@ impl Ended {
     }
 }
 
-fn boot(context: &TestContext, hooks: &str) -> Result<Booted> {
+fn boot(context: &TestContext) -> Result<Booted> {
     let words = format!(
-        "fakepci.gpus=3 gpuinit.cdi.hooks={hooks} testagent.containers={CONTAINERS} \
+        "fakepci.gpus=3 testagent.containers={CONTAINERS} \
         testagent.without_hooks={WITHOUT_HOOKS}"
     );
     ["driver", "debian", "cuda", "alpine"]
         .into_iter()
         .fold(Guest::new().append(&words), Guest::archive)
-        .boot(context, hooks)
+        .boot(context, "roots")
 }
 
 /// Looks at all containers of a guest; gives the number of hooks of one, and their time in ms.
@@ -188,7 +184,7 @@ fn check(booted: &Booted) -> Result<(usize, f64)> {
 }
 
 fn one_hook(context: &TestContext) -> Result<Outcome> {
-    let mut booted = boot(context, "one")?;
+    let mut booted = boot(context)?;
     let (hooks, ms) = check(&booted)?;
     ensure!(hooks == 1, "{hooks} hooks have run");
     // The negative controls. Debian's loader looks into its own directories at last, where the link
@@ -211,27 +207,6 @@ fn one_hook(context: &TestContext) -> Result<Outcome> {
     booted.still_runs()?;
     Ok(Outcome::Measured(format!(
         "the hook of a container takes {ms:.1} ms in the guest"
-    )))
-}
-
-fn six_hooks(context: &TestContext) -> Result<Outcome> {
-    let mut booted = boot(context, "compat")?;
-    let (hooks, ms) = check(&booted)?;
-    // The first, for graphics, has nothing to do here and is not written.
-    ensure!(hooks == 5, "{hooks} hooks have run");
-    for container in ["bare-cuda", "bare-alpine"] {
-        let bare = Ended::wait(&booted, container)?;
-        // Without mounts at the links' paths there is nothing of that name.
-        ensure!(
-            bare.0.get("status") == "exit status: 127"
-                && bare.0.get("output").contains("libcuda.so.1"),
-            "without hooks: {:?}",
-            bare.0
-        );
-    }
-    booted.still_runs()?;
-    Ok(Outcome::Measured(format!(
-        "the hooks of a container take {ms:.1} ms in the guest"
     )))
 }
 

@@ -159,12 +159,12 @@ fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
         String::from_utf8(output.stdout).unwrap()
     };
     assert!(
-        show(1).contains("\npod ml/train-0, sandbox one\n"),
+        show(1).contains(", pod ml/train-0: ") && show(1).contains(", sandbox one\n"),
         "{}",
         show(1)
     );
     assert!(
-        show(2).contains("pod ml/\\x1b[2Jevil, sandbox two"),
+        show(2).contains(", pod ml/\\x1b[2Jevil: ") && show(2).contains(", sandbox two\n"),
         "{}",
         show(2)
     );

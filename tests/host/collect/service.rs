@@ -175,7 +175,7 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
     for dir in [&dir.0, &long.0] {
         std::fs::create_dir_all(dir.join("boots")).unwrap();
         let none = check(dir);
-        assert_eq!(none.status.code(), Some(1), "{none:?}");
+        assert_eq!(none.status.code(), Some(2), "{none:?}");
         assert!(
             String::from_utf8_lossy(&none.stderr).contains("does one run with this --dir?"),
             "{none:?}"

@@ -132,7 +132,7 @@ pub fn rules() -> Vec<serde_yaml::Value> {
 /// A stored boot as an OTLP request in JSON.
 pub fn exported(dir: &Path, n: u64) -> serde_json::Value {
     let output = Command::new(program())
-        .arg("export")
+        .arg("show")
         .arg(boot_path(dir, n))
         .arg("--otlp")
         .output()

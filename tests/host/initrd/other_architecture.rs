@@ -257,7 +257,7 @@ fn real_files_of_arm64_are_read_where_none_of_them_can_run() {
     }
     let initrd = |words: &[&str], paths: &[&Path]| {
         Command::new(program())
-            .arg("initrd")
+            .arg("image")
             .args(words)
             .args(paths)
             .output()

@@ -181,15 +181,17 @@ fn judge(host: &mut EmulatedHost, function: &str, cid: u32) -> Result<String> {
         show.contains("vmm.pin") && show.contains("vmm.map-bar BAR 2"),
         "{show}"
     );
-    let coverage = host.run(&format!("{PROGRAM} coverage {id} --dir {BOOTS} --json"))?;
-    ensure!(coverage.contains("\"processes start\""), "{coverage}");
+    let gaps = host.run(&format!(
+        "{PROGRAM} show {id} --dir {BOOTS} --by gap --json"
+    ))?;
+    ensure!(gaps.contains("\"processes start\""), "{gaps}");
     let share = boot
         .coverage
         .as_ref()
         .context("no coverage")?
         .unexplained_share;
-    let csv = host.run(&format!("{PROGRAM} export {id} --dir {BOOTS} --csv -o -"))?;
-    ensure!(csv.contains(",vmm.map-bar,host,"), "{csv}");
+    let otlp = host.run(&format!("{PROGRAM} show {id} --dir {BOOTS} --otlp"))?;
+    ensure!(otlp.contains("\"vmm.map-bar\""), "no such span");
     Ok(format!(
         "memory {:.2} s in {} call(s), BAR {:.2} s in {} call(s), {} times mapped; {} event(s); \
         {} exits; {share:.1} % unexplained",

@@ -413,7 +413,7 @@ impl KataHost {
     /// has said.
     pub fn follow(&mut self, sandbox: &str) -> Result<(i32, String)> {
         self.status_of(&format!(
-            "{PROGRAM} follow --dir {BOOTS} --sandbox {sandbox} --timeout 120"
+            "{PROGRAM} show --follow --dir {BOOTS} {sandbox} --timeout 120"
         ))
     }
 
@@ -471,15 +471,15 @@ impl KataHost {
         }
     }
 
-    /// How much time of a pod's boot is unexplained, by an import of a log and the boot; gives the
-    /// exit status of `coverage` and what it has said.
-    pub fn coverage(&mut self, log: &str, pod: &str, words: &str) -> Result<(i32, String)> {
+    /// Percentage of a pod's boot that no step explains, by a log and the boot's file.
+    pub fn unexplained(&mut self, log: &str, pod: &str, window: &str) -> Result<f64> {
         let id = self.boot_id(pod)?;
-        self.host.run(&format!(
-            "rm -f /run/imported.ndjson; {PROGRAM} import {log} \
-            {BOOTS}/{id}.ndjson --output /run/imported.ndjson"
+        let shown = self.host.run(&format!(
+            "{PROGRAM} show {log} {BOOTS}/{id}.ndjson --by gap --json {window}"
         ))?;
-        self.status_of(&format!("{PROGRAM} coverage /run/imported.ndjson {words}"))
+        let shown: serde_json::Value = serde_json::from_str(&shown)?;
+        let share = shown["account"]["unexplained_share"].as_f64();
+        share.with_context(|| format!("no share in {shown}"))
     }
 
     /// All boots, as people see them.
