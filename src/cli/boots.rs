@@ -12,6 +12,9 @@ use std::path::{Path, PathBuf};
 /// Version of the JSON forms of all verbs.
 pub const JSON_VERSION: u32 = 2;
 
+/// Directory of the systemd unit's collector.
+pub const OF_THE_UNIT: &str = "/var/lib/kata-gpu-boot";
+
 /// The collector's directory: `--dir`, else KATA_GPU_BOOT_DIR, else that of the systemd unit.
 #[derive(clap::Args, Clone, Debug)]
 pub struct BootDir {
@@ -21,7 +24,7 @@ pub struct BootDir {
         value_name = "DIR",
         env = "KATA_GPU_BOOT_DIR",
         hide_env_values = true,
-        default_value = "/var/lib/kata-gpu-boot"
+        default_value = OF_THE_UNIT
     )]
     pub dir: PathBuf,
 }

@@ -1,5 +1,6 @@
 //! `kata-gpu-boot collect`: the collector as a program.
 
+use super::boots::BootDir;
 use anyhow::{Context, Result};
 use kata_gpu_collect::fleet::http_server::parse_address;
 use kata_gpu_collect::fleet::pushing::Otlp;
@@ -38,9 +39,8 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
-    /// Directory for the boots' files; made if it does not exist.
-    #[arg(long)]
-    dir: PathBuf,
+    #[command(flatten)]
+    dir: BootDir,
     /// Vsock port that guests connect to.
     #[arg(long, default_value_t = DEFAULT_PORT, value_parser = port())]
     port: u32,
@@ -94,7 +94,7 @@ fn port() -> clap::builder::RangedI64ValueParser<u32> {
 /// Runs `collect`.
 pub fn run(args: &Args) -> Result<()> {
     if args.check {
-        return check::ask(&args.dir);
+        return check::ask(&args.dir.dir);
     }
     // Files and directories are made with their own mode. Sockets must be open to VMMs of other
     // users.
@@ -131,7 +131,7 @@ fn config(args: &Args) -> Result<Config> {
         run_as: args.user,
         metrics: args.metrics,
         drop_privileges: true,
-        ..Config::new(args.dir.clone(), args.port)
+        ..Config::new(args.dir.dir.clone(), args.port)
     };
     if !args.no_vms {
         config.vms = patterns(&args.vm, VM_SOCKETS.iter().copied())?;

@@ -1,7 +1,7 @@
 //! `kata-gpu-boot doctor`: what makes GPU guests start slowly on this host, and its cure; and a
 //! recording of the host's share of one boot.
 
-use super::boots::{json as plain_json, notes};
+use super::boots::{OF_THE_UNIT, json as plain_json, notes};
 use anyhow::{Context, Result};
 use kata_gpu_doctor::facts::{Depth, boots, facts_at};
 use kata_gpu_doctor::recorder::recording::{self, Target, Wanted};
@@ -50,8 +50,8 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
-    /// Directory that the collector writes to [default: no boots].
-    #[arg(long)]
+    /// Directory that the collector writes to [default: that of the systemd unit, if it is there].
+    #[arg(long, env = "KATA_GPU_BOOT_DIR", hide_env_values = true)]
     dir: Option<PathBuf>,
     /// Root of the host's files.
     #[arg(long, default_value = "/")]
@@ -97,6 +97,12 @@ fn seconds(text: &str) -> Result<f64, String> {
         Ok(seconds) if seconds.is_finite() && seconds >= 0.0 => Ok(seconds),
         _ => Err("give seconds, like 2 or 0.5".into()),
     }
+}
+
+/// The collector's directory, if there is one.
+fn dir(args: &Args) -> Option<PathBuf> {
+    let of_the_unit = || Some(PathBuf::from(OF_THE_UNIT)).filter(|dir| dir.is_dir());
+    args.dir.clone().or_else(of_the_unit)
 }
 
 /// A host as its rules see it.
@@ -170,7 +176,11 @@ fn daemon(args: &Args, dir: &Path) -> Result<bool> {
 /// Runs `doctor`.
 pub fn run(args: &Args) -> ExitCode {
     let once = || {
-        let diagnosis = diagnosis(&args.root, args.kata_config.as_deref(), args.dir.as_deref())?;
+        let diagnosis = diagnosis(
+            &args.root,
+            args.kata_config.as_deref(),
+            dir(args).as_deref(),
+        )?;
         print(&text(args, &diagnosis, &Screen::of_stdout())?)?;
         Ok(has_found(&diagnosis.findings, args.at_most))
     };
@@ -211,7 +221,7 @@ fn record(args: &Args) -> Result<()> {
     };
     let wanted = Wanted {
         target,
-        dir: args.dir.clone().unwrap_or_else(|| ".".into()),
+        dir: args.dir.clone().unwrap_or_else(|| OF_THE_UNIT.into()),
         limit: Duration::from_secs(args.limit.unwrap_or(900)),
     };
     let recorded = recording::record(&wanted, &mut |line| eprintln!("kata-gpu-boot: {line}"))?;
@@ -367,7 +377,7 @@ fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
 
 fn head(args: &Args, facts: &HostFacts) -> String {
     let release = facts.files.text(RELEASE).unwrap_or("of unknown version");
-    let boots = match &args.dir {
+    let boots = match dir(args) {
         Some(dir) => format!("{} boot(s) in {}", facts.boots.count, dir.display()),
         None => "no boots (--dir)".to_string(),
     };
