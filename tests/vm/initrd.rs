@@ -1,4 +1,4 @@
-//! Images that `kata-gpu-boot initrd` has written, before a real kernel: it unpacks them, and the
+//! Images that `kata-gpu-boot image` has written, before a real kernel: it unpacks them, and the
 //! guest brings its GPUs up and starts a container.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};

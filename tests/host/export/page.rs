@@ -1,4 +1,4 @@
-//! The page of `kata-gpu-boot export --html` in headless Chromium: it draws, and nothing of a boot
+//! The page of `kata-gpu-boot show --html` in headless Chromium: it draws, and nothing of a boot
 //! runs in it.
 //!
 //! Screenshots are left in target/screenshots, for people to look at.

@@ -1,4 +1,4 @@
-//! `kata-gpu-boot initrd` and `kata-gpu-init cdi` on files of the architecture that this machine is
+//! `kata-gpu-boot image` and `kata-gpu-init cdi` on files of the architecture that this machine is
 //! not: nothing of them is run.
 
 use crate::cdi::generate::run;
