@@ -189,7 +189,7 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
         assert!(well.status.success(), "{well:?}");
         collector.kill();
     }
-    assert_eq!(check(&dir.0).status.code(), Some(1));
+    assert_eq!(check(&dir.0).status.code(), Some(2));
     let collector = Collector::start(&long.0, &["--uds", uds.to_str().unwrap()]);
     assert!(check(&long.0).status.success());
     let pid = nix::unistd::Pid::from_raw(collector.pid() as i32);
