@@ -54,7 +54,7 @@ pub fn bytes(
 
 /// Writes a boot in a format part by part: the output can be many times as long as the file.
 /// `resource`: attributes for [`Format::Otlp`].
-fn write(
+pub fn write(
     format: Format,
     timeline: &Waterfall,
     resource: &Resource,

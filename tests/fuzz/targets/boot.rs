@@ -6,8 +6,8 @@
 //! records, spans and GPUs differ. tests/fuzz/run limits the time of an input.
 #![no_main]
 
-use kata_gpu_boot::export;
-use kata_gpu_boot::export::Format;
+use kata_gpu_boot::show::export;
+use kata_gpu_boot::show::export::Format;
 use kata_gpu_collect::fleet::tally::{Facts, Tally};
 use kata_gpu_report::analysis::blame::{By, blame};
 use kata_gpu_report::analysis::compare::{Settings, Threshold, compare};
@@ -125,13 +125,7 @@ fn views(bytes: &[u8]) {
     };
     let numbers = [numbers];
     let _nothing_to_compare = compare(&numbers, &numbers, &settings);
-    for format in [
-        Format::Html,
-        Format::Svg,
-        Format::Perfetto,
-        Format::Otlp,
-        Format::Csv,
-    ] {
+    for format in [Format::Html, Format::Perfetto, Format::Otlp] {
         let _no_clock = export::write(
             format,
             &Waterfall::new(&file, &agent),
