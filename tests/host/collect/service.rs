@@ -195,7 +195,7 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
     let pid = nix::unistd::Pid::from_raw(collector.pid() as i32);
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
     let hangs = check(&long.0);
-    assert_eq!(hangs.status.code(), Some(1));
+    assert_eq!(hangs.status.code(), Some(2));
     assert!(
         String::from_utf8_lossy(&hangs.stderr).contains("no answer within"),
         "{hangs:?}"
