@@ -215,13 +215,25 @@ pub fn run(args: &Args) -> ExitCode {
 }
 
 /// Reads a disk image's root, or an initrd.
-fn read(path: &Path) -> Result<(Image, Tree)> {
-    if let Some(root) = disk_image::read_disk(path)? {
-        return Ok(root);
+fn read_image(path: &Path) -> Result<Image> {
+    match disk_image::read_disk(path)? {
+        Some(root) => Ok(root),
+        None => Image::open(path),
     }
-    let image = Image::open(path)?;
+}
+
+fn read(path: &Path) -> Result<(Image, Tree)> {
+    let image = read_image(path)?;
     let tree = Tree::new(&image)?;
     Ok((image, tree))
+}
+
+/// State of the list of the driver's files.
+fn list_text(manifest: &Result<usize, String>) -> String {
+    match manifest {
+        Ok(files) => format!("the list of the driver's {files} files is in the image\n"),
+        Err(why) => format!("no list of the driver's files: {}\n", printable(why)),
+    }
 }
 
 fn written(written: &Written) -> String {
@@ -263,8 +275,15 @@ fn pack(args: &PackArgs) -> Result<bool> {
     };
     let text = if args.json {
         ascii_json(&json!({
-            "path": printable(&done.path.display().to_string()), "bytes": done.bytes, "sha256": done.sha256, "entries": packed.entries,
-            "components": components::sizes_json(&packed.sizes), "leftOut": left_out, "manifestFiles": files, "staleManifest": stale, "noManifest": none,
+            "path": printable(&done.path.display().to_string()),
+            "bytes": done.bytes,
+            "sha256": done.sha256,
+            "entries": packed.entries,
+            "components": components::sizes_json(&packed.sizes),
+            "leftOut": left_out,
+            "manifestFiles": files,
+            "staleManifest": stale,
+            "noManifest": none,
         }))?
     } else {
         let list = match (files, stale, none) {
@@ -294,7 +313,7 @@ fn pack(args: &PackArgs) -> Result<bool> {
 }
 
 fn ls(args: &LsArgs) -> Result<bool> {
-    let (image, _) = read(&args.image)?;
+    let image = read_image(&args.image)?;
     let (text, listed) = ls::text(&image, &args.paths, &Screen::of_stdout());
     print(&if args.json {
         ascii_json(&ls::json(&image, &args.paths))?
@@ -433,10 +452,16 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
     let disk = &done.disk;
     if args.json {
         print(&ascii_json(&json!({
-            "path": printable(&done.written.path.display().to_string()), "bytes": done.written.bytes, "sha256": done.written.sha256,
-            "fileSystem": disk.root.name(), "kept": done.kept, "grownPartition": done.grown, "manifestFiles": done.manifest.as_ref().ok(),
+            "path": printable(&done.written.path.display().to_string()),
+            "bytes": done.written.bytes,
+            "sha256": done.written.sha256,
+            "fileSystem": disk.root.name(),
+            "kept": done.kept,
+            "grownPartition": done.grown,
+            "manifestFiles": done.manifest.as_ref().ok(),
             "noManifest": done.manifest.as_ref().err(), "diff": diff::json(&done.differences),
-            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())), "noHelper": done.helper.as_ref().err(),
+            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())),
+            "noHelper": done.helper.as_ref().err(),
             "helperLacks": done.helper_lacks,
         }))?)?;
         return Ok(true);
@@ -457,15 +482,7 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
         "{} names stay with owners, modes, times, links, contents and extended attributes\n",
         done.kept
     ));
-    match &done.manifest {
-        Ok(files) => text.push_str(&format!(
-            "the list of the driver's {files} files is in the image\n"
-        )),
-        Err(why) => text.push_str(&format!(
-            "no list of the driver's files: {}\n",
-            printable(why)
-        )),
-    }
+    text.push_str(&list_text(&done.manifest));
     text.push_str(&helper::text(&done.helper, &done.helper_lacks));
     if let Some(bytes) = done.grown {
         text.push_str(&format!("the partition has grown to {} MiB\n", bytes >> 20));
@@ -510,10 +527,17 @@ fn replace_in_initrd(args: &ReplaceInitArgs) -> Result<bool> {
     let screen = Screen::of_stdout();
     if args.json {
         print(&ascii_json(&json!({
-            "path": printable(&done.written.path.display().to_string()), "written": keep, "bytes": done.written.bytes, "sha256": done.written.sha256,
-            "kept": done.kept, "oldInit": done.old_init, "manifestFiles": done.manifest.as_ref().ok(), "noManifest": done.manifest.as_ref().err(),
+            "path": printable(&done.written.path.display().to_string()),
+            "written": keep,
+            "bytes": done.written.bytes,
+            "sha256": done.written.sha256,
+            "kept": done.kept,
+            "oldInit": done.old_init,
+            "manifestFiles": done.manifest.as_ref().ok(),
+            "noManifest": done.manifest.as_ref().err(),
             "diff": diff::json(&done.differences), "verify": done.report.json(),
-            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())), "noHelper": done.helper.as_ref().err(),
+            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())),
+            "noHelper": done.helper.as_ref().err(),
             "helperLacks": done.helper_lacks,
         }))?)?;
         return Ok(keep);
@@ -523,15 +547,7 @@ fn replace_in_initrd(args: &ReplaceInitArgs) -> Result<bool> {
         "{} entries stay as they are, byte for byte\n",
         done.kept
     ));
-    match &done.manifest {
-        Ok(files) => text.push_str(&format!(
-            "the list of the driver's {files} files is in the image\n"
-        )),
-        Err(why) => text.push_str(&format!(
-            "no list of the driver's files: {}\n",
-            printable(why)
-        )),
-    }
+    text.push_str(&list_text(&done.manifest));
     text.push_str(&helper::text(&done.helper, &done.helper_lacks));
     text.push_str(
         "the kernel starts /init; remove rdinit= from its parameters if there is one (init= is for \

@@ -125,45 +125,38 @@ pub fn read_all(source: Content) -> Result<(Image, Tree)> {
     Ok((root, tree))
 }
 
-/// Whether a file is a disk image, with whatever root.
-pub fn is_disk(path: &Path) -> Result<bool> {
+/// A file and its length, and what it is as a disk. The inner error: why it is no disk for Kata.
+fn look(path: &Path) -> Result<(File, u64, Result<Disk, String>)> {
     let shown = path.display();
     let file = open(path)?;
     let length = file
         .metadata()
         .with_context(|| format!("look at image {shown}"))?
         .len();
-    let found = disk::look(&file, length).with_context(|| format!("read image {shown}"))?;
-    Ok(found.is_ok())
+    let disk = disk::look(&file, length).with_context(|| format!("read image {shown}"))?;
+    Ok((file, length, disk))
+}
+
+/// Whether a file is a disk image, with whatever root.
+pub fn is_disk(path: &Path) -> Result<bool> {
+    Ok(look(path)?.2.is_ok())
 }
 
 /// Reads the root of a disk image; None for a file that is not a disk image.
-pub fn read_disk(path: &Path) -> Result<Option<(Image, Tree)>> {
-    let shown = path.display();
-    let file = open(path)?;
-    let length = file
-        .metadata()
-        .with_context(|| format!("look at image {shown}"))?
-        .len();
-    let Ok(disk) = disk::look(&file, length).with_context(|| format!("read image {shown}"))? else {
+pub fn read_disk(path: &Path) -> Result<Option<Image>> {
+    let (file, _, Ok(disk)) = look(path)? else {
         return Ok(None);
     };
     let source = Content::of_file(file)?.part(disk.root_at..disk.root_at + disk.root_bytes);
-    let root = read_erofs(&disk, source).with_context(|| format!("image {shown}"))?;
-    let tree = Tree::new(&root.image).with_context(|| format!("read image {shown}"))?;
-    Ok(Some((root.image, tree)))
+    let root = read_erofs(&disk, source).with_context(|| format!("image {}", path.display()))?;
+    Ok(Some(root.image))
 }
 
 /// Writes an image with another init beside the output. The caller renames it.
 pub fn replace(wish: &Replacement) -> Result<Replaced> {
     let init = read_init(&wish.init)?;
     let shown = wish.image.display();
-    let image = open(&wish.image)?;
-    let length = image
-        .metadata()
-        .with_context(|| format!("look at image {shown}"))?
-        .len();
-    let disk = disk::look(&image, length).with_context(|| format!("read image {shown}"))?;
+    let (image, length, disk) = look(&wish.image)?;
     let disk = disk.map_err(|why| anyhow::anyhow!("{shown}: {why}"))?;
     ensure!(disk.root == FileSystem::Erofs, "image {shown}: {EXT4}");
     // Create the output first: an unusable name must fail before an hour of work.
