@@ -143,7 +143,7 @@ fn config(args: &Args) -> Result<Config> {
     if let Some(url) = &args.otlp {
         config.otlp = Some(Otlp {
             target: Target::new(url)?,
-            resource: of_this_machine(&[])?,
+            resource: of_this_machine()?,
         });
     }
     Ok(config)

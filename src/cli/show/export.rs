@@ -30,7 +30,7 @@ pub fn export(
     output: Option<&Path>,
 ) -> Result<()> {
     let resource = match format {
-        Format::Otlp => of_this_machine(&[])?,
+        Format::Otlp => of_this_machine()?,
         Format::Html | Format::Perfetto => Resource::new(),
     };
     let timeline = Waterfall::new(file, agent);

@@ -15,7 +15,7 @@ mod request;
 mod resource;
 
 pub use request::Request;
-pub use resource::{Resource, encoded_pairs, environment, of_this_machine, pair};
+pub use resource::{Resource, encoded_pairs, environment, of_this_machine};
 
 use crate::data::boot_file::TraceId;
 use crate::data::text::printable;

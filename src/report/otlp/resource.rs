@@ -1,6 +1,5 @@
 //! Attributes of the resource: the origin of every span.
 
-use crate::data::text::printable;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 
@@ -10,9 +9,8 @@ pub const RESOURCE_VARIABLE: &str = "OTEL_RESOURCE_ATTRIBUTES";
 /// Attributes of the resource by name.
 pub type Resource = BTreeMap<String, String>;
 
-/// Collects attributes of this machine, of the environment, and those asked for. The later of two
-/// with one name wins.
-pub fn of_this_machine(asked: &[String]) -> Result<Resource> {
+/// Collects attributes of this machine and of the environment, whose attributes win.
+pub fn of_this_machine() -> Result<Resource> {
     let line = |path: &str| {
         std::fs::read_to_string(path)
             .ok()
@@ -28,7 +26,7 @@ pub fn of_this_machine(asked: &[String]) -> Result<Resource> {
     let host = host
         .into_iter()
         .filter_map(|(key, value)| Some((key, value?)));
-    resource(environment(RESOURCE_VARIABLE)?.as_deref(), asked, host)
+    resource(environment(RESOURCE_VARIABLE)?.as_deref(), host)
 }
 
 /// Architecture under OpenTelemetry's name.
@@ -51,7 +49,6 @@ pub fn environment(name: &str) -> Result<Option<String>> {
 
 fn resource<'a>(
     environment: Option<&str>,
-    asked: &[String],
     host: impl IntoIterator<Item = (&'a str, String)>,
 ) -> Result<Resource> {
     let mut resource: Resource = host
@@ -61,14 +58,6 @@ fn resource<'a>(
     let pairs = environment
         .map(|text| encoded_pairs(text).with_context(|| format!("read {RESOURCE_VARIABLE}")));
     resource.extend(pairs.transpose()?.unwrap_or_default());
-    for text in asked {
-        resource.extend([pair(text).with_context(|| {
-            format!(
-                "attribute {:?}, for example k8s.pod.name=trainer-0",
-                printable(text)
-            )
-        })?]);
-    }
     Ok(resource)
 }
 
@@ -84,7 +73,7 @@ pub fn encoded_pairs(text: &str) -> Result<Vec<(String, String)>> {
 }
 
 /// Parses `key=value`. The error leaves out the text: its value may be a secret.
-pub fn pair(text: &str) -> Result<(String, String)> {
+fn pair(text: &str) -> Result<(String, String)> {
     match text.split_once('=') {
         Some((key, value)) if !key.trim().is_empty() => {
             Ok((key.trim().to_string(), value.trim().to_string()))
@@ -116,12 +105,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn attributes_come_from_host_environment_and_command_line() {
-        let asked = ["k8s.pod.name=b".to_string(), "x==".to_string()];
+    fn attributes_come_from_host_and_environment() {
         let resource = resource(
-            Some("k8s.pod.name=a,k8s.node.name=n%2C1,"),
-            &asked,
-            [("host.name", "h".to_string())],
+            Some("host.name=a,k8s.node.name=n%2C1,x==,"),
+            [("host.name", "h".to_string()), ("host.id", "i".to_string())],
         )
         .unwrap();
         let pairs: Vec<(&str, &str)> = resource
@@ -131,23 +118,15 @@ mod tests {
         assert_eq!(
             pairs,
             [
-                ("host.name", "h"),
+                ("host.id", "i"),
+                ("host.name", "a"),
                 ("k8s.node.name", "n,1"),
-                ("k8s.pod.name", "b"),
                 ("x", "=")
             ]
         );
-        for (environment, asked) in [
-            (Some("novalue"), None),
-            (Some("a=%2"), None),
-            (Some("a=%ff"), None),
-            (None, Some("=x")),
-        ] {
-            let asked: Vec<String> = asked.into_iter().map(str::to_string).collect();
-            assert!(
-                super::resource(environment, &asked, []).is_err(),
-                "{environment:?} {asked:?}"
-            );
+        for environment in ["novalue", "a=%2", "a=%ff", "=x"] {
+            let resource = super::resource(Some(environment), []);
+            assert!(resource.is_err(), "{environment:?}");
         }
     }
 }
