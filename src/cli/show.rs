@@ -15,6 +15,7 @@ use kata_gpu_report::data::boot_dir::{find, find_sandbox, is_stream, read_boot};
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::data::text::{Screen, write_ascii_json};
 use kata_gpu_report::import::boot_of_logs;
+use kata_gpu_report::terminal::stdout::print_with;
 use kata_gpu_report::views::account::{Account, Grouping};
 use kata_gpu_report::views::boot_page;
 use kata_gpu_report::views::boot_page::{Page, Steps};
@@ -154,7 +155,7 @@ pub fn run(args: &Args, screen: Screen) -> Result<ExitCode> {
             eprintln!("kata-gpu-boot: kept as {}", path.display());
         }
         Some(path) => export::save(path, |out| write(args, &shown, screen, out))?,
-        None => export::print(|out| write(args, &shown, screen, out))?,
+        None => print_with(|out| write(args, &shown, screen, out))?,
     }
     let failed = !failures(&shown.boot).is_empty();
     Ok(ExitCode::from(u8::from(failed)))

@@ -8,10 +8,11 @@ use kata_gpu_report::data::agent_log::AgentLine;
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::otlp;
 use kata_gpu_report::otlp::{Resource, of_this_machine};
+use kata_gpu_report::terminal::stdout::print_with;
 use kata_gpu_report::views::waterfall::Waterfall;
 use kata_gpu_report::views::{page, perfetto};
 use std::fs::File;
-use std::io::{self, BufWriter, ErrorKind, Write};
+use std::io::{BufWriter, Write};
 use std::path::Path;
 
 /// Formats of other programs.
@@ -36,7 +37,7 @@ pub fn export(
     let timeline = Waterfall::new(file, agent);
     match output {
         Some(path) => save(path, |out| write(format, &timeline, &resource, out)),
-        None => print(|out| write(format, &timeline, &resource, out)),
+        None => print_with(|out| write(format, &timeline, &resource, out)),
     }
 }
 
@@ -91,17 +92,4 @@ pub fn save(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Re
         let _unused = std::fs::remove_file(&temporary);
     }
     done.with_context(|| format!("write {}", path.display()))
-}
-
-/// Prints to standard output; its closing by the reader is no error.
-pub fn print(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
-    let mut out = BufWriter::new(io::stdout().lock());
-    let closed = |e: &anyhow::Error| {
-        e.downcast_ref::<io::Error>()
-            .is_some_and(|e| e.kind() == ErrorKind::BrokenPipe)
-    };
-    match write(&mut out).and_then(|()| Ok(out.flush()?)) {
-        Err(e) if closed(&e) => Ok(()),
-        done => done.context("write to standard output"),
-    }
 }

@@ -5,15 +5,20 @@ use std::io::{self, BufWriter, ErrorKind, Write};
 
 /// Writes a text to standard output.
 pub fn print(text: &str) -> Result<()> {
-    print_with(|out| out.write_all(text.as_bytes()))
+    print_with(|out| Ok(out.write_all(text.as_bytes())?))
 }
 
 /// Writes to standard output, part by part. A reader that closes it (head, a pager) causes no
 /// error.
-pub fn print_with(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+pub fn print_with(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
-    match write(&mut out).and_then(|()| out.flush()) {
-        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
+    let closed = |error: &anyhow::Error| {
+        error
+            .downcast_ref::<io::Error>()
+            .is_some_and(|e| e.kind() == ErrorKind::BrokenPipe)
+    };
+    match write(&mut out).and_then(|()| Ok(out.flush()?)) {
+        Err(error) if closed(&error) => Ok(()),
         done => done.context("write to standard output"),
     }
 }

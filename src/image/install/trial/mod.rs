@@ -524,7 +524,7 @@ fn report(
             "boot": timeline,
         });
         let text = ascii_json(&json).context("write JSON")?;
-        return print_with(|out| writeln!(out, "{text}"));
+        return print_with(|out| Ok(writeln!(out, "{text}")?));
     }
     print_with(|out| {
         if let Some((_, file, boot)) = &boot {
@@ -538,9 +538,10 @@ fn report(
         };
         let (word, rest) = verdict.split_once(':').unwrap_or((&verdict, ""));
         writeln!(out, "\n{}:{rest}", screen.paint(ink, word))?;
-        reasons
-            .iter()
-            .try_for_each(|reason| writeln!(out, "  {}", printable(reason)))
+        for reason in reasons {
+            writeln!(out, "  {}", printable(reason))?;
+        }
+        Ok(())
     })
 }
 
