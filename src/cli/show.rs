@@ -151,6 +151,13 @@ pub fn run(args: &Args, screen: Screen) -> Result<ExitCode> {
     }
     match output {
         Some(path) if !args.form.json => {
+            // A kept boot may be the only one; a device (/dev/null) holds none.
+            if path.is_file() {
+                bail!(
+                    "{} is there already: remove it, or write to another file",
+                    path.display()
+                );
+            }
             export::save(path, |out| Ok(out.write_all(&source.bytes()?)?))?;
             eprintln!("kata-gpu-boot: kept as {}", path.display());
         }

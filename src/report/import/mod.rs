@@ -33,7 +33,7 @@ use kernel_lines::Meaning;
 use source::{CONTAINERD, Source};
 use std::collections::HashSet;
 use std::fs::File;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// The earliest time before the guest's kernel that is believed: a pod may wait for a node for
@@ -189,20 +189,6 @@ pub fn boot_of_logs(paths: &[PathBuf], nth: Option<usize>) -> Result<BootOfLogs>
 
 fn read_of(path: &Path) -> String {
     format!("read {}", printable(&path.display().to_string()))
-}
-
-/// Writes a new file; never over one that is there.
-pub fn save(path: &Path, text: &str) -> Result<()> {
-    let mut file = match File::create_new(path) {
-        Err(e) if e.kind() == ErrorKind::AlreadyExists => bail!(
-            "{} is there already: remove it, or write to another file",
-            path.display()
-        ),
-        file => file.with_context(|| format!("create {}", path.display()))?,
-    };
-    file.write_all(text.as_bytes())
-        .and_then(|()| file.sync_all())
-        .with_context(|| format!("write {}", path.display()))
 }
 
 /// Removes everything but one boot from a file; notes on the others.

@@ -348,6 +348,18 @@ fn the_program_writes_whole_files_and_refuses_what_it_must() {
         1,
         "something was left beside the file"
     );
+    let (kept, again) = (run(&["-o", "kept"]), run(&["-o", "kept"]));
+    assert!(kept.status.success(), "{kept:?}");
+    let error = String::from_utf8_lossy(&again.stderr);
+    assert!(
+        again.status.code() == Some(2) && error.contains("kept is there already: remove it"),
+        "a kept boot was written over: {again:?}"
+    );
+    assert_eq!(
+        fs::read(dir.0.join("kept")).unwrap(),
+        fs::read(&boot).unwrap(),
+        "the kept boot differs"
+    );
     for wrong in [
         &["--otlp", "--html"][..],
         &["--html", "--follow"],
