@@ -51,7 +51,7 @@ const MAX_NOTE: usize = 300;
 pub struct BootOfLogs {
     /// The boot, as if read from a collector's file.
     pub boot: BootFile,
-    /// The text of that file, for [`save`].
+    /// The text of that file, as the store keeps it.
     pub text: String,
     /// Printable lines: counts of each file's lines, relations of the clocks, omissions.
     pub warnings: Vec<String>,
