@@ -2,7 +2,8 @@
 # $tree: `NAME vVERSION (PATH)` of what is linked, a line each; $lock: Cargo.lock.
 def key: "\(.name) \(.version)";
 ($tree | split("\n") | map(capture("^(?<name>[^ ]+) v(?<version>[^ ]+)") | key) | unique) as $linked
-| ($lock | [scan("\\[\\[package\\]\\]\nname = \"([^\"]+)\"\nversion = \"([^\"]+)\"\nsource = [^\n]+\nchecksum = \"([0-9a-f]+)\"")
+| ($lock | [scan("\\[\\[package\\]\\]\nname = \"([^\"]+)\"\nversion = \"([^\"]+)\"\n"
+        + "source = [^\n]+\nchecksum = \"([0-9a-f]+)\"")
     | {key: "\(.[0]) \(.[1])", value: .[2]}] | from_entries) as $sums
 | def ref: if .source then "pkg:cargo/\(.name)@\(.version)" else "\(.name)@\(.version)" end;
   (.packages | map(select([key] | inside($linked)))) as $packages
@@ -18,7 +19,10 @@ def key: "\(.name) \(.version)";
     }},
     components: ([
         # std, and with musl the C library that Rust brings along.
-        {type: "library", "bom-ref": "rust-std@\($rust)", name: "rust-std", version: $rust, licenses: [{expression: "MIT OR Apache-2.0"}]}
+        {
+            type: "library", "bom-ref": "rust-std@\($rust)", name: "rust-std", version: $rust,
+            licenses: [{expression: "MIT OR Apache-2.0"}]
+        }
     ] + ($packages | map(select(.name != $program) | {
         type: "library", "bom-ref": ref, name, version,
         licenses: [{expression: ((.license // "Apache-2.0") | gsub(" ?/ ?"; " OR "))}]
@@ -28,6 +32,7 @@ def key: "\(.name) \(.version)";
     | sort_by(.["bom-ref"]))),
     dependencies: (.resolve.nodes | map(select($refs[.id]) | {
         ref: $refs[.id],
-        dependsOn: ([.deps[] | select(any(.dep_kinds[]; .kind == null)) | $refs[.pkg] | values] | unique)
+        dependsOn: ([.deps[] | select(any(.dep_kinds[]; .kind == null)) | $refs[.pkg] | values]
+            | unique)
     }) | sort_by(.ref))
 }
