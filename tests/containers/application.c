@@ -98,7 +98,8 @@ static const char *parameter(const char *name)
 /* Why CUDA would fail with 802 now; NULL: it would not. */
 static const char *not_usable(void)
 {
-	for (const char *at = parameter("fabric_state"); at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+	for (const char *at = parameter("fabric_state"); at;
+	     at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
 		if (*at == '1' || *at == '2')
 			return "the fabric is not complete";
 	if (*parameter("cc") == 'Y' && *parameter("cc_ready") != 'Y')

@@ -40,13 +40,15 @@ static void library(const void *function)
 	struct statvfs at;
 
 	while (maps && fgets(line, sizeof(line), maps)) {
-		if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %*s %4095[^\n]", &from, &to, path) == 3 && from <= wanted && wanted < to)
+		if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %*s %4095[^\n]",
+			   &from, &to, path) == 3 && from <= wanted && wanted < to)
 			break;
 		path[0] = 0;
 	}
 	printf("libcuda=%s\nversion=%s\n", path, stand_in_version());
 	if (statvfs(path, &at) == 0)
-		printf("flags=%s%s%s\n", at.f_flag & ST_RDONLY ? "ro," : "rw,", at.f_flag & ST_NOSUID ? "nosuid," : "",
+		printf("flags=%s%s%s\n", at.f_flag & ST_RDONLY ? "ro," : "rw,",
+		       at.f_flag & ST_NOSUID ? "nosuid," : "",
 		       at.f_flag & ST_NODEV ? "nodev" : "");
 }
 

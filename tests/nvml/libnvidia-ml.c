@@ -20,7 +20,17 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, UNKNOWN = 999 };
+enum {
+	SUCCESS = 0,
+	UNINITIALIZED = 1,
+	INVALID_ARGUMENT = 2,
+	NOT_SUPPORTED = 3,
+	NO_PERMISSION = 4,
+	NOT_FOUND = 6,
+	INSUFFICIENT_SIZE = 7,
+	DRIVER_NOT_LOADED = 9,
+	UNKNOWN = 999
+};
 enum { MAX_GPUS = 32, MAX_INSTANCES = 7, LINKS = 18, ACTIVE_LINKS = 17 };
 
 struct gpu {
@@ -229,8 +239,10 @@ int nvmlDeviceGetPciInfo_v3(struct gpu *gpu, struct pci *pci)
 {
 	memset(pci, 0, sizeof(*pci));
 	sscanf(gpu->address, "%x:%x:%x", &pci->domain, &pci->bus, &pci->device);
-	snprintf(pci->legacy, sizeof(pci->legacy), "%04X:%02X:%02X.0", pci->domain & 0xffff, pci->bus & 0xff, pci->device & 0x1f);
-	snprintf(pci->address, sizeof(pci->address), "%08X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
+	snprintf(pci->legacy, sizeof(pci->legacy), "%04X:%02X:%02X.0",
+		 pci->domain & 0xffff, pci->bus & 0xff, pci->device & 0x1f);
+	snprintf(pci->address, sizeof(pci->address), "%08X:%02X:%02X.0",
+		 pci->domain, pci->bus, pci->device);
 	pci->device_id = 0x233010de;
 	return SUCCESS;
 }
@@ -241,8 +253,15 @@ int nvmlDeviceGetMinorNumber(struct gpu *gpu, unsigned *minor)
 	return SUCCESS;
 }
 
-int nvmlDeviceGetUUID(struct gpu *gpu, char *to, unsigned size) { return text(to, size, gpu->uuid); }
-int nvmlDeviceGetName(struct gpu *gpu, char *to, unsigned size) { return text(to, size, gpu->model); }
+int nvmlDeviceGetUUID(struct gpu *gpu, char *to, unsigned size)
+{
+	return text(to, size, gpu->uuid);
+}
+
+int nvmlDeviceGetName(struct gpu *gpu, char *to, unsigned size)
+{
+	return text(to, size, gpu->model);
+}
 
 int nvmlDeviceGetMaxMigDeviceCount(struct gpu *gpu, unsigned *number_of)
 {
@@ -261,7 +280,9 @@ int nvmlDeviceGetMigDeviceHandleByIndex(struct gpu *gpu, unsigned index, struct 
 
 	for (gi = 16; gi-- > 0;) {
 		for (ci = 8; ci-- > 0;) {
-			snprintf(path, sizeof(path), "/proc/driver/nvidia/capabilities/gpu%u/mig/gi%u/ci%u/access", gpu->minor, gi, ci);
+			snprintf(path, sizeof(path),
+				 "/proc/driver/nvidia/capabilities/gpu%u/mig/gi%u/ci%u/access",
+				 gpu->minor, gi, ci);
 			if (!access(path, F_OK) && !left--)
 				goto found;
 		}
@@ -272,7 +293,8 @@ found:
 	if (index >= MAX_INSTANCES)
 		return INVALID_ARGUMENT;
 	*instance = &instances[gpu - gpus][index];
-	snprintf((*instance)->uuid, sizeof((*instance)->uuid), "MIG-%08x-%04x-%04x-0000-000000000000", gpu->minor, gi, ci);
+	snprintf((*instance)->uuid, sizeof((*instance)->uuid),
+		 "MIG-%08x-%04x-%04x-0000-000000000000", gpu->minor, gi, ci);
 	(*instance)->gi = gi;
 	(*instance)->ci = ci;
 	return SUCCESS;
@@ -330,7 +352,8 @@ int nvmlDeviceGetTotalEccErrors(struct gpu *gpu, int type, int counter, unsigned
 	return SUCCESS;
 }
 
-int nvmlDeviceGetRemappedRows(struct gpu *gpu, unsigned *correctable, unsigned *uncorrectable, unsigned *pending, unsigned *failed)
+int nvmlDeviceGetRemappedRows(struct gpu *gpu, unsigned *correctable, unsigned *uncorrectable,
+			      unsigned *pending, unsigned *failed)
 {
 	(void)gpu;
 	*correctable = 1;

@@ -109,7 +109,8 @@ static void compute(int index)
 	CALL(cuModuleGetFunction, (void **, void *, const char *), &squares, module, "squares");
 	CALL(cuMemAlloc_v2, (address *, size_t), &memory, sizeof(numbers));
 	CALL(cuLaunchKernel,
-	     (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **),
+	     (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+	      void *, void **, void **),
 	     squares, BLOCKS, 1, 1, THREADS, 1, 1, 0, NULL, arguments, NULL);
 	CALL(cuMemcpyDtoH_v2, (void *, address, size_t), numbers, memory, sizeof(numbers));
 	CALL(cuMemFree_v2, (address), memory);

@@ -45,10 +45,11 @@ const struct fakepci_bar fakepci_bars[FAKEPCI_BARS] = {
 
 static unsigned long bar0;
 module_param(bar0, ulong, 0444);
-MODULE_PARM_DESC(bar0, "address of RAM that nobody uses, for 16 MiB of registers per GPU; default: no registers");
+MODULE_PARM_DESC(bar0, "address of RAM that the kernel does not use, for 16 MiB of registers "
+		       "per GPU; default: no registers");
 
-FAKEPCI_LIST(chip,
-	     "PMC_BOOT_42 per GPU, that is its chip (bar0); the last value goes for the rest; 0: none; default 0x180a1000, GH100");
+FAKEPCI_LIST(chip, "PMC_BOOT_42 per GPU, that is its chip (bar0); the last value goes for the "
+		   "rest; 0: none; default 0x180a1000, GH100");
 FAKEPCI_LIST(off_bus, "GPUs whose registers read all ones (bar0)");
 FAKEPCI_LIST(fsp_dead, "GPUs whose FSP never says that it has booted (bar0)");
 FAKEPCI_LIST(bar_missing, "GPUs without a BAR 0");

@@ -37,17 +37,21 @@
 #define RESETS		0xfc
 
 NV_LIST(s1_ms, "initialisation, attach: under the RM lock, per GPU; default 300");
-NV_LIST(s2_ms, "initialisation, GSP boot: without the RM lock where relaxed, per GPU; default 1300");
+NV_LIST(s2_ms,
+	"initialisation, GSP boot: without the RM lock where relaxed, per GPU; default 1300");
 NV_LIST(s3_ms, "initialisation, state load: under the RM lock and all GPUs', per GPU; default 500");
 NV_LIST(fw_ms, "copying the firmware, within S1, per GPU");
 NV_LIST(init_fail, "GPUs whose firmware does not boot: (0x62:0x65)");
 NV_LIST(init_hang, "GPUs whose initialisation never ends");
-NV_LIST(wpr2, "GPUs that need a reset: unexpected WPR2, (0x62:0x40); a reset (fakepci.flr) cures that");
+NV_LIST(wpr2,
+	"GPUs that need a reset: unexpected WPR2, (0x62:0x40); a reset (fakepci.flr) cures that");
 NV_LIST(wpr2_stuck, "GPUs with the same fault that no reset cures");
 NV_LIST(fabric, "GPUs whose NVLink fabric is not ready: status 0x81");
-NV_LIST(cc_mixed, "GPUs whose confidential-computing mode is another than the others': (0x22:0x56)");
+NV_LIST(cc_mixed,
+	"GPUs whose confidential-computing mode is another than the others': (0x22:0x56)");
 
-NV_LIST(coherent, "GPUs whose memory the kernel must add as movable (Grace): else the state load fails, (0x25:0x40)");
+NV_LIST(coherent, "GPUs whose memory the kernel must add as movable (Grace): else the state load "
+		  "fails, (0x25:0x40)");
 
 static char *init_code;
 module_param(init_code, charp, 0444);
@@ -356,7 +360,8 @@ static struct nv_init_code nv_load_state(struct nv_gpu *gpu)
 {
 	nv_sleep_ms(nv_time(s3_ms, gpu, S3_MS));
 	if (nv_has(coherent, gpu) && !nv_memory_is_movable()) {
-		pr_err("Failing GPU memory onlining as the onlining zone is not movable. pa: 0x%llx size: 0x%llx\n"
+		pr_err("Failing GPU memory onlining as the onlining zone is not movable. "
+		       "pa: 0x%llx size: 0x%llx\n"
 		       "NVRM: The NVIDIA GPU %s installed in the system\n"
 		       "NVRM: requires auto onlining mode online_movable enabled in\n"
 		       "NVRM: /sys/devices/system/memory/auto_online_blocks\n",

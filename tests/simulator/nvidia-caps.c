@@ -36,7 +36,8 @@ enum {
 
 static char *mig;
 module_param(mig, charp, 0444);
-MODULE_PARM_DESC(mig, "GPUs in MIG mode: K:GIS:CIS[,..], so many compute instances in each of so many GPU instances");
+MODULE_PARM_DESC(mig, "GPUs in MIG mode: K:GIS:CIS[,..], so many compute instances in each of so "
+		      "many GPU instances");
 
 static unsigned int switches;
 module_param(switches, uint, 0444);

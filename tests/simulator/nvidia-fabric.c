@@ -18,7 +18,8 @@
 	module_param_array(name, uint, &name##_count, 0644);		\
 	MODULE_PARM_DESC(name, text)
 
-NV_STATE(fabric_state, "per GPU, NVML's numbers: 0 no fabric, 1 not started, 2 in progress, 3 completed");
+NV_STATE(fabric_state,
+	 "per GPU, NVML's numbers: 0 no fabric, 1 not started, 2 in progress, 3 completed");
 NV_STATE(fabric_status, "per GPU, NVML's return code of a completed fabric");
 NV_STATE(fabric_health, "per GPU, NVML's health mask");
 

@@ -74,8 +74,8 @@ static struct proc_dir_entry *nv_proc, *nv_proc_gpus;
 
 static int nv_version_show(struct seq_file *m, void *unused)
 {
-	seq_printf(m, "NVRM version: NVIDIA UNIX Open Kernel Module for " NVIDIA_MACHINE "  %s  Simulator\n",
-		   nv_version);
+	seq_printf(m, "NVRM version: NVIDIA UNIX Open Kernel Module for " NVIDIA_MACHINE
+		   "  %s  Simulator\n", nv_version);
 	seq_puts(m, "GCC version:  " CONFIG_CC_VERSION_TEXT "\n");
 	return 0;
 }

@@ -14,23 +14,43 @@ def unknown(message):
     found = len(UnknownFieldSet(message))
     for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:
-            repeated = not isinstance(value, type(message)) and hasattr(value, "__len__") and not hasattr(value, "ListFields")
+            repeated = (
+                not isinstance(value, type(message))
+                and hasattr(value, "__len__")
+                and not hasattr(value, "ListFields")
+            )
             found += sum(unknown(item) for item in (value if repeated else [value]))
     return found
 
 
-out = {"tracks": [], "slices": [], "instants": [], "counters": [], "snapshots": [], "unmatched": [], "unknown_fields": unknown(trace)}
+out = {
+    "tracks": [],
+    "slices": [],
+    "instants": [],
+    "counters": [],
+    "snapshots": [],
+    "unmatched": [],
+    "unknown_fields": unknown(trace),
+}
 stacks = {}
 kinds = protos.TrackEvent.Type
 before = 0
 for packet in trace.packet:
     if packet.HasField("clock_snapshot"):
         snapshot = packet.clock_snapshot
-        out["snapshots"].append({"primary": snapshot.primary_trace_clock, **{str(c.clock_id): c.timestamp for c in snapshot.clocks}})
+        clocks = {str(c.clock_id): c.timestamp for c in snapshot.clocks}
+        out["snapshots"].append({"primary": snapshot.primary_trace_clock, **clocks})
     if packet.HasField("track_descriptor"):
         track = packet.track_descriptor
         parent = track.parent_uuid if track.HasField("parent_uuid") else None
-        out["tracks"].append({"uuid": track.uuid, "name": track.name, "parent": parent, "counter": track.HasField("counter")})
+        out["tracks"].append(
+            {
+                "uuid": track.uuid,
+                "name": track.name,
+                "parent": parent,
+                "counter": track.HasField("counter"),
+            }
+        )
     if not packet.HasField("track_event"):
         continue
     event, at = packet.track_event, packet.timestamp
@@ -39,9 +59,18 @@ for packet in trace.packet:
     if event.type == kinds.TYPE_SLICE_BEGIN:
         annotations = {}
         for item in event.debug_annotations:
-            annotations[item.name] = item.uint_value if item.HasField("uint_value") else item.string_value
-        item = {"track": event.track_uuid, "name": event.name, "begin": at, "end": None, "annotations": annotations}
-        item.update(categories=list(event.categories), flows=list(event.flow_ids), terminating=list(event.terminating_flow_ids))
+            is_number = item.HasField("uint_value")
+            annotations[item.name] = item.uint_value if is_number else item.string_value
+        item = {
+            "track": event.track_uuid,
+            "name": event.name,
+            "begin": at,
+            "end": None,
+            "annotations": annotations,
+            "categories": list(event.categories),
+            "flows": list(event.flow_ids),
+            "terminating": list(event.terminating_flow_ids),
+        }
         out["slices"].append(item)
         stacks.setdefault(event.track_uuid, []).append(item)
     elif event.type == kinds.TYPE_SLICE_END:
