@@ -1,8 +1,8 @@
 //! Rules about the GPUs of a host: BARs, power, link, reset, and which is slower than the others.
 
-use super::checked::{Checked, Gap, evidence, unknown};
+use super::checked::{Basis, Checked, Gap, Look, unknown};
 use super::host_facts::{Gpu, HostFacts};
-use super::kernel_rules::{fine, found, maps_small_pages};
+use super::kernel_rules::maps_small_pages;
 use kata_gpu_report::analysis::statistics::Summary;
 
 /// BARs from here on are mapped in huge pages at all.
@@ -19,15 +19,14 @@ const MIN_BOOTS: usize = 5;
 /// Why the configuration space of a GPU was not read.
 fn asleep(gpu: &Gpu) -> Gap {
     let path = gpu.path("power_state");
-    Gap::Unknown(format!(
+    Gap::unknown(format!(
         "{path}: the GPU sleeps: its link and BAR sizes cannot be read; look again \
              while a guest uses it"
     ))
 }
 
 pub fn bar_alignment(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
-    let mut is_bad = false;
+    let mut look = Look::default();
     let mut gap = None;
     for gpu in facts.some_gpus()? {
         let path = gpu.path("resource");
@@ -46,32 +45,30 @@ pub fn bar_alignment(facts: &HostFacts) -> Checked {
             .map(|(n, start, bytes)| format!("BAR {n} at {start:#x}, {} GiB", bytes >> 30))
             .collect::<Vec<_>>()
             .join("; ");
-        is_bad |= large
+        look.is_bad |= large
             .iter()
             .any(|(_, start, _)| *start == 0 || start % HUGE_PAGE != 0);
-        seen.push(evidence(
+        look.add(
             path,
             if text.is_empty() {
                 "no BAR of 1 GiB or more".to_string()
             } else {
                 text
             },
-        ));
+        );
     }
-    if !is_bad {
-        return gap.map_or_else(|| fine(seen), Err);
+    if let Some(gap) = gap.filter(|_| !look.is_bad) {
+        return Err(gap);
     }
-    found(
-        seen,
+    Ok(look.cure(
         "Above 4G Decoding and a larger MMIO window in the firmware's setup: a BAR without \
          an aligned address has no huge pages",
-    )
-    .checked()
+    ))
 }
 
 pub fn bar_size(facts: &HostFacts) -> Checked {
     let small_pages = maps_small_pages(facts)?;
-    let mut seen = Vec::new();
+    let mut look = Look::default();
     let mut gap = None;
     let mut has_sizes = false;
     for gpu in facts.some_gpus()? {
@@ -92,14 +89,15 @@ pub fn bar_size(facts: &HostFacts) -> Checked {
                 .checked_shl(sizes.trailing_zeros() + 20)
                 .unwrap_or(u64::MAX);
             if smallest < *bytes && *bytes >= LARGE {
-                seen.push(evidence(
+                look.add(
                     path,
                     format!("{} GiB, could be {} MiB", bytes >> 30, smallest >> 20),
-                ));
+                );
             }
         }
     }
-    if seen.is_empty() || !small_pages {
+    let is_bad = small_pages && !look.evidence.is_empty();
+    if !is_bad {
         if let Some(gap) = gap {
             return Err(gap);
         }
@@ -109,35 +107,27 @@ pub fn bar_size(facts: &HostFacts) -> Checked {
                      does not show it",
             );
         }
-        seen.push(evidence(
-            "page size of BARs",
-            if small_pages {
-                "4 KiB, and no BAR can be smaller"
-            } else {
-                "huge"
-            },
-        ));
-        return fine(seen);
+        let size = match small_pages {
+            true => "4 KiB, and no BAR can be smaller",
+            false => "huge",
+        };
+        look.add("page size of BARs", size);
     }
     let cure = "where no peer needs all of it: unbind, write a smaller size to resourceN_resize, \
          bind to vfio-pci; a kernel with huge pfnmaps makes it needless";
-    found(seen, cure).unsure().checked()
+    look.cure(cure).unsure().when(is_bad)
 }
 
 pub fn power_state(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
+    let mut look = Look::default();
     let mut cold = 0;
     for gpu in facts.some_gpus()? {
         let path = gpu.path("power_state");
         let state = facts.files.text(&path)?;
         cold += usize::from(state == "D3cold");
-        seen.push(evidence(path, state));
+        look.add(path, state);
     }
-    let problem = found(
-        seen,
-        "echo 0 > .../d3cold_allowed, or vfio_pci disable_idle_d3=1",
-    );
-    problem
+    look.cure("echo 0 > .../d3cold_allowed, or vfio_pci disable_idle_d3=1")
         .model(
             cold as f64 * D3COLD_SECONDS,
             "100 ms for each function that leaves D3cold, and training of its link",
@@ -146,7 +136,7 @@ pub fn power_state(facts: &HostFacts) -> Checked {
 }
 
 pub fn link(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
+    let mut look = Look::default();
     let (mut narrow, mut slow) = (false, false);
     let mut gap = None;
     for gpu in facts.some_gpus()? {
@@ -159,38 +149,38 @@ pub fn link(facts: &HostFacts) -> Checked {
         let (speed, max_speed) = (read("current_link_speed")?, read("max_link_speed")?);
         narrow |= width != max_width;
         slow |= speed != max_speed;
-        seen.push(evidence(
+        look.add(
             gpu.path("current_link_speed"),
             format!("{speed} x{width} of {max_speed} x{max_width}"),
-        ));
+        );
     }
     let cure = "reseat GPU, riser or cable, and look for bifurcation in the firmware's setup: \
          firmware and data load over this link";
-    match (narrow, slow) {
-        (false, false) => gap.map_or_else(|| fine(seen), Err),
-        (true, _) => found(seen, cure).checked(),
-        // An idle link may be slow to save power.
-        (false, true) => found(
-            seen,
-            format!("look again while a guest uses it; if it stays: {cure}"),
-        )
-        .unsure()
-        .checked(),
+    if narrow {
+        return look.cure(cure).when(true);
     }
+    if let Some(gap) = gap.filter(|_| !slow) {
+        return Err(gap);
+    }
+    // An idle link may be slow to save power.
+    look.cure(format!(
+        "look again while a guest uses it; if it stays: {cure}"
+    ))
+    .unsure()
+    .when(slow)
 }
 
 pub fn reset_method(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
-    let mut is_bad = false;
+    let mut look = Look::default();
     for gpu in facts.some_gpus()? {
         let path = gpu.path("reset_method");
         let methods = facts.files.text(&path)?;
-        is_bad |= !methods.split_whitespace().any(|method| method == "flr");
-        seen.push(evidence(path, methods));
+        look.is_bad |= !methods.split_whitespace().any(|method| method == "flr");
+        look.add(path, methods);
     }
     let cure = "echo flr > .../reset_method where the GPU has it: a reset of the bus waits for its \
          link and for all functions behind it";
-    found(seen, cure).unsure().when(is_bad)
+    Ok(look.cure(cure).unsure())
 }
 
 pub fn outlier(facts: &HostFacts) -> Checked {
@@ -208,28 +198,25 @@ pub fn outlier(facts: &HostFacts) -> Checked {
             medians.len()
         ));
     }
-    let all = Summary::of(&medians.iter().map(|(_, ns)| *ns).collect::<Vec<_>>())
-        .map_or(0, |s| s.median_ns) as f64
-        / 1e9;
+    let all: Vec<i64> = medians.iter().map(|(_, ns)| *ns).collect();
     let seconds = |ns: i64| ns as f64 / 1e9;
-    let is_slow = |ns: i64| seconds(ns) > all * OUTLIER && seconds(ns) > all + OUTLIER_SECONDS;
-    let slow: Vec<_> = medians.iter().filter(|(_, ns)| is_slow(*ns)).collect();
-    let mut seen = vec![evidence(
+    let all = seconds(Summary::of(&all).map_or(0, |s| s.median_ns));
+    let mut look = Look::of(
         "gpu.enable",
         format!("median {all:.3} s of {} GPUs", medians.len()),
-    )];
-    if slow.is_empty() {
-        return fine(seen);
-    }
-    seen.extend(
-        slow.iter()
-            .map(|(gpu, ns)| evidence(*gpu, format!("median {:.3} s", seconds(*ns)))),
     );
-    let lost = slow.iter().map(|(_, ns)| seconds(*ns) - all).sum();
-    found(
-        seen,
-        "compare its BARs, NUMA node and link with its neighbours' above; then its slot",
-    )
-    .measured(lost, "gpu.enable, beyond the median of all GPUs here")
-    .checked()
+    let mut lost = 0.0;
+    for (gpu, ns) in medians {
+        let took = seconds(ns);
+        if took > all * OUTLIER && took > all + OUTLIER_SECONDS {
+            look.add(gpu, format!("median {took:.3} s"));
+            lost += took - all;
+        }
+    }
+    look.cure("compare its BARs, NUMA node and link with its neighbours' above; then its slot")
+        .cost(
+            lost,
+            Basis::Measured("gpu.enable, beyond the median of all GPUs here".into()),
+        )
+        .when(lost > 0.0)
 }

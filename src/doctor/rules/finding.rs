@@ -1,19 +1,7 @@
 //! Findings of a rule on a host: verdict, evidence, cost and cure.
 
+pub use super::checked::{Basis, Cost, Evidence, Sure, Verdict};
 use kata_gpu_report::analysis::rules::Rule;
-use serde::Serialize;
-
-pub use super::checked::{Basis, Cost, Evidence, Sure};
-
-/// Outcome of a rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Verdict {
-    Found,
-    Unknown,
-    NeedsRoot,
-    Fine,
-}
 
 /// A rule and what it found.
 #[derive(Clone, Debug)]

@@ -1,8 +1,7 @@
 //! Rules about guests, by what their own streams show in the boots of this host.
 
-use super::checked::{Checked, Gap, evidence, unknown};
+use super::checked::{Basis, Checked, Gap, Look, unknown};
 use super::host_facts::{HostFacts, MajorMinor};
-use super::kernel_rules::{fine, found};
 use super::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, UNPACKED};
 use kata_gpu_report::analysis::statistics::Summary;
 use kata_gpu_wire::catalogue::derived;
@@ -39,15 +38,12 @@ fn listed(values: &[(&str, usize)]) -> String {
 
 pub fn kernel(facts: &HostFacts) -> Checked {
     let values = values(facts, KERNEL)?;
-    let seen = vec![evidence("kernel of guests", listed(&values))];
     let is_old =
         |release: &str| MajorMinor::parse(release).is_none_or(|version| version < HUGE_PFNMAPS);
-    found(
-        seen,
-        "a guest kernel from 6.12 on: huge pfnmaps are needed in host and guest",
-    )
-    .unsure()
-    .when(values.iter().any(|(release, _)| is_old(release)))
+    Look::of("kernel of guests", listed(&values))
+        .cure("a guest kernel from 6.12 on: huge pfnmaps are needed in host and guest")
+        .unsure()
+        .when(values.iter().any(|(release, _)| is_old(release)))
 }
 
 pub fn pci(facts: &HostFacts) -> Checked {
@@ -55,15 +51,14 @@ pub fn pci(facts: &HostFacts) -> Checked {
     let Some(seconds) = facts.boots.median(derived::KERNEL_PCI) else {
         return unknown("no boot here has the kernel's lines of PCI enumeration");
     };
-    let seen = vec![evidence(
+    Look::of(
         derived::KERNEL_PCI,
         format!(
             "median {seconds:.3} s, as long as {:.0} config accesses of 10 us",
             seconds / ACCESS_SECONDS
         ),
-    )];
-    found(
-        seen,
+    )
+    .cure(
         "fewer root ports and buses (pcie_root_port), and a guest kernel that reaches \
          configuration space by MMIO (q35)",
     )
@@ -78,18 +73,16 @@ pub fn modules(facts: &HostFacts) -> Checked {
     if facts.boots.median(names::MODULE_LOAD).is_none() {
         return unknown("no boot here has the load of a module");
     }
-    if unpacked.is_empty() {
-        return fine(vec![evidence(
-            names::MODULE_LOAD,
-            "no module was unpacked by the init",
-        )]);
-    }
-    let seen = vec![evidence(names::MODULE_LOAD, listed(&unpacked))];
-    found(
-        seen,
-        "modules without compression in the image, or a guest kernel with CONFIG_MODULE_DECOMPRESS",
-    )
-    .checked()
+    let shown = match unpacked.is_empty() {
+        true => "no module was unpacked by the init".into(),
+        false => listed(&unpacked),
+    };
+    Look::of(names::MODULE_LOAD, shown)
+        .cure(
+            "modules without compression in the image, or a guest kernel with \
+             CONFIG_MODULE_DECOMPRESS",
+        )
+        .when(!unpacked.is_empty())
 }
 
 pub fn firmware(_: &HostFacts) -> Checked {
@@ -98,29 +91,22 @@ pub fn firmware(_: &HostFacts) -> Checked {
 
 pub fn acceptance(facts: &HostFacts) -> Checked {
     let values = values(facts, CONFIDENTIAL)?;
-    let seen = vec![evidence("confidential guests", listed(&values))];
-    if !values.iter().any(|(value, _)| *value == "true") {
-        return fine(seen);
+    let mut look = Look::of("confidential guests", listed(&values))
+        .cure(
+            "accept_memory=lazy in the guest (its default), and no more memory than the pod needs",
+        )
+        .unsure();
+    if let Ok((bytes, _)) = facts.guest_memory() {
+        look = look.model(
+            bytes as f64 * ACCEPT_SECONDS_PER_BYTE,
+            "about 4 minutes for 800 GiB",
+        );
     }
-    let problem = found(
-        seen,
-        "accept_memory=lazy in the guest (its default), and no more memory than the pod needs",
-    )
-    .unsure();
-    match facts.guest_memory() {
-        Some((bytes, _)) => problem
-            .model(
-                bytes as f64 * ACCEPT_SECONDS_PER_BYTE,
-                "about 4 minutes for 800 GiB",
-            )
-            .checked(),
-        None => problem.checked(),
-    }
+    look.when(values.iter().any(|(value, _)| *value == "true"))
 }
 
 pub fn clocksource(facts: &HostFacts) -> Checked {
     let values = values(facts, CLOCKSOURCE)?;
-    let seen = vec![evidence("clocksource of guests", listed(&values))];
     let is_slow = |name: &str| {
         ![
             "tsc",
@@ -130,12 +116,12 @@ pub fn clocksource(facts: &HostFacts) -> Checked {
         ]
         .contains(&name)
     };
-    found(
-        seen,
-        "kvm-clock or tsc: each look at the clock leaves the guest (cpu_features of the \
+    Look::of("clocksource of guests", listed(&values))
+        .cure(
+            "kvm-clock or tsc: each look at the clock leaves the guest (cpu_features of the \
          configuration, invtsc)",
-    )
-    .when(values.iter().any(|(name, _)| is_slow(name)))
+        )
+        .when(values.iter().any(|(name, _)| is_slow(name)))
 }
 
 pub fn gaps(facts: &HostFacts) -> Checked {
@@ -144,18 +130,17 @@ pub fn gaps(facts: &HostFacts) -> Checked {
         return unknown("no boot here has two milestones");
     };
     let seconds = gaps.median_ns as f64 / 1e9;
-    let seen = vec![evidence(
+    Look::of(
         "time that no step explains",
         format!("median {seconds:.3} s"),
-    )];
-    found(
-        seen,
+    )
+    .cure(
         "kata-gpu-boot show BOOT --by gap names the gaps; the console's log next to the \
          boot's file fills them",
     )
-    .measured(
+    .cost(
         seconds,
-        format!("coverage, median of {} boot(s) here", boots.count),
+        Basis::Measured(format!("coverage, median of {} boot(s) here", boots.count)),
     )
     .when(seconds >= LONG_GAP_SECONDS)
 }

@@ -3,7 +3,7 @@
 //!
 //! A fact that could not be had is a [`Gap`], which `?` passes on: no rule can take it for a value.
 
-use super::checked::{Gap, unknown};
+use super::checked::{Evidence, Gap, Verdict, evidence, unknown};
 use super::own_boots::OwnBoots;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::collections::BTreeMap;
@@ -36,7 +36,10 @@ impl Files {
     pub fn text(&self, path: &str) -> Result<&str, Gap> {
         match self.0.get(path) {
             Some(Seen::Text(text)) => Ok(text),
-            Some(Seen::Denied) => Err(Gap::NeedsRoot(path.to_string())),
+            Some(Seen::Denied) => Err(Gap {
+                verdict: Verdict::NeedsRoot,
+                why: path.to_string(),
+            }),
             Some(Seen::Odd(why)) => unknown(format!("{path}: {why}")),
             None => unknown(format!("{path}: not there")),
         }
@@ -125,9 +128,21 @@ impl Kata {
             .get(&format!("hypervisor.{}.{key}", self.section))
     }
 
+    /// Such a value; empty where it is not set.
+    pub fn value(&self, key: &str) -> &str {
+        self.hypervisor(key).map_or("", |(value, _)| value)
+    }
+
     pub fn is_on(&self, key: &str) -> bool {
-        self.hypervisor(key)
-            .is_some_and(|(value, _)| value == "true")
+        self.value(key) == "true"
+    }
+
+    /// Such a value as evidence.
+    pub fn evidence(&self, key: &str) -> Evidence {
+        match self.hypervisor(key) {
+            Some((value, file)) => evidence(file, format!("{key} = {value}")),
+            None => evidence(&self.path, format!("{key} is not set")),
+        }
     }
 }
 
@@ -203,7 +218,7 @@ impl Gpu {
 
     /// Why nothing is known about its BARs.
     pub fn without_addresses(&self) -> Gap {
-        Gap::Unknown(format!(
+        Gap::unknown(format!(
             "{}: its BARs have no addresses",
             self.path("resource")
         ))
@@ -278,6 +293,13 @@ impl HostFacts {
         }
     }
 
+    /// Bytes of all BARs of all GPUs.
+    pub fn bar_bytes(&self) -> u64 {
+        let gpus = self.gpus();
+        let bytes = gpus.iter().map(Gpu::bytes);
+        bytes.fold(0, u64::saturating_add)
+    }
+
     pub fn some_vms(&self) -> Result<&[Vm], Gap> {
         if self.vms.is_empty() {
             unknown("no VM with GPUs was seen: run it while one runs, as root")
@@ -288,7 +310,7 @@ impl HostFacts {
 
     /// Memory of a guest in bytes and where that is from: of the largest running one, else Kata's
     /// default.
-    pub fn guest_memory(&self) -> Option<(u64, String)> {
+    pub fn guest_memory(&self) -> Result<(u64, String), Gap> {
         let running = self
             .vms
             .iter()
@@ -296,12 +318,29 @@ impl HostFacts {
             .max();
         let configured = || {
             let (value, file) = self.kata().ok()?.hypervisor("default_memory")?;
+            let mib = value.parse::<u64>().ok()?;
             Some((
-                value.parse::<u64>().ok()?.checked_mul(1 << 20)?,
+                mib.checked_mul(1 << 20)?,
                 format!("default_memory in {file}"),
             ))
         };
-        running.or_else(configured)
+        running
+            .or_else(configured)
+            .ok_or_else(|| Gap::unknown("size of guests: no default_memory, no running VM"))
+    }
+
+    /// Pages of hugetlbfs for guests: other page sizes do not matter then.
+    pub fn hugetlb(&self) -> Option<Evidence> {
+        const KEY: &str = "enable_hugepages";
+        let kata = self.kata().ok().filter(|kata| kata.is_on(KEY));
+        let running = || {
+            let vm = self.vms.iter().find(|vm| {
+                vm.options("-object")
+                    .any(|o| o.contains("hugetlb=on") || o.contains("mem-path=/dev/hugepages"))
+            })?;
+            Some(evidence(vm.proc("cmdline"), "memory-backend of hugetlbfs"))
+        };
+        kata.map(|kata| kata.evidence(KEY)).or_else(running)
     }
 
     /// Value of a word of the kernel's command line; the last one counts. Empty for a bare word.

@@ -1,8 +1,6 @@
 //! Rules about the host's kernel: VFIO, IOMMUFD, the IOMMU.
 
-use super::checked::{
-    Answer, Basis, Checked, Cost, Evidence, Gap, Problem, Sure, evidence, unknown,
-};
+use super::checked::{Checked, Gap, Look, Sure, unknown};
 use super::host_facts::{DEVICES, HostFacts, MajorMinor};
 
 pub const RELEASE: &str = "/proc/sys/kernel/osrelease";
@@ -16,63 +14,7 @@ pub const HUGE_FAULT: &str = "vfio_pci_mmap_huge_fault";
 pub const FAULT: &str = "vfio_pci_mmap_fault";
 pub const TYPE1: &str = "/sys/module/vfio_iommu_type1/parameters";
 /// Seconds for each byte of BAR in pages of 4 KiB: 33,554,432 pages, 3.27 s per 128 GiB.
-pub const BAR_SECONDS_PER_BYTE: f64 = 3.27 / (128u64 << 30) as f64;
-
-pub fn fine(items: Vec<Evidence>) -> Checked {
-    Ok(Answer::Fine(items))
-}
-
-/// Something found without a figure for its cost.
-pub fn found(evidence: Vec<Evidence>, cure: impl Into<String>) -> Problem {
-    Problem {
-        evidence,
-        cost: None,
-        cure: cure.into(),
-        sure: Sure::Sure,
-    }
-}
-
-impl Problem {
-    pub fn unsure(self) -> Self {
-        Self {
-            sure: Sure::Unsure,
-            ..self
-        }
-    }
-
-    pub fn model(self, seconds: f64, of: impl Into<String>) -> Self {
-        Self {
-            cost: Some(Cost {
-                seconds,
-                basis: Basis::Model(of.into()),
-            }),
-            ..self
-        }
-    }
-
-    pub fn measured(self, seconds: f64, of: impl Into<String>) -> Self {
-        Self {
-            cost: Some(Cost {
-                seconds,
-                basis: Basis::Measured(of.into()),
-            }),
-            ..self
-        }
-    }
-
-    pub fn checked(self) -> Checked {
-        Ok(Answer::Found(self))
-    }
-
-    /// The problem where the evidence is bad, else the evidence alone.
-    pub fn when(self, is_bad: bool) -> Checked {
-        if is_bad {
-            self.checked()
-        } else {
-            fine(self.evidence)
-        }
-    }
-}
+const BAR_SECONDS_PER_BYTE: f64 = 3.27 / (128u64 << 30) as f64;
 
 /// Version of the running kernel, and its text.
 pub fn release(facts: &HostFacts) -> Result<(MajorMinor, &str), Gap> {
@@ -100,35 +42,36 @@ enum Pfnmaps {
 }
 
 /// By the function that faults huge pages in, where VFIO is loaded; by version for the rest.
-fn pfnmaps(facts: &HostFacts) -> Result<(Pfnmaps, Vec<Evidence>, Sure), Gap> {
+fn pfnmaps(facts: &HostFacts) -> Result<(Pfnmaps, Look), Gap> {
     let (version, text) = release(facts)?;
-    let mut seen = vec![evidence(RELEASE, text)];
+    let mut look = Look::of(RELEASE, text);
     let symbols = facts.files.text(SYMBOLS).unwrap_or_default();
     let has = |name: &str| {
         symbols
             .lines()
             .any(|line| line.split_whitespace().nth(2) == Some(name))
     };
-    let (huge, sure) = if has(HUGE_FAULT) {
-        seen.push(evidence(SYMBOLS, HUGE_FAULT));
-        (true, Sure::Sure)
+    let huge = if has(HUGE_FAULT) {
+        look.add(SYMBOLS, HUGE_FAULT);
+        true
     } else if has(FAULT) {
-        seen.push(evidence(SYMBOLS, format!("{FAULT}, no {HUGE_FAULT}")));
-        (false, Sure::Sure)
+        look.add(SYMBOLS, format!("{FAULT}, no {HUGE_FAULT}"));
+        false
     } else if let Ok(value) = config(facts, "CONFIG_ARCH_SUPPORTS_HUGE_PFNMAP") {
-        seen.push(evidence(
+        look.add(
             CONFIG,
             format!("CONFIG_ARCH_SUPPORTS_HUGE_PFNMAP={}", value.unwrap_or("n")),
-        ));
-        (value == Some("y"), Sure::Sure)
+        );
+        value == Some("y")
     } else {
-        (version >= MajorMinor(6, 12), Sure::Unsure)
+        look.sure = Sure::Unsure;
+        version >= MajorMinor(6, 12)
     };
     Ok(match huge {
-        false => (Pfnmaps::Small, seen, sure),
+        false => (Pfnmaps::Small, look),
         // A distribution may have the fix of 6.15 in an older kernel.
-        true if version < MajorMinor(6, 15) => (Pfnmaps::HugeWithoutBatches, seen, Sure::Unsure),
-        true => (Pfnmaps::Huge, seen, sure),
+        true if version < MajorMinor(6, 15) => (Pfnmaps::HugeWithoutBatches, look.unsure()),
+        true => (Pfnmaps::Huge, look),
     })
 }
 
@@ -138,21 +81,19 @@ pub fn maps_small_pages(facts: &HostFacts) -> Result<bool, Gap> {
 }
 
 pub fn huge_pfnmaps(facts: &HostFacts) -> Checked {
-    let (pfnmaps, mut seen, sure) = pfnmaps(facts)?;
+    let (pfnmaps, mut look) = pfnmaps(facts)?;
     if pfnmaps == Pfnmaps::Huge {
-        return fine(seen);
+        return Ok(look);
     }
     let gpus = facts.gpus();
-    let bytes = gpus
-        .iter()
-        .fold(0u64, |sum, gpu| sum.saturating_add(gpu.bytes()));
+    let bytes = facts.bar_bytes();
     if let Some(gpu) = gpus.first().filter(|_| bytes == 0) {
         return Err(gpu.without_addresses());
     }
-    seen.push(evidence(
+    look.add(
         DEVICES,
         format!("{} GPU(s), BARs of {} GiB in all", gpus.len(), bytes >> 30),
-    ));
+    );
     let cure = match pfnmaps {
         Pfnmaps::HugeWithoutBatches => {
             "a kernel from 6.15 on, or one whose distribution has \"vfio/type1: Use \
@@ -163,14 +104,18 @@ pub fn huge_pfnmaps(facts: &HostFacts) -> Checked {
                  later; until then a smaller BAR (resourceN_resize)"
         }
     };
-    let mut problem = found(seen, cure);
-    if bytes > 0 {
-        problem = problem.model(
-            bytes as f64 * BAR_SECONDS_PER_BYTE,
-            "3.27 s per 128 GiB of BAR in pages of 4 KiB",
-        );
+    of_bars(look.cure(cure), bytes).when(true)
+}
+
+/// Adds the model of BARs of so many bytes in small pages, if there are any.
+pub fn of_bars(look: Look, bytes: u64) -> Look {
+    if bytes == 0 {
+        return look;
     }
-    Problem { sure, ..problem }.checked()
+    look.model(
+        bytes as f64 * BAR_SECONDS_PER_BYTE,
+        "3.27 s per 128 GiB of BAR in pages of 4 KiB",
+    )
 }
 
 pub const IOMMU: &str = "/dev/iommu";
@@ -182,58 +127,53 @@ const DMA_ENTRIES: u64 = 65_535;
 
 pub fn iommufd(facts: &HostFacts) -> Checked {
     if let Some(kind) = facts.files.optional(IOMMU)? {
-        return fine(vec![evidence(IOMMU, kind)]);
+        return Ok(Look::of(IOMMU, kind));
     }
     let value = config(facts, "CONFIG_IOMMUFD")?.unwrap_or("n");
-    let seen = vec![
-        evidence(IOMMU, "not there"),
-        evidence(CONFIG, format!("CONFIG_IOMMUFD={value}")),
-    ];
+    let mut look = Look::of(IOMMU, "not there");
+    look.add(CONFIG, format!("CONFIG_IOMMUFD={value}"));
     let cure = if value == "m" {
         "modprobe iommufd, and name it in /etc/modules-load.d"
     } else {
         "a kernel with IOMMUFD and VFIO_DEVICE_CDEV (6.6 and later)"
     };
-    found(seen, cure).unsure().checked()
+    look.cure(cure).unsure().when(true)
 }
 
 pub fn dma_entries(facts: &HostFacts) -> Checked {
     let path = format!("{TYPE1}/dma_entry_limit");
     let limit = facts.files.number(&path)?;
-    let seen = vec![evidence(&path, limit.to_string())];
-    found(
-        seen,
-        format!(
+    Look::of(&path, limit.to_string())
+        .cure(format!(
             "echo {DMA_ENTRIES} > {path}: below its default, large or hot-plugged memory fails \
          to map with ENOSPC"
-        ),
-    )
-    .when(limit < DMA_ENTRIES)
+        ))
+        .when(limit < DMA_ENTRIES)
 }
 
 pub fn type1_huge_pages(facts: &HostFacts) -> Checked {
     let path = format!("{TYPE1}/disable_hugepages");
     let value = facts.files.text(&path)?;
-    let seen = vec![evidence(&path, value)];
-    found(
-        seen,
-        "echo N > it, and remove disable_hugepages=1 of vfio_iommu_type1 from modprobe.d \
+    Look::of(&path, value)
+        .cure(
+            "echo N > it, and remove disable_hugepages=1 of vfio_iommu_type1 from modprobe.d \
          and the kernel's command line",
-    )
-    .when(value == "Y")
+        )
+        .when(value == "Y")
 }
 
 pub fn iommu(facts: &HostFacts) -> Checked {
     let names = facts.files.text(IOMMUS)?;
-    if !names.is_empty() {
-        return fine(vec![evidence(IOMMUS, names.replace('\n', " "))]);
-    }
-    found(
-        vec![evidence(IOMMUS, "empty")],
-        "switch VT-d or AMD-Vi on in the firmware's setup, with intel_iommu=on where the \
-         kernel does not by itself: no GPU can be passed through",
-    )
-    .checked()
+    let shown = match names {
+        "" => "empty".into(),
+        names => names.replace('\n', " "),
+    };
+    Look::of(IOMMUS, shown)
+        .cure(
+            "switch VT-d or AMD-Vi on in the firmware's setup, with intel_iommu=on where the \
+             kernel does not by itself: no GPU can be passed through",
+        )
+        .when(names.is_empty())
 }
 
 pub fn iommu_mode(facts: &HostFacts) -> Checked {
@@ -249,50 +189,34 @@ pub fn iommu_mode(facts: &HostFacts) -> Checked {
         if all == 0 {
             return unknown(format!("{GROUPS}: no group"));
         }
-        return fine(vec![evidence(
-            GROUPS,
-            format!("{all} group(s), none strict"),
-        )]);
+        return Ok(Look::of(GROUPS, format!("{all} group(s), none strict")));
     };
-    let seen = vec![
-        evidence(first, "DMA"),
-        evidence(GROUPS, format!("{} of {all} group(s) strict", strict.len())),
-    ];
-    found(
-        seen,
-        "iommu=pt, or iommu.strict=0, on the kernel's command line",
-    )
-    .unsure()
-    .checked()
+    let mut look = Look::of(first, "DMA");
+    look.add(GROUPS, format!("{} of {all} group(s) strict", strict.len()));
+    look.cure("iommu=pt, or iommu.strict=0, on the kernel's command line")
+        .unsure()
+        .when(true)
 }
 
 pub fn interrupt_remapping(facts: &HostFacts) -> Checked {
     let text = facts.files.text(INTERRUPTS)?;
-    let chip = |begin: &str| {
-        text.split_whitespace()
-            .find(|word| word.starts_with(begin))
-            .map(str::to_string)
-    };
+    let chip = |begin| text.split_whitespace().find(|word| word.starts_with(begin));
     if let Some(chip) = chip("IR-").or_else(|| chip("ITS-")) {
-        return fine(vec![evidence(INTERRUPTS, chip)]);
+        return Ok(Look::of(INTERRUPTS, chip));
     }
     let path = format!("{TYPE1}/allow_unsafe_interrupts");
     let unsafe_ones = facts.files.optional(&path)?.unwrap_or("not there");
-    let seen = vec![
-        evidence(INTERRUPTS, "no chip with remapping (IR-)"),
-        evidence(path, unsafe_ones),
-    ];
-    found(
-        seen,
+    let mut look = Look::of(INTERRUPTS, "no chip with remapping (IR-)");
+    look.add(path, unsafe_ones);
+    look.cure(
         "switch interrupt remapping (x2APIC) on in the firmware's setup and remove \
          intremap=off: each interrupt of a GPU leaves the guest without it",
     )
-    .checked()
+    .when(true)
 }
 
 pub fn groups(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
-    let mut shared = false;
+    let mut look = Look::default();
     for gpu in facts.some_gpus()? {
         let link = facts.files.text(&gpu.path("iommu_group"))?;
         let group = link.rsplit('/').next().unwrap_or_default();
@@ -308,20 +232,18 @@ pub fn groups(facts: &HostFacts) -> Checked {
                     .is_ok_and(|c| !c.starts_with("0x0604"))
         };
         let others: Vec<&str> = facts.files.text(&path)?.lines().filter(is_other).collect();
-        shared |= !others.is_empty();
-        seen.push(evidence(
+        look.is_bad |= !others.is_empty();
+        look.add(
             path,
             if others.is_empty() {
                 address
             } else {
                 format!("{address} with {}", others.join(" "))
             },
-        ));
+        );
     }
-    found(
-        seen,
+    Ok(look.cure(
         "switch ACS on in the firmware's setup, or move the GPU to another slot: a group \
          goes to one guest as a whole",
-    )
-    .when(shared)
+    ))
 }

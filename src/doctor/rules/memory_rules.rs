@@ -3,9 +3,9 @@
 //! Figures: a guest of 1.2 TB was prepared in 253 s with transparent huge pages, in 476 s without,
 //! and in 59 s with pages of 1 GiB.
 
-use super::checked::{Checked, Gap, Problem, evidence, unknown};
+use super::checked::{Checked, Gap, Look, evidence, unknown};
 use super::host_facts::{Files, Gpu, HostFacts};
-use super::kernel_rules::{CONFIG, config, fine, found};
+use super::kernel_rules::{CONFIG, config};
 use std::collections::BTreeSet;
 
 pub const THP: &str = "/sys/kernel/mm/transparent_hugepage";
@@ -34,9 +34,9 @@ fn chosen<'a>(files: &'a Files, path: &str) -> Result<&'a str, Gap> {
 }
 
 /// Adds the model of a guest's preparation: the difference of two figures, for this many bytes.
-pub fn of_bytes(problem: Problem, bytes: u64, seconds: f64, how: &str) -> Problem {
+pub fn of_bytes(look: Look, bytes: u64, seconds: f64, how: &str) -> Look {
     let bytes = bytes as f64;
-    problem.model(
+    look.model(
         bytes / GUEST * seconds,
         format!(
             "1.2 TB of guest memory: {how}; for {:.0} GiB",
@@ -46,10 +46,10 @@ pub fn of_bytes(problem: Problem, bytes: u64, seconds: f64, how: &str) -> Proble
 }
 
 /// The same for all memory of this host's guests, if its size is known.
-fn of_guest(problem: Problem, facts: &HostFacts, seconds: f64, how: &str) -> Problem {
+fn of_guest(look: Look, facts: &HostFacts, seconds: f64, how: &str) -> Look {
     match facts.guest_memory() {
-        Some((bytes, _)) => of_bytes(problem, bytes, seconds, how),
-        None => problem,
+        Ok((bytes, _)) => of_bytes(look, bytes, seconds, how),
+        Err(_) => look,
     }
 }
 
@@ -59,84 +59,46 @@ fn page_of(huge: u64) -> u64 {
     1 << ((huge.ilog2() + 3) / 2)
 }
 
-/// Pages of hugetlbfs for guests, beside which other page sizes do not matter.
-fn hugetlb(facts: &HostFacts) -> Option<(String, String)> {
-    let configured = facts
-        .kata()
-        .ok()
-        .filter(|kata| kata.is_on("enable_hugepages"))
-        .map(|kata| {
-            let file = kata
-                .hypervisor("enable_hugepages")
-                .map_or(String::new(), |(_, file)| file.clone());
-            (file, "enable_hugepages = true".to_string())
-        });
-    let running = || {
-        let vm = facts.vms.iter().find(|vm| {
-            vm.options("-object")
-                .any(|o| o.contains("hugetlb=on") || o.contains("mem-path=/dev/hugepages"))
-        });
-        vm.map(|vm| {
-            (
-                vm.proc("cmdline"),
-                "memory-backend of hugetlbfs".to_string(),
-            )
-        })
-    };
-    configured.or_else(running)
-}
-
 pub fn thp(facts: &HostFacts) -> Checked {
     let path = format!("{THP}/enabled");
     let word = chosen(&facts.files, &path)?;
-    let mut seen = vec![evidence(&path, word)];
-    if let Some((from, value)) = hugetlb(facts) {
-        seen.push(evidence(from, value));
-        return fine(seen);
-    }
-    let problem = found(
-        seen,
-        format!(
-            "echo madvise > {path} (transparent_hugepage=madvise on the kernel's \
+    let mut look = Look::of(&path, word);
+    let hugetlb = facts.hugetlb();
+    let is_bad = word == "never" && hugetlb.is_none();
+    look.evidence.extend(hugetlb);
+    let look = look.cure(format!(
+        "echo madvise > {path} (transparent_hugepage=madvise on the kernel's \
                  command line), or enable_hugepages"
-        ),
-    );
-    of_guest(
-        problem,
-        facts,
-        WITHOUT_THP - WITH_THP,
-        "253 s with, 476 s without",
-    )
-    .when(word == "never")
+    ));
+    let how = "253 s with, 476 s without";
+    of_guest(look, facts, WITHOUT_THP - WITH_THP, how).when(is_bad)
 }
 
 /// Memory that is shared with another process (virtio-fs) is shared memory to the kernel, which has
 /// a switch of its own.
 pub fn thp_shared(facts: &HostFacts) -> Checked {
     let objects = facts.vms.iter().flat_map(|vm| {
-        vm.options("-object")
-            .map(|object| (vm.proc("cmdline"), object.to_string()))
+        let shared = vm.options("-object").filter(|o| o.contains("share=on"));
+        shared.map(|object| evidence(vm.proc("cmdline"), object))
     });
-    let mut shared: Vec<_> = objects
-        .filter(|(_, object)| object.contains("share=on"))
-        .collect();
+    let mut shared: Vec<_> = objects.collect();
     if let Ok(kata) = facts.kata() {
-        let fs = kata
-            .hypervisor("shared_fs")
-            .filter(|(value, _)| value.starts_with("virtio-fs"));
-        shared.extend(fs.map(|(value, file)| (file.clone(), format!("shared_fs = {value}"))));
+        let fs = kata.value("shared_fs").starts_with("virtio-fs");
+        shared.extend(fs.then(|| kata.evidence("shared_fs")));
     } else if shared.is_empty() {
         facts.some_vms()?;
     }
-    let Some((from, value)) = shared.into_iter().next() else {
-        return fine(vec![evidence("memory of guests", "not shared")]);
-    };
+    shared.truncate(1);
+    let mut look = Look::from(shared);
+    if look.evidence.is_empty() {
+        return Ok(Look::of("memory of guests", "not shared"));
+    }
     let path = format!("{THP}/shmem_enabled");
     let word = chosen(&facts.files, &path)?;
-    let mut seen = vec![evidence(from, value), evidence(&path, word)];
-    if let Some((from, value)) = hugetlb(facts) {
-        seen.push(evidence(from, value));
-        return fine(seen);
+    look.add(&path, word);
+    if let Some(hugetlb) = facts.hugetlb() {
+        look.evidence.push(hugetlb);
+        return Ok(look);
     }
     let mounts = facts.files.text(MOUNTS)?;
     let mount = mounts
@@ -147,57 +109,44 @@ pub fn thp_shared(facts: &HostFacts) -> Checked {
         .split([' ', ','])
         .find_map(|option| option.strip_prefix("huge="))
         .unwrap_or("never");
-    seen.push(evidence(MOUNTS, format!("/dev/shm huge={mounted}")));
+    look.add(MOUNTS, format!("/dev/shm huge={mounted}"));
     // memfd follows the switch, a file in /dev/shm its mount.
     let cure = format!(
         "echo advise > {path} and mount -o remount,huge=advise /dev/shm, or \
              enable_hugepages, or a guest without shared_fs"
     );
-    let problem = found(seen, cure).unsure();
-    of_guest(
-        problem,
-        facts,
-        WITHOUT_THP - WITH_THP,
-        "253 s with huge pages, 476 s without",
-    )
-    .when(["never", "deny"].contains(&word) || mounted == "never")
+    let how = "253 s with huge pages, 476 s without";
+    of_guest(look.cure(cure).unsure(), facts, WITHOUT_THP - WITH_THP, how)
+        .when(["never", "deny"].contains(&word) || mounted == "never")
 }
 
 pub fn thp_defrag(facts: &HostFacts) -> Checked {
     let path = format!("{THP}/defrag");
     let word = chosen(&facts.files, &path)?;
-    let seen = vec![evidence(&path, word)];
-    found(
-        seen,
-        format!(
+    Look::of(&path, word)
+        .cure(format!(
             "echo madvise > {path}: QEMU asks for huge pages, and the kernel then makes room \
          for them"
-        ),
-    )
-    .unsure()
-    .when(["never", "defer"].contains(&word) && hugetlb(facts).is_none())
+        ))
+        .unsure()
+        .when(["never", "defer"].contains(&word) && facts.hugetlb().is_none())
 }
 
 pub fn huge_pages(facts: &HostFacts) -> Checked {
-    if let Some((from, value)) = hugetlb(facts) {
-        return fine(vec![evidence(from, value)]);
+    if let Some(hugetlb) = facts.hugetlb() {
+        return Ok(vec![hugetlb].into());
     }
-    let (bytes, from) = facts
-        .guest_memory()
-        .ok_or_else(|| Gap::Unknown("neither a configuration of Kata nor a running VM".into()))?;
-    let seen = vec![evidence(
-        from,
-        format!("{} MiB without hugetlbfs", bytes >> 20),
-    )];
+    let (bytes, from) = facts.guest_memory()?;
+    let look = Look::of(from, format!("{} MiB without hugetlbfs", bytes >> 20));
     let cure = "reserve pages of 1 GiB (hugepagesz=1G hugepages=N, default_hugepagesz=1G) and set \
          enable_hugepages = true";
     of_bytes(
-        found(seen, cure),
+        look.cure(cure),
         bytes,
         WITH_THP - WITH_GIB_PAGES,
         "59 s with pages of 1 GiB, 253 s with transparent ones",
     )
-    .checked()
+    .when(true)
 }
 
 /// NUMA nodes of the GPUs.
@@ -214,17 +163,12 @@ fn gpu_nodes(facts: &HostFacts) -> Result<BTreeSet<u64>, Gap> {
 }
 
 pub fn huge_pages_free(facts: &HostFacts) -> Checked {
-    if !facts.kata()?.is_on("enable_hugepages") {
-        return fine(vec![evidence(
-            &facts.kata()?.path,
-            "enable_hugepages is off",
-        )]);
+    let kata = facts.kata()?;
+    if !kata.is_on("enable_hugepages") {
+        return Ok(Look::of(&kata.path, "enable_hugepages is off"));
     }
-    let (wanted, from) = facts
-        .guest_memory()
-        .ok_or_else(|| Gap::Unknown("size of guests: no default_memory".into()))?;
-    let mut seen = vec![evidence(from, format!("{} MiB", wanted >> 20))];
-    let mut short = false;
+    let (wanted, from) = facts.guest_memory()?;
+    let mut look = Look::of(from, format!("{} MiB", wanted >> 20));
     for node in gpu_nodes(facts)? {
         let dir = format!("{NODES}/node{node}/hugepages");
         let mut free = 0u64;
@@ -240,40 +184,31 @@ pub fn huge_pages_free(facts: &HostFacts) -> Checked {
                 .map_err(|_| Gap::unreadable(&dir, size))?;
             let path = format!("{dir}/{size}/free_hugepages");
             let pages = facts.files.number(&path)?;
-            seen.push(evidence(path, pages.to_string()));
+            look.add(path, pages.to_string());
             free = free.saturating_add(pages.saturating_mul(kib << 10));
         }
         // A guest has pages of one node, which is the GPU's where it is fast.
-        short |= free < wanted;
+        look.is_bad |= free < wanted;
     }
-    found(
-        seen,
+    Ok(look.cure(
         "reserve as many on each GPU's node: echo N > \
              .../nodeX/hugepages/hugepages-1048576kB/nr_hugepages, soon after the host's \
              boot",
-    )
-    .when(short)
+    ))
 }
 
 pub fn fragmentation(facts: &HostFacts) -> Checked {
-    if let Some((from, value)) = hugetlb(facts) {
-        return fine(vec![evidence(from, value)]);
+    if let Some(hugetlb) = facts.hugetlb() {
+        return Ok(vec![hugetlb].into());
     }
-    let (wanted, from) = facts
-        .guest_memory()
-        .ok_or_else(|| Gap::Unknown("size of guests: no default_memory, no running VM".into()))?;
+    let (wanted, from) = facts.guest_memory()?;
     let nodes = gpu_nodes(facts)?;
     let text = facts.files.text(BUDDY)?;
-    let huge_page = facts
-        .files
-        .text(&format!("{THP}/hpage_pmd_size"))
-        .ok()
-        .and_then(|text| text.parse().ok());
-    let huge_page = huge_page
-        .filter(|bytes: &u64| bytes.is_power_of_two())
-        .unwrap_or(HUGE);
+    let huge_page = facts.files.number(&format!("{THP}/hpage_pmd_size"));
+    let huge_page = huge_page.ok().filter(|bytes| bytes.is_power_of_two());
+    let huge_page = huge_page.unwrap_or(HUGE);
     let page = page_of(huge_page);
-    let mut seen = vec![evidence(from, format!("{} MiB", wanted >> 20))];
+    let mut look = Look::of(from, format!("{} MiB", wanted >> 20));
     let mut missing = 0u64;
     for node in nodes {
         let begin = format!("Node {node},");
@@ -293,24 +228,24 @@ pub fn fragmentation(facts: &HostFacts) -> Checked {
         if !is_there {
             return unknown(format!("{BUDDY}: no node {node}"));
         }
-        seen.push(evidence(
+        look.add(
             BUDDY,
             format!(
                 "node {node}: guests of up to {} MiB in huge pages now, of {} MiB free",
                 huge >> 20,
                 all >> 20
             ),
-        ));
+        );
         missing = missing.max(wanted.saturating_sub(huge));
     }
-    let problem = found(
-        seen,
-        "reserve huge pages soon after the host's boot, or echo 1 > \
+    let look = look
+        .cure(
+            "reserve huge pages soon after the host's boot, or echo 1 > \
              /proc/sys/vm/compact_memory before guests start",
-    )
-    .unsure();
+        )
+        .unsure();
     of_bytes(
-        problem,
+        look,
         missing,
         WITHOUT_THP - WITH_THP,
         "253 s in huge pages, 476 s in small ones",
@@ -324,8 +259,7 @@ pub fn unmovable(facts: &HostFacts) -> Checked {
         .lines()
         .skip_while(|line| !line.starts_with("Number of blocks type"))
         .skip(1);
-    let mut seen = Vec::new();
-    let mut is_bad = false;
+    let mut look = Look::default();
     // The zone DMA has a few MiB; a small machine has nothing above DMA32.
     for line in table.filter(|line| line.starts_with("Node ") && !line.contains(" DMA ")) {
         let counts: Vec<u64> = line
@@ -337,55 +271,50 @@ pub fn unmovable(facts: &HostFacts) -> Checked {
             return Err(Gap::unreadable(BLOCKS, line));
         };
         let fixed = unmovable.saturating_add(reclaimable);
-        is_bad |= fixed > fixed.saturating_add(movable) / 4;
+        look.is_bad |= fixed > fixed.saturating_add(movable) / 4;
         let node = line.split(',').next().unwrap_or_default();
-        seen.push(evidence(
+        look.add(
             BLOCKS,
             format!("{node}: {fixed} block(s) that cannot be moved, {movable} that can"),
-        ));
+        );
     }
-    if seen.is_empty() {
+    if look.evidence.is_empty() {
         return unknown(format!("{BLOCKS}: no number of blocks"));
     }
-    found(
-        seen,
-        "reserve huge pages on the kernel's command line: no compaction brings these together",
-    )
-    .unsure()
-    .when(is_bad)
+    let cure =
+        "reserve huge pages on the kernel's command line: no compaction brings these together";
+    Ok(look.cure(cure).unsure())
 }
 
 pub fn zeroing(facts: &HostFacts) -> Checked {
-    let (is_on, seen) = match facts.kernel_word("init_on_alloc")? {
+    let (is_on, look) = match facts.kernel_word("init_on_alloc")? {
         Some(value) => (
             ["1", "y", "Y", "on"].contains(&value),
-            evidence("/proc/cmdline", format!("init_on_alloc={value}")),
+            Look::of("/proc/cmdline", format!("init_on_alloc={value}")),
         ),
         None => {
-            let value = config(facts, "CONFIG_INIT_ON_ALLOC_DEFAULT_ON")?.unwrap_or("n");
-            (
-                value == "y",
-                evidence(CONFIG, format!("CONFIG_INIT_ON_ALLOC_DEFAULT_ON={value}")),
-            )
+            const KEY: &str = "CONFIG_INIT_ON_ALLOC_DEFAULT_ON";
+            let value = config(facts, KEY)?.unwrap_or("n");
+            (value == "y", Look::of(CONFIG, format!("{KEY}={value}")))
         }
     };
-    let problem = found(
-        vec![seen],
-        "init_on_alloc=0 on the host's command line, where its security rules allow it; \
+    let look = look
+        .cure(
+            "init_on_alloc=0 on the host's command line, where its security rules allow it; \
              or enable_hugepages",
-    )
-    .unsure();
+        )
+        .unsure();
     of_guest(
-        problem,
+        look,
         facts,
         WITH_GIB_PAGES,
         "one more pass takes at most the 59 s that all took with pages of 1 GiB",
     )
-    .when(is_on && hugetlb(facts).is_none())
+    .when(is_on && facts.hugetlb().is_none())
 }
 
 pub fn governor(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
+    let mut look = Look::default();
     let mut slow = 0;
     for policy in facts
         .files
@@ -394,39 +323,31 @@ pub fn governor(facts: &HostFacts) -> Checked {
     {
         let file = |name: &str| format!("{CPUFREQ}/{policy}/{name}");
         let governor = facts.files.text(&file("scaling_governor"))?;
-        let driver = facts
-            .files
-            .optional(&file("scaling_driver"))?
-            .unwrap_or_default();
-        let preference = facts
-            .files
-            .optional(&file("energy_performance_preference"))?
-            .unwrap_or_default();
+        let optional = |name| facts.files.optional(&file(name));
+        let driver = optional("scaling_driver")?.unwrap_or_default();
+        let preference = optional("energy_performance_preference")?.unwrap_or_default();
         // These drivers scale by themselves below `powersave`.
         let scales = ["intel_pstate", "amd-pstate-epp"].contains(&driver);
         let is_slow = governor == "conservative"
             || (governor == "powersave" && !scales)
             || preference == "power";
         slow += usize::from(is_slow);
-        if is_slow && slow == 1 || seen.is_empty() {
-            seen = vec![evidence(
+        if is_slow && slow == 1 || look.evidence.is_empty() {
+            look = Look::of(
                 file("scaling_governor"),
                 format!("{governor} ({driver} {preference})"),
-            )];
+            );
         }
     }
-    if seen.is_empty() {
+    if look.evidence.is_empty() {
         return unknown(format!("{CPUFREQ}: no policy"));
     }
-    if slow == 0 {
-        return fine(seen);
+    if slow > 0 {
+        look.add(CPUFREQ, format!("{slow} slow policies"));
     }
-    seen.push(evidence(CPUFREQ, format!("{slow} slow policies")));
-    found(
-        seen,
-        "the governor `performance` while guests start: cpupower frequency-set -g performance",
-    )
-    .checked()
+    let cure =
+        "the governor `performance` while guests start: cpupower frequency-set -g performance";
+    look.cure(cure).when(slow > 0)
 }
 
 #[cfg(test)]

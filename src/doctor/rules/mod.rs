@@ -17,8 +17,8 @@ pub mod own_boots; // boots of this host as numbers
 pub mod rule_table;
 pub mod vm_rules; // what finds each rule
 
-use checked::{Answer, Basis, Cost, Evidence, Gap, Problem, Sure};
-use finding::{Finding, Verdict};
+use checked::{Basis, Cost, Evidence, Gap, Look, Verdict};
+use finding::Finding;
 use host_facts::HostFacts;
 use kata_gpu_report::analysis::rules::Rule;
 use kata_gpu_report::data::text::clipped;
@@ -42,64 +42,32 @@ pub fn diagnose(facts: &HostFacts) -> Vec<Finding> {
 }
 
 fn finding(rule: &'static Rule, check: Check, facts: &HostFacts) -> Finding {
-    let empty = Finding {
-        rule,
-        verdict: Verdict::Fine,
-        evidence: Vec::new(),
-        cost: None,
-        text: String::new(),
-        sure: Sure::Sure,
+    let (verdict, look) = match check(facts) {
+        Ok(look) if look.is_bad => (Verdict::Found, look),
+        Ok(look) => (Verdict::Fine, look.evidence.into()),
+        Err(Gap { verdict, why }) => (verdict, Look::default().cure(clipped(&why))),
     };
     // Evidence and gaps quote files: bounded and printable from here on.
-    let clip = |evidence: Vec<Evidence>| {
-        evidence
-            .into_iter()
-            .map(|e| Evidence {
-                from: clipped(&e.from),
-                value: clipped(&e.value),
-            })
-            .collect()
+    let clip = |e: Evidence| Evidence {
+        from: clipped(&e.from),
+        value: clipped(&e.value),
     };
-    match check(facts) {
-        Err(Gap::Unknown(text)) => Finding {
-            verdict: Verdict::Unknown,
-            text: clipped(&text),
-            ..empty
+    Finding {
+        rule,
+        verdict,
+        evidence: look.evidence.into_iter().map(clip).collect(),
+        cost: match verdict {
+            Verdict::Found => best(rule, look.cost, &facts.boots),
+            _ => None,
         },
-        Err(Gap::NeedsRoot(text)) => Finding {
-            verdict: Verdict::NeedsRoot,
-            text: clipped(&text),
-            ..empty
-        },
-        Ok(Answer::Fine(evidence)) => Finding {
-            evidence: clip(evidence),
-            ..empty
-        },
-        Ok(Answer::Found(Problem {
-            evidence,
-            cost,
-            cure,
-            sure,
-        })) => Finding {
-            verdict: Verdict::Found,
-            evidence: clip(evidence),
-            cost: best(rule, cost, &facts.boots),
-            text: cure,
-            sure,
-            ..empty
-        },
+        text: look.cure,
+        sure: look.sure,
     }
 }
 
 /// Cost that own boots measured, or else the rule's model.
 fn best(rule: &Rule, model: Option<Cost>, boots: &OwnBoots) -> Option<Cost> {
-    if matches!(
-        &model,
-        Some(Cost {
-            basis: Basis::Measured(_),
-            ..
-        })
-    ) {
+    if matches!(model.as_ref().map(|m| &m.basis), Some(Basis::Measured(_))) {
         return model;
     }
     let measured = boots.saved(rule.shortens).filter(|saved| *saved > 0.0);

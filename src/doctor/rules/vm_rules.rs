@@ -1,8 +1,8 @@
 //! Rules about QEMU: its version, and what running VMs hold.
 
-use super::checked::{Checked, Gap, evidence, unknown};
+use super::checked::{Checked, Gap, Look, unknown};
 use super::host_facts::{DEVICES, HostFacts, MajorMinor, Vm};
-use super::kernel_rules::{BAR_SECONDS_PER_BYTE, fine, found, maps_small_pages};
+use super::kernel_rules::{maps_small_pages, of_bars};
 use super::memory_rules::{NODES, WITH_THP, WITHOUT_THP, of_bytes};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,38 +25,22 @@ pub fn qemu_version(facts: &HostFacts) -> Checked {
             qemu.path
         ));
     };
-    let mut seen = vec![evidence(
+    let mut look = Look::of(
         &qemu.path,
         format!("machine types up to {}.{}", version.0, version.1),
-    )];
+    );
     if version >= ALIGNS {
-        return fine(seen);
+        return Ok(look);
     }
-    let bytes = facts
-        .gpus()
-        .iter()
-        .fold(0u64, |sum, gpu| sum.saturating_add(gpu.bytes()));
-    let small = maps_small_pages(facts).unwrap_or(true);
-    seen.extend(small.then(|| evidence("kernel", "has no huge pfnmaps either: see there")));
-    let problem = found(
-        seen,
-        "QEMU 9.2 or later, with a kernel that has huge pfnmaps",
-    )
-    .unsure();
-    if bytes == 0 {
-        return problem.checked();
+    if maps_small_pages(facts).unwrap_or(true) {
+        look.add("kernel", "has no huge pfnmaps either: see there");
     }
-    problem
-        .model(
-            bytes as f64 * BAR_SECONDS_PER_BYTE,
-            "3.27 s per 128 GiB of BAR in pages of 4 KiB",
-        )
-        .checked()
+    let cure = "QEMU 9.2 or later, with a kernel that has huge pfnmaps";
+    of_bars(look.cure(cure).unsure(), facts.bar_bytes()).when(true)
 }
 
 pub fn iommufd_used(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
-    let mut legacy = false;
+    let mut look = Look::default();
     for vm in facts.some_vms()? {
         let path = vm.proc("fd");
         let held: Vec<&str> = facts
@@ -65,21 +49,20 @@ pub fn iommufd_used(facts: &HostFacts) -> Checked {
             .lines()
             .filter(|target| ["/dev/iommu", "/dev/vfio/vfio"].contains(target))
             .collect();
-        legacy |= held.contains(&"/dev/vfio/vfio");
+        look.is_bad |= held.contains(&"/dev/vfio/vfio");
         if held.is_empty() {
             return unknown(format!(
                 "{path}: holds neither /dev/iommu nor /dev/vfio/vfio"
             ));
         }
-        seen.push(evidence(path, held.join(" ")));
+        look.add(path, held.join(" "));
     }
-    found(
-        seen,
-        "a runtime that gives QEMU an iommufd object and /dev/vfio/devices/vfioN (QEMU 8.2, \
+    Ok(look
+        .cure(
+            "a runtime that gives QEMU an iommufd object and /dev/vfio/devices/vfioN (QEMU 8.2, \
          Linux 6.6 and later)",
-    )
-    .unsure()
-    .when(legacy)
+        )
+        .unsure())
 }
 
 /// `Name:   123 kB` of a file of /proc/PID, in bytes.
@@ -96,8 +79,8 @@ fn bytes_of(text: &str, name: &str) -> Option<u64> {
 }
 
 pub fn huge_page_use(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
-    let (mut small_bytes, mut is_bad) = (0u64, false);
+    let mut look = Look::default();
+    let mut small_bytes = 0u64;
     for vm in facts.some_vms()? {
         let path = vm.proc("smaps_rollup");
         let text = facts.files.text(&path)?;
@@ -124,10 +107,10 @@ pub fn huge_page_use(facts: &HostFacts) -> Checked {
             1.0 - small as f64 / all as f64
         };
         if huge_share < HUGE {
-            is_bad = true;
+            look.is_bad = true;
             small_bytes = small_bytes.max(small);
         }
-        seen.push(evidence(
+        look.add(
             path,
             format!(
                 "{:.0} % of {} MiB in huge pages; page tables {} MiB",
@@ -135,17 +118,17 @@ pub fn huge_page_use(facts: &HostFacts) -> Checked {
                 all >> 20,
                 tables >> 20
             ),
-        ));
+        );
     }
     let cure = "the cure of the rule above that applies: thp, thp-shared, thp-defrag, \
          fragmentation, or enable_hugepages";
-    of_bytes(
-        found(seen, cure),
+    let how = "253 s with huge pages, 476 s without";
+    Ok(of_bytes(
+        look.cure(cure),
         small_bytes,
         WITHOUT_THP - WITH_THP,
-        "253 s with huge pages, 476 s without",
-    )
-    .when(is_bad)
+        how,
+    ))
 }
 
 /// NUMA nodes of the devices that a VM has, as far as its options name them.
@@ -181,8 +164,7 @@ fn device_nodes(facts: &HostFacts, vm: &Vm) -> Result<BTreeSet<u64>, Gap> {
 }
 
 pub fn memory_node(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
-    let mut is_bad = false;
+    let mut look = Look::default();
     for vm in facts.some_vms()? {
         let near = device_nodes(facts, vm)?;
         let path = vm.proc("numa_maps");
@@ -211,48 +193,40 @@ pub fn memory_node(facts: &HostFacts) -> Checked {
             .iter()
             .filter(|(node, _)| !near.contains(node))
             .fold(0u64, |sum, (_, n)| sum.saturating_add(*n));
-        is_bad |= far as f64 > all as f64 * REMOTE;
-        seen.push(evidence(
+        look.is_bad |= far as f64 > all as f64 * REMOTE;
+        look.add(
             path,
             format!(
                 "{} of {} MiB on other nodes than its devices' ({near:?})",
                 far >> 20,
                 all >> 20
             ),
-        ));
+        );
     }
-    found(
-        seen,
+    Ok(look.cure(
         "huge pages on the GPU's node, and CPUs of that node for the VMM (kubelet's \
          Topology Manager)",
-    )
-    .when(is_bad)
+    ))
 }
 
 pub fn no_mmap(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
-    let mut is_bad = false;
+    let mut look = Look::default();
     for vm in facts.some_vms()? {
         for device in vm.passed_through() {
             let is_off = device
                 .split(',')
                 .any(|option| ["x-no-mmap=on", "x-no-mmap=true"].contains(&option));
-            is_bad |= is_off;
-            if is_off || seen.is_empty() {
-                seen.push(evidence(vm.proc("cmdline"), device));
+            look.is_bad |= is_off;
+            if is_off || look.evidence.is_empty() {
+                look.add(vm.proc("cmdline"), device);
             }
         }
     }
-    found(
-        seen,
-        "remove x-no-mmap: each access of the driver to a BAR leaves the guest",
-    )
-    .when(is_bad)
+    Ok(look.cure("remove x-no-mmap: each access of the driver to a BAR leaves the guest"))
 }
 
 pub fn prealloc(facts: &HostFacts) -> Checked {
-    let mut seen = Vec::new();
-    let mut is_bad = false;
+    let mut look = Look::default();
     for vm in facts.some_vms()? {
         let cpus = vm
             .options("-smp")
@@ -261,30 +235,23 @@ pub fn prealloc(facts: &HostFacts) -> Checked {
             .split(',')
             .next()
             .unwrap_or_default();
-        let objects: Vec<&str> = vm
-            .options("-object")
-            .filter(|object| object.starts_with("memory-backend"))
-            .collect();
-        for object in &objects {
+        let objects = vm.options("-object");
+        for object in objects.filter(|object| object.starts_with("memory-backend")) {
             let has = |option: &str| object.split(',').any(|given| given.starts_with(option));
-            is_bad |=
+            look.is_bad |=
                 has("prealloc=on") && !has("prealloc-threads=") && ["1", "cpus=1"].contains(&cpus);
-            seen.push(evidence(
-                vm.proc("cmdline"),
-                format!("-smp {cpus}, {object}"),
-            ));
+            look.add(vm.proc("cmdline"), format!("-smp {cpus}, {object}"));
         }
     }
-    if seen.is_empty() {
+    if look.evidence.is_empty() {
         return unknown("no VM has a memory-backend on its command line");
     }
-    found(
-        seen,
-        "prealloc-threads=N, or default_vcpus above 1 (as many threads by default), or no \
+    Ok(look
+        .cure(
+            "prealloc-threads=N, or default_vcpus above 1 (as many threads by default), or no \
          prealloc: VFIO pins all memory anyway",
-    )
-    .unsure()
-    .when(is_bad)
+        )
+        .unsure())
 }
 
 /// CPUs of a list like `0-3,8`; of at most 2^16.
@@ -307,13 +274,12 @@ pub fn pinning(facts: &HostFacts) -> Checked {
         .count();
     if nodes < 2 {
         return if nodes == 1 {
-            fine(vec![evidence(NODES, "one node")])
+            Ok(Look::of(NODES, "one node"))
         } else {
             unknown(format!("{NODES}: no node"))
         };
     }
-    let mut seen = Vec::new();
-    let mut is_bad = false;
+    let mut look = Look::default();
     for vm in facts.some_vms()? {
         let mut near = BTreeSet::new();
         for node in device_nodes(facts, vm)? {
@@ -326,18 +292,17 @@ pub fn pinning(facts: &HostFacts) -> Checked {
         for line in lists.lines() {
             let list = line.rsplit(' ').next().unwrap_or_default();
             let allowed = cpus(list).ok_or_else(|| Gap::unreadable(&path, line))?;
-            is_bad |= !allowed.is_subset(&near);
+            look.is_bad |= !allowed.is_subset(&near);
         }
         if lists.is_empty() {
             return unknown(format!("{}: no thread of a vCPU", vm.proc("task")));
         }
-        seen.push(evidence(vm.proc("task"), lists.replace('\n', "; ")));
+        look.add(vm.proc("task"), lists.replace('\n', "; "));
     }
-    found(
-        seen,
-        "CPUs of the GPU's node alone for the pod (kubelet's static CPU manager with \
+    Ok(look
+        .cure(
+            "CPUs of the GPU's node alone for the pod (kubelet's static CPU manager with \
          Topology Manager), or enable_vcpus_pinning",
-    )
-    .unsure()
-    .when(is_bad)
+        )
+        .unsure())
 }
