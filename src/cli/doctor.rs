@@ -224,7 +224,7 @@ fn record(args: &Args) -> Result<()> {
         dir: args.dir.clone().unwrap_or_else(|| OF_THE_UNIT.into()),
         limit: Duration::from_secs(args.limit.unwrap_or(900)),
     };
-    let recorded = recording::record(&wanted, &mut |line| eprintln!("kata-gpu-boot: {line}"))?;
+    let recorded = recording::record(&wanted)?;
     let boot = recorded.boot.as_ref();
     let written = boot.map(|boot| boot_of_vm::write(boot, &recorded));
     let written = written.transpose();

@@ -4,9 +4,9 @@
 use super::boot_of_vm;
 use super::probes::{ECAM, EXITS, PAGE_FAULTS, PORTS};
 use super::recorded::Recorded;
-use super::session::{Session, remove_leftovers, tracefs};
+use super::session::{ANSWERS, Session, remove_leftovers, tracefs};
 use super::trace_line::{HistRow, Line, MAX_LINE, parse};
-use super::traced_steps::{Bars, Fold};
+use super::traced_steps::{Fold, duration_ns};
 use super::vmm_process::{Vmm, resource, vfio_devices};
 use crate::rules::host_facts::bars;
 use anyhow::{Context, Result, bail};
@@ -75,8 +75,13 @@ fn clock_offset() -> Result<(i64, u64)> {
     Ok((real - before.saturating_add(half), half.unsigned_abs() + 1))
 }
 
-/// Records one boot. `log` gets lines about the progress.
-pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
+/// Reports progress to the operator.
+fn log(text: &str) {
+    eprintln!("kata-gpu-boot: {text}");
+}
+
+/// Records one boot, and reports the progress on standard error.
+pub fn record(wanted: &Wanted) -> Result<Recorded> {
     if !nix::unistd::geteuid().is_root() {
         bail!("the kernel's tracing is root's: run kata-gpu-boot doctor --record as root");
     }
@@ -103,17 +108,14 @@ pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
         Target::Pid(pid) => Some(Vmm::of_pid(proc, *pid)?),
     };
     // Blocked before there is something to remove: a signal then ends the loop, not the process.
-    let mut signals = SigSet::empty();
-    [
+    let signals = [
         Signal::SIGINT,
         Signal::SIGTERM,
         Signal::SIGHUP,
         Signal::SIGQUIT,
-    ]
-    .into_iter()
-    .for_each(|signal| signals.add(signal));
-    signals.thread_block().context("block signals")?;
-    let blocked = signals;
+    ];
+    let blocked: SigSet = signals.into_iter().collect();
+    blocked.thread_block().context("block signals")?;
     let signals = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
         .context("signalfd")?;
 
@@ -121,10 +123,10 @@ pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
     session.missing.iter().for_each(|missing| log(missing));
     let mut recorder = Recorder::new(session, proc, wanted)?;
     match vmm {
-        Some(vmm) => recorder.follow(vmm, None, log)?,
+        Some(vmm) => recorder.follow(vmm, None)?,
         None => log("waiting for the next VM; Ctrl-C ends"),
     }
-    let ended = recorder.run(&signals, log)?;
+    let ended = recorder.run(&signals)?;
     let recorded = recorder.finish(ended);
     // Nothing is left to remove: a signal ends a print that hangs.
     drop(signals);
@@ -142,7 +144,6 @@ struct Recorder<'a> {
     fold: Fold,
     vmm: Option<Vmm>,
     began: Instant,
-    began_ns: i64,
     offset: (i64, u64),
     /// Start of the VMM's program on CLOCK_BOOTTIME.
     exec_ns: Option<i64>,
@@ -151,10 +152,9 @@ struct Recorder<'a> {
     shims: HashMap<u32, i64>,
     /// Threads that were looked up: whether they are the VMM's.
     threads: HashMap<u32, bool>,
-    memory: Vec<(i64, BTreeMap<String, u64>)>,
-    events: u64,
-    lost: u64,
-    unreadable: u64,
+    memory: Vec<Traced>,
+    /// Account of this recording; its time is that of CLOCK_BOOTTIME until the end.
+    recording: Recording,
     boot: Option<PathBuf>,
     boot_bytes: u64,
     /// Bytes of the boot's file from before this recording: its end was that of the boot.
@@ -172,16 +172,16 @@ impl<'a> Recorder<'a> {
             fold: Fold::default(),
             vmm: None,
             began: Instant::now(),
-            began_ns: boottime_ns()?,
             offset: clock_offset()?,
             exec_ns: None,
             shim: None,
             shims: HashMap::new(),
             threads: HashMap::new(),
             memory: Vec::new(),
-            events: 0,
-            lost: 0,
-            unreadable: 0,
+            recording: Recording {
+                began_realtime_ns: boottime_ns()?,
+                ..Recording::default()
+            },
             boot: None,
             boot_bytes: 0,
             boot_from: 0,
@@ -189,7 +189,7 @@ impl<'a> Recorder<'a> {
     }
 
     /// Takes a VM as the one that is recorded.
-    fn follow(&mut self, vmm: Vmm, exec_ns: Option<i64>, log: &mut dyn FnMut(&str)) -> Result<()> {
+    fn follow(&mut self, vmm: Vmm, exec_ns: Option<i64>) -> Result<()> {
         self.session
             .follow(|| [&[vmm.pid][..], &vmm.threads()].concat())?;
         self.shim = exec_ns.and_then(|_| vmm.shim());
@@ -200,7 +200,7 @@ impl<'a> Recorder<'a> {
     }
 
     /// Reads until the end, and gives its reason.
-    fn run(&mut self, signals: &SignalFd, log: &mut dyn FnMut(&str)) -> Result<String> {
+    fn run(&mut self, signals: &SignalFd) -> Result<String> {
         let mut looked = Instant::now();
         loop {
             let timeout = PollTimeout::try_from(TICK).unwrap_or(PollTimeout::MAX);
@@ -213,7 +213,7 @@ impl<'a> Recorder<'a> {
                 Err(e) => return Err(e).context("wait for events"),
             }
             let is_interrupted = fds.get(1).and_then(|fd| fd.any()).unwrap_or(false);
-            self.read(log)?;
+            self.read()?;
             if is_interrupted {
                 return Ok("interrupted".into());
             }
@@ -223,14 +223,14 @@ impl<'a> Recorder<'a> {
             looked = Instant::now();
             if let Some(ended) = self.look()? {
                 // Events up to that moment are still in the kernel's buffer.
-                self.read(log)?;
+                self.read()?;
                 return Ok(ended);
             }
         }
     }
 
     /// Reads the events that there are; of endless ones a part, so that signals and limits count.
-    fn read(&mut self, log: &mut dyn FnMut(&str)) -> Result<()> {
+    fn read(&mut self) -> Result<()> {
         let mut chunk = vec![0; 64 * 1024];
         for _ in 0..MAX_CHUNKS {
             let n = match self.pipe.read(&mut chunk) {
@@ -243,9 +243,9 @@ impl<'a> Recorder<'a> {
             let mut lines = std::mem::replace(&mut self.lines, Lines::new(MAX_LINE));
             let mut done = Ok(());
             lines.push(chunk.get(..n).unwrap_or_default(), |piece| match piece {
-                Piece::Line(line) if done.is_ok() => done = self.line(line, log),
+                Piece::Line(line) if done.is_ok() => done = self.line(line),
                 Piece::Line(_) => {}
-                Piece::TooLong(_) => self.unreadable += 1,
+                Piece::TooLong(_) => self.recording.unreadable += 1,
             });
             self.lines = lines;
             done?;
@@ -253,16 +253,16 @@ impl<'a> Recorder<'a> {
         Ok(())
     }
 
-    fn line(&mut self, line: &[u8], log: &mut dyn FnMut(&str)) -> Result<()> {
+    fn line(&mut self, line: &[u8]) -> Result<()> {
+        let recording = &mut self.recording;
         let event = match parse(line) {
             Line::Event(event) => event,
-            Line::Lost(lost) => {
-                self.lost = self.lost.saturating_add(lost);
-                return Ok(());
-            }
-            Line::Comment => return Ok(()),
-            Line::Unreadable => {
-                self.unreadable += 1;
+            other => {
+                match other {
+                    Line::Lost(lost) => recording.lost = recording.lost.saturating_add(lost),
+                    Line::Unreadable => recording.unreadable += 1,
+                    Line::Comment | Line::Event(_) => {}
+                }
                 return Ok(());
             }
         };
@@ -276,7 +276,7 @@ impl<'a> Recorder<'a> {
                 Vmm::at(self.proc, event.tid),
             ) {
                 if vmm.is_guest_of_gpus() {
-                    self.follow(vmm, Some(event.at_ns), log)?;
+                    self.follow(vmm, Some(event.at_ns))?;
                 } else {
                     log(&format!(
                         "left out the VM of process {}: not Kata's, without functions \
@@ -290,7 +290,7 @@ impl<'a> Recorder<'a> {
         if !self.is_vms(event.tid) {
             return Ok(());
         }
-        self.events += 1;
+        self.recording.events += 1;
         if event.name == "bind_in" {
             self.fold.vfio_devices = vfio_devices(Path::new("/sys"));
         }
@@ -324,12 +324,14 @@ impl<'a> Recorder<'a> {
         };
         let memory = vmm.memory();
         let resident = |memory: &BTreeMap<String, u64>| memory.values().copied().max().unwrap_or(0);
-        let (last, now) = (
-            self.memory.last().map_or(0, |(_, memory)| resident(memory)),
-            resident(&memory),
-        );
-        if now.abs_diff(last) > last / CHANGE && self.memory.len() < MAX_SAMPLES {
-            self.memory.push((boottime_ns()?, memory));
+        let last = self.memory.last().map_or(0, |at| resident(&at.kinds));
+        if resident(&memory).abs_diff(last) > last / CHANGE && self.memory.len() < MAX_SAMPLES {
+            let now = boottime_ns()?;
+            self.memory.push(Traced {
+                bytes: memory.get("resident").copied(),
+                kinds: memory,
+                ..step(names::VMM_MEMORY, now, now)
+            });
         }
         for tid in vmm.threads() {
             self.threads.insert(tid, true);
@@ -365,88 +367,51 @@ impl<'a> Recorder<'a> {
             .saturating_add(RESOLUTION_NS);
         let end_ns = boottime_ns()?;
         let counts = self.counts(end_ns);
-        self.lost = self.lost.max(self.session.lost());
-        let (mut missing, lost) = (std::mem::take(&mut self.session.missing), self.lost);
+        let mut traced = Vec::new();
+        let mut recording = self.recording;
+        recording.lost = recording.lost.max(self.session.lost());
+        recording.missing = std::mem::take(&mut self.session.missing);
         // From here on nothing is traced any more.
         drop(self.pipe);
         drop(self.session);
 
         self.fold
-            .number_bars(|function| sizes(&resource(Path::new("/sys"), function)));
-        let mut traced: Vec<(i64, Traced)> = Vec::new();
-        let pid = self.vmm.as_ref().map(|vmm| vmm.pid);
+            .number_bars(|function| bars(&resource(Path::new("/sys"), function)));
         if let (Some(exec_ns), Some((shim, started_ns))) = (self.exec_ns, self.shim) {
-            let at_ns = self
-                .shims
-                .get(&shim)
-                .copied()
-                .unwrap_or(started_ns)
-                .min(exec_ns);
-            traced.push((at_ns, step(names::SHIM, at_ns, exec_ns, Some(shim))));
+            let at_ns = self.shims.get(&shim).copied().unwrap_or(started_ns);
+            traced.push(Traced {
+                pid: Some(shim),
+                ..step(names::SHIM, at_ns.min(exec_ns), exec_ns)
+            });
         }
         if let (Some(exec_ns), Some(run_ns)) = (self.exec_ns, self.fold.first_run_ns) {
-            traced.push((exec_ns, step(names::VMM_START, exec_ns, run_ns, pid)));
+            traced.push(step(names::VMM_START, exec_ns, run_ns));
         }
-        for step in std::mem::take(&mut self.fold.steps) {
-            let failed = step
-                .failed
-                .map(|errno| format!("failed: errno {}", errno.unsigned_abs()));
-            let detail = failed.unwrap_or(step.traced.detail);
-            traced.push((
-                step.at_ns,
-                Traced {
-                    pid,
-                    detail,
-                    ..step.traced
-                },
-            ));
+        traced.append(&mut self.fold.steps);
+        traced.extend(counts);
+        traced.extend(self.memory);
+        traced.sort_by_key(|traced| traced.began_realtime_ns);
+        let pid = self.vmm.map(|vmm| vmm.pid);
+        for traced in &mut traced {
+            traced.pid = traced.pid.or(pid);
+            traced.began_realtime_ns = traced.began_realtime_ns.saturating_add(offset);
+            traced.clock_error_ns = clock_error_ns;
         }
-        traced.extend(counts.into_iter().map(|count| {
-            (
-                self.exec_ns.unwrap_or(self.began_ns),
-                Traced { pid, ..count },
-            )
-        }));
-        for (at_ns, memory) in &self.memory {
-            let (bytes, kinds) = (memory.get("resident").copied(), memory.clone());
-            traced.push((
-                *at_ns,
-                Traced {
-                    name: names::VMM_MEMORY.into(),
-                    bytes,
-                    kinds,
-                    pid,
-                    ..Traced::default()
-                },
-            ));
-        }
-        traced.sort_by_key(|(at_ns, _)| *at_ns);
-        let placed = |(at_ns, traced): (i64, Traced)| Traced {
-            began_realtime_ns: at_ns.saturating_add(offset),
-            clock_error_ns,
-            ..traced
-        };
         if self.fold.left_out > 0 {
-            missing.push(format!(
+            recording.missing.push(format!(
                 "{} step(s) over the limit are left out",
                 self.fold.left_out
             ));
         }
-        let recording = Recording {
-            kernel: nix::sys::utsname::uname()
-                .map(|uts| printable(&uts.release().to_string_lossy()))
-                .unwrap_or_default(),
-            began_realtime_ns: self.began_ns.saturating_add(offset),
-            took_ns: u64::try_from(end_ns.saturating_sub(self.began_ns)).unwrap_or(0),
-            ended,
-            missing,
-            events: self.events,
-            lost,
-            unreadable: self.unreadable,
-        };
+        recording.kernel = nix::sys::utsname::uname()
+            .map(|uts| printable(&uts.release().to_string_lossy()))
+            .unwrap_or_default();
+        recording.took_ns = duration_ns(recording.began_realtime_ns, end_ns);
+        recording.began_realtime_ns = recording.began_realtime_ns.saturating_add(offset);
+        recording.ended = ended;
         Ok(Recorded {
             recording,
-            traced: traced.into_iter().map(placed).collect(),
+            traced,
             boot: self.boot,
         })
     }
@@ -470,16 +435,8 @@ impl<'a> Recorder<'a> {
                 .filter(|row| own.contains(&row.tid))
                 .collect::<Vec<_>>()
         };
-        let took_ns = u64::try_from(end_ns.saturating_sub(self.exec_ns.unwrap_or(self.began_ns)))
-            .unwrap_or(0);
+        let from_ns = self.exec_ns.unwrap_or(self.recording.began_realtime_ns);
         let sum = |rows: &[HistRow]| rows.iter().map(|row| row.hits).fold(0, u64::saturating_add);
-        let count = |name: &str, calls: u64, kinds| Traced {
-            name: name.into(),
-            calls: Some(calls),
-            kinds,
-            took_ns,
-            ..Traced::default()
-        };
         let mut kinds: BTreeMap<String, u64> = BTreeMap::new();
         let mut add = |kind: String, n: u64| {
             if n > 0 {
@@ -491,7 +448,7 @@ impl<'a> Recorder<'a> {
         // The file has a second histogram, for the times, whose rows have no reason.
         exits.retain(|row| row.kind.is_some());
         exits.iter().for_each(|row| add(reason(row.kind), row.hits));
-        rows(self.session.answer_rows())
+        rows(self.session.rows(ANSWERS))
             .iter()
             .for_each(|row| add(format!("{}-us", reason(row.kind)), row.sum.unwrap_or(0)));
         for row in rows(self.session.rows(PORTS.name)) {
@@ -519,22 +476,21 @@ impl<'a> Recorder<'a> {
         ];
         all.into_iter()
             .filter(|(_, calls, _)| *calls > 0)
-            .map(|(name, calls, kinds)| count(name, calls, kinds))
+            .map(|(name, calls, kinds)| Traced {
+                calls: Some(calls),
+                kinds,
+                ..step(name, from_ns, end_ns)
+            })
             .collect()
     }
 }
 
-/// Sizes of the BARs in a function's `resource`.
-pub fn sizes(resource: &str) -> Bars {
-    let bars = bars(resource).into_iter();
-    bars.map(|(number, _, bytes)| (number, bytes)).collect()
-}
-
-fn step(name: &str, from_ns: i64, to_ns: i64, pid: Option<u32>) -> Traced {
+/// A step on CLOCK_BOOTTIME.
+fn step(name: &str, from_ns: i64, to_ns: i64) -> Traced {
     Traced {
         name: name.into(),
-        took_ns: u64::try_from(to_ns.saturating_sub(from_ns)).unwrap_or(0),
-        pid,
+        began_realtime_ns: from_ns,
+        took_ns: duration_ns(from_ns, to_ns),
         ..Traced::default()
     }
 }

@@ -30,7 +30,7 @@ const LEAST_KIB: i64 = 512;
 const MAX_FILE: u64 = 4 << 20;
 
 /// Seconds of exits by reason: the time from an exit until the thread enters the guest again.
-const ANSWERS: &str = "answers";
+pub const ANSWERS: &str = "answers";
 
 /// Parts that are set up.
 pub struct Session {
@@ -261,10 +261,6 @@ impl Session {
         file.and_then(|(_, path)| read(path).ok())
             .map(|text| histogram(&text))
             .unwrap_or_default()
-    }
-
-    pub fn answer_rows(&self) -> (Vec<HistRow>, u64) {
-        self.rows(ANSWERS)
     }
 
     /// Events that the kernel dropped since the beginning.

@@ -4,13 +4,13 @@
 
 use super::probes::{FAULTS, PROBES, RUN};
 use super::recorded::Recorded;
-use super::recording::sizes;
 use super::trace_line::{Event, Line, parse};
 use super::traced_steps::{Fold, MAX_STEPS};
 use super::{boot_of_vm, report};
+use crate::rules::host_facts::bars;
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::data::text::Screen;
-use kata_gpu_report::data::trace_file::{Recording, Traced};
+use kata_gpu_report::data::trace_file::Recording;
 use kata_gpu_test_support::{golden, tests_dir};
 use kata_gpu_wire::catalogue::traced as names;
 
@@ -33,15 +33,11 @@ fn folded(text: &[u8]) -> (Fold, usize) {
             Line::Lost(_) | Line::Comment => {}
         }
     }
-    fold.number_bars(|_| sizes(RESOURCE));
+    fold.number_bars(|_| bars(RESOURCE));
     (fold, unreadable)
 }
 
 fn recorded(fold: Fold) -> Recorded {
-    let placed = |step: super::traced_steps::TimedCall| Traced {
-        began_realtime_ns: step.at_ns,
-        ..step.traced
-    };
     let recording = Recording {
         kernel: "6.12.117".into(),
         began_realtime_ns: 32_583_677_000,
@@ -50,7 +46,7 @@ fn recorded(fold: Fold) -> Recorded {
     };
     Recorded {
         recording,
-        traced: fold.steps.into_iter().map(placed).collect(),
+        traced: fold.steps,
         boot: None,
     }
 }
@@ -62,8 +58,7 @@ fn a_real_kernels_trace_becomes_steps() {
     let of = |name: &str| {
         fold.steps
             .iter()
-            .filter(|step| step.traced.name == name)
-            .map(|step| &step.traced)
+            .filter(|step| step.name == name)
             .collect::<Vec<_>>()
     };
     let memory = of(names::VMM_PIN);
@@ -187,30 +182,25 @@ fn iommufds_pins_and_the_function_that_it_binds_are_known() {
     let seen: Vec<_> = fold
         .steps
         .iter()
-        .map(|s| {
-            (
-                s.traced.name.as_str(),
-                s.traced.function,
-                s.traced.calls,
-                s.failed,
-            )
-        })
+        .map(|s| (s.name.as_str(), s.function, s.calls, s.detail.as_str()))
         .collect();
     let want = [
-        (names::VFIO_OPEN, Some(function), None, None),
-        (names::VMM_PIN, None, Some(2), None),
-        (names::VMM_MAP_BAR, Some(function), Some(1), Some(-14)),
-        (names::VMM_PIN, None, Some(0), Some(-25)),
+        (names::VFIO_OPEN, Some(function), None, ""),
+        (names::VMM_PIN, None, Some(2), ""),
+        (
+            names::VMM_MAP_BAR,
+            Some(function),
+            Some(1),
+            "failed: errno 14",
+        ),
+        (names::VMM_PIN, None, Some(0), "failed: errno 25"),
     ];
     assert_eq!(seen, want);
-    assert_eq!(fold.steps[1].traced.pages_a_call, [(1000, 1), (100_000, 1)]);
+    assert_eq!(fold.steps[1].pages_a_call, [(1000, 1), (100_000, 1)]);
     let mut unknown = Fold::default();
     unknown.take(&event(0, "bind_in", "cmd=0x3b76 name=\"vfio0\""));
     unknown.take(&event(1, "bind_out", "ret=0"));
-    assert_eq!(
-        (unknown.steps.len(), unknown.steps[0].traced.function),
-        (1, None)
-    );
+    assert_eq!((unknown.steps.len(), unknown.steps[0].function), (1, None));
 }
 
 /// A function without a reset of its own is reset with its bus, by the ioctl of a later moment.
@@ -234,28 +224,16 @@ fn a_reset_of_a_bus_is_that_of_its_function() {
     ] {
         fold.take(&event(at_ns, name, args));
     }
-    let of = |step: &super::traced_steps::TimedCall| {
-        (
-            step.traced.name.clone(),
-            step.traced.function,
-            step.traced.detail.clone(),
-            step.failed,
-        )
-    };
-    let function = "0000:81:00.0".parse().ok();
     let resets: Vec<_> = fold
         .steps
         .iter()
-        .map(of)
-        .filter(|(name, ..)| name == names::VFIO_RESET)
+        .filter(|step| step.name == names::VFIO_RESET)
+        .map(|step| (step.function, step.detail.as_str()))
         .collect();
-    let name = || names::VFIO_RESET.to_string();
+    let function = "0000:81:00.0".parse().ok();
     assert_eq!(
         resets,
-        [
-            (name(), function, String::new(), Some(-25)),
-            (name(), function, "whole bus".into(), None)
-        ]
+        [(function, "failed: errno 25"), (function, "whole bus")]
     );
 }
 
@@ -297,8 +275,8 @@ fn endless_events_are_bounded_and_counted() {
     }
     assert_eq!((fold.steps.len(), fold.left_out), (MAX_STEPS, 7));
     assert_eq!(
-        (fold.steps[0].failed, fold.steps[0].traced.calls),
-        (Some(-12), Some(1))
+        (fold.steps[0].detail.as_str(), fold.steps[0].calls),
+        ("failed: errno 12", Some(1))
     );
     // An end without a beginning, and beginnings without an end.
     let mut fold = Fold::default();

@@ -11,21 +11,12 @@ use kata_gpu_report::data::units::class;
 use kata_gpu_wire::catalogue::traced as names;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
 
 /// Limit of steps; what comes later is counted.
 pub const MAX_STEPS: usize = 2048;
 /// Limit of calls that are open, of devices and of mappings.
 const MAX_KNOWN: usize = 4096;
-
-/// A call of the VMM, as a step on the trace's clock.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TimedCall {
-    pub at_ns: i64,
-    /// `began_realtime_ns` is not set yet.
-    pub traced: Traced,
-    /// Error of the call, as a negative number.
-    pub failed: Option<i64>,
-}
 
 #[derive(Clone, Debug, Default)]
 struct Mapping {
@@ -38,13 +29,16 @@ struct Mapping {
     pages: BTreeMap<u64, u64>,
 }
 
-/// Numbers of a function's BARs, and their sizes in bytes.
-pub type Bars = Vec<(u8, u64)>;
+/// Time between two times of one clock.
+pub fn duration_ns(from_ns: i64, to_ns: i64) -> u64 {
+    u64::try_from(to_ns.saturating_sub(from_ns)).unwrap_or(0)
+}
 
 /// State of a trace.
 #[derive(Debug, Default)]
 pub struct Fold {
-    pub steps: Vec<TimedCall>,
+    /// Calls of the VMM; they begin by the trace's clock.
+    pub steps: Vec<Traced>,
     /// Steps over the limit.
     pub left_out: u64,
     /// Times of the first run of a vCPU.
@@ -58,6 +52,13 @@ pub struct Fold {
     devices: HashMap<u64, PciAddress>,
     /// Beginning of a BAR's mapping in the VMM -> end, function.
     areas: BTreeMap<u64, (u64, PciAddress)>,
+}
+
+/// Inserts, unless too many are known.
+fn keep<K: Eq + Hash, V>(known: &mut HashMap<K, V>, key: K, value: V) {
+    if known.len() < MAX_KNOWN {
+        known.insert(key, value);
+    }
 }
 
 impl Fold {
@@ -85,23 +86,20 @@ impl Fold {
                     self.areas.insert(start, (end, function));
                 }
             }
-            // A file below /dev/vfio/devices.
-            "bind_in" if self.opens.len() < MAX_KNOWN => {
-                let function = event
-                    .text("name")
-                    .and_then(|name| self.vfio_devices.get(name).copied());
-                self.opens.insert(event.tid, (event.at_ns, function));
-            }
-            "open_in" if self.opens.len() < MAX_KNOWN => {
-                let function = event.text("name").and_then(|name| name.parse().ok());
-                self.opens.insert(event.tid, (event.at_ns, function));
+            // A file below /dev/vfio/devices, or the name of a function.
+            "bind_in" | "open_in" => {
+                let of = |name: &str| {
+                    let device = self.vfio_devices.get(name).copied();
+                    device.or_else(|| name.parse().ok())
+                };
+                let function = event.text("name").and_then(of);
+                keep(&mut self.opens, event.tid, (event.at_ns, function));
             }
             "opened" => {
                 if let (Some((_, Some(function))), Some(dev)) =
                     (self.opens.get(&event.tid), event.unsigned("dev"))
-                    && self.devices.len() < MAX_KNOWN
                 {
-                    self.devices.insert(dev, *function);
+                    keep(&mut self.devices, dev, *function);
                 }
             }
             "open_out" | "bind_out" => {
@@ -117,11 +115,9 @@ impl Fold {
                     );
                 }
             }
-            "reset_in" | "bus_reset_in" if self.resets.len() < MAX_KNOWN => {
-                self.resets.insert(
-                    event.tid,
-                    (event.at_ns, event.unsigned("pdev").unwrap_or(0)),
-                );
+            "reset_in" | "bus_reset_in" => {
+                let pdev = event.unsigned("pdev").unwrap_or(0);
+                keep(&mut self.resets, event.tid, (event.at_ns, pdev));
             }
             "reset_out" | "bus_reset_out" => {
                 if let Some((at_ns, pdev)) = self.resets.remove(&event.tid) {
@@ -130,10 +126,8 @@ impl Fold {
                         .opens
                         .get(&event.tid)
                         .and_then(|(_, function)| *function);
-                    if let Some(function) = opening
-                        && self.devices.len() < MAX_KNOWN
-                    {
-                        self.devices.insert(pdev, function);
+                    if let Some(function) = opening {
+                        keep(&mut self.devices, pdev, function);
                     }
                     let function = opening.or_else(|| self.devices.get(&pdev).copied());
                     let detail = if event.name == "bus_reset_out" {
@@ -186,15 +180,8 @@ impl Fold {
             },
             _ => return,
         };
-        if self.mappings.len() < MAX_KNOWN {
-            self.mappings.insert(
-                event.tid,
-                Mapping {
-                    at_ns: event.at_ns,
-                    ..mapping
-                },
-            );
-        }
+        let at_ns = event.at_ns;
+        keep(&mut self.mappings, event.tid, Mapping { at_ns, ..mapping });
     }
 
     fn map_out(&mut self, event: &Event) {
@@ -229,30 +216,23 @@ impl Fold {
             self.left_out += 1;
             return;
         }
-        let took_ns = u64::try_from(event.at_ns.saturating_sub(at_ns)).unwrap_or(0);
-        let thread = String::from_utf8_lossy(event.comm).into_owned();
-        let failed = event
-            .number("ret")
-            .filter(|ret| *ret < 0)
-            .and_then(|ret| i64::try_from(ret).ok());
-        let traced = Traced {
-            took_ns,
+        let failed = event.number("ret").filter(|ret| *ret < 0);
+        let failed = failed.map(|errno| format!("failed: errno {}", errno.unsigned_abs()));
+        self.steps.push(Traced {
+            began_realtime_ns: at_ns,
+            took_ns: duration_ns(at_ns, event.at_ns),
             tid: Some(event.tid),
-            thread,
+            thread: String::from_utf8_lossy(event.comm).into_owned(),
+            detail: failed.unwrap_or(traced.detail),
             ..traced
-        };
-        self.steps.push(TimedCall {
-            at_ns,
-            traced,
-            failed,
         });
     }
 
     /// Gives each mapped BAR its number, by its size: the smallest BAR that it fits into. VFIO maps
     /// a BAR with its table of interrupts in parts.
-    pub fn number_bars(&mut self, bars: impl Fn(PciAddress) -> Bars) {
-        let mut known: HashMap<PciAddress, Bars> = HashMap::new();
-        for TimedCall { traced, .. } in &mut self.steps {
+    pub fn number_bars(&mut self, bars: impl Fn(PciAddress) -> Vec<(u8, u64, u64)>) {
+        let mut known = HashMap::new();
+        for traced in &mut self.steps {
             let (Some(function), Some(bytes)) = (traced.function, traced.bytes) else {
                 continue;
             };
@@ -260,9 +240,13 @@ impl Fold {
                 continue;
             }
             let bars = known.entry(function).or_insert_with(|| bars(function));
-            let fits = bars.iter().filter(|(_, size)| *size >= bytes);
-            traced.bar = fits.min_by_key(|(_, size)| *size).map(|(bar, _)| *bar);
-            traced.detail = traced.bar.map_or(String::new(), |bar| format!("BAR {bar}"));
+            let fits = bars.iter().filter(|(_, _, size)| *size >= bytes);
+            let bar = fits.min_by_key(|(_, _, size)| *size);
+            traced.bar = bar.map(|(bar, ..)| *bar);
+            // A call that failed has its error there.
+            if let (Some(bar), "") = (traced.bar, traced.detail.as_str()) {
+                traced.detail = format!("BAR {bar}");
+            }
         }
     }
 }
