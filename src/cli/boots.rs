@@ -29,6 +29,15 @@ pub struct BootDir {
     pub dir: PathBuf,
 }
 
+/// Runs a verb's work on one thread.
+pub fn block_on<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?
+        .block_on(work)
+}
+
 /// Notes below a page: data that it lacks.
 pub fn notes(notes: &[String], screen: &Screen, out: &mut Vec<String>) {
     let line = |note| screen.paint(Ink::Dim, &format!("note: {note}"));

@@ -1,6 +1,6 @@
 //! `kata-gpu-boot collect`: the collector as a program.
 
-use super::boots::BootDir;
+use super::boots::{BootDir, block_on};
 use anyhow::{Context, Result};
 use kata_gpu_collect::fleet::http_server::parse_address;
 use kata_gpu_collect::fleet::pushing::Otlp;
@@ -100,17 +100,13 @@ pub fn run(args: &Args) -> Result<()> {
     // users.
     umask(Mode::empty());
     // Runtime of one thread: it drops its privileges, and later threads inherit that.
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("start the runtime")?;
-    runtime.block_on(collect(args))
+    block_on(collect(args))
 }
 
 /// The given patterns, else those of Kata and the container runtimes.
-fn patterns<'a>(given: &[Pattern], own: impl IntoIterator<Item = &'a str>) -> Result<Vec<Pattern>> {
+fn patterns(given: &[Pattern], own: &[&str]) -> Result<Vec<Pattern>> {
     if given.is_empty() {
-        own.into_iter().map(str::parse).collect()
+        own.iter().map(|text| text.parse()).collect()
     } else {
         Ok(given.to_vec())
     }
@@ -122,7 +118,7 @@ fn config(args: &Args) -> Result<Config> {
     let mut config = Config {
         vsock: !args.no_vsock,
         uds: args.uds.clone(),
-        bundles: patterns(&args.bundle, BUNDLES.iter().copied())?,
+        bundles: patterns(&args.bundle, BUNDLES)?,
         limits,
         keep: Keep {
             age: Keep::days(args.keep_days),
@@ -134,11 +130,11 @@ fn config(args: &Args) -> Result<Config> {
         ..Config::new(args.dir.dir.clone(), args.port)
     };
     if !args.no_vms {
-        config.vms = patterns(&args.vm, VM_SOCKETS.iter().copied())?;
+        config.vms = patterns(&args.vm, VM_SOCKETS)?;
     }
     // Only these files name the owners of CIDs.
     if !args.no_vsock || !args.sandbox.is_empty() {
-        config.sandboxes = patterns(&args.sandbox, SANDBOXES.iter().copied())?;
+        config.sandboxes = patterns(&args.sandbox, SANDBOXES)?;
     }
     if let Some(url) = &args.otlp {
         config.otlp = Some(Otlp {
@@ -156,7 +152,7 @@ async fn collect(args: &Args) -> Result<()> {
     let (sender, mut lines) = mpsc::channel(LINES_QUEUE);
     let collector = Collector::bind(&config(args)?, sender)?;
     for note in &collector.notes {
-        eprintln!("kata-gpu-boot: {note}");
+        report(note);
     }
     service::notify_ready()?;
     let (stop, stopped) = watch::channel(false);
@@ -176,11 +172,11 @@ async fn collect(args: &Args) -> Result<()> {
     while let Ok(text) = lines.try_recv() {
         report(&text);
     }
-    eprintln!("kata-gpu-boot: {}", counts.line());
+    report(&counts.line());
     Ok(())
 }
 
 /// Prints a line for the operator on standard error.
-fn report(text: &str) {
+pub fn report(text: &str) {
     eprintln!("kata-gpu-boot: {}", printable(text));
 }

@@ -4,6 +4,8 @@
 //! `collect` and `show` do the collecting, showing and judging; this file combines them with a VM.
 //! The demo fails with one line of reasons when anything in the boot failed.
 
+use super::boots::block_on;
+use super::collect::report;
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use kata_gpu_collect::follow::files::{Files, Which};
@@ -63,11 +65,11 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = HostSpeed::Fast)]
     host: HostSpeed,
     /// Strategy of binding the GPUs to the driver.
-    #[arg(long, value_enum, default_value_t = Bind::Auto)]
-    bind: Bind,
+    #[arg(long, value_parser = ["insmod", "pipelined", "concurrent", "auto"], default_value = "auto")]
+    bind: String,
     /// Strategy of initialising the GPUs.
-    #[arg(long, value_enum, default_value_t = Init::Parallel)]
-    init: Init,
+    #[arg(long, value_parser = ["parallel", "serial"], default_value = "parallel")]
+    init: String,
     /// Keep console log and events, and print their paths.
     #[arg(long)]
     keep: bool,
@@ -88,20 +90,6 @@ enum HostSpeed {
     Fast,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Bind {
-    Insmod,
-    Pipelined,
-    Concurrent,
-    Auto,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Init {
-    Parallel,
-    Serial,
-}
-
 /// From the start of the VM until everything must be done.
 const TIME_LIMIT: Duration = Duration::from_secs(120);
 /// Time limit for QEMU's status after a child's end.
@@ -116,11 +104,7 @@ const MAX_QUOTE: usize = 160;
 
 /// Runs `demo`.
 pub fn run(args: &Args) -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("start the runtime")?;
-    runtime.block_on(demo(args))
+    block_on(demo(args))
 }
 
 async fn demo(args: &Args) -> Result<()> {
@@ -145,20 +129,18 @@ async fn demo(args: &Args) -> Result<()> {
     let outcome = watch_boot(args, config, arch, &events).await;
     match outcome {
         Ok(boot_file) => {
+            let mut kept = console;
             if args.dir.is_some() {
-                let kept = boot_file.with_extension("console");
-                std::fs::copy(&console, &kept)
-                    .with_context(|| format!("copy {} to {}", console.display(), kept.display()))?;
+                let beside = boot_file.with_extension("console");
+                std::fs::copy(&kept, &beside)
+                    .with_context(|| format!("copy {} to {}", kept.display(), beside.display()))?;
+                kept = beside;
+            }
+            if args.dir.is_some() || args.keep {
                 println!(
                     "events: {}\nconsole log: {}",
                     boot_file.display(),
                     kept.display()
-                );
-            } else if args.keep {
-                println!(
-                    "events: {}\nconsole log: {}",
-                    boot_file.display(),
-                    console.display()
                 );
             }
             if args.dir.is_some() || !args.keep {
@@ -184,11 +166,7 @@ fn command_line(args: &Args, arch: Arch) -> String {
         HostSpeed::Slow => 2000,
         HostSpeed::Fast => 3,
     };
-    let value = |v: &dyn Fn() -> Option<clap::builder::PossibleValue>| {
-        v().map(|v| v.get_name().to_string()).unwrap_or_default()
-    };
-    let bind = value(&|| args.bind.to_possible_value());
-    let init = value(&|| args.init.to_possible_value());
+    let (bind, init) = (&args.bind, &args.init);
     let containers: Vec<String> = CONTAINERS
         .iter()
         .map(|(name, devices)| format!("{name}:{devices}"))
@@ -218,13 +196,13 @@ fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let places =
         std::iter::once(PathBuf::from("target/tools/bin")).chain(std::env::split_paths(&path));
-    match places.map(|dir| dir.join(NAME)).find(|p| p.is_file()) {
-        Some(program) => Ok(program),
-        None => bail!(
+    let program = places.map(|dir| dir.join(NAME)).find(|p| p.is_file());
+    program.with_context(|| {
+        format!(
             "{NAME} is neither in target/tools/bin nor in PATH: run initrd/setup, or name it with \
              --vhost-device-vsock"
-        ),
-    }
+        )
+    })
 }
 
 /// End of the watching.
@@ -273,11 +251,12 @@ impl Progress {
             AgentEvent::Start { .. }
             | AgentEvent::Ready
             | AgentEvent::Rpc { .. }
-            | AgentEvent::ContainerAsked { .. } => {}
-            AgentEvent::CdiTryFailed { .. }
+            | AgentEvent::ContainerAsked { .. }
+            | AgentEvent::CdiTryFailed { .. }
             | AgentEvent::Injected { .. }
-            | AgentEvent::ContainerStarted { .. } => {}
-            AgentEvent::HookFailed { .. } | AgentEvent::Bound(_) => {}
+            | AgentEvent::ContainerStarted { .. }
+            | AgentEvent::HookFailed { .. }
+            | AgentEvent::Bound(_) => {}
         }
     }
 
@@ -329,7 +308,7 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
             names = files.changed() => for name in names? {
                 take_file(&mut files, name, &mut live, &mut progress)?;
             },
-            Some(text) = told.recv() => tell(&text),
+            Some(text) = told.recv() => report(&text),
             bytes = console.read_more() => take_console(&bytes?, &mut console_lines, &mut live, &mut progress),
             () = sleep_until(live.deadline()) => {}
             () = sleep_until(Some(limit)) => break Ended::TimeLimit,
@@ -360,7 +339,7 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
         }
     }
     while let Ok(text) = told.try_recv() {
-        tell(&text);
+        report(&text);
     }
     vm.kill();
     take_console(
@@ -406,11 +385,6 @@ fn take_file(
             FileLine::Header(..) | FileLine::Pong | FileLine::Host(_) => {}
         }
     })
-}
-
-/// Prints a line of the collector's log.
-fn tell(text: &str) {
-    eprintln!("kata-gpu-boot: {}", printable(text));
 }
 
 fn take_console(
@@ -466,16 +440,17 @@ fn judge(
 ) -> Vec<String> {
     let mut wrong = Vec::new();
     let waiting = || {
-        let settled = (!progress.settled).then(|| "the GPUs to settle".to_string());
-        let containers = progress
-            .waiting_for
-            .iter()
-            .map(|c| format!("container {c}"));
-        settled
-            .into_iter()
-            .chain(containers)
-            .collect::<Vec<_>>()
-            .join(", ")
+        let mut waiting: Vec<String> = Vec::new();
+        if !progress.settled {
+            waiting.push("the GPUs to settle".into());
+        }
+        waiting.extend(
+            progress
+                .waiting_for
+                .iter()
+                .map(|c| format!("container {c}")),
+        );
+        waiting.join(", ")
     };
     match ended {
         Ended::Complete => {}
@@ -495,11 +470,8 @@ fn judge(
         wrong.push(format!("the guest powered off: {}", printable(reason)));
     }
     for gpu in boot.failed_gpus() {
-        let reason = gpu
-            .failed
-            .as_ref()
-            .map(|f| printable(&f.reason))
-            .unwrap_or_default();
+        let reason = gpu.failed.as_ref();
+        let reason = reason.map_or(String::new(), |f| printable(&f.reason));
         wrong.push(format!("GPU {} failed: {reason}", gpu.address));
     }
     let found = boot.gpus.iter().filter(|g| g.found_ns.is_some()).count();
@@ -511,18 +483,17 @@ fn judge(
             wrong.push(format!("container {} failed: {error}", container.name));
         }
     }
-    if boot.lost.records > 0 || boot.lost.reported_by_guest > 0 {
-        wrong.push(format!(
-            "{} record(s) lost",
-            boot.lost
-                .records
-                .saturating_add(boot.lost.reported_by_guest)
-        ));
+    let lost = boot
+        .lost
+        .records
+        .saturating_add(boot.lost.reported_by_guest);
+    if lost > 0 {
+        wrong.push(format!("{lost} record(s) lost"));
     }
-    if boot.garbage_lines > 0 || boot.damaged_lines > 0 {
+    let garbage = boot.garbage_lines.saturating_add(boot.damaged_lines);
+    if garbage > 0 {
         wrong.push(format!(
-            "{} line(s) of the stream were not of the format",
-            boot.garbage_lines.saturating_add(boot.damaged_lines)
+            "{garbage} line(s) of the stream were not of the format"
         ));
     }
     wrong

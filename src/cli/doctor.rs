@@ -1,21 +1,19 @@
 //! `kata-gpu-boot doctor`: what makes GPU guests start slowly on this host, and its cure; and a
 //! recording of the host's share of one boot.
 
-use super::boots::{OF_THE_UNIT, json as plain_json, notes};
+use super::boots::{OF_THE_UNIT, block_on, json as plain_json, notes};
 use anyhow::{Context, Result};
 use kata_gpu_doctor::facts::{Depth, boots, facts_at};
 use kata_gpu_doctor::recorder::recording::{self, Target, Wanted};
 use kata_gpu_doctor::recorder::{boot_of_vm, report};
 use kata_gpu_doctor::rules::diagnose;
-use kata_gpu_doctor::rules::finding::{Basis, Cost, Evidence, Finding, Sure, Verdict};
+use kata_gpu_doctor::rules::finding::{Basis, Finding, Sure, Verdict};
 use kata_gpu_doctor::rules::host_facts::HostFacts;
 use kata_gpu_doctor::rules::kernel_rules::RELEASE;
-use kata_gpu_report::analysis::rules::Area;
 use kata_gpu_report::data::host_check::{EVERY, HostCheck};
 use kata_gpu_report::data::text::{Ink, Screen, ascii_json, clipped, printable, wrap};
 use kata_gpu_report::terminal::stdout::print;
 use kata_gpu_report::views::grid::{Grid, Set};
-use serde::Serialize;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -106,19 +104,19 @@ fn dir(args: &Args) -> Option<PathBuf> {
 }
 
 /// A host as its rules see it.
-pub struct Diagnosis {
-    pub facts: HostFacts,
-    pub findings: Vec<Finding>,
+struct Diagnosis {
+    facts: HostFacts,
+    findings: Vec<Finding>,
     /// Files of boots that could not be read.
-    pub unread: Vec<String>,
+    unread: Vec<String>,
 }
 
 /// Runs all rules on a host.
-pub fn diagnosis(root: &Path, kata_config: Option<&Path>, dir: Option<&Path>) -> Result<Diagnosis> {
-    let mut facts = facts_at(root, kata_config, Depth::Full)?;
+fn diagnosis(args: &Args) -> Result<Diagnosis> {
+    let mut facts = facts_at(&args.root, args.kata_config.as_deref(), Depth::Full)?;
     let mut unread = Vec::new();
-    if let Some(dir) = dir {
-        (facts.boots, unread) = boots(dir)?;
+    if let Some(dir) = dir(args) {
+        (facts.boots, unread) = boots(&dir)?;
     }
     Ok(Diagnosis {
         findings: diagnose(&facts),
@@ -165,28 +163,22 @@ async fn check_again_and_again(args: &Args, dir: &Path) -> Result<bool> {
     }
 }
 
-fn daemon(args: &Args, dir: &Path) -> Result<bool> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("start the runtime")?;
-    runtime.block_on(check_again_and_again(args, dir))
-}
-
 /// Runs `doctor`.
 pub fn run(args: &Args) -> ExitCode {
     let once = || {
-        let diagnosis = diagnosis(
-            &args.root,
-            args.kata_config.as_deref(),
-            dir(args).as_deref(),
-        )?;
-        print(&text(args, &diagnosis, &Screen::of_stdout())?)?;
-        Ok(has_found(&diagnosis.findings, args.at_most))
+        let diagnosis = diagnosis(args)?;
+        print(&match args.json {
+            true => json_form(&diagnosis)?,
+            false => page(args, &diagnosis, &Screen::of_stdout()),
+        })?;
+        // Something that was found, or that costs more than --at-most.
+        let costs = |f: &Finding| args.at_most.is_none_or(|most| f.seconds() > most);
+        let mut findings = diagnosis.findings.iter();
+        Ok(findings.any(|f| f.verdict == Verdict::Found && costs(f)))
     };
     let done = match &args.dir {
         _ if args.record => record(args).map(|()| false),
-        Some(dir) if args.daemonset_check => daemon(args, dir),
+        Some(dir) if args.daemonset_check => block_on(check_again_and_again(args, dir)),
         _ => once(),
     };
     match done {
@@ -206,12 +198,6 @@ pub fn run(args: &Args) -> ExitCode {
     }
 }
 
-/// Whether a rule found something, or something that costs more than that.
-pub fn has_found(findings: &[Finding], at_most: Option<f64>) -> bool {
-    let mut found = findings.iter().filter(|f| f.verdict == Verdict::Found);
-    found.any(|f| at_most.is_none_or(|most| f.seconds() > most))
-}
-
 /// Records one VM and prints the recording.
 fn record(args: &Args) -> Result<()> {
     let target = match (&args.vm, args.pid) {
@@ -226,9 +212,10 @@ fn record(args: &Args) -> Result<()> {
     };
     let recorded = recording::record(&wanted)?;
     let boot = recorded.boot.as_ref();
-    let written = boot.map(|boot| boot_of_vm::write(boot, &recorded));
-    let written = written.transpose();
-    let file = written.as_ref().ok().cloned().flatten();
+    let written = boot
+        .map(|boot| boot_of_vm::write(boot, &recorded))
+        .transpose();
+    let file = written.as_ref().ok().and_then(Option::as_ref);
     let text = match args.json {
         true => ascii_json(&json!({
             "trace": 1, "file": file, "recording": recorded.recording, "traced": recorded.traced,
@@ -244,15 +231,6 @@ fn record(args: &Args) -> Result<()> {
         ),
     }
     Ok(())
-}
-
-/// The page, or its JSON form.
-pub fn text(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> Result<String> {
-    if args.json {
-        json_form(diagnosis)
-    } else {
-        Ok(page(args, diagnosis, screen))
-    }
 }
 
 fn basis(finding: &Finding) -> (&'static str, &str) {
@@ -325,12 +303,9 @@ fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
         if args.verbose {
             for finding in of(verdict) {
                 out.push(format!("{title}: {}", finding.rule.id));
-                out.extend(
-                    Some(&finding.text)
-                        .filter(|text| !text.is_empty())
-                        .into_iter()
-                        .flat_map(|text| wrapped("", text, screen)),
-                );
+                if !finding.text.is_empty() {
+                    out.extend(wrapped("", &finding.text, screen));
+                }
                 out.extend(details(finding, screen));
             }
         } else {
@@ -345,7 +320,6 @@ fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
             }
         }
     }
-    let count = |verdict| of(verdict).count();
     let counts = [
         (Verdict::Found, "found something"),
         (Verdict::Unknown, "unknown"),
@@ -353,9 +327,10 @@ fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
         (Verdict::Fine, "fine"),
     ];
     let counts: Vec<String> = counts
-        .iter()
-        .filter(|(v, _)| count(*v) > 0)
-        .map(|(v, what)| format!("{} {what}", count(*v)))
+        .into_iter()
+        .map(|(verdict, what)| (of(verdict).count(), what))
+        .filter(|(count, _)| *count > 0)
+        .map(|(count, what)| format!("{count} {what}"))
         .collect();
     let more = if args.verbose {
         ""
@@ -418,47 +393,31 @@ fn wrapped_from(indent: usize, label: &str, text: &str, screen: &Screen) -> Vec<
         .collect()
 }
 
-/// A finding of the JSON form.
-#[derive(Serialize)]
-struct Row<'a> {
-    rule: &'a str,
-    area: Area,
-    title: &'a str,
-    verdict: Verdict,
-    #[serde(flatten)]
-    cost: &'a Option<Cost>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    sure: Option<Sure>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cure: Option<&'a str>,
-    /// Why it is unknown, or the path that needs root.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    why: Option<&'a str>,
-    evidence: &'a [Evidence],
-    source: &'a str,
-}
-
 fn json_form(diagnosis: &Diagnosis) -> Result<String> {
-    let row = |f: &Finding| -> serde_json::Result<serde_json::Value> {
-        let is_found = f.verdict == Verdict::Found;
-        serde_json::to_value(Row {
-            rule: f.rule.id,
-            area: f.rule.area,
-            title: f.rule.title,
-            verdict: f.verdict,
-            cost: &f.cost,
-            sure: is_found.then_some(f.sure),
-            cure: is_found.then_some(&f.text),
-            why: (!is_found && !f.text.is_empty()).then_some(&f.text),
-            evidence: &f.evidence,
-            source: f.rule.source,
-        })
+    let row = |f: &Finding| {
+        let mut row = json!({
+            "rule": f.rule.id,
+            "area": f.rule.area,
+            "title": f.rule.title,
+            "verdict": f.verdict,
+            "evidence": f.evidence,
+            "source": f.rule.source,
+        });
+        if f.verdict == Verdict::Found {
+            row["sure"] = json!(f.sure);
+            row["cure"] = json!(f.text);
+        } else if !f.text.is_empty() {
+            // Why it is unknown, or the path that needs root.
+            row["why"] = json!(f.text);
+        }
+        if let (Some(cost), (basis, of)) = (&f.cost, basis(f)) {
+            row["seconds"] = json!(cost.seconds);
+            row["basis"] = json!(basis);
+            row["of"] = json!(of);
+        }
+        row
     };
-    let findings = diagnosis
-        .findings
-        .iter()
-        .map(row)
-        .collect::<serde_json::Result<Vec<_>>>()?;
+    let findings: Vec<_> = diagnosis.findings.iter().map(row).collect();
     let gpus: Vec<String> = diagnosis
         .facts
         .gpus()

@@ -44,6 +44,25 @@ fn shown(words: &[&str], screen: &Screen) -> anyhow::Result<String> {
     show::text(&parse(words), *screen)
 }
 
+/// The page of `list --stats`, or its JSON form.
+fn stats(dir: &TempDir, more: &[&str]) -> anyhow::Result<String> {
+    let name = dir.path().display().to_string();
+    let words = [&["--stats", "--dir", &name], more].concat();
+    list::text(&parse(&words), &Screen::PLAIN)
+}
+
+fn width(columns: usize) -> Screen {
+    Screen {
+        width: Some(columns),
+        ..Screen::PLAIN
+    }
+}
+
+fn is_plain(text: &str) -> bool {
+    text.bytes()
+        .all(|b| b == b'\n' || (b' '..=b'~').contains(&b))
+}
+
 /// All accounts of one boot.
 fn pages(boot: &str, screen: &Screen, more: &[&str]) -> String {
     pages_of(&path(boot), screen, more)
@@ -199,14 +218,7 @@ fn what_a_trace_saw_stands_below_its_step() {
 #[test]
 fn on_a_terminal_of_eighty_columns_no_line_of_a_table_is_cut() {
     for boot in BOOTS.iter().filter(|b| **b != "hostile") {
-        let text = pages(
-            boot,
-            &Screen {
-                width: Some(80),
-                colour: false,
-            },
-            &[],
-        );
+        let text = pages(boot, &width(80), &[]);
         assert!(!text.lines().any(|line| line.ends_with("...")), "{text}");
         // Notes, and reasons of failures in the summary, may wrap.
         let long = text.lines().find(|l| {
@@ -310,33 +322,13 @@ fn what_holds_for_every_account_holds_for_these() {
 #[test]
 fn nothing_that_a_guest_wrote_reaches_the_terminal_as_it_is() {
     for more in [&[][..], &["--json"]] {
-        for width in [None, Some(80)] {
-            let text = pages(
-                "hostile",
-                &Screen {
-                    width,
-                    colour: false,
-                },
-                more,
-            );
-            assert!(
-                text.bytes()
-                    .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),
-                "{text:?}"
-            );
+        for screen in [Screen::PLAIN, width(80)] {
+            let text = pages("hostile", &screen, more);
+            assert!(is_plain(&text), "{text:?}");
         }
     }
-    let dir = directory(&["hostile"]);
-    let text = list::text(
-        &parse(&["--stats", "--dir", &dir.path().display().to_string()]),
-        &Screen::PLAIN,
-    )
-    .unwrap();
-    assert!(
-        text.bytes()
-            .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),
-        "{text:?}"
-    );
+    let text = stats(&directory(&["hostile"]), &[]).unwrap();
+    assert!(is_plain(&text), "{text:?}");
 }
 
 #[test]
@@ -462,14 +454,10 @@ fn the_statistics_of_all_boots_are_the_golden_ones() {
     )
     .unwrap();
     std::fs::write(dir.path().join("notes.txt"), "not a boot").unwrap();
+    let all = stats(&dir, &[]).unwrap();
     let name = dir.path().display().to_string();
-    let all = list::text(&parse(&["--stats", "--dir", &name]), &Screen::PLAIN).unwrap();
     golden("account/stats.txt", &all.replace(&name, "DIR"));
-    let json = list::text(
-        &parse(&["--stats", "--dir", &name, "--json"]),
-        &Screen::PLAIN,
-    )
-    .unwrap();
+    let json = stats(&dir, &["--json"]).unwrap();
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(
         (json["boots"].as_u64(), json["settled"].as_u64()),
@@ -483,12 +471,7 @@ fn the_statistics_of_all_boots_are_the_golden_ones() {
         "{}",
         json["unread"]
     );
-    let empty = temp_dir();
-    let error = list::text(
-        &parse(&["--stats", "--dir", &empty.path().display().to_string()]),
-        &Screen::PLAIN,
-    )
-    .unwrap_err();
+    let error = stats(&temp_dir(), &[]).unwrap_err();
     assert!(error.to_string().contains("no boot in"), "{error}");
 }
 
