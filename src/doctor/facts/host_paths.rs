@@ -4,50 +4,30 @@ use super::bounded::{Depth, HostRoot, seen};
 use crate::rules::host_facts::{DEVICES, Files, Seen};
 use crate::rules::kernel_rules::IOMMU;
 use crate::rules::memory_rules::BLOCKS;
-use std::io::ErrorKind;
+use std::io::{self, Error, ErrorKind};
 
 /// Limit of files that all patterns give: a host with 512 CPUs and 2000 functions has 8000.
 const MAX_FILES: usize = 32_768;
 
-/// Form in which a path is read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Of {
-    Text,
-    Link,
-    /// Names of its entries.
-    Names,
-}
-
-/// Patterns with `*` for any name, in places where a component is one; a `*` may have a beginning.
-const PATTERNS: &[(Of, &str)] = &[
-    (Of::Text, "/proc/sys/kernel/osrelease"),
-    (Of::Text, "/proc/cmdline"),
-    (Of::Text, "/proc/mounts"),
-    (Of::Text, "/proc/buddyinfo"),
-    (Of::Text, "/proc/interrupts"),
-    (Of::Text, "/sys/kernel/mm/transparent_hugepage/*"),
-    (Of::Text, "/sys/module/vfio_iommu_type1/parameters/*"),
-    (Of::Text, "/sys/devices/system/node/node*/cpulist"),
-    (
-        Of::Text,
-        "/sys/devices/system/node/node*/hugepages/hugepages-*/free_hugepages",
-    ),
-    (
-        Of::Text,
-        "/sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
-    ),
-    (
-        Of::Text,
-        "/sys/devices/system/cpu/cpufreq/policy*/scaling_driver",
-    ),
-    (
-        Of::Text,
-        "/sys/devices/system/cpu/cpufreq/policy*/energy_performance_preference",
-    ),
-    (Of::Names, "/sys/class/iommu"),
-    (Of::Text, "/sys/kernel/iommu_groups/*/type"),
-    (Of::Names, "/sys/kernel/iommu_groups/*/devices"),
+/// Patterns of files, with `*` for any name, in places where a component is one; a `*` may have a
+/// beginning.
+const TEXTS: &[&str] = &[
+    "/proc/sys/kernel/osrelease",
+    "/proc/cmdline",
+    "/proc/mounts",
+    "/proc/buddyinfo",
+    "/proc/interrupts",
+    "/sys/kernel/mm/transparent_hugepage/*",
+    "/sys/module/vfio_iommu_type1/parameters/*",
+    "/sys/devices/system/node/node*/cpulist",
+    "/sys/devices/system/node/node*/hugepages/hugepages-*/free_hugepages",
+    "/sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
+    "/sys/devices/system/cpu/cpufreq/policy*/scaling_driver",
+    "/sys/devices/system/cpu/cpufreq/policy*/energy_performance_preference",
+    "/sys/kernel/iommu_groups/*/type",
 ];
+/// Patterns of directories whose names of entries are read.
+const NAMES: &[&str] = &["/sys/class/iommu", "/sys/kernel/iommu_groups/*/devices"];
 
 /// Files of every function, those of a GPU, and those that wake it.
 const FUNCTION: &[&str] = &["class", "vendor", "numa_node"];
@@ -67,9 +47,24 @@ const AWAKE: &[&str] = &[
 
 pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) {
     let mut left = MAX_FILES;
-    for (of, pattern) in PATTERNS {
-        for path in matches(root, pattern) {
-            look(root, *of, path, files, &mut left);
+    let mut look = |files: &mut Files, path: String, read: Read| {
+        let result = match left {
+            0 => Err(Error::new(
+                ErrorKind::InvalidData,
+                format!("more than {MAX_FILES} files"),
+            )),
+            _ => read(root, &path),
+        };
+        left = left.saturating_sub(1);
+        if let Some(seen) = seen(result) {
+            files.insert(path, seen);
+        }
+    };
+    let names: Read = |root, dir| Ok(root.names(dir)?.join("\n"));
+    let text: Read = |root, path| root.text(path);
+    for (patterns, read) in [(TEXTS, text), (NAMES, names)] {
+        for path in patterns.iter().flat_map(|pattern| matches(root, pattern)) {
+            look(files, path, read);
         }
     }
     // Reading it counts blocks below the locks of all zones.
@@ -78,22 +73,18 @@ pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) {
     }
     for function in root.names(DEVICES).unwrap_or_default() {
         let file = |name: &str| format!("{DEVICES}/{function}/{name}");
-        FUNCTION
-            .iter()
-            .for_each(|name| look(root, Of::Text, file(name), files, &mut left));
-        if files
-            .text(&file("vendor"))
-            .is_ok_and(|vendor| vendor == "0x10de")
-        {
-            GPU.iter()
-                .for_each(|name| look(root, Of::Text, file(name), files, &mut left));
-            if !files.is_asleep(&function) {
-                AWAKE
-                    .iter()
-                    .for_each(|name| look(root, Of::Text, file(name), files, &mut left));
-            }
-            look(root, Of::Link, file("iommu_group"), files, &mut left);
+        let mut texts = |files: &mut Files, names: &[&str]| {
+            names.iter().for_each(|name| look(files, file(name), text));
+        };
+        texts(files, FUNCTION);
+        if files.text(&file("vendor")) != Ok("0x10de") {
+            continue;
         }
+        texts(files, GPU);
+        if !files.is_asleep(&function) {
+            texts(files, AWAKE);
+        }
+        look(files, file("iommu_group"), |root, path| root.link(path));
     }
     // Opening it would make a context of IOMMUFD.
     if root.has(IOMMU) {
@@ -101,21 +92,8 @@ pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) {
     }
 }
 
-fn look(root: &HostRoot, of: Of, path: String, files: &mut Files, left: &mut usize) {
-    let result = match of {
-        _ if *left == 0 => Err(std::io::Error::new(
-            ErrorKind::InvalidData,
-            format!("more than {MAX_FILES} files"),
-        )),
-        Of::Text => root.text(&path),
-        Of::Link => root.link(&path),
-        Of::Names => root.names(&path).map(|names| names.join("\n")),
-    };
-    *left = left.saturating_sub(1);
-    if let Some(seen) = seen(result) {
-        files.insert(path, seen);
-    }
-}
+/// Way of reading a path.
+type Read = fn(&HostRoot, &str) -> io::Result<String>;
 
 /// Paths that a pattern gives. Directories that cannot be listed give none.
 fn matches(root: &HostRoot, pattern: &str) -> Vec<String> {
