@@ -3,6 +3,7 @@
 //! Names come from command lines, which any process chooses: a false one makes a trace of the wrong
 //! process, and costs nobody else anything.
 
+use crate::rules::host_facts::bytes_of;
 use anyhow::{Context, Result, bail};
 use kata_gpu_host::qemu;
 use kata_gpu_wire::pci_address::PciAddress;
@@ -157,20 +158,18 @@ impl Vmm {
     /// Memory by kind, in bytes.
     pub fn memory(&self) -> BTreeMap<String, u64> {
         const KINDS: [(&str, &str); 5] = [
-            ("VmRSS:", "resident"),
-            ("RssAnon:", "anonymous"),
-            ("RssShmem:", "shared"),
-            ("HugetlbPages:", "huge"),
-            ("VmPTE:", "page-tables"),
+            ("VmRSS", "resident"),
+            ("RssAnon", "anonymous"),
+            ("RssShmem", "shared"),
+            ("HugetlbPages", "huge"),
+            ("VmPTE", "page-tables"),
         ];
         let status = read(&self.proc.join(self.pid.to_string()).join("status")).unwrap_or_default();
-        let status = String::from_utf8_lossy(&status).into_owned();
-        let value = |line: &str| {
-            let (_, kind) = KINDS.iter().find(|(key, _)| line.starts_with(key))?;
-            let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-            Some((kind.to_string(), kib.saturating_mul(1024)))
-        };
-        status.lines().filter_map(value).collect()
+        let status = String::from_utf8_lossy(&status);
+        let kinds = KINDS.into_iter();
+        kinds
+            .filter_map(|(name, kind)| Some((kind.to_string(), bytes_of(&status, name)?)))
+            .collect()
     }
 
     /// Start of the shim that started it, on CLOCK_BOOTTIME, with its process id.

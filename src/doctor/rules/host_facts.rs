@@ -356,6 +356,15 @@ impl HostFacts {
     }
 }
 
+/// `Name:   123 kB` of a file of /proc/PID, in bytes.
+pub fn bytes_of(text: &str, name: &str) -> Option<u64> {
+    let value = text
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    let kib: u64 = value.trim().trim_end_matches("kB").trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
 /// BARs in a function's `resource`, lines of start, end and flags: number, start and bytes.
 pub fn bars(resource: &str) -> Vec<(u8, u64, u64)> {
     let number = |word: &str| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok();

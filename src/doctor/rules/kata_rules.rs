@@ -101,7 +101,8 @@ pub fn firmware(facts: &HostFacts) -> Checked {
     let keys = ["firmware", "confidential_guest", "machine_type"];
     Look::from(keys.map(|key| kata.evidence(key)).to_vec())
         .cure(
-            "firmware = \"\": OVMF enumerates PCI and maps all BARs before the kernel does so again",
+            "firmware = \"\": OVMF enumerates PCI and maps all BARs before the kernel does so \
+             again",
         )
         .unsure()
         .when(!kata.value("firmware").is_empty() && !kata.is_on("confidential_guest"))

@@ -67,15 +67,13 @@ fn finding(rule: &'static Rule, check: Check, facts: &HostFacts) -> Finding {
 
 /// Cost that own boots measured, or else the rule's model.
 fn best(rule: &Rule, model: Option<Cost>, boots: &OwnBoots) -> Option<Cost> {
-    if matches!(model.as_ref().map(|m| &m.basis), Some(Basis::Measured(_))) {
-        return model;
-    }
-    let measured = boots.saved(rule.shortens).filter(|saved| *saved > 0.0);
-    let Some(seconds) = measured.filter(|saved| {
-        model
-            .as_ref()
-            .is_none_or(|m| *saved >= m.seconds * MEASURED_AT_LEAST)
-    }) else {
+    let at_least = match &model {
+        Some(cost) if matches!(cost.basis, Basis::Measured(_)) => return model,
+        Some(cost) => cost.seconds * MEASURED_AT_LEAST,
+        None => 0.0,
+    };
+    let saved = boots.saved(rule.shortens);
+    let Some(seconds) = saved.filter(|saved| *saved > 0.0 && *saved >= at_least) else {
         return model;
     };
     let steps: Vec<&str> = rule

@@ -1,7 +1,7 @@
 //! Rules about QEMU: its version, and what running VMs hold.
 
 use super::checked::{Checked, Gap, Look, unknown};
-use super::host_facts::{DEVICES, HostFacts, MajorMinor, Vm};
+use super::host_facts::{DEVICES, HostFacts, MajorMinor, Vm, bytes_of};
 use super::kernel_rules::{maps_small_pages, of_bars};
 use super::memory_rules::{NODES, WITH_THP, WITHOUT_THP, of_bytes};
 use std::collections::{BTreeMap, BTreeSet};
@@ -63,19 +63,6 @@ pub fn iommufd_used(facts: &HostFacts) -> Checked {
          Linux 6.6 and later)",
         )
         .unsure())
-}
-
-/// `Name:   123 kB` of a file of /proc/PID, in bytes.
-fn bytes_of(text: &str, name: &str) -> Option<u64> {
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    line.trim()
-        .trim_end_matches("kB")
-        .trim()
-        .parse::<u64>()
-        .ok()?
-        .checked_mul(1024)
 }
 
 pub fn huge_page_use(facts: &HostFacts) -> Checked {
