@@ -94,6 +94,13 @@ impl Lines {
         })
     }
 
+    /// Passes a line to `log`, unless it is suppressed.
+    pub fn pass(&mut self, text: &str, log: impl FnOnce(String)) {
+        if let Some(text) = self.admit(text, Instant::now()) {
+            log(text);
+        }
+    }
+
     /// True if no limit is used up and no suppressed line is left to report.
     pub fn is_blank(&mut self, now: Instant) -> bool {
         self.suppressed == 0 && self.bucket.is_full(now)

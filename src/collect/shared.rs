@@ -38,9 +38,6 @@ impl Shared {
 pub fn own_log(lines: mpsc::Sender<String>) -> Log {
     let limit = Mutex::new(Lines::new(AT_ONCE, PER_S, Instant::now()));
     Arc::new(move |text| {
-        let logged = lock(&limit).admit(&text, Instant::now());
-        if let Some(text) = logged {
-            let _full = lines.try_send(text);
-        }
+        lock(&limit).pass(&text, |text| drop(lines.try_send(text)));
     })
 }

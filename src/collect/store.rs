@@ -58,9 +58,8 @@ impl Entry {
 /// The files of all boots and the connections that hold them.
 #[derive(Debug)]
 pub struct Store {
-    dir: PathBuf,
     /// Held as long as the store: no second collector writes here.
-    _lock: Flock<File>,
+    place: Place,
     limits: Limits,
     pub(super) keep: Keep,
     /// Bytes of all boots' files at retention's last look; None before the first.
@@ -89,7 +88,8 @@ pub enum Job {
     Stop,
 }
 
-/// A directory that is this collector's alone.
+/// A directory that only this collector writes to.
+#[derive(Debug)]
 pub struct Place {
     path: PathBuf,
     lock: Flock<File>,
@@ -181,8 +181,7 @@ impl Store {
     pub fn new(place: Place, limits: Limits, keep: Keep) -> (Self, mpsc::Receiver<Job>) {
         let (jobs, queue) = mpsc::channel();
         let store = Self {
-            dir: place.path,
-            _lock: place.lock,
+            place,
             limits,
             keep,
             kept_bytes: Mutex::default(),
@@ -263,7 +262,7 @@ impl Store {
     }
 
     fn path(&self, boot_id: &str) -> PathBuf {
-        self.dir.join(format!("{boot_id}.{EXTENSION}"))
+        self.dir().join(format!("{boot_id}.{EXTENSION}"))
     }
 
     /// Adds a line of the collector's own, if the boot is still remembered.
@@ -374,6 +373,6 @@ impl Store {
     }
 
     pub fn dir(&self) -> &Path {
-        &self.dir
+        &self.place.path
     }
 }

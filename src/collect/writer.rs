@@ -198,9 +198,7 @@ impl Writer {
             entry.path.display(),
             self.store.stats.counts().dropped
         );
-        if let Some(text) = self.failures.admit(&text, Instant::now()) {
-            (self.log)(text);
-        }
+        self.failures.pass(&text, &*self.log);
         if !self.failed.iter().any(|failed| Arc::ptr_eq(failed, &entry)) {
             self.failed.push(entry);
         }
@@ -220,9 +218,7 @@ impl Writer {
              again",
             entry.path.display()
         );
-        if let Some(text) = self.lost_files.admit(&text, Instant::now()) {
-            (self.log)(text);
-        }
+        self.lost_files.pass(&text, &*self.log);
         self.store.written.notify_waiters();
     }
 }

@@ -105,9 +105,7 @@ impl Queue {
                 oldest.boot,
                 self.capacity()
             );
-            if let Some(text) = lock(&self.overflow).admit(&text, Instant::now()) {
-                self.log(&text);
-            }
+            lock(&self.overflow).pass(&text, |text| self.log(&text));
         }
         self.more.notify_one();
     }
@@ -130,9 +128,7 @@ impl Trouble {
     fn failed(&mut self, why: &str, queue: &Queue) {
         self.since.get_or_insert_with(Instant::now);
         let text = format!("{why}: {} boot(s) wait, trying again", queue.waiting());
-        if let Some(text) = self.lines.admit(&text, Instant::now()) {
-            queue.log(&text);
-        }
+        self.lines.pass(&text, |text| queue.log(&text));
     }
 
     fn over(&mut self, queue: &Queue) {
