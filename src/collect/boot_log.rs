@@ -421,11 +421,13 @@ pub(super) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
 
 #[cfg(test)]
 mod tests {
+    use super::Stored::{Capped, Duplicate, Gap, New};
     use super::*;
     use kata_gpu_report::data::boot_file::BootFile;
     use kata_gpu_test_support::{BOOT, TempDir, temp_dir};
     use kata_gpu_wire::record;
     use kata_gpu_wire::record::Line;
+    use std::path::PathBuf;
 
     const PEER: &str = "cid 5";
 
@@ -439,6 +441,10 @@ mod tests {
         record::header_line(&kata_gpu_test_support::header(BOOT))
             .trim_end()
             .into()
+    }
+
+    fn begin(log: &mut BootLog) {
+        log.begin(header().as_bytes(), PEER, 0).unwrap();
     }
 
     fn append(log: &mut BootLog, seq: u64) -> Stored {
@@ -465,13 +471,12 @@ mod tests {
             }
         }
 
+        fn path(&self) -> PathBuf {
+            self.dir.path().join("x")
+        }
+
         fn log(&self) -> BootLog {
-            BootLog::read_back(
-                &self.dir.path().join("x"),
-                self.limits,
-                self.waiting.clone(),
-            )
-            .unwrap()
+            BootLog::read_back(&self.path(), self.limits, self.waiting.clone()).unwrap()
         }
 
         fn write(&self, log: &mut BootLog) -> BootFile {
@@ -480,12 +485,12 @@ mod tests {
             let mut file = OpenOptions::new()
                 .append(true)
                 .create(true)
-                .open(self.dir.path().join("x"))
+                .open(self.path())
                 .unwrap();
             file.write_all(&pending.bytes).unwrap();
             log.written(pending.bytes.len());
             log.all_written();
-            BootFile::read(std::fs::File::open(self.dir.path().join("x")).unwrap()).unwrap()
+            BootFile::read(std::fs::File::open(self.path()).unwrap()).unwrap()
         }
     }
 
@@ -493,22 +498,22 @@ mod tests {
     fn records_are_stored_unchanged_and_once_even_after_a_restart() {
         let boot = Boot::new(Limits::default());
         let mut log = boot.log();
-        log.begin(header().as_bytes(), PEER, 0).unwrap();
+        begin(&mut log);
         assert_eq!(
             [0, 1, 1].map(|seq| append(&mut log, seq)),
-            [Stored::New, Stored::New, Stored::Duplicate]
+            [New, New, Duplicate]
         );
         boot.write(&mut log);
-        let first = std::fs::read(boot.dir.path().join("x")).unwrap();
+        let first = std::fs::read(boot.path()).unwrap();
         let mut log = boot.log();
         assert!(!log.is_new());
-        log.begin(header().as_bytes(), PEER, 0).unwrap();
+        begin(&mut log);
         assert_eq!(
             [0, 1, 2].map(|seq| append(&mut log, seq)),
-            [Stored::Duplicate, Stored::Duplicate, Stored::New]
+            [Duplicate, Duplicate, New]
         );
         boot.write(&mut log);
-        let second = std::fs::read(boot.dir.path().join("x")).unwrap();
+        let second = std::fs::read(boot.path()).unwrap();
         assert!(
             second.starts_with(&first),
             "what was written is never changed"
@@ -536,12 +541,12 @@ mod tests {
     fn a_line_torn_by_a_crash_is_left_alone_and_comes_again() {
         let boot = Boot::new(Limits::default());
         std::fs::write(
-            boot.dir.path().join("x"),
+            boot.path(),
             [header().as_bytes(), b"\n", &raw(0)[..25]].concat(),
         )
         .unwrap();
         let mut log = boot.log();
-        assert_eq!(append(&mut log, 0), Stored::New);
+        assert_eq!(append(&mut log, 0), New);
         let file = boot.write(&mut log);
         assert_eq!(
             (file.records.len(), file.damaged, file.damage[0].line),
@@ -552,11 +557,11 @@ mod tests {
     #[test]
     fn a_line_that_lacks_only_its_newline_is_there_once() {
         let boot = Boot::new(Limits::default());
-        let path = boot.dir.path().join("x");
+        let path = boot.path();
         std::fs::write(&path, [header().as_bytes(), b"\n", &raw(0)].concat()).unwrap();
         let mut log = boot.log();
         let stored = [0, 1].map(|seq| append(&mut log, seq));
-        assert_eq!(stored, [Stored::Duplicate, Stored::New]);
+        assert_eq!(stored, [Duplicate, New]);
         let file = boot.write(&mut log);
         let text = std::fs::read_to_string(&path).unwrap();
         let records = text.matches("\"kind\"").count();
@@ -568,7 +573,7 @@ mod tests {
         let boot = Boot::new(Limits::default());
         for _ in 0..2 {
             let mut log = boot.log();
-            log.begin(header().as_bytes(), PEER, 0).unwrap();
+            begin(&mut log);
             let refused = log
                 .begin(header().as_bytes(), "cid 6", 0)
                 .unwrap_err()
@@ -583,7 +588,7 @@ mod tests {
         let [one, other] = [(); 2].map(|()| Boot::new(Limits::default()));
         let traces = [&one, &one, &other].map(|boot| {
             let mut log = boot.log();
-            log.begin(header().as_bytes(), PEER, 0).unwrap();
+            begin(&mut log);
             let file = boot.write(&mut log);
             assert_eq!(
                 file.host
@@ -617,16 +622,7 @@ mod tests {
             let boot = Boot::new(limits);
             let mut log = boot.log();
             let stored: Vec<Stored> = (0..5).map(|seq| append(&mut log, seq)).collect();
-            assert_eq!(
-                stored,
-                [
-                    Stored::New,
-                    Stored::New,
-                    Stored::Capped,
-                    Stored::Capped,
-                    Stored::Capped
-                ]
-            );
+            assert_eq!(stored, [New, New, Capped, Capped, Capped]);
             let file = boot.write(&mut log);
             let capped = file
                 .host
@@ -638,7 +634,7 @@ mod tests {
             let mut log = boot.log();
             assert_eq!(
                 [append(&mut log, 1), append(&mut log, 7)],
-                [Stored::Duplicate, Stored::Capped]
+                [Duplicate, Capped]
             );
         }
     }
@@ -651,18 +647,8 @@ mod tests {
         });
         let mut log = boot.log();
         let stored: Vec<Stored> = (0..6).map(|n| append(&mut log, n * 10)).collect();
-        assert_eq!(
-            stored,
-            [
-                Stored::New,
-                Stored::New,
-                Stored::New,
-                Stored::New,
-                Stored::Gap,
-                Stored::Gap
-            ]
-        );
-        assert_eq!(append(&mut log, 11), Stored::New, "what joins is taken");
+        assert_eq!(stored, [New, New, New, New, Gap, Gap]);
+        assert_eq!(append(&mut log, 11), New, "what joins is taken");
         assert_eq!(log.seqs.ranges(), 4);
     }
 
@@ -723,18 +709,12 @@ mod tests {
         let stored: Vec<Stored> = (1..6).map(|seq| append(&mut log, seq)).collect();
         assert_eq!(
             stored,
-            [
-                Stored::New,
-                Stored::New,
-                Stored::Dropped,
-                Stored::Dropped,
-                Stored::Dropped
-            ]
+            [New, New, Stored::Dropped, Stored::Dropped, Stored::Dropped]
         );
         assert!(log.has_room(), "it is received all the same");
         log.append_loss();
         // The disk has room again. The ten bytes are in the file already.
-        std::fs::write(boot.dir.path().join("x"), written).unwrap();
+        std::fs::write(boot.path(), written).unwrap();
         boot.write(&mut log);
         let file = boot.write(&mut log);
         assert!(!log.has_pending());
@@ -751,7 +731,7 @@ mod tests {
         assert_eq!(file.host.iter().filter(|l| l.event == dropped).count(), 1);
         assert_eq!(
             (3..6).map(|seq| append(&mut log, seq)).collect::<Vec<_>>(),
-            [Stored::New; 3]
+            [New; 3]
         );
         assert_eq!(boot.write(&mut log).seqs.missing(), 0);
         assert_eq!(
@@ -771,10 +751,7 @@ mod tests {
         });
         let mut log = boot.log();
         assert!(log.has_room());
-        assert_eq!(
-            [0, 1, 2, 3].map(|seq| append(&mut log, seq)),
-            [Stored::New; 4]
-        );
+        assert_eq!([0, 1, 2, 3].map(|seq| append(&mut log, seq)), [New; 4]);
         assert!(!log.has_room());
         boot.write(&mut log);
         assert!(log.has_room());

@@ -60,7 +60,7 @@ pub(super) fn start_with(dir: &std::path::Path, log: Log) -> Disk {
 
 #[cfg(test)]
 mod tests {
-    use super::super::store::{Attached, Place, REMEMBERED};
+    use super::super::store::{Attached, REMEMBERED};
     use super::*;
     use kata_gpu_report::data::boot_file::BootFile;
     use kata_gpu_test_support::{BOOT, event, header, kept_log, temp_dir, until};
@@ -72,6 +72,10 @@ mod tests {
 
     fn start(dir: &Path) -> Disk {
         start_with(dir, Arc::new(|text| panic!("{text}")))
+    }
+
+    fn read(path: &Path) -> BootFile {
+        BootFile::read(File::open(path).unwrap()).unwrap()
     }
 
     async fn attach(disk: &Disk, boot: &str, peer: &str) -> Result<Attached> {
@@ -96,19 +100,6 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn two_collectors_do_not_write_one_directory() {
-        let dir = temp_dir();
-        let disk = start(dir.path());
-        let refused = Place::take(dir.path())
-            .err()
-            .expect("it is taken")
-            .to_string();
-        assert!(refused.contains("another collector"), "{refused}");
-        disk.close().unwrap();
-        Place::take(dir.path()).unwrap();
-    }
-
-    #[tokio::test]
     async fn appends_are_written_and_synced_and_a_removed_file_restarts() {
         let dir = temp_dir();
         let disk = start(dir.path());
@@ -122,13 +113,7 @@ mod tests {
         drop(attached);
         let stats = disk.store.stats.clone();
         disk.close().unwrap();
-        assert_eq!(
-            BootFile::read(File::open(&path).unwrap())
-                .unwrap()
-                .records
-                .len(),
-            1
-        );
+        assert_eq!(read(&path).records.len(), 1);
         assert!(stats.counts().synced >= 1, "{:?}", stats.counts());
 
         let disk = start(dir.path());
@@ -140,7 +125,7 @@ mod tests {
         }
         append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
         disk.close().unwrap();
-        let file = BootFile::read(File::open(&path).unwrap()).unwrap();
+        let file = read(&path);
         assert_eq!((file.records.len(), file.header.is_some()), (1, true));
     }
 
@@ -180,7 +165,7 @@ mod tests {
             drop(attached);
             let stats = disk.store.stats.clone();
             disk.close().unwrap();
-            let file = BootFile::read(File::open(&path).unwrap()).unwrap();
+            let file = read(&path);
             assert_eq!(
                 (file.records.len(), file.header.is_some(), file.damaged),
                 (4, true, 0)
@@ -203,9 +188,9 @@ mod tests {
         let disk = start(dir.path());
         let path = dir.path().join(format!("{BOOT}.ndjson"));
         let written = || std::fs::metadata(&path).and_then(|m| m.modified()).unwrap();
-        let read = || std::fs::read_to_string(&path).unwrap_or_default();
+        let text = || std::fs::read_to_string(&path).unwrap_or_default();
         append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
-        until(|| read().contains(&event(0))).await;
+        until(|| text().contains(&event(0))).await;
         let old = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
         File::options()
             .write(true)
@@ -215,10 +200,10 @@ mod tests {
             .unwrap();
         for times in 2..5 {
             drop(attach(&disk, BOOT, "cid 5").await.unwrap());
-            until(|| read().matches("\"connected\"").count() == times).await;
+            until(|| text().matches("\"connected\"").count() == times).await;
         }
         let attached = attach(&disk, BOOT, "cid 5").await.unwrap();
-        until(|| read().matches("\"connected\"").count() == 5 && written() == old).await;
+        until(|| text().matches("\"connected\"").count() == 5 && written() == old).await;
         append(&attached, 1);
         until(|| written() > old).await;
         drop(attached);
@@ -246,22 +231,6 @@ mod tests {
         assert!(attach(&disk, BOOT, "cid 7").await.is_err());
         disk.close().unwrap();
         assert!(!dir.path().join("elsewhere").exists());
-    }
-
-    #[tokio::test]
-    async fn boots_that_may_not_begin_leave_no_file() {
-        let dir = temp_dir();
-        let disk = start(dir.path());
-        let header = header(BOOT);
-        let refused = disk
-            .store
-            .attach(&header, b"{}", "cid 5", || false)
-            .await
-            .unwrap_err()
-            .to_string();
-        assert!(refused.contains("limit boots"), "{refused}");
-        disk.close().unwrap();
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[tokio::test]

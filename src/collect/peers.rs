@@ -215,45 +215,6 @@ mod tests {
     }
 
     #[test]
-    fn connecting_too_often_is_refused_for_that_one_alone() {
-        let peers = Peers::new(limits());
-        let now = Instant::now();
-        for _ in 0..6 {
-            drop(peers.connect(&Peer::Cid(5), now).unwrap());
-        }
-        assert_eq!(
-            peers.connect(&Peer::Cid(5), now).err(),
-            Some("connects too often (limit connects)")
-        );
-        assert!(peers.connect(&Peer::Cid(6), now).is_ok());
-        assert!(
-            peers
-                .connect(&Peer::Cid(5), now + Duration::from_secs(10))
-                .is_ok()
-        );
-    }
-
-    #[test]
-    fn lines_about_a_peer_are_limited_and_the_rest_is_counted() {
-        let peers = Peers::new(limits());
-        let now = Instant::now();
-        let peer = Peer::Cid(5);
-        let logged: Vec<_> = (0..LOGGED_AT_ONCE + 5)
-            .filter_map(|_| peers.admit(&peer, "x", now))
-            .collect();
-        assert_eq!(logged.len() as u64, LOGGED_AT_ONCE);
-        assert!(
-            peers.admit(&Peer::Cid(6), "x", now).is_some(),
-            "of others, too"
-        );
-        let next = peers.admit(&peer, "x", now + Duration::from_secs(61));
-        assert!(
-            next.as_ref().is_some_and(|text| text.contains("5 more")),
-            "{next:?}"
-        );
-    }
-
-    #[test]
     fn peers_that_left_are_forgotten_and_named_ones_are_not() {
         let peers = Peers::new(limits());
         let now = Instant::now();

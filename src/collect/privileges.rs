@@ -190,17 +190,4 @@ mod tests {
         );
         assert_eq!(nobody_where_missing(Ok(Some(7))), Ok(Some(7)));
     }
-
-    #[test]
-    fn a_thread_without_privileges_has_none() {
-        let left = std::thread::spawn(|| {
-            drop_in_thread();
-            capabilities(None).unwrap()
-        });
-        let left = left.join().unwrap();
-        assert_eq!(
-            (left.effective, left.permitted),
-            (CapabilitySet::empty(), CapabilitySet::empty())
-        );
-    }
 }

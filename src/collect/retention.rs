@@ -279,6 +279,14 @@ mod tests {
     use std::fs::File;
     use std::sync::Arc;
 
+    /// Limits of so many days, 0 being none, and bytes.
+    fn keeping(days: u64, bytes: Option<u64>) -> Keep {
+        Keep {
+            age: Keep::days(days),
+            bytes,
+        }
+    }
+
     fn id(n: usize) -> String {
         format!("0f7a1f8e-0000-4000-8000-{n:012x}")
     }
@@ -320,41 +328,11 @@ mod tests {
         let dir = temp_dir();
         let hours = [100, 50, 30, 20, 0];
         for (keep, want) in [
-            (
-                Keep {
-                    age: None,
-                    bytes: None,
-                },
-                vec![0, 1, 2, 3, 4],
-            ),
-            (
-                Keep {
-                    age: Keep::days(2),
-                    bytes: None,
-                },
-                vec![2, 3, 4],
-            ),
-            (
-                Keep {
-                    age: None,
-                    bytes: Some(3000),
-                },
-                vec![2, 3, 4],
-            ),
-            (
-                Keep {
-                    age: Keep::days(3),
-                    bytes: Some(2999),
-                },
-                vec![3, 4],
-            ),
-            (
-                Keep {
-                    age: Keep::days(1),
-                    bytes: Some(1),
-                },
-                vec![4],
-            ),
+            (keeping(0, None), vec![0, 1, 2, 3, 4]),
+            (keeping(2, None), vec![2, 3, 4]),
+            (keeping(0, Some(3000)), vec![2, 3, 4]),
+            (keeping(3, Some(2999)), vec![3, 4]),
+            (keeping(1, Some(1)), vec![4]),
         ] {
             files(&dir, &hours);
             let logged = apply(&dir, keep);
@@ -387,10 +365,7 @@ mod tests {
         // Four old boots of honest guests, and five large new boots of another guest.
         (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));
         (4..9).for_each(|n| file_of(&dir, n, "cid 3", 10_000, 0));
-        let keep = Keep {
-            age: None,
-            bytes: Some(40_000),
-        };
+        let keep = keeping(0, Some(40_000));
         assert_eq!(apply(&dir, keep), [] as [String; 0]);
         assert_eq!(
             left(&dir),
@@ -398,10 +373,7 @@ mod tests {
             "its oldest go, as many as have to"
         );
         // Within their shares the oldest go.
-        let keep = Keep {
-            age: None,
-            bytes: Some(25_000),
-        };
+        let keep = keeping(0, Some(25_000));
         apply(&dir, keep);
         assert_eq!(left(&dir), [0, 1, 2, 3, 7, 8]);
     }
@@ -413,27 +385,9 @@ mod tests {
         let disk = start_with(dir.path(), log.clone());
         assert_eq!(*lock(&disk.store.kept_bytes), None);
         for (keep, left) in [
-            (
-                Keep {
-                    age: Keep::days(3),
-                    bytes: None,
-                },
-                2000,
-            ),
-            (
-                Keep {
-                    age: None,
-                    bytes: Some(1999),
-                },
-                1000,
-            ),
-            (
-                Keep {
-                    age: None,
-                    bytes: Some(1),
-                },
-                1000,
-            ),
+            (keeping(3, None), 2000),
+            (keeping(0, Some(1999)), 1000),
+            (keeping(0, Some(1)), 1000),
         ] {
             Retention::new(keep).apply(&disk.store, &log, now());
             assert_eq!(*lock(&disk.store.kept_bytes), Some(left), "{keep:?}");
@@ -447,10 +401,7 @@ mod tests {
         files(&dir, &[1]);
         let (log, logged) = kept_log();
         let disk = start_with(dir.path(), log.clone());
-        let mut retention = Retention::new(Keep {
-            age: Keep::days(30),
-            bytes: None,
-        });
+        let mut retention = Retention::new(keeping(30, None));
         let start = now();
         let mut at = |real: Duration, boot: Duration| {
             retention.apply(
@@ -491,10 +442,7 @@ mod tests {
         files(&dir, &[1000]);
         let log: Log = Arc::new(|_| ());
         let disk = start_with(dir.path(), log.clone());
-        let mut retention = Retention::new(Keep {
-            age: Keep::days(30),
-            bytes: None,
-        });
+        let mut retention = Retention::new(keeping(30, None));
         let mut at = |boot: Duration| {
             retention.apply(
                 &disk.store,
@@ -524,13 +472,7 @@ mod tests {
         }
         std::os::unix::fs::symlink("notes.txt", dir.path().join(format!("{}.ndjson", id(5))))
             .unwrap();
-        apply(
-            &dir,
-            Keep {
-                age: Keep::days(1),
-                bytes: Some(1),
-            },
-        );
+        apply(&dir, keeping(1, Some(1)));
         assert_eq!(left(&dir), [5]);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4);
     }
@@ -559,10 +501,7 @@ mod tests {
             .unwrap()
             .set_modified(SystemTime::UNIX_EPOCH)
             .unwrap();
-        let keep = Keep {
-            age: Keep::days(1),
-            bytes: Some(1),
-        };
+        let keep = keeping(1, Some(1));
         Retention::new(keep).apply(&disk.store, &log, now());
         assert_eq!(left(&dir), [0]);
         drop(attached);
@@ -577,21 +516,9 @@ mod tests {
         files(&dir, &[50, 20]);
         let trace = |n: usize| trace_file::beside(&dir.path().join(format!("{}.ndjson", id(n))));
         (0..2).for_each(|n| std::fs::write(trace(n), [b'x'; 500]).unwrap());
-        apply(
-            &dir,
-            Keep {
-                age: None,
-                bytes: Some(3000),
-            },
-        );
+        apply(&dir, keeping(0, Some(3000)));
         assert_eq!(left(&dir), [0, 1], "3000 bytes");
-        apply(
-            &dir,
-            Keep {
-                age: None,
-                bytes: Some(2999),
-            },
-        );
+        apply(&dir, keeping(0, Some(2999)));
         assert_eq!(
             (left(&dir), trace(0).exists(), trace(1).exists()),
             (vec![1], false, true)

@@ -169,6 +169,8 @@ pub fn read(pattern: &Pattern, path: &Path) -> Option<Vec<u8>> {
 mod tests {
     use super::*;
     use kata_gpu_test_support::{TempDir, temp_dir};
+    use serde_json::json;
+    use std::path::PathBuf;
 
     const PERSIST: &str = r#"{"CgroupPaths":null,"SandboxContainer":"0a1b",
         "AgentState":{"URL":"vsock://1903452:1024"},"PersistVersion":2,
@@ -182,8 +184,8 @@ mod tests {
              "io.kubernetes.cri.sandbox-namespace":"ml",
              "io.kubernetes.cri.sandbox-uid":"8b5e"}}]}}"#;
 
-    fn persist(url: &str, containers: serde_json::Value) -> serde_json::Value {
-        serde_json::json!({
+    fn persist(url: &str, containers: Value) -> Value {
+        json!({
             "AgentState": {"URL": url},
             "Config": {"ContainerConfigs": containers},
         })
@@ -212,22 +214,31 @@ mod tests {
         }
     }
 
+    /// Writes a bundle with these annotations.
+    fn bundle(dir: &TempDir, at: &str, annotations: &Value) -> PathBuf {
+        let bundle = dir.path().join(at);
+        std::fs::create_dir_all(&bundle).unwrap();
+        let text = json!({"ociVersion": "1.0.0", "annotations": annotations});
+        std::fs::write(bundle.join("config.json"), text.to_string()).unwrap();
+        bundle
+    }
+
     fn pattern(dir: &TempDir, text: &str) -> Pattern {
         format!("{}/{text}", dir.path().display()).parse().unwrap()
     }
 
     /// Annotations written one over the other, in the order of the runtime.
-    fn layers(layers: &[&[(&str, &str)]]) -> serde_json::Value {
+    fn layers(layers: &[&[(&str, &str)]]) -> Value {
         layers
             .iter()
             .flat_map(|layer| layer.iter())
-            .map(|(key, value)| (key.to_string(), serde_json::Value::from(*value)))
+            .map(|(key, value)| (key.to_string(), Value::from(*value)))
             .collect()
     }
 
     /// Annotations as CRI-O writes them: its own, the pod's annotations, the labels with the
     /// kubelet's over the pod's.
-    fn of_crio() -> serde_json::Value {
+    fn of_crio() -> Value {
         let own = [
             ("io.kubernetes.cri-o.KubeName", "train-0"),
             ("io.kubernetes.cri-o.Namespace", "ml"),
@@ -243,7 +254,7 @@ mod tests {
 
     /// Annotations as containerd writes them if its configuration passes all of the pod's: the
     /// pod's, and its own over them.
-    fn of_containerd() -> serde_json::Value {
+    fn of_containerd() -> Value {
         let own = [
             ("io.kubernetes.cri.sandbox-name", "train-0"),
             ("io.kubernetes.cri.sandbox-namespace", "ml"),
@@ -295,13 +306,7 @@ mod tests {
     fn no_annotation_of_a_pod_names_another_pod() {
         let dir = temp_dir();
         for (at, annotations) in [("a/0a1b", of_containerd()), ("b/0a1b/userdata", of_crio())] {
-            let bundle = dir.path().join(at);
-            std::fs::create_dir_all(&bundle).unwrap();
-            std::fs::write(
-                bundle.join("config.json"),
-                serde_json::json!({ "annotations": annotations }).to_string(),
-            )
-            .unwrap();
+            let bundle = bundle(&dir, at, &annotations);
             let name = at.split_once('/').unwrap().0;
             let rest = if name == "a" { "" } else { "userdata/" };
             assert_eq!(
@@ -315,8 +320,8 @@ mod tests {
             // Kata's own file: the bundle's annotations, and over them the bundle's path.
             let mut annotations = annotations;
             annotations[BUNDLE_PATH] = bundle.to_str().unwrap().into();
-            let evil: serde_json::Value = layers(&[TENANTS]);
-            let containers = serde_json::json!([
+            let evil: Value = layers(&[TENANTS]);
+            let containers = json!([
                 {"ID": "evil", "Annotations": evil},
                 {"ID": "0a1b", "Annotations": annotations},
             ]);
@@ -333,19 +338,13 @@ mod tests {
     fn texts_of_the_pods_owner_alone_name_no_pod() {
         let dir = temp_dir();
         // Without the kubelet's labels, as for a pod that `crictl` started.
-        let annotations: serde_json::Value = layers(&[&TENANTS[..5], &TENANTS[8..]]);
-        let bundle = dir.path().join("b/0a1b/userdata");
-        std::fs::create_dir_all(&bundle).unwrap();
-        std::fs::write(
-            bundle.join("config.json"),
-            serde_json::json!({ "annotations": annotations }).to_string(),
-        )
-        .unwrap();
+        let annotations: Value = layers(&[&TENANTS[..5], &TENANTS[8..]]);
+        bundle(&dir, "b/0a1b/userdata", &annotations);
         assert_eq!(
             look_up("0a1b", &[pattern(&dir, "b/*/userdata/config.json")]),
             unnamed("0a1b")
         );
-        let containers = serde_json::json!([{"ID": "0a1b", "Annotations": layers(&[TENANTS])}]);
+        let containers = json!([{"ID": "0a1b", "Annotations": layers(&[TENANTS])}]);
         let persist = persist("", containers);
         assert_eq!(
             from_persist("0a1b", persist.to_string().as_bytes()),
@@ -362,13 +361,7 @@ mod tests {
             pattern(&dir, "b/*/userdata/config.json"),
         ];
         assert_eq!(look_up("0a1b", &bundles), unnamed("0a1b"));
-        std::fs::create_dir_all(dir.path().join("b/0a1b/userdata")).unwrap();
-        let crio = serde_json::json!({"ociVersion": "1.0.0", "annotations": of_crio()});
-        std::fs::write(
-            dir.path().join("b/0a1b/userdata/config.json"),
-            crio.to_string(),
-        )
-        .unwrap();
+        bundle(&dir, "b/0a1b/userdata", &of_crio());
         assert_eq!(look_up("0a1b", &bundles), sandbox());
         assert_eq!(look_up("../b/0a1b", &bundles).pod, None);
         // A link below the pattern's `*` is not followed.
