@@ -65,7 +65,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = HostSpeed::Fast)]
     host: HostSpeed,
     /// Strategy of binding the GPUs to the driver.
-    #[arg(long, value_parser = ["insmod", "pipelined", "concurrent", "auto"], default_value = "auto")]
+    #[arg(long, value_parser = BINDS, default_value = "auto")]
     bind: String,
     /// Strategy of initialising the GPUs.
     #[arg(long, value_parser = ["parallel", "serial"], default_value = "parallel")]
@@ -90,6 +90,8 @@ enum HostSpeed {
     Fast,
 }
 
+/// Values of the guest's parameter gpuinit.bind.
+const BINDS: [&str; 4] = ["insmod", "pipelined", "concurrent", "auto"];
 /// From the start of the VM until everything must be done.
 const TIME_LIMIT: Duration = Duration::from_secs(120);
 /// Time limit for QEMU's status after a child's end.
@@ -205,16 +207,6 @@ fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
     })
 }
 
-/// End of the watching.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Ended {
-    /// All GPUs settled, all containers done.
-    Complete,
-    VmExited(String),
-    TimeLimit,
-    Interrupted,
-}
-
 /// Awaited records that have been seen.
 #[derive(Debug)]
 struct Progress {
@@ -300,9 +292,10 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
     let mut live = Live::new(table, args.verbose, Instant::now());
     let mut progress = Progress::new(&CONTAINERS);
     let mut headed = false;
+    // What ended the watching before all GPUs were settled and all containers done.
     let ended = loop {
         if progress.complete() {
-            break Ended::Complete;
+            break None;
         }
         tokio::select! {
             names = files.changed() => for name in names? {
@@ -311,14 +304,14 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
             Some(text) = told.recv() => report(&text),
             bytes = console.read_more() => take_console(&bytes?, &mut console_lines, &mut live, &mut progress),
             () = sleep_until(live.deadline()) => {}
-            () = sleep_until(Some(limit)) => break Ended::TimeLimit,
+            () = sleep_until(Some(limit)) => break Some(format!("{} s were over", TIME_LIMIT.as_secs())),
             _ = child.recv() => {
                 if let Some(status) = vm.wait(REAP_DEADLINE)? {
-                    break Ended::VmExited(status.to_string());
+                    break Some(format!("the VM ended ({status})"));
                 }
             }
-            _ = interrupt.recv() => break Ended::Interrupted,
-            _ = terminate.recv() => break Ended::Interrupted,
+            _ = interrupt.recv() => break Some("interrupted".to_string()),
+            _ = terminate.recv() => break Some("interrupted".to_string()),
         }
         let mut lines = live.due(Instant::now());
         if !lines.is_empty() && !headed {
@@ -353,13 +346,13 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
     let console_text =
         std::fs::read(vm.console()).with_context(|| format!("read {}", vm.console().display()))?;
     let Some(file) = &progress.file else {
-        bail!("{}", without_stream(&ended, &console_text));
+        bail!("{}", without_stream(ended.as_deref(), &console_text));
     };
     let path = events.join(file);
     let agent = agent_log::read(&*console_text).context("read the console log")?;
     let boot = Boot::new(&read_boot(&path)?, &agent);
     print(&format!("\n{}\n", summary(&boot, &screen).join("\n")))?;
-    let wrong = judge(&boot, &progress, &ended, args.gpus, &console_text);
+    let wrong = judge(&boot, &progress, ended.as_deref(), args.gpus, &console_text);
     ensure!(wrong.is_empty(), "{}", wrong.join("; "));
     Ok(path)
 }
@@ -403,17 +396,9 @@ fn take_console(
 }
 
 /// Reason for a missing event stream.
-fn without_stream(ended: &Ended, console: &[u8]) -> String {
-    let how = match ended {
-        Ended::VmExited(status) => format!("the VM ended ({status}) before any event came"),
-        Ended::TimeLimit => format!(
-            "no event came from the guest within {} s",
-            TIME_LIMIT.as_secs()
-        ),
-        Ended::Interrupted => "interrupted before any event came".to_string(),
-        Ended::Complete => "everything was done, but no event came".to_string(),
-    };
-    format!("{how}; {}", last_words(console))
+fn without_stream(ended: Option<&str>, console: &[u8]) -> String {
+    let how = ended.unwrap_or("everything was done");
+    format!("{how} before any event came; {}", last_words(console))
 }
 
 /// The most informative line of the console about an end.
@@ -434,12 +419,12 @@ fn last_words(console: &[u8]) -> String {
 fn judge(
     boot: &Boot,
     progress: &Progress,
-    ended: &Ended,
+    ended: Option<&str>,
     gpus: u32,
     console: &[u8],
 ) -> Vec<String> {
     let mut wrong = Vec::new();
-    let waiting = || {
+    if let Some(ended) = ended {
         let mut waiting: Vec<String> = Vec::new();
         if !progress.settled {
             waiting.push("the GPUs to settle".into());
@@ -450,21 +435,11 @@ fn judge(
                 .iter()
                 .map(|c| format!("container {c}")),
         );
-        waiting.join(", ")
-    };
-    match ended {
-        Ended::Complete => {}
-        Ended::VmExited(status) => wrong.push(format!(
-            "the VM ended ({status}) while waiting for {}; {}",
-            waiting(),
+        wrong.push(format!(
+            "{ended} while waiting for {}; {}",
+            waiting.join(", "),
             last_words(console)
-        )),
-        Ended::TimeLimit => wrong.push(format!(
-            "after {} s still waiting for {}",
-            TIME_LIMIT.as_secs(),
-            waiting()
-        )),
-        Ended::Interrupted => wrong.push("interrupted".to_string()),
+        ));
     }
     if let Some(reason) = &boot.power_off {
         wrong.push(format!("the guest powered off: {}", printable(reason)));
@@ -539,7 +514,7 @@ mod tests {
         let wrong = judge(
             &Boot::new(&file, &agent),
             &progress(&file, &agent),
-            &Ended::Complete,
+            None,
             3,
             b"",
         );
@@ -570,15 +545,14 @@ mod tests {
         });
         let state = progress(&file, &agent);
         let boot = Boot::new(&file, &agent);
-        assert_eq!(judge(&boot, &state, &Ended::Complete, 3, b""), [""; 0]);
+        assert_eq!(judge(&boot, &state, None, 3, b""), [""; 0]);
         assert_eq!(
-            judge(&boot, &state, &Ended::Complete, 8, b""),
+            judge(&boot, &state, None, 8, b""),
             ["asked for 8 GPUs, the guest found 3"]
         );
         file.seqs.insert(1000);
         assert!(
-            judge(&Boot::new(&file, &agent), &state, &Ended::Complete, 3, b"")[0]
-                .ends_with("record(s) lost")
+            judge(&Boot::new(&file, &agent), &state, None, 3, b"")[0].ends_with("record(s) lost")
         );
     }
 
@@ -586,7 +560,7 @@ mod tests {
     fn a_vm_that_ends_early_is_quoted() {
         let console = b"[ 1.0] hello\r\n[ 2.0] Kernel panic - not syncing: \x1b[31mno init\r\n[ \
                         2.1] Rebooting\r\n";
-        let said = without_stream(&Ended::VmExited("exit status: 0".into()), console);
+        let said = without_stream(Some("the VM ended (exit status: 0)"), console);
         assert!(
             said.contains("Kernel panic - not syncing: \\x1b[31mno init"),
             "{said}"

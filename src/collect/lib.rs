@@ -49,7 +49,7 @@ use listen::Listener;
 use peers::Peers;
 use serve::Streams;
 use shared::Shared;
-use std::net::SocketAddr;
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 use store::{Place, Store};
@@ -118,12 +118,9 @@ impl Collector {
         let check = check::bind(&config.dir)
             .map_err(|e| notes.push(format!("--check will not work: {e:#}")))
             .ok();
-        let watcher = match watched.is_empty() {
-            true => None,
-            false => Some(Watcher::new(watched)?),
-        };
-        let address = metrics.as_ref().map(|(_, address)| *address);
-        notes.extend(places(&config, &listeners, address));
+        let watcher = (!watched.is_empty()).then(|| Watcher::new(watched));
+        let watcher = watcher.transpose()?;
+        notes.extend(places(&config, &listeners, metrics.as_ref()));
 
         // From here on there is more than one thread.
         let log = shared::own_log(lines.clone());
@@ -134,17 +131,11 @@ impl Collector {
         let shared = Arc::new(Shared {
             store: disk.store.clone(),
             peers: Peers::new(config.limits),
-            limits: config.limits,
             log,
             lines,
         });
-        let fleet = match reports {
-            true => {
-                let listener = metrics.map(|(listener, _)| listener);
-                Some(Fleet::start(shared.clone(), config.otlp.clone(), listener)?)
-            }
-            false => None,
-        };
+        let fleet = reports.then(|| Fleet::start(shared.clone(), config.otlp.clone(), metrics));
+        let fleet = fleet.transpose()?;
         let streams = Streams::start(&shared)?;
         Ok(Self {
             config,
@@ -193,10 +184,10 @@ impl Collector {
 }
 
 /// Lines about the places where the collector listens, watches and pushes to.
-fn places(config: &Config, listeners: &[Listener], metrics: Option<SocketAddr>) -> Vec<String> {
+fn places(config: &Config, listeners: &[Listener], metrics: Option<&TcpListener>) -> Vec<String> {
     let listening = |listener: &Listener| format!("listening on {}", listener.place());
     let mut lines: Vec<String> = listeners.iter().map(listening).collect();
-    if let Some(address) = metrics {
+    if let Some(Ok(address)) = metrics.map(TcpListener::local_addr) {
         let path = fleet::http_server::PATH;
         lines.push(format!("metrics at http://{address}{path}"));
     }

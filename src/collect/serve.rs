@@ -77,7 +77,7 @@ impl Streams {
         let shared = &self.shared;
         let stats = shared.store.stats.clone();
         let peer = slot.peer.to_string();
-        let connection = Connection::new(peer, shared.limits, stats, HostNow::read());
+        let connection = Connection::new(peer, shared.store.limits, stats, HostNow::read());
         let _after_the_end = self.arrivals.send(Guest {
             socket,
             slot,

@@ -1,7 +1,6 @@
 //! State that all threads of the collector share, and its two logs.
 
 use super::bucket::Lines;
-use super::limits::Limits;
 use super::listen::Peer;
 use super::lock::lock;
 use super::peers::Peers;
@@ -18,7 +17,6 @@ const PER_S: f64 = 0.1;
 pub struct Shared {
     pub store: Arc<Store>,
     pub peers: Arc<Peers>,
-    pub limits: Limits,
     /// Logs problems that no peer causes.
     pub log: Log,
     /// Lines for the operator; those that do not fit are left out, so that nothing waits.

@@ -60,7 +60,7 @@ impl Entry {
 pub struct Store {
     /// Held as long as the store: no second collector writes here.
     place: Place,
-    limits: Limits,
+    pub limits: Limits,
     pub(super) keep: Keep,
     /// Bytes of all boots' files at retention's last look; None before the first.
     pub(super) kept_bytes: Mutex<Option<u64>>,

@@ -52,16 +52,12 @@ pub fn parse_address(text: &str) -> Result<SocketAddr> {
 }
 
 /// Binds the port, before privileges are dropped.
-pub fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
-    let listener =
-        TcpListener::bind(address).with_context(|| format!("listen on {address} (--metrics)"))?;
-    listener
-        .set_nonblocking(true)
-        .with_context(|| format!("listen on {address} (--metrics)"))?;
-    let bound = listener
-        .local_addr()
-        .context("read the address of --metrics")?;
-    Ok((listener, bound))
+pub fn bind(address: SocketAddr) -> Result<TcpListener> {
+    let listener = TcpListener::bind(address).and_then(|listener| {
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    });
+    listener.with_context(|| format!("listen on {address} (--metrics)"))
 }
 
 /// Answers requests until dropped.

@@ -74,7 +74,7 @@ impl Queue {
     }
 
     pub fn capacity(&self) -> u64 {
-        self.collector.limits.push_queue
+        self.collector.store.limits.push_queue
     }
 
     fn stats(&self) -> &Stats {
