@@ -37,6 +37,22 @@ fn folded(text: &[u8]) -> (Fold, usize) {
     (fold, unreadable)
 }
 
+fn event<'a>(tid: u32, at_ns: i64, name: &'a str, args: &'a str) -> Event<'a> {
+    Event {
+        comm: b"qemu-system-x86",
+        tid,
+        at_ns,
+        name,
+        args,
+    }
+}
+
+fn take(fold: &mut Fold, events: &[(i64, &str, &str)]) {
+    for (at_ns, name, args) in events {
+        fold.take(&event(203, *at_ns, name, args));
+    }
+}
+
 fn recorded(fold: Fold) -> Recorded {
     let recording = Recording {
         kernel: "6.12.117".into(),
@@ -136,17 +152,10 @@ fn no_event_has_the_name_of_a_file_of_its_group() {
 /// IOMMUFD maps memory, and in 6.12 no BAR: it fails with EFAULT. The values are of a real kernel.
 #[test]
 fn iommufds_pins_and_the_function_that_it_binds_are_known() {
-    let event = |at_ns, name, args| Event {
-        comm: b"qemu-system-x86",
-        tid: 203,
-        at_ns,
-        name,
-        args,
-    };
     let function: kata_gpu_wire::pci_address::PciAddress = "0000:81:00.0".parse().unwrap();
     let mut fold = Fold::default();
     fold.vfio_devices.insert("vfio0".into(), function);
-    for (at_ns, name, args) in [
+    let events = [
         (0, "bind_in", "cmd=0x3b76 name=\"vfio0\""),
         (1, "opened", "dev=0x51"),
         (2, "bind_out", "ret=0"),
@@ -176,9 +185,8 @@ fn iommufds_pins_and_the_function_that_it_binds_are_known() {
             "cmd=0x3b8f vaddr=0x0 iova=0x0 size=0x20000000",
         ),
         (12, "ioas_out", "ret=-25"),
-    ] {
-        fold.take(&event(at_ns, name, args));
-    }
+    ];
+    take(&mut fold, &events);
     let seen: Vec<_> = fold
         .steps
         .iter()
@@ -198,32 +206,27 @@ fn iommufds_pins_and_the_function_that_it_binds_are_known() {
     assert_eq!(seen, want);
     assert_eq!(fold.steps[1].pages_a_call, [(1000, 1), (100_000, 1)]);
     let mut unknown = Fold::default();
-    unknown.take(&event(0, "bind_in", "cmd=0x3b76 name=\"vfio0\""));
-    unknown.take(&event(1, "bind_out", "ret=0"));
+    let events = [
+        (0, "bind_in", "cmd=0x3b76 name=\"vfio0\""),
+        (1, "bind_out", "ret=0"),
+    ];
+    take(&mut unknown, &events);
     assert_eq!((unknown.steps.len(), unknown.steps[0].function), (1, None));
 }
 
 /// A function without a reset of its own is reset with its bus, by the ioctl of a later moment.
 #[test]
 fn a_reset_of_a_bus_is_that_of_its_function() {
-    let event = |at_ns, name, args| Event {
-        comm: b"qemu-system-x86",
-        tid: 203,
-        at_ns,
-        name,
-        args,
-    };
     let mut fold = Fold::default();
-    for (at_ns, name, args) in [
+    let events = [
         (0, "open_in", "cmd=0x3b6a name=\"0000:81:00.0\""),
         (1, "reset_in", "pdev=0x91"),
         (2, "reset_out", "ret=-25"),
         (3, "open_out", "ret=41"),
         (4, "bus_reset_in", "pdev=0x91"),
         (9, "bus_reset_out", "ret=0"),
-    ] {
-        fold.take(&event(at_ns, name, args));
-    }
+    ];
+    take(&mut fold, &events);
     let resets: Vec<_> = fold
         .steps
         .iter()
@@ -256,13 +259,7 @@ fn a_damaged_trace_costs_its_own_lines() {
 
 #[test]
 fn endless_events_are_bounded_and_counted() {
-    let event = |tid, name, args| Event {
-        comm: b"x",
-        tid,
-        at_ns: 1,
-        name,
-        args,
-    };
+    let event = |tid, name, args| event(tid, 1, name, args);
     let mut fold = Fold::default();
     for n in 0..u32::try_from(MAX_STEPS).unwrap() + 7 {
         fold.take(&event(
