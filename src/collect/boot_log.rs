@@ -53,10 +53,10 @@ pub struct Waiting {
 
 /// Records that were dropped since the last line about dropped records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Dropped {
-    pub records: u64,
-    pub first: u64,
-    pub last: u64,
+struct Dropped {
+    records: u64,
+    first: u64,
+    last: u64,
 }
 
 /// Bytes to write in one go.
@@ -364,18 +364,20 @@ impl BootLog {
         }
     }
 
-    /// Ends a successful write. Returns the records dropped until now, and adds a line about them.
-    pub fn all_written(&mut self) -> Option<Dropped> {
+    /// Ends a successful write. Returns the number of records dropped until now, and adds a line about them.
+    pub fn all_written(&mut self) -> u64 {
         self.being_written = false;
         let why = self.works_again();
-        let dropped = self.dropped.take()?;
+        let Some(dropped) = self.dropped.take() else {
+            return 0;
+        };
         self.append_host(HostEvent::Dropped {
             records: dropped.records,
             first_seq: dropped.first,
             last_seq: dropped.last,
             why: why.unwrap_or("the disk took nothing".into()),
         });
-        Some(dropped)
+        dropped.records
     }
 
     /// Ends a row of failed writes. Returns the last error.

@@ -35,8 +35,8 @@ const MAX_DRAIN: usize = 1 << 20;
 const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 
 /// A connection on its way through the threads.
-struct Guest {
-    socket: OwnedFd,
+struct Guest<Socket = OwnedFd> {
+    socket: Socket,
     slot: Slot,
     connection: Connection,
 }
@@ -156,13 +156,12 @@ async fn serve(
         Ok(socket) => socket,
         Err(e) => return shared.log_of(&peer, &format!("{peer}: watch the connection: {e}")),
     };
-    let mut served = Served {
+    let mut served = Guest {
         socket,
         slot,
         connection,
-        shared: shared.clone(),
     };
-    let talked = served.talk(onward.is_some(), &mut stop).await;
+    let talked = served.talk(&shared, onward.is_some(), &mut stop).await;
     if let (Ok(Talked::Introduced), Some(onward)) = (&talked, onward) {
         let _the_other_thread_is_there = onward.send(Guest {
             socket: served.socket.into_inner(),
@@ -174,7 +173,7 @@ async fn serve(
     let drained = match talked {
         // Take the data that had arrived before the collector hung up.
         Ok(_) => {
-            let drained = tokio::time::timeout(DRAIN_DEADLINE, served.drain()).await;
+            let drained = tokio::time::timeout(DRAIN_DEADLINE, served.drain(&shared)).await;
             drained.unwrap_or(Ok(()))
         }
         Err(e) => Err(e),
@@ -207,23 +206,18 @@ enum Turn {
 }
 
 /// A connection that is served.
-struct Served {
-    socket: AsyncFd<OwnedFd>,
-    slot: Slot,
-    connection: Connection,
-    shared: Arc<Shared>,
-}
+type Served = Guest<AsyncFd<OwnedFd>>;
 
 impl Served {
     /// Serves until the guest hangs up, the collector stops, or the guest should reconnect and send
     /// everything again.
     async fn talk(
         &mut self,
+        shared: &Shared,
         only_introduce: bool,
         stop: &mut watch::Receiver<bool>,
     ) -> Result<Talked> {
         let mut not_before = None;
-        let shared = self.shared.clone();
         loop {
             if only_introduce && self.connection.was_pinged() {
                 return Ok(Talked::Introduced);
@@ -247,7 +241,7 @@ impl Served {
                     match read(self.socket.get_ref(), &mut self.connection)? {
                         Turn::Read(n) => {
                             not_before = self.slot.spend(n, Instant::now());
-                            self.introduce().await?;
+                            self.introduce(shared).await?;
                             tokio::task::yield_now().await;
                         }
                         Turn::Nothing => ready.clear_ready(),
@@ -278,7 +272,7 @@ impl Served {
     }
 
     /// Deals with a header, if one came.
-    async fn introduce(&mut self) -> Result<()> {
+    async fn introduce(&mut self, shared: &Shared) -> Result<()> {
         let Some(introduction) = self.connection.introduction() else {
             return Ok(());
         };
@@ -289,15 +283,15 @@ impl Served {
         } = introduction;
         let peer = &self.slot.peer;
         let may_begin = || self.slot.new_boot(Instant::now());
-        let store = &self.shared.store;
-        let attached = store
+        let attached = shared
+            .store
             .attach(&header, &raw, &peer.to_string(), may_begin)
             .await?;
         let (boot, version) = (attached.id(), printable(&header.version));
         let text = format!("boot {boot} connected from {peer}, kata-gpu-init {version}");
-        self.shared.log_of(peer, &text);
+        shared.log_of(peer, &text);
         if let Some(newer) = newer_sentence(schema) {
-            self.shared.log_of(peer, &format!("boot {boot}: {newer}"));
+            shared.log_of(peer, &format!("boot {boot}: {newer}"));
         }
         self.connection.begin(attached, HostNow::read())?;
         self.name();
@@ -314,8 +308,7 @@ impl Served {
     }
 
     /// Takes the data that the kernel holds of this connection.
-    async fn drain(&mut self) -> Result<()> {
-        let shared = self.shared.clone();
+    async fn drain(&mut self, shared: &Shared) -> Result<()> {
         let mut left = MAX_DRAIN;
         while left > 0 {
             let written = shared.store.written.notified();
@@ -328,7 +321,7 @@ impl Served {
             match read(self.socket.get_ref(), &mut self.connection)? {
                 Turn::Read(n) => {
                     left = left.saturating_sub(n);
-                    self.introduce().await?;
+                    self.introduce(shared).await?;
                     tokio::task::yield_now().await;
                 }
                 Turn::Nothing | Turn::End => break,

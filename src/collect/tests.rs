@@ -87,11 +87,7 @@ impl Run {
         until(|| path.exists() && is(&read(self.dir.path()))).await;
     }
 
-    async fn stop(self) -> TempDir {
-        self.stop_and_count().await.0
-    }
-
-    async fn stop_and_count(self) -> (TempDir, Counts) {
+    async fn stop(self) -> (TempDir, Counts) {
         self.stop.send_replace(true);
         let counts = tokio::time::timeout(DEADLINE, self.running)
             .await
@@ -160,7 +156,7 @@ async fn the_guests_clock_is_measured_through_the_stream() {
         Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap())
             .as_nanos() as i64;
     let slack = kata_gpu_report::data::text::realtime_ns().abs_diff(before) + 1000;
-    let dir = run.stop().await;
+    let (dir, _) = run.stop().await;
     let file = read(dir.path());
     let best = file.clock_samples().min_by_key(|s| s.error_ns).unwrap();
     let wrong_by = best.offset_ns.abs_diff(before - boottime);
@@ -232,7 +228,7 @@ async fn another_user_can_neither_imitate_a_vm_nor_take_its_streams() {
         ],
         [0, 1]
     );
-    let (_dir, counts) = run.stop_and_count().await;
+    let (_dir, counts) = run.stop().await;
     assert_eq!(
         (counts.strangers, counts.connections, counts.refused),
         (21, 2, 1)
@@ -270,7 +266,7 @@ async fn a_vm_has_the_name_of_its_renamed_directory() {
         .expect("the VM is heard under its new name");
     run.until_stored(|file| file.records.len() == 1).await;
     drop(guest);
-    let dir = run.stop().await;
+    let (dir, _) = run.stop().await;
     assert_eq!(
         read(dir.path()).sandbox().map(|s| s.id.clone()),
         Some("two".into())

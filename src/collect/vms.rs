@@ -167,36 +167,29 @@ impl Vms {
 
     /// Handles a write of a sandbox's file. A half-written file causes another event.
     fn sandbox(&mut self, pattern: usize, id: &str, path: PathBuf, claims: &mut qemu::Claims) {
-        let found = if path.ends_with(WITHOUT_CID) {
-            self.sandbox_of_process(id, &path, claims)
+        let (mut sandbox, cid) = if path.ends_with(WITHOUT_CID) {
+            // The file is written again with each container, and the VM stays the same.
+            if self.cids.contains_key(&path) {
+                return;
+            }
+            let Ok(meta) = path.symlink_metadata() else {
+                return;
+            };
+            let cid = claims.cid_of(Path::new("/proc"), id, meta.uid());
+            (sandbox_pod::unnamed(id), cid)
         } else {
             let text = sandbox_pod::read(&self.config.sandboxes[pattern], &path);
-            text.and_then(|text| sandbox_pod::from_persist(id, &text))
+            match text.and_then(|text| sandbox_pod::from_persist(id, &text)) {
+                Some(found) => found,
+                None => return,
+            }
         };
-        let Some((mut sandbox, Some(cid))) = found else {
-            return;
-        };
+        let Some(cid) = cid else { return };
         if sandbox.pod.is_none() {
             sandbox = sandbox_pod::look_up(id, &self.config.bundles);
         }
         let peer = Peer::Cid(cid);
         self.name(&peer, Some(sandbox));
         self.cids.insert(path, peer);
-    }
-
-    /// Sandbox and CID by the VMM's process. None where it is known: the file is written again with
-    /// each container, and the VM stays the same.
-    fn sandbox_of_process(
-        &self,
-        id: &str,
-        path: &Path,
-        claims: &mut qemu::Claims,
-    ) -> Option<(Sandbox, Option<u32>)> {
-        if self.cids.contains_key(path) {
-            return None;
-        }
-        let owner = path.symlink_metadata().ok()?.uid();
-        let cid = claims.cid_of(Path::new("/proc"), id, owner);
-        Some((sandbox_pod::unnamed(id), cid))
     }
 }

@@ -128,7 +128,7 @@ impl Writer {
             Ok(()) => {
                 let dropped = log.all_written();
                 drop(log);
-                self.written(&entry, dropped.map_or(0, |dropped| dropped.records));
+                self.written(&entry, dropped);
             }
             Err(e) => {
                 pending.bytes.drain(..done);
