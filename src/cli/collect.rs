@@ -42,7 +42,11 @@ pub struct Args {
     #[command(flatten)]
     dir: BootDir,
     /// Vsock port that guests connect to.
-    #[arg(long, default_value_t = DEFAULT_PORT, value_parser = port())]
+    #[arg(
+        long,
+        default_value_t = DEFAULT_PORT,
+        value_parser = clap::value_parser!(u32).range(1..i64::from(u32::MAX))
+    )]
     port: u32,
     /// Do not listen on AF_VSOCK.
     #[arg(long)]
@@ -85,10 +89,6 @@ pub struct Args {
     /// Check that the collector of this --dir receives, and exit (status 0: it does).
     #[arg(long)]
     check: bool,
-}
-
-fn port() -> clap::builder::RangedI64ValueParser<u32> {
-    clap::value_parser!(u32).range(1..i64::from(u32::MAX))
 }
 
 /// Runs `collect`.

@@ -217,14 +217,11 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(containers: &[(&str, &str)]) -> Self {
+    fn new() -> Self {
         Self {
             file: None,
             settled: false,
-            waiting_for: containers
-                .iter()
-                .map(|(name, _)| name.to_string())
-                .collect(),
+            waiting_for: CONTAINERS.map(|(name, _)| name.to_string()).into(),
         }
     }
 
@@ -290,7 +287,7 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
 
     let table = Table { screen };
     let mut live = Live::new(table, args.verbose, Instant::now());
-    let mut progress = Progress::new(&CONTAINERS);
+    let mut progress = Progress::new();
     let mut headed = false;
     // What ended the watching before all GPUs were settled and all containers done.
     let ended = loop {
@@ -490,7 +487,7 @@ mod tests {
     }
 
     fn progress(file: &BootFile, agent: &[agent_log::AgentLine]) -> Progress {
-        let mut progress = Progress::new(&CONTAINERS);
+        let mut progress = Progress::new();
         for record in &file.records {
             progress.line(&FileLine::Record(record.clone()));
         }
