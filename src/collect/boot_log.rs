@@ -364,7 +364,8 @@ impl BootLog {
         }
     }
 
-    /// Ends a successful write. Returns the number of records dropped until now, and adds a line about them.
+    /// Ends a successful write. Returns the number of records dropped until now, and adds a line
+    /// about them.
     pub fn all_written(&mut self) -> u64 {
         self.being_written = false;
         let why = self.works_again();
