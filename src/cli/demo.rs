@@ -301,7 +301,9 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
             Some(text) = told.recv() => report(&text),
             bytes = console.read_more() => take_console(&bytes?, &mut console_lines, &mut live, &mut progress),
             () = sleep_until(live.deadline()) => {}
-            () = sleep_until(Some(limit)) => break Some(format!("{} s were over", TIME_LIMIT.as_secs())),
+            () = sleep_until(Some(limit)) => {
+                break Some(format!("{} s were over", TIME_LIMIT.as_secs()));
+            }
             _ = child.recv() => {
                 if let Some(status) = vm.wait(REAP_DEADLINE)? {
                     break Some(format!("the VM ended ({status})"));
