@@ -289,7 +289,7 @@ async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) ->
     let mut live = Live::new(table, args.verbose, Instant::now());
     let mut progress = Progress::new();
     let mut headed = false;
-    // What ended the watching before all GPUs were settled and all containers done.
+    // Reason for an end before all GPUs were settled and all containers done.
     let ended = loop {
         if progress.complete() {
             break None;

@@ -95,7 +95,7 @@ pub struct Look {
 pub type Checked = Result<Look, Gap>;
 
 impl Look {
-    /// One piece of evidence.
+    /// Look at one place.
     pub fn of(from: impl Into<String>, value: impl Into<String>) -> Self {
         vec![evidence(from, value)].into()
     }
@@ -129,6 +129,7 @@ impl Look {
         self.cost(seconds, Basis::Model(of.into()))
     }
 
+    /// The answer, bad or not.
     pub fn when(self, is_bad: bool) -> Checked {
         Ok(Self { is_bad, ..self })
     }

@@ -128,7 +128,7 @@ impl Kata {
             .get(&format!("hypervisor.{}.{key}", self.section))
     }
 
-    /// Such a value; empty where it is not set.
+    /// Value of a key of the hypervisor's section; empty where it is not set.
     pub fn value(&self, key: &str) -> &str {
         self.hypervisor(key).map_or("", |(value, _)| value)
     }
@@ -137,7 +137,7 @@ impl Kata {
         self.value(key) == "true"
     }
 
-    /// Such a value as evidence.
+    /// Value of a key of the hypervisor's section as evidence.
     pub fn evidence(&self, key: &str) -> Evidence {
         match self.hypervisor(key) {
             Some((value, file)) => evidence(file, format!("{key} = {value}")),
