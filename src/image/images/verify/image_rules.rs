@@ -159,11 +159,11 @@ rules! {
         "store it uncompressed if the time matters";
     NO_MANIFEST "no-manifest" Note,
         "the init searches for the driver's files at every boot",
-        "write the list with `kata-gpu-init cdi manifest`, or repack the image";
+        "write the list with `kata-gpu-init cdi manifest`, or pack the image again";
     MANIFEST "manifest-stale" Warning,
         "the list of the driver's files is not of this state of the image: the init searches for \
          them at every boot",
-        "write it again as the last step: `kata-gpu-init cdi manifest`, or repack the image";
+        "write it again as the last step: `kata-gpu-init cdi manifest`, or pack the image again";
 }
 
 /// A violated rule and the place of the violation.
