@@ -7,12 +7,13 @@ use kata_gpu_image::guest_disk::Table;
 use kata_gpu_image::images::entry_text::{escaped, megabytes};
 use kata_gpu_image::images::helper::HelperArgs;
 use kata_gpu_image::images::image::{Form, Image};
-use kata_gpu_image::images::output_file::{Output, Written};
+use kata_gpu_image::images::new_image::list_text;
+use kata_gpu_image::images::output_file::Output;
 use kata_gpu_image::images::pack::List;
 use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_image::images::verify::{INIT, Question};
 use kata_gpu_image::images::{
-    components, diff, disk_image, helper, kernel_release, ls, pack, repack, verify,
+    components, diff, disk_image, kernel_release, ls, pack, repack, verify,
 };
 use kata_gpu_init::gpu::topology::Topology;
 use kata_gpu_report::data::text::ascii_json;
@@ -184,10 +185,9 @@ struct DiffArgs {
     json: bool,
 }
 
-/// Run one program of a closed list in a sandbox.
+/// Check a disk image's root in a sandbox.
 #[derive(clap::Args, Debug)]
 struct InSandboxArgs {
-    tool: disk_image::tool_sandbox::Tool,
     directory: PathBuf,
 }
 
@@ -201,7 +201,7 @@ pub fn run(args: &Args) -> ExitCode {
         Command::Diff(args) => diff(args),
         Command::ReplaceInit(args) => replace_init(args),
         Command::InSandbox(args) => {
-            return disk_image::tool_sandbox::run_inside(args.tool, &args.directory);
+            return disk_image::tool_sandbox::run_inside(&args.directory);
         }
     };
     match done {
@@ -226,23 +226,6 @@ fn read(path: &Path) -> Result<(Image, Tree)> {
     let image = read_image(path)?;
     let tree = Tree::new(&image)?;
     Ok((image, tree))
-}
-
-/// State of the list of the driver's files.
-fn list_text(manifest: &Result<usize, String>) -> String {
-    match manifest {
-        Ok(files) => format!("the list of the driver's {files} files is in the image\n"),
-        Err(why) => format!("no list of the driver's files: {}\n", printable(why)),
-    }
-}
-
-fn written(written: &Written) -> String {
-    format!(
-        "{}: {} bytes, sha256 {}",
-        printable(&written.path.display().to_string()),
-        written.bytes,
-        written.sha256
-    )
 }
 
 fn pack(args: &PackArgs) -> Result<bool> {
@@ -275,7 +258,7 @@ fn pack(args: &PackArgs) -> Result<bool> {
     };
     let text = if args.json {
         ascii_json(&json!({
-            "path": printable(&done.path.display().to_string()),
+            "path": done.shown_path(),
             "bytes": done.bytes,
             "sha256": done.sha256,
             "entries": packed.entries,
@@ -286,25 +269,19 @@ fn pack(args: &PackArgs) -> Result<bool> {
             "noManifest": none,
         }))?
     } else {
-        let list = match (files, stale, none) {
-            (Some(files), None, _) => {
-                format!("the list of the driver's {files} files is in the image\n")
-            }
-            (Some(files), Some(why), _) => {
-                format!(
-                    "the list of the driver's {files} files is in the image, in place of a stale \
-                     one: {why}\n"
-                )
-            }
-            (None, _, none) => format!(
-                "no list of the driver's files: {}\n",
-                none.unwrap_or_default()
+        let list = match packed.list {
+            List::Of(files) => list_text(&Ok(files)),
+            List::None(why) => list_text(&Err(why)),
+            List::Replaced(files, why) => format!(
+                "the list of the driver's {files} files is in the image, in place of a stale \
+                     one: {}\n",
+                printable(&why)
             ),
         };
         format!(
             "{}{list}{}, {} entries\n",
             components::sizes_text(&packed.sizes, &screen),
-            written(&done),
+            done.text(),
             packed.entries
         )
     };
@@ -443,7 +420,7 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
         output,
         manifest: !args.no_manifest,
     })?;
-    done.written.keep()?;
+    done.new.written.keep()?;
     if !done.has_module {
         let why = "its guests take the driver from the extension disk `gpu` (Kata 4), and without \
                    that disk no GPU comes up";
@@ -451,19 +428,10 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
     }
     let disk = &done.disk;
     if args.json {
-        print(&ascii_json(&json!({
-            "path": printable(&done.written.path.display().to_string()),
-            "bytes": done.written.bytes,
-            "sha256": done.written.sha256,
-            "fileSystem": disk.root.name(),
-            "kept": done.kept,
-            "grownPartition": done.grown,
-            "manifestFiles": done.manifest.as_ref().ok(),
-            "noManifest": done.manifest.as_ref().err(), "diff": diff::json(&done.differences),
-            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())),
-            "noHelper": done.helper.as_ref().err(),
-            "helperLacks": done.helper_lacks,
-        }))?)?;
+        let mut json = done.new.json();
+        json["fileSystem"] = disk.root.name().into();
+        json["grownPartition"] = done.grown.into();
+        print(&ascii_json(&json)?)?;
         return Ok(true);
     }
     let place = if disk.table == Table::None {
@@ -477,13 +445,10 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
         disk.root.name(),
         megabytes(disk.root_bytes)
     );
-    text.push_str(&diff::text(&done.differences, &Screen::of_stdout()));
-    text.push_str(&format!(
-        "{} names stay with owners, modes, times, links, contents and extended attributes\n",
-        done.kept
+    text.push_str(&done.new.text(
+        "names stay with owners, modes, times, links, contents and extended attributes",
+        &Screen::of_stdout(),
     ));
-    text.push_str(&list_text(&done.manifest));
-    text.push_str(&helper::text(&done.helper, &done.helper_lacks));
     if let Some(bytes) = done.grown {
         text.push_str(&format!("the partition has grown to {} MiB\n", bytes >> 20));
     }
@@ -495,8 +460,8 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
     }
     text.push_str(&format!(
         "{}, {}\n",
-        written(&done.written),
-        megabytes(done.written.bytes)
+        done.new.written.text(),
+        megabytes(done.new.written.bytes)
     ));
     print(&text)?;
     Ok(true)
@@ -522,33 +487,20 @@ fn replace_in_initrd(args: &ReplaceInitArgs) -> Result<bool> {
     let mut done = repack::repack(&image, &tree, &options, &question, &args.output)?;
     let keep = done.report.boots() || own.force;
     if keep {
-        done.written.keep()?;
+        done.new.written.keep()?;
     }
     let screen = Screen::of_stdout();
     if args.json {
-        print(&ascii_json(&json!({
-            "path": printable(&done.written.path.display().to_string()),
-            "written": keep,
-            "bytes": done.written.bytes,
-            "sha256": done.written.sha256,
-            "kept": done.kept,
-            "oldInit": done.old_init,
-            "manifestFiles": done.manifest.as_ref().ok(),
-            "noManifest": done.manifest.as_ref().err(),
-            "diff": diff::json(&done.differences), "verify": done.report.json(),
-            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())),
-            "noHelper": done.helper.as_ref().err(),
-            "helperLacks": done.helper_lacks,
-        }))?)?;
+        let mut json = done.new.json();
+        json["written"] = keep.into();
+        json["oldInit"] = done.old_init.into();
+        json["verify"] = done.report.json();
+        print(&ascii_json(&json)?)?;
         return Ok(keep);
     }
-    let mut text = diff::text(&done.differences, &screen);
-    text.push_str(&format!(
-        "{} entries stay as they are, byte for byte\n",
-        done.kept
-    ));
-    text.push_str(&list_text(&done.manifest));
-    text.push_str(&helper::text(&done.helper, &done.helper_lacks));
+    let mut text = done
+        .new
+        .text("entries stay as they are, byte for byte", &screen);
     text.push_str(
         "the kernel starts /init; remove rdinit= from its parameters if there is one (init= is for \
          disk images and means nothing here)\n",
@@ -559,7 +511,7 @@ fn replace_in_initrd(args: &ReplaceInitArgs) -> Result<bool> {
     text.push('\n');
     text.push_str(&verify::verify_text::page(&done.report, &screen));
     let last = if keep {
-        written(&done.written)
+        done.new.written.text()
     } else {
         format!(
             "{} is not written (--force writes it)",
@@ -569,7 +521,7 @@ fn replace_in_initrd(args: &ReplaceInitArgs) -> Result<bool> {
     text.push_str(&format!(
         "{}, {}\n",
         screen.paint(if keep { Ink::Plain } else { Ink::Error }, &last),
-        megabytes(done.written.bytes)
+        megabytes(done.new.written.bytes)
     ));
     print(&text)?;
     Ok(keep)

@@ -145,7 +145,7 @@ fn repacked(context: &TestContext) -> Result<Outcome> {
         &folder.join("repacked"),
     )?;
     ensure!(done.report.boots(), "{:?}", done.report.findings);
-    done.written.keep()?;
+    done.new.written.keep()?;
     boots(context, &folder.join("repacked"), false)
 }
 

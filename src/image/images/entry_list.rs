@@ -22,21 +22,17 @@ pub struct Line {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    Directory {
+    /// A directory, link, device or pipe. Modes here have the bits of the type.
+    Entry {
         mode: u32,
+        /// Target of a link.
+        target: Vec<u8>,
+        /// Major and minor number of a device.
+        rdev: (u32, u32),
     },
     File {
         mode: u32,
         source: PathBuf,
-    },
-    Link {
-        target: Vec<u8>,
-    },
-    Node {
-        kind: Kind,
-        mode: u32,
-        major: u32,
-        minor: u32,
     },
     Tree {
         source: PathBuf,
@@ -76,28 +72,18 @@ fn parse(line: &str, folder: &Path) -> Result<Option<Line>> {
         return Ok(None);
     };
     let (path, what) = match (*kind, rest) {
-        ("dir", [path, mode]) => (
-            path,
-            Wanted::Directory {
-                mode: permissions(mode)?,
-            },
-        ),
+        ("dir", [path, mode]) => (path, entry(Kind::Directory, mode, b"", "0:0")?),
         ("file", [path, mode, source]) => (
             path,
             Wanted::File {
-                mode: permissions(mode)?,
+                mode: Kind::File.bits() | permissions(mode)?,
                 source: folder.join(source),
             },
         ),
-        ("link", [path, target]) => (
-            path,
-            Wanted::Link {
-                target: target.as_bytes().to_vec(),
-            },
-        ),
-        ("char", [path, mode, number]) => (path, node(Kind::Char, mode, number)?),
-        ("block", [path, mode, number]) => (path, node(Kind::Block, mode, number)?),
-        ("fifo", [path, mode]) => (path, node(Kind::Fifo, mode, "0:0")?),
+        ("link", [path, target]) => (path, entry(Kind::Link, "777", target.as_bytes(), "0:0")?),
+        ("char", [path, mode, number]) => (path, entry(Kind::Char, mode, b"", number)?),
+        ("block", [path, mode, number]) => (path, entry(Kind::Block, mode, b"", number)?),
+        ("fifo", [path, mode]) => (path, entry(Kind::Fifo, mode, b"", "0:0")?),
         ("tree", [path, source]) => (
             path,
             Wanted::Tree {
@@ -127,7 +113,7 @@ fn parse(line: &str, folder: &Path) -> Result<Option<Line>> {
     );
     let path = names.join("/").into_bytes();
     ensure!(
-        !path.is_empty() || matches!(what, Wanted::Directory { .. } | Wanted::Tree { .. }),
+        !path.is_empty() || matches!(*kind, "dir" | "tree"),
         "{kind} / : the root is a directory"
     );
     Ok(Some(Line { path, what }))
@@ -140,19 +126,18 @@ fn permissions(word: &str) -> Result<u32> {
     mode.with_context(|| format!("mode {word:?}: give permissions in octal, like 0755"))
 }
 
-fn node(kind: Kind, mode: &str, number: &str) -> Result<Wanted> {
+fn entry(kind: Kind, mode: &str, target: &[u8], number: &str) -> Result<Wanted> {
     let parsed = number
         .split_once(':')
         .and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
     // Range of a dev_t (linux/kdev_t.h): 12 bits and 20.
     let fits = parsed.filter(|(major, minor)| *major < 1 << 12 && *minor < 1 << 20);
-    let (major, minor) =
+    let rdev =
         fits.with_context(|| format!("device {number:?}: give MAJOR:MINOR in decimal, like 1:3"))?;
-    Ok(Wanted::Node {
-        kind,
-        mode: permissions(mode)?,
-        major,
-        minor,
+    Ok(Wanted::Entry {
+        mode: kind.bits() | permissions(mode)?,
+        target: target.to_vec(),
+        rdev,
     })
 }
 
@@ -167,41 +152,29 @@ mod tests {
     #[test]
     fn every_kind_of_line_is_read() {
         let what = |line: &str| one(line).unwrap().unwrap();
-        assert_eq!(
-            what("dir /dev 0755"),
-            Line {
-                path: b"dev".to_vec(),
-                what: Wanted::Directory { mode: 0o755 }
-            }
-        );
+        let entry = |mode, target: &str, rdev| Wanted::Entry {
+            mode,
+            target: target.into(),
+            rdev,
+        };
+        assert_eq!(what("dir /dev 0755").path, b"dev");
         assert_eq!(what("file //usr/./bin/a 4755 b").path, b"usr/bin/a");
+        for (line, wanted) in [
+            ("dir /dev 0755", entry(0o040_755, "", (0, 0))),
+            (
+                "link /var/run ../run # where the spec lies",
+                entry(0o120_777, "../run", (0, 0)),
+            ),
+            ("char /dev/null 0666 1:3", entry(0o020_666, "", (1, 3))),
+            ("fifo /p 0600", entry(0o010_600, "", (0, 0))),
+        ] {
+            assert_eq!(what(line).what, wanted, "{line}");
+        }
         assert_eq!(
             what("file /a 644 b").what,
             Wanted::File {
-                mode: 0o644,
+                mode: 0o100_644,
                 source: "/lists/b".into()
-            }
-        );
-        assert_eq!(
-            what("link /var/run ../run # where the spec lies").what,
-            Wanted::Link {
-                target: b"../run".to_vec()
-            }
-        );
-        let null = Wanted::Node {
-            kind: Kind::Char,
-            mode: 0o666,
-            major: 1,
-            minor: 3,
-        };
-        assert_eq!(what("char /dev/null 0666 1:3").what, null);
-        assert_eq!(
-            what("fifo /p 0600").what,
-            Wanted::Node {
-                kind: Kind::Fifo,
-                mode: 0o600,
-                major: 0,
-                minor: 0
             }
         );
         assert_eq!(

@@ -1,21 +1,15 @@
 //! NVML's helper for an image: the program `kata-gpu-nvml`, found or given, and never run here.
 
-use super::image::Content;
+use super::new_image::read_program;
 use super::newc::Kind;
 use super::unpacked_root::Tree;
 use super::verify;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use kata_gpu_init::cdi::spec::PENDING;
-use kata_gpu_report::data::text::printable;
 use kata_gpu_wire::nvml_messages::PROGRAM;
 use memchr::memmem;
-use nix::fcntl::OFlag;
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Largest accepted helper, in bytes.
-const MAX_HELPER: u64 = 256 << 20;
 /// Directory of the helper, after its parent.
 pub const DIRECTORIES: [&str; 2] = ["/usr", "/usr/bin"];
 
@@ -74,7 +68,7 @@ pub fn read(helper: &Helper, tree: &Tree) -> Result<Result<(PathBuf, Vec<u8>), S
         Helper::Found(path) => (path, false),
     };
     match (
-        read_program(path).and_then(|bytes| check_place(tree).map(|()| bytes)),
+        read_helper(path).and_then(|bytes| check_place(tree).map(|()| bytes)),
         is_given,
     ) {
         (Ok(bytes), _) => Ok(Ok((path.clone(), bytes))),
@@ -83,11 +77,9 @@ pub fn read(helper: &Helper, tree: &Tree) -> Result<Result<(PathBuf, Vec<u8>), S
     }
 }
 
-fn read_program(path: &Path) -> Result<Vec<u8>> {
+fn read_helper(path: &Path) -> Result<Vec<u8>> {
     let shown = path.display();
-    let bytes = Content::of_file(open_regular(path, "helper")?)?
-        .bytes(MAX_HELPER)
-        .with_context(|| format!("read helper {shown}"))?;
+    let bytes = read_program(path, "helper")?;
     let has = |text: &[u8]| memmem::find(&bytes, text).is_some();
     let is_helper = bytes.starts_with(b"\x7fELF")
         && has(b"/ld-")
@@ -98,18 +90,6 @@ fn read_program(path: &Path) -> Result<Vec<u8>> {
         "helper {shown}: another program: build it with cargo build --release -p {PROGRAM}"
     );
     Ok(bytes)
-}
-
-/// Opens a regular file, never a FIFO or device. `what` names the file's role in errors.
-pub fn open_regular(path: &Path, what: &str) -> Result<File> {
-    let context = || format!("open {what} {}", path.display());
-    let meta = std::fs::metadata(path).with_context(context)?;
-    ensure!(meta.is_file(), "{}: not a regular file", context());
-    OpenOptions::new()
-        .read(true)
-        .custom_flags(OFlag::O_NONBLOCK.bits())
-        .open(path)
-        .with_context(context)
 }
 
 /// Errors: the helper's path contains a link, or something else has its name.
@@ -137,20 +117,4 @@ fn check_place(tree: &Tree) -> Result<()> {
 /// Loader and libraries that the helper does not find in an image.
 pub fn lacks(tree: &Tree) -> Vec<String> {
     verify::faults(tree, &path())
-}
-
-/// Lines of text about the helper in a new image.
-pub fn text(helper: &Result<PathBuf, String>, lacks: &[String]) -> String {
-    let mut text = match helper {
-        Ok(path) => format!("{PROGRAM} is {}\n", printable(&path.display().to_string())),
-        Err(why) => format!("no {PROGRAM} was added: {}\n", printable(why)),
-    };
-    if !lacks.is_empty() {
-        let lacks = printable(&lacks.join(", "));
-        text.push_str(&format!(
-            "{PROGRAM} does not find in the image: {lacks}: it will not start \
-                                there, and nothing asks NVML\n"
-        ));
-    }
-    text
 }

@@ -13,7 +13,7 @@ use kata_gpu_report::terminal::progress_line::ByteProgress;
 use nix::fcntl::OFlag;
 use sha2::{Digest, Sha256};
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, BufReader, Read, Write};
 use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
@@ -37,7 +37,7 @@ const MAX_PARTS: usize = 64;
 /// Bytes read at once for headers.
 const WINDOW: usize = 32 * 1024;
 /// Bytes read at once for data.
-const CHUNK: usize = 256 * 1024;
+pub const CHUNK: usize = 256 * 1024;
 /// gzip header: magic with deflate, the text flag, which has no effect, and the flag of a file
 /// name, which the kernel's unpacker skips.
 const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
@@ -81,6 +81,12 @@ pub struct Content {
     source: Rc<dyn ReadAt>,
     at: u64,
     pub length: u64,
+}
+
+impl Default for Content {
+    fn default() -> Self {
+        Self::of(Rc::new(Vec::new()), 0)
+    }
 }
 
 impl fmt::Debug for Content {
@@ -195,7 +201,7 @@ impl Content {
 }
 
 /// An entry of an archive; trailers are omitted.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Entry {
     pub header: Header,
     /// Name as stored, without NULs.
@@ -227,7 +233,7 @@ pub struct Part {
 }
 
 /// A whole initrd.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Image {
     pub bytes: u64,
     pub parts: Vec<Part>,
@@ -238,14 +244,8 @@ impl Image {
     /// Reads a file's entries. Errors name the place in the file.
     pub fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
-        // A FIFO or a device could block, or have side effects.
-        let meta = std::fs::metadata(path).with_context(|| format!("open initrd {shown}"))?;
-        ensure!(meta.is_file(), "open initrd {shown}: not a regular file");
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(OFlag::O_NONBLOCK.bits())
-            .open(path);
-        let file = Rc::new(file.with_context(|| format!("open initrd {shown}"))?);
+        let file = open_regular(path).with_context(|| format!("open initrd {shown}"))?;
+        let file = Rc::new(file);
         let bytes = file
             .metadata()
             .with_context(|| format!("look at initrd {shown}"))?
@@ -253,8 +253,7 @@ impl Image {
         ensure!(bytes > 0, "read initrd {shown}: it is empty");
         let mut image = Self {
             bytes,
-            parts: Vec::new(),
-            entries: Vec::new(),
+            ..Self::default()
         };
         Scan {
             image: &mut image,
@@ -571,6 +570,22 @@ fn no_room(directory: &Path) -> String {
         "write what is unpacked to {} (TMPDIR names another place)",
         directory.display()
     )
+}
+
+/// Opens a regular file for reading, never a FIFO or device: to open one could block, or have side
+/// effects.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    let is_file = |meta: io::Result<Metadata>| match meta?.is_file() {
+        true => Ok(()),
+        false => Err(io::Error::other("not a regular file")),
+    };
+    is_file(std::fs::metadata(path))?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlag::O_NONBLOCK.bits())
+        .open(path)?;
+    is_file(file.metadata())?;
+    Ok(file)
 }
 
 /// A file that is removed by closing it.

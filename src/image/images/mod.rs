@@ -14,6 +14,7 @@ pub mod helper;
 pub mod image;
 pub mod kernel_release;
 pub mod ls;
+pub mod new_image;
 pub mod newc;
 pub mod output_file;
 pub mod pack;

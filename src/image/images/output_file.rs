@@ -9,12 +9,12 @@ use super::image::Form;
 use anyhow::{Context, Result, bail, ensure};
 use flate2::write::GzEncoder;
 use flate2::{Compression, GzBuilder};
-use kata_gpu_report::data::text::hex;
+use kata_gpu_report::data::text::{hex, printable};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg, OFlag};
 use sha2::{Digest, Sha256};
 use std::fs::{File, Metadata, OpenOptions, Permissions};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, IntoInnerError, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -30,14 +30,19 @@ pub const PARTIAL: &str = ".kata-gpu-boot-partial";
 /// Attempts to make a temporary file while other runs make and remove one of that name.
 const TRIES: usize = 16;
 
-/// A temporary file for `path`, until [`Output::end`].
-pub struct Output {
+/// A file under its temporary name, and locked; removed unless it was renamed.
+#[derive(Debug)]
+struct Unfinished {
     path: PathBuf,
     temporary: PathBuf,
+    renamed: bool,
+    _lock: Option<Lock>,
+}
+
+/// A file that is being written.
+pub struct Output {
+    file: Unfinished,
     sink: Sink,
-    lock: Option<Lock>,
-    /// The temporary file needs no removal.
-    kept: bool,
 }
 
 enum Sink {
@@ -71,12 +76,9 @@ impl Write for Hashed {
 /// A complete file, before or after its rename.
 #[derive(Debug)]
 pub struct Written {
-    pub path: PathBuf,
-    temporary: PathBuf,
+    file: Unfinished,
     pub bytes: u64,
     pub sha256: String,
-    kept: bool,
-    _lock: Option<Lock>,
 }
 
 impl Output {
@@ -105,18 +107,20 @@ impl Output {
         let mut temporary = name.to_os_string();
         temporary.push(PARTIAL);
         let temporary = path.with_file_name(temporary);
-        let (file, lock) = create_locked(&temporary)?;
+        let (file, _lock) = create_locked(&temporary)?;
         let hashed = Hashed {
             file: BufWriter::with_capacity(BUFFER, file),
             hash: Sha256::new(),
             bytes: 0,
         };
         let mut output = Self {
-            path: path.into(),
-            temporary,
+            file: Unfinished {
+                path: path.into(),
+                temporary,
+                renamed: false,
+                _lock,
+            },
             sink: Sink::Plain(hashed),
-            lock,
-            kept: false,
         };
         output.set_form(form)?;
         Ok(output)
@@ -127,7 +131,7 @@ impl Output {
         let hashed = match std::mem::replace(&mut self.sink, Sink::Closed) {
             Sink::Plain(hashed) => hashed,
             Sink::Gzip(gzip) => gzip.finish().context("end the compressed part")?,
-            Sink::Closed => bail!("{} has been closed", self.temporary.display()),
+            Sink::Closed => bail!("{} has been closed", self.file.temporary.display()),
         };
         self.sink = match form {
             Form::Plain => Sink::Plain(hashed),
@@ -152,7 +156,7 @@ impl Output {
 
     /// Whether this is the temporary file, or the file to be replaced.
     pub fn is_of(&self, meta: &Metadata) -> bool {
-        [&self.temporary, &self.path]
+        [&self.file.temporary, &self.file.path]
             .into_iter()
             .filter_map(|own| std::fs::symlink_metadata(own).ok())
             .any(|own| (own.dev(), own.ino()) == (meta.dev(), meta.ino()))
@@ -161,31 +165,25 @@ impl Output {
     /// Ends the file, still under its temporary name.
     pub fn end(mut self) -> Result<Written> {
         self.set_form(Form::Plain)?;
-        let Sink::Plain(mut hashed) = std::mem::replace(&mut self.sink, Sink::Closed) else {
-            bail!("{} has been closed", self.temporary.display())
+        let Self {
+            file: name,
+            sink: Sink::Plain(hashed),
+        } = self
+        else {
+            bail!("the file has been closed")
         };
         // Sync the content before the rename: after a loss of power, an image is the old one or the
         // new one.
-        let file = hashed
-            .file
-            .get_ref()
-            .try_clone()
-            .with_context(|| format!("write {}", self.temporary.display()))?;
-        let mode = || file.set_permissions(Permissions::from_mode(MODE));
-        hashed
-            .flush()
-            .and_then(|()| mode())
-            .and_then(|()| file.sync_all())
-            .with_context(|| format!("write {}", self.temporary.display()))?;
-        self.kept = true;
-        let (path, temporary, lock) = (self.path.clone(), self.temporary.clone(), self.lock.take());
+        let file = hashed.file.into_inner().map_err(IntoInnerError::into_error);
+        file.and_then(|file| {
+            file.set_permissions(Permissions::from_mode(MODE))?;
+            file.sync_all()
+        })
+        .with_context(|| format!("write {}", name.temporary.display()))?;
         Ok(Written {
-            path,
-            temporary,
+            file: name,
             bytes: hashed.bytes,
             sha256: hex(&hashed.hash.finalize()),
-            kept: false,
-            _lock: lock,
         })
     }
 }
@@ -193,22 +191,34 @@ impl Output {
 impl Written {
     /// Temporary path of the file.
     pub fn temporary(&self) -> &Path {
-        &self.temporary
+        &self.file.temporary
+    }
+
+    /// Final path, printable.
+    pub fn shown_path(&self) -> String {
+        printable(&self.file.path.display().to_string())
+    }
+
+    /// Path, bytes and hash, as text.
+    pub fn text(&self) -> String {
+        format!(
+            "{}: {} bytes, sha256 {}",
+            self.shown_path(),
+            self.bytes,
+            self.sha256
+        )
     }
 
     /// Renames the file into its place.
     pub fn keep(&mut self) -> Result<()> {
-        std::fs::rename(&self.temporary, &self.path).with_context(|| {
-            format!(
-                "rename {} to {}",
-                self.temporary.display(),
-                self.path.display()
-            )
-        })?;
-        self.kept = true;
-        let directory = self
-            .path
-            .parent()
+        let Unfinished {
+            path, temporary, ..
+        } = &self.file;
+        std::fs::rename(temporary, path)
+            .with_context(|| format!("rename {} to {}", temporary.display(), path.display()))?;
+        self.file.renamed = true;
+        let directory = self.file.path.parent();
+        let directory = directory
             .filter(|directory| !directory.as_os_str().is_empty())
             .unwrap_or(Path::new("."));
         File::open(directory)
@@ -304,18 +314,10 @@ impl Write for Output {
     }
 }
 
-impl Drop for Output {
+impl Drop for Unfinished {
     fn drop(&mut self) {
-        if !self.kept {
+        if !self.renamed {
             // The name marks the file as unfinished, so a failed removal does no harm.
-            let _unused = std::fs::remove_file(&self.temporary);
-        }
-    }
-}
-
-impl Drop for Written {
-    fn drop(&mut self) {
-        if !self.kept {
             let _unused = std::fs::remove_file(&self.temporary);
         }
     }

@@ -11,66 +11,64 @@ use super::driver_list;
 use super::entry_list;
 use super::entry_list::{Line, Wanted};
 use super::entry_text::escaped;
-use super::image::Content;
+use super::image::{CHUNK, Content, Entry, Image, open_regular};
 use super::newc;
 use super::newc::{Header, Kind, MAX_NAME};
 use super::output_file::Output;
-use super::view::{Copy, Making, View};
-use crate::images::verify::modules::information;
-use anyhow::{Context, Result, anyhow, bail, ensure};
-use kata_gpu_init::driver_files::manifest;
-use kata_gpu_init::formats::modinfo;
+use super::unpacked_root::Tree;
+use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_init::formats::elf::ReadAt;
 use kata_gpu_report::terminal::progress_line::ByteProgress;
-use nix::fcntl::OFlag;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsString;
-use std::fs::{File, Metadata, OpenOptions};
-use std::io::{self, Read, Write};
+use std::fs::Metadata;
+use std::io::{self, BufReader, Read, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 /// Limit of nested directories: the most that a path has room for.
 const MAX_DEPTH: usize = MAX_NAME as usize / 2;
 /// Mode of the root, and of directories without a source.
 const DIRECTORY: u32 = 0o755;
-/// Files of the driver's module, below a kernel's directory.
-const MODULES: [&[u8]; 4] = [
-    b"/nvidia.ko",
-    b"/nvidia.ko.gz",
-    b"/nvidia.ko.xz",
-    b"/nvidia.ko.zst",
-];
 /// Environment variable: seconds since 1970 (reproducible-builds.org/specs/source-date-epoch).
 const EPOCH: &str = "SOURCE_DATE_EPOCH";
 
 /// An entry to be packed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Item {
     mode: u32,
-    data: Data,
     rdev: (u32, u32),
+    /// Target of a link.
+    target: Vec<u8>,
+    /// Content of a file or link.
+    data: Content,
     /// Device and inode of a file that may have other names.
     same: Option<(u64, u64)>,
     /// Source, for messages.
     from: PathBuf,
 }
 
-#[derive(Debug, PartialEq)]
-enum Data {
-    None,
-    Link(Vec<u8>),
-    File { path: PathBuf, size: u64 },
-    Bytes(Vec<u8>),
+impl Item {
+    fn directory() -> Self {
+        Self {
+            mode: Kind::Directory.bits() | DIRECTORY,
+            ..Self::default()
+        }
+    }
+
+    fn is_directory(&self) -> bool {
+        Kind::of(self.mode) == Kind::Directory
+    }
 }
 
-impl Data {
-    fn size(&self) -> u64 {
-        match self {
-            Self::File { size, .. } => *size,
-            Self::Bytes(bytes) => bytes.len() as u64,
-            Self::None | Self::Link(_) => 0,
-        }
+/// A file that is opened for each read: a guest has more files than a process can have open.
+struct Unopened(PathBuf);
+
+impl ReadAt for Unopened {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        open_regular(&self.0)?.read_at(buffer, offset)
     }
 }
 
@@ -147,12 +145,21 @@ pub fn pack(sources: &[PathBuf], wish: Packing, out: &mut Output) -> Result<Pack
         }
     }
     items.complete()?;
-    let list = if wish.manifest {
-        items.list_driver(wish.mtime)?
-    } else {
-        List::None("not asked for".into())
-    };
-    items.write(wish.mtime, list, out)
+    let mut image = items.image(wish.mtime);
+    let mut tree = Tree::new(&image)?;
+    let mut list = List::None("not asked for".into());
+    if wish.manifest {
+        list = items.list_driver(&tree)?;
+        image = items.image(wish.mtime);
+        tree = Tree::new(&image)?;
+    }
+    items.write(&image, out)?;
+    Ok(Packed {
+        entries: image.entries.len(),
+        sizes: components::sizes(&tree),
+        left_out: items.left_out,
+        list,
+    })
 }
 
 /// Refuses a source that is the output, or the file that the output replaces.
@@ -165,78 +172,60 @@ fn not_output(meta: &Metadata, source: &Path, out: &Output) -> Result<()> {
     Ok(())
 }
 
-/// Opens a regular file. The open does not block if the file was replaced by a FIFO.
-fn open(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(OFlag::O_NONBLOCK.bits())
-        .open(path)?;
-    if file.metadata()?.is_file() {
-        Ok(file)
-    } else {
-        Err(io::Error::other(
-            "it was a file at first, and is none any more",
-        ))
-    }
+/// A file's content. Errors: the file is the output.
+fn content(meta: &Metadata, source: &Path, out: &Output) -> Result<Content> {
+    not_output(meta, source, out)?;
+    Ok(Content::of(Rc::new(Unopened(source.into())), meta.len()))
+}
+
+/// Content of these bytes.
+fn bytes(bytes: &[u8]) -> Content {
+    Content::of(Rc::new(bytes.to_vec()), bytes.len() as u64)
+}
+
+/// Paths of the directories above a path, without the root.
+fn above(path: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let ends = path.iter().enumerate().filter(|(_, b)| **b == b'/');
+    ends.filter_map(|(end, _)| path.get(..end))
 }
 
 impl Items {
     fn line(&mut self, line: Line, list: &Path, out: &Output) -> Result<()> {
-        let item = |mode, data, rdev| Item {
-            mode,
-            data,
-            rdev,
-            same: None,
+        let look = |what: &str, source: &Path| {
+            std::fs::metadata(source)
+                .with_context(|| format!("{what} {} in list {}", source.display(), list.display()))
+        };
+        let mut item = Item {
             from: list.into(),
+            ..Item::default()
         };
         match line.what {
-            Wanted::Directory { mode } => self.add(
-                line.path,
-                item(Kind::Directory.bits() | mode, Data::None, (0, 0)),
-            ),
-            Wanted::Link { target } => self.add(
-                line.path,
-                item(Kind::Link.bits() | 0o777, Data::Link(target), (0, 0)),
-            ),
-            Wanted::Node {
-                kind,
-                mode,
-                major,
-                minor,
-            } => self.add(
-                line.path,
-                item(kind.bits() | mode, Data::None, (major, minor)),
-            ),
+            Wanted::Entry { mode, target, rdev } => {
+                item.data = bytes(&target);
+                (item.mode, item.target, item.rdev) = (mode, target, rdev);
+            }
             Wanted::Tree { source } => {
-                let meta = std::fs::metadata(&source).with_context(|| {
-                    format!("tree {} in list {}", source.display(), list.display())
-                })?;
                 ensure!(
-                    meta.is_dir(),
+                    look("tree", &source)?.is_dir(),
                     "tree {} in list {}: not a directory",
                     source.display(),
                     list.display()
                 );
-                self.tree(&line.path, &source, out)
+                return self.tree(&line.path, &source, out);
             }
             Wanted::File { mode, source } => {
-                let meta = std::fs::metadata(&source).with_context(|| {
-                    format!("file {} in list {}", source.display(), list.display())
-                })?;
+                let meta = look("file", &source)?;
                 ensure!(
                     meta.is_file(),
                     "file {} in list {}: not a regular file",
                     source.display(),
                     list.display()
                 );
-                not_output(&meta, &source, out)?;
-                let data = Data::File {
-                    path: source,
-                    size: meta.len(),
-                };
-                self.add(line.path, item(Kind::File.bits() | mode, data, (0, 0)))
+                item.mode = mode;
+                item.data = content(&meta, &source, out)?;
             }
         }
+        self.add(line.path, item)
     }
 
     /// Adds everything below a directory, at a path. The directory's own mode is ignored: a
@@ -262,43 +251,29 @@ impl Items {
                 let meta = std::fs::symlink_metadata(&from)
                     .with_context(|| format!("look at {}", from.display()))?;
                 let kind = meta.file_type();
-                if kind.is_file() {
-                    not_output(&meta, &from, out)?;
-                }
                 if kind.is_socket() {
                     self.left_out.push(from);
                     continue;
                 }
+                let mut item = Item {
+                    mode: meta.mode(),
+                    ..Item::default()
+                };
                 if kind.is_dir() {
                     rest.push((from.clone(), path.clone(), depth + 1));
-                }
-                let data = if kind.is_symlink() {
+                } else if kind.is_symlink() {
                     let target = std::fs::read_link(&from)
                         .with_context(|| format!("read link {}", from.display()))?;
-                    Data::Link(target.as_os_str().as_bytes().to_vec())
+                    item.target = target.into_os_string().into_encoded_bytes();
+                    item.data = bytes(&item.target);
                 } else if kind.is_file() {
-                    Data::File {
-                        path: from.clone(),
-                        size: meta.len(),
-                    }
-                } else {
-                    Data::None
-                };
-                let device = kind.is_char_device() || kind.is_block_device();
-                let number =
-                    |part: fn(u64) -> u64| if device { part(meta.rdev()) as u32 } else { 0 };
-                let rdev = (number(nix::sys::stat::major), number(nix::sys::stat::minor));
-                let same = (kind.is_file() && meta.nlink() > 1).then(|| (meta.dev(), meta.ino()));
-                self.add(
-                    path,
-                    Item {
-                        mode: meta.mode(),
-                        data,
-                        rdev,
-                        same,
-                        from,
-                    },
-                )?;
+                    item.data = content(&meta, &from, out)?;
+                    item.same = (meta.nlink() > 1).then(|| (meta.dev(), meta.ino()));
+                } else if Kind::of(item.mode).is_device() {
+                    let number = |part: fn(u64) -> u64| part(meta.rdev()) as u32;
+                    item.rdev = (number(nix::sys::stat::major), number(nix::sys::stat::minor));
+                }
+                self.add(path, Item { from, ..item })?;
             }
         }
         Ok(())
@@ -313,27 +288,22 @@ impl Items {
             path.len(),
             MAX_NAME - 1
         );
-        if let Data::File { size, .. } = &item.data {
-            ensure!(
-                *size <= u64::from(u32::MAX),
-                "{}: {size} bytes: the format has room for 4 GiB less one",
-                shown()
-            );
-        }
-        if let Data::Link(target) = &item.data {
-            ensure!(
-                (target.len() as u64) < MAX_NAME,
-                "{}: a link to {} bytes, the kernel takes {}",
-                shown(),
-                target.len(),
-                MAX_NAME - 1
-            );
-        }
+        ensure!(
+            item.data.length <= u64::from(u32::MAX),
+            "{}: {} bytes: the format has room for 4 GiB less one",
+            shown(),
+            item.data.length
+        );
+        ensure!(
+            (item.target.len() as u64) < MAX_NAME,
+            "{}: a link to {} bytes, the kernel takes {}",
+            shown(),
+            item.target.len(),
+            MAX_NAME - 1
+        );
         match self.all.get(&path) {
             // The last source gives the mode.
-            Some(old)
-                if Kind::of(old.mode) == Kind::Directory
-                    && Kind::of(item.mode) == Kind::Directory => {}
+            Some(old) if old.is_directory() && item.is_directory() => {}
             Some(old) => bail!(
                 "{} comes from {} and from {}: omit one",
                 shown(),
@@ -350,16 +320,10 @@ impl Items {
     fn complete(&mut self) -> Result<()> {
         let mut missing = BTreeSet::from([Vec::new()]);
         for (path, item) in &self.all {
-            for end in path
-                .iter()
-                .enumerate()
-                .filter(|(_, b)| **b == b'/')
-                .map(|(at, _)| at)
-            {
-                let above = path.get(..end).unwrap_or_default();
+            for above in above(path) {
                 match self.all.get(above) {
                     None => drop(missing.insert(above.to_vec())),
-                    Some(other) if Kind::of(other.mode) == Kind::Directory => {}
+                    Some(other) if other.is_directory() => {}
                     // For the kernel, a link to a directory would do only if its entry came first.
                     Some(other) => {
                         let (path, above) = (escaped(path), escaped(above));
@@ -374,103 +338,75 @@ impl Items {
             }
         }
         for path in missing {
-            let mode = Kind::Directory.bits() | DIRECTORY;
-            let item = || Item {
-                mode,
-                data: Data::None,
-                rdev: (0, 0),
-                same: None,
-                from: PathBuf::new(),
-            };
-            self.all.entry(path).or_insert_with(item);
+            self.all.entry(path).or_insert_with(Item::directory);
         }
         Ok(())
     }
 
-    /// The packed items as a directory.
-    fn view(&self, mtime: u32) -> Result<View> {
-        let mut making = Making::begin()?;
-        for (path, item) in self.all.iter().filter(|(path, _)| !path.is_empty()) {
-            match &item.data {
-                Data::Link(target) => making.link(path, target)?,
-                Data::None if Kind::of(item.mode) == Kind::Directory => {
-                    making.directory(path, mtime)?
-                }
-                Data::None => {}
-                Data::File { path: from, size } => {
-                    let copy = |out: &mut File| io::copy(&mut open(from)?, out).map(drop);
-                    let name = path.rsplit(|b| *b == b'/').next().unwrap_or_default();
-                    let copy: Option<Copy> = if driver_list::wanted(name) {
-                        Some(&copy)
-                    } else {
-                        None
-                    };
-                    making.file(path, item.mode, *size, copy)?;
-                }
-                Data::Bytes(bytes) => making.file(
-                    path,
-                    item.mode,
-                    bytes.len() as u64,
-                    Some(&|out| out.write_all(bytes)),
-                )?,
-            }
-        }
-        making.end()
-    }
-
-    /// The driver's version from its module, if all modules of that name have the same one.
-    fn module_version(&self) -> Option<String> {
-        let is_module = |path: &[u8]| {
-            let below = path
-                .strip_prefix(b"usr/")
-                .unwrap_or(path)
-                .strip_prefix(b"lib/modules/");
-            below.is_some_and(|below| MODULES.iter().any(|name| below.ends_with(name)))
+    /// The image that the items make, with an entry for each of them, in their order.
+    fn image(&self, mtime: u32) -> Image {
+        let mut names: HashMap<(u64, u64), u32> = HashMap::new();
+        self.all
+            .values()
+            .filter_map(|item| item.same)
+            .for_each(|same| *names.entry(same).or_default() += 1);
+        // Files with several names: number, and names still to come.
+        let mut numbers: HashMap<(u64, u64), (u32, u32)> = HashMap::new();
+        let mut last_ino = 0;
+        let mut next = || {
+            last_ino += 1;
+            last_ino
         };
-        let mut unpacked = 0;
-        let mut versions = BTreeSet::new();
-        for item in self
-            .all
-            .iter()
-            .filter(|(path, _)| is_module(path))
-            .map(|(_, item)| item)
-        {
-            let Data::File { path, .. } = &item.data else {
-                continue;
+        let entry = |(path, item): (&Vec<u8>, &Item)| {
+            let nlink = item.same.and_then(|same| names.get(&same).copied());
+            let nlink = nlink.unwrap_or(1);
+            let (ino, to_come) = match item.same.filter(|_| nlink > 1) {
+                Some(same) => {
+                    let (ino, left) = numbers.entry(same).or_insert_with(|| (next(), nlink));
+                    *left -= 1;
+                    (*ino, *left)
+                }
+                None => (next(), 0),
             };
-            // Ignore an unreadable module: `verify` reports the reason.
-            let section = open(path)
-                .and_then(Content::of_file)
-                .ok()
-                .and_then(|file| information(&file, &mut unpacked).ok());
-            versions
-                .extend(section.and_then(|section| modinfo::values(&section, "version").next()));
-        }
-        if versions.len() == 1 {
-            versions.pop_first()
-        } else {
-            None
+            // The last name carries the data, as in cpio's archives.
+            let data = if to_come > 0 {
+                Content::default()
+            } else {
+                item.data.clone()
+            };
+            Entry {
+                header: Header {
+                    ino,
+                    mode: item.mode,
+                    nlink,
+                    mtime,
+                    size: data.length as u32,
+                    rdev: item.rdev,
+                    ..Header::default()
+                },
+                // The root's name is `.`, as in find's output.
+                name: if path.is_empty() {
+                    b".".to_vec()
+                } else {
+                    path.clone()
+                },
+                target: item.target.clone(),
+                data,
+                ..Entry::default()
+            }
+        };
+        Image {
+            entries: self.all.iter().map(entry).collect(),
+            ..Image::default()
         }
     }
 
     /// Adds the list of the driver's files, or returns the reason for no list.
-    fn list_driver(&mut self, mtime: u32) -> Result<List> {
-        let at = driver_list::path()
-            .trim_start_matches('/')
-            .as_bytes()
-            .to_vec();
-        for end in at
-            .iter()
-            .enumerate()
-            .filter(|(_, b)| **b == b'/')
-            .map(|(end, _)| end)
-        {
-            let above = at.get(..end).unwrap_or_default();
-            if let Some(other) = self
-                .all
-                .get(above)
-                .filter(|other| Kind::of(other.mode) != Kind::Directory)
-            {
+    fn list_driver(&mut self, tree: &Tree) -> Result<List> {
+        let path = driver_list::path();
+        let at = path.trim_start_matches('/').as_bytes();
+        for above in above(at) {
+            if let Some(other) = self.all.get(above).filter(|other| !other.is_directory()) {
                 return Ok(List::None(format!(
                     "/{} is no directory ({})",
                     escaped(above),
@@ -478,157 +414,64 @@ impl Items {
                 )));
             }
         }
-        let (version, view) = (self.module_version(), self.view(mtime)?);
-        let old = self.all.contains_key(&at).then(|| {
-            let text = std::fs::read(
-                view.path()
-                    .join(driver_list::path().trim_start_matches('/')),
-            )
-            .unwrap_or_default();
-            (text, manifest::load(&view.roots(), version.as_deref()))
-        });
-        let (text, files) = match driver_list::of(&view, version.as_deref(), &at)? {
+        let is_there = self.all.contains_key(at);
+        let (text, files) = match driver_list::of(tree, path.as_bytes())? {
             Ok(found) => found,
-            Err(why) if old.is_some() => {
+            Err(why) if is_there => {
                 return Ok(List::None(format!(
                     "{why}; the one that was there is left as it is"
                 )));
             }
             Err(why) => return Ok(List::None(why)),
         };
-        let list = match old {
-            None => List::Of(files),
-            Some((old, _)) if old == text => List::Of(files),
-            Some((_, Ok(_))) => List::Replaced(files, "it was written for other files".into()),
-            Some((_, Err(why))) => List::Replaced(files, why.reason().into()),
+        let data = bytes(&text);
+        let old = tree.find(&path).and_then(|id| tree.content(id));
+        let is_same = old.is_some_and(|old| old.sha256().ok() == data.sha256().ok());
+        let list = if !is_there || is_same {
+            List::Of(files)
+        } else {
+            let version = driver_list::module_version(tree);
+            let why = match driver_list::load(tree, version.as_deref())? {
+                Ok(_) => "it was written for other files".into(),
+                Err(why) => why.reason().into(),
+            };
+            List::Replaced(files, why)
         };
         let item = Item {
             mode: Kind::File.bits() | 0o644,
-            data: Data::Bytes(text),
-            rdev: (0, 0),
-            same: None,
-            from: driver_list::path().into(),
+            data,
+            from: path.as_str().into(),
+            ..Item::default()
         };
-        self.all.insert(at, item);
+        self.all.insert(at.to_vec(), item);
         self.complete()?;
         Ok(list)
     }
 
-    fn write(self, mtime: u32, list: List, out: &mut Output) -> Result<Packed> {
-        let mut names: HashMap<(u64, u64), u32> = HashMap::new();
-        let size = |item: &Item| item.data.size();
-        self.all
-            .values()
-            .filter_map(|item| item.same)
-            .for_each(|same| *names.entry(same).or_default() += 1);
-        let mut progress = ByteProgress::new("packing", self.all.values().map(size).sum());
-        // Files with several names: number, and names still to come.
-        let mut numbers: HashMap<(u64, u64), (u32, u32)> = HashMap::new();
-        let mut sizes = Sizes::new();
-        let mut last_ino = 0;
-        for (path, item) in &self.all {
-            let same = item
-                .same
-                .and_then(|same| Some((same, *names.get(&same)?)))
-                .filter(|(_, count)| *count > 1);
-            let (ino, to_come) = match same {
-                Some((same, count)) => {
-                    let (ino, left) = numbers.entry(same).or_insert_with(|| {
-                        last_ino += 1;
-                        (last_ino, count)
-                    });
-                    *left -= 1;
-                    (*ino, *left)
-                }
-                None => {
-                    last_ino += 1;
-                    (last_ino, 0)
-                }
+    fn write(&self, image: &Image, out: &mut Output) -> Result<()> {
+        let bytes = image.entries.iter().map(|entry| entry.data.length).sum();
+        let mut progress = ByteProgress::new("packing", bytes);
+        for (item, entry) in self.all.values().zip(&image.entries) {
+            let mut data = Counted {
+                data: BufReader::with_capacity(CHUNK, entry.data.reader()),
+                progress: &mut progress,
             };
-            let nlink = same.map_or(1, |(_, count)| count);
-            // A file counts under its first name.
-            if Kind::of(item.mode) == Kind::File && to_come + 1 == nlink {
-                components::count(&mut sizes, path, item.data.size());
-            }
-            let header = Header {
-                ino,
-                mode: item.mode,
-                nlink,
-                mtime,
-                rdev: item.rdev,
-                ..Header::default()
-            };
-            // The root's name is `.`, as in find's output.
-            let name = if path.is_empty() {
-                b"."
-            } else {
-                path.as_slice()
-            };
-            let at = || format!("pack {}", item.from.display());
-            match &item.data {
-                // The last name carries the data, as in cpio's archives.
-                Data::File { .. } if to_come > 0 => {
-                    newc::write_entry(out, &header, name, &mut io::empty()).with_context(at)?
-                }
-                Data::File { path: from, size } => {
-                    let file = open(from).with_context(|| format!("open {}", from.display()))?;
-                    let header = Header {
-                        size: u32::try_from(*size)
-                            .map_err(|_| anyhow!("{}: too large", from.display()))?,
-                        ..header
-                    };
-                    newc::write_entry(
-                        out,
-                        &header,
-                        name,
-                        &mut Counted {
-                            file,
-                            progress: &mut progress,
-                        },
-                    )
-                    .with_context(at)?;
-                }
-                Data::Link(target) => {
-                    let header = Header {
-                        size: target.len() as u32,
-                        ..header
-                    };
-                    newc::write_entry(out, &header, name, &mut target.as_slice())
-                        .with_context(at)?;
-                }
-                Data::Bytes(bytes) => {
-                    let header = Header {
-                        size: u32::try_from(bytes.len())
-                            .map_err(|_| anyhow!("{}: too large", escaped(path)))?,
-                        ..header
-                    };
-                    newc::write_entry(out, &header, name, &mut bytes.as_slice())
-                        .with_context(at)?;
-                }
-                Data::None => {
-                    newc::write_entry(out, &header, name, &mut io::empty()).with_context(at)?
-                }
-            }
+            newc::write_entry(out, &entry.header, &entry.name, &mut data)
+                .with_context(|| format!("pack {}", item.from.display()))?;
         }
         newc::write_trailer(out).context("write the archive's end")?;
-        out.flush().context("write the archive")?;
-        Ok(Packed {
-            entries: self.all.len(),
-            sizes,
-            left_out: self.left_out,
-            list,
-        })
+        out.flush().context("write the archive")
     }
 }
 
-struct Counted<'a> {
-    file: File,
+struct Counted<'a, R> {
+    data: R,
     progress: &'a mut ByteProgress,
 }
 
-impl Read for Counted<'_> {
+impl<R: Read> Read for Counted<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let read = self.file.read(buffer)?;
+        let read = self.data.read(buffer)?;
         self.progress.add(read as u64);
         Ok(read)
     }

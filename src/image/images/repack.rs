@@ -6,19 +6,18 @@
 //! surprise at boot.
 
 use super::diff;
-use super::diff::Difference;
 use super::driver_list;
 use super::entry_text::escaped;
 use super::helper;
 use super::helper::Helper;
 use super::image::{Content, Form, Image, Part, copy};
+use super::new_image::{NewImage, read_init};
 use super::newc;
 use super::newc::{Header, Kind};
 use super::output_file::{Output, Written};
 use super::unpacked_root::{Id, Tree, What};
 use super::verify;
 use super::verify::{INIT, Question, Report};
-use super::view::View;
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::boot::AGENT;
 use kata_gpu_init::driver_files::manifest;
@@ -28,8 +27,6 @@ use std::path::{Path, PathBuf};
 
 /// Second path of the init in an image, which Kata's image builders expect.
 const OTHER_INIT: &str = "/sbin/init";
-/// Largest accepted init.
-const MAX_INIT: u64 = 256 << 20;
 /// Suffixes of the files beside a program that was signed with cosign, like NVRC.
 const SIGNATURES: [&str; 2] = [".cert", ".sig"];
 const PROGRAM: u32 = 0o755;
@@ -48,18 +45,9 @@ pub struct Options {
 /// Result of repacking.
 #[derive(Debug)]
 pub struct Repacked {
-    pub written: Written,
-    pub differences: Vec<Difference>,
-    /// Entries that are unchanged, byte for byte.
-    pub kept: usize,
+    pub new: NewImage,
     /// Path of the former init, if it is still there.
     pub old_init: Option<String>,
-    /// Files in the manifest, or the reason for no manifest.
-    pub manifest: Result<usize, String>,
-    /// The helper in the new image, or the reason for no helper.
-    pub helper: Result<PathBuf, String>,
-    /// Loader and libraries that the helper does not find in the image.
-    pub helper_lacks: Vec<String>,
     pub report: Report,
 }
 
@@ -134,9 +122,16 @@ pub fn repack(
     let old = [INIT, OTHER_INIT].iter().find_map(|path| tree.find(path));
     plan_init(tree, old, init, &mut plan)?;
     let old_init = plan_old(tree, old, wish.drop_old, &mut plan)?;
-    let helper = plan_helper(tree, &wish.helper, &mut plan)?;
+    let helper = match helper::read(&wish.helper, tree)? {
+        Ok((path, program)) => {
+            let mode = Kind::File.bits() | PROGRAM;
+            plan.put(tree, helper::path().as_bytes(), mode, program)?;
+            Ok(path)
+        }
+        Err(why) => Err(why),
+    };
     let manifest = if wish.manifest {
-        plan_manifest(image, tree, &mut plan)?
+        plan_manifest(tree, &mut plan)?
     } else {
         Err("not asked for".into())
     };
@@ -164,42 +159,18 @@ pub fn repack(
     } else {
         Vec::new()
     };
-    let kept = image.entries.len() - plan.instead.len();
     Ok(Repacked {
-        written,
-        differences,
-        kept,
+        new: NewImage {
+            written,
+            differences,
+            kept: image.entries.len() - plan.instead.len(),
+            manifest,
+            helper,
+            helper_lacks,
+        },
         old_init,
-        manifest,
-        helper,
-        helper_lacks,
         report,
     })
-}
-
-fn read_init(path: &Path) -> Result<Vec<u8>> {
-    let context = || format!("read init {}", path.display());
-    let meta = std::fs::metadata(path).with_context(context)?;
-    ensure!(
-        meta.is_file(),
-        "read init {}: not a regular file",
-        path.display()
-    );
-    let mut bytes = Vec::new();
-    std::fs::File::open(path)
-        .and_then(|f| f.take(MAX_INIT + 1).read_to_end(&mut bytes))
-        .with_context(context)?;
-    ensure!(
-        bytes.len() as u64 <= MAX_INIT,
-        "read init {}: more than {MAX_INIT} bytes",
-        path.display()
-    );
-    ensure!(
-        bytes.starts_with(b"\x7fELF"),
-        "init {}: not an ELF file (--init takes the program kata-gpu-init)",
-        path.display()
-    );
-    Ok(bytes)
 }
 
 /// Puts the program at /init. If /sbin/init led to the old init, it becomes a link to /init.
@@ -255,32 +226,9 @@ fn plan_old(
     Ok(Some(escaped(&path)))
 }
 
-/// Adds the helper to /usr/bin. The inner error is the reason for no helper.
-fn plan_helper(tree: &Tree, helper: &Helper, plan: &mut Plan) -> Result<Result<PathBuf, String>> {
-    Ok(match helper::read(helper, tree)? {
-        Ok((path, program)) => {
-            plan.put(
-                tree,
-                helper::path().as_bytes(),
-                Kind::File.bits() | PROGRAM,
-                program,
-            )?;
-            Ok(path)
-        }
-        Err(why) => Err(why),
-    })
-}
-
 /// Adds the list of the driver's files, so that no boot has to scan for them. An inner error is the
 /// reason for no list.
-fn plan_manifest(image: &Image, tree: &Tree, plan: &mut Plan) -> Result<Result<usize, String>> {
-    let question = Question {
-        user_space: false,
-        ..Question::default()
-    };
-    let version = verify::check(image, tree, &question)
-        .driver
-        .and_then(|driver| driver.version);
+fn plan_manifest(tree: &Tree, plan: &mut Plan) -> Result<Result<usize, String>> {
     let (mut at, mut missing) = (b"/".to_vec(), Vec::new());
     // Follow links of the image to the list's directory.
     for name in manifest::DIRECTORY
@@ -300,11 +248,7 @@ fn plan_manifest(image: &Image, tree: &Tree, plan: &mut Plan) -> Result<Result<u
     }
     at.push(b'/');
     at.extend(manifest::FILE.as_bytes());
-    let (text, files) = match driver_list::of(
-        &View::new(tree, driver_list::wanted)?,
-        version.as_deref(),
-        &at,
-    )? {
+    let (text, files) = match driver_list::of(tree, &at)? {
         Ok(found) => found,
         Err(why) => return Ok(Err(why)),
     };

@@ -486,13 +486,13 @@ fn nothing_is_written_outside() {
         &dir.0.join("out"),
     )
     .unwrap();
-    assert_eq!(done.manifest, Ok(1));
+    assert_eq!(done.new.manifest, Ok(1));
     let guest =
-        |name: &str| diff_paths(&done.differences).contains(&format!("/{outside_name}/{name}"));
+        |name: &str| diff_paths(&done.new.differences).contains(&format!("/{outside_name}/{name}"));
     assert!(
         guest("kata-gpu-init/driver-files.json"),
         "in the guest the list is where its links lead: {:?}",
-        diff_paths(&done.differences)
+        diff_paths(&done.new.differences)
     );
     drop(done);
     let left: Vec<_> = std::fs::read_dir(&outside)

@@ -75,7 +75,7 @@ impl Case {
             &Question::default(),
             &self.dir.0.join("out"),
         )?;
-        let after = Image::open(done.written.temporary())?;
+        let after = Image::open(done.new.written.temporary())?;
         let tree = Tree::new(&after)?;
         Ok((done, after, tree))
     }
@@ -110,7 +110,8 @@ fn differences(done: &Repacked) -> BTreeMap<String, &'static str> {
         Change::Removed(_) => "removed",
         Change::Changed(_) => "changed",
     };
-    done.differences
+    done.new
+        .differences
         .iter()
         .map(|d| (String::from_utf8_lossy(&d.path).into_owned(), word(&d.what)))
         .collect()
@@ -134,7 +135,7 @@ fn every_other_entry_stays_byte_for_byte_in_its_order() {
         let changed: Vec<&str> = ["init", "sbin/init"].into_iter().chain(new).collect();
         let kept = others(&before, &changed);
         assert!(kept == others(&after, &changed), "{name}");
-        assert_eq!(done.kept, before.entries.len() - 2, "{name}");
+        assert_eq!(done.new.kept, before.entries.len() - 2, "{name}");
         // In their places, too: what is new comes last.
         let names = |image: &Image| {
             image
@@ -157,7 +158,7 @@ fn every_other_entry_stays_byte_for_byte_in_its_order() {
         assert!(done.report.boots(), "{:#?}", done.report.findings);
         assert_eq!(done.old_init.as_deref(), Some(NVRC), "{name}");
         assert_eq!(
-            done.manifest,
+            done.new.manifest,
             Ok(5),
             "{name}: two libraries, two firmware files, nvidia-smi"
         );
@@ -201,10 +202,10 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
         assert_eq!(content(&tree, HELPER), Some(std::fs::read(&path).unwrap()));
         assert_eq!(tree.meta(tree.find(HELPER).unwrap()).mode & 0o7777, 0o755);
         assert_eq!(
-            (&done.helper, done.helper_lacks.len()),
+            (&done.new.helper, done.new.helper_lacks.len()),
             (&Ok(path.clone()), 0),
             "{:?}",
-            done.helper_lacks
+            done.new.helper_lacks
         );
         assert_eq!(differences(&done).get(HELPER), Some(&"added"));
     }
@@ -214,6 +215,7 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
         .repack(|options| options.helper = Helper::Found(path.clone()))
         .unwrap()
         .0
+        .new
         .helper_lacks;
     assert!(
         lacks.iter().any(|lack| lack.contains("ld-other.so.1")),
@@ -230,7 +232,8 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
         .repack(|options| options.helper = Helper::Found(path.clone()))
         .unwrap();
     assert!(
-        done.helper
+        done.new
+            .helper
             .is_err_and(|why| why.contains("another program"))
             && content(&tree, HELPER).is_none()
     );
@@ -239,19 +242,19 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
 #[test]
 fn repacking_is_reproducible_and_twice_changes_nothing() {
     let case = Case::new("twice", &archive(&kata()));
-    let first = case.repack(|_| ()).unwrap().0.written.sha256.clone();
-    assert_eq!(case.repack(|_| ()).unwrap().0.written.sha256, first);
+    let first = case.repack(|_| ()).unwrap().0.new.written.sha256.clone();
+    assert_eq!(case.repack(|_| ()).unwrap().0.new.written.sha256, first);
     let left: Vec<_> = std::fs::read_dir(&case.dir.0)
         .unwrap()
         .map(|e| e.unwrap().file_name())
         .collect();
     assert_eq!(left.len(), 2, "what is not kept is gone: {left:?}");
     let (mut done, ..) = case.repack(|_| ()).unwrap();
-    done.written.keep().unwrap();
+    done.new.written.keep().unwrap();
     let again = Case::new("again", &std::fs::read(case.dir.0.join("out")).unwrap());
     let (done, ..) = again.repack(|_| ()).unwrap();
     assert_eq!(
-        (differences(&done), done.written.sha256.clone()),
+        (differences(&done), done.new.written.sha256.clone()),
         (BTreeMap::new(), first)
     );
     assert_eq!(done.old_init, None, "it was replaced in its place");
@@ -278,7 +281,7 @@ fn a_part_that_nothing_changes_in_is_copied_as_it_is_stored() {
         (content(&tree, "/init"), content(&tree, "/kernel/microcode")),
         (Some(new_init()), Some(b"m".to_vec()))
     );
-    assert_eq!(done.manifest, Err("not asked for".to_string()));
+    assert_eq!(done.new.manifest, Err("not asked for".to_string()));
 }
 
 #[test]
@@ -291,7 +294,7 @@ fn the_form_can_be_changed() {
         (after.form(), content(&tree, "/init")),
         (Form::Gzip, Some(new_init()))
     );
-    assert!(done.written.bytes < std::fs::metadata(plain.dir.0.join("image")).unwrap().len());
+    assert!(done.new.written.bytes < std::fs::metadata(plain.dir.0.join("image")).unwrap().len());
     drop(done);
     let packed = Case::new("to-plain", &gzip(&archive(&kata())));
     let (done, after, _) = packed
@@ -299,8 +302,8 @@ fn the_form_can_be_changed() {
         .unwrap();
     assert_eq!(after.form(), Form::Plain);
     assert_eq!(
-        done.written.sha256,
-        plain.repack(|_| ()).unwrap().0.written.sha256,
+        done.new.written.sha256,
+        plain.repack(|_| ()).unwrap().0.new.written.sha256,
         "the same as from a plain image"
     );
 }

@@ -145,7 +145,7 @@ fn listed() -> Vec<Made> {
             &dir.0.join("out"),
         )
         .unwrap();
-        let after = Image::open(done.written.temporary()).unwrap();
+        let after = Image::open(done.new.written.temporary()).unwrap();
         let entry = after
             .entries
             .iter()

@@ -8,10 +8,12 @@
 use super::erofs;
 use super::erofs::{DIRENT, Dirent, Erofs, Inode, SLOT, SUPERBLOCK, Superblock, exact};
 use super::wanted::{LIST_DIRECTORIES, LIST_NAME, Wanted};
+use crate::images::driver_list;
 use crate::images::entry_text::escaped;
 use crate::images::helper;
 use crate::images::newc::Kind;
 use crate::images::unpacked_root::{Id, Tree};
+use crate::images::verify::INIT;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::nvml_messages::PROGRAM;
 use std::collections::{BTreeMap, BTreeSet};
@@ -121,7 +123,7 @@ pub fn edit(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Edit> {
         &Parent::Old(sbin),
         "init",
         Kind::Link.bits() | 0o777,
-        wanted.link().to_vec(),
+        INIT.into(),
     );
     if let Some(program) = wanted.helper {
         let directory = helper::DIRECTORIES[1];
@@ -190,7 +192,7 @@ fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u
                 replaced.insert(path.as_bytes().to_vec());
             }
         }
-        replaced.insert(wanted.list_path().into_bytes());
+        replaced.insert(driver_list::path().into_bytes());
     }
     let stays = |index: usize, path: &[u8]| {
         let Some(inode) = fs.inodes.get(index) else {

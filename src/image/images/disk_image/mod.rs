@@ -14,7 +14,7 @@ pub mod tool_sandbox;
 pub mod wanted;
 
 use self::erofs::Erofs;
-use self::tool_sandbox::{Tool, Work};
+use self::tool_sandbox::Work;
 use self::wanted::Wanted;
 use super::diff;
 use super::diff::Difference;
@@ -22,13 +22,12 @@ use super::driver_list;
 use super::entry_text::escaped;
 use super::helper;
 use super::helper::Helper;
-use super::image::{Content, Form, Image, copy};
+use super::image::{Content, Form, Image, copy, open_regular};
+use super::new_image::{NewImage, read_init};
 use super::newc::Kind;
 use super::output_file::{Output, Written};
 use super::unpacked_root::{ROOT, Tree};
-use super::verify;
-use super::verify::{INIT, Question};
-use super::view::View;
+use super::verify::INIT;
 use crate::guest_disk as disk;
 use crate::guest_disk::{Disk, FileSystem, Table};
 use anyhow::{Context, Result, bail, ensure};
@@ -43,8 +42,6 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Largest accepted init.
-const MAX_INIT: u64 = 256 << 20;
 /// Limit of the bytes of all files for each byte of the file system, beyond [`FREE_BYTES`]: holes
 /// and hard links make the ratio exceed one.
 const MAX_RATIO: u64 = 4;
@@ -67,19 +64,10 @@ pub struct Replacement {
 /// Result of a replacement.
 #[derive(Debug)]
 pub struct Replaced {
-    pub written: Written,
+    pub new: NewImage,
     pub disk: Disk,
     /// Bytes of the partition, if it was enlarged.
     pub grown: Option<u64>,
-    /// Number of unchanged names.
-    pub kept: usize,
-    pub differences: Vec<Difference>,
-    /// Files in the list of the driver's files, or the reason for no list.
-    pub manifest: Result<usize, String>,
-    /// The helper in the new image, or the reason for no helper.
-    pub helper: Result<PathBuf, String>,
-    /// Loader and libraries that the helper does not find in the image.
-    pub helper_lacks: Vec<String>,
     pub has_module: bool,
 }
 
@@ -154,7 +142,7 @@ pub fn read_disk(path: &Path) -> Result<Option<Image>> {
 
 /// Writes an image with another init beside the output. The caller renames it.
 pub fn replace(wish: &Replacement) -> Result<Replaced> {
-    let init = read_init(&wish.init)?;
+    let init = own_init(&wish.init)?;
     let shown = wish.image.display();
     let (image, length, disk) = look(&wish.image)?;
     let disk = disk.map_err(|why| anyhow::anyhow!("{shown}: {why}"))?;
@@ -171,7 +159,7 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
         )
     })?;
     let name = disk.root.name();
-    let (sound, said) = work.run(Tool::CheckErofs)?;
+    let (sound, said) = work.check()?;
     ensure!(
         sound,
         "{shown}: its {name} file system is not sound, and nothing of it is used: {said}"
@@ -185,7 +173,7 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
     wanted::check_list_place(&tree).with_context(|| format!("image {shown}"))?;
     let helper = helper::read(&wish.helper, &tree)?;
     let list = if wish.manifest {
-        driver_files(&root.image, &tree)?
+        driver_list::of(&tree, driver_list::path().as_bytes())?
     } else {
         Err("not asked for".into())
     };
@@ -197,7 +185,7 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
         list: list.as_ref().ok().map(|(text, _)| text.as_slice()),
     };
     let changed = change(&work, &root, &tree, &wanted)?;
-    let (sound, said) = work.run(Tool::CheckErofs)?;
+    let (sound, said) = work.check()?;
     ensure!(
         sound,
         "the changed {name} file system is not sound (is the file system full?): {said}"
@@ -223,44 +211,29 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
             .iter()
             .filter(|d| !matches!(d.what, diff::Change::Added(_)))
             .count();
-    let modules = ["/lib/modules", "/usr/lib/modules"]
-        .iter()
-        .filter_map(|path| tree.find(path));
-    let has_module = modules.into_iter().any(|id| {
-        tree.below(id)
-            .into_iter()
-            .any(|id| tree.name(id).starts_with(b"nvidia.ko"))
-    });
-    let grown = grown.map(|grown| grown.partition);
-    let (manifest, helper) = (list.map(|(_, files)| files), helper.map(|(path, _)| path));
     Ok(Replaced {
-        written,
+        new: NewImage {
+            written,
+            differences,
+            kept,
+            manifest: list.map(|(_, files)| files),
+            helper: helper.map(|(path, _)| path),
+            helper_lacks,
+        },
         disk,
-        grown,
-        kept,
-        differences,
-        manifest,
-        helper,
-        helper_lacks,
-        has_module,
+        grown: grown.map(|grown| grown.partition),
+        has_module: !driver_list::modules(&tree).is_empty(),
     })
 }
 
 fn open(path: &Path) -> Result<File> {
-    helper::open_regular(path, "image")
+    open_regular(path).with_context(|| format!("open image {}", path.display()))
 }
 
-/// Reads the init without running it. Errors: the program is another, or an image cannot start it.
-fn read_init(path: &Path) -> Result<Vec<u8>> {
+/// Reads the init. Errors: the program is another, or an image cannot start it.
+fn own_init(path: &Path) -> Result<Vec<u8>> {
     let shown = path.display();
-    let file = Content::of_file(open(path)?)?;
-    let init = file
-        .bytes(MAX_INIT)
-        .with_context(|| format!("read init {shown}"))?;
-    ensure!(
-        init.starts_with(b"\x7fELF"),
-        "init {shown}: not an ELF file (INIT is the program kata-gpu-init)"
-    );
+    let init = read_init(path)?;
     let head = init.get(..PAGE).unwrap_or(&init);
     // The first page holds a loader's path. An image has no libraries for such an init.
     ensure!(
@@ -319,34 +292,6 @@ fn copy_sparse(from: &Content, to: &Path) -> Result<()> {
     })?;
     file.set_len(from.length)?;
     Ok(())
-}
-
-/// The list of the driver's files with their number. The inner error is the reason for no list.
-fn driver_files(image: &Image, tree: &Tree) -> Result<Result<(Vec<u8>, usize), String>> {
-    let question = Question {
-        user_space: false,
-        ..Question::default()
-    };
-    let version = verify::check(image, tree, &question)
-        .driver
-        .and_then(|driver| driver.version);
-    let view = match View::new(tree, driver_list::wanted) {
-        Ok(view) => view,
-        Err(error) => {
-            let compressed = error
-                .chain()
-                .filter_map(|e| e.downcast_ref::<io::Error>())
-                .any(|e| e.kind() == io::ErrorKind::Unsupported);
-            let why =
-                "the file system is compressed: guests look for the driver's files at each boot";
-            return if compressed {
-                Ok(Err(why.into()))
-            } else {
-                Err(error)
-            };
-        }
-    };
-    driver_list::of(&view, version.as_deref(), driver_list::path().as_bytes())
 }
 
 /// Changed places of an erofs file system.
@@ -467,7 +412,7 @@ fn check_written(
     if let Some(list) = wanted.list {
         check_path(
             &after_tree,
-            &wanted.list_path(),
+            &driver_list::path(),
             Kind::File,
             0o644,
             Some(list),

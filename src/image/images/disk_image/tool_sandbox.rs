@@ -1,13 +1,12 @@
-//! Runs a program of erofs-utils in a sandbox: as nobody or the caller, without
+//! Runs fsck.erofs in a sandbox: as nobody or the caller, without
 //! capabilities, in namespaces of their own, with the system's programs read-only, no network, and
 //! one directory for input and output.
 //!
-//! Programs and arguments are a closed list ([`Tool`]). This program executes itself again to enter
+//! The program and its argument are fixed. This program executes itself again to enter
 //! the namespaces while it has one thread.
 
 use crate::images::entry_text::escaped;
 use anyhow::{Context, Result, bail, ensure};
-use clap::ValueEnum;
 use memchr::memmem;
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -44,28 +43,16 @@ const CURE: &str = "user namespaces are needed: allow them (sysctl user.max_user
                     0, kernel.unprivileged_userns_clone=1, \
 kernel.apparmor_restrict_unprivileged_userns=0), or do this outside the container";
 
-/// A program with its arguments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Tool {
-    CheckErofs,
-}
+/// The program, and its package.
+const PROGRAM: &str = "fsck.erofs";
+const PACKAGE: &str = "erofs-utils";
 
-impl Tool {
-    /// Program, its package, its arguments.
-    fn words(self) -> (&'static str, &'static str, &'static [&'static str]) {
-        match self {
-            Self::CheckErofs => ("fsck.erofs", "erofs-utils", &[IMAGE]),
-        }
-    }
-
-    fn program(self) -> Result<PathBuf> {
-        let (name, package, _) = self.words();
-        let found = PROGRAMS
-            .iter()
-            .map(|directory| Path::new(directory).join(name))
-            .find(|path| path.exists());
-        found.with_context(|| format!("{name} is missing: install the package {package}"))
-    }
+fn program() -> Result<PathBuf> {
+    PROGRAMS
+        .iter()
+        .map(|directory| Path::new(directory).join(PROGRAM))
+        .find(|path| path.exists())
+        .with_context(|| format!("{PROGRAM} is missing: install the package {PACKAGE}"))
 }
 
 /// A directory for input and output, removed at the end. Its parent belongs to the caller, so other
@@ -107,9 +94,9 @@ impl Work {
         self.path(IMAGE)
     }
 
-    /// Runs a program; returns whether it succeeded, and the end of its output.
-    pub fn run(&self, tool: Tool) -> Result<(bool, String)> {
-        tool.program()?;
+    /// Checks the image; returns whether it is sound, and the end of the program's output.
+    pub fn check(&self) -> Result<(bool, String)> {
+        program()?;
         if becomes_nobody() {
             let own = |path: &Path| {
                 std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY))
@@ -122,13 +109,9 @@ impl Work {
                 own(&entry?.path())?;
             }
         }
-        let name = tool
-            .to_possible_value()
-            .map(|value| value.get_name().to_string())
-            .unwrap_or_default();
         let mut command = Command::new("/proc/self/exe");
         command
-            .args(["image", "in-sandbox", &name])
+            .args(["image", "in-sandbox"])
             .arg(&self.inside)
             .env_clear()
             .env("LC_ALL", "C")
@@ -151,7 +134,7 @@ impl Work {
             "{said}"
         );
         // fsck.erofs exits with 0 despite a wrong checksum.
-        let is_error = tool == Tool::CheckErofs && memmem::find(&text, b"<E>").is_some();
+        let is_error = memmem::find(&text, b"<E>").is_some();
         Ok((
             output.status.success() && !is_error,
             if said.is_empty() {
@@ -193,21 +176,20 @@ fn becomes_nobody() -> bool {
 }
 
 /// `image in-sandbox`: enters the namespaces and runs the program there.
-pub fn run_inside(tool: Tool, directory: &Path) -> ExitCode {
+pub fn run_inside(directory: &Path) -> ExitCode {
     let run = || -> Result<u8> {
-        let program = tool.program()?;
+        let program = program()?;
         enter(directory)?;
-        let (name, _, arguments) = tool.words();
         let status = Command::new(program)
-            .args(arguments)
+            .arg(IMAGE)
             .env_clear()
             .env("LC_ALL", "C")
             .status()
-            .with_context(|| format!("run {name}"))?;
+            .with_context(|| format!("run {PROGRAM}"))?;
         match status.code() {
             Some(code) => Ok(code as u8),
             None => bail!(
-                "{name}: {status}: it needs more than {MAX_MEMORY} bytes of memory or {MAX_CPU_S} \
+                "{PROGRAM}: {status}: it needs more than {MAX_MEMORY} bytes of memory or {MAX_CPU_S} \
                  s, or has failed"
             ),
         }

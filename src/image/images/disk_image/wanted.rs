@@ -1,6 +1,7 @@
 //! Files put into an image: the init, the link to it, NVML's helper, and the list of the driver's
 //! files. All paths are from closed lists; no path comes from an image.
 
+use crate::images::driver_list;
 use crate::images::entry_text::escaped;
 use crate::images::helper;
 use crate::images::newc::Kind;
@@ -30,22 +31,13 @@ pub struct Wanted<'a> {
 }
 
 impl Wanted<'_> {
-    /// Target of `sbin/init`.
-    pub fn link(&self) -> &'static [u8] {
-        INIT.as_bytes()
-    }
-
-    pub fn list_path(&self) -> String {
-        format!("{}/{LIST_NAME}", manifest::DIRECTORY)
-    }
-
     /// Paths that may differ afterwards.
     pub fn paths(&self) -> Vec<String> {
         let mut paths = vec![INIT.into(), format!("{}/init", self.sbin)];
         paths.extend(self.helper.map(|_| helper::path()));
         if self.list.is_some() {
             paths.extend(LIST_DIRECTORIES.iter().map(|(path, _)| path.to_string()));
-            paths.push(self.list_path());
+            paths.push(driver_list::path());
         }
         paths
     }
@@ -105,7 +97,7 @@ pub fn check_list_place(tree: &Tree) -> Result<()> {
             tree.kind(id).name()
         );
     }
-    let path = format!("{}/{LIST_NAME}", manifest::DIRECTORY);
+    let path = driver_list::path();
     if let Some(id) = tree.find_no_follow(&path) {
         ensure!(
             tree.kind(id) == Kind::File,

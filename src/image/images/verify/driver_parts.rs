@@ -3,11 +3,10 @@
 
 use super::image_rules::*;
 use super::modules::Driver;
+use crate::images::driver_list;
 use crate::images::newc::Kind;
 use crate::images::unpacked_root::{Id, ROOT, Tree};
-use crate::images::view::View;
 use kata_gpu_init::driver_files::is_version;
-use kata_gpu_init::driver_files::manifest;
 use kata_gpu_init::driver_files::manifest::Unusable;
 
 /// Directories in which the kernel looks for firmware (drivers/base/firmware_loader); the
@@ -157,22 +156,15 @@ pub fn firmware(tree: &Tree, driver: &Driver, releases: &[String], findings: &mu
 
 /// Checks that a boot would use the list of the driver's files.
 pub fn listed(tree: &Tree, version: Option<&str>, findings: &mut Vec<Finding>) {
-    let path = format!("{}/{}", manifest::DIRECTORY, manifest::FILE);
+    let path = driver_list::path();
     if tree.find(&path).is_none() {
         findings.push(Finding::new(&NO_MANIFEST, path));
         return;
     }
-    // Besides the list itself, only sizes and names are read.
-    let read = |name: &[u8]| name == manifest::FILE.as_bytes();
-    match View::new(tree, read).map(|view| manifest::load(&view.roots(), version)) {
+    match driver_list::load(tree, version) {
         Ok(Ok(_)) => {}
         Ok(Err(Unusable::Absent { .. })) => findings.push(Finding::new(&NO_MANIFEST, path)),
-        Ok(Err(Unusable::Broken { why, .. })) => {
-            findings.push(Finding::new(&MANIFEST, path).value(why))
-        }
-        Ok(Err(Unusable::Stale { what, .. })) => {
-            findings.push(Finding::new(&MANIFEST, path).value(what))
-        }
+        Ok(Err(why)) => findings.push(Finding::new(&MANIFEST, path).value(why.reason())),
         Err(error) => {
             findings.push(Finding::new(&MANIFEST, path).value(format!("not known: {error:#}")))
         }
