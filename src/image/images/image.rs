@@ -85,7 +85,7 @@ pub struct Content {
 
 impl Default for Content {
     fn default() -> Self {
-        Self::of(Rc::new(Vec::new()), 0)
+        Self::of_bytes(Vec::new())
     }
 }
 
@@ -133,6 +133,11 @@ impl Content {
     pub fn of_file(file: File) -> io::Result<Self> {
         let length = file.metadata()?.len();
         Ok(Self::of(Rc::new(file), length))
+    }
+
+    pub fn of_bytes(bytes: Vec<u8>) -> Self {
+        let length = bytes.len() as u64;
+        Self::of(Rc::new(bytes), length)
     }
 
     /// The first `length` bytes of a source.

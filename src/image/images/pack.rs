@@ -178,11 +178,6 @@ fn content(meta: &Metadata, source: &Path, out: &Output) -> Result<Content> {
     Ok(Content::of(Rc::new(Unopened(source.into())), meta.len()))
 }
 
-/// Content of these bytes.
-fn bytes(bytes: &[u8]) -> Content {
-    Content::of(Rc::new(bytes.to_vec()), bytes.len() as u64)
-}
-
 /// Paths of the directories above a path, without the root.
 fn above(path: &[u8]) -> impl Iterator<Item = &[u8]> {
     let ends = path.iter().enumerate().filter(|(_, b)| **b == b'/');
@@ -201,7 +196,7 @@ impl Items {
         };
         match line.what {
             Wanted::Entry { mode, target, rdev } => {
-                item.data = bytes(&target);
+                item.data = Content::of_bytes(target.clone());
                 (item.mode, item.target, item.rdev) = (mode, target, rdev);
             }
             Wanted::Tree { source } => {
@@ -265,7 +260,7 @@ impl Items {
                     let target = std::fs::read_link(&from)
                         .with_context(|| format!("read link {}", from.display()))?;
                     item.target = target.into_os_string().into_encoded_bytes();
-                    item.data = bytes(&item.target);
+                    item.data = Content::of_bytes(item.target.clone());
                 } else if kind.is_file() {
                     item.data = content(&meta, &from, out)?;
                     item.same = (meta.nlink() > 1).then(|| (meta.dev(), meta.ino()));
@@ -424,7 +419,7 @@ impl Items {
             }
             Err(why) => return Ok(List::None(why)),
         };
-        let data = bytes(&text);
+        let data = Content::of_bytes(text);
         let old = tree.find(&path).and_then(|id| tree.content(id));
         let is_same = old.is_some_and(|old| old.sha256().ok() == data.sha256().ok());
         let list = if !is_there || is_same {

@@ -7,15 +7,12 @@
 
 use super::erofs;
 use super::erofs::{DIRENT, Dirent, Erofs, Inode, SLOT, SUPERBLOCK, Superblock, exact};
-use super::wanted::{LIST_DIRECTORIES, LIST_NAME, Wanted};
+use super::wanted::{LIST_DIRECTORIES, Wanted};
 use crate::images::driver_list;
 use crate::images::entry_text::escaped;
-use crate::images::helper;
 use crate::images::newc::Kind;
 use crate::images::unpacked_root::{Id, Tree};
-use crate::images::verify::INIT;
 use anyhow::{Context, Result, ensure};
-use kata_gpu_wire::nvml_messages::PROGRAM;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// First bytes of the appended part; the number of inodes before the edit follows.
@@ -63,12 +60,12 @@ struct New {
 struct Plan {
     new: Vec<New>,
     /// Names added to directories, by the index of the directory's inode, old or new.
-    in_old: BTreeMap<usize, Vec<(&'static str, usize, u8)>>,
-    in_new: BTreeMap<usize, Vec<(&'static str, usize, u8)>>,
+    in_old: BTreeMap<usize, Vec<(String, usize, u8)>>,
+    in_new: BTreeMap<usize, Vec<(String, usize, u8)>>,
 }
 
 impl Plan {
-    fn add(&mut self, parent: &Parent, name: &'static str, mode: u32, data: Vec<u8>) -> usize {
+    fn add(&mut self, parent: &Parent, name: &str, mode: u32, data: Vec<u8>) -> usize {
         let (index, is_directory) = (self.new.len(), Kind::of(mode) == Kind::Directory);
         let kind = match Kind::of(mode) {
             Kind::Directory => DIRECTORY,
@@ -84,7 +81,10 @@ impl Plan {
             Parent::Old(at) => (&mut self.in_old, *at),
             Parent::New(at) => (&mut self.in_new, *at),
         };
-        names.entry(at).or_default().push((name, index, kind));
+        names
+            .entry(at)
+            .or_default()
+            .push((name.into(), index, kind));
         if let (Parent::New(at), true) = (parent, is_directory)
             && let Some(parent) = self.new.get_mut(*at)
         {
@@ -99,56 +99,27 @@ pub fn edit(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Edit> {
     let superblock = &fs.superblock;
     let (at, inodes_before) =
         place_of_former(fs, tree, wanted)?.unwrap_or((superblock.bytes(), superblock.inodes));
-    let old = |id: Id| {
-        tree.node(id)
+    let old = |path: &str| {
+        tree.node(tree.find_no_follow(path)?)
             .entry
             .filter(|index| fs.inodes.get(*index).is_some_and(|inode| inode.at < at))
     };
-    let root = tree
-        .find("/")
-        .and_then(old)
-        .context("the root has no inode")?;
-    let sbin = tree
-        .find_no_follow(wanted.sbin)
-        .and_then(old)
-        .with_context(|| format!("{} has no inode", wanted.sbin))?;
+    let root = old("/").context("the root has no inode")?;
     let mut plan = Plan::default();
-    plan.add(
-        &Parent::Old(root),
-        "init",
-        Kind::File.bits() | 0o755,
-        wanted.init.to_vec(),
-    );
-    plan.add(
-        &Parent::Old(sbin),
-        "init",
-        Kind::Link.bits() | 0o777,
-        INIT.into(),
-    );
-    if let Some(program) = wanted.helper {
-        let directory = helper::DIRECTORIES[1];
-        let directory = tree
-            .find_no_follow(directory)
-            .and_then(old)
-            .with_context(|| format!("{directory} has no inode"))?;
-        plan.add(
-            &Parent::Old(directory),
-            PROGRAM,
-            Kind::File.bits() | 0o755,
-            program.to_vec(),
-        );
-    }
-    if let Some(list) = wanted.list {
+    for put in wanted.puts() {
+        let (directory, name) = put.place();
         let mut parent = Parent::Old(root);
-        for (path, name) in LIST_DIRECTORIES {
-            parent = match tree.find_no_follow(path).and_then(old) {
+        let ends = directory.match_indices('/').map(|(end, _)| end).skip(1);
+        for end in ends.chain([directory.len()]).filter(|end| *end > 0) {
+            let path = &directory[..end];
+            let (_, name) = path.rsplit_once('/').unwrap_or(("", path));
+            let mode = Kind::Directory.bits() | 0o755;
+            parent = match old(path) {
                 Some(index) => Parent::Old(index),
-                None => {
-                    Parent::New(plan.add(&parent, name, Kind::Directory.bits() | 0o755, Vec::new()))
-                }
+                None => Parent::New(plan.add(&parent, name, mode, Vec::new())),
             };
         }
-        plan.add(&parent, LIST_NAME, Kind::File.bits() | 0o644, list.to_vec());
+        plan.add(&parent, name, put.mode, put.data.to_vec());
     }
     lay_out(fs, plan, at, inodes_before)
 }
@@ -169,30 +140,29 @@ fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u
     if !mark.starts_with(MARK) || at <= superblock.meta {
         return Ok(None);
     }
-    let mut replaced = BTreeSet::from([
-        b"/init".to_vec(),
-        format!("{}/init", wanted.sbin).into_bytes(),
-    ]);
-    let mut changed = BTreeSet::from([b"/".to_vec(), wanted.sbin.as_bytes().to_vec()]);
-    if wanted.helper.is_some() {
-        replaced.insert(helper::path().into_bytes());
-        changed.insert(helper::DIRECTORIES[1].as_bytes().to_vec());
+    let (mut replaced, mut changed) = (BTreeSet::new(), BTreeSet::new());
+    for put in wanted.puts() {
+        let above = match put.place().0 {
+            "" => "/",
+            above => above,
+        };
+        changed.insert(above.as_bytes().to_vec());
+        replaced.insert(put.path.into_bytes());
     }
     if wanted.list.is_some() {
-        for (path, _) in LIST_DIRECTORIES {
+        for path in LIST_DIRECTORIES {
             changed.insert(path.as_bytes().to_vec());
             // Replace a directory of the former edit if nothing else is in it.
-            let only = |id: Id| {
-                tree.list(id).all(|(name, _)| {
-                    name == LIST_NAME.as_bytes()
-                        || LIST_DIRECTORIES.iter().any(|l| l.1.as_bytes() == name)
-                })
+            let is_lists = |name: &[u8]| {
+                let list = driver_list::path();
+                let mut all = LIST_DIRECTORIES.iter().copied().chain([list.as_str()]);
+                all.any(|path| path.as_bytes().rsplit(|b| *b == b'/').next() == Some(name))
             };
+            let only = |id: Id| tree.list(id).all(|(name, _)| is_lists(name));
             if tree.find_no_follow(path).is_some_and(only) {
                 replaced.insert(path.as_bytes().to_vec());
             }
         }
-        replaced.insert(driver_list::path().into_bytes());
     }
     let stays = |index: usize, path: &[u8]| {
         let Some(inode) = fs.inodes.get(index) else {

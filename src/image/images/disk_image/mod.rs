@@ -14,8 +14,10 @@ pub mod tool_sandbox;
 pub mod wanted;
 
 use self::erofs::Erofs;
+use self::erofs_edit::Edit;
+use self::partition::Around;
 use self::tool_sandbox::Work;
-use self::wanted::Wanted;
+use self::wanted::{Put, Wanted};
 use super::diff;
 use super::diff::Difference;
 use super::driver_list;
@@ -26,10 +28,10 @@ use super::image::{Content, Form, Image, copy, open_regular};
 use super::new_image::{NewImage, read_init};
 use super::newc::Kind;
 use super::output_file::{Output, Written};
-use super::unpacked_root::{ROOT, Tree};
+use super::unpacked_root::{ROOT, Tree, What};
 use super::verify::INIT;
 use crate::guest_disk as disk;
-use crate::guest_disk::{Disk, FileSystem, Table};
+use crate::guest_disk::{Disk, FileSystem};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::boot::AGENT;
 use kata_gpu_init::cdi::spec::PENDING;
@@ -37,8 +39,7 @@ use kata_gpu_init::formats::elf::ReadAt as _;
 use kata_gpu_wire::arch::Arch;
 use memchr::memmem;
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::ops::Range;
+use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -113,30 +114,30 @@ pub fn read_all(source: Content) -> Result<(Image, Tree)> {
     Ok((root, tree))
 }
 
-/// A file and its length, and what it is as a disk. The inner error: why it is no disk for Kata.
-fn look(path: &Path) -> Result<(File, u64, Result<Disk, String>)> {
+/// A file, and what it is as a disk. The inner error: why it is not a disk for Kata.
+fn look(path: &Path) -> Result<(Content, Result<Disk, String>)> {
     let shown = path.display();
     let file = open(path)?;
-    let length = file
-        .metadata()
-        .with_context(|| format!("look at image {shown}"))?
-        .len();
-    let disk = disk::look(&file, length).with_context(|| format!("read image {shown}"))?;
-    Ok((file, length, disk))
+    let disk = disk::look(&file, file.length).with_context(|| format!("read image {shown}"))?;
+    Ok((file, disk))
 }
 
 /// Whether a file is a disk image, with whatever root.
 pub fn is_disk(path: &Path) -> Result<bool> {
-    Ok(look(path)?.2.is_ok())
+    Ok(look(path)?.1.is_ok())
+}
+
+fn root_of(image: &Content, disk: &Disk) -> Content {
+    image.part(disk.root_at..disk.root_at + disk.root_bytes)
 }
 
 /// Reads the root of a disk image; None for a file that is not a disk image.
 pub fn read_disk(path: &Path) -> Result<Option<Image>> {
-    let (file, _, Ok(disk)) = look(path)? else {
+    let (file, Ok(disk)) = look(path)? else {
         return Ok(None);
     };
-    let source = Content::of_file(file)?.part(disk.root_at..disk.root_at + disk.root_bytes);
-    let root = read_erofs(&disk, source).with_context(|| format!("image {}", path.display()))?;
+    let root = read_erofs(&disk, root_of(&file, &disk))
+        .with_context(|| format!("image {}", path.display()))?;
     Ok(Some(root.image))
 }
 
@@ -144,14 +145,13 @@ pub fn read_disk(path: &Path) -> Result<Option<Image>> {
 pub fn replace(wish: &Replacement) -> Result<Replaced> {
     let init = own_init(&wish.init)?;
     let shown = wish.image.display();
-    let (image, length, disk) = look(&wish.image)?;
+    let (image, disk) = look(&wish.image)?;
     let disk = disk.map_err(|why| anyhow::anyhow!("{shown}: {why}"))?;
     ensure!(disk.root == FileSystem::Erofs, "image {shown}: {EXT4}");
     // Create the output first: an unusable name must fail before an hour of work.
     let mut output = Output::create(&wish.output, Form::Plain)?;
     let work = Work::new()?;
-    let old =
-        Content::of_file(image.try_clone()?)?.part(disk.root_at..disk.root_at + disk.root_bytes);
+    let old = root_of(&image, &disk);
     copy_sparse(&old, &work.image()).with_context(|| {
         format!(
             "copy the root of {shown} to {} (TMPDIR names another place)",
@@ -184,27 +184,20 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
         helper: bytes,
         list: list.as_ref().ok().map(|(text, _)| text.as_slice()),
     };
-    let changed = change(&work, &root, &tree, &wanted)?;
+    let edit = erofs_edit::edit(&root, &tree, &wanted)?;
+    change(&work, &edit)?;
     let (sound, said) = work.check()?;
     ensure!(
         sound,
         "the changed {name} file system is not sound (is the file system full?): {said}"
     );
     let new_root = open(&work.image())?;
-    let root_bytes = new_root.metadata()?.len();
-    let grown = partition::grow(&image, &disk, root_bytes, &work.path("/work/table"))?;
-    write(
-        &image,
-        length,
-        &disk,
-        &new_root,
-        root_bytes,
-        grown.as_ref(),
-        &mut output,
-    )?;
+    let scratch = work.path("/work/table");
+    let around = partition::around(&image, &disk, new_root.length, &scratch)?;
+    write(&around, &new_root, &mut output).context("write the new image")?;
     let written = output.end()?;
     let (differences, helper_lacks) =
-        check_written(&written, &disk, &old, &root, &tree, &wanted, &changed)
+        check_written(&written, &disk, &old, &root, &tree, &wanted, &edit)
             .context("the written image differs from the intended one, and is removed")?;
     let kept = tree.below(ROOT).len() + 1
         - differences
@@ -221,13 +214,15 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
             helper_lacks,
         },
         disk,
-        grown: grown.map(|grown| grown.partition),
+        grown: around.grown.then_some(around.partition),
         has_module: !driver_list::modules(&tree).is_empty(),
     })
 }
 
-fn open(path: &Path) -> Result<File> {
-    open_regular(path).with_context(|| format!("open image {}", path.display()))
+fn open(path: &Path) -> Result<Content> {
+    open_regular(path)
+        .and_then(Content::of_file)
+        .with_context(|| format!("open image {}", path.display()))
 }
 
 /// Reads the init. Errors: the program is another, or an image cannot start it.
@@ -294,18 +289,8 @@ fn copy_sparse(from: &Content, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Changed places of an erofs file system.
-#[derive(Default)]
-struct Changed {
-    /// Byte from which on everything is new.
-    from: u64,
-    /// Changed ranges before `from`, in order.
-    places: Vec<Range<u64>>,
-}
-
 /// Changes the copy of the root.
-fn change(work: &Work, root: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Changed> {
-    let edit = erofs_edit::edit(root, tree, wanted)?;
+fn change(work: &Work, edit: &Edit) -> Result<()> {
     let file = File::options()
         .write(true)
         .open(work.image())
@@ -317,49 +302,15 @@ fn change(work: &Work, root: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Cha
         file.write_all_at(bytes, *at)
             .context("change the copy (TMPDIR names another place)")?;
     }
-    let places = edit.patches.iter();
-    Ok(Changed {
-        from: edit.at,
-        places: places
-            .map(|(at, bytes)| *at..*at + bytes.len() as u64)
-            .collect(),
-    })
+    Ok(())
 }
 
 /// Assembles the disk.
-fn write(
-    image: &File,
-    length: u64,
-    disk: &Disk,
-    root: &File,
-    root_bytes: u64,
-    grown: Option<&partition::Grown>,
-    out: &mut Output,
-) -> Result<()> {
-    let old = Content::of_file(image.try_clone()?)?;
-    let root = Content::of_file(root.try_clone()?)?;
-    let zeros =
-        |length: u64, out: &mut Output| io::copy(&mut io::repeat(0).take(length), out).map(|_| ());
-    let mut put = || -> io::Result<()> {
-        if disk.table == Table::None {
-            return copy(&root, out);
-        }
-        match grown {
-            None => {
-                copy(&old.part(0..disk.root_at), out)?;
-                copy(&root, out)?;
-                zeros(disk.root_bytes - root_bytes, out)?;
-                copy(&old.part(disk.root_at + disk.root_bytes..length), out)
-            }
-            Some(grown) => {
-                out.write_all(&grown.head)?;
-                copy(&root, out)?;
-                zeros(grown.partition - root_bytes, out)?;
-                out.write_all(&grown.tail)
-            }
-        }
-    };
-    put().context("write the new image")
+fn write(around: &Around, root: &Content, out: &mut Output) -> io::Result<()> {
+    copy(&around.head, out)?;
+    copy(root, out)?;
+    io::copy(&mut io::repeat(0).take(around.partition - root.length), out)?;
+    copy(&around.tail, out)
 }
 
 /// Reads the new image, as a guest finds it, and compares everything with the old one.
@@ -370,60 +321,34 @@ fn check_written(
     root: &Erofs,
     tree: &Tree,
     wanted: &Wanted,
-    changed: &Changed,
+    edit: &Edit,
 ) -> Result<(Vec<Difference>, Vec<String>)> {
-    let file = open(written.temporary())?;
-    let length = file.metadata()?.len();
-    let new_disk = disk::look(&file, length)?.map_err(|why| anyhow::anyhow!(why))?;
+    let (new, new_disk) = look(written.temporary())?;
+    let new_disk = new_disk.map_err(|why| anyhow::anyhow!(why))?;
     ensure!(
         (new_disk.table, new_disk.root, new_disk.root_at) == (disk.table, disk.root, disk.root_at),
         "the partition table is another"
     );
-    let new =
-        Content::of_file(file)?.part(new_disk.root_at..new_disk.root_at + new_disk.root_bytes);
-    compare_bytes(old, &new, changed)?;
-    let after = Erofs::read(new.clone(), Some((root, changed.from)))?;
+    let new = root_of(&new, &new_disk);
+    compare_bytes(old, &new, edit)?;
+    let after = Erofs::read(new, Some((root, edit.at)))?;
     let after_tree = Tree::new(&after.image)?;
-    check_path(&after_tree, INIT, Kind::File, 0o755, Some(wanted.init))?;
-    check_path(
-        &after_tree,
-        &format!("{}/init", wanted.sbin),
-        Kind::Link,
-        0o777,
-        None,
-    )?;
+    wanted
+        .puts()
+        .iter()
+        .try_for_each(|put| check_put(&after_tree, put))?;
     ensure!(
         after_tree
             .find("/sbin/init")
             .is_some_and(|id| Some(id) == after_tree.find(INIT)),
         "/sbin/init does not lead to {INIT}"
     );
-    let mut helper_lacks = Vec::new();
-    if let Some(program) = wanted.helper {
-        check_path(
-            &after_tree,
-            &helper::path(),
-            Kind::File,
-            0o755,
-            Some(program),
-        )?;
-        helper_lacks = lacks(&after, &after_tree);
-    }
-    if let Some(list) = wanted.list {
-        check_path(
-            &after_tree,
-            &driver_list::path(),
-            Kind::File,
-            0o644,
-            Some(list),
-        )?;
-    }
+    let helper_lacks = match wanted.helper {
+        Some(_) => lacks(&after, &after_tree),
+        None => Vec::new(),
+    };
     let differences = diff::differences(tree, &after_tree, true)?;
-    let meant = wanted.paths();
-    if let Some(surprise) = differences
-        .iter()
-        .find(|d| !meant.iter().any(|path| path.as_bytes() == d.path))
-    {
+    if let Some(surprise) = differences.iter().find(|d| !wanted.may_change(&d.path)) {
         bail!("{} would change", escaped(&surprise.path));
     }
     Ok((differences, helper_lacks))
@@ -441,40 +366,32 @@ fn lacks(root: &Erofs, tree: &Tree) -> Vec<String> {
 }
 
 /// Errors: the path does not have this kind, mode and content, or does not belong to root.
-fn check_path(
-    tree: &Tree,
-    path: &str,
-    kind: Kind,
-    mode: u32,
-    content: Option<&[u8]>,
-) -> Result<()> {
-    let full = || format!("{path} has other content than was written (is the file system full?)");
-    let id = tree.find_no_follow(path).with_context(full)?;
-    let meta = tree.meta(id);
+fn check_put(tree: &Tree, put: &Put) -> Result<()> {
+    let is_same = || {
+        let id = tree.find_no_follow(&put.path)?;
+        let meta = tree.meta(id);
+        let data = match &tree.node(id).what {
+            What::Link(target) => target.clone(),
+            _ => tree.content(id)?.bytes(put.data.len() as u64).ok()?,
+        };
+        Some((meta.mode, meta.uid, meta.gid) == (put.mode, 0, 0) && data == put.data)
+    };
     ensure!(
-        tree.kind(id) == kind && meta.mode & 0o7777 == mode && (meta.uid, meta.gid) == (0, 0),
-        "{}",
-        full()
+        is_same() == Some(true),
+        "{} has other content than was written (is the file system full?)",
+        put.path
     );
-    if let Some(wanted) = content {
-        let found = tree
-            .content(id)
-            .with_context(full)?
-            .bytes(wanted.len() as u64)
-            .with_context(full)?;
-        ensure!(found == wanted, "{}", full());
-    }
     Ok(())
 }
 
 /// Errors: bytes outside the changed places differ.
-fn compare_bytes(old: &Content, new: &Content, changed: &Changed) -> Result<()> {
+fn compare_bytes(old: &Content, new: &Content, edit: &Edit) -> Result<()> {
     let (mut a, mut b) = (vec![0; CHUNK], vec![0; CHUNK]);
-    let ends = changed
-        .places
+    let ends = edit
+        .patches
         .iter()
-        .map(|place| (place.start, place.end))
-        .chain([(changed.from, changed.from)]);
+        .map(|(at, bytes)| (*at, *at + bytes.len() as u64))
+        .chain([(edit.at, edit.at)]);
     let mut at = 0;
     for (start, end) in ends {
         while at < start {

@@ -3,6 +3,7 @@
 
 use super::erofs::{exact, number};
 use crate::guest_disk::{Disk, Table};
+use crate::images::image::Content;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::formats::elf::ReadAt;
 use std::fs::File;
@@ -23,12 +24,16 @@ const GPT_COUNT: usize = 512 + 80;
 const GPT_ENTRY: u64 = 128;
 const MAX_ENTRIES: u64 = 1024;
 
-/// Parts of the new disk: bytes before the root, size of the partition, and bytes after it.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Grown {
-    pub head: Vec<u8>,
+/// The disk around its root.
+#[derive(Debug)]
+pub struct Around {
+    /// Bytes before the partition, and after it.
+    pub head: Content,
+    pub tail: Content,
+    /// Bytes of the partition.
     pub partition: u64,
-    pub tail: Vec<u8>,
+    /// Whether the partition was enlarged.
+    pub grown: bool,
 }
 
 fn put(head: &mut [u8], at: u64, bytes: &[u8]) {
@@ -37,16 +42,24 @@ fn put(head: &mut [u8], at: u64, bytes: &[u8]) {
     }
 }
 
-/// Partition table for a root that does not fit any more; None if the root fits. `scratch`: path of
-/// a file that may be made.
-pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Result<Option<Grown>> {
-    let partition = root_bytes.next_multiple_of(UNIT);
+/// The disk for a root of `root_bytes`. `scratch`: path of a file that may be made.
+pub fn around(image: &Content, disk: &Disk, root_bytes: u64, scratch: &Path) -> Result<Around> {
     if disk.table == Table::None || root_bytes <= disk.root_bytes {
-        return Ok(None);
+        return Ok(Around {
+            head: image.part(0..disk.root_at),
+            tail: image.part(disk.root_at + disk.root_bytes..image.length),
+            partition: if disk.table == Table::None {
+                root_bytes
+            } else {
+                disk.root_bytes
+            },
+            grown: false,
+        });
     }
+    let partition = root_bytes.next_multiple_of(UNIT);
     let mut mark = [0; 2];
     let has_header = disk.root_at > NVDIMM.0
-        && ReadAt::read_at(image, &mut mark, NVDIMM.0)? == mark.len()
+        && image.read_at(&mut mark, NVDIMM.0)? == mark.len()
         && mark == NVDIMM.1;
     ensure!(
         !has_header,
@@ -117,9 +130,10 @@ pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Resul
             put(&mut head, MBR_SECTORS, &covered.to_le_bytes());
         }
     }
-    Ok(Some(Grown {
-        head,
+    Ok(Around {
+        head: Content::of_bytes(head),
+        tail: Content::of_bytes(tail),
         partition,
-        tail,
-    }))
+        grown: true,
+    })
 }

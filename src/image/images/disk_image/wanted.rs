@@ -12,13 +12,9 @@ use kata_gpu_init::driver_files::manifest;
 
 /// Directories that `/sbin` may resolve to.
 const SBIN: [&str; 4] = ["/sbin", "/usr/sbin", "/usr/bin", "/bin"];
-/// Parent directories of the list, each with its name in its own parent.
-pub const LIST_DIRECTORIES: [(&str, &str); 3] = [
-    ("/usr", "usr"),
-    ("/usr/share", "share"),
-    (manifest::DIRECTORY, "kata-gpu-init"),
-];
-pub const LIST_NAME: &str = manifest::FILE;
+/// Parent directories of the list, which are added where they are missing.
+pub const LIST_DIRECTORIES: [&str; 3] = ["/usr", "/usr/share", manifest::DIRECTORY];
+
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     pub init: &'a [u8],
@@ -30,16 +26,46 @@ pub struct Wanted<'a> {
     pub list: Option<&'a [u8]>,
 }
 
-impl Wanted<'_> {
-    /// Paths that may differ afterwards.
-    pub fn paths(&self) -> Vec<String> {
-        let mut paths = vec![INIT.into(), format!("{}/init", self.sbin)];
-        paths.extend(self.helper.map(|_| helper::path()));
-        if self.list.is_some() {
-            paths.extend(LIST_DIRECTORIES.iter().map(|(path, _)| path.to_string()));
-            paths.push(driver_list::path());
-        }
-        paths
+/// A file or link put into an image, owned by root.
+#[derive(Debug)]
+pub struct Put<'a> {
+    pub path: String,
+    /// With the bits of the type.
+    pub mode: u32,
+    /// Content, or target.
+    pub data: &'a [u8],
+}
+
+impl Put<'_> {
+    /// Path of the directory, empty for the root, and name in it.
+    pub fn place(&self) -> (&str, &str) {
+        self.path.rsplit_once('/').unwrap_or(("", &self.path))
+    }
+}
+
+impl<'a> Wanted<'a> {
+    pub fn puts(&self) -> Vec<Put<'a>> {
+        let put = |path, kind: Kind, mode, data| Put {
+            path,
+            mode: kind.bits() | mode,
+            data,
+        };
+        let link = format!("{}/init", self.sbin);
+        let mut all = vec![
+            put(INIT.into(), Kind::File, 0o755, self.init),
+            put(link, Kind::Link, 0o777, INIT.as_bytes()),
+        ];
+        let helper = self.helper;
+        all.extend(helper.map(|data| put(helper::path(), Kind::File, 0o755, data)));
+        let list = self.list;
+        all.extend(list.map(|data| put(driver_list::path(), Kind::File, 0o644, data)));
+        all
+    }
+
+    /// Whether a path may differ afterwards.
+    pub fn may_change(&self, path: &[u8]) -> bool {
+        self.puts().iter().any(|put| put.path.as_bytes() == path)
+            || self.list.is_some() && LIST_DIRECTORIES.iter().any(|list| list.as_bytes() == path)
     }
 }
 
@@ -87,7 +113,7 @@ pub fn sbin(tree: &Tree) -> Result<&'static str> {
 pub fn check_list_place(tree: &Tree) -> Result<()> {
     let refused =
         "the list of the driver's files is not written through links: remove it from the image";
-    for (path, _) in LIST_DIRECTORIES {
+    for path in LIST_DIRECTORIES {
         let Some(id) = tree.find_no_follow(path) else {
             return Ok(());
         };
