@@ -3,11 +3,8 @@
 use super::bounded::HostRoot;
 use super::host_programs::compression;
 use crate::rules::host_facts::{GuestFile, Kata};
-use kata_gpu_image::kata::kata_config::KataConfig;
-use kata_gpu_image::kata::merge::Effective;
-use kata_gpu_image::kata::merge::default_memory;
-use kata_gpu_image::kata::merge::with_ours;
-use kata_gpu_image::kata::version::runtime_and_section;
+use kata_gpu_image::kata::merge::{Effective, default_memory};
+use kata_gpu_image::kata::version::Configured;
 use kata_gpu_report::data::text::clipped;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
@@ -41,21 +38,19 @@ pub fn read(root: &HostRoot, named: Option<&Path>) -> Option<Result<Kata, String
         Ok(place) => place,
         Err(error) => return Some(Err(clipped(&format!("{}: {error}", path.display())))),
     };
-    let read = KataConfig::read(&place).map_err(|refusals| {
+    let read = Configured::read(&place).map_err(|refusals| {
         refusals
             .first()
             .map_or(String::new(), |r| format!("{}: {}", r.place, r.why))
     });
     Some(
-        read.and_then(|config| merged(root, path, &config))
+        read.and_then(|of| merged(root, path, &of))
             .map_err(|why| clipped(&why)),
     )
 }
 
-fn merged(root: &HostRoot, path: &Path, config: &KataConfig) -> Result<Kata, String> {
-    let (runtime, section) = runtime_and_section(config)
-        .map_err(|refusal| format!("{}: {}", refusal.place, refusal.why))?;
-    let effective = with_ours(config, runtime, config.ours.text());
+fn merged(root: &HostRoot, path: &Path, of: &Configured) -> Result<Kata, String> {
+    let (section, effective) = (&of.section, of.now());
     let host = root
         .place(Path::new("/"))
         .map_err(|error| format!("/: {error}"))?;
@@ -74,7 +69,7 @@ fn merged(root: &HostRoot, path: &Path, config: &KataConfig) -> Result<Kata, Str
     let key = format!("hypervisor.{section}.default_memory");
     kata.values.entry(key).or_insert_with(|| {
         (
-            default_memory(&effective, &section).to_string(),
+            default_memory(&effective, section).to_string(),
             format!("{} (Kata's default)", kata.path),
         )
     });

@@ -6,7 +6,7 @@
 //! would differ from the request.
 
 use super::drop_in_plan::Plan;
-use super::guest::Guest;
+use super::guest::{Guest, What};
 use super::initrd_check::Form;
 use super::kernel_params;
 use super::kernel_params::MAX_COMMAND_LINE;
@@ -29,30 +29,9 @@ const WITHOUT_GPUS: &[&str] = &["firecracker", "dragonball", "stratovirt", "open
 /// First release in which the Go runtime accepts a key in a drop-in: the Go runtime refuses a
 /// configuration with an unknown key.
 const GO_KEYS_SINCE: &[(&str, Version)] = &[
-    (
-        "rootfs_type",
-        Version {
-            major: 3,
-            minor: 1,
-            patch: 0,
-        },
-    ),
-    (
-        "kernel_verity_params",
-        Version {
-            major: 3,
-            minor: 27,
-            patch: 0,
-        },
-    ),
-    (
-        "guest_extension_images",
-        Version {
-            major: 4,
-            minor: 0,
-            patch: 0,
-        },
-    ),
+    ("rootfs_type", Version::new(3, 1, 0)),
+    ("kernel_verity_params", Version::new(3, 27, 0)),
+    ("guest_extension_images", Version::new(4, 0, 0)),
 ];
 /// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a
 /// Blackwell GPU's probe up to 4 s more.
@@ -90,8 +69,14 @@ pub fn check(facts: &Facts) -> Vec<Refusal> {
 }
 
 impl Facts<'_> {
-    fn in_section(&self, key: &str) -> Option<&Value> {
-        self.before.get(&["hypervisor", &self.plan.section, key])
+    fn has_text(&self, key: &str) -> bool {
+        let path = ["hypervisor", &self.plan.section, key];
+        self.before.text(&path).is_some()
+    }
+
+    fn is_on(&self, key: &str) -> bool {
+        let path = ["hypervisor", &self.plan.section, key];
+        self.before.get(&path) == Some(&Value::Boolean(true))
     }
 
     /// A refusal of a value that is effective without our drop-in.
@@ -156,28 +141,21 @@ fn hypervisor(facts: &Facts) -> Option<Refusal> {
     if supported.contains(&section) {
         return None;
     }
-    let refusal = Refusal::at(&facts.config.base.path, "")
-        .key("hypervisor", &format!("[hypervisor.{section}]"));
-    let cure = format!("use a configuration with {}", supported.join(" or "));
-    Some(if WITHOUT_GPUS.contains(&section) {
-        Refusal {
-            why: "no GPU has been seen in its guests".into(),
-            ..refusal
-        }
-        .cure(cure)
-        .forcible()
-    } else if section == "remote" {
-        Refusal {
-            why: "its guests start elsewhere, from an image of that place".into(),
-            ..refusal
-        }
-        .cure(cure)
-    } else {
-        Refusal {
-            why: format!("not a hypervisor of the {}", facts.runtime.name()),
-            ..refusal
-        }
-        .cure(cure)
+    let is_without = WITHOUT_GPUS.contains(&section);
+    let why = match section {
+        _ if is_without => "no GPU has been seen in its guests".into(),
+        "remote" => "its guests start elsewhere, from an image of that place".into(),
+        _ => format!("not a hypervisor of the {}", facts.runtime.name()),
+    };
+    let refusal = Refusal::at(&facts.config.base.path, why)
+        .key("hypervisor", &format!("[hypervisor.{section}]"))
+        .cure(format!(
+            "use a configuration with {}",
+            supported.join(" or ")
+        ));
+    Some(match is_without {
+        true => refusal.forcible(),
+        false => refusal,
     })
 }
 
@@ -241,11 +219,7 @@ fn directory(facts: &Facts) -> Vec<Refusal> {
 fn confidential(facts: &Facts) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     for key in ["snp_id_block", "snp_id_auth"] {
-        if facts
-            .in_section(key)
-            .and_then(Value::as_str)
-            .is_some_and(|value| !value.is_empty())
-        {
+        if facts.has_text(key) {
             let why = "holds the launch digest of the present guest, so the firmware would not \
                        start another";
             refusals.push(
@@ -255,40 +229,32 @@ fn confidential(facts: &Facts) -> Vec<Refusal> {
             );
         }
     }
-    if facts
-        .in_section("confidential_guest")
-        .and_then(Value::as_bool)
-        != Some(true)
-    {
+    if !facts.is_on("confidential_guest") {
         return refusals;
     }
-    let why = match facts.guest {
-        Guest::Initrd(_) => {
+    let why = match facts.guest.what {
+        What::Initrd(_) => {
             "kernel and initrd are part of this guest's launch measurement, so attestation would \
              fail"
         }
-        Guest::Image(_) => {
+        What::Image(_) => {
             "the command line, with the hash of the root, is part of this guest's launch \
              measurement, so attestation would fail"
         }
     };
-    refusals.push(
-        facts
-            .refuse_key("confidential_guest", why)
-            .cure("register the new measurement with the attestation service first")
-            .forcible(),
-    );
-    if facts
-        .in_section("kernel_verity_params")
-        .and_then(Value::as_str)
-        .is_some_and(|params| !params.is_empty())
-    {
-        let why = "the measured image is what this confidential guest's root of trust covers";
+    let mut refuse = |key, why| {
         refusals.push(
             facts
-                .refuse_key("kernel_verity_params", why)
+                .refuse_key(key, why)
                 .cure("register the new measurement with the attestation service first")
                 .forcible(),
+        );
+    };
+    refuse("confidential_guest", why);
+    if facts.has_text("kernel_verity_params") {
+        refuse(
+            "kernel_verity_params",
+            "the measured image is what this confidential guest's root of trust covers",
         );
     }
     refusals
@@ -302,7 +268,7 @@ fn prepared_guests(facts: &Facts) -> Vec<Refusal> {
         &["factory", "enable_template"],
         &["hypervisor", section, "factory", "enable_template"],
     ];
-    let on = |path: &&&[&str]| facts.before.get(path).and_then(Value::as_bool) == Some(true);
+    let on = |path: &&&[&str]| facts.before.get(path) == Some(&Value::Boolean(true));
     let mut refusals: Vec<Refusal> = templates
         .iter()
         .filter(on)
@@ -322,7 +288,7 @@ fn prepared_guests(facts: &Facts) -> Vec<Refusal> {
 
 fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
     let path = ["hypervisor", facts.plan.section.as_str(), "kernel_params"];
-    let Some(params) = facts.after.get(&path).and_then(Value::as_str) else {
+    let Some(params) = facts.after.text(&path) else {
         return Vec::new();
     };
     // A plan exists only without an open quote, so the words can be split.
@@ -340,7 +306,7 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
             .split_once('=')
             .map_or("", |(_, value)| value.trim_matches('"'));
         match kernel_params::name(word).as_str() {
-            "rdinit" if value != "/init" && matches!(facts.guest, Guest::Initrd(_)) => {
+            "rdinit" if value != "/init" && matches!(facts.guest.what, What::Initrd(_)) => {
                 refusals.push(
                     refuse(
                         word,
@@ -350,7 +316,8 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
                 );
             }
             "init"
-                if !INITS_OF_IMAGES.contains(&value) && matches!(facts.guest, Guest::Image(_)) =>
+                if !INITS_OF_IMAGES.contains(&value)
+                    && matches!(facts.guest.what, What::Image(_)) =>
             {
                 let why = "the kernel would start this program of the image instead of /sbin/init, \
                            which kata-gpu-boot image replace-init sets";
@@ -398,7 +365,7 @@ fn size_and_mode(facts: &Facts) -> Vec<Refusal> {
     let memory = u64::try_from(default_memory(facts.before, &facts.plan.section))
         .unwrap_or(u64::MAX)
         .saturating_mul(MIB);
-    if let Guest::Initrd(initrd) = facts.guest {
+    if let What::Initrd(initrd) = &facts.guest.what {
         let (bytes, size) = (initrd.report.bytes, initrd.report.bytes.div_ceil(MIB));
         if bytes >= memory {
             let why = format!("the initrd's {size} MiB do not fit into the guest");
@@ -419,9 +386,7 @@ fn size_and_mode(facts: &Facts) -> Vec<Refusal> {
             );
         }
     }
-    if facts.in_section("rootless").and_then(Value::as_bool) == Some(true)
-        && !facts.guest.for_everybody()
-    {
+    if facts.is_on("rootless") && !facts.guest.for_everybody {
         let why = format!(
             "the hypervisor runs as another user, who cannot read the {}",
             facts.guest.key()
@@ -429,7 +394,7 @@ fn size_and_mode(facts: &Facts) -> Vec<Refusal> {
         refusals.push(
             facts
                 .refuse_key("rootless", &why)
-                .cure(format!("chmod a+r {}", facts.guest.path().display())),
+                .cure(format!("chmod a+r {}", facts.guest.path.display())),
         );
     }
     refusals

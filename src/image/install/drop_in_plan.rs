@@ -26,21 +26,10 @@ const DEFAULT_ROOTFS_TYPE: &str = "ext4";
 
 /// Initrd or image that guests start from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Root {
-    Initrd {
-        path: String,
-    },
-    /// `verity`: `kernel_verity_params`, or empty.
-    Image {
-        path: String,
-        file_system: FileSystem,
-        verity: String,
-    },
-}
-
-/// A key of the section, as text.
-pub fn text<'a>(effective: &'a Effective, section: &str, key: &str) -> Option<&'a str> {
-    effective.get(&["hypervisor", section, key])?.as_str()
+pub struct Root {
+    pub path: String,
+    /// An image's file system, and its `kernel_verity_params`, or an empty text.
+    pub image: Option<(FileSystem, String)>,
 }
 
 impl Plan {
@@ -52,18 +41,19 @@ impl Plan {
         parameters: Vec<String>,
     ) -> Result<Plan, Refusal> {
         let string = |text: &str| Value::String(text.to_string());
-        let (image, initrd, verity) = match root {
-            Root::Initrd { path } => ("", path.as_str(), ""),
-            Root::Image { path, verity, .. } => (path.as_str(), "", verity.as_str()),
+        let (image, initrd, verity) = match &root.image {
+            None => ("", root.path.as_str(), ""),
+            Some((_, verity)) => (root.path.as_str(), "", verity.as_str()),
         };
         let mut keys = vec![("image", string(image)), ("initrd", string(initrd))];
-        let existing = before.get(&["hypervisor", section, "kernel_params"]);
+        let key = |key| ["hypervisor", section, key];
+        let existing = before.get(&key("kernel_params"));
         let refuse = |why: &str| {
             let file = before
-                .origin(&["hypervisor", section, "kernel_params"])
+                .origin(&key("kernel_params"))
                 .unwrap_or(Path::new("kernel_params"));
             let value = existing.map(drop_in::inline).unwrap_or_default();
-            Refusal::at(file, why).key(&format!("hypervisor.{section}.kernel_params"), &value)
+            Refusal::at(file, why).key(&key("kernel_params").join("."), &value)
         };
         let existing_text = match existing {
             None => "",
@@ -81,23 +71,20 @@ impl Plan {
         if !parameters.is_empty() {
             keys.push(("kernel_params", string(&merged)));
         }
-        if !verity.is_empty()
-            || text(before, section, "kernel_verity_params")
-                .is_some_and(|params| !params.is_empty())
-        {
+        if !verity.is_empty() || before.text(&key("kernel_verity_params")).is_some() {
             keys.push(("kernel_verity_params", string(verity)));
         }
-        let is_image = matches!(root, Root::Image { .. });
-        if let Root::Image { file_system, .. } = root {
-            let now = text(before, section, "rootfs_type")
-                .filter(|now| !now.is_empty())
+        let is_image = root.image.is_some();
+        if let Some((file_system, _)) = &root.image {
+            let now = before
+                .text(&key("rootfs_type"))
                 .unwrap_or(DEFAULT_ROOTFS_TYPE);
             if now != file_system.name() {
                 keys.push(("rootfs_type", string(file_system.name())));
             }
         }
         let extensions = before
-            .get(&["hypervisor", section, "guest_extension_images"])
+            .get(&key("guest_extension_images"))
             .and_then(Value::as_array);
         if let Some(extensions) = extensions.filter(|_| !is_image) {
             let is_gpu =
@@ -126,6 +113,7 @@ pub fn parameters(
     added: &[String],
     unset: &[String],
 ) -> Result<Vec<String>, Vec<Refusal>> {
+    let is_named = |word: &str, name: &str| kernel_params::name(word) == kernel_params::name(name);
     let mut refusals = Vec::new();
     for word in added {
         if let Err(why) = kernel_params::check(word) {
@@ -143,10 +131,7 @@ pub fn parameters(
         }
     }
     for name in unset {
-        if !installed
-            .iter()
-            .any(|word| kernel_params::name(word) == kernel_params::name(name))
-        {
+        if !installed.iter().any(|word| is_named(word, name)) {
             refusals.push(
                 Refusal::of_argument("--unset", "is not among the installed words")
                     .key("name", name)
@@ -160,16 +145,8 @@ pub fn parameters(
     if !refusals.is_empty() {
         return Err(refusals);
     }
-    let unset = |word: &String| {
-        unset
-            .iter()
-            .any(|name| kernel_params::name(name) == kernel_params::name(word))
-    };
-    let mut words: Vec<String> = installed
-        .iter()
-        .filter(|word| !unset(word))
-        .cloned()
-        .collect();
+    let mut words = installed.to_vec();
+    words.retain(|word| !unset.iter().any(|name| is_named(word, name)));
     for word in added {
         words.retain(|earlier| !kernel_params::replaces(word, earlier));
         words.push(word.clone());
@@ -183,39 +160,26 @@ mod tests {
     use crate::kata::kata_config::Source;
     use crate::kata::merge::Runtime;
 
-    fn plan(text: &str, parameters: &[&str]) -> Result<Plan, Refusal> {
+    fn plan_of(text: &str, root: Root, parameters: &[&str]) -> Result<Plan, Refusal> {
         let base = Source {
             path: "/c.toml".into(),
             bytes: Vec::new(),
             table: text.parse().unwrap(),
         };
         let before = Effective::of(Runtime::Go, &base, []);
-        Plan::of(
-            &before,
-            "qemu",
-            &Root::Initrd { path: "/i".into() },
-            parameters.iter().map(ToString::to_string).collect(),
-        )
+        let parameters = parameters.iter().map(ToString::to_string).collect();
+        Plan::of(&before, "qemu", &root, parameters)
     }
 
-    fn image_keys(text: &str, file_system: FileSystem, verity: &str) -> Vec<String> {
-        let base = Source {
-            path: "/c.toml".into(),
-            bytes: Vec::new(),
-            table: text.parse().unwrap(),
+    fn plan(text: &str, parameters: &[&str]) -> Result<Plan, Refusal> {
+        let root = Root {
+            path: "/i".into(),
+            image: None,
         };
-        let root = Root::Image {
-            path: "/d".into(),
-            file_system,
-            verity: verity.into(),
-        };
-        let plan = Plan::of(
-            &Effective::of(Runtime::Go, &base, []),
-            "qemu",
-            &root,
-            Vec::new(),
-        )
-        .unwrap();
+        plan_of(text, root, parameters)
+    }
+
+    fn lines(plan: &Plan) -> Vec<String> {
         plan.keys
             .iter()
             .map(|(key, value)| format!("{key} = {}", drop_in::inline(value)))
@@ -223,11 +187,15 @@ mod tests {
     }
 
     fn keys(text: &str, parameters: &[&str]) -> Vec<String> {
-        let plan = plan(text, parameters).unwrap();
-        plan.keys
-            .iter()
-            .map(|(key, value)| format!("{key} = {}", drop_in::inline(value)))
-            .collect()
+        lines(&plan(text, parameters).unwrap())
+    }
+
+    fn image_keys(text: &str, file_system: FileSystem, verity: &str) -> Vec<String> {
+        let root = Root {
+            path: "/d".into(),
+            image: Some((file_system, verity.into())),
+        };
+        lines(&plan_of(text, root, &[]).unwrap())
     }
 
     #[test]
@@ -299,46 +267,37 @@ mod tests {
     #[test]
     fn an_image_brings_its_root_s_type_and_hash() {
         let plain = ["image = \"/d\"", "initrd = \"\""];
-        let section = |text: &str| format!("[hypervisor.qemu]\n{text}");
-        assert_eq!(
-            image_keys(&section(""), FileSystem::Ext4, ""),
-            plain,
-            "ext4 is what an absent key means"
-        );
-        assert_eq!(
-            image_keys(&section("rootfs_type = ''"), FileSystem::Ext4, ""),
-            plain
-        );
-        assert_eq!(
-            image_keys(&section("rootfs_type = 'erofs'"), FileSystem::Erofs, ""),
-            plain
-        );
-        assert_eq!(
-            image_keys(&section(""), FileSystem::Erofs, "")[2..],
-            ["rootfs_type = \"erofs\""]
-        );
-        assert_eq!(
-            image_keys(&section("rootfs_type = 'erofs'"), FileSystem::Ext4, "")[2..],
-            ["rootfs_type = \"ext4\""]
-        );
-        assert_eq!(
-            image_keys(
-                &section("kernel_verity_params = 'root_hash=1'"),
-                FileSystem::Ext4,
-                ""
-            )[2..],
-            ["kernel_verity_params = \"\""]
-        );
-        assert_eq!(
-            image_keys(&section(""), FileSystem::Ext4, "root_hash=2")[2..],
-            ["kernel_verity_params = \"root_hash=2\""]
-        );
-        let extension = "[[hypervisor.qemu.guest_extension_images]]\nname = 'gpu'\npath = '/g'";
-        assert_eq!(
-            image_keys(extension, FileSystem::Ext4, ""),
-            plain,
-            "the image may be the one without a driver"
-        );
+        let (ext4, erofs) = (FileSystem::Ext4, FileSystem::Erofs);
+        for (text, file_system, verity, more) in [
+            ("", ext4, "", ""), // ext4 is what an absent key means
+            ("rootfs_type = ''", ext4, "", ""),
+            ("rootfs_type = 'erofs'", erofs, "", ""),
+            ("", erofs, "", "rootfs_type = \"erofs\""),
+            ("rootfs_type = 'erofs'", ext4, "", "rootfs_type = \"ext4\""),
+            (
+                "kernel_verity_params = 'root_hash=1'",
+                ext4,
+                "",
+                "kernel_verity_params = \"\"",
+            ),
+            (
+                "",
+                ext4,
+                "root_hash=2",
+                "kernel_verity_params = \"root_hash=2\"",
+            ),
+            // The image may be the one without a driver.
+            (
+                "[[hypervisor.qemu.guest_extension_images]]\nname = 'gpu'\npath = '/g'",
+                ext4,
+                "",
+                "",
+            ),
+        ] {
+            let found = image_keys(&format!("[hypervisor.qemu]\n{text}"), file_system, verity);
+            assert_eq!(found[..2], plain, "{text}");
+            assert_eq!(found[2..].join("\n"), more, "{text}");
+        }
     }
 
     #[test]

@@ -5,37 +5,43 @@
 //! /dev/pmem0p1) as `rootfs_type`; with `kernel_verity_params`, through dm-verity, whose hash is in
 //! the second partition. The hash covers the whole root, so replacing the init changes it.
 
-use super::drop_in_plan;
 use super::drop_in_plan::Root;
+use super::here::Args;
 use super::initrd_check;
 use super::initrd_check::Initrd;
 use crate::guest_disk as disk;
 use crate::guest_disk::{Disk, Table};
 use crate::kata::drop_in::Found;
-use crate::kata::kata_config::{KataConfig, unreadable};
+use crate::kata::kata_config::unreadable;
 use crate::kata::merge::Effective;
 use crate::kata::refusal::Refusal;
-use kata_gpu_init::formats::elf::ReadAt;
+use crate::kata::version::Configured;
 use serde_json::{Value as Json, json};
-use std::fs::File;
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// An initrd or image, by its path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Chosen {
-    Initrd(String),
-    Image {
-        path: String,
-        /// The image's `kernel_verity_params`.
-        verity: Option<String>,
-    },
+pub struct Chosen {
+    path: String,
+    is_image: bool,
+    /// The image's `kernel_verity_params`.
+    verity: Option<String>,
 }
 
 /// An initrd or image after it was read.
 #[derive(Debug)]
-pub enum Guest {
+pub struct Guest {
+    pub path: PathBuf,
+    /// Readable by everybody, so also by a hypervisor that does not run as root.
+    pub for_everybody: bool,
+    pub what: What,
+}
+
+#[derive(Debug)]
+pub enum What {
     Initrd(Box<Initrd>),
     Image(Image),
 }
@@ -43,8 +49,6 @@ pub enum Guest {
 /// An image with a root that Kata can name.
 #[derive(Debug)]
 pub struct Image {
-    pub path: PathBuf,
-    pub for_everybody: bool,
     bytes: u64,
     disk: Disk,
     /// Whether our init is somewhere in the image.
@@ -56,36 +60,28 @@ pub struct Image {
 const INIT_MARK: &str = kata_gpu_init::cdi::spec::PENDING;
 
 /// The given initrd or image, or else the installed one. `now`: the configuration with our drop-in.
-pub fn choose(
-    initrd: Option<&Path>,
-    image: Option<&Path>,
-    verity: Option<&str>,
-    config: &KataConfig,
-    now: &Effective,
-    section: &str,
-) -> Result<Chosen, Refusal> {
-    if let Some(initrd) = initrd {
-        return absolute(initrd).map(Chosen::Initrd);
-    }
-    if let Some(image) = image {
-        return Ok(Chosen::Image {
-            path: absolute(image)?,
-            verity: verity.map(str::to_string),
+pub fn choose(args: &Args, of: &Configured, now: &Effective) -> Result<Chosen, Refusal> {
+    if let Some(given) = args.initrd.as_ref().or(args.image.as_ref()) {
+        return Ok(Chosen {
+            path: absolute(given)?,
+            is_image: args.initrd.is_none(),
+            verity: args.verity.clone(),
         });
     }
-    let text = |key: &str| {
-        drop_in_plan::text(now, section, key)
-            .filter(|value| !value.is_empty())
-            .map(str::to_string)
-    };
+    let text = |key: &str| now.text(&of.key(key)).map(str::to_string);
     if let Some(path) = text("initrd") {
-        return Ok(Chosen::Initrd(path));
+        return Ok(Chosen {
+            path,
+            is_image: false,
+            verity: None,
+        });
     }
     // An image that our drop-in did not set is the one to be replaced.
-    let is_ours = matches!(&config.ours, Found::Ours { record, .. } if record.image);
+    let is_ours = matches!(&of.config.ours, Found::Ours { record, .. } if record.image);
     match text("image").filter(|_| is_ours) {
-        Some(path) => Ok(Chosen::Image {
+        Some(path) => Ok(Chosen {
             path,
+            is_image: true,
             verity: text("kernel_verity_params"),
         }),
         None => {
@@ -109,31 +105,50 @@ fn absolute(given: &Path) -> Result<String, Refusal> {
 }
 
 impl Chosen {
-    /// Reads the initrd or image. Errors: guests cannot start from it. `kernel` and `user_space`
-    /// apply to an initrd.
+    /// Reads the file. `user_space`: the driver's user space must be in an initrd.
     pub fn look(self, kernel: Option<&str>, user_space: bool) -> Result<Guest, Refusal> {
-        match self {
-            Chosen::Initrd(path) => initrd_check::look(Path::new(&path), kernel, user_space)
-                .map(|initrd| Guest::Initrd(Box::new(initrd))),
-            Chosen::Image { path, verity } => look(Path::new(&path), verity).map(Guest::Image),
-        }
+        let path = PathBuf::from(self.path);
+        let (file, metadata) = match self.is_image {
+            true => open(&path, "image", "give a disk image with --image")?,
+            false => open(&path, "initrd", "give an initrd with --initrd")?,
+        };
+        let what = match self.is_image {
+            true => What::Image(look(&path, &file, metadata.len(), self.verity)?),
+            false => What::Initrd(Box::new(initrd_check::look(&path, kernel, user_space)?)),
+        };
+        Ok(Guest {
+            path,
+            for_everybody: metadata.mode() & 0o004 != 0,
+            what,
+        })
     }
 }
 
-struct Whole<'a>(&'a File);
-
-impl ReadAt for Whole<'_> {
-    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        FileExt::read_at(self.0, buffer, offset)
+/// Opens an initrd or image. `key`: Kata's key, and our option's name.
+fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refusal> {
+    // A device or pipe at this path must not block.
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(nix::libc::O_NONBLOCK)
+        .open(path)
+        .map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => Refusal::at(path, format!("there is no such {key}"))
+                .cure(format!("give an absolute path with --{key}")),
+            _ => unreadable(path, &e),
+        })?;
+    let metadata = file.metadata().map_err(|e| unreadable(path, &e))?;
+    if metadata.is_file() {
+        Ok((file, metadata))
+    } else {
+        Err(Refusal::at(path, "is not a regular file").cure(cure))
     }
 }
 
-fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
-    let (file, metadata) = initrd_check::open(path, "image", "give a disk image with --image")?;
-    let disk = disk::look(&Whole(&file), metadata.len())
+fn look(path: &Path, file: &File, bytes: u64, verity: Option<String>) -> Result<Image, Refusal> {
+    let disk = disk::look(file, bytes)
         .map_err(|e| unreadable(path, &e))?
         .map_err(|why| {
-            let refusal = Refusal::at(path, format!("is no image for Kata: {why}"));
+            let refusal = Refusal::at(path, format!("is not an image for Kata: {why}"));
             if why.contains("initrd") {
                 refusal.cure("give it with --initrd")
             } else {
@@ -143,11 +158,9 @@ fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
                 )
             }
         })?;
-    let has_init = disk::contains(&file, INIT_MARK.as_bytes()).map_err(|e| unreadable(path, &e))?;
+    let has_init = disk::contains(file, INIT_MARK.as_bytes()).map_err(|e| unreadable(path, &e))?;
     let image = Image {
-        path: path.into(),
-        for_everybody: metadata.mode() & 0o004 != 0,
-        bytes: metadata.len(),
+        bytes,
         disk,
         has_init,
         verity,
@@ -215,13 +228,13 @@ impl Image {
         Ok(())
     }
 
-    fn refusals(&self) -> Vec<Refusal> {
+    fn refusals(&self, path: &Path) -> Vec<Refusal> {
         let mut refusals = Vec::new();
         if self.disk.table == Table::None {
             let why = "is a file system without a partition table, and Kata's guests mount the \
                        first partition: the kernel would find no root";
             refusals.push(
-                Refusal::at(&self.path, why)
+                Refusal::at(path, why)
                     .cure("put it into a partition, as Kata's image builder does")
                     .forcible(),
             );
@@ -231,12 +244,12 @@ impl Image {
                 "there is no trace of kata-gpu-init in it: guests would start from it as before";
             let cure = "make it with kata-gpu-boot image replace-init (a compressed file system \
                         hides it: that one may be passed)";
-            refusals.push(Refusal::at(&self.path, why).cure(cure).forcible());
+            refusals.push(Refusal::at(path, why).cure(cure).forcible());
         }
         refusals
     }
 
-    fn shown(&self) -> String {
+    fn shown(&self, path: &Path) -> String {
         let mib = self.bytes as f64 / f64::from(1 << 20);
         let root = self.disk.root.name();
         let place = match self.disk.table {
@@ -251,103 +264,85 @@ impl Image {
         };
         format!(
             "{}, {mib:.1} MiB, {root} {place}; {init}; the rest was not checked",
-            self.path.display()
+            path.display()
         )
-    }
-
-    fn json(&self) -> Json {
-        let table = match self.disk.table {
-            Table::None => Json::Null,
-            Table::Mbr => "mbr".into(),
-            Table::Gpt => "gpt".into(),
-        };
-        json!({
-            "path": self.path.to_string_lossy(),
-            "bytes": self.bytes,
-            "fileSystem": self.disk.root.name(),
-            "partitionTable": table,
-            "init": self.has_init,
-            "verity": self.verity,
-        })
     }
 }
 
 impl Guest {
     /// Kata's key: `initrd` or `image`.
     pub fn key(&self) -> &'static str {
-        match self {
-            Guest::Initrd(_) => "initrd",
-            Guest::Image(_) => "image",
-        }
-    }
-
-    pub fn path(&self) -> &Path {
-        match self {
-            Guest::Initrd(initrd) => &initrd.path,
-            Guest::Image(image) => &image.path,
-        }
-    }
-
-    pub fn for_everybody(&self) -> bool {
-        match self {
-            Guest::Initrd(initrd) => initrd.for_everybody,
-            Guest::Image(image) => image.for_everybody,
+        match &self.what {
+            What::Initrd(_) => "initrd",
+            What::Image(_) => "image",
         }
     }
 
     /// The plan's root. The path is UTF-8: it came from an argument or a configuration.
     pub fn root(&self) -> Root {
-        let path = self.path().to_string_lossy().into_owned();
-        match self {
-            Guest::Initrd(_) => Root::Initrd { path },
-            Guest::Image(image) => Root::Image {
-                path,
-                file_system: image.disk.root,
-                verity: image.verity.clone().unwrap_or_default(),
+        Root {
+            path: self.path.to_string_lossy().into_owned(),
+            image: match &self.what {
+                What::Initrd(_) => None,
+                What::Image(image) => {
+                    Some((image.disk.root, image.verity.clone().unwrap_or_default()))
+                }
             },
         }
     }
 
     pub fn refusals(&self) -> Vec<Refusal> {
-        match self {
-            Guest::Initrd(initrd) => initrd.refusals(),
-            Guest::Image(image) => image.refusals(),
+        match &self.what {
+            What::Initrd(initrd) => initrd.refusals(&self.path),
+            What::Image(image) => image.refusals(&self.path),
         }
     }
 
     /// Lines of the text report.
     pub fn shown(&self) -> Vec<String> {
-        match self {
-            Guest::Initrd(initrd) => vec![
-                format!("initrd   {}", initrd.shown()),
+        match &self.what {
+            What::Initrd(initrd) => vec![
+                format!("initrd   {}", initrd.shown(&self.path)),
                 format!("kernel   {}", initrd.shown_kernel()),
             ],
-            Guest::Image(image) => vec![format!("image    {}", image.shown())],
+            What::Image(image) => vec![format!("image    {}", image.shown(&self.path))],
         }
     }
 
     /// A surprise in the image that is no reason to refuse.
     pub fn note(&self) -> Option<String> {
-        match self {
-            Guest::Image(image) if image.disk.has_second && image.verity.is_none() => Some(
+        match &self.what {
+            What::Image(image) if image.disk.has_second && image.verity.is_none() => Some(
                 "the image has a second partition: if that is its dm-verity hash, --verity uses \
                  it; now nothing checks the root"
                     .into(),
             ),
-            Guest::Image(_) | Guest::Initrd(_) => None,
+            What::Image(_) | What::Initrd(_) => None,
         }
     }
 
     pub fn json(&self) -> Json {
-        match self {
-            Guest::Initrd(initrd) => {
+        let path = self.path.to_string_lossy();
+        match &self.what {
+            What::Initrd(initrd) => {
+                let report = &initrd.report;
+                json!({"path": path, "bytes": report.bytes, "verify": report.json()})
+            }
+            What::Image(image) => {
+                let table = match image.disk.table {
+                    Table::None => Json::Null,
+                    Table::Mbr => "mbr".into(),
+                    Table::Gpt => "gpt".into(),
+                };
                 json!({
-                    "path": initrd.path.to_string_lossy(),
-                    "bytes": initrd.report.bytes,
-                    "verify": initrd.report.json(),
+                    "path": path,
+                    "bytes": image.bytes,
+                    "fileSystem": image.disk.root.name(),
+                    "partitionTable": table,
+                    "init": image.has_init,
+                    "verity": image.verity,
                 })
             }
-            Guest::Image(image) => image.json(),
         }
     }
 }
@@ -362,6 +357,15 @@ mod tests {
     const VERITY: &str =
         "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
 
+    fn guest(path: &Path, verity: Option<String>) -> Result<Guest, Refusal> {
+        let chosen = Chosen {
+            path: path.display().to_string(),
+            is_image: true,
+            verity,
+        };
+        chosen.look(None, true)
+    }
+
     #[test]
     fn verity_parameters_must_be_whole_and_fit_the_disk() {
         let dir = temp_dir();
@@ -371,8 +375,9 @@ mod tests {
             disk(Table::Mbr, &file_system(FileSystem::Erofs), true),
         )
         .unwrap();
-        let of = |verity: &str| look(&path, Some(verity.into()));
-        assert_eq!(of(VERITY).unwrap().verity.as_deref(), Some(VERITY));
+        let of = |verity: &str| guest(&path, Some(verity.into()));
+        let root = of(VERITY).unwrap().root();
+        assert_eq!(root.image, Some((FileSystem::Erofs, VERITY.into())));
         for (from, to, why) in [
             ("root_hash=00ff,", "", "root_hash is missing"),
             (
@@ -433,24 +438,24 @@ mod tests {
             ),
         ] {
             std::fs::write(&path, bytes).unwrap();
-            let refusal = look(&path, None).unwrap_err();
+            let refusal = guest(&path, None).unwrap_err();
             assert!(
                 refusal.why.contains(why) && refusal.cure.contains(cure) && !refusal.forcible,
                 "{refusal}"
             );
         }
-        assert!(
-            look(dir.path(), None)
-                .unwrap_err()
-                .why
-                .contains("not a regular file")
-        );
-        assert!(
-            look(&dir.path().join("nothing"), None)
-                .unwrap_err()
-                .why
-                .contains("no such image")
-        );
+        for (is_image, missing) in [(false, "no such initrd"), (true, "no such image")] {
+            let look = |path: &Path| {
+                let chosen = Chosen {
+                    path: path.display().to_string(),
+                    is_image,
+                    verity: None,
+                };
+                chosen.look(None, true).unwrap_err().why
+            };
+            assert!(look(dir.path()).contains("not a regular file"));
+            assert!(look(&dir.path().join("nothing")).contains(missing));
+        }
         for (bytes, why) in [
             (
                 file_system_with(FileSystem::Ext4, INIT_MARK),
@@ -462,7 +467,7 @@ mod tests {
             ),
         ] {
             std::fs::write(&path, bytes).unwrap();
-            let refusals = look(&path, None).unwrap().refusals();
+            let refusals = guest(&path, None).unwrap().refusals();
             assert!(
                 refusals.len() == 1 && refusals[0].forcible && refusals[0].why.contains(why),
                 "{refusals:?}"
@@ -477,6 +482,6 @@ mod tests {
             ),
         )
         .unwrap();
-        assert!(look(&path, None).unwrap().refusals().is_empty());
+        assert!(guest(&path, None).unwrap().refusals().is_empty());
     }
 }

@@ -5,11 +5,9 @@ use super::drop_in_plan::Plan;
 use super::guest::Guest;
 use super::{checks, drop_in_file, drop_in_plan, guest, kernel_params, place, trial};
 use crate::kata::drop_in::Found;
-use crate::kata::kata_config::KataConfig;
-use crate::kata::merge::with_ours;
 use crate::kata::merge::{Effective, Runtime};
 use crate::kata::refusal::Refusal;
-use crate::kata::version::{Known, Version};
+use crate::kata::version::{Configured, Known, Version};
 use crate::kata::{drop_in, version};
 use clap::builder::ArgPredicate;
 use kata_gpu_report::data::text::{Ink, Screen, printable};
@@ -290,7 +288,7 @@ pub fn changes_text(changes: &[Change]) -> String {
 }
 
 /// Keys that differ between two configurations, among the keys that our drop-in may write.
-fn changes(section: &str, before: &Effective, after: &Effective) -> Vec<Change> {
+fn changes(of: &Configured, before: &Effective, after: &Effective) -> Vec<Change> {
     let keys = [
         "image",
         "initrd",
@@ -300,7 +298,7 @@ fn changes(section: &str, before: &Effective, after: &Effective) -> Vec<Change> 
         "guest_extension_images",
     ];
     let change = |key: &str| {
-        let path = ["hypervisor", section, key];
+        let path = of.key(key);
         let (before, after) = (before.get(&path).cloned(), after.get(&path).cloned());
         (before != after).then(|| Change {
             key: path.join("."),
@@ -313,20 +311,14 @@ fn changes(section: &str, before: &Effective, after: &Effective) -> Vec<Change> 
 
 /// Keys changed by our drop-in with this text, or by its removal; None if the files are unreadable.
 pub fn effective_changes(config: &Path, text: Option<&str>) -> Option<Vec<Change>> {
-    let config = KataConfig::read(config).ok()?;
-    let (runtime, section) = version::runtime_and_section(&config).ok()?;
-    let now = with_ours(&config, runtime, config.ours.text());
-    Some(changes(
-        &section,
-        &now,
-        &with_ours(&config, runtime, text.map(str::as_bytes)),
-    ))
+    let of = Configured::read(config).ok()?;
+    let after = of.with(text.map(str::as_bytes));
+    Some(changes(&of, &of.now(), &after))
 }
 
 /// An install that can go ahead.
 struct Install {
-    config: KataConfig,
-    runtime: Runtime,
+    of: Configured,
     version: Known,
     plan: Plan,
     guest: Guest,
@@ -339,15 +331,14 @@ struct Install {
 
 impl Install {
     fn prepare(args: &Args) -> Result<Install, Vec<Refusal>> {
-        let config = KataConfig::read(&args.kata_config)?;
+        let of = Configured::read(&args.kata_config)?;
+        let config = &of.config;
         let one = |refusal| vec![refusal];
-        let (runtime, section) = version::runtime_and_section(&config).map_err(one)?;
         let version = match args.kata_version {
             Some(version) => Known::Stated(version),
-            None => version::ask(&config.base.path, runtime),
+            None => version::ask(&config.base.path, of.runtime),
         };
-        let now = with_ours(&config, runtime, config.ours.text());
-        let before = with_ours(&config, runtime, None);
+        let (now, before) = (of.now(), of.with(None));
         let (installed, made_directory) = match &config.ours {
             // On a node, only the manifest's words count.
             Found::Ours { record, .. } if args.place.node.is_some() => {
@@ -357,26 +348,17 @@ impl Install {
             _ => (Vec::new(), !config.dir_exists),
         };
         let parameters = drop_in_plan::parameters(&installed, &args.params, &args.unset)?;
-        let chosen = guest::choose(
-            args.initrd.as_deref(),
-            args.image.as_deref(),
-            args.verity.as_deref(),
-            &config,
-            &now,
-            &section,
-        );
-        let kernel = drop_in_plan::text(&before, &section, "kernel");
-        let guest = chosen
-            .and_then(|chosen| chosen.look(kernel, !args.no_user_space))
+        let guest = guest::choose(args, &of, &now)
+            .and_then(|chosen| chosen.look(before.text(&of.key("kernel")), !args.no_user_space))
             .map_err(one)?;
-        let plan = Plan::of(&before, &section, &guest.root(), parameters).map_err(one)?;
+        let plan = Plan::of(&before, &of.section, &guest.root(), parameters).map_err(one)?;
         let text = drop_in::render(&plan, made_directory).ok_or_else(|| {
             one(Refusal::at(
                 &config.drop_in_path(),
                 "cannot be written as TOML",
             ))
         })?;
-        let after = with_ours(&config, runtime, Some(text.as_bytes()));
+        let after = of.with(Some(text.as_bytes()));
         if args.place.node.is_some() && version.version().is_none() {
             // A key unknown to the installed Kata fails every pod on every node.
             let refusal = Refusal::of_argument(
@@ -386,8 +368,8 @@ impl Install {
             return Err(one(refusal.cure("give it with --kata-version X.Y.Z")));
         }
         let facts = Facts {
-            config: &config,
-            runtime,
+            config,
+            runtime: of.runtime,
             version: version.version(),
             before: &before,
             after: &after,
@@ -400,31 +382,29 @@ impl Install {
         if !refusals.is_empty() {
             return Err(refusals);
         }
-        let (changes, make_directory) = (changes(&section, &now, &after), !config.dir_exists);
         Ok(Install {
-            config,
-            runtime,
+            changes: changes(&of, &now, &after),
+            make_directory: !config.dir_exists,
+            of,
             version,
             plan,
             guest,
             text,
-            make_directory,
-            changes,
             forced,
         })
     }
 
     fn act(self, args: &Args) -> Result<Report, Vec<Refusal>> {
-        let path = self.config.drop_in_path();
-        let unchanged = self.config.ours.text() == Some(self.text.as_bytes());
+        let path = self.of.config.drop_in_path();
+        let unchanged = self.of.config.ours.text() == Some(self.text.as_bytes());
         if !args.dry_run && !unchanged {
-            if let Some(changed) = self.config.changed_since() {
+            if let Some(changed) = self.of.config.changed_since() {
                 return Err(vec![
                     Refusal::at(&changed, "changed during the check").cure("run it again"),
                 ]);
             }
             if let Err(error) =
-                drop_in_file::put(&self.config.drop_in_dir, self.make_directory, &self.text)
+                drop_in_file::put(&self.of.config.drop_in_dir, self.make_directory, &self.text)
             {
                 return Ok(Report::failed(&error));
             }
@@ -461,14 +441,14 @@ impl Install {
             Known::Stated(version) => format!("Kata {version}"),
             Known::Asked(version, shim) => format!("Kata {version} (by {})", shim.display()),
             Known::Unknown(why) => {
-                let (major, minor) = self.runtime.drop_ins_since();
+                let (major, minor) = self.of.runtime.drop_ins_since();
                 format!(
                     "Kata of unknown version, it must be {major}.{minor} or later (give it with \
                      --kata-version; {why})"
                 )
             }
         };
-        let drop_ins = match self.config.others.len() {
+        let drop_ins = match self.of.config.others.len() {
             0 => "no other drop-in".to_string(),
             1 => "1 other drop-in".to_string(),
             n => format!("{n} other drop-ins"),
@@ -477,12 +457,12 @@ impl Install {
             "{}\n{}\n",
             printable(&format!(
                 "runtime  {}, hypervisor {}, {version}",
-                self.runtime.name(),
+                self.of.runtime.name(),
                 self.plan.section
             )),
             printable(&format!(
                 "config   {}, {drop_ins}",
-                self.config.base.path.display()
+                self.of.config.base.path.display()
             )),
         );
         self.guest
@@ -508,7 +488,7 @@ impl Install {
                 ));
                 page.push_str(&printable(&format!(
                     "  kata-gpu-boot install --remove --kata-config {}",
-                    self.config.base.path.display()
+                    self.of.config.base.path.display()
                 )));
                 page.push('\n');
             }
@@ -518,8 +498,9 @@ impl Install {
 
     /// The drop-in's present text against the planned text.
     fn diff(&self, path: &str) -> String {
-        let old = String::from_utf8_lossy(self.config.ours.text().unwrap_or_default()).into_owned();
-        let from = if self.config.ours.text().is_some() {
+        let old =
+            String::from_utf8_lossy(self.of.config.ours.text().unwrap_or_default()).into_owned();
+        let from = if self.of.config.ours.text().is_some() {
             path
         } else {
             "/dev/null"
@@ -535,9 +516,10 @@ impl Install {
 
     /// Oddities of the guest, and effective words that the init will not take as they are.
     fn notes(&self) -> Vec<String> {
-        let after = with_ours(&self.config, self.runtime, Some(self.text.as_bytes()));
-        let params =
-            drop_in_plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();
+        let after = self.of.with(Some(self.text.as_bytes()));
+        let params = after
+            .text(&self.of.key("kernel_params"))
+            .unwrap_or_default();
         let (_, notes) = kata_gpu_init::config::Config::parse(params.as_bytes());
         let of_word = |note: kata_gpu_init::config::Note| {
             Some(format!(
@@ -555,9 +537,9 @@ impl Install {
     pub fn json(&self, action: &str) -> String {
         let json = json!({
             "action": action,
-            "file": self.config.drop_in_path().to_string_lossy(),
-            "config": self.config.base.path.to_string_lossy(),
-            "runtime": match self.runtime { Runtime::Go => "go", Runtime::Rust => "rust" },
+            "file": self.of.config.drop_in_path().to_string_lossy(),
+            "config": self.of.config.base.path.to_string_lossy(),
+            "runtime": match self.of.runtime { Runtime::Go => "go", Runtime::Rust => "rust" },
             "hypervisor": self.plan.section,
             "kataVersion": self.version.version().map(|version| version.to_string()),
             self.guest.key(): self.guest.json(),

@@ -8,13 +8,10 @@ use crate::images::image::{DISK, Image};
 use crate::images::kernel_release;
 use crate::images::unpacked_root::Tree;
 use crate::images::verify;
+use crate::images::verify::image_rules::Finding;
 use crate::images::verify::{Question, Report};
-use crate::kata::kata_config::unreadable;
 use crate::kata::refusal::Refusal;
 use kata_gpu_report::severity::Severity;
-use std::fs::{File, Metadata, OpenOptions};
-use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Shown refusals of one rule; further ones are counted.
@@ -33,37 +30,13 @@ pub enum Kernel {
 /// A readable initrd.
 #[derive(Debug)]
 pub struct Initrd {
-    pub path: PathBuf,
-    /// Readable by everybody, so also by a hypervisor that does not run as root.
-    pub for_everybody: bool,
     pub kernel: Kernel,
     pub report: Report,
-}
-
-/// Opens an initrd or image. `key`: Kata's key, and our option's name.
-pub fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refusal> {
-    // A device or pipe at this path must not block.
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(nix::libc::O_NONBLOCK)
-        .open(path)
-        .map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound => Refusal::at(path, format!("there is no such {key}"))
-                .cure(format!("give an absolute path with --{key}")),
-            _ => unreadable(path, &e),
-        })?;
-    let metadata = file.metadata().map_err(|e| unreadable(path, &e))?;
-    if metadata.is_file() {
-        Ok((file, metadata))
-    } else {
-        Err(Refusal::at(path, "is not a regular file").cure(cure))
-    }
 }
 
 /// Reads and verifies an initrd. Errors: the file is no initrd at all. `user_space`: the driver's
 /// user space must be in it.
 pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initrd, Refusal> {
-    let (_, metadata) = open(path, "initrd", "give an initrd with --initrd")?;
     let kernel = kernel_of(kernel);
     let release = match &kernel {
         Kernel::Release(_, release) => Some(release.clone()),
@@ -88,7 +61,7 @@ pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initr
             .collect();
         Refusal::at(
             path,
-            format!("is no initrd for Kata: {}", reasons.join(": ")),
+            format!("is not an initrd for Kata: {}", reasons.join(": ")),
         )
         .cure(if reasons.iter().any(|reason| reason.contains(DISK)) {
             "give it with --image"
@@ -96,12 +69,7 @@ pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initr
             "build one as newc cpio, plain or with gzip"
         })
     })?;
-    Ok(Initrd {
-        path: path.into(),
-        for_everybody: metadata.mode() & 0o004 != 0,
-        kernel,
-        report,
-    })
+    Ok(Initrd { kernel, report })
 }
 
 fn kernel_of(path: Option<&str>) -> Kernel {
@@ -119,72 +87,42 @@ fn kernel_of(path: Option<&str>) -> Kernel {
 
 impl Initrd {
     /// Everything that keeps the initrd from booting as a guest with GPUs.
-    pub fn refusals(&self) -> Vec<Refusal> {
-        let errors: Vec<_> = self
+    pub fn refusals(&self, path: &Path) -> Vec<Refusal> {
+        let errors: Vec<&Finding> = self
             .report
             .findings
             .iter()
             .filter(|f| f.rule.severity == Severity::Error)
             .collect();
         let mut refusals = Vec::new();
-        for (index, finding) in errors.iter().enumerate() {
-            let of_rule = errors
-                .iter()
-                .filter(|other| other.rule == finding.rule)
-                .count();
-            let before = errors
-                .iter()
-                .take(index)
-                .filter(|other| other.rule == finding.rule)
-                .count();
-            if before >= SHOWN_OF_A_RULE {
-                continue;
+        for of_rule in errors.chunk_by(|a, b| a.rule == b.rule) {
+            let shown = of_rule.iter().take(SHOWN_OF_A_RULE);
+            refusals.extend(shown.map(|finding| {
+                Refusal {
+                    what: format!("{} {}", finding.rule.name, finding.place()),
+                    ..Refusal::at(path, finding.rule.breaks)
+                        .cure(finding.rule.cure)
+                        .forcible()
+                }
+            }));
+            let more = of_rule.len().saturating_sub(SHOWN_OF_A_RULE);
+            if let Some(last) = refusals.last_mut().filter(|_| more > 0) {
+                last.what.push_str(&format!(
+                    " ({more} more of these: `kata-gpu-boot image verify` has all)"
+                ));
             }
-            let value = finding
-                .shown_value()
-                .map_or(String::new(), |value| format!(": {value}"));
-            let more = if before + 1 == SHOWN_OF_A_RULE && of_rule > SHOWN_OF_A_RULE {
-                format!(
-                    " ({} more of these: `kata-gpu-boot image verify` has all)",
-                    of_rule - SHOWN_OF_A_RULE
-                )
-            } else {
-                String::new()
-            };
-            let what = format!("{} {}{value}{more}", finding.rule.name, finding.path);
-            refusals.push(Refusal {
-                what,
-                ..Refusal::at(&self.path, finding.rule.breaks)
-                    .cure(finding.rule.cure)
-                    .forcible()
-            });
         }
         refusals
     }
 
     /// Line of the text report: the initrd, and the verification's counts.
-    pub fn shown(&self) -> String {
-        let count = |severity: Severity, word: &str| {
-            let n = self
-                .report
-                .findings
-                .iter()
-                .filter(|f| f.rule.severity == severity)
-                .count();
-            format!("{n} {word}{}", if n == 1 { "" } else { "s" })
-        };
-        let verdict = [
-            (Severity::Error, "error"),
-            (Severity::Warning, "warning"),
-            (Severity::Note, "note"),
-        ]
-        .map(|(s, word)| count(s, word));
+    pub fn shown(&self, path: &Path) -> String {
         let mib = self.report.bytes as f64 / f64::from(1 << 20);
         format!(
             "{}, {mib:.1} MiB, {}, verified: {}",
-            self.path.display(),
+            path.display(),
             self.report.form.name(),
-            verdict.join(", ")
+            self.report.counts()
         )
     }
 
@@ -250,18 +188,6 @@ mod tests {
                 "{name}: {refusal}"
             );
         }
-        assert!(
-            look(dir.path(), None, false)
-                .unwrap_err()
-                .why
-                .contains("not a regular file")
-        );
-        assert!(
-            look(&dir.path().join("nothing"), None, false)
-                .unwrap_err()
-                .why
-                .contains("no such initrd")
-        );
         let initrd = of(&good).unwrap();
         assert_eq!(
             (
@@ -271,7 +197,11 @@ mod tests {
             ),
             (Kernel::Unnamed, Form::Plain, good.len() as u64)
         );
-        let refused: Vec<String> = initrd.refusals().iter().map(ToString::to_string).collect();
+        let refused: Vec<String> = initrd
+            .refusals(&path)
+            .iter()
+            .map(ToString::to_string)
+            .collect();
         // Without any part of a driver it is an image whose driver comes on a disk of its own.
         assert_eq!(refused.len(), 1, "no agent: {refused:?}");
         assert!(
@@ -312,7 +242,7 @@ mod tests {
                 &mut archive,
                 &header,
                 directory.as_bytes(),
-                &mut io::empty(),
+                &mut std::io::empty(),
             )
             .unwrap();
         }
@@ -320,7 +250,7 @@ mod tests {
         std::fs::write(&path, archive).unwrap();
         let refusals = look(&path, Some("/nowhere/vmlinux"), false)
             .unwrap()
-            .refusals();
+            .refusals(&path);
         let of_rule: Vec<_> = refusals
             .iter()
             .filter(|r| r.what.starts_with("vermagic"))

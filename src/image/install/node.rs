@@ -8,20 +8,15 @@
 //! start as before. Only `--remove` removes it.
 //! Not here: content of the drop-in, see the rest of [`super`].
 
-use super::drop_in_plan;
 use super::here::{Args, Report, say_here};
-use crate::images::image::Form;
+use crate::images::image::{self, Content, Form, open_regular};
 use crate::images::output_file::{Output, PARTIAL};
-use crate::kata::kata_config::KataConfig;
-use crate::kata::merge::Effective;
-use crate::kata::merge::with_ours;
 use crate::kata::refusal::Refusal;
-use crate::kata::version;
+use crate::kata::version::Configured;
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_report::data::text::hex;
-use sha2::{Digest, Sha256};
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -32,7 +27,6 @@ use tokio::time::timeout;
 /// Digits of the SHA-256 in a copy's name, and the mark before them.
 const DIGITS: usize = 12;
 const MARK: &str = "-sha256-";
-const CHUNK: usize = 1 << 20;
 /// File in the folder that names the configuration whose copies are there.
 const OWNER: &str = ".configuration";
 /// Interval between checks of the files that guests start from: Kata's own upgrade replaces files
@@ -66,16 +60,6 @@ fn is_copy(name: &str) -> bool {
             .all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
 
-fn hash_of(file: &mut File) -> std::io::Result<String> {
-    let (mut hash, mut buffer) = (Sha256::new(), vec![0; CHUNK]);
-    loop {
-        match file.read(&mut buffer)? {
-            0 => return Ok(hex(&hash.finalize())),
-            read => hash.update(buffer.get(..read).unwrap_or_default()),
-        }
-    }
-}
-
 /// Makes the folder and claims it for this configuration.
 fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
     let config =
@@ -99,28 +83,26 @@ fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
 }
 
 fn copy(source: &Path, dir: &Path) -> Result<Copied> {
-    let mut file = File::open(source).with_context(|| format!("open {}", source.display()))?;
-    ensure!(
-        file.metadata()?.is_file(),
-        "{}: is no regular file",
-        source.display()
-    );
-    let hash = hash_of(&mut file).with_context(|| format!("read {}", source.display()))?;
-    let name = name_of(source, &hash)
+    let open = |path: &Path| open_regular(path).and_then(Content::of_file);
+    let content = open(source).with_context(|| format!("open {}", source.display()))?;
+    let hash = content
+        .sha256()
+        .with_context(|| format!("read {}", source.display()))?;
+    let name = name_of(source, &hex(&hash))
         .with_context(|| format!("{}: its name is not UTF-8: rename it", source.display()))?;
     let path = dir.join(name);
-    if let Ok(mut there) = File::open(&path)
-        && hash_of(&mut there).is_ok_and(|there| there == hash)
+    if open(&path)
+        .and_then(|there| there.sha256())
+        .is_ok_and(|there| there == hash)
     {
         return Ok(Copied { path, made: false });
     }
     let mut output = Output::create(&path, Form::Plain)?;
-    let mut again = File::open(source).with_context(|| format!("open {}", source.display()))?;
-    std::io::copy(&mut again, &mut output)
+    image::copy(&content, &mut output)
         .with_context(|| format!("copy {} to {}", source.display(), dir.display()))?;
     let mut written = output.end()?;
     ensure!(
-        written.sha256 == hash,
+        written.sha256 == hex(&hash),
         "{}: changed while it was copied: run it again",
         source.display()
     );
@@ -148,18 +130,11 @@ fn remove_copies(dir: &Path, keep: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// A configuration, its effective values, and its section.
-fn effective(config: &Path) -> Option<(KataConfig, Effective, String)> {
-    let config = KataConfig::read(config).ok()?;
-    let (runtime, section) = version::runtime_and_section(&config).ok()?;
-    let effective = with_ours(&config, runtime, config.ours.text());
-    Some((config, effective, section))
-}
-
 /// File that guests of the configuration start from now.
 fn installed(config: &Path) -> Option<PathBuf> {
-    let (_, now, section) = effective(config)?;
-    let text = |key| drop_in_plan::text(&now, &section, key).filter(|path| !path.is_empty());
+    let of = Configured::read(config).ok()?;
+    let now = of.now();
+    let text = |key| now.text(&of.key(key));
     text("initrd").or_else(|| text("image")).map(PathBuf::from)
 }
 
@@ -291,10 +266,11 @@ type Stamps = Vec<(PathBuf, Option<(u64, SystemTime)>)>;
 
 fn stamps(args: &Args) -> Stamps {
     let mut paths = vec![args.kata_config.clone()];
-    if let Some((config, now, section)) = effective(&args.kata_config) {
-        let value = |key| drop_in_plan::text(&now, &section, key).map(PathBuf::from);
-        paths.push(config.drop_in_path());
-        paths.extend(config.others.iter().map(|source| source.path.clone()));
+    if let Ok(of) = Configured::read(&args.kata_config) {
+        let now = of.now();
+        let value = |key| now.text(&of.key(key)).map(PathBuf::from);
+        paths.push(of.config.drop_in_path());
+        paths.extend(of.config.others.iter().map(|source| source.path.clone()));
         paths.extend(["kernel", "initrd", "image"].into_iter().filter_map(value));
     }
     paths.extend(args.initrd.iter().chain(&args.image).cloned());
@@ -396,7 +372,9 @@ mod tests {
         fs::write(to.join("kept"), b"").unwrap();
         remove_copies(&to, std::slice::from_ref(&second.path)).unwrap();
         assert!(second.path.exists() && !first.path.exists() && to.join("kept").exists());
-        assert!(copy(dir.path(), &to).is_err_and(|e| e.to_string().contains("no regular file")));
+        assert!(
+            copy(dir.path(), &to).is_err_and(|e| format!("{e:#}").contains("not a regular file"))
+        );
     }
 
     #[test]

@@ -79,6 +79,11 @@ impl Effective {
         table.get(*last)
     }
 
+    /// A text that is not empty.
+    pub fn text(&self, path: &[&str]) -> Option<&str> {
+        self.get(path)?.as_str().filter(|text| !text.is_empty())
+    }
+
     /// The file that wrote this value.
     pub fn origin(&self, path: &[&str]) -> Option<&Path> {
         let path: Vec<String> = path.iter().map(ToString::to_string).collect();

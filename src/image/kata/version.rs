@@ -6,7 +6,7 @@
 //! shim is not run where a user other than root and the caller could have replaced it.
 
 use super::kata_config::KataConfig;
-use super::merge::{Effective, Runtime};
+use super::merge::{Effective, Runtime, with_ours};
 use super::refusal::Refusal;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -23,6 +23,42 @@ const MAX_ANSWER: u64 = 4096;
 /// Directory of configurations below Kata's prefix.
 const CONFIG_DIR: &str = "share/defaults/kata-containers";
 const SHIM: &str = "containerd-shim-kata-v2";
+
+/// A configuration with its runtime, and the section of the hypervisor that it starts.
+#[derive(Debug)]
+pub struct Configured {
+    pub config: KataConfig,
+    pub runtime: Runtime,
+    pub section: String,
+}
+
+impl Configured {
+    /// Reads all files, or returns all refusals.
+    pub fn read(given: &Path) -> Result<Self, Vec<Refusal>> {
+        let config = KataConfig::read(given)?;
+        let (runtime, section) = runtime_and_section(&config).map_err(|refusal| vec![refusal])?;
+        Ok(Self {
+            config,
+            runtime,
+            section,
+        })
+    }
+
+    /// Effective values with this text as our drop-in.
+    pub fn with(&self, text: Option<&[u8]>) -> Effective {
+        with_ours(&self.config, self.runtime, text)
+    }
+
+    /// Effective values with the drop-in that is there.
+    pub fn now(&self) -> Effective {
+        self.with(self.config.ours.text())
+    }
+
+    /// Path of a key of the section.
+    pub fn key<'a>(&'a self, key: &'a str) -> [&'a str; 3] {
+        ["hypervisor", &self.section, key]
+    }
+}
 
 /// A release; a suffix after `-` or `+` is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,11 +78,9 @@ impl std::str::FromStr for Version {
             .map_while(|part| part.parse().ok())
             .collect();
         match parts.as_slice() {
-            [major, minor, patch] if number.split('.').count() == 3 => Ok(Version {
-                major: *major,
-                minor: *minor,
-                patch: *patch,
-            }),
+            [major, minor, patch] if number.split('.').count() == 3 => {
+                Ok(Version::new(*major, *minor, *patch))
+            }
             _ => Err("a Kata version looks like 3.27.0".into()),
         }
     }
@@ -55,6 +89,16 @@ impl std::str::FromStr for Version {
 impl std::fmt::Display for Version {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+impl Version {
+    pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
+        Self {
+            major,
+            minor,
+            patch,
+        }
     }
 }
 
@@ -76,16 +120,11 @@ impl Known {
 }
 
 /// The runtime, and the section of the hypervisor that it starts.
-pub fn runtime_and_section(config: &KataConfig) -> Result<(Runtime, String), Refusal> {
+fn runtime_and_section(config: &KataConfig) -> Result<(Runtime, String), Refusal> {
     // Keys of [runtime] merge the same way in both runtimes.
     let effective = Effective::of(Runtime::Rust, &config.base, &config.others);
     let file = &config.base.path;
-    let named = |key: &str| {
-        effective
-            .get(&["runtime", key])
-            .and_then(Value::as_str)
-            .filter(|name| !name.is_empty())
-    };
+    let named = |key: &str| effective.text(&["runtime", key]);
     if let Some(name) = named("hypervisor_name") {
         return match effective.get(&["hypervisor", name]) {
             Some(Value::Table(_)) => Ok((Runtime::Rust, name.to_string())),

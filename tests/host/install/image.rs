@@ -181,7 +181,7 @@ fn what_cannot_work_is_refused_with_the_cure() {
             &world.initrd,
             &[],
             false,
-            "is no image for Kata: it is an initrd, or compressed; give it with --initrd",
+            "is not an image for Kata: it is an initrd, or compressed; give it with --initrd",
         ),
         (
             &bare,
@@ -193,7 +193,7 @@ fn what_cannot_work_is_refused_with_the_cure() {
             &world.config,
             &[],
             false,
-            "is no image for Kata: it is nothing that is known, and no disk with erofs or ext4",
+            "is not an image for Kata: it is nothing that is known, and no disk with erofs or ext4",
         ),
         (&none, &[], false, "there is no such image"),
         (

@@ -328,7 +328,7 @@ const ROWS: &[Row] = &[
         &[Words(&["--initrd", "/proc/self/exe"])],
         false,
         &[
-            "/proc/self/exe: is no initrd for Kata: it is a program: not an initrd",
+            "/proc/self/exe: is not an initrd for Kata: it is a program: not an initrd",
             "newc",
         ],
     ),

@@ -191,8 +191,17 @@ impl Finding {
     }
 
     /// The value for text output: printable and short.
-    pub fn shown_value(&self) -> Option<String> {
+    fn shown_value(&self) -> Option<String> {
         self.value.as_deref().map(clipped)
+    }
+
+    /// Path and value, as text.
+    pub fn place(&self) -> String {
+        match self.shown_value() {
+            Some(value) if self.path.is_empty() => value,
+            Some(value) => format!("{}: {value}", self.path),
+            None => self.path.clone(),
+        }
     }
 
     /// The finding as JSON.

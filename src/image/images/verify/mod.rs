@@ -29,11 +29,12 @@ pub use modules::Driver;
 use programs::Programs;
 pub use question::{INIT, Question};
 use scripts::script;
+use serde::Serialize;
 use serde_json::{Value, json};
 use services::Services;
 
 /// A required program.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub struct Needed {
     pub path: String,
     /// Path with all links resolved.
@@ -222,19 +223,32 @@ impl Report {
             .all(|f| f.rule.severity != Severity::Error)
     }
 
+    /// Numbers of findings by severity.
+    pub fn counts(&self) -> String {
+        let count = |severity: Severity| {
+            let n = self.findings.iter().filter(|f| f.rule.severity == severity);
+            match n.count() {
+                1 => format!("1 {}", severity.name()),
+                n => format!("{n} {}s", severity.name()),
+            }
+        };
+        [Severity::Error, Severity::Warning, Severity::Note]
+            .map(count)
+            .join(", ")
+    }
+
     /// The report as JSON.
     pub fn json(&self) -> Value {
-        let needed = |n: &Needed| json!({"path": n.path, "file": n.file, "bytes": n.bytes, "linked": n.linked});
         json!({
             "boots": self.boots(),
             "form": self.form.name(),
             "bytes": self.bytes,
             "entries": self.entries,
-            "init": needed(&self.init),
-            "agent": needed(&self.agent),
+            "init": self.init,
+            "agent": self.agent,
             "kernels": self.releases,
             "modules": self.modules,
-            "driver": self.driver.as_ref().map(|d| json!({"module": d.path, "version": d.version, "firmware": d.firmware})),
+            "driver": self.driver,
             "userSpace": self.user_space,
             "driverElsewhere": self.driver_elsewhere,
             "services": self.services.as_ref().map(Services::json),

@@ -12,6 +12,7 @@ use kata_gpu_init::formats::modinfo;
 use kata_gpu_init::kernel_modules::file::{Format, MAX_UNPACKED, unpack};
 use kata_gpu_init::kernel_modules::index::Index;
 use kata_gpu_init::kernel_modules::pattern::module_name;
+use serde::Serialize;
 use std::collections::HashSet;
 use std::io::BufReader;
 
@@ -27,8 +28,9 @@ const DRIVER: [&str; 2] = ["nvidia", "nvidia_uvm"];
 const DIRECTORIES: [&str; 2] = ["/lib/modules", "/usr/lib/modules"];
 
 /// The driver's module.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Driver {
+    #[serde(rename = "module")]
     pub path: String,
     pub version: Option<String>,
     /// Firmware files that the module lists, below the firmware directory.
@@ -89,6 +91,13 @@ fn directories(tree: &Tree) -> Vec<(String, Id)> {
     all
 }
 
+/// An index of a release, or another text of its directory.
+fn text(tree: &Tree, directory: Id, name: &str) -> Option<String> {
+    let content = tree.content(tree.find_in(directory, name)?)?;
+    let bytes = content.bytes(MAX_INDEX).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
 /// Checks the modules of one release, or of all.
 pub fn check(tree: &Tree, release: Option<&str>) -> Modules {
     let mut modules = Modules::default();
@@ -146,15 +155,7 @@ pub fn missing<'a>(tree: &Tree, release: Option<&str>, wanted: &[&'a str]) -> Mi
         .iter()
         .filter(|(r, _)| release.is_none_or(|release| release == r))
     {
-        let text = |name: &str| {
-            let content = tree
-                .find_in(*directory, name)
-                .and_then(|id| tree.content(id))?;
-            content
-                .bytes(MAX_INDEX)
-                .ok()
-                .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-        };
+        let text = |name: &str| text(tree, *directory, name);
         // A kernel's own list is never empty; an empty list is made to silence depmod.
         let builtin = text("modules.builtin").filter(|list| !list.trim().is_empty());
         missing.is_certain &= builtin.is_some();
@@ -185,16 +186,7 @@ struct Release<'a> {
 
 impl Release<'_> {
     fn check(&mut self) {
-        let text = |name: &str| {
-            let content = self
-                .tree
-                .find_in(self.directory, name)
-                .and_then(|id| self.tree.content(id))?;
-            content
-                .bytes(MAX_INDEX)
-                .ok()
-                .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-        };
+        let text = |name: &str| text(self.tree, self.directory, name);
         let dep = text("modules.dep").unwrap_or_default();
         let index = Index::from_texts(&dep, "", &text("modules.builtin").unwrap_or_default());
         let mut needed = HashSet::new();
@@ -208,9 +200,7 @@ impl Release<'_> {
                 Ok(None) | Err(_) => {
                     let path =
                         [&self.tree.path(self.directory), b"/modules.dep".as_slice()].concat();
-                    self.out
-                        .findings
-                        .push(Finding::new(&NO_DRIVER, path).value(module));
+                    self.found(&NO_DRIVER, path, module);
                 }
             }
         }
@@ -248,10 +238,14 @@ impl Release<'_> {
             && nvidia != uvm
         {
             let value = format!("nvidia {nvidia}, nvidia-uvm {uvm}");
-            self.out
-                .findings
-                .push(Finding::new(&MODULE_VERSIONS, self.tree.path(self.directory)).value(value));
+            self.found(&MODULE_VERSIONS, self.tree.path(self.directory), value);
         }
+    }
+
+    fn found(&mut self, rule: &'static Rule, path: impl AsRef<[u8]>, value: impl ToString) {
+        self.out
+            .findings
+            .push(Finding::new(rule, path).value(value));
     }
 
     /// Checks a module's file; returns its version if the file exists.
@@ -281,22 +275,15 @@ impl Release<'_> {
         let section = match information(content, &mut self.out.unpacked) {
             Ok(section) => section,
             Err(why) => {
-                self.out
-                    .findings
-                    .push(Finding::new(&NOT_A_MODULE, shown).value(why));
+                self.found(&NOT_A_MODULE, shown, why);
                 return None;
             }
         };
         let value = |key| modinfo::values(&section, key).next();
         let magic = value("vermagic").unwrap_or_default();
         if of_vermagic(&magic) != self.release {
-            self.out
-                .findings
-                .push(Finding::new(&VERMAGIC, &shown).value(if magic.is_empty() {
-                    "none".into()
-                } else {
-                    magic
-                }));
+            let magic = if magic.is_empty() { "none" } else { &magic };
+            self.found(&VERMAGIC, &shown, magic);
         }
         let version = value("version");
         if module_name(file) == DRIVER[0] && self.out.driver.is_none() {

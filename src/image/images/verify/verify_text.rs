@@ -7,7 +7,6 @@ use crate::images::components::sizes_text;
 use crate::images::entry_text::{megabytes, table};
 use kata_gpu_report::data::text::{Ink, Screen, printable, wrap};
 use kata_gpu_report::severity::Severity;
-use std::collections::HashMap;
 
 /// Shown findings of one rule; further ones are counted.
 const SHOWN_OF_A_RULE: usize = 5;
@@ -78,20 +77,6 @@ pub fn page(report: &Report, screen: &Screen) -> String {
         out.push('\n');
         findings(&mut out, &report.findings, screen);
     }
-    let count = |severity| {
-        report
-            .findings
-            .iter()
-            .filter(|f| f.rule.severity == severity)
-            .count()
-    };
-    let plural = |n: usize, word: &str| format!("{n} {word}{}", if n == 1 { "" } else { "s" });
-    let counts = [
-        (Severity::Error, "error"),
-        (Severity::Warning, "warning"),
-        (Severity::Note, "note"),
-    ]
-    .map(|(s, word)| plural(count(s), word));
     let (ink, verdict) = if report.boots() {
         (Ink::Good, "nothing keeps it from booting")
     } else {
@@ -100,7 +85,7 @@ pub fn page(report: &Report, screen: &Screen) -> String {
     out.push_str(&format!(
         "\n{}: {}\n",
         screen.paint(ink, verdict),
-        counts.join(", ")
+        report.counts()
     ));
     out
 }
@@ -159,35 +144,25 @@ fn services(out: &mut String, services: &Services, screen: &Screen) {
 
 /// Findings by rule: the paths, and once the effect and the cure.
 fn findings(out: &mut String, all: &[Finding], screen: &Screen) {
-    let mut shown: HashMap<&str, usize> = HashMap::new();
-    for (index, finding) in all.iter().enumerate() {
-        let rule = finding.rule;
-        let before = shown.entry(rule.name).or_default();
-        *before += 1;
-        let of_rule = *before;
-        if of_rule <= SHOWN_OF_A_RULE {
-            let value = finding
-                .shown_value()
-                .map_or(String::new(), |v| format!(": {v}"));
-            let place = format!("{}{value}", finding.path);
-            let place = place.strip_prefix(": ").unwrap_or(&place);
+    for of_rule in all.chunk_by(|a, b| a.rule == b.rule) {
+        for finding in of_rule.iter().take(SHOWN_OF_A_RULE) {
+            let rule = finding.rule;
             out.push_str(&format!(
-                "{} {}  {place}\n",
+                "{} {}  {}\n",
                 screen.paint(ink(rule), &format!("{:<7}", rule.severity.name())),
-                rule.name
+                rule.name,
+                finding.place()
             ));
         }
-        let last = all.get(index + 1).is_none_or(|next| next.rule != rule);
-        if last {
-            if of_rule > SHOWN_OF_A_RULE {
-                out.push_str(&format!(
-                    "        {} more of these (--json has all)\n",
-                    of_rule - SHOWN_OF_A_RULE
-                ));
-            }
-            for (text, ink) in [(rule.breaks, Ink::Plain), (rule.cure, Ink::Dim)] {
-                wrapped(out, text, ink, screen);
-            }
+        if of_rule.len() > SHOWN_OF_A_RULE {
+            out.push_str(&format!(
+                "        {} more of these (--json has all)\n",
+                of_rule.len() - SHOWN_OF_A_RULE
+            ));
+        }
+        if let Some(Finding { rule, .. }) = of_rule.first() {
+            wrapped(out, rule.breaks, Ink::Plain, screen);
+            wrapped(out, rule.cure, Ink::Dim, screen);
         }
     }
 }

@@ -395,35 +395,30 @@ async fn watch(sandbox: &Sandbox, args: &Check, dir: &Path, screen: Screen) -> R
 }
 
 /// Error texts of containerd, the shim or the VMM, with their cures.
-const CURES: &[(&str, &str)] = &[
+const CURES: &[(&[&str], &str)] = &[
     (
-        "containerd.sock",
+        &["containerd.sock"],
         "run it as root on a node where containerd runs; another socket: --ctr \"ctr --address \
          SOCKET\"",
     ),
     (
-        "No such file or directory (os error 2)",
+        &["No such file or directory (os error 2)"],
         "install containerd's client, or name it: --ctr \"k3s ctr\"",
     ),
     (
-        "/dev/kvm",
+        &["/dev/kvm"],
         "enable virtualisation in the firmware, load kvm_intel or kvm_amd",
     ),
     (
-        "Device or resource busy",
+        &["Device or resource busy"],
         "the device is in use: name one that no pod has",
     ),
-    ("vfio", "bind the whole IOMMU group of the GPU to vfio-pci"),
     (
-        "DeadlineExceeded",
-        "the agent did not answer in time: raise dial_timeout, and see the guest's log",
+        &["vfio"],
+        "bind the whole IOMMU group of the GPU to vfio-pci",
     ),
     (
-        "deadline exceeded",
-        "the agent did not answer in time: raise dial_timeout, and see the guest's log",
-    ),
-    (
-        "timed out",
+        &["DeadlineExceeded", "deadline exceeded", "timed out"],
         "the agent did not answer in time: raise dial_timeout, and see the guest's log",
     ),
 ];
@@ -434,7 +429,7 @@ fn reasons(seen: &Seen, config: &Path) -> Vec<String> {
     if let Some(Err(error)) = &seen.started {
         let cure = CURES
             .iter()
-            .find(|(word, _)| error.contains(word))
+            .find(|(words, _)| words.iter().any(|word| error.contains(word)))
             .map(|(_, cure)| format!("; {cure}"))
             .unwrap_or_default();
         reasons.push(format!(

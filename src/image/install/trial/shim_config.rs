@@ -1,8 +1,8 @@
 //! Shim and configuration of a sandbox, from a configuration file or from a runtime in containerd's
 //! own configuration, by the name that a RuntimeClass uses.
 
-use crate::kata::kata_config::KataConfig;
-use crate::kata::version;
+use crate::kata::refusal::Refusal;
+use crate::kata::version::{self, Configured};
 use anyhow::{Context, Result, anyhow, bail};
 use kata_gpu_report::data::text::printable;
 use std::path::{Path, PathBuf};
@@ -57,16 +57,14 @@ impl Runtime {
     }
 
     fn of_file(file: &Path) -> Result<Self> {
-        let refused = |refusal| anyhow!("{refusal}");
-        let config = KataConfig::read(file).map_err(|refusals| {
-            refusals
-                .into_iter()
-                .next()
-                .map_or_else(|| anyhow!("not read"), refused)
+        let of = Configured::read(file).map_err(|refusals| {
+            let first = refusals
+                .first()
+                .map_or("not read".into(), Refusal::to_string);
+            anyhow!(first)
         })?;
-        let (runtime, _) = version::runtime_and_section(&config).map_err(refused)?;
-        let config = config.base.path;
-        let shim = version::shim(&config, runtime).filter(|shim| shim.is_file());
+        let config = of.config.base.path;
+        let shim = version::shim(&config, of.runtime).filter(|shim| shim.is_file());
         let shim = shim.map_or_else(
             || DEFAULT.to_string(),
             |shim| shim.to_string_lossy().into_owned(),
