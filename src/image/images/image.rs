@@ -5,6 +5,7 @@
 //! are unpacked into an unnamed file. Images are untrusted: everything is bounded, and an entry
 //! that is longer than the file is an error.
 
+use super::disk_image::reading_limits::Limits;
 use super::newc::{HEADER, Header, Kind, MAX_NAME, TRAILER, data_offset, padded};
 use crate::guest_disk as disk;
 use anyhow::{Context, Result, bail, ensure};
@@ -28,10 +29,6 @@ const MAX_UNPACKED: u64 = 4 << 30;
 const MAX_RATIO: u64 = 32;
 /// Unpacked bytes that no ratio limits: padding and empty files make small archives grow more.
 const FREE_UNPACKED: u64 = 64 << 20;
-/// Limit of entries; a whole distribution has some ten thousand.
-const MAX_ENTRIES: usize = 300_000;
-/// Limit of bytes of all names and targets of links.
-const MAX_NAMES: usize = 64 << 20;
 /// Limit of parts, compressed or not. A microcode archive before the rest makes two.
 const MAX_PARTS: usize = 64;
 /// Bytes read at once for headers.
@@ -263,7 +260,7 @@ impl Image {
         Scan {
             image: &mut image,
             file,
-            names: 0,
+            limits: Limits::default(),
             unpacked: 0,
             archives: 0,
         }
@@ -289,7 +286,7 @@ impl Image {
 struct Scan<'a> {
     image: &'a mut Image,
     file: Rc<File>,
-    names: usize,
+    limits: Limits,
     unpacked: u64,
     archives: usize,
 }
@@ -456,15 +453,7 @@ impl Scan<'_> {
         } else {
             Vec::new()
         };
-        self.names += name.len() + target.len();
-        ensure!(
-            self.names <= MAX_NAMES,
-            "names of more than {MAX_NAMES} bytes: no initrd has so many"
-        );
-        ensure!(
-            self.image.entries.len() < MAX_ENTRIES,
-            "more than {MAX_ENTRIES} entries: no initrd has so many"
-        );
+        self.limits.wait(name.len() + target.len())?;
         let data = window.content.part(data..end);
         if header.has_sum && header.kind() == Kind::File {
             check_sum(&data, header.sum)?;

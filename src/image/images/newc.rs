@@ -54,27 +54,22 @@ impl Kind {
             .map_or(Self::Unknown, |(kind, ..)| *kind)
     }
 
+    fn row(self) -> Option<&'static (Kind, u32, char, &'static str)> {
+        Self::ALL.iter().find(|(kind, ..)| *kind == self)
+    }
+
     /// Type bits of a mode.
     pub fn bits(self) -> u32 {
-        Self::ALL
-            .iter()
-            .find(|(kind, ..)| *kind == self)
-            .map_or(0, |(_, bits, ..)| *bits)
+        self.row().map_or(0, |(_, bits, ..)| *bits)
     }
 
     /// Letter in `ls -l`.
     pub fn letter(self) -> char {
-        Self::ALL
-            .iter()
-            .find(|(kind, ..)| *kind == self)
-            .map_or('?', |(_, _, letter, _)| *letter)
+        self.row().map_or('?', |(_, _, letter, _)| *letter)
     }
 
     pub fn name(self) -> &'static str {
-        Self::ALL
-            .iter()
-            .find(|(kind, ..)| *kind == self)
-            .map_or("unknown", |(.., name)| *name)
+        self.row().map_or("unknown", |(.., name)| name)
     }
 
     pub fn is_device(self) -> bool {

@@ -98,6 +98,15 @@ enum Walk {
     Nowhere,
 }
 
+impl Walk {
+    fn node(self) -> Option<Id> {
+        match self {
+            Self::Node(id) => Some(id),
+            Self::Missing(..) | Self::Nowhere => None,
+        }
+    }
+}
+
 impl Tree {
     /// Errors: a path is too long, or the image takes too many steps.
     pub fn new(image: &Image) -> Result<Self> {
@@ -207,7 +216,7 @@ impl Tree {
                 if let Some(first) = shared {
                     let Some((first, data)) = self
                         .find_no_follow(&first)
-                        .and_then(|id| Some((id, self.data(id)?)))
+                        .and_then(|id| Some((id, self.file(id)?)))
                     else {
                         return Err(LeftOut::LinkToNothing);
                     };
@@ -231,7 +240,7 @@ impl Tree {
                     links.insert(key, entry.name.clone());
                 }
                 let content = Some(entry.data.clone());
-                match old.and_then(|id| Some((id, self.data(id)?))) {
+                match old.and_then(|id| Some((id, self.file(id)?))) {
                     // The existing file is rewritten, under all of its names.
                     Some((id, data)) => {
                         let names = self.files[data].names;
@@ -253,14 +262,14 @@ impl Tree {
                     }
                 }
             }
-            (Kind::Char | Kind::Block | Kind::Fifo | Kind::Socket, Some(id)) => {
-                // An existing device keeps its number: the kernel changes owner and mode alone.
-                let rdev = self.nodes[id].meta.rdev;
-                self.nodes[id].meta = Header { rdev, ..meta };
-            }
-            (Kind::Char | Kind::Block | Kind::Fifo | Kind::Socket, None) => {
-                self.add(parent, name, What::Special, index, meta)
-            }
+            (Kind::Char | Kind::Block | Kind::Fifo | Kind::Socket, old) => match old {
+                // An existing device keeps its number: the kernel changes only owner and mode.
+                Some(id) => {
+                    let rdev = self.nodes[id].meta.rdev;
+                    self.nodes[id].meta = Header { rdev, ..meta };
+                }
+                None => self.add(parent, name, What::Special, index, meta),
+            },
             (Kind::Unknown, _) => return Err(LeftOut::UnknownType),
         }
         Ok(())
@@ -288,7 +297,7 @@ impl Tree {
         {
             return Err(LeftOut::DirectoryNotEmpty);
         }
-        if let Some(data) = self.data(id) {
+        if let Some(data) = self.file(id) {
             self.files[data].names -= 1;
         }
         let (parent, name) = (self.nodes[id].parent, self.nodes[id].name.clone());
@@ -341,36 +350,25 @@ impl Tree {
 
     /// Node at a path from the root, with all links followed.
     pub fn find(&self, path: impl AsRef<[u8]>) -> Option<Id> {
-        if let Walk::Node(id) = self.walk(ROOT, path.as_ref(), true, &mut 0) {
-            Some(id)
-        } else {
-            None
-        }
+        self.find_in(ROOT, path)
     }
 
     /// Node at a path from the root; a link at its end is not followed.
     pub fn find_no_follow(&self, path: impl AsRef<[u8]>) -> Option<Id> {
-        if let Walk::Node(id) = self.walk(ROOT, path.as_ref(), false, &mut 0) {
-            Some(id)
-        } else {
-            None
-        }
+        self.walk(ROOT, path.as_ref(), false, &mut 0).node()
     }
 
     /// Node at a path from a directory, with all links followed.
     pub fn find_in(&self, directory: Id, path: impl AsRef<[u8]>) -> Option<Id> {
-        if let Walk::Node(id) = self.walk(directory, path.as_ref(), true, &mut 0) {
-            Some(id)
-        } else {
-            None
-        }
+        self.walk(directory, path.as_ref(), true, &mut 0).node()
     }
 
     pub fn node(&self, id: Id) -> &Node {
         &self.nodes[id]
     }
 
-    fn data(&self, id: Id) -> Option<usize> {
+    /// Index of a file's data, which all of its names share.
+    pub fn file(&self, id: Id) -> Option<usize> {
         if let What::File(data) = self.nodes[id].what {
             Some(data)
         } else {
@@ -389,26 +387,21 @@ impl Tree {
 
     /// Mode, owner, time, device numbers.
     pub fn meta(&self, id: Id) -> &Header {
-        self.data(id)
+        self.file(id)
             .and_then(|data| self.files.get(data))
             .map_or(&self.nodes[id].meta, |file| &file.meta)
     }
 
     /// Content of a regular file.
     pub fn content(&self, id: Id) -> Option<&Content> {
-        self.files.get(self.data(id)?)?.content.as_ref()
+        self.files.get(self.file(id)?)?.content.as_ref()
     }
 
     /// Number of names of a regular file.
     pub fn names(&self, id: Id) -> u32 {
-        self.data(id)
+        self.file(id)
             .and_then(|data| self.files.get(data))
             .map_or(1, |file| file.names)
-    }
-
-    /// A number shared by all names of one file.
-    pub fn file(&self, id: Id) -> Option<usize> {
-        self.data(id)
     }
 
     /// Path from the root, without links; the root is `/`.
@@ -432,10 +425,9 @@ impl Tree {
 
     /// A directory's names.
     pub fn list(&self, directory: Id) -> impl Iterator<Item = (&[u8], Id)> {
-        let names = if let What::Directory(names) = &self.nodes[directory].what {
-            Some(names)
-        } else {
-            None
+        let names = match &self.nodes[directory].what {
+            What::Directory(names) => Some(names),
+            What::File(_) | What::Link(_) | What::Special => None,
         };
         names
             .into_iter()

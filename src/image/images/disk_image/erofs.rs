@@ -237,38 +237,36 @@ impl Superblock {
         };
         let mode = number::<2>(&bytes, 4) as u32;
         let start = number::<4>(&bytes, 16) as u32;
-        let of = |nlink, size, uid, gid, mtime| {
-            let behind = at + if is_extended { 64 } else { 32 } + attributes;
-            Inode {
-                nid,
-                at,
-                is_extended,
-                layout,
-                behind,
-                mode,
-                nlink,
-                size,
-                start,
-                uid,
-                gid,
-                mtime,
-            }
-        };
-        Ok(match is_extended {
-            false => of(
-                number::<2>(&bytes, 6) as u32,
-                number::<4>(&bytes, 8),
-                number::<2>(&bytes, 24) as u32,
-                number::<2>(&bytes, 26) as u32,
-                self.build_time,
-            ),
-            true => of(
-                number::<4>(&bytes, 44) as u32,
+        let (nlink, size, uid, gid, mtime) = if is_extended {
+            (
+                number::<4>(&bytes, 44),
                 number::<8>(&bytes, 8),
-                number::<4>(&bytes, 24) as u32,
-                number::<4>(&bytes, 28) as u32,
+                number::<4>(&bytes, 24),
+                number::<4>(&bytes, 28),
                 number::<8>(&bytes, 32),
-            ),
+            )
+        } else {
+            (
+                number::<2>(&bytes, 6),
+                number::<4>(&bytes, 8),
+                number::<2>(&bytes, 24),
+                number::<2>(&bytes, 26),
+                self.build_time,
+            )
+        };
+        Ok(Inode {
+            nid,
+            at,
+            is_extended,
+            layout,
+            behind: at + if is_extended { 64 } else { 32 } + attributes,
+            mode,
+            nlink: nlink as u32,
+            size,
+            start,
+            uid: uid as u32,
+            gid: gid as u32,
+            mtime,
         })
     }
 
@@ -300,7 +298,7 @@ impl Superblock {
                     size == 0 || within(start, size),
                     "{size} bytes of data from byte {start} on end behind the file system"
                 );
-                Ok(source.part(start..start + size))
+                return Ok(source.part(start..start + size));
             }
             Layout::Inline => {
                 let tail = size.saturating_sub(1) / block * block;
@@ -313,24 +311,17 @@ impl Superblock {
                     in_block <= block && within(inode.behind, size - tail),
                     "data behind the inode leaves its block"
                 );
-                Ok(Content::of(
-                    Rc::new(Data {
-                        source: source.clone(),
-                        block,
-                        inode: inode.clone(),
-                    }),
-                    size,
-                ))
             }
-            Layout::Compressed | Layout::Chunks => Ok(Content::of(
-                Rc::new(Data {
-                    source: source.clone(),
-                    block,
-                    inode: inode.clone(),
-                }),
-                size,
-            )),
+            Layout::Compressed | Layout::Chunks => {}
         }
+        Ok(Content::of(
+            Rc::new(Data {
+                source: source.clone(),
+                block,
+                inode: inode.clone(),
+            }),
+            size,
+        ))
     }
 }
 

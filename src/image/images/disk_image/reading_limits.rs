@@ -2,7 +2,8 @@
 
 use anyhow::{Result, ensure};
 
-/// Limits of entries and of the bytes of all names, as for an initrd.
+/// Limits of entries (a whole distribution has some ten thousand), and of the bytes of all names
+/// and targets of links.
 pub const MAX_ENTRIES: usize = 300_000;
 pub const MAX_NAMES: usize = 64 << 20;
 /// No process can name a deeper path.
