@@ -6,7 +6,8 @@
 use super::unpacked_root::{Id, Tree};
 use super::verify::modules::information;
 use super::view::View;
-use anyhow::{Context, Result};
+use crate::doing::Doing;
+use anyhow::Result;
 use kata_gpu_init::driver_files::manifest::Unusable;
 use kata_gpu_init::driver_files::{DriverFiles, is_version, manifest, scan};
 use kata_gpu_init::formats::modinfo;
@@ -95,7 +96,7 @@ pub fn of(tree: &Tree, at: &[u8]) -> Result<Result<(Vec<u8>, usize), String>> {
     let written = roots
         .root
         .join(OsStr::from_bytes(at.strip_prefix(b"/").unwrap_or(at)));
-    let text = std::fs::read(&written).with_context(|| format!("read {}", written.display()))?;
+    let text = std::fs::read(&written).doing("read", &written)?;
     Ok(Ok((text, files.mounts.len())))
 }
 

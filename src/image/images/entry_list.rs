@@ -6,6 +6,7 @@
 //! mode 0755.
 
 use super::newc::Kind;
+use crate::doing::Doing;
 use anyhow::{Context, Result, bail, ensure};
 use std::path::{Path, PathBuf};
 
@@ -41,7 +42,7 @@ pub enum Wanted {
 
 /// Reads a list.
 pub fn read(path: &Path) -> Result<Vec<Line>> {
-    let meta = std::fs::metadata(path).with_context(|| format!("read list {}", path.display()))?;
+    let meta = std::fs::metadata(path).doing("read list", path)?;
     ensure!(
         meta.is_file(),
         "read list {}: neither a directory nor a file",
@@ -53,8 +54,7 @@ pub fn read(path: &Path) -> Result<Vec<Line>> {
         path.display(),
         meta.len()
     );
-    let text =
-        std::fs::read_to_string(path).with_context(|| format!("read list {}", path.display()))?;
+    let text = std::fs::read_to_string(path).doing("read list", path)?;
     let folder = path.parent().unwrap_or(Path::new(""));
     let line = |(number, line): (usize, &str)| {
         parse(line, folder)

@@ -6,6 +6,7 @@
 //! device or a link.
 
 use super::image::Form;
+use crate::doing::Doing;
 use anyhow::{Context, Result, bail, ensure};
 use flate2::write::GzEncoder;
 use flate2::{Compression, GzBuilder};
@@ -179,7 +180,7 @@ impl Output {
             file.set_permissions(Permissions::from_mode(MODE))?;
             file.sync_all()
         })
-        .with_context(|| format!("write {}", name.temporary.display()))?;
+        .doing("write", &name.temporary)?;
         Ok(Written {
             file: name,
             bytes: hashed.bytes,
@@ -223,7 +224,7 @@ impl Written {
             .unwrap_or(Path::new("."));
         File::open(directory)
             .and_then(|directory| directory.sync_all())
-            .with_context(|| format!("sync {}", directory.display()))
+            .doing("sync", directory)
     }
 }
 

@@ -16,6 +16,7 @@ use super::newc;
 use super::newc::{Header, Kind, MAX_NAME};
 use super::output_file::Output;
 use super::unpacked_root::Tree;
+use crate::doing::Doing;
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::formats::elf::ReadAt;
 use kata_gpu_report::terminal::progress_line::ByteProgress;
@@ -133,8 +134,7 @@ fn mtime_of(value: Option<OsString>) -> Result<u32> {
 pub fn pack(sources: &[PathBuf], wish: Packing, out: &mut Output) -> Result<Packed> {
     let mut items = Items::default();
     for source in sources {
-        let meta =
-            std::fs::metadata(source).with_context(|| format!("pack {}", source.display()))?;
+        let meta = std::fs::metadata(source).doing("pack", source)?;
         if meta.is_dir() {
             items.tree(b"", source, out)?;
         } else {
@@ -243,8 +243,7 @@ impl Items {
                 }
                 path.extend(name.as_bytes());
                 // Metadata of a link itself.
-                let meta = std::fs::symlink_metadata(&from)
-                    .with_context(|| format!("look at {}", from.display()))?;
+                let meta = std::fs::symlink_metadata(&from).doing("look at", &from)?;
                 let kind = meta.file_type();
                 if kind.is_socket() {
                     self.left_out.push(from);
@@ -257,8 +256,7 @@ impl Items {
                 if kind.is_dir() {
                     rest.push((from.clone(), path.clone(), depth + 1));
                 } else if kind.is_symlink() {
-                    let target = std::fs::read_link(&from)
-                        .with_context(|| format!("read link {}", from.display()))?;
+                    let target = std::fs::read_link(&from).doing("read link", &from)?;
                     item.target = target.into_os_string().into_encoded_bytes();
                     item.data = Content::of_bytes(item.target.clone());
                 } else if kind.is_file() {
@@ -452,7 +450,7 @@ impl Items {
                 progress: &mut progress,
             };
             newc::write_entry(out, &entry.header, &entry.name, &mut data)
-                .with_context(|| format!("pack {}", item.from.display()))?;
+                .doing("pack", &item.from)?;
         }
         newc::write_trailer(out).context("write the archive's end")?;
         out.flush().context("write the archive")

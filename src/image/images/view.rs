@@ -8,6 +8,7 @@ use super::entry_text::escaped;
 use super::image::copy;
 use super::newc::Kind;
 use super::unpacked_root::{Id, ROOT, Tree, What};
+use crate::doing::Doing;
 use anyhow::{Context, Result};
 use kata_gpu_init::driver_files::Roots;
 use std::ffi::OsStr;
@@ -61,7 +62,7 @@ impl View {
             let mtime = UNIX_EPOCH + Duration::from_secs(mtime.into());
             File::open(&path)
                 .and_then(|directory| directory.set_modified(mtime))
-                .with_context(|| format!("set the time of {}", path.display()))?;
+                .doing("set the time of", &path)?;
         }
         Ok(view)
     }

@@ -4,12 +4,13 @@
 //! therefore stands beside the configuration, not in `config.d`, and is renamed into place. Not
 //! here: the decision to write.
 
+use crate::doing::Doing;
 use crate::kata::drop_in::NAME;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{ErrorKind, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -24,22 +25,25 @@ pub struct Lock {
 
 /// Excludes other processes that install or remove in this directory.
 pub fn lock(dir: &Path) -> Result<Lock> {
-    let file = File::open(dir).with_context(|| format!("open {}", dir.display()))?;
+    let file = File::open(dir).doing("open", dir)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(held) => Ok(Lock { _held: held }),
         Err((_, Errno::EWOULDBLOCK)) => bail!(
             "{}: another install is at work here: try again when it is done",
             dir.display()
         ),
-        Err((_, e)) => Err(e).with_context(|| format!("lock {}", dir.display())),
+        Err((_, e)) => Err(e).doing("lock", dir),
     }
 }
 
-fn hint(error: &std::io::Error) -> &'static str {
-    if error.kind() == ErrorKind::PermissionDenied {
-        ": run it as root"
-    } else {
-        ""
+/// An error of a step that takes root's rights.
+fn failed(step: String) -> impl FnOnce(io::Error) -> anyhow::Error {
+    move |error| {
+        let hint = match error.kind() {
+            ErrorKind::PermissionDenied => ": run it as root",
+            _ => "",
+        };
+        anyhow!("{step}: {error}{hint}")
     }
 }
 
@@ -56,7 +60,7 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
     // An interrupted install may have left the temporary file.
     match fs::remove_file(&temporary) {
         Err(e) if e.kind() != ErrorKind::NotFound => {
-            return Err(e).with_context(|| format!("remove {}", temporary.display()));
+            return Err(e).doing("remove", &temporary);
         }
         _ => {}
     }
@@ -66,27 +70,21 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
             .create_new(true)
             .mode(MODE)
             .open(&temporary)
-            .map_err(|e| anyhow::anyhow!("make {}: {e}{}", temporary.display(), hint(&e)))?;
+            .map_err(failed(format!("make {}", temporary.display())))?;
         let written = file
             .write_all(text.as_bytes())
             .and_then(|()| file.set_permissions(Permissions::from_mode(MODE)))
             .and_then(|()| file.sync_all());
-        written.with_context(|| format!("write {}", temporary.display()))?;
+        written.doing("write", &temporary)?;
         if make_directory {
             let made = fs::create_dir(drop_in_dir).and_then(|()| {
                 fs::set_permissions(drop_in_dir, Permissions::from_mode(DIRECTORY_MODE))
             });
-            made.map_err(|e| anyhow::anyhow!("make {}: {e}{}", drop_in_dir.display(), hint(&e)))?;
+            made.map_err(failed(format!("make {}", drop_in_dir.display())))?;
         }
         let target = drop_in_dir.join(NAME);
-        let renamed = fs::rename(&temporary, &target).map_err(|e| {
-            anyhow::anyhow!(
-                "rename {} to {}: {e}{}",
-                temporary.display(),
-                target.display(),
-                hint(&e)
-            )
-        });
+        let step = format!("rename {} to {}", temporary.display(), target.display());
+        let renamed = fs::rename(&temporary, &target).map_err(failed(step));
         if renamed.is_err() && make_directory {
             // The directory is empty; report the rename's error.
             let _unused = fs::remove_dir(drop_in_dir);
@@ -110,8 +108,7 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
 /// removed.
 pub fn remove(drop_in_dir: &Path, made_directory: bool) -> Result<bool> {
     let path = drop_in_dir.join(NAME);
-    fs::remove_file(&path)
-        .map_err(|e| anyhow::anyhow!("remove {}: {e}{}", path.display(), hint(&e)))?;
+    fs::remove_file(&path).map_err(failed(format!("remove {}", path.display())))?;
     sync(drop_in_dir)?;
     if !made_directory {
         return Ok(false);
@@ -127,12 +124,12 @@ pub fn remove(drop_in_dir: &Path, made_directory: bool) -> Result<bool> {
         {
             Ok(false)
         }
-        Err(e) => Err(e).with_context(|| format!("remove {}", drop_in_dir.display())),
+        Err(e) => Err(e).doing("remove", drop_in_dir),
     }
 }
 
 fn sync(dir: &Path) -> Result<()> {
     File::open(dir)
         .and_then(|dir| dir.sync_all())
-        .with_context(|| format!("sync {}", dir.display()))
+        .doing("sync", dir)
 }

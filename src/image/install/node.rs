@@ -9,6 +9,7 @@
 //! Not here: content of the drop-in, see the rest of [`super`].
 
 use super::here::{Args, Report, say_here};
+use crate::doing::Doing;
 use crate::images::image::{self, Content, Form, open_regular};
 use crate::images::output_file::{Output, PARTIAL};
 use crate::kata::refusal::Refusal;
@@ -62,10 +63,9 @@ fn is_copy(name: &str) -> bool {
 
 /// Makes the folder and claims it for this configuration.
 fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
-    let config =
-        fs::canonicalize(config).with_context(|| format!("look for {}", config.display()))?;
-    fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
-    let dir = fs::canonicalize(dir).with_context(|| format!("look for {}", dir.display()))?;
+    let config = fs::canonicalize(config).doing("look for", config)?;
+    fs::create_dir_all(dir).doing("make", dir)?;
+    let dir = fs::canonicalize(dir).doing("look for", dir)?;
     let (owner, text) = (dir.join(OWNER), format!("{}\n", config.display()));
     match fs::read_to_string(&owner) {
         Ok(there) if there == text => {}
@@ -75,19 +75,17 @@ fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
             there.trim()
         ),
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            fs::write(&owner, text).with_context(|| format!("write {}", owner.display()))?;
+            fs::write(&owner, text).doing("write", &owner)?;
         }
-        Err(e) => return Err(e).with_context(|| format!("read {}", owner.display())),
+        Err(e) => return Err(e).doing("read", &owner),
     }
     Ok(dir)
 }
 
 fn copy(source: &Path, dir: &Path) -> Result<Copied> {
     let open = |path: &Path| open_regular(path).and_then(Content::of_file);
-    let content = open(source).with_context(|| format!("open {}", source.display()))?;
-    let hash = content
-        .sha256()
-        .with_context(|| format!("read {}", source.display()))?;
+    let content = open(source).doing("open", source)?;
+    let hash = content.sha256().doing("read", source)?;
     let name = name_of(source, &hex(&hash))
         .with_context(|| format!("{}: its name is not UTF-8: rename it", source.display()))?;
     let path = dir.join(name);
@@ -112,10 +110,8 @@ fn copy(source: &Path, dir: &Path) -> Result<Copied> {
 
 /// Removes all copies except `keep`.
 fn remove_copies(dir: &Path, keep: &[PathBuf]) -> Result<()> {
-    for entry in fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
-        let path = entry
-            .with_context(|| format!("read {}", dir.display()))?
-            .path();
+    for entry in fs::read_dir(dir).doing("read", dir)? {
+        let path = entry.doing("read", dir)?.path();
         let name = path
             .file_name()
             .and_then(|name| name.to_str())
@@ -124,7 +120,7 @@ fn remove_copies(dir: &Path, keep: &[PathBuf]) -> Result<()> {
             && !keep.contains(&path)
             && path.symlink_metadata().is_ok_and(|meta| meta.is_file())
         {
-            fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
+            fs::remove_file(&path).doing("remove", &path)?;
         }
     }
     Ok(())
@@ -205,7 +201,7 @@ fn label(file: &Path) -> Result<()> {
         .and_then(|name| name.to_str())
         .with_context(|| format!("{}: no name of a file", file.display()))?;
     let dir = file.parent().context("a file in a folder")?;
-    fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    fs::create_dir_all(dir).doing("make", dir)?;
     let text = format!("{name}=true\n");
     // The time of an unchanged file stays: `repeat` installs again after each change.
     if fs::read_to_string(file).is_ok_and(|there| there == text) {
@@ -213,15 +209,13 @@ fn label(file: &Path) -> Result<()> {
     }
     // Write in place: Node Feature Discovery polls the file and finds a missing line at its next
     // poll.
-    fs::write(file, text).with_context(|| format!("write {}", file.display()))
+    fs::write(file, text).doing("write", file)
 }
 
 /// Removes a file that may be gone already.
 fn remove(file: &Path) -> Result<()> {
     match fs::remove_file(file) {
-        Err(e) if e.kind() != ErrorKind::NotFound => {
-            Err(e).with_context(|| format!("remove {}", file.display()))
-        }
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(e).doing("remove", file),
         _ => Ok(()),
     }
 }
@@ -254,9 +248,7 @@ fn empty(dir: &Path, config: &Path) -> Result<()> {
     remove_copies(&dir, &[])?;
     remove(&dir.join(OWNER))?;
     match fs::remove_dir(&dir) {
-        Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => {
-            Err(e).with_context(|| format!("remove {}", dir.display()))
-        }
+        Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => Err(e).doing("remove", &dir),
         _ => Ok(()),
     }
 }

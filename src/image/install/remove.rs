@@ -6,10 +6,11 @@
 use super::checks;
 use super::drop_in_file;
 use super::here::{Args, Change, Report, changes_text, effective_changes};
+use crate::doing::Doing;
 use crate::kata::drop_in;
 use crate::kata::drop_in::Found;
 use crate::kata::kata_config::unreadable;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use kata_gpu_report::data::text::printable;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -39,7 +40,7 @@ fn directory(given: &Path) -> Result<PathBuf> {
         .parent()
         .filter(|parent| !parent.as_os_str().is_empty())
         .unwrap_or(Path::new("."));
-    std::fs::canonicalize(parent).with_context(|| format!("look for {}", given.display()))
+    std::fs::canonicalize(parent).doing("look for", given)
 }
 
 fn remove(args: &Args) -> Result<Report> {
@@ -80,7 +81,7 @@ fn remove(args: &Args) -> Result<Report> {
     let made_directory = matches!(&found, Found::Ours { record, .. } if record.made_directory);
     let mut removed_directory = false;
     if !args.dry_run {
-        let now = drop_in::look(&path).with_context(|| format!("read {}", path.display()))?;
+        let now = drop_in::look(&path).doing("read", &path)?;
         anyhow::ensure!(
             now == found,
             "{}: changed during the check: run it again",

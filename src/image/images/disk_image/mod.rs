@@ -30,6 +30,7 @@ use super::newc::Kind;
 use super::output_file::{Output, Written};
 use super::unpacked_root::{ROOT, Tree, What};
 use super::verify::INIT;
+use crate::doing::Doing;
 use crate::guest_disk as disk;
 use crate::guest_disk::{Disk, FileSystem};
 use anyhow::{Context, Result, bail, ensure};
@@ -136,8 +137,7 @@ pub fn read_disk(path: &Path) -> Result<Option<Image>> {
     let (file, Ok(disk)) = look(path)? else {
         return Ok(None);
     };
-    let root = read_erofs(&disk, root_of(&file, &disk))
-        .with_context(|| format!("image {}", path.display()))?;
+    let root = read_erofs(&disk, root_of(&file, &disk)).doing("image", path)?;
     Ok(Some(root.image))
 }
 
@@ -222,7 +222,7 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
 fn open(path: &Path) -> Result<Content> {
     open_regular(path)
         .and_then(Content::of_file)
-        .with_context(|| format!("open image {}", path.display()))
+        .doing("open image", path)
 }
 
 /// Reads the init. Errors: the program is another, or an image cannot start it.

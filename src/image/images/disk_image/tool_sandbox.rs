@@ -5,6 +5,7 @@
 //! The program and its argument are fixed. This program executes itself again to enter
 //! the namespaces while it has one thread.
 
+use crate::doing::Doing;
 use crate::images::entry_text::escaped;
 use anyhow::{Context, Result, bail, ensure};
 use memchr::memmem;
@@ -76,9 +77,7 @@ impl Work {
             inside: made.join("work"),
             own: made,
         };
-        let make = |path: &Path| {
-            fs::create_dir(path).with_context(|| format!("make directory {}", path.display()))
-        };
+        let make = |path: &Path| fs::create_dir(path).doing("make directory", path);
         make(&work.inside)?;
         make(&work.inside.join(ROOT))?;
         Ok(work)
@@ -99,13 +98,10 @@ impl Work {
         program()?;
         if becomes_nobody() {
             let own = |path: &Path| {
-                std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY))
-                    .with_context(|| format!("give away {}", path.display()))
+                std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY)).doing("give away", path)
             };
             own(&self.inside)?;
-            for entry in fs::read_dir(&self.inside)
-                .with_context(|| format!("read {}", self.inside.display()))?
-            {
+            for entry in fs::read_dir(&self.inside).doing("read", &self.inside)? {
                 own(&entry?.path())?;
             }
         }
@@ -206,7 +202,7 @@ pub fn run_inside(directory: &Path) -> ExitCode {
 fn enter(directory: &Path) -> Result<()> {
     // Enter first: nobody may lack access to the parent directories, and a descriptor would belong
     // to the former mount namespace.
-    chdir(directory).with_context(|| format!("enter {}", directory.display()))?;
+    chdir(directory).doing("enter", directory)?;
     if becomes_nobody() {
         setgroups(&[]).context("leave all groups")?;
         setgid(Gid::from_raw(NOBODY)).context("become group nobody")?;
@@ -266,8 +262,7 @@ fn mounts() -> Result<()> {
             continue;
         };
         if meta.is_symlink() {
-            let target =
-                fs::read_link(&from).with_context(|| format!("read link {}", from.display()))?;
+            let target = fs::read_link(&from).doing("read link", &from)?;
             symlink(target, &to).with_context(|| format!("make link {name}"))?;
         } else {
             fs::create_dir(&to).with_context(|| format!("make {name}"))?;
@@ -278,7 +273,7 @@ fn mounts() -> Result<()> {
                 MsFlags::MS_BIND | MsFlags::MS_REC,
                 none,
             )
-            .with_context(|| format!("bind {}", from.display()))?;
+            .doing("bind", &from)?;
             let flags = MsFlags::MS_BIND
                 | MsFlags::MS_REMOUNT
                 | MsFlags::MS_RDONLY

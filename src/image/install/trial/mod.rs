@@ -8,6 +8,7 @@
 mod program;
 mod shim_config;
 
+use crate::doing::Doing;
 use crate::kata::drop_in::Found;
 use crate::kata::kata_config::KataConfig;
 use anyhow::{Context, Result, bail};
@@ -184,7 +185,7 @@ impl Sandbox {
             ctr,
             run: Vec::new(),
         };
-        written.with_context(|| format!("write {}", program.display()))?;
+        written.doing("write", &program)?;
         sandbox.run = sandbox.words(runtime, &args.devices);
         Ok(sandbox)
     }
