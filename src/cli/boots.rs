@@ -1,7 +1,7 @@
 //! The directory of boots, and reading many of them.
 
 use anyhow::{Context, Result, ensure};
-use kata_gpu_report::analysis::loaded::load;
+use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
 use kata_gpu_report::data::boot_dir::boots;
 use kata_gpu_report::data::text::{Ink, Screen, ascii_json, printable};
@@ -77,12 +77,7 @@ pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String
     for (at, path) in paths.iter().enumerate() {
         progress.show(|| format!("read {at} of {} boots", paths.len()));
         match load(path, None) {
-            Ok(loaded) => take(metrics(
-                &loaded.boot.timeline,
-                &loaded.boot,
-                &loaded.file,
-                loaded.agent_known,
-            )),
+            Ok(Loaded { file, boot }) => take(metrics(&boot, &file)),
             Err(error) => unread.push(printable(&format!("{error:#}"))),
         }
     }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use kata_gpu_report::analysis::compare::{
     Change, Comparison, Settings, Threshold, Verdict, compare,
 };
-use kata_gpu_report::analysis::loaded::load;
+use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
 use kata_gpu_report::analysis::statistics::Summary;
 use kata_gpu_report::data::boot_dir::find;
@@ -62,13 +62,8 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
     let mut side = |path: &Path| -> Result<Vec<Metrics>> {
         if !args.runs {
             let path = find(Some(&path.display().to_string()), &args.dir.dir)?;
-            let loaded = load(&path, None)?;
-            return Ok(vec![metrics(
-                &loaded.boot.timeline,
-                &loaded.boot,
-                &loaded.file,
-                loaded.agent_known,
-            )]);
+            let Loaded { file, boot } = load(&path, None)?;
+            return Ok(vec![metrics(&boot, &file)]);
         }
         let mut boots = Vec::new();
         unread.extend(each_boot(path, |boot| boots.push(boot))?);

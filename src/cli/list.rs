@@ -10,7 +10,7 @@ use super::boots::{BootDir, json, notes};
 use anyhow::Result;
 use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::metrics;
-use kata_gpu_report::boot::model::{Boot, SETTLED};
+use kata_gpu_report::boot::model::SETTLED;
 use kata_gpu_report::data::boot_dir::dated;
 use kata_gpu_report::data::text::{Ink, Screen, printable, printable_start, wall_clock};
 use kata_gpu_report::terminal::progress_line::Progress;
@@ -121,9 +121,8 @@ impl Args {
 }
 
 fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
-    let Loaded { boot, .. } = loaded;
-    let milestone =
-        |boot: &Boot, name: &str| boot.milestones.iter().find(|m| m.name == name).cloned();
+    let Loaded { file: read, boot } = loaded;
+    let milestone = |name: &str| boot.milestones.iter().find(|m| m.name == name)?.boottime_ns;
     let sandbox = boot.sandbox.as_ref();
     let pod = sandbox.and_then(|s| {
         Some(
@@ -144,20 +143,10 @@ fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
         pod,
         sandbox: sandbox.map(|s| s.id.clone()),
         gpus: boot.gpus.len(),
-        usable_gpus: boot
-            .gpus
-            .iter()
-            .filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none())
-            .count(),
-        last_container_ns: milestone(boot, "last container").and_then(|m| m.boottime_ns),
-        settled_ns: milestone(boot, SETTLED).and_then(|m| m.boottime_ns),
-        failures: metrics(
-            &loaded.boot.timeline,
-            boot,
-            &loaded.file,
-            loaded.agent_known,
-        )
-        .failures,
+        usable_gpus: boot.usable_gpus(),
+        last_container_ns: milestone("last container"),
+        settled_ns: milestone(SETTLED),
+        failures: metrics(boot, read).failures,
     }
 }
 

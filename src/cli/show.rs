@@ -9,9 +9,9 @@ use super::boots::{BootDir, JSON_VERSION};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use export::Format;
+use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::boot::model::Boot;
-use kata_gpu_report::data::agent_log::{self, AgentLine};
-use kata_gpu_report::data::boot_dir::{find, find_sandbox, is_stream, read_boot};
+use kata_gpu_report::data::boot_dir::{find, find_sandbox, is_stream};
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::data::text::{Screen, write_ascii_json};
 use kata_gpu_report::import::boot_of_logs;
@@ -118,7 +118,6 @@ impl From<By> for Grouping {
 /// A boot as `show` got it.
 struct Shown {
     file: BootFile,
-    agent: Vec<AgentLine>,
     boot: Boot,
     /// Report on the logs that the boot was made of.
     report: Vec<String>,
@@ -146,7 +145,7 @@ pub fn run(args: &Args, screen: Screen) -> Result<ExitCode> {
     }
     let (shown, source) = read(args)?;
     if let Some(format) = format {
-        export::export(format, &shown.file, &shown.agent, output)?;
+        export::export(format, &shown.file, shown.boot, output)?;
         return Ok(ExitCode::SUCCESS);
     }
     match output {
@@ -215,28 +214,20 @@ fn read(args: &Args) -> Result<(Shown, Source)> {
         "--boot is for logs: {} has one boot",
         path.display()
     );
-    let file = read_boot(&path)?;
-    let agent = agent_log::of_boot(&path, file.sandbox_id(), args.console.as_deref())?;
-    Ok((Shown::new(file, agent, Vec::new()), Source::File(path)))
+    let Loaded { file, boot } = load(&path, args.console.as_deref())?;
+    let report = Vec::new();
+    Ok((Shown { file, boot, report }, Source::File(path)))
 }
 
 /// A boot made of logs that other programs wrote.
 fn of_logs(paths: &[PathBuf], boot: Option<usize>) -> Result<(Shown, Source)> {
     let made = boot_of_logs(paths, boot)?;
-    let shown = Shown::new(made.boot, Vec::new(), made.warnings);
+    let shown = Shown {
+        boot: Boot::new(&made.boot, &[]),
+        file: made.boot,
+        report: made.warnings,
+    };
     Ok((shown, Source::Made(made.text)))
-}
-
-impl Shown {
-    fn new(file: BootFile, agent: Vec<AgentLine>, report: Vec<String>) -> Self {
-        let boot = Boot::new(&file, &agent);
-        Self {
-            file,
-            agent,
-            boot,
-            report,
-        }
-    }
 }
 
 /// The JSON form: the boot, and its account.
@@ -253,9 +244,7 @@ struct Json<'a> {
 
 /// Writes the page, or its JSON form.
 fn write(args: &Args, shown: &Shown, screen: Screen, out: &mut dyn Write) -> Result<()> {
-    let Shown {
-        file, agent, boot, ..
-    } = shown;
+    let Shown { file, boot, report } = shown;
     let (from, to) = (args.from.as_deref(), args.to.as_deref());
     let account = boot_page::account(boot, args.by.into(), from, to)?;
     if args.form.json {
@@ -275,8 +264,8 @@ fn write(args: &Args, shown: &Shown, screen: Screen, out: &mut dyn Write) -> Res
             1 => Steps::Main,
             _ => Steps::All,
         },
-        report: &shown.report,
-        ..Page::new(file, agent, boot)
+        report,
+        ..Page::new(file, boot)
     };
     Ok(boot_page::write(&page, screen, out)?)
 }

@@ -51,7 +51,7 @@ fn printed(made: &BootOfLogs, verbose: bool) -> String {
     let page = Page {
         steps: if verbose { Steps::All } else { Steps::Main },
         report: &made.warnings,
-        ..Page::new(&made.boot, &[], &boot)
+        ..Page::new(&made.boot, &boot)
     };
     let mut out = Vec::new();
     boot_page::write(&page, Screen::PLAIN, &mut out).unwrap();

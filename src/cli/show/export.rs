@@ -4,7 +4,7 @@
 //! file is written as a whole or not at all.
 
 use anyhow::{Context, Result, bail};
-use kata_gpu_report::data::agent_log::AgentLine;
+use kata_gpu_report::boot::model::Boot;
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::otlp;
 use kata_gpu_report::otlp::{Resource, of_this_machine};
@@ -24,33 +24,16 @@ pub enum Format {
 }
 
 /// Writes a boot to a file, or to standard output.
-pub fn export(
-    format: Format,
-    file: &BootFile,
-    agent: &[AgentLine],
-    output: Option<&Path>,
-) -> Result<()> {
+pub fn export(format: Format, file: &BootFile, boot: Boot, output: Option<&Path>) -> Result<()> {
     let resource = match format {
         Format::Otlp => of_this_machine()?,
         Format::Html | Format::Perfetto => Resource::new(),
     };
-    let timeline = Waterfall::new(file, agent);
+    let timeline = Waterfall::new(file, boot);
     match output {
         Some(path) => save(path, |out| write(format, &timeline, &resource, out)),
         None => print_with(|out| write(format, &timeline, &resource, out)),
     }
-}
-
-/// The boot in a format.
-pub fn bytes(
-    format: Format,
-    file: &BootFile,
-    agent: &[AgentLine],
-    resource: &Resource,
-) -> Result<Vec<u8>> {
-    let mut out = Vec::new();
-    write(format, &Waterfall::new(file, agent), resource, &mut out)?;
-    Ok(out)
 }
 
 /// Writes a boot in a format part by part: the output can be many times as long as the file.

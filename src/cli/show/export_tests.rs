@@ -1,10 +1,10 @@
 //! Tests of all formats at once: golden files, and what holds for any boot, however broken or
 //! hostile.
 
-use super::export::{Format, bytes, save};
+use super::export::{Format, save, write};
+use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::boot::intervals::ns;
-use kata_gpu_report::data::agent_log;
-use kata_gpu_report::data::agent_log::AgentLine;
+use kata_gpu_report::boot::model::Boot;
 use kata_gpu_report::data::boot_dir::read_boot;
 use kata_gpu_report::data::boot_file::{BootFile, HostEvent, HostLine};
 use kata_gpu_report::data::clock_offset::Sample;
@@ -15,35 +15,52 @@ use kata_gpu_wire::catalogue::Owner;
 use kata_gpu_wire::catalogue::derived;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashSet};
-use std::fs::File;
+use std::path::PathBuf;
 
 const BOOT: &str = "hand-made-3-gpus-one-fails";
 const RECORDED: &str = "recorded-8-gpus-fast-host";
 const FORMATS: [Format; 3] = [Format::Html, Format::Perfetto, Format::Otlp];
 
-fn fixture(boot: &str) -> (BootFile, Vec<AgentLine>) {
-    let file = read_boot(&tests_dir(&format!("fixtures/boots/{boot}.ndjson"))).unwrap();
-    let console = File::open(tests_dir(&format!("fixtures/boots/{boot}.console"))).unwrap();
-    (file, agent_log::read(console).unwrap())
+fn path(boot: &str) -> PathBuf {
+    tests_dir(&format!("fixtures/boots/{boot}.ndjson"))
 }
 
-fn text(format: Format, file: &BootFile, agent: &[AgentLine]) -> String {
+fn file_of(boot: &str) -> BootFile {
+    read_boot(&path(boot)).unwrap()
+}
+
+fn fixture(boot: &str) -> Waterfall {
+    let Loaded { file, boot } = load(&path(boot), None).unwrap();
+    Waterfall::new(&file, boot)
+}
+
+fn of_file(file: &BootFile) -> Waterfall {
+    Waterfall::new(file, Boot::new(file, &[]))
+}
+
+fn text(format: Format, boot: &Waterfall) -> String {
     let resource = Resource::from([
         ("host.name".to_string(), "node-1".to_string()),
         ("k8s.pod.name".to_string(), "trainer-0".to_string()),
     ]);
-    String::from_utf8(bytes(format, file, agent, &resource).unwrap()).unwrap()
+    String::from_utf8(bytes(format, boot, &resource).unwrap()).unwrap()
 }
 
-fn json(format: Format, file: &BootFile, agent: &[AgentLine]) -> Value {
-    serde_json::from_str(&text(format, file, agent)).unwrap()
+fn bytes(format: Format, boot: &Waterfall, resource: &Resource) -> anyhow::Result<Vec<u8>> {
+    let mut out = Vec::new();
+    write(format, boot, resource, &mut out)?;
+    Ok(out)
+}
+
+fn json(format: Format, boot: &Waterfall) -> Value {
+    serde_json::from_str(&text(format, boot)).unwrap()
 }
 
 #[test]
 fn a_request_of_otlp_is_the_golden_one() {
-    let (file, agent) = fixture(BOOT);
+    let boot = fixture(BOOT);
     // A line per span, so that a person can read the difference.
-    let text = text(Format::Otlp, &file, &agent).replace(
+    let text = text(Format::Otlp, &boot).replace(
         r#"{"attributes":[{"key":"boot.owner""#,
         "\n{\"attributes\":[{\"key\":\"boot.owner\"",
     );
@@ -55,15 +72,14 @@ fn a_request_of_otlp_is_the_golden_one() {
 
 #[test]
 fn a_step_is_in_every_format_with_its_times() {
-    let (file, agent) = fixture(RECORDED);
-    let timeline = Waterfall::new(&file, &agent);
+    let timeline = fixture(RECORDED);
     let ended: Vec<(String, i64, i64)> = timeline
         .steps
         .iter()
         .filter_map(|step| Some((step.label(), step.begin_ns, step.end_ns?)))
         .collect();
     assert!(ended.len() > 40, "{}", ended.len());
-    let page = text(Format::Html, &file, &agent);
+    let page = text(Format::Html, &timeline);
     for (name, begin, end) in &ended {
         assert!(
             page.contains(&format!("\"begin\":{begin},"))
@@ -71,7 +87,7 @@ fn a_step_is_in_every_format_with_its_times() {
             "{name}"
         );
     }
-    let otlp = json(Format::Otlp, &file, &agent);
+    let otlp = json(Format::Otlp, &timeline);
     assert_eq!(
         otlp["resourceSpans"][0]["scopeSpans"][0]["spans"]
             .as_array()
@@ -84,9 +100,8 @@ fn a_step_is_in_every_format_with_its_times() {
 #[test]
 fn no_two_steps_of_a_row_overlap() {
     for boot in [BOOT, RECORDED] {
-        let (file, agent) = fixture(boot);
         let mut busy: BTreeMap<(usize, usize), i64> = BTreeMap::new();
-        for step in Waterfall::new(&file, &agent).steps {
+        for step in fixture(boot).steps {
             let until = busy.entry((step.lane, step.row)).or_insert(i64::MIN);
             assert!(step.begin_ns >= *until, "{step:?} begins before {until}");
             *until = step.end_ns.unwrap_or(i64::MAX);
@@ -96,19 +111,19 @@ fn no_two_steps_of_a_row_overlap() {
 
 #[test]
 fn otlp_ids_are_unique_and_stable_and_every_link_has_its_span() {
-    let (file, agent) = fixture(RECORDED);
-    let request = json(Format::Otlp, &file, &agent);
-    assert_eq!(request, json(Format::Otlp, &file, &agent));
+    let boot = fixture(RECORDED);
+    let request = json(Format::Otlp, &boot);
+    assert_eq!(request, json(Format::Otlp, &boot));
     let spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
         .as_array()
         .unwrap();
     let id = |value: &Value| value.as_str().unwrap().to_string();
     let ids: HashSet<String> = spans.iter().map(|span| id(&span["spanId"])).collect();
     assert_eq!(ids.len(), spans.len(), "an id twice");
-    let header = file.header.as_ref().unwrap();
+    let trace = boot.boot_id().replace('-', "");
     let mut links = 0;
     for span in spans {
-        assert_eq!(id(&span["traceId"]), header.boot_id.replace('-', ""));
+        assert_eq!(id(&span["traceId"]), trace);
         assert!(
             span["parentSpanId"].is_null() == (span["name"] == "gpu guest boot"),
             "{span}"
@@ -137,27 +152,26 @@ fn otlp_ids_are_unique_and_stable_and_every_link_has_its_span() {
 
 #[test]
 fn otlp_names_a_missing_clock_and_a_clock_of_the_guest_alone() {
-    let (mut file, _) = fixture(BOOT);
+    let mut file = file_of(BOOT);
     file.host.clear();
     assert!(
-        text(Format::Otlp, &file, &[])
+        text(Format::Otlp, &of_file(&file))
             .contains(r#"{"key":"boot.clock","value":{"stringValue":"guest"}}"#)
     );
     file.records.retain(|record| record.name != "clock");
-    let error = bytes(Format::Otlp, &file, &[], &Resource::new())
-        .unwrap_err()
-        .to_string();
+    let error = bytes(Format::Otlp, &of_file(&file), &Resource::new());
+    let error = error.unwrap_err().to_string();
     assert!(error.contains("no clock sample"), "{error}");
-    assert!(text(Format::Html, &file, &[]).contains("wall clock not known"));
+    assert!(text(Format::Html, &of_file(&file)).contains("wall clock not known"));
 }
 
 #[test]
 fn a_step_that_never_ended_is_open_in_every_format() {
-    let (mut file, _) = fixture(BOOT);
+    let mut file = file_of(BOOT);
     // The third GPU's initialisation never comes to its end.
     file.records
         .retain(|record| record.boottime_ns < 11_000_000_000);
-    let timeline = Waterfall::new(&file, &[]);
+    let timeline = of_file(&file);
     let open: Vec<_> = timeline
         .steps
         .iter()
@@ -170,14 +184,14 @@ fn a_step_that_never_ended_is_open_in_every_format() {
         (step.name.as_str(), step.gpu.unwrap().index, step.critical),
         ("gpu.init", Some(2), true)
     );
-    let page = text(Format::Html, &file, &[]);
+    let page = text(Format::Html, &of_file(&file));
     assert!(
         page.contains("2 of 3 GPUs usable; GPU 2 not yet: in gpu.init for 2.499 s"),
         "{page}"
     );
     assert!(page.contains("is in gpu.init since 7.223 s: open for 2.499 s when the stream ended"));
     assert_eq!(
-        text(Format::Otlp, &file, &[])
+        text(Format::Otlp, &of_file(&file))
             .matches(r#"{"key":"boot.open","value":{"boolValue":true}}"#)
             .count(),
         2,
@@ -187,8 +201,8 @@ fn a_step_that_never_ended_is_open_in_every_format() {
 
 #[test]
 fn the_page_has_a_failed_gpus_reason_and_the_drivers_line() {
-    let (file, agent) = fixture(BOOT);
-    let page = text(Format::Html, &file, &agent);
+    let boot = fixture(BOOT);
+    let page = text(Format::Html, &boot);
     for said in [
         "2 of 3 GPUs usable 11.520 s after kernel start; GPU 2 failed",
         "RmInitAdapter failed! (0x62:0x65:1971)",
@@ -204,7 +218,7 @@ fn every_cut_of_a_boot_can_be_written() {
     for end in (0..whole.len()).step_by(397) {
         let file = BootFile::read(&whole[..end]).unwrap();
         for format in FORMATS {
-            let done = bytes(format, &file, &[], &Resource::new());
+            let done = bytes(format, &of_file(&file), &Resource::new());
             assert!(
                 done.is_ok() || format == Format::Otlp,
                 "{format:?} {end}: {done:?}"
@@ -270,13 +284,13 @@ fn a_hostile_boot_is_written_in_every_format_and_stays_text() {
         file.damage
     );
     for format in FORMATS {
-        let out = bytes(format, &file, &[], &Resource::new()).unwrap();
+        let out = bytes(format, &of_file(&file), &Resource::new()).unwrap();
         assert!(
             format == Format::Perfetto || !out.contains(&0x1b),
             "{format:?}"
         );
     }
-    let page = text(Format::Html, &file, &[]);
+    let page = text(Format::Html, &of_file(&file));
     let scripts: Vec<&str> = page
         .split("<script")
         .skip(1)
@@ -296,7 +310,9 @@ fn omissions_of_a_page_are_named() {
     let step = |n: u64| format!(r#"{n},"kind":"begin","name":"x","span":{n}"#);
     let event = |n: u64| format!(r#"{n},"kind":"event","name":"x""#);
     let file = boot_of((0..5_000).map(step).chain((0..20_100).map(event)));
-    assert!(text(Format::Html, &file, &[]).contains("100 steps and events are not on this page"));
+    assert!(
+        text(Format::Html, &of_file(&file)).contains("100 steps and events are not on this page")
+    );
 }
 
 /// A boot of these records, `"boottime_ns"` and what follows.
@@ -318,7 +334,7 @@ fn many_named_gpus_are_not_each_searched_in_each_line() {
         .map(|gpu| format!(r#"5,"kind":"kmsg","name":"kmsg","level":"error","fields":{{"text":"NVRM: GPU {gpu}: fallen off the bus"}}"#));
     let failed = gpus()
         .map(|gpu| format!(r#"9,"kind":"event","name":"gpu.failed","gpu":"{gpu}","error":"gone""#));
-    let timeline = Waterfall::new(&boot_of(said.chain(failed)), &[]);
+    let timeline = of_file(&boot_of(said.chain(failed)));
     assert_eq!(
         (timeline.boot.gpus.len(), timeline.words.len()),
         (100, kata_gpu_report::views::lanes::MAX_GPU_LANES)
@@ -338,7 +354,7 @@ fn vmm_and_firmware_are_a_step_in_every_format() {
         error_ns: 1_000,
     };
     file.host.push(HostLine::now(HostEvent::Clock(sample)));
-    let timeline = Waterfall::new(&file, &[]);
+    let timeline = of_file(&file);
     let [vmm, ..] = timeline.steps.as_slice() else {
         panic!("no step")
     };
@@ -358,13 +374,13 @@ fn vmm_and_firmware_are_a_step_in_every_format() {
         timeline.wall_at(vmm.begin_ns).unwrap().error_ns,
         41_000 + timeline.wall_at(0).unwrap().error_ns - 1_000
     );
-    let html = text(Format::Html, &file, &[]);
+    let html = text(Format::Html, &of_file(&file));
     assert!(
         html.contains("<dt>VMM and firmware</dt>\n<dd>0.960 <small>s</small>")
             && html.contains(r#""begin":-960000000"#)
     );
     let spans =
-        json(Format::Otlp, &file, &[])["resourceSpans"][0]["scopeSpans"][0]["spans"].clone();
+        json(Format::Otlp, &of_file(&file))["resourceSpans"][0]["scopeSpans"][0]["spans"].clone();
     for span in [&spans[0], &spans[1]] {
         assert_eq!(span["startTimeUnixNano"], "1699999999040000000", "{span}");
     }
@@ -385,8 +401,8 @@ fn an_output_that_is_a_link_is_written_through() {
 #[test]
 fn bounds_hold_where_the_hosts_clock_was_stepped() {
     const HOUR_NS: u64 = 3_600_000_000_000;
-    let (mut file, _) = fixture(BOOT);
-    let honest = Waterfall::new(&file, &[]);
+    let mut file = file_of(BOOT);
+    let honest = of_file(&file);
     assert!(
         honest
             .steps
@@ -403,7 +419,7 @@ fn bounds_hold_where_the_hosts_clock_was_stepped() {
         error_ns: 2 * best.error_ns,
     };
     file.host.push(HostLine::now(HostEvent::Clock(later)));
-    let timeline = Waterfall::new(&file, &[]);
+    let timeline = of_file(&file);
     let later_ns = ns(later.boottime_ns);
     assert!(
         timeline

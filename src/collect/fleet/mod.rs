@@ -21,7 +21,7 @@ use super::threads::Runtime;
 use anyhow::{Context, Result};
 use boot_size::check_size;
 use kata_gpu_host::sleep::sleep_until;
-use kata_gpu_report::analysis::loaded::load;
+use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
 use pushing::{Otlp, Queue};
 use state::State;
@@ -172,30 +172,17 @@ async fn report(state: &State, over: &Over) -> bool {
 /// The numbers of a boot, as in `stats`.
 fn look_at(path: &Path) -> Result<(Metrics, Facts)> {
     check_size(path)?;
-    let loaded = load(path, None)?;
-    let boot = &loaded.boot;
+    let Loaded { file, boot } = load(path, None)?;
     let facts = Facts {
         lost: boot
             .lost
             .records
             .saturating_add(boot.lost.reported_by_guest),
         powered_off: boot.power_off.is_some(),
-        usable_gpus: boot
-            .gpus
-            .iter()
-            .filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none())
-            .count(),
+        usable_gpus: boot.usable_gpus(),
         too_large: boot.too_large.is_some(),
     };
-    Ok((
-        metrics(
-            &loaded.boot.timeline,
-            boot,
-            &loaded.file,
-            loaded.agent_known,
-        ),
-        facts,
-    ))
+    Ok((metrics(&boot, &file), facts))
 }
 
 #[cfg(test)]

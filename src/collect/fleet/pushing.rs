@@ -14,6 +14,7 @@ use crate::otlp_push::{Backoff, Outcome, Target, connect};
 use crate::shared::Shared;
 use crate::stop::stopped;
 use anyhow::{Context, Result};
+use kata_gpu_report::boot::model::Boot;
 use kata_gpu_report::data::boot_dir::read_boot;
 use kata_gpu_report::data::boot_file::HostEvent;
 use kata_gpu_report::otlp;
@@ -275,5 +276,7 @@ async fn push(queue: &Queue, boot: &str) -> Outcome {
 
 fn request(path: &Path, resource: &Resource) -> Result<Request<'static>> {
     check_size(path)?;
-    otlp::request(Waterfall::new(&read_boot(path)?, &[]), resource)
+    let file = read_boot(path)?;
+    let boot = Boot::new(&file, &[]);
+    otlp::request(Waterfall::new(&file, boot), resource)
 }

@@ -11,7 +11,6 @@ use std::path::Path;
 pub struct Loaded {
     pub file: BootFile,
     pub boot: Boot,
-    pub agent_known: bool,
 }
 
 /// Reads a boot, and the console log beside it if there is one and no other was named.
@@ -19,9 +18,5 @@ pub fn load(path: &Path, console: Option<&Path>) -> Result<Loaded> {
     let file = read_boot(path)?;
     let agent = agent_log::of_boot(path, file.sandbox_id(), console)?;
     let boot = Boot::new(&file, &agent);
-    Ok(Loaded {
-        agent_known: !agent.is_empty(),
-        file,
-        boot,
-    })
+    Ok(Loaded { file, boot })
 }

@@ -3,7 +3,6 @@
 use super::blame::{By, blame};
 use crate::boot::coverage::coverage;
 use crate::boot::model::Boot;
-use crate::boot::timeline::Timeline;
 use crate::data::boot_file::BootFile;
 use crate::data::compact_record::Field;
 use crate::data::text::{printable, printable_start};
@@ -55,7 +54,8 @@ fn signed(ns: u64) -> i64 {
 }
 
 /// Numbers of a boot. A boot without two milestones has only failures.
-pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: bool) -> Metrics {
+pub fn metrics(boot: &Boot, file: &BootFile) -> Metrics {
+    let timeline = &boot.timeline;
     let mut metrics = Metrics {
         milestones: timeline
             .milestones
@@ -65,8 +65,8 @@ pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: b
         gpus: boot.gpus.len(),
         failed_gpus: boot.failed_gpus().count(),
         settled: boot.settled_ns.is_some(),
-        agent_known,
-        failures: failures(boot, file, timeline),
+        agent_known: !boot.agent.is_empty(),
+        failures: failures(boot, file),
         ..Metrics::default()
     };
     // The end of the record is no moment of the boot.
@@ -113,7 +113,7 @@ fn bounded(steps: &BTreeMap<String, StepMetrics>, name: String) -> String {
     }
 }
 
-fn failures(boot: &Boot, file: &BootFile, timeline: &Timeline) -> Vec<String> {
+fn failures(boot: &Boot, file: &BootFile) -> Vec<String> {
     let text = |text: &str| printable_start(text.as_bytes(), MAX_REASON);
     let mut out = Vec::new();
     for record in file
@@ -151,7 +151,8 @@ fn failures(boot: &Boot, file: &BootFile, timeline: &Timeline) -> Vec<String> {
     );
     if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
         // The boot hangs in the innermost open step.
-        let open = timeline
+        let open = boot
+            .timeline
             .steps
             .iter()
             .rev()

@@ -12,7 +12,7 @@ use crate::data::agent_log;
 use crate::data::agent_log::{AgentEvent, AgentLine};
 use crate::data::boot_file::{BootFile, HostEvent};
 use crate::data::clock_offset::Clock;
-use crate::data::clock_points::{ClockPoints, Placed};
+use crate::data::clock_points::ClockPoints;
 use crate::data::compact_record::{Field, in_time};
 use crate::data::guest_clocks::GuestClocks;
 use crate::data::imported_record;
@@ -26,8 +26,11 @@ impl Boot {
     /// Computes the boot from a file and, if there is one, the console's agent lines.
     pub fn new(file: &BootFile, agent: &[AgentLine]) -> Self {
         let clock = file.clock();
-        let mut points = ClockPoints::default();
-        file.records.iter().for_each(|record| points.add(record));
+        let points = ClockPoints::of(&file.records);
+        let place = |line: &AgentLine| {
+            let placed = points.place(line.realtime_ns, &clock);
+            (line.event.clone(), placed)
+        };
         let records = in_time(&file.records);
         let mut too_large = file.too_large;
         too_large.agent_lines = agent_log::is_full(agent);
@@ -52,6 +55,7 @@ impl Boot {
             damage: file.damage.clone(),
             imported: file.imported().cloned(),
             host: HostTrace::of(file, &records, &clock).map(Box::new),
+            agent: agent.iter().map(place).collect(),
             ..Boot::default()
         };
         for line in &file.host {
@@ -100,19 +104,13 @@ impl Boot {
             }
         }
         let mut ready = None;
-        let placed_lines = agent
-            .iter()
-            .map(|line| (line.event.clone(), points.place(line.realtime_ns, &clock)));
         let imported = records.iter().filter_map(|record| {
-            let placed = Placed {
-                boottime_ns: record.boottime_ns,
-                approximate: imported_record::is_approximate(record),
-            };
+            let placed = imported_record::placed(record);
             Some((imported_record::of_record(record)?, Some(placed)))
         });
         let mut containers = Containers::default();
         let mut heard = false;
-        for (event, placed) in imported.chain(placed_lines) {
+        for (event, placed) in imported.chain(boot.agent.iter().cloned()) {
             // An agent at log level warning logs these, and nothing about containers.
             heard |= !matches!(
                 event,
@@ -172,7 +170,8 @@ impl Boot {
             milestone(SETTLED, boot.settled_ns.map(|t| (t, false))),
         ];
         boot.spans = spans;
-        boot.timeline = Timeline::new(steps::story(&boot, file, agent));
+        boot.host_clock = clock;
+        boot.timeline = Timeline::new(steps::story(&boot, file));
         let window = boot.timeline.window(None, None).ok();
         boot.coverage = window.map(|window| coverage(&boot.timeline, &window).summary());
         boot

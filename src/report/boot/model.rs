@@ -8,9 +8,11 @@ use super::coverage::CoverageSummary;
 use super::gpu_health::{GuestHealth, Health};
 use super::host_trace::HostTrace;
 use super::timeline::Timeline;
+use crate::data::agent_log::AgentEvent;
 use crate::data::boot_file::{Damage, Imported, Sandbox};
 use crate::data::budget::TooLarge;
-use crate::data::clock_offset::{Drift, Sample, Wall};
+use crate::data::clock_offset::{Clock, Drift, Sample, Wall};
+use crate::data::clock_points::Placed;
 use crate::data::compact_record::{SpanFields, Text};
 use crate::data::guest_clocks::{BeforeKernel, Printk};
 use crate::data::units::is_zero;
@@ -94,6 +96,12 @@ pub struct Boot {
     /// Steps and milestones with their owners, for analysis and views.
     #[serde(skip)]
     pub timeline: Timeline,
+    /// Events of the agent's lines, each with its place on the boot clock, if that is known.
+    #[serde(skip)]
+    pub agent: Vec<(AgentEvent, Option<Placed>)>,
+    /// The guest's clock against the host's.
+    #[serde(skip)]
+    pub host_clock: Clock,
 }
 
 /// A point of time for comparing boots.
@@ -322,5 +330,15 @@ impl Span {
 impl Boot {
     pub fn failed_gpus(&self) -> impl Iterator<Item = &Gpu> {
         self.gpus.iter().filter(|g| g.failed.is_some())
+    }
+
+    pub fn usable_gpus(&self) -> usize {
+        let is_usable = |gpu: &&Gpu| gpu.usable.is_some() && gpu.failed.is_none();
+        self.gpus.iter().filter(is_usable).count()
+    }
+
+    /// The agent's events that have a place on the boot clock.
+    pub fn agent_moments(&self) -> impl Iterator<Item = (&AgentEvent, Placed)> {
+        (self.agent.iter()).filter_map(|(event, placed)| Some((event, (*placed)?)))
     }
 }

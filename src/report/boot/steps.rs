@@ -9,9 +9,9 @@ use super::intervals::ns;
 use super::model::{Boot, Gpu, SETTLED};
 use super::story::{Milestone, RawStep, Story};
 use super::{agent_steps, host_steps, kernel_steps, runtime_steps};
-use crate::data::agent_log::{AgentEvent, AgentLine};
+use crate::data::agent_log::AgentEvent;
 use crate::data::boot_file::BootFile;
-use crate::data::clock_points::ClockPoints;
+use crate::data::clock_points::Placed;
 use crate::data::compact_record::Field;
 use kata_gpu_wire::catalogue::{derived, row_of};
 use kata_gpu_wire::names;
@@ -23,11 +23,11 @@ use std::collections::{BTreeMap, HashMap};
 const UNKNOWN_GPU: &str = "GPU unknown";
 
 /// All known steps and milestones of a boot.
-pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
+pub fn story(boot: &Boot, file: &BootFile) -> Story {
     let mut draft = Draft {
         boot,
         file,
-        tries: tries(file, agent),
+        tries: tries(boot),
         story: Story::default(),
         gpus: gpus(boot, file),
     };
@@ -47,26 +47,20 @@ pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
     runtime_steps::add(&mut draft);
     host_steps::add(&mut draft);
     milestones(&mut draft, &created, settle);
-    missing(&mut draft, agent);
+    missing(&mut draft);
     draft.story
 }
 
-fn tries(file: &BootFile, agent: &[AgentLine]) -> Vec<Try> {
-    let clock = file.clock();
-    let mut points = ClockPoints::default();
-    file.records.iter().for_each(|record| points.add(record));
-    let mut tries = Vec::new();
-    for line in agent {
-        if let AgentEvent::CdiTryFailed { container, .. } = &line.event
-            && let Some(placed) = points.place(line.realtime_ns, &clock)
-        {
-            tries.push(Try {
-                container: container.clone(),
-                at_ns: ns(placed.boottime_ns),
-                approximate: placed.approximate,
-            });
-        }
-    }
+fn tries(boot: &Boot) -> Vec<Try> {
+    let of_event = |(event, placed): (&AgentEvent, Placed)| match event {
+        AgentEvent::CdiTryFailed { container, .. } => Some(Try {
+            container: container.clone(),
+            at_ns: ns(placed.boottime_ns),
+            approximate: placed.approximate,
+        }),
+        _ => None,
+    };
+    let mut tries: Vec<Try> = boot.agent_moments().filter_map(of_event).collect();
     tries.sort_by_key(|t| t.at_ns);
     tries
 }
@@ -296,10 +290,10 @@ fn milestones(draft: &mut Draft, created: &BTreeMap<i64, usize>, settle: Option<
     }
 }
 
-fn missing(draft: &mut Draft, agent: &[AgentLine]) {
+fn missing(draft: &mut Draft) {
     let none = |name: &str| draft.first(name).is_none();
     let mut missing = Vec::new();
-    if agent.is_empty() && draft.milestone("agent ready").is_none() {
+    if draft.boot.agent.is_empty() && draft.milestone("agent ready").is_none() {
         missing.push(
             "no lines of the agent (--console): when it was ready, waited and created \
                       containers is not known"

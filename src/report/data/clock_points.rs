@@ -26,6 +26,12 @@ pub struct ClockPoints {
 }
 
 impl ClockPoints {
+    pub fn of(records: &[Record]) -> Self {
+        let mut points = Self::default();
+        records.iter().for_each(|record| points.add(record));
+        points
+    }
+
     /// Takes a `clock` event; other records change nothing.
     pub fn add(&mut self, record: &Record) {
         if record.kind == Kind::Event

@@ -1,6 +1,7 @@
 //! Records made from log lines: their meaning, and their source.
 
 use super::agent_log::AgentEvent;
+use super::clock_points::Placed;
 use super::compact_record::Record;
 use super::text::printable;
 use kata_gpu_wire::record::Kind;
@@ -52,6 +53,14 @@ pub fn mark(record: &Record) -> Option<Mark> {
         .fields
         .get(MARK)
         .and_then(|value| serde_json::from_str(value.json()?).ok())
+}
+
+/// Time of a record.
+pub fn placed(record: &Record) -> Placed {
+    Placed {
+        boottime_ns: record.boottime_ns,
+        approximate: is_approximate(record),
+    }
 }
 
 /// Whether a record's time is shown as approximate, because its error exceeds the shown digits.

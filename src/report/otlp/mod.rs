@@ -280,14 +280,9 @@ fn event(mark: &Mark, clock: &WallClock) -> Event {
 /// The boot: all of its span that is not every span's.
 fn root(timeline: &Waterfall, clock: &WallClock) -> Span {
     let boot = &timeline.boot;
-    let usable = boot
-        .gpus
-        .iter()
-        .filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none())
-        .count();
     let mut attributes = vec![
         integer("boot.gpus", boot.gpus.len() as u64),
-        integer("boot.gpus_usable", usable as u64),
+        integer("boot.gpus_usable", boot.usable_gpus() as u64),
         integer("boot.records_lost", boot.lost.records),
         flag("boot.open", boot.settled_ns.is_none()),
     ];
@@ -364,9 +359,16 @@ fn span(timeline: &Waterfall, step: &Bar, ids: &Ids, clock: &WallClock) -> Span 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::boot::model::Boot;
     use crate::data::boot_file::{BootFile, HostEvent, HostLine};
     use crate::data::text::hex;
     use kata_gpu_test_support::tests_dir;
+
+    fn of_text(text: &str) -> Waterfall {
+        let file = BootFile::read(text.as_bytes()).unwrap();
+        let boot = Boot::new(&file, &[]);
+        Waterfall::new(&file, boot)
+    }
 
     #[test]
     fn the_trace_id_is_the_collectors_else_the_boot_id() {
@@ -375,7 +377,7 @@ mod tests {
         ))
         .unwrap();
         let trace = |text: &str| {
-            let timeline = Waterfall::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);
+            let timeline = of_text(text);
             let boot_id = timeline.boot_id().replace('-', "");
             let span = request(timeline, &Resource::new())
                 .unwrap()

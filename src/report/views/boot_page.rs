@@ -10,11 +10,10 @@ use crate::boot::host_trace::HostStep;
 use crate::boot::model::{Boot, KERNEL_START, SETTLED};
 use crate::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
 use crate::boot::timeline::Window;
-use crate::data::agent_log::AgentLine;
+use crate::data::agent_log::AgentEvent;
 use crate::data::boot_file::{BootFile, HostEvent, Sandbox};
-use crate::data::clock_points::{ClockPoints, Placed};
+use crate::data::clock_points::Placed;
 use crate::data::compact_record::{Record, in_time};
-use crate::data::guest_clocks::GuestClocks;
 use crate::data::text::{Ink, Screen, error_bound, printable, printable_start, seconds, wrap};
 use anyhow::Result;
 use kata_gpu_wire::catalogue::Owner;
@@ -42,7 +41,6 @@ pub enum Steps {
 /// A boot, and how it is shown.
 pub struct Page<'a> {
     pub file: &'a BootFile,
-    pub agent: &'a [AgentLine],
     pub boot: &'a Boot,
     /// Time that is accounted for, and the account. None with fewer than two milestones.
     pub account: Option<(Window<'a>, Account)>,
@@ -53,11 +51,10 @@ pub struct Page<'a> {
 
 impl<'a> Page<'a> {
     /// A boot by phase, until its containers run.
-    pub fn new(file: &'a BootFile, agent: &'a [AgentLine], boot: &'a Boot) -> Self {
+    pub fn new(file: &'a BootFile, boot: &'a Boot) -> Self {
         let account = account(boot, Grouping::Phase, None, None);
         Self {
             file,
-            agent,
             boot,
             account: account.ok().flatten(),
             steps: Steps::None,
@@ -110,10 +107,7 @@ pub fn write(page: &Page, screen: Screen, out: &mut dyn Write) -> io::Result<()>
         None => lines.push("fewer than two milestones are known: no account".to_string()),
         Some((window, account)) => {
             let found = coverage(&boot.timeline, window);
-            lines.extend(wrapped(
-                Ink::Plain,
-                &window_line(window, &page.file.clock()),
-            ));
+            lines.extend(wrapped(Ink::Plain, &window_line(window, &boot.host_clock)));
             lines.push(by_gap::sentence(&found));
             lines.push(String::new());
             lines.extend(account.lines(&screen));
@@ -147,7 +141,7 @@ fn write_steps(page: &Page, details: bool, screen: Screen, out: &mut dyn Write) 
     writeln!(out, "\n{}", table.head())?;
     let mut last = None;
     let mut tracker = Tracker::default();
-    for (_, moment) in moments(page.file, page.agent, page.boot) {
+    for (_, moment) in moments(page.file, page.boot) {
         let row = moment.row(&mut tracker);
         if details || !row.detail {
             for line in table.lines(&row, last) {
@@ -163,11 +157,7 @@ fn write_steps(page: &Page, details: bool, screen: Screen, out: &mut dyn Write) 
 fn outcome(file: &BootFile, boot: &Boot) -> String {
     let id = boot.boot_id.as_deref().map(printable);
     let pod = file.sandbox().and_then(pod_name);
-    let usable = boot
-        .gpus
-        .iter()
-        .filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none())
-        .count();
+    let usable = boot.usable_gpus();
     let mut parts = vec![match boot.gpus.len() {
         0 => "no GPU".to_string(),
         all => format!("{usable} of {all} GPUs usable"),
@@ -214,7 +204,7 @@ fn pod_name(sandbox: &Sandbox) -> Option<String> {
 enum Moment<'a> {
     Fixed(Box<Row>),
     Record(&'a Record),
-    Agent(&'a AgentLine, Placed),
+    Agent(&'a AgentEvent, Placed),
     Connected { peer: &'a str, at_ns: u64 },
     Traced(&'a HostStep),
 }
@@ -224,9 +214,7 @@ impl Moment<'_> {
         match self {
             Self::Fixed(row) => *row,
             Self::Record(record) => tracker.row(record),
-            Self::Agent(line, placed) => {
-                tracker.agent_row(&line.event, placed.boottime_ns, placed.approximate)
-            }
+            Self::Agent(event, placed) => tracker.agent_row(event, placed),
             Self::Traced(step) => tracker.traced_row(step),
             Self::Connected { peer, at_ns } => Row::plain(
                 at_ns,
@@ -238,17 +226,10 @@ impl Moment<'_> {
 }
 
 /// Everything that has a time, in order.
-fn moments<'a>(
-    file: &'a BootFile,
-    agent: &'a [AgentLine],
-    boot: &'a Boot,
-) -> Vec<(u64, Moment<'a>)> {
-    let clock = file.clock();
-    let mut points = ClockPoints::default();
-    file.records.iter().for_each(|record| points.add(record));
+fn moments<'a>(file: &'a BootFile, boot: &'a Boot) -> Vec<(u64, Moment<'a>)> {
     let mut moments = Vec::new();
     let mut fixed = |row: Row| moments.push((row.time_ns, Moment::Fixed(Box::new(row))));
-    if let Some(before) = GuestClocks::of(&file.records).before_kernel {
+    if let Some(before) = boot.clock.before_kernel {
         let what = format!(
             "VMM and firmware, until the kernel's clock began ({}, by the TSC)",
             error_bound(before.error_ns)
@@ -270,10 +251,10 @@ fn moments<'a>(
             .into_iter()
             .map(|record| (record.boottime_ns, Moment::Record(record))),
     );
-    for line in agent {
-        let placed = points.place(line.realtime_ns, &clock);
-        moments.extend(placed.map(|placed| (placed.boottime_ns, Moment::Agent(line, placed))));
-    }
+    moments.extend(
+        boot.agent_moments()
+            .map(|(event, placed)| (placed.boottime_ns, Moment::Agent(event, placed))),
+    );
     for step in boot
         .host
         .iter()
@@ -287,7 +268,7 @@ fn moments<'a>(
     }
     for line in &file.host {
         if let HostEvent::Connected { peer, .. } = &line.event
-            && let Some(at_ns) = clock.boottime_at(line.realtime_ns)
+            && let Some(at_ns) = boot.host_clock.boottime_at(line.realtime_ns)
         {
             moments.push((at_ns, Moment::Connected { peer, at_ns }));
         }
@@ -300,6 +281,7 @@ fn moments<'a>(
 mod tests {
     use super::*;
     use crate::data::agent_log;
+    use crate::data::agent_log::AgentLine;
     use crate::data::boot_dir::read_boot;
     use crate::data::text::ascii_json;
     use kata_gpu_test_support::{golden, tests_dir};
@@ -320,7 +302,7 @@ mod tests {
         let boot = Boot::new(file, agent);
         let page = Page {
             steps,
-            ..Page::new(file, agent, &boot)
+            ..Page::new(file, &boot)
         };
         let mut out = Vec::new();
         write(&page, screen, &mut out).unwrap();

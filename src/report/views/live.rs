@@ -11,7 +11,7 @@ use super::table::Table;
 use crate::boot::gpu_name::GpuName;
 use crate::data::agent_log::AgentLine;
 use crate::data::clock_offset::{Clock, Sample};
-use crate::data::clock_points::ClockPoints;
+use crate::data::clock_points::{ClockPoints, Placed};
 use crate::data::compact_record::Record;
 use crate::data::text::{Ink, seconds};
 use kata_gpu_wire::names;
@@ -115,11 +115,11 @@ impl Live {
             }
             let placed = self.points.place(line.realtime_ns, &self.host_clock);
             // The last way out: it happened about when it came.
-            let (time_ns, approximate) = placed.map_or_else(
-                || (self.guest_now(came), true),
-                |p| (p.boottime_ns, p.approximate),
-            );
-            let row = self.tracker.agent_row(&line.event, time_ns, approximate);
+            let placed = placed.unwrap_or_else(|| Placed {
+                boottime_ns: self.guest_now(came),
+                approximate: true,
+            });
+            let row = self.tracker.agent_row(&line.event, placed);
             self.hold(row, came);
         }
     }

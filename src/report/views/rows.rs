@@ -10,6 +10,7 @@ use crate::boot::gpus::{Gpus, Passed};
 use crate::boot::host_trace::HostStep;
 use crate::data::agent_log::AgentEvent;
 use crate::data::budget::MAX_GPUS;
+use crate::data::clock_points::Placed;
 use crate::data::compact_record::{Field, Record};
 use crate::data::imported_record;
 use crate::data::text;
@@ -105,11 +106,7 @@ impl Tracker {
     pub fn take(&mut self, record: &Record) -> (Row, Option<Passed>) {
         if let Some(event) = imported_record::of_record(record) {
             return (
-                self.agent_row(
-                    &event,
-                    record.boottime_ns,
-                    imported_record::is_approximate(record),
-                ),
+                self.agent_row(&event, imported_record::placed(record)),
                 None,
             );
         }
@@ -224,8 +221,8 @@ impl Tracker {
         }
     }
 
-    /// The row of an agent line that was placed at `time_ns`.
-    pub fn agent_row(&mut self, event: &AgentEvent, time_ns: u64, approximate: bool) -> Row {
+    /// The row of an agent's event.
+    pub fn agent_row(&mut self, event: &AgentEvent, placed: Placed) -> Row {
         let tries = |n: &Option<u64>| n.map(|n| format!(" tries={n}")).unwrap_or_default();
         let (what, tone, detail) = match event {
             AgentEvent::Start { version } => {
@@ -292,14 +289,10 @@ impl Tracker {
             AgentEvent::Bound(gpu) => (format!("uevent: a driver has {gpu}"), Tone::Plain, true),
         };
         Row {
-            time_ns,
-            approximate,
-            owner: Owner::Agent,
-            gpu: None,
-            what,
-            took_ns: None,
+            approximate: placed.approximate,
             tone,
             detail,
+            ..Row::plain(placed.boottime_ns, Owner::Agent, what)
         }
     }
 }
@@ -312,11 +305,16 @@ fn owner(record: &Record) -> Owner {
             Owner::Driver
         }
         Kind::Kmsg => Owner::Kernel,
-        Kind::Begin | Kind::End | Kind::Event => match row_of(&record.name).owner {
-            // A name of no table comes from the init, too: it writes the stream.
-            Owner::Unknown => Owner::Init,
-            owner => owner,
-        },
+        Kind::Begin | Kind::End | Kind::Event => owner_of(&record.name),
+    }
+}
+
+/// Owner of a record of the init's. A name of no table comes from the init, too: it writes the
+/// stream.
+pub fn owner_of(name: &str) -> Owner {
+    match row_of(name).owner {
+        Owner::Unknown => Owner::Init,
+        owner => owner,
     }
 }
 

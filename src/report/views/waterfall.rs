@@ -11,16 +11,15 @@ pub use super::drawn::{Bar, Mark};
 use super::drawn::{MAX_VALUE, field_text};
 use super::lanes;
 use super::lanes::Lane;
-use super::rows::{Row, Tone, Tracker};
+use super::rows::{Row, Tone, Tracker, owner_of};
 use crate::analysis::critical_path;
 use crate::boot::gpu_name::GpuName;
 use crate::boot::intervals::ns;
 use crate::boot::model::Boot;
 use crate::boot::timeline;
-use crate::data::agent_log::{AgentEvent, AgentLine};
+use crate::data::agent_log::AgentEvent;
 use crate::data::boot_file::{BootFile, HostEvent, TraceId};
 use crate::data::clock_offset::{Clock, Sample, Wall};
-use crate::data::clock_points::ClockPoints;
 use crate::data::compact_record::{Field, Record, SpanFields, in_time};
 use crate::data::text::{printable, printable_start};
 use kata_gpu_wire::catalogue::{Owner, derived};
@@ -71,7 +70,6 @@ pub struct Waterfall {
     pub marks: Vec<Mark>,
     /// All clock samples, in order of the guest's time.
     pub samples: Vec<Sample>,
-    clock: Clock,
     /// Why GPUs failed, by the reason's token.
     pub failures: BTreeMap<PciAddress, Why>,
     /// The guest's own wall clock minus its boot clock, by its first `clock` event.
@@ -87,21 +85,18 @@ pub struct Waterfall {
 }
 
 impl Waterfall {
-    /// Works everything out from a file and, if there is one, the console's agent lines.
-    pub fn new(file: &BootFile, agent: &[AgentLine]) -> Self {
-        let boot = Boot::new(file, agent);
+    /// Works everything out from a file and its boot.
+    pub fn new(file: &BootFile, boot: Boot) -> Self {
         let mut samples: Vec<Sample> = file.clock_samples().collect();
         samples.sort_by_key(|sample| sample.boottime_ns);
         let mut reader = Reader::new(&boot);
         for record in in_time(&file.records) {
             reader.record(record);
         }
-        let clock = file.clock();
-        reader.agent(agent, &clock);
-        reader.collector(file, &clock);
+        reader.agent(&boot);
+        reader.collector(file, &boot.host_clock);
         let Reader {
-            owners,
-            marks,
+            mut marks,
             failures,
             ..
         } = reader;
@@ -126,7 +121,7 @@ impl Waterfall {
                 Some(Bar {
                     id: Some(span.id),
                     name: printable(&span.name),
-                    owner: owners.get(&span.id).copied().unwrap_or(Owner::Init),
+                    owner: owner_of(&span.name),
                     gpu: span.gpu.map(&name),
                     begin_ns: known_ns,
                     begin_lost: span.begin_ns.is_none(),
@@ -160,7 +155,6 @@ impl Waterfall {
                 step.id,
             )
         });
-        let mut marks = marks;
         marks.sort_by_key(|mark| mark.at_ns);
 
         let last_mark = marks.last().map_or(0, |m| m.at_ns);
@@ -181,7 +175,6 @@ impl Waterfall {
             path,
             marks,
             samples,
-            clock,
             failures,
             guest_offset_ns: guest_offset(&file.records),
             words,
@@ -206,9 +199,10 @@ impl Waterfall {
             .before_kernel
             .map_or(0, |before| before.error_ns);
         let known = match u64::try_from(at_ns) {
-            Ok(boottime_ns) => self.clock.wall_at(boottime_ns)?,
+            Ok(boottime_ns) => self.boot.host_clock.wall_at(boottime_ns)?,
             Err(_) => self
-                .clock
+                .boot
+                .host_clock
                 .wall_before_start(at_ns.unsigned_abs(), before_error_ns)?,
         };
         Some(Wall {
@@ -225,7 +219,7 @@ impl Waterfall {
         let everywhere = self
             .samples
             .iter()
-            .filter(|_| self.clock.steps() > 0)
+            .filter(|_| self.boot.clock.steps > 0)
             .filter_map(|s| Some(self.wall_at(ns(s.boottime_ns))?.error_ns));
         Some(everywhere.fold(sample.error_ns, u64::max))
     }
@@ -255,8 +249,6 @@ fn gpu_names(boot: &Boot) -> impl Fn(PciAddress) -> GpuName + use<> {
 /// Takes the stream apart.
 struct Reader {
     tracker: Tracker,
-    points: ClockPoints,
-    owners: HashMap<u64, Owner>,
     marks: Vec<Mark>,
     failures: BTreeMap<PciAddress, Why>,
     gpus: HashSet<PciAddress>,
@@ -266,8 +258,6 @@ impl Reader {
     fn new(boot: &Boot) -> Self {
         Self {
             tracker: Tracker::default(),
-            points: ClockPoints::default(),
-            owners: HashMap::new(),
             marks: Vec::new(),
             failures: BTreeMap::new(),
             gpus: boot.gpus.iter().map(|gpu| gpu.address).collect(),
@@ -275,12 +265,9 @@ impl Reader {
     }
 
     fn record(&mut self, record: &Record) {
-        self.points.add(record);
         let row = self.tracker.row(record);
         match (record.kind, record.span) {
-            (Kind::Begin | Kind::End, Some(id)) => {
-                self.owners.entry(id).or_insert(row.owner);
-            }
+            (Kind::Begin | Kind::End, Some(_)) => {}
             (Kind::Event | Kind::Kmsg, _) | (_, None) => {
                 if let (names::GPU_FAILED, Some(gpu)) = (record.name.as_str(), record.gpu) {
                     let field = |key| {
@@ -312,13 +299,9 @@ impl Reader {
         }
     }
 
-    fn agent(&mut self, agent: &[AgentLine], clock: &Clock) {
-        for line in agent {
-            let Some(placed) = self.points.place(line.realtime_ns, clock) else {
-                continue;
-            };
-            let at_ns = placed.boottime_ns;
-            let name = match &line.event {
+    fn agent(&mut self, boot: &Boot) {
+        for (event, placed) in boot.agent_moments() {
+            let name = match event {
                 AgentEvent::Start { .. } => "agent.start",
                 AgentEvent::Ready => "agent.ready",
                 AgentEvent::Rpc { .. } => "agent.rpc",
@@ -331,9 +314,7 @@ impl Reader {
                 AgentEvent::HookFailed { .. } => "agent.hook-failed",
                 AgentEvent::Bound(_) => "agent.uevent",
             };
-            let row = self
-                .tracker
-                .agent_row(&line.event, at_ns, placed.approximate);
+            let row = self.tracker.agent_row(event, placed);
             self.marks.push(mark(name, row, None));
         }
     }

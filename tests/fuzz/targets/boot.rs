@@ -94,7 +94,7 @@ fn views(bytes: &[u8]) {
     let boot = Boot::new(&file, &agent);
     let page = Page {
         steps: Steps::All,
-        ..Page::new(&file, &agent, &boot)
+        ..Page::new(&file, &boot)
     };
     let screen = Screen {
         width: Some(80),
@@ -102,7 +102,7 @@ fn views(bytes: &[u8]) {
     };
     boot_page::write(&page, screen, &mut sink()).expect("nothing to go wrong");
     write_ascii_json(&mut sink(), &boot).expect("a model is JSON");
-    let timeline = Timeline::new(steps::story(&boot, &file, &agent));
+    let timeline = Timeline::new(steps::story(&boot, &file));
     if let Ok(window) = timeline.window(None, None) {
         let covered = coverage(&timeline, &window);
         assert_eq!(
@@ -112,7 +112,7 @@ fn views(bytes: &[u8]) {
         blame(&timeline, &window, By::Owner);
         critical_path(&timeline, &window, 5);
     }
-    let numbers = metrics(&timeline, &boot, &file, !agent.is_empty());
+    let numbers = metrics(&boot, &file);
     let mut tally = Tally::default();
     tally.add(&numbers, Facts::default());
     let mut all = Collected::default();
@@ -128,12 +128,12 @@ fn views(bytes: &[u8]) {
     for format in [Format::Html, Format::Perfetto, Format::Otlp] {
         let _no_clock = export::write(
             format,
-            &Waterfall::new(&file, &agent),
+            &Waterfall::new(&file, boot.clone()),
             &Resource::new(),
             &mut sink(),
         );
     }
-    if let Ok(request) = otlp::request(Waterfall::new(&file, &agent), &Resource::new()) {
+    if let Ok(request) = otlp::request(Waterfall::new(&file, boot.clone()), &Resource::new()) {
         request.protobufs(1 << 20).for_each(drop);
     }
 }

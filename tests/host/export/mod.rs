@@ -5,9 +5,9 @@ mod page;
 mod perfetto;
 
 use crate::{TempDir, project};
-use kata_gpu_boot::show::export::{Format, bytes};
+use kata_gpu_boot::show::export::{Format, write};
+use kata_gpu_report::boot::model::Boot;
 use kata_gpu_report::data::agent_log;
-use kata_gpu_report::data::agent_log::AgentLine;
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::otlp::Resource;
 use kata_gpu_report::views::waterfall::{Bar, Waterfall};
@@ -27,17 +27,17 @@ pub fn fixture(name: &str) -> String {
 /// The boot of this stream in that format, with the agent's lines of a fixture's console where one
 /// is named.
 pub fn export(stream: &str, console: Option<&str>, format: Format) -> Vec<u8> {
-    let (file, agent) = read(stream, console);
-    bytes(format, &file, &agent, &Resource::new()).unwrap()
+    let mut out = Vec::new();
+    write(format, &read(stream, console), &Resource::new(), &mut out).unwrap();
+    out
 }
 
 /// The same boot's steps, which every format has.
 pub fn bars(stream: &str, console: Option<&str>) -> Vec<Bar> {
-    let (file, agent) = read(stream, console);
-    Waterfall::new(&file, &agent).steps
+    read(stream, console).steps
 }
 
-fn read(stream: &str, console: Option<&str>) -> (BootFile, Vec<AgentLine>) {
+fn read(stream: &str, console: Option<&str>) -> Waterfall {
     let file = BootFile::read(stream.as_bytes()).unwrap();
     assert_eq!(file.damaged, 0, "{:?}", file.damage);
     let console = console.map(|name| {
@@ -51,7 +51,8 @@ fn read(stream: &str, console: Option<&str>) -> (BootFile, Vec<AgentLine>) {
     let agent = console
         .map(|console| agent_log::read(console).unwrap())
         .unwrap_or_default();
-    (file, agent)
+    let boot = Boot::new(&file, &agent);
+    Waterfall::new(&file, boot)
 }
 
 /// A machine with 16 GPUs, made of a recorded boot with 8: the same again in another PCI domain, a

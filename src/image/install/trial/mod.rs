@@ -15,9 +15,7 @@ use anyhow::{Context, Result, bail};
 use kata_gpu_collect::check;
 use kata_gpu_collect::follow::sandbox;
 use kata_gpu_host::processes;
-use kata_gpu_report::boot::model::Boot;
-use kata_gpu_report::data::agent_log;
-use kata_gpu_report::data::boot_dir::read_boot;
+use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::data::text::{Ink, Screen, ascii_json, printable, printable_start};
 use kata_gpu_report::terminal::stdout::print_with;
 use kata_gpu_report::views::boot_page;
@@ -486,27 +484,16 @@ fn report(
     json: bool,
     screen: Screen,
 ) -> Result<()> {
-    let file = seen
-        .boot
-        .file
-        .as_deref()
-        .map(|path| read_boot(path).map(|file| (path, file)))
-        .transpose()?;
-    let agent = match &file {
-        Some((path, file)) => agent_log::of_boot(path, file.sandbox_id(), None)?,
-        None => Vec::new(),
-    };
-    let boot = file
-        .as_ref()
-        .map(|(path, file)| (path, file, Boot::new(file, &agent)));
+    let loaded = seen.boot.file.as_deref().map(|path| load(path, None));
+    let loaded = loaded.transpose()?;
     let started = seen
         .started
         .as_ref()
         .and_then(|started| started.as_ref().ok());
     if json {
-        let timeline = boot
+        let boot = loaded
             .as_ref()
-            .map(|(.., boot)| serde_json::to_value(boot))
+            .map(|loaded| serde_json::to_value(&loaded.boot))
             .transpose()
             .context("write the boot as JSON")?;
         let json = json!({
@@ -517,14 +504,14 @@ fn report(
             "shim": runtime.shim,
             "started_s": started,
             "file": seen.boot.file.as_ref().map(|path| path.to_string_lossy()),
-            "boot": timeline,
+            "boot": boot,
         });
         let text = ascii_json(&json).context("write JSON")?;
         return print_with(|out| Ok(writeln!(out, "{text}")?));
     }
     print_with(|out| {
-        if let Some((_, file, boot)) = &boot {
-            boot_page::write(&boot_page::Page::new(file, &agent, boot), screen, out)?;
+        if let Some(Loaded { file, boot }) = &loaded {
+            boot_page::write(&boot_page::Page::new(file, boot), screen, out)?;
         }
         let verdict = verdict(seen, reasons);
         let ink = if reasons.is_empty() {

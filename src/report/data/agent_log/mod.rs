@@ -148,6 +148,7 @@ fn read_lines(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::clock_points::Placed;
     use crate::views::rows::Tracker;
     use kata_gpu_test_support::{golden, tests_dir};
 
@@ -161,9 +162,13 @@ mod tests {
         let lines = read(file).unwrap();
         let first = lines.first().map_or(0, |line| line.realtime_ns);
         let mut tracker = Tracker::default();
+        let start = Placed {
+            boottime_ns: 0,
+            approximate: false,
+        };
         let mut out = String::new();
         for line in &lines {
-            let row = tracker.agent_row(&line.event, 0, false);
+            let row = tracker.agent_row(&line.event, start);
             out.push_str(&format!(
                 "{:7.3}  {}\n",
                 (line.realtime_ns - first) as f64 / 1e9,
