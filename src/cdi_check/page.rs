@@ -19,7 +19,7 @@ pub fn page(report: &Report, asked: bool) -> String {
             file.bytes.to_string(),
         ]);
     }
-    let mut lines = aligned(&out, &[3, 4]);
+    let mut lines = aligned(&out, &[3, 4], "  ");
     lines.push(String::new());
     for verdict in &report.verdicts {
         let loads = match &verdict.refused {
@@ -87,7 +87,7 @@ fn devices(report: &Report, lines: &mut Vec<String>) {
     }
     if rows.len() > 1 {
         lines.push(String::new());
-        lines.extend(aligned(&rows, &[2, 3, 4, 5, 6]));
+        lines.extend(aligned(&rows, &[2, 3, 4, 5, 6], "  "));
     }
     if report.not_tried > 0 {
         lines.push(format!("{} more devices, not tried", report.not_tried));
@@ -158,7 +158,7 @@ fn edits(container: &Container, lines: &mut Vec<String>) {
     ];
     for (head, name, cells) in lists {
         let rows: Vec<Vec<String>> = container.list(name).iter().map(cells).collect();
-        for (index, line) in aligned(&rows, &[]).iter().enumerate() {
+        for (index, line) in aligned(&rows, &[], "  ").iter().enumerate() {
             let head = if index == 0 { head } else { "" };
             lines.push(format!("  {head:<8}{}", line.trim_end()));
         }

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
 use kata_gpu_report::data::boot_dir::boots;
-use kata_gpu_report::data::text::{Ink, Screen, ascii_json, printable};
+use kata_gpu_report::data::text::{Screen, ascii_json, printable};
 use kata_gpu_report::terminal::progress_line::Progress;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -38,10 +38,10 @@ pub fn block_on<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
         .block_on(work)
 }
 
-/// Notes below a page: data that it lacks.
-pub fn notes(notes: &[String], screen: &Screen, out: &mut Vec<String>) {
-    let line = |note| screen.paint(Ink::Dim, &format!("note: {note}"));
-    out.extend(notes.iter().map(line));
+/// Notes below a page on files that could not be read.
+pub fn not_read(unread: &[String], screen: &Screen, out: &mut Vec<String>) {
+    let line = |why| screen.note(&format!("not read: {why}"));
+    out.extend(unread.iter().map(line));
 }
 
 /// A JSON form, with its version.

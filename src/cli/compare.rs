@@ -1,7 +1,7 @@
 //! `kata-gpu-boot compare`: compares two boots, or two sets of boots, with an exit status that can
 //! stop a release.
 
-use super::boots::{BootDir, each_boot, json, notes};
+use super::boots::{BootDir, each_boot, json};
 use anyhow::{Context, Result};
 use kata_gpu_report::analysis::compare::{
     Change, Comparison, Settings, Threshold, Verdict, compare,
@@ -147,7 +147,7 @@ fn page(comparison: &Comparison, screen: &Screen) -> String {
                 .map(|worse| screen.paint(Ink::Error, worse)),
         );
     }
-    notes(&comparison.notes, screen, &mut out);
+    out.extend(comparison.notes.iter().map(|note| screen.note(note)));
     out.join("\n") + "\n"
 }
 

@@ -1,7 +1,7 @@
 //! `kata-gpu-boot doctor`: what makes GPU guests start slowly on this host, and its cure; and a
 //! recording of the host's share of one boot.
 
-use super::boots::{OF_THE_UNIT, block_on, json as plain_json, notes};
+use super::boots::{OF_THE_UNIT, block_on, json as plain_json, not_read};
 use anyhow::{Context, Result};
 use kata_gpu_doctor::facts::{Depth, boots, facts_at};
 use kata_gpu_doctor::recorder::recording::{self, Target, Wanted};
@@ -342,11 +342,7 @@ fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
         findings.len(),
         counts.join(", ")
     ));
-    let unread: Vec<String> = unread
-        .iter()
-        .map(|why| format!("not read: {why}"))
-        .collect();
-    notes(&unread, screen, &mut out);
+    not_read(unread, screen, &mut out);
     out.join("\n") + "\n"
 }
 

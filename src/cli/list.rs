@@ -6,12 +6,13 @@
 
 mod stats;
 
-use super::boots::{BootDir, json, notes};
+use super::boots::{BootDir, json, not_read};
 use anyhow::Result;
 use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::metrics;
 use kata_gpu_report::boot::model::SETTLED;
 use kata_gpu_report::data::boot_dir::dated;
+use kata_gpu_report::data::boot_file::Sandbox;
 use kata_gpu_report::data::text::{Ink, Screen, printable, printable_start, wall_clock};
 use kata_gpu_report::terminal::progress_line::Progress;
 use kata_gpu_report::views::grid::{Grid, Set, time};
@@ -122,17 +123,7 @@ impl Args {
 
 fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
     let Loaded { file: read, boot } = loaded;
-    let milestone = |name: &str| boot.milestones.iter().find(|m| m.name == name)?.boottime_ns;
     let sandbox = boot.sandbox.as_ref();
-    let pod = sandbox.and_then(|s| {
-        Some(
-            [s.namespace.as_deref(), Some(s.pod.as_deref()?)]
-                .into_iter()
-                .flatten()
-                .collect::<Vec<_>>()
-                .join("/"),
-        )
-    });
     Entry {
         file,
         boot_id: boot.boot_id.clone(),
@@ -140,12 +131,12 @@ fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
             .milestones
             .first()
             .and_then(|m| Some(m.wall?.realtime_ns)),
-        pod,
+        pod: sandbox.and_then(Sandbox::pod_name),
         sandbox: sandbox.map(|s| s.id.clone()),
         gpus: boot.gpus.len(),
         usable_gpus: boot.usable_gpus(),
-        last_container_ns: milestone("last container"),
-        settled_ns: milestone(SETTLED),
+        last_container_ns: boot.milestone("last container"),
+        settled_ns: boot.milestone(SETTLED),
         failures: metrics(boot, read).failures,
     }
 }
@@ -235,11 +226,7 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
     if listed.is_empty() {
         out = vec!["no boot of that kind".to_string()];
     }
-    let unread: Vec<String> = unread
-        .iter()
-        .map(|why| format!("not read: {why}"))
-        .collect();
-    notes(&unread, screen, &mut out);
+    not_read(unread, screen, &mut out);
     out.join("\n") + "\n"
 }
 

@@ -4,7 +4,6 @@
 use super::{compare, list, show};
 use clap::{Args, FromArgMatches};
 use kata_gpu_report::analysis::blame::{By, blame};
-use kata_gpu_report::analysis::critical_path::{critical_path, gain};
 use kata_gpu_report::analysis::loaded::load;
 use kata_gpu_report::boot::coverage::coverage;
 use kata_gpu_report::boot::intervals::length;
@@ -252,71 +251,6 @@ fn without_agent_lines_the_account_names_the_missing_part() {
             .to_string()
             .contains("one of kernel start")
     );
-}
-
-#[test]
-fn what_holds_for_every_account_holds_for_these() {
-    for boot in BOOTS {
-        let loaded = load(Path::new(&path(boot)), None).unwrap();
-        let timeline = &loaded.boot.timeline;
-        let milestones: Vec<&str> = timeline
-            .milestones
-            .iter()
-            .map(|m| m.name.as_str())
-            .collect();
-        for to in milestones {
-            let Ok(window) = timeline.window(None, Some(to)) else {
-                continue;
-            };
-            let (covered, path) = (
-                coverage(timeline, &window),
-                critical_path(timeline, &window, 3),
-            );
-            assert_eq!(
-                covered.explained_ns + covered.unexplained_ns,
-                window.wall_ns(),
-                "{boot} to {to}"
-            );
-            let on_path = path.path.iter().fold(0, |sum, p| sum + p.took_ns);
-            assert_eq!(
-                on_path,
-                window.wall_ns(),
-                "{boot} to {to}: the path has no gap"
-            );
-            for by in [By::Owner, By::Phase] {
-                let account = blame(timeline, &window, by);
-                assert!(
-                    account
-                        .groups
-                        .iter()
-                        .flat_map(|g| &g.steps)
-                        .all(|s| s.time.wall_ns <= window.wall_ns()
-                            && s.time.wall_ns <= s.time.sum_ns)
-                );
-                assert!(
-                    account
-                        .groups
-                        .iter()
-                        .all(|g| g.time.wall_ns <= window.wall_ns()),
-                    "{boot} to {to}"
-                );
-            }
-            for (i, step) in timeline.steps.iter().enumerate() {
-                let (sure, at_most) = gain(timeline, &window, &[i]);
-                let theirs: u64 = path
-                    .path
-                    .iter()
-                    .filter(|p| p.index == Some(i))
-                    .map(|p| p.took_ns)
-                    .sum();
-                assert!(
-                    sure <= at_most && at_most <= theirs,
-                    "{boot} to {to}: {} brings {at_most}, has {theirs}",
-                    step.title()
-                );
-            }
-        }
-    }
 }
 
 #[test]

@@ -24,3 +24,6 @@ pub mod otlp;
 
 // Boots from other programs' logs.
 pub mod import;
+
+#[cfg(test)]
+mod for_tests;

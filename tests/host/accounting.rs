@@ -3,6 +3,7 @@
 
 use kata_gpu_report::analysis::blame::{By, blame};
 use kata_gpu_report::analysis::critical_path::{critical_path, gain};
+use kata_gpu_report::analysis::graph::Graph;
 use kata_gpu_report::boot::coverage::coverage;
 use kata_gpu_report::boot::story::{Milestone, RawStep, Story};
 use kata_gpu_report::boot::timeline::Timeline;
@@ -91,6 +92,7 @@ fn every_story_gives_an_account_that_adds_up() {
             }
         }
 
+        let graph = Graph::new(&timeline, &window);
         let path = critical_path(&timeline, &window, 3);
         count(cut, path.cut);
         let mut at = window.from.at_ns;
@@ -100,7 +102,7 @@ fn every_story_gives_an_account_that_adds_up() {
         }
         prop_assert_eq!(at, window.to.at_ns, "the path ends where the window does");
         for (i, step) in timeline.steps.iter().enumerate() {
-            let (sure, at_most) = gain(&timeline, &window, &[i]);
+            let (sure, at_most) = gain(&window, &graph, &[i]);
             prop_assert!(sure <= at_most && at_most <= wall, "what is sure is possible");
             // The path may have another step of the same name; such a step is not checked here.
             let title = step.title();

@@ -1,6 +1,6 @@
 //! `list --stats`: statistics of all boots of a directory.
 
-use crate::boots::{each_boot, json, notes};
+use crate::boots::{each_boot, json, not_read};
 use anyhow::{Result, ensure};
 use kata_gpu_report::analysis::many_boots::{Collected, Row, Stats};
 use kata_gpu_report::data::text::{Ink, Screen};
@@ -74,11 +74,7 @@ fn page(stats: &Stats, unread: &[String], screen: &Screen) -> String {
         "unexplained in the boot that is explained worst: {}",
         share(stats.most_unexplained_percent)
     ));
-    let unread: Vec<String> = unread
-        .iter()
-        .map(|why| format!("not read: {why}"))
-        .collect();
-    notes(&unread, screen, &mut out);
+    not_read(unread, screen, &mut out);
     out.join("\n") + "\n"
 }
 

@@ -48,7 +48,7 @@ pub fn megabytes(bytes: u64) -> String {
 /// first row is the head.
 pub fn table(rows: &[Vec<String>], right: &[usize], screen: &Screen) -> String {
     let ink = |index: usize| if index == 0 { Ink::Bold } else { Ink::Plain };
-    aligned(rows, right)
+    aligned(rows, right, "  ")
         .iter()
         .enumerate()
         .map(|(index, line)| screen.paint(ink(index), line.trim_end()) + "\n")

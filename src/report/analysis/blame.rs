@@ -70,7 +70,7 @@ pub struct Blame {
 }
 
 #[derive(Default)]
-struct Sum {
+pub struct Sum {
     pieces: Vec<(i64, i64)>,
     time: Time,
     open: u64,
@@ -83,7 +83,7 @@ struct Sum {
 type Sums = BTreeMap<String, Sum>;
 
 impl Sum {
-    fn add(&mut self, step: &Step, own: &[(i64, i64)]) {
+    pub fn add(&mut self, step: &Step, own: &[(i64, i64)]) {
         let took = sum(own);
         self.time.count += 1;
         self.time.sum_ns = self.time.sum_ns.saturating_add(took);
@@ -95,7 +95,7 @@ impl Sum {
         self.phase = step.row.phase.name();
     }
 
-    fn time(&mut self, wall_ns: u64) -> Time {
+    pub fn time(&mut self, wall_ns: u64) -> Time {
         let union = Intervals::union(std::mem::take(&mut self.pieces)).total_ns();
         Time {
             wall_ns: union,
@@ -147,11 +147,6 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
         if end < begin {
             continue;
         }
-        let title = if step.row.name == kata_gpu_wire::names::MODULE_LOAD {
-            step.title()
-        } else {
-            step.name.clone()
-        };
         if step.row.waiting {
             waiting.entry(step.title()).or_default().add(step, &own);
             continue;
@@ -162,7 +157,7 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
         };
         let (sum, steps) = groups.entry(key).or_default();
         sum.add(step, &own);
-        steps.entry(title).or_default().add(step, &own);
+        steps.entry(step.kind()).or_default().add(step, &own);
     }
     let rows = |sums: Sums| {
         let mut rows: Vec<StepRow> = sums

@@ -4,10 +4,11 @@
 //! Steps of one GPU are one line, other steps of one name are one line. What the host's trace saw
 //! inside a step stands under the step's line, as its cause.
 
-use super::blame::{Time, own_times};
+use super::blame::{Sum, Time, own_times};
 use super::critical_path::gain;
+use super::graph::Graph;
 use crate::boot::host_trace::HostTrace;
-use crate::boot::intervals::{Intervals, percent, sum};
+use crate::boot::intervals::{Intervals, sum};
 use crate::boot::model::Boot;
 use crate::boot::timeline::{Step, Timeline, Window};
 use crate::data::text::printable;
@@ -36,7 +37,7 @@ pub struct Chapter {
 }
 
 /// The steps of one GPU, or those of one name.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Line {
     /// Names of the steps, the longest first.
     pub steps: Vec<String>,
@@ -88,11 +89,7 @@ enum Of<'a> {
 struct Draft<'a> {
     pieces: Vec<(i64, i64)>,
     by_name: BTreeMap<&'a str, u64>,
-    count: u64,
-    failed: bool,
-    open: bool,
-    waiting: bool,
-    causes: Vec<Cause>,
+    line: Line,
 }
 
 /// A step of a phase, with its own time.
@@ -101,6 +98,7 @@ type Timed<'a> = (usize, &'a Step, Vec<(i64, i64)>);
 /// The chapters of a window.
 pub fn chapters(boot: &Boot, window: &Window) -> Vec<Chapter> {
     let timeline = &boot.timeline;
+    let graph = Graph::new(timeline, window);
     let mut phases: BTreeMap<usize, (Phase, Vec<Timed>)> = BTreeMap::new();
     for (i, (step, own)) in timeline
         .steps
@@ -119,11 +117,8 @@ pub fn chapters(boot: &Boot, window: &Window) -> Vec<Chapter> {
     }
     let chapter = |(phase, steps): (Phase, Vec<Timed>)| {
         let working = || steps.iter().filter(|(_, step, _)| !step.row.waiting);
-        let own: Vec<(i64, i64)> = working()
-            .flat_map(|(_, _, own)| own.iter().copied())
-            .collect();
-        let sum_ns = sum(&own);
-        let wall_ns = Intervals::union(own).total_ns();
+        let mut sum = Sum::default();
+        working().for_each(|(_, step, own)| sum.add(step, own));
         let indices: Vec<usize> = working().map(|(i, _, _)| *i).collect();
         Chapter {
             phase: phase.name(),
@@ -132,14 +127,8 @@ pub fn chapters(boot: &Boot, window: &Window) -> Vec<Chapter> {
                 .map(|(_, step, _)| window.clip(step.begin_ns, step.end_ns).0)
                 .min()
                 .unwrap_or_default(),
-            time: Time {
-                count: indices.len() as u64,
-                sum_ns,
-                longest_ns: working().map(|(_, _, own)| sum(own)).max().unwrap_or(0),
-                wall_ns,
-                share: percent(wall_ns, window.wall_ns()),
-            },
-            sooner_ns: gain(timeline, window, &indices).0,
+            time: sum.time(window.wall_ns()),
+            sooner_ns: gain(window, &graph, &indices).0,
             lines: lines(timeline, &steps, boot.host.as_deref()),
         }
     };
@@ -168,12 +157,12 @@ fn lines(timeline: &Timeline, steps: &[Timed], host: Option<&HostTrace>) -> Vec<
         draft.pieces.extend_from_slice(own);
         let of_name = draft.by_name.entry(&main.name).or_default();
         *of_name = of_name.saturating_add(sum(own));
-        draft.count += u64::from(std::ptr::eq(main, *step));
-        draft.failed |= step.failed;
-        draft.open |= step.open;
-        draft.waiting |= step.row.waiting;
+        draft.line.count += u64::from(std::ptr::eq(main, *step));
+        draft.line.failed |= step.failed;
+        draft.line.open |= step.open;
+        draft.line.waiting |= step.row.waiting;
         if let Some(seen) = step.traced.and_then(|at| host?.steps.get(at)) {
-            add_cause(&mut draft.causes, step.title(), &seen.traced);
+            add_cause(&mut draft.line.causes, step.title(), &seen.traced);
         }
     }
     let mut lines: Vec<Line> = drafts
@@ -216,14 +205,14 @@ fn add_cause(causes: &mut Vec<Cause>, step: String, traced: &Traced) {
     }
 }
 
-fn line(of: Of, mut draft: Draft) -> Line {
-    draft
-        .causes
+fn line(of: Of, draft: Draft) -> Line {
+    let mut line = draft.line;
+    line.causes
         .sort_by_key(|cause| std::cmp::Reverse(cause.took_ns));
-    draft.causes.truncate(MAX_CAUSES);
+    line.causes.truncate(MAX_CAUSES);
     let mut names: Vec<(&str, u64)> = draft.by_name.into_iter().collect();
     names.sort_by_key(|(name, took)| (std::cmp::Reverse(*took), *name));
-    let (gpu, steps) = match of {
+    (line.gpu, line.steps) = match of {
         Of::Gpu(index) => (
             Some(index),
             names
@@ -234,46 +223,26 @@ fn line(of: Of, mut draft: Draft) -> Line {
         Of::Name(name, "") => (None, vec![name.to_string()]),
         Of::Name(name, detail) => (None, vec![format!("{name} {detail}")]),
     };
-    Line {
-        steps,
-        gpu,
-        count: draft.count,
-        took_ns: Intervals::union(draft.pieces).total_ns(),
-        failed: draft.failed,
-        open: draft.open,
-        waiting: draft.waiting,
-        causes: draft.causes,
-    }
+    line.took_ns = Intervals::union(draft.pieces).total_ns();
+    line
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::gpu_name::GpuName;
     use crate::boot::host_trace::HostStep;
-    use crate::boot::story;
-    use crate::boot::story::{Milestone, Story};
+    use crate::boot::story::RawStep;
+    use crate::for_tests::{of_gpu, step, timeline};
     use kata_gpu_wire::catalogue::traced;
     use kata_gpu_wire::names;
 
-    fn step(name: &str, begin_ns: i64, end_ns: i64) -> story::RawStep {
-        story::RawStep {
-            name: name.into(),
-            begin_ns,
-            end_ns: Some(end_ns),
-            ..story::RawStep::default()
-        }
-    }
-
-    fn of_gpu(index: u64, name: &str, begin_ns: i64, end_ns: i64) -> story::RawStep {
-        let address = format!("0001:00:{index:02x}.0").parse().unwrap();
-        story::RawStep {
-            gpu: Some(GpuName {
-                index: Some(index),
-                address,
-            }),
-            ..step(name, begin_ns, end_ns)
-        }
+    fn found(timeline: Timeline, host: Option<HostTrace>) -> Vec<Chapter> {
+        let boot = Boot {
+            timeline,
+            host: host.map(Box::new),
+            ..Boot::default()
+        };
+        chapters(&boot, &boot.timeline.window(None, None).unwrap())
     }
 
     #[test]
@@ -281,27 +250,12 @@ mod tests {
         let steps = vec![
             step("kernel", 0, 20),
             step(names::STAGE0, 20, 30),
-            of_gpu(1, names::GPU_ENABLE, 50, 70),
-            of_gpu(0, names::GPU_ENABLE, 30, 50),
-            of_gpu(0, names::GPU_INIT, 55, 85),
-            of_gpu(1, names::GPU_INIT, 70, 100),
+            of_gpu(1, step(names::GPU_ENABLE, 50, 70)),
+            of_gpu(0, step(names::GPU_ENABLE, 30, 50)),
+            of_gpu(0, step(names::GPU_INIT, 55, 85)),
+            of_gpu(1, step(names::GPU_INIT, 70, 100)),
         ];
-        let at = |name: &str, at_ns, after: &[usize]| Milestone {
-            name: name.into(),
-            at_ns,
-            after: after.to_vec(),
-            ..Milestone::default()
-        };
-        let story = Story {
-            steps,
-            milestones: vec![at("a", 10, &[]), at("b", 100, &[5])],
-            ..Story::default()
-        };
-        let boot = Boot {
-            timeline: Timeline::new(story),
-            ..Boot::default()
-        };
-        let found = chapters(&boot, &boot.timeline.window(None, None).unwrap());
+        let found = found(timeline(steps, 10, 100, &[5]), None);
         let phases: Vec<_> = found
             .iter()
             .map(|c| (c.phase, c.at_ns, c.time.sum_ns, c.time.wall_ns))
@@ -341,36 +295,18 @@ mod tests {
 
     #[test]
     fn what_the_trace_saw_inside_a_step_is_its_cause() {
-        let traced = |at, name: &str, begin_ns, end_ns| story::RawStep {
+        let traced = |at, name: &str, begin_ns, end_ns| RawStep {
             traced: Some(at),
+            parent: Some(0),
             ..step(name, begin_ns, end_ns)
         };
         let steps = vec![
-            of_gpu(0, names::GPU_ENABLE, 0, 100),
-            story::RawStep {
-                parent: Some(0),
-                ..traced(0, traced::VMM_MAP_BAR, 10, 40)
-            },
-            story::RawStep {
-                parent: Some(0),
-                ..traced(1, traced::VMM_MAP_BAR, 40, 90)
-            },
+            of_gpu(0, step(names::GPU_ENABLE, 0, 100)),
+            traced(0, traced::VMM_MAP_BAR, 10, 40),
+            traced(1, traced::VMM_MAP_BAR, 40, 90),
             // A step of another phase has a line of its own.
-            story::RawStep {
-                parent: Some(0),
-                ..traced(2, traced::VMM_PIN, 90, 95)
-            },
+            traced(2, traced::VMM_PIN, 90, 95),
         ];
-        let at = |name: &str, at_ns| Milestone {
-            name: name.into(),
-            at_ns,
-            ..Milestone::default()
-        };
-        let story = Story {
-            steps,
-            milestones: vec![at("a", 0), at("b", 100)],
-            ..Story::default()
-        };
         let seen = |took_ns, pages| HostStep {
             traced: Traced {
                 took_ns,
@@ -385,12 +321,7 @@ mod tests {
             steps: vec![seen(30, 1), seen(50, 100), seen(5, 1)],
             ..HostTrace::default()
         };
-        let boot = Boot {
-            timeline: Timeline::new(story),
-            host: Some(Box::new(host)),
-            ..Boot::default()
-        };
-        let found = chapters(&boot, &boot.timeline.window(None, None).unwrap());
+        let found = found(timeline(steps, 0, 100, &[]), Some(host));
         let lines: Vec<_> = found
             .iter()
             .flat_map(|c| &c.lines)
@@ -413,25 +344,11 @@ mod tests {
 
     #[test]
     fn a_phase_beside_the_longest_chain_gains_nothing() {
-        let mut fast = of_gpu(1, names::GPU_INIT, 0, 10);
-        fast.name = "gpu.nodes".into();
-        let steps = vec![of_gpu(0, names::GPU_INIT, 0, 100), fast];
-        let at = |name: &str, at_ns, after: &[usize]| Milestone {
-            name: name.into(),
-            at_ns,
-            after: after.to_vec(),
-            ..Milestone::default()
-        };
-        let story = Story {
-            steps,
-            milestones: vec![at("a", 0, &[]), at("b", 100, &[0])],
-            ..Story::default()
-        };
-        let boot = Boot {
-            timeline: Timeline::new(story),
-            ..Boot::default()
-        };
-        let found = chapters(&boot, &boot.timeline.window(None, None).unwrap());
+        let steps = vec![
+            of_gpu(0, step(names::GPU_INIT, 0, 100)),
+            of_gpu(1, step("gpu.nodes", 0, 10)),
+        ];
+        let found = found(timeline(steps, 0, 100, &[0]), None);
         let gains: Vec<_> = found.iter().map(|c| (c.phase, c.sooner_ns)).collect();
         assert_eq!(
             gains,

@@ -42,7 +42,7 @@ pub struct Piece {
 }
 
 /// Gain from omitting a step.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Gain {
     pub step: String,
     /// None: steps of all GPUs.
@@ -82,7 +82,7 @@ pub struct CriticalPath {
 
 /// Computes the path to the window's end, and the `top` largest gains.
 pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> CriticalPath {
-    let graph = Graph::new(timeline, window.to.at_ns, &window.to.after);
+    let graph = Graph::new(timeline, window);
     let path = walk(timeline, window, &graph);
     let between_ns = path
         .iter()
@@ -95,12 +95,12 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
         if let (Some(index), Some(step)) =
             (piece.index, piece.index.and_then(|i| timeline.steps.get(i)))
         {
-            kinds.entry(kind(step)).or_default().1 += piece.took_ns;
+            kinds.entry(step.kind()).or_default().1 += piece.took_ns;
             *singles.entry(index).or_default() += piece.took_ns;
         }
     }
     for (i, step) in timeline.steps.iter().enumerate() {
-        if let Some((steps, _)) = kinds.get_mut(&kind(step)) {
+        if let Some((steps, _)) = kinds.get_mut(&step.kind()) {
             steps.push(i);
         }
     }
@@ -110,20 +110,23 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
     } else {
         top
     };
-    let kinds = kinds.into_iter().map(|(name, (steps, on_path))| Candidate {
-        name,
-        gpu: None,
-        steps,
-        on_path,
+    let kinds = kinds.into_iter().map(|(step, (steps, on_path_ns))| {
+        let gain = Gain {
+            step,
+            on_path_ns,
+            ..Gain::default()
+        };
+        (gain, steps)
     });
-    let singles = singles.into_iter().filter_map(|(i, on_path)| {
+    let singles = singles.into_iter().filter_map(|(i, on_path_ns)| {
         let step = timeline.steps.get(i)?;
-        Some(Candidate {
-            name: step.title(),
+        let gain = Gain {
+            step: step.title(),
             gpu: step.gpu.and_then(|g| g.index),
-            steps: vec![i],
-            on_path,
-        })
+            on_path_ns,
+            ..Gain::default()
+        };
+        Some((gain, vec![i]))
     });
     CriticalPath {
         from: window.from.name.clone(),
@@ -133,34 +136,16 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
         wall_ns: window.wall_ns(),
         between_ns,
         cut: graph.cut,
-        without_kind: gains(timeline, window, &graph, kinds.collect(), top),
-        without_step: gains(timeline, window, &graph, singles.collect(), top),
+        without_kind: gains(window, &graph, kinds.collect(), top),
+        without_step: gains(window, &graph, singles.collect(), top),
         held_up: held_up(timeline, window),
         path,
     }
 }
 
-/// Modules are different things under one name, containers and GPUs are not.
-fn kind(step: &crate::boot::timeline::Step) -> String {
-    if step.name == kata_gpu_wire::names::MODULE_LOAD {
-        step.title()
-    } else {
-        step.name.clone()
-    }
-}
-
 /// Gain of omitting these steps: by known orders, and by assumed ones.
-pub fn gain(timeline: &Timeline, window: &Window, steps: &[usize]) -> (u64, u64) {
-    gain_in(
-        timeline,
-        window,
-        &Graph::new(timeline, window.to.at_ns, &window.to.after),
-        steps,
-    )
-}
-
-fn gain_in(timeline: &Timeline, window: &Window, graph: &Graph, steps: &[usize]) -> (u64, u64) {
-    let mut left = vec![1.0; timeline.steps.len()];
+pub fn gain(window: &Window, graph: &Graph, steps: &[usize]) -> (u64, u64) {
+    let mut left = vec![1.0; graph.target / 2];
     for step in steps {
         if let Some(left) = left.get_mut(*step) {
             *left = 0.0;
@@ -178,58 +163,38 @@ pub fn sooner(window: &Window, graph: &Graph, left: &[f64], trust_assumed: bool)
     u64::try_from(gain).unwrap_or(0).min(window.wall_ns())
 }
 
-struct Candidate {
-    name: String,
-    gpu: Option<u64>,
-    steps: Vec<usize>,
-    on_path: u64,
-}
-
+/// The largest gains of some candidates, each with its steps.
 fn gains(
-    timeline: &Timeline,
     window: &Window,
     graph: &Graph,
-    mut candidates: Vec<Candidate>,
+    mut candidates: Vec<(Gain, Vec<usize>)>,
     top: usize,
 ) -> Vec<Gain> {
     if top == 0 {
         return Vec::new();
     }
-    candidates.sort_by(|a, b| {
-        b.on_path
-            .cmp(&a.on_path)
-            .then_with(|| a.steps.cmp(&b.steps))
+    candidates.sort_by(|(a, a_steps), (b, b_steps)| {
+        (b.on_path_ns, a_steps).cmp(&(a.on_path_ns, b_steps))
     });
     let mut found: Vec<Gain> = Vec::new();
-    for candidate in candidates.into_iter().take(MAX_TRIED) {
+    for (gain_of, steps) in candidates.into_iter().take(MAX_TRIED) {
         // No gain exceeds the time on the path: the rest cannot get into the list.
         if found.len() >= top
             && found
                 .get(top.saturating_sub(1))
-                .is_some_and(|g| g.gain_ns >= candidate.on_path)
+                .is_some_and(|g| g.gain_ns >= gain_of.on_path_ns)
         {
             break;
         }
         // A step that began before the window counts only with its part inside.
-        let (gain_ns, at_most_ns) = gain_in(timeline, window, graph, &candidate.steps);
-        let (gain_ns, at_most_ns) = (
-            gain_ns.min(candidate.on_path),
-            at_most_ns.min(candidate.on_path),
-        );
-        if at_most_ns > 0 {
-            let Candidate {
-                name,
-                gpu,
-                steps,
-                on_path,
-            } = candidate;
+        let (gain_ns, at_most_ns) = gain(window, graph, &steps);
+        let most = gain_of.on_path_ns;
+        if at_most_ns.min(most) > 0 {
             found.push(Gain {
-                step: name,
-                gpu,
                 count: steps.len() as u64,
-                on_path_ns: on_path,
-                gain_ns,
-                at_most_ns,
+                gain_ns: gain_ns.min(most),
+                at_most_ns: at_most_ns.min(most),
+                ..gain_of
             });
             found.sort_by(|a, b| {
                 (b.gain_ns, b.at_most_ns)

@@ -29,7 +29,7 @@ pub struct Cure {
 
 /// Cures that would have shortened the window, the best first.
 pub fn cures(timeline: &Timeline, window: &Window) -> Vec<Cure> {
-    let graph = Graph::new(timeline, window.to.at_ns, &window.to.after);
+    let graph = Graph::new(timeline, window);
     let cure = |rule: &'static Rule| {
         let sooner_ns = sooner(window, &graph, &parts_left(timeline, rule), false);
         Cure {
@@ -67,33 +67,18 @@ fn parts_left(timeline: &Timeline, rule: &Rule) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::story::{Milestone, RawStep, Story};
+    use crate::boot::story::RawStep;
+    use crate::for_tests;
     use kata_gpu_wire::names;
 
     fn step(name: &str, begin_ms: i64, end_ms: i64) -> RawStep {
-        RawStep {
-            name: name.into(),
-            begin_ns: begin_ms * 1_000_000,
-            end_ns: Some(end_ms * 1_000_000),
-            ..RawStep::default()
-        }
+        for_tests::step(name, begin_ms * 1_000_000, end_ms * 1_000_000)
     }
 
     /// Gain of the rule about huge pfnmaps, in ms.
     fn gained(steps: Vec<RawStep>, end: usize) -> Option<u64> {
         let at_ns = steps[end].end_ns.unwrap();
-        let at = |name: &str, at_ns, after: Vec<usize>| Milestone {
-            name: name.into(),
-            at_ns,
-            after,
-            ..Milestone::default()
-        };
-        let milestones = vec![at("a", 0, vec![]), at("b", at_ns, vec![end])];
-        let timeline = Timeline::new(Story {
-            steps,
-            milestones,
-            ..Story::default()
-        });
+        let timeline = for_tests::timeline(steps, 0, at_ns, &[end]);
         let found = cures(&timeline, &timeline.window(None, None).unwrap());
         found
             .iter()

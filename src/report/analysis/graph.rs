@@ -5,7 +5,7 @@
 //! part of a step around others), or to no step. Contradictions (a cycle of steps without length)
 //! are cut at the earliest of the nodes, and counted.
 
-use crate::boot::timeline::{Known, Timeline};
+use crate::boot::timeline::{Known, Timeline, Window};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -41,11 +41,11 @@ pub struct Graph {
     pub cut: usize,
 }
 
-pub fn begin_of(step: usize) -> usize {
+fn begin_of(step: usize) -> usize {
     2 * step
 }
 
-pub fn end_of(step: usize) -> usize {
+fn end_of(step: usize) -> usize {
     2 * step + 1
 }
 
@@ -55,9 +55,9 @@ pub fn step_of(node: usize, steps: usize) -> Option<(usize, bool)> {
 }
 
 impl Graph {
-    /// Builds the graph. `after`: the steps that made the milestone at `at_ns`.
-    pub fn new(timeline: &Timeline, at_ns: i64, after: &[usize]) -> Self {
-        let steps = &timeline.steps;
+    /// Builds the graph of waits until the window's end.
+    pub fn new(timeline: &Timeline, window: &Window) -> Self {
+        let (steps, at_ns) = (&timeline.steps, window.to.at_ns);
         let mut nodes: Vec<Node> = Vec::with_capacity(2 * steps.len() + 1);
         for (i, step) in steps.iter().enumerate() {
             let mut begin: Vec<(usize, Known)> = step
@@ -91,8 +91,8 @@ impl Graph {
             }
         }
         let target = nodes.len();
-        let mut made_by: Vec<(usize, Known)> =
-            after.iter().map(|s| (end_of(*s), Known::Order)).collect();
+        let made_by = window.to.after.iter().map(|s| (end_of(*s), Known::Order));
+        let mut made_by: Vec<(usize, Known)> = made_by.collect();
         if made_by.is_empty() {
             let ended = steps
                 .iter()

@@ -90,44 +90,24 @@ fn overlapping(step: &Step, enablings: &[&Step], window: &Window) -> Option<Held
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::gpu_name::GpuName;
-    use crate::boot::story;
-    use crate::boot::story::{Milestone, Story};
+    use crate::boot::story::RawStep;
+    use crate::for_tests;
 
     const MS: i64 = 1_000_000;
 
-    fn step(name: &str, detail: &str, begin_ms: i64, end_ms: i64) -> story::RawStep {
-        story::RawStep {
-            name: name.into(),
+    fn step(name: &str, detail: &str, begin_ms: i64, end_ms: i64) -> RawStep {
+        RawStep {
             detail: detail.into(),
-            begin_ns: begin_ms * MS,
-            end_ns: Some(end_ms * MS),
-            ..story::RawStep::default()
+            ..for_tests::step(name, begin_ms * MS, end_ms * MS)
         }
     }
 
-    fn enabling(index: u64, begin_ms: i64, end_ms: i64) -> story::RawStep {
-        let address = format!("0001:00:{index:02x}.0").parse().unwrap();
-        story::RawStep {
-            gpu: Some(GpuName {
-                index: Some(index),
-                address,
-            }),
-            ..step(names::GPU_ENABLE, "", begin_ms, end_ms)
-        }
+    fn enabling(index: u64, begin_ms: i64, end_ms: i64) -> RawStep {
+        for_tests::of_gpu(index, step(names::GPU_ENABLE, "", begin_ms, end_ms))
     }
 
-    fn found(steps: Vec<story::RawStep>) -> Vec<(String, u64, u64, Vec<u64>)> {
-        let at = |name: &str, at_ms: i64| Milestone {
-            name: name.into(),
-            at_ns: at_ms * MS,
-            ..Milestone::default()
-        };
-        let timeline = Timeline::new(Story {
-            steps,
-            milestones: vec![at("a", 0), at("b", 20_000)],
-            ..Story::default()
-        });
+    fn found(steps: Vec<RawStep>) -> Vec<(String, u64, u64, Vec<u64>)> {
+        let timeline = for_tests::timeline(steps, 0, 20_000 * MS, &[]);
         let ms = |ns: u64| ns / 1_000_000;
         let window = timeline.window(None, None).unwrap();
         held_up(&timeline, &window)

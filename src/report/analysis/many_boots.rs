@@ -51,7 +51,7 @@ pub struct Failures {
 pub struct Collected {
     stats: Stats,
     milestones: BTreeMap<String, Vec<i64>>,
-    phases: BTreeMap<&'static str, Vec<i64>>,
+    phases: BTreeMap<String, Vec<i64>>,
     steps: BTreeMap<String, Vec<i64>>,
     failures: BTreeMap<String, (u64, u64)>,
 }
@@ -71,7 +71,7 @@ impl Collected {
             extend(&mut self.milestones, name, &[*at]);
         }
         for (name, took) in &boot.phases {
-            self.phases.entry(name).or_default().push(*took);
+            extend(&mut self.phases, name, &[*took]);
         }
         for (name, step) in &boot.steps {
             extend(&mut self.steps, name, &step.each_ns);
@@ -113,12 +113,7 @@ impl Collected {
                 .cmp(&a.summary.median_ns)
                 .then_with(|| a.name.cmp(&b.name))
         });
-        let mut phases = rows(
-            self.phases
-                .into_iter()
-                .map(|(name, values)| (name.to_string(), values))
-                .collect(),
-        );
+        let mut phases = rows(self.phases);
         phases.sort_by_key(|r| Phase::named(&r.name).unwrap_or(Phase::Other));
         let mut failures: Vec<Failures> = self
             .failures

@@ -4,7 +4,6 @@ use super::blame::{By, blame};
 use crate::boot::coverage::coverage;
 use crate::boot::model::Boot;
 use crate::data::boot_file::BootFile;
-use crate::data::compact_record::Field;
 use crate::data::text::{printable, printable_start};
 use kata_gpu_wire::names;
 use std::collections::BTreeMap;
@@ -86,17 +85,13 @@ pub fn metrics(boot: &Boot, file: &BootFile) -> Metrics {
         }
     }
     for step in timeline.steps.iter().filter(|s| !s.open && !s.row.waiting) {
-        let title = if step.name == names::MODULE_LOAD {
-            step.title()
+        let kind = step.kind();
+        let name = if metrics.steps.contains_key(&kind) {
+            &kind
         } else {
-            step.name.clone()
+            OTHERS
         };
-        let name = if metrics.steps.contains_key(&title) {
-            title
-        } else {
-            OTHERS.to_string()
-        };
-        if let Some(metric) = metrics.steps.get_mut(&name)
+        if let Some(metric) = metrics.steps.get_mut(name)
             && metric.each_ns.len() < MAX_DURATIONS
         {
             metric.each_ns.push(signed(step.took_ns()));
@@ -122,7 +117,7 @@ fn failures(boot: &Boot, file: &BootFile) -> Vec<String> {
         .filter(|r| r.name == names::GPU_FAILED)
         .take(MAX_FAILURES)
     {
-        let field = |key: &str| record.fields.get(key).and_then(Field::as_str);
+        let field = |key: &str| record.fields.text(key);
         let reason = field("reason")
             .or(record.error.as_deref())
             .unwrap_or("no reason given");

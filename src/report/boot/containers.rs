@@ -6,7 +6,7 @@ use crate::data::agent_log::AgentEvent;
 use crate::data::boot_file::Sandbox;
 use crate::data::budget::{MAX_CONTAINERS, TooLarge};
 use crate::data::clock_points::Placed;
-use crate::data::compact_record::{Field, Record};
+use crate::data::compact_record::Record;
 use crate::data::text::printable;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
@@ -116,7 +116,7 @@ impl Containers {
 
     /// Adds the init's observation of a container, for a boot without the agent's lines.
     pub fn see(&mut self, record: &Record, sandbox: Option<&Sandbox>, too_large: &mut TooLarge) {
-        let field = |key: &str| record.fields.get(key).and_then(Field::as_str);
+        let field = |key: &str| record.fields.text(key);
         if record.kind == Kind::Event
             && record.name == names::AGENT_CONTAINER
             && field("what") == Some("made")

@@ -77,11 +77,6 @@ impl Draft<'_> {
     }
 
     pub fn milestone(&self, name: &str) -> Option<i64> {
-        self.boot
-            .milestones
-            .iter()
-            .find(|m| m.name == name)
-            .and_then(|m| m.boottime_ns)
-            .map(ns)
+        self.boot.milestone(name).map(ns)
     }
 }

@@ -13,7 +13,7 @@ use crate::data::agent_log::{AgentEvent, AgentLine};
 use crate::data::boot_file::{BootFile, HostEvent};
 use crate::data::clock_offset::Clock;
 use crate::data::clock_points::ClockPoints;
-use crate::data::compact_record::{Field, in_time};
+use crate::data::compact_record::in_time;
 use crate::data::guest_clocks::GuestClocks;
 use crate::data::imported_record;
 use kata_gpu_wire::names;
@@ -86,18 +86,10 @@ impl Boot {
                     boot.power_off = Some(record.error.as_deref().unwrap_or_default().to_string())
                 }
                 names::INIT_START => {
-                    boot.build = record
-                        .fields
-                        .get("build")
-                        .and_then(Field::as_str)
-                        .map(str::to_string);
+                    boot.build = record.fields.text("build").map(str::to_string);
                 }
                 names::STREAM_LOST => {
-                    let lost = record
-                        .fields
-                        .get("lost")
-                        .and_then(Field::as_u64)
-                        .unwrap_or(0);
+                    let lost = record.fields.number("lost").unwrap_or(0);
                     boot.lost.reported_by_guest = boot.lost.reported_by_guest.saturating_add(lost);
                 }
                 _ => {}

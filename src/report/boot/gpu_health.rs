@@ -178,8 +178,8 @@ impl Health {
 
     fn setting(&mut self, record: &Record) {
         self.at_ns = record.boottime_ns;
-        let number = |name: &str| record.fields.get(name).and_then(Field::as_u64);
-        let Some(what) = record.fields.get("what").and_then(Field::as_str).map(kept) else {
+        let number = |name: &str| record.fields.number(name);
+        let Some(what) = record.fields.text("what").map(kept) else {
             return;
         };
         let setting = Setting {

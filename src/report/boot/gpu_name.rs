@@ -8,3 +8,11 @@ pub struct GpuName {
     pub index: Option<u64>,
     pub address: PciAddress,
 }
+
+impl GpuName {
+    /// The index, with `?` for one that is not known.
+    pub fn number(&self) -> String {
+        self.index
+            .map_or("?".to_string(), |index| index.to_string())
+    }
+}

@@ -1,9 +1,10 @@
 //! Spans of a boot, and the state of its GPUs by spans and events.
 
 use super::gpu_health::Health;
+use super::gpu_name::GpuName;
 use super::model::{Failure, Gpu, GpuStep, Now, OpenStep, Span, State};
 use crate::data::budget::{MAX_GPUS, MAX_SPANS, TooLarge};
-use crate::data::compact_record::{Field, Record, SpanFields};
+use crate::data::compact_record::{Record, SpanFields};
 use crate::data::text::start;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
@@ -97,7 +98,7 @@ impl Gpus {
         }
         let gpu = self.all.get_mut(&address)?;
         let at_ns = record.boottime_ns;
-        let number = |key: &str| record.fields.get(key).and_then(Field::as_u64);
+        let number = |key: &str| record.fields.number(key);
         if record.kind != Kind::Kmsg {
             gpu.index = number("index").or(gpu.index);
         }
@@ -165,13 +166,7 @@ fn found(address: PciAddress, at_ns: u64) -> Gpu {
 }
 
 fn failure(record: &Record) -> Failure {
-    let field = |key: &str| {
-        record
-            .fields
-            .get(key)
-            .and_then(Field::as_str)
-            .unwrap_or("?")
-    };
+    let field = |key: &str| record.fields.text(key).unwrap_or("?");
     let reason = reason_text(record.error.as_deref().unwrap_or_else(|| field("reason")));
     Failure {
         at_ns: record.boottime_ns,
@@ -206,6 +201,13 @@ fn next_state(record: &Record, state: State) -> Option<State> {
 }
 
 impl Gpu {
+    pub fn name(&self) -> GpuName {
+        GpuName {
+            index: self.index,
+            address: self.address,
+        }
+    }
+
     /// Time since the bind, which is a publication's duration.
     pub fn since_bound_ns(&self, at_ns: u64) -> Option<u64> {
         at_ns.checked_sub(self.bound?.at_ns)

@@ -332,6 +332,12 @@ impl Boot {
         self.gpus.iter().filter(|g| g.failed.is_some())
     }
 
+    /// Time of a milestone, if the boot has it and it is known.
+    pub fn milestone(&self, name: &str) -> Option<u64> {
+        let mut milestones = self.milestones.iter();
+        milestones.find(|m| m.name == name)?.boottime_ns
+    }
+
     pub fn usable_gpus(&self) -> usize {
         let is_usable = |gpu: &&Gpu| gpu.usable.is_some() && gpu.failed.is_none();
         self.gpus.iter().filter(is_usable).count()

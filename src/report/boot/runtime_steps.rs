@@ -9,7 +9,7 @@ use super::draft::{Draft, VM_START};
 use super::intervals::Intervals;
 use super::intervals::ns;
 use super::story::{Milestone, RawStep};
-use crate::data::compact_record::{Field, Record};
+use crate::data::compact_record::Record;
 use crate::data::imported_record::mark;
 use kata_gpu_wire::catalogue::logged as imported;
 use kata_gpu_wire::catalogue::{Owner, derived, row_of};
@@ -65,14 +65,14 @@ const REQUESTS: [&str; 3] = [
 
 /// Time on the guest's clock: a field gives it for records before the kernel's start.
 fn at(record: &Record) -> i64 {
-    match record.fields.get("before_ms").and_then(Field::as_i64) {
+    match record.fields.signed("before_ms") {
         Some(ms) => ms.saturating_mul(-1_000_000),
         None => ns(record.boottime_ns),
     }
 }
 
 fn text<'a>(record: &'a Record, key: &str) -> &'a str {
-    record.fields.get(key).and_then(Field::as_str).unwrap_or("")
+    record.fields.text(key).unwrap_or("")
 }
 
 /// Whether a log shows the requests to containerd.

@@ -77,8 +77,7 @@ fn gpus(boot: &Boot, file: &BootFile) -> HashMap<PciAddress, GpuFacts> {
         // `10de:2330`, in earlier versions `0x2330`.
         let id = record
             .fields
-            .get("device")
-            .and_then(Field::as_str)
+            .text("device")
             .and_then(|d| d.rsplit([':', 'x']).next());
         if let Some(gpu) = record.gpu.and_then(|address| gpus.get_mut(&address)) {
             gpu.device = id.and_then(|id| u16::from_str_radix(id, 16).ok());

@@ -11,6 +11,7 @@ use super::story::{self, Milestone, Story};
 use crate::data::text::{printable, printable_start};
 use anyhow::{Result, bail};
 use kata_gpu_wire::catalogue::{Row, row_of};
+use kata_gpu_wire::names;
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 
@@ -80,6 +81,15 @@ impl Step {
             self.name.clone()
         } else {
             format!("{} {}", self.name, self.detail)
+        }
+    }
+
+    /// Name in accounts: modules are different things under one name, containers and GPUs are not.
+    pub fn kind(&self) -> String {
+        if self.name == names::MODULE_LOAD {
+            self.title()
+        } else {
+            self.name.clone()
         }
     }
 }
@@ -357,15 +367,7 @@ fn last_of(ends: &[(i64, usize)], at_ns: i64, not: usize) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn step(name: &str, begin_ns: i64, end_ns: i64) -> story::RawStep {
-        story::RawStep {
-            name: name.into(),
-            begin_ns,
-            end_ns: Some(end_ns),
-            ..story::RawStep::default()
-        }
-    }
+    use crate::for_tests::{step, timeline};
 
     #[test]
     fn a_record_outranks_the_program_which_outranks_an_assumption() {
@@ -442,15 +444,7 @@ mod tests {
 
     #[test]
     fn a_window_has_two_ends_and_some_time_between() {
-        let at = |name: &str, at_ns| Milestone {
-            name: name.into(),
-            at_ns,
-            ..Milestone::default()
-        };
-        let timeline = Timeline::new(Story {
-            milestones: vec![at("b", 7), at("a", -2)],
-            ..Story::default()
-        });
+        let timeline = timeline(Vec::new(), -2, 7, &[]);
         assert_eq!(timeline.window(None, None).unwrap().wall_ns(), 9);
         assert!(
             timeline

@@ -123,7 +123,7 @@ pub fn sandbox_in(head: &[u8]) -> Option<Sandbox> {
 /// File of the boot with this path or id prefix, or of the newest boot.
 pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     let Some(boot) = boot else {
-        return newest(dir);
+        return Ok(dated(dir)?.swap_remove(0));
     };
     let path = Path::new(boot);
     if path.is_file() {
@@ -180,10 +180,6 @@ pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     Ok(found)
-}
-
-fn newest(dir: &Path) -> Result<PathBuf> {
-    Ok(dated(dir)?.swap_remove(0))
 }
 
 /// Boots in a directory, at least one, the last written first.

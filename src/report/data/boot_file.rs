@@ -120,6 +120,13 @@ impl Sandbox {
         let pod = self.namespace.as_deref().zip(self.pod.as_deref());
         self.id == wanted || wanted.split_once('/').is_some_and(|of| pod == Some(of))
     }
+
+    /// NAMESPACE/POD, or the pod's name where the namespace is not known.
+    pub fn pod_name(&self) -> Option<String> {
+        let pod = self.pod.as_ref()?;
+        let namespace = self.namespace.as_ref();
+        Some(namespace.map_or(pod.clone(), |namespace| format!("{namespace}/{pod}")))
+    }
 }
 
 /// An OTLP trace id, 32 hexadecimal digits in the file. Random, so that no guest and no other node

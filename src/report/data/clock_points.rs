@@ -2,7 +2,7 @@
 //! and one after each step.
 
 use super::clock_offset::Clock;
-use super::compact_record::{Field, Record};
+use super::compact_record::Record;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
 
@@ -36,7 +36,7 @@ impl ClockPoints {
     pub fn add(&mut self, record: &Record) {
         if record.kind == Kind::Event
             && record.name == names::CLOCK
-            && let Some(realtime_ns) = record.fields.get("realtime_ns").and_then(Field::as_i64)
+            && let Some(realtime_ns) = record.fields.signed("realtime_ns")
             && let Ok(boottime_ns) = i64::try_from(record.boottime_ns)
             && self.points.len() < MAX_POINTS
             && let Err(at) = self

@@ -66,10 +66,7 @@ impl Record {
 
     /// Text of a kernel line; empty in other records.
     pub fn kmsg_text(&self) -> &str {
-        self.fields
-            .get("text")
-            .and_then(Field::as_str)
-            .unwrap_or("")
+        self.fields.text("text").unwrap_or("")
     }
 
     /// Bytes of memory outside the structure itself.
@@ -253,6 +250,21 @@ impl Fields {
 
     pub fn get(&self, key: &str) -> Option<Field<'_>> {
         self.iter().find(|(k, _)| *k == key).map(|(_, field)| field)
+    }
+
+    /// The value of this key, if it is a text.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.get(key)?.as_str()
+    }
+
+    /// The value of this key, if it is a number from 0 on.
+    pub fn number(&self, key: &str) -> Option<u64> {
+        self.get(key)?.as_u64()
+    }
+
+    /// The value of this key, if it is an integer.
+    pub fn signed(&self, key: &str) -> Option<i64> {
+        self.get(key)?.as_i64()
     }
 
     pub fn iter(&self) -> Iter<'_> {

@@ -4,7 +4,7 @@
 //! the collector's own pings have verified.
 
 use super::clock_offset::{Clock, Sample};
-use super::compact_record::{Field, Record};
+use super::compact_record::Record;
 use super::text::seconds;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
@@ -49,8 +49,8 @@ impl GuestClocks {
     pub fn of(records: &[Record]) -> Self {
         let mut clocks = Self::default();
         for record in records.iter().filter(|r| r.kind == Kind::Event) {
-            let unsigned = |key: &str| record.fields.get(key).and_then(Field::as_u64);
-            let signed = |key: &str| record.fields.get(key).and_then(Field::as_i64);
+            let unsigned = |key: &str| record.fields.number(key);
+            let signed = |key: &str| record.fields.signed(key);
             match record.name.as_str() {
                 names::CLOCK_TSC if clocks.before_kernel.is_none() && clocks.notes.is_empty() => {
                     if let (Some(before_ns), Some(error_ns)) =

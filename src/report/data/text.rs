@@ -199,6 +199,11 @@ impl Screen {
         }
     }
 
+    /// A note below a page: data that it lacks.
+    pub fn note(&self, text: &str) -> String {
+        self.paint(Ink::Dim, &format!("note: {text}"))
+    }
+
     /// The text in a colour, or as it is.
     pub fn paint(&self, ink: Ink, text: &str) -> String {
         let code = match ink {

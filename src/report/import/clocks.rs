@@ -15,7 +15,7 @@ use super::facts::{Fact, InitLine, Item, Log, Stamp};
 use crate::data::boot_file::{BootFile, ImportedClock};
 use crate::data::clock_offset::{Clock, Sample};
 use crate::data::clock_points::boottime_of;
-use crate::data::compact_record::{Field, Record};
+use crate::data::compact_record::Record;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
 use serde_json::Value;
@@ -162,7 +162,7 @@ impl Clocks {
 
     fn kernel_by_init(&mut self, items: &[&Item], boot: Option<&BootFile>) {
         let both = |record: &Record| {
-            let printk_us = record.fields.get("printk_us").and_then(Field::as_i64)?;
+            let printk_us = record.fields.signed("printk_us")?;
             let boottime_ns = i64::try_from(record.boottime_ns).ok()?;
             boottime_ns.checked_sub(printk_us.checked_mul(1000)?)
         };
@@ -190,7 +190,7 @@ impl Clocks {
         let of_records = records
             .filter(|record| record.kind == Kind::Event && record.name == names::CLOCK)
             .filter_map(|record| {
-                let realtime_ns = record.fields.get("realtime_ns").and_then(Field::as_i64);
+                let realtime_ns = record.fields.signed("realtime_ns");
                 Some((i64::try_from(record.boottime_ns).ok()?, realtime_ns?))
             });
         let of_lines = init_lines(items)

@@ -24,7 +24,6 @@ mod runtime_lines; // lines of containerd and of Kata's shims
 mod source; // one file into facts
 
 use crate::data::boot_file::{BootFile, Imported, ImportedFile};
-use crate::data::compact_record::Field;
 use crate::data::text::{error_bound, printable, wall_clock};
 use anyhow::{Context, Result, bail};
 use clocks::{Clocks, Placed};
@@ -260,7 +259,7 @@ fn without_copies(sources: &mut [Source], boot: Option<&BootFile>) -> Vec<Log> {
     let records = boot.into_iter().flat_map(|boot| &boot.records);
     let of_boot: HashSet<(i64, &str)> = records
         .filter_map(|record| {
-            let printk_us = record.fields.get("printk_us").and_then(Field::as_i64)?;
+            let printk_us = record.fields.signed("printk_us")?;
             Some((printk_us.checked_mul(1000)?, record.kmsg_text()))
         })
         .collect();

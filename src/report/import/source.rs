@@ -193,10 +193,7 @@ fn sandbox_of<'a>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::facts::Fact;
     use super::*;
-    use kata_gpu_wire::catalogue::logged as names;
-    use serde_json::Value;
 
     fn read(text: &str) -> Source {
         Source::read("x", text.as_bytes()).unwrap()
@@ -205,30 +202,6 @@ mod tests {
     const LINE: &str = "time=\"2026-01-02T03:04:05.000000001Z\" level=debug msg=\"reading guest \
         console\" console-protocol=unix sandbox=abc source=virtcontainers vmconsole=\"[    \
         0.000000] Linux version 6.12\"";
-
-    #[test]
-    fn text_journald_json_and_containerds_json_are_equal() {
-        let message = Value::from(LINE).to_string();
-        let bytes = Value::from(LINE.bytes().map(u64::from).collect::<Vec<_>>()).to_string();
-        let own = "{\"time\":\"2026-01-02T03:04:05.000000001Z\",\"level\":\"debug\",\
-            \"msg\":\"reading guest console\",\"sandbox\":\"abc\",\"vmconsole\":\"[    0.000000] \
-            Linux version 6.12\"}";
-        for form in [
-            LINE.to_string(),
-            format!("Jan 02 03:04:05 node containerd[77]: {LINE}"),
-            format!(
-                r#"{{"__REALTIME_TIMESTAMP":"1767323045000000","MESSAGE":{message},"_PID":"7"}}"#
-            ),
-            format!(r#"{{"MESSAGE":{bytes}}}"#),
-            own.to_string(),
-        ] {
-            let source = read(&form);
-            assert_eq!((source.lines, source.recognised), (1, 1), "{form}");
-            assert_eq!(source.logs[0].sandbox.as_deref(), Some("abc"));
-            let read_ns = source.logs[0].items[0].read_ns;
-            assert_eq!(read_ns, Some(1_767_323_045_000_000_001), "{form}");
-        }
-    }
 
     #[test]
     fn each_kind_of_file_is_recognised_by_its_lines() {
@@ -268,37 +241,6 @@ mod tests {
             .collect();
         assert_eq!(found, [("abc", 1), ("0a", 1), ("abc", 1)]);
         assert_eq!((source.lines, source.recognised), (6, 3));
-    }
-
-    #[test]
-    fn the_runtimes_own_milestones_find_their_sandbox() {
-        let text = concat!(
-            "time=\"2026-01-02T03:04:05Z\" level=info msg=\"VM started\" name=containerd-shim-v2 \
-             sandbox=abc source=virtcontainers subsystem=sandbox",
-            "\n",
-            "time=\"2026-01-02T03:04:06Z\" level=info msg=\"RunPodSandbox for \
-             &PodSandboxMetadata{Name:train,Uid:1,Namespace:ml,Attempt:0,} returns sandbox id \
-             \\\"abc\\\"\"",
-            "\n",
-            "time=\"2026-01-02T03:04:07Z\" level=info msg=\"CreateContainer within sandbox \
-             \\\"abc\\\" for container &ContainerMetadata{Name:cuda,Attempt:0,}\"",
-            "\n",
-            r#"time="2026-01-02T03:04:08Z" level=info msg="something else" sandbox=abc"#,
-            "\n",
-        );
-        let source = read(text);
-        let name = |item: &Item| match &item.fact {
-            Fact::Runtime(event) => event.name,
-            _ => "?",
-        };
-        let found: Vec<_> = source.logs[0].items.iter().map(name).collect();
-        let wanted = [
-            names::SANDBOX_VM_STARTED,
-            names::SANDBOX_READY,
-            names::SANDBOX_RUN,
-        ];
-        assert_eq!(found, wanted);
-        assert_eq!((source.lines, source.recognised), (4, 3));
     }
 
     #[test]

@@ -17,6 +17,7 @@ mod resource;
 pub use request::Request;
 pub use resource::{Resource, encoded_pairs, environment, of_this_machine};
 
+use crate::boot::gpu_name::GpuName;
 use crate::data::boot_file::TraceId;
 use crate::data::text::printable;
 use crate::views::waterfall::{Bar, Mark, Waterfall, level};
@@ -255,17 +256,19 @@ fn error_status(message: String) -> Status {
     }
 }
 
+fn of_gpu(gpu: Option<GpuName>) -> impl Iterator<Item = KeyValue> {
+    let address = gpu.map(|gpu| text("gpu.address", &gpu.address.to_string()));
+    let index = gpu.and_then(|gpu| Some(integer("gpu.index", gpu.index?)));
+    address.into_iter().chain(index)
+}
+
 fn event(mark: &Mark, clock: &WallClock) -> Event {
-    let level = serde_json::to_value(level(mark)).unwrap_or_default();
     let mut attributes = vec![
         text("text", &mark.text),
         text("boot.owner", mark.owner.name()),
-        text("level", level.as_str().unwrap_or("info")),
+        text("level", level(mark)),
     ];
-    if let Some(gpu) = mark.gpu {
-        attributes.push(text("gpu.address", &gpu.address.to_string()));
-        attributes.extend(gpu.index.map(|index| integer("gpu.index", index)));
-    }
+    attributes.extend(of_gpu(mark.gpu));
     attributes.extend(
         mark.facts()
             .map(|(key, value)| text(&format!("boot.field.{key}"), &value)),
@@ -316,10 +319,7 @@ fn error_bound(timeline: &Waterfall, at_ns: i64) -> Option<KeyValue> {
 
 fn span(timeline: &Waterfall, step: &Bar, ids: &Ids, clock: &WallClock) -> Span {
     let mut attributes = vec![text("boot.owner", step.owner.name())];
-    if let Some(gpu) = step.gpu {
-        attributes.push(text("gpu.address", &gpu.address.to_string()));
-        attributes.extend(gpu.index.map(|index| integer("gpu.index", index)));
-    }
+    attributes.extend(of_gpu(step.gpu));
     let flags = [
         ("boot.critical", step.critical),
         ("boot.open", step.end_ns.is_none()),

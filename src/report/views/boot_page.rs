@@ -113,12 +113,7 @@ pub fn write(page: &Page, screen: Screen, out: &mut dyn Write) -> io::Result<()>
             lines.extend(account.lines(&screen));
         }
     }
-    let notes = &boot.timeline.notes;
-    lines.extend(
-        notes
-            .iter()
-            .map(|note| screen.paint(Ink::Dim, &format!("note: {note}"))),
-    );
+    lines.extend(boot.timeline.notes.iter().map(|note| screen.note(note)));
     if let None | Some((_, Account::Phase(_))) = page.account {
         lines.push(String::new());
         lines.extend(summary(boot, &screen));
@@ -156,22 +151,22 @@ fn write_steps(page: &Page, details: bool, screen: Screen, out: &mut dyn Write) 
 /// `boot 0f7a.., pod ml/train-0: 7 of 8 GPUs usable, first container at 3.275, settled at 11.520`.
 fn outcome(file: &BootFile, boot: &Boot) -> String {
     let id = boot.boot_id.as_deref().map(printable);
-    let pod = file.sandbox().and_then(pod_name);
+    let pod = file.sandbox().and_then(Sandbox::pod_name);
     let usable = boot.usable_gpus();
     let mut parts = vec![match boot.gpus.len() {
         0 => "no GPU".to_string(),
         all => format!("{usable} of {all} GPUs usable"),
     }];
     for name in ["first container", SETTLED] {
-        let at = boot.milestones.iter().find(|m| m.name == name);
-        let at = at.and_then(|m| m.boottime_ns);
+        let at = boot.milestone(name);
         parts.extend(at.map(|at| format!("{name} at {}", seconds(at))));
     }
     parts.extend(boot.power_off.as_ref().map(|_| "powered off".to_string()));
     format!(
         "boot {}{}: {}",
         id.as_deref().unwrap_or("?"),
-        pod.map(|pod| format!(", pod {pod}")).unwrap_or_default(),
+        pod.map(|pod| format!(", pod {}", printable(&pod)))
+            .unwrap_or_default(),
         parts.join(", ")
     )
 }
@@ -191,13 +186,6 @@ fn origin(file: &BootFile, boot: &Boot) -> Option<String> {
             .map(|id| format!(", sandbox {id}"))
             .unwrap_or_default()
     ))
-}
-
-fn pod_name(sandbox: &Sandbox) -> Option<String> {
-    let pod = sandbox.pod.as_deref()?;
-    let namespace = sandbox.namespace.as_deref();
-    let name = namespace.map_or(pod.to_string(), |namespace| format!("{namespace}/{pod}"));
-    Some(printable(&name))
 }
 
 /// Source of a row.

@@ -50,7 +50,7 @@ impl Grid {
             }
             _ => line.to_string(),
         };
-        aligned(&rows, &right)
+        aligned(&rows, &right, "  ")
             .iter()
             .zip(inks)
             .map(|(line, ink)| screen.paint(ink, &cut(line.trim_end())))
@@ -59,8 +59,9 @@ impl Grid {
 }
 
 /// Rows with cells as wide as the widest of their column; spaces at the end stay. The first row has
-/// every column. `right`: columns aligned to the right.
-pub fn aligned(rows: &[Vec<String>], right: &[usize]) -> Vec<String> {
+/// every column. `right`: columns aligned to the right; `gap`: text
+/// between two columns.
+pub fn aligned(rows: &[Vec<String>], right: &[usize], gap: &str) -> Vec<String> {
     let columns = rows.first().map_or(0, Vec::len);
     let width = |column: usize| {
         rows.iter()
@@ -79,7 +80,7 @@ pub fn aligned(rows: &[Vec<String>], right: &[usize]) -> Vec<String> {
                 true => format!("{cell:>width$}"),
                 false => format!("{cell:<width$}"),
             });
-        cells.collect::<Vec<_>>().join("  ")
+        cells.collect::<Vec<_>>().join(gap)
     };
     rows.iter().map(line).collect()
 }

@@ -280,7 +280,7 @@ impl HealthTable {
                         .is_some_and(|health| health.sentences().next().is_some());
                     (
                         wrong,
-                        [number(gpu), gpu.address.to_string()]
+                        [gpu.name().number(), gpu.address.to_string()]
                             .into_iter()
                             .chain(cells)
                             .collect(),
@@ -292,9 +292,9 @@ impl HealthTable {
     }
 
     /// Columns as groups that each fit into `width` characters, `gap` of them between two columns:
-    /// indices with their widths. Every group begins with the GPU's number. One group where there
+    /// indices. Every group begins with the GPU's number. One group where there
     /// is no width.
-    pub fn groups(&self, width: Option<usize>, gap: usize) -> Vec<Vec<(usize, usize)>> {
+    pub fn groups(&self, width: Option<usize>, gap: usize) -> Vec<Vec<usize>> {
         let widest = |column: usize| {
             self.rows
                 .iter()
@@ -302,32 +302,27 @@ impl HealthTable {
                 .max()
                 .unwrap_or(0)
         };
-        let columns: Vec<(usize, usize)> = self
-            .heads
-            .iter()
-            .enumerate()
-            .map(|(at, (head, _))| (at, head.len().max(widest(at))))
-            .collect();
-        let Some((number, rest)) = columns.split_first() else {
+        let heads = self.heads.iter().enumerate();
+        let widths = heads.map(|(column, (head, _))| head.len().max(widest(column)));
+        let mut widths = widths.enumerate();
+        let Some((number, first)) = widths.next() else {
             return Vec::new();
         };
-        let mut groups = vec![vec![*number]];
-        for column in rest {
-            let Some(group) = groups.last_mut() else {
-                continue;
-            };
-            let used: usize = group.iter().map(|(_, width)| width + gap).sum();
-            match group.len() == 1 || width.is_none_or(|width| used + column.1 <= width) {
-                true => group.push(*column),
-                false => groups.push(vec![*number, *column]),
+        let (mut groups, mut used) = (vec![vec![number]], first);
+        for (column, long) in widths {
+            used += gap + long;
+            match groups.last_mut() {
+                Some(group) if group.len() == 1 || width.is_none_or(|width| used <= width) => {
+                    group.push(column);
+                }
+                _ => {
+                    used = first + gap + long;
+                    groups.push(vec![number, column]);
+                }
             }
         }
         groups
     }
-}
-
-fn number(gpu: &Gpu) -> String {
-    gpu.index.map_or("?".to_string(), |index| index.to_string())
 }
 
 fn sentences(boot: &Boot, guest: &GuestHealth) -> Vec<String> {
@@ -337,7 +332,7 @@ fn sentences(boot: &Boot, guest: &GuestHealth) -> Vec<String> {
         all.extend(of_gpu.map(|problem| {
             format!(
                 "GPU {} {}: {}",
-                number(gpu),
+                gpu.name().number(),
                 gpu.address,
                 printable(problem)
             )
@@ -387,7 +382,7 @@ mod tests {
     use crate::boot::gpu_health::{Health, MAX_PROBLEMS, MAX_TEXT};
     use crate::data::boot_file::BootFile;
     use crate::data::text::Screen;
-    use crate::views::summary::summary;
+    use crate::views::summary::{health_lines, summary};
     use kata_gpu_test_support::{golden, tests_dir};
     use kata_gpu_wire::names;
 
@@ -628,16 +623,22 @@ mod tests {
 
     #[test]
     fn no_row_is_wider_than_the_terminal() {
-        let table = HealthTable::of(&fixture()).unwrap();
-        for width in 70..300 {
-            let groups = table.groups(Some(width), 2);
-            let wide = |group: &Vec<(usize, usize)>| {
-                group.iter().map(|(_, width)| width + 2).sum::<usize>() - 2
-            };
-            assert!(
-                groups.iter().all(|group| wide(group) <= width),
-                "width {width}: {groups:?}"
+        let boot = fixture();
+        let table = HealthTable::of(&boot).unwrap();
+        for width in 80..300 {
+            let lines = health_lines(
+                &table,
+                &Screen {
+                    width: Some(width),
+                    colour: false,
+                },
             );
+            let rows = lines.iter().take_while(|line| !line.starts_with("by "));
+            assert!(
+                rows.clone().all(|line| line.len() <= width),
+                "width {width}: {lines:#?}"
+            );
+            let groups = table.groups(Some(width), 2);
             let shown: usize = groups.iter().map(|group| group.len() - 1).sum();
             assert_eq!(
                 shown + 1,

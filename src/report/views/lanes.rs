@@ -62,16 +62,8 @@ pub fn arrange(boot: &Boot, steps: &mut [Bar], marks: &mut [Mark]) -> Vec<Lane> 
     let mut of_gpu: HashMap<PciAddress, usize> = HashMap::new();
     for gpu in boot.gpus.iter().take(MAX_GPU_LANES) {
         of_gpu.insert(gpu.address, lanes.len());
-        let name = gpu
-            .index
-            .map_or("GPU ?".to_string(), |index| format!("GPU {index}"));
-        lanes.push(lane(
-            name,
-            LaneOf::Gpu(GpuName {
-                index: gpu.index,
-                address: gpu.address,
-            }),
-        ));
+        let name = gpu.name();
+        lanes.push(lane(format!("GPU {}", name.number()), LaneOf::Gpu(name)));
     }
     let others = lanes.len();
     let of_owner: HashMap<&str, usize> = lanes

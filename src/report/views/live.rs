@@ -271,7 +271,7 @@ mod tests {
     use super::*;
     use crate::data::agent_log::AgentEvent;
     use crate::data::text::Screen;
-    use kata_gpu_wire::record::Line;
+    use crate::for_tests::record;
 
     struct View {
         live: Live,
@@ -302,14 +302,15 @@ mod tests {
         /// A record with boot time `guest_ms` that comes at `ms`.
         fn record(&mut self, ms: u64, guest_ms: u64, rest: &str) {
             self.seq += 1;
-            let line = format!(
-                r#"{{"schema":1,"seq":{},"boottime_ns":{guest_ms}000000,{rest}}}"#,
-                self.seq
-            );
-            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else {
-                panic!("{line} does not decode")
-            };
-            self.live.record(&(*record).into(), self.at(ms));
+            let rest = format!(r#""boottime_ns":{guest_ms}000000,{rest}"#);
+            self.live.record(&record(self.seq, &rest), self.at(ms));
+        }
+
+        /// A line of the agent's readiness at this time of the guest's wall clock.
+        fn ready(&mut self, ms: u64, realtime_ns: i64) {
+            let event = AgentEvent::Ready;
+            let line = AgentLine { realtime_ns, event };
+            self.live.agent(line, self.at(ms));
         }
 
         /// Lines that are printed at `ms`, without their columns' padding.
@@ -377,11 +378,7 @@ mod tests {
     #[test]
     fn agent_lines_wait_for_the_clock_event_that_places_them() {
         let mut view = View::new();
-        let ready = AgentLine {
-            realtime_ns: 5_000_050_000_000,
-            event: AgentEvent::Ready,
-        };
-        view.live.agent(ready, view.at(0));
+        view.ready(0, 5_000_050_000_000);
         assert_eq!(view.due(1000), [""; 0]);
         view.record(
             1000,
@@ -402,22 +399,10 @@ mod tests {
         let mut view = View::new();
         view.record(0, 100, EVENT);
         assert_eq!(view.due(200).len(), 2);
-        view.live.agent(
-            AgentLine {
-                realtime_ns: 5,
-                event: AgentEvent::Ready,
-            },
-            view.at(500),
-        );
+        view.ready(500, 5);
         assert_eq!(view.due(2500), ["~0.600 +0.500 agent agent ready"]);
         let mut view = View::new();
-        view.live.agent(
-            AgentLine {
-                realtime_ns: 3_000_000_000,
-                event: AgentEvent::Ready,
-            },
-            view.at(0),
-        );
+        view.ready(0, 3_000_000_000);
         view.live.clock(Sample {
             boottime_ns: 0,
             offset_ns: 2_000_000_000,
@@ -438,13 +423,7 @@ mod tests {
     fn the_end_shows_all_that_is_left() {
         let mut view = View::new();
         view.record(0, 20, EVENT);
-        view.live.agent(
-            AgentLine {
-                realtime_ns: 5,
-                event: AgentEvent::Ready,
-            },
-            view.at(0),
-        );
+        view.ready(0, 5);
         assert_eq!(view.live.finish(view.at(1)).len(), 3);
     }
 }

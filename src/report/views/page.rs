@@ -249,10 +249,6 @@ fn tiles(timeline: &Waterfall) -> Vec<Tile> {
     out
 }
 
-fn index_of(gpu: &Gpu) -> String {
-    gpu.index.map_or("?".to_string(), |index| index.to_string())
-}
-
 fn gpu_note(timeline: &Waterfall, gpu: &Gpu) -> Option<GpuNote> {
     let failure = gpu.failed.as_ref().map(|failure| {
         let why = timeline.failures.get(&gpu.address);
@@ -281,7 +277,7 @@ fn gpu_note(timeline: &Waterfall, gpu: &Gpu) -> Option<GpuNote> {
         .map(|lines| lines.join("\n"))
         .unwrap_or_default();
     Some(GpuNote {
-        index: index_of(gpu),
+        index: gpu.name().number(),
         address: gpu.address,
         failure,
         open: open.unwrap_or_default(),
@@ -313,7 +309,7 @@ fn gpu_row(gpu: &Gpu) -> GpuRow {
     ];
     GpuRow {
         failed: gpu.failed.is_some(),
-        index: index_of(gpu),
+        index: gpu.name().number(),
         address: gpu.address,
         cells,
     }
@@ -326,8 +322,8 @@ impl Health {
         // The first two columns are the GPU's.
         let is_number =
             |column: usize| column > 1 && table.heads.get(column).is_some_and(|(_, right)| *right);
-        let part = |group: &Vec<(usize, usize)>| {
-            let columns = || group.iter().map(|(column, _)| *column);
+        let part = |group: &Vec<usize>| {
+            let columns = || group.iter().copied();
             let row = |(wrong, cells): &(bool, Vec<String>)| {
                 (
                     *wrong,

@@ -12,7 +12,6 @@ mod protos;
 
 use super::waterfall::{Bar, Mark, Waterfall, level};
 use kata_gpu_wire::names;
-use kata_gpu_wire::record::Level;
 use prost::Message;
 use protos::{
     Clock, ClockSnapshot, CounterDescriptor, DebugAnnotation, TracePacket, TrackDescriptor,
@@ -380,15 +379,9 @@ fn slice_as_instant(step: &Bar, track_uuid: u64) -> TrackEvent {
 }
 
 fn instant(mark: &Mark, track_uuid: u64) -> TrackEvent {
-    let level = match level(mark) {
-        Level::Error => "error",
-        Level::Warn => "warn",
-        Level::Info => "info",
-        Level::Debug | Level::Trace => "debug",
-    };
     let facts = mark.facts().map(|(key, value)| annotation(&key, &value));
     TrackEvent {
-        categories: vec![mark.owner.name().to_string(), level.to_string()],
+        categories: vec![mark.owner.name().to_string(), level(mark).to_string()],
         name: mark.name.clone(),
         debug_annotations: [annotation("text", &mark.text)]
             .into_iter()

@@ -11,7 +11,7 @@ use crate::boot::host_trace::HostStep;
 use crate::data::agent_log::AgentEvent;
 use crate::data::budget::MAX_GPUS;
 use crate::data::clock_points::Placed;
-use crate::data::compact_record::{Field, Record};
+use crate::data::compact_record::Record;
 use crate::data::imported_record;
 use crate::data::text;
 use kata_gpu_wire::catalogue::{Form, Owner, Rank, row_of};
@@ -329,16 +329,7 @@ fn tone(record: &Record) -> Tone {
         (_, names::GPU_FAILED | names::POWER_OFF) => Tone::Error,
         _ if record.kind == Kind::End && record.error.is_some() => Tone::Error,
         (Level::Warn, _) | (_, names::GPU_LATE | names::STREAM_LOST) => Tone::Warning,
-        (_, names::SETTLED)
-            if record
-                .fields
-                .get("failed")
-                .and_then(Field::as_u64)
-                .unwrap_or(0)
-                > 0 =>
-        {
-            Tone::Warning
-        }
+        (_, names::SETTLED) if record.fields.number("failed").unwrap_or(0) > 0 => Tone::Warning,
         (_, names::GPU_USABLE | names::SETTLED) => Tone::Good,
         (Level::Info | Level::Debug | Level::Trace, _) => Tone::Plain,
     }
@@ -403,7 +394,7 @@ fn what(record: &Record, begun: &str) -> String {
 /// The state of a GPU in few words, the same ones in the same order for each GPU; exports have
 /// every field.
 fn health_text(record: &Record) -> String {
-    let number = |name: &str| record.fields.get(name).and_then(Field::as_u64);
+    let number = |name: &str| record.fields.number(name);
     let shown = |name: &str| {
         record
             .fields
@@ -491,22 +482,13 @@ fn fields_text(record: &Record) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kata_gpu_wire::record::Line;
+    use crate::for_tests::record;
 
     fn rows(lines: &[&str]) -> Vec<Row> {
         let mut tracker = Tracker::default();
-        let decode = |(seq, line): (usize, &&str)| {
-            let line = format!(r#"{{"schema":1,"seq":{seq},{line}}}"#);
-            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else {
-                panic!("{line} does not decode")
-            };
-            record
-        };
+        let lines = (0..).zip(lines);
         lines
-            .iter()
-            .enumerate()
-            .map(decode)
-            .map(|record| tracker.row(&(*record).into()))
+            .map(|(seq, line)| tracker.row(&record(seq, line)))
             .collect()
     }
 
@@ -616,15 +598,12 @@ mod tests {
     fn a_guest_that_opens_spans_without_end_costs_no_more_memory() {
         let mut tracker = Tracker::default();
         for id in 0..3 * MAX_OPEN as u64 {
-            let line = format!(
-                r#"{{"schema":1,"seq":1,"boottime_ns":1,"kind":"begin","name":"gpu.bind","span":{id},"gpu":"{:04x}:00:00.0","fields":{{"a":"{}"}}}}"#,
+            let rest = format!(
+                r#""boottime_ns":1,"kind":"begin","name":"gpu.bind","span":{id},"gpu":"{:04x}:00:00.0","fields":{{"a":"{}"}}"#,
                 id % 0xffff,
                 "x".repeat(9000)
             );
-            let Ok(Line::Record(record)) = kata_gpu_wire::decode::decode(line.as_bytes()) else {
-                panic!("does not decode")
-            };
-            tracker.row(&(*record).into());
+            tracker.row(&record(1, &rest));
         }
         assert_eq!(tracker.open.len(), MAX_OPEN);
         assert!(

@@ -1,6 +1,7 @@
 //! Summary of a boot: one line per GPU, the containers, the milestones, and everything that is
 //! wrong with the record of it.
 
+use super::grid::aligned;
 use super::health_table::HealthTable;
 use crate::boot::model::{Boot, ClockSummary, Container, Failure, Gpu, GpuStep, OpenStep};
 use crate::data::agent_log::NONE;
@@ -167,41 +168,34 @@ const GPU_HEAD: [&str; 7] = [
     "PUBLISHED",
     "USABLE",
 ];
+/// Index of a column in [`GPU_HEAD`].
+const FOUND: usize = 2;
 
 /// Table with a line per GPU, columns as wide as they must be and the terminal lets them. A failure
 /// or open step stands below its GPU.
 fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
-    let rows: Vec<[String; 7]> = gpus.iter().map(gpu_cells).collect();
-    let width = |column: usize| {
-        rows.iter()
-            .map(|r| r[column].len())
-            .chain([GPU_HEAD[column].len()])
-            .max()
-            .unwrap_or(0)
-    };
-    let widths: [usize; 7] = std::array::from_fn(width);
+    let mut rows = vec![GPU_HEAD.map(str::to_string).to_vec()];
+    rows.extend(gpus.iter().map(|gpu| gpu_cells(gpu).to_vec()));
+    let right: Vec<usize> = (0..GPU_HEAD.len()).collect();
+    let mut lines = aligned(&rows, &right, "  ");
     // A narrow terminal gets less between columns, and no FOUND column: most GPUs share that time.
-    let whole = widths.iter().sum::<usize>() + 2 * (widths.len() - 1);
-    let narrow = screen.width.is_some_and(|width| width < whole);
-    let line = |cells: [&str; 7]| {
-        let shown = cells
-            .iter()
-            .zip(widths)
-            .zip(GPU_HEAD)
-            .filter(|(_, head)| !narrow || *head != "FOUND");
-        let cells = shown.map(|((cell, width), _)| format!("{cell:>width$}"));
-        cells
-            .collect::<Vec<_>>()
-            .join(if narrow { " " } else { "  " })
-    };
-    let mut out = vec![screen.paint(Ink::Bold, &line(GPU_HEAD))];
-    for (gpu, cells) in gpus.iter().zip(&rows) {
+    let whole = lines.first().map_or(0, String::len);
+    if screen.width.is_some_and(|width| width < whole) {
+        for row in &mut rows {
+            row.remove(FOUND);
+        }
+        lines = aligned(&rows, &right, " ");
+    }
+    let mut lines = lines.into_iter();
+    let head = lines.next().map(|head| screen.paint(Ink::Bold, &head));
+    let mut out: Vec<String> = head.into_iter().collect();
+    for (gpu, line) in gpus.iter().zip(lines) {
         let ink = match state(gpu) {
             State::Usable | State::Unknown => Ink::Plain,
             State::Failed(_) => Ink::Error,
             State::Still(_) => Ink::Warning,
         };
-        out.push(screen.paint(ink, &line(cells.each_ref().map(String::as_str))));
+        out.push(screen.paint(ink, &line));
         let more = match state(gpu) {
             State::Usable | State::Unknown => continue,
             State::Failed(f) => failed(f),
@@ -254,37 +248,36 @@ fn failed(failure: &Failure) -> String {
 
 /// Health of the GPUs, in as many tables below each other as the terminal needs, then what is
 /// wrong.
-fn health_lines(table: &HealthTable, screen: &Screen) -> Vec<String> {
+pub fn health_lines(table: &HealthTable, screen: &Screen) -> Vec<String> {
     let mut out = Vec::new();
     for group in table.groups(screen.width, HEALTH_GAP.len()) {
-        let line = |text: &dyn Fn(usize) -> Option<String>| {
-            let cells = group.iter().map(|(column, width)| {
-                let (text, right) = (
-                    text(*column).unwrap_or_default(),
-                    table.heads.get(*column).is_some_and(|(_, right)| *right),
-                );
-                if right {
-                    format!("{text:>width$}")
-                } else {
-                    format!("{text:<width$}")
-                }
-            });
-            cells
-                .collect::<Vec<_>>()
-                .join(HEALTH_GAP)
-                .trim_end()
-                .to_string()
+        let heads = table.heads.iter().map(|(head, _)| head.to_uppercase());
+        let heads = (Ink::Bold, heads.collect());
+        let rows = table.rows.iter().map(|(wrong, cells)| {
+            let ink = if *wrong { Ink::Error } else { Ink::Plain };
+            (ink, cells.clone())
+        });
+        let of_group = |cells: Vec<String>| {
+            let cell = |column: &usize| cells.get(*column).cloned();
+            group.iter().filter_map(cell).collect()
         };
-        out.push(screen.paint(
-            Ink::Bold,
-            &line(&|column| table.heads.get(column).map(|(head, _)| head.to_uppercase())),
-        ));
-        for (wrong, cells) in &table.rows {
-            out.push(screen.paint(
-                if *wrong { Ink::Error } else { Ink::Plain },
-                &line(&|column| cells.get(column).cloned()),
-            ));
-        }
+        let (inks, rows): (Vec<Ink>, Vec<Vec<String>>) = [heads]
+            .into_iter()
+            .chain(rows)
+            .map(|(ink, cells)| (ink, of_group(cells)))
+            .unzip();
+        let is_right = |column: usize| table.heads.get(column).is_some_and(|(_, right)| *right);
+        let right: Vec<usize> = (0..)
+            .zip(&group)
+            .filter(|(_, column)| is_right(**column))
+            .map(|(at, _)| at)
+            .collect();
+        let lines = aligned(&rows, &right, HEALTH_GAP);
+        out.extend(
+            inks.into_iter()
+                .zip(lines)
+                .map(|(ink, line)| screen.paint(ink, line.trim_end())),
+        );
     }
     out.extend(
         table
@@ -337,7 +330,7 @@ fn gpu_cells(gpu: &Gpu) -> [String; 7] {
         State::Still(_) => "not yet".to_string(),
     };
     [
-        gpu.index.map_or("?".to_string(), |i| i.to_string()),
+        gpu.name().number(),
         gpu.address.to_string(),
         gpu.found_ns.map_or("-".to_string(), seconds),
         step(gpu.enabled),

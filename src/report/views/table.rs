@@ -109,9 +109,8 @@ fn ink(tone: Tone) -> Ink {
 }
 
 /// `3 0001:00:03.0`, with `?` for a number that is not known.
-pub fn gpu_text(gpu: &GpuName) -> String {
-    let index = gpu.index.map_or("?".to_string(), |i| i.to_string());
-    format!("{index:>2} {}", gpu.address)
+fn gpu_text(gpu: &GpuName) -> String {
+    format!("{:>2} {}", gpu.number(), gpu.address)
 }
 
 /// Pieces of at most `width` characters, cut at spaces where there are any; at most [`MAX_LINES`],

@@ -20,12 +20,12 @@ use crate::boot::timeline;
 use crate::data::agent_log::AgentEvent;
 use crate::data::boot_file::{BootFile, HostEvent, TraceId};
 use crate::data::clock_offset::{Clock, Sample, Wall};
-use crate::data::compact_record::{Field, Record, SpanFields, in_time};
+use crate::data::compact_record::{Record, SpanFields, in_time};
 use crate::data::text::{printable, printable_start};
 use kata_gpu_wire::catalogue::{Owner, derived};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
-use kata_gpu_wire::record::{Kind, Level};
+use kata_gpu_wire::record::Kind;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Longest text of an error, in bytes.
@@ -273,8 +273,7 @@ impl Reader {
                     let field = |key| {
                         record
                             .fields
-                            .get(key)
-                            .and_then(Field::as_str)
+                            .text(key)
                             .filter(|text| !text.is_empty())
                             .map(error_text)
                     };
@@ -501,12 +500,12 @@ fn boot_end(boot: &Boot, steps: &[Bar], end_ns: i64) -> i64 {
     end_ns.min(done.saturating_add(margin))
 }
 
-/// The level of a mark as the record's own scale says it.
-pub fn level(mark: &Mark) -> Level {
+/// The level of a mark, as records write it.
+pub fn level(mark: &Mark) -> &'static str {
     match mark.tone {
-        Tone::Error => Level::Error,
-        Tone::Warning => Level::Warn,
-        Tone::Plain | Tone::Good if mark.detail => Level::Debug,
-        Tone::Plain | Tone::Good => Level::Info,
+        Tone::Error => "error",
+        Tone::Warning => "warn",
+        Tone::Plain | Tone::Good if mark.detail => "debug",
+        Tone::Plain | Tone::Good => "info",
     }
 }

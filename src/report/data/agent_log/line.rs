@@ -363,84 +363,28 @@ mod tests {
     }
 
     #[test]
-    fn the_agents_texts_are_recognised() {
-        let announce = r#","agent-version":"4.1.0""#;
-        assert_eq!(
-            read(&line("announce", announce)),
-            Some(LineKind::Event(AgentEvent::Start {
-                version: "4.1.0".into()
-            }))
-        );
-        assert_eq!(
-            read(&line(
-                "ttRPC server started",
-                r#","address":"vsock://-1:1024""#
-            )),
-            Some(LineKind::Event(AgentEvent::Ready))
-        );
-        let wait = "waiting for CDI spec(s) to be generated (5 of 100 max tries) \\\"unresolvable \
-            CDI devices nvidia.com/gpu=2\\\"";
-        let error = "\"unresolvable CDI devices nvidia.com/gpu=2\"".to_string();
-        assert_eq!(devices_of(&error), ["nvidia.com/gpu=2"]);
-        assert_eq!(
-            read(&line(wait, "")),
-            Some(LineKind::Waiting {
-                attempt: 5,
-                of: 100,
-                error
-            })
-        );
-        let call = line(r#"rpc call from shim to agent: \"create_sandbox\""#, "");
-        assert_eq!(
-            read(&call),
-            Some(LineKind::Event(AgentEvent::Rpc {
-                call: "create_sandbox".into()
-            }))
-        );
+    fn a_uevent_counts_if_a_driver_has_a_pci_function() {
         let uevent = ",\"event\":\"Uevent { action: \\\"bind\\\", devpath: \
             \\\"/devices/pci0000:00/0000:00:05.0/0000:02:00.0\\\", devname: \\\"\\\", subsystem: \
             \\\"pci\\\", seqnum: \\\"1381\\\", interface: \\\"\\\" }\"";
-        assert_eq!(
-            read(&line("got uevent message", uevent)),
-            Some(LineKind::Event(AgentEvent::Bound(
-                "0000:02:00.0".parse().unwrap()
-            )))
-        );
-        assert_eq!(
-            read(&line("got uevent message", &uevent.replace("bind", "add"))),
-            None
-        );
-        assert_eq!(
-            read(&line(
-                "got uevent message",
-                &uevent.replace("pci\\\"", "memory\\\"")
-            )),
-            None
-        );
-        assert_eq!(read(&line("policy check: StatsContainerRequest", "")), None);
+        let read = |uevent: &str| read(&line("got uevent message", uevent));
+        let function = "0000:02:00.0".parse().unwrap();
+        let bound = LineKind::Event(AgentEvent::Bound(function));
+        assert_eq!(read(uevent), Some(bound));
+        assert_eq!(read(&uevent.replace("bind", "add")), None);
+        assert_eq!(read(&uevent.replace("pci\\\"", "memory\\\"")), None);
+    }
+
+    #[test]
+    fn errors_have_no_stack_and_name_their_devices() {
         let failed = line(
             r"failed to start container: no such file\n\nStack backtrace:\n   0: <unknown>",
             "",
         );
-        assert_eq!(
-            read(&failed),
-            Some(LineKind::StartFailed {
-                error: "no such file".into()
-            })
-        );
-        let of = r#","module":"rustjail","cid":"a1""#;
-        assert_eq!(
-            read(&line("container started", of)),
-            Some(LineKind::Started { id: "a1".into() })
-        );
-        assert_eq!(
-            read(&line("create process completed", of)),
-            Some(LineKind::Making { id: "a1".into() })
-        );
-        assert_eq!(
-            read(&line("announce", announce).replace("kata-agent", "other")),
-            None
-        );
+        let error = "no such file".to_string();
+        assert_eq!(read(&failed), Some(LineKind::StartFailed { error }));
+        let error = "\"unresolvable CDI devices nvidia.com/gpu=2\"";
+        assert_eq!(devices_of(error), ["nvidia.com/gpu=2"]);
     }
 
     #[test]

@@ -10,7 +10,7 @@
 use crate::boot::model::{Gpu, RECONNECT_GRACE, State};
 use crate::data::boot_file::{FileLine, HostEvent};
 use crate::data::budget::MAX_GPUS;
-use crate::data::compact_record::{Field, Record};
+use crate::data::compact_record::Record;
 use crate::data::text::{printable_start, seconds};
 use crate::views::rows::{Row, Tracker};
 use kata_gpu_wire::names;
@@ -115,11 +115,7 @@ impl Progress {
     fn record(&mut self, record: &Record) {
         match (record.kind, record.name.as_str()) {
             (Kind::Event, names::SETTLED) => {
-                let failed = record
-                    .fields
-                    .get("failed")
-                    .and_then(Field::as_u64)
-                    .unwrap_or(0);
+                let failed = record.fields.number("failed").unwrap_or(0);
                 self.settled.get_or_insert((record.boottime_ns, failed));
             }
             (Kind::Event, names::POWER_OFF) => {
