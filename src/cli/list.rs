@@ -198,7 +198,7 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
         let pod = entry
             .pod
             .as_ref()
-            .map(|pod| printable_start(pod.as_bytes(), MAX_POD))
+            .map(|pod| printable_start(&pod, MAX_POD))
             .or_else(sandbox);
         let more = entry.failures.len().saturating_sub(1);
         let more = if more > 0 {

@@ -259,7 +259,7 @@ impl Connection {
         self.garbage_lines += 1;
         self.garbage_bytes += bytes as u64;
         self.first_garbage
-            .get_or_insert_with(|| text::printable_start(why.to_string().as_bytes(), MAX_REASON));
+            .get_or_insert_with(|| text::printable_start(&why.to_string(), MAX_REASON));
     }
 
     /// Time at which [`Connection::tick`] is due.

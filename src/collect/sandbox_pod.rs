@@ -87,7 +87,7 @@ impl Runtime {
 /// A sandbox with nothing known but its id.
 pub fn unnamed(id: &str) -> Sandbox {
     Sandbox {
-        id: printable_start(id.as_bytes(), MAX_NAME),
+        id: printable_start(&id, MAX_NAME),
         ..Sandbox::default()
     }
 }
@@ -96,7 +96,7 @@ pub fn unnamed(id: &str) -> Sandbox {
 fn named(id: &str, annotations: &Value, runtime: Runtime) -> Sandbox {
     let [pod, namespace, uid] = runtime.keys().map(|key| {
         let value = annotations[key].as_str().filter(|value| !value.is_empty());
-        value.map(|value| printable_start(value.as_bytes(), MAX_NAME))
+        value.map(|value| printable_start(&value, MAX_NAME))
     });
     Sandbox {
         pod,

@@ -50,7 +50,7 @@ fn implausible(boot: &Metrics, facts: Facts) -> bool {
         .milestones
         .values()
         .chain(boot.phases.values())
-        .chain(boot.steps.values().flat_map(|step| &step.each_ns));
+        .chain(boot.durations.values().flatten());
     facts.too_large
         || facts.lost > MAX_LOST
         || boot.gpus > MAX_GPUS
@@ -195,11 +195,9 @@ impl Tally {
                 .or_default()
                 .add(*took_ns);
         }
-        for (title, step) in &boot.steps {
+        for (title, each_ns) in &boot.durations {
             let histogram = self.steps.entry(step_label(title)).or_default();
-            step.each_ns
-                .iter()
-                .for_each(|took_ns| histogram.add(*took_ns));
+            each_ns.iter().for_each(|took_ns| histogram.add(*took_ns));
         }
         for failure in &boot.failures {
             *self.failures.entry(reason_label(failure)).or_default() += 1;
@@ -249,7 +247,6 @@ fn reason_label(failure: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kata_gpu_report::analysis::metrics::StepMetrics;
 
     #[test]
     fn a_value_falls_into_the_first_bucket_not_below_it() {
@@ -285,14 +282,7 @@ mod tests {
         for n in 0..1000 {
             let boot = Metrics {
                 milestones: [(format!("m{n}"), 1)].into(),
-                steps: [(
-                    format!("step{n} \"}}\n"),
-                    StepMetrics {
-                        wall_ns: 1,
-                        each_ns: vec![1],
-                    },
-                )]
-                .into(),
+                durations: [(format!("step{n} \"}}\n"), vec![1])].into(),
                 failures: vec![
                     format!("init: reason{n}"),
                     format!("x{n}"),
@@ -324,15 +314,7 @@ mod tests {
 
     #[test]
     fn an_implausible_boot_changes_no_other_number() {
-        let step = |ns| {
-            (
-                "gpu.init".to_string(),
-                StepMetrics {
-                    wall_ns: 1,
-                    each_ns: vec![1, ns],
-                },
-            )
-        };
+        let step = |ns| ("gpu.init".to_string(), vec![1, ns]);
         let plain = || Metrics {
             settled: true,
             ..Metrics::default()
@@ -354,14 +336,14 @@ mod tests {
             ),
             (
                 Metrics {
-                    phases: [("probe", MAX_NS + 1)].into(),
+                    phases: [("probe".into(), MAX_NS + 1)].into(),
                     ..plain()
                 },
                 Facts::default(),
             ),
             (
                 Metrics {
-                    steps: [step(MAX_NS + 1)].into(),
+                    durations: [step(MAX_NS + 1)].into(),
                     ..plain()
                 },
                 Facts::default(),

@@ -72,7 +72,7 @@ impl Outcome {
 
 /// A text of a receiver, safe to print and bounded.
 fn shown(text: &str) -> String {
-    printable_start(text.trim().as_bytes(), MAX_TEXT)
+    printable_start(&text.trim(), MAX_TEXT)
 }
 
 /// A connection to a receiver.

@@ -69,7 +69,7 @@ impl OwnBoots {
             let uuid = uuid
                 .filter_map(|r| field(r, "uuid"))
                 .next_back()
-                .map(|uuid| printable_start(uuid.as_bytes(), MAX_NAME));
+                .map(|uuid| printable_start(&uuid, MAX_NAME));
             if let Some(took) = gpu.enabled.and_then(|step| step.took_ns) {
                 let name = uuid.unwrap_or_else(|| gpu.address.to_string());
                 push(
@@ -118,7 +118,7 @@ impl OwnBoots {
         if let Some(value) = value.filter(|_| self.facts.len() < MAX_NAMES) {
             *self
                 .facts
-                .entry((name, printable_start(value.as_bytes(), MAX_NAME)))
+                .entry((name, printable_start(&value, MAX_NAME)))
                 .or_default() += 1;
         }
     }

@@ -41,7 +41,7 @@ impl Refusal {
     }
 
     pub fn key(mut self, key: &str, value: &str) -> Refusal {
-        self.what = format!("{key} = {}", printable_start(value.as_bytes(), MAX_VALUE));
+        self.what = format!("{key} = {}", printable_start(&value, MAX_VALUE));
         self
     }
 

@@ -10,6 +10,7 @@ use crate::boot::intervals::{Intervals, sum};
 use crate::boot::timeline::{Step, Timeline, Window};
 use crate::data::units::is_zero;
 use serde::Serialize;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// Meaning of the first column.
@@ -164,12 +165,7 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
             .into_iter()
             .map(|(name, sum)| sum.row(name, wall_ns))
             .collect();
-        rows.sort_by(|a, b| {
-            b.time
-                .wall_ns
-                .cmp(&a.time.wall_ns)
-                .then_with(|| a.name.cmp(&b.name))
-        });
+        rows.sort_by(|a, b| (b.time.wall_ns, &a.name).cmp(&(a.time.wall_ns, &b.name)));
         rows
     };
     let mut groups: Vec<Group> = groups
@@ -182,12 +178,7 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
         .collect();
     // Phases stay in the order of a boot.
     if by == By::Owner {
-        groups.sort_by(|a, b| {
-            b.time
-                .wall_ns
-                .cmp(&a.time.wall_ns)
-                .then_with(|| a.name.cmp(b.name))
-        });
+        groups.sort_by_key(|group| (Reverse(group.time.wall_ns), group.name));
     }
     Blame {
         wall_ns,

@@ -118,24 +118,9 @@ pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comp
         "no boots on the {} side",
         if a.is_empty() { "first" } else { "second" }
     );
-    let mut milestones = changes(a, b, settings, |m| {
-        m.milestones
-            .iter()
-            .map(|(name, at)| (name.clone(), *at))
-            .collect()
-    });
-    let mut phases = changes(a, b, settings, |m| {
-        m.phases
-            .iter()
-            .map(|(name, took)| (name.to_string(), *took))
-            .collect()
-    });
-    let mut steps = changes(a, b, settings, |m| {
-        m.steps
-            .iter()
-            .map(|(name, step)| (name.clone(), step.wall_ns))
-            .collect()
-    });
+    let mut milestones = changes(a, b, settings, |m| &m.milestones);
+    let mut phases = changes(a, b, settings, |m| &m.phases);
+    let mut steps = changes(a, b, settings, |m| &m.steps);
     let known = milestones
         .iter()
         .any(|m| m.difference_ns.is_some() && m.name != "kernel start");
@@ -154,10 +139,8 @@ pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comp
     milestones.sort_by_key(|m| m.a.or(m.b).map(|s| s.median_ns));
     phases.sort_by_key(|p| Phase::named(&p.name).unwrap_or(Phase::Other));
     steps.sort_by(|x, y| {
-        y.difference_ns
-            .unwrap_or(0)
-            .cmp(&x.difference_ns.unwrap_or(0))
-            .then_with(|| x.name.cmp(&y.name))
+        let grown = |change: &Change| change.difference_ns.unwrap_or(0);
+        (grown(y), &x.name).cmp(&(grown(x), &y.name))
     });
     let failed = |set: &[Metrics]| set.iter().filter(|m| !m.failures.is_empty()).count();
     let mut comparison = Comparison {
@@ -180,27 +163,21 @@ fn changes(
     a: &[Metrics],
     b: &[Metrics],
     settings: &Settings,
-    of: impl Fn(&Metrics) -> Vec<(String, i64)>,
+    of: fn(&Metrics) -> &BTreeMap<String, i64>,
 ) -> Vec<Change> {
-    let collect = |set: &[Metrics]| {
-        let mut values: BTreeMap<String, Vec<i64>> = BTreeMap::new();
-        set.iter()
-            .flat_map(&of)
-            .for_each(|(name, value)| values.entry(name).or_default().push(value));
-        values
-    };
-    let (a, b) = (collect(a), collect(b));
-    let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
+    let names: BTreeSet<&String> = a.iter().chain(b).flat_map(|m| of(m).keys()).collect();
     let change = |name: &String| {
-        let (x, y) = (
-            a.get(name).map_or(&[][..], |v| v),
-            b.get(name).map_or(&[][..], |v| v),
-        );
-        let (before, after) = (Summary::of(x), Summary::of(y));
+        let values = |set: &[Metrics]| -> Vec<i64> {
+            set.iter()
+                .filter_map(|m| of(m).get(name).copied())
+                .collect()
+        };
+        let (x, y) = (values(a), values(b));
+        let (before, after) = (Summary::of(&x), Summary::of(&y));
         let difference_ns = before
             .zip(after)
             .map(|(x, y)| y.median_ns.saturating_sub(x.median_ns));
-        let interval_ns = difference_interval(x, y, seed_for(name, settings.seed));
+        let interval_ns = difference_interval(&x, &y, seed_for(name, settings.seed));
         let verdict = match (before, difference_ns) {
             (Some(before), Some(difference)) => {
                 let significant = |above: bool| {

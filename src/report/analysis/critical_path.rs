@@ -11,6 +11,7 @@ use super::held_up::{HeldUp, held_up};
 use crate::boot::draft::LAST_RECORD;
 use crate::boot::intervals::length;
 use crate::boot::timeline::{Known, Timeline, Window};
+use crate::data::units::is_zero;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -34,7 +35,7 @@ pub struct Piece {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub known: Option<Known>,
     /// Whether the step had not ended at the end of the record.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(skip_serializing_if = "is_zero")]
     pub open: bool,
     /// Index of the step in the timeline.
     #[serde(skip)]
@@ -197,9 +198,7 @@ fn gains(
                 ..gain_of
             });
             found.sort_by(|a, b| {
-                (b.gain_ns, b.at_most_ns)
-                    .cmp(&(a.gain_ns, a.at_most_ns))
-                    .then_with(|| a.step.cmp(&b.step))
+                (b.gain_ns, b.at_most_ns, &a.step).cmp(&(a.gain_ns, a.at_most_ns, &b.step))
             });
         }
     }

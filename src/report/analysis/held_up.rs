@@ -51,11 +51,7 @@ pub fn held_up(timeline: &Timeline, window: &Window) -> Vec<HeldUp> {
     let mut found: Vec<HeldUp> = candidates
         .filter_map(|step| overlapping(step, &enablings, window))
         .collect();
-    found.sort_by(|a, b| {
-        b.overlap_ns
-            .cmp(&a.overlap_ns)
-            .then_with(|| a.step.cmp(&b.step))
-    });
+    found.sort_by(|a, b| (b.overlap_ns, &a.step).cmp(&(a.overlap_ns, &b.step)));
     found.truncate(MAX_STEPS);
     found
 }

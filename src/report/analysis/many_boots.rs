@@ -73,8 +73,8 @@ impl Collected {
         for (name, took) in &boot.phases {
             extend(&mut self.phases, name, &[*took]);
         }
-        for (name, step) in &boot.steps {
-            extend(&mut self.steps, name, &step.each_ns);
+        for (name, each_ns) in &boot.durations {
+            extend(&mut self.steps, name, each_ns);
         }
         let mut reasons: BTreeMap<&str, u64> = BTreeMap::new();
         boot.failures
@@ -107,12 +107,7 @@ impl Collected {
         let mut milestones = rows(self.milestones);
         milestones.sort_by_key(|r| r.summary.median_ns);
         let mut steps = rows(self.steps);
-        steps.sort_by(|a, b| {
-            b.summary
-                .median_ns
-                .cmp(&a.summary.median_ns)
-                .then_with(|| a.name.cmp(&b.name))
-        });
+        steps.sort_by(|a, b| (b.summary.median_ns, &a.name).cmp(&(a.summary.median_ns, &b.name)));
         let mut phases = rows(self.phases);
         phases.sort_by_key(|r| Phase::named(&r.name).unwrap_or(Phase::Other));
         let mut failures: Vec<Failures> = self
@@ -124,11 +119,7 @@ impl Collected {
                 boots,
             })
             .collect();
-        failures.sort_by(|a, b| {
-            (b.boots, b.count)
-                .cmp(&(a.boots, a.count))
-                .then_with(|| a.reason.cmp(&b.reason))
-        });
+        failures.sort_by(|a, b| (b.boots, b.count, &a.reason).cmp(&(a.boots, a.count, &b.reason)));
         Stats {
             milestones,
             phases,

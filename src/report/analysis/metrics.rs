@@ -27,8 +27,11 @@ pub struct Metrics {
     /// Boot clock, ns.
     pub milestones: BTreeMap<String, i64>,
     /// Time in which at least one step of the phase was running.
-    pub phases: BTreeMap<&'static str, i64>,
-    pub steps: BTreeMap<String, StepMetrics>,
+    pub phases: BTreeMap<String, i64>,
+    /// Time in which at least one of the steps of a name was running.
+    pub steps: BTreeMap<String, i64>,
+    /// Durations of the steps of a name that ended.
+    pub durations: BTreeMap<String, Vec<i64>>,
     pub unexplained_percent: f64,
     pub gpus: usize,
     pub failed_gpus: usize,
@@ -37,15 +40,6 @@ pub struct Metrics {
     pub agent_known: bool,
     /// Failures as `step: reason`.
     pub failures: Vec<String>,
-}
-
-/// All steps of one name.
-#[derive(Clone, Debug, Default)]
-pub struct StepMetrics {
-    /// Time in which at least one of the steps was running.
-    pub wall_ns: i64,
-    /// Durations of the steps that ended.
-    pub each_ns: Vec<i64>,
 }
 
 fn signed(ns: u64) -> i64 {
@@ -77,39 +71,34 @@ pub fn metrics(boot: &Boot, file: &BootFile) -> Metrics {
     for group in blame(timeline, &window, By::Phase).groups {
         metrics
             .phases
-            .insert(group.name, signed(group.time.wall_ns));
+            .insert(group.name.to_string(), signed(group.time.wall_ns));
         for row in group.steps {
-            let name = bounded(&metrics.steps, row.name);
-            let step = metrics.steps.entry(name).or_default();
-            step.wall_ns = step.wall_ns.saturating_add(signed(row.time.wall_ns));
+            let is_known = metrics.steps.contains_key(&row.name);
+            let name = if is_known || metrics.steps.len() < MAX_NAMES {
+                row.name
+            } else {
+                OTHERS.to_string()
+            };
+            metrics.durations.entry(name.clone()).or_default();
+            let wall_ns = metrics.steps.entry(name).or_default();
+            *wall_ns = wall_ns.saturating_add(signed(row.time.wall_ns));
         }
     }
     for step in timeline.steps.iter().filter(|s| !s.open && !s.row.waiting) {
         let kind = step.kind();
-        let name = if metrics.steps.contains_key(&kind) {
-            &kind
-        } else {
-            OTHERS
-        };
-        if let Some(metric) = metrics.steps.get_mut(name)
-            && metric.each_ns.len() < MAX_DURATIONS
+        let is_known = metrics.steps.contains_key(&kind);
+        let name = if is_known { &kind } else { OTHERS };
+        if let Some(all) = metrics.durations.get_mut(name)
+            && all.len() < MAX_DURATIONS
         {
-            metric.each_ns.push(signed(step.took_ns()));
+            all.push(signed(step.took_ns()));
         }
     }
     metrics
 }
 
-fn bounded(steps: &BTreeMap<String, StepMetrics>, name: String) -> String {
-    if steps.len() < MAX_NAMES || steps.contains_key(&name) {
-        name
-    } else {
-        OTHERS.to_string()
-    }
-}
-
 fn failures(boot: &Boot, file: &BootFile) -> Vec<String> {
-    let text = |text: &str| printable_start(text.as_bytes(), MAX_REASON);
+    let text = |text: &str| printable_start(&text, MAX_REASON);
     let mut out = Vec::new();
     for record in file
         .records

@@ -27,6 +27,7 @@ pub enum Area {
 }
 
 /// A rule.
+#[derive(Debug)]
 pub struct Rule {
     pub id: &'static str,
     pub area: Area,
@@ -36,12 +37,6 @@ pub struct Rule {
     pub source: &'static str,
     /// Empty where nobody has a figure.
     pub shortens: &'static [Shortens],
-}
-
-impl std::fmt::Debug for Rule {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.id)
-    }
 }
 
 /// The steps in which the host maps GPUs' BARs.

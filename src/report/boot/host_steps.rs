@@ -213,18 +213,4 @@ mod tests {
             boot.timeline.notes
         );
     }
-
-    #[test]
-    fn a_boot_without_a_trace_has_no_host() {
-        let file = BootFile::read(STREAM.as_bytes()).unwrap();
-        let boot = Boot::new(&file, &[]);
-        assert!(
-            boot.host.is_none()
-                && boot
-                    .timeline
-                    .milestones
-                    .iter()
-                    .all(|m| m.name != PROCESSES_START)
-        );
-    }
 }

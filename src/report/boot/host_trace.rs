@@ -77,12 +77,9 @@ impl HostStep {
                 .then(|| histogram(&traced.pages_a_call.iter().copied().collect())),
         );
         for (kind, count) in traced.kinds.iter().take(MAX_KINDS) {
-            add(
-                &printable_start(kind.as_bytes(), MAX_TEXT),
-                Some(count.to_string()),
-            );
+            add(&printable_start(&kind, MAX_TEXT), Some(count.to_string()));
         }
-        let thread = printable_start(traced.thread.as_bytes(), MAX_TEXT);
+        let thread = printable_start(&traced.thread, MAX_TEXT);
         add(
             "by",
             traced

@@ -245,14 +245,14 @@ pub struct Container {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// Whether the container is the pod's pause container, which is in no milestone.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(skip_serializing_if = "is_zero")]
     pub pause: bool,
     /// Whether no line shows the end.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(skip_serializing_if = "is_zero")]
     pub pending: bool,
     /// Whether no line of the agent names the container: `at_ns` is then the time at which the init
     /// saw its directory made, after the injection of its devices.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(skip_serializing_if = "is_zero")]
     pub seen_by_init: bool,
 }
 

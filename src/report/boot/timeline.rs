@@ -160,12 +160,12 @@ impl Timeline {
                         .get(*parent)
                         .is_some_and(|p: &Step| p.end_ns >= step.begin_ns)
             };
-            let name = printable_start(step.name.as_bytes(), MAX_NAME);
+            let name = printable_start(&step.name, MAX_NAME);
             steps.push(Step {
                 span: step.span,
                 row: row_of(&name),
                 name,
-                detail: printable_start(step.detail.as_bytes(), MAX_NAME),
+                detail: printable_start(&step.detail, MAX_NAME),
                 gpu: step.gpu,
                 begin_ns: step.begin_ns,
                 end_ns,
@@ -248,7 +248,7 @@ fn milestone(given: Milestone, place: &HashMap<usize, usize>, steps: &[Step]) ->
             .filter(ended)
             .take(MAX_EDGES)
             .collect(),
-        name: printable_start(given.name.as_bytes(), MAX_NAME),
+        name: printable_start(&given.name, MAX_NAME),
         ..given
     }
 }

@@ -55,7 +55,7 @@ pub struct TooLarge {
     #[serde(skip_serializing_if = "is_zero")]
     pub containers: u64,
     /// Whether the console log has more lines of the agent.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(skip_serializing_if = "is_zero")]
     pub agent_lines: bool,
 }
 

@@ -300,16 +300,16 @@ impl Clock {
         })
     }
 
-    /// Like [`Clock::wall_at`], for a time `before_ns` before the guest's boot clock began; those
-    /// ns may be wrong by `error_ns` themselves.
-    pub fn wall_before_start(&self, before_ns: u64, error_ns: u64) -> Option<Wall> {
+    /// Like [`Clock::wall_at`]; a time before the guest's boot clock began is negative, and may be
+    /// wrong by `before_error_ns` itself.
+    pub fn wall_around(&self, at_ns: i64, before_error_ns: u64) -> Option<Wall> {
+        if let Ok(boottime_ns) = u64::try_from(at_ns) {
+            return self.wall_at(boottime_ns);
+        }
         let start = self.wall_at(0)?;
-        let realtime_ns = start
-            .realtime_ns
-            .checked_sub(i64::try_from(before_ns).ok()?)?;
         Some(Wall {
-            realtime_ns,
-            error_ns: start.error_ns.saturating_add(error_ns),
+            realtime_ns: start.realtime_ns.checked_add(at_ns)?,
+            error_ns: start.error_ns.saturating_add(before_error_ns),
         })
     }
 

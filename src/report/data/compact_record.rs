@@ -9,8 +9,7 @@ use kata_gpu_wire::record;
 use kata_gpu_wire::record::{Kind, Level};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value};
-use std::cmp::Ordering;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -343,22 +342,8 @@ impl SpanFields {
 
     /// Each key once, in order of the keys.
     pub fn iter(&self) -> impl Iterator<Item = (&str, Field<'_>)> {
-        let (mut begin, mut end) = (self.begin.iter().peekable(), self.end.iter().peekable());
-        std::iter::from_fn(move || {
-            let order = match (begin.peek(), end.peek()) {
-                (Some((a, _)), Some((b, _))) => a.cmp(b),
-                (Some(_), None) => Ordering::Less,
-                (None, _) => Ordering::Greater,
-            };
-            if order == Ordering::Equal {
-                begin.next();
-            }
-            if order == Ordering::Less {
-                begin.next()
-            } else {
-                end.next()
-            }
-        })
+        let all: BTreeMap<&str, Field> = self.begin.iter().chain(self.end.iter()).collect();
+        all.into_iter()
     }
 }
 

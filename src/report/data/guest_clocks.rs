@@ -206,24 +206,23 @@ mod tests {
             1,
             "the first sample counts, a contradicting one does not"
         );
-        let mut clock = Clock::default();
-        clock.add(Sample {
-            boottime_ns: 1_500,
-            offset_ns: 1_000_000,
-            error_ns: 400,
-        });
+        let pinged = |offset_ns, error_ns| {
+            let mut clock = Clock::default();
+            clock.add(Sample {
+                boottime_ns: 1_500,
+                offset_ns,
+                error_ns,
+            });
+            clock
+        };
+        let mut clock = pinged(1_000_000, 400);
         assert_eq!(clocks.add_to(&mut clock), 1);
         assert!(
             clock.wall_at(1_500).unwrap().error_ns <= 52,
             "{:?}",
             clock.wall_at(1_500)
         );
-        let mut clock = Clock::default();
-        clock.add(Sample {
-            boottime_ns: 1_500,
-            offset_ns: 77,
-            error_ns: 1,
-        });
+        let mut clock = pinged(77, 1);
         let before = clock.wall_at(1_000);
         assert_eq!(
             (clocks.add_to(&mut clock), clock.wall_at(1_000)),
@@ -236,20 +235,18 @@ mod tests {
         let of = |fields: &[(&str, i64)]| {
             GuestClocks::of(&[event(names::CLOCK_PRINTK, 1, fields)]).printk
         };
-        assert_eq!(
-            of(&[("offset_ns", -1_850_000), ("error_ns", 9_000)]),
+        let printk = |offset_ns, error_ns| {
             Some(Printk {
-                offset_ns: -1_850_000,
-                error_ns: Some(9_000)
+                offset_ns,
+                error_ns,
             })
-        );
+        };
+        let bound = ("error_ns", 9_000);
         assert_eq!(
-            of(&[("offset_ns", 5)]),
-            Some(Printk {
-                offset_ns: 5,
-                error_ns: None
-            })
+            of(&[("offset_ns", -1_850_000), bound]),
+            printk(-1_850_000, Some(9_000))
         );
-        assert_eq!(of(&[]), None);
+        assert_eq!(of(&[("offset_ns", 5)]), printk(5, None));
+        assert_eq!(of(&[bound]), None);
     }
 }

@@ -21,7 +21,7 @@ pub fn pairs(line: &str) -> Vec<(&str, String)> {
             continue;
         };
         let (text, after) = match value.strip_prefix('"') {
-            Some(quoted) => quoted_value(quoted),
+            Some(text) => quoted(text).unwrap_or_else(|| (unquote(text), "")),
             None => {
                 let (bare, after) = value.split_at(value.find(' ').unwrap_or(value.len()));
                 (bare.to_string(), after)
@@ -33,25 +33,20 @@ pub fn pairs(line: &str) -> Vec<(&str, String)> {
     out
 }
 
-/// The value behind an opening quote, and the text after the closing one (empty if it is missing).
-fn quoted_value(text: &str) -> (String, &str) {
+/// The value behind an opening quote, and the text after the closing one; None if that is missing.
+pub fn quoted(text: &str) -> Option<(String, &str)> {
     let mut escaped = false;
-    for (at, c) in text.char_indices() {
-        match c {
-            _ if escaped => escaped = false,
-            '\\' => escaped = true,
-            '"' => {
-                let (value, rest) = text.split_at(at);
-                return (unquote(value), rest.get(1..).unwrap_or(""));
-            }
-            _ => {}
-        }
-    }
-    (unquote(text), "")
+    let is_end = |c: char| {
+        let plain = !escaped;
+        escaped = plain && c == '\\';
+        plain && c == '"'
+    };
+    let (value, rest) = text.split_at(text.find(is_end)?);
+    Some((unquote(value), rest.get(1..)?))
 }
 
 /// Undoes the escapes of a Go string literal without its quotes.
-pub fn unquote(text: &str) -> String {
+fn unquote(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find('\\') {

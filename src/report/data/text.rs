@@ -31,12 +31,7 @@ pub fn printable(text: &str) -> String {
 
 /// Printable, and not longer than `MAX_VALUE`.
 pub fn clipped(text: &str) -> String {
-    let start = start(text, MAX_VALUE);
-    format!(
-        "{}{}",
-        printable(start),
-        if start.len() < text.len() { "..." } else { "" }
-    )
+    printable_start(text, MAX_VALUE)
 }
 
 /// Lines that end at a space before `width`, the first behind `first`, others behind `further`. A
@@ -114,7 +109,8 @@ impl Write for AsciiJson<'_> {
 
 /// The start of some bytes, at most `max` of them, as [`printable`]; bytes that are not UTF-8
 /// become `\u{fffd}`.
-pub fn printable_start(bytes: &[u8], max: usize) -> String {
+pub fn printable_start(bytes: &(impl AsRef<[u8]> + ?Sized), max: usize) -> String {
+    let bytes = bytes.as_ref();
     let start = &bytes[..bytes.len().min(max)];
     let more = if bytes.len() > max { "..." } else { "" };
     format!("{}{more}", printable(&String::from_utf8_lossy(start)))

@@ -67,11 +67,7 @@ impl Account {
 /// `kernel start 0.000 (2026-.. +-0.9 ms) .. settled 22.340 (..)`: the window.
 pub fn window_line(window: &Window, clock: &Clock) -> String {
     let milestone = |m: &Milestone| {
-        let wall = u64::try_from(m.at_ns).map_or_else(
-            |_| clock.wall_before_start(m.at_ns.unsigned_abs(), m.error_ns),
-            |at| clock.wall_at(at),
-        );
-        let wall = wall.map(|wall| {
+        let wall = clock.wall_around(m.at_ns, m.error_ns).map(|wall| {
             let (at, error) = (wall_clock(wall.realtime_ns), error_bound(wall.error_ns));
             format!(" ({at} {error})")
         });

@@ -175,7 +175,7 @@ fn outcome(file: &BootFile, boot: &Boot) -> String {
 fn origin(file: &BootFile, boot: &Boot) -> Option<String> {
     let header = file.header.as_ref()?;
     let build = boot.build.as_deref();
-    let build = build.map(|build| printable_start(build.as_bytes(), MAX_BUILD));
+    let build = build.map(|build| printable_start(&build, MAX_BUILD));
     let sandbox = file.sandbox_id().map(printable);
     Some(format!(
         "kata-gpu-init {}{}, kernel {}{}",
@@ -268,55 +268,49 @@ fn moments<'a>(file: &'a BootFile, boot: &'a Boot) -> Vec<(u64, Moment<'a>)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::analysis::loaded::{Loaded, load};
+    use crate::boot::model;
     use crate::data::agent_log;
-    use crate::data::agent_log::AgentLine;
-    use crate::data::boot_dir::read_boot;
     use crate::data::text::ascii_json;
     use kata_gpu_test_support::{golden, tests_dir};
-    use std::fs::File;
 
-    const BOOT: &str = "hand-made-3-gpus-one-fails";
+    const BOOT: &str = "boots/hand-made-3-gpus-one-fails";
     /// A boot of the simulator guest in QEMU without KVM, as the collector wrote it; of its
     /// console, the agent's lines.
-    const RECORDED: &str = "recorded-8-gpus-fast-host";
+    const RECORDED: &str = "boots/recorded-8-gpus-fast-host";
 
-    fn fixture_of(boot: &str) -> (BootFile, Vec<AgentLine>) {
-        let file = read_boot(&tests_dir(&format!("fixtures/boots/{boot}.ndjson"))).unwrap();
-        let console = File::open(tests_dir(&format!("fixtures/boots/{boot}.console"))).unwrap();
-        (file, agent_log::read(console).unwrap())
+    fn fixture(name: &str) -> Loaded {
+        load(&tests_dir(&format!("fixtures/{name}.ndjson")), None).unwrap()
     }
 
-    fn page(file: &BootFile, agent: &[AgentLine], steps: Steps, screen: Screen) -> String {
-        let boot = Boot::new(file, agent);
+    fn page(Loaded { file, boot }: &Loaded, steps: Steps, screen: Screen) -> String {
         let page = Page {
             steps,
-            ..Page::new(file, &boot)
+            ..Page::new(file, boot)
         };
         let mut out = Vec::new();
         write(&page, screen, &mut out).unwrap();
         String::from_utf8(out).unwrap()
     }
 
-    fn fixture() -> (BootFile, Vec<AgentLine>) {
-        fixture_of(BOOT)
+    /// A file without the agent's lines.
+    fn of_file(file: BootFile) -> Loaded {
+        let boot = Boot::new(&file, &[]);
+        Loaded { file, boot }
+    }
+
+    fn golden_page(name: &str, loaded: &Loaded, steps: Steps, screen: Screen) {
+        golden(name, &page(loaded, steps, screen));
     }
 
     #[test]
     fn a_recorded_boot_looks_as_it_did() {
-        let (file, agent) = fixture_of(RECORDED);
-        let boot = Boot::new(&file, &agent);
-        assert_eq!(
-            (
-                boot.gpus.len(),
-                boot.containers.len(),
-                boot.lost.records,
-                boot.damaged_lines
-            ),
-            (8, 2, 0, 0)
-        );
-        golden(
-            &format!("{RECORDED}.show"),
-            &page(&file, &agent, Steps::Main, Screen::PLAIN),
+        let loaded = fixture(RECORDED);
+        golden_page(
+            "recorded-8-gpus-fast-host.show",
+            &loaded,
+            Steps::Main,
+            Screen::PLAIN,
         );
     }
 
@@ -331,168 +325,113 @@ mod tests {
     fn log_of_a_shim(name: &str) {
         let path = tests_dir(&format!("fixtures/agent/{name}.ndjson"));
         let log = path.with_extension("log");
-        let file = read_boot(&path).unwrap();
-        assert_eq!(file.sandbox_id(), Some("train-0"));
-        let agent = agent_log::of_boot(&path, file.sandbox_id(), Some(&log)).unwrap();
-        let boot = Boot::new(&file, &agent);
-        golden(
-            &format!("agent/{name}.show"),
-            &page(&file, &agent, Steps::Main, Screen::PLAIN),
-        );
+        let loaded = load(&path, Some(&log)).unwrap();
+        assert_eq!(loaded.file.sandbox_id(), Some("train-0"));
+        let name = format!("agent/{name}.show");
+        golden_page(&name, &loaded, Steps::Main, Screen::PLAIN);
+        assert_exact(&loaded.boot);
+        let devices = loaded.boot.containers.iter();
+        let devices: Vec<(&str, &str)> = devices
+            .map(|c| (c.name.as_str(), c.devices.as_str()))
+            .collect();
+        let wanted = [
+            ("pause", agent_log::NONE),
+            ("first", "nvidia.com/gpu=0"),
+            ("second", "nvidia.com/gpu=1"),
+            ("all", "nvidia.com/gpu=all"),
+            ("other", "nvidia.com/gpu=7"),
+        ];
+        assert_eq!(devices, wanted);
+        // Another pod's boot has nothing of it, and a boot without a sandbox does not guess.
+        let lines = |sandbox| agent_log::of_boot(&path, sandbox, Some(&log));
+        assert_eq!(lines(Some("train-1")).unwrap(), []);
+        let error = format!("{:#}", lines(None).unwrap_err());
+        assert!(error.contains("does not name its sandbox"), "{error}");
+    }
+
+    fn assert_exact(boot: &Boot) {
+        let mut milestones = boot.milestones.iter();
         assert!(
-            boot.milestones
-                .iter()
-                .all(|m| m.boottime_ns.is_some() && !m.approximate),
+            milestones.all(|m| m.boottime_ns.is_some() && !m.approximate),
             "{:?}",
             boot.milestones
         );
-        let devices: Vec<(&str, &str)> = boot
-            .containers
-            .iter()
-            .map(|c| (c.name.as_str(), c.devices.as_str()))
-            .collect();
-        let asked = [
-            "nvidia.com/gpu=0",
-            "nvidia.com/gpu=1",
-            "nvidia.com/gpu=all",
-            "nvidia.com/gpu=7",
-        ];
-        assert_eq!(
-            devices,
-            ["pause", "first", "second", "all", "other"]
-                .into_iter()
-                .zip([agent_log::NONE].into_iter().chain(asked))
-                .collect::<Vec<_>>()
-        );
-        // Another pod's boot has nothing of it, and one that is nobody's does not guess.
-        assert_eq!(
-            agent_log::of_boot(&path, Some("train-1"), Some(&log)).unwrap(),
-            []
-        );
-        let error = format!(
-            "{:#}",
-            agent_log::of_boot(&path, None, Some(&log)).unwrap_err()
-        );
-        assert!(error.contains("does not name its sandbox"), "{error}");
     }
 
     /// A boot with kata-agent 4.1.0 for real, in the simulator guest; of its console, the agent's
     /// lines, as they were torn.
-    fn of_a_real_agent(what: &str) -> (BootFile, Vec<AgentLine>) {
-        let path = tests_dir(&format!("fixtures/agent/kata-agent-4.1.0-{what}.ndjson"));
-        (
-            read_boot(&path).unwrap(),
-            agent_log::of_boot(&path, None, None).unwrap(),
-        )
+    fn of_a_real_agent(what: &str) -> Loaded {
+        let name = format!("agent/kata-agent-4.1.0-{what}");
+        let loaded = fixture(&name);
+        let golden = format!("{name}.show");
+        golden_page(&golden, &loaded, Steps::Main, Screen::PLAIN);
+        loaded
     }
 
     #[test]
     fn a_real_agents_boot_has_all_milestones_and_each_container() {
-        let (file, agent) = of_a_real_agent("info");
-        let boot = Boot::new(&file, &agent);
-        golden(
-            "agent/kata-agent-4.1.0-info.show",
-            &page(&file, &agent, Steps::Main, Screen::PLAIN),
-        );
-        assert!(
-            boot.milestones
-                .iter()
-                .all(|m| m.boottime_ns.is_some() && !m.approximate),
-            "{:?}",
-            boot.milestones
-        );
+        let Loaded { file, boot } = of_a_real_agent("info");
+        assert_exact(&boot);
         let names: std::collections::BTreeSet<&str> =
             boot.containers.iter().map(|c| c.name.as_str()).collect();
         assert_eq!((names.len(), boot.containers.len()), (10, 10));
         let coverage = boot.coverage.unwrap();
         assert!(coverage.unexplained_share < 1.0, "{coverage:?}");
-        // Without agent lines, the milestone of the agent has no time.
-        let without = Boot::new(&file, &[]);
-        assert!(
-            without
-                .milestones
-                .iter()
-                .all(|m| m.name != "agent ready" || m.boottime_ns.is_none())
-        );
+        assert_eq!(of_file(file).boot.milestone("agent ready"), None);
     }
 
     #[test]
     fn without_agent_lines_containers_are_those_that_the_init_saw() {
-        let (file, agent) = of_a_real_agent("warn");
-        let boot = Boot::new(&file, &agent);
-        golden(
-            "agent/kata-agent-4.1.0-warn.show",
-            &page(&file, &agent, Steps::Main, Screen::PLAIN),
-        );
-        assert!(
-            boot.containers.len() == 9
-                && boot
-                    .containers
-                    .iter()
-                    .all(|c| c.seen_by_init && c.devices == agent_log::UNKNOWN)
-        );
-        let container = |name: &str| {
-            boot.milestones
-                .iter()
-                .find(|m| m.name == name)
-                .is_some_and(|m| m.approximate)
-        };
-        assert!(container("first container") && container("last container"));
-    }
-
-    fn shown(steps: Steps, screen: Screen) -> String {
-        let (file, agent) = fixture();
-        page(&file, &agent, steps, screen)
+        let boot = of_a_real_agent("warn").boot;
+        let seen = |c: &model::Container| c.seen_by_init && c.devices == agent_log::UNKNOWN;
+        assert!(boot.containers.len() == 9 && boot.containers.iter().all(seen));
+        let approximate = boot.milestones.iter().filter(|m| m.approximate);
+        let approximate: Vec<&str> = approximate.map(|m| m.name).collect();
+        assert_eq!(approximate, ["first container", "last container"]);
     }
 
     #[test]
     fn the_table_is_the_golden_one() {
-        golden(&format!("{BOOT}.show"), &shown(Steps::Main, Screen::PLAIN));
-        golden(&format!("{BOOT}.show-v"), &shown(Steps::All, Screen::PLAIN));
-        golden(
-            &format!("{BOOT}.show-100-columns-colour"),
-            &shown(
-                Steps::Main,
-                Screen {
-                    width: Some(100),
-                    colour: true,
-                },
-            ),
-        );
+        let loaded = fixture(BOOT);
+        let wide = Screen {
+            width: Some(100),
+            colour: true,
+        };
+        for (form, steps, screen) in [
+            ("show", Steps::Main, Screen::PLAIN),
+            ("show-v", Steps::All, Screen::PLAIN),
+            ("show-100-columns-colour", Steps::Main, wide),
+        ] {
+            let name = format!("hand-made-3-gpus-one-fails.{form}");
+            golden_page(&name, &loaded, steps, screen);
+        }
     }
 
     #[test]
     fn the_model_is_the_golden_one() {
-        let (file, agent) = fixture();
         golden(
-            &format!("{BOOT}.json"),
-            &ascii_json(&Boot::new(&file, &agent)).unwrap(),
+            "hand-made-3-gpus-one-fails.json",
+            &ascii_json(&fixture(BOOT).boot).unwrap(),
         );
     }
 
     #[test]
     fn without_clock_events_times_are_approximate_or_absent() {
-        let (mut file, agent) = fixture();
+        let path = tests_dir(&format!("fixtures/{BOOT}.ndjson"));
+        let agent = agent_log::of_boot(&path, None, None).unwrap();
+        let mut file = fixture(BOOT).file;
         file.records
             .retain(|r| r.name != kata_gpu_wire::names::CLOCK);
         let boot = Boot::new(&file, &agent);
-        assert!(
-            boot.milestones
-                .iter()
-                .any(|m| m.name == "agent ready" && m.approximate)
-        );
-        assert!(page(&file, &agent, Steps::Main, Screen::PLAIN).contains("~ approximate"));
-        file.host.clear();
-        let boot = Boot::new(&file, &agent);
+        let ready = boot.milestones.iter().find(|m| m.name == "agent ready");
+        assert!(ready.unwrap().approximate);
+        let mut loaded = Loaded { file, boot };
+        let text = page(&loaded, Steps::Main, Screen::PLAIN);
+        assert!(text.contains("~ approximate"), "{text}");
+        loaded.file.host.clear();
+        let boot = Boot::new(&loaded.file, &agent);
         assert!(boot.milestones.iter().all(|m| m.wall.is_none()));
-        assert_eq!(
-            boot.milestones
-                .iter()
-                .find(|m| m.name == "agent ready")
-                .unwrap()
-                .boottime_ns,
-            None
-        );
+        assert_eq!(boot.milestone("agent ready"), None);
         assert_eq!(
             boot.containers.len(),
             2,
@@ -502,12 +441,14 @@ mod tests {
 
     #[test]
     fn every_cut_of_a_boot_can_be_shown() {
-        let whole = std::fs::read(tests_dir(&format!("fixtures/boots/{BOOT}.ndjson"))).unwrap();
+        let whole = std::fs::read(tests_dir(&format!("fixtures/{BOOT}.ndjson"))).unwrap();
         for end in (0..whole.len()).step_by(37) {
-            let file = BootFile::read(&whole[..end]).unwrap();
-            let boot = Boot::new(&file, &[]);
-            assert_eq!(boot.damaged_lines, 0, "a half-written line is not damage");
-            assert!(page(&file, &[], Steps::All, Screen::PLAIN).contains("MILESTONE"));
+            let loaded = of_file(BootFile::read(&whole[..end]).unwrap());
+            assert_eq!(
+                loaded.boot.damaged_lines, 0,
+                "a half-written line is not damage"
+            );
+            assert!(page(&loaded, Steps::All, Screen::PLAIN).contains("MILESTONE"));
         }
     }
 
@@ -527,23 +468,15 @@ mod tests {
             ),
             evil, "\x1b[2J"
         );
-        let file = BootFile::read(hostile.as_bytes()).unwrap();
-        assert_eq!(
-            (file.records.len(), file.damaged),
-            (3, 1),
-            "{:?}",
-            file.damage
-        );
+        let loaded = of_file(BootFile::read(hostile.as_bytes()).unwrap());
+        let file = &loaded.file;
+        assert_eq!((file.records.len(), file.damaged), (3, 1));
         for width in [None, Some(80)] {
-            let text = page(
-                &file,
-                &[],
-                Steps::All,
-                Screen {
-                    width,
-                    colour: false,
-                },
-            );
+            let screen = Screen {
+                width,
+                colour: false,
+            };
+            let text = page(&loaded, Steps::All, screen);
             assert!(
                 text.bytes()
                     .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),

@@ -1,13 +1,11 @@
 //! `show --by gap`: time that no step explains.
 
-use super::grid::{Grid, Set, share, time};
+use super::grid::{Grid, SHORT_NS, Set, share, time};
 use crate::boot::coverage::{Coverage, Gap};
 use crate::data::text::{Ink, Screen, seconds};
 
 /// Most gaps that are printed, the longest; the JSON form has all.
 const MAX_GAPS: usize = 20;
-/// Shortest gap that has a line of its own: all times are printed in ms.
-const SHORT_NS: u64 = 1_000_000;
 
 /// The gaps in order of time; the shorter ones as a sum.
 pub fn lines(found: &Coverage, screen: &Screen) -> Vec<String> {

@@ -1,14 +1,12 @@
 //! `show --by path`: the chain of steps that set the end, and the gain of shortening each.
 
-use super::grid::{Grid, Set, time};
+use super::grid::{Grid, SHORT_NS, Set, time};
 use crate::analysis::critical_path::{CriticalPath, Gain, Piece};
 use crate::boot::draft::LAST_RECORD;
 use crate::data::text::{Ink, Screen, seconds};
 
 /// Most pieces of the path that are printed; the JSON form has all.
 const MAX_PIECES: usize = 200;
-/// Shortest piece that has a line of its own: all times are printed in ms.
-const SHORT_NS: u64 = 1_000_000;
 
 /// The path, and below it the largest gains.
 pub fn lines(found: &CriticalPath, screen: &Screen) -> Vec<String> {

@@ -1,7 +1,7 @@
 //! `show --by phase`: a boot in the order in which it happened, phase by phase, and the cures that
 //! would have made it shorter.
 
-use super::grid::{Grid, Set, time};
+use super::grid::{Grid, SHORT_NS, Set, time};
 use crate::analysis::chapters::{Cause, Chapter, Line, chapters};
 use crate::analysis::cures::{Cure, cures};
 use crate::analysis::held_up::{HeldUp, held_up};
@@ -15,8 +15,6 @@ use serde::Serialize;
 const WIDTH: usize = 100;
 /// Columns in front of a phase's details.
 const INDENT: usize = 28;
-/// Shortest step with a name of its own: all times are printed in ms.
-const SHORT_NS: u64 = 1_000_000;
 /// Most steps that are named for a phase; the JSON form has all.
 const MAX_STEPS: usize = 20;
 

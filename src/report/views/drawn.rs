@@ -31,7 +31,7 @@ pub struct Bar {
     pub error: Option<String>,
     pub fields: Vec<(String, String)>,
     pub critical: bool,
-    /// The account's step that this is, where no span is.
+    /// The account's step that this is; None: the account has left it out.
     pub account: Option<usize>,
     pub lane: usize,
     /// Row in the lane: steps in one row do not overlap.
@@ -95,5 +95,5 @@ impl Mark {
 }
 
 pub fn field_text(text: &str) -> String {
-    printable_start(text.as_bytes(), MAX_VALUE)
+    printable_start(&text, MAX_VALUE)
 }

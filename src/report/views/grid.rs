@@ -3,6 +3,9 @@
 
 use crate::data::text::{Ink, Screen, seconds};
 
+/// Shortest time that has a line or a name of its own: all times are printed in ms.
+pub const SHORT_NS: u64 = 1_000_000;
+
 /// How a column is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Set {

@@ -9,101 +9,41 @@ use kata_gpu_wire::fabric::{Fabric, FabricState};
 const MAX_CELL: usize = 64;
 
 /// A column: its head, whether it is aligned to the right, and the cell of a GPU.
-struct Column {
-    head: &'static str,
-    right: bool,
-    cell: fn(&Facts, &Facts) -> Option<String>,
-}
+type Column = (&'static str, bool, fn(&Facts, &Facts) -> Option<String>);
 
 /// Columns after the GPU's number and address, in the order in which people ask. The second
 /// argument is the confidential state.
 const COLUMNS: [Column; 15] = [
-    Column {
-        head: "Model",
-        right: false,
-        cell: |gpu, _| gpu.text("model").map(cell),
-    },
-    Column {
-        head: "MIG",
-        right: true,
-        cell: |gpu, _| {
-            gpu.text("mig")
-                .map(|list| list.split(',').count().to_string())
-        },
-    },
-    Column {
-        head: "Persistence",
-        right: false,
-        cell: |gpu, _| on_or_off(gpu, "persistence"),
-    },
-    Column {
-        head: "Ready",
-        right: false,
-        cell: ready,
-    },
-    Column {
-        head: "ECC",
-        right: false,
-        cell: ecc,
-    },
-    Column {
-        head: "Rows remapped",
-        right: false,
-        cell: rows,
-    },
-    Column {
-        head: "Power W",
-        right: true,
-        cell: power,
-    },
-    Column {
-        head: "Clock MHz",
-        right: true,
-        cell: |gpu, _| gpu.number("graphics_mhz").map(|mhz| mhz.to_string()),
-    },
-    Column {
-        head: "Memory MHz",
-        right: true,
-        cell: |gpu, _| gpu.number("memory_mhz").map(|mhz| mhz.to_string()),
-    },
-    Column {
-        head: "Clocks held by",
-        right: false,
-        cell: |gpu, _| {
-            gpu.text("throttle")
-                .filter(|held| *held != "gpu_idle")
-                .map(cell)
-        },
-    },
-    Column {
-        head: "NVLinks",
-        right: true,
-        cell: nvlinks,
-    },
-    Column {
-        head: "Fabric",
-        right: false,
-        cell: fabric,
-    },
-    Column {
-        head: "Fabric health",
-        right: false,
-        cell: fabric_health,
-    },
-    Column {
-        head: "Clique",
-        right: true,
-        cell: |gpu, _| {
-            has_fabric(gpu)
-                .then(|| gpu.number("clique").map(|n| n.to_string()))
-                .flatten()
-        },
-    },
-    Column {
-        head: "Cluster",
-        right: false,
-        cell: cluster,
-    },
+    ("Model", false, |gpu, _| gpu.text("model").map(cell)),
+    ("MIG", true, |gpu, _| {
+        gpu.text("mig")
+            .map(|list| list.split(',').count().to_string())
+    }),
+    ("Persistence", false, |gpu, _| on_or_off(gpu, "persistence")),
+    ("Ready", false, ready),
+    ("ECC", false, ecc),
+    ("Rows remapped", false, rows),
+    ("Power W", true, power),
+    ("Clock MHz", true, |gpu, _| {
+        gpu.number("graphics_mhz").map(|mhz| mhz.to_string())
+    }),
+    ("Memory MHz", true, |gpu, _| {
+        gpu.number("memory_mhz").map(|mhz| mhz.to_string())
+    }),
+    ("Clocks held by", false, |gpu, _| {
+        gpu.text("throttle")
+            .filter(|held| *held != "gpu_idle")
+            .map(cell)
+    }),
+    ("NVLinks", true, nvlinks),
+    ("Fabric", false, fabric),
+    ("Fabric health", false, fabric_health),
+    ("Clique", true, |gpu, _| {
+        has_fabric(gpu)
+            .then(|| gpu.number("clique").map(|n| n.to_string()))
+            .flatten()
+    }),
+    ("Cluster", false, cluster),
 ];
 
 /// A text of a guest as a cell.
@@ -246,13 +186,11 @@ impl HealthTable {
         let facts: Vec<Option<Facts>> = boot.gpus.iter().map(facts).collect();
         let columns: Vec<(&'static str, bool, Vec<Option<String>>)> = COLUMNS
             .iter()
-            .map(|column| {
-                let cells = facts.iter().map(|facts| {
-                    facts
-                        .as_ref()
-                        .and_then(|facts| (column.cell)(facts, &guest.confidential))
-                });
-                (column.head, column.right, cells.collect::<Vec<_>>())
+            .map(|(head, right, cell)| {
+                let cells = facts
+                    .iter()
+                    .map(|facts| cell(facts.as_ref()?, &guest.confidential));
+                (*head, *right, cells.collect::<Vec<_>>())
             })
             .filter(|(_, _, cells)| cells.iter().any(Option::is_some))
             .collect();

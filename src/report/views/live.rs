@@ -6,6 +6,7 @@
 //! delays; then it and everything older is printed. After [`SILENCE`] without a row it says what is
 //! still going on, then again each time the silence has doubled.
 
+use super::follow::progress::Newest;
 use super::rows::{Row, Tracker};
 use super::table::Table;
 use crate::boot::gpu_name::GpuName;
@@ -40,8 +41,7 @@ pub struct Live {
     held: Vec<(Instant, Row)>,
     unplaced: Vec<(Instant, AgentLine)>,
     last_ns: Option<u64>,
-    /// The latest guest time that is known, and when.
-    newest: Option<(u64, Instant)>,
+    newest: Newest,
     /// When the first record came.
     began: Option<Instant>,
     spoke: Instant,
@@ -60,7 +60,7 @@ impl Live {
             held: Vec::new(),
             unplaced: Vec::new(),
             last_ns: None,
-            newest: None,
+            newest: Newest::default(),
             began: None,
             spoke: now,
             silence: SILENCE,
@@ -71,16 +71,11 @@ impl Live {
     pub fn record(&mut self, record: &Record, now: Instant) {
         self.points.add(record);
         self.settled |= record.kind == Kind::Event && record.name == names::SETTLED;
-        if self.newest.is_none() {
+        if self.began.is_none() {
             self.began = Some(now);
             self.hold(Row::kernel_start(), now);
         }
-        if self
-            .newest
-            .is_none_or(|(newest, _)| newest <= record.boottime_ns)
-        {
-            self.newest = Some((record.boottime_ns, now));
-        }
+        self.newest.take(record.boottime_ns, now);
         let row = self.tracker.row(record);
         self.hold(row, now);
     }
@@ -116,20 +111,12 @@ impl Live {
             let placed = self.points.place(line.realtime_ns, &self.host_clock);
             // The last way out: it happened about when it came.
             let placed = placed.unwrap_or_else(|| Placed {
-                boottime_ns: self.guest_now(came),
+                boottime_ns: self.newest.at(came),
                 approximate: true,
             });
             let row = self.tracker.agent_row(&line.event, placed);
             self.hold(row, came);
         }
-    }
-
-    /// The guest's clock at some moment, as far as anybody knows.
-    fn guest_now(&self, at: Instant) -> u64 {
-        self.newest.map_or(0, |(ns, when)| {
-            let passed = at.saturating_duration_since(when).as_nanos();
-            ns.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX))
-        })
     }
 
     /// When [`Live::due`] has something to do.
@@ -143,7 +130,7 @@ impl Live {
             }
         };
         let unplaced = self.unplaced.iter().filter_map(|(came, _)| placing(*came));
-        let still = (!self.settled && self.newest.is_some()).then_some(self.spoke + self.silence);
+        let still = (!self.settled && self.newest.0.is_some()).then_some(self.spoke + self.silence);
         held.chain(unplaced).chain(still).min()
     }
 
@@ -163,7 +150,7 @@ impl Live {
         if !lines.is_empty() {
             self.spoke = now;
             self.silence = SILENCE;
-        } else if !self.settled && self.newest.is_some() && now >= self.spoke + self.silence {
+        } else if !self.settled && self.newest.0.is_some() && now >= self.spoke + self.silence {
             lines.extend(self.still(now));
             self.silence = (self.silence * 2).min(MAX_SILENCE.max(SILENCE));
             self.spoke = now;
@@ -200,7 +187,7 @@ impl Live {
 
     /// Line of the open steps, the newest first, those of several GPUs together.
     fn still(&self, now: Instant) -> Option<String> {
-        let guest_now = self.guest_now(now);
+        let guest_now = self.newest.at(now);
         let mut steps: BTreeMap<String, (u64, Vec<GpuName>)> = BTreeMap::new();
         for open in self.tracker.open() {
             let name = if open.gpu.is_some() {

@@ -11,10 +11,9 @@ use super::lanes;
 use super::lanes::LaneOf;
 use super::markup::{headline, milestones, shape_of};
 use super::rows::Tone;
-use super::summary::complaints;
+use super::summary::{complaints, gpu_times};
 use super::waterfall::{Bar, Mark, Waterfall};
 use crate::boot::intervals::{length, ns};
-use crate::boot::model;
 use crate::boot::model::{Boot, Gpu, SETTLED};
 use crate::data::clock_offset::RATE_ERROR_PPM;
 use crate::data::text::{error_bound, printable, seconds, wall_clock};
@@ -65,12 +64,8 @@ struct Page<'a> {
     script: &'static str,
 }
 
-/// A number above the picture.
-struct Tile {
-    name: &'static str,
-    value: String,
-    unit: &'static str,
-}
+/// Name, value and unit of a number above the picture.
+type Tile = (&'static str, String, &'static str);
 
 /// Note about a GPU that is not usable.
 struct GpuNote {
@@ -111,13 +106,7 @@ struct GpuRow {
     failed: bool,
     index: String,
     address: PciAddress,
-    cells: [Cell; 5],
-}
-
-#[derive(Default)]
-struct Cell {
-    text: String,
-    took: Option<String>,
+    cells: [(String, Option<String>); 5],
 }
 
 /// The whole page.
@@ -208,10 +197,9 @@ fn plus_minus(error_ns: u64) -> String {
 }
 
 fn tiles(timeline: &Waterfall) -> Vec<Tile> {
-    let tile = |name, value, unit| Tile { name, value, unit };
     let mut out = Vec::new();
     let before = timeline.boot.clock.before_kernel;
-    out.extend(before.map(|before| tile("VMM and firmware", seconds(before.took_ns), "s")));
+    out.extend(before.map(|before| ("VMM and firmware", seconds(before.took_ns), "s")));
     let mut last = None;
     for milestone in timeline
         .boot
@@ -225,7 +213,7 @@ fn tiles(timeline: &Waterfall) -> Vec<Tile> {
             .filter(|ns| milestone.name != "kernel start" && last != Some(*ns));
         last = milestone.boottime_ns.or(last);
         let sure = if milestone.approximate { "~" } else { "" };
-        out.extend(value.map(|ns| tile(milestone.name, format!("{sure}{}", seconds(ns)), "s")));
+        out.extend(value.map(|ns| (milestone.name, format!("{sure}{}", seconds(ns)), "s")));
     }
     let published = timeline
         .boot
@@ -233,19 +221,19 @@ fn tiles(timeline: &Waterfall) -> Vec<Tile> {
         .iter()
         .filter_map(|g| g.published.map(|p| p.at_ns))
         .max();
-    out.extend(published.map(|ns| tile("last GPU published", seconds(ns), "s")));
+    out.extend(published.map(|ns| ("last GPU published", seconds(ns), "s")));
     out.extend(
         timeline
             .boot
             .settled_ns
-            .map(|ns| tile(SETTLED, seconds(ns), "s")),
+            .map(|ns| (SETTLED, seconds(ns), "s")),
     );
     let error = timeline.sample().map(|sample| {
         plus_minus(sample.error_ns)
             .trim_end_matches(" ms")
             .to_string()
     });
-    out.extend(error.map(|error| tile("clock error", error, "ms at best")));
+    out.extend(error.map(|error| ("clock error", error, "ms at best")));
     out
 }
 
@@ -286,32 +274,11 @@ fn gpu_note(timeline: &Waterfall, gpu: &Gpu) -> Option<GpuNote> {
 }
 
 fn gpu_row(gpu: &Gpu) -> GpuRow {
-    let text = |text: String| Cell { text, took: None };
-    let step = |step: Option<model::GpuStep>| {
-        step.map(|step| Cell {
-            text: seconds(step.at_ns),
-            took: step.took_ns.map(seconds),
-        })
-        .unwrap_or_default()
-    };
-    let usable = match (&gpu.failed, &gpu.still) {
-        (Some(_), _) => text("failed".to_string()),
-        (None, Some(_)) if gpu.usable.is_none() => text("not yet".to_string()),
-        (None, _) => step(gpu.usable),
-    };
-    let found = text(gpu.found_ns.map(seconds).unwrap_or_default());
-    let cells = [
-        found,
-        step(gpu.enabled),
-        step(gpu.bound),
-        step(gpu.published),
-        usable,
-    ];
     GpuRow {
         failed: gpu.failed.is_some(),
         index: gpu.name().number(),
         address: gpu.address,
-        cells,
+        cells: gpu_times(gpu),
     }
 }
 

@@ -348,20 +348,24 @@ fn flows(timeline: &Waterfall) -> HashMap<usize, Flows> {
     flows
 }
 
-fn slice(step: &Bar, track_uuid: u64, flows: Option<&Flows>) -> TrackEvent {
-    let (flow_ids, terminating_flow_ids) = flows.cloned().unwrap_or_default();
-    let failed = step.error.is_some().then_some("failed");
+fn of_step(step: &Bar, kind: Type, track_uuid: u64) -> TrackEvent {
     TrackEvent {
-        categories: [Some(step.owner.name()), failed]
-            .into_iter()
-            .flatten()
-            .map(str::to_string)
-            .collect(),
+        categories: vec![step.owner.name().to_string()],
         name: step.label(),
         debug_annotations: annotations(step),
+        ..track_event(kind, track_uuid)
+    }
+}
+
+fn slice(step: &Bar, track_uuid: u64, flows: Option<&Flows>) -> TrackEvent {
+    let (flow_ids, terminating_flow_ids) = flows.cloned().unwrap_or_default();
+    let mut event = of_step(step, Type::SliceBegin, track_uuid);
+    let failed = step.error.as_ref().map(|_| "failed".to_string());
+    event.categories.extend(failed);
+    TrackEvent {
         flow_ids,
         terminating_flow_ids,
-        ..track_event(Type::SliceBegin, track_uuid)
+        ..event
     }
 }
 
@@ -370,12 +374,9 @@ fn slice_as_instant(step: &Bar, track_uuid: u64) -> TrackEvent {
         .took_ns()
         .filter(|took| *took > 0)
         .map(|took| number("took_ns", took));
-    TrackEvent {
-        categories: vec![step.owner.name().to_string()],
-        name: step.label(),
-        debug_annotations: annotations(step).into_iter().chain(took).collect(),
-        ..track_event(Type::Instant, track_uuid)
-    }
+    let mut event = of_step(step, Type::Instant, track_uuid);
+    event.debug_annotations.extend(took);
+    event
 }
 
 fn instant(mark: &Mark, track_uuid: u64) -> TrackEvent {

@@ -191,7 +191,7 @@ impl Tracker {
     pub fn traced_row(&self, step: &HostStep) -> Row {
         let traced = &step.traced;
         let row = row_of(&traced.name);
-        let text = |text: &str| text::printable_start(text.as_bytes(), MAX_VALUE);
+        let text = |text: &str| text::printable_start(&text, MAX_VALUE);
         let detail = if traced.detail.is_empty() {
             String::new()
         } else {
@@ -399,7 +399,7 @@ fn health_text(record: &Record) -> String {
         record
             .fields
             .get(name)
-            .map(|value| text::printable_start(value.shown().as_bytes(), MAX_VALUE))
+            .map(|value| text::printable_start(&value.shown(), MAX_VALUE))
     };
     let is = |name: &str| shown(name).is_some_and(|value| value == "true");
     let watts = |milliwatts: u64| milliwatts / 1000;
@@ -459,7 +459,7 @@ fn fields_text(record: &Record) -> String {
     let mut out = String::new();
     if let Some(value) = record.fields.get(&record.name) {
         out.push(' ');
-        out.push_str(&text::printable_start(value.shown().as_bytes(), MAX_VALUE));
+        out.push_str(&text::printable_start(&value.shown(), MAX_VALUE));
     }
     for (key, value) in &record.fields {
         if record.name == *key
@@ -471,8 +471,8 @@ fn fields_text(record: &Record) -> String {
         {
             continue;
         }
-        let key = text::printable_start(key.as_bytes(), MAX_VALUE);
-        let value = text::printable_start(value.shown().as_bytes(), MAX_VALUE);
+        let key = text::printable_start(&key, MAX_VALUE);
+        let value = text::printable_start(&value.shown(), MAX_VALUE);
         let quote = if value.contains(' ') { "\"" } else { "" };
         out.push_str(&format!(" {key}={quote}{value}{quote}"));
     }

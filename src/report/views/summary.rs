@@ -175,7 +175,7 @@ const FOUND: usize = 2;
 /// or open step stands below its GPU.
 fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     let mut rows = vec![GPU_HEAD.map(str::to_string).to_vec()];
-    rows.extend(gpus.iter().map(|gpu| gpu_cells(gpu).to_vec()));
+    rows.extend(gpus.iter().map(gpu_cells));
     let right: Vec<usize> = (0..GPU_HEAD.len()).collect();
     let mut lines = aligned(&rows, &right, "  ");
     // A narrow terminal gets less between columns, and no FOUND column: most GPUs share that time.
@@ -312,32 +312,36 @@ fn state(gpu: &Gpu) -> State<'_> {
     }
 }
 
-fn gpu_cells(gpu: &Gpu) -> [String; 7] {
-    let step = |step: Option<GpuStep>| match step {
-        None => "-".to_string(),
-        Some(GpuStep {
-            at_ns,
-            took_ns: None,
-        }) => seconds(at_ns),
-        Some(GpuStep {
-            at_ns,
-            took_ns: Some(took),
-        }) => format!("{} ({})", seconds(at_ns), seconds(took)),
+/// Times at which a GPU was found, enabled, bound, published and usable, and how long it took;
+/// empty where that is not known.
+pub fn gpu_times(gpu: &Gpu) -> [(String, Option<String>); 5] {
+    let step = |step: Option<GpuStep>| {
+        step.map(|step| (seconds(step.at_ns), step.took_ns.map(seconds)))
+            .unwrap_or_default()
     };
     let usable = match state(gpu) {
         State::Usable | State::Unknown => step(gpu.usable),
-        State::Failed(_) => "failed".to_string(),
-        State::Still(_) => "not yet".to_string(),
+        State::Failed(_) => ("failed".to_string(), None),
+        State::Still(_) => ("not yet".to_string(), None),
     };
     [
-        gpu.name().number(),
-        gpu.address.to_string(),
-        gpu.found_ns.map_or("-".to_string(), seconds),
+        (gpu.found_ns.map(seconds).unwrap_or_default(), None),
         step(gpu.enabled),
         step(gpu.bound),
         step(gpu.published),
         usable,
     ]
+}
+
+fn gpu_cells(gpu: &Gpu) -> Vec<String> {
+    let cell = |(at, took): (String, Option<String>)| match took {
+        Some(took) => format!("{at} ({took})"),
+        None if at.is_empty() => "-".to_string(),
+        None => at,
+    };
+    let mut cells = vec![gpu.name().number(), gpu.address.to_string()];
+    cells.extend(gpu_times(gpu).map(cell));
+    cells
 }
 
 /// Reasons why this picture of the boot is incomplete or bad.

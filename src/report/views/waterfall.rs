@@ -108,16 +108,15 @@ impl Waterfall {
             |window| critical_path::critical_path(account, &window, 0).path,
         );
         let on_path: HashSet<usize> = pieces.iter().filter_map(|piece| piece.index).collect();
-        let critical_spans: HashSet<u64> = on_path
-            .iter()
-            .filter_map(|i| account.steps.get(*i)?.span)
-            .collect();
+        let spans = account.steps.iter().enumerate();
+        let spans: HashMap<u64, usize> = spans.filter_map(|(i, s)| Some((s.span?, i))).collect();
         let name = gpu_names(&boot);
         let mut steps: Vec<Bar> = boot
             .spans
             .iter()
             .filter_map(|span| {
                 let known_ns = ns(span.begin_ns.or(span.end_ns)?);
+                let account = spans.get(&span.id).copied();
                 Some(Bar {
                     id: Some(span.id),
                     name: printable(&span.name),
@@ -132,8 +131,8 @@ impl Waterfall {
                     after: span.after.clone(),
                     error: span.error.as_deref().map(error_text),
                     fields: fields(&span.fields, span.gpu.is_some()),
-                    critical: critical_spans.contains(&span.id),
-                    account: None,
+                    critical: account.is_some_and(|i| on_path.contains(&i)),
+                    account,
                     lane: 0,
                     row: 0,
                 })
@@ -166,7 +165,7 @@ impl Waterfall {
         let lanes = lanes::arrange(&boot, &mut steps, &mut marks);
         let words = words(&boot, &marks);
         let boot_end_ns = boot_end(&boot, &steps, end_ns);
-        let path = path(&pieces, &account.steps, &steps);
+        let path = path(&pieces, &steps);
         Self {
             boot,
             trace: file.trace(),
@@ -193,18 +192,9 @@ impl Waterfall {
     /// all samples say together.
     pub fn wall_at(&self, at_ns: i64) -> Option<Wall> {
         let realtime_ns = self.sample()?.offset_ns.checked_add(at_ns)?;
-        let before_error_ns = self
-            .boot
-            .clock
-            .before_kernel
-            .map_or(0, |before| before.error_ns);
-        let known = match u64::try_from(at_ns) {
-            Ok(boottime_ns) => self.boot.host_clock.wall_at(boottime_ns)?,
-            Err(_) => self
-                .boot
-                .host_clock
-                .wall_before_start(at_ns.unsigned_abs(), before_error_ns)?,
-        };
+        let before = self.boot.clock.before_kernel;
+        let before_error_ns = before.map_or(0, |before| before.error_ns);
+        let known = self.boot.host_clock.wall_around(at_ns, before_error_ns)?;
         Some(Wall {
             realtime_ns,
             error_ns: known
@@ -326,7 +316,7 @@ impl Reader {
             {
                 let text = format!(
                     "collector connected to {}",
-                    printable_start(peer.as_bytes(), MAX_VALUE)
+                    printable_start(&peer, MAX_VALUE)
                 );
                 self.marks.push(mark(
                     "collector.connected",
@@ -349,7 +339,7 @@ fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
         detail,
         ..
     } = row;
-    let text = printable_start(what.as_bytes(), MAX_ERROR);
+    let text = printable_start(&what, MAX_ERROR);
     Mark {
         at_ns: ns(time_ns),
         approximate,
@@ -382,7 +372,7 @@ fn derived(
         if let Some(container) = boot.containers.iter().find(|c| c.name == step.detail) {
             fields.push((
                 "devices".to_string(),
-                printable_start(container.devices.as_bytes(), MAX_VALUE),
+                printable_start(&container.devices, MAX_VALUE),
             ));
             // Looking into the request is over when a container fails.
             let over = step.name == derived::CONTAINER_RESOLVE;
@@ -410,23 +400,11 @@ fn derived(
 }
 
 /// The account's path in terms of `steps`.
-fn path(pieces: &[critical_path::Piece], account: &[timeline::Step], steps: &[Bar]) -> Vec<Piece> {
-    let spans: HashMap<u64, usize> = steps
-        .iter()
-        .enumerate()
-        .filter_map(|(i, s)| Some((s.id?, i)))
-        .collect();
-    let derived: HashMap<usize, usize> = steps
-        .iter()
-        .enumerate()
-        .filter_map(|(i, s)| Some((s.account?, i)))
-        .collect();
-    let place = |index: usize| match account.get(index)?.span {
-        Some(span) => spans.get(&span).copied(),
-        None => derived.get(&index).copied(),
-    };
+fn path(pieces: &[critical_path::Piece], steps: &[Bar]) -> Vec<Piece> {
+    let bars = steps.iter().enumerate();
+    let bars: HashMap<usize, usize> = bars.filter_map(|(i, s)| Some((s.account?, i))).collect();
     let piece = |piece: &critical_path::Piece| Piece {
-        step: piece.index.and_then(place),
+        step: piece.index.and_then(|index| bars.get(&index).copied()),
         begin_ns: piece.begin_ns,
         took_ns: piece.took_ns,
     };
@@ -434,7 +412,7 @@ fn path(pieces: &[critical_path::Piece], account: &[timeline::Step], steps: &[Ba
 }
 
 fn error_text(error: &str) -> String {
-    printable_start(error.as_bytes(), MAX_ERROR)
+    printable_start(&error, MAX_ERROR)
 }
 
 /// Fields as texts, but for what the step's GPU says already.
@@ -476,7 +454,7 @@ fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
         let address = gpu.address.to_string();
         let about = of_driver.iter().filter(|m| m.text.contains(&address));
         let lines: Vec<String> = about
-            .map(|m| printable_start(m.text.as_bytes(), MAX_VALUE))
+            .map(|m| printable_start(&m.text, MAX_VALUE))
             .take(MAX_WORDS)
             .collect();
         if !lines.is_empty() {

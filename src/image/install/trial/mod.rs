@@ -241,7 +241,7 @@ impl Sandbox {
             Ok(output) if output.status.success() => Ok(before.elapsed().as_secs_f64()),
             Ok(output) => {
                 let text = String::from_utf8_lossy(&output.stderr);
-                Err(printable_start(text.trim().as_bytes(), MAX_ERROR))
+                Err(printable_start(&text.trim(), MAX_ERROR))
             }
         }
     }

@@ -6,7 +6,7 @@
 //! as the rest of the guest: every text is cut and made printable here.
 
 use super::event::AgentEvent;
-use crate::data::text;
+use crate::data::{logfmt, text};
 use kata_gpu_wire::pci_address::PciAddress;
 use serde_json::{Map, Value};
 use std::time::UNIX_EPOCH;
@@ -137,7 +137,7 @@ fn kind<'a>(msg: &str, get: &impl Fn(&str) -> Option<&'a str>) -> Option<LineKin
 }
 
 fn cut(text: &str) -> String {
-    text::printable_start(text.as_bytes(), MAX_VALUE)
+    text::printable_start(&text, MAX_VALUE)
 }
 
 /// Text of an error, without the addresses of its stack.
@@ -148,7 +148,7 @@ fn error(text: &str) -> String {
 }
 
 fn name(text: &str) -> String {
-    text::printable_start(text.as_bytes(), MAX_NAME)
+    text::printable_start(&text, MAX_NAME)
 }
 
 /// Name of an id without a name: hashes are shortened.
@@ -290,7 +290,7 @@ impl Fields {
         let (mut key, mut rest) = ("", debug);
         let mut annotation: Option<String> = None;
         while let Some((between, quoted)) = rest.split_once('"')
-            && let Some((text, after)) = literal(quoted)
+            && let Some((text, after)) = logfmt::quoted(quoted)
         {
             rest = after;
             key = last_key(between).unwrap_or(key);
@@ -322,28 +322,6 @@ fn last_key(text: &str) -> Option<&str> {
     let (before, _) = text.rsplit_once(": ")?;
     let is_other = |c: char| !(c.is_ascii_alphanumeric() || c == '_');
     before.rsplit(is_other).next().filter(|key| !key.is_empty())
-}
-
-/// Value of the literal whose opening quote stands before this text, and the text behind its
-/// closing quote.
-fn literal(quoted: &str) -> Option<(String, &str)> {
-    let mut text = String::new();
-    let mut chars = quoted.char_indices();
-    while let Some((at, c)) = chars.next() {
-        match c {
-            '"' => return Some((text, quoted.get(at + 1..)?)),
-            '\\' => match chars.next()?.1 {
-                'n' => text.push('\n'),
-                'r' => text.push('\r'),
-                't' => text.push('\t'),
-                // `\u{7f}`: no such character is of use here, and the value is not decoded.
-                'u' => text.push('\u{fffd}'),
-                other => text.push(other),
-            },
-            c => text.push(c),
-        }
-    }
-    None
 }
 
 #[cfg(test)]
@@ -470,7 +448,7 @@ mod tests {
         }
         assert_eq!(
             spec_of(&spec.replace("/rootfs", "")).id.as_deref(),
-            Some("b\\u{fffd}{202e}\"")
+            Some("b\\u{202e}\"")
         );
         assert_eq!(spec_of(&"{[(".repeat(100_000)), Spec::default());
     }

@@ -35,13 +35,32 @@ pub enum Outcome {
     Failed(String),
 }
 
+/// Latest known time of a guest, and its arrival here.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Newest(pub Option<(u64, Instant)>);
+
+impl Newest {
+    pub fn take(&mut self, boottime_ns: u64, at: Instant) {
+        if self.0.is_none_or(|(newest, _)| newest <= boottime_ns) {
+            self.0 = Some((boottime_ns, at));
+        }
+    }
+
+    /// Best known guest time at `at`.
+    pub fn at(&self, at: Instant) -> u64 {
+        self.0.map_or(0, |(ns, when)| {
+            let passed = at.saturating_duration_since(when).as_nanos();
+            ns.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX))
+        })
+    }
+}
+
 /// The state of one boot.
 #[derive(Debug, Default)]
 pub struct Progress {
     pub sandbox: Option<String>,
     tracker: Tracker,
-    /// Latest known time of the guest, and its arrival here.
-    newest: Option<(u64, Instant)>,
+    newest: Newest,
     /// Durations of states that GPUs have left.
     took: BTreeMap<State, Vec<u64>>,
     /// Time at which all GPUs were usable or failed, and the guest's own count of failed ones.
@@ -57,7 +76,7 @@ impl Progress {
         match line {
             FileLine::Record(record) => {
                 self.gone = None;
-                self.now(record.boottime_ns, at);
+                self.newest.take(record.boottime_ns, at);
                 self.record(record);
                 let (row, passed) = self.tracker.take(record);
                 if let Some(passed) = passed {
@@ -72,13 +91,13 @@ impl Progress {
             FileLine::Host(line) => match &line.event {
                 HostEvent::Connected { .. } => self.gone = None,
                 HostEvent::Disconnected { .. } => self.gone = Some(at),
-                HostEvent::Clock(sample) => self.now(sample.boottime_ns, at),
+                HostEvent::Clock(sample) => self.newest.take(sample.boottime_ns, at),
                 HostEvent::Sandbox(sandbox) => {
                     let name = sandbox.pod.as_ref().map_or_else(
                         || format!("sandbox {}", sandbox.id),
                         |pod| format!("pod {pod}"),
                     );
-                    self.sandbox = Some(printable_start(name.as_bytes(), 60));
+                    self.sandbox = Some(printable_start(&name, 60));
                 }
                 HostEvent::Lost { .. }
                 | HostEvent::Garbage { .. }
@@ -95,21 +114,10 @@ impl Progress {
         None
     }
 
-    fn now(&mut self, boottime_ns: u64, at: Instant) {
-        if self.newest.is_none_or(|(newest, _)| newest <= boottime_ns) {
-            self.newest = Some((boottime_ns, at));
-        }
-    }
-
     /// Best known guest time at `at`; for a finished boot, its end.
     pub fn guest_ns(&self, at: Instant) -> u64 {
-        if let Some((settled_ns, _)) = self.settled {
-            return settled_ns;
-        }
-        self.newest.map_or(0, |(ns, when)| {
-            let passed = at.saturating_duration_since(when).as_nanos();
-            ns.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX))
-        })
+        self.settled
+            .map_or_else(|| self.newest.at(at), |(settled_ns, _)| settled_ns)
     }
 
     fn record(&mut self, record: &Record) {
@@ -121,7 +129,7 @@ impl Progress {
             (Kind::Event, names::POWER_OFF) => {
                 let why = record.error.as_deref().unwrap_or("it does not say why");
                 self.power_off
-                    .get_or_insert(printable_start(why.as_bytes(), MAX_REASON));
+                    .get_or_insert(printable_start(&why, MAX_REASON));
             }
             _ => {}
         }
@@ -163,7 +171,7 @@ impl Progress {
             .filter(|o| o.gpu.is_none())
             .max_by_key(|o| o.begin_ns)?;
         Some((
-            printable_start(format!("{}{}", open.name, open.fields).as_bytes(), 60),
+            printable_start(&format!("{}{}", open.name, open.fields), 60),
             open.begin_ns,
         ))
     }
@@ -209,7 +217,7 @@ impl Progress {
 
     /// Last known state, for a caller that stops waiting.
     pub fn last_seen(&self) -> String {
-        let Some((newest, _)) = self.newest else {
+        let Some((newest, _)) = self.newest.0 else {
             return "no record of it has come".to_string();
         };
         let mut waiting: Vec<String> = Vec::new();
@@ -238,7 +246,7 @@ impl Progress {
 
 /// Step in which a GPU failed, empty if unknown, and the reason, for a line that names the GPU.
 pub fn why(gpu: &Gpu) -> Option<(String, String)> {
-    let text = |text: &str| printable_start(text.as_bytes(), MAX_REASON);
+    let text = |text: &str| printable_start(&text, MAX_REASON);
     let failure = gpu.failed.as_ref()?;
     let reason = failure
         .reason
