@@ -419,6 +419,16 @@ impl BootFile {
         })
     }
 
+    /// Peers that connected, with the guest's time.
+    pub fn connections<'a>(&'a self, clock: &'a Clock) -> impl Iterator<Item = (u64, &'a str)> {
+        self.host.iter().filter_map(|line| match &line.event {
+            HostEvent::Connected { peer, .. } => {
+                Some((clock.boottime_at(line.realtime_ns)?, &**peer))
+            }
+            _ => None,
+        })
+    }
+
     /// The sandbox by the newest line.
     pub fn sandbox(&self) -> Option<&Sandbox> {
         self.events().rev().find_map(|event| match event {

@@ -11,7 +11,7 @@ use crate::boot::model::{Boot, KERNEL_START, SETTLED};
 use crate::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
 use crate::boot::timeline::Window;
 use crate::data::agent_log::AgentEvent;
-use crate::data::boot_file::{BootFile, HostEvent, Sandbox};
+use crate::data::boot_file::{BootFile, Sandbox};
 use crate::data::clock_points::Placed;
 use crate::data::compact_record::{Record, in_time};
 use crate::data::text::{Ink, Screen, error_bound, printable, printable_start, seconds, wrap};
@@ -254,13 +254,10 @@ fn moments<'a>(file: &'a BootFile, boot: &'a Boot) -> Vec<(u64, Moment<'a>)> {
             Moment::Traced(step),
         ));
     }
-    for line in &file.host {
-        if let HostEvent::Connected { peer, .. } = &line.event
-            && let Some(at_ns) = boot.host_clock.boottime_at(line.realtime_ns)
-        {
-            moments.push((at_ns, Moment::Connected { peer, at_ns }));
-        }
-    }
+    moments.extend(
+        file.connections(&boot.host_clock)
+            .map(|(at_ns, peer)| (at_ns, Moment::Connected { peer, at_ns })),
+    );
     moments.sort_by_key(|(at_ns, _)| *at_ns);
     moments
 }

@@ -66,17 +66,12 @@ pub fn arrange(boot: &Boot, steps: &mut [Bar], marks: &mut [Mark]) -> Vec<Lane> 
         lanes.push(lane(format!("GPU {}", name.number()), LaneOf::Gpu(name)));
     }
     let others = lanes.len();
-    let of_owner: HashMap<&str, usize> = lanes
-        .iter()
-        .enumerate()
-        .filter_map(|(i, lane)| match lane.of {
-            LaneOf::Owner(owner) => Some((owner.name(), i)),
-            LaneOf::Gpu(_) | LaneOf::OtherGpus => None,
-        })
-        .collect();
-    let place = |gpu: Option<GpuName>, owner: Owner| match gpu {
-        Some(gpu) => of_gpu.get(&gpu.address).copied().unwrap_or(others),
-        None => of_owner.get(owner.name()).copied().unwrap_or(others),
+    let place = |gpu: Option<GpuName>, owner: Owner| {
+        let lane = match gpu {
+            Some(gpu) => of_gpu.get(&gpu.address).copied(),
+            None => lanes.iter().position(|l| l.of == LaneOf::Owner(owner)),
+        };
+        lane.unwrap_or(others)
     };
     steps
         .iter_mut()

@@ -18,7 +18,7 @@ use crate::boot::intervals::ns;
 use crate::boot::model::Boot;
 use crate::boot::timeline;
 use crate::data::agent_log::AgentEvent;
-use crate::data::boot_file::{BootFile, HostEvent, TraceId};
+use crate::data::boot_file::{BootFile, TraceId};
 use crate::data::clock_offset::{Clock, Sample, Wall};
 use crate::data::compact_record::{Record, SpanFields, in_time};
 use crate::data::text::{printable, printable_start};
@@ -310,20 +310,13 @@ impl Reader {
 
     /// When the collector met the guest: what came before that was replayed.
     fn collector(&mut self, file: &BootFile, clock: &Clock) {
-        for line in &file.host {
-            if let HostEvent::Connected { peer, .. } = &line.event
-                && let Some(at_ns) = clock.boottime_at(line.realtime_ns)
-            {
-                let text = format!(
-                    "collector connected to {}",
-                    printable_start(&peer, MAX_VALUE)
-                );
-                self.marks.push(mark(
-                    "collector.connected",
-                    Row::plain(at_ns, Owner::Host, text),
-                    None,
-                ));
-            }
+        for (at_ns, peer) in file.connections(clock) {
+            let text = format!(
+                "collector connected to {}",
+                printable_start(peer, MAX_VALUE)
+            );
+            let row = Row::plain(at_ns, Owner::Host, text);
+            self.marks.push(mark("collector.connected", row, None));
         }
     }
 }
