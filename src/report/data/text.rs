@@ -319,17 +319,4 @@ mod tests {
         assert_eq!(wall_clock(-1), "-1 ns");
         assert!(wall_clock(i64::MAX).starts_with("2262-"));
     }
-
-    #[test]
-    fn a_pipe_gets_no_colour() {
-        assert_eq!(Screen::PLAIN.paint(Ink::Error, "x"), "x");
-        assert_eq!(
-            Screen {
-                width: Some(80),
-                colour: true
-            }
-            .paint(Ink::Error, "x"),
-            "\x1b[31mx\x1b[0m"
-        );
-    }
 }

@@ -270,19 +270,4 @@ mod tests {
         ]);
         assert_eq!(one, [[0, 20_000, 60_000, 30_000, 31_000, 70_000]]);
     }
-
-    #[test]
-    fn a_line_counts_only_if_it_states_something() {
-        let mut console = Console::default();
-        for (line, wanted) in [
-            ("[    0.000000] Linux version 6.1", true),
-            ("", false),
-            ("\u{0}\u{1}\u{fffd}", false),
-            ("[    0.100000] random: crng init done", false),
-            ("[99999999999.000000] NVRM: x", false),
-            ("hello", false),
-        ] {
-            assert_eq!(console.line(1, line, None), wanted, "{line:?}");
-        }
-    }
 }

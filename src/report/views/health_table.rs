@@ -345,21 +345,20 @@ mod tests {
         boot.gpus[0].health.as_deref().unwrap()
     }
 
+    /// A report of NVML on GPU 1.
+    fn report(rest: &str) -> (&str, &str, Option<usize>, &str) {
+        ("event", names::GPU_HEALTH, Some(1), rest)
+    }
+
     const WHOLE: &str =
         r#","fields":{"uuid":"GPU-1","model":"H","power_mw":71000,"fabric":"in progress"}"#;
     const WRONG: &str = r#","level":"error","error":"NVLink is not usable""#;
 
     #[test]
     fn a_later_report_replaces_an_earlier_one_fact_by_fact() {
-        let report = ("event", names::GPU_HEALTH, Some(1), WHOLE);
-        let partial = (
-            "event",
-            names::GPU_HEALTH,
-            Some(1),
-            r#","fields":{"fabric":"completed"}"#,
-        );
-        let wrong = ("event", names::GPU_HEALTH, Some(1), WRONG);
-        let brought_up = boot(&[report, wrong, partial]);
+        let (whole, wrong) = (report(WHOLE), report(WRONG));
+        let partial = report(r#","fields":{"fabric":"completed"}"#);
+        let brought_up = boot(&[whole, wrong, partial]);
         let facts = &health(&brought_up).facts;
         assert_eq!(
             (facts.text("fabric"), facts.number("power_mw")),
@@ -370,13 +369,8 @@ mod tests {
             ["NVLink is not usable"],
             "one fact is no word about the others"
         );
-        let other = (
-            "event",
-            names::GPU_HEALTH,
-            Some(1),
-            r#","fields":{"uuid":"GPU-1","ecc":true}"#,
-        );
-        let replaced = boot(&[report, wrong, wrong, other]);
+        let other = report(r#","fields":{"uuid":"GPU-1","ecc":true}"#);
+        let replaced = boot(&[whole, wrong, wrong, other]);
         assert_eq!(
             (
                 health(&replaced).facts.number("power_mw"),
@@ -387,7 +381,7 @@ mod tests {
         assert!(health(&replaced).problems.is_empty(), "{replaced:?}");
         // The next GPU at that address is another one.
         assert_eq!(
-            boot(&[report, ("event", names::GPU_REMOVED, Some(1), "")]).gpus[0].health,
+            boot(&[whole, ("event", names::GPU_REMOVED, Some(1), "")]).gpus[0].health,
             None
         );
     }
@@ -397,7 +391,7 @@ mod tests {
         let refused = r#","level":"error","error":"power limit, mW, 9 to 9: no: the driver's value stays","fields":{"what":"power limit, mW","min":9,"max":9}"#;
         let boot = boot(&[
             ("event", names::GPU_SETTING, Some(1), refused),
-            ("event", names::GPU_HEALTH, Some(1), WHOLE),
+            report(WHOLE),
         ]);
         let table = HealthTable::of(&boot).unwrap();
         assert_eq!(
@@ -410,18 +404,9 @@ mod tests {
     #[test]
     fn columns_without_a_value_are_left_out() {
         let heads = |fields: &str| -> Vec<&str> {
-            let boot = boot(&[(
-                "event",
-                names::GPU_HEALTH,
-                Some(1),
-                &format!(r#","fields":{{{fields}}}"#),
-            )]);
-            HealthTable::of(&boot)
-                .unwrap()
-                .heads
-                .iter()
-                .map(|(head, _)| *head)
-                .collect()
+            let boot = boot(&[report(&format!(r#","fields":{{{fields}}}"#))]);
+            let table = HealthTable::of(&boot).unwrap();
+            table.heads.iter().map(|(head, _)| *head).collect()
         };
         assert_eq!(
             heads(r#""model":"L40S","fabric":"not supported","clique":0,"throttle":"gpu_idle""#),
@@ -442,7 +427,7 @@ mod tests {
         let confidential =
             r#","fields":{"enabled":true,"devtools":true,"protected_pcie":false,"ready":false}"#;
         let mut records = vec![
-            ("event", names::GPU_HEALTH, Some(1), WHOLE),
+            report(WHOLE),
             ("event", names::CONFIDENTIAL, None, confidential),
         ];
         let table = HealthTable::of(&boot(&records)).unwrap();
@@ -481,12 +466,8 @@ mod tests {
         let settings: Vec<String> = (0..50)
             .map(|n| format!(r#","error":"{evil}","fields":{{"what":"{n}{evil}"}}"#))
             .collect();
-        let mut records = vec![("event", names::GPU_HEALTH, Some(1), fields.as_str())];
-        records.extend(
-            errors
-                .iter()
-                .map(|error| ("event", names::GPU_HEALTH, Some(1), error.as_str())),
-        );
+        let mut records = vec![report(&fields)];
+        records.extend(errors.iter().map(|error| report(error)));
         records.extend(
             errors
                 .iter()
@@ -536,22 +517,14 @@ mod tests {
     #[test]
     fn the_health_table_is_the_golden_one() {
         let boot = fixture();
-        golden(
-            "health-4-gpus.show",
-            &(summary(&boot, &Screen::PLAIN).join("\n") + "\n"),
-        );
-        golden(
-            "health-4-gpus.show-80-columns",
-            &(summary(
-                &boot,
-                &Screen {
-                    width: Some(80),
-                    colour: false,
-                },
-            )
-            .join("\n")
-                + "\n"),
-        );
+        let narrow = Screen {
+            width: Some(80),
+            colour: false,
+        };
+        for (form, screen) in [("show", Screen::PLAIN), ("show-80-columns", narrow)] {
+            let text = summary(&boot, &screen).join("\n") + "\n";
+            golden(&format!("health-4-gpus.{form}"), &text);
+        }
         let json = serde_json::json!({ "gpu": boot.gpus[2].health, "guest": boot.health });
         golden(
             "health-4-gpus.json",

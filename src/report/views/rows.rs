@@ -508,19 +508,6 @@ mod tests {
     }
 
     #[test]
-    fn a_topology_comes_before_what_it_was_decided_from() {
-        let fields = r#"{"decided_by":"scan","gpus":8,"reason":"8 GPUs found","topology":"gpus"}"#;
-        let rows = rows(&[&format!(
-            r#""boottime_ns":1000,"kind":"event","name":"topology","fields":{fields}"#
-        )]);
-        assert_eq!(
-            rows[0].what,
-            "topology gpus decided_by=scan gpus=8 reason=\"8 GPUs found\""
-        );
-        assert!(!rows[0].detail);
-    }
-
-    #[test]
     fn a_gpus_health_is_one_short_row_and_its_problems_another() {
         let gpu = r#""gpu":"0000:01:00.0""#;
         let fields = r#"{"graphics_mhz":1200,"power_mw":71000,"power_limit_mw":500000,"ecc":true,"ecc_uncorrected":0,"rows_remapped":2,"remap_pending":false,
@@ -550,24 +537,6 @@ mod tests {
             rows[2].what, "gpu.health ECC off, MIG 7",
             "a guest's values drive no terminal"
         );
-    }
-
-    #[test]
-    fn bound_and_usable_say_how_long_their_steps_took() {
-        let gpu = r#""gpu":"0000:01:00.0""#;
-        let rows = rows(&[
-            &format!(
-                r#""boottime_ns":10,"kind":"event","name":"gpu.found",{gpu},"fields":{{"index":3}}"#
-            ),
-            &format!(r#""boottime_ns":1000,"kind":"begin","name":"gpu.bind","span":1,{gpu}"#),
-            &format!(r#""boottime_ns":5000,"kind":"event","name":"gpu.bound",{gpu}"#),
-            &format!(r#""boottime_ns":5100,"kind":"end","name":"gpu.bind","span":1,{gpu}"#),
-            &format!(r#""boottime_ns":6000,"kind":"event","name":"gpu.published",{gpu}"#),
-        ]);
-        assert_eq!((rows[2].took_ns, rows[2].detail), (Some(4000), false));
-        assert!(rows[3].detail, "gpu.bound said it");
-        assert_eq!(rows[4].took_ns, Some(1000));
-        assert_eq!(rows[4].gpu.unwrap().index, Some(3));
     }
 
     #[test]

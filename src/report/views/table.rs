@@ -158,31 +158,6 @@ mod tests {
     }
 
     #[test]
-    fn columns_stand_under_their_heads() {
-        let table = Table {
-            screen: Screen::PLAIN,
-        };
-        let head = table.head();
-        let line = table
-            .lines(&row("gpu.enable"), Some(1_201_000_000))
-            .remove(0);
-        let column = |name: &str| head.find(name).unwrap();
-        assert_eq!(line.find("host"), Some(column("OWNER")), "\n{head}\n{line}");
-        assert_eq!(
-            line.find("gpu.enable"),
-            Some(column("WHAT")),
-            "\n{head}\n{line}"
-        );
-        assert_eq!(
-            line.find(" 0 0001:00:00.0"),
-            Some(column("GPU")),
-            "\n{head}\n{line}"
-        );
-        assert_eq!(line.len(), head.len());
-        assert!(line.contains("1.204   +0.003"), "{line}");
-    }
-
-    #[test]
     fn no_line_is_wider_than_the_terminal() {
         for width in MIN_WIDTH..200 {
             let table = Table {
