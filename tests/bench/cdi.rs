@@ -198,9 +198,9 @@ fn generator(bench: &mut Bench, tree_root: &Path, binary: &Path) -> Result<Vec<u
         namings: vec![Naming::Index, Naming::Uuid],
         ..Options::default()
     };
-    let files = scan(&roots, None)?;
+    let files = scan(&roots, None).map_err(anyhow::Error::msg)?;
     bench.warm("driver's files: scan", None, || {
-        scan(&roots, None).map(drop).context("scan")
+        scan(&roots, None).map(drop).map_err(anyhow::Error::msg)
     })?;
     manifest::write(&roots, &files)?;
     bench.warm(
@@ -255,7 +255,8 @@ fn hooks(bench: &mut Bench, scratch: &Path, tree_root: &Path, binary: &Path) -> 
             ..Roots::default()
         },
         None,
-    )?;
+    )
+    .map_err(anyhow::Error::msg)?;
     let shared = Path::new("/dev/shm");
     let memory = if shared.is_dir() { shared } else { scratch }
         .join(format!("kata-gpu-bench-{}", std::process::id()));

@@ -88,7 +88,7 @@ pub fn of(tree: &Tree, at: &[u8]) -> Result<Result<(Vec<u8>, usize), String>> {
     let roots = view.roots();
     let files = match scan(&roots, version.as_deref().filter(|v| is_version(v))) {
         Ok(files) => files,
-        Err(error) => return Ok(Err(error.to_string())),
+        Err(error) => return Ok(Err(error)),
     };
     if let Err(error) = manifest::write(&roots, &files) {
         return Ok(Err(error.to_string()));

@@ -226,8 +226,7 @@ impl Asked {
     }
 
     fn files(&self) -> Result<DriverFiles, Error> {
-        scan(&self.roots(), self.driver_version.as_deref())
-            .map_err(|e| Error::Failed(e.to_string()))
+        scan(&self.roots(), self.driver_version.as_deref()).map_err(Error::Failed)
     }
 }
 

@@ -4,8 +4,8 @@
 //! Links come from the files' own SONAMEs, so a container gets them whether or not ldconfig ran in
 //! the image.
 
-use super::error::{Error, VersionSource};
 use super::files::{Kind, Link, Mount, Problems};
+use super::refused;
 use super::tree::{Entry, Found, Places, below, plain_name, plain_path};
 use crate::formats::elf;
 use crate::formats::elf::Class;
@@ -112,7 +112,7 @@ pub struct Directory {
 
 /// Reads each library directory below the driver root once, and its vdpau/: those of packages, and
 /// if the driver is in none of them, those from which the root's loader has it.
-pub fn directories(places: &Places, problems: &mut Problems) -> Result<Vec<Directory>, Error> {
+pub fn directories(places: &Places, problems: &mut Problems) -> Result<Vec<Directory>, String> {
     let packages = DIRECTORIES.iter().map(PathBuf::from).collect();
     let mut all = read_directories(places, packages, problems)?;
     if !all
@@ -130,7 +130,7 @@ fn read_directories(
     places: &Places,
     candidates: Vec<PathBuf>,
     problems: &mut Problems,
-) -> Result<Vec<Directory>, Error> {
+) -> Result<Vec<Directory>, String> {
     let mut all = Vec::new();
     let mut seen = HashSet::new();
     for candidate in candidates
@@ -188,7 +188,7 @@ fn directory(
     candidate: &Path,
     found: Found,
     problems: &mut Problems,
-) -> Result<Option<Directory>, Error> {
+) -> Result<Option<Directory>, String> {
     let container_path = places
         .in_container(&found.path)
         .unwrap_or_else(|| candidate.to_path_buf());
@@ -200,10 +200,10 @@ fn directory(
         }
     };
     if listed.len() > MAX_LIBRARIES {
-        return Err(Error::TooMany {
-            directory: found.path,
-            most: MAX_LIBRARIES,
-        });
+        return Err(refused(format!(
+            "{} has more than {MAX_LIBRARIES} libraries of the driver: that is no driver's directory",
+            found.path.display()
+        )));
     }
     if listed.is_empty() {
         return Ok(None);
@@ -250,10 +250,10 @@ fn is_other(stem: &str, rest: &str) -> bool {
 /// The driver's version, if module and libraries agree.
 pub fn version(
     directories: &[Directory],
-    module: Option<(String, VersionSource)>,
+    module: Option<(String, String)>,
     driver_root: &Path,
     problems: &Problems,
-) -> Result<String, Error> {
+) -> Result<String, String> {
     let mut telling: Vec<(&str, &str, PathBuf)> = Vec::new();
     for directory in directories {
         for (name, _) in &directory.entries {
@@ -271,12 +271,11 @@ pub fn version(
                 if let Some((_, found, library)) = of_stem.peek().copied()
                     && of_stem.all(|(_, found, _)| *found != module)
                 {
-                    return Err(Error::Mismatch {
-                        module,
-                        source,
-                        library: library.clone(),
-                        found: (*found).to_string(),
-                    });
+                    return Err(refused(format!(
+                        "the driver is {module} ({source}), and its user space is {found} ({}): put \
+                         the libraries of {module} into the image, or load the module of {found}",
+                        library.display()
+                    )));
                 }
             }
             let any = |d: &Directory| {
@@ -287,28 +286,41 @@ pub fn version(
             if directories.iter().any(any) {
                 return Ok(module);
             }
-            Err(Error::NoDriver {
-                driver_root: driver_root.into(),
-                version: Some(module),
-                problems: problems.0.clone(),
-            })
+            Err(no_driver(driver_root, &module, problems))
         }
         None => {
             let Some((_, found, first)) = telling.first() else {
-                return Err(Error::NoDriver {
-                    driver_root: driver_root.into(),
-                    version: None,
-                    problems: problems.0.clone(),
-                });
+                return Err(no_driver(driver_root, "<version>", problems));
             };
             match telling.iter().find(|(_, other, _)| other != found) {
-                Some((.., second)) => Err(Error::Ambiguous {
-                    first: first.clone(),
-                    second: second.clone(),
-                }),
+                Some((.., second)) => Err(refused(format!(
+                    "two versions are installed, {} and {}, and no loaded module selects one: \
+                     remove one, or name the version",
+                    first.display(),
+                    second.display()
+                ))),
                 None => Ok((*found).to_string()),
             }
         }
+    }
+}
+
+/// No part of the driver is there.
+fn no_driver(driver_root: &Path, version: &str, problems: &Problems) -> String {
+    refused(format!(
+        "no library directory below {} has libcuda.so.{version} or libnvidia-ml.so.{version}; \
+         install the driver's user space into the image, or give the root that it lies in{}",
+        driver_root.display(),
+        also(problems)
+    ))
+}
+
+/// Paths that could not be examined, for the error about a missing file.
+fn also(Problems(problems): &Problems) -> String {
+    if problems.is_empty() {
+        String::new()
+    } else {
+        format!(" (not all could be read: {})", problems.join("; "))
     }
 }
 
@@ -334,7 +346,7 @@ pub fn collect(
     all: &[Directory],
     version: &str,
     problems: &mut Problems,
-) -> Result<Libraries, Error> {
+) -> Result<Libraries, String> {
     let mut out = Libraries::default();
     let mut wide = false;
     for library in choose(places, all, version, problems) {
@@ -385,7 +397,7 @@ fn refuse_cuda_without_libcuda(
     all: &[Directory],
     version: &str,
     problems: &Problems,
-) -> Result<(), Error> {
+) -> Result<(), String> {
     for directory in all {
         let for_cuda = |name: &&(String, bool)| {
             split(&name.0).is_some_and(|(stem, rest)| {
@@ -393,12 +405,13 @@ fn refuse_cuda_without_libcuda(
             })
         };
         if let Some((name, _)) = directory.entries.iter().find(for_cuda) {
-            return Err(Error::NoLibcuda {
-                directory: directory.found.path.clone(),
-                version: version.into(),
-                needed_by: name.clone(),
-                problems: problems.0.clone(),
-            });
+            return Err(refused(format!(
+                "{} has {name}, but libcuda.so.{version} is nowhere: no CUDA program could start; \
+                 install it (Debian: libcuda1, Ubuntu: libnvidia-compute, RHEL: \
+                 nvidia-driver-cuda-libs){}",
+                directory.found.path.display(),
+                also(problems)
+            )));
         }
     }
     Ok(())

@@ -10,7 +10,7 @@
 //! Not detected: a configuration or program added later outside the library directories.
 
 use super::tree::{Found, Places, below, plain_name, plain_path};
-use super::{DriverFiles, Error, Kind, Problems, Roots, is_version, module_version, named, scan};
+use super::{DriverFiles, Kind, Problems, Roots, is_version, module_version, named, scan};
 use nix::sys::stat::SFlag;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -335,7 +335,7 @@ pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
     let path = Path::new(DIRECTORY).join(FILE);
     let places = Places::open(roots).map_err(|e| Unusable::Broken {
         path: path.clone(),
-        why: e.to_string(),
+        why: e,
     })?;
     let path = below(&places.driver_root, &path);
     let broken = |why: String| Unusable::Broken {
@@ -354,8 +354,7 @@ pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
         .read(MAX_BYTES as u64 + 1)
         .map_err(|e| broken(e.to_string()))?;
     let manifest = parse(&bytes).map_err(broken)?;
-    if let Some((module, source)) =
-        module_version(&places, expected_version).map_err(|e| stale(e.to_string()))?
+    if let Some((module, source)) = module_version(&places, expected_version).map_err(stale)?
         && module != manifest.files.version
     {
         return Err(stale(format!(
@@ -376,7 +375,7 @@ pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
 pub fn load_or_scan(
     roots: &Roots,
     expected_version: Option<&str>,
-) -> Result<(DriverFiles, Option<Unusable>), Error> {
+) -> Result<(DriverFiles, Option<Unusable>), String> {
     match load(roots, expected_version) {
         Ok(files) => Ok((files, None)),
         Err(why) => scan(roots, expected_version).map(|files| (files, Some(why))),

@@ -9,26 +9,24 @@
 //! installation makes every program fail later with less to go by. Management or graphics libraries
 //! alone count as intended, with [`DriverFiles::libcuda_directory`] None.
 
-mod error;
 mod files; // what a scan finds
 mod libraries;
 pub mod manifest;
 mod named;
 mod tree;
 
-pub use error::{Error, VersionSource};
 pub use files::{DriverFiles, Kind, Link, Mount, Roots};
 pub use libraries::is_version;
 
 use files::Problems;
-use std::path::PathBuf;
+use std::path::Path;
 use tree::Places;
 
 /// File with the version of the loaded module.
 const MODULE_VERSION: &str = "/sys/module/nvidia/version";
 /// Scans the roots. `expected_version` is that of the module which is or will be loaded; without it
-/// the version comes from `<root>/sys`, else from the libraries.
-pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, Error> {
+/// the version comes from `<root>/sys`, else from the libraries. An error is a sentence with the cure.
+pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, String> {
     let places = Places::open(roots)?;
     let mut problems = Problems::default();
     let module = module_version(&places, expected_version)?;
@@ -57,44 +55,34 @@ pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
     Ok(files)
 }
 
-/// Current sockets. Services create and remove them: search again for each spec written later.
-pub fn sockets(roots: &Roots) -> Result<Vec<Mount>, Error> {
-    Ok(named::sockets(
-        &Places::open(roots)?,
-        roots,
-        &mut Problems::default(),
-    ))
+/// An error of this module.
+fn refused(why: String) -> String {
+    format!("driver files: {why}")
 }
 
 /// Version that the libraries must have, and its source; None if no module is loaded.
 fn module_version(
     places: &Places,
     expected: Option<&str>,
-) -> Result<Option<(String, VersionSource)>, Error> {
-    let path = PathBuf::from(MODULE_VERSION);
-    let (version, source) = match expected {
-        Some(version) => (version.to_string(), VersionSource::Given),
-        None => match places.text(&path) {
-            Ok(Some(version)) => (version, VersionSource::Module(path.clone())),
+) -> Result<Option<(String, String)>, String> {
+    let (version, source, from) = match expected {
+        Some(version) => (
+            version.to_string(),
+            "as was asked for".to_string(),
+            "the expected version",
+        ),
+        None => match places.text(Path::new(MODULE_VERSION)) {
+            Ok(Some(version)) => (version, format!("from {MODULE_VERSION}"), MODULE_VERSION),
             Ok(None) => return Ok(None),
-            Err(error) => {
-                return Err(Error::UnreadableVersion {
-                    source: path,
-                    why: error.to_string(),
-                });
-            }
+            Err(error) => return Err(refused(format!("read {MODULE_VERSION}: {error}"))),
         },
     };
     if is_version(&version) {
         return Ok(Some((version, source)));
     }
-    let source = if source == VersionSource::Given {
-        PathBuf::from("the expected version")
-    } else {
-        path
-    };
-    Err(Error::BadVersion {
-        source,
-        value: version.chars().take(64).collect(),
-    })
+    let value: String = version.chars().take(64).collect();
+    Err(refused(format!(
+        "{from}: {value:?} is not a version of the driver (one looks like 550.163.01); is another \
+         module loaded under its name?"
+    )))
 }

@@ -4,8 +4,8 @@
 //! Returned paths hold no link, and begin at the guest's root. Needs /proc for the paths of
 //! descriptors.
 
-use super::error::Error;
 use super::files::Roots;
+use super::refused;
 use nix::dir::{Dir, Type};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2, renameat};
@@ -238,10 +238,13 @@ pub struct Places {
 }
 
 impl Places {
-    pub fn open(roots: &Roots) -> Result<Self, Error> {
-        let no_root = |path: &Path, why: String| Error::NoRoot {
-            path: path.into(),
-            why,
+    pub fn open(roots: &Roots) -> Result<Self, String> {
+        let no_root = |path: &Path, why: String| {
+            refused(format!(
+                "open the root {}: {why}; name the directory that the driver's user space was \
+                 installed into",
+                path.display()
+            ))
         };
         let guest = Tree::open(&roots.root).map_err(|e| no_root(&roots.root, e.to_string()))?;
         let found = guest

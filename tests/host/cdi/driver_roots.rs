@@ -3,7 +3,7 @@
 
 use crate::{TempDir, golden, project, tree};
 use kata_gpu_init::driver_files::manifest::{self, Unusable};
-use kata_gpu_init::driver_files::{DriverFiles, Error, Kind, Roots, scan, sockets};
+use kata_gpu_init::driver_files::{DriverFiles, Kind, Roots, scan};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -218,7 +218,7 @@ fn a_file_that_is_missing_in_the_reference_root_is_seen() {
 }
 
 /// A result as text: one line for each thing.
-fn shown(result: &Result<DriverFiles, Error>) -> String {
+fn shown(result: &Result<DriverFiles, String>) -> String {
     let files = match result {
         Ok(files) => files,
         Err(error) => return format!("error: {error}\n"),
@@ -370,7 +370,7 @@ fn the_version_that_is_expected_comes_before_that_of_the_module() {
     assert!(error.contains("the driver is 999.1"), "{error}");
     let error = scan(&two.roots, Some("../etc")).unwrap_err().to_string();
     assert!(
-        error.contains("\"../etc\" is no version of the driver"),
+        error.contains("\"../etc\" is not a version of the driver"),
         "{error}"
     );
 }
@@ -404,14 +404,15 @@ fn a_root_that_is_not_there_is_named() {
 #[test]
 fn sockets_that_come_later_are_found_without_a_scan() {
     let root = Root::new("sockets", REFERENCE);
-    let mut files = root.scan();
+    let files = root.scan();
     assert!(files.mounts.iter().all(|m| m.kind == Kind::File));
+    manifest::write(&root.roots, &files).unwrap();
     tree::build(
         &root.roots.root,
         "socket 0666 /run/nvidia-persistenced/socket\ndir 1777 /tmp/nvidia-mps\nfile 0644 \
         /run/nvidia-fabricmanager/socket\n",
     );
-    files.set_sockets(sockets(&root.roots).unwrap());
+    let files = manifest::load(&root.roots, None).unwrap();
     let found: Vec<String> = files
         .mounts
         .iter()
