@@ -124,7 +124,7 @@ fn shown(output: &Output) -> Vec<(PathBuf, String)> {
 }
 
 fn ours(root: &Path, name: &str) -> Result<Vec<(PathBuf, String)>, String> {
-    let all = Modules::new(root, KERNEL, b"")
+    let all = Modules::new(root, root, KERNEL, b"")
         .show_depends(name)
         .map_err(|e| e.to_string())?;
     Ok(all

@@ -1,179 +1,101 @@
 //! Reasons why a module is not loaded, in one sentence: the request, the module that failed, its
 //! file, the errno with its text, and the cure if one is known.
 
-use super::file::Format;
+use super::file::Fault;
 use nix::errno::Errno;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::Path;
 
-/// Reason why a module is not loaded. `asked` is the requested name, `module` the module that
-/// failed (the requested one or a dependency), by the kernel's names.
+/// Reason why a module is not loaded.
 #[derive(Debug)]
-pub enum LoadError {
-    /// An index cannot be read.
-    NoIndex {
-        asked: String,
-        path: PathBuf,
-        why: String,
-    },
-    /// No module has that name or alias.
-    Unknown { asked: String, index: PathBuf },
-    /// An alias leads to no module; usually because of `alias NAME off` in modprobe.d.
-    Off { asked: String, target: String },
-    /// All modules of the alias are blacklisted.
-    Blacklisted { asked: String, modules: Vec<String> },
-    /// A file that modules.dep names cannot be opened.
-    NoFile {
-        asked: String,
-        module: String,
-        path: PathBuf,
-        errno: Errno,
-    },
-    /// A file exists, but its content cannot be read.
-    Unreadable {
-        asked: String,
-        module: String,
-        path: PathBuf,
-        why: Unreadable,
-    },
-    /// The kernel refused.
-    Refused {
-        asked: String,
-        module: String,
-        path: PathBuf,
-        errno: Errno,
-        hint: Box<Hint>,
-    },
+pub struct LoadError {
+    pub cause: Cause,
+    text: String,
 }
 
-/// Reason why a file's content cannot be read.
-#[derive(Debug)]
-pub enum Unreadable {
-    Read(Errno),
-    Packed { format: Format, why: String },
-}
-
-/// Facts that explain why the kernel refused.
-#[derive(Debug, Default)]
-pub struct Hint {
-    /// The version magic of the file, for ENOEXEC and EINVAL.
-    pub magic: Option<String>,
-    /// `uname -r`.
-    pub kernel: String,
-    /// Whether /proc/sys/kernel/modules_disabled is 1, for EPERM; None if unreadable.
-    pub disabled: Option<bool>,
-}
-
-/// `load module nvidia_uvm: its dependency nvidia: `, or the first half for the module itself.
-fn head(f: &mut fmt::Formatter<'_>, asked: &str, module: &str) -> fmt::Result {
-    write!(f, "load module {asked}: ")?;
-    if asked == module {
-        Ok(())
-    } else {
-        write!(f, "it needs {module}: ")
-    }
+/// Kind of a reason.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The image lacks an index, the module or its file.
+    Missing,
+    /// The module's init found no device (ENODEV).
+    NoDevice,
+    Other,
 }
 
 impl fmt::Display for LoadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoIndex { asked, path, why } => write!(
-                f,
-                "load module {asked}: read {}: {why}; the image has no modules for the running \
-                    kernel: run depmod when it is built",
-                path.display()
-            ),
-            Self::Unknown { asked, index } => write!(
-                f,
-                "load module {asked}: {} does not list it; put the driver's modules for this \
-                    kernel into the image and run depmod",
-                index.display()
-            ),
-            Self::Off { asked, target } => {
-                write!(
-                    f,
-                    "load module {asked}: an alias makes it {target}, and there is no such \
-                        module; take the alias out of modprobe.d, or run depmod"
-                )
+        f.write_str(&self.text)
+    }
+}
+
+impl LoadError {
+    /// `asked`: the requested name.
+    pub fn new(cause: Cause, asked: &str, why: impl fmt::Display) -> Self {
+        let text = format!("load module {asked}: {why}");
+        Self { cause, text }
+    }
+
+    /// The error of the file of `module`: the requested one or a dependency. `kernel`: `uname -r`.
+    /// `disabled`: whether /proc/sys/kernel/modules_disabled is 1; None if unreadable.
+    pub fn of_file(
+        asked: &str,
+        (module, path): (&str, &Path),
+        fault: &Fault,
+        kernel: &str,
+        disabled: Option<bool>,
+    ) -> Self {
+        let path = path.display();
+        let (cause, why) = match fault {
+            Fault::Open(errno) => {
+                let cure = match errno {
+                    Errno::ENOENT => "; modules.dep is older than the modules: run depmod",
+                    _ => "",
+                };
+                (Cause::Missing, format!("open {path}: {errno}{cure}"))
             }
-            Self::Blacklisted { asked, modules } => write!(
-                f,
-                "load module {asked}: it stands for {}, blacklisted in modprobe.d or by \
-                    modprobe.blacklist= on the kernel command line; take that out, or ask by the \
-                    module's own name",
-                modules.join(" and ")
-            ),
-            Self::NoFile {
-                asked,
-                module,
-                path,
-                errno,
-            } => {
-                head(f, asked, module)?;
-                write!(f, "open {}: {errno}", path.display())?;
-                if *errno == Errno::ENOENT {
-                    write!(f, "; modules.dep is older than the modules: run depmod")
-                } else {
-                    Ok(())
-                }
+            Fault::Read(errno) => (Cause::Other, format!("read {path}: {errno}")),
+            Fault::Packed { format, why } => {
+                let why = format!(
+                    "decompress {path}: {format}: {why}; the file is damaged, or not a module: \
+                     build the image again"
+                );
+                (Cause::Other, why)
             }
-            Self::Unreadable {
-                asked,
-                module,
-                path,
-                why,
-            } => {
-                head(f, asked, module)?;
-                match why {
-                    Unreadable::Read(errno) => write!(f, "read {}: {errno}", path.display()),
-                    Unreadable::Packed { format, why } => {
-                        write!(
-                            f,
-                            "decompress {}: {format}: {why}; the file is damaged, or no module: \
-                                build the image again",
-                            path.display()
-                        )
-                    }
-                }
+            Fault::Refused { errno, magic } => {
+                let cause = match errno {
+                    Errno::ENODEV => Cause::NoDevice,
+                    _ => Cause::Other,
+                };
+                let reason = reason(*errno, magic.as_deref(), kernel, disabled);
+                (cause, format!("{path}: {errno}{reason}"))
             }
-            Self::Refused {
-                asked,
-                module,
-                path,
-                errno,
-                hint,
-            } => {
-                head(f, asked, module)?;
-                write!(f, "{}: {errno}", path.display())?;
-                reason(f, *errno, hint)
-            }
+        };
+        if asked == module {
+            Self::new(cause, asked, why)
+        } else {
+            Self::new(cause, asked, format_args!("it needs {module}: {why}"))
         }
     }
 }
 
-/// Meaning of an errno of the kernel's module loader (kernel/module/main.c), and its cure.
-fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result {
-    match (errno, &hint.magic, hint.disabled) {
+/// Meaning of an errno of the kernel's module loader (kernel/module/main.c), and its cure. `magic`:
+/// the version magic of the file, for ENOEXEC and EINVAL.
+fn reason(errno: Errno, magic: Option<&str>, kernel: &str, disabled: Option<bool>) -> String {
+    let why = match (errno, magic, disabled) {
         (Errno::ENOEXEC | Errno::EINVAL, Some(magic), _)
-            if magic.split(' ').next() != Some(hint.kernel.as_str()) =>
+            if magic.split(' ').next() != Some(kernel) =>
         {
-            write!(
-                f,
-                " (built for another kernel: its vermagic is {magic:?}, uname -r is {:?}: build \
-                    it for this one)",
-                hint.kernel
+            &format!(
+                "built for another kernel: its vermagic is {magic:?}, uname -r is {kernel:?}: \
+                 build it for this one"
             )
         }
-        (Errno::ENOEXEC, Some(magic), _) => {
-            write!(
-                f,
-                " (built for this kernel, {magic:?}: the file is damaged, or was built with other \
-                    options; see the kernel's log)"
-            )
-        }
-        (Errno::ENOEXEC, None, _) => {
-            write!(f, " (no module: the file is damaged, or something else)")
-        }
+        (Errno::ENOEXEC, Some(magic), _) => &format!(
+            "built for this kernel, {magic:?}: the file is damaged, or was built with other \
+             options; see the kernel's log"
+        ),
+        (Errno::ENOEXEC, None, _) => "not a module: the file is damaged, or something else",
         (
             Errno::ENOKEY
             | Errno::EKEYREJECTED
@@ -183,107 +105,69 @@ fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result 
             | Errno::ENOPKG,
             ..,
         ) => {
-            write!(
-                f,
-                " (signature: it has none that this kernel trusts: sign it with the kernel's key, \
-                    and do not strip or edit it after that)"
-            )
+            "signature: it has none that this kernel trusts: sign it with the kernel's key, and \
+             do not strip or edit it after that"
         }
-        (Errno::EPERM, _, Some(true)) => write!(
-            f,
-            " (kernel.modules_disabled is 1: modules can be loaded again after a reboot only)"
-        ),
+        (Errno::EPERM, _, Some(true)) => {
+            "kernel.modules_disabled is 1: modules can be loaded again after a reboot only"
+        }
         (Errno::EPERM, ..) => {
-            write!(
-                f,
-                " (forbidden: by module_blacklist= on the kernel command line, kernel lockdown, \
-                    or a missing CAP_SYS_MODULE)"
-            )
+            "forbidden: by module_blacklist= on the kernel command line, kernel lockdown, or a \
+             missing CAP_SYS_MODULE"
         }
-        (Errno::ENOENT, ..) => write!(
-            f,
-            " (it needs a symbol that no loaded module has: the kernel's log names it)"
-        ),
-        (Errno::ENODEV, ..) => write!(f, " (it found no device it can drive)"),
-        (Errno::EINVAL, ..) => write!(
-            f,
-            " (a parameter has a bad value, or the file is damaged; the kernel's log names it)"
-        ),
-        (Errno::EBUSY, ..) => write!(
-            f,
-            " (another load of it, or of what it needs, is under way and has not ended)"
-        ),
-        (Errno::ENOMEM, ..) => write!(f, " (give the guest more memory)"),
-        _ => Ok(()),
-    }
+        (Errno::ENOENT, ..) => {
+            "it needs a symbol that no loaded module has: the kernel's log names it"
+        }
+        (Errno::ENODEV, ..) => "it found no device it can drive",
+        (Errno::EINVAL, ..) => {
+            "a parameter has a bad value, or the file is damaged; the kernel's log names it"
+        }
+        (Errno::EBUSY, ..) => {
+            "another load of it, or of what it needs, is under way and has not ended"
+        }
+        (Errno::ENOMEM, ..) => "give the guest more memory",
+        _ => return String::new(),
+    };
+    format!(" ({why})")
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::file::Format;
     use super::*;
 
-    fn refused(errno: Errno, magic: Option<&str>, disabled: Option<bool>) -> String {
-        let hint = Box::new(Hint {
-            magic: magic.map(Into::into),
-            kernel: "6.18.5".into(),
-            disabled,
-        });
-        LoadError::Refused {
-            asked: "nvidia_uvm".into(),
-            module: "nvidia".into(),
-            path: "/m/nvidia.ko".into(),
-            errno,
-            hint,
-        }
-        .to_string()
+    fn of_file(module: &str, path: &str, fault: Fault, disabled: Option<bool>) -> String {
+        let file = (module, Path::new(path));
+        LoadError::of_file("nvidia_uvm", file, &fault, "6.18.5", disabled).to_string()
     }
 
     #[test]
     fn errors_name_module_dependency_path_errno_and_cure() {
+        let refused = |errno, magic: Option<&str>, disabled| {
+            let magic = magic.map(Into::into);
+            let fault = Fault::Refused { errno, magic };
+            of_file("nvidia", "/m/nvidia.ko", fault, disabled)
+        };
         assert_eq!(
             refused(Errno::ENOEXEC, Some("6.1.0 SMP mod_unload"), None),
             "load module nvidia_uvm: it needs nvidia: /m/nvidia.ko: ENOEXEC: Exec format error \
                 (built for another kernel: its vermagic is \"6.1.0 SMP mod_unload\", uname -r is \
                 \"6.18.5\": build it for this one)"
         );
+        let ours = Some("6.18.5 SMP");
         for (errno, magic, disabled, part) in [
-            (
-                Errno::ENOEXEC,
-                Some("6.18.5 SMP"),
-                None,
-                "the file is damaged",
-            ),
-            (Errno::ENOEXEC, None, None, "no module: the file is damaged"),
+            (Errno::ENOEXEC, ours, None, "the file is damaged"),
+            (Errno::ENOEXEC, None, None, "not a module: the file is"),
             (
                 Errno::EINVAL,
-                Some("6.18.5 SMP"),
+                ours,
                 None,
                 "EINVAL: Invalid argument (a parameter has a bad value",
             ),
-            (
-                Errno::EINVAL,
-                Some("6.18.4 SMP"),
-                None,
-                "built for another kernel",
-            ),
-            (
-                Errno::ENOKEY,
-                None,
-                None,
-                "ENOKEY: Required key not available (signature: ",
-            ),
-            (
-                Errno::EKEYREJECTED,
-                None,
-                None,
-                "sign it with the kernel's key",
-            ),
-            (
-                Errno::EPERM,
-                None,
-                Some(true),
-                "kernel.modules_disabled is 1",
-            ),
+            (Errno::EINVAL, Some("6.18.4 SMP"), None, "another kernel"),
+            (Errno::ENOKEY, None, None, "not available (signature: "),
+            (Errno::EKEYREJECTED, None, None, "sign it with the kernel's"),
+            (Errno::EPERM, None, Some(true), "modules_disabled is 1"),
             (Errno::EPERM, None, Some(false), "module_blacklist="),
             (Errno::EBUSY, None, None, "another load of it"),
             (Errno::ENOENT, None, None, "needs a symbol"),
@@ -296,31 +180,16 @@ mod tests {
 
     #[test]
     fn a_dependency_is_named_only_when_it_is_another_module() {
-        let error = LoadError::NoFile {
-            asked: "m".into(),
-            module: "m".into(),
-            path: "/m.ko".into(),
-            errno: Errno::ENOENT,
-        };
         assert_eq!(
-            error.to_string(),
-            "load module m: open /m.ko: ENOENT: No such file or directory; modules.dep is older \
-                than the modules: run depmod"
+            of_file("nvidia_uvm", "/m.ko", Fault::Open(Errno::ENOENT), None),
+            "load module nvidia_uvm: open /m.ko: ENOENT: No such file or directory; modules.dep \
+                is older than the modules: run depmod"
         );
-        let why = Unreadable::Packed {
-            format: Format::Xz,
-            why: "unexpected end".into(),
-        };
-        let error = LoadError::Unreadable {
-            asked: "m".into(),
-            module: "d".into(),
-            path: "/d.ko.xz".into(),
-            why,
-        };
+        let (format, why) = (Format::Xz, "unexpected end".into());
         assert_eq!(
-            error.to_string(),
-            "load module m: it needs d: decompress /d.ko.xz: xz: unexpected end; the file is \
-                damaged, or no module: build the image again"
+            of_file("d", "/d.ko.xz", Fault::Packed { format, why }, None),
+            "load module nvidia_uvm: it needs d: decompress /d.ko.xz: xz: unexpected end; the file \
+                is damaged, or not a module: build the image again"
         );
     }
 }

@@ -12,8 +12,9 @@ pub mod load_plan;
 pub mod pattern;
 pub mod settings;
 
-pub use error::{Hint, LoadError, Unreadable};
+pub use error::{Cause, LoadError};
 
+use crate::extensions;
 use crate::step;
 use crate::stream::{After, StepId};
 use file::{Fault, Format};
@@ -49,14 +50,17 @@ pub struct Modules {
 }
 
 impl Modules {
-    /// Modules of `kernel` (`uname -r`) below `root`, with parameters from a kernel command line.
-    pub fn new(root: &Path, kernel: &str, command_line: &[u8]) -> Self {
-        Self::in_tree(root, root, kernel, command_line)
+    /// Modules of this guest's kernel and driver.
+    pub fn of_guest(command_line: &[u8]) -> Self {
+        // Without the kernel's release, modules.dep is not found, which is reported.
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let root = Path::new("/");
+        Self::new(root, extensions::driver_root(), kernel.trim(), command_line)
     }
 
-    /// Like [`Modules::new`], but module files are below `tree`, as with `modprobe --dirname`;
-    /// modprobe.d stays that of `root`.
-    pub fn in_tree(root: &Path, tree: &Path, kernel: &str, command_line: &[u8]) -> Self {
+    /// Modules of `kernel` (`uname -r`), with parameters from a kernel command line. modprobe.d is
+    /// below `root`, module files are below `tree`, as with `modprobe --dirname`.
+    pub fn new(root: &Path, tree: &Path, kernel: &str, command_line: &[u8]) -> Self {
         let directories = DIRECTORIES.map(|d| tree.join(d).join(kernel));
         let directory = directories
             .iter()
@@ -158,98 +162,73 @@ impl Modules {
 
     /// Runs inside the module's step.
     fn load_one(&self, asked: &str, planned: &Planned) -> Result<(), LoadError> {
-        let (asked, module, path) = (
-            asked.to_string(),
-            planned.module.clone(),
-            self.path(planned),
-        );
+        let module = &planned.module;
         // Check first: the kernel would read and verify the whole file before EEXIST, or return
         // EPERM once modules_disabled is set.
-        if self.is_live(&module) {
+        if self.is_live(module) {
             tracing::Span::current().record("already", true);
             return Ok(());
         }
-        for command in self.settings().commands(&module) {
+        for command in self.settings().commands(module) {
             tracing::warn!(name: names::MODULE_CONFIG, module = %module, error = %command);
         }
-        let hint = |magic| {
-            Box::new(Hint {
-                magic,
-                kernel: self.kernel.clone(),
-                disabled: self.modules_disabled(),
-            })
+        let path = self.path(planned);
+        let failed = |fault| {
+            let disabled = self.modules_disabled();
+            LoadError::of_file(asked, (module, &path), &fault, &self.kernel, disabled)
         };
         // Neither modprobe.d nor the command line can contain a NUL.
-        let Ok(parameters) = CString::new(self.options_of(&module, planned.alias.as_deref()))
-        else {
-            return Err(LoadError::Refused {
-                asked,
-                module,
-                path,
+        let parameters = CString::new(self.options_of(module, planned.alias.as_deref()));
+        let parameters = parameters.map_err(|_| {
+            failed(Fault::Refused {
                 errno: Errno::EINVAL,
-                hint: hint(None),
-            });
-        };
-        match file::load(&path, &parameters, || self.kernel_unpacks()) {
-            Ok(None) => Ok(()),
-            Ok(Some(format)) => {
-                tracing::Span::current().record("unpacked", tracing::field::display(format));
-                Ok(())
-            }
-            Err(Fault::Open(errno)) => Err(LoadError::NoFile {
-                asked,
-                module,
-                path,
-                errno,
-            }),
-            Err(Fault::Read(errno)) => Err(LoadError::Unreadable {
-                asked,
-                module,
-                path,
-                why: Unreadable::Read(errno),
-            }),
-            Err(Fault::Packed { format, why }) => Err(LoadError::Unreadable {
-                asked,
-                module,
-                path,
-                why: Unreadable::Packed { format, why },
-            }),
-            Err(Fault::Refused { errno, magic }) => Err(LoadError::Refused {
-                asked,
-                module,
-                path,
-                errno,
-                hint: hint(magic),
-            }),
+                magic: None,
+            })
+        })?;
+        let format = file::load(&path, &parameters, || self.kernel_unpacks()).map_err(failed)?;
+        if let Some(format) = format {
+            tracing::Span::current().record("unpacked", tracing::field::display(format));
         }
+        Ok(())
     }
 
     /// A plan for each module of the name; none if it is built in.
     fn plans(&self, asked: &str) -> Result<Vec<Plan>, LoadError> {
         let name = asked.replace('-', "_");
-        let no_index = |e: index::Unreadable| LoadError::NoIndex {
-            asked: name.clone(),
-            path: e.path,
-            why: e.why,
-        };
-        let unknown = || LoadError::Unknown {
-            asked: name.clone(),
-            index: self.index.path().into(),
+        let failed = |cause, why: String| LoadError::new(cause, &name, why);
+        let no_index = |e: index::Unreadable| {
+            let why = format!(
+                "read {}: {}; the image has no modules for the running kernel: run depmod when it \
+                 is built",
+                e.path.display(),
+                e.why
+            );
+            failed(Cause::Missing, why)
         };
         let settings = self.settings();
         let all = match load_plan::meaning(asked, &self.index, settings).map_err(no_index)? {
             Meaning::Modules(all) => all,
             Meaning::Builtin => return Ok(Vec::new()),
-            Meaning::Unknown => return Err(unknown()),
+            Meaning::Unknown => {
+                let why = format!(
+                    "{} does not list it; put the driver's modules for this kernel into the image \
+                     and run depmod",
+                    self.index.path().display()
+                );
+                return Err(failed(Cause::Missing, why));
+            }
         };
         let (black, wanted): (Vec<&Found>, Vec<&Found>) = all
             .iter()
             .partition(|found| found.alias.is_some() && settings.is_blacklisted(&found.module));
         if wanted.is_empty() {
-            return Err(LoadError::Blacklisted {
-                asked: name.clone(),
-                modules: black.iter().map(|f| f.module.clone()).collect(),
-            });
+            let modules: Vec<&str> = black.iter().map(|f| f.module.as_str()).collect();
+            let why = format!(
+                "it stands for {}, blacklisted in modprobe.d or by modprobe.blacklist= on the \
+                 kernel command line; take that out, or ask by the module's own name",
+                modules.join(" and ")
+            );
+            return Err(failed(Cause::Other, why));
         }
         let mut plans = Vec::new();
         let mut off = None;
@@ -258,10 +237,13 @@ impl Modules {
                 Some(plan) => plans.push(plan),
                 None if self.index.is_builtin(&found.module).map_err(no_index)? => {}
                 None => {
-                    off = Some(LoadError::Off {
-                        asked: name.clone(),
-                        target: found.module.clone(),
-                    })
+                    // Usually because of `alias NAME off` in modprobe.d.
+                    let why = format!(
+                        "an alias makes it {}, and there is no such module; take the alias out of \
+                         modprobe.d, or run depmod",
+                        found.module
+                    );
+                    off = Some(failed(Cause::Other, why));
                 }
             }
         }
@@ -347,7 +329,8 @@ mod tests {
         }
 
         fn modules(&self, command_line: &str) -> Modules {
-            Modules::new(self.0.path(), "6.1.0-test", command_line.as_bytes())
+            let root = self.0.path();
+            Modules::new(root, root, "6.1.0-test", command_line.as_bytes())
         }
     }
 
@@ -391,7 +374,8 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_named_with_the_cure() {
-        let mut modules = Modules::new(Path::new("/nonexistent"), "6.1.0-test", b"");
+        let nowhere = Path::new("/nonexistent");
+        let mut modules = Modules::new(nowhere, nowhere, "6.1.0-test", b"");
         let error = modules.load("nvidia").unwrap_err().to_string();
         assert!(
             error.contains("/nonexistent/lib/modules/6.1.0-test/modules.dep")
@@ -469,13 +453,8 @@ mod tests {
         assert!(modules.load("nvidia").is_ok());
         assert!(modules.load("vfio").is_ok());
         root.write("sys/module/nvidia_uvm/initstate", b"coming\n");
-        assert!(matches!(
-            modules.load("nvidia-uvm"),
-            Err(LoadError::NoFile {
-                errno: Errno::ENOENT,
-                ..
-            })
-        ));
+        let error = modules.load("nvidia-uvm").unwrap_err();
+        assert_eq!(error.cause, Cause::Missing, "{error}");
     }
 
     #[test]

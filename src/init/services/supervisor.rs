@@ -287,8 +287,7 @@ fn load(modules: &[&str], command_line: &[u8]) {
     if modules.is_empty() {
         return;
     }
-    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut index = Modules::in_tree(Path::new("/"), driver_root(), kernel.trim(), command_line);
+    let mut index = Modules::of_guest(command_line);
     for module in modules {
         if let Err(error) = index.load(module) {
             tracing::warn!(

@@ -13,7 +13,6 @@ use super::publication::{Common, Update, Updates};
 use super::schedule_messages::{Fact, GpuId};
 use super::shared::{Driver, Loaded, Offered, Shared};
 use crate::config::{Config, parameter_value, with_registry_key};
-use crate::extensions;
 use crate::formats::modinfo;
 use crate::gpu::bind::{DRIVER, PciSysfs};
 use crate::gpu::coherent_memory;
@@ -21,7 +20,7 @@ use crate::gpu::coherent_memory::Prepared;
 use crate::gpu::device_nodes::{DeviceNodes, Node};
 use crate::gpu::driver_proc::{Majors, majors, node_rules};
 use crate::gpu::pci::SYS;
-use crate::kernel_modules::{LoadError, Modules};
+use crate::kernel_modules::{Cause, LoadError, Modules};
 use crate::machine::threads;
 use crate::machine::threads::{Panicked, Running};
 use crate::step;
@@ -30,7 +29,6 @@ use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::reason::Reason;
-use nix::errno::Errno;
 use std::convert::Infallible;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -183,7 +181,11 @@ pub struct Image {
 
 impl Image {
     pub fn of(config: &Config, command_line: &[u8]) -> Self {
-        let modules = modules(config, command_line);
+        let mut modules = Modules::of_guest(command_line);
+        if !config.relaxed {
+            let key = with_registry_key(&modules.options(DRIVER), UNRELAXED);
+            modules.add_options(DRIVER, &key);
+        }
         let version = version_on_disk(&modules);
         Self { modules, version }
     }
@@ -203,22 +205,6 @@ impl Image {
 /// Whether the kernel has the driver, or is loading it.
 pub fn is_in_kernel() -> bool {
     Path::new(SYS).join("module").join(DRIVER).exists()
-}
-
-fn modules(config: &Config, command_line: &[u8]) -> Modules {
-    // Without the kernel's release, modules.dep is not found, which is reported.
-    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut modules = Modules::in_tree(
-        Path::new("/"),
-        extensions::driver_root(),
-        kernel.trim(),
-        command_line,
-    );
-    if !config.relaxed {
-        let key = with_registry_key(&modules.options(DRIVER), UNRELAXED);
-        modules.add_options(DRIVER, &key);
-    }
-    modules
 }
 
 fn version_on_disk(modules: &Modules) -> Option<String> {
@@ -273,48 +259,25 @@ impl Nodes {
     }
 }
 
-/// Reason why no driver is loaded.
-enum Error {
-    Load(LoadError),
-    Other(String),
+/// Reason why no driver is loaded, as far as it is known without the driver's log lines, and the
+/// error. ENODEV has three meanings, which only those lines distinguish.
+type Failure = (Option<Reason>, String);
+
+fn failure_of(error: &LoadError) -> Failure {
+    let reason = match error.cause {
+        Cause::Missing => Some(Reason::DriverMissing),
+        Cause::NoDevice => None,
+        Cause::Other => Some(Reason::DriverLoadFailed),
+    };
+    (reason, error.to_string())
 }
 
-impl std::fmt::Display for Error {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Load(error) => error.fmt(f),
-            Self::Other(error) => f.write_str(error),
-        }
-    }
-}
-
-/// Reason as far as it is known without the driver's log lines. ENODEV has three meanings, which
-/// only those lines distinguish.
-fn reason_of(error: &Error) -> Option<Reason> {
-    match error {
-        Error::Load(
-            LoadError::NoIndex { .. } | LoadError::Unknown { .. } | LoadError::NoFile { .. },
-        ) => Some(Reason::DriverMissing),
-        Error::Load(LoadError::Refused {
-            errno: Errno::ENODEV,
-            ..
-        }) => None,
-        Error::Load(
-            LoadError::Refused { .. }
-            | LoadError::Off { .. }
-            | LoadError::Blacklisted { .. }
-            | LoadError::Unreadable { .. },
-        )
-        | Error::Other(_) => Some(Reason::DriverLoadFailed),
-    }
-}
-
-/// Major numbers of a driver that is loaded.
-fn major() -> Result<u32, Error> {
-    let majors = majors(Path::new(PROC)).map_err(|e| Error::Other(e.to_string()))?;
-    majors.nvidia.ok_or_else(|| {
-        Error::Other("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"".into())
-    })
+/// Major number of a driver that is loaded.
+fn major() -> Result<u32, String> {
+    let majors = majors(Path::new(PROC)).map_err(|e| e.to_string())?;
+    majors
+        .nvidia
+        .ok_or("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"".into())
 }
 
 struct Load {
@@ -416,16 +379,13 @@ impl Load {
             std::thread::Builder::new().spawn(move || find_driver_files::find(version.as_deref()));
         let (mut loaded, making) = match self.load() {
             Ok(loaded) => loaded,
-            Err(error) => {
+            Err((reason, error)) => {
                 // Leave no trace in sysfs.
                 self.gpus
                     .iter()
                     .filter(|_| self.way.one_by_one)
                     .for_each(|gpu| self.release(gpu.address));
-                state.send_replace(Driver::Failed {
-                    reason: reason_of(&error),
-                    error: error.to_string(),
-                });
+                state.send_replace(Driver::Failed { reason, error });
                 dispatch.report(Fact::Loaded(false));
                 return;
             }
@@ -454,7 +414,7 @@ impl Load {
 
     /// Loads the driver. Returns it and the step, begun here, that makes the nodes every container
     /// needs.
-    fn load(&mut self) -> Result<(Loaded, RunningStep), Error> {
+    fn load(&mut self) -> Result<(Loaded, RunningStep), Failure> {
         let mut tried = Vec::new();
         let gpus = self.gpus.clone();
         let mut candidates = gpus.iter();
@@ -471,7 +431,10 @@ impl Load {
             match loaded {
                 Ok(step) => {
                     let making = step!(names::DRIVER_NODES, after = ?After(vec![step]));
-                    let major = major().inspect_err(|error| making.fail(error))?;
+                    let major = major().map_err(|error| {
+                        making.fail(&error);
+                        (Some(Reason::DriverLoadFailed), error)
+                    })?;
                     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
                     return Ok((
                         Loaded {
@@ -485,15 +448,15 @@ impl Load {
                     ));
                 }
                 // No probe of the tried GPUs succeeded: offer the next one to the driver.
-                Err(LoadError::Refused {
-                    errno: Errno::ENODEV,
+                Err(LoadError {
+                    cause: Cause::NoDevice,
                     ..
                 }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
                     if let Some(next) = self.gpus.get(tried.len()) {
                         self.offer(candidate, next);
                     }
                 }
-                Err(error) => return Err(Error::Load(error)),
+                Err(error) => return Err(failure_of(&error)),
             }
         }
     }
