@@ -187,7 +187,7 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
     for wanted in [
         "/etc/modprobe.d/nvidia.conf:4: \"frobnicate\" is not a line that modprobe.d knows",
         "/etc/modprobe.d/nvidia.conf:3: install command for nvidia is not run",
-        "broken.ko: ENOEXEC: Exec format error (no module: the file is damaged, or something \
+        "broken.ko: ENOEXEC: Exec format error (not a module: the file is damaged, or something \
         else); it is a soft dependency: going on without it",
     ] {
         ensure!(

@@ -29,84 +29,44 @@ pub struct Disk {
     pub hash: Option<Partition>,
 }
 
-/// Reason why disks and declarations do not match. The guest must not go on.
+/// A declaration with its disk.
+#[derive(Debug)]
+pub struct Matched<'a> {
+    pub extension: &'a Extension,
+    /// Name in /sys/block.
+    pub device: String,
+    pub data: Partition,
+    pub hash: Partition,
+}
+
+/// Reason why disks and declarations do not match, in a sentence. The guest must not go on.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Error {
-    /// sysfs cannot be read.
+    /// Disks cannot be looked for.
     Unreadable(String),
-    /// A serial that begins as an extension's, without a name.
-    BadName { device: String, problem: String },
-    /// A disk that no parameter declares.
-    Surplus { device: String, name: Name },
-    /// Two disks with one serial.
-    Twice { name: Name, devices: [String; 2] },
-    /// A declared disk that did not come.
-    Missing { name: Name, waited: Duration },
-    /// A disk without one of its two partitions.
-    NoPartition {
-        name: Name,
-        device: String,
-        number: u32,
-        waited: Duration,
-    },
+    /// A disk or a partition has not come yet.
+    Missing(String),
+    Refused(String),
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unreadable(error) => write!(f, "extensions: {error}"),
-            Self::BadName { device, problem } => {
-                write!(f, "extensions: serial of disk {device}: {problem}")
-            }
-            Self::Surplus { device, name } => write!(
-                f,
-                "extension {name}: disk {device} has the serial {}, and the kernel's command line \
-                    has no \
-                 verity parameters for it: nothing unverified is mounted; declare the extension \
-                 or remove the disk",
-                name.serial()
-            ),
-            Self::Twice {
-                name,
-                devices: [first, second],
-            } => {
-                write!(
-                    f,
-                    "extension {name}: disks {first} and {second} have the same serial {}: remove \
-                        one of them",
-                    name.serial()
-                )
-            }
-            Self::Missing { name, waited } => write!(
-                f,
-                "extension {name}: no disk with the serial {} within {waited:?}: give the VM its \
-                    image as a virtio-blk disk \
-                 (guest_extension_images in Kata's configuration), or remove the extension's \
-                 parameters",
-                name.serial()
-            ),
-            Self::NoPartition {
-                name,
-                device,
-                number,
-                waited,
-            } => write!(
-                f,
-                "extension {name}: disk {device} has no partition {number} within {waited:?}: the \
-                    image needs its data in \
-                 partition 1 and its hash tree in partition 2: build it with a measured root"
-            ),
-        }
+        let (Self::Unreadable(text) | Self::Missing(text) | Self::Refused(text)) = self;
+        f.write_str(text)
     }
+}
+
+fn unreadable(what: impl fmt::Display) -> impl FnOnce(io::Error) -> Error {
+    move |e| Error::Unreadable(format!("extensions: {what}: {e}"))
 }
 
 /// Reads the disks whose serial begins as an extension's, by device name.
 pub fn find(sys: &Path) -> Result<Vec<Disk>, Error> {
     let block = sys.join("block");
-    let unreadable = |e: io::Error| Error::Unreadable(format!("read {}: {e}", block.display()));
+    let failed = |e| unreadable(format_args!("read {}", block.display()))(e);
     let mut disks = Vec::new();
-    for entry in fs::read_dir(&block).map_err(unreadable)? {
-        let path = entry.map_err(unreadable)?.path();
+    for entry in fs::read_dir(&block).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
         // A disk without a readable serial is no extension's: a declared extension is then missing.
         let Ok(serial) = fs::read(path.join("serial")) else {
             continue;
@@ -120,9 +80,8 @@ pub fn find(sys: &Path) -> Result<Vec<Disk>, Error> {
             .unwrap_or_default()
             .to_string_lossy()
             .into_owned();
-        let name = Name::parse(name).map_err(|problem| Error::BadName {
-            device: device.clone(),
-            problem,
+        let name = Name::parse(name).map_err(|problem| {
+            Error::Refused(format!("extensions: serial of disk {device}: {problem}"))
         })?;
         let (data, hash) = partitions(&path);
         disks.push(Disk {
@@ -173,38 +132,53 @@ pub fn reconcile<'a>(
     declared: &'a [Extension],
     found: &[Disk],
     waited: Duration,
-) -> Result<Vec<(&'a Extension, Disk)>, Error> {
+) -> Result<Vec<Matched<'a>>, Error> {
     for (at, disk) in found.iter().enumerate() {
-        if !declared.iter().any(|extension| extension.name == disk.name) {
-            return Err(Error::Surplus {
-                device: disk.device.clone(),
-                name: disk.name.clone(),
-            });
+        let Disk { name, device, .. } = disk;
+        if !declared.iter().any(|extension| extension.name == *name) {
+            return Err(Error::Refused(format!(
+                "extension {name}: disk {device} has the serial {}, and the kernel's command line \
+                 has no verity parameters for it: nothing unverified is mounted; declare the \
+                 extension or remove the disk",
+                name.serial()
+            )));
         }
-        if let Some(other) = found.iter().take(at).find(|other| other.name == disk.name) {
-            return Err(Error::Twice {
-                name: disk.name.clone(),
-                devices: [other.device.clone(), disk.device.clone()],
-            });
+        if let Some(first) = found.iter().take(at).find(|other| other.name == *name) {
+            return Err(Error::Refused(format!(
+                "extension {name}: disks {} and {device} have the same serial {}: remove one of \
+                 them",
+                first.device,
+                name.serial()
+            )));
         }
     }
     let of = |extension: &'a Extension| {
         let name = &extension.name;
-        let disk = found
-            .iter()
-            .find(|disk| disk.name == *name)
-            .ok_or_else(|| Error::Missing {
-                name: name.clone(),
-                waited,
-            })?;
-        match [disk.data, disk.hash].iter().position(Option::is_none) {
-            None => Ok((extension, disk.clone())),
-            Some(at) => Err(Error::NoPartition {
-                name: name.clone(),
-                device: disk.device.clone(),
-                number: at as u32 + 1,
-                waited,
+        let disk = found.iter().find(|disk| disk.name == *name);
+        let disk = disk.ok_or_else(|| {
+            Error::Missing(format!(
+                "extension {name}: no disk with the serial {} within {waited:?}: give the VM its \
+                 image as a virtio-blk disk (guest_extension_images in Kata's configuration), or \
+                 remove the extension's parameters",
+                name.serial()
+            ))
+        })?;
+        let device = disk.device.clone();
+        match (disk.data, disk.hash) {
+            (Some(data), Some(hash)) => Ok(Matched {
+                extension,
+                device,
+                data,
+                hash,
             }),
+            (data, _) => {
+                let number = if data.is_none() { 1 } else { 2 };
+                Err(Error::Missing(format!(
+                    "extension {name}: disk {device} has no partition {number} within {waited:?}: \
+                     the image needs its data in partition 1 and its hash tree in partition 2: \
+                     build it with a measured root"
+                )))
+            }
         }
     };
     declared.iter().map(of).collect()
@@ -216,28 +190,25 @@ pub fn wait<'a>(
     sys: &Path,
     declared: &'a [Extension],
     deadline: Duration,
-) -> Result<Vec<(&'a Extension, Disk)>, Error> {
+) -> Result<Vec<Matched<'a>>, Error> {
     let look = |waited| find(sys).and_then(|found| reconcile(declared, &found, waited));
-    let is_early =
-        |error: &Error| matches!(error, Error::Missing { .. } | Error::NoPartition { .. });
     match look(Duration::ZERO) {
-        Err(error) if is_early(&error) => {}
+        Err(Error::Missing(_)) => {}
         result => return result,
     }
     // Subscribed before the next look: a disk that comes in between is seen.
-    let uevents =
-        Any::subscribe().map_err(|e| Error::Unreadable(format!("subscribe to uevents: {e}")))?;
+    let uevents = Any::subscribe().map_err(unreadable("subscribe to uevents"))?;
     let began = Instant::now();
     loop {
         let waited = began.elapsed();
         match look(deadline) {
-            Err(error) if is_early(&error) && waited < deadline => {}
+            Err(Error::Missing(_)) if waited < deadline => {}
             result => return result,
         }
         // Any uevent, or their loss, is a reason to look; an error of poll ends in the deadline.
         uevents
             .wait(deadline - waited)
-            .map_err(|e| Error::Unreadable(format!("wait for uevents: {e}")))?;
+            .map_err(unreadable("wait for uevents"))?;
     }
 }
 
@@ -303,7 +274,7 @@ mod tests {
         let result = wait(sys.0.path(), &declared, Duration::ZERO).map_err(|e| e.to_string())?;
         Ok(result
             .iter()
-            .map(|(extension, disk)| format!("{} {}", extension.name, disk.device))
+            .map(|matched| format!("{} {}", matched.extension.name, matched.device))
             .collect())
     }
 
@@ -411,6 +382,6 @@ mod tests {
         let declared = declared(&["gpu"]);
         // A wait of this length would end the test run.
         let error = wait(sys.0.path(), &declared, Duration::from_secs(100_000)).unwrap_err();
-        assert!(matches!(error, Error::Surplus { .. }), "{error}");
+        assert!(matches!(error, Error::Refused(_)), "{error}");
     }
 }

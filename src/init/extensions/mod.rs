@@ -156,30 +156,21 @@ pub fn mount_all(declared: &[Extension]) -> (Vec<Stamp>, Result<(), String>) {
         |_| disks::wait(Path::new("/sys"), declared, DISKS_DEADLINE).map_err(|e| e.to_string()),
     );
     let result = found.and_then(|found| {
-        found.into_iter().try_for_each(|(extension, disk)| {
-            let name = extension.name.to_string();
+        found.iter().try_for_each(|disk| {
             let what = What::Extension {
-                name,
+                name: disk.extension.name.to_string(),
                 device: disk.device.clone(),
-                bytes: extension.verity.data_bytes(),
+                bytes: disk.extension.verity.data_bytes(),
             };
-            timed(&mut stamps, what, |steps| {
-                mount_one(extension, &disk, steps)
-            })
+            timed(&mut stamps, what, |steps| mount_one(disk, steps))
         })
     });
     (stamps, result)
 }
 
-fn mount_one(
-    extension: &Extension,
-    disk: &disks::Disk,
-    steps: &mut Vec<Stamp>,
-) -> Result<(), String> {
-    let name = &extension.name;
-    let node = timed(steps, What::Verity, |_| {
-        verity::open(name, &extension.verity, disk).map_err(|e| e.to_string())
-    })?;
+fn mount_one(disk: &disks::Matched, steps: &mut Vec<Stamp>) -> Result<(), String> {
+    let name = &disk.extension.name;
+    let node = timed(steps, What::Verity, |_| verity::open(disk))?;
     timed(steps, What::Mount, |_| {
         mount::erofs(name, &node).map_err(|error| match verity::is_intact(name) {
             Ok(false) => {

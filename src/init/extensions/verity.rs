@@ -4,14 +4,13 @@
 //! the tree from the first block of partition 2 on. Activation reads nothing: a wrong root hash
 //! shows at the first read, which is the mount's.
 
-use super::disks::{Disk, Partition};
-use super::parameters::{Name, SECTOR, Verity};
+use super::disks::{Matched, Partition};
+use super::parameters::{Extension, Name, SECTOR, Verity};
 use crate::machine::sys;
 use crate::machine::sys::DeviceMapper;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open as open_file};
 use nix::sys::stat::Mode;
-use std::fmt;
 use std::path::PathBuf;
 
 const CONTROL: &str = "/dev/mapper/control";
@@ -37,70 +36,23 @@ const STATUS_TABLE: u32 = 1 << 4;
 /// Room for the reply to a status: one target, one line.
 const REPLY: usize = 4096;
 
-/// A failed step of opening a device.
-#[derive(Debug)]
-pub enum Error {
-    /// The partitions are smaller than the parameters require.
-    Small {
-        name: Name,
-        device: String,
-        number: u32,
-        bytes: u64,
-        wanted: u64,
-    },
-    Refused {
-        name: Name,
-        action: &'static str,
-        errno: Errno,
-        table: String,
-    },
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Small {
-                name,
-                device,
-                number,
-                bytes,
-                wanted,
-            } => write!(
-                f,
-                "extension {name}: partition {number} of disk {device} has {bytes} bytes, the \
-                    parameters need {wanted}: \
-                 give parameters and disk from the same build of the image"
-            ),
-            Self::Refused {
-                name,
-                action,
-                errno,
-                table,
-            } => {
-                let cure = match (*action, errno) {
-                    ("open", Errno::ENOENT | Errno::ENODEV) => {
-                        "the kernel has no device mapper: build it with CONFIG_BLK_DEV_DM"
-                    }
-                    ("load the table of", Errno::EINVAL) => {
-                        "see the kernel's log; without a line there the kernel has no dm-verity: \
-                            build it with CONFIG_DM_VERITY"
-                    }
-                    ("create", Errno::EBUSY) => "a device of this name is in use",
-                    _ => "see the kernel's log",
-                };
-                let table = if table.is_empty() {
-                    String::new()
-                } else {
-                    format!(" ({table})")
-                };
-                write!(
-                    f,
-                    "extension {name}: device mapper: {action} {}{table}: {errno}: {cure}",
-                    name.serial()
-                )
-            }
+/// The error of a step of opening a device.
+fn refused(name: &Name, action: &str, table: &str, errno: Errno) -> String {
+    let cure = match (action, errno) {
+        ("open", Errno::ENOENT | Errno::ENODEV) => {
+            "the kernel has no device mapper: build it with CONFIG_BLK_DEV_DM"
         }
-    }
+        ("load the table of", Errno::EINVAL) => {
+            "see the kernel's log; without a line there the kernel has no dm-verity: build it with \
+             CONFIG_DM_VERITY"
+        }
+        ("create", Errno::EBUSY) => "a device of this name is in use",
+        _ => "see the kernel's log",
+    };
+    format!(
+        "extension {name}: device mapper: {action} {}{table}: {errno}: {cure}",
+        name.serial()
+    )
 }
 
 /// A table of one dm-verity target.
@@ -135,39 +87,24 @@ pub fn table(verity: &Verity, data: Partition, hash: Partition) -> Table {
 }
 
 /// Opens the device of an extension; returns its node. Reads nothing of the disk.
-pub fn open(name: &Name, verity: &Verity, disk: &Disk) -> Result<PathBuf, Error> {
-    let partition = |number, partition: Option<Partition>, wanted| {
-        let partition = partition.unwrap_or(Partition {
-            major: 0,
-            minor: 0,
-            bytes: 0,
-        });
-        let small = Error::Small {
-            name: name.clone(),
-            device: disk.device.clone(),
-            number,
-            bytes: partition.bytes,
-            wanted,
-        };
-        if partition.bytes < wanted {
-            Err(small)
-        } else {
-            Ok(partition)
+pub fn open(disk: &Matched) -> Result<PathBuf, String> {
+    let Extension { name, verity } = disk.extension;
+    let tree_bytes = verity.tree_bytes().unwrap_or(u64::MAX);
+    for (number, Partition { bytes, .. }, wanted) in [
+        (1, disk.data, verity.data_bytes()),
+        (2, disk.hash, tree_bytes),
+    ] {
+        if bytes < wanted {
+            return Err(format!(
+                "extension {name}: partition {number} of disk {} has {bytes} bytes, the parameters \
+                 need {wanted}: give parameters and disk from the same build of the image",
+                disk.device
+            ));
         }
-    };
-    let data = partition(1, disk.data, verity.data_bytes())?;
-    let hash = partition(2, disk.hash, verity.tree_bytes().unwrap_or(u64::MAX))?;
-    let table = table(verity, data, hash);
-    let refused = |action, table: &str| {
-        let (name, table) = (name.clone(), table.to_string());
-        move |errno| Error::Refused {
-            name,
-            action,
-            errno,
-            table,
-        }
-    };
-    let control = control().map_err(refused("open", ""))?;
+    }
+    let table = table(verity, disk.data, disk.hash);
+    let refused = |action| move |errno| refused(name, action, "", errno);
+    let control = control().map_err(refused("open"))?;
     let ask = |command, request: &mut Vec<u8>| sys::device_mapper(&control, command, request);
     let create = || {
         let mut new = request(name, 0, None);
@@ -185,16 +122,18 @@ pub fn open(name: &Name, verity: &Verity, disk: &Disk) -> Result<PathBuf, Error>
         }
         result => result,
     }
-    .map_err(refused("create", ""))?;
+    .map_err(refused("create"))?;
     let load = ask(
         DeviceMapper::LoadTable,
         &mut request(name, READ_ONLY, Some(&table)),
     );
+    let load = load.map_err(|errno| {
+        let table = format!(" ({})", table.parameters);
+        self::refused(name, "load the table of", &table, errno)
+    });
     let mut resume = request(name, 0, None);
-    let resumed = match load {
-        Ok(()) => ask(DeviceMapper::Suspend, &mut resume).map_err(refused("resume", "")),
-        Err(errno) => Err(refused("load the table of", &table.parameters)(errno)),
-    };
+    let resumed =
+        load.and_then(|()| ask(DeviceMapper::Suspend, &mut resume).map_err(refused("resume")));
     if let Err(error) = resumed {
         // Nothing uses it; a device that stays is only a name.
         let _unused = ask(DeviceMapper::Remove, &mut request(name, 0, None));
@@ -365,6 +304,8 @@ mod tests {
     fn too_small_partitions_are_refused_before_the_kernel_is_asked() {
         let verity = verity();
         let (data, tree) = (verity.data_bytes(), verity.tree_bytes().unwrap());
+        let name = Name::parse("gpu").unwrap();
+        let extension = Extension { name, verity };
         for (data_bytes, tree_bytes, wanted) in [
             (
                 data - 512,
@@ -373,17 +314,13 @@ mod tests {
             ),
             (data, tree - 1, "partition 2 of disk vdb"),
         ] {
-            let (data, hash) = (
-                Some(partition(1, data_bytes)),
-                Some(partition(2, tree_bytes)),
-            );
-            let disk = Disk {
-                name: Name::parse("gpu").unwrap(),
+            let disk = Matched {
+                extension: &extension,
                 device: "vdb".into(),
-                data,
-                hash,
+                data: partition(1, data_bytes),
+                hash: partition(2, tree_bytes),
             };
-            let error = open(&disk.name, &verity, &disk).unwrap_err().to_string();
+            let error = open(&disk).unwrap_err();
             assert!(
                 error.contains(wanted) && error.contains("the same build"),
                 "{error}"
