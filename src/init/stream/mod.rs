@@ -10,6 +10,7 @@ pub mod kmsg; // the kernel's log as part of the stream
 pub mod layer; // tracing's spans and events into records
 pub mod ring; // the records of this boot
 pub mod sinks; // vsock, unix socket, console
+pub mod stamps; // steps of PID 1
 
 pub use layer::{After, RunningStep, StepId};
 

@@ -10,6 +10,7 @@ use crate::gpu::pci::SYS;
 use crate::machine::files::entries;
 use crate::machine::threads;
 use crate::stream::StepId;
+use crate::stream::stamps::Stamp;
 use kata_gpu_wire::names;
 use std::future::Future;
 use std::path::Path;
@@ -77,7 +78,7 @@ async fn follow(
     if let Some(ready) = ready {
         let list = declared.clone();
         let result = match threads::run(move || extensions::mount_all(&list)).await {
-            Ok((stamps, result)) => result.map(|()| stamps.last().map(extensions::Stamp::id)),
+            Ok((stamps, result)) => result.map(|()| stamps.last().map(Stamp::id)),
             Err(panicked) => Err(format!("extensions: mount them: {panicked}")),
         };
         match result {

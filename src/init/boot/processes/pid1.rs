@@ -6,7 +6,7 @@
 //! - every other descriptor close-on-exec;
 //! - signals as a new program expects them.
 
-use super::stamps::{Boot, Stamps, What};
+use super::stamps::Boot;
 use super::{agent_child, keeper};
 use crate::boot::AGENT;
 use crate::boot::failure;
@@ -17,6 +17,7 @@ use crate::cdi;
 use crate::config::{Agent, Config};
 use crate::extensions::{self, Extension};
 use crate::machine::{mounts, tsc};
+use crate::stream::stamps::{Stamp, What, timed};
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 use std::path::Path;
@@ -52,14 +53,10 @@ enum Next {
 
 /// Prepares the hand-over and starts the keeper.
 fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
-    let mut stamps = Stamps {
-        started_ns,
-        tsc,
-        steps: Vec::with_capacity(8),
-    };
+    let mut steps = Vec::with_capacity(8);
     // Order: /proc before the command line, /dev before the console, /run before the CDI directory.
     // A failure is reported, and the boot goes on: the agent makes these mounts itself.
-    stamps.step(What::Mounts, || {
+    let _reported = timed(&mut steps, What::Mounts, |_| {
         let mut errors: Vec<String> = mounts::make(mounts::EARLY)
             .iter()
             .map(ToString::to_string)
@@ -73,8 +70,8 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
             Err(errors.join("; "))
         }
     });
-    stamps.step(What::Console, console);
-    let command_line = stamps.step(What::Config, || {
+    let _reported = timed(&mut steps, What::Console, |_| console());
+    let command_line = timed(&mut steps, What::Config, |_| {
         std::fs::read("/proc/cmdline")
             .map_err(|e| format!("read /proc/cmdline: {e}: every parameter has its default"))
     });
@@ -86,11 +83,11 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
         .iter()
         .flatten()
         .any(|extension| extension.name.is_gpu());
-    let (extensions, refused) = match &config.extensions {
-        Err(error) => (Vec::new(), Some(error.clone())),
-        Ok(declared) if extensions::before_agent(declared) => mount(declared, &mut stamps),
+    let refused = match &config.extensions {
+        Err(error) => Some(error.clone()),
+        Ok(declared) if extensions::before_agent(declared) => mount(declared, &mut steps).err(),
         // The worker mounts what only the driver needs.
-        Ok(_) => (Vec::new(), None),
+        Ok(_) => None,
     };
     let next = |mut handover: Handover, refused: Option<String>| match refused {
         Some(error) => Next::Refuse(error, handover),
@@ -124,8 +121,9 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
         config,
         notes,
         command_line,
-        stamps,
-        extensions,
+        started_ns,
+        tsc,
+        steps,
         refused: refused.clone(),
         power_off_right: PowerOffRight::of_pid_1(),
     };
@@ -139,11 +137,9 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
     }
 }
 
-/// Mounts all extensions before the agent starts. Returns the steps, and why the guest must not go
-/// on.
-fn mount(declared: &[Extension], stamps: &mut Stamps) -> (Vec<extensions::Stamp>, Option<String>) {
-    let mut steps = Vec::new();
-    let result = stamps.step_with_error(What::Extensions, || {
+/// Mounts all extensions before the agent starts. Error: why the guest must not go on.
+fn mount(declared: &[Extension], steps: &mut Vec<Stamp>) -> Result<(), String> {
+    timed(steps, What::Extensions, |inside| {
         // A bug must not start the agent without what it needs.
         let mounted = std::panic::catch_unwind(|| {
             let (mut steps, result) = extensions::mount_all(declared);
@@ -158,10 +154,9 @@ fn mount(declared: &[Extension], stamps: &mut Stamps) -> (Vec<extensions::Stamp>
                 Err("extensions: a bug while mounting them".into()),
             )
         });
-        steps = taken;
+        *inside = taken;
         result
-    });
-    (steps, result.err())
+    })
 }
 
 /// Points descriptors 0 to 2 at the console: in an initrd the kernel opened them before /dev was

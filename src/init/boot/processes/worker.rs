@@ -3,7 +3,7 @@
 //! runtime thread; each call that blocks in the kernel has a thread of its own.
 
 use super::images::{self, Images};
-use super::stamps::{Boot, What};
+use super::stamps::Boot;
 use crate::boot::AGENT;
 use crate::boot::bring_up;
 use crate::boot::bring_up::lane_cpu::Spare;
@@ -29,8 +29,9 @@ use crate::stream::journal::{Journal, UNKNOWN};
 use crate::stream::ring::Ring;
 use crate::stream::sinks::stream::Identity;
 use crate::stream::sinks::{console, listener, vsock};
+use crate::stream::stamps::{self, Stamp};
 use crate::stream::{After, RunningStep, StepId, kmsg};
-use crate::{cdi, extensions, step};
+use crate::{cdi, step};
 use kata_gpu_wire::names;
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
@@ -320,34 +321,17 @@ async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
 
 /// Emits stage 0: the times of its steps, and the outcome of the parameters.
 fn report_stage0(boot: &Boot) {
-    let stamps = &boot.stamps;
-    // Read here, beside the agent's start, not by PID 1.
+    // Read here, while the agent starts, not by PID 1.
     let build = build_id::of_this_program();
-    let version = env!("CARGO_PKG_VERSION");
-    tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version, build);
-    let end_ns = stamps.steps.last().map_or(stamps.started_ns, |s| s.end_ns);
-    let stage0 = step!(names::STAGE0, at_ns = stamps.started_ns);
+    let (started_ns, version) = (boot.started_ns, env!("CARGO_PKG_VERSION"));
+    tracing::info!(name: names::INIT_START, at_ns = started_ns, pid = 1_u64, version, build);
+    let end_ns = boot.steps.last().map_or(started_ns, Stamp::end_ns);
+    let stage0 = step!(names::STAGE0, at_ns = started_ns);
     stage0.note("at_ns", end_ns);
-    let all: Result<(), std::convert::Infallible> = stage0.run(|| {
-        for stamp in &stamps.steps {
-            let step = match stamp.what {
-                What::Mounts => step!(names::STAGE0_MOUNTS, at_ns = stamp.begin_ns),
-                What::Console => step!(names::STAGE0_CONSOLE, at_ns = stamp.begin_ns),
-                What::Config => step!(names::STAGE0_CONFIG, at_ns = stamp.begin_ns),
-                What::Extensions => step!(names::STAGE0_EXTENSIONS, at_ns = stamp.begin_ns),
-            };
-            step.note("at_ns", stamp.end_ns);
-            // The record has this error, too.
-            let _unused = step.run(|| {
-                if matches!(stamp.what, What::Extensions) {
-                    extensions::replay(&boot.extensions);
-                }
-                stamp.error.as_ref().map_or(Ok(()), Err)
-            });
-        }
-        Ok(())
+    let Ok(()) = stage0.run(|| {
+        stamps::replay(&boot.steps);
+        Ok::<(), std::convert::Infallible>(())
     });
-    let Ok(()) = all;
     for note in &boot.notes {
         let (parameter, value) = (note.parameter.as_str(), note.value.as_str());
         match &note.problem {
@@ -365,7 +349,7 @@ fn report_stage0(boot: &Boot) {
 /// Reports the time between TSC 0 and the kernel's clock, by the TSC at the first instruction of
 /// PID 1 and now.
 fn report_before_kernel(boot: &Boot) {
-    let Some((first, later)) = boot.stamps.tsc.zip(tsc::read()) else {
+    let Some((first, later)) = boot.tsc.zip(tsc::read()) else {
         return;
     };
     let Some(before) = tsc::before_kernel(&first, &later) else {
