@@ -24,6 +24,7 @@ use crate::gpu::topology::Topology;
 use crate::kernel_modules::Modules;
 use crate::machine::{confidential, threads};
 use crate::step;
+use crate::stream::RunningStep;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::fcntl::OFlag;
@@ -83,7 +84,6 @@ struct Shared {
     root: &'static Path,
     inputs: Inputs,
     states: BTreeMap<Name, watch::Sender<State>>,
-    logs: BTreeMap<Name, Log>,
     syslog: Option<Arc<Syslog>>,
 }
 
@@ -122,7 +122,7 @@ pub async fn run(mut inputs: Inputs) {
     }
     let root = driver_root();
     let confidential = confidential::is_confidential();
-    let programs = programs(root);
+    let mut programs = programs(root);
     let facts = Facts {
         topology,
         confidential,
@@ -132,25 +132,27 @@ pub async fn run(mut inputs: Inputs) {
     };
     let entries = plan(&facts);
     entries.iter().for_each(report_plan);
-    let starts: Vec<(Name, Vec<Name>)> = entries
-        .into_iter()
-        .filter_map(|entry| match entry.decision {
-            Decision::Starts { after } => Some((entry.name, after)),
-            Decision::Off | Decision::Missing { .. } => None,
-        })
-        .collect();
+    let mut starts = Vec::new();
+    for service in &SERVICES {
+        let of = |entry: &&Entry| entry.name == service.name;
+        if let Some(Decision::Starts { after }) = entries.iter().find(of).map(|e| &e.decision)
+            && let Some(program) = programs.remove(&service.name)
+        {
+            let log = Log::new(service.name.name());
+            starts.push((service, program, after.clone(), log));
+        }
+    }
     if starts.is_empty() {
         inputs.modules_loaded.send_replace(true);
         return;
     }
-    let logs: BTreeMap<Name, Log> = starts
+    let logs = starts
         .iter()
-        .map(|(name, _)| (*name, Log::new(name.name())))
-        .collect();
-    let syslog = syslog::start(logs.clone(), inputs.earlier.is_some());
+        .map(|(service, .., log)| (service.name, log.clone()));
+    let syslog = syslog::start(logs.collect(), inputs.earlier.is_some());
     let states = starts
         .iter()
-        .map(|(name, _)| (*name, watch::channel(State::Starting).0))
+        .map(|(service, ..)| (service.name, watch::channel(State::Starting).0))
         .collect();
     let command_line = std::mem::take(&mut inputs.command_line);
     let Milestones {
@@ -166,38 +168,28 @@ pub async fn run(mut inputs: Inputs) {
         root,
         inputs,
         states,
-        logs,
         syslog,
     });
-    let starting = || {
-        SERVICES
-            .iter()
-            .filter(|service| starts.iter().any(|(name, _)| *name == service.name))
-    };
     // An earlier worker has loaded the modules of the services it started; module loading may be
     // forbidden by now.
-    let earlier = shared.inputs.earlier.as_ref();
-    let is_new =
-        |service: &&Service| !earlier.is_some_and(|earlier| earlier.contains(service.name.name()));
-    let modules: Vec<&'static str> = starting()
-        .filter(is_new)
-        .flat_map(|service| shared.modules_of(service))
+    let modules: Vec<&'static str> = starts
+        .iter()
+        .filter(|(service, ..)| !shared.was_started(service.name))
+        .flat_map(|(service, ..)| shared.modules_of(service))
         .collect();
-    for service in starting() {
-        let after = starts
-            .iter()
-            .find(|(name, _)| *name == service.name)
-            .map(|(_, after)| after.clone());
-        let Some((after, program)) = after.zip(programs.get(&service.name).cloned()) else {
-            continue;
-        };
-        let one = One {
-            service,
-            program,
-            after,
-            shared: Arc::clone(&shared),
-        };
-        tokio::spawn(async move { one.live().await });
+    for (service, program, after, log) in starts {
+        let shared = Arc::clone(&shared);
+        tokio::spawn(async move {
+            let one = One {
+                service,
+                program,
+                after,
+                output: output(service.name, &log),
+                log,
+                shared,
+            };
+            one.live().await
+        });
     }
     // A panic has been reported by the panic hook.
     let _unused = threads::run(move || load(&modules, &command_line)).await;
@@ -205,6 +197,12 @@ pub async fn run(mut inputs: Inputs) {
 }
 
 impl Shared {
+    /// Whether an earlier worker has started a service.
+    fn was_started(&self, name: Name) -> bool {
+        let earlier = self.inputs.earlier.as_ref();
+        earlier.is_some_and(|earlier| earlier.contains(name.name()))
+    }
+
     /// Modules that a service needs. Without GPUs nothing else loads the driver, which fabric
     /// manager needs for switches that are PCI functions.
     fn modules_of(&self, service: &Service) -> Vec<&'static str> {
@@ -307,7 +305,33 @@ struct One {
     service: &'static Service,
     program: PathBuf,
     after: Vec<Name>,
+    output: Option<Arc<Output>>,
+    log: Log,
     shared: Arc<Shared>,
+}
+
+/// Opens the output of a service, and reads it from now on.
+fn output(name: Name, log: &Log) -> Option<Arc<Output>> {
+    match Output::open(name) {
+        Ok(output) => {
+            let output = Arc::new(output);
+            let (reading, log) = (Arc::clone(&output), log.clone());
+            tokio::spawn(async move { reading.follow(&log).await });
+            Some(output)
+        }
+        Err(error) => {
+            tracing::warn!(
+                name: names::SINK, sink = "service output", service = name.name(),
+                state = "unavailable", error,
+            );
+            None
+        }
+    }
+}
+
+/// Waits for a state. The sender lives as long as the worker.
+async fn reached<T>(mut seen: watch::Receiver<T>, wanted: impl FnMut(&T) -> bool) {
+    drop(seen.wait_for(wanted).await);
 }
 
 /// The files that a program needs and the image lacks, for the error of its start.
@@ -354,49 +378,14 @@ fn connect(port: u16) -> Result<(), String> {
         .map_err(|e| format!("nothing listens at {address}: {e}"))
 }
 
-/// A service that could not be started, or ended before it was ready.
-struct Failure {
-    error: String,
-    /// Lifetime of the service.
-    life: Duration,
-}
-
 impl One {
     /// Life of a service, over its restarts.
     async fn live(&self) {
         let name = self.service.name;
-        let Some(log) = self.shared.logs.get(&name).cloned() else {
-            return;
-        };
-        let output = match Output::open(name) {
-            Ok(output) => Some(Arc::new(output)),
-            Err(error) => {
-                tracing::warn!(
-                    name: names::SINK, sink = "service output", service = name.name(),
-                    state = "unavailable", error,
-                );
-                None
-            }
-        };
-        if let Some(output) = output.clone() {
-            let log = log.clone();
-            tokio::spawn(async move { output.follow(&log).await });
-        }
-        let output = output.as_deref();
         let mut backoff = Backoff::default();
-        let mut found = self
-            .shared
-            .inputs
-            .earlier
-            .is_some()
-            .then(|| find(Path::new(PROC), name))
-            .flatten();
-        let was_started = self
-            .shared
-            .inputs
-            .earlier
-            .as_ref()
-            .is_some_and(|earlier| earlier.contains(name.name()));
+        let is_again = self.shared.inputs.earlier.is_some();
+        let mut found = is_again.then(|| find(Path::new(PROC), name)).flatten();
+        let was_started = self.shared.was_started(name);
         if let (None, true, Some(reason)) = (found, was_started, self.stays_off()) {
             let error =
                 format!("{name} has ended while no worker watched it, and stays off: {reason}");
@@ -407,20 +396,24 @@ impl One {
             if found.is_none() {
                 self.wait_for_needs().await;
             }
-            let pause = match self.start(found.take(), output, &log).await {
-                Ok((process, began)) => {
+            let began = Instant::now();
+            let (error, ending, life) = match self.start(found.take()).await {
+                Ok(process) => {
                     self.set(State::Ready);
-                    let ending = self.end_of(process).await;
-                    self.report_end(ending, &mut backoff, began.elapsed(), output, &log)
+                    let (ending, life) = (self.end_of(process).await, began.elapsed());
+                    let error = format!("{name} has ended ({ending}) after {} s", life.as_secs());
+                    (error, Some(ending), life)
                 }
-                Err(failure) => {
-                    let next = self.next(&mut backoff, failure.life);
-                    self.report(&failure.error, None, next, &[]);
-                    next.ok()
-                }
+                Err(error) => (error, None, began.elapsed()),
             };
+            let lines = ending.map(|_| self.last_lines()).unwrap_or_default();
+            let next = match self.stays_off() {
+                Some(reason) => Err(reason),
+                None => Ok(backoff.after(life)),
+            };
+            self.report(&error, ending, next, &lines);
             self.set(State::Failed);
-            let Some(pause) = pause else { return };
+            let Ok(pause) = next else { return };
             tokio::time::sleep(pause).await; // see Backoff
             if self.stays_off().is_some() {
                 return;
@@ -451,24 +444,23 @@ impl One {
     /// Waits for the GPUs and the services that this one needs; reports a wait that takes long.
     async fn wait_for_needs(&self) {
         if !self.shared.modules_of(self.service).is_empty() {
-            let mut loaded = self.shared.inputs.modules_loaded.subscribe();
-            let loaded = async { drop(loaded.wait_for(|loaded| *loaded).await) };
+            let loaded = reached(self.shared.inputs.modules_loaded.subscribe(), |loaded| {
+                *loaded
+            });
             self.reported_late("its kernel modules", loaded).await;
         }
-        let mut milestones = self.shared.inputs.milestones.clone();
-        // The senders live as long as the worker.
+        let milestones = || self.shared.inputs.milestones.clone();
+        let settled = || reached(milestones(), |reached| reached.settled);
         match self.service.gpus {
             Gpus::Unneeded => {}
-            Gpus::Settled => drop(milestones.wait_for(|reached| reached.settled).await),
+            Gpus::Settled => settled().await,
             Gpus::SettledInTime => {
-                // Without GPUs no driver is loaded: settled alone ends the wait.
-                drop(
-                    milestones
-                        .wait_for(|reached| reached.loaded || reached.settled)
-                        .await,
-                );
-                let settled = milestones.wait_for(|reached| reached.settled);
-                if tokio::time::timeout(SETTLED_LIMIT, settled).await.is_err() {
+                // Without GPUs no driver is loaded: only settled ends the wait.
+                reached(milestones(), |reached| reached.loaded || reached.settled).await;
+                if tokio::time::timeout(SETTLED_LIMIT, settled())
+                    .await
+                    .is_err()
+                {
                     let (service, waited_ms) =
                         (self.service.name.name(), SETTLED_LIMIT.as_millis() as u64);
                     tracing::warn!(
@@ -479,22 +471,14 @@ impl One {
             }
         }
         for before in &self.after {
-            let Some(mut state) = self.shared.states.get(before).map(watch::Sender::subscribe)
-            else {
-                continue;
-            };
-            let ready = async { drop(state.wait_for(|state| *state != State::Starting).await) };
-            self.reported_late(before.name(), ready).await;
+            if let Some(state) = self.shared.states.get(before) {
+                let ready = reached(state.subscribe(), |state| *state != State::Starting);
+                self.reported_late(before.name(), ready).await;
+            }
         }
         if self.service.arguments.contains(&Argument::UvmPersistence) {
-            let mut fabric = self.shared.inputs.fabric.clone();
-            let decided = async {
-                drop(
-                    fabric
-                        .wait_for(|fabric| self.uvm(*fabric) != Uvm::WaitForFabric)
-                        .await,
-                )
-            };
+            let is_decided = |fabric: &Fabric| self.uvm(*fabric) != Uvm::WaitForFabric;
+            let decided = reached(self.shared.inputs.fabric.clone(), is_decided);
             self.reported_late("the fabric", decided).await;
         }
     }
@@ -527,12 +511,7 @@ impl One {
     }
 
     /// Starts the service, or takes one that runs, and waits until it is ready.
-    async fn start(
-        &self,
-        found: Option<Pid>,
-        output: Option<&Output>,
-        log: &Log,
-    ) -> Result<(Process, Instant), Failure> {
+    async fn start(&self, found: Option<Pid>) -> Result<Process, String> {
         let (name, program) = (self.service.name, self.program.display().to_string());
         let empty = tracing::field::Empty;
         let is_found = found.is_some().then_some(true);
@@ -545,15 +524,14 @@ impl One {
             uvm = empty,
             port_guid = empty
         );
-        let began = Instant::now();
         let started = async {
             let process = match found {
                 Some(pid) => {
                     Process::watch(pid).map_err(|e| format!("watch process {pid}: {e}"))?
                 }
                 None => {
-                    log.begin();
-                    self.launch(output, &step).await?
+                    self.log.begin();
+                    self.launch(&step).await?
                 }
             };
             let process = self
@@ -563,8 +541,8 @@ impl One {
             Ok(process)
         };
         let result: Result<Process, String> = started.await;
-        let result = result.map_err(|error| {
-            let lines = self.last_lines(output, log);
+        result.map_err(|error| {
+            let lines = self.last_lines();
             let last = if lines.is_empty() {
                 "it wrote nothing".into()
             } else {
@@ -572,12 +550,8 @@ impl One {
             };
             let error = format!("start {name}: {error}{}", without(self.service));
             step.fail(&format!("{error}; {last}"));
-            Failure {
-                error,
-                life: began.elapsed(),
-            }
-        });
-        result.map(|process| (process, began))
+            error
+        })
     }
 
     /// Returns when the service is ready; an error states how it ended instead.
@@ -641,42 +615,15 @@ impl One {
         }
     }
 
-    /// Reports the end of a service that was ready; returns the pause before its next start.
-    fn report_end(
-        &self,
-        ending: Ending,
-        backoff: &mut Backoff,
-        life: Duration,
-        output: Option<&Output>,
-        log: &Log,
-    ) -> Option<Duration> {
-        let lines = self.last_lines(output, log);
-        let next = self.next(backoff, life);
-        let name = self.service.name;
-        self.report(
-            &format!("{name} has ended ({ending}) after {} s", life.as_secs()),
-            Some(ending),
-            next,
-            &lines,
-        );
-        next.ok()
-    }
-
-    /// Pause before the next start, or the reason why there is none.
-    fn next(&self, backoff: &mut Backoff, life: Duration) -> Result<Duration, &'static str> {
-        self.stays_off()
-            .map_or_else(|| Ok(backoff.after(life)), Err)
-    }
-
     /// The last lines of a service that has ended.
-    fn last_lines(&self, output: Option<&Output>, log: &Log) -> Vec<String> {
-        if let Some(output) = output {
-            output.drain(log);
+    fn last_lines(&self) -> Vec<String> {
+        if let Some(output) = &self.output {
+            output.drain(&self.log);
         }
         if let Some(syslog) = &self.shared.syslog {
             syslog.drain();
         }
-        log.last()
+        self.log.last()
     }
 
     fn report(
@@ -700,11 +647,7 @@ impl One {
     }
 
     /// Starts the program; returns when it runs.
-    async fn launch(
-        &self,
-        output: Option<&Output>,
-        step: &crate::stream::RunningStep,
-    ) -> Result<Process, String> {
+    async fn launch(&self, step: &RunningStep) -> Result<Process, String> {
         let launch = self.prepare(step)?;
         if let Ready::Socket(path) = self.service.ready {
             // The socket of an earlier life does not show that this one is ready.
@@ -713,7 +656,7 @@ impl One {
             std::fs::create_dir_all(directory)
                 .map_err(|e| format!("make {}: {e}", directory.display()))?;
         }
-        let stdout = |output: Option<&Output>| match output.map(Output::end) {
+        let stdout = || match self.output.as_deref().map(Output::end) {
             Some(Ok(end)) => Stdio::from(end),
             Some(Err(_)) | None => Stdio::null(),
         };
@@ -723,10 +666,7 @@ impl One {
             .args(launch.words())
             .env_clear()
             .env(MARK, &launch.service);
-        command
-            .stdin(theirs)
-            .stdout(stdout(output))
-            .stderr(stdout(output));
+        command.stdin(theirs).stdout(stdout()).stderr(stdout());
         let child = command
             .spawn()
             .map_err(|e| format!("start a process: {e}"))?;
@@ -749,7 +689,7 @@ impl One {
     }
 
     /// Collects the command line and the preparations of a start.
-    fn prepare(&self, step: &crate::stream::RunningStep) -> Result<Launch, String> {
+    fn prepare(&self, step: &RunningStep) -> Result<Launch, String> {
         let (service, shared) = (self.service, &self.shared);
         let name = service.name;
         let mut arguments: Vec<OsString> = Vec::new();
