@@ -8,8 +8,7 @@
 use super::dispatch::Dispatch;
 use super::extras;
 use super::find_driver_files;
-use super::lane::Lane;
-use super::publication::{Common, Update, Updates};
+use super::publication::{Common, Update};
 use super::schedule_messages::{Fact, GpuId};
 use super::shared::{Driver, Loaded, Offered, Shared};
 use crate::config::{Config, parameter_value, with_registry_key};
@@ -31,7 +30,7 @@ use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::reason::Reason;
 use std::convert::Infallible;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -72,29 +71,20 @@ pub fn start(
         version,
     } = image;
     modules.follow(chosen);
-    let one_by_one = way.one_by_one;
-    let (sysfs, lane, offered) = (
-        shared.sysfs.clone(),
-        Arc::clone(&shared.lane),
-        Arc::clone(&shared.offered),
-    );
     let load = Load {
         modules,
         version,
-        sysfs,
+        shared: Arc::clone(shared),
         gpus: gpus.to_vec(),
         way,
-        lane,
-        offered,
     };
     load.begin();
     // A load after a failed one starts afresh.
     state.send_replace(Driver::Loading);
     let outcome = state.clone();
-    let (spec, loading) = (shared.spec.clone(), Arc::clone(shared));
     let loading = threads::run(move || {
-        load.run(&state, &spec, &loading.dispatch);
-        if one_by_one {
+        load.run(&state);
+        if way.one_by_one {
             // The kernel frees the modules' start-up code after a grace period, and interrupts all
             // CPUs for it. The CPU that sends these interrupts spins until the enabling CPU
             // responds. The first call waits for that grace period, the second one for the free.
@@ -283,11 +273,9 @@ fn major() -> Result<u32, String> {
 struct Load {
     modules: Modules,
     version: Option<String>,
-    sysfs: PciSysfs,
+    shared: Arc<Shared>,
     gpus: Vec<GpuId>,
     way: Way,
-    lane: Arc<Lane>,
-    offered: Arc<Mutex<Offered>>,
 }
 
 impl Load {
@@ -302,11 +290,11 @@ impl Load {
         for gpu in self
             .gpus
             .iter()
-            .filter(|gpu| !self.sysfs.is_bound(gpu.address))
+            .filter(|gpu| !self.shared.sysfs.is_bound(gpu.address))
         {
             if first.is_some_and(|first| first != gpu) {
                 self.hold_back(gpu.address);
-            } else if self.sysfs.is_held_back(gpu.address) {
+            } else if self.shared.sysfs.is_held_back(gpu.address) {
                 self.release(gpu.address);
             }
         }
@@ -320,7 +308,7 @@ impl Load {
         free.extend(last);
         for gpu in free
             .into_iter()
-            .filter(|gpu| gpu != next && !self.sysfs.is_bound(gpu.address))
+            .filter(|gpu| gpu != next && !self.shared.sysfs.is_bound(gpu.address))
         {
             self.hold_back(gpu.address);
         }
@@ -329,12 +317,12 @@ impl Load {
     }
 
     fn lock(&self) -> MutexGuard<'_, Offered> {
-        threads::lock(&self.offered)
+        threads::lock(&self.shared.offered)
     }
 
     /// The load probes a GPU that cannot be held back; the GPU is bound afterwards.
     fn hold_back(&self, gpu: PciAddress) {
-        if let Err(error) = self.sysfs.hold_back(gpu) {
+        if let Err(error) = self.shared.sysfs.hold_back(gpu) {
             tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
         }
     }
@@ -369,7 +357,8 @@ impl Load {
         }
     }
 
-    fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates, dispatch: &Dispatch) {
+    fn run(mut self, state: &watch::Sender<Driver>) {
+        let shared = Arc::clone(&self.shared);
         // Before the load, and so before any open: the driver adds the memory at the first one.
         self.prepare_memory();
         // The search runs during the load, which takes longer; after the load where no thread can
@@ -386,14 +375,14 @@ impl Load {
                     .filter(|_| self.way.one_by_one)
                     .for_each(|gpu| self.release(gpu.address));
                 state.send_replace(Driver::Failed { reason, error });
-                dispatch.report(Fact::Loaded(false));
+                shared.dispatch.report(Fact::Loaded(false));
                 return;
             }
         };
         state.send_replace(Driver::Loaded(loaded.clone()));
-        dispatch.report(Fact::Loaded(true));
+        shared.dispatch.report(Fact::Loaded(true));
         let Ok(nodes) = making.run(|| Ok::<_, Infallible>(self.common_nodes(&loaded)));
-        dispatch.report(Fact::UvmLoaded);
+        shared.dispatch.report(Fact::UvmLoaded);
         let files = match looking.map(std::thread::JoinHandle::join) {
             Ok(Ok(files)) => files,
             Ok(Err(_)) => {
@@ -407,7 +396,7 @@ impl Load {
         let common = Common { nodes, files };
         // Common nodes go first: no GPU may be published without them. Sending fails only when the
         // writer is gone, with the runtime.
-        let _unused = spec.send(Update::Common(common));
+        let _unused = shared.spec.send(Update::Common(common));
         loaded.control_ready = true;
         state.send_replace(Driver::Loaded(loaded));
     }
@@ -425,7 +414,7 @@ impl Load {
                 _ => tried.clone_from(&self.gpus),
             }
             let loaded = match self.way.enables {
-                true => self.lane.run_there(|| self.modules.load(DRIVER)),
+                true => self.shared.lane.run_there(|| self.modules.load(DRIVER)),
                 false => self.modules.load(DRIVER),
             };
             match loaded {
@@ -462,7 +451,7 @@ impl Load {
     }
 
     fn release(&self, gpu: PciAddress) {
-        if let Err(error) = self.sysfs.release(gpu) {
+        if let Err(error) = self.shared.sysfs.release(gpu) {
             tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
         }
     }
@@ -504,7 +493,7 @@ impl Load {
         for gpu in loaded
             .tried
             .iter()
-            .filter(|g| self.way.one_by_one && !self.sysfs.is_bound(g.address))
+            .filter(|g| self.way.one_by_one && !self.shared.sysfs.is_bound(g.address))
         {
             self.release(gpu.address);
         }
