@@ -237,6 +237,12 @@ impl PciSysfs {
         Ok(seen)
     }
 
+    /// Whether a bind is over; false where sysfs cannot be read.
+    pub fn is_over(&self, bind: Bound) -> bool {
+        self.sight(bind.address)
+            .is_ok_and(|seen| seen.bound(bind.address) != Some(bind))
+    }
+
     /// Inode through the bus's link, which is removed before the removal is announced and made
     /// before the device is: the directory itself outlives the announcement.
     fn inode(&self, gpu: PciAddress) -> io::Result<Option<u64>> {

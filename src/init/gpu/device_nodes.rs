@@ -55,6 +55,11 @@ pub struct DeviceNodes {
 }
 
 impl DeviceNodes {
+    /// Nodes of this guest, by its driver's rules.
+    pub fn of_guest() -> Self {
+        Self::at(Path::new("/dev"), node_rules(Path::new("/proc")))
+    }
+
     /// Nodes below `dev` (`/dev` in a guest).
     pub fn at(dev: &Path, rules: NodeRules) -> Self {
         Self {

@@ -150,40 +150,44 @@ impl Uevents {
     /// overrun: until it has been read to its end the kernel drops new events, and reports that
     /// only once.
     pub async fn next(&self) -> io::Result<Next> {
-        let mut buffer = [0_u8; MAX_UEVENT];
-        loop {
-            let mut guard = self.socket.readable().await?;
-            for _ in 0..BURST {
-                match recvfrom::<NetlinkAddr>(self.socket.as_raw_fd(), &mut buffer) {
-                    // Any process with the right capability may send to the group; only port 0 is
-                    // the kernel.
-                    Ok((n, Some(from))) if from.pid() == 0 => {
-                        let message = buffer.get(..n).unwrap_or_default();
-                        if let Some(next) = parse(message)
-                            .map(Next::Event)
-                            .or_else(|| parse_display(message).map(Next::Display))
-                        {
-                            return Ok(next);
-                        }
+        let wanted = |message: &[u8]| {
+            let display = || parse_display(message).map(Next::Display);
+            parse(message).map(Next::Event).or_else(display)
+        };
+        next(&self.socket, wanted).await
+    }
+}
+
+/// Waits for the next message of the kernel that is wanted.
+async fn next<T>(socket: &AsyncFd<OwnedFd>, wanted: impl Fn(&[u8]) -> Option<T>) -> io::Result<T> {
+    let mut buffer = [0_u8; MAX_UEVENT];
+    loop {
+        let mut guard = socket.readable().await?;
+        for _ in 0..BURST {
+            match recvfrom::<NetlinkAddr>(socket.as_raw_fd(), &mut buffer) {
+                // Any process with the right capability may send to the group; only port 0 is the
+                // kernel.
+                Ok((n, Some(from))) if from.pid() == 0 => {
+                    if let Some(found) = wanted(buffer.get(..n).unwrap_or_default()) {
+                        return Ok(found);
                     }
-                    Ok(_) => {}
-                    Err(Errno::EAGAIN) => {
-                        guard.clear_ready();
-                        break;
-                    }
-                    Err(Errno::EINTR) => {}
-                    Err(Errno::ENOBUFS) => {
-                        return Err(io::Error::other(
-                            "the kernel sent them faster than they were read",
-                        ));
-                    }
-                    Err(errno) => return Err(errno.into()),
                 }
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => {
+                    guard.clear_ready();
+                    break;
+                }
+                Err(Errno::ENOBUFS) => {
+                    return Err(io::Error::other(
+                        "the kernel sent them faster than they were read",
+                    ));
+                }
+                Err(errno) => return Err(errno.into()),
             }
-            drop(guard);
-            // A flood of other subsystems' events must not keep the runtime.
-            tokio::task::yield_now().await;
         }
+        drop(guard);
+        // A flood of other subsystems' events must not keep the runtime.
+        tokio::task::yield_now().await;
     }
 }
 
@@ -247,28 +251,10 @@ pub struct DeviceMapperUevents(AsyncFd<OwnedFd>);
 impl DeviceMapperUevents {
     /// Waits for the next uevent. Error: uevents are lost; subscribe again, then check.
     pub async fn next(&self) -> io::Result<()> {
-        let mut buffer = [0_u8; MAX_UEVENT];
-        loop {
-            let mut guard = self.0.readable().await?;
-            for _ in 0..BURST {
-                match recvfrom::<NetlinkAddr>(self.0.as_raw_fd(), &mut buffer) {
-                    Ok((n, Some(from)))
-                        if from.pid() == 0
-                            && is_of_device_mapper(buffer.get(..n).unwrap_or_default()) =>
-                    {
-                        return Ok(());
-                    }
-                    Ok(_) | Err(Errno::EINTR) => {}
-                    Err(Errno::EAGAIN) => {
-                        guard.clear_ready();
-                        break;
-                    }
-                    Err(errno) => return Err(errno.into()),
-                }
-            }
-            drop(guard);
-            tokio::task::yield_now().await;
-        }
+        next(&self.0, |message| {
+            is_of_device_mapper(message).then_some(())
+        })
+        .await
     }
 }
 

@@ -17,7 +17,7 @@ use crate::gpu::bind::{DRIVER, PciSysfs};
 use crate::gpu::coherent_memory;
 use crate::gpu::coherent_memory::Prepared;
 use crate::gpu::device_nodes::{DeviceNodes, Node};
-use crate::gpu::driver_proc::{Majors, majors, node_rules};
+use crate::gpu::driver_proc::{Majors, majors};
 use crate::gpu::pci::SYS;
 use crate::kernel_modules::{Cause, LoadError, Modules};
 use crate::machine::threads;
@@ -35,7 +35,6 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 const PROC: &str = "/proc";
-const DEV: &str = "/dev";
 const UVM: &str = "nvidia-uvm";
 /// Interval of the checks for the driver's registration at the bus, from which on other GPUs can be
 /// probed during the load. The kernel reports no event for it. Used where probes sleep, until the
@@ -223,7 +222,7 @@ pub fn nodes_now() -> Option<Nodes> {
     let majors = majors(Path::new(PROC)).ok()?;
     majors.nvidia?;
     Some(Nodes {
-        nodes: DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC))),
+        nodes: DeviceNodes::of_guest(),
         majors,
     })
 }
@@ -424,7 +423,7 @@ impl Load {
                         making.fail(&error);
                         (Some(Reason::DriverLoadFailed), error)
                     })?;
-                    let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
+                    let nodes = DeviceNodes::of_guest();
                     return Ok((
                         Loaded {
                             step,
@@ -538,7 +537,7 @@ mod tests {
             Driver::Failed { reason: Some(Reason::Internal), error } if error.contains("on purpose")
         ));
             // A load that had made all that GPUs wait for stays loaded.
-            let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
+            let nodes = DeviceNodes::of_guest();
             let loaded = Loaded {
             step: crate::stream::StepId::next(), major: 195, nodes, tried: Vec::new(),
             control_ready: true,

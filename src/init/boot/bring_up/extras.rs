@@ -14,7 +14,7 @@ use crate::cdi::schema::Edits;
 use crate::cdi::spec::Extras;
 use crate::gpu::device_nodes::{DeviceNodes, make_for_switches};
 use crate::gpu::driver_caps::{access, instances};
-use crate::gpu::driver_proc::{majors, node_rules};
+use crate::gpu::driver_proc::majors;
 use crate::machine::threads;
 use crate::machine::threads::Running;
 use kata_gpu_wire::names;
@@ -68,7 +68,7 @@ fn make_capabilities(gpu: u32) -> Result<(), String> {
         .map_err(|e| e.to_string())?
         .caps
         .ok_or("/proc/devices has no \"nvidia-caps\", but the GPU has MIG instances")?;
-    let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
+    let nodes = DeviceNodes::of_guest();
     for capability in instances
         .into_iter()
         .flat_map(|instance| instance.capabilities())
@@ -123,7 +123,7 @@ fn make_channels(count: u32) -> Result<(), String> {
     let major = major.ok_or_else(|| {
         at("/proc/devices has no \"nvidia-caps-imex-channels\": this driver has none".into())
     })?;
-    let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
+    let nodes = DeviceNodes::of_guest();
     (0..count)
         .try_for_each(|n| nodes.imex_channel(major, n).map(drop))
         .map_err(|e| at(e.to_string()))

@@ -584,12 +584,7 @@ impl Fleet {
 
     /// Looks at every bind whose descriptor is held: a removal waits for the descriptor.
     fn look_for_removals(&mut self) {
-        let is_stale = |bound: &Bound| {
-            self.shared
-                .sysfs
-                .sight(bound.address)
-                .is_ok_and(|seen| seen.bound(bound.address) != Some(*bound))
-        };
+        let is_stale = |bound: &Bound| self.shared.sysfs.is_over(*bound);
         let stale: Vec<Bound> = self
             .shared
             .descriptors

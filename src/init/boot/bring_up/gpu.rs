@@ -514,11 +514,7 @@ async fn initialise(
                 };
                 let opened = shared.descriptors.open(bound, &node, opening);
                 progress.on_this_thread();
-                if shared
-                    .sysfs
-                    .sight(gpu.address)
-                    .is_ok_and(|seen| seen.bound(gpu.address) != Some(bound))
-                {
+                if shared.sysfs.is_over(bound) {
                     // The GPU was removed or unbound meanwhile: the driver waits until all its
                     // descriptors are closed, and has already logged that. Or another GPU has the
                     // minor now.

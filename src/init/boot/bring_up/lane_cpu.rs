@@ -81,17 +81,11 @@ impl Spare {
         if interrupts.vsock_waits(sysfs) {
             let _unused = interrupts::stir_vsock(STIR);
         }
-        let list = |of: &[_]| interrupts::list(of);
-        let (moved, late): (Vec<_>, _) =
-            (interrupts.moved().cloned().collect(), interrupts.waiting());
-        let stay: Vec<_> = interrupts
-            .stays()
-            .iter()
-            .map(|(interrupt, _)| interrupt.clone())
-            .collect();
         tracing::info!(
-            name: names::LANE_CPU, cpu = self.cpu as u64, moved = list(&moved), late = list(&late),
-            stay = list(&stay),
+            name: names::LANE_CPU, cpu = self.cpu as u64,
+            moved = interrupts::list(interrupts.moved()),
+            late = interrupts::list(&interrupts.waiting()),
+            stay = interrupts::list(interrupts.stays()),
         );
         Arc::new(LaneCpu {
             spare: self,

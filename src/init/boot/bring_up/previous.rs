@@ -75,13 +75,8 @@ impl Previous {
                 (Kind::Begin, Some(span)) => {
                     previous.last_step = previous.last_step.max(span);
                     if record.name == names::SERVICE_START {
-                        previous.services.extend(
-                            record
-                                .fields
-                                .get("service")
-                                .and_then(|name| name.as_str())
-                                .map(str::to_string),
-                        );
+                        let service = text(record, "service");
+                        previous.services.extend(service.map(str::to_string));
                     }
                     open.insert(span, record.clone());
                     if record.name == names::GPU_RESET {
@@ -105,12 +100,8 @@ impl Previous {
                 }
                 (Kind::Kmsg, _) => {
                     previous.last_kmsg = number(record, "kmsg_seq").max(previous.last_kmsg);
-                    let text = record
-                        .fields
-                        .get("text")
-                        .and_then(|text| text.as_str())
-                        .unwrap_or_default();
-                    if let Some(Signal::Xid(address, xid)) = driver_log::signal(text) {
+                    let line = text(record, "text").unwrap_or_default();
+                    if let Some(Signal::Xid(address, xid)) = driver_log::signal(line) {
                         let generation = previous
                             .gpus
                             .get(&address)
@@ -201,11 +192,7 @@ impl Previous {
             names::GPU_WITHHELD => known.published = false,
             names::GPU_DEGRADED => self.degraded = true,
             names::GPU_HEALTH => {
-                let listed = record
-                    .fields
-                    .get("mig")
-                    .and_then(|list| list.as_str())
-                    .unwrap_or_default();
+                let listed = text(record, "mig").unwrap_or_default();
                 let instances: Vec<MigDevice> = listed
                     .split(kata_gpu_wire::nvml_messages::LIST)
                     .filter_map(|text| text.parse().ok())
@@ -219,11 +206,7 @@ impl Previous {
             }
             names::GPU_USABLE => {
                 known.usable = true;
-                known.uuid = record
-                    .fields
-                    .get("uuid")
-                    .and_then(|u| u.as_str())
-                    .map(str::to_string);
+                known.uuid = text(record, "uuid").map(str::to_string);
             }
             names::GPU_FAILED => {
                 known.slot.failed = true;
@@ -255,7 +238,7 @@ impl Previous {
 
 /// The decision that a record reports.
 fn decision(record: &Record) -> Option<Decision> {
-    let text = |field: &str| record.fields.get(field)?.as_str().map(str::to_string);
+    let text = |field: &str| text(record, field).map(str::to_string);
     let count = |field: &str| number(record, field).and_then(|n| usize::try_from(n).ok());
     let management = text("functions")
         .unwrap_or_default()
@@ -274,6 +257,11 @@ fn decision(record: &Record) -> Option<Decision> {
         nvlink_disable: text("nvlink")? == NVLINK_DISABLED,
         nvlink_reason: text("nvlink_reason")?,
     })
+}
+
+/// Text in a field of a record.
+pub fn text<'a>(record: &'a Record, field: &str) -> Option<&'a str> {
+    record.fields.get(field)?.as_str()
 }
 
 fn number(record: &Record, field: &str) -> Option<u64> {

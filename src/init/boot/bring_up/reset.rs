@@ -7,7 +7,7 @@
 //! GPU is never reset, nor a second one for the sake of the first.
 
 use super::failed::{Failed, failed};
-use super::previous::Previous;
+use super::previous::{self, Previous};
 use super::schedule_messages::GpuId;
 use super::shared::Shared;
 use crate::config::Switch;
@@ -159,10 +159,7 @@ pub fn resume(previous: &Previous, shared: &Arc<Shared>) {
         let Some(address) = begin.gpu.filter(is_unbound) else {
             continue;
         };
-        let method = begin
-            .fields
-            .get("method")
-            .and_then(|method| method.as_str());
+        let method = previous::text(begin, "method");
         let method = METHODS.into_iter().find(|known| Some(*known) == method);
         let gpu = GpuId {
             address,

@@ -22,10 +22,7 @@ use std::path::Path;
 /// Releases descriptors of former binds: releases requested from an earlier worker, and not done.
 pub fn release_stale(descriptors: &Descriptors, sysfs: &PciSysfs) {
     for bound in descriptors.held() {
-        if sysfs
-            .sight(bound.address)
-            .is_ok_and(|seen| seen.bound(bound.address) != Some(bound))
-        {
+        if sysfs.is_over(bound) {
             descriptors.release(&bound);
         }
     }

@@ -4,14 +4,14 @@
 //! thread of the worker, every other GPU would wait.
 
 use super::keeper_socket::Held;
-use super::{name_process, reply};
+use super::{reply, start_helper};
 use crate::gpu::bind::{PciSysfs, SysfsError};
 use crate::machine::clock::boottime_ns;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::wait::waitpid;
-use nix::unistd::{Pid, close};
+use nix::unistd::Pid;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
@@ -30,25 +30,16 @@ impl LaneProcess {
     /// Starts the process on these CPUs; must be called while this process has one thread. Returns
     /// `None` where that fails: the worker then enables by itself.
     ///
-    /// Closes held GPUs in the child: a GPU is removed only when no process has it open. Leaves the
-    /// worker's connection to the keeper open in the child on purpose: the keeper must start no
-    /// other worker while a GPU is still being enabled, because the kernel already counts that GPU
-    /// as enabled.
+    /// Leaves the worker's connection to the keeper open in the child on purpose: the keeper must
+    /// start no other worker while a GPU is still being enabled, because the kernel already counts
+    /// that GPU as enabled.
     pub fn start(sysfs: &Path, cpus: &CpuSet, held: &[Held]) -> Option<Self> {
-        let forked =
-            crate::machine::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
-                drop(ours);
-                for gpu in held {
-                    let _unused = close(gpu.descriptor);
-                }
-                let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
-                name_process("gpuinit-lane");
-                serve(&theirs, &PciSysfs::at(sysfs));
-                0
-            });
-        let (pid, (ours, _theirs)) = forked.ok()?;
+        let (pid, socket) = start_helper("gpuinit-lane", held, |socket| {
+            let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
+            serve(socket, &PciSysfs::at(sysfs));
+        })?;
         Some(Self {
-            socket: Some(ours),
+            socket: Some(socket),
             pid,
         })
     }

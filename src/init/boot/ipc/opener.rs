@@ -4,14 +4,14 @@
 //! on purpose: the keeper must start no other worker before it has every opened descriptor.
 
 use super::keeper_socket::{Held, KeeperSocket};
-use super::{name_process, reply};
+use super::{reply, start_helper};
 use crate::gpu::bind::PciSysfs;
 use crate::gpu::pci::SYS;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
-use nix::unistd::{Pid, close};
+use nix::unistd::Pid;
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
@@ -29,21 +29,11 @@ pub struct Opener {
 impl Opener {
     /// Starts the process; must be called while this process has one thread. None where that fails:
     /// the worker then opens by itself.
-    ///
-    /// Closes held GPUs in the child: a GPU is removed only when no process has it open.
     pub fn start(keeper: &KeeperSocket, held: &[Held]) -> Option<Self> {
-        let forked =
-            crate::machine::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
-                drop(ours);
-                for gpu in held {
-                    let _unused = close(gpu.descriptor);
-                }
-                name_process("gpuinit-opener");
-                crate::machine::sys::forget_children();
-                serve(&theirs, keeper);
-                0
-            });
-        let (pid, (socket, _theirs)) = forked.ok()?;
+        let (pid, socket) = start_helper("gpuinit-opener", held, |socket| {
+            crate::machine::sys::forget_children();
+            serve(socket, keeper);
+        })?;
         Some(Self { socket, pid })
     }
 

@@ -82,8 +82,9 @@ pub fn answered(reply: &OwnedFd) -> Option<(i64, Option<OwnedFd>)> {
     })
 }
 
-/// Receives one message and its descriptors. None at the end.
-fn receive(socket: &OwnedFd, text: &mut [u8]) -> Option<(usize, Vec<RawFd>)> {
+/// Receives one message, which has at least a byte, and its descriptors, as far as this process has
+/// room for them. None at the end.
+pub fn receive(socket: &OwnedFd, text: &mut [u8]) -> Option<(usize, Vec<RawFd>)> {
     let mut space = cmsg_space!([RawFd; 1]);
     loop {
         let mut parts = [IoSliceMut::new(text)];
@@ -101,10 +102,8 @@ fn receive(socket: &OwnedFd, text: &mut [u8]) -> Option<(usize, Vec<RawFd>)> {
                         Vec::new()
                     }
                 };
-                return Some((
-                    message.bytes,
-                    message.cmsgs().ok()?.flat_map(rights).collect(),
-                ));
+                let parts = message.cmsgs().into_iter().flatten();
+                return Some((message.bytes, parts.flat_map(rights).collect()));
             }
             Err(Errno::EINTR) => {}
             _ => return None,

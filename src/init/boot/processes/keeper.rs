@@ -13,13 +13,10 @@ use crate::boot::failure;
 use crate::boot::ipc::handover::{Observer, Start};
 use crate::boot::ipc::keeper_socket::{Held, KeeperSocket, MAX_MESSAGE, RELEASE, REPORTED};
 use crate::boot::ipc::{name_process, reply};
-use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, close, pause, pipe, setsid};
-use std::io::IoSliceMut;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
@@ -174,32 +171,13 @@ impl Holdings {
     /// Receives and releases descriptors until the worker's end of the socket is closed.
     fn serve(&mut self, socket: &OwnedFd) {
         let mut text = [0_u8; MAX_MESSAGE];
-        let mut space = cmsg_space!([RawFd; 8]);
         loop {
             if !self.has_message(socket) {
                 continue;
             }
-            let mut parts = [IoSliceMut::new(&mut text)];
-            let received = recvmsg::<()>(
-                socket.as_raw_fd(),
-                &mut parts,
-                Some(&mut space),
-                MsgFlags::MSG_CMSG_CLOEXEC,
-            );
-            let (bytes, descriptors) = match received {
-                Ok(message) => {
-                    let mut descriptors = Vec::new();
-                    for part in message.cmsgs().into_iter().flatten() {
-                        if let ControlMessageOwned::ScmRights(some) = part {
-                            descriptors.extend(some);
-                        }
-                    }
-                    (message.bytes, descriptors)
-                }
-                Err(Errno::EINTR) => continue,
-                Err(_) => return,
+            let Some((bytes, descriptors)) = reply::receive(socket, &mut text) else {
+                return;
             };
-            // A message has at least its letter; without a byte this is the end of the worker.
             let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else {
                 return;
             };
