@@ -66,7 +66,8 @@ impl Container {
         let input = nix::unistd::pipe()?;
         nix::unistd::write(&input.1, state.as_bytes())?;
         drop(input.1);
-        kata_gpu_init::cdi::hooks::run(&["update-ldcache".to_string()], fs::File::from(input.0))?;
+        kata_gpu_init::cdi::hooks::run(&["update-ldcache".to_string()], fs::File::from(input.0))
+            .map_err(anyhow::Error::msg)?;
         let cache = fs::read(root.join(CACHE)).context("the image's own cache")?;
         for mount in files
             .mounts

@@ -9,8 +9,7 @@ use super::yaml;
 use crate::config::Hooks;
 use crate::config::parameter_table::namings;
 use crate::driver_files::{DriverFiles, Roots, manifest, scan};
-use std::fmt::Write as _;
-use std::io::Write as _;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -133,40 +132,28 @@ fn parse(words: &[String]) -> Result<Asked, Error> {
             None => (word.as_str(), None),
         };
         let usage = |what: &str| Error::Usage(format!("{flag}: {what}"));
-        let known = [
-            "--root",
-            "--driver-root",
-            "--dev-root",
-            "--driver-version",
-            "--mode",
-            "--names",
-            "--hooks",
-            "--hook-path",
-            "--format",
-            "--output",
-        ];
-        if !known.contains(&flag) {
-            return Err(Error::Usage(format!("unknown option {flag:?}")));
-        }
-        let value = value
-            .or_else(|| words.next().cloned())
-            .filter(|v| !v.is_empty())
-            .ok_or_else(|| usage("needs a value"))?;
+        let value = || {
+            value
+                .or_else(|| words.next().cloned())
+                .filter(|v| !v.is_empty())
+                .ok_or_else(|| usage("needs a value"))
+        };
         match flag {
-            "--root" => asked.root = value.into(),
-            "--driver-root" => asked.driver_root = value.into(),
-            "--dev-root" => asked.dev_root = Some(value.into()),
-            "--driver-version" => asked.driver_version = Some(value),
-            "--mode" if value == "gpu" || OTHERS.iter().any(|o| o.mode == value) => {
-                asked.mode = value
-            }
+            "--root" => asked.root = value()?.into(),
+            "--driver-root" => asked.driver_root = value()?.into(),
+            "--dev-root" => asked.dev_root = Some(value()?.into()),
+            "--driver-version" => asked.driver_version = Some(value()?),
             "--mode" => {
-                let modes = OTHERS
-                    .iter()
-                    .fold("gpu".to_string(), |all, o| format!("{all}, {}", o.mode));
-                return Err(usage(&format!("{value:?} is none of {modes}")));
+                asked.mode = value()?;
+                let modes = || ["gpu"].into_iter().chain(OTHERS.iter().map(|o| o.mode));
+                if !modes().any(|mode| mode == asked.mode) {
+                    let modes: Vec<&str> = modes().collect();
+                    let (mode, modes) = (asked.mode, modes.join(", "));
+                    return Err(usage(&format!("{mode:?} is none of {modes}")));
+                }
             }
             "--names" => {
+                let value = value()?;
                 asked.options.namings = namings(&value).ok_or_else(|| {
                     usage(&format!(
                         "{value:?}: takes index, uuid, type-index, with commas"
@@ -174,18 +161,20 @@ fn parse(words: &[String]) -> Result<Asked, Error> {
                 })?;
             }
             "--hooks" => {
+                let value = value()?;
                 asked.options.hooks = Hooks::named(&value)
                     .ok_or_else(|| usage(&format!("{value:?} is neither one nor none")))?
             }
-            "--hook-path" => asked.options.hook_path = value,
+            "--hook-path" => asked.options.hook_path = value()?,
             "--format" => {
-                asked.yaml = match value.as_str() {
+                asked.yaml = match value()?.as_str() {
                     "json" => false,
                     "yaml" => true,
-                    _ => return Err(usage(&format!("{value:?} is neither json nor yaml"))),
+                    value => return Err(usage(&format!("{value:?} is neither json nor yaml"))),
                 }
             }
-            _ => asked.output = (value != "-").then(|| value.into()),
+            "--output" => asked.output = Some(value()?).filter(|v| v != "-").map(Into::into),
+            _ => return Err(Error::Usage(format!("unknown option {flag:?}"))),
         }
     }
     Ok(asked)
@@ -275,22 +264,18 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
     Ok(problems)
 }
 
-/// Writes the manifest into the root; returns a line with its numbers of files and links.
+/// Writes the manifest into the root; prints its numbers of files and links.
 fn write_manifest(asked: &Asked) -> Result<Vec<String>, Error> {
     let files = asked.files()?;
     let (path, bytes) =
         manifest::write(&asked.roots(), &files).map_err(|e| Error::Failed(e.to_string()))?;
-    let mut line = String::new();
-    // Writing to a String cannot fail.
-    let _unused = write!(
-        line,
-        "{}: {} files and {} links of driver {}",
+    println!(
+        "{}: {} files and {} links of driver {}, {bytes} bytes",
         path.display(),
         files.mounts.len(),
         files.links.len(),
         files.version
     );
-    println!("{line}, {bytes} bytes");
     Ok(Vec::new())
 }
 

@@ -85,7 +85,7 @@ pub enum Class {
     Elf64,
 }
 
-/// ELF facts of a library.
+/// ELF facts of a library or a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
     pub class: Class,
@@ -104,12 +104,7 @@ pub struct Library {
     pub loadable: bool,
     /// Required x86-64 level: 1 is x86-64-v2, 2 is -v3, 3 is -v4; 0 is none or unspecified.
     pub isa_level: u32,
-}
-
-/// Loader of a program, and search path of a program or library.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Program {
-    /// Loader that the kernel starts for the program; None for static programs and for libraries.
+    /// Loader that the kernel starts for a program; None for static programs and for libraries.
     pub interpreter: Option<String>,
     /// DT_RUNPATH, else DT_RPATH: directories separated by colons.
     pub search_path: Option<String>,
@@ -122,12 +117,12 @@ pub fn library(file: &dyn ReadAt) -> io::Result<Library> {
     describe(file, true)
 }
 
-/// Like [`library`], but leaves `needed` empty: half the reads.
+/// Like [`library`], but leaves `needed`, `interpreter` and `search_path` empty: half the reads.
 pub fn identity(file: &dyn ReadAt) -> io::Result<Library> {
     describe(file, false)
 }
 
-fn describe(file: &dyn ReadAt, with_needed: bool) -> io::Result<Library> {
+fn describe(file: &dyn ReadAt, with_all: bool) -> io::Result<Library> {
     let elf = Elf::open(file)?;
     let mut room = Room::new();
     let table = elf.program_headers(&mut room)?;
@@ -136,71 +131,38 @@ fn describe(file: &dyn ReadAt, with_needed: bool) -> io::Result<Library> {
             .chunks_exact(elf.program_header())
             .map(|header| elf.segment(header))
     };
-    let (mut soname, mut needed, mut loadable) = (None, Vec::new(), false);
+    let interpreter = segments().find(|s| with_all && s.kind == PT_INTERP);
+    let isa_level = segments().find(|s| s.kind == PT_GNU_PROPERTY);
+    let mut library = Library {
+        class: elf.class,
+        kind: elf.u16(0x10),
+        machine: elf.u16(0x12),
+        flags: elf.flags(),
+        soname: None,
+        needed: Vec::new(),
+        loadable: false,
+        isa_level: isa_level.map_or(0, |s| elf.isa_level(&s)),
+        interpreter: interpreter.map(|s| elf.name(s.offset)).transpose()?,
+        search_path: None,
+    };
     if let Some(dynamic) = segments().find(|s| s.kind == PT_DYNAMIC) {
         let mut room = Room::new();
         let bytes = elf.dynamic(&dynamic, &mut room)?;
         let entries = || elf.entries(bytes);
         let value = |tag| entries().find(|(t, _)| *t == tag).map(|(_, value)| value);
         if let Some(table) = value(DT_STRTAB).and_then(|address| offset_of(segments(), address)) {
-            loadable = true;
             let name = |at: u64| elf.name(table.saturating_add(at));
-            soname = value(DT_SONAME).map(name).transpose()?;
-            let of_needed = entries().filter(|(tag, _)| with_needed && *tag == DT_NEEDED);
-            needed = of_needed
-                .map(|(_, at)| name(at))
-                .collect::<io::Result<_>>()?;
+            library.loadable = true;
+            library.soname = value(DT_SONAME).map(name).transpose()?;
+            if with_all {
+                let needed = entries().filter(|(tag, _)| *tag == DT_NEEDED);
+                library.needed = needed.map(|(_, at)| name(at)).collect::<io::Result<_>>()?;
+                let path = value(DT_RUNPATH).or(value(DT_RPATH));
+                library.search_path = path.map(name).transpose()?;
+            }
         }
     }
-    let isa_level = segments()
-        .find(|s| s.kind == PT_GNU_PROPERTY)
-        .map_or(0, |s| elf.isa_level(&s));
-    Ok(Library {
-        class: elf.class,
-        kind: elf.u16(0x10),
-        machine: elf.u16(0x12),
-        flags: elf.flags(),
-        soname,
-        needed,
-        loadable,
-        isa_level,
-    })
-}
-
-/// Reads the loader's name and the search path.
-pub fn program(file: &dyn ReadAt) -> io::Result<Program> {
-    let elf = Elf::open(file)?;
-    let mut room = Room::new();
-    let table = elf.program_headers(&mut room)?;
-    let segments = || {
-        table
-            .chunks_exact(elf.program_header())
-            .map(|header| elf.segment(header))
-    };
-    let interpreter = segments()
-        .find(|s| s.kind == PT_INTERP)
-        .map(|s| elf.name(s.offset))
-        .transpose()?;
-    let mut search_path = None;
-    if let Some(dynamic) = segments().find(|s| s.kind == PT_DYNAMIC) {
-        let mut room = Room::new();
-        let bytes = elf.dynamic(&dynamic, &mut room)?;
-        let value = |tag| {
-            elf.entries(bytes)
-                .find(|(t, _)| *t == tag)
-                .map(|(_, value)| value)
-        };
-        if let (Some(table), Some(at)) = (
-            value(DT_STRTAB).and_then(|address| offset_of(segments(), address)),
-            value(DT_RUNPATH).or(value(DT_RPATH)),
-        ) {
-            search_path = Some(elf.name(table.saturating_add(at))?);
-        }
-    }
-    Ok(Program {
-        interpreter,
-        search_path,
-    })
+    Ok(library)
 }
 
 /// Content of the section of this name; None if there is none. 64-bit files only, as modules are.
@@ -596,7 +558,8 @@ mod tests {
                 vec!["libc.so.6".to_string(), "libm.so.6".into()]
             )
         );
-        let program = program(&stand_in::program(
+        assert_eq!((read.interpreter, read.search_path), (None, None));
+        let program = of(&stand_in::program(
             "/lib64/ld.so",
             &["libc.so.6"],
             Some("$ORIGIN:/opt"),
@@ -608,13 +571,6 @@ mod tests {
                 program.search_path.as_deref()
             ),
             (Some("/lib64/ld.so"), Some("$ORIGIN:/opt"))
-        );
-        assert_eq!(
-            super::program(&bytes).unwrap(),
-            Program {
-                interpreter: None,
-                search_path: None
-            }
         );
         let nameless = of(&stand_in::library(None, &[])).unwrap();
         assert_eq!(
@@ -700,9 +656,8 @@ mod tests {
             library.needed.iter().any(|n| n.starts_with("libc.so")),
             "{library:?}"
         );
-        let program = program(&file).unwrap();
         assert!(
-            program
+            library
                 .interpreter
                 .is_some_and(|i| i.starts_with("/lib") && i.contains("ld-"))
         );

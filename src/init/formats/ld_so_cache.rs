@@ -99,8 +99,6 @@ pub struct Entry {
 pub struct Cache {
     /// In the file's order.
     pub entries: Vec<Entry>,
-    /// Program that wrote the file.
-    pub generator: Option<String>,
 }
 
 /// The loader's comparison of names: as text, but digits count as numbers and sort after everything
@@ -301,10 +299,7 @@ pub fn read(file: &[u8]) -> Result<Cache, String> {
                     hwcap: Hwcap::Any,
                 })
             });
-            Ok(Cache {
-                entries: entries?,
-                generator: None,
-            })
+            Ok(Cache { entries: entries? })
         }
     }
 }
@@ -319,7 +314,7 @@ fn read_new(whole: &[u8], cache: &[u8]) -> Result<Cache, String> {
     if count > (cache.len() - HEADER) / ENTRY {
         return Err(format!("it ends before the {count} entries it announces"));
     }
-    let (generator, subdirectories) = extensions(whole, word(header, 32).unwrap_or_default())?;
+    let subdirectories = subdirectories(whole, word(header, 32).unwrap_or_default())?;
     let entries = entries(count, |n| {
         let at = HEADER + n * ENTRY;
         let text = |at| word(cache, at).and_then(|offset| string(cache, offset));
@@ -344,10 +339,7 @@ fn read_new(whole: &[u8], cache: &[u8]) -> Result<Cache, String> {
             hwcap,
         })
     });
-    Ok(Cache {
-        entries: entries?,
-        generator,
-    })
+    Ok(Cache { entries: entries? })
 }
 
 /// Reads the entries. A small file can lead all of them to one long string: their total size is
@@ -367,13 +359,11 @@ fn entries(count: usize, entry: impl Fn(usize) -> Option<Entry>) -> Result<Vec<E
     Ok(entries)
 }
 
-type Subdirectories = Vec<Option<String>>;
-
-/// Generator, and the names of subdirectories.
-fn extensions(file: &[u8], at: u32) -> Result<(Option<String>, Subdirectories), String> {
-    let (mut generator, mut subdirectories) = (None, Vec::new());
+/// Names of subdirectories, from the extensions at this offset.
+fn subdirectories(file: &[u8], at: u32) -> Result<Vec<Option<String>>, String> {
+    let mut subdirectories = Vec::new();
     if at == 0 {
-        return Ok((generator, subdirectories)); // glibc before 2.33
+        return Ok(subdirectories); // glibc before 2.33
     }
     let directory = file
         .get(at as usize..)
@@ -392,24 +382,15 @@ fn extensions(file: &[u8], at: u32) -> Result<(Option<String>, Subdirectories), 
             .get(field(8)..)
             .and_then(|rest| rest.get(..field(12)))
             .ok_or("an extension lies beyond its end")?;
-        match field(0) as u32 {
-            GENERATOR => {
-                generator = Some(
-                    String::from_utf8_lossy(content.get(..MAX_STRING).unwrap_or(content))
-                        .into_owned(),
-                )
-            }
-            SUBDIRECTORIES => {
-                // The loader needs no more than a few.
-                let names = content.chunks_exact(4).take(MAX_STRING);
-                subdirectories = names
-                    .map(|offset| word(offset, 0).and_then(|offset| string(file, offset)))
-                    .collect();
-            }
-            _ => {} // of a later glibc
+        if field(0) as u32 == SUBDIRECTORIES {
+            // The loader needs no more than a few.
+            let names = content.chunks_exact(4).take(MAX_STRING);
+            subdirectories = names
+                .map(|offset| word(offset, 0).and_then(|offset| string(file, offset)))
+                .collect();
         }
     }
-    Ok((generator, subdirectories))
+    Ok(subdirectories)
 }
 
 fn word(bytes: &[u8], at: usize) -> Option<u32> {
@@ -483,8 +464,9 @@ mod tests {
             entry("libm.so.6", "/lib"),
             entry("libcuda.so.1", "/usr/lib"),
         ];
-        let cache = read(&write(&entries, "a test", Arch::X86_64).unwrap()).unwrap();
-        assert_eq!(cache.generator.as_deref(), Some("a test"));
+        let file = write(&entries, "a test", Arch::X86_64).unwrap();
+        assert!(file.ends_with(b"a test"));
+        let cache = read(&file).unwrap();
         // Sorted from the last name to the first.
         assert_eq!(
             cache.entries,

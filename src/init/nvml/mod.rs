@@ -66,9 +66,8 @@ pub enum Failure {
     Ended(String),
     /// No answer in time. The helper is left alone: a process in the driver must not be killed.
     Late(Duration),
-    /// A line that is no answer.
+    /// A line that is not an answer.
     Malformed(String),
-    Refused(String),
 }
 
 impl fmt::Display for Failure {
@@ -88,7 +87,6 @@ impl fmt::Display for Failure {
                 "{PROGRAM} has not answered within {after:?}: it is left alone"
             ),
             Self::Malformed(error) => write!(f, "{PROGRAM}'s answer is not readable: {error}"),
-            Self::Refused(error) => write!(f, "NVML: {error}"),
         }
     }
 }
@@ -101,8 +99,8 @@ pub fn find(root: &Path) -> Option<PathBuf> {
     paths.into_iter().find(|path| path.is_file())
 }
 
-/// Sends all of `requests` to one helper, one after another; any failure but a refusal ends the
-/// row. Runs on a separate thread, so that a hanging helper delays nothing else.
+/// Sends all of `requests` to one helper, one after another; a failure ends the row; a
+/// refusal is an answer. Runs on a separate thread, so that a hanging helper delays nothing else.
 pub async fn ask(
     program: PathBuf,
     requests: Vec<Request>,
@@ -127,7 +125,7 @@ async fn ask_within(
         };
         for request in all {
             let answer = helper.ask(&request);
-            let lost = is_lost(&answer);
+            let lost = answer.is_err();
             if send.send(answer).is_err() || lost {
                 return;
             }
@@ -141,18 +139,13 @@ async fn ask_within(
             Ok(None) => break,
             Err(_) => Err(Failure::Late(deadline)),
         };
-        let lost = is_lost(&answer);
+        let lost = answer.is_err();
         asked.push((request, answer));
         if lost {
             break;
         }
     }
     asked
-}
-
-/// Whether no further answer can come: a refusal is an answer.
-fn is_lost(answer: &Result<Answer, Failure>) -> bool {
-    !matches!(answer, Ok(_) | Err(Failure::Refused(_)))
 }
 
 struct Helper {
@@ -183,11 +176,9 @@ impl Helper {
         }
         let mut line = String::new();
         match self.socket.by_ref().take(MAX_ANSWER).read_line(&mut line) {
-            Ok(read) if read > 0 && line.ends_with('\n') => match serde_json::from_str(&line) {
-                Ok(Answer::Error(error)) => Err(Failure::Refused(error)),
-                Ok(answer) => Ok(answer),
-                Err(error) => Err(Failure::Malformed(error.to_string())),
-            },
+            Ok(read) if read > 0 && line.ends_with('\n') => {
+                serde_json::from_str(&line).map_err(|e| Failure::Malformed(e.to_string()))
+            }
             Ok(read) if read as u64 == MAX_ANSWER => Err(Failure::Malformed(format!(
                 "longer than {MAX_ANSWER} bytes"
             ))),

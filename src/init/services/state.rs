@@ -1,7 +1,6 @@
 //! Progress of the GPUs that services wait for, and the files that outlive a worker.
 
-use crate::gpu::topology::Topology;
-use kata_gpu_wire::pci_address::PciAddress;
+use crate::gpu::topology::{Functions, Topology};
 
 /// Directory of the init's runtime files.
 pub const RUN: &str = "/run/kata-gpu-init";
@@ -13,10 +12,8 @@ pub const ENDING: &str = "services.ending";
 pub struct Milestones {
     /// Decided when the PCI scan is over.
     pub topology: Option<Topology>,
-    /// NVSwitches among the functions.
-    pub switches: usize,
-    /// Functions that manage NVLink switches.
-    pub management: Vec<PciAddress>,
+    /// Functions of the guest, known with the topology.
+    pub functions: Functions,
     /// The driver is loaded, and all nodes but those of GPUs are made.
     pub loaded: bool,
     /// All GPUs are usable or failed.

@@ -20,13 +20,12 @@ use crate::extensions::driver_root;
 use crate::gpu::bind::DRIVER;
 use crate::gpu::device_nodes::make_for_switches;
 use crate::gpu::pci;
-use crate::gpu::topology::Topology;
+use crate::gpu::topology::{Functions, Topology};
 use crate::kernel_modules::Modules;
 use crate::machine::{confidential, threads};
 use crate::step;
 use crate::stream::RunningStep;
 use kata_gpu_wire::names;
-use kata_gpu_wire::pci_address::PciAddress;
 use nix::fcntl::OFlag;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use nix::unistd::{Pid, pipe2};
@@ -78,8 +77,7 @@ enum State {
 /// State shared by all services' tasks.
 struct Shared {
     topology: Topology,
-    switches: usize,
-    management: Vec<PciAddress>,
+    functions: Functions,
     confidential: bool,
     root: &'static Path,
     inputs: Inputs,
@@ -126,7 +124,7 @@ pub async fn run(mut inputs: Inputs) {
     let facts = Facts {
         topology,
         confidential,
-        managed: !reached.management.is_empty(),
+        managed: !reached.functions.management.is_empty(),
         asked: &inputs.asked,
         programs: &programs,
     };
@@ -155,15 +153,9 @@ pub async fn run(mut inputs: Inputs) {
         .map(|(service, ..)| (service.name, watch::channel(State::Starting).0))
         .collect();
     let command_line = std::mem::take(&mut inputs.command_line);
-    let Milestones {
-        switches,
-        management,
-        ..
-    } = reached;
     let shared = Arc::new(Shared {
         topology,
-        switches,
-        management,
+        functions: reached.functions,
         confidential,
         root,
         inputs,
@@ -208,7 +200,7 @@ impl Shared {
     fn modules_of(&self, service: &Service) -> Vec<&'static str> {
         let drives = service.name == Name::FabricManager
             && self.topology == Topology::ServiceVm
-            && self.switches > 0;
+            && self.functions.switches > 0;
         service
             .modules
             .iter()
@@ -221,7 +213,7 @@ impl Shared {
     /// switches through it. The port exists once its modules are loaded.
     fn port_guid(&self) -> Result<String, String> {
         let mut reasons = Vec::new();
-        for function in &self.management {
+        for function in &self.functions.management {
             match pci::port_guid(Path::new(pci::SYS), *function) {
                 Ok(guid) => return Ok(guid),
                 Err(why) => reasons.push(format!("{function}: {why}")),
@@ -729,7 +721,7 @@ impl One {
                     }
                 }
                 Argument::PortGuid(option) => {
-                    if !shared.management.is_empty() {
+                    if !shared.functions.management.is_empty() {
                         let guid = shared.port_guid()?;
                         step.note("port_guid", guid.as_str());
                         arguments.extend([option.into(), guid.into()]);

@@ -17,9 +17,8 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     cache
         .entries
         .retain(|e| !matches!(e.hwcap, Hwcap::Platform(_)));
-    let generator = cache.generator.clone().unwrap_or_default();
     for arch in Arch::ALL {
-        let Ok(written) = write(&cache.entries, &generator, arch) else {
+        let Ok(written) = write(&cache.entries, "", arch) else {
             continue;
         };
         let again = read(&written).unwrap_or_else(|e| panic!("what was written is not read: {e}"));

@@ -143,7 +143,7 @@ impl Container {
         let path = self.dir.0.join("state.json"); // beside the bundle and what is outside
         fs::write(&path, state).unwrap();
         let words: Vec<String> = words.split_whitespace().map(str::to_string).collect();
-        let result = hooks::run(&words, File::open(&path).unwrap()).map_err(|e| e.to_string());
+        let result = hooks::run(&words, File::open(&path).unwrap());
         fs::remove_file(path).unwrap();
         result
     }

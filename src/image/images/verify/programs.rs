@@ -293,16 +293,15 @@ impl<'a> Programs<'a> {
 
 fn read(content: &Content) -> Option<Executable> {
     let library = elf::library(content).ok()?;
-    let program = elf::program(content).ok()?;
     let mut head = vec![0; UPX.1];
     let length = content.read_at(&mut head, 0).ok()?;
     let packed = head.get(..length)?.windows(UPX.0.len()).any(|w| w == UPX.0);
     Some(Executable {
         machine: library.machine,
         class: library.class,
-        interpreter: program.interpreter,
+        interpreter: library.interpreter,
         needed: library.needed,
-        search_path: program.search_path,
+        search_path: library.search_path,
         packed,
     })
 }

@@ -235,10 +235,12 @@ impl Fleet {
         );
         drop(looking);
         let known = |gpu: &GpuId| previous.map(|p| p.gpu(*gpu)).unwrap_or_default();
-        let minors = ids
-            .iter()
-            .filter_map(|gpu| Some((*gpu, known(gpu).minor?)))
-            .collect();
+        let seen = Seen::default();
+        for gpu in &ids {
+            if let Some(minor) = known(gpu).minor {
+                seen.set_minor(*gpu, minor);
+            }
+        }
         let shared = Arc::new(Shared {
             config: config.clone(),
             lane: Arc::new(Lane::new(
@@ -257,7 +259,7 @@ impl Fleet {
             runtime: Handle::current(),
             spec,
             driver_log,
-            seen: Seen::with_minors(minors),
+            seen,
             milestones: machine.milestones,
             fabric: machine.fabric,
             occasions: watch::channel(Occasions::default()).0,
@@ -331,8 +333,7 @@ impl Fleet {
         let decision = self.shared.topology.borrow();
         self.shared.milestones.send_modify(|reached| {
             reached.topology = Some(decision.topology);
-            reached.switches = decision.functions.switches;
-            reached.management = decision.functions.management.clone();
+            reached.functions = decision.functions.clone();
         });
     }
 

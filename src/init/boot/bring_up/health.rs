@@ -3,6 +3,7 @@
 //! a warning.
 
 use super::publication::Update;
+use super::schedule_messages::GpuId;
 use super::shared::Shared;
 use crate::config::Config;
 use crate::config::Naming;
@@ -87,17 +88,11 @@ pub async fn ask(
         report_missing(!requests.is_empty(), awaited);
         return Err(NoAnswer::NoHelper);
     };
-    let addresses = gpus.iter().map(|(address, _)| *address).collect();
+    let addresses = gpus.iter().map(|gpu| gpu.address).collect();
+    let without_uuids = gpus.clone();
     // Until 590.44.01 a look at `information` waits for locks of the driver.
-    let without_uuids = gpus
-        .iter()
-        .map(|(address, minor)| Known {
-            address: *address,
-            minor: *minor,
-            uuid: None,
-        })
-        .collect();
-    let known = match tokio::time::timeout(PROC_WAIT, threads::run(move || known(&gpus))).await {
+    let reading = threads::run(move || gpus.into_iter().map(Known::with_uuid).collect());
+    let known = match tokio::time::timeout(PROC_WAIT, reading).await {
         Ok(Ok(known)) => known,
         Ok(Err(_)) | Err(_) => without_uuids,
     };
@@ -112,13 +107,9 @@ pub async fn ask(
     for (request, answer) in nvml::ask(program, requests).await {
         match (request, answer) {
             (_, Ok(Answer::Facts(found))) => facts = Ok(found),
+            (Request::Facts(_), Ok(Answer::Error(error))) => step.fail(&refused(&error)),
+            (request, Ok(Answer::Error(error))) => report_setting(&request, Some(error)),
             (request, Ok(Answer::Done)) => report_setting(&request, None),
-            (Request::Facts(_), Ok(Answer::Error(error)) | Err(Failure::Refused(error))) => {
-                step.fail(&Failure::Refused(error))
-            }
-            (request, Ok(Answer::Error(error)) | Err(Failure::Refused(error))) => {
-                report_setting(&request, Some(error))
-            }
             (_, Err(failure)) => {
                 step.fail(&failure);
                 facts = Err(NoAnswer::of(&failure));
@@ -135,16 +126,18 @@ pub async fn ask(
     Ok(facts)
 }
 
-/// Asks for the state alone, after setting the ready state if `set_ready`; returns whether that
+/// The error of a request that NVML has refused.
+fn refused(error: &str) -> String {
+    format!("NVML: {error}")
+}
+
+/// Asks only for the state, after setting the ready state if `set_ready`; returns whether that
 /// succeeded.
 pub async fn ask_state(
     shared: &Shared,
     set_ready: bool,
 ) -> (Result<Box<Facts>, NoAnswer>, Result<bool, String>) {
-    let addresses: Vec<PciAddress> = usable(shared)
-        .into_iter()
-        .map(|(address, _)| address)
-        .collect();
+    let addresses: Vec<PciAddress> = usable(shared).iter().map(|gpu| gpu.address).collect();
     let mut set = Ok(false);
     if addresses.is_empty() {
         return (Err(NoAnswer::NoGpus), set);
@@ -162,14 +155,12 @@ pub async fn ask_state(
         match (request, answer) {
             (_, Ok(Answer::Facts(found))) => facts = Ok(found),
             (_, Ok(Answer::Done)) => set = Ok(true),
-            (Request::Ready(_), Ok(Answer::Error(error))) => set = Err(error),
+            (Request::Ready(_), Ok(Answer::Error(error))) => set = Err(refused(&error)),
             (request, Err(failure)) => {
                 if matches!(request, Request::Ready(_)) {
                     set = Err(failure.to_string());
                 }
-                if !matches!(failure, Failure::Refused(_)) {
-                    facts = Err(NoAnswer::of(&failure));
-                }
+                facts = Err(NoAnswer::of(&failure));
             }
             (_, Ok(Answer::Error(_))) => {}
         }
@@ -195,32 +186,30 @@ fn name_instances(shared: &Shared, facts: &Facts) {
     }
 }
 
-/// Addresses and device minors of the GPUs that are usable now.
-fn usable(shared: &Shared) -> Vec<(PciAddress, u32)> {
-    shared
-        .usable()
-        .into_iter()
-        .filter_map(|gpu| Some((gpu.address, shared.seen.minor(gpu)?)))
-        .collect()
+/// GPUs that are usable now, without their UUIDs.
+fn usable(shared: &Shared) -> Vec<Known> {
+    let known = |gpu: GpuId| {
+        Some(Known {
+            address: gpu.address,
+            minor: shared.seen.minor(gpu)?,
+            uuid: None,
+        })
+    };
+    shared.usable().into_iter().filter_map(known).collect()
 }
 
-fn known(gpus: &[(PciAddress, u32)]) -> Vec<Known> {
-    let uuid = |address| {
-        information(Path::new("/proc"), address)
-            .ok()
-            .and_then(|found| found.uuid)
-    };
-    gpus.iter()
-        .map(|(address, minor)| Known {
-            address: *address,
-            minor: *minor,
-            uuid: uuid(*address),
-        })
-        .collect()
+impl Known {
+    fn with_uuid(self) -> Self {
+        let found = information(Path::new("/proc"), self.address).ok();
+        Self {
+            uuid: found.and_then(|found| found.uuid),
+            ..self
+        }
+    }
 }
 
 /// Requests that the command line's settings become.
-fn requests(config: &Config, gpus: &[(PciAddress, u32)]) -> Vec<Request> {
+fn requests(config: &Config, gpus: &[Known]) -> Vec<Request> {
     let clocks = [
         (Clock::Graphics, config.graphics_mhz),
         (Clock::Memory, config.memory_mhz),
@@ -239,7 +228,7 @@ fn requests(config: &Config, gpus: &[(PciAddress, u32)]) -> Vec<Request> {
             milliwatts: w.saturating_mul(1000),
         }))
     };
-    gpus.iter().flat_map(|(address, _)| of(*address)).collect()
+    gpus.iter().flat_map(|gpu| of(gpu.address)).collect()
 }
 
 /// A guest whose GPUs have all failed. NVML opens every GPU that it is asked about, which starts a
@@ -619,10 +608,7 @@ mod tests {
 
     #[test]
     fn each_gpu_gets_each_setting_of_the_command_line() {
-        let gpus = [
-            ("0000:01:00.0".parse().unwrap(), 0),
-            ("0000:02:00.0".parse().unwrap(), 1),
-        ];
+        let gpus = [known(1, 0), known(2, 1)];
         assert_eq!(requests(&Config::default(), &gpus), []);
         let range = Some(Range {
             min: 210,

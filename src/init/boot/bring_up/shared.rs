@@ -74,75 +74,68 @@ pub struct Seen {
 
 #[derive(Default)]
 struct State {
-    /// Time in ns at which a GPU was found, by this worker.
-    arrived_at: HashMap<GpuId, u64>,
-    /// Time in ns at which the kernel reported a GPU as bound.
-    bound_at: HashMap<GpuId, u64>,
-    /// Device minors; set once bound.
-    minors: HashMap<GpuId, u32>,
-    /// Thread that is in the kernel for each GPU, for reports.
-    progress: HashMap<GpuId, Arc<Progress>>,
+    gpus: HashMap<GpuId, Observed>,
     /// Last initialisation that has ended; the next one may have waited for it.
     initialised: Option<StepId>,
-    /// GPUs that have fallen off the bus, by the driver's word.
-    off_the_bus: BTreeSet<GpuId>,
+}
+
+#[derive(Default)]
+struct Observed {
+    /// Time in ns at which this worker found the GPU; 0 for one that an earlier worker has settled.
+    arrived_at: u64,
+    /// Time in ns at which the kernel reported the GPU as bound.
+    bound_at: Option<u64>,
+    /// Device minor; set once bound.
+    minor: Option<u32>,
+    /// Thread that is in the kernel for the GPU, for reports.
+    progress: Arc<Progress>,
+    /// The GPU has fallen off the bus, by the driver's log.
+    off_the_bus: bool,
 }
 
 impl Seen {
-    pub fn with_minors(minors: HashMap<GpuId, u32>) -> Self {
-        Self {
-            state: Mutex::new(State {
-                minors,
-                ..State::default()
-            }),
-            bound: Notify::new(),
-        }
-    }
-
     pub fn arrived(&self, gpu: GpuId) {
-        self.lock().arrived_at.insert(gpu, boottime_ns());
+        self.note(gpu, |seen| seen.arrived_at = boottime_ns());
     }
 
     /// Time in ns at which this worker found a GPU; 0 for one that an earlier worker has settled.
     pub fn arrived_at(&self, gpu: GpuId) -> u64 {
-        self.lock().arrived_at.get(&gpu).copied().unwrap_or(0)
+        self.lock().gpus.get(&gpu).map_or(0, |seen| seen.arrived_at)
     }
 
     pub fn bound(&self, gpu: GpuId) {
-        self.lock().bound_at.insert(gpu, boottime_ns());
+        self.note(gpu, |seen| seen.bound_at = Some(boottime_ns()));
         self.bound.notify_waiters();
     }
 
     /// Removes all observations of a GPU that has left.
     pub fn gone(&self, gpu: GpuId) {
-        let mut state = self.lock();
-        state.arrived_at.remove(&gpu);
-        state.bound_at.remove(&gpu);
-        state.minors.remove(&gpu);
-        state.progress.remove(&gpu);
-        state.off_the_bus.remove(&gpu);
+        self.lock().gpus.remove(&gpu);
     }
 
     /// Notes that a GPU has fallen off the bus.
     pub fn set_off_the_bus(&self, gpu: GpuId) {
-        self.lock().off_the_bus.insert(gpu);
+        self.note(gpu, |seen| seen.off_the_bus = true);
     }
 
     pub fn is_off_the_bus(&self, gpu: GpuId) -> bool {
-        self.lock().off_the_bus.contains(&gpu)
+        self.lock()
+            .gpus
+            .get(&gpu)
+            .is_some_and(|seen| seen.off_the_bus)
     }
 
     pub fn minor(&self, gpu: GpuId) -> Option<u32> {
-        self.lock().minors.get(&gpu).copied()
+        self.lock().gpus.get(&gpu)?.minor
     }
 
     pub fn progress(&self, gpu: GpuId) -> Arc<Progress> {
-        Arc::clone(self.lock().progress.entry(gpu).or_default())
+        self.note(gpu, |seen| Arc::clone(&seen.progress))
     }
 
     /// Time in ns at which the kernel reported this GPU as bound.
     pub fn bound_at(&self, gpu: GpuId) -> Option<u64> {
-        self.lock().bound_at.get(&gpu).copied()
+        self.lock().gpus.get(&gpu)?.bound_at
     }
 
     /// Wakes at the next bind that the kernel reports.
@@ -151,7 +144,7 @@ impl Seen {
     }
 
     pub fn set_minor(&self, gpu: GpuId, minor: u32) {
-        self.lock().minors.insert(gpu, minor);
+        self.note(gpu, |seen| seen.minor = Some(minor));
     }
 
     /// Last initialisation that has ended; the next one may have waited for it.
@@ -161,6 +154,10 @@ impl Seen {
 
     pub fn set_initialised(&self, step: StepId) {
         self.lock().initialised = Some(step);
+    }
+
+    fn note<T>(&self, gpu: GpuId, note: impl FnOnce(&mut Observed) -> T) -> T {
+        note(self.lock().gpus.entry(gpu).or_default())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -4,6 +4,7 @@
 //! A note in the library lists the drivers it works with; without a note, the newer major version
 //! counts. The rules are the incumbent's.
 
+use super::arguments::Arguments;
 use super::container_root::ContainerRoot;
 use super::edits::Edit;
 use super::update_ldcache::{Plan, include_all};
@@ -23,16 +24,6 @@ const NOTE_SECTION: &[u8] = b".note.cuda.fwd_compatibility";
 const NOTE_OWNER: &[u8] = b"NVIDIA Corporation";
 /// Limit of a note's description: the known ones have 106 bytes.
 const MAX_DESCRIPTION: usize = 64 * 1024;
-
-/// Known facts about the driver, and the folder to search.
-#[derive(Clone, Copy, Debug)]
-pub struct Host<'a> {
-    /// Empty if unknown.
-    pub driver_version: &'a str,
-    /// Empty if unknown.
-    pub cuda_version: &'a str,
-    pub compat: Option<&'a str>,
-}
 
 /// Note of a compatibility library about itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -66,11 +57,12 @@ impl Version {
 }
 
 /// Plans the file that puts the libraries first, or the removal of an earlier one.
-pub fn plan(root: &ContainerRoot, host: Host, plan: &mut Plan) {
-    if host.driver_version.is_empty() && host.cuda_version.is_empty() {
+pub fn plan(root: &ContainerRoot, host: &Arguments, plan: &mut Plan) {
+    if host.host_driver_version.is_empty() && host.host_cuda_version.is_empty() {
         return;
     }
-    let folder = host.compat.unwrap_or(COMPAT);
+    let folder = host.cuda_compat_container_root.as_deref();
+    let folder = folder.unwrap_or(COMPAT);
     // If the folder cannot be read, the image has the driver's own libraries at least.
     let wanted = is_wanted(root, folder, host, &mut plan.notes).unwrap_or_else(|e| {
         plan.notes.push(format!("leave {folder} alone: {e}"));
@@ -94,7 +86,7 @@ pub fn plan(root: &ContainerRoot, host: Host, plan: &mut Plan) {
 fn is_wanted(
     root: &ContainerRoot,
     folder: &str,
-    host: Host,
+    host: &Arguments,
     notes: &mut Vec<String>,
 ) -> io::Result<bool> {
     let Some(directory) = root.directory(Path::new(folder))? else {
@@ -135,8 +127,8 @@ fn is_wanted(
     Ok(decide(
         note.as_ref(),
         &version,
-        host.driver_version,
-        host.cuda_version,
+        &host.host_driver_version,
+        &host.host_cuda_version,
     ))
 }
 

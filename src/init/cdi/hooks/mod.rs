@@ -23,7 +23,6 @@ use arguments::{Arguments, Command, Meaning};
 use container_root::ContainerRoot;
 use edits::Edit;
 use std::ffi::OsString;
-use std::fmt;
 use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -38,18 +37,6 @@ pub const NAME: &str = "nvidia-cdi-hook";
 const OOM_SCORE: &str = "1000";
 /// Directory that exists only in a guest booted by this program.
 const GUEST: &str = "/run/kata-gpu-init";
-
-/// Failure of a hook: hook, step and value.
-#[derive(Debug)]
-pub struct Error(String);
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Error {}
 
 /// Result of a hook.
 #[derive(Debug, Default)]
@@ -87,7 +74,7 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
     let words: Result<Vec<String>, OsString> =
         words.into_iter().map(OsString::into_string).collect();
     let result = words
-        .map_err(|w| Error(format!("{w:?} is no text")))
+        .map_err(|w| format!("{w:?} is not text"))
         .and_then(|words| run(&words, io::stdin().lock()));
     match result {
         Ok(outcome) => {
@@ -95,7 +82,7 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            log(&error.to_string());
+            log(&error);
             ExitCode::FAILURE
         }
     }
@@ -122,9 +109,9 @@ fn log(line: &str) {
 }
 
 /// Runs the hook named by these arguments (without the program's name), with the container's state
-/// on `input`.
-pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> {
-    match arguments::parse(words).map_err(Error)? {
+/// on `input`. An error states hook, step and value.
+pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, String> {
+    match arguments::parse(words)? {
         Meaning::Help => print!(
             "{NAME}: hooks of containers, for kata-agent to run with the container's state on \
                 standard input\n\n{}",
@@ -148,8 +135,7 @@ pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> 
             });
         }
         Meaning::Run(command, arguments) => {
-            return perform(command, &arguments, input)
-                .map_err(|e| Error(format!("{command}: {e}")));
+            return perform(command, &arguments, input).map_err(|e| format!("{command}: {e}"));
         }
     }
     Ok(Outcome::default())
@@ -204,7 +190,7 @@ fn perform(
         }
         Command::EnableCudaCompat => {
             _ = jobs.run(|plan| {
-                enable_cuda_compat::plan(&root, host(arguments), plan);
+                enable_cuda_compat::plan(&root, arguments, plan);
                 Ok(())
             })
         }
@@ -222,7 +208,7 @@ fn perform(
             }
             let linked = jobs.run(|plan| set(plan, links()));
             let compat = jobs.run(|plan| {
-                enable_cuda_compat::plan(&root, host(arguments), plan);
+                enable_cuda_compat::plan(&root, arguments, plan);
                 Ok(())
             });
             let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
@@ -284,31 +270,5 @@ impl Jobs<'_> {
         }
         self.errors.append(&mut self.notes);
         Err(io::Error::other(self.errors.join("; ")))
-    }
-}
-
-fn host(arguments: &Arguments) -> enable_cuda_compat::Host<'_> {
-    enable_cuda_compat::Host {
-        driver_version: &arguments.host_driver_version,
-        cuda_version: &arguments.host_cuda_version,
-        compat: arguments.cuda_compat_container_root.as_deref(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_of_the_kernel_command_line_make_no_hook_of_pid_1() {
-        let of = |words: &[&str], is_init| {
-            invocation(words.iter().map(OsString::from), is_init).map(|words| words.len())
-        };
-        assert_eq!(of(&["/init", "hook", "prepare"], true), None);
-        assert_eq!(of(&["/init", "hook", "prepare"], false), Some(1));
-        // Names under which our spec starts the hook, possibly in a new PID namespace.
-        assert_eq!(of(&["nvidia-cdi-hook", "prepare"], true), Some(1));
-        assert_eq!(of(&["/usr/bin/nvidia-cdi-hook", "prepare"], false), Some(1));
-        assert_eq!(of(&["/init"], false), None);
     }
 }
