@@ -55,7 +55,20 @@ fn switched(value: &str) -> Option<Switch> {
     on_off(value).map(|on| if on { Switch::On } else { Switch::Off })
 }
 
-const SWITCH: &str = "auto, on, off";
+/// A parameter that is a switch.
+const fn switch(
+    name: &'static str,
+    help: &'static str,
+    set: fn(&mut Config, &str) -> Option<()>,
+) -> Parameter {
+    Parameter {
+        name,
+        values: "auto, on, off",
+        default: "auto",
+        help,
+        set,
+    }
+}
 
 /// Parses `index,uuid`: each name once, at least one.
 pub fn namings(value: &str) -> Option<Vec<Naming>> {
@@ -133,16 +146,14 @@ pub const PARAMETERS: &[Parameter] = &[
             initialised as well; auto: bound, and with a fabric also when the fabric is complete",
         set: |c, v| set(&mut c.ready, Ready::named(v)),
     },
-    Parameter {
-        name: "gpuinit.fabric.required",
-        values: SWITCH,
-        default: "auto",
-        help: "withhold a GPU from containers if its fabric is not complete 60 s after all GPUs \
+    switch(
+        "gpuinit.fabric.required",
+        "withhold a GPU from containers if its fabric is not complete 60 s after all GPUs \
             are settled; off: containers get it then; on: withhold it also if its fabric is \
             complete with an error; auto: see [NVLink \
             fabrics](init/services/README.md#nvlink-fabrics-and-confidential-gpus)",
-        set: |c, v| set(&mut c.fabric_required, Switch::named(v)),
-    },
+        |c, v| set(&mut c.fabric_required, Switch::named(v)),
+    ),
     Parameter {
         name: "gpuinit.cc.ready",
         values: "leave, wait, boot",
@@ -199,22 +210,18 @@ pub const PARAMETERS: &[Parameter] = &[
             NVSwitches and the network functions that manage NVSwitches",
         set: |c, v| set(&mut c.topology, or_auto(v, Topology::named)),
     },
-    Parameter {
-        name: "gpuinit.nvlink",
-        values: SWITCH,
-        default: "auto",
-        help: "off: the driver is loaded with NVreg_NvLinkDisable=1; auto: so for one GPU alone, \
+    switch(
+        "gpuinit.nvlink",
+        "off: the driver is loaded with NVreg_NvLinkDisable=1; auto: so for one GPU alone, \
             unless the driver's options set it; on: never",
-        set: |c, v| set(&mut c.nvlink, NvLink::named(v)),
-    },
-    Parameter {
-        name: "gpuinit.reset",
-        values: SWITCH,
-        default: "auto",
-        help: "reset a GPU once whose initialisation fails because an earlier guest left it half \
+        |c, v| set(&mut c.nvlink, NvLink::named(v)),
+    ),
+    switch(
+        "gpuinit.reset",
+        "reset a GPU once whose initialisation fails because an earlier guest left it half \
             initialised; auto: not in a confidential guest",
-        set: |c, v| set(&mut c.reset, Switch::named(v)),
-    },
+        |c, v| set(&mut c.reset, Switch::named(v)),
+    ),
     Parameter {
         name: "gpuinit.gpu.graphics-clock",
         values: "MHz, or MIN,MAX",
@@ -250,13 +257,11 @@ pub const PARAMETERS: &[Parameter] = &[
             or 60 s after the load; without a load, only where no GPU is expected",
         set: |c, v| set(&mut c.lockdown, on_off(v)),
     },
-    Parameter {
-        name: "gpuinit.events.vsock",
-        values: SWITCH,
-        default: "auto",
-        help: "stream events to the host; auto: on, except in a confidential guest",
-        set: |c, v| set(&mut c.events_to_host, Switch::named(v)),
-    },
+    switch(
+        "gpuinit.events.vsock",
+        "stream events to the host; auto: on, except in a confidential guest",
+        |c, v| set(&mut c.events_to_host, Switch::named(v)),
+    ),
     Parameter {
         name: "gpuinit.events.port",
         values: "1 to 4294967294, not 1024 or 1026",
@@ -277,21 +282,17 @@ pub const PARAMETERS: &[Parameter] = &[
             confidential guest error",
         set: |c, v| set(&mut c.console, to_console(v)),
     },
-    Parameter {
-        name: "gpuinit.nvlsm",
-        values: SWITCH,
-        default: "auto",
-        help: "start the subnet manager of the NVLink switches; auto: see \
+    switch(
+        "gpuinit.nvlsm",
+        "start the subnet manager of the NVLink switches; auto: see \
             [Services](init/services/README.md#services)",
-        set: |c, v| set(&mut c.services.nvlsm, Switch::named(v)),
-    },
-    Parameter {
-        name: "gpuinit.fabricmanager",
-        values: SWITCH,
-        default: "auto",
-        help: "start fabric manager; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| set(&mut c.services.fabric_manager, Switch::named(v)),
-    },
+        |c, v| set(&mut c.services.nvlsm, Switch::named(v)),
+    ),
+    switch(
+        "gpuinit.fabricmanager",
+        "start fabric manager; auto: see [Services](init/services/README.md#services)",
+        |c, v| set(&mut c.services.fabric_manager, Switch::named(v)),
+    ),
     Parameter {
         name: "gpuinit.fabricmanager.rail",
         values: "auto, greedy, symmetric",
@@ -300,43 +301,33 @@ pub const PARAMETERS: &[Parameter] = &[
             symmetric in a confidential guest with a Blackwell fabric",
         set: |c, v| set(&mut c.services.rail_policy, or_auto(v, RailPolicy::named)),
     },
-    Parameter {
-        name: "gpuinit.persistenced",
-        values: SWITCH,
-        default: "auto",
-        help: "start nvidia-persistenced; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| set(&mut c.services.persistenced, Switch::named(v)),
-    },
-    Parameter {
-        name: "gpuinit.persistenced.uvm",
-        values: SWITCH,
-        default: "auto",
-        help: "persistenced's --uvm-persistence-mode; auto: without a fabric, and once the fabric \
+    switch(
+        "gpuinit.persistenced",
+        "start nvidia-persistenced; auto: see [Services](init/services/README.md#services)",
+        |c, v| set(&mut c.services.persistenced, Switch::named(v)),
+    ),
+    switch(
+        "gpuinit.persistenced.uvm",
+        "persistenced's --uvm-persistence-mode; auto: without a fabric, and once the fabric \
             is complete; on: the same, and persistenced starts; off: never",
-        set: |c, v| set(&mut c.services.uvm_persistence, Switch::named(v)),
-    },
-    Parameter {
-        name: "gpuinit.hostengine",
-        values: SWITCH,
-        default: "auto",
-        help: "start DCGM's nv-hostengine; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| set(&mut c.services.host_engine, Switch::named(v)),
-    },
-    Parameter {
-        name: "gpuinit.dcgm-exporter",
-        values: SWITCH,
-        default: "auto",
-        help: "start dcgm-exporter; auto: see [Services](init/services/README.md#services)",
-        set: |c, v| set(&mut c.services.dcgm_exporter, Switch::named(v)),
-    },
-    Parameter {
-        name: "gpuinit.imex-daemon",
-        values: SWITCH,
-        default: "auto",
-        help: "start nvidia-imex, which connects the IMEX channels of several machines; auto: see \
+        |c, v| set(&mut c.services.uvm_persistence, Switch::named(v)),
+    ),
+    switch(
+        "gpuinit.hostengine",
+        "start DCGM's nv-hostengine; auto: see [Services](init/services/README.md#services)",
+        |c, v| set(&mut c.services.host_engine, Switch::named(v)),
+    ),
+    switch(
+        "gpuinit.dcgm-exporter",
+        "start dcgm-exporter; auto: see [Services](init/services/README.md#services)",
+        |c, v| set(&mut c.services.dcgm_exporter, Switch::named(v)),
+    ),
+    switch(
+        "gpuinit.imex-daemon",
+        "start nvidia-imex, which connects the IMEX channels of several machines; auto: see \
             [Services](init/services/README.md#services)",
-        set: |c, v| set(&mut c.services.imex_daemon, Switch::named(v)),
-    },
+        |c, v| set(&mut c.services.imex_daemon, Switch::named(v)),
+    ),
 ];
 
 /// Incumbent's parameters that are more than another name of one of ours.

@@ -6,7 +6,6 @@ use crate::gpu::driver_caps::Access;
 use crate::gpu::driver_proc::{NodeRules, majors, node_rules};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::unistd::{Gid, Uid};
-use std::fmt;
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -24,28 +23,6 @@ pub struct Node {
     pub mode: u32,
     pub gid: u32,
 }
-
-/// Error of making a node.
-#[derive(Debug)]
-pub struct NodeError {
-    path: PathBuf,
-    step: &'static str,
-    error: io::Error,
-}
-
-impl fmt::Display for NodeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "device node: {} {}: {}",
-            self.step,
-            self.path.display(),
-            self.error
-        )
-    }
-}
-
-impl std::error::Error for NodeError {}
 
 /// Directory of the nodes, and their owner and mode.
 #[derive(Clone, Debug)]
@@ -69,17 +46,17 @@ impl DeviceNodes {
     }
 
     /// `/dev/nvidia<minor>`.
-    pub fn gpu(&self, major: u32, minor: u32) -> Result<Node, NodeError> {
+    pub fn gpu(&self, major: u32, minor: u32) -> Result<Node, String> {
         self.make(&format!("nvidia{minor}"), major, minor)
     }
 
     /// `/dev/nvidiactl`.
-    pub fn control(&self, major: u32) -> Result<Node, NodeError> {
+    pub fn control(&self, major: u32) -> Result<Node, String> {
         self.make("nvidiactl", major, CONTROL_MINOR)
     }
 
     /// `/dev/nvidia-uvm` and `/dev/nvidia-uvm-tools`.
-    pub fn uvm(&self, major: u32) -> Result<[Node; 2], NodeError> {
+    pub fn uvm(&self, major: u32) -> Result<[Node; 2], String> {
         Ok([
             self.make("nvidia-uvm", major, 0)?,
             self.make("nvidia-uvm-tools", major, 1)?,
@@ -87,7 +64,7 @@ impl DeviceNodes {
     }
 
     /// `/dev/nvidia-caps/nvidia-cap<minor>`, with the capability's mode.
-    pub fn capability(&self, major: u32, access: Access) -> Result<Node, NodeError> {
+    pub fn capability(&self, major: u32, access: Access) -> Result<Node, String> {
         let rules = NodeRules {
             mode: access.mode,
             ..self.rules
@@ -104,7 +81,7 @@ impl DeviceNodes {
     }
 
     /// `/dev/nvidia-caps-imex-channels/channel<n>`.
-    pub fn imex_channel(&self, major: u32, channel: u32) -> Result<Node, NodeError> {
+    pub fn imex_channel(&self, major: u32, channel: u32) -> Result<Node, String> {
         self.make(
             &format!("nvidia-caps-imex-channels/channel{channel}"),
             major,
@@ -113,7 +90,7 @@ impl DeviceNodes {
     }
 
     /// `/dev/nvidia-nvswitchctl` and `/dev/nvidia-nvswitch<n>` for `count` switches.
-    pub fn switches(&self, major: u32, count: u32) -> Result<Vec<Node>, NodeError> {
+    pub fn switches(&self, major: u32, count: u32) -> Result<Vec<Node>, String> {
         let control = self.make("nvidia-nvswitchctl", major, CONTROL_MINOR);
         [control]
             .into_iter()
@@ -122,19 +99,16 @@ impl DeviceNodes {
     }
 
     /// `/dev/nvidia-nvlink`.
-    pub fn nvlink(&self, major: u32) -> Result<Node, NodeError> {
+    pub fn nvlink(&self, major: u32) -> Result<Node, String> {
         self.make("nvidia-nvlink", major, 0)
     }
 
     /// Makes one node and its link. A node with the right number stays; a wrong one (a stale major)
     /// is replaced.
-    fn make(&self, name: &str, major: u32, minor: u32) -> Result<Node, NodeError> {
+    fn make(&self, name: &str, major: u32, minor: u32) -> Result<Node, String> {
         let path = self.dev.join(name);
-        let failed = |step, error: io::Error| NodeError {
-            path: path.clone(),
-            step,
-            error,
-        };
+        let failed =
+            |step, error: io::Error| format!("device node: {step} {}: {error}", path.display());
         let number = makedev(u64::from(major), u64::from(minor));
         if let Some(directory) = path.parent() {
             std::fs::create_dir_all(directory).map_err(|e| failed("make the directory of", e))?;
@@ -213,11 +187,11 @@ pub fn make_for_switches(proc: &Path, dev: &Path) -> Result<(), String> {
         majors.nvidia.map(|major| nodes.control(major)),
         majors.nvlink.map(|major| nodes.nvlink(major)),
     ];
-    let others: Result<Vec<Node>, NodeError> = others.into_iter().flatten().collect();
+    let others: Result<Vec<Node>, String> = others.into_iter().flatten().collect();
     others
         .and_then(|_| nodes.switches(switch, count))
         .map(drop)
-        .map_err(|e| at(e.to_string()))
+        .map_err(at)
 }
 
 #[cfg(test)]

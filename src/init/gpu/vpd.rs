@@ -48,7 +48,7 @@ pub fn manages_switches(vpd: &[u8]) -> bool {
     resources(vpd)
         .filter(|(tag, _)| *tag == READ_ONLY)
         .flat_map(|(_, data)| fields(data))
-        .any(|(_, value)| {
+        .any(|value| {
             value
                 .windows(MANAGES_SWITCHES.len())
                 .any(|part| part == MANAGES_SWITCHES)
@@ -74,17 +74,18 @@ fn resources(mut vpd: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
     })
 }
 
-/// Keyword and value of each field of a resource; a truncated value is returned as is.
-fn fields(mut data: &[u8]) -> impl Iterator<Item = ([u8; 2], &[u8])> {
+/// Value of each field of a resource, behind a keyword of two bytes; a truncated value is returned
+/// as is.
+fn fields(mut data: &[u8]) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
-        let [first, second, length, rest @ ..] = data else {
+        let [_, _, length, rest @ ..] = data else {
             return None;
         };
         let (value, rest) = rest
             .split_at_checked(usize::from(*length))
             .unwrap_or((rest, &[]));
         data = rest;
-        Some(([*first, *second], value))
+        Some(value)
     })
 }
 
@@ -155,10 +156,7 @@ mod tests {
             resources(&[0x82, 0xff, 0xff, b'a']).collect::<Vec<_>>(),
             [(0x82, &b"a"[..])]
         );
-        assert_eq!(
-            fields(b"AB\x09abc").collect::<Vec<_>>(),
-            [(*b"AB", &b"abc"[..])]
-        );
+        assert_eq!(fields(b"AB\x09abc").collect::<Vec<_>>(), [b"abc"]);
     }
 
     #[test]

@@ -8,7 +8,6 @@
 use crate::machine::files::errno;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
-use std::fmt;
 use std::path::Path;
 
 /// A mount.
@@ -92,38 +91,26 @@ const CONTROLLERS: [&str; 13] = [
     "rdma",
 ];
 
-/// Error of a mount.
-#[derive(Debug)]
-pub struct MountError {
-    fs: &'static str,
-    target: &'static str,
-    errno: Errno,
-}
-
-impl fmt::Display for MountError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "mount {} on {}: {}", self.fs, self.target, self.errno)?;
-        match self.errno {
-            Errno::ENODEV => write!(f, " (the kernel was built without it)"),
-            Errno::ENOENT => write!(
-                f,
-                " (the image has no such directory and it could not be made)"
-            ),
-            _ => Ok(()),
-        }
-    }
+/// The error of a mount.
+fn failed(fs: &str, target: &str, errno: Errno) -> String {
+    let why = match errno {
+        Errno::ENODEV => " (the kernel was built without it)",
+        Errno::ENOENT => " (the image has no such directory and it could not be made)",
+        _ => "",
+    };
+    format!("mount {fs} on {target}: {errno}{why}")
 }
 
 /// Makes all mounts of a table that are missing. A failure does not stop the others; the errors are
 /// returned.
-pub fn make(table: &[Mount]) -> Vec<MountError> {
+pub fn make(table: &[Mount]) -> Vec<String> {
     table.iter().filter_map(|m| make_one(m).err()).collect()
 }
 
 /// Mounts the version of cgroups that the agent would mount as PID 1 (`gpuinit.agent=child`): 2 if
 /// the kernel command line asks for it, else 1, each controller by itself, in a tmpfs that is
 /// read-only afterwards.
-pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
+pub fn make_cgroups(command_line: &str) -> Vec<String> {
     if is_unified(command_line) {
         return make(&[CGROUP2]);
     }
@@ -138,17 +125,10 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
             Some("mode=755"),
         )
     };
-    let failed = |errno| {
-        vec![MountError {
-            fs: "tmpfs",
-            target: CGROUPS,
-            errno,
-        }]
-    };
     if !is_mounted("tmpfs", CGROUPS)
         && let Err(errno) = tmpfs(MsFlags::empty())
     {
-        return failed(errno);
+        return vec![failed("tmpfs", CGROUPS, errno)];
     }
     let mut errors = Vec::new();
     for name in controllers {
@@ -158,17 +138,13 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
             .and_then(|()| mount(Some("cgroup"), &target, Some("cgroup"), NO_EXEC, Some(name)))
         {
             Ok(()) | Err(Errno::EBUSY) => {}
-            Err(errno) => errors.push(MountError {
-                fs: "cgroup",
-                target: name,
-                errno,
-            }),
+            Err(errno) => errors.push(failed("cgroup", name, errno)),
         }
     }
     // Count memory of a container's children as the container's; kernels since 5.11 always do.
     let _unused = std::fs::write(Path::new(CGROUPS).join("memory/memory.use_hierarchy"), "1");
     if let Err(errno) = tmpfs(MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY) {
-        errors.extend(failed(errno));
+        errors.push(failed("tmpfs", CGROUPS, errno));
     }
     errors
 }
@@ -195,12 +171,8 @@ fn controllers(text: &str) -> Vec<&'static str> {
     text.lines().filter_map(enabled).collect()
 }
 
-fn make_one(m: &Mount) -> Result<(), MountError> {
-    let failed = |errno| MountError {
-        fs: m.fs,
-        target: m.target,
-        errno,
-    };
+fn make_one(m: &Mount) -> Result<(), String> {
+    let failed = |errno| failed(m.fs, m.target, errno);
     if is_new_each_time(m.fs) && is_mounted(m.fs, m.target) {
         return Ok(());
     }

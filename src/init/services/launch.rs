@@ -8,6 +8,7 @@
 use super::service_processes::MARK;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Gid, Pid, Uid, dup2_stdin, setgid, setgroups, setsid, setuid};
+use serde::{Deserialize, Serialize};
 use std::ffi::{CString, OsString};
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -20,7 +21,7 @@ pub const WORD: &str = "launch";
 const PATH: &str = "PATH=/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Preparations for one service.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Launch {
     pub service: String,
     pub oom_score: i32,
@@ -36,50 +37,15 @@ pub struct Launch {
 
 impl Launch {
     /// Command line of the process that prepares.
-    pub fn words(&self) -> Vec<OsString> {
-        let list: Vec<String> = self.capabilities.iter().map(u32::to_string).collect();
-        let account = self
-            .account
-            .map_or(String::new(), |(user, group)| format!("{user}:{group}"));
-        let mut words: Vec<OsString> = vec![
-            WORD.into(),
-            self.service.clone().into(),
-            self.oom_score.to_string().into(),
-            list.join(",").into(),
-            account.into(),
-        ];
-        words.push(self.cgroup.clone().unwrap_or_default().into());
-        words.push(self.program.clone().into());
-        words.extend(self.arguments.iter().cloned());
-        words
+    pub fn words(&self) -> [OsString; 2] {
+        // Structs of strings and numbers cannot fail; an empty word would be refused.
+        let launch = serde_json::to_string(self).unwrap_or_default();
+        [WORD.into(), launch.into()]
     }
 
     /// Reads a command line behind its first word.
     pub fn from_words(mut words: impl Iterator<Item = OsString>) -> Option<Self> {
-        let mut word = || words.next()?.into_string().ok();
-        let (service, oom_score, list, account, cgroup) =
-            (word()?, word()?.parse().ok()?, word()?, word()?, word()?);
-        let capabilities = list
-            .split(',')
-            .filter(|number| !number.is_empty())
-            .map(str::parse)
-            .collect::<Result<_, _>>()
-            .ok()?;
-        let account = match account.split_once(':') {
-            Some((user, group)) => Some((user.parse().ok()?, group.parse().ok()?)),
-            None => None,
-        };
-        let program = words.next()?.into();
-        let cgroup = (!cgroup.is_empty()).then(|| cgroup.into());
-        Some(Self {
-            service,
-            oom_score,
-            capabilities,
-            account,
-            cgroup,
-            program,
-            arguments: words.collect(),
-        })
+        serde_json::from_str(words.next()?.to_str()?).ok()
     }
 }
 

@@ -476,7 +476,7 @@ impl Load {
                 let major = major.ok_or(
                     "load module nvidia-uvm: it is loaded, but /proc/devices has no \"nvidia-uvm\"",
                 )?;
-                loaded.nodes.uvm(major).map_err(|e| e.to_string())
+                loaded.nodes.uvm(major)
             });
         match uvm {
             Ok(nodes) => common.extend(nodes),

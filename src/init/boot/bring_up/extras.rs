@@ -73,9 +73,7 @@ fn make_capabilities(gpu: u32) -> Result<(), String> {
         .into_iter()
         .flat_map(|instance| instance.capabilities())
     {
-        nodes
-            .capability(major, access(proc, capability)?)
-            .map_err(|e| e.to_string())?;
+        nodes.capability(major, access(proc, capability)?)?;
     }
     Ok(())
 }
@@ -126,5 +124,5 @@ fn make_channels(count: u32) -> Result<(), String> {
     let nodes = DeviceNodes::of_guest();
     (0..count)
         .try_for_each(|n| nodes.imex_channel(major, n).map(drop))
-        .map_err(|e| at(e.to_string()))
+        .map_err(at)
 }

@@ -54,7 +54,6 @@ use tokio::time::{Instant, MissedTickBehavior};
 /// Events that arrive during the bring-up.
 pub struct Sources {
     pub uevents: io::Result<Uevents>,
-    pub driver_log: Option<DriverLog>,
     pub signals: Option<Signals>,
     /// Traces of the agent.
     pub agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
@@ -66,6 +65,8 @@ pub struct Machine {
     pub spare: Option<Spare>,
     /// Gate of the console sink.
     pub gate: Gate,
+    pub driver_log: Option<DriverLog>,
+    pub descriptors: Descriptors,
     /// Received when the driver's files are mounted, with the step that they come after. None: they
     /// are ready. The sender is dropped in a guest that is about to end.
     pub image: Option<oneshot::Receiver<Option<StepId>>>,
@@ -86,15 +87,8 @@ pub async fn run(
     previous: Option<&Previous>,
     started: StepId,
     sources: Sources,
-    descriptors: Descriptors,
     mut machine: Machine,
 ) {
-    let Sources {
-        uevents,
-        driver_log,
-        signals,
-        agent,
-    } = sources;
     // Scan after the subscription to uevents: a GPU that appears meanwhile is seen twice, not
     // never.
     let found = scan::run(config, previous, started).await;
@@ -106,20 +100,11 @@ pub async fn run(
         },
     };
     let after = After::from(&[Some(found.step), image][..]);
-    let found = (found, after);
-    let mut fleet = Fleet::start(
-        config,
-        command_line,
-        previous,
-        found,
-        driver_log,
-        descriptors,
-        machine,
-    );
+    let mut fleet = Fleet::start(config, command_line, previous, (found, after), machine);
     for (gpu, xid) in previous.into_iter().flat_map(|previous| &previous.xids) {
         fleet.heed_xid(gpu.address, *xid, Some(*gpu)).await;
     }
-    fleet.follow(uevents, signals, agent).await;
+    fleet.follow(sources).await;
 }
 
 /// Xid of a GPU that has fallen off the bus and is lost until a reset.
@@ -136,7 +121,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// settled, or a GPU is late.
 const REMOVAL_LOOK: Duration = Duration::from_secs(1);
 
-pub struct Fleet {
+struct Fleet {
     shared: Arc<Shared>,
     orders: Orders,
     /// Files for the first load; a later load looks them up again.
@@ -161,20 +146,18 @@ pub struct Fleet {
 
 impl Fleet {
     /// Starts with the GPUs of the scan, after the steps of the scan and the driver's files.
-    pub fn start(
+    fn start(
         config: &Config,
         command_line: &[u8],
         previous: Option<&Previous>,
         (found, after): (Found, After),
-        driver_log: Option<DriverLog>,
-        descriptors: Descriptors,
         machine: Machine,
     ) -> Self {
         let looking = step!(names::DRIVER_LOOK, after = ?after);
         let looked = looking.id();
         let sysfs = PciSysfs::at(Path::new(SYS));
         let roster = Arc::new(previous.map_or_else(Roster::default, Roster::restored));
-        release_stale(&descriptors, &sysfs);
+        release_stale(&machine.descriptors, &sysfs);
         let arrived = take_stock(&roster, &sysfs, &found.gpus);
         let ids: Vec<GpuId> = roster
             .all()
@@ -255,10 +238,10 @@ impl Fleet {
             driver: state,
             offered: Arc::default(),
             topology: watch::channel(decision).0,
-            descriptors,
+            descriptors: machine.descriptors,
             runtime: Handle::current(),
             spec,
-            driver_log,
+            driver_log: machine.driver_log,
             seen,
             milestones: machine.milestones,
             fabric: machine.fabric,
@@ -294,29 +277,24 @@ impl Fleet {
                 .roster
                 .bind_of(gpu)
                 .is_some_and(|bound| fleet.shared.descriptors.of(&bound).is_some());
-            if known.slot.failed {
-                fleet
-                    .shared
-                    .dispatch
-                    .report(Fact::Found(gpu, Arrival::Failed));
+            // The kernel has probed by itself what came while there was no worker.
+            let replaced = || previous.is_some_and(Previous::is_scanned) && arrived.contains(&gpu);
+            let arrival = if known.slot.failed {
+                Arrival::Failed
             } else if known.usable && known.published && opened {
-                fleet
-                    .shared
-                    .dispatch
-                    .report(Fact::Found(gpu, Arrival::Usable));
-            } else if fleet.shared.sysfs.is_bound(gpu.address) {
-                arrivals.push((gpu, Arrival::Enabled));
+                Arrival::Usable
+            } else if fleet.shared.sysfs.is_bound(gpu.address) || replaced() {
+                Arrival::Enabled
+            } else if previous.is_some() {
+                Arrival::Again
             } else {
-                // The kernel has probed by itself what came while there was no worker.
-                let replaced = previous.is_some_and(Previous::is_scanned) && arrived.contains(&gpu);
-                let arrival = if replaced {
-                    Arrival::Enabled
-                } else if previous.is_some() {
-                    Arrival::Again
-                } else {
-                    Arrival::Boot
-                };
-                arrivals.push((gpu, arrival));
+                Arrival::Boot
+            };
+            match arrival {
+                Arrival::Failed | Arrival::Usable => {
+                    fleet.shared.dispatch.report(Fact::Found(gpu, arrival))
+                }
+                Arrival::Enabled | Arrival::Again | Arrival::Boot => arrivals.push((gpu, arrival)),
             }
         }
         if let Some(previous) = previous {
@@ -356,12 +334,12 @@ impl Fleet {
 
     /// Carries out orders and takes events of the kernel and the agent, for as long as the guest
     /// lives.
-    pub async fn follow(
-        &mut self,
-        uevents: io::Result<Uevents>,
-        mut signals: Option<Signals>,
-        mut agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
-    ) {
+    async fn follow(&mut self, sources: Sources) {
+        let Sources {
+            uevents,
+            mut signals,
+            mut agent,
+        } = sources;
         let mut uevents = match uevents {
             Ok(uevents) => Some(uevents),
             Err(error) => {

@@ -166,39 +166,24 @@ impl Observer {
     pub fn wait(self) -> Handed {
         let mut begin_ns = boottime_ns();
         let mut buffer = [0_u8; 1024];
-        loop {
+        let error = loop {
             match nix::unistd::read(&self.0, &mut buffer) {
-                Ok(0) => {
-                    return Handed {
-                        begin_ns,
-                        end_ns: boottime_ns(),
-                        error: None,
-                    };
-                }
+                Err(nix::errno::Errno::EINTR) => {}
+                // An unreadable socket counts as the end of the file.
+                Ok(0) | Err(_) => break None,
                 Ok(n) => {
-                    let text =
-                        String::from_utf8_lossy(buffer.get(..n).unwrap_or_default()).into_owned();
+                    let text = String::from_utf8_lossy(buffer.get(..n).unwrap_or_default());
                     match text.strip_prefix('!') {
-                        Some(error) => {
-                            return Handed {
-                                begin_ns,
-                                end_ns: boottime_ns(),
-                                error: Some((error.to_string(), self)),
-                            };
-                        }
+                        Some(error) => break Some((error.to_string(), self)),
                         None => begin_ns = text.parse().unwrap_or(begin_ns),
                     }
                 }
-                Err(nix::errno::Errno::EINTR) => {}
-                // An unreadable socket counts as the end of the file.
-                Err(_) => {
-                    return Handed {
-                        begin_ns,
-                        end_ns: boottime_ns(),
-                        error: None,
-                    };
-                }
             }
+        };
+        Handed {
+            begin_ns,
+            end_ns: boottime_ns(),
+            error,
         }
     }
 

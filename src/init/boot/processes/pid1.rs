@@ -57,10 +57,7 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
     // Order: /proc before the command line, /dev before the console, /run before the CDI directory.
     // A failure is reported, and the boot goes on: the agent makes these mounts itself.
     let _reported = timed(&mut steps, What::Mounts, |_| {
-        let mut errors: Vec<String> = mounts::make(mounts::EARLY)
-            .iter()
-            .map(ToString::to_string)
-            .collect();
+        let mut errors = mounts::make(mounts::EARLY);
         errors.extend(mounts::link_var_run(Path::new("/")).err());
         // The publisher reports a directory that cannot be made.
         let _unused = std::fs::create_dir(cdi::publish::DIRECTORY);

@@ -159,7 +159,6 @@ async fn live(
     let gate = console::Gate::default();
     let sources = Sources {
         uevents,
-        driver_log,
         signals,
         agent,
     };
@@ -193,6 +192,8 @@ async fn live(
         let machine = Machine {
             spare,
             gate,
+            driver_log,
+            descriptors,
             image,
             settled,
             milestones,
@@ -205,7 +206,6 @@ async fn live(
             previous.as_ref(),
             started,
             sources,
-            descriptors,
             machine,
         )
         .await;
