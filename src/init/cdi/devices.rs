@@ -8,6 +8,7 @@ use crate::gpu::device_nodes::Node;
 use crate::gpu::driver_caps;
 use crate::gpu::driver_caps::{names, names_if_there};
 use crate::gpu::driver_proc::information;
+use crate::gpu::pci;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::sys::stat::{SFlag, lstat, major, minor};
 use std::cell::OnceCell;
@@ -208,13 +209,8 @@ impl Places {
             ..Extras::default()
         };
         // No directory: no display driver.
-        let mut names = names_if_there(
-            &self
-                .root
-                .join("sys/bus/pci/devices")
-                .join(address.to_string())
-                .join("drm"),
-        )?;
+        let function = pci::function(&self.root.join("sys"), address);
+        let mut names = names_if_there(&function.join("drm"))?;
         names.sort();
         for (beginning, kind) in DISPLAYS {
             let numbered = |name: &&String| {

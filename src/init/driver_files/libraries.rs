@@ -6,7 +6,7 @@
 
 use super::files::{Kind, Link, Mount, Problems};
 use super::refused;
-use super::tree::{Entry, Found, Places, below, plain_name, plain_path};
+use super::tree::{Entry, Found, NOT_PLAIN, Places, below, plain_name, plain_path};
 use crate::formats::elf;
 use crate::formats::elf::Class;
 use crate::formats::ld_so_cache;
@@ -447,11 +447,7 @@ fn choose<'a>(
                         problems.add(&path, "not a regular file")
                     }
                     Ok(Some(found)) if !plain_path(&found.path) => {
-                        problems.add(
-                            &path,
-                            "leads to a path with a colon or control characters, \
-                            which cannot be written into a spec",
-                        );
+                        problems.add(&path, NOT_PLAIN);
                     }
                     Ok(Some(found)) => {
                         taken.insert(found.path.clone());

@@ -2,7 +2,7 @@
 //! names and the directories to search.
 
 use super::files::{Kind, Link, Mount, Problems, Roots};
-use super::tree::{Found, Places, below, plain_name, plain_path};
+use super::tree::{Found, NOT_PLAIN, Places, below, plain_name, plain_path};
 use nix::sys::stat::SFlag;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -139,11 +139,7 @@ impl<'a> Named<'a> {
         match self.places.driver(path) {
             Ok(Some(found)) if plain_path(&found.path) => Some(found),
             Ok(Some(_)) => {
-                self.problems.add(
-                    path,
-                    "leads to a path with a colon or control characters, \
-                    which cannot be written into a spec",
-                );
+                self.problems.add(path, NOT_PLAIN);
                 None
             }
             Ok(None) => None,

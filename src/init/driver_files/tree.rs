@@ -375,6 +375,10 @@ pub fn plain_name(name: &[u8]) -> Option<&str> {
     (!name.is_empty() && !name.starts_with('.') && name.len() <= 255).then_some(name)
 }
 
+/// Problem of a path that does not pass [`plain_path`].
+pub const NOT_PLAIN: &str =
+    "leads to a path with a colon or control characters, which cannot be written into a spec";
+
 /// Checks a path for use without quotes: absolute, UTF-8, without `..`, control characters and the
 /// colons that separate lists of paths.
 pub fn plain_path(path: &Path) -> bool {

@@ -1,6 +1,7 @@
 //! Mounts of extensions: EROFS, read-only, and the driver's firmware at the kernel's search path.
 
 use super::parameters::Name;
+use crate::machine::mounts::parsed;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
 use std::fs;
@@ -21,25 +22,15 @@ pub fn target(name: &Name) -> PathBuf {
 /// Whether an extension is mounted, by the text of /proc/self/mounts.
 pub fn is_mounted(mounts: &str, name: &Name) -> bool {
     let target = target(name);
-    mounts.lines().any(|line| {
-        let mut words = line.split(' ');
-        let (device, path, fs) = (
-            words.next().unwrap_or_default(),
-            words.next().unwrap_or_default(),
-            words.next(),
-        );
-        device.starts_with("/dev/dm-") && Path::new(path) == target && fs == Some("erofs")
+    parsed(mounts).any(|[device, path, fs]| {
+        device.starts_with("/dev/dm-") && Path::new(path) == target && fs == "erofs"
     })
 }
 
-/// Whether something is mounted on a path, by the text of /proc/self/mounts, which has paths
-/// without links.
+/// Whether something is mounted on a path, by the text of /proc/self/mounts.
 pub fn is_mount_point(mounts: &str, path: &Path) -> bool {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-    mounts
-        .lines()
-        .filter_map(|line| line.split(' ').nth(1))
-        .any(|target| Path::new(target) == path)
+    parsed(mounts).any(|[_, target, _]| Path::new(target) == path)
 }
 
 /// Mounts a device. Programs may run from it: extensions ship the attestation agent and services.

@@ -6,6 +6,7 @@
 
 use super::disks::{Matched, Partition};
 use super::parameters::{Extension, Name, SECTOR, Verity};
+use crate::formats::bytes_at;
 use crate::machine::sys;
 use crate::machine::sys::DeviceMapper;
 use nix::errno::Errno;
@@ -173,18 +174,12 @@ fn status(name: &Name, flags: u32) -> nix::Result<String> {
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes
-        .get(at..at + 4)
-        .and_then(|b| b.try_into().ok())
-        .map_or(0, u32::from_ne_bytes)
+    bytes_at(bytes, at).map_or(0, u32::from_ne_bytes)
 }
 
 /// Device number of a reply: `MMMmm` as the kernel's huge_encode_dev puts it.
 fn number(reply: &[u8]) -> u64 {
-    reply
-        .get(DEVICE..DEVICE + 8)
-        .and_then(|b| b.try_into().ok())
-        .map_or(0, u64::from_ne_bytes)
+    bytes_at(reply, DEVICE).map_or(0, u64::from_ne_bytes)
 }
 
 fn put(bytes: &mut [u8], at: usize, value: &[u8]) {

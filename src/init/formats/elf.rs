@@ -6,6 +6,7 @@
 
 pub mod build_id;
 
+use super::bytes_at;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -510,24 +511,16 @@ fn bounded(length: u64) -> io::Result<usize> {
         .ok_or_else(refused)
 }
 
-fn bytes_at<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
-    bytes
-        .get(offset..)
-        .and_then(|rest| rest.first_chunk::<N>())
-        .copied()
-        .unwrap_or([0; N])
-}
-
 fn u16_at(bytes: &[u8], offset: usize) -> u16 {
-    u16::from_le_bytes(bytes_at(bytes, offset))
+    bytes_at(bytes, offset).map_or(0, u16::from_le_bytes)
 }
 
 fn u32_at(bytes: &[u8], offset: usize) -> u32 {
-    u32::from_le_bytes(bytes_at(bytes, offset))
+    bytes_at(bytes, offset).map_or(0, u32::from_le_bytes)
 }
 
 fn u64_at(bytes: &[u8], offset: usize) -> u64 {
-    u64::from_le_bytes(bytes_at(bytes, offset))
+    bytes_at(bytes, offset).map_or(0, u64::from_le_bytes)
 }
 
 #[cfg(test)]

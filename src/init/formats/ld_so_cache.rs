@@ -7,6 +7,7 @@
 //! binary search in the table, so its order is part of the format: [`order`] is the loader's own.
 //! Little-endian, as every machine with these GPUs is.
 
+use crate::formats::bytes_at;
 use crate::formats::elf::{Class, Library};
 use kata_gpu_wire::arch::Arch;
 use std::cmp::Ordering;
@@ -394,10 +395,7 @@ fn subdirectories(file: &[u8], at: u32) -> Result<Vec<Option<String>>, String> {
 }
 
 fn word(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes
-        .get(at..)?
-        .first_chunk::<4>()
-        .map(|b| u32::from_le_bytes(*b))
+    bytes_at(bytes, at).map(u32::from_le_bytes)
 }
 
 /// Text at an offset, up to the NUL.

@@ -113,11 +113,12 @@ impl PciSysfs {
         }
     }
 
+    fn device(&self, gpu: PciAddress) -> PathBuf {
+        self.bus.join("devices").join(gpu.to_string())
+    }
+
     fn function(&self, gpu: PciAddress, attribute: &str) -> PathBuf {
-        self.bus
-            .join("devices")
-            .join(gpu.to_string())
-            .join(attribute)
+        self.device(gpu).join(attribute)
     }
 
     fn driver(&self, attribute: &str) -> PathBuf {
@@ -206,7 +207,7 @@ impl PciSysfs {
 
     /// Whether the GPU is on the bus.
     pub fn is_present(&self, gpu: PciAddress) -> bool {
-        self.bus.join("devices").join(gpu.to_string()).exists()
+        self.device(gpu).exists()
     }
 
     /// Whether the driver has this GPU at the end of a probe that is under way; waits for that end.
@@ -246,7 +247,7 @@ impl PciSysfs {
     /// Inode through the bus's link, which is removed before the removal is announced and made
     /// before the device is: the directory itself outlives the announcement.
     fn inode(&self, gpu: PciAddress) -> io::Result<Option<u64>> {
-        let path = self.bus.join("devices").join(gpu.to_string());
+        let path = self.device(gpu);
         there(std::fs::metadata(&path), &path).map(|there| there.map(|directory| directory.ino()))
     }
 

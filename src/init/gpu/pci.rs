@@ -7,7 +7,7 @@
 use crate::machine::files::{entries, failed};
 use kata_gpu_wire::pci_address::{NVIDIA, PciAddress, is_gpu, waits_for_bar_firewall};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Mount point of sysfs in a guest.
 pub const SYS: &str = "/sys";
@@ -32,10 +32,15 @@ pub struct Gpu {
     pub device: u16,
 }
 
+/// Directory of a function in sysfs.
+pub fn function(sysfs: &Path, address: PciAddress) -> PathBuf {
+    sysfs.join("bus/pci/devices").join(address.to_string())
+}
+
 /// Reads one function, for a GPU announced by a uevent. None if the function is no GPU, or gone
 /// again.
 pub fn read(sysfs: &Path, address: PciAddress) -> Option<Gpu> {
-    let function = sysfs.join("bus/pci/devices").join(address.to_string());
+    let function = function(sysfs, address);
     let vendor = u16::try_from(attribute(&function, "vendor").ok()?).ok()?;
     let device = u16::try_from(attribute(&function, "device").ok()?).ok()?;
     is_gpu(vendor, attribute(&function, "class").ok()?).then_some(Gpu { address, device })
@@ -122,10 +127,7 @@ const SM_DISABLED: u32 = 1 << 10;
 /// Source: the GID at place 0 of a port ends with the port's GUID (InfiniBand specification, 4.1.1;
 /// the capability mask is that of PortInfo, 14.2.5.6).
 pub fn port_guid(sysfs: &Path, function: PciAddress) -> Result<String, String> {
-    let devices = sysfs
-        .join("bus/pci/devices")
-        .join(function.to_string())
-        .join("infiniband");
+    let devices = self::function(sysfs, function).join("infiniband");
     let first = entries(&devices).map(|entry| entry.path()).min();
     let port = first.ok_or("no InfiniBand device")?.join("ports/1");
     let read = |name: &str| {

@@ -5,6 +5,7 @@
 //! and which wait for a BAR mapping that is under way: read it only where the topology depends on
 //! it. Any bytes are accepted, none is trusted: they come from a device, in a guest from its host.
 
+use crate::gpu::pci;
 use crate::machine::files;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::io;
@@ -26,10 +27,7 @@ const MANAGES_SWITCHES: &[u8] = b"SW_MNG";
 ///
 /// Errors: the kernel got no answer or found no VPD format (path, errno).
 pub fn read(sysfs: &Path, function: PciAddress) -> io::Result<Option<Vec<u8>>> {
-    let path = sysfs
-        .join("bus/pci/devices")
-        .join(function.to_string())
-        .join("vpd");
+    let path = pci::function(sysfs, function).join("vpd");
     match files::read(&path, MAX) {
         // The kernel returns 0 bytes for a device that is silent from the first byte on.
         Ok(vpd) if vpd.is_empty() => Err(io::Error::new(

@@ -205,14 +205,17 @@ fn is_mounted(fs: &str, target: &str) -> bool {
 
 /// Type of the last mount on `target` in the text of /proc/mounts.
 fn top_type<'a>(mounts: &'a str, target: &str) -> Option<&'a str> {
-    let mut top = None;
-    for line in mounts.lines() {
-        let mut words = line.split(' ').skip(1);
-        if words.next() == Some(target) {
-            top = words.next();
-        }
-    }
-    top
+    let on_target = parsed(mounts).filter(|[_, at, _]| *at == target);
+    on_target.last().map(|[.., fs]| fs)
+}
+
+/// Device, target and type of each mount in the text of /proc/mounts, which has paths without
+/// links.
+pub fn parsed(mounts: &str) -> impl Iterator<Item = [&str; 3]> {
+    mounts.lines().filter_map(|line| {
+        let mut words = line.split(' ');
+        Some([words.next()?, words.next()?, words.next()?])
+    })
 }
 
 /// Makes `/var/run` a link to `/run`, because the agent reads CDI specs there. `root` is `/` in a

@@ -38,6 +38,8 @@ pub struct Spare {
     /// Process that opens GPUs.
     opener: Option<Pid>,
     cpu: usize,
+    /// The lane's vCPU as a set.
+    lane: CpuSet,
     all: CpuSet,
     others: CpuSet,
     /// CPUs for threads after the lane's end.
@@ -58,6 +60,7 @@ impl Spare {
             process,
             opener,
             cpu,
+            lane,
             all,
             others,
             afterwards: afterwards(&all, online.trim()),
@@ -122,18 +125,12 @@ impl LaneCpu {
 
     /// Moves a process to the lane's vCPU.
     pub fn move_here(&self, process: Pid) {
-        let mut lane = CpuSet::new();
-        let _unused = lane
-            .set(self.spare.cpu)
-            .and_then(|()| sched_setaffinity(process, &lane));
+        let _unused = sched_setaffinity(process, &self.spare.lane);
     }
 
     /// Runs work on the lane's vCPU, on the calling thread.
     pub fn run_there<T>(&self, work: impl FnOnce() -> T) -> T {
-        let mut lane = CpuSet::new();
-        let there = lane
-            .set(self.spare.cpu)
-            .and_then(|()| sched_setaffinity(SELF, &lane));
+        let there = sched_setaffinity(SELF, &self.spare.lane);
         let result = work();
         if there.is_ok() {
             let _unused = sched_setaffinity(SELF, &self.spare.others);

@@ -286,27 +286,18 @@ fn fabric(facts: Option<&Facts>, overdue: bool) -> services::Fabric {
             services::Fabric::Unasked
         };
     };
-    let has = |wanted: &dyn Fn(&kata_gpu_wire::fabric::Fabric) -> bool| {
-        facts
-            .devices
-            .iter()
-            .filter_map(|device| device.fabric.as_ref())
-            .any(wanted)
-    };
-    if has(&|fabric| {
-        !matches!(
-            fabric.state,
-            FabricState::Completed | FabricState::NotSupported
-        )
-    }) {
+    let all = || facts.devices.iter().filter_map(|d| d.fabric.as_ref());
+    let is_open = |state| !matches!(state, FabricState::Completed | FabricState::NotSupported);
+    let mut complete = all().filter(|fabric| fabric.state == FabricState::Completed);
+    if all().any(|fabric| is_open(fabric.state)) {
         if overdue {
             services::Fabric::Late
         } else {
             services::Fabric::Incomplete
         }
-    } else if has(&|fabric| fabric.state == FabricState::Completed && fabric.status != 0) {
+    } else if complete.clone().any(|fabric| fabric.status != 0) {
         services::Fabric::Failed
-    } else if has(&|fabric| fabric.state == FabricState::Completed) {
+    } else if complete.next().is_some() {
         services::Fabric::Complete
     } else {
         services::Fabric::Absent

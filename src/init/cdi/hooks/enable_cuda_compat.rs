@@ -8,7 +8,7 @@ use super::arguments::Arguments;
 use super::container_root::ContainerRoot;
 use super::edits::Edit;
 use super::update_ldcache::{Plan, include_all};
-use crate::formats::elf;
+use crate::formats::{bytes_at, elf};
 use nix::dir::Type;
 use serde_json::Value;
 use std::fs::File;
@@ -161,12 +161,7 @@ fn note_of(file: &File) -> io::Result<Option<Note>> {
 
 /// Parses the section: an ELF note whose description is JSON.
 pub fn parse_note(section: &[u8]) -> Result<Option<Note>, String> {
-    let size = |at: usize| {
-        section
-            .get(at..)?
-            .first_chunk::<4>()
-            .map(|b| u32::from_le_bytes(*b) as usize)
-    };
+    let size = |at| Some(u32::from_le_bytes(bytes_at(section, at)?) as usize);
     let (Some(name_size), Some(size)) = (size(0), size(4)) else {
         return Err("its note ends in its header".into());
     };
