@@ -25,7 +25,7 @@ use tree::Places;
 /// File with the version of the loaded module.
 const MODULE_VERSION: &str = "/sys/module/nvidia/version";
 /// Scans the roots. `expected_version` is that of the module which is or will be loaded; without it
-/// the version comes from `<root>/sys`, else from the libraries. An error is a sentence with the cure.
+/// the version comes from `<root>/sys`, else from the libraries. An error is a text with the cure.
 pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, String> {
     let places = Places::open(roots)?;
     let mut problems = Problems::default();
