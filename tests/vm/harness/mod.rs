@@ -254,6 +254,16 @@ impl Guest {
         }
     }
 
+    /// With words on the kernel command line.
+    pub fn with(words: &str) -> Self {
+        Self::new().append(words)
+    }
+
+    /// With the guest half that acts on records (tests/guest/halves/script.rs).
+    pub fn script(self, steps: &str) -> Self {
+        self.append(&format!("testagent.guest=script testagent.script={steps}"))
+    }
+
     /// Adds words to the kernel command line; later ones count.
     pub fn append(mut self, words: &str) -> Self {
         self.append.push(words.into());
@@ -611,6 +621,88 @@ impl Booted {
         Ok((count("usable")?, count("failed")?))
     }
 
+    /// All records so far, in order of seq.
+    pub fn records(&self) -> Vec<Record> {
+        self.receiver.records()
+    }
+
+    /// All lines of the agent so far.
+    pub fn lines(&self) -> Vec<AgentLine> {
+        self.console.agent_lines()
+    }
+
+    /// Checks that a guest of eight GPUs brings all up by the list of the driver's files in its
+    /// image, and gives them to the container `all`.
+    pub fn comes_up_by_its_list(&mut self) -> Result<()> {
+        let all = self.created("all")?;
+        self.settles(8, 0)?;
+        ensure!(gpus_of(&all) == 8, "{all:?}");
+        let files = self.record("the driver's files", |r| {
+            r.kind == Kind::End && r.name == names::DRIVER_FILES
+        })?;
+        ensure!(
+            files.error.is_none() && files.fields.get("manifest") == Some(&true.into()),
+            "the list was not used: {files:?}"
+        );
+        self.still_runs()
+    }
+
+    /// Checks that no event and no span of this name has come.
+    pub fn has_no(&self, name: &str) -> Result<()> {
+        let records = self.receiver.records();
+        let came = records.iter().find(|r| r.name == name);
+        ensure!(came.is_none(), "{came:?}");
+        Ok(())
+    }
+
+    /// Waits until all GPUs are usable or failed; these must be so many.
+    pub fn settles(&self, usable: u64, failed: u64) -> Result<()> {
+        let is = self.settled()?;
+        ensure!(
+            is == (usable, failed),
+            "usable and failed are {is:?}, not {:?}: {:?}",
+            (usable, failed),
+            named(&self.receiver.records(), Kind::Event, names::GPU_FAILED)
+        );
+        Ok(())
+    }
+
+    /// Waits for the end of a span.
+    pub fn end_of(&self, begin: &Record) -> Result<Record> {
+        self.record(&format!("end of {}", begin.name), |r| {
+            r.kind == Kind::End && r.span == begin.span
+        })
+    }
+
+    /// Waits for the `number`-th begin of a span of this name whose field has this value, and for
+    /// its end.
+    pub fn span_of(
+        &self,
+        name: &str,
+        (key, value): (&str, &str),
+        number: usize,
+    ) -> Result<(Record, Record)> {
+        let is = |r: &Record| {
+            r.kind == Kind::Begin
+                && r.name == name
+                && r.fields.get(key).is_some_and(|is| is == value)
+        };
+        let begin = self
+            .receiver
+            .wait_several(DEADLINE, number, is)
+            .and_then(|all| all.get(number - 1).cloned())
+            .ok_or_else(|| self.missing(&format!("no {number} \"{name}\" of {value}")))?;
+        let end = self.end_of(&begin)?;
+        Ok((begin, end))
+    }
+
+    /// Waits until the guest's script has done this.
+    pub fn did(&self, action: &str) -> Result<AgentLine> {
+        let line = self.agent("script", |l| l.get("did") == action)?;
+        ensure!(line.get("error").is_empty(), "{line:?}");
+        Ok(line)
+    }
+
     /// Waits for a line of the agent.
     pub fn agent(&self, message: &str, wanted: impl Fn(&AgentLine) -> bool) -> Result<AgentLine> {
         self.console
@@ -700,6 +792,52 @@ pub fn named<'a>(records: &'a [Record], kind: Kind, name: &str) -> Vec<&'a Recor
         .iter()
         .filter(|r| r.kind == kind && r.name == name)
         .collect()
+}
+
+/// All events of this name, in order of seq.
+pub fn events<'a>(records: &'a [Record], name: &str) -> Vec<&'a Record> {
+    named(records, Kind::Event, name)
+}
+
+/// Whether a record is of the simulated GPU in this slot.
+pub fn is_of_slot(record: &Record, slot: u32) -> bool {
+    record
+        .gpu
+        .is_some_and(|gpu| gpu.to_string() == format!("0001:00:{slot:02x}.0"))
+}
+
+/// Checks that a record's error has all these words.
+pub fn error_has(record: &Record, words: &[&str]) -> Result<()> {
+    let error = record.error.as_deref().unwrap_or_default();
+    let missing = words.iter().find(|words| !error.contains(**words));
+    ensure!(
+        missing.is_none(),
+        "{missing:?} is not in the error of {record:?}"
+    );
+    Ok(())
+}
+
+/// Begin and end of each span of this name, in the order of their begins.
+pub fn spans<'a>(records: &'a [Record], name: &str) -> Result<Vec<(&'a Record, &'a Record)>> {
+    let ends = named(records, Kind::End, name);
+    named(records, Kind::Begin, name)
+        .into_iter()
+        .map(|begin| {
+            let end = ends.iter().find(|end| end.span == begin.span);
+            Ok((begin, *end.with_context(|| format!("no end of {begin:?}"))?))
+        })
+        .collect()
+}
+
+/// How many GPUs' nodes a container has, without those that all GPUs share.
+pub fn gpus_of(container: &AgentLine) -> usize {
+    let shared = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
+    container
+        .get("nodes")
+        .split(',')
+        .filter_map(|node| node.split(' ').next())
+        .filter(|path| path.starts_with("/dev/nvidia") && !shared.contains(path))
+        .count()
 }
 
 /// Checks that a stream has every seq from 0 on, once.
