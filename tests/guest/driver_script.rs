@@ -7,18 +7,18 @@
 //! | step | what it does |
 //! |---|---|
 //! | `load` | loads `nvidia.ko` with the command line's parameters, and makes a node for each GPU |
-//! | `load-async` | the same, asking the kernel to probe asynchronously |
 //! | `serial` | opens each GPU, one after another, and keeps it open |
 //! | `parallel` | opens all at once, a thread for each |
 //! | `nonblock` | opens all with O_NONBLOCK, then waits for each |
 //! | `twice` | opens GPU 0 without waiting, then once more with waiting, and then GPU 1: the second open holds the third up |
 //! | `close` | closes all that is open |
-//! | `eio` | asks something else of a GPU that did not open, and polls it |
 //! | `power` | reads GPU 0's `power` file while it initialises |
 //! | `sleep:MS` | waits |
 //!
 //! Output is one line a step: `driver-script:
-//! {"step":..,"ms":..,"gpus":[{"gpu":..,"ms":..,"errno":..,"rc":..,"status":..}]}`.
+//! {"step":..,"ms":..,"gpus":[{"gpu":..,"ms":..,"errno":..,"rc":..,"status":..,"sim":..}]}`; `sim`
+//! are the simulator's counters of that GPU at the step's end, and `first` GPU 0's when the call
+//! returned.
 
 use kata_gpu_init::config::module_parameters;
 use kata_gpu_init::gpu::driver_proc::{information, majors};
@@ -26,13 +26,12 @@ use kata_gpu_init::machine::sys::wait_open_complete;
 use nix::fcntl::{OFlag, open};
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::mount::{MsFlags, mount};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::reboot::{RebootMode, reboot};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use serde_json::{Value, json};
 use std::ffi::CString;
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Instant;
 
@@ -91,8 +90,7 @@ impl Script {
     fn step(&mut self, step: &str) -> Result<Vec<Value>, String> {
         let (what, argument) = step.split_once(':').unwrap_or((step, ""));
         match what {
-            "load" => self.load(""),
-            "load-async" => self.load("async_probe"),
+            "load" => self.load(),
             "serial" => Ok((0..self.gpus.len())
                 .map(|k| self.open_blocking(k))
                 .collect()),
@@ -143,26 +141,19 @@ impl Script {
                 self.open.clear();
                 Ok(vec![])
             }
-            "eio" => self.asks_after_a_failure(),
             "power" => {
                 let gpu = gpu_addresses().into_iter().next().ok_or("power: no GPU")?;
-                let file = |name: &str| {
-                    std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{gpu}/{name}"))
-                };
                 let (fd, _) = timed_open(&self.gpus[0], OFlag::O_NONBLOCK);
                 // The driver's own thread initialises; before it has begun there is nothing to wait
                 // for.
-                while !file("sim")
-                    .map_err(|e| e.to_string())?
-                    .contains("adapter: initialising")
-                {
+                while !counters(&gpu).contains("adapter: initialising") {
                     std::thread::yield_now();
                 }
-                let start = Instant::now();
-                let power = file("power");
+                let power =
+                    std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{gpu}/power"));
                 self.open.extend(fd);
                 Ok(vec![
-                    json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "read": power.is_ok() }),
+                    json!({ "first": counters(&gpu), "read": power.is_ok() }),
                 ])
             }
             "sleep" => {
@@ -175,15 +166,12 @@ impl Script {
         }
     }
 
-    fn load(&mut self, extra: &str) -> Result<Vec<Value>, String> {
+    fn load(&mut self) -> Result<Vec<Value>, String> {
         let release =
             std::fs::read_to_string("/proc/sys/kernel/osrelease").map_err(|e| e.to_string())?;
         let file = File::open(format!("/lib/modules/{}/nvidia.ko", release.trim()))
             .map_err(|e| e.to_string())?;
-        let parameters = format!(
-            "{} {extra}",
-            module_parameters(&self.command_line, "nvidia")
-        );
+        let parameters = module_parameters(&self.command_line, "nvidia");
         let parameters = CString::new(parameters.trim()).map_err(|e| e.to_string())?;
         finit_module(&file, &parameters, ModuleInitFlags::empty())
             .map_err(|errno| format!("load: {errno}"))?;
@@ -217,6 +205,8 @@ impl Script {
 
     fn keep(&mut self, k: usize, fd: Option<OwnedFd>, mut value: Value) -> Value {
         value["gpu"] = k.into();
+        let address = gpu_addresses().into_iter().nth(k).unwrap_or_default();
+        value["sim"] = counters(&address).into();
         self.open.extend(fd);
         value
     }
@@ -227,12 +217,18 @@ impl Script {
         let [first, second] = [self.gpus[0].clone(), self.gpus[1].clone()];
         let (fd, _) = timed_open(&first, OFlag::O_NONBLOCK);
         self.open.extend(fd);
+        let gpu = gpu_addresses().into_iter().next().unwrap_or_default();
+        let open = |node: &str, flags| {
+            let (fd, mut value) = timed_open(node, flags);
+            value["first"] = counters(&gpu).into();
+            (fd, value)
+        };
         let (again, other) = std::thread::scope(|scope| {
-            let again = scope.spawn(|| timed_open(&first, OFlag::empty()));
+            let again = scope.spawn(|| open(&first, OFlag::empty()));
             // The second open must be in the driver before the third comes: nothing shows that from
             // outside.
             std::thread::sleep(std::time::Duration::from_millis(50));
-            let other = scope.spawn(|| timed_open(&second, OFlag::O_NONBLOCK));
+            let other = scope.spawn(|| open(&second, OFlag::O_NONBLOCK));
             (again.join(), other.join())
         });
         let mut all = Vec::new();
@@ -241,25 +237,6 @@ impl Script {
             all.push(self.keep(k, fd, value));
         }
         Ok(all)
-    }
-
-    /// Polls GPU 0, opened without waiting, while it initialises, and sends a request after that
-    /// has failed.
-    fn asks_after_a_failure(&mut self) -> Result<Vec<Value>, String> {
-        let (fd, _) = timed_open(&self.gpus[0], OFlag::O_NONBLOCK);
-        let fd = fd.ok_or("not opened")?;
-        let mut polled = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
-        poll(&mut polled, PollTimeout::ZERO).map_err(|e| e.to_string())?;
-        let error_while_pending = polled[0]
-            .revents()
-            .is_some_and(|r| r.contains(PollFlags::POLLERR));
-        let answer = wait_open_complete(&fd).map_err(|e| e.to_string())?;
-        // Another request of the driver's: its own version check (210).
-        let other = crate::sys::check_version(&fd).err();
-        Ok(vec![
-            json!({ "pollerr": error_while_pending, "rc": answer.rc,
-                "status": answer.adapter_status, "other": format!("{other:?}") }),
-        ])
     }
 }
 
@@ -272,6 +249,13 @@ fn gpu_addresses() -> Vec<String> {
         .collect();
     all.sort();
     all
+}
+
+/// The simulator's counters of a GPU; none of NVIDIA's driver.
+fn counters(gpu: &str) -> String {
+    let text = std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{gpu}/sim"));
+    let text = text.unwrap_or_default();
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 fn timed_open(node: &str, flags: OFlag) -> (Option<OwnedFd>, Value) {

@@ -3,11 +3,6 @@
 #![allow(unsafe_code, reason = "system calls without a safe form in std or nix")]
 
 use nix::errno::Errno;
-use std::os::fd::{AsRawFd, OwnedFd};
-
-mod request {
-    nix::ioctl_readwrite!(check_version, b'F', 210, [u8; 64]);
-}
 
 /// Makes standard input the controlling terminal of this session; another session loses it.
 pub fn take_terminal() -> nix::Result<()> {
@@ -26,11 +21,4 @@ pub fn set_path_single_threaded(path: &str) -> nix::Result<()> {
     // SAFETY: there is no other thread that could read the environment meanwhile.
     unsafe { std::env::set_var("PATH", path) };
     Ok(())
-}
-
-/// NVIDIA's own check of versions (NV_ESC_CHECK_VERSION_STR), which only an opened GPU answers.
-pub fn check_version(gpu: &OwnedFd) -> nix::Result<()> {
-    let mut buffer = [0_u8; 64];
-    // SAFETY: the request's size says 64 bytes, which outlive the call.
-    unsafe { request::check_version(gpu.as_raw_fd(), &raw mut buffer) }.map(drop)
 }
