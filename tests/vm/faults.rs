@@ -1,24 +1,22 @@
 //! Faults: each costs what it must and nothing else, and is reported with its reason.
 
-use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
+use super::harness::{
+    Booted, Guest, Outcome, TestContext, VmTest, error_has, events, gpus_of, named,
+};
 use super::hot_plug::leads;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
     VmTest {
-        name: "a_gpu_that_fails_its_probe_leaves_and_the_others_stay",
-        run: |c| one_fails(c, "probe_fail", 2, "off-the-bus"),
-    },
-    VmTest {
         name: "a_first_gpu_that_fails_its_probe_does_not_fail_the_load",
-        run: |c| one_fails(c, "probe_fail", 0, "off-the-bus"),
+        run: |c| one_fails(c, "probe_fail", 0, "off-the-bus", "concurrent"),
     },
     VmTest {
         name: "a_gpu_that_fails_to_initialise_leaves_and_the_others_stay",
-        run: |c| one_fails(c, "init_fail", 3, "firmware-boot"),
+        run: |c| one_fails(c, "init_fail", 3, "firmware-boot", "insmod"),
     },
     VmTest {
         name: "a_gpu_that_hangs_early_keeps_nobody_waiting_for_long",
@@ -41,20 +39,12 @@ pub const TESTS: &[VmTest] = &[
         run: no_driver,
     },
     VmTest {
-        name: "a_refused_load_fails_every_gpu_with_the_reason",
-        run: load_fails,
-    },
-    VmTest {
         name: "a_later_gpu_gets_the_load_after_all_early_ones_failed",
         run: all_fail_early,
     },
     VmTest {
         name: "a_load_that_fails_fails_no_gpu_that_was_bound_meanwhile",
         run: bound_meanwhile,
-    },
-    VmTest {
-        name: "a_gpu_plugged_in_after_a_failed_load_gets_a_load_of_its_own",
-        run: load_again,
     },
     VmTest {
         name: "a_full_run_delays_the_spec_and_loses_no_gpu",
@@ -101,117 +91,93 @@ fn failure(booted: &Booted, index: usize, reason: &str) -> Result<Record> {
     Ok(failed)
 }
 
-fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> Result<Outcome> {
+fn one_fails(
+    context: &TestContext,
+    fault: &str,
+    index: usize,
+    reason: &str,
+    bind: &str,
+) -> Result<Outcome> {
     let asked = if index == 0 { 1 } else { 0 };
     // The container with the failed GPU is asked for when its GPU has left: after its first tries
     // it must fail, not wait 100 s.
-    let words =
-        format!("nvidia.{fault}={index} testagent.containers=good:{asked};bad:{index};all:all");
-    for bind in ["concurrent", "pipelined", "insmod"] {
-        let mut booted = Guest::new()
-            .append(&format!("{words} gpuinit.bind={bind}"))
-            .boot(context, bind)?;
-        let failed = failure(&booted, index, reason)?;
-        let error = failed.error.unwrap_or_default();
-        ensure!(
-            error.contains("the driver logged: NVRM: "),
-            "{bind}: the driver's words are missing: {error}"
-        );
-        ensure!(
-            booted.settled()? == (7, 1),
-            "{bind}: {:?}",
-            booted.settled()?
-        );
-        booted.created("good")?;
-        let all = booted.created("all")?;
-        // Published as bound before its initialisation failed, it may have been handed out; probed
-        // in vain, never.
-        let gpus = all.get("nodes").matches("/dev/nvidia").count() - 3;
-        ensure!(
-            gpus == 7 || fault == "init_fail" && gpus == 8,
-            "{bind}: all has {gpus} GPUs: {}",
-            all.get("nodes")
-        );
-        if fault == "probe_fail" {
-            let bad = booted.refused("bad")?;
-            ensure!(
-                bad.get("error").contains("do not exist"),
-                "{bind}: {}",
-                bad.get("error")
-            );
-        }
-        let publications = booted.receiver.records();
-        let last = named(&publications, Kind::End, names::CDI_PUBLISH)
-            .last()
-            .copied()
-            .cloned()
-            .context("no publication")?;
-        ensure!(
-            last.fields["failed"] == 1 && last.fields["ready"] == 7,
-            "{bind}: last publication {:?}",
-            last.fields
-        );
-        booted.still_runs()?;
+    let mut booted = Guest::with(&format!(
+        "nvidia.{fault}={index} testagent.containers=good:{asked};bad:{index};all:all \
+        gpuinit.bind={bind}"
+    ))
+    .boot(context, bind)?;
+    let failed = failure(&booted, index, reason)?;
+    let error = failed.error.unwrap_or_default();
+    ensure!(
+        error.contains("the driver logged: NVRM: "),
+        "the driver's words are missing: {error}"
+    );
+    booted.settles(7, 1)?;
+    booted.created("good")?;
+    // Published as bound before its initialisation failed, it may have been handed out; probed in
+    // vain, never.
+    let all = booted.created("all")?;
+    let gpus = gpus_of(&all);
+    ensure!(
+        gpus == 7 || fault == "init_fail" && gpus == 8,
+        "{gpus} GPUs: {all:?}"
+    );
+    if fault == "probe_fail" {
+        let bad = booted.refused("bad")?;
+        ensure!(bad.get("error").contains("do not exist"), "{bad:?}");
     }
+    let records = booted.records();
+    let published = named(&records, Kind::End, names::CDI_PUBLISH);
+    let last = published.last().context("no publication")?;
+    ensure!(
+        last.fields["failed"] == 1 && last.fields["ready"] == 7,
+        "{last:?}"
+    );
+    booted.still_runs()?;
     Ok(Outcome::Passed)
 }
 
 fn one_hangs(context: &TestContext) -> Result<Outcome> {
     // The last one, after all others: a GPU that hangs holds its lock of the resource manager, and
     // one that comes after it waits for that.
-    let words = "nvidia.init_hang=7 fakepci.enable_ms=120 gpuinit.init=serial \
-        testagent.containers=good:6;all:all testagent.guest=counters";
-    let mut booted = Guest::new().append(words).boot(context, "hang")?;
+    let mut booted = Guest::with(
+        "nvidia.init_hang=7 fakepci.enable_ms=120 gpuinit.init=serial \
+        testagent.containers=good:6;all:all",
+    )
+    .script("gpu.late>counters")
+    .boot(context, "hang")?;
     booted.created("good")?;
     booted.created("all")?;
     // The first deadline reports, with what the kernel is doing for it, and kills nothing.
-    let late = booted.record("gpu.late", |r| r.name == names::GPU_LATE)?;
+    let late = booted.event(names::GPU_LATE)?;
     ensure!(
         late.fields["step"] == "initialisation" && late.fields["waited_ms"] == 10_000,
-        "{:?}",
-        late.fields
+        "{late:?}"
     );
     let stack = late.fields["stack"].as_str().unwrap_or_default();
     ensure!(
         stack.contains("nv_start_adapter") && stack.contains("nv_open_q: "),
         "stack: {stack}"
     );
-    let records = booted.receiver.records();
-    let usable = named(&records, Kind::Event, names::GPU_USABLE).len();
-    ensure!(usable == 7, "{usable} GPUs are usable");
+    let records = booted.records();
+    let usable = events(&records, names::GPU_USABLE).len();
+    let failed = events(&records, names::GPU_FAILED);
     ensure!(
-        named(&records, Kind::Event, names::GPU_FAILED).is_empty(),
-        "a GPU has failed"
+        usable == 7 && failed.is_empty(),
+        "{usable} GPUs are usable; {failed:?}"
     );
-    let open: Vec<_> = named(&records, Kind::Begin, names::GPU_INIT)
-        .into_iter()
-        .filter(|b| {
-            !records
-                .iter()
-                .any(|e| e.kind == Kind::End && e.span == b.span)
-        })
-        .collect();
+    let ends = named(&records, Kind::End, names::GPU_INIT);
+    let mut open = named(&records, Kind::Begin, names::GPU_INIT);
+    open.retain(|begin| !ends.iter().any(|end| end.span == begin.span));
     ensure!(
         open.len() == 1 && open[0].gpu == late.gpu,
         "open initialisations: {open:?}"
     );
-    let counters = booted
-        .console
-        .agent_lines()
-        .into_iter()
-        .rfind(|l| l.get("msg") == "counters")
-        .context("no counters")?;
-    let closed = counters
-        .get("all")
-        .split_whitespace()
-        .collect::<Vec<_>>()
-        .windows(2)
-        .filter(|w| w[0] == "closes:" && w[1] != "0")
-        .count();
+    booted.did("counters")?;
+    let counters = super::worker::counters(&booted)?;
     ensure!(
-        closed == 0 && counters.get("all").contains("closes: 0"),
-        "something was closed: {}",
-        counters.get("all")
+        counters.matches("closes: 0 ").count() == 8,
+        "something was closed: {counters}"
     );
     booted.still_runs()?;
     Ok(Outcome::Passed)
@@ -221,18 +187,12 @@ fn one_hangs(context: &TestContext) -> Result<Outcome> {
 /// for ever.
 fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
     let words = "nvidia.information_hang=1 fakepci.enable_ms=300 testagent.containers=good:7";
-    let booted = Guest::new().append(words).boot(context, "hang-early")?;
+    let booted = Guest::with(words).boot(context, "hang-early")?;
     booted.created("good")?;
     let held = booted.record("the lane's complaint", |r| {
         r.name == names::GPU_ENABLE && r.error.is_some()
     })?;
-    ensure!(
-        held.error
-            .as_deref()
-            .is_some_and(|e| e.contains("going on without waiting")),
-        "{:?}",
-        held.error
-    );
+    error_has(&held, &["going on without waiting"])?;
     let late = booted.record("gpu.late", |r| r.name == names::GPU_LATE)?;
     ensure!(
         late.gpu == held.gpu && late.fields["step"] == "probe",
@@ -240,7 +200,6 @@ fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
     );
     booted.events(names::GPU_USABLE, 7)?;
     let complaints = booted
-        .receiver
         .records()
         .iter()
         .filter(|r| r.name == names::GPU_ENABLE && r.error.is_some())
@@ -255,64 +214,56 @@ fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
 /// The driver counts its GPUs when the load's only probe, GPU 0's, has failed. GPUs that are bound
 /// between that and the end of the load do not count: it fails as a whole, which unbinds them.
 fn bound_meanwhile(context: &TestContext) -> Result<Outcome> {
-    let words = [
+    // The other probes end after the count, which comes at once, and before the load's end.
+    let booted = Guest::with(
         "fakepci.gpus=4 nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 \
-        gpuinit.bind=concurrent",
-        "nvidia.unsupported=0 nvidia.probe_ms=0,3,3,3 nvidia.judge_ms=1000 \
-        testagent.containers=good:3",
-    ];
-    // A GPU that is bound before the count keeps the load from failing; which comes first, chance
-    // decides.
-    for boot in 0..8 {
-        let booted = Guest::new()
-            .append(&words.join(" "))
-            .boot(context, &format!("bound-meanwhile-{boot}"))?;
-        failure(&booted, 0, "unsupported-gpu")?;
-        ensure!(booted.settled()? == (3, 1), "{:?}", booted.settled()?);
-        booted.created("good")?;
-        let records = booted.receiver.records();
-        for (name, wanted) in [
-            (names::GPU_FAILED, 1),
-            (names::GPU_REMOVED, 0),
-            (names::GPU_BOUND, 3),
-        ] {
-            let came = named(&records, Kind::Event, name);
-            ensure!(came.len() == wanted, "{name}: {came:?}, wanted {wanted}");
-        }
-        let failed = named(&records, Kind::End, names::MODULE_LOAD)
-            .into_iter()
-            .find(|load| load.error.is_some());
-        let binds = named(&records, Kind::Begin, names::GPU_BIND);
-        if failed.is_some_and(|load| binds.iter().any(|bind| bind.seq < load.seq)) {
-            return Ok(Outcome::Passed);
-        }
+        gpuinit.bind=concurrent nvidia.unsupported=0 nvidia.probe_ms=0,100,100,100 \
+        nvidia.judge_ms=2000 testagent.containers=good:3",
+    )
+    .boot(context, "meanwhile")?;
+    failure(&booted, 0, "unsupported-gpu")?;
+    booted.settles(3, 1)?;
+    booted.created("good")?;
+    let records = booted.records();
+    for (name, wanted) in [
+        (names::GPU_FAILED, 1),
+        (names::GPU_REMOVED, 0),
+        (names::GPU_BOUND, 3),
+    ] {
+        let came = events(&records, name);
+        ensure!(came.len() == wanted, "{name}: {came:?}, wanted {wanted}");
     }
-    bail!("in no boot a GPU was bound during a load that failed")
+    let (loads, binds) = (
+        named(&records, Kind::End, names::MODULE_LOAD),
+        named(&records, Kind::Begin, names::GPU_BIND),
+    );
+    let failed = loads
+        .iter()
+        .find(|load| load.error.is_some())
+        .with_context(|| format!("no load has failed: {loads:?}"))?;
+    ensure!(
+        binds.iter().any(|bind| bind.seq < failed.seq),
+        "no GPU was bound during the load that failed: {binds:?}"
+    );
+    Ok(Outcome::Passed)
 }
 
 /// The kernel starts an init without descriptors then, and Rust's runtime ends a program that has
 /// none and no /dev/null.
 fn no_console(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new()
-        .append("hardware.descriptors=none testagent.containers=all:all")
-        .boot(context, "no-console")?;
-    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
-    booted.created("all")?;
-    let booted = Guest::new()
+    let booted = Guest::with("fakepci.gpus=2 hardware.descriptors=none")
         .without_console()
-        .append("fakepci.gpus=2")
         .boot(context, "no-port")?;
-    ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
+    booted.settles(2, 0)?;
     let console = booted.console.text();
     ensure!(console.is_empty(), "a console is there: {console:?}");
     Ok(Outcome::Passed)
 }
 
 fn no_gpu(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new()
-        .append("fakepci.gpus=0 testagent.containers=plain:0 agent.cdi_timeout=2")
+    let booted = Guest::with("fakepci.gpus=0 testagent.containers=plain:0 agent.cdi_timeout=2")
         .boot(context, "none")?;
-    ensure!(booted.settled()? == (0, 0), "{:?}", booted.settled()?);
+    booted.settles(0, 0)?;
     // The kind is absent: a GPU that is plugged in later may still come, so the agent waits its
     // time.
     ensure!(
@@ -322,39 +273,20 @@ fn no_gpu(context: &TestContext) -> Result<Outcome> {
             .contains("timeout of 2 seconds"),
         "wrong error"
     );
-    let records = booted.receiver.records();
+    let records = booted.records();
     ensure!(
         !records.iter().any(|r| r.error.is_some()),
         "an error without a fault: {:?}",
         records.iter().find(|r| r.error.is_some())
     );
-    ensure!(
-        named(&records, Kind::Begin, names::MODULE_LOAD).is_empty(),
-        "the driver was loaded for no GPU"
-    );
-    ensure!(
-        named(&records, Kind::Event, names::LOCKDOWN).is_empty(),
-        "one that comes later needs the driver"
-    );
-    let booted = Guest::new()
-        .append("fakepci.gpus=0 gpuinit.gpus=0")
-        .boot(context, "never")?;
-    booted.event(names::LOCKDOWN)?;
-    let booted = Guest::new()
-        .append("fakepci.gpus=2 gpuinit.gpus=8")
-        .boot(context, "expected")?;
+    booted.has_no(names::MODULE_LOAD)?;
+    booted.has_no(names::LOCKDOWN)?;
+    let booted = Guest::with("fakepci.gpus=2 gpuinit.gpus=8").boot(context, "expected")?;
     let missing = booted.record("pci.scan error", |r| {
         r.name == names::PCI_SCAN && r.error.is_some()
     })?;
-    ensure!(
-        missing
-            .error
-            .as_deref()
-            .is_some_and(|e| e.contains("gpuinit.gpus=8") && e.contains("has 2")),
-        "{:?}",
-        missing.error
-    );
-    ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
+    error_has(&missing, &["gpuinit.gpus=8", "has 2"])?;
+    booted.settles(2, 0)?;
     Ok(Outcome::Passed)
 }
 
@@ -366,65 +298,35 @@ fn module(context: &TestContext, name: &str) -> Result<&'static str> {
     ))
 }
 
-fn all_failed(booted: &mut Booted, reason: &str, words: &[&str]) -> Result<()> {
-    ensure!(booted.settled()? == (0, 8), "{:?}", booted.settled()?);
+fn no_driver(context: &TestContext) -> Result<Outcome> {
+    let mut booted = Guest::with("testagent.containers=one:0")
+        .without(module(context, "nvidia")?)
+        .boot(context, "no-driver")?;
+    booted.settles(0, 8)?;
     for index in 0..8 {
-        let error = failure(booted, index, reason)?.error.unwrap_or_default();
-        for word in words {
-            ensure!(
-                error.contains(word),
-                "GPU {index}: {word:?} is not in: {error}"
-            );
-        }
+        error_has(
+            &failure(&booted, index, "driver-missing")?,
+            &[
+                "nvidia.ko",
+                "No such file",
+                "modules.dep is older than the modules",
+            ],
+        )?;
     }
     // Asked for and gone for good: the agent says so at its next try instead of waiting.
     let refused = booted.refused("one")?;
-    ensure!(
-        refused.get("error").contains("do not exist"),
-        "{}",
-        refused.get("error")
-    );
-    booted.still_runs()
-}
-
-fn no_driver(context: &TestContext) -> Result<Outcome> {
-    let mut booted = Guest::new()
-        .without(module(context, "nvidia")?)
-        .append("testagent.containers=one:0")
-        .boot(context, "no-driver")?;
-    all_failed(
-        &mut booted,
-        "driver-missing",
-        &[
-            "nvidia.ko",
-            "No such file",
-            "modules.dep is older than the modules",
-        ],
-    )?;
-    Ok(Outcome::Passed)
-}
-
-fn load_fails(context: &TestContext) -> Result<Outcome> {
-    // 5: EIO.
-    let mut booted = Guest::new()
-        .append("nvidia.load_fail=5 testagent.containers=one:0")
-        .boot(context, "load-fails")?;
-    all_failed(
-        &mut booted,
-        "driver-load-failed",
-        &["load module nvidia", "EIO"],
-    )?;
+    ensure!(refused.get("error").contains("do not exist"), "{refused:?}");
+    booted.still_runs()?;
     Ok(Outcome::Passed)
 }
 
 fn all_fail_early(context: &TestContext) -> Result<Outcome> {
-    let script = "testagent.guest=script testagent.script=settled>plug:2;gpu.usable/2>spec";
-    let faults =
-        "fakepci.gpus=3 fakepci.bar_unassigned=0,1 fakepci.absent=2 gpuinit.bind=pipelined";
-    let mut booted = Guest::new()
-        .append(&format!("{faults} {script}"))
-        .boot(context, "early")?;
-    ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
+    let mut booted = Guest::with(
+        "fakepci.gpus=3 fakepci.bar_unassigned=0,1 fakepci.absent=2 gpuinit.bind=pipelined",
+    )
+    .script("settled>plug:2;gpu.usable/2>spec")
+    .boot(context, "early")?;
+    booted.settles(0, 2)?;
     failure(&booted, 0, "bar-unassigned")?;
     failure(&booted, 1, "bar-unassigned")?;
     let spec = booted.agent("spec", |l| l.get("file") == "nvidia.yaml")?;
@@ -434,7 +336,7 @@ fn all_fail_early(context: &TestContext) -> Result<Outcome> {
     })?;
     ensure!(again.fields["failed"] == 2, "{again:?}");
     let locked = booted.event(names::LOCKDOWN)?;
-    let records = booted.receiver.records();
+    let records = booted.records();
     let settled = booted.event(names::SETTLED)?;
     let loads = named(&records, Kind::End, names::MODULE_LOAD);
     // A load that finds no GPU to probe fails, and locked out it could not be repeated.
@@ -449,60 +351,27 @@ fn all_fail_early(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-fn load_again(context: &TestContext) -> Result<Outcome> {
-    // The only GPU of the boot fails the load: another one comes, and the first one's failure is
-    // not its own.
-    let script = "testagent.guest=script testagent.script=settled>plug:1;gpu.usable/1>spec";
-    let booted = Guest::new()
-        .append(&format!(
-            "fakepci.gpus=2 fakepci.absent=1 nvidia.probe_fail=0 {script}"
-        ))
-        .boot(context, "again")?;
-    ensure!(booted.settled()? == (0, 1), "{:?}", booted.settled()?);
-    let spec = booted.agent("spec", |l| l.get("file") == "nvidia.yaml")?;
-    ensure!(
-        leads(spec.get("text"))?.iter().map(|(gpu, _)| *gpu).eq([1]),
-        "{spec:?}"
-    );
-    let again = booted.record("settled again", |r| {
-        r.name == names::SETTLED && r.fields["usable"] == 1
-    })?;
-    ensure!(again.fields["failed"] == 1, "{again:?}");
-    let locked = booted.event(names::LOCKDOWN)?;
-    ensure!(locked.seq > again.seq, "{locked:?}");
-    Ok(Outcome::Passed)
-}
-
 fn full_run(context: &TestContext) -> Result<Outcome> {
     // Full before the first GPU is bound, until after all are: the sleep is how long publications
     // fail. The container's start is the event that ends the test.
-    let script = "gpu.found/3>fill;gpu.usable/3>sleep:800+empty";
-    let words = format!(
-        "fakepci.gpus=4 fakepci.enable_ms=200 testagent.guest=script testagent.script={script} \
-        testagent.containers=all:all"
-    );
-    let booted = Guest::new().append(&words).boot(context, "full")?;
+    let booted = Guest::with("fakepci.gpus=4 fakepci.enable_ms=200 testagent.containers=all:all")
+        .script("gpu.found/3>fill;gpu.usable/3>sleep:800+empty")
+        .boot(context, "full")?;
     let all = booted.created("all")?;
-    ensure!(
-        all.get("nodes").matches("/dev/nvidia").count() == 4 + 3,
-        "{}",
-        all.get("nodes")
-    );
-    ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
-    let records = booted.receiver.records();
-    booted.agent("script", |l| {
-        l.get("did") == "fill" && l.get("error").is_empty()
-    })?;
+    ensure!(gpus_of(&all) == 4, "{all:?}");
+    booted.settles(4, 0)?;
+    let records = booted.records();
+    booted.did("fill")?;
     let failed = named(&records, Kind::End, names::CDI_PUBLISH)
         .into_iter()
         .filter(|r| r.error.is_some())
         .count();
     ensure!(
         failed == 1,
-        "{failed} failures were reported, not the first of the series alone"
+        "{failed} failures were reported, not only the first of the series"
     );
     ensure!(
-        named(&records, Kind::Event, names::GPU_PUBLISHED).len() == 4,
+        events(&records, names::GPU_PUBLISHED).len() == 4,
         "not all were reported as published"
     );
     Ok(Outcome::Passed)
@@ -516,19 +385,11 @@ fn no_uvm(context: &TestContext) -> Result<Outcome> {
     let error = booted.record("error about nvidia-uvm", |r| {
         r.name == names::MODULE_LOAD && r.kind == Kind::Event && r.error.is_some()
     })?;
-    ensure!(
-        error
-            .error
-            .as_deref()
-            .is_some_and(|e| e.contains("nvidia_uvm") && e.contains("CUDA will not start")),
-        "{:?}",
-        error.error
-    );
+    error_has(&error, &["nvidia_uvm", "CUDA will not start"])?;
     let all = booted.created("all")?;
     ensure!(
         !all.get("nodes").contains("uvm") && all.get("nodes").contains("nvidiactl"),
-        "{}",
-        all.get("nodes")
+        "{all:?}"
     );
     Ok(Outcome::Passed)
 }
@@ -605,58 +466,53 @@ fn no_agent(context: &TestContext) -> Result<Outcome> {
 
 fn bare_word(context: &TestContext) -> Result<Outcome> {
     // The kernel gives its init the words that it does not know itself.
-    let mut booted = Guest::new().append("hook prepare").boot(context, "hook")?;
-    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    let mut booted = Guest::with("fakepci.gpus=1 hook prepare").boot(context, "hook")?;
+    booted.settles(1, 0)?;
     booted.still_runs()?;
     Ok(Outcome::Passed)
 }
 
 fn bad_parameters(context: &TestContext) -> Result<Outcome> {
-    let junk = "gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.\u{1}\u{7f}=\u{2} nvrc.fm.mode=1";
     // x86 takes 2047 bytes (COMMAND_LINE_SIZE), and a longer line does not boot at all; 4 kB are a
     // unit test of `config`.
-    let many = "gpuinit.nosuch=1 ".repeat(1700 / 17);
-    for (name, words) in [
-        ("few", junk.to_string()),
-        ("many", format!("{junk} {many}")),
+    let mut booted = Guest::with(&format!(
+        "gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.\u{1}\u{7f}=\u{2} nvrc.fm.mode=1 {}",
+        "gpuinit.nosuch=1 ".repeat(1700 / 17)
+    ))
+    .boot(context, "many")?;
+    booted.settles(8, 0)?;
+    let records = booted.records();
+    let reported = events(&records, names::CONFIG);
+    for (parameter, problem) in [
+        (
+            "gpuinit.bind",
+            "takes auto, insmod, pipelined, concurrent; ignored, default: auto",
+        ),
+        ("gpuinit.gpus", "takes 0 to 1024"),
+        ("nvrc.fm.mode", "ignored"),
     ] {
-        let mut booted = Guest::new().append(&words).boot(context, name)?;
+        let said = reported
+            .iter()
+            .filter(|r| r.fields["parameter"] == parameter)
+            .find_map(|r| r.error.as_ref());
         ensure!(
-            booted.settled()? == (8, 0),
-            "{name}: {:?}",
-            booted.settled()?
+            said.is_some_and(|said| said.contains(problem)),
+            "{parameter}: {reported:?}"
         );
-        let records = booted.receiver.records();
-        let reported = named(&records, Kind::Event, names::CONFIG);
-        let problem = |parameter: &str| {
-            reported
-                .iter()
-                .find(|r| r.fields["parameter"] == parameter)
-                .and_then(|r| r.error.clone())
-                .unwrap_or_default()
-        };
-        ensure!(
-            problem("gpuinit.bind")
-                .contains("takes auto, insmod, pipelined, concurrent; ignored, default: auto"),
-            "{name}: {reported:?}"
-        );
-        ensure!(
-            problem("gpuinit.gpus").contains("takes 0 to 1024"),
-            "{name}: {reported:?}"
-        );
-        ensure!(
-            problem("nvrc.fm.mode").contains("ignored"),
-            "{name}: {reported:?}"
-        );
-        ensure!(reported.len() <= 33, "{name}: {} events", reported.len());
-        let reason = named(&records, Kind::Event, names::STRATEGY)[0].fields["reason"].clone();
-        ensure!(
-            reason
+    }
+    ensure!(reported.len() <= 33, "{} events", reported.len());
+    // The default: by what the first enabling took, also on a busy machine.
+    let strategy = booted.event(names::STRATEGY)?.fields;
+    let fast = strategy["first_enable_ms"]
+        .as_u64()
+        .is_some_and(|ms| ms < 100);
+    ensure!(
+        (strategy["bind"] == "insmod") == fast
+            && strategy["reason"]
                 .as_str()
                 .is_some_and(|r| r.starts_with("bind: the host maps BARs")),
-            "{name}: the default is not used: {reason}"
-        );
-        booted.still_runs()?;
-    }
+        "{strategy:?}"
+    );
+    booted.still_runs()?;
     Ok(Outcome::Passed)
 }

@@ -15,7 +15,6 @@ mod disk_root;
 pub mod emulated_host;
 mod events;
 mod extensions;
-mod fabric;
 mod faults;
 mod guest_lives;
 mod hot_plug;
@@ -47,7 +46,6 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     guest_lives::TESTS,
     beside::TESTS,
     topology::TESTS,
-    fabric::TESTS,
     faults::TESTS,
     reasons::TESTS,
     coherent_memory::TESTS,
@@ -96,7 +94,6 @@ pub const NEED_X86_64: &[&[harness::VmTest]] = &[
 pub const ON_ARM64: &[&str] = &[
     "containers_load_the_guests_libcuda_and_see_only_their_gpus",
     "gpu_0s_container_starts_before_gpu_7_is_bound_pipelined",
-    "every_strategy_binds_all_gpus",
     "a_gpu_that_fails_to_initialise_leaves_and_the_others_stay",
     "a_worker_killed_after_the_boot_leaves_the_spec_as_it_was",
     "a_gpu_that_is_removed_leaves_the_spec_and_comes_back",

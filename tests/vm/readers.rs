@@ -1,10 +1,10 @@
 //! Readers of the stream that misbehave: none loses what it could have, none costs the guest more
 //! than its own connection.
 
-use super::harness::{DEADLINE, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
+use super::harness::{DEADLINE, Guest, Listener, Outcome, TestContext, VmTest, complete, events};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
-use kata_gpu_wire::record::{Kind, Record, ping_line};
+use kata_gpu_wire::record::{Record, ping_line};
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
@@ -35,9 +35,8 @@ pub const TESTS: &[VmTest] = &[
 const STALL: Duration = Duration::from_secs(3);
 
 fn hangs_up(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new()
-        .append("gpuinit.bind=pipelined fakepci.enable_ms=200")
-        .boot(context, "hangs-up")?;
+    let booted =
+        Guest::with("gpuinit.bind=pipelined fakepci.enable_ms=200").boot(context, "hangs-up")?;
     // In the middle of the bring-up, twice.
     for connections in [1, 2] {
         booted.record("gpu.bound", |r| {
@@ -50,13 +49,13 @@ fn hangs_up(context: &TestContext) -> Result<Outcome> {
             .wait_headers(DEADLINE, connections + 1)
             .context("the guest did not connect again")?;
     }
-    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    booted.settles(8, 0)?;
     let headers = booted.receiver.headers();
     ensure!(
         headers.iter().all(|h| *h == headers[0] && h.first_seq == 0),
         "another boot, or not from the start: {headers:?}"
     );
-    let records = booted.receiver.records();
+    let records = booted.records();
     complete(&records)?;
     // A record that comes again comes the same: the receiver compares.
     ensure!(
@@ -95,8 +94,8 @@ fn always_hangs_up(context: &TestContext) -> Result<Outcome> {
             .is_some_and(|e| e.contains("later losses are not reported"))
     })?;
     ensure!(lost.name == names::SINK, "{lost:?}");
-    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
-    let records = booted.receiver.records();
+    booted.settles(8, 0)?;
+    let records = booted.records();
     complete(&records)?;
     let sink = |state: &str| {
         records
@@ -121,8 +120,7 @@ fn always_hangs_up(context: &TestContext) -> Result<Outcome> {
 }
 
 fn nonsense(context: &TestContext) -> Result<Outcome> {
-    let mut booted = Guest::new()
-        .append("fakepci.enable_ms=200 testagent.containers=all:all")
+    let mut booted = Guest::with("fakepci.enable_ms=200 testagent.containers=all:all")
         .boot(context, "nonsense")?;
     let start = booted.event(names::INIT_START)?;
     let mut speech = Vec::new();
@@ -147,7 +145,7 @@ fn nonsense(context: &TestContext) -> Result<Outcome> {
         .receiver
         .wait_pongs(DEADLINE, 2)
         .context("no answers to two pings")?;
-    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    booted.settles(8, 0)?;
     booted.created("all")?;
     let settled = booted.event(names::SETTLED)?;
     ensure!(
@@ -162,7 +160,7 @@ fn nonsense(context: &TestContext) -> Result<Outcome> {
         start.boottime_ns
     );
     // Nothing else came out of it: the stream is whole, and there is no third answer.
-    complete(&booted.receiver.records())?;
+    complete(&booted.records())?;
     ensure!(
         booted.receiver.garbage().is_empty(),
         "{:?}",
@@ -217,17 +215,13 @@ fn pings_unread(context: &TestContext) -> Result<Outcome> {
 }
 
 fn stalls(context: &TestContext) -> Result<Outcome> {
-    // Warnings only: 20,000 lines over a serial port would take longer than the test.
-    let words = "gpuinit.log=warn testagent.guest=looks testagent.containers=all:all";
-    let mut booted = Guest::new()
+    // Warnings only: 20,000 lines over a serial port would take longer than the test. The first
+    // record of a sink is that of the connection.
+    let mut booted = Guest::with("gpuinit.log=warn testagent.containers=all:all")
         .listener(Listener::Deaf)
-        .append(words)
+        .script("sink>looks:20000")
         .boot(context, "stalls")?;
-    let looks = booted.agent("looks", |_| true)?;
-    ensure!(
-        looks.get("connected") == "true" && looks.get("seen").parse::<u64>()? > 10_000,
-        "the looks did not happen: {looks:?}"
-    );
+    booted.did("looks:20000")?;
     booted.created("all")?;
     booted.receiver.wake();
     // A busy guest loses records before the stall, too, and a later report can cover earlier
@@ -255,16 +249,16 @@ fn stalls(context: &TestContext) -> Result<Outcome> {
         .with_context(|| {
             format!(
                 "reported and missing: {:?}",
-                numbers(&booted.receiver.records().iter().collect::<Vec<_>>())
+                numbers(&booted.records().iter().collect::<Vec<_>>())
             )
         })?;
     ensure!(
         reported == missing,
         "reports say {reported}, missing are {missing}"
     );
-    let records = booted.receiver.records();
+    let records = booted.records();
     ensure!(
-        named(&records, Kind::Event, names::INIT_START).len() == 1,
+        events(&records, names::INIT_START).len() == 1,
         "what was sent before the stall has not come"
     );
     ensure!(

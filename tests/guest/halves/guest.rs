@@ -10,9 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Name and program of each guest half.
 pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("growing-list", growing_list),
-    ("counters", counters),
     ("listener", listener),
-    ("looks", looks),
     ("rss", rss),
     ("root", root),
     ("child", child),
@@ -43,21 +41,6 @@ fn growing_list() {
     );
 }
 
-/// Reports the simulator's counters of every GPU when all GPUs that can settle have, which the test
-/// says by starting the half late enough: it looks every 100 ms of the guest's time for as long as
-/// the VM lives, and reports each change.
-fn counters() {
-    let mut last = String::new();
-    loop {
-        let now = all_counters();
-        if now != last && !now.is_empty() {
-            log::info("counters", &[("all", &now)]);
-            last = now;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(100));
-    }
-}
-
 /// The simulator's counters of every bound GPU: `ADDRESS key: value ..`, separated by `; `.
 pub fn all_counters() -> String {
     let mut all = Vec::new();
@@ -75,33 +58,6 @@ pub fn all_counters() -> String {
     }
     all.sort();
     all.join("; ")
-}
-
-/// Once the init's stream has reached the host: opens the spec so often that the records of it do
-/// not fit into the init's ring, then says how often.
-fn looks() {
-    use std::io::{BufRead, BufReader};
-    const LOOKS: usize = 20_000;
-    let Some(stream) = connect() else { return };
-    let connected = BufReader::new(stream)
-        .lines()
-        .map_while(Result::ok)
-        .any(|l| l.contains("\"state\":\"connected\""));
-    let spec = Path::new(cdi::DIRECTORY).join("nvidia.yaml");
-    let mut seen = 0;
-    for _ in 0..LOOKS {
-        seen += usize::from(std::fs::File::open(&spec).is_ok());
-        // inotify merges an event with the one before it if they are the same: another one goes in
-        // between.
-        let _unused = std::fs::File::open(cdi::DIRECTORY);
-    }
-    log::info(
-        "looks",
-        &[
-            ("seen", &seen.to_string()),
-            ("connected", &connected.to_string()),
-        ],
-    );
 }
 
 /// Connects to the guest's unix listener, which is there some time after the agent.

@@ -18,7 +18,6 @@
 //! | `load` | loads the module `nvidia` without options, as `insmod` would |
 //! | `information` | reads every GPU's information file once |
 //! | `open:MINOR` | makes that GPU's node if it is not there, opens it, waits for what comes of that, and keeps it open |
-//! | `kill-keeper` | kills the init's keeper |
 //! | `threads:N` | lets the kernel have at most N threads; 20, its least, is less than there are |
 //! | `fill`, `empty` | fills /run to its last byte, and gives that back |
 //! | `looks:N` | opens the CDI spec and its directory N times |
@@ -31,9 +30,7 @@
 //! | `driver` | reports every file that the driver has in /proc, one line each, and its devices |
 //! | `nodes` | reports the names of the driver's nodes in /dev |
 //! | `spec` | reports the text of every CDI spec, as it is at that moment |
-//! | `spec-file` | reports the text of the init's own spec |
 //! | `spec-has:TEXT` | waits until a CDI spec has this text, for at most half a minute; the script ends where it does not |
-//! | `file-has:PATH=TEXT` | waits until a file has this text, as long |
 //! | `serves:NAME=COUNT` | waits until a service has this many processes, as long |
 //! | `gone:K`, `there:K`, `bound:K`, `unbound:K` | waits until GPU K (by slot) is off or on the bus, or has the driver or none, as long |
 //! | `reaped:NAME` | waits until no process of the init with this name (as in `end`) has ended and is not reaped, as long |
@@ -220,12 +217,11 @@ impl Stream {
 }
 
 /// Actions that wait.
-const WAITS: [&str; 10] = [
+const WAITS: [&str; 9] = [
     "spec-gives",
     "up",
     "reaped",
     "spec-has",
-    "file-has",
     "serves",
     "gone",
     "there",
@@ -276,10 +272,6 @@ pub(super) fn act(action: &str) -> Result<(), String> {
     };
     match what {
         "kill" => kill_worker(),
-        "kill-keeper" => {
-            let keeper = process_named("gpuinit-keeper")?;
-            kill(Pid::from_raw(keeper), Signal::SIGKILL).map_err(|e| format!("kill {keeper}: {e}"))
-        }
         "end" => census::end(argument),
         "census" => census::census(),
         "hook" => census::hook(),
@@ -367,10 +359,6 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             log_file(Path::new(argument));
             Ok(())
         }
-        "spec-file" => {
-            log_file(Path::new(SPEC));
-            Ok(())
-        }
         "run" => {
             // PID 1 reaps every child, and logs how this one ended: waiting here would find none.
             let child = start_watched(&mut std::process::Command::new(argument));
@@ -439,12 +427,6 @@ pub(super) fn act(action: &str) -> Result<(), String> {
         "spec-has" => until(action, || {
             Ok(specs()?.iter().any(|(_, text)| text.contains(argument)))
         }),
-        "file-has" => {
-            let (path, text) = argument.split_once('=').ok_or("file-has:PATH=TEXT")?;
-            until(action, || {
-                Ok(std::fs::read_to_string(path).is_ok_and(|read| read.contains(text)))
-            })
-        }
         "serves" => {
             let (service, count) = argument.split_once('=').ok_or("serves:NAME=COUNT")?;
             let count: usize = count.parse().map_err(|e| format!("{action}: {e}"))?;

@@ -271,7 +271,8 @@ impl Description {
                 listed(self.gpus_that(Fate::is_usable)),
             );
             steps.push(format!(
-                "{when}>spec-gives:{given}+up:{usable}+reaped:keeper+census+spec-file+{LAST}"
+                "{when}>spec-gives:{given}+up:{usable}+reaped:keeper+census+\
+                file:/var/run/cdi/nvidia.yaml+{LAST}"
             ));
         }
         steps.join(";")
@@ -464,7 +465,7 @@ mod tests {
         assert_eq!(
             worker.script(),
             "settled>remove:1;gpu.removed>kill;process.died>sleep:0;rest>spec-gives:0+up:0+\
-            reaped:keeper+census+spec-file+counters"
+            reaped:keeper+census+file:/var/run/cdi/nvidia.yaml+counters"
         );
         let agent = Description {
             kill: Some((Process::Agent, "settled".into())),

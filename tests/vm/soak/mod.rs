@@ -266,7 +266,9 @@ fn ten(context: &TestContext) -> Result<Outcome> {
 fn closed(context: &TestContext) -> Result<Outcome> {
     let mut boot = Description::plain(0, 2, "gpuinit.bind=pipelined nvidia.s2_ms=1500");
     boot.before = vec!["gpu.init!begin/0>end:keeper+kill".into()];
-    boot.ending = Some(format!("now>sleep:3000+census+spec-file+{LAST}"));
+    boot.ending = Some(format!(
+        "now>sleep:3000+census+file:/var/run/cdi/nvidia.yaml+{LAST}"
+    ));
     let run = boot_and_judge(context, boot);
     // The keeper's death may be reported to nobody: the worker dies a moment later.
     for kind in ["closed", "leak", "fate"] {
