@@ -1,7 +1,7 @@
 //! NVML's helper: what it says of each GPU, what it sets, and what becomes of a boot when it fails.
 //! The library is tests/nvml/libnvidia-ml.c; tests/host/nvml.rs compares that with NVIDIA's.
 
-use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
+use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, error_has, events, named};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
@@ -20,16 +20,8 @@ pub const TESTS: &[VmTest] = &[
         run: crashes,
     },
     VmTest {
-        name: "nvml_that_cannot_count_gpus_is_a_step_with_its_error",
-        run: counts_not,
-    },
-    VmTest {
         name: "nvml_makes_uuids_of_mig_instances_names_of_the_same_nodes",
         run: instances,
-    },
-    VmTest {
-        name: "nvml_without_its_helper_reports_settings_as_not_done",
-        run: without_helper,
     },
 ];
 
@@ -49,9 +41,7 @@ fn health(booted: &Booted, count: usize) -> Result<Vec<Record>> {
 /// The end of NVML's step.
 fn asked(booted: &Booted) -> Result<Record> {
     let begin = booted.record("nvml", |r| r.kind == Kind::Begin && r.name == names::NVML)?;
-    booted.record("the end of nvml", |r| {
-        r.kind == Kind::End && r.span == begin.span
-    })
+    booted.end_of(&begin)
 }
 
 fn reports_and_sets(context: &TestContext) -> Result<Outcome> {
@@ -65,8 +55,8 @@ fn reports_and_sets(context: &TestContext) -> Result<Outcome> {
         "nvml: {:?}",
         end.fields
     );
-    let records = booted.receiver.records();
-    let settled = named(&records, Kind::Event, names::SETTLED);
+    let records = booted.records();
+    let settled = events(&records, names::SETTLED);
     let began = named(&records, Kind::Begin, names::NVML);
     ensure!(
         settled[0].seq < began[0].seq,
@@ -118,8 +108,7 @@ fn reports_and_sets(context: &TestContext) -> Result<Outcome> {
     })?;
     ensure!(
         confidential.fields["enabled"] == true && confidential.fields["ready"] == false,
-        "{:?}",
-        confidential.fields
+        "{confidential:?}"
     );
     booted.created("all")?;
     let took = end.boottime_ns - began[0].boottime_ns;
@@ -129,96 +118,46 @@ fn reports_and_sets(context: &TestContext) -> Result<Outcome> {
     )))
 }
 
+/// The tests of `health` have every sentence; here is one that rests on what NVML lists, and one of
+/// a state that it reports.
 fn differs(context: &TestContext) -> Result<Outcome> {
-    for (name, words, count, expected) in [
-        (
-            "fewer",
-            "nvml.fault=fewer",
-            GPUS,
-            "is usable, and NVML does not list it",
-        ),
-        (
-            "minor",
-            "nvml.fault=other-minor",
-            2 * GPUS,
-            "in /proc and 4 by NVML",
-        ),
-        (
-            "fabric",
-            "nvml.fabric=3:999:0",
-            2 * GPUS,
-            "NVLink is not usable between GPUs: the fabric is complete with NVML's error 999",
-        ),
-        (
-            "mask",
-            "nvml.fabric=3:0:1",
-            2 * GPUS,
-            "NVLink is slower for now: bandwidth is degraded",
-        ),
-        (
-            "partition",
-            "nvml.fabric=3:0:1024",
-            2 * GPUS,
-            "NVLink is not usable between GPUs: the GPU is in no partition",
-        ),
+    let booted = guest("nvml.fault=fewer nvml.fabric=3:0:1024").boot(context, "fewer")?;
+    let records = health(&booted, 2 * GPUS - 1)?;
+    for expected in [
+        "is usable, and NVML does not list it",
+        "NVLink is not usable between GPUs: the GPU is in no partition",
     ] {
-        let booted = guest(words).boot(context, name)?;
-        let records = health(&booted, count)?;
+        let of_gpu = |r: &&Record| r.error.as_deref().is_some_and(|e| e.contains(expected));
+        let found = records.iter().find(of_gpu);
         ensure!(
-            records
-                .iter()
-                .any(|r| r.error.as_deref().is_some_and(|e| e.contains(expected))),
-            "{name}: {records:?}"
+            found.is_some_and(|r| r.gpu.is_some()),
+            "{expected:?} is not in {records:?}"
         );
-        ensure!(
-            records.iter().all(|r| r.error.is_none() || r.gpu.is_some()),
-            "{name}: an error names no GPU: {records:?}"
-        );
-        // An error of NVML's takes no GPU from a container.
-        booted.created("all")?;
     }
+    // An error of NVML's takes no GPU from a container.
+    booted.created("all")?;
     Ok(Outcome::Passed)
 }
 
+/// Services that wait for NVML's answer start all the same.
 fn crashes(context: &TestContext) -> Result<Outcome> {
-    let mut booted = guest("nvml.fault=crash").boot(context, "crash")?;
+    let words = "nvml.fault=crash nvrc.uvm.persistence.mode=on nvrc.dcgm=on";
+    let mut booted = super::services::with_services(guest(words)).boot(context, "crash")?;
     let end = asked(&booted)?;
-    ensure!(
-        end.error
-            .as_deref()
-            .is_some_and(|e| e.contains("kata-gpu-nvml has ended: signal: 6")),
-        "nvml: {:?}",
-        end.error
-    );
+    error_has(&end, &["kata-gpu-nvml has ended: signal: 6"])?;
     booted.created("all")?;
-    ensure!(
-        booted.settled()? == (GPUS as u64, 0),
-        "settled: {:?}",
-        booted.settled()?
-    );
-    ensure!(
-        named(&booted.receiver.records(), Kind::Event, names::PROCESS_DIED).is_empty(),
-        "a process of the init died"
-    );
+    booted.settles(GPUS as u64, 0)?;
+    for service in ["persistenced", "hostengine", "dcgm-exporter"] {
+        let (_, end) = booted.span_of(names::SERVICE_START, ("service", service), 1)?;
+        ensure!(
+            end.error.is_none()
+                && (service != "persistenced" || end.fields["uvm"] == "on: no fabric"),
+            "{end:?}"
+        );
+    }
+    let died = events(&booted.records(), names::PROCESS_DIED).len();
+    ensure!(died == 0, "a process of the init died");
     booted.still_runs()?;
-    Ok(Outcome::Passed)
-}
-
-fn counts_not(context: &TestContext) -> Result<Outcome> {
-    let booted = guest("nvml.fault=no-count").boot(context, "no-count")?;
-    let error = asked(&booted)?.error.context("no error")?;
-    ensure!(error.starts_with("NVML: count GPUs: "), "{error}");
-    booted.created("all")?;
-    let health = booted
-        .receiver
-        .records()
-        .iter()
-        .filter(|r| r.name == names::GPU_HEALTH)
-        .count();
-    ensure!(
-        health == 0,
-        "{health} reports of GPUs that NVML did not count"
-    );
     Ok(Outcome::Passed)
 }
 
@@ -231,18 +170,15 @@ fn instances(context: &TestContext) -> Result<Outcome> {
         uuid(2, 1),
         uuid(1, 0)
     );
-    let script = format!(
+    let booted = Guest::with(&format!(
+        "fakepci.gpus=2 nvidia.mig=1:2:2 gpuinit.cdi.names=index,uuid {asked}"
+    ))
+    .nvml()
+    .script(&format!(
         "nvml!end>spec-has:{}+kill;process.died>sleep:0;cdi.publish!end>spec",
         uuid(2, 1)
-    );
-    let words = format!(
-        "nvidia.mig=1:2:2 gpuinit.cdi.names=index,uuid {asked} testagent.guest=script \
-        testagent.script={script}"
-    );
-    let booted = Guest::new()
-        .nvml()
-        .append(&format!("fakepci.gpus=2 {words}"))
-        .boot(context, "mig")?;
+    ))
+    .boot(context, "mig")?;
     let nodes = |container: &str| {
         Ok::<_, anyhow::Error>(booted.created(container)?.get("nodes").to_string())
     };
@@ -266,35 +202,11 @@ fn instances(context: &TestContext) -> Result<Outcome> {
         [uuid(1, 0), uuid(1, 1), uuid(2, 0), uuid(2, 1)]
             .iter()
             .all(|name| line.get("text").contains(name)),
-        "{}",
-        line.get("text")
+        "{line:?}"
     );
     ensure!(
-        !named(&booted.receiver.records(), Kind::Event, names::PROCESS_DIED).is_empty(),
+        !events(&booted.records(), names::PROCESS_DIED).is_empty(),
         "the worker was not killed"
-    );
-    Ok(Outcome::Passed)
-}
-
-fn without_helper(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new()
-        .append("gpuinit.gpu.power=500 testagent.containers=all:all")
-        .boot(context, "settings")?;
-    let event = booted.event(names::NVML)?;
-    ensure!(
-        event
-            .error
-            .as_deref()
-            .is_some_and(|e| e.contains("kata-gpu-nvml is not in /usr/bin")),
-        "nvml: {:?}",
-        event.error
-    );
-    booted.created("all")?;
-    let records = booted.receiver.records();
-    ensure!(
-        named(&records, Kind::Begin, names::NVML).is_empty()
-            && named(&records, Kind::Event, names::GPU_HEALTH).is_empty(),
-        "asked"
     );
     Ok(Outcome::Passed)
 }
