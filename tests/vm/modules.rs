@@ -4,7 +4,8 @@
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
-use kata_gpu_wire::record::{Kind, Record};
+use kata_gpu_wire::record::Record;
+use std::path::PathBuf;
 use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[
@@ -15,10 +16,6 @@ pub const TESTS: &[VmTest] = &[
     VmTest {
         name: "a_module_that_fails_to_load_is_reported_with_errno_and_cure",
         run: refused,
-    },
-    VmTest {
-        name: "a_missing_dependency_is_reported_with_its_module",
-        run: missing_dependency,
     },
 ];
 
@@ -40,24 +37,19 @@ fn path(context: &TestContext, module: &str) -> Result<&'static str> {
     ))
 }
 
-fn bytes(context: &TestContext, module: &str) -> Result<Vec<u8>> {
+/// A module's file on this machine.
+fn module_file(context: &TestContext, module: &str) -> PathBuf {
     let folder = if module.starts_with("nvidia") {
         "simulator"
     } else {
         "kernel/modules"
     };
-    let file = context.target.join(folder).join(format!("{module}.ko"));
-    std::fs::read(&file).with_context(|| format!("read {}", file.display()))
+    context.target.join(folder).join(format!("{module}.ko"))
 }
 
 /// Output of a command that gets a module's file.
 fn packed(context: &TestContext, module: &str, command: &[&str]) -> Result<Vec<u8>> {
-    let folder = if module.starts_with("nvidia") {
-        "simulator"
-    } else {
-        "kernel/modules"
-    };
-    let file = context.target.join(folder).join(format!("{module}.ko"));
+    let file = module_file(context, module);
     let output = Command::new(command[0])
         .args(&command[1..])
         .arg("-c")
@@ -75,15 +67,7 @@ fn packed(context: &TestContext, module: &str, command: &[&str]) -> Result<Vec<u
 
 /// The end of a module's load.
 fn loaded(booted: &Booted, module: &str) -> Result<(Record, Record)> {
-    let begin = booted.record(&format!("load of {module}"), |r| {
-        r.name == names::MODULE_LOAD
-            && r.kind == Kind::Begin
-            && r.fields.get("module") == Some(&module.into())
-    })?;
-    let end = booted.record(&format!("end of the load of {module}"), |r| {
-        r.kind == Kind::End && r.span == begin.span
-    })?;
-    Ok((begin, end))
+    booted.span_of(names::MODULE_LOAD, ("module", module), 1)
 }
 
 fn compressed(context: &TestContext) -> Result<Outcome> {
@@ -154,7 +138,7 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
         "nodes: {}",
         all.get("nodes")
     );
-    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    booted.settles(8, 0)?;
 
     let (_, transport) = loaded(&booted, TRANSPORT)?;
     let (nvidia_begin, nvidia) = loaded(&booted, "nvidia")?;
@@ -178,7 +162,6 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
 
     // Lines that are not followed are reported.
     let reported: Vec<Record> = booted
-        .receiver
         .records()
         .into_iter()
         .filter(|r| r.name == names::MODULE_CONFIG)
@@ -206,13 +189,13 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
 
 /// All GPUs have failed with an error that has these words, in order.
 fn all_failed(mut booted: Booted, words: &[&str]) -> Result<()> {
-    ensure!(
-        booted.settled()? == (0, 8),
-        "{words:?}: {:?}",
-        booted.settled()?
-    );
+    booted.settles(0, 8)?;
     let failed = booted.event(names::GPU_FAILED)?;
-    let error = failed.error.clone().unwrap_or_default();
+    ensure!(
+        failed.fields["reason"] == "driver-load-failed",
+        "{failed:?}"
+    );
+    let error = failed.error.unwrap_or_default();
     let mut rest = error.as_str();
     for word in words {
         let at = rest
@@ -230,42 +213,13 @@ fn position(bytes: &[u8], text: &[u8]) -> Result<usize> {
         .with_context(|| format!("nvidia.ko has no {:?}", String::from_utf8_lossy(text)))
 }
 
+/// The kernel's own refusals; damaged files and missing ones are unit tests of `kernel_modules`.
 fn refused(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     let plain = format!("{folder}/nvidia.ko");
-    let good = bytes(context, "nvidia")?;
-
-    let xz = packed(context, "nvidia", &["xz"])?;
-    let booted = Guest::new()
-        .without(path(context, "nvidia")?)
-        .file(&format!("{plain}.xz"), &xz[..xz.len() / 2])
-        .file(&format!("{folder}/modules.dep"), b"nvidia.ko.xz:\n")
-        .boot(context, "cut-xz")?;
-    all_failed(
-        booted,
-        &[
-            "load module nvidia: decompress /",
-            &format!("{plain}.xz: xz: "),
-            "build the image again",
-        ],
-    )?;
-
-    let booted = Guest::new()
-        .file(&plain, &good[..good.len() / 2])
-        .boot(context, "cut")?;
-    all_failed(
-        booted,
-        &[
-            "load module nvidia: /",
-            &plain,
-            ": ENOEXEC: Exec format error (",
-            "the file is damaged",
-        ],
-    )?;
-
     // The same module for a kernel of another name, and with another layout: by its checksum this
     // kernel knows, and does not look at the name.
-    let mut other = good;
+    let mut other = std::fs::read(module_file(context, "nvidia"))?;
     let find = |text: &[u8]| position(&other, text);
     let (name, checksum) = (
         find(b"vermagic=")? + b"vermagic=".len(),
@@ -294,21 +248,5 @@ fn refused(context: &TestContext) -> Result<Outcome> {
             ": EINVAL: Invalid argument (a parameter has a bad value",
         ],
     )?;
-    Ok(Outcome::Passed)
-}
-
-fn missing_dependency(context: &TestContext) -> Result<Outcome> {
-    let folder = folder(context)?;
-    let index = "nvidia.ko: ecc.ko\nnvidia-uvm.ko: nvidia.ko ecc.ko\necc.ko:\n";
-    let booted = Guest::new()
-        .file(&format!("{folder}/modules.dep"), index.as_bytes())
-        .boot(context, "missing")?;
-    let words = [
-        "load module nvidia: it needs ecc: open /",
-        &format!("{folder}/ecc.ko"),
-        ": ENOENT: No such file or directory; ",
-        "run depmod",
-    ];
-    all_failed(booted, &words)?;
     Ok(Outcome::Passed)
 }
