@@ -6,7 +6,10 @@
 //! (tests/simulator/fakepci-bars.c). What cannot be seen here is a GPU that works.
 
 use super::bring_up::{Accesses, NEEDED, needed, reports};
-use super::harness::{AgentLine, Booted, Guest, Outcome, RealDriver, TestContext, VmTest, named};
+use super::harness::{
+    AgentLine, Booted, Guest, Outcome, RealDriver, TestContext, VmTest, events, is_of_slot, named,
+    spans,
+};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::names;
@@ -87,17 +90,18 @@ fn strategies(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let containers: Vec<String> = (0..8).map(|k| format!("c{k}:{k}")).collect();
     let mut minors_seen = Vec::new();
     for bind in ["insmod", "pipelined", "concurrent"] {
-        let script = "testagent.guest=script testagent.script=gpu.published/7>sleep:1000+overrides";
-        let words = format!(
-            "gpuinit.bind={bind} testagent.containers={} {script}",
-            containers.join(";")
-        );
-        let booted = with_firmware(driver)?.append(&words).boot(context, bind)?;
+        let booted = with_firmware(driver)?
+            .append(&format!(
+                "gpuinit.bind={bind} testagent.containers={}",
+                containers.join(";")
+            ))
+            .script("gpu.published/7>sleep:1000+overrides")
+            .boot(context, bind)?;
         let nodes = (0..8)
             .map(|k| Ok(booted.created(&format!("c{k}"))?.get("nodes").to_string()))
             .collect::<Result<Vec<_>>>()?;
-        let records = booted.receiver.records();
-        let bound = named(&records, Kind::Event, names::GPU_BOUND);
+        let records = booted.records();
+        let bound = events(&records, names::GPU_BOUND);
         ensure!(bound.len() == 8, "{bind}: {} GPUs are bound", bound.len());
         let mut minors = vec![u64::MAX; 8];
         for r in &bound {
@@ -140,18 +144,17 @@ fn strategies(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 }
 
 fn nvml(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
-    let script = "testagent.guest=script testagent.script=settled>nvml:facts";
-    let guest = Guest::new()
+    let booted = Guest::with("fakepci.gpus=2 gpuinit.gpu.power=500")
         .real_driver(driver)
         .real_nvml()
-        .append(&format!("fakepci.gpus=2 gpuinit.gpu.power=500 {script}"));
-    let booted = guest.boot(context, "nvml")?;
+        .script("settled>nvml:facts")
+        .boot(context, "nvml")?;
     judge(&booted, &[NO_FIRMWARE, NO_FIRMWARE])?;
     let answer = booted.agent("nvml", |_| true)?;
     // NVML starts on this driver, has our functions, and counts no GPU: each other answer is a
     // fault of the helper.
     let counted = r#"{"facts":{"driver":"550.163.01","nvml":"12.550.163.01","count":0,"confidential":null,"confidential_error":null,"devices":[]}}"#;
-    ensure!(answer.get("answer") == counted, "{}", answer.get("answer"));
+    ensure!(answer.get("answer") == counted, "{answer:?}");
     let event = booted.event(names::NVML)?;
     let reason = "none of 2 GPU(s) is usable, by their own events: NVML is not asked, which would \
         initialise them again";
@@ -164,7 +167,7 @@ fn nvml(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 
 /// The failure of one GPU.
 fn failure(records: &[Record], index: u64) -> Result<Record> {
-    named(records, Kind::Event, names::GPU_FAILED)
+    events(records, names::GPU_FAILED)
         .into_iter()
         .find(|r| r.fields["index"].as_u64() == Some(index))
         .cloned()
@@ -209,12 +212,8 @@ fn judge_one(records: &[Record], index: u64, wanted: &Wanted) -> Result<()> {
 }
 
 fn judge(booted: &Booted, wanted: &[Wanted]) -> Result<()> {
-    ensure!(
-        booted.settled()? == (0, wanted.len() as u64),
-        "{:?}",
-        booted.settled()?
-    );
-    let records = booted.receiver.records();
+    booted.settles(0, wanted.len() as u64)?;
+    let records = booted.records();
     wanted
         .iter()
         .enumerate()
@@ -260,10 +259,9 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     // enabled: in the driver's probe, or ahead of it.
     for (bind, step) in [("insmod", "probe"), ("pipelined", "enable")] {
         let words = format!("fakepci.gpus=8 {faults} fakepci.bar_unassigned=7 gpuinit.bind={bind}");
-        let script = "testagent.guest=script testagent.script=settled>held";
-        let mut booted = Guest::new()
+        let mut booted = Guest::with(&words)
             .real_driver(driver)
-            .append(&format!("{words} {script}"))
+            .script("settled>held")
             .boot(context, bind)?;
         let mut every = every();
         every.push(wanted(
@@ -273,7 +271,7 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         ));
         judge(&booted, &every)?;
         // The stream has the answer to the wait for a non-blocking open.
-        let records = booted.receiver.records();
+        let records = booted.records();
         let init = named(&records, Kind::End, names::GPU_INIT);
         ensure!(
             init.len() == 2
@@ -302,11 +300,9 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 fn lost(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     // GPU 1 is plugged in and bound while GPU 0 initialises, which takes seconds, and is gone when
     // its own turn comes.
-    let script = "testagent.guest=script \
-        testagent.script=gpu.init!begin/0>plug:1;gpu.bound/1>lose:1;settled>held";
-    let words = format!("fakepci.gpus=2 fakepci.absent=1 gpuinit.init=serial {script}");
     let booted = with_firmware(driver)?
-        .append(&words)
+        .append("fakepci.gpus=2 fakepci.absent=1 gpuinit.init=serial")
+        .script("gpu.init!begin/0>plug:1;gpu.bound/1>lose:1")
         .boot(context, "lost")?;
     // GPU 1's turn begins with the end of GPU 0's, so either can be reported first.
     let failed_of = |index: u64| {
@@ -315,7 +311,7 @@ fn lost(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         })
     };
     let (failed, _) = (failed_of(1)?, failed_of(0)?);
-    let records = booted.receiver.records();
+    let records = booted.records();
     // The driver finds out when it turns interrupts on, and does not speak of the bus.
     judge_one(
         &records,
@@ -340,17 +336,15 @@ fn lost(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 
 fn unplugged(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     // The one that goes answers with ones before the driver hears of it.
-    let script =
-        "settled>config+unplug:1;gpu.removed>held+plug:1;gpu.failed/1>held+config+overrides";
-    let words = format!("fakepci.gpus=3 testagent.guest=script testagent.script={script}");
-    let mut booted = Guest::new()
+    let mut booted = Guest::with("fakepci.gpus=3")
         .real_driver(driver)
-        .append(&words)
+        .script(
+            "settled>config+unplug:1;gpu.removed>held+plug:1;gpu.failed/1>held+config+overrides",
+        )
         .boot(context, "unplugged")?;
-    booted.agent("script", |l| l.get("did") == "overrides")?;
+    booted.did("overrides")?;
     let held: Vec<String> = booted
-        .console
-        .agent_lines()
+        .lines()
         .iter()
         .filter(|l| l.get("msg") == "held" && l.get("process") == "gpuinit-keeper")
         .map(|l| l.get("nodes").to_string())
@@ -363,16 +357,13 @@ fn unplugged(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         ],
         "the keeper has {held:?}"
     );
-    let records = booted.receiver.records();
-    let removed = named(&records, Kind::Event, names::GPU_REMOVED);
+    let records = booted.records();
+    let removed = events(&records, names::GPU_REMOVED);
     ensure!(
-        removed.len() == 1
-            && removed[0]
-                .gpu
-                .is_some_and(|g| g.to_string() == "0001:00:01.0"),
+        removed.len() == 1 && is_of_slot(removed[0], 1),
         "{removed:?}"
     );
-    let bound = named(&records, Kind::Event, names::GPU_BOUND);
+    let bound = events(&records, names::GPU_BOUND);
     let again = bound
         .iter()
         .find(|r| r.seq > removed[0].seq)
@@ -412,19 +403,16 @@ fn all_accesses(
     driver: &RealDriver,
     bind: Option<&str>,
 ) -> Result<Vec<Vec<Accesses>>> {
-    let words = match bind {
-        None => format!(
-            "hardware.init=/usr/bin/kata-agent testagent.guest=script \
-            testagent.script=now>load+{NEEDED}"
-        ),
-        Some(bind) => {
-            format!("gpuinit.bind={bind} testagent.guest=script testagent.script=settled>config")
-        }
+    let guest = Guest::with("fakepci.gpus=3").real_driver(driver);
+    let guest = match bind {
+        None => guest
+            .append("hardware.init=/usr/bin/kata-agent")
+            .script(&format!("now>load+{NEEDED}")),
+        Some(bind) => guest
+            .append(&format!("gpuinit.bind={bind}"))
+            .script("settled>config"),
     };
-    let booted = Guest::new()
-        .real_driver(driver)
-        .append(&format!("fakepci.gpus=3 {words}"))
-        .boot(context, bind.unwrap_or("alone"))?;
+    let booted = guest.boot(context, bind.unwrap_or("alone"))?;
     reports(&booted, if bind.is_some() { 1 } else { 3 })
 }
 
@@ -432,7 +420,8 @@ fn config_accesses(context: &TestContext, driver: &RealDriver) -> Result<Outcome
     let alone = all_accesses(context, driver, None)?;
     // The driver walks the capabilities whenever somebody reads a GPU's information file.
     let (look, all) = needed(&alone)?;
-    for bind in ["insmod", "pipelined", "concurrent"] {
+    // The driver's load enables in one, the lane in the other.
+    for bind in ["insmod", "pipelined"] {
         let ours = all_accesses(context, driver, Some(bind))?
             .pop()
             .context("no report")?;
@@ -447,89 +436,33 @@ fn config_accesses(context: &TestContext, driver: &RealDriver) -> Result<Outcome
     )))
 }
 
-/// Whether a GPU that is late stands in the driver, before the driver's own lock.
-fn waits_for_the_drivers_lock(late: &&Record) -> bool {
-    late.fields
-        .get("stack")
-        .and_then(|stack| stack.as_str())
-        .is_some_and(|stack| stack.contains("os_acquire_rwlock_write"))
-}
-
-/// From the first initialisation's begin to the last one's end, in ms. All must have begun before
-/// one ends, unless the init holds them back.
-fn span(context: &TestContext, driver: &RealDriver, gpus: u64, words: &str) -> Result<u64> {
-    let words = format!("fakepci.gpus={gpus} {words}");
-    let boot = || {
-        with_firmware(driver)?
-            .append(&words)
-            .boot(context, &format!("{gpus}"))
-    };
-    let mut booted = boot()?;
-    // Initialisations that fail together have hung in the driver (550.163.01, seen twice): each
-    // waits for the driver's locks, for ever. That is no measure; once, another boot is.
-    let hangs = |booted: &Booted| {
-        named(&booted.receiver.records(), Kind::Event, names::GPU_LATE)
-            .iter()
-            .any(waits_for_the_drivers_lock)
-    };
-    if booted.settled().is_err() && hangs(&booted) {
-        drop(booted);
-        booted = boot()?;
-    }
-    ensure!(booted.settled()? == (0, gpus), "{:?}", booted.settled()?);
-    let records = booted.receiver.records();
-    let begin = named(&records, Kind::Begin, names::GPU_INIT)
-        .iter()
-        .map(|r| r.boottime_ns)
-        .min()
-        .context("no initialisation")?;
-    let end = named(&records, Kind::End, names::GPU_INIT)
-        .iter()
-        .map(|r| r.boottime_ns)
-        .max()
-        .context("no initialisation")?;
-    let last_begin = named(&records, Kind::Begin, names::GPU_INIT)
-        .iter()
-        .map(|r| r.boottime_ns)
-        .max()
-        .unwrap_or_default();
-    let first_end = named(&records, Kind::End, names::GPU_INIT)
-        .iter()
-        .map(|r| r.boottime_ns)
-        .min()
-        .unwrap_or_default();
-    ensure!(
-        last_begin < first_end || words.contains("relaxed=off"),
-        "an initialisation waited for another one to end"
-    );
-    Ok((end - begin) / 1_000_000)
-}
-
+/// All have begun before one ends. Whether they end is not waited for: initialisations that fail
+/// together have hung in this driver (550.163.01, seen twice), each waiting for its locks.
 fn overlap(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
-    let one = span(context, driver, 1, "")?;
-    let three = span(context, driver, 3, "")?;
+    let booted = with_firmware(driver)?
+        .append("fakepci.gpus=3")
+        .boot(context, "three")?;
+    let begun = |r: &Record| r.kind == Kind::Begin && r.name == names::GPU_INIT;
+    let begins = booted
+        .receiver
+        .wait_several(super::harness::DEADLINE, 3, begun)
+        .context("three initialisations have not begun")?;
+    let records = booted.records();
+    let ended = named(&records, Kind::End, names::GPU_INIT);
+    let first = ended.iter().map(|end| end.seq).min();
     ensure!(
-        three * 10 < one * 3 * 8,
-        "three initialisations take {three} ms, one takes {one} ms: they do not overlap"
+        first.is_none_or(|first| begins.iter().all(|begin| begin.seq < first)),
+        "an initialisation waited for another one to end: {begins:?}, {ended:?}"
     );
-    // The driver's own switch, through ours: the same three in a row.
-    let serial = span(context, driver, 3, "gpuinit.relaxed=off")?;
-    ensure!(
-        three * 10 < serial * 8,
-        "with the lock kept three take {serial} ms, with the lock released {three} ms"
-    );
-    Ok(Outcome::Measured(format!(
-        "GSP boots that time out: one {one} ms, three at once {three} ms, three with \
-        gpuinit.relaxed=off {serial} ms"
-    )))
+    Ok(Outcome::Passed)
 }
 
 fn killed(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     // Killed while the driver initialises: the wait is left, the initialisations go on, and their
     // outcome reaches the next worker.
-    let script = "testagent.guest=script testagent.script=gpu.init!begin/1>kill;settled>held";
     let booted = with_firmware(driver)?
-        .append(&format!("fakepci.gpus=2 {script}"))
+        .append("fakepci.gpus=2")
+        .script("gpu.init!begin/1>kill;settled>held")
         .boot(context, "killed")?;
     judge(
         &booted,
@@ -542,9 +475,9 @@ fn killed(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         let held = booted.agent("held", |l| l.get("process") == process)?;
         ensure!(held.get("nodes") == "/dev/nvidia0 /dev/nvidia1", "{held:?}");
     }
-    let records = booted.receiver.records();
+    let records = booted.records();
     super::harness::complete(&records)?;
-    let died = named(&records, Kind::Event, names::PROCESS_DIED);
+    let died = events(&records, names::PROCESS_DIED);
     ensure!(died.len() == 1, "{died:?}");
     // Each was opened once: the driver says once per GPU that it failed.
     for gpu in ["0001:00:00.0", "0001:00:01.0"] {
@@ -567,19 +500,18 @@ fn killed(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 /// daemon's own words and the file.
 fn persistenced(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let files = driver.persistenced()?;
-    let guest = files
-        .iter()
-        .fold(Guest::new().real_driver(driver), |guest, (path, bytes)| {
-            guest.file(path, bytes)
-        });
-    let guest = guest
+    let with_daemon = || {
+        let guest = Guest::with("fakepci.gpus=2 gpuinit.persistenced=on").real_driver(driver);
+        files
+            .iter()
+            .fold(guest, |guest, (path, bytes)| guest.file(path, bytes))
+    };
+    let booted = with_daemon()
         .file(
             "etc/passwd",
             b"nvidia-persistenced:x:143:143::/:/bin/false\n",
         )
-        .file("etc/group", b"nvidia-persistenced:x:143:\n");
-    let booted = guest
-        .append("fakepci.gpus=2 gpuinit.persistenced=on")
+        .file("etc/group", b"nvidia-persistenced:x:143:\n")
         .boot(context, "whole")?;
     let end = booted.record("start", |r| {
         r.kind == Kind::End && r.name == names::SERVICE_START
@@ -588,7 +520,7 @@ fn persistenced(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         end.error.is_none() && end.fields.contains_key("main_pid"),
         "{end:?}"
     );
-    ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
+    booted.settles(0, 2)?;
     // persistenced has no more than the capabilities of its row.
     let drops = "Now running with user ID 143 and group ID 143";
     for text in [
@@ -605,23 +537,14 @@ fn persistenced(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
                     .is_some_and(|t| t.ends_with(text))
         })?;
     }
-    let records = booted.receiver.records();
-    ensure!(
-        named(&records, Kind::Event, names::SERVICE_ENDED).is_empty(),
-        "it has ended"
-    );
+    let records = booted.records();
+    booted.has_no(names::SERVICE_ENDED)?;
     // The driver's own reason is with the GPUs.
     judge_one(&records, 0, &NO_FIRMWARE)?;
 
-    let guest = files
-        .iter()
-        .fold(Guest::new().real_driver(driver), |guest, (path, bytes)| {
-            guest.file(path, bytes)
-        });
-    let guest = guest
+    let booted = with_daemon()
         .without_added("etc/netconfig")
-        .append("fakepci.gpus=2 gpuinit.persistenced=on");
-    let booted = guest.boot(context, "image")?;
+        .boot(context, "image")?;
     let end = booted.record("start", |r| {
         r.kind == Kind::End && r.name == names::SERVICE_START
     })?;
@@ -649,8 +572,6 @@ struct DriverOutput {
     lines: Vec<String>,
     /// Config accesses that reading the information file of each GPU makes.
     looks: Vec<Accesses>,
-    /// From the removal of a GPU whose open has failed, and which is held open, to its end.
-    removal_ms: u64,
 }
 
 /// Text of a kernel message; empty for other records.
@@ -665,37 +586,10 @@ fn text(record: &Record) -> &str {
 
 /// Lines of the driver in the kernel's log.
 fn driver_lines(booted: &Booted) -> Vec<String> {
-    let lines = booted
-        .receiver
-        .records()
-        .into_iter()
-        .map(|r| text(&r).to_string());
+    let lines = booted.records().into_iter().map(|r| text(&r).to_string());
     lines
         .filter(|t| t.starts_with("NVRM: ") || t.starts_with("nvidia-nvlink: "))
         .collect()
-}
-
-/// From the end of one action of the script to the end of another, or to the agent's line of that
-/// name.
-fn between(booted: &Booted, from: &str, to: &str) -> Result<u64> {
-    let done = |what: &str| {
-        booted.agent("script", |l| {
-            format!("{}>{}", l.get("when"), l.get("did")) == what
-        })
-    };
-    let (start, end) = (
-        done(from)?,
-        if to.contains('>') {
-            done(to)?
-        } else {
-            booted.agent(to, |_| true)?
-        },
-    );
-    ensure!(
-        start.get("error").is_empty() && end.get("error").is_empty(),
-        "{start:?} {end:?}"
-    );
-    Ok(end.realtime_ns()?.saturating_sub(start.realtime_ns()?) / 1_000_000)
 }
 
 /// A removal has nobody to wait for: no file has the GPU open.
@@ -708,21 +602,15 @@ fn removed_silently(lines: &[String]) -> Result<()> {
 }
 
 fn output_of(guest: Guest, context: &TestContext, name: &str) -> Result<DriverOutput> {
-    let script = "testagent.guest=script \
-        testagent.script=settled>driver+counters+config+information+config+remove:0";
-    let words = format!(
-        "fakepci.gpus=4 fakepci.no_msix=2 fakepci.bar_missing=3 gpuinit.bind=pipelined {script}"
-    );
-    let booted = guest.append(&words).boot(context, name)?;
-    let removal_ms = between(&booted, "settled>config", "removed")?;
+    let booted = guest
+        .append("fakepci.gpus=4 fakepci.no_msix=2 fakepci.bar_missing=3 gpuinit.bind=pipelined")
+        .script("settled>driver+config+information+config+remove:0")
+        .boot(context, name)?;
+    let removed = booted.agent("removed", |_| true)?;
+    ensure!(removed.get("error").is_empty(), "{removed:?}");
     let mut files = Vec::new();
     let mut devices = BTreeSet::new();
-    for line in booted
-        .console
-        .agent_lines()
-        .iter()
-        .filter(|l| l.get("msg") == "file")
-    {
+    for line in booted.lines().iter().filter(|l| l.get("msg") == "file") {
         let (path, text) = (line.get("path").to_string(), line.get("text"));
         if path == "/proc/devices" {
             let names = text
@@ -752,7 +640,6 @@ fn output_of(guest: Guest, context: &TestContext, name: &str) -> Result<DriverOu
         devices,
         lines,
         looks,
-        removal_ms,
     })
 }
 
@@ -770,11 +657,7 @@ fn shape(line: &str) -> String {
 fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let real = output_of(Guest::new().real_driver(driver), context, "real")?;
     // Without firmware, as the real one here.
-    let simulated = output_of(
-        Guest::new().append("nvidia.firmware=1"),
-        context,
-        "simulated",
-    )?;
+    let simulated = output_of(Guest::with("nvidia.firmware=1"), context, "simulated")?;
     for (path, keys) in &real.files {
         let Some((_, ours)) = simulated.files.iter().find(|(p, _)| p == path) else {
             // Texts for people, and files of features that the simulator does not have.
@@ -851,88 +734,67 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         real.looks,
         simulated.looks
     );
-    let real_waits = waits_of(with_firmware(driver)?, context, "real-waits")?;
+    waits_of(with_firmware(driver)?, context, "real-waits")?;
     let boots = "nvidia.init_fail=0,1,2 nvidia.s1_ms=300 nvidia.s2_ms=2000";
-    let simulated_waits = waits_of(Guest::new().append(boots), context, "simulated-waits")?;
+    waits_of(Guest::with(boots), context, "simulated-waits")?;
     never_answers(Guest::new().real_driver(driver), context, "real-lost")?;
-    never_answers(
-        Guest::new().append("nvidia.firmware=1"),
-        context,
-        "simulated-lost",
-    )?;
-    Ok(Outcome::Measured(format!(
-        "NVIDIA's driver and the simulator: removal after a failed open {} and {} ms; beside an \
-        initialisation of 4 s and of 2 s a look at \
-         another GPU takes {} and {} ms, a removal of the one that is initialised {} and {} ms",
-        real.removal_ms,
-        simulated.removal_ms,
-        real_waits.look_ms,
-        simulated_waits.look_ms,
-        real_waits.removal_ms,
-        simulated_waits.removal_ms
-    )))
+    never_answers(Guest::with("nvidia.firmware=1"), context, "simulated-lost")?;
+    Ok(Outcome::Passed)
 }
 
-/// How long things take while a GPU is initialised under the resource manager's lock, in vain and
-/// for more than a second.
-struct Waits {
-    look_ms: u64,
-    removal_ms: u64,
-}
-
-fn waits_of(guest: Guest, context: &TestContext, name: &str) -> Result<Waits> {
+/// An initialisation holds the resource manager's lock: a look at any GPU waits for it, and so does
+/// a removal, which waits for the open that is under way, and when that fails for nothing else.
+fn waits_of(guest: Guest, context: &TestContext, name: &str) -> Result<()> {
     // Either of two begins; the third comes later, and is last.
-    let script = "gpu.init!begin>sleep:300+information;gpu.failed>plug:2;gpu.init!begin/2>\
-        sleep:300+remove:2";
-    let words = format!(
-        "fakepci.gpus=3 fakepci.absent=2 gpuinit.relaxed=off testagent.guest=script \
-        testagent.script={script}"
-    );
-    let booted = guest.append(&words).boot(context, name)?;
-    // Whoever asks for any GPU's information waits for that lock.
-    let look_ms = between(
-        &booted,
-        "gpu.init!begin>sleep:300",
-        "gpu.init!begin>information",
-    )?;
-    // A removal waits for the open that is under way, and when that fails for nobody else.
-    let removal_ms = between(&booted, "gpu.init!begin/2>sleep:300", "removed")?;
-    ensure!(
-        look_ms > 1000 && removal_ms > 1000,
-        "{name}: a look took {look_ms} ms, a removal {removal_ms} ms"
+    let booted = guest
+        .append("fakepci.gpus=3 fakepci.absent=2 gpuinit.relaxed=off")
+        .script(
+            "gpu.init!begin>sleep:300+information;gpu.failed>plug:2;gpu.init!begin/2>\
+            sleep:300+remove:2",
+        )
+        .boot(context, name)?;
+    let (looked, removed) = (
+        booted.did("information")?,
+        booted.agent("removed", |_| true)?,
     );
     booted.record("removed", |r| r.name == names::GPU_REMOVED)?;
+    let records = booted.records();
+    let all = spans(&records, names::GPU_INIT)?;
+    let (first, last) = (all.first(), all.last());
+    for (line, init) in [(&looked, first), (&removed, last)] {
+        // The driver lets its lock go about when the init writes the end.
+        let (begin, end) = init.context("no initialisation")?;
+        let half = begin.boottime_ns + (end.boottime_ns - begin.boottime_ns) / 2;
+        let at = booted.boottime_ns(line)?;
+        ensure!(
+            at > half,
+            "{name}: at {at} ns, during the initialisation until {} ns: {line:?}",
+            end.boottime_ns
+        );
+    }
     // The kernel's messages have a reader of their own, which may be later than that.
     booted.record("the failed initialisation", |r| {
         text(r).starts_with("NVRM: GPU 0001:00:02.0: RmInitAdapter failed! (0x62:0x65:")
     })?;
-    removed_silently(&driver_lines(&booted)).with_context(|| name.to_string())?;
-    Ok(Waits {
-        look_ms,
-        removal_ms,
-    })
+    removed_silently(&driver_lines(&booted)).with_context(|| name.to_string())
 }
 
 /// A look at a GPU that never came up and has fallen off the bus: the driver walks its list of
 /// capabilities for ever.
 fn never_answers(guest: Guest, context: &TestContext, name: &str) -> Result<()> {
     // The loss happens some time after it was asked for.
-    let words = "fakepci.gpus=2 testagent.guest=script \
-        testagent.script=settled>information+lose:0+sleep:500+information";
-    let booted = guest.append(words).boot(context, name)?;
+    let booted = guest
+        .append("fakepci.gpus=2")
+        .script("settled>information+lose:0+sleep:500+information")
+        .boot(context, name)?;
     let answered = |l: &AgentLine| l.get("did") == "information";
     // The first look, at a GPU that is there, takes nothing like this.
     booted.agent("script", answered)?;
-    booted.agent("script", |l| l.get("did") == "sleep:500")?;
+    booted.did("sleep:500")?;
     // A sleep as proof, kept: no event follows a look that never returns. The first look takes
     // milliseconds.
     std::thread::sleep(Duration::from_secs(3));
-    let answers = booted
-        .console
-        .agent_lines()
-        .into_iter()
-        .filter(answered)
-        .count();
+    let answers = booted.lines().into_iter().filter(answered).count();
     ensure!(answers == 1, "{name}: the information of a lost GPU came");
     Ok(())
 }
