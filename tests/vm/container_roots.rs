@@ -146,7 +146,7 @@ fn boot(context: &TestContext) -> Result<Booted> {
     );
     ["driver", "debian", "cuda", "alpine"]
         .into_iter()
-        .fold(Guest::new().append(&words), Guest::archive)
+        .fold(Guest::with(&words), Guest::archive)
         .boot(context, "roots")
 }
 
@@ -213,8 +213,7 @@ fn one_hook(context: &TestContext) -> Result<Outcome> {
 fn failing_hook(context: &TestContext) -> Result<Outcome> {
     // A directory where the hook's own configuration of the loader belongs.
     let in_the_way = "etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf";
-    let guest = Guest::new()
-        .append("fakepci.gpus=1 testagent.containers=odd:0@debian")
+    let guest = Guest::with("fakepci.gpus=1 testagent.containers=odd:0@debian")
         .archive("driver")
         .archive("debian");
     let booted = guest

@@ -47,18 +47,17 @@ fn value<'a>(console: &'a str, sign: &str, key: &str) -> Result<&'a str> {
 
 fn agrees(context: &TestContext) -> Result<Outcome> {
     // The kernel's lines on the console as well, as in containerd's log.
-    let booted = Guest::new()
-        .append("loglevel=7 testagent.containers=first:0;all:all")
-        .boot(context, "import")?;
+    let booted =
+        Guest::with("loglevel=7 testagent.containers=first:0;all:all").boot(context, "import")?;
     booted.created("first")?;
     booted.created("all")?;
-    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    booted.settles(8, 0)?;
     booted.event(names::LOCKDOWN)?;
     ensure!(
         booted.console.wait_text(DEADLINE, "\"msg\":\"lockdown\""),
         "the console lacks the last line"
     );
-    let records = booted.receiver.records();
+    let records = booted.records();
     complete(&records)?;
     let mut text = header_line(booted.receiver.headers().first().context("no header")?);
     records
