@@ -61,7 +61,7 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     let machine = machine();
     let all = json!({ "command": command, "guest": GUEST, "real": version, "machine": machine,
         "runs": raw });
-    let file = keep(root, "agent", &all)?;
+    keep(root, "agent", &all)?;
     println!("ms, median of {runs} runs {version}");
     println!(
         "{:<28} {:>12} {:>12}   {:>12} {:>12}",
@@ -72,10 +72,6 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         let [a, b, c, d] = guests.map(|(cpus, agent)| median(&raw, agent, cpus, column));
         println!("{column:<28} {a:>12.0} {b:>12.0}   {c:>12.0} {d:>12.0}");
     }
-    println!(
-        "raw runs: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
-    );
     Ok(())
 }
 
@@ -121,7 +117,5 @@ fn median(raw: &[Value], agent: &str, cpus: u32, column: &str) -> f64 {
     let of = raw
         .iter()
         .filter(|r| r["agent"] == agent && r["cpus"] == cpus);
-    let mut values: Vec<f64> = of.filter_map(|r| r["ms"][column].as_f64()).collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    super::median(of.filter_map(|r| r["ms"][column].as_f64()).collect())
 }

@@ -125,7 +125,7 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     let (bytes, rss) = (init_bytes(context)?, rss(context)?);
     gaps.sort_by(f64::total_cmp);
     let (median_gap, longest_gap) = (gaps[gaps.len() / 2], gaps[gaps.len() - 1]);
-    let file = keep(
+    keep(
         root,
         "boot",
         &json!({ "command": format!("tests/bench/run boot {}", arguments.join(" ")),
@@ -181,10 +181,6 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         "bind to publication, GPUs 1 to 7: median {median_gap:.1} ms, longest {longest_gap:.1} ms \
         (target 10: {})",
         verdict(longest_gap <= 10.0)
-    );
-    println!(
-        "raw runs: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
     );
     Ok(())
 }
@@ -400,7 +396,5 @@ fn median(raw: &[Value], host: Option<&str>, boot: &str, column: &str) -> f64 {
     let of = raw
         .iter()
         .filter(|r| r["boot"] == boot && host.is_none_or(|h| r["host"] == h));
-    let mut values: Vec<f64> = of.filter_map(|r| r["ms"][column].as_f64()).collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    super::median(of.filter_map(|r| r["ms"][column].as_f64()).collect())
 }

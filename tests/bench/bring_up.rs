@@ -310,16 +310,12 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
             }
         }
     }
-    let file = keep(
+    keep(
         root,
         "bringup",
         &json!({ "command": "tests/bench/run bringup", "machine": machine(), "serial": SERIAL,
         "runs": raw }),
     )?;
-    println!(
-        "raw runs: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
-    );
     println!(
         "within {:.0} % + {:.0} ms of the bound and never slower than serial: {}",
         NEAR.0 * 100.0,

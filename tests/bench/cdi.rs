@@ -159,7 +159,7 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
         peak as f64 / 1e3,
         MEMORY as f64 / 1e3
     );
-    let file = keep(
+    keep(
         root,
         "cdi",
         &json!({
@@ -168,10 +168,6 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
             "spec_bytes": ours, "reference_bytes": theirs, "peak_kb": peak,
         }),
     )?;
-    println!(
-        "raw runs: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
-    );
     println!(
         "targets met: {}",
         if bench.missed == 0 {

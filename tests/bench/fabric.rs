@@ -148,7 +148,7 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         }
     }
     let command = format!("tests/bench/run fabric {}", arguments.join(" "));
-    let file = keep(
+    keep(
         root,
         "fabric",
         &json!({ "command": command, "agent": version, "scale": scale, "machine": machine(),
@@ -164,10 +164,6 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         print(scenario, &raw);
     }
     println!();
-    println!(
-        "raw runs: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
-    );
     Ok(())
 }
 

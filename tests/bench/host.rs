@@ -78,7 +78,7 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
             }
         }
     }
-    let file = keep(
+    keep(
         root,
         "host",
         &json!({ "command": format!("tests/bench/run host \
@@ -103,10 +103,6 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
         each().for_each(|(gpus, row)| print!(" {:>12.0}", median(&raw, gpus, row, column)));
         println!();
     }
-    println!(
-        "raw runs: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
-    );
     Ok(())
 }
 
@@ -206,7 +202,5 @@ fn ours(console: &str) -> Result<Times> {
 
 fn median(raw: &[Value], gpus: u32, row: &str, column: &str) -> f64 {
     let of = raw.iter().filter(|r| r["gpus"] == gpus && r["boot"] == row);
-    let mut values: Vec<f64> = of.filter_map(|r| r["ms"][column].as_f64()).collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    super::median(of.filter_map(|r| r["ms"][column].as_f64()).collect())
 }

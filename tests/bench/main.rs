@@ -98,15 +98,22 @@ pub fn machine() -> Value {
     json!({ "cpu": model, "cpus": cpus, "kvm": kata_gpu_host::vm::kvm_works(Arch::OURS) })
 }
 
-/// Writes the raw runs to a file of their own; earlier ones stay.
-pub fn keep(root: &Path, what: &str, runs: &Value) -> Result<PathBuf> {
+/// Median, NaN of nothing.
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Writes the raw runs to a file of their own, and prints its name; earlier ones stay.
+pub fn keep(root: &Path, what: &str, runs: &Value) -> Result<()> {
     let folder = root.join("tests/bench/runs");
     std::fs::create_dir_all(&folder)?;
     let now = humantime::format_rfc3339_seconds(std::time::SystemTime::now())
         .to_string()
         .replace(':', "");
-    let path = folder.join(format!("{what}-{now}.json"));
-    let mut file = std::fs::File::create(&path)?;
+    let name = format!("{what}-{now}.json");
+    let mut file = std::fs::File::create(folder.join(&name))?;
     writeln!(file, "{}", serde_json::to_string_pretty(runs)?)?;
-    Ok(path)
+    println!("raw runs: tests/bench/runs/{name}");
+    Ok(())
 }

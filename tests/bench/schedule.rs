@@ -121,11 +121,7 @@ pub fn run(root: &Path) -> Result<()> {
         }
     }
     let all = json!({ "command": "tests/bench/run schedule", "machine": machine(), "rows": raw });
-    let file = keep(root, "schedule", &all)?;
-    println!(
-        "raw rows: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
-    );
+    keep(root, "schedule", &all)?;
     let near = if missed == 0 {
         "all".into()
     } else {

@@ -3,7 +3,7 @@
 //! host, VFIO against IOMMUFD. With `--overhead` the same boot without and with a recorder, in
 //! turn.
 
-use super::{keep, machine};
+use super::{keep, machine, median};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_report::data::units::histogram;
 use kata_gpu_tests::vm::emulated_host::traced_boot::{Figures, Kernel, Pages, TracedHost, Vfio};
@@ -106,7 +106,7 @@ fn compare(root: &Path, context: &TestContext, runs: usize, hosts: &[&str]) -> R
             }
         }
     }
-    let file = keep(
+    keep(
         root,
         "trace",
         &json!({ "command": format!("tests/bench/run trace {runs} \
@@ -156,10 +156,6 @@ fn compare(root: &Path, context: &TestContext, runs: usize, hosts: &[&str]) -> R
                 .map_or("IOMMU -".into(), |kib| format!("IOMMU {kib} KiB")),
         );
     }
-    println!(
-        "raw runs: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
-    );
     failed.map_or(Ok(()), |error| Err(error.context("rows are missing")))
 }
 
@@ -233,7 +229,7 @@ fn overhead(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
         );
     }
     let command = format!("tests/bench/run trace {runs} --overhead");
-    let file = keep(
+    keep(
         root,
         "trace-overhead",
         &json!({ "command": command, "machine": machine(), "runs": raw }),
@@ -257,14 +253,5 @@ fn overhead(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
             median(values)
         );
     }
-    println!(
-        "raw runs: {}",
-        file.strip_prefix(root).unwrap_or(&file).display()
-    );
     Ok(())
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
