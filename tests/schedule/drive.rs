@@ -160,10 +160,15 @@ pub fn address(gpu: usize) -> PciAddress {
         .unwrap_or_else(|error| panic!("address of GPU {gpu}: {error}"))
 }
 
-fn id(gpu: usize, generation: u32) -> GpuId {
-    GpuId {
-        address: address(gpu),
-        generation,
+impl Gpu {
+    fn new(id: GpuId) -> Self {
+        Self {
+            id,
+            gone: false,
+            ordered: None,
+            opened: None,
+            enabling: 0,
+        }
     }
 }
 
@@ -202,12 +207,11 @@ impl<'h> Guest<'h> {
         seed: u64,
     ) -> Self {
         let count = host.gpus.len();
-        let gpus = (0..count).map(|k| Gpu {
-            id: id(k, k as u32),
-            gone: false,
-            ordered: None,
-            opened: None,
-            enabling: 0,
+        let gpus = (0..count).map(|k| {
+            Gpu::new(GpuId {
+                address: address(k),
+                generation: k as u32,
+            })
         });
         let run = Run {
             bound: vec![None; count],
@@ -393,15 +397,9 @@ impl<'h> Guest<'h> {
         }
         match fact {
             Fact::Plugged(k) => {
-                let generation = self.gpus[k].id.generation + PLUGGED;
-                let id_now = id_of(self.gpus[k].id, generation);
-                self.gpus[k] = Gpu {
-                    id: id_now,
-                    gone: false,
-                    ordered: None,
-                    opened: None,
-                    enabling: 0,
-                };
+                let mut plugged = id(self, k);
+                plugged.generation += PLUGGED;
+                self.gpus[k] = Gpu::new(plugged);
                 self.soon(Action::Report(schedule::Fact::Found(
                     id(self, k),
                     Arrival::Enabled,
@@ -671,11 +669,8 @@ impl<'h> Guest<'h> {
             since.is_some_and(|since| now < since + limit && !stalled(since))
         };
         let of = |wanted: &dyn Fn(&Gpu, usize) -> bool| -> Vec<usize> {
-            self.gpus
-                .iter()
-                .enumerate()
-                .filter(|(k, gpu)| wanted(gpu, *k))
-                .map(|(k, _)| k)
+            (0..self.gpus.len())
+                .filter(|k| wanted(&self.gpus[*k], *k))
                 .collect()
         };
         let probing = of(&|gpu, k| {
@@ -698,8 +693,4 @@ impl<'h> Guest<'h> {
             && !self.world.loaded()
             && self.world.counts(|at| at == At::Sleep) > 0
     }
-}
-
-fn id_of(id: GpuId, generation: u32) -> GpuId {
-    GpuId { generation, ..id }
 }
