@@ -1,8 +1,8 @@
 //! Budgets of the guest: dependencies and sizes.
 
 use crate::project;
+use crate::supply_chain::cargo;
 use kata_gpu_wire::arch::Arch;
-use std::process::Command;
 
 /// Direct dependencies of the guest's init. A new one is a decision, not an accident.
 /// flate2, lzma-rust2 and ruzstd decompress kernel modules; all three are Rust alone. sha2, which
@@ -27,30 +27,8 @@ const INIT_BYTES_X86_64: u64 = 3_000_000;
 
 #[test]
 fn the_guest_links_what_it_is_allowed_to() {
-    let output = Command::new(env!("CARGO"))
-        .args([
-            "tree",
-            "--frozen",
-            "-p",
-            "kata-gpu-init",
-            "-e",
-            "normal",
-            "--depth",
-            "1",
-            "--prefix",
-            "none",
-            "--format",
-            "{p}",
-        ])
-        .current_dir(project())
-        .output()
-        .unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let text = String::from_utf8(output.stdout).unwrap();
+    let words = "tree --frozen -p kata-gpu-init -e normal --depth 1 --prefix none --format {p}";
+    let text = cargo(&words.split(' ').collect::<Vec<_>>());
     let mut dependencies: Vec<&str> = text
         .lines()
         .skip(1)
@@ -63,7 +41,7 @@ fn the_guest_links_what_it_is_allowed_to() {
 
 /// Program, architecture and bytes of each budget of a release, which `initrd/release` reads, too.
 fn release_budgets() -> Vec<(String, String, u64)> {
-    let text = std::fs::read_to_string(project().join("initrd/parts/budgets")).unwrap();
+    let text = crate::text(project().join("initrd/parts/budgets"));
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     lines
         .map(|line| {
@@ -105,14 +83,14 @@ fn the_init_is_small() {
             .join(program);
         let Ok(meta) = std::fs::metadata(&init) else {
             // The packages for arm64 guests cannot be had everywhere.
-            assert!(
-                std::env::var_os("KATA_GPU_BUILT").is_none() || arch != "x86_64",
-                "{} is not built",
-                init.display()
-            );
-            eprintln!(
-                "skipped: {} is not built (tests/run builds it)",
-                init.display()
+            let demanded_by = if arch == "x86_64" {
+                "KATA_GPU_BUILT"
+            } else {
+                "REQUIRE_ARM64"
+            };
+            crate::skip(
+                demanded_by,
+                &format!("{} is not built (tests/run builds it)", init.display()),
             );
             continue;
         };
@@ -125,37 +103,11 @@ fn the_init_is_small() {
     }
 }
 
-/// 9.4 MB, plain: 5.7 of them are the test agent, which makes pods and has the guest halves of
-/// tests.
-const SIM_BYTES: u64 = 9_400_000;
-
-#[test]
-fn the_simulators_initrd_is_small() {
-    let path = project().join("target/initrd.cpio");
-    let Ok(meta) = std::fs::metadata(&path) else {
-        assert!(
-            std::env::var_os("KATA_GPU_BUILT").is_none(),
-            "{} is not built",
-            path.display()
-        );
-        return eprintln!(
-            "skipped: {} is not built (tests/run builds it)",
-            path.display()
-        );
-    };
-    assert!(
-        meta.len() <= SIM_BYTES,
-        "{} has {} bytes, the budget is {SIM_BYTES}",
-        path.display(),
-        meta.len()
-    );
-}
-
 /// Judges of specs, which may be hostile, cannot be made to fetch anything
 /// (tests/no-network/README.md).
 #[test]
 fn no_http_client_and_no_tls_is_built() {
-    let lock = std::fs::read_to_string(project().join("Cargo.lock")).unwrap();
+    let lock = crate::text(project().join("Cargo.lock"));
     let packages: Vec<&str> = lock
         .lines()
         .filter_map(|l| l.strip_prefix("name = \"")?.strip_suffix('"'))

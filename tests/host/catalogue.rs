@@ -1,6 +1,7 @@
 //! The catalogue of records against the sources that emit them, recorded boots, and the page that
 //! describes the format.
 
+use crate::documents::has_table;
 use crate::layers::source::{self, Kind, Source, Token};
 use crate::project;
 use kata_gpu_wire::catalogue::{Form, RECORDS, Row, TRACED, undocumented};
@@ -97,7 +98,7 @@ fn macro_call(which: &str, mut arguments: Vec<Vec<String>>, emitted: &mut Emitte
 
 /// Values of the constants of `names`, in the catalogue's text.
 fn constants() -> BTreeMap<String, String> {
-    let text = std::fs::read_to_string(project().join("src/wire/catalogue.rs")).unwrap();
+    let text = crate::text(project().join("src/wire/catalogue.rs"));
     let records = text.split("rows! {").nth(1).expect("the first table");
     let row = |line: &str| {
         let (constant, rest) = line.trim().split_once(" = \"")?;
@@ -203,7 +204,7 @@ fn recorded_boots_have_no_field_that_the_catalogue_lacks() {
         if name.starts_with("recorded-") && name.ends_with(".ndjson") {
             boots += 1;
             assert_eq!(
-                undocumented_in(&std::fs::read_to_string(&path).unwrap()),
+                undocumented_in(&crate::text(&path)),
                 BTreeSet::new(),
                 "{name}"
             );
@@ -247,26 +248,10 @@ fn markdown(rows: &[Row]) -> String {
 
 #[test]
 fn the_page_of_the_format_has_every_record() {
-    has_table("src/wire/README.md", RECORDS);
+    has_table("src/wire/README.md", &markdown(RECORDS));
 }
 
 #[test]
 fn the_page_of_the_host_has_everything_that_is_traced() {
-    has_table("src/cli/README.md", TRACED);
-}
-
-/// Compares the table of a page with the rows.
-fn has_table(page: &str, rows: &[Row]) {
-    let path = project().join(page);
-    let page = std::fs::read_to_string(&path).unwrap();
-    let table = markdown(rows);
-    let start = page.find("| name | form |").expect("the table's head");
-    let end = page[start..]
-        .find("\n\n")
-        .map_or(page.len(), |at| start + at + 1);
-    if page[start..end] != table && std::env::var_os("UPDATE_GOLDEN").is_some() {
-        std::fs::write(&path, format!("{}{table}{}", &page[..start], &page[end..])).unwrap();
-        return;
-    }
-    assert_eq!(&page[start..end], table, "UPDATE_GOLDEN=1 writes the table");
+    has_table("src/cli/README.md", &markdown(TRACED));
 }

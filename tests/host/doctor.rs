@@ -10,12 +10,13 @@ use kata_gpu_doctor::rules::host_facts::{HostFacts, Seen};
 use kata_gpu_doctor::rules::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, OwnBoots, UNPACKED};
 use kata_gpu_report::analysis::rules::RULES;
 use kata_gpu_report::data::host_check::HostCheck;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 /// Path and content; `-> TARGET`: a link.
 type Tree = &'static [(&'static str, &'static str)];
@@ -202,10 +203,10 @@ const SMALL: Tree = &[
 fn write(root: &Path, tree: &[(&str, &str)]) {
     for (path, content) in tree {
         let path = root.join(path.trim_start_matches('/'));
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        crate::make_dir(path.parent().unwrap());
         match content.strip_prefix("-> ") {
-            Some(target) => symlink(target, &path).unwrap(),
-            None => fs::write(&path, content).unwrap_or_else(|e| panic!("{}: {e}", path.display())),
+            Some(target) => crate::link(target, &path),
+            None => crate::write(&path, content),
         }
     }
 }
@@ -890,7 +891,7 @@ fn a_directory_with_too_many_names_is_unknown() {
         found(&diagnose(&facts(&dir)), "iommu").verdict,
         Verdict::Fine
     );
-    fs::write(class.join("one more"), "").unwrap();
+    crate::write(class.join("one more"), "");
     let findings = diagnose(&facts(&dir));
     let finding = found(&findings, "iommu");
     assert_eq!(
@@ -968,15 +969,14 @@ fn hostile_files_are_bounded_and_drive_no_terminal() {
             "/sys/kernel/mm/transparent_hugepage/enabled",
         ],
     );
-    let put = |path: &str, bytes: &[u8]| fs::write(dir.0.join(path), bytes).unwrap();
+    let put = |path: &str, bytes: &[u8]| crate::write(dir.0.join(path), bytes);
     // A pipe blocks, a device has no end, and a number has digits without end.
     nix::unistd::mkfifo(&dir.0.join("proc/buddyinfo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-    symlink("/dev/zero", dir.0.join("proc/interrupts")).unwrap();
-    symlink(
+    crate::link("/dev/zero", dir.0.join("proc/interrupts"));
+    crate::link(
         "enabled",
         dir.0.join("sys/kernel/mm/transparent_hugepage/enabled"),
-    )
-    .unwrap();
+    );
     put(
         "sys/module/vfio_iommu_type1/parameters/dma_entry_limit",
         &[b'9'; 100_000],
@@ -1040,12 +1040,8 @@ fn hostile_files_are_bounded_and_drive_no_terminal() {
     }
     for words in [&["-v"][..], &["--json"]] {
         let output = doctor(&dir, words);
-        let text = String::from_utf8(output.stdout).unwrap();
-        assert!(
-            text.bytes()
-                .all(|b| b == b'\n' || (b' '..=b'~').contains(&b)),
-            "{text}"
-        );
+        let text = crate::stdout(&output);
+        crate::assert_printable(&text);
         assert!(text.len() < 100_000, "{} bytes", text.len());
     }
 }
@@ -1099,14 +1095,12 @@ fn the_pages_of_a_slow_host_and_of_a_good_one_are_golden() {
         assert_eq!(output.status.code(), Some(status), "{output:?}");
         golden(
             &format!("doctor/{name}"),
-            &String::from_utf8(output.stdout)
-                .unwrap()
-                .replace(dir, "boots"),
+            &crate::stdout(&output).replace(dir, "boots"),
         );
     }
     let well = doctor(&host("golden-well", &[], &[]), &[]);
     assert_eq!(well.status.code(), Some(0), "{well:?}");
-    golden("doctor/well.txt", &String::from_utf8(well.stdout).unwrap());
+    golden("doctor/well.txt", &crate::stdout(&well));
     // A directory without a boot is no host without trouble.
     let none = doctor(&slow, &["--dir", "/nonexistent"]);
     assert_eq!(none.status.code(), Some(2), "{none:?}");
@@ -1148,21 +1142,13 @@ fn the_check_beside_the_collector_leaves_its_findings_there() {
         "--dir",
         dir.0.to_str().unwrap(),
     ];
-    let mut child = Command::new(program())
-        .args(words)
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut command = Command::new(program());
+    let mut child = command.args(words).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap())
-        .read_line(&mut line)
-        .unwrap();
+    let mut lines = BufReader::new(child.stdout.as_mut().unwrap());
+    lines.read_line(&mut line).unwrap();
     let check = HostCheck::read(&dir.0).expect("a line comes after its check");
-    nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(child.id() as i32),
-        nix::sys::signal::Signal::SIGTERM,
-    )
-    .unwrap();
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert!(
         (check.findings["huge-pfnmaps"] / BARS - 1.0).abs() < 0.01,

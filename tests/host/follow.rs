@@ -12,7 +12,7 @@ use nix::pty::{OpenptyResult, Winsize, openpty};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -22,9 +22,7 @@ const OTHER: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
 const SPEED: u32 = 8;
 
 fn fixture(name: &str) -> Vec<String> {
-    let text =
-        std::fs::read_to_string(project().join(format!("tests/fixtures/boots/{name}.ndjson")))
-            .unwrap();
+    let text = crate::text(project().join(format!("tests/fixtures/boots/{name}.ndjson")));
     text.lines().map(|line| format!("{line}\n")).collect()
 }
 
@@ -79,15 +77,11 @@ fn piped(dir: &TempDir, words: &[&str], write: impl FnOnce()) -> (Option<i32>, S
         .spawn()
         .unwrap();
     write();
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = child.wait_with_output().unwrap();
+    let output = child.wait_with_output().unwrap();
     (
-        status.code(),
-        String::from_utf8(stdout).unwrap(),
-        String::from_utf8(stderr).unwrap(),
+        output.status.code(),
+        crate::stdout(&output),
+        crate::stderr(&output),
     )
 }
 
@@ -126,7 +120,7 @@ fn in_a_pipe_a_boot_is_lines_that_end_with_its_result() {
 fn a_failed_gpu_is_status_1_and_its_reason() {
     let dir = folder();
     let path = file(&dir, ID);
-    std::fs::write(&path, fixture("made-8-gpus-one-failed").concat()).unwrap();
+    crate::write(&path, fixture("made-8-gpus-one-failed").concat());
     let (code, _, err) = piped(&dir, &[&ID[..4]], || {});
     assert_eq!(code, Some(1), "{err}");
     assert!(
@@ -142,7 +136,7 @@ fn a_failed_gpu_is_status_1_and_its_reason() {
         .filter(|l| !l.contains("\"gpu.failed\""))
         .map(|l| l.replace("\"failed\":1", "\"failed\":0"))
         .collect();
-    std::fs::write(&path, good).unwrap();
+    crate::write(&path, good);
     assert_eq!(piped(&dir, &[&ID[..4]], || {}).0, Some(0));
 }
 
@@ -183,8 +177,8 @@ fn only_the_named_sandbox_or_pod_is_followed() {
     let good = of_sandbox(&fixture("recorded-8-gpus-fast-host"), "0a1b", "train-0");
     let bad = of_sandbox(&fixture("made-8-gpus-one-failed"), "0c2d", "train-1");
     // Over already, beside one that is newer.
-    std::fs::write(file(&dir, ID), good.concat()).unwrap();
-    std::fs::write(file(&dir, OTHER), bad.concat()).unwrap();
+    crate::write(file(&dir, ID), good.concat());
+    crate::write(file(&dir, OTHER), bad.concat());
     for sandbox in ["0a1b", "ml/train-0"] {
         let (code, out, err) = piped(&dir, &[sandbox], || {});
         assert_eq!(
@@ -215,7 +209,7 @@ fn only_the_named_sandbox_or_pod_is_followed() {
             wanted == Some(0) || err.contains(&format!("no boot of {sandbox} in flight")),
             "{err}"
         );
-        std::fs::remove_file(path).unwrap();
+        crate::remove(path);
     }
 }
 
@@ -370,77 +364,6 @@ fn on_a_terminal_each_gpu_has_a_bar_that_says_what_it_is_in() {
 }
 
 #[test]
-fn sixteen_gpus_and_a_failures_reason_fit_80_columns() {
-    let dir = folder();
-    let mut lines = vec![
-        format!(
-            r#"{{"schema":1,"stream":{{"boot_id":"{ID}","version":"0.1.0","kernel":"6.1","first_seq":0}}}}"#
-        ) + "\n",
-    ];
-    let mut record = |ms: u64, rest: &str| {
-        let seq = lines.len();
-        lines.push(format!(
-            "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{}000000,{rest}}}\n",
-            2000 + ms
-        ));
-    };
-    for gpu in 0..16 {
-        record(
-            0,
-            &format!(
-                r#""kind":"event","name":"gpu.found","gpu":"0001:00:{gpu:02x}.0","fields":{{"index":{gpu}}}"#
-            ),
-        );
-    }
-    for gpu in 0..16 {
-        record(
-            50 * gpu,
-            &format!(
-                r#""kind":"begin","name":"gpu.init","span":{},"gpu":"0001:00:{gpu:02x}.0""#,
-                gpu + 1
-            ),
-        );
-    }
-    for gpu in (0..16).filter(|gpu| *gpu != 9) {
-        record(
-            4000 + 100 * gpu,
-            &format!(r#""kind":"event","name":"gpu.usable","gpu":"0001:00:{gpu:02x}.0""#),
-        );
-    }
-    let failed = r#""kind":"event","name":"gpu.failed","gpu":"0001:00:09.0","error":"RmInitAdapter failed","fields":{"step":"gpu.init"}"#;
-    record(6000, failed);
-    record(
-        6001,
-        r#""kind":"event","name":"settled","fields":{"usable":15,"failed":1}"#,
-    );
-    let mut terminal = Terminal::start(follow(&dir, &["--timeout", "20"]), 24, 80);
-    std::thread::scope(|scope| {
-        scope.spawn(|| replay(&lines, &file(&dir, ID), |_| false));
-        let screen = terminal.until("others' times", |s| s.contains("  others 4."));
-        assert_eq!(gpu_lines(&screen).len(), 16, "{screen}");
-    });
-    let (screen, code, _) = terminal.end();
-    assert_eq!(code, Some(1), "{screen}");
-    assert!(
-        screen.contains("15 of 16 GPUs ready  1 failed  FAILED"),
-        "{screen}"
-    );
-    assert!(
-        gpu_lines(&screen)
-            .iter()
-            .any(|l| l.starts_with("GPU 9 (0001:00:09.0)") && l.contains("failed in gpu.init: Rm")),
-        "{screen}"
-    );
-    assert!(
-        screen.contains(
-            "kata-gpu-boot: boot 5fc5e893 failed: GPU 9 (0001:00:09.0) failed in gpu.init"
-        ),
-        "{screen}"
-    );
-    assert!(screen.lines().all(|l| l.chars().count() <= 80), "{screen}");
-}
-
-#[test]
 fn nothing_a_guest_writes_drives_the_terminal() {
     let dir = folder();
     let evil = r"\u001b[2J\u001b]0;title\u0007\u202e\r";
@@ -452,7 +375,7 @@ fn nothing_a_guest_writes_drives_the_terminal() {
         format!(r#"{{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"{evil}","pod":"{evil}"}}"#),
         r#"{"schema":1,"seq":3,"boottime_ns":2,"kind":"event","name":"settled"}"#.into(),
     ];
-    std::fs::write(file(&dir, ID), lines.join("\n") + "\n").unwrap();
+    crate::write(file(&dir, ID), lines.join("\n") + "\n");
     let (screen, code, raw) = Terminal::start(follow(&dir, &[ID]), 24, 100).end();
     assert_eq!(code, Some(1), "{screen}");
     assert!(

@@ -10,7 +10,7 @@ fn a_child_that_panics_runs_nothing_of_its_parents() {
         .arg0("fork-panics")
         .output()
         .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = crate::stdout(&output);
     let lines: Vec<&str> = text.lines().collect();
     assert!(
         output.status.success() && lines.len() == 2 && lines[0] == "behind the fork: the parent",

@@ -3,7 +3,7 @@
 //! reads. Pages for people are golden files of their modules' tests, except `show`'s.
 
 use crate::collect::program;
-use crate::{TempDir, golden, project};
+use crate::{TempDir, golden, project, stdout};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -70,16 +70,13 @@ fn printed(words: &[&str], file: &Path) -> String {
         "{words:?} {}: {output:?}",
         file.display()
     );
-    String::from_utf8(output.stdout).unwrap()
+    stdout(&output)
 }
 
 /// The data of a page: what it draws. Its words and its code are the page's own.
 fn page_data(page: &str) -> &str {
-    let from = page
-        .split("id=\"boot\">")
-        .nth(1)
-        .expect("the page has data");
-    from.split("</script>").next().expect("its data has an end")
+    let (_, from) = page.split_once("id=\"boot\">").expect("the page has data");
+    from.split_once("</script>").expect("its data has an end").0
 }
 
 /// The same for every version, and with a line for each step, so that a person can read a
@@ -130,31 +127,17 @@ fn needs_a_clock(boot: &str, form: &str) -> bool {
 fn the_forms_of_each_boot_are_the_golden_ones() {
     for boot in BOOTS {
         let forms = golden_forms(boot);
-        let named: Vec<_> = FORMS
-            .iter()
-            .filter(|(form, _)| forms.contains(form))
-            .collect();
-        assert_eq!(
-            named.len(),
-            forms.len(),
-            "{boot}: {forms:?} has a name of no form"
-        );
-        for (form, words) in named {
+        for (form, words) in FORMS.iter().filter(|(form, _)| forms.contains(form)) {
             golden(
                 &format!("boots/{boot}/{form}"),
                 &readable(form, &printed(words, &fixture(boot))),
             );
         }
         // A file that no form writes is compared with nothing.
-        let kept = fs::read_dir(project().join("tests/golden/boots").join(boot)).unwrap();
-        let kept: BTreeSet<_> = kept
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-            .collect();
-        assert_eq!(
-            kept,
-            forms.into_iter().map(str::to_string).collect(),
-            "{boot}"
-        );
+        let mut forms = golden_forms(boot);
+        forms.sort_unstable();
+        let folder = project().join("tests/golden/boots").join(boot);
+        assert_eq!(crate::names(folder), forms, "{boot}");
     }
 }
 
@@ -163,7 +146,7 @@ fn a_step_that_takes_a_millisecond_longer_is_seen_in_every_form() {
     let boot = fixture("recorded-8-gpus-slow-host");
     let mut longer = false;
     let mut out = String::new();
-    for line in fs::read_to_string(&boot).unwrap().lines() {
+    for line in crate::text(&boot).lines() {
         let mut record: serde_json::Value = serde_json::from_str(line).unwrap();
         // From the end of the first initialisation on.
         longer |= record["kind"] == "end" && record["name"] == "gpu.init";
@@ -177,7 +160,7 @@ fn a_step_that_takes_a_millisecond_longer_is_seen_in_every_form() {
     }
     let dir = TempDir::new("goldens-longer");
     let file = dir.0.join("boot.ndjson");
-    fs::write(&file, out).unwrap();
+    crate::write(&file, out);
     fs::copy(boot.with_extension("console"), dir.0.join("boot.console")).unwrap();
     for ((form, is), (_, was)) in forms(&file).into_iter().zip(forms(&boot)) {
         assert_ne!(is, was, "{form}");
@@ -197,51 +180,23 @@ fn two_boots_compared_and_all_boots_together_are_golden() {
             Some(1),
             "a slower boot is exit status 1: {output:?}"
         );
-        golden(
-            &format!("boots/{form}"),
-            &String::from_utf8(output.stdout).unwrap(),
-        );
+        golden(&format!("boots/{form}"), &stdout(&output));
     }
     assert_eq!(run(&["compare"], &[&slow, &fast]).status.code(), Some(0));
     let dir = TempDir::new("goldens-stats");
+    // A directory's boots are named by their ids.
     for boot in BOOTS {
+        let text = crate::text(fixture(boot));
+        let id = &text.split_once("\"boot_id\":\"").unwrap().1[..36];
         for extension in ["ndjson", "console"] {
-            fs::copy(
-                fixture(boot).with_extension(extension),
-                dir.0.join(format!("{boot}.{extension}")),
-            )
-            .unwrap();
+            let to = dir.0.join(format!("{id}.{extension}"));
+            fs::copy(fixture(boot).with_extension(extension), to).unwrap();
         }
     }
-    // A directory's boots are named by their ids.
-    for file in fs::read_dir(&dir.0)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.extension().unwrap() == "ndjson")
-    {
-        let id = fs::read_to_string(&file)
-            .unwrap()
-            .split("\"boot_id\":\"")
-            .nth(1)
-            .unwrap()[..36]
-            .to_string();
-        fs::rename(
-            file.with_extension("console"),
-            dir.0.join(format!("{id}.console")),
-        )
-        .unwrap();
-        fs::rename(&file, dir.0.join(format!("{id}.ndjson"))).unwrap();
-    }
-    let output = Command::new(program())
-        .args(["list", "--stats", "--json", "--dir"])
-        .arg(&dir.0)
-        .output()
-        .unwrap();
+
+    let output = run(&["list", "--stats", "--json", "--dir"], &[&dir.0]);
     assert!(output.status.success(), "{output:?}");
-    golden(
-        "boots/stats.json",
-        &String::from_utf8(output.stdout).unwrap(),
-    );
+    golden("boots/stats.json", &stdout(&output));
 }
 
 /// Steps of the path, as `name` and number of the GPU.

@@ -74,36 +74,20 @@ fn start(dir: &Path, group: Option<&Group>, otlp: u16) -> Collector {
     let join = group.map_or(String::new(), |group| {
         format!("echo $$ > {}/cgroup.procs && ", group.0.display())
     });
+    let script = format!("{join}ulimit -d {} && exec \"$0\" \"$@\"", MEMORY >> 10);
     let mut command = Command::new("sh");
-    command
-        .arg("-c")
-        .arg(format!(
-            "{join}ulimit -d {} && exec \"$0\" \"$@\"",
-            MEMORY >> 10
-        ))
-        .arg(program());
-    command.args([
-        "collect",
-        "--no-vsock",
-        "--no-vms",
-        "--metrics",
-        "0",
-        "--keep-size",
-        "100M",
-        "--limit",
-        "goodbye=1",
-    ]);
-    command.args([
-        "--limit",
-        &format!("bytes={BOOT_BYTES}"),
-        "--otlp",
-        &format!("http://127.0.0.1:{otlp}"),
-    ]);
-    command.arg("--dir").arg(dir.join("boots"));
-    for n in 0..HONEST + HOSTILE {
-        command.arg("--uds").arg(dir.join(format!("v{n}")));
-    }
-    Collector::of(&mut command)
+    command.args(["-c", &script]).arg(program());
+    let (bytes, url) = (
+        format!("bytes={BOOT_BYTES}"),
+        format!("http://127.0.0.1:{otlp}"),
+    );
+    let words = "--metrics 0 --keep-size 100M --limit goodbye=1 --otlp";
+    let mut words: Vec<&str> = words.split(' ').chain([&*url, "--limit", &bytes]).collect();
+    let sockets: Vec<String> = (0..HONEST + HOSTILE)
+        .map(|n| format!("{}/v{n}", dir.display()))
+        .collect();
+    words.extend(sockets.iter().flat_map(|socket| ["--uds", socket]));
+    Collector::of(&mut Collector::add_words(command, dir, &words))
 }
 
 /// A receiver of traces that takes everything, slowly.
@@ -420,17 +404,10 @@ fn fifty_hostile_guests_cost_fifty_honest_ones_nothing() {
     );
     drop(honest);
     (0..HONEST).for_each(|n| assert_its_own(&dir.0, n, pushed));
-    let names: Vec<_> = std::fs::read_dir(dir.0.join("boots"))
-        .unwrap()
-        .map(|e| e.unwrap().file_name())
-        .collect();
+    let names = crate::names(dir.0.join("boots"));
     // Boots, and the socket of the probes.
-    assert!(
-        names
-            .iter()
-            .all(|name| name.to_string_lossy().ends_with(".ndjson") || name == ".check"),
-        "{names:?}"
-    );
+    let is_expected = |name: &String| name.ends_with(".ndjson") || name == ".check";
+    assert!(names.iter().all(is_expected), "{names:?}");
     let said = collector.stop();
     let peak = peak.load(Ordering::Relaxed);
     assert!(peak > 0 && peak < MEMORY, "{peak} bytes");
@@ -462,22 +439,21 @@ impl Drop for StopAtEnd<'_> {
 #[test]
 fn a_record_in_anothers_file_is_found() {
     let dir = folder();
-    std::fs::create_dir(dir.0.join("boots")).unwrap();
+    crate::make_dir(dir.0.join("boots"));
     let record = |n: u64| {
         format!(
             "{{\"schema\":1,\"seq\":{n},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\",\
              \"error\":\"honest {n}\"}}\n"
         )
     };
-    std::fs::write(
+    crate::write(
         boot_path(&dir.0, HONEST_BOOTS),
         header(HONEST_BOOTS) + &record(0),
-    )
-    .unwrap();
+    );
     assert_its_own(&dir.0, 0, 1);
     let file = boot_path(&dir.0, HONEST_BOOTS);
-    std::fs::write(&file, header(HONEST_BOOTS) + &record(0) + &record(1)).unwrap();
+    crate::write(&file, header(HONEST_BOOTS) + &record(0) + &record(1));
     assert!(std::panic::catch_unwind(|| assert_its_own(&dir.0, 0, 2)).is_err());
-    std::fs::write(&file, header(HONEST_BOOTS)).unwrap();
+    crate::write(&file, header(HONEST_BOOTS));
     assert!(std::panic::catch_unwind(|| assert_its_own(&dir.0, 0, 1)).is_err());
 }

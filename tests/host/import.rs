@@ -5,7 +5,6 @@
 //! console and as containerd's log, and one recorded boot of our init (`two-gpus`) as stream and as
 //! console.
 
-use crate::initrd::gzip;
 use crate::{golden, project};
 use kata_gpu_report::boot::model::{Boot, Container};
 use kata_gpu_report::data::agent_log;
@@ -22,7 +21,7 @@ use kata_gpu_wire::names;
 use std::io::Cursor;
 
 fn bytes(name: &str) -> Vec<u8> {
-    std::fs::read(project().join("tests/fixtures/import").join(name)).unwrap()
+    crate::bytes(project().join("tests/fixtures/import").join(name))
 }
 
 fn chosen(files: &[(&str, Vec<u8>)], nth: Option<usize>) -> anyhow::Result<BootOfLogs> {
@@ -178,21 +177,6 @@ fn a_milestone_that_is_moved_is_a_disagreement() {
 }
 
 #[test]
-fn driver_lines_are_initialisations_and_an_enabling_counts_once() {
-    let import = of_fixtures(&["console.log"]).boot;
-    let boot = Boot::new(&import, &[]);
-    let steps = |name: &str| {
-        let steps = boot.timeline.steps.iter().filter(|step| step.name == name);
-        steps
-            .map(|step| (step.title(), (step.end_ns - step.begin_ns) / 1_000_000))
-            .collect::<Vec<_>>()
-    };
-    let unknown = |ms| ("gpu.init GPU unknown".to_string(), ms);
-    assert_eq!(steps("gpu.init"), [unknown(2100), unknown(6600)]);
-    assert_eq!((steps("gpu.enable").len(), steps("gpu.map").len()), (3, 0));
-}
-
-#[test]
 fn records_from_logs_are_marked_and_a_guests_own_unchanged() {
     let made = of_fixtures(&["console.log"]).boot;
     assert!(made.records.iter().all(|r| mark(r).is_some()));
@@ -303,19 +287,6 @@ fn the_sandbox_that_a_boots_file_names_is_taken_of_several() {
     assert_eq!(ready(&[("log", both)]), ["other"]);
 }
 
-#[test]
-fn gzip_and_a_truncated_one_are_read() {
-    let packed = gzip(&bytes("containerd.log"));
-    let whole = imported(&[("containerd.log.gz", packed.clone())]).unwrap();
-    let plain = of_fixtures(&["containerd.log"]);
-    assert_eq!(whole.boot.records, plain.boot.records);
-    let cut = packed[..packed.len() * 2 / 3].to_vec();
-    let half = imported(&[("containerd.log.gz", cut)]).unwrap();
-    assert!((5..whole.boot.records.len()).contains(&half.boot.records.len()));
-    let early = |made: &BootOfLogs| made.warnings.join("\n").contains("not read to its end");
-    assert!(early(&half) && !early(&whole));
-}
-
 fn junk(length: u32) -> Vec<u8> {
     (0..length)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
@@ -348,9 +319,7 @@ fn hostile_logs_cost_their_own_lines_and_reach_no_terminal() {
         ];
         let made = imported(&[("\u{1b}[2J", parts.concat())]);
         let made = made.unwrap_or_else(|e| panic!("{name}: {e:#}"));
-        let page = printed(&made, true);
-        let printable = |b: u8| b == b'\n' || (b' '..=b'~').contains(&b);
-        assert!(page.bytes().all(printable), "{name}");
+        crate::assert_printable(&printed(&made, true));
         // Good lines behind the bad ones are read.
         let whole = imported(&[("whole", whole)]).unwrap();
         assert!(recognised(&made) > recognised(&whole), "{name}");

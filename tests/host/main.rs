@@ -28,13 +28,15 @@ mod schemas;
 mod shell;
 mod specification;
 mod supply_chain;
-mod test_names;
+
 mod tree;
 mod worst_boots;
 
 use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 
 /// The project's folder.
@@ -69,13 +71,90 @@ fn built(package: &str, name: &str) -> PathBuf {
     program
 }
 
+/// What a program wrote to standard output.
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// What a program wrote to standard error.
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Writes a file, and makes the folders above it.
+#[track_caller]
+fn write(path: impl AsRef<Path>, bytes: impl AsRef<[u8]>) {
+    let path = path.as_ref();
+    make_dir(path.parent().unwrap());
+    fs::write(path, bytes).unwrap_or_else(|e| panic!("write {}: {e}", path.display()));
+}
+
+#[track_caller]
+fn bytes(path: impl AsRef<Path>) -> Vec<u8> {
+    let path = path.as_ref();
+    fs::read(path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()))
+}
+
+#[track_caller]
+fn text(path: impl AsRef<Path>) -> String {
+    String::from_utf8(bytes(path)).unwrap()
+}
+
+#[track_caller]
+fn make_dir(path: impl AsRef<Path>) {
+    fs::create_dir_all(path.as_ref()).unwrap();
+}
+
+#[track_caller]
+fn remove(path: impl AsRef<Path>) {
+    fs::remove_file(path.as_ref()).unwrap();
+}
+
+#[track_caller]
+fn link(target: impl AsRef<Path>, path: impl AsRef<Path>) {
+    symlink(target, path).unwrap();
+}
+
+#[track_caller]
+fn chmod(path: impl AsRef<Path>, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+/// Names in a folder, sorted.
+fn names(folder: impl AsRef<Path>) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// Nothing in a text can drive a terminal.
+#[track_caller]
+fn assert_printable(text: &str) {
+    let printable = |c: char| c == '\n' || (' '..='~').contains(&c);
+    assert!(text.chars().all(printable), "{text:?}");
+}
+
+/// Prints why a test is skipped; a failure where this variable demands its parts.
+#[track_caller]
+fn skip(demanded_by: &str, why: &str) {
+    let demanded = std::env::var_os(demanded_by).is_some();
+    assert!(!demanded, "{why}, and {demanded_by} is set");
+    eprintln!("skipped: {why}");
+}
+
 /// Every file below a folder of the project, in order of their paths; not those that are built.
 fn files(folder: &str) -> Vec<PathBuf> {
+    files_below(project().join(folder))
+}
+
+fn files_below(folder: PathBuf) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    let mut folders = vec![project().join(folder)];
+    let mut folders = vec![folder];
     while let Some(folder) = folders.pop() {
-        let entries =
-            std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+        let entries = fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
         for path in entries.map(|entry| entry.unwrap().path()) {
             let is_built = ["target", ".git"].iter().any(|name| path.ends_with(name));
             if path.is_dir() && !path.is_symlink() && !is_built {
@@ -96,14 +175,14 @@ impl TempDir {
     fn new(test: &str) -> Self {
         let path =
             std::env::temp_dir().join(format!("kata-gpu-tests-{test}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
+        fs::create_dir_all(&path).unwrap();
         Self(path)
     }
 }
 
 impl Drop for TempDir {
     fn drop(&mut self) {
-        let _unused = std::fs::remove_dir_all(&self.0);
+        let _unused = fs::remove_dir_all(&self.0);
     }
 }
 

@@ -3,7 +3,7 @@
 //! Nothing is loaded: the tree is that of the test kernel's and the simulator's modules, in a
 //! folder.
 
-use crate::{TempDir, project};
+use crate::{TempDir, make_dir, project, write};
 use kata_gpu_init::kernel_modules::Modules;
 use kata_gpu_test_support::property;
 use proptest::collection::vec;
@@ -62,34 +62,28 @@ fn tree(test: &str) -> Option<TempDir> {
             .then_some("depmod and modprobe (package kmod)")
     });
     if let Some(missing) = missing {
-        assert!(std::env::var_os("KATA_GPU_BUILT").is_none(), "no {missing}");
-        eprintln!("skipped: no {missing}");
+        crate::skip("KATA_GPU_BUILT", &format!("no {missing}"));
         return None;
     }
     let root = TempDir::new(test);
     let modules = root.0.join("lib/modules").join(KERNEL);
-    std::fs::create_dir_all(modules.join("extra")).unwrap();
+    make_dir(modules.join("extra"));
     for file in files {
         std::fs::copy(file, modules.join("extra").join(file.file_name().unwrap())).unwrap();
     }
-    std::fs::write(modules.join("modules.order"), "").unwrap();
-    std::fs::write(modules.join("modules.builtin"), "kernel/lib/built-in.ko\n").unwrap();
-    std::fs::write(
+    write(modules.join("modules.order"), "");
+    write(modules.join("modules.builtin"), "kernel/lib/built-in.ko\n");
+    write(
         modules.join("modules.builtin.modinfo"),
         b"built_in.file=lib/built-in\0",
-    )
-    .unwrap();
+    );
     let output = kmod("depmod")
         .arg("-b")
         .arg(&root.0)
         .arg(KERNEL)
         .output()
         .unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    assert!(output.status.success(), "{output:?}");
     Some(root)
 }
 
@@ -109,7 +103,7 @@ fn modprobe(root: &Path, arguments: &[&str]) -> Output {
 /// it comes first.
 fn shown(output: &Output) -> Vec<(PathBuf, String)> {
     let mut seen = HashSet::new();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let text = crate::stdout(output);
     text.lines()
         .filter_map(|l| l.strip_prefix("insmod "))
         .map(|l| l.split_once(' ').unwrap_or((l, "")))
@@ -210,10 +204,10 @@ fn the_order_and_the_options_are_those_of_modprobe() {
         "char-major-195-0",
     ]);
     let folder = root.0.join("etc/modprobe.d");
-    std::fs::create_dir_all(&folder).unwrap();
+    make_dir(&folder);
     proptest!(property(ROUNDS), |(b in configuration(), n in configuration(), asked in asked)| {
-        std::fs::write(folder.join("b.conf"), b).unwrap();
-        std::fs::write(folder.join("n.conf"), n).unwrap();
+        write(folder.join("b.conf"), b);
+        write(folder.join("n.conf"), n);
         let output = modprobe(&root.0, &["--show-depends", asked]);
         let theirs = shown(&output);
         match ours(&root.0, asked) {
@@ -233,7 +227,7 @@ fn the_order_and_the_options_are_those_of_modprobe() {
 #[test]
 fn a_gpus_own_alias_leads_to_the_driver_as_for_modprobe() {
     let Some(root) = tree("alias") else { return };
-    std::fs::create_dir_all(root.0.join("etc/modprobe.d")).unwrap();
+    make_dir(root.0.join("etc/modprobe.d"));
     let gpu = "pci:v000010DEd00002330sv000010DEsd000016C1bc03sc02i00";
     let output = modprobe(&root.0, &["--show-depends", gpu]);
     let ours = ours(&root.0, gpu).unwrap();
@@ -248,14 +242,13 @@ fn a_gpus_own_alias_leads_to_the_driver_as_for_modprobe() {
 fn a_wrong_order_would_be_seen() {
     // Negative control: modprobe's list, and the same the other way round.
     let Some(root) = tree("control") else { return };
-    std::fs::create_dir_all(root.0.join("etc/modprobe.d")).unwrap();
+    make_dir(root.0.join("etc/modprobe.d"));
     let theirs = shown(&modprobe(&root.0, &["--show-depends", "virtio_pci"]));
     assert!(theirs.len() >= 4, "{theirs:?}");
-    std::fs::write(
+    write(
         root.0.join("etc/modprobe.d/x.conf"),
         "softdep virtio pre: vsock\n",
-    )
-    .unwrap();
+    );
     assert_ne!(
         ours(&root.0, "virtio_pci").unwrap(),
         theirs,

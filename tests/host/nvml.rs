@@ -1,6 +1,7 @@
 //! The helper for NVML without a guest: its symbols against NVIDIA's library, its errors, its
 //! glibc.
 
+use crate::stderr;
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -18,19 +19,10 @@ fn real_library() -> Option<PathBuf> {
     if file.exists() {
         return Some(file);
     }
-    assert!(
-        std::env::var_os("REQUIRE_REAL_DRIVER").is_none(),
-        "{} is missing, and REQUIRE_REAL_DRIVER is set",
-        file.display()
-    );
-    println!(
-        "skipped: {} is not there: tests/real-driver/build makes it where Debian's packages can \
-        be had",
-        file.display()
-    );
+    let why = "no library of NVIDIA's (tests/real-driver/build gets it where packages can be had)";
+    crate::skip("REQUIRE_REAL_DRIVER", why);
     None
 }
-
 fn stand_in() -> PathBuf {
     target("nvml/libnvidia-ml.so.1")
 }
@@ -58,7 +50,7 @@ fn symbols(file: &Path, options: &[&str]) -> BTreeSet<String> {
         .output()
         .unwrap();
     assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8(output.stdout).unwrap();
+    let text = crate::stdout(&output);
     text.lines()
         .filter_map(|line| line.split_whitespace().last())
         .map(str::to_string)
@@ -125,7 +117,7 @@ static long answer(const char *name, void *a, void **b, void **c)
 
 /// Names of NVML's functions in a program, each with C's end: those that it may look for.
 fn names_in(program: &Path) -> BTreeSet<String> {
-    let bytes = std::fs::read(program).unwrap();
+    let bytes = crate::bytes(program);
     let name = |text: &[u8]| {
         let start = text.windows(4).rposition(|four| four == b"nvml")?;
         let name = std::str::from_utf8(&text[start..]).ok()?;
@@ -147,25 +139,18 @@ fn called() -> BTreeSet<String> {
         .iter()
         .map(|name| format!("FUNCTION({name})\n"))
         .collect();
-    std::fs::write(&source, format!("{RECORDER}{functions}")).unwrap();
+    crate::write(&source, format!("{RECORDER}{functions}"));
     let built = Command::new("gcc")
         .args(["-w", "-shared", "-fPIC", "-o"])
         .arg(&library)
         .arg(&source)
         .output()
         .unwrap();
-    assert!(
-        built.status.success(),
-        "{}",
-        String::from_utf8_lossy(&built.stderr)
-    );
+    assert!(built.status.success(), "{}", stderr(&built));
     let requests = "facts\nclocks 0000:01:00.0 graphics 1 2\nclocks 0000:01:00.0 memory 1 \
         2\npower 0000:01:00.0 5\nready on\n";
     let output = helper(&library, requests);
-    let (answers, names) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
+    let (answers, names) = (crate::stdout(&output), stderr(&output));
     assert_eq!(
         answers.lines().filter(|line| *line == "\"done\"").count(),
         4,
@@ -205,14 +190,14 @@ fn nvidias_library_and_the_stand_in_have_each_called_function() {
 fn a_machine_without_the_driver_gives_the_librarys_error() {
     let none = helper(Path::new("/nonexistent/libnvidia-ml.so.1"), "facts\n");
     assert_eq!(none.status.code(), Some(1));
-    let text = String::from_utf8_lossy(&none.stderr);
+    let text = stderr(&none);
     assert!(
         text.starts_with("kata-gpu-nvml: load /nonexistent/libnvidia-ml.so.1: "),
         "{text}"
     );
     for library in [Some(stand_in()), real_library()].into_iter().flatten() {
         let output = helper(&library, "facts\n");
-        let text = String::from_utf8_lossy(&output.stderr);
+        let text = stderr(&output);
         assert!(
             !output.status.success() && text.contains("driver"),
             "{}: {output:?}",
@@ -239,31 +224,4 @@ fn the_helper_needs_no_newer_glibc_than_ubuntu_22_04_has() {
     .collect();
     let newest = versions.last().copied().expect("a program of glibc");
     assert!(newest <= (2, 35), "it needs glibc {newest:?}");
-}
-
-#[test]
-fn its_help_names_every_request() {
-    let output = Command::new(target("debug/kata-gpu-nvml"))
-        .arg("--help")
-        .output()
-        .unwrap();
-    let text = String::from_utf8(output.stdout).unwrap();
-    for word in [
-        "facts",
-        "clocks GPU",
-        "power GPU",
-        "ready on|off",
-        "--library",
-    ] {
-        assert!(text.contains(word), "no {word} in {text}");
-    }
-    assert_eq!(
-        Command::new(target("debug/kata-gpu-nvml"))
-            .arg("--libary")
-            .output()
-            .unwrap()
-            .status
-            .code(),
-        Some(2)
-    );
 }

@@ -86,40 +86,21 @@ fn a_comment_names_its_subject_within_100_columns() {
         );
     }
     assert!(looked_at > 350, "{looked_at} files");
-    assert!(
-        all.is_empty(),
-        "{} comments:\n{}",
-        all.len(),
-        all.join("\n")
-    );
+    assert!(all.is_empty(), "{all:#?}");
     // Negative controls.
     let what = "What a line is.";
-    assert_eq!(
-        faults(
-            &format!("/// {what}\nfn f() {{}}\n    // A line.\n    // {what}\n//\n// {what}"),
-            &["//"]
-        )
-        .len(),
-        2
-    );
-    assert_eq!(
-        faults(
-            &format!("// {0}\n//! | {0} |", "x".repeat(COLUMNS)),
-            &["//"]
-        )
-        .len(),
-        1
-    );
-    assert_eq!(
-        faults(&format!("#!/bin/sh\n# {what}\n\n    # {what}\n"), &["#"]).len(),
-        2
-    );
-    assert_eq!(
-        faults(
-            &format!("/* {what} */\nint i;\n/*\n * {what}\n"),
-            &["/*", "*"]
-        )
-        .len(),
-        2
-    );
+    let long = "x".repeat(COLUMNS);
+    let rust = format!("/// {what}\nfn f() {{}}\n    // A line.\n    // {what}\n//\n// {what}");
+    for (text, markers, found) in [
+        (rust, &["//"][..], 2),
+        (format!("// {long}\n//! | {long} |"), &["//"], 1),
+        (format!("#!/bin/sh\n# {what}\n\n    # {what}\n"), &["#"], 2),
+        (
+            format!("/* {what} */\nint i;\n/*\n * {what}\n"),
+            &["/*", "*"],
+            2,
+        ),
+    ] {
+        assert_eq!(faults(&text, markers).len(), found, "{text}");
+    }
 }

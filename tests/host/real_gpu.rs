@@ -120,9 +120,6 @@ fn boots_on_real_gpus_have_their_golden_pages() {
         }
         let output = command.output().unwrap();
         assert!(output.status.success(), "{output:?}");
-        golden(
-            &format!("boots/{boot}.show.txt"),
-            &String::from_utf8(output.stdout).unwrap(),
-        );
+        golden(&format!("boots/{boot}.show.txt"), &crate::stdout(&output));
     }
 }

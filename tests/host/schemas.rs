@@ -2,7 +2,7 @@
 //! and a made one of the next, of a guest that is newer than its host.
 
 use crate::collect::{Collector, Raw, boot_path, folder, program, read, socket, until};
-use crate::{TempDir, golden, project};
+use crate::{TempDir, golden, project, write};
 use kata_gpu_report::data::boot_file::{BootFile, HostEvent};
 use kata_gpu_wire::decode::decode_with_schema;
 use kata_gpu_wire::record::{READS, SCHEMA};
@@ -28,7 +28,7 @@ fn fixture(name: &str) -> PathBuf {
 
 /// Lines of a stream that are the guest's.
 fn guest_lines(name: &str) -> Vec<String> {
-    let text = std::fs::read_to_string(fixture(name)).unwrap();
+    let text = crate::text(fixture(name));
     text.lines()
         .filter(|line| !line.contains("\"kind\":\"host\""))
         .map(str::to_string)
@@ -46,7 +46,11 @@ fn printed(words: &[&str], file: &Path) -> String {
         matches!(output.status.code(), Some(0 | 1)),
         "{words:?}: {output:?}"
     );
-    String::from_utf8(output.stdout).unwrap()
+    crate::stdout(&output)
+}
+
+fn json(file: &Path) -> serde_json::Value {
+    serde_json::from_str(&printed(&["show", "--json"], file)).unwrap()
 }
 
 #[test]
@@ -114,21 +118,20 @@ fn a_stream_without_news_is_the_same_boot_in_the_next_schema() {
     let old = fixture("boots/recorded-8-gpus-slow-host");
     let dir = TempDir::new("schemas-same");
     let new = dir.0.join("new.ndjson");
-    let lines = std::fs::read_to_string(&old).unwrap();
+    let lines = crate::text(&old);
     let next = |line: &str| match line.contains("\"kind\":\"host\"") {
         true => format!("{line}\n"),
         false => format!("{}\n", line.replacen("\"schema\":1", "\"schema\":2", 1)),
     };
-    std::fs::write(&new, lines.lines().map(next).collect::<String>()).unwrap();
+    write(&new, lines.lines().map(next).collect::<String>());
     let boot = |file: &Path| {
-        let mut boot: serde_json::Value =
-            serde_json::from_str(&printed(&["show", "--json"], file)).unwrap();
+        let mut boot = json(file);
         let schema = boot.as_object_mut().unwrap().remove("newer_schema");
         (schema.and_then(|schema| schema.as_u64()), boot)
     };
     // The agent's lines are beside the recorded stream alone.
     let alone = dir.0.join("old.ndjson");
-    std::fs::write(&alone, lines).unwrap();
+    write(&alone, lines);
     let ((none, old), (two, new)) = (boot(&alone), boot(&new));
     assert_eq!((none, two), (None, Some(2)));
     assert!(
@@ -140,9 +143,9 @@ fn a_stream_without_news_is_the_same_boot_in_the_next_schema() {
 #[test]
 fn a_newer_guests_lines_are_kept_and_reported_once() {
     let dir = folder();
-    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("vm").to_str().unwrap()]);
+    let collector = Collector::start(&dir.0, &[]);
     let lines = guest_lines("schemas/2-made");
-    let mut guest = Raw::connect(&socket(&dir.0, "vm"));
+    let mut guest = Raw::connect(&socket(&dir.0, "v"));
     guest.say(format!("{}\n", lines.join("\n")));
     let said = collector.wait_for(NEWER);
     assert!(said.contains(CURE), "{said}");
@@ -172,29 +175,22 @@ fn a_newer_guests_lines_are_kept_and_reported_once() {
         "{said:#?}"
     );
     // Byte for byte, in the order of the stream.
-    let text = std::fs::read_to_string(boot_path(&dir.0, BOOT)).unwrap();
+    let text = crate::text(boot_path(&dir.0, BOOT));
     let kept: Vec<&str> = text
         .lines()
         .filter(|line| !line.contains("\"kind\":\"host\""))
         .collect();
     assert_eq!(kept, lines);
-    let listed = Command::new(program())
-        .args(["list", "--dir"])
-        .arg(dir.0.join("boots"))
-        .output()
-        .unwrap();
-    assert!(
-        listed.status.success() && String::from_utf8_lossy(&listed.stdout).contains("1/2"),
-        "{listed:?}"
-    );
+    let listed = printed(&["list", "--dir"], &dir.0.join("boots"));
+    assert!(listed.contains("1/2"), "{listed}");
 }
 
 /// Negative control: two schemas ahead, nothing is guessed.
 #[test]
 fn a_guest_two_schemas_ahead_is_refused_with_the_cure() {
     let dir = folder();
-    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("vm").to_str().unwrap()]);
-    let mut guest = Raw::connect(&socket(&dir.0, "vm"));
+    let collector = Collector::start(&dir.0, &[]);
+    let mut guest = Raw::connect(&socket(&dir.0, "v"));
     guest.say(
         guest_lines("schemas/2-made")
             .join("\n")
@@ -211,7 +207,7 @@ fn a_guest_two_schemas_ahead_is_refused_with_the_cure() {
 fn lines_of_a_newer_collector_are_counted_and_cost_nothing() {
     let dir = TempDir::new("schemas-collector");
     let file = dir.0.join("boot.ndjson");
-    let old = std::fs::read_to_string(fixture("boots/hand-made-3-gpus-one-fails")).unwrap();
+    let old = crate::text(fixture("boots/hand-made-3-gpus-one-fails"));
     let host = |schema: u32, rest: &str| {
         format!(
             "{{\"schema\":{schema},\"kind\":\"host\",\"realtime_ns\":1767323041350000000,{rest}}}\n"
@@ -225,16 +221,12 @@ fn lines_of_a_newer_collector_are_counted_and_cost_nothing() {
             r#""event":"sandbox","id":"5a5b","pod":"train","namespace":"ml","node":"n""#,
         ),
     ];
-    std::fs::write(&file, old + &added.concat()).unwrap();
-    let boot: serde_json::Value =
-        serde_json::from_str(&printed(&["show", "--json"], &file)).unwrap();
+    write(&file, old + &added.concat());
+    let boot = json(&file);
+    assert_eq!(boot["sandbox"]["pod"], "train");
     assert_eq!(
-        (
-            &boot["unknown_host_lines"],
-            &boot["damaged_lines"],
-            &boot["sandbox"]["pod"]
-        ),
-        (&2.into(), &0.into(), &"train".into())
+        [&boot["unknown_host_lines"], &boot["damaged_lines"]],
+        [2, 0]
     );
     assert!(
         printed(&["show"], &file).contains(
@@ -247,11 +239,10 @@ fn lines_of_a_newer_collector_are_counted_and_cost_nothing() {
         host(3, r#""event":"migrated""#),
     ]
     .concat();
-    std::fs::write(&file, std::fs::read_to_string(&file).unwrap() + &damaged).unwrap();
-    let boot: serde_json::Value =
-        serde_json::from_str(&printed(&["show", "--json"], &file)).unwrap();
+    write(&file, crate::text(&file) + &damaged);
+    let boot = json(&file);
     assert_eq!(
-        (&boot["unknown_host_lines"], &boot["damaged_lines"]),
-        (&2.into(), &2.into())
+        [&boot["unknown_host_lines"], &boot["damaged_lines"]],
+        [2, 2]
     );
 }

@@ -21,7 +21,7 @@ fn scripts() -> Vec<PathBuf> {
         let is_candidate = path
             .extension()
             .is_none_or(|extension| extension == "initrd");
-        is_candidate && (is_dockerfile || std::fs::read(path).unwrap().starts_with(b"#!"))
+        is_candidate && (is_dockerfile || crate::bytes(path).starts_with(b"#!"))
     });
     all
 }
@@ -63,7 +63,7 @@ fn no_script_changes_a_lock_file_of_cargo() {
         );
     }
     for path in all {
-        let found = unlocked(&std::fs::read_to_string(&path).unwrap());
+        let found = unlocked(&crate::text(&path));
         assert!(
             found.is_empty(),
             "{}: add --locked: {found:#?}",
@@ -85,7 +85,7 @@ fn the_kata_tier_without_kata_is_skipped_with_one_line() {
     for kata in ["", "/nonexistent/kata"] {
         let mut command = std::process::Command::new(project().join("tests/run"));
         let output = command.arg("kata").env("KATA", kata).output().unwrap();
-        let err = String::from_utf8_lossy(&output.stderr);
+        let err = crate::stderr(&output);
         assert_eq!(output.status.code(), Some(3), "{err}");
         assert!(
             output.stdout.is_empty() && err.lines().count() == 1,
@@ -136,7 +136,7 @@ fn no_script_names_an_archive_of_packages() {
         "{all:?}"
     );
     for path in all {
-        let text = std::fs::read_to_string(&path).unwrap();
+        let text = crate::text(&path);
         assert_eq!(archives(&text), [""; 0], "{}", path.display());
     }
     // Negative control.

@@ -1,5 +1,6 @@
 //! src/SPECIFICATION.md against the code: numbers of promises, bounds, tables, and tests.
 
+use crate::documents::has_table;
 use crate::{TempDir, files, project};
 use kata_gpu_collect::limits::Limits;
 use kata_gpu_init::boot::bring_up::deadlines::TABLE;
@@ -61,26 +62,31 @@ fn wrong_rows(page: &str, readme: &str, sources: &str) -> Vec<String> {
                 row[0]
             ));
         }
-        let is_there = |name: &str| match name.strip_prefix("fuzz_") {
-            Some(target) => project()
-                .join(format!("tests/fuzz/targets/{target}.rs"))
-                .exists(),
-            // Tests under Kata have their runtime's name before their own; scripts only theirs.
-            None => {
-                let own = name.trim_start_matches("under_kata_");
-                sources.contains(&format!("fn {name}()"))
-                    || sources.contains(&format!("\"{own}\""))
-                    || sources.contains(&format!("name={name}\n"))
-            }
-        };
         wrong.extend(
             names
                 .iter()
-                .filter(|name| !is_there(name))
+                .filter(|name| !is_there(sources, name))
                 .map(|name| format!("{}: no such test: {name}", row[0])),
         );
     }
     wrong
+}
+
+/// Whether the sources have a test of this name.
+fn is_there(sources: &str, name: &str) -> bool {
+    match name.strip_prefix("fuzz_") {
+        Some(target) => {
+            let path = format!("tests/fuzz/targets/{target}.rs");
+            project().join(path).exists()
+        }
+        // Tests under Kata have their runtime's name before their own; scripts only theirs.
+        None => {
+            let own = name.trim_start_matches("under_kata_");
+            sources.contains(&format!("fn {name}()"))
+                || sources.contains(&format!("\"{own}\""))
+                || sources.contains(&format!("name={name}\n"))
+        }
+    }
 }
 
 /// Rows of bounds that the code does not have.
@@ -145,6 +151,25 @@ fn each_guarantee_has_a_number_and_its_tests_or_a_reason() {
     }
     assert!(numbered(promises).len() >= 14 && numbered(&page).len() > 45);
     assert_eq!(wrong_rows(&page, promises, &sources), Vec::<String>::new());
+    // The threats to the host's program.
+    let threats = read("src/cli/README.md");
+    let mut named = 0;
+    for line in threats.lines().filter_map(|line| line.strip_suffix(" |")) {
+        let last = line.rsplit(" | ").next().unwrap();
+        for name in last
+            .split('`')
+            .skip(1)
+            .step_by(2)
+            .filter(|name| name.contains('_'))
+        {
+            assert!(
+                is_there(&sources, name),
+                "src/cli/README.md: no such test: {name}"
+            );
+            named += 1;
+        }
+    }
+    assert!(named > 20, "{named} tests are named");
     // Negative control.
     let no_test = ["a_test", "of_no_file"].join("_");
     let wrong = page
@@ -169,11 +194,7 @@ fn each_guarantee_has_a_number_and_its_tests_or_a_reason() {
 fn every_bound_is_the_codes() {
     let page = read("src/SPECIFICATION.md");
     assert_eq!(wrong_bounds(&page), Vec::<String>::new());
-    assert!(
-        page.contains(&waits()),
-        "src/SPECIFICATION.md's table of waits is not:\n{}",
-        waits()
-    );
+    has_table("src/SPECIFICATION.md", &waits());
     assert!(
         page.contains(&Limits::help()),
         "src/SPECIFICATION.md has other limits of the collector than:\n{}",
@@ -212,16 +233,13 @@ fn a_named_test_without_a_result_fails_a_run_of_everything() {
             let result = ["ok", "FAILED", "ignored, not root"][at % 3];
             writeln!(text, "test some::module::{name} ... {result}").unwrap();
         }
-        fs::write(&results, text).unwrap();
+        crate::write(&results, text);
         let output = Command::new(project().join("tests/not_run"))
             .arg(&results)
             .arg(&page)
             .output()
             .unwrap();
-        (
-            output.status.code(),
-            String::from_utf8(output.stdout).unwrap(),
-        )
+        (output.status.code(), crate::stdout(&output))
     };
     assert_eq!(run(None), (Some(0), String::new()));
     for name in ["fuzz_kmsg", "the_init_is_small"] {

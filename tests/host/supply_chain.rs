@@ -17,7 +17,7 @@ const CYCLONEDX: Package = Package {
     module: "cyclonedx.validation.json",
 };
 
-fn cargo(words: &[&str]) -> String {
+pub fn cargo(words: &[&str]) -> String {
     let output = Command::new(env!("CARGO"))
         .args(words)
         .current_dir(project())
@@ -26,9 +26,9 @@ fn cargo(words: &[&str]) -> String {
     assert!(
         output.status.success(),
         "cargo {words:?}: {}",
-        String::from_utf8_lossy(&output.stderr)
+        crate::stderr(&output)
     );
-    String::from_utf8(output.stdout).unwrap()
+    crate::stdout(&output)
 }
 
 /// Packages of the lock file that are built here, by name and version.
@@ -47,20 +47,13 @@ fn packages() -> Vec<Value> {
 
 /// Names and versions in cargo's tree of the init, without our own crates.
 fn versions(edges: &str) -> Vec<(String, String)> {
-    let text = cargo(&[
-        "tree",
-        "--frozen",
-        "-p",
-        "kata-gpu-init",
-        "-e",
-        edges,
-        "--target",
-        TARGET,
-        "--prefix",
-        "none",
-        "--format",
-        "{p}",
-    ]);
+    let words = "tree --frozen -p kata-gpu-init --prefix none --format {p} --target";
+    let text = cargo(
+        &words
+            .split(' ')
+            .chain([TARGET, "-e", edges])
+            .collect::<Vec<_>>(),
+    );
     let crates = text
         .lines()
         .filter_map(|line| line.split_once(" v"))
@@ -100,30 +93,16 @@ fn rows<'a>(page: &'a str, heading: &str) -> BTreeMap<&'a str, Vec<&'a str>> {
 
 /// Whether a crate's source has unsafe code outside of comments.
 fn has_unsafe(folder: &Path) -> bool {
-    let mut folders = vec![folder.join("src")];
-    while let Some(folder) = folders.pop() {
-        for path in fs::read_dir(&folder)
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-        {
-            if path.is_dir() {
-                folders.push(path);
-            } else if path.extension().is_some_and(|e| e == "rs") {
-                let text = fs::read_to_string(&path).unwrap();
-                let code = text
-                    .lines()
-                    .map(|line| line.split("//").next().unwrap_or_default());
-                if code.into_iter().any(|line| {
-                    ["unsafe {", "unsafe fn", "unsafe impl"]
-                        .iter()
-                        .any(|word| line.contains(word))
-                }) {
-                    return true;
-                }
-            }
-        }
-    }
-    false
+    crate::files_below(folder.join("src")).iter().any(|path| {
+        let is_rust = path.extension().is_some_and(|extension| extension == "rs");
+        let code = |line: &str| line.split("//").next().unwrap_or_default().to_string();
+        is_rust
+            && crate::text(path).lines().map(code).any(|line| {
+                ["unsafe {", "unsafe fn", "unsafe impl"]
+                    .iter()
+                    .any(|word| line.contains(word))
+            })
+    })
 }
 
 /// Differences between the reviews and what cargo links.
@@ -184,7 +163,7 @@ fn unreviewed(page: &str) -> Vec<String> {
 
 #[test]
 fn every_crate_that_pid_1_links_is_reviewed() {
-    let page = fs::read_to_string(project().join("src/DEPENDENCIES.md")).unwrap();
+    let page = crate::text(project().join("src/DEPENDENCIES.md"));
     assert_eq!(unreviewed(&page), Vec::<String>::new());
     // Negative control: a crate that went, and cells that are no longer true.
     let nix = page
@@ -222,7 +201,7 @@ fn is_met(expression: &str, allowed: &[String]) -> bool {
 
 #[test]
 fn licences_and_sources_of_all_crates_are_those_of_the_list() {
-    let list = fs::read_to_string(project().join(".cargo/deny.toml")).unwrap();
+    let list = crate::text(project().join(".cargo/deny.toml"));
     let allow = list
         .split("allow = [")
         .nth(1)
@@ -287,13 +266,8 @@ fn licences_and_sources_of_all_crates_are_those_of_the_list() {
             .filter_map(|p| p["license"].as_str())
             .any(|expression| !is_met(expression, &others))
     };
-    assert_eq!(
-        allowed
-            .iter()
-            .filter(|licence| !used(licence))
-            .collect::<Vec<_>>(),
-        Vec::<&String>::new()
-    );
+    let unused: Vec<_> = allowed.iter().filter(|licence| !used(licence)).collect();
+    assert!(unused.is_empty(), "{unused:?}");
     // Negative control.
     let mit = ["MIT".to_string()];
     for (expression, met) in [
@@ -333,7 +307,7 @@ fn builders_paths(program: &[u8], folders: &[String]) -> Vec<String> {
 #[test]
 fn the_init_has_no_path_of_its_builder() {
     let Some(init) = init() else { return };
-    let program = fs::read(&init).unwrap();
+    let program = crate::bytes(&init);
     let project = fs::canonicalize(project())
         .unwrap()
         .to_str()
@@ -353,7 +327,7 @@ fn the_init_has_no_path_of_its_builder() {
         "build it with ./initrd/cargo build --release --target {TARGET} --bin kata-gpu-init"
     );
     // Negative control: a program that cargo has built without initrd/cargo, this one.
-    let this = fs::read(std::env::current_exe().unwrap()).unwrap();
+    let this = crate::bytes(std::env::current_exe().unwrap());
     assert!(!builders_paths(&this, &folders).is_empty(), "{folders:?}");
 }
 
@@ -362,7 +336,7 @@ fn the_version_has_the_build_and_the_sum_of_the_program() {
     let Some(init) = init() else { return };
     let output = Command::new(&init).arg("--version").output().unwrap();
     let sum = Command::new("sha256sum").arg(&init).output().unwrap();
-    let sum = String::from_utf8(sum.stdout).unwrap();
+    let sum = crate::stdout(&sum);
     let id = build_id(&fs::File::open(&init).unwrap())
         .unwrap()
         .expect("the linker has made an id");
@@ -372,77 +346,19 @@ fn the_version_has_the_build_and_the_sum_of_the_program() {
         env!("CARGO_PKG_VERSION"),
         sum.split(' ').next().unwrap()
     );
-    assert_eq!(String::from_utf8(output.stdout).unwrap(), want);
+    assert_eq!(crate::stdout(&output), want);
 }
 
 /// Whether CycloneDX's own schema takes a list.
 fn validated(python: &Path, list: &str) -> bool {
-    let script = "import sys\nfrom cyclonedx.validation.json import JsonStrictValidator\nfrom \
-                  cyclonedx.schema import SchemaVersion\n\
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  \
-                  sys.exit(JsonStrictValidator(SchemaVersion.V1_5).validate_str(open(sys.argv[1]).read()) is not None)";
+    let script = "import sys
+from cyclonedx.validation.json import JsonStrictValidator
+from cyclonedx.schema import SchemaVersion
+list = open(sys.argv[1]).read()
+sys.exit(JsonStrictValidator(SchemaVersion.V1_5).validate_str(list) is not None)";
     let dir = crate::TempDir::new("supply-chain-list");
     let path = dir.0.join("list.json");
-    fs::write(&path, list).unwrap();
+    crate::write(&path, list);
     Command::new(python)
         .args(["-c", script])
         .arg(&path)
@@ -463,7 +379,7 @@ fn a_parts_list_is_what_cyclonedx_takes_and_cargo_links() {
             .output()
             .unwrap();
         assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap()
+        crate::stdout(&output)
     };
     let text = list("--offline");
     assert_eq!(text, list("--offline"), "the same program has another list");
@@ -479,7 +395,7 @@ fn a_parts_list_is_what_cyclonedx_takes_and_cargo_links() {
         .map(|c| c["name"].as_str().unwrap().to_string())
         .collect();
     assert_eq!(names, tree("normal,no-proc-macro"));
-    let lock = fs::read_to_string(project().join("Cargo.lock")).unwrap();
+    let lock = crate::text(project().join("Cargo.lock"));
     for component in components.iter().filter(is_foreign) {
         let sum = component["hashes"][0]["content"].as_str().unwrap();
         assert!(sum.len() == 64 && lock.contains(sum), "{component}");
@@ -503,7 +419,7 @@ fn a_parts_list_is_what_cyclonedx_takes_and_cargo_links() {
 /// The image's base is named by its digest, by whoever builds: no line takes what a name points to.
 #[test]
 fn the_dockerfile_takes_its_base_by_digest_alone() {
-    let text = fs::read_to_string(project().join("Dockerfile.initrd")).unwrap();
+    let text = crate::text(project().join("Dockerfile.initrd"));
     let bases: Vec<&str> = text
         .lines()
         .filter_map(|line| line.strip_prefix("FROM "))

@@ -81,9 +81,13 @@ pub fn build(root: &Path, description: &str) -> Vec<PathBuf> {
     }
     // Last: a directory may forbid what was put into it.
     for (path, mode) in modes.into_iter().rev() {
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        chmod(&path, mode);
     }
     skipped
+}
+
+fn chmod(path: &Path, mode: u32) {
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
 }
 
 /// A path below the root, whose directories are there.
@@ -103,7 +107,7 @@ fn place(root: &Path, path: &str) -> PathBuf {
 
 fn file(path: &Path, bytes: &[u8], mode: u32) {
     std::fs::write(path, bytes).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    chmod(path, mode);
 }
 
 /// `'quoted\n'`, or what the driver prints.

@@ -99,7 +99,7 @@ fn run(bytes: u64, words: &[&str], path: &Path) -> Output {
 
 fn write(dir: &Path, text: &str) -> PathBuf {
     let path = dir.join(format!("{}.ndjson", boot_id(1)));
-    std::fs::write(&path, text).unwrap();
+    crate::write(&path, text);
     path
 }
 
@@ -180,7 +180,7 @@ fn a_log_of_a_hundred_thousand_boots_is_read_in_bounded_memory() {
     };
     let log: String = (0..100_000).map(line).collect();
     let path = dir.0.join("containerd.log");
-    std::fs::write(&path, &log).unwrap();
+    crate::write(&path, &log);
     let Output { status, stderr, .. } = run(memory(log.len()), &["show", "-o", "/dev/null"], &path);
     let why = String::from_utf8_lossy(&stderr);
     assert!(
@@ -200,20 +200,9 @@ fn too_little_memory_ends_the_program() {
 #[test]
 fn the_collector_counts_the_worst_boots_in_64_mib() {
     let dir = folder();
-    let mut command = limited(COLLECTOR);
-    command
-        .args([
-            "collect",
-            "--no-vsock",
-            "--no-vms",
-            "--metrics",
-            "0",
-            "--limit",
-            "goodbye=1",
-            "--dir",
-        ])
-        .arg(dir.0.join("boots"));
-    let collector = Collector::of(command.arg("--uds").arg(dir.0.join("v")));
+    let words = ["--metrics", "0", "--limit", "goodbye=1"];
+    let mut command = Collector::add_words(limited(COLLECTOR), &dir.0, &words);
+    let collector = Collector::of(&mut command);
     let address = metrics_address(&collector);
     let count = |outcome: &str| {
         value(

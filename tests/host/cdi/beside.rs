@@ -2,7 +2,7 @@
 //! the schema.
 
 use crate::cdi::generate::{character_device, judged, list, ours, root, run, value};
-use crate::{TempDir, project, tree};
+use crate::{TempDir, make_dir, tree};
 use kata_gpu_init::cdi::devices::{OTHERS, Places};
 use kata_gpu_init::cdi::schema::Edits;
 use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
@@ -15,16 +15,15 @@ use serde_json::Value;
 fn mig_instances_and_displays_are_found_with_their_nodes() {
     let (folder, root) = root("mig");
     for path in ["gi1/ci0", "gi2/ci0", "gi2/ci1"] {
-        std::fs::create_dir_all(
+        make_dir(
             root.join("proc/driver/nvidia/capabilities/gpu0/mig")
                 .join(path),
-        )
-        .unwrap();
+        );
     }
-    std::fs::create_dir_all(root.join("proc/driver/nvidia-caps")).unwrap();
+    make_dir(root.join("proc/driver/nvidia-caps"));
     let minors = "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access \
         13\ngpu0/gi2/access 21\ngpu0/gi2/ci0/access 22\ngpu0/gi2/ci1/access 23\n";
-    std::fs::write(root.join("proc/driver/nvidia-caps/mig-minors"), minors).unwrap();
+    crate::write(root.join("proc/driver/nvidia-caps/mig-minors"), minors);
     for minor in [12, 13, 21, 22, 23] {
         character_device(
             &root,
@@ -34,84 +33,59 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
         );
     }
     for name in ["card1", "renderD128", "by-path"] {
-        std::fs::create_dir_all(root.join("sys/bus/pci/devices/0000:1b:00.0/drm").join(name))
-            .unwrap();
+        make_dir(root.join("sys/bus/pci/devices/0000:1b:00.0/drm").join(name));
     }
     character_device(&root, "dev/dri/card1", 226, 1);
     character_device(&root, "dev/dri/renderD128", 226, 128);
     let spec = value(&ours(&root, &Options::default()).0);
-    let nodes = |name: &str| -> Vec<String> {
-        let device = list(&spec, "devices")
-            .into_iter()
-            .find(|d| d["name"] == name)
-            .unwrap_or_else(|| panic!("no device {name}"));
-        list(&device["containerEdits"], "deviceNodes")
+    let edits = |name: &str| {
+        let mut devices = list(&spec, "devices").into_iter();
+        let device = devices.find(|d| d["name"] == name);
+        device.unwrap_or_else(|| panic!("no device {name}"))["containerEdits"].clone()
+    };
+    // Minors of capabilities, and other nodes.
+    for (name, gpu, capabilities, others) in [
+        ("0:1", 0, &[21, 22][..], &[][..]),
+        ("0:2", 0, &[21, 23], &[]),
+        ("0", 0, &[12, 13, 21, 22, 23], &[]),
+        ("1", 1, &[], &["/dev/dri/card1", "/dev/dri/renderD128"]),
+    ] {
+        let edits = edits(name);
+        let nodes: Vec<_> = list(&edits, "deviceNodes")
             .iter()
-            .map(|n| n["path"].as_str().unwrap().to_string())
-            .collect()
-    };
-    assert_eq!(
-        nodes("0:1"),
-        [
-            "/dev/nvidia0",
-            "/dev/nvidia-caps/nvidia-cap21",
-            "/dev/nvidia-caps/nvidia-cap22"
-        ]
-    );
-    assert_eq!(
-        nodes("0:2"),
-        [
-            "/dev/nvidia0",
-            "/dev/nvidia-caps/nvidia-cap21",
-            "/dev/nvidia-caps/nvidia-cap23"
-        ]
-    );
-    assert_eq!(
-        nodes("0"),
-        ["/dev/nvidia0"]
-            .into_iter()
-            .map(str::to_string)
-            .chain([12, 13, 21, 22, 23].map(|n| format!("/dev/nvidia-caps/nvidia-cap{n}")))
-            .collect::<Vec<_>>()
-    );
-    assert_eq!(
-        nodes("1"),
-        ["/dev/nvidia1", "/dev/dri/card1", "/dev/dri/renderD128"]
-    );
-    // The links of a display, as udev would have made them: by a hook of that GPU's alone, in what
+            .map(|n| n["path"].clone())
+            .collect();
+        let mut wanted = vec![format!("/dev/nvidia{gpu}")];
+        wanted.extend(
+            capabilities
+                .iter()
+                .map(|n| format!("/dev/nvidia-caps/nvidia-cap{n}")),
+        );
+        wanted.extend(others.iter().map(|node| node.to_string()));
+        assert_eq!(nodes, wanted, "{name}");
+    }
+    // The links of a display, as udev would have made them: by a hook of only that GPU's, in what
     // both agents give a container.
-    let hooks = |name: &str| {
-        list(&spec, "devices")
-            .into_iter()
-            .find(|d| d["name"] == name)
-            .map(|d| d["containerEdits"]["hooks"].clone())
-            .unwrap()
-    };
-    assert!(hooks("0").is_null() && hooks("0:0").is_null());
-    let hook = hooks("1");
-    let args: Vec<&str> = hook[0]["args"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|a| a.as_str().unwrap())
-        .collect();
+    assert!(
+        ["0", "0:0"]
+            .iter()
+            .all(|name| edits(name)["hooks"].is_null())
+    );
     let links = [
         "../card1::/dev/dri/by-path/pci-0000:1b:00.0-card",
         "../renderD128::/dev/dri/by-path/pci-0000:1b:00.0-render",
     ];
-    assert_eq!(
-        args,
-        [
-            "nvidia-cdi-hook",
-            "create-symlinks",
-            "--link",
-            links[0],
-            "--link",
-            links[1]
-        ]
-    );
+    let args = [
+        "nvidia-cdi-hook",
+        "create-symlinks",
+        "--link",
+        links[0],
+        "--link",
+        links[1],
+    ];
+    assert_eq!(edits("1")["hooks"][0]["args"], serde_json::json!(args));
     let file = folder.0.join("mig.json");
-    std::fs::write(&file, serde_json::to_vec(&spec).unwrap()).unwrap();
+    crate::write(&file, serde_json::to_vec(&spec).unwrap());
     let all = judged(&file);
     assert_eq!(all.len(), 8 + 3 + 1);
     let of = |name: &str| {
@@ -126,7 +100,7 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
         [(6, 6, 1), (9, 9, 1), (6, 6, 2), (4, 4, 1)]
     );
     // A display without its node is said, and its GPU stays.
-    std::fs::remove_file(root.join("dev/dri/renderD128")).unwrap();
+    crate::remove(root.join("dev/dri/renderD128"));
     let (part, problems) = ours(&root, &Options::default());
     assert!(
         problems.len() == 1
@@ -138,7 +112,7 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
             && !value(&part).to_string().contains("renderD128")
     );
     // One that cannot be made whole takes its GPU with it, and says why.
-    std::fs::remove_file(root.join("dev/nvidia-caps/nvidia-cap23")).unwrap();
+    crate::remove(root.join("dev/nvidia-caps/nvidia-cap23"));
     let (spec, problems) = ours(&root, &Options::default());
     assert!(
         problems.len() == 2
@@ -154,7 +128,7 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
     );
     // A folder that cannot be listed is an error, and not the same as an empty one.
     let drm = root.join("sys/bus/pci/devices/0000:ca:00.0/drm");
-    std::fs::write(&drm, "").unwrap();
+    crate::write(&drm, "");
     let (_, problems) = ours(&root, &Options::default());
     assert!(
         problems.len() == 3
@@ -210,7 +184,7 @@ fn the_other_modes_find_their_devices() {
             format!("/dev/{path}")
         );
         let file = folder.0.join(format!("{mode}.json"));
-        std::fs::write(&file, serde_json::to_vec(&spec).unwrap()).unwrap();
+        crate::write(&file, serde_json::to_vec(&spec).unwrap());
         assert!(
             judged(&file)
                 .iter()
@@ -233,30 +207,22 @@ fn the_other_modes_find_their_devices() {
 #[test]
 fn nodes_below_another_dev_root_have_the_runtimes_paths() {
     let (folder, root) = root("dev-root");
-    std::fs::create_dir(root.join("devices")).unwrap();
+    make_dir(root.join("devices"));
     std::fs::rename(root.join("dev"), root.join("devices/dev")).unwrap();
-    std::fs::create_dir(root.join("dev")).unwrap();
+    make_dir(root.join("dev"));
     let none = run(&root, &["generate"]);
     // Every GPU is listed by the driver, and no node is where it should be.
-    let said = String::from_utf8(none.stderr).unwrap();
+    let said = crate::stderr(&none);
     assert!(
         none.status.code() == Some(3) && said.matches("is left out").count() == 8,
         "{said}"
     );
+    let devices = root.join("devices");
     let output = run(
         &root,
-        &[
-            "generate",
-            "--dev-root",
-            root.join("devices").to_str().unwrap(),
-        ],
+        &["generate", "--dev-root", devices.to_str().unwrap()],
     );
-    assert_eq!(
-        output.status.code(),
-        Some(0),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
     let spec: Value = serde_json::from_slice(&output.stdout).unwrap();
     let node = &spec["devices"][3]["containerEdits"]["deviceNodes"][0];
     assert_eq!(
@@ -264,7 +230,7 @@ fn nodes_below_another_dev_root_have_the_runtimes_paths() {
         (Some("/dev/nvidia3"), Some("/devices/dev/nvidia3"))
     );
     let file = folder.0.join("spec.json");
-    std::fs::write(&file, &output.stdout).unwrap();
+    crate::write(&file, &output.stdout);
     assert_eq!(judged(&file).len(), 9);
 }
 
@@ -286,25 +252,12 @@ fn every_odd_root_gives_a_spec_that_both_agents_take_or_none() {
         }),
     }];
     let (mut taken, mut refused) = (Vec::new(), Vec::new());
-    for file in std::fs::read_dir(project().join("tests/fixtures/cdi/roots")).unwrap() {
-        let name = file
-            .unwrap()
-            .path()
-            .file_stem()
-            .unwrap()
-            .to_str()
-            .unwrap()
-            .to_string();
+    for name in super::odd_roots() {
         let folder = TempDir::new(&format!("cdi-odd-{name}"));
         let root = folder.0.join("root");
-        std::fs::create_dir(&root).unwrap();
+        make_dir(&root);
         tree::build(&root, &tree::description(&format!("roots/{name}")));
-        let (driver_root, dev_root) = match name.as_str() {
-            "flat-lib" => ("/home/driver", "/"),
-            "split-driver-root" => ("/run/nvidia/driver", "/devices"),
-            "extension-disk" => ("/run/kata-extensions/gpu", "/"),
-            _ => ("/", "/"),
-        };
+        let (driver_root, dev_root) = super::odd_place(&name);
         let Ok(files) = scan(
             &Roots {
                 root,
@@ -318,20 +271,12 @@ fn every_odd_root_gives_a_spec_that_both_agents_take_or_none() {
         };
         for hooks in [Hooks::One, Hooks::None] {
             let spec = folder.0.join("spec.json");
-            std::fs::write(
-                &spec,
-                generate(
-                    &devices,
-                    &[],
-                    Some(&files),
-                    &Options {
-                        hooks,
-                        ..Options::default()
-                    },
-                )
-                .to_json(),
-            )
-            .unwrap();
+            let options = Options {
+                hooks,
+                ..Options::default()
+            };
+            let made = generate(&devices, &[], Some(&files), &options);
+            crate::write(&spec, made.to_json());
             // Device 0, and all of them.
             let judged = judged(&spec);
             assert!(
@@ -344,7 +289,7 @@ fn every_odd_root_gives_a_spec_that_both_agents_take_or_none() {
         }
         taken.push(name);
     }
-    refused.sort();
+
     // Each of these has its own reason in tests/golden/driver-files.
     assert_eq!(
         refused,

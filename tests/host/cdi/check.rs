@@ -1,7 +1,7 @@
 //! `kata-gpu-cdi-check`: which agents refuse a spec, and what a container gets from it; the
 //! reference spec and our own ones pass.
 
-use crate::{TempDir, project};
+use crate::{TempDir, assert_printable, project, write};
 use kata_gpu_cdi_check::agents::Agent;
 use kata_gpu_cdi_check::check::{Asked, Outcome, Report, check};
 use kata_gpu_cdi_check::container::Container;
@@ -21,7 +21,7 @@ fn report(path: &Path, devices: &[&str]) -> Report {
 /// The report on one file with this text.
 fn of_text(text: &str) -> Report {
     let dir = case_dir();
-    std::fs::write(dir.0.join("x.yaml"), text).unwrap();
+    write(dir.0.join("x.yaml"), text);
     report(&dir.0, &[])
 }
 
@@ -119,9 +119,9 @@ fn each_agent_refuses_what_its_release_refuses() {
 #[test]
 fn a_device_in_two_files_is_refused_by_both_agents() {
     let dir = case_dir();
-    std::fs::write(dir.0.join("a.json"), good().to_string()).unwrap();
+    write(dir.0.join("a.json"), good().to_string());
     assert_eq!(refusing(&report(&dir.0, &[])), []);
-    std::fs::write(dir.0.join("b.yaml"), good().to_string()).unwrap();
+    write(dir.0.join("b.yaml"), good().to_string());
     assert_eq!(refusing(&report(&dir.0, &[])), Agent::ALL);
 }
 
@@ -140,7 +140,7 @@ fn a_hosts_vfio_spec_is_not_taken_for_a_guests() {
 #[test]
 fn a_device_that_no_spec_lists_fails_its_container() {
     let dir = case_dir();
-    std::fs::write(dir.0.join("x.json"), good().to_string()).unwrap();
+    write(dir.0.join("x.json"), good().to_string());
     let report = report(&dir.0, &["0", "7"]);
     let outcomes = &report.asked[0].outcomes;
     let fails = |(_, outcome): &(Agent, Outcome)| matches!(outcome, Outcome::Fails(_));
@@ -284,16 +284,14 @@ fn hostile_text_reaches_the_terminal_as_printable_ascii() {
     let refused = changed("/kind", json!(evil));
     for text in [spec.to_string(), refused.to_string(), format!("{{{evil}")] {
         let dir = case_dir();
-        std::fs::write(dir.0.join("\u{1b}[2J\u{9b}31m.json"), text).unwrap();
+        write(dir.0.join("\u{1b}[2J\u{9b}31m.json"), text);
         let report = report(&dir.0, &[]);
         let json = kata_gpu_report::data::text::ascii_json(&report.json()).unwrap();
         assert_eq!(serde_json::from_str::<Value>(&json).unwrap(), report.json());
         let page = page::page(&report, false);
         assert!(page.contains("\\x1b[2J"), "{page}");
-        for text in [&page, &json] {
-            let printable = |b: u8| b == b'\n' || (b' '..=b'~').contains(&b);
-            assert!(text.bytes().all(printable), "{text:?}");
-        }
+        assert_printable(&page);
+        assert_printable(&json);
     }
 }
 
@@ -329,7 +327,7 @@ fn the_largest_specs_that_are_read_are_checked_within_bounds() {
         ),
     ] {
         let dir = case_dir();
-        std::fs::write(dir.0.join("x.yaml"), &text).unwrap();
+        write(dir.0.join("x.yaml"), &text);
         let checked = spec_files::read(&dir.0).and_then(|files| check(&files, &[]));
         assert!(
             checked.is_err() || checked.is_ok_and(|r| r.has_errors()),
@@ -357,7 +355,7 @@ fn exit_statuses_tell_good_wrong_and_unreadable_apart() {
         run.unwrap().status.code()
     };
     assert_eq!(status(&[]), Some(2));
-    std::fs::write(&path, good().to_string()).unwrap();
+    write(&path, good().to_string());
     assert_eq!(status(&[]), Some(0));
     assert_eq!(status(&["7", "--json"]), Some(1));
     assert_eq!(status(&["--no-such-option"]), Some(2));

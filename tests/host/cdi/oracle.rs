@@ -6,10 +6,10 @@
 
 use crate::TempDir;
 use kata_gpu_init::cdi::publish::Publisher;
-use kata_gpu_init::cdi::spec::{Device, Entry, Extras, Instance, Options, Ready, generate};
+use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::config::Naming;
 use kata_gpu_init::gpu::device_nodes::Node;
-use kata_gpu_init::gpu::driver_caps::MigInstance;
+
 use std::path::Path;
 
 /// For minors 0 to 3 of the GPUs.
@@ -155,84 +155,29 @@ fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, Stri
 }
 
 #[test]
-fn a_ready_gpu_is_injected_while_another_one_is_pending() {
-    let devices = [ready(0, 3), device(1, Entry::Pending)];
-    assert_eq!(
-        inject("ready", &devices, "0").unwrap(),
-        [GPUS[3], UVM, CONTROL]
-    );
-}
-
-#[test]
-fn a_pending_gpu_and_all_are_refused_for_now() {
-    let devices = [ready(0, 0), device(1, Entry::Pending)];
-    for ask in ["1", "all"] {
-        let error = inject(&format!("pending-{ask}"), &devices, ask).unwrap_err();
-        assert!(
-            error.starts_with("failed to inject devices"),
-            "{ask}: {error}"
-        );
+fn a_container_gets_its_ready_gpus_and_waits_for_or_lacks_others() {
+    use Entry::{Failed, Pending};
+    const NOT_YET: &str = "failed to inject devices";
+    const GONE: &str = "unresolvable CDI devices nvidia.com/gpu=1";
+    let one_pends = [ready(0, 3), device(1, Pending)];
+    let one_failed = [ready(0, 1), device(1, Failed), ready(2, 0)];
+    let all_failed = [device(0, Failed), device(1, Failed)];
+    type Wanted = Result<&'static [&'static str], &'static str>;
+    let cases: [(&[Device], &str, Wanted); 6] = [
+        (&one_pends, "0", Ok(&[GPUS[3], UVM, CONTROL])),
+        (&one_pends, "1", Err(NOT_YET)),
+        (&one_pends, "all", Err(NOT_YET)),
+        (&one_failed, "all", Ok(&[GPUS[0], UVM, CONTROL, GPUS[1]])),
+        (&one_failed, "1", Err(GONE)),
+        (&all_failed, "1", Err(GONE)),
+    ];
+    for (index, (devices, ask, wanted)) in cases.into_iter().enumerate() {
+        match (inject(&format!("oracle-{index}"), devices, ask), wanted) {
+            (Ok(nodes), Ok(wanted)) => assert_eq!(nodes, wanted, "{index}"),
+            (Err(error), Err(why)) => assert!(error.contains(why), "{index}: {error}"),
+            (got, wanted) => panic!("{index}: {got:?} for {wanted:?}"),
+        }
     }
-}
-
-#[test]
-fn all_has_every_gpu_that_has_not_failed() {
-    let devices = [ready(0, 1), device(1, Entry::Failed), ready(2, 0)];
-    assert_eq!(
-        inject("all", &devices, "all").unwrap(),
-        [GPUS[0], UVM, CONTROL, GPUS[1]]
-    );
-}
-
-#[test]
-fn a_failed_gpu_is_unresolvable_at_once_even_if_all_failed() {
-    for devices in [
-        vec![ready(0, 0), device(1, Entry::Failed)],
-        vec![device(0, Entry::Failed), device(1, Entry::Failed)],
-    ] {
-        let error = inject(
-            &format!("failed-{}", devices[0].entry == Entry::Failed),
-            &devices,
-            "1",
-        )
-        .unwrap_err();
-        assert!(
-            error.contains("unresolvable CDI devices nvidia.com/gpu=1"),
-            "{error}"
-        );
-    }
-}
-
-#[test]
-fn an_instance_is_injected_by_its_uuid_as_by_its_index() {
-    const UUID: &str = "MIG-01234567-89ab-cdef-0123-456789abcdef";
-    let id = |ci| MigInstance { gpu: 0, gi: 1, ci };
-    let instances = [0, 1].map(|ci| Instance {
-        id: id(ci),
-        nodes: vec![node(GPUS[1 + ci as usize], 195, 1 + ci)],
-    });
-    let extras = Extras {
-        instances: instances.to_vec(),
-        ..Extras::default()
-    };
-    let instance_uuids = [(id(1), UUID.to_string())].into();
-    let gpu = Entry::Ready(Ready {
-        nodes: vec![node(GPUS[0], 195, 0)],
-        extras,
-        instance_uuids,
-        ..Ready::default()
-    });
-    let devices = [device(0, gpu), device(1, Entry::Pending)];
-    let by_uuid = inject("mig-uuid", &devices, UUID).unwrap();
-    assert_eq!(by_uuid, inject("mig-index", &devices, "0:1").unwrap());
-    assert_eq!(by_uuid, [GPUS[2], GPUS[0], UVM, CONTROL]);
-    let error = inject(
-        "mig-unknown",
-        &devices,
-        "MIG-01234567-89ab-cdef-0123-456789abcdee",
-    )
-    .unwrap_err();
-    assert!(error.contains("unresolvable CDI devices"), "{error}");
 }
 
 /// Negative control: one field more in our own spec, and one of the two agents refuses it.
@@ -250,8 +195,8 @@ fn a_spec_whose_nodes_have_a_type_is_refused_by_one_agent_alone() {
         .unwrap();
     assert!(inject_from(&directory.0, "0").iter().all(Result::is_ok));
     let file = directory.0.join(kata_gpu_init::cdi::publish::FILE);
-    let text = std::fs::read_to_string(&file).unwrap();
-    std::fs::write(&file, text.replace(r#"{"path":"#, r#"{"type":"c","path":"#)).unwrap();
+    let text = crate::text(&file);
+    crate::write(&file, text.replace(r#"{"path":"#, r#"{"type":"c","path":"#));
     let [kata3, kata4] = inject_from(&directory.0, "0");
     assert!(kata3.unwrap_err().starts_with("refresh: "));
     assert_eq!(kata4.unwrap().len(), 2);

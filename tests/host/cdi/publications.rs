@@ -1,6 +1,6 @@
 //! A reader that never pauses sees every spec whole: rename publishes, writing in place does not.
 
-use crate::TempDir;
+use crate::{TempDir, write};
 use container_device_interface_1::cache::{new_cache, with_auto_refresh};
 use container_device_interface_1::spec_dirs::with_spec_dirs;
 use kata_gpu_init::cdi::publish::{FILE, Publisher};
@@ -92,9 +92,9 @@ fn a_spec_that_is_written_in_place_is_seen_torn() {
     let file = directory.0.join(FILE);
     let (reads, wrong) = race(&directory.0, |devices| {
         let text = generate(devices, &[], None, &Options::default()).to_json();
-        std::fs::write(&file, &text[..text.len() / 2]).unwrap();
+        write(&file, &text[..text.len() / 2]);
         std::thread::yield_now();
-        std::fs::write(&file, &text).unwrap();
+        write(&file, &text);
     });
     assert!(
         wrong.is_some(),

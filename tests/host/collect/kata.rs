@@ -1,6 +1,7 @@
 //! Kata's directories: VMs that come and go, and what they are called.
 
 use super::*;
+use crate::{make_dir, remove, write};
 use kata_gpu_report::data::boot_file::Sandbox;
 use std::os::unix::net::UnixListener;
 
@@ -29,20 +30,29 @@ impl Kata {
 
     fn collector(&self, more: &[&str]) -> Collector {
         let words = self.words();
-        Collector::start(
-            &self.dir.0,
-            &words
-                .iter()
-                .map(String::as_str)
-                .chain(more.iter().copied())
-                .collect::<Vec<_>>(),
-        )
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        Collector::start(&self.dir.0, &[&words, more].concat())
+    }
+
+    /// A pod's sandbox, as its runtime's bundle describes it.
+    fn bundle(&self, folder: &str, annotations: serde_json::Value) {
+        let path = self.dir.0.join(folder).join("config.json");
+        make_dir(path.parent().unwrap());
+        let text = serde_json::json!({ "annotations": annotations }).to_string();
+        write(path, text);
+    }
+
+    /// A VMM's listener, with the collector's socket next to it.
+    fn served(&self, path: &str) -> UnixListener {
+        let vmm = self.vmm(path);
+        until("the socket of a VM", || self.socket(path).exists());
+        vmm
     }
 
     /// A VMM makes its socket.
     fn vmm(&self, path: &str) -> UnixListener {
         let path = self.dir.0.join(path);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        make_dir(path.parent().unwrap());
         UnixListener::bind(path).unwrap()
     }
 
@@ -79,22 +89,15 @@ fn a_vms_socket_comes_and_goes_with_that_of_the_vmm() {
         until_stored(&kata.dir.0, boot, 20);
         drop(guest);
     }
-    assert_eq!(
-        sandboxes(&read(&kata.dir.0, 1)),
-        [Sandbox {
-            id: "old".into(),
+    for (boot, id) in [(1, "old"), (2, "new")] {
+        let named = Sandbox {
+            id: id.into(),
             ..Sandbox::default()
-        }]
-    );
-    assert_eq!(
-        sandboxes(&read(&kata.dir.0, 2)),
-        [Sandbox {
-            id: "new".into(),
-            ..Sandbox::default()
-        }]
-    );
+        };
+        assert_eq!(sandboxes(&read(&kata.dir.0, boot)), [named]);
+    }
     // The VMM makes its socket anew, then Kata removes the VM.
-    std::fs::remove_file(kata.dir.0.join("vc/vm/old/clh.sock")).unwrap();
+    remove(kata.dir.0.join("vc/vm/old/clh.sock"));
     until("our socket goes", || {
         !kata.socket("vc/vm/old/clh.sock").exists()
     });
@@ -119,26 +122,17 @@ fn a_vms_socket_comes_and_goes_with_that_of_the_vmm() {
 #[test]
 fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
     let kata = Kata::new();
-    let bundle = |id: &str, pod: &str| {
-        let path = kata.dir.0.join(format!("bundles/{id}/config.json"));
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    for (id, pod) in [("one", "train-0"), ("two", "\u{1b}[2Jevil")] {
         let annotations = serde_json::json!({
-            "io.kubernetes.cri.sandbox-name": pod,
-            "io.kubernetes.cri.sandbox-namespace": "ml",
+        "io.kubernetes.cri.sandbox-name": pod,
+        "io.kubernetes.cri.sandbox-namespace": "ml",
         });
-        std::fs::write(
-            path,
-            serde_json::json!({"annotations": annotations}).to_string(),
-        )
-        .unwrap();
-    };
-    bundle("one", "train-0");
-    bundle("two", "\u{1b}[2Jevil");
+        kata.bundle(&format!("bundles/{id}"), annotations);
+    }
     let _collector = kata.collector(&[]);
     for (boot, id) in [(1, "one"), (2, "two")] {
         let vmm = format!("vc/vm/{id}/clh.sock");
-        let _vmm = kata.vmm(&vmm);
-        until("the socket of a VM", || kata.socket(&vmm).exists());
+        let _vmm = kata.served(&vmm);
         let guest = Guest::start(boot, kata.socket(&vmm));
         guest.push(1);
         until_stored(&kata.dir.0, boot, 1);
@@ -150,24 +144,13 @@ fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
         uid: None,
     };
     assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [one]);
-    let show = |n| {
-        let output = Command::new(program())
-            .arg("show")
-            .arg(boot_path(&kata.dir.0, n))
-            .output()
-            .unwrap();
-        String::from_utf8(output.stdout).unwrap()
-    };
-    assert!(
-        show(1).contains(", pod ml/train-0: ") && show(1).contains(", sandbox one\n"),
-        "{}",
-        show(1)
-    );
-    assert!(
-        show(2).contains(", pod ml/\\x1b[2Jevil: ") && show(2).contains(", sandbox two\n"),
-        "{}",
-        show(2)
-    );
+    for (n, parts) in [
+        (1, [", pod ml/train-0: ", ", sandbox one\n"]),
+        (2, [", pod ml/\\x1b[2Jevil: ", ", sandbox two\n"]),
+    ] {
+        let shown = shown(&kata.dir.0, n, &[]);
+        assert!(parts.iter().all(|part| shown.contains(part)), "{shown}");
+    }
 }
 
 #[test]
@@ -185,25 +168,12 @@ fn a_pods_annotations_name_no_other_pod_in_file_or_trace() {
         "io.kubernetes.pod.namespace": "tenant-b",
         "io.kubernetes.pod.uid": "8b5e",
     });
-    let bundle = kata.dir.0.join("crio/one/userdata");
-    std::fs::create_dir_all(&bundle).unwrap();
-    std::fs::write(
-        bundle.join("config.json"),
-        serde_json::json!({ "annotations": annotations }).to_string(),
-    )
-    .unwrap();
+    kata.bundle("crio/one/userdata", annotations);
     let _collector = kata.collector(&[]);
-    let _vmm = kata.vmm("k/one/root/kata.hvsock");
-    let socket = kata.socket("k/one/root/kata.hvsock");
-    until("the socket of a VM", || socket.exists());
+    let _vmm = kata.served("k/one/root/kata.hvsock");
     let recorded = crate::fleet::recorded(crate::fleet::RECORDED, 1);
-    Raw::connect(&socket).say(recorded);
-    until("the boot is stored", || {
-        read(&kata.dir.0, 1)
-            .records
-            .iter()
-            .any(|r| r.name == "settled")
-    });
+    Raw::connect(&kata.socket("k/one/root/kata.hvsock")).say(recorded);
+    until_settled(&kata.dir.0, 1);
     let names = [
         ("pod", "evil-pod"),
         ("namespace", "tenant-b"),
@@ -219,13 +189,7 @@ fn a_pods_annotations_name_no_other_pod_in_file_or_trace() {
             uid
         }]
     );
-    let exported = Command::new(program())
-        .arg("show")
-        .arg(boot_path(&kata.dir.0, 1))
-        .arg("--otlp")
-        .output()
-        .unwrap();
-    let exported = String::from_utf8(exported.stdout).unwrap();
+    let exported = shown(&kata.dir.0, 1, &["--otlp"]);
     for (_, name) in names {
         assert!(exported.contains(&format!("\"{name}\"")), "{name}");
     }
@@ -276,15 +240,15 @@ fn a_hostile_peer_fills_no_log_and_hides_no_other_line() {
     // A file in the way of the collector's socket is no socket: a line each time that the VMM makes
     // its own.
     let blocked = |path: &str| {
-        std::fs::create_dir_all(kata.dir.0.join(path).parent().unwrap()).unwrap();
-        std::fs::write(kata.socket(path), "").unwrap();
+        make_dir(kata.dir.0.join(path).parent().unwrap());
+        write(kata.socket(path), "");
     };
     blocked("vc/vm/loud/clh.sock");
     for _ in 0..200 {
         let vmm = kata.vmm("vc/vm/loud/clh.sock");
         std::thread::sleep(LOOK);
         drop(vmm);
-        std::fs::remove_file(kata.dir.0.join("vc/vm/loud/clh.sock")).unwrap();
+        remove(kata.dir.0.join("vc/vm/loud/clh.sock"));
     }
     // A guest that connects and leaves, connects and leaves.
     let _vmm = kata.vmm("vc/vm/busy/clh.sock");

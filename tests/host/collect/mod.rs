@@ -24,8 +24,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-/// Everything here takes milliseconds.
-pub const DEADLINE: Duration = Duration::from_secs(20);
+/// Ends a wait for what never comes; what is waited for takes milliseconds, on a slow machine
+/// seconds.
+pub const DEADLINE: Duration = Duration::from_secs(300);
 /// Pause between two looks where nothing announces a change.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -67,14 +68,27 @@ pub struct Collector {
 impl Collector {
     /// Starts it and waits until it listens.
     pub fn start(dir: &Path, words: &[&str]) -> Self {
-        let mut command = Command::new(program());
+        Self::of(&mut Self::command(dir, words))
+    }
+
+    /// At the socket `v`, unless the words name others or VMs.
+    pub fn command(dir: &Path, words: &[&str]) -> Command {
+        Self::add_words(Command::new(program()), dir, words)
+    }
+
+    /// The same after words of another program.
+    pub fn add_words(mut command: Command, dir: &Path, words: &[&str]) -> Command {
         command
             .args(["collect", "--no-vsock", "--dir"])
             .arg(dir.join("boots"));
         if !words.contains(&"--vm") {
             command.arg("--no-vms");
         }
-        Self::of(command.args(words))
+        if !words.iter().any(|word| ["--vm", "--uds"].contains(word)) {
+            command.arg("--uds").arg(dir.join("v"));
+        }
+        command.args(words);
+        command
     }
 
     pub fn of(command: &mut Command) -> Self {
@@ -182,6 +196,28 @@ pub fn stored(dir: &Path, n: u64) -> usize {
 
 const EVENT: &[u8] = b"\"kind\":\"event\"";
 
+/// What `show` prints of a boot.
+pub fn shown(dir: &Path, n: u64, words: &[&str]) -> String {
+    let mut command = Command::new(program());
+    let output = command
+        .arg("show")
+        .arg(boot_path(dir, n))
+        .args(words)
+        .output()
+        .unwrap();
+    crate::stdout(&output)
+}
+
+/// Waits until a boot's end is in its file.
+pub fn until_settled(dir: &Path, n: u64) {
+    until("the boot is stored", || {
+        read(dir, n)
+            .records
+            .iter()
+            .any(|record| record.name == "settled")
+    });
+}
+
 /// Waits until so many of a boot's records are in its file, and no more.
 pub fn until_stored(dir: &Path, n: u64, records: usize) {
     until(&format!("{records} records of boot {n}"), || {
@@ -199,16 +235,11 @@ pub fn assert_whole(file: &BootFile, records: u64) {
 }
 
 pub fn garbage(file: &BootFile) -> u64 {
-    file.host
-        .iter()
-        .map(|l| {
-            if let HostEvent::Garbage { lines, .. } = &l.event {
-                *lines
-            } else {
-                0
-            }
-        })
-        .sum()
+    let lines = |event: &HostEvent| match event {
+        HostEvent::Garbage { lines, .. } => *lines,
+        _ => 0,
+    };
+    file.host.iter().map(|line| lines(&line.event)).sum()
 }
 
 /// Path at which a collector with `--uds DIR/name` listens.

@@ -2,17 +2,14 @@
 
 use super::*;
 use crate::fleet::deployed;
+use crate::stderr;
 use serde_yaml::Value;
 
 /// A field of each thread's /proc status.
 fn of_threads(pid: u32, field: &str) -> Vec<(String, String)> {
-    of_threads_of(&format!("/proc/{pid}"), field)
-}
-
-fn of_threads_of(process: &str, field: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
-    for task in std::fs::read_dir(format!("{process}/task")).unwrap() {
-        let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+    for task in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+        let status = crate::text(task.unwrap().path().join("status"));
         let of = |name: &str| {
             status
                 .lines()
@@ -29,30 +26,28 @@ fn of_threads_of(process: &str, field: &str) -> Vec<(String, String)> {
 #[test]
 fn it_gives_up_what_it_does_not_need_in_every_thread() {
     let dir = folder();
-    let uds = dir.0.join("v");
     let root = nix::unistd::geteuid().is_root();
-    let mut words = vec!["--uds", uds.to_str().unwrap()];
-    if root {
-        // A user that is nobody else here.
-        words.extend(["--user", "64321:64322"]);
-    }
-    let collector = Collector::start(&dir.0, &words);
+    // A user that is nobody else here.
+    let words = if root {
+        &["--user", "64321:64322"][..]
+    } else {
+        &[]
+    };
+    let collector = Collector::start(&dir.0, words);
     let guest = Guest::start(1, socket(&dir.0, "v"));
     guest.push(10);
     until_stored(&dir.0, 1, 10);
     let pid = collector.pid();
-    for (thread, value) in of_threads(pid, "NoNewPrivs:") {
-        assert_eq!(value, "1", "{thread}");
-    }
-    for field in ["CapInh:", "CapAmb:"] {
+    let all = |field: &str, wanted: &str| {
         for (thread, value) in of_threads(pid, field) {
-            assert_eq!(
-                u64::from_str_radix(&value, 16).unwrap(),
-                0,
-                "{thread} {field}"
-            );
+            let mut words = value.split_whitespace();
+            assert!(words.all(|word| word == wanted), "{thread} {field} {value}");
         }
-    }
+    };
+    const NOTHING: &str = "0000000000000000";
+    all("NoNewPrivs:", "1");
+    all("CapInh:", NOTHING);
+    all("CapAmb:", NOTHING);
     // A thread drops what it inherited as the first thing that it does.
     until(
         "each thread with no more capabilities than it needs",
@@ -76,22 +71,10 @@ fn it_gives_up_what_it_does_not_need_in_every_thread() {
         eprintln!("not tried here, where the tests do not run as root: --user, the bounding set");
         return;
     }
-    for (thread, value) in of_threads(pid, "CapBnd:") {
-        assert_eq!(u64::from_str_radix(&value, 16).unwrap(), 0, "{thread}");
-    }
-    for (field, id) in [("Uid:", "64321"), ("Gid:", "64322")] {
-        for (thread, value) in of_threads(pid, field) {
-            assert!(
-                value.split_whitespace().all(|v| v == id),
-                "{thread} {field} {value}"
-            );
-        }
-    }
-    assert!(
-        of_threads(pid, "Groups:")
-            .iter()
-            .all(|(_, groups)| groups.is_empty())
-    );
+    all("CapBnd:", NOTHING);
+    all("Uid:", "64321");
+    all("Gid:", "64322");
+    all("Groups:", "none");
     use std::os::unix::fs::MetadataExt;
     let meta = std::fs::metadata(boot_path(&dir.0, 1)).unwrap();
     assert_eq!(
@@ -126,7 +109,7 @@ fn threads_that_read_guests_are_confined_with_vsock_too() {
         eprintln!("skipped: this kernel has no AF_VSOCK");
         let output = command.output().unwrap();
         assert!(
-            String::from_utf8_lossy(&output.stderr).contains("modprobe vhost_vsock"),
+            stderr(&output).contains("modprobe vhost_vsock"),
             "{output:?}"
         );
         return;
@@ -147,14 +130,11 @@ fn threads_that_read_guests_are_confined_with_vsock_too() {
 #[test]
 fn every_thread_forbids_itself_what_default_profiles_forbid() {
     let dir = folder();
-    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap()]);
+    let collector = Collector::start(&dir.0, &[]);
     // Two filters, whatever was there before.
-    let filters = |status: &str| of_threads_of(status, "Seccomp_filters:");
-    let own: u64 = filters(&format!("/proc/{}", std::process::id()))[0]
-        .1
-        .parse()
-        .unwrap();
-    for (thread, value) in filters(&format!("/proc/{}", collector.pid())) {
+    let filters = |pid| of_threads(pid, "Seccomp_filters:");
+    let own: u64 = filters(std::process::id())[0].1.parse().unwrap();
+    for (thread, value) in filters(collector.pid()) {
         assert_eq!(value.parse(), Ok(own + 2), "{thread}");
     }
     collector.stop();
@@ -173,18 +153,18 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
             .unwrap()
     };
     for dir in [&dir.0, &long.0] {
-        std::fs::create_dir_all(dir.join("boots")).unwrap();
+        crate::make_dir(dir.join("boots"));
         let none = check(dir);
         assert_eq!(none.status.code(), Some(2), "{none:?}");
         assert!(
-            String::from_utf8_lossy(&none.stderr).contains("does one run with this --dir?"),
+            stderr(&none).contains("does one run with this --dir?"),
             "{none:?}"
         );
     }
     let uds = dir.0.join("v");
     for _ in 0..2 {
         // Killed, it leaves its socket, and the next one makes it anew.
-        let collector = Collector::start(&dir.0, &["--uds", uds.to_str().unwrap()]);
+        let collector = Collector::start(&dir.0, &[]);
         let well = check(&dir.0);
         assert!(well.status.success(), "{well:?}");
         collector.kill();
@@ -196,10 +176,7 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
     let hangs = check(&long.0);
     assert_eq!(hangs.status.code(), Some(2));
-    assert!(
-        String::from_utf8_lossy(&hangs.stderr).contains("no answer within"),
-        "{hangs:?}"
-    );
+    assert!(stderr(&hangs).contains("no answer within"), "{hangs:?}");
     collector.kill();
 }
 
@@ -232,13 +209,13 @@ fn the_systemd_unit_is_one_that_systemd_takes() {
     let dir = folder();
     let verify = |text: &str| {
         let path = dir.0.join("kata-gpu-boot.service");
-        std::fs::write(&path, text).unwrap();
+        crate::write(&path, text);
         let output = Command::new("systemd-analyze")
             .arg("verify")
             .arg(&path)
             .output()
             .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let said = stderr(&output);
         (
             output.status.success() && !said.contains("kata-gpu-boot.service:"),
             said,
@@ -253,56 +230,34 @@ fn the_systemd_unit_is_one_that_systemd_takes() {
 #[test]
 fn the_daemonset_says_what_the_collector_needs_and_no_more() {
     let set: Value = serde_yaml::from_str(&deployed("daemonset.yaml")).unwrap();
-    assert_eq!(
-        (set["apiVersion"].as_str(), set["kind"].as_str()),
-        (Some("apps/v1"), Some("DaemonSet"))
-    );
     let template = &set["spec"]["template"];
     assert_eq!(
         set["spec"]["selector"]["matchLabels"],
         template["metadata"]["labels"]
     );
     let pod = &template["spec"];
-    assert_eq!(
-        (&pod["hostNetwork"], &pod["automountServiceAccountToken"]),
-        (&Value::Bool(true), &Value::Bool(false))
-    );
     let container = &pod["containers"][0];
-    let command: Vec<&str> = container["command"]
-        .as_sequence()
-        .unwrap()
-        .iter()
-        .map(|w| w.as_str().unwrap())
-        .collect();
-    assert_eq!(
-        command,
-        [
-            "/usr/bin/kata-gpu-boot",
-            "collect",
-            "--dir=/var/lib/kata-gpu-boot",
-            "--user=65532"
-        ]
-    );
-    assert_parses(&command);
+    let words = |list: &Value| -> Vec<String> {
+        let words = list.as_sequence().unwrap().iter();
+        words
+            .map(|word| word.as_str().unwrap().to_string())
+            .collect()
+    };
+    assert_parses(&words(&container["command"]));
     let security = &container["securityContext"];
-    assert_eq!(security["capabilities"]["drop"][0].as_str(), Some("ALL"));
-    let added: Vec<&str> = security["capabilities"]["add"]
-        .as_sequence()
-        .unwrap()
-        .iter()
-        .map(|c| c.as_str().unwrap())
-        .collect();
+    let capabilities = &security["capabilities"];
+    assert_eq!(words(&capabilities["drop"]), ["ALL"]);
     assert_eq!(
-        added,
+        words(&capabilities["add"]),
         ["CHOWN", "DAC_OVERRIDE", "SETGID", "SETPCAP", "SETUID"]
     );
-    assert_eq!(
-        (
-            &security["allowPrivilegeEscalation"],
-            &security["readOnlyRootFilesystem"]
-        ),
-        (&Value::Bool(false), &Value::Bool(true))
-    );
+    for (field, wanted) in [
+        (&security["allowPrivilegeEscalation"], false),
+        (&security["readOnlyRootFilesystem"], true),
+        (&pod["automountServiceAccountToken"], false),
+    ] {
+        assert_eq!(*field, wanted);
+    }
     // Every mount has its volume, and what is written to or watched is mounted.
     let volumes = pod["volumes"].as_sequence().unwrap();
     let mounts = container["volumeMounts"].as_sequence().unwrap();
@@ -333,22 +288,9 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
         );
     }
     for probe in ["readinessProbe", "livenessProbe"] {
-        let words: Vec<&str> = container[probe]["exec"]["command"]
-            .as_sequence()
-            .unwrap()
-            .iter()
-            .map(|w| w.as_str().unwrap())
-            .collect();
-        assert_eq!(
-            words,
-            [
-                "/usr/bin/kata-gpu-boot",
-                "collect",
-                "--check",
-                "--dir=/var/lib/kata-gpu-boot"
-            ],
-            "{probe}"
-        );
+        let words = words(&container[probe]["exec"]["command"]);
+        assert_eq!(words[1..3], ["collect", "--check"], "{probe}");
+        assert_eq!(container["command"][2], words[3], "{probe}: another folder");
         assert_parses(&words);
         // Longer than the program's own deadline, so that its words are seen.
         assert!(
@@ -359,17 +301,17 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
 }
 
 /// Runs the command's words with `--help` behind them: what does not parse fails.
-fn assert_parses(words: &[&str]) {
-    let parses = |words: &[&str]| {
+fn assert_parses(words: &[String]) {
+    let parses = |words: &[String]| {
         let output = Command::new(program()).args(words).arg("--help").output();
         output.unwrap().status.success()
     };
     assert!(parses(&words[1..]), "{words:?}");
-    assert!(!parses(&["collect", "--no-such-option"]));
+    assert!(!parses(&["collect", "--no-such-option"].map(String::from)));
 }
 
 #[test]
-fn kustomize_sets_image_and_namespace_of_the_daemonset() {
+fn kustomize_sets_the_image_of_the_daemonset() {
     let kustomization = deployed("kustomization.yaml");
     let set: Value = serde_yaml::from_str(&deployed("daemonset.yaml")).unwrap();
     let read: Value = serde_yaml::from_str(&kustomization).unwrap();
@@ -378,32 +320,6 @@ fn kustomize_sets_image_and_namespace_of_the_daemonset() {
     assert_eq!(read["resources"][0].as_str(), Some("daemonset.yaml"));
     assert_eq!(image["name"], container["image"]);
     assert_eq!(image["newTag"].as_str(), Some(env!("CARGO_PKG_VERSION")));
-    if Command::new("kubectl")
-        .arg("version")
-        .arg("--client")
-        .output()
-        .is_err()
-    {
-        eprintln!("skipped: there is no kubectl");
-        return;
-    }
-    let dir = folder();
-    std::fs::write(dir.0.join("daemonset.yaml"), deployed("daemonset.yaml")).unwrap();
-    let built = kustomization
-        .replace("newName: kata-gpu-boot", "newName: registry.example/boots")
-        .replace("namespace: kube-system", "namespace: gpus");
-    std::fs::write(dir.0.join("kustomization.yaml"), built).unwrap();
-    let output = Command::new("kubectl")
-        .arg("kustomize")
-        .arg(&dir.0)
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let set: Value = serde_yaml::from_slice(&output.stdout).unwrap();
-    assert_eq!(set["metadata"]["namespace"].as_str(), Some("gpus"));
-    let image = &set["spec"]["template"]["spec"]["containers"][0]["image"];
-    let wanted = concat!("registry.example/boots:", env!("CARGO_PKG_VERSION"));
-    assert_eq!(image.as_str(), Some(wanted));
 }
 
 /// Fields of a manifest that are lost, or changed, on the way through the API's own type.
@@ -446,12 +362,7 @@ fn systemd_is_notified_when_guests_can_connect() {
     let dir = folder();
     let notify = std::os::unix::net::UnixDatagram::bind(dir.0.join("notify")).unwrap();
     notify.set_read_timeout(Some(DEADLINE)).unwrap();
-    let mut command = Command::new(program());
-    command
-        .args(["collect", "--no-vsock", "--no-vms", "--dir"])
-        .arg(dir.0.join("boots"))
-        .arg("--uds")
-        .arg(dir.0.join("v"));
+    let mut command = Collector::command(&dir.0, &[]);
     let collector = Collector::of(command.env("NOTIFY_SOCKET", dir.0.join("notify")));
     let mut text = [0; 64];
     let n = notify.recv(&mut text).unwrap();

@@ -11,7 +11,7 @@ use kata_gpu_report::data::agent_log;
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::otlp::Resource;
 use kata_gpu_report::views::waterfall::{Bar, Waterfall};
-use serde_json::Value;
+
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,9 +19,11 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 
 pub const RECORDED: &str = "recorded-8-gpus-fast-host";
+/// That boot and the same again in another PCI domain, a little later; GPU 11 hangs, GPU 13 fails.
+pub const SIXTEEN: &str = "made-16-gpus.ndjson";
 
 pub fn fixture(name: &str) -> String {
-    fs::read_to_string(project().join("tests/fixtures/boots").join(name)).unwrap()
+    crate::text(project().join("tests/fixtures/boots").join(name))
 }
 
 /// The boot of this stream in that format, with the agent's lines of a fixture's console where one
@@ -55,110 +57,9 @@ fn read(stream: &str, console: Option<&str>) -> Waterfall {
     Waterfall::new(&file, boot)
 }
 
-/// A machine with 16 GPUs, made of a recorded boot with 8: the same again in another PCI domain, a
-/// little later. GPU 11 hangs, GPU 13 fails.
-pub fn sixteen() -> String {
-    const LATER_NS: u64 = 700_000_000;
-    let lines: Vec<Value> = fixture(&format!("{RECORDED}.ndjson"))
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect();
-    let (mut records, others): (Vec<Value>, Vec<Value>) =
-        lines.into_iter().partition(|line| line["seq"].is_u64());
-    records.retain(|record| record["name"] != "settled" && record["name"] != "lockdown");
-    let mut more = Vec::new();
-    for mut record in records
-        .iter()
-        .filter(|record| record["gpu"].is_string())
-        .cloned()
-    {
-        let address = record["gpu"]
-            .as_str()
-            .unwrap()
-            .replacen("0001:", "0002:", 1);
-        let (name, kind) = (
-            record["name"].as_str().unwrap().to_string(),
-            record["kind"].as_str().unwrap().to_string(),
-        );
-        let ends = kind == "end" || kind == "event";
-        if (address == "0002:00:03.0" || address == "0002:00:05.0")
-            && ends
-            && (name == "gpu.init" || name == "gpu.usable")
-        {
-            if address == "0002:00:03.0" || name == "gpu.usable" {
-                continue;
-            }
-            record["error"] =
-                format!("gpu.init: NVRM: GPU {address}: RmInitAdapter failed! (0x62:0x40:2142)")
-                    .into();
-            let mut failed = record.clone();
-            failed["kind"] = "event".into();
-            failed["name"] = "gpu.failed".into();
-            failed["level"] = "error".into();
-            failed.as_object_mut().unwrap().remove("span");
-            failed["fields"] = serde_json::json!({ "step": "init", "reason": "needs-reset", "cure": "reset it on the host before the next guest" });
-            let mut words = failed.clone();
-            words["kind"] = "kmsg".into();
-            words["name"] = "kmsg".into();
-            words["fields"] = serde_json::json!({ "text": format!("NVRM: GPU {address}: \
-                RmInitAdapter failed! (0x62:0x40:2142)") });
-            for record in [&mut words, &mut failed] {
-                record["gpu"] = address.clone().into();
-                record["boottime_ns"] = (record["boottime_ns"].as_u64().unwrap() + LATER_NS).into();
-            }
-            more.extend([words, failed]);
-        }
-        record["gpu"] = address.into();
-        record["boottime_ns"] = (record["boottime_ns"].as_u64().unwrap()
-            + if name == "gpu.found" {
-                1_000_000
-            } else {
-                LATER_NS
-            })
-        .into();
-        for key in ["span", "parent"] {
-            if let Some(id) = record.get(key).and_then(Value::as_u64) {
-                record[key] = (id + 1000).into();
-            }
-        }
-        if let Some(after) = record.get_mut("after").and_then(Value::as_array_mut) {
-            after.retain(|id| {
-                records
-                    .iter()
-                    .any(|r| r["span"] == *id && r["gpu"].is_string())
-            });
-            after
-                .iter_mut()
-                .for_each(|id| *id = (id.as_u64().unwrap() + 1000).into());
-        }
-        if let Some(index) = record.pointer("/fields/index").and_then(Value::as_u64) {
-            record["fields"]["index"] = (index + 8).into();
-        }
-        more.push(record);
-    }
-    let tsc = serde_json::json!({ "before_kernel_ns": 1_250_000_000_u64, "error_ns": 40_000 });
-    more.push(serde_json::json!({ "schema": 1, "seq": 0, "boottime_ns": 1_000_000, "kind": "event", "name": "clock.tsc", "fields": tsc }));
-    records.extend(more);
-    records.sort_by_key(|record| record["boottime_ns"].as_u64());
-    for (seq, record) in records.iter_mut().enumerate() {
-        record["seq"] = seq.into();
-    }
-    others
-        .iter()
-        .take(2)
-        .chain(&records)
-        .chain(others.iter().skip(2))
-        .map(|line| format!("{line}\n"))
-        .collect()
-}
-
-/// Whether a test that needs something of this machine must not be skipped.
+/// For a test that needs something of this machine.
 pub fn skip(why: &str) {
-    assert!(
-        std::env::var_os("REQUIRE_READERS").is_none(),
-        "{why}, and REQUIRE_READERS is set"
-    );
-    eprintln!("skipped: {why}");
+    crate::skip("REQUIRE_READERS", why);
 }
 
 /// A program of this PATH.
@@ -224,7 +125,7 @@ impl Package {
         for (program, args) in steps {
             let output = within(120, program).args(&args).output().unwrap();
             if !output.status.success() {
-                let why = String::from_utf8_lossy(&output.stderr)
+                let why = crate::stderr(&output)
                     .lines()
                     .last()
                     .unwrap_or("no word")
@@ -284,37 +185,18 @@ fn opentelemetrys_protos_read_every_span() {
         child.stdin.take().unwrap().write_all(request).unwrap();
         child.wait_with_output().unwrap()
     };
-    let stream = sixteen();
+    let stream = fixture(SIXTEEN);
     let request = export(&stream, None, Format::Otlp);
     let steps = bars(&stream, None);
     let edges: usize = steps.iter().map(|step| step.after.len()).sum();
     let output = read(&request);
     // The steps and the boot; of those, the failed GPU's initialisation and the boot have failed.
     let want = format!("{} {edges} 2 {{16}} {{8}}\n", steps.len() + 1);
-    assert_eq!(String::from_utf8_lossy(&output.stdout), want, "{output:?}");
+    assert_eq!(crate::stdout(&output), want, "{output:?}");
     let wrong = String::from_utf8(request)
         .unwrap()
         .replacen("startTimeUnixNano", "startTime", 1);
     assert!(String::from_utf8_lossy(&read(wrong.as_bytes()).stderr).contains("ParseError"));
-}
-
-#[test]
-fn sixteen_gpus_are_sixteen() {
-    let file = BootFile::read(sixteen().as_bytes()).unwrap();
-    let boot = kata_gpu_report::boot::model::Boot::new(&file, &[]);
-    let of = |state: fn(&kata_gpu_report::boot::model::Gpu) -> bool| {
-        boot.gpus.iter().filter(|gpu| state(gpu)).count()
-    };
-    assert_eq!(
-        (
-            boot.gpus.len(),
-            of(|g| g.usable.is_some()),
-            of(|g| g.failed.is_some()),
-            of(|g| g.still.is_some())
-        ),
-        (16, 14, 1, 1)
-    );
-    assert_eq!(boot.lost.records, 0);
 }
 
 #[test]
@@ -340,7 +222,7 @@ fn the_program_writes_whole_files_and_refuses_what_it_must() {
             "{format}: {piped:?} {saved:?}"
         );
         assert!(
-            piped.stdout == fs::read(dir.0.join("out")).unwrap() && !piped.stdout.is_empty(),
+            piped.stdout == crate::bytes(dir.0.join("out")) && !piped.stdout.is_empty(),
             "{format} differs in a pipe"
         );
     }
@@ -351,14 +233,14 @@ fn the_program_writes_whole_files_and_refuses_what_it_must() {
     );
     let (kept, again) = (run(&["-o", "kept"]), run(&["-o", "kept"]));
     assert!(kept.status.success(), "{kept:?}");
-    let error = String::from_utf8_lossy(&again.stderr);
+    let error = crate::stderr(&again);
     assert!(
         again.status.code() == Some(2) && error.contains("kept is there already: remove it"),
         "a kept boot was written over: {again:?}"
     );
     assert_eq!(
-        fs::read(dir.0.join("kept")).unwrap(),
-        fs::read(&boot).unwrap(),
+        crate::bytes(dir.0.join("kept")),
+        crate::bytes(&boot),
         "the kept boot differs"
     );
     for wrong in [

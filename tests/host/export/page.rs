@@ -1,20 +1,15 @@
 //! The page of `kata-gpu-boot show --html` in headless Chromium: it draws, and nothing of a boot
 //! runs in it.
 //!
-//! Screenshots are left in target/screenshots, for people to look at.
 
-use crate::export::{RECORDED, bars, export, fixture, program, sixteen, skip, within};
-use crate::{TempDir, project};
+use crate::TempDir;
+use crate::export::{RECORDED, SIXTEEN, bars, export, fixture, program, skip, within};
 use kata_gpu_boot::show::export::Format;
-use std::fs;
+
 use std::path::{Path, PathBuf};
 
 /// How long a browser may take for one page.
 const DEADLINE_S: u32 = 60;
-/// blink's PreferredColorScheme::kDark and kLight.
-const DARK: &str = "--blink-settings=preferredColorScheme=0";
-const LIGHT: &str = "--blink-settings=preferredColorScheme=1";
-
 struct Browser {
     program: PathBuf,
     dir: TempDir,
@@ -37,7 +32,7 @@ impl Browser {
 
     fn page(&self, name: &str, html: &[u8]) -> PathBuf {
         let path = self.dir.0.join(name);
-        fs::write(&path, html).unwrap();
+        crate::write(&path, html);
         path
     }
 
@@ -67,7 +62,7 @@ impl Browser {
             .env("HOME", &self.dir.0)
             .output()
             .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let said = crate::stderr(&output);
         assert!(
             output.status.success(),
             "{}: {}\n{said}",
@@ -79,38 +74,7 @@ impl Browser {
             .filter(|line| line.contains("CONSOLE"))
             .collect::<Vec<_>>()
             .join("\n");
-        (
-            String::from_utf8_lossy(&output.stdout).into_owned(),
-            console,
-        )
-    }
-
-    fn screenshot(&self, page: &Path, name: &str, (width, height): (u32, u32), scheme: &str) {
-        let dir = project().join("target/screenshots");
-        fs::create_dir_all(&dir).unwrap();
-        let path = dir.canonicalize().unwrap().join(name);
-        let _unused = fs::remove_file(&path);
-        self.run(
-            page,
-            &[
-                &format!("--screenshot={}", path.display()),
-                &format!("--window-size={width},{height}"),
-                scheme,
-            ],
-        );
-        let png = fs::read(&path).unwrap();
-        let number = |at: usize| u32::from_be_bytes(*png[at..].first_chunk().unwrap());
-        assert_eq!(
-            (&png[1..4], number(16), number(20)),
-            (&b"PNG"[..], width, height),
-            "{name}"
-        );
-        // A page of one colour is some 10 KB.
-        assert!(
-            png.len() > 50_000,
-            "{name} has {} bytes: is there anything on it?",
-            png.len()
-        );
+        (crate::stdout(&output), console)
     }
 }
 
@@ -139,7 +103,7 @@ fn the_page_draws_every_step_at_8_and_16_gpus() {
         return;
     };
     let eight = fixture(&format!("{RECORDED}.ndjson"));
-    for (name, stream, gpus) in [("8-gpus", eight, 8), ("16-gpus", sixteen(), 16)] {
+    for (name, stream, gpus) in [("8-gpus", eight, 8), ("16-gpus", fixture(SIXTEEN), 16)] {
         let page = browser.page(
             &format!("{name}.html"),
             &export(&stream, Some(RECORDED), Format::Html),
@@ -180,17 +144,6 @@ fn the_page_draws_every_step_at_8_and_16_gpus() {
                 && dom.contains("critical driver")
                 && dom.matches("<tr").count() > rows
         );
-        match gpus {
-            8 => {
-                browser.screenshot(&page, "8-gpus-light.png", (1400, 1500), LIGHT);
-                browser.screenshot(&page, "8-gpus-dark.png", (1400, 1500), DARK);
-            }
-            _ => {
-                browser.screenshot(&page, "16-gpus-light.png", (1400, 1700), LIGHT);
-                browser.screenshot(&page, "16-gpus-dark.png", (1400, 1700), DARK);
-                browser.screenshot(&page, "16-gpus-narrow.png", (500, 1800), LIGHT);
-            }
-        }
     }
 }
 
@@ -220,66 +173,6 @@ fn hostile() -> String {
         ][(seq % 5) as usize];
         out.push_str(&format!(
             "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{time},\"kind\":\"{kind}\",\"name\":\"{name}\"{span},\"gpu\":\"{:04x}:00:00.0\",\"after\":[{},{}],\
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
-             \
              \"level\":\"error\",\"error\":\"{evil}\",\"fields\":{{\"{evil}\":\"{evil}\",\"step\":\"{evil}\",\"reason\":\"{evil}\",\"text\":\"{evil}\",\"index\":{seq}}}}}\n",
             seq % 40,
             seq / 3 + 1,

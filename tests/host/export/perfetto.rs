@@ -2,13 +2,12 @@
 //! of the project's target/).
 
 use crate::TempDir;
-use crate::export::{Package, RECORDED, bars, export, fixture, sixteen, within};
+use crate::export::{Package, RECORDED, SIXTEEN, bars, export, fixture, within};
 use kata_gpu_boot::show::export::Format;
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::views::waterfall::Bar;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::Path;
 
 /// The release that was tried.
@@ -23,7 +22,7 @@ const READER: &str = include_str!("perfetto.py");
 fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
     let dir = TempDir::new(&format!("perfetto-{}", trace.len()));
     let path = dir.0.join("boot.pftrace");
-    fs::write(&path, trace).unwrap();
+    crate::write(&path, trace);
     let output = within(60, python)
         .args(["-c", READER])
         .arg(&path)
@@ -32,7 +31,7 @@ fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
     if output.status.success() {
         Ok(serde_json::from_slice(&output.stdout).unwrap())
     } else {
-        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+        Err(crate::stderr(&output))
     }
 }
 
@@ -55,7 +54,7 @@ fn perfettos_own_protos_read_every_step_where_it_belongs() {
     };
     for (stream, gpus, open) in [
         (fixture(&format!("{RECORDED}.ndjson")), 8, 0),
-        (sixteen(), 16, 1),
+        (fixture(SIXTEEN), 16, 1),
     ] {
         let trace = read(&python, &export(&stream, None, Format::Perfetto)).unwrap();
         assert_eq!(trace["unknown_fields"], 0);

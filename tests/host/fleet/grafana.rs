@@ -8,7 +8,6 @@ use crate::collect::{Collector, Raw, event, folder, header, socket, until};
 use crate::export::{Package, within};
 use kata_gpu_report::data::host_check::HostCheck;
 use serde_json::{Value, json};
-use std::fs;
 use std::path::Path;
 
 /// Generated from the schemas of Grafana 11.6.
@@ -54,10 +53,7 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
         return;
     };
     let dir = folder();
-    let uds = dir.0.join("v");
     let words = [
-        "--uds",
-        uds.to_str().unwrap(),
         "--metrics",
         "0",
         "--otlp",
@@ -67,7 +63,7 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
     ];
     let collector = Collector::start(&dir.0, &words);
     let address = metrics_address(&collector);
-    fs::write(dir.0.join("rules.yml"), deployed("alerts.yaml")).unwrap();
+    crate::write(dir.0.join("rules.yml"), deployed("alerts.yaml"));
     HostCheck::now([("thp".to_string(), 3.2), ("no-such-rule".to_string(), 1.0)].into())
         .write(&dir.0.join("boots"))
         .unwrap();
@@ -156,18 +152,13 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
 fn lost(python: &Path, dashboard: &Value) -> Vec<String> {
     let dir = folder();
     let path = dir.0.join("dashboard.json");
-    fs::write(&path, dashboard.to_string()).unwrap();
+    crate::write(&path, dashboard.to_string());
     let output = within(60, python)
         .args(["-c", READER])
         .arg(&path)
         .output()
         .unwrap();
-    let text = String::from_utf8_lossy(if output.status.success() {
-        &output.stdout
-    } else {
-        &output.stderr
-    })
-    .into_owned();
+    let text = crate::stdout(&output) + &crate::stderr(&output);
     text.lines().map(String::from).collect()
 }
 

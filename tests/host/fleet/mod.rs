@@ -9,30 +9,25 @@ mod prometheus;
 mod receivers;
 mod scrapes;
 
-use crate::collect::{DEADLINE, Raw, boot_id, boot_path, program, socket};
+use crate::collect::{DEADLINE, Raw, boot_id, shown, socket};
 use kata_gpu_wire::decode::decode;
 use kata_gpu_wire::record::Line;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::Child;
 
 pub const RECORDED: &str = "recorded-8-gpus-fast-host";
 pub const ONE_FAILS: &str = "hand-made-3-gpus-one-fails";
-
-/// Says why nothing was tested.
-pub fn skip(why: &str) {
-    eprintln!("skipped: {why}");
-}
 
 /// Program that tests/setup installs. None, with the reason printed, where it is missing.
 pub fn tool(path: &str) -> Option<PathBuf> {
     let tool = crate::project().join("target/tools").join(path);
     if !tool.exists() {
-        skip(&format!(
-            "{} is not there: tests/setup gets it",
+        eprintln!(
+            "skipped: {} is not there: tests/setup gets it",
             tool.display()
-        ));
+        );
         return None;
     }
     Some(tool)
@@ -51,7 +46,7 @@ impl Drop for Running {
 /// The lines that the guest of a recorded boot sent, as boot `n`.
 pub fn recorded(fixture: &str, n: u64) -> String {
     let path = crate::project().join(format!("tests/fixtures/boots/{fixture}.ndjson"));
-    let text = std::fs::read_to_string(path).unwrap();
+    let text = crate::text(path);
     let guest: Vec<&str> = text
         .lines()
         .filter(|line| decode(line.as_bytes()).is_ok())
@@ -131,12 +126,5 @@ pub fn rules() -> Vec<serde_yaml::Value> {
 
 /// A stored boot as an OTLP request in JSON.
 pub fn exported(dir: &Path, n: u64) -> serde_json::Value {
-    let output = Command::new(program())
-        .arg("show")
-        .arg(boot_path(dir, n))
-        .arg("--otlp")
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{output:?}");
-    serde_json::from_slice(&output.stdout).unwrap()
+    serde_json::from_str(&shown(dir, n, &["--otlp"])).unwrap()
 }

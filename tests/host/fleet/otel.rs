@@ -2,7 +2,7 @@
 
 use super::{ONE_FAILS, RECORDED, Running, boot, exported, free_port, recorded, tool};
 use crate::TempDir;
-use crate::collect::{Collector, Raw, boot_id, folder, program, read, until};
+use crate::collect::{Collector, Raw, boot_id, folder, read, until, until_settled};
 use kata_gpu_report::data::boot_file::HostEvent;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,7 +32,7 @@ impl OpenTelemetry {
              pipelines: {{traces: {{receivers: [otlp], exporters: [debug]}}}}\n"
         );
         let (path, seen) = (dir.0.join("config.yaml"), dir.0.join("seen"));
-        std::fs::write(&path, config).unwrap();
+        crate::write(&path, config);
         let (out, err) = (
             File::create(&seen).unwrap(),
             File::create(dir.0.join("log")).unwrap(),
@@ -59,7 +59,7 @@ impl OpenTelemetry {
     }
 
     fn requests(&self) -> Vec<Request> {
-        parse(&std::fs::read_to_string(&self.seen).unwrap())
+        parse(&crate::text(&self.seen))
     }
 }
 
@@ -188,14 +188,8 @@ fn a_real_collector_takes_every_span() {
     };
     let dir = folder();
     let url = format!("http://127.0.0.1:{}", otel.http);
-    let mut command = Command::new(program());
-    command
-        .args(["collect", "--no-vsock", "--no-vms", "--otlp", &url])
-        .arg("--dir")
-        .arg(dir.0.join("boots"))
-        .arg("--uds")
-        .arg(dir.0.join("v"))
-        .env("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=trainer-0");
+    let mut command = Collector::command(&dir.0, &["--otlp", &url]);
+    command.env("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=trainer-0");
     let _collector = Collector::of(&mut command);
     boot(&dir.0, ONE_FAILS, 1);
     until("the spans", || !otel.requests().is_empty());
@@ -227,9 +221,8 @@ fn without_an_otlp_receiver_nothing_counts_as_pushed() {
         return;
     };
     let dir = folder();
-    let base = dir.0.join("v");
     let url = format!("http://127.0.0.1:{}/nothing/here", otel.http);
-    let collector = Collector::start(&dir.0, &["--uds", base.to_str().unwrap(), "--otlp", &url]);
+    let collector = Collector::start(&dir.0, &["--otlp", &url]);
     boot(&dir.0, ONE_FAILS, 1);
     let line = collector.wait_for("not pushed");
     assert!(line.contains("HTTP 404 Not Found"), "{line}");
@@ -248,13 +241,13 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
     };
     let dir = folder();
     let vm = dir.0.join("vm/abc");
-    std::fs::create_dir_all(&vm).unwrap();
-    std::fs::create_dir_all(dir.0.join("bundles/abc")).unwrap();
+    crate::make_dir(&vm);
+    crate::make_dir(dir.0.join("bundles/abc"));
     let bundle = r#"{"annotations": {
         "io.kubernetes.cri.sandbox-name": "trainer-0",
         "io.kubernetes.cri.sandbox-namespace": "ml",
         "io.kubernetes.cri.sandbox-uid": "7d1c0c5e-1111-4222-8333-444455556666"}}"#;
-    std::fs::write(dir.0.join("bundles/abc/config.json"), bundle).unwrap();
+    crate::write(dir.0.join("bundles/abc/config.json"), bundle);
     let _vmm = UnixListener::bind(vm.join("clh.sock")).unwrap();
     let url = format!("http://127.0.0.1:{}", otel.http);
     let places = [
@@ -262,11 +255,12 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
         dir.0.join("bundles/*/config.json"),
     ]
     .map(|p| p.to_str().unwrap().to_string());
+    let [vms, bundles] = places.each_ref();
     let words = [
         "--vm",
-        &places[0],
+        vms,
         "--bundle",
-        &places[1],
+        bundles,
         "--otlp",
         &url,
         "--limit",
@@ -329,7 +323,7 @@ fn boots_arrive_by_themselves_with_the_names_of_their_pods() {
     until("the socket beside the VM's", || socket.exists());
     let mut again = Raw::connect(&socket);
     again.say(recorded(RECORDED, 1));
-    boot_three(&socket);
+    Raw::connect(&socket).say(recorded(RECORDED, 3));
     until("the third boot", || otel.requests().len() >= 3);
     let ids: BTreeSet<String> = otel
         .requests()
@@ -355,23 +349,16 @@ fn trace(dir: &std::path::Path, n: u64) -> String {
         .into()
 }
 
-fn boot_three(socket: &std::path::Path) {
-    Raw::connect(socket).say(recorded(RECORDED, 3));
-}
-
 #[test]
 fn a_boot_that_was_over_just_before_the_stop_is_pushed() {
     let Some(otel) = OpenTelemetry::start() else {
         return;
     };
     let dir = folder();
-    let base = dir.0.join("v");
     let url = format!("http://127.0.0.1:{}", otel.http);
-    let collector = Collector::start(&dir.0, &["--uds", base.to_str().unwrap(), "--otlp", &url]);
+    let collector = Collector::start(&dir.0, &["--otlp", &url]);
     boot(&dir.0, RECORDED, 1);
-    until("the boot is stored", || {
-        read(&dir.0, 1).records.iter().any(|r| r.name == "settled")
-    });
+    until_settled(&dir.0, 1);
     let said = collector.stop();
     assert!(
         said.last().unwrap().ends_with("; 1 boots pushed, 0 not"),

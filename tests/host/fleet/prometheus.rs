@@ -45,16 +45,10 @@ pub fn start(
         "global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}\n\
          scrape_configs: [{{job_name: boots, static_configs: [{{targets: ['{target}']}}]}}]\n{more}"
     );
-    std::fs::write(dir.join("prometheus.yml"), config).unwrap();
+    crate::write(dir.join("prometheus.yml"), config);
     let child = Command::new(prometheus)
-        .arg(format!(
-            "--config.file={}",
-            dir.join("prometheus.yml").display()
-        ))
-        .arg(format!(
-            "--storage.tsdb.path={}",
-            dir.join("data").display()
-        ))
+        .current_dir(dir)
+        .args(["--config.file=prometheus.yml", "--storage.tsdb.path=data"])
         .arg(format!("--web.listen-address={server}"))
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -75,10 +69,7 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
         return;
     };
     let dir = folder();
-    let collector = Collector::start(
-        &dir.0,
-        &["--uds", dir.0.join("v").to_str().unwrap(), "--metrics", "0"],
-    );
+    let collector = Collector::start(&dir.0, &["--metrics", "0"]);
     let target = metrics_address(&collector);
     let (_running, server) = start(&prometheus, &dir.0, target, "");
     assert_eq!(
@@ -177,16 +168,7 @@ fn promtool_has_nothing_to_say_about_the_metrics() {
         return;
     };
     let dir = folder();
-    let base = dir.0.join("v");
-    let words = [
-        "--uds",
-        base.to_str().unwrap(),
-        "--metrics",
-        "0",
-        "--otlp",
-        "http://127.0.0.1:1",
-    ];
-    let collector = Collector::start(&dir.0, &words);
+    let collector = Collector::start(&dir.0, &["--metrics", "0", "--otlp", "http://127.0.0.1:1"]);
     let address = metrics_address(&collector);
     boot(&dir.0, RECORDED, 1);
     let over = "kata_gpu_boot_boots_total{outcome=\"settled\"}";
@@ -212,8 +194,7 @@ fn promtool_has_nothing_to_say_about_the_metrics() {
         let output = child.wait_with_output().unwrap();
         (
             output.status.success(),
-            String::from_utf8_lossy(&output.stdout).into_owned()
-                + &String::from_utf8_lossy(&output.stderr),
+            crate::stdout(&output) + &crate::stderr(&output),
         )
     };
     assert_eq!(check(text), (true, String::new()));

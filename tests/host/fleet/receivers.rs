@@ -2,7 +2,7 @@
 //! it should.
 
 use super::{ONE_FAILS, RECORDED, boot, free_port};
-use crate::collect::{Collector, DEADLINE, folder, program, read, until};
+use crate::collect::{Collector, DEADLINE, folder, program, read, until, until_settled};
 use kata_gpu_report::data::boot_file::HostEvent;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
@@ -72,8 +72,7 @@ const TAKEN: &str = "200 OK\r\nContent-Length: 0";
 
 /// A collector that pushes to this receiver.
 fn pushing_to(dir: &Path, url: &str) -> Collector {
-    let base = dir.join("v");
-    Collector::start(dir, &["--uds", base.to_str().unwrap(), "--otlp", url])
+    Collector::start(dir, &["--otlp", url])
 }
 
 #[test]
@@ -83,15 +82,8 @@ fn a_busy_receiver_is_retried_when_it_asked_with_the_headers() {
         TAKEN,
     ]);
     let dir = folder();
-    let mut command = Command::new(program());
-    command
-        .args(["collect", "--no-vsock", "--no-vms", "--otlp", &fake.url()])
-        .arg("--dir")
-        .arg(dir.0.join("boots"))
-        .arg("--uds")
-        .arg(dir.0.join("v"))
-        .env("OTEL_EXPORTER_OTLP_HEADERS", "X-Tenant=gpu");
-    let collector = Collector::of(&mut command);
+    let mut command = Collector::command(&dir.0, &["--otlp", &fake.url()]);
+    let collector = Collector::of(command.env("OTEL_EXPORTER_OTLP_HEADERS", "X-Tenant=gpu"));
     boot(&dir.0, RECORDED, 1);
     collector.wait_for("HTTP 503");
     collector.wait_for("it takes boots again");
@@ -149,25 +141,13 @@ fn an_absent_receiver_costs_no_guest_and_drops_the_oldest_boots() {
     let port = free_port();
     let dir = folder();
     let url = format!("http://127.0.0.1:{port}");
-    let base = dir.0.join("v");
-    let words = [
-        "--uds",
-        base.to_str().unwrap(),
-        "--otlp",
-        &url,
-        "--limit",
-        "push-queue=2",
-        "--metrics",
-        "0",
-    ];
+    let words = ["--otlp", &url, "--limit", "push-queue=2", "--metrics", "0"];
     let collector = Collector::start(&dir.0, &words);
     let address = super::metrics_address(&collector);
     for n in 1..=5 {
         boot(&dir.0, RECORDED, n);
         // One peer may have few connections at once: the next comes when this one has been read.
-        until("each is stored all the same", || {
-            read(&dir.0, n).records.iter().any(|r| r.name == "settled")
-        });
+        until_settled(&dir.0, n);
     }
     collector.wait_for("connect: Connection refused");
     let text = |series: &str| {
@@ -240,7 +220,7 @@ fn wrong_words_are_refused_with_the_cure() {
             .env("OTEL_EXPORTER_OTLP_HEADERS", headers)
             .output()
             .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let said = crate::stderr(&output);
         assert!(
             !output.status.success() && said.contains(cure),
             "{url}: {said}"

@@ -1,22 +1,14 @@
 //! The metrics endpoint before clients that mean no good.
 
 use super::{RECORDED, ask, boot, get, metrics_address, value};
-use crate::collect::{Collector, DEADLINE, Raw, event, folder, header, read, socket, until};
+use crate::collect::{
+    Collector, DEADLINE, Raw, event, folder, header, socket, until, until_settled,
+};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
 fn start(dir: &std::path::Path) -> Collector {
-    Collector::start(
-        dir,
-        &[
-            "--uds",
-            dir.join("v").to_str().unwrap(),
-            "--metrics",
-            "0",
-            "--limit",
-            "goodbye=1",
-        ],
-    )
+    Collector::start(dir, &["--metrics", "0", "--limit", "goodbye=1"])
 }
 
 #[test]
@@ -24,33 +16,17 @@ fn only_metrics_are_answered_and_no_request_is_echoed() {
     let dir = folder();
     let collector = start(&dir.0);
     let address = metrics_address(&collector);
+    let long = format!("A: {}\r\n", "a".repeat(20_000));
+    let http = |line: &str, headers: &str| format!("{line} HTTP/1.1\r\nHost: x\r\n{headers}\r\n");
     for (request, status) in [
+        (http("GET /metrics", ""), "200 OK"),
+        (http("GET /script?script", ""), "404 Not Found"),
         (
-            "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".to_string(),
-            "200 OK",
-        ),
-        (
-            "GET /script?script HTTP/1.1\r\nHost: x\r\n\r\n".to_string(),
-            "404 Not Found",
-        ),
-        (
-            "POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n".to_string(),
+            http("POST /metrics", "Content-Length: 99999999999\r\n"),
             "405 Method Not Allowed",
         ),
-        (
-            format!(
-                "GET /metrics HTTP/1.1\r\nHost: x\r\nA: {}\r\n\r\n",
-                "a".repeat(20_000)
-            ),
-            "431 ",
-        ),
-        (
-            format!(
-                "GET /metrics HTTP/1.1\r\nHost: x\r\n{}\r\n",
-                "A: b\r\n".repeat(100)
-            ),
-            "431 ",
-        ),
+        (http("GET /metrics", &long), "431 "),
+        (http("GET /metrics", &"A: b\r\n".repeat(100)), "431 "),
         (
             "\x16\x03\x01 no http at all\r\n\r\n".to_string(),
             "400 Bad Request",
@@ -85,9 +61,7 @@ fn a_silent_crowd_is_bounded_and_locks_nobody_out() {
         assert!(answer.contains("200 OK"), "{answer:?}");
     }
     boot(&dir.0, RECORDED, 1);
-    until("the boot is stored", || {
-        read(&dir.0, 1).records.iter().any(|r| r.name == "settled")
-    });
+    until_settled(&dir.0, 1);
     // Each is hung up on when its time is over.
     for stream in &mut crowd {
         stream.set_read_timeout(Some(DEADLINE)).unwrap();

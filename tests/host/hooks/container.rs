@@ -1,6 +1,6 @@
 //! Directory trees that stand for containers, and the hooks run on them.
 
-use crate::{TempDir, project};
+use crate::{TempDir, project, write};
 use kata_gpu_init::cdi::hooks::{self, Outcome};
 use kata_gpu_init::formats::ld_so_cache;
 use kata_gpu_init::formats::ld_so_cache::Cache;
@@ -8,7 +8,7 @@ use kata_gpu_test_support::elf_stand_in as stand_in;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, symlink};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -26,10 +26,10 @@ impl Container {
     pub fn new(test: &str) -> Self {
         let dir = TempDir::new(&format!("hooks-{test}"));
         for path in ["bundle/rootfs", "outside/etc"] {
-            fs::create_dir_all(dir.0.join(path)).unwrap();
+            crate::make_dir(dir.0.join(path));
         }
-        fs::write(dir.0.join("outside/etc/ld.so.cache"), "the guest's own").unwrap();
-        fs::write(dir.0.join("outside/secret"), "secret").unwrap();
+        write(dir.0.join("outside/etc/ld.so.cache"), "the guest's own");
+        write(dir.0.join("outside/secret"), "secret");
         let container = Self { dir };
         container.config(
             &serde_json::json!({ "ociVersion": "1.0.2", "root": { "path": container.path("") } })
@@ -92,21 +92,21 @@ impl Container {
     }
 
     pub fn config(&self, text: &str) {
-        fs::write(self.dir.0.join("bundle/config.json"), text).unwrap();
+        write(self.dir.0.join("bundle/config.json"), text);
     }
 
     fn parent(&self, path: &str) -> PathBuf {
         let path = self.path(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        crate::make_dir(path.parent().unwrap());
         path
     }
 
     pub fn directory(&self, path: &str) {
-        fs::create_dir_all(self.path(path)).unwrap();
+        crate::make_dir(self.path(path));
     }
 
     pub fn file(&self, path: &str, content: &[u8]) {
-        fs::write(self.parent(path), content).unwrap();
+        write(self.parent(path), content);
     }
 
     pub fn library(&self, path: &str, soname: Option<&str>) {
@@ -114,7 +114,7 @@ impl Container {
     }
 
     pub fn link(&self, path: &str, target: impl AsRef<Path>) {
-        symlink(target, self.parent(path)).unwrap();
+        crate::link(target, self.parent(path));
     }
 
     pub fn read(&self, path: &str) -> Option<String> {
@@ -125,6 +125,28 @@ impl Container {
         fs::read_link(self.path(path))
             .ok()
             .map(|t| t.to_str().unwrap().to_string())
+    }
+
+    /// Fails unless the file has this text.
+    #[track_caller]
+    pub fn has(&self, path: &str, text: &str) {
+        assert_eq!(self.read(path).as_deref(), Some(text), "{path}");
+    }
+
+    /// Fails unless the link below [`LIBS`] leads there.
+    #[track_caller]
+    pub fn leads(&self, link: &str, target: &str) {
+        assert_eq!(
+            self.target(&format!("{LIBS}/{link}")).as_deref(),
+            Some(target),
+            "{link}"
+        );
+    }
+
+    /// Fails unless the loader finds the library at this path.
+    #[track_caller]
+    pub fn loads(&self, name: &str, path: &str) {
+        assert_eq!(self.finds(name).as_deref(), Some(path), "{name}");
     }
 
     pub fn state(&self) -> String {
@@ -141,15 +163,15 @@ impl Container {
 
     pub fn hook_with_state(&self, words: &str, state: &[u8]) -> Result<Outcome, String> {
         let path = self.dir.0.join("state.json"); // beside the bundle and what is outside
-        fs::write(&path, state).unwrap();
+        write(&path, state);
         let words: Vec<String> = words.split_whitespace().map(str::to_string).collect();
         let result = hooks::run(&words, File::open(&path).unwrap());
-        fs::remove_file(path).unwrap();
+        crate::remove(path);
         result
     }
 
     pub fn cache(&self) -> Cache {
-        ld_so_cache::read(&fs::read(self.path("/etc/ld.so.cache")).unwrap()).unwrap()
+        ld_so_cache::read(&crate::bytes(self.path("/etc/ld.so.cache"))).unwrap()
     }
 
     /// Path at which the loader finds a library.
@@ -173,7 +195,7 @@ pub fn tree(directory: &Path, without: &[&str]) -> BTreeMap<PathBuf, String> {
         let content = match () {
             () if kind.is_symlink() => format!("{:?}", fs::read_link(&path).unwrap()),
             () if kind.is_file() && meta.len() > 64 << 20 => format!("{} bytes", meta.len()),
-            () if kind.is_file() => hash(&fs::read(&path).unwrap()),
+            () if kind.is_file() => hash(&crate::bytes(&path)),
             () if kind.is_fifo() || kind.is_socket() || kind.is_char_device() => {
                 format!("{:?}", meta.rdev())
             }
@@ -249,11 +271,7 @@ pub fn program() -> Option<PathBuf> {
         .filter_map(|p| Some((fs::metadata(&p).ok()?.modified().ok()?, p)))
         .max();
     if newest.is_none() {
-        assert!(
-            std::env::var_os("KATA_GPU_BUILT").is_none(),
-            "kata-gpu-init is not built"
-        );
-        eprintln!("skipped: kata-gpu-init is not built");
+        crate::skip("KATA_GPU_BUILT", "kata-gpu-init is not built");
     }
     newest.map(|(_, path)| path)
 }
@@ -284,7 +302,7 @@ pub fn as_a_process(
     let mut output = child.wait_with_output().unwrap();
     // The guest's program is static; one that was built for tests may not be, and then its loader
     // has its say about the environment.
-    let own = String::from_utf8_lossy(&output.stderr)
+    let own = crate::stderr(&output)
         .lines()
         .filter(|l| !l.starts_with("ERROR: ld.so"))
         .map(|l| format!("{l}\n"))

@@ -3,29 +3,35 @@
 
 use crate::hooks::attacks::{NONE, PREPARE, surroundings};
 use crate::hooks::container::{Container, LIBS, as_a_process, tree};
-use crate::project;
+use crate::{project, remove};
 use kata_gpu_test_guest::own_mounts::in_own_mounts;
 use nix::mount::{MsFlags, mount};
 use nix::sys::stat::Mode;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+
+fn bind(from: &Path, to: &Path) {
+    mount(Some(from), to, NONE, MsFlags::MS_BIND, NONE).unwrap();
+}
+
+#[track_caller]
+fn fails<T: std::fmt::Debug>(result: Result<T, String>, says: &str) {
+    assert!(
+        result.as_ref().is_err_and(|error| error.contains(says)),
+        "{says}: {result:?}"
+    );
+}
 
 /// Names and contents, without times.
 fn contents(c: &Container) -> BTreeMap<PathBuf, (Option<PathBuf>, Option<Vec<u8>>)> {
     let of = |p: &PathBuf| {
         let path = c.path("").join(p);
         let link = fs::read_link(&path).ok();
-        let content = if link.is_none() {
-            fs::read(&path).ok()
-        } else {
-            None
-        };
+        let content = fs::read(&path).ok().filter(|_| link.is_none());
         (link, content)
     };
     tree(&c.path(""), &["proc"])
@@ -41,76 +47,43 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
     }
     let words = format!("update-ldcache --folder {LIBS} --folder /opt/driver");
     // While it prepares: a directory is where the last file goes.
-    let image = |c: &Container| {
-        c.file(
-            "/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf",
-            b"/of/an/earlier/start\n",
-        );
-    };
+    let conf = "/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf";
+    let image = |c: &Container| c.file(conf, b"/of/an/earlier/start\n");
     let c = Container::debian("undo-early");
     image(&c);
     c.directory("/etc/ld.so.cache");
     let before = contents(&c);
-    assert!(
-        c.hook(&words)
-            .unwrap_err()
-            .contains("a directory is in its place")
-    );
+    fails(c.hook(&words), "a directory is in its place");
     assert_eq!(contents(&c), before);
     // While it puts things into place: the last file is a mount, which nothing replaces.
     let c = Arc::new(Container::debian("undo-late"));
     image(&c);
     c.file("/etc/ld.so.cache", b"mounted over");
     let before = contents(&c);
-    let container = Arc::clone(&c);
-    let result = in_own_mounts({
-        let words = words.clone();
-        move || {
-            let cache = container.path("/etc/ld.so.cache");
-            mount(
-                Some(&container.outside().join("secret")),
-                &cache,
-                NONE,
-                MsFlags::MS_BIND,
-                NONE,
-            )
-            .unwrap();
-            container.hook(&words)
-        }
+    let (container, hook) = (Arc::clone(&c), words.clone());
+    let result = in_own_mounts(move || {
+        bind(
+            &container.outside().join("secret"),
+            &container.path("/etc/ld.so.cache"),
+        );
+        container.hook(&hook)
     });
-    let error = result.unwrap_err();
-    assert!(
-        error.contains("write /etc/ld.so.cache: a mount is in its place"),
-        "{error}"
-    );
+    fails(result, "write /etc/ld.so.cache: a mount is in its place");
     assert_eq!(contents(&c), before);
     // Nothing is written at all on a root that cannot be.
-    let container = Arc::clone(&c);
-    let result = in_own_mounts({
-        let words = words.clone();
-        move || {
-            let root = container.path("");
-            mount(Some(&root), &root, NONE, MsFlags::MS_BIND, NONE).unwrap();
-            mount(
-                NONE,
-                &root,
-                NONE,
-                MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY,
-                NONE,
-            )
-            .unwrap();
-            container.hook(&words)
-        }
+    let (container, hook) = (Arc::clone(&c), words.clone());
+    let result = in_own_mounts(move || {
+        let root = container.path("");
+        bind(&root, &root);
+        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+        mount(NONE, &root, NONE, flags, NONE).unwrap();
+        container.hook(&hook)
     });
-    assert!(result.unwrap_err().contains("Read-only file system"));
+    fails(result, "Read-only file system");
     assert_eq!(contents(&c), before);
     // Negative control: where nothing is in the way, all of it changes.
     c.hook(&words).unwrap();
-    assert_eq!(
-        c.read("/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf")
-            .as_deref(),
-        Some("/opt/driver\n")
-    );
+    assert_eq!(c.read(conf).as_deref(), Some("/opt/driver\n"));
     assert!(
         c.target(&format!("{LIBS}/libcuda.so.1")).is_some() && c.finds("libcuda.so.1").is_some()
     );
@@ -135,8 +108,7 @@ fn a_job_of_prepare_that_fails_keeps_no_other_from_being_done() {
         let c = Container::debian(&format!("jobs-{name}"));
         c.file(conf, b"/of/an/earlier/start\n");
         spoil(&c);
-        let error = c.hook(PREPARE).unwrap_err();
-        assert!(error.contains(says), "{name}: {error}");
+        fails(c.hook(PREPARE), says);
         assert_eq!(c.read(conf), None, "{name}: the compat job");
         assert_eq!(
             c.target(&link).is_some(),
@@ -191,8 +163,7 @@ fn malformed_bundles_and_states_are_refused() {
         let c = Container::debian("bundle");
         c.config(config);
         let before = (surroundings(&c), contents(&c));
-        let error = c.hook(PREPARE).unwrap_err();
-        assert!(error.contains(says), "{name}: {error}");
+        fails(c.hook(PREPARE), says);
         assert_eq!((surroundings(&c), contents(&c)), before, "{name}");
     }
     let c = Container::debian("state");
@@ -205,28 +176,18 @@ fn malformed_bundles_and_states_are_refused() {
         (&[b' '; 70_000], "more than 65536 bytes"),
     ];
     for (state, says) in states {
-        let error = c.hook_with_state(PREPARE, state).unwrap_err();
-        assert!(error.contains(says), "{error}");
+        fails(c.hook_with_state(PREPARE, state), says);
     }
-    fs::remove_file(&config).unwrap();
-    assert!(
-        c.hook(PREPARE)
-            .unwrap_err()
-            .contains("config.json: No such file")
+    remove(&config);
+    fails(c.hook(PREPARE), "config.json: No such file");
+    crate::link("/etc/hostname", &config);
+    fails(
+        c.hook(PREPARE),
+        "config.json: Too many levels of symbolic links",
     );
-    symlink("/etc/hostname", &config).unwrap();
-    assert!(
-        c.hook(PREPARE)
-            .unwrap_err()
-            .contains("config.json: Too many levels of symbolic links")
-    );
-    fs::remove_file(&config).unwrap();
+    remove(&config);
     nix::unistd::mkfifo(&config, Mode::S_IRUSR).unwrap();
-    assert!(
-        c.hook(PREPARE)
-            .unwrap_err()
-            .contains("config.json: it is not a regular file")
-    );
+    fails(c.hook(PREPARE), "config.json: it is not a regular file");
 }
 
 #[test]
@@ -269,7 +230,7 @@ fn telltale(folder: &Path, marker: &Path) -> Option<PathBuf> {
         "#include <fcntl.h>\n__attribute__((constructor)) static void mark(void) {{ \
         open({marker:?}, O_CREAT | O_WRONLY, 0600); }}\n"
     );
-    fs::write(&source, text).unwrap();
+    crate::write(&source, text);
     match Command::new("cc")
         .args(["-shared", "-fPIC", "-o"])
         .arg(&library)
@@ -345,11 +306,7 @@ fn a_hook_goes_first_where_memory_is_short() {
         .spawn()
         .unwrap();
     let score = PathBuf::from(format!("/proc/{}/oom_score_adj", child.id()));
-    let until = Instant::now() + Duration::from_secs(60);
-    while fs::read_to_string(&score).unwrap().trim() != "1000" {
-        assert!(Instant::now() < until, "{:?}", fs::read_to_string(&score));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    crate::collect::until("the hook's score", || crate::text(&score).trim() == "1000");
     drop(child.stdin.take());
     child.wait().unwrap();
 }
@@ -360,10 +317,8 @@ fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
     if !nix::unistd::geteuid().is_root() {
         return eprintln!("skipped: not root, which mounts need");
     }
-    for (name, link, says) in [
-        ("absolute", "/data", "leads into another mount"),
-        ("relative", "../rootfs/data/.", "leads into another mount"),
-    ] {
+    const ELSEWHERE: &str = "leads into another mount";
+    for (name, link) in [("absolute", "/data"), ("relative", "../rootfs/data/.")] {
         let c = Arc::new(Container::debian(&format!("volume-{name}")));
         fs::remove_dir_all(c.path("/etc")).unwrap();
         c.link("/etc", link);
@@ -372,24 +327,14 @@ fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
         let container = Arc::clone(&c);
         let (result, before, after) = in_own_mounts(move || {
             let volume = container.outside().join("volume");
-            fs::create_dir(&volume).unwrap();
+            crate::make_dir(&volume);
             for place in ["/data", "/rootfs/data"] {
-                mount(
-                    Some(&volume),
-                    &container.path(place),
-                    NONE,
-                    MsFlags::MS_BIND,
-                    NONE,
-                )
-                .unwrap();
+                bind(&volume, &container.path(place));
             }
             let before = surroundings(&container);
             (container.hook(PREPARE), before, surroundings(&container))
         });
-        assert!(
-            result.as_ref().is_err_and(|e| e.contains(says)),
-            "{name}: {result:?}"
-        );
+        fails(result, ELSEWHERE);
         assert_eq!(before, after, "{name}: the volume has changed");
     }
     // A volume that the path itself names, as a hostPath at /etc; only the tmpfs at /dev is the
@@ -397,23 +342,10 @@ fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
     let c = Arc::new(Container::debian("volume-named"));
     let container = Arc::clone(&c);
     let (results, there, before, after) = in_own_mounts(move || {
-        mount(
-            Some(&container.outside().join("etc")),
-            &container.path("/etc"),
-            NONE,
-            MsFlags::MS_BIND,
-            NONE,
-        )
-        .unwrap();
-        fs::create_dir_all(container.path("/dev")).unwrap();
-        mount(
-            Some("tmpfs"),
-            &container.path("/dev"),
-            Some("tmpfs"),
-            MsFlags::empty(),
-            NONE,
-        )
-        .unwrap();
+        bind(&container.outside().join("etc"), &container.path("/etc"));
+        container.directory("/dev");
+        let (tmpfs, dev) = (Some("tmpfs"), container.path("/dev"));
+        mount(tmpfs, &dev, tmpfs, MsFlags::empty(), NONE).unwrap();
         let before = surroundings(&container);
         let link = |at: &str| {
             container.hook(&format!(
@@ -432,17 +364,13 @@ fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
     assert_eq!(before, after, "the volume has changed");
     let [prepared, in_etc, in_dev] = results;
     assert!(
-        prepared.as_ref().is_err_and(
-            |e| e.contains("write /etc/ld.so.c") && e.contains("leads into another mount")
-        ),
+        prepared
+            .as_ref()
+            .is_err_and(|e| e.contains("write /etc/ld.so.c")),
         "{prepared:?}"
     );
-    assert!(
-        in_etc
-            .as_ref()
-            .is_err_and(|e| e.contains("leads into another mount")),
-        "{in_etc:?}"
-    );
+    fails(prepared, ELSEWHERE);
+    fails(in_etc, ELSEWHERE);
     assert_eq!((in_dev, there.as_deref()), (Ok(()), Some("../card1")));
     // The link that prepare makes is no part of the volume.
     assert!(c.target(&format!("{LIBS}/libcuda.so")).is_some());

@@ -16,6 +16,11 @@ use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+const LIBCUDA: &str = "libcuda.so.550.163.01";
+const COMPAT: &str = "/usr/local/cuda/compat";
+const COMPAT_CONF: &str = "/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf";
+const FOLDERS_CONF: &str = "/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf";
+
 #[test]
 fn one_hook_does_what_the_incumbents_four_do() {
     let (one, four) = (Container::debian("one"), Container::debian("four"));
@@ -30,13 +35,10 @@ fn one_hook_does_what_the_incumbents_four_do() {
             Some("libcuda-extra.so.1"),
         );
         c.library(
-            "/usr/local/cuda/compat/libcuda.so.560.35.03",
+            &format!("{COMPAT}/libcuda.so.560.35.03"),
             Some("libcuda.so.1"),
         );
-        c.link(
-            "/usr/local/cuda/compat/libcuda.so.1",
-            "libcuda.so.560.35.03",
-        );
+        c.link(&format!("{COMPAT}/libcuda.so.1"), "libcuda.so.560.35.03");
     }
     let folders = format!("--folder {LIBS} --folder /opt/elsewhere");
     one.hook(&format!("prepare {links} {version} {folders}"))
@@ -58,49 +60,19 @@ fn one_hook_does_what_the_incumbents_four_do() {
             .map(|p| (p.clone(), String::from_utf8_lossy(&of(&p)).into_owned()))
             .collect::<Vec<_>>()
     };
-    for (a, b) in content(&one).iter().zip(&content(&four)) {
-        assert!(a == b, "{:?} and {:?} differ", a.0, b.0);
-    }
     assert_eq!(content(&one), content(&four));
-    assert_eq!(
-        one.target(&format!("{LIBS}/libcuda.so")).as_deref(),
-        Some("libcuda.so.1")
+    one.leads("libcuda.so", "libcuda.so.1");
+    one.leads("libcuda.so.1", LIBCUDA);
+    one.leads("gbm/nvidia-drm_gbm.so", "../libnvidia-allocator.so.1");
+    one.has(COMPAT_CONF, "/usr/local/cuda/compat\n");
+    one.has(FOLDERS_CONF, "/opt/elsewhere\n");
+    one.loads("libcuda.so.1", "/usr/local/cuda/compat/libcuda.so.1");
+    one.loads(
+        "libnvidia-ml.so.1",
+        "/lib/x86_64-linux-gnu/libnvidia-ml.so.1",
     );
-    assert_eq!(
-        one.target(&format!("{LIBS}/libcuda.so.1")),
-        Some(format!("libcuda.so.{DRIVER}"))
-    );
-    assert_eq!(
-        one.target(&format!("{LIBS}/gbm/nvidia-drm_gbm.so"))
-            .as_deref(),
-        Some("../libnvidia-allocator.so.1")
-    );
-    assert_eq!(
-        one.read("/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf")
-            .as_deref(),
-        Some("/usr/local/cuda/compat\n")
-    );
-    assert_eq!(
-        one.read("/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf")
-            .as_deref(),
-        Some("/opt/elsewhere\n")
-    );
-    assert_eq!(
-        one.finds("libcuda.so.1").as_deref(),
-        Some("/usr/local/cuda/compat/libcuda.so.1")
-    );
-    assert_eq!(
-        one.finds("libnvidia-ml.so.1").as_deref(),
-        Some("/lib/x86_64-linux-gnu/libnvidia-ml.so.1")
-    );
-    assert_eq!(
-        one.finds("libcuda.so").as_deref(),
-        Some("/lib/x86_64-linux-gnu/libcuda.so")
-    );
-    assert_eq!(
-        one.finds("libcuda-extra.so.1").as_deref(),
-        Some("/opt/elsewhere/libcuda-extra.so.1")
-    );
+    one.loads("libcuda.so", "/lib/x86_64-linux-gnu/libcuda.so");
+    one.loads("libcuda-extra.so.1", "/opt/elsewhere/libcuda-extra.so.1");
     if comparable() {
         // A later ldconfig in the container keeps all of it.
         let before = one.cache().entries;
@@ -113,7 +85,7 @@ fn one_hook_does_what_the_incumbents_four_do() {
 fn a_second_run_changes_nothing_and_another_driver_reverts_it() {
     let c = Container::debian("again");
     c.library(
-        "/usr/local/cuda/compat/libcuda.so.560.35.03",
+        &format!("{COMPAT}/libcuda.so.560.35.03"),
         Some("libcuda.so.1"),
     );
     let words = |version: &str| {
@@ -128,52 +100,32 @@ fn a_second_run_changes_nothing_and_another_driver_reverts_it() {
     assert_eq!(tree(&c.path(""), &[]), before);
     // The container starts again where the driver is newer than its libraries.
     c.hook(&words("570.1.1")).unwrap();
-    assert_eq!(
-        c.read("/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf"),
-        None
-    );
-    assert_eq!(
-        c.finds("libcuda.so.1").as_deref(),
-        Some("/lib/x86_64-linux-gnu/libcuda.so.1")
-    );
+    assert_eq!(c.read(COMPAT_CONF), None);
+    c.loads("libcuda.so.1", "/lib/x86_64-linux-gnu/libcuda.so.1");
 }
 
 #[test]
 fn the_drivers_own_library_wins_over_one_that_the_image_brought() {
     for brought in ["535.54.03", "560.35.03"] {
         let c = Container::debian(&format!("brought-{brought}"));
-        c.library(
-            &format!("{LIBS}/libcuda.so.{brought}"),
-            Some("libcuda.so.1"),
-        );
-        c.link(
-            &format!("{LIBS}/libcuda.so.1"),
-            format!("libcuda.so.{brought}"),
-        );
+        let brought = format!("libcuda.so.{brought}");
+        c.library(&format!("{LIBS}/{brought}"), Some("libcuda.so.1"));
+        c.link(&format!("{LIBS}/libcuda.so.1"), &brought);
         // Without a version there is no saying which is the driver's; a link that leads somewhere
         // stays.
         c.hook(&format!("update-ldcache --folder {LIBS}")).unwrap();
-        assert_eq!(
-            c.target(&format!("{LIBS}/libcuda.so.1")),
-            Some(format!("libcuda.so.{brought}"))
-        );
+        c.leads("libcuda.so.1", &brought);
         c.hook(&format!(
             "prepare --host-driver-version={DRIVER} --folder {LIBS}"
         ))
         .unwrap();
-        assert_eq!(
-            c.target(&format!("{LIBS}/libcuda.so.1")),
-            Some(format!("libcuda.so.{DRIVER}"))
-        );
+        c.leads("libcuda.so.1", LIBCUDA);
     }
     // A link to nowhere is replaced by either.
     let c = Container::debian("nowhere");
     c.link(&format!("{LIBS}/libcuda.so.1"), "libcuda.so.470.1.1");
     c.hook(&format!("update-ldcache --folder {LIBS}")).unwrap();
-    assert_eq!(
-        c.target(&format!("{LIBS}/libcuda.so.1")),
-        Some(format!("libcuda.so.{DRIVER}"))
-    );
+    c.leads("libcuda.so.1", LIBCUDA);
 }
 
 #[test]
@@ -183,10 +135,7 @@ fn a_directory_of_the_images_own_gets_no_links() {
     c.library("/usr/local/lib/libnew.so.1.dpkg-new", Some("libnew.so.1"));
     c.hook(&format!("update-ldcache --folder {LIBS}")).unwrap();
     assert_eq!(c.target("/usr/local/lib/libfoo.so.1"), None);
-    assert_eq!(
-        c.finds("libfoo.so.1").as_deref(),
-        Some("/usr/local/lib/libfoo.so.1.2")
-    );
+    c.loads("libfoo.so.1", "/usr/local/lib/libfoo.so.1.2");
     assert_eq!(
         c.finds("libnew.so.1"),
         None,
@@ -200,39 +149,20 @@ fn an_image_without_any_configuration_gets_one() {
     c.driver("/opt/nvidia/lib");
     c.hook("update-ldcache --ldconfig-path /sbin/ldconfig --folder /opt/nvidia/lib")
         .unwrap();
-    assert_eq!(
-        c.read("/etc/ld.so.conf").as_deref(),
-        Some("include /etc/ld.so.conf.d/*.conf\n")
-    );
-    assert_eq!(
-        c.read("/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf")
-            .as_deref(),
-        Some("/opt/nvidia/lib\n")
-    );
-    assert_eq!(
-        c.finds("libcuda.so.1").as_deref(),
-        Some("/opt/nvidia/lib/libcuda.so.1")
-    );
+    c.has("/etc/ld.so.conf", "include /etc/ld.so.conf.d/*.conf\n");
+    c.has(FOLDERS_CONF, "/opt/nvidia/lib\n");
+    c.loads("libcuda.so.1", "/opt/nvidia/lib/libcuda.so.1");
     let mode = |path: &str| fs::metadata(c.path(path)).unwrap().permissions().mode() & 0o7777;
-    assert_eq!(
-        (
-            mode("/etc/ld.so.cache"),
-            mode("/etc/ld.so.conf"),
-            mode("/etc")
-        ),
-        (0o644, 0o644, 0o755)
-    );
+    let modes = ["/etc/ld.so.cache", "/etc/ld.so.conf", "/etc"].map(mode);
+    assert_eq!(modes, [0o644, 0o644, 0o755]);
     // A configuration that includes nothing stays the image's; the folders are in the cache, first.
     let c = Container::new("own-conf");
     c.file("/etc/ld.so.conf", b"/opt/own\n");
     c.library("/opt/own/libcuda.so.1", Some("libcuda.so.1"));
     c.driver("/opt/nvidia/lib");
     c.hook("update-ldcache --folder /opt/nvidia/lib").unwrap();
-    assert_eq!(c.read("/etc/ld.so.conf").as_deref(), Some("/opt/own\n"));
-    assert_eq!(
-        c.finds("libcuda.so.1").as_deref(),
-        Some("/opt/nvidia/lib/libcuda.so.1")
-    );
+    c.has("/etc/ld.so.conf", "/opt/own\n");
+    c.loads("libcuda.so.1", "/opt/nvidia/lib/libcuda.so.1");
 }
 
 #[test]
@@ -242,23 +172,20 @@ fn a_musl_image_gets_its_path_file_and_no_cache() {
     c.driver("/usr/lib64");
     c.hook("update-ldcache --folder /usr/lib64 --folder /usr/lib")
         .unwrap();
-    assert_eq!(
-        c.read("/etc/ld-musl-x86_64.path").as_deref(),
-        Some("/lib\n/usr/local/lib\n/usr/lib\n/usr/lib64\n")
+    c.has(
+        "/etc/ld-musl-x86_64.path",
+        "/lib\n/usr/local/lib\n/usr/lib\n/usr/lib64\n",
     );
     assert!(!c.path("/etc/ld.so.cache").exists() && !c.path("/etc/ld.so.conf.d").exists());
     assert_eq!(
-        c.target("/usr/lib64/libcuda.so.1"),
-        Some(format!("libcuda.so.{DRIVER}"))
+        c.target("/usr/lib64/libcuda.so.1").as_deref(),
+        Some(LIBCUDA)
     );
     // Earlier lines of the file stay, in their place.
     c.file("/etc/ld-musl-x86_64.path", b"/lib:/opt/own");
     c.hook("update-ldcache --folder /usr/lib64 --folder /lib")
         .unwrap();
-    assert_eq!(
-        c.read("/etc/ld-musl-x86_64.path").as_deref(),
-        Some("/lib:/opt/own\n/usr/lib64\n")
-    );
+    c.has("/etc/ld-musl-x86_64.path", "/lib:/opt/own\n/usr/lib64\n");
     // With glibc's loader beside it (gcompat is none), both are served.
     c.file("/lib64/ld-linux-x86-64.so.2", b"");
     c.hook("update-ldcache --folder /usr/lib64").unwrap();
@@ -281,7 +208,7 @@ fn cuda_libraries_of_the_image_are_chosen_by_their_note() {
         ]
         .concat()
     };
-    let chosen = |c: &Container| c.read("/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf");
+
     for (test, drivers, wanted) in [
         ("listed", "535,550,575", true),
         ("unlisted", "535,570", false),
@@ -296,7 +223,7 @@ fn cuda_libraries_of_the_image_are_chosen_by_their_note() {
             "enable-cuda-compat --host-driver-version={DRIVER}"
         ))
         .unwrap();
-        assert_eq!(chosen(&c).is_some(), wanted, "{test}");
+        assert_eq!(c.read(COMPAT_CONF).is_some(), wanted, "{test}");
     }
     // Without a note the newer major version counts, in the folder that is given; two of them are
     // no choice.
@@ -306,18 +233,15 @@ fn cuda_libraries_of_the_image_are_chosen_by_their_note() {
         "enable-cuda-compat --host-driver-version {DRIVER} --cuda-compat-container-root=/compat"
     );
     c.hook(&words).unwrap();
-    assert_eq!(chosen(&c).as_deref(), Some("/compat\n"));
-    assert_eq!(
-        c.read("/etc/ld.so.conf").as_deref(),
-        Some("include /etc/ld.so.conf.d/*.conf\n")
-    );
+    c.has(COMPAT_CONF, "/compat\n");
+    c.has("/etc/ld.so.conf", "include /etc/ld.so.conf.d/*.conf\n");
     c.library("/compat/libcuda.so.570.1.1", None);
     let outcome = c.hook(&words).unwrap();
     assert!(
         outcome.notes[0].contains("both libcuda.so.560.1.1 and libcuda.so.570.1.1"),
         "{outcome:?}"
     );
-    assert_eq!(chosen(&c), None);
+    assert_eq!(c.read(COMPAT_CONF), None);
 }
 
 #[test]
@@ -376,7 +300,7 @@ fn the_parameters_are_covered_by_a_file_that_cannot_be_written() {
         use nix::mount::{MsFlags, mount};
         let none = None::<&str>;
         let scratch = c.dir.0.join("run");
-        fs::create_dir(&scratch).unwrap();
+        crate::make_dir(&scratch);
         mount(
             Some("tmpfs"),
             &scratch,
@@ -391,10 +315,7 @@ fn the_parameters_are_covered_by_a_file_that_cannot_be_written() {
                 .map_err(|e| e.to_string())
         };
         cover("/proc/driver/nvidia/params").unwrap();
-        assert_eq!(
-            c.read("/proc/driver/nvidia/params").as_deref(),
-            Some("ModifyDeviceFiles: 0\n")
-        );
+        c.has("/proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n");
         let path = c.path("/proc/driver/nvidia/params");
         let written = File::options()
             .write(true)
@@ -407,29 +328,18 @@ fn the_parameters_are_covered_by_a_file_that_cannot_be_written() {
             0,
             "the copy still has a name"
         );
-        assert!(
-            cover("/proc/driver/link")
-                .unwrap_err()
-                .contains("a link, not a regular file")
-        );
-        assert!(
-            cover("/proc/linked/params")
-                .unwrap_err()
-                .contains("Too many symbolic links")
-        );
-        assert!(
-            cover("/proc/driver/directory")
-                .unwrap_err()
-                .contains("a directory, not a regular file")
-        );
-        assert!(
-            cover("/proc/driver/nosuch")
-                .unwrap_err()
-                .contains("No such file")
-        );
+        for (path, why) in [
+            ("/proc/driver/link", "a link, not a regular file"),
+            ("/proc/linked/params", "Too many symbolic links"),
+            ("/proc/driver/directory", "a directory, not a regular file"),
+            ("/proc/driver/nosuch", "No such file"),
+        ] {
+            let error = cover(path).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
         // Negative control: without the mount the file is the one of before, and can be written.
         nix::mount::umount(&path).unwrap();
-        fs::write(&path, b"ModifyDeviceFiles: 1 again\n").unwrap();
+        crate::write(&path, b"ModifyDeviceFiles: 1 again\n");
     });
 }
 
@@ -456,14 +366,11 @@ fn the_program_is_the_hook_under_its_name_and_by_its_first_word() {
             output.status.success() && output.stderr.is_empty(),
             "{output:?}"
         );
-        assert_eq!(
-            c.finds("libcuda.so.1").as_deref(),
-            Some("/lib/x86_64-linux-gnu/libcuda.so.1")
-        );
-        fs::remove_file(c.path("/etc/ld.so.cache")).unwrap();
+        c.loads("libcuda.so.1", "/lib/x86_64-linux-gnu/libcuda.so.1");
+        crate::remove(c.path("/etc/ld.so.cache"));
         // A failure is one line that names the hook, the step and the value.
         let failed = run(&["create-symlinks", "--link", "a::/usr/lib"]).unwrap();
-        let text = String::from_utf8(failed.stderr).unwrap();
+        let text = crate::stderr(&failed);
         assert_eq!(
             (failed.status.code(), text.lines().count()),
             (Some(1), 1),
@@ -478,16 +385,14 @@ fn the_program_is_the_hook_under_its_name_and_by_its_first_word() {
         let refused = run(&["chmod", "--mode", "755", "--path", "/dev"]).unwrap();
         assert!(
             !refused.status.success()
-                && String::from_utf8_lossy(&refused.stderr)
-                    .contains("refused: it changes the mode"),
+                && crate::stderr(&refused).contains("refused: it changes the mode"),
             "{refused:?}"
         );
         // A hook of a later generator must not keep a container from starting.
         let unknown = run(&["frobnicate", "--x"]).unwrap();
         assert!(
             unknown.status.success()
-                && String::from_utf8_lossy(&unknown.stderr)
-                    .contains("unsupported hook \"frobnicate\""),
+                && crate::stderr(&unknown).contains("unsupported hook \"frobnicate\""),
             "{unknown:?}"
         );
     }

@@ -2,15 +2,13 @@
 //! driver, the same bytes in every folder, and one that does not hold is said and replaced.
 //! `verify` says the same of an image.
 
-use crate::TempDir;
 use crate::initrd::verify::{VERSION, guest};
 use crate::initrd::{image, packed_as, write};
+use crate::{TempDir, bytes, make_dir};
 use kata_gpu_image::images::image::Form;
 use kata_gpu_image::images::pack::{List, Packing};
 use kata_gpu_image::images::verify::{Question, check};
 use kata_gpu_test_support::elf_stand_in as stand_in;
-use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 const MANIFEST: &str = "usr/share/kata-gpu-init/driver-files.json";
@@ -20,9 +18,13 @@ const WITH: Packing = Packing {
     mtime: 0,
     manifest: true,
 };
+const WITHOUT: Packing = Packing {
+    mtime: 0,
+    manifest: false,
+};
 
 fn rules(path: &Path) -> Vec<&'static str> {
-    let (image, tree) = image(&fs::read(path).unwrap()).unwrap();
+    let (image, tree) = image(&bytes(path)).unwrap();
     check(&image, &tree, &Question::default())
         .findings
         .iter()
@@ -32,7 +34,7 @@ fn rules(path: &Path) -> Vec<&'static str> {
 
 /// The list in an image.
 fn list_in(path: &Path) -> Option<Vec<u8>> {
-    let (_, tree) = image(&fs::read(path).unwrap()).unwrap();
+    let (_, tree) = image(&bytes(path)).unwrap();
     Some(tree.content(tree.find(MANIFEST)?)?.bytes(1 << 20).unwrap())
 }
 
@@ -67,13 +69,7 @@ fn a_packed_driver_brings_the_list_that_verify_finds_to_hold() {
         "{text}"
     );
     // The control: without, verify misses it.
-    let (image, list) = case.pack(
-        "without",
-        Packing {
-            manifest: false,
-            ..WITH
-        },
-    );
+    let (image, list) = case.pack("without", WITHOUT);
     assert_eq!(
         (list, rules(&image)),
         (List::None("not asked for".into()), vec!["no-manifest"])
@@ -81,75 +77,20 @@ fn a_packed_driver_brings_the_list_that_verify_finds_to_hold() {
 }
 
 #[test]
-fn two_builds_with_a_driver_in_two_folders_give_the_same_bytes() {
-    let (a, b) = (Case::new("same-a"), Case::new("same-b"));
-    // A build's own trace: other times.
-    fs::File::open(b.root.join("usr/lib64"))
-        .unwrap()
-        .set_modified(std::time::UNIX_EPOCH)
-        .unwrap();
-    for (form, name) in [(Form::Plain, "plain"), (Form::Gzip, "gzip")] {
-        let sums = [&a, &b].map(|case| {
-            packed_as(&[&case.root], form, WITH, &case.dir.0.join(name))
-                .unwrap()
-                .0
-                .sha256
-                .clone()
-        });
-        assert_eq!(sums[0], sums[1], "{name}");
-        // A time of its own is one for all.
-        let later = packed_as(
-            &[&a.root],
-            form,
-            Packing { mtime: 7, ..WITH },
-            &a.dir.0.join("later"),
-        )
-        .unwrap()
-        .0
-        .sha256
-        .clone();
-        assert_ne!(later, sums[0], "{name}");
-    }
-    fs::write(
-        b.root.join(format!("usr/lib64/libnvidia-new.so.{VERSION}")),
-        stand_in::library(Some("libnvidia-new.so.1"), &[]),
-    )
-    .unwrap();
-    let (image, list) = b.pack("other", WITH);
-    assert_eq!(list, List::Of(FILES + 1));
-    assert_ne!(list_in(&image), list_in(&a.dir.0.join("plain")));
-}
-
-#[test]
 fn a_valid_list_stays_and_a_stale_one_is_reported_and_replaced() {
     let case = Case::new("stale");
     let (image, _) = case.pack("image", WITH);
     let good = list_in(&image).unwrap();
-    let put = |text: &[u8]| {
-        fs::create_dir_all(case.root.join(MANIFEST).parent().unwrap()).unwrap();
-        fs::write(case.root.join(MANIFEST), text).unwrap();
-    };
+    make_dir(case.root.join(MANIFEST).parent().unwrap());
+    let put = |text: &[u8]| crate::write(case.root.join(MANIFEST), text);
     put(&good);
     assert_eq!(case.pack("again", WITH).1, List::Of(FILES));
     let firmware = case
         .root
         .join(format!("usr/lib/firmware/nvidia/{VERSION}/gsp_tu10x.bin"));
-    fs::write(&firmware, "longer firmware").unwrap();
+    crate::write(&firmware, "longer firmware");
     // As it is kept without being made anew, verify says so.
-    assert_eq!(
-        rules(
-            &case
-                .pack(
-                    "kept",
-                    Packing {
-                        manifest: false,
-                        ..WITH
-                    }
-                )
-                .0
-        ),
-        ["manifest-stale"]
-    );
+    assert_eq!(rules(&case.pack("kept", WITHOUT).0), ["manifest-stale"]);
     let (image, list) = case.pack("replaced", WITH);
     let List::Replaced(FILES, why) = list else {
         panic!("{list:?}")
@@ -165,16 +106,11 @@ fn a_valid_list_stays_and_a_stale_one_is_reported_and_replaced() {
     );
     // A program that came later is not seen at boot, and is here.
     put(&list_in(&image).unwrap());
-    fs::write(
+    crate::write(
         case.root.join("usr/bin/nvidia-debugdump"),
         stand_in::library(None, &[]),
-    )
-    .unwrap();
-    fs::set_permissions(
-        case.root.join("usr/bin/nvidia-debugdump"),
-        fs::Permissions::from_mode(0o755),
-    )
-    .unwrap();
+    );
+    crate::chmod(case.root.join("usr/bin/nvidia-debugdump"), 0o755);
     assert_eq!(
         case.pack("more", WITH).1,
         List::Replaced(FILES + 1, "it was written for other files".into())
@@ -185,7 +121,7 @@ fn a_valid_list_stays_and_a_stale_one_is_reported_and_replaced() {
 fn why_there_is_no_list_is_said() {
     let case = Case::new("none");
     for library in ["libcuda", "libnvidia-ml"] {
-        fs::remove_file(case.root.join(format!("usr/lib64/{library}.so.{VERSION}"))).unwrap();
+        crate::remove(case.root.join(format!("usr/lib64/{library}.so.{VERSION}")));
     }
     let none = |list: List| match list {
         List::None(why) => why,
@@ -198,16 +134,15 @@ fn why_there_is_no_list_is_said() {
     );
     // The module says which version is meant, not the libraries.
     let other = "580.95.05";
-    fs::write(
+    crate::write(
         case.root.join(format!("usr/lib64/libcuda.so.{other}")),
         stand_in::library(Some("libcuda.so.1"), &[]),
-    )
-    .unwrap();
+    );
     let why = none(case.pack("other", WITH).1);
     assert!(why.contains(VERSION) && why.contains(other), "{why}");
     let elsewhere = Case::new("elsewhere");
-    fs::create_dir(elsewhere.root.join("usr/data")).unwrap();
-    symlink("data", elsewhere.root.join("usr/share")).unwrap();
+    make_dir(elsewhere.root.join("usr/data"));
+    crate::link("data", elsewhere.root.join("usr/share"));
     let why = none(elsewhere.pack("link", WITH).1);
     assert!(why.starts_with("/usr/share is no directory"), "{why}");
 }

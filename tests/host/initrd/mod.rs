@@ -5,11 +5,11 @@ mod hostile;
 mod manifest;
 mod other_architecture;
 mod output;
-mod repack;
+pub mod repack;
 mod replace_init;
 pub mod verify;
 
-use crate::TempDir;
+use crate::{TempDir, chmod, make_dir};
 use kata_gpu_image::images::diff;
 use kata_gpu_image::images::image::{Form, Image};
 use kata_gpu_image::images::ls;
@@ -19,9 +19,8 @@ use kata_gpu_image::images::pack::{Packed, Packing, pack};
 use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_report::data::text::Screen;
 use kata_gpu_wire::arch::Arch;
-use std::fs;
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
@@ -66,17 +65,16 @@ pub fn link(name: &str, target: &str) -> Made {
 
 /// A guest as a folder.
 pub fn write(guest: &[Made], root: &Path) {
-    fs::create_dir_all(root).unwrap();
+    make_dir(root);
     for made in guest.iter().filter(|made| made.name != b".") {
         let path = root.join(std::str::from_utf8(&made.name).unwrap());
         match Kind::of(made.header.mode) {
-            Kind::Directory => fs::create_dir_all(&path).unwrap(),
-            Kind::Link => symlink(std::str::from_utf8(&made.data).unwrap(), &path).unwrap(),
-            _ => fs::write(&path, &made.data).unwrap(),
+            Kind::Directory => make_dir(&path),
+            Kind::Link => crate::link(std::str::from_utf8(&made.data).unwrap(), &path),
+            _ => crate::write(&path, &made.data),
         }
         if Kind::of(made.header.mode) != Kind::Link {
-            fs::set_permissions(&path, fs::Permissions::from_mode(made.header.mode & 0o7777))
-                .unwrap();
+            chmod(&path, made.header.mode & 0o7777);
         }
     }
 }
@@ -124,7 +122,7 @@ pub fn gzip(bytes: &[u8]) -> Vec<u8> {
 pub fn image(bytes: &[u8]) -> anyhow::Result<(Image, Tree)> {
     let dir = TempDir::new(&format!("initrd-image-{:?}", std::thread::current().id()));
     let path = dir.0.join("image");
-    std::fs::write(&path, bytes).unwrap();
+    crate::write(&path, bytes);
     let image = Image::open(&path)?;
     let tree = Tree::new(&image)?;
     Ok((image, tree))
@@ -168,24 +166,23 @@ fn root(at: &Path, backwards: bool) {
     ] {
         let path = at.join(name);
         steps.push(Box::new(move || {
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(&path, text).unwrap();
-            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            crate::write(&path, text);
+            chmod(&path, mode);
         }));
     }
     for n in 0..50 {
         let path = at.join(format!("many/file-{n}"));
         steps.push(Box::new(move || {
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(&path, vec![n; usize::from(n) * 7]).unwrap();
+            crate::write(&path, vec![n; usize::from(n) * 7]);
+            chmod(&path, 0o644);
         }));
     }
     if backwards {
         steps.reverse();
     }
     steps.iter().for_each(|step| step());
-    std::fs::create_dir_all(at.join("var")).unwrap();
-    symlink("../run", at.join("var/run")).unwrap();
+    make_dir(at.join("var"));
+    crate::link("../run", at.join("var/run"));
     std::fs::hard_link(at.join("init"), at.join("usr/bin/also-init")).unwrap();
     std::fs::hard_link(at.join("init"), at.join("zz-init")).unwrap();
     nix::unistd::mkfifo(
@@ -195,17 +192,7 @@ fn root(at: &Path, backwards: bool) {
     .unwrap();
     // A umask of this machine is none of the guest's.
     for directory in ["etc", "usr", "usr/bin", "many", "var"] {
-        std::fs::set_permissions(at.join(directory), std::fs::Permissions::from_mode(0o755))
-            .unwrap();
-    }
-    for plain in ["many", "."] {
-        for entry in std::fs::read_dir(at.join(plain))
-            .unwrap()
-            .flatten()
-            .filter(|e| e.file_name().to_string_lossy().starts_with("file-"))
-        {
-            std::fs::set_permissions(entry.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
-        }
+        chmod(at.join(directory), 0o755);
     }
 }
 
@@ -213,13 +200,14 @@ fn root(at: &Path, backwards: bool) {
 fn two_builds_in_two_folders_give_the_same_bytes() {
     let dir = TempDir::new("initrd-same");
     let (a, b) = (dir.0.join("a"), dir.0.join("somewhere/else/b"));
-    for path in [&a, &b] {
-        std::fs::create_dir_all(path).unwrap();
-    }
     root(&a, false);
     root(&b, true);
+    // With a driver, of which the list is made.
+    for root in [&a, &b] {
+        write(&verify::guest(), &root.join("guest"));
+    }
     // Another time, another mode of the root itself: neither is the guest's.
-    std::fs::set_permissions(&b, std::fs::Permissions::from_mode(0o700)).unwrap();
+    chmod(&b, 0o700);
     let old = SystemTime::now() - Duration::from_secs(1_000_000);
     std::fs::File::open(b.join("etc/passwd"))
         .unwrap()
@@ -229,47 +217,33 @@ fn two_builds_in_two_folders_give_the_same_bytes() {
         std::fs::metadata(a.join("init")).unwrap().ino(),
         std::fs::metadata(b.join("init")).unwrap().ino()
     );
-    for (form, name) in [(Form::Plain, "plain"), (Form::Gzip, "gzip")] {
-        let first = packed(&[&a], form, &dir.0.join(format!("{name}-a"))).unwrap();
-        let second = packed(&[&b], form, &dir.0.join(format!("{name}-b"))).unwrap();
-        assert_eq!(first.sha256, second.sha256, "{name}");
-        let bytes = std::fs::read(dir.0.join(format!("{name}-a"))).unwrap();
-        assert_eq!(bytes.len() as u64, first.bytes);
-        assert_eq!(
-            bytes,
-            std::fs::read(dir.0.join(format!("{name}-b"))).unwrap()
-        );
-    }
-    // The control: one byte more, and one bit of a mode.
-    let same = packed(&[&a], Form::Plain, &dir.0.join("again"))
-        .unwrap()
-        .sha256
-        .clone();
-    std::fs::set_permissions(b.join("empty"), std::fs::Permissions::from_mode(0o644)).unwrap();
-    assert_ne!(
-        packed(&[&b], Form::Plain, &dir.0.join("mode"))
-            .unwrap()
-            .sha256,
-        same
-    );
-    std::fs::write(a.join("empty"), "x").unwrap();
-    assert_ne!(
-        packed(&[&a], Form::Plain, &dir.0.join("byte"))
-            .unwrap()
-            .sha256,
-        same
-    );
+    let to = dir.0.join("image");
+    let pack = |root: &Path, form, mtime| {
+        let packing = Packing {
+            mtime,
+            manifest: true,
+        };
+        let (written, _) = packed_as(&[root], form, packing, &to).unwrap();
+        let bytes = crate::bytes(&to);
+        assert_eq!(bytes.len() as u64, written.bytes);
+        (bytes, written.sha256.clone())
+    };
+    assert!(pack(&a, Form::Gzip, 0) == pack(&b, Form::Gzip, 0));
+    let same = pack(&a, Form::Plain, 0);
+    assert!(same == pack(&b, Form::Plain, 0));
+    // The control: a time, one bit of a mode, and one byte more.
+    assert!(same != pack(&a, Form::Plain, 7));
+    chmod(b.join("empty"), 0o644);
+    assert!(same != pack(&b, Form::Plain, 0));
+    crate::write(a.join("empty"), "x");
+    assert!(same != pack(&a, Form::Plain, 0));
 }
 
 /// Whether cpio is there; it must be where initrd/setup has run.
 fn cpio_is_missing() -> bool {
     let missing = Command::new("cpio").arg("--version").output().is_err();
-    assert!(
-        !missing || std::env::var_os("KATA_GPU_BUILT").is_none(),
-        "cpio is missing: initrd/setup installs it"
-    );
     if missing {
-        eprintln!("skipped: no cpio here (initrd/setup installs it)");
+        crate::skip("KATA_GPU_BUILT", "no cpio here (initrd/setup installs it)");
     }
     missing
 }
@@ -288,7 +262,7 @@ fn run(command: &mut Command, input: &[u8]) -> Vec<u8> {
     assert!(
         output.status.success(),
         "{command:?}: {}",
-        String::from_utf8_lossy(&output.stderr)
+        crate::stderr(&output)
     );
     output.stdout
 }
@@ -301,11 +275,11 @@ fn cpio_unpacks_what_was_packed_and_packs_what_is_read() {
     let dir = TempDir::new("initrd-cpio");
     let (from, to) = (dir.0.join("from"), dir.0.join("to"));
     for path in [&from, &to] {
-        std::fs::create_dir_all(path).unwrap();
+        make_dir(path);
     }
     root(&from, false);
     packed(&[&from], Form::Plain, &dir.0.join("ours")).unwrap();
-    let ours = std::fs::read(dir.0.join("ours")).unwrap();
+    let ours = crate::bytes(dir.0.join("ours"));
     // Omit the owners: cpio keeps them as root, and the archive has root's.
     run(
         Command::new("cpio")
@@ -315,7 +289,7 @@ fn cpio_unpacks_what_was_packed_and_packs_what_is_read() {
     );
     packed(&[&to], Form::Plain, &dir.0.join("unpacked")).unwrap();
     assert_eq!(
-        std::fs::read(dir.0.join("unpacked")).unwrap(),
+        crate::bytes(dir.0.join("unpacked")),
         ours,
         "packed, unpacked by cpio, packed"
     );
@@ -325,23 +299,12 @@ fn cpio_unpacks_what_was_packed_and_packs_what_is_read() {
             .current_dir(&from),
         b"",
     );
-    let theirs = run(
-        Command::new("cpio")
-            .args(["-o0", "--quiet", "-H", "newc", "-R", "0:0"])
-            .current_dir(&from),
-        &names,
-    );
-    let (with_crc, plain) = (
-        run(
-            Command::new("cpio")
-                .args(["-o0", "--quiet", "-H", "crc", "-R", "0:0"])
-                .current_dir(&from),
-            &names,
-        ),
-        theirs,
-    );
+    let [plain, with_crc] = ["newc", "crc"].map(|form| {
+        let words = ["-o0", "--quiet", "-H", form, "-R", "0:0"];
+        run(Command::new("cpio").args(words).current_dir(&from), &names)
+    });
     let (_, ours) = image(&ours).unwrap();
-    std::fs::set_permissions(&from, std::fs::Permissions::from_mode(0o755)).unwrap();
+    chmod(&from, 0o755);
     for theirs in [&plain, &with_crc] {
         let (_, theirs) = image(theirs).unwrap();
         let differences: Vec<_> = diff::differences(&ours, &theirs, false).unwrap();
@@ -361,53 +324,49 @@ fn cpio_unpacks_what_was_packed_and_packs_what_is_read() {
 #[test]
 fn a_list_says_what_a_directory_cannot() {
     let dir = TempDir::new("initrd-list");
-    std::fs::create_dir(dir.0.join("tree")).unwrap();
-    std::fs::write(dir.0.join("tree/inside"), "1").unwrap();
-    std::fs::set_permissions(
-        dir.0.join("tree/inside"),
-        std::fs::Permissions::from_mode(0o640),
-    )
-    .unwrap();
-    std::fs::write(dir.0.join("program"), "2").unwrap();
+    make_dir(dir.0.join("tree"));
+    crate::write(dir.0.join("tree/inside"), "1");
+    chmod(dir.0.join("tree/inside"), 0o640);
+    crate::write(dir.0.join("program"), "2");
     let list = dir.0.join("list");
     let text = "dir / 0700\nfile /usr/bin/p 0755 program\nchar /dev/console 0600 5:1 # the kernel \
                 opens it\nblock /dev/vda 0660 254:0\n\
                 link /var/run ../run\nfifo /run/p 0622\ntree /opt/t tree\n";
-    std::fs::write(&list, text).unwrap();
+    crate::write(&list, text);
     packed(&[&list], Form::Plain, &dir.0.join("out")).unwrap();
     let opened = Image::open(&dir.0.join("out")).unwrap();
     let (listing, count) = ls::text(&opened, &[], &Screen::PLAIN);
-    let lines: Vec<Vec<&str>> = listing
-        .lines()
-        .map(|line| line.split_ascii_whitespace().collect())
-        .collect();
-    let wanted = [
-        ("drwx------", "0", "."),
-        ("drwxr-xr-x", "0", "dev"),
-        ("crw-------", "5,1", "dev/console"),
-        ("brw-rw----", "254,0", "dev/vda"),
-        ("drwxr-xr-x", "0", "opt"),
-        ("drwxr-xr-x", "0", "opt/t"),
-        ("-rw-r-----", "1", "opt/t/inside"),
-        ("drwxr-xr-x", "0", "run"),
-        ("prw--w--w-", "0", "run/p"),
-        ("drwxr-xr-x", "0", "usr"),
-        ("drwxr-xr-x", "0", "usr/bin"),
-        ("-rwxr-xr-x", "1", "usr/bin/p"),
-        ("drwxr-xr-x", "0", "var"),
-        ("lrwxrwxrwx", "6", "var/run"),
-    ];
-    let found: Vec<(&str, &str, &str)> = lines[1..].iter().map(|l| (l[0], l[2], l[5])).collect();
-    assert_eq!((found.as_slice(), count), (&wanted[..], wanted.len()));
+    let short = |line: &str| {
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        format!("{} {} {}\n", words[0], words[2], words[5])
+    };
+    let found: String = listing.lines().skip(1).map(short).collect();
+    let wanted = "\
+drwx------ 0 .
+drwxr-xr-x 0 dev
+crw------- 5,1 dev/console
+brw-rw---- 254,0 dev/vda
+drwxr-xr-x 0 opt
+drwxr-xr-x 0 opt/t
+-rw-r----- 1 opt/t/inside
+drwxr-xr-x 0 run
+prw--w--w- 0 run/p
+drwxr-xr-x 0 usr
+drwxr-xr-x 0 usr/bin
+-rwxr-xr-x 1 usr/bin/p
+drwxr-xr-x 0 var
+lrwxrwxrwx 6 var/run
+";
+    assert_eq!((found.as_str(), count), (wanted, wanted.lines().count()));
     assert!(listing.ends_with("var/run -> ../run\n"), "{listing}");
 }
 
 #[test]
 fn what_cannot_be_packed_is_refused_and_leaves_nothing() {
     let dir = TempDir::new("initrd-refused");
-    std::fs::create_dir_all(dir.0.join("root/usr/lib")).unwrap();
-    symlink("usr/lib", dir.0.join("root/lib")).unwrap();
-    std::fs::write(dir.0.join("root/file"), "").unwrap();
+    make_dir(dir.0.join("root/usr/lib"));
+    crate::link("usr/lib", dir.0.join("root/lib"));
+    crate::write(dir.0.join("root/file"), "");
     let (out, list) = (dir.0.join("out"), dir.0.join("list"));
     for (text, part) in [
         // The kernel meets `lib/x` before `usr/lib`, and leaves it out.
@@ -421,7 +380,7 @@ fn what_cannot_be_packed_is_refused_and_leaves_nothing() {
         ("file /x 0644 root", "not a regular file"),
         ("char /x 0600 x", "list line 1: device"),
     ] {
-        std::fs::write(&list, text).unwrap();
+        crate::write(&list, text);
         let error = format!(
             "{:#}",
             packed(&[&dir.0.join("root"), &list], Form::Plain, &out).unwrap_err()
@@ -430,12 +389,7 @@ fn what_cannot_be_packed_is_refused_and_leaves_nothing() {
         assert!(error.contains(part), "{text}: {error}");
     }
     assert!(packed(&[&dir.0.join("none")], Form::Plain, &out).is_err());
-    let mut left: Vec<String> = std::fs::read_dir(&dir.0)
-        .unwrap()
-        .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
-        .collect();
-    left.sort();
-    assert_eq!(left, ["list", "root"]);
+    assert_eq!(crate::names(&dir.0), ["list", "root"]);
 }
 
 #[test]
@@ -458,22 +412,15 @@ fn a_difference_is_what_changed_and_nothing_else() {
         );
         diff::text(&diff::differences(&a, &b, false).unwrap(), &Screen::PLAIN)
     };
-    assert_eq!(other(&|_| ()), "no difference\n");
-    assert_eq!(
-        other(&|all| all[1..].reverse()),
-        "no difference\n",
-        "the order"
-    );
-    assert_eq!(
-        other(&|all| all[2].header.ino = 7),
-        "no difference\n",
-        "a number that nobody sees"
-    );
-    assert_eq!(
-        other(&|all| all[2].header.mtime = 7),
-        "no difference\n",
-        "a time that nobody asked for"
-    );
+    // Order, inode numbers, and times that nobody asked for do not count.
+    for change in [
+        &(|_: &mut Vec<Made>| ()) as &dyn Fn(&mut Vec<Made>),
+        &|all| all[1..].reverse(),
+        &|all| all[2].header.ino = 7,
+        &|all| all[2].header.mtime = 7,
+    ] {
+        assert_eq!(other(change), "no difference\n");
+    }
     for (change, line) in [
         (
             &(|all: &mut Vec<Made>| all[1].header.mode = 0o104_755) as &dyn Fn(&mut Vec<Made>),
@@ -516,15 +463,8 @@ fn a_difference_is_what_changed_and_nothing_else() {
         assert_eq!(text.lines().next(), Some(line), "{text}");
         assert_eq!(text.lines().count(), 2, "{text}");
     }
-    let last = base
-        .clone()
-        .into_iter()
-        .chain([file("etc/f", "6")])
-        .collect::<Vec<_>>();
-    let ((_, a), (_, b)) = (
-        image(&archive(&base)).unwrap(),
-        image(&archive(&last)).unwrap(),
-    );
+    let last = [&base[..], &[file("etc/f", "6")]].concat();
+    let [(_, a), (_, b)] = [&base, &last].map(|all| image(&archive(all)).unwrap());
     assert_eq!(
         diff::json(&diff::differences(&a, &b, true).unwrap()),
         serde_json::json!({"same": true, "differences": []})

@@ -1,9 +1,9 @@
 //! `image replace-init` of an initrd laid out as Kata's NVIDIA one: another init, and every other
 //! entry as it was, byte for byte.
 
-use crate::TempDir;
 use crate::initrd::verify::guest;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, link, program};
+use crate::{TempDir, write};
 use kata_gpu_image::images::diff::Change;
 use kata_gpu_image::images::helper::Helper;
 use kata_gpu_image::images::image::{Entry, Form, Image};
@@ -36,15 +36,15 @@ fn kata() -> Vec<Made> {
     all
 }
 
-struct Case {
-    dir: TempDir,
+/// An image and an init, to be repacked.
+pub struct Case {
+    pub dir: TempDir,
 }
-
 impl Case {
-    fn new(test: &str, bytes: &[u8]) -> Self {
+    pub fn new(test: &str, bytes: &[u8]) -> Self {
         let dir = TempDir::new(&format!("initrd-repack-{test}"));
-        std::fs::write(dir.0.join("image"), bytes).unwrap();
-        std::fs::write(dir.0.join("init"), new_init()).unwrap();
+        write(dir.0.join("image"), bytes);
+        write(dir.0.join("init"), new_init());
         Self { dir }
     }
 
@@ -54,19 +54,15 @@ impl Case {
         (image, tree)
     }
 
-    fn options(&self) -> Options {
-        Options {
+    pub fn repack(&self, change: impl Fn(&mut Options)) -> anyhow::Result<(Repacked, Image, Tree)> {
+        let (image, tree) = self.before();
+        let mut options = Options {
             init: self.dir.0.join("init"),
             helper: Helper::None,
             manifest: true,
             form: None,
             drop_old: false,
-        }
-    }
-
-    fn repack(&self, change: impl Fn(&mut Options)) -> anyhow::Result<(Repacked, Image, Tree)> {
-        let (image, tree) = self.before();
-        let mut options = self.options();
+        };
         change(&mut options);
         let done = repack(
             &image,
@@ -117,7 +113,7 @@ fn differences(done: &Repacked) -> BTreeMap<String, &'static str> {
         .collect()
 }
 
-fn content(tree: &Tree, path: &str) -> Option<Vec<u8>> {
+pub fn content(tree: &Tree, path: &str) -> Option<Vec<u8>> {
     tree.content(tree.find(path)?)
         .map(|c| c.bytes(1 << 30).unwrap())
 }
@@ -137,12 +133,11 @@ fn every_other_entry_stays_byte_for_byte_in_its_order() {
         assert!(kept == others(&after, &changed), "{name}");
         assert_eq!(done.new.kept, before.entries.len() - 2, "{name}");
         // In their places, too: what is new comes last.
-        let names = |image: &Image| {
-            image
-                .entries
-                .iter()
-                .map(|e| String::from_utf8_lossy(&e.name).into_owned())
-                .collect::<Vec<_>>()
+        let names = |image: &Image| -> Vec<_> {
+            others(image, &[])
+                .into_iter()
+                .map(|(name, _)| name)
+                .collect()
         };
         assert_eq!(
             names(&before),
@@ -194,12 +189,12 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
     };
     let case = Case::new("helper", &archive(&kata()));
     let path = case.dir.0.join("kata-gpu-nvml");
-    std::fs::write(&path, program_with("/lib64/ld-linux-x86-64.so.2")).unwrap();
+    write(&path, program_with("/lib64/ld-linux-x86-64.so.2"));
     for helper in [Helper::Given(path.clone()), Helper::Found(path.clone())] {
         let (done, _, tree) = case
             .repack(|options| options.helper = helper.clone())
             .unwrap();
-        assert_eq!(content(&tree, HELPER), Some(std::fs::read(&path).unwrap()));
+        assert_eq!(content(&tree, HELPER), Some(crate::bytes(&path)));
         assert_eq!(tree.meta(tree.find(HELPER).unwrap()).mode & 0o7777, 0o755);
         assert_eq!(
             (&done.new.helper, done.new.helper_lacks.len()),
@@ -210,7 +205,7 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
         assert_eq!(differences(&done).get(HELPER), Some(&"added"));
     }
     // An image that does not have its loader gets it, and that is reported.
-    std::fs::write(&path, program_with("/lib64/ld-other.so.1")).unwrap();
+    write(&path, program_with("/lib64/ld-other.so.1"));
     let lacks = case
         .repack(|options| options.helper = Helper::Found(path.clone()))
         .unwrap()
@@ -222,7 +217,7 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
         "{lacks:?}"
     );
     // Another program is refused where it is given, and left out where it was found.
-    std::fs::write(&path, new_init()).unwrap();
+    write(&path, new_init());
     let error = case
         .repack(|options| options.helper = Helper::Given(path.clone()))
         .unwrap_err()
@@ -244,14 +239,14 @@ fn repacking_is_reproducible_and_twice_changes_nothing() {
     let case = Case::new("twice", &archive(&kata()));
     let first = case.repack(|_| ()).unwrap().0.new.written.sha256.clone();
     assert_eq!(case.repack(|_| ()).unwrap().0.new.written.sha256, first);
-    let left: Vec<_> = std::fs::read_dir(&case.dir.0)
-        .unwrap()
-        .map(|e| e.unwrap().file_name())
-        .collect();
-    assert_eq!(left.len(), 2, "what is not kept is gone: {left:?}");
+    assert_eq!(
+        crate::names(&case.dir.0),
+        ["image", "init"],
+        "what is not kept is gone"
+    );
     let (mut done, ..) = case.repack(|_| ()).unwrap();
     done.new.written.keep().unwrap();
-    let again = Case::new("again", &std::fs::read(case.dir.0.join("out")).unwrap());
+    let again = Case::new("again", &crate::bytes(case.dir.0.join("out")));
     let (done, ..) = again.repack(|_| ()).unwrap();
     assert_eq!(
         (differences(&done), done.new.written.sha256.clone()),
@@ -382,22 +377,14 @@ fn what_cannot_be_kept_as_it_is_is_refused() {
                 );
             }
         }
-        let left = std::fs::read_dir(&case.dir.0).unwrap().count();
-        assert_eq!(left, 2, "{name}: nothing is left behind");
+        let left = crate::names(&case.dir.0);
+        assert_eq!(left, ["image", "init"], "{name}: nothing is left behind");
     }
     let case = Case::new("not-a-program", &archive(&kata()));
-    std::fs::write(case.dir.0.join("init"), "#!/bin/sh\n").unwrap();
-    assert!(
-        case.repack(|_| ())
-            .unwrap_err()
-            .to_string()
-            .contains("not an ELF file")
-    );
-    let case = Case::new("directory", &archive(&[directory("init")]));
-    assert!(
-        case.repack(|_| ())
-            .unwrap_err()
-            .to_string()
-            .contains("it is a directory")
-    );
+    write(case.dir.0.join("init"), "#!/bin/sh\n");
+    let directory = Case::new("directory", &archive(&[directory("init")]));
+    for (case, why) in [(case, "not an ELF file"), (directory, "it is a directory")] {
+        let error = case.repack(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
 }

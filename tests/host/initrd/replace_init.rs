@@ -1,16 +1,16 @@
 //! `image replace-init` on images with a file system: what it changes, what it leaves, and what it
 //! refuses. VM tests boot what comes out.
 
-use crate::TempDir;
 use crate::collect::program;
-use crate::initrd::{for_arch, gzip};
+use crate::initrd::{entries, file, for_arch, gzip};
+use crate::{TempDir, bytes, chmod, make_dir, stderr, write};
 use kata_gpu_image::images::disk_image::read_all;
-use kata_gpu_image::images::image::{Content, Image};
+use kata_gpu_image::images::image::{Content, Entry, Image};
 use kata_gpu_init::cdi::spec::PENDING;
 use kata_gpu_test_support::elf_stand_in as stand_in;
 use kata_gpu_wire::arch::Arch;
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -25,14 +25,11 @@ fn cannot_run() -> bool {
         .into_iter()
         .filter(|name| !there(name))
         .collect();
-    assert!(
-        missing.is_empty() || std::env::var_os("KATA_GPU_BUILT").is_none(),
-        "{missing:?}: tests/setup installs them"
-    );
+
     if !missing.is_empty() {
-        eprintln!(
-            "skipped: no {} here (tests/setup installs them)",
-            missing.join(", ")
+        crate::skip(
+            "KATA_GPU_BUILT",
+            &format!("no {missing:?} here (tests/setup installs them)"),
         );
     }
     !missing.is_empty()
@@ -77,7 +74,7 @@ impl Case {
         for directory in [
             "dev", "proc", "sys", "run", "etc", "bin", "usr/bin", "usr/sbin", "var",
         ] {
-            fs::create_dir_all(root.join(directory)).unwrap();
+            make_dir(root.join(directory));
         }
         for (name, text, mode) in [
             ("usr/bin/kata-agent", "agent", 0o755),
@@ -85,8 +82,8 @@ impl Case {
             ("etc/shadow", "secret", 0o640),
             ("usr/bin/su", "s", 0o4755),
         ] {
-            fs::write(root.join(name), text).unwrap();
-            fs::set_permissions(root.join(name), fs::Permissions::from_mode(mode)).unwrap();
+            write(root.join(name), text);
+            chmod(root.join(name), mode);
         }
         for (name, target) in [
             ("init", "/bin/NVRC"),
@@ -94,16 +91,16 @@ impl Case {
             ("usr/sbin/init", "/bin/NVRC"),
             ("var/run", "../run"),
         ] {
-            symlink(target, root.join(name)).unwrap();
+            crate::link(target, root.join(name));
         }
-        fs::write(dir.0.join("init"), init(b"")).unwrap();
+        write(dir.0.join("init"), init(b""));
         Self { dir }
     }
 
     /// With the driver's user space, of which the list is made.
     fn with_driver(test: &str) -> Self {
         let case = Self::new(test);
-        fs::create_dir_all(case.at("root/usr/lib64")).unwrap();
+        make_dir(case.at("root/usr/lib64"));
         for name in ["libcuda.so", "libnvidia-ml.so"] {
             // Long enough to be compressed where files are.
             let library = [
@@ -111,13 +108,42 @@ impl Case {
                 vec![0; 20_000],
             ]
             .concat();
-            fs::write(
+            write(
                 case.at("root/usr/lib64").join(format!("{name}.550.163.01")),
                 library,
-            )
-            .unwrap();
+            );
         }
         case
+    }
+
+    /// With its root made into the image `old`.
+    fn made(test: &str) -> Self {
+        let case = Self::new(test);
+        case.make(EROFS, "old");
+        case
+    }
+
+    /// Makes the root into an image, by a script.
+    fn make(&self, script: &str, image: &str) {
+        done(&shell(script, &[&self.at("root"), &self.at(image)]));
+    }
+
+    /// Replaces the init of `old` by a script, which gets the command as its words.
+    fn by_script(&self, script: &str) -> Output {
+        let words = ["image", "replace-init", "--no-nvml"].map(Path::new);
+        let paths = [
+            program(),
+            self.at("old"),
+            "--init".into(),
+            self.at("init"),
+            "-o".into(),
+        ];
+        let new = self.at("new");
+        let mut all = vec![paths[0].as_path()];
+        all.extend(words);
+        all.extend(paths[1..].iter().map(PathBuf::as_path));
+        all.push(&new);
+        shell(script, &all)
     }
 
     fn at(&self, name: &str) -> PathBuf {
@@ -130,16 +156,18 @@ impl Case {
     }
 
     fn replace_to(&self, image: &str, new: &str) -> Output {
+        self.command(image, new).arg("--no-nvml").output().unwrap()
+    }
+
+    fn command(&self, image: &str, new: &str) -> Command {
         let mut command = Command::new(program());
+        command.args(["image", "replace-init"]).arg(self.at(image));
         command
-            .args(["image", "replace-init"])
-            .arg(self.at(image))
             .arg("--init")
             .arg(self.at("init"))
             .arg("-o")
             .arg(self.at(new));
-        command.arg("--no-nvml");
-        command.output().unwrap()
+        command
     }
 
     /// Image as the readers read it.
@@ -153,14 +181,10 @@ impl Case {
     #[track_caller]
     fn refused(&self, image: &str, why: &str) {
         let output = self.replace(image);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let said = stderr(&output);
         assert!(!output.status.success() && said.contains(why), "{said}");
-        let left: Vec<_> = fs::read_dir(&self.dir.0)
-            .unwrap()
-            .map(|e| e.unwrap().file_name())
-            .filter(|n| n.to_string_lossy().starts_with("new"))
-            .collect();
-        assert!(left.is_empty(), "{left:?}");
+        let left = crate::names(&self.dir.0);
+        assert!(!left.iter().any(|name| name.starts_with("new")), "{left:?}");
     }
 }
 
@@ -178,21 +202,20 @@ fn an_arm64_image_takes_an_arm64_init_and_no_other() {
     let case = Case::with_driver("erofs-arm64");
     for library in fs::read_dir(case.at("root/usr/lib64")).unwrap() {
         let path = library.unwrap().path();
-        fs::write(&path, for_arch(Arch::Aarch64, fs::read(&path).unwrap())).unwrap();
+        write(&path, for_arch(Arch::Aarch64, bytes(&path)));
     }
-    fs::write(
+    write(
         case.at("root/usr/bin/kata-agent"),
         for_arch(Arch::Aarch64, stand_in::library(None, &[])),
-    )
-    .unwrap();
+    );
     let init = |arch| [for_arch(arch, stand_in::library(None, &[])), PENDING.into()].concat();
-    done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
-    fs::write(case.at("init"), init(Arch::X86_64)).unwrap();
+    case.make(EROFS, "old");
+    write(case.at("init"), init(Arch::X86_64));
     case.refused(
         "old",
         "is for x86_64, and the image's agent for aarch64: build it with",
     );
-    fs::write(case.at("init"), init(Arch::Aarch64)).unwrap();
+    write(case.at("init"), init(Arch::Aarch64));
     let said = done(&case.replace("old"));
     assert!(
         said.contains("the list of the driver's 2 files is in the image"),
@@ -208,11 +231,11 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
     for has_module in [false, true] {
         let case = Case::new(&format!("module-{has_module}"));
         if has_module {
-            fs::create_dir_all(case.at("root/usr/lib/modules/6.1")).unwrap();
-            fs::write(case.at("root/usr/lib/modules/6.1/nvidia.ko.xz"), "module").unwrap();
+            make_dir(case.at("root/usr/lib/modules/6.1"));
+            write(case.at("root/usr/lib/modules/6.1/nvidia.ko.xz"), "module");
         }
-        done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
-        let old = fs::read(case.at("old")).unwrap();
+        case.make(EROFS, "old");
+        let old = bytes(case.at("old"));
         let said = done(&case.replace("old"));
         assert!(
             said.contains("erofs, ")
@@ -228,16 +251,13 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
             "{said}"
         );
         assert!(
-            fs::read(case.at("old")).unwrap() == old,
+            bytes(case.at("old")) == old,
             "the former image is not touched"
         );
         let unpack = "fsck.erofs --extract=\"$2\" \"$1\" >/dev/null";
         done(&shell(unpack, &[&case.at("new"), &case.at("tree")]));
         let tree = case.at("tree");
-        assert_eq!(
-            fs::read(tree.join("init")).unwrap(),
-            fs::read(case.at("init")).unwrap()
-        );
+        assert_eq!(bytes(tree.join("init")), bytes(case.at("init")));
         let mode = |path: &str| fs::metadata(tree.join(path)).unwrap().permissions().mode();
         assert_eq!(mode("init") & 0o7777, 0o755);
         assert_eq!(
@@ -245,7 +265,7 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
             Path::new("/init")
         );
         assert_eq!(
-            fs::read(tree.join("bin/NVRC")).unwrap(),
+            bytes(tree.join("bin/NVRC")),
             b"old",
             "the old init stays: init= starts it"
         );
@@ -275,8 +295,8 @@ fn a_partition_table_changes_only_if_the_root_outgrows_it() {
         ("gpt", 96, true),
     ] {
         let case = Case::new(&format!("{label}-{sectors}"));
-        fs::write(case.at("init"), init(&[7; 200_000])).unwrap();
-        done(&shell(EROFS, &[&case.at("root"), &case.at("fs")]));
+        write(case.at("init"), init(&[7; 200_000]));
+        case.make(EROFS, "fs");
         let disk = format!(
             "truncate -s 8M \"$2\"; printf 'label: {label}\\nstart=2048, size={sectors}\\n' | \
              sfdisk -q \"$2\"; dd status=none conv=notrunc bs=512 seek=2048 if=\"$1\" of=\"$2\""
@@ -300,10 +320,7 @@ fn a_partition_table_changes_only_if_the_root_outgrows_it() {
         ));
         assert_eq!(found, "erofs\n", "{label} {sectors}");
         if !grows {
-            let (old, new) = (
-                fs::read(case.at("old")).unwrap(),
-                fs::read(case.at("new")).unwrap(),
-            );
+            let (old, new) = (bytes(case.at("old")), bytes(case.at("new")));
             assert!(
                 old[..1 << 20] == new[..1 << 20] && old.len() == new.len(),
                 "{label}: what is before the partition stays"
@@ -315,7 +332,7 @@ fn a_partition_table_changes_only_if_the_root_outgrows_it() {
 #[track_caller]
 fn done_out(output: &Output) -> String {
     done(output);
-    String::from_utf8_lossy(&output.stdout).into_owned()
+    crate::stdout(output)
 }
 
 #[test]
@@ -331,21 +348,17 @@ fn a_name_that_leads_out_of_the_image_is_refused() {
          status=none"
     );
     let case = Case::new("traversal");
-    fs::write(case.at("root/etc/QQyWWyTTyescaped"), "of the image").unwrap();
-    done(&shell(&make, &[&case.at("root"), &case.at("old")]));
+    write(case.at("root/etc/QQyWWyTTyescaped"), "of the image");
+    case.make(&make, "old");
     let temporary = case.at("tmp");
-    fs::create_dir(&temporary).unwrap();
-    let mut command = Command::new(program());
-    command
-        .args(["image", "replace-init"])
-        .arg(case.at("old"))
-        .arg("--init")
-        .arg(case.at("init"))
-        .arg("-o")
-        .arg(case.at("new"));
-    command.arg("--no-nvml");
-    let output = command.env("TMPDIR", &temporary).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    make_dir(&temporary);
+    let mut command = case.command("old", "new");
+    let output = command
+        .arg("--no-nvml")
+        .env("TMPDIR", &temporary)
+        .output()
+        .unwrap();
+    let said = stderr(&output);
     assert!(
         !output.status.success() && said.contains("is not sound, and nothing of it is used"),
         "{said}"
@@ -363,32 +376,18 @@ fn only_a_regular_file_is_replaced_and_other_files_stay() {
     if cannot_run() {
         return;
     }
-    let case = Case::new("output");
-    done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
+    let case = Case::made("output");
     nix::unistd::mkfifo(&case.at("new"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let said = String::from_utf8_lossy(&case.replace("old").stderr).into_owned();
     assert!(
         said.contains("it exists and is no regular file: name another file"),
         "{said}"
     );
-    fs::remove_file(case.at("new")).unwrap();
-    fs::write(case.at("new.new"), "somebody's").unwrap();
+    crate::remove(case.at("new"));
+    write(case.at("new.new"), "somebody's");
     assert!(!case.replace("none").status.success());
-    let words =
-        "umask 077; exec \"$1\" image replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
-    done(&shell(
-        words,
-        &[
-            &program(),
-            &case.at("old"),
-            &case.at("init"),
-            &case.at("new"),
-        ],
-    ));
-    assert_eq!(
-        fs::read_to_string(case.at("new.new")).unwrap(),
-        "somebody's"
-    );
+    done(&case.by_script("umask 077; exec \"$@\""));
+    assert_eq!(crate::text(case.at("new.new")), "somebody's");
     assert_eq!(
         fs::metadata(case.at("new")).unwrap().permissions().mode() & 0o777,
         0o644,
@@ -403,48 +402,41 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
     }
     let case = Case::new("refused");
     case.refused("none", "No such file");
-    fs::write(case.at("text"), "text").unwrap();
+    write(case.at("text"), "text");
     case.refused("text", "neither a newc archive nor gzip");
     let ext4 = "truncate -s 1M \"$1\"; printf '\\123\\357' | dd of=\"$1\" bs=1 seek=1080 \
                 conv=notrunc status=none";
     done(&shell(ext4, &[&case.at("ext4")]));
     case.refused("ext4", "its root is ext4, and this changes and reads erofs");
-    done(&shell(EROFS, &[&case.at("root"), &case.at("full")]));
-    fs::write(case.at("init"), "#!/bin/sh\n").unwrap();
+    case.make(EROFS, "full");
+    write(case.at("init"), "#!/bin/sh\n");
     case.refused("full", "not an ELF file");
     // Programs that are no init of ours, or none that an image can start.
-    fs::write(
+    write(
         case.at("init"),
         b"\x7fELF\x02...\0/lib64/ld-linux-x86-64.so.2\0",
-    )
-    .unwrap();
+    );
     case.refused("full", "dynamically linked, or another program");
-    for program in [
-        b"\x7fELF of another program".to_vec(),
-        fs::read("/bin/true").unwrap(),
-    ] {
-        fs::write(case.at("init"), program).unwrap();
+    for program in [b"\x7fELF of another program".to_vec(), bytes("/bin/true")] {
+        write(case.at("init"), program);
         case.refused("full", "INIT is the guest's program, kata-gpu-init");
     }
-    fs::write(case.at("init"), init(b"")).unwrap();
+    write(case.at("init"), init(b""));
     let lost = case.replace_to("full", "none/new");
-    assert!(!lost.status.success() && String::from_utf8_lossy(&lost.stderr).contains("none/new"));
+    assert!(!lost.status.success() && stderr(&lost).contains("none/new"));
     // Links that lead out of the root, which a privileged writer must not follow.
     let escape = Case::new("escape");
     let outside = escape.at("outside");
-    fs::create_dir(&outside).unwrap();
-    fs::write(outside.join("init"), "the host's own").unwrap();
-    fs::remove_file(escape.at("root/sbin")).unwrap();
-    symlink(&outside, escape.at("root/sbin")).unwrap();
-    done(&shell(EROFS, &[&escape.at("root"), &escape.at("old")]));
+    make_dir(&outside);
+    write(outside.join("init"), "the host's own");
+    crate::remove(escape.at("root/sbin"));
+    crate::link(&outside, escape.at("root/sbin"));
+    escape.make(EROFS, "old");
     escape.refused("old", "a link out of the root");
-    assert_eq!(
-        fs::read_to_string(outside.join("init")).unwrap(),
-        "the host's own"
-    );
+    assert_eq!(crate::text(outside.join("init")), "the host's own");
     let other = Case::new("no-guest");
-    fs::remove_file(other.at("root/usr/bin/kata-agent")).unwrap();
-    done(&shell(EROFS, &[&other.at("root"), &other.at("old")]));
+    crate::remove(other.at("root/usr/bin/kata-agent"));
+    other.make(EROFS, "old");
     other.refused("old", "no guest root");
 }
 
@@ -476,9 +468,9 @@ fn ten_upgrades_in_place_leave_a_sound_image_of_the_same_size() {
         ("erofs-lz4", "mkfs.erofs --quiet -zlz4 \"$2\" \"$1\""),
     ] {
         let case = Case::with_driver(&format!("ten-{name}"));
-        fs::write(case.at("root/etc/large"), vec![b'x'; 200_000]).unwrap();
+        write(case.at("root/etc/large"), vec![b'x'; 200_000]);
         set_attribute(&case);
-        done(&shell(make, &[&case.at("root"), &case.at("0")]));
+        case.make(make, "0");
         let show = "dump.erofs --path=/usr/bin/su \"$1\" | grep 'Xattr size'";
         let before = done_out(&shell(show, &[&case.at("0")]));
         assert!(
@@ -487,11 +479,10 @@ fn ten_upgrades_in_place_leave_a_sound_image_of_the_same_size() {
         );
         for round in 0..10 {
             // Larger and smaller ones.
-            fs::write(
+            write(
                 case.at("init"),
                 init(&vec![b'0' + round; 10_000 * (1 + usize::from(round) % 3)]),
-            )
-            .unwrap();
+            );
             let said = done(&case.replace_to(&round.to_string(), &(round + 1).to_string()));
             let listed = if name == "erofs-lz4" {
                 "the file system is compressed"
@@ -515,19 +506,14 @@ fn ten_upgrades_in_place_leave_a_sound_image_of_the_same_size() {
             "{name}"
         );
         let image = case.read("10");
-        let entry = |path: &str| {
-            image
-                .entries
-                .iter()
-                .find(|entry| entry.name == path.as_bytes())
-                .unwrap()
-        };
+        let is_init = |entry: &&Entry| entry.name == b"init";
+        let entry = image.entries.iter().find(is_init).unwrap();
         assert_eq!(
-            entry("init").data.bytes(1 << 20).unwrap(),
-            fs::read(case.at("init")).unwrap(),
+            entry.data.bytes(1 << 20).unwrap(),
+            bytes(case.at("init")),
             "{name}"
         );
-        let large = fs::read(case.at("10.tree/etc/large")).unwrap();
+        let large = bytes(case.at("10.tree/etc/large"));
         assert_eq!(
             large,
             vec![b'x'; 200_000],
@@ -550,15 +536,15 @@ fn the_target_of_a_link_never_becomes_a_command() {
         return;
     }
     let case = Case::new("commands");
-    fs::remove_file(case.at("root/sbin")).unwrap();
-    fs::write(case.at("root/payload"), "of the image").unwrap();
+    crate::remove(case.at("root/sbin"));
+    write(case.at("root/payload"), "of the image");
     let written = case.at("written");
     // A link target with what a shell or another program would take for commands, and a directory
     // of that name, so that the link leads somewhere.
     let target = format!("usr/sbin\ndump /payload {}\ncd /", written.display());
-    fs::create_dir_all(case.at("root").join(&target)).unwrap();
-    symlink(&target, case.at("root/sbin")).unwrap();
-    done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
+    make_dir(case.at("root").join(&target));
+    crate::link(&target, case.at("root/sbin"));
+    case.make(EROFS, "old");
     case.refused("old", "this takes /sbin, /usr/sbin, /usr/bin, /bin");
     assert!(!written.exists(), "a file of the host was written");
 }
@@ -575,9 +561,9 @@ fn a_list_or_a_directory_above_it_that_is_a_link_is_refused() {
     ] {
         let case = Case::with_driver("list-link");
         let link = case.at("root").join(at);
-        fs::create_dir_all(link.parent().unwrap()).unwrap();
-        symlink(target, &link).unwrap();
-        done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
+        make_dir(link.parent().unwrap());
+        crate::link(target, &link);
+        case.make(EROFS, "old");
         case.refused(
             "old",
             "is not written through links: remove it from the image",
@@ -605,8 +591,8 @@ fn a_program_in_the_sandbox_reaches_no_file_of_the_host() {
         return;
     }
     let case = Case::new("sandbox");
-    fs::set_permissions(&case.dir.0, fs::Permissions::from_mode(0o777)).unwrap();
-    fs::create_dir_all(case.at("work/root")).unwrap();
+    chmod(&case.dir.0, 0o777);
+    make_dir(case.at("work/root"));
     // The program waits at a pipe in place of an image, and can be looked at.
     let pipe = case.at("work/root.img");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -641,16 +627,12 @@ fn a_program_in_the_sandbox_reaches_no_file_of_the_host() {
             "{kind}"
         );
     }
-    let mut names: Vec<String> = fs::read_dir(its("root"))
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
+    let mut names = crate::names(its("root"));
     names.retain(|name| !["bin", "lib", "lib32", "lib64", "libx32", "sbin"].contains(&&**name));
-    names.sort();
     assert_eq!(names, ["usr", "work"]);
     // Negative control: the same look at this process finds the host's files.
     assert!(of("self", "root/etc/passwd").exists());
-    let status = fs::read_to_string(its("status")).unwrap();
+    let status = crate::text(its("status"));
     let has = |line: &str| status.lines().any(|l| l.starts_with(line));
     assert!(
         has("CapEff:\t0000000000000000") && has("NoNewPrivs:\t1"),
@@ -669,19 +651,8 @@ fn a_stricter_limit_of_the_callers_stays() {
     if cannot_run() {
         return;
     }
-    let case = Case::new("limits");
-    done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
-    let script = "ulimit -v 4000000; ulimit -t 600; exec \"$1\" image replace-init --no-nvml \
-                  \"$2\" --init \"$3\" -o \"$4\"";
-    done(&shell(
-        script,
-        &[
-            &program(),
-            &case.at("old"),
-            &case.at("init"),
-            &case.at("new"),
-        ],
-    ));
+    let case = Case::made("limits");
+    done(&case.by_script("ulimit -v 4000000; ulimit -t 600; exec \"$@\""));
 }
 
 #[test]
@@ -692,10 +663,7 @@ fn an_unsound_image_is_refused_with_its_own_fault() {
     let case = Case::new("unsound");
     let count_of_blocks =
         "printf '\\377\\377\\377\\377' | dd of=\"$2\" bs=1 seek=1028 conv=notrunc status=none";
-    done(&shell(
-        &format!("{EROFS}; {count_of_blocks}"),
-        &[&case.at("root"), &case.at("old")],
-    ));
+    case.make(&format!("{EROFS}; {count_of_blocks}"), "old");
     let said = String::from_utf8_lossy(&case.replace("old").stderr).into_owned();
     assert!(
         said.contains("is not sound") && said.contains("superblock"),
@@ -712,25 +680,14 @@ fn without_namespaces_the_cure_is_named_and_nothing_written() {
     if cannot_run() {
         return;
     }
-    let case = Case::new("namespaces");
-    done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
+    let case = Case::made("namespaces");
     let script = "unshare -Ur true || exit 9; unshare -Ur sh -ec 'echo 0 \
-                  >/proc/sys/user/max_user_namespaces; exec \"$@\"' sh \"$1\" image replace-init \
-                  --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
-    let output = shell(
-        script,
-        &[
-            &program(),
-            &case.at("old"),
-            &case.at("init"),
-            &case.at("new"),
-        ],
-    );
+>/proc/sys/user/max_user_namespaces; exec \"$@\"' sh \"$@\"";
+    let output = case.by_script(script);
     if output.status.code() == Some(9) {
-        eprintln!("skipped: no user namespaces here");
-        return;
+        return eprintln!("skipped: no user namespaces here");
     }
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let said = stderr(&output);
     assert!(
         !output.status.success() && said.contains("sysctl user.max_user_namespaces above 0"),
         "{said}"
@@ -744,88 +701,62 @@ fn the_nvml_helper_is_taken_if_given_or_next_to_the_init() {
         return;
     }
     let helper: &[u8] = b"\x7fELF with the loader /lib64/ld-linux-x86-64.so.2, for kata-gpu-nvml";
-    {
-        let case = Case::with_driver("helper-erofs");
-        done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
-        fs::write(case.at("kata-gpu-nvml"), helper).unwrap();
-        let run = |image: &str, new: &str, more: &[&str]| {
-            let mut command = Command::new(program());
-            command
-                .args(["image", "replace-init"])
-                .arg(case.at(image))
-                .arg("--init")
-                .arg(case.at("init"))
-                .arg("-o")
-                .arg(case.at(new));
-            command.args(more).output().unwrap()
-        };
-        let said = done(&run("old", "new", &[]));
-        assert!(
-            said.contains("added    /usr/bin/kata-gpu-nvml") && said.contains("kata-gpu-nvml is /"),
-            "{said}"
-        );
-        let entry_of = |image: &str| {
-            let image = case.read(image);
-            let entry = image
-                .entries
-                .iter()
-                .find(|entry| entry.name.ends_with(b"usr/bin/kata-gpu-nvml"))?;
-            Some((
-                entry.header.mode,
-                (entry.header.uid, entry.header.gid),
-                entry.data.bytes(1 << 20).unwrap(),
-            ))
-        };
-        assert_eq!(entry_of("new"), Some((0o100_755, (0, 0), helper.to_vec())));
-        // An upgrade takes the place of what the last one added.
-        let newer = [helper, b" of a later version"].concat();
-        fs::write(case.at("later"), &newer).unwrap();
-        let later = case.at("later").display().to_string();
-        done(&run("new", "newer", &["--nvml", &later]));
-        assert_eq!(entry_of("newer").unwrap().2, newer);
-        assert_eq!(
-            fs::metadata(case.at("newer")).unwrap().len(),
-            fs::metadata(case.at("new")).unwrap().len()
-        );
-        done(&run("old", "without", &["--no-nvml"]));
-        assert_eq!(entry_of("without"), None);
-        // Another program, given, is refused; found, it is left out, and that is said.
-        let init = case.at("init").display().to_string();
-        let refused = run("old", "none", &["--nvml", &init]);
-        let why = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert!(
-            !refused.status.success()
-                && why.contains("another program")
-                && !case.at("none").exists(),
-            "{why}"
-        );
-        fs::write(case.at("kata-gpu-nvml"), "text").unwrap();
-        let said = done(&run("old", "other", &[]));
-        assert!(
-            said.contains("no kata-gpu-nvml was added: helper ") && entry_of("other").is_none(),
-            "{said}"
-        );
-    }
+    let case = Case::with_driver("helper-erofs");
+    case.make(EROFS, "old");
+    write(case.at("kata-gpu-nvml"), helper);
+    let run = |image: &str, new: &str, more: &[&str]| {
+        case.command(image, new).args(more).output().unwrap()
+    };
+    let said = done(&run("old", "new", &[]));
+    assert!(
+        said.contains("added    /usr/bin/kata-gpu-nvml") && said.contains("kata-gpu-nvml is /"),
+        "{said}"
+    );
+    let entry_of = |image: &str| {
+        let image = case.read(image);
+        let entry = image
+            .entries
+            .iter()
+            .find(|entry| entry.name.ends_with(b"usr/bin/kata-gpu-nvml"))?;
+        Some((
+            entry.header.mode,
+            (entry.header.uid, entry.header.gid),
+            entry.data.bytes(1 << 20).unwrap(),
+        ))
+    };
+    assert_eq!(entry_of("new"), Some((0o100_755, (0, 0), helper.to_vec())));
+    // An upgrade takes the place of what the last one added.
+    let newer = [helper, b" of a later version"].concat();
+    write(case.at("later"), &newer);
+    let later = case.at("later").display().to_string();
+    done(&run("new", "newer", &["--nvml", &later]));
+    assert_eq!(entry_of("newer").unwrap().2, newer);
+    assert_eq!(
+        fs::metadata(case.at("newer")).unwrap().len(),
+        fs::metadata(case.at("new")).unwrap().len()
+    );
+    done(&run("old", "without", &["--no-nvml"]));
+    assert_eq!(entry_of("without"), None);
+    // Another program, found, is left out, and that is said.
+    write(case.at("kata-gpu-nvml"), "text");
+    let said = done(&run("old", "other", &[]));
+    assert!(
+        said.contains("no kata-gpu-nvml was added: helper ") && entry_of("other").is_none(),
+        "{said}"
+    );
     // Links lead elsewhere.
     let case = Case::new("helper-link");
     fs::rename(case.at("root/usr/bin"), case.at("root/usr/programs")).unwrap();
-    symlink("programs", case.at("root/usr/bin")).unwrap();
-    done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
-    fs::write(case.at("kata-gpu-nvml"), helper).unwrap();
-    let mut command = Command::new(program());
-    command
-        .args(["image", "replace-init"])
-        .arg(case.at("old"))
-        .arg("--init")
-        .arg(case.at("init"))
-        .arg("-o")
-        .arg(case.at("new"));
+    crate::link("programs", case.at("root/usr/bin"));
+    case.make(EROFS, "old");
+    write(case.at("kata-gpu-nvml"), helper);
+    let mut command = case.command("old", "new");
     let output = command
         .arg("--nvml")
         .arg(case.at("kata-gpu-nvml"))
         .output()
         .unwrap();
-    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    let why = stderr(&output);
     assert!(
         !output.status.success() && why.contains("not written through links: /usr/bin"),
         "{why}"
@@ -837,16 +768,7 @@ fn gzip_that_grows_without_bounds_is_refused_with_the_cure() {
     let dir = TempDir::new("gzip-bomb");
     let path = dir.0.join("bomb");
     // 200 MB of one file, of which 200 KB remain.
-    let size = 200 << 20;
-    let header = format!(
-        "070701{:08x}{:08x}{:024x}{:08x}{:08x}{:08x}{:032x}{:08x}{:08x}",
-        1, 0o100_644, 0, 1, 0, size, 0, 2, 0
-    );
-    fs::write(
-        &path,
-        gzip(&[header.as_bytes(), b"x\0", &vec![0; size]].concat()),
-    )
-    .unwrap();
+    write(&path, gzip(&entries(&[file("x", vec![0; 200 << 20])])));
     let before = fs::metadata(&path).unwrap().len();
     assert!(before < 1 << 20, "{before}");
     let said = format!("{:#}", Image::open(&path).unwrap_err());
@@ -865,7 +787,6 @@ fn files_larger_than_the_image_are_refused_with_the_cure() {
     let case = Case::with_driver("sparse");
     let sparse = fs::File::create(case.at("root/usr/lib64/libnvidia-large.so.550.163.01")).unwrap();
     sparse.set_len(256 << 20).unwrap();
-    let make = "mkfs.erofs --quiet --chunksize=4096 \"$2\" \"$1\"";
-    done(&shell(make, &[&case.at("root"), &case.at("old")]));
+    case.make("mkfs.erofs --quiet --chunksize=4096 \"$2\" \"$1\"", "old");
     case.refused("old", "make it without sparse files");
 }

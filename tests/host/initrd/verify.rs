@@ -1,12 +1,8 @@
 //! `kata-gpu-boot image verify`: a guest with nothing wrong with it, and for each rule what breaks
 //! that rule and no other.
 
-use crate::TempDir;
+use crate::initrd::repack::{Case, content};
 use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};
-use kata_gpu_image::images::helper::Helper;
-use kata_gpu_image::images::image::Image;
-use kata_gpu_image::images::repack::{Options, repack};
-use kata_gpu_image::images::unpacked_root::Tree;
 use kata_gpu_image::images::verify::image_rules::RULES;
 use kata_gpu_image::images::verify::{Question, Report, check, verify_text};
 use kata_gpu_init::gpu::topology::Topology;
@@ -28,81 +24,65 @@ fn module(version: Option<&str>, more: &str) -> Vec<u8> {
     stand_in::module(format!("{more}{version}vermagic={KERNEL} SMP mod_unload \0").as_bytes())
 }
 
+/// A program without a loader.
+fn whole(name: &str) -> Made {
+    program(name, stand_in::library(None, &[]))
+}
+
+/// A program with a loader, and the libraries that it needs.
+fn needs(name: &str, libraries: &[&str]) -> Made {
+    program(name, stand_in::program(LOADER, libraries, None))
+}
+
+fn library(path: &str, soname: &str, needed: &[&str]) -> Made {
+    file(path, stand_in::library(Some(soname), needed))
+}
+
+fn libcuda() -> String {
+    format!("usr/lib64/libcuda.so.{VERSION}")
+}
+
+fn nvml() -> String {
+    format!("usr/lib64/libnvidia-ml.so.{VERSION}")
+}
+
 /// A guest with a driver, laid out as distributions do; without the list of its files.
 pub fn guest() -> Vec<Made> {
     let firmware = format!(
         "firmware=nvidia/{VERSION}/gsp_ga10x.bin\0firmware=nvidia/{VERSION}/gsp_tu10x.bin\0"
     );
     let modules = format!("usr/lib/modules/{KERNEL}");
-    let mut all: Vec<Made> = [
-        ".",
-        "dev",
-        "proc",
-        "sys",
-        "run",
-        "etc",
-        "var",
-        "usr",
-        "usr/bin",
-        "usr/lib",
-        "usr/lib64",
-        "usr/lib/modules",
-    ]
-    .map(directory)
-    .into();
-    all.extend(
-        [
-            modules.as_str(),
-            &format!("{modules}/extra"),
-            "usr/lib/firmware",
-            "usr/lib/firmware/nvidia",
-        ]
-        .map(directory),
-    );
+    let folders = ". dev proc sys run etc var usr usr/bin usr/own usr/lib usr/lib64 usr/lib/modules \
+usr/lib/firmware usr/lib/firmware/nvidia";
+    let mut all: Vec<Made> = folders.split(' ').map(directory).collect();
     all.extend([
+        directory(&modules),
+        directory(&format!("{modules}/extra")),
         directory(&format!("usr/lib/firmware/nvidia/{VERSION}")),
         made("tmp", 0o041_777, ""),
         link("lib", "usr/lib"),
         link("lib64", "usr/lib64"),
         link("var/run", "../run"),
-        program("init", stand_in::library(None, &[])),
-        program(
-            "usr/bin/kata-agent",
-            stand_in::program(LOADER, &["libc.so.6"], None),
-        ),
+        whole("init"),
+        needs("usr/bin/kata-agent", &["libc.so.6"]),
         program(
             "usr/bin/nvidia-smi",
             stand_in::program(LOADER, &["libc.so.6", "libown.so"], Some("$ORIGIN/../own")),
         ),
-        directory("usr/own"),
-        file(
-            "usr/own/libown.so",
-            stand_in::library(Some("libown.so"), &["libc.so.6"]),
-        ),
+        library("usr/own/libown.so", "libown.so", &["libc.so.6"]),
         program(
             "usr/lib64/ld-linux-x86-64.so.2",
             stand_in::library(Some("ld-linux-x86-64.so.2"), &[]),
         ),
-        file(
+        library(
             "usr/lib64/libc.so.6",
-            stand_in::library(Some("libc.so.6"), &["ld-linux-x86-64.so.2"]),
+            "libc.so.6",
+            &["ld-linux-x86-64.so.2"],
         ),
-        file(
-            &format!("usr/lib64/libcuda.so.{VERSION}"),
-            stand_in::library(Some("libcuda.so.1"), &["libc.so.6"]),
-        ),
-        file(
-            &format!("usr/lib64/libnvidia-ml.so.{VERSION}"),
-            stand_in::library(Some("libnvidia-ml.so.1"), &["libc.so.6"]),
-        ),
-        file(
-            &format!("usr/lib/firmware/nvidia/{VERSION}/gsp_ga10x.bin"),
-            "firmware",
-        ),
-        file(
-            &format!("usr/lib/firmware/nvidia/{VERSION}/gsp_tu10x.bin"),
-            "firmware",
-        ),
+        library(&libcuda(), "libcuda.so.1", &["libc.so.6"]),
+        library(&nvml(), "libnvidia-ml.so.1", &["libc.so.6"]),
+        file(&self::firmware("gsp_ga10x.bin"), "firmware"),
+        file(&self::firmware("gsp_tu10x.bin"), "firmware"),
         file(
             &format!("{modules}/modules.dep"),
             "extra/nvidia-uvm.ko: extra/nvidia.ko extra/ecc.ko\nextra/nvidia.ko: \
@@ -126,32 +106,9 @@ pub fn guest() -> Vec<Made> {
 fn listed() -> Vec<Made> {
     static LIST: OnceLock<Vec<u8>> = OnceLock::new();
     let list = LIST.get_or_init(|| {
-        let dir = TempDir::new("initrd-listed");
-        std::fs::write(dir.0.join("image"), archive(&guest())).unwrap();
-        std::fs::write(dir.0.join("init"), stand_in::library(None, &[])).unwrap();
-        let image = Image::open(&dir.0.join("image")).unwrap();
-        let options = Options {
-            init: dir.0.join("init"),
-            helper: Helper::None,
-            manifest: true,
-            form: None,
-            drop_old: false,
-        };
-        let done = repack(
-            &image,
-            &Tree::new(&image).unwrap(),
-            &options,
-            &Question::default(),
-            &dir.0.join("out"),
-        )
-        .unwrap();
-        let after = Image::open(done.new.written.temporary()).unwrap();
-        let entry = after
-            .entries
-            .iter()
-            .find(|e| e.name == MANIFEST.as_bytes())
-            .unwrap();
-        entry.data.bytes(1 << 20).unwrap()
+        let case = Case::new("listed", &archive(&guest()));
+        let (_, _, tree) = case.repack(|_| ()).unwrap();
+        content(&tree, MANIFEST).unwrap()
     });
     let more = [
         directory("usr/share"),
@@ -195,6 +152,12 @@ impl Broken {
     fn mode(&mut self, name: &str, mode: u32) {
         self.at(name).header.mode = mode;
     }
+    fn add(&mut self, new: Made) {
+        self.0.push(new);
+    }
+    fn report(&self) -> Report {
+        report(&archive(&self.0), &Question::default())
+    }
 }
 
 type Break = fn(&mut Broken);
@@ -207,7 +170,17 @@ fn firmware(name: &str) -> String {
     format!("usr/lib/firmware/nvidia/{VERSION}/{name}")
 }
 
-/// Changes that break one rule alone, in a guest without the list of files.
+fn modules_dep() -> String {
+    format!("usr/lib/modules/{KERNEL}/modules.dep")
+}
+
+fn without_firmware(guest: &mut Broken) {
+    for name in ["gsp_ga10x.bin", "gsp_tu10x.bin"] {
+        guest.remove(&firmware(name));
+    }
+}
+
+/// Changes that break only one rule, in a guest without the list of files.
 const CASES: &[(&str, Break)] = &[
     ("no-init", |g| g.remove("init")),
     ("init-dangling", |g| g.set(link("init", "/bin/NVRC"))),
@@ -230,28 +203,25 @@ const CASES: &[(&str, Break)] = &[
     ("loader-missing", |g| g.set(program("init", "#!/usr/bin\n"))),
     ("loader-missing", |g| {
         g.set(program("init", "#!/usr/bin/sh\n"));
-        g.0.push(file("usr/bin/sh", stand_in::library(None, &[])));
+        g.add(file("usr/bin/sh", stand_in::library(None, &[])));
     }),
     ("loader-missing", |g| {
         g.set(program("init", "#!/usr/bin/sh\n"));
-        g.0.push(program("usr/bin/sh", "text"));
+        g.add(program("usr/bin/sh", "text"));
     }),
     ("loader-missing", |g| {
         g.mode("usr/lib64/ld-linux-x86-64.so.2", 0o100_644);
         g.remove("usr/bin/nvidia-smi");
     }),
     ("library-missing", |g| {
-        g.set(program(
+        g.set(needs(
             "usr/bin/kata-agent",
-            stand_in::program(LOADER, &["libc.so.6", "libseccomp.so.2"], None),
+            &["libc.so.6", "libseccomp.so.2"],
         ))
     }),
     ("library-missing", |g| {
         // One that a library needs.
-        g.set(file(
-            "usr/lib64/libc.so.6",
-            stand_in::library(Some("libc.so.6"), &["libdeep.so"]),
-        ));
+        g.set(library("usr/lib64/libc.so.6", "libc.so.6", &["libdeep.so"]));
         g.remove("usr/bin/nvidia-smi");
     }),
     ("library-missing", |g| {
@@ -260,46 +230,41 @@ const CASES: &[(&str, Break)] = &[
         g.remove("usr/bin/nvidia-smi");
     }),
     ("wrong-machine", |g| {
-        let mut agent = stand_in::library(None, &[]);
-        agent[18] = 183;
-        g.set(program("usr/bin/kata-agent", agent));
+        g.set(whole("usr/bin/kata-agent"));
+        g.at("usr/bin/kata-agent").data[18] = 183;
     }),
     ("program-broken", |g| g.remove("usr/own/libown.so")),
     // A library of one that the program opens when it runs.
     ("program-broken", |g| {
-        g.0.push(program(
-            "usr/bin/kata-gpu-nvml",
-            stand_in::program(LOADER, &["libc.so.6"], None),
-        ));
-        g.0.push(link(
+        g.add(needs("usr/bin/kata-gpu-nvml", &["libc.so.6"]));
+        g.add(link(
             "usr/lib64/libnvidia-ml.so.1",
             &format!("libnvidia-ml.so.{VERSION}"),
         ));
-        let nvml = stand_in::library(Some("libnvidia-ml.so.1"), &["libc.so.6", "libpthread.so.0"]);
-        g.set(file(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"), nvml));
+        g.set(library(
+            &nvml(),
+            "libnvidia-ml.so.1",
+            &["libc.so.6", "libpthread.so.0"],
+        ));
     }),
-    ("no-modules", |g| {
-        g.remove(&format!("usr/lib/modules/{KERNEL}/modules.dep"))
-    }),
+    ("no-modules", |g| g.remove(&modules_dep())),
     ("several-kernels", |g| {
-        g.0.push(directory("usr/lib/modules/6.1.0"));
-        g.0.push(file(
+        let info = format!(
+            "version={VERSION}\0vermagic=6.1.0 SMP\0firmware=nvidia/{VERSION}/gsp_ga10x.bin\0"
+        );
+        g.add(directory("usr/lib/modules/6.1.0"));
+        g.add(file(
             "usr/lib/modules/6.1.0/modules.dep",
             "nvidia.ko:\nnvidia-uvm.ko:\n",
         ));
-        for (name, version) in [("nvidia", VERSION), ("nvidia-uvm", VERSION)] {
-            let info = format!(
-                "version={version}\0vermagic=6.1.0 SMP\0firmware=nvidia/{VERSION}/gsp_ga10x.bin\0"
-            );
-            g.0.push(file(
-                &format!("usr/lib/modules/6.1.0/{name}.ko"),
-                stand_in::module(info.as_bytes()),
-            ));
+        for name in ["nvidia", "nvidia-uvm"] {
+            let path = format!("usr/lib/modules/6.1.0/{name}.ko");
+            g.add(file(&path, stand_in::module(info.as_bytes())));
         }
     }),
     ("no-driver", |g| {
         g.set(file(
-            &format!("usr/lib/modules/{KERNEL}/modules.dep"),
+            &modules_dep(),
             "extra/nvidia.ko: extra/ecc.ko\nextra/ecc.ko:\n",
         ))
     }),
@@ -319,47 +284,31 @@ const CASES: &[(&str, Break)] = &[
     ("module-versions", |g| {
         g.set(file(&extra("nvidia-uvm.ko"), module(Some("580.95.05"), "")))
     }),
-    ("no-firmware", |g| {
-        ["gsp_ga10x.bin", "gsp_tu10x.bin"]
-            .iter()
-            .for_each(|name| g.remove(&firmware(name)))
-    }),
+    ("no-firmware", without_firmware),
     ("no-firmware", |g| {
         // A module that does not say which it needs.
         g.set(file(&extra("nvidia.ko"), module(Some(VERSION), "")));
-        ["gsp_ga10x.bin", "gsp_tu10x.bin"]
-            .iter()
-            .for_each(|name| g.remove(&firmware(name)));
+        without_firmware(g);
     }),
     ("firmware-partial", |g| g.remove(&firmware("gsp_tu10x.bin"))),
     ("firmware-partial", |g| {
         g.at(&firmware("gsp_tu10x.bin")).name.extend(b".xz")
     }),
-    ("no-libcuda", |g| {
-        g.remove(&format!("usr/lib64/libcuda.so.{VERSION}"))
-    }),
-    ("no-nvml", |g| {
-        g.remove(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"))
-    }),
+    ("no-libcuda", |g| g.remove(&libcuda())),
+    ("no-nvml", |g| g.remove(&nvml())),
     ("version-differs", |g| {
-        g.at(&format!("usr/lib64/libnvidia-ml.so.{VERSION}")).name =
-            b"usr/lib64/libnvidia-ml.so.580.95.05".to_vec()
+        g.at(&nvml()).name = b"usr/lib64/libnvidia-ml.so.580.95.05".to_vec()
     }),
     ("service-broken", |g| {
-        g.0.push(program(
-            "usr/bin/nv-fabricmanager",
-            stand_in::program(LOADER, &["libc.so.6"], None),
-        ))
+        g.add(needs("usr/bin/nv-fabricmanager", &["libc.so.6"]))
     }),
     ("service-differs", |g| {
-        g.0.push(program(
-            "usr/bin/nvidia-persistenced",
-            stand_in::program(LOADER, &["libc.so.6"], None),
-        ));
-        g.0.push(file("etc/netconfig", ""));
-        g.0.push(file(
+        g.add(needs("usr/bin/nvidia-persistenced", &["libc.so.6"]));
+        g.add(file("etc/netconfig", ""));
+        g.add(library(
             "usr/lib64/libnvidia-cfg.so.1",
-            stand_in::library(Some("libnvidia-cfg.so.1"), &[]),
+            "libnvidia-cfg.so.1",
+            &[],
         ));
     }),
     ("var-run", |g| g.remove("var/run")),
@@ -387,21 +336,6 @@ const CASES: &[(&str, Break)] = &[
         ))
     }),
 ];
-
-#[test]
-fn a_script_interpreted_by_a_script_starts_as_in_the_kernel() {
-    let mut good = Broken(guest());
-    good.set(program("init", "#!/usr/bin/1 -x\n"));
-    good.0.push(program("usr/bin/1", "#! /usr/bin/2\n"));
-    good.0
-        .push(program("usr/bin/2", stand_in::library(None, &[])));
-    let report = report(&archive(&good.0), &Question::default());
-    assert!(
-        report.boots() && report.init.linked == "script",
-        "{:#?}",
-        report.findings
-    );
-}
 
 #[test]
 fn a_guest_that_boots_has_no_finding() {
@@ -437,7 +371,7 @@ fn every_rule_is_broken_alone_by_what_is_meant() {
     for (index, (rule, change)) in CASES.iter().enumerate() {
         let mut broken = Broken(guest());
         change(&mut broken);
-        let report = report(&archive(&broken.0), &Question::default());
+        let report = broken.report();
         let mut found = rules(&report);
         assert!(found.remove("no-manifest"), "case {index}: {rule}");
         assert_eq!(
@@ -450,61 +384,40 @@ fn every_rule_is_broken_alone_by_what_is_meant() {
         assert_eq!(report.boots(), severity != Severity::Error, "{rule}");
         seen.insert(rule);
     }
-    // Rules about more than one file.
-    let alone = |bytes: &[u8], question: &Question| {
-        rules(&report(bytes, question))
-            .into_iter()
-            .collect::<Vec<_>>()
-    };
-    let asked = |release: &str| Question {
-        release: Some(release.into()),
-        ..Question::default()
-    };
-    let good = archive(&listed());
-    // Without the modules, the driver's version is the libraries'.
-    assert_eq!(alone(&good, &asked("6.1.0")), ["other-kernel"]);
-    assert_eq!(alone(&gzip(&good), &Question::default()), ["compressed"]);
-    assert_eq!(
-        alone(&entries(&listed()), &Question::default()),
-        ["no-trailer"]
-    );
-    assert_eq!(
-        alone(&archive(&guest()), &Question::default()),
-        ["no-manifest"]
-    );
-    let mut stale = Broken(listed());
-    stale.set(file(&firmware("gsp_tu10x.bin"), "longer firmware"));
-    assert_eq!(
-        alone(&archive(&stale.0), &Question::default()),
-        ["manifest-stale"]
-    );
-    stale.set(file(MANIFEST, "{}"));
-    assert_eq!(
-        alone(&archive(&stale.0), &Question::default()),
-        ["manifest-stale"]
-    );
+    // Rules about more than one file, and about the question.
+    let plain = Question::default();
     let of = |topology, confidential| Question {
         topologies: vec![topology],
         confidential,
         ..Question::default()
     };
-    assert_eq!(
-        alone(&good, &of(Topology::HopperFabric, false)),
-        ["service-missing"]
-    );
-    assert_eq!(alone(&good, &of(Topology::Gpus, true)), ["service-wanted"]);
-    assert_eq!(
-        alone(&archive(&without_driver().0), &Question::default()),
-        ["driver-elsewhere"]
-    );
-    seen.extend([
-        "other-kernel",
-        "compressed",
-        "no-trailer",
-        "no-manifest",
-        "manifest-stale",
-    ]);
-    seen.extend(["service-missing", "service-wanted", "driver-elsewhere"]);
+    let asked = Question {
+        release: Some("6.1.0".into()),
+        ..Question::default()
+    };
+    let good = archive(&listed());
+    let (mut stale, mut broken) = (Broken(listed()), Broken(listed()));
+    stale.set(file(&firmware("gsp_tu10x.bin"), "longer firmware"));
+    broken.set(file(MANIFEST, "{}"));
+    for (rule, bytes, question) in [
+        // Without the modules, the driver's version is the libraries'.
+        ("other-kernel", good.clone(), &asked),
+        ("compressed", gzip(&good), &plain),
+        ("no-trailer", entries(&listed()), &plain),
+        ("no-manifest", archive(&guest()), &plain),
+        ("manifest-stale", archive(&stale.0), &plain),
+        ("manifest-stale", archive(&broken.0), &plain),
+        (
+            "service-missing",
+            good.clone(),
+            &of(Topology::HopperFabric, false),
+        ),
+        ("service-wanted", good, &of(Topology::Gpus, true)),
+        ("driver-elsewhere", archive(&without_driver().0), &plain),
+    ] {
+        assert_eq!(rules(&report(&bytes, question)), BTreeSet::from([rule]));
+        seen.insert(rule);
+    }
     let all: BTreeSet<&str> = RULES.iter().map(|r| r.name).collect();
     assert_eq!(seen, all, "every rule has a case");
 }
@@ -523,7 +436,7 @@ fn without_driver() -> Broken {
 #[test]
 fn an_image_without_a_driver_boots_and_names_its_source() {
     let base = without_driver();
-    let reported = report(&archive(&base.0), &Question::default());
+    let reported = base.report();
     assert!(
         reported.boots() && reported.driver_elsewhere && reported.services.is_none(),
         "{:#?}",
@@ -545,8 +458,8 @@ fn an_image_without_a_driver_boots_and_names_its_source() {
     .enumerate()
     {
         let mut broken = Broken(base.0.clone());
-        broken.0.push(part);
-        let reported = report(&archive(&broken.0), &Question::default());
+        broken.add(part);
+        let reported = broken.report();
         assert!(
             !reported.boots() && !reported.driver_elsewhere,
             "case {index}: {:#?}",
@@ -565,60 +478,49 @@ fn an_image_without_a_driver_boots_and_names_its_source() {
     );
 }
 
+fn modules_builtin() -> String {
+    format!("usr/lib/modules/{KERNEL}/modules.builtin")
+}
+
 /// A guest whose image has every service of the table, whole.
 fn serviced() -> Broken {
     let mut made = guest();
-    let mut put = |path: &str, bytes: Vec<u8>, mode: u32| {
+    let mut put = |new: Made| {
+        let path = String::from_utf8(new.name.clone()).unwrap();
         for (at, _) in path.match_indices('/') {
             if made.iter().all(|m| m.name != path.as_bytes()[..at]) {
                 made.push(directory(&path[..at]));
             }
         }
-        made.push(self::made(path, mode, bytes));
+        made.push(new);
     };
     let mut accounts = String::new();
     for service in &SERVICES {
-        put(
-            service.programs[0],
-            stand_in::program(LOADER, &["libc.so.6"], None),
-            0o100_755,
-        );
-        service.opens.iter().for_each(|library| {
-            put(
-                &format!("usr/lib64/{library}"),
-                stand_in::library(Some(library), &[]),
-                0o100_644,
-            )
-        });
-        service
-            .files
-            .iter()
-            .for_each(|path| put(path, Vec::new(), 0o100_644));
-        package(service.name)
-            .iter()
-            .for_each(|path| put(path, b"KEY=VALUE\n".to_vec(), 0o100_644));
-        service
-            .accounts()
-            .iter()
-            .for_each(|account| accounts += &format!("{account}:x:143:143::/:/bin/false\n"));
+        put(needs(service.programs[0], &["libc.so.6"]));
+        for name in service.opens {
+            put(library(&format!("usr/lib64/{name}"), name, &[]));
+        }
+        service.files.iter().for_each(|path| put(file(path, "")));
+        if let Some(path) = package(service.name) {
+            put(file(path, "KEY=VALUE\n"));
+        }
+        for account in &service.accounts() {
+            accounts += &format!("{account}:x:143:143::/:/bin/false\n");
+        }
     }
-    put("etc/passwd", accounts.into_bytes(), 0o100_644);
+    put(file("etc/passwd", accounts));
     let builtin = SERVICES
         .iter()
         .flat_map(|service| service.modules)
         .map(|module| format!("kernel/{module}.ko\n"))
         .collect::<String>();
-    put(
-        &format!("usr/lib/modules/{KERNEL}/modules.builtin"),
-        builtin.into_bytes(),
-        0o100_644,
-    );
+    put(file(&modules_builtin(), builtin));
     Broken(made)
 }
 
 #[test]
 fn verify_lists_the_services_of_each_topology_and_what_lacks() {
-    let whole = report(&archive(&serviced().0), &Question::default());
+    let whole = serviced().report();
     let services = whole.services.as_ref().unwrap();
     assert_eq!(
         (rules(&whole), services.lacking()),
@@ -627,10 +529,8 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
         whole.findings
     );
     let text = verify_text::page(&whole, &Screen::PLAIN);
-    let rows: BTreeSet<String> = text
-        .lines()
-        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
-        .collect();
+    let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+    let rows: BTreeSet<String> = text.lines().map(words).collect();
     for row in [
         "none none are started",
         "gpus, confidential starts persistenced",
@@ -642,65 +542,52 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
         assert!(rows.contains(row), "{row}:\n{text}");
     }
     // Each thing in turn; the topologies that need the service lack it, and the others do not.
-    type Cut = fn(&mut Broken);
+    let fabric_manager = "usr/bin/nv-fabricmanager";
+    let configuration = "usr/share/nvidia/nvswitch/fabricmanager.cfg";
+    type Cut<'a> = &'a dyn Fn(&mut Broken);
     let cuts: &[(Cut, Name, &str)] = &[
         (
-            |g| g.remove("usr/bin/nv-fabricmanager"),
+            &|g| g.remove(fabric_manager),
             Name::FabricManager,
             "no /usr/bin/nv-fabricmanager",
         ),
         (
-            |g| g.remove("usr/share/nvidia/nvswitch/fabricmanager.cfg"),
+            &|g| g.remove(configuration),
             Name::FabricManager,
             "no configuration /usr/share/nvidia/nvswitch/fabricmanager.cfg",
         ),
         (
-            |g| {
-                g.set(file(
-                    "usr/share/nvidia/nvswitch/fabricmanager.cfg",
-                    "#!/bin/sh\nexec\n",
-                ))
-            },
+            &|g| g.set(file(configuration, "#!/bin/sh\nexec\n")),
             Name::FabricManager,
             "line 2: neither KEY=VALUE",
         ),
         (
-            |g| g.mode("usr/bin/nv-fabricmanager", 0o100_644),
+            &|g| g.mode(fabric_manager, 0o100_644),
             Name::FabricManager,
             "not executable, mode 0644",
         ),
         (
-            |g| {
-                g.set(program(
-                    "usr/bin/nv-fabricmanager",
-                    stand_in::program(LOADER, &["libgone.so.1"], None),
-                ))
-            },
+            &|g| g.set(needs(fabric_manager, &["libgone.so.1"])),
             Name::FabricManager,
             "library-missing: libgone.so.1",
         ),
         (
-            |g| g.remove("usr/lib64/libnvidia-cfg.so.1"),
+            &|g| g.remove("usr/lib64/libnvidia-cfg.so.1"),
             Name::Persistenced,
             "library libnvidia-cfg.so.1, which it opens when it runs",
         ),
         (
-            |g| g.remove("etc/netconfig"),
+            &|g| g.remove("etc/netconfig"),
             Name::Persistenced,
             "no /etc/netconfig, without which it fails",
         ),
         (
-            |g| g.remove("opt/nvidia/nvlsm/sbin/nvlsm"),
+            &|g| g.remove("opt/nvidia/nvlsm/sbin/nvlsm"),
             Name::Nvlsm,
             "no /opt/nvidia/nvlsm/sbin/nvlsm, /usr/bin/nvlsm",
         ),
         (
-            |g| {
-                g.set(file(
-                    &format!("usr/lib/modules/{KERNEL}/modules.builtin"),
-                    "kernel/mlx5_ib.ko\n",
-                ))
-            },
+            &|g| g.set(file(&modules_builtin(), "kernel/mlx5_ib.ko\n")),
             Name::Nvlsm,
             "kernel modules ib_umad are neither in the image nor built in",
         ),
@@ -752,7 +639,7 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
     // Accounts: the service starts all the same, as root.
     let mut broken = serviced();
     broken.set(file("etc/passwd", "root:x:0:0::/:/bin/sh\n"));
-    let reported = report(&archive(&broken.0), &Question::default());
+    let reported = broken.report();
     assert_eq!(
         rules(&reported),
         BTreeSet::from(["no-manifest", "service-differs"])
@@ -771,8 +658,14 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
 fn what_is_nearly_wrong_is_right() {
     let rights: &[Break] = &[
         |g| g.set(link("var/run", "/run")),
+        // A script interpreted by a script starts as in the kernel.
+        |g| {
+            g.set(program("init", "#!/usr/bin/1 -x\n"));
+            g.add(program("usr/bin/1", "#! /usr/bin/2\n"));
+            g.add(whole("usr/bin/2"));
+        },
         |g| g.remove("run"),
-        |g| g.0.push(link("dev/ptmx", "pts/ptmx")),
+        |g| g.add(link("dev/ptmx", "pts/ptmx")),
         |g| {
             let mut ptmx = made("dev/ptmx", 0o020_666, "");
             ptmx.header.rdev = (5, 2);
@@ -785,7 +678,7 @@ fn what_is_nearly_wrong_is_right() {
                 directory("sbin"),
                 link("sbin/init", "../bin/NVRC"),
                 directory("bin"),
-                program("bin/NVRC", stand_in::library(None, &[])),
+                whole("bin/NVRC"),
             ]);
         },
         // CUDA's libraries for older drivers.
@@ -797,16 +690,15 @@ fn what_is_nearly_wrong_is_right() {
         },
         |g| {
             let path = format!("/{}", extra("ecc.ko"));
-            g.set(file(
-                &format!("usr/lib/modules/{KERNEL}/modules.dep"),
-                format!("extra/nvidia.ko: {path}\nextra/nvidia-uvm.ko: extra/nvidia.ko\n{path}:\n"),
-            ));
+            let lines =
+                format!("extra/nvidia.ko: {path}\nextra/nvidia-uvm.ko: extra/nvidia.ko\n{path}:\n");
+            g.set(file(&modules_dep(), lines));
         },
     ];
     for (index, change) in rights.iter().enumerate() {
         let mut guest = Broken(guest());
         change(&mut guest);
-        let report = report(&archive(&guest.0), &Question::default());
+        let report = guest.report();
         assert_eq!(
             rules(&report),
             BTreeSet::from(["no-manifest"]),
@@ -820,15 +712,8 @@ fn what_is_nearly_wrong_is_right() {
 fn another_init_and_a_driver_from_elsewhere_can_be_asked_for() {
     let mut guest = Broken(guest());
     guest.remove("init");
-    guest.0.extend([
-        directory("sbin"),
-        program("sbin/init", stand_in::library(None, &[])),
-    ]);
-    for name in [
-        format!("usr/lib64/libcuda.so.{VERSION}"),
-        format!("usr/lib64/libnvidia-ml.so.{VERSION}"),
-        firmware("gsp_ga10x.bin"),
-    ] {
+    guest.0.extend([directory("sbin"), whole("sbin/init")]);
+    for name in [libcuda(), nvml(), firmware("gsp_ga10x.bin")] {
         guest.remove(&name);
     }
     let bytes = archive(&guest.0);
@@ -851,8 +736,8 @@ fn another_init_and_a_driver_from_elsewhere_can_be_asked_for() {
 fn the_page_says_what_the_report_holds_and_fits_a_terminal() {
     let mut broken = Broken(guest());
     broken.remove("usr/bin/kata-agent");
-    (0..9).for_each(|n| broken.0.push(made(&format!("etc/{n}"), 0o104_755, "")));
-    let report = report(&archive(&broken.0), &Question::default());
+    (0..9).for_each(|n| broken.add(made(&format!("etc/{n}"), 0o104_755, "")));
+    let report = broken.report();
     let text = verify_text::page(&report, &Screen::PLAIN);
     for part in [
         "error   no-agent  /usr/bin/kata-agent",

@@ -2,13 +2,13 @@
 //! quoting, directories that cannot be written.
 
 use crate::install::{World, done, from_words, toml_of};
+use crate::{assert_printable, chmod, link, make_dir, remove, write};
 use kata_gpu_boot::install::say;
-use kata_gpu_image::install::drop_in_file;
+use kata_gpu_image::install::{Report, drop_in_file};
 use kata_gpu_image::kata::merge::Runtime;
 use nix::sys::stat::Mode;
 use nix::unistd::{Uid, mkfifo, setfsuid};
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
@@ -19,14 +19,17 @@ type Do<T> = dyn Fn(&T);
 /// A text, changed.
 type Change = dyn Fn(&str) -> String;
 
-fn text(world: &World, runtime: Runtime, key: &str) -> String {
-    world
-        .effective(runtime)
-        .get(&["hypervisor", "qemu", key])
-        .unwrap()
-        .as_str()
-        .unwrap()
-        .to_string()
+fn text(world: &World, key: &str) -> String {
+    world.key(Runtime::Go, "qemu", key)
+}
+
+/// It ends with this status, and says so with these texts.
+#[track_caller]
+fn fails(said: &Report, code: u8, texts: &[&str]) {
+    assert_eq!(said.code, code, "{said:?}");
+    for text in texts {
+        assert!(said.err.contains(text), "no {text:?} in {}", said.err);
+    }
 }
 
 #[test]
@@ -36,7 +39,7 @@ fn a_linked_configuration_is_changed_where_the_runtime_looks() {
     let old = world
         .root()
         .join("opt/kata/share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml");
-    symlink(&world.config, &old).unwrap();
+    link(&world.config, &old);
     let words = [
         "--kata-config",
         old.to_str().unwrap(),
@@ -77,19 +80,19 @@ fn a_drop_in_of_our_name_that_is_none_of_ours_is_left_alone() {
         ),
         (
             "a link",
-            &|w| symlink(w.drop_in("../../target", foreign), w.ours()).unwrap(),
+            &|w| link(w.drop_in("../../target", foreign), w.ours()),
             true,
             "is a symbolic link",
         ),
         (
             "a dangling link",
-            &|w| symlink("/nonexistent", w.ours()).unwrap(),
+            &|w| link("/nonexistent", w.ours()),
             true,
             "is a symbolic link",
         ),
         (
             "a directory",
-            &|w| fs::create_dir(w.ours()).unwrap(),
+            &|w| make_dir(w.ours()),
             false,
             "is not a file",
         ),
@@ -103,16 +106,11 @@ fn a_drop_in_of_our_name_that_is_none_of_ours_is_left_alone() {
     ];
     for (name, make, forcible, why) in cases {
         let world = World::new("own", GO);
-        fs::create_dir(world.config_d()).unwrap();
+        make_dir(world.config_d());
         make(&world);
         let before = world.snapshot();
         for said in [world.install_initrd(&[]), world.remove(&[])] {
-            assert_eq!(said.code, 1, "{name}: {}", said.out);
-            assert!(
-                said.err.contains(why) && said.err.contains("60-kata-gpu-init.toml"),
-                "{name}: {}",
-                said.err
-            );
+            fails(&said, 1, &[why, "60-kata-gpu-init.toml"]);
             assert_eq!(world.snapshot(), before, "{name}");
         }
         assert_eq!(
@@ -127,10 +125,7 @@ fn a_drop_in_of_our_name_that_is_none_of_ours_is_left_alone() {
                 "{name}"
             );
             let target = world.config_d().join("../../target");
-            assert!(
-                !target.exists() || fs::read_to_string(target).unwrap() == foreign,
-                "{name}"
-            );
+            assert!(!target.exists() || crate::text(target) == foreign, "{name}");
         }
     }
 }
@@ -139,22 +134,16 @@ fn a_drop_in_of_our_name_that_is_none_of_ours_is_left_alone() {
 fn an_edited_file_of_ours_is_replaced_or_removed_only_by_force() {
     let world = World::new("edited", GO);
     done(&world.install_initrd(&["--param", "gpuinit.log=debug"]));
-    let edited = fs::read_to_string(world.ours()).unwrap() + "default_memory = 4096\n";
+    let edited = crate::text(world.ours()) + "default_memory = 4096\n";
     for forced in ["install", "uninstall"] {
-        fs::write(world.ours(), &edited).unwrap();
+        write(world.ours(), &edited);
         for said in [world.install_initrd(&[]), world.remove(&[])] {
-            assert_eq!(said.code, 1, "{}", said.out);
-            assert!(
-                said.err.contains("was edited since it was written")
-                    && said.err.contains("--force"),
-                "{}",
-                said.err
-            );
-            assert_eq!(fs::read_to_string(world.ours()).unwrap(), edited);
+            fails(&said, 1, &["was edited since it was written", "--force"]);
+            assert_eq!(crate::text(world.ours()), edited);
         }
         if forced == "install" {
             assert_eq!(world.install_initrd(&["--force"]).code, 0);
-            let text = fs::read_to_string(world.ours()).unwrap();
+            let text = crate::text(world.ours());
             assert!(
                 !text.contains("default_memory") && text.contains("gpuinit.log=debug"),
                 "{text}"
@@ -169,12 +158,7 @@ fn an_edited_file_of_ours_is_replaced_or_removed_only_by_force() {
 #[test]
 fn entries_of_config_d_that_break_the_runtime_are_named() {
     let cases: &[(&str, &str, &Do<Path>, &str)] = &[
-        (
-            "a directory",
-            GO,
-            &|p| fs::create_dir(p).unwrap(),
-            "not a regular file",
-        ),
+        ("a directory", GO, &|p| make_dir(p), "not a regular file"),
         (
             "a FIFO, which must not hold us up",
             GO,
@@ -184,31 +168,31 @@ fn entries_of_config_d_that_break_the_runtime_are_named() {
         (
             "a dangling link",
             GO,
-            &|p| symlink("/nonexistent", p).unwrap(),
+            &|p| link("/nonexistent", p),
             "read: ",
         ),
         (
             "a link that only Go follows",
             "rust-qemu-nvidia-gpu",
-            &|p| symlink("/dev/null", p).unwrap(),
+            &|p| link("/dev/null", p),
             "40-x",
         ),
         (
             "not UTF-8",
             GO,
-            &|p| fs::write(p, b"a = '\xff'").unwrap(),
+            &|p| write(p, b"a = '\xff'"),
             "not UTF-8 from byte 5 on",
         ),
         (
             "UTF-16",
             GO,
-            &|p| fs::write(p, b"\xff\xfea\0=\0\x31\0").unwrap(),
+            &|p| write(p, b"\xff\xfea\0=\0\x31\0"),
             "not UTF-8 from byte 0 on",
         ),
         (
             "endless",
             GO,
-            &|p| symlink("/dev/zero", p).unwrap(),
+            &|p| link("/dev/zero", p),
             "not a regular file",
         ),
         (
@@ -220,26 +204,24 @@ fn entries_of_config_d_that_break_the_runtime_are_named() {
         (
             "deep",
             GO,
-            &|p| fs::write(p, format!("a = {}", "[".repeat(100_000))).unwrap(),
+            &|p| write(p, format!("a = {}", "[".repeat(100_000))),
             "not TOML: line 1",
         ),
         (
             "twice the same key",
             GO,
-            &|p| fs::write(p, "[a]\nb = 1\nb = 2\n").unwrap(),
+            &|p| write(p, "[a]\nb = 1\nb = 2\n"),
             "not TOML: line 3",
         ),
     ];
     for (name, fixture, make, why) in cases {
         let world = World::new("entries", fixture);
-        fs::create_dir(world.config_d()).unwrap();
+        make_dir(world.config_d());
         make(&world.config_d().join("40-x"));
-        let said = world.install_initrd(&["--force"]);
-        assert_eq!(said.code, 1, "{name}: {}", said.out);
-        assert!(
-            said.err.contains("config.d/40-x: ") && said.err.contains(why),
-            "{name}: {}",
-            said.err
+        fails(
+            &world.install_initrd(&["--force"]),
+            1,
+            &["config.d/40-x: ", why],
         );
         assert!(!world.ours().exists(), "{name}");
     }
@@ -249,30 +231,25 @@ fn entries_of_config_d_that_break_the_runtime_are_named() {
 fn a_link_in_config_d_is_refused_for_runtime_rs_alone() {
     for (fixture, code) in [(GO, 0), ("rust-qemu-nvidia-gpu", 1)] {
         let world = World::new("dir-link", fixture);
-        fs::create_dir(world.config_d()).unwrap();
-        fs::write(
-            world.root().join("elsewhere.toml"),
+        make_dir(world.config_d());
+        let target = world.root().join("elsewhere.toml");
+        write(
+            &target,
             "[hypervisor.qemu]\nkernel_params = \"from=elsewhere\"\n",
-        )
-        .unwrap();
-        symlink(
-            world.root().join("elsewhere.toml"),
-            world.config_d().join("40-x.toml"),
-        )
-        .unwrap();
+        );
+        link(target, world.config_d().join("40-x.toml"));
         let said = world.install_initrd(&["--param", "gpuinit.log=off"]);
-        assert_eq!(said.code, code, "{}", said.err);
         if code == 0 {
+            done(&said);
             assert_eq!(
-                text(&world, Runtime::Go, "kernel_params"),
+                text(&world, "kernel_params"),
                 "from=elsewhere gpuinit.log=off"
             );
         } else {
-            assert!(
-                said.err
-                    .contains("40-x.toml: is a symbolic link, which runtime-rs refuses"),
-                "{}",
-                said.err
+            fails(
+                &said,
+                code,
+                &["40-x.toml: is a symbolic link, which runtime-rs refuses"],
             );
         }
     }
@@ -303,19 +280,19 @@ fn odd_encodings_and_quotes_are_read_as_by_the_runtimes() {
     ];
     for (name, change) in cases {
         let world = World::new("odd", GO);
-        let original = fs::read_to_string(&world.config).unwrap();
+        let original = crate::text(&world.config);
         let changed = change(&original);
         assert_ne!(changed, original, "{name}");
-        fs::write(&world.config, &changed).unwrap();
+        write(&world.config, &changed);
         done(&world.install_initrd(&["--param", "gpuinit.log=off"]));
-        assert_eq!(text(&world, Runtime::Go, "image"), "", "{name}");
-        let params = text(&world, Runtime::Go, "kernel_params");
+        assert_eq!(text(&world, "image"), "", "{name}");
+        let params = text(&world, "kernel_params");
         assert_eq!(
             params, "cgroup_no_v1=all pci=realloc pci=nocrs pci=assign-busses gpuinit.log=off",
             "{name}"
         );
         assert_eq!(
-            fs::read_to_string(&world.config).unwrap(),
+            crate::text(&world.config),
             changed,
             "{name}: the configuration itself is never touched"
         );
@@ -329,7 +306,7 @@ fn kernel_parameters_of_two_kilobytes_pass_and_longer_fail() {
     let world = World::new("long", GO);
     world.edit("cgroup_no_v1=all", fill(58).trim_end());
     done(&world.install_initrd(&["--param", "gpuinit.log=off"]));
-    let params = text(&world, Runtime::Go, "kernel_params");
+    let params = text(&world, "kernel_params");
     assert!(
         params.len() > 1700
             && params.contains("w057=\"a b xx")
@@ -340,14 +317,7 @@ fn kernel_parameters_of_two_kilobytes_pass_and_longer_fail() {
     let world = World::new("longer", GO);
     world.edit("cgroup_no_v1=all", fill(70).trim_end());
     let said = world.install_initrd(&[]);
-    assert!(
-        said.code == 1
-            && said
-                .err
-                .contains("the kernel cuts its command line at 2047"),
-        "{}",
-        said.err
-    );
+    fails(&said, 1, &["the kernel cuts its command line at 2047"]);
     assert!(
         said.err.lines().all(|line| line.len() < 500),
         "a line a person can read: {}",
@@ -364,29 +334,15 @@ fn values_of_the_configuration_cannot_write_to_the_terminal() {
     );
     world.edit("agent.kata", "agent.\"\\u001b[31m\"");
     let said = world.install_initrd(&["--dry-run"]);
-    assert!(
-        done(&said)
-            .chars()
-            .all(|c| c == '\n' || (' '..='~').contains(&c)),
-        "{:?}",
-        said.out
-    );
+    assert_printable(done(&said));
     world.edit("enable_template = false", "enable_template = true");
     world.drop_in(
         "99-\u{1b}[2J.toml",
         "[hypervisor.qemu]\nimage = \"\\u001b[2J\"\n",
     );
     let said = world.install_initrd(&[]);
-    assert!(
-        said.code == 1
-            && said
-                .err
-                .chars()
-                .all(|c| c == '\n' || (' '..='~').contains(&c)),
-        "{:?}",
-        said.err
-    );
-    assert!(said.err.contains("99-\\x1b[2J.toml"), "{}", said.err);
+    fails(&said, 1, &["99-\\x1b[2J.toml"]);
+    assert_printable(&said.err);
 }
 
 #[test]
@@ -395,15 +351,11 @@ fn an_initrd_path_with_quotes_and_blanks_is_written_unchanged() {
     let odd = world.root().join("a \"b\" \\ 'c' # é.cpio");
     fs::copy(&world.initrd, &odd).unwrap();
     done(&world.install(&["--initrd", odd.to_str().unwrap()]));
-    assert_eq!(text(&world, Runtime::Go, "initrd"), odd.to_str().unwrap());
+    assert_eq!(text(&world, "initrd"), odd.to_str().unwrap());
     let bad = world.root().join("a\nimage = x.cpio");
     fs::copy(&world.initrd, &bad).unwrap();
     let said = world.install(&["--initrd", bad.to_str().unwrap()]);
-    assert!(
-        said.code == 1 && said.err.contains("control characters"),
-        "{}",
-        said.err
-    );
+    fails(&said, 1, &["control characters"]);
 }
 
 #[test]
@@ -415,7 +367,7 @@ fn a_relative_path_becomes_absolute() {
         world.initrd.to_str().unwrap().trim_start_matches('/')
     );
     done(&world.install(&["--initrd", &relative]));
-    assert!(text(&world, Runtime::Go, "initrd").starts_with('/'));
+    assert!(text(&world, "initrd").starts_with('/'));
 }
 
 /// Runs as somebody who may not write here: a thread has file system credentials of its own.
@@ -434,41 +386,25 @@ fn as_nobody<T: Send>(run: impl FnOnce() -> T + Send) -> T {
 fn an_unwritable_directory_is_reported_with_the_cure_and_kept() {
     let world = World::new("read-only", GO);
     let dir = world.config.parent().unwrap();
-    fs::set_permissions(dir, fs::Permissions::from_mode(0o555)).unwrap();
+    chmod(dir, 0o555);
     let before = world.snapshot();
     let said = as_nobody(|| world.install_initrd(&[]));
-    assert_eq!(said.code, 2, "{}", said.out);
-    assert!(
-        said.err.contains("ermission denied") && said.err.contains("run it as root"),
-        "{}",
-        said.err
-    );
+    fails(&said, 2, &["ermission denied", "run it as root"]);
     assert_eq!(world.snapshot(), before);
-    fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).unwrap();
+    chmod(dir, 0o755);
     done(&world.install_initrd(&[]));
-    fs::set_permissions(world.config_d(), fs::Permissions::from_mode(0o555)).unwrap();
-    let said = as_nobody(|| world.remove(&[]));
-    assert!(
-        said.code == 2 && said.err.contains("run it as root") && world.ours().exists(),
-        "{}",
-        said.err
-    );
-    fs::set_permissions(world.config_d(), fs::Permissions::from_mode(0o755)).unwrap();
+    chmod(world.config_d(), 0o555);
+    fails(&as_nobody(|| world.remove(&[])), 2, &["run it as root"]);
+    assert!(world.ours().exists());
+    chmod(world.config_d(), 0o755);
 }
 
 #[test]
 fn an_unreadable_configuration_is_named_with_the_cure() {
     let world = World::new("unreadable", GO);
-    fs::set_permissions(&world.config, fs::Permissions::from_mode(0o000)).unwrap();
-    let said = as_nobody(|| world.install_initrd(&[]));
-    assert!(
-        said.code == 1
-            && said
-                .err
-                .contains("configuration-qemu-nvidia-gpu.toml: read: Permission denied"),
-        "{}",
-        said.err
-    );
+    chmod(&world.config, 0o000);
+    let why = "configuration-qemu-nvidia-gpu.toml: read: Permission denied";
+    fails(&as_nobody(|| world.install_initrd(&[])), 1, &[why]);
 }
 
 #[test]
@@ -476,11 +412,7 @@ fn two_installs_at_once_do_not_mix() {
     let world = World::new("lock", GO);
     let held = drop_in_file::lock(world.config.parent().unwrap()).unwrap();
     for said in [world.install_initrd(&[]), world.remove(&[])] {
-        assert!(
-            said.code == 2 && said.err.contains("another install is at work"),
-            "{}",
-            said.err
-        );
+        fails(&said, 2, &["another install is at work"]);
     }
     assert_eq!(
         world.install_initrd(&["--dry-run"]).code,
@@ -500,12 +432,8 @@ fn readers_see_the_old_or_the_new_file_and_never_a_piece() {
         let reader = scope.spawn(|| {
             let mut looks = 0;
             while !over.load(std::sync::atomic::Ordering::Relaxed) {
-                let names: Vec<_> = fs::read_dir(world.config_d())
-                    .unwrap()
-                    .map(|entry| entry.unwrap().file_name())
-                    .collect();
-                assert_eq!(names, ["60-kata-gpu-init.toml"]);
-                let table = toml_of(&fs::read(world.ours()).unwrap());
+                assert_eq!(crate::names(world.config_d()), ["60-kata-gpu-init.toml"]);
+                let table = toml_of(&crate::bytes(world.ours()));
                 assert_eq!(table["hypervisor"]["qemu"]["image"].as_str(), Some(""));
                 looks += 1;
             }
@@ -541,7 +469,7 @@ fn a_file_that_changes_while_it_is_looked_at_is_seen() {
         ),
         (
             "a drop-in that goes",
-            &|w| fs::remove_file(w.config_d().join("10-a.toml")).unwrap(),
+            &|w| remove(w.config_d().join("10-a.toml")),
             "10-a.toml",
         ),
         (
@@ -556,7 +484,7 @@ fn a_file_that_changes_while_it_is_looked_at_is_seen() {
         ),
         (
             "gone",
-            &|w| fs::remove_file(&w.config).unwrap(),
+            &|w| remove(&w.config),
             "configuration-qemu-nvidia-gpu.toml",
         ),
     ];
@@ -578,10 +506,10 @@ fn leftovers_of_an_interrupted_install_do_not_stop_the_next() {
     let world = World::new("left-over", GO);
     let left = world.config.with_file_name(".60-kata-gpu-init.toml.new");
     let victim = world.root().join("victim");
-    fs::write(&victim, "precious").unwrap();
-    symlink(&victim, &left).unwrap();
+    write(&victim, "precious");
+    link(&victim, &left);
     done(&world.install_initrd(&[]));
-    assert_eq!(fs::read_to_string(&victim).unwrap(), "precious");
+    assert_eq!(crate::text(&victim), "precious");
     assert!(
         fs::symlink_metadata(&left).is_err()
             && fs::symlink_metadata(world.ours()).unwrap().is_file()
@@ -591,8 +519,8 @@ fn leftovers_of_an_interrupted_install_do_not_stop_the_next() {
 #[test]
 fn rolling_back_works_when_the_configuration_is_broken_or_gone() {
     let cases: &[(&str, &Do<World>)] = &[
-        ("broken", &|w| fs::write(&w.config, "[").unwrap()),
-        ("gone", &|w| fs::remove_file(&w.config).unwrap()),
+        ("broken", &|w| write(&w.config, "[")),
+        ("gone", &|w| remove(&w.config)),
         ("another drop-in is broken", &|w| {
             drop(w.drop_in("99-x", "["))
         }),
@@ -612,15 +540,10 @@ fn a_directory_in_place_of_the_configuration_is_an_error() {
     done(&world.install_initrd(&[]));
     let directory = world.config.parent().unwrap();
     let args = from_words(&["--remove", "--kata-config", directory.to_str().unwrap()]).unwrap();
-    let said = say(&args);
-    assert!(
-        said.code == 2
-            && said
-                .err
-                .contains("is a directory: name the configuration file"),
-        "{}{}",
-        said.out,
-        said.err
+    fails(
+        &say(&args),
+        2,
+        &["is a directory: name the configuration file"],
     );
     assert!(world.ours().exists());
 }
@@ -634,7 +557,7 @@ fn a_directory_made_for_us_stays_when_somebody_uses_it() {
     assert!(world.config_d().join("50-mine.toml").exists());
     // One that was there before us stays, empty as it is.
     let world = World::new("directory-before", GO);
-    fs::create_dir(world.config_d()).unwrap();
+    make_dir(world.config_d());
     done(&world.install_initrd(&[]));
     done(&world.remove(&[]));
     assert!(world.config_d().exists());

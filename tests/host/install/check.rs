@@ -3,13 +3,13 @@
 
 use crate::collect::{Collector, program, until};
 use crate::install::World;
-use crate::project;
+use crate::{project, write};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+
 use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 
 const BOOT: &str = "5fc5e893-0a7f-4713-801b-744ac3d76b1b";
 /// Asked to run, it writes a boot of the sandbox that it is asked for; what it was asked goes to a
@@ -36,19 +36,17 @@ impl Node {
     fn new(test: &str, boot: &str) -> Self {
         let world = World::new(&format!("check-{test}"), "go-qemu-nvidia-gpu");
         let root = world.root();
-        fs::create_dir(root.join("boots")).unwrap();
+        crate::make_dir(root.join("boots"));
         let client = CLIENT
             .replace("ROOT", root.to_str().unwrap())
             .replace("BOOT", BOOT);
-        fs::write(root.join("ctr"), client).unwrap();
-        fs::set_permissions(root.join("ctr"), fs::Permissions::from_mode(0o755)).unwrap();
-        let text =
-            fs::read_to_string(project().join(format!("tests/fixtures/boots/{boot}.ndjson")))
-                .unwrap();
+        write(root.join("ctr"), client);
+        crate::chmod(root.join("ctr"), 0o755);
+        let text = crate::text(project().join(format!("tests/fixtures/boots/{boot}.ndjson")));
         let (header, rest) = text.split_once('\n').unwrap();
         let sandbox =
             r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"SANDBOX"}"#;
-        fs::write(root.join("boot"), format!("{header}\n{sandbox}\n{rest}")).unwrap();
+        write(root.join("boot"), format!("{header}\n{sandbox}\n{rest}"));
         let collector = Collector::start(&root, &["--uds", root.join("vm").to_str().unwrap()]);
         Self {
             world,
@@ -109,26 +107,20 @@ impl Node {
         ];
         let removal = words.map(|words| format!("--address x --namespace kata-gpu-boot {words}"));
         assert!(asked.ends_with(&removal), "{asked:#?}");
-        let left = fs::read_dir(self.world.root()).unwrap().any(|e| {
-            e.unwrap()
-                .file_name()
-                .to_string_lossy()
-                .starts_with("kata-gpu-check")
-        });
-        assert!(!left, "its root is still there");
+        let left = crate::names(self.world.root());
+        assert!(
+            !left.iter().any(|name| name.starts_with("kata-gpu-check")),
+            "{left:?}"
+        );
     }
 }
 
 fn said(child: Child) -> (Option<i32>, String, String) {
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = child.wait_with_output().unwrap();
+    let output = child.wait_with_output().unwrap();
     (
-        status.code(),
-        String::from_utf8(stdout).unwrap(),
-        String::from_utf8(stderr).unwrap(),
+        output.status.code(),
+        crate::stdout(&output),
+        crate::stderr(&output),
     )
 }
 
@@ -162,8 +154,7 @@ fn a_sandbox_that_comes_up_works_and_is_removed() {
     node.removed();
     // The shim that was installed with the configuration is the one that is used.
     let shim = node.path("opt/kata/bin/containerd-shim-kata-v2");
-    fs::create_dir_all(shim.parent().unwrap()).unwrap();
-    fs::write(&shim, "").unwrap();
+    write(&shim, "");
     let (code, out, err) = node.check(&["--json"]);
     assert_eq!((code, err.as_str()), (Some(0), ""), "{out}");
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
@@ -201,11 +192,10 @@ fn a_failed_gpu_is_the_reason_why_it_does_not_work() {
 #[test]
 fn an_error_of_containerds_has_its_cure_and_leaves_nothing() {
     let node = Node::new("error", "made-8-gpus-one-hangs");
-    fs::write(
+    write(
         node.path("error"),
         "ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J\n",
-    )
-    .unwrap();
+    );
     let (code, out, err) = node.check(&[]);
     assert_eq!(code, Some(1), "{out}{err}");
     let reason = r"containerd did not start the sandbox: ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J; the device is in use";
@@ -223,7 +213,7 @@ fn an_error_of_containerds_has_its_cure_and_leaves_nothing() {
 #[test]
 fn the_boot_of_another_sandbox_is_not_taken_for_it() {
     let node = Node::new("other", "recorded-8-gpus-fast-host");
-    fs::write(node.path("sandbox"), "train-0").unwrap();
+    write(node.path("sandbox"), "train-0");
     let (code, out, err) = node.check(&["--give-up", "2"]);
     assert_eq!(code, Some(1), "{out}{err}");
     assert!(
@@ -261,9 +251,9 @@ fn another_users_process_with_the_sandboxs_name_is_none_of_it() {
         return eprintln!("skipped: only root can start a process as somebody else");
     }
     let node = Node::new("stranger", "recorded-8-gpus-fast-host");
-    fs::write(node.path("stranger"), "").unwrap();
+    write(node.path("stranger"), "");
     let (code, out, err) = node.check(&[]);
-    let stranger = fs::read_to_string(node.path("stranger")).unwrap();
+    let stranger = crate::text(node.path("stranger"));
     kill(
         Pid::from_raw(stranger.trim().parse().unwrap()),
         Signal::SIGKILL,
@@ -276,16 +266,12 @@ fn another_users_process_with_the_sandboxs_name_is_none_of_it() {
 #[test]
 fn a_file_in_the_working_directory_is_no_runtime() {
     let node = Node::new("directory", "recorded-8-gpus-fast-host");
-    let config = fs::read_to_string(&node.world.config).unwrap();
-    fs::write(node.path("kata"), config).unwrap();
-    fs::create_dir(node.path("bin")).unwrap();
+    let config = crate::text(&node.world.config);
+    write(node.path("kata"), config);
+    crate::make_dir(node.path("bin"));
     let dump = "#!/bin/sh\necho '[plugins.cri.containerd.runtimes.runc]'\n";
-    fs::write(node.path("bin/containerd"), dump).unwrap();
-    fs::set_permissions(
-        node.path("bin/containerd"),
-        fs::Permissions::from_mode(0o755),
-    )
-    .unwrap();
+    write(node.path("bin/containerd"), dump);
+    crate::chmod(node.path("bin/containerd"), 0o755);
     let path = format!(
         "{}:{}",
         node.path("bin").display(),
@@ -302,7 +288,7 @@ fn a_file_in_the_working_directory_is_no_runtime() {
         .env("PATH", path)
         .output()
         .unwrap();
-    let err = String::from_utf8(refused.stderr).unwrap();
+    let err = crate::stderr(&refused);
     assert!(
         err.contains(
             "containerd has no runtime kata, it has runc; a file is given with a /, like ./kata"
@@ -330,20 +316,12 @@ fn without_a_collector_nothing_is_started() {
         code == Some(2) && err.contains("cannot be used with"),
         "{err}"
     );
-    let mut command = Command::new(program());
-    let refused = command
-        .args(["install", "--check", "/nonexistent/c.toml"])
-        .output()
-        .unwrap();
-    let err = String::from_utf8(refused.stderr).unwrap();
-    assert!(
-        err.contains("/nonexistent/c.toml: no such file: give a Kata configuration"),
-        "{err}"
-    );
-    let refused = Command::new(program()).arg("install").output().unwrap();
-    assert!(
-        String::from_utf8(refused.stderr)
-            .unwrap()
-            .contains("--kata-config <FILE>")
-    );
+    let none = "/nonexistent/c.toml: no such file: give a Kata configuration";
+    for (words, why) in [
+        (&["install", "--check", "/nonexistent/c.toml"][..], none),
+        (&["install"], "--kata-config <FILE>"),
+    ] {
+        let err = crate::stderr(&Command::new(program()).args(words).output().unwrap());
+        assert!(err.contains(why), "{err}");
+    }
 }

@@ -1,12 +1,11 @@
 //! `install --image`: a disk in the initrd's place. The drop-in, what becomes effective in either
 //! runtime, what is refused, and the way back.
 
-use crate::golden;
 use crate::install::{World, done, from_words};
+use crate::{golden, write};
 use kata_gpu_boot::install::Args;
 use kata_gpu_image::install::Report;
 use kata_gpu_image::kata::merge::Runtime;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 const VERITY: &str =
@@ -27,19 +26,12 @@ fn disk(world: &World, name: &str, magic: (usize, &[u8]), has_second: bool) -> P
     put(4096 + magic.0, magic.1);
     put(4096 + 5000, kata_gpu_init::cdi::spec::PENDING.as_bytes());
     let path = world.root().join(name);
-    fs::write(&path, bytes).unwrap();
+    write(&path, bytes);
     path
 }
 
 fn install(world: &World, image: &Path, words: &[&str]) -> Report {
     world.install(&[&["--image", image.to_str().unwrap()], words].concat())
-}
-
-fn text(world: &World, runtime: Runtime, section: &str, key: &str) -> Option<String> {
-    world
-        .effective(runtime)
-        .get(&["hypervisor", section, key])
-        .and_then(|v| v.as_str().map(str::to_string))
 }
 
 /// Fixture, its runtime and section, and its root's type.
@@ -75,32 +67,23 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
             "{fixture}: a dry run writes nothing"
         );
         let said = install(&world, &image, words);
-        let written = fs::read_to_string(world.ours()).unwrap();
+        let written = crate::text(world.ours());
         let at = written.find("\"checksum\":\"").unwrap() + 12;
         let sum = &written[at..at + 8];
         let page = format!("{}\n--- the file\n{written}", done(&said)).replace(sum, "........");
         golden(&format!("install/image-{fixture}.txt"), &world.shown(&page));
         assert!(done(&dry).contains("+image = "), "{}", dry.out);
+        // Never the hash of the image that was.
+        let (kind, verity) = if is_go {
+            ("ext4", "")
+        } else {
+            ("erofs", VERITY)
+        };
+        let keys = ["image", "initrd", "rootfs_type", "kernel_verity_params"];
         assert_eq!(
-            text(&world, *runtime, section, "image").as_deref(),
-            image.to_str(),
+            keys.map(|key| world.key(*runtime, section, key)),
+            [image.to_str().unwrap(), "", kind, verity],
             "{fixture}"
-        );
-        assert_eq!(
-            text(&world, *runtime, section, "initrd").unwrap_or_default(),
-            "",
-            "{fixture}"
-        );
-        assert_eq!(
-            text(&world, *runtime, section, "rootfs_type").unwrap(),
-            if is_go { "ext4" } else { "erofs" },
-            "{fixture}"
-        );
-        let verity = text(&world, *runtime, section, "kernel_verity_params").unwrap_or_default();
-        assert_eq!(
-            verity,
-            if is_go { "" } else { VERITY },
-            "{fixture}: never the hash of the image that was"
         );
         assert!(
             done(&install(&world, &image, words)).contains("nothing to do"),
@@ -118,7 +101,7 @@ fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
         disk(&world, "one.image", EROFS, true),
         disk(&world, "two.image", EXT4, false),
     );
-    let get = |key: &str| text(&world, Runtime::Go, "qemu", key).unwrap_or_default();
+    let get = |key: &str| world.key(Runtime::Go, "qemu", key);
     let said = world.install(&["--param", "gpuinit.log=debug"]);
     assert!(
         said.code == 1 && said.err.contains("--image"),
@@ -127,21 +110,11 @@ fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
     );
     done(&install(&world, &one, &["--verity", VERITY]));
     done(&world.install(&["--param", "gpuinit.log=debug"]));
-    assert_eq!(
-        (get("image").as_str(), get("kernel_verity_params").as_str()),
-        (one.to_str().unwrap(), VERITY)
-    );
+    let now = || ["image", "kernel_verity_params", "rootfs_type"].map(get);
+    assert_eq!(now()[..2], [one.to_str().unwrap(), VERITY]);
     done(&install(&world, &two, &[]));
-    let now = [
-        get("image"),
-        get("rootfs_type"),
-        get("kernel_verity_params"),
-    ];
-    assert_eq!(
-        now,
-        [two.to_str().unwrap(), "ext4", ""],
-        "the other image's hash does not stay"
-    );
+    // The other image's hash does not stay.
+    assert_eq!(now(), [two.to_str().unwrap(), "", "ext4"]);
     done(&world.install_initrd(&[]));
     assert_eq!(
         [get("image"), get("initrd")],
@@ -173,7 +146,7 @@ fn what_cannot_work_is_refused_with_the_cure() {
     let world = World::new("image-refused", "go-qemu-nvidia-gpu");
     let image = disk(&world, "gpu.image", EXT4, false);
     let bare = world.root().join("bare");
-    fs::write(&bare, &fs::read(&image).unwrap()[4096..]).unwrap();
+    write(&bare, &crate::bytes(&image)[4096..]);
     let old = ["--kata-version", "3.27.0"];
     let none = world.root().join("none");
     let cases: [(&Path, &[&str], bool, &str); 7] = [

@@ -3,7 +3,8 @@
 
 use crate::collect::{program, until};
 use crate::install::{World, done, from_words};
-use crate::project;
+use crate::{bytes, project, remove, text};
+use kata_gpu_image::install::Report;
 use kata_gpu_image::kata::merge::Runtime;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -33,22 +34,15 @@ fn words(world: &World) -> Vec<String> {
 }
 
 fn copies(world: &World) -> Vec<String> {
-    let entries = fs::read_dir(node(world)).into_iter().flatten();
-    let mut names: Vec<String> = entries
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
+    if !node(world).exists() {
+        return Vec::new();
+    }
+    let mut names = crate::names(node(world));
     names.retain(|name| !name.starts_with('.'));
-    names.sort();
     names
 }
-
 fn initrd_of(world: &World) -> String {
-    let effective = world.effective(Runtime::Go);
-    effective
-        .get(&["hypervisor", "qemu", "initrd"])
-        .and_then(|value| value.as_str())
-        .unwrap_or_default()
-        .to_string()
+    world.key(Runtime::Go, "qemu", "initrd")
 }
 
 fn strs(words: &[String]) -> Vec<&str> {
@@ -65,17 +59,14 @@ fn the_guest_is_copied_and_the_former_copy_stays() {
         world.make_initrd(&world.initrd, size);
         done(&world.install_initrd(&strs(&words)));
         let copy = initrd_of(&world);
-        assert_eq!(fs::read(&copy).unwrap(), fs::read(&world.initrd).unwrap());
+        assert_eq!(bytes(&copy), bytes(&world.initrd));
         seen.push(copy.rsplit('/').next().unwrap().to_string());
         // Again: nothing is copied, and nothing goes.
         let listed = copies(&world);
         assert!(done(&world.install_initrd(&strs(&words))).contains("nothing to do"));
         assert_eq!(copies(&world), listed);
     }
-    assert_eq!(
-        fs::read_to_string(feature(&world)).unwrap(),
-        "kata-gpu-init=true\n"
-    );
+    assert_eq!(text(feature(&world)), "kata-gpu-init=true\n");
     let mut newest = seen.split_off(1);
     newest.sort();
     assert_eq!(copies(&world), newest, "the first of three is gone");
@@ -83,7 +74,7 @@ fn the_guest_is_copied_and_the_former_copy_stays() {
     assert!(!node(&world).exists() && !feature(&world).exists());
     for (path, content) in before {
         assert!(
-            path.is_dir() || path == world.initrd || fs::read(&path).unwrap() == content.1,
+            path.is_dir() || path == world.initrd || bytes(&path) == content.1,
             "{}",
             path.display()
         );
@@ -96,41 +87,23 @@ fn what_is_refused_leaves_no_copy_and_no_label() {
     let world = World::new("node-refused", "go-qemu-nvidia-gpu");
     let words = words(&world);
     world.edit("vm_cache_number = 0", "vm_cache_number = 1");
-    let said = world.install_initrd(&strs(&words));
-    assert!(
-        said.code == 1 && said.err.contains("vm_cache_number"),
-        "{said:?}"
-    );
-    assert!(copies(&world).is_empty() && !feature(&world).exists());
-    let said = world.install(&strs(&words));
-    assert!(
-        said.code == 1 && said.err.contains("needs --initrd or --image"),
-        "{said:?}"
-    );
-    let said = world.install_initrd(&[strs(&words), vec!["--dry-run"]].concat());
-    assert!(
-        said.code == 1 && said.err.contains("omit --node"),
-        "{said:?}"
-    );
-    let said = world.install_initrd(&[strs(&words), vec!["--unset", "gpuinit.log"]].concat());
-    assert!(said.code == 1 && said.err.contains("--unset"), "{said:?}");
-    let said = world.plain_install(
-        &[
-            strs(&words),
-            vec!["--initrd", world.initrd.to_str().unwrap()],
-        ]
-        .concat(),
-    );
-    assert!(
-        said.code == 1 && said.err.contains("--kata-version"),
-        "{said:?}"
-    );
-    fs::remove_file(&world.initrd).unwrap();
-    let said = world.install_initrd(&strs(&words));
-    assert!(
-        said.code == 1 && said.err.contains("no such initrd"),
-        "{said:?}"
-    );
+    let initrd = ["--initrd", world.initrd.to_str().unwrap()];
+    let plain = world.plain_install(&[&strs(&words)[..], &initrd].concat());
+    let with = |more: &[&str]| world.install_initrd(&[&strs(&words)[..], more].concat());
+    let refused = |said: Report, why: &str| {
+        assert!(said.code == 1 && said.err.contains(why), "{said:?}");
+        assert!(
+            copies(&world).is_empty() && !feature(&world).exists(),
+            "{why}"
+        );
+    };
+    refused(with(&[]), "vm_cache_number");
+    refused(world.install(&strs(&words)), "needs --initrd or --image");
+    refused(with(&["--dry-run"]), "omit --node");
+    refused(with(&["--unset", "gpuinit.log"]), "--unset");
+    refused(plain, "--kata-version");
+    remove(&world.initrd);
+    refused(with(&[]), "no such initrd");
     assert!(!node(&world).exists());
 }
 
@@ -138,14 +111,7 @@ fn what_is_refused_leaves_no_copy_and_no_label() {
 fn words_of_a_manifest_that_are_gone_are_gone_from_the_node() {
     let world = World::new("node-words", "go-qemu-nvidia-gpu");
     let words = words(&world);
-    let params = |world: &World| {
-        let effective = world.effective(Runtime::Go);
-        effective
-            .get(&["hypervisor", "qemu", "kernel_params"])
-            .and_then(|v| v.as_str())
-            .unwrap_or_default()
-            .to_string()
-    };
+    let params = |world: &World| world.key(Runtime::Go, "qemu", "kernel_params");
     done(&world.install_initrd(&[strs(&words), vec!["--param", "gpuinit.log=debug"]].concat()));
     assert!(params(&world).contains("gpuinit.log=debug"));
     done(&world.install_initrd(&strs(&words)));
@@ -225,7 +191,7 @@ fn a_pod_reinstalls_what_kata_removes_and_keeps_it_at_its_end() {
     old.says("wrote ");
     assert!(initrd_of(&world) == first && Path::new(&first).exists());
     // So does somebody who removes the label alone; it is said as nothing to do.
-    fs::remove_file(feature(&world)).unwrap();
+    remove(feature(&world));
     old.says("nothing to do");
     old.end();
     assert!(initrd_of(&world) == first && feature(&world).exists());
@@ -261,7 +227,7 @@ fn a_refused_pod_removes_the_label_and_installs_when_it_can() {
 fn manifests(guest: &str) -> (Value, Value, Vec<String>) {
     let read = |name: &str| -> Value {
         let path = project().join("src/image/deploy").join(name);
-        serde_yaml::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+        serde_yaml::from_str(&text(path)).unwrap()
     };
     let (kustomization, mut set) = (read("kustomization.yaml"), read("daemonset.yaml"));
     set.apply_merge().unwrap();
@@ -340,12 +306,12 @@ fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
         );
     }
     let security = &second["securityContext"];
-    assert_eq!(security["readOnlyRootFilesystem"], true);
-    assert_eq!(security["allowPrivilegeEscalation"], false);
+    for (field, wanted) in [
+        (&security["readOnlyRootFilesystem"], true),
+        (&security["allowPrivilegeEscalation"], false),
+        (&pod["automountServiceAccountToken"], false),
+    ] {
+        assert_eq!(*field, wanted);
+    }
     assert_eq!(security["capabilities"]["drop"][0], "ALL");
-    assert_eq!(pod["automountServiceAccountToken"], false);
-    assert_eq!(
-        pod["nodeSelector"]["katacontainers.io/kata-runtime"],
-        "true"
-    );
 }

@@ -340,9 +340,7 @@ fn make(world: &World, makes: &[Make]) -> Vec<&'static str> {
         match make {
             Edit(from, to) => world.edit(from, to),
             DropIn(name, text) => drop(world.drop_in(name, text)),
-            Beside(name) => {
-                fs::write(world.config.with_file_name(name), "[hypervisor.qemu]\n").unwrap()
-            }
+            Beside(name) => crate::write(world.config.with_file_name(name), "[hypervisor.qemu]\n"),
             Words(more) => words.extend(*more),
             Size(mib) => {
                 // The rest is a hole.
@@ -350,8 +348,7 @@ fn make(world: &World, makes: &[Make]) -> Vec<&'static str> {
                 file.set_len(mib << 20).unwrap();
             }
             Unreadable => {
-                use std::os::unix::fs::PermissionsExt;
-                fs::set_permissions(&world.initrd, fs::Permissions::from_mode(0o600)).unwrap();
+                crate::chmod(&world.initrd, 0o600);
             }
         }
     }
@@ -537,20 +534,11 @@ fn all_reasons_are_listed_at_once() {
     world.edit("enable_template = false", "enable_template = true");
     world.edit("vm_cache_number = 0", "vm_cache_number = 2");
     world.edit("rootless", "confidential_guest = true\nrootless");
-    let said = world.install_initrd(&[]);
-    assert_eq!(
-        said.err
-            .lines()
-            .filter(|line| line.starts_with("refused: "))
-            .count(),
-        4,
-        "{}",
-        said.err
-    );
+    let err = world.install_initrd(&[]).err;
+    assert_eq!(err.matches("refused: ").count(), 4, "{err}");
     assert!(
-        said.err.ends_with("nothing was written, for 4 reasons\n"),
-        "{}",
-        said.err
+        err.ends_with("nothing was written, for 4 reasons\n"),
+        "{err}"
     );
 }
 
