@@ -71,12 +71,12 @@ fn built(package: &str, name: &str) -> PathBuf {
     program
 }
 
-/// What a program wrote to standard output.
+/// Standard output of a program.
 fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// What a program wrote to standard error.
+/// Standard error of a program.
 fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }

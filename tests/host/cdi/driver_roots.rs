@@ -435,7 +435,7 @@ fn each_directory_is_read_once() {
         directories(2),
         "negative control: reading twice is seen"
     );
-    // Of ten thousand strays next to the libraries, none is opened.
+    // None of ten thousand strays next to the libraries is opened.
     let strays = Root::odd("strays", "ten-thousand-strays");
     let folder = strays.scan().libcuda_directory.unwrap();
     let (of_directories, files) = opened(&[strays.at(folder.to_str().unwrap())], || {

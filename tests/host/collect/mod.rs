@@ -196,7 +196,7 @@ pub fn stored(dir: &Path, n: u64) -> usize {
 
 const EVENT: &[u8] = b"\"kind\":\"event\"";
 
-/// What `show` prints of a boot.
+/// Output of `show` for a boot.
 pub fn shown(dir: &Path, n: u64, words: &[&str]) -> String {
     let mut command = Command::new(program());
     let output = command

@@ -23,7 +23,7 @@ fn text(world: &World, key: &str) -> String {
     world.key(Runtime::Go, "qemu", key)
 }
 
-/// It ends with this status, and says so with these texts.
+/// Fails unless an install ended with this status and these texts.
 #[track_caller]
 fn fails(said: &Report, code: u8, texts: &[&str]) {
     assert_eq!(said.code, code, "{said:?}");
