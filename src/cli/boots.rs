@@ -18,7 +18,7 @@ pub const OF_THE_UNIT: &str = "/var/lib/kata-gpu-boot";
 /// The collector's directory: `--dir`, else KATA_GPU_BOOT_DIR, else that of the systemd unit.
 #[derive(clap::Args, Clone, Debug)]
 pub struct BootDir {
-    /// Directory that the collector writes to.
+    /// Directory of boots.
     #[arg(
         long,
         value_name = "DIR",

@@ -35,8 +35,8 @@ pub struct Args {
     what: Vec<String>,
     #[command(flatten)]
     dir: BootDir,
-    /// Group the time: by phase, by owner, along the critical path, or what no step explains.
-    #[arg(long, value_enum, default_value_t = By::Phase)]
+    /// Group the time by phase, owner, path or gap.
+    #[arg(long, value_enum, default_value_t = By::Phase, hide_possible_values = true)]
     by: By,
     /// Begin at this milestone, not the first one.
     #[arg(long, value_name = "MILESTONE")]
@@ -47,7 +47,7 @@ pub struct Args {
     /// Show every step in order of time below; -vv: details too.
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// Log with the agent's lines: the guest's console, or containerd's [default: BOOT.console].
+    /// Log with the agent's lines [default: BOOT.console].
     #[arg(long, value_name = "LOG")]
     console: Option<PathBuf>,
     /// Number of the boot in a log that has several [default: the last].
@@ -55,13 +55,13 @@ pub struct Args {
     boot: Option<usize>,
     #[command(flatten)]
     form: Form,
-    /// File to write to; without a format, the boot itself, which every verb reads.
+    /// File to write; without a format, the boot, which every verb reads.
     #[arg(short, long, value_name = "FILE", conflicts_with = "follow")]
     output: Option<PathBuf>,
     /// Watch the boot while it happens, or the next one.
     #[arg(long, conflicts_with_all = ["by", "from", "to", "console", "boot"])]
     follow: bool,
-    /// With --follow: give up when nothing new came for this time; 0: never.
+    /// With --follow: give up after this time without news; 0: never.
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     timeout: u64,
 }

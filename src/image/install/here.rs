@@ -25,7 +25,7 @@ const MAX_SHOWN: usize = 120;
 /// Make GPU guests of a Kata configuration start from our initrd or image.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
-    /// The Kata configuration file that containerd or CRI-O gives to the runtime.
+    /// Kata's configuration file, as containerd or CRI-O names it.
     #[arg(
         long,
         value_name = "FILE",
@@ -37,12 +37,10 @@ pub struct Args {
     /// The initrd [default: the installed one stays].
     #[arg(long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
-    /// A disk image instead of an initrd, made by kata-gpu-boot image replace-init: an erofs or
-    /// ext4 root in the first partition.
+    /// A disk image instead, with an erofs or ext4 root in partition 1.
     #[arg(long, value_name = "FILE", conflicts_with = "initrd")]
     pub image: Option<PathBuf>,
-    /// The image's own dm-verity parameters (root_hash=..,salt=..,data_blocks=..); without them
-    /// none are used.
+    /// The image's dm-verity parameters, root_hash=.. [default: none].
     #[arg(
         long,
         value_name = "PARAMS",
@@ -50,15 +48,13 @@ pub struct Args {
         conflicts_with = "initrd"
     )]
     pub verity: Option<String>,
-    /// Parameter for the guest kernel's command line, like gpuinit.bind=concurrent; replaces one
-    /// with the same dotted name.
+    /// Guest's parameter, like gpuinit.log=debug; replaces its former value.
     #[arg(long = "param", value_name = "WORD")]
     pub params: Vec<String>,
-    /// Name of a parameter to remove that an earlier --param added.
+    /// Name of a parameter that an earlier --param added, to remove.
     #[arg(long, value_name = "NAME")]
     pub unset: Vec<String>,
-    /// Do not require the driver's libraries and firmware in the initrd: they come from elsewhere,
-    /// or are not needed.
+    /// Do not require the driver's libraries and firmware in the initrd.
     #[arg(long)]
     pub no_user_space: bool,
     /// Kata's version, if its shim does not report it.
@@ -67,7 +63,7 @@ pub struct Args {
     /// Print the changes as a diff, and exit.
     #[arg(long)]
     pub dry_run: bool,
-    /// Go on in spite of refusals that end in "(or --force)"; with --remove: of edits.
+    /// Pass refusals that end in "(or --force)"; with --remove: edits.
     #[arg(long)]
     pub force: bool,
     /// Print one JSON object.
@@ -75,11 +71,10 @@ pub struct Args {
     pub json: bool,
     #[command(flatten)]
     pub place: place::Place,
-    /// With --node: go on until SIGTERM, and install again whenever it was removed, for a
-    /// DaemonSet's pod.
+    /// With --node: stay until SIGTERM, and install again what was removed.
     #[arg(long, requires = "node", conflicts_with_all = ["dry_run", "json"])]
     pub repeat: bool,
-    /// Undo an installation: remove the drop-in, and with --node the copies and the label.
+    /// Remove the drop-in, and with --node the copies and the label.
     #[arg(
         long,
         conflicts_with_all = ["initrd", "image", "params", "unset", "no_user_space", "kata_version"]

@@ -57,9 +57,7 @@ const MAX_ERROR: usize = 2000;
 /// Options of the check.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Check {
-    /// Start one throw-away sandbox of this configuration file (with a / in its path), or of this
-    /// runtime of containerd's configuration (as a RuntimeClass names it), follow its boot, and
-    /// report whether it works.
+    /// Start a sandbox of this file (with a /) or runtime; does it work?
     #[arg(
         long = "check",
         value_name = "FILE|RUNTIME",
@@ -69,12 +67,10 @@ pub struct Check {
         ]
     )]
     pub what: Option<String>,
-    /// With --check: a device for the sandbox, like the VFIO group of a GPU that nobody uses,
-    /// /dev/vfio/42.
+    /// With --check: a device for the sandbox, like /dev/vfio/42.
     #[arg(long = "device", value_name = "PATH", requires = "what")]
     devices: Vec<PathBuf>,
-    /// With --check: containerd's client with its options, like "k3s ctr" or "ctr --address
-    /// SOCKET".
+    /// With --check: containerd's client and its options, like "k3s ctr".
     #[arg(long, value_name = "COMMAND", requires = "what", default_value = "ctr")]
     ctr: String,
     /// With --check: give up after so many seconds.
