@@ -18,6 +18,12 @@ struct CommandLine {
     more: Vec<String>,
 }
 
+/// Names of tests that the command line has: parts of names, unless `--exact` is given.
+pub fn words() -> Vec<String> {
+    let CommandLine { libtest, more } = CommandLine::parse();
+    libtest.filter.into_iter().chain(more).collect()
+}
+
 /// Runs the trials that the command line names, `at_once` at a time unless `--test-threads` is
 /// given.
 ///

@@ -223,6 +223,8 @@ fn a_named_test_without_a_result_fails_a_run_of_everything() {
             .flat_map(|cell| cell.split('`').skip(1).step_by(2).map(str::to_string))
             .collect()
     };
+    let others = dir.0.join("others");
+    crate::write(&others, "some::module::fuzz_vpd: test\nanother: test\n");
     let run = |left_out: Option<&str>| {
         let mut text = String::new();
         for (at, name) in named
@@ -235,16 +237,23 @@ fn a_named_test_without_a_result_fails_a_run_of_everything() {
         }
         crate::write(&results, text);
         let output = Command::new(project().join("tests/not_run"))
-            .arg(&results)
-            .arg(&page)
+            .args([&results, &page, &others])
             .output()
             .unwrap();
-        (output.status.code(), crate::stdout(&output))
+        let errors = String::from_utf8(output.stderr.clone()).unwrap();
+        (output.status.code(), crate::stdout(&output), errors)
     };
-    assert_eq!(run(None), (Some(0), String::new()));
+    let page = page.display();
+    let count = named.len();
+    let all = format!("{page} names {count} tests of this run\n");
+    assert_eq!(run(None), (Some(0), all, String::new()));
+    let one_less = format!("{page} names {} tests of this run", count - 1);
     for name in ["fuzz_kmsg", "the_init_is_small"] {
-        assert_eq!(run(Some(name)), (Some(1), format!("{name}\n")));
+        let wanted = (Some(1), format!("{one_less}\n"), format!("{name}\n"));
+        assert_eq!(run(Some(name)), wanted);
     }
+    let in_all = format!("{one_less}, and of tests/run all: fuzz_vpd\n");
+    assert_eq!(run(Some("fuzz_vpd")), (Some(0), in_all, String::new()));
     assert!(
         read("tests/run").contains("./tests/not_run \"$results\" src/SPECIFICATION.md"),
         "tests/run does not ask"

@@ -5,7 +5,7 @@
 
 use kata_gpu_tests::trials;
 use kata_gpu_tests::vm::harness::{Outcome, Silent, TestContext, VmTest};
-use kata_gpu_tests::vm::{NEED_X86_64, ON_ARM64, TESTS};
+use kata_gpu_tests::vm::{TESTS, tiers};
 use kata_gpu_wire::arch::Arch;
 use libtest_mimic::{Completion, Failed, Trial};
 use std::fmt::Write;
@@ -21,31 +21,23 @@ const AT_ONCE: usize = 4;
 const ARM64: &str = "arm64";
 
 fn main() -> ExitCode {
-    let all_of_arm64 = std::env::args().skip(1).any(|word| word.starts_with(ARM64));
-    let x86_64 = TESTS
-        .iter()
-        .copied()
-        .flatten()
+    let words = trials::words();
+    let all_of_arm64 = words.iter().any(|word| word.starts_with(ARM64));
+    // Whoever names a test wants it, in whichever tier it is.
+    let all = !words.is_empty() || std::env::var_os("TESTS_TIER").is_some_and(|tier| tier == "all");
+    let tests = || TESTS.iter().copied().flatten();
+    let x86_64 = tests()
+        .filter(|test| all || tiers::why_only_in_all(test.name).is_none())
         .map(|test| trial(test, Arch::X86_64));
-    let needs_x86_64 = |test: &VmTest| {
-        NEED_X86_64
-            .iter()
-            .copied()
-            .flatten()
-            .any(|other| other.name == test.name)
-    };
-    let is_asked = |test: &VmTest| {
+    let is_asked = |test: &&VmTest| {
         if all_of_arm64 {
-            !needs_x86_64(test)
+            !tiers::needs_x86_64(test.name)
         } else {
-            ON_ARM64.contains(&test.name)
+            all && tiers::ON_ARM64.contains(&test.name)
         }
     };
-    let arm64 = TESTS
-        .iter()
-        .copied()
-        .flatten()
-        .filter(|test| is_asked(test))
+    let arm64 = tests()
+        .filter(is_asked)
         .map(|test| trial(test, Arch::Aarch64));
     trials::run(AT_ONCE, x86_64.chain(arm64).collect())
 }

@@ -33,6 +33,7 @@ mod rootfs;
 pub mod services;
 mod simulator;
 pub mod soak;
+pub mod tiers;
 mod topology;
 mod vcpus;
 mod worker;
@@ -76,28 +77,4 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     emulated_host::passthrough::TESTS,
     emulated_host::trace::TESTS,
     kata::TESTS,
-];
-
-/// Tests that boot no guest of another architecture: they have a whole host of x86-64.
-pub const NEED_X86_64: &[&[harness::VmTest]] = &[
-    emulated_host::service::TESTS,
-    emulated_host::guests::TESTS,
-    emulated_host::clock::TESTS,
-    emulated_host::diagnosis::TESTS,
-    emulated_host::root::TESTS,
-    emulated_host::passthrough::TESTS,
-    emulated_host::trace::TESTS,
-    kata::TESTS,
-];
-
-/// Tests that a run of everything boots on arm64, too.
-pub const ON_ARM64: &[&str] = &[
-    "containers_load_the_guests_libcuda_and_see_only_their_gpus",
-    "gpu_0s_container_starts_before_gpu_7_is_bound_pipelined",
-    "a_gpu_that_fails_to_initialise_leaves_and_the_others_stay",
-    "a_worker_killed_after_the_boot_leaves_the_spec_as_it_was",
-    "a_gpu_that_is_removed_leaves_the_spec_and_comes_back",
-    "the_stream_of_a_full_boot_has_its_golden_shape",
-    "coherent_memory_goes_online_movable_before_the_first_open",
-    "rootfs_sim_boots_to_a_container",
 ];
