@@ -1,7 +1,7 @@
 //! The default tier and `all`: which VM tests only `./tests/run all` and a run by name have, and
 //! why. Every test that is not listed here is in the default tier, which runs on every change: a
-//! test for each promise that a simulated guest can show, and one for each wire between a decision
-//! and the machine.
+//! test for each promise that a simulated guest can show, and one for each place where a decision
+//! reaches the kernel.
 
 use super::harness::VmTest;
 use super::{emulated_host, kata, real_driver, rootfs};
