@@ -24,7 +24,7 @@ use tokio::sync::{mpsc, watch};
 const HELP: &str = "\
 Writes DIR/<boot id>.ndjson, one file per boot, which all other commands read while it grows.
 Guests connect by themselves: those of QEMU where the kernel has vhost_vsock, those of other VMMs
-to a socket that is made beside the VMM's. SIGINT and SIGTERM end it; after a restart, also after
+to a socket that is made next to the VMM's. SIGINT and SIGTERM end it; after a restart, also after
 kill -9, guests send again what they have. Unit, DaemonSet, dashboard, alerts, and the rest:
 src/cli/README.md, \"Collect on every node\" and \"A fleet\". Limits: src/SPECIFICATION.md.
 
@@ -83,7 +83,8 @@ pub struct Args {
     /// and attributes: OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES.
     #[arg(long, value_name = "URL")]
     otlp: Option<String>,
-    /// Address of http://ADDRESS/metrics for Prometheus; a port alone is one of 127.0.0.1.
+    /// Address of http://ADDRESS/metrics for Prometheus; a port without an address listens on
+    /// 127.0.0.1.
     #[arg(long, value_name = "[IP:]PORT", value_parser = parse_address)]
     metrics: Option<SocketAddr>,
     /// Check that the collector of this --dir receives, and exit (status 0: it does).

@@ -1,9 +1,9 @@
 //! Why GPU guests start slowly on a host: rules over [`host_facts::HostFacts`], findings out. No
 //! file is read here, and no text is for one terminal.
 //!
-//! All rules stand in one table, [`RULES`](kata_gpu_report::analysis::rules::RULES), each with its
-//! check in [`rule_table`]. `doctor` runs them; `explain` reads which steps of a boot a cure
-//! shortens ([`Rule::shortens`]).
+//! All rules are in one table, [`RULES`](kata_gpu_report::analysis::rules::RULES), each with its
+//! check in [`rule_table`]. `doctor` runs them; `show` reads which steps of a boot a cure shortens
+//! ([`Rule::shortens`]).
 
 pub mod checked; // what a rule answers
 pub mod device_rules;

@@ -16,8 +16,8 @@ pub const DIRECTORIES: [&str; 2] = ["/usr", "/usr/bin"];
 /// Options of a command that puts the helper into an image.
 #[derive(clap::Args, Debug)]
 pub struct HelperArgs {
-    /// NVML's helper, the program kata-gpu-nvml, for /usr/bin; default: that of this name beside
-    /// the init or beside this program.
+    /// NVML's helper, the program kata-gpu-nvml, for /usr/bin; default: that of this name next
+    /// to the init or next to this program.
     #[arg(long = "nvml", value_name = "FILE")]
     pub given: Option<PathBuf>,
     /// Do not add NVML's helper.

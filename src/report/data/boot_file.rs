@@ -8,7 +8,7 @@
 //! damaged.
 //!
 //! `boot.ndjson` of a guest is such a file without host lines. [`super::trace_file`] has the file
-//! that `trace` writes.
+//! that `doctor --record` writes.
 
 use super::budget::{
     MAX_ALL_FIELDS, MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS,
@@ -91,7 +91,7 @@ pub enum HostEvent {
     Exported { to: String, spans: u64 },
     /// Records of this file were made from logs: those with `fields.import`.
     Imported(Box<Imported>),
-    /// A step or a count of the host: only in the file of `trace`.
+    /// A step or a count of the host: only in the file of `doctor --record`.
     Traced(Box<Traced>),
     /// Facts about the recording that gave these.
     Recording(Box<Recording>),
@@ -285,7 +285,7 @@ impl BootFile {
         Ok(file)
     }
 
-    /// Adds the file of `trace`, which has nothing but the recorder's lines.
+    /// Adds the file of `doctor --record`, which has nothing but the recorder's lines.
     pub fn read_trace(&mut self, from: impl Read) -> io::Result<()> {
         for_each_line(from, |number, length, line| match line {
             Ok(FileLine::Host(line))

@@ -1,4 +1,4 @@
-//! A boot as lanes, steps and marks: what every format of `export` writes.
+//! A boot as lanes, steps and marks: what `show --html`, `--perfetto` and `--otlp` write.
 //!
 //! Times are ns on the guest's boot clock, and negative for VMM and firmware. Every text is
 //! printable ASCII and bounded, whatever the guest sent. Steps are the spans of the stream and

@@ -3,7 +3,7 @@
 //! Lines carry the guest's wall-clock time and have no part in the event stream;
 //! [`super::clock_points`] places them on the guest's boot clock. [`mod@line`] parses the texts of
 //! a real kata-agent, `container_states` finds the container of each line; every view and
-//! `import` read the agent through [`AgentLog`] only.
+//! `show LOG...` read the agent through [`AgentLog`] only.
 
 mod container_states; // lines into what happens to each container
 pub mod event; // meaning of a line
