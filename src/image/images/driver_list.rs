@@ -38,16 +38,21 @@ fn wanted(name: &[u8]) -> bool {
 
 /// The driver's modules, of all kernels.
 pub fn modules(tree: &Tree) -> Vec<Id> {
-    ["/lib/modules", "/usr/lib/modules"]
+    let mut folders: Vec<Id> = ["/lib/modules", "/usr/lib/modules"]
         .iter()
         .filter_map(|path| tree.find(path))
+        .collect();
+    // One folder where /lib leads to /usr/lib.
+    folders.dedup();
+    folders
+        .into_iter()
         .flat_map(|directory| tree.below(directory))
         .filter(|id| MODULES.contains(&tree.name(*id)))
         .collect()
 }
 
-/// The driver's version from its modules, if all of them have the same one.
-pub fn module_version(tree: &Tree) -> Option<String> {
+/// The driver's version, from its modules. Error: they are of several ones.
+pub fn module_version(tree: &Tree) -> Result<Option<String>, String> {
     let mut unpacked = 0;
     let mut versions = BTreeSet::new();
     for id in modules(tree) {
@@ -57,18 +62,23 @@ pub fn module_version(tree: &Tree) -> Option<String> {
             .and_then(|content| information(content, &mut unpacked).ok());
         versions.extend(section.and_then(|section| modinfo::values(&section, "version").next()));
     }
-    if versions.len() == 1 {
-        versions.pop_first()
-    } else {
-        None
+    if versions.len() > 1 {
+        let two: Vec<_> = versions.iter().take(2).collect();
+        return Err(format!(
+            "the driver's modules are of several versions: {two:?}"
+        ));
     }
+    Ok(versions.pop_first())
 }
 
 /// The list's text and its number of files. The inner error is the reason for no list.
 ///
 /// `at`: the list's path in a guest, with every link resolved.
 pub fn of(tree: &Tree, at: &[u8]) -> Result<Result<(Vec<u8>, usize), String>> {
-    let version = module_version(tree);
+    let version = match module_version(tree) {
+        Ok(version) => version,
+        Err(why) => return Ok(Err(why)),
+    };
     let view = match View::new(tree, wanted) {
         Ok(view) => view,
         Err(error) => {

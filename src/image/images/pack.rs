@@ -65,11 +65,25 @@ impl Item {
 }
 
 /// A file that is opened for each read: a guest has more files than a process can have open.
-struct Unopened(PathBuf);
+struct Unopened {
+    path: PathBuf,
+    /// Device, inode and time of change: another file in its place is an error, not a mixture.
+    is: (u64, u64, i64, i64),
+}
+
+fn identity(meta: &Metadata) -> (u64, u64, i64, i64) {
+    (meta.dev(), meta.ino(), meta.ctime(), meta.ctime_nsec())
+}
 
 impl ReadAt for Unopened {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        open_regular(&self.0)?.read_at(buffer, offset)
+        let file = open_regular(&self.path)?;
+        if identity(&file.metadata()?) != self.is {
+            return Err(io::Error::other(
+                "the file was changed meanwhile: pack again",
+            ));
+        }
+        file.read_at(buffer, offset)
     }
 }
 
@@ -175,7 +189,11 @@ fn not_output(meta: &Metadata, source: &Path, out: &Output) -> Result<()> {
 /// A file's content. Errors: the file is the output.
 fn content(meta: &Metadata, source: &Path, out: &Output) -> Result<Content> {
     not_output(meta, source, out)?;
-    Ok(Content::of(Rc::new(Unopened(source.into())), meta.len()))
+    let file = Unopened {
+        path: source.into(),
+        is: identity(meta),
+    };
+    Ok(Content::of(Rc::new(file), meta.len()))
 }
 
 /// Paths of the directories above a path, without the root.
@@ -423,7 +441,7 @@ impl Items {
         let list = if !is_there || is_same {
             List::Of(files)
         } else {
-            let version = driver_list::module_version(tree);
+            let version = driver_list::module_version(tree).ok().flatten();
             let why = match driver_list::load(tree, version.as_deref())? {
                 Ok(_) => "it was written for other files".into(),
                 Err(why) => why.reason().into(),
