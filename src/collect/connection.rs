@@ -494,6 +494,22 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_cannot_write_the_collectors_lines() {
+        let mut guest = Guest::new();
+        guest.say(header_line(BOOT)).unwrap();
+        let lost =
+            r#"{"schema":1,"kind":"host","realtime_ns":4,"event":"lost","count":7,"gaps":[]}"#;
+        guest.say(format!("{lost}\n")).unwrap();
+        let (_, file) = guest.end();
+        let has = |wanted: fn(&HostEvent) -> bool| file.host.iter().any(|l| wanted(&l.event));
+        assert!(!has(|event| matches!(event, HostEvent::Lost { .. })));
+        assert!(has(|event| matches!(
+            event,
+            HostEvent::Garbage { lines: 1, .. }
+        )));
+    }
+
+    #[test]
     fn nothing_is_stored_before_a_header() {
         let mut guest = Guest::new();
         guest.say(event_line(0)).unwrap();

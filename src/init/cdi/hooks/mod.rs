@@ -272,3 +272,21 @@ impl Jobs<'_> {
         Err(io::Error::other(self.errors.join("; ")))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_the_kernel_command_line_make_no_hook_of_pid_1() {
+        let of = |words: &[&str], is_init| {
+            invocation(words.iter().map(OsString::from), is_init).map(|words| words.len())
+        };
+        assert_eq!(of(&["/init", "hook", "prepare"], true), None);
+        assert_eq!(of(&["/init", "hook", "prepare"], false), Some(1));
+        // Names under which our spec starts the hook, possibly in a new PID namespace.
+        assert_eq!(of(&["nvidia-cdi-hook", "prepare"], true), Some(1));
+        assert_eq!(of(&["/usr/bin/nvidia-cdi-hook", "prepare"], false), Some(1));
+        assert_eq!(of(&["/init"], false), None);
+    }
+}
