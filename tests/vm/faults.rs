@@ -47,6 +47,10 @@ pub const TESTS: &[VmTest] = &[
         run: bound_meanwhile,
     },
     VmTest {
+        name: "a_gpu_plugged_in_after_a_failed_load_gets_a_load_of_its_own",
+        run: load_again,
+    },
+    VmTest {
         name: "a_full_run_delays_the_spec_and_loses_no_gpu",
         run: full_run,
     },
@@ -217,8 +221,8 @@ fn bound_meanwhile(context: &TestContext) -> Result<Outcome> {
     // The other probes end after the count, which comes at once, and before the load's end.
     let booted = Guest::with(
         "fakepci.gpus=4 nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 \
-        gpuinit.bind=concurrent nvidia.unsupported=0 nvidia.probe_ms=0,100,100,100 \
-        nvidia.judge_ms=2000 testagent.containers=good:3",
+        gpuinit.bind=concurrent nvidia.unsupported=0 nvidia.probe_ms=0,1500,1500,1500 \
+        nvidia.judge_ms=5000 testagent.containers=good:3",
     )
     .boot(context, "meanwhile")?;
     failure(&booted, 0, "unsupported-gpu")?;
@@ -348,6 +352,26 @@ fn all_fail_early(context: &TestContext) -> Result<Outcome> {
         "{loads:?}"
     );
     booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+fn load_again(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::with("fakepci.gpus=2 fakepci.absent=1 nvidia.probe_fail=0")
+        .script("settled>plug:1;gpu.usable/1>spec")
+        .boot(context, "again")?;
+    booted.settles(0, 1)?;
+    let spec = booted.agent("spec", |l| l.get("file") == "nvidia.yaml")?;
+    let gpus: Vec<usize> = leads(spec.get("text"))?
+        .iter()
+        .map(|(gpu, _)| *gpu)
+        .collect();
+    ensure!(gpus == [1], "{spec:?}");
+    let again = booted.record("settled again", |r| {
+        r.name == names::SETTLED && r.fields["usable"] == 1
+    })?;
+    ensure!(again.fields["failed"] == 1, "{again:?}");
+    let locked = booted.event(names::LOCKDOWN)?;
+    ensure!(locked.seq > again.seq, "{locked:?}");
     Ok(Outcome::Passed)
 }
 

@@ -20,6 +20,10 @@ pub const TESTS: &[VmTest] = &[
         run: crashes,
     },
     VmTest {
+        name: "nvml_without_its_helper_reports_settings_as_not_done",
+        run: without_helper,
+    },
+    VmTest {
         name: "nvml_makes_uuids_of_mig_instances_names_of_the_same_nodes",
         run: instances,
     },
@@ -42,6 +46,18 @@ fn health(booted: &Booted, count: usize) -> Result<Vec<Record>> {
 fn asked(booted: &Booted) -> Result<Record> {
     let begin = booted.record("nvml", |r| r.kind == Kind::Begin && r.name == names::NVML)?;
     booted.end_of(&begin)
+}
+
+fn without_helper(context: &TestContext) -> Result<Outcome> {
+    let words = "gpuinit.gpu.power=500 testagent.containers=all:all";
+    let booted = Guest::with(words).boot(context, "no-helper")?;
+    error_has(
+        &booted.event(names::NVML)?,
+        &["kata-gpu-nvml is not in /usr/bin"],
+    )?;
+    booted.created("all")?;
+    booted.has_no(names::GPU_HEALTH)?;
+    Ok(Outcome::Passed)
 }
 
 fn reports_and_sets(context: &TestContext) -> Result<Outcome> {

@@ -21,6 +21,10 @@ pub const TESTS: &[VmTest] = &[
         run: incomplete,
     },
     VmTest {
+        name: "a_fabric_that_only_nvml_knows_of_takes_gpus_back",
+        run: elsewhere,
+    },
+    VmTest {
         name: "gpus_with_an_unknown_fabric_are_degraded",
         run: degraded,
     },
@@ -138,6 +142,34 @@ fn incomplete(context: &TestContext) -> Result<Outcome> {
     ensure!(
         published.len() == 1 && published[0].gpu != withheld.gpu,
         "{published:?}"
+    );
+    Ok(Outcome::Passed)
+}
+
+fn elsewhere(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::with("fakepci.gpus=2 nvidia.fabric_state=2")
+        .nvml()
+        .script("gpu.held!begin/1>fabric:3")
+        .boot(context, "inferred")?;
+    ensure!(readiness(&booted)? == "bind", "{}", readiness(&booted)?);
+    let withheld = booted.events(names::GPU_WITHHELD, 2)?;
+    let topologies = booted.events(names::TOPOLOGY, 2)?;
+    let inferred = &topologies[1].fields;
+    ensure!(
+        inferred["topology"] == "shared-fabric" && inferred["decided_by"] == "nvml",
+        "{inferred:?}"
+    );
+    // Each GPU is published at its bind, and again when the fabric is complete.
+    let published = booted.events(names::GPU_PUBLISHED, 4)?;
+    let before = |r: &&Record| r.seq < withheld[0].seq;
+    ensure!(
+        published.iter().filter(before).count() == 2,
+        "{published:?}"
+    );
+    let held = held(&booted, 2)?;
+    ensure!(
+        held.iter().all(|(begin, _)| begin.seq > topologies[1].seq),
+        "held before the topology was known"
     );
     Ok(Outcome::Passed)
 }
