@@ -339,7 +339,7 @@ mod tests {
         let others = find(Some(id), dir.path()).unwrap_err().to_string();
         assert!(
             others.contains(&format!("start with {id}")),
-            "alone in its list it is as short as usual: {others}"
+            "in its own list it is as short as usual: {others}"
         );
         for n in [0, 2, 9] {
             std::fs::remove_file(

@@ -272,7 +272,7 @@ impl Listener {
         let peer = Peer::Socket(file.path.clone());
         if let Some(vmm) = &self.vmm {
             let Some(owner) = vmm.owner() else {
-                let why = format!("{peer}: refused: the VMM's socket beside it was replaced");
+                let why = format!("{peer}: refused: the VMM's socket next to it was replaced");
                 return Ok(Err(Stranger { peer, why }));
             };
             // Credentials of the process at its connect(2).

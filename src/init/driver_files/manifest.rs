@@ -207,7 +207,7 @@ impl Manifest {
         }
         if let Some(link) = files.links.iter().find(|link| !plain_target(&link.target)) {
             return Err(format!(
-                "link {} leads to {:?}: that is no file beside it",
+                "link {} leads to {:?}: that is not a file next to it",
                 link.link.display(),
                 link.target
             ));
@@ -475,19 +475,19 @@ mod tests {
             ),
             (
                 changed(|m| m.files.links[0].target = "../../etc/passwd".into()),
-                "that is no file beside it",
+                "that is not a file next to it",
             ),
             (
                 changed(|m| m.files.links[0].target = "/etc/passwd".into()),
-                "that is no file beside it",
+                "that is not a file next to it",
             ),
             (
                 changed(|m| m.files.links[0].target = "..".into()),
-                "that is no file beside it",
+                "that is not a file next to it",
             ),
             (
                 changed(|m| m.files.links[0].target = "../../x".into()),
-                "that is no file beside it",
+                "that is not a file next to it",
             ),
             (
                 changed(|m| m.files.mounts[0].kind = Kind::Socket),

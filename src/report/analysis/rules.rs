@@ -119,10 +119,10 @@ rules! {
         prepared!(),
         &pinning(59.0 / 253.0);
     "huge-pages-free" Memory,
-        "Too few huge pages are free beside a GPU",
+        "Too few huge pages are free on a GPU's node",
         "Documentation/admin-guide/mm/hugetlbpage.rst: free_hugepages of a node";
     "fragmentation" Memory,
-        "Free memory beside a GPU is in small pieces",
+        "Free memory on a GPU's node is in small pieces",
         prepared!("fragmentation made mapping up to 15 times as long in one measurement");
     "unmovable" Memory,
         "Memory that cannot be moved is everywhere",

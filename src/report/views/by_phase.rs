@@ -77,7 +77,7 @@ pub fn cure_lines(cures: &[Cure], screen: &Screen) -> Vec<String> {
         let cells = vec![seconds(cure.sooner_ns), cure.rule.into(), cure.title.into()];
         grid.row(Ink::Plain, cells);
     }
-    let mut out = vec![String::new(), "Cures, each alone:".to_string()];
+    let mut out = vec![String::new(), "Cures, each by itself:".to_string()];
     out.extend(grid.lines(screen));
     let host = "which of them this host lacks: kata-gpu-boot doctor";
     out.push(screen.paint(Ink::Dim, host));

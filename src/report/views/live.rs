@@ -359,7 +359,7 @@ mod tests {
         assert_eq!(view.live.deadline(), Some(view.at(7200)));
         view.record(4000, 4100, r#""kind":"event","name":"settled""#);
         assert_eq!(view.due(4200), ["4.100 +4.000 init settled"]);
-        assert_eq!(view.live.deadline(), None, "nobody waits any more");
+        assert_eq!(view.live.deadline(), None, "no container waits any more");
     }
 
     #[test]

@@ -107,8 +107,8 @@ fn pending(container: &Container) -> String {
     match container.tries {
         Some(tries) => format!("{asked}{tries} tries failed, and no line reports its creation"),
         None => format!(
-            "{asked}neither created nor failed here: why the agent refuses a container is in the \
-             runtime's log alone"
+            "{asked}neither created nor failed here: why the agent refuses a container is only in \
+             the runtime's log"
         ),
     }
 }
@@ -130,7 +130,7 @@ fn clock_lines(clock: &ClockSummary) -> Vec<String> {
             Some(_) | None => "too short or too noisy to measure drift".to_string(),
         };
         let pings = format!(
-            "clock: the guest's beside the host's by {} sample(s), {} at best",
+            "clock: the guest's next to the host's by {} sample(s), {} at best",
             clock.samples,
             error_bound(best.error_ns)
         );
