@@ -58,7 +58,8 @@ MODULE_PARM_DESC(load_fail, "errno that the load fails with");
 
 static unsigned int judge_ms;
 module_param(judge_ms, uint, 0444);
-MODULE_PARM_DESC(judge_ms, "time from the count of probes to what follows from it; default 0");
+MODULE_PARM_DESC(judge_ms,
+		 "count the load's own probe of one GPU, and end it so much later; default: 0, all");
 
 static bool blind;
 module_param(blind, bool, 0444);
@@ -69,6 +70,7 @@ DEFINE_MUTEX(nv_gpus_lock);
 static DECLARE_BITMAP(nv_minors, NV_MINOR_MAX + 1);
 static atomic_t nv_probes = ATOMIC_INIT(0);
 static atomic_t nv_probed = ATOMIC_INIT(0);
+static const struct task_struct *nv_loader;
 
 /* Whether the version to show is this one or a later one. */
 bool nv_version_at_least(unsigned int branch, unsigned int minor, unsigned int patch)
@@ -305,11 +307,25 @@ static int nv_keep_adapter(struct nv_gpu *gpu)
 	return err;
 }
 
+/*
+ * Whether a probe is one that the load counts. How many of the others' come
+ * before the count is a matter of microseconds: with judge_ms none does, and
+ * the load itself probes one GPU.
+ */
+static bool nv_counts(void)
+{
+	return !judge_ms || current == nv_loader;
+}
+
 static int nv_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 {
 	struct nv_gpu *gpu;
 
-	atomic_inc(&nv_probes);
+	if (nv_counts()) {
+		if (judge_ms && atomic_read(&nv_probes))
+			return -ENODEV;
+		atomic_inc(&nv_probes);
+	}
 	gpu = nv_alloc_gpu(pdev);
 	if (!gpu)
 		goto fail;
@@ -338,7 +354,8 @@ static int nv_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 		goto unpublish;
 	if (nv_inits_on_probe() && nv_keep_adapter(gpu))
 		goto remove_proc;
-	atomic_inc(&nv_probed);
+	if (nv_counts())
+		atomic_inc(&nv_probed);
 	return 0;
 
 remove_proc:
@@ -420,7 +437,7 @@ static int nv_judge_probes(int gpus)
 	int probes = atomic_read(&nv_probes);
 	int probed = atomic_read(&nv_probed);
 
-	/* A GPU that is probed meanwhile does not count. */
+	/* GPUs that are probed meanwhile do not count. */
 	nv_sleep_ms(judge_ms);
 	if (probes != gpus) {
 		pr_err("The NVIDIA probe routine was not called for %d device(s).\n",
@@ -480,6 +497,7 @@ static int __init nv_init(void)
 	}
 	if (force_sync > 0 || (force_sync < 0 && nv_version_at_least(590, 44, 1)))
 		nv_pci_driver.driver.probe_type = PROBE_FORCE_SYNCHRONOUS;
+	nv_loader = current;
 	err = pci_register_driver(&nv_pci_driver);
 	if (err)
 		goto remove_caps;
