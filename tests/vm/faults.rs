@@ -218,10 +218,10 @@ fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
 /// The driver counts its GPUs when the load's only probe, GPU 0's, has failed. GPUs that are bound
 /// between that and the end of the load do not count: it fails as a whole, which unbinds them.
 fn bound_meanwhile(context: &TestContext) -> Result<Outcome> {
-    // The load counts GPU 0, which fails, and ends when the others were bound through sysfs.
     let booted = Guest::with(
         "fakepci.gpus=4 nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 \
-        gpuinit.bind=concurrent nvidia.unsupported=0 nvidia.judge_ms=3000 testagent.containers=good:3",
+        gpuinit.bind=concurrent nvidia.unsupported=0 nvidia.judge_ms=3000 \
+        testagent.containers=good:3",
     )
     .boot(context, "meanwhile")?;
     failure(&booted, 0, "unsupported-gpu")?;

@@ -23,7 +23,7 @@ const ARM64: &str = "arm64";
 fn main() -> ExitCode {
     let words = trials::words();
     let all_of_arm64 = words.iter().any(|word| word.starts_with(ARM64));
-    // Whoever names a test wants it, in whichever tier it is.
+    // A test that the command line names runs in either tier.
     let all = !words.is_empty() || std::env::var_os("TESTS_TIER").is_some_and(|tier| tier == "all");
     let tests = || TESTS.iter().copied().flatten();
     let x86_64 = tests()

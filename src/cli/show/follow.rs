@@ -3,6 +3,7 @@
 //! Reading is driven by inotify only. Timers exist for the picture on a terminal and for deadlines.
 //! No file is written.
 
+use crate::boots::block_on;
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressDrawTarget;
 use kata_gpu_collect::follow::files::{Files, Which};
@@ -45,11 +46,7 @@ pub struct Follow<'a> {
 
 /// Follows a boot. Exit status: 0 all GPUs are ready, 1 the boot failed, 2 nothing came.
 pub fn run(follow: &Follow) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("start the runtime");
-    match runtime.and_then(|runtime| runtime.block_on(until_over(follow))) {
+    match block_on(until_over(follow)) {
         Ok(status) => ExitCode::from(status),
         // A reader (head, a pager) that closes the output is no error.
         Err(error)

@@ -201,7 +201,8 @@ fn directory(
     };
     if listed.len() > MAX_LIBRARIES {
         return Err(refused(format!(
-            "{} has more than {MAX_LIBRARIES} libraries of the driver: that is no driver's directory",
+            "{} has more than {MAX_LIBRARIES} libraries of the driver: that is no driver's \
+             directory",
             found.path.display()
         )));
     }
@@ -272,8 +273,8 @@ pub fn version(
                     && of_stem.all(|(_, found, _)| *found != module)
                 {
                     return Err(refused(format!(
-                        "the driver is {module} ({source}), and its user space is {found} ({}): put \
-                         the libraries of {module} into the image, or load the module of {found}",
+                        "the driver is {module} ({source}), and its user space is {found} ({}): \
+                         put the libraries of {module} into the image, or load the module of {found}",
                         library.display()
                     )));
                 }

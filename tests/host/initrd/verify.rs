@@ -52,8 +52,8 @@ pub fn guest() -> Vec<Made> {
         "firmware=nvidia/{VERSION}/gsp_ga10x.bin\0firmware=nvidia/{VERSION}/gsp_tu10x.bin\0"
     );
     let modules = format!("usr/lib/modules/{KERNEL}");
-    let folders = ". dev proc sys run etc var usr usr/bin usr/own usr/lib usr/lib64 usr/lib/modules \
-usr/lib/firmware usr/lib/firmware/nvidia";
+    let folders = ". dev proc sys run etc var usr usr/bin usr/own usr/lib usr/lib64 \
+        usr/lib/modules usr/lib/firmware usr/lib/firmware/nvidia";
     let mut all: Vec<Made> = folders.split(' ').map(directory).collect();
     all.extend([
         directory(&modules),

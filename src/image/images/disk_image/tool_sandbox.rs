@@ -185,8 +185,8 @@ pub fn run_inside(directory: &Path) -> ExitCode {
         match status.code() {
             Some(code) => Ok(code as u8),
             None => bail!(
-                "{PROGRAM}: {status}: it needs more than {MAX_MEMORY} bytes of memory or {MAX_CPU_S} \
-                 s, or has failed"
+                "{PROGRAM}: {status}: it needs more than {MAX_MEMORY} bytes of memory or \
+                 {MAX_CPU_S} s, or has failed"
             ),
         }
     };
