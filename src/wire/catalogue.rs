@@ -377,7 +377,10 @@ rows! {
     GPU_FAILED = "gpu.failed", Event, Init, Other
         {
             step: "",
-            reason: "a code: src/wire/reason.rs",
+            reason: "a code: src/wire/failure/reason.rs",
+            whose: "where the cure is applied",
+            sure: "certain, likely or unsure",
+            words: "the driver's message that decides",
             cure: "",
             bind_inode: "where the driver has it",
         };

@@ -72,6 +72,11 @@ pub fn signal(text: &str) -> Option<Signal> {
     Some(Signal::Xid(address(text)?, digits.parse().ok()?))
 }
 
+/// Whether this is the driver's about an NVSwitch, or an error of one (SXid).
+pub fn is_of_switch(text: &str) -> bool {
+    text.starts_with("nvidia-nvswitch") || text.starts_with("NVRM: SXid")
+}
+
 /// Whether this is the banner that the driver logs, at the level of errors, when it is loaded.
 pub fn is_banner(text: &str) -> bool {
     text.starts_with("NVRM: loading NVIDIA")

@@ -11,10 +11,10 @@ pub mod catalogue; // all names of records
 pub mod decode; // bytes into lines
 pub mod driver_log; // lines of driver and PCI in the kernel's log
 pub mod fabric; // a GPU's part of an NVLink fabric
+pub mod failure; // the catalogue of failures: words and facts, what happened, whose, cure
 mod newer; // lines of the next schema
 pub mod nvml_messages; // requests to the helper for NVML, and its answers
 pub mod pci_address; // addresses, and the ids of NVIDIA's GPUs
-pub mod reason; // reasons why a GPU is not usable, with cures
 pub mod record; // a line of the stream, and what a writer makes
 
 pub use catalogue::names;

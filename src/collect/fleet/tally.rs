@@ -8,7 +8,7 @@
 
 use kata_gpu_report::analysis::metrics::Metrics;
 use kata_gpu_wire::catalogue::{Phase, steps};
-use kata_gpu_wire::reason::Reason;
+use kata_gpu_wire::failure::Reason;
 use std::collections::BTreeMap;
 
 /// Label of names that the tables lack.

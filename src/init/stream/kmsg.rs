@@ -15,6 +15,7 @@ use crate::machine::kernel_log::{KmsgLine, PATH, parse};
 use crate::machine::threads;
 use kata_gpu_wire::driver_log;
 use kata_gpu_wire::driver_log::Signal;
+use kata_gpu_wire::failure::Facts;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::record::{Kind, Level, Record};
@@ -78,6 +79,8 @@ struct DriverLines {
     failed_probes: VecDeque<(u64, String)>,
     /// Current CLOCK_BOOTTIME minus the log's clock; lookups are for recent lines.
     offset_ns: i64,
+    /// Facts that the log states of the driver and its fabric.
+    facts: Facts,
 }
 
 impl DriverLines {
@@ -172,6 +175,11 @@ impl DriverLog {
         } else {
             named
         }
+    }
+
+    /// Facts that the log states of the driver and its fabric.
+    pub fn facts(&self) -> Facts {
+        self.lock().facts.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, DriverLines> {
@@ -453,6 +461,7 @@ impl Follower {
         if let Some(gpu) = driver_log::enumerated_gpu(&line.text) {
             self.gpus.insert(gpu);
         }
+        self.driver_log.lock().facts.take_line(&line.text);
         let gpu = driver_log::address(&line.text).filter(|address| self.gpus.contains(address));
         let boottime_ns = boottime_of(line.printk_us, self.offset_ns.unwrap_or(0));
         if driver_log::explains(&line.text) {

@@ -15,10 +15,10 @@ use crate::data::agent_log::AgentEvent;
 use crate::data::imported_record::{MARK, parts};
 use kata_gpu_wire::catalogue::logged as own;
 use kata_gpu_wire::driver_log;
+use kata_gpu_wire::failure;
+use kata_gpu_wire::failure::{Facts, FailedStep};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
-use kata_gpu_wire::reason;
-use kata_gpu_wire::reason::FailedStep;
 use kata_gpu_wire::record::{Kind, Level, Record};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeSet, HashMap};
@@ -114,6 +114,8 @@ struct Maker {
     /// The driver's lines about each GPU that can explain a failure.
     driver_lines: HashMap<PciAddress, Vec<String>>,
     failed: BTreeSet<PciAddress>,
+    /// Facts that the log states of driver and guest.
+    facts: Facts,
     /// Waiting containers, with the tries that failed.
     waits: HashMap<String, u64>,
     marks: u64,
@@ -213,6 +215,7 @@ impl Maker {
             record.fields = fields([("text", cut(text, MAX_TEXT).into())]);
             return;
         }
+        self.facts.take_line(text);
         let gpu = driver_log::address(text).filter(|gpu| self.gpus.contains(gpu));
         if let Some(gpu) = gpu.filter(|_| driver_log::explains(text)) {
             let lines = self.driver_lines.entry(gpu).or_default();
@@ -335,14 +338,18 @@ impl Maker {
             return;
         }
         let lines = self.driver_lines.remove(&gpu).unwrap_or_default();
-        let (reason, line) = reason::classify(step, &lines);
+        let found = failure::of_gpu(step, &lines, &self.facts);
+        let words = cut(found.words.unwrap_or(text), MAX_TEXT);
         let record = self.event(names::GPU_FAILED);
         (record.gpu, record.level) = (Some(gpu), Level::Error);
-        record.error = Some(format!("{reason}: {}", cut(line.unwrap_or(text), MAX_TEXT)));
+        record.error = Some(format!("{}: {words}", found.reason));
         record.fields = fields([
             ("step", step.name().into()),
-            ("reason", reason.name().into()),
-            ("cure", json!(reason.cure())),
+            ("reason", found.reason.name().into()),
+            ("whose", found.reason.whose().name().into()),
+            ("sure", found.sure.name().into()),
+            ("words", words.into()),
+            ("cure", found.cure.as_ref().into()),
         ]);
     }
 

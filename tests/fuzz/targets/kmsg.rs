@@ -3,7 +3,7 @@
 
 use kata_gpu_init::machine::kernel_log::parse;
 use kata_gpu_wire::driver_log::{address, explains, init_code, signal};
-use kata_gpu_wire::reason::{FailedStep, classify};
+use kata_gpu_wire::failure::{Facts, FailedStep, of_gpu};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Some(line) = parse(bytes) {
@@ -17,6 +17,6 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
             assert!(line.text.starts_with("NVRM: "));
         }
         let lines = [line.text];
-        assert!(classify(FailedStep::Init, &lines).1.is_some());
+        assert!(of_gpu(FailedStep::Init, &lines, &Facts::default()).words.is_some());
     }
 });

@@ -3,10 +3,11 @@
 use super::publication::Update;
 use super::schedule_messages::{Fact, GpuId};
 use super::shared::Shared;
-use crate::stream::kmsg::Unnamed;
+use crate::machine::confidential;
+use crate::stream::kmsg::{DriverLog, Unnamed};
+use kata_gpu_wire::failure;
+use kata_gpu_wire::failure::{Diagnosis, Facts, FailedStep, Reason};
 use kata_gpu_wire::names;
-use kata_gpu_wire::reason;
-use kata_gpu_wire::reason::{FailedStep, Reason};
 use std::fmt::Display;
 
 /// Failure that ended a GPU's task: the step, and the operation with its result.
@@ -80,42 +81,56 @@ impl Shared {
         failure: &Failed,
         bind_inode: Option<u64>,
     ) {
-        let (reason, line) = self.recognise(gpu, since_ns, failure).await;
+        let messages = self.messages(gpu, since_ns, failure).await;
+        let found = self.diagnose(gpu, failure, &messages);
         let index = self.roster.index(gpu.address);
         let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
-        if let Some(line) = line {
-            error = format!("{error}; the driver logged: {line}");
+        if let Some(words) = found.words {
+            error = format!("{error}; the driver logged: {words}");
         }
-        let (step, cure) = (
-            failure.step.name(),
-            reason.cure().unwrap_or("see the driver's log line"),
-        );
         tracing::error!(
-            name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step,
-            reason = %reason, cure, error, bind_inode, generation = gpu.again(),
+            name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64,
+            step = failure.step.name(), reason = %found.reason, whose = %found.reason.whose(),
+            sure = %found.sure, words = found.words, cure = %found.cure, error, bind_inode,
+            generation = gpu.again(),
         );
     }
 
-    /// Reason of a failure, and the driver's line that shows it.
-    pub async fn recognise(
+    /// The driver's messages about a GPU, or that can be about no other, since its step began.
+    pub async fn messages(&self, gpu: GpuId, since_ns: u64, failure: &Failed) -> Vec<String> {
+        let Some(driver_log) = &self.driver_log else {
+            return Vec::new();
+        };
+        let since_ns = failure.since_ns.unwrap_or(since_ns);
+        driver_log
+            .since(gpu.address, since_ns, failure.unnamed)
+            .await
+    }
+
+    /// What a failure is, by the driver's messages.
+    pub fn diagnose<'a>(
         &self,
         gpu: GpuId,
-        since_ns: u64,
         failure: &Failed,
-    ) -> (Reason, Option<String>) {
-        let lines = match &self.driver_log {
-            Some(driver_log) => {
-                let since_ns = failure.since_ns.unwrap_or(since_ns);
-                driver_log
-                    .since(gpu.address, since_ns, failure.unnamed)
-                    .await
-            }
-            None => Vec::new(),
-        };
-        let (recognised, line) = reason::classify(failure.step, &lines);
-        (
-            failure.reason.unwrap_or(recognised),
-            line.map(str::to_string),
-        )
+        messages: &'a [String],
+    ) -> Diagnosis<'a> {
+        let found = failure::of_gpu(failure.step, messages, &self.facts(gpu));
+        match failure.reason {
+            Some(known) if known != found.reason => Diagnosis::known(known, found.words),
+            _ => found,
+        }
+    }
+
+    fn facts(&self, gpu: GpuId) -> Facts {
+        Facts {
+            device: self.roster.device_id(gpu.address),
+            is_confidential: Some(confidential::is_confidential()),
+            gpus: self.roster.present().len(),
+            ..self
+                .driver_log
+                .as_ref()
+                .map(DriverLog::facts)
+                .unwrap_or_default()
+        }
     }
 }

@@ -16,9 +16,9 @@ use crate::machine::confidential;
 use crate::machine::threads;
 use crate::machine::threads::Panicked;
 use crate::step;
+use kata_gpu_wire::failure::{FailedStep, Reason};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
-use kata_gpu_wire::reason::{FailedStep, Reason};
 use std::sync::Arc;
 
 /// Ways to reset one function and no other, the best first. The kernel offers `bus` only for a
@@ -33,9 +33,11 @@ pub async fn instead_of(
     gpu: GpuId,
     since_ns: u64,
 ) -> Option<Failed> {
-    if failure.step != FailedStep::Init
-        || shared.recognise(gpu, since_ns, &failure).await.0 != Reason::NeedsReset
-    {
+    if failure.step != FailedStep::Init {
+        return Some(failure);
+    }
+    let messages = shared.messages(gpu, since_ns, &failure).await;
+    if shared.diagnose(gpu, &failure, &messages).reason != Reason::NeedsReset {
         return Some(failure);
     }
     let resets = || threads::lock(&shared.resets);

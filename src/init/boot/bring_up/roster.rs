@@ -107,6 +107,11 @@ impl Roster {
         self.lock().slots.contains(gpu)
     }
 
+    /// PCI device id of the GPU at an address.
+    pub fn device_id(&self, address: PciAddress) -> Option<u16> {
+        self.lock().devices.get(&address).copied()
+    }
+
     /// Inode of the device at an address, if it was seen.
     pub fn device(&self, address: PciAddress) -> Option<u64> {
         self.lock().slots.device(address)

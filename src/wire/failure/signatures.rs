@@ -1,0 +1,192 @@
+//! Words and facts of each failure, the most specific first: the first that fits decides.
+//!
+//! The driver's words are those of its open sources (kernel-open/nvidia/nv.c and nv-pci.c,
+//! src/nvidia: osinit.c, conf_compute.c, kern_fsp.c, kernel_gsp.c), the runtimes' those of Kata and
+//! containerd.
+
+use super::facts::{Chip, Facts, Module};
+use super::reason::{Reason, Sure};
+use crate::driver_log::InitCode;
+
+/// One way in which a failure shows.
+pub struct Signature {
+    pub reason: Reason,
+    pub sure: Sure,
+    /// Texts that a message has, all of them.
+    words: &'static [&'static str],
+    /// What else has to be known.
+    pub when: fn(&Facts) -> bool,
+}
+
+impl Signature {
+    pub fn is_in(&self, text: &str) -> bool {
+        self.words.iter().all(|words| text.contains(words))
+    }
+}
+
+fn always(_: &Facts) -> bool {
+    true
+}
+
+fn in_plain_guest(facts: &Facts) -> bool {
+    facts.is_confidential == Some(false)
+}
+
+fn in_confidential_guest(facts: &Facts) -> bool {
+    facts.is_confidential == Some(true)
+}
+
+fn without_gsp(facts: &Facts) -> bool {
+    facts.chip().is_some_and(|chip| !chip.has_gsp())
+}
+
+fn with_gsp(facts: &Facts) -> bool {
+    facts.chip().is_some_and(Chip::has_gsp)
+}
+
+/// Whether the driver's branch knows the chip, by its id.
+fn is_known_to_driver(facts: &Facts) -> bool {
+    facts
+        .chip()
+        .zip(facts.branch)
+        .is_some_and(|(chip, branch)| (chip.known_since()..=chip.known_until()).contains(&branch))
+}
+
+fn is_too_old_for_driver(facts: &Facts) -> bool {
+    facts
+        .chip()
+        .zip(facts.branch)
+        .is_some_and(|(chip, branch)| branch > chip.known_until())
+}
+
+fn open_module_without_gsp(facts: &Facts) -> bool {
+    facts.module == Some(Module::Open) && without_gsp(facts)
+}
+
+macro_rules! signatures {
+    ($($(#[$text:meta])* $name:ident { $($reason:ident $sure:ident [$($words:literal),+] $when:ident;)+ })+) => {
+        $($(#[$text])* pub const $name: &[Signature] = &[$(Signature {
+            reason: Reason::$reason,
+            sure: Sure::$sure,
+            words: &[$($words),+],
+            when: $when,
+        }),+];)+
+    };
+}
+
+signatures! {
+    /// Of a GPU, by the driver's messages.
+    OF_GPUS {
+        OffTheBus Certain ["fallen off the bus"] always;
+        NeedsReset Certain ["unexpected WPR2 already up"] always;
+        MemoryNotMovable Certain ["the onlining zone is not movable"] always;
+        // Of "Direct firmware load for .. failed with error -2".
+        FirmwareMissing Certain ["failed with error -2"] always;
+        BarFirewall Certain ["failed to wait for bar firewall"] always;
+        NoInterrupt Certain ["Can't find an IRQ"] always;
+        BarUnassigned Certain ["assigned to your NVIDIA device is invalid"] always;
+        BarUnassigned Certain ["is 0M @ 0x0"] always;
+
+        LegacyBranch Certain ["supported through the NVIDIA ", "Legacy drivers"] always;
+        LegacyBranch Certain ["is not supported by the NVIDIA", "driver release"] is_too_old_for_driver;
+        OpenRefused Certain ["OpenRmEnableUnsupportedGpus"] always;
+        NeedsProprietary Certain ["does not include the required GPU", "System Processor"] without_gsp;
+        RegistersGarbled Likely ["does not include the required GPU", "System Processor"] with_gsp;
+        NeedsProprietary Likely ["does not include the required GPU", "System Processor"] always;
+        VgpuDriver Likely ["is not supported by the NVIDIA", "driver release"] is_known_to_driver;
+        NeedsProprietary Likely ["is not supported by"] open_module_without_gsp;
+        UnsupportedGpu Certain ["is not supported by"] always;
+        UnsupportedGpu Certain ["not supported by this driver"] always;
+
+        CcModeOn Certain ["CPU does not support confidential compute"] in_plain_guest;
+        CcModeOn Likely ["CPU does not support confidential compute"] always;
+        CcModeOff Certain ["GPU confidential compute capability is not enabled"] always;
+        CcNoCrypto Certain ["libspdm expects LKCA but found stubs"] always;
+        CcNoCrypto Certain ["Encryption FAILED"] in_confidential_guest;
+        CcNoCrypto Likely ["Encryption FAILED"] always;
+        CcNoCrypto Likely ["GSP-DMA decrypt"] always;
+        FspTimeout Certain ["FSP command timed out"] always;
+        FspTimeout Certain ["FSP secure boot partition timed out"] always;
+        FspTimeout Certain ["FSP secure boot GSP prechecks failed"] always;
+        FspTimeout Likely ["FSP boot cmds failed"] always;
+
+        NoInterrupt Certain ["No interrupts of any type are available"] always;
+        // The kernel's, of a BAR that it cannot enable.
+        BarUnassigned Certain ["not assigned"] always;
+        BarUnassigned Likely [": no space for [mem"] always;
+        BarUnassigned Likely ["can't assign; no space"] always;
+        EnableFailed Certain ["pci_enable_device failed"] always;
+        EnableFailed Certain ["can't enable device"] always;
+        DriverFindsNoGpu Certain ["No NVIDIA GPU found"] always;
+        DriverProbedNothing Certain ["No NVIDIA devices probed"] always;
+        NoProbeSucceeded Certain ["None of the NVIDIA devices were initialized"] always;
+
+    }
+
+    /// Of a guest, by a line of its console.
+    OF_GUESTS {
+        OutOfMemory Certain ["Kernel panic - not syncing: Out of memory"] always;
+        OutOfMemory Certain ["Kernel panic - not syncing: System is deadlocked on memory"] always;
+        NoRoot Certain ["Kernel panic - not syncing: VFS: Unable to mount root fs"] always;
+        NoInitProgram Certain ["Kernel panic - not syncing: No working init found"] always;
+        NoInitProgram Certain ["Kernel panic - not syncing: Requested init", "failed"] always;
+        InitDied Certain ["Kernel panic - not syncing: Attempted to kill init"] always;
+        KernelPanic Certain ["Kernel panic - not syncing"] always;
+        CtkFailed Certain ["nvidia-ctk failed with status"] always;
+        CtkFailed Certain ["level=error", "failed to write spec"] always;
+        CtkFailed Certain ["level=error", "failed to generate CDI spec"] always;
+        NvrcPanic Certain ["NVRC", "panicked at"] always;
+        OutOfMemory Certain ["Out of memory: Killed process"] always;
+        PoweredOff Certain ["reboot: Power down"] always;
+        PoweredOff Certain ["reboot: System halted"] always;
+        PoweredOff Certain ["reboot: Restarting system"] always;
+
+    }
+
+    /// Of a sandbox or a container, by the runtime's error.
+    OF_SANDBOXES {
+        CdiTimeout Certain ["failed to inject devices after CDI timeout"] always;
+        CdiUnknown Certain ["unresolvable CDI devices"] always;
+        AgentNoAnswer Certain ["timed out connecting to vsock"] always;
+        AgentNoAnswer Certain ["timed out connecting to hybrid vsocket"] always;
+        AgentNoAnswer Certain ["Failed to Check if grpc server is working"] always;
+        AgentNoAnswer Certain ["Failed to check if grpc server is working"] always;
+        AgentNoAnswer Likely ["failed to connect to agent"] always;
+        VfioGroup Certain ["not viable"] always;
+        VfioGroup Certain ["vfio", "Device or resource busy"] always;
+        VfioGroup Likely ["failed to open /dev/vfio"] always;
+        VmmOutOfMemory Certain ["cannot set up guest memory"] always;
+        VmmOutOfMemory Certain ["VFIO_MAP_DMA failed: Cannot allocate memory"] always;
+        VmmFailed Certain ["failed to launch qemu"] always;
+        VmmFailed Certain ["QEMU exited"] always;
+        AgentGone Certain ["ttrpc: closed"] always;
+        AgentGone Certain ["Dead agent"] always;
+        AgentGone Likely ["connection reset by peer"] always;
+        CreateTimeout Certain ["CreateContainerRequest timed out"] always;
+        CreateTimeout Likely ["context deadline exceeded"] always;
+        CreateTimeout Likely ["DeadlineExceeded"] always;
+    }
+}
+
+/// Reason of a code of RmInitAdapter. The status comes first: it is the more specific part if it is
+/// one of these.
+pub fn of_code(code: InitCode, facts: &Facts) -> (Reason, Sure) {
+    match (code.stage, code.status) {
+        (_, 0x81) => (Reason::FabricNotReady, Sure::Certain),
+        // The adapter of a confidential GPU comes up once per reset.
+        (0x22, 0x56) if in_confidential_guest(facts) => (Reason::CcRefused, Sure::Likely),
+        // An invalid request: of a guest whose mode differs, or before the fabric is set up.
+        (0x22, 0x3f) => (Reason::FabricOrMode, Sure::Unsure),
+        (0x22, _) if facts.has_fabric => (Reason::FabricOrMode, Sure::Unsure),
+        (0x61, _) => (Reason::FirmwareMissing, Sure::Certain),
+        // Invalid state: the firmware's protected memory is set up already. The line about it names
+        // no GPU.
+        (0x62, 0x40) => (Reason::NeedsReset, Sure::Certain),
+        (0x62, _) => (Reason::FirmwareBoot, Sure::Likely),
+        // Of drivers around 510, in public reports: the firmware refused the GPU.
+        (0x26, 0x56) => (Reason::FirmwareBoot, Sure::Likely),
+        (0x22, _) => (Reason::AttachFailed, Sure::Unsure),
+        (0x24 | 0x25, _) => (Reason::StateLoadFailed, Sure::Unsure),
+        _ => (Reason::InitFailed, Sure::Unsure),
+    }
+}
