@@ -9,7 +9,7 @@ use kata_gpu_report::analysis::compare::{
 use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
 use kata_gpu_report::analysis::statistics::Summary;
-use kata_gpu_report::data::boot_dir::find;
+use kata_gpu_report::data::boot_dir::find_named;
 use kata_gpu_report::data::text::{Ink, Screen};
 use kata_gpu_report::terminal::progress_line::Progress;
 use kata_gpu_report::terminal::stdout::print;
@@ -61,7 +61,7 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
     let mut unread = Vec::new();
     let mut side = |path: &Path| -> Result<Vec<Metrics>> {
         if !args.runs {
-            let path = find(Some(&path.display().to_string()), &args.dir.dir)?;
+            let path = find_named(Some(&path.display().to_string()), &args.dir.dir)?;
             let Loaded { file, boot } = load(&path, None)?;
             return Ok(vec![metrics(&boot, &file)]);
         }

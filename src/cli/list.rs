@@ -10,13 +10,16 @@ use super::boots::{BootDir, json, not_read};
 use anyhow::Result;
 use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::metrics;
+use kata_gpu_report::analysis::verdict::Verdict;
 use kata_gpu_report::boot::model::SETTLED;
 use kata_gpu_report::data::boot_dir::dated;
 use kata_gpu_report::data::boot_file::Sandbox;
-use kata_gpu_report::data::text::{Ink, Screen, printable, printable_start, wall_clock};
+use kata_gpu_report::data::text::{Ink, Screen, printable, printable_start, wall_clock, wrap};
 use kata_gpu_report::terminal::progress_line::Progress;
 use kata_gpu_report::views::grid::{Grid, Set, time};
+use kata_gpu_report::views::verdict_lines;
 use serde::Serialize;
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
@@ -71,6 +74,7 @@ struct Entry {
     settled_ns: Option<u64>,
     /// Failures, as `--stats` counts them.
     failures: Vec<String>,
+    verdict: Verdict,
 }
 
 #[derive(Serialize)]
@@ -99,6 +103,8 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
             Err(error) => unread.push(printable(&format!("{error:#}"))),
         }
     }
+    // By what the first column says; a boot without a known start comes last.
+    listed.sort_by_key(|entry| Reverse(entry.started_realtime_ns));
     if args.json {
         json(&Listed {
             boots: &listed,
@@ -138,6 +144,7 @@ fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
         last_container_ns: boot.milestone("last container"),
         settled_ns: boot.milestone(SETTLED),
         failures: metrics(boot, read).failures,
+        verdict: Verdict::of(boot),
     }
 }
 
@@ -159,7 +166,7 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
         ("CONTAINER", right),
         ("SETTLED", right),
     ];
-    let mut grid = Grid::new(&[&columns[..], &[("FAILURE", Set::Left)]].concat());
+    let mut grid = Grid::new(&columns);
     let seconds = |ns: Option<u64>| {
         ns.map_or("-".to_string(), |ns| {
             time(i64::try_from(ns).unwrap_or(i64::MAX))
@@ -200,12 +207,6 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
             .as_ref()
             .map(|pod| printable_start(&pod, MAX_POD))
             .or_else(sandbox);
-        let more = entry.failures.len().saturating_sub(1);
-        let more = if more > 0 {
-            format!(" (and {more} more)")
-        } else {
-            String::new()
-        };
         grid.row(
             ink,
             vec![
@@ -215,19 +216,50 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
                 format!("{}/{}", entry.usable_gpus, entry.gpus),
                 seconds(entry.last_container_ns),
                 seconds(entry.settled_ns),
-                entry
-                    .failures
-                    .first()
-                    .map_or(String::new(), |first| format!("{}{more}", printable(first))),
             ],
         );
     }
-    let mut out = grid.lines(screen);
+    let mut lines = grid.lines(screen).into_iter();
+    let mut out: Vec<String> = lines.next().into_iter().collect();
+    for (line, entry) in lines.zip(listed) {
+        out.push(line);
+        out.extend(failure_lines(entry, screen));
+    }
     if listed.is_empty() {
         out = vec!["no boot of that kind".to_string()];
     }
     not_read(unread, screen, &mut out);
     out.join("\n") + "\n"
+}
+
+/// Lines below a boot's, never cut: the first failure, its cure, and the number of others.
+fn failure_lines(entry: &Entry, screen: &Screen) -> Vec<String> {
+    let mut failures = entry.verdict.failures();
+    let Some(first) = failures.next() else {
+        let other = entry.failures.first().map(|other| printable(other));
+        let other = other
+            .iter()
+            .flat_map(|other| indented(Ink::Error, other, screen));
+        return other.collect();
+    };
+    let mut out = indented(Ink::Error, &first.text, screen);
+    let cure = verdict_lines::cure_text(first);
+    out.extend(
+        cure.iter()
+            .flat_map(|cure| indented(Ink::Plain, cure, screen)),
+    );
+    let more = failures.count();
+    let more = (more > 0).then(|| format!("and {more} more: kata-gpu-boot show"));
+    out.extend(
+        more.iter()
+            .flat_map(|more| indented(Ink::Dim, more, screen)),
+    );
+    out
+}
+
+fn indented(ink: Ink, text: &str, screen: &Screen) -> Vec<String> {
+    let lines = wrap("    ", "      ", text, screen.width.unwrap_or(usize::MAX));
+    lines.iter().map(|line| screen.paint(ink, line)).collect()
 }
 
 #[cfg(test)]
@@ -295,7 +327,7 @@ mod tests {
     fn the_newest_come_first_and_failures_are_named() {
         let dir = directory();
         let (lines, count) = listed(&dir, 0, None, false);
-        assert_eq!((lines.len(), count), (3, 3), "{lines:?}");
+        assert_eq!((lines.len(), count), (5, 3), "{lines:?}");
         assert!(lines[0].starts_with("2026-11-21 03:17:57  "), "{lines:?}");
         assert!(
             lines[0].contains("8/8") && lines[0].ends_with("8.264"),
@@ -305,7 +337,11 @@ mod tests {
             lines[1].contains("  ml/train\\x1b[2J  ") && lines[1].contains("7/8"),
             "{lines:?}"
         );
-        assert!(lines[1].ends_with("init: firmware-boot"), "{lines:?}");
+        assert!(
+            lines[2].starts_with("    GPU 5 (") && lines[2].ends_with("(firmware-boot)"),
+            "{lines:?}"
+        );
+        assert!(lines[3].starts_with("    cure: reset the GPU"), "{lines:?}");
         assert_eq!(
             listed(&dir, 2, None, false).1,
             2,
@@ -331,7 +367,7 @@ mod tests {
     fn every_line_can_be_given_to_show() {
         let dir = directory();
         let (lines, _) = listed(&dir, 0, None, false);
-        for line in lines {
+        for line in lines.iter().filter(|line| !line.starts_with(' ')) {
             find(line.split_whitespace().nth(2), dir.path()).unwrap();
         }
         let (lines, _) = listed(&dir, 0, None, true);

@@ -10,8 +10,9 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use export::Format;
 use kata_gpu_report::analysis::loaded::{Loaded, load};
+use kata_gpu_report::analysis::verdict::Verdict;
 use kata_gpu_report::boot::model::Boot;
-use kata_gpu_report::data::boot_dir::{find, find_sandbox, is_stream};
+use kata_gpu_report::data::boot_dir::{find_named, is_stream};
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::data::text::{Screen, write_ascii_json};
 use kata_gpu_report::import::boot_of_logs;
@@ -19,7 +20,6 @@ use kata_gpu_report::terminal::stdout::print_with;
 use kata_gpu_report::views::account::{Account, Grouping};
 use kata_gpu_report::views::boot_page;
 use kata_gpu_report::views::boot_page::{Page, Steps};
-use kata_gpu_report::views::summary::failures;
 use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -163,7 +163,7 @@ pub fn run(args: &Args, screen: Screen) -> Result<ExitCode> {
         Some(path) => export::save(path, |out| write(args, &shown, screen, out))?,
         None => print_with(|out| write(args, &shown, screen, out))?,
     }
-    let failed = !failures(&shown.boot).is_empty();
+    let failed = Verdict::of(&shown.boot).is_failure();
     Ok(ExitCode::from(u8::from(failed)))
 }
 
@@ -190,7 +190,7 @@ impl Source {
 fn read(args: &Args) -> Result<(Shown, Source)> {
     let dir = &args.dir.dir;
     let path = match args.what.as_slice() {
-        [] => find(None, dir)?,
+        [] => find_named(None, dir)?,
         [one] if Path::new(one).is_file() => {
             let path = PathBuf::from(one);
             if !is_stream(&path)? {
@@ -198,12 +198,7 @@ fn read(args: &Args) -> Result<(Shown, Source)> {
             }
             path
         }
-        [one] if one.contains('/') => find_sandbox(one, dir)?,
-        [one] => match find(Some(one), dir) {
-            Ok(path) => path,
-            // A sandbox by its id.
-            Err(error) => find_sandbox(one, dir).map_err(|_| error)?,
-        },
+        [one] => find_named(Some(one), dir)?,
         logs => {
             let logs: Vec<PathBuf> = logs.iter().map(PathBuf::from).collect();
             return of_logs(&logs, args.boot);
@@ -236,6 +231,8 @@ struct Json<'a> {
     json_version: u32,
     #[serde(flatten)]
     boot: &'a Boot,
+    verdict: Verdict,
+    /// The sentences of its failures.
     failures: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     account: Option<Account>,
@@ -248,10 +245,15 @@ fn write(args: &Args, shown: &Shown, screen: Screen, out: &mut dyn Write) -> Res
     let (from, to) = (args.from.as_deref(), args.to.as_deref());
     let account = boot_page::account(boot, args.by.into(), from, to)?;
     if args.form.json {
+        let verdict = Verdict::with_time(boot);
         let json = Json {
             json_version: JSON_VERSION,
             boot,
-            failures: failures(boot),
+            failures: verdict
+                .failures()
+                .map(|failure| failure.text.clone())
+                .collect(),
+            verdict,
             account: account.map(|(_, account)| account),
             notes: &boot.timeline.notes,
         };

@@ -650,7 +650,10 @@ rows! {
     /// The sandbox is ready.
     SANDBOX_READY = "sandbox.ready", Event, Runtime, Other;
     /// The sandbox failed.
-    SANDBOX_FAILED = "sandbox.failed", Event, Runtime, Other;
+    SANDBOX_FAILED = "sandbox.failed", Event, Runtime, Other
+        { reason: "", whose: "", sure: "", cure: "", waited_ms: "" };
+    /// The guest ended, or what it needed never came; `error` is its last word.
+    GUEST_ENDED = "guest.ended", Event, Kernel, Other { reason: "", whose: "", sure: "", cure: "" };
     /// A container was started, by the runtime.
     SANDBOX_CONTAINER_STARTED = "sandbox.container-started", Event, Runtime, Other;
     /// Creation of the pod, by its object.

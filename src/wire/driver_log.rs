@@ -82,6 +82,17 @@ pub fn is_banner(text: &str) -> bool {
     text.starts_with("NVRM: loading NVIDIA")
 }
 
+/// Whether this is a line that the driver logs at the level of errors in boots that go well: its
+/// banner, and that GPUs bound one by one were not all probed by its load.
+pub fn is_expected(text: &str) -> bool {
+    const EXPECTED: &[&str] = &[
+        "probe routine was not called",
+        "This can occur when another driver was loaded",
+        "Try unloading the conflicting kernel module",
+    ];
+    is_banner(text) || EXPECTED.iter().any(|expected| text.contains(expected))
+}
+
 /// Whether this is the kernel's own line about a failed probe: the first form until Linux 6.4.
 pub fn is_failed_probe(text: &str) -> bool {
     text.starts_with("nvidia: probe of ") || text.contains("probe with driver nvidia failed")

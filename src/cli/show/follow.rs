@@ -8,6 +8,8 @@ use anyhow::{Context, Result, bail};
 use indicatif::ProgressDrawTarget;
 use kata_gpu_collect::follow::files::{Files, Which};
 use kata_gpu_host::sleep::sleep_until;
+use kata_gpu_report::analysis::loaded::load;
+use kata_gpu_report::analysis::verdict::Verdict;
 use kata_gpu_report::data::boot_dir::find;
 use kata_gpu_report::data::boot_file::{FileLine, HostEvent};
 use kata_gpu_report::data::text::{Screen, printable, seconds};
@@ -18,6 +20,7 @@ use kata_gpu_report::views::follow::progress::{Outcome, Progress, ago};
 use kata_gpu_report::views::live::Live;
 use kata_gpu_report::views::rows::{Row, Tone};
 use kata_gpu_report::views::table::Table;
+use kata_gpu_report::views::verdict_lines;
 use kata_gpu_wire::catalogue::Owner;
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -74,6 +77,8 @@ enum View {
 }
 
 struct Follower {
+    dir: PathBuf,
+    screen: Screen,
     files: Files,
     view: View,
     /// The followed boot, by its file's name.
@@ -100,6 +105,8 @@ async fn until_over(follow: &Follow<'_>) -> Result<u8> {
     };
     let mut follower = Follower {
         files: Files::watch(&dir, which)?,
+        dir,
+        screen: follow.screen,
         view,
         boot: None,
         others: BTreeSet::new(),
@@ -246,7 +253,10 @@ impl Follower {
             return Ok(None);
         };
         let id = tag(&name.to_string_lossy());
+        let path = self.dir.join(name);
         self.finish(now)?;
+        let verdict = verdict(&path, &self.screen);
+        print(verdict)?;
         match outcome {
             Outcome::Ready { gpus, at_ns } => {
                 let at = seconds(at_ns);
@@ -302,6 +312,14 @@ impl Follower {
             *live = None;
         }
     }
+}
+
+/// The verdict on a boot that is over; nothing if its file cannot be read again.
+fn verdict(path: &Path, screen: &Screen) -> Vec<String> {
+    let Ok(loaded) = load(path, None) else {
+        return Vec::new();
+    };
+    verdict_lines::lines(&Verdict::with_time(&loaded.boot), screen)
 }
 
 /// Adds a line to the boot and shows the change.

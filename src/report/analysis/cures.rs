@@ -23,6 +23,7 @@ pub struct Cure {
     pub title: &'static str,
     /// Origin of the rule's figures.
     pub source: &'static str,
+    pub cure: &'static str,
     /// How much sooner the window would have ended; by known orders.
     pub sooner_ns: u64,
 }
@@ -36,6 +37,7 @@ pub fn cures(timeline: &Timeline, window: &Window) -> Vec<Cure> {
             rule: rule.id,
             title: rule.title,
             source: rule.source,
+            cure: rule.cure,
             sooner_ns,
         }
     };

@@ -11,5 +11,6 @@ pub mod held_up; // steps that waited for a vCPU that enables a GPU
 pub mod loaded; // a boot read from its file, with model and timeline
 pub mod many_boots; // the numbers of many boots
 pub mod metrics; // a boot as numbers that can be compared
-pub mod rules;
-pub mod statistics; // medians, percentiles, bootstrap // what makes boots slow on a host, as data
+pub mod rules; // what makes boots slow on a host, as data
+pub mod statistics; // medians, percentiles, bootstrap
+pub mod verdict; // what happened, why, what to do

@@ -37,6 +37,8 @@ pub struct Rule {
     pub source: &'static str,
     /// Empty where nobody has a figure.
     pub shortens: &'static [Shortens],
+    /// Cure for somebody who has only a boot; the doctor, who sees the host, says more.
+    pub cure: &'static str,
 }
 
 /// The steps in which the host maps GPUs' BARs.
@@ -77,22 +79,25 @@ macro_rules! prepared {
 }
 
 macro_rules! rules {
-    (@) => { &[] };
-    (@ $shortens:expr) => { $shortens };
-    ($($id:literal $area:ident, $title:literal, $source:expr $(, $shortens:expr)?;)*) => {
+    (@shortens) => { &[] };
+    (@shortens $shortens:expr) => { $shortens };
+    (@cure) => { "" };
+    (@cure $cure:literal) => { $cure };
+    ($($id:literal $area:ident, $title:literal, $source:expr $(, $shortens:expr, $cure:literal)?;)*) => {
         pub const RULES: &[Rule] = &[$(Rule {
-            id: $id, area: Area::$area, title: $title, source: $source, shortens: rules!(@ $($shortens)?),
+            id: $id, area: Area::$area, title: $title, source: $source, shortens: rules!(@shortens $($shortens)?), cure: rules!(@cure $($cure)?),
         }),*];
     };
 }
 
-// Rules without a fourth line have no figure of what their cure would shorten.
+// Rules without a fourth and fifth line have no figure of what their cure would shorten.
 rules! {
     "huge-pfnmaps" Kernel,
         "VFIO maps the GPUs' BARs in pages of 4 KiB",
         "Linux 6.12 (vfio/pci: huge faults) and 6.15 (vfio/type1: page mask for pfnmaps): 8 M page \
          operations become 32 for a BAR of 32 GB, 1 s becomes 1 ms",
-        &mapping(0.001);
+        &mapping(0.001),
+        "kernel 6.15 or later on the host, and QEMU 9.2 or later";
     "iommufd" Kernel,
         "IOMMUFD is not there",
         "Linux 6.2; one comparison of a boot, 2:25 with VFIO's own container and 1:54 with \
@@ -106,18 +111,21 @@ rules! {
     "thp" Memory,
         "Transparent huge pages are off",
         prepared!(),
-        &pinning(253.0 / 476.0);
+        &pinning(253.0 / 476.0),
+        "transparent_hugepage=always on the host";
     "thp-shared" Memory,
         "Shared guest memory has no huge pages",
         prepared!("Documentation/admin-guide/mm/transhuge.rst: shmem_enabled and huge= of a mount"),
-        &pinning(253.0 / 476.0);
+        &pinning(253.0 / 476.0),
+        "shmem_enabled=always for transparent huge pages on the host";
     "thp-defrag" Memory,
         "The kernel makes no room for huge pages",
         "Documentation/admin-guide/mm/transhuge.rst: defrag";
     "huge-pages" Memory,
         "Guests have no pages of 1 GiB",
         prepared!(),
-        &pinning(59.0 / 253.0);
+        &pinning(59.0 / 253.0),
+        "pages of 1 GiB on the host (hugepagesz=1G), and enable_hugepages in Kata's configuration";
     "huge-pages-free" Memory,
         "Too few huge pages are free on a GPU's node",
         "Documentation/admin-guide/mm/hugetlbpage.rst: free_hugepages of a node";
@@ -155,7 +163,8 @@ rules! {
     "guest-initrd" Kata,
         "The guest unpacks an initrd",
         "src/initrd: kernel.initrd ends before the init runs",
-        &[Shortens { step: derived::KERNEL_INITRD, to: 0.0 }];
+        &[Shortens { step: derived::KERNEL_INITRD, to: 0.0 }],
+        "a guest image instead of an initrd, or a smaller initrd";
     "firmware" Kata,
         "The guest starts by a UEFI firmware",
         "on an emulated host the BARs' time lay in the firmware: 15 s with 512 MiB of BARs, 45 s \
@@ -175,12 +184,14 @@ rules! {
     "qemu-version" Vmm,
         "QEMU places BARs where huge pages do not fit",
         "QEMU 9.2: vfio/helpers aligns mmaps of BARs",
-        &mapping(0.001);
+        &mapping(0.001),
+        "QEMU 9.2 or later";
     "iommufd-used" Vmm,
         "A VM maps by VFIO's own container",
         "one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its \
          author later called unsure",
-        &pinning(114.0 / 145.0);
+        &pinning(114.0 / 145.0),
+        "IOMMUFD for VFIO, from Linux 6.2 and QEMU 8.2 on";
     "huge-page-use" Vmm,
         "A VM's memory is in small pages",
         prepared!("page tables of 2 GiB for a guest of 110 GiB in pages of 4 KiB");
@@ -220,7 +231,8 @@ rules! {
     "guest-pci" Guest,
         "PCI enumeration takes long",
         "about 10 us an access; BARs that the guest reaches directly cut a scan by 65 %",
-        &[Shortens { step: derived::KERNEL_PCI, to: 0.35 }];
+        &[Shortens { step: derived::KERNEL_PCI, to: 0.35 }],
+        "BARs and config space that the guest reaches without exits (a newer QEMU, fewer buses)";
     "guest-modules" Guest,
         "The init unpacks modules",
         "src/init/kernel_modules: finit_module with decompression in the kernel";

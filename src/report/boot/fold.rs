@@ -1,11 +1,12 @@
 //! Records and the agent's lines in, [`Boot`] out.
 
+use super::cause::End;
 use super::containers::Containers;
 use super::coverage::coverage;
 use super::gpu_health::GuestHealth;
 use super::gpus::{gpus, spans};
 use super::host_trace::HostTrace;
-use super::model::{Boot, ClockSummary, KERNEL_START, Lost, MODEL, Milestone, SETTLED};
+use super::model::{Boot, ClockSummary, KERNEL_START, Lost, MODEL, Milestone, SETTLED, Xids};
 use super::steps;
 use super::timeline::Timeline;
 use crate::data::agent_log;
@@ -13,12 +14,17 @@ use crate::data::agent_log::{AgentEvent, AgentLine};
 use crate::data::boot_file::{BootFile, HostEvent};
 use crate::data::clock_offset::Clock;
 use crate::data::clock_points::ClockPoints;
+use crate::data::compact_record::Record;
 use crate::data::compact_record::in_time;
 use crate::data::guest_clocks::GuestClocks;
 use crate::data::imported_record;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
 
+/// Limit of ends that are kept: a boot has one, and the runtime's errors about it.
+const MAX_ENDS: usize = 16;
+/// Limit of kinds of Xids that are kept.
+const MAX_XIDS: usize = 64;
 /// Limit of gaps that are listed.
 const MAX_NAMED_GAPS: usize = 32;
 
@@ -80,7 +86,10 @@ impl Boot {
             }
         }
         for record in records.iter().filter(|r| r.kind == Kind::Event) {
+            boot.ends
+                .extend(End::of(record).filter(|_| boot.ends.len() < MAX_ENDS));
             match record.name.as_str() {
+                names::GPU_XID => boot.take_xid(record),
                 names::SETTLED => boot.settled_ns = Some(record.boottime_ns),
                 names::POWER_OFF => {
                     boot.power_off = Some(record.error.as_deref().unwrap_or_default().to_string())
@@ -167,6 +176,29 @@ impl Boot {
         let window = boot.timeline.window(None, None).ok();
         boot.coverage = window.map(|window| coverage(&boot.timeline, &window).summary());
         boot
+    }
+}
+
+impl Boot {
+    fn take_xid(&mut self, record: &Record) {
+        let (Some(gpu), Some(xid)) = (record.gpu, record.fields.number("xid")) else {
+            return;
+        };
+        let known = self
+            .xids
+            .iter_mut()
+            .find(|known| (known.gpu, known.xid) == (gpu, xid));
+        if let Some(known) = known {
+            known.count = known.count.saturating_add(1);
+        } else if self.xids.len() < MAX_XIDS {
+            let at_ns = record.boottime_ns;
+            self.xids.push(Xids {
+                xid,
+                gpu,
+                at_ns,
+                count: 1,
+            });
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Spans of a boot, and the state of its GPUs by spans and events.
 
+use super::cause::Cause;
 use super::gpu_health::Health;
 use super::gpu_name::GpuName;
 use super::model::{Failure, Gpu, GpuStep, Now, OpenStep, Span, State};
@@ -172,6 +173,7 @@ fn failure(record: &Record) -> Failure {
         at_ns: record.boottime_ns,
         step: reason_text(field("step")),
         reason,
+        cause: Cause::of(&record.fields, record.error.as_deref()),
     }
 }
 

@@ -10,6 +10,7 @@
 //! printable ASCII.
 
 mod agent_steps; // the agent's share: start, waiting, pauses, containers
+pub mod cause; // why something failed, and ends of guests
 mod containers; // containers by the agent's lines
 pub mod coverage;
 pub mod draft; // the story while steps are added

@@ -4,6 +4,7 @@
 //! [`MODEL`]). All times are ns on the guest's boot clock (0 = kernel start) and end in `_ns`;
 //! durations end in `took_ns`. A key without a value is left out.
 
+use super::cause::{Cause, End};
 use super::coverage::CoverageSummary;
 use super::gpu_health::{GuestHealth, Health};
 use super::host_trace::HostTrace;
@@ -53,6 +54,12 @@ pub struct Boot {
     /// Reason why the guest powered itself off.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power_off: Option<String>,
+    /// Ends of the guest, and failures of its sandbox, in order.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ends: Vec<End>,
+    /// Xids in order of their first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub xids: Vec<Xids>,
     pub milestones: Vec<Milestone>,
     /// GPUs in PCI order.
     pub gpus: Vec<Gpu>,
@@ -137,7 +144,20 @@ pub struct OpenStep {
 pub struct Failure {
     pub at_ns: u64,
     pub step: String,
+    /// The guest's sentence.
     pub reason: String,
+    #[serde(flatten)]
+    pub cause: Cause,
+}
+
+/// Errors of one kind that the driver reported of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Xids {
+    pub xid: u64,
+    pub gpu: PciAddress,
+    /// The first one.
+    pub at_ns: u64,
+    pub count: u64,
 }
 
 /// A GPU.

@@ -78,6 +78,20 @@ pub fn is_stream(path: &Path) -> Result<bool> {
     Ok(found)
 }
 
+/// File of a boot, as people name it: a path, the start of a boot's id, NAMESPACE/POD, or a
+/// sandbox's id; of the newest boot without a name.
+pub fn find_named(wanted: Option<&str>, dir: &Path) -> Result<PathBuf> {
+    match wanted {
+        Some(wanted) if wanted.contains('/') && !Path::new(wanted).is_file() => {
+            find_sandbox(wanted, dir)
+        }
+        Some(wanted) => {
+            find(Some(wanted), dir).or_else(|e| find_sandbox(wanted, dir).map_err(|_| e))
+        }
+        None => find(None, dir),
+    }
+}
+
 /// File of the newest boot of a sandbox, by its id or as NAMESPACE/POD.
 pub fn find_sandbox(wanted: &str, dir: &Path) -> Result<PathBuf> {
     for path in dated(dir)? {

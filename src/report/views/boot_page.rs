@@ -3,29 +3,23 @@
 use super::account::{Account, Grouping, window_line};
 use super::by_gap;
 use super::rows::{Row, Tracker};
-use super::summary::{failures, summary};
+use super::summary::summary;
 use super::table::Table;
+use super::verdict_lines;
+use crate::analysis::verdict::{Verdict, user_end};
 use crate::boot::coverage::coverage;
 use crate::boot::host_trace::HostStep;
-use crate::boot::model::{Boot, KERNEL_START, SETTLED};
-use crate::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
+use crate::boot::model::{Boot, KERNEL_START};
 use crate::boot::timeline::Window;
 use crate::data::agent_log::AgentEvent;
-use crate::data::boot_file::{BootFile, Sandbox};
+use crate::data::boot_file::BootFile;
 use crate::data::clock_points::Placed;
 use crate::data::compact_record::{Record, in_time};
-use crate::data::text::{Ink, Screen, error_bound, printable, printable_start, seconds, wrap};
+use crate::data::text::{Ink, Screen, error_bound, printable, printable_start, wrap};
 use anyhow::Result;
 use kata_gpu_wire::catalogue::Owner;
 use std::io::{self, Write};
 
-/// Milestones at which the user has containers, the latest first.
-const ENDS: [&str; 4] = [
-    LAST_STARTED,
-    FIRST_STARTED,
-    "last container",
-    "first container",
-];
 /// Longest id of a build that is shown, in bytes; SHA-1 has 40 digits.
 const MAX_BUILD: usize = 64;
 
@@ -63,7 +57,8 @@ impl<'a> Page<'a> {
     }
 }
 
-/// The account of a boot between two milestones, by default the first and the last one. An error
+/// The account of a boot between two milestones, by default from the first one until its containers
+/// run, or to the last one. An error
 /// names the milestone that the boot lacks.
 pub fn account<'a>(
     boot: &'a Boot,
@@ -72,13 +67,7 @@ pub fn account<'a>(
     to: Option<&str>,
 ) -> Result<Option<(Window<'a>, Account)>> {
     let timeline = &boot.timeline;
-    // By phase, a boot is over when its containers run.
-    let end = || {
-        ENDS.into_iter()
-            .filter(|_| by == Grouping::Phase)
-            .find(|end| timeline.milestones.iter().any(|m| m.name == *end))
-    };
-    let window = match timeline.window(from, to.or_else(end)) {
+    let window = match timeline.window(from, to.or_else(|| user_end(timeline))) {
         Err(_) if from.is_none() && to.is_none() => return Ok(None),
         window => window?,
     };
@@ -95,10 +84,8 @@ pub fn write(page: &Page, screen: Screen, out: &mut dyn Write) -> io::Result<()>
         let lines = wrap("", "    ", text, width).into_iter();
         lines.map(move |line| screen.paint(ink, &line))
     };
-    let mut lines: Vec<String> = wrapped(Ink::Bold, &outcome(page.file, boot)).collect();
-    for failure in failures(boot) {
-        lines.extend(wrapped(Ink::Error, &failure));
-    }
+    let verdict = Verdict::with_time(boot);
+    let mut lines = verdict_lines::lines(&verdict, &screen);
     if let Some(origin) = origin(page.file, boot) {
         lines.extend(wrapped(Ink::Dim, &origin));
     }
@@ -148,37 +135,15 @@ fn write_steps(page: &Page, details: bool, screen: Screen, out: &mut dyn Write) 
     Ok(())
 }
 
-/// `boot 0f7a.., pod ml/train-0: 7 of 8 GPUs usable, first container at 3.275, settled at 11.520`.
-fn outcome(file: &BootFile, boot: &Boot) -> String {
-    let id = boot.boot_id.as_deref().map(printable);
-    let pod = file.sandbox().and_then(Sandbox::pod_name);
-    let usable = boot.usable_gpus();
-    let mut parts = vec![match boot.gpus.len() {
-        0 => "no GPU".to_string(),
-        all => format!("{usable} of {all} GPUs usable"),
-    }];
-    for name in ["first container", SETTLED] {
-        let at = boot.milestone(name);
-        parts.extend(at.map(|at| format!("{name} at {}", seconds(at))));
-    }
-    parts.extend(boot.power_off.as_ref().map(|_| "powered off".to_string()));
-    format!(
-        "boot {}{}: {}",
-        id.as_deref().unwrap_or("?"),
-        pod.map(|pod| format!(", pod {}", printable(&pod)))
-            .unwrap_or_default(),
-        parts.join(", ")
-    )
-}
-
-/// Versions of init and kernel, and the sandbox.
+/// The boot, versions of init and kernel, and the sandbox.
 fn origin(file: &BootFile, boot: &Boot) -> Option<String> {
     let header = file.header.as_ref()?;
     let build = boot.build.as_deref();
     let build = build.map(|build| printable_start(&build, MAX_BUILD));
     let sandbox = file.sandbox_id().map(printable);
     Some(format!(
-        "kata-gpu-init {}{}, kernel {}{}",
+        "boot {}, kata-gpu-init {}{}, kernel {}{}",
+        printable(&header.boot_id),
         printable(&header.version),
         build.map(|id| format!(" (build {id})")).unwrap_or_default(),
         printable(&header.kernel),

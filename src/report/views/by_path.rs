@@ -42,7 +42,7 @@ pub fn lines(found: &CriticalPath, screen: &Screen) -> Vec<String> {
         });
     } else {
         out.push(format!(
-            "{to} comes at {at}. Had these taken no time, it would come earlier by:"
+            "{to} comes at {at}; if these took no time, it would be earlier by:"
         ));
         out.extend(gains(found).lines(screen));
     }

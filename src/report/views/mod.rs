@@ -19,4 +19,5 @@ pub mod perfetto; // a trace for Perfetto
 pub mod rows; // records into rows: side, what, how long
 pub mod summary; // GPUs, containers, milestones, and what is wrong with the record
 pub mod table; // rows into lines
+pub mod verdict_lines; // the verdict, with which every view begins
 pub mod waterfall; // lanes and steps, which all exports draw

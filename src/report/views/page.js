@@ -8,8 +8,10 @@
 
 const $ = (id) => document.getElementById(id);
 const root = document.documentElement;
-// A page that breaks says so, to people and to the test that looks at it.
+// A page that breaks says so, to people and to the test that looks at it. A browser reports what an
+// observer could not deliver in one frame as an event without an error, and delivers it later.
 addEventListener("error", (event) => {
+  if (!event.error) return;
   root.dataset.error = event.message;
   $("headline").textContent = "This page failed to draw: " + event.message;
 });
@@ -716,7 +718,8 @@ function path() {
   );
 }
 
-new ResizeObserver(() => !printing && chart.clientWidth !== width && draw()).observe(chart);
+const resized = () => !printing && chart.clientWidth !== width && draw();
+new ResizeObserver(() => requestAnimationFrame(resized)).observe(chart);
 addEventListener("beforeprint", () => ((printing = true), (tip.hidden = true), draw()));
 addEventListener("afterprint", () => ((printing = false), draw()));
 $("legend-owners").replaceChildren(

@@ -9,14 +9,16 @@
 use super::health_table::HealthTable;
 use super::lanes;
 use super::lanes::LaneOf;
-use super::markup::{headline, milestones, shape_of};
+use super::markup::{milestones, shape_of};
 use super::rows::Tone;
 use super::summary::{complaints, gpu_times};
+use super::verdict_lines::cure_text;
 use super::waterfall::{Bar, Mark, Waterfall};
-use crate::boot::intervals::{length, ns};
+use crate::analysis::verdict::{Finding, Verdict};
 use crate::boot::model::{Boot, Gpu, SETTLED};
 use crate::data::clock_offset::RATE_ERROR_PPM;
 use crate::data::text::{error_bound, printable, seconds, wall_clock};
+use crate::severity::Severity;
 use askama::Template;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -38,6 +40,8 @@ const MAX_SHOWN: usize = 20_000;
 /// Characters of the health table beside each other: a page of the usual width shows them without
 /// scrolling.
 const HEALTH_WIDTH: usize = 130;
+/// The driver's lines in one note.
+const MAX_WORDS: usize = 24;
 /// Rows of one lane that are drawn; steps beyond share the last one.
 const MAX_ROWS: usize = 40;
 
@@ -53,7 +57,7 @@ struct Page<'a> {
     /// Versions, and the start by the wall clock.
     about: Vec<String>,
     tiles: Vec<Tile>,
-    gpu_notes: Vec<GpuNote>,
+    notes: Vec<Note>,
     complaints: Vec<String>,
     /// Number of steps and marks that are not on the page.
     left_out: usize,
@@ -67,24 +71,13 @@ struct Page<'a> {
 /// Name, value and unit of a number above the picture.
 type Tile = (&'static str, String, &'static str);
 
-/// Note about a GPU that is not usable.
-struct GpuNote {
-    index: String,
-    address: PciAddress,
-    failure: Option<Failure>,
-    /// The step it is in, for one that has not failed.
-    open: String,
-    /// The driver's words, a line each.
-    words: String,
-}
-
-struct Failure {
-    at: String,
-    step: String,
-    /// Token of the reason.
-    reason: Option<String>,
-    error: String,
+/// A finding of the verdict.
+struct Note {
+    is_failure: bool,
+    text: String,
     cure: Option<String>,
+    /// The words that it was found by, and the driver's lines about its GPUs.
+    words: String,
 }
 
 /// The GPUs' health.
@@ -113,6 +106,7 @@ struct GpuRow {
 pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     let boot = &timeline.boot;
     let shown = Shown::of(timeline);
+    let verdict = Verdict::with_time(boot);
     let policy = format!(
         "default-src 'none'; script-src {}; style-src {}; base-uri 'none'; form-action 'none'",
         hash(SCRIPT),
@@ -122,14 +116,14 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
         policy,
         short_id: timeline.boot_id().get(..8).unwrap_or_default(),
         style: STYLE,
-        headline: headline(timeline),
+        headline: verdict.headline,
         boot_id: timeline.boot_id(),
         about: about(timeline),
         tiles: tiles(timeline),
-        gpu_notes: boot
-            .gpus
-            .iter()
-            .filter_map(|gpu| gpu_note(timeline, gpu))
+        notes: verdict
+            .findings
+            .into_iter()
+            .map(|finding| note(timeline, finding))
             .collect(),
         complaints: complaints(boot),
         left_out: shown.left_out(timeline),
@@ -237,40 +231,24 @@ fn tiles(timeline: &Waterfall) -> Vec<Tile> {
     out
 }
 
-fn gpu_note(timeline: &Waterfall, gpu: &Gpu) -> Option<GpuNote> {
-    let failure = gpu.failed.as_ref().map(|failure| {
-        let why = timeline.failures.get(&gpu.address);
-        Failure {
-            at: seconds(failure.at_ns),
-            step: printable(&failure.step),
-            reason: why.map(|why| why.reason.clone()),
-            error: printable(&failure.reason),
-            cure: why.and_then(|why| why.cure.clone()),
+fn note(timeline: &Waterfall, finding: Finding) -> Note {
+    let lines = finding
+        .gpus
+        .iter()
+        .filter_map(|gpu| timeline.words.get(gpu));
+    let mut words: Vec<&str> = finding.words.as_deref().into_iter().collect();
+    words.extend(finding.nearby.as_deref());
+    for line in lines.flatten().take(MAX_WORDS) {
+        if !words.contains(&line.as_str()) {
+            words.push(line);
         }
-    });
-    let open = gpu.still.as_ref().map(|still| {
-        let long = seconds(length(ns(still.since_ns), timeline.end_ns));
-        let step = printable(&still.step);
-        format!(
-            "is in {step} since {} s: open for {long} s when the stream ended",
-            seconds(still.since_ns)
-        )
-    });
-    if failure.is_none() && open.is_none() {
-        return None;
     }
-    let words = timeline
-        .words
-        .get(&gpu.address)
-        .map(|lines| lines.join("\n"))
-        .unwrap_or_default();
-    Some(GpuNote {
-        index: gpu.name().number(),
-        address: gpu.address,
-        failure,
-        open: open.unwrap_or_default(),
-        words,
-    })
+    Note {
+        is_failure: finding.severity == Severity::Error,
+        cure: cure_text(&finding),
+        words: words.join("\n"),
+        text: finding.text,
+    }
 }
 
 fn gpu_row(gpu: &Gpu) -> GpuRow {

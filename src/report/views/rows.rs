@@ -320,8 +320,8 @@ pub fn owner_of(name: &str) -> Owner {
 
 fn tone(record: &Record) -> Tone {
     match (record.level, record.name.as_str()) {
-        (Level::Error, _)
-            if record.kind == Kind::Kmsg && driver_log::is_banner(record.kmsg_text()) =>
+        (Level::Error | Level::Warn, _)
+            if record.kind == Kind::Kmsg && driver_log::is_expected(record.kmsg_text()) =>
         {
             Tone::Plain
         }
@@ -341,7 +341,10 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
     match record.kind {
         // A step is shown when it ends, or as an open step when it does not.
         Kind::Begin => true,
-        Kind::Kmsg => record.level > Level::Error && !kmsg_matters(record.kmsg_text()),
+        Kind::Kmsg => {
+            let text = record.kmsg_text();
+            driver_log::is_expected(text) || record.level > Level::Error && !kmsg_matters(text)
+        }
         _ if record.level <= Level::Warn || record.error.is_some() => false,
         _ if record.level >= Level::Debug => true,
         // A foreign log has no event that the GPU is usable.

@@ -210,39 +210,14 @@ fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     out
 }
 
-/// Failed GPUs and containers, each with when, where and why; for a GPU the cure as well.
-pub fn failures(boot: &Boot) -> Vec<String> {
-    let gpus = boot.gpus.iter().filter_map(|gpu| {
-        let index = gpu
-            .index
-            .map(|index| format!(" {index}"))
-            .unwrap_or_default();
-        Some(format!(
-            "GPU{index} {} {}",
-            gpu.address,
-            failed(gpu.failed.as_ref()?)
-        ))
-    });
-    let containers = boot.containers.iter().filter_map(|container| {
-        let (error, at) = (
-            container.error.as_ref()?,
-            container
-                .at_ns
-                .map(|at| format!(" at {}", seconds(at)))
-                .unwrap_or_default(),
-        );
-        Some(format!("container {} failed{at}: {error}", container.name))
-    });
-    gpus.chain(containers).collect()
-}
-
-/// When, where and why a GPU failed, with the cure.
+/// When, where and why a GPU failed; cure and words are the verdict's.
 fn failed(failure: &Failure) -> String {
+    let code = failure.cause.code.as_ref().unwrap_or(&failure.reason);
     format!(
         "failed at {} in {}: {}",
         seconds(failure.at_ns),
         printable(&failure.step),
-        printable(&failure.reason)
+        printable(code)
     )
 }
 
@@ -347,9 +322,6 @@ fn gpu_cells(gpu: &Gpu) -> Vec<String> {
 /// Reasons why this picture of the boot is incomplete or bad.
 pub fn complaints(boot: &Boot) -> Vec<String> {
     let mut out = Vec::new();
-    if let Some(reason) = &boot.power_off {
-        out.push(format!("the guest powered off: {}", printable(reason)));
-    }
     if boot.settled_ns.is_none() && !boot.gpus.is_empty() && boot.imported.is_some() {
         out.push(
             "no log has the time at which all GPUs were usable or failed: the driver logs no \

@@ -13,6 +13,7 @@ use super::lanes;
 use super::lanes::Lane;
 use super::rows::{Row, Tone, Tracker, owner_of};
 use crate::analysis::critical_path;
+use crate::analysis::verdict::user_end;
 use crate::boot::gpu_name::GpuName;
 use crate::boot::intervals::ns;
 use crate::boot::model::Boot;
@@ -37,13 +38,6 @@ const MARGIN_PERCENT: i64 = 2;
 
 /// Events whose fields every format has, one by one: they are values to compare, and many.
 const REPORTS: [&str; 3] = [names::GPU_HEALTH, names::GPU_SETTING, names::CONFIDENTIAL];
-
-/// Why a GPU failed, in a word, and what to do about it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Why {
-    pub reason: String,
-    pub cure: Option<String>,
-}
 
 /// A piece of the critical path.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,8 +64,6 @@ pub struct Waterfall {
     pub marks: Vec<Mark>,
     /// All clock samples, in order of the guest's time.
     pub samples: Vec<Sample>,
-    /// Why GPUs failed, by the reason's token.
-    pub failures: BTreeMap<PciAddress, Why>,
     /// The guest's own wall clock minus its boot clock, by its first `clock` event.
     pub guest_offset_ns: Option<i64>,
     /// Lines of the driver about GPUs that are not usable.
@@ -95,15 +87,11 @@ impl Waterfall {
         }
         reader.agent(&boot);
         reader.collector(file, &boot.host_clock);
-        let Reader {
-            mut marks,
-            failures,
-            ..
-        } = reader;
+        let mut marks = reader.marks;
 
         let account = &boot.timeline;
         // Without two milestones there is nothing that a path could lead to.
-        let pieces = account.window(None, None).map_or_else(
+        let pieces = account.window(None, user_end(account)).map_or_else(
             |_| Vec::new(),
             |window| critical_path::critical_path(account, &window, 0).path,
         );
@@ -174,7 +162,6 @@ impl Waterfall {
             path,
             marks,
             samples,
-            failures,
             guest_offset_ns: guest_offset(&file.records),
             words,
             begin_ns,
@@ -240,7 +227,6 @@ fn gpu_names(boot: &Boot) -> impl Fn(PciAddress) -> GpuName + use<> {
 struct Reader {
     tracker: Tracker,
     marks: Vec<Mark>,
-    failures: BTreeMap<PciAddress, Why>,
     gpus: HashSet<PciAddress>,
 }
 
@@ -249,7 +235,6 @@ impl Reader {
         Self {
             tracker: Tracker::default(),
             marks: Vec::new(),
-            failures: BTreeMap::new(),
             gpus: boot.gpus.iter().map(|gpu| gpu.address).collect(),
         }
     }
@@ -259,22 +244,6 @@ impl Reader {
         match (record.kind, record.span) {
             (Kind::Begin | Kind::End, Some(_)) => {}
             (Kind::Event | Kind::Kmsg, _) | (_, None) => {
-                if let (names::GPU_FAILED, Some(gpu)) = (record.name.as_str(), record.gpu) {
-                    let field = |key| {
-                        record
-                            .fields
-                            .text(key)
-                            .filter(|text| !text.is_empty())
-                            .map(error_text)
-                    };
-                    self.failures.insert(
-                        gpu,
-                        Why {
-                            reason: field("reason").unwrap_or_default(),
-                            cure: field("cure"),
-                        },
-                    );
-                }
                 // The kernel's lines name every PCI function there is.
                 let gpu = row.gpu.filter(|gpu| self.gpus.contains(&gpu.address));
                 let is_report =

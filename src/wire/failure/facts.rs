@@ -1,4 +1,4 @@
-//! What is known about a failed GPU and its guest besides the words of its driver. A fact that is
+//! Facts about a failed GPU and its guest besides the words of its driver. A fact that is
 //! not known decides nothing.
 
 use crate::driver_log;

@@ -15,7 +15,7 @@ use crate::driver_log::init_code;
 use signatures::{Signature, of_code};
 use std::borrow::Cow;
 
-/// What a failure is, by its words and facts.
+/// A failure's row, by its words and facts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnosis<'a> {
     pub reason: Reason,

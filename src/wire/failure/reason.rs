@@ -5,7 +5,7 @@
 //! confidential computing, its list of Xids) or follow from the source that prints the message.
 
 named! {
-    /// What a failure concerns.
+    /// Subject of a failure.
     pub enum Subject {
         Gpu = "gpu",
         Guest = "guest",
@@ -114,7 +114,7 @@ macro_rules! rows {
                 match self { $(Self::$reason => Sure::$sure),+ }
             }
 
-            /// What happened, in words that end a sentence.
+            /// The failure in words that end a sentence.
             pub const fn what(self) -> &'static str {
                 match self { $(Self::$reason => $what),+ }
             }
@@ -128,7 +128,7 @@ macro_rules! rows {
 }
 
 rows! {
-    // Of a GPU: before the driver has it.
+    // GPUs, before the driver has them.
     DriverMissing "driver-missing" Gpu Image Certain,
         "the image has no driver for its kernel",
         "put the driver's modules for this kernel into the image and run depmod";
@@ -189,7 +189,7 @@ rows! {
         "for a vGPU put NVIDIA's vGPU guest driver (of the host's vGPU release) into the image; \
          pass the whole GPU through for this driver";
 
-    // Of a GPU: from its binding on.
+    // GPUs, from their binding on.
     NoMinor "no-minor" Gpu Driver Likely,
         "the driver's /proc files are missing or of another form",
         "is this driver version supported? src/README.md lists those that were tried";
@@ -249,11 +249,15 @@ rows! {
         "the driver could not initialise the GPU and logged no known reason",
         "read the driver's lines before this one; reset the GPU on the host and start the guest \
          again";
+    StepHangs "step-hangs" Gpu Driver Unsure,
+        "its step has begun and not ended",
+        "read the driver's lines of this GPU (show -vv); nothing is killed, as that could cost the \
+         GPU: if it stays, reset the GPU on the host and start the guest again";
     Internal "internal" Gpu Init Certain,
         "kata-gpu-init failed itself",
         "a bug of this init: report it with the event stream";
 
-    // Of a guest: its end.
+    // Ends of guests.
     NoGpu "no-gpu" Guest Kata Likely,
         "no GPU reached the guest",
         "bind the GPU to vfio-pci on the host, and give the VM a port for it: hot_plug_vfio or \
@@ -284,7 +288,7 @@ rows! {
         "the guest powered itself off",
         "read the lines before it";
 
-    // Of a sandbox or a container: the runtime's words.
+    // Sandboxes and containers, by the runtime's words.
     CdiTimeout "cdi-timeout" Sandbox Guest Certain,
         "the agent gave up waiting for the container's GPUs in the CDI spec",
         "see which GPU was not ready, and why; if the boot is only slow, raise agent.cdi_timeout in \

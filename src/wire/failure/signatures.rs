@@ -14,7 +14,7 @@ pub struct Signature {
     pub sure: Sure,
     /// Texts that a message has, all of them.
     words: &'static [&'static str],
-    /// What else has to be known.
+    /// Condition besides the words.
     pub when: fn(&Facts) -> bool,
 }
 
@@ -75,12 +75,12 @@ macro_rules! signatures {
 }
 
 signatures! {
-    /// Of a GPU, by the driver's messages.
+    /// Failures of a GPU, by the driver's messages.
     OF_GPUS {
         OffTheBus Certain ["fallen off the bus"] always;
         NeedsReset Certain ["unexpected WPR2 already up"] always;
         MemoryNotMovable Certain ["the onlining zone is not movable"] always;
-        // Of "Direct firmware load for .. failed with error -2".
+        // The kernel's: "Direct firmware load for .. failed with error -2".
         FirmwareMissing Certain ["failed with error -2"] always;
         BarFirewall Certain ["failed to wait for bar firewall"] always;
         NoInterrupt Certain ["Can't find an IRQ"] always;
@@ -123,7 +123,7 @@ signatures! {
 
     }
 
-    /// Of a guest, by a line of its console.
+    /// Ends of a guest, by a line of its console.
     OF_GUESTS {
         OutOfMemory Certain ["Kernel panic - not syncing: Out of memory"] always;
         OutOfMemory Certain ["Kernel panic - not syncing: System is deadlocked on memory"] always;
@@ -143,7 +143,7 @@ signatures! {
 
     }
 
-    /// Of a sandbox or a container, by the runtime's error.
+    /// Failures of a sandbox or a container, by the runtime's error.
     OF_SANDBOXES {
         CdiTimeout Certain ["failed to inject devices after CDI timeout"] always;
         CdiUnknown Certain ["unresolvable CDI devices"] always;
@@ -183,7 +183,7 @@ pub fn of_code(code: InitCode, facts: &Facts) -> (Reason, Sure) {
         // no GPU.
         (0x62, 0x40) => (Reason::NeedsReset, Sure::Certain),
         (0x62, _) => (Reason::FirmwareBoot, Sure::Likely),
-        // Of drivers around 510, in public reports: the firmware refused the GPU.
+        // In public reports of drivers around 510: the firmware refused the GPU.
         (0x26, 0x56) => (Reason::FirmwareBoot, Sure::Likely),
         (0x22, _) => (Reason::AttachFailed, Sure::Unsure),
         (0x24 | 0x25, _) => (Reason::StateLoadFailed, Sure::Unsure),

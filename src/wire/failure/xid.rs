@@ -1,4 +1,4 @@
-//! What an Xid means, in one sentence, and what to do: in own words after NVIDIA's catalogue of
+//! Meaning of Xids, a sentence each, and what to do: in own words after NVIDIA's catalogue of
 //! Xids (docs.nvidia.com/deploy/xid-errors, Table 1).
 
 use super::reason::Whose;

@@ -107,7 +107,7 @@ impl Shared {
             .await
     }
 
-    /// What a failure is, by the driver's messages.
+    /// Diagnosis of a failure, by the driver's messages.
     pub fn diagnose<'a>(
         &self,
         gpu: GpuId,

@@ -1,0 +1,469 @@
+//! The verdict on a boot: what happened, why, and what to do. Every view begins with it.
+//!
+//! Findings stand in the order in which one explains the next: what failed in the guest, how the
+//! guest ended, what the runtime made of it, what hangs, and for a boot that did what it should,
+//! what took its time.
+
+use super::cures::cures;
+use crate::boot::cause::{Cause, step_phrase};
+use crate::boot::model::{Boot, Container, Gpu, Xids};
+use crate::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
+use crate::boot::timeline::{Step, Timeline, Window};
+use crate::data::boot_file::Sandbox;
+use crate::data::text::{printable, printable_start, seconds};
+use crate::severity::Severity;
+use kata_gpu_wire::failure;
+use kata_gpu_wire::failure::{Reason, Sure, Whose, xid};
+use kata_gpu_wire::pci_address::PciAddress;
+use serde::Serialize;
+
+/// Longest words of a driver or a runtime that are shown, in bytes.
+const MAX_WORDS: usize = 400;
+/// Longest name of a step or a reason in a sentence, in bytes.
+const MAX_NAME: usize = 60;
+/// Characters of a boot's id that are shown, as `list` shows them.
+const SHORT_ID: usize = 8;
+/// Gain of a cure that is worth the first lines, in percent of the window.
+const WORTH_PERCENT: u64 = 10;
+/// Limit of findings of one kind.
+const MAX_FINDINGS: usize = 16;
+
+/// Milestones at which the user has containers, the latest first.
+const USER_ENDS: [&str; 4] = [
+    LAST_STARTED,
+    FIRST_STARTED,
+    "last container",
+    "first container",
+];
+
+/// The milestone at which a boot is over for its user: containers run. None: it has none of these.
+pub fn user_end(timeline: &Timeline) -> Option<&'static str> {
+    let has = |end: &&str| timeline.milestones.iter().any(|m| m.name == **end);
+    USER_ENDS.into_iter().find(has)
+}
+
+/// The verdict.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Verdict {
+    /// The outcome, in one line.
+    pub headline: String,
+    pub findings: Vec<Finding>,
+}
+
+/// One thing that went wrong, or took long.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Finding {
+    pub severity: Severity,
+    /// The event, with its reason in brackets.
+    pub text: String,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<PciAddress>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cure: Option<String>,
+    /// Place of the cure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub whose: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sure: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub words: Option<String>,
+    /// Messages of the same time, which may belong to it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nearby: Option<String>,
+}
+
+impl Verdict {
+    /// The verdict on what a boot's records say, without what its time went to.
+    pub fn of(boot: &Boot) -> Self {
+        let mut findings = failed_gpus(boot);
+        findings.extend(ends(boot, false));
+        findings.extend(ends(boot, true));
+        findings.extend(failed_containers(boot));
+        findings.extend(hanging(boot));
+        findings.extend(
+            boot.xids
+                .iter()
+                .take(MAX_FINDINGS)
+                .map(|xids| of_xids(boot, xids)),
+        );
+        Self {
+            headline: headline(boot),
+            findings,
+        }
+    }
+
+    /// The verdict with what took the time until the containers ran, if nothing failed.
+    pub fn with_time(boot: &Boot) -> Self {
+        let mut verdict = Self::of(boot);
+        if !verdict.is_failure() {
+            let window = boot.timeline.window(None, user_end(&boot.timeline)).ok();
+            verdict
+                .findings
+                .extend(window.and_then(|window| longest(boot, &window)));
+        }
+        verdict
+    }
+
+    /// Whether something failed or has not ended.
+    pub fn is_failure(&self) -> bool {
+        self.failures().next().is_some()
+    }
+
+    pub fn failures(&self) -> impl Iterator<Item = &Finding> {
+        self.findings
+            .iter()
+            .filter(|finding| finding.severity == Severity::Error)
+    }
+}
+
+impl Finding {
+    fn new(severity: Severity, text: String, cause: &Cause) -> Self {
+        let shown = |text: &Option<String>| {
+            text.as_ref()
+                .map(|text| printable_start(text.trim(), MAX_WORDS))
+        };
+        Self {
+            severity,
+            text,
+            gpus: Vec::new(),
+            at_ns: None,
+            reason: shown(&cause.code),
+            cure: shown(&cause.cure),
+            whose: shown(&cause.whose),
+            sure: shown(&cause.sure),
+            words: shown(&cause.words),
+            nearby: shown(&cause.nearby),
+        }
+    }
+
+    fn at(self, at_ns: u64) -> Self {
+        Self {
+            at_ns: Some(at_ns),
+            ..self
+        }
+    }
+}
+
+/// `the firmware is missing (firmware-missing)`, or what there is of it.
+fn why(cause: &Cause) -> String {
+    let code = cause.code.as_ref().map(name);
+    match (&cause.what, code) {
+        (Some(what), Some(code)) => format!("{what} ({code})"),
+        (Some(what), None) => what.clone(),
+        (None, Some(code)) => code,
+        (None, None) => "its record names no reason".to_string(),
+    }
+}
+
+/// A name that a guest may have chosen.
+fn name(text: &String) -> String {
+    printable_start(text, MAX_NAME)
+}
+
+/// `GPU 5 (0001:00:05.0)`, `GPUs 0-3, 5`.
+fn gpu_names(gpus: &[&Gpu]) -> String {
+    if let [one] = gpus {
+        return gpu_name(one.address, one.index);
+    }
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    let mut others = Vec::new();
+    for gpu in gpus {
+        match (gpu.index, ranges.last_mut()) {
+            (Some(index), Some((_, last))) if last.checked_add(1) == Some(index) => *last = index,
+            (Some(index), _) => ranges.push((index, index)),
+            (None, _) => others.push(gpu.address.to_string()),
+        }
+    }
+    let range = |(first, last): (u64, u64)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    };
+    let names: Vec<String> = ranges.into_iter().map(range).chain(others).collect();
+    format!("GPUs {}", names.join(", "))
+}
+
+fn gpu_name(address: PciAddress, index: Option<u64>) -> String {
+    match index {
+        Some(index) => format!("GPU {index} ({address})"),
+        None => format!("GPU {address}"),
+    }
+}
+
+/// Failed GPUs; those with one reason stand together.
+fn failed_gpus(boot: &Boot) -> Vec<Finding> {
+    let mut groups: Vec<Vec<&Gpu>> = Vec::new();
+    let of = |gpu: &Gpu| {
+        let failed = gpu.failed.as_ref()?;
+        let Cause {
+            code, cure, sure, ..
+        } = &failed.cause;
+        Some((
+            failed.step.clone(),
+            code.clone()?,
+            cure.clone(),
+            sure.clone(),
+        ))
+    };
+    for gpu in boot.failed_gpus() {
+        let same = |group: &&mut Vec<&Gpu>| of(gpu).is_some() && of(group[0]) == of(gpu);
+        match groups.iter_mut().find(same) {
+            Some(group) => group.push(gpu),
+            None => groups.push(vec![gpu]),
+        }
+    }
+    let finding = |group: Vec<&Gpu>| {
+        let failed = group.first()?.failed.as_ref()?;
+        let step = step_phrase(&name(&failed.step));
+        let text = format!(
+            "{} failed {step}: {}",
+            gpu_names(&group),
+            why(&failed.cause)
+        );
+        let mut cause = failed.cause.clone();
+        if cause.words.is_none() && cause.what.is_none() {
+            cause.words = Some(failed.reason.clone());
+        }
+        Some(Finding {
+            gpus: group.iter().map(|gpu| gpu.address).collect(),
+            ..Finding::new(Severity::Error, text, &cause).at(failed.at_ns)
+        })
+    };
+    groups.into_iter().filter_map(finding).collect()
+}
+
+/// Ends of the guest, the last of them as what the others led to; or failures of its sandbox.
+fn ends(boot: &Boot, of_sandbox: bool) -> Vec<Finding> {
+    let ends: Vec<_> = boot
+        .ends
+        .iter()
+        .filter(|end| end.of_sandbox == of_sandbox)
+        .collect();
+    let is_consequence = |code: &Option<String>| {
+        code.as_deref() == Some(Reason::PoweredOff.name())
+            || code.as_deref() == Some(Reason::SandboxFailed.name())
+    };
+    let Some(first) = ends
+        .iter()
+        .find(|end| !is_consequence(&end.cause.code))
+        .or(ends.first())
+    else {
+        return Vec::new();
+    };
+    let then = ends.iter().filter(|end| end.cause.code != first.cause.code);
+    let then: Vec<String> = then.map(|end| why(&end.cause)).collect();
+    let who = if of_sandbox {
+        "sandbox failed"
+    } else {
+        "the guest ended"
+    };
+    let then = match then.as_slice() {
+        [] => String::new(),
+        then => format!("; then {}", then.join("; ")),
+    };
+    let text = format!("{who}: {}{then}", why(&first.cause));
+    vec![Finding::new(Severity::Error, text, &first.cause).at(first.at_ns)]
+}
+
+fn failed_containers(boot: &Boot) -> Vec<Finding> {
+    let of_container = |container: &Container| {
+        let error = container.error.as_ref()?;
+        let known = failure::of_sandbox(error);
+        let cause = known.map_or_else(
+            || Cause {
+                words: Some(error.clone()),
+                ..Cause::default()
+            },
+            |found| Cause::known(found.reason, Some(error.clone())),
+        );
+        let why = cause
+            .what
+            .as_ref()
+            .map(|what| format!(": {what}"))
+            .unwrap_or_default();
+        let text = format!("container {} failed{why}", name(&container.name));
+        let finding = Finding::new(Severity::Error, text, &cause);
+        Some(Finding {
+            at_ns: container.at_ns,
+            ..finding
+        })
+    };
+    boot.containers
+        .iter()
+        .filter_map(of_container)
+        .take(MAX_FINDINGS)
+        .collect()
+}
+
+/// GPUs that are neither usable nor failed, of a boot that has not settled.
+fn hanging(boot: &Boot) -> Vec<Finding> {
+    if boot.settled_ns.is_some() {
+        return Vec::new();
+    }
+    let open = boot
+        .gpus
+        .iter()
+        .filter(|gpu| gpu.failed.is_none() && gpu.usable.is_none());
+    let finding = |gpu: &Gpu| {
+        let still = gpu.still.as_ref()?;
+        let (step, since) = (name(&still.step), seconds(still.since_ns));
+        let gpu_name = gpu_name(gpu.address, gpu.index);
+        let of_gpu =
+            |step: &&Step| step.open && step.gpu.is_some_and(|name| name.address == gpu.address);
+        let step_now = boot.timeline.steps.iter().rev().find(of_gpu);
+        let long = step_now.map(|step| format!(", for {} s", seconds(step.took_ns())));
+        let long = long.unwrap_or_default();
+        let text = format!("{gpu_name} is still in {step} since {since} s{long}");
+        let cause = Cause::known(Reason::StepHangs, None);
+        let finding = Finding::new(Severity::Error, text, &cause);
+        Some(Finding {
+            gpus: vec![gpu.address],
+            ..finding.at(still.since_ns)
+        })
+    };
+    open.filter_map(finding).take(MAX_FINDINGS).collect()
+}
+
+fn of_xids(boot: &Boot, xids: &Xids) -> Finding {
+    let number = u32::try_from(xids.xid).unwrap_or(u32::MAX);
+    let known = xid::meaning(number);
+    let cause = known.map_or_else(Cause::default, |known| Cause {
+        whose: Some(known.whose.name().into()),
+        sure: Some(Sure::Certain.name().into()),
+        cure: Some(known.cure.into()),
+        ..Cause::default()
+    });
+    let index = boot
+        .gpus
+        .iter()
+        .find(|gpu| gpu.address == xids.gpu)
+        .and_then(|gpu| gpu.index);
+    let what = known.map_or("NVIDIA's list of Xids has its meaning", |known| known.what);
+    let times = match xids.count {
+        1 => String::new(),
+        count => format!(", {count} times"),
+    };
+    let text = format!(
+        "{}: Xid {}{times}: {what}",
+        gpu_name(xids.gpu, index),
+        xids.xid
+    );
+    let is_over = known.is_some_and(|known| !known.goes_on);
+    let severity = if is_over {
+        Severity::Error
+    } else {
+        Severity::Warning
+    };
+    Finding {
+        gpus: vec![xids.gpu],
+        ..Finding::new(severity, text, &cause).at(xids.at_ns)
+    }
+}
+
+/// The longest part of a boot in which nothing failed, and the cure that would gain most.
+fn longest(boot: &Boot, window: &Window) -> Option<Finding> {
+    let of = format!("of {} s", seconds(window.wall_ns()));
+    let is_worth = |gain_ns: u64| gain_ns >= window.wall_ns() / 100 * WORTH_PERCENT;
+    let cures = cures(&boot.timeline, window);
+    if let Some(cure) = cures.first().filter(|cure| is_worth(cure.sooner_ns)) {
+        let text = format!(
+            "{} {of}: {}",
+            seconds(cure.sooner_ns),
+            lower_first(cure.title)
+        );
+        let cause = Cause {
+            code: Some(cure.rule.into()),
+            cure: Some(cure.cure.into()),
+            whose: Some(Whose::Host.name().into()),
+            sure: Some(Sure::Likely.name().into()),
+            ..Cause::default()
+        };
+        return Some(Finding::new(Severity::Note, text, &cause));
+    }
+    let chapters = super::chapters::chapters(boot, window);
+    let longest = chapters.iter().max_by_key(|chapter| chapter.sooner_ns)?;
+    (longest.sooner_ns > 0).then(|| {
+        let text = format!("{} {of}: {}", seconds(longest.sooner_ns), longest.phase);
+        Finding::new(Severity::Note, text, &Cause::default())
+    })
+}
+
+fn lower_first(text: &str) -> String {
+    let is_name = text.chars().nth(1).is_some_and(|c| c.is_ascii_uppercase());
+    match text.chars().next() {
+        Some(first) if !is_name => {
+            let rest = text.get(first.len_utf8()..).unwrap_or_default();
+            format!("{}{rest}", first.to_ascii_lowercase())
+        }
+        _ => text.to_string(),
+    }
+}
+
+/// `7 of 8 GPUs usable after 10.9 s; containers after 4.2 s (pod ml/train-0)`.
+fn headline(boot: &Boot) -> String {
+    let mut parts = Vec::new();
+    let of_sandbox = boot.ends.iter().find(|end| end.of_sandbox);
+    parts.extend(of_sandbox.map(|end| format!("sandbox failed after {} s", seconds(end.at_ns))));
+    parts.push(gpus_line(boot));
+    parts.extend(containers_line(boot));
+    let of_guest = boot.ends.iter().rfind(|end| !end.of_sandbox);
+    parts.extend(of_guest.map(|end| format!("the guest ended at {} s", seconds(end.at_ns))));
+    let sandbox = boot.sandbox.as_ref();
+    let pod = sandbox
+        .and_then(Sandbox::pod_name)
+        .map(|pod| format!("pod {}", printable(&pod)));
+    let short = |id: &String| printable(id.get(..SHORT_ID).unwrap_or(id));
+    let boot_id = || {
+        boot.boot_id
+            .as_ref()
+            .map(|id| format!("boot {}", short(id)))
+    };
+    let name = pod.or_else(boot_id).map(|name| format!(" ({name})"));
+    format!("{}{}", parts.join("; "), name.unwrap_or_default())
+}
+
+fn gpus_line(boot: &Boot) -> String {
+    let (all, usable) = (boot.gpus.len(), boot.usable_gpus());
+    let gpus = |count: usize| if count == 1 { "GPU" } else { "GPUs" };
+    if all == 0 {
+        return "no GPU".to_string();
+    }
+    // The driver logs no initialisation that succeeds: other inits' boots have the CDI spec.
+    let published = boot
+        .gpus
+        .iter()
+        .filter(|gpu| gpu.published.is_some() && gpu.failed.is_none());
+    if boot.imported.is_some() && usable == 0 && published.clone().count() > 0 {
+        let count = published.clone().count();
+        let at = published
+            .filter_map(|gpu| gpu.published)
+            .map(|step| step.at_ns)
+            .max();
+        let after = at
+            .map(|at| format!(" after {} s", seconds(at)))
+            .unwrap_or_default();
+        return format!("{count} of {all} {} in the CDI spec{after}", gpus(all));
+    }
+    let after = boot
+        .settled_ns
+        .map(|at| format!(" after {} s", seconds(at)));
+    let name = if usable == all {
+        format!("{all} {}", gpus(all))
+    } else {
+        format!("{usable} of {all} {}", gpus(all))
+    };
+    format!("{name} usable{}", after.unwrap_or_default())
+}
+
+fn containers_line(boot: &Boot) -> Option<String> {
+    let first = boot.milestone("first container")?;
+    let last = boot.milestone("last container").unwrap_or(first);
+    let (first, last) = (seconds(first), seconds(last));
+    Some(match first == last {
+        true => format!("containers after {first} s"),
+        false => format!("containers after {first} to {last} s"),
+    })
+}
