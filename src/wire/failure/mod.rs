@@ -36,6 +36,15 @@ impl<'a> Diagnosis<'a> {
             cure: cure(reason, words),
         }
     }
+
+    /// The failure of a sandbox whose guest is known to have run at that time: its agent was late,
+    /// not missing, so that a longer time-out helps.
+    pub fn while_guest_ran(self) -> Self {
+        match self.reason {
+            Reason::AgentNoAnswer => Self::known(Reason::AgentLate, self.words),
+            _ => self,
+        }
+    }
 }
 
 /// Failure of a GPU in `step`. `messages`: the driver's about this GPU, or that can be about no

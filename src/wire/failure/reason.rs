@@ -131,7 +131,8 @@ rows! {
     // GPUs, before the driver has them.
     DriverMissing "driver-missing" Gpu Image Certain,
         "the image has no driver for its kernel",
-        "put the driver's modules for this kernel into the image and run depmod";
+        "put nvidia.ko and nvidia-uvm.ko for the guest's kernel into /lib/modules of the image, and \
+         run depmod -b on its root";
     DriverLoadFailed "driver-load-failed" Gpu Image Unsure,
         "the driver's module could not be loaded",
         "read the kernel's line: an unknown symbol or a bad version is a module built for another \
@@ -201,7 +202,8 @@ rows! {
         "read the driver's lines around it; reset the GPU on the host and start the guest again";
     FirmwareMissing "firmware-missing" Gpu Image Certain,
         "the driver's firmware is not in the image",
-        "put the driver's nvidia/<version>/gsp_*.bin below /lib/firmware in the image";
+        "put gsp_*.bin of the driver's own version, uncompressed, into \
+         /lib/firmware/nvidia/<version> of the image";
     FirmwareBoot "firmware-boot" Gpu Gpu Likely,
         "the GPU's own processor (GSP) did not start",
         "reset the GPU on the host; if it stays, try another release of the driver";
@@ -310,6 +312,9 @@ rows! {
     AgentGone "agent-gone" Sandbox Guest Likely,
         "the agent went away during a call",
         "read the guest's console to its end: a panic, memory that ran out, or a power-off";
+    NoKvm "no-kvm" Sandbox Host Certain,
+        "the host's KVM cannot be used",
+        "enable virtualisation in the host's firmware, and load kvm_intel or kvm_amd";
     VfioGroup "vfio-group" Sandbox Host Certain,
         "the host cannot give this GPU's IOMMU group to a VM",
         "bind every function of the group to vfio-pci, and end the VM or program that holds it";

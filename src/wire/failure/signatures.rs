@@ -152,11 +152,15 @@ signatures! {
         AgentNoAnswer Certain ["Failed to Check if grpc server is working"] always;
         AgentNoAnswer Certain ["Failed to check if grpc server is working"] always;
         AgentNoAnswer Likely ["failed to connect to agent"] always;
+        NoKvm Certain ["/dev/kvm"] always;
+        NoKvm Certain ["Could not access KVM kernel module"] always;
         VfioGroup Certain ["not viable"] always;
         VfioGroup Certain ["vfio", "Device or resource busy"] always;
         VfioGroup Likely ["failed to open /dev/vfio"] always;
         VmmOutOfMemory Certain ["cannot set up guest memory"] always;
         VmmOutOfMemory Certain ["VFIO_MAP_DMA failed: Cannot allocate memory"] always;
+        // QEMU's other errors about a device, whose address follows.
+        VfioGroup Likely ["vfio 0"] always;
         VmmFailed Certain ["failed to launch qemu"] always;
         VmmFailed Certain ["QEMU exited"] always;
         AgentGone Certain ["ttrpc: closed"] always;

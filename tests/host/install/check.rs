@@ -4,6 +4,7 @@
 use crate::collect::{Collector, program, until};
 use crate::install::World;
 use crate::{project, write};
+use kata_gpu_wire::failure::Reason;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs;
@@ -187,6 +188,12 @@ fn a_failed_gpu_is_the_reason_why_it_does_not_work() {
         (&false.into(), 1),
         "{out}"
     );
+    let cause = &json["causes"][0];
+    assert_eq!(
+        (&cause["reason"], &cause["cure"]),
+        (&"firmware-boot".into(), &Reason::FirmwareBoot.cure().into()),
+        "{out}"
+    );
 }
 
 #[test]
@@ -198,8 +205,12 @@ fn an_error_of_containerds_has_its_cure_and_leaves_nothing() {
     );
     let (code, out, err) = node.check(&[]);
     assert_eq!(code, Some(1), "{out}{err}");
-    let reason = r"containerd did not start the sandbox: ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J; the device is in use";
+    let reason = r"containerd did not start the sandbox: ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J";
     assert!(out.contains(reason), "{out}");
+    let row = Reason::VfioGroup;
+    let cause = format!("\n    vfio-group (certain): {}\n", row.what());
+    let cure = format!("\n    cure (host): {}\n", row.cure());
+    assert!(out.contains(&cause) && out.contains(&cure), "{out}");
     node.removed();
     let (code, out, _) = node.check(&["--ctr", "/nonexistent/ctr"]);
     assert_eq!(code, Some(1));

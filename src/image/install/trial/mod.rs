@@ -20,6 +20,8 @@ use kata_gpu_report::data::text::{Ink, Screen, ascii_json, printable, printable_
 use kata_gpu_report::terminal::stdout::print_with;
 use kata_gpu_report::views::boot_page;
 use kata_gpu_report::views::follow::progress::Outcome;
+use kata_gpu_wire::failure::{self, Diagnosis, Reason};
+use kata_gpu_wire::names;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
 use serde_json::json;
@@ -128,9 +130,11 @@ async fn check(what: &str, args: &Check, dir: &Path, json: bool) -> Result<bool>
     let sandbox = Sandbox::new(&runtime, args)?;
     let mut seen = watch(&sandbox, args, dir, screen).await?;
     seen.left = sandbox.remove().await;
-    let reasons = reasons(&seen, &runtime.config);
-    report(&seen, &reasons, &runtime, json, screen)?;
-    Ok(reasons.is_empty())
+    let loaded = seen.boot.file.as_deref().map(|path| load(path, None));
+    let loaded = loaded.transpose()?;
+    let troubles = troubles(&seen, loaded.as_ref(), &runtime.config);
+    report(&seen, loaded.as_ref(), &troubles, &runtime, json, screen)?;
+    Ok(troubles.is_empty())
 }
 
 /// A requested sandbox; its root is removed on drop.
@@ -389,71 +393,109 @@ async fn watch(sandbox: &Sandbox, args: &Check, dir: &Path, screen: Screen) -> R
     Ok(seen)
 }
 
-/// Error texts of containerd, the shim or the VMM, with their cures.
-const CURES: &[(&[&str], &str)] = &[
+/// Errors of containerd's client alone, which no sandbox has a part in, with their cures.
+const OF_CLIENT: [(&str, &str); 2] = [
     (
-        &["containerd.sock"],
+        "containerd.sock",
         "run it as root on a node where containerd runs; another socket: --ctr \"ctr --address \
          SOCKET\"",
     ),
     (
-        &["No such file or directory (os error 2)"],
+        "No such file or directory (os error 2)",
         "install containerd's client, or name it: --ctr \"k3s ctr\"",
-    ),
-    (
-        &["/dev/kvm"],
-        "enable virtualisation in the firmware, load kvm_intel or kvm_amd",
-    ),
-    (
-        &["Device or resource busy"],
-        "the device is in use: name one that no pod has",
-    ),
-    (
-        &["vfio"],
-        "bind the whole IOMMU group of the GPU to vfio-pci",
-    ),
-    (
-        &["DeadlineExceeded", "deadline exceeded", "timed out"],
-        "the agent did not answer in time: raise dial_timeout, and see the guest's log",
     ),
 ];
 
-/// Reasons why the sandbox does not work; empty if it works.
-fn reasons(seen: &Seen, config: &Path) -> Vec<String> {
-    let mut reasons = Vec::new();
-    if let Some(Err(error)) = &seen.started {
-        let cure = CURES
-            .iter()
-            .find(|(words, _)| words.iter().any(|word| error.contains(word)))
-            .map(|(_, cure)| format!("; {cure}"))
-            .unwrap_or_default();
-        reasons.push(format!(
-            "containerd did not start the sandbox: {error}{cure}"
-        ));
+/// Why the sandbox does not work, and rows of the catalogue that explain it.
+#[derive(Debug)]
+struct Trouble<'a> {
+    text: String,
+    causes: Vec<Diagnosis<'a>>,
+}
+
+impl Trouble<'_> {
+    fn unexplained(text: String) -> Self {
+        Self {
+            text,
+            causes: Vec::new(),
+        }
     }
-    if seen.started.is_none() {
-        let until = seen.gave_up.as_deref().unwrap_or_default();
-        reasons.push(format!(
-            "containerd did not start the sandbox {until}: see the guest's log"
-        ));
-    }
+}
+
+/// Why the sandbox does not work; empty if it works. The guest's own failure stands first: the
+/// runtime's error often follows from it.
+fn troubles<'a>(seen: &'a Seen, boot: Option<&'a Loaded>, config: &Path) -> Vec<Trouble<'a>> {
+    let mut all = Vec::new();
     match (&seen.outcome, &seen.boot.file) {
         (Some(Outcome::Ready { .. }), _) => {}
-        (Some(Outcome::Failed(why)), _) => reasons.push(format!("the boot failed: {why}")),
+        (Some(Outcome::Failed(why)), _) => all.push(Trouble {
+            text: format!("the boot failed: {why}"),
+            causes: boot.map(causes).unwrap_or_default(),
+        }),
         (None, Some(_)) => {
             let until = seen
                 .gave_up
                 .as_deref()
                 .unwrap_or("before the sandbox ended");
-            reasons.push(format!(
+            all.push(Trouble::unexplained(format!(
                 "the boot did not end {until}; {}",
                 seen.boot.last_seen()
-            ));
+            )));
         }
-        (None, None) => reasons.push(format!("no event of its boot has come: {}", silent(config))),
+        (None, None) => all.push(Trouble::unexplained(format!(
+            "no event of its boot has come: {}",
+            silent(config)
+        ))),
     }
-    reasons.extend(seen.left.clone());
-    reasons
+    match &seen.started {
+        Some(Ok(_)) => {}
+        Some(Err(error)) => all.push(of_runtime(error, boot)),
+        None => {
+            let until = seen.gave_up.as_deref().unwrap_or_default();
+            all.push(Trouble::unexplained(format!(
+                "containerd did not start the sandbox {until}: see the guest's log"
+            )));
+        }
+    }
+    all.extend(seen.left.clone().map(Trouble::unexplained));
+    all
+}
+
+/// What failed in the guest, each row once.
+fn causes(loaded: &Loaded) -> Vec<Diagnosis<'_>> {
+    let mut all: Vec<Diagnosis> = Vec::new();
+    let failed = loaded.file.records.iter();
+    for record in failed.filter(|record| record.name == names::GPU_FAILED) {
+        let text = |key| record.fields.text(key);
+        let reason = text("reason").and_then(Reason::named);
+        let is_new = |reason: &Reason| all.iter().all(|found| found.reason != *reason);
+        all.extend(
+            reason
+                .filter(is_new)
+                .map(|reason| Diagnosis::known(reason, text("words"))),
+        );
+    }
+    let ended = loaded.boot.power_off.as_deref();
+    all.extend(ended.map(|why| {
+        failure::of_guest(why).unwrap_or(Diagnosis::known(Reason::PoweredOff, Some(why)))
+    }));
+    all
+}
+
+/// Trouble by the error of containerd, the shim or the VMM.
+fn of_runtime<'a>(error: &'a str, boot: Option<&Loaded>) -> Trouble<'a> {
+    let text = format!("containerd did not start the sandbox: {error}");
+    if let Some((_, cure)) = OF_CLIENT.iter().find(|(words, _)| error.contains(words)) {
+        return Trouble::unexplained(format!("{text}; {cure}"));
+    }
+    let found =
+        failure::of_sandbox(error).unwrap_or(Diagnosis::known(Reason::SandboxFailed, Some(error)));
+    // A guest whose records came, and that did not end, ran when the runtime gave up.
+    let ran = boot.is_some_and(|loaded| loaded.boot.power_off.is_none());
+    Trouble {
+        text,
+        causes: vec![if ran { found.while_guest_ran() } else { found }],
+    }
 }
 
 /// Cure for a guest that sends nothing.
@@ -475,27 +517,39 @@ fn silent(config: &Path) -> String {
 
 fn report(
     seen: &Seen,
-    reasons: &[String],
+    loaded: Option<&Loaded>,
+    troubles: &[Trouble],
     runtime: &Runtime,
     json: bool,
     screen: Screen,
 ) -> Result<()> {
-    let loaded = seen.boot.file.as_deref().map(|path| load(path, None));
-    let loaded = loaded.transpose()?;
     let started = seen
         .started
         .as_ref()
         .and_then(|started| started.as_ref().ok());
     if json {
         let boot = loaded
-            .as_ref()
             .map(|loaded| serde_json::to_value(&loaded.boot))
             .transpose()
             .context("write the boot as JSON")?;
+        let causes: Vec<_> = troubles
+            .iter()
+            .flat_map(|trouble| &trouble.causes)
+            .map(|found| {
+                json!({
+                    "reason": found.reason.name(),
+                    "what": found.reason.what(),
+                    "whose": found.reason.whose().name(),
+                    "sure": found.sure.name(),
+                    "cure": found.cure,
+                })
+            })
+            .collect();
         let json = json!({
             "action": "checked",
-            "works": reasons.is_empty(),
-            "reasons": reasons,
+            "works": troubles.is_empty(),
+            "reasons": troubles.iter().map(|trouble| &trouble.text).collect::<Vec<_>>(),
+            "causes": causes,
             "config": runtime.config.to_string_lossy(),
             "shim": runtime.shim,
             "started_s": started,
@@ -506,31 +560,33 @@ fn report(
         return print_with(|out| Ok(writeln!(out, "{text}")?));
     }
     print_with(|out| {
-        if let Some(Loaded { file, boot }) = &loaded {
+        if let Some(Loaded { file, boot }) = loaded {
             boot_page::write(&boot_page::Page::new(file, boot), screen, out)?;
         }
-        let verdict = verdict(seen, reasons);
-        let ink = if reasons.is_empty() {
-            Ink::Good
-        } else {
-            Ink::Error
-        };
+        let works = troubles.is_empty();
+        let verdict = verdict(seen, works);
+        let ink = if works { Ink::Good } else { Ink::Error };
         let (word, rest) = verdict.split_once(':').unwrap_or((&verdict, ""));
         writeln!(out, "\n{}:{rest}", screen.paint(ink, word))?;
-        for reason in reasons {
-            writeln!(out, "  {}", printable(reason))?;
+        for trouble in troubles {
+            writeln!(out, "  {}", printable(&trouble.text))?;
+            for found in &trouble.causes {
+                let (reason, sure) = (found.reason, found.sure);
+                writeln!(out, "    {reason} ({sure}): {}", reason.what())?;
+                writeln!(out, "    cure ({}): {}", reason.whose(), found.cure)?;
+            }
         }
         Ok(())
     })
 }
 
 /// A line: the sandbox works, or not.
-fn verdict(seen: &Seen, reasons: &[String]) -> String {
+fn verdict(seen: &Seen, works: bool) -> String {
     let started = match &seen.started {
         Some(Ok(seconds)) => format!("containerd had started the sandbox after {seconds:.1} s"),
         _ => "the sandbox did not start".into(),
     };
-    if !reasons.is_empty() {
+    if !works {
         return format!("does not work: {started}");
     }
     let gpus = match &seen.outcome {
@@ -561,7 +617,9 @@ mod tests {
     }
 
     fn of(seen: &Seen) -> String {
-        reasons(seen, Path::new("/nonexistent/c.toml")).join("\n")
+        let all = troubles(seen, None, Path::new("/nonexistent/c.toml"));
+        let texts: Vec<String> = all.into_iter().map(|trouble| trouble.text).collect();
+        texts.join("\n")
     }
 
     #[test]
@@ -574,7 +632,7 @@ mod tests {
         };
         let good = seen(Some(Ok(18.2)), ready());
         assert_eq!(of(&good), "");
-        let line = verdict(&good, &[]);
+        let line = verdict(&good, true);
         assert_eq!(
             line,
             "works: containerd had started the sandbox after 18.2 s, all 8 GPUs were usable 3.0 s \
@@ -591,9 +649,8 @@ mod tests {
             None,
         );
         assert!(
-            of(&refused).starts_with(
-                "containerd did not start the sandbox: Could not access KVM \
-                                      kernel module: /dev/kvm; enable"
+            of(&refused).contains(
+                "containerd did not start the sandbox: Could not access KVM kernel module: /dev/kvm"
             ),
             "{}",
             of(&refused)
@@ -629,6 +686,41 @@ mod tests {
             of(&started).contains("did not start the sandbox"),
             "{}",
             of(&started)
+        );
+    }
+    #[test]
+    fn a_longer_timeout_is_the_cure_only_where_the_guest_ran() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../tests/fixtures/boots/made-8-gpus-one-hangs.ndjson");
+        let boot = load(&path, None).unwrap();
+        let found = |error, boot| {
+            let trouble = of_runtime(error, boot);
+            (trouble.causes.first()).map(|found| (found.reason.name(), found.cure.to_string()))
+        };
+        let silent = "Failed to Check if grpc server is working: rpc error: code = \
+                      DeadlineExceeded desc = timed out connecting to vsock 12:1024";
+        let (reason, cure) = found(silent, None).unwrap();
+        assert_eq!(reason, "agent-no-answer");
+        assert!(!cure.contains("raise dial_timeout"), "{cure}");
+        let (reason, cure) = found(silent, Some(&boot)).unwrap();
+        assert_eq!(reason, "agent-late");
+        assert!(cure.contains("raise dial_timeout"), "{cure}");
+        for (error, wanted) in [
+            (
+                "Could not access KVM kernel module: Permission denied",
+                "no-kvm",
+            ),
+            (
+                "qemu: vfio 0000:41:00.0: group 7 is not viable",
+                "vfio-group",
+            ),
+            ("an error that nobody knows", "sandbox-failed"),
+        ] {
+            assert_eq!(found(error, Some(&boot)).unwrap().0, wanted, "{error}");
+        }
+        assert_eq!(
+            found("dial unix /run/containerd/containerd.sock", None),
+            None
         );
     }
 }
