@@ -1,8 +1,10 @@
-//! Rules for an image: one a row, with the effect of a violation and the cure.
+//! Rules for an image: one a row, with the effect of a violation, the failure that guests then
+//! report, and the cure. A row without a cure has that of the failure's row in the catalogue.
 
 use crate::images::entry_text::escaped;
 use kata_gpu_report::data::text::clipped;
 use kata_gpu_report::severity::Severity;
+use kata_gpu_wire::failure::Reason;
 
 /// A possible fault of an image.
 #[derive(Debug, PartialEq, Eq)]
@@ -10,27 +12,37 @@ pub struct Rule {
     pub name: &'static str,
     /// Error: the image does not boot, or none of its containers gets a GPU.
     pub severity: Severity,
+    /// Failure that a guest of such an image reports, if it is one of the catalogue's.
+    pub predicts: Option<Reason>,
     pub breaks: &'static str,
     pub cure: &'static str,
 }
 
 macro_rules! rules {
-    ($($id:ident $name:literal $severity:ident, $breaks:expr, $cure:expr;)*) => {
-        $(pub static $id: Rule = Rule { name: $name, severity: Severity::$severity, breaks: $breaks, cure: $cure };)*
+    ($(
+        $id:ident $name:literal $severity:ident $($predicts:ident)?,
+        $breaks:expr $(, $cure:expr)?;
+    )*) => {
+        $(pub static $id: Rule = Rule {
+            name: $name,
+            severity: Severity::$severity,
+            predicts: [$(Some(Reason::$predicts),)? None][0],
+            breaks: $breaks,
+            cure: [$($cure,)? $(Reason::$predicts.cure(),)? ""][0],
+        };)*
         /// Every rule.
         pub static RULES: &[&Rule] = &[$(&$id),*];
     };
 }
 
 rules! {
-    NO_INIT "no-init" Error,
-        "the kernel finds no program to start, looks for a root disk instead, and panics",
-        "put kata-gpu-init there (`kata-gpu-boot image replace-init`), or name the program with \
-         rdinit= and --rdinit";
-    INIT_DANGLING "init-dangling" Error,
+    NO_INIT "no-init" Error NoInitProgram,
+        "the kernel finds no program to start, looks for a root disk instead, and panics (--rdinit \
+         names another program)";
+    INIT_DANGLING "init-dangling" Error NoInitProgram,
         "the kernel's init is a link that leads to nothing: it panics",
         "put the link's target into the image, or a program in the link's place";
-    NO_AGENT "no-agent" Error,
+    NO_AGENT "no-agent" Error AgentNoAnswer,
         "the init has nothing to hand PID 1 to: the guest powers off",
         "put kata-agent there";
     NOT_A_PROGRAM "not-a-program" Error,
@@ -48,33 +60,30 @@ rules! {
     PROGRAM_BROKEN "program-broken" Warning,
         "this program does not start",
         "put its needs into the image, or omit the program";
-    NO_MODULES "no-modules" Error,
-        "no kernel's modules can be found: neither the driver nor its dependencies are loaded",
-        "put the modules of the guest's kernel into /lib/modules, and run depmod -b on the image's \
-         root";
-    OTHER_KERNEL "other-kernel" Error,
+    NO_MODULES "no-modules" Error DriverMissing,
+        "no kernel's modules can be found: neither the driver nor its dependencies are loaded";
+    OTHER_KERNEL "other-kernel" Error DriverMissing,
         "the modules are those of another kernel: none is found",
         "put this kernel's modules into the image, or boot the kernel that they are for";
     SEVERAL_KERNELS "several-kernels" Note,
         "modules of several kernels are in the image: all are checked, and one is used",
         "choose one with --kernel";
-    NO_DRIVER "no-driver" Error,
-        "the driver's module is not listed: no GPU is ever usable",
-        "put nvidia.ko and nvidia-uvm.ko into /lib/modules, and run depmod -b on the image's root";
-    MODULE_MISSING "module-missing" Error,
+    NO_DRIVER "no-driver" Error DriverMissing,
+        "the driver's module is not listed: no GPU is ever usable";
+    MODULE_MISSING "module-missing" Error DriverMissing,
         "the driver's module, or one that it depends on, is listed and not there: it cannot be \
          loaded",
         "put it there, and run depmod -b on the image's root";
     OTHER_MODULE_MISSING "other-module-missing" Warning,
         "a module is listed and not there: its users fail",
         "run depmod -b on the image's root, or put it there";
-    NOT_A_MODULE "not-a-module" Error,
+    NOT_A_MODULE "not-a-module" Error DriverLoadFailed,
         "the kernel refuses it",
         "put the module there byte for byte as it was built";
-    VERMAGIC "vermagic" Error,
+    VERMAGIC "vermagic" Error DriverLoadFailed,
         "it was built for another kernel: the kernel refuses it (ENOEXEC)",
         "build it for this kernel";
-    MODULE_VERSIONS "module-versions" Error,
+    MODULE_VERSIONS "module-versions" Error DriverLoadFailed,
         "nvidia-uvm and nvidia are of different versions: one refuses the other",
         "put modules of one version into the image";
     DRIVER_ELSEWHERE "driver-elsewhere" Note,
@@ -83,11 +92,10 @@ rules! {
          that disk no GPU comes up",
         "have that disk in Kata's configuration (guest_extension_images, name = \"gpu\"), or put \
          the driver into the image";
-    NO_FIRMWARE "no-firmware" Error,
+    NO_FIRMWARE "no-firmware" Error FirmwareMissing,
         "GPUs with a GSP (Turing and later) are not initialised without the firmware of the \
-         driver's own version",
-        "put gsp_*.bin of this version there, uncompressed";
-    FIRMWARE_PARTIAL "firmware-partial" Warning,
+         driver's own version";
+    FIRMWARE_PARTIAL "firmware-partial" Warning FirmwareMissing,
         "GPUs that need this one of the firmware files are not initialised",
         "put it there, uncompressed, unless no such GPU is ever passed in";
     NO_LIBCUDA "no-libcuda" Error,
@@ -115,7 +123,7 @@ rules! {
         "a guest of this topology, named by --topology, runs without this service",
         "put the service's package into the image (rootfs-builder/build --services DIR takes it \
          from NVIDIA's packages, unpacked)";
-    VAR_RUN_DIRECTORY "var-run-directory" Error,
+    VAR_RUN_DIRECTORY "var-run-directory" Error CdiTimeout,
         "/var/run is not /run, and no init can replace it by a link: the agent does not find the \
          CDI spec, and no container gets a GPU",
         "make it a link: ln -s ../run var/run";
@@ -207,8 +215,13 @@ impl Finding {
     /// The finding as JSON.
     pub fn json(&self) -> serde_json::Value {
         serde_json::json!({
-            "severity": self.rule.severity, "rule": self.rule.name, "path": self.path, "value": self.shown_value(),
-            "breaks": self.rule.breaks, "cure": self.rule.cure,
+            "severity": self.rule.severity,
+            "rule": self.rule.name,
+            "path": self.path,
+            "value": self.shown_value(),
+            "breaks": self.rule.breaks,
+            "predicts": self.rule.predicts.map(Reason::name),
+            "cure": self.rule.cure,
         })
     }
 }
@@ -228,5 +241,17 @@ mod tests {
                 .iter()
                 .all(|rule| !rule.breaks.is_empty() && !rule.cure.is_empty())
         );
+    }
+
+    #[test]
+    fn a_rule_that_predicts_a_failure_names_its_row() {
+        let json = Finding::new(&NO_DRIVER, "/lib/modules/6.18.3").json();
+        assert_eq!(json["predicts"], "driver-missing");
+        assert_eq!(json["cure"], Reason::DriverMissing.cure());
+        // A cure of its own stands before the row's.
+        assert_eq!(FIRMWARE_PARTIAL.predicts, Some(Reason::FirmwareMissing));
+        assert_ne!(FIRMWARE_PARTIAL.cure, Reason::FirmwareMissing.cure());
+        // Negative control.
+        assert!(Finding::new(&SETUID, "/bin/su").json()["predicts"].is_null());
     }
 }
