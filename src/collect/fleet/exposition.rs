@@ -33,13 +33,20 @@ fn write_metric(text: &mut String, metric: &Metric, values: Values) -> fmt::Resu
     }
     writeln!(text, "# HELP {metric} {}", metric.help)?;
     writeln!(text, "# TYPE {metric} {}", metric.kind.name())?;
-    let label = metric.label.unwrap_or_default();
+    let label = metric.labels.first().copied().unwrap_or_default();
     match values {
         Values::Nothing => {}
         Values::One(value) => writeln!(text, "{metric} {value}")?,
         Values::Each(values) => {
             for (of, value) in values {
                 writeln!(text, "{metric}{{{label}=\"{of}\"}} {value}")?;
+            }
+        }
+        Values::Pairs(values) => {
+            for (of, value) in values {
+                let pairs = metric.labels.iter().zip(of);
+                let pairs: Vec<String> = pairs.map(|(l, of)| format!("{l}=\"{of}\"")).collect();
+                writeln!(text, "{metric}{{{}}} {value}", pairs.join(","))?;
             }
         }
         Values::Histograms(histograms) => {

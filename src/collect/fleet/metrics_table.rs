@@ -6,7 +6,7 @@
 
 use super::pushing::Queue;
 use super::state::State;
-use super::tally::{Histograms, Outcome, Tally};
+use super::tally::{Histograms, Outcome, Tally, whose_label};
 use crate::collector_counters::Counts;
 use crate::ends::Ends;
 use crate::lock::lock;
@@ -56,18 +56,20 @@ pub enum Values<'a> {
     One(u64),
     /// Values by the metric's label.
     Each(Vec<(&'static str, u64)>),
+    /// Values by the metric's two labels.
+    Pairs(Vec<([&'static str; 2], u64)>),
     /// Histograms by the metric's label.
     Histograms(&'a Histograms),
 }
 
-use Values::{Each, One};
+use Values::{Each, One, Pairs};
 
 /// A row. Its `Display` is the name in PromQL.
 pub struct Metric {
     /// Name without the prefix.
     pub name: &'static str,
     pub kind: Kind,
-    pub label: Option<&'static str>,
+    pub labels: &'static [&'static str],
     pub help: &'static str,
     pub values: for<'a> fn(&'a Snapshot<'a>) -> Values<'a>,
 }
@@ -79,13 +81,12 @@ impl fmt::Display for Metric {
 }
 
 macro_rules! metrics {
-    ($($kind:ident $name:literal {$($label:ident)?} $help:literal $values:expr;)*) => {
+    ($($kind:ident $name:literal {$($label:ident),*} $help:literal $values:expr;)*) => {
         /// All metrics, in the order of the text.
         pub static TABLE: &[Metric] = &[$(Metric {
             name: $name,
             kind: Kind::$kind,
-            // The row's label, else None.
-            label: [$(Some(stringify!($label)),)? None][0],
+            labels: &[$(stringify!($label)),*],
             help: $help,
             values: $values,
         }),*];
@@ -120,9 +121,12 @@ metrics! {
             ("failed", now.tally.failed_gpus),
             ("unknown", now.tally.other_gpus),
         ]);
-    Counter "failures_total" {reason}
-        "What failed in boots that are over, by reason."
-        |now| Each(now.tally.failures.iter().map(|(reason, count)| (*reason, *count)).collect());
+    Counter "failures_total" {reason, whose}
+        "What failed in boots that are over, by reason, and whose that is."
+        |now| {
+            let counts = now.tally.failures.iter();
+            Pairs(counts.map(|(reason, count)| ([*reason, whose_label(reason)], *count)).collect())
+        };
     Histogram "milestone_seconds" {milestone}
         "Time from the kernel's start to a milestone, per boot."
         |now| Values::Histograms(&now.tally.milestones);
@@ -250,8 +254,8 @@ mod tests {
             let seconds = metric.name.ends_with("_seconds");
             assert!(seconds || metric.kind != Kind::Histogram, "{metric}");
             let plain = |c: char| c.is_ascii_lowercase() || c == '_';
-            let label = metric.label.unwrap_or_default();
-            assert!(metric.name.chars().chain(label.chars()).all(plain));
+            let labels = metric.labels.concat();
+            assert!(metric.name.chars().chain(labels.chars()).all(plain));
             let help = metric.help;
             assert!(
                 help.ends_with('.') && !help.contains(['\n', '\\', '|']),

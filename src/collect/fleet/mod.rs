@@ -29,7 +29,6 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use tally::Facts;
 use tokio::sync::watch;
 use tokio::task::{JoinSet, spawn_blocking};
 
@@ -153,7 +152,7 @@ async fn report(state: &State, over: &Over) -> bool {
             .context("the account of it panicked")
             .and_then(|looked| looked)
         {
-            Ok((numbers, facts)) => state.tally().add(&numbers, facts),
+            Ok(numbers) => state.tally().add(&numbers),
             Err(e) => {
                 state.tally().add_unread();
                 (state.collector.log)(format!(
@@ -170,19 +169,10 @@ async fn report(state: &State, over: &Over) -> bool {
 }
 
 /// The numbers of a boot, as in `stats`.
-fn look_at(path: &Path) -> Result<(Metrics, Facts)> {
+fn look_at(path: &Path) -> Result<Metrics> {
     check_size(path)?;
     let Loaded { file, boot } = load(path, None)?;
-    let facts = Facts {
-        lost: boot
-            .lost
-            .records
-            .saturating_add(boot.lost.reported_by_guest),
-        powered_off: boot.power_off.is_some(),
-        usable_gpus: boot.usable_gpus(),
-        too_large: boot.too_large.is_some(),
-    };
-    Ok((metrics(&boot, &file), facts))
+    Ok(metrics(&boot, &file))
 }
 
 #[cfg(test)]

@@ -2,11 +2,11 @@
 //!
 //! Labels come from this program's own tables, never from a guest: a name or reason that the tables
 //! lack is counted as [`OTHER`], so the number of series has a bound for any guests. A boot with a
-//! number that no machine can have ([`implausible`]) counts as [`Outcome::Implausible`] and in
-//! nothing else: one such number would dominate a sum until the next restart. What is left is too
-//! small for a counter to overflow.
+//! number that no machine can have ([`Metrics::is_implausible`]) counts as [`Outcome::Implausible`]
+//! and in nothing else: one such number would dominate a sum until the next restart. What is left is
+//! too small for a counter to overflow.
 
-use kata_gpu_report::analysis::metrics::Metrics;
+use kata_gpu_report::analysis::metrics::{Metrics, reason_of};
 use kata_gpu_wire::catalogue::{Phase, steps};
 use kata_gpu_wire::failure::Reason;
 use std::collections::BTreeMap;
@@ -28,34 +28,12 @@ const MILESTONES: [&str; 6] = [
     "last container",
     "settled",
 ];
-/// Longest time of a milestone, a phase or a step: a week. The slowest known boots take ten
-/// minutes; a hanging boot lasts until the end of its VM.
-const MAX_NS: i64 = 7 * 86_400_000_000_000;
-/// Most GPUs of a guest: four times as many as the largest machines have.
-const MAX_GPUS: usize = 64;
-/// Most lost records of a boot: fifty times as many as the collector stores.
-const MAX_LOST: u64 = 10_000_000;
-/// Reasons that are no GPU's: the text before a failure's colon, and its label.
+/// Failures without a row in the catalogue: the text before the failure's colon, and its label.
 const OTHER_FAILURES: [(&str, &str); 3] = [
     ("container", "container"),
     ("power-off", "power-off"),
     ("not settled", "not-settled"),
 ];
-
-/// Whether a boot has a number that is impossible, or lacks so many records that its numbers are
-/// meaningless.
-fn implausible(boot: &Metrics, facts: Facts) -> bool {
-    let of_boot = |ns: &i64| (-MAX_NS..=MAX_NS).contains(ns);
-    let times = boot
-        .milestones
-        .values()
-        .chain(boot.phases.values())
-        .chain(boot.durations.values().flatten());
-    facts.too_large
-        || facts.lost > MAX_LOST
-        || boot.gpus > MAX_GPUS
-        || !times.into_iter().all(of_boot)
-}
 
 /// Histogram: for each bound, the values between the bound before it and this one.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -123,17 +101,6 @@ impl Outcome {
     }
 }
 
-/// Facts of a boot that [`Metrics`] lacks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Facts {
-    /// Records that were never received.
-    pub lost: u64,
-    pub powered_off: bool,
-    pub usable_gpus: usize,
-    /// The file exceeds a limit, and was read in part.
-    pub too_large: bool,
-}
-
 /// Histograms by the value of a label.
 pub type Histograms = BTreeMap<&'static str, Histogram>;
 
@@ -174,11 +141,11 @@ impl Default for Tally {
 }
 
 impl Tally {
-    pub fn add(&mut self, boot: &Metrics, facts: Facts) {
-        if implausible(boot, facts) {
+    pub fn add(&mut self, boot: &Metrics) {
+        if boot.is_implausible() {
             return self.count(Outcome::Implausible);
         }
-        let outcome = match (facts.powered_off, boot.settled) {
+        let outcome = match (boot.powered_off, boot.settled) {
             (true, _) => Outcome::PoweredOff,
             (false, true) => Outcome::Settled,
             (false, false) => Outcome::Unfinished,
@@ -202,11 +169,11 @@ impl Tally {
         for failure in &boot.failures {
             *self.failures.entry(reason_label(failure)).or_default() += 1;
         }
-        let (failed, usable) = (boot.failed_gpus, facts.usable_gpus);
+        let (failed, usable) = (boot.failed_gpus, boot.usable_gpus);
         self.failed_gpus += failed as u64;
         self.usable_gpus += usable as u64;
         self.other_gpus += boot.gpus.saturating_sub(failed + usable) as u64;
-        self.lost += facts.lost;
+        self.lost += boot.lost;
     }
 
     /// Boots with an outcome.
@@ -234,19 +201,42 @@ fn step_label(title: &str) -> &'static str {
 
 /// `init: needs-reset` is `needs-reset`.
 fn reason_label(failure: &str) -> &'static str {
-    let (step, reason) = failure.split_once(": ").unwrap_or(("", failure));
-    let general = OTHER_FAILURES
-        .iter()
-        .find(|(known, _)| *known == step)
-        .map(|(_, label)| *label);
-    general
-        .or_else(|| Reason::named(reason).map(Reason::name))
+    let step = failure.split(": ").next();
+    let general = || OTHER_FAILURES.iter().find(|(known, _)| step == Some(known));
+    reason_of(failure)
+        .map(Reason::name)
+        .or_else(|| general().map(|(_, label)| *label))
         .unwrap_or(OTHER)
+}
+
+/// Owner of a failure by its label.
+pub fn whose_label(reason: &str) -> &'static str {
+    Reason::named(reason).map_or(OTHER, |reason| reason.whose().name())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_report::analysis::metrics::{MAX_GPUS, MAX_NS};
+
+    #[test]
+    fn every_row_of_the_catalogue_is_counted_under_its_name() {
+        for (step, reason) in [
+            ("init", Reason::NeedsReset),
+            ("power-off", Reason::OutOfMemory),
+            ("container", Reason::CdiTimeout),
+        ] {
+            assert_eq!(reason_label(&format!("{step}: {reason}")), reason.name());
+        }
+        let tally = Tally::default();
+        assert!(
+            Reason::ALL
+                .iter()
+                .all(|reason| tally.failures[reason.name()] == 0)
+        );
+        let owners = ["needs-reset", "no-gpu", "container", OTHER].map(whose_label);
+        assert_eq!(owners, ["host", "Kata's configuration", OTHER, OTHER]);
+    }
 
     #[test]
     fn a_value_falls_into_the_first_bucket_not_below_it() {
@@ -291,7 +281,7 @@ mod tests {
                 ],
                 ..Metrics::default()
             };
-            tally.add(&boot, Facts::default());
+            tally.add(&boot);
         }
         assert_eq!(
             (
@@ -320,76 +310,50 @@ mod tests {
             ..Metrics::default()
         };
         let boots = [
-            (
-                Metrics {
-                    milestones: [("settled".into(), i64::MAX)].into(),
-                    ..plain()
-                },
-                Facts::default(),
-            ),
-            (
-                Metrics {
-                    milestones: [("settled".into(), i64::MIN)].into(),
-                    ..plain()
-                },
-                Facts::default(),
-            ),
-            (
-                Metrics {
-                    phases: [("probe".into(), MAX_NS + 1)].into(),
-                    ..plain()
-                },
-                Facts::default(),
-            ),
-            (
-                Metrics {
-                    durations: [step(MAX_NS + 1)].into(),
-                    ..plain()
-                },
-                Facts::default(),
-            ),
-            (
-                Metrics {
-                    gpus: 20_000,
-                    failed_gpus: 20_000,
-                    failures: vec!["init: needs-reset".into(); 64],
-                    ..plain()
-                },
-                Facts::default(),
-            ),
-            (
-                plain(),
-                Facts {
-                    lost: u64::MAX,
-                    ..Facts::default()
-                },
-            ),
-            (
-                plain(),
-                Facts {
-                    too_large: true,
-                    ..Facts::default()
-                },
-            ),
+            Metrics {
+                milestones: [("settled".into(), i64::MAX)].into(),
+                ..plain()
+            },
+            Metrics {
+                milestones: [("settled".into(), i64::MIN)].into(),
+                ..plain()
+            },
+            Metrics {
+                phases: [("probe".into(), MAX_NS + 1)].into(),
+                ..plain()
+            },
+            Metrics {
+                durations: [step(MAX_NS + 1)].into(),
+                ..plain()
+            },
+            Metrics {
+                gpus: 20_000,
+                failed_gpus: 20_000,
+                failures: vec!["init: needs-reset".into(); 64],
+                ..plain()
+            },
+            Metrics {
+                lost: u64::MAX,
+                ..plain()
+            },
+            Metrics {
+                too_large: true,
+                ..plain()
+            },
         ];
         let mut tally = Tally::default();
-        boots
-            .iter()
-            .for_each(|(boot, facts)| tally.add(boot, *facts));
+        boots.iter().for_each(|boot| tally.add(boot));
         let untouched = Tally {
             outcomes: tally.outcomes.clone(),
             ..Tally::default()
         };
         assert_eq!(format!("{tally:?}"), format!("{untouched:?}"));
         assert_eq!(tally.outcomes[&Outcome::Implausible], boots.len() as u64);
-        tally.add(
-            &Metrics {
-                gpus: MAX_GPUS,
-                milestones: [("settled".into(), MAX_NS)].into(),
-                ..plain()
-            },
-            Facts::default(),
-        );
+        tally.add(&Metrics {
+            gpus: MAX_GPUS,
+            milestones: [("settled".into(), MAX_NS)].into(),
+            ..plain()
+        });
         assert_eq!(
             (tally.outcomes[&Outcome::Settled], tally.other_gpus),
             (1, MAX_GPUS as u64),

@@ -5,6 +5,7 @@ use crate::boot::coverage::coverage;
 use crate::boot::model::Boot;
 use crate::data::boot_file::BootFile;
 use crate::data::text::{printable, printable_start};
+use kata_gpu_wire::failure::{Diagnosis, Reason, of_guest, of_sandbox};
 use kata_gpu_wire::names;
 use std::collections::BTreeMap;
 
@@ -21,6 +22,14 @@ const MAX_DURATIONS: usize = 1024;
 /// Common name of all names after the first [`MAX_NAMES`].
 const OTHERS: &str = "(others)";
 
+/// Longest time of a milestone, a phase or a step: a week. The slowest known boots take ten
+/// minutes; a hanging boot lasts until the end of its VM.
+pub const MAX_NS: i64 = 7 * 86_400_000_000_000;
+/// Most GPUs of a guest: four times as many as the largest machines have.
+pub const MAX_GPUS: usize = 64;
+/// Most lost records of a boot: fifty times as many as the collector stores.
+const MAX_LOST: u64 = 10_000_000;
+
 /// Comparable numbers of one boot.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
@@ -34,12 +43,39 @@ pub struct Metrics {
     pub durations: BTreeMap<String, Vec<i64>>,
     pub unexplained_percent: f64,
     pub gpus: usize,
+    pub usable_gpus: usize,
     pub failed_gpus: usize,
     pub settled: bool,
+    pub powered_off: bool,
     /// Whether the agent's lines are known: a missing milestone of the agent was then not reached.
     pub agent_known: bool,
-    /// Failures as `step: reason`.
+    /// Failures as `step: reason`: a reason of the catalogue, or words that it does not know.
     pub failures: Vec<String>,
+    /// Records that were never received.
+    pub lost: u64,
+    /// Whether the file exceeds a limit, and was read in part.
+    pub too_large: bool,
+}
+
+impl Metrics {
+    /// Whether the boot has a number that is impossible, or lacks so many records that its numbers
+    /// are meaningless: one such number would dominate every sum.
+    pub fn is_implausible(&self) -> bool {
+        let times = self
+            .milestones
+            .values()
+            .chain(self.phases.values())
+            .chain(self.durations.values().flatten());
+        self.too_large
+            || self.lost > MAX_LOST
+            || self.gpus > MAX_GPUS
+            || !times.into_iter().all(|ns| (-MAX_NS..=MAX_NS).contains(ns))
+    }
+}
+
+/// Row of a failure of [`Metrics::failures`]; `None` for words that the catalogue does not know.
+pub fn reason_of(failure: &str) -> Option<Reason> {
+    Reason::named(failure.split_once(": ")?.1)
 }
 
 fn signed(ns: u64) -> i64 {
@@ -56,8 +92,15 @@ pub fn metrics(boot: &Boot, file: &BootFile) -> Metrics {
             .map(|m| (m.name.clone(), m.at_ns))
             .collect(),
         gpus: boot.gpus.len(),
+        usable_gpus: boot.usable_gpus(),
         failed_gpus: boot.failed_gpus().count(),
         settled: boot.settled_ns.is_some(),
+        powered_off: boot.power_off.is_some(),
+        lost: boot
+            .lost
+            .records
+            .saturating_add(boot.lost.reported_by_guest),
+        too_large: boot.too_large.is_some(),
         agent_known: !boot.agent.is_empty(),
         failures: failures(boot, file),
         ..Metrics::default()
@@ -116,19 +159,17 @@ fn failures(boot: &Boot, file: &BootFile) -> Vec<String> {
             text(reason)
         ));
     }
+    let row_or_words = |found: Option<Diagnosis>, words: &str| {
+        found.map_or_else(|| text(words), |found| found.reason.name().to_string())
+    };
     for container in boot.containers.iter().take(MAX_FAILURES) {
+        let error = container.error.as_deref();
         out.extend(
-            container
-                .error
-                .as_ref()
-                .map(|error| format!("container: {}", text(error))),
+            error.map(|error| format!("container: {}", row_or_words(of_sandbox(error), error))),
         );
     }
-    out.extend(
-        boot.power_off
-            .as_ref()
-            .map(|why| format!("power-off: {}", text(why))),
-    );
+    let ended = boot.power_off.as_deref();
+    out.extend(ended.map(|why| format!("power-off: {}", row_or_words(of_guest(why), why))));
     out.extend(
         boot.too_large
             .map(|_| "too large: it was read in part".to_string()),

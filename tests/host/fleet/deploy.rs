@@ -66,12 +66,12 @@ fn the_page_of_metrics_has_the_tables_of_code_and_alerts() {
 fn metrics() -> String {
     let mut table = String::from("| metric | type | label | help |\n|---|---|---|---|\n");
     for metric in TABLE {
-        let label = metric.label.map(|label| format!("`{label}`"));
+        let labels: Vec<String> = metric.labels.iter().map(|l| format!("`{l}`")).collect();
         writeln!(
             table,
             "| `{metric}` | {} | {} | {} |",
             metric.kind.name(),
-            label.unwrap_or_default(),
+            labels.join(", "),
             metric.help
         )
         .unwrap();
