@@ -382,6 +382,8 @@ rows! {
             sure: "certain, likely or unsure",
             words: "the driver's message that decides",
             cure: "",
+            nearby: "of a log: what the driver logged at that time, of whichever GPU",
+            bars: "of a log: those that found no room",
             bind_inode: "where the driver has it",
         };
     /// The GPU has left the bus or its driver, or is about to: it is no longer in the spec, and its
@@ -630,6 +632,11 @@ rows! {
     NVRC = "nvrc", Event, Init, Other { text: "" };
     /// All BARs of a GPU have their place.
     GPU_BARS = "gpu.bars", Event, Kernel, Other { bars: "" };
+    /// The guest, or what ran in it, came to its end; `error` has the words.
+    GUEST_ENDED = "guest.ended", Event, Init, Other
+        { reason: "", whose: "", sure: "", cure: "" };
+    /// From the driver's line about the probe of an NVSwitch until the next step of its load.
+    SWITCH_PROBE = "switch.probe", Span, Driver, Probe { function: "" };
     /// The driver cleared an interrupt that it finds when an initialisation starts; it does not say
     /// of which GPU.
     GPU_INIT_MARK = "driver.init-mark", Event, Driver, Other { nth: "" };
@@ -649,11 +656,11 @@ rows! {
     SANDBOX_STARTED = "sandbox.started", Event, Runtime, Other;
     /// The sandbox is ready.
     SANDBOX_READY = "sandbox.ready", Event, Runtime, Other;
-    /// The sandbox failed.
+    /// The runtime gave the sandbox or one of its containers up; `error` is its innermost error.
     SANDBOX_FAILED = "sandbox.failed", Event, Runtime, Other
         { reason: "", whose: "", sure: "", cure: "", waited_ms: "" };
-    /// The guest ended, or what it needed never came; `error` is its last word.
-    GUEST_ENDED = "guest.ended", Event, Kernel, Other { reason: "", whose: "", sure: "", cure: "" };
+    /// Another line of the runtime about the sandbox, at the level of errors.
+    SANDBOX_LOG = "sandbox.log", Event, Runtime, Other { text: "" };
     /// A container was started, by the runtime.
     SANDBOX_CONTAINER_STARTED = "sandbox.container-started", Event, Runtime, Other;
     /// Creation of the pod, by its object.

@@ -1,5 +1,6 @@
 //! The kernel's log: one line in, one record out.
 
+use kata_gpu_wire::driver_log;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 
@@ -40,7 +41,7 @@ pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
     let prefix: u32 = head.next()?.parse().ok()?;
     let seq = head.next()?.parse().ok()?;
     let printk_us = head.next()?.parse().ok()?;
-    let text = joined(body.split('\n').next().unwrap_or(""));
+    let text = driver_log::joined(body.split('\n').next().unwrap_or(""));
     Some(KmsgLine {
         priority: (prefix & 7) as u8,
         facility: prefix >> 3,
@@ -48,20 +49,6 @@ pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
         printk_us,
         text,
     })
-}
-
-/// Joins the lines of one message: the log shows a newline in it as `\x0a`, and the driver starts
-/// each line with its prefix.
-fn joined(body: &str) -> String {
-    if body.contains("\\x0a") {
-        body.replace("\\x0aNVRM: ", "\\x0a")
-            .split("\\x0a")
-            .map(str::trim)
-            .collect::<Vec<_>>()
-            .join(" ")
-    } else {
-        body.to_string()
-    }
 }
 
 #[cfg(test)]

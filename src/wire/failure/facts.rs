@@ -28,9 +28,12 @@ pub struct Facts {
 
 impl Facts {
     /// Takes what a line of the kernel's log states: kind and version of the module, by the line
-    /// that it logs when it is loaded; NVSwitches, by their errors.
+    /// that it logs when it is loaded; NVSwitches, by their enumeration and errors; encrypted memory.
     pub fn take_line(&mut self, text: &str) {
-        self.has_fabric |= driver_log::is_of_switch(text);
+        self.has_fabric |= driver_log::is_of_switch(text) || is_switch(text);
+        if shows_confidential_guest(text) {
+            self.is_confidential = Some(true);
+        }
         if !driver_log::is_banner(text) {
             return;
         }
@@ -52,6 +55,22 @@ impl Facts {
     pub fn chip(&self) -> Option<Chip> {
         Chip::of(self.device?)
     }
+}
+
+/// Whether a line of the enumeration announces an NVSwitch: a bridge of NVIDIA's (class 0x0680).
+fn is_switch(text: &str) -> bool {
+    text.starts_with("pci ") && text.contains(": [10de:") && text.contains(" class 0x0680")
+}
+
+/// Whether this is the kernel's line in a guest whose memory the host cannot read. SME alone is a
+/// host's feature.
+pub fn shows_confidential_guest(text: &str) -> bool {
+    let features = ["Memory Encryption Features active:", "AMD Memory Encryption Features active:"];
+    let features = features.iter().find_map(|words| text.strip_prefix(words));
+    features.is_some_and(|features| features.contains("SEV") || features.contains("TDX"))
+        || text.starts_with("SEV: Status: SEV")
+        || text.starts_with("tdx: Guest detected")
+        || text.starts_with("RSI: Using RSI version")
 }
 
 /// Generation of a chip.
@@ -160,5 +179,31 @@ mod tests {
             of("NVRM: GPU 0000:01:00.0: RmInitAdapter failed!"),
             (None, None)
         );
+    }
+
+    #[test]
+    fn the_kernels_lines_show_confidential_guests_and_switches() {
+        let of = |text: &str| {
+            let mut facts = Facts::default();
+            facts.take_line(text);
+            (facts.is_confidential, facts.has_fabric)
+        };
+        for text in [
+            "Memory Encryption Features active: AMD SEV SEV-ES SEV-SNP",
+            "Memory Encryption Features active: Intel TDX",
+            "AMD Memory Encryption Features active: SEV",
+            "tdx: Guest detected",
+        ] {
+            assert_eq!(of(text), (Some(true), false), "{text}");
+        }
+        let switch = "pci 0000:05:00.0: [10de:22a3] type 00 class 0x068000 PCIe Endpoint";
+        assert_eq!(of(switch), (None, true));
+        for text in [
+            "Memory Encryption Features active: AMD SME",
+            "x: Memory Encryption Features active: AMD SEV",
+            "pci 0000:05:00.0: [10de:2330] type 00 class 0x030200",
+        ] {
+            assert_eq!(of(text), (None, false), "{text}");
+        }
     }
 }
