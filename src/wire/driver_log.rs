@@ -144,7 +144,11 @@ pub fn device_id(text: &str) -> Option<u16> {
 /// no space for [mem size 0x400000000 64bit pref]`; from Linux 6.11 on `BAR 2 [mem size
 /// 0x4000000000 64bit pref]: can't assign; no space`.
 pub fn bar_without_room(text: &str) -> Option<(PciAddress, u8, u64)> {
-    const NO_ROOM: &[&str] = &[": no space for [", "failed to assign", "can't assign; no space"];
+    const NO_ROOM: &[&str] = &[
+        ": no space for [",
+        "failed to assign",
+        "can't assign; no space",
+    ];
     let (function, rest) = text.strip_prefix("pci ")?.split_once(": BAR ")?;
     NO_ROOM.iter().find(|words| text.contains(**words))?;
     let digits = rest.split([' ', ':']).next()?;

@@ -14,6 +14,9 @@ use std::collections::HashSet;
 /// Distance from which lines of PCI enumeration belong to two rounds: a function takes some ms even
 /// if each access leaves the VM.
 const ROUND_PAUSE_NS: i64 = 100_000_000;
+/// Silence of the kernel that its name explains no longer: a guest's kernel says something each few
+/// hundred ms, also under emulation.
+const SILENCE_NS: i64 = 5_000_000_000;
 /// Limit of driver loads examined: there is one, or a second try.
 const MAX_LOADS: usize = 8;
 
@@ -55,9 +58,19 @@ pub fn add(draft: &mut Draft) {
         .find(|r| r.kmsg_text().starts_with("Run ") && r.kmsg_text().ends_with(" as init process"));
     let run_ns = run.map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
 
-    let kernel = run_ns
-        .or(init_ns)
-        .and_then(|end| draft.derive(derived::KERNEL, 0, end));
+    let times: Vec<i64> = lines.iter().map(|r| ns(r.boottime_ns)).collect();
+    let mut derive = |name, begin, end| -> Vec<usize> {
+        let spoken = spoken(begin, end, &times).into_iter();
+        spoken
+            .filter_map(|(begin, end)| draft.derive(name, begin, end))
+            .collect()
+    };
+    let kernel = run_ns.or(init_ns);
+    let kernel = kernel.map_or_else(Vec::new, |end| derive(derived::KERNEL, 0, end));
+    let exec = run_ns.zip(init_ns);
+    let exec = exec.map_or_else(Vec::new, |(run, init)| {
+        derive(derived::KERNEL_EXEC, run, init)
+    });
     let said = |what: &str| {
         lines
             .iter()
@@ -65,30 +78,27 @@ pub fn add(draft: &mut Draft) {
             .map(|r| ns(r.boottime_ns))
             .filter(|at| before_init(*at))
     };
-    if let Some((begin, end)) = said("initramfs...").zip(said("Freeing initrd memory"))
-        && let Some(initrd) = draft
-            .derive(derived::KERNEL_INITRD, begin, end)
-            .and_then(|i| draft.step_mut(i))
-    {
-        initrd.parent = kernel;
+    let inside = |draft: &Draft, begin: i64, end: i64| {
+        let holds = |step: &usize| {
+            let step = draft.story.steps.get(*step);
+            step.is_some_and(|s| s.begin_ns <= begin && s.end_ns >= Some(end))
+        };
+        kernel.iter().chain(&exec).copied().find(holds)
+    };
+    if let Some((begin, end)) = said("initramfs...").zip(said("Freeing initrd memory")) {
+        let parent = inside(draft, begin, end);
+        let initrd = draft.derive(derived::KERNEL_INITRD, begin, end);
+        if let Some(initrd) = initrd.and_then(|i| draft.step_mut(i)) {
+            initrd.parent = parent;
+        }
     }
-    let exec = run_ns
-        .zip(init_ns)
-        .and_then(|(run, init)| draft.derive(derived::KERNEL_EXEC, run, init));
     let pci: Vec<PciLine> = lines.iter().filter_map(|r| pci_line(r)).collect();
     let enumeration = pci
         .iter()
         .filter(|l| l.by == "pci" && !l.enabling && before_init(l.at_ns))
         .map(|l| l.at_ns);
     for (begin, end) in rounds(enumeration) {
-        let inside = |step: &usize| {
-            draft
-                .story
-                .steps
-                .get(*step)
-                .is_some_and(|s| s.begin_ns <= begin && s.end_ns >= Some(end))
-        };
-        let parent = [kernel, exec].into_iter().flatten().find(inside);
+        let parent = inside(draft, begin, end);
         if let Some(round) = draft
             .derive(derived::KERNEL_PCI, begin, end)
             .and_then(|i| draft.step_mut(i))
@@ -97,6 +107,20 @@ pub fn add(draft: &mut Draft) {
         }
     }
     probes(draft, &pci);
+}
+
+/// Parts of an interval in which the kernel said something. A silence is no part: what took its
+/// time is not known.
+fn spoken(begin: i64, end: i64, times: &[i64]) -> Vec<(i64, i64)> {
+    let inside = times.iter().copied().filter(|at| (begin..end).contains(at));
+    let mut parts = vec![(begin, begin)];
+    for at in inside.chain([end]) {
+        match parts.last_mut() {
+            Some(part) if at.saturating_sub(part.1) < SILENCE_NS => part.1 = at,
+            _ => parts.push((at, at)),
+        }
+    }
+    parts
 }
 
 /// First and last of times that follow each other closely.
@@ -192,6 +216,19 @@ mod tests {
         ] {
             assert_eq!(line(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn a_silence_of_the_kernel_is_not_explained_by_its_name() {
+        let s = |t: i64| t * 1_000_000_000;
+        assert_eq!(spoken(0, s(3), &[s(1)]), [(0, s(3))]);
+        // 26 s between `Run /init` and the init's first instruction.
+        assert_eq!(
+            spoken(s(2), s(28), &[s(2), s(3)]),
+            [(s(2), s(3)), (s(28), s(28))]
+        );
+        let lines = [s(1), s(9), s(10), s(40)];
+        assert_eq!(spoken(0, s(12), &lines), [(0, s(1)), (s(9), s(12))]);
     }
 
     #[test]

@@ -65,7 +65,10 @@ fn is_switch(text: &str) -> bool {
 /// Whether this is the kernel's line in a guest whose memory the host cannot read. SME alone is a
 /// host's feature.
 pub fn shows_confidential_guest(text: &str) -> bool {
-    let features = ["Memory Encryption Features active:", "AMD Memory Encryption Features active:"];
+    let features = [
+        "Memory Encryption Features active:",
+        "AMD Memory Encryption Features active:",
+    ];
     let features = features.iter().find_map(|words| text.strip_prefix(words));
     features.is_some_and(|features| features.contains("SEV") || features.contains("TDX"))
         || text.starts_with("SEV: Status: SEV")

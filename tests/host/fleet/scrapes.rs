@@ -129,7 +129,12 @@ fn no_text_of_a_guest_makes_more_series() {
         value(&text, "kata_gpu_boot_step_seconds_count{step=\"other\"}"),
         200.0
     );
-    assert!(value(&text, "kata_gpu_boot_failures_total{reason=\"other\",whose=\"other\"}") >= 1.0);
+    assert!(
+        value(
+            &text,
+            "kata_gpu_boot_failures_total{reason=\"other\",whose=\"other\"}"
+        ) >= 1.0
+    );
     assert_eq!(value(&text, "kata_gpu_boot_records_lost_total"), 499.0);
     assert_eq!(
         value(&text, "kata_gpu_boot_boots_in_flight{state=\"connected\"}"),
