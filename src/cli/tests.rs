@@ -1,5 +1,6 @@
-//! Golden pages of every command for recorded, made and hostile boots, and invariants of all
-//! boots.
+//! A failure means that a page of the program differs from its golden file, leaves more than one
+//! per cent of a recorded boot without an owner, is cut on a terminal, or passes on what a guest
+//! wrote as it is.
 
 use super::{compare, list, show};
 use clap::{Args, FromArgMatches};

@@ -1,3 +1,6 @@
+//! A failure means that the collector misplaces a guest's clock, serves another user's process as a
+//! VM, keeps the old name of a VM whose directory was renamed, or starts with nothing to listen on.
+
 use super::limits::Limits;
 use super::*;
 use kata_gpu_report::data::boot_file::BootFile;

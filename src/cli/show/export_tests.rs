@@ -1,5 +1,5 @@
-//! Tests of all formats at once: golden files, and what holds for any boot, however broken or
-//! hostile.
+//! A failure means that a format of `show` loses, moves or misnames a step, differs from its golden
+//! file, or lets a hostile boot's text be more than text.
 
 use super::export::{Format, save, write};
 use kata_gpu_report::analysis::loaded::{Loaded, load};

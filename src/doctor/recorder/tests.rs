@@ -1,6 +1,6 @@
-//! A trace that a real kernel made (6.12.117, QEMU 11.1 with one function passed through, 256 MiB
-//! of memory, a BAR of 512 MiB), folded into steps; the same, damaged. The event `opened` of that
-//! trace had another name when it was recorded.
+//! A failure means that a real kernel's trace is folded into wrong steps, or that one damaged or
+//! endless event costs more than itself. The trace is of Linux 6.12.117 and QEMU 11.1, with one
+//! function passed through, 256 MiB of memory and a BAR of 512 MiB.
 
 use super::probes::{FAULTS, PROBES, RUN};
 use super::recorded::Recorded;
@@ -19,6 +19,7 @@ const RESOURCE: &str = "0x00000000fe800000 0x00000000fe803fff 0x0000000000140204
     0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
     0x0000000140000000 0x000000015fffffff 0x000000000014220c\n";
 
+/// The trace; its event `opened` had another name when it was recorded.
 fn recorded_trace() -> Vec<u8> {
     std::fs::read(tests_dir("fixtures/trace/trace-pipe-6.12.117.txt")).unwrap()
 }

@@ -1,3 +1,6 @@
+//! A failure means that a word of the kernel's command line gets a wrong value or is lost without a
+//! note, that a bad value changes something, or that junk there grows without bound.
+
 use super::parameter_table::PARAMETERS;
 use super::*;
 use crate::gpu::topology::{NvLink, Topology};

@@ -1,3 +1,6 @@
+//! A failure means that an answer of the helper for NVML goes to another request, or that a helper
+//! which crashes, hangs or talks nonsense is taken for one that answered.
+
 use super::*;
 use kata_gpu_test_support::{TempDir, temp_dir};
 use std::os::unix::fs::PermissionsExt;

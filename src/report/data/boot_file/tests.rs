@@ -1,3 +1,7 @@
+//! A failure means that a boot's file is misread: a guest's line passes for the collector's, damage
+//! is not counted or costs its neighbours, missing records go unseen, or a reader keeps more than
+//! its limits.
+
 use super::*;
 use kata_gpu_test_support::event;
 

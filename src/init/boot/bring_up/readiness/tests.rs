@@ -1,3 +1,7 @@
+//! A failure means that a GPU is withheld, degraded or given to containers against the table of
+//! fabrics, ready states and parameters: CUDA would fail in a container, or a good GPU would be
+//! missing.
+
 use super::*;
 use crate::gpu::topology::{Functions, Topology};
 use kata_gpu_wire::fabric::Fabric;

@@ -1,3 +1,7 @@
+//! A failure means that the schedule gives an order too early, too late or never: an enabling
+//! beside a step that this stalls, a wait without its limit, a wave that is too large, a GPU
+//! without its load, or modules that stay loadable.
+
 use super::*;
 use crate::boot::bring_up::strategy::Facts;
 use crate::config::Init;

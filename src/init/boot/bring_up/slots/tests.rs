@@ -1,3 +1,6 @@
+//! A failure means that, for some interleaving of plugs, binds, reports and deaths of the worker, a
+//! published name leads to another GPU than the one it was given to.
+
 use super::*;
 use crate::boot::bring_up::previous::Previous;
 use kata_gpu_test_support::property;
