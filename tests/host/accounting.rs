@@ -1,5 +1,5 @@
-//! Accounting for boots that no init of ours recorded: any story, also an absurd one, gives an
-//! account that adds up.
+//! A failure means that an account of a boot does not add up for some story, however absurd: a
+//! critical path with a hole, a gain larger than the window, or time that is counted twice.
 
 use kata_gpu_report::analysis::blame::{By, blame};
 use kata_gpu_report::analysis::critical_path::{critical_path, gain};

@@ -1,4 +1,5 @@
-//! Budgets of the guest: dependencies and sizes.
+//! A failure means that the guest's init links a crate that nobody decided on, that a program of
+//! the guest has outgrown its budget, or that an HTTP client or TLS has come into a build.
 
 use crate::project;
 use crate::supply_chain::cargo;

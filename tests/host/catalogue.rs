@@ -1,5 +1,5 @@
-//! The catalogue of records against the sources that emit them, recorded boots, and the page that
-//! describes the format.
+//! A failure means that the init emits a record or field that the catalogue lacks, that the
+//! catalogue has one that nobody emits, or that the page of the format says otherwise.
 
 use crate::documents::has_table;
 use crate::layers::source::{self, Kind, Source, Token};

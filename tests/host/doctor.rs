@@ -1,5 +1,6 @@
-//! `doctor` on trees of files: each rule on a host where all is well, on one where it is not, and
-//! on one that lacks the evidence.
+//! A failure means that a rule of `doctor` misses its fault, finds one on a good host, calls fine
+//! what it cannot know, or reads a file that wakes a GPU or holds guests up. Hosts are trees of
+//! files.
 
 use crate::collect::program;
 use crate::{TempDir, golden, project};

@@ -1,5 +1,5 @@
-//! Checks of the pages: links lead somewhere, tables are what the code prints,
-//! tests that are named exist, and the front page is short.
+//! A failure means that a link of a page leads nowhere, that a parameter is not on the front page,
+//! or that this page has grown too long to be read in five minutes.
 
 use crate::{files, project};
 use kata_gpu_init::config::parameter_table::{PARAMETERS, parameters_markdown};

@@ -1,8 +1,5 @@
-//! `show --follow` as a program: in a pipe and on a terminal, while a file grows as a collector's
-//! does.
-//!
-//! [`replay`] writes a boot's lines one by one with the boot's own timing, only faster. What a
-//! terminal shows is worked out by a terminal emulator from what the program writes into a pty.
+//! A failure means that `show --follow` ends with the wrong status or reason, follows another boot
+//! than asked for, shows a wrong bar on a terminal, or lets a guest's text drive it.
 
 use crate::collect::{DEADLINE, folder, program};
 use crate::{TempDir, project};

@@ -1,4 +1,5 @@
-//! Forks of PID 1 and its helpers.
+//! A failure means that a child of PID 1 which panics runs on in its parent's code: two agents
+//! would be started.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;

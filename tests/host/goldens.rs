@@ -1,6 +1,5 @@
-//! Output of the program for boots with 8 GPUs (on a fast and on a slow host, with one that failed,
-//! with one that hangs) and for a hostile stream, in the forms that a script or another program
-//! reads. Pages for people are golden files of their modules' tests, except `show`'s.
+//! A failure means that output which scripts and other programs read has changed, that two forms of
+//! one boot disagree on its critical path, or that a hostile stream gets out as it is.
 
 use crate::collect::program;
 use crate::{TempDir, golden, project, stdout};

@@ -1,11 +1,5 @@
-//! Fifty guests that mean harm and fifty honest ones at one collector with metrics, OTLP and
-//! retention: whatever the former send, no record of the latter is lost or stands in another's
-//! file, every scrape is answered, no probe ends the collector, which stays within 128 MiB.
-//!
-//! Hostile input comes from a seeded grammar: the lines of the format with every value at its
-//! worst, pieces of them, other guests' boot ids, floods, silence, and comings and goings.
-//! `KATA_GPU_SOAK_SECONDS=600` runs it as long as a node is attacked; `KATA_GPU_SOAK_SEED` chooses
-//! another attack.
+//! A failure means that fifty hostile guests cost fifty honest ones a record, a scrape, the
+//! collector's probe or its memory limit.
 
 use crate::collect::{
     Collector, boot_id, boot_path, folder, garbage, program, read, socket, until,
@@ -33,6 +27,8 @@ const PROBES: u32 = 4;
 /// The file of one boot, at most; what hostile guests fill the disk with.
 const BOOT_BYTES: u64 = 4 << 20;
 
+/// `KATA_GPU_SOAK_SECONDS=600` attacks for as long as a node is attacked; `KATA_GPU_SOAK_SEED`
+/// chooses another attack.
 fn environment(name: &str, otherwise: u64) -> u64 {
     std::env::var(name)
         .ok()

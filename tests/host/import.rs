@@ -1,9 +1,5 @@
-//! Logs into boots: golden pages of the fixtures in tests/fixtures/import, comparisons with the
-//! stream of the same boot, and hostile logs.
-//!
-//! The fixtures are one made-up boot of a guest with NVRC and three GPUs, of which one fails, as
-//! console and as containerd's log, and one recorded boot of our init (`two-gpus`) as stream and as
-//! console.
+//! A failure means that `import` misreads a log of Kata's, contradicts the stream of the same boot,
+//! takes the wrong boot of several, or loses good lines behind hostile ones.
 
 use crate::{golden, project};
 use kata_gpu_report::boot::model::{Boot, Container};
@@ -20,6 +16,9 @@ use kata_gpu_wire::catalogue::logged as own;
 use kata_gpu_wire::names;
 use std::io::Cursor;
 
+/// A fixture: one made-up boot of a guest with NVRC and three GPUs, of which one fails, as console,
+/// journal and containerd's log; and one recorded boot of our init (`two-gpus`) as stream and as
+/// console.
 fn bytes(name: &str) -> Vec<u8> {
     crate::bytes(project().join("tests/fixtures/import").join(name))
 }

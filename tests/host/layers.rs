@@ -1,6 +1,6 @@
-//! Structure that src/README.md promises and the compiler does not enforce, read from the text of
-//! src/: the purity of the schedule, `unsafe`, names of parameters, and who powers off. Each
-//! rule has a negative control.
+//! A failure means that the sources break a promise of src/README.md that the compiler does not
+//! enforce: a pure file reads a clock, `unsafe` or a parameter's name stands where it must not, or
+//! another place powers off. Each rule has a negative control.
 
 pub mod source;
 

@@ -1,7 +1,6 @@
-//! Our reading of modprobe.d and depmod's files against kmod's own: for many random configurations,
-//! `modprobe --show-depends` must print the same files in the same order with the same options.
-//! Nothing is loaded: the tree is that of the test kernel's and the simulator's modules, in a
-//! folder.
+//! A failure means that the init would load other modules, in another order or with other options
+//! than `modprobe` for some configuration of modprobe.d. Judge: kmod's own `modprobe
+//! --show-depends` on a folder; nothing is loaded.
 
 use crate::{TempDir, make_dir, project, write};
 use kata_gpu_init::kernel_modules::Modules;

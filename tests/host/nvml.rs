@@ -1,5 +1,5 @@
-//! The helper for NVML without a guest: its symbols against NVIDIA's library, its errors, its
-//! glibc.
+//! A failure means that the helper calls a function that NVIDIA's library lacks, that the stand-in
+//! has one of its own, or that the helper needs a newer glibc than supported images have.
 
 use crate::stderr;
 use std::collections::BTreeSet;

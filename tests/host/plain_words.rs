@@ -1,4 +1,4 @@
-//! Words of comments: a comment begins with its subject or a verb, and fits into 100 columns.
+//! A failure means that a comment hides its subject behind a pronoun or is wider than 100 columns.
 
 use crate::{files, project};
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Output of real GPUs and of NVIDIA's programs (tests/fixtures/real-gpu), before the code that
-//! reads or predicts it. tests/real-gpu does the same on a machine that has one.
+//! A failure means that the sources read the files of a real driver wrongly, or predict other
+//! output than NVIDIA's programs gave on an H100 and an H200 (tests/fixtures/real-gpu).
 
 use crate::collect::program;
 use crate::{TempDir, golden, project, tree};

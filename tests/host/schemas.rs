@@ -1,5 +1,5 @@
-//! Streams of every schema that is read: recorded ones of released schemas, which stay for ever,
-//! and a made one of the next, of a guest that is newer than its host.
+//! A failure means that a stream of a released schema can no longer be read whole, or that a guest
+//! newer than its host is misread in place of shown as far as it is known.
 
 use crate::collect::{Collector, Raw, boot_path, folder, program, read, socket, until};
 use crate::{TempDir, golden, project, write};

@@ -1,5 +1,5 @@
-//! Checks of the shell scripts: cargo takes the crates that the lock files name, and changes none
-//! of these files; packages come from the machine's own archive, not from one that a script names.
+//! A failure means that a script can change a lock file of cargo, takes packages from an archive
+//! that the machine's owner did not choose, or fails where Kata is not there to be tested.
 
 use crate::{files, project};
 use std::path::PathBuf;

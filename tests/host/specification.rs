@@ -1,4 +1,5 @@
-//! src/SPECIFICATION.md against the code: numbers of promises, bounds, tables, and tests.
+//! A failure means that a promise of src/SPECIFICATION.md has no test and no reason, that a bound
+//! there is not the code's, or that a run of everything passes without a named test's result.
 
 use crate::documents::has_table;
 use crate::{TempDir, files, project};

@@ -1,5 +1,5 @@
-//! Origins of the programs: crates with their licences and reviews, paths and sums of the
-//! init, and a release's list of parts.
+//! A failure means that PID 1 links an unreviewed crate, that a licence or source is not on the
+//! list, that the init has a path of its builder, or that a release's list of parts is wrong.
 
 use crate::export::Package;
 use crate::project;

@@ -1,8 +1,6 @@
-//! The worst files that are known, before every reader and the collector, each with a limit on its
-//! memory that no file moves.
-//!
-//! The limit is RLIMIT_DATA, which counts what a process has for itself and needs no privileges.
-//! Negative control: a limit below what the program needs for nothing ends it.
+//! A failure means that some file of a boot makes a reader or the collector exceed its memory
+//! limit. The limit is RLIMIT_DATA, which needs no privileges; control: one below what the program
+//! needs ends it.
 
 use crate::collect::{Collector, Raw, boot_id, folder, program, socket, until};
 use crate::fleet::{get, metrics_address, value};

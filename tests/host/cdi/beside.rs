@@ -1,5 +1,5 @@
-//! Specs of what is besides plain GPUs, and of every odd root: each before both agents' crates and
-//! the schema.
+//! A failure means that the spec misses or misnumbers a MIG instance, a display, a channel or a
+//! switch, or that one of the agents' crates refuses the spec of an odd root.
 
 use crate::cdi::generate::{character_device, judged, list, ours, root, run, value};
 use crate::{TempDir, make_dir, tree};

@@ -1,5 +1,6 @@
-//! `kata-gpu-cdi-check`: which agents refuse a spec, and what a container gets from it; the
-//! reference spec and our own ones pass.
+//! A failure means that `kata-gpu-cdi-check` passes a spec that a kata-agent refuses, refuses a
+//! good one, predicts other edits than a container gets, or can be driven out of bounds by a
+//! hostile spec.
 
 use crate::{TempDir, assert_printable, project, write};
 use kata_gpu_cdi_check::agents::Agent;

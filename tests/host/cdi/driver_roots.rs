@@ -1,5 +1,6 @@
-//! The driver's files, found in roots of every kind: against the incumbent's choice for the
-//! reference root, and as golden files for the odd ones.
+//! A failure means that a file of the driver is missed, taken from the wrong version or from
+//! outside the root, or read more often than once; for the reference root: that the choice differs
+//! from the incumbent's.
 
 use crate::{TempDir, golden, make_dir, project, tree};
 use kata_gpu_init::driver_files::manifest::{self, Unusable};

@@ -1,5 +1,5 @@
-//! `kata-gpu-init cdi generate` on trees: against the incumbent's spec for the reference root,
-//! before both agents' crates, and with what can be missing.
+//! A failure means that `kata-gpu-init cdi generate` gives a container other edits than the
+//! incumbent's spec, writes a file in part, or hides a missing node or library.
 
 use super::check::container;
 use crate::{TempDir, make_dir, project, remove, stderr, tree, write};

@@ -1,18 +1,16 @@
-//! Every state a spec can be in, before the crates that kata-agent resolves devices with: 0.1.2
-//! (Kata <= 3.32) and 1.1.1 (Kata 4).
-//!
-//! The agent looks at the nodes of a ready GPU. Device nodes that every machine has stand for them
-//! here.
+//! A failure means that, in some state of a spec, the crates of Kata 3 and Kata 4 give a container
+//! other nodes than those of its ready GPUs, wait for a GPU that failed, or fail for one that is
+//! pending.
 
 use crate::TempDir;
 use kata_gpu_init::cdi::publish::Publisher;
 use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::config::Naming;
 use kata_gpu_init::gpu::device_nodes::Node;
-
 use std::path::Path;
 
-/// For minors 0 to 3 of the GPUs.
+/// For minors 0 to 3 of the GPUs: the agent looks at the nodes of a ready GPU, and every machine
+/// has these.
 const GPUS: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random"];
 const CONTROL: &str = "/dev/urandom";
 const UVM: &str = "/dev/tty";
@@ -119,6 +117,7 @@ macro_rules! agent {
     };
 }
 
+// 0.1.2, of Kata up to 3.32, and 1.1.1, of Kata 4.
 agent!(kata3, container_device_interface_0, oci_spec_0);
 agent!(kata4, container_device_interface_1, oci_spec);
 

@@ -1,4 +1,5 @@
-//! A reader that never pauses sees every spec whole: rename publishes, writing in place does not.
+//! A failure means that an agent that reads at the wrong moment sees a spec torn, missing or empty.
+//! Control: the same race is lost by a spec that is written in place.
 
 use crate::{TempDir, write};
 use container_device_interface_1::cache::{new_cache, with_auto_refresh};

@@ -1,10 +1,7 @@
-//! The JSON schema of CDI: every spec that the tests generate passes it (`fits`), and what is wrong
-//! does not.
-//!
-//! Kata 4's crate has a schema and holds each file against it when it reads one, so `cdi check`
-//! does, too; Kata 3's has one that nothing calls. Neither says anything of the edits for all
-//! devices, of fields that there are not, or of what a text holds: tests/fixtures/cdi/schema.json
-//! does.
+//! A failure means that a spec with a wrong field or value could pass CDI's JSON schema here, or
+//! that a right one does not: all other tests of specs rely on this judge (`fits`). The schema is
+//! stricter than that of Kata 4's crate, which says nothing of common edits, unknown fields or
+//! texts.
 
 use crate::{bytes, project};
 use container_device_interface_1::schema::{compile_builtin_schema, compile_cdi_schema, validate};

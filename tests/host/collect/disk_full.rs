@@ -1,4 +1,5 @@
-//! A disk that is full: a small tmpfs in a mount namespace of the collector's own.
+//! A failure means that a full disk costs the collector records for good, or hides that records are
+//! missing.
 
 use super::*;
 use crate::remove;

@@ -1,4 +1,5 @@
-//! Kata's directories: VMs that come and go, and what they are called.
+//! A failure means that the collector misses a VM of Kata's directories, names a boot after another
+//! pod, opens a socket to another user, or lets a hostile peer fill its log.
 
 use super::*;
 use crate::{make_dir, remove, write};

@@ -1,5 +1,5 @@
-//! Each limit, exceeded by a hostile guest through real sockets; and in each case another guest's
-//! stream, which is whole.
+//! A failure means that a hostile guest gets past a limit of the collector, speaks for another's
+//! boot, or costs another guest a record.
 
 use super::*;
 use crate::assert_printable;

@@ -1,5 +1,5 @@
-//! Stops, kills and restarts in the middle of boots, with the guest's own code on the other side;
-//! and reading while it runs.
+//! A failure means that a stop, a kill or a restart of the collector amid boots loses, repeats or
+//! miscounts records, or that a boot cannot be shown while it comes.
 
 use super::*;
 use crate::stderr;

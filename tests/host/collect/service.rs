@@ -1,4 +1,5 @@
-//! The collector as a service: what it may do once it runs, and what starts it.
+//! A failure means that the collector keeps a right that it does not need, in any thread, or that
+//! its systemd unit, DaemonSet or probe is not what systemd, Kubernetes and kustomize take.
 
 use super::*;
 use crate::fleet::deployed;

@@ -1,5 +1,5 @@
-//! `show --html`, `--perfetto` and `--otlp` before the programs that read what it writes:
-//! Perfetto's own protos, OpenTelemetry's, and a browser.
+//! A failure means that OpenTelemetry's own protos read another boot in `show --otlp` than there
+//! was, or that the program writes over a kept boot or leaves a file in part.
 
 mod page;
 mod perfetto;

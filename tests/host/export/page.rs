@@ -1,6 +1,5 @@
-//! The page of `kata-gpu-boot show --html` in headless Chromium: it draws, and nothing of a boot
-//! runs in it.
-//!
+//! A failure means that the page of `show --html` does not draw a step in a real browser, does
+//! something else at a key than it says, or runs what a hostile guest wrote.
 
 use crate::TempDir;
 use crate::export::{RECORDED, SIXTEEN, bars, export, fixture, program, skip, within};

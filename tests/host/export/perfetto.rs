@@ -1,5 +1,5 @@
-//! A Perfetto trace before Perfetto's own protos (PyPI package `perfetto`, in a virtual environment
-//! of the project's target/).
+//! A failure means that Perfetto's own protos do not find each step of a boot in `show --perfetto`,
+//! or find it in another place or at another time.
 
 use crate::TempDir;
 use crate::export::{Package, RECORDED, SIXTEEN, bars, export, fixture, within};

@@ -1,5 +1,5 @@
-//! The alerting rules: promtool reads them, and says of the series in alerts_test.yaml when each of
-//! them fires and when it does not.
+//! A failure means that an alert fires when it should not, or stays silent when it should fire.
+//! Judge: promtool, on the series of alerts_test.yaml.
 
 use super::{deployed, rules, tool};
 use crate::collect::folder;

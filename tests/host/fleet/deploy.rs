@@ -1,4 +1,5 @@
-//! Static files about the metrics (dashboard, alerts, METRICS.md) against the table of the metrics.
+//! A failure means that the dashboard or an alert asks for a series that the collector does not
+//! give, or that a metric is on no dashboard or not in METRICS.md.
 
 use super::{deployed, rules};
 use crate::documents::has_table;

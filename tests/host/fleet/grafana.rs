@@ -1,6 +1,5 @@
-//! The dashboard: its queries and those of the alerts run in a real Prometheus that
-//! scrapes a collector, and Grafana's own types (PyPI package `grafana-foundation-sdk`) read all of
-//! its JSON. No Grafana itself runs here.
+//! A failure means that a query of the dashboard or of an alert is an error in a real Prometheus,
+//! or that Grafana's own types lose a part of the dashboard. No Grafana runs here.
 
 use super::prometheus::{api, run_query, start};
 use super::{ONE_FAILS, RECORDED, boot, deployed, get, metrics_address, rules, tool, value};

@@ -1,4 +1,5 @@
-//! A pushed boot in a real OpenTelemetry Collector: every span once, with its parent and its guest.
+//! A failure means that a pushed boot arrives in a real OpenTelemetry Collector with a span lost,
+//! repeated, under another parent or under another guest's name.
 
 use super::{ONE_FAILS, RECORDED, Running, boot, exported, free_port, recorded, tool};
 use crate::TempDir;

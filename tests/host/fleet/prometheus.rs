@@ -1,4 +1,5 @@
-//! A real Prometheus scrapes the collector, and says of its boots what `stats --json` says.
+//! A failure means that a real Prometheus cannot scrape the collector, or gets other numbers than
+//! `stats --json` has for the same boots.
 
 use super::{
     ONE_FAILS, RECORDED, Running, ask, boot, free_port, get, metrics_address, tool, value,

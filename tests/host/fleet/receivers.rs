@@ -1,5 +1,6 @@
-//! Receivers that refuse, are busy or are not there. Small fakes: a real one does none of it when
-//! it should.
+//! A failure means that a receiver which refuses, is busy or is not there holds a guest up, loses a
+//! boot that could still be pushed, or goes unreported. The receivers are fakes: no real one fails
+//! when it should.
 
 use super::{ONE_FAILS, RECORDED, boot, free_port};
 use crate::collect::{Collector, DEADLINE, folder, program, read, until, until_settled};

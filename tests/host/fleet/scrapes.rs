@@ -1,4 +1,5 @@
-//! The metrics endpoint before clients that mean no good.
+//! A failure means that a client of the metrics endpoint can lock others out or get its request
+//! echoed, or that a guest's text makes new series.
 
 use super::{RECORDED, ask, boot, get, metrics_address, value};
 use crate::collect::{

@@ -1,6 +1,6 @@
-//! Hostile images. Whatever they have: nothing beside the container's root changes, every hook ends
-//! soon, and it ends with a clear error or with an effect inside the root. Each check is tried on a
-//! hook that does not care, too.
+//! A failure means that a hostile image makes a hook change something beside the container's root,
+//! hang, or fail without a clear error. Each check is tried on a hook that joins paths, too, and
+//! catches it.
 
 use crate::hooks::container::{Container, DRIVER, LIBS, tree, with_section};
 use crate::make_dir;

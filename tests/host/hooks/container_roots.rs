@@ -1,6 +1,5 @@
-//! Real containers, made by the test agent on this machine: what of them does not need a guest. The
-//! spec is a hand-written one, so that this is about the agent, the hooks and the loaders; for what
-//! the init publishes see the VM tests.
+//! A failure means that a real container of the test agent does not find the driver's library where
+//! only the hook's cache names it, or does not start because a hook fails or its root is read-only.
 
 use crate::hooks::container::program;
 use crate::{TempDir, make_dir, project};

@@ -1,5 +1,5 @@
-//! Hooks that fail half-way, and runtimes that give them nonsense: the container stays as it was,
-//! and the error says what was wrong with what.
+//! A failure means that a hook which fails half-way leaves the container changed, that a malformed
+//! state or bundle is taken, or that the image's environment reaches the hook's program.
 
 use crate::hooks::attacks::{NONE, PREPARE, surroundings};
 use crate::hooks::container::{Container, LIBS, as_a_process, tree};

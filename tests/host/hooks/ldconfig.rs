@@ -1,5 +1,5 @@
-//! The library cache that the hook writes, compared with the one that the machine's own `ldconfig`
-//! writes for the same root.
+//! A failure means that the library cache which the hook writes differs from that of the machine's
+//! own `ldconfig` for the same root.
 
 use crate::hooks::container::{Container, DRIVER, LIBS};
 use kata_gpu_init::formats::ld_so_cache;

@@ -1,4 +1,6 @@
-//! The container hooks on well-formed containers; hostile ones are in attacks.rs.
+//! A failure means that on a well-formed container the hooks do other things than the incumbent's:
+//! a library is not found, a link leads to another version, a second run changes something, or the
+//! driver's parameters can be written.
 
 mod attacks;
 mod container;

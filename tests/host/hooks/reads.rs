@@ -1,4 +1,5 @@
-//! Reads of the hooks: each file once, however many names and passes there are.
+//! A failure means that a hook reads a library more than once, so that a container's start grows
+//! with names and links, or follows a chain of links for ever.
 
 use crate::hooks::container::{Container, DRIVER, LIBS};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};

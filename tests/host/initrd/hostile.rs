@@ -1,6 +1,5 @@
-//! Images that nobody means well with: cut, changed, contradicting themselves, and full of what
-//! could drive a terminal. They are refused or read, in bounded time, and nothing is ever written
-//! outside.
+//! A failure means that a damaged or hostile image crashes or stalls a reader, drives a terminal,
+//! gets something written outside, or is taken where the kernel would not take it.
 
 use crate::TempDir;
 use crate::initrd::repack::Case;

@@ -1,6 +1,5 @@
-//! `kata-gpu-boot image pack` and the list of the driver's files: it is made where there is a
-//! driver, the same bytes in every folder, and one that does not hold is said and replaced.
-//! `verify` says the same of an image.
+//! A failure means that an image boots with a list of the driver's files that does not hold, that a
+//! stale list goes unreported, or that a good one is missing or differs from build to build.
 
 use crate::initrd::verify::{VERSION, guest};
 use crate::initrd::{image, packed_as, write};

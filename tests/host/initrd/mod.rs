@@ -1,5 +1,5 @@
-//! `kata-gpu-boot image pack`, `ls`, `diff`: the same bytes for the same files, and what other
-//! programs make of them.
+//! A failure means that `kata-gpu-boot image` packs the same files into other bytes, reads an
+//! archive otherwise than cpio and the kernel do, or reports a wrong difference.
 
 mod hostile;
 mod manifest;

@@ -1,4 +1,5 @@
-//! `kata-gpu-boot image` on files of the architecture that this machine is not: none is run.
+//! A failure means that an image gets a program of another architecture, or that a program of
+//! another architecture is run to look at it.
 
 use crate::TempDir;
 use crate::initrd::repack::Case;

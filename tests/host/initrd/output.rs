@@ -1,6 +1,5 @@
-//! Output of an image: only over a regular file, only when the image is whole, and never into its
-//! sources. The rest of a killed run is replaced, the file of a running one is not; a full disk
-//! leaves the old image.
+//! A failure means that writing an image replaces a device, a link or its own source, takes the
+//! file of a run that lives, or that a full disk costs the old image.
 
 use crate::collect::program;
 use crate::initrd::packed;

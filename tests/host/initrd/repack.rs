@@ -1,5 +1,5 @@
-//! `image replace-init` of an initrd laid out as Kata's NVIDIA one: another init, and every other
-//! entry as it was, byte for byte.
+//! A failure means that `image replace-init` of an initrd changes an entry besides the init, is not
+//! reproducible, or accepts an archive that it cannot keep as it is.
 
 use crate::initrd::verify::guest;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, link, program};

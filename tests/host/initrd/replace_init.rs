@@ -1,5 +1,6 @@
-//! `image replace-init` on images with a file system: what it changes, what it leaves, and what it
-//! refuses. VM tests boot what comes out.
+//! A failure means that `image replace-init` of a file system changes more than the init, follows a
+//! link out of the image, runs a name as a command, reaches a file of the host from its sandbox, or
+//! leaves something when it refuses.
 
 use crate::collect::program;
 use crate::initrd::{entries, file, for_arch, gzip};

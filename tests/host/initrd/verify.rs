@@ -1,5 +1,5 @@
-//! `kata-gpu-boot image verify`: a guest with nothing wrong with it, and for each rule what breaks
-//! that rule and no other.
+//! A failure means that `image verify` passes an image that does not boot, finds a fault in one
+//! that does, or blames the wrong rule.
 
 use crate::initrd::repack::{Case, content};
 use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};

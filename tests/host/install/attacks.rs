@@ -1,5 +1,6 @@
-//! Hostile and odd files around `install`: links, other writers, odd encodings and
-//! quoting, directories that cannot be written.
+//! A failure means that a link, another writer, an odd encoding or a directory that cannot be
+//! written makes `install` change a file that is not its own, leave one in part, or misread the
+//! configuration.
 
 use crate::install::{World, done, from_words, toml_of};
 use crate::{assert_printable, chmod, link, make_dir, remove, write};

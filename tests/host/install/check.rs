@@ -1,5 +1,6 @@
-//! `install --check` against a client of containerd that is a script: what it is asked to do, what
-//! is made of a boot, and that the sandbox is always removed. Kata itself is in tests/vm/kata.rs.
+//! A failure means that `install --check` calls a guest working that is not, names the wrong cause,
+//! or leaves its sandbox behind. containerd's client is a script here; Kata itself is in
+//! tests/vm/kata.rs.
 
 use crate::collect::{Collector, program, until};
 use crate::install::World;

@@ -1,5 +1,5 @@
-//! `install --image`: a disk in the initrd's place. The drop-in, what becomes effective in either
-//! runtime, what is refused, and the way back.
+//! A failure means that `install --image` writes a drop-in which one of the runtimes reads
+//! otherwise, keeps a hash of another image, or cannot be undone.
 
 use crate::install::{World, done, from_words};
 use crate::{golden, write};

@@ -1,6 +1,6 @@
-//! `kata-gpu-boot install` on configurations with the public keys of both runtimes:
-//! the drop-in, what becomes effective, and that `--remove` leaves everything as it was. Reasons to
-//! refuse are in refusals.rs, hostile files in attacks.rs.
+//! A failure means that `install` changes another key than its own, that a runtime does not see its
+//! keys, that an upgrade loses parameters, or that `--remove` leaves something. Reasons to refuse
+//! are in refusals.rs, hostile files in attacks.rs.
 
 mod attacks;
 mod check;

@@ -1,5 +1,5 @@
-//! `install --node` and the DaemonSet that runs it: copies with names of their content, the label's
-//! file, processes that stay, and that nothing is left of them.
+//! A failure means that a node labelled for GPUs has no guest to boot, that the DaemonSet's pod
+//! loses or leaves a copy, or that a refusal leaves the label.
 
 use crate::collect::{program, until};
 use crate::install::{World, done, from_words};

@@ -1,5 +1,5 @@
-//! Every reason why `install` refuses: what makes it, what it says, whether `--force` passes, and
-//! that nothing is written. Each row changes one thing in a configuration that installs.
+//! A failure means that `install` takes a configuration with which guests fail, refuses one that
+//! works, refuses without place, value and cure, or writes something when it refuses.
 
 use crate::install::{World, done};
 use kata_gpu_image::install::Report;

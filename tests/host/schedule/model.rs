@@ -1,4 +1,5 @@
-//! The lock model that judges the schedule, against what is known of host and driver.
+//! A failure means that the lock model which judges the schedule contradicts what is known of host
+//! and driver: a verdict about the schedule would then be about no real machine.
 
 use super::{MEDIUM, MS};
 use kata_gpu_tests::schedule::locks::{At, Fact, Fault, Host, Micros, Order, Times, World};

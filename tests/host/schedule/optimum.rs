@@ -1,4 +1,5 @@
-//! The search for the best order, against orders that it must not miss.
+//! A failure means that the search misses the best order, or states a time that its order does not
+//! take: the schedule would then be compared with a wrong optimum.
 
 use super::{MEDIUM, MS};
 use fastrand::Rng;

@@ -1,4 +1,6 @@
-//! The schedule in thousands of bring-ups at random, in virtual time.
+//! A failure means that the schedule, in one of thousands of random bring-ups, leaves a GPU,
+//! enables beside a step that this stalls, waits longer than a limit, or gives names out of PCI
+//! order. The complaint names the seed; a broken schedule is the control.
 
 use kata_gpu_tests::schedule::drive::Broken;
 use kata_gpu_tests::schedule::properties::{Case, Trouble};
