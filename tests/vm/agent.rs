@@ -1,5 +1,5 @@
-//! The test agent itself: that it punishes what the real one punishes. Without this, tests of an
-//! init that avoids the traps would show nothing.
+//! A failure means that the test agent lets a fault of an init pass that would stop kata-agent, or
+//! logs what kata-agent does not: then the other tests of this folder would show nothing.
 
 use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};

@@ -1,5 +1,5 @@
-//! Devices that containers can get besides GPUs' own nodes: MIG instances, displays, IMEX channels,
-//! switches. They come after the GPUs, and hold none of them up.
+//! A failure means that a container gets the wrong node of a MIG instance, a display, an IMEX
+//! channel or a switch, or that a GPU waits for these devices.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, error_has, named};
 use anyhow::{Result, ensure};

@@ -1,4 +1,6 @@
-//! The bring-up: every strategy brings every GPU up, and initialisations overlap where they may.
+//! A failure means that a strategy leaves a GPU out or touches config space more often than the
+//! driver alone, that initialisations which may overlap do not, or that a measured or read fact
+//! decides nothing.
 
 use super::harness::{Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, named, spans};
 use anyhow::{Context, Result, ensure};

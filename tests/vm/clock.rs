@@ -1,7 +1,6 @@
-//! One clock: what is said of the guest's times on the host's wall clock holds, whatever the way
-//! there is like and whatever the guest's own wall clock says. The truth comes over a second,
-//! direct connection: a ping that left at T and came back at T + rtt read the guest's clock in
-//! between.
+//! A failure means that a time of the guest, placed on the host's wall clock, is wrong by more than
+//! the error stated with it: because pings take longer one way than the other, or because somebody
+//! sets the guest's wall clock. Judge: pings over a second, direct connection.
 
 use super::harness::{Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};

@@ -1,5 +1,5 @@
-//! GPUs whose memory is the guest's, too (Grace). The driver's refusal is the simulator's, in the
-//! words of NVIDIA's; ACPI's table is made by the test's first program.
+//! A failure means that a GPU with coherent memory (Grace) is opened before the kernel may put that
+//! memory online as movable, or that a refusal by the driver is reported without its cure.
 
 use super::harness::{Guest, Outcome, TestContext, VmTest, events, named};
 use anyhow::{Context, Result, ensure};

@@ -1,6 +1,6 @@
-//! Real containers with the driver's files: a program linked against libcuda.so.1 starts on a
-//! Debian's and an Alpine's root, its loader finds the guest's library, and it sees exactly its
-//! GPUs. The roots and the guest's driver are those of tests/containers/build.
+//! A failure means that a program linked against libcuda.so.1 does not start on a Debian's or an
+//! Alpine's root, loads another library than the guest's, sees a GPU that is not its own, or may
+//! make the driver's nodes.
 
 use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, anyhow, ensure};

@@ -1,5 +1,5 @@
-//! Containers and the CDI spec: each starts as soon as the GPUs it asks for are there, and none
-//! ever sees an error that is final.
+//! A failure means that a container waits for a GPU that it did not ask for, gets another GPU than
+//! the one of its name, or sees an error that is final while its GPU still comes up.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, events, gpus_of, spans};
 use anyhow::{Context, Result, ensure};

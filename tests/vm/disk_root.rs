@@ -1,6 +1,5 @@
-//! Guest images, as Kata boots them from a disk: an erofs root whose init `image
-//! replace-init` has replaced. The root is read-only, the init is /sbin/init, and the guest brings
-//! its GPUs up and starts a container.
+//! A failure means that an erofs image whose init `image replace-init` has replaced does not boot
+//! from its partition, or that the init writes to a read-only root.
 
 use super::harness::{Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};

@@ -1,4 +1,5 @@
-//! The stream: complete, replayed, never in the way; and its whole shape as a golden file.
+//! A failure means that the stream holds the boot up, lacks a record, cannot be read in the guest
+//! or from the host's side, or has another shape than its golden file.
 
 use super::harness::{CONFIDENTIAL, Guest, Listener, Outcome, TestContext, VmTest, complete};
 use anyhow::{Context, Result, ensure};

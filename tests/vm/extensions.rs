@@ -1,6 +1,6 @@
-//! Extension disks of Kata 4: the kernel's dm-verity and EROFS on images that mkfs.erofs and
-//! veritysetup have made, as Kata's image builder does. Sound ones bring GPUs up; of others nothing
-//! is used, and the guest powers off with the reason.
+//! A failure means that a sound extension disk of Kata 4 brings up no GPU or holds the agent up
+//! without need, or that anything of a tampered, missing or undeclared disk is used and the guest
+//! does not power off with the reason. Judges: the kernel's dm-verity and EROFS, and veritysetup.
 
 use super::container_roots::Ended;
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};

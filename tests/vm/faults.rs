@@ -1,4 +1,6 @@
-//! Faults: each costs what it must and nothing else, and is reported with its reason.
+//! A failure means that one fault (a GPU that fails or hangs; a missing driver, module, agent,
+//! console or vsock; a full /run; a bad parameter) costs more than it must, or is reported without
+//! its reason.
 
 use super::harness::{
     Booted, Guest, Outcome, TestContext, VmTest, error_has, events, gpus_of, named,

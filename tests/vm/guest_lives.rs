@@ -1,8 +1,6 @@
-//! The guest lives while the host maps a GPU's BARs: its interrupts are served, its console holds
-//! nobody up, containers are made, and on one vCPU the agent comes first.
-//!
-//! All is judged by the guest's own clock or by the order of lines, never by how fast this machine
-//! is. The guest half `samples` looks at masks and level every 50 ms (tests/guest/halves).
+//! A failure means that a guest stands still while the host maps a GPU's BARs: interrupts wait on
+//! the lane's vCPU, the console holds processes up or loses lines, a container that could start
+//! waits, or on one vCPU the agent comes last.
 
 use super::harness::{
     AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest, events, named, spans,
@@ -45,7 +43,7 @@ pub const TESTS: &[VmTest] = &[
 const SLOW: &str = "fakepci.gpus=3 fakepci.enable_ms=2000 gpuinit.bind=pipelined \
                     nvidia.s1_ms=30 nvidia.s2_ms=100 nvidia.s3_ms=30";
 
-/// The guest half that looks on. Its lines are written amid enablings, and must not wait for them.
+/// The guest half that looks at masks and level every 50 ms. Its lines are written amid enablings, and must not wait for them.
 const SAMPLES: &str = "testagent.guest=samples fakepci.serial=0";
 
 /// An enabling, in ns of the guest's boot clock.

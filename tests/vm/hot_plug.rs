@@ -1,4 +1,5 @@
-//! GPUs that come and go while the guest runs.
+//! A failure means that a GPU which comes or goes in a running guest disturbs another one, that a
+//! name leads to another GPU than before, or that a lost uevent hides a change for ever.
 
 use super::harness::{
     Booted, Guest, Outcome, TestContext, VmTest, complete, events, is_of_slot, named,

@@ -1,4 +1,5 @@
-//! A real boot read twice: from its stream, and from its console without the stream.
+//! A failure means that `import` makes of a boot's console other times than the stream of the same
+//! boot has, by more than the error that it states.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, complete};
 use crate::import_agreement::{Agreement, agreement};

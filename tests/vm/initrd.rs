@@ -1,5 +1,5 @@
-//! Images that `kata-gpu-boot image` has written, before a real kernel: it unpacks them, and the
-//! guest brings its GPUs up and starts a container.
+//! A failure means that a real kernel does not unpack what `kata-gpu-boot image` has packed and
+//! repacked, or that the guest does not come up by the image's list of the driver's files.
 
 use super::harness::{Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, bail, ensure};

@@ -1,5 +1,7 @@
-//! Pods of Kata's own parts on an emulated host: containerd, Kata's shim, QEMU under KVM, and
-//! kata-agent, with the guest installed as a user installs it. What stands in is the GPU alone.
+//! A failure means that a pod under Kata's own shim, containerd and kata-agent goes wrong: a
+//! container lacks its GPU or waits for another, a deleted pod or a killed process leaves
+//! something, an upgrade touches running pods, or a container sees other things than `cdi check`
+//! predicts. Only the GPU is simulated.
 
 use super::container_roots::{has_the_guests_libcuda, said};
 use super::emulated_host::guests::event;

@@ -1,5 +1,6 @@
-//! Modules in a real kernel: compressed ones, options and soft dependencies of modprobe.d, and what
-//! is said of files that cannot be loaded.
+//! A failure means that a compressed module, an option or a soft dependency of modprobe.d does not
+//! reach a real kernel, or that the kernel's refusal of a module is reported without its cause and
+//! cure.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};

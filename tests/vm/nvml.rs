@@ -1,5 +1,6 @@
-//! NVML's helper: what it says of each GPU, what it sets, and what becomes of a boot when it fails.
-//! The library is tests/nvml/libnvidia-ml.c; tests/host/nvml.rs compares that with NVIDIA's.
+//! A failure means that the helper for NVML misreports a GPU, does not set what a parameter asks
+//! for, or takes a container or a service with it when it fails. The library is a stand-in, which
+//! tests/host/nvml.rs compares with NVIDIA's.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, error_has, events, named};
 use anyhow::{Context, Result, ensure};

@@ -1,5 +1,5 @@
-//! Readers of the stream that misbehave: none loses what it could have, none costs the guest more
-//! than its own connection.
+//! A failure means that a reader of the stream that hangs up, stalls, floods or talks nonsense
+//! loses records without a report, or costs the guest more than its own connection.
 
 use super::harness::{DEADLINE, Guest, Listener, Outcome, TestContext, VmTest, complete, events};
 use anyhow::{Context, Result, ensure};

@@ -1,6 +1,5 @@
-//! When containers get a GPU on which CUDA would fail: one whose fabric is not complete, and a
-//! confidential one whose ready state is off. Both states are the simulated driver's, which the
-//! stand-ins of fabric manager and NVML change.
+//! A failure means that a container gets a GPU on which CUDA fails, because its fabric is not
+//! complete or its ready state is off, or that a GPU on which CUDA works is withheld.
 
 use super::harness::{
     Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, error_has, events, named,

@@ -1,9 +1,6 @@
-//! NVIDIA's own open kernel module, on functions without a GPU behind them: the second judge, which
-//! no author of the simulator has understood wrongly.
-//!
-//! The module binds, its initialisation goes as far as booting the GPU's own processor, and fails
-//! with the driver's own words; how far it gets is in the hands of a few registers
-//! (tests/simulator/fakepci-bars.c). What cannot be seen here is a GPU that works.
+//! A failure means that NVIDIA's own open module binds, fails or lets a GPU go in another way than
+//! the init expects, or says other words than the simulator. Not seen here: a GPU that works, as
+//! there is none behind the functions (tests/simulator/fakepci-bars.c says how far each gets).
 
 use super::bring_up::{Accesses, NEEDED, needed, reports};
 use super::harness::{

@@ -1,5 +1,5 @@
-//! Every way in which a GPU fails has its own reason: one fault for each, and what the init makes
-//! of it. What is missing is `internal`, which nothing is known to cause.
+//! A failure means that a way in which a GPU fails is reported with the reason of another way,
+//! without a cure, or not at all. Not here: `internal`, which nothing is known to cause.
 
 use super::harness::{Guest, Outcome, TestContext, VmTest, events};
 use anyhow::{Context, Result, ensure};

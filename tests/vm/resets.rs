@@ -1,4 +1,5 @@
-//! GPUs that the last guest left half initialised: one reset, of these GPUs alone.
+//! A failure means that a GPU which an earlier guest left half initialised stays lost, is reset
+//! more than once or against the configuration, or takes another GPU with it.
 
 use super::harness::{
     Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, error_has, events, gpus_of, named,

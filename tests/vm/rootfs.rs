@@ -1,9 +1,7 @@
-//! Guest images that `rootfs-builder/build` has made: the simulated one is made here and started;
-//! that with NVIDIA's own driver (user space, firmware, kernel modules, all of a distribution's
-//! packages) is made before, by `tests/run rootfs` or `tests/run real-driver`, as it takes minutes
-//! and a network.
-//!
-//! There is no GPU: what such an image does where the GPUs answer cannot be seen here.
+//! A failure means that an image of `rootfs-builder/build` differs from build to build, does not
+//! boot, lacks a file of the driver's packages in its spec, or reports a GPU's failure without the
+//! driver's words. The image with NVIDIA's own driver is made before (`tests/run rootfs`); there is
+//! no GPU.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, events, named};
 use anyhow::{Context, Result, ensure};

@@ -1,5 +1,6 @@
-//! NVIDIA's services, by stand-ins (tests/services.rs): which start and when, what becomes of those
-//! that fail, end, hang or write too much, and what a dead worker leaves.
+//! A failure means that a service of NVIDIA's starts too early, twice, with too many rights or not
+//! at all, or that one that fails, hangs or floods delays a GPU or goes unreported. The daemons are
+//! stand-ins (tests/guest/services.rs).
 
 use super::harness::{
     Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, error_has, events, named,

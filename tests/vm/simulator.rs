@@ -1,5 +1,6 @@
-//! The simulator against its own description: with nothing of ours in the guest, does it take the
-//! time that its locks say, and fail as it says?
+//! A failure means that the simulated driver is faster than its own locks allow, overlaps what they
+//! exclude, or fails otherwise than it says: then no time and no order that other tests see would
+//! mean anything. Nothing of the init runs here.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};

@@ -1,5 +1,5 @@
-//! Kinds of guests, by their functions: what the driver is loaded
-//! with, and where vital product data is read.
+//! A failure means that the functions of a guest choose the wrong topology or NVLink option for the
+//! driver's load, or that vital product data is read more than once, or beside an enabling.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, error_has, events, named};
 use anyhow::{Context, Result, ensure};

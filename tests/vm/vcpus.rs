@@ -1,5 +1,5 @@
-//! The main cases on other numbers of vCPUs than the 2 of all other tests: 1, Kata's default, and
-//! 8.
+//! A failure means that a failed GPU or a killed worker costs more on one vCPU, Kata's default, or
+//! on eight than on the two of all other tests.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, gpus_of};
 use super::worker::{all_up_once, counters};

@@ -1,5 +1,6 @@
-//! The worker dies, and nothing else does: the keeper holds the GPUs, starts another worker, and
-//! that one goes on where the first was.
+//! A failure means that a death of the worker or of the keeper, also in a shortage of processes,
+//! threads or room in /run, closes a GPU, repeats an initialisation, loses or renumbers a record,
+//! or goes unreported.
 
 use super::harness::{
     Booted, Guest, Outcome, TestContext, VmTest, complete, events, gpus_of, named,

@@ -1,5 +1,5 @@
-//! The host's clock as a guest under KVM sees it by ptp_kvm, beside what the collector's pings say
-//! of it: both hold at once, and see what is done to the host's clock.
+//! A failure means that ptp_kvm and the collector's pings contradict each other within their stated
+//! errors, or that a drift or a step of the host's clock goes unseen.
 
 use super::guests::{Boot, SERVICE, event, sent};
 use super::service;

@@ -1,13 +1,5 @@
-//! `kata-gpu-boot doctor` on a real kernel with functions at VFIO and a VM that has one: what is
-//! set wrong on purpose is found, and gone when it is set right. Rules about parameters of the
-//! kernel are right on the host of [`super::trace`], which has boots as well: [`with_boots`].
-//!
-//! Not here, because an emulated host cannot have it: `governor` (no frequencies), `power-state`
-//! (no D3cold), `bar-size` (no resizable BAR), `bar-alignment` (the kernel aligns BARs), `link`
-//! (one speed), `unmovable` (no blocks that stay), `gpu-outlier` (three GPUs in five boots),
-//! `iommu` (no VFIO without one), `guest-firmware` (no record), `memory-acceptance` (no
-//! confidential guest), `guest-pci`, `guest-modules`, `clocksource` and `deadlines` (guests of this
-//! tree are right). The unit tests have trees of files for them.
+//! A failure means that `kata-gpu-boot doctor` misses a wrong setting of a real kernel, of VFIO, of
+//! Kata's configuration or of a running VM, or still finds one that is right again.
 
 use super::passthrough::{PORTS, function};
 use super::service::PROGRAM;
@@ -18,6 +10,13 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
+/// Rules that an emulated host cannot show: `governor` (no frequencies), `power-state` (no D3cold),
+/// `bar-size` (no resizable BAR), `bar-alignment` (the kernel aligns BARs), `link` (one speed),
+/// `unmovable` (no blocks that stay), `gpu-outlier` (three GPUs in five boots), `iommu` (no VFIO
+/// without one), `guest-firmware` (no record), `memory-acceptance` (no confidential guest),
+/// `guest-pci`, `guest-modules`, `clocksource` and `deadlines` (guests of this tree are right).
+/// tests/host/doctor.rs has trees of files for them. Rules about parameters of the kernel are right
+/// on the host of [`super::trace`], which has boots as well: [`with_boots`].
 pub const TESTS: &[VmTest] = &[VmTest {
     name: "emulated_host_has_what_doctor_finds",
     run: found,

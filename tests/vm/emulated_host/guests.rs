@@ -1,5 +1,5 @@
-//! Guests under a real KVM with real AF_VSOCK, beside each other on the emulated host, and the
-//! collector as the printed unit runs it: which boot is whose is decided by the CID alone.
+//! A failure means that the collector, run by its unit, mixes up the boots of two guests under KVM:
+//! records are lost with a killed collector or guest, or a guest speaks for another's boot or pod.
 
 use super::service;
 use crate::vm::harness::{

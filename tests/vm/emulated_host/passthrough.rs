@@ -1,6 +1,6 @@
-//! GPUs with large BARs that a real host passes through: VFIO, an IOMMU, QEMU and KVM on the
-//! emulated host. The functions are NVMe controllers with the ids of GPUs, and their driver is the
-//! simulator's.
+//! A failure means that a passed-through function with a large BAR does not come up, from the start
+//! or plugged in, that the guest's time before its kernel is wrong, or that the simulator makes
+//! something wait, or not wait, where a real mapping by VFIO does otherwise.
 
 use super::guests::{Boot, SERVICE, event, sent};
 use super::service;

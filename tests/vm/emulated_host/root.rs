@@ -1,5 +1,5 @@
-//! A guest under KVM whose root is a folder of the emulated host, by virtio-fs: read-only, with the
-//! init as /sbin/init.
+//! A failure means that a guest whose read-only root comes by virtio-fs does not bring its GPUs up,
+//! or that the init writes to that root.
 
 use crate::vm::harness::{
     AgentLine, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, SHARED, Size, TestContext, VmTest,

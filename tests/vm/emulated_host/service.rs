@@ -1,5 +1,6 @@
-//! The collector as its systemd unit runs it, in a host with a real systemd (reboot, restart,
-//! upgrade, shutdown), and as its DaemonSet's container, under podman.
+//! A failure means that the printed systemd unit or DaemonSet loses records over a reboot, a
+//! restart, an upgrade or a shutdown, is ready later than containerd, or has more rights than it
+//! should.
 
 use crate::vm::harness::{EmulatedHost, Outcome, Size, TestContext, VmTest, deployed};
 use anyhow::{Context, Result, ensure};

@@ -1,5 +1,6 @@
-//! `kata-gpu-boot doctor --record` on a real host: it sees the pins of a guest's memory and of a
-//! BAR as they are, and leaves nothing behind, however it ends.
+//! A failure means that `kata-gpu-boot doctor --record` misses or misplaces the pins of a guest's
+//! memory or of a BAR, or that a recorder, also a killed one, leaves or changes tracing of the
+//! host.
 
 use super::diagnosis;
 use super::guests::Boot;

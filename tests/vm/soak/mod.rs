@@ -1,6 +1,6 @@
-//! Many boots, each named by its seed: hosts, drivers, topologies, faults and load at random, and
-//! every process killed at every record. [`judge`] says what must hold; [`runs`] keeps a line of
-//! each boot, by which a soak goes on where it was stopped. And GPUs that come and go in one guest.
+//! A failure means that some mixture of host, driver, topology, faults, load and kills breaks a
+//! promise of [`judge`], or that GPUs which come and go lead a name to another GPU. Each boot is
+//! named by its seed; [`runs`] keeps a line of each, by which a soak goes on where it was stopped.
 
 mod description;
 mod judge;

@@ -1,4 +1,5 @@
-//! The judge before broken boots: each is a sound one with one thing changed, and must be found.
+//! A failure means that the soak's judge would let a broken boot pass: each boot here is a sound
+//! one with one thing changed.
 
 use super::*;
 use serde_json::{Value, json};
