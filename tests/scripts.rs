@@ -1,8 +1,6 @@
-//! Tests that are shell scripts, run by libtest-mimic as tests of cargo (`cargo test --test
-//! scripts`): fuzzing, the rootfs builder with stand-ins for packages, Dockerfile.initrd, and the
-//! release.
-//!
-//! A script lists its cases with `--list` and prints a line `NAME ... RESULT` for each case.
+//! A failure means that some bytes crash a parser, that the rootfs builder or Dockerfile.initrd
+//! makes a wrong image, or that a release depends on the folder in which it is built. The tests are
+//! shell scripts, which list their cases with `--list` and print a line `NAME ... RESULT` for each.
 
 use kata_gpu_tests::trials;
 use libtest_mimic::{Completion, Failed, Trial};

@@ -1,12 +1,7 @@
-//! Tests on a real GPU: a machine with NVIDIA's driver and at least one GPU that is bound to it.
-//! The init boots there as PID 1 of a guest in namespaces ([`guest`]), a container of its test
-//! agent and one of runc compute with CUDA, the spec is compared with that of `nvidia-ctk`, and the
-//! helper for NVML with `nvidia-smi`.
-//!
-//! No GPU is bound, reset or set. Lines of the init and an Xid stay in the kernel's log, as a
-//! program writes where it must not: for a machine that nobody else uses. Without a GPU each test
-//! is ignored, with the reason. `tests/real-gpu/build` makes the folder from which this program
-//! runs.
+//! A failure means that on a real GPU and NVIDIA's driver the init, its hooks or its helper for
+//! NVML do otherwise than on the simulator: a container does not compute with CUDA, a killed worker
+//! or an Xid costs a GPU, or the spec lacks what `nvidia-ctk` lists. No GPU is bound, reset or set;
+//! without one each test is ignored.
 
 mod guest;
 mod machine;

@@ -1,9 +1,8 @@
-//! The whole reader takes any bytes: a boot's file, the agent's console beside it, the model, and
-//! every view of it, in bounded memory.
-//!
-//! The first byte says how often the lines that follow are repeated: what costs too much does so
-//! only when there is much of it. Each `#` in them becomes the number of the repetition, so that
-//! records, spans and GPUs differ. tests/fuzz/run limits the time of an input.
+//! A failure means that some file of a boot crashes or stalls the reader, the model or a view of
+//! it, or makes them take memory without bound. The first byte says how often the lines that follow
+//! are repeated, as what costs too much does so only when there is much of it; each `#` in them
+//! becomes the number of the repetition.
+
 #![no_main]
 
 use kata_gpu_boot::show::export;

@@ -1,5 +1,6 @@
-//! The command line is whatever a boot loader passes on: it gives a configuration and bounded,
-//! printable notes.
+//! A failure means that some command line of the kernel crashes the init, or makes notes that are
+//! unbounded or not printable.
+
 #![no_main]
 
 use kata_gpu_init::config::{Config, module_parameters, words};

@@ -1,5 +1,7 @@
-//! Disk images and initrds as somebody made them: no bytes make a reader crash, loop or take memory
-//! without end; what can be read of an erofs image is the same after its init was replaced.
+//! A failure means that some disk image or initrd crashes a reader, keeps it in a loop or takes
+//! memory without bound, or that replacing the init of an erofs image changes what else can be read
+//! of it.
+
 #![no_main]
 
 use kata_gpu_image::guest_disk as disk;

@@ -1,4 +1,6 @@
-//! Logs may hold any bytes, and what is made of them is the file of a boot without damage.
+//! A failure means that some bytes of a log crash `import`, or make it write a boot's file that its
+//! own reader calls damaged.
+
 #![no_main]
 
 use kata_gpu_report::import::Logs;

@@ -1,4 +1,6 @@
-//! The driver's files: information, devices, params, mig-minors, a capability's access.
+//! A failure means that a text of the driver's in /proc crashes the init, or gives a UUID or a mode
+//! that none can have.
+
 #![no_main]
 
 use kata_gpu_init::gpu::driver_caps::{parse_access, parse_mig_minors};

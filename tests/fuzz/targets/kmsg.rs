@@ -1,4 +1,6 @@
-//! Records of the kernel's log, and what the driver's lines in them mean.
+//! A failure means that a line of the kernel's log crashes the init, or that a line which is not
+//! the driver's is taken for one of its signals.
+
 #![no_main]
 
 use kata_gpu_init::machine::kernel_log::parse;

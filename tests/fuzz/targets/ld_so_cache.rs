@@ -1,5 +1,6 @@
-//! A loader's cache as an image has it: no bytes make the reader crash or grow; what it reads, it
-//! writes and reads as the same.
+//! A failure means that an image's loader cache crashes or bloats the hook, or that a cache which
+//! the hook read is written as another one.
+
 #![no_main]
 
 use kata_gpu_init::formats::ld_so_cache::{Hwcap, MAX_SIZE, read, write};

@@ -1,4 +1,6 @@
-//! A shared library as an image has it: no bytes make the reader crash, or give names without end.
+//! A failure means that an image's shared library crashes the hook, or gives it names without
+//! bound.
+
 #![no_main]
 
 use kata_gpu_init::formats::elf::library;

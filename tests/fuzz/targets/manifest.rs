@@ -1,4 +1,6 @@
-//! A manifest of the driver's files as an image has it: what is taken is written again as the same.
+//! A failure means that an image's list of the driver's files crashes the init, or is taken and
+//! then written as another one.
+
 #![no_main]
 
 use kata_gpu_init::driver_files::manifest::parse;

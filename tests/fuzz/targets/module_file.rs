@@ -1,5 +1,6 @@
-//! A module's file as an image has it: no bytes make a decoder crash, or give more than was
-//! allowed.
+//! A failure means that an image's compressed module crashes PID 1's decoder, or unpacks to more
+//! than was allowed.
+
 #![no_main]
 
 use kata_gpu_init::kernel_modules::file::{Format, unpack, version_magic};

@@ -1,5 +1,7 @@
-//! depmod's texts and modprobe.d, in one input, with lines of `%` between them: whatever they say,
-//! the plan for a module ends, lists nothing twice, and has the module itself.
+//! A failure means that some text of depmod or modprobe.d crashes the plan of a load, keeps it from
+//! ending, lists a module twice or leaves out the module itself. One input has the texts, with
+//! lines of `%` between them.
+
 #![no_main]
 
 use kata_gpu_init::kernel_modules::index::Index;

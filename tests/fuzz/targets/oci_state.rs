@@ -1,5 +1,6 @@
-//! Inputs of a hook: the runtime's, and the note of a CUDA library. A root is an absolute path, or
-//! there is none.
+//! A failure means that a runtime's state, a bundle's configuration or the note of a CUDA library
+//! crashes a hook, or gives it a root that is no absolute path.
+
 #![no_main]
 
 use kata_gpu_init::cdi::hooks::enable_cuda_compat::{Version, decide, parse_note};

@@ -1,5 +1,6 @@
-//! Negative control: a bug behind four bytes, which only a fuzzer that sees coverage finds in
-//! seconds.
+//! A failure means that the fuzzer sees no coverage, so that the other targets find nothing: a bug
+//! behind four bytes is not found in seconds.
+
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -1,4 +1,6 @@
-//! The record decoder takes any bytes; what it takes, it writes again and reads as the same.
+//! A failure means that a guest's line crashes the decoder of records, or is taken and then written
+//! as another one.
+
 #![no_main]
 
 use kata_gpu_wire::decode::decode;

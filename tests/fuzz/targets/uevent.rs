@@ -1,4 +1,5 @@
-//! The uevent parser takes any bytes.
+//! A failure means that a uevent crashes the init, or names another address than it has.
+
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -1,4 +1,6 @@
-//! The VPD parser takes any bytes, and finds only what is in them.
+//! A failure means that vital product data crashes the init, or that a field is found which is not
+//! in the data.
+
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
