@@ -63,7 +63,7 @@ mod tests {
     use super::super::store::{Attached, REMEMBERED};
     use super::*;
     use kata_gpu_report::data::boot_file::BootFile;
-    use kata_gpu_test_support::{BOOT, event, header, kept_log, temp_dir, until};
+    use kata_gpu_test_support::{BOOT, HANG, event, header, kept_log, temp_dir, until};
     use kata_gpu_wire::record;
     use kata_gpu_wire::record::Line;
     use std::fs::File;
@@ -147,7 +147,7 @@ mod tests {
                 std::fs::remove_file(&path).unwrap();
             }
             append(&attached, 1);
-            tokio::time::timeout(Duration::from_secs(10), attached.again.changed())
+            tokio::time::timeout(HANG, attached.again.changed())
                 .await
                 .expect("it is not asked again")
                 .unwrap();
@@ -244,9 +244,9 @@ mod tests {
         }
         // Boots that are not written yet are not forgotten; once they are, further connections push
         // them out.
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + HANG;
         while disk.store.count() > REMEMBERED + 1 {
-            assert!(Instant::now() < deadline, "not forgotten within 10 s");
+            assert!(Instant::now() < deadline, "not forgotten within {HANG:?}");
             attach(&disk, BOOT, "cid 5").await.unwrap();
         }
         disk.close().unwrap();

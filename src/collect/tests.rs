@@ -4,18 +4,15 @@
 use super::limits::Limits;
 use super::*;
 use kata_gpu_report::data::boot_file::BootFile;
-use kata_gpu_test_support::{BOOT, TempDir, event_line, temp_dir, until};
+use kata_gpu_test_support::{BOOT, HANG, TempDir, event_line, temp_dir, until};
 use kata_gpu_wire::record;
 use kata_gpu_wire::record::{DEFAULT_PORT, Pong};
-use std::io::Read;
-use std::os::unix::fs::PermissionsExt;
+use std::io::{Read, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
-
-/// Everything here takes milliseconds.
-const DEADLINE: Duration = Duration::from_secs(20);
 
 struct Run {
     dir: TempDir,
@@ -79,9 +76,9 @@ impl Run {
             }
             panic!("the collector ended before {wanted:?}");
         };
-        tokio::time::timeout(DEADLINE, found)
+        tokio::time::timeout(HANG, found)
             .await
-            .unwrap_or_else(|_| panic!("no {wanted:?} within {DEADLINE:?}"));
+            .unwrap_or_else(|_| panic!("no {wanted:?} within {HANG:?}"));
     }
 
     /// Waits until the boot's file is so.
@@ -92,7 +89,7 @@ impl Run {
 
     async fn stop(self) -> (TempDir, Counts) {
         self.stop.send_replace(true);
-        let counts = tokio::time::timeout(DEADLINE, self.running)
+        let counts = tokio::time::timeout(HANG, self.running)
             .await
             .expect("the collector stops")
             .unwrap()
@@ -137,7 +134,7 @@ async fn the_guests_clock_is_measured_through_the_stream() {
     writer.write_all(header().as_bytes()).await.unwrap();
     let mut pings = BufReader::new(reader).lines();
     for _ in 0..8 {
-        let line = tokio::time::timeout(DEADLINE, pings.next_line())
+        let line = tokio::time::timeout(HANG, pings.next_line())
             .await
             .expect("a ping comes")
             .unwrap()
@@ -169,8 +166,8 @@ async fn the_guests_clock_is_measured_through_the_stream() {
     );
 }
 
-/// Connects `times` times as user `uid` and returns the number of connections that were not
-/// hung up on. Needs root.
+/// Connects `times` times as user `uid` and returns the number of connections that were served: a
+/// served one is asked for its clock once it has sent its header. Needs root.
 async fn connect_as(uid: u32, socket: &Path, times: usize) -> usize {
     use rustix::process::Uid;
     let socket = socket.to_path_buf();
@@ -181,14 +178,21 @@ async fn connect_as(uid: u32, socket: &Path, times: usize) -> usize {
         let held: Vec<_> = (0..times)
             .map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap())
             .collect();
-        let hung_up = |mut stream: &std::os::unix::net::UnixStream| {
-            // A served connection is asked for its clock only after its header.
-            stream
-                .set_read_timeout(Some(Duration::from_millis(500)))
-                .unwrap();
-            matches!(stream.read(&mut [0]), Ok(0))
+        let is_served = |mut stream: &std::os::unix::net::UnixStream| {
+            let own = record::header_line(&kata_gpu_test_support::header(
+                "0f7a1f8e-0000-4000-8000-000000004242",
+            ));
+            let _hung_up = stream.write_all(own.as_bytes());
+            stream.set_read_timeout(Some(HANG)).unwrap();
+            match stream.read(&mut [0]) {
+                Ok(read) => read > 0,
+                Err(error) => {
+                    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+                    false
+                }
+            }
         };
-        held.iter().filter(|stream| !hung_up(stream)).count()
+        held.iter().filter(|stream| is_served(stream)).count()
     };
     tokio::task::spawn_blocking(|| std::thread::spawn(connect).join().unwrap())
         .await
@@ -241,32 +245,35 @@ async fn another_user_can_neither_imitate_a_vm_nor_take_its_streams() {
 #[tokio::test]
 async fn a_vm_has_the_name_of_its_renamed_directory() {
     let run = Run::of_vms(Limits::default());
-    let (_vmm, _socket) = run.vmm("one").await;
+    let (_vmm, old) = run.vmm("one").await;
+    let inode = |path: &Path| {
+        let file = std::fs::metadata(path).ok()?;
+        Some((file.ino(), file.ctime(), file.ctime_nsec()))
+    };
+    let before = inode(&old);
     std::fs::rename(run.dir.path().join("vm/one"), run.dir.path().join("vm/two")).unwrap();
-    // The old socket moves with the directory until the rename is seen; then a new one is made.
+    // The old socket moves with the directory until the rename is seen; then a new one is made, and
+    // refuses until it listens.
     let socket = run
         .dir
         .path()
         .join(format!("vm/two/clh.sock_{DEFAULT_PORT}"));
-    let named = async {
+    until(|| inode(&socket).is_some_and(|now| Some(now) != before)).await;
+    let connect = async {
         loop {
-            if let Ok(mut guest) = UnixStream::connect(&socket).await {
-                let _refused = guest
-                    .write_all((header() + &event_line(0)).as_bytes())
-                    .await;
-                if tokio::time::timeout(Duration::from_millis(200), guest.read_u8())
-                    .await
-                    .is_ok_and(|read| read.is_ok())
-                {
-                    return guest;
-                }
+            match UnixStream::connect(&socket).await {
+                Ok(guest) => return guest,
+                Err(_) => tokio::time::sleep(Duration::from_millis(1)).await,
             }
-            tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    let guest = tokio::time::timeout(DEADLINE, named)
+    let mut guest = tokio::time::timeout(HANG, connect)
         .await
-        .expect("the VM is heard under its new name");
+        .expect("nobody listens under the new name");
+    guest
+        .write_all((header() + &event_line(0)).as_bytes())
+        .await
+        .unwrap();
     run.until_stored(|file| file.records.len() == 1).await;
     drop(guest);
     let (dir, _) = run.stop().await;

@@ -356,11 +356,8 @@ impl Watcher {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kata_gpu_test_support::{TempDir, temp_dir};
+    use kata_gpu_test_support::{HANG, TempDir, temp_dir};
     use std::fs;
-    use std::time::Duration;
-
-    const DEADLINE: Duration = Duration::from_secs(10);
 
     struct Watched {
         dir: TempDir,
@@ -403,8 +400,8 @@ mod tests {
                     }
                 }
             };
-            let done = tokio::time::timeout(DEADLINE, found).await;
-            assert!(done.is_ok(), "no {want} within {DEADLINE:?}");
+            let done = tokio::time::timeout(HANG, found).await;
+            assert!(done.is_ok(), "no {want} within {HANG:?}");
             seen.dedup();
             seen
         }

@@ -67,7 +67,7 @@ impl Tail {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kata_gpu_test_support::temp_dir;
+    use kata_gpu_test_support::{HANG, temp_dir};
     use std::io::Write;
     use std::time::Duration;
 
@@ -84,9 +84,9 @@ mod tests {
         let reading = tokio::spawn(async move { tail.read_more().await.unwrap() });
         tokio::task::yield_now().await;
         writer.write_all(b"two\n").unwrap();
-        let read = tokio::time::timeout(Duration::from_secs(10), reading)
+        let read = tokio::time::timeout(HANG, reading)
             .await
-            .expect("inotify wakes within 10 s")
+            .expect("inotify does not wake")
             .unwrap();
         assert_eq!(read, b"two\n");
     }

@@ -509,6 +509,7 @@ fn poll_until(fds: &mut [PollFd<'_>], timeout: Duration) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::HANG;
     use std::io::{BufRead, BufReader, Write};
 
     fn config(work_dir: &Path) -> VmConfig {
@@ -702,7 +703,7 @@ mod tests {
         parent.wait().unwrap();
         poll_until(
             &mut [PollFd::new(reader.get_ref().as_fd(), PollFlags::POLLIN)],
-            Duration::from_secs(20),
+            HANG,
         )
         .unwrap();
         let flags = OFlag::from_bits_retain(
@@ -728,10 +729,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "exit 3"]);
         let process = Process::start("sh", command, &dir.join("log")).unwrap();
-        let status = process
-            .wait(Duration::from_secs(20))
-            .unwrap()
-            .expect("did not end");
+        let status = process.wait(HANG).unwrap().expect("did not end");
         assert_eq!(status.code(), Some(3));
         process.kill(); // of no effect, and no error
         fs::remove_dir_all(dir).unwrap();

@@ -61,7 +61,7 @@ pub fn kept_log() -> (Arc<dyn Fn(String) + Send + Sync>, Logged) {
 }
 
 /// Ends a wait for what never comes; a slow machine takes seconds.
-const HANG: Duration = Duration::from_secs(300);
+pub const HANG: Duration = Duration::from_secs(300);
 
 /// Waits until something is done.
 pub async fn until(mut done: impl FnMut() -> bool) {

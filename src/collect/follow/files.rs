@@ -192,7 +192,7 @@ impl Files {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kata_gpu_test_support::{event_line, temp_dir};
+    use kata_gpu_test_support::{HANG, event_line, temp_dir};
     use std::io::Write;
 
     const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef.ndjson";
@@ -212,9 +212,9 @@ mod tests {
             ("garbage\n".into(), 2),
         ] {
             writer.write_all(bytes.as_bytes()).unwrap();
-            let names = tokio::time::timeout(Duration::from_secs(10), files.changed())
+            let names = tokio::time::timeout(HANG, files.changed())
                 .await
-                .expect("inotify wakes within 10 s")
+                .expect("inotify does not wake")
                 .unwrap();
             assert_eq!(
                 names.into_iter().collect::<Vec<_>>(),

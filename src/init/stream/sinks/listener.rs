@@ -120,7 +120,7 @@ fn start(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kata_gpu_test_support::temp_dir;
+    use kata_gpu_test_support::{temp_dir, until};
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
@@ -152,9 +152,10 @@ mod tests {
         runtime.block_on(async {
             start(fd, Arc::default(), identity, "unix listener", refused).unwrap();
             let _waits = std::os::unix::net::UnixStream::connect(path).unwrap();
+            until(|| accepts.load(Ordering::Relaxed) > 0).await;
             tokio::time::sleep(ACCEPT_PAUSE / 5).await;
         });
         let accepts = accepts.load(Ordering::Relaxed);
-        assert!((1..10).contains(&accepts), "{accepts} accepts");
+        assert!(accepts < 10, "{accepts} accepts");
     }
 }
