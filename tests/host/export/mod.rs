@@ -69,6 +69,9 @@ pub fn program(name: &str) -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
+/// Longest run of a program that reads one file, in seconds: ends a hang.
+pub const DEADLINE_S: u32 = 300;
+
 /// Runs it for at most that long; 124 is `timeout`'s status for what took longer.
 pub fn within(seconds: u32, program: &Path) -> Command {
     let mut command = Command::new("timeout");
@@ -175,7 +178,7 @@ fn opentelemetrys_protos_read_every_span() {
         return;
     };
     let read = |request: &[u8]| {
-        let mut child = within(60, &python)
+        let mut child = within(DEADLINE_S, &python)
             .args(["-c", OTLP_READER])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

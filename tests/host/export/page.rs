@@ -2,13 +2,11 @@
 //! something else at a key than it says, or runs what a hostile guest wrote.
 
 use crate::TempDir;
-use crate::export::{RECORDED, SIXTEEN, bars, export, fixture, program, skip, within};
+use crate::export::{DEADLINE_S, RECORDED, SIXTEEN, bars, export, fixture, program, skip, within};
 use kata_gpu_boot::show::export::Format;
 
 use std::path::{Path, PathBuf};
 
-/// How long a browser may take for one page.
-const DEADLINE_S: u32 = 60;
 struct Browser {
     program: PathBuf,
     dir: TempDir,

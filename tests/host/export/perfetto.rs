@@ -2,7 +2,7 @@
 //! or find it in another place or at another time.
 
 use crate::TempDir;
-use crate::export::{Package, RECORDED, SIXTEEN, bars, export, fixture, within};
+use crate::export::{DEADLINE_S, Package, RECORDED, SIXTEEN, bars, export, fixture, within};
 use kata_gpu_boot::show::export::Format;
 use kata_gpu_report::data::boot_file::BootFile;
 use kata_gpu_report::views::waterfall::Bar;
@@ -23,7 +23,7 @@ fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
     let dir = TempDir::new(&format!("perfetto-{}", trace.len()));
     let path = dir.0.join("boot.pftrace");
     crate::write(&path, trace);
-    let output = within(60, python)
+    let output = within(DEADLINE_S, python)
         .args(["-c", READER])
         .arg(&path)
         .output()

@@ -4,7 +4,7 @@
 use super::prometheus::{api, run_query, start};
 use super::{ONE_FAILS, RECORDED, boot, deployed, get, metrics_address, rules, tool, value};
 use crate::collect::{Collector, Raw, event, folder, header, socket, until};
-use crate::export::{Package, within};
+use crate::export::{DEADLINE_S, Package, within};
 use kata_gpu_report::data::host_check::HostCheck;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -152,7 +152,7 @@ fn lost(python: &Path, dashboard: &Value) -> Vec<String> {
     let dir = folder();
     let path = dir.0.join("dashboard.json");
     crate::write(&path, dashboard.to_string());
-    let output = within(60, python)
+    let output = within(DEADLINE_S, python)
         .args(["-c", READER])
         .arg(&path)
         .output()

@@ -226,7 +226,7 @@ fn an_error_of_containerds_has_its_cure_and_leaves_nothing() {
 fn the_boot_of_another_sandbox_is_not_taken_for_it() {
     let node = Node::new("other", "recorded-8-gpus-fast-host");
     write(node.path("sandbox"), "train-0");
-    let (code, out, err) = node.check(&["--give-up", "2"]);
+    let (code, out, err) = node.check(&["--give-up", "10"]);
     assert_eq!(code, Some(1), "{out}{err}");
     assert!(
         out.contains(
