@@ -41,8 +41,8 @@ const NODES: [&str; 10] = [
 /// Parameters of every guest: nothing is loaded, bound, reset or locked, nothing goes to the host.
 const PARAMETERS: &str = "gpuinit.bind=insmod gpuinit.reset=off gpuinit.lockdown=off \
     gpuinit.events.vsock=off gpuinit.log=debug cgroup_no_v1=all";
-/// Longest wait for the guest: a GPU's initialisation takes seconds.
-const DEADLINE: Duration = Duration::from_secs(60);
+/// Longest wait for the guest, which ends a hang: a GPU's initialisation takes seconds.
+const DEADLINE: Duration = Duration::from_secs(180);
 const NONE: Option<&str> = None;
 
 /// A guest that has settled, and has ended.

@@ -18,7 +18,7 @@ const PROGRAMS: [&str; 4] = [
 ];
 
 /// Longest run of a program, in seconds.
-const PATIENCE_S: &str = "60";
+const PATIENCE_S: &str = "180";
 
 /// Folder that tests/real-gpu/build makes: this program lies in it.
 pub struct Folder(PathBuf);

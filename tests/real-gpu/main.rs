@@ -215,7 +215,7 @@ fn container_of_kata_agent_computes(machine: &Machine) -> Result<Completion> {
 }
 
 /// Longest wait for an answer of the agent.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Part of the test agent's last line about what is held.
 const HELD_BY_WORKER: &str = r#""process":"gpuinit-worker""#;
