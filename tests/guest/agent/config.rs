@@ -284,40 +284,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn containers_and_versions_are_read() {
-        let words = "quiet testagent.containers=one:0@debian;pair:1,2 \
-            testagent.without_hooks=one,two testagent.version=3.31.0 agent.cdi_timeout=7\n";
-        let config = Config::parse(words).unwrap();
-        assert_eq!(
-            config.containers[0],
-            Wanted {
-                name: "one".into(),
-                devices: vec!["0".into()],
-                root: Some("debian".into()),
-                hooks: false
-            }
-        );
-        assert_eq!(
-            config.containers[1],
-            Wanted {
-                name: "pair".into(),
-                devices: vec!["1".into(), "2".into()],
-                root: None,
-                hooks: true
-            }
-        );
-        let other = Config::parse("testagent.containers=mig:0:1;channel:nvidia.com/imex-channel=1")
-            .unwrap()
-            .containers;
-        assert_eq!(
-            (other[0].devices[0].as_str(), other[1].devices[0].as_str()),
-            ("0:1", "nvidia.com/imex-channel=1")
-        );
-        assert_eq!((config.fail_fast, config.cdi_timeout_s), (false, 7));
-        assert!(Config::parse("testagent.version=3.32.0").unwrap().fail_fast);
-    }
-
-    #[test]
     fn unknown_words_are_ignored_and_bad_values_are_not() {
         assert!(
             Config::parse(

@@ -266,39 +266,3 @@ fn become_program(change: &str, bundle: &Path, report: &UnixStream) -> Result<()
         .exec();
     Err(error).with_context(|| format!("execute {program}"))
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use kata_gpu_test_support::temp_dir;
-
-    #[test]
-    fn the_agents_own_spec_is_one() {
-        let spec = spec(Path::new("/run/kata-containers/c/rootfs")).unwrap();
-        assert_eq!(spec.mounts().as_ref().unwrap().len(), 6);
-        assert!(spec.hooks().is_none() && spec.linux().as_ref().unwrap().devices().is_none());
-    }
-
-    #[test]
-    fn a_copied_tree_has_its_links_and_modes() {
-        use std::os::unix::fs::PermissionsExt;
-        let folder = temp_dir();
-        let base = folder.path();
-        let (from, to) = (base.join("from"), base.join("a/to"));
-        fs::create_dir_all(from.join("usr/lib")).unwrap();
-        fs::write(from.join("usr/program"), "x").unwrap();
-        fs::set_permissions(from.join("usr/program"), fs::Permissions::from_mode(0o751)).unwrap();
-        std::os::unix::fs::symlink("usr/lib", from.join("lib")).unwrap();
-        copy_tree(&from, &to).unwrap();
-        assert_eq!(
-            fs::metadata(to.join("usr/program"))
-                .unwrap()
-                .permissions()
-                .mode()
-                & 0o7777,
-            0o751
-        );
-        assert_eq!(fs::read_link(to.join("lib")).unwrap(), Path::new("usr/lib"));
-        assert!(copy_tree(&base.join("none"), &to).is_err());
-    }
-}

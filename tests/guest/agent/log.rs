@@ -42,15 +42,3 @@ fn line(level: &str, message: &str, fields: &[(&str, &str)]) -> String {
         .collect();
     Value::Object(map).to_string() + "\n"
 }
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn a_line_is_one_json_object_of_strings() {
-        let line = super::line("INFO", "container created", &[("container", "one\nline")]);
-        assert_eq!(line.matches('\n').count(), 1);
-        let map: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&line).unwrap();
-        assert!(map.values().all(serde_json::Value::is_string));
-        assert_eq!(map["container"], "one\nline");
-    }
-}

@@ -197,21 +197,6 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_record_is_one_of_the_inits() {
-        let line = |source: &str, ns: u64| {
-            format!("{{\"boottime_ns\":\"{ns}\",\"source\":\"{source}\"}}\r\n")
-        };
-        let text = format!(
-            "[    1.000000] {}{}no record{}",
-            line("kata-gpu-init", 7),
-            line("kata-gpu-init", 5),
-            line("agent", 9)
-        );
-        assert_eq!(newest_record_ns(&text), Some(7));
-        assert_eq!(newest_record_ns(&line("agent", 9)), None);
-    }
-
-    #[test]
     fn a_line_that_quotes_the_kernel_is_left_alone() {
         let text = "{\"line\":\"[    9.020341] NVRM: failed\"}\r\n[1.2] no stamp\r\nunended";
         assert_eq!(whole_lines(text), text);

@@ -97,28 +97,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_file_brings_its_folders_once() {
-        let mut base = Vec::new();
-        add(&mut base, "etc", 0o040_755, b"");
-        add(&mut base, TRAILER, 0, b"");
-        let files = ["etc/a/b/c", "etc/a/d", "e"].map(|path| (path.to_string(), vec![]));
-        let changed = change(&base, &files, &[]).unwrap();
-        let mut wanted = Vec::new();
-        for (name, mode) in [
-            ("etc", 0o040_755),
-            ("etc/a", 0o040_755),
-            ("etc/a/b", 0o040_755),
-            ("etc/a/b/c", 0o100_755),
-            ("etc/a/d", 0o100_755),
-            ("e", 0o100_755),
-        ] {
-            add(&mut wanted, name, mode, b"");
-        }
-        add(&mut wanted, TRAILER, 0, b"");
-        assert!(changed == wanted);
-    }
-
-    #[test]
     fn files_are_replaced_added_and_left_out() {
         let mut base = Vec::new();
         add(&mut base, "init", 0o100_755, b"old");

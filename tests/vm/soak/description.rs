@@ -452,26 +452,4 @@ mod tests {
                 && boots.iter().any(|boot| boot.gpus.is_empty())
         );
     }
-
-    #[test]
-    fn a_script_kills_at_its_point_and_ends_with_the_report() {
-        let boot = |record| {
-            (1..2000)
-                .map(Description::of)
-                .find(|boot| boot.point.is_some_and(|p| p.when() == record))
-                .unwrap()
-        };
-        let worker = boot("gpu.removed");
-        assert_eq!(
-            worker.script(),
-            "settled>remove:1;gpu.removed>kill;process.died>sleep:0;rest>spec-gives:0+up:0+\
-            reaped:keeper+census+file:/var/run/cdi/nvidia.yaml+counters"
-        );
-        let agent = Description {
-            kill: Some((Process::Agent, "settled".into())),
-            ..worker
-        };
-        assert_eq!(agent.script(), "settled>remove:1;settled>end:agent");
-        assert!(agent.command_line().contains("gpuinit.agent=child"));
-    }
 }

@@ -212,26 +212,4 @@ mod tests {
         }
         assert_eq!(points.iter().collect::<BTreeSet<_>>().len(), points.len());
     }
-
-    #[test]
-    fn a_point_is_named_in_the_words_of_a_script() {
-        let point = Point {
-            process: Process::Lane,
-            record: names::GPU_ENABLE,
-            edge: Some("begin"),
-        };
-        assert_eq!(
-            (point.to_string().as_str(), point.process.kill().as_str()),
-            ("lane at gpu.enable!begin", "end:lane")
-        );
-        let point = Point {
-            process: Process::Worker,
-            record: names::SETTLED,
-            edge: None,
-        };
-        assert_eq!(
-            (point.when().as_str(), point.process.kill().as_str()),
-            ("settled", "kill")
-        );
-    }
 }
