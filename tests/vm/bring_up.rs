@@ -227,7 +227,7 @@ fn relaxed_off(context: &TestContext) -> Result<Outcome> {
         ("on", 3, "parallel", "Other=1"),
     ] {
         let booted = Guest::with(&format!(
-            "nvidia.NVreg_RegistryDwords=Other=1 fakepci.gpus=3 nvidia.s2_ms=500 \
+            "nvidia.NVreg_RegistryDwords=Other=1 fakepci.gpus=3 nvidia.s2_ms=2000 \
             gpuinit.relaxed={name}"
         ))
         .script("settled>file:/proc/driver/nvidia/params+counters")

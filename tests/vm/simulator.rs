@@ -90,8 +90,15 @@ fn at_least(what: &str, is: f64, should: f64) -> Result<()> {
     Ok(())
 }
 
+/// Long beside all S1 together: on a busy machine, too, the last GPU comes to it before the first
+/// one is through.
 const TIMES: &str = "fakepci.gpus=4 fakepci.enable_ms=150 nvidia.probe_ms=100 nvidia.s1_ms=100 \
-    nvidia.s2_ms=400 nvidia.s3_ms=150";
+    nvidia.s2_ms=2000 nvidia.s3_ms=150";
+const S1: f64 = 100.0;
+const S2: f64 = 2000.0;
+const S3: f64 = 150.0;
+/// One initialisation.
+const WHOLE: f64 = S1 + S2 + S3;
 const N: f64 = 4.0;
 
 fn times(context: &TestContext) -> Result<Outcome> {
@@ -105,10 +112,10 @@ fn times(context: &TestContext) -> Result<Outcome> {
     // An opener that takes one after another, as persistenced does, sees each take its whole time.
     for k in 0..4 {
         let took = ran.gpu("serial", k)?["ms"].as_f64().context("no time")?;
-        at_least("each of the serial opens", took, 650.0)?;
+        at_least("each of the serial opens", took, WHOLE)?;
     }
     ensure!(ran.at_once("serial")? == 1, "{:?}", ran.steps);
-    let together = N * 100.0 + 400.0 + N * 150.0;
+    let together = N * S1 + S2 + N * S3;
     for step in ["parallel", "nonblock"] {
         at_least(step, ran.ms(step)?, together)?;
         ensure!(ran.at_once(step)? == 4, "{step}: {:?}", ran.steps);
@@ -123,10 +130,11 @@ fn times(context: &TestContext) -> Result<Outcome> {
         "{open:?}, {whole:?}"
     );
     Ok(Outcome::Measured(format!(
-        "4 GPUs, ms (model): load {:.0} (1000), serial {:.0} (2600), parallel {:.0} ({together}), \
+        "4 GPUs, ms (model): load {:.0} (1000), serial {:.0} ({}), parallel {:.0} ({together}), \
         non-blocking {:.0} ({together})",
         ran.ms("load")?,
         ran.ms("serial")?,
+        N * WHOLE,
         ran.ms("parallel")?,
         ran.ms("nonblock")?
     )))
@@ -139,7 +147,7 @@ fn serial_only(context: &TestContext) -> Result<Outcome> {
         &format!("{TIMES} nvidia.cc=1"),
         "load,parallel,close,sleep:10,serial",
     )?;
-    at_least("parallel opens", ran.ms("parallel")?, N * 650.0)?;
+    at_least("parallel opens", ran.ms("parallel")?, N * WHOLE)?;
     ensure!(ran.at_once("parallel")? == 1, "{:?}", ran.steps);
     // Under confidential computing a GPU that was taken down does not come up again.
     let again = ran.gpu("serial", 0)?;
