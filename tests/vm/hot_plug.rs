@@ -298,7 +298,7 @@ fn swapped(context: &TestContext) -> Result<Outcome> {
     // removals wait for nobody.
     let script = "gpu.published/3>stop+unplug:2+unplug:3+gone:2+gone:3+plug:3+plug:2+bound:3+\
         bound:2+cont;\
-                  settled>sleep:200+minors+spec+counters";
+                  settled>spec-gives:0,1,2,3+minors+spec+counters";
     let times = "nvidia.s1_ms=100 nvidia.s2_ms=4000,300 nvidia.s3_ms=100";
     for (name, kill) in [("stopped", false), ("killed", true)] {
         let script = if kill {
@@ -345,7 +345,7 @@ fn unbound(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::with("fakepci.gpus=4")
         .script(
             "settled>ask:1:remove+ask:1:unbind+unbind:2;gpu.removed>unbound:2+bind:2;\
-        gpu.usable/2>sleep:300+minors+spec+counters",
+        gpu.usable/2>spec-gives:0,1,2,3+minors+spec+counters",
         )
         .boot(context, "unbound")?;
     booted.did("counters")?;
