@@ -192,10 +192,10 @@ fn displays(context: &TestContext) -> Result<Outcome> {
 
 fn complete(context: &TestContext) -> Result<Outcome> {
     // This agent fails at once on a name that a present kind does not list. Of channels there is no
-    // spec: their number is out of bounds.
+    // spec: their number is out of bounds. The timeout leaves a busy machine time for the instance.
     let booted = Guest::with(
         "fakepci.gpus=2 nvidia.mig=0:1:1 gpuinit.cdi=complete gpuinit.imex=4096 \
-        agent.cdi_timeout=20 testagent.containers=instance:0:0;channel:nvidia.com/imex-channel=0",
+        agent.cdi_timeout=60 testagent.containers=instance:0:0;channel:nvidia.com/imex-channel=0",
     )
     .boot(context, "complete")?;
     let is = own_nodes(&booted.created("instance")?);

@@ -3,13 +3,12 @@
 //! its reason.
 
 use super::harness::{
-    Booted, Guest, Outcome, TestContext, VmTest, error_has, events, gpus_of, named,
+    Booted, DEADLINE, Guest, Outcome, TestContext, VmTest, error_has, events, gpus_of, named,
 };
 use super::hot_plug::leads;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
-use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
     VmTest {
@@ -432,7 +431,7 @@ fn no_vsock(context: &TestContext) -> Result<Outcome> {
     ensure!(
         booted
             .console
-            .wait_text(Duration::from_secs(60), "this kernel has no vsock"),
+            .wait_text(DEADLINE, "this kernel has no vsock"),
         "the console does not say that there is no vsock"
     );
     // The stream is there for readers in the guest.

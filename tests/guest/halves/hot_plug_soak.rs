@@ -32,8 +32,10 @@ const BETWEEN_KILLS: Duration = Duration::from_secs(11);
 /// A worker that begins takes a GPU that nobody has seen bound for one that was never bound, and
 /// binds it: as long after a death, an unbind may be undone.
 const AFTER_A_KILL: Duration = Duration::from_secs(60);
-/// How long the fault is waited for that must be there.
-const FAULT_DEADLINE: Duration = Duration::from_secs(3);
+/// How long the fault that must be there must last.
+const FAULT_LASTS: Duration = Duration::from_secs(3);
+/// Begin of the fault that exchanged minors make.
+const LEAD_ELSEWHERE: &str = "names lead to the minors";
 /// Actions between two reports.
 const REPORT_EVERY: u32 = 50;
 
@@ -337,14 +339,11 @@ impl Soak {
     /// Waits until every name leads where it must.
     fn settle(&mut self) -> Result<(), Fault> {
         self.checks += 1;
-        let limit = if self.exchanged {
-            FAULT_DEADLINE
-        } else {
-            DEADLINE
-        };
-        let deadline = Instant::now() + limit;
+        let start = Instant::now();
         while let Err(fault) = self.compare() {
-            if Instant::now() > deadline {
+            let is_made = self.exchanged && fault.starts_with(LEAD_ELSEWHERE);
+            let limit = if is_made { FAULT_LASTS } else { DEADLINE };
+            if start.elapsed() > limit {
                 return Err(format!("{fault} after {limit:?}"));
             }
             std::thread::sleep(LOOK_EVERY);
