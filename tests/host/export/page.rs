@@ -266,27 +266,104 @@ const rows = document.getElementById("rows").children.length;
 document.documentElement.dataset.hand = JSON.stringify({ said, reported, hovered, rows }).replaceAll('"', "'");
 }"#;
 
+/// A boot's page with a second script, without the policy, which would not run it.
+fn page_with(stream: &str, console: Option<&str>, script: &str) -> String {
+    let page = String::from_utf8(export(stream, console, Format::Html)).unwrap();
+    let start = page
+        .find("<meta http-equiv=\"Content-Security-Policy\"")
+        .unwrap();
+    let end = start + page[start..].find('>').unwrap() + 1;
+    format!(
+        "{}{}",
+        &page[..start],
+        page[end..].replace("</body>", &format!("<script>{script}</script></body>"))
+    )
+}
+
+/// Resizes the page some times, and reports its headline each time and the widths it was drawn in (a
+/// browser without a screen draws few of the frames); then an error as a page that breaks has it,
+/// and the headline after that.
+const RESIZE: &str = r##"{
+const said = [], root = document.documentElement, pause = () => new Promise((f) => setTimeout(f, 50));
+const headline = () => document.getElementById("headline").textContent;
+const drawnAs = () => document.querySelector("#chart svg").getAttribute("viewBox");
+const first = drawnAs(), widths = new Set();
+(async () => {
+  for (const width of ["900px", "420px", "1100px", "600px"]) {
+    document.body.style.width = width;
+    const before = drawnAs();
+    for (let i = 0; i < 60 && drawnAs() === before; i++) await pause();
+    widths.add(drawnAs());
+    said.push(headline());
+  }
+  document.body.style.width = "";
+  widths.delete(first);
+  dispatchEvent(new ErrorEvent("error", { message: "ResizeObserver loop completed" }));
+  said.push(headline());
+  const drawn = document.querySelectorAll("#chart svg").length;
+  const broken = root.dataset.error ?? null;
+  dispatchEvent(new ErrorEvent("error", { message: "torn", error: new Error("torn") }));
+  const overflow = root.scrollWidth - innerWidth;
+  const paper = getComputedStyle(document.body).backgroundColor;
+  const hand = { said, resized: widths.size, drawn, broken, torn: headline(), overflow, paper };
+  root.dataset.hand = JSON.stringify(hand).replaceAll('"', "'");
+})();
+}"##;
+
+#[test]
+fn the_verdict_outlives_a_resize_on_narrow_and_dark_screens() {
+    let Some(browser) = Browser::find("export-resize") else {
+        return;
+    };
+    let stream = fixture("made-8-gpus-one-failed.ndjson");
+    let page = browser.page("resize.html", page_with(&stream, None, RESIZE).as_bytes());
+    let look = |args: &[&str]| -> serde_json::Value {
+        let args = [&["--dump-dom", "--virtual-time-budget=20000"], args].concat();
+        let (dom, _) = browser.run(&page, &args);
+        serde_json::from_str(&state(&dom, "hand").unwrap().replace('\'', "\"")).unwrap()
+    };
+    let wide = look(&["--window-size=1400,1000"]);
+    let headline = wide["said"][0].as_str().unwrap();
+    assert!(
+        headline.starts_with("7 of 8 GPUs usable after 10.868 s"),
+        "{wide}"
+    );
+    assert_eq!(
+        wide["said"],
+        serde_json::Value::from(vec![headline; 5]),
+        "{wide}"
+    );
+    assert_eq!(
+        (&wide["drawn"], &wide["broken"]),
+        (&1.into(), &().into()),
+        "{wide}"
+    );
+    assert!(wide["resized"].as_u64() >= Some(1), "{wide}");
+    // Negative control: an error of the page's own is said in the headline's place.
+    assert_eq!(wide["torn"], "This page failed to draw: torn");
+    let narrow = look(&["--window-size=500,900"]);
+    assert_eq!(narrow["said"], wide["said"]);
+    assert!(narrow["overflow"].as_i64().unwrap() <= 0, "{narrow}");
+    let dark = look(&["--blink-settings=preferredColorScheme=0"]);
+    assert_ne!(dark["paper"], wide["paper"], "{dark}");
+}
+
+#[test]
+fn a_failed_gpus_cure_is_on_the_page() {
+    let stream = fixture("made-8-gpus-one-failed.ndjson");
+    let page = String::from_utf8(export(&stream, None, Format::Html)).unwrap();
+    for said in ["(firmware-boot)", "<b>cure: reset the GPU on the host;"] {
+        assert!(page.contains(said), "no {said}");
+    }
+}
+
 #[test]
 fn keys_wheel_drag_and_filter_do_what_the_page_says() {
     let Some(browser) = Browser::find("export-hand") else {
         return;
     };
-    let page = String::from_utf8(export(
-        &fixture(&format!("{RECORDED}.ndjson")),
-        Some(RECORDED),
-        Format::Html,
-    ))
-    .unwrap();
-    // The policy would not run a second script.
-    let start = page
-        .find("<meta http-equiv=\"Content-Security-Policy\"")
-        .unwrap();
-    let end = start + page[start..].find('>').unwrap() + 1;
-    let page = format!(
-        "{}{}",
-        &page[..start],
-        page[end..].replace("</body>", &format!("<script>{HAND}</script></body>"))
-    );
+    let stream = fixture(&format!("{RECORDED}.ndjson"));
+    let page = page_with(&stream, Some(RECORDED), HAND);
     let (dom, console) = browser.run(
         &browser.page("hand.html", page.as_bytes()),
         &["--dump-dom", "--window-size=1400,1200"],
