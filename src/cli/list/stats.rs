@@ -42,6 +42,12 @@ fn page(stats: &Stats, unread: &[String], screen: &Screen) -> String {
         "{} boot(s): {} settled, {} with failures; {} GPU(s), {} failed",
         stats.boots, stats.settled, stats.failed, stats.gpus, stats.failed_gpus
     )];
+    if stats.implausible > 0 {
+        out.push(format!(
+            "{} of them with impossible numbers: in no other sum",
+            stats.implausible
+        ));
+    }
     for (title, rows) in [
         ("MILESTONE", &stats.milestones),
         ("PHASE", &stats.phases),

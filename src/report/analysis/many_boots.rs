@@ -14,6 +14,8 @@ const MAX_NAMES: usize = 256;
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Stats {
     pub boots: usize,
+    /// Boots with a number that no machine can have: they are in no other sum.
+    pub implausible: usize,
     pub settled: usize,
     /// Number of boots with a failure.
     pub failed: usize,
@@ -59,6 +61,10 @@ pub struct Collected {
 impl Collected {
     pub fn add(&mut self, boot: &Metrics) {
         self.stats.boots += 1;
+        if boot.is_implausible() {
+            self.stats.implausible += 1;
+            return;
+        }
         self.stats.settled += usize::from(boot.settled);
         self.stats.failed += usize::from(!boot.failures.is_empty());
         self.stats.gpus += boot.gpus;
@@ -136,5 +142,31 @@ fn extend(values: &mut BTreeMap<String, Vec<i64>>, name: &str, more: &[i64]) {
             .entry(name.to_string())
             .or_default()
             .extend_from_slice(more);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_impossible_boot_is_counted_and_in_no_sum() {
+        let boot = |at_ns: i64| Metrics {
+            milestones: BTreeMap::from([("settled".to_string(), at_ns)]),
+            gpus: 8,
+            settled: true,
+            ..Metrics::default()
+        };
+        let mut collected = Collected::default();
+        collected.add(&boot(10_000_000_000));
+        collected.add(&boot(i64::MAX));
+        let stats = collected.stats();
+        assert_eq!((stats.boots, stats.implausible, stats.gpus), (2, 1, 8));
+        let p95_ns: Vec<i64> = stats
+            .milestones
+            .iter()
+            .map(|row| row.summary.p95_ns)
+            .collect();
+        assert_eq!(p95_ns, [10_000_000_000]);
     }
 }
