@@ -10,6 +10,8 @@ use kata_gpu_doctor::rules::diagnose;
 use kata_gpu_doctor::rules::finding::{Basis, Finding, Sure, Verdict};
 use kata_gpu_doctor::rules::host_facts::HostFacts;
 use kata_gpu_doctor::rules::kernel_rules::RELEASE;
+use kata_gpu_doctor::rules::measured::Measured;
+use kata_gpu_report::analysis::statistics::Summary;
 use kata_gpu_report::data::host_check::{EVERY, HostCheck};
 use kata_gpu_report::data::text::{Ink, Screen, ascii_json, clipped, printable, wrap};
 use kata_gpu_report::terminal::stdout::print;
@@ -90,6 +92,9 @@ pub struct Args {
     limit: Option<u64>,
 }
 
+/// Characters of a boot's id that are shown.
+const SHORT_ID: usize = 8;
+
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if seconds.is_finite() && seconds >= 0.0 => Ok(seconds),
@@ -107,6 +112,8 @@ fn dir(args: &Args) -> Option<PathBuf> {
 struct Diagnosis {
     facts: HostFacts,
     findings: Vec<Finding>,
+    /// What the boots of the directory measured, if there is a directory.
+    measured: Option<Measured>,
     /// Files of boots that could not be read.
     unread: Vec<String>,
 }
@@ -115,11 +122,14 @@ struct Diagnosis {
 fn diagnosis(args: &Args) -> Result<Diagnosis> {
     let mut facts = facts_at(&args.root, args.kata_config.as_deref(), Depth::Full)?;
     let mut unread = Vec::new();
-    if let Some(dir) = dir(args) {
-        (facts.boots, unread) = boots(&dir)?;
+    let dir = dir(args);
+    if let Some(dir) = &dir {
+        (facts.boots, unread) = boots(dir)?;
     }
+    let findings = diagnose(&facts);
     Ok(Diagnosis {
-        findings: diagnose(&facts),
+        measured: dir.map(|_| Measured::of(&facts.boots, &findings)),
+        findings,
         facts,
         unread,
     })
@@ -245,9 +255,14 @@ fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
     let Diagnosis {
         facts,
         findings,
+        measured,
         unread,
     } = diagnosis;
     let mut out = vec![head(args, facts), String::new()];
+    if let Some(measured) = measured {
+        out.extend(measured_lines(measured, unread.len(), screen));
+        out.push(String::new());
+    }
     let of = |verdict: Verdict| findings.iter().filter(move |f| f.verdict == verdict);
     let mut grid = Grid::new(&[
         ("SECONDS", Set::Right),
@@ -289,6 +304,14 @@ fn page(args: &Args, diagnosis: &Diagnosis, screen: &Screen) -> String {
     // Each row of the table is followed by what belongs to it.
     for (line, finding) in lines.zip(of(Verdict::Found)) {
         out.push(line);
+        if finding.failed_boots > 0 {
+            let boots = format!("{} of {}", finding.failed_boots, facts.boots.count);
+            let reasons = finding.rule.explains.iter();
+            let reasons = reasons.filter(|reason| facts.boots.failed_for(&[**reason]) > 0);
+            let reasons: Vec<&str> = reasons.map(|reason| reason.name()).collect();
+            let text = format!("{boots} boots failed so: {}", reasons.join(", "));
+            out.extend(wrapped("", &text, screen));
+        }
         out.extend(wrapped("cure: ", &finding.text, screen));
         if args.verbose {
             out.extend(details(finding, screen));
@@ -359,6 +382,60 @@ fn head(args: &Args, facts: &HostFacts) -> String {
     ))
 }
 
+/// What the boots measured, in at most six lines.
+fn measured_lines(measured: &Measured, unread: usize, screen: &Screen) -> Vec<String> {
+    let seconds = |ns: i64| format!("{:.1}", ns as f64 / 1e9);
+    let mut first = format!("{} boot(s) here", measured.boots);
+    if measured.implausible > 0 {
+        let more = measured.implausible;
+        first += &format!("; {more} more with impossible numbers, in no number below");
+    }
+    if unread > 0 {
+        first += &format!("; {unread} not read");
+    }
+    let mut lines = vec![first];
+    let mut times = |what: &str, summary: Option<Summary>| {
+        lines.extend(summary.map(|s| {
+            let (median, p95) = (seconds(s.median_ns), seconds(s.p95_ns));
+            format!("{what}: median {median} s, P95 {p95} s, of {} boot(s)", s.n)
+        }));
+    };
+    times("GPUs settled", measured.settled);
+    times("first container", measured.first_container);
+    if !measured.longest.is_empty() {
+        let phases = measured.longest.iter().map(|phase| {
+            let share = phase
+                .share
+                .map_or(String::new(), |s| format!(" ({s:.0} %)"));
+            format!("{} {} s{share}", phase.phase, seconds(phase.median_ns))
+        });
+        lines.push(format!(
+            "longest: {}",
+            phases.collect::<Vec<_>>().join(", ")
+        ));
+    }
+    if measured.failed > 0 {
+        let reasons = measured.failures.iter();
+        let reasons: Vec<String> = reasons
+            .map(|f| format!("{} {}", f.reason, f.boots))
+            .collect();
+        let failed = measured.failed;
+        lines.push(format!("failed: {failed} boot(s): {}", reasons.join(", ")));
+    }
+    lines.extend(measured.unexplained.as_ref().map(|part| {
+        let boot: String = part.boot.chars().take(SHORT_ID).collect();
+        format!(
+            "{} of {} s is explained by no finding: show --by gap {boot}",
+            seconds(part.by_no_finding_ns),
+            seconds(part.of_ns)
+        )
+    }));
+    let lines = lines.iter();
+    lines
+        .flat_map(|line| wrapped_from(0, "", line, screen))
+        .collect()
+}
+
 fn details(finding: &Finding, screen: &Screen) -> Vec<String> {
     let seen = finding
         .evidence
@@ -396,12 +473,14 @@ fn json_form(diagnosis: &Diagnosis) -> Result<String> {
             "area": f.rule.area,
             "title": f.rule.title,
             "verdict": f.verdict,
+            "explains": f.rule.explains.iter().map(|reason| reason.name()).collect::<Vec<_>>(),
             "evidence": f.evidence,
             "source": f.rule.source,
         });
         if f.verdict == Verdict::Found {
             row["sure"] = json!(f.sure);
             row["cure"] = json!(f.text);
+            row["failed_boots"] = json!(f.failed_boots);
         } else if !f.text.is_empty() {
             // Why it is unknown, or the path that needs root.
             row["why"] = json!(f.text);
@@ -420,8 +499,14 @@ fn json_form(diagnosis: &Diagnosis) -> Result<String> {
         .iter()
         .map(|gpu| gpu.address.to_string())
         .collect();
-    let boots = diagnosis.facts.boots.count;
-    plain_json(
-        &json!({ "gpus": gpus, "boots": boots, "findings": findings, "unread": diagnosis.unread }),
-    )
+    let mut form = json!({
+        "gpus": gpus,
+        "boots": diagnosis.facts.boots.count,
+        "findings": findings,
+        "unread": diagnosis.unread,
+    });
+    if let Some(measured) = &diagnosis.measured {
+        form["measured"] = json!(measured);
+    }
+    plain_json(&form)
 }

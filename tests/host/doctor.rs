@@ -4,7 +4,7 @@
 
 use crate::collect::program;
 use crate::{TempDir, golden, project};
-use kata_gpu_doctor::facts::{Depth, facts_at};
+use kata_gpu_doctor::facts::{Depth, boots, facts_at};
 use kata_gpu_doctor::rules::diagnose;
 use kata_gpu_doctor::rules::finding::{Basis, Finding, Verdict};
 use kata_gpu_doctor::rules::host_facts::{HostFacts, Seen};
@@ -957,6 +957,52 @@ fn own_boots_count_more_than_a_model_unless_they_hide_it() {
         "{:?}",
         cost(&facts)
     );
+}
+
+#[test]
+fn a_finding_that_explains_failed_boots_stands_first() {
+    let case = |rule: &str| CASES.iter().find(|case| case.rule == rule).unwrap();
+    let mut facts = facts(&host(
+        "failed",
+        &[OLD, case("reset-method").bad[0], case("groups").bad[0]],
+        &[],
+    ));
+    facts.boots.failed = vec![
+        vec!["needs-reset"],
+        vec!["needs-reset", "other"],
+        vec!["other"],
+    ];
+    let findings = diagnose(&facts);
+    let found: Vec<_> = findings
+        .iter()
+        .filter(|f| f.verdict == Verdict::Found)
+        .map(|f| (f.rule.id, f.failed_boots))
+        .collect();
+    assert_eq!(
+        found[..2],
+        [("reset-method", 2), ("huge-pfnmaps", 0)],
+        "the second costs more seconds: {found:?}"
+    );
+}
+
+#[test]
+fn a_boot_with_impossible_numbers_is_counted_and_in_no_sum() {
+    let dir = TempDir::new("doctor-implausible");
+    let copy = |n: u32, name: &str| {
+        let from = project().join(format!("tests/fixtures/boots/{name}.ndjson"));
+        let id = format!("0f7a1f8e-0000-4000-8000-00000000000{n}");
+        fs::copy(from, dir.0.join(id).with_extension("ndjson")).unwrap();
+    };
+    copy(1, "recorded-8-gpus-fast-host");
+    let (alone, _) = boots(&dir.0).unwrap();
+    copy(2, "hostile");
+    let (both, unread) = boots(&dir.0).unwrap();
+    assert_eq!((alone.implausible, both.implausible), (0, 1), "{unread:?}");
+    let without_count = OwnBoots {
+        implausible: 0,
+        ..both
+    };
+    assert_eq!(format!("{alone:?}"), format!("{without_count:?}"));
 }
 
 #[test]

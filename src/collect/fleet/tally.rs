@@ -3,16 +3,14 @@
 //! Labels come from this program's own tables, never from a guest: a name or reason that the tables
 //! lack is counted as [`OTHER`], so the number of series has a bound for any guests. A boot with a
 //! number that no machine can have ([`Metrics::is_implausible`]) counts as [`Outcome::Implausible`]
-//! and in nothing else: one such number would dominate a sum until the next restart. What is left is
-//! too small for a counter to overflow.
+//! and in nothing else: one such number would dominate a sum until the next restart. What is left
+//! is too small for a counter to overflow.
 
-use kata_gpu_report::analysis::metrics::{Metrics, reason_of};
+use kata_gpu_report::analysis::metrics::{Metrics, OTHER, failure_label, failure_labels};
 use kata_gpu_wire::catalogue::{Phase, steps};
 use kata_gpu_wire::failure::Reason;
 use std::collections::BTreeMap;
 
-/// Label of names that the tables lack.
-pub const OTHER: &str = "other";
 /// Upper bounds in seconds: from the milliseconds of a step of the init to the minutes of a boot
 /// that maps BARs of 256 GB.
 pub const BOUNDS: [f64; 18] = [
@@ -28,13 +26,6 @@ const MILESTONES: [&str; 6] = [
     "last container",
     "settled",
 ];
-/// Failures without a row in the catalogue: the text before the failure's colon, and its label.
-const OTHER_FAILURES: [(&str, &str); 3] = [
-    ("container", "container"),
-    ("power-off", "power-off"),
-    ("not settled", "not-settled"),
-];
-
 /// Histogram: for each bound, the values between the bound before it and this one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Histogram {
@@ -121,17 +112,12 @@ pub struct Tally {
 
 impl Default for Tally {
     fn default() -> Self {
-        let reasons = Reason::ALL
-            .into_iter()
-            .map(Reason::name)
-            .chain(OTHER_FAILURES.iter().map(|(_, label)| *label))
-            .chain([OTHER]);
         Self {
             outcomes: Outcome::ALL.map(|outcome| (outcome, 0)).into(),
             milestones: Histograms::new(),
             phases: Histograms::new(),
             steps: Histograms::new(),
-            failures: reasons.map(|reason| (reason, 0)).collect(),
+            failures: failure_labels().map(|label| (label, 0)).collect(),
             usable_gpus: 0,
             failed_gpus: 0,
             other_gpus: 0,
@@ -167,7 +153,7 @@ impl Tally {
             each_ns.iter().for_each(|took_ns| histogram.add(*took_ns));
         }
         for failure in &boot.failures {
-            *self.failures.entry(reason_label(failure)).or_default() += 1;
+            *self.failures.entry(failure_label(failure)).or_default() += 1;
         }
         let (failed, usable) = (boot.failed_gpus, boot.usable_gpus);
         self.failed_gpus += failed as u64;
@@ -199,16 +185,6 @@ fn step_label(title: &str) -> &'static str {
         .unwrap_or(OTHER)
 }
 
-/// `init: needs-reset` is `needs-reset`.
-fn reason_label(failure: &str) -> &'static str {
-    let step = failure.split(": ").next();
-    let general = || OTHER_FAILURES.iter().find(|(known, _)| step == Some(known));
-    reason_of(failure)
-        .map(Reason::name)
-        .or_else(|| general().map(|(_, label)| *label))
-        .unwrap_or(OTHER)
-}
-
 /// Owner of a failure by its label.
 pub fn whose_label(reason: &str) -> &'static str {
     Reason::named(reason).map_or(OTHER, |reason| reason.whose().name())
@@ -226,7 +202,7 @@ mod tests {
             ("power-off", Reason::OutOfMemory),
             ("container", Reason::CdiTimeout),
         ] {
-            assert_eq!(reason_label(&format!("{step}: {reason}")), reason.name());
+            assert_eq!(failure_label(&format!("{step}: {reason}")), reason.name());
         }
         let tally = Tally::default();
         assert!(

@@ -63,7 +63,8 @@ pub fn boots(dir: &Path) -> anyhow::Result<(OwnBoots, Vec<String>)> {
                 boots
                     .console_bytes
                     .extend(console.and_then(|meta| i64::try_from(meta.len()).ok()));
-                boots.add(&loaded);
+                let id = path.file_stem().unwrap_or_default().to_string_lossy();
+                boots.add(&loaded, &printable(&id));
             }
             Err(error) => unread.push(printable(&format!("{error:#}"))),
         }

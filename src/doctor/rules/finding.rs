@@ -10,6 +10,8 @@ pub struct Finding {
     pub verdict: Verdict,
     pub evidence: Vec<Evidence>,
     pub cost: Option<Cost>,
+    /// Boots of this host that failed for a reason that the rule explains.
+    pub failed_boots: usize,
     /// Cure of something found; else the sentence why it is unknown, or the path that needs root.
     pub text: String,
     pub sure: Sure,

@@ -12,6 +12,7 @@ pub mod guest_rules;
 pub mod host_facts; // files, Kata's configuration, VMs
 pub mod kata_rules;
 pub mod kernel_rules;
+pub mod measured; // what own boots measured, and what no finding explains
 pub mod memory_rules;
 pub mod own_boots; // boots of this host as numbers
 pub mod rule_table;
@@ -30,14 +31,15 @@ use std::cmp::Reverse;
 /// firmware can have done the same work before the steps.
 const MEASURED_AT_LEAST: f64 = 0.1;
 
-/// Findings of all rules: what was found first, by seconds, then what is unknown, then what is
-/// fine.
+/// Findings of all rules: what was found first, by the boots here that failed for such a reason and
+/// by seconds, then what is unknown, then what is fine.
 pub fn diagnose(facts: &HostFacts) -> Vec<Finding> {
     let mut findings: Vec<Finding> = checks()
         .map(|(rule, check)| finding(rule, check, facts))
         .collect();
     let micros = |finding: &Finding| Reverse((finding.seconds() * 1e6) as u64);
-    findings.sort_by_key(|f| (f.verdict, micros(f), f.cost.is_none(), f.sure));
+    let failed = |finding: &Finding| Reverse(finding.failed_boots);
+    findings.sort_by_key(|f| (f.verdict, failed(f), micros(f), f.cost.is_none(), f.sure));
     findings
 }
 
@@ -59,6 +61,10 @@ fn finding(rule: &'static Rule, check: Check, facts: &HostFacts) -> Finding {
         cost: match verdict {
             Verdict::Found => best(rule, look.cost, &facts.boots),
             _ => None,
+        },
+        failed_boots: match verdict {
+            Verdict::Found => facts.boots.failed_for(rule.explains),
+            _ => 0,
         },
         text: look.cure,
         sure: look.sure,

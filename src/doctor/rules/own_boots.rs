@@ -2,13 +2,16 @@
 //! about the guests.
 
 use super::checked::{Gap, unknown};
+use super::measured::SettledBoot;
 use kata_gpu_report::analysis::loaded::Loaded;
+use kata_gpu_report::analysis::metrics::{failure_label, metrics};
 use kata_gpu_report::analysis::rules::Shortens;
 use kata_gpu_report::analysis::statistics::Summary;
 use kata_gpu_report::data::compact_record::{Field, Record};
 use kata_gpu_report::data::text::printable_start;
+use kata_gpu_wire::failure::Reason;
 use kata_gpu_wire::names;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Limits of different names kept, of a name in bytes, and of boots.
 const MAX_NAMES: usize = 256;
@@ -20,6 +23,8 @@ pub const MAX_BOOTS: usize = 200;
 #[derive(Clone, Debug, Default)]
 pub struct OwnBoots {
     pub count: usize,
+    /// Boots with impossible numbers: they are in nothing else.
+    pub implausible: usize,
     /// Sum of a step's durations in each boot that has it, in ns.
     pub sums: BTreeMap<String, Vec<i64>>,
     /// Enablings of each GPU, by its UUID or else by its address in the guest, in ns.
@@ -31,6 +36,14 @@ pub struct OwnBoots {
     pub whole: Vec<i64>,
     pub agent_ready: Vec<i64>,
     pub unexplained: Vec<i64>,
+    /// Boots whose GPUs settled.
+    pub settled: Vec<SettledBoot>,
+    /// From the first milestone of each boot to its first container, in ns.
+    pub first_container: Vec<i64>,
+    /// Time of each phase in each boot that has it, in ns.
+    pub phases: BTreeMap<String, Vec<i64>>,
+    /// Labels of the failures of each boot that has some, each once.
+    pub failed: Vec<Vec<&'static str>>,
     /// Size of each console log beside a boot's file.
     pub console_bytes: Vec<i64>,
 }
@@ -42,9 +55,25 @@ pub const UNPACKED: &str = "modules unpacked by the init";
 pub const CONFIDENTIAL: &str = "confidential";
 
 impl OwnBoots {
-    /// Adds a boot's numbers.
-    pub fn add(&mut self, loaded: &Loaded) {
+    /// Adds a boot's numbers; `id` is the name of its file.
+    pub fn add(&mut self, loaded: &Loaded, id: &str) {
+        let numbers = metrics(&loaded.boot, &loaded.file);
+        if numbers.is_implausible() {
+            self.implausible += 1;
+            return;
+        }
         self.count += 1;
+        for (phase, took) in numbers.phases {
+            push(&mut self.phases, phase, took);
+        }
+        let labels = numbers
+            .failures
+            .iter()
+            .map(|failure| failure_label(failure));
+        let labels: BTreeSet<&str> = labels.collect();
+        if !labels.is_empty() {
+            self.failed.push(labels.into_iter().collect());
+        }
         let boot = &loaded.boot;
         let mut sums: BTreeMap<&str, i64> = BTreeMap::new();
         // Steps of the host's trace lie in others, which count already.
@@ -94,10 +123,14 @@ impl OwnBoots {
         let milestones = &boot.timeline.milestones;
         if let (Some(first), Some(last)) = (milestones.first(), milestones.last()) {
             self.whole.push(last.at_ns.saturating_sub(first.at_ns));
-            let ready = milestones.iter().find(|m| m.name == "agent ready");
-            self.agent_ready
-                .extend(ready.map(|m| m.at_ns.saturating_sub(first.at_ns)));
+            let since_first = |name: &str| {
+                let found = milestones.iter().find(|m| m.name == name);
+                found.map(|m| m.at_ns.saturating_sub(first.at_ns))
+            };
+            self.agent_ready.extend(since_first("agent ready"));
+            self.first_container.extend(since_first("first container"));
         }
+        self.settled.extend(SettledBoot::of(id, &boot.timeline));
         self.unexplained.extend(
             boot.coverage
                 .as_ref()
@@ -121,6 +154,15 @@ impl OwnBoots {
                 .entry((name, printable_start(&value, MAX_NAME)))
                 .or_default() += 1;
         }
+    }
+
+    /// Boots that failed for one of these reasons.
+    pub fn failed_for(&self, reasons: &[Reason]) -> usize {
+        let is = |label: &&str| reasons.iter().any(|reason| reason.name() == *label);
+        self.failed
+            .iter()
+            .filter(|boot| boot.iter().any(is))
+            .count()
     }
 
     /// Values of a fact, the most frequent first.

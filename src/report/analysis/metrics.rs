@@ -73,9 +73,31 @@ impl Metrics {
     }
 }
 
-/// Row of a failure of [`Metrics::failures`]; `None` for words that the catalogue does not know.
-pub fn reason_of(failure: &str) -> Option<Reason> {
-    Reason::named(failure.split_once(": ")?.1)
+/// Label of failures that no table has.
+pub const OTHER: &str = "other";
+/// Failures without a row in the catalogue: the text before the failure's colon, and its label.
+const WITHOUT_ROW: [(&str, &str); 3] = [
+    ("container", "container"),
+    ("power-off", "power-off"),
+    ("not settled", "not-settled"),
+];
+
+/// All labels of failures.
+pub fn failure_labels() -> impl Iterator<Item = &'static str> {
+    let without_row = WITHOUT_ROW.iter().map(|(_, label)| *label);
+    let rows = Reason::ALL.into_iter().map(Reason::name);
+    rows.chain(without_row).chain([OTHER])
+}
+
+/// Label of one of [`Metrics::failures`], never a guest's text: `needs-reset` of `init:
+/// needs-reset`.
+pub fn failure_label(failure: &str) -> &'static str {
+    let (step, reason) = failure.split_once(": ").unwrap_or(("", failure));
+    let without_row = || WITHOUT_ROW.iter().find(|(known, _)| *known == step);
+    Reason::named(reason)
+        .map(Reason::name)
+        .or_else(|| without_row().map(|(_, label)| *label))
+        .unwrap_or(OTHER)
 }
 
 fn signed(ns: u64) -> i64 {

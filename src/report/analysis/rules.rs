@@ -2,6 +2,7 @@
 //! shortens. What finds each of them on a host is the doctor's own.
 
 use kata_gpu_wire::catalogue::{derived, traced};
+use kata_gpu_wire::failure::Reason;
 use kata_gpu_wire::names;
 use serde::Serialize;
 
@@ -39,6 +40,8 @@ pub struct Rule {
     pub shortens: &'static [Shortens],
     /// Cure for somebody who has only a boot; the doctor, who sees the host, says more.
     pub cure: &'static str,
+    /// Failures of the catalogue that such a host can cause.
+    pub explains: &'static [Reason],
 }
 
 /// The steps in which the host maps GPUs' BARs.
@@ -83,16 +86,26 @@ macro_rules! rules {
     (@shortens $shortens:expr) => { $shortens };
     (@cure) => { "" };
     (@cure $cure:literal) => { $cure };
-    ($($id:literal $area:ident, $title:literal, $source:expr $(, $shortens:expr, $cure:literal)?;)*) => {
+    ($(
+        $id:literal $area:ident $([$($explains:ident)*])?,
+        $title:literal, $source:expr $(, $shortens:expr, $cure:literal)?;
+    )*) => {
         pub const RULES: &[Rule] = &[$(Rule {
-            id: $id, area: Area::$area, title: $title, source: $source, shortens: rules!(@shortens $($shortens)?), cure: rules!(@cure $($cure)?),
+            id: $id,
+            area: Area::$area,
+            title: $title,
+            source: $source,
+            shortens: rules!(@shortens $($shortens)?),
+            cure: rules!(@cure $($cure)?),
+            explains: &[$($(Reason::$explains),*)?],
         }),*];
     };
 }
 
-// Rules without a fourth and fifth line have no figure of what their cure would shorten.
+// Behind the area stand the failures that the rule explains. Rules without a fourth and fifth line
+// have no figure of what their cure would shorten.
 rules! {
-    "huge-pfnmaps" Kernel,
+    "huge-pfnmaps" Kernel [CreateTimeout CdiTimeout],
         "VFIO maps the GPUs' BARs in pages of 4 KiB",
         "Linux 6.12 (vfio/pci: huge faults) and 6.15 (vfio/type1: page mask for pfnmaps): 8 M page \
          operations become 32 for a BAR of 32 GB, 1 s becomes 1 ms",
@@ -108,12 +121,12 @@ rules! {
     "type1-huge-pages" Kernel,
         "VFIO maps page by page into the IOMMU",
         "vfio_iommu_type1: disable_hugepages";
-    "thp" Memory,
+    "thp" Memory [AgentLate CreateTimeout],
         "Transparent huge pages are off",
         prepared!(),
         &pinning(253.0 / 476.0),
         "transparent_hugepage=always on the host";
-    "thp-shared" Memory,
+    "thp-shared" Memory [AgentLate CreateTimeout],
         "Shared guest memory has no huge pages",
         prepared!("Documentation/admin-guide/mm/transhuge.rst: shmem_enabled and huge= of a mount"),
         &pinning(253.0 / 476.0),
@@ -121,12 +134,12 @@ rules! {
     "thp-defrag" Memory,
         "The kernel makes no room for huge pages",
         "Documentation/admin-guide/mm/transhuge.rst: defrag";
-    "huge-pages" Memory,
+    "huge-pages" Memory [AgentLate CreateTimeout],
         "Guests have no pages of 1 GiB",
         prepared!(),
         &pinning(59.0 / 253.0),
         "pages of 1 GiB on the host (hugepagesz=1G), and enable_hugepages in Kata's configuration";
-    "huge-pages-free" Memory,
+    "huge-pages-free" Memory [VmmOutOfMemory],
         "Too few huge pages are free on a GPU's node",
         "Documentation/admin-guide/mm/hugetlbpage.rst: free_hugepages of a node";
     "fragmentation" Memory,
@@ -141,17 +154,17 @@ rules! {
     "governor" Memory,
         "The host's CPUs run slowly",
         "Documentation/admin-guide/pm/cpufreq.rst: governors";
-    "iommu" Iommu,
+    "iommu" Iommu [VfioGroup],
         "No IOMMU is on",
         "Documentation/driver-api/vfio.rst";
     "iommu-mode" Iommu,
         "The host's own devices flush the IOMMU at each unmap",
         "Documentation/admin-guide/kernel-parameters.txt: iommu.strict, iommu=pt; slows disks and \
          networks that guests are loaded from";
-    "interrupt-remapping" Iommu,
+    "interrupt-remapping" Iommu [VfioGroup],
         "Interrupts are not remapped",
         "Documentation/driver-api/vfio.rst: allow_unsafe_interrupts";
-    "groups" Iommu,
+    "groups" Iommu [VfioGroup],
         "A GPU shares its IOMMU group",
         "Documentation/driver-api/vfio.rst: groups; ACS of the PCI Express specification";
     "agent-log" Kata,
@@ -160,28 +173,28 @@ rules! {
     "console" Kata,
         "The guest's console is an emulated serial port",
         "about 10 us for an exit, one each byte";
-    "guest-initrd" Kata,
+    "guest-initrd" Kata [OutOfMemory],
         "The guest unpacks an initrd",
         "src/initrd: kernel.initrd ends before the init runs",
         &[Shortens { step: derived::KERNEL_INITRD, to: 0.0 }],
         "a guest image instead of an initrd, or a smaller initrd";
-    "firmware" Kata,
+    "firmware" Kata [AgentLate],
         "The guest starts by a UEFI firmware",
         "on an emulated host the BARs' time lay in the firmware: 15 s with 512 MiB of BARs, 45 s \
          with 4 GiB";
-    "hot-plug" Kata,
+    "hot-plug" Kata [NoGpu BarUnassigned],
         "GPUs are plugged into a running guest",
         "Kata: hot_plug_vfio and cold_plug_vfio";
-    "root-ports" Kata,
+    "root-ports" Kata [NoGpu CreateTimeout CdiTimeout],
         "There are fewer root ports than GPUs",
         "Kata: pcie_root_port";
     "vcpus" Kata,
         "Guests have one vCPU",
         "src/init/boot/README.md: an enabling occupies a vCPU";
-    "deadlines" Kata,
+    "deadlines" Kata [AgentLate CreateTimeout CdiTimeout],
         "Boots come close to a deadline",
         "Kata: dial_timeout, create_container_timeout";
-    "qemu-version" Vmm,
+    "qemu-version" Vmm [CreateTimeout CdiTimeout],
         "QEMU places BARs where huge pages do not fit",
         "QEMU 9.2: vfio/helpers aligns mmaps of BARs",
         &mapping(0.001),
@@ -198,7 +211,7 @@ rules! {
     "memory-node" Vmm,
         "A VM's memory is far from its GPUs",
         "proc_pid_numa_maps(5)";
-    "no-mmap" Vmm,
+    "no-mmap" Vmm [CreateTimeout CdiTimeout],
         "A VM reaches BARs by exits",
         "QEMU: x-no-mmap of vfio-pci";
     "prealloc" Vmm,
@@ -210,16 +223,16 @@ rules! {
     "bar-alignment" Device,
         "A large BAR has no aligned address",
         "Linux 6.12: a huge page needs an address that is a multiple of its size";
-    "bar-size" Device,
+    "bar-size" Device [BarUnassigned],
         "A BAR is larger than it must be",
         "Documentation/ABI/testing/sysfs-bus-pci: resourceN_resize; cost of huge-pfnmaps";
-    "power-state" Device,
+    "power-state" Device [OffTheBus],
         "A GPU sleeps without power",
         "Documentation/power/pci.rst: D3cold; 100 ms in include/linux/pci.h";
     "link" Device,
         "A GPU's link is slower than it could be",
         "Documentation/ABI/testing/sysfs-bus-pci: current_link_speed, current_link_width";
-    "reset-method" Device,
+    "reset-method" Device [NeedsReset],
         "A GPU has no reset of its own",
         "Documentation/ABI/testing/sysfs-bus-pci: reset_method";
     "gpu-outlier" Device,
@@ -239,7 +252,7 @@ rules! {
     "guest-firmware" Guest,
         "The GPU's firmware loads slowly",
         "not measured by any record";
-    "memory-acceptance" Guest,
+    "memory-acceptance" Guest [AgentLate CreateTimeout],
         "A confidential guest accepts its memory",
         "about 4 minutes for a guest of 800 GiB, by users";
     "clocksource" Guest,
