@@ -9,6 +9,7 @@ mod collect;
 mod doctor;
 mod documents;
 mod export;
+mod failures;
 mod fleet;
 mod follow;
 mod fork;

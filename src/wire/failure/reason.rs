@@ -131,8 +131,8 @@ rows! {
     // GPUs, before the driver has them.
     DriverMissing "driver-missing" Gpu Image Certain,
         "the image has no driver for its kernel",
-        "put nvidia.ko and nvidia-uvm.ko for the guest's kernel into /lib/modules of the image, and \
-         run depmod -b on its root";
+        "put nvidia.ko and nvidia-uvm.ko for the guest's kernel into /lib/modules of the image, \
+         and run depmod -b on its root";
     DriverLoadFailed "driver-load-failed" Gpu Image Unsure,
         "the driver's module could not be loaded",
         "read the kernel's line: an unknown symbol or a bad version is a module built for another \

@@ -1,7 +1,7 @@
 //! Meaning of Xids, a sentence each, and what to do: in own words after NVIDIA's catalogue of
 //! Xids (docs.nvidia.com/deploy/xid-errors, Table 1).
 
-use super::reason::Whose;
+use super::reason::{Reason, Whose};
 
 /// Meaning of an Xid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +23,7 @@ const LINK: &str = "look at the fabric manager's log and at the link's partner; 
     fabric together, and check seating and cables if it comes again";
 
 macro_rules! xids {
-    ($($number:literal $whose:ident $goes_on:literal, $what:literal, $cure:expr;)+) => {
+    ($($number:literal $whose:ident $goes_on:literal, $what:expr, $cure:expr;)+) => {
         const XIDS: &[Xid] = &[$(Xid {
             number: $number,
             whose: Whose::$whose,
@@ -54,8 +54,7 @@ xids! {
     68 Pod true, "the video decoder failed for a program", PROGRAM;
     69 Pod true, "a program made the graphics engine fail", PROGRAM;
     74 Fabric false, "an NVLink had an error", LINK;
-    79 Gpu false, "the GPU does not answer on the PCI bus",
-        "reset it or power-cycle it on the host; if it comes again, look at power, riser and slot";
+    79 Gpu false, Reason::OffTheBus.what(), Reason::OffTheBus.cure();
     92 Gpu true, "GPU memory has many corrected errors",
         "watch it; run NVIDIA's field diagnostics when the GPU is idle";
     94 Gpu true, "a memory error was contained: it ended only the program that used the row",
