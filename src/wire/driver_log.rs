@@ -25,6 +25,7 @@ const WANTED: &[&str] = &[
     "Kernel panic",
     "Out of memory",
     "firmware",
+    "libspdm",
 ];
 
 /// Message that requires an action.
@@ -252,7 +253,9 @@ pub fn explains(text: &str) -> bool {
     ];
     // The kernel's message about a function that cannot be enabled.
     let of_the_kernel = text.contains("can't enable device");
-    (of_the_kernel || text.contains("NVRM") || text.contains("nvidia"))
+    // The driver's part for SPDM prints without a prefix.
+    let of_spdm = text.starts_with("libspdm_");
+    (of_the_kernel || of_spdm || text.contains("NVRM") || text.contains("nvidia"))
         && !HARMLESS.iter().any(|h| text.contains(h))
 }
 
@@ -343,7 +346,7 @@ mod tests {
             assert_eq!(begun.count(), 2, "{both:?}");
         }
         let separate = [
-            "NVRM: GPU0 confComputeConstructEngine_IMPL: CPU does not support confidential compute.",
+            "NVRM: GPU0 confComputeConstructEngine_IMPL: CPU does not support confidential",
             "NVRM: GPU0 nvAssertFailedNoLog: Assertion failed: 0 @ conf_compute.c:161",
             "NVRM: osInitNvMapping: *** Cannot attach gpu",
             "NVRM: RmInitAdapter: osInitNvMapping failed, bailing out of RmInitAdapter",
@@ -401,7 +404,7 @@ mod tests {
                 Some("0000:00:06.0 1 10"),
             ),
             (
-                "pci 0000:02:00.0: BAR 2 [mem size 0x4000000000 64bit pref]: can't assign; no space",
+                "pci 0000:02:00.0: BAR 2 [mem size 0x4000000000]: can't assign; no space",
                 Some("0000:02:00.0 2 100"),
             ),
             (

@@ -9,10 +9,11 @@
 
 use super::draft::Draft;
 use super::intervals::ns;
-use super::model::Container;
+use super::model::{Container, Span};
 use super::runtime_steps;
 use super::story::RawStep;
-use kata_gpu_wire::catalogue::derived;
+use crate::data::compact_record::Field;
+use kata_gpu_wire::catalogue::{derived, logged};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
 use std::collections::{BTreeMap, BTreeSet};
@@ -164,6 +165,9 @@ fn add_container(
             .find(|l| *l >= last.saturating_add(SOONEST_NEXT_TRY_NS) && *l <= at_ns),
         None => looks.iter().copied().rev().find(|l| *l <= at_ns),
     };
+    // A log shows the end of the wait itself.
+    let waited_until = wait(draft, container, at_ns).and_then(|(_, end)| end);
+    let look = waited_until.or(look);
     let created = container.error.is_none();
     let tried_ns = if created {
         look.unwrap_or(at_ns)
@@ -192,7 +196,7 @@ fn add_container(
     let resolve = asked
         .zip(first_try)
         .and_then(|(asked, first)| draft.derive(derived::CONTAINER_RESOLVE, asked, first));
-    let begin = if last_try.is_none() {
+    let begin = if last_try.is_none() && waited_until.is_none() {
         asked.or(look)
     } else {
         look
@@ -219,6 +223,19 @@ fn add_container(
         }
     }
     create.or(pause)
+}
+
+/// A container's last wait for its devices until this time, by the agent's lines: its beginning,
+/// and its end where a line shows it.
+pub fn wait(draft: &Draft, container: &Container, at_ns: i64) -> Option<(i64, Option<i64>)> {
+    let is_its = |span: &&Span| {
+        let of = span.fields.get("container").and_then(Field::as_str);
+        span.name == logged::AGENT_CDI_WAIT && of == Some(&container.name)
+    };
+    let spans = draft.boot.spans.iter().filter(is_its);
+    let waits = spans.filter_map(|span| Some((ns(span.begin_ns?), span.end_ns.map(ns))));
+    let before = waits.filter(|(begin, end)| end.unwrap_or(*begin) <= at_ns);
+    before.max_by_key(|(begin, _)| *begin)
 }
 
 /// Time at which the last of a container's requested devices was published, and that publication.

@@ -5,6 +5,7 @@
 //! excludes the calls inside it and the guest's simultaneous work, which the guest's steps explain:
 //! from the VM's start until the agent is ready, and while the agent has a request.
 
+use super::agent_steps;
 use super::draft::{Draft, VM_START};
 use super::intervals::Intervals;
 use super::intervals::ns;
@@ -305,7 +306,9 @@ fn guests(draft: &Draft, calls: &[Call]) -> Vec<(i64, i64)> {
             .map(|c| c.end_ns)
     };
     let containers = draft.boot.containers.iter().filter_map(|c| {
-        let asked = ns(c.asked_ns?);
+        // Without a line about the request, the wait for devices is known.
+        let waits = || agent_steps::wait(draft, c, c.at_ns.map_or(i64::MAX, ns));
+        let asked = c.asked_ns.map(ns).or_else(|| Some(waits()?.0))?;
         Some((asked, c.at_ns.map(ns).or_else(|| call_around(asked))?))
     });
     let agents =

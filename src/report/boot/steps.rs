@@ -175,6 +175,11 @@ fn init_steps(draft: &mut Draft) {
 /// settled.
 fn settling(draft: &mut Draft) -> Option<usize> {
     let settled_ns = ns(draft.boot.settled_ns?);
+    // In a log, the time may be another program's: the init has no step that ends with it.
+    let settled = draft.file.records.iter().find(|r| r.name == names::SETTLED);
+    if settled.is_some_and(|record| record.fields.get("by").is_some()) {
+        return None;
+    }
     let ended: Vec<(usize, i64)> = {
         let of_gpus = draft
             .story

@@ -5,6 +5,7 @@
 //! that of the hypervisor is. Only the journal's fields show their owner (`-o json --all`: without
 //! it, a message of more than 4 kB is null).
 
+use super::line_prefix::{Clock, Line, Program, strip};
 use super::logfmt;
 use serde_json::{Map, Value};
 
@@ -41,10 +42,61 @@ pub fn may_have_console(line: &[u8]) -> bool {
         .any(|text| memchr::memmem::find(line, text.as_bytes()).is_some())
 }
 
+/// Message of the kernel in a journal as JSON, with its time: the journal's fields that begin with
+/// `_` are the kernel's and journald's own words.
+pub fn kernel_message(line: &str) -> Option<(Clock, String)> {
+    if !line.starts_with('{') || !line.contains("\"_TRANSPORT\"") {
+        return None;
+    }
+    let object: Map<String, Value> = serde_json::from_str(line).ok()?;
+    let ns = |key: &str| {
+        let micros: i64 = object.get(key)?.as_str()?.parse().ok()?;
+        micros.checked_mul(1000)
+    };
+    if object.get("_TRANSPORT")? != "kernel" {
+        return None;
+    }
+    let monotonic = ns("_SOURCE_MONOTONIC_TIMESTAMP").map(Clock::Kernel);
+    let clock = monotonic.or_else(|| ns("__REALTIME_TIMESTAMP").map(Clock::Wall))?;
+    Some((clock, journal_text(object.get("MESSAGE")?)?))
+}
+
+/// Entry in a line of text without its prefixes. None for a line of a guest's console: it has the
+/// kernel's stamp.
+pub fn text_entry(line: &Line) -> Option<Entry> {
+    let is_kernels = match line.program {
+        Some(program) => program == Program::Kernel,
+        None => matches!(line.clock, Some(Clock::Kernel(_))),
+    };
+    if is_kernels {
+        return None;
+    }
+    let journal_ns = match line.clock {
+        Some(Clock::Wall(ns)) => Some(ns),
+        _ => line.read_ns,
+    };
+    if let Some(Program::Named(program)) = line.program
+        && let Some(pid) = program
+            .strip_prefix("kata[")
+            .and_then(|rest| rest.strip_suffix(']'))
+        && !line.text.contains("level=")
+    {
+        // The Rust shim's; its process stands for the sandbox, which only the journal's fields
+        // name.
+        return Some(rust_entry(
+            &format!("kata-{pid}"),
+            line.text,
+            false,
+            journal_ns,
+        ));
+    }
+    message(line.text, journal_ns)
+}
+
 /// Entry in a line; None if there is none.
 pub fn entry(line: &str) -> Option<Entry> {
     if !line.starts_with('{') {
-        return message(line, None);
+        return text_entry(&strip(line));
     }
     let object: Map<String, Value> = serde_json::from_str(line).ok()?;
     if let Some(text) = object.get("MESSAGE") {
@@ -77,17 +129,27 @@ pub fn entry(line: &str) -> Option<Entry> {
 fn rust_shims(object: &Map<String, Value>, text: &str, journal_ns: Option<i64>) -> Option<Entry> {
     let field = |name: &str| object.get(name).and_then(Value::as_str);
     let sandbox = field("SOURCE").filter(|_| field("SYSLOG_IDENTIFIER") == Some("kata"))?;
+    let is_agents = field("SUBSYSTEM") == Some("agent");
+    let mut entry = rust_entry(sandbox, text, is_agents, journal_ns);
+    // Priority of syslog: 3 and below are errors.
+    if field("PRIORITY").is_some_and(|priority| ["0", "1", "2", "3"].contains(&priority)) {
+        entry.fields.push(("level".into(), "error".into()));
+    }
+    Some(entry)
+}
+
+fn rust_entry(sandbox: &str, text: &str, is_agents: bool, journal_ns: Option<i64>) -> Entry {
     let console = match text.strip_prefix("vm console: ") {
         // Quoted by Rust, which equals JSON for all but odd characters.
         Some(quoted) => serde_json::from_str(quoted).ok(),
-        None => (field("SUBSYSTEM") == Some("agent")).then(|| text.to_string()),
+        None => is_agents.then(|| text.to_string()),
     };
     let (key, value) =
         console.map_or_else(|| ("msg", text.to_string()), |line| ("vmconsole", line));
-    Some(Entry {
+    Entry {
         fields: vec![("sandbox".into(), sandbox.into()), (key.into(), value)],
         journal_ns,
-    })
+    }
 }
 
 /// journald gives a message that is not UTF-8, or holds control characters, as an array of bytes.
@@ -106,7 +168,7 @@ fn journal_text(value: &Value) -> Option<String> {
 }
 
 fn message(text: &str, journal_ns: Option<i64>) -> Option<Entry> {
-    // journalctl puts its own date, host and program before the message.
+    // A prefix that is not known may stand before the message.
     let start = text
         .find("time=\"")
         .or_else(|| text.find("level="))

@@ -13,6 +13,7 @@ pub mod framing; // bytes into lines
 pub mod guest_clocks; // a guest's measurements of its own clocks
 pub mod host_check; // the result of `doctor` for the collector's metrics
 pub mod imported_record; // records made from log lines
+pub mod line_prefix; // stamps and names before a line
 pub mod logfmt; // key=value lines
 pub mod text;
 pub mod trace_file; // the file of the host's own trace of a boot

@@ -1,5 +1,6 @@
 //! Places all stamps of the logs on one clock, the base: the guest's boot clock where a log has it
-//! (lines of our init, a boot's file), else printk's, else any other clock.
+//! (lines of our init, a boot's file), else printk's, else the wall clock beside the kernel's
+//! lines, else any other clock.
 //!
 //! One model: each clock has an offset to the base, with a bound on its error, from the best that
 //! the data has:
@@ -22,6 +23,8 @@ use serde_json::Value;
 
 /// Points of the guest's wall clock that are kept: each line is compared with each.
 const MAX_POINTS: usize = 128;
+/// Resolution of a wall clock beside the kernel's lines, if none of its times has a fraction.
+const SECOND_NS: u64 = 1_000_000_000;
 /// Agreement of the wall clocks: a runtime or an RTC sets the guest's to the second.
 const WALL_CLOCKS_AGREE_NS: u64 = 1_000_000_000;
 /// printk prints microseconds.
@@ -56,6 +59,8 @@ pub struct Clocks {
     /// Evidence for each offset, for people.
     pub evidence: Vec<ImportedClock>,
     kernel: Option<Offset>,
+    /// Of the wall clock beside the kernel's lines.
+    wall: Option<Offset>,
     /// Points at which the guest's wall clock is known, in order: the base's time and its own.
     guest: Vec<(i64, i64)>,
     guest_error_ns: u64,
@@ -77,6 +82,8 @@ impl Clocks {
             clocks.guest_by_init(&items, boot);
         } else if has(|stamp| matches!(stamp, Stamp::Kernel(_))) {
             clocks.kernel = Some(Offset { ns: 0, error_ns: 0 });
+        } else if has(|stamp| matches!(stamp, Stamp::Wall(_))) {
+            clocks.wall_by_first(&items);
         } else {
             clocks.without_kernel(&items);
             return clocks;
@@ -114,6 +121,7 @@ impl Clocks {
         match stamp {
             Stamp::Boot(at_ns) => Some(Placed { at_ns, error_ns: 0 }),
             Stamp::Kernel(ns) => by(self.kernel, ns),
+            Stamp::Wall(ns) => by(self.wall, ns),
             Stamp::Guest(ns) => Some(Placed {
                 at_ns: boottime_of(&self.guest, ns)?.boottime_ns,
                 error_ns: self.guest_error_ns,
@@ -231,7 +239,7 @@ impl Clocks {
         }
         let delays = items.iter().filter_map(|item| {
             let placed = match item.stamp {
-                Stamp::Kernel(_) | Stamp::Boot(_) => self.place(item.stamp)?,
+                Stamp::Kernel(_) | Stamp::Wall(_) | Stamp::Boot(_) => self.place(item.stamp)?,
                 Stamp::Guest(_) | Stamp::Host(_) => return None,
             };
             Some((item.read_ns?.checked_sub(placed.at_ns)?, placed.error_ns))
@@ -290,7 +298,9 @@ impl Clocks {
         let (mut lower, mut upper) = (Vec::new(), Vec::new());
         for log in logs {
             let times = log.items.iter().map(|item| match item.stamp {
-                Stamp::Kernel(_) => (self.place(item.stamp).map(|placed| placed.at_ns), None),
+                Stamp::Kernel(_) | Stamp::Wall(_) => {
+                    (self.place(item.stamp).map(|placed| placed.at_ns), None)
+                }
                 Stamp::Guest(ns) => (None, Some(ns)),
                 Stamp::Boot(_) | Stamp::Host(_) => (None, None),
             });
@@ -312,11 +322,34 @@ impl Clocks {
         })
     }
 
+    /// Sets 0 to the first line of the kernel, where only a wall clock stands beside its lines.
+    fn wall_by_first(&mut self, items: &[&Item]) {
+        let times = || {
+            items.iter().filter_map(|item| match item.stamp {
+                Stamp::Wall(ns) => Some(ns),
+                _ => None,
+            })
+        };
+        let Some(first) = times().min() else { return };
+        let is_whole = |ns: i64| ns.unsigned_abs() % SECOND_NS == 0;
+        let error_ns = if times().all(is_whole) {
+            SECOND_NS
+        } else {
+            LEAST_DELAY_NS
+        };
+        self.zero = "the first line of the kernel in these logs, which have no other clock of it";
+        self.wall = Some(Offset {
+            ns: first.saturating_neg(),
+            error_ns,
+        });
+        self.note("kernel", "the wall clock beside its lines".into(), error_ns);
+    }
+
     /// Sets 0 to the first known time, where no log has the guest's kernel.
     fn without_kernel(&mut self, items: &[&Item]) {
         let time = |item: &&Item| match item.stamp {
             Stamp::Guest(ns) | Stamp::Host(ns) => Some(ns),
-            Stamp::Kernel(_) | Stamp::Boot(_) => None,
+            Stamp::Kernel(_) | Stamp::Wall(_) | Stamp::Boot(_) => None,
         };
         let Some(first) = items.iter().filter_map(time).min() else {
             return;

@@ -1,96 +1,236 @@
-//! Lines of a guest's console, as a serial port, a hypervisor's log file or the shim gives it.
+//! Lines of a guest's console or kernel log, as a serial port, a hypervisor's log file, the shim,
+//! `dmesg` or `journalctl -k` gives them.
 //!
-//! Kernel lines carry a stamp (`[   12.345678] text`, with `printk.time=1`, which is every
-//! distribution's and Kata's setting); lines of the agent and of kata-gpu-init are JSON with stamps
-//! of their own. Escape sequences that terminals understand are taken out.
+//! Kernel lines carry a stamp ([`line_prefix`]); lines of the agent and of kata-gpu-init are JSON
+//! with stamps of their own. Lines without any stamp count only in a log that has no other (`dmesg
+//! -t`): on a console, any program can have written them. A message of several lines is one fact.
+//!
+//! [`line_prefix`]: crate::data::line_prefix
 
 use super::agent_lines;
-use super::facts::{Fact, Item, Log, MAX_FACTS, MAX_STAMP_NS, Stamp};
+use super::driver_said::is_drivers;
+use super::facts::{Fact, Item, Log, MAX_FACTS, Stamp};
 use super::kernel_lines;
 use super::kernel_lines::Meaning;
 use crate::data::agent_log::torn::Torn;
 use crate::data::agent_log::{AgentLog, MAX_CONSOLE_LINE};
+use crate::data::line_prefix::{Clock, DAY_NS, Line, Program, strip};
+use kata_gpu_wire::driver_log::{goes_on, joined};
 
 /// A kernel line this much earlier than one before it begins another boot, if it is no later than
 /// this: `quiet` keeps the banner off the console. A log of two sources falls back to later times,
 /// and is one boot.
 const FELL_BACK_NS: i64 = 5_000_000_000;
+/// Most lines of one message.
+const MAX_MESSAGE: usize = 32;
+/// Most lines without a stamp that are kept.
+const MAX_PLAIN: usize = 10_000;
 
 /// Takes the lines of one console.
 #[derive(Debug, Default)]
 pub struct Console {
     boots: Vec<Vec<Item>>,
     kept: usize,
+    /// Lines that went on with a message.
+    joined: usize,
     /// The latest stamp of a kernel line of this boot.
     latest_ns: i64,
+    /// Stamp of the last kernel line.
+    last: Option<Stamp>,
+    /// Days that have passed on a wall clock without dates.
+    days: i64,
     torn: Torn,
     /// The agent's lines of this boot.
     agent: AgentLog,
+    /// The message that the next line may go on with: the last fact of this boot's kernel.
+    message: Option<Message>,
+    /// Lines that would mean something, if they had a stamp.
+    plain: Vec<(u64, String)>,
+}
+
+/// A message of the kernel's log, as logged.
+#[derive(Debug)]
+struct Message {
+    lines: Vec<String>,
+    stamp: Stamp,
+    /// Place of its fact in the boot.
+    at: usize,
 }
 
 impl Console {
     /// Takes a line; true if it states something. `read_ns`: time at which the host read it.
-    pub fn line(&mut self, number: u64, line: &str, read_ns: Option<i64>) -> bool {
+    pub fn line(&mut self, number: u64, line: &Line, read_ns: Option<i64>) -> bool {
+        let read_ns = read_ns.or(line.read_ns);
+        let before = (self.boots.len(), self.taken());
+        if line.is_indented {
+            self.goes_on(line.text, true);
+            return self.taken() > before.1;
+        }
         let mut torn = std::mem::take(&mut self.torn);
-        let (boots, kept) = (self.boots.len(), self.kept);
-        let line = without_escapes(line);
-        torn.line(line.as_bytes(), MAX_CONSOLE_LINE, |whole| {
+        torn.line(line.stamped.as_bytes(), MAX_CONSOLE_LINE, |whole| {
             // The line is cut between characters, and so still text.
-            self.whole_line(number, &String::from_utf8_lossy(whole), read_ns);
+            let text = String::from_utf8_lossy(whole);
+            let whole = match text == line.stamped {
+                true => *line,
+                false => strip(&text),
+            };
+            self.whole_line(number, &whole, read_ns);
         });
         // A line that was cut off by the end of a boot has no rest in the next boot.
-        if self.boots.len() == boots {
+        if self.boots.len() == before.0 {
             self.torn = torn;
         }
-        self.kept > kept
+        self.taken() > before.1
     }
 
-    fn whole_line(&mut self, number: u64, line: &str, read_ns: Option<i64>) {
-        let kernel = kernel_line(line);
-        let text = kernel.map_or(line, |(_, text)| text);
+    fn taken(&self) -> usize {
+        self.kept + self.joined + self.plain.len()
+    }
+
+    fn whole_line(&mut self, number: u64, line: &Line, read_ns: Option<i64>) {
         let mut facts = Vec::new();
         // A process may have written JSON to the kernel's log, or to the console between stamp and
         // newline.
-        agent_lines::parse(text, &mut self.agent, |stamp, fact| {
+        agent_lines::parse(line.text, &mut self.agent, |stamp, fact| {
             facts.push((stamp, fact))
         });
-        if facts.is_empty()
-            && let Some((ns, text)) = kernel
-            && let Some(meaning) = kernel_lines::meaning(text)
-        {
-            let fell_back = ns < FELL_BACK_NS && ns + FELL_BACK_NS < self.latest_ns;
-            if fell_back || matches!(meaning, Meaning::Banner { .. }) {
-                self.begin_boot();
+        if !facts.is_empty() {
+            for (stamp, fact) in facts {
+                self.keep(number, stamp, read_ns, fact);
             }
-            self.latest_ns = self.latest_ns.max(ns);
-            let text = text.to_string();
-            facts.push((Stamp::Kernel(ns), Fact::Kernel { text, meaning }));
+            return;
         }
-        for (stamp, fact) in facts {
-            if self.kept < MAX_FACTS {
-                self.kept += 1;
-                if self.boots.is_empty() {
-                    self.boots.push(vec![]);
-                }
-                let item = Item {
-                    stamp,
-                    read_ns,
-                    file: 0,
-                    line: number,
-                    fact,
-                };
-                if let Some(boot) = self.boots.last_mut() {
-                    boot.push(item);
-                }
+        match line.clock {
+            Some(clock) => {
+                let stamp = self.stamp(clock);
+                self.kernel(number, stamp, line.text, read_ns);
             }
+            None => self.unstamped(number, line, read_ns),
         }
     }
 
+    /// Takes a line without a stamp: of a tool, whose time is the last stamp's, or kept for a log
+    /// without any stamp.
+    fn unstamped(&mut self, number: u64, line: &Line, read_ns: Option<i64>) {
+        if is_tools(line.text) {
+            if let Some(stamp) = self.last {
+                self.kernel(number, stamp, line.text, read_ns);
+            }
+            return;
+        }
+        let is_kernels = line.program.is_none_or(|by| by == Program::Kernel);
+        if is_kernels && is_plain(line.text) && self.plain.len() < MAX_PLAIN {
+            self.plain.push((number, line.text.to_string()));
+        }
+    }
+
+    /// The stamp of a clock, with the days that a wall clock without dates does not show.
+    fn stamp(&mut self, clock: Clock) -> Stamp {
+        let last = match self.last {
+            Some(Stamp::Wall(ns)) => Some(ns),
+            _ => None,
+        };
+        let stamp = match clock {
+            Clock::Kernel(ns) => Stamp::Kernel(ns),
+            Clock::Since(ns) => Stamp::Wall(last.unwrap_or(0).saturating_add(ns)),
+            Clock::Wall(ns) if ns < DAY_NS => {
+                let at = |days: i64| ns.saturating_add(days.saturating_mul(DAY_NS));
+                let is_next = last.is_some_and(|last| at(self.days) < last - DAY_NS / 2);
+                self.days += i64::from(is_next);
+                Stamp::Wall(at(self.days))
+            }
+            Clock::Wall(ns) => Stamp::Wall(ns),
+        };
+        self.last = Some(stamp);
+        stamp
+    }
+
+    /// Takes a line of the kernel's log.
+    pub fn kernel(&mut self, number: u64, stamp: Stamp, text: &str, read_ns: Option<i64>) {
+        self.last = Some(stamp);
+        if self.message.as_ref().is_some_and(|m| m.stamp == stamp) && self.goes_on(text, false) {
+            return;
+        }
+        self.message = None;
+        let whole = joined(text);
+        let Some(meaning) = kernel_lines::meaning(&whole) else {
+            return;
+        };
+        let ns = match stamp {
+            Stamp::Kernel(ns) => ns,
+            _ => self.latest_ns,
+        };
+        let fell_back = ns < FELL_BACK_NS && ns + FELL_BACK_NS < self.latest_ns;
+        if fell_back || matches!(meaning, Meaning::Banner { .. }) {
+            self.begin_boot();
+            self.last = Some(stamp);
+        }
+        self.latest_ns = self.latest_ns.max(ns);
+        let fact = Fact::Kernel {
+            text: whole,
+            meaning,
+        };
+        if self.keep(number, stamp, read_ns, fact) {
+            let boot = self.boots.last().map_or(0, Vec::len);
+            self.message = Some(Message {
+                lines: vec![text.to_string()],
+                stamp,
+                at: boot.saturating_sub(1),
+            });
+        }
+    }
+
+    /// Adds a line to the last message, if it goes on with it. `is_marked`: it is indented, which
+    /// shows that it does.
+    fn goes_on(&mut self, text: &str, is_marked: bool) -> bool {
+        let (Some(message), Some(boot)) = (&mut self.message, self.boots.last_mut()) else {
+            return false;
+        };
+        let lines: Vec<&str> = message.lines.iter().map(String::as_str).collect();
+        let exact = match message.stamp {
+            Stamp::Wall(ns) => ns % 1_000_000_000 != 0,
+            _ => true,
+        };
+        if lines.len() >= MAX_MESSAGE || !(is_marked || goes_on(&lines, text, exact)) {
+            return false;
+        }
+        message.lines.push(text.to_string());
+        let whole = joined(&message.lines.join("\n"));
+        if let Some(item) = boot.get_mut(message.at)
+            && let Fact::Kernel { text, meaning } = &mut item.fact
+        {
+            *meaning = kernel_lines::meaning(&whole).unwrap_or(Meaning::Other);
+            *text = whole;
+            self.joined += 1;
+        }
+        true
+    }
+
+    fn keep(&mut self, number: u64, stamp: Stamp, read_ns: Option<i64>, fact: Fact) -> bool {
+        if self.kept >= MAX_FACTS {
+            return false;
+        }
+        self.kept += 1;
+        if self.boots.is_empty() {
+            self.boots.push(vec![]);
+        }
+        if let Some(boot) = self.boots.last_mut() {
+            boot.push(Item {
+                stamp,
+                read_ns,
+                file: 0,
+                line: number,
+                fact,
+            });
+        }
+        true
+    }
+
     fn begin_boot(&mut self) {
-        (self.latest_ns, self.agent) = (0, AgentLog::default());
+        (self.latest_ns, self.agent, self.message) = (0, AgentLog::default(), None);
         // Lines before the first banner are the firmware's or another boot's end: a boot of their
         // own only if kernel lines are among them.
-        let is_kernel = |item: &Item| matches!(item.stamp, Stamp::Kernel(_));
+        let is_kernel = |item: &Item| item.stamp.is_kernels();
         if let Some(last) = self
             .boots
             .last_mut()
@@ -103,7 +243,12 @@ impl Console {
     }
 
     /// All boots of the console, none of them empty.
-    pub fn finish(self, sandbox: Option<&str>) -> Vec<Log> {
+    pub fn finish(mut self, sandbox: Option<&str>) -> Vec<Log> {
+        if self.boots.iter().all(Vec::is_empty) {
+            for (number, text) in std::mem::take(&mut self.plain) {
+                self.kernel(number, Stamp::Wall(0), &text, None);
+            }
+        }
         let boots = self.boots.into_iter().filter(|items| !items.is_empty());
         let log = |items| Log {
             sandbox: sandbox.map(str::to_string),
@@ -113,60 +258,25 @@ impl Console {
     }
 }
 
-/// Stamp in ns and text of a kernel line with a plausible stamp. Takes `<6>` before and `[    T1]`
-/// (the caller) behind the stamp, which some consoles have.
-pub fn kernel_line(line: &str) -> Option<(i64, &str)> {
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    let line = line.trim_start();
-    let line = match line.strip_prefix('<').and_then(|rest| rest.split_once('>')) {
-        Some((level, rest)) if is_number(level) => rest,
-        _ => line,
-    };
-    let (stamp, text) = line.strip_prefix('[')?.split_once(']')?;
-    let (seconds, micros) = stamp.trim_start().split_once('.')?;
-    if !is_number(seconds) || !is_number(micros) || micros.len() != 6 {
-        return None;
+/// Whether a line without a stamp begins as the kernel's or driver's do.
+fn is_plain(text: &str) -> bool {
+    match kernel_lines::meaning(text) {
+        None => false,
+        Some(Meaning::Other) => is_drivers(text),
+        Some(_) => true,
     }
-    let seconds: i64 = seconds.parse().ok()?;
-    let ns = seconds
-        .checked_mul(1_000_000_000)?
-        .checked_add(micros.parse::<i64>().ok()? * 1000)?;
-    let text = text.trim_start();
-    let text = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-        Some((caller, rest))
-            if caller
-                .trim_start()
-                .strip_prefix(['T', 'C'])
-                .is_some_and(is_number) =>
-        {
-            rest.trim_start()
-        }
-        _ => text,
-    };
-    (ns <= MAX_STAMP_NS).then_some((ns, text.trim_end()))
 }
 
-/// The line without escape sequences (ECMA-48: ESC, then `[`, parameters and a final byte; or ESC
-/// and one byte) and without carriage returns at its end. Other control characters stay: they are
-/// shown as escapes.
-pub fn without_escapes(line: &str) -> String {
-    let mut out = String::with_capacity(line.len());
-    let mut chars = line.chars().peekable();
-    while let Some(c) = chars.next() {
-        if c != '\u{1b}' {
-            out.push(c);
-            continue;
-        }
-        match chars.next() {
-            Some('[') => while chars.next().is_some_and(|c| !('@'..='~').contains(&c)) {},
-            // An operating system command: up to BEL or ESC \.
-            Some(']') => while chars.next().is_some_and(|c| c != '\u{7}' && c != '\\') {},
-            _ => {}
-        }
-    }
-    let end = out.trim_end_matches(['\r', '\n']).len();
-    out.truncate(end);
-    out
+/// Whether a line without a stamp is of a tool of the guest's init, which logs to the console:
+/// nvidia-ctk. Its own time is a wall clock of seconds; its place in the log is closer.
+fn is_tools(text: &str) -> bool {
+    let has_meaning = || {
+        matches!(
+            kernel_lines::meaning(text),
+            Some(Meaning::Ended | Meaning::CtkDone)
+        )
+    };
+    text.starts_with("time=\"") && has_meaning()
 }
 
 #[cfg(test)]
@@ -176,7 +286,7 @@ mod tests {
     fn boots(lines: &[&str]) -> Vec<Vec<i64>> {
         let mut console = Console::default();
         for (number, line) in (1..).zip(lines) {
-            console.line(number, line, None);
+            console.line(number, &strip(line), None);
         }
         let at = |item: &Item| match item.stamp {
             Stamp::Kernel(ns) => ns / 1_000_000,
@@ -186,44 +296,6 @@ mod tests {
         logs.iter()
             .map(|log| log.items.iter().map(at).collect())
             .collect()
-    }
-
-    #[test]
-    fn kernel_lines_are_read_whatever_stands_around_the_stamp() {
-        let want = Some((12_345_678_000, "NVRM: x"));
-        for line in [
-            "[   12.345678] NVRM: x",
-            "<6>[   12.345678] NVRM: x",
-            "  [   12.345678][    T1] NVRM: x",
-            "[   12.345678] [  C12] NVRM: x \r",
-        ] {
-            assert_eq!(kernel_line(line), want, "{line}");
-        }
-        for line in [
-            "",
-            "[",
-            "[]",
-            "[1]",
-            "[a.b]",
-            "[  1.2] x",
-            "[ 1.2345678] x",
-            "x [   12.345678] y",
-            "[   -2.345678] y",
-            "[99999999999.000000] NVRM: later than any boot",
-            "[99999999999999999999.000000] NVRM: x",
-        ] {
-            assert_eq!(kernel_line(line), None, "{line}");
-        }
-    }
-
-    #[test]
-    fn escape_sequences_are_taken_out() {
-        assert_eq!(
-            without_escapes("\x1b[32;1m[    1.000000]\x1b[0m NVRM\x1b]0;title\x07: x\x1bM\r\n"),
-            "[    1.000000] NVRM: x"
-        );
-        assert_eq!(without_escapes("\x1b"), "");
-        assert_eq!(without_escapes("\x1b[31"), "");
     }
 
     #[test]

@@ -7,31 +7,34 @@
 //! is printed when the write returns. The end is the first sign of the return, and is stored with
 //! it: the next kernel line of that GPU, the agent's uevent of its binding, the next GPU's enabling
 //! (the driver probes one after another), or the driver's line at the end of its load.
+//!
+//! What a failure means is the catalogue's ([`failure`]): it gets the driver's messages and all
+//! facts that the log states.
 
 use super::clocks::Placed;
+use super::driver_said::DriverSaid;
 use super::facts::{Fact, InitLine, Item, Stamp, cut};
+use super::guest_facts::GuestFacts;
 use super::kernel_lines::Meaning;
 use crate::data::agent_log::AgentEvent;
 use crate::data::imported_record::{MARK, parts};
 use kata_gpu_wire::catalogue::logged as own;
 use kata_gpu_wire::driver_log;
 use kata_gpu_wire::failure;
-use kata_gpu_wire::failure::{Facts, FailedStep};
+use kata_gpu_wire::failure::{Diagnosis, FailedStep, Reason};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::record::{Kind, Level, Record};
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Lines of the driver that are kept per GPU, to find the reason of a failure.
-const LINES_PER_GPU: usize = 24;
 /// Longest text of a kernel line in a record.
 const MAX_TEXT: usize = 1000;
 
 /// Makes records of facts in order of time. `steps_of_init`: lines of our init are the steps.
 pub fn derive(items: &[(Placed, &Item)], steps_of_init: bool) -> Vec<Record> {
     let mut maker = Maker {
-        gpus: gpus(items),
+        guest: GuestFacts::of(items),
         steps_of_init,
         ..Maker::default()
     };
@@ -42,24 +45,6 @@ pub fn derive(items: &[(Placed, &Item)], steps_of_init: bool) -> Vec<Record> {
     // Sort by time; records of one time keep the order in which they were written.
     maker.drafts.sort_by_key(|draft| draft.source.placed.at_ns);
     maker.drafts.into_iter().map(Draft::finish).collect()
-}
-
-/// All GPUs, in PCI order, which is the order of the CDI names. A console that begins late has no
-/// enumeration: every function that nvidia.ko enables is a GPU.
-fn gpus(items: &[(Placed, &Item)]) -> BTreeSet<PciAddress> {
-    let gpu = |(_, item): &(Placed, &Item)| match &item.fact {
-        Fact::Init(line) => line.gpu,
-        Fact::Kernel { meaning, .. } => match meaning {
-            Meaning::GpuFound { gpu, .. } => Some(*gpu),
-            Meaning::Enabling {
-                function,
-                driver: true,
-            } => Some(*function),
-            _ => None,
-        },
-        Fact::Agent(_) | Fact::Runtime(_) => None,
-    };
-    items.iter().filter_map(gpu).collect()
 }
 
 /// Time, file and line of a record.
@@ -101,7 +86,7 @@ impl Draft {
 
 #[derive(Default)]
 struct Maker {
-    gpus: BTreeSet<PciAddress>,
+    guest: GuestFacts,
     steps_of_init: bool,
     drafts: Vec<Draft>,
     /// Source of the next record.
@@ -111,11 +96,20 @@ struct Maker {
     open: HashMap<String, Vec<u64>>,
     /// GPUs whose enabling has begun and not ended.
     enabling: BTreeSet<PciAddress>,
-    /// The driver's lines about each GPU that can explain a failure.
-    driver_lines: HashMap<PciAddress, Vec<String>>,
+    said: DriverSaid,
+    /// GPUs whose enumeration or enabling has come: others are plugged later.
+    present: BTreeSet<PciAddress>,
+    /// BARs without room, with their bytes.
+    without_room: BTreeMap<PciAddress, BTreeMap<u8, u64>>,
     failed: BTreeSet<PciAddress>,
-    /// Facts that the log states of driver and guest.
-    facts: Facts,
+    /// Reasons of the guest's end that are reported.
+    ended: BTreeSet<&'static str>,
+    /// Whether all GPUs are usable or failed.
+    is_settled: bool,
+    /// Whether a container was created: a guest that powers off then has done its work.
+    has_container: bool,
+    /// NVSwitch that is probed.
+    switch: Option<String>,
     /// Waiting containers, with the tries that failed.
     waits: HashMap<String, u64>,
     marks: u64,
@@ -139,7 +133,7 @@ impl Maker {
 
     /// An event of a GPU, with its CDI name.
     fn gpu_event(&mut self, name: &str, gpu: PciAddress) -> &mut Record {
-        let index = self.gpus.iter().position(|known| *known == gpu);
+        let index = self.guest.gpus.iter().position(|known| *known == gpu);
         let record = self.event(name);
         record.gpu = Some(gpu);
         record.fields = fields([("index", json!(index))]);
@@ -191,6 +185,8 @@ impl Maker {
                 let record = self.event(event.name);
                 if event.error.is_some() {
                     record.level = Level::Error;
+                } else if event.name == own::SANDBOX_LOG {
+                    record.level = Level::Warn;
                 }
                 (record.error, record.fields) = (event.error.clone(), event.fields.clone());
             }
@@ -215,14 +211,11 @@ impl Maker {
             record.fields = fields([("text", cut(text, MAX_TEXT).into())]);
             return;
         }
-        self.facts.take_line(text);
-        let gpu = driver_log::address(text).filter(|gpu| self.gpus.contains(gpu));
-        if let Some(gpu) = gpu.filter(|_| driver_log::explains(text)) {
-            let lines = self.driver_lines.entry(gpu).or_default();
-            if lines.len() < LINES_PER_GPU {
-                lines.push(text.to_string());
-            }
+        if *meaning == Meaning::Function {
+            return;
         }
+        let gpu = driver_log::address(text).filter(|gpu| self.guest.gpus.contains(gpu));
+        self.said.add(gpu, text);
         self.enablings_end(gpu, meaning);
         let printk_us = match stamp {
             Stamp::Kernel(ns) => Some(ns / 1000),
@@ -233,7 +226,11 @@ impl Maker {
         let text_cut = cut(text, MAX_TEXT).into();
         record.fields = fields([("text", text_cut), ("printk_us", json!(printk_us))]);
         if !self.steps_of_init {
+            self.switch_ends(meaning);
             self.step(meaning, text);
+        }
+        if *meaning == Meaning::Ended {
+            self.guest_ends(text);
         }
     }
 
@@ -267,21 +264,52 @@ impl Maker {
                 record.fields = fields([("program", cut(program, MAX_TEXT).into())]);
             }
             Meaning::GpuFound { gpu, device } => {
+                self.present.insert(*gpu);
                 let record = self.gpu_event(names::GPU_FOUND, *gpu);
                 record
                     .fields
                     .insert("device".into(), device.as_str().into());
             }
-            Meaning::Enabling { function: gpu, .. } if self.gpus.contains(gpu) => {
+            Meaning::Enabling {
+                function: gpu,
+                driver,
+            } if self.guest.gpus.contains(gpu) => {
+                if *driver {
+                    self.said.boundary();
+                }
+                self.present.insert(*gpu);
                 self.enabling.insert(*gpu);
                 self.begin(names::GPU_ENABLE, &gpu.to_string()).gpu = Some(*gpu);
             }
             Meaning::ModuleBegins => {
+                self.said.boundary();
                 let record = self.begin(names::MODULE_LOAD, "nvidia");
                 record.fields = fields([("module", "nvidia".into())]);
             }
             Meaning::ModuleLoaded => {
                 self.end_named(names::MODULE_LOAD, ("module", "nvidia"));
+            }
+            Meaning::NoGpuTaken => self.no_gpu_taken(text),
+            Meaning::SwitchProbe { function } => {
+                let function = function.to_string();
+                let record = self.begin(own::SWITCH_PROBE, &function);
+                record.fields = fields([("function", function.as_str().into())]);
+                self.switch = Some(function);
+            }
+            Meaning::NoRoom {
+                function,
+                bar,
+                bytes,
+            } => {
+                if self.guest.gpus.contains(function) {
+                    let bars = self.without_room.entry(*function).or_default();
+                    bars.insert(*bar, *bytes);
+                }
+            }
+            Meaning::BarAssigned { function, bar } => {
+                if let Some(bars) = self.without_room.get_mut(function) {
+                    bars.remove(bar);
+                }
             }
             Meaning::UvmLoaded => {
                 self.end_named(names::MODULE_LOAD, ("module", "nvidia_uvm"));
@@ -293,11 +321,7 @@ impl Maker {
             }
             Meaning::CtkDone => {
                 self.end_named(names::CDI_PUBLISH, ("by", "nvidia-ctk"));
-                // nvidia-ctk writes all GPUs or none.
-                for gpu in &self.gpus.clone() - &self.failed {
-                    let record = self.gpu_event(names::GPU_PUBLISHED, gpu);
-                    record.fields.insert("by".into(), "nvidia-ctk".into());
-                }
+                self.settled("nvidia-ctk");
             }
             Meaning::Xid { gpu, xid } => {
                 let record = self.event(names::GPU_XID);
@@ -305,6 +329,7 @@ impl Maker {
                 record.fields = fields([("xid", json!(xid))]);
             }
             Meaning::InitMark => {
+                self.said.boundary();
                 self.initialisation_ends("next mark");
                 self.mark = Some(self.now);
                 self.marks += 1;
@@ -314,10 +339,19 @@ impl Maker {
             Meaning::InitFailed { gpu } => {
                 self.initialisation_ends("failure of an initialisation");
                 self.gpu_failed(*gpu, FailedStep::Init, text);
+                self.said.boundary();
             }
-            Meaning::ProbeFailed { gpu } => self.gpu_failed(*gpu, FailedStep::Probe, text),
-            Meaning::Banner { .. } | Meaning::Enabling { .. } => {}
-            Meaning::Nvrc { .. } | Meaning::Other => {}
+            Meaning::ProbeFailed { gpu } => {
+                self.gpu_failed(*gpu, FailedStep::Probe, text);
+                self.said.boundary();
+            }
+            Meaning::Banner { .. }
+            | Meaning::Enabling { .. }
+            | Meaning::Function
+            | Meaning::Confidential
+            | Meaning::Nvrc { .. }
+            | Meaning::Ended
+            | Meaning::Other => {}
         }
     }
 
@@ -337,20 +371,124 @@ impl Maker {
         if !self.failed.insert(gpu) {
             return;
         }
-        let lines = self.driver_lines.remove(&gpu).unwrap_or_default();
-        let found = failure::of_gpu(step, &lines, &self.facts);
+        let facts = self.guest.of_gpu(Some(gpu));
+        // The driver probes one GPU after another, and so does NVRC initialise them.
+        let is_serial = step == FailedStep::Probe || self.guest.is_nvrcs;
+        let is_alone = self.guest.gpus.len() < 2;
+        let general = failure::of_gpu::<&str>(step, &[], &facts).reason;
+        let decides = |text: &str| failure::of_gpu(step, &[text], &facts).reason != general;
+        let offer = self.said.offer(gpu, is_alone, is_serial, decides);
+        let found = failure::of_gpu(step, &offer.messages, &facts);
         let words = cut(found.words.unwrap_or(text), MAX_TEXT);
+        let nearby = Some(offer.nearby.join(" | ")).filter(|text| !text.is_empty());
+        let nearby = nearby.map(|text| cut(&text, MAX_TEXT));
+        let bars = self.without_room.get(&gpu).map(bars_text);
+        let bars = bars.filter(|text| !text.is_empty());
         let record = self.event(names::GPU_FAILED);
         (record.gpu, record.level) = (Some(gpu), Level::Error);
         record.error = Some(format!("{}: {words}", found.reason));
-        record.fields = fields([
+        record.fields = diagnosis(&found);
+        record.fields.extend(fields([
             ("step", step.name().into()),
-            ("reason", found.reason.name().into()),
-            ("whose", found.reason.whose().name().into()),
-            ("sure", found.sure.name().into()),
             ("words", words.into()),
-            ("cure", found.cure.as_ref().into()),
-        ]);
+            ("nearby", json!(nearby)),
+            ("bars", json!(bars)),
+        ]));
+    }
+
+    /// Takes the driver's word that it has none of the GPUs: all that have not failed are refused.
+    fn no_gpu_taken(&mut self, text: &str) {
+        let refused: Vec<PciAddress> = (&self.guest.gpus - &self.failed).into_iter().collect();
+        let messages = self.said.without_gpu();
+        if self.is_settled || self.ended.contains(Reason::NoGpu.name()) {
+            return;
+        }
+        if self.guest.gpus.is_empty() {
+            let facts = self.guest.of_gpu(None);
+            let found = failure::of_gpu(FailedStep::Module, &messages, &facts);
+            let is_unnamed =
+                [Reason::DriverFindsNoGpu, Reason::DriverLoadFailed].contains(&found.reason);
+            // The driver counts the GPUs on the bus before it probes any; the enumeration shows
+            // the same.
+            let is_absent = text.contains("No NVIDIA GPU found") || self.guest.has_enumeration;
+            let found = match is_unnamed && is_absent {
+                true => Diagnosis::known(Reason::NoGpu, Some(text)),
+                false => found,
+            };
+            return self.guest_ended(&found, text);
+        }
+        let are_alike = self.guest.are_alike();
+        let is_here = |gpu: &PciAddress| !self.guest.has_enumeration || self.present.contains(gpu);
+        let refused: Vec<PciAddress> = refused.into_iter().filter(is_here).collect();
+        for gpu in refused {
+            if !are_alike {
+                self.said.boundary();
+            }
+            self.gpu_failed(gpu, FailedStep::Probe, text);
+        }
+    }
+
+    /// Takes a line that shows the guest's end.
+    fn guest_ends(&mut self, text: &str) {
+        let Some(found) = failure::of_guest(text) else {
+            return;
+        };
+        // A guest whose pod is deleted powers off, too, and our init reports why it does.
+        let is_plain = found.reason == Reason::PoweredOff;
+        if !(is_plain && (self.has_container || self.steps_of_init)) {
+            self.guest_ended(&found, text);
+        }
+        // NVRC's panic has the error of the program that failed.
+        if text.contains("panicked at") {
+            let panic = Diagnosis::known(Reason::NvrcPanic, Some(text));
+            self.guest_ended(&panic, text);
+        }
+    }
+
+    /// Reports the guest's end, once for each reason.
+    fn guest_ended(&mut self, found: &Diagnosis, text: &str) {
+        if !self.ended.insert(found.reason.name()) {
+            return;
+        }
+        let words = cut(found.words.unwrap_or(text), MAX_TEXT);
+        let record = self.event(own::GUEST_ENDED);
+        record.level = Level::Error;
+        record.error = Some(words);
+        record.fields = diagnosis(found);
+    }
+
+    /// Reports that all GPUs are usable or failed: whoever published them, or gave one to a
+    /// container, had initialised them, and wrote all GPUs or none.
+    fn settled(&mut self, by: &str) {
+        if std::mem::replace(&mut self.is_settled, true) || self.guest.gpus.is_empty() {
+            return;
+        }
+        let usable: Vec<PciAddress> = (&self.guest.gpus - &self.failed).into_iter().collect();
+        for gpu in &usable {
+            for name in [names::GPU_PUBLISHED, names::GPU_USABLE] {
+                let record = self.gpu_event(name, *gpu);
+                record.fields.insert("by".into(), by.into());
+            }
+        }
+        let counts = [usable.len(), self.failed.len()].map(|count| json!(count));
+        let [usable, failed] = counts;
+        self.event(names::SETTLED).fields =
+            fields([("usable", usable), ("failed", failed), ("by", by.into())]);
+    }
+
+    /// Ends the probe of an NVSwitch at the next step of the load.
+    fn switch_ends(&mut self, meaning: &Meaning) {
+        let is_next = matches!(
+            meaning,
+            Meaning::SwitchProbe { .. }
+                | Meaning::Enabling { driver: true, .. }
+                | Meaning::ModuleLoaded
+                | Meaning::NoGpuTaken
+                | Meaning::ProbeFailed { .. }
+        );
+        if let Some(function) = self.switch.take_if(|_| is_next) {
+            self.end(own::SWITCH_PROBE, &function);
+        }
     }
 
     fn agent(&mut self, event: &AgentEvent) {
@@ -364,15 +502,25 @@ impl Maker {
                     record.fields = fields([("container", json!(container))]);
                 }
             }
-            AgentEvent::Injected { container } | AgentEvent::ContainerCreated { container, .. } => {
+            AgentEvent::Injected { container } => self.wait_ends(container, None),
+            AgentEvent::ContainerCreated {
+                container,
+                devices,
+                pause,
+                ..
+            } => {
                 self.wait_ends(container, None);
+                self.has_container |= !pause;
+                if !self.steps_of_init && devices.contains("nvidia.com/") {
+                    self.settled("kata-agent");
+                }
             }
             AgentEvent::ContainerFailed {
                 container, error, ..
             } => self.wait_ends(container, Some(error)),
             AgentEvent::Bound(gpu) => {
                 self.enabling_ends(*gpu, "bind uevent");
-                if !self.steps_of_init && self.gpus.contains(gpu) {
+                if !self.steps_of_init && self.guest.gpus.contains(gpu) {
                     self.gpu_event(names::GPU_BOUND, *gpu);
                 }
             }
@@ -396,6 +544,28 @@ impl Maker {
             record.fields = fields([("failed_tries", json!(tries))]);
         }
     }
+}
+
+/// Fields that a diagnosis gives to every record of a failure.
+fn diagnosis(found: &Diagnosis) -> Map<String, Value> {
+    fields([
+        ("reason", found.reason.name().into()),
+        ("whose", found.reason.whose().name().into()),
+        ("sure", found.sure.name().into()),
+        ("cure", found.cure.as_ref().into()),
+    ])
+}
+
+/// `BAR 1 of 16 GiB found no room`.
+fn bars_text(bars: &BTreeMap<u8, u64>) -> String {
+    let one = |(bar, bytes): (&u8, &u64)| {
+        let (count, unit) = match *bytes {
+            bytes if bytes >= 1 << 30 => (bytes >> 30, "GiB"),
+            bytes => (bytes >> 20, "MiB"),
+        };
+        format!("BAR {bar} of {count} {unit} found no room")
+    };
+    bars.iter().map(one).collect::<Vec<_>>().join("; ")
 }
 
 /// Fields of a record; those that are null are left out.

@@ -9,21 +9,29 @@ use serde_json::{Map, Value};
 /// Most facts that are kept of one console or of one journal's host lines: a boot has some
 /// thousand. More is a log of something else, or an attack.
 pub const MAX_FACTS: usize = 200_000;
-/// Latest plausible time on the guest's clock: about 115 days after kernel start. A boot is long
-/// over by then.
-pub const MAX_STAMP_NS: i64 = 10_000_000 * 1_000_000_000;
+pub use crate::data::line_prefix::MAX_STAMP_NS;
 
 /// A time on one of the clocks that logs carry, in ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stamp {
     /// printk's clock of the guest.
     Kernel(i64),
+    /// A wall clock beside the kernel's lines, where they have no other: `journalctl -k`, `dmesg
+    /// -T`. It is of unknown date, zone and resolution.
+    Wall(i64),
     /// CLOCK_BOOTTIME of the guest, from our init's lines.
     Boot(i64),
     /// CLOCK_REALTIME of the guest.
     Guest(i64),
     /// CLOCK_REALTIME of the host.
     Host(i64),
+}
+
+impl Stamp {
+    /// Whether a line of the kernel has this stamp.
+    pub fn is_kernels(self) -> bool {
+        matches!(self, Self::Kernel(_) | Self::Wall(_))
+    }
 }
 
 /// A fact from a log.

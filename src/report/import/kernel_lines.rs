@@ -5,6 +5,8 @@
 
 use kata_gpu_wire::driver_log;
 use kata_gpu_wire::driver_log::Signal;
+use kata_gpu_wire::failure::facts::shows_confidential_guest;
+use kata_gpu_wire::failure::of_guest;
 use kata_gpu_wire::pci_address::PciAddress;
 
 /// Meaning of a line for the boot.
@@ -22,6 +24,20 @@ pub enum Meaning {
         gpu: PciAddress,
         device: String,
     },
+    /// The enumeration of a function that is no GPU.
+    Function,
+    /// A BAR of a function found no room.
+    NoRoom {
+        function: PciAddress,
+        bar: u8,
+        bytes: u64,
+    },
+    BarAssigned {
+        function: PciAddress,
+        bar: u8,
+    },
+    /// The guest's memory is encrypted.
+    Confidential,
     /// A function's memory is about to be enabled: on the host, its BARs are mapped while this
     /// write lasts.
     Enabling {
@@ -30,6 +46,12 @@ pub enum Meaning {
     },
     /// The first line of nvidia.ko.
     ModuleBegins,
+    /// nvidia.ko probes an NVSwitch.
+    SwitchProbe {
+        function: PciAddress,
+    },
+    /// nvidia.ko has found no GPU that it takes, or is gone again.
+    NoGpuTaken,
     /// nvidia.ko has probed all functions.
     ModuleLoaded,
     UvmLoaded,
@@ -51,82 +73,144 @@ pub enum Meaning {
     Nvrc {
         text: String,
     },
+    /// A sign of the guest's end.
+    Ended,
     /// Any other line that enters the stream as it stands.
     Other,
 }
 
 /// Meaning of a line; None for a line that does not matter here.
 pub fn meaning(text: &str) -> Option<Meaning> {
+    if is_end(text) {
+        return Some(Meaning::Ended);
+    }
+    if let Some(text) = nvrc(text) {
+        return Some(nvrcs(text));
+    }
+    if text.contains("Generated CDI spec with version") {
+        return Some(Meaning::CtkDone);
+    }
+    if driver_log::is_of_process(text) {
+        return None;
+    }
+    kernels(text)
+        .or_else(|| of_pci(text))
+        .or_else(|| of_driver(text))
+        .or_else(|| driver_log::is_wanted(text).then_some(Meaning::Other))
+}
+
+fn kernels(text: &str) -> Option<Meaning> {
     if let Some(rest) = text.strip_prefix("Linux version ") {
         return Some(Meaning::Banner {
             release: rest.split(' ').next().unwrap_or("").to_string(),
         });
     }
-    if let Some(rest) = text.strip_prefix("Run ")
-        && let Some(program) = rest.strip_suffix(" as init process")
-    {
-        return Some(Meaning::RunInit {
-            program: program.to_string(),
+    if shows_confidential_guest(text) {
+        return Some(Meaning::Confidential);
+    }
+    let program = text
+        .strip_prefix("Run ")?
+        .strip_suffix(" as init process")?;
+    Some(Meaning::RunInit {
+        program: program.to_string(),
+    })
+}
+
+/// Lines about PCI functions, by the kernel: `pci 0000:02:00.0: ..`, `nvidia 0000:02:00.0: ..`.
+fn of_pci(text: &str) -> Option<Meaning> {
+    let (by, rest) = text.split_once(' ')?;
+    let function = rest.split_once(": ")?.0.parse().ok()?;
+    if by == "pci" && rest.contains("] type ") && rest.contains(" class 0x") {
+        return Some(match driver_log::enumerated_gpu(text) {
+            Some(gpu) => Meaning::GpuFound {
+                gpu,
+                device: between(text, "[", "]").unwrap_or("?").to_string(),
+            },
+            None => Meaning::Function,
         });
     }
-    if let Some(gpu) = driver_log::enumerated_gpu(text) {
-        return Some(Meaning::GpuFound {
-            gpu,
-            device: between(text, "[", "]").unwrap_or("?").to_string(),
-        });
-    }
-    if text.contains(": enabling device (")
-        && let Some(function) = driver_log::address(text)
-    {
-        return Some(Meaning::Enabling {
+    if let Some((function, bar, bytes)) = driver_log::bar_without_room(text) {
+        return Some(Meaning::NoRoom {
             function,
-            driver: text.starts_with("nvidia "),
+            bar,
+            bytes,
         });
     }
-    if text.starts_with("nvidia-nvlink: Nvlink Core is being initialized") {
+    if let Some((function, bar)) = driver_log::assigned_bar(text) {
+        return Some(Meaning::BarAssigned { function, bar });
+    }
+    let enabling = text.contains(": enabling device (");
+    enabling.then(|| Meaning::Enabling {
+        function,
+        driver: by == "nvidia",
+    })
+}
+
+fn of_driver(text: &str) -> Option<Meaning> {
+    let begins = |words: &[&str]| words.iter().any(|words| text.starts_with(words));
+    if begins(&["nvidia-nvlink: Nvlink Core is being initialized"]) {
         return Some(Meaning::ModuleBegins);
+    }
+    if begins(&[
+        "NVRM: No NVIDIA GPU found",
+        "nvidia-nvlink: Unregistered Nvlink Core",
+    ]) {
+        return Some(Meaning::NoGpuTaken);
     }
     if driver_log::is_banner(text) {
         return Some(Meaning::ModuleLoaded);
     }
-    if text.contains("Loaded the UVM driver") {
+    if begins(&["nvidia-uvm: Loaded the UVM driver"]) {
         return Some(Meaning::UvmLoaded);
+    }
+    if begins(&["nvidia-nvswitch"]) && text.contains(": Probing device ") {
+        return driver_log::address(text).map(|function| Meaning::SwitchProbe { function });
     }
     if let Some(Signal::Xid(gpu, xid)) = driver_log::signal(text) {
         return Some(Meaning::Xid { gpu, xid });
     }
-    if text.contains("FBHUB Interrupt detected") {
+    let is_nvrm = text.starts_with("NVRM: ");
+    if is_nvrm && text.contains("FBHUB Interrupt detected") {
         return Some(Meaning::InitMark);
     }
-    if let Some(gpu) = driver_log::address(text) {
-        if text.contains("RmInitAdapter failed!") {
-            return Some(Meaning::InitFailed { gpu });
-        }
-        if driver_log::is_failed_probe(text) {
-            return Some(Meaning::ProbeFailed { gpu });
-        }
+    let gpu = driver_log::address(text)?;
+    if is_nvrm && text.contains("RmInitAdapter failed!") {
+        return Some(Meaning::InitFailed { gpu });
     }
-    if text.contains("Generated CDI spec with version") {
-        return Some(Meaning::CtkDone);
-    }
-    if text.contains("nvidia-ctk") && text.contains("cdi generate") {
-        return Some(Meaning::CtkBegins);
-    }
-    if let Some(text) = nvrc(text) {
-        return Some(Meaning::Nvrc {
-            text: text.to_string(),
-        });
-    }
-    driver_log::is_wanted(text).then_some(Meaning::Other)
+    let is_probe = text.starts_with("nvidia") && driver_log::is_failed_probe(text);
+    is_probe.then_some(Meaning::ProbeFailed { gpu })
+}
+
+/// Whether a line shows the guest's end: the kernel's from its first byte on, NVRC's, or an error
+/// of nvidia-ctk.
+fn is_end(text: &str) -> bool {
+    let begins = [
+        "Kernel panic - not syncing",
+        "Out of memory: Killed process",
+        "reboot: ",
+        "time=\"",
+        "level=error",
+    ];
+    let is_writers = begins.iter().any(|words| text.starts_with(words)) || nvrc(text).is_some();
+    is_writers && of_guest(text).is_some()
 }
 
 /// Text of NVRC's log lines, which name their module: `NVRC::mode[1]: mode: gpu 8 GPU`. NVRC's log
-/// crate writes target and pid.
+/// crate writes target and pid: NVRC's is 1, so that no other process is taken for it.
 fn nvrc(text: &str) -> Option<&str> {
     let (target, message) = text.split_once(": ")?;
-    let target = target.split('[').next()?;
+    let (target, pid) = target.split_once('[').unwrap_or((target, "1]"));
     let name = target.split("::").next()?;
-    (name.eq_ignore_ascii_case("nvrc")).then_some(message)
+    (name.eq_ignore_ascii_case("nvrc") && pid == "1]").then_some(message)
+}
+
+fn nvrcs(text: &str) -> Meaning {
+    if text.contains("nvidia-ctk") && text.contains("cdi generate") {
+        return Meaning::CtkBegins;
+    }
+    Meaning::Nvrc {
+        text: text.to_string(),
+    }
 }
 
 fn between<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
@@ -230,7 +314,7 @@ mod tests {
             ),
             (
                 "Kernel panic - not syncing: Attempted to kill init!",
-                Meaning::Other,
+                Meaning::Ended,
             ),
             ("NVRM: something new", Meaning::Other),
         ];

@@ -17,11 +17,17 @@ mod boot_text; // records into the file of a boot
 mod clocks; // all clocks on one base
 mod console_lines; // lines of a guest's console
 mod derive; // facts into records
+mod driver_said; // the driver's messages that can explain a failure
 mod facts; // what lines state
+#[cfg(test)]
+mod field_tests;
+mod guest_facts; // what the whole log states of the guest
 mod kernel_lines; // lines of the guest's kernel
 mod log_files; // files into lines
+mod runtime_errors; // errors of these
 mod runtime_lines; // lines of containerd and of Kata's shims
 mod source; // one file into facts
+mod unrecognised; // lines that mean nothing here
 
 use crate::data::boot_file::{BootFile, Imported, ImportedFile};
 use crate::data::text::{error_bound, printable, wall_clock};
@@ -66,12 +72,7 @@ impl Logs {
         let from = log_files::unpacked(Box::new(from))?;
         let mut source = Source::read(&printable(&cut(name, MAX_NOTE)), from)?;
         if source.recognised == 0 {
-            bail!(
-                "none of its {} line(s) is of a guest's console, containerd's or Kata's log, or a \
-                 boot's file: give the console's log, `journalctl -u containerd -o json --all`, \
-                 or `journalctl -t kata -o json --all`",
-                source.lines
-            );
+            bail!("{}", nothing(&source));
         }
         let items = source.logs.iter_mut().flat_map(|log| &mut log.items);
         items.for_each(|item| item.file = self.0.len());
@@ -138,6 +139,24 @@ impl Logs {
     }
 }
 
+/// Error for a file without a boot: what it has, what a boot's log has, the command that gives one.
+fn nothing(source: &Source) -> String {
+    let others = source.others.sentence();
+    let read = match others.as_str() {
+        "" => String::new(),
+        others => format!(" ({others})"),
+    };
+    format!(
+        "none of its {} line(s) is of a boot{read}\n\
+         a boot has lines of the guest's kernel, NVIDIA's driver, kata-agent or an init \
+         (`[ 1.234567] NVRM: ..`), or of containerd, CRI-O and Kata's shim \
+         (`time=\"..\" level=.. msg=\"..\" sandbox=..`), or is a boot's file\n\
+         on the node: journalctl -u containerd -o json --all --since -1h; \
+         in the guest: journalctl -k or dmesg; or the guest's console",
+        source.lines
+    )
+}
+
 /// The facts that can be placed, in order of time.
 fn in_time<'a>(items: &[&'a Item], clocks: &Clocks) -> Vec<(Placed, &'a Item)> {
     let placed = items
@@ -147,7 +166,7 @@ fn in_time<'a>(items: &[&'a Item], clocks: &Clocks) -> Vec<(Placed, &'a Item)> {
     let placed = placed.filter(|(placed, _)| is_possible(placed.at_ns));
     let mut placed: Vec<(Placed, &Item)> = placed.collect();
     // Kernel lines first: a process logs an event after the kernel does.
-    placed.sort_by_key(|(at, item)| (at.at_ns, !matches!(item.stamp, Stamp::Kernel(_))));
+    placed.sort_by_key(|(at, item)| (at.at_ns, !item.stamp.is_kernels()));
     placed
 }
 

@@ -1,21 +1,31 @@
 //! One file with logs, of whichever kind, into the facts of its boots.
 //!
-//! Each line is recognised by itself: a console's, or an entry of the log of containerd (or CRI-O)
-//! and Kata's shims, as text (any `journalctl -o`, or a log file), as `journalctl -o json`, or as
-//! containerd's own JSON lines. An entry has containerd's `time=` (the host's clock: when the shim
-//! read it); its `vmconsole=` is a line of the console of the guest whose `sandbox=` it names. A
-//! file that begins with a stream's header is a boot's own.
+//! Each line is recognised by itself, without the stamps and names before it ([`line_prefix`]): a
+//! console's or the kernel's, or an entry of the log of containerd (or CRI-O) and Kata's shims, as
+//! text, as `journalctl -o json`, or as containerd's own JSON lines. An entry has containerd's
+//! `time=` (the host's clock: when the shim read it); its `vmconsole=` is a line of the console of
+//! the guest whose `sandbox=` it names. A file that begins with a stream's header is a boot's own.
+//!
+//! Entries of the runtime are read in the order of their times: `journalctl` may give the shim's
+//! and containerd's in blocks.
+//!
+//! [`line_prefix`]: crate::data::line_prefix
 
-use super::console_lines::{Console, kernel_line};
-use super::facts::{Item, Log, MAX_FACTS, Stamp};
+use super::console_lines::Console;
+use super::facts::{Fact, Item, Log, MAX_FACTS, Stamp};
+use super::kernel_lines;
+use super::kernel_lines::Meaning;
 use super::log_files::{MAX_BYTES, for_each_line};
 use super::runtime_lines::Runtime;
+use super::unrecognised::Unrecognised;
 use crate::data::agent_log::line::realtime_ns;
 use crate::data::boot_file::BootFile;
 use crate::data::containerd_log;
 use crate::data::containerd_log::Entry;
+use crate::data::line_prefix::{Line, Program, strip, strip_console, without_escapes};
 use anyhow::Result;
-use std::collections::{BTreeMap, HashSet};
+use kata_gpu_wire::catalogue::logged;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::hash::BuildHasher;
 use std::io::BufRead;
 
@@ -23,6 +33,10 @@ use std::io::BufRead;
 const MAX_SANDBOXES: usize = 1000;
 /// Most entries that are remembered to find copies.
 const MAX_SEEN: usize = 1 << 20;
+/// Most seconds of one sandbox in which its console had lines.
+const MAX_SECONDS: usize = 100_000;
+/// Age of the last line of a console at which its guest still works.
+const ALIVE_S: i64 = 5;
 
 /// Kind of a log that also has the times at which the host read the guest's lines.
 pub const CONTAINERD: &str = "containerd's log";
@@ -40,6 +54,8 @@ pub struct Source {
     pub lines: u64,
     /// Number of those that state something.
     pub recognised: u64,
+    /// What the others are.
+    pub others: Unrecognised,
     /// Reason for which reading stopped before the end of the file.
     pub ended_early: Option<String>,
 }
@@ -64,11 +80,11 @@ impl Source {
         let mut reader = Reader::default();
         let (mut lines, mut recognised) = (0, 0);
         let ended_early = for_each_line(&name, from, |number, line| {
-            let line = line.map(str::trim);
-            lines += u64::from(line != Some(""));
+            lines += u64::from(line.is_none_or(|line| !line.trim().is_empty()));
             recognised += u64::from(line.is_some_and(|line| reader.line(number, line)));
         })?;
-        let logs = reader.finish();
+        let others = std::mem::take(&mut reader.others);
+        let (logs, of_runtime) = reader.finish();
         let has_sandbox = logs.iter().any(|log| log.sandbox.is_some());
         Ok(Self {
             name,
@@ -80,7 +96,8 @@ impl Source {
             logs,
             boot: None,
             lines,
-            recognised,
+            recognised: recognised + of_runtime,
+            others,
             ended_early,
         })
     }
@@ -90,28 +107,92 @@ impl Source {
 struct Sandbox {
     console: Console,
     host: Vec<Item>,
+    /// Seconds in which the console had lines, of whatever meaning.
+    heard_s: BTreeSet<i64>,
+    /// Time at which the console showed the guest's end.
+    ended: Option<i64>,
+}
+
+impl Sandbox {
+    fn is_alive(&self, at: i64) -> bool {
+        let at_s = at.div_euclid(1_000_000_000);
+        let recent = self.heard_s.range(at_s.saturating_sub(ALIVE_S)..=at_s);
+        let has_ended = self.ended.is_some_and(|ended| ended <= at);
+        recent.into_iter().next().is_some() && !has_ended
+    }
 }
 
 #[derive(Default)]
 struct Reader {
-    /// The file's own lines of a console.
+    /// The file's own lines of a console or kernel.
     console: Console,
+    /// Whether these are of a journal.
+    is_journals: bool,
     sandboxes: BTreeMap<String, Sandbox>,
-    runtime: Runtime,
+    /// Entries of the runtime, with times and lines.
+    entries: Vec<(i64, u64, Entry)>,
     /// Hashes of entries: journals have each line of the Go shim twice, as the shim's and as
     /// containerd's.
     seen: HashSet<u64>,
+    others: Unrecognised,
 }
 
 impl Reader {
-    /// Takes a line; true if it states something.
-    fn line(&mut self, number: u64, line: &str) -> bool {
-        let Some(entry) = is_entry(line)
-            .then(|| containerd_log::entry(line))
-            .flatten()
-        else {
-            return self.console.line(number, line, None);
+    /// Takes a line; true if it states something by itself.
+    fn line(&mut self, number: u64, raw: &str) -> bool {
+        let clean = without_escapes(raw);
+        let json = clean.trim_start();
+        if json.starts_with('{') {
+            return self.json(number, json);
+        }
+        let line = strip(&clean);
+        let taken = match line.program {
+            Some(Program::Named(_)) => self.text_entry(number, &line).unwrap_or(false),
+            Some(Program::Kernel) => {
+                self.is_journals = true;
+                self.console.line(number, &line, None)
+            }
+            None => match self.text_entry(number, &line) {
+                Some(taken) => taken,
+                None => self.console.line(number, &line, None),
+            },
         };
+        if !taken {
+            self.others.add(&line);
+        }
+        taken
+    }
+
+    fn json(&mut self, number: u64, json: &str) -> bool {
+        if let Some((clock, text)) = containerd_log::kernel_message(json) {
+            self.is_journals = true;
+            let line = Line {
+                clock: Some(clock),
+                ..strip_console(&text)
+            };
+            return self.console.line(number, &line, None);
+        }
+        let keys = ["\"MESSAGE\":", "\"__REALTIME_TIMESTAMP\":", "\"time\":"];
+        let is_entry = keys.iter().any(|key| json.contains(key));
+        match is_entry.then(|| containerd_log::entry(json)).flatten() {
+            Some(entry) => self.entry(number, entry),
+            None => self.console.line(number, &strip_console(json), None),
+        }
+    }
+
+    /// Takes an entry in text; None for a line that is none.
+    fn text_entry(&mut self, number: u64, line: &Line) -> Option<bool> {
+        if !line.text.contains("time=\"") && line.program.is_none() {
+            return None;
+        }
+        let entry = containerd_log::text_entry(line)?;
+        // A guest's tools log in the same format on its console.
+        let is_runtimes = line.program.is_some() || Runtime::knows(&entry);
+        is_runtimes.then(|| self.entry(number, entry))
+    }
+
+    /// Takes an entry; true if it is a console's line that states something.
+    fn entry(&mut self, number: u64, entry: Entry) -> bool {
         // The time at which containerd wrote the entry, or else at which the journal took it.
         let time = entry.get("time").and_then(realtime_ns);
         let Some(at) = time.or(entry.journal_ns) else {
@@ -120,33 +201,41 @@ impl Reader {
         if self.is_copy(at, &entry) {
             return false;
         }
-        let sandboxes = &mut self.sandboxes;
-        if let Some((id, text)) = entry.console() {
-            let sandbox = sandbox_of(sandboxes, id);
-            return sandbox.is_some_and(|sandbox| sandbox.console.line(number, text, Some(at)));
-        }
-        let mut recognised = false;
-        self.runtime.line(number, at, &entry, |id, item| {
-            if let Some(sandbox) = sandbox_of(sandboxes, id)
-                && sandbox.host.len() < MAX_FACTS
-            {
-                recognised = true;
-                sandbox.host.push(item);
+        let Some((id, text)) = entry.console() else {
+            if Runtime::knows(&entry) && self.entries.len() < MAX_FACTS {
+                self.entries.push((at, number, entry));
             }
-        });
-        recognised
+            return false;
+        };
+        let Some(sandbox) = sandbox_of(&mut self.sandboxes, id) else {
+            return false;
+        };
+        if sandbox.heard_s.len() < MAX_SECONDS {
+            sandbox.heard_s.insert(at.div_euclid(1_000_000_000));
+        }
+        let text = without_escapes(text);
+        let line = strip_console(&text);
+        if kernel_lines::meaning(line.text) == Some(Meaning::Ended) {
+            sandbox.ended = sandbox.ended.or(Some(at));
+        }
+        sandbox.console.line(number, &line, Some(at))
     }
 
     fn is_copy(&mut self, at: i64, entry: &Entry) -> bool {
         if self.seen.len() >= MAX_SEEN {
             self.seen.clear();
         }
-        let hash = self.seen.hasher().hash_one((at, entry.fields()));
+        let mut fields: Vec<_> = entry.fields().iter().collect();
+        fields.sort_unstable();
+        let hash = self.seen.hasher().hash_one((at, fields));
         !self.seen.insert(hash)
     }
 
-    fn finish(self) -> Vec<Log> {
-        let mut logs = self.console.finish(None);
+    /// The boots, and the number of the runtime's lines that state something.
+    fn finish(mut self) -> (Vec<Log>, u64) {
+        let stated = self.runtimes();
+        let own = self.console.finish(None);
+        let mut logs = Vec::new();
         for (id, sandbox) in self.sandboxes {
             let mut boots = sandbox.console.finish(Some(&id));
             match boots.first_mut() {
@@ -158,24 +247,53 @@ impl Reader {
             }
             logs.extend(boots);
         }
-        // Sandboxes that never showed a console are other runtimes', or not Kata's GPU guests.
+        // Sandboxes that never showed a console are other runtimes', or not Kata's GPU guests:
+        // only their failures are worth a boot.
         let of_guest = |log: &Log| log.items.iter().any(|i| !matches!(i.stamp, Stamp::Host(_)));
-        if logs.iter().any(of_guest) {
-            logs.retain(of_guest);
+        if logs.iter().chain(&own).any(of_guest) {
+            logs.retain(|log| of_guest(log) || log.items.iter().any(is_failure));
         }
         logs.retain(|log| !log.items.is_empty());
+        // In a journal with sandboxes, the kernel is the host's.
+        if logs.is_empty() || !self.is_journals {
+            logs.extend(own);
+        }
         logs.sort_by_key(|log| log.items.iter().map(|item| item.line).min());
-        logs
+        (logs, stated)
+    }
+
+    /// Reads the runtime's entries.
+    fn runtimes(&mut self) -> u64 {
+        let mut entries = std::mem::take(&mut self.entries);
+        entries.sort_by_key(|(at, ..)| *at);
+        let mut runtime = Runtime::default();
+        let mut stated = HashSet::new();
+        for (at, number, entry) in &entries {
+            let sandboxes = &self.sandboxes;
+            let is_alive = |id: &str, at| {
+                sandboxes
+                    .get(id)
+                    .is_some_and(|sandbox| sandbox.is_alive(at))
+            };
+            let mut events: Vec<(String, Item)> = Vec::new();
+            runtime.line(*number, *at, entry, &is_alive, |id, item| {
+                events.push((id.to_string(), item));
+            });
+            for (id, item) in events {
+                if let Some(sandbox) = sandbox_of(&mut self.sandboxes, &id)
+                    && sandbox.host.len() < MAX_FACTS
+                {
+                    stated.insert(item.line);
+                    sandbox.host.push(item);
+                }
+            }
+        }
+        stated.len() as u64
     }
 }
 
-/// Whether a line is an entry of the journal or of containerd's log, and no console's.
-fn is_entry(line: &str) -> bool {
-    if line.starts_with('{') {
-        let keys = ["\"MESSAGE\":", "\"__REALTIME_TIMESTAMP\":", "\"time\":"];
-        return keys.iter().any(|key| line.contains(key));
-    }
-    line.contains("time=\"") && line.contains(" level=") && kernel_line(line).is_none()
+fn is_failure(item: &Item) -> bool {
+    matches!(&item.fact, Fact::Runtime(event) if event.name == logged::SANDBOX_FAILED)
 }
 
 fn sandbox_of<'a>(

@@ -28,13 +28,15 @@ pub struct Facts {
 
 impl Facts {
     /// Takes what a line of the kernel's log states: kind and version of the module, by the line
-    /// that it logs when it is loaded; NVSwitches, by their enumeration and errors; encrypted memory.
+    /// that it logs when it is loaded; NVSwitches, by their enumeration and errors; encrypted
+    /// memory.
     pub fn take_line(&mut self, text: &str) {
         self.has_fabric |= driver_log::is_of_switch(text) || is_switch(text);
         if shows_confidential_guest(text) {
             self.is_confidential = Some(true);
         }
         if !driver_log::is_banner(text) {
+            self.branch = self.branch.or_else(|| named_branch(text));
             return;
         }
         let open = text.contains("Open Kernel Module");
@@ -55,6 +57,18 @@ impl Facts {
     pub fn chip(&self) -> Option<Chip> {
         Chip::of(self.device?)
     }
+}
+
+/// Branch that the driver names where it refuses a GPU, before it logs its banner or without one:
+/// `.. by the NVIDIA 550.163.01 driver release.`, `The 595.58.03 NVIDIA driver will ignore this
+/// GPU.`
+fn named_branch(text: &str) -> Option<u32> {
+    let text = text.strip_prefix("NVRM: ")?;
+    let before = text
+        .split_once(" driver release")
+        .or_else(|| text.split_once(" NVIDIA driver will ignore"))?
+        .0;
+    before.rsplit(' ').next()?.split_once('.')?.0.parse().ok()
 }
 
 /// Whether a line of the enumeration announces an NVSwitch: a bridge of NVIDIA's (class 0x0680).
@@ -182,6 +196,18 @@ mod tests {
             of("NVRM: GPU 0000:01:00.0: RmInitAdapter failed!"),
             (None, None)
         );
+        for (text, branch) in [
+            (
+                "NVRM: x is not supported by the NVIDIA 550.163.01 driver release.",
+                550,
+            ),
+            (
+                "NVRM: x  The 595.58.03 NVIDIA driver will ignore this GPU.",
+                595,
+            ),
+        ] {
+            assert_eq!(of(text), (None, Some(branch)), "{text}");
+        }
     }
 
     #[test]

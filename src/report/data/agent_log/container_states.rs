@@ -252,12 +252,13 @@ impl Containers {
     fn waiting(
         &mut self,
         at: i64,
-        attempt: u64,
-        of: u64,
+        attempt: Option<u64>,
+        of: Option<u64>,
         error: &str,
         each: &mut impl FnMut(i64, AgentEvent),
     ) {
         let named = devices_of(error);
+        let is_this = |failed_tries: u64| attempt.is_none_or(|attempt| failed_tries == attempt);
         let forgotten =
             |c: &Container| c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS;
         let asked = || {
@@ -267,22 +268,24 @@ impl Containers {
                 .filter(|(_, c)| c.state == State::Asked)
         };
         // Choose the oldest last try among containers at the same try.
-        let same = asked().filter(|(_, c)| c.failed_tries == attempt && c.wants(&named));
+        let same = asked().filter(|(_, c)| is_this(c.failed_tries) && c.wants(&named));
         let next = same
             .min_by_key(|(_, c)| (forgotten(c), c.last_ns))
             .map(|(i, _)| i);
         let tried =
             asked().filter(|(_, c)| next.is_none() && c.failed_tries > 0 && c.wants(&named));
         let other = tried
-            .min_by_key(|(_, c)| c.failed_tries.abs_diff(attempt))
+            .min_by_key(|(_, c)| c.failed_tries.abs_diff(attempt.unwrap_or(0)))
             .map(|(i, _)| i);
-        let Some(index) = next.or_else(|| self.unseen()).or(other) else {
+        let known = next.or_else(|| self.unseen()).or(other);
+        // A log that begins late does not have the request.
+        let Some(index) = known.or_else(|| self.add(&Spec::default(), None)) else {
             return;
         };
         let Some(container) = self.open.get_mut(index) else {
             return;
         };
-        container.failed_tries = attempt.saturating_add(1);
+        container.failed_tries = attempt.unwrap_or(container.failed_tries).saturating_add(1);
         container.last_ns = at;
         if container.devices.is_none() && !named.is_empty() {
             container.devices = Some(named.join(","));
@@ -296,7 +299,7 @@ impl Containers {
                 error: error.to_string(),
             },
         );
-        if attempt >= of {
+        if let Some(of) = of.filter(|of| attempt >= Some(*of)) {
             let container = self.remove(index);
             let error = format!("failed to inject devices after CDI timeout of {of} seconds");
             let failed = failed(&container, &error);

@@ -1,7 +1,8 @@
 //! Log lines of a real kata-agent: slog JSON, one object per line, all values strings.
 //!
-//! The vocabulary is that of kata-agent 3.15.0 to 4.1.0, which all log the same texts, at level
-//! info; tests/fixtures/agent has lines of real agents. A line names its container in one of two
+//! The vocabulary is that of kata-agent 3.13.0 to 4.1.0, which all log the same texts, at level
+//! info, but for failed tries before 3.15 (`error injecting devices`); tests/fixtures/agent has
+//! lines of real agents. A line names its container in one of two
 //! ways, if at all: an OCI spec in Rust's `Debug` form, or the key `cid`. A console is as untrusted
 //! as the rest of the guest: every text is cut and made printable here.
 
@@ -38,10 +39,11 @@ pub enum LineKind {
     Event(AgentEvent),
     /// OCI spec of a requested container.
     Asked(Spec),
-    /// The try with this number, from 0 to `of`, did not resolve a container's devices.
+    /// The try with this number, from 0 to `of`, did not resolve a container's devices. Agents
+    /// before 3.15 number no tries.
     Waiting {
-        attempt: u64,
-        of: u64,
+        attempt: Option<u64>,
+        of: Option<u64>,
         error: String,
     },
     /// A container's spec with its devices.
@@ -101,9 +103,16 @@ fn kind<'a>(msg: &str, get: &impl Fn(&str) -> Option<&'a str>) -> Option<LineKin
         let (attempt, rest) = rest.split_once(" of ")?;
         let (of, text) = rest.split_once(" max tries)").unwrap_or((rest, ""));
         return Some(LineKind::Waiting {
-            attempt: attempt.parse().ok()?,
-            of: of.parse().ok()?,
+            attempt: Some(attempt.parse().ok()?),
+            of: Some(of.parse().ok()?),
             error: error(text.trim_start()),
+        });
+    }
+    if let Some(text) = msg.strip_prefix("error injecting devices: ") {
+        return Some(LineKind::Waiting {
+            attempt: None,
+            of: None,
+            error: error(text),
         });
     }
     if let Some(rest) = msg.strip_prefix("all devices injected successfully") {
