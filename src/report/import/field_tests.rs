@@ -184,6 +184,22 @@ fn every_log_gets_its_verdict() {
 }
 
 #[test]
+fn a_guest_that_did_its_work_has_no_end() {
+    for name in [
+        "agent/kata-agent-4.1.0-info.console",
+        "agent/kata-agent-4.1.0-warn.console",
+        "agent/containerd-1.7-kata-4.1.0-cri.log",
+        "agent/journal-kata-4.1.0-rust.log",
+        "boots/real-h200-kata-agent.console",
+        "import/two-gpus.console",
+    ] {
+        let found = verdict(&boot_of(&text(name)));
+        let is_end = |v: &String| v.starts_with("guest.") || v.starts_with("sandbox.");
+        assert!(!found.iter().any(is_end), "{name}: {found:?}");
+    }
+}
+
+#[test]
 fn what_decides_or_may_decide_is_beside_the_failure() {
     let fields = |name: &str, key: &str| -> Option<String> {
         let boot = boot_of(&field(name));
