@@ -35,6 +35,10 @@ pub const TESTS: &[VmTest] = &[
         run: unheard,
     },
     VmTest {
+        name: "a_removal_that_begins_before_a_new_workers_load_stops_nobody",
+        run: before_the_load,
+    },
+    VmTest {
         name: "uevents_that_were_lost_are_made_good_by_a_scan",
         run: overrun,
     },
@@ -381,5 +385,29 @@ fn unheard(context: &TestContext) -> Result<Outcome> {
         counters.matches("closes: 0 ").count() == 2 && counters.matches("opens: 1 ").count() == 2,
         "{counters}"
     );
+    Ok(Outcome::Passed)
+}
+
+fn before_the_load(context: &TestContext) -> Result<Outcome> {
+    // The kernel keeps a GPU locked until its removal is over, and the removal waits for the
+    // worker. GPU 0 is usable when the worker dies, and not published: the next worker's load has
+    // it. On one vCPU that load waits for the agent, which wants nothing here, and GPU 0 goes
+    // meanwhile. No log can be read: the removal is not noticed before the load.
+    let booted = Guest::with(
+        "fakepci.gpus=2 gpuinit.cdi=complete gpuinit.init=serial nvidia.s2_ms=100,8000 \
+        printk.devkmsg=off",
+    )
+    .cpus(1)
+    .script(
+        "gpu.usable/0>kill;process.died>sleep:0;driver.look!end>remove:0;gpu.removed/0>gone:0;\
+        gpu.usable/1>counters",
+    )
+    .boot(context, "load")?;
+    booted.did("counters")?;
+    booted.did("gone:0")?;
+    let line = booted.agent("removed", |_| true)?;
+    ensure!(line.get("error").is_empty(), "{line:?}");
+    booted.settles(1, 0)?;
+    complete(&booted.records())?;
     Ok(Outcome::Passed)
 }

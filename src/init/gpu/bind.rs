@@ -5,6 +5,10 @@
 //! one back with driver_override, load the module with that one, then release each of the others
 //! and write its address to `bind`. Two GPUs share no lock of the driver core. Nothing here reads
 //! config space.
+//!
+//! Whatever writes, and [`PciSysfs::is_held_back`], waits for the GPU's lock. The kernel holds it
+//! for a whole probe and a whole removal, and a removal waits until the init has closed the GPU:
+//! never call these on the runtime's thread, which sees to that. What only looks waits for nothing.
 
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;

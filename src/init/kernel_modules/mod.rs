@@ -281,7 +281,7 @@ impl Modules {
     }
 
     /// Whether the kernel has the module, and its init has succeeded.
-    fn is_live(&self, module: &str) -> bool {
+    pub fn is_live(&self, module: &str) -> bool {
         std::fs::read_to_string(self.root.join("sys/module").join(module).join("initstate"))
             .is_ok_and(|state| state.trim() == "live")
     }

@@ -32,7 +32,7 @@ use std::convert::Infallible;
 use std::path::Path;
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 
 const PROC: &str = "/proc";
 const UVM: &str = "nvidia-uvm";
@@ -55,8 +55,8 @@ pub struct Way {
 }
 
 /// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the
-/// runtime. The load may probe `gpus`. With `one_by_one`, all but the first of them are held back
-/// before this returns.
+/// runtime. The load may probe `gpus`. With `one_by_one`, it first holds back all but the first of
+/// them.
 pub fn start(
     image: Image,
     chosen: After,
@@ -70,6 +70,13 @@ pub fn start(
         version,
     } = image;
     modules.follow(chosen);
+    // A driver that was loaded before probes nothing now. Its GPUs may be locked for long: the load
+    // of a worker that follows another one waits for none of them.
+    let probes = !modules.is_live(DRIVER);
+    let way = Way {
+        one_by_one: way.one_by_one && probes,
+        ..way
+    };
     let load = Load {
         modules,
         version,
@@ -77,11 +84,16 @@ pub fn start(
         gpus: gpus.to_vec(),
         way,
     };
-    load.begin();
     // A load after a failed one starts afresh.
     state.send_replace(Driver::Loading);
     let outcome = state.clone();
+    let (begun, begins) = oneshot::channel();
     let loading = threads::run(move || {
+        if probes {
+            load.begin();
+        }
+        // Only a load of one GPU after another is listened to.
+        let _unused = begun.send(());
         load.run(&state);
         if way.one_by_one {
             // The kernel frees the modules' start-up code after a grace period, and interrupts all
@@ -91,20 +103,27 @@ pub fn start(
                 .and_then(|()| crate::machine::sys::grace_period());
         }
     });
-    tokio::spawn(follow(Arc::clone(shared), loading, way, outcome));
+    tokio::spawn(follow(Arc::clone(shared), (begins, loading), way, outcome));
 }
 
-/// Reports the progress of a load. After the load, makes the devices that no GPU waits for.
+/// Reports the progress of a load that `begins`. After the load, makes the devices that no GPU
+/// waits for.
 async fn follow(
     shared: Arc<Shared>,
-    mut loading: Running<()>,
+    (begins, mut loading): (oneshot::Receiver<()>, Running<()>),
     way: Way,
     outcome: watch::Sender<Driver>,
 ) {
     let ended = async {
         if way.one_by_one {
+            let registered = async {
+                // Fails only with the load, whose panic is seen below. An earlier worker's load may
+                // have registered the driver: no GPU is probed before the others are held back.
+                let _unused = begins.await;
+                is_registered(&shared.sysfs).await;
+            };
             tokio::select! {
-                () = is_registered(&shared.sysfs) => shared.dispatch.report(Fact::Registered),
+                () = registered => shared.dispatch.report(Fact::Registered),
                 ended = &mut loading => return ended,
             }
         }
@@ -280,6 +299,7 @@ struct Load {
 impl Load {
     /// Holds all GPUs but the first back, or releases those that an earlier worker's load has held
     /// back. A GPU that the kernel probes by itself is left alone: sysfs would wait for its probe.
+    /// It waits for a removal as well, and that for this worker: not on the runtime's thread.
     fn begin(&self) {
         let first = self.gpus.first().filter(|_| self.way.one_by_one);
         *self.lock() = Offered {
