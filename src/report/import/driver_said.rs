@@ -117,7 +117,7 @@ pub fn is_drivers(text: &str) -> bool {
     const WRITERS: &[&str] = &[
         "NVRM: ", "nvidia ", "nvidia: ", "nvidia-", "libspdm_", "pci ",
     ];
-    WRITERS.iter().any(|writer| text.starts_with(writer)) && !driver_log::is_of_process(text)
+    WRITERS.iter().any(|writer| text.starts_with(writer)) && !driver_log::is_user_spaces(text)
 }
 
 #[cfg(test)]

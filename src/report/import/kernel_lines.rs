@@ -90,7 +90,7 @@ pub fn meaning(text: &str) -> Option<Meaning> {
     if text.contains("Generated CDI spec with version") {
         return Some(Meaning::CtkDone);
     }
-    if driver_log::is_of_process(text) {
+    if driver_log::is_user_spaces(text) {
         return None;
     }
     kernels(text)

@@ -54,14 +54,10 @@ pub fn of_gpu<'a, T: AsRef<str>>(
     messages: &'a [T],
     facts: &Facts,
 ) -> Diagnosis<'a> {
-    let texts = || messages.iter().map(AsRef::as_ref);
-    for signature in signatures::OF_GPUS {
-        if let Some(words) = texts().find(|text| signature.is_in(text))
-            && (signature.when)(facts)
-        {
-            return found(signature, words);
-        }
+    if let Some(found) = of_words(messages, facts) {
+        return found;
     }
+    let texts = || messages.iter().map(AsRef::as_ref);
     let coded = texts()
         .rev()
         .find_map(|text| Some((init_code(text)?, text)));
@@ -73,6 +69,19 @@ pub fn of_gpu<'a, T: AsRef<str>>(
         };
     }
     Diagnosis::known(step.general(), texts().next_back())
+}
+
+/// Failure of a GPU that these messages show by words of their own, without a code.
+pub fn of_words<'a, T: AsRef<str>>(messages: &'a [T], facts: &Facts) -> Option<Diagnosis<'a>> {
+    let texts = || messages.iter().map(AsRef::as_ref);
+    let shown = |signature: &&Signature| (signature.when)(facts);
+    signatures::OF_GPUS
+        .iter()
+        .filter(shown)
+        .find_map(|signature| {
+            let words = texts().find(|text| signature.is_in(text))?;
+            Some(found(signature, words))
+        })
 }
 
 /// End of a guest, or of what runs in it, that a line of its console shows.

@@ -6,7 +6,7 @@
 
 use super::facts::{Chip, Facts, Module};
 use super::reason::{Reason, Sure};
-use crate::driver_log::InitCode;
+use crate::driver_log::{InitCode, without_name};
 
 /// One way in which a failure shows.
 pub struct Signature {
@@ -20,7 +20,10 @@ pub struct Signature {
 
 impl Signature {
     pub fn is_in(&self, text: &str) -> bool {
-        self.words.iter().all(|words| text.contains(words))
+        let parts = without_name(text);
+        self.words
+            .iter()
+            .all(|words| parts.iter().any(|part| part.contains(words)))
     }
 }
 
