@@ -390,7 +390,8 @@ rows! {
     /// descriptors are given up.
     GPU_REMOVED = "gpu.removed", Event, Init, Other;
     /// The driver reported an error of a GPU.
-    GPU_XID = "gpu.xid", Event, Driver, Other { xid: "" };
+    GPU_XID = "gpu.xid", Event, Driver, Other
+        { xid: "", answers: "of Xid 79: whether the GPU's config space does" };
     /// A GPU is still in a step after a deadline; nothing is killed.
     GPU_LATE = "gpu.late", Event, Init, Other
         {

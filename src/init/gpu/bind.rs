@@ -3,8 +3,8 @@
 //!
 //! Concurrent binds, although a plain module load probes all GPUs one after another: hold all but
 //! one back with driver_override, load the module with that one, then release each of the others
-//! and write its address to `bind`. Two GPUs share no lock of the driver core. Nothing here reads
-//! config space.
+//! and write its address to `bind`. Two GPUs share no lock of the driver core. Nothing here but
+//! [`PciSysfs::answers`] reads config space.
 //!
 //! Whatever writes, and [`PciSysfs::is_held_back`], waits for the GPU's lock. The kernel holds it
 //! for a whole probe and a whole removal, and a removal waits until the init has closed the GPU:
@@ -13,12 +13,15 @@
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use std::fmt;
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// The driver's name in sysfs.
 pub const DRIVER: &str = "nvidia";
+/// Offset of four bytes in config space (PCI_CLASS_REVISION).
+const CLASS_AND_REVISION: u64 = 8;
 /// A driver that does not exist: a function with this override matches nothing.
 const HELD_BACK: &str = "kata-gpu-init-held-back";
 /// Tries to identify a device that is replaced again and again, after which the last one counts:
@@ -214,6 +217,15 @@ impl PciSysfs {
         self.device(gpu).exists()
     }
 
+    /// Whether this function answers: one that is gone reads all ones. Reads class and revision,
+    /// which no host answers from a copy of its own as it does vendor and device id. Waits for an
+    /// enabling that is under way.
+    pub fn answers(&self, gpu: PciAddress) -> io::Result<bool> {
+        let mut bytes = [0; 4];
+        File::open(self.function(gpu, "config"))?.read_exact_at(&mut bytes, CLASS_AND_REVISION)?;
+        Ok(bytes != [0xff; 4])
+    }
+
     /// Whether the driver has this GPU at the end of a probe that is under way; waits for that end.
     /// The link to the driver exists before its probe is called, and a write to this attribute
     /// takes the lock that the probe holds.
@@ -297,6 +309,29 @@ fn write(path: PathBuf, value: &str) -> Result<(), SysfsError> {
 mod tests {
     use super::*;
     use kata_gpu_test_support::temp_dir;
+
+    #[test]
+    fn a_function_that_reads_all_ones_does_not_answer() {
+        let folder = temp_dir();
+        let sysfs = PciSysfs::at(folder.path());
+        let gpu: PciAddress = "0001:00:03.0".parse().unwrap();
+        let device = folder.path().join("bus/pci/devices/0001:00:03.0");
+        std::fs::create_dir_all(&device).unwrap();
+        assert!(sysfs.answers(gpu).is_err(), "nothing is known");
+        let mut config = vec![0xff; 64];
+        let write = |config: &[u8]| std::fs::write(device.join("config"), config).unwrap();
+        write(&config);
+        assert!(!sysfs.answers(gpu).unwrap());
+        // Vendor and device id are the host's copy.
+        config[..4].copy_from_slice(&[0xde, 0x10, 0x30, 0x23]);
+        write(&config);
+        assert!(!sysfs.answers(gpu).unwrap());
+        config[8..12].copy_from_slice(&[0xa1, 0, 2, 3]);
+        write(&config);
+        assert!(sysfs.answers(gpu).unwrap());
+        write(&config[..8]);
+        assert!(sysfs.answers(gpu).is_err());
+    }
 
     #[test]
     fn a_device_made_again_or_bound_again_is_another_one() {

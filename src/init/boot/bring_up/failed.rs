@@ -48,15 +48,6 @@ pub fn failed_by(step: FailedStep, reason: Reason) -> impl FnOnce(&dyn Display) 
     move |error| Failed::new(step, Some(reason), error.to_string())
 }
 
-/// The failure of a GPU that was usable.
-pub fn fell_off_the_bus() -> Failed {
-    Failed::new(
-        FailedStep::Running,
-        Some(Reason::OffTheBus),
-        "Xid 79: it was usable, and has fallen off the bus".into(),
-    )
-}
-
 impl Shared {
     /// Removes a GPU from the spec for good and reports the reason, with the driver's log line
     /// where there is one.

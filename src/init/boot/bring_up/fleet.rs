@@ -4,11 +4,11 @@
 use super::dispatch::{self, Dispatch, Orders};
 use super::driver::{self, Image, Way};
 use super::extras;
-use super::failed::fell_off_the_bus;
 use super::gpu;
 use super::lane::Lane;
 use super::lane_cpu::Spare;
 use super::lockdown;
+use super::off_the_bus;
 use super::previous::Previous;
 use super::publication::{self, Update};
 use super::readiness;
@@ -102,13 +102,11 @@ pub async fn run(
     let after = After::from(&[Some(found.step), image][..]);
     let mut fleet = Fleet::start(config, command_line, previous, (found, after), machine);
     for (gpu, xid) in previous.into_iter().flat_map(|previous| &previous.xids) {
-        fleet.heed_xid(gpu.address, *xid, Some(*gpu)).await;
+        fleet.heed_xid(gpu.address, *xid, Some(*gpu));
     }
     fleet.follow(sources).await;
 }
 
-/// Xid of a GPU that has fallen off the bus and is lost until a reset.
-const XID_OFF_THE_BUS: u32 = 79;
 /// From the loss of uevents to the scan that makes up for them: a flood that overruns the socket
 /// again and again costs one scan in this time.
 const RESCAN_AFTER: Duration = Duration::from_millis(100);
@@ -374,7 +372,7 @@ impl Fleet {
                 }
                 _ = removals.tick(), if self.looks => self.look_for_removals(),
                 Some(seen) = agent.recv() => self.see(&seen),
-                Some((at_ns, signal)) = listen(signals.as_mut()) => self.heed(at_ns, signal).await,
+                Some((at_ns, signal)) = listen(signals.as_mut()) => self.heed(at_ns, signal),
                 // An aborted task belonged to a GPU that has left. A task reports its own panic.
                 Some(_ended) = self.tasks.join_next() => {}
             }
@@ -626,7 +624,7 @@ impl Fleet {
         self.shared.dispatch.report(Fact::Gone(gpu));
     }
 
-    async fn heed(&mut self, at_ns: u64, signal: Signal) {
+    fn heed(&mut self, at_ns: u64, signal: Signal) {
         match signal {
             // The line counts only where sysfs agrees: the kernel removes the driver's link before
             // it calls the driver's removal.
@@ -634,22 +632,18 @@ impl Fleet {
             Signal::Xid(gpu, number) => {
                 // An older line is about the GPU that was there before.
                 let is_its = |id: &GpuId| at_ns >= self.shared.seen.arrived_at(*id);
-                self.heed_xid(gpu, number, self.shared.roster.at(gpu).filter(is_its))
-                    .await;
+                self.heed_xid(gpu, number, self.shared.roster.at(gpu).filter(is_its));
             }
         }
     }
 
     /// Reports an error of the arrival of a GPU, which fails if it has fallen off the bus.
-    async fn heed_xid(&self, gpu: PciAddress, number: u32, arrival: Option<GpuId>) {
-        let error = format!("the driver reports Xid {number} of GPU {gpu}");
-        tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error);
-        if let (XID_OFF_THE_BUS, Some(id)) = (number, arrival) {
-            // Noted first: the GPU's own task looks when it has reported the GPU as usable.
-            self.shared.seen.set_off_the_bus(id);
-            if self.shared.dispatch.is_usable(id) {
-                self.shared.give_up(id, 0, fell_off_the_bus()).await;
+    fn heed_xid(&self, gpu: PciAddress, number: u32, arrival: Option<GpuId>) {
+        match arrival {
+            Some(id) if number == off_the_bus::XID => {
+                tokio::spawn(off_the_bus::heed(Arc::clone(&self.shared), id));
             }
+            _ => off_the_bus::report_xid(gpu, number, None),
         }
     }
 }

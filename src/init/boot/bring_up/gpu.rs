@@ -11,8 +11,9 @@
 
 use super::dispatch::Orders;
 use super::extras;
-use super::failed::{Failed, failed, failed_by, fell_off_the_bus};
+use super::failed::{Failed, failed, failed_by};
 use super::late::Progress;
+use super::off_the_bus;
 use super::publication::Update;
 use super::reset;
 use super::roster::Roster;
@@ -95,7 +96,7 @@ async fn settle(shared: &Arc<Shared>, gpu: GpuId, since_ns: u64, orders: Orders)
             shared.occasions.send_modify(|seen| seen.usable += 1);
             // The driver may have reported that before anyone took the GPU for usable.
             if shared.seen.is_off_the_bus(gpu) {
-                shared.give_up(gpu, 0, fell_off_the_bus()).await;
+                shared.give_up(gpu, 0, off_the_bus::failure()).await;
             }
         }
         // A GPU that is gone has not failed.

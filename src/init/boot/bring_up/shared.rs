@@ -89,8 +89,10 @@ struct Observed {
     minor: Option<u32>,
     /// Thread that is in the kernel for the GPU, for reports.
     progress: Arc<Progress>,
-    /// The GPU has fallen off the bus, by the driver's log.
+    /// The GPU has fallen off the bus: its driver and its config space agree.
     off_the_bus: bool,
+    /// Its config space is being read.
+    checked: bool,
 }
 
 impl Seen {
@@ -116,6 +118,13 @@ impl Seen {
     /// Notes that a GPU has fallen off the bus.
     pub fn set_off_the_bus(&self, gpu: GpuId) {
         self.note(gpu, |seen| seen.off_the_bus = true);
+    }
+
+    /// Begins or ends the one check whether a GPU answers; returns whether that was a change.
+    pub fn set_checked(&self, gpu: GpuId, checked: bool) -> bool {
+        self.note(gpu, |seen| {
+            std::mem::replace(&mut seen.checked, checked) != checked
+        })
     }
 
     pub fn is_off_the_bus(&self, gpu: GpuId) -> bool {
