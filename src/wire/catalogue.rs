@@ -382,7 +382,7 @@ rows! {
             sure: "certain, likely or unsure",
             words: "the driver's message that decides",
             cure: "",
-            nearby: "of a log: what the driver logged at that time, of whichever GPU",
+            nearby: "what the driver logged at that time without an address, of whichever GPU",
             bars: "of a log: those that found no room",
             bind_inode: "where the driver has it",
         };

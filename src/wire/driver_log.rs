@@ -472,19 +472,27 @@ pub fn init_code(text: &str) -> Option<InitCode> {
     })
 }
 
-/// Whether a line marks the start of some GPU's initialisation, or the failed end of that of the
-/// GPU that it names: lines without an address on its two sides are of different initialisations.
-pub fn is_boundary(text: &str) -> bool {
-    let Some(Spoken::Driver(rest)) = spoken(text) else {
-        return false;
+/// Line that separates initialisations: lines without an address on its two sides are of different
+/// ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Boundary {
+    /// In the first part of the initialisation of a GPU, which the line does not name.
+    Begun,
+    /// An initialisation has failed.
+    Failed,
+}
+
+/// The boundary that a line is, if any.
+pub fn boundary(text: &str) -> Option<Boundary> {
+    let Spoken::Driver(rest) = spoken(text)? else {
+        return None;
     };
-    [
-        "FBHUB Interrupt detected",
-        "RmInitAdapter failed!",
-        "rm_init_adapter failed",
-    ]
-    .iter()
-    .any(|words| rest.contains(words))
+    let has = |words: &str| rest.contains(words);
+    if has("RmInitAdapter failed!") || has("rm_init_adapter failed") {
+        Some(Boundary::Failed)
+    } else {
+        has("FBHUB Interrupt detected").then_some(Boundary::Begun)
+    }
 }
 
 /// Number by which the driver's resource manager names a GPU: the lowest that is free when the
@@ -913,16 +921,27 @@ mod tests {
         ] {
             assert_eq!(rm_number(text), None, "{text:?}");
         }
-        for text in [
-            "NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)",
-            "NVRM: GPU 0001:00:03.0: rm_init_adapter failed, device minor number 0",
-            "NVRM: GPU 0001:00:03.0: FBHUB Interrupt detected. Clearing it.",
+        for (text, wanted) in [
+            (
+                "NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)",
+                Some(Boundary::Failed),
+            ),
+            (
+                "NVRM: GPU 0001:00:03.0: rm_init_adapter failed, device minor number 0",
+                Some(Boundary::Failed),
+            ),
+            (
+                "NVRM: GPU0 kgmmuClear: FBHUB Interrupt detected. Clearing it.",
+                Some(Boundary::Begun),
+            ),
+            (
+                "NVRM: RmInitAdapter: osInitNvMapping failed, bailing out",
+                None,
+            ),
+            ("FBHUB Interrupt detected", None),
         ] {
-            assert!(is_boundary(text), "{text:?}");
+            assert_eq!(boundary(text), wanted, "{text:?}");
         }
-        assert!(!is_boundary(
-            "NVRM: RmInitAdapter: osInitNvMapping failed, bailing out"
-        ));
         assert!(is_consequence(
             "NVRM: GPU0 nvAssertFailedNoLog: Assertion failed: 0 @ a.c:1"
         ));

@@ -1,14 +1,16 @@
 //! The kernel's log as part of the stream: PCI enumeration, BARs, module loading, the driver's own
 //! messages.
 //!
-//! Only lines written by the kernel itself count (facility 0): a process that writes to /dev/kmsg
-//! can neither imitate a kernel message nor supply the reason of a failed GPU. Only those of the
+//! Only lines written by the kernel itself count (facility 0), by their grammar: a process that
+//! writes to /dev/kmsg, or that makes the kernel log a name of its choice, can neither imitate a
+//! kernel message nor supply the reason of a failed GPU. Only those of the
 //! kernel's lines that concern a boot ([`driver_log::is_wanted`]) enter the stream, so that a noisy
 //! kernel cannot push the boot's own records out of the ring.
 //!
 //! The log's clock is not CLOCK_BOOTTIME (it started at another moment). [`write_markers`] logs
 //! lines with BOOTTIME, from which [`follow`] computes the difference.
 
+use super::driver_lines::{DriverLines, Unnamed, Words, boottime_of};
 use super::ring::Ring;
 use crate::machine::clock::boottime_ns;
 use crate::machine::kernel_log::{KmsgLine, PATH, parse};
@@ -21,7 +23,7 @@ use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::record::{Kind, Level, Record};
 use nix::errno::Errno;
 use serde_json::Value;
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -35,12 +37,6 @@ use tokio::sync::{mpsc, oneshot};
 const MAX_RECORD: usize = 8192;
 /// Prefix of the marker line; the number after it is CLOCK_BOOTTIME in ns.
 const MARKER: &str = "kata-gpu-init: boottime_ns=";
-/// The driver's lines kept per GPU, to explain a failure.
-const WORDS_PER_GPU: usize = 24;
-/// Limit of failed probes kept.
-const FAILED_PROBES: usize = 64;
-/// Tolerated difference between the times of a line and of a step.
-const SLACK_NS: u64 = 5_000_000;
 /// Time limit for the reader to catch up with the kernel before an explanation is given.
 const CATCH_UP: Duration = Duration::from_secs(2);
 /// The log's stamps are whole microseconds, cut off.
@@ -68,89 +64,6 @@ pub fn write_markers() -> io::Result<Vec<u64>> {
     (0..MARKERS).map(&mut marker).collect()
 }
 
-/// Lines with the log's time in microseconds.
-type Lines = VecDeque<(u64, String)>;
-
-/// All lines logged by the driver.
-#[derive(Default)]
-struct DriverLines {
-    by_gpu: HashMap<String, Lines>,
-    /// The kernel's own lines about failed probes: the log's time in microseconds, and the GPU.
-    failed_probes: VecDeque<(u64, String)>,
-    /// Current CLOCK_BOOTTIME minus the log's clock; lookups are for recent lines.
-    offset_ns: i64,
-    /// Facts that the log states of the driver and its fabric.
-    facts: Facts,
-}
-
-impl DriverLines {
-    /// Whether a time of the log is not before `from_ns` (CLOCK_BOOTTIME).
-    fn is_since(&self, at_us: u64, from_ns: u64) -> bool {
-        // printk's clock is known to a microsecond, its difference from ours to a little more.
-        boottime_of(at_us, self.offset_ns) >= from_ns.saturating_sub(SLACK_NS)
-    }
-
-    /// Lines about this GPU, or about no GPU, since `from_ns` (CLOCK_BOOTTIME).
-    fn since(&self, gpu: Option<PciAddress>, from_ns: u64) -> impl Iterator<Item = &(u64, String)> {
-        self.by_gpu
-            .get(&key_of(gpu))
-            .into_iter()
-            .flatten()
-            .filter(move |(at_us, _)| self.is_since(*at_us, from_ns))
-    }
-
-    /// Lines that name no GPU and can be about this one. The kernel's line about a failed probe
-    /// comes after all lines that the driver logged in that probe.
-    fn unnamed(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Vec<String> {
-        let (key, probes) = (key_of(Some(gpu)), &self.failed_probes);
-        let own = probes
-            .iter()
-            .rposition(|(at_us, failed)| *failed == key && self.is_since(*at_us, from_ns));
-        let at_us = |probe: Option<usize>| {
-            probe
-                .and_then(|probe| probes.get(probe))
-                .map(|(at_us, _)| *at_us)
-        };
-        let end = at_us(own).unwrap_or(u64::MAX);
-        let (begin, end) = match unnamed {
-            Unnamed::Never => return Vec::new(),
-            Unnamed::OfTheLoad => (0, u64::MAX),
-            Unnamed::OfConcurrentProbes => (0, end),
-            Unnamed::OfSerialProbes => (
-                at_us(own.and_then(|own| own.checked_sub(1))).unwrap_or(0),
-                end,
-            ),
-        };
-        texts(
-            self.since(None, from_ns)
-                .filter(|(at_us, _)| (begin..=end).contains(at_us)),
-        )
-    }
-}
-
-fn texts<'a>(lines: impl Iterator<Item = &'a (u64, String)>) -> Vec<String> {
-    lines.map(|(_, text)| text.clone()).collect()
-}
-
-/// Lines without a GPU that can explain the failure of one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unnamed {
-    Never,
-    /// All of the load: it has failed itself.
-    OfTheLoad,
-    /// Lines until the kernel's own about the GPU's probe: other probes ran at the same time.
-    OfConcurrentProbes,
-    /// Lines between the kernel's own about the probe before and about the GPU's: a load's probes
-    /// run one after another.
-    OfSerialProbes,
-}
-
-/// CLOCK_BOOTTIME in ns at a time of the log.
-fn boottime_of(printk_us: u64, offset_ns: i64) -> u64 {
-    let printk_ns = i64::try_from(printk_us).unwrap_or(0).saturating_mul(1000);
-    u64::try_from(printk_ns.saturating_add(offset_ns)).unwrap_or(0)
-}
-
 /// Lines logged by the driver, by GPU, most recent last. Written by [`follow`], read after a
 /// failure.
 #[derive(Clone)]
@@ -160,21 +73,15 @@ pub struct DriverLog {
 }
 
 impl DriverLog {
-    /// Lines about this GPU since `from_ns` (CLOCK_BOOTTIME); if there are none, those without any
-    /// GPU that can be about it. Waits until the log has been read to its end.
-    pub async fn since(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Vec<String> {
+    /// What explains the failure of this GPU in a step that began at `from_ns` (CLOCK_BOOTTIME).
+    /// Waits until the log has been read to its end.
+    pub async fn words(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Words {
         let (done, caught_up) = oneshot::channel();
         if self.catch_up.send(done).is_ok() {
             // After a timeout the reason is reported without late lines.
             let _unused = tokio::time::timeout(CATCH_UP, caught_up).await;
         }
-        let lines = self.lock();
-        let named = texts(lines.since(Some(gpu), from_ns));
-        if named.is_empty() {
-            lines.unnamed(gpu, from_ns, unnamed)
-        } else {
-            named
-        }
+        self.lock().words(gpu, from_ns, unnamed)
     }
 
     /// Facts that the log states of the driver and its fabric.
@@ -185,33 +92,6 @@ impl DriverLog {
     fn lock(&self) -> MutexGuard<'_, DriverLines> {
         threads::lock(&self.lines)
     }
-
-    fn add(&self, gpu: Option<PciAddress>, at_us: u64, text: &str) {
-        let mut lines = self.lock();
-        let list = lines.by_gpu.entry(key_of(gpu)).or_default();
-        list.push_back((at_us, text.to_string()));
-        if list.len() > WORDS_PER_GPU {
-            list.pop_front();
-        }
-    }
-
-    fn add_failed_probe(&self, gpu: PciAddress, at_us: u64) {
-        let failed = &mut self.lock().failed_probes;
-        failed.push_back((at_us, key_of(Some(gpu))));
-        if failed.len() > FAILED_PROBES {
-            failed.pop_front();
-        }
-    }
-}
-
-/// Lines name a GPU with or without its function (`GPU 0000:01:00.0`, `PCI:0000:01:00`): compare
-/// without.
-fn key_of(gpu: Option<PciAddress>) -> String {
-    gpu.map_or(String::new(), |g| without_function(&g.to_string()))
-}
-
-fn without_function(address: &str) -> String {
-    address.split('.').next().unwrap_or(address).to_string()
 }
 
 /// Stamp of a marker, and the difference of the clocks computed from it.
@@ -461,15 +341,11 @@ impl Follower {
         if let Some(gpu) = driver_log::enumerated_gpu(&line.text) {
             self.gpus.insert(gpu);
         }
-        self.driver_log.lock().facts.take_line(&line.text);
         let gpu = driver_log::address(&line.text).filter(|address| self.gpus.contains(address));
         let boottime_ns = boottime_of(line.printk_us, self.offset_ns.unwrap_or(0));
-        if driver_log::explains(&line.text) {
-            self.driver_log.add(gpu, line.printk_us, &line.text);
-        }
-        if let Some(gpu) = gpu.filter(|_| driver_log::is_failed_probe(&line.text)) {
-            self.driver_log.add_failed_probe(gpu, line.printk_us);
-        }
+        self.driver_log
+            .lock()
+            .add(gpu, line.seq, line.printk_us, &line.text);
         if self.recorded.is_some_and(|last| line.seq <= last) {
             return;
         }
@@ -572,10 +448,11 @@ mod tests {
             guest.log(failed - 3600 * S, 0, std::slice::from_ref(&line));
             guest.log(failed, 0, std::slice::from_ref(&line));
             let found = |driver_log: &DriverLog| {
-                driver_log
-                    .lock()
-                    .since(Some(gpu), failed - S / 1000)
-                    .count()
+                let lines = driver_log.lock();
+                lines
+                    .words(gpu, failed - S / 1000, Unnamed::Never)
+                    .named
+                    .len()
             };
             assert_eq!(
                 found(&driver_log),
@@ -597,37 +474,5 @@ mod tests {
                 driver_log.lock().offset_ns
             );
         }
-    }
-
-    #[test]
-    fn a_line_without_a_gpu_is_of_the_probe_that_failed_next() {
-        let (catch_up, _requests) = mpsc::unbounded_channel();
-        let driver_log = DriverLog {
-            lines: Arc::default(),
-            catch_up,
-        };
-        let gpu = |slot: u8| format!("0001:00:0{slot}.0").parse::<PciAddress>().unwrap();
-        let irq = "NVRM: Can't find an IRQ for your NVIDIA card!";
-        let of = |slot, unnamed| driver_log.lock().unnamed(gpu(slot), 0, unnamed).len();
-        // A silent probe, one without an interrupt, a silent one; of the last one the kernel says
-        // nothing.
-        driver_log.add_failed_probe(gpu(3), 10);
-        driver_log.add(None, 20, irq);
-        driver_log.add_failed_probe(gpu(4), 30);
-        driver_log.add_failed_probe(gpu(5), 40);
-        assert_eq!(
-            [3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfSerialProbes)),
-            [0, 1, 0, 1]
-        );
-        // Probes beside each other may log before or after another one's end.
-        assert_eq!(
-            [3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfConcurrentProbes)),
-            [0, 1, 1, 1]
-        );
-        assert_eq!(
-            [3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfTheLoad)),
-            [1; 4]
-        );
-        assert_eq!(of(4, Unnamed::Never), 0);
     }
 }

@@ -5,6 +5,7 @@
 //! keeps them, [`sinks`] carry them out. Nothing on the boot path waits for a sink.
 
 pub mod clock_reports; // the wall clock beside the boot's
+pub mod driver_lines; // the driver's lines, kept to explain a failure
 pub mod journal; // the boot's file: what an earlier worker has written
 pub mod kmsg; // the kernel's log as part of the stream
 pub mod layer; // tracing's spans and events into records

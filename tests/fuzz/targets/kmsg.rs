@@ -5,8 +5,7 @@
 
 use kata_gpu_init::machine::kernel_log::parse;
 use kata_gpu_wire::driver_log::{
-    address, explains, init_code, is_boundary, is_drivers, is_wanted, rm_number, signal,
-    without_name,
+    address, boundary, explains, init_code, is_drivers, is_wanted, rm_number, signal, without_name,
 };
 use kata_gpu_wire::failure::{Facts, FailedStep, of_gpu};
 
@@ -17,7 +16,7 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
         let _parts = without_name(text);
         let means = signal(text).is_some()
             || init_code(text).is_some()
-            || is_boundary(text)
+            || boundary(text).is_some()
             || rm_number(text).is_some();
         assert!(!means || text.starts_with("NVRM: "));
         let counts = means || address(text).is_some() || explains(text);
@@ -45,7 +44,10 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
         signal(text).is_none() && address(text).is_none(),
         "{text:?}"
     );
-    assert!(init_code(text).is_none() && !is_boundary(text), "{text:?}");
+    assert!(
+        init_code(text).is_none() && boundary(text).is_none(),
+        "{text:?}"
+    );
     let mut facts = Facts::default();
     facts.take_line(text);
     assert_eq!(facts, Facts::default(), "{text:?}");

@@ -4,9 +4,10 @@ use super::publication::Update;
 use super::schedule_messages::{Fact, GpuId};
 use super::shared::Shared;
 use crate::machine::confidential;
-use crate::stream::kmsg::{DriverLog, Unnamed};
+use crate::stream::driver_lines::{Unnamed, Words};
+use crate::stream::kmsg::DriverLog;
 use kata_gpu_wire::failure;
-use kata_gpu_wire::failure::{Diagnosis, Facts, FailedStep, Reason};
+use kata_gpu_wire::failure::{Diagnosis, Facts, FailedStep, Reason, Sure};
 use kata_gpu_wire::names;
 use std::fmt::Display;
 
@@ -72,8 +73,11 @@ impl Shared {
         failure: &Failed,
         bind_inode: Option<u64>,
     ) {
-        let messages = self.messages(gpu, since_ns, failure).await;
-        let found = self.diagnose(gpu, failure, &messages);
+        let words = self.words(gpu, since_ns, failure).await;
+        let facts = self.facts(gpu);
+        let found = diagnose(failure, &words, &facts);
+        let is_decided = failure::of_words(&words.own, &facts).is_some();
+        let nearby = words.nearby().filter(|_| !is_decided);
         let index = self.roster.index(gpu.address);
         let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
         if let Some(words) = found.words {
@@ -82,37 +86,44 @@ impl Shared {
         tracing::error!(
             name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64,
             step = failure.step.name(), reason = %found.reason, whose = %found.reason.whose(),
-            sure = %found.sure, words = found.words, cure = %found.cure, error, bind_inode,
+            sure = %found.sure, words = found.words, nearby, cure = %found.cure, error, bind_inode,
             generation = gpu.again(),
         );
     }
 
     /// The driver's messages about a GPU, or that can be about no other, since its step began.
-    pub async fn messages(&self, gpu: GpuId, since_ns: u64, failure: &Failed) -> Vec<String> {
+    pub async fn words(&self, gpu: GpuId, since_ns: u64, failure: &Failed) -> Words {
         let Some(driver_log) = &self.driver_log else {
-            return Vec::new();
+            return Words::default();
         };
         let since_ns = failure.since_ns.unwrap_or(since_ns);
-        driver_log
-            .since(gpu.address, since_ns, failure.unnamed)
-            .await
+        let initialisation = match failure.step {
+            FailedStep::Open | FailedStep::Init => {
+                // The driver then keeps its lock while a GPU's own processor boots.
+                let one_by_one = !self.config.relaxed || confidential::is_confidential();
+                self.seen.initialisation(gpu, one_by_one)
+            }
+            FailedStep::Module
+            | FailedStep::Enable
+            | FailedStep::Probe
+            | FailedStep::Nodes
+            | FailedStep::Running
+            | FailedStep::Task => None,
+        };
+        let (since_ns, unnamed) = match initialisation {
+            Some(window) => (
+                window.from_ns.unwrap_or(since_ns),
+                Unnamed::OfInitialisation {
+                    until_ns: window.until_ns.unwrap_or(u64::MAX),
+                    whose: window.whose,
+                },
+            ),
+            None => (since_ns, failure.unnamed),
+        };
+        driver_log.words(gpu.address, since_ns, unnamed).await
     }
 
-    /// Diagnosis of a failure, by the driver's messages.
-    pub fn diagnose<'a>(
-        &self,
-        gpu: GpuId,
-        failure: &Failed,
-        messages: &'a [String],
-    ) -> Diagnosis<'a> {
-        let found = failure::of_gpu(failure.step, messages, &self.facts(gpu));
-        match failure.reason {
-            Some(known) if known != found.reason => Diagnosis::known(known, found.words),
-            _ => found,
-        }
-    }
-
-    fn facts(&self, gpu: GpuId) -> Facts {
+    pub fn facts(&self, gpu: GpuId) -> Facts {
         Facts {
             device: self.roster.device_id(gpu.address),
             is_confidential: Some(confidential::is_confidential()),
@@ -123,5 +134,26 @@ impl Shared {
                 .map(DriverLog::facts)
                 .unwrap_or_default()
         }
+    }
+}
+
+/// What a failure is, by the driver's messages: words of lines with the GPU's address come first,
+/// then those of other lines that are its own, then codes.
+pub fn diagnose<'a>(failure: &Failed, words: &'a Words, facts: &Facts) -> Diagnosis<'a> {
+    let found = failure::of_words(&words.named, facts).unwrap_or_else(|| {
+        let found = failure::of_gpu(failure.step, &words.own, facts);
+        let is_named = |text: &str| words.named.iter().any(|line| line == text);
+        match found.sure {
+            // Whose the line is follows from an order.
+            Sure::Certain if words.by_order && !found.words.is_some_and(is_named) => Diagnosis {
+                sure: Sure::Likely,
+                ..found
+            },
+            Sure::Certain | Sure::Likely | Sure::Unsure => found,
+        }
+    });
+    match failure.reason {
+        Some(known) if known != found.reason => Diagnosis::known(known, found.words),
+        _ => found,
     }
 }

@@ -217,6 +217,9 @@ impl Fleet {
         drop(looking);
         let known = |gpu: &GpuId| previous.map(|p| p.gpu(*gpu)).unwrap_or_default();
         let seen = Seen::default();
+        if previous.is_some() {
+            seen.continues();
+        }
         for gpu in &ids {
             if let Some(minor) = known(gpu).minor {
                 seen.set_minor(*gpu, minor);

@@ -30,7 +30,7 @@ use crate::machine::clock::boottime_ns;
 use crate::machine::threads;
 use crate::machine::threads::Panicked;
 use crate::step;
-use crate::stream::kmsg::Unnamed;
+use crate::stream::driver_lines::Unnamed;
 use crate::stream::{After, StepId};
 use kata_gpu_wire::failure::{FailedStep, Reason};
 use kata_gpu_wire::names;
@@ -502,7 +502,9 @@ async fn initialise(
     );
     let initialising = threads::run(move || {
         progress.on_this_thread();
-        let descriptor = match shared.descriptors.of(&bound) {
+        let opened = shared.descriptors.of(&bound);
+        shared.seen.begins_initialisation(gpu, opened.is_some());
+        let descriptor = match opened {
             // An earlier worker opened the GPU; the result is queried below.
             Some(descriptor) => Ok(descriptor),
             None => {
@@ -525,6 +527,7 @@ async fn initialise(
             }
         };
         let result = descriptor.and_then(|descriptor| adapter::wait(&descriptor, &node));
+        shared.seen.ends_initialisation(gpu, result.is_err());
         if let Err(InitError::Failed { rc, status, .. }) = &result {
             step.note("rc", i64::from(*rc));
             step.note("status", u64::from(*status));

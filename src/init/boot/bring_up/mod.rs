@@ -25,6 +25,7 @@ pub mod lane_cpu; // a vCPU for the lane
 mod late; // kernel stacks for a GPU that takes long
 mod lockdown; // end of module loading
 mod off_the_bus; // a GPU that the driver says has fallen off the bus
+mod overlaps; // initialisations at the same time
 pub mod previous; // facts from an earlier worker
 mod publication; // the writer of the spec
 mod readiness; // conditions for a container besides the bind

@@ -6,7 +6,7 @@
 //! cannot be opened until it is bound again, as another arrival, whose failure is final. A working
 //! GPU is never reset, nor a second one for the sake of the first.
 
-use super::failed::{Failed, failed};
+use super::failed::{Failed, diagnose, failed};
 use super::previous::{self, Previous};
 use super::schedule_messages::GpuId;
 use super::shared::Shared;
@@ -36,8 +36,8 @@ pub async fn instead_of(
     if failure.step != FailedStep::Init {
         return Some(failure);
     }
-    let messages = shared.messages(gpu, since_ns, &failure).await;
-    if shared.diagnose(gpu, &failure, &messages).reason != Reason::NeedsReset {
+    let words = shared.words(gpu, since_ns, &failure).await;
+    if diagnose(&failure, &words, &shared.facts(gpu)).reason != Reason::NeedsReset {
         return Some(failure);
     }
     let resets = || threads::lock(&shared.resets);

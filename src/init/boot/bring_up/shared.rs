@@ -3,6 +3,7 @@
 use super::dispatch::Dispatch;
 use super::lane::Lane;
 use super::late::Progress;
+use super::overlaps::{Overlaps, Window};
 use super::publication::Updates;
 use super::roster::Roster;
 use super::schedule_messages::GpuId;
@@ -77,6 +78,7 @@ struct State {
     gpus: HashMap<GpuId, Observed>,
     /// Last initialisation that has ended; the next one may have waited for it.
     initialised: Option<StepId>,
+    overlaps: Overlaps,
 }
 
 #[derive(Default)]
@@ -112,7 +114,29 @@ impl Seen {
 
     /// Removes all observations of a GPU that has left.
     pub fn gone(&self, gpu: GpuId) {
-        self.lock().gpus.remove(&gpu);
+        let mut state = self.lock();
+        state.gpus.remove(&gpu);
+        state.overlaps.gone(gpu);
+    }
+
+    /// Goes on where an earlier worker has ended.
+    pub fn continues(&self) {
+        self.lock().overlaps.continues();
+    }
+
+    /// The initialisation of a GPU begins, or was begun by an earlier worker.
+    pub fn begins_initialisation(&self, gpu: GpuId, by_earlier_worker: bool) {
+        let now_ns = boottime_ns();
+        self.lock().overlaps.begin(gpu, now_ns, by_earlier_worker);
+    }
+
+    pub fn ends_initialisation(&self, gpu: GpuId, failed: bool) {
+        self.lock().overlaps.end(gpu, boottime_ns(), failed);
+    }
+
+    /// Time of a GPU's initialisation; see [`Overlaps::of`].
+    pub fn initialisation(&self, gpu: GpuId, one_by_one: bool) -> Option<Window> {
+        self.lock().overlaps.of(gpu, one_by_one)
     }
 
     /// Notes that a GPU has fallen off the bus.
