@@ -229,6 +229,8 @@ static int fakepci_write(struct pci_bus *bus, unsigned int devfn, int where,
 	if (where == GPU_CAP_PCIE + PCI_EXP_DEVCTL && val & PCI_EXP_DEVCTL_BCR_FLR &&
 	    fakepci_listed(flr, PCI_SLOT(devfn)))
 		fakepci_reset(gpu, PCI_SLOT(devfn));
+	if (where == FAKEPCI_LOSE_AT && PCI_SLOT(devfn) < FAKEPCI_FIRST_SWITCH)
+		gpu->present = false;
 	if (gpu->vpd_size && where <= CX7_CAP_VPD + PCI_VPD_ADDR + 1 &&
 	    where + size > CX7_CAP_VPD + PCI_VPD_ADDR)
 		fakepci_read_vpd(gpu, PCI_SLOT(devfn));

@@ -17,6 +17,8 @@
 #define FAKEPCI_DOMAIN		1
 /* Byte of a GPU's config space that counts its resets; the simulated driver reads it, too. */
 #define FAKEPCI_RESETS		0xfc
+/* A write to this byte of it lets the GPU fall off the bus. */
+#define FAKEPCI_LOSE_AT		0xf8
 #define FAKEPCI_MAX_GPUS	16
 
 /* After the GPUs, in the same order: switches, then Mellanox functions. */

@@ -57,10 +57,6 @@ static char *init_code;
 module_param(init_code, charp, 0444);
 MODULE_PARM_DESC(init_code, "GPUs whose initialisation fails with a code: K:INIT:STATUS[,..]");
 
-static char *xid;
-module_param(xid, charp, 0444);
-MODULE_PARM_DESC(xid, "errors that GPUs report: K:NUMBER:MS[,..], MS after the adapter came up");
-
 static bool cc;
 module_param(cc, bool, 0444);
 MODULE_PARM_DESC(cc, "confidential computing: all under the RM lock, and once per GPU");
@@ -84,14 +80,8 @@ static DEFINE_MUTEX(nv_api_lock);
 static struct mutex nv_gpu_locks[NV_MAX_GPUS];
 static DEFINE_SPINLOCK(nv_booting_lock);
 static unsigned int nv_booting, nv_booting_most;
-
-/* RM_INIT_* and NV_STATUS, as the driver prints them. */
-struct nv_init_code {
-	unsigned int stage, status;
-};
-
-#define INIT_OK		((struct nv_init_code){ 0, 0 })
-#define INIT_FAILED(stage, status) ((struct nv_init_code){ stage, status })
+/* Numbers of the GPUs that are attached; under the same lock. */
+static DECLARE_BITMAP(nv_instances, NV_MAX_GPUS);
 
 const char *nv_registry_dwords(void)
 {
@@ -207,31 +197,6 @@ bool nv_find_entry(const char *list, const struct nv_gpu *gpu,
 	return false;
 }
 
-static void nv_say_xid(const struct nv_gpu *gpu, unsigned int number)
-{
-	const struct pci_dev *pdev = gpu->pdev;
-
-	pr_err("Xid (PCI:%04x:%02x:%02x): %u, pid='<unknown>', name=<unknown>, %s\n",
-	       pci_domain_nr(pdev->bus), pdev->bus->number, PCI_SLOT(pdev->devfn),
-	       number, number == 79 ? "GPU has fallen off the bus." : "simulated");
-	if (number == 79)
-		pr_err("GPU %s: GPU has fallen off the bus.\n", pci_name(pdev));
-}
-
-static void nv_xid_work(struct work_struct *work)
-{
-	struct nv_gpu *gpu = container_of(to_delayed_work(work), struct nv_gpu, xid);
-	unsigned int number, ms;
-
-	if (nv_find_entry(xid, gpu, &number, &ms))
-		nv_say_xid(gpu, number);
-}
-
-void nv_init_xid(struct nv_gpu *gpu)
-{
-	INIT_DELAYED_WORK(&gpu->xid, nv_xid_work);
-}
-
 static bool nv_load_firmware(struct nv_gpu *gpu)
 {
 	const struct firmware *image;
@@ -272,6 +237,26 @@ static void nv_access_config(struct nv_gpu *gpu, unsigned int reads, unsigned in
 		pci_write_config_word(gpu->pdev, PCI_COMMAND, command);
 }
 
+/*
+ * The resource manager's own number of a GPU, by which its messages name it: the
+ * lowest that is free, from the attach until the initialisation fails or the
+ * adapter is taken down.
+ */
+static void nv_number(struct nv_gpu *gpu)
+{
+	spin_lock(&nv_booting_lock);
+	gpu->instance = find_first_zero_bit(nv_instances, NV_MAX_GPUS);
+	__set_bit(gpu->instance, nv_instances);
+	spin_unlock(&nv_booting_lock);
+}
+
+static void nv_unnumber(struct nv_gpu *gpu)
+{
+	spin_lock(&nv_booting_lock);
+	__clear_bit(gpu->instance, nv_instances);
+	spin_unlock(&nv_booting_lock);
+}
+
 /* S1, under A and G. */
 static struct nv_init_code nv_attach(struct nv_gpu *gpu)
 {
@@ -288,7 +273,7 @@ static struct nv_init_code nv_attach(struct nv_gpu *gpu)
 		return INIT_FAILED(0x22, 0x56);
 	if (!nv_load_firmware(gpu))
 		return INIT_FAILED(0x61, 0x56);
-	return INIT_OK;
+	return nv_say_cause(gpu, NV_CAUSE_IN_S1);
 }
 
 void __noreturn nv_hang(void)
@@ -319,9 +304,9 @@ static struct nv_init_code nv_boot_gsp(struct nv_gpu *gpu)
 
 	if (nv_is_dirty(gpu)) {
 		pr_err("GPU%u kgspBootstrap: unexpected WPR2 already up, cannot proceed with booting GSP\n",
-		       gpu->position);
+		       gpu->instance);
 		pr_err("GPU%u kgspBootstrap: (the GPU is likely in a bad state and may need to be reset)\n",
-		       gpu->position);
+		       gpu->instance);
 		return INIT_FAILED(0x62, 0x40);
 	}
 	nv_count_booting(1);
@@ -338,7 +323,7 @@ static struct nv_init_code nv_boot_gsp(struct nv_gpu *gpu)
 		return INIT_FAILED(0x62, 0x65);
 	if (nv_find_entry(init_code, gpu, &stage, &status))
 		return INIT_FAILED(stage, status);
-	return INIT_OK;
+	return nv_say_cause(gpu, NV_CAUSE_IN_S2);
 }
 
 /* Policy for memory that is added, which NVIDIA's driver learns from its zone. */
@@ -379,6 +364,7 @@ static struct nv_init_code nv_init_adapter(struct nv_gpu *gpu)
 
 	mutex_lock(&nv_api_lock);
 	mutex_lock(nv_gpu_lock(gpu));
+	nv_number(gpu);
 	code = nv_attach(gpu);
 	if (code.stage) {
 		mutex_unlock(nv_gpu_lock(gpu));
@@ -407,13 +393,13 @@ static struct nv_init_code nv_init_adapter(struct nv_gpu *gpu)
 int nv_start_adapter(struct nv_gpu *gpu)
 {
 	struct nv_init_code code;
-	unsigned int number, ms;
 
 	lockdep_assert_held(&gpu->lock);
 	atomic_inc(&gpu->inits);
 	WRITE_ONCE(gpu->adapter, NV_ADAPTER_INITIALISING);
 	code = nv_init_adapter(gpu);
 	if (code.stage) {
+		nv_unnumber(gpu);
 		/* The third number is a line of the driver's source. */
 		pr_err("GPU %s: RmInitAdapter failed! (0x%x:0x%x:%d)\n",
 		       pci_name(gpu->pdev), code.stage, code.status, __LINE__);
@@ -429,8 +415,7 @@ int nv_start_adapter(struct nv_gpu *gpu)
 	}
 	WRITE_ONCE(gpu->adapter, NV_ADAPTER_UP);
 	WRITE_ONCE(gpu->seen, true);
-	if (nv_find_entry(xid, gpu, &number, &ms))
-		schedule_delayed_work(&gpu->xid, msecs_to_jiffies(ms));
+	nv_schedule_xid(gpu);
 	return 0;
 }
 
@@ -440,6 +425,7 @@ void nv_stop_adapter(struct nv_gpu *gpu)
 	lockdep_assert_held(&gpu->lock);
 	mutex_lock(&nv_api_lock);
 	WRITE_ONCE(gpu->adapter, NV_ADAPTER_DOWN);
+	nv_unnumber(gpu);
 	atomic_inc(&gpu->teardowns);
 	mutex_unlock(&nv_api_lock);
 }

@@ -40,11 +40,26 @@ enum nv_adapter {
 	NV_ADAPTER_FAILED,
 };
 
+/* RM_INIT_* and NV_STATUS, as the driver prints them. */
+struct nv_init_code {
+	unsigned int stage, status;
+};
+
+#define INIT_OK		((struct nv_init_code){ 0, 0 })
+#define INIT_FAILED(stage, status) ((struct nv_init_code){ stage, status })
+
+/* Part of an initialisation. */
+enum nv_cause_in {
+	NV_CAUSE_IN_S1,
+	NV_CAUSE_IN_S2,
+};
+
 struct nv_gpu {
 	struct pci_dev *pdev;
 	struct list_head node;
 	unsigned int position;		/* among all GPUs, in PCI order */
 	unsigned int minor;
+	unsigned int instance;		/* the resource manager's number, while attached */
 	struct proc_dir_entry *proc;
 
 	/* Opens in flight and open files, plus one for the binding. */
@@ -79,12 +94,17 @@ void nv_adapter_init(void);
 void nv_read_uuid(struct nv_gpu *gpu);
 int nv_start_adapter(struct nv_gpu *gpu);
 void nv_stop_adapter(struct nv_gpu *gpu);
-void nv_init_xid(struct nv_gpu *gpu);
 bool nv_find_entry(const char *list, const struct nv_gpu *gpu, unsigned int *a, unsigned int *b);
 bool nv_inits_on_probe(void);
 bool nv_opens_nonblocking(void);
 unsigned int nv_most_at_once(void);
 const char *nv_registry_dwords(void);
+
+/* nvidia-words.c */
+struct nv_init_code nv_say_cause(const struct nv_gpu *gpu, enum nv_cause_in part);
+void nv_say_xid(const struct nv_gpu *gpu, unsigned int number);
+void nv_init_xid(struct nv_gpu *gpu);
+void nv_schedule_xid(struct nv_gpu *gpu);
 
 /* nvidia-open.c */
 int nv_open_init(void);
