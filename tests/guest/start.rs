@@ -17,6 +17,7 @@ pub fn main(specs: cdi::Open) {
         Some("fork-panics") => fork_panics(),
         Some(crate::halves::inside::NAME) => crate::halves::inside::run(),
         Some(crate::halves::vmm::NAME) => crate::halves::vmm::run(),
+        Some(crate::halves::forge::NAME) => crate::halves::forge::run(),
         // The interpreter of a script, whose path comes first.
         Some("test-programs")
             if std::env::args()

@@ -22,3 +22,20 @@ pub fn set_path_single_threaded(path: &str) -> nix::Result<()> {
     unsafe { std::env::set_var("PATH", path) };
     Ok(())
 }
+
+/// Reads where no memory is: this process dies of SIGSEGV, as the kernel does it without a handler.
+pub fn fault() -> ! {
+    // SAFETY: the default action needs no handler; whatever handler there was is not called.
+    let reset = unsafe {
+        nix::sys::signal::signal(
+            nix::sys::signal::Signal::SIGSEGV,
+            nix::sys::signal::SigHandler::SigDfl,
+        )
+    };
+    reset.expect("reset SIGSEGV");
+    let nowhere = std::hint::black_box(std::ptr::without_provenance::<u8>(1));
+    // SAFETY: not sound as a read, and meant so: page 0 is not mapped, and the kernel ends the
+    // process here.
+    let _unused = unsafe { nowhere.read_volatile() };
+    std::process::abort()
+}

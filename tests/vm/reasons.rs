@@ -1,7 +1,7 @@
 //! A failure means that a way in which a GPU fails is reported with the reason of another way,
 //! without a cure, or not at all. Not here: `internal`, which nothing is known to cause.
 
-use super::harness::{Guest, Outcome, TestContext, VmTest, events};
+use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, events, is_of_slot};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
@@ -94,6 +94,64 @@ fn many(context: &TestContext) -> Result<Outcome> {
             "{failed:?}"
         );
     }
+    causes(context)
+}
+
+/// Causes stand in lines without an address, before the one with the code. A container's program
+/// that prints others changes nothing.
+fn causes(context: &TestContext) -> Result<Outcome> {
+    let faults = "nvidia.cause=1:cc,2:fsp,3:stubs,4:other nvidia.wpr2=5";
+    let times = "nvidia.s1_ms=20 nvidia.s2_ms=20 nvidia.s3_ms=20";
+    let forged = "print:NVRM:_GPU0_x:_Encryption_FAILED+print:NVRM:_GPU0_x:_FSP_command_timed_out";
+    let script =
+        format!("gpu.init!begin/1>{forged};gpu.init!begin/2>{forged};gpu.init!begin/4>{forged}");
+    let guest = Guest::with(&format!(
+        "fakepci.gpus=7 gpuinit.init=serial {times} {faults}"
+    ));
+    let booted = guest.script(&script).boot(context, "causes")?;
+    booted.settles(2, 5)?;
+    let records = booted.records();
+    for (index, reason, whose, sure, words) in [
+        (
+            1,
+            "cc-mode-on",
+            "host",
+            "certain",
+            "CPU does not support confidential compute",
+        ),
+        (2, "fsp-timeout", "GPU", "certain", "FSP command timed out"),
+        (
+            3,
+            "cc-no-crypto",
+            "image",
+            "certain",
+            "expects LKCA but found stubs",
+        ),
+        (4, "init-failed", "driver", "unsure", "(0x99:0x1:"),
+        (5, "needs-reset", "host", "certain", "unexpected WPR2"),
+    ] {
+        let failed = events(&records, names::GPU_FAILED)
+            .into_iter()
+            .find(|r| r.fields["index"] == index)
+            .with_context(|| format!("GPU {index} has not failed"))?;
+        let text = |key: &str| failed.fields.get(key).and_then(|value| value.as_str());
+        let is = [text("reason"), text("whose"), text("sure")];
+        ensure!(
+            is == [reason, whose, sure].map(Some),
+            "GPU {index}: {failed:?}"
+        );
+        ensure!(
+            text("words").is_some_and(|is| is.contains(words)),
+            "GPU {index}: {failed:?}"
+        );
+        // Only where nothing decides.
+        let nearby = "NVRM: GPU1 someEngineInit_IMPL: something that nobody knows";
+        ensure!(
+            text("nearby") == (index == 4).then_some(nearby),
+            "GPU {index}: {failed:?}"
+        );
+    }
+    booted.did("print:NVRM:_GPU0_x:_FSP_command_timed_out")?;
     Ok(Outcome::Passed)
 }
 
@@ -149,7 +207,8 @@ fn later(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::with(
         "fakepci.gpus=4 nvidia.xid=1:79:400,2:119:400,3:79:0 gpuinit.cdi.names=index,uuid",
     )
-    .script("gpu.failed/1>counters")
+    .append(" loglevel=7")
+    .script("gpu.failed/1>counters+forge:0+xid:0:79+xid:0:31")
     .boot(context, "xid")?;
     let failed = booted.events(names::GPU_FAILED, 2)?;
     for (failed, steps) in
@@ -171,6 +230,52 @@ fn later(context: &TestContext) -> Result<Outcome> {
         r.kind == Kind::End && r.name == names::CDI_PUBLISH && r.fields["failed"] == 2
     })?;
     ensure!(gone.fields["ready"] == 2, "{gone:?}");
+    // What a process makes the kernel log is nobody's word. What the driver only reports is an
+    // event: the GPU answers.
+    let of_first = |xid: u64| {
+        move |r: &Record| is_of_slot(r, 0) && r.name == names::GPU_XID && r.fields["xid"] == xid
+    };
+    booted.record("Xid 79 of the GPU that answers", of_first(79))?;
+    booted.record("the driver's last line", of_first(31))?;
+    ensure!(
+        booted.console.wait_text(DEADLINE, "]: segfault at")
+            && booted.console.text().contains("in 0001:00:00): 79, ["),
+        "the kernel has logged nothing"
+    );
+    let records = booted.records();
+    let answers: Vec<_> = events(&records, names::GPU_XID)
+        .into_iter()
+        .filter(|r| r.fields["xid"] == 79)
+        .map(|r| {
+            (
+                r.gpu.map(|gpu| gpu.to_string()),
+                r.fields["answers"].as_bool(),
+            )
+        })
+        .collect();
+    let one = |slot: u32| {
+        answers
+            .iter()
+            .filter(|(gpu, _)| *gpu == Some(format!("0001:00:0{slot}.0")))
+            .collect::<Vec<_>>()
+    };
+    for (slot, wanted) in [(0, true), (1, false), (3, false)] {
+        ensure!(
+            matches!(one(slot)[..], [(_, Some(is))] if *is == wanted),
+            "{answers:?}"
+        );
+    }
+    ensure!(
+        events(&records, names::GPU_FAILED).len() == 2,
+        "{records:?}"
+    );
+    ensure!(
+        !records.iter().any(|r| r
+            .fields
+            .get("text")
+            .is_some_and(|text| text.to_string().contains("segfault"))),
+        "in the stream"
+    );
     // Failed is not closed.
     booted.did("counters")?;
     let counters = super::worker::counters(&booted)?;

@@ -2,6 +2,7 @@
 
 mod census;
 pub mod extensions;
+pub mod forge;
 pub mod guest;
 mod hot_plug_soak;
 pub mod inside;

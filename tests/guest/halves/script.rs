@@ -47,12 +47,16 @@
 //! | `busy:N` | starts N threads that use a CPU each |
 //! | `spec-gives:K,..` | waits until the spec gives containers these GPUs and no others, as long |
 //! | `up:K,..` | waits until the simulated driver has these GPUs (by slot) initialised, as long |
+//! | `xid:K:NUMBER` | has the simulated driver report this error of GPU K, which goes on |
+//! | `print:TEXT` | prints TEXT into the kernel's log and onto the console, as a container can, with `_` for blanks |
+//! | `forge:K` | starts a program without privileges whose name and file make an Xid 79 of GPU K when it dies, and waits until it has died |
 //! | `run:PROGRAM` | starts a program of the guest without arguments; the agent, which reaps it, reports how it ended |
 //!
 //! WHEN may also be `now`, which is at once, and needs no record, or `rest`: the newest worker has
 //! settled, and every GPU that was found is usable, failed or removed.
 
 use super::census;
+use super::forge;
 use super::guest::{all_counters, connect};
 use crate::agent::children::start_watched;
 use crate::agent::{cdi, log};
@@ -217,7 +221,8 @@ impl Stream {
 }
 
 /// Actions that wait.
-const WAITS: [&str; 9] = [
+const WAITS: [&str; 10] = [
+    "forge",
     "spec-gives",
     "up",
     "reaped",
@@ -368,6 +373,13 @@ pub(super) fn act(action: &str) -> Result<(), String> {
                 &[("program", argument), ("child-pid", &child.to_string())],
             );
             Ok(())
+        }
+        "xid" => write(Path::new("/sys/module/nvidia/parameters/xid_now"), argument),
+        "print" => forge::print(&argument.replace('_', " ")),
+        "forge" => {
+            let child = forge::start(&gpu_in_slot(number()?))?;
+            let process = format!("/proc/{child}");
+            until(action, || Ok(!Path::new(&process).exists()))
         }
         "fabric" => write(
             Path::new("/sys/module/nvidia/parameters/fabric_state"),
