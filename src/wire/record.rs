@@ -35,6 +35,9 @@ pub const READS: std::ops::RangeInclusive<u32> = 1..=SCHEMA + 1;
 pub const MAX_LINE: usize = 16 * 1024;
 /// Longest `name` in bytes.
 pub const MAX_NAME: usize = 64;
+/// Key of a span's duration on the line of its end in a console: milliseconds with six decimals, so
+/// that the time of the beginning follows to the nanosecond.
+pub const TOOK_MS: &str = "took_ms";
 /// The vsock port the stream uses on both sides: the host's collector listens on it at CID 2, the
 /// guest for local readers.
 pub const DEFAULT_PORT: u32 = 10241;
@@ -294,6 +297,22 @@ pub fn ping(line: &[u8]) -> Option<u64> {
         .map(|p| p.ping)
 }
 
+/// A duration as the value of [`TOOK_MS`].
+pub fn in_ms(ns: u64) -> String {
+    format!("{}.{:06}", ns / 1_000_000, ns % 1_000_000)
+}
+
+/// Duration in ns of a value of [`TOOK_MS`].
+pub fn ns_of_ms(text: &str) -> Option<u64> {
+    let (ms, rest) = text.split_once('.')?;
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    if !is_number(ms) || !is_number(rest) || rest.len() != 6 {
+        return None;
+    }
+    let (ms, rest): (u64, u64) = (ms.parse().ok()?, rest.parse().ok()?);
+    ms.checked_mul(1_000_000)?.checked_add(rest)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -315,6 +334,25 @@ mod tests {
             error: None,
             fields: Map::from_iter([("strategy".to_string(), Value::from("concurrent"))]),
         }
+    }
+
+    #[test]
+    fn a_duration_is_read_as_it_was_written() {
+        for ns in [0, 1, 999_999, 1_000_000, 3_304_127_513, u64::MAX] {
+            assert_eq!(ns_of_ms(&in_ms(ns)), Some(ns), "{}", in_ms(ns));
+        }
+        for text in [
+            "",
+            "1",
+            "1.5",
+            "-1.000000",
+            "1.+00000",
+            "x.000000",
+            ".000000",
+        ] {
+            assert_eq!(ns_of_ms(text), None, "{text:?}");
+        }
+        assert_eq!(ns_of_ms("99999999999999999999.000000"), None);
     }
 
     #[test]

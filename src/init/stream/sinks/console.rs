@@ -4,7 +4,8 @@
 //!
 //! A console can be slow (a serial port is, and QEMU can stop reading it), so a separate thread
 //! writes, and no task waits for it. Kernel lines are not repeated: the kernel has printed them
-//! already.
+//! already. The beginning of a span is printed only where details are asked for; the line of its
+//! end has what the beginning had, and `took_ms`, from which a reader of the log has both times.
 //!
 //! While a GPU is enabled on a real host, a line on the console spins a vCPU until the VMM is free
 //! again. The thread therefore stops at a [`Gate`] before each line. Invariants of the gate:
@@ -17,7 +18,7 @@ use crate::machine::clock::{boottime_ns, realtime_ns};
 use crate::machine::threads;
 use crate::stream::ring::{Reader, Ring};
 use kata_gpu_wire::decode::decode;
-use kata_gpu_wire::record::{Kind, Level, Line, Record};
+use kata_gpu_wire::record::{Kind, Level, Line, Record, TOOK_MS, in_ms};
 use serde_json::{Map, Value};
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -92,20 +93,24 @@ impl Gate {
 pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::Result<()> {
     let console = OpenOptions::new().write(true).open(CONSOLE)?;
     threads::detach(move || {
-        let next = if only_new {
-            ring.next_seq()
-        } else {
-            ring.first_seq()
-        };
-        follow(Reader::new(ring, "console", next), level, &gate, console);
+        let first = ring.first_seq();
+        let from = if only_new { ring.next_seq() } else { first };
+        follow(
+            Reader::new(ring, "console", first),
+            from,
+            level,
+            &gate,
+            console,
+        );
     });
     Ok(())
 }
 
-/// Writes every record that `reader` finds, for ever. Returns when the console refuses writes: it
-/// will not recover, and the other sinks still work.
-fn follow(mut reader: Reader, level: Level, gate: &Gate, mut console: impl Write) {
+/// Writes every record from `from` on that `reader` finds, for ever. Returns when the console
+/// refuses writes: it will not recover, and the other sinks still work.
+fn follow(mut reader: Reader, from: u64, level: Level, gate: &Gate, mut console: impl Write) {
     let mut stopped = None;
+    let mut begun = Begun::default();
     loop {
         // Wait before reading: lines wait in the ring, where they are counted, not here.
         gate.pass(&mut stopped);
@@ -119,6 +124,10 @@ fn follow(mut reader: Reader, level: Level, gate: &Gate, mut console: impl Write
             let Ok(Line::Record(record)) = decode(line.as_bytes()) else {
                 continue;
             };
+            let record = begun.complete(*record);
+            if record.seq < from {
+                continue;
+            }
             let Some(text) = log_line(&record, level, realtime_ns().saturating_sub(boottime_ns()))
             else {
                 continue;
@@ -128,6 +137,36 @@ fn follow(mut reader: Reader, level: Level, gate: &Gate, mut console: impl Write
                 return;
             }
         }
+    }
+}
+
+/// Limit of spans that have begun and not ended.
+const SPANS: usize = 1024;
+
+/// Begins of spans that have not ended, the oldest first.
+#[derive(Default)]
+struct Begun(Vec<Record>);
+
+impl Begun {
+    /// A record with what a line of its own needs: an end gets the fields of its beginning that it
+    /// has not itself, and `took_ms`.
+    fn complete(&mut self, mut record: Record) -> Record {
+        if record.kind == Kind::Begin {
+            if self.0.len() >= SPANS {
+                self.0.remove(0);
+            }
+            self.0.push(record.clone());
+        } else if record.kind == Kind::End
+            && let Some(at) = self.0.iter().position(|begin| begin.span == record.span)
+        {
+            let begin = self.0.remove(at);
+            let took_ns = record.boottime_ns.saturating_sub(begin.boottime_ns);
+            for (key, value) in begin.fields {
+                record.fields.entry(key).or_insert(value);
+            }
+            record.fields.insert(TOOK_MS.into(), in_ms(took_ns).into());
+        }
+        record
     }
 }
 
@@ -236,7 +275,7 @@ mod tests {
             let (ring, (console, lines)) = (Arc::new(ring), channel());
             let (reader, its_gate) = (Reader::new(Arc::clone(&ring), "console", 0), gate.clone());
             // The thread ends with the channel; the sink then writes in vain.
-            std::thread::spawn(move || follow(reader, Level::Info, &its_gate, Lines(console)));
+            std::thread::spawn(move || follow(reader, 0, Level::Info, &its_gate, Lines(console)));
             Self { ring, gate, lines }
         }
 
@@ -357,6 +396,68 @@ mod tests {
         assert_eq!(
             lines[..kept],
             (50 - kept..50).map(|n| n.to_string()).collect::<Vec<_>>()
+        );
+    }
+
+    #[test]
+    fn the_end_of_a_span_says_how_long_it_took_and_what_it_was() {
+        let record = |kind: Kind, span: u64, at_ns: u64, fields: &[(&str, Value)]| Record {
+            span: Some(span),
+            boottime_ns: at_ns,
+            fields: fields
+                .iter()
+                .map(|(key, value)| ((*key).to_string(), value.clone()))
+                .collect(),
+            ..Record::new(kind, names::MODULE_LOAD)
+        };
+        let mut begun = Begun::default();
+        let begin = record(
+            Kind::Begin,
+            7,
+            1_000_000_000,
+            &[("module", "nvidia".into()), ("rc", 0.into())],
+        );
+        assert_eq!(begun.complete(begin.clone()), begin);
+        let end = record(Kind::End, 7, 3_304_127_513, &[("rc", (-5).into())]);
+        let line = log_line(&begun.complete(end.clone()), Level::Info, 0).unwrap();
+        let read: Map<String, Value> = serde_json::from_str(&line).unwrap();
+        assert!(read.values().all(Value::is_string));
+        assert_eq!(
+            ["msg", "took_ms", "module", "rc"].map(|key| read[key].as_str().unwrap()),
+            ["module.load end", "2304.127513", "nvidia", "-5"]
+        );
+        // One whose beginning was lost says nothing.
+        assert_eq!(begun.complete(end.clone()), end);
+        // What never ends does not fill the memory.
+        for span in 0..3 * SPANS as u64 {
+            begun.complete(record(Kind::Begin, span, 1, &[]));
+        }
+        assert_eq!(begun.0.len(), SPANS);
+    }
+
+    #[test]
+    fn a_new_workers_console_knows_what_began_before_it() {
+        let ring = Arc::new(Ring::default());
+        let (console, lines) = channel();
+        let span = |kind, at_ns| Record {
+            span: Some(3),
+            boottime_ns: at_ns,
+            ..Record::new(kind, names::GPU_INIT)
+        };
+        ring.push(Record::new(Kind::Event, names::SETTLED));
+        ring.push(span(Kind::Begin, 5_000_000));
+        let (reader, from) = (
+            Reader::new(Arc::clone(&ring), "console", 0),
+            ring.next_seq(),
+        );
+        std::thread::spawn(move || {
+            follow(reader, from, Level::Info, &Gate::default(), Lines(console));
+        });
+        ring.push(span(Kind::End, 6_000_000));
+        let line: Value = serde_json::from_str(&lines.recv_timeout(LONG).unwrap()).unwrap();
+        assert_eq!(
+            (line["msg"].as_str(), line["took_ms"].as_str()),
+            (Some("gpu.init end"), Some("1.000000"))
         );
     }
 
