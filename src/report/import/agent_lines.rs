@@ -8,7 +8,7 @@ use super::facts::{Fact, InitLine, MAX_STAMP_NS, Stamp, cut};
 use crate::data::agent_log::AgentLog;
 use crate::data::agent_log::line;
 use crate::data::agent_log::line::realtime_ns;
-use kata_gpu_wire::record::{Kind, Level, MAX_NAME};
+use kata_gpu_wire::record::{Kind, Level, MAX_NAME, TOOK_MS, ns_of_ms};
 use serde_json::{Map, Value};
 
 /// Longest text that is kept of one value, in characters: the agent prints whole OCI specs.
@@ -26,6 +26,7 @@ const FRAME: &[&str] = &[
     "boottime_ns",
     "gpu",
     "error",
+    TOOK_MS,
 ];
 
 /// Passes on the facts of a line, if it has any. `log`: the lines before it.
@@ -82,6 +83,7 @@ fn init_line(object: &Map<String, Value>) -> Option<(i64, InitLine)> {
         gpu: get("gpu").and_then(|g| g.parse().ok()),
         error: get("error").map(|error| cut(error, MAX_VALUE)),
         fields: fields.collect(),
+        took_ns: get(TOOK_MS).and_then(ns_of_ms),
         version: cut(get("version").unwrap_or("?"), MAX_VALUE),
         realtime_ns: get("ts").and_then(realtime_ns),
     };
@@ -134,5 +136,10 @@ mod tests {
         );
         let (_, line) = ours(&text.replace("gpu.bound", "gpu.init end"));
         assert_eq!((line.kind, line.name.as_str()), (Kind::End, "gpu.init"));
+        assert_eq!(line.took_ns, None);
+        let end = "gpu.init end\",\"took_ms\":\"2304.127513";
+        let (_, line) = ours(&text.replace("gpu.bound", end));
+        assert_eq!(line.took_ns, Some(2_304_127_513));
+        assert!(!line.fields.contains_key(TOOK_MS));
     }
 }

@@ -470,6 +470,7 @@ mod tests {
     fn our_inits_lines_place_the_guests_clocks() {
         let init = |ms: i64, name: &str, fields: Value| {
             let line = InitLine {
+                took_ns: None,
                 name: name.into(),
                 kind: Kind::Event,
                 level: Level::Info,

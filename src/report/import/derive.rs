@@ -195,6 +195,7 @@ impl Maker {
 
     fn init(&mut self, line: &InitLine) {
         let key = format!("{:?}", line.gpu);
+        self.begin_before(line, &key);
         let record = match line.kind {
             Kind::Begin => self.begin(&line.name, &key),
             Kind::End => self.end(&line.name, &key),
@@ -202,6 +203,21 @@ impl Maker {
         };
         (record.level, record.gpu, record.error) = (line.level, line.gpu, line.error.clone());
         record.fields = line.fields.clone();
+    }
+
+    /// Begins a span whose end says how long it took, and whose beginning no line has.
+    fn begin_before(&mut self, line: &InitLine, key: &str) {
+        let open = self.open.get(&format!("{} {key}", line.name));
+        let is_open = open.is_some_and(|spans| !spans.is_empty());
+        let took_ns = line.took_ns.and_then(|took| i64::try_from(took).ok());
+        let Some(took_ns) = took_ns.filter(|_| line.kind == Kind::End && !is_open) else {
+            return;
+        };
+        let end = self.now;
+        self.now.placed.at_ns = end.placed.at_ns.saturating_sub(took_ns);
+        let record = self.begin(&line.name, key);
+        (record.gpu, record.fields) = (line.gpu, line.fields.clone());
+        self.now = end;
     }
 
     fn kernel(&mut self, stamp: Stamp, text: &str, meaning: &Meaning) {

@@ -77,6 +77,8 @@ pub struct InitLine {
     pub gpu: Option<PciAddress>,
     pub error: Option<String>,
     pub fields: Map<String, Value>,
+    /// Duration of a span that ends, with which the line has its beginning, too.
+    pub took_ns: Option<u64>,
     pub version: String,
     /// CLOCK_REALTIME of the guest at the same moment.
     pub realtime_ns: Option<i64>,
