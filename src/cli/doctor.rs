@@ -112,7 +112,7 @@ fn dir(args: &Args) -> Option<PathBuf> {
 struct Diagnosis {
     facts: HostFacts,
     findings: Vec<Finding>,
-    /// What the boots of the directory measured, if there is a directory.
+    /// Measurements of the boots, if there is a directory of them.
     measured: Option<Measured>,
     /// Files of boots that could not be read.
     unread: Vec<String>,
@@ -382,7 +382,7 @@ fn head(args: &Args, facts: &HostFacts) -> String {
     ))
 }
 
-/// What the boots measured, in at most six lines.
+/// Measurements of the boots, in at most six lines.
 fn measured_lines(measured: &Measured, unread: usize, screen: &Screen) -> Vec<String> {
     let seconds = |ns: i64| format!("{:.1}", ns as f64 / 1e9);
     let mut first = format!("{} boot(s) here", measured.boots);

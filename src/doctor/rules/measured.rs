@@ -1,4 +1,4 @@
-//! What this host's boots measured, and what part of the median boot no finding explains.
+//! Measurements of this host's boots, and the part of the median boot that no finding explains.
 //!
 //! A finding explains the time that its cure would take off the steps that it shortens. Where steps
 //! of several findings run at once, the largest share counts, so that no time is explained twice.
@@ -88,7 +88,7 @@ impl SettledBoot {
     }
 }
 
-/// What a directory's boots measured.
+/// Measurements of the boots of a directory.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measured {
     /// Boots that are in the numbers.
@@ -107,7 +107,7 @@ pub struct Measured {
     pub failed: usize,
     /// Boots by a failure's reason, the most frequent first; a boot can have several.
     pub failures: Vec<Failure>,
-    /// What no finding explains of a boot; none where no boot settled.
+    /// Time of a boot that no finding explains; none where no boot settled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unexplained: Option<Unexplained>,
 }
@@ -117,7 +117,7 @@ pub struct Measured {
 pub struct PhaseTime {
     pub phase: String,
     pub median_ns: i64,
-    /// Of the median time until the GPUs were settled, in percent; phases overlap.
+    /// Share of the median time until the GPUs were settled, in percent; phases overlap.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub share: Option<f64>,
 }
@@ -194,7 +194,7 @@ fn failures(failed: &[Vec<&'static str>]) -> Vec<Failure> {
 }
 
 fn unexplained(boots: &OwnBoots, median_ns: i64, findings: &[Finding]) -> Option<Unexplained> {
-    // Of two boots around the median, the slower one has more to explain.
+    // The slower of two boots around the median has more to explain.
     let distance = |boot: &&SettledBoot| {
         let took_ns = boot.took_ns();
         (took_ns.abs_diff(median_ns), Reverse(took_ns))

@@ -461,7 +461,7 @@ fn troubles<'a>(seen: &'a Seen, boot: Option<&'a Loaded>, config: &Path) -> Vec<
     all
 }
 
-/// What failed in the guest, each row once.
+/// Rows of the failures in the guest, each once.
 fn causes(loaded: &Loaded) -> Vec<Diagnosis<'_>> {
     let mut all: Vec<Diagnosis> = Vec::new();
     let failed = loaded.file.records.iter();
