@@ -15,12 +15,15 @@ use super::kernel_lines::Meaning;
 use crate::data::agent_log::torn::Torn;
 use crate::data::agent_log::{AgentLog, MAX_CONSOLE_LINE};
 use crate::data::line_prefix::{Clock, DAY_NS, Line, Program, strip};
+use crate::data::text::start;
 use kata_gpu_wire::driver_log::{goes_on, joined};
 
 /// A kernel line this much earlier than one before it begins another boot, if it is no later than
 /// this: `quiet` keeps the banner off the console. A log of two sources falls back to later times,
 /// and is one boot.
 const FELL_BACK_NS: i64 = 5_000_000_000;
+/// Longest line of the kernel's log that is kept, in bytes: one of its records has less.
+const MAX_LINE: usize = 8192;
 /// Most lines of one message.
 const MAX_MESSAGE: usize = 32;
 /// Most lines without a stamp that are kept.
@@ -148,6 +151,7 @@ impl Console {
     /// Takes a line of the kernel's log.
     pub fn kernel(&mut self, number: u64, stamp: Stamp, text: &str, read_ns: Option<i64>) {
         self.last = Some(stamp);
+        let text = start(text, MAX_LINE);
         if self.message.as_ref().is_some_and(|m| m.stamp == stamp) && self.goes_on(text, false) {
             return;
         }
@@ -194,7 +198,7 @@ impl Console {
         if lines.len() >= MAX_MESSAGE || !(is_marked || goes_on(&lines, text, exact)) {
             return false;
         }
-        message.lines.push(text.to_string());
+        message.lines.push(start(text, MAX_LINE).to_string());
         let whole = joined(&message.lines.join("\n"));
         if let Some(item) = boot.get_mut(message.at)
             && let Fact::Kernel { text, meaning } = &mut item.fact

@@ -305,7 +305,14 @@ impl Maker {
             Meaning::ModuleLoaded => {
                 self.end_named(names::MODULE_LOAD, ("module", "nvidia"));
             }
-            Meaning::NoGpuTaken => self.no_gpu_taken(text),
+            Meaning::NoGpuTaken => {
+                self.no_gpu_taken(text);
+                let is_gone = text.starts_with("nvidia-nvlink: Unregistered");
+                let load = self.open.get("module.load nvidia");
+                if is_gone && load.is_some_and(|spans| !spans.is_empty()) {
+                    self.end(names::MODULE_LOAD, "nvidia").error = Some("unloaded again".into());
+                }
+            }
             Meaning::SwitchProbe { function } => {
                 let function = function.to_string();
                 let record = self.begin(own::SWITCH_PROBE, &function);

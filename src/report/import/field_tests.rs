@@ -512,6 +512,8 @@ fn a_container_waited_for_devices_that_only_its_tries_name() {
     let wanted: Vec<(String, Option<u64>)> = (1..=3).map(|n| ("#1".to_string(), Some(n))).collect();
     let boot = boot_of(&log);
     assert_eq!(tries(&boot), wanted);
+    let asked = of_name(&boot, logged::CONTAINER_ASKED);
+    assert_eq!(asked[0].fields.text("devices"), Some("nvidia.com/gpu=0"));
     let waits = of_name(&boot, logged::AGENT_CDI_WAIT);
     let kinds: Vec<_> = waits.iter().map(|r| r.kind).collect();
     assert_eq!(
@@ -528,6 +530,15 @@ fn a_container_waited_for_devices_that_only_its_tries_name() {
         old = old.replace(&numbered, "error injecting devices: ");
     }
     assert_eq!(tries(&boot_of(&old)), wanted);
+}
+
+#[test]
+fn a_load_ends_when_the_module_is_gone() {
+    let boot = boot_of(&field("vsock-timeout.journal"));
+    let load = of_name(&boot, names::MODULE_LOAD);
+    let at: Vec<u64> = load.iter().map(|r| r.boottime_ns / 1_000_000).collect();
+    assert_eq!(at, [1800, 1818]);
+    assert_eq!(load[1].error.as_deref(), Some("unloaded again"));
 }
 
 #[test]

@@ -278,7 +278,8 @@ impl Containers {
             .min_by_key(|(_, c)| c.failed_tries.abs_diff(attempt.unwrap_or(0)))
             .map(|(i, _)| i);
         let known = next.or_else(|| self.unseen()).or(other);
-        // A log that begins late does not have the request.
+        // A log that begins late does not have the request: it came before this line.
+        let is_new = known.is_none();
         let Some(index) = known.or_else(|| self.add(&Spec::default(), None)) else {
             return;
         };
@@ -289,6 +290,14 @@ impl Containers {
         container.last_ns = at;
         if container.devices.is_none() && !named.is_empty() {
             container.devices = Some(named.join(","));
+        }
+        if is_new {
+            let asked = AgentEvent::ContainerAsked {
+                container: container.name.clone(),
+                devices: container.devices(),
+                pause: false,
+            };
+            each(at, asked);
         }
         // The agent counts from 0, people from 1.
         each(
