@@ -225,7 +225,7 @@ fn bound_meanwhile(context: &TestContext) -> Result<Outcome> {
         testagent.containers=good:3",
     )
     .boot(context, "meanwhile")?;
-    failure(&booted, 0, "unsupported-gpu")?;
+    failure(&booted, 0, "registers-garbled")?;
     booted.settles(3, 1)?;
     booted.created("good")?;
     let records = booted.records();

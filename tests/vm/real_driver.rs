@@ -239,13 +239,13 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
             wanted("probe", "bar-unassigned", "BAR0 is 0M @ 0x0"),
             wanted(
                 "probe",
-                "unsupported-gpu",
+                "registers-garbled",
                 "does not include the required GPU System Processor (GSP)",
             ),
             wanted("probe", "no-interrupt", "Can't find an IRQ"),
             wanted(
                 "probe",
-                "unsupported-gpu",
+                "vgpu-driver",
                 "is not supported by the NVIDIA 550.",
             ),
             NO_FIRMWARE,

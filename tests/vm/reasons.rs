@@ -56,7 +56,7 @@ fn many(context: &TestContext) -> Result<Outcome> {
         None,
         Some(("probe", "off-the-bus")),
         Some(("probe", "bar-firewall")),
-        Some(("probe", "unsupported-gpu")),
+        Some(("probe", "registers-garbled")),
         Some(("probe", "no-interrupt")),
         Some(("probe", "bar-unassigned")),
         Some(("enable", "enable-failed")),

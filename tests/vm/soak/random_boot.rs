@@ -71,7 +71,7 @@ const HOSTS: [Host; 8] = [
 const FAULTS: [(&str, &str, bool); 10] = [
     ("nvidia.probe_fail", "off-the-bus", false),
     ("nvidia.probe_silent", "probe-failed", false),
-    ("nvidia.unsupported", "unsupported-gpu", false),
+    ("nvidia.unsupported", "registers-garbled", false),
     ("fakepci.no_msix", "no-interrupt", false),
     ("fakepci.bar_missing", "bar-unassigned", false),
     ("nvidia.open_fail", "open-failed", true),
