@@ -21,6 +21,25 @@ const SHOWN: &[(&str, Reason)] = &[
     ("import/console.log", Reason::FirmwareBoot),
     ("import/containerd.log", Reason::FirmwareBoot),
     ("import/journal.json", Reason::FirmwareBoot),
+    ("field/cc-no-crypto.console", Reason::CcNoCrypto),
+    ("field/cc-on-plain.console", Reason::CcModeOn),
+    ("field/cc-on-plain.console", Reason::CtkFailed),
+    ("field/cc-on-plain.console", Reason::NvrcPanic),
+    ("field/cc-on-plain.console", Reason::PoweredOff),
+    (
+        "field/crio-guest-out-of-memory.journal",
+        Reason::OutOfMemory,
+    ),
+    ("field/fsp-timeout.dmesg-T", Reason::FspTimeout),
+    ("field/hotplug-no-space-6.18.console", Reason::BarUnassigned),
+    ("field/hotplug-no-space.console", Reason::BarUnassigned),
+    ("field/journal-k.txt", Reason::FirmwareBoot),
+    ("field/legacy-595.console", Reason::LegacyBranch),
+    ("field/open-no-gsp.console", Reason::NeedsProprietary),
+    ("field/open-no-gsp.dmesg", Reason::NeedsProprietary),
+    ("field/open-refused.monotonic.txt", Reason::OpenRefused),
+    ("field/vsock-timeout.journal", Reason::AgentNoAnswer),
+    ("field/vsock-timeout.journal", Reason::NoGpu),
 ];
 
 #[test]

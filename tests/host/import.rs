@@ -61,6 +61,28 @@ fn recognised(made: &BootOfLogs) -> u64 {
     made.boot.imported().unwrap().files[0].recognised
 }
 
+/// The verdict of every log of the field: what happened, why, what to do.
+#[test]
+fn the_first_three_lines_of_each_log_of_the_field_are_the_golden_ones() {
+    let folder = project().join("tests/fixtures/field");
+    let names = std::fs::read_dir(&folder).unwrap();
+    let mut names: Vec<String> = names
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .filter(|name| name != "README.md")
+        .collect();
+    names.sort();
+    assert!(names.len() >= 10, "{names:?}");
+    let mut all = String::new();
+    for name in names {
+        let log = crate::bytes(folder.join(&name));
+        let made = imported(&[(name.as_str(), log)]).unwrap();
+        let page = printed(&made, false);
+        let first: Vec<&str> = page.lines().take(3).collect();
+        all += &format!("== {name}\n{}\n", first.join("\n"));
+    }
+    golden("host/field-verdicts.txt", &all);
+}
+
 #[test]
 fn every_kind_of_log_has_its_golden_page() {
     let cases: &[(&str, &[&str])] = &[

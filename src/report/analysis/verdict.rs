@@ -5,7 +5,8 @@
 //! what took its time.
 
 use super::cures::cures;
-use crate::boot::cause::{Cause, step_phrase};
+use crate::boot::cause::{Cause, End, step_phrase};
+use crate::boot::coverage::coverage;
 use crate::boot::model::{Boot, Container, Gpu, Xids};
 use crate::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
 use crate::boot::timeline::{Step, Timeline, Window};
@@ -25,6 +26,8 @@ const MAX_NAME: usize = 60;
 const SHORT_ID: usize = 8;
 /// Gain of a cure that is worth the first lines, in percent of the window.
 const WORTH_PERCENT: u64 = 10;
+/// Share of a window without an explanation that is worth the first lines, in percent.
+const DARK_PERCENT: f64 = 25.0;
 /// Limit of findings of one kind.
 const MAX_FINDINGS: usize = 16;
 
@@ -82,8 +85,10 @@ impl Verdict {
         let mut findings = failed_gpus(boot);
         findings.extend(ends(boot, false));
         findings.extend(ends(boot, true));
+        findings.extend(without_gpus(boot));
         findings.extend(failed_containers(boot));
         findings.extend(hanging(boot));
+        findings.extend(waiting(boot));
         findings.extend(
             boot.xids
                 .iter()
@@ -99,7 +104,7 @@ impl Verdict {
     /// The verdict with what took the time until the containers ran, if nothing failed.
     pub fn with_time(boot: &Boot) -> Self {
         let mut verdict = Self::of(boot);
-        if !verdict.is_failure() {
+        if verdict.findings.is_empty() {
             let window = boot.timeline.window(None, user_end(&boot.timeline)).ok();
             verdict
                 .findings
@@ -235,26 +240,26 @@ fn failed_gpus(boot: &Boot) -> Vec<Finding> {
     groups.into_iter().filter_map(finding).collect()
 }
 
-/// Ends of the guest, the last of them as what the others led to; or failures of its sandbox.
+/// Ends of the guest, or failures of its sandbox: the first, and what it led to.
 fn ends(boot: &Boot, of_sandbox: bool) -> Vec<Finding> {
     let ends: Vec<_> = boot
         .ends
         .iter()
-        .filter(|end| end.of_sandbox == of_sandbox)
+        .filter(|end| end.of_sandbox == of_sandbox && !is_no_gpu(end))
         .collect();
     let is_consequence = |code: &Option<String>| {
         code.as_deref() == Some(Reason::PoweredOff.name())
             || code.as_deref() == Some(Reason::SandboxFailed.name())
     };
-    let Some(first) = ends
-        .iter()
-        .find(|end| !is_consequence(&end.cause.code))
-        .or(ends.first())
-    else {
+    let first = ends.iter().find(|end| !is_consequence(&end.cause.code));
+    let Some(first) = first.or(ends.first()) else {
         return Vec::new();
     };
     let then = ends.iter().filter(|end| end.cause.code != first.cause.code);
     let then: Vec<String> = then.map(|end| why(&end.cause)).collect();
+    let waited = first
+        .waited_ms
+        .map(|ms| format!(", in {} s", seconds(ms.saturating_mul(1_000_000))));
     let who = if of_sandbox {
         "sandbox failed"
     } else {
@@ -264,8 +269,54 @@ fn ends(boot: &Boot, of_sandbox: bool) -> Vec<Finding> {
         [] => String::new(),
         then => format!("; then {}", then.join("; ")),
     };
-    let text = format!("{who}: {}{then}", why(&first.cause));
+    let waited = waited.unwrap_or_default();
+    let text = format!("{who}: {}{waited}{then}", why(&first.cause));
     vec![Finding::new(Severity::Error, text, &first.cause).at(first.at_ns)]
+}
+
+/// Whether this is no end, but that no GPU came.
+fn is_no_gpu(end: &End) -> bool {
+    end.cause.code.as_deref() == Some(Reason::NoGpu.name())
+}
+
+fn without_gpus(boot: &Boot) -> Option<Finding> {
+    let end = boot.ends.iter().find(|end| is_no_gpu(end))?;
+    let finding = Finding::new(Severity::Error, why(&end.cause), &end.cause);
+    Some(finding.at(end.at_ns))
+}
+
+/// Containers of which no line shows an end, where that is all that is known of the boot.
+fn waiting(boot: &Boot) -> Vec<Finding> {
+    let of_container = |container: &Container| {
+        let asked = container
+            .asked_ns
+            .map(|at| format!(" since {} s", seconds(at)));
+        let tries = container
+            .tries
+            .map(|tries| format!(": {tries} tries failed"));
+        let (name, devices) = (name(&container.name), name(&container.devices));
+        let text = format!(
+            "container {name} still waits for {devices}{}{}",
+            asked.unwrap_or_default(),
+            tries.unwrap_or_default(),
+        );
+        let cause = Cause {
+            cure: Some(
+                "see which of these GPUs is not ready, and why: below, or in the guest's console"
+                    .into(),
+            ),
+            whose: Some(Whose::Guest.name().into()),
+            sure: Some(Sure::Unsure.name().into()),
+            ..Cause::default()
+        };
+        let finding = Finding::new(Severity::Warning, text, &cause);
+        Finding {
+            at_ns: container.asked_ns,
+            ..finding
+        }
+    };
+    let pending = boot.containers.iter().filter(|container| container.pending);
+    pending.map(of_container).take(MAX_FINDINGS).collect()
 }
 
 fn failed_containers(boot: &Boot) -> Vec<Finding> {
@@ -383,6 +434,12 @@ fn longest(boot: &Boot, window: &Window) -> Option<Finding> {
         };
         return Some(Finding::new(Severity::Note, text, &cause));
     }
+    let dark = coverage(&boot.timeline, window);
+    if dark.unexplained_share >= DARK_PERCENT {
+        let dark = seconds(dark.unexplained_ns);
+        let text = format!("{dark} {of} are explained by no step (show --by gap)");
+        return Some(Finding::new(Severity::Note, text, &Cause::default()));
+    }
     let chapters = super::chapters::chapters(boot, window);
     let longest = chapters.iter().max_by_key(|chapter| chapter.sooner_ns)?;
     (longest.sooner_ns > 0).then(|| {
@@ -409,7 +466,10 @@ fn headline(boot: &Boot) -> String {
     parts.extend(of_sandbox.map(|end| format!("sandbox failed after {} s", seconds(end.at_ns))));
     parts.push(gpus_line(boot));
     parts.extend(containers_line(boot));
-    let of_guest = boot.ends.iter().rfind(|end| !end.of_sandbox);
+    let of_guest = boot
+        .ends
+        .iter()
+        .rfind(|end| !end.of_sandbox && !is_no_gpu(end));
     parts.extend(of_guest.map(|end| format!("the guest ended at {} s", seconds(end.at_ns))));
     let sandbox = boot.sandbox.as_ref();
     let pod = sandbox
@@ -429,7 +489,13 @@ fn gpus_line(boot: &Boot) -> String {
     let (all, usable) = (boot.gpus.len(), boot.usable_gpus());
     let gpus = |count: usize| if count == 1 { "GPU" } else { "GPUs" };
     if all == 0 {
-        return "no GPU".to_string();
+        let of_log = boot.imported.is_some();
+        return if of_log {
+            "no GPU in the log"
+        } else {
+            "no GPU"
+        }
+        .to_string();
     }
     // The driver logs no initialisation that succeeds: other inits' boots have the CDI spec.
     let published = boot

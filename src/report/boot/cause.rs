@@ -89,6 +89,9 @@ pub struct End {
     pub at_ns: u64,
     /// Whether the runtime said it, not the guest.
     pub of_sandbox: bool,
+    /// Time that the runtime had waited.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waited_ms: Option<u64>,
     #[serde(flatten)]
     pub cause: Cause,
 }
@@ -116,6 +119,7 @@ impl End {
         Some(Self {
             at_ns: record.boottime_ns,
             of_sandbox,
+            waited_ms: record.fields.number("waited_ms"),
             cause,
         })
     }
