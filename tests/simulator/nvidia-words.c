@@ -64,10 +64,12 @@ static const struct nv_cause *nv_find_cause(const struct nv_gpu *gpu)
 	int i;
 
 	while (entry && *entry) {
-		if (sscanf(entry, "%u:%15[a-z]", &k, name) == 2 && k == gpu->position)
+		if (sscanf(entry, "%u:%15s", &k, name) == 2 && k == gpu->position) {
+			name[strcspn(name, ",")] = 0;
 			for (i = 0; i < ARRAY_SIZE(nv_causes); i++)
 				if (!strcmp(name, nv_causes[i].name))
 					return &nv_causes[i];
+		}
 		entry = strchr(entry, ',');
 		if (entry)
 			entry++;
