@@ -390,7 +390,7 @@ mod tests {
             (102, None, "NVRM: GPU0 late: of the next one"),
         ]);
         let words = words(&log, 3, (99, 101), ALONE);
-        assert_eq!(words.named, [code.clone()]);
+        assert_eq!(words.named, std::slice::from_ref(&code));
         assert_eq!(words.own, [CC, ASSERT, &code]);
         assert_eq!(
             (words.nearby().as_deref(), words.by_order),
@@ -453,7 +453,7 @@ mod tests {
             (104, Some(4), &fourth),
         ]);
         let unknown = words(&log, 4, (99, 104), TOGETHER);
-        assert_eq!(unknown.own, [fourth.clone()]);
+        assert_eq!(unknown.own, std::slice::from_ref(&fourth));
         assert_eq!(unknown.nearby.len(), 3);
         assert_eq!(unknown.nearby().unwrap().split(" | ").next(), Some(CC));
         let known = words(&log, 4, (99, 104), Whose::Together { number: Some(1) });
