@@ -94,8 +94,9 @@ impl DriverSaid {
             .others
             .iter()
             .rev()
-            .find_map(|(_, text)| instance(text));
-        let is_other = move |text: &str| instance(text).is_some_and(|of| Some(of) != last);
+            .find_map(|(_, text)| driver_log::rm_number(text));
+        let number = driver_log::rm_number;
+        let is_other = move |text: &str| number(text).is_some_and(|of| Some(of) != last);
         let others = self.others.iter().rposition(|(_, text)| is_other(text));
         let from = others.map_or(0, |at| at + 1);
         self.others.iter().skip(from)
@@ -106,18 +107,11 @@ impl DriverSaid {
     }
 }
 
-/// Number that RM gives a GPU, in the order of attaching: `NVRM: GPU1 kgspBootstrap_GH100: ..`.
-fn instance(text: &str) -> Option<u32> {
-    let digits = text.strip_prefix("NVRM: GPU")?.split(' ').next()?;
-    digits.parse().ok()
-}
-
-/// Whether a message is the driver's, or the kernel's about a function, from its first byte on.
+/// Whether a message is the driver's, or the kernel's about a function or module. The driver's part
+/// for SPDM prints without a prefix.
 pub fn is_drivers(text: &str) -> bool {
-    const WRITERS: &[&str] = &[
-        "NVRM: ", "nvidia ", "nvidia: ", "nvidia-", "libspdm_", "pci ",
-    ];
-    WRITERS.iter().any(|writer| text.starts_with(writer)) && !driver_log::is_user_spaces(text)
+    let of_spdm = || text.starts_with("libspdm_") && !driver_log::is_user_spaces(text);
+    driver_log::is_drivers(text) || of_spdm()
 }
 
 #[cfg(test)]

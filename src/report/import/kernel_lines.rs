@@ -163,8 +163,11 @@ fn of_driver(text: &str) -> Option<Meaning> {
     if begins(&["nvidia-uvm: Loaded the UVM driver"]) {
         return Some(Meaning::UvmLoaded);
     }
-    if begins(&["nvidia-nvswitch"]) && text.contains(": Probing device ") {
-        return driver_log::address(text).map(|function| Meaning::SwitchProbe { function });
+    if let Some(rest) = text.strip_prefix("nvidia-nvswitch")
+        && let Some((_, function)) = rest.split_once(": Probing device ")
+    {
+        let function = function.split(',').next()?.parse().ok()?;
+        return Some(Meaning::SwitchProbe { function });
     }
     if let Some(Signal::Xid(gpu, xid)) = driver_log::signal(text) {
         return Some(Meaning::Xid { gpu, xid });
