@@ -328,20 +328,24 @@ mod tests {
         let dir = directory();
         let (lines, count) = listed(&dir, 0, None, false);
         assert_eq!((lines.len(), count), (5, 3), "{lines:?}");
-        assert!(lines[0].starts_with("2026-11-21 03:17:57  "), "{lines:?}");
+        let [failed, failure, cure, settled, _] = lines.as_slice() else {
+            panic!("{lines:?}")
+        };
         assert!(
-            lines[0].contains("8/8") && lines[0].ends_with("8.264"),
+            failed.contains("  ml/train\\x1b[2J  ") && failed.contains("7/8"),
             "{lines:?}"
         );
         assert!(
-            lines[1].contains("  ml/train\\x1b[2J  ") && lines[1].contains("7/8"),
+            failure.starts_with("    GPU 5 (") && failure.ends_with("(firmware-boot)"),
             "{lines:?}"
         );
+        assert!(cure.starts_with("    cure: reset the GPU"), "{lines:?}");
         assert!(
-            lines[2].starts_with("    GPU 5 (") && lines[2].ends_with("(firmware-boot)"),
+            settled.starts_with("2026-11-21 03:17:57  ")
+                && settled.contains("8/8")
+                && settled.ends_with("8.264"),
             "{lines:?}"
         );
-        assert!(lines[3].starts_with("    cure: reset the GPU"), "{lines:?}");
         assert_eq!(
             listed(&dir, 2, None, false).1,
             2,

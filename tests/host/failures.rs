@@ -186,6 +186,7 @@ const WAYS: &[(Reason, &[&str])] = &[
     (Reason::StateLoadFailed, &["code"]),
     (Reason::MemoryNotMovable, &["words"]),
     (Reason::InitFailed, &["code", "step"]),
+    (Reason::StepHangs, &["verdict"]),
     (Reason::Internal, &["step", "init"]),
 ];
 
@@ -195,11 +196,14 @@ fn ways() -> BTreeMap<String, BTreeSet<&'static str>> {
     for source in source::read("src/wire/failure")
         .iter()
         .chain(&source::read("src/init"))
+        .chain(&source::read("src/report/analysis"))
     {
         let named = match source.file.strip_prefix(CATALOGUE) {
             Some("signatures.rs") => "code",
             Some("reason.rs") => "step",
             Some(_) => continue,
+            None if source.file.ends_with("/verdict.rs") => "verdict",
+            None if source.file.starts_with("src/report") => continue,
             None => "init",
         };
         for at in 0..source.tokens.len() {
