@@ -383,7 +383,6 @@ rows! {
             words: "the driver's message that decides",
             cure: "",
             nearby: "what the driver logged at that time without an address, of whichever GPU",
-            bars: "of a log: those that found no room",
             bind_inode: "where the driver has it",
         };
     /// The GPU has left the bus or its driver, or is about to: it is no longer in the spec, and its

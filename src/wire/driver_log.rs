@@ -54,7 +54,7 @@ const BEFORE_ADDRESS: &[&str] = &[
 /// (IFNAMSIZ).
 const NAME: usize = 15;
 
-/// What follows the name of a thread where the kernel begins a line with one; besides
+/// Words behind the name of a thread where the kernel begins a line with one; besides
 /// `[PID]`, `(PID)` and `/PID`.
 const AFTER_COMM: &[&str] = &[
     " invoked oom-killer",
@@ -65,7 +65,7 @@ const AFTER_COMM: &[&str] = &[
     ": sending ioctl ",
 ];
 
-/// What follows the name of a network interface where the kernel begins a line with one.
+/// Words behind the name of a network interface where the kernel begins a line with one.
 const AFTER_INTERFACE: &[&str] = &[
     "renamed from ",
     "entered ",
@@ -81,7 +81,7 @@ const AFTER_INTERFACE: &[&str] = &[
     "received packet",
 ];
 
-/// What the kernel's loader logs behind a module's name about a module that it refuses.
+/// Words of the kernel's loader behind a module's name about a module that it refuses.
 const OF_LOADER: &[&str] = &[
     "Unknown symbol ",
     "disagrees about version of symbol ",
@@ -93,7 +93,7 @@ const OF_LOADER: &[&str] = &[
     "Unknown rela relocation",
 ];
 
-/// What NVSwitches' part of the driver logs behind its name (linux_nvswitch.c), and no interface.
+/// Words of NVSwitches' part of the driver behind its name (linux_nvswitch.c), and no interface.
 const OF_SWITCHES: &[&str] = &[
     "SXid (PCI:",
     "Probing device ",
@@ -139,7 +139,7 @@ enum Spoken<'a> {
 /// `[  PID] .. COMM` (mm/oom_kill.c), `audit: type=.. comm=..` (kernel/audit.c), `process 'FILE'
 /// started with executable stack` (fs/exec.c), `warning: 'COMM' uses ..` (kernel/capability.c and
 /// others), `coredump: PID(COMM): ..` (fs/coredump.c), `umip: COMM[PID] ..`, `x86/split lock
-/// detection: ..`, `INFO: task COMM:PID blocked ..` (kernel/hung_task.c), `CPU: N PID: N Comm: COMM`
+/// detection: ..`, `INFO: task COMM:PID blocked ..` (kernel/hung_task.c), `CPU: N PID: N Comm: ..`
 /// (lib/dump_stack.c), `BUG: .. COMM/PID/..`, `note: COMM[PID] exited ..` (kernel/exit.c),
 /// `cgroup: ..`, `netlink: ..`, `overlayfs: ..` and other file systems, `usb N: process PID (COMM)
 /// ..`, `input: NAME as ..`. A line whose continuation the kernel could not append begins with a
@@ -393,7 +393,7 @@ pub fn signal(text: &str) -> Option<Signal> {
     }
     let (address, rest) = leading_address(rest.strip_prefix("Xid (PCI:")?)?;
     let (instance, number) = rest.split_once("): ")?;
-    // Of a MIG instance: `Xid (PCI:0001:00:03 GPU-I:05): 31, ..`.
+    // A MIG instance: `Xid (PCI:0001:00:03 GPU-I:05): 31, ..`.
     let is_instance = |id: &str| !id.is_empty() && id.bytes().all(|b| b.is_ascii_digit());
     if !instance.is_empty() && !instance.strip_prefix(" GPU-I:").is_some_and(is_instance) {
         return None;

@@ -156,7 +156,7 @@ fn causes(context: &TestContext) -> Result<Outcome> {
 }
 
 /// Reasons that the driver does not give itself; its words are told apart by the tests of
-/// [`kata_gpu_wire::reason`].
+/// [`kata_gpu_wire::failure`].
 fn of_the_driver(context: &TestContext) -> Result<Outcome> {
     for (name, words, step, reason) in [
         (
@@ -230,7 +230,7 @@ fn later(context: &TestContext) -> Result<Outcome> {
         r.kind == Kind::End && r.name == names::CDI_PUBLISH && r.fields["failed"] == 2
     })?;
     ensure!(gone.fields["ready"] == 2, "{gone:?}");
-    // What a process makes the kernel log is nobody's word. What the driver only reports is an
+    // A line that a process makes the kernel log is nobody's word. An error that is only logged is an
     // event: the GPU answers.
     let of_first = |xid: u64| {
         move |r: &Record| is_of_slot(r, 0) && r.name == names::GPU_XID && r.fields["xid"] == xid

@@ -78,7 +78,7 @@ pub enum Whose {
     Together { number: Option<u32> },
 }
 
-/// What the driver logged about a failure.
+/// Lines of the driver about a failure.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Words {
     /// Lines with the GPU's address.
@@ -110,7 +110,7 @@ impl DriverLines {
         self.facts.take_line(text);
     }
 
-    /// What explains the failure of this GPU in a step that began at `from_ns` (CLOCK_BOOTTIME).
+    /// Lines that explain the failure of this GPU in a step from `from_ns` (CLOCK_BOOTTIME) on.
     pub fn words(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Words {
         let named: Vec<&Line> = self.since(Some(gpu), from_ns).collect();
         let (of_gpu, nearby, by_order) = match unnamed {

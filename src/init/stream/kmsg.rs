@@ -73,7 +73,7 @@ pub struct DriverLog {
 }
 
 impl DriverLog {
-    /// What explains the failure of this GPU in a step that began at `from_ns` (CLOCK_BOOTTIME).
+    /// Lines that explain the failure of this GPU in a step from `from_ns` (CLOCK_BOOTTIME) on.
     /// Waits until the log has been read to its end.
     pub async fn words(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Words {
         let (done, caught_up) = oneshot::channel();

@@ -59,7 +59,7 @@ pub struct Clocks {
     /// Evidence for each offset, for people.
     pub evidence: Vec<ImportedClock>,
     kernel: Option<Offset>,
-    /// Of the wall clock beside the kernel's lines.
+    /// Offset of the wall clock beside the kernel's lines.
     wall: Option<Offset>,
     /// Points at which the guest's wall clock is known, in order: the base's time and its own.
     guest: Vec<(i64, i64)>,

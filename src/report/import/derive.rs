@@ -8,7 +8,7 @@
 //! it: the next kernel line of that GPU, the agent's uevent of its binding, the next GPU's enabling
 //! (the driver probes one after another), or the driver's line at the end of its load.
 //!
-//! What a failure means is the catalogue's ([`failure`]): it gets the driver's messages and all
+//! The meaning of a failure is the catalogue's ([`failure`]): it gets the driver's messages and all
 //! facts that the log states.
 
 use super::clocks::Placed;

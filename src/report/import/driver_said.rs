@@ -1,4 +1,4 @@
-//! What the driver has said that can explain a failure: messages with a GPU's address, and those
+//! The driver's messages that can explain a failure: messages with a GPU's address, and those
 //! without any, which are nearly always the cause.
 //!
 //! Messages without an address are kept since the last boundary: the end of an initialisation that

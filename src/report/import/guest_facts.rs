@@ -1,4 +1,4 @@
-//! What the whole log states of the guest: its GPUs, their ids, and the facts that decide what a
+//! Facts that the whole log states: the guest's GPUs, their ids, and the facts that decide what a
 //! failure means. Pure.
 
 use super::clocks::Placed;

@@ -19,7 +19,7 @@ const GIVEN_UP: &[&str] = &[
 /// Messages after which errors are those of the end.
 pub const ENDS: &[&str] = &["Stopping Sandbox", "Sandbox is stopped", "stop sandbox"];
 
-/// What a runtime puts before the error of the one below it.
+/// Words that a runtime puts before the error of the one below it.
 const WRAPPERS: &[&str] = &[
     "failed to create containerd task: ",
     "failed to start sandbox container task: ",

@@ -54,7 +54,7 @@ pub struct Source {
     pub lines: u64,
     /// Number of those that state something.
     pub recognised: u64,
-    /// What the others are.
+    /// Kinds of the others.
     pub others: Unrecognised,
     /// Reason for which reading stopped before the end of the file.
     pub ended_early: Option<String>,

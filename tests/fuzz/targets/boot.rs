@@ -7,7 +7,7 @@
 
 use kata_gpu_boot::show::export;
 use kata_gpu_boot::show::export::Format;
-use kata_gpu_collect::fleet::tally::{Facts, Tally};
+use kata_gpu_collect::fleet::tally::Tally;
 use kata_gpu_report::analysis::blame::{By, blame};
 use kata_gpu_report::analysis::compare::{Settings, Threshold, compare};
 use kata_gpu_report::analysis::critical_path::critical_path;
@@ -113,7 +113,7 @@ fn views(bytes: &[u8]) {
     }
     let numbers = metrics(&boot, &file);
     let mut tally = Tally::default();
-    tally.add(&numbers, Facts::default());
+    tally.add(&numbers);
     let mut all = Collected::default();
     all.add(&numbers);
     all.stats();

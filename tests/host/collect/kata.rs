@@ -146,8 +146,8 @@ fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
     };
     assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [one]);
     for (n, parts) in [
-        (1, [", pod ml/train-0: ", ", sandbox one\n"]),
-        (2, [", pod ml/\\x1b[2Jevil: ", ", sandbox two\n"]),
+        (1, [" (pod ml/train-0)\n", ", sandbox one\n"]),
+        (2, [" (pod ml/\\x1b[2Jevil)\n", ", sandbox two\n"]),
     ] {
         let shown = shown(&kata.dir.0, n, &[]);
         assert!(parts.iter().all(|part| shown.contains(part)), "{shown}");

@@ -280,9 +280,9 @@ fn page_with(stream: &str, console: Option<&str>, script: &str) -> String {
     )
 }
 
-/// Resizes the page some times, and reports its headline each time and the widths it was drawn in (a
-/// browser without a screen draws few of the frames); then an error as a page that breaks has it,
-/// and the headline after that.
+/// Resizes the page some times, and reports its headline each time, and the drawn widths: a browser
+/// without a screen draws few of the frames. Then comes an error as a page that breaks has it, and
+/// the headline after that.
 const RESIZE: &str = r##"{
 const said = [], root = document.documentElement, pause = () => new Promise((f) => setTimeout(f, 50));
 const headline = () => document.getElementById("headline").textContent;

@@ -141,7 +141,7 @@ fn a_sandbox_that_comes_up_works_and_is_removed() {
         "{last}"
     );
     assert!(
-        out.contains("8 of 8 GPUs usable") && out.contains("kernel start"),
+        out.contains("8 GPUs usable after ") && out.contains("kernel start"),
         "no timeline: {out}"
     );
     let root = node.world.root();

@@ -137,7 +137,7 @@ impl Shared {
     }
 }
 
-/// What a failure is, by the driver's messages: words of lines with the GPU's address come first,
+/// Diagnosis by the driver's messages: words of lines with the GPU's address come first,
 /// then those of other lines that are its own, then codes.
 pub fn diagnose<'a>(failure: &Failed, words: &'a Words, facts: &Facts) -> Diagnosis<'a> {
     let found = failure::of_words(&words.named, facts).unwrap_or_else(|| {

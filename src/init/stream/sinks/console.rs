@@ -428,7 +428,7 @@ mod tests {
         );
         // One whose beginning was lost says nothing.
         assert_eq!(begun.complete(end.clone()), end);
-        // What never ends does not fill the memory.
+        // Spans that never end do not fill the memory.
         for span in 0..3 * SPANS as u64 {
             begun.complete(record(Kind::Begin, span, 1, &[]));
         }
