@@ -230,8 +230,8 @@ fn later(context: &TestContext) -> Result<Outcome> {
         r.kind == Kind::End && r.name == names::CDI_PUBLISH && r.fields["failed"] == 2
     })?;
     ensure!(gone.fields["ready"] == 2, "{gone:?}");
-    // A line that a process makes the kernel log is nobody's word. An error that is only logged is an
-    // event: the GPU answers.
+    // A line that a process makes the kernel log is nobody's word. An error that is only logged is
+    // an event: the GPU answers.
     let of_first = |xid: u64| {
         move |r: &Record| is_of_slot(r, 0) && r.name == names::GPU_XID && r.fields["xid"] == xid
     };
