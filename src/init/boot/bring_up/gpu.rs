@@ -565,90 +565,14 @@ async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::bring_up::dispatch;
-    use crate::boot::bring_up::dispatch::Dispatch;
-    use crate::boot::bring_up::lane::Lane;
-    use crate::boot::bring_up::schedule::Schedule;
-    use crate::boot::bring_up::shared::Seen;
-    use crate::boot::bring_up::strategy::{Facts, Policy};
-    use crate::boot::ipc::descriptors::Descriptors;
+    use crate::boot::bring_up::shared::tests::{arrive, shared};
     use crate::config::Config;
-    use crate::gpu::bind::Sight;
-    use crate::gpu::topology;
-    use crate::stream::sinks::console::Gate;
-    use tokio::sync::{mpsc, watch};
 
     #[tokio::test]
     async fn a_panic_of_a_gpus_task_fails_that_gpu() {
-        let config = Config::default();
-        let facts = Facts {
-            gpus: 1,
-            firewall: false,
-            driver: None,
-            init_on_probe: false,
-            confidential: false,
-            vcpus: 2,
-        };
-        let policy = Policy {
-            bind: config.bind,
-            init: config.init,
-            relaxed: config.relaxed,
-            no_gpus: false,
-            enable: None,
-            facts,
-        };
-        let (dispatch, mut orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
-        let (spec, mut updates) = mpsc::unbounded_channel();
-        let sysfs = PciSysfs::at(Path::new("/nonexistent"));
-        let functions = topology::Functions {
-            gpus: 1,
-            ..topology::Functions::default()
-        };
-        let lone = topology::Facts {
-            functions,
-            expected_gpus: None,
-            confidential: false,
-            asked: None,
-            nvlink: config.nvlink,
-            option: None,
-            loaded: false,
-        };
-        let shared = Shared {
-            config,
-            lane: Arc::new(Lane::new(
-                sysfs.clone(),
-                None,
-                Gate::default(),
-                After::default(),
-            )),
-            sysfs,
-            dispatch,
-            roster: Arc::new(Roster::default()),
-            driver: watch::channel(Driver::Loading).1,
-            offered: Arc::default(),
-            topology: watch::channel(topology::decide(lone)).0,
-            descriptors: Descriptors::new(None, None, Vec::new()),
-            runtime: tokio::runtime::Handle::current(),
-            spec,
-            driver_log: None,
-            seen: Seen::default(),
-            milestones: watch::channel(crate::services::Milestones::default()).0,
-            fabric: watch::channel(crate::services::Fabric::default()).0,
-            occasions: watch::channel(crate::boot::bring_up::shared::Occasions::default()).0,
-            resets: std::sync::Mutex::default(),
-        };
-        let gpu = GpuId {
-            address: "0001:00:03.0".parse().unwrap(),
-            generation: 0,
-        };
-        shared.roster.observe(
-            gpu.address,
-            Sight {
-                device: Some(7),
-                bind: None,
-            },
-            Some(0x2330),
-        );
+        let (shared, mut orders, mut updates) =
+            shared(Config::default(), Path::new("/nonexistent"));
+        let gpu = arrive(&shared);
         shared.dispatch.report(Fact::Found(gpu, Arrival::Boot));
         shared.dispatch.report(Fact::Scanned);
         fail_on_panic(&shared, gpu, 0, async { panic!("no such thing") }).await;

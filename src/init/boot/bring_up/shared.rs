@@ -239,3 +239,104 @@ pub struct Loaded {
     /// Whether the nodes that every container needs are made, as far as possible.
     pub control_ready: bool,
 }
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use crate::boot::bring_up::dispatch;
+    use crate::boot::bring_up::dispatch::Orders;
+    use crate::boot::bring_up::publication::Update;
+    use crate::boot::bring_up::schedule::Schedule;
+    use crate::boot::bring_up::strategy::{Facts, Policy};
+    use crate::gpu::bind::Sight;
+    use crate::gpu::topology;
+    use crate::stream::After;
+    use crate::stream::sinks::console::Gate;
+    use std::path::Path;
+    use tokio::sync::mpsc;
+
+    /// The shared state of a bring-up without its tasks, with the ends of its channels: the fleet's
+    /// orders, and the updates of the spec. `sysfs` stands for /sys. Must be called inside a
+    /// runtime.
+    pub fn shared(
+        config: Config,
+        sysfs: &Path,
+    ) -> (Arc<Shared>, Orders, mpsc::UnboundedReceiver<Update>) {
+        let policy = Policy {
+            bind: config.bind,
+            init: config.init,
+            relaxed: config.relaxed,
+            no_gpus: false,
+            enable: None,
+            facts: facts(),
+        };
+        let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
+        let (spec, updates) = mpsc::unbounded_channel();
+        let sysfs = PciSysfs::at(sysfs);
+        let functions = topology::Functions {
+            gpus: 1,
+            ..topology::Functions::default()
+        };
+        let lone = topology::Facts {
+            functions,
+            expected_gpus: None,
+            confidential: false,
+            asked: None,
+            nvlink: config.nvlink,
+            option: None,
+            loaded: false,
+        };
+        let lane = Lane::new(
+            sysfs.clone(),
+            None,
+            Gate::default(),
+            After::default(),
+        );
+        let shared = Shared {
+            config,
+            lane: Arc::new(lane),
+            sysfs,
+            dispatch,
+            roster: Arc::new(Roster::default()),
+            driver: watch::channel(Driver::Loading).1,
+            offered: Arc::default(),
+            topology: watch::channel(topology::decide(lone)).0,
+            descriptors: Descriptors::new(None, None, Vec::new()),
+            runtime: Handle::current(),
+            spec,
+            driver_log: None,
+            seen: Seen::default(),
+            milestones: watch::channel(Milestones::default()).0,
+            fabric: watch::channel(Fabric::default()).0,
+            occasions: watch::channel(Occasions::default()).0,
+            resets: Mutex::default(),
+        };
+        (Arc::new(shared), orders, updates)
+    }
+
+    /// Facts of a guest with one GPU.
+    pub fn facts() -> Facts {
+        Facts {
+            gpus: 1,
+            firewall: false,
+            driver: None,
+            init_on_probe: false,
+            confidential: false,
+            vcpus: 2,
+        }
+    }
+
+    /// Puts a GPU into the roster, which the boot scan has found.
+    pub fn arrive(shared: &Shared) -> GpuId {
+        let gpu = GpuId {
+            address: "0001:00:03.0".parse().unwrap(),
+            generation: 0,
+        };
+        let sight = Sight {
+            device: Some(7),
+            bind: None,
+        };
+        shared.roster.observe(gpu.address, sight, Some(0x2330));
+        gpu
+    }
+}
