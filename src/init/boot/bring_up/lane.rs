@@ -19,7 +19,7 @@ use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::unistd::Pid;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -27,6 +27,8 @@ use std::time::Duration;
 /// The lane, shared by all GPUs' tasks.
 pub struct Lane {
     sysfs: PciSysfs,
+    /// Mount point of procfs.
+    proc: PathBuf,
     gate: Gate,
     state: Mutex<State>,
 }
@@ -47,10 +49,17 @@ struct State {
 }
 
 impl Lane {
-    /// A lane whose first enabling comes after these steps.
-    pub fn new(sysfs: PciSysfs, spare: Option<Spare>, gate: Gate, after: After) -> Self {
+    /// A lane whose first enabling comes after these steps. `proc`: mount point of procfs.
+    pub fn new(
+        sysfs: PciSysfs,
+        proc: &Path,
+        spare: Option<Spare>,
+        gate: Gate,
+        after: After,
+    ) -> Self {
         Self {
             sysfs,
+            proc: proc.into(),
             gate,
             state: Mutex::new(State {
                 spare,
@@ -202,7 +211,7 @@ impl<'a> ConsoleQuiet<'a> {
         if state.enabling == 1 {
             lane.gate.hold();
             // A level that cannot be set costs a line on the console.
-            state.quiet = kernel_console::quiet(Path::new("/proc")).ok().flatten();
+            state.quiet = kernel_console::quiet(&lane.proc).ok().flatten();
         }
         Self(lane)
     }
@@ -238,4 +247,42 @@ fn enable(
     let began_ns = boottime_ns();
     sysfs.enable(gpu)?;
     Ok(Duration::from_nanos(boottime_ns().saturating_sub(began_ns)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_test_support::temp_dir;
+    use nix::sys::stat::Mode;
+
+    #[tokio::test]
+    async fn the_console_is_quiet_while_a_gpu_is_enabled() {
+        let folder = temp_dir();
+        let gpu: PciAddress = "0001:00:03.0".parse().unwrap();
+        let function = folder.path().join(format!("bus/pci/devices/{gpu}"));
+        std::fs::create_dir_all(&function).unwrap();
+        std::fs::create_dir_all(folder.path().join("sys/kernel")).unwrap();
+        let printk = folder.path().join("sys/kernel/printk");
+        std::fs::write(&printk, "7\t4\t1\t7\n").unwrap();
+        // An enabling that lasts until the FIFO is read.
+        let enable = function.join("enable");
+        nix::unistd::mkfifo(&enable, Mode::S_IRWXU).unwrap();
+        let (sysfs, gate) = (PciSysfs::at(folder.path()), Gate::default());
+        let after = After::default();
+        let lane = Arc::new(Lane::new(sysfs, folder.path(), None, gate.clone(), after));
+        let is_quiet = || {
+            let text = std::fs::read_to_string(&printk).unwrap();
+            (gate.is_held(), text.starts_with("2"))
+        };
+        let reading = async {
+            let quiet = is_quiet();
+            let read = tokio::task::spawn_blocking(move || std::fs::read_to_string(&enable));
+            assert_eq!(read.await.unwrap().unwrap(), "1");
+            quiet
+        };
+        let progress = Arc::default();
+        let (enabled, quiet) = tokio::join!(biased; lane.enable(gpu, &[], &progress), reading);
+        assert!(matches!(enabled, Ok(Ok(_))), "not enabled");
+        assert_eq!((quiet, is_quiet()), ((true, true), (false, false)));
+    }
 }

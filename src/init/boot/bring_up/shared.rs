@@ -288,6 +288,7 @@ pub mod tests {
         };
         let lane = Lane::new(
             sysfs.clone(),
+            Path::new("/nonexistent"),
             None,
             Gate::default(),
             After::default(),

@@ -60,6 +60,12 @@ impl Gate {
         self.closed.1.notify_all();
     }
 
+    /// Whether the gate is closed.
+    #[cfg(test)]
+    pub fn is_held(&self) -> bool {
+        *self.lock()
+    }
+
     /// Blocks the thread until the gate is open. `since` is the time of the first stop with
     /// unwritten lines, over several holds; after the longest hold from then on, the gate is opened
     /// here.
