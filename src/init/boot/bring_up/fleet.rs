@@ -636,11 +636,16 @@ impl Fleet {
             // it calls the driver's removal.
             Signal::RemovalWaits(gpu) => self.look(gpu),
             Signal::Xid(gpu, number) => {
-                // An older line is about the GPU that was there before.
-                let is_its = |id: &GpuId| at_ns >= self.shared.seen.arrived_at(*id);
-                self.heed_xid(gpu, number, self.shared.roster.at(gpu).filter(is_its));
+                self.heed_xid(gpu, number, self.arrival(gpu, at_ns));
             }
         }
+    }
+
+    /// GPU at an address that a line of this time is about: an older one is about the GPU that was
+    /// there before.
+    fn arrival(&self, gpu: PciAddress, at_ns: u64) -> Option<GpuId> {
+        let is_its = |id: &GpuId| at_ns >= self.shared.seen.arrived_at(*id);
+        self.shared.roster.at(gpu).filter(is_its)
     }
 
     /// Reports an error of the arrival of a GPU, which fails if it has fallen off the bus.
@@ -716,5 +721,59 @@ fn options(config: &Config) -> Options {
         namings: config.cdi_names.clone(),
         hooks: config.cdi_hooks,
         hook_path,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boot::bring_up::shared::tests::{arrive, facts, shared};
+    use kata_gpu_test_support::temp_dir;
+
+    /// A fleet of one GPU, whose removal is over: sysfs has no device.
+    fn fleet(sysfs: &Path) -> (Fleet, GpuId) {
+        let (shared, orders, _updates) = shared(Config::default(), sysfs);
+        let gpu = arrive(&shared);
+        shared.seen.arrived(gpu);
+        let fleet = Fleet {
+            shared,
+            orders,
+            image: None,
+            command_line: Vec::new(),
+            looked: StepId::next(),
+            driver: watch::channel(Driver::Loading).0,
+            tasks: JoinSet::new(),
+            handles: HashMap::new(),
+            facts: facts(),
+            modules_loaded: watch::channel(false).1,
+            rescan_at: None,
+            looks: false,
+            load_ordered: false,
+            settled: watch::channel(false).0,
+        };
+        (fleet, gpu)
+    }
+
+    #[tokio::test]
+    async fn an_xid_from_before_its_arrival_is_not_a_gpus() {
+        let folder = temp_dir();
+        let (fleet, gpu) = fleet(folder.path());
+        let arrived_at = fleet.shared.seen.arrived_at(gpu);
+        let of = |at_ns| fleet.arrival(gpu.address, at_ns);
+        assert_eq!((of(arrived_at - 1), of(arrived_at)), (None, Some(gpu)));
+    }
+
+    #[tokio::test]
+    async fn the_drivers_line_about_a_removal_is_followed_at_once() {
+        let folder = temp_dir();
+        let (mut fleet, gpu) = fleet(folder.path());
+        fleet.heed(0, Signal::RemovalWaits(gpu.address));
+        assert!(!fleet.shared.roster.contains(gpu));
+    }
+
+    #[test]
+    fn the_specs_hook_is_this_program_wherever_it_is() {
+        let path = options(&Config::default()).hook_path;
+        assert_eq!(Path::new(&path), std::env::current_exe().unwrap());
     }
 }
