@@ -186,6 +186,39 @@ pub fn resume(previous: &Previous, shared: &Arc<Shared>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::boot::bring_up::shared::tests::{arrive, shared};
+    use crate::config::Config;
+    use kata_gpu_test_support::temp_dir;
+
+    #[tokio::test]
+    async fn a_gpu_that_fails_again_after_its_reset_is_not_reset_again() {
+        let folder = temp_dir();
+        let config = Config {
+            reset: Switch::On,
+            ..Config::default()
+        };
+        let (shared, _orders, _updates) = shared(config, folder.path());
+        let gpu = arrive(&shared);
+        let function = folder
+            .path()
+            .join(format!("bus/pci/devices/{}", gpu.address));
+        std::fs::create_dir_all(&function).unwrap();
+        std::fs::write(function.join("reset_method"), "flr bus\n").unwrap();
+        let fails = || {
+            let failure = Failed::new(
+                FailedStep::Init,
+                Some(Reason::NeedsReset),
+                "it fails".into(),
+            );
+            instead_of(failure, &shared, gpu, 0)
+        };
+        assert!(fails().await.is_none(), "no reset was begun");
+        let again = fails().await.map(|failure| failure.error);
+        assert!(
+            again.as_ref().is_some_and(|why| why.contains("was tried")),
+            "{again:?}"
+        );
+    }
 
     #[test]
     fn a_reset_is_tried_once_by_a_way_that_resets_one_function() {
