@@ -3,8 +3,10 @@
 //! missing.
 
 use super::*;
+use crate::boot::bring_up::shared;
 use crate::gpu::topology::{Functions, Topology};
 use kata_gpu_wire::fabric::Fabric;
+use std::path::Path;
 
 fn decision(topology: Topology) -> Decision {
     let (functions, reason) = (Functions::default(), String::new());
@@ -343,4 +345,20 @@ fn services_learn_of_the_worst_fabric() {
     let mut slow = facts(Completed, 0);
     slow.devices[0].fabric.as_mut().unwrap().health = Some(1);
     assert_eq!(fabric(Some(&slow), false), services::Fabric::Complete);
+}
+
+#[tokio::test]
+async fn gpus_that_come_after_nvml_has_found_a_fabric_are_held_back() {
+    let (shared, _orders, mut updates) =
+        shared::tests::shared(Config::default(), Path::new("/nonexistent"));
+    shared.topology.send_replace(decision(Topology::Gpus));
+    let earlier = Earlier {
+        given: Vec::new(),
+        degraded: false,
+    };
+    let answer = facts(FabricState::InProgress, 0);
+    Watch::new(shared, earlier).take(Ok(Box::new(answer)));
+    let held = std::iter::from_fn(|| updates.try_recv().ok())
+        .any(|update| matches!(update, Update::HeldByDefault(true)));
+    assert!(held, "they are given to containers");
 }
