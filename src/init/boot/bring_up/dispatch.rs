@@ -126,3 +126,50 @@ impl State {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boot::bring_up::deadlines::Limit;
+    use crate::boot::bring_up::schedule_messages::{Arrival, Probe};
+    use crate::boot::bring_up::shared::tests::facts;
+    use crate::boot::bring_up::strategy::Policy;
+    use crate::config::{Bind, Init};
+
+    /// Ends the wait for an order that never comes.
+    const HANG: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn a_limit_that_follows_from_a_fact_passes_without_another_fact() {
+        let policy = Policy {
+            bind: Bind::Insmod,
+            init: Init::Parallel,
+            relaxed: true,
+            no_gpus: false,
+            enable: None,
+            facts: facts(),
+        };
+        // The limits of a bring-up's begin are over: there is nothing to wait for.
+        let began = now().saturating_sub(Limit::AgentFirst.after());
+        let (dispatch, _fleet) = Dispatch::start(Schedule::new(policy, began));
+        tokio::task::yield_now().await;
+        let gpu = GpuId {
+            address: "0001:00:03.0".parse().unwrap(),
+            generation: 0,
+        };
+        let mut orders = dispatch.orders_of(gpu);
+        for fact in [
+            Fact::Found(gpu, Arrival::Boot),
+            Fact::Scanned,
+            Fact::Loaded(true),
+            Fact::Bound(gpu),
+        ] {
+            dispatch.report(fact);
+        }
+        assert_eq!(orders.try_recv(), Ok(Order::Probe(gpu, Probe::Load)));
+        // nvidia-uvm is never loaded; the initialisation waits for it until a limit.
+        assert!(orders.try_recv().is_err());
+        let order = tokio::time::timeout(HANG, orders.recv()).await;
+        assert_eq!(order, Ok(Some(Order::Initialise(gpu))));
+    }
+}
