@@ -291,3 +291,32 @@ impl Holdings {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn what_no_process_could_be_forked_for_waits_for_the_next_try() {
+        // A process with a second thread is not forked.
+        let (over, goes_on) = mpsc::channel::<()>();
+        let second = std::thread::spawn(move || goes_on.recv());
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let gone = Held {
+            gpu: "0001:00:03.0".into(),
+            descriptor: file.as_raw_fd(),
+        };
+        let mut holdings = Holdings::default();
+        let waiting = |holdings: &Holdings| -> Vec<RawFd> {
+            let all = holdings.waiting.iter().flatten();
+            all.map(|held| held.descriptor).collect()
+        };
+        assert_eq!(holdings.give_up(vec![gone], None), Err(Errno::EDEADLK));
+        assert_eq!(waiting(&holdings), [file.as_raw_fd()]);
+        holdings.retry(None);
+        assert_eq!(waiting(&holdings), [file.as_raw_fd()]);
+        drop(over);
+        assert!(second.join().unwrap().is_err());
+    }
+}
