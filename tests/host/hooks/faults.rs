@@ -10,6 +10,7 @@ use nix::sys::stat::Mode;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -309,6 +310,35 @@ fn a_hook_goes_first_where_memory_is_short() {
     crate::collect::until("the hook's score", || crate::text(&score).trim() == "1000");
     drop(child.stdin.take());
     child.wait().unwrap();
+}
+
+/// kata-agent's umask is what its own start was given.
+#[test]
+fn what_a_hook_makes_can_be_read_whatever_the_umask_is() {
+    let guests = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
+    if !guests.exists() {
+        return eprintln!("skipped: the guest's program is not built");
+    }
+    let c = Container::debian("umask");
+    fs::remove_dir_all(c.path("/etc")).unwrap();
+    let mut child = Command::new("sh")
+        .args([
+            "-c",
+            "umask 077; exec \"$0\" hook update-ldcache --folder \"$1\"",
+        ])
+        .arg(&guests)
+        .arg("/opt/driver")
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut state = child.stdin.take().unwrap();
+    state.write_all(c.state().as_bytes()).unwrap();
+    drop(state);
+    assert!(child.wait().unwrap().success());
+    for (path, mode) in [("/etc", 0o755), ("/etc/ld.so.cache", 0o644)] {
+        let meta = fs::metadata(c.path(path)).unwrap();
+        assert_eq!(meta.permissions().mode() & 0o777, mode, "{path}");
+    }
 }
 
 /// A volume of the container's, which other containers and the host may have, too.

@@ -417,3 +417,35 @@ pub(super) fn name_of(kind: SFlag) -> &'static str {
         _ => "of no known kind",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_test_support::temp_dir;
+
+    #[test]
+    fn a_path_is_found_while_other_programs_rename() {
+        const RENAMES: usize = 50_000;
+        let folder = temp_dir();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::create_dir_all(at("root/a")).unwrap();
+        std::fs::write(at("root/file"), "").unwrap();
+        std::fs::write(at("one"), "").unwrap();
+        let root = ContainerRoot::open(&at("root")).unwrap();
+        let path = Path::new("/a/../a/../a/../file");
+        let find = || root.resolve(path, OFlag::O_PATH, ResolveFlag::empty());
+        let missed: Vec<Errno> = std::thread::scope(|scope| {
+            let renaming = scope.spawn(|| {
+                for _ in 0..RENAMES {
+                    std::fs::rename(at("one"), at("two")).unwrap();
+                    std::fs::rename(at("two"), at("one")).unwrap();
+                }
+            });
+            std::iter::repeat_with(|| find().err())
+                .take_while(|_| !renaming.is_finished())
+                .flatten()
+                .collect()
+        });
+        assert_eq!(missed, []);
+    }
+}
