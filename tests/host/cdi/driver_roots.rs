@@ -525,6 +525,15 @@ fn a_manifest_outlives_changed_times_and_nothing_else() {
         &|| std::fs::rename(&moved, &smi).unwrap(),
         "/usr/bin/nvidia-smi is gone",
     );
+    // A link to a file of the same size, which a container would get in the place of this one.
+    stale(
+        &|| {
+            std::fs::rename(&smi, &moved).unwrap();
+            crate::link("moved", &smi);
+        },
+        &|| std::fs::rename(&moved, &smi).unwrap(),
+        "/usr/bin/nvidia-smi is something else now",
+    );
     assert!(
         manifest::load(&root.roots, None).is_ok(),
         "all changes are undone"
