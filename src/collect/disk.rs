@@ -210,6 +210,26 @@ mod tests {
         disk.close().unwrap();
     }
 
+    /// Whether this process has a file open.
+    fn is_open(path: &Path) -> bool {
+        std::fs::read_dir("/proc/self/fd")
+            .unwrap()
+            .flatten()
+            .any(|fd| std::fs::read_link(fd.path()).is_ok_and(|to| to == path))
+    }
+
+    #[tokio::test]
+    async fn a_boots_file_is_closed_after_its_last_connection() {
+        let dir = temp_dir();
+        let disk = start(dir.path());
+        let path = dir.path().join(format!("{BOOT}.ndjson"));
+        let attached = attach(&disk, BOOT, "cid 5").await.unwrap();
+        until(|| is_open(&path)).await;
+        drop(attached);
+        until(|| !is_open(&path)).await;
+        disk.close().unwrap();
+    }
+
     #[tokio::test]
     async fn no_file_name_is_of_a_guests_making() {
         let dir = temp_dir();

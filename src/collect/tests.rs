@@ -299,3 +299,27 @@ async fn nothing_to_listen_on_is_an_error_with_the_cure() {
         .to_string();
     assert!(error.contains("--uds"), "{error}");
 }
+
+#[tokio::test]
+async fn connections_that_wait_at_the_stop_are_taken() {
+    const GUESTS: usize = 16;
+    let dir = temp_dir();
+    let config = Config {
+        uds: vec![dir.path().join("v")],
+        limits: Limits {
+            connections_per_vm: GUESTS as u64,
+            ..Limits::default()
+        },
+        ..Config::new(dir.path().join("boots"), DEFAULT_PORT)
+    };
+    let run = Run::of(dir, config);
+    // The collector shares this thread: it sees the guests and the stop together.
+    let guests: Vec<_> = (0..GUESTS)
+        .map(|_| {
+            let socket = run.dir.path().join(format!("v_{DEFAULT_PORT}"));
+            std::os::unix::net::UnixStream::connect(socket).unwrap()
+        })
+        .collect();
+    let (_dir, counts) = run.stop().await;
+    assert_eq!(counts.connections, guests.len() as u64);
+}

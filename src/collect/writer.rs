@@ -306,3 +306,42 @@ pub(super) fn keep_up(store: &Store, log: &Log, stopped: &mpsc::Receiver<()>) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::store::Place;
+    use super::*;
+    use kata_gpu_report::data::boot_file::BootFile;
+    use kata_gpu_test_support::{BOOT, header, kept_log, temp_dir};
+    use kata_gpu_wire::record::header_line;
+
+    #[tokio::test]
+    async fn what_could_not_be_written_is_tried_again_at_the_stop() {
+        let dir = temp_dir();
+        let place = Place::take(dir.path()).unwrap();
+        let (store, jobs) = Store::new(place, Default::default(), Default::default());
+        let store = Arc::new(store);
+        let header = header(BOOT);
+        let line = header_line(&header);
+        let attached = store
+            .attach(&header, line.trim_end().as_bytes(), "cid 5", || true)
+            .await
+            .unwrap();
+        let (log, logged) = kept_log();
+        let mut writer = Writer::new(store.clone(), log);
+        // A directory is in the file's place.
+        let path = dir.path().join(format!("{BOOT}.ndjson"));
+        std::fs::create_dir(&path).unwrap();
+        let Ok(Job::Write(entry)) = jobs.recv() else {
+            panic!("the header waits for no write")
+        };
+        writer.write(entry);
+        assert_eq!(writer.failed.len(), 1);
+        std::fs::remove_dir(&path).unwrap();
+        store.stop();
+        writer.run(&jobs);
+        let file = BootFile::read(File::open(&path).unwrap()).unwrap();
+        assert!(file.header.is_some(), "{:?}", logged.lock().unwrap());
+        drop(attached);
+    }
+}
