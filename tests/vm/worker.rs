@@ -114,6 +114,17 @@ fn killed(context: &TestContext) -> Result<Outcome> {
                     .all(|r| r.fields["status"] == "killed by SIGKILL"),
             "{script}: {died:?}"
         );
+        // A line of the kernel's log is in the stream once, whichever worker has read it.
+        let lines = records.iter().filter(|r| r.kind == Kind::Kmsg);
+        let mut numbers: Vec<_> = lines.map(|r| r.fields["kmsg_seq"].as_u64()).collect();
+        let count = numbers.len();
+        numbers.sort_unstable();
+        numbers.dedup();
+        ensure!(
+            numbers.len() == count,
+            "{script}: {count} lines of the kernel's log with {} numbers",
+            numbers.len()
+        );
         // A step that a death broke off has an end that says so; no span has two begins or two
         // ends.
         for begin in records
