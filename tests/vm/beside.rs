@@ -68,9 +68,11 @@ fn instances(context: &TestContext) -> Result<Outcome> {
         channel:nvidia.com/imex-channel=1;all:nvidia.com/nvswitch=all";
     let booted = Guest::with(&format!(
         "fakepci.gpus=3 nvidia.mig=1:2:2 nvidia.switches=2 gpuinit.imex=2 \
-        testagent.version=3.31.0 {asked}"
+        nvidia.displays=2 nvidia.displays_ms=1000 testagent.version=3.31.0 {asked}"
     ))
-    .script("settled>kill;settled>spec")
+    // The kernel announces the display when its GPU has been usable for a while: this worker adds
+    // it to the spec.
+    .script("settled>spec-has:renderD130+kill;settled>spec")
     .boot(context, "mig")?;
     let last = booted.created("last")?;
     let [gi, ci] = capabilities(1, 2, 1);
