@@ -143,8 +143,9 @@ fn own_vcpu(context: &TestContext) -> Result<Outcome> {
     ensure!(
         of("nv_open_q", "0") >= 1
             && of("nv_open_q", "0-1") == 4
-            && of("gpuinit-worker", "0") > 0
-            && of("gpuinit-worker", "0-1") > 0,
+            && ["gpuinit-worker", "gpuinit-opener"]
+                .iter()
+                .all(|ours| of(ours, "0") > 0 && of(ours, "0-1") > 0),
         "{lines:?}"
     );
     Ok(Outcome::Passed)

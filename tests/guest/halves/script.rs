@@ -35,7 +35,7 @@
 //! | `gone:K`, `there:K`, `bound:K`, `unbound:K` | waits until GPU K (by slot) is off or on the bus, or has the driver or none, as long |
 //! | `reaped:NAME` | waits until no process of the init with this name (as in `end`) has ended and is not reaped, as long |
 //! | `overrides` | reports every GPU's driver_override |
-//! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
+//! | `cpus` | reports on which CPUs each thread of the worker, of the process that opens, and of the driver's that open, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
 //! | `services` | reports the processes of NVIDIA's services: `NAME=PID ..` |
 //! | `kill-service:NAME` | kills the processes of a service |
@@ -481,14 +481,13 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "cpus" => {
-            let worker = process_named("gpuinit-worker")?;
-            let mut tasks = vec![format!("/proc/{worker}/task")];
-            tasks.extend(
-                processes_named("nv_open_q")?
-                    .iter()
-                    .map(|pid| format!("/proc/{pid}/task")),
-            );
-            for task in tasks.iter().flat_map(std::fs::read_dir).flatten().flatten() {
+            let mut processes = vec![
+                process_named("gpuinit-worker")?,
+                process_named("gpuinit-opener")?,
+            ];
+            processes.extend(processes_named("nv_open_q")?);
+            let tasks = processes.iter().map(|pid| format!("/proc/{pid}/task"));
+            for task in tasks.flat_map(std::fs::read_dir).flatten().flatten() {
                 let status =
                     std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
                 let of = |key: &str| {
