@@ -441,9 +441,14 @@ fn longest(boot: &Boot, window: &Window) -> Option<Finding> {
         return Some(Finding::new(Severity::Note, text, &Cause::default()));
     }
     let chapters = super::chapters::chapters(boot, window);
-    let longest = chapters.iter().max_by_key(|chapter| chapter.sooner_ns)?;
-    (longest.sooner_ns > 0).then(|| {
-        let text = format!("{} {of}: {}", seconds(longest.sooner_ns), longest.phase);
+    let longest = chapters
+        .iter()
+        .max_by_key(|chapter| (chapter.sooner_at_most_ns, chapter.sooner_ns))?;
+    (longest.sooner_at_most_ns > 0).then(|| {
+        let sure = longest.sooner_ns == longest.sooner_at_most_ns;
+        let most = if sure { "" } else { "up to " };
+        let sooner = seconds(longest.sooner_at_most_ns);
+        let text = format!("{most}{sooner} {of}: {}", longest.phase);
         Finding::new(Severity::Note, text, &Cause::default())
     })
 }

@@ -49,7 +49,7 @@ pub fn lines(account: &ByPhase, screen: &Screen) -> Vec<String> {
         let cells = vec![
             time(chapter.at_ns),
             seconds(chapter.time.wall_ns),
-            seconds(chapter.sooner_ns),
+            sooner(chapter),
             chapter.phase.to_string(),
         ];
         grid.row(Ink::Bold, cells);
@@ -61,6 +61,15 @@ pub fn lines(account: &ByPhase, screen: &Screen) -> Vec<String> {
         out.extend(details(chapter, screen.width.unwrap_or(WIDTH)));
     }
     out
+}
+
+/// How much sooner the end would have come: a range where orders of steps are only assumed.
+fn sooner(chapter: &Chapter) -> String {
+    let (least, most) = (chapter.sooner_ns, chapter.sooner_at_most_ns);
+    match seconds(least) == seconds(most) {
+        true => seconds(least),
+        false => format!("{} to {}", seconds(least), seconds(most)),
+    }
 }
 
 /// The cures, below the page.
