@@ -29,11 +29,20 @@ pub struct Diagnosis<'a> {
 impl<'a> Diagnosis<'a> {
     /// The row of a reason that is known without words.
     pub fn known(reason: Reason, words: Option<&'a str>) -> Self {
+        Self::with(reason, words, reason.cure())
+    }
+
+    /// The same of a GPU.
+    pub fn known_of_gpu(reason: Reason, words: Option<&'a str>) -> Self {
+        Self::with(reason, words, reason.cure_of_gpu())
+    }
+
+    fn with(reason: Reason, words: Option<&'a str>, cure: &'static str) -> Self {
         Self {
             reason,
             sure: reason.sure(),
             words,
-            cure: cure(reason, words),
+            cure: completed(cure, words),
         }
     }
 
@@ -65,10 +74,10 @@ pub fn of_gpu<'a, T: AsRef<str>>(
         let (reason, sure) = of_code(code, facts);
         return Diagnosis {
             sure,
-            ..Diagnosis::known(reason, Some(words))
+            ..Diagnosis::known_of_gpu(reason, Some(words))
         };
     }
-    Diagnosis::known(step.general(), texts().next_back())
+    Diagnosis::known_of_gpu(step.general(), texts().next_back())
 }
 
 /// Failure of a GPU that these messages show by words of their own, without a code.
@@ -80,7 +89,10 @@ pub fn of_words<'a, T: AsRef<str>>(messages: &'a [T], facts: &Facts) -> Option<D
         .filter(shown)
         .find_map(|signature| {
             let words = texts().find(|text| signature.is_in(text))?;
-            Some(found(signature, words))
+            Some(Diagnosis {
+                sure: signature.sure,
+                ..Diagnosis::known_of_gpu(signature.reason, Some(words))
+            })
         })
 }
 
@@ -96,21 +108,16 @@ pub fn of_sandbox(error: &str) -> Option<Diagnosis<'_>> {
 
 fn first<'a>(signatures: &[Signature], text: &'a str) -> Option<Diagnosis<'a>> {
     let signature = signatures.iter().find(|signature| signature.is_in(text))?;
-    Some(found(signature, text))
-}
-
-fn found<'a>(signature: &Signature, words: &'a str) -> Diagnosis<'a> {
-    Diagnosis {
+    Some(Diagnosis {
         sure: signature.sure,
-        ..Diagnosis::known(signature.reason, Some(words))
-    }
+        ..Diagnosis::known(signature.reason, Some(text))
+    })
 }
 
 /// Place of a driver branch in a cure, which the driver's message names.
 const BRANCH: &str = "{branch}";
 
-fn cure(reason: Reason, words: Option<&str>) -> Cow<'static, str> {
-    let cure = reason.cure();
+fn completed(cure: &'static str, words: Option<&str>) -> Cow<'static, str> {
     if !cure.contains(BRANCH) {
         return cure.into();
     }

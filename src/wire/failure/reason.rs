@@ -94,6 +94,8 @@ impl FailedStep {
 }
 
 macro_rules! rows {
+    (@of_gpu Gpu $cure:literal) => { $cure };
+    (@of_gpu $other:ident $cure:literal) => { "" };
     ($($reason:ident $name:literal $subject:ident $whose:ident $sure:ident, $what:literal, $cure:literal;)+) => {
         named! {
             /// A row of the catalogue. Names are for programs: stable, lower case, with hyphens.
@@ -122,6 +124,11 @@ macro_rules! rows {
             /// The cure, or the best next step.
             pub const fn cure(self) -> &'static str {
                 match self { $(Self::$reason => $cure),+ }
+            }
+
+            /// The same of a GPU's row: the others' texts are no part of PID 1, which uses this.
+            pub const fn cure_of_gpu(self) -> &'static str {
+                match self { $(Self::$reason => rows!(@of_gpu $subject $cure)),+ }
             }
         }
     };

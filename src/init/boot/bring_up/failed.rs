@@ -153,7 +153,7 @@ pub fn diagnose<'a>(failure: &Failed, words: &'a Words, facts: &Facts) -> Diagno
         }
     });
     match failure.reason {
-        Some(known) if known != found.reason => Diagnosis::known(known, found.words),
+        Some(known) if known != found.reason => Diagnosis::known_of_gpu(known, found.words),
         _ => found,
     }
 }
