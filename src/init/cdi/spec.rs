@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 pub const KIND: &str = "nvidia.com/gpu";
 /// Directory that is never made: paths in it are placeholders for GPUs that are not ready.
 pub const PENDING: &str = "/run/kata-gpu-init/pending";
+/// End of such a path, in words for people: the agent prints the whole path.
+const NOT_READY: &str = "-is-not-ready--see-kata-gpu-boot-show";
 
 /// State of one GPU in the spec.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -105,10 +107,10 @@ pub fn node(node: &Node) -> DeviceNode {
 }
 
 /// A node that makes the agent try again: without a major the agent looks at the path, which does
-/// not exist.
+/// not exist, and prints it: for somebody with kubectl it is all that is said of the GPU.
 fn pending(address: PciAddress) -> DeviceNode {
     DeviceNode {
-        path: format!("{PENDING}/{address}"),
+        path: format!("{PENDING}/{address}{NOT_READY}"),
         ..DeviceNode::default()
     }
 }
@@ -373,9 +375,9 @@ mod tests {
             concat!(
                 r#"{"cdiVersion":"0.5.0","kind":"nvidia.com/gpu","devices":["#,
                 r#"{"name":"0","containerEdits":{"deviceNodes":["#,
-                r#"{"path":"/run/kata-gpu-init/pending/0001:00:00.0"}]}},"#,
+                r#"{"path":"/run/kata-gpu-init/pending/0001:00:00.0-is-not-ready--see-kata-gpu-boot-show"}]}},"#,
                 r#"{"name":"all","containerEdits":{"deviceNodes":["#,
-                r#"{"path":"/run/kata-gpu-init/pending/0001:00:00.0"}]}}]}"#
+                r#"{"path":"/run/kata-gpu-init/pending/0001:00:00.0-is-not-ready--see-kata-gpu-boot-show"}]}}]}"#
             )
         );
     }
