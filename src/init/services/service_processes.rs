@@ -1,6 +1,7 @@
 //! Services among the guest's processes. Each process of a service carries a mark in its
-//! environment, which daemons keep when they fork and containers never have: so a worker finds
-//! services that an earlier worker started, and a daemon that has left its parent.
+//! environment, which daemons keep when they fork: so a worker finds services that an earlier worker
+//! started, and a daemon that has left its parent. A pod can choose its containers' environment; the
+//! mark counts only in the init's own mount namespace, which no container has.
 
 use super::service_table::Name;
 use crate::machine::files;
@@ -19,6 +20,10 @@ const MAX_ENVIRONMENT: u64 = 4096;
 
 /// Name of the service that a process belongs to, as its environment has it.
 pub fn mark_of(proc: &Path, pid: i32) -> Option<String> {
+    let mounts_of = |process: &str| std::fs::read_link(proc.join(process).join("ns/mnt")).ok();
+    if mounts_of(&pid.to_string())? != mounts_of("self")? {
+        return None;
+    }
     let environment =
         files::read(&proc.join(pid.to_string()).join("environ"), MAX_ENVIRONMENT).ok()?;
     let value = environment
@@ -112,17 +117,26 @@ impl std::fmt::Display for Ending {
 mod tests {
     use super::*;
     use kata_gpu_test_support::temp_dir;
+    use std::os::unix::fs::symlink;
 
     #[test]
     fn the_main_process_of_a_service_is_found_by_its_mark() {
         let folder = temp_dir();
         let proc = folder.path();
+        let in_namespace = |mounts: u32, process: &str| {
+            let folder = proc.join(process).join("ns");
+            std::fs::create_dir_all(&folder).unwrap();
+            symlink(format!("mnt:[{mounts}]"), folder.join("mnt")).unwrap();
+        };
         let process = |pid: i32, parent: i32, environment: &str| {
             let folder = proc.join(pid.to_string());
-            std::fs::create_dir_all(&folder).unwrap();
+            in_namespace(if pid == 38 { 2 } else { 1 }, &pid.to_string());
             std::fs::write(folder.join("stat"), format!("{pid} (a) b) S {parent} 1 1")).unwrap();
             std::fs::write(folder.join("environ"), environment).unwrap();
         };
+        in_namespace(1, "self");
+        // A container's process, whose pod chose the mark.
+        process(38, 1, "KATA_GPU_SERVICE=persistenced\0");
         process(40, 1, "A=1\0KATA_GPU_SERVICE=persistenced\0");
         process(39, 40, "KATA_GPU_SERVICE=persistenced\0");
         process(41, 1, "KATA_GPU_SERVICE=persistencedx\0");
