@@ -414,7 +414,7 @@ impl Publication {
         // A failure is reported once, and the publication that ends it.
         let again = self.unwritten.spec.then(write);
         if matches!(again, Some(Err(_))) {
-            self.withdraw_stale();
+            self.withdraw_stale(&listed);
             return;
         }
         let after = std::mem::take(&mut self.unwritten.after);
@@ -432,7 +432,7 @@ impl Publication {
                     "{error}: trying again every {RETRY_AFTER:?}; containers wait meanwhile, \
                         until the agent's cdi_timeout"
                 ));
-                self.withdraw_stale();
+                self.withdraw_stale(&listed);
                 (self.unwritten.spec, self.unwritten.after) = (true, after);
                 return;
             }
@@ -452,14 +452,11 @@ impl Publication {
         }
     }
 
-    /// Removes a spec that cannot be replaced and lists a GPU that is gone or has failed: another
-    /// one may have its minor soon. Containers wait for a kind that is absent.
-    fn withdraw_stale(&mut self) {
-        let is_stale = self
-            .listed
-            .iter()
-            .any(|gpu| !self.roster.contains(*gpu) || !self.is_ready(*gpu));
-        if is_stale
+    /// Removes a spec that cannot be replaced and leads to a GPU to which its successor, with
+    /// `listed`, would not: that GPU is gone (another one may have its minor soon), has failed, or
+    /// is held back. Containers wait for a kind that is absent.
+    fn withdraw_stale(&mut self, listed: &BTreeSet<GpuId>) {
+        if !self.listed.is_subset(listed)
             && Publisher::new(&self.directory)
                 .and_then(|publisher| publisher.withdraw())
                 .is_ok()
@@ -597,29 +594,35 @@ mod tests {
 
     #[test]
     fn a_spec_that_cannot_be_replaced_does_not_outlive_its_gpu() {
-        let folder = temp_dir();
-        let base = folder.path();
-        let (mut publication, gpu) = publication(base);
-        let (file, obstacle) = (base.join("nvidia.yaml"), base.join("nvidia.yaml.tmp"));
-        assert_eq!(publication.apply(vec![ready(gpu, 3)]), [gpu]);
-        std::fs::create_dir(&obstacle).unwrap();
-        // The file's list is still true.
-        publication.apply(vec![Update::Known {
-            gpu,
-            uuid: "GPU-0".into(),
-        }]);
-        assert!(file.exists() && !publication.is_written());
-        // The first failure was reported: the next try is one of the same publication.
-        publication.apply(vec![Update::Failed { gpu }]);
-        assert!(!file.exists() && !publication.is_written());
-        std::fs::remove_dir(&obstacle).unwrap();
-        publication.retry();
-        assert!(
-            publication.is_written()
-                && !std::fs::read_to_string(&file)
-                    .unwrap()
-                    .contains("/dev/nvidia3")
-        );
+        let lost: [fn(GpuId) -> Update; 2] = [
+            |gpu| Update::Failed { gpu },
+            |gpu| Update::HeldBack {
+                gpu,
+                held: true,
+                after: None,
+            },
+        ];
+        for lost in lost {
+            let folder = temp_dir();
+            let base = folder.path();
+            let (mut publication, gpu) = publication(base);
+            let (file, obstacle) = (base.join("nvidia.yaml"), base.join("nvidia.yaml.tmp"));
+            assert_eq!(publication.apply(vec![ready(gpu, 3)]), [gpu]);
+            std::fs::create_dir(&obstacle).unwrap();
+            // The file's list is still true.
+            publication.apply(vec![Update::Known {
+                gpu,
+                uuid: "GPU-0".into(),
+            }]);
+            assert!(file.exists() && !publication.is_written());
+            // The first failure was reported: the next try is one of the same publication.
+            publication.apply(vec![lost(gpu)]);
+            assert!(!file.exists() && !publication.is_written());
+            std::fs::remove_dir(&obstacle).unwrap();
+            publication.retry();
+            let text = std::fs::read_to_string(&file).unwrap();
+            assert!(publication.is_written() && !text.contains("/dev/nvidia3"));
+        }
     }
 
     #[test]
