@@ -215,10 +215,20 @@ fn spoken(text: &str) -> Option<Spoken<'_>> {
     is_name(name).then_some(Spoken::Device(name, address, rest))
 }
 
+/// Whether this is a line of the driver's part for SPDM, which has no prefix: `libspdm_name: ..`.
+fn is_of_spdm(text: &str) -> bool {
+    let function = text
+        .strip_prefix("libspdm_")
+        .and_then(|rest| rest.split_once(": "));
+    function.is_some_and(|(name, _)| {
+        !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+    }) && !is_user_spaces(text)
+}
+
 /// Whether a line is of NVIDIA's driver, or of the kernel about a device or about that driver's
 /// modules.
 pub fn is_drivers(text: &str) -> bool {
-    spoken(text).is_some()
+    spoken(text).is_some() || is_of_spdm(text)
 }
 
 /// Message that requires an action.
@@ -541,8 +551,7 @@ pub fn explains(text: &str) -> bool {
             name == "nvidia" || rest.starts_with("can't enable device")
         }
         Some(Spoken::Module(_, rest)) => OF_LOADER.iter().any(|words| rest.starts_with(words)),
-        // The driver's part for SPDM prints without a prefix.
-        None => text.starts_with("libspdm_") && !is_user_spaces(text),
+        None => is_of_spdm(text),
     };
     can_explain && !HARMLESS.iter().any(|h| text.contains(h))
 }

@@ -160,8 +160,8 @@ rows! {
         "the guest's firmware or the VMM gave this function no memory: check its BARs";
     ProbeFailed "probe-failed" Gpu Driver Unsure,
         "the driver refused the GPU and logged no known reason",
-        "read the driver's lines around it; try the newest release of the branch, and the GPU in a \
-         guest of its own, to tell driver from GPU";
+        "read the driver's lines around it; try the newest release of the branch, and the GPU in \
+         a guest of its own";
     BarUnassigned "bar-unassigned" Gpu Kata Certain,
         "the guest has no room for the GPU's BARs",
         "give the VM a larger 64-bit MMIO window";
@@ -190,12 +190,12 @@ rows! {
          modules, or a release from 560 on";
     RegistersGarbled "registers-garbled" Gpu Host Likely,
         "the driver reads the GPU's registers as garbage: the chip has a GSP and seems to have none",
-        "check the way to the GPU: VFIO and the BARs' mapping on the host, a reset, and whether GPU \
-         and guest are both in confidential mode or neither";
+        "check VFIO and the BARs' mapping on the host, reset the GPU, and see that GPU and guest \
+         are both confidential or neither";
     VgpuDriver "vgpu-driver" Gpu Image Likely,
         "the driver knows this chip and refuses it, as it refuses a vGPU",
-        "for a vGPU put NVIDIA's vGPU guest driver (of the host's vGPU release) into the image; \
-         pass the whole GPU through for this driver";
+        "put NVIDIA's vGPU guest driver of the host's vGPU release into the image, or pass the \
+         whole GPU through";
 
     // GPUs, from their binding on.
     NoMinor "no-minor" Gpu Driver Likely,
@@ -206,7 +206,8 @@ rows! {
         "is /dev a devtmpfs, and is there room in it?";
     OpenFailed "open-failed" Gpu Driver Unsure,
         "the driver refused to open the GPU and logged no known reason",
-        "read the driver's lines around it; reset the GPU on the host and start the guest again";
+        "read the driver's lines before this one; reset the GPU on the host and start the guest \
+         again";
     FirmwareMissing "firmware-missing" Gpu Image Certain,
         "the driver's firmware is not in the image",
         "put gsp_*.bin of the driver's own version, uncompressed, into \
@@ -249,8 +250,8 @@ rows! {
          again";
     StateLoadFailed "state-load-failed" Gpu Driver Unsure,
         "the driver could not load the GPU's state and logged no known reason",
-        "read the driver's lines before this one; reset the GPU on the host, and if it stays, run \
-         NVIDIA's field diagnostics on it";
+        "read the driver's lines before this one; reset the GPU on the host and start the guest \
+         again";
     MemoryNotMovable "memory-not-movable" Gpu Guest Certain,
         "the guest's kernel added the GPU's coherent memory as not movable",
         "boot it with memhp_default_state=online_movable";
@@ -260,8 +261,8 @@ rows! {
          again";
     StepHangs "step-hangs" Gpu Driver Unsure,
         "its step has begun and not ended",
-        "read the driver's lines of this GPU (show -vv); nothing is killed, as that could cost the \
-         GPU: if it stays, reset the GPU on the host and start the guest again";
+        "read the driver's lines of this GPU (show -vv); if it stays, reset the GPU on the host and \
+         start the guest again";
     Internal "internal" Gpu Init Certain,
         "kata-gpu-init failed itself",
         "a bug of this init: report it with the event stream";

@@ -19,7 +19,7 @@ pub async fn run(mut modules_loaded: watch::Receiver<bool>) {
         Err(error) => {
             let error =
                 format!("write 1 to {MODULES_DISABLED}: {error}: modules can still be loaded");
-            tracing::warn!(name: names::LOCKDOWN, error);
+            tracing::error!(name: names::LOCKDOWN, error);
         }
     }
 }
