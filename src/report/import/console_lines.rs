@@ -8,7 +8,6 @@
 //! [`line_prefix`]: crate::data::line_prefix
 
 use super::agent_lines;
-use super::driver_said::is_drivers;
 use super::facts::{Fact, Item, Log, MAX_FACTS, Stamp};
 use super::kernel_lines;
 use super::kernel_lines::Meaning;
@@ -16,7 +15,7 @@ use crate::data::agent_log::torn::Torn;
 use crate::data::agent_log::{AgentLog, MAX_CONSOLE_LINE};
 use crate::data::line_prefix::{Clock, DAY_NS, Line, Program, strip};
 use crate::data::text::start;
-use kata_gpu_wire::driver_log::{goes_on, joined};
+use kata_gpu_wire::driver_log::{goes_on, is_drivers, joined};
 
 /// A kernel line this much earlier than one before it begins another boot, if it is no later than
 /// this: `quiet` keeps the banner off the console. A log of two sources falls back to later times,

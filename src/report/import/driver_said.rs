@@ -35,7 +35,7 @@ pub struct Offer {
 impl DriverSaid {
     /// Keeps a message that can explain a failure.
     pub fn add(&mut self, gpu: Option<PciAddress>, text: &str) {
-        if !is_drivers(text) || !driver_log::explains(text) {
+        if !driver_log::is_drivers(text) || !driver_log::explains(text) {
             return;
         }
         self.count += 1;
@@ -105,13 +105,6 @@ impl DriverSaid {
     pub fn without_gpu(&self) -> Vec<String> {
         self.others.iter().map(|(_, text)| text.clone()).collect()
     }
-}
-
-/// Whether a message is the driver's, or the kernel's about a function or module. The driver's part
-/// for SPDM prints without a prefix.
-pub fn is_drivers(text: &str) -> bool {
-    let of_spdm = || text.starts_with("libspdm_") && !driver_log::is_user_spaces(text);
-    driver_log::is_drivers(text) || of_spdm()
 }
 
 #[cfg(test)]

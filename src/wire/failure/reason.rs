@@ -142,16 +142,15 @@ rows! {
          and run depmod -b on its root";
     DriverLoadFailed "driver-load-failed" Gpu Image Unsure,
         "the driver's module could not be loaded",
-        "read the kernel's line: an unknown symbol or a bad version is a module built for another \
-         kernel (kata-gpu-boot image verify finds it), an unknown parameter is in modprobe.d or \
-         kernel_params";
+        "read the kernel's line: an unknown symbol or bad version is a module for another kernel \
+         (kata-gpu-boot image verify), an unknown parameter is in modprobe.d or kernel_params";
     DriverFindsNoGpu "driver-finds-no-gpu" Gpu Driver Certain,
         "this driver knows none of the guest's GPUs",
         "use a driver for this generation: compare the GPUs' ids with the list in its README";
     DriverProbedNothing "driver-probed-nothing" Gpu Guest Certain,
         "the driver was kept from the guest's GPUs",
-        "find what has them instead: another driver (nouveau, vfio-pci), driver_override, or \
-         driver_async_probe on the command line";
+        "find what keeps it away: another driver (nouveau, vfio-pci), driver_override, or \
+         driver_async_probe";
     NoProbeSucceeded "no-probe-succeeded" Gpu Driver Unsure,
         "the driver refused every GPU",
         "see the log lines of each GPU";
@@ -200,7 +199,7 @@ rows! {
     // GPUs, from their binding on.
     NoMinor "no-minor" Gpu Driver Likely,
         "the driver's /proc files are missing or of another form",
-        "is this driver version supported? src/README.md lists those that were tried";
+        "is this driver version supported?";
     NoDeviceNode "no-device-node" Gpu Image Likely,
         "its device node could not be made",
         "is /dev a devtmpfs, and is there room in it?";
@@ -227,8 +226,8 @@ rows! {
     FabricOrMode "fabric-or-mode" Gpu Fabric Unsure,
         "the GPU refuses to be attached: its NVLink fabric is not set up, or its mode (plain, \
          confidential, protected PCIe) is not the guest's",
-        "look for SXid lines and at the fabric manager's log; then query the mode of all GPUs and \
-         NVSwitches on the host, set one mode for all, and reset them";
+        "look for SXid lines and at the fabric manager's log; then give all GPUs and NVSwitches one \
+         mode on the host, and reset them";
     CcModeOn "cc-mode-on" Gpu Host Certain,
         "the GPU is in confidential-computing mode, and this guest is not confidential",
         "set the GPU's CC mode off on the host and reset it (the mode survives reboots), or start \
@@ -239,7 +238,7 @@ rows! {
     CcNoCrypto "cc-no-crypto" Gpu Image Likely,
         "the guest's kernel lacks the cryptography for a session with a confidential GPU",
         "build ECDH and ECDSA into the guest's kernel, or load ecdh_generic and ecdsa_generic \
-         before nvidia; a module that found stubs must be built against such a kernel";
+         before nvidia; rebuild a module that found stubs";
     CcRefused "cc-refused" Gpu Host Likely,
         "a confidential GPU comes up once per reset, and this one was up before, or has another \
          mode than the others",
@@ -261,8 +260,8 @@ rows! {
          again";
     StepHangs "step-hangs" Gpu Driver Unsure,
         "its step has begun and not ended",
-        "read the driver's lines of this GPU (show -vv); if it stays, reset the GPU on the host and \
-         start the guest again";
+        "see the driver's lines (show -vv); if it stays, reset the GPU on the host and start the \
+         guest again";
     Internal "internal" Gpu Init Certain,
         "kata-gpu-init failed itself",
         "a bug of this init: report it with the event stream";
