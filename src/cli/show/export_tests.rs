@@ -188,7 +188,7 @@ fn a_step_that_never_ended_is_open_in_every_format() {
     for said in [
         "2 of 3 GPUs usable",
         "GPU 2 (0001:00:02.0) is still in gpu.init since 7.223 s, for 2.499 s",
-        "<b>next: read the driver",
+        "<b>next: see the driver",
     ] {
         assert!(page.contains(said), "no {said}: {page}");
     }

@@ -1,7 +1,7 @@
 //! Services among the guest's processes. Each process of a service carries a mark in its
-//! environment, which daemons keep when they fork: so a worker finds services that an earlier worker
-//! started, and a daemon that has left its parent. A pod can choose its containers' environment; the
-//! mark counts only in the init's own mount namespace, which no container has.
+//! environment, which daemons keep when they fork: so a worker finds services that an earlier
+//! worker started, and a daemon that has left its parent. A pod can choose its containers'
+//! environment; the mark counts only in the init's own mount namespace, which no container has.
 
 use super::service_table::Name;
 use crate::machine::files;
