@@ -387,6 +387,10 @@ fn of_xids(boot: &Boot, xids: &Xids) -> Finding {
         cure: Some(known.cure.into()),
         ..Cause::default()
     });
+    let cause = Cause {
+        words: xids.words.clone(),
+        ..cause
+    };
     let index = boot
         .gpus
         .iter()

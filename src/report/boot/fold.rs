@@ -18,13 +18,19 @@ use crate::data::compact_record::Record;
 use crate::data::compact_record::in_time;
 use crate::data::guest_clocks::GuestClocks;
 use crate::data::imported_record;
+use crate::data::text::start;
+use kata_gpu_wire::driver_log;
+use kata_gpu_wire::driver_log::Signal;
 use kata_gpu_wire::names;
+use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::record::Kind;
 
 /// Limit of ends that are kept: a boot has one, and the runtime's errors about it.
 const MAX_ENDS: usize = 16;
 /// Limit of kinds of Xids that are kept.
 const MAX_XIDS: usize = 64;
+/// Limit of the words of one, in bytes.
+const MAX_WORDS: usize = 1000;
 /// Limit of gaps that are listed.
 const MAX_NAMED_GAPS: usize = 32;
 
@@ -85,6 +91,8 @@ impl Boot {
                 | HostEvent::Recording(_) => {}
             }
         }
+        let lines = records.iter().filter(|r| r.kind == Kind::Kmsg);
+        lines.for_each(|record| boot.take_xid_line(record));
         for record in records.iter().filter(|r| r.kind == Kind::Event) {
             boot.ends
                 .extend(End::of(record).filter(|_| boot.ends.len() < MAX_ENDS));
@@ -104,6 +112,8 @@ impl Boot {
                 _ => {}
             }
         }
+        // Lines that the init took for nobody's are in no event.
+        boot.xids.retain(|xids| xids.count > 0);
         let mut ready = None;
         let imported = records.iter().filter_map(|record| {
             let placed = imported_record::placed(record);
@@ -184,21 +194,38 @@ impl Boot {
         let (Some(gpu), Some(xid)) = (record.gpu, record.fields.number("xid")) else {
             return;
         };
+        let at_ns = record.boottime_ns;
+        if let Some(known) = self.xids_of(gpu, xid, at_ns) {
+            known.count = known.count.saturating_add(1);
+        }
+    }
+
+    /// Keeps the driver's line about an Xid, which comes before the event.
+    fn take_xid_line(&mut self, record: &Record) {
+        let text = record.kmsg_text();
+        if let Some(Signal::Xid(gpu, xid)) = driver_log::signal(text)
+            && let Some(known) = self.xids_of(gpu, xid.into(), record.boottime_ns)
+        {
+            known.words = Some(start(text, MAX_WORDS).to_string());
+        }
+    }
+
+    fn xids_of(&mut self, gpu: PciAddress, xid: u64, at_ns: u64) -> Option<&mut Xids> {
         let known = self
             .xids
-            .iter_mut()
-            .find(|known| (known.gpu, known.xid) == (gpu, xid));
-        if let Some(known) = known {
-            known.count = known.count.saturating_add(1);
-        } else if self.xids.len() < MAX_XIDS {
-            let at_ns = record.boottime_ns;
+            .iter()
+            .position(|known| (known.gpu, known.xid) == (gpu, xid));
+        let at = known.unwrap_or(self.xids.len());
+        if known.is_none() && at < MAX_XIDS {
             self.xids.push(Xids {
                 xid,
                 gpu,
                 at_ns,
-                count: 1,
+                count: 0,
+                words: None,
             });
         }
+        self.xids.get_mut(at)
     }
 }
 

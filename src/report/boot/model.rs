@@ -158,6 +158,9 @@ pub struct Xids {
     /// The first one.
     pub at_ns: u64,
     pub count: u64,
+    /// The driver's line about the last one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub words: Option<String>,
 }
 
 /// A GPU.
