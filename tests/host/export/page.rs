@@ -280,34 +280,31 @@ fn page_with(stream: &str, console: Option<&str>, script: &str) -> String {
     )
 }
 
-/// Resizes the page some times, and reports its headline each time, and the drawn widths: a browser
-/// without a screen draws few of the frames. Then comes an error as a page that breaks has it, and
-/// the headline after that.
+/// Resizes the page some times, as its observer does (a browser without a screen may deliver no
+/// frame), and reports its headline and the drawn widths. Then comes an error as a page that breaks
+/// has it, and the headline after that.
 const RESIZE: &str = r##"{
-const said = [], root = document.documentElement, pause = () => new Promise((f) => setTimeout(f, 50));
+const said = [], root = document.documentElement;
 const headline = () => document.getElementById("headline").textContent;
 const drawnAs = () => document.querySelector("#chart svg").getAttribute("viewBox");
 const first = drawnAs(), widths = new Set();
-(async () => {
-  for (const width of ["900px", "420px", "1100px", "600px"]) {
-    document.body.style.width = width;
-    const before = drawnAs();
-    for (let i = 0; i < 60 && drawnAs() === before; i++) await pause();
-    widths.add(drawnAs());
-    said.push(headline());
-  }
-  document.body.style.width = "";
-  widths.delete(first);
-  dispatchEvent(new ErrorEvent("error", { message: "ResizeObserver loop completed" }));
+for (const width of ["900px", "420px", "1100px", "600px"]) {
+  document.body.style.width = width;
+  resized();
+  widths.add(drawnAs());
   said.push(headline());
-  const drawn = document.querySelectorAll("#chart svg").length;
-  const broken = root.dataset.error ?? null;
-  dispatchEvent(new ErrorEvent("error", { message: "torn", error: new Error("torn") }));
-  const overflow = root.scrollWidth - innerWidth;
-  const paper = getComputedStyle(document.body).backgroundColor;
-  const hand = { said, resized: widths.size, drawn, broken, torn: headline(), overflow, paper };
-  root.dataset.hand = JSON.stringify(hand).replaceAll('"', "'");
-})();
+}
+document.body.style.width = "";
+widths.delete(first);
+dispatchEvent(new ErrorEvent("error", { message: "ResizeObserver loop completed" }));
+said.push(headline());
+const drawn = document.querySelectorAll("#chart svg").length;
+const broken = root.dataset.error ?? null;
+dispatchEvent(new ErrorEvent("error", { message: "torn", error: new Error("torn") }));
+const overflow = root.scrollWidth - innerWidth;
+const paper = getComputedStyle(document.body).backgroundColor;
+const hand = { said, resized: widths.size, drawn, broken, torn: headline(), overflow, paper };
+root.dataset.hand = JSON.stringify(hand).replaceAll('"', "'");
 }"##;
 
 #[test]
@@ -318,7 +315,7 @@ fn the_verdict_outlives_a_resize_on_narrow_and_dark_screens() {
     let stream = fixture("made-8-gpus-one-failed.ndjson");
     let page = browser.page("resize.html", page_with(&stream, None, RESIZE).as_bytes());
     let look = |args: &[&str]| -> serde_json::Value {
-        let args = [&["--dump-dom", "--virtual-time-budget=20000"], args].concat();
+        let args = [&["--dump-dom"], args].concat();
         let (dom, _) = browser.run(&page, &args);
         serde_json::from_str(&state(&dom, "hand").unwrap().replace('\'', "\"")).unwrap()
     };
@@ -338,7 +335,7 @@ fn the_verdict_outlives_a_resize_on_narrow_and_dark_screens() {
         (&1.into(), &().into()),
         "{wide}"
     );
-    assert!(wide["resized"].as_u64() >= Some(1), "{wide}");
+    assert!(wide["resized"].as_u64() >= Some(3), "{wide}");
     // Negative control: an error of the page's own is said in the headline's place.
     assert_eq!(wide["torn"], "This page failed to draw: torn");
     let narrow = look(&["--window-size=500,900"]);
