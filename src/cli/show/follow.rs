@@ -15,7 +15,6 @@ use kata_gpu_report::data::boot_file::{FileLine, HostEvent};
 use kata_gpu_report::data::text::{Screen, printable, seconds};
 use kata_gpu_report::terminal::stdout::write_lines;
 use kata_gpu_report::views::follow::bars::{Bars, Look, REFRESH, tag};
-use kata_gpu_report::views::follow::progress;
 use kata_gpu_report::views::follow::progress::{Outcome, Progress, ago};
 use kata_gpu_report::views::live::Live;
 use kata_gpu_report::views::rows::{Row, Tone};
@@ -329,10 +328,7 @@ fn show_line(view: &mut View, progress: &mut Progress, line: &FileLine, at: Inst
         View::Terminal(bars) => {
             // Bars show all successes.
             if let Some(row) = row.filter(is_news) {
-                let gpu = row
-                    .gpu
-                    .map(|gpu| format!("{}: ", progress::name(gpu.address, gpu.index)))
-                    .unwrap_or_default();
+                let gpu = row.gpu.map(|gpu| format!("{}: ", gpu)).unwrap_or_default();
                 bars.say(&format!("{:>9} {gpu}{}", seconds(row.time_ns), row.what));
             }
             Ok(())

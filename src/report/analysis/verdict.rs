@@ -7,6 +7,7 @@
 use super::cures::cures;
 use crate::boot::cause::{Cause, End, step_phrase};
 use crate::boot::coverage::coverage;
+use crate::boot::gpu_name::GpuName;
 use crate::boot::model::{Boot, Container, Gpu, Xids};
 use crate::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
 use crate::boot::timeline::{Step, Timeline, Window};
@@ -172,7 +173,7 @@ fn name(text: &String) -> String {
 /// `GPU 5 (0001:00:05.0)`, `GPUs 0-3, 5`.
 fn gpu_names(gpus: &[&Gpu]) -> String {
     if let [one] = gpus {
-        return gpu_name(one.address, one.index);
+        return one.name().to_string();
     }
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     let mut others = Vec::new();
@@ -191,31 +192,22 @@ fn gpu_names(gpus: &[&Gpu]) -> String {
     format!("GPUs {}", names.join(", "))
 }
 
-fn gpu_name(address: PciAddress, index: Option<u64>) -> String {
-    match index {
-        Some(index) => format!("GPU {index} ({address})"),
-        None => format!("GPU {address}"),
-    }
+/// Whether two GPUs failed in one step, for one reason that is known.
+fn failed_alike(one: &Gpu, other: &Gpu) -> bool {
+    let (Some(one), Some(other)) = (&one.failed, &other.failed) else {
+        return false;
+    };
+    let (cause, others) = (&one.cause, &other.cause);
+    cause.code.is_some()
+        && one.step == other.step
+        && (&cause.code, &cause.cure, &cause.sure) == (&others.code, &others.cure, &others.sure)
 }
 
 /// Failed GPUs; those with one reason stand together.
 fn failed_gpus(boot: &Boot) -> Vec<Finding> {
     let mut groups: Vec<Vec<&Gpu>> = Vec::new();
-    let of = |gpu: &Gpu| {
-        let failed = gpu.failed.as_ref()?;
-        let Cause {
-            code, cure, sure, ..
-        } = &failed.cause;
-        Some((
-            failed.step.clone(),
-            code.clone()?,
-            cure.clone(),
-            sure.clone(),
-        ))
-    };
     for gpu in boot.failed_gpus() {
-        let same = |group: &&mut Vec<&Gpu>| of(gpu).is_some() && of(group[0]) == of(gpu);
-        match groups.iter_mut().find(same) {
+        match groups.iter_mut().find(|group| failed_alike(group[0], gpu)) {
             Some(group) => group.push(gpu),
             None => groups.push(vec![gpu]),
         }
@@ -361,7 +353,7 @@ fn hanging(boot: &Boot) -> Vec<Finding> {
     let finding = |gpu: &Gpu| {
         let still = gpu.still.as_ref()?;
         let (step, since) = (name(&still.step), seconds(still.since_ns));
-        let gpu_name = gpu_name(gpu.address, gpu.index);
+        let gpu_name = gpu.name();
         let of_gpu =
             |step: &&Step| step.open && step.gpu.is_some_and(|name| name.address == gpu.address);
         let step_now = boot.timeline.steps.iter().rev().find(of_gpu);
@@ -403,7 +395,10 @@ fn of_xids(boot: &Boot, xids: &Xids) -> Finding {
     };
     let text = format!(
         "{}: Xid {}{times}: {what}",
-        gpu_name(xids.gpu, index),
+        GpuName {
+            index,
+            address: xids.gpu
+        },
         xids.xid
     );
     let is_over = known.is_some_and(|known| !known.goes_on);

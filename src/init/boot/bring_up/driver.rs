@@ -299,7 +299,8 @@ struct Load {
 impl Load {
     /// Holds all GPUs but the first back, or releases those that an earlier worker's load has held
     /// back. A GPU that the kernel probes by itself is left alone: sysfs would wait for its probe.
-    /// It waits for a removal as well, and that for this worker: not on the runtime's thread.
+    /// Never on the runtime's thread: sysfs waits for a GPU's removal, too, which waits for that
+    /// thread.
     fn begin(&self) {
         let first = self.gpus.first().filter(|_| self.way.one_by_one);
         *self.lock() = Offered {

@@ -4,7 +4,7 @@
 //! A bar shows finished steps, not time: its length promises nothing. Every text is printable
 //! ASCII, so that a line is as wide as it is long.
 
-use super::progress::{Outcome, Progress, name, why};
+use super::progress::{Outcome, Progress, why};
 use crate::boot::model::{Gpu, State};
 use crate::data::text::printable;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -106,7 +106,7 @@ impl Bars {
         bars.head.set_message(head(boot, progress, now));
         let width = progress
             .gpus()
-            .map(|gpu| name(gpu.address, gpu.index).len())
+            .map(|gpu| gpu.name().to_string().len())
             .max()
             .unwrap_or(0);
         for gpu in progress.gpus() {
@@ -138,7 +138,7 @@ impl Bars {
                 *shown = colour;
                 bar.set_style(look.bar(colour));
             }
-            bar.set_prefix(format!("{:width$}", name(*address, gpu.index)));
+            bar.set_prefix(format!("{:width$}", gpu.name().to_string()));
             bar.set_position(gpu.now.furthest as u64 * 2);
             bar.set_message(message(gpu, progress, now));
         }

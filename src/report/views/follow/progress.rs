@@ -14,7 +14,6 @@ use crate::data::compact_record::Record;
 use crate::data::text::{printable_start, seconds};
 use crate::views::rows::{Row, Tracker};
 use kata_gpu_wire::names;
-use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::record::Kind;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -224,7 +223,7 @@ impl Progress {
         for gpu in self.gpus().filter(|gpu| !gpu.now.state.is_over()) {
             waiting.push(format!(
                 "{} {} since {} s",
-                name(gpu.address, gpu.index),
+                gpu.name(),
                 gpu.now.state.name(),
                 seconds(gpu.now.since_ns)
             ));
@@ -269,18 +268,7 @@ fn failure(gpu: &Gpu) -> Option<String> {
     } else {
         format!(" in {step}")
     };
-    Some(format!(
-        "{} failed{step}: {reason}",
-        name(gpu.address, gpu.index)
-    ))
-}
-
-/// `GPU 3 (0001:00:03.0)`.
-pub fn name(address: PciAddress, index: Option<u64>) -> String {
-    index.map_or_else(
-        || format!("GPU {address}"),
-        |index| format!("GPU {index} ({address})"),
-    )
+    Some(format!("{} failed{step}: {reason}", gpu.name()))
 }
 
 /// The instant `age` before `now`.
