@@ -97,13 +97,16 @@ pub fn add(draft: &mut Draft) {
         .iter()
         .filter(|l| l.by == "pci" && !l.enabling && before_init(l.at_ns))
         .map(|l| l.at_ns);
+    // The kernel enumerates one round after another: on the path to a milestone stand all of them,
+    // so that a view's sums agree, and not the last one only.
+    let mut former = None;
     for (begin, end) in rounds(enumeration) {
         let parent = inside(draft, begin, end);
-        if let Some(round) = draft
-            .derive(derived::KERNEL_PCI, begin, end)
-            .and_then(|i| draft.step_mut(i))
-        {
+        let index = draft.derive(derived::KERNEL_PCI, begin, end);
+        if let Some(round) = index.and_then(|i| draft.step_mut(i)) {
             round.parent = parent;
+            round.follows.extend(former);
+            former = index;
         }
     }
     probes(draft, &pci);
