@@ -33,13 +33,17 @@ const SHOWN: &[(&str, Reason)] = &[
     ("field/fsp-timeout.dmesg-T", Reason::FspTimeout),
     ("field/hotplug-no-space-6.18.console", Reason::BarUnassigned),
     ("field/hotplug-no-space.console", Reason::BarUnassigned),
+    ("field/failed-gpu.describe.txt", Reason::FirmwareBoot),
+    ("field/journal-k.export.txt", Reason::FirmwareBoot),
     ("field/journal-k.txt", Reason::FirmwareBoot),
+    ("field/journal-k.verbose.txt", Reason::FirmwareBoot),
     ("field/legacy-595.console", Reason::LegacyBranch),
     ("field/open-no-gsp.console", Reason::NeedsProprietary),
     ("field/open-no-gsp.dmesg", Reason::NeedsProprietary),
     ("field/open-refused.monotonic.txt", Reason::OpenRefused),
     ("field/vsock-timeout.journal", Reason::AgentNoAnswer),
     ("field/vsock-timeout.journal", Reason::NoGpu),
+    ("field/vsock-timeout.kubelet.journal", Reason::AgentNoAnswer),
 ];
 
 #[test]

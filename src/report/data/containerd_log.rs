@@ -7,7 +7,14 @@
 
 use super::line_prefix::{Clock, Line, Program, strip};
 use super::logfmt;
+use super::pod_errors;
+use super::pod_errors::PodError;
 use serde_json::{Map, Value};
+
+/// Field with the error of a pod, in an entry that has only pod and sandbox besides.
+pub const POD_ERROR: &str = "pod_error";
+/// Field with the pod's name, in such an entry.
+pub const POD: &str = "pod";
 
 /// The fields of one line.
 pub struct Entry {
@@ -26,6 +33,22 @@ impl Entry {
 
     pub fn fields(&self) -> &[(String, String)] {
         &self.fields
+    }
+
+    /// An error of the kubelet's or of an event. Without a time it is as early as can be.
+    pub fn of_pod(found: PodError, journal_ns: Option<i64>) -> Self {
+        let fields = [
+            (POD_ERROR, Some(found.error)),
+            (POD, found.pod),
+            ("pod_sandbox", found.sandbox),
+        ];
+        let fields = fields
+            .into_iter()
+            .filter_map(|(key, value)| Some((key.to_string(), value?)));
+        Self {
+            fields: fields.collect(),
+            journal_ns: journal_ns.or(Some(0)),
+        }
     }
 
     /// A line of a guest's console: its sandbox, and the line.
@@ -169,10 +192,13 @@ fn journal_text(value: &Value) -> Option<String> {
 
 fn message(text: &str, journal_ns: Option<i64>) -> Option<Entry> {
     // A prefix that is not known may stand before the message.
-    let start = text
-        .find("time=\"")
-        .or_else(|| text.find("level="))
-        .unwrap_or(0);
+    let start = text.find("time=\"").or_else(|| text.find("level="));
+    if start.is_none()
+        && let Some(found) = pod_errors::of(text)
+    {
+        return Some(Entry::of_pod(found, journal_ns));
+    }
+    let start = start.unwrap_or(0);
     let fields: Vec<(String, String)> = logfmt::pairs(text.get(start..)?)
         .into_iter()
         .map(|(k, v)| (k.to_string(), v))

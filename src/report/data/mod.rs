@@ -13,8 +13,10 @@ pub mod framing; // bytes into lines
 pub mod guest_clocks; // a guest's measurements of its own clocks
 pub mod host_check; // the result of `doctor` for the collector's metrics
 pub mod imported_record; // records made from log lines
+pub mod journal_blocks; // entries of a journal that are blocks of lines
 pub mod line_prefix; // stamps and names before a line
 pub mod logfmt; // key=value lines
+pub mod pod_errors; // errors of pods, by the kubelet and in events
 pub mod text;
 pub mod trace_file; // the file of the host's own trace of a boot
 pub mod units; // sizes, powers of ten and zeros in reports // sanitised guest text; times; colour

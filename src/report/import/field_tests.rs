@@ -132,6 +132,29 @@ const LOGS: &[(&str, &[&str], &str)] = &[
         "RmInitAdapter failed! (0x26:0x56:1463)",
     ),
     (
+        // The same by `journalctl -o verbose` and `-o export`.
+        "journal-k.verbose.txt",
+        &["gpu.failed 0000:13:00.0 firmware-boot GPU"],
+        "RmInitAdapter failed! (0x26:0x56:1463)",
+    ),
+    (
+        "journal-k.export.txt",
+        &["gpu.failed 0000:13:00.0 firmware-boot GPU"],
+        "RmInitAdapter failed! (0x26:0x56:1463)",
+    ),
+    (
+        // The kubelet's lines alone: one failure, three times.
+        "vsock-timeout.kubelet.journal",
+        &["sandbox.failed agent-no-answer guest"],
+        "Failed to Check if grpc server is working",
+    ),
+    (
+        // `kubectl describe pod`, with the verdict of kata-gpu-init in the agent's error.
+        "failed-gpu.describe.txt",
+        &["sandbox.failed firmware-boot GPU"],
+        "has failed (firmware-boot)",
+    ),
+    (
         "hotplug-no-space.console",
         &["gpu.failed 0000:00:06.0 bar-unassigned Kata's configuration"],
         "is invalid: BAR1 is 0M @ 0x0",

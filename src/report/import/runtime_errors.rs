@@ -37,12 +37,15 @@ const WRAPPERS: &[&str] = &[
 pub fn innermost(error: &str) -> &str {
     let mut text = error.trim();
     while let Some(rest) = WRAPPERS.iter().find_map(|outer| text.strip_prefix(outer)) {
-        // `rpc error: code = DeadlineExceeded desc = ..`: the code is an error's.
+        // `rpc error: code = DeadlineExceeded desc = ..`: the code is an error's, unless it is that
+        // of another error behind it.
         let is_code = text.starts_with("rpc error") && !rest.starts_with(['U', 'I']);
-        if is_code || rest.is_empty() {
+        let behind = rest.split_once(" desc = ").map_or("", |(_, behind)| behind);
+        let is_outer = WRAPPERS.iter().any(|outer| behind.starts_with(outer));
+        if rest.is_empty() || (is_code && !is_outer) {
             break;
         }
-        text = rest;
+        text = if is_code { behind } else { rest };
     }
     let text = text.strip_suffix(": unknown").unwrap_or(text);
     last_cause(text).unwrap_or(text)
@@ -99,6 +102,10 @@ mod tests {
                 "failed to create shim task: Others(\"failed to handle\\n\\nCaused by:\\n    \
                  0: start vm\\n    1: timed out connecting to vsock\"): unknown",
                 "timed out connecting to vsock",
+            ),
+            (
+                "rpc error: code = DeadlineExceeded desc = failed to create containerd task: x",
+                "x",
             ),
             (
                 "rpc error: code = DeadlineExceeded desc = x",

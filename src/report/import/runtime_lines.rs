@@ -10,7 +10,7 @@
 
 use super::facts::{Fact, Item, MAX_FACTS, RuntimeEvent, Stamp, cut};
 use super::runtime_errors::{ENDS, gives_up, innermost, is_error};
-use crate::data::containerd_log::Entry;
+use crate::data::containerd_log::{Entry, POD, POD_ERROR};
 use kata_gpu_wire::catalogue::logged as names;
 use kata_gpu_wire::failure::{Diagnosis, Reason, of_sandbox};
 use serde_json::{Map, Value};
@@ -18,6 +18,9 @@ use std::collections::BTreeMap;
 
 /// Longest text of one field.
 const MAX_VALUE: usize = 300;
+
+/// Sandbox of a pod whose error names neither.
+const NAMELESS: &str = "pod";
 
 /// Messages of the shim about a VM, and their record names. The Rust shim's are `Starting QEMU VM`
 /// and `start vm`, the others the Go shim's.
@@ -54,6 +57,8 @@ struct Sandbox {
     is_ending: bool,
     /// Whether a request for a sandbox was found to be this one's.
     is_answered: bool,
+    /// Whether only errors of its pod are known of it.
+    is_only_a_pods: bool,
     failures: Vec<(Reason, String)>,
 }
 
@@ -129,7 +134,7 @@ impl Runtime {
             "StartContainer for ",
         ];
         let Some(msg) = entry.get("msg") else {
-            return entry.console().is_some();
+            return entry.console().is_some() || entry.get(POD_ERROR).is_some();
         };
         let of_sandbox = ["sandbox", "podsandboxid", "sandboxID"];
         of_sandbox.iter().any(|key| entry.get(key).is_some())
@@ -153,6 +158,9 @@ impl Runtime {
             is_alive,
             each,
         };
+        if let Some(error) = entry.get(POD_ERROR) {
+            return self.pods_error(error, entry, &mut out);
+        }
         let Some(msg) = entry.get("msg") else {
             return;
         };
@@ -234,6 +242,26 @@ impl Runtime {
             None => msg.to_string(),
         };
         out.event(sandbox, names::SANDBOX_LOG, &[("text", &text)], None);
+    }
+
+    /// Takes the error of a pod, which repeats what a runtime said: news only where no runtime's
+    /// lines are in the log.
+    fn pods_error(&mut self, error: &str, entry: &Entry, out: &mut Writer) {
+        let words = innermost(error);
+        let pod = entry.get(POD);
+        let said = |known: &&Sandbox| {
+            let mut failures = known.failures.iter();
+            failures.any(|(_, before)| before.contains(words) || words.contains(before))
+        };
+        let mut said = self.sandboxes.values().filter(said);
+        if said.any(|known| pod.is_none() || !known.is_only_a_pods) {
+            return;
+        }
+        let sandbox = entry.get("pod_sandbox").or(pod).unwrap_or(NAMELESS);
+        if let Some(known) = self.sandbox(sandbox, out.at) {
+            known.is_only_a_pods = known.begun.is_none();
+        }
+        self.failed(sandbox, error, out);
     }
 
     /// Reports a failure of a sandbox, once for each reason.

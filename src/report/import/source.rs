@@ -2,9 +2,11 @@
 //!
 //! Each line is recognised by itself, without the stamps and names before it ([`line_prefix`]): a
 //! console's or the kernel's, or an entry of the log of containerd (or CRI-O) and Kata's shims, as
-//! text, as `journalctl -o json`, or as containerd's own JSON lines. An entry has containerd's
-//! `time=` (the host's clock: when the shim read it); its `vmconsole=` is a line of the console of
-//! the guest whose `sandbox=` it names. A file that begins with a stream's header is a boot's own.
+//! text, as `journalctl -o json`, `-o export` or `-o verbose`, or as containerd's own JSON lines.
+//! Such an entry has containerd's `time=` (the host's clock: when the shim read it); its
+//! `vmconsole=` is a line of the console of the guest whose `sandbox=` it names. The kubelet's
+//! lines and the events of a pod have the error of its sandbox, and no more. A file that begins
+//! with a stream's header is a boot's own.
 //!
 //! Entries of the runtime are read in the order of their times: `journalctl` may give the shim's
 //! and containerd's in blocks.
@@ -21,8 +23,10 @@ use super::unrecognised::Unrecognised;
 use crate::data::agent_log::line::realtime_ns;
 use crate::data::boot_file::BootFile;
 use crate::data::containerd_log;
-use crate::data::containerd_log::Entry;
+use crate::data::containerd_log::{Entry, POD, POD_ERROR};
+use crate::data::journal_blocks::{Blocks, Taken};
 use crate::data::line_prefix::{Line, Program, strip, strip_console, without_escapes};
+use crate::data::pod_errors;
 use anyhow::Result;
 use kata_gpu_wire::catalogue::logged;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -135,11 +139,27 @@ struct Reader {
     /// containerd's.
     seen: HashSet<u64>,
     others: Unrecognised,
+    /// The entry of several lines that is being read.
+    blocks: Blocks,
 }
 
 impl Reader {
     /// Takes a line; true if it states something by itself.
     fn line(&mut self, number: u64, raw: &str) -> bool {
+        let mut blocks = std::mem::take(&mut self.blocks);
+        let mut taken = false;
+        let part = blocks.take(raw.trim_end_matches(['\r', '\n']), |entry| {
+            taken = self.json(number, &entry);
+        });
+        self.blocks = blocks;
+        match part {
+            Taken::Part => taken,
+            Taken::Other => self.single_line(number, raw) || taken,
+        }
+    }
+
+    /// Takes a line that is an entry by itself.
+    fn single_line(&mut self, number: u64, raw: &str) -> bool {
         let clean = without_escapes(raw);
         let json = clean.trim_start();
         if json.starts_with('{') {
@@ -182,7 +202,8 @@ impl Reader {
 
     /// Takes an entry in text; None for a line that is none.
     fn text_entry(&mut self, number: u64, line: &Line) -> Option<bool> {
-        if !line.text.contains("time=\"") && line.program.is_none() {
+        let is_pods = || pod_errors::of(line.text).is_some();
+        if !line.text.contains("time=\"") && line.program.is_none() && !is_pods() {
             return None;
         }
         let entry = containerd_log::text_entry(line)?;
@@ -233,6 +254,9 @@ impl Reader {
 
     /// The boots, and the number of the runtime's lines that state something.
     fn finish(mut self) -> (Vec<Log>, u64) {
+        std::mem::take(&mut self.blocks).finish(|entry| {
+            self.json(u64::MAX, &entry);
+        });
         let stated = self.runtimes();
         let own = self.console.finish(None);
         let mut logs = Vec::new();
@@ -265,7 +289,12 @@ impl Reader {
     /// Reads the runtime's entries.
     fn runtimes(&mut self) -> u64 {
         let mut entries = std::mem::take(&mut self.entries);
-        entries.sort_by_key(|(at, ..)| *at);
+        // Errors of pods repeat a runtime's, and those without a name repeat others.
+        let repeats = |entry: &Entry| {
+            let is_pods = entry.get(POD_ERROR).is_some();
+            (is_pods, is_pods && entry.get(POD).is_none())
+        };
+        entries.sort_by_key(|(at, _, entry)| (repeats(entry), *at));
         let mut runtime = Runtime::default();
         let mut stated = HashSet::new();
         for (at, number, entry) in &entries {
@@ -359,6 +388,33 @@ mod tests {
             .collect();
         assert_eq!(found, [("abc", 1), ("0a", 1), ("abc", 1)]);
         assert_eq!((source.lines, source.recognised), (6, 3));
+    }
+
+    #[test]
+    fn errors_of_pods_are_news_only_without_the_runtimes_own() {
+        const WORDS: &str = "failed to create shim task: timed out connecting to vsock 7:1024";
+        let of_kubelet = |pod: &str| {
+            format!(
+                "Feb 19 15:00:20 node kubelet[1]: E0219 15:00:20.1 1 log.go:32] \"RunPodSandbox from \
+                 runtime service failed\" err=\"rpc error: code = Unknown desc = {WORDS}\"{pod}\n"
+            )
+        };
+        let pods = [r#""#, r#" pod="ml/a""#, r#" pod="ml/a""#, r#" pod="ml/b""#].map(of_kubelet);
+        let names = |text: &str| -> Vec<String> {
+            let logs = read(text).logs.into_iter();
+            logs.filter_map(|log| log.sandbox).collect()
+        };
+        assert_eq!(names(&pods.concat()), ["a", "b"]);
+        assert_eq!(names(&pods[0]), ["pod"]);
+        let shims = format!(
+            "time=\"2026-02-19T15:00:21Z\" level=error msg=\"Cannot start VM\" sandbox=abc \
+             error=\"{WORDS}\"\n"
+        );
+        assert_eq!(names(&(pods.concat() + &shims)), ["abc"]);
+        let others = pods
+            .concat()
+            .replace("RunPodSandbox from", "PullImage from");
+        assert!(read(&others).logs.is_empty());
     }
 
     #[test]

@@ -101,8 +101,20 @@ pub fn of_guest(text: &str) -> Option<Diagnosis<'_>> {
     first(signatures::OF_GUESTS, text)
 }
 
+/// Beginning of the verdict that PID 1 puts into a failed GPU's entry of the CDI spec, as the
+/// destination of a mount: `/../GPU 0001:00:05.0 has failed (firmware-boot): ..`. kata-agent
+/// refuses that, and prints it.
+pub const VERDICT: &str = "/../GPU ";
+
 /// Failure of a sandbox or container by an error of the runtime.
 pub fn of_sandbox(error: &str) -> Option<Diagnosis<'_>> {
+    let verdict = error.split_once(VERDICT).and_then(|(_, verdict)| {
+        let (_, rest) = verdict.split_once(" has failed (")?;
+        Reason::named(rest.split_once(')')?.0)
+    });
+    if let Some(reason) = verdict {
+        return Some(Diagnosis::known(reason, Some(error)));
+    }
     first(signatures::OF_SANDBOXES, error)
 }
 

@@ -270,6 +270,16 @@ fn ends_of_guests_and_sandboxes_have_an_owner() {
             "CreateContainerRequest timed out: context deadline exceeded",
             "create-timeout",
         ),
+        (
+            "the mount destination /../GPU 0001:00:01.0 has failed (fsp-timeout): reset the GPU on \
+             the host, with its power if a reset does not help; see kata-gpu-boot show is invalid",
+            "fsp-timeout",
+        ),
+        (
+            "CDI device(s) [\"nvidia.com/gpu=/../GPU 0 has failed (no-such-row): x\"] do not exist: \
+             unresolvable CDI devices",
+            "cdi-unknown",
+        ),
     ] {
         assert_eq!(
             of_sandbox(text).map(|found| found.reason.name()),
