@@ -5,6 +5,7 @@ use super::container::Container;
 use super::spec_files::SpecFile;
 use anyhow::{Result, ensure};
 use kata_gpu_init::cdi::spec::KIND;
+use kata_gpu_wire::failure::VERDICT;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,6 +45,8 @@ pub enum Outcome {
     /// Paths that stand for GPUs that are not ready, for which the agent waits.
     Waits(Vec<String>),
     Fails(String),
+    /// The container fails by the verdict that the spec has for a failed GPU.
+    HasFailedGpu(String),
 }
 
 /// A container that asks for devices.
@@ -200,7 +203,11 @@ fn outcome(
         Err(error) => return Outcome::Fails(error.clone()),
     };
     match inject(devices) {
-        Ok(container) => Outcome::Gets(container),
+        Ok(container) => match container.refused_mount() {
+            None => Outcome::Gets(container),
+            Some(words) if words.starts_with(VERDICT) => Outcome::HasFailedGpu(words.into()),
+            Some(other) => Outcome::Fails(format!("the mount destination {other} is invalid")),
+        },
         Err(error) if waits.is_empty() || error.contains("unresolvable") => Outcome::Fails(error),
         Err(_) => Outcome::Waits(waits.into_iter().collect()),
     }
@@ -263,6 +270,9 @@ impl Report {
                 Outcome::Gets(gets) => json!({"kata": kata, "state": "resolvable", "gets": gets}),
                 Outcome::Waits(paths) => json!({"kata": kata, "state": "waiting", "for": paths}),
                 Outcome::Fails(error) => json!({"kata": kata, "state": "fails", "error": error}),
+                Outcome::HasFailedGpu(verdict) => {
+                    json!({"kata": kata, "state": "failed-gpu", "verdict": verdict})
+                }
             }
         };
         let files = self.files.iter().map(|f| {

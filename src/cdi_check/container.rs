@@ -65,6 +65,13 @@ impl Container {
         list.map(Vec::as_slice).unwrap_or_default()
     }
 
+    /// Destination of a mount with which kata-agent refuses the container, in all its releases.
+    pub fn refused_mount(&self) -> Option<&str> {
+        let mounts = self.list("mounts").iter();
+        let mut destinations = mounts.filter_map(|mount| mount["destination"].as_str());
+        destinations.find(|path| !path.starts_with('/') || path.contains(".."))
+    }
+
     /// Numbers of device nodes, cgroup rules, mounts, variables and hooks.
     pub fn counts(&self) -> [usize; 5] {
         ["deviceNodes", "cgroupRules", "mounts", "env", "hooks"].map(|name| self.list(name).len())
@@ -105,5 +112,10 @@ mod tests {
         assert_eq!(container.counts(), [2, 1, 1, 1, 2]);
         assert_eq!(container.list("additionalGids"), [json!(5)]);
         assert_eq!(Container::of(&json!({})).counts(), [0; 5]);
+        assert_eq!(container.refused_mount(), None);
+        for path in ["b", "/a/../b"] {
+            let mount = json!({"mounts": [{"source": "/a", "destination": path}]});
+            assert_eq!(Container::of(&mount).refused_mount(), Some(path));
+        }
     }
 }

@@ -80,6 +80,7 @@ fn devices(report: &Report, lines: &mut Vec<String>) {
                 Outcome::Gets(c) => ("resolvable", c.counts().map(|n| n.to_string())),
                 Outcome::Waits(_) => ("waiting", [(); 5].map(|()| "-".into())),
                 Outcome::Fails(_) => ("fails", [(); 5].map(|()| "-".into())),
+                Outcome::HasFailedGpu(_) => ("failed GPU", [(); 5].map(|()| "-".into())),
             };
             let first = [format!("{}{with}", names(asked)), state.into()];
             rows.push([&first[..], &counts[..]].concat());
@@ -107,7 +108,9 @@ fn container(asked: &Asked, lines: &mut Vec<String>) {
                 lines.push(format!("{head} waits, tried again every second, for"));
                 lines.extend(paths.iter().map(|path| format!("  {}", printable(path))));
             }
-            Outcome::Fails(error) => lines.push(format!("{head} fails: {}", printable(error))),
+            Outcome::Fails(error) | Outcome::HasFailedGpu(error) => {
+                lines.push(format!("{head} fails: {}", printable(error)));
+            }
         }
     }
 }

@@ -128,8 +128,7 @@ fn one_fails(
         "{gpus} GPUs: {all:?}"
     );
     if fault == "probe_fail" {
-        let bad = booted.refused("bad")?;
-        ensure!(bad.get("error").contains("do not exist"), "{bad:?}");
+        booted.refused_gpu("bad", reason)?;
     }
     let records = booted.records();
     let published = named(&records, Kind::End, names::CDI_PUBLISH);
@@ -303,7 +302,7 @@ fn module(context: &TestContext, name: &str) -> Result<&'static str> {
 }
 
 fn no_driver(context: &TestContext) -> Result<Outcome> {
-    let mut booted = Guest::with("testagent.containers=one:0")
+    let mut booted = Guest::with("testagent.containers=one:0;all:all")
         .without(module(context, "nvidia")?)
         .boot(context, "no-driver")?;
     booted.settles(0, 8)?;
@@ -317,9 +316,15 @@ fn no_driver(context: &TestContext) -> Result<Outcome> {
             ],
         )?;
     }
-    // Asked for and gone for good: the agent says so at its next try instead of waiting.
-    let refused = booted.refused("one")?;
-    ensure!(refused.get("error").contains("do not exist"), "{refused:?}");
+    // Asked for and gone for good: the agent says so at its next try instead of waiting, and why as
+    // soon as no GPU is pending.
+    booted.refused_gpu("one", "driver-missing")?;
+    let all = booted.refused("all")?;
+    ensure!(
+        all.get("error")
+            .contains("GPU 0001:00:00.0 has failed (driver-missing): put nvidia.ko"),
+        "{all:?}"
+    );
     booted.still_runs()?;
     Ok(Outcome::Passed)
 }

@@ -218,9 +218,12 @@ pub fn leads(spec: &str) -> Result<Vec<(usize, u32)>> {
         let Some(index) = device["name"].as_str().and_then(|name| name.parse().ok()) else {
             continue;
         };
-        let nodes = device["containerEdits"]["deviceNodes"]
-            .as_array()
-            .context("no nodes")?;
+        // A failed GPU has a verdict in place of nodes.
+        let edits = &device["containerEdits"];
+        if edits["mounts"].is_array() && edits["deviceNodes"].is_null() {
+            continue;
+        }
+        let nodes = edits["deviceNodes"].as_array().context("no nodes")?;
         let minor = nodes.iter().find_map(|node| {
             node["path"]
                 .as_str()?

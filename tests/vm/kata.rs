@@ -190,7 +190,8 @@ fn failures(kata: &mut KataHost) -> Result<Outcome> {
     );
     let errors = kata.errors("failed")?;
     ensure!(
-        errors.contains("CDI device(s) [\"nvidia.com/gpu=1\"] do not exist"),
+        errors.contains("CDI device(s) [\"nvidia.com/gpu=1\"] do not exist")
+            || errors.contains(" has failed (off-the-bus): "),
         "{errors}"
     );
     sees(&kata.ended("good")?, &[0])?;

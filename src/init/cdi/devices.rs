@@ -145,7 +145,7 @@ impl Places {
                     found.gpus.push(Device {
                         index,
                         address,
-                        entry: Entry::Failed,
+                        entry: Entry::Absent,
                     });
                 }
             }

@@ -6,6 +6,7 @@ use crate::config::{Hooks, Naming};
 use crate::driver_files::{DriverFiles, Kind, Link};
 use crate::gpu::device_nodes::Node;
 use crate::gpu::driver_caps::MigInstance;
+use kata_gpu_wire::failure::{Reason, VERDICT};
 use kata_gpu_wire::pci_address::PciAddress;
 use std::collections::BTreeMap;
 
@@ -23,8 +24,12 @@ pub enum Entry {
     Pending,
     /// Resolvable.
     Ready(Ready),
-    /// Removed from the spec: a request for it fails at once instead of waiting.
-    Failed,
+    /// A request for it fails at once: not listed while another GPU is pending, because the agent
+    /// would wait for that one first; then listed with the reason, which the agent prints. None: it
+    /// is not known yet.
+    Failed(Option<Reason>),
+    /// Not listed: it has left.
+    Absent,
 }
 
 /// Parts of a GPU for a container.
@@ -115,7 +120,27 @@ fn pending(address: PciAddress) -> DeviceNode {
     }
 }
 
+/// A mount that fails the container with the words of its destination: the agent refuses one with
+/// `..` in it and prints it, also to the runtime, so that somebody with kubectl sees the verdict.
+/// Agents that do not look at the destination find nothing at the source.
+fn verdict(address: PciAddress, reason: Option<Reason>) -> Mount {
+    let (name, cure) = reason.map_or(("unknown", ""), |reason| {
+        (reason.name(), reason.cure_of_gpu())
+    });
+    Mount {
+        host_path: format!("{PENDING}/{address}"),
+        container_path: format!(
+            "{VERDICT}{address} has failed ({name}): {cure}; see kata-gpu-boot show"
+        ),
+        options: FILE,
+    }
+}
+
 impl Device {
+    fn is_alive(&self) -> bool {
+        matches!(self.entry, Entry::Pending | Entry::Ready(_))
+    }
+
     fn ready(&self) -> Option<&Ready> {
         if let Entry::Ready(ready) = &self.entry {
             Some(ready)
@@ -127,9 +152,12 @@ impl Device {
 
 /// All parts of these GPUs: with MIG all instances. A node that two instances share is listed once.
 fn whole(name: String, gpus: &[&Device], options: &Options) -> SpecDevice {
-    let mut nodes = Vec::new();
+    let (mut nodes, mut mounts) = (Vec::new(), Vec::new());
     for gpu in gpus {
         let ready = gpu.ready();
+        if let Entry::Failed(reason) = gpu.entry {
+            mounts.push(verdict(gpu.address, reason));
+        }
         nodes.extend((gpu.entry == Entry::Pending).then(|| pending(gpu.address)));
         let instances = ready
             .iter()
@@ -151,7 +179,9 @@ fn whole(name: String, gpus: &[&Device], options: &Options) -> SpecDevice {
         .filter_map(|gpu| gpu.ready())
         .flat_map(|r| &r.extras.links)
         .collect();
-    device(name, nodes, display_hook(&links, options))
+    let mut device = device(name, nodes, display_hook(&links, options));
+    device.container_edits.mounts = mounts;
+    device
 }
 
 /// A device with these nodes and hooks.
@@ -218,24 +248,34 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
 /// container with a GPU gets, `files` the driver's user space for it.
 ///
 /// Besides the requested namings there is `all`, which holds every GPU that has not failed: it
-/// becomes resolvable with the last of them. When every GPU has failed, the spec lists one device
-/// `none`, because a spec without devices is invalid and an absent kind makes the agent wait for
-/// it.
+/// becomes resolvable with the last of them, and fails as they do when every GPU has failed. When
+/// all have left, the spec lists one device `none`, because a spec without devices is invalid and
+/// an absent kind makes the agent wait for it.
 pub fn generate(
     devices: &[Device],
     common: &[Node],
     files: Option<&DriverFiles>,
     options: &Options,
 ) -> Spec {
-    let alive = || devices.iter().filter(|d| d.entry != Entry::Failed);
+    let is_pending = devices.iter().any(|d| d.entry == Entry::Pending);
+    let listed = || {
+        let devices = devices.iter();
+        devices.filter(|d| match d.entry {
+            Entry::Pending | Entry::Ready(_) => true,
+            Entry::Failed(_) => !is_pending,
+            Entry::Absent => false,
+        })
+    };
     let mut list: Vec<SpecDevice> = options
         .namings
         .iter()
-        .flat_map(|naming| alive().flat_map(|gpu| named(gpu, *naming, options)))
+        .flat_map(|naming| listed().flat_map(|gpu| named(gpu, *naming, options)))
         .collect();
     // `void`: this container has its GPUs already; hooks for this variable must add none.
     let void = || vec!["NVIDIA_VISIBLE_DEVICES=void".to_string()];
-    if alive().next().is_none() {
+    let has_alive = listed().any(Device::is_alive);
+    let all: Vec<&Device> = listed().filter(|d| d.is_alive() == has_alive).collect();
+    if all.is_empty() {
         list.push(SpecDevice {
             name: "none".into(),
             container_edits: Edits {
@@ -244,7 +284,7 @@ pub fn generate(
             },
         });
     } else {
-        list.push(whole("all".into(), &alive().collect::<Vec<_>>(), options));
+        list.push(whole("all".into(), &all, options));
     }
     let mut edits = files
         .map(|files| edits_of(files, options))
@@ -401,11 +441,11 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_gpu_leaves_and_affects_no_other() {
+    fn a_failed_gpu_leaves_while_another_is_pending_and_affects_none() {
         let spec = text(
             &[
                 device(0, ready(0)),
-                device(1, Entry::Failed),
+                device(1, Entry::Failed(Some(Reason::FirmwareBoot))),
                 device(2, Entry::Pending),
             ],
             &[],
@@ -421,8 +461,34 @@ mod tests {
     }
 
     #[test]
-    fn when_all_have_failed_the_kind_stays_and_no_gpu_is_in_it() {
-        let spec = text(&[device(0, Entry::Failed)], &[gpu_node(255)]);
+    fn a_failed_gpu_gives_its_verdict_as_soon_as_no_gpu_is_pending() {
+        let failed = device(1, Entry::Failed(Some(Reason::FirmwareBoot)));
+        let verdicts = |devices: &[Device]| {
+            let spec = generate(devices, &[], None, &Options::default());
+            let devices = spec.devices.into_iter();
+            let mounts = devices.flat_map(|d| {
+                let mounts = d.container_edits.mounts.into_iter();
+                mounts.map(move |mount| (d.name.clone(), mount.container_path))
+            });
+            mounts.collect::<Vec<_>>()
+        };
+        let words = "/../GPU 0001:00:01.0 has failed (firmware-boot): reset the GPU on the host; \
+            if it stays, try another release of the driver; see kata-gpu-boot show"
+            .to_string();
+        assert_eq!(
+            verdicts(&[device(0, ready(0)), failed.clone()]),
+            [("1".to_string(), words.clone())],
+            "all has those that are left"
+        );
+        assert_eq!(
+            verdicts(&[device(0, Entry::Absent), failed]),
+            [("1".to_string(), words.clone()), ("all".into(), words)]
+        );
+    }
+
+    #[test]
+    fn when_all_have_left_the_kind_stays_and_no_gpu_is_in_it() {
+        let spec = text(&[device(0, Entry::Absent)], &[gpu_node(255)]);
         assert!(spec.contains(r#""devices":[{"name":"none","#), "{spec}");
     }
 

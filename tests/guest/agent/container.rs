@@ -3,7 +3,7 @@
 
 use super::cdi;
 use super::config::{Config, Wanted};
-use super::container_root::Change;
+use super::container_root::{self, Change};
 use super::pod::{Asked, Pod};
 use super::{container_run, log, pid1, words};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
@@ -80,10 +80,18 @@ pub fn create(wanted: &Wanted, config: &Config) {
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let made = injected.and_then(|tries| {
         words::making(&wanted.name).write();
-        let nodes = bundle
-            .is_none()
-            .then(|| nodes(&wanted.name, &spec))
-            .transpose();
+        let mounts = spec.mounts().iter().flatten();
+        let refused = mounts
+            .filter_map(|m| container_root::destination(m).err())
+            .next();
+        let nodes = refused
+            .map_or(Ok(()), |error| Err(error.to_string()))
+            .and_then(|()| {
+                let is_only_named = bundle.is_none();
+                is_only_named
+                    .then(|| nodes(&wanted.name, &spec))
+                    .transpose()
+            });
         nodes
             .inspect_err(|e| words::start_failed(e).write())
             .map(|nodes| (tries, nodes))

@@ -101,8 +101,7 @@ pub fn make(spec: &Spec) -> Result<PathBuf> {
     .context("bind the root to itself")?;
     let mut guests_dev = false;
     for m in spec.mounts().iter().flatten() {
-        guests_dev |=
-            make_mount(&root, m).with_context(|| format!("mount {}", m.destination().display()))?;
+        guests_dev |= make_mount(&root, m)?;
     }
     // A /dev of the guest's own has everything already.
     if !guests_dev {
@@ -116,13 +115,24 @@ pub fn make(spec: &Spec) -> Result<PathBuf> {
     Ok(root)
 }
 
-/// Makes one mount; true where it is the guest's /dev.
-fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
+/// The destination of a mount, if kata-agent takes it: its error for another one has the text, and
+/// goes to the runtime.
+pub fn destination(m: &Mount) -> Result<&str> {
     let destination = m.destination().to_str().context("its path is no text")?;
     ensure!(
         destination.starts_with('/') && !destination.contains(".."),
-        "its path is invalid"
+        "the mount destination {destination} is invalid"
     );
+    Ok(destination)
+}
+
+/// Makes one mount; true where it is the guest's /dev.
+fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
+    let destination = destination(m)?;
+    mount_at(root, destination, m).with_context(|| format!("mount {destination}"))
+}
+
+fn mount_at(root: &Path, destination: &str, m: &Mount) -> Result<bool> {
     let mut options = Options::parse(m.options().iter().flatten().map(String::as_str));
     let kind = match m.typ().as_deref() {
         None | Some("none") if options.is_bind() => "bind",

@@ -10,6 +10,7 @@ use kata_gpu_cdi_check::{page, spec_files};
 use kata_gpu_init::cdi::publish::Publisher;
 use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::gpu::device_nodes::Node;
+use kata_gpu_wire::failure::Reason;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -233,7 +234,7 @@ fn our_own_specs_are_no_error_in_any_state() {
                             )],
                             ..Ready::default()
                         }),
-                        _ => Entry::Failed,
+                        _ => Entry::Failed(Some(Reason::FirmwareBoot)),
                     };
                     Device {
                         index,
@@ -264,6 +265,12 @@ fn our_own_specs_are_no_error_in_any_state() {
                         Outcome::Gets(_) => assert!(
                             !pending(name),
                             "{devices:?}: {name} does not wait with {agent:?}"
+                        ),
+                        // A failed GPU's verdict fails its container as soon as no GPU is pending.
+                        Outcome::HasFailedGpu(verdict) => assert!(
+                            !devices.iter().any(|d| d.entry == Entry::Pending)
+                                && verdict.contains("has failed (firmware-boot): reset the GPU"),
+                            "{devices:?}: {name} fails with {agent:?}: {verdict}"
                         ),
                         Outcome::Fails(error) => {
                             panic!("{devices:?}: {name} fails with {agent:?}: {error}")

@@ -7,6 +7,7 @@ use kata_gpu_init::cdi::publish::Publisher;
 use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::config::Naming;
 use kata_gpu_init::gpu::device_nodes::Node;
+use kata_gpu_wire::failure::Reason;
 use std::path::Path;
 
 /// For minors 0 to 3 of the GPUs: the agent looks at the nodes of a ready GPU, and every machine
@@ -71,6 +72,13 @@ macro_rules! agent {
                         );
                         e.to_string()
                     })?;
+                // kata-agent's own look at each mount of the container, in all its releases.
+                let mounts = spec.mounts().iter().flatten();
+                for path in mounts.map(|mount| mount.destination().display().to_string()) {
+                    if !path.starts_with('/') || path.contains("..") {
+                        return Err(format!("the mount destination {path} is invalid"));
+                    }
+                }
                 let devices = spec
                     .linux()
                     .as_ref()
@@ -155,20 +163,28 @@ fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, Stri
 
 #[test]
 fn a_container_gets_its_ready_gpus_and_waits_for_or_lacks_others() {
-    use Entry::{Failed, Pending};
+    use Entry::{Absent, Failed, Pending};
     const NOT_YET: &str = "failed to inject devices";
     const GONE: &str = "unresolvable CDI devices nvidia.com/gpu=1";
     let one_pends = [ready(0, 3), device(1, Pending)];
-    let one_failed = [ready(0, 1), device(1, Failed), ready(2, 0)];
-    let all_failed = [device(0, Failed), device(1, Failed)];
+    const VERDICT: &str = "/../GPU 0001:00:01.0 has failed (off-the-bus): reset it";
+    let failed = |index| device(index, Failed(Some(Reason::OffTheBus)));
+    let one_failed = [ready(0, 1), failed(1), ready(2, 0)];
+    let one_failed_early = [ready(0, 1), failed(1), device(2, Pending)];
+    let one_left = [ready(0, 1), device(1, Absent)];
+    let all_failed = [failed(0), failed(1)];
     type Wanted = Result<&'static [&'static str], &'static str>;
-    let cases: [(&[Device], &str, Wanted); 6] = [
+    let cases: [(&[Device], &str, Wanted); 10] = [
         (&one_pends, "0", Ok(&[GPUS[3], UVM, CONTROL])),
         (&one_pends, "1", Err(NOT_YET)),
         (&one_pends, "all", Err(NOT_YET)),
         (&one_failed, "all", Ok(&[GPUS[0], UVM, CONTROL, GPUS[1]])),
-        (&one_failed, "1", Err(GONE)),
-        (&all_failed, "1", Err(GONE)),
+        (&one_failed, "1", Err(VERDICT)),
+        (&one_failed_early, "1", Err(GONE)),
+        (&one_failed_early, "0", Ok(&[UVM, CONTROL, GPUS[1]])),
+        (&one_left, "1", Err(GONE)),
+        (&all_failed, "1", Err(VERDICT)),
+        (&all_failed, "all", Err("has failed (off-the-bus)")),
     ];
     for (index, (devices, ask, wanted)) in cases.into_iter().enumerate() {
         match (inject(&format!("oracle-{index}"), devices, ask), wanted) {

@@ -742,6 +742,18 @@ impl Booted {
         self.agent("container failed", |l| l.get("container") == container)
     }
 
+    /// The same of a container that asked for a failed GPU: the agent finds it not listed while
+    /// another GPU is pending, and prints its verdict after that.
+    pub fn refused_gpu(&self, container: &str, reason: &str) -> Result<()> {
+        let line = self.refused(container)?;
+        let (error, verdict) = (line.get("error"), format!("has failed ({reason}): "));
+        ensure!(
+            error.contains("do not exist") || error.contains(&verdict),
+            "{line:?}"
+        );
+        Ok(())
+    }
+
     /// CLOCK_BOOTTIME in ns of a line that carries wall time, by the stream's clock record.
     pub fn boottime_ns(&self, line: &AgentLine) -> Result<u64> {
         let clock = self.event(names::CLOCK)?;

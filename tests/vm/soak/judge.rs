@@ -575,6 +575,14 @@ fn resolved(directory: &Path, name: &str) -> Result<BTreeSet<String>, String> {
         &mut |_, _| {},
     )
     .map_err(|(_, error)| error)?;
+    // The agent refuses a container by the verdict that a failed GPU's entry has in place of nodes.
+    let mounts = spec.mounts().iter().flatten();
+    let verdict = mounts
+        .map(|mount| mount.destination().display().to_string())
+        .find(|path| path.contains(".."));
+    if let Some(verdict) = verdict {
+        return Err(verdict);
+    }
     let devices = spec
         .linux()
         .as_ref()
@@ -664,9 +672,13 @@ fn of_container(boot: &Description, seen: &Observed, container: &Container) -> R
         ));
     }
     if !created {
-        let clear = ["do not exist", "unresolvable", "CDI timeout"]
-            .iter()
-            .any(|words| line.get("error").contains(words));
+        let clear = [
+            "do not exist",
+            "unresolvable",
+            "CDI timeout",
+            " has failed (",
+        ];
+        let clear = clear.iter().any(|words| line.get("error").contains(words));
         return if clear {
             Ok(())
         } else {

@@ -59,20 +59,27 @@ impl Shared {
         if !self.roster.failed(gpu) {
             return;
         }
-        let _unused = self.spec.send(Update::Failed { gpu });
-        self.report_failed(gpu, since_ns, &failure, bind_inode)
+        let fail = |reason| {
+            let _unused = self.spec.send(Update::Failed { gpu, reason });
+        };
+        // No container waits until the driver's lines are read.
+        fail(failure.reason);
+        let reason = self
+            .report_failed(gpu, since_ns, &failure, bind_inode)
             .await;
+        fail(Some(reason));
         self.dispatch.report(Fact::Failed(gpu));
     }
 
-    /// Reports the reason of a failure, with the driver's log line where there is one.
+    /// Reports the reason of a failure, with the driver's log line where there is one, and returns
+    /// it.
     pub async fn report_failed(
         &self,
         gpu: GpuId,
         since_ns: u64,
         failure: &Failed,
         bind_inode: Option<u64>,
-    ) {
+    ) -> Reason {
         let words = self.words(gpu, since_ns, failure).await;
         let facts = self.facts(gpu);
         let found = diagnose(failure, &words, &facts);
@@ -89,6 +96,7 @@ impl Shared {
             sure = %found.sure, words = found.words, nearby, cure = %found.cure, error, bind_inode,
             generation = gpu.again(),
         );
+        found.reason
     }
 
     /// The driver's messages about a GPU, or that can be about no other, since its step began.

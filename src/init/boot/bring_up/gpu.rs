@@ -576,7 +576,9 @@ mod tests {
         shared.dispatch.report(Fact::Found(gpu, Arrival::Boot));
         shared.dispatch.report(Fact::Scanned);
         fail_on_panic(&shared, gpu, 0, async { panic!("no such thing") }).await;
-        assert!(matches!(updates.try_recv(), Ok(Update::Failed { gpu: failed }) if failed == gpu));
+        assert!(
+            matches!(updates.try_recv(), Ok(Update::Failed { gpu: failed, .. }) if failed == gpu)
+        );
         let settled = std::iter::from_fn(|| orders.try_recv().ok())
             .find(|order| matches!(order, Order::Settled { .. }));
         assert!(

@@ -8,6 +8,7 @@ use crate::machine::clock::boottime_ns;
 use crate::nvml;
 use kata_gpu_wire::driver_log;
 use kata_gpu_wire::driver_log::Signal;
+use kata_gpu_wire::failure::Reason;
 use kata_gpu_wire::names;
 use kata_gpu_wire::nvml_messages::MigDevice;
 use kata_gpu_wire::pci_address::PciAddress;
@@ -28,6 +29,8 @@ pub struct Known {
     pub instance_uuids: BTreeMap<MigInstance, String>,
     pub published: bool,
     pub usable: bool,
+    /// Reason of its failure.
+    pub reason: Option<Reason>,
 }
 
 /// State read from the stream of earlier workers.
@@ -210,6 +213,7 @@ impl Previous {
             }
             names::GPU_FAILED => {
                 known.slot.failed = true;
+                known.reason = text(record, "reason").and_then(Reason::named);
                 known.slot.bind = number(record, "bind_inode").or(known.slot.bind);
             }
             _ => {}

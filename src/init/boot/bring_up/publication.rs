@@ -13,6 +13,7 @@ use crate::gpu::device_nodes::Node;
 use crate::gpu::driver_caps::MigInstance;
 use crate::step;
 use crate::stream::{After, StepId};
+use kata_gpu_wire::failure::Reason;
 use kata_gpu_wire::names;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -55,8 +56,8 @@ pub enum Update {
         gpu: GpuId,
         uuids: BTreeMap<MigInstance, String>,
     },
-    /// A GPU has failed.
-    Failed { gpu: GpuId },
+    /// A GPU has failed, for this reason as far as it is known.
+    Failed { gpu: GpuId, reason: Option<Reason> },
     /// All GPUs are usable or failed.
     Settled,
 }
@@ -283,8 +284,8 @@ impl Publication {
                     changes.spec = true;
                 }
             }
-            Update::Failed { gpu } => {
-                changes.spec |= self.set(gpu, Entry::Failed);
+            Update::Failed { gpu, reason } => {
+                changes.spec |= self.set(gpu, Entry::Failed(reason));
                 self.unwritten.ready.retain(|r| *r != gpu);
             }
             Update::Settled => {
@@ -371,7 +372,7 @@ impl Publication {
                 .get(&slot.gpu)
                 .cloned()
                 .unwrap_or(Entry::Pending),
-            false => Entry::Failed,
+            false => Entry::Absent,
         };
         let devices: Vec<Device> = slots
             .iter()
@@ -424,7 +425,10 @@ impl Publication {
         );
         step.note("ready", count(|e| matches!(e, Entry::Ready(_))));
         step.note("pending", count(|e| *e == Entry::Pending));
-        step.note("failed", count(|e| *e == Entry::Failed));
+        step.note(
+            "failed",
+            count(|e| matches!(e, Entry::Failed(_) | Entry::Absent)),
+        );
         match again.unwrap_or_else(write) {
             Ok(bytes) => step.note("bytes", bytes as u64),
             Err(error) => {
@@ -595,7 +599,7 @@ mod tests {
     #[test]
     fn a_spec_that_cannot_be_replaced_does_not_outlive_its_gpu() {
         let lost: [fn(GpuId) -> Update; 2] = [
-            |gpu| Update::Failed { gpu },
+            |gpu| Update::Failed { gpu, reason: None },
             |gpu| Update::HeldBack {
                 gpu,
                 held: true,
@@ -698,7 +702,10 @@ mod tests {
             Update::Roster,
             ready(new, 5),
             ready(old, 3),
-            Update::Failed { gpu: old },
+            Update::Failed {
+                gpu: old,
+                reason: None,
+            },
         ]);
         let spec = std::fs::read_to_string(base.join("nvidia.yaml")).unwrap();
         assert!(
@@ -743,7 +750,11 @@ mod tests {
         ]);
         assert!(has_node());
         // Before the GPU's node exists, and after its failure.
-        publication.apply(vec![Update::Failed { gpu }, held(true), held(false)]);
+        publication.apply(vec![
+            Update::Failed { gpu, reason: None },
+            held(true),
+            held(false),
+        ]);
         assert!(!has_node());
     }
 

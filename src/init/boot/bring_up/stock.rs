@@ -94,7 +94,7 @@ pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &I
     for gpu in gpus {
         let known = previous.gpu(*gpu);
         if known.slot.failed {
-            published.entries.insert(*gpu, Entry::Failed);
+            published.entries.insert(*gpu, Entry::Failed(known.reason));
         } else if known.published
             // The current bind is the one whose minor was reported, or the GPU would have left.
             && roster.bind_of(*gpu).is_some()
