@@ -180,6 +180,7 @@ impl Row {
             init: Init::Parallel,
             relaxed: true,
             no_gpus: false,
+            load_begun: false,
             enable: None,
             facts,
         };

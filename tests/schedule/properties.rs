@@ -157,6 +157,7 @@ impl Case {
             init,
             relaxed: true,
             no_gpus: false,
+            load_begun: false,
             enable: None,
             facts,
         };

@@ -152,7 +152,8 @@ fn nothing(source: &Source) -> String {
          (`[ 1.234567] NVRM: ..`), or of containerd, CRI-O and Kata's shim \
          (`time=\"..\" level=.. msg=\"..\" sandbox=..`), or is a boot's file\n\
          on the node: journalctl -u containerd -o json --all --since -1h; \
-         in the guest: journalctl -k or dmesg; or the guest's console",
+         in the guest: journalctl -k or dmesg; or the guest's console; \
+         without access to these: kubectl describe pod",
         source.lines
     )
 }

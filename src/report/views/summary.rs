@@ -54,8 +54,22 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
             out.push(screen.paint(Ink::Dim, seen));
         }
     }
-    out.push(String::new());
-    out.push(bold("MILESTONE             TIME  WALL CLOCK (UTC)"));
+    // A log of errors alone has no times of the boot.
+    if boot.milestones.iter().any(|m| m.boottime_ns.is_some()) {
+        out.extend(milestones(boot, screen));
+    }
+    let complaints = complaints(boot);
+    if !complaints.is_empty() {
+        out.push(String::new());
+        out.extend(complaints.iter().map(|c| screen.paint(Ink::Warning, c)));
+    }
+    out
+}
+
+/// The milestones, an empty line before them, and what is known of the clocks after them.
+fn milestones(boot: &Boot, screen: &Screen) -> Vec<String> {
+    let head = "MILESTONE             TIME  WALL CLOCK (UTC)";
+    let mut out = vec![String::new(), screen.paint(Ink::Bold, head)];
     for milestone in &boot.milestones {
         let time = milestone
             .boottime_ns
@@ -85,11 +99,6 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
             .iter()
             .map(|line| screen.paint(Ink::Dim, line)),
     );
-    let complaints = complaints(boot);
-    if !complaints.is_empty() {
-        out.push(String::new());
-        out.extend(complaints.iter().map(|c| screen.paint(Ink::Warning, c)));
-    }
     out
 }
 

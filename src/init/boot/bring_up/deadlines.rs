@@ -79,6 +79,9 @@ limits! {
     LoadSleeps = 1500;
     /// limit after the load where a GPU does not settle: modules stay loadable
     Lockdown = 60_000;
+    /// a load that has not ended by then hangs, and keeps modules loadable no longer: 16 GPUs whose
+    /// BARs take 3.5 s each are probed in a minute
+    LoadHangs = 600_000;
     /// NVML is asked for the fabric of those usable although a GPU does not settle: what it asks
     /// disturbs one that initialises, but a GPU that hangs must not keep the others from
     /// containers; eight confidential GPUs take 35 s one after another

@@ -146,6 +146,7 @@ mod tests {
             init: Init::Parallel,
             relaxed: true,
             no_gpus: false,
+            load_begun: false,
             enable: None,
             facts: facts(),
         };

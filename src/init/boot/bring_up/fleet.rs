@@ -130,7 +130,7 @@ struct Fleet {
     /// Step that precedes the load.
     looked: StepId,
     driver: watch::Sender<Driver>,
-    tasks: JoinSet<()>,
+    tasks: JoinSet<PciAddress>,
     handles: HashMap<GpuId, AbortHandle>,
     facts: Facts,
     /// Whether the services' modules are loaded.
@@ -175,11 +175,13 @@ impl Fleet {
         let (bind, init, relaxed) = (config.bind, config.init, config.relaxed);
         let no_gpus = config.expected_gpus == Some(0);
         let enable = previous.and_then(|previous| previous.enable);
+        let load_begun = previous.is_some_and(|previous| previous.load_begun);
         let policy = Policy {
             bind,
             init,
             relaxed,
             no_gpus,
+            load_begun,
             enable,
             facts: facts.clone(),
         };
@@ -323,15 +325,13 @@ impl Fleet {
     fn bring_up(&mut self, arrivals: Vec<(GpuId, Arrival)>) {
         for (gpu, arrival) in arrivals {
             self.shared.seen.arrived(gpu);
-            let (shared, orders) = (
-                Arc::clone(&self.shared),
-                self.shared.dispatch.orders_of(gpu),
-            );
-            self.handles.insert(
-                gpu,
-                self.tasks
-                    .spawn(gpu::bring_up(shared, gpu, arrival, orders)),
-            );
+            let shared = Arc::clone(&self.shared);
+            let orders = shared.dispatch.orders_of(gpu);
+            let task = self.tasks.spawn(async move {
+                gpu::bring_up(shared, gpu, arrival, orders).await;
+                gpu.address
+            });
+            self.handles.insert(gpu, task);
             self.shared.dispatch.report(Fact::Found(gpu, arrival));
         }
     }
@@ -379,9 +379,17 @@ impl Fleet {
                 _ = removals.tick(), if self.looks => self.look_for_removals(),
                 Some(seen) = agent.recv() => self.see(&seen),
                 Some((at_ns, signal)) = listen(signals.as_mut()) => self.heed(at_ns, signal),
-                // An aborted task belonged to a GPU that has left. A task reports its own panic.
-                Some(_ended) = self.tasks.join_next() => {}
+                Some(ended) = self.tasks.join_next() => self.ended(ended.ok()),
             }
+        }
+    }
+
+    /// Looks once more where a GPU's task has ended: a bind that was announced before the GPU
+    /// failed was not yet another arrival. An aborted task belonged to a GPU that has left. A task
+    /// reports its own panic.
+    fn ended(&mut self, task: Option<PciAddress>) {
+        if let Some(address) = task {
+            self.look(address);
         }
     }
 
@@ -769,6 +777,39 @@ mod tests {
         let (mut fleet, gpu) = fleet(folder.path());
         fleet.heed(0, Signal::RemovalWaits(gpu.address));
         assert!(!fleet.shared.roster.contains(gpu));
+    }
+
+    #[tokio::test]
+    async fn a_gpu_that_failed_as_its_bind_was_lost_comes_again_with_the_next_bind() {
+        let folder = temp_dir();
+        let (mut fleet, _) = fleet(folder.path());
+        let address = "0001:00:04.0".parse().unwrap();
+        let (function, driver) = (
+            folder.path().join("bus/pci/devices/0001:00:04.0"),
+            folder.path().join("bus/pci/drivers/nvidia"),
+        );
+        std::fs::create_dir_all(&function).unwrap();
+        std::fs::create_dir_all(&driver).unwrap();
+        let there = fleet.shared.sysfs.sight(address).unwrap();
+        fleet.shared.roster.observe(address, there, Some(0x2330));
+        let failed = fleet.shared.roster.at(address).unwrap();
+        std::os::unix::fs::symlink(&driver, function.join("driver")).unwrap();
+        // The uevent of the bind: its task is still on its way.
+        fleet.look(address);
+        assert_eq!(fleet.shared.roster.at(address), Some(failed));
+        assert!(fleet.shared.roster.failed(failed));
+        fleet.ended(Some(address));
+        let again = GpuId {
+            generation: failed.generation + 1,
+            ..failed
+        };
+        assert_eq!(fleet.shared.roster.at(address), Some(again));
+        // Negative control: a GPU that fails in a bind that its task has seen stays failed.
+        let bind = fleet.shared.sysfs.sight(address).unwrap().bound(address);
+        assert!(fleet.shared.roster.bound(again, bind.unwrap()));
+        assert!(fleet.shared.roster.failed(again));
+        fleet.ended(Some(address));
+        assert_eq!(fleet.shared.roster.at(address), Some(again));
     }
 
     #[test]

@@ -47,6 +47,8 @@ pub struct Previous {
     pub last_step: u64,
     /// Sequence number of the last line of the kernel's log in the stream.
     pub last_kmsg: Option<u64>,
+    /// A worker began to load the driver.
+    pub load_begun: bool,
     /// GPUs whose reset was begun.
     pub resets: BTreeSet<PciAddress>,
     /// A GPU was given to containers although it does not work as it should.
@@ -81,6 +83,8 @@ impl Previous {
                         let service = text(record, "service");
                         previous.services.extend(service.map(str::to_string));
                     }
+                    previous.load_begun |= record.name == names::MODULE_LOAD
+                        && text(record, "module") == Some("nvidia");
                     open.insert(span, record.clone());
                     if record.name == names::GPU_RESET {
                         previous.resets.extend(record.gpu);
@@ -326,7 +330,14 @@ mod tests {
         service
             .fields
             .insert("service".into(), "fabricmanager".into());
+        let mut load = record(Kind::Begin, names::MODULE_LOAD, "", Some(1));
+        load.fields.insert("module".into(), "nvidia".into());
+        let mut failed = record(Kind::Event, names::GPU_FAILED, "0001:00:04.0", None);
+        failed.fields.insert("reason".into(), "needs-reset".into());
+        assert!(!Previous::from_records(&[service.clone()]).load_begun);
         let records = [
+            load,
+            record(Kind::End, names::MODULE_LOAD, "", Some(1)),
             service,
             record(Kind::End, names::SERVICE_START, "", Some(2)),
             record(Kind::Begin, names::GPU_ENABLE, GPU, Some(3)),
@@ -343,7 +354,7 @@ mod tests {
             reported,
             xid(GPU, 31),
             xid("0001:00:05.0", 79),
-            record(Kind::Event, names::GPU_FAILED, "0001:00:04.0", None),
+            failed,
             record(Kind::Event, names::GPU_USABLE, "0001:00:05.0", None),
             record(Kind::Event, names::GPU_REMOVED, "0001:00:05.0", None),
         ];
@@ -386,7 +397,9 @@ mod tests {
                 MIG.to_string()
             )])
         );
+        assert!(previous.load_begun);
         assert!(known("0001:00:04.0").slot.failed);
+        assert_eq!(known("0001:00:04.0").reason, Some(Reason::NeedsReset));
         assert!(known("0001:00:05.0").slot.left && !known("0001:00:05.0").usable);
         let end = end_of(&previous.open[0]);
         assert_eq!(

@@ -313,7 +313,12 @@ impl Schedule {
     fn note(&mut self, now: Time, fact: Fact) {
         match fact {
             Fact::Found(id, arrival) => self.add(id, arrival, now),
-            Fact::Scanned => self.scanned = true,
+            Fact::Scanned => {
+                self.scanned = true;
+                if self.policy.load_begun {
+                    self.lock_down_after(now, Limit::Lockdown);
+                }
+            }
             Fact::Enabled(id, took) => {
                 // An earlier worker may have enabled this GPU: again takes no time.
                 let again = self
@@ -369,7 +374,7 @@ impl Schedule {
                 if let Load::Loaded { over, .. } = &mut self.load {
                     *over = true;
                 }
-                self.lockdown = self.lockdown.or(Some(now + Limit::Lockdown.after()));
+                self.lock_down_after(now, Limit::Lockdown);
                 self.load_over = true;
                 self.reload();
             }
@@ -506,6 +511,7 @@ impl Schedule {
         };
         // Lock down only after this load: modules that belong to it have to be loadable.
         self.lockdown = None;
+        self.lock_down_after(now, Limit::LoadHangs);
         let count = if one_by_one { 1 } else { free.len() };
         orders.push(Order::Load {
             gpus: free.clone(),
@@ -656,6 +662,12 @@ impl Schedule {
                 orders.push(Order::Late(*id, step_name(gpu.stage, loaded), waited));
             }
         }
+    }
+
+    /// Sets the deadline of the lockdown, if none is earlier.
+    fn lock_down_after(&mut self, now: Time, limit: Limit) {
+        let at = now + limit.after();
+        self.lockdown = Some(self.lockdown.map_or(at, |earlier| earlier.min(at)));
     }
 
     fn settle(&mut self, now: Time, orders: &mut Vec<Order>) {

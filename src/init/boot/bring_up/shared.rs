@@ -267,6 +267,7 @@ pub mod tests {
             init: config.init,
             relaxed: config.relaxed,
             no_gpus: false,
+            load_begun: false,
             enable: None,
             facts: facts(),
         };

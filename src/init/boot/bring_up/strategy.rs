@@ -81,6 +81,9 @@ pub struct Policy {
     pub relaxed: bool,
     /// No GPU is expected, now or later.
     pub no_gpus: bool,
+    /// An earlier worker began to load the driver: modules are locked although this one may have
+    /// nothing to load.
+    pub load_begun: bool,
     /// Time that an earlier worker's enabling of a GPU took.
     pub enable: Option<Duration>,
     pub facts: Facts,
@@ -165,6 +168,7 @@ mod tests {
             init: Init::Parallel,
             relaxed: true,
             no_gpus: false,
+            load_begun: false,
             enable: None,
             facts: facts(),
         }

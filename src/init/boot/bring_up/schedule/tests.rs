@@ -39,6 +39,7 @@ fn policy() -> Policy {
         init: Init::Parallel,
         relaxed: true,
         no_gpus: false,
+        load_begun: false,
         enable: None,
         facts,
     }
@@ -541,6 +542,31 @@ fn after_a_failed_load_modules_stay_loadable_until_the_deadline() {
     assert_eq!(schedule.wake(ms(60_011)), []);
     assert_eq!(schedule.deadline(ms(60_011)), Some(ms(60_012)));
     assert_eq!(schedule.wake(ms(60_012)), [Order::LockDown]);
+}
+
+#[test]
+fn modules_are_locked_although_the_worker_that_loaded_them_has_died() {
+    let earlier = Policy {
+        load_begun: true,
+        ..policy()
+    };
+    let mut schedule = Schedule::new(earlier, ms(0));
+    (0..2).for_each(|k| {
+        schedule.take(ms(0), Fact::Found(gpu(k), Arrival::Failed));
+    });
+    let orders = schedule.take(ms(5), Fact::Scanned);
+    assert!(!orders.contains(&Order::LockDown), "{orders:?}");
+    assert_eq!(schedule.wake(ms(60_005)), [Order::LockDown]);
+}
+
+#[test]
+fn modules_are_locked_although_the_load_hangs() {
+    let mut schedule = Schedule::new(policy(), ms(0));
+    schedule.take(ms(0), Fact::Found(gpu(0), Arrival::Enabled));
+    let orders = schedule.take(ms(5), Fact::Scanned);
+    assert!(matches!(orders[..], [.., Order::Load { .. }]), "{orders:?}");
+    assert!(!schedule.wake(ms(600_004)).contains(&Order::LockDown));
+    assert!(schedule.wake(ms(600_005)).contains(&Order::LockDown));
 }
 
 #[test]
