@@ -46,8 +46,11 @@ pub struct Line {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<u64>,
     pub count: u64,
-    /// Time in which at least one of the steps was running.
+    /// Time in the window in which at least one of the steps was running, without the steps inside
+    /// them.
     pub took_ns: u64,
+    /// Time in which at least one of the steps was running at all.
+    pub whole_ns: u64,
     pub failed: bool,
     /// Whether a step had not ended.
     pub open: bool,
@@ -90,6 +93,7 @@ enum Of<'a> {
 #[derive(Default)]
 struct Draft<'a> {
     pieces: Vec<(i64, i64)>,
+    whole: Vec<(i64, i64)>,
     by_name: BTreeMap<&'a str, u64>,
     line: Line,
 }
@@ -159,6 +163,7 @@ fn lines(timeline: &Timeline, steps: &[Timed], host: Option<&HostTrace>) -> Vec<
         };
         let draft = drafts.entry(of).or_default();
         draft.pieces.extend_from_slice(own);
+        draft.whole.push((step.begin_ns, step.end_ns));
         let of_name = draft.by_name.entry(&main.name).or_default();
         *of_name = of_name.saturating_add(sum(own));
         draft.line.count += u64::from(std::ptr::eq(main, *step));
@@ -228,6 +233,7 @@ fn line(of: Of, draft: Draft) -> Line {
         Of::Name(name, detail) => (None, vec![format!("{name} {detail}")]),
     };
     line.took_ns = Intervals::union(draft.pieces).total_ns();
+    line.whole_ns = Intervals::union(draft.whole).total_ns();
     line
 }
 

@@ -1,7 +1,9 @@
 //! A boot as comparable numbers: times of milestones, durations of phases and steps, failures.
 
 use super::blame::{By, blame};
+use crate::boot::cause::End;
 use crate::boot::coverage::coverage;
+use crate::boot::intervals::Intervals;
 use crate::boot::model::Boot;
 use crate::data::boot_file::BootFile;
 use crate::data::text::{printable, printable_start};
@@ -37,7 +39,7 @@ pub struct Metrics {
     pub milestones: BTreeMap<String, i64>,
     /// Time in which at least one step of the phase was running.
     pub phases: BTreeMap<String, i64>,
-    /// Time in which at least one of the steps of a name was running.
+    /// Time in which at least one of the steps of a name was running, with the steps inside them.
     pub steps: BTreeMap<String, i64>,
     /// Durations of the steps of a name that ended.
     pub durations: BTreeMap<String, Vec<i64>>,
@@ -137,28 +139,27 @@ pub fn metrics(boot: &Boot, file: &BootFile) -> Metrics {
         metrics
             .phases
             .insert(group.name.to_string(), signed(group.time.wall_ns));
-        for row in group.steps {
-            let is_known = metrics.steps.contains_key(&row.name);
-            let name = if is_known || metrics.steps.len() < MAX_NAMES {
-                row.name
-            } else {
-                OTHERS.to_string()
-            };
-            metrics.durations.entry(name.clone()).or_default();
-            let wall_ns = metrics.steps.entry(name).or_default();
-            *wall_ns = wall_ns.saturating_add(signed(row.time.wall_ns));
-        }
     }
-    for step in timeline.steps.iter().filter(|s| !s.open && !s.row.waiting) {
+    let mut whole: BTreeMap<String, Vec<(i64, i64)>> = BTreeMap::new();
+    for step in timeline.steps.iter().filter(|s| !s.row.waiting) {
         let kind = step.kind();
-        let is_known = metrics.steps.contains_key(&kind);
-        let name = if is_known { &kind } else { OTHERS };
-        if let Some(all) = metrics.durations.get_mut(name)
-            && all.len() < MAX_DURATIONS
-        {
+        let is_known = whole.contains_key(&kind);
+        let name = match is_known || whole.len() < MAX_NAMES {
+            true => kind,
+            false => OTHERS.to_string(),
+        };
+        let all = metrics.durations.entry(name.clone()).or_default();
+        if !step.open && all.len() < MAX_DURATIONS {
             all.push(signed(step.took_ns()));
         }
+        let (begin, end) = window.clip(step.begin_ns, step.end_ns);
+        if begin < end {
+            whole.entry(name).or_default().push((begin, end));
+        }
     }
+    let total = |pieces| signed(Intervals::union(pieces).total_ns());
+    let steps = whole.into_iter();
+    metrics.steps = steps.map(|(name, pieces)| (name, total(pieces))).collect();
     metrics
 }
 
@@ -189,6 +190,17 @@ fn failures(boot: &Boot, file: &BootFile) -> Vec<String> {
         out.extend(
             error.map(|error| format!("container: {}", row_or_words(of_sandbox(error), error))),
         );
+        if container.pending {
+            let devices = text(&container.devices);
+            out.push(format!("container: still waits for {devices}"));
+        }
+    }
+    // What the first lines of `show` say of guest and sandbox; its init says more of a power-off.
+    let is_said = |end: &&End| end.of_sandbox || boot.power_off.is_none();
+    for end in boot.ends.iter().filter(is_said).take(MAX_FAILURES) {
+        let who = if end.of_sandbox { "sandbox" } else { "guest" };
+        let code = end.cause.code.as_deref().unwrap_or("no reason given");
+        out.push(format!("{who}: {}", text(code)));
     }
     let ended = boot.power_off.as_deref();
     out.extend(ended.map(|why| format!("power-off: {}", row_or_words(of_guest(why), why))));

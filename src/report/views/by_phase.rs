@@ -15,6 +15,10 @@ use serde::Serialize;
 const WIDTH: usize = 100;
 /// Columns in front of a phase's details.
 const INDENT: usize = 28;
+/// Between a step's own time before the end and its whole time.
+const PART_OF: &str = " of ";
+const PART_OF_MEANS: &str =
+    "a of b: of b s of a step, a count here; the rest is in steps inside it, or after the end";
 /// Most steps that are named for a phase; the JSON form has all.
 const MAX_STEPS: usize = 20;
 
@@ -60,6 +64,10 @@ pub fn lines(account: &ByPhase, screen: &Screen) -> Vec<String> {
         out.push(line);
         out.extend(details(chapter, screen.width.unwrap_or(WIDTH)));
     }
+    let mut lines = account.chapters.iter().flat_map(|chapter| &chapter.lines);
+    if lines.any(|line| is_long(line) && part(line).contains(PART_OF)) {
+        out.push(screen.paint(Ink::Dim, PART_OF_MEANS));
+    }
     out
 }
 
@@ -93,14 +101,25 @@ pub fn cure_lines(cures: &[Cure], screen: &Screen) -> Vec<String> {
     out
 }
 
+fn is_long(line: &Line) -> bool {
+    line.took_ns >= SHORT_NS || line.failed || line.open || line.waiting
+}
+
+/// `1.121`, or `1.121 of 7.240` where the rest of the step's time does not count here.
+fn part(line: &Line) -> String {
+    let (took, whole) = (seconds(line.took_ns), seconds(line.whole_ns));
+    match took == whole || line.waiting {
+        true => took,
+        false => format!("{took}{PART_OF}{whole}"),
+    }
+}
+
 /// The steps of a phase with their times, wrapped; GPUs with the same steps stand together.
 fn details(chapter: &Chapter, width: usize) -> Vec<String> {
-    let is_long =
-        |line: &&Line| line.took_ns >= SHORT_NS || line.failed || line.open || line.waiting;
     let named: Vec<&Line> = chapter
         .lines
         .iter()
-        .filter(is_long)
+        .filter(|line| is_long(line))
         .take(MAX_STEPS)
         .collect();
     let rest = chapter.lines.len() - named.len();
@@ -118,11 +137,7 @@ fn details(chapter: &Chapter, width: usize) -> Vec<String> {
             .gpu
             .map(|gpu| format!("GPU {gpu}: "))
             .unwrap_or_default();
-        pieces.push(format!(
-            "{steps}{gpu}{}{}",
-            seconds(line.took_ns),
-            state(line)
-        ));
+        pieces.push(format!("{steps}{gpu}{}{}", part(line), state(line)));
     }
     pieces.extend((rest > 0 && !named.is_empty()).then(|| format!("and {rest} more")));
     let mut out = wrapped(pieces, width);
