@@ -24,6 +24,7 @@
 #include <linux/module.h>
 #include <linux/spinlock.h>
 #include <linux/string.h>
+#include <linux/timekeeping.h>
 #include <linux/version.h>
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 12, 0)
 #include <linux/unaligned.h>
@@ -149,15 +150,26 @@ static u64 fakepci_counter(void)
 #define fakepci_counter_khz()	(read_sysreg(cntfrq_el0) / 1000)
 #endif
 
-/* The CPU is gone for this time, whatever else the machine is doing: mdelay() counts
- * loops where the kernel does not trust the TSC, and takes longer on a busy host.
+/* Times by which the counter's rate may be wrong. */
+#define FAKEPCI_WRONG_RATE	32
+/* Turns between two looks at the clock, whose register is a device's. */
+#define FAKEPCI_TURNS		256
+
+/* The CPU is gone for this time, by the kernel's clock: the rate of the counter is measured as the
+ * kernel boots, and was a tenth of the true one on a busy machine; mdelay() counts loops where the
+ * kernel does not trust the counter. A clock that needs this CPU's interrupts would stand still: the
+ * counter ends that.
  */
 static void fakepci_map_bars(unsigned int ms)
 {
-	u64 end = fakepci_counter() + (u64)ms * fakepci_counter_khz();
+	u64 end = ktime_get_mono_fast_ns() + (u64)ms * NSEC_PER_MSEC;
+	u64 limit = (u64)ms * fakepci_counter_khz() * FAKEPCI_WRONG_RATE;
+	u64 begin = fakepci_counter();
+	unsigned int i;
 
-	while ((s64)(fakepci_counter() - end) < 0)
-		cpu_relax();
+	while (ktime_get_mono_fast_ns() < end && fakepci_counter() - begin < limit)
+		for (i = 0; i < FAKEPCI_TURNS; i++)
+			cpu_relax();
 }
 
 /* Until no BAR is being mapped. */
