@@ -539,7 +539,6 @@ pub fn explains(text: &str) -> bool {
         "Try unloading the conflicting kernel module",
         "enabling device",
         "loading NVIDIA",
-        "failed with error -1",
         "rm_init_adapter failed, device minor number",
         // About a client, which chooses the version that is repeated.
         "API mismatch",
@@ -553,7 +552,9 @@ pub fn explains(text: &str) -> bool {
         Some(Spoken::Module(_, rest)) => OF_LOADER.iter().any(|words| rest.starts_with(words)),
         None => is_of_spdm(text),
     };
-    can_explain && !HARMLESS.iter().any(|h| text.contains(h))
+    // The driver's own refusal, whose reason it has logged before.
+    let is_general = text.ends_with("failed with error -1");
+    can_explain && !is_general && !HARMLESS.iter().any(|h| text.contains(h))
 }
 
 /// Whether a line of the log concerns the boot of a GPU guest.

@@ -268,15 +268,16 @@ fn the_same_logs_give_the_same_boot_and_a_copy_adds_nothing() {
 }
 
 #[test]
-fn of_several_boots_the_last_is_taken_or_the_chosen_one() {
+fn of_several_boots_the_last_that_failed_is_taken_or_the_chosen_one() {
     let two = [bytes("console.log"), bytes("two-gpus.console")].concat();
-    for (nth, gpus) in [(None, 2), (Some(1), 3), (Some(2), 2)] {
+    // A GPU of the first failed.
+    for (nth, gpus) in [(None, 3), (Some(1), 3), (Some(2), 2)] {
         let made = chosen(&[("two.log", two.clone())], nth).unwrap();
         assert_eq!(Boot::new(&made.boot, &[]).gpus.len(), gpus);
         let warnings = made.warnings.join("\n");
         for part in [
             "two.log holds 2 boots; this is number ",
-            "  1  kernel 6.12.47-nvidia-gpu",
+            "  1  failed, kernel 6.12.47-nvidia-gpu",
             "  2  kernel 6.1.0-56-cloud-amd64",
         ] {
             assert!(warnings.contains(part), "{part}: {warnings}");

@@ -15,7 +15,7 @@ use crate::data::boot_file::Sandbox;
 use crate::data::text::{printable, printable_start, seconds};
 use crate::severity::Severity;
 use kata_gpu_wire::failure;
-use kata_gpu_wire::failure::{Reason, Sure, Whose, xid};
+use kata_gpu_wire::failure::{Reason, Subject, Sure, Whose, xid};
 use kata_gpu_wire::pci_address::PciAddress;
 use serde::Serialize;
 
@@ -84,9 +84,9 @@ impl Verdict {
     /// The verdict on what a boot's records say, without what its time went to.
     pub fn of(boot: &Boot) -> Self {
         let mut findings = failed_gpus(boot);
+        findings.extend(before_ends(boot));
         findings.extend(ends(boot, false));
         findings.extend(ends(boot, true));
-        findings.extend(without_gpus(boot));
         findings.extend(failed_containers(boot));
         findings.extend(hanging(boot));
         findings.extend(waiting(boot));
@@ -237,7 +237,7 @@ fn ends(boot: &Boot, of_sandbox: bool) -> Vec<Finding> {
     let ends: Vec<_> = boot
         .ends
         .iter()
-        .filter(|end| end.of_sandbox == of_sandbox && !is_no_gpu(end))
+        .filter(|end| end.of_sandbox == of_sandbox && !is_before_end(end))
         .collect();
     let is_consequence = |code: &Option<String>| {
         code.as_deref() == Some(Reason::PoweredOff.name())
@@ -266,15 +266,24 @@ fn ends(boot: &Boot, of_sandbox: bool) -> Vec<Finding> {
     vec![Finding::new(Severity::Error, text, &first.cause).at(first.at_ns)]
 }
 
-/// Whether this is no end, but that no GPU came.
-fn is_no_gpu(end: &End) -> bool {
-    end.cause.code.as_deref() == Some(Reason::NoGpu.name())
+/// Whether this is no end, but what leads to one: no GPU came, or no driver was loaded.
+fn is_before_end(end: &End) -> bool {
+    let reason = end.cause.code.as_deref().and_then(Reason::named);
+    let is_drivers = |reason: Reason| reason.subject() == Subject::Gpu;
+    !end.of_sandbox && reason.is_some_and(|reason| reason == Reason::NoGpu || is_drivers(reason))
 }
 
-fn without_gpus(boot: &Boot) -> Option<Finding> {
-    let end = boot.ends.iter().find(|end| is_no_gpu(end))?;
-    let finding = Finding::new(Severity::Error, why(&end.cause), &end.cause);
-    Some(finding.at(end.at_ns))
+fn before_ends(boot: &Boot) -> Vec<Finding> {
+    let ends = boot.ends.iter().filter(|end| is_before_end(end));
+    let no_answer = Reason::AgentNoAnswer.name();
+    let is_no_answer = |end: &&End| end.cause.code.as_deref() == Some(no_answer);
+    let then = boot.ends.iter().find(is_no_answer);
+    let then = then.map(|end| format!("; then {}", why(&end.cause)));
+    let finding = |end: &End| {
+        let text = why(&end.cause) + then.as_deref().unwrap_or_default();
+        Finding::new(Severity::Error, text, &end.cause).at(end.at_ns)
+    };
+    ends.map(finding).collect()
 }
 
 /// Containers of which no line shows an end, where that is all that is known of the boot.
@@ -477,7 +486,7 @@ fn headline(boot: &Boot) -> String {
     let of_guest = boot
         .ends
         .iter()
-        .rfind(|end| !end.of_sandbox && !is_no_gpu(end));
+        .rfind(|end| !end.of_sandbox && !is_before_end(end));
     parts.extend(of_guest.map(|end| format!("the guest ended at {} s", seconds(end.at_ns))));
     let sandbox = boot.sandbox.as_ref();
     let pod = sandbox

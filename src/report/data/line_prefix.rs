@@ -64,7 +64,8 @@ pub fn strip(line: &str) -> Line<'_> {
     let own = if matches!(program, Some(Program::Named(_))) {
         None
     } else {
-        kernel_stamp(rest).or_else(|| dmesg_date(rest))
+        let date = || dmesg_date(without_level(rest).unwrap_or(rest));
+        kernel_stamp(rest).or_else(date)
     };
     if let Some((own, text)) = own {
         if let Some(Clock::Wall(ns)) = clock {
@@ -240,10 +241,7 @@ fn kernel_stamp(line: &str) -> Option<(Clock, &str)> {
         Some((level, rest)) if is_number(level) => rest,
         _ => line,
     };
-    let line = match line.split_once(": [") {
-        Some((decoded, _)) if is_decoded_level(decoded) => line.get(decoded.len() + 2..)?,
-        _ => line,
-    };
+    let line = without_level(line).unwrap_or(line);
     let (stamp, text) = line.strip_prefix('[')?.split_once(']')?;
     let (stamp, text) = (stamp.trim(), without_caller(text.trim_start()));
     let clock = if let Some(since) = stamp.strip_prefix('+') {
@@ -254,6 +252,12 @@ fn kernel_stamp(line: &str) -> Option<(Clock, &str)> {
         Clock::Kernel(micros(stamp.split('<').next()?.trim())?)
     };
     Some((clock, text.trim_end()))
+}
+
+/// The line behind `kern  :err   : ` of `dmesg -x`.
+fn without_level(line: &str) -> Option<&str> {
+    let (decoded, _) = line.split_once(": [")?;
+    is_decoded_level(decoded).then(|| line.get(decoded.len() + 2..))?
 }
 
 fn is_decoded_level(text: &str) -> bool {
@@ -387,6 +391,7 @@ mod tests {
             "Feb 09 15:47:05 kernel: NVRM: x",
             "Thu 2026-02-19 15:47:05 CET node kernel: NVRM: x",
             "[Mon Feb  9 15:47:05 2026] NVRM: x",
+            "kern  :err   : [Mon Feb  9 15:47:05 2026] NVRM: x",
         ] {
             let (clock, _, text) = read(line);
             assert_eq!((clock, text), (at(15, 47, 5), "NVRM: x"), "{line}");

@@ -16,21 +16,28 @@ const OF_KUBELET: &[&str] = &[
     "Error syncing pod, skipping",
 ];
 
-/// Words of an event before the error of a sandbox or a container.
+/// Words of an event, or of a command (ctr, crictl, nerdctl), before the error of a sandbox or a
+/// container.
 const EVENTS: &[&str] = &[
     "Failed to create pod sandbox: ",
-    "Error: failed to create containerd task: ",
+    "run pod sandbox: ",
+    "Error: failed to create containerd ",
     "Error: failed to start containerd task ",
     "Error: container create failed: ",
+    "Error: CreateContainer failed: ",
     "Error: rpc error: ",
+    "failed to create containerd task: ",
+    "failed to create shim task: ",
 ];
 
 /// Beginnings of a runtime's error inside other words.
 const ERRORS: &[&str] = &[
     "rpc error: code = ",
     "failed to create containerd task: ",
+    "failed to create containerd container: ",
     "failed to create shim task: ",
     "container create failed: ",
+    "CreateContainer failed: ",
 ];
 
 /// Errors of a pod that are not of its sandbox or start.
@@ -78,10 +85,13 @@ fn kubelets(text: &str) -> Option<PodError> {
 
 /// A row of events: columns, and the message last. `get events` names the pod as `pod/train-0`.
 fn event(text: &str) -> Option<PodError> {
-    let (at, _) = EVENTS.iter().find_map(|say| Some((text.find(say)?, say)))?;
+    let at = EVENTS.iter().filter_map(|say| text.find(say)).min()?;
     let (columns, message) = text.split_at(at);
-    // The words of another program's log line are no event.
-    if columns.contains(['=', '"', '{', ']']) {
+    // The words of another program's log line are no event; but as JSON and YAML have them.
+    let columns = columns.trim_start();
+    let is_value = ["\"message\": \"", "message: "].contains(&columns.trim_end_matches('\''));
+    let is_command = columns.starts_with("FATA[") || columns.starts_with("ERRO[");
+    if !is_value && !is_command && columns.contains(['=', '"', '{', ']']) {
         return None;
     }
     let pod = columns
@@ -97,7 +107,7 @@ fn event(text: &str) -> Option<PodError> {
 /// The runtime's error, without the words of the kubelet around it.
 fn runtimes(text: &str) -> Option<&str> {
     let at = ERRORS.iter().filter_map(|error| text.find(error)).min()?;
-    Some(text.get(at..)?.trim_end_matches(['"', '\\']))
+    Some(text.get(at..)?.trim_end_matches(['"', '\\', ',', '\'']))
 }
 
 fn without_namespace(pod: &str) -> &str {

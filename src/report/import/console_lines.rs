@@ -59,6 +59,12 @@ struct Message {
     at: usize,
 }
 
+impl Message {
+    fn is_panics_place(&self) -> bool {
+        matches!(self.lines.as_slice(), [one] if kernel_lines::is_panics_place(one))
+    }
+}
+
 impl Console {
     /// Takes a line; true if it states something. `read_ns`: time at which the host read it.
     pub fn line(&mut self, number: u64, line: &Line, read_ns: Option<i64>) -> bool {
@@ -114,6 +120,10 @@ impl Console {
     /// Takes a line without a stamp: of a tool, whose time is the last stamp's, or kept for a log
     /// without any stamp.
     fn unstamped(&mut self, number: u64, line: &Line, read_ns: Option<i64>) {
+        let is_message = || self.message.as_ref().is_some_and(Message::is_panics_place);
+        if line.clock.is_none() && is_message() && self.goes_on(line.text, true) {
+            return;
+        }
         if is_tools(line.text) {
             if let Some(stamp) = self.last {
                 self.kernel(number, stamp, line.text, read_ns);
@@ -194,7 +204,8 @@ impl Console {
             Stamp::Wall(ns) => ns % 1_000_000_000 != 0,
             _ => true,
         };
-        if lines.len() >= MAX_MESSAGE || !(is_marked || goes_on(&lines, text, exact)) {
+        let is_next = is_marked || goes_on(&lines, text, exact) || message.is_panics_place();
+        if lines.len() >= MAX_MESSAGE || !is_next {
             return false;
         }
         message.lines.push(start(text, MAX_LINE).to_string());
@@ -270,8 +281,8 @@ fn is_plain(text: &str) -> bool {
     }
 }
 
-/// Whether a line without a stamp is of a tool of the guest's init, which logs to the console:
-/// nvidia-ctk. Its own time is a wall clock of seconds; its place in the log is closer.
+/// Whether a line without a stamp is of the guest's init, or of a tool of it, which log to the
+/// console: nvidia-ctk, NVRC's panic. Its own time is a wall clock of seconds; its place in the log is closer.
 fn is_tools(text: &str) -> bool {
     let has_meaning = || {
         matches!(
@@ -279,7 +290,8 @@ fn is_tools(text: &str) -> bool {
             Some(Meaning::Ended | Meaning::CtkDone)
         )
     };
-    text.starts_with("time=\"") && has_meaning()
+    let begins = ["time=\"", "panic: panicked at src/"];
+    begins.iter().any(|words| text.starts_with(words)) && has_meaning()
 }
 
 #[cfg(test)]

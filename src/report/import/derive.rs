@@ -42,6 +42,7 @@ pub fn derive(items: &[(Placed, &Item)], steps_of_init: bool) -> Vec<Record> {
         maker.now = Source::of(*placed, item);
         maker.take(item);
     }
+    maker.report_without_room();
     // Sort by time; records of one time keep the order in which they were written.
     maker.drafts.sort_by_key(|draft| draft.source.placed.at_ns);
     maker.drafts.into_iter().map(Draft::finish).collect()
@@ -101,6 +102,10 @@ struct Maker {
     present: BTreeSet<PciAddress>,
     /// BARs without room, with their bytes.
     without_room: BTreeMap<PciAddress, BTreeMap<u8, u64>>,
+    /// The kernel's last line about each of these GPUs.
+    no_room: BTreeMap<PciAddress, (Source, String)>,
+    /// Whether a line of the driver's load has come.
+    has_driver: bool,
     failed: BTreeSet<PciAddress>,
     /// Reasons of the guest's end that are reported.
     ended: BTreeSet<&'static str>,
@@ -298,11 +303,13 @@ impl Maker {
                 self.begin(names::GPU_ENABLE, &gpu.to_string()).gpu = Some(*gpu);
             }
             Meaning::ModuleBegins => {
+                self.has_driver = true;
                 self.said.boundary();
                 let record = self.begin(names::MODULE_LOAD, "nvidia");
                 record.fields = fields([("module", "nvidia".into())]);
             }
             Meaning::ModuleLoaded => {
+                self.has_driver = true;
                 self.end_named(names::MODULE_LOAD, ("module", "nvidia"));
             }
             Meaning::NoGpuTaken => {
@@ -327,6 +334,8 @@ impl Maker {
                 if self.guest.gpus.contains(function) {
                     let bars = self.without_room.entry(*function).or_default();
                     bars.insert(*bar, *bytes);
+                    let line = (self.now, text.to_string());
+                    self.no_room.insert(*function, line);
                 }
             }
             Meaning::BarAssigned { function, bar } => {
@@ -400,7 +409,10 @@ impl Maker {
         let is_alone = self.guest.gpus.len() < 2;
         let general = failure::of_gpu::<&str>(step, &[], &facts).reason;
         let decides = |text: &str| failure::of_gpu(step, &[text], &facts).reason != general;
-        let offer = self.said.offer(gpu, is_alone, is_serial, decides);
+        let mut offer = self.said.offer(gpu, is_alone, is_serial, decides);
+        if offer.messages.is_empty() {
+            offer.messages.push(text.to_string());
+        }
         let found = failure::of_gpu(step, &offer.messages, &facts);
         let words = cut(found.words.unwrap_or(text), MAX_TEXT);
         let nearby = Some(offer.nearby.join(" | ")).filter(|text| !text.is_empty());
@@ -417,6 +429,20 @@ impl Maker {
             ("nearby", json!(nearby)),
             ("bars", json!(bars)),
         ]));
+    }
+
+    /// Reports GPUs whose BARs found no room, where the log ends before a driver could say so.
+    fn report_without_room(&mut self) {
+        if self.is_settled || self.steps_of_init || self.has_driver {
+            return;
+        }
+        for (gpu, (at, text)) in std::mem::take(&mut self.no_room) {
+            let bars = self.without_room.get(&gpu);
+            if bars.is_some_and(|bars| !bars.is_empty()) {
+                self.now = at;
+                self.gpu_failed(gpu, FailedStep::Probe, &text);
+            }
+        }
     }
 
     /// Takes the driver's word that it has none of the GPUs: all that have not failed are refused.

@@ -155,6 +155,127 @@ const LOGS: &[(&str, &[&str], &str)] = &[
         "has failed (firmware-boot)",
     ),
     (
+        // NVRC's panic prints its place, then its message.
+        "nvrc-panic.console",
+        &[
+            "guest.ended nvrc-panic guest",
+            "guest.ended powered-off guest",
+        ],
+        "timeout waiting for /var/run/nvidia-persistenced/socket",
+    ),
+    (
+        // An older release of NVRC, without a stamp.
+        "nvrc-panic-old.console",
+        &[
+            "guest.ended nvrc-panic guest",
+            "guest.ended powered-off guest",
+        ],
+        "nvidia-persistenced failed with exit status: 1",
+    ),
+    (
+        // The image has modules of another kernel.
+        "no-module.console",
+        &[
+            "guest.ended driver-missing image",
+            "guest.ended nvrc-panic guest",
+            "guest.ended powered-off guest",
+        ],
+        "Module nvidia not found in directory",
+    ),
+    (
+        // A module that was built for another kernel.
+        "other-kernels-module.console",
+        &[
+            "guest.ended driver-load-failed image",
+            "guest.ended init-died image",
+        ],
+        "disagrees about version of symbol module_layout",
+    ),
+    (
+        // A TDX guest with the default of its bounce buffer.
+        "bounce-buffer.dmesg",
+        &["gpu.failed 0000:00:03.0 no-bounce-buffer Kata's configuration"],
+        "swiotlb buffer is full",
+    ),
+    (
+        // QEMU's line alone, as the shim and as containerd log it.
+        "no-huge-pages.journal",
+        &["sandbox.failed vmm-out-of-memory host"],
+        "unable to map backing store for guest RAM",
+    ),
+    (
+        // The limit of VFIO's mappings.
+        "dma-limit.journal",
+        &[
+            "sandbox.failed dma-limit host",
+            "sandbox.failed vmm-failed host",
+        ],
+        "No space left on device",
+    ),
+    (
+        // Kata's configuration has no port for GPUs.
+        "no-port.describe.txt",
+        &["sandbox.failed no-port Kata's configuration"],
+        "port is not set for device",
+    ),
+    (
+        // The node's network, before there was a VM.
+        "no-network.describe.txt",
+        &["sandbox.failed no-network host"],
+        "failed to setup network for sandbox",
+    ),
+    (
+        // A node without Kata.
+        "no-runtime.describe.txt",
+        &["sandbox.failed no-runtime host"],
+        "no runtime for",
+    ),
+    (
+        // A device that the node's own CDI specs lack.
+        "host-cdi.describe.txt",
+        &["sandbox.failed host-cdi-unknown host"],
+        "CDI device injection failed",
+    ),
+    (
+        // What ctr prints.
+        "ctr.txt",
+        &["sandbox.failed agent-no-answer guest"],
+        "timed out connecting to vsock",
+    ),
+    (
+        // No GPU in the guest, and the runtime's wait for it: the first is the cause.
+        "no-gpu.journal",
+        &[
+            "guest.ended no-gpu Kata's configuration",
+            "sandbox.failed agent-no-answer guest",
+        ],
+        "No NVIDIA GPU found",
+    ),
+    (
+        // A pod that failed, then one that did not: the failed one is the boot.
+        "failed-then-healthy.journal",
+        &[
+            "gpu.failed 0000:02:00.0 needs-reset host",
+            "sandbox.failed cdi-timeout guest",
+        ],
+        "unexpected WPR2 already up",
+    ),
+    (
+        // Errors alone, without the request for the sandbox: one boot.
+        "iommufd.journal",
+        &[
+            "sandbox.failed vfio-group host",
+            "sandbox.failed vmm-failed host",
+        ],
+        "error bind device",
+    ),
+    (
+        // Negative control: a pod that runs, and an error about metrics.
+        "healthy-metrics.journal",
+        &["settled"],
+        "",
+    ),
+    (
         "hotplug-no-space.console",
         &["gpu.failed 0000:00:06.0 bar-unassigned Kata's configuration"],
         "is invalid: BAR1 is 0M @ 0x0",

@@ -184,13 +184,29 @@ fn of_driver(text: &str) -> Option<Meaning> {
     is_probe.then_some(Meaning::ProbeFailed { gpu })
 }
 
-/// Whether a line shows the guest's end: the kernel's from its first byte on, NVRC's, or an error
+/// Begins the panic of NVRC as its older releases print it, without a stamp.
+const OLD_PANIC: &str = "panic: panicked at src/";
+
+/// Whether the next line has the message of this panic of NVRC: it prints the place first.
+pub fn is_panics_place(text: &str) -> bool {
+    let is_nvrcs = text.starts_with(OLD_PANIC) || nvrc(text).is_some();
+    is_nvrcs && text.contains("panicked at ") && text.ends_with(':')
+}
+
+/// Whether a line shows the guest's end, or that the driver could not be loaded: the kernel's from its first byte on, NVRC's, or an error
 /// of nvidia-ctk.
 fn is_end(text: &str) -> bool {
     let begins = [
         "Kernel panic - not syncing",
         "Out of memory: Killed process",
         "reboot: ",
+        "modprobe: FATAL: Module nvidia not found",
+        "nvidia: disagrees about version of symbol",
+        "nvidia: Unknown symbol",
+        "nvidia: version magic ",
+        "Loading of unsigned module is rejected",
+        "Loading of module with unavailable key is rejected",
+        OLD_PANIC,
         "time=\"",
         "level=error",
     ];
@@ -201,6 +217,9 @@ fn is_end(text: &str) -> bool {
 /// Text of NVRC's log lines, which name their module: `NVRC::mode[1]: mode: gpu 8 GPU`. NVRC's log
 /// crate writes target and pid: NVRC's is 1, so that no other process is taken for it.
 fn nvrc(text: &str) -> Option<&str> {
+    if let Some(panic) = text.strip_prefix("NVRC panic: ") {
+        return Some(panic);
+    }
     let (target, message) = text.split_once(": ")?;
     let (target, pid) = target.split_once('[').unwrap_or((target, "1]"));
     let name = target.split("::").next()?;

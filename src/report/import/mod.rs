@@ -34,6 +34,9 @@ use crate::data::text::{error_bound, printable, wall_clock};
 use anyhow::{Context, Result, bail};
 use clocks::{Clocks, Placed};
 use facts::{Fact, Item, Log, MAX_STAMP_NS, Stamp, cut};
+use kata_gpu_wire::catalogue::logged;
+use kata_gpu_wire::failure::{Reason, of_guest};
+use kata_gpu_wire::names;
 use kernel_lines::Meaning;
 use source::{CONTAINERD, Source};
 use std::collections::HashSet;
@@ -81,7 +84,7 @@ impl Logs {
     }
 
     /// Makes the boot. `nth`: its number, from 1, in a file with several; else the one of the
-    /// sandbox that a boot's file names, else the last.
+    /// sandbox that a boot's file names, else the last that failed, else the last.
     pub fn boot(self, nth: Option<usize>) -> Result<BootOfLogs> {
         let Self(mut sources) = self;
         let boots = sources.iter().filter(|source| source.boot.is_some());
@@ -219,7 +222,9 @@ fn choose(source: &mut Source, nth: Option<usize>, sandbox: Option<&str>) -> Res
     let is_wanted = |log: &Log| sandbox.is_some() && log.sandbox.as_deref() == sandbox;
     let at = match nth {
         Some(nth) => nth.wrapping_sub(1),
-        None => (source.logs.iter().position(is_wanted)).unwrap_or(count - 1),
+        None => (source.logs.iter().position(is_wanted))
+            .or_else(|| source.logs.iter().rposition(has_failure))
+            .unwrap_or(count - 1),
     };
     let boots = source.logs.iter().take(MAX_LISTED).enumerate();
     let boots = boots.map(|(i, log)| format!("  {:>3}  {}", i + 1, describe(log)));
@@ -258,8 +263,26 @@ fn describe(log: &Log) -> String {
     let lines = log.items.iter().map(|item| item.line);
     let lines = lines.clone().min().zip(lines.max());
     let lines = lines.map(|(first, last)| format!("lines {first}-{last}"));
-    let words = [sandbox, release, wall.map(wall_clock), lines];
+    let failed = has_failure(log).then(|| "failed".to_string());
+    let words = [failed, sandbox, release, wall.map(wall_clock), lines];
     words.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+/// Whether something failed in a boot, by its lines: people keep logs for that.
+fn has_failure(log: &Log) -> bool {
+    let is_failure = |item: &Item| match &item.fact {
+        Fact::Kernel { text, meaning } => match meaning {
+            Meaning::InitFailed { .. } | Meaning::ProbeFailed { .. } | Meaning::NoGpuTaken => true,
+            Meaning::Ended => {
+                of_guest(text).is_some_and(|found| found.reason != Reason::PoweredOff)
+            }
+            _ => false,
+        },
+        Fact::Init(line) => line.name == names::GPU_FAILED,
+        Fact::Runtime(event) => event.name == logged::SANDBOX_FAILED,
+        Fact::Agent(_) => false,
+    };
+    log.items.iter().any(is_failure)
 }
 
 /// Release of the kernel that starts with this line.

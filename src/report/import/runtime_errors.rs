@@ -33,10 +33,23 @@ const WRAPPERS: &[&str] = &[
     "Internal desc = ",
 ];
 
+/// The text without `failed to start sandbox "<id>": ` before it.
+fn without_id(text: &str) -> Option<&str> {
+    let rest = text.strip_prefix("failed to start sandbox ")?;
+    let (id, rest) = rest.split_once(": ")?;
+    id.trim_start_matches('\\').starts_with('"').then_some(rest)
+}
+
 /// The innermost error, without what the runtimes around it add.
 pub fn innermost(error: &str) -> &str {
     let mut text = error.trim();
-    while let Some(rest) = WRAPPERS.iter().find_map(|outer| text.strip_prefix(outer)) {
+    let unwrapped = |text| {
+        let mut outer = WRAPPERS.iter();
+        outer
+            .find_map(|outer| str::strip_prefix(text, *outer))
+            .or_else(|| without_id(text))
+    };
+    while let Some(rest) = unwrapped(text) {
         // `rpc error: code = DeadlineExceeded desc = ..`: the code is an error's, unless it is that
         // of another error behind it.
         let is_code = text.starts_with("rpc error") && !rest.starts_with(['U', 'I']);

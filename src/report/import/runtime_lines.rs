@@ -231,9 +231,14 @@ impl Runtime {
 
     /// Takes the shim's line at the level of errors: a failure of the sandbox, or another.
     fn error(&mut self, sandbox: &str, msg: &str, error: Option<&str>, out: &mut Writer) {
-        let is_ending = self.sandbox(sandbox, out.at).is_some_and(|s| s.is_ending);
+        let known = self.sandbox(sandbox, out.at);
+        let (is_ending, is_answered) =
+            known.map_or((false, false), |s| (s.is_ending, s.is_answered));
         let text = error.unwrap_or(msg);
-        let is_known = of_sandbox(text).or(of_sandbox(msg)).is_some();
+        let found = of_sandbox(text).or(of_sandbox(msg));
+        // A time-out of another call, as that for metrics, fails no sandbox that runs.
+        let is_of_others = |reason| is_answered && reason == Reason::CreateTimeout;
+        let is_known = found.is_some_and(|found| !is_of_others(found.reason));
         if !is_ending && (gives_up(msg) || is_known) {
             return self.failed(sandbox, text, out);
         }
@@ -268,7 +273,8 @@ impl Runtime {
     fn failed(&mut self, sandbox: &str, error: &str, out: &mut Writer) {
         let words = innermost(error);
         let general = || Diagnosis::known(Reason::SandboxFailed, None);
-        let mut found = of_sandbox(words).unwrap_or_else(general);
+        let found = of_sandbox(words).or_else(|| of_sandbox(error));
+        let mut found = found.unwrap_or_else(general);
         if found.reason == Reason::AgentNoAnswer && (out.is_alive)(sandbox, out.at) {
             found = Diagnosis::known(Reason::AgentLate, None);
         }
@@ -406,7 +412,14 @@ impl Runtime {
     /// The sandbox of a request that failed: of those that began since the request and have no
     /// answer, the one with this error, or else the only one.
     fn unanswered(&self, asked: Option<i64>, error: &str) -> Option<String> {
-        let since = asked?;
+        // containerd names it: `failed to start sandbox "269c0f..": ..`.
+        let named = error.split_once("failed to start sandbox \"");
+        let named =
+            named.and_then(|(_, rest)| Some(rest.split_once('"')?.0.trim_end_matches('\\')));
+        if let Some(id) = named.filter(|id| self.sandboxes.contains_key(*id)) {
+            return Some(id.to_string());
+        }
+        let since = asked.unwrap_or(i64::MIN);
         let open = self
             .sandboxes
             .iter()
@@ -420,7 +433,9 @@ impl Runtime {
         let same = open.clone().find(|(_, sandbox)| has_error(sandbox));
         let mut all = open.map(|(id, _)| id);
         let only = all.next().filter(|_| all.next().is_none());
-        same.map(|(id, _)| id).or(only).cloned()
+        same.map(|(id, _)| id)
+            .or(only.filter(|_| asked.is_some()))
+            .cloned()
     }
 
     fn create_container(&mut self, within: &str, entry: &Entry, out: &mut Writer) {

@@ -251,6 +251,9 @@ rows! {
         "the driver could not load the GPU's state and logged no known reason",
         "read the driver's lines before this one; reset the GPU on the host and start the guest \
          again";
+    NoBounceBuffer "no-bounce-buffer" Gpu Kata Certain,
+        "the confidential guest's bounce buffer (swiotlb) is full",
+        "raise swiotlb= in kernel_params: 524288 slots are 1 GiB";
     MemoryNotMovable "memory-not-movable" Gpu Guest Certain,
         "the guest's kernel added the GPU's coherent memory as not movable",
         "boot it with memhp_default_state=online_movable";
@@ -286,6 +289,9 @@ rows! {
     KernelPanic "kernel-panic" Guest Guest Unsure,
         "the guest's kernel panicked",
         "read the panic's line and those before it";
+    DriverMismatch "driver-mismatch" Guest Image Certain,
+        "the driver's libraries and its module are of different versions",
+        "put libraries, firmware and modules of one release into the image";
     CtkFailed "ctk-failed" Guest Driver Likely,
         "nvidia-ctk found no usable GPU and wrote no CDI spec",
         "cure the GPU first; kata-gpu-init would have published the others";
@@ -329,6 +335,24 @@ rows! {
         "the host cannot give the VM its memory",
         "free memory or huge pages on the GPU's NUMA node, or lower default_memory; check the \
          shim's limit of locked memory";
+ DmaLimit "dma-limit" Sandbox Host Certain,
+        "the host's limit of DMA mappings for one VM is reached",
+        "raise dma_entry_limit of vfio_iommu_type1 (65535 by default) on the host, or use huge pages";
+    NoNetwork "no-network" Sandbox Host Certain,
+        "the node's network plugin failed, before there was a VM",
+        "read the plugin's own log on the node: Kata and the GPU have no part in it";
+    NoRuntime "no-runtime" Sandbox Host Certain,
+        "the node's container runtime does not have this pod's runtime",
+        "install Kata on that node, with its handler in the configuration of containerd or CRI-O, or \
+         keep the pod from it by the RuntimeClass' node selector";
+    HostCdiUnknown "host-cdi-unknown" Sandbox Host Certain,
+        "the node's own CDI specs do not have the device that the pod was given",
+        "look at the device plugin's log and at /etc/cdi and /var/run/cdi on the node: no guest was \
+         asked";
+    NoPort "no-port" Sandbox Kata Certain,
+        "Kata's configuration gives the VM no free port for this GPU",
+        "set hot_plug_vfio or cold_plug_vfio to root-port, and pcie_root_port to the node's GPUs or \
+         more";
     VmmFailed "vmm-failed" Sandbox Host Unsure,
         "the VMM ended before the guest ran",
         "read its own message in the runtime's error";

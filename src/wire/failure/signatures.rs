@@ -83,8 +83,9 @@ signatures! {
         OffTheBus Certain ["fallen off the bus"] always;
         NeedsReset Certain ["unexpected WPR2 already up"] always;
         MemoryNotMovable Certain ["the onlining zone is not movable"] always;
-        // The kernel's: "Direct firmware load for .. failed with error -2".
-        FirmwareMissing Certain ["failed with error -2"] always;
+        // The kernel's.
+        FirmwareMissing Certain ["Direct firmware load for ", "failed with error -2"] always;
+        NoBounceBuffer Certain ["swiotlb buffer is full"] always;
         BarFirewall Certain ["failed to wait for bar firewall"] always;
         NoInterrupt Certain ["Can't find an IRQ"] always;
         BarUnassigned Certain ["assigned to your NVIDIA device is invalid"] always;
@@ -111,6 +112,7 @@ signatures! {
         FspTimeout Certain ["FSP command timed out"] always;
         FspTimeout Certain ["FSP secure boot partition timed out"] always;
         FspTimeout Certain ["FSP secure boot GSP prechecks failed"] always;
+        FspTimeout Certain ["Timed out waiting for FSP command queue to be empty"] always;
         FspTimeout Likely ["FSP boot cmds failed"] always;
 
         NoInterrupt Certain ["No interrupts of any type are available"] always;
@@ -118,6 +120,7 @@ signatures! {
         BarUnassigned Certain ["not assigned"] always;
         BarUnassigned Likely [": no space for [mem"] always;
         BarUnassigned Likely ["can't assign; no space"] always;
+        BarUnassigned Likely [": failed to assign [mem"] always;
         EnableFailed Certain ["pci_enable_device failed"] always;
         EnableFailed Certain ["can't enable device"] always;
         DriverFindsNoGpu Certain ["No NVIDIA GPU found"] always;
@@ -135,10 +138,20 @@ signatures! {
         NoInitProgram Certain ["Kernel panic - not syncing: Requested init", "failed"] always;
         InitDied Certain ["Kernel panic - not syncing: Attempted to kill init"] always;
         KernelPanic Certain ["Kernel panic - not syncing"] always;
+        DriverMismatch Certain ["ERROR_LIB_RM_VERSION_MISMATCH"] always;
         CtkFailed Certain ["nvidia-ctk failed with status"] always;
         CtkFailed Certain ["level=error", "failed to write spec"] always;
         CtkFailed Certain ["level=error", "failed to generate CDI spec"] always;
+        // The kernel's and modprobe's, of the driver's module.
+        DriverMissing Certain ["modprobe: FATAL: Module nvidia not found"] always;
+        DriverLoadFailed Certain ["nvidia: disagrees about version of symbol"] always;
+        DriverLoadFailed Certain ["nvidia: Unknown symbol"] always;
+        DriverLoadFailed Certain ["nvidia: version magic "] always;
+        DriverLoadFailed Certain ["Loading of unsigned module is rejected"] always;
+        DriverLoadFailed Certain ["Loading of module with unavailable key is rejected"] always;
         NvrcPanic Certain ["NVRC", "panicked at"] always;
+        // Releases before its lines had a name.
+        NvrcPanic Certain ["panic: panicked at src/"] always;
         OutOfMemory Certain ["Out of memory: Killed process"] always;
         PoweredOff Certain ["reboot: Power down"] always;
         PoweredOff Certain ["reboot: System halted"] always;
@@ -148,6 +161,18 @@ signatures! {
 
     /// Failures of a sandbox or a container, by the runtime's error.
     OF_SANDBOXES {
+        // Nothing of these comes from a guest.
+        NoNetwork Certain ["failed to setup network for sandbox"] always;
+        NoNetwork Certain ["failed to create pod network sandbox"] always;
+        NoRuntime Certain ["failed to get sandbox runtime"] always;
+        NoRuntime Certain ["no runtime for "] always;
+        NoRuntime Certain ["failed to start shim: ", "no such file or directory"] always;
+        HostCdiUnknown Certain ["CDI device injection failed"] always;
+        HostCdiUnknown Certain ["OCI runtime create failed", "CDI devices"] always;
+        NoPort Certain ["cold_plug_vfio= or hot_plug_vfio= port is not set"] always;
+        NoPort Certain ["Bus 'rp", "not found"] always;
+        NoPort Certain ["Bus 'swdp", "not found"] always;
+
         CdiTimeout Certain ["failed to inject devices after CDI timeout"] always;
         CdiUnknown Certain ["unresolvable CDI devices"] always;
         AgentNoAnswer Certain ["timed out connecting to vsock"] always;
@@ -155,17 +180,24 @@ signatures! {
         AgentNoAnswer Certain ["Failed to Check if grpc server is working"] always;
         AgentNoAnswer Certain ["Failed to check if grpc server is working"] always;
         AgentNoAnswer Likely ["failed to connect to agent"] always;
+        DmaLimit Certain ["possibly running out of DMA mappings"] always;
+        DmaLimit Certain ["dma_map", "= -28"] always;
+        VmmOutOfMemory Certain ["cannot set up guest memory"] always;
+        VmmOutOfMemory Certain ["unable to map backing store for guest RAM"] always;
+        VmmOutOfMemory Certain ["VFIO_MAP_DMA failed: Cannot allocate memory"] always;
+        VmmOutOfMemory Certain ["dma_map", "Cannot allocate memory"] always;
+        VmmOutOfMemory Likely ["dma_map", "Bad address"] always;
         NoKvm Certain ["/dev/kvm"] always;
         NoKvm Certain ["Could not access KVM kernel module"] always;
         VfioGroup Certain ["not viable"] always;
         VfioGroup Certain ["vfio", "Device or resource busy"] always;
         VfioGroup Likely ["failed to open /dev/vfio"] always;
-        VmmOutOfMemory Certain ["cannot set up guest memory"] always;
-        VmmOutOfMemory Certain ["VFIO_MAP_DMA failed: Cannot allocate memory"] always;
         // QEMU's other errors about a device, whose address follows.
         VfioGroup Likely ["vfio 0"] always;
         VmmFailed Certain ["failed to launch qemu"] always;
         VmmFailed Certain ["QEMU exited"] always;
+        VmmFailed Certain ["exiting QMP loop"] always;
+        VmmFailed Certain ["timed out waiting for QMP ready"] always;
         AgentGone Certain ["ttrpc: closed"] always;
         AgentGone Certain ["Dead agent"] always;
         AgentGone Likely ["connection reset by peer"] always;
