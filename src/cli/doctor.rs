@@ -425,7 +425,7 @@ fn measured_lines(measured: &Measured, unread: usize, screen: &Screen) -> Vec<St
     lines.extend(measured.unexplained.as_ref().map(|part| {
         let boot: String = part.boot.chars().take(SHORT_ID).collect();
         format!(
-            "{} of {} s is explained by no finding: show --by gap {boot}",
+            "{} of {} s has no cure among the findings: show --by gap {boot}",
             seconds(part.by_no_finding_ns),
             seconds(part.of_ns)
         )

@@ -249,7 +249,9 @@ fn failure_lines(entry: &Entry, screen: &Screen) -> Vec<String> {
             .flat_map(|cure| indented(Ink::Plain, cure, screen)),
     );
     let more = failures.count();
-    let more = (more > 0).then(|| format!("and {more} more: kata-gpu-boot show"));
+    let id = entry.boot_id.as_deref().unwrap_or_default();
+    let id: String = id.chars().take(SHORT_ID).collect();
+    let more = (more > 0).then(|| format!("and {more} more: kata-gpu-boot show {id}"));
     out.extend(
         more.iter()
             .flat_map(|more| indented(Ink::Dim, more, screen)),

@@ -124,8 +124,8 @@ fn a_failed_gpu_is_status_1_and_its_reason() {
     assert_eq!(code, Some(1), "{err}");
     assert!(
         err.contains(
-            "boot 5fc5e893 failed: GPU 5 (0001:00:05.0) failed in init: adapter \
-        initialisation failed: rc -5"
+            "boot 5fc5e893 failed: GPU 5 (0001:00:05.0) failed in initialisation: the GPU's own \
+             processor (GSP) did not start (firmware-boot)"
         ),
         "{err}"
     );

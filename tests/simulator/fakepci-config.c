@@ -157,8 +157,8 @@ static u64 fakepci_counter(void)
 
 /* The CPU is gone for this time, by the kernel's clock: the rate of the counter is measured as the
  * kernel boots, and was a tenth of the true one on a busy machine; mdelay() counts loops where the
- * kernel does not trust the counter. A clock that needs this CPU's interrupts would stand still: the
- * counter ends that.
+ * kernel does not trust the counter. A clock that needs interrupts of this CPU would stand still:
+ * the counter ends that.
  */
 static void fakepci_map_bars(unsigned int ms)
 {

@@ -125,8 +125,8 @@ fn own_vcpu(context: &TestContext) -> Result<Outcome> {
             .iter()
             .any(|(from, to)| begin.seq < from.seq && from.seq < end.seq && end.seq < to.seq)
     };
-    // A busy machine can keep an initialisation as long as the vCPU would: where its threads may run
-    // decides.
+    // The CPUs of its threads decide, below: a busy machine can keep an initialisation for as long
+    // as that vCPU would.
     let beside = initialisations
         .iter()
         .filter(|span| ends_in_an_enabling(span))

@@ -195,7 +195,7 @@ fn failures(boot: &Boot, file: &BootFile) -> Vec<String> {
             out.push(format!("container: still waits for {devices}"));
         }
     }
-    // What the first lines of `show` say of guest and sandbox; its init says more of a power-off.
+    // As the first lines of `show`; of a power-off by the init, its own words say more.
     let is_said = |end: &&End| end.of_sandbox || boot.power_off.is_none();
     for end in boot.ends.iter().filter(is_said).take(MAX_FAILURES) {
         let who = if end.of_sandbox { "sandbox" } else { "guest" };

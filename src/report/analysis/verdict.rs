@@ -530,6 +530,14 @@ fn gpus_line(boot: &Boot) -> String {
             .unwrap_or_default();
         return format!("{count} of {all} {} in the CDI spec{after}", gpus(all));
     }
+    let failed = boot.failed_gpus().count();
+    let unknown = all.saturating_sub(usable + failed);
+    if boot.imported.is_some() && boot.settled_ns.is_none() && unknown > 0 && failed > 0 {
+        return format!(
+            "{failed} of {all} {} failed; {unknown} not known",
+            gpus(all)
+        );
+    }
     let after = boot
         .settled_ns
         .map(|at| format!(" after {} s", seconds(at)));

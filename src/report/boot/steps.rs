@@ -13,6 +13,7 @@ use crate::data::agent_log::AgentEvent;
 use crate::data::boot_file::BootFile;
 use crate::data::clock_points::Placed;
 use crate::data::compact_record::Field;
+use crate::data::compact_record::Record;
 use kata_gpu_wire::catalogue::{derived, row_of};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
@@ -304,7 +305,9 @@ fn missing(draft: &mut Draft) {
                 .to_string(),
         );
     }
-    if none(derived::KERNEL_EXEC) {
+    // In an imported boot that line is the start of the init.
+    let runs = |r: &Record| r.kmsg_text().starts_with("Run ");
+    if none(derived::KERNEL_EXEC) && !draft.file.records.iter().any(runs) {
         missing.push(
             "no `Run ... as init process` line of the kernel: its time and that of the \
                       first exec are one"

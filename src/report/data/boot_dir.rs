@@ -19,6 +19,9 @@ use std::path::{Path, PathBuf};
 /// trace_pipe): procfs, sysfs, tracefs, debugfs (<linux/magic.h>).
 const OF_THE_KERNEL: [u64; 4] = [0x9fa0, 0x6265_6572, 0x7472_6163, 0x6462_6720];
 
+/// Most boots that an error names.
+const MAX_NAMED: usize = 8;
+
 /// Bytes at the start of a file that hold the collector's line with the sandbox, if any: it asks
 /// the host when the guest connects, and records come meanwhile.
 pub const HEAD: u64 = 1 << 20;
@@ -166,11 +169,21 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
             "no file and no boot {boot} in {}: name the collector's directory with --dir",
             dir.display()
         ),
-        (Some(_), more) => bail!(
-            "{} boots in {} start with {boot}: give more of the id",
-            more + 1,
-            dir.display()
-        ),
+        (Some(last), more) => {
+            let all = found
+                .iter()
+                .chain([&last])
+                .filter_map(|path| path.file_stem());
+            let names = all
+                .take(MAX_NAMED)
+                .map(|id| printable(&id.to_string_lossy()));
+            bail!(
+                "{} boots in {} start with {boot}: give more of the id: {}",
+                more + 1,
+                dir.display(),
+                names.collect::<Vec<_>>().join(", ")
+            )
+        }
     }
 }
 

@@ -281,8 +281,8 @@ fn is_plain(text: &str) -> bool {
     }
 }
 
-/// Whether a line without a stamp is of the guest's init, or of a tool of it, which log to the
-/// console: nvidia-ctk, NVRC's panic. Its own time is a wall clock of seconds; its place in the log is closer.
+/// Whether a line without a stamp is NVRC's panic, or of a tool that NVRC runs: nvidia-ctk logs to
+/// the console. The tool's own time is a wall clock of seconds; its place in the log is closer.
 fn is_tools(text: &str) -> bool {
     let has_meaning = || {
         matches!(

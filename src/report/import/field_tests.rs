@@ -237,7 +237,7 @@ const LOGS: &[(&str, &[&str], &str)] = &[
         "CDI device injection failed",
     ),
     (
-        // What ctr prints.
+        // Output of ctr.
         "ctr.txt",
         &["sandbox.failed agent-no-answer guest"],
         "timed out connecting to vsock",

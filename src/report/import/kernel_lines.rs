@@ -193,8 +193,8 @@ pub fn is_panics_place(text: &str) -> bool {
     is_nvrcs && text.contains("panicked at ") && text.ends_with(':')
 }
 
-/// Whether a line shows the guest's end, or that the driver could not be loaded: the kernel's from its first byte on, NVRC's, or an error
-/// of nvidia-ctk.
+/// Whether a line shows the guest's end, or that the driver could not be loaded: the kernel's from
+/// its first byte on, NVRC's, or an error of nvidia-ctk.
 fn is_end(text: &str) -> bool {
     let begins = [
         "Kernel panic - not syncing",

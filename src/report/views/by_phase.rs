@@ -18,7 +18,9 @@ const INDENT: usize = 28;
 /// Between a step's own time before the end and its whole time.
 const PART_OF: &str = " of ";
 const PART_OF_MEANS: &str =
-    "a of b: of b s of a step, a count here; the rest is in steps inside it, or after the end";
+    "a of b: the rest of a step's b s is in steps inside it, or after the end";
+/// Rest from which on both are shown.
+const REST_NS: u64 = 20_000_000;
 /// Most steps that are named for a phase; the JSON form has all.
 const MAX_STEPS: usize = 20;
 
@@ -107,10 +109,11 @@ fn is_long(line: &Line) -> bool {
 
 /// `1.121`, or `1.121 of 7.240` where the rest of the step's time does not count here.
 fn part(line: &Line) -> String {
-    let (took, whole) = (seconds(line.took_ns), seconds(line.whole_ns));
-    match took == whole || line.waiting {
+    let took = seconds(line.took_ns);
+    let rest_ns = line.whole_ns.saturating_sub(line.took_ns);
+    match rest_ns < REST_NS.max(line.took_ns / 4) || line.waiting {
         true => took,
-        false => format!("{took}{PART_OF}{whole}"),
+        false => format!("{took}{PART_OF}{}", seconds(line.whole_ns)),
     }
 }
 

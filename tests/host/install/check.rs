@@ -176,8 +176,8 @@ fn a_failed_gpu_is_the_reason_why_it_does_not_work() {
     );
     assert!(
         out.contains(
-            "  the boot failed: GPU 5 (0001:00:05.0) failed in init: adapter \
-                          initialisation failed: rc -5"
+            "  the boot failed: GPU 5 (0001:00:05.0) failed in initialisation: the GPU's own \
+             processor (GSP) did not start (firmware-boot)"
         ),
         "{out}"
     );

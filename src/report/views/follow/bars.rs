@@ -218,7 +218,7 @@ fn message(gpu: &Gpu, progress: &Progress, now: Instant) -> String {
     match state {
         State::Failed => match why(gpu).unwrap_or_default() {
             (step, reason) if step.is_empty() => format!("failed: {reason}"),
-            (step, reason) => format!("failed in {step}: {reason}"),
+            (step, reason) => format!("failed {step}: {reason}"),
         },
         State::Ready => format!("ready at {}{in_spec}", tenths(since_ns)),
         State::Removed => format!("removed at {}", tenths(since_ns)),

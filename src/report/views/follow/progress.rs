@@ -7,6 +7,7 @@
 //!
 //! A guest chooses how much it sends: GPUs and texts are bounded, texts printable ASCII.
 
+use crate::boot::cause::step_phrase;
 use crate::boot::model::{Gpu, RECONNECT_GRACE, State};
 use crate::data::boot_file::{FileLine, HostEvent};
 use crate::data::budget::MAX_GPUS;
@@ -247,18 +248,20 @@ impl Progress {
 pub fn why(gpu: &Gpu) -> Option<(String, String)> {
     let text = |text: &str| printable_start(&text, MAX_REASON);
     let failure = gpu.failed.as_ref()?;
-    let reason = failure
+    let words = failure
         .reason
         .strip_prefix(&format!("GPU {}: ", gpu.address))
         .unwrap_or(&failure.reason);
-    Some((
-        if failure.step == "?" {
-            String::new()
-        } else {
-            text(&failure.step)
-        },
-        text(reason),
-    ))
+    // The catalogue's words, as the verdict has them.
+    let reason = match (&failure.cause.what, &failure.cause.code) {
+        (Some(what), Some(code)) => format!("{} ({})", text(what), text(code)),
+        _ => text(words),
+    };
+    let step = match failure.step.as_str() {
+        "?" => String::new(),
+        step => step_phrase(&text(step)),
+    };
+    Some((step, reason))
 }
 
 fn failure(gpu: &Gpu) -> Option<String> {
@@ -266,7 +269,7 @@ fn failure(gpu: &Gpu) -> Option<String> {
     let step = if step.is_empty() {
         step
     } else {
-        format!(" in {step}")
+        format!(" {step}")
     };
     Some(format!("{} failed{step}: {reason}", gpu.name()))
 }
