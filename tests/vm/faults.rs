@@ -409,6 +409,9 @@ fn full_run(context: &TestContext) -> Result<Outcome> {
 fn no_uvm(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new()
         .without(module(context, "nvidia-uvm")?)
+        // An image's leftover, which no link can replace: /run is mounted there.
+        .without("var/run")
+        .file("var/run/leftover", b"x")
         .append("testagent.containers=all:all")
         .boot(context, "no-uvm")?;
     let error = booted.record("error about nvidia-uvm", |r| {

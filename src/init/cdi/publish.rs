@@ -8,12 +8,32 @@ use super::schema::Spec;
 use crate::machine::files::failed;
 use std::fs::File;
 use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Directory the agent reads, and no other (through `/var/run`, a link to `/run`).
 pub const DIRECTORY: &str = "/run/cdi";
 /// Name of the GPUs' file, the same as the incumbent's.
 pub const FILE: &str = "nvidia.yaml";
+
+/// The same as the agent names it.
+const AGENTS: &str = "/var/run/cdi";
+
+/// Whether the agent finds what is published; otherwise no container gets a GPU.
+///
+/// Error: the text has the cure.
+pub fn is_found() -> Result<(), String> {
+    let identity =
+        |path: &str| std::fs::metadata(path).map(|directory| (directory.dev(), directory.ino()));
+    // Without a GPU there is no directory.
+    match identity(DIRECTORY) {
+        Ok(ours) if identity(AGENTS).ok() != Some(ours) => Err(format!(
+            "{AGENTS} is not {DIRECTORY}: kata-agent finds no CDI spec, and no container gets a \
+             GPU; make it a link in the image: ln -s ../run var/run"
+        )),
+        _ => Ok(()),
+    }
+}
 
 /// Writes specs into one directory.
 pub struct Publisher {

@@ -218,11 +218,19 @@ pub fn parsed(mounts: &str) -> impl Iterator<Item = [&str; 3]> {
     })
 }
 
-/// Makes `/var/run` a link to `/run`, because the agent reads CDI specs there. `root` is `/` in a
-/// guest.
+/// Mounts a directory on another.
+pub fn bind(from: &Path, to: &Path) -> nix::Result<()> {
+    mount(Some(from), to, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+}
+
+/// Makes `/var/run` a link to `/run`, because the agent reads CDI specs there, or binds `/run` there
+/// where an image's files or a read-only root do not let it. `root` is `/` in a guest.
 ///
-/// Error: `/var/run` is a non-empty directory, or cannot be replaced; the text has the cure.
-pub fn link_var_run(root: &Path) -> Result<(), String> {
+/// Error: neither is possible; the text has the cure.
+pub fn link_var_run(
+    root: &Path,
+    bind: impl FnOnce(&Path, &Path) -> nix::Result<()>,
+) -> Result<(), String> {
     let link = root.join("var/run");
     if std::fs::read_link(&link).is_ok_and(|to| {
         to == Path::new("../run") || root == Path::new("/") && to == Path::new("/run")
@@ -236,7 +244,8 @@ pub fn link_var_run(root: &Path) -> Result<(), String> {
     {
         return Ok(());
     }
-    std::fs::create_dir_all(root.join("var")).map_err(|e| format!("make /var: {e}"))?;
+    // What fails here fails below, too, where it is reported.
+    let _unused = std::fs::create_dir_all(root.join("var"));
     // An empty directory, or a link to somewhere else: both are leftovers of an image build.
     let removed = match std::fs::symlink_metadata(&link) {
         Ok(meta) if meta.is_dir() => std::fs::remove_dir(&link),
@@ -245,11 +254,13 @@ pub fn link_var_run(root: &Path) -> Result<(), String> {
     };
     removed
         .and_then(|()| std::os::unix::fs::symlink("../run", &link))
-        .map_err(|e| {
-            format!(
-                "make /var/run a link to /run: {e}: kata-agent will not find the CDI \
-            spec; put the link into the image"
-            )
+        .or_else(|e| {
+            bind(&root.join("run"), &link).map_err(|b| {
+                format!(
+                    "make /var/run a link to /run: {e}; mount /run there: {b}: kata-agent will not \
+                     find the CDI spec; put the link into the image"
+                )
+            })
         })
 }
 
@@ -341,12 +352,22 @@ mod tests {
                 "full directory" => std::fs::create_dir_all(link.join("x")).unwrap(),
                 _ => {}
             }
-            let result = link_var_run(&root);
+            let mut bound = None;
+            let result = link_var_run(&root, |from, to| {
+                bound = Some((from.to_path_buf(), to.to_path_buf()));
+                Ok(())
+            });
+            assert!(result.is_ok(), "{case}: {result:?}");
+            let is_bound = case == "full directory";
             assert_eq!(
-                result.is_ok(),
-                case != "full directory",
-                "{case}: {result:?}"
+                bound,
+                is_bound.then(|| (root.join("run"), link.clone())),
+                "{case}"
             );
+            if is_bound {
+                let error = link_var_run(&root, |_, _| Err(Errno::EPERM)).unwrap_err();
+                assert!(error.contains("will not find the CDI spec"), "{error}");
+            }
             let leads = std::fs::canonicalize(&link).unwrap()
                 == std::fs::canonicalize(root.join("run")).unwrap();
             assert_eq!(leads, case != "full directory", "{case}");

@@ -266,11 +266,15 @@ fn ends(boot: &Boot, of_sandbox: bool) -> Vec<Finding> {
     vec![Finding::new(Severity::Error, text, &first.cause).at(first.at_ns)]
 }
 
-/// Whether this is no end, but what leads to one: no GPU came, or no driver was loaded.
+/// Whether this is no end, but what leads to one: no GPU came, no driver was loaded, or the agent
+/// finds no spec.
 fn is_before_end(end: &End) -> bool {
     let reason = end.cause.code.as_deref().and_then(Reason::named);
-    let is_drivers = |reason: Reason| reason.subject() == Subject::Gpu;
-    !end.of_sandbox && reason.is_some_and(|reason| reason == Reason::NoGpu || is_drivers(reason))
+    let leads = |reason: Reason| match reason {
+        Reason::NoGpu | Reason::SpecNotFound => true,
+        other => other.subject() == Subject::Gpu,
+    };
+    !end.of_sandbox && reason.is_some_and(leads)
 }
 
 fn before_ends(boot: &Boot) -> Vec<Finding> {

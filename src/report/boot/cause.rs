@@ -99,16 +99,18 @@ pub struct End {
 impl End {
     /// The end that a record reports, if it does.
     pub fn of(record: &Record) -> Option<Self> {
+        let error = record.error.as_deref();
         let of_sandbox = match record.name.as_str() {
+            names::SETTLED if error.is_some() => false,
             logged::GUEST_ENDED | names::POWER_OFF => false,
             logged::SANDBOX_FAILED => true,
             _ => return None,
         };
-        let error = record.error.as_deref();
         let mut cause = Cause::of(&record.fields, error);
         if cause.code.is_none() {
             let reason = match of_sandbox {
                 true => Reason::SandboxFailed,
+                false if record.name == names::SETTLED => Reason::SpecNotFound,
                 false => Reason::PoweredOff,
             };
             cause = Cause::known(reason, None);

@@ -274,6 +274,9 @@ rows! {
         "no GPU reached the guest",
         "bind the GPU to vfio-pci on the host, and give the VM a port for it: hot_plug_vfio or \
          cold_plug_vfio, and pcie_root_port or pcie_switch_port as many as GPUs";
+    SpecNotFound "spec-not-found" Guest Image Certain,
+        "kata-agent does not find the CDI spec, so no container gets a GPU",
+        "make /var/run of the image a link: ln -s ../run var/run";
     OutOfMemory "out-of-memory" Guest Kata Certain,
         "the guest ran out of memory",
         "give the VM more memory (default_memory): the initrd, its modules and the driver live in it";

@@ -123,9 +123,9 @@ rules! {
         "a guest of this topology, named by --topology, runs without this service",
         "put the service's package into the image (rootfs-builder/build --services DIR takes it \
          from NVIDIA's packages, unpacked)";
-    VAR_RUN_DIRECTORY "var-run-directory" Error CdiTimeout,
-        "/var/run is not /run, and no init can replace it by a link: the agent does not find the \
-         CDI spec, and no container gets a GPU",
+    VAR_RUN_DIRECTORY "var-run-directory" Warning,
+        "/var/run is not /run, and no init can replace it by a link: kata-gpu-init mounts /run \
+         there, others do not, and their agent does not find the CDI spec",
         "make it a link: ln -s ../run var/run";
     VAR_RUN "var-run" Warning,
         "/var/run does not lead to /run; kata-gpu-init makes it so, other inits do not",

@@ -24,6 +24,7 @@ use super::strategy::{Facts, Policy, Strategy};
 use crate::boot::agent_watch;
 use crate::boot::agent_watch::Change;
 use crate::boot::ipc::descriptors::Descriptors;
+use crate::cdi::publish::is_found;
 use crate::cdi::spec::{Entry, Options};
 use crate::config::{Cdi, Config, parameter_value};
 use crate::gpu::bind::{Bound, DRIVER, PciSysfs};
@@ -435,9 +436,11 @@ impl Fleet {
                 if !readiness::needs(&self.shared).holds_back() {
                     let _unused = self.shared.spec.send(Update::Settled);
                 }
-                tracing::info!(
-                    name: names::SETTLED, usable = usable as u64, failed = failed as u64,
-                );
+                let (usable, failed) = (usable as u64, failed as u64);
+                match is_found() {
+                    Ok(()) => tracing::info!(name: names::SETTLED, usable, failed),
+                    Err(error) => tracing::error!(name: names::SETTLED, usable, failed, error),
+                }
                 self.shared
                     .milestones
                     .send_modify(|reached| reached.settled = true);

@@ -58,7 +58,7 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
     // A failure is reported, and the boot goes on: the agent makes these mounts itself.
     let _reported = timed(&mut steps, What::Mounts, |_| {
         let mut errors = mounts::make(mounts::EARLY);
-        errors.extend(mounts::link_var_run(Path::new("/")).err());
+        errors.extend(mounts::link_var_run(Path::new("/"), mounts::bind).err());
         // The publisher reports a directory that cannot be made.
         let _unused = std::fs::create_dir(cdi::publish::DIRECTORY);
         if errors.is_empty() {
