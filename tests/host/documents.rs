@@ -2,7 +2,7 @@
 //! or that this page has grown too long to be read in five minutes.
 
 use crate::{files, project};
-use kata_gpu_init::config::parameter_table::{PARAMETERS, parameters_markdown};
+use kata_gpu_init::config::parameter_table::{PARAMETERS, parameters_markdown, weakening_markdown};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -49,6 +49,7 @@ fn the_front_page_is_short_and_has_every_parameter() {
     }
     has_table("README.md", &table);
     has_table("src/README.md", &parameters_markdown());
+    has_table("src/README.md", &weakening_markdown());
     // Negative control.
     let other = table.replacen("auto", "never", 1);
     assert!(std::panic::catch_unwind(|| has_table("README.md", &other)).is_err());

@@ -392,6 +392,79 @@ pub const FOREIGN: &[(&str, &str)] = &[
     ),
 ];
 
+/// Values of a parameter that make a guest weaker than the default does.
+pub struct Weakening {
+    pub name: &'static str,
+    pub values: &'static [&'static str],
+    pub effect: &'static str,
+}
+
+/// All of these: a verifier that accepts more than one command line denies them, and other names of
+/// the same parameters ([`ALIASES`]).
+pub const WEAKENING: &[Weakening] = &[
+    Weakening {
+        name: "gpuinit.lockdown",
+        values: &["off", "false", "0"],
+        effect: "kernel modules can be loaded for as long as the guest lives",
+    },
+    Weakening {
+        name: "gpuinit.events.vsock",
+        values: &["on"],
+        effect: "the host reads every event, and may connect to the guest's port",
+    },
+    Weakening {
+        name: "gpuinit.log",
+        values: &["warn", "info", "debug", "trace"],
+        effect: "the host reads those events on the console",
+    },
+    Weakening {
+        name: "gpuinit.cdi.hooks",
+        values: &["none"],
+        effect: "programs in containers may change device nodes: nothing covers the driver's \
+            parameters",
+    },
+    Weakening {
+        name: "gpuinit.reset",
+        values: &["on"],
+        effect: "a GPU that failed is reset once, and comes up again: its earlier attestation is \
+            void",
+    },
+    Weakening {
+        name: "gpuinit.cc.ready",
+        values: &["boot"],
+        effect: "confidential GPUs are ready for work before anybody has attested them",
+    },
+    Weakening {
+        name: "nvrc.smi.srs",
+        values: &["1", "on", "true"],
+        effect: "the same as gpuinit.cc.ready=boot",
+    },
+    Weakening {
+        name: "gpuinit.fabric.required",
+        values: &["off"],
+        effect: "containers get GPUs whose NVLink fabric is not complete, or not as it should be",
+    },
+];
+
+/// Table of these words in Markdown, as in src/README.md.
+pub fn weakening_markdown() -> String {
+    let mut table = String::from("| word | effect |\n|---|---|\n");
+    for Weakening {
+        name,
+        values,
+        effect,
+    } in WEAKENING
+    {
+        let names = std::iter::once(*name);
+        let others = ALIASES.iter().filter(|(_, of)| of == name);
+        for name in names.chain(others.map(|(alias, _)| *alias)) {
+            let words: Vec<String> = values.iter().map(|v| format!("`{name}={v}`")).collect();
+            let _unused = writeln!(table, "| {} | {effect} |", words.join(", "));
+        }
+    }
+    table
+}
+
 /// Table of parameters in Markdown, as in src/README.md.
 pub fn parameters_markdown() -> String {
     let mut table = String::from("| parameter | values | default | meaning |\n|---|---|---|---|\n");

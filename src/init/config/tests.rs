@@ -1,7 +1,7 @@
 //! A failure means that a word of the kernel's command line gets a wrong value or is lost without a
 //! note, that a bad value changes something, or that junk there grows without bound.
 
-use super::parameter_table::PARAMETERS;
+use super::parameter_table::{INCUMBENTS, PARAMETERS, WEAKENING};
 use super::*;
 use crate::gpu::topology::{NvLink, Topology};
 use kata_gpu_wire::record::Level;
@@ -271,4 +271,34 @@ fn the_blacklist_is_that_of_all_its_words() {
         ),
         ["a_b", "c", "d"]
     );
+}
+
+#[test]
+fn a_confidential_guest_sends_no_events_unless_a_parameter_asks_for_them() {
+    for (words, plain, confidential) in [
+        ("", true, false),
+        ("gpuinit.events.vsock=auto", true, false),
+        ("gpuinit.events.vsock=on", true, true),
+        ("gpuinit.events.vsock=off", false, false),
+        // A value that is none of these changes nothing.
+        ("gpuinit.events.vsock=yes", true, false),
+    ] {
+        let (config, _) = Config::parse(words.as_bytes());
+        assert_eq!(config.sends_events(|| false), plain, "{words}");
+        assert_eq!(config.sends_events(|| true), confidential, "{words}");
+    }
+}
+
+#[test]
+fn each_word_that_weakens_a_guest_has_an_effect() {
+    for weakening in WEAKENING {
+        let mut all = PARAMETERS.iter().chain(INCUMBENTS);
+        let parameter = all.find(|p| p.name == weakening.name);
+        let parameter = parameter.unwrap_or_else(|| panic!("{} is none", weakening.name));
+        for value in weakening.values {
+            let mut config = Config::default();
+            assert!((parameter.set)(&mut config, value).is_some(), "{value}");
+            assert_ne!(config, Config::default(), "{}={value}", weakening.name);
+        }
+    }
 }

@@ -201,6 +201,17 @@ pub struct Range {
     pub max: u32,
 }
 
+impl Config {
+    /// Whether events go to the host over vsock: a confidential guest must be asked for them.
+    pub fn sends_events(&self, is_confidential: impl FnOnce() -> bool) -> bool {
+        match self.events_to_host {
+            Switch::On => true,
+            Switch::Off => false,
+            Switch::Auto => !is_confidential(),
+        }
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         Self {

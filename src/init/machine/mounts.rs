@@ -223,8 +223,8 @@ pub fn bind(from: &Path, to: &Path) -> nix::Result<()> {
     mount(Some(from), to, None::<&str>, MsFlags::MS_BIND, None::<&str>)
 }
 
-/// Makes `/var/run` a link to `/run`, because the agent reads CDI specs there, or binds `/run` there
-/// where an image's files or a read-only root do not let it. `root` is `/` in a guest.
+/// Makes `/var/run` a link to `/run`, because the agent reads CDI specs there; where an image's
+/// files or a read-only root do not let it, binds `/run` there. `root` is `/` in a guest.
 ///
 /// Error: neither is possible; the text has the cure.
 pub fn link_var_run(
@@ -244,7 +244,7 @@ pub fn link_var_run(
     {
         return Ok(());
     }
-    // What fails here fails below, too, where it is reported.
+    // A failure recurs below, where it is reported.
     let _unused = std::fs::create_dir_all(root.join("var"));
     // An empty directory, or a link to somewhere else: both are leftovers of an image build.
     let removed = match std::fs::symlink_metadata(&link) {

@@ -405,17 +405,13 @@ fn start_sinks(
 
 /// Whether events go over vsock.
 fn to_host(config: &Config) -> bool {
-    match config.events_to_host {
-        Switch::On => true,
-        Switch::Off => false,
-        Switch::Auto if confidential::is_confidential() => {
-            let reason = "confidential guest: its host is not trusted; gpuinit.events.vsock=on \
-                sends events all the same";
-            tracing::info!(name: names::SINK, sink = "vsock", state = "off", reason);
-            false
-        }
-        Switch::Auto => true,
+    let sends = config.sends_events(confidential::is_confidential);
+    if !sends && config.events_to_host == Switch::Auto {
+        let reason = "confidential guest: its host is not trusted; gpuinit.events.vsock=on sends \
+            events all the same";
+        tracing::info!(name: names::SINK, sink = "vsock", state = "off", reason);
     }
+    sends
 }
 
 /// Reports the hand-over. When that failed, returns the observer to notify after the delivery to
