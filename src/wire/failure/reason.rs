@@ -276,7 +276,7 @@ rows! {
          cold_plug_vfio, and pcie_root_port or pcie_switch_port as many as GPUs";
     SpecNotFound "spec-not-found" Guest Image Certain,
         "kata-agent does not find the CDI spec, so no container gets a GPU",
-        "make /var/run of the image a link: ln -s ../run var/run";
+        "let /var/run of the image lead to /run (kata-gpu-boot image verify)";
     OutOfMemory "out-of-memory" Guest Kata Certain,
         "the guest ran out of memory",
         "give the VM more memory (default_memory): the initrd, its modules and the driver live in it";
