@@ -196,7 +196,8 @@ fn failures(boot: &Boot, file: &BootFile) -> Vec<String> {
         }
     }
     // As the first lines of `show`; of a power-off by the init, its own words say more.
-    let is_said = |end: &&End| end.of_sandbox || boot.power_off.is_none();
+    let is_warning = |end: &End| end.cause.code.as_deref() == Some(Reason::NoDriverFiles.name());
+    let is_said = |end: &&End| end.of_sandbox || (boot.power_off.is_none() && !is_warning(end));
     for end in boot.ends.iter().filter(is_said).take(MAX_FAILURES) {
         let who = if end.of_sandbox { "sandbox" } else { "guest" };
         let code = end.cause.code.as_deref().unwrap_or("no reason given");

@@ -102,14 +102,16 @@ impl Verdict {
         }
     }
 
-    /// The verdict with what took the time until the containers ran, if nothing failed.
+    /// The verdict with what took the time until the containers ran, first, if there is nothing
+    /// else to say but that the driver's libraries are missing.
     pub fn with_time(boot: &Boot) -> Self {
         let mut verdict = Self::of(boot);
-        if verdict.findings.is_empty() {
+        let files = Some(Reason::NoDriverFiles.name());
+        let mut findings = verdict.findings.iter();
+        if findings.all(|finding| finding.reason.as_deref() == files) {
             let window = boot.timeline.window(None, user_end(&boot.timeline)).ok();
-            verdict
-                .findings
-                .extend(window.and_then(|window| longest(boot, &window)));
+            let longest = window.and_then(|window| longest(boot, &window));
+            verdict.findings.splice(0..0, longest);
         }
         verdict
     }
@@ -266,12 +268,12 @@ fn ends(boot: &Boot, of_sandbox: bool) -> Vec<Finding> {
     vec![Finding::new(Severity::Error, text, &first.cause).at(first.at_ns)]
 }
 
-/// Whether this is no end, but what leads to one: no GPU came, no driver was loaded, or the agent
-/// finds no spec.
+/// Whether this is no end, but what leads to one: no GPU came, no driver was loaded, the agent
+/// finds no spec, or containers lack the driver's libraries.
 fn is_before_end(end: &End) -> bool {
     let reason = end.cause.code.as_deref().and_then(Reason::named);
     let leads = |reason: Reason| match reason {
-        Reason::NoGpu | Reason::SpecNotFound => true,
+        Reason::NoGpu | Reason::SpecNotFound | Reason::NoDriverFiles => true,
         other => other.subject() == Subject::Gpu,
     };
     !end.of_sandbox && reason.is_some_and(leads)
@@ -284,8 +286,14 @@ fn before_ends(boot: &Boot) -> Vec<Finding> {
     let then = boot.ends.iter().find(is_no_answer);
     let then = then.map(|end| format!("; then {}", why(&end.cause)));
     let finding = |end: &End| {
-        let text = why(&end.cause) + then.as_deref().unwrap_or_default();
-        Finding::new(Severity::Error, text, &end.cause).at(end.at_ns)
+        // Programs that bring their own libraries run all the same.
+        let is_warning = end.cause.code.as_deref() == Some(Reason::NoDriverFiles.name());
+        let (severity, then) = match (is_warning, &then) {
+            (true, _) => (Severity::Warning, ""),
+            (false, Some(then)) => (Severity::Error, then.as_str()),
+            (false, None) => (Severity::Error, ""),
+        };
+        Finding::new(severity, why(&end.cause) + then, &end.cause).at(end.at_ns)
     };
     ends.map(finding).collect()
 }

@@ -101,7 +101,7 @@ impl End {
     pub fn of(record: &Record) -> Option<Self> {
         let error = record.error.as_deref();
         let of_sandbox = match record.name.as_str() {
-            names::SETTLED if error.is_some() => false,
+            names::SETTLED | names::DRIVER_FILES if error.is_some() => false,
             logged::GUEST_ENDED | names::POWER_OFF => false,
             logged::SANDBOX_FAILED => true,
             _ => return None,
@@ -111,6 +111,7 @@ impl End {
             let reason = match of_sandbox {
                 true => Reason::SandboxFailed,
                 false if record.name == names::SETTLED => Reason::SpecNotFound,
+                false if record.name == names::DRIVER_FILES => Reason::NoDriverFiles,
                 false => Reason::PoweredOff,
             };
             cause = Cause::known(reason, None);

@@ -93,9 +93,13 @@ impl Boot {
         }
         let lines = records.iter().filter(|r| r.kind == Kind::Kmsg);
         lines.for_each(|record| boot.take_xid_line(record));
+        let reports = |r: &&&Record| r.kind == Kind::Event || r.name == names::DRIVER_FILES;
+        let ends = records
+            .iter()
+            .filter(reports)
+            .filter_map(|record| End::of(record));
+        boot.ends.extend(ends.take(MAX_ENDS));
         for record in records.iter().filter(|r| r.kind == Kind::Event) {
-            boot.ends
-                .extend(End::of(record).filter(|_| boot.ends.len() < MAX_ENDS));
             match record.name.as_str() {
                 names::GPU_XID => boot.take_xid(record),
                 names::SETTLED => boot.settled_ns = Some(record.boottime_ns),

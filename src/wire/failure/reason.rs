@@ -277,6 +277,9 @@ rows! {
     SpecNotFound "spec-not-found" Guest Image Certain,
         "kata-agent does not find the CDI spec, so no container gets a GPU",
         "let /var/run of the image lead to /run (kata-gpu-boot image verify)";
+    NoDriverFiles "no-driver-files" Guest Image Certain,
+        "containers get their GPUs without the driver's libraries",
+        "put the driver's user space (libcuda, libnvidia-ml) of the module's version into the image";
     OutOfMemory "out-of-memory" Guest Kata Certain,
         "the guest ran out of memory",
         "give the VM more memory (default_memory): the initrd, its modules and the driver live in it";
