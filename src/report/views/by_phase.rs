@@ -111,7 +111,7 @@ fn is_long(line: &Line) -> bool {
 fn part(line: &Line) -> String {
     let took = seconds(line.took_ns);
     let rest_ns = line.whole_ns.saturating_sub(line.took_ns);
-    match rest_ns < REST_NS.max(line.took_ns / 4) || line.waiting {
+    match rest_ns < REST_NS || line.waiting {
         true => took,
         false => format!("{took}{PART_OF}{}", seconds(line.whole_ns)),
     }
