@@ -413,6 +413,7 @@ fn no_uvm(context: &TestContext) -> Result<Outcome> {
         .without("var/run")
         .file("var/run/leftover", b"x")
         .append("testagent.containers=all:all")
+        .script("settled>file:/proc/self/mounts")
         .boot(context, "no-uvm")?;
     let error = booted.record("error about nvidia-uvm", |r| {
         r.name == names::MODULE_LOAD && r.kind == Kind::Event && r.error.is_some()
@@ -422,6 +423,11 @@ fn no_uvm(context: &TestContext) -> Result<Outcome> {
     ensure!(
         !all.get("nodes").contains("uvm") && all.get("nodes").contains("nvidiactl"),
         "{all:?}"
+    );
+    let mounts = booted.agent("file", |l| l.get("path") == "/proc/self/mounts")?;
+    ensure!(
+        mounts.get("text").contains(" /var/run tmpfs "),
+        "{mounts:?}"
     );
     Ok(Outcome::Passed)
 }
