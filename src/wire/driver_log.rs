@@ -546,8 +546,11 @@ pub fn explains(text: &str) -> bool {
     let can_explain = match spoken(text) {
         Some(Spoken::Driver(_)) => true,
         Some(Spoken::Device(name, _, rest)) => {
-            // The kernel's message about a function that cannot be enabled.
-            name == "nvidia" || rest.starts_with("can't enable device")
+            // The kernel's message about a function that cannot be enabled, in its newer releases
+            // and in older ones.
+            name == "nvidia"
+                || rest.starts_with("can't enable device")
+                || rest.ends_with("not assigned; can't enable device")
         }
         Some(Spoken::Module(_, rest)) => OF_LOADER.iter().any(|words| rest.starts_with(words)),
         None => is_of_spdm(text),
@@ -670,6 +673,7 @@ mod tests {
             "nvidia 0001:00:03.0: Direct firmware load for nvidia/1/gsp_ga10x.bin failed with \
              error -2",
             "pci 0001:00:06.0: can't enable device: BAR 0 [mem 0x0-0xffffff] not claimed",
+            "pci 0001:00:07.0: BAR 2 [mem size 0x2000000000 64bit pref]: not assigned; can't enable device",
             "nvidia: Unknown symbol __ubsan_handle_load_invalid_value (err -2)",
             "nvidia: version magic '6.1.0 SMP' should be '6.18.0 SMP'",
         ] {
