@@ -20,15 +20,6 @@ enum Form {
     Verbose,
 }
 
-/// Whether a line belongs to a block.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Taken {
-    /// No part of a block.
-    Other,
-    /// A part of a block.
-    Part,
-}
-
 /// Lines of a block so far.
 #[derive(Debug, Default)]
 pub struct Blocks {
@@ -42,8 +33,9 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// Takes a line; `each` gets the entry before it, if the line ends it.
-    pub fn take(&mut self, line: &str, each: impl FnOnce(String)) -> Taken {
+    /// Takes a line, and returns whether it is part of a block; `each` gets the entry before it, if
+    /// the line ends it.
+    pub fn take(&mut self, line: &str, each: impl FnOnce(String)) -> bool {
         let begins = begins(line);
         if begins.is_some() || (self.form == Some(Form::Export) && self.is_end(line)) {
             self.finish(each);
@@ -51,10 +43,10 @@ impl Blocks {
         if let Some((form, fields)) = begins {
             self.form = Some(form);
             self.fields.extend(fields);
-            return Taken::Part;
+            return true;
         }
         match self.form {
-            None => Taken::Other,
+            None => false,
             Some(form) => self.part(form, line),
         }
     }
@@ -71,10 +63,10 @@ impl Blocks {
         line.is_empty() && !self.is_behind_length
     }
 
-    fn part(&mut self, form: Form, line: &str) -> Taken {
+    fn part(&mut self, form: Form, line: &str) -> bool {
         self.bytes = self.bytes.saturating_add(line.len());
         if self.bytes > MAX_ENTRY || self.fields.len() > MAX_FIELDS {
-            return Taken::Part;
+            return true;
         }
         let field = match form {
             Form::Export => Some(line),
@@ -91,11 +83,11 @@ impl Blocks {
             self.fields.insert(line.into(), "".into());
         } else if form == Form::Verbose && field.is_none() {
             // Something else begins.
-            return Taken::Other;
+            return false;
         } else {
             self.goes_on(line);
         }
-        Taken::Part
+        true
     }
 
     fn goes_on(&mut self, line: &str) {
@@ -191,15 +183,11 @@ mod tests {
             "    Thu [s=a;t=2]",
             "Thu [s=a;t=x]",
         ] {
-            assert_eq!(
-                Blocks::default().take(line, |_| ()),
-                Taken::Other,
-                "{line:?}"
-            );
+            assert!(!Blocks::default().take(line, |_| ()), "{line:?}");
         }
         let mut blocks = Blocks::default();
         blocks.take("Thu 2026 [s=a;t=2]", |_| ());
-        assert_eq!(blocks.take("-- Boot 1 --", |_| ()), Taken::Other);
+        assert!(!blocks.take("-- Boot 1 --", |_| ()));
         for at in 0..20 {
             blocks.take(&"    A=x"[..at.min(7)], |_| ());
         }

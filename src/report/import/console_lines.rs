@@ -290,7 +290,7 @@ fn is_tools(text: &str) -> bool {
             Some(Meaning::Ended | Meaning::CtkDone)
         )
     };
-    let begins = ["time=\"", "panic: panicked at src/"];
+    let begins = ["time=\"", kernel_lines::OLD_PANIC];
     begins.iter().any(|words| text.starts_with(words)) && has_meaning()
 }
 

@@ -185,7 +185,7 @@ fn of_driver(text: &str) -> Option<Meaning> {
 }
 
 /// Begins the panic of NVRC as its older releases print it, without a stamp.
-const OLD_PANIC: &str = "panic: panicked at src/";
+pub const OLD_PANIC: &str = "panic: panicked at src/";
 
 /// Whether the next line has the message of this panic of NVRC: it prints the place first.
 pub fn is_panics_place(text: &str) -> bool {

@@ -24,7 +24,7 @@ use crate::data::agent_log::line::realtime_ns;
 use crate::data::boot_file::BootFile;
 use crate::data::containerd_log;
 use crate::data::containerd_log::{Entry, POD, POD_ERROR};
-use crate::data::journal_blocks::{Blocks, Taken};
+use crate::data::journal_blocks::Blocks;
 use crate::data::line_prefix::{Line, Program, strip, strip_console, without_escapes};
 use crate::data::pod_errors;
 use anyhow::Result;
@@ -141,6 +141,8 @@ struct Reader {
     others: Unrecognised,
     /// The entry of several lines that is being read.
     blocks: Blocks,
+    /// Number of the last line.
+    last: u64,
 }
 
 impl Reader {
@@ -148,14 +150,11 @@ impl Reader {
     fn line(&mut self, number: u64, raw: &str) -> bool {
         let mut blocks = std::mem::take(&mut self.blocks);
         let mut taken = false;
-        let part = blocks.take(raw.trim_end_matches(['\r', '\n']), |entry| {
+        let is_part = blocks.take(raw.trim_end_matches(['\r', '\n']), |entry| {
             taken = self.json(number, &entry);
         });
-        self.blocks = blocks;
-        match part {
-            Taken::Part => taken,
-            Taken::Other => self.single_line(number, raw) || taken,
-        }
+        (self.blocks, self.last) = (blocks, number);
+        taken | (!is_part && self.single_line(number, raw))
     }
 
     /// Takes a line that is an entry by itself.
@@ -255,7 +254,7 @@ impl Reader {
     /// The boots, and the number of the runtime's lines that state something.
     fn finish(mut self) -> (Vec<Log>, u64) {
         std::mem::take(&mut self.blocks).finish(|entry| {
-            self.json(u64::MAX, &entry);
+            self.json(self.last, &entry);
         });
         let stated = self.runtimes();
         let own = self.console.finish(None);

@@ -15,8 +15,6 @@ use serde::Serialize;
 const WIDTH: usize = 100;
 /// Columns in front of a phase's details.
 const INDENT: usize = 28;
-/// Between a step's own time before the end and its whole time.
-const PART_OF: &str = " of ";
 const PART_OF_MEANS: &str =
     "a of b: the rest of a step's b s is in steps inside it, or after the end";
 /// Rest from which on both are shown.
@@ -67,7 +65,7 @@ pub fn lines(account: &ByPhase, screen: &Screen) -> Vec<String> {
         out.extend(details(chapter, screen.width.unwrap_or(WIDTH)));
     }
     let mut lines = account.chapters.iter().flat_map(|chapter| &chapter.lines);
-    if lines.any(|line| is_long(line) && part(line).contains(PART_OF)) {
+    if lines.any(|line| is_long(line) && has_rest(line)) {
         out.push(screen.paint(Ink::Dim, PART_OF_MEANS));
     }
     out
@@ -107,13 +105,17 @@ fn is_long(line: &Line) -> bool {
     line.took_ns >= SHORT_NS || line.failed || line.open || line.waiting
 }
 
-/// `1.121`, or `1.121 of 7.240` where the rest of the step's time does not count here.
+/// Whether a part of the step's time worth showing does not count here.
+fn has_rest(line: &Line) -> bool {
+    !line.waiting && line.whole_ns.saturating_sub(line.took_ns) >= REST_NS
+}
+
+/// `1.121`, or `1.121 of 7.240` with such a part.
 fn part(line: &Line) -> String {
     let took = seconds(line.took_ns);
-    let rest_ns = line.whole_ns.saturating_sub(line.took_ns);
-    match rest_ns < REST_NS || line.waiting {
-        true => took,
-        false => format!("{took}{PART_OF}{}", seconds(line.whole_ns)),
+    match has_rest(line) {
+        true => format!("{took} of {}", seconds(line.whole_ns)),
+        false => took,
     }
 }
 

@@ -341,7 +341,7 @@ rows! {
         "the host cannot give the VM its memory",
         "free memory or huge pages on the GPU's NUMA node, or lower default_memory; check the \
          shim's limit of locked memory";
- DmaLimit "dma-limit" Sandbox Host Certain,
+    DmaLimit "dma-limit" Sandbox Host Certain,
         "the host's limit of DMA mappings for one VM is reached",
         "raise dma_entry_limit of vfio_iommu_type1 (65535 by default) on the host, or use huge pages";
     NoNetwork "no-network" Sandbox Host Certain,
