@@ -125,12 +125,15 @@ fn own_vcpu(context: &TestContext) -> Result<Outcome> {
             .iter()
             .any(|(from, to)| begin.seq < from.seq && from.seq < end.seq && end.seq < to.seq)
     };
-    // The CPUs of its threads decide, below: a busy machine can keep an initialisation for as long
-    // as that vCPU would.
     let beside = initialisations
         .iter()
         .filter(|span| ends_in_an_enabling(span))
         .count();
+    ensure!(
+        beside > 0,
+        "no initialisation ends during an enabling that began in it: {initialisations:?}, \
+        {enablings:?}"
+    );
     // While the lane runs: our threads and the driver's are elsewhere; after it, nothing is left of
     // that.
     let lines = booted.lines();
