@@ -511,7 +511,8 @@ rows! {
             dropped: "lines before it that are not here",
         };
     /// A process of the init died.
-    PROCESS_DIED = "process.died", Event, Init, Other { process: "", status: "" };
+    PROCESS_DIED = "process.died", Event, Init, Other
+        { process: "", status: "", number: "of a worker, since the boot; each is reported once" };
 }
 
 rows! {

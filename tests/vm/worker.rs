@@ -107,13 +107,22 @@ fn killed(context: &TestContext) -> Result<Outcome> {
             .with_context(|| script.to_string())?;
         let records = booted.records();
         complete(&records).with_context(|| script.to_string())?;
+        let numbers: Vec<_> = died.iter().map(|r| r.fields["number"].as_u64()).collect();
         ensure!(
-            died.len() == kills
+            numbers == (1..=kills as u64).map(Some).collect::<Vec<_>>()
                 && died
                     .iter()
                     .all(|r| r.fields["status"] == "killed by SIGKILL"),
             "{script}: {died:?}"
         );
+        // Whichever worker reports them.
+        for (kind, name) in [
+            (Kind::Event, names::INIT_START),
+            (Kind::End, names::AGENT_EXEC),
+        ] {
+            let times = named(&records, kind, name).len();
+            ensure!(times == 1, "{script}: {name} {times} times");
+        }
         // A line of the kernel's log is in the stream once, whichever worker has read it.
         let lines = records.iter().filter(|r| r.kind == Kind::Kmsg);
         let mut numbers: Vec<_> = lines.map(|r| r.fields["kmsg_seq"].as_u64()).collect();

@@ -8,24 +8,36 @@
 //! they are written, `next_seq` in the header is one more than the highest number given: a field of
 //! fixed size in space that the file has had from its beginning. The next worker thus gives no
 //! number twice, however many records the file lacks.
+//!
+//! At its limit the file is made anew, and takes the old one's place at once: of old lines those
+//! that a successor's state comes from ([`Needed`]) and those that [last](super::memory::Story),
+//! and the newest as they are. A container that mapped the file into itself keeps the old one.
 
+use super::memory::{MAX_LASTING, Memory, Story};
+use super::ring::CAPACITY_BYTES;
 use crate::machine::clock::boottime_ns;
 use crate::machine::files::failed;
 use kata_gpu_wire::decode::decode;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, record_line};
 use serde_json::{Map, Value};
-use std::collections::VecDeque;
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// Size after which the file does not grow (it uses memory): about forty boots' worth.
 const MAX_BYTES: u64 = 8 * 1024 * 1024;
 /// Size from which on nothing is appended: leaves room for one more line.
 const LIMIT: u64 = MAX_BYTES - MAX_LINE as u64;
+/// Lines of the newest that a file made anew has.
+const NEWEST_BYTES: usize = 3 * 1024 * 1024;
+/// Older lines that last, of such a file.
+const LASTING_BYTES: usize = 1024 * 1024;
+/// Records until the next try, after the file could not be made anew: /run has no room, and a try
+/// reads the whole file.
+const PAUSE: u64 = 1000;
 /// Jump of `seq` if the file cannot be read, because the numbers already given are then unknown.
 /// Readers count the gap as loss.
 pub const UNKNOWN: u64 = 1 << 32;
@@ -35,23 +47,28 @@ const WIDTH: usize = 20;
 
 const _: () = assert!(SCHEMA == 1, "the beginning above is that of schema 1");
 
+/// Numbers of the records, out of all of the file, that a successor's state comes from. A small
+/// set, however long the file is.
+pub type Needed = fn(&mut dyn Iterator<Item = Record>) -> BTreeSet<u64>;
+
 /// The file, open for writing.
 pub struct Journal {
     path: PathBuf,
     file: File,
+    needed: Needed,
     /// Length of its whole lines.
     bytes: u64,
     /// `seq` of the first record that the file lacks.
     next_seq: u64,
     limit: u64,
+    /// `seq` from which on the file is made anew at its limit.
+    again: u64,
 }
 
 /// Contents of an earlier worker's file.
 pub struct Found {
-    /// The last lines of the stream, each with its newline, without a gap in `seq`.
-    pub lines: Vec<String>,
-    /// `seq` of the first of these lines.
-    pub first_seq: u64,
+    /// The stream so far.
+    pub memory: Memory,
     /// All records of the file.
     pub records: Vec<Record>,
     /// Number of records after the last one of the file, lost to all readers.
@@ -60,10 +77,11 @@ pub struct Found {
 
 impl Journal {
     /// Starts the file with its header line; replaces an existing file.
-    pub fn create(path: &Path, header: &str) -> io::Result<Self> {
+    pub fn create(path: &Path, header: &str, needed: Needed) -> io::Result<Self> {
         let at = failed("write", path);
         let file = OpenOptions::new()
             .create(true)
+            .read(true)
             .write(true)
             .truncate(true)
             .open(path)
@@ -77,15 +95,17 @@ impl Journal {
         Ok(Self {
             path: path.to_path_buf(),
             file,
+            needed,
             bytes: header.len() as u64,
             next_seq: 0,
             limit: LIMIT,
+            again: 0,
         })
     }
 
     /// Reads the file and continues behind its last whole line: a killed writer may have left a
     /// partial one.
-    pub fn resume(path: &Path) -> io::Result<(Self, Found)> {
+    pub fn resume(path: &Path, needed: Needed) -> io::Result<(Self, Found)> {
         let at = failed("read", path);
         let mut file = OpenOptions::new()
             .read(true)
@@ -108,64 +128,45 @@ impl Journal {
             .map_or(0, |newline| newline + 1);
         file.set_len(whole as u64).map_err(at)?;
         let mut found = Found {
-            lines: Vec::new(),
-            first_seq: 0,
+            memory: Memory::new(CAPACITY_BYTES, 0),
             records: Vec::new(),
             missing: 0,
         };
-        for line in bytes
-            .get(..whole)
-            .unwrap_or_default()
-            .split_inclusive(|b| *b == b'\n')
-        {
-            let Ok(Line::Record(record)) = decode(line) else {
-                continue;
-            };
-            // Keep no gap: the ring counts by position.
-            if found
-                .records
-                .last()
-                .is_some_and(|last: &Record| record.seq != last.seq + 1)
-            {
-                found.lines.clear();
-            }
-            if found.lines.is_empty() {
-                found.first_seq = record.seq;
-            }
-            found.lines.push(String::from_utf8_lossy(line).into_owned());
-            found.records.push(*record);
+        for (line, record) in records(bytes.get(..whole).unwrap_or_default()) {
+            found
+                .memory
+                .push(&record, String::from_utf8_lossy(line).into());
+            found.records.push(record);
         }
-        let mut next_seq = found.records.last().map_or(0, |last| last.seq + 1);
+        let next_seq = found.memory.next_seq();
         if marked > next_seq {
             found.missing = marked - next_seq;
-            (found.first_seq, found.lines) = (marked, vec![record_line(&gap(next_seq, marked))]);
-            next_seq = marked;
+            let gap = gap(next_seq, marked);
+            found.memory.push(&gap, record_line(&gap).into());
         }
         Ok((
             Self {
                 path: path.to_path_buf(),
                 file,
+                needed,
                 bytes: whole as u64,
-                next_seq,
+                next_seq: next_seq.max(marked),
                 limit: LIMIT,
+                again: 0,
             },
             found,
         ))
     }
 
-    /// Writes the ring's lines that the file lacks; `first_seq` is the number of the first line in
-    /// the ring. After an error, the header holds the number of the next record.
-    pub fn write(&mut self, first_seq: u64, lines: &VecDeque<Arc<str>>) -> io::Result<()> {
-        let end = first_seq + lines.len() as u64;
-        // Records that left the ring unwritten are a gap.
-        self.next_seq = self.next_seq.max(first_seq);
-        let skip = usize::try_from(self.next_seq - first_seq).unwrap_or(usize::MAX);
-        let written = lines
-            .iter()
-            .skip(skip)
-            .try_for_each(|line| self.append(line.as_bytes()));
+    /// Writes the lines that the file lacks. After an error, the header holds the number of the
+    /// next record.
+    pub fn write(&mut self, memory: &Memory) -> io::Result<()> {
+        // Records that left the memory unwritten are a gap.
+        let written = memory
+            .from(self.next_seq)
+            .try_for_each(|entry| self.append(entry.seq, entry.line.as_bytes()));
         written.map_err(|error| {
-            let text = format!("{end:WIDTH$}");
+            let text = format!("{:WIDTH$}", memory.next_seq());
             let path = self.path.display();
             match self.file.write_all_at(text.as_bytes(), MARK.len() as u64) {
                 Ok(()) => error,
@@ -178,13 +179,9 @@ impl Journal {
     }
 
     /// Appends one line. The next try overwrites a partial one.
-    fn append(&mut self, line: &[u8]) -> io::Result<()> {
+    fn append(&mut self, seq: u64, line: &[u8]) -> io::Result<()> {
         if self.bytes > self.limit {
-            return Err(io::Error::other(format!(
-                "{} has reached its limit of {MAX_BYTES} bytes; later records are on the other \
-                    sinks",
-                self.path.display()
-            )));
+            self.make_anew(seq)?;
         }
         let refused = |e: io::Error| {
             io::Error::new(
@@ -197,9 +194,88 @@ impl Journal {
         };
         self.file.write_all_at(line, self.bytes).map_err(refused)?;
         self.bytes += line.len() as u64;
-        self.next_seq += 1;
+        self.next_seq = seq + 1;
         Ok(())
     }
+
+    /// Replaces the full file by one with what is worth keeping, now that record `seq` has come.
+    fn make_anew(&mut self, seq: u64) -> io::Result<()> {
+        let full = |error: &dyn std::fmt::Display| {
+            io::Error::other(format!(
+                "{} has reached its limit of {MAX_BYTES} bytes, and cannot be made anew: {error}; \
+                    later records are on the other sinks, and each {PAUSE} records it is tried \
+                    again: free some room in /run",
+                self.path.display()
+            ))
+        };
+        if seq < self.again {
+            return Err(full(&"not tried again yet"));
+        }
+        self.again = seq.saturating_add(PAUSE);
+        let (file, bytes) = self.replacement().map_err(|e| full(&e))?;
+        (self.file, self.bytes, self.again) = (file, bytes, 0);
+        Ok(())
+    }
+
+    /// Writes such a file and renames it; returns it and its length.
+    fn replacement(&self) -> io::Result<(File, u64)> {
+        let mut bytes = vec![0; usize::try_from(self.bytes).map_err(io::Error::other)?];
+        self.file.read_exact_at(&mut bytes, 0)?;
+        let kept = worth_keeping(&bytes, self.needed);
+        drop(bytes);
+        let path = self.path.with_extension("tmp");
+        let made = || {
+            let file = OpenOptions::new()
+                .create(true)
+                .read(true)
+                .write(true)
+                .truncate(true)
+                .open(&path)?;
+            file.write_all_at(&kept, 0)?;
+            std::fs::rename(&path, &self.path)?;
+            Ok((file, kept.len() as u64))
+        };
+        made().inspect_err(|_| {
+            // What is left of it takes room that the next try needs.
+            let _unused = std::fs::remove_file(&path);
+        })
+    }
+}
+
+/// Records of a file's lines, with these lines.
+fn records(bytes: &[u8]) -> impl Iterator<Item = (&[u8], Record)> {
+    let lines = bytes.split_inclusive(|b| *b == b'\n');
+    lines.filter_map(|line| match decode(line) {
+        Ok(Line::Record(record)) => Some((line, *record)),
+        _ => None,
+    })
+}
+
+/// Header and lines of a file that are worth their room.
+fn worth_keeping(bytes: &[u8], needed: Needed) -> Vec<u8> {
+    let (mut story, mut lines) = (Story::default(), Vec::new());
+    let mut all = records(bytes).map(|(line, record)| {
+        lines.push((line, record.seq, story.lasts(&record)));
+        record
+    });
+    let needed = needed(&mut all);
+    all.for_each(drop);
+    let (mut newest, mut lasting, mut count) = (0, 0, 0);
+    let mut kept: Vec<&[u8]> = Vec::new();
+    for (line, seq, lasts) in lines.into_iter().rev() {
+        newest += line.len();
+        let mut is_kept = newest <= NEWEST_BYTES || needed.contains(&seq);
+        if !is_kept && lasts {
+            (lasting, count) = (lasting + line.len(), count + 1);
+            is_kept = lasting <= LASTING_BYTES && count <= MAX_LASTING;
+        }
+        if is_kept {
+            kept.push(line);
+        }
+    }
+    kept.extend(bytes.split_inclusive(|b| *b == b'\n').next());
+    kept.reverse();
+    kept.concat()
 }
 
 /// The number in the header. None if the file is no journal.
@@ -243,88 +319,98 @@ mod tests {
         })
     }
 
-    fn lines(from: u64, to: u64) -> VecDeque<Arc<str>> {
-        (from..to).map(|seq| line(seq).into()).collect()
+    fn memory(seqs: std::ops::Range<u64>) -> Memory {
+        let mut memory = Memory::new(CAPACITY_BYTES, 0);
+        for seq in seqs {
+            let text = line(seq);
+            let Ok(Line::Record(record)) = decode(text.as_bytes()) else {
+                panic!("{text:?} is no record")
+            };
+            memory.push(&record, text.into());
+        }
+        memory
     }
 
     fn seqs(records: &[Record]) -> Vec<u64> {
         records.iter().map(|r| r.seq).collect()
     }
 
+    /// The state of these tests comes from one record.
+    fn fifth(records: &mut dyn Iterator<Item = Record>) -> BTreeSet<u64> {
+        records.map(|r| r.seq).filter(|seq| *seq == 5).collect()
+    }
+
+    /// Keeps a full file from being made anew, as a /run without room does.
+    fn obstruct(path: &Path) -> PathBuf {
+        let obstacle = path.with_extension("tmp");
+        std::fs::create_dir(&obstacle).unwrap();
+        obstacle
+    }
+
     #[test]
     fn what_was_written_is_found_and_continued_behind_half_a_line() {
         let folder = temp_dir();
         let path = folder.path().join("journal");
-        let mut journal = Journal::create(&path, HEADER).unwrap();
-        journal.write(0, &lines(0, 3)).unwrap();
+        let mut journal = Journal::create(&path, HEADER, fifth).unwrap();
+        journal.write(&memory(0..3)).unwrap();
         journal
             .file
             .write_all_at(&line(3).as_bytes()[..20], journal.bytes)
             .unwrap();
         drop(journal);
-        let (mut journal, found) = Journal::resume(&path).unwrap();
-        assert_eq!(
-            (
-                found.first_seq,
-                found.records.len(),
-                &found.lines[2],
-                found.missing
-            ),
-            (0, 3, &line(2), 0)
-        );
-        journal.write(0, &lines(0, 4)).unwrap();
+        let (mut journal, found) = Journal::resume(&path, fifth).unwrap();
+        let lines: Vec<&str> = found.memory.from(0).map(|entry| &*entry.line).collect();
+        assert_eq!(lines, [line(0), line(1), line(2)]);
+        assert_eq!((seqs(&found.records), found.missing), (vec![0, 1, 2], 0));
+        journal.write(&memory(0..4)).unwrap();
         drop(journal);
         assert_eq!(
-            seqs(&Journal::resume(&path).unwrap().1.records),
+            seqs(&Journal::resume(&path, fifth).unwrap().1.records),
             [0, 1, 2, 3]
         );
     }
 
     #[test]
-    fn a_full_file_loses_records_and_repeats_no_number() {
+    fn a_file_without_room_loses_records_and_repeats_no_number() {
         let folder = temp_dir();
         let path = folder.path().join("journal");
-        let mut journal = Journal::create(&path, HEADER).unwrap();
-        journal.write(0, &lines(0, 115)).unwrap();
+        let mut journal = Journal::create(&path, HEADER, fifth).unwrap();
+        journal.write(&memory(0..115)).unwrap();
+        let obstacle = obstruct(&path);
         journal.limit = 0;
         for end in 116..188 {
-            assert!(
-                journal
-                    .write(0, &lines(0, end))
-                    .unwrap_err()
-                    .to_string()
-                    .contains("has reached its limit")
-            );
+            let error = journal.write(&memory(0..end)).unwrap_err().to_string();
+            assert!(error.contains("has reached its limit"), "{error}");
+            // The first try, and none for each record after it.
+            assert_eq!(error.contains("not tried again yet"), end > 116, "{error}");
         }
         drop(journal);
-        let (mut journal, found) = Journal::resume(&path).unwrap();
-        assert_eq!(
-            (
-                found.first_seq,
-                found.lines.len(),
-                found.records.len(),
-                found.missing
-            ),
-            (187, 1, 115, 72)
-        );
+        let (mut journal, found) = Journal::resume(&path, fifth).unwrap();
+        assert_eq!((found.records.len(), found.missing), (115, 72));
+        let last = found.memory.from(115).next().unwrap();
+        assert_eq!((last.seq, found.memory.next_seq()), (187, 188));
         assert!(
-            found.lines[0].contains("its records 115 to 186 are lost"),
+            last.line.contains("its records 115 to 186 are lost"),
             "{}",
-            found.lines[0]
+            last.line
         );
         // Write again, still without room; then with room.
         journal.limit = 0;
-        let ring = Ring::resumed(found.lines, found.first_seq, Some(journal));
+        let ring = Ring::resumed(found.memory, Some(journal));
         ring.push(Record::new(Kind::Event, "settled"));
         let given = ring.next_seq();
         drop(ring);
-        let (journal, found) = Journal::resume(&path).unwrap();
-        assert_eq!((found.first_seq, found.records.len()), (given, 115));
-        drop(Ring::resumed(found.lines, found.first_seq, Some(journal)));
-        let (_, found) = Journal::resume(&path).unwrap();
+        std::fs::remove_dir(obstacle).unwrap();
+        let (journal, found) = Journal::resume(&path, fifth).unwrap();
         assert_eq!(
-            (found.records.len(), found.first_seq, found.lines.len()),
-            (116, given, 1)
+            (found.memory.next_seq(), found.records.len()),
+            (given + 1, 115)
+        );
+        drop(Ring::resumed(found.memory, Some(journal)));
+        let (_, found) = Journal::resume(&path, fifth).unwrap();
+        assert_eq!(
+            (found.records.len(), found.memory.next_seq()),
+            (116, given + 1)
         );
     }
 
@@ -332,17 +418,50 @@ mod tests {
     fn what_found_no_room_for_a_while_is_in_the_file_afterwards() {
         let folder = temp_dir();
         let path = folder.path().join("journal");
-        let mut journal = Journal::create(&path, HEADER).unwrap();
-        journal.write(0, &lines(0, 2)).unwrap();
+        let mut journal = Journal::create(&path, HEADER, fifth).unwrap();
+        journal.write(&memory(0..2)).unwrap();
+        let obstacle = obstruct(&path);
         journal.limit = 0;
-        journal.write(0, &lines(0, 5)).unwrap_err();
+        journal.write(&memory(0..5)).unwrap_err();
+        std::fs::remove_dir(obstacle).unwrap();
         journal.limit = LIMIT;
-        journal.write(0, &lines(0, 6)).unwrap();
+        journal.write(&memory(0..6)).unwrap();
         drop(journal);
-        let (_, found) = Journal::resume(&path).unwrap();
-        assert_eq!(
-            (seqs(&found.records), found.first_seq, found.missing),
-            ((0..6).collect(), 0, 0)
+        let (_, found) = Journal::resume(&path, fifth).unwrap();
+        assert_eq!((seqs(&found.records), found.missing), ((0..6).collect(), 0));
+    }
+
+    #[test]
+    fn a_full_file_keeps_what_is_needed_what_lasts_and_the_newest() {
+        let mut text = HEADER.as_bytes().to_vec();
+        let noise = "x".repeat(8000);
+        let mut push = |seq: u64, kind: Kind, name: &str, noise: &str| {
+            let mut record = Record {
+                seq,
+                ..Record::new(kind, name)
+            };
+            record.fields.insert("text".into(), noise.into());
+            text.extend_from_slice(record_line(&record).as_bytes());
+        };
+        push(0, Kind::Event, names::INIT_START, "");
+        push(1, Kind::Kmsg, "kmsg", &noise);
+        push(2, Kind::Event, names::SETTLED, "");
+        push(3, Kind::Event, names::SINK, "");
+        push(4, Kind::Event, names::GPU_FAILED, "");
+        push(5, Kind::Kmsg, "kmsg", &noise);
+        for seq in 6..1000 {
+            push(seq, Kind::Kmsg, "kmsg", &noise);
+        }
+        let kept = worth_keeping(&text, fifth);
+        assert!(kept.starts_with(HEADER.as_bytes()));
+        let seqs: Vec<u64> = records(&kept).map(|(_, record)| record.seq).collect();
+        let newest = seqs[4];
+        assert_eq!(seqs[..4], [0, 2, 4, 5]);
+        assert_eq!(seqs[4..], (newest..1000).collect::<Vec<u64>>());
+        let bytes = kept.len();
+        assert!(
+            (NEWEST_BYTES - 9000..NEWEST_BYTES + 9000).contains(&bytes),
+            "{bytes} bytes"
         );
     }
 
@@ -358,7 +477,7 @@ mod tests {
         ] {
             std::fs::write(&path, text).unwrap();
             assert!(
-                Journal::resume(&path)
+                Journal::resume(&path, fifth)
                     .err()
                     .is_some_and(|e| e.to_string().contains("not the header of a journal")),
                 "{text}"

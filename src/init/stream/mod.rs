@@ -9,6 +9,7 @@ pub mod driver_lines; // the driver's lines, kept to explain a failure
 pub mod journal; // the boot's file: what an earlier worker has written
 pub mod kmsg; // the kernel's log as part of the stream
 pub mod layer; // tracing's spans and events into records
+pub mod memory; // its lines, and which of them stay
 pub mod ring; // the records of this boot
 pub mod sinks; // vsock, unix socket, console
 pub mod stamps; // steps of PID 1

@@ -1,59 +1,45 @@
-//! The bounded memory of this boot's stream: every sink reads it and none can hold it up.
+//! This boot's stream: every sink reads it and none can hold it up.
 //!
 //! Invariants: `seq` is given here, under the lock, without gaps; pushing never waits for a reader
-//! and never fails; when the ring is full the oldest records go, and each [`Reader`] reports the
-//! number of those it lost. Lines are stored in wire format.
+//! and never fails; when the [memory](super::memory) is full older records go, and each [`Reader`]
+//! reports the number of those it lost. Lines are stored in wire format.
 //!
 //! With a [`Journal`], a line is in the journal's file before any reader can see it; if the file
 //! has no room for a line, it has its number. After a crash the next worker thus finds in that file
 //! whatever a reader may have seen, and gives no `seq` twice.
 
 use super::journal::Journal;
+use super::memory::Memory;
 use crate::machine::clock::boottime_ns;
 use crate::machine::threads;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Level, Record, record_line};
 use serde_json::Map;
-use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::sync::watch;
 
 /// Bytes of lines kept. A boot of 16 GPUs writes about 200 kB; five times that survives a noisy
 /// kernel log.
-const CAPACITY_BYTES: usize = 1024 * 1024;
+pub const CAPACITY_BYTES: usize = 1024 * 1024;
 
 struct Lines {
-    lines: VecDeque<Arc<str>>,
-    /// `seq` of the first line in the ring.
-    first_seq: u64,
-    bytes: usize,
+    memory: Memory,
     journal: Option<Journal>,
     /// Whether the journal has stopped, which has been reported.
     stopped: bool,
 }
 
 impl Lines {
-    fn next_seq(&self) -> u64 {
-        self.first_seq + self.lines.len() as u64
-    }
-
     /// Writes the lines that the journal lacks. After an error, no number up to now is given again.
     fn write(&mut self) -> std::io::Result<()> {
         self.journal
             .as_mut()
-            .map_or(Ok(()), |journal| journal.write(self.first_seq, &self.lines))
+            .map_or(Ok(()), |journal| journal.write(&self.memory))
     }
 
-    fn keep(&mut self, line: Arc<str>, capacity_bytes: usize) {
-        self.bytes += line.len();
-        self.lines.push_back(line);
-        while self.bytes > capacity_bytes && self.lines.len() > 1 {
-            if let Some(old) = self.lines.pop_front() {
-                self.bytes -= old.len();
-                self.first_seq += 1;
-            }
-        }
+    fn keep(&mut self, record: &Record) {
+        self.memory.push(record, record_line(record).into());
     }
 }
 
@@ -80,7 +66,6 @@ fn changed(seq: u64, boottime_ns: u64, error: Option<&std::io::Error>) -> Record
 /// The ring. Shared by reference counting; lives as long as the process.
 pub struct Ring {
     lines: Mutex<Lines>,
-    capacity_bytes: usize,
     grown: Condvar,
     watch: watch::Sender<u64>,
 }
@@ -93,39 +78,23 @@ impl Default for Ring {
 
 impl Ring {
     pub fn with_capacity(capacity_bytes: usize) -> Self {
-        Self {
-            lines: Mutex::new(Lines {
-                lines: VecDeque::new(),
-                first_seq: 0,
-                bytes: 0,
-                journal: None,
-                stopped: false,
-            }),
-            capacity_bytes,
-            grown: Condvar::new(),
-            watch: watch::Sender::new(0),
-        }
+        Self::resumed(Memory::new(capacity_bytes, 0), None)
     }
 
-    /// A ring that continues a stream: `lines` are its last ones, from `first_seq` on; `journal`
-    /// takes later ones.
-    pub fn resumed(
-        lines: impl IntoIterator<Item = String>,
-        first_seq: u64,
-        journal: Option<Journal>,
-    ) -> Self {
-        let ring = Self::default();
-        let mut inner = ring.lock();
-        inner.first_seq = first_seq;
-        inner.journal = journal;
-        for line in lines {
-            inner.keep(line.into(), ring.capacity_bytes);
-        }
+    /// A ring that continues the stream of this memory; `journal` takes later lines.
+    pub fn resumed(memory: Memory, journal: Option<Journal>) -> Self {
+        let mut lines = Lines {
+            memory,
+            journal,
+            stopped: false,
+        };
         // An error recurs with the next record, and is reported then.
-        let _unused = inner.write();
-        ring.watch.send_replace(inner.next_seq());
-        drop(inner);
-        ring
+        let _unused = lines.write();
+        Self {
+            watch: watch::Sender::new(lines.memory.next_seq()),
+            lines: Mutex::new(lines),
+            grown: Condvar::new(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Lines> {
@@ -137,20 +106,19 @@ impl Ring {
     /// Gives the record its `seq`, which is returned, keeps it and wakes the readers.
     pub fn push(&self, mut record: Record) -> u64 {
         let mut ring = self.lock();
-        let seq = ring.next_seq();
+        let seq = ring.memory.next_seq();
         record.seq = seq;
-        let line: Arc<str> = record_line(&record).into();
         // Readers cannot see the line before it is written: the lock is held.
-        ring.keep(line, self.capacity_bytes);
+        ring.keep(&record);
         let result = ring.write();
         if result.is_err() != ring.stopped {
             ring.stopped = result.is_err();
-            let report = changed(ring.next_seq(), record.boottime_ns, result.as_ref().err());
-            ring.keep(record_line(&report).into(), self.capacity_bytes);
+            let next = ring.memory.next_seq();
+            ring.keep(&changed(next, record.boottime_ns, result.as_ref().err()));
             // An error recurs with the next record, as above.
             let _unused = ring.write();
         }
-        let next = ring.next_seq();
+        let next = ring.memory.next_seq();
         drop(ring);
         self.grown.notify_all();
         self.watch.send_replace(next);
@@ -159,12 +127,12 @@ impl Ring {
 
     /// `seq` that the next record will get.
     pub fn next_seq(&self) -> u64 {
-        self.lock().next_seq()
+        self.lock().memory.next_seq()
     }
 
     /// `seq` of the oldest record in the ring.
     pub fn first_seq(&self) -> u64 {
-        self.lock().first_seq
+        self.lock().memory.first_seq()
     }
 
     /// Blocks the thread until there is a record with `seq >= next`, or until `at_most` has passed.
@@ -173,7 +141,7 @@ impl Ring {
         // The result only shows a timeout; the caller reads either way.
         let _unused = self
             .grown
-            .wait_timeout_while(guard, at_most, |ring| ring.next_seq() <= next);
+            .wait_timeout_while(guard, at_most, |ring| ring.memory.next_seq() <= next);
     }
 
     /// For tasks: receives the next `seq` whenever it grows.
@@ -188,6 +156,9 @@ pub struct Reader {
     /// Name of the sink in its reports.
     sink: &'static str,
     next: u64,
+    /// Records that had left the ring when this reader came, between those still there: no loss of
+    /// this reader, and to be seen by the numbers.
+    gone_before: u64,
     /// Last report of lost records.
     report: Option<Report>,
 }
@@ -200,10 +171,15 @@ struct Report {
 impl Reader {
     /// A reader that begins at the record `next`.
     pub fn new(ring: Arc<Ring>, sink: &'static str, next: u64) -> Self {
+        let inner = ring.lock();
+        let first = next.max(inner.memory.first_seq());
+        let gone_before = inner.memory.missing_from(first);
+        drop(inner);
         Self {
             ring,
             sink,
             next,
+            gone_before,
             report: None,
         }
     }
@@ -217,18 +193,26 @@ impl Reader {
     ///
     /// Lines that had left the ring before are skipped, and their number is pushed in a
     /// `stream.lost`. Once the sink has read all, the numbers in the reports that it read add up to
-    /// the records that it misses: a report that is lost in turn counts again in the next one.
+    /// the records that it misses of those that were there when it came, or came later: a report
+    /// that is lost in turn counts again in the next one.
     pub fn read(&mut self, limit: usize) -> Vec<Arc<str>> {
         let inner = self.ring.lock();
-        let read_to = self.next;
-        self.next = self.next.max(inner.first_seq);
-        let skip = usize::try_from(self.next - inner.first_seq).unwrap_or(usize::MAX);
-        let lines: Vec<Arc<str>> = inner.lines.iter().skip(skip).take(limit).cloned().collect();
-        drop(inner);
-        if self.next > read_to {
-            self.report_lost(read_to..self.next);
+        let (mut lost, mut again, mut lines) = (0, 0, Vec::new());
+        for entry in inner.memory.from(self.next).take(limit) {
+            let gap = self.next..entry.seq;
+            lost += entry.seq - self.next;
+            let report = self.report.take_if(|report| gap.contains(&report.seq));
+            again += report.map_or(0, |report| report.lost);
+            self.next = entry.seq + 1;
+            lines.push(Arc::clone(&entry.line));
         }
-        self.next += lines.len() as u64;
+        drop(inner);
+        let gone_before = self.gone_before.min(lost);
+        self.gone_before -= gone_before;
+        lost = lost - gone_before + again;
+        if lost > 0 {
+            self.report_lost(lost);
+        }
         lines
     }
 
@@ -237,12 +221,7 @@ impl Reader {
         self.ring.wait_blocking(self.next, at_most);
     }
 
-    fn report_lost(&mut self, range: std::ops::Range<u64>) {
-        let again = self
-            .report
-            .take_if(|report| range.contains(&report.seq))
-            .map_or(0, |report| report.lost);
-        let lost = range.end - range.start + again;
+    fn report_lost(&mut self, lost: u64) {
         let seq = self.ring.push(Record {
             boottime_ns: boottime_ns(),
             level: Level::Warn,

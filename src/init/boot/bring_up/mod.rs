@@ -24,6 +24,7 @@ mod lane; // enabling
 pub mod lane_cpu; // a vCPU for the lane
 mod late; // kernel stacks for a GPU that takes long
 mod lockdown; // end of module loading
+pub mod needed; // records that these facts come from
 mod off_the_bus; // a GPU that the driver says has fallen off the bus
 mod overlaps; // initialisations at the same time
 pub mod previous; // facts from an earlier worker

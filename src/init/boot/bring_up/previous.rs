@@ -37,6 +37,11 @@ pub struct Known {
 #[derive(Debug, Default)]
 pub struct Previous {
     pub gpus: HashMap<PciAddress, Known>,
+    /// The start of PID 1 is in the stream, and its hand-over to the agent.
+    pub started: bool,
+    pub handed_over: bool,
+    /// Workers whose death is in the stream.
+    pub deaths: u64,
     /// GPUs of the boot scan, once it was over.
     pub scanned: Option<usize>,
     /// Steps that began and did not end: their worker died in them.
@@ -76,21 +81,21 @@ impl Previous {
         let mut previous = Self::default();
         let mut open = BTreeMap::new();
         for record in records {
+            previous.last_step = previous.last_step.max(record.span.unwrap_or(0));
             match (record.kind, record.span) {
                 (Kind::Begin, Some(span)) => {
-                    previous.last_step = previous.last_step.max(span);
                     if record.name == names::SERVICE_START {
                         let service = text(record, "service");
                         previous.services.extend(service.map(str::to_string));
                     }
-                    previous.load_begun |= record.name == names::MODULE_LOAD
-                        && text(record, "module") == Some("nvidia");
+                    previous.load_begun |= is_driver_load(record);
                     open.insert(span, record.clone());
                     if record.name == names::GPU_RESET {
                         previous.resets.extend(record.gpu);
                     }
                 }
                 (Kind::End, Some(span)) => {
+                    previous.handed_over |= record.name == names::AGENT_EXEC;
                     let begin = open.remove(&span);
                     if let Some(begin) =
                         begin.filter(|_| record.name == names::GPU_ENABLE && record.error.is_none())
@@ -138,8 +143,14 @@ impl Previous {
     }
 
     fn take_event(&mut self, record: &Record) {
-        if record.name == names::TOPOLOGY {
-            self.topology = decision(record).or(self.topology.take());
+        match record.name.as_str() {
+            names::TOPOLOGY => self.topology = decision(record).or(self.topology.take()),
+            names::INIT_START => self.started = true,
+            names::GPU_DEGRADED => self.degraded = true,
+            names::PROCESS_DIED => {
+                self.deaths = self.deaths.max(number(record, "number").unwrap_or(0));
+            }
+            _ => {}
         }
         let Some(gpu) = record.gpu else { return };
         if record.name == names::GPU_XID {
@@ -164,6 +175,7 @@ impl Previous {
                     slot,
                     ..Known::default()
                 };
+                self.xids.retain(|(of, _)| of.address != gpu);
             }
             known.slot.index = number(record, "index")
                 .and_then(|n| usize::try_from(n).ok())
@@ -197,19 +209,19 @@ impl Previous {
             }
             names::GPU_PUBLISHED => known.published = true,
             names::GPU_WITHHELD => known.published = false,
-            names::GPU_DEGRADED => self.degraded = true,
             names::GPU_HEALTH => {
-                let listed = text(record, "mig").unwrap_or_default();
+                // A report of an error alone has no list.
+                let Some(listed) = text(record, "mig") else {
+                    return;
+                };
                 let instances: Vec<MigDevice> = listed
                     .split(kata_gpu_wire::nvml_messages::LIST)
                     .filter_map(|text| text.parse().ok())
                     .collect();
-                known.instance_uuids.extend(
-                    known
-                        .minor
-                        .into_iter()
-                        .flat_map(|minor| nvml::instance_uuids(minor, &instances).0),
-                );
+                let minor = known.minor.into_iter();
+                known.instance_uuids = minor
+                    .flat_map(|minor| nvml::instance_uuids(minor, &instances).0)
+                    .collect();
             }
             names::GPU_USABLE => {
                 known.usable = true;
@@ -244,8 +256,13 @@ impl Previous {
     }
 }
 
+/// Whether a record is of the load of the driver.
+pub fn is_driver_load(record: &Record) -> bool {
+    record.name == names::MODULE_LOAD && text(record, "module") == Some("nvidia")
+}
+
 /// The decision that a record reports.
-fn decision(record: &Record) -> Option<Decision> {
+pub fn decision(record: &Record) -> Option<Decision> {
     let text = |field: &str| text(record, field).map(str::to_string);
     let count = |field: &str| number(record, field).and_then(|n| usize::try_from(n).ok());
     let management = text("functions")
@@ -272,7 +289,7 @@ pub fn text<'a>(record: &'a Record, field: &str) -> Option<&'a str> {
     record.fields.get(field)?.as_str()
 }
 
-fn number(record: &Record, field: &str) -> Option<u64> {
+pub fn number(record: &Record, field: &str) -> Option<u64> {
     record.fields.get(field)?.as_u64()
 }
 
@@ -398,6 +415,8 @@ mod tests {
             )])
         );
         assert!(previous.load_begun);
+        // The first worker died before it reported any.
+        assert!(!previous.started && !previous.handed_over);
         assert!(known("0001:00:04.0").slot.failed);
         assert_eq!(known("0001:00:04.0").reason, Some(Reason::NeedsReset));
         assert!(known("0001:00:05.0").slot.left && !known("0001:00:05.0").usable);

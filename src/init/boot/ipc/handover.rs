@@ -48,9 +48,22 @@ pub struct Handed {
 pub enum Start {
     /// First worker, with the result of the hand-over.
     First(Handed),
-    /// Successor of workers that have died, with the exit status of each whose death no other
-    /// worker has reported.
-    Again { deaths: Vec<String> },
+    /// Successor of workers that have died.
+    Again {
+        /// The result of the hand-over, which succeeded: the first worker may have died before it
+        /// reported anything.
+        handed: Handed,
+        /// Those of which the keeper does not know that they are in the stream.
+        deaths: Vec<Death>,
+    },
+}
+
+/// Death of a worker.
+#[derive(Clone, Debug)]
+pub struct Death {
+    /// 1 for the first worker.
+    pub number: u64,
+    pub status: String,
 }
 
 /// Makes the two ends.

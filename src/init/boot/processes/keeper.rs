@@ -10,7 +10,7 @@
 use super::stamps::Boot;
 use super::worker;
 use crate::boot::failure;
-use crate::boot::ipc::handover::{Observer, Start};
+use crate::boot::ipc::handover::{Death, Handed, Observer, Start};
 use crate::boot::ipc::keeper_socket::{Held, KeeperSocket, MAX_MESSAGE, RELEASE, REPORTED};
 use crate::boot::ipc::{name_process, reply};
 use nix::errno::Errno;
@@ -43,8 +43,8 @@ struct Holdings {
     /// Children that close descriptors, each with the pidfd that shows its end. A child without one
     /// is reaped after the worker's next message.
     closing: Vec<(Pid, Option<OwnedFd>)>,
-    /// Exit statuses of workers whose death no later worker has reported yet.
-    unreported: Vec<String>,
+    /// Deaths of workers that no later worker has reported yet.
+    unreported: Vec<Death>,
 }
 
 /// Runs the keeper, in the child that PID 1 forked. Never returns.
@@ -59,8 +59,9 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
     name_process("gpuinit-keeper");
     // Without an agent the guest is about to power off: no worker follows the first one.
     let ending = handed.error.is_some();
+    let (begin_ns, end_ns) = (handed.begin_ns, handed.end_ns);
     let (mut start, mut holdings, mut young) = (Start::First(handed), Holdings::default(), 0_u32);
-    loop {
+    for number in 1.. {
         let (child, socket) = start_worker(&boot, start, &mut holdings);
         let born = Instant::now();
         holdings.serve(&socket);
@@ -74,9 +75,15 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
             rest()
         }
         if holdings.unreported.len() < MOST_UNREPORTED {
-            holdings.unreported.push(status);
+            holdings.unreported.push(Death { number, status });
         }
+        let handed = Handed {
+            begin_ns,
+            end_ns,
+            error: None,
+        };
         start = Start::Again {
+            handed,
             deaths: holdings.unreported.clone(),
         };
         young = if born.elapsed() < YOUNG { young + 1 } else { 0 };
@@ -85,6 +92,7 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
             std::thread::sleep(Duration::from_secs(1 << (young - 2).min(16)).min(LONGEST_PAUSE));
         }
     }
+    rest() // after 2^64 workers
 }
 
 /// Forks the worker; returns that process and the keeper's end of the socket to it. Tries until

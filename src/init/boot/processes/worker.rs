@@ -7,11 +7,12 @@ use super::stamps::Boot;
 use crate::boot::AGENT;
 use crate::boot::bring_up;
 use crate::boot::bring_up::lane_cpu::Spare;
+use crate::boot::bring_up::needed::needed;
 use crate::boot::bring_up::previous;
 use crate::boot::bring_up::previous::Previous;
 use crate::boot::bring_up::{Machine, Sources};
 use crate::boot::ipc::descriptors::Descriptors;
-use crate::boot::ipc::handover::{Handed, Observer, Start};
+use crate::boot::ipc::handover::{Death, Handed, Observer, Start};
 use crate::boot::ipc::keeper_socket::{Held, KeeperSocket};
 use crate::boot::ipc::name_process;
 use crate::boot::ipc::opener::Opener;
@@ -26,7 +27,8 @@ use crate::services::{self, Milestones};
 use crate::stream;
 use crate::stream::clock_reports;
 use crate::stream::journal::{Journal, UNKNOWN};
-use crate::stream::ring::Ring;
+use crate::stream::memory::Memory;
+use crate::stream::ring::{CAPACITY_BYTES, Ring};
 use crate::stream::sinks::stream::Identity;
 use crate::stream::sinks::{console, listener, vsock};
 use crate::stream::stamps::{self, Stamp};
@@ -102,25 +104,28 @@ async fn live(
     if let Some(error) = trouble {
         tracing::warn!(name: names::SINK, sink = "file", state = "unavailable", error);
     }
-    let (exec, no_agent) = match start {
-        Start::First(handed) => {
-            report_stage0(boot);
-            let (exec, no_agent) = report_handover(boot, handed);
-            // Markers show the difference between the kernel log's clock and this one. Without
-            // /dev/kmsg there are no lines to correct either.
-            let _unused = kmsg::write_markers();
-            clock_reports::report_from_now_on();
-            report_before_kernel(boot);
-            (exec, no_agent)
-        }
-        Start::Again { deaths } => {
-            report_deaths(&ring, &previous, &deaths);
-            descriptors.reported_deaths();
-            // The clock may have been stepped since.
-            clock_reports::report_from_now_on();
-            (None, None)
-        }
+    let (handed, deaths) = match start {
+        Start::First(handed) => (handed, Vec::new()),
+        Start::Again { handed, deaths } => (handed, deaths),
     };
+    let known = previous.as_ref();
+    if !known.is_some_and(|previous| previous.started) {
+        report_stage0(boot);
+        // Markers show the difference between the kernel log's clock and this one. Without
+        // /dev/kmsg there are no lines to correct either.
+        let _unused = kmsg::write_markers();
+        report_before_kernel(boot);
+    }
+    let (exec, no_agent) = match known.is_some_and(|previous| previous.handed_over) {
+        false => report_handover(boot, handed),
+        true => (None, None),
+    };
+    if let Some(previous) = &previous {
+        report_deaths(&ring, previous, &deaths);
+        descriptors.reported_deaths();
+    }
+    // The clock may have been stepped since an earlier worker's report.
+    clock_reports::report_from_now_on();
     // First: the driver's files may be on a disk. A guest that is about to end mounts nothing.
     let images = no_agent
         .is_none()
@@ -238,38 +243,46 @@ fn services_of(
 /// the stream, and the error of its file.
 fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, Option<String>) {
     let path = Path::new(RUN).join("boot.ndjson");
+    let create = || {
+        let made = std::fs::create_dir_all(RUN).map_err(|e| format!("make {RUN}: {e}"));
+        made.and_then(|()| {
+            Journal::create(&path, &identity.header(0), needed).map_err(|e| e.to_string())
+        })
+    };
+    let install = |memory, journal| stream::install(Ring::resumed(memory, journal));
+    let anew = |previous, next_seq| {
+        let (journal, error) = match create() {
+            Ok(journal) => (Some(journal), None),
+            Err(error) => (None, Some(error)),
+        };
+        let memory = Memory::new(CAPACITY_BYTES, next_seq);
+        (install(memory, journal), previous, error)
+    };
     match start {
-        Start::First(_) => {
-            let made = std::fs::create_dir_all(RUN).map_err(|e| format!("make {RUN}: {e}"));
-            match made.and_then(|()| {
-                Journal::create(&path, &identity.header(0)).map_err(|e| e.to_string())
-            }) {
-                Ok(journal) => (
-                    stream::install(Ring::resumed([], 0, Some(journal))),
-                    None,
-                    None,
-                ),
-                Err(error) => (stream::install(Ring::default()), None, Some(error)),
-            }
-        }
-        Start::Again { .. } => match Journal::resume(&path) {
+        Start::First(_) => anew(None, 0),
+        Start::Again { .. } => match Journal::resume(&path, needed) {
             Ok((journal, found)) => {
                 let previous = Previous::from_records(&found.records);
                 // Each missing record may be the begin of a step.
                 StepId::continue_after(previous.last_step.saturating_add(found.missing));
-                (
-                    stream::install(Ring::resumed(found.lines, found.first_seq, Some(journal))),
-                    Some(previous),
-                    None,
-                )
+                (install(found.memory, Some(journal)), Some(previous), None)
             }
             // Without the file the numbers already given are unknown: the stream goes on far behind
-            // them.
+            // them. A first worker that died at once may have made none.
             Err(error) => {
                 StepId::continue_after(UNKNOWN);
+                if error.kind() == std::io::ErrorKind::NotFound {
+                    return anew(Some(Previous::default()), UNKNOWN);
+                }
+                let previous = Previous {
+                    started: true,
+                    handed_over: true,
+                    ..Previous::default()
+                };
+                let memory = Memory::new(CAPACITY_BYTES, UNKNOWN);
                 (
-                    stream::install(Ring::resumed([], UNKNOWN, None)),
-                    Some(Previous::default()),
+                    install(memory, None),
+                    Some(previous),
                     Some(error.to_string()),
                 )
             }
@@ -277,15 +290,15 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
     }
 }
 
-/// Reports each worker's death, and ends the steps that were open.
-fn report_deaths(ring: &Ring, previous: &Option<Previous>, deaths: &[String]) {
-    for status in deaths {
+/// Reports each worker's death that is not in the stream, and ends the steps that were open.
+fn report_deaths(ring: &Ring, previous: &Previous, deaths: &[Death]) {
+    for Death { number, status } in deaths.iter().filter(|d| d.number > previous.deaths) {
         let error = format!(
             "the worker has ended ({status}); another one goes on, and all GPUs have stayed open"
         );
-        tracing::error!(name: names::PROCESS_DIED, process = "worker", status, error);
+        tracing::error!(name: names::PROCESS_DIED, process = "worker", number, status, error);
     }
-    for begin in previous.iter().flat_map(|p| &p.open) {
+    for begin in &previous.open {
         ring.push(previous::end_of(begin));
     }
 }
@@ -450,5 +463,63 @@ async fn last_words(ring: &Ring, mut delivered: watch::Receiver<u64>) {
         .map(|r| r.map(drop))
     {
         tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stream::layer::RecordLayer;
+    use crate::stream::ring::Reader;
+    use kata_gpu_wire::decode::decode;
+    use kata_gpu_wire::record::{Kind, Line, Record};
+    use tracing_subscriber::layer::SubscriberExt;
+
+    #[test]
+    fn a_death_and_a_step_that_it_broke_off_are_reported_once() {
+        let ring = Arc::new(Ring::default());
+        let subscriber = tracing_subscriber::registry().with(RecordLayer::new(Arc::clone(&ring)));
+        let deaths: Vec<Death> = (1..=2)
+            .map(|number| Death {
+                number,
+                status: "killed by SIGKILL".into(),
+            })
+            .collect();
+        let begin = Record {
+            span: Some(7),
+            ..Record::new(Kind::Begin, names::GPU_ENABLE)
+        };
+        let stream = || -> Vec<Record> {
+            let lines = Reader::new(Arc::clone(&ring), "test", 0).read(100);
+            let records = lines
+                .iter()
+                .filter_map(|line| match decode(line.as_bytes()) {
+                    Ok(Line::Record(record)) => Some(*record),
+                    _ => None,
+                });
+            records.collect()
+        };
+        tracing::subscriber::with_default(subscriber, || {
+            ring.push(begin);
+            // Three successors; the third knows of one more death. None has told the keeper.
+            for known in [1, 2, 2] {
+                let previous = Previous::from_records(&stream());
+                report_deaths(&ring, &previous, &deaths[..known]);
+            }
+        });
+        let of = |name: &str| -> Vec<Record> {
+            let all = stream().into_iter();
+            all.filter(|record| record.name == name).collect()
+        };
+        let numbers: Vec<_> = of(names::PROCESS_DIED)
+            .iter()
+            .map(|death| death.fields["number"].as_u64())
+            .collect();
+        assert_eq!(numbers, [Some(1), Some(2)]);
+        let steps: Vec<_> = of(names::GPU_ENABLE)
+            .iter()
+            .map(|r| (r.kind, r.span))
+            .collect();
+        assert_eq!(steps, [(Kind::Begin, Some(7)), (Kind::End, Some(7))]);
     }
 }
