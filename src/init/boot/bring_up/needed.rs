@@ -335,7 +335,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(500))]
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(500) })]
         #[test]
         fn the_needed_records_alone_give_the_same_state(records in any_records()) {
             let needed = needed(&mut records.iter().cloned());
