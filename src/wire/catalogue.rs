@@ -342,9 +342,9 @@ rows! {
     GPU_INIT = "gpu.init", Span, Driver, AdapterInit <- [names::MODULE_LOAD]
         { rc: "at the end", status: "at the end" }, rank = Rank::Detail;
     /// Reset of a GPU that an earlier guest left half initialised: unbind, reset, bind; once per
-    /// GPU, after its initialisation has failed. The GPU then comes again: another generation.
+    /// device, after its initialisation has failed. The GPU then comes again: another generation.
     GPU_RESET = "gpu.reset", Span, Driver, Probe <- [names::GPU_INIT]
-        { method: "flr, bus", reason: "" };
+        { method: "flr, bus", inode: "of its directory in sysfs", reason: "" };
     /// Looking for the driver's user space. As an event: what could not be looked at, or why the
     /// manifest was not used.
     DRIVER_FILES = "driver.files", Span, Init, Init <- [derived::PREPARE, names::PCI_SCAN]

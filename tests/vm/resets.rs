@@ -121,7 +121,7 @@ fn stuck(context: &TestContext) -> Result<Outcome> {
     let error = failed.error.clone().unwrap_or_default();
     ensure!(
         failed.fields["reason"] == "needs-reset"
-            && error.contains("one reset was tried in this boot already"),
+            && error.contains("one reset of this GPU was tried in this boot already"),
         "{error}"
     );
     ensure!(reported(&records).len() == 1, "{:?}", reported(&records));

@@ -44,6 +44,7 @@ struct Gpu {
     generation: u64,
     /// By name, and by whether it has the field that other records of that name lack.
     events: BTreeMap<(String, bool), u64>,
+    /// Newest reset, of any arrival: the reset itself makes another one.
     reset: Option<u64>,
     /// Errors that were not reported, each with its number (Xid).
     xids: Vec<(u32, u64)>,
@@ -121,6 +122,7 @@ impl Found {
         if name == names::GPU_FOUND && !is_here {
             *gpu = Gpu {
                 generation,
+                reset: gpu.reset,
                 ..Gpu::default()
             };
         }
@@ -229,6 +231,7 @@ mod tests {
                 (previous.scanned, &previous.services, previous.last_step),
                 (previous.last_kmsg, previous.load_begun, previous.degraded),
                 (&previous.topology, &previous.xids, enable),
+                &previous.resets,
             )
         )
     }
@@ -251,6 +254,7 @@ mod tests {
         ];
         let steps = [
             (names::GPU_ENABLE, "", ""),
+            (names::GPU_RESET, "", ""),
             (names::SERVICE_START, "service", "fabricmanager"),
             (names::SERVICE_START, "service", "persistenced"),
             (names::MODULE_LOAD, "module", "nvidia"),

@@ -54,8 +54,8 @@ pub struct Previous {
     pub last_kmsg: Option<u64>,
     /// A worker began to load the driver.
     pub load_begun: bool,
-    /// GPUs whose reset was begun.
-    pub resets: BTreeSet<PciAddress>,
+    /// Inode of the last device at an address whose reset was begun.
+    pub resets: BTreeMap<PciAddress, Option<u64>>,
     /// A GPU was given to containers although it does not work as it should.
     pub degraded: bool,
     /// The last decision about the topology.
@@ -91,7 +91,8 @@ impl Previous {
                     previous.load_begun |= is_driver_load(record);
                     open.insert(span, record.clone());
                     if record.name == names::GPU_RESET {
-                        previous.resets.extend(record.gpu);
+                        let device = |gpu| (gpu, number(record, "inode"));
+                        previous.resets.extend(record.gpu.map(device));
                     }
                 }
                 (Kind::End, Some(span)) => {
@@ -349,6 +350,8 @@ mod tests {
             .insert("service".into(), "fabricmanager".into());
         let mut load = record(Kind::Begin, names::MODULE_LOAD, "", Some(1));
         load.fields.insert("module".into(), "nvidia".into());
+        let mut reset = record(Kind::Begin, names::GPU_RESET, "0001:00:06.0", Some(7));
+        reset.fields.insert("inode".into(), 70.into());
         let mut failed = record(Kind::Event, names::GPU_FAILED, "0001:00:04.0", None);
         failed.fields.insert("reason".into(), "needs-reset".into());
         assert!(!Previous::from_records(&[service.clone()]).load_begun);
@@ -363,7 +366,7 @@ mod tests {
             record(Kind::End, names::GPU_BIND, GPU, Some(4)),
             bound,
             health,
-            record(Kind::Begin, names::GPU_RESET, "0001:00:06.0", Some(7)),
+            reset,
             record(Kind::End, names::GPU_RESET, "0001:00:06.0", Some(7)),
             record(Kind::Begin, names::GPU_INIT, GPU, Some(9)),
             line,
@@ -387,7 +390,7 @@ mod tests {
         assert_eq!((previous.last_step, previous.last_kmsg), (9, Some(812)));
         assert_eq!(
             previous.resets.into_iter().collect::<Vec<_>>(),
-            ["0001:00:06.0".parse().unwrap()]
+            [("0001:00:06.0".parse().unwrap(), Some(70))]
         );
         // Neither reported by a worker, nor about a GPU that has left.
         assert_eq!(

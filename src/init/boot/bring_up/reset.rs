@@ -3,8 +3,9 @@
 //! The driver reports such a GPU when its initialisation fails (WPR2 is up, invalid state). Nothing
 //! that the kernel caches shows it before: the register that does is behind BAR 0, at a place that
 //! depends on the chip. The reset therefore follows the first failure. The GPU is unbound first: it
-//! cannot be opened until it is bound again, as another arrival, whose failure is final. A working
-//! GPU is never reset, nor a second one for the sake of the first.
+//! cannot be opened until it is bound again, as another arrival, whose failure is final: a reset is
+//! remembered by address and inode, which stay over the bind and change when a GPU is plugged in. A
+//! working GPU is never reset, nor a second one for the sake of the first.
 
 use super::failed::{Failed, diagnose, failed};
 use super::previous::{self, Previous};
@@ -40,8 +41,13 @@ pub async fn instead_of(
     if diagnose(&failure, &words, &shared.facts(gpu)).reason != Reason::NeedsReset {
         return Some(failure);
     }
+    // Another GPU may be there by now.
+    if !shared.roster.contains(gpu) {
+        return Some(failure);
+    }
     let resets = || threads::lock(&shared.resets);
-    let again = resets().contains(&gpu.address);
+    let device = shared.roster.device(gpu.address);
+    let again = resets().get(&gpu.address) == Some(&device);
     let methods = shared.sysfs.reset_methods(gpu.address);
     match method(
         shared.config.reset,
@@ -50,8 +56,9 @@ pub async fn instead_of(
         methods.as_deref(),
     ) {
         Ok(method) => {
-            resets().insert(gpu.address);
-            tokio::spawn(run(Arc::clone(shared), gpu, since_ns, failure, method));
+            resets().insert(gpu.address, device);
+            let shared = Arc::clone(shared);
+            tokio::spawn(run(shared, gpu, device, since_ns, failure, method));
             None
         }
         Err(why) => {
@@ -78,7 +85,7 @@ fn method(
             Err("not reset: this guest is confidential; gpuinit.reset=on allows it".into())
         }
         (Switch::Auto | Switch::On, _) if again => {
-            Err("one reset was tried in this boot already".into())
+            Err("one reset of this GPU was tried in this boot already".into())
         }
         (Switch::Auto | Switch::On, Some(method)) => Ok(method),
         (Switch::Auto | Switch::On, None) => Err(format!(
@@ -92,11 +99,13 @@ fn method(
 async fn run(
     shared: Arc<Shared>,
     gpu: GpuId,
+    inode: Option<u64>,
     since_ns: u64,
     failure: Failed,
     method: &'static str,
 ) {
-    let step = step!(names::GPU_RESET, gpu = %gpu.address, method, reason = %Reason::NeedsReset);
+    let reason = Reason::NeedsReset;
+    let step = step!(names::GPU_RESET, gpu = %gpu.address, method, inode, reason = %reason);
     let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
     let ended = threads::run(move || {
         let mut is_bound = false;
@@ -188,10 +197,11 @@ mod tests {
     use super::*;
     use crate::boot::bring_up::shared::tests::{arrive, shared};
     use crate::config::Config;
+    use crate::gpu::bind::{Bound, Sight};
     use kata_gpu_test_support::temp_dir;
 
     #[tokio::test]
-    async fn a_gpu_that_fails_again_after_its_reset_is_not_reset_again() {
+    async fn a_gpu_is_reset_once_and_one_that_is_plugged_in_there_once_more() {
         let folder = temp_dir();
         let config = Config {
             reset: Switch::On,
@@ -204,20 +214,45 @@ mod tests {
             .join(format!("bus/pci/devices/{}", gpu.address));
         std::fs::create_dir_all(&function).unwrap();
         std::fs::write(function.join("reset_method"), "flr bus\n").unwrap();
-        let fails = || {
+        let see = |device, bind| {
+            shared
+                .roster
+                .observe(gpu.address, Sight { device, bind }, None)
+        };
+        let bound = |device, bind| Bound {
+            address: gpu.address,
+            device,
+            bind,
+        };
+        let fails = |gpu: GpuId| {
             let failure = Failed::new(
                 FailedStep::Init,
                 Some(Reason::NeedsReset),
                 "it fails".into(),
             );
-            instead_of(failure, &shared, gpu, 0)
+            let shared = &shared;
+            async move { instead_of(failure, shared, gpu, 0).await }
         };
-        assert!(fails().await.is_none(), "no reset was begun");
-        let again = fails().await.map(|failure| failure.error);
+        assert!(fails(gpu).await.is_none(), "no reset was begun");
+        let again = fails(gpu).await.map(|failure| failure.error);
         assert!(
             again.as_ref().is_some_and(|why| why.contains("was tried")),
             "{again:?}"
         );
+        // Bound again, as after a reset.
+        see(Some(7), Some(1));
+        assert!(shared.roster.bound(gpu, bound(7, 1)));
+        see(Some(7), Some(2));
+        let again = shared.roster.at(gpu.address).unwrap();
+        assert_eq!(again.generation, 1);
+        assert!(fails(again).await.is_some(), "a second reset was begun");
+        // Unplugged and plugged in again, or another GPU.
+        see(None, None);
+        assert!(fails(again).await.is_some(), "a GPU that is gone was reset");
+        see(Some(8), None);
+        let plugged = shared.roster.at(gpu.address).unwrap();
+        assert!(fails(plugged).await.is_none(), "no reset was begun");
+        assert!(fails(plugged).await.is_some(), "a second reset was begun");
     }
 
     #[test]

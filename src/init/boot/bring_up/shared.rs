@@ -19,7 +19,7 @@ use crate::stream::StepId;
 use crate::stream::kmsg::DriverLog;
 use kata_gpu_wire::failure::Reason;
 use kata_gpu_wire::pci_address::PciAddress;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::runtime::Handle;
 use tokio::sync::futures::Notified;
@@ -50,8 +50,8 @@ pub struct Shared {
     pub fabric: watch::Sender<Fabric>,
     /// Occasions to ask NVML.
     pub occasions: watch::Sender<Occasions>,
-    /// GPUs that were reset in this boot; see [`super::reset`].
-    pub resets: Mutex<BTreeSet<PciAddress>>,
+    /// Inode of the last device at an address that was reset in this boot; see [`super::reset`].
+    pub resets: Mutex<BTreeMap<PciAddress, Option<u64>>>,
 }
 
 impl Shared {
