@@ -298,7 +298,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for RecordLayer {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use crate::stream::ring::Reader;
     use kata_gpu_wire::decode::decode;
@@ -306,7 +306,8 @@ mod tests {
     use kata_gpu_wire::record::Line;
     use tracing_subscriber::layer::SubscriberExt;
 
-    fn records(work: impl FnOnce()) -> Vec<Record> {
+    /// Records that work on this thread makes.
+    pub fn records(work: impl FnOnce()) -> Vec<Record> {
         let ring = Arc::new(Ring::default());
         let subscriber = tracing_subscriber::registry().with(RecordLayer::new(Arc::clone(&ring)));
         tracing::subscriber::with_default(subscriber, work);

@@ -20,10 +20,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A usable GPU, as the init knows it.
+/// A usable GPU, as the init knows it when it asks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Known {
-    address: PciAddress,
+    gpu: GpuId,
     minor: u32,
     /// UUID; `None` until the driver knows it.
     uuid: Option<String>,
@@ -88,7 +88,7 @@ pub async fn ask(
         report_missing(!requests.is_empty(), awaited);
         return Err(NoAnswer::NoHelper);
     };
-    let addresses = gpus.iter().map(|gpu| gpu.address).collect();
+    let addresses = gpus.iter().map(|known| known.gpu.address).collect();
     let without_uuids = gpus.clone();
     // Until 590.44.01 a look at `information` waits for locks of the driver.
     let reading = threads::run(move || gpus.into_iter().map(Known::with_uuid).collect());
@@ -121,7 +121,7 @@ pub async fn ask(
     step.note("driver", facts.driver.as_deref());
     step.note("nvml", facts.nvml.as_deref());
     drop(step);
-    name_instances(shared, &facts);
+    name_instances(shared, &known, &facts);
     report(&known, shared.roster.present().len(), &facts);
     Ok(facts)
 }
@@ -137,7 +137,8 @@ pub async fn ask_state(
     shared: &Shared,
     set_ready: bool,
 ) -> (Result<Box<Facts>, NoAnswer>, Result<bool, String>) {
-    let addresses: Vec<PciAddress> = usable(shared).iter().map(|gpu| gpu.address).collect();
+    let known = usable(shared);
+    let addresses: Vec<PciAddress> = known.iter().map(|known| known.gpu.address).collect();
     let mut set = Ok(false);
     if addresses.is_empty() {
         return (Err(NoAnswer::NoGpus), set);
@@ -168,29 +169,34 @@ pub async fn ask_state(
     (facts, set)
 }
 
-/// Adds the names of MIG instances by UUID, where configured; only NVML knows them.
-fn name_instances(shared: &Shared, facts: &Facts) {
+/// Adds the names of MIG instances by UUID, where configured; only NVML knows them. The writer
+/// drops those of a GPU that has left.
+fn name_instances(shared: &Shared, known: &[Known], facts: &Facts) {
     if !shared.config.cdi_names.contains(&Naming::Uuid) {
         return;
     }
-    for gpu in shared.roster.present() {
-        let device = facts
-            .devices
-            .iter()
-            .find(|device| device.address == Some(gpu.address));
-        if let (Some(device), Some(minor)) = (device, shared.seen.minor(gpu)) {
-            let (uuids, _) = instance_uuids(minor, &device.mig);
+    for Known { gpu, minor, .. } in known {
+        if let Some(device) = listed(facts, gpu.address) {
+            let (uuids, _) = instance_uuids(*minor, &device.mig);
             // Sending fails only when the writer is gone, with the runtime.
-            let _unused = shared.spec.send(Update::KnownInstances { gpu, uuids });
+            let _unused = shared
+                .spec
+                .send(Update::KnownInstances { gpu: *gpu, uuids });
         }
     }
+}
+
+/// NVML's facts of the GPU at an address.
+fn listed(facts: &Facts, address: PciAddress) -> Option<&Device> {
+    let mut devices = facts.devices.iter();
+    devices.find(|device| device.address == Some(address))
 }
 
 /// GPUs that are usable now, without their UUIDs.
 fn usable(shared: &Shared) -> Vec<Known> {
     let known = |gpu: GpuId| {
         Some(Known {
-            address: gpu.address,
+            gpu,
             minor: shared.seen.minor(gpu)?,
             uuid: None,
         })
@@ -200,7 +206,7 @@ fn usable(shared: &Shared) -> Vec<Known> {
 
 impl Known {
     fn with_uuid(self) -> Self {
-        let found = information(Path::new("/proc"), self.address).ok();
+        let found = information(Path::new("/proc"), self.gpu.address).ok();
         Self {
             uuid: found.and_then(|found| found.uuid),
             ..self
@@ -228,7 +234,9 @@ fn requests(config: &Config, gpus: &[Known]) -> Vec<Request> {
             milliwatts: w.saturating_mul(1000),
         }))
     };
-    gpus.iter().flat_map(|gpu| of(gpu.address)).collect()
+    gpus.iter()
+        .flat_map(|known| of(known.gpu.address))
+        .collect()
 }
 
 /// A guest whose GPUs have all failed. NVML opens every GPU that it is asked about, which starts a
@@ -306,11 +314,18 @@ fn report(known: &[Known], present: usize, facts: &Facts) {
     for (gpu, error) in mixed(known, facts, confidential::is_confidential()) {
         tracing::error!(name: names::CONFIDENTIAL, gpu = %gpu, error);
     }
+    let generation = |gpu: Option<PciAddress>| {
+        let known = known.iter().find(|known| Some(known.gpu.address) == gpu)?;
+        known.gpu.again()
+    };
     for device in &facts.devices {
-        report_device(device);
+        report_device(device, generation(device.address));
     }
     for (gpu, error) in differences(known, present, facts) {
-        tracing::error!(name: names::GPU_HEALTH, gpu = gpu.map(tracing::field::display), error);
+        let generation = generation(gpu);
+        tracing::error!(
+            name: names::GPU_HEALTH, gpu = gpu.map(tracing::field::display), generation, error,
+        );
     }
 }
 
@@ -322,11 +337,8 @@ fn mixed(known: &[Known], facts: &Facts, guest: bool) -> Vec<(PciAddress, String
     let state = facts.confidential.as_ref();
     let enabled = state.is_some_and(|state| state.enabled);
     let of = |gpu: &Known| {
-        let address = gpu.address;
-        let device = facts
-            .devices
-            .iter()
-            .find(|device| device.address == Some(address));
+        let address = gpu.gpu.address;
+        let device = listed(facts, address);
         // Memory is not protected GPU by GPU under protected PCIe.
         let each = state.is_some_and(|state| !state.protected_pcie);
         let unprotected = each && device.is_some_and(|device| device.protected == Some(false));
@@ -353,12 +365,13 @@ fn mixed(known: &[Known], facts: &Facts, guest: bool) -> Vec<(PciAddress, String
     known.iter().filter_map(of).collect()
 }
 
-fn report_device(device: &Device) {
+fn report_device(device: &Device, generation: Option<u64>) {
     let joined = |list: Vec<String>| (!list.is_empty()).then(|| list.join(LIST));
     let (fabric, remapped) = (device.fabric.as_ref(), device.remapped.as_ref());
     tracing::info!(
         name: names::GPU_HEALTH,
         gpu = device.address.map(tracing::field::display),
+        generation,
         uuid = device.uuid.as_deref(),
         model = device.name.as_deref(),
         mig = joined(device.mig.iter().map(ToString::to_string).collect()),
@@ -384,7 +397,8 @@ fn report_device(device: &Device) {
     );
     for error in problems(device) {
         tracing::error!(
-            name: names::GPU_HEALTH, gpu = device.address.map(tracing::field::display), error,
+            name: names::GPU_HEALTH, gpu = device.address.map(tracing::field::display),
+            generation, error,
         );
     }
 }
@@ -413,12 +427,8 @@ fn differences(
 ) -> Vec<(Option<PciAddress>, String)> {
     let mut found = Vec::new();
     for gpu in known {
-        let address = gpu.address;
-        let Some(device) = facts
-            .devices
-            .iter()
-            .find(|device| device.address == Some(address))
-        else {
+        let address = gpu.gpu.address;
+        let Some(device) = listed(facts, address) else {
             found.push((
                 Some(address),
                 format!("GPU {address} is usable, and NVML does not list it: CUDA will not see it"),
@@ -455,14 +465,19 @@ fn differences(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::boot::bring_up::previous::Previous;
     use crate::config::Range;
     use crate::gpu::driver_caps::MigInstance;
+    use crate::stream::layer::tests::records;
     use kata_gpu_wire::nvml_messages::{Confidential, MigDevice};
     use std::collections::BTreeMap;
 
     fn known(bus: u8, minor: u32) -> Known {
         Known {
-            address: format!("0000:{bus:02x}:00.0").parse().unwrap(),
+            gpu: GpuId {
+                address: format!("0000:{bus:02x}:00.0").parse().unwrap(),
+                generation: 0,
+            },
             minor,
             uuid: Some(format!("GPU-{bus}")),
         }
@@ -470,7 +485,7 @@ mod tests {
 
     fn device(gpu: &Known) -> Device {
         Device {
-            address: Some(gpu.address),
+            address: Some(gpu.gpu.address),
             minor: Some(gpu.minor),
             uuid: gpu.uuid.clone(),
             ..Device::default()
@@ -506,6 +521,52 @@ mod tests {
                 "NVML counts 5 GPUs, and the PCI bus has 4",
             ]
         );
+    }
+
+    #[test]
+    fn the_health_of_a_gpu_that_came_again_is_that_arrivals_alone() {
+        let mut gpu = known(1, 3);
+        gpu.gpu.generation = 1;
+        let uuid = "MIG-01234567-89ab-cdef-0123-456789abcdef".to_string();
+        let mut listed = device(&gpu);
+        listed.errors.push("power: unknown".into());
+        listed.mig.push(MigDevice {
+            uuid: uuid.clone(),
+            gpu_instance: 1,
+            compute_instance: 0,
+        });
+        listed.uuid = Some("GPU-x".into());
+        let facts = Facts {
+            devices: vec![listed],
+            ..Facts::default()
+        };
+        let found = |generation: u32| {
+            let (address, minor) = (gpu.gpu.address, 3_u64);
+            tracing::info!(name: names::GPU_FOUND, gpu = %address, generation);
+            tracing::info!(name: names::GPU_BOUND, gpu = %address, minor, generation);
+        };
+        let known_of = |generation| {
+            let all = records(|| {
+                found(generation);
+                report(&[gpu.clone()], 1, &facts);
+            });
+            let health = all.iter().filter(|r| r.name == names::GPU_HEALTH);
+            let generations: Vec<_> = health.map(|r| r.fields["generation"].as_u64()).collect();
+            // Facts, what is wrong with it, and what differs.
+            assert_eq!(generations, [Some(1); 3]);
+            let gpu = GpuId {
+                generation,
+                ..gpu.gpu
+            };
+            Previous::from_records(&all).gpu(gpu).instance_uuids
+        };
+        let instance = MigInstance {
+            gpu: 3,
+            gi: 1,
+            ci: 0,
+        };
+        assert_eq!(known_of(1), BTreeMap::from([(instance, uuid)]));
+        assert_eq!(known_of(2), BTreeMap::new());
     }
 
     #[test]

@@ -618,7 +618,8 @@ impl Watch {
             step.id()
         });
         if let Verdict::Degraded(state, reason) = &verdict {
-            tracing::warn!(name: names::GPU_DEGRADED, gpu = %gpu.address, state, reason);
+            let generation = gpu.again();
+            tracing::warn!(name: names::GPU_DEGRADED, gpu = %gpu.address, generation, state, reason);
         }
         self.given.insert(gpu, verdict);
         let _unused = self.shared.spec.send(Update::HeldBack {
@@ -632,12 +633,13 @@ impl Watch {
     fn report_overdue(&self, elapsed: Duration) {
         let waited_ms = elapsed.as_millis() as u64;
         for (gpu, (_, wait)) in &self.held {
-            let (gpu, cure) = (gpu.address, wait.cure());
+            let (generation, gpu, cure) = (gpu.again(), gpu.address, wait.cure());
             let error = format!(
                 "GPU {gpu} is kept from containers: {wait}, and CUDA would fail on it; {cure}"
             );
             tracing::error!(
-                name: names::GPU_WITHHELD, gpu = %gpu, waits_for = %wait, waited_ms, error,
+                name: names::GPU_WITHHELD, gpu = %gpu, generation, waits_for = %wait, waited_ms,
+                error,
             );
         }
     }

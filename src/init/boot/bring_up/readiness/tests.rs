@@ -3,8 +3,10 @@
 //! missing.
 
 use super::*;
+use crate::boot::bring_up::previous::Previous;
 use crate::boot::bring_up::shared;
 use crate::gpu::topology::{Functions, Topology};
+use crate::stream::layer::tests::records;
 use kata_gpu_wire::fabric::Fabric;
 use std::path::Path;
 
@@ -361,4 +363,35 @@ async fn gpus_that_come_after_nvml_has_found_a_fabric_are_held_back() {
     let held = std::iter::from_fn(|| updates.try_recv().ok())
         .any(|update| matches!(update, Update::HeldByDefault(true)));
     assert!(held, "they are given to containers");
+}
+
+#[test]
+fn a_report_on_a_gpu_that_came_again_is_about_that_arrival() {
+    let gpu = GpuId {
+        address: "0001:00:03.0".parse().unwrap(),
+        generation: 1,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().build();
+    let work = async {
+        let (shared, _orders, _updates) =
+            shared::tests::shared(Config::default(), Path::new("/nonexistent"));
+        let earlier = Earlier {
+            given: Vec::new(),
+            degraded: false,
+        };
+        let mut watch = Watch::new(shared, earlier);
+        tracing::info!(name: names::GPU_FOUND, gpu = %gpu.address, generation = gpu.again());
+        watch.give(
+            gpu,
+            Verdict::degraded(Wait::FabricAnswer, "nothing is known"),
+        );
+        watch.hold(gpu, Wait::ReadyState);
+        watch.report_overdue(Duration::ZERO);
+    };
+    let all = records(|| runtime.unwrap().block_on(work));
+    for name in [names::GPU_DEGRADED, names::GPU_WITHHELD] {
+        let report = all.iter().find(|record| record.name == name).unwrap();
+        assert_eq!(report.fields["generation"], 1, "{name}");
+    }
+    assert!(Previous::from_records(&all).degraded);
 }
