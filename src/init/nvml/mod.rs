@@ -5,14 +5,18 @@ use crate::gpu::driver_caps::MigInstance;
 use crate::gpu::driver_proc::is_uuid;
 use crate::machine::threads;
 use kata_gpu_wire::nvml_messages::{Answer, MigDevice, PROGRAM, Request};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::OwnedFd;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{ChildStderr, Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::Semaphore;
 
 /// Directories that may hold the helper, in this order.
 const DIRECTORIES: [&str; 3] = ["/usr/bin", "/usr/local/bin", "/usr/libexec"];
@@ -21,7 +25,10 @@ const OOM_SCORE: &str = "500";
 /// Longest wait for an answer. NVML asks each GPU some thirty things, each in milliseconds.
 pub const ANSWER: Duration = Duration::from_secs(60);
 /// Longest answer, in bytes: some kB a GPU.
-const MAX_ANSWER: u64 = 1024 * 1024;
+const MAX_ANSWER: usize = 1024 * 1024;
+/// Most helpers at once. One hangs over a GPU that keeps the driver's lock; another one may get
+/// through once that GPU has left. Each costs a process and a thread for as long as it hangs.
+const HELPERS: usize = 2;
 
 /// UUIDs of a GPU's MIG instances, and what is wrong with others: a name that CDI does not take, or
 /// one that is there twice, makes the whole spec unreadable.
@@ -66,6 +73,8 @@ pub enum Failure {
     Ended(String),
     /// No answer in time. The helper is left alone: a process in the driver must not be killed.
     Late(Duration),
+    /// So many helpers hang that no other one is started.
+    Hang,
     /// A line that is not an answer.
     Malformed(String),
 }
@@ -86,6 +95,10 @@ impl fmt::Display for Failure {
                 f,
                 "{PROGRAM} has not answered within {after:?}: it is left alone"
             ),
+            Self::Hang => write!(
+                f,
+                "{HELPERS} {PROGRAM} have not ended: no other one is started until one of them ends"
+            ),
             Self::Malformed(error) => write!(f, "{PROGRAM}'s answer is not readable: {error}"),
         }
     }
@@ -99,23 +112,43 @@ pub fn find(root: &Path) -> Option<PathBuf> {
     paths.into_iter().find(|path| path.is_file())
 }
 
-/// Sends all of `requests` to one helper, one after another; a failure ends the row; a
-/// refusal is an answer. Runs on a separate thread, so that a hanging helper delays nothing else.
-pub async fn ask(
-    program: PathBuf,
-    requests: Vec<Request>,
-) -> Vec<(Request, Result<Answer, Failure>)> {
-    ask_within(ANSWER, program, requests).await
+/// Helpers, and those of earlier requests that have not ended.
+pub struct Helpers(Arc<Semaphore>);
+
+impl Default for Helpers {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(HELPERS)))
+    }
+}
+
+impl Helpers {
+    /// Sends all of `requests` to one helper, one after another; a failure ends the row; a refusal
+    /// is an answer. Runs on a separate thread, so that a hanging helper delays nothing else.
+    pub async fn ask(
+        &self,
+        program: PathBuf,
+        requests: Vec<Request>,
+    ) -> Vec<(Request, Result<Answer, Failure>)> {
+        ask_within(ANSWER, &self.0, program, requests).await
+    }
 }
 
 async fn ask_within(
     deadline: Duration,
+    places: &Arc<Semaphore>,
     program: PathBuf,
     requests: Vec<Request>,
 ) -> Vec<(Request, Result<Answer, Failure>)> {
+    // The helper of the last answer may still be on its way out. The semaphore is never closed.
+    let place = tokio::time::timeout(deadline, Arc::clone(places).acquire_owned());
+    let Ok(Ok(place)) = place.await else {
+        let unasked = |request| (request, Err(Failure::Hang));
+        return requests.into_iter().take(1).map(unasked).collect();
+    };
     let (send, mut answers) = tokio::sync::mpsc::unbounded_channel();
     let all = requests.clone();
     threads::detach(move || {
+        let _until_its_end = place;
         let mut helper = match Helper::start(&program) {
             Ok(helper) => helper,
             Err(error) => {
@@ -150,14 +183,20 @@ async fn ask_within(
 
 struct Helper {
     child: std::process::Child,
-    socket: BufReader<UnixStream>,
+    socket: UnixStream,
+    /// Received, and not yet taken as a line.
+    received: Vec<u8>,
+    /// None once at its end.
+    stderr: Option<ChildStderr>,
+    /// Last bytes of standard error.
+    last: Vec<u8>,
 }
 
 impl Helper {
     fn start(program: &Path) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let ends = (OwnedFd::from(theirs.try_clone()?), OwnedFd::from(theirs));
-        let child = Command::new(program)
+        let mut child = Command::new(program)
             .stdin(Stdio::from(ends.0))
             .stdout(Stdio::from(ends.1))
             .stderr(Stdio::piped())
@@ -165,40 +204,97 @@ impl Helper {
         // Fails only for a helper that has ended already, which the first request shows.
         let _unused = std::fs::write(format!("/proc/{}/oom_score_adj", child.id()), OOM_SCORE);
         Ok(Self {
+            stderr: child.stderr.take(),
             child,
-            socket: BufReader::new(ours),
+            socket: ours,
+            received: Vec::new(),
+            last: Vec::new(),
         })
     }
 
     fn ask(&mut self, request: &Request) -> Result<Answer, Failure> {
-        if let Err(error) = writeln!(self.socket.get_mut(), "{request}") {
+        if let Err(error) = writeln!(self.socket, "{request}") {
             return Err(self.ended(&error.to_string()));
         }
-        let mut line = String::new();
-        match self.socket.by_ref().take(MAX_ANSWER).read_line(&mut line) {
-            Ok(read) if read > 0 && line.ends_with('\n') => {
-                serde_json::from_str(&line).map_err(|e| Failure::Malformed(e.to_string()))
+        match self.line() {
+            Ok(Some(line)) => {
+                serde_json::from_slice(&line).map_err(|e| Failure::Malformed(e.to_string()))
             }
-            Ok(read) if read as u64 == MAX_ANSWER => Err(Failure::Malformed(format!(
+            Ok(None) if self.received.len() >= MAX_ANSWER => Err(Failure::Malformed(format!(
                 "longer than {MAX_ANSWER} bytes"
             ))),
-            Ok(_) => Err(self.ended("no answer")),
+            Ok(None) => Err(self.ended("no answer")),
             Err(error) => Err(self.ended(&error.to_string())),
+        }
+    }
+
+    /// Next line from the helper. None at the end, or when the line is too long. Reads standard
+    /// error meanwhile: a helper that writes there more than a pipe holds would wait for ever.
+    fn line(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let mut buffer = [0; 4096];
+        loop {
+            if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
+                return Ok(Some(self.received.drain(..=end).collect()));
+            }
+            let watched = [
+                Some(self.socket.as_fd()),
+                self.stderr.as_ref().map(ChildStderr::as_fd),
+            ];
+            let mut watched: Vec<PollFd<'_>> = watched
+                .into_iter()
+                .flatten()
+                .map(|end| PollFd::new(end, PollFlags::POLLIN))
+                .collect();
+            match poll(&mut watched, PollTimeout::NONE) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+            let is_ready = |watched: &PollFd<'_>| watched.any() == Some(true);
+            let (has_line, has_words) = (
+                watched.first().is_some_and(is_ready),
+                watched.get(1).is_some_and(is_ready),
+            );
+            if has_words {
+                self.hear();
+            }
+            if has_line {
+                let read = self.socket.read(&mut buffer)?;
+                self.received.extend(buffer.get(..read).unwrap_or_default());
+                if read == 0 || self.received.len() >= MAX_ANSWER {
+                    return Ok(None);
+                }
+            }
+        }
+    }
+
+    /// Reads standard error once, and keeps the last of it.
+    fn hear(&mut self) {
+        let mut buffer = [0; 4096];
+        let read = self.stderr.as_mut().map(|stderr| stderr.read(&mut buffer));
+        let Some(Ok(read @ 1..)) = read else {
+            self.stderr = None;
+            return;
+        };
+        self.last.extend(buffer.get(..read).unwrap_or_default());
+        let excess = self.last.len().saturating_sub(MAX_LAST);
+        self.last.drain(..excess);
+    }
+
+    /// Reads standard error to its end, which comes with the helper's, whose socket is closed.
+    fn hear_out(&mut self) {
+        while self.stderr.is_some() {
+            self.hear();
         }
     }
 
     /// The end of the helper, with the last of what it wrote to standard error.
     fn ended(&mut self, seen: &str) -> Failure {
-        let mut last = Vec::new();
-        if let Some(stderr) = self.child.stderr.take() {
-            // The read ends with the helper, whose socket is closed.
-            let _unused = stderr.take(MAX_LAST).read_to_end(&mut last);
-        }
+        self.hear_out();
         let how = self
             .child
             .wait()
             .map_or_else(|e| e.to_string(), |status| status.to_string());
-        let last = String::from_utf8_lossy(&last).replace(char::is_control, " ");
+        let last = String::from_utf8_lossy(&self.last).replace(char::is_control, " ");
         let last = last.trim();
         Failure::Ended(if last.is_empty() {
             format!("{how} ({seen})")
@@ -209,12 +305,13 @@ impl Helper {
 }
 
 /// Limit of a helper's last output, in bytes.
-const MAX_LAST: u64 = 1024;
+const MAX_LAST: usize = 1024;
 
 impl Drop for Helper {
     fn drop(&mut self) {
         // The helper ends with its socket. Reaped here, on the thread of its own.
-        let _unused = self.socket.get_ref().shutdown(std::net::Shutdown::Both);
+        let _unused = self.socket.shutdown(std::net::Shutdown::Both);
+        self.hear_out();
         let _unused = self.child.wait();
     }
 }

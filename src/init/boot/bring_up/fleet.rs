@@ -33,6 +33,7 @@ use crate::gpu::pci::{Gpu, SYS};
 use crate::gpu::topology::Functions;
 use crate::machine::uevents::{Action, Next, Uevent, Uevents};
 use crate::machine::{confidential, ptp_kvm, threads};
+use crate::nvml::Helpers;
 use crate::services::{Fabric, Milestones};
 use crate::step;
 use crate::stream::kmsg::{DriverLog, Signals};
@@ -253,6 +254,7 @@ impl Fleet {
             milestones: machine.milestones,
             fabric: machine.fabric,
             occasions: watch::channel(Occasions::default()).0,
+            nvml: Helpers::default(),
             resets: previous
                 .map(|p| p.resets.clone())
                 .unwrap_or_default()

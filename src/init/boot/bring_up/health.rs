@@ -49,7 +49,7 @@ pub enum NoAnswer {
 
 impl NoAnswer {
     fn of(failure: &Failure) -> Self {
-        if matches!(failure, Failure::Late(_)) {
+        if matches!(failure, Failure::Late(_) | Failure::Hang) {
             Self::Hangs
         } else {
             Self::Failed
@@ -104,7 +104,7 @@ pub async fn ask(
     );
     requests.push(Request::Facts(addresses));
     let mut facts = Err(NoAnswer::Failed);
-    for (request, answer) in nvml::ask(program, requests).await {
+    for (request, answer) in shared.nvml.ask(program, requests).await {
         match (request, answer) {
             (_, Ok(Answer::Facts(found))) => facts = Ok(found),
             (Request::Facts(_), Ok(Answer::Error(error))) => step.fail(&refused(&error)),
@@ -152,7 +152,7 @@ pub async fn ask_state(
         .chain([Request::State(addresses)])
         .collect();
     let mut facts = Err(NoAnswer::Failed);
-    for (request, answer) in nvml::ask(program, requests).await {
+    for (request, answer) in shared.nvml.ask(program, requests).await {
         match (request, answer) {
             (_, Ok(Answer::Facts(found))) => facts = Ok(found),
             (_, Ok(Answer::Done)) => set = Ok(true),

@@ -14,6 +14,7 @@ use crate::gpu::device_nodes::DeviceNodes;
 use crate::gpu::topology::Decision;
 use crate::machine::clock::boottime_ns;
 use crate::machine::threads;
+use crate::nvml::Helpers;
 use crate::services::{Fabric, Milestones};
 use crate::stream::StepId;
 use crate::stream::kmsg::DriverLog;
@@ -50,6 +51,8 @@ pub struct Shared {
     pub fabric: watch::Sender<Fabric>,
     /// Occasions to ask NVML.
     pub occasions: watch::Sender<Occasions>,
+    /// Helpers that ask NVML.
+    pub nvml: Helpers,
     /// Inode of the last device at an address that was reset in this boot; see [`super::reset`].
     pub resets: Mutex<BTreeMap<PciAddress, Option<u64>>>,
 }
@@ -311,6 +314,7 @@ pub mod tests {
             milestones: watch::channel(Milestones::default()).0,
             fabric: watch::channel(Fabric::default()).0,
             occasions: watch::channel(Occasions::default()).0,
+            nvml: Helpers::default(),
             resets: Mutex::default(),
         };
         (Arc::new(shared), orders, updates)
