@@ -120,7 +120,8 @@ impl PciSysfs {
         }
     }
 
-    fn device(&self, gpu: PciAddress) -> PathBuf {
+    /// Directory of a function.
+    pub fn device(&self, gpu: PciAddress) -> PathBuf {
         self.bus.join("devices").join(gpu.to_string())
     }
 

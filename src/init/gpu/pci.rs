@@ -4,8 +4,9 @@
 //! ROM, because each of those accesses exits to the hypervisor and waits for a BAR mapping that is
 //! under way. [`crate::gpu::vpd`] reads VPD, where the topology depends on it.
 
-use crate::machine::files::{entries, failed};
+use crate::machine::files::{entries, errno, failed};
 use kata_gpu_wire::pci_address::{NVIDIA, PciAddress, is_gpu, waits_for_bar_firewall};
+use nix::errno::Errno;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -37,13 +38,12 @@ pub fn function(sysfs: &Path, address: PciAddress) -> PathBuf {
     sysfs.join("bus/pci/devices").join(address.to_string())
 }
 
-/// Reads one function, for a GPU announced by a uevent. None if the function is no GPU, or gone
-/// again.
-pub fn read(sysfs: &Path, address: PciAddress) -> Option<Gpu> {
-    let function = function(sysfs, address);
-    let vendor = u16::try_from(attribute(&function, "vendor").ok()?).ok()?;
-    let device = u16::try_from(attribute(&function, "device").ok()?).ok()?;
-    is_gpu(vendor, attribute(&function, "class").ok()?).then_some(Gpu { address, device })
+/// PCI device id of a GPU, by its directory. None if the function is no GPU, or gone again.
+///
+/// Errors: an attribute cannot be read, which does not mean that there is no GPU.
+pub fn device(function: &Path) -> io::Result<Option<u16>> {
+    let ids = ids(function)?.filter(|ids| matches!(ids.kind(), Some(Kind::Gpu)));
+    Ok(ids.map(|ids| ids.device))
 }
 
 /// Functions of the PCI bus that decide what this guest needs, each kind in ascending order of
@@ -66,13 +66,39 @@ enum Kind {
     Mellanox,
 }
 
-fn kind(vendor: u32, class: u32) -> Option<Kind> {
-    match u16::try_from(vendor) {
-        Ok(vendor) if is_gpu(vendor, class) => Some(Kind::Gpu),
-        Ok(NVIDIA) if class >> 8 == SWITCH_CLASS => Some(Kind::Switch),
-        Ok(MELLANOX) if NETWORK_CLASSES.contains(&(class >> 8)) => Some(Kind::Mellanox),
-        Ok(_) | Err(_) => None,
+/// Attributes of a function of a vendor whose functions can be relevant.
+struct Ids {
+    vendor: u16,
+    device: u16,
+    class: u32,
+}
+
+impl Ids {
+    fn kind(&self) -> Option<Kind> {
+        match self.vendor {
+            vendor if is_gpu(vendor, self.class) => Some(Kind::Gpu),
+            NVIDIA if self.class >> 8 == SWITCH_CLASS => Some(Kind::Switch),
+            MELLANOX if NETWORK_CLASSES.contains(&(self.class >> 8)) => Some(Kind::Mellanox),
+            _ => None,
+        }
     }
+}
+
+/// None for another vendor's function, and one that is gone.
+fn ids(function: &Path) -> io::Result<Option<Ids>> {
+    let vendor = attribute(function, "vendor")?.and_then(|id| u16::try_from(id).ok());
+    let Some(vendor) = vendor.filter(|vendor| [NVIDIA, MELLANOX].contains(vendor)) else {
+        return Ok(None);
+    };
+    let (device, class) = (
+        attribute(function, "device")?,
+        attribute(function, "class")?,
+    );
+    Ok(device.zip(class).map(|(device, class)| Ids {
+        vendor,
+        device: device as u16,
+        class,
+    }))
 }
 
 /// Reads the functions below `sysfs` (`/sys` in a guest).
@@ -96,20 +122,21 @@ pub fn scan(sysfs: &Path) -> io::Result<Scan> {
         else {
             continue;
         };
-        match (attribute(&path, "vendor"), attribute(&path, "class")) {
-            (Ok(vendor), Ok(class)) => match kind(vendor, class) {
-                Some(Kind::Gpu) => match attribute(&path, "device") {
-                    Ok(device) => scan.gpus.push(Gpu {
-                        address,
-                        device: device as u16,
-                    }),
-                    Err(e) => scan.unreadable.push(e.to_string()),
-                },
-                Some(Kind::Switch) => scan.switches.push(address),
-                Some(Kind::Mellanox) => scan.mellanox.push(address),
-                None => {}
-            },
-            (Err(e), _) | (_, Err(e)) => scan.unreadable.push(e.to_string()),
+        let ids = match ids(&path) {
+            Ok(ids) => ids,
+            Err(e) => {
+                scan.unreadable.push(e.to_string());
+                continue;
+            }
+        };
+        match ids.as_ref().and_then(Ids::kind) {
+            Some(Kind::Gpu) => scan.gpus.extend(ids.map(|ids| Gpu {
+                address,
+                device: ids.device,
+            })),
+            Some(Kind::Switch) => scan.switches.push(address),
+            Some(Kind::Mellanox) => scan.mellanox.push(address),
+            None => {}
         }
     }
     scan.gpus.sort_unstable_by_key(|gpu| gpu.address);
@@ -152,12 +179,18 @@ pub fn port_guid(sysfs: &Path, function: PciAddress) -> Result<String, String> {
         .ok_or_else(|| format!("its port has the GID {:?}, which has no GUID", gid.trim()))
 }
 
-/// A hexadecimal attribute of a function, e.g. `0x10de`.
-fn attribute(function: &Path, name: &str) -> io::Result<u32> {
+/// A hexadecimal attribute of a function, e.g. `0x10de`. None if the function is gone.
+fn attribute(function: &Path, name: &str) -> io::Result<Option<u32>> {
     let path = function.join(name);
-    let text = std::fs::read_to_string(&path).map_err(failed("read", &path))?;
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        // A read in the middle of the removal gets ENODEV.
+        Err(e) if [Errno::ENOENT, Errno::ENODEV].contains(&errno(&e)) => return Ok(None),
+        Err(e) => return Err(failed("read", &path)(e)),
+    };
     let digits = text.trim();
-    u32::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16).map_err(|_| {
+    let number = u32::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16);
+    number.map(Some).map_err(|_| {
         io::Error::other(format!(
             "read {}: {:?} is not a hexadecimal number",
             path.display(),

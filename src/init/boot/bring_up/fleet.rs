@@ -19,7 +19,7 @@ use super::schedule::Schedule;
 use super::schedule_messages::{Arrival, Fact, GpuId, Order};
 use super::shared::{Driver, Occasions, Seen, Shared};
 use super::slots;
-use super::stock::{observe, published, release_stale, report_left, take_stock};
+use super::stock::{look, observe, published, release_stale, report_left, take_stock};
 use super::strategy::{Facts, Policy, Strategy};
 use crate::boot::agent_watch;
 use crate::boot::agent_watch::Change;
@@ -102,7 +102,7 @@ pub async fn run(
         },
     };
     let after = After::from(&[Some(found.step), image][..]);
-    let mut fleet = Fleet::start(config, command_line, previous, (found, after), machine);
+    let mut fleet = Fleet::start(config, command_line, previous, (found, after), machine).await;
     for (gpu, xid) in previous.into_iter().flat_map(|previous| &previous.xids) {
         fleet.heed_xid(gpu.address, *xid, Some(*gpu));
     }
@@ -148,7 +148,7 @@ struct Fleet {
 
 impl Fleet {
     /// Starts with the GPUs of the scan, after the steps of the scan and the driver's files.
-    fn start(
+    async fn start(
         config: &Config,
         command_line: &[u8],
         previous: Option<&Previous>,
@@ -160,7 +160,7 @@ impl Fleet {
         let sysfs = PciSysfs::at(Path::new(SYS));
         let roster = Arc::new(previous.map_or_else(Roster::default, Roster::restored));
         release_stale(&machine.descriptors, &sysfs);
-        let arrived = take_stock(&roster, &sysfs, &found.gpus);
+        let (arrived, unreadable) = take_stock(&roster, &sysfs, &found.gpus).await;
         let ids: Vec<GpuId> = roster
             .all()
             .into_iter()
@@ -310,6 +310,9 @@ impl Fleet {
             reset::resume(previous, &fleet.shared);
         }
         fleet.bring_up(arrivals);
+        if let Some(error) = unreadable {
+            fleet.lost("look at a GPU", &error, RETRY_AFTER);
+        }
         fleet.shared.dispatch.report(Fact::Scanned);
         fleet.report_topology();
         fleet
@@ -558,7 +561,12 @@ impl Fleet {
     /// Scans again after uevents were lost.
     fn rescan(&mut self) {
         let present = match pci::scan(Path::new(SYS)) {
-            Ok(scan) => scan.gpus,
+            Ok(scan) => {
+                if let Some(error) = scan.unreadable.first() {
+                    self.lost("scan the PCI bus", error, RETRY_AFTER);
+                }
+                scan.gpus
+            }
             Err(error) => return self.lost("scan the PCI bus", &error, RETRY_AFTER),
         };
         let known = self
@@ -597,14 +605,14 @@ impl Fleet {
     fn look(&mut self, address: PciAddress) {
         let (shared, sysfs) = (&self.shared, &self.shared.sysfs);
         let changes =
-            match sysfs.sight(address) {
-                Ok(seen) => {
+            match look(sysfs, address) {
+                Ok((seen, device)) => {
                     for bound in shared.descriptors.held().iter().filter(|held| {
                         held.address == address && seen.bound(address) != Some(**held)
                     }) {
                         shared.descriptors.release(bound);
                     }
-                    observe(&shared.roster, address, seen)
+                    observe(&shared.roster, address, (seen, device))
                 }
                 // Unreadable is not absent.
                 Err(error) => return self.lost("look at a GPU", &error, RETRY_AFTER),

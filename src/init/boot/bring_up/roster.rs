@@ -46,6 +46,11 @@ impl Roster {
         self.lock().slots.scanned();
     }
 
+    /// Keeps a name of the boot scan for an address that cannot be looked at.
+    pub fn reserve(&self, address: PciAddress) {
+        self.lock().slots.reserve(address);
+    }
+
     /// Records the current device at an address, with the PCI device id of a GPU.
     pub fn observe(&self, address: PciAddress, sight: Sight, device: Option<u16>) -> Vec<Change> {
         let mut state = self.lock();

@@ -5,6 +5,7 @@
 
 use super::driver::{self, Image};
 use super::previous::Previous;
+use super::stock::look_again;
 use crate::config::Config;
 use crate::gpu::pci;
 use crate::gpu::pci::{Gpu, SYS, Scan};
@@ -16,6 +17,7 @@ use crate::step;
 use crate::stream::{After, StepId};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -46,7 +48,7 @@ impl Found {
 /// Scans the bus, and reports the number of GPUs and missing ones. An earlier worker's decision
 /// spares the VPD.
 pub async fn run(config: &Config, previous: Option<&Previous>, started: StepId) -> Found {
-    let (scan, mut step) = scan(config, started);
+    let (scan, mut step) = scan(Path::new(SYS), config, started).await;
     let behind_network = scan
         .gpus
         .iter()
@@ -73,10 +75,12 @@ pub async fn run(config: &Config, previous: Option<&Previous>, started: StepId) 
     }
 }
 
-fn scan(config: &Config, started: StepId) -> (Scan, StepId) {
+async fn scan(sysfs: &Path, config: &Config, started: StepId) -> (Scan, StepId) {
     let step = step!(names::PCI_SCAN, after = ?After(vec![started]), gpus = tracing::field::Empty);
     let id = step.id();
-    let scan = match pci::scan(Path::new(SYS)) {
+    let is_whole =
+        |scan: &io::Result<Scan>| scan.as_ref().is_ok_and(|scan| scan.unreadable.is_empty());
+    let scan = match look_again(|| pci::scan(sysfs), is_whole).await {
         Ok(scan) => scan,
         Err(error) => {
             step.fail(&error);
@@ -176,4 +180,35 @@ pub fn report(decision: &Decision) {
         nvlink = if decision.nvlink_disable { NVLINK_DISABLED } else { "unchanged" },
         nvlink_reason = decision.nvlink_reason,
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_test_support::temp_dir;
+
+    #[tokio::test]
+    async fn a_gpu_that_cannot_be_read_for_a_moment_is_in_the_scan() {
+        let folder = temp_dir();
+        let functions = folder.path().join("bus/pci/devices");
+        let unreadable = functions.join("0001:00:04.0/class");
+        for slot in 3..6 {
+            let function = functions.join(format!("0001:00:{slot:02}.0"));
+            std::fs::create_dir_all(&function).unwrap();
+            for (name, value) in [
+                ("vendor", "0x10de"),
+                ("device", "0x2330"),
+                ("class", "0x030200"),
+            ] {
+                std::fs::write(function.join(name), value).unwrap();
+            }
+        }
+        std::fs::write(&unreadable, "").unwrap();
+        assert_eq!(pci::scan(folder.path()).unwrap().unreadable.len(), 1);
+        let config = Config::default();
+        let scanning = scan(folder.path(), &config, StepId::next());
+        let heals = async { std::fs::write(&unreadable, "0x030200").unwrap() };
+        let ((scan, _), ()) = tokio::join!(biased; scanning, heals);
+        assert_eq!((scan.gpus.len(), scan.unreadable.len()), (3, 0));
+    }
 }

@@ -113,6 +113,30 @@ impl Slots {
         self.scanned = true;
     }
 
+    /// Keeps a name of the boot scan for an address that cannot be looked at: no later name moves.
+    pub fn reserve(&mut self, address: PciAddress) {
+        if self.scanned || self.slots.contains_key(&address) {
+            return;
+        }
+        let slot = Slot {
+            generation: 0,
+            device: None,
+            bind: None,
+            state: State::Left,
+            boot: Some(self.next_name()),
+        };
+        self.slots.insert(address, slot);
+    }
+
+    /// Takes the first free name of the boot scan: the next one, or one that an earlier worker has
+    /// kept for a GPU that it could not look at.
+    fn next_name(&mut self) -> usize {
+        let is_free = |name: &usize| self.slots.values().all(|slot| slot.boot != Some(*name));
+        let name = (0..self.named).find(is_free).unwrap_or(self.named);
+        self.named = self.named.max(name + 1);
+        name
+    }
+
     /// Records the current device at an address.
     pub fn observe(&mut self, address: PciAddress, sight: Sight) -> Vec<Change> {
         let mut changes = Vec::new();
@@ -165,10 +189,7 @@ impl Slots {
         let boot = match self.slots.get(&address) {
             Some(slot) => slot.boot,
             None if self.scanned => None,
-            None => {
-                self.named += 1;
-                Some(self.named - 1)
-            }
+            None => Some(self.next_name()),
         };
         // The GPU's task reads the bind.
         self.slots.insert(
