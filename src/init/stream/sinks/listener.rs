@@ -2,11 +2,13 @@
 //! and then the live stream.
 
 use super::stream::{Identity, serve};
+use super::vsock::HOST_CID;
 use crate::machine::sys;
 use crate::stream::ring::Ring;
 use kata_gpu_wire::names;
 use nix::sys::socket::{
-    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, VsockAddr, bind, listen, socket,
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, VsockAddr, bind, getpeername, listen,
+    socket,
 };
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -15,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
-/// Readers at once, over both sockets; more wait in the backlog.
+/// Readers at once of each listener and each [`Side`]; more are refused.
 const READERS: usize = 8;
 /// Pause after a failed accept: no event reports that descriptors or memory are available again.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
@@ -41,7 +43,8 @@ pub fn unix(path: &Path, ring: Arc<Ring>, identity: Identity) -> io::Result<()> 
     )
     .map_err(at)?;
     bind(fd.as_raw_fd(), &UnixAddr::new(path).map_err(at)?).map_err(at)?;
-    start(fd, ring, identity, "unix listener", sys::accept)
+    let side = |_: &OwnedFd| Side::Guest;
+    start(fd, ring, identity, "unix listener", sys::accept, side)
 }
 
 /// Listens on a vsock port of this guest, any CID. Errors name the port.
@@ -59,7 +62,30 @@ pub fn vsock(port: u32, ring: Arc<Ring>, identity: Identity) -> io::Result<()> {
         &VsockAddr::new(nix::libc::VMADDR_CID_ANY, port),
     )
     .map_err(at)?;
-    start(fd, ring, identity, "vsock listener", sys::accept)
+    let side = |socket: &OwnedFd| {
+        let address = getpeername::<VsockAddr>(socket.as_raw_fd());
+        Side::of(address.ok().map(|address| address.cid()))
+    };
+    start(fd, ring, identity, "vsock listener", sys::accept, side)
+}
+
+/// Side of the VM that a reader is on. Each has places of its own: containers can connect to this
+/// port, too, over the guest's own CID or VMADDR_CID_LOCAL, and must not use up the host's places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    Guest,
+    Host,
+}
+
+impl Side {
+    /// Side of a vsock peer. The host's CID is the same in every guest; a reader with another, or
+    /// an unknown one, is not the host.
+    fn of(cid: Option<u32>) -> Self {
+        match cid {
+            Some(HOST_CID) => Self::Host,
+            Some(_) | None => Self::Guest,
+        }
+    }
 }
 
 /// `accept`: [`sys::accept`], except in tests.
@@ -69,24 +95,34 @@ fn start(
     identity: Identity,
     sink: &'static str,
     accept: impl Fn(&OwnedFd) -> nix::Result<OwnedFd> + Send + 'static,
+    side: impl Fn(&OwnedFd) -> Side + Send + 'static,
 ) -> io::Result<()> {
     listen(&fd, Backlog::new(READERS as i32).map_err(io::Error::from)?)?;
     let listener = sys::async_fd(fd)?;
     tokio::spawn(async move {
-        let places = Arc::new(Semaphore::new(READERS));
+        let places = [(); 2].map(|()| Arc::new(Semaphore::new(READERS)));
         let mut refused = None;
         loop {
-            // The semaphore is never closed; the listener's readiness fails only when the runtime
-            // ends.
-            let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-                return;
-            };
+            // Fails only when the runtime ends.
             let Ok(mut guard) = listener.readable().await else {
                 return;
             };
             match accept(listener.get_ref()) {
                 Ok(socket) => {
                     refused = None;
+                    let [of_guest, of_host] = &places;
+                    let places = match side(&socket) {
+                        Side::Guest => of_guest,
+                        Side::Host => of_host,
+                    };
+                    // A reader that waited in the backlog would stand in the way of the other side.
+                    let Ok(place) = Arc::clone(places).try_acquire_owned() else {
+                        tracing::debug!(
+                            name: names::SINK, sink, state = "reader refused",
+                            reason = %format!("{READERS} readers at once are the most"),
+                        );
+                        continue;
+                    };
                     let (ring, identity) = (Arc::clone(&ring), identity.clone());
                     tokio::spawn(async move {
                         let gone = serve(socket, ring, &identity, sink, None).await;
@@ -122,11 +158,10 @@ mod tests {
     use super::*;
     use kata_gpu_test_support::{temp_dir, until};
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use tokio::io::{AsyncBufReadExt, BufReader};
+    use tokio::net::UnixStream;
 
-    #[test]
-    fn an_accept_that_fails_again_and_again_pauses_in_between() {
-        let folder = temp_dir();
-        let path = &folder.path().join("socket");
+    fn bound(path: &Path) -> OwnedFd {
         let fd = socket(
             AddressFamily::Unix,
             SockType::Stream,
@@ -135,23 +170,77 @@ mod tests {
         )
         .unwrap();
         bind(fd.as_raw_fd(), &UnixAddr::new(path).unwrap()).unwrap();
+        fd
+    }
+
+    fn identity() -> Identity {
+        Identity {
+            boot_id: "00000000-0000-0000-0000-000000000000".into(),
+            kernel: String::new(),
+        }
+    }
+
+    #[tokio::test]
+    async fn readers_in_the_guest_take_no_place_of_the_hosts() {
+        let folder = temp_dir();
+        let path = &folder.path().join("socket");
+        let accepted = AtomicUsize::new(0);
+        // The first ones, one more than there are places, are in the guest.
+        let side = move |_: &OwnedFd| match accepted.fetch_add(1, Ordering::Relaxed) {
+            0..=READERS => Side::Guest,
+            _ => Side::Host,
+        };
+        let (ring, kind) = (Arc::default(), "vsock listener");
+        start(bound(path), ring, identity(), kind, sys::accept, side).unwrap();
+        let (mut served, mut readers) = (Vec::new(), Vec::new());
+        for _ in 0..2 * READERS + 2 {
+            let mut reader = BufReader::new(UnixStream::connect(path).await.unwrap());
+            // The stream's header, or the end.
+            let mut line = String::new();
+            reader.read_line(&mut line).await.unwrap();
+            served.push(!line.is_empty());
+            readers.push(reader);
+        }
+        let of_each = [vec![true; READERS], vec![false]].concat();
+        assert_eq!(served, of_each.repeat(2));
+    }
+
+    #[test]
+    fn only_the_hosts_cid_is_the_host() {
+        let local = nix::libc::VMADDR_CID_LOCAL;
+        for cid in [None, Some(local), Some(0), Some(3), Some(u32::MAX)] {
+            assert_eq!(Side::of(cid), Side::Guest, "{cid:?}");
+        }
+        assert_eq!(Side::of(Some(2)), Side::Host);
+    }
+
+    #[test]
+    fn an_accept_that_fails_again_and_again_pauses_in_between() {
+        let folder = temp_dir();
+        let path = &folder.path().join("socket");
+        let fd = bound(path);
         let accepts = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&accepts);
         let refused = move |_: &OwnedFd| {
             counted.fetch_add(1, Ordering::Relaxed);
             Err(nix::errno::Errno::EMFILE)
         };
-        let identity = Identity {
-            boot_id: "00000000-0000-0000-0000-000000000000".into(),
-            kernel: String::new(),
-        };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .unwrap();
         runtime.block_on(async {
-            start(fd, Arc::default(), identity, "unix listener", refused).unwrap();
-            let _waits = std::os::unix::net::UnixStream::connect(path).unwrap();
+            let side = |_: &OwnedFd| Side::Guest;
+            start(
+                fd,
+                Arc::default(),
+                identity(),
+                "unix listener",
+                refused,
+                side,
+            )
+            .unwrap();
+            let _waits = UnixStream::connect(path).await.unwrap();
             until(|| accepts.load(Ordering::Relaxed) > 0).await;
             tokio::time::sleep(ACCEPT_PAUSE / 5).await;
         });
