@@ -35,6 +35,10 @@ pub const TESTS: &[VmTest] = &[
         run: keeper_killed,
     },
     VmTest {
+        name: "a_killed_opener_is_reaped_and_the_worker_opens_by_itself",
+        run: opener_killed,
+    },
+    VmTest {
         name: "a_worker_killed_while_run_is_full_frees_no_numbers",
         run: run_full,
     },
@@ -328,6 +332,21 @@ fn keeper_killed(context: &TestContext) -> Result<Outcome> {
     );
     // The worker has them open still.
     all_up_once(&counters(&booted)?, 8)?;
+    Ok(Outcome::Passed)
+}
+
+fn opener_killed(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new()
+        .script("module.load!begin>end:opener+reaped:opener;settled>counters")
+        .boot(context, "opener")?;
+    booted.did("counters")?;
+    let died = booted.event(names::PROCESS_DIED)?;
+    ensure!(
+        died.fields["process"] == "opener" && died.fields["status"] == "killed by SIGKILL",
+        "{died:?}"
+    );
+    all_up_once(&counters(&booted)?, 8)?;
+    booted.settles(8, 0)?;
     Ok(Outcome::Passed)
 }
 

@@ -271,7 +271,8 @@ impl Description {
                 listed(self.gpus_that(Fate::is_usable)),
             );
             steps.push(format!(
-                "{when}>spec-gives:{given}+up:{usable}+reaped:keeper+census+\
+                "{when}>spec-gives:{given}+up:{usable}+reaped:keeper+reaped:opener+\
+                reaped:lane+census+\
                 file:/var/run/cdi/nvidia.yaml+{LAST}"
             ));
         }

@@ -432,10 +432,7 @@ fn leaks(boot: &Description, seen: &Observed) -> Vec<String> {
             line.get("process"),
             line.get("files").parse::<usize>().unwrap_or(usize::MAX),
         );
-        // The worker waits for no helper of its own: a killed one stays a zombie until the worker
-        // ends.
-        let is_killed_helper = matches!(&boot.kill, Some((killed, _)) if killed.name() == name);
-        if line.get("state") == "Z" && !is_killed_helper || files > MOST_FILES {
+        if line.get("state") == "Z" || files > MOST_FILES {
             found.push(format!(
                 "process {name} in state {} has {files} files",
                 line.get("state")

@@ -91,6 +91,14 @@ pub async fn run(
     sources: Sources,
     mut machine: Machine,
 ) {
+    let lane = machine.spare.as_ref().map(|spare| spare.process().pid());
+    for helper in lane
+        .cloned()
+        .into_iter()
+        .chain(machine.descriptors.opener())
+    {
+        tokio::spawn(helper.reap());
+    }
     // Scan after the subscription to uevents: a GPU that appears meanwhile is seen twice, not
     // never.
     let found = scan::run(config, previous, started).await;

@@ -236,7 +236,9 @@ fn enable(
     progress: &Progress,
 ) -> Result<Duration, SysfsError> {
     if let Some(process) = cpu.map(LaneCpu::process) {
-        progress.on_thread(process.pid());
+        if let Some(pid) = process.pid().get() {
+            progress.on_thread(pid);
+        }
         if let Some((result, took)) = process.enable(gpu) {
             return result
                 .map(|()| took)

@@ -8,6 +8,7 @@
 //! A boot works without all of this, only slower: a mask that cannot be set stays as it is.
 
 use super::late::is_open_thread;
+use crate::boot::ipc::HelperPid;
 use crate::boot::ipc::keeper_socket::Held;
 use crate::boot::ipc::lane_process::LaneProcess;
 use crate::machine::files::numbers;
@@ -36,7 +37,7 @@ const SELF: Pid = Pid::from_raw(0);
 pub struct Spare {
     process: LaneProcess,
     /// Process that opens GPUs.
-    opener: Option<Pid>,
+    opener: Option<HelperPid>,
     cpu: usize,
     /// The lane's vCPU as a set.
     lane: CpuSet,
@@ -49,7 +50,7 @@ pub struct Spare {
 impl Spare {
     /// Starts the lane's process; must be called while this process has one thread. None where
     /// there is only one vCPU, or no such process.
-    pub fn start(sysfs: &Path, held: &[Held], opener: Option<Pid>) -> Option<Self> {
+    pub fn start(sysfs: &Path, held: &[Held], opener: Option<HelperPid>) -> Option<Self> {
         let all = sched_getaffinity(SELF).ok()?;
         let (cpu, others) = split(&all)?;
         let mut lane = CpuSet::new();
@@ -67,10 +68,15 @@ impl Spare {
         })
     }
 
+    /// The lane's process.
+    pub fn process(&self) -> &LaneProcess {
+        &self.process
+    }
+
     /// Moves this process and the process that opens GPUs.
     fn move_to(&self, cpus: &CpuSet) {
         move_process(cpus);
-        if let Some(opener) = self.opener {
+        if let Some(opener) = self.opener.as_ref().and_then(HelperPid::get) {
             let _unused = sched_setaffinity(opener, cpus);
         }
     }
@@ -120,7 +126,7 @@ struct Moved {
 impl LaneCpu {
     /// The lane's process.
     pub fn process(&self) -> &LaneProcess {
-        &self.spare.process
+        self.spare.process()
     }
 
     /// Moves a process to the lane's vCPU.

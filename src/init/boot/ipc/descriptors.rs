@@ -4,6 +4,7 @@
 //! A descriptor belongs to one bind of one device. The bind is its name in the keeper, too: the
 //! next worker compares it with the current bind.
 
+use super::HelperPid;
 use super::keeper_socket::{Held, KeeperSocket};
 use super::opener::Opener;
 use crate::gpu::adapter;
@@ -92,6 +93,11 @@ impl Descriptors {
     /// the bind could not be tried there.
     pub fn bind(&self, gpu: PciAddress, binding: impl FnOnce(Pid)) -> Option<Result<(), Errno>> {
         self.opener.as_ref()?.bind(gpu, binding)
+    }
+
+    /// Process that opens GPUs.
+    pub fn opener(&self) -> Option<HelperPid> {
+        self.opener.as_ref().map(Opener::pid)
     }
 
     /// All binds whose descriptor is held.

@@ -4,13 +4,12 @@
 //! thread of the worker, every other GPU would wait.
 
 use super::keeper_socket::Held;
-use super::{reply, start_helper};
+use super::{HelperPid, reply, start_helper};
 use crate::gpu::bind::{PciSysfs, SysfsError};
 use crate::machine::clock::boottime_ns;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
-use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -19,11 +18,10 @@ use std::time::Duration;
 /// Longest request: an address.
 const MAX_REQUEST: usize = 64;
 
-/// The worker's end.
+/// The worker's end; the process ends on drop, which does not wait for that.
 pub struct LaneProcess {
-    /// Socket to the process; `None` only while `self` is being dropped.
-    socket: Option<OwnedFd>,
-    pid: Pid,
+    socket: OwnedFd,
+    pid: HelperPid,
 }
 
 impl LaneProcess {
@@ -34,25 +32,27 @@ impl LaneProcess {
     /// start no other worker while a GPU is still being enabled, because the kernel already counts
     /// that GPU as enabled.
     pub fn start(sysfs: &Path, cpus: &CpuSet, held: &[Held]) -> Option<Self> {
-        let (pid, socket) = start_helper("gpuinit-lane", held, |socket| {
+        let (pid, socket) = start_helper("lane", held, |socket| {
             let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
             serve(socket, &PciSysfs::at(sysfs));
         })?;
-        Some(Self {
-            socket: Some(socket),
-            pid,
-        })
+        Some(Self::of(socket, pid))
+    }
+
+    /// The worker's end of a process.
+    pub(super) fn of(socket: OwnedFd, pid: HelperPid) -> Self {
+        Self { socket, pid }
     }
 
     /// Process whose stack shows what an enabling waits for.
-    pub fn pid(&self) -> Pid {
-        self.pid
+    pub fn pid(&self) -> &HelperPid {
+        &self.pid
     }
 
     /// Enables this GPU in the process; returns the result and the duration measured there. Blocks.
     /// Returns `None` when that process is gone.
     pub fn enable(&self, gpu: PciAddress) -> Option<(Result<(), Errno>, Duration)> {
-        let answers = reply::ask(self.socket.as_ref()?, &[gpu.to_string().as_bytes()])?;
+        let answers = reply::ask(&self.socket, &[gpu.to_string().as_bytes()])?;
         let (errno, _) = reply::answered(&answers)?;
         let (took_ns, _) = reply::answered(&answers)?;
         let errno = i32::try_from(errno).ok()?;
@@ -62,14 +62,6 @@ impl LaneProcess {
             Err(Errno::from_raw(errno))
         };
         Some((result, Duration::from_nanos(u64::try_from(took_ns).ok()?)))
-    }
-}
-
-impl Drop for LaneProcess {
-    fn drop(&mut self) {
-        // The process ends with its socket. No enabling is under way: its caller would hold `self`.
-        drop(self.socket.take());
-        let _unused = waitpid(self.pid, None);
     }
 }
 

@@ -4,7 +4,7 @@
 //! on purpose: the keeper must start no other worker before it has every opened descriptor.
 
 use super::keeper_socket::{Held, KeeperSocket};
-use super::{reply, start_helper};
+use super::{HelperPid, reply, start_helper};
 use crate::gpu::bind::PciSysfs;
 use crate::gpu::pci::SYS;
 use kata_gpu_wire::pci_address::PciAddress;
@@ -23,22 +23,22 @@ const MAX_REQUEST: usize = 256;
 /// The worker's end; the process ends on drop.
 pub struct Opener {
     socket: OwnedFd,
-    pid: Pid,
+    pid: HelperPid,
 }
 
 impl Opener {
     /// Starts the process; must be called while this process has one thread. None where that fails:
     /// the worker then opens by itself.
     pub fn start(keeper: &KeeperSocket, held: &[Held]) -> Option<Self> {
-        let (pid, socket) = start_helper("gpuinit-opener", held, |socket| {
+        let (pid, socket) = start_helper("opener", held, |socket| {
             crate::machine::sys::forget_children();
             serve(socket, keeper);
         })?;
         Some(Self { socket, pid })
     }
 
-    pub fn pid(&self) -> Pid {
-        self.pid
+    pub fn pid(&self) -> HelperPid {
+        self.pid.clone()
     }
 
     /// Opens a GPU's node with O_NONBLOCK, which starts its initialisation; with drivers before
