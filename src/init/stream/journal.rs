@@ -236,7 +236,7 @@ impl Journal {
             Ok((file, kept.len() as u64))
         };
         made().inspect_err(|_| {
-            // What is left of it takes room that the next try needs.
+            // A part of a file takes room that the next try needs.
             let _unused = std::fs::remove_file(&path);
         })
     }
