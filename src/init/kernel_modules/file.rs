@@ -89,6 +89,21 @@ pub fn load(
     parameters: &CStr,
     kernel_unpacks: impl FnOnce() -> Option<Format>,
 ) -> Result<Option<Format>, Fault> {
+    load_by(
+        path,
+        kernel_unpacks,
+        |file, flags| finit_module(file, parameters, flags),
+        |image| init_module(image, parameters),
+    )
+}
+
+/// [`load`], with the kernel's two ways to take a module: as a file, or as its bytes.
+fn load_by(
+    path: &Path,
+    kernel_unpacks: impl FnOnce() -> Option<Format>,
+    take_file: impl FnOnce(&File, ModuleInitFlags) -> nix::Result<()>,
+    take_bytes: impl FnOnce(&[u8]) -> nix::Result<()>,
+) -> Result<Option<Format>, Fault> {
     let file = File::open(path).map_err(|e| Fault::Open(errno(&e)))?;
     let mut first = [0; 6];
     let read = file
@@ -98,14 +113,12 @@ pub fn load(
     let flags = match format {
         None => ModuleInitFlags::empty(),
         Some(format) if kernel_unpacks() == Some(format) => COMPRESSED_FILE,
-        Some(format) => return unpack_and_load(&file, format, parameters).map(|()| Some(format)),
+        Some(format) => return unpack_and_load(&file, format, take_bytes),
     };
-    match (finit_module(&file, parameters, flags), format) {
+    match (take_file(&file, flags), format) {
         (Ok(()) | Err(Errno::EEXIST), _) => Ok(None),
         // Kernel advertises decompression but returns EOPNOTSUPP.
-        (Err(Errno::EOPNOTSUPP), Some(format)) => {
-            unpack_and_load(&file, format, parameters).map(|()| Some(format))
-        }
+        (Err(Errno::EOPNOTSUPP), Some(format)) => unpack_and_load(&file, format, take_bytes),
         (Err(errno), None) if may_be_foreign(errno) => {
             let mut bytes = Vec::new();
             // Read for the message only: an unreadable file has no version magic.
@@ -125,11 +138,15 @@ fn may_be_foreign(errno: Errno) -> bool {
     matches!(errno, Errno::ENOEXEC | Errno::EINVAL)
 }
 
-fn unpack_and_load(file: &File, format: Format, parameters: &CStr) -> Result<(), Fault> {
+fn unpack_and_load(
+    file: &File,
+    format: Format,
+    take_bytes: impl FnOnce(&[u8]) -> nix::Result<()>,
+) -> Result<Option<Format>, Fault> {
     let image = unpack(BufReader::new(file), format, MAX_UNPACKED)
         .map_err(|why| Fault::Packed { format, why })?;
-    match init_module(&image, parameters) {
-        Ok(()) | Err(Errno::EEXIST) => Ok(()),
+    match take_bytes(&image) {
+        Ok(()) | Err(Errno::EEXIST) => Ok(Some(format)),
         Err(errno) => Err(Fault::Refused {
             errno,
             magic: may_be_foreign(errno)
@@ -232,6 +249,52 @@ mod tests {
         (0..1000)
             .flat_map(|n| format!("{n:03}\n").into_bytes())
             .collect()
+    }
+
+    /// Without this, a module that another process loads in the same moment fails the bring-up.
+    #[test]
+    fn a_module_that_the_kernel_has_already_is_success() {
+        use kata_gpu_test_support::temp_dir;
+        let folder = temp_dir();
+        let path = folder.path().join("nvidia.ko");
+        let load = |bytes: &[u8], kernel_unpacks, as_file: Errno, as_bytes: Errno| {
+            std::fs::write(&path, bytes).unwrap();
+            load_by(
+                &path,
+                || kernel_unpacks,
+                |_, _| Err(as_file),
+                |_| Err(as_bytes),
+            )
+        };
+        let is = |result: &Result<Option<Format>, Fault>, wanted| {
+            result.as_ref().is_ok_and(|format| *format == wanted)
+        };
+        let (plain, (xz, packed)) = (b"\x7fELF".as_slice(), PACKED[1]);
+        let (there, never) = (Errno::EEXIST, Errno::EIO);
+        let result = load(plain, None, there, never);
+        assert!(is(&result, None), "{result:?}");
+        let result = load(packed, Some(xz), there, never);
+        assert!(is(&result, None), "{result:?}");
+        let result = load(packed, None, never, there);
+        assert!(is(&result, Some(xz)), "{result:?}");
+        // A kernel that claims to decompress, and then does not.
+        let result = load(packed, Some(xz), Errno::EOPNOTSUPP, there);
+        assert!(is(&result, Some(xz)), "{result:?}");
+        // Negative control: any other refusal is one.
+        for result in [
+            load(plain, None, Errno::EBUSY, never),
+            load(packed, Some(xz), Errno::EBUSY, never),
+            load(packed, None, never, Errno::EBUSY),
+        ] {
+            let refused = matches!(
+                result,
+                Err(Fault::Refused {
+                    errno: Errno::EBUSY,
+                    ..
+                })
+            );
+            assert!(refused, "{result:?}");
+        }
     }
 
     #[test]
