@@ -3,7 +3,7 @@
 
 use super::parameters::Extension;
 use super::verity;
-use crate::machine::uevents::Any;
+use crate::machine::uevents::{Any, DeviceMapperUevents, hear};
 use tokio::sync::watch as flag;
 
 /// Data that does not match its hash tree.
@@ -57,13 +57,9 @@ pub async fn corrupted(
             }
         }
         was_sound |= is_settled;
-        let Some(subscription) = &uevents else {
-            continue;
-        };
         tokio::select! {
-            uevent = subscription.next() => if uevent.is_err() {
-                uevents = None;
-            },
+            // An error is a reason to look as well.
+            _ = hear(&mut uevents, DeviceMapperUevents::next) => {}
             // The sender lives as long as the worker.
             Ok(()) = settled.changed(), if !was_sound => {}
         }

@@ -146,9 +146,7 @@ impl Uevents {
 
     /// Waits for the next uevent of a PCI function, or of a display.
     ///
-    /// Errors: uevents are lost; subscribe again, then scan. Do not reuse a socket after an
-    /// overrun: until it has been read to its end the kernel drops new events, and reports that
-    /// only once.
+    /// Errors: uevents are lost; subscribe again, then scan. [`hear`] takes care of the first.
     pub async fn next(&self) -> io::Result<Next> {
         let wanted = |message: &[u8]| {
             let display = || parse_display(message).map(Next::Display);
@@ -156,6 +154,23 @@ impl Uevents {
         };
         next(&self.socket, wanted).await
     }
+}
+
+/// Waits for the next uevent of a subscription; without one, for ever. An error ends the
+/// subscription: until a socket that was overrun has been read to its end, the kernel drops new
+/// events, and reports that only once.
+pub async fn hear<S, T>(
+    subscription: &mut Option<S>,
+    next: impl AsyncFnOnce(&S) -> io::Result<T>,
+) -> io::Result<T> {
+    let Some(open) = subscription.as_ref() else {
+        return std::future::pending().await;
+    };
+    let heard = next(open).await;
+    if heard.is_err() {
+        *subscription = None;
+    }
+    heard
 }
 
 /// Waits for the next message of the kernel that is wanted.
@@ -249,7 +264,7 @@ impl Any {
 pub struct DeviceMapperUevents(AsyncFd<OwnedFd>);
 
 impl DeviceMapperUevents {
-    /// Waits for the next uevent. Error: uevents are lost; subscribe again, then check.
+    /// Waits for the next uevent. Error: uevents are lost; subscribe again ([`hear`]), then check.
     pub async fn next(&self) -> io::Result<()> {
         next(&self.0, |message| {
             is_of_device_mapper(message).then_some(())
@@ -272,6 +287,22 @@ fn is_of_device_mapper(message: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Without this, a GPU that comes, or a mark that is set, while the old socket is read to its
+    /// end stays unseen.
+    #[tokio::test]
+    async fn a_socket_that_was_overrun_is_not_read_again() {
+        // Stands for a netlink socket: every read of it is an error.
+        let fails = || {
+            let (no_socket, _closed) = nix::unistd::pipe().unwrap();
+            crate::machine::sys::async_fd(no_socket).unwrap()
+        };
+        let mut functions = Some(Uevents { socket: fails() });
+        assert!(hear(&mut functions, Uevents::next).await.is_err());
+        let mut disks = Some(DeviceMapperUevents(fails()));
+        assert!(hear(&mut disks, DeviceMapperUevents::next).await.is_err());
+        assert!(functions.is_none() && disks.is_none());
+    }
 
     #[test]
     fn uevents_of_the_device_mapper_are_recognised() {

@@ -31,7 +31,7 @@ use crate::gpu::bind::{Bound, DRIVER, PciSysfs};
 use crate::gpu::pci;
 use crate::gpu::pci::{Gpu, SYS};
 use crate::gpu::topology::Functions;
-use crate::machine::uevents::{Action, Next, Uevent, Uevents};
+use crate::machine::uevents::{Action, Next, Uevent, Uevents, hear};
 use crate::machine::{confidential, ptp_kvm, threads};
 use crate::nvml::Helpers;
 use crate::services::{Fabric, Milestones};
@@ -370,13 +370,10 @@ impl Fleet {
         loop {
             tokio::select! {
                 Some(order) = self.orders.recv() => self.carry_out(order),
-                next = hear(uevents.as_ref()) => match next {
+                next = hear(&mut uevents, Uevents::next) => match next {
                     Ok(Next::Event(event)) => self.take(&event),
                     Ok(Next::Display(gpu)) => self.read_extras(gpu),
-                    Err(error) => {
-                        self.lost("read uevents", &error, RESCAN_AFTER);
-                        uevents = None;
-                    }
+                    Err(error) => self.lost("read uevents", &error, RESCAN_AFTER),
                 },
                 () = until(self.rescan_at) => {
                     self.rescan_at = None;
@@ -692,13 +689,6 @@ impl Fleet {
 async fn until(at: Option<Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at).await, // see RESCAN_AFTER
-        None => std::future::pending().await,
-    }
-}
-
-async fn hear(uevents: Option<&Uevents>) -> io::Result<Next> {
-    match uevents {
-        Some(uevents) => uevents.next().await,
         None => std::future::pending().await,
     }
 }
