@@ -93,7 +93,8 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
 #[test]
 fn a_job_of_prepare_that_fails_keeps_no_other_from_being_done() {
     let conf = "/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf";
-    let link = format!("{LIBS}/libcuda.so");
+    let (link, other) = ("libcuda.so", "libnvidia-ml.so");
+    let words = format!("{PREPARE} --link libnvidia-ml.so.1::{LIBS}/{other}");
     for (name, spoil, says) in [
         (
             "cache",
@@ -109,17 +110,20 @@ fn a_job_of_prepare_that_fails_keeps_no_other_from_being_done() {
         let c = Container::debian(&format!("jobs-{name}"));
         c.file(conf, b"/of/an/earlier/start\n");
         spoil(&c);
-        fails(c.hook(PREPARE), says);
+        fails(c.hook(&words), says);
         assert_eq!(c.read(conf), None, "{name}: the compat job");
-        assert_eq!(
-            c.target(&link).is_some(),
-            name != "links",
-            "{name}: the job of the links"
-        );
-        assert!(
-            name == "cache" || c.finds("libcuda.so.1").is_some(),
-            "{name}: the cache's job"
-        );
+        let is_link = |link: &str| c.target(&format!("{LIBS}/{link}")).is_some();
+        for link in [link, other] {
+            assert_eq!(is_link(link), name != "links", "{name}: {link}");
+        }
+        // The links to SONAMEs belong to the cache's job: all of it or nothing.
+        assert_eq!(is_link("libcuda.so.1"), name != "cache", "{name}: its link");
+        // A cache that lists a link which was not made sends the loader to nowhere.
+        if name == "links" {
+            assert!(c.finds("libcuda.so.1").is_some(), "the cache's job");
+            let listed = [link, other].map(|link| c.finds(link));
+            assert_eq!(listed, [None, None], "links that were not made");
+        }
     }
 }
 
