@@ -3,7 +3,7 @@
 //! stand-ins (tests/guest/services.rs).
 
 use super::harness::{
-    Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, error_has, events, named,
+    Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, error_has, events, gpus_of, named,
 };
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::services::service_table::{Argument, Name, SERVICES};
@@ -23,6 +23,10 @@ pub const TESTS: &[VmTest] = &[
     VmTest {
         name: "a_service_has_the_privileges_of_its_row_and_no_more",
         run: privileges,
+    },
+    VmTest {
+        name: "with_cgroups_of_version_1_services_and_containers_run",
+        run: cgroup_v1,
     },
     VmTest {
         name: "fabric_managers_configuration_is_made_from_the_packages",
@@ -261,6 +265,33 @@ fn privileges(context: &TestContext) -> Result<Outcome> {
             }
         }
     }
+    Ok(Outcome::Passed)
+}
+
+/// Services have cgroups of their own in version 2 only. The agent, as PID 1, mounts version 1.
+fn cgroup_v1(context: &TestContext) -> Result<Outcome> {
+    let booted = guest()
+        .cgroup_v1()
+        .append(
+            "gpuinit.persistenced=on standin.nvidia-persistenced=status \
+            testagent.containers=all:all",
+        )
+        .script("settled>file:/proc/self/mounts")
+        .boot(context, "v1")?;
+    booted.settles(2, 0)?;
+    let all = booted.created("all")?;
+    ensure!(gpus_of(&all) == 2, "{all:?}");
+    let mounts = booted.agent("file", |_| true)?;
+    let text = mounts.get("text");
+    ensure!(
+        text.contains("cgroup /sys/fs/cgroup/devices cgroup ") && !text.contains("cgroup2"),
+        "these are not cgroups of version 1: {mounts:?}"
+    );
+    let status = line(&booted, "persistenced", "status Uid=")?;
+    let text = status.fields["text"].as_str().unwrap_or_default();
+    // The file has a line for each controller; the first one ends the status.
+    ensure!(text.contains("cgroup=") && text.ends_with(":/"), "{text}");
+    booted.has_no(names::SERVICE_ENDED)?;
     Ok(Outcome::Passed)
 }
 

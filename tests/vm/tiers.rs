@@ -75,6 +75,7 @@ const BY_NAME: &[(&str, &[&str])] = &[
     (
         "one row of a table that unit tests have whole, and whose wire another test boots",
         &[
+            "with_cgroups_of_version_1_services_and_containers_run",
             "a_failed_daemon_is_reported_at_its_death_with_its_last_lines",
             "a_daemon_restarts_after_pauses_that_grow",
             "fabric_managers_configuration_is_made_from_the_packages",
