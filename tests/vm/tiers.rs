@@ -68,6 +68,7 @@ const BY_NAME: &[(&str, &[&str])] = &[
         "walks at random, or shows that such a walk would find a fault",
         &[
             "ten_boots_of_the_soak_keep_every_promise",
+            "processes_that_stop_for_a_while_lose_nothing",
             "a_gpu_closed_in_its_initialisation_is_found_by_the_soak",
             "a_name_that_leads_to_another_gpu_is_found_by_the_soak",
         ],

@@ -35,6 +35,18 @@ pub(super) fn end(name: &str) -> Result<(), String> {
     Ok(())
 }
 
+/// Sends SIGSTOP or SIGCONT to each process of the init with this name, and reports to how many.
+pub(super) fn signal(name: &str, signal: Signal) -> Result<(), String> {
+    let all = processes_named(&format!("{OURS}{name}"))?;
+    let count = all.len().to_string();
+    for pid in all {
+        // A process that ended meanwhile needs no signal.
+        let _unused = kill(Pid::from_raw(pid), signal);
+    }
+    log::info(signal.as_str(), &[("process", name), ("count", &count)]);
+    Ok(())
+}
+
 /// Opens the init's program, as the start of a CDI hook does.
 pub(super) fn hook() -> Result<(), String> {
     std::fs::File::open("/init")

@@ -7,7 +7,7 @@
 //! | action | what it does |
 //! |---|---|
 //! | `kill` | kills the init's worker (SIGKILL), and waits until it is gone |
-//! | `stop`, `cont` | stops the worker and lets it go on |
+//! | `stop`, `cont` | stops the worker and lets it go on; `stop:NAME`, `cont:NAME`: the init's processes of this name (as in `end`), and reports how many there were |
 //! | `remove:K` | takes GPU K (by slot) off the bus through sysfs, which returns when the driver lets it |
 //! | `unbind:K`, `bind:K` | takes GPU K from the driver, which returns when that lets it, or gives it back |
 //! | `ask:K:ACTION` | asks the kernel for a uevent of GPU K of this action, with nothing behind it |
@@ -290,8 +290,10 @@ pub(super) fn act(action: &str) -> Result<(), String> {
         "threads" => write(Path::new("/proc/sys/kernel/threads-max"), argument),
         "fill" => fill(),
         "empty" => std::fs::remove_file(FILLER).map_err(|e| format!("remove {FILLER}: {e}")),
-        "stop" => signal(Signal::SIGSTOP),
-        "cont" => signal(Signal::SIGCONT),
+        "stop" if argument.is_empty() => signal(Signal::SIGSTOP),
+        "cont" if argument.is_empty() => signal(Signal::SIGCONT),
+        "stop" => census::signal(argument, Signal::SIGSTOP),
+        "cont" => census::signal(argument, Signal::SIGCONT),
         "remove" => {
             let path = format!("/sys/bus/pci/devices/{}/remove", gpu_in_slot(number()?));
             // The write returns once nobody has the GPU open.

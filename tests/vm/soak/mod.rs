@@ -26,6 +26,10 @@ pub const TESTS: &[VmTest] = &[
         run: ten,
     },
     VmTest {
+        name: "processes_that_stop_for_a_while_lose_nothing",
+        run: stopped,
+    },
+    VmTest {
         name: "a_gpu_closed_in_its_initialisation_is_found_by_the_soak",
         run: closed,
     },
@@ -265,6 +269,62 @@ fn ten(context: &TestContext) -> Result<Outcome> {
         holds(&one(context, seed))?;
     }
     Ok(Outcome::Passed)
+}
+
+/// Records at which processes are stopped, in the order in which they come.
+const STOPS: [&str; 4] = [
+    "gpu.enable!begin/1",
+    "gpu.bind!begin/1",
+    "gpu.init!begin/1",
+    "gpu.usable/1",
+];
+
+/// A stopped process neither answers nor dies, so nobody takes its place: all that others ask of it
+/// must wait for it.
+fn stopped(context: &TestContext) -> Result<Outcome> {
+    use points::Process::{Keeper, Lane, Opener, Worker};
+    let processes = [Worker, Keeper, Lane, Opener].map(points::Process::name);
+    let stop =
+        |process: &str, action: &str| format!("stop:{process}{action}+sleep:500+cont:{process}");
+    // Four guests: each process at each record, and with every other one stopped before and after.
+    let at_turn = |turn: usize| {
+        let mut boot = Description::plain(0, 5, "gpuinit.bind=pipelined fakepci.enable_ms=300");
+        let steps = STOPS.iter().zip(processes.iter().cycle().skip(turn));
+        let steps = steps.map(|(when, process)| format!("{when}>{}", stop(process, "")));
+        boot.before = steps.collect();
+        boot
+    };
+    let mut boots: Vec<Description> = (0..processes.len()).map(at_turn).collect();
+    // GPUs that come and go meanwhile.
+    let mut boot = Description::plain(0, 3, "");
+    boot.gpus[1] = description::Fate::Again;
+    boot.before = vec![
+        format!("settled>{}+gone:1", stop("keeper", "+remove:1")),
+        format!("gpu.removed/1>{}", stop("opener", "+rescan")),
+        "gpu.usable/1>sleep:0".into(),
+    ];
+    boots.push(boot);
+    let mut counts = std::collections::BTreeMap::new();
+    for mut boot in boots {
+        // GPU 0 stays in every guest.
+        boot.containers = vec![description::Container {
+            name: "one",
+            gpu: Some(0),
+            answer: description::Answer::Created,
+        }];
+        let run = boot_and_judge(context, boot);
+        let script = run.description.script();
+        ensure!(run.findings.is_empty(), "{script}: {:#?}", run.findings);
+        let stops = run.seen.lines.iter().filter(|l| l.get("msg") == "SIGSTOP");
+        for line in stops.filter(|line| line.get("count") != "0") {
+            *counts.entry(line.get("process").to_string()).or_insert(0) += 1;
+        }
+    }
+    // The lane's process ends when all GPUs are enabled.
+    let missing = |process: &&&str| counts.get(**process).is_none_or(|count| *count < 3);
+    let missing: Vec<&&str> = processes.iter().filter(missing).collect();
+    ensure!(missing.is_empty(), "{missing:?} hardly stopped: {counts:?}");
+    Ok(Outcome::Measured(format!("stopped: {counts:?}")))
 }
 
 /// The negative control: with the keeper gone, the worker's death closes every GPU.
