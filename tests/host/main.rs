@@ -2,6 +2,7 @@
 //! and promises of the product.
 
 mod accounting;
+mod boot_faults;
 mod budgets;
 mod catalogue;
 mod cdi;

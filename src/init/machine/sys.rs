@@ -12,6 +12,8 @@ use tokio::io::unix::AsyncFd;
 
 /// Exit status of a process of ours that panicked, as Rust's own.
 const PANICKED: i32 = 101;
+/// Tries of a call that lacks something for a moment.
+const TRIES: usize = 100;
 
 /// Makes /dev/null for Rust's runtime, which ends a process that lacks descriptor 0, 1 or 2 and has
 /// no /dev/null either. PID 1 has none of these in a guest without a console, with /dev as in the
@@ -31,6 +33,21 @@ pub extern "C" fn before_main() {
             );
         }
     }
+}
+
+/// Repeats a call that lacks memory, processes or descriptors, a bounded number of times without a
+/// pause: PID 1 has no second chance to make the keeper or to become the agent.
+pub fn retried<T>(mut call: impl FnMut() -> nix::Result<T>) -> nix::Result<T> {
+    let mut result = call();
+    for _ in 1..TRIES {
+        match result {
+            Err(Errno::EAGAIN | Errno::ENOMEM | Errno::EMFILE | Errno::ENFILE | Errno::EINTR) => {
+                result = call();
+            }
+            _ => break,
+        }
+    }
+    result
 }
 
 /// Watches a descriptor in the runtime of the calling task.
@@ -79,7 +96,7 @@ pub fn fork_single_threaded<T>(
     }
     // SAFETY: there is one thread, so no lock and no allocator state can be held by another one at
     // this moment.
-    match unsafe { nix::unistd::fork() } {
+    match retried(|| unsafe { nix::unistd::fork() }) {
         Ok(ForkResult::Parent { child }) => Ok((child, both)),
         Ok(ForkResult::Child) => leave(
             std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| child(both)))
@@ -120,7 +137,7 @@ pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString])
     };
     // Fails only for a bad `how`.
     let _unused = nix::sys::signal::SigSet::empty().thread_set_mask();
-    match nix::unistd::execve(path, arguments, environment) {
+    match retried(|| nix::unistd::execve(path, arguments, environment)) {
         Err(errno) => errno,
     }
 }
@@ -298,6 +315,25 @@ pub fn loopback_up() -> nix::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_short_for_a_moment_is_tried_again_and_all_else_is_not() {
+        let tries = |errnos: &[Errno]| {
+            let mut calls = 0;
+            let result = retried(|| {
+                calls += 1;
+                errnos.get(calls - 1).map_or(Ok(()), |errno| Err(*errno))
+            });
+            (calls, result)
+        };
+        assert_eq!(tries(&[]), (1, Ok(())));
+        assert_eq!(
+            tries(&[Errno::EAGAIN, Errno::ENOMEM, Errno::EMFILE]),
+            (4, Ok(()))
+        );
+        assert_eq!(tries(&[Errno::ENOENT]), (1, Err(Errno::ENOENT)));
+        assert_eq!(tries(&[Errno::EAGAIN; 200]), (TRIES, Err(Errno::EAGAIN)));
+    }
 
     #[test]
     fn a_process_with_threads_does_not_fork() {

@@ -3,7 +3,7 @@
 //! driver's parameters can be written.
 
 mod attacks;
-mod container;
+pub mod container;
 mod container_roots;
 mod faults;
 mod ldconfig;

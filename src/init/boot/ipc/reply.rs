@@ -12,12 +12,14 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 /// Makes a pair of connected sockets that keep message boundaries.
 pub fn pair() -> nix::Result<(OwnedFd, OwnedFd)> {
-    socketpair(
-        AddressFamily::Unix,
-        SockType::SeqPacket,
-        None,
-        SockFlag::SOCK_CLOEXEC,
-    )
+    crate::machine::sys::retried(|| {
+        socketpair(
+            AddressFamily::Unix,
+            SockType::SeqPacket,
+            None,
+            SockFlag::SOCK_CLOEXEC,
+        )
+    })
 }
 
 /// Sends a request; returns the socket for its answers. None when the receiver is gone.
