@@ -7,6 +7,7 @@ use super::mount;
 use crate::formats::elf;
 use crate::formats::ld_so_cache;
 use crate::formats::ld_so_cache::{Cache, Entry, Hwcap};
+use crate::machine::files;
 use kata_gpu_wire::arch::Arch;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -84,7 +85,7 @@ fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
             continue;
         }
         // A directory, a linker script or a damaged file is no library for the loader either.
-        let Some(library) = File::open(&path)
+        let Some(library) = files::open(&path)
             .ok()
             .and_then(|file| elf::identity(&file).ok())
         else {

@@ -4,7 +4,7 @@
 //! Takes any bytes: anything but a 64-bit little-endian ELF file with such a section is an error.
 
 use crate::formats::elf;
-use std::fs::File;
+use crate::machine::files;
 use std::io;
 use std::path::Path;
 
@@ -15,7 +15,7 @@ pub fn value(path: &Path, key: &str) -> io::Result<Option<String>> {
     let at = |what: &dyn std::fmt::Display| {
         io::Error::other(format!("read modinfo of {}: {what}", path.display()))
     };
-    let file = File::open(path).map_err(|e| at(&e))?;
+    let file = files::open(path).map_err(|e| at(&e))?;
     Ok(values(&section(&file).map_err(|e| at(&e))?, key).next())
 }
 

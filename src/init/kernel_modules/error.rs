@@ -50,6 +50,7 @@ impl LoadError {
             Fault::Open(errno) => {
                 let cure = match errno {
                     Errno::ENOENT => "; modules.dep is older than the modules: run depmod",
+                    Errno::EINVAL => "; it is not a regular file: build the image again",
                     _ => "",
                 };
                 (Cause::Missing, format!("open {path}: {errno}{cure}"))

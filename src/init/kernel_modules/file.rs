@@ -5,7 +5,7 @@
 //! Others are decompressed here and go to init_module: the signature is inside the compressed file,
 //! so it stays valid, too. As in kmod, the first bytes decide the format, not the name.
 
-use crate::machine::files::errno;
+use crate::machine::files::{self, errno};
 use nix::errno::Errno;
 use nix::kmod::{ModuleInitFlags, finit_module, init_module};
 use std::ffi::CStr;
@@ -104,7 +104,7 @@ fn load_by(
     take_file: impl FnOnce(&File, ModuleInitFlags) -> nix::Result<()>,
     take_bytes: impl FnOnce(&[u8]) -> nix::Result<()>,
 ) -> Result<Option<Format>, Fault> {
-    let file = File::open(path).map_err(|e| Fault::Open(errno(&e)))?;
+    let file = files::open(path).map_err(|e| Fault::Open(errno(&e)))?;
     let mut first = [0; 6];
     let read = file
         .read_at(&mut first, 0)

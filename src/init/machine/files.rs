@@ -2,8 +2,10 @@
 //! name the path.
 
 use nix::errno::Errno;
-use std::fs::{DirEntry, File};
+use nix::libc;
+use std::fs::{DirEntry, File, OpenOptions};
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Makes an I/O error `VERB PATH: ERROR`, of the same kind.
@@ -16,10 +18,23 @@ pub fn errno(error: &io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
 
+/// Opens a regular file for reading. Error: EINVAL for anything else; a FIFO would wait for its
+/// writer, and a terminal or a device has no end.
+pub fn open(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(Errno::EINVAL.into()),
+    }
+}
+
 /// Reads at most `limit` bytes. The kernel's own files have no size.
 pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    File::open(path)?.take(limit).read_to_end(&mut bytes)?;
+    open(path)?.take(limit).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
@@ -31,4 +46,23 @@ pub fn entries(directory: &Path) -> impl Iterator<Item = DirEntry> + use<> {
 /// The numeric names in a directory: processes, threads, interrupts.
 pub fn numbers(directory: &Path) -> impl Iterator<Item = i32> + use<> {
     entries(directory).filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_test_support::temp_dir;
+    use nix::sys::stat::Mode;
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_at_once() {
+        let folder = temp_dir();
+        let fifo = folder.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, Mode::S_IRUSR).unwrap();
+        for path in [&fifo, folder.path(), Path::new("/dev/zero")] {
+            let error = read(path, 10).unwrap_err();
+            assert_eq!(errno(&error), Errno::EINVAL, "{}", path.display());
+        }
+        assert!(!read(Path::new("/proc/self/comm"), 10).unwrap().is_empty());
+    }
 }
