@@ -12,6 +12,10 @@ use std::collections::HashSet;
 
 /// Limit of nested soft dependencies; a chain of modules has two or three.
 const MAX_DEPTH: usize = 32;
+/// Limit of looked-up soft dependencies of one plan; a chain of modules has some dozen.
+const MAX_SOFT: usize = 4096;
+/// Limit of notes.
+const MAX_NOTES: usize = 64;
 
 /// A module, and the alias that led to it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -105,6 +109,7 @@ pub fn plan(found: &Found, index: &Index, settings: &Settings) -> Result<Option<
         visited: HashSet::new(),
         listed: HashSet::new(),
         required,
+        soft: 0,
         plan: Plan::default(),
     };
     walk.visit(found, 0)?;
@@ -117,17 +122,25 @@ struct Walk<'a> {
     visited: HashSet<Found>,
     listed: HashSet<String>,
     required: HashSet<String>,
+    /// Soft dependencies looked up so far.
+    soft: usize,
     plan: Plan,
 }
 
 impl Walk<'_> {
+    fn note(&mut self, text: String) {
+        if self.plan.notes.len() < MAX_NOTES {
+            self.plan.notes.push(text);
+        }
+    }
+
     /// Adds a module with its dependencies, unless visited already: cycles end here.
     fn visit(&mut self, found: &Found, depth: usize) -> Result<(), Unreadable> {
         if !self.visited.insert(found.clone()) {
             return Ok(());
         }
         if depth > MAX_DEPTH {
-            self.plan.notes.push(format!(
+            self.note(format!(
                 "{} is left out: more than {MAX_DEPTH} soft dependencies deep",
                 found.module
             ));
@@ -135,7 +148,7 @@ impl Walk<'_> {
         }
         let Some(line) = self.index.line(&found.module)? else {
             if !self.index.is_builtin(&found.module)? {
-                self.plan.notes.push(format!(
+                self.note(format!(
                     "{} is left out: modules.dep does not list it",
                     found.module
                 ));
@@ -180,6 +193,15 @@ impl Walk<'_> {
     }
 
     fn soft(&mut self, name: &str, of: &str, depth: usize) -> Result<(), Unreadable> {
+        self.soft += 1;
+        if self.soft > MAX_SOFT {
+            if self.soft == MAX_SOFT + 1 {
+                self.plan.notes.push(format!(
+                    "{name} is left out: more than {MAX_SOFT} soft dependencies"
+                ));
+            }
+            return Ok(());
+        }
         match meaning(name, self.index, self.settings)? {
             Meaning::Modules(all) => all
                 .iter()
@@ -192,7 +214,7 @@ impl Walk<'_> {
                 depth + 1,
             ),
             Meaning::Unknown => {
-                self.plan.notes.push(format!(
+                self.note(format!(
                     "{name}, a soft dependency of {of}, is left out: there is no such module"
                 ));
                 Ok(())
@@ -289,6 +311,17 @@ mod tests {
             notes,
             ["m33 is left out: more than 32 soft dependencies deep"]
         );
+    }
+
+    #[test]
+    fn soft_dependencies_without_end_take_bounded_time_and_memory() {
+        let dep = format!("a.ko:{}\nb.ko:\n", " b.ko".repeat(1000));
+        let names = |of: &str| (0..1000).map(|n| format!(" {of}{n}")).collect::<String>();
+        let (order, notes) = order(&dep, &format!("softdep * pre:{}", names("no")), "a");
+        assert_eq!(order, "b a");
+        assert_eq!(notes.len(), MAX_NOTES + 1);
+        let last = notes.last().unwrap();
+        assert!(last.contains("more than 4096 soft dependencies"), "{last}");
     }
 
     #[test]

@@ -24,6 +24,10 @@ const DIRECTORIES: [&str; 5] = [
 const SOFTDEP: &str = "modules.softdep";
 /// Limit of a file: none of this kind has more than some kB.
 const MAX_FILE: u64 = 1 << 20;
+/// Limit of all files.
+const MAX_ALL: usize = 8 << 20;
+/// Limit of reported faults, of all files and of the commands for one module.
+const MAX_PROBLEMS: usize = 64;
 /// Limit of foreign text in a problem, in characters.
 const MAX_TEXT: usize = 64;
 
@@ -81,8 +85,15 @@ impl Settings {
             ..Self::default()
         };
         let mut problems = Vec::new();
+        let mut left = MAX_ALL;
         for file in files(root, directory, &mut problems) {
-            match text(&file) {
+            let text = text(&file).and_then(|text| {
+                left = left.checked_sub(text.len()).ok_or_else(|| {
+                    format!("left out: modprobe.d has more than {MAX_ALL} bytes in all")
+                })?;
+                Ok(text)
+            });
+            match text {
                 Ok(text) => problems.extend(settings.parse(&file, &text)),
                 Err(what) => problems.push(Problem {
                     file,
@@ -90,18 +101,21 @@ impl Settings {
                     what,
                 }),
             }
+            problems.truncate(MAX_PROBLEMS);
         }
         (settings, problems)
     }
 
-    /// Parses one file's text and returns its faults. Faulty lines are left out.
+    /// Parses one file's text and returns its first faults. Faulty lines are left out.
     pub fn parse(&mut self, file: &Path, text: &str) -> Vec<Problem> {
         let mut problems = Vec::new();
         for (number, line) in lines(text) {
             if line.starts_with('#') {
                 continue;
             }
-            if let Err(what) = self.line(file, number, &line) {
+            if let Err(what) = self.line(file, number, &line)
+                && problems.len() < MAX_PROBLEMS
+            {
                 problems.push(Problem {
                     file: file.into(),
                     line: number,
@@ -203,6 +217,7 @@ impl Settings {
             .iter()
             .filter(move |c| matches(&c.pattern, module))
             .map(|c| &c.problem)
+            .take(MAX_PROBLEMS)
     }
 }
 
@@ -414,6 +429,28 @@ mod tests {
             problems.len() == 1 && problems[0].len() < 200,
             "{problems:?}"
         );
+    }
+
+    #[test]
+    fn faults_without_end_are_a_bounded_number_of_events_and_bytes() {
+        let folder = temp_dir();
+        let directory = folder.path().join("etc/modprobe.d");
+        std::fs::create_dir_all(&directory).unwrap();
+        let write = |name: &str, text: String| std::fs::write(directory.join(name), text).unwrap();
+        (0..10).for_each(|n| write(&format!("{n}.conf"), "options m x=1\n".repeat(70_000)));
+        write("a.conf", "x\n".repeat(100_000));
+        write("b.conf", "install m true\n".repeat(1000));
+        let (settings, problems) = Settings::read(folder.path(), folder.path(), b"");
+        assert!(
+            problems[0]
+                .to_string()
+                .ends_with("modprobe.d has more than 8388608 bytes in all"),
+            "{}",
+            problems[0]
+        );
+        assert_eq!(problems.len(), MAX_PROBLEMS);
+        assert_eq!(settings.commands("m").count(), MAX_PROBLEMS);
+        assert_eq!(settings.options.len(), 8 * 70_000);
     }
 
     #[test]
