@@ -243,14 +243,16 @@ impl Reader<'_> {
                             .iter()
                             .map(|n| WORK_OF_NAME + n.len() * part.len())
                             .sum::<usize>();
+                        // One more than the limit shows that the limit is exceeded.
+                        let room = MAX_FILES + 1 - next.len();
                         next.extend(
                             names
                                 .into_iter()
                                 .filter(|n| hidden_or_not(part, n))
+                                .take(room)
                                 .map(|n| path.join(n)),
                         );
                         if next.len() > MAX_FILES {
-                            next.sort_unstable();
                             next.truncate(MAX_FILES);
                             self.note(format!(
                                 "leave out what comes after the first {MAX_FILES} of {}",
