@@ -2,7 +2,7 @@
 //! state or bundle is taken, or that the image's environment reaches the hook's program.
 
 use crate::hooks::attacks::{NONE, PREPARE, surroundings};
-use crate::hooks::container::{Container, LIBS, as_a_process, tree};
+use crate::hooks::container::{Container, LIBS, as_a_process, program, tree};
 use crate::{project, remove};
 use kata_gpu_test_guest::own_mounts::in_own_mounts;
 use nix::mount::{MsFlags, mount};
@@ -314,6 +314,19 @@ fn a_hook_goes_first_where_memory_is_short() {
     crate::collect::until("the hook's score", || crate::text(&score).trim() == "1000");
     drop(child.stdin.take());
     child.wait().unwrap();
+}
+
+#[test]
+fn a_closed_standard_error_does_not_fail_a_hook() {
+    let Some(program) = program() else { return };
+    let (read_end, write_end) = nix::unistd::pipe().unwrap();
+    drop(read_end);
+    // The hook has a line to print: there is none of this name.
+    let status = Command::new(program)
+        .args(["hook", "of-another-spec"])
+        .stderr(write_end)
+        .status();
+    assert!(status.as_ref().is_ok_and(|s| s.success()), "{status:?}");
 }
 
 /// kata-agent's umask is what its own start was given.

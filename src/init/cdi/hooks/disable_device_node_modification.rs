@@ -5,7 +5,6 @@
 //! guest's own files are still there, and only this container sees a mount made now. The copy is a
 //! file in the guest's /run that loses its name once it is mounted; nothing is written in the
 //! container's root.
-//! mounted; nothing in the container's root is written.
 
 use super::container_root::{ContainerRoot, FileId, cannot, is_proc, kind, name_of, proc_path};
 use super::oci_state::read_regular;

@@ -23,7 +23,7 @@ use arguments::{Arguments, Command, Meaning};
 use container_root::ContainerRoot;
 use edits::Edit;
 use std::ffi::OsString;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::ExitCode;
@@ -96,7 +96,8 @@ fn log(line: &str) {
         .map(|c| if c.is_control() { ' ' } else { c })
         .take(1000)
         .collect();
-    eprintln!("{NAME}: {line}");
+    // A runtime may have closed its end: the kernel log has the line, too.
+    let _unused = writeln!(io::stderr(), "{NAME}: {line}");
     if Path::new(GUEST).is_dir() {
         let _unused = crate::machine::kernel_log::write(
             4,
