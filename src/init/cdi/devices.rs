@@ -6,8 +6,8 @@ use super::schema::{Device as SpecDevice, Edits, Mount, Spec};
 use super::spec::{Device, DisplayLink, Entry, Extras, FILE, Instance, Ready, device, node};
 use crate::gpu::device_nodes::Node;
 use crate::gpu::driver_caps;
-use crate::gpu::driver_caps::{names, names_if_there};
-use crate::gpu::driver_proc::information;
+use crate::gpu::driver_caps::{Capability, names, names_if_there};
+use crate::gpu::driver_proc::{information, majors};
 use crate::gpu::pci;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::sys::stat::{SFlag, lstat, major, minor};
@@ -44,8 +44,24 @@ pub struct Found {
     pub problems: Vec<String>,
 }
 
-/// Minors of all capabilities: about a thousand lines, read once there is a MIG instance.
-type Caps = OnceCell<Result<BTreeMap<String, u32>, String>>;
+/// Numbers of all capabilities' nodes.
+struct Capabilities {
+    minors: Result<BTreeMap<String, u32>, String>,
+    /// None: /proc/devices is missing below the root, or does not list it.
+    major: Option<u32>,
+}
+
+impl Capabilities {
+    fn read(proc: &Path) -> Self {
+        Self {
+            minors: driver_caps::mig_minors(proc),
+            major: majors(proc).ok().and_then(|majors| majors.caps),
+        }
+    }
+}
+
+/// About a thousand lines, read once there is a MIG instance.
+type Caps = OnceCell<Capabilities>;
 
 impl Default for Places {
     /// The root of this machine.
@@ -205,7 +221,7 @@ impl Places {
         problems: &mut Vec<String>,
     ) -> Result<Extras, String> {
         let mut extras = Extras {
-            instances: self.instances(gpu, caps)?,
+            instances: self.instances(gpu, caps, problems)?,
             ..Extras::default()
         };
         // No directory: no display driver.
@@ -244,33 +260,57 @@ impl Places {
         Ok(extras)
     }
 
-    /// The MIG instances of a GPU.
-    fn instances(&self, gpu: u32, caps: &Caps) -> Result<Vec<Instance>, String> {
+    /// The MIG instances of a GPU. One without its nodes costs no other one.
+    fn instances(
+        &self,
+        gpu: u32,
+        caps: &Caps,
+        problems: &mut Vec<String>,
+    ) -> Result<Vec<Instance>, String> {
         let proc = self.root.join("proc");
         let mut all = Vec::new();
-        for instance in driver_caps::instances(&proc, gpu)? {
-            let caps = caps
-                .get_or_init(|| driver_caps::mig_minors(&proc))
-                .as_ref()
-                .map_err(String::clone)?;
-            let nodes = instance.capabilities().map(|capability| {
-                let cap = caps
-                    .get(&capability.to_string())
-                    .ok_or_else(|| format!("mig-minors has no {capability}"))?;
-                let name = format!("nvidia-caps/nvidia-cap{cap}");
-                self.node(&name)?.ok_or_else(|| {
-                    format!(
-                        "{}/{name} is missing: make it (nvidia-modprobe -f {capability})",
-                        self.dev().display()
-                    )
-                })
-            });
-            all.push(Instance {
-                id: instance,
-                nodes: nodes.into_iter().collect::<Result<_, _>>()?,
-            });
+        for id in driver_caps::instances(&proc, gpu)? {
+            let caps = caps.get_or_init(|| Capabilities::read(&proc));
+            let [gi, ci] = id.capabilities().map(|of| self.capability(of, caps));
+            let nodes = gi.and_then(|gi| Ok([gi, ci?]));
+            if let Err(problem) = &nodes {
+                problems.push(format!(
+                    "MIG instance {}/{} of GPU minor {gpu} is left out: {problem}",
+                    id.gi, id.ci
+                ));
+            }
+            let nodes = nodes.ok();
+            all.push(Instance { id, nodes });
         }
         Ok(all)
+    }
+
+    /// The node of a capability: this driver's, not one that an earlier load has left.
+    fn capability(&self, of: Capability, caps: &Capabilities) -> Result<Node, String> {
+        let minors = caps.minors.as_ref().map_err(String::clone)?;
+        let minor = minors
+            .get(&of.to_string())
+            .ok_or_else(|| format!("mig-minors has no {of}"))?;
+        let name = format!("nvidia-caps/nvidia-cap{minor}");
+        let wrong = |what: &str| {
+            let path = self.dev().join(&name);
+            format!(
+                "{} {what}: make it (nvidia-modprobe -f {of})",
+                path.display()
+            )
+        };
+        match self.node(&name)? {
+            None => Err(wrong("is missing")),
+            Some(node)
+                if node.minor != *minor || caps.major.is_some_and(|major| node.major != major) =>
+            {
+                Err(wrong(&format!(
+                    "is another device ({}:{})",
+                    node.major, node.minor
+                )))
+            }
+            Some(node) => Ok(node),
+        }
     }
 }
 

@@ -67,8 +67,9 @@ pub struct DisplayLink {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Instance {
     pub id: MigInstance,
-    /// Nodes of the instance's capabilities; the GPU's own node is in [`Ready::nodes`].
-    pub nodes: Vec<Node>,
+    /// Nodes of the instance's capabilities; the GPU's own node is in [`Ready::nodes`]. None: CUDA
+    /// would find no device, so the instance is not listed, and keeps its number.
+    pub nodes: Option<[Node; 2]>,
 }
 
 /// A GPU of the scan.
@@ -162,7 +163,7 @@ fn whole(name: String, gpus: &[&Device], options: &Options) -> SpecDevice {
         let instances = ready
             .iter()
             .flat_map(|r| &r.extras.instances)
-            .flat_map(|i| &i.nodes);
+            .flat_map(|i| i.nodes.iter().flatten());
         for one in ready
             .iter()
             .flat_map(|r| r.nodes.iter().chain(&r.extras.displays))
@@ -221,6 +222,7 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
         .flat_map(|r| r.extras.instances.iter().map(move |i| (r, i)))
         .enumerate();
     let instances = instances.filter_map(|(i, (ready, instance))| {
+        let nodes = instance.nodes.as_ref()?;
         let name = match naming {
             Naming::Index => format!("{index}:{i}"),
             Naming::TypeIndex => format!("mig{index}:{i}"),
@@ -229,12 +231,7 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
         // An instance computes: no display.
         Some(device(
             name,
-            ready
-                .nodes
-                .iter()
-                .chain(&instance.nodes)
-                .map(node)
-                .collect(),
+            ready.nodes.iter().chain(nodes).map(node).collect(),
             vec![],
         ))
     });
@@ -503,10 +500,20 @@ mod tests {
         };
         let instance = |gi, ci| Instance {
             id: MigInstance { gpu: 0, gi, ci },
-            nodes: vec![cap(gi), cap(ci)],
+            nodes: Some([cap(gi), cap(ci)]),
+        };
+        // One without its nodes is not listed, and keeps its number.
+        let without = Instance {
+            nodes: None,
+            ..instance(66, 69)
         };
         let extras = Extras {
-            instances: vec![instance(66, 67), instance(66, 68), instance(75, 76)],
+            instances: vec![
+                instance(66, 67),
+                instance(66, 68),
+                without,
+                instance(75, 76),
+            ],
             ..Extras::default()
         };
         let entry = Entry::Ready(Ready {
@@ -529,7 +536,7 @@ mod tests {
         assert_eq!(
             all.iter().map(|(name, _)| *name).collect::<Vec<_>>(),
             [
-                "0", "0:0", "0:1", "0:2", "gpu0", "mig0:0", "mig0:1", "mig0:2", "all"
+                "0", "0:0", "0:1", "0:3", "gpu0", "mig0:0", "mig0:1", "mig0:3", "all"
             ]
         );
         assert_eq!(all[1].1, [&["/dev/nvidia0"][..], &caps[..]].concat());
@@ -551,7 +558,7 @@ mod tests {
             instances: [7, 9]
                 .map(|gi| Instance {
                     id: id(gi),
-                    nodes: vec![cap(gi)],
+                    nodes: Some([cap(gi), cap(gi + 1)]),
                 })
                 .to_vec(),
             ..Extras::default()
@@ -581,7 +588,8 @@ mod tests {
             ["0", "0:0", "0:1", "MIG-9", "all"]
         );
         assert_eq!(all[3].1, all[2].1);
-        assert_eq!(all[3].1, ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap9"]);
+        let caps = [9, 10].map(|cap| format!("/dev/nvidia-caps/nvidia-cap{cap}"));
+        assert_eq!(all[3].1, ["/dev/nvidia0", &caps[0], &caps[1]]);
         assert_eq!(nodes(&spec(&[])).len(), 4);
     }
 

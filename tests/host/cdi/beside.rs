@@ -111,29 +111,50 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
         value(&part).to_string().contains("/dev/dri/card1")
             && !value(&part).to_string().contains("renderD128")
     );
-    // One that cannot be made whole takes its GPU with it, and says why.
-    crate::remove(root.join("dev/nvidia-caps/nvidia-cap23"));
+    // An instance that lacks one of its two nodes is not listed; GPU and other instances stay.
+    let names = |spec: &Value| -> Vec<String> {
+        let names = list(spec, "devices").into_iter().map(|d| d["name"].clone());
+        let names = names.filter_map(|name| name.as_str().map(str::to_string));
+        names.filter(|name| name.starts_with('0')).collect()
+    };
+    crate::remove(root.join("dev/nvidia-caps/nvidia-cap22"));
     let (spec, problems) = ours(&root, &Options::default());
     assert!(
         problems.len() == 2
+            && problems[0].contains("MIG instance 2/0 of GPU minor 0 is left out: ")
             && problems[0].contains(
-                "nvidia-cap23 is missing: make it (nvidia-modprobe -f gpu0/gi2/ci1/access)"
+                "nvidia-cap22 is missing: make it (nvidia-modprobe -f gpu0/gi2/ci0/access)"
             ),
         "{problems:?}"
     );
-    assert!(
-        !list(&value(&spec), "devices")
-            .iter()
-            .any(|d| d["name"] == "0")
+    assert_eq!(names(&value(&spec)), ["0", "0:0", "0:2"]);
+    // Nor is one whose node is another device: the driver's major is another after each load.
+    let again = |major, minor| {
+        let name = "dev/nvidia-caps/nvidia-cap21";
+        crate::remove(root.join(name));
+        character_device(&root, name, major, minor);
+        let (spec, problems) = ours(&root, &Options::default());
+        assert!(
+            problems.len() == 3
+                && problems[1].contains(&format!("another device ({major}:{minor})")),
+            "{problems:?}"
+        );
+        names(&value(&spec))
+    };
+    assert_eq!(again(235, 20), ["0", "0:0"]);
+    crate::write(
+        root.join("proc/devices"),
+        "Character devices:\n235 nvidia-caps\n",
     );
+    assert_eq!(again(236, 21), ["0", "0:0"]);
     // A folder that cannot be listed is an error, and not the same as an empty one.
     let drm = root.join("sys/bus/pci/devices/0000:ca:00.0/drm");
     crate::write(&drm, "");
     let (_, problems) = ours(&root, &Options::default());
     assert!(
-        problems.len() == 3
-            && problems[2].contains("GPU 6")
-            && problems[2].contains(drm.to_str().unwrap()),
+        problems.len() == 4
+            && problems[3].contains("GPU 6")
+            && problems[3].contains(drm.to_str().unwrap()),
         "{problems:?}"
     );
 }

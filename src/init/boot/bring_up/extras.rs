@@ -44,38 +44,44 @@ pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> Running<()> {
 
 /// Reads a GPU's devices besides its own node; makes the nodes of its capabilities.
 pub fn read(gpu: PciAddress, minor: u32) -> Extras {
-    let found = make_capabilities(minor).and_then(|()| Places::default().extras(gpu, minor));
-    let (extras, problems) = found.unwrap_or_else(|error| {
-        let error = format!(
-            "read the further nodes of GPU {gpu}: {error}: containers get the GPU without them"
-        );
-        (Extras::default(), vec![error])
-    });
-    for error in problems {
+    let unmade = make_capabilities(minor);
+    let (extras, problems) = Places::default()
+        .extras(gpu, minor)
+        .unwrap_or_else(|error| {
+            let error = format!(
+                "read the further nodes of GPU {gpu}: {error}: containers get the GPU without them"
+            );
+            (Extras::default(), vec![error])
+        });
+    for error in unmade.into_iter().chain(problems) {
         tracing::warn!(name: names::CDI_EXTRA_DEVICES, gpu = %gpu, error);
     }
     extras
 }
 
-/// Makes the nodes of a GPU's capabilities; the driver only makes files with their numbers.
-fn make_capabilities(gpu: u32) -> Result<(), String> {
+/// Makes the nodes of a GPU's capabilities; the driver only makes files with their numbers. Returns
+/// why some are not made: their instances are left out.
+fn make_capabilities(gpu: u32) -> Vec<String> {
     let proc = Path::new(PROC);
-    let instances = instances(proc, gpu)?;
+    // An error of the list is reported by its next reader.
+    let instances = instances(proc, gpu).unwrap_or_default();
     if instances.is_empty() {
-        return Ok(());
+        return Vec::new();
     }
-    let major = majors(proc)
-        .map_err(|e| e.to_string())?
-        .caps
-        .ok_or("/proc/devices has no \"nvidia-caps\", but the GPU has MIG instances")?;
+    let major = match majors(proc).map(|majors| majors.caps) {
+        Ok(Some(major)) => major,
+        Ok(None) => {
+            let error = "/proc/devices has no \"nvidia-caps\", but the GPU has MIG instances";
+            return vec![error.into()];
+        }
+        Err(error) => return vec![error.to_string()],
+    };
     let nodes = DeviceNodes::of_guest();
-    for capability in instances
+    let made = instances
         .into_iter()
         .flat_map(|instance| instance.capabilities())
-    {
-        nodes.capability(major, access(proc, capability)?)?;
-    }
-    Ok(())
+        .map(|capability| nodes.capability(major, access(proc, capability)?).map(drop));
+    made.filter_map(Result::err).collect()
 }
 
 /// Makes IMEX channels and the switches' nodes once the driver is loaded; reports the kinds found

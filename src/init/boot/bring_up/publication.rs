@@ -260,7 +260,8 @@ impl Publication {
                 if let Some(ready) = self.ready(gpu)
                     && ready.extras != extras
                 {
-                    let counts = (gpu, extras.displays.len(), extras.instances.len());
+                    let instances = extras.instances.iter().filter(|i| i.nodes.is_some());
+                    let counts = (gpu, extras.displays.len(), instances.count());
                     ready.extras = extras;
                     changes.extras.push(counts);
                     changes.spec = true;
@@ -647,8 +648,8 @@ mod tests {
             mode: 0o444,
             gid: 0,
         };
-        let extras = |caps: &[u32]| {
-            let nodes = caps.iter().map(|n| cap(*n)).collect();
+        let extras = |caps: [u32; 2]| {
+            let nodes = Some(caps.map(cap));
             Update::Extras {
                 gpu,
                 extras: Extras {
@@ -662,7 +663,7 @@ mod tests {
             uuids: BTreeMap::from([(id, "MIG-1".to_string())]),
         };
         let spec = || std::fs::read_to_string(base.join("nvidia.yaml")).unwrap();
-        publication.apply(vec![ready(gpu, 3), extras(&[12])]);
+        publication.apply(vec![ready(gpu, 3), extras([12, 14])]);
         assert!(!spec().contains("MIG-1"));
         publication.apply(vec![known()]);
         assert!(spec().contains("MIG-1"), "{}", spec());
@@ -672,7 +673,7 @@ mod tests {
             !base.join("nvidia.yaml").exists(),
             "what is known already is written again"
         );
-        publication.apply(vec![extras(&[12, 13])]);
+        publication.apply(vec![extras([12, 13])]);
         assert!(
             spec().contains("MIG-1") && spec().contains("nvidia-cap13"),
             "{}",
