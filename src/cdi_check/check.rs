@@ -20,6 +20,9 @@ const MAX_COMPARISONS: usize = 50_000_000;
 /// Most devices that are injected one by one where no device was asked for.
 const MAX_ASKED: usize = 256;
 
+/// Nodes that open a MIG instance, one for its GPU instance and one for its compute instance.
+const CAPABILITIES: &str = "/dev/nvidia-caps/nvidia-cap";
+
 /// A spec file in the report.
 #[derive(Debug)]
 pub struct File {
@@ -103,10 +106,17 @@ pub fn check(files: &[SpecFile], devices: &[String]) -> Result<Report> {
         }
         if refused.is_none() {
             let listed: BTreeMap<String, Vec<String>> = parsed.iter().flat_map(waits).collect();
+            let bare: Vec<String> = parsed.iter().flat_map(bare).collect();
             report.ask(&listed, devices, edits)?;
             let mut injector = copies.injector(agent, parsed);
             for asked in &mut report.asked {
-                let outcome = outcome(&mut injector, &asked.devices, &listed);
+                let outcome = match asked.devices.iter().find(|d| bare.contains(d)) {
+                    Some(instance) => Outcome::Fails(format!(
+                        "{instance} is a MIG instance without its two nodes \
+                         {CAPABILITIES}<minor>: CUDA finds no device"
+                    )),
+                    None => outcome(&mut injector, &asked.devices, &listed),
+                };
                 asked.outcomes.push((agent, outcome));
             }
         }
@@ -171,6 +181,32 @@ fn waits(document: &Value) -> Vec<(String, Vec<String>)> {
     let own = list(document, "devices").iter().map(pending);
     let all = own.map(|own| [common.clone(), own].concat());
     names(document).into_iter().zip(all).collect()
+}
+
+/// MIG instances (`0:1`, `mig0:1`, `MIG-..`) without the nodes of both their capabilities.
+fn bare(document: &Value) -> Vec<String> {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let is_instance = |qualified: &str| {
+        let name = qualified
+            .strip_prefix(KIND)
+            .and_then(|n| n.strip_prefix('='));
+        name.is_some_and(|name| {
+            let pair = name.strip_prefix("mig").unwrap_or(name).split_once(':');
+            name.starts_with("MIG-") || pair.is_some_and(|(gpu, i)| is_number(gpu) && is_number(i))
+        })
+    };
+    let capabilities = |of: &Value| {
+        let edits = of.get("containerEdits").unwrap_or(&Value::Null);
+        let nodes = list(edits, "deviceNodes").iter();
+        let paths = nodes.filter_map(|node| node.get("path")?.as_str());
+        paths.filter(|path| path.starts_with(CAPABILITIES)).count()
+    };
+    let common = capabilities(document);
+    let own = list(document, "devices").iter().map(capabilities);
+    let all = names(document).into_iter().zip(own);
+    all.filter(|(name, own)| is_instance(name) && common + own < 2)
+        .map(|(name, _)| name)
+        .collect()
 }
 
 /// Specs with nodes of VFIO: a host's, for the passthrough of whole GPUs to guests.

@@ -140,6 +140,35 @@ fn a_hosts_vfio_spec_is_not_taken_for_a_guests() {
 }
 
 #[test]
+fn a_mig_instance_without_both_capability_nodes_is_not_usable() {
+    let spec = |name: &str, capabilities: u32| {
+        let mut spec = changed("/devices/1/name", json!(name));
+        let nodes = spec.pointer_mut("/devices/1/containerEdits/deviceNodes");
+        nodes.unwrap().as_array_mut().unwrap().extend(
+            (0..capabilities)
+                .map(|n| json!({"path": format!("/dev/nvidia-caps/nvidia-cap{n}"), "major": 235, "minor": n})),
+        );
+        of_text(&spec.to_string())
+    };
+    for name in ["0:1", "mig0:1", "MIG-7c3b0ea2"] {
+        for capabilities in [0, 1] {
+            let report = spec(name, capabilities);
+            let says = format!("={name} is a MIG instance without");
+            let outcomes = report.asked.iter().flat_map(|asked| &asked.outcomes);
+            let fails = outcomes
+                .filter(|(_, o)| matches!(o, Outcome::Fails(why) if why.contains(&says)))
+                .count();
+            assert!(report.has_errors() && fails == 2, "{report:?}");
+        }
+        assert!(!spec(name, 2).has_errors(), "{name}");
+    }
+    // A whole GPU needs none, whatever its name is like.
+    for name in ["gpu1", "1", "mig0", "MIG"] {
+        assert!(!spec(name, 0).has_errors(), "{name}");
+    }
+}
+
+#[test]
 fn a_device_that_no_spec_lists_fails_its_container() {
     let dir = case_dir();
     write(dir.0.join("x.json"), good().to_string());
