@@ -353,6 +353,7 @@ rows! {
             mounts: "at the end",
             links: "at the end",
             manifest: "at the end: whether that spared a scan",
+            absent: "at the end: files that containers usually get, and lack here",
         };
     /// Writing the CDI spec.
     CDI_PUBLISH = "cdi.publish", Span, Init, CdiPublication <- [names::PCI_SCAN]

@@ -62,6 +62,7 @@ const NAMED: &[(&str, &[&str])] = &[
             "gpuinit.ready",
         ],
     ),
+    ("src/init/driver_files/tree.rs", &["gpuinit.driver-root"]),
     ("src/init/boot/bring_up/reset.rs", &["gpuinit.reset"]),
     (
         "src/init/boot/bring_up/scan.rs",
@@ -167,7 +168,7 @@ fn unsafes(all: &[Source], listed: &[(&str, usize, &str)]) -> Vec<String> {
 fn parameters(text: &str) -> impl Iterator<Item = &str> {
     text.match_indices("gpuinit.").map(|(at, _)| {
         let rest = &text[at..];
-        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '_';
+        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '_' || c == '-';
         let end = rest.find(|c| !is_name(c)).unwrap_or(rest.len());
         rest[..end].trim_end_matches('.')
     })

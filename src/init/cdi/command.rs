@@ -236,6 +236,7 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
         None => {
             let found = places.gpus().map_err(Error::Failed)?;
             let mut files = asked.files()?;
+            note_absent(&files, asked);
             problems.extend(found.problems);
             problems.append(&mut files.problems);
             generate(&found.gpus, &found.common, Some(&files), &asked.options)
@@ -264,9 +265,20 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
     Ok(problems)
 }
 
+/// Prints what containers usually have and will lack: no omission, so the exit status stays.
+fn note_absent(files: &DriverFiles, asked: &Asked) {
+    for name in files.absent() {
+        log(&format!(
+            "note: {name} is nowhere below the driver root {}: containers get none",
+            asked.driver_root.display()
+        ));
+    }
+}
+
 /// Writes the manifest into the root; prints its numbers of files and links.
 fn write_manifest(asked: &Asked) -> Result<Vec<String>, Error> {
     let files = asked.files()?;
+    note_absent(&files, asked);
     let (path, bytes) =
         manifest::write(&asked.roots(), &files).map_err(|e| Error::Failed(e.to_string()))?;
     println!(

@@ -4,9 +4,11 @@ use super::values::{
     Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Switch,
     ToConsole,
 };
+use crate::driver_files::plain_path;
 use crate::gpu::topology::{NvLink, Topology};
 use kata_gpu_wire::record::Level;
 use std::fmt::Write;
+use std::path::{Path, PathBuf};
 
 /// Ports of the agent: its interface, and its debug console. The agent powers off when another
 /// program has its port.
@@ -90,6 +92,14 @@ fn range(value: &str) -> Option<Range> {
         max: max.parse().ok()?,
     };
     (range.min <= range.max && range.max > 0).then_some(range)
+}
+
+/// A path that means the same everywhere, and nothing that the host shares with the guest: a kernel
+/// module may come from there.
+fn driver_root(value: &str) -> Option<PathBuf> {
+    let path = Path::new(value);
+    let is_shared = path.starts_with("/run/kata-containers");
+    (plain_path(path) && !is_shared).then(|| path.into())
 }
 
 fn to_console(value: &str) -> Option<ToConsole> {
@@ -192,6 +202,15 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "IMEX channels to make, from 0 on; these, and those that the driver makes, are \
             published as nvidia.com/imex-channel",
         set: |c, v| set(&mut c.imex_channels, number(v, |n| *n <= MAX_IMEX_CHANNELS)),
+    },
+    Parameter {
+        name: "gpuinit.driver-root",
+        values: "auto, or a path",
+        default: "auto",
+        help: "directory with the driver's user space, modules and firmware, absolute and without \
+            `..`; auto: the extension `gpu`, else where `cdi manifest` has [left its \
+            list](init/cdi/README.md#a-driver-in-a-root-of-its-own), else /",
+        set: |c, v| set(&mut c.driver_root, or_auto(v, driver_root)),
     },
     Parameter {
         name: "gpuinit.gpus",

@@ -57,6 +57,35 @@ fn good_values_are_taken_and_the_last_one_counts() {
 }
 
 #[test]
+fn a_driver_root_is_a_path_that_means_the_same_everywhere() {
+    let root = |value: &str| Config::parse(format!("gpuinit.driver-root={value}").as_bytes());
+    for good in [
+        "/",
+        "/usr/local",
+        "/run/nvidia/driver",
+        "/run/kata-containersx",
+    ] {
+        assert_eq!(root(good).0.driver_root, Some(good.into()));
+    }
+    assert_eq!(root("auto").0.driver_root, None);
+    for bad in [
+        "",
+        "usr/local",
+        "/usr/../etc",
+        "/a:b",
+        // The host writes there, also while the guest runs.
+        "/run/kata-containers/shared/containers/driver",
+    ] {
+        let (config, notes) = root(bad);
+        let problem = notes[0].problem.as_deref().unwrap_or_default();
+        assert!(
+            config.driver_root.is_none() && problem.contains("takes auto, or a path"),
+            "{bad}: {notes:?}"
+        );
+    }
+}
+
+#[test]
 fn every_topology_can_be_asked_for() {
     let parameter = PARAMETERS
         .iter()

@@ -4,6 +4,7 @@ use crate::extensions::Extension;
 use crate::gpu::topology::{NvLink, Topology};
 use kata_gpu_wire::named;
 use kata_gpu_wire::record::{DEFAULT_PORT, Level};
+use std::path::PathBuf;
 
 named! {
     /// A way to name GPUs.
@@ -185,6 +186,8 @@ pub struct Config {
     pub console: ToConsole,
     /// Extension disks; error: reason why the guest must stop.
     pub extensions: Result<Vec<Extension>, String>,
+    /// Root of the driver's user space, modules and firmware; None: found.
+    pub driver_root: Option<PathBuf>,
     pub services: Services,
     /// Range of all GPUs' graphics clocks, in MHz; None: the driver's.
     pub graphics_mhz: Option<Range>,
@@ -235,6 +238,7 @@ impl Default for Config {
             events_port: DEFAULT_PORT,
             console: ToConsole::Auto,
             extensions: Ok(Vec::new()),
+            driver_root: None,
             services: Services::default(),
             graphics_mhz: None,
             memory_mhz: None,

@@ -103,7 +103,33 @@ impl Problems {
     }
 }
 
+/// Files that nearly every container with a GPU uses: names, or their beginnings before a dot.
+const EXPECTED: [&str; 3] = ["nvidia-smi", "libcuda.so", "libnvidia-ml.so"];
+
 impl DriverFiles {
+    /// Expected files that containers do not get: no fault, but seldom intended.
+    pub fn absent(&self) -> Vec<&'static str> {
+        let is = |path: &Path, expected: &str| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let rest = name.strip_prefix(expected);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        };
+        let there = |name: &&str| self.mounts.iter().any(|m| is(&m.container_path, name));
+        EXPECTED.into_iter().filter(|name| !there(name)).collect()
+    }
+
+    /// The driver's libraries, as the guest sees them.
+    pub fn libraries(&self) -> Vec<PathBuf> {
+        let directories = &self.library_directories;
+        let is_library = |m: &&Mount| {
+            directories
+                .iter()
+                .any(|d| m.container_path.parent() == Some(d))
+        };
+        let libraries = self.mounts.iter().filter(is_library);
+        libraries.map(|m| m.host_path.clone()).collect()
+    }
+
     /// Replaces the sockets.
     pub fn set_sockets(&mut self, sockets: Vec<Mount>) {
         self.mounts.retain(|mount| mount.kind == Kind::File);

@@ -6,7 +6,7 @@
 
 use super::files::{Kind, Link, Mount, Problems};
 use super::refused;
-use super::tree::{Entry, Found, NOT_PLAIN, Places, below, plain_name, plain_path};
+use super::tree::{Entry, Found, NOT_PLAIN, OPTIONS, Places, below, plain_name, plain_path};
 use crate::formats::elf;
 use crate::formats::elf::Class;
 use crate::formats::ld_so_cache;
@@ -310,7 +310,8 @@ pub fn version(
 fn no_driver(driver_root: &Path, version: &str, problems: &Problems) -> String {
     refused(format!(
         "no library directory below {} has libcuda.so.{version} or libnvidia-ml.so.{version}; \
-         install the driver's user space into the image, or give the root that it lies in{}",
+         install the driver's user space into the image, or give the root that it lies in \
+         ({OPTIONS}){}",
         driver_root.display(),
         also(problems)
     ))

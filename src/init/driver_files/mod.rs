@@ -13,10 +13,13 @@ mod files; // what a scan finds
 mod libraries;
 pub mod manifest;
 mod named;
+mod root; // where this guest's driver is
 mod tree;
 
 pub use files::{DriverFiles, Kind, Link, Mount, Roots};
 pub use libraries::is_version;
+pub use root::{ask_for, driver_root};
+pub use tree::plain_path;
 
 use files::Problems;
 use std::path::Path;

@@ -88,8 +88,8 @@ const X_DIRECTORIES: &[&str] = &[
 ];
 
 /// The kernel's own search path for firmware (drivers/base/firmware_loader), without the additions
-/// of a running kernel.
-const FIRMWARE_DIRECTORIES: [&str; 2] = ["/lib/firmware/updates", FIRMWARE];
+/// of a running kernel, and the directory of a driver installed into one of its own (Google's COS).
+const FIRMWARE_DIRECTORIES: [&str; 3] = ["/lib/firmware/updates", FIRMWARE, "/firmware"];
 /// Directory of firmware in containers.
 const FIRMWARE: &str = "/lib/firmware";
 /// File with one more firmware directory of the running kernel.

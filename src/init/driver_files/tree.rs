@@ -22,6 +22,8 @@ use std::path::{Component, Path, PathBuf};
 const TRIES: usize = 8;
 /// Limit of entries read from one directory; a distribution's library directory has some thousand.
 const MAX_ENTRIES: usize = 200_000;
+/// Options that name the driver's root, of a boot and of the command `cdi`.
+pub const OPTIONS: &str = "gpuinit.driver-root=DIR, or --driver-root DIR";
 /// Limit of a small file (a version, a path).
 const MAX_TEXT: u64 = 4096;
 
@@ -242,7 +244,7 @@ impl Places {
         let no_root = |path: &Path, why: String| {
             refused(format!(
                 "open the root {}: {why}; name the directory that the driver's user space was \
-                 installed into",
+                 installed into ({OPTIONS})",
                 path.display()
             ))
         };

@@ -1,7 +1,6 @@
-//! Cache of the guest's own dynamic loader, with the libraries of the driver's extension: services
-//! and NVML find them without an environment. Written here, without running `ldconfig`, from the
-//! base image's cache and the extension's library directory; bound over the base's, which is
-//! read-only.
+//! Cache of the guest's own dynamic loader, with libraries of the driver's root: services and NVML
+//! find them without an environment. Written here, without running `ldconfig`, from the base
+//! image's cache and these libraries; bound over the base's, which is read-only.
 
 use super::mount;
 use crate::formats::elf;
@@ -25,8 +24,8 @@ pub fn is_added(mounts: &str) -> bool {
     mount::is_mount_point(mounts, &Path::new("/").join(CACHE))
 }
 
-/// Adds the extension's libraries to the cache of the guest below `root`.
-pub fn add(root: &Path, extension: &Path) -> Result<(), String> {
+/// Adds libraries to the cache of the guest below `root`.
+pub fn add(root: &Path, libraries: Vec<PathBuf>) -> Result<(), String> {
     let (cache, new) = (root.join(CACHE), root.join(NEW));
     let base = match fs::read(&cache) {
         Ok(bytes) => bytes,
@@ -43,14 +42,14 @@ pub fn add(root: &Path, extension: &Path) -> Result<(), String> {
         Err(e) => return Err(format!("read {}: {e}", cache.display())),
     };
     let bytes =
-        with_libraries(&base, extension).map_err(|e| format!("{}: {e}", cache.display()))?;
+        with_libraries(&base, libraries).map_err(|e| format!("{}: {e}", cache.display()))?;
     fs::write(&new, bytes).map_err(|e| format!("write {}: {e}", new.display()))?;
     mount::bind(&new, &cache)
         .map_err(|errno| format!("bind {} over {}: {errno}", new.display(), cache.display()))
 }
 
-/// The base image's cache, empty where it has none, with the extension's libraries.
-fn with_libraries(base: &[u8], extension: &Path) -> Result<Vec<u8>, String> {
+/// The base image's cache, empty where it has none, with these libraries.
+fn with_libraries(base: &[u8], libraries: Vec<PathBuf>) -> Result<Vec<u8>, String> {
     let base = if base.is_empty() {
         Cache::default()
     } else {
@@ -62,7 +61,7 @@ fn with_libraries(base: &[u8], extension: &Path) -> Result<Vec<u8>, String> {
         .into_iter()
         .filter(|entry| !matches!(entry.hwcap, Hwcap::Platform(_)))
         .collect();
-    entries.extend(libraries(extension)?);
+    entries.extend(named(libraries));
     ld_so_cache::write(&entries, GENERATOR, Arch::OURS)
 }
 
@@ -71,13 +70,20 @@ fn directory(extension: &Path) -> PathBuf {
     extension.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH))
 }
 
-/// An entry for each SONAME in the directory.
-fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
+/// Files of an extension that may be libraries.
+pub fn libraries(extension: &Path) -> Result<Vec<PathBuf>, String> {
     let directory = directory(extension);
-    let at = |e: std::io::Error| format!("read {}: {e}", directory.display());
+    let paths = fs::read_dir(&directory).and_then(|entries| {
+        let entries = entries.take(MAX_LIBRARIES);
+        entries.map(|entry| entry.map(|e| e.path())).collect()
+    });
+    paths.map_err(|e| format!("read {}: {e}", directory.display()))
+}
+
+/// An entry for each SONAME of these files.
+fn named(libraries: Vec<PathBuf>) -> Vec<Entry> {
     let mut entries: Vec<Entry> = Vec::new();
-    for entry in fs::read_dir(&directory).map_err(at)?.take(MAX_LIBRARIES) {
-        let path = entry.map_err(at)?.path();
+    for path in libraries {
         if !path
             .file_name()
             .is_some_and(|name| name.to_string_lossy().contains(".so"))
@@ -106,7 +112,7 @@ fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
             continue;
         }
         // Use the link with that name if the image has it.
-        let link = directory.join(&name);
+        let link = path.with_file_name(&name);
         let path = if link.exists() { link } else { path };
         entries.push(Entry {
             name,
@@ -115,7 +121,7 @@ fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
             hwcap: Hwcap::Any,
         });
     }
-    Ok(entries)
+    entries
 }
 
 #[cfg(test)]
@@ -169,16 +175,13 @@ mod tests {
             pair("libcuda.so.1", "/libcuda.so.1"),
         ];
         assert_eq!(
-            names(&with_libraries(&base, extension).unwrap()),
+            names(&with_libraries(&base, libraries(extension).unwrap()).unwrap()),
             [&own[..], &[pair("libc.so.6", "/lib/libc.so.6")]].concat()
         );
-        assert_eq!(names(&with_libraries(&[], extension).unwrap()), own);
-        assert!(with_libraries(b"damaged", extension).is_err());
+        let all = libraries(extension).unwrap();
+        assert_eq!(names(&with_libraries(&[], all).unwrap()), own);
+        assert!(with_libraries(b"damaged", Vec::new()).is_err());
         fs::remove_dir_all(extension).unwrap();
-        assert!(
-            with_libraries(&base, extension)
-                .unwrap_err()
-                .contains("No such file")
-        );
+        assert!(libraries(extension).unwrap_err().contains("No such file"));
     }
 }

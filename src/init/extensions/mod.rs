@@ -100,7 +100,7 @@ pub fn add_libraries(declared: &[Extension]) -> Vec<Stamp> {
     if declared.iter().any(|extension| extension.name.is_gpu()) && !loader::is_added(&mounts()) {
         // Reported by the step.
         let _unused = timed(&mut stamps, What::Libraries, |_| {
-            loader::add(Path::new("/"), Path::new(mount::GPU))
+            loader::add(Path::new("/"), loader::libraries(Path::new(mount::GPU))?)
         });
     }
     stamps
@@ -108,10 +108,4 @@ pub fn add_libraries(declared: &[Extension]) -> Vec<Stamp> {
 
 fn mounts() -> String {
     std::fs::read_to_string("/proc/self/mounts").unwrap_or_default()
-}
-
-/// Root of the driver's user space, modules and firmware: `gpu`'s mount where there is one.
-pub fn driver_root() -> &'static Path {
-    let gpu = Path::new(mount::GPU);
-    if gpu.is_dir() { gpu } else { Path::new("/") }
 }

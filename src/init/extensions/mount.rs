@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 pub const DIRECTORY: &str = "/run/kata-extensions";
 /// Mount of the driver's extension.
 pub const GPU: &str = "/run/kata-extensions/gpu";
-/// Firmware paths: the kernel's search path, and the extension's.
-const FIRMWARE: &str = "lib/firmware/nvidia";
+/// Firmware paths: the kernel's search path, the extension's as well, and that of Google's COS.
+const FIRMWARE: [&str; 2] = ["lib/firmware/nvidia", "firmware/nvidia"];
 
 /// Mount of an extension.
 pub fn target(name: &Name) -> PathBuf {
@@ -58,14 +58,16 @@ pub fn erofs(name: &Name, node: &Path) -> Result<(), String> {
     })
 }
 
-/// Binds the firmware of the driver's extension over the kernel's own directory. Without firmware
-/// in the extension nothing happens: the driver may not need any. Nor where `mounts`, the text of
+/// Binds the firmware of the driver's root over the kernel's own directory. Without firmware in
+/// that root nothing happens: the driver may not need any. Nor where `mounts`, the text of
 /// /proc/self/mounts, has the bind.
-pub fn bind_firmware(extension: &Path, mounts: &str) -> Result<(), String> {
-    let (from, to) = (extension.join(FIRMWARE), Path::new("/").join(FIRMWARE));
-    if !from.is_dir() || is_mount_point(mounts, &to) {
-        return Ok(());
-    }
+pub fn bind_firmware(driver_root: &Path, mounts: &str) -> Result<(), String> {
+    let to = Path::new("/").join(FIRMWARE[0]);
+    let mut from = FIRMWARE.into_iter().map(|path| driver_root.join(path));
+    let from = match from.find(|path| path.is_dir()) {
+        Some(from) if !is_mount_point(mounts, &to) => from,
+        _ => return Ok(()),
+    };
     // An image that is only read has the directory; an initrd can make it.
     let _unused = fs::create_dir_all(&to);
     bind(&from, &to).map_err(|errno| {

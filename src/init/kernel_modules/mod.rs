@@ -14,7 +14,7 @@ pub mod settings;
 
 pub use error::{Cause, LoadError};
 
-use crate::extensions;
+use crate::driver_files;
 use crate::step;
 use crate::stream::{After, StepId};
 use file::{Fault, Format};
@@ -55,23 +55,30 @@ impl Modules {
         // Without the kernel's release, modules.dep is not found, which is reported.
         let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         let root = Path::new("/");
-        Self::new(root, extensions::driver_root(), kernel.trim(), command_line)
+        Self::new(
+            root,
+            driver_files::driver_root(),
+            kernel.trim(),
+            command_line,
+        )
     }
 
     /// Modules of `kernel` (`uname -r`), with parameters from a kernel command line. modprobe.d is
-    /// below `root`, module files are below `tree`, as with `modprobe --dirname`.
+    /// below `root`, module files are below `tree`, as with `modprobe --dirname`, or below `root`
+    /// where `tree` has none.
     pub fn new(root: &Path, tree: &Path, kernel: &str, command_line: &[u8]) -> Self {
-        let directories = DIRECTORIES.map(|d| tree.join(d).join(kernel));
-        let directory = directories
-            .iter()
+        let [first, second] = DIRECTORIES.map(|d| tree.join(d).join(kernel));
+        let directory = [first.clone(), second]
+            .into_iter()
+            .chain(DIRECTORIES.map(|d| root.join(d).join(kernel)))
             .find(|d| d.join("modules.dep").exists())
-            .unwrap_or(&directories[0]);
+            .unwrap_or(first);
         Self {
             root: root.into(),
             kernel: kernel.into(),
-            directory: directory.clone(),
+            index: Index::new(&directory),
+            directory,
             command_line: command_line.into(),
-            index: Index::new(directory),
             settings: OnceCell::new(),
             added: Vec::new(),
             loaded: HashSet::new(),
@@ -370,6 +377,22 @@ mod tests {
                 "lib/modules/6.1.0-test/extra/nvidia-uvm.ko.zst u=1 u=2 u=3",
             ]
         );
+    }
+
+    #[test]
+    fn a_driver_root_without_this_kernels_modules_leaves_them_to_the_guest() {
+        let (guest, driver) = (Root::new(), Root::new());
+        let path = |kernel: &str| {
+            let modules = Modules::new(guest.0.path(), driver.0.path(), kernel, b"");
+            modules.show_depends("nvidia").map(|all| all[0].0.clone())
+        };
+        assert!(path("6.1.0-test").unwrap().starts_with(driver.0.path()));
+        let dep = driver.0.path().join("lib/modules/6.1.0-test/modules.dep");
+        std::fs::remove_file(dep).unwrap();
+        assert!(path("6.1.0-test").unwrap().starts_with(guest.0.path()));
+        // Neither has them: the driver's root is named.
+        let error = path("6.2.0-test").unwrap_err().to_string();
+        assert!(error.contains(driver.0.path().to_str().unwrap()), "{error}");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::service_table::{
 use super::state::{ENDING, Fabric, Milestones, RUN};
 use super::syslog::{self, Syslog};
 use crate::config::Services;
-use crate::extensions::driver_root;
+use crate::driver_files::driver_root;
 use crate::gpu::bind::DRIVER;
 use crate::gpu::device_nodes::make_for_switches;
 use crate::gpu::pci;

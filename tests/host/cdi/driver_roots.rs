@@ -232,6 +232,10 @@ fn shown(result: &Result<DriverFiles, String>) -> String {
         .problems
         .iter()
         .for_each(|p| line(format!("problem {p}")));
+    let absent = files.absent();
+    absent
+        .iter()
+        .for_each(|name| line(format!("absent {name}")));
     text
 }
 

@@ -237,6 +237,24 @@ fn a_missing_node_drops_its_gpu_and_a_missing_uvm_is_said() {
 }
 
 #[test]
+fn an_expected_program_that_is_missing_is_a_note_and_no_omission() {
+    let (_folder, root) = root("note");
+    remove(root.join("usr/bin/nvidia-smi"));
+    for command in ["generate", "manifest"] {
+        let part = run(&root, &[command]);
+        assert_eq!(
+            (part.status.code(), stderr(&part).as_str()),
+            (
+                Some(0),
+                "kata-gpu-init: note: nvidia-smi is nowhere below the driver root /: containers \
+                get none\n"
+            ),
+            "{command}"
+        );
+    }
+}
+
+#[test]
 fn without_the_drivers_libraries_there_is_a_cure_and_no_spec() {
     let (_folder, root) = root("none");
     let fails = |words: &[&str], with: &str| {
@@ -258,6 +276,10 @@ fn without_the_drivers_libraries_there_is_a_cure_and_no_spec() {
     fails(
         &["generate", "--output", "/nonexistent/spec.json"],
         "/nonexistent/spec.json",
+    );
+    fails(
+        &["generate", "--driver-root", "/etc"],
+        "give the root that it lies in (gpuinit.driver-root=DIR, or --driver-root DIR)",
     );
     std::fs::remove_dir_all(root.join("proc/driver/nvidia")).unwrap();
     fails(&["generate"], "load the driver's module nvidia first");

@@ -1,10 +1,34 @@
-//! The driver's user space in this guest: files that containers get.
+//! The driver's user space in this guest: files that containers get, and what the guest's own
+//! programs and kernel need of them.
 
 use crate::driver_files::manifest::{self, Unusable};
-use crate::driver_files::{DriverFiles, Roots};
-use crate::extensions;
+use crate::driver_files::{DriverFiles, Roots, ask_for, driver_root};
+use crate::extensions::{loader, mount};
+use crate::machine::threads;
 use crate::step;
 use kata_gpu_wire::names;
+use std::path::Path;
+
+/// Takes the driver's root from the command line, before the first use of the driver's files.
+pub fn prepare(asked: Option<&Path>) {
+    if let Some(root) = asked {
+        ask_for(root);
+    }
+    if let Some(root) = own_root()
+        && let Err(error) = mount::bind_firmware(root, &mounts())
+    {
+        tracing::warn!(name: names::DRIVER_FILES, error);
+    }
+}
+
+/// The driver's root where that is neither the guest's nor an extension, which mounts its own.
+fn own_root() -> Option<&'static Path> {
+    Some(driver_root()).filter(|root| *root != Path::new("/") && *root != Path::new(mount::GPU))
+}
+
+fn mounts() -> String {
+    std::fs::read_to_string("/proc/self/mounts").unwrap_or_default()
+}
 
 /// Searches the driver's files; reports counts and problems. None: containers get their GPUs' nodes
 /// and nothing else.
@@ -15,10 +39,11 @@ pub fn find(version: Option<&str>) -> Option<DriverFiles> {
         version = empty,
         mounts = empty,
         links = empty,
-        manifest = empty
+        manifest = empty,
+        absent = empty
     );
     let roots = Roots {
-        driver_root: extensions::driver_root().into(),
+        driver_root: driver_root().into(),
         ..Roots::default()
     };
     let (files, unused) = match manifest::load_or_scan(&roots, version) {
@@ -34,6 +59,10 @@ pub fn find(version: Option<&str>) -> Option<DriverFiles> {
     step.note("mounts", files.mounts.len() as u64);
     step.note("links", files.links.len() as u64);
     step.note("manifest", unused.is_none());
+    let absent = files.absent();
+    if !absent.is_empty() {
+        step.note("absent", absent.join(", ").as_str());
+    }
     drop(step);
     // An image without a manifest is no fault.
     for problem in unused
@@ -43,6 +72,15 @@ pub fn find(version: Option<&str>) -> Option<DriverFiles> {
         .chain(files.problems.clone())
     {
         tracing::warn!(name: names::DRIVER_FILES, error = problem);
+    }
+    if own_root().is_some() && !loader::is_added(&mounts()) {
+        let libraries = files.libraries();
+        // No GPU waits for the guest's own programs.
+        threads::detach(move || {
+            if let Err(error) = loader::add(Path::new("/"), libraries) {
+                tracing::warn!(name: names::DRIVER_FILES, error);
+            }
+        });
     }
     Some(files)
 }

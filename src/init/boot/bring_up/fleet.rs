@@ -4,6 +4,7 @@
 use super::dispatch::{self, Dispatch, Orders};
 use super::driver::{self, Image, Way};
 use super::extras;
+use super::find_driver_files;
 use super::gpu;
 use super::lane::Lane;
 use super::lane_cpu::Spare;
@@ -109,6 +110,7 @@ pub async fn run(
             Err(_) => std::future::pending().await,
         },
     };
+    find_driver_files::prepare(config.driver_root.as_deref());
     let after = After::from(&[Some(found.step), image][..]);
     let mut fleet = Fleet::start(config, command_line, previous, (found, after), machine).await;
     for (gpu, xid) in previous.into_iter().flat_map(|previous| &previous.xids) {

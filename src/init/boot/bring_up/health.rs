@@ -11,7 +11,7 @@ use crate::gpu::driver_proc::information;
 use crate::machine::{confidential, threads};
 use crate::nvml;
 use crate::nvml::{Failure, instance_uuids};
-use crate::{extensions, step};
+use crate::{driver_files, step};
 use kata_gpu_wire::fabric::Fabric;
 use kata_gpu_wire::names;
 use kata_gpu_wire::nvml_messages::{Answer, Clock, Device, Facts, LIST, Request};
@@ -66,7 +66,7 @@ pub enum Settings {
 
 /// Program of the helper.
 fn helper() -> Option<PathBuf> {
-    nvml::find(extensions::driver_root()).or_else(|| nvml::find(Path::new("/")))
+    nvml::find(driver_files::driver_root()).or_else(|| nvml::find(Path::new("/")))
 }
 
 /// Applies the settings, and reports the facts. `awaited`: GPUs are held back until the answer.

@@ -1,0 +1,72 @@
+//! The root with this guest's driver: its user space, modules and firmware.
+
+use super::manifest;
+use crate::extensions::mount::GPU;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// Root of the command line; unset: found.
+static ASKED: OnceLock<PathBuf> = OnceLock::new();
+
+/// Roots of which the first with a manifest counts: the image's own, then those of driver
+/// containers, NixOS, Talos, Flatcar and Google's COS.
+const KNOWN: [&str; 6] = [
+    "/",
+    "/run/nvidia/driver",
+    "/run/opengl-driver",
+    "/usr/local",
+    "/opt/nvidia",
+    "/home/kubernetes/bin/nvidia",
+];
+
+/// Sets the root that the command line has; before the first use of [`driver_root`].
+pub fn ask_for(root: &Path) {
+    // Set already by an earlier bring-up of this process: there is none.
+    let _unused = ASKED.set(root.into());
+}
+
+/// Root of the driver: as asked, else the mount of the extension `gpu`, else a known root with a
+/// manifest, else `/`.
+pub fn driver_root() -> &'static Path {
+    ASKED
+        .get()
+        .map_or_else(|| found(Path::new("/")), PathBuf::as_path)
+}
+
+fn found(root: &Path) -> &'static Path {
+    let has = |known: &str, path: &str| root.join(known.trim_start_matches('/')).join(path);
+    if has(GPU, "").is_dir() {
+        return Path::new(GPU);
+    }
+    let manifest = Path::new(manifest::DIRECTORY).join(manifest::FILE);
+    let manifest = manifest.to_string_lossy();
+    let with_manifest = |known: &&str| has(known, manifest.trim_start_matches('/')).is_file();
+    Path::new(KNOWN.into_iter().find(with_manifest).unwrap_or("/"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kata_gpu_test_support::temp_dir;
+
+    #[test]
+    fn the_extension_comes_first_then_a_known_root_with_a_manifest() {
+        let folder = temp_dir();
+        let root = folder.path();
+        let make = |path: &str| {
+            let path = root.join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "").unwrap();
+        };
+        let manifest = "usr/share/kata-gpu-init/driver-files.json";
+        // A driver without a manifest is looked for where it is said to be.
+        make("usr/local/lib/libcuda.so.580.95.05");
+        assert_eq!(found(root), Path::new("/"));
+        make(&format!("home/kubernetes/bin/nvidia/{manifest}"));
+        assert_eq!(found(root), Path::new("/home/kubernetes/bin/nvidia"));
+        make(manifest);
+        assert_eq!(found(root), Path::new("/"));
+        make("run/kata-extensions/gpu/bin/nvidia-smi");
+        assert_eq!(found(root), Path::new("/run/kata-extensions/gpu"));
+    }
+}
