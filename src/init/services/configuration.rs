@@ -1,5 +1,6 @@
-//! Configuration files of fabric manager and nvidia-imex, made in /run from the packages' files:
-//! `KEY=VALUE` lines, of which a few get other values. The image's files are never written.
+//! Configuration files of daemons, made in /run from the packages' files: paths lead into the
+//! driver's root where the guest lacks them, and a few `KEY=VALUE` lines of fabric manager and
+//! nvidia-imex get other values. The image's files are never written.
 
 use super::service_plan::{fabric_mode, rail_policy};
 use super::service_table::Name;
@@ -94,12 +95,52 @@ pub fn make(
         std::fs::create_dir_all(parent).map_err(|e| format!("make {}: {e}", parent.display()))?;
     }
     let package = root.join(source.package);
-    let text = read(&package)?;
+    let text = led_below(&read(&package)?, root, Path::exists);
     let made = Path::new(RUN).join(source.made);
     let text = with_values(&text, &source.values)
         .map_err(|why| format!("{}: {why}", package.display()))?;
     std::fs::write(&made, text).map_err(|e| format!("write {}: {e}", made.display()))?;
     Ok(made)
+}
+
+/// A file for a daemon below the driver's root: a copy in /run where [`led_below`] changes it, else
+/// itself, also where it is no text.
+pub fn led(file: PathBuf, root: &Path) -> Result<PathBuf, String> {
+    let Ok(text) = read(&file) else {
+        return Ok(file);
+    };
+    let copy = led_below(&text, root, Path::exists);
+    if copy == text {
+        return Ok(file);
+    }
+    let made = Path::new(RUN).join(file.file_name().unwrap_or_default());
+    write(made, &copy)
+}
+
+fn write(made: PathBuf, text: &str) -> Result<PathBuf, String> {
+    std::fs::write(&made, text).map_err(|e| format!("write {}: {e}", made.display()))?;
+    Ok(made)
+}
+
+/// The text with each absolute path that leads nowhere in the guest and somewhere below the
+/// driver's root led there: a package names paths as if its root were the guest's. Comments stay.
+fn led_below(text: &str, root: &Path, exists: impl Fn(&Path) -> bool) -> String {
+    let ends_path = |c: char| c.is_whitespace() || "=\"',;:".contains(c);
+    let mut made = String::with_capacity(text.len() + 256);
+    for line in text.split_inclusive('\n') {
+        let is_comment = line.trim_start().starts_with('#');
+        for piece in line.split_inclusive(ends_path) {
+            let path = piece.trim_end_matches(ends_path);
+            let below = root.join(path.trim_start_matches('/'));
+            if !is_comment && path.starts_with('/') && !exists(Path::new(path)) && exists(&below) {
+                made.push_str(&below.to_string_lossy());
+                made.push_str(&piece[path.len()..]);
+            } else {
+                made.push_str(piece);
+            }
+        }
+    }
+    made
 }
 
 fn read(path: &Path) -> Result<String, String> {
@@ -179,6 +220,53 @@ mod tests {
              STATE_FILE_NAME=/var/tmp/fabricmanager.state\n#PARTITION_RAIL_POLICY=greedy\n\
              PARTITION_RAIL_POLICY=greedy\nLOG_USE_SYSLOG=0\n"
         );
+    }
+
+    #[test]
+    fn a_path_that_only_the_drivers_root_has_leads_there() {
+        let exists = |path: &Path| {
+            let there = [
+                "/gpu/usr/share/nvidia/nvswitch",
+                "/gpu/etc/nvidia-imex/nodes_config.cfg",
+                "/gpu/etc/hosts",
+                "/etc/hosts",
+                "/gpu/plugin.conf",
+                "/var/log",
+            ];
+            there.map(Path::new).contains(&path)
+        };
+        let led = |line| led_below(line, Path::new("/gpu"), exists);
+        for (line, expected) in [
+            // Fabric manager of Kata 4.0's images: the base has no topologies.
+            (
+                "TOPOLOGY_FILE_PATH=/usr/share/nvidia/nvswitch\n",
+                "TOPOLOGY_FILE_PATH=/gpu/usr/share/nvidia/nvswitch\n",
+            ),
+            (
+                "KEY = \"/etc/nvidia-imex/nodes_config.cfg\"\r\n",
+                "KEY = \"/gpu/etc/nvidia-imex/nodes_config.cfg\"\r\n",
+            ),
+            // nvlsm separates by white space.
+            (
+                "event_plugin_options --config_file /plugin.conf",
+                "event_plugin_options --config_file /gpu/plugin.conf",
+            ),
+            (
+                "PATHS=/etc/hosts:/plugin.conf,/x",
+                "PATHS=/etc/hosts:/gpu/plugin.conf,/x",
+            ),
+        ] {
+            assert_eq!(led(line), expected);
+        }
+        for kept in [
+            "# TOPOLOGY_FILE_PATH=/usr/share/nvidia/nvswitch\n",
+            "LOG_FILE_NAME=/var/log/fabricmanager.log\n\n",
+            "HOSTS=/etc/hosts\n",
+            "NAME=usr/share/nvidia/nvswitch, x/plugin.conf\n",
+            "LEVEL=4",
+        ] {
+            assert_eq!(led(kept), kept);
+        }
     }
 
     #[test]

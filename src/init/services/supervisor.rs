@@ -717,6 +717,7 @@ impl One {
                 Argument::File(option, file) => {
                     let file = shared.root.join(file);
                     if file.is_file() {
+                        let file = configuration::led(file, shared.root)?;
                         arguments.extend([option.into(), file.into()]);
                     }
                 }
