@@ -2,6 +2,7 @@
 //! the files' sizes alone.
 //!
 //! Paths are below the driver root, so that an image built in one place may be mounted in another.
+//! A file outside (NixOS has links into its store) is kept by the path that leads to it.
 //! Verification uses facts that survive the making of an image: a file's size, and a library
 //! directory's time in seconds; if an archive or a packer sets other times, the directory's names
 //! are compared instead. Sockets are never included: they are searched for at boot. Write the
@@ -112,36 +113,34 @@ pub fn parse(bytes: &[u8]) -> Result<Manifest, String> {
 }
 
 impl Manifest {
-    /// Manifest of a scan's result. Fails if a path could not be examined or lies outside the
-    /// driver root.
+    /// Manifest of a scan's result. Fails if a path could not be examined, or no path below the
+    /// driver root leads to a file.
     fn new(places: &Places, found: &DriverFiles) -> io::Result<Self> {
         if let Some(problem) = found.problems.first() {
             return Err(io::Error::other(format!(
                 "not all could be read: {problem}"
             )));
         }
-        let inside = |path: &Path| {
-            let outside = || {
-                io::Error::other(format!(
-                    "{} lies outside the driver root: such an image is scanned at boot",
-                    path.display()
-                ))
-            };
-            places.in_container(path).ok_or_else(outside)
-        };
         let mut files = found.clone();
         files.set_sockets(Vec::new());
         let mut sizes = Vec::with_capacity(files.mounts.len());
         for mount in &mut files.mounts {
-            mount.host_path = inside(&mount.host_path)?;
-            sizes.push(
-                look(places, &mount.host_path, SFlag::S_IFREG)
-                    .map_err(io::Error::other)?
-                    .size(),
-            );
+            let path = places
+                .in_container(&mount.host_path)
+                .unwrap_or_else(|| mount.container_path.clone());
+            let found = look(places, &path, SFlag::S_IFREG);
+            let size = found.ok().filter(|found| found.path == mount.host_path);
+            sizes.push(size.ok_or_else(|| outside(&mount.host_path))?.size());
+            mount.host_path = path;
         }
         for link in &mut files.links {
-            link.file = inside(&link.file)?;
+            let mut mounts = found.mounts.iter();
+            let of_mount = || {
+                let mount = mounts.find(|mount| mount.host_path == link.file)?;
+                Some(mount.container_path.clone())
+            };
+            let path = places.in_container(&link.file).or_else(of_mount);
+            link.file = path.ok_or_else(|| outside(&link.file))?;
         }
         let directory = |path: &PathBuf| {
             let found = look(places, path, SFlag::S_IFDIR).map_err(io::Error::other)?;
@@ -238,16 +237,26 @@ impl Manifest {
         Ok(())
     }
 
-    /// Error: the first difference from the manifest.
-    fn verify(&self, places: &Places) -> Result<(), String> {
-        for (mount, size) in self.files.mounts.iter().zip(&self.sizes) {
-            let now = look(places, &mount.host_path, SFlag::S_IFREG)?.size();
-            if now != *size {
+    /// Files that a scan of this driver root would find, except sockets. Error: the first
+    /// difference from the manifest.
+    fn verify(mut self, places: &Places) -> Result<DriverFiles, String> {
+        let mounts = &mut self.files.mounts;
+        for (mount, size) in mounts.iter_mut().zip(&self.sizes) {
+            let file = look(places, &mount.host_path, SFlag::S_IFREG)?;
+            if file.size() != *size {
                 return Err(format!(
-                    "{} has {now} bytes, it had {size}",
-                    mount.host_path.display()
+                    "{} has {} bytes, it had {size}",
+                    mount.host_path.display(),
+                    file.size()
                 ));
             }
+            mount.host_path = file.path;
+        }
+        for link in &mut self.files.links {
+            link.file = match mounts.binary_search_by(|m| m.container_path.cmp(&link.file)) {
+                Ok(at) => mounts[at].host_path.clone(),
+                Err(_) => below(&places.driver_root, &link.file),
+            };
         }
         for Directory {
             path,
@@ -262,19 +271,15 @@ impl Manifest {
                 return Err(format!("{} has other entries", path.display()));
             }
         }
-        Ok(())
+        Ok(self.files)
     }
+}
 
-    /// Files that a scan of this driver root would have found, except sockets.
-    fn files_below(mut self, driver_root: &Path) -> DriverFiles {
-        for mount in &mut self.files.mounts {
-            mount.host_path = below(driver_root, &mount.host_path);
-        }
-        for link in &mut self.files.links {
-            link.file = below(driver_root, &link.file);
-        }
-        self.files
-    }
+fn outside(path: &Path) -> io::Error {
+    io::Error::other(format!(
+        "{} lies outside the driver root: such an image is scanned at boot",
+        path.display()
+    ))
 }
 
 /// Whether a link's target looks like `libcuda.so.1` or `../libnvidia-allocator.so.1`.
@@ -282,13 +287,19 @@ fn plain_target(target: &str) -> bool {
     plain_name(target.strip_prefix("../").unwrap_or(target).as_bytes()).is_some()
 }
 
-/// Finds a path of the driver root; it must be of this kind and have no link on the way.
+/// Finds a path of the driver root; it must be of this kind, and have no link on the way but one
+/// out of the root.
 fn look(places: &Places, path: &Path, kind: SFlag) -> Result<Found, String> {
+    let root = &places.driver_root;
     match places.driver(path) {
-        Ok(Some(found)) if !found.is(kind) || found.path != below(&places.driver_root, path) => {
-            Err(format!("{} is something else now", path.display()))
+        Ok(Some(found))
+            if found.is(kind)
+                && (found.path == below(root, path)
+                    || !found.path.starts_with(root) && plain_path(&found.path)) =>
+        {
+            Ok(found)
         }
-        Ok(Some(found)) => Ok(found),
+        Ok(Some(_)) => Err(format!("{} is something else now", path.display())),
         Ok(None) => Err(format!("{} is gone", path.display())),
         Err(error) => Err(format!("{}: {error}", path.display())),
     }
@@ -362,10 +373,9 @@ pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
             manifest.files.version
         )));
     }
-    manifest.verify(&places).map_err(stale)?;
+    let mut files = manifest.verify(&places).map_err(stale)?;
     let mut problems = Problems::default();
     let sockets = named::sockets(&places, roots, &mut problems);
-    let mut files = manifest.files_below(&places.driver_root);
     files.set_sockets(sockets);
     files.problems = problems.0;
     Ok(files)

@@ -478,6 +478,29 @@ fn a_manifest_gives_what_the_scan_gave_at_any_mount_point() {
 }
 
 #[test]
+fn a_manifest_keeps_files_to_which_links_lead_out_of_the_driver_root() {
+    for name in ["nixos", "split-driver-root"] {
+        let root = Root::odd(&name[..5], name);
+        let files = root.scan();
+        let (path, _) = manifest::write(&root.roots, &files).unwrap();
+        assert_eq!(manifest::load(&root.roots, None), Ok(files), "{name}");
+        // An update of the store under an old list is noticed.
+        let text = crate::text(root.at(path.to_str().unwrap()));
+        assert!(
+            !text.contains("/nix/store/1") && !text.contains("/guest"),
+            "{text}"
+        );
+        let outside = match name {
+            "nixos" => "/nix/store/1-nvidia-x11/lib/libcuda.so.550.163.01",
+            _ => "/guest/nvidia-persistenced",
+        };
+        crate::write(root.at(outside), "another one");
+        let why = manifest::load(&root.roots, None).unwrap_err().to_string();
+        assert!(why.contains(" has 11 bytes, it had "), "{why}");
+    }
+}
+
+#[test]
 fn a_manifest_outlives_changed_times_and_nothing_else() {
     let root = Root::new("manifest-stale", REFERENCE);
     let library = |name: &str| root.at("/usr/lib/x86_64-linux-gnu").join(name);
@@ -575,20 +598,22 @@ fn a_manifest_outlives_changed_times_and_nothing_else() {
 
 #[test]
 fn a_manifest_is_not_written_of_what_it_could_not_keep() {
-    for (name, why) in [
-        (
-            "split-driver-root",
-            "/guest/nvidia-persistenced lies outside the driver root",
-        ),
-        ("missing-soname-links", "not all could be read"),
-    ] {
-        let root = Root::odd(&name[..5], name);
-        let error = manifest::write(&root.roots, &root.scan())
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains(why), "{error}");
+    let refused = |root: &Root, why: &str| {
+        let error = manifest::write(&root.roots, &root.scan()).unwrap_err();
+        assert!(error.to_string().contains(why), "{error}");
         assert!(!root.at(manifest::DIRECTORY).exists());
-    }
+    };
+    refused(
+        &Root::odd("missing", "missing-soname-links"),
+        "not all could be read",
+    );
+    // The path of a configuration in containers is not the one that leads out of the root.
+    let root = Root::odd("config", "nixos");
+    tree::build(&root.roots.root, "file 0644 /nix/store/x/icd\n");
+    let vulkan = root.at("/nix/store/0-graphics-drivers/vulkan/icd.d");
+    std::fs::create_dir_all(&vulkan).unwrap();
+    crate::link("/nix/store/x/icd", vulkan.join("nvidia_icd.json"));
+    refused(&root, "/nix/store/x/icd lies outside the driver root");
     // Its own path may lead out of the root, and does not.
     let root = Root::new("manifest-link", REFERENCE);
     crate::link("../../../outside", root.at("/usr/share/kata-gpu-init"));

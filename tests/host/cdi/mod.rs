@@ -20,6 +20,7 @@ fn odd_place(name: &str) -> (&'static str, &'static str) {
     match name {
         "flat-lib" => ("/home/driver", "/"),
         "split-driver-root" => ("/run/nvidia/driver", "/devices"),
+        "nixos" => ("/run/opengl-driver", "/"),
         "extension-disk" => ("/run/kata-extensions/gpu", "/"),
         _ => ("/", "/"),
     }
