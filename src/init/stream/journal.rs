@@ -21,7 +21,6 @@ use kata_gpu_wire::decode::decode;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, record_line};
 use serde_json::{Map, Value};
-use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
@@ -47,9 +46,9 @@ const WIDTH: usize = 20;
 
 const _: () = assert!(SCHEMA == 1, "the beginning above is that of schema 1");
 
-/// Numbers of the records, out of all of the file, that a successor's state comes from. A small
-/// set, however long the file is.
-pub type Needed = fn(&mut dyn Iterator<Item = Record>) -> BTreeSet<u64>;
+/// Numbers of the records, out of all of the file, that a successor's state comes from, in order. Few
+/// of them, however long the file is.
+pub type Needed = fn(&mut dyn Iterator<Item = Record>) -> Vec<u64>;
 
 /// The file, open for writing.
 pub struct Journal {
@@ -264,7 +263,7 @@ fn worth_keeping(bytes: &[u8], needed: Needed) -> Vec<u8> {
     let mut kept: Vec<&[u8]> = Vec::new();
     for (line, seq, lasts) in lines.into_iter().rev() {
         newest += line.len();
-        let mut is_kept = newest <= NEWEST_BYTES || needed.contains(&seq);
+        let mut is_kept = newest <= NEWEST_BYTES || needed.binary_search(&seq).is_ok();
         if !is_kept && lasts {
             (lasting, count) = (lasting + line.len(), count + 1);
             is_kept = lasting <= LASTING_BYTES && count <= MAX_LASTING;
@@ -336,7 +335,7 @@ mod tests {
     }
 
     /// The state of these tests comes from one record.
-    fn fifth(records: &mut dyn Iterator<Item = Record>) -> BTreeSet<u64> {
+    fn fifth(records: &mut dyn Iterator<Item = Record>) -> Vec<u64> {
         records.map(|r| r.seq).filter(|seq| *seq == 5).collect()
     }
 

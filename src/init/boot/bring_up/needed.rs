@@ -9,79 +9,87 @@ use kata_gpu_wire::driver_log::Signal;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use kata_gpu_wire::record::{Kind, Record};
-use std::collections::{BTreeMap, BTreeSet};
 
 /// Errors of one GPU that nobody has reported yet, which are kept. A worker reports each at once.
 const MAX_XIDS: usize = 32;
 
-/// Numbers of these records; the order of `records` is that of the stream.
-pub fn needed(records: &mut dyn Iterator<Item = Record>) -> BTreeSet<u64> {
+/// Numbers of these records, in order; the order of `records` is that of the stream.
+pub fn needed(records: &mut dyn Iterator<Item = Record>) -> Vec<u64> {
     let mut found = Found::default();
     records.for_each(|record| found.take(&record));
     found.numbers()
 }
 
+/// Of records with the same key, one is needed: GPU, name, and whether it is another kind of record
+/// than most of that name.
+type Key = (Option<PciAddress>, &'static str, bool);
+
+/// Records that are needed so far, each with its number. Short lists: a map's code is larger than
+/// what it would save.
 #[derive(Default)]
 struct Found {
-    /// Steps that have not ended: number of the begin, and its time in ns.
-    open: BTreeMap<u64, (u64, u64)>,
+    kept: Vec<(Key, u64)>,
+    /// First start of each service.
+    services: Vec<(String, u64)>,
+    /// Begins of steps that have not ended: id, number, and time in ns.
+    open: Vec<(u64, u64, u64)>,
     /// Ends of kept steps, by id: a begin alone would be an open step.
-    ends: BTreeMap<u64, u64>,
-    /// First record of what counts once: by name and service.
-    first: BTreeMap<(String, String), u64>,
-    /// Newest record of what is replaced, by name.
-    last: BTreeMap<String, u64>,
+    ends: Vec<(u64, u64)>,
     /// Greatest id of a step, and the newest record with it.
     last_step: Option<(u64, u64)>,
     /// Longest enabling: time in ns, numbers of begin and end.
     enable: Option<(u64, [u64; 2])>,
-    gpus: BTreeMap<PciAddress, Gpu>,
-}
-
-/// Records of a GPU's newest arrival.
-#[derive(Default)]
-struct Gpu {
-    generation: u64,
-    /// By name, and by whether it has the field that other records of that name lack.
-    events: BTreeMap<(String, bool), u64>,
-    /// Newest reset, of any arrival: the reset itself makes another one.
-    reset: Option<u64>,
+    /// Generation of each GPU's newest arrival.
+    generations: Vec<(PciAddress, u64)>,
     /// Errors that were not reported, each with its number (Xid).
-    xids: Vec<(u32, u64)>,
+    xids: Vec<(PciAddress, u32, u64)>,
 }
 
 impl Found {
+    fn get(&self, key: Key) -> Option<u64> {
+        let kept = self.kept.iter().find(|(of, _)| *of == key);
+        kept.map(|(_, seq)| *seq)
+    }
+
+    /// Keeps the first record of a key; returns whether this is the first.
+    fn first(&mut self, key: Key, seq: u64) -> bool {
+        let is_first = self.get(key).is_none();
+        if is_first {
+            self.kept.push((key, seq));
+        }
+        is_first
+    }
+
+    /// Keeps the newest record of a key.
+    fn newest(&mut self, key: Key, seq: u64) {
+        self.kept.retain(|(of, _)| *of != key);
+        self.kept.push((key, seq));
+    }
+
     fn take(&mut self, record: &Record) {
-        let (seq, name) = (record.seq, record.name.as_str());
-        let mut first = |what: &str| {
-            let key = (name.to_string(), what.to_string());
-            *self.first.entry(key).or_insert(seq) == seq
-        };
+        let seq = record.seq;
         self.last_step = self.last_step.max(record.span.map(|span| (span, seq)));
         match (record.kind, record.span) {
             (Kind::Begin, Some(span)) => {
-                self.open.insert(span, (seq, record.boottime_ns));
-                let is_kept = match (name, record.gpu) {
-                    (names::SERVICE_START, _) => first(text(record, "service").unwrap_or_default()),
-                    (names::GPU_RESET, Some(gpu)) => {
-                        self.gpus.entry(gpu).or_default().reset = Some(seq);
-                        true
-                    }
-                    _ => is_driver_load(record) && first(""),
-                };
-                if is_kept {
-                    self.ends.insert(span, seq);
+                self.open.push((span, seq, record.boottime_ns));
+                if self.begins(record) {
+                    self.ends.push((span, seq));
                 }
             }
             (Kind::End, Some(span)) => {
-                let is_scan = name == names::PCI_SCAN && number(record, "gpus").is_some();
-                if is_scan || name == names::AGENT_EXEC {
-                    first("");
+                if record.name == names::PCI_SCAN && number(record, "gpus").is_some() {
+                    self.first((None, names::PCI_SCAN, false), seq);
                 }
-                self.ends.entry(span).and_modify(|end| *end = seq);
-                let begin = self.open.remove(&span);
-                if let Some((begin, since_ns)) =
-                    begin.filter(|_| name == names::GPU_ENABLE && record.error.is_none())
+                if record.name == names::AGENT_EXEC {
+                    self.first((None, names::AGENT_EXEC, false), seq);
+                }
+                for (_, end) in self.ends.iter_mut().filter(|(of, _)| *of == span) {
+                    *end = seq;
+                }
+                let begin = self.open.iter().position(|(of, ..)| *of == span);
+                let begin = begin.map(|at| self.open.remove(at));
+                if let Some((_, begin, since_ns)) =
+                    begin.filter(|_| record.name == names::GPU_ENABLE && record.error.is_none())
                 {
                     let took = record.boottime_ns.saturating_sub(since_ns);
                     self.enable = self.enable.max(Some((took, [begin, seq])));
@@ -89,90 +97,125 @@ impl Found {
             }
             (Kind::Kmsg, _) => {
                 if number(record, "kmsg_seq").is_some() {
-                    self.last.insert(name.to_string(), seq);
-                    self.last.remove(names::GPU_XID);
+                    self.newest((None, "kmsg", false), seq);
+                    self.kept.retain(|(of, _)| of.1 != names::GPU_XID);
                 }
                 let line = text(record, "text").unwrap_or_default();
-                if let Some(Signal::Xid(address, xid)) = driver_log::signal(line) {
-                    let xids = &mut self.gpus.entry(address).or_default().xids;
-                    xids.push((xid, seq));
-                    xids.truncate(MAX_XIDS);
+                if let Some(Signal::Xid(gpu, xid)) = driver_log::signal(line)
+                    && self.xids.iter().filter(|(of, ..)| *of == gpu).count() < MAX_XIDS
+                {
+                    self.xids.push((gpu, xid, seq));
                 }
             }
             _ => self.take_event(record),
         }
     }
 
+    /// Whether this begin is kept.
+    fn begins(&mut self, record: &Record) -> bool {
+        let seq = record.seq;
+        match (record.name.as_str(), record.gpu) {
+            (names::SERVICE_START, _) => {
+                let service = text(record, "service").unwrap_or_default();
+                let is_first = self.services.iter().all(|(of, _)| of != service);
+                if is_first {
+                    self.services.push((service.to_string(), seq));
+                }
+                is_first
+            }
+            // The newest, of any arrival: the reset itself makes another one.
+            (names::GPU_RESET, gpu) => {
+                self.newest((gpu, names::GPU_RESET, false), seq);
+                true
+            }
+            _ => is_driver_load(record) && self.first((None, names::MODULE_LOAD, false), seq),
+        }
+    }
+
     fn take_event(&mut self, record: &Record) {
         let (seq, name) = (record.seq, record.name.as_str());
-        if name == names::PROCESS_DIED || (name == names::TOPOLOGY && decision(record).is_some()) {
-            let process = text(record, "process").unwrap_or_default();
-            self.last.insert(format!("{name} {process}"), seq);
+        match name {
+            names::PROCESS_DIED => {
+                let is_worker = number(record, "number").is_some();
+                self.newest((None, names::PROCESS_DIED, is_worker), seq);
+            }
+            names::TOPOLOGY if decision(record).is_some() => {
+                self.newest((None, names::TOPOLOGY, false), seq);
+            }
+            names::INIT_START => {
+                self.first((None, names::INIT_START, false), seq);
+            }
+            names::GPU_DEGRADED => {
+                self.first((None, names::GPU_DEGRADED, false), seq);
+            }
+            _ => {}
         }
-        if matches!(name, names::INIT_START | names::GPU_DEGRADED) {
-            let key = (name.to_string(), String::new());
-            self.first.entry(key).or_insert(seq);
-        }
-        let Some(gpu) = record.gpu.map(|gpu| self.gpus.entry(gpu).or_default()) else {
-            return;
-        };
+        let Some(gpu) = record.gpu else { return };
         let generation = number(record, "generation").unwrap_or(0);
-        let found = (names::GPU_FOUND.to_string(), false);
-        let is_here = gpu.generation == generation && gpu.events.contains_key(&found);
-        if name == names::GPU_FOUND && !is_here {
-            *gpu = Gpu {
-                generation,
-                reset: gpu.reset,
-                ..Gpu::default()
-            };
+        let at = self.generations.iter().position(|(of, _)| *of == gpu);
+        let known = at
+            .and_then(|at| self.generations.get(at))
+            .map_or(0, |(_, known)| *known);
+        let found = (Some(gpu), names::GPU_FOUND, false);
+        if name == names::GPU_FOUND && (known != generation || self.get(found).is_none()) {
+            self.forget(gpu, &[names::GPU_RESET]);
+            at.map(|at| self.generations.swap_remove(at));
+            self.generations.push((gpu, generation));
+            self.kept.push((found, seq));
+            return;
         }
         if name == names::GPU_XID {
             let xid = number(record, "xid");
-            let reported = gpu
-                .xids
-                .iter()
-                .position(|(of, _)| xid == Some((*of).into()));
-            let line = reported.map(|at| gpu.xids.remove(at).1);
-            if line.is_some() && line.as_ref() == self.last.get("kmsg") {
+            let is_it = |of: &(PciAddress, u32, u64)| of.0 == gpu && xid == Some(of.1.into());
+            let line = self.xids.iter().position(is_it);
+            let line = line.map(|at| self.xids.remove(at).2);
+            if line.is_some() && line == self.get((None, "kmsg", false)) {
                 // The newest line stays; without its report it would be reported again.
-                self.last.insert(name.to_string(), seq);
+                self.newest((Some(gpu), names::GPU_XID, false), seq);
             }
         }
-        if gpu.generation != generation {
+        if known != generation {
             return;
         }
         let has = |field: &str| record.fields.contains_key(field);
-        let is_other = match name {
+        let (name, is_other) = match name {
             // The first has the identity, or the minor for reports after it; the newest the rest.
-            names::GPU_FOUND | names::GPU_BOUND => {
-                gpu.events.contains_key(&(name.to_string(), false))
+            names::GPU_FOUND => (names::GPU_FOUND, true),
+            names::GPU_BOUND => {
+                let first = (Some(gpu), names::GPU_BOUND, false);
+                (names::GPU_BOUND, self.get(first).is_some())
             }
-            names::GPU_HEALTH => has("mig"),
-            names::GPU_FAILED => has("bind_inode"),
+            names::GPU_HEALTH => (names::GPU_HEALTH, has("mig")),
+            names::GPU_FAILED => (names::GPU_FAILED, has("bind_inode")),
             names::GPU_REMOVED => {
-                gpu.events.retain(|(name, _), _| name == names::GPU_FOUND);
-                gpu.xids.clear();
-                false
+                self.forget(gpu, &[names::GPU_RESET, names::GPU_FOUND]);
+                (names::GPU_REMOVED, false)
             }
-            names::GPU_PUBLISHED | names::GPU_WITHHELD | names::GPU_USABLE => false,
+            names::GPU_PUBLISHED => (names::GPU_PUBLISHED, false),
+            names::GPU_WITHHELD => (names::GPU_WITHHELD, false),
+            names::GPU_USABLE => (names::GPU_USABLE, false),
             _ => return,
         };
-        gpu.events.insert((name.to_string(), is_other), seq);
+        self.newest((Some(gpu), name, is_other), seq);
     }
 
-    fn numbers(self) -> BTreeSet<u64> {
-        let of_gpu = |gpu: Gpu| {
-            let xids = gpu.xids.into_iter().map(|(_, seq)| seq);
-            gpu.events.into_values().chain(gpu.reset).chain(xids)
-        };
-        let open = self.open.into_values().map(|(seq, _)| seq);
-        open.chain(self.first.into_values())
-            .chain(self.last.into_values())
-            .chain(self.ends.into_values())
-            .chain(self.last_step.map(|(_, seq)| seq))
-            .chain(self.enable.into_iter().flat_map(|(_, seqs)| seqs))
-            .chain(self.gpus.into_values().flat_map(of_gpu))
-            .collect()
+    /// Forgets what does not hold for a GPU any more, but the records of these names.
+    fn forget(&mut self, gpu: PciAddress, but: &[&str]) {
+        self.kept
+            .retain(|(of, _)| of.0 != Some(gpu) || but.contains(&of.1));
+        self.xids.retain(|(of, ..)| *of != gpu);
+    }
+
+    fn numbers(self) -> Vec<u64> {
+        let mut all: Vec<u64> = self.kept.iter().map(|(_, seq)| *seq).collect();
+        all.extend(self.services.iter().map(|(_, seq)| *seq));
+        all.extend(self.open.iter().map(|(_, seq, _)| *seq));
+        all.extend(self.ends.iter().map(|(_, seq)| *seq));
+        all.extend(self.last_step.iter().map(|(_, seq)| *seq));
+        all.extend(self.enable.iter().flat_map(|(_, seqs)| *seqs));
+        all.extend(self.xids.iter().map(|(.., seq)| *seq));
+        all.sort_unstable();
+        all
     }
 }
 
@@ -193,6 +236,7 @@ mod tests {
     use proptest::prelude::*;
     use proptest::test_runner::TestRunner;
     use serde_json::Value;
+    use std::collections::BTreeMap;
     use std::sync::Arc;
 
     const HEADER: &str = "{\"schema\":1,\"stream\":{}}\n";
