@@ -48,6 +48,10 @@ pub const TESTS: &[VmTest] = &[
         name: "a_new_worker_completes_the_extensions_binds",
         run: worker_dies,
     },
+    VmTest {
+        name: "a_boot_uses_a_driver_in_a_root_of_its_own",
+        run: own_root,
+    },
 ];
 
 /// First sector of partition 1, as parted aligns it.
@@ -165,6 +169,10 @@ fn module_folder(context: &TestContext) -> Result<String> {
 /// The driver as Kata's builder lays it out: libraries in the triplet's folder, programs in
 /// /bin, a tree of modules with its own index.
 pub fn gpu_image(context: &TestContext, options: &[&str]) -> Result<Image> {
+    Image::of(context, "gpu", &driver_tree(context)?, options)
+}
+
+fn driver_tree(context: &TestContext) -> Result<PathBuf> {
     let tree = fresh(context, "gpu")?;
     let driver = context.target.join("containers/driver");
     done(
@@ -196,7 +204,7 @@ pub fn gpu_image(context: &TestContext, options: &[&str]) -> Result<Image> {
         modules.join("modules.dep"),
         "nvidia.ko:\nnvidia-uvm.ko: nvidia.ko\n",
     )?;
-    Image::of(context, "gpu", &tree, options)
+    Ok(tree)
 }
 
 fn coco_image(context: &TestContext) -> Result<Image> {
@@ -356,6 +364,57 @@ fn gpu(context: &TestContext) -> Result<Outcome> {
         ends(&booted, names::SERVICE_START)?
     );
     booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+/// The extension's tree as files of the base image, in a directory where nothing looks by itself.
+fn own_root(context: &TestContext) -> Result<Outcome> {
+    const CONFIGURATION: &str = "usr/share/nvidia/nvswitch/fabricmanager.cfg";
+    let tree = driver_tree(context)?;
+    let mut guest = base(context)?;
+    let mut folders = vec![tree.clone()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if !path.is_symlink() {
+                let below = path.strip_prefix(&tree)?;
+                guest = guest.file(&format!("usr/local/{}", below.display()), &fs::read(&path)?);
+            }
+        }
+    }
+    let package = b"DAEMONIZE=1\nLOG_USE_SYSLOG=1\nFABRIC_MODE=0\n\
+        TOPOLOGY_FILE_PATH=/usr/share/nvidia/nvswitch\n";
+    let booted = guest
+        .file(&format!("usr/local/{CONFIGURATION}"), package)
+        .append(
+            "gpuinit.driver-root=/usr/local gpuinit.topology=hopper-fabric gpuinit.ready=bound \
+            testagent.containers=debian:0@debian",
+        )
+        .archive("debian")
+        .script(
+            "settled>file:/proc/self/mounts;\
+            service.start!end>file:/run/kata-gpu-init/fabricmanager.cfg",
+        )
+        .boot(context, "own-root")?;
+    Ended::wait(&booted, "debian")?.has_the_guests_libcuda()?;
+    booted.settles(2, 0)?;
+    let mounts = booted.agent("file", |l| l.get("text").contains(" /proc "))?;
+    ensure!(
+        mounts.get("text").contains(" /lib/firmware/nvidia "),
+        "{}",
+        mounts.get("text")
+    );
+    let files = ends(&booted, names::DRIVER_FILES)?;
+    ensure!(files.error.is_none(), "{files:?}");
+    let made = booted.agent("file", |l| l.get("text").contains("FABRIC_MODE"))?;
+    ensure!(
+        made.get("text")
+            .contains("TOPOLOGY_FILE_PATH=/usr/local/usr/share/nvidia/nvswitch"),
+        "{}",
+        made.get("text")
+    );
     Ok(Outcome::Passed)
 }
 

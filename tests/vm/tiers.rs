@@ -87,6 +87,7 @@ const BY_NAME: &[(&str, &[&str])] = &[
             "persistenced_gets_uvm_persistence_after_the_fabric",
             "a_disk_that_comes_late_is_waited_for_by_its_uevent",
             "a_malformed_extension_parameter_powers_off_without_an_agent",
+            "a_boot_uses_a_driver_in_a_root_of_its_own",
             "a_new_worker_completes_the_extensions_binds",
             "faults_of_the_whole_driver_have_their_reasons",
             "a_missing_uvm_is_an_error_event_not_silence",

@@ -85,7 +85,7 @@ pub fn run(boot: &Boot, start: Start, keeper: KeeperSocket, held: Vec<Held>) -> 
             let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
         }
         Err(error) => failure::report(&format!(
-            "worker: start the runtime: {error}: no GPU will be brought up"
+            "worker: start the runtime: {error}: another worker tries it again"
         )),
     }
     crate::machine::sys::leave(1)
