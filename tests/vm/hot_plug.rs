@@ -2,12 +2,13 @@
 //! name leads to another GPU than before, or that a lost uevent hides a change for ever.
 
 use super::harness::{
-    Booted, Guest, Outcome, TestContext, VmTest, complete, events, is_of_slot, named,
+    Booted, DEADLINE, Guest, Outcome, TestContext, VmTest, complete, events, is_of_slot, named,
 };
 use super::worker::counters;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
+use std::collections::BTreeMap;
 
 pub const TESTS: &[VmTest] = &[
     VmTest {
@@ -41,6 +42,10 @@ pub const TESTS: &[VmTest] = &[
     VmTest {
         name: "uevents_that_were_lost_are_made_good_by_a_scan",
         run: overrun,
+    },
+    VmTest {
+        name: "hot_plugs_without_end_use_no_more_of_anything",
+        run: endless,
     },
 ];
 
@@ -413,4 +418,72 @@ fn before_the_load(context: &TestContext) -> Result<Outcome> {
     booted.settles(1, 0)?;
     complete(&booted.records())?;
     Ok(Outcome::Passed)
+}
+
+/// Rounds of the endless hot-plug, and GPUs that come and go in each of them.
+/// After half of them the worker's memory of the stream is full (1 MiB).
+const ROUNDS: (usize, usize) = (60, 15);
+/// Growth of a process's memory in half of the rounds, in KiB, from which on it counts as a leak:
+/// the allocator's own noise is below.
+const NOISE_KIB: u64 = 64;
+
+/// Possessions of each process of the init after this round, by name: files, threads, KiB.
+fn has(booted: &Booted, round: usize) -> Result<BTreeMap<String, [u64; 3]>> {
+    let round = round.to_string();
+    let mut all = BTreeMap::new();
+    for line in booted.lines() {
+        if line.get("msg") != "has" || line.get("round") != round {
+            continue;
+        }
+        let mut numbers = [0; 3];
+        for (number, key) in numbers.iter_mut().zip(["files", "threads", "kib"]) {
+            *number = line.get(key).parse()?;
+        }
+        let is_first = all.insert(line.get("process").into(), numbers).is_none();
+        ensure!(
+            is_first && line.get("state") != "Z",
+            "one process too many: {line:?}"
+        );
+    }
+    Ok(all)
+}
+
+fn endless(context: &TestContext) -> Result<Outcome> {
+    let (rounds, gpus) = ROUNDS;
+    let times =
+        "fakepci.enable_ms=0 nvidia.probe_ms=0 nvidia.s1_ms=0 nvidia.s2_ms=0 nvidia.s3_ms=0";
+    let mut booted = Guest::with(&format!(
+        "fakepci.gpus={} {times} gpuinit.log=error loglevel=2 testagent.guest=hot-plug-loop \
+        testagent.loop={rounds}:{gpus}",
+        gpus + 1
+    ))
+    .boot(context, "endless")?;
+    let ended = booted
+        .console
+        .wait_agent(4 * DEADLINE, "loop ended", |_| true)
+        .context("the loop does not end")?;
+    ensure!(ended.get("fault").is_empty(), "{ended:?}");
+    booted.still_runs()?;
+    let (middle, end) = (has(&booted, rounds / 2)?, has(&booted, rounds)?);
+    ensure!(
+        middle.contains_key("worker") && middle.contains_key("keeper"),
+        "{middle:?}"
+    );
+    ensure!(middle.keys().eq(end.keys()), "{middle:?}, then {end:?}");
+    for (process, [files, threads, kib]) in &middle {
+        let [files_then, threads_then, kib_then] = end[process];
+        ensure!(
+            files_then == *files && threads_then == *threads && kib_then < kib + NOISE_KIB,
+            "{process}: files, threads, KiB were {:?} after half of {rounds} rounds, and are {:?}",
+            middle[process],
+            end[process]
+        );
+    }
+    let records = booted.records();
+    complete(&records)?;
+    let came = events(&records, names::GPU_USABLE).len();
+    ensure!(came > rounds * gpus, "{came} arrivals");
+    Ok(Outcome::Measured(format!(
+        "{came} arrivals; files, threads, KiB: {end:?}, after half of them {middle:?}"
+    )))
 }

@@ -112,6 +112,10 @@ const BY_NAME: &[(&str, &[&str])] = &[
         ],
     ),
     (
+        "runs for minutes in one guest",
+        &["hot_plugs_without_end_use_no_more_of_anything"],
+    ),
+    (
         "measures guests, and on a busy machine may find it too busy",
         &[
             "the_bound_of_the_guests_clock_holds_in_every_boot",

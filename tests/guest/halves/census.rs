@@ -65,49 +65,81 @@ pub(super) fn busy(count: u32) {
     }
 }
 
-/// Reports each process of the init (parent, state, open files, GPU nodes among them), and the
-/// files that the init has made.
-pub(super) fn census() -> Result<(), String> {
-    for entry in std::fs::read_dir("/proc")
-        .map_err(|e| e.to_string())?
+/// A process of the init; also one that has ended and is not reaped.
+pub(super) struct Process {
+    /// Without [`OURS`].
+    pub name: String,
+    /// Letter of /proc.
+    pub state: char,
+    /// Targets of its descriptors.
+    pub files: Vec<String>,
+    pub threads: u64,
+    /// Resident memory.
+    pub kib: u64,
+}
+
+/// All processes of the init.
+pub(super) fn processes() -> Vec<Process> {
+    std::fs::read_dir("/proc")
+        .into_iter()
         .flatten()
-    {
-        let comm = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-        let Some(name) = comm.trim().strip_prefix(OURS) else {
-            continue;
-        };
-        let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
-        let of = |key: &str| {
-            status
-                .lines()
-                .find_map(|l| l.strip_prefix(key))
-                .unwrap_or_default()
-                .trim()
-                .chars()
-                .next()
-                .unwrap_or('?')
-        };
-        let files = std::fs::read_dir(entry.path().join("fd"))
-            .into_iter()
-            .flatten()
-            .flatten();
-        let files: Vec<String> = files
+        .flatten()
+        .filter_map(|entry| process(&entry.path()))
+        .collect()
+}
+
+/// The process of this folder, if the init has made it.
+fn process(folder: &Path) -> Option<Process> {
+    let comm = std::fs::read_to_string(folder.join("comm")).ok()?;
+    let name = comm.trim().strip_prefix(OURS)?.to_string();
+    let status = std::fs::read_to_string(folder.join("status")).unwrap_or_default();
+    let of = |key: &str| {
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix(key))
+            .unwrap_or_default()
+            .trim()
+    };
+    // A zombie has no memory.
+    let number = |key: &str| {
+        let word = of(key).split(' ').next().unwrap_or_default();
+        word.parse().unwrap_or_default()
+    };
+    let files = std::fs::read_dir(folder.join("fd"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    Some(Process {
+        name,
+        state: of("State:").chars().next().unwrap_or('?'),
+        files: files
             .filter_map(|fd| std::fs::read_link(fd.path()).ok())
             .map(|target| target.display().to_string())
-            .collect();
+            .collect(),
+        threads: number("Threads:"),
+        kib: number("VmRSS:"),
+    })
+}
+
+/// Reports each process of the init (state, open files, GPU nodes among them), and the files that
+/// the init has made.
+pub(super) fn census() -> Result<(), String> {
+    for Process {
+        name, state, files, ..
+    } in processes()
+    {
         let mut nodes: Vec<&str> = files
             .iter()
             .map(String::as_str)
             .filter(|file| file.starts_with("/dev/nvidia"))
             .collect();
         nodes.sort_unstable();
-        let (state, count) = (of("State:").to_string(), files.len().to_string());
         log::info(
             "process",
             &[
-                ("process", name),
-                ("state", &state),
-                ("files", &count),
+                ("process", &name),
+                ("state", &state.to_string()),
+                ("files", &files.len().to_string()),
                 ("nodes", &nodes.join(" ")),
             ],
         );

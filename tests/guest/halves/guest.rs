@@ -1,6 +1,6 @@
 //! Guest halves of VM tests: run by the test agent for `testagent.guest=NAME`, in the guest.
 
-use super::{extensions, hot_plug_soak, liar, script, stalls};
+use super::{extensions, hot_plug_loop, hot_plug_soak, liar, script, stalls};
 use crate::agent::{cdi, log};
 use kata_gpu_init::machine::clock::boottime_ns;
 use std::path::Path;
@@ -16,6 +16,7 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("child", child),
     ("script", script::run),
     ("hot-plug-soak", hot_plug_soak::run),
+    ("hot-plug-loop", hot_plug_loop::run),
     ("samples", samples),
     ("clocks", clocks),
     ("extensions", extensions::report),

@@ -4,6 +4,7 @@ mod census;
 pub mod extensions;
 pub mod forge;
 pub mod guest;
+mod hot_plug_loop;
 mod hot_plug_soak;
 pub mod inside;
 pub mod liar;
