@@ -46,8 +46,8 @@ const WIDTH: usize = 20;
 
 const _: () = assert!(SCHEMA == 1, "the beginning above is that of schema 1");
 
-/// Numbers of the records, out of all of the file, that a successor's state comes from, in order. Few
-/// of them, however long the file is.
+/// Numbers of the records, out of all of the file, that a successor's state comes from, in order.
+/// Few of them, however long the file is.
 pub type Needed = fn(&mut dyn Iterator<Item = Record>) -> Vec<u64>;
 
 /// The file, open for writing.

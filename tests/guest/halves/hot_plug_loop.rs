@@ -1,8 +1,8 @@
 //! A guest half in which GPUs come and go again and again, and nothing else happens: with
 //! `testagent.loop=ROUNDS:GPUS`, GPUs 1 to GPUS (by slot) are taken away and plugged in, ROUNDS
-//! times, by surprise, and each tenth time through sysfs, where a removal takes half a second. GPU 0
-//! stays. Reports what each process of the init has after half of the rounds and at the end: what
-//! grows in between would grow for ever.
+//! times, by surprise, and each tenth time through sysfs, where a removal takes half a second.
+//! GPU 0 stays. Reports what each process of the init has after half of the rounds and at the end:
+//! what grows in between would grow for ever.
 
 use super::census::processes;
 use super::script::act;

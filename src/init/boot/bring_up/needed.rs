@@ -20,8 +20,8 @@ pub fn needed(records: &mut dyn Iterator<Item = Record>) -> Vec<u64> {
     found.numbers()
 }
 
-/// Of records with the same key, one is needed: GPU, name, and whether it is another kind of record
-/// than most of that name.
+/// Of records with the same key, one is needed: GPU, name, and whether it is another kind of
+/// record than most of that name.
 type Key = (Option<PciAddress>, &'static str, bool);
 
 /// Records that are needed so far, each with its number. Short lists: a map's code is larger than
