@@ -20,8 +20,8 @@ pub fn needed(records: &mut dyn Iterator<Item = Record>) -> Vec<u64> {
     found.numbers()
 }
 
-/// Of records with the same key, one is needed: GPU, name, and whether it is another kind of
-/// record than most of that name.
+/// GPU and name of a record, and whether the record differs from most of that name. One record of
+/// each key is needed.
 type Key = (Option<PciAddress>, &'static str, bool);
 
 /// Records that are needed so far, each with its number. Short lists: a map's code is larger than
@@ -435,10 +435,11 @@ mod tests {
         let long = "x".repeat(2000);
         let (mut given, mut sizes) = (0, 0);
         for day in 0..30 {
+            // The file was full by then.
             match day {
-                1 => drop(ring.push(gpu(names::GPU_FAILED, 3, &[]))),
-                2 => drop(ring.push(gpu(names::GPU_WITHHELD, 4, &[]))),
-                3 => {
+                12 => drop(ring.push(gpu(names::GPU_FAILED, 3, &[]))),
+                14 => drop(ring.push(gpu(names::GPU_WITHHELD, 4, &[]))),
+                16 => {
                     ring.push(gpu(names::GPU_REMOVED, 5, &[]));
                     ring.push(gpu(names::GPU_FOUND, 5, &[("index", 5), ("generation", 1)]));
                 }
@@ -461,9 +462,9 @@ mod tests {
             assert_eq!(found.memory.next_seq(), given, "day {day}");
             let previous = Previous::from_records(&found.records);
             let known = |k: u8| &previous.gpus[&address(k)];
-            assert_eq!(known(3).slot.failed, day >= 1, "day {day}");
-            assert_eq!(known(4).published, day < 2, "day {day}");
-            assert_eq!(known(5).slot.generation, u32::from(day >= 3), "day {day}");
+            assert_eq!(known(3).slot.failed, day >= 12, "day {day}");
+            assert_eq!(known(4).published, day < 14, "day {day}");
+            assert_eq!(known(5).slot.generation, u32::from(day >= 16), "day {day}");
             assert!(previous.started && previous.is_scanned() && previous.xids.is_empty());
             ring = Arc::new(Ring::resumed(found.memory, Some(journal)));
         }
