@@ -101,7 +101,7 @@ fn start(
     let listener = sys::async_fd(fd)?;
     tokio::spawn(async move {
         let places = [(); 2].map(|()| Arc::new(Semaphore::new(READERS)));
-        let mut refused = None;
+        let (mut refused, mut is_full) = (None, [false; 2]);
         loop {
             // Fails only when the runtime ends.
             let Ok(mut guard) = listener.readable().await else {
@@ -111,18 +111,25 @@ fn start(
                 Ok(socket) => {
                     refused = None;
                     let [of_guest, of_host] = &places;
-                    let places = match side(&socket) {
-                        Side::Guest => of_guest,
-                        Side::Host => of_host,
+                    let [guest_is_full, host_is_full] = &mut is_full;
+                    let (places, is_full) = match side(&socket) {
+                        Side::Guest => (of_guest, guest_is_full),
+                        Side::Host => (of_host, host_is_full),
                     };
                     // A reader that waited in the backlog would stand in the way of the other side.
                     let Ok(place) = Arc::clone(places).try_acquire_owned() else {
-                        tracing::debug!(
-                            name: names::SINK, sink, state = "reader refused",
-                            reason = %format!("{READERS} readers at once are the most"),
-                        );
+                        if !std::mem::replace(is_full, true) {
+                            tracing::debug!(
+                                name: names::SINK, sink, state = "reader refused",
+                                reason = %format!("{READERS} readers at once are the most"),
+                            );
+                        }
+                        // The next one may wait already: whoever connects without end must not
+                        // keep the worker's only thread.
+                        tokio::task::yield_now().await;
                         continue;
                     };
+                    *is_full = false;
                     let (ring, identity) = (Arc::clone(&ring), identity.clone());
                     tokio::spawn(async move {
                         let gone = serve(socket, ring, &identity, sink, None).await;
@@ -203,6 +210,41 @@ mod tests {
         }
         let of_each = [vec![true; READERS], vec![false]].concat();
         assert_eq!(served, of_each.repeat(2));
+    }
+
+    #[test]
+    fn readers_that_connect_without_end_keep_no_other_task_waiting() {
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let folder = temp_dir();
+            let path = &folder.path().join("socket");
+            let fd = bound(path);
+            let accepts = Arc::new(AtomicUsize::new(0));
+            let (counted, peers) = (Arc::clone(&accepts), std::sync::Mutex::new(Vec::new()));
+            // Each accept has another connection; the one in the backlog stays there.
+            let endless = move |_: &OwnedFd| {
+                counted.fetch_add(1, Ordering::Relaxed);
+                let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+                ours.set_nonblocking(true).unwrap();
+                peers.lock().unwrap().truncate(READERS);
+                peers.lock().unwrap().push(theirs);
+                Ok(OwnedFd::from(ours))
+            };
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap();
+            let ring: Arc<Ring> = Arc::default();
+            runtime.block_on(async {
+                let (kind, side) = ("unix listener", |_: &OwnedFd| Side::Guest);
+                start(fd, Arc::clone(&ring), identity(), kind, endless, side).unwrap();
+                let _waits = UnixStream::connect(path).await.unwrap();
+                until(|| accepts.load(Ordering::Relaxed) > 10 * READERS).await;
+            });
+            done.send(()).unwrap();
+        });
+        let ended = is_done.recv_timeout(std::time::Duration::from_secs(60));
+        assert!(ended.is_ok(), "the runtime ran nothing else");
     }
 
     #[test]
