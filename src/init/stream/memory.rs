@@ -24,11 +24,13 @@ pub struct Entry {
 }
 
 /// Tells, record by record, which ones last: of the boot until it is settled all but traces (the
-/// kernel's lines, and debug level), later those of GPUs and of our own processes. Xids do not
-/// last: a container can cause them at will, and one that costs a GPU is in that GPU's failure.
-#[derive(Clone, Copy, Debug, Default)]
+/// kernel's lines, and debug level), later those of GPUs and of our own processes. A step lasts
+/// whole. Xids do not last: a container can cause them at will, and one that costs a GPU is in that GPU's failure.
+#[derive(Debug, Default)]
 pub struct Story {
     settled: bool,
+    /// Steps whose begin lasts, by id, until their end does.
+    steps: Vec<u64>,
 }
 
 impl Story {
@@ -38,6 +40,19 @@ impl Story {
         if record.kind == Kind::Kmsg || record.level >= Level::Debug {
             return false;
         }
+        let step = self.steps.iter().position(|id| record.span == Some(*id));
+        if let (Kind::End, Some(step)) = (record.kind, step) {
+            self.steps.swap_remove(step);
+            return true;
+        }
+        let lasts = self.has(name);
+        if let (Kind::Begin, Some(id), true) = (record.kind, record.span, lasts) {
+            self.steps.push(id);
+        }
+        lasts
+    }
+
+    fn has(&self, name: &str) -> bool {
         !self.settled
             || matches!(
                 name,
@@ -137,5 +152,29 @@ impl Memory {
     /// How many records from this number on have no line.
     pub fn missing_from(&self, seq: u64) -> u64 {
         (self.next_seq.saturating_sub(seq)).saturating_sub(self.from(seq).count() as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_that_began_before_the_boot_was_settled_lasts_to_its_end() {
+        let mut story = Story::default();
+        let mut lasts = |kind: Kind, name: &str, span: Option<u64>| {
+            story.lasts(&Record {
+                span,
+                ..Record::new(kind, name)
+            })
+        };
+        assert!(lasts(Kind::Begin, names::SERVICE_START, Some(1)));
+        assert!(lasts(Kind::Event, names::SETTLED, None));
+        assert!(!lasts(Kind::Begin, names::SERVICE_START, Some(2)));
+        assert!(!lasts(Kind::End, names::SERVICE_START, Some(2)));
+        assert!(lasts(Kind::End, names::SERVICE_START, Some(1)));
+        assert!(!lasts(Kind::End, names::SERVICE_START, Some(1)));
+        assert!(lasts(Kind::Begin, names::GPU_RESET, Some(3)));
+        assert!(!lasts(Kind::Event, names::GPU_XID, None));
     }
 }

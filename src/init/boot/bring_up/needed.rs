@@ -145,6 +145,10 @@ impl Found {
             names::INIT_START => {
                 self.first((None, names::INIT_START, false), seq);
             }
+            // The story of the boot ends there.
+            names::SETTLED => {
+                self.first((None, names::SETTLED, false), seq);
+            }
             names::GPU_DEGRADED => {
                 self.first((None, names::GPU_DEGRADED, false), seq);
             }
@@ -402,7 +406,7 @@ mod tests {
     fn after_a_month_of_traces_a_successor_and_a_late_reader_know_each_gpu() {
         let folder = temp_dir();
         let path = folder.path().join("boot.ndjson");
-        let journal = Journal::create(&path, HEADER, needed).unwrap();
+        let journal = Journal::create(&path, HEADER, 0, needed).unwrap();
         let mut ring = Arc::new(Ring::resumed(Memory::new(CAPACITY_BYTES, 0), Some(journal)));
         let gpu = |name: &str, gpu: u8, fields: &[(&str, u64)]| {
             let fields: Vec<(&str, Value)> = fields
