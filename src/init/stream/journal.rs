@@ -37,8 +37,8 @@ const LASTING_BYTES: usize = 1024 * 1024;
 /// Records until the next try, after the file could not be made anew: /run has no room, and a try
 /// reads the whole file.
 const PAUSE: u64 = 1000;
-/// Jump of `seq` if the file cannot be read, because the numbers already given are then unknown.
-/// Readers count the gap as loss.
+/// Jump of `seq` for each worker that died, if the file cannot be read: the numbers already given
+/// are then unknown. Readers count the gap as loss.
 pub const UNKNOWN: u64 = 1 << 32;
 /// Beginning of the file: the name of the field that is written in place, and its width.
 const MARK: &str = "{\"schema\":1,\"next_seq\":";
@@ -75,8 +75,9 @@ pub struct Found {
 }
 
 impl Journal {
-    /// Starts the file with its header line; replaces an existing file.
-    pub fn create(path: &Path, header: &str, needed: Needed) -> io::Result<Self> {
+    /// Starts the file with its header line; replaces an existing file. `next_seq` is the number of
+    /// the first record.
+    pub fn create(path: &Path, header: &str, next_seq: u64, needed: Needed) -> io::Result<Self> {
         let at = failed("write", path);
         let file = OpenOptions::new()
             .create(true)
@@ -86,8 +87,7 @@ impl Journal {
             .open(path)
             .map_err(&at)?;
         let header = format!(
-            "{MARK}{:WIDTH$},{}",
-            0,
+            "{MARK}{next_seq:WIDTH$},{}",
             header.strip_prefix("{\"schema\":1,").unwrap_or(header)
         );
         file.write_all_at(header.as_bytes(), 0).map_err(at)?;
@@ -96,7 +96,7 @@ impl Journal {
             file,
             needed,
             bytes: header.len() as u64,
-            next_seq: 0,
+            next_seq,
             limit: LIMIT,
             again: 0,
         })
@@ -117,7 +117,13 @@ impl Journal {
             .read_to_end(&mut bytes)
             .map_err(&at)?;
         let marked = marked(&bytes).ok_or_else(|| {
-            at(io::Error::other(
+            // An empty file is that of a worker that died before it wrote a record.
+            let kind = match bytes.is_empty() {
+                true => io::ErrorKind::NotFound,
+                false => io::ErrorKind::InvalidData,
+            };
+            at(io::Error::new(
+                kind,
                 "its first line is not the header of a journal",
             ))
         })?;
@@ -350,7 +356,7 @@ mod tests {
     fn what_was_written_is_found_and_continued_behind_half_a_line() {
         let folder = temp_dir();
         let path = folder.path().join("journal");
-        let mut journal = Journal::create(&path, HEADER, fifth).unwrap();
+        let mut journal = Journal::create(&path, HEADER, 0, fifth).unwrap();
         journal.write(&memory(0..3)).unwrap();
         journal
             .file
@@ -373,7 +379,7 @@ mod tests {
     fn a_file_without_room_loses_records_and_repeats_no_number() {
         let folder = temp_dir();
         let path = folder.path().join("journal");
-        let mut journal = Journal::create(&path, HEADER, fifth).unwrap();
+        let mut journal = Journal::create(&path, HEADER, 0, fifth).unwrap();
         journal.write(&memory(0..115)).unwrap();
         let obstacle = obstruct(&path);
         journal.limit = 0;
@@ -417,7 +423,7 @@ mod tests {
     fn what_found_no_room_for_a_while_is_in_the_file_afterwards() {
         let folder = temp_dir();
         let path = folder.path().join("journal");
-        let mut journal = Journal::create(&path, HEADER, fifth).unwrap();
+        let mut journal = Journal::create(&path, HEADER, 0, fifth).unwrap();
         journal.write(&memory(0..2)).unwrap();
         let obstacle = obstruct(&path);
         journal.limit = 0;

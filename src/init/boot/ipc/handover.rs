@@ -53,6 +53,8 @@ pub enum Start {
         /// The result of the hand-over, which succeeded: the first worker may have died before it
         /// reported anything.
         handed: Handed,
+        /// How many have died.
+        number: u64,
         /// Those of which the keeper does not know that they are in the stream.
         deaths: Vec<Death>,
     },

@@ -84,6 +84,7 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         };
         start = Start::Again {
             handed,
+            number,
             deaths: holdings.unreported.clone(),
         };
         young = if born.elapsed() < YOUNG { young + 1 } else { 0 };

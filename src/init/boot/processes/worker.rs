@@ -106,7 +106,7 @@ async fn live(
     }
     let (handed, deaths) = match start {
         Start::First(handed) => (handed, Vec::new()),
-        Start::Again { handed, deaths } => (handed, deaths),
+        Start::Again { handed, deaths, .. } => (handed, deaths),
     };
     let known = previous.as_ref();
     if !known.is_some_and(|previous| previous.started) {
@@ -243,50 +243,45 @@ fn services_of(
 /// the stream, and the error of its file.
 fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, Option<String>) {
     let path = Path::new(RUN).join("boot.ndjson");
-    let create = || {
-        let made = std::fs::create_dir_all(RUN).map_err(|e| format!("make {RUN}: {e}"));
-        made.and_then(|()| {
-            Journal::create(&path, &identity.header(0), needed).map_err(|e| e.to_string())
-        })
-    };
     let install = |memory, journal| stream::install(Ring::resumed(memory, journal));
     let anew = |previous, next_seq| {
-        let (journal, error) = match create() {
+        let made = std::fs::create_dir_all(RUN).map_err(|e| format!("make {RUN}: {e}"));
+        let header = identity.header(next_seq);
+        let journal = made.and_then(|()| {
+            Journal::create(&path, &header, next_seq, needed).map_err(|e| e.to_string())
+        });
+        let (journal, error) = match journal {
             Ok(journal) => (Some(journal), None),
             Err(error) => (None, Some(error)),
         };
         let memory = Memory::new(CAPACITY_BYTES, next_seq);
         (install(memory, journal), previous, error)
     };
-    match start {
-        Start::First(_) => anew(None, 0),
-        Start::Again { .. } => match Journal::resume(&path, needed) {
-            Ok((journal, found)) => {
-                let previous = Previous::from_records(&found.records);
-                // Each missing record may be the begin of a step.
-                StepId::continue_after(previous.last_step.saturating_add(found.missing));
-                (install(found.memory, Some(journal)), Some(previous), None)
-            }
-            // Without the file the numbers already given are unknown: the stream goes on far behind
-            // them. A first worker that died at once may have made none.
-            Err(error) => {
-                StepId::continue_after(UNKNOWN);
-                if error.kind() == std::io::ErrorKind::NotFound {
-                    return anew(Some(Previous::default()), UNKNOWN);
-                }
-                let previous = Previous {
-                    started: true,
-                    handed_over: true,
-                    ..Previous::default()
-                };
-                let memory = Memory::new(CAPACITY_BYTES, UNKNOWN);
-                (
-                    install(memory, None),
-                    Some(previous),
-                    Some(error.to_string()),
-                )
-            }
-        },
+    let Start::Again { number, .. } = start else {
+        return anew(None, 0);
+    };
+    match Journal::resume(&path, needed) {
+        Ok((journal, found)) => {
+            let previous = Previous::from_records(&found.records);
+            // Each missing record may be the begin of a step.
+            StepId::continue_after(previous.last_step.saturating_add(found.missing));
+            (install(found.memory, Some(journal)), Some(previous), None)
+        }
+        // Without the file the numbers already given are unknown: the stream goes on far behind
+        // them. A first worker that died at once may have made none.
+        Err(error) => {
+            let next_seq = UNKNOWN.saturating_mul(*number);
+            StepId::continue_after(next_seq);
+            let is_lost = error.kind() != std::io::ErrorKind::NotFound;
+            let previous = Previous {
+                started: is_lost,
+                handed_over: is_lost,
+                ..Previous::default()
+            };
+            let (ring, previous, trouble) = anew(Some(previous), next_seq);
+            let trouble = trouble.or(is_lost.then(|| error.to_string()));
+            (ring, previous, trouble)
+        }
     }
 }
 
