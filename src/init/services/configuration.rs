@@ -122,8 +122,12 @@ fn write(made: PathBuf, text: &str) -> Result<PathBuf, String> {
     Ok(made)
 }
 
+/// Directories of logs, of state, and of what the kernel shows.
+const WRITTEN: [&str; 6] = ["/var/", "/run/", "/tmp/", "/dev/", "/proc/", "/sys/"];
+
 /// The text with each absolute path that leads nowhere in the guest and somewhere below the
-/// driver's root led there: a package names paths as if its root were the guest's. Comments stay.
+/// driver's root led there: a package names paths as if its root were the guest's. Comments stay,
+/// and what programs write, of which a root that was in use has old copies ([`WRITTEN`]).
 fn led_below(text: &str, root: &Path, exists: impl Fn(&Path) -> bool) -> String {
     let ends_path = |c: char| c.is_whitespace() || "=\"',;:".contains(c);
     let mut made = String::with_capacity(text.len() + 256);
@@ -132,7 +136,8 @@ fn led_below(text: &str, root: &Path, exists: impl Fn(&Path) -> bool) -> String 
         for piece in line.split_inclusive(ends_path) {
             let path = piece.trim_end_matches(ends_path);
             let below = root.join(path.trim_start_matches('/'));
-            if !is_comment && path.starts_with('/') && !exists(Path::new(path)) && exists(&below) {
+            let is_read = path.starts_with('/') && !WRITTEN.iter().any(|d| path.starts_with(d));
+            if !is_comment && is_read && !exists(Path::new(path)) && exists(&below) {
                 made.push_str(&below.to_string_lossy());
                 made.push_str(&piece[path.len()..]);
             } else {
@@ -232,6 +237,8 @@ mod tests {
                 "/etc/hosts",
                 "/gpu/plugin.conf",
                 "/var/log",
+                // The root was in use.
+                "/gpu/var/log/nvlsm.log",
             ];
             there.map(Path::new).contains(&path)
         };
@@ -261,6 +268,7 @@ mod tests {
         for kept in [
             "# TOPOLOGY_FILE_PATH=/usr/share/nvidia/nvswitch\n",
             "LOG_FILE_NAME=/var/log/fabricmanager.log\n\n",
+            "log_file /var/log/nvlsm.log\n",
             "HOSTS=/etc/hosts\n",
             "NAME=usr/share/nvidia/nvswitch, x/plugin.conf\n",
             "LEVEL=4",
