@@ -19,10 +19,24 @@ const KNOWN: [&str; 6] = [
     "/home/kubernetes/bin/nvidia",
 ];
 
-/// Sets the root that the command line has; before the first use of [`driver_root`].
-pub fn ask_for(root: &Path) {
+/// Directories that others than the image write to: what the host shares, and processes' roots.
+const FOREIGN: [&str; 2] = ["/run/kata-containers", "/proc"];
+
+/// Sets the root that the command line has; before the first use of [`driver_root`]. Refuses one
+/// whose links lead to what others write: kernel modules come from there.
+pub fn ask_for(root: &Path) -> Result<(), String> {
+    let leads = std::fs::canonicalize(root).unwrap_or_else(|_| root.into());
+    if FOREIGN.iter().any(|foreign| leads.starts_with(foreign)) {
+        return Err(format!(
+            "gpuinit.driver-root={} is {}, which others than the image can write: give a directory \
+                of the image",
+            root.display(),
+            leads.display()
+        ));
+    }
     // Set already by an earlier bring-up of this process: there is none.
     let _unused = ASKED.set(root.into());
+    Ok(())
 }
 
 /// Root of the driver: as asked, else the mount of the extension `gpu`, else a known root with a
@@ -48,6 +62,22 @@ fn found(root: &Path) -> &'static Path {
 mod tests {
     use super::*;
     use kata_gpu_test_support::temp_dir;
+
+    #[test]
+    fn a_root_that_leads_to_what_others_write_is_refused() {
+        let folder = temp_dir();
+        let link = folder.path().join("driver");
+        std::os::unix::fs::symlink("/proc/self", &link).unwrap();
+        for root in [
+            &*link,
+            Path::new("/run/kata-containers/shared"),
+            Path::new("/proc/1/root"),
+        ] {
+            let error = ask_for(root).unwrap_err();
+            assert!(error.contains("others than the image"), "{error}");
+        }
+        assert_eq!(ASKED.get(), None);
+    }
 
     #[test]
     fn the_extension_comes_first_then_a_known_root_with_a_manifest() {

@@ -11,8 +11,8 @@ use std::path::Path;
 
 /// Takes the driver's root from the command line, before the first use of the driver's files.
 pub fn prepare(asked: Option<&Path>) {
-    if let Some(root) = asked {
-        ask_for(root);
+    if let Some(error) = asked.and_then(|root| ask_for(root).err()) {
+        tracing::warn!(name: names::DRIVER_FILES, error);
     }
     if let Some(root) = own_root()
         && let Err(error) = mount::bind_firmware(root, &mounts())
