@@ -47,15 +47,15 @@ pub struct Found {
 /// Numbers of all capabilities' nodes.
 struct Capabilities {
     minors: Result<BTreeMap<String, u32>, String>,
-    /// None: /proc/devices is missing below the root, or does not list it.
-    major: Option<u32>,
+    /// None: /proc/devices is missing below the root; it may also list none.
+    major: Option<Option<u32>>,
 }
 
 impl Capabilities {
     fn read(proc: &Path) -> Self {
         Self {
             minors: driver_caps::mig_minors(proc),
-            major: majors(proc).ok().and_then(|majors| majors.caps),
+            major: majors(proc).ok().map(|majors| majors.caps),
         }
     }
 }
@@ -302,7 +302,8 @@ impl Places {
         match self.node(&name)? {
             None => Err(wrong("is missing")),
             Some(node)
-                if node.minor != *minor || caps.major.is_some_and(|major| node.major != major) =>
+                if node.minor != *minor
+                    || caps.major.is_some_and(|major| major != Some(node.major)) =>
             {
                 Err(wrong(&format!(
                     "is another device ({}:{})",
