@@ -311,7 +311,8 @@ impl Drop for Helper {
     fn drop(&mut self) {
         // The helper ends with its socket. Reaped here, on the thread of its own.
         let _unused = self.socket.shutdown(std::net::Shutdown::Both);
-        self.hear_out();
+        // Nobody reads the rest, and another process may hold its end open.
+        self.stderr = None;
         let _unused = self.child.wait();
     }
 }
