@@ -365,7 +365,8 @@ impl Publication {
     /// Writes the spec and reports the GPUs that became resolvable by that.
     fn publish(&mut self) {
         let slots = self.roster.all();
-        // A name whose GPU has left resolves to nothing until a GPU comes to that address.
+        // A name whose GPU has left resolves to nothing until a GPU comes to that address; one that
+        // is being reset is waited for.
         let entry = |slot: &Listed| match slot.here {
             true if self.is_ready(slot.gpu) && self.hold.holds(slot.gpu) => Entry::Pending,
             true => self
@@ -373,6 +374,7 @@ impl Publication {
                 .get(&slot.gpu)
                 .cloned()
                 .unwrap_or(Entry::Pending),
+            false if self.roster.is_returning(slot.gpu.address) => Entry::Pending,
             false => Entry::Absent,
         };
         let devices: Vec<Device> = slots
@@ -510,7 +512,7 @@ mod tests {
     use crate::cdi::schema::Edits;
     use crate::cdi::spec::Instance;
     use crate::config::Naming;
-    use crate::gpu::bind::Sight;
+    use crate::gpu::bind::{Bound, Sight};
     use kata_gpu_test_support::temp_dir;
 
     fn publication(directory: &Path) -> (Publication, GpuId) {
@@ -628,6 +630,42 @@ mod tests {
             let text = std::fs::read_to_string(&file).unwrap();
             assert!(publication.is_written() && !text.contains("/dev/nvidia3"));
         }
+    }
+
+    #[test]
+    fn a_gpu_that_is_being_reset_is_waited_for_until_it_stays_away() {
+        let folder = temp_dir();
+        let (mut publication, gpu) = publication(folder.path());
+        let bind = |bind| Sight {
+            device: Some(7),
+            bind,
+        };
+        let roster = Arc::clone(&publication.roster);
+        roster.observe(gpu.address, bind(Some(1)), None);
+        let bound = Bound {
+            address: gpu.address,
+            device: 7,
+            bind: 1,
+        };
+        assert!(roster.bound(gpu, bound));
+        let mut pending = || {
+            publication.apply(vec![Update::Roster]);
+            let text = std::fs::read_to_string(folder.path().join("nvidia.yaml")).unwrap();
+            text.contains("/pending/")
+        };
+        assert!(pending());
+        roster.returns(gpu.address);
+        roster.observe(gpu.address, bind(None), None);
+        assert!(!roster.contains(gpu) && pending());
+        roster.stays_away(gpu.address);
+        assert!(!pending());
+        // It comes back, and leaves again for another reason.
+        roster.returns(gpu.address);
+        roster.observe(gpu.address, bind(Some(2)), None);
+        let again = roster.at(gpu.address).unwrap();
+        assert!(roster.bound(again, Bound { bind: 2, ..bound }) && pending());
+        roster.observe(gpu.address, bind(None), None);
+        assert!(!pending());
     }
 
     #[test]

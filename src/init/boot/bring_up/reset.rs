@@ -9,6 +9,7 @@
 
 use super::failed::{Failed, diagnose, failed};
 use super::previous::{self, Previous};
+use super::publication::Update;
 use super::schedule_messages::GpuId;
 use super::shared::Shared;
 use crate::config::Switch;
@@ -57,6 +58,7 @@ pub async fn instead_of(
     ) {
         Ok(method) => {
             resets().insert(gpu.address, device);
+            shared.roster.returns(gpu.address);
             let shared = Arc::clone(shared);
             tokio::spawn(run(shared, gpu, device, since_ns, failure, method));
             None
@@ -148,6 +150,9 @@ async fn report(
         Ok(Err(error)) => error.to_string(),
         Err(panicked) => panicked.to_string(),
     };
+    shared.roster.stays_away(gpu.address);
+    // The writer is gone only with the runtime.
+    let _unused = shared.spec.send(Update::Roster);
     failure.reason = Some(Reason::NeedsReset);
     failure.error = format!("{}; its reset has failed: {error}", failure.error);
     if shared.roster.contains(gpu) {
@@ -181,6 +186,8 @@ pub fn resume(previous: &Previous, shared: &Arc<Shared>) {
         };
         let failure = failed(FailedStep::Init)(&"a worker died while it reset this GPU");
         let shared = Arc::clone(shared);
+        shared.roster.returns(address);
+        let _unused = shared.spec.send(Update::Roster); // as above
         tokio::spawn(async move {
             let sysfs = shared.sysfs.clone();
             let ended = threads::run(move || match reset_and_bind(&sysfs, address, method) {

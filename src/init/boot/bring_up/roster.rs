@@ -18,6 +18,8 @@ struct State {
     slots: Slots,
     /// PCI device ids.
     devices: HashMap<PciAddress, u16>,
+    /// Addresses of GPUs that have left for a reset, and come back.
+    returning: Vec<PciAddress>,
     /// The arrival and the name that were reported last for each address.
     reported: HashMap<PciAddress, (GpuId, usize)>,
 }
@@ -57,7 +59,26 @@ impl Roster {
         if let Some(device) = device {
             state.devices.insert(address, device);
         }
-        state.slots.observe(address, sight)
+        let changes = state.slots.observe(address, sight);
+        let is_back = |change: &Change| matches!(change, Change::Arrived(_));
+        if sight.device.is_none() || changes.iter().any(is_back) {
+            state.returning.retain(|other| *other != address);
+        }
+        changes
+    }
+
+    /// Notes that the GPU at an address leaves for a reset and comes back: containers wait for it.
+    pub fn returns(&self, address: PciAddress) {
+        self.lock().returning.push(address);
+    }
+
+    /// Notes that the GPU at an address does not come back from its reset.
+    pub fn stays_away(&self, address: PciAddress) {
+        self.lock().returning.retain(|other| *other != address);
+    }
+
+    pub fn is_returning(&self, address: PciAddress) -> bool {
+        self.lock().returning.contains(&address)
     }
 
     /// Reports every name that is new, that has moved, or that another GPU has now.
@@ -67,6 +88,7 @@ impl Roster {
             slots,
             devices,
             reported,
+            ..
         } = &mut *state;
         for Listed { gpu, index, .. } in slots.all().into_iter().filter(|slot| slot.here) {
             if reported.insert(gpu.address, (gpu, index)) != Some((gpu, index)) {
