@@ -1,6 +1,7 @@
 //! The root with this guest's driver: its user space, modules and firmware.
 
 use super::manifest;
+use super::tree::OPTIONS;
 use crate::extensions::mount::GPU;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -28,8 +29,8 @@ pub fn ask_for(root: &Path) -> Result<(), String> {
     let leads = std::fs::canonicalize(root).unwrap_or_else(|_| root.into());
     if FOREIGN.iter().any(|foreign| leads.starts_with(foreign)) {
         return Err(format!(
-            "gpuinit.driver-root={} is {}, which others than the image can write: give a directory \
-                of the image",
+            "the driver root {} is {}, which others than the image can write: give a directory of \
+                the image ({OPTIONS})",
             root.display(),
             leads.display()
         ));

@@ -25,7 +25,8 @@ pub struct Entry {
 
 /// Tells, record by record, which ones last: of the boot until it is settled all but traces (the
 /// kernel's lines, and debug level), later those of GPUs and of our own processes. A step lasts
-/// whole. Xids do not last: a container can cause them at will, and one that costs a GPU is in that GPU's failure.
+/// whole. Xids do not last: a container can cause them at will, and one that costs a GPU is in that
+/// GPU's failure.
 #[derive(Debug, Default)]
 pub struct Story {
     settled: bool,

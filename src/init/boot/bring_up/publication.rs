@@ -659,7 +659,7 @@ mod tests {
         assert!(!roster.contains(gpu) && pending());
         roster.stays_away(gpu.address);
         assert!(!pending());
-        // It comes back, and leaves again for another reason.
+        // The GPU comes back, and leaves again for another reason.
         roster.returns(gpu.address);
         roster.observe(gpu.address, bind(Some(2)), None);
         let again = roster.at(gpu.address).unwrap();
