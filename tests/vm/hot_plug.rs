@@ -422,7 +422,7 @@ fn before_the_load(context: &TestContext) -> Result<Outcome> {
 
 /// Rounds of the endless hot-plug, and GPUs that come and go in each of them.
 /// After half of them the worker's memory of the stream is full (1 MiB).
-const ROUNDS: (usize, usize) = (60, 15);
+const ROUNDS: (usize, usize) = (44, 15);
 /// Growth of a process's memory in half of the rounds, in KiB, from which on it counts as a leak:
 /// the allocator's own noise is below.
 const NOISE_KIB: u64 = 64;
