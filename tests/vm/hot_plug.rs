@@ -460,7 +460,7 @@ fn endless(context: &TestContext) -> Result<Outcome> {
     .boot(context, "endless")?;
     let ended = booted
         .console
-        .wait_agent(4 * DEADLINE, "loop ended", |_| true)
+        .wait_agent(10 * DEADLINE, "loop ended", |_| true)
         .context("the loop does not end")?;
     ensure!(ended.get("fault").is_empty(), "{ended:?}");
     booted.still_runs()?;
