@@ -10,10 +10,10 @@
 //! number twice, however many records the file lacks.
 //!
 //! At its limit the file is made anew, and takes the old one's place at once: of old lines those
-//! that a successor's state comes from ([`Needed`]) and those that [last](super::memory::Story),
-//! and the newest as they are. A container that mapped the file into itself keeps the old one.
+//! that a successor's state comes from ([`Needed`]), and what a [`Memory`] of some size keeps of
+//! all. A container that mapped the file into itself keeps the old one.
 
-use super::memory::{MAX_LASTING, Memory, Story};
+use super::memory::Memory;
 use super::ring::CAPACITY_BYTES;
 use crate::machine::clock::boottime_ns;
 use crate::machine::files::failed;
@@ -30,10 +30,8 @@ use std::path::{Path, PathBuf};
 const MAX_BYTES: u64 = 8 * 1024 * 1024;
 /// Size from which on nothing is appended: leaves room for one more line.
 const LIMIT: u64 = MAX_BYTES - MAX_LINE as u64;
-/// Lines of the newest that a file made anew has.
-const NEWEST_BYTES: usize = 3 * 1024 * 1024;
-/// Older lines that last, of such a file.
-const LASTING_BYTES: usize = 1024 * 1024;
+/// Lines of a file made anew, besides those that a successor needs; shared out as in [`Memory`].
+const KEPT_BYTES: usize = 4 * 1024 * 1024;
 /// Records until the next try, after the file could not be made anew: /run has no room, and a try
 /// reads the whole file.
 const PAUSE: u64 = 1000;
@@ -258,28 +256,23 @@ fn records(bytes: &[u8]) -> impl Iterator<Item = (&[u8], Record)> {
 
 /// Header and lines of a file that are worth their room.
 fn worth_keeping(bytes: &[u8], needed: Needed) -> Vec<u8> {
-    let (mut story, mut lines) = (Story::default(), Vec::new());
+    let (mut memory, mut lines) = (Memory::new(KEPT_BYTES, 0), Vec::new());
     let mut all = records(bytes).map(|(line, record)| {
-        lines.push((line, record.seq, story.lasts(&record)));
+        lines.push((line, record.seq));
+        memory.push(&record, String::from_utf8_lossy(line).into());
         record
     });
     let needed = needed(&mut all);
     all.for_each(drop);
-    let (mut newest, mut lasting, mut count) = (0, 0, 0);
+    let mut remembered = memory.from(0).map(|entry| entry.seq).peekable();
     let mut kept: Vec<&[u8]> = Vec::new();
-    for (line, seq, lasts) in lines.into_iter().rev() {
-        newest += line.len();
-        let mut is_kept = newest <= NEWEST_BYTES || needed.binary_search(&seq).is_ok();
-        if !is_kept && lasts {
-            (lasting, count) = (lasting + line.len(), count + 1);
-            is_kept = lasting <= LASTING_BYTES && count <= MAX_LASTING;
-        }
-        if is_kept {
+    kept.extend(bytes.split_inclusive(|b| *b == b'\n').next());
+    for (line, seq) in lines {
+        let is_remembered = remembered.next_if_eq(&seq).is_some();
+        if is_remembered || needed.binary_search(&seq).is_ok() {
             kept.push(line);
         }
     }
-    kept.extend(bytes.split_inclusive(|b| *b == b'\n').next());
-    kept.reverse();
     kept.concat()
 }
 
@@ -463,9 +456,9 @@ mod tests {
         let newest = seqs[4];
         assert_eq!(seqs[..4], [0, 2, 4, 5]);
         assert_eq!(seqs[4..], (newest..1000).collect::<Vec<u64>>());
-        let bytes = kept.len();
+        let (bytes, newest_bytes) = (kept.len(), 3 * 1024 * 1024);
         assert!(
-            (NEWEST_BYTES - 9000..NEWEST_BYTES + 9000).contains(&bytes),
+            (newest_bytes - 9000..newest_bytes + 9000).contains(&bytes),
             "{bytes} bytes"
         );
     }

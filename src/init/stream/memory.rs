@@ -28,14 +28,14 @@ pub struct Entry {
 /// whole. Xids do not last: a container can cause them at will, and one that costs a GPU is in that
 /// GPU's failure.
 #[derive(Debug, Default)]
-pub struct Story {
+struct Story {
     settled: bool,
     /// Steps whose begin lasts, by id, until their end does.
     steps: Vec<u64>,
 }
 
 impl Story {
-    pub fn lasts(&mut self, record: &Record) -> bool {
+    fn lasts(&mut self, record: &Record) -> bool {
         let name = record.name.as_str();
         self.settled |= name == names::SETTLED;
         if record.kind == Kind::Kmsg || record.level >= Level::Debug {
