@@ -17,6 +17,7 @@ pub mod verity; // dm-verity
 
 pub use parameters::{Extension, Name, Verity};
 
+use crate::machine::mounts;
 use crate::stream::stamps::{Stamp, What, timed};
 use std::path::Path;
 use std::time::Duration;
@@ -36,7 +37,7 @@ pub fn before_agent(declared: &[Extension]) -> bool {
 pub fn mount_all(declared: &[Extension]) -> (Vec<Stamp>, Result<(), String>) {
     let mut stamps = Vec::new();
     // A worker that follows another one finds them mounted, and perhaps not all.
-    let mounts = mounts();
+    let mounts = mounts::text();
     if declared
         .iter()
         .all(|extension| mount::is_mounted(&mounts, &extension.name))
@@ -87,7 +88,7 @@ fn mount_one(disk: &disks::Matched, steps: &mut Vec<Stamp>) -> Result<(), String
     })?;
     if name.is_gpu() {
         timed(steps, What::Firmware, |_| {
-            mount::bind_firmware(Path::new(mount::GPU), &mounts())
+            mount::bind_firmware(Path::new(mount::GPU), &mounts::text())
         })?;
     }
     Ok(())
@@ -97,15 +98,13 @@ fn mount_one(disk: &disks::Matched, steps: &mut Vec<Stamp>) -> Result<(), String
 /// of the driver, no GPU and no check: the step reports it. Nothing is done twice.
 pub fn add_libraries(declared: &[Extension]) -> Vec<Stamp> {
     let mut stamps = Vec::new();
-    if declared.iter().any(|extension| extension.name.is_gpu()) && !loader::is_added(&mounts()) {
+    if declared.iter().any(|extension| extension.name.is_gpu())
+        && !loader::is_added(&mounts::text())
+    {
         // Reported by the step.
         let _unused = timed(&mut stamps, What::Libraries, |_| {
             loader::add(Path::new("/"), loader::libraries(Path::new(mount::GPU))?)
         });
     }
     stamps
-}
-
-fn mounts() -> String {
-    std::fs::read_to_string("/proc/self/mounts").unwrap_or_default()
 }

@@ -197,10 +197,14 @@ fn is_new_each_time(fs: &str) -> bool {
     matches!(fs, "tmpfs" | "proc" | "devpts")
 }
 
+/// The text of /proc/self/mounts; empty without /proc.
+pub fn text() -> String {
+    std::fs::read_to_string("/proc/self/mounts").unwrap_or_default()
+}
+
 /// Whether the topmost mount on `target` is of type `fs`. False without /proc.
 fn is_mounted(fs: &str, target: &str) -> bool {
-    std::fs::read_to_string("/proc/self/mounts")
-        .is_ok_and(|mounts| top_type(&mounts, target) == Some(fs))
+    top_type(&text(), target) == Some(fs)
 }
 
 /// Type of the last mount on `target` in the text of /proc/mounts.

@@ -4,7 +4,7 @@
 use crate::driver_files::manifest::{self, Unusable};
 use crate::driver_files::{DriverFiles, Roots, ask_for, driver_root};
 use crate::extensions::{loader, mount};
-use crate::machine::threads;
+use crate::machine::{mounts, threads};
 use crate::step;
 use kata_gpu_wire::names;
 use std::path::Path;
@@ -15,7 +15,7 @@ pub fn prepare(asked: Option<&Path>) {
         tracing::warn!(name: names::DRIVER_FILES, error);
     }
     if let Some(root) = own_root()
-        && let Err(error) = mount::bind_firmware(root, &mounts())
+        && let Err(error) = mount::bind_firmware(root, &mounts::text())
     {
         tracing::warn!(name: names::DRIVER_FILES, error);
     }
@@ -24,10 +24,6 @@ pub fn prepare(asked: Option<&Path>) {
 /// The driver's root where that is neither the guest's nor an extension, which mounts its own.
 fn own_root() -> Option<&'static Path> {
     Some(driver_root()).filter(|root| *root != Path::new("/") && *root != Path::new(mount::GPU))
-}
-
-fn mounts() -> String {
-    std::fs::read_to_string("/proc/self/mounts").unwrap_or_default()
 }
 
 /// Searches the driver's files; reports counts and problems. None: containers get their GPUs' nodes
@@ -73,7 +69,7 @@ pub fn find(version: Option<&str>) -> Option<DriverFiles> {
     {
         tracing::warn!(name: names::DRIVER_FILES, error = problem);
     }
-    if own_root().is_some() && !loader::is_added(&mounts()) {
+    if own_root().is_some() && !loader::is_added(&mounts::text()) {
         let libraries = files.libraries();
         // No GPU waits for the guest's own programs.
         threads::detach(move || {
