@@ -99,8 +99,7 @@ pub fn make(
     let made = Path::new(RUN).join(source.made);
     let text = with_values(&text, &source.values)
         .map_err(|why| format!("{}: {why}", package.display()))?;
-    std::fs::write(&made, text).map_err(|e| format!("write {}: {e}", made.display()))?;
-    Ok(made)
+    write(made, &text)
 }
 
 /// A file for a daemon below the driver's root: a copy in /run where [`led_below`] changes it, else
