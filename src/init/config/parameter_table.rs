@@ -4,7 +4,7 @@ use super::values::{
     Agent, Bind, Cdi, Config, Hooks, Init, Naming, RailPolicy, Range, Ready, ReadyState, Switch,
     ToConsole,
 };
-use crate::driver_files::plain_path;
+use crate::driver_files::{is_foreign, plain_path};
 use crate::gpu::topology::{NvLink, Topology};
 use kata_gpu_wire::record::Level;
 use std::fmt::Write;
@@ -94,12 +94,11 @@ fn range(value: &str) -> Option<Range> {
     (range.min <= range.max && range.max > 0).then_some(range)
 }
 
-/// A path that means the same everywhere, and nothing that the host shares with the guest: a kernel
-/// module may come from there.
+/// A path that means the same everywhere, and below which only the image writes: a kernel module
+/// may come from there.
 fn driver_root(value: &str) -> Option<PathBuf> {
     let path = Path::new(value);
-    let is_shared = path.starts_with("/run/kata-containers");
-    (plain_path(path) && !is_shared).then(|| path.into())
+    (plain_path(path) && !is_foreign(path)).then(|| path.into())
 }
 
 fn to_console(value: &str) -> Option<ToConsole> {

@@ -20,14 +20,18 @@ const KNOWN: [&str; 6] = [
     "/home/kubernetes/bin/nvidia",
 ];
 
-/// Directories that others than the image write to: what the host shares, and processes' roots.
-const FOREIGN: [&str; 2] = ["/run/kata-containers", "/proc"];
+/// Whether others than the image write below a path: what the host shares, and processes' roots.
+pub fn is_foreign(path: &Path) -> bool {
+    ["/run/kata-containers", "/proc"]
+        .iter()
+        .any(|foreign| path.starts_with(foreign))
+}
 
 /// Sets the root that the command line has; before the first use of [`driver_root`]. Refuses one
 /// whose links lead to what others write: kernel modules come from there.
 pub fn ask_for(root: &Path) -> Result<(), String> {
     let leads = std::fs::canonicalize(root).unwrap_or_else(|_| root.into());
-    if FOREIGN.iter().any(|foreign| leads.starts_with(foreign)) {
+    if is_foreign(&leads) {
         return Err(format!(
             "the driver root {} is {}, which others than the image can write: give a directory of \
                 the image ({OPTIONS})",
