@@ -61,7 +61,9 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
     let ending = handed.error.is_some();
     let (begin_ns, end_ns) = (handed.begin_ns, handed.end_ns);
     let (mut start, mut holdings, mut young) = (Start::First(handed), Holdings::default(), 0_u32);
-    for number in 1.. {
+    let mut number = 0;
+    loop {
+        number += 1;
         let (child, socket) = start_worker(&boot, start, &mut holdings);
         let born = Instant::now();
         holdings.serve(&socket);
@@ -93,7 +95,6 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
             std::thread::sleep(Duration::from_secs(1 << (young - 2).min(16)).min(LONGEST_PAUSE));
         }
     }
-    rest() // after 2^64 workers
 }
 
 /// Forks the worker; returns that process and the keeper's end of the socket to it. Tries until
