@@ -200,9 +200,24 @@ fn attribute(function: &Path, name: &str) -> io::Result<Option<u32>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use kata_gpu_test_support::temp_dir;
+
+    /// Makes a function of a stand-in for sysfs; returns its directory.
+    pub fn make(sysfs: &Path, address: &str, [vendor, class, device]: [&str; 3]) -> PathBuf {
+        let function = sysfs.join("bus/pci/devices").join(address);
+        std::fs::create_dir_all(&function).unwrap();
+        for (name, value) in [("vendor", vendor), ("class", class), ("device", device)] {
+            std::fs::write(function.join(name), format!("{value}\n")).unwrap();
+        }
+        function
+    }
+
+    /// As [`make`], an H100.
+    pub fn make_gpu(sysfs: &Path, address: &str) -> PathBuf {
+        make(sysfs, address, ["0x10de", "0x030200", "0x2330"])
+    }
 
     #[test]
     fn the_scan_finds_gpus_switches_and_mellanox_in_pci_order() {
@@ -221,11 +236,7 @@ mod tests {
             ("0000:0c:00.0", "0x10de", "garbage", "0x2330"),
         ];
         for (address, vendor, class, device) in functions {
-            let function = sysfs.join("bus/pci/devices").join(address);
-            std::fs::create_dir_all(&function).unwrap();
-            for (name, value) in [("vendor", vendor), ("class", class), ("device", device)] {
-                std::fs::write(function.join(name), format!("{value}\n")).unwrap();
-            }
+            make(sysfs, address, [vendor, class, device]);
         }
         let found = scan(sysfs).unwrap();
         let list: Vec<(String, u16)> = found

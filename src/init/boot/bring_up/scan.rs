@@ -185,24 +185,14 @@ pub fn report(decision: &Decision) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gpu::pci::tests::make_gpu;
     use kata_gpu_test_support::temp_dir;
 
     #[tokio::test]
     async fn a_gpu_that_cannot_be_read_for_a_moment_is_in_the_scan() {
         let folder = temp_dir();
-        let functions = folder.path().join("bus/pci/devices");
-        let unreadable = functions.join("0001:00:04.0/class");
-        for slot in 3..6 {
-            let function = functions.join(format!("0001:00:{slot:02}.0"));
-            std::fs::create_dir_all(&function).unwrap();
-            for (name, value) in [
-                ("vendor", "0x10de"),
-                ("device", "0x2330"),
-                ("class", "0x030200"),
-            ] {
-                std::fs::write(function.join(name), value).unwrap();
-            }
-        }
+        let [_, unreadable, _] = ["0001:00:03.0", "0001:00:04.0", "0001:00:05.0"]
+            .map(|gpu| make_gpu(folder.path(), gpu).join("class"));
         std::fs::write(&unreadable, "").unwrap();
         assert_eq!(pci::scan(folder.path()).unwrap().unreadable.len(), 1);
         let config = Config::default();

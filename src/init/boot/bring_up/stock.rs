@@ -165,6 +165,7 @@ pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &I
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gpu::pci::tests::make_gpu;
     use kata_gpu_test_support::{TempDir, temp_dir};
     use std::path::PathBuf;
 
@@ -180,15 +181,7 @@ mod tests {
             })
             .collect();
         for gpu in &gpus {
-            let function = sysfs.device(gpu.address);
-            std::fs::create_dir_all(&function).unwrap();
-            for (name, value) in [
-                ("vendor", "0x10de"),
-                ("device", "0x2330"),
-                ("class", "0x030200"),
-            ] {
-                std::fs::write(function.join(name), value).unwrap();
-            }
+            make_gpu(folder.path(), &gpu.address.to_string());
         }
         let middle = sysfs.device(address(4));
         (folder, sysfs, gpus, middle)
