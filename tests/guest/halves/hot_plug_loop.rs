@@ -9,11 +9,8 @@ use super::script::act;
 use crate::agent::log;
 
 pub fn run() {
-    let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let words = line
-        .split_ascii_whitespace()
-        .find_map(|word| word.strip_prefix("testagent.loop="))
-        .and_then(|words| words.split_once(':'));
+    let words = super::parameter("testagent.loop=").unwrap_or_default();
+    let words = words.split_once(':');
     let numbers = words.and_then(|(rounds, gpus)| Some((rounds.parse().ok()?, gpus.parse().ok()?)));
     let ended = numbers
         .ok_or_else(|| "no testagent.loop=ROUNDS:GPUS on the command line".to_string())

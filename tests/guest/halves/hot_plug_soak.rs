@@ -40,11 +40,7 @@ const LEAD_ELSEWHERE: &str = "names lead to the minors";
 const REPORT_EVERY: u32 = 50;
 
 pub fn run() {
-    let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let words = line
-        .split_ascii_whitespace()
-        .find_map(|w| w.strip_prefix("testagent.soak="))
-        .unwrap_or_default();
+    let words = super::parameter("testagent.soak=").unwrap_or_default();
     let mut words = words.split(':');
     let mut number = || words.next().and_then(|n| n.parse::<u32>().ok());
     let (Some(actions), Some(seed)) = (number(), number()) else {

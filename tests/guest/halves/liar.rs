@@ -23,11 +23,7 @@ const PARAMETER: &str = "testagent.victim=";
 
 /// The collector asks a guest that it accepts for its clock, and hangs up on one that it refuses.
 pub fn run() {
-    let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let Some(victim) = line
-        .split_ascii_whitespace()
-        .find_map(|w| w.strip_prefix(PARAMETER))
-    else {
+    let Some(victim) = super::parameter(PARAMETER) else {
         log::error(
             MESSAGE,
             &[("error", &format!("no {PARAMETER}.. on the command line"))],
@@ -40,10 +36,10 @@ pub fn run() {
         "{{\"schema\":1,\"kind\":\"host\",\"realtime_ns\":1,\"event\":\"sandbox\",\"id\":\"x\",\"pod\":\"{CLAIMED_POD}\"}}\n"
     );
     let forged = record_line(&Record::new(Kind::Event, FORGED));
-    let stolen = send(&[&header(victim), &forged]);
+    let stolen = send(&[&header(&victim), &forged]);
     // Negative control: the same words for a boot that is nobody's.
     let free = send(&[&header(FREE), &forged, &host_line]);
-    let turned = send(&[&header(FREE), &header(victim), &forged]);
+    let turned = send(&[&header(FREE), &header(&victim), &forged]);
     log::info(
         MESSAGE,
         &[("stolen", &stolen), ("free", &free), ("turned", &turned)],

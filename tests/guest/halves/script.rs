@@ -75,11 +75,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 pub fn run() {
-    let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let Some(text) = line
-        .split_ascii_whitespace()
-        .find_map(|w| w.strip_prefix("testagent.script="))
-    else {
+    let Some(text) = super::parameter("testagent.script=") else {
         log::error(
             "script",
             &[("error", "no testagent.script=.. on the command line")],

@@ -185,11 +185,7 @@ fn shared_file() -> io::Result<Call> {
 
 /// Runs the probes one after another once the init has nothing to do.
 pub fn run() {
-    let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let Some(function) = line
-        .split_ascii_whitespace()
-        .find_map(|word| word.strip_prefix(PARAMETER))
-    else {
+    let Some(function) = super::parameter(PARAMETER) else {
         log::error(
             MESSAGE,
             &[("error", &format!("no {PARAMETER}.. on the command line"))],
