@@ -144,10 +144,14 @@ fn a_mig_instance_without_both_capability_nodes_is_not_usable() {
     let spec = |name: &str, capabilities: u32| {
         let mut spec = changed("/devices/1/name", json!(name));
         let nodes = spec.pointer_mut("/devices/1/containerEdits/deviceNodes");
-        nodes.unwrap().as_array_mut().unwrap().extend(
-            (0..capabilities)
-                .map(|n| json!({"path": format!("/dev/nvidia-caps/nvidia-cap{n}"), "major": 235, "minor": n})),
-        );
+        nodes
+            .unwrap()
+            .as_array_mut()
+            .unwrap()
+            .extend((0..capabilities).map(|minor| {
+                let path = format!("/dev/nvidia-caps/nvidia-cap{minor}");
+                json!({"path": path, "major": 235, "minor": minor})
+            }));
         of_text(&spec.to_string())
     };
     for name in ["0:1", "mig0:1", "MIG-7c3b0ea2"] {

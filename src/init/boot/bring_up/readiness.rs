@@ -619,7 +619,9 @@ impl Watch {
         });
         if let Verdict::Degraded(state, reason) = &verdict {
             let generation = gpu.again();
-            tracing::warn!(name: names::GPU_DEGRADED, gpu = %gpu.address, generation, state, reason);
+            tracing::warn!(
+                name: names::GPU_DEGRADED, gpu = %gpu.address, generation, state, reason
+            );
         }
         self.given.insert(gpu, verdict);
         let _unused = self.shared.spec.send(Update::HeldBack {
