@@ -2,11 +2,16 @@
 //! `testagent.loop=ROUNDS:GPUS`, GPUs 1 to GPUS (by slot) are taken away and plugged in, ROUNDS
 //! times, by surprise, and each tenth time through sysfs, where a removal takes half a second.
 //! GPU 0 stays. Reports what each process of the init has after half of the rounds and at the end:
-//! what grows in between would grow for ever.
+//! what grows in between would grow for ever. A thread that closes a descriptor may still run after
+//! the last arrival, so the second report waits until it has ended.
 
-use super::census::processes;
+use super::census::{Process, processes};
 use super::script::act;
 use crate::agent::log;
+use std::time::{Duration, Instant};
+
+/// Longest wait for the end of what ends by itself; only ends the wait for what never does.
+const REST: Duration = Duration::from_secs(120);
 
 pub fn run() {
     let words = super::parameter("testagent.loop=").unwrap_or_default();
@@ -22,6 +27,7 @@ fn repeat(rounds: u32, gpus: u32) -> Result<(), String> {
     let all: Vec<String> = (0..=gpus).map(|gpu| gpu.to_string()).collect();
     let all = all.join(",");
     act(&format!("spec-gives:{all}"))?;
+    let mut middle = Vec::new();
     for round in 1..=rounds {
         // A GPU removed through sysfs is still in its slot: `plug` finds it there.
         let take = if round % 10 == 0 { "remove" } else { "unplug" };
@@ -30,15 +36,36 @@ fn repeat(rounds: u32, gpus: u32) -> Result<(), String> {
         }
         act(&format!("spec-gives:{all}"))?;
         act(&format!("up:{all}"))?;
-        if round == rounds / 2 || round == rounds {
-            report(round);
+        if round == rounds / 2 {
+            middle = processes();
+            report(round, &middle);
         }
     }
+    report(rounds, &at_rest(&middle));
     Ok(())
 }
 
-fn report(round: u32) {
-    for process in processes() {
+/// The init's processes as soon as none has more files or threads than before, or after [`REST`].
+fn at_rest(before: &[Process]) -> Vec<Process> {
+    let since = Instant::now();
+    loop {
+        let now = processes();
+        let is_at_rest = now.iter().all(|process| {
+            before.iter().any(|earlier| {
+                earlier.name == process.name
+                    && earlier.files.len() >= process.files.len()
+                    && earlier.threads >= process.threads
+            })
+        });
+        if is_at_rest || since.elapsed() > REST {
+            return now;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn report(round: u32, all: &[Process]) {
+    for process in all {
         log::info(
             "has",
             &[
