@@ -25,6 +25,15 @@ pub struct Parameter {
     pub default: &'static str,
     pub help: &'static str,
     pub set: fn(&mut Config, &str) -> Option<()>,
+    /// Values that make a guest weaker than the default does.
+    pub weakens: Option<Weakening>,
+}
+
+/// Values of a parameter that make a guest weaker. A verifier that accepts more than one command
+/// line denies them, and other names of the same parameter ([`ALIASES`]).
+pub struct Weakening {
+    pub values: &'static [&'static str],
+    pub effect: &'static str,
 }
 
 /// Sets a value that was parsed.
@@ -69,6 +78,15 @@ const fn switch(
         default: "auto",
         help,
         set,
+        weakens: None,
+    }
+}
+
+impl Parameter {
+    /// This parameter with values that weaken a guest.
+    const fn weakened_by(self, values: &'static [&'static str], effect: &'static str) -> Self {
+        let weakens = Some(Weakening { values, effect });
+        Self { weakens, ..self }
     }
 }
 
@@ -123,6 +141,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "exec: PID 1 becomes kata-agent; child: the init stays PID 1, supervises the agent \
             and powers off when it ends",
         set: |c, v| set(&mut c.agent, Agent::named(v)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.bind",
@@ -131,6 +150,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "way of binding GPUs: by the module load, one by one as the host maps their BARs, \
             or each on its own thread",
         set: |c, v| set(&mut c.bind, Bind::named(v)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.init",
@@ -138,6 +158,7 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "parallel",
         help: "initialise adapters all at once, or one after another",
         set: |c, v| set(&mut c.init, Init::named(v)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.relaxed",
@@ -146,6 +167,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "off: the driver keeps its global lock while a GPU's own processor boots (registry \
             key RmRelaxedGspInitLocking=0)",
         set: |c, v| set(&mut c.relaxed, on_off(v)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.ready",
@@ -154,6 +176,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "time at which a GPU becomes resolvable in the CDI spec: bound to the driver, or \
             initialised as well; auto: bound, and with a fabric also when the fabric is complete",
         set: |c, v| set(&mut c.ready, Ready::named(v)),
+        weakens: None,
     },
     switch(
         "gpuinit.fabric.required",
@@ -162,6 +185,10 @@ pub const PARAMETERS: &[Parameter] = &[
             complete with an error; auto: see [NVLink \
             fabrics](init/services/README.md#nvlink-fabrics-and-confidential-gpus)",
         |c, v| set(&mut c.fabric_required, Switch::named(v)),
+    )
+    .weakened_by(
+        &["off"],
+        "containers get GPUs whose NVLink fabric is not complete, or not as it should be",
     ),
     Parameter {
         name: "gpuinit.cc.ready",
@@ -171,6 +198,10 @@ pub const PARAMETERS: &[Parameter] = &[
             program sets it; wait: the same, and containers get no GPU before; boot: the init \
             sets it once all GPUs are settled, before containers get one",
         set: |c, v| set(&mut c.ready_state, ReadyState::named(v)),
+        weakens: Some(Weakening {
+            values: &["boot"],
+            effect: "confidential GPUs are ready for work before anybody has attested them",
+        }),
     },
     Parameter {
         name: "gpuinit.cdi",
@@ -178,6 +209,7 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "live",
         help: "publish the CDI spec from the PCI scan on, or only once all GPUs are settled",
         set: |c, v| set(&mut c.cdi, Cdi::named(v)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.cdi.names",
@@ -186,6 +218,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "names of a GPU in the CDI spec: Kata requests by index; a uuid is known when the \
             GPU is initialised, an instance's after NVML's answer",
         set: |c, v| set(&mut c.cdi_names, namings(v)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.cdi.hooks",
@@ -193,6 +226,11 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "one",
         help: "links as mounts and one hook for the rest, or no hook",
         set: |c, v| set(&mut c.cdi_hooks, Hooks::named(v)),
+        weakens: Some(Weakening {
+            values: &["none"],
+            effect: "programs in containers may change device nodes: nothing covers the driver's \
+            parameters",
+        }),
     },
     Parameter {
         name: "gpuinit.imex",
@@ -201,6 +239,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "IMEX channels to make, from 0 on; these, and those that the driver makes, are \
             published as nvidia.com/imex-channel",
         set: |c, v| set(&mut c.imex_channels, number(v, |n| *n <= MAX_IMEX_CHANNELS)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.driver-root",
@@ -210,6 +249,7 @@ pub const PARAMETERS: &[Parameter] = &[
             `..`; auto: the extension `gpu`, else where `cdi manifest` has [left its \
             list](init/cdi/README.md#a-driver-in-a-root-of-its-own), else /",
         set: |c, v| set(&mut c.driver_root, or_auto(v, driver_root)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.gpus",
@@ -218,6 +258,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "required number of GPUs; fewer is an error event; 0: no GPU is expected, so the \
             loading of modules is forbidden at once",
         set: |c, v| set(&mut c.expected_gpus, number(v, |n| *n <= 1024).map(Some)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.topology",
@@ -227,6 +268,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "kind of guest, which decides the services that start; auto: by its GPUs, \
             NVSwitches and the network functions that manage NVSwitches",
         set: |c, v| set(&mut c.topology, or_auto(v, Topology::named)),
+        weakens: None,
     },
     switch(
         "gpuinit.nvlink",
@@ -239,6 +281,11 @@ pub const PARAMETERS: &[Parameter] = &[
         "reset a GPU once whose initialisation fails because an earlier guest left it half \
             initialised; auto: not in a confidential guest",
         |c, v| set(&mut c.reset, Switch::named(v)),
+    )
+    .weakened_by(
+        &["on"],
+        "a GPU that failed is reset once, and comes up again: its earlier attestation is \
+            void",
     ),
     Parameter {
         name: "gpuinit.gpu.graphics-clock",
@@ -246,6 +293,7 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "any",
         help: "lock all GPUs' graphics clocks once all are settled, as nvidia-smi -lgc does",
         set: |c, v| set(&mut c.graphics_mhz, range(v).map(Some)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.gpu.memory-clock",
@@ -253,6 +301,7 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "any",
         help: "lock all GPUs' memory clocks once all are settled, as nvidia-smi -lmc does",
         set: |c, v| set(&mut c.memory_mhz, range(v).map(Some)),
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.gpu.power",
@@ -266,6 +315,7 @@ pub const PARAMETERS: &[Parameter] = &[
                 number(v, |w| (1..=u32::MAX / 1000).contains(w)).map(Some),
             )
         },
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.lockdown",
@@ -274,11 +324,19 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, \
             or 60 s after the load; without a load, only where no GPU is expected",
         set: |c, v| set(&mut c.lockdown, on_off(v)),
+        weakens: Some(Weakening {
+            values: &["off", "false", "0"],
+            effect: "kernel modules can be loaded for as long as the guest lives",
+        }),
     },
     switch(
         "gpuinit.events.vsock",
         "stream events to the host; auto: on, except in a confidential guest",
         |c, v| set(&mut c.events_to_host, Switch::named(v)),
+    )
+    .weakened_by(
+        &["on"],
+        "the host reads every event, and may connect to the guest's port",
     ),
     Parameter {
         name: "gpuinit.events.port",
@@ -291,6 +349,7 @@ pub const PARAMETERS: &[Parameter] = &[
                 number(v, |p| (1..u32::MAX).contains(p) && !AGENT_PORTS.contains(p)),
             )
         },
+        weakens: None,
     },
     Parameter {
         name: "gpuinit.log",
@@ -299,6 +358,10 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "level of events on the console, in the agent's log format; auto: info, in a \
             confidential guest error",
         set: |c, v| set(&mut c.console, to_console(v)),
+        weakens: Some(Weakening {
+            values: &["warn", "info", "debug", "trace"],
+            effect: "the host reads those events on the console",
+        }),
     },
     switch(
         "gpuinit.nvlsm",
@@ -318,6 +381,7 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "fabric manager's PARTITION_RAIL_POLICY; auto: as in the package's configuration, \
             symmetric in a confidential guest with a Blackwell fabric",
         set: |c, v| set(&mut c.services.rail_policy, or_auto(v, RailPolicy::named)),
+        weakens: None,
     },
     switch(
         "gpuinit.persistenced",
@@ -358,6 +422,7 @@ pub const INCUMBENTS: &[Parameter] = &[
         set: |c, v| {
             switched(v).map(|w| (c.services.host_engine, c.services.dcgm_exporter) = (w, w))
         },
+        weakens: None,
     },
     Parameter {
         name: "nvrc.uvm.persistence.mode",
@@ -365,6 +430,7 @@ pub const INCUMBENTS: &[Parameter] = &[
         default: "on",
         help: "gpuinit.persistenced.uvm",
         set: |c, v| set(&mut c.services.uvm_persistence, switched(v)),
+        weakens: None,
     },
     Parameter {
         name: "nvrc.smi.srs",
@@ -380,6 +446,10 @@ pub const INCUMBENTS: &[Parameter] = &[
                 }
             })
         },
+        weakens: Some(Weakening {
+            values: &["1", "on", "true"],
+            effect: "the same as gpuinit.cc.ready=boot",
+        }),
     },
     Parameter {
         name: "nvrc.fm.rail.policy",
@@ -387,6 +457,7 @@ pub const INCUMBENTS: &[Parameter] = &[
         default: "greedy",
         help: "gpuinit.fabricmanager.rail",
         set: |c, v| set(&mut c.services.rail_policy, RailPolicy::named(v).map(Some)),
+        weakens: None,
     },
 ];
 
@@ -410,72 +481,15 @@ pub const FOREIGN: &[(&str, &str)] = &[
     ),
 ];
 
-/// Values of a parameter that make a guest weaker than the default does.
-pub struct Weakening {
-    pub name: &'static str,
-    pub values: &'static [&'static str],
-    pub effect: &'static str,
-}
-
-/// All of these: a verifier that accepts more than one command line denies them, and other names of
-/// the same parameters ([`ALIASES`]).
-pub const WEAKENING: &[Weakening] = &[
-    Weakening {
-        name: "gpuinit.lockdown",
-        values: &["off", "false", "0"],
-        effect: "kernel modules can be loaded for as long as the guest lives",
-    },
-    Weakening {
-        name: "gpuinit.events.vsock",
-        values: &["on"],
-        effect: "the host reads every event, and may connect to the guest's port",
-    },
-    Weakening {
-        name: "gpuinit.log",
-        values: &["warn", "info", "debug", "trace"],
-        effect: "the host reads those events on the console",
-    },
-    Weakening {
-        name: "gpuinit.cdi.hooks",
-        values: &["none"],
-        effect: "programs in containers may change device nodes: nothing covers the driver's \
-            parameters",
-    },
-    Weakening {
-        name: "gpuinit.reset",
-        values: &["on"],
-        effect: "a GPU that failed is reset once, and comes up again: its earlier attestation is \
-            void",
-    },
-    Weakening {
-        name: "gpuinit.cc.ready",
-        values: &["boot"],
-        effect: "confidential GPUs are ready for work before anybody has attested them",
-    },
-    Weakening {
-        name: "nvrc.smi.srs",
-        values: &["1", "on", "true"],
-        effect: "the same as gpuinit.cc.ready=boot",
-    },
-    Weakening {
-        name: "gpuinit.fabric.required",
-        values: &["off"],
-        effect: "containers get GPUs whose NVLink fabric is not complete, or not as it should be",
-    },
-];
-
-/// Table of these words in Markdown, as in src/README.md.
+/// Table of the words that weaken a guest in Markdown, as in src/README.md.
 pub fn weakening_markdown() -> String {
     let mut table = String::from("| word | effect |\n|---|---|\n");
-    for Weakening {
-        name,
-        values,
-        effect,
-    } in WEAKENING
-    {
-        let names = std::iter::once(*name);
-        let others = ALIASES.iter().filter(|(_, of)| of == name);
-        for name in names.chain(others.map(|(alias, _)| *alias)) {
+    for parameter in PARAMETERS.iter().chain(INCUMBENTS) {
+        let Some(Weakening { values, effect }) = parameter.weakens else {
+            continue;
+        };
+        let others = ALIASES.iter().filter(|(_, of)| *of == parameter.name);
+        for name in std::iter::once(parameter.name).chain(others.map(|(alias, _)| *alias)) {
             let words: Vec<String> = values.iter().map(|v| format!("`{name}={v}`")).collect();
             let _unused = writeln!(table, "| {} | {effect} |", words.join(", "));
         }
