@@ -412,7 +412,9 @@ fn write(file: &Path, mask: &CpuMask) -> nix::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kata_gpu_test_support::{TempDir, temp_dir};
+    use kata_gpu_test_support::{TempDir, property, temp_dir};
+    use proptest::prelude::*;
+    use proptest::test_runner::TestRunner;
     use std::fs;
 
     /// A made-up /proc with interrupts: number, handler (empty: none), mask.
@@ -556,6 +558,55 @@ mod tests {
             ["1", "3", "3", "2"]
         );
         assert_eq!(proc.default(), "3");
+    }
+
+    #[test]
+    fn whatever_the_masks_are_each_interrupt_keeps_a_cpu_and_gets_its_mask_back() {
+        let word = prop_oneof![
+            Just("0".to_string()),
+            Just("ffffffff".to_string()),
+            "[0-9a-f]{1,8}",
+            "[0-9a-fA-F,+x \n-]{0,12}",
+        ];
+        let mask = proptest::collection::vec(word, 0..4).prop_map(|words| words.join(","));
+        let interrupt = (prop_oneof![Just(""), Just("virtio0-rx")], mask.clone());
+        let machine = (
+            proptest::collection::vec(interrupt, 0..6),
+            mask,
+            0..70_usize,
+            proptest::collection::vec(0..70_usize, 0..4),
+        );
+        let mut runner = TestRunner::new(property(200));
+        let result = runner.run(&machine, |(all, default, cpu, online)| {
+            let of = |irq: usize| {
+                let (handler, mask) = &all[irq];
+                (irq as u32, *handler, mask.as_str())
+            };
+            let all: Vec<_> = (0..all.len()).map(of).collect();
+            let proc = Proc::new(&default, &all);
+            let moved = keep_off(proc.0.path(), cpu, &online);
+            for (irq, handler, former) in &all {
+                let (former, now) = (CpuMask::parse(former), CpuMask::parse(&proc.mask(*irq)));
+                prop_assert_eq!(former.is_some(), now.is_some());
+                let (Some(former), Some(now)) = (former, now) else {
+                    continue;
+                };
+                if now != former {
+                    prop_assert!(!handler.is_empty() && now == former.without(cpu));
+                    prop_assert!(now.meets(&CpuMask::of(&online)));
+                } else if former.has(cpu) && !handler.is_empty() {
+                    prop_assert!(moved.stays().iter().any(|stays| stays.irq == *irq));
+                }
+            }
+            drop(moved);
+            for (irq, _, former) in &all {
+                let restored = CpuMask::parse(&proc.mask(*irq));
+                prop_assert_eq!(restored, CpuMask::parse(former));
+            }
+            prop_assert_eq!(CpuMask::parse(&proc.default()), CpuMask::parse(&default));
+            Ok(())
+        });
+        result.unwrap();
     }
 
     #[test]
