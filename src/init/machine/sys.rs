@@ -2,6 +2,7 @@
 //! unsafe. Each block states why it is sound.
 #![allow(unsafe_code, reason = "system calls without a safe form in std or nix")]
 
+use crate::machine::files::errno;
 use nix::errno::Errno;
 use nix::sys::socket::SockFlag;
 use nix::unistd::{ForkResult, Pid};
@@ -48,6 +49,13 @@ pub fn retried<T>(mut call: impl FnMut() -> nix::Result<T>) -> nix::Result<T> {
         }
     }
     result
+}
+
+/// Sets this process's place among those that the kernel ends when memory is short: the lower
+/// (-1000 at least), the later. Without /proc the place stays.
+pub fn set_oom_score(score: &str) {
+    let write = || std::fs::write("/proc/self/oom_score_adj", score).map_err(|e| errno(&e));
+    let _unused = retried(write);
 }
 
 /// Watches a descriptor in the runtime of the calling task.

@@ -80,7 +80,7 @@ fn prepare(launch: &Launch) -> Result<(), String> {
     }
     let _unused = sched_setaffinity(Pid::from_raw(0), &all);
     // Without cgroups or OOM scores the service runs all the same.
-    let _unused = std::fs::write("/proc/self/oom_score_adj", launch.oom_score.to_string());
+    crate::machine::sys::set_oom_score(&launch.oom_score.to_string());
     if let Some(cgroup) = &launch.cgroup {
         let _unused = std::fs::create_dir_all(cgroup)
             .and_then(|()| std::fs::write(cgroup.join("cgroup.procs"), "0"));

@@ -157,7 +157,7 @@ fn timeval(duration: Duration) -> nix::sys::time::TimeVal {
 fn prepare_process() {
     // Without permission to raise the limit, the agent runs with the current one.
     let _unused = setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES);
-    let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
+    crate::machine::sys::set_oom_score(OOM_SCORE);
 }
 
 /// The agent's environment: PID 1's environment, plus the attester's variant where the GPU

@@ -55,7 +55,7 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
     // A session of its own keeps the signals of the agent's console from the keeper. Fails only for
     // a group leader, which a fresh child is not.
     let _unused = setsid();
-    let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
+    crate::machine::sys::set_oom_score(OOM_SCORE);
     name_process("gpuinit-keeper");
     // Without an agent the guest is about to power off: no worker follows the first one.
     let ending = handed.error.is_some();

@@ -70,7 +70,7 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
     // The image decides how much a hook reads: if memory is short, kill the hook rather than the
     // agent or the init. Without /proc, the score stays.
-    let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
+    crate::machine::sys::set_oom_score(OOM_SCORE);
     let words: Result<Vec<String>, OsString> =
         words.into_iter().map(OsString::into_string).collect();
     let result = words
