@@ -304,7 +304,7 @@ fn gap(from: u64, to: u64) -> Record {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::stream::ring::Ring;
+    use crate::stream::ring::{self, Ring};
     use kata_gpu_test_support::temp_dir;
 
     const HEADER: &str = "{\"schema\":1,\"stream\":{}}\n";
@@ -369,6 +369,34 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_cannot_be_made_at_first_gets_all_when_it_can() {
+        let folder = temp_dir();
+        let path = folder.path().join("journal");
+        // A folder in its place, as a lack of descriptors or room in /run.
+        std::fs::create_dir(&path).unwrap();
+        let of_ring = path.clone();
+        let create = move || Journal::create(&of_ring, HEADER, 7, fifth);
+        let ring = Ring::resumed(
+            Memory::new(CAPACITY_BYTES, 7),
+            ring::File::Missing(Box::new(create)),
+        );
+        // One report, however often it is tried.
+        for _ in 0..3 {
+            ring.push(Record::new(Kind::Event, "settled"));
+        }
+        std::fs::remove_dir(&path).unwrap();
+        ring.push(Record::new(Kind::Event, "settled"));
+        let (_, found) = Journal::resume(&path, fifth).unwrap();
+        assert_eq!(seqs(&found.records), [7, 8, 9, 10, 11, 12]);
+        let reports = found.records.iter().filter(|r| r.name == names::SINK);
+        let states: Vec<_> = reports
+            .map(|r| (r.seq, r.fields["state"].clone()))
+            .collect();
+        assert_eq!(states, [(8, "stopped".into()), (12, "goes on".into())]);
+        assert_eq!((found.missing, ring.next_seq()), (0, 13));
+    }
+
+    #[test]
     fn a_file_without_room_loses_records_and_repeats_no_number() {
         let folder = temp_dir();
         let path = folder.path().join("journal");
@@ -394,7 +422,7 @@ mod tests {
         );
         // Write again, still without room; then with room.
         journal.limit = 0;
-        let ring = Ring::resumed(found.memory, Some(journal));
+        let ring = Ring::resumed(found.memory, ring::File::Open(journal));
         ring.push(Record::new(Kind::Event, "settled"));
         let given = ring.next_seq();
         drop(ring);
@@ -404,7 +432,7 @@ mod tests {
             (found.memory.next_seq(), found.records.len()),
             (given + 1, 115)
         );
-        drop(Ring::resumed(found.memory, Some(journal)));
+        drop(Ring::resumed(found.memory, ring::File::Open(journal)));
         let (_, found) = Journal::resume(&path, fifth).unwrap();
         assert_eq!(
             (found.records.len(), found.memory.next_seq()),

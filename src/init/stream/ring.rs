@@ -15,6 +15,7 @@ use crate::machine::threads;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Level, Record, record_line};
 use serde_json::Map;
+use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::sync::watch;
@@ -23,19 +24,32 @@ use tokio::sync::watch;
 /// kernel log.
 pub const CAPACITY_BYTES: usize = 1024 * 1024;
 
+/// The file that a ring's lines are written to.
+pub enum File {
+    /// Lines are in the memory alone.
+    None,
+    Open(Journal),
+    /// Cannot be made yet: it is tried with each record, and then gets all that is in the memory.
+    Missing(Box<dyn Fn() -> io::Result<Journal> + Send>),
+}
+
 struct Lines {
     memory: Memory,
-    journal: Option<Journal>,
+    file: File,
     /// Whether the journal has stopped, which has been reported.
     stopped: bool,
 }
 
 impl Lines {
     /// Writes the lines that the journal lacks. After an error, no number up to now is given again.
-    fn write(&mut self) -> std::io::Result<()> {
-        self.journal
-            .as_mut()
-            .map_or(Ok(()), |journal| journal.write(&self.memory))
+    fn write(&mut self) -> io::Result<()> {
+        if let File::Missing(create) = &self.file {
+            self.file = File::Open(create()?);
+        }
+        match &mut self.file {
+            File::Open(journal) => journal.write(&self.memory),
+            File::None | File::Missing(_) => Ok(()),
+        }
     }
 
     fn keep(&mut self, record: &Record) {
@@ -44,7 +58,7 @@ impl Lines {
 }
 
 /// The record of a journal that has stopped or resumed.
-fn changed(seq: u64, boottime_ns: u64, error: Option<&std::io::Error>) -> Record {
+fn changed(seq: u64, boottime_ns: u64, error: Option<&io::Error>) -> Record {
     let (level, state) = if error.is_some() {
         (Level::Warn, "stopped")
     } else {
@@ -78,14 +92,14 @@ impl Default for Ring {
 
 impl Ring {
     pub fn with_capacity(capacity_bytes: usize) -> Self {
-        Self::resumed(Memory::new(capacity_bytes, 0), None)
+        Self::resumed(Memory::new(capacity_bytes, 0), File::None)
     }
 
-    /// A ring that continues the stream of this memory; `journal` takes later lines.
-    pub fn resumed(memory: Memory, journal: Option<Journal>) -> Self {
+    /// A ring that continues the stream of this memory; `file` takes later lines.
+    pub fn resumed(memory: Memory, file: File) -> Self {
         let mut lines = Lines {
             memory,
-            journal,
+            file,
             stopped: false,
         };
         // An error recurs with the next record, and is reported then.

@@ -33,8 +33,8 @@ struct Found {
     services: Vec<(String, u64)>,
     /// Begins of steps that have not ended: id, number, and time in ns.
     open: Vec<(u64, u64, u64)>,
-    /// Ends of kept steps, by id: a begin alone would be an open step.
-    ends: Vec<(u64, u64)>,
+    /// Ends of kept steps, by id: a begin alone would be an open step. With the GPU of a reset.
+    ends: Vec<(u64, u64, Option<PciAddress>)>,
     /// Greatest id of a step, and the newest record with it.
     last_step: Option<(u64, u64)>,
     /// Longest enabling: time in ns, numbers of begin and end.
@@ -73,7 +73,10 @@ impl Found {
             (Kind::Begin, Some(span)) => {
                 self.open.push((span, seq, record.boottime_ns));
                 if self.begins(record) {
-                    self.ends.push((span, seq));
+                    let reset = record.gpu.filter(|_| record.name == names::GPU_RESET);
+                    // An earlier reset's begin goes, and so does its end.
+                    self.ends.retain(|(.., of)| reset.is_none() || *of != reset);
+                    self.ends.push((span, seq, reset));
                 }
             }
             (Kind::End, Some(span)) => {
@@ -83,7 +86,7 @@ impl Found {
                 if record.name == names::AGENT_EXEC {
                     self.first((None, names::AGENT_EXEC, false), seq);
                 }
-                for (_, end) in self.ends.iter_mut().filter(|(of, _)| *of == span) {
+                for (_, end, _) in self.ends.iter_mut().filter(|(of, ..)| *of == span) {
                     *end = seq;
                 }
                 let begin = self.open.iter().position(|(of, ..)| *of == span);
@@ -214,7 +217,7 @@ impl Found {
         let mut all: Vec<u64> = self.kept.iter().map(|(_, seq)| *seq).collect();
         all.extend(self.services.iter().map(|(_, seq)| *seq));
         all.extend(self.open.iter().map(|(_, seq, _)| *seq));
-        all.extend(self.ends.iter().map(|(_, seq)| *seq));
+        all.extend(self.ends.iter().map(|(_, seq, _)| *seq));
         all.extend(self.last_step.iter().map(|(_, seq)| *seq));
         all.extend(self.enable.iter().flat_map(|(_, seqs)| *seqs));
         all.extend(self.xids.iter().map(|(.., seq)| *seq));
@@ -233,7 +236,7 @@ mod tests {
     use super::*;
     use crate::stream::journal::Journal;
     use crate::stream::memory::{MAX_LASTING, Memory};
-    use crate::stream::ring::{CAPACITY_BYTES, Reader, Ring};
+    use crate::stream::ring::{CAPACITY_BYTES, File, Reader, Ring};
     use kata_gpu_test_support::temp_dir;
     use kata_gpu_wire::decode::decode;
     use kata_gpu_wire::record::{Level, Line};
@@ -403,11 +406,25 @@ mod tests {
     }
 
     #[test]
+    fn of_many_resets_of_a_gpu_the_newest_is_needed() {
+        let step = |kind, span| Record {
+            seq: 2 * span + u64::from(kind == Kind::End),
+            span: Some(span),
+            ..record(kind, names::GPU_RESET, Some(0), &[])
+        };
+        let resets = (0..100).flat_map(|span| [step(Kind::Begin, span), step(Kind::End, span)]);
+        assert_eq!(needed(&mut resets.into_iter()), [198, 199, 199]);
+    }
+
+    #[test]
     fn after_a_month_of_traces_a_successor_and_a_late_reader_know_each_gpu() {
         let folder = temp_dir();
         let path = folder.path().join("boot.ndjson");
         let journal = Journal::create(&path, HEADER, 0, needed).unwrap();
-        let mut ring = Arc::new(Ring::resumed(Memory::new(CAPACITY_BYTES, 0), Some(journal)));
+        let mut ring = Arc::new(Ring::resumed(
+            Memory::new(CAPACITY_BYTES, 0),
+            File::Open(journal),
+        ));
         let gpu = |name: &str, gpu: u8, fields: &[(&str, u64)]| {
             let fields: Vec<(&str, Value)> = fields
                 .iter()
@@ -470,7 +487,7 @@ mod tests {
             assert_eq!(known(4).published, day < 14, "day {day}");
             assert_eq!(known(5).slot.generation, u32::from(day >= 16), "day {day}");
             assert!(previous.started && previous.is_scanned() && previous.xids.is_empty());
-            ring = Arc::new(Ring::resumed(found.memory, Some(journal)));
+            ring = Arc::new(Ring::resumed(found.memory, File::Open(journal)));
         }
         assert!(sizes > 7 << 20, "the file was never full: {sizes} bytes");
         // A reader that comes now, and the collector's limit of gaps.

@@ -21,6 +21,7 @@ use crate::config::{Bind, Config, Switch};
 use crate::formats::elf::build_id;
 use crate::gpu::pci::SYS;
 use crate::machine::clock::boottime_ns;
+use crate::machine::files::failed;
 use crate::machine::uevents::Uevents;
 use crate::machine::{confidential, ptp_kvm, tsc};
 use crate::services::{self, Milestones};
@@ -28,7 +29,7 @@ use crate::stream;
 use crate::stream::clock_reports;
 use crate::stream::journal::{Journal, UNKNOWN};
 use crate::stream::memory::Memory;
-use crate::stream::ring::{CAPACITY_BYTES, Ring};
+use crate::stream::ring::{CAPACITY_BYTES, File, Ring};
 use crate::stream::sinks::stream::Identity;
 use crate::stream::sinks::{console, listener, vsock};
 use crate::stream::stamps::{self, Stamp};
@@ -61,7 +62,7 @@ const IN_FLIGHT: Duration = Duration::from_millis(100);
 /// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
 pub fn run(boot: &Boot, start: Start, keeper: KeeperSocket, held: Vec<Held>) -> ! {
     let began_ns = boottime_ns();
-    let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
+    crate::machine::sys::set_oom_score(OOM_SCORE);
     // Before the runtime: a process with threads must not fork.
     let opener = Opener::start(&keeper, &held);
     let lane = boot.config.bind != Bind::Insmod;
@@ -240,32 +241,29 @@ fn services_of(
 }
 
 /// Starts the stream, or continues that of an earlier worker. Returns the ring, the state read from
-/// the stream, and the error of its file.
+/// the stream, and the error of an earlier worker's file.
 fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, Option<String>) {
     let path = Path::new(RUN).join("boot.ndjson");
-    let install = |memory, journal| stream::install(Ring::resumed(memory, journal));
-    let anew = |previous, next_seq| {
-        let made = std::fs::create_dir_all(RUN).map_err(|e| format!("make {RUN}: {e}"));
-        let header = identity.header(next_seq);
-        let journal = made.and_then(|()| {
-            Journal::create(&path, &header, next_seq, needed).map_err(|e| e.to_string())
-        });
-        let (journal, error) = match journal {
-            Ok(journal) => (Some(journal), None),
-            Err(error) => (None, Some(error)),
+    let install = |memory, file| stream::install(Ring::resumed(memory, file));
+    let anew = |next_seq| {
+        let (header, path) = (identity.header(next_seq), path.clone());
+        let create = move || {
+            std::fs::create_dir_all(RUN).map_err(failed("make", Path::new(RUN)))?;
+            Journal::create(&path, &header, next_seq, needed)
         };
         let memory = Memory::new(CAPACITY_BYTES, next_seq);
-        (install(memory, journal), previous, error)
+        install(memory, File::Missing(Box::new(create)))
     };
     let Start::Again { number, .. } = start else {
-        return anew(None, 0);
+        return (anew(0), None, None);
     };
     match Journal::resume(&path, needed) {
         Ok((journal, found)) => {
             let previous = Previous::from_records(&found.records);
             // Each missing record may be the begin of a step.
             StepId::continue_after(previous.last_step.saturating_add(found.missing));
-            (install(found.memory, Some(journal)), Some(previous), None)
+            let ring = install(found.memory, File::Open(journal));
+            (ring, Some(previous), None)
         }
         // Without the file the numbers already given are unknown: the stream goes on far behind
         // them. A first worker that died at once may have made none.
@@ -278,9 +276,8 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
                 handed_over: is_lost,
                 ..Previous::default()
             };
-            let (ring, previous, trouble) = anew(Some(previous), next_seq);
-            let trouble = trouble.or(is_lost.then(|| error.to_string()));
-            (ring, previous, trouble)
+            let trouble = is_lost.then(|| error.to_string());
+            (anew(next_seq), Some(previous), trouble)
         }
     }
 }
