@@ -61,14 +61,15 @@ fn early(context: &TestContext, bind: &str, host: &str) -> Result<Outcome> {
         all_ns > seventh.boottime_ns,
         "container with all GPUs at {all_ns} ns: {published:?}"
     );
-    // The agent looks once a second, and the first look after the last publication finds all.
+    // The agent looks once a second, and the first look after the last publication finds all. One
+    // that began before may be reported after it.
     let records = booted.records();
     let looks = events(&records, names::AGENT_LOOK);
     let late: Vec<_> = looks
         .iter()
         .filter(|r| r.seq > last.seq && r.boottime_ns < all_ns)
         .collect();
-    ensure!(!looks.is_empty() && late.len() <= 1, "{late:?}");
+    ensure!(!looks.is_empty() && late.len() <= 2, "{late:?}");
     // Probes that sleep overlap.
     if bind == "concurrent" {
         let binds = spans(&records, names::GPU_BIND)?;
