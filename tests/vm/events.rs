@@ -168,9 +168,9 @@ fn canonical(records: &[Record]) -> String {
     let modules: HashMap<u64, Value> = records.iter().filter_map(of_module).collect();
     let mut lines: Vec<(String, String)> = Vec::new();
     for r in records {
-        // How often the agent looked, what it did meanwhile, which sink was when ready, uevents and
-        // publications in between depend on the machine's speed. So does how a service's lines are
-        // joined to records.
+        // How often the agent looked, what it did meanwhile, for what the lane waited, which sink
+        // was when ready, uevents and publications in between depend on the machine's speed. So
+        // does how a service's lines are joined to records.
         let by_speed = [
             names::AGENT_LOOK,
             names::AGENT_CONTAINER,
@@ -178,6 +178,7 @@ fn canonical(records: &[Record]) -> String {
             names::SINK,
             names::UEVENT,
             names::CDI_PUBLISH,
+            names::LANE_WAIT,
             names::SERVICE_LOG,
         ];
         if matches!(r.kind, Kind::Kmsg) || by_speed.contains(&r.name.as_str()) {
@@ -193,13 +194,16 @@ fn canonical(records: &[Record]) -> String {
             }
         }
         if let Some(after) = value.get_mut("after").and_then(Value::as_array_mut) {
-            after.iter_mut().for_each(|id| {
-                *id = Value::from(
-                    id.as_u64()
-                        .and_then(|i| names_of.get(&i).copied())
-                        .unwrap_or("?"),
-                )
-            });
+            let name = |id: &Value| id.as_u64().and_then(|id| names_of.get(&id).copied());
+            after.retain(|id| name(id) != Some(names::LANE_WAIT));
+            after
+                .iter_mut()
+                .for_each(|id| *id = Value::from(name(id).unwrap_or("?")));
+            if after.is_empty()
+                && let Some(keys) = value.as_object_mut()
+            {
+                keys.remove("after");
+            }
         }
         for key in VOLATILE
             .iter()
@@ -217,7 +221,6 @@ fn canonical(records: &[Record]) -> String {
             names::DRIVER_LOOK,
             names::DRIVER_NODES,
             names::DRIVER_FILES,
-            names::LANE_WAIT,
         ]
         .contains(&r.name.as_str());
         // An end has no field that names its service: the step of its begin has.
