@@ -1,23 +1,22 @@
-//! A failure means that a link of a page leads nowhere, that a parameter is not on the front page,
-//! or that this page has grown too long to be read in five minutes.
+//! A failure means that a link of a page leads nowhere, that a parameter stands in no page or with
+//! other values, or that the front page begins with anything but its purpose and its installation.
 
 use crate::{files, project};
-use kata_gpu_init::config::parameter_table::{PARAMETERS, parameters_markdown, weakening_markdown};
+use kata_gpu_init::config::parameter_table::{
+    PARAMETERS, Parameter, parameters_markdown, weakening_markdown,
+};
 use std::collections::BTreeSet;
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Longest front page, in bytes: what is read in five minutes.
-const FRONT_PAGE_BYTES: usize = 12_000;
+/// Lines of the front page's first two screens: they show what this is, and how to install it.
+const FIRST_SCREENS: usize = 80;
 
 fn read(page: &str) -> String {
     crate::text(project().join(page))
 }
 
-/// Fails unless a page has this table, in the place of the one that begins with the same line;
-/// UPDATE_GOLDEN=1 writes it.
-#[track_caller]
-pub fn has_table(page: &str, table: &str) {
+/// The part of a page with this table, by the line that both begin with, if it is another.
+fn differs(page: &str, table: &str) -> Option<(std::ops::Range<usize>, String)> {
     let (text, head) = (read(page), table.lines().next().unwrap());
     let start = text
         .find(head)
@@ -25,34 +24,104 @@ pub fn has_table(page: &str, table: &str) {
     let end = text[start..]
         .find("\n\n")
         .map_or(text.len(), |length| start + length + 1);
-    if text[start..end] != *table && std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
-        let fresh = format!("{}{table}{}", &text[..start], &text[end..]);
-        return crate::write(project().join(page), fresh);
+    (text[start..end] != *table).then_some((start..end, text))
+}
+
+/// Fails unless a page has this table, in the place of the one that begins with the same line;
+/// UPDATE_GOLDEN=1 writes it.
+#[track_caller]
+pub fn has_table(page: &str, table: &str) {
+    let Some((place, mut text)) = differs(page, table) else {
+        return;
+    };
+    if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
+        text.replace_range(place, table);
+        return crate::write(project().join(page), text);
     }
     assert_eq!(
-        &text[start..end],
-        table,
+        &text[place], table,
         "{page}: UPDATE_GOLDEN=1 writes the table"
     );
 }
 
 #[test]
-fn the_front_page_is_short_and_has_every_parameter() {
-    let bytes = read("README.md").len();
+fn the_front_page_begins_with_how_to_install_and_has_true_parameters() {
+    let page = read("README.md");
+    let after_install = page.lines().position(|line| line == "## Read a boot");
     assert!(
-        bytes <= FRONT_PAGE_BYTES,
-        "README.md has {bytes} bytes of {FRONT_PAGE_BYTES}"
+        after_install.is_some_and(|line| line <= FIRST_SCREENS),
+        "README.md: what this is and how to install it takes more than {FIRST_SCREENS} lines"
     );
-    let mut table = String::from("| parameter | values | default |\n|---|---|---|\n");
-    for p in PARAMETERS {
-        writeln!(table, "| `{}` | {} | {} |", p.name, p.values, p.default).unwrap();
-    }
-    has_table("README.md", &table);
+    let rows = page.lines().filter(|line| line.starts_with("| `gpuinit."));
+    let row = |p: &Parameter| format!("| `{}` | {} | {} |", p.name, p.values, p.default);
+    let all: Vec<String> = PARAMETERS.iter().map(row).collect();
+    let wrong: Vec<&str> = rows
+        .clone()
+        .filter(|r| !all.iter().any(|of| of == r))
+        .collect();
+    assert!(
+        wrong.is_empty(),
+        "README.md: not as in the table of parameters: {wrong:?}"
+    );
+    assert_eq!(
+        rows.count(),
+        10,
+        "README.md has the ten that are set most often"
+    );
+}
+
+#[test]
+fn the_parameters_pages_have_every_parameter() {
     has_table("src/README.md", &parameters_markdown());
     has_table("src/README.md", &weakening_markdown());
     // Negative control.
-    let other = table.replacen("auto", "never", 1);
-    assert!(std::panic::catch_unwind(|| has_table("README.md", &other)).is_err());
+    let other = parameters_markdown().replacen("auto", "never", 1);
+    assert!(differs("src/README.md", &other).is_some());
+}
+
+/// Code words of a line of a table.
+fn code_words(line: &str) -> impl Iterator<Item = &str> {
+    line.split('`').skip(1).step_by(2)
+}
+
+#[test]
+fn what_a_contributor_is_told_to_change_is_there() {
+    let page = read(".github/CONTRIBUTING.md");
+    let sources: String = ["src", "tests"]
+        .into_iter()
+        .flat_map(files)
+        .map(|path| String::from_utf8_lossy(&crate::bytes(path)).into_owned())
+        .collect();
+    let missing = |line: &str| {
+        let columns: Vec<&str> = line.split(" | ").collect();
+        let [file, change, test] = columns[..] else {
+            panic!("{line}")
+        };
+        let Some((_, path)) = file.split_once("](../") else {
+            return vec![];
+        };
+        let text = read(path.trim_end_matches(')'));
+        let word = code_words(change).next().into_iter();
+        let gone = word.filter(|word| !text.contains(word)).map(str::to_string);
+        let test = code_words(test).next().into_iter();
+        let unknown = test.filter(|name| {
+            let (function, of_vm) = (format!("fn {name}("), format!("name: \"{name}\""));
+            !sources.contains(&function) && !sources.contains(&of_vm)
+        });
+        gone.chain(unknown.map(str::to_string)).collect()
+    };
+    let steps: Vec<&str> = page
+        .lines()
+        .filter(|line| line.starts_with("| ["))
+        .collect();
+    assert!(steps.len() > 12, "{steps:?}");
+    for line in steps {
+        assert_eq!(missing(line), Vec::<String>::new(), "{line}");
+    }
+    // Negative control.
+    let line =
+        "| [a](../src/init/config/values.rs) | a row of `NONE_SUCH` | `no_such_test_at_all` |";
+    assert_eq!(missing(line), ["NONE_SUCH", "no_such_test_at_all"]);
 }
 
 /// Every page, from the project's folder.
