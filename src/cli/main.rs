@@ -1,8 +1,9 @@
 //! kata-gpu-boot: the host's view of the boots of GPU guests.
 
 use anyhow::Result;
-use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use kata_gpu_boot::{collect, compare, demo, doctor, image, install, list, manual, show};
+use kata_gpu_init::formats::elf::build_id;
 use kata_gpu_report::data::text::{Colour, Screen, choose_colour};
 use kata_gpu_report::terminal::stdout::print;
 use std::process::ExitCode;
@@ -79,7 +80,8 @@ fn main() -> ExitCode {
         eprintln!("kata-gpu-boot: `{old}` has become {new}");
         return ExitCode::from(2);
     }
-    let cli = Cli::parse();
+    let matches = Cli::command().long_version(version()).get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     choose_colour(match cli.color {
         ColourWhen::Auto => Colour::Auto,
         ColourWhen::Always => Colour::Always,
@@ -109,6 +111,12 @@ fn run(command: &Command, screen: Screen) -> Result<ExitCode> {
         Command::Man(args) => manual::man(args, Cli::command())?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Text of `--version`, with the id that a release's BUILD-IDS lists.
+fn version() -> String {
+    let build = build_id::of_this_program().unwrap_or_else(|| "unknown".into());
+    format!("{}\nbuild {build}", env!("CARGO_PKG_VERSION"))
 }
 
 #[cfg(test)]

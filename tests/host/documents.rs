@@ -124,6 +124,13 @@ fn what_a_contributor_is_told_to_change_is_there() {
     assert_eq!(missing(line), ["NONE_SUCH", "no_such_test_at_all"]);
 }
 
+#[test]
+fn a_forge_runs_what_anybody_runs() {
+    let steps = read(".github/workflows/ci.yml");
+    let run: Vec<&str> = steps.lines().filter(|line| line.contains("run:")).collect();
+    assert!(run.len() == 1 && run[0].ends_with("&& .ci/run"), "{run:?}");
+}
+
 /// Every page, from the project's folder.
 fn pages() -> Vec<String> {
     let mut pages = files("");

@@ -349,6 +349,17 @@ fn the_version_has_the_build_and_the_sum_of_the_program() {
     assert_eq!(crate::stdout(&output), want);
 }
 
+#[test]
+fn the_hosts_version_has_the_build_of_the_program() {
+    let program = crate::collect::program();
+    let id = build_id(&fs::File::open(&program).unwrap()).unwrap();
+    let output = |option: &str| Command::new(&program).arg(option).output().unwrap();
+    let short = concat!("kata-gpu-boot ", env!("CARGO_PKG_VERSION"), "\n");
+    let long = format!("{short}build {}\n", id.as_deref().unwrap_or("unknown"));
+    assert_eq!(crate::stdout(&output("--version")), long);
+    assert_eq!(crate::stdout(&output("-V")), short);
+}
+
 /// Whether CycloneDX's own schema takes a list.
 fn validated(python: &Path, list: &str) -> bool {
     let script = "import sys
