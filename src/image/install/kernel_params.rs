@@ -5,10 +5,15 @@
 //! ours.
 
 use kata_gpu_init::config;
+use kata_gpu_init::config::parameter_table::{ALIASES, INCUMBENTS, PARAMETERS, PREFIXES};
 
 /// The kernel's COMMAND_LINE_SIZE on x86-64 and arm64, without the final zero. The kernel truncates
 /// a longer line silently.
 pub const MAX_COMMAND_LINE: usize = 2047;
+
+/// Parameters of the kernel whose names are also ours without the prefix
+/// (Documentation/admin-guide/kernel-parameters.txt).
+const OF_THE_KERNEL: [&str; 3] = ["init", "lockdown", "topology"];
 
 /// An odd number of double quotes: everything after the last belongs to one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,11 +95,48 @@ pub fn check(word: &str) -> Result<(), String> {
     if name(word).is_empty() || word == "--" {
         return Err("has no name".into());
     }
-    let (_, notes) = config::Config::parse(word.as_bytes());
-    match notes.into_iter().find_map(|note| note.problem) {
+    if let Some(meant) = without_prefix(word) {
+        return Err(format!(
+            "no parameter of the kernel, the agent or the init: {meant} is one"
+        ));
+    }
+    match problem(word) {
         Some(problem) => Err(problem),
         None => Ok(()),
     }
+}
+
+/// Why the init would not take a word as it is.
+fn problem(word: &str) -> Option<String> {
+    let (_, notes) = config::Config::parse(word.as_bytes());
+    notes.into_iter().find_map(|note| note.problem)
+}
+
+/// The init's parameter that a word names without its prefix, as a word. A name that is also the
+/// kernel's is the init's only with a value of the init's.
+fn without_prefix(word: &str) -> Option<String> {
+    let bare = word.trim_matches('"');
+    let (given, value) = bare.split_once('=').unwrap_or((bare, ""));
+    let known = PARAMETERS
+        .iter()
+        .chain(INCUMBENTS)
+        .map(|parameter| parameter.name)
+        .chain(ALIASES.iter().map(|(alias, _)| *alias));
+    let own = known.into_iter().find(|known| {
+        PREFIXES.iter().any(|prefix| {
+            known
+                .strip_prefix(prefix)
+                .is_some_and(|rest| name(rest) == name(given))
+        })
+    })?;
+    let value = value.trim_matches('"');
+    let meant = if value.is_empty() {
+        own.to_string()
+    } else {
+        format!("{own}={value}")
+    };
+    let is_kernels = OF_THE_KERNEL.contains(&given) && problem(&meant).is_some();
+    (!is_kernels).then_some(meant)
 }
 
 #[cfg(test)]
@@ -197,6 +239,11 @@ mod tests {
             "quiet",
             "a=\"b c\"",
             "nvidia.NVreg_RegistryDwords=\"a=1;b=2\"",
+            // The agent's and the kernel's.
+            "agent.log=debug",
+            "init=/sbin/init",
+            "lockdown=integrity",
+            "topology=off",
         ] {
             assert_eq!(check(good), Ok(()), "{good}");
         }
@@ -211,6 +258,19 @@ mod tests {
             ("a=\"b", "open double quote"),
             ("a=\u{1b}[2J", "control character"),
             ("a=b\nc", "control character"),
+            ("gpus=8", ": gpuinit.gpus=8 is one"),
+            ("log=debug", ": gpuinit.log=debug is one"),
+            ("log=debgu", ": gpuinit.log=debgu is one"),
+            ("bind=pipelined", ": gpuinit.bind=pipelined is one"),
+            ("relaxed", ": gpuinit.relaxed is one"),
+            ("imex_daemon=on", ": gpuinit.imex-daemon=on is one"),
+            (
+                "\"fabricmanager.rail=greedy\"",
+                ": gpuinit.fabricmanager.rail=greedy is one",
+            ),
+            ("smi.lgc=1000", ": nvrc.smi.lgc=1000 is one"),
+            ("init=serial", ": gpuinit.init=serial is one"),
+            ("lockdown=off", ": gpuinit.lockdown=off is one"),
         ] {
             let problem = check(bad).unwrap_err();
             assert!(problem.contains(why), "{bad:?}: {problem}");

@@ -17,7 +17,7 @@ pub use values::{
     Switch, ToConsole,
 };
 
-use self::parameter_table::{ALIASES, FOREIGN, INCUMBENTS, PARAMETERS};
+use self::parameter_table::{ALIASES, FOREIGN, INCUMBENTS, PARAMETERS, PREFIXES};
 use crate::extensions::{Extension, Name, Verity};
 
 /// Kata's parameter for an extension disk, around the extension's name.
@@ -65,7 +65,7 @@ impl Config {
                 .and_then(|rest| rest.strip_suffix(VERITY_PARAMS));
             let problem = match extension {
                 Some(extension) => config.declare(extension, value).err(),
-                None if name.starts_with("gpuinit.") || name.starts_with("nvrc.") => {
+                None if PREFIXES.iter().any(|prefix| name.starts_with(prefix)) => {
                     config.take(name, value)
                 }
                 None => continue,

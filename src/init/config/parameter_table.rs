@@ -17,6 +17,9 @@ pub const AGENT_PORTS: [u32; 2] = [1024, 1026];
 /// The driver's default number (its parameter ImexChannelCount).
 pub const MAX_IMEX_CHANNELS: u32 = 2048;
 
+/// Beginnings of the names that the init reads: ours, and the incumbent's.
+pub const PREFIXES: [&str; 2] = ["gpuinit.", "nvrc."];
+
 /// A parameter of the kernel command line.
 pub struct Parameter {
     pub name: &'static str,
