@@ -29,6 +29,8 @@ pub struct Chosen {
     is_image: bool,
     /// The image's `kernel_verity_params`.
     verity: Option<String>,
+    /// The configuration names it already, so that new pods start from it.
+    in_use: bool,
 }
 
 /// An initrd or image after it was read.
@@ -61,19 +63,22 @@ const INIT_MARK: &str = kata_gpu_init::cdi::spec::PENDING;
 
 /// The given initrd or image, or else the installed one. `now`: the configuration with our drop-in.
 pub fn choose(args: &Args, of: &Configured, now: &Effective) -> Result<Chosen, Refusal> {
+    let text = |key: &str| now.text(&of.key(key)).map(str::to_string);
     if let Some(given) = args.initrd.as_ref().or(args.image.as_ref()) {
+        let (path, is_image) = (absolute(given)?, args.initrd.is_none());
         return Ok(Chosen {
-            path: absolute(given)?,
-            is_image: args.initrd.is_none(),
+            in_use: text(key(is_image)).as_ref() == Some(&path),
+            path,
+            is_image,
             verity: args.verity.clone(),
         });
     }
-    let text = |key: &str| now.text(&of.key(key)).map(str::to_string);
     if let Some(path) = text("initrd") {
         return Ok(Chosen {
             path,
             is_image: false,
             verity: None,
+            in_use: true,
         });
     }
     // An image that our drop-in did not set is the one to be replaced.
@@ -83,6 +88,7 @@ pub fn choose(args: &Args, of: &Configured, now: &Effective) -> Result<Chosen, R
             path,
             is_image: true,
             verity: text("kernel_verity_params"),
+            in_use: true,
         }),
         None => {
             let why = "is needed, or --image: the configuration has no initrd yet, and its image \
@@ -108,10 +114,7 @@ impl Chosen {
     /// Reads the file. `user_space`: the driver's user space must be in an initrd.
     pub fn look(self, kernel: Option<&str>, user_space: bool) -> Result<Guest, Refusal> {
         let path = PathBuf::from(self.path);
-        let (file, metadata) = match self.is_image {
-            true => open(&path, "image", "give a disk image with --image")?,
-            false => open(&path, "initrd", "give an initrd with --initrd")?,
-        };
+        let (file, metadata) = open(&path, key(self.is_image), self.in_use)?;
         let what = match self.is_image {
             true => What::Image(look(&path, &file, metadata.len(), self.verity)?),
             false => What::Initrd(Box::new(initrd_check::look(&path, kernel, user_space)?)),
@@ -124,14 +127,28 @@ impl Chosen {
     }
 }
 
-/// Opens an initrd or image. `key`: Kata's key, and our option's name.
-fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refusal> {
+/// Kata's key, and our option's name.
+fn key(is_image: bool) -> &'static str {
+    if is_image { "image" } else { "initrd" }
+}
+
+/// Opens an initrd or image. `key`: see [`key`]. `in_use`: the configuration names it already.
+fn open(path: &Path, key: &str, in_use: bool) -> Result<(File, Metadata), Refusal> {
     // A device or pipe at this path must not block.
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(nix::libc::O_NONBLOCK)
         .open(path)
         .map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound if in_use => Refusal::at(
+                path,
+                format!(
+                    "there is no such {key}, and the configuration names it: new pods cannot start"
+                ),
+            )
+            .cure(format!(
+                "put it back, give another with --{key}, or undo it with install --remove"
+            )),
             io::ErrorKind::NotFound => Refusal::at(path, format!("there is no such {key}"))
                 .cure(format!("give an absolute path with --{key}")),
             _ => unreadable(path, &e),
@@ -140,6 +157,12 @@ fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refusal>
     if metadata.is_file() {
         Ok((file, metadata))
     } else {
+        let what = if key == "image" {
+            "a disk image"
+        } else {
+            "an initrd"
+        };
+        let cure = format!("give {what} with --{key}");
         Err(Refusal::at(path, "is not a regular file").cure(cure))
     }
 }
@@ -272,10 +295,7 @@ impl Image {
 impl Guest {
     /// Kata's key: `initrd` or `image`.
     pub fn key(&self) -> &'static str {
-        match &self.what {
-            What::Initrd(_) => "initrd",
-            What::Image(_) => "image",
-        }
+        key(matches!(self.what, What::Image(_)))
     }
 
     /// The plan's root. The path is UTF-8: it came from an argument or a configuration.
@@ -362,6 +382,7 @@ mod tests {
             path: path.display().to_string(),
             is_image: true,
             verity,
+            in_use: false,
         };
         chosen.look(None, true)
     }
@@ -450,6 +471,7 @@ mod tests {
                     path: path.display().to_string(),
                     is_image,
                     verity: None,
+                    in_use: false,
                 };
                 chosen.look(None, true).unwrap_err().why
             };

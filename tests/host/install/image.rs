@@ -232,6 +232,29 @@ fn what_cannot_work_is_refused_with_the_cure() {
 }
 
 #[test]
+fn a_guest_that_was_deleted_after_its_install_stops_new_pods() {
+    let world = World::new("image-deleted", "go-qemu-nvidia-gpu");
+    let image = disk(&world, "gpu.image", EROFS, false);
+    let stops = |said: &Report, key: &str| {
+        let why = format!(
+            ": there is no such {key}, and the configuration names it: new pods cannot start; put \
+             it back, give another with --{key}, or undo it with install --remove"
+        );
+        assert!(said.code == 1 && said.err.contains(&why), "{}", said.err);
+    };
+    done(&install(&world, &image, &[]));
+    std::fs::remove_file(&image).unwrap();
+    stops(&world.install(&["--dry-run"]), "image");
+    stops(&install(&world, &image, &["--dry-run"]), "image");
+    // Control: the configuration does not name this one.
+    let other = install(&world, &world.root().join("none"), &["--dry-run"]);
+    assert!(!other.err.contains("new pods"), "{}", other.err);
+    done(&world.install_initrd(&[]));
+    std::fs::remove_file(&world.initrd).unwrap();
+    stops(&world.install(&["--dry-run"]), "initrd");
+}
+
+#[test]
 fn initrd_excludes_image_and_a_hash_needs_an_image() {
     let words = |words: &[&str]| {
         from_words::<Args>(&[&["--kata-config", "c"], words].concat())
