@@ -1,9 +1,12 @@
 //! `kata-gpu-boot install`: on this machine or a node of a cluster, and back, or a trial.
 
 use super::boots::BootDir;
+use kata_gpu_doctor::facts;
+use kata_gpu_image::install::gpu_pods::Node;
 use kata_gpu_image::install::here::say_here;
 use kata_gpu_image::install::{Report, node, remove, trial};
 use kata_gpu_report::data::text::printable;
+use std::path::Path;
 use std::process::ExitCode;
 
 /// Make GPU guests of a Kata configuration start from our initrd or image.
@@ -34,7 +37,25 @@ pub fn run(args: &Args) -> ExitCode {
 
 /// Installs or removes once.
 pub fn say(args: &Args) -> Report {
-    one(&args.install)
+    let mut install = args.install.clone();
+    if !install.remove {
+        install.seen = node_at(Path::new("/"), &args.boots.dir);
+    }
+    one(&install)
+}
+
+/// GPUs and longest boots of a node. What cannot be read is not known, and nothing follows from it.
+fn node_at(root: &Path, boots: &Path) -> Node {
+    let boots = facts::boots(boots)
+        .map(|(boots, _)| boots)
+        .unwrap_or_default();
+    let longest = |took: &[i64]| took.iter().max().map(|ns| *ns as f64 / 1e9);
+    Node {
+        gpus: facts::gpus_at(root).unwrap_or(0),
+        agent: longest(&boots.agent_ready),
+        boot: longest(&boots.whole),
+        after_agent: longest(&boots.after_agent),
+    }
 }
 
 fn one(args: &kata_gpu_image::install::Args) -> Report {

@@ -502,15 +502,28 @@ const CASES: &[Case] = &[
     ),
     files(
         "hot-plug",
-        &[&[(KATA, kata!("hot_plug_vfio = \"root-port\"\n", ""))]],
+        &[
+            &[(KATA, kata!("hot_plug_vfio = \"root-port\"\n", ""))],
+            &[(KATA, kata!("cold_plug_vfio = \"no-port\"\n", ""))],
+        ],
         NO_KATA,
     ),
     files(
         "root-ports",
-        &[&[(
-            KATA,
-            kata!("hot_plug_vfio = \"root-port\"\npcie_root_port = 1\n", ""),
-        )]],
+        &[
+            &[(
+                KATA,
+                kata!("hot_plug_vfio = \"root-port\"\npcie_root_port = 1\n", ""),
+            )],
+            // runtime-rs, by its key, adds no port.
+            &[(
+                KATA,
+                kata!(
+                    "cold_plug_vfio = \"root-port\"\npcie_root_port = 1\n",
+                    "[runtime]\nhypervisor_name = \"qemu\"\n"
+                ),
+            )],
+        ],
         NO_KATA,
     ),
     files(
@@ -811,6 +824,33 @@ fn each_rule_finds_what_is_wrong_and_its_cost() {
             }
         }
     }
+}
+
+#[test]
+fn a_deadline_under_a_minute_or_below_the_boots_here_is_found() {
+    let deadlines = |name: &str, config: &'static str, after_agent: i64| {
+        let changes: Tree = vec![(KATA, config)].leak();
+        let mut facts = facts(&host(name, &[changes], &[]));
+        // The running VM's words would count before the configuration's.
+        facts.vms.clear();
+        facts.boots.after_agent.push(after_agent * 1_000_000_000);
+        let findings = diagnose(&facts);
+        let finding = found(&findings, "deadlines");
+        (finding.verdict, format!("{:?}", finding.evidence))
+    };
+    let short = kata!("", "[runtime]\ncreate_container_timeout = 45\n");
+    let (verdict, evidence) = deadlines("deadline-short", short, 1);
+    assert!(
+        verdict == Verdict::Found && evidence.contains("create_container_timeout = 45 s"),
+        "{evidence}"
+    );
+    let (verdict, evidence) = deadlines("deadline-boots", kata!("", ""), 81);
+    assert!(
+        verdict == Verdict::Found && evidence.contains("agent.cdi_timeout = 100 s; longest"),
+        "{evidence}"
+    );
+    let raised = kata!("kernel_params = \"agent.cdi_timeout=300\"\n", "");
+    assert_eq!(deadlines("deadline-well", raised, 81).0, Verdict::Fine);
 }
 
 #[test]

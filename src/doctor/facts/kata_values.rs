@@ -3,7 +3,7 @@
 use super::bounded::HostRoot;
 use super::host_programs::compression;
 use crate::rules::host_facts::{GuestFile, Kata};
-use kata_gpu_image::kata::merge::{Effective, default_memory};
+use kata_gpu_image::kata::merge::{Effective, Runtime, default_memory};
 use kata_gpu_image::kata::version::Configured;
 use kata_gpu_report::data::text::clipped;
 use std::path::{Path, PathBuf};
@@ -57,6 +57,7 @@ fn merged(root: &HostRoot, path: &Path, of: &Configured) -> Result<Kata, String>
     let mut kata = Kata {
         path: clipped(&path.to_string_lossy()),
         section: section.clone(),
+        is_rust: of.runtime == Runtime::Rust,
         ..Kata::default()
     };
     collect(

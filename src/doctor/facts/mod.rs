@@ -37,6 +37,14 @@ pub fn facts_at(
     Ok(facts)
 }
 
+/// Number of NVIDIA's GPUs of the host below `root`.
+pub fn gpus_at(root: &Path) -> anyhow::Result<usize> {
+    let root = &HostRoot::open(root).with_context(|| format!("--root {}", root.display()))?;
+    let mut facts = HostFacts::default();
+    host_paths::read(root, Depth::Light, &mut facts.files);
+    Ok(facts.gpus().len())
+}
+
 /// The program of a running VM, else that of the configuration.
 fn qemu(root: &HostRoot, facts: &HostFacts) -> Option<Qemu> {
     let running = facts

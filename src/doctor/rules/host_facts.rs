@@ -5,6 +5,8 @@
 
 use super::checked::{Evidence, Gap, Verdict, evidence, unknown};
 use super::own_boots::OwnBoots;
+use kata_gpu_image::kata::gpu_needs::Plugging;
+use kata_gpu_image::kata::merge::Runtime;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::collections::BTreeMap;
 
@@ -105,6 +107,8 @@ pub struct Kata {
     pub path: String,
     /// Section of the hypervisor, such as `qemu`.
     pub section: String,
+    /// Whether runtime-rs reads it.
+    pub is_rust: bool,
     /// Values by dotted path, with the file that wrote them.
     pub values: BTreeMap<String, (String, String)>,
     /// Guest image or initrd: path, bytes, and its compression.
@@ -131,6 +135,22 @@ impl Kata {
     /// Value of a key of the hypervisor's section; empty where it is not set.
     pub fn value(&self, key: &str) -> &str {
         self.hypervisor(key).map_or("", |(value, _)| value)
+    }
+
+    /// How GPUs come into guests.
+    pub fn plugging(&self) -> Plugging<'_> {
+        let text = |key| self.hypervisor(key).map(|(value, _)| value.as_str());
+        Plugging {
+            runtime: if self.is_rust {
+                Runtime::Rust
+            } else {
+                Runtime::Go
+            },
+            section: &self.section,
+            cold: text("cold_plug_vfio"),
+            hot: text("hot_plug_vfio"),
+            root_ports: self.value("pcie_root_port").parse().unwrap_or(0),
+        }
     }
 
     pub fn is_on(&self, key: &str) -> bool {

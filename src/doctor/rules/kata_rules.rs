@@ -2,12 +2,11 @@
 
 use super::checked::{Checked, Gap, Look, unknown};
 use super::host_facts::HostFacts;
+use kata_gpu_image::kata::gpu_needs::{CDI_TIMEOUT_S, DEADLINES, Deadline, Limits};
 use kata_gpu_report::analysis::statistics::Summary;
 
 /// Exit of a guest for one byte on an emulated serial port.
 const EXIT_SECONDS: f64 = 10e-6;
-/// Share of a deadline that boots may take before a slower one would be given up.
-const NEAR: f64 = 0.8;
 
 /// Words of the guests' kernel command line: of running VMs, else of the configuration.
 fn guest_words(facts: &HostFacts) -> Result<(String, Vec<&str>), Gap> {
@@ -111,31 +110,33 @@ pub fn firmware(facts: &HostFacts) -> Checked {
 pub fn hot_plug(facts: &HostFacts) -> Checked {
     let kata = facts.kata()?;
     let ports = ["cold_plug_vfio", "hot_plug_vfio"];
-    let [cold, hot] = ports.map(|key| !["", "no-port"].contains(&kata.value(key)));
-    if !cold && !hot {
+    let plugging = kata.plugging();
+    if [plugging.cold, plugging.hot] == [None; 2] {
         return unknown(format!(
-            "{}: neither cold_plug_vfio nor hot_plug_vfio has a port",
+            "{}: neither cold_plug_vfio nor hot_plug_vfio is set",
             kata.path
         ));
     }
+    let cure = if plugging.is_closed() {
+        "cold_plug_vfio = \"root-port\": without a port in one of both, no pod gets a GPU"
+    } else {
+        "cold_plug_vfio = \"root-port\": GPUs are there when the init scans, and \
+             their BARs have room without a second assignment"
+    };
     Look::from(ports.map(|key| kata.evidence(key)).to_vec())
-        .cure(
-            "cold_plug_vfio = \"root-port\": GPUs are there when the init scans, and \
-             their BARs have room without a second assignment",
-        )
-        .when(!cold)
+        .cure(cure)
+        .when(!plugging.is_cold())
 }
 
 pub fn root_ports(facts: &HostFacts) -> Checked {
     let kata = facts.kata()?;
-    let keys = ["pcie_root_port", "hot_plug_vfio"];
-    let ports: usize = kata.value("pcie_root_port").parse().unwrap_or(0);
+    let keys = ["pcie_root_port", "hot_plug_vfio", "cold_plug_vfio"];
     let gpus = facts.some_gpus()?.len();
     Look::from(keys.map(|key| kata.evidence(key)).to_vec())
         .cure(format!(
             "pcie_root_port = {gpus}: a GPU without a port waits, and its sandbox fails"
         ))
-        .when(kata.value("hot_plug_vfio") == "root-port" && ports < gpus)
+        .when(kata.plugging().lacks_ports(gpus))
 }
 
 pub fn vcpus(facts: &HostFacts) -> Checked {
@@ -153,38 +154,46 @@ pub fn vcpus(facts: &HostFacts) -> Checked {
 
 pub fn deadlines(facts: &HostFacts) -> Checked {
     let kata = facts.kata()?;
-    let boots = facts.boots.some()?;
+    let boots = &facts.boots;
     let mut look = Look::default();
-    for (key, what, took) in [
-        (
-            "agent.kata.dial_timeout",
-            "until the agent answered",
-            &boots.agent_ready,
-        ),
-        (
-            "runtime.create_container_timeout",
-            "until the last milestone",
-            &boots.whole,
-        ),
-    ] {
-        let Some(longest) = took.iter().max().map(|ns| *ns as f64 / 1e9) else {
-            continue;
+    let mut add = |from: &str, key: &str, limits: Limits, value: &str| {
+        let took = match limits {
+            Limits::Agent => &boots.agent_ready,
+            Limits::Boot => &boots.whole,
+            Limits::Gpus => &boots.after_agent,
         };
-        let Some((value, file)) = kata.values.get(key) else {
-            continue;
+        let deadline = Deadline {
+            limits,
+            seconds: value.parse().map_err(|_| Gap::unreadable(from, value))?,
+            longest: took.iter().max().map(|ns| *ns as f64 / 1e9),
         };
-        let limit: f64 = value.parse().map_err(|_| Gap::unreadable(file, value))?;
-        look.is_bad |= limit > 0.0 && longest > limit * NEAR;
-        look.add(
-            file,
-            format!("{key} = {limit} s; longest {what} here: {longest:.1} s"),
-        );
+        if deadline.longest.is_some() || deadline.is_short() {
+            look.is_bad |= deadline.is_short();
+            let (seconds, longest) = (deadline.seconds, deadline.shown_longest());
+            look.add(from, format!("{key} = {seconds} s{longest}"));
+        }
+        Ok(())
+    };
+    for (key, limits) in DEADLINES {
+        if let Some((value, file)) = kata.values.get(key) {
+            add(file, key, limits, value)?;
+        }
     }
+    let (from, words) = guest_words(facts)?;
+    let given = words
+        .iter()
+        .rev()
+        .find_map(|word| word.strip_prefix("agent.cdi_timeout="));
+    let default = CDI_TIMEOUT_S.to_string();
+    add(
+        &from,
+        "agent.cdi_timeout",
+        Limits::Gpus,
+        given.unwrap_or(&default),
+    )?;
     if look.evidence.is_empty() {
-        return unknown(
-            "neither dial_timeout nor create_container_timeout is set, or no boot here \
-                 shows the time",
-        );
+        boots.some()?;
+        return unknown("no boot here shows the times that Kata and its agent limit");
     }
     Ok(look.cure("a longer timeout: a boot over it is given up and begins again"))
 }

@@ -35,6 +35,8 @@ pub struct OwnBoots {
     /// any step, in ns.
     pub whole: Vec<i64>,
     pub agent_ready: Vec<i64>,
+    /// From the agent's first answer to the last milestone, in ns.
+    pub after_agent: Vec<i64>,
     pub unexplained: Vec<i64>,
     /// Boots whose GPUs settled.
     pub settled: Vec<SettledBoot>,
@@ -122,12 +124,16 @@ impl OwnBoots {
         self.fact(CONFIDENTIAL, of(names::CONFIDENTIAL, "enabled"));
         let milestones = &boot.timeline.milestones;
         if let (Some(first), Some(last)) = (milestones.first(), milestones.last()) {
-            self.whole.push(last.at_ns.saturating_sub(first.at_ns));
+            let whole = last.at_ns.saturating_sub(first.at_ns);
+            self.whole.push(whole);
             let since_first = |name: &str| {
                 let found = milestones.iter().find(|m| m.name == name);
                 found.map(|m| m.at_ns.saturating_sub(first.at_ns))
             };
-            self.agent_ready.extend(since_first("agent ready"));
+            let agent_ready = since_first("agent ready");
+            self.agent_ready.extend(agent_ready);
+            self.after_agent
+                .extend(agent_ready.map(|ready| whole.saturating_sub(ready)));
             self.first_container.extend(since_first("first container"));
         }
         self.settled.extend(SettledBoot::of(id, &boot.timeline));

@@ -6,12 +6,14 @@
 //! would differ from the request.
 
 use super::drop_in_plan::Plan;
+use super::gpu_pods;
 use super::guest::{Guest, What};
 use super::initrd_check::Form;
 use super::kernel_params;
 use super::kernel_params::MAX_COMMAND_LINE;
 use crate::kata::drop_in;
 use crate::kata::drop_in::Found;
+use crate::kata::gpu_needs::LEAST_CDI_TIMEOUT_S;
 use crate::kata::kata_config::KataConfig;
 use crate::kata::merge;
 use crate::kata::merge::default_memory;
@@ -33,9 +35,6 @@ const GO_KEYS_SINCE: &[(&str, Version)] = &[
     ("kernel_verity_params", Version::new(3, 27, 0)),
     ("guest_extension_images", Version::new(4, 0, 0)),
 ];
-/// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a
-/// Blackwell GPU's probe up to 4 s more.
-const LEAST_CDI_TIMEOUT_S: u64 = 40;
 /// Paths of the init in an image, as kata-gpu-boot image replace-init places it.
 const INITS_OF_IMAGES: [&str; 2] = ["/sbin/init", "/init"];
 const MIB: u64 = 1 << 20;
@@ -60,6 +59,7 @@ pub fn check(facts: &Facts) -> Vec<Refusal> {
     refusals.extend(directory(facts));
     refusals.extend(confidential(facts));
     refusals.extend(prepared_guests(facts));
+    refusals.extend(gpu_pods::refusals(facts));
     refusals.extend(kernel_command_line(facts));
     refusals.extend(size_and_mode(facts));
     refusals.extend(facts.guest.refusals());
@@ -90,7 +90,7 @@ impl Facts<'_> {
         Refusal::at(file, why).key(&path.join("."), &value)
     }
 
-    fn refuse_key(&self, key: &str, why: &str) -> Refusal {
+    pub fn refuse_key(&self, key: &str, why: &str) -> Refusal {
         self.refuse(&["hypervisor", &self.plan.section, key], why)
     }
 }
@@ -424,7 +424,11 @@ fn overridden(facts: &Facts) -> Vec<Refusal> {
             refusals.push(
                 Refusal::at(origin, why)
                     .key(&path.join("."), &drop_in::inline(value))
-                    .cure("remove the key there, or give that file a name with a lower number"),
+                    .cure(format!(
+                        "remove the key there, or give that file a name that sorts before {} by \
+                         bytes, where 10- sorts before 7-",
+                        drop_in::NAME
+                    )),
             );
         }
     }

@@ -3,7 +3,7 @@
 use super::checks::Facts;
 use super::drop_in_plan::Plan;
 use super::guest::Guest;
-use super::{checks, drop_in_file, drop_in_plan, guest, kernel_params, place, trial};
+use super::{checks, drop_in_file, drop_in_plan, gpu_pods, guest, kernel_params, place, trial};
 use crate::kata::drop_in::Found;
 use crate::kata::merge::{Effective, Runtime};
 use crate::kata::refusal::Refusal;
@@ -82,6 +82,9 @@ pub struct Args {
     pub remove: bool,
     #[command(flatten)]
     pub check: trial::Check,
+    /// Facts about the node, from the caller.
+    #[arg(skip)]
+    pub seen: gpu_pods::Node,
 }
 
 /// Output of a subcommand, and its exit status.
@@ -322,6 +325,8 @@ struct Install {
     changes: Vec<Change>,
     /// Refusals that `--force` passed.
     forced: Vec<Refusal>,
+    /// Values with which some pods fail.
+    gpu_notes: Vec<String>,
 }
 
 impl Install {
@@ -378,6 +383,7 @@ impl Install {
             return Err(refusals);
         }
         Ok(Install {
+            gpu_notes: gpu_pods::notes(&of, &after, &args.seen),
             changes: changes(&of, &now, &after),
             make_directory: !config.dir_exists,
             of,
@@ -526,6 +532,7 @@ impl Install {
             .note()
             .into_iter()
             .chain(notes.into_iter().filter_map(of_word))
+            .chain(self.gpu_notes.iter().cloned())
             .collect()
     }
 

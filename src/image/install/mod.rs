@@ -9,6 +9,7 @@
 pub mod checks;
 pub mod drop_in_file;
 pub mod drop_in_plan;
+pub mod gpu_pods;
 pub mod guest;
 pub mod here;
 pub mod initrd_check;

@@ -183,7 +183,7 @@ rules! {
         "on an emulated host the BARs' time lay in the firmware: 15 s with 512 MiB of BARs, 45 s \
          with 4 GiB";
     "hot-plug" Kata [NoGpu BarUnassigned],
-        "GPUs are plugged into a running guest",
+        "GPUs are plugged into a running guest, or into none",
         "Kata: hot_plug_vfio and cold_plug_vfio";
     "root-ports" Kata [NoGpu CreateTimeout CdiTimeout],
         "There are fewer root ports than GPUs",
@@ -193,7 +193,7 @@ rules! {
         "src/init/boot/README.md: an enabling occupies a vCPU";
     "deadlines" Kata [AgentLate CreateTimeout CdiTimeout],
         "Boots come close to a deadline",
-        "Kata: dial_timeout, create_container_timeout";
+        "Kata: dial_timeout, create_container_timeout, agent.cdi_timeout";
     "qemu-version" Vmm [CreateTimeout CdiTimeout],
         "QEMU places BARs where huge pages do not fit",
         "QEMU 9.2: vfio/helpers aligns mmaps of BARs",

@@ -206,6 +206,27 @@ const ROWS: &[Row] = &[
         &["kernel_params = rdinit=/sbin/init", "instead of /init"],
     ),
     (
+        "no way into the guest for a GPU",
+        GO,
+        &[Edit(
+            "cold_plug_vfio = \"root-port\"",
+            "cold_plug_vfio = \"no-port\"",
+        )],
+        true,
+        &[
+            "cold_plug_vfio = \"no-port\"",
+            "no pod gets a GPU",
+            "root-port",
+        ],
+    ),
+    (
+        "no root port for a GPU",
+        RUST,
+        &[Edit("pcie_root_port = 8", "pcie_root_port = 0")],
+        true,
+        &["pcie_root_port = 0", "no pod gets a GPU", "the node's GPUs"],
+    ),
+    (
         "a short timeout",
         RUST,
         &[Edit("agent.cdi_timeout=300", "agent.cdi_timeout=10")],
@@ -285,7 +306,7 @@ const ROWS: &[Row] = &[
         &[
             "70-x.toml: hypervisor.qemu.image = \"/other\"",
             "wins over it",
-            "lower number",
+            "sorts before 60-kata-gpu-init.toml by bytes",
         ],
     ),
     (
@@ -464,6 +485,16 @@ const TWINS: &[(&str, &str, &[Make])] = &[
         &[Edit("pci=assign-busses", "-- rdinit=/x")],
     ),
     (
+        "root ports that the Go runtime adds",
+        GO,
+        &[Edit("pcie_root_port = 8", "pcie_root_port = 0")],
+    ),
+    (
+        "modes that are not written",
+        RUST,
+        &[Edit("cold_plug_vfio = \"root-port\"\n", "")],
+    ),
+    (
         "a timeout that is long enough",
         RUST,
         &[Edit("agent.cdi_timeout=300", "agent.cdi_timeout=40")],
@@ -540,6 +571,15 @@ fn all_reasons_are_listed_at_once() {
         err.ends_with("nothing was written, for 4 reasons\n"),
         "{err}"
     );
+}
+
+#[test]
+fn a_deadline_under_a_minute_is_noted() {
+    let world = World::new("deadline", GO);
+    world.edit("dial_timeout = 1200", "dial_timeout = 45");
+    let said = world.install_initrd(&["--dry-run"]);
+    let note = "note: agent.kata.dial_timeout = 45 s gives up on a boot that takes longer";
+    assert!(done(&said).contains(note), "{}", said.out);
 }
 
 #[test]
