@@ -11,7 +11,7 @@ use kata_gpu_image::images::new_image::list_text;
 use kata_gpu_image::images::output_file::Output;
 use kata_gpu_image::images::pack::List;
 use kata_gpu_image::images::unpacked_root::Tree;
-use kata_gpu_image::images::verify::{INIT, Question};
+use kata_gpu_image::images::verify::{INIT, INIT_OF_DISK, Question};
 use kata_gpu_image::images::{
     components, diff, disk_image, kernel_release, ls, pack, repack, verify,
 };
@@ -99,9 +99,12 @@ struct VerifyArgs {
     /// must fit.
     #[arg(long, value_name = "FILE|RELEASE")]
     kernel: Option<String>,
-    /// Program that the kernel starts, as in rdinit=.
-    #[arg(long, value_name = "PATH", default_value = INIT)]
-    rdinit: String,
+    /// Program that the kernel starts, as in rdinit= [default: /init, of a disk image /sbin/init].
+    #[arg(long, value_name = "PATH")]
+    rdinit: Option<String>,
+    /// The driver's root, as in gpuinit.driver-root= [default: the one that the init finds].
+    #[arg(long, value_name = "DIR")]
+    driver_root: Option<PathBuf>,
     /// Do not require the driver's libraries and firmware: they come from elsewhere, or are not
     /// needed.
     #[arg(long)]
@@ -217,7 +220,7 @@ pub fn run(args: &Args) -> ExitCode {
 /// Reads a disk image's root, or an initrd.
 fn read_image(path: &Path) -> Result<Image> {
     match disk_image::read_disk(path)? {
-        Some(root) => Ok(root),
+        Some(root) => Ok(root.image),
         None => Image::open(path),
     }
 }
@@ -353,8 +356,15 @@ fn verify(args: &VerifyArgs) -> Result<bool> {
     let Some(path) = &args.image else {
         bail!("give an image")
     };
-    let question = question(args.kernel.as_deref(), &args.rdinit, !args.no_user_space)?;
+    let kernels_own = if disk_image::is_disk(path)? {
+        INIT_OF_DISK
+    } else {
+        INIT
+    };
+    let init = args.rdinit.as_deref().unwrap_or(kernels_own);
+    let question = question(args.kernel.as_deref(), init, !args.no_user_space)?;
     let question = Question {
+        driver_root: args.driver_root.clone(),
         topologies: args.topology.clone(),
         confidential: args.confidential,
         ..question

@@ -9,12 +9,13 @@ use super::view::View;
 use crate::doing::Doing;
 use anyhow::Result;
 use kata_gpu_init::driver_files::manifest::Unusable;
-use kata_gpu_init::driver_files::{DriverFiles, is_version, manifest, scan};
+use kata_gpu_init::driver_files::{DriverFiles, Roots, is_version, manifest, scan};
 use kata_gpu_init::formats::modinfo;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 /// Files of the driver's module.
 const MODULES: [&[u8]; 4] = [
@@ -111,8 +112,16 @@ pub fn of(tree: &Tree, at: &[u8]) -> Result<Result<(Vec<u8>, usize), String>> {
 }
 
 /// An image's list, as a boot would use it.
-pub fn load(tree: &Tree, version: Option<&str>) -> Result<Result<DriverFiles, Unusable>> {
+pub fn load(
+    tree: &Tree,
+    driver_root: &Path,
+    version: Option<&str>,
+) -> Result<Result<DriverFiles, Unusable>> {
     // Besides the list itself, only sizes and names are read.
     let view = View::new(tree, |name| name == manifest::FILE.as_bytes())?;
-    Ok(manifest::load(&view.roots(), version))
+    let roots = Roots {
+        driver_root: driver_root.into(),
+        ..view.roots()
+    };
+    Ok(manifest::load(&roots, version))
 }

@@ -442,7 +442,7 @@ impl Items {
             List::Of(files)
         } else {
             let version = driver_list::module_version(tree).ok().flatten();
-            let why = match driver_list::load(tree, version.as_deref())? {
+            let why = match driver_list::load(tree, Path::new("/"), version.as_deref())? {
                 Ok(_) => "it was written for other files".into(),
                 Err(why) => why.reason().into(),
             };

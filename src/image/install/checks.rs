@@ -5,10 +5,10 @@
 //! can know better. No option passes a refusal where the runtime would fail, or where the result
 //! would differ from the request.
 
-use super::drop_in_plan::Plan;
+use super::drop_in_plan::{GPU_EXTENSION, Plan, is_gpu_extension};
 use super::gpu_pods;
 use super::guest::{Guest, What};
-use super::initrd_check::Form;
+use super::guest_check::Form;
 use super::kernel_params;
 use super::kernel_params::MAX_COMMAND_LINE;
 use crate::kata::drop_in;
@@ -63,6 +63,7 @@ pub fn check(facts: &Facts) -> Vec<Refusal> {
     refusals.extend(kernel_command_line(facts));
     refusals.extend(size_and_mode(facts));
     refusals.extend(facts.guest.refusals());
+    refusals.extend(driver(facts));
     refusals.extend(overridden(facts));
     refusals.extend(own_file(&facts.config.ours, &facts.config.drop_in_path()));
     refusals
@@ -398,6 +399,30 @@ fn size_and_mode(facts: &Facts) -> Vec<Refusal> {
         );
     }
     refusals
+}
+
+/// A guest without a driver, and a configuration that has none for it either.
+fn driver(facts: &Facts) -> Option<Refusal> {
+    const KEY: &str = "guest_extension_images";
+    let key = ["hypervisor", facts.plan.section.as_str(), KEY];
+    let images = facts.after.get(&key).and_then(Value::as_array);
+    let has_gpu = images.is_some_and(|images| images.iter().any(is_gpu_extension));
+    if has_gpu || !facts.guest.driver_is_elsewhere() {
+        return None;
+    }
+    let guest = facts.guest.key();
+    let why = format!(
+        "no part of NVIDIA's driver is in the {guest}, and no extension image \"{GPU_EXTENSION}\" \
+         brings it: no GPU comes up"
+    );
+    let cure = match facts.guest.what {
+        What::Initrd(_) => "put the driver into the initrd",
+        What::Image(_) => {
+            "add that extension image (Kata 4) to the configuration, or put the driver into the \
+             image"
+        }
+    };
+    Some(facts.refuse_key(KEY, &why).cure(cure).forcible())
 }
 
 /// Drop-ins after ours that override its keys.

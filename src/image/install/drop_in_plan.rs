@@ -18,8 +18,12 @@ use crate::kata::refusal::Refusal;
 use std::path::Path;
 use toml::Value;
 
-/// Extension image that an initrd with the driver replaces.
-const GPU_EXTENSION: &str = "gpu";
+/// Extension image with the driver, which an initrd with the driver replaces.
+pub const GPU_EXTENSION: &str = "gpu";
+
+pub fn is_gpu_extension(image: &Value) -> bool {
+    image.get("name").and_then(Value::as_str) == Some(GPU_EXTENSION)
+}
 
 /// Default of both runtimes for an absent or empty `rootfs_type`.
 const DEFAULT_ROOTFS_TYPE: &str = "ext4";
@@ -87,12 +91,10 @@ impl Plan {
             .get(&key("guest_extension_images"))
             .and_then(Value::as_array);
         if let Some(extensions) = extensions.filter(|_| !is_image) {
-            let is_gpu =
-                |image: &&Value| image.get("name").and_then(Value::as_str) == Some(GPU_EXTENSION);
-            if extensions.iter().any(|image| is_gpu(&image)) {
+            if extensions.iter().any(is_gpu_extension) {
                 let others = extensions
                     .iter()
-                    .filter(|image| !is_gpu(image))
+                    .filter(|image| !is_gpu_extension(image))
                     .cloned()
                     .collect();
                 keys.push(("guest_extension_images", Value::Array(others)));

@@ -1,14 +1,13 @@
-//! Initrd or disk image that guests start from. An initrd is verified. In an image, only the
-//! partition table and magic numbers are read, and our init is searched for.
+//! Initrd or disk image that guests start from, both verified.
 //!
 //! Kata gives a guest its image as a disk. The kernel mounts the first partition (/dev/vda1 or
 //! /dev/pmem0p1) as `rootfs_type`; with `kernel_verity_params`, through dm-verity, whose hash is in
 //! the second partition. The hash covers the whole root, so replacing the init changes it.
 
 use super::drop_in_plan::Root;
+use super::guest_check;
+use super::guest_check::{Verified, Wanted};
 use super::here::Args;
-use super::initrd_check;
-use super::initrd_check::Initrd;
 use crate::guest_disk as disk;
 use crate::guest_disk::{Disk, Table};
 use crate::kata::drop_in::Found;
@@ -44,8 +43,8 @@ pub struct Guest {
 
 #[derive(Debug)]
 pub enum What {
-    Initrd(Box<Initrd>),
-    Image(Image),
+    Initrd(Box<Verified>),
+    Image(Box<Image>),
 }
 
 /// An image with a root that Kata can name.
@@ -56,6 +55,8 @@ pub struct Image {
     /// Whether our init is somewhere in the image.
     has_init: bool,
     verity: Option<String>,
+    /// The check of its files, or why they cannot be read.
+    files: Result<Verified, String>,
 }
 
 /// A path that our init contains and Kata's own files do not.
@@ -111,13 +112,16 @@ fn absolute(given: &Path) -> Result<String, Refusal> {
 }
 
 impl Chosen {
-    /// Reads the file. `user_space`: the driver's user space must be in an initrd.
-    pub fn look(self, kernel: Option<&str>, user_space: bool) -> Result<Guest, Refusal> {
+    /// Reads and verifies the file.
+    pub fn look(self, wanted: &Wanted) -> Result<Guest, Refusal> {
         let path = PathBuf::from(self.path);
         let (file, metadata) = open(&path, key(self.is_image), self.in_use)?;
         let what = match self.is_image {
-            true => What::Image(look(&path, &file, metadata.len(), self.verity)?),
-            false => What::Initrd(Box::new(initrd_check::look(&path, kernel, user_space)?)),
+            true => {
+                let image = look(&path, &file, metadata.len(), self.verity, wanted)?;
+                What::Image(Box::new(image))
+            }
+            false => What::Initrd(Box::new(guest_check::look(&path, wanted)?)),
         };
         Ok(Guest {
             path,
@@ -167,7 +171,13 @@ fn open(path: &Path, key: &str, in_use: bool) -> Result<(File, Metadata), Refusa
     }
 }
 
-fn look(path: &Path, file: &File, bytes: u64, verity: Option<String>) -> Result<Image, Refusal> {
+fn look(
+    path: &Path,
+    file: &File,
+    bytes: u64,
+    verity: Option<String>,
+    wanted: &Wanted,
+) -> Result<Image, Refusal> {
     let disk = disk::look(file, bytes)
         .map_err(|e| unreadable(path, &e))?
         .map_err(|why| {
@@ -187,6 +197,7 @@ fn look(path: &Path, file: &File, bytes: u64, verity: Option<String>) -> Result<
         disk,
         has_init,
         verity,
+        files: guest_check::look_into_disk(path, wanted),
     };
     image.check_verity()?;
     Ok(image)
@@ -269,6 +280,14 @@ impl Image {
                         hides it: that one may be passed)";
             refusals.push(Refusal::at(path, why).cure(cure).forcible());
         }
+        match &self.files {
+            Ok(verified) => refusals.extend(verified.refusals(path)),
+            Err(why) => {
+                let why = format!("cannot be checked: {why}");
+                let cure = "use an uncompressed erofs root, as Kata's NVIDIA images have";
+                refusals.push(Refusal::at(path, why).cure(cure).forcible());
+            }
+        }
         refusals
     }
 
@@ -285,8 +304,12 @@ impl Image {
         } else {
             "no trace of kata-gpu-init"
         };
+        let files = match &self.files {
+            Ok(verified) => format!("verified: {}", verified.report.counts()),
+            Err(why) => format!("not verified: {why}"),
+        };
         format!(
-            "{}, {mib:.1} MiB, {root} {place}; {init}; the rest was not checked",
+            "{}, {mib:.1} MiB, {root} {place}; {init}; {files}",
             path.display()
         )
     }
@@ -325,8 +348,22 @@ impl Guest {
                 format!("initrd   {}", initrd.shown(&self.path)),
                 format!("kernel   {}", initrd.shown_kernel()),
             ],
-            What::Image(image) => vec![format!("image    {}", image.shown(&self.path))],
+            What::Image(image) => {
+                let mut lines = vec![format!("image    {}", image.shown(&self.path))];
+                let kernel = image.files.as_ref().map(Verified::shown_kernel);
+                lines.extend(kernel.map(|kernel| format!("kernel   {kernel}")));
+                lines
+            }
         }
+    }
+
+    /// Whether no part of the driver is in it. False where its files cannot be read.
+    pub fn driver_is_elsewhere(&self) -> bool {
+        let verified = match &self.what {
+            What::Initrd(initrd) => Some(&**initrd),
+            What::Image(image) => image.files.as_ref().ok(),
+        };
+        verified.is_some_and(|verified| verified.report.driver_elsewhere)
     }
 
     /// A surprise in the image that is no reason to refuse.
@@ -361,6 +398,7 @@ impl Guest {
                     "partitionTable": table,
                     "init": image.has_init,
                     "verity": image.verity,
+                    "verify": image.files.as_ref().ok().map(|verified| verified.report.json()),
                 })
             }
         }
@@ -384,7 +422,7 @@ mod tests {
             verity,
             in_use: false,
         };
-        chosen.look(None, true)
+        chosen.look(&Wanted::default())
     }
 
     #[test]
@@ -473,7 +511,7 @@ mod tests {
                     verity: None,
                     in_use: false,
                 };
-                chosen.look(None, true).unwrap_err().why
+                chosen.look(&Wanted::default()).unwrap_err().why
             };
             assert!(look(dir.path()).contains("not a regular file"));
             assert!(look(&dir.path().join("nothing")).contains(missing));
@@ -490,10 +528,11 @@ mod tests {
         ] {
             std::fs::write(&path, bytes).unwrap();
             let refusals = guest(&path, None).unwrap().refusals();
-            assert!(
-                refusals.len() == 1 && refusals[0].forcible && refusals[0].why.contains(why),
-                "{refusals:?}"
-            );
+            let [refusal, unread] = refusals.as_slice() else {
+                panic!("{refusals:?}")
+            };
+            assert!(refusal.forcible && refusal.why.contains(why), "{refusal}");
+            assert!(unread.forcible && unread.why.contains("cannot be checked"));
         }
         std::fs::write(
             &path,
@@ -504,6 +543,6 @@ mod tests {
             ),
         )
         .unwrap();
-        assert!(guest(&path, None).unwrap().refusals().is_empty());
+        assert_eq!(guest(&path, None).unwrap().refusals().len(), 1);
     }
 }

@@ -3,6 +3,7 @@
 use super::checks::Facts;
 use super::drop_in_plan::Plan;
 use super::guest::Guest;
+use super::guest_check::Wanted;
 use super::{checks, drop_in_file, drop_in_plan, gpu_pods, guest, kernel_params, place, trial};
 use crate::kata::drop_in::Found;
 use crate::kata::merge::{Effective, Runtime};
@@ -10,6 +11,7 @@ use crate::kata::refusal::Refusal;
 use crate::kata::version::{Configured, Known, Version};
 use crate::kata::{drop_in, version};
 use clap::builder::ArgPredicate;
+use kata_gpu_init::config::Config;
 use kata_gpu_report::data::text::{Ink, Screen, printable};
 use kata_gpu_report::terminal::stdout::print;
 use serde_json::{Value as Json, json};
@@ -285,6 +287,13 @@ pub fn changes_text(changes: &[Change]) -> String {
     changes.iter().map(Change::text).collect()
 }
 
+/// The driver's root that the guest's command line will name.
+fn driver_root(of: &Configured, before: &Effective, parameters: &[String]) -> Option<PathBuf> {
+    let others = before.text(&of.key("kernel_params")).unwrap_or_default();
+    let words = format!("{others} {}", parameters.join(" "));
+    Config::parse(words.as_bytes()).0.driver_root
+}
+
 /// Keys that differ between two configurations, among the keys that our drop-in may write.
 fn changes(of: &Configured, before: &Effective, after: &Effective) -> Vec<Change> {
     let keys = [
@@ -349,7 +358,13 @@ impl Install {
         };
         let parameters = drop_in_plan::parameters(&installed, &args.params, &args.unset)?;
         let guest = guest::choose(args, &of, &now)
-            .and_then(|chosen| chosen.look(before.text(&of.key("kernel")), !args.no_user_space))
+            .and_then(|chosen| {
+                chosen.look(&Wanted {
+                    kernel: before.text(&of.key("kernel")),
+                    user_space: !args.no_user_space,
+                    driver_root: driver_root(&of, &before, &parameters),
+                })
+            })
             .map_err(one)?;
         let plan = Plan::of(&before, &of.section, &guest.root(), parameters).map_err(one)?;
         let text = drop_in::render(&plan, made_directory).ok_or_else(|| {
@@ -521,7 +536,7 @@ impl Install {
         let params = after
             .text(&self.of.key("kernel_params"))
             .unwrap_or_default();
-        let (_, notes) = kata_gpu_init::config::Config::parse(params.as_bytes());
+        let (_, notes) = Config::parse(params.as_bytes());
         let of_word = |note: kata_gpu_init::config::Note| {
             Some(format!(
                 "kernel_params: {}: {}",

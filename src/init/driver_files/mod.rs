@@ -18,7 +18,7 @@ mod tree;
 
 pub use files::{DriverFiles, Kind, Link, Mount, Roots};
 pub use libraries::is_version;
-pub use root::{ask_for, driver_root, is_foreign};
+pub use root::{ask_for, driver_root, is_foreign, known_root};
 pub use tree::plain_path;
 
 use files::Problems;

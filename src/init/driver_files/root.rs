@@ -53,13 +53,19 @@ pub fn driver_root() -> &'static Path {
 }
 
 fn found(root: &Path) -> &'static Path {
-    let has = |known: &str, path: &str| root.join(known.trim_start_matches('/')).join(path);
-    if has(GPU, "").is_dir() {
+    let below = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+    if below(Path::new(GPU)).is_dir() {
         return Path::new(GPU);
     }
-    let manifest = Path::new(manifest::DIRECTORY).join(manifest::FILE);
-    let manifest = manifest.to_string_lossy();
-    let with_manifest = |known: &&str| has(known, manifest.trim_start_matches('/')).is_file();
+    known_root(|manifest| below(manifest).is_file())
+}
+
+/// The first known root with a manifest, else `/`. `is_file`: whether the guest's root has a file
+/// at this absolute path.
+pub fn known_root(is_file: impl Fn(&Path) -> bool) -> &'static Path {
+    let list = Path::new(manifest::DIRECTORY).join(manifest::FILE);
+    let list = list.strip_prefix("/").unwrap_or(&list);
+    let with_manifest = |known: &&str| is_file(&Path::new(known).join(list));
     Path::new(KNOWN.into_iter().find(with_manifest).unwrap_or("/"))
 }
 

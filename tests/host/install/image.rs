@@ -1,6 +1,8 @@
 //! A failure means that `install --image` writes a drop-in which one of the runtimes reads
 //! otherwise, keeps a hash of another image, or cannot be undone.
 
+use crate::initrd::verify::guest;
+use crate::initrd::{Made, archive, directory, file, link, program};
 use crate::install::{World, done, from_words};
 use crate::{golden, write};
 use kata_gpu_boot::install::Args;
@@ -10,21 +12,74 @@ use std::path::{Path, PathBuf};
 
 const VERITY: &str =
     "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
-const EROFS: (usize, &[u8]) = (1024, &[0xe2, 0xe1, 0xf5, 0xe0]);
-const EXT4: (usize, &[u8]) = (1080, &[0x53, 0xef]);
 
-/// A disk with an MBR, and a root of 8 KiB in its first partition, of which the magic number and a
-/// word of the init are all that there is.
-fn disk(world: &World, name: &str, magic: (usize, &[u8]), has_second: bool) -> PathBuf {
-    let mut bytes = vec![0; 4096 + 8192];
+/// A guest that boots from a disk.
+fn guest_of_disk() -> Vec<Made> {
+    let init = guest().into_iter().find(|made| made.name == b"init");
+    let marked = [init.unwrap().data, kata_gpu_init::cdi::spec::PENDING.into()].concat();
+    let mut all = guest();
+    all.retain(|made| made.name != b"init");
+    all.extend([
+        program("init", marked),
+        directory("usr/sbin"),
+        link("sbin", "usr/sbin"),
+        link("usr/sbin/init", "/init"),
+    ]);
+    all
+}
+
+/// A guest of which no part of the driver is in the image.
+fn without_driver(mut guest: Vec<Made>) -> Vec<Made> {
+    guest.retain(|made| {
+        let name = String::from_utf8_lossy(&made.name);
+        let of_driver = ["nvidia", "libcuda", "libnvidia", "usr/lib/modules"];
+        !of_driver.iter().any(|part| name.contains(part))
+    });
+    guest
+}
+
+/// An erofs file system with a guest's files; none where its tool is missing.
+fn erofs(world: &World, guest: &[Made]) -> Option<Vec<u8>> {
+    let (root, image) = (world.root().join("files"), world.root().join("erofs"));
+    crate::initrd::write(guest, &root);
+    let made = std::process::Command::new("mkfs.erofs")
+        .arg("--quiet")
+        .args([&image, &root])
+        .status();
+    let is_made = made.is_ok_and(|status| status.success());
+    if !is_made {
+        crate::skip(
+            "KATA_GPU_BUILT",
+            "no mkfs.erofs here (tests/setup installs it)",
+        );
+    }
+    let bytes = is_made.then(|| crate::bytes(&image));
+    std::fs::remove_dir_all(root).unwrap();
+    // Not there where the tool is missing.
+    let _gone = std::fs::remove_file(image);
+    bytes
+}
+
+/// The magic number of ext4 and a word of the init.
+fn ext4() -> Vec<u8> {
+    let mut root = vec![0; 8192];
+    root[1080..1082].copy_from_slice(&[0x53, 0xef]);
+    let mark = kata_gpu_init::cdi::spec::PENDING.as_bytes();
+    root[5000..5000 + mark.len()].copy_from_slice(mark);
+    root
+}
+
+/// A disk with an MBR, and this root in its first partition.
+fn disk(world: &World, name: &str, root: &[u8], has_second: bool) -> PathBuf {
+    let mut bytes = [vec![0; 4096], root.to_vec()].concat();
+    bytes.resize(bytes.len().next_multiple_of(512), 0);
+    let sectors = (bytes.len() as u32 - 4096) / 512;
     let mut put = |at: usize, what: &[u8]| bytes[at..at + what.len()].copy_from_slice(what);
     put(510, &[0x55, 0xaa]);
     put(450, &[0x83]);
     put(454, &8_u32.to_le_bytes());
-    put(458, &16_u32.to_le_bytes());
+    put(458, &sectors.to_le_bytes());
     put(466, &[if has_second { 0x83 } else { 0 }]);
-    put(4096 + magic.0, magic.1);
-    put(4096 + 5000, kata_gpu_init::cdi::spec::PENDING.as_bytes());
     let path = world.root().join(name);
     write(&path, bytes);
     path
@@ -46,18 +101,16 @@ const FIXTURES: &[(&str, Runtime, &str, &str)] = &[
 fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
     for (fixture, runtime, section, _) in FIXTURES {
         let world = World::new(&format!("image-{fixture}"), fixture);
-        // Another type of root than the configuration has, with a hash or without.
+        // With a hash or without.
         let is_go = *runtime == Runtime::Go;
-        let (image, words): (_, &[&str]) = if is_go {
-            (
-                disk(&world, "gpu.image", EXT4, false),
-                &["--param", "gpuinit.log=debug"],
-            )
+        let Some(root) = erofs(&world, &guest_of_disk()) else {
+            return;
+        };
+        let image = disk(&world, "gpu.image", &root, !is_go);
+        let words: &[&str] = if is_go {
+            &["--param", "gpuinit.log=debug"]
         } else {
-            (
-                disk(&world, "gpu.image", EROFS, true),
-                &["--verity", VERITY],
-            )
+            &["--verity", VERITY]
         };
         let before = world.snapshot();
         let dry = install(&world, &image, &[words, &["--dry-run"]].concat());
@@ -74,11 +127,7 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
         golden(&format!("install/image-{fixture}.txt"), &world.shown(&page));
         assert!(done(&dry).contains("+image = "), "{}", dry.out);
         // Never the hash of the image that was.
-        let (kind, verity) = if is_go {
-            ("ext4", "")
-        } else {
-            ("erofs", VERITY)
-        };
+        let (kind, verity) = ("erofs", if is_go { "" } else { VERITY });
         let keys = ["image", "initrd", "rootfs_type", "kernel_verity_params"];
         assert_eq!(
             keys.map(|key| world.key(*runtime, section, key)),
@@ -97,9 +146,12 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
 #[test]
 fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
     let world = World::new("image-upgrade", "go-qemu-nvidia-gpu");
+    let Some(root) = erofs(&world, &guest_of_disk()) else {
+        return;
+    };
     let (one, two) = (
-        disk(&world, "one.image", EROFS, true),
-        disk(&world, "two.image", EXT4, false),
+        disk(&world, "one.image", &root, true),
+        disk(&world, "two.image", &root, false),
     );
     let get = |key: &str| world.key(Runtime::Go, "qemu", key);
     let said = world.install(&["--param", "gpuinit.log=debug"]);
@@ -114,7 +166,7 @@ fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
     assert_eq!(now()[..2], [one.to_str().unwrap(), VERITY]);
     done(&install(&world, &two, &[]));
     // The other image's hash does not stay.
-    assert_eq!(now(), [two.to_str().unwrap(), "", "ext4"]);
+    assert_eq!(now(), [two.to_str().unwrap(), "", "erofs"]);
     done(&world.install_initrd(&[]));
     assert_eq!(
         [get("image"), get("initrd")],
@@ -133,7 +185,10 @@ fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
 #[test]
 fn a_second_partition_that_nobody_uses_is_noted() {
     let world = World::new("image-note", "rust-qemu-nvidia-gpu");
-    let image = disk(&world, "gpu.image", EROFS, true);
+    let Some(root) = erofs(&world, &guest_of_disk()) else {
+        return;
+    };
+    let image = disk(&world, "gpu.image", &root, true);
     assert!(
         done(&install(&world, &image, &["--dry-run"]))
             .contains("note: the image has a second partition")
@@ -144,12 +199,17 @@ fn a_second_partition_that_nobody_uses_is_noted() {
 #[test]
 fn what_cannot_work_is_refused_with_the_cure() {
     let world = World::new("image-refused", "go-qemu-nvidia-gpu");
-    let image = disk(&world, "gpu.image", EXT4, false);
+    let Some(root) = erofs(&world, &guest_of_disk()) else {
+        return;
+    };
+    let image = disk(&world, "gpu.image", &root, false);
+    let unread = disk(&world, "ext4.image", &ext4(), false);
     let bare = world.root().join("bare");
     write(&bare, &crate::bytes(&image)[4096..]);
     let old = ["--kata-version", "3.27.0"];
     let none = world.root().join("none");
-    let cases: [(&Path, &[&str], bool, &str); 7] = [
+    let cases: [(&Path, &[&str], bool, &str); 8] = [
+        (&unread, &[], true, "cannot be checked: its root is ext4"),
         (
             &world.initrd,
             &[],
@@ -221,7 +281,7 @@ fn what_cannot_work_is_refused_with_the_cure() {
     let world = World::new("image-old", "go-clh");
     let said = install(
         &world,
-        &disk(&world, "gpu.image", EROFS, false),
+        &disk(&world, "gpu.image", &root, false),
         &["--kata-version", "3.0.0"],
     );
     assert!(
@@ -232,9 +292,106 @@ fn what_cannot_work_is_refused_with_the_cure() {
 }
 
 #[test]
+fn an_image_is_verified_and_needs_a_driver_from_somewhere() {
+    let said = |world: &World, guest: &[Made]| {
+        let root = erofs(world, guest)?;
+        let image = disk(world, "gpu.image", &root, true);
+        Some((image.clone(), install(world, &image, &["--dry-run"])))
+    };
+    let world = World::new("image-verified", "go-qemu-nvidia-gpu");
+    let mut broken = guest_of_disk();
+    broken.retain(|made| !made.name.ends_with(b"/libc.so.6"));
+    let Some((image, of_broken)) = said(&world, &broken) else {
+        return;
+    };
+    assert_eq!(of_broken.code, 1, "{}", of_broken.out);
+    let wanted = "gpu.image: library-missing /usr/bin/kata-agent: libc.so.6";
+    assert!(of_broken.err.contains(wanted), "{}", of_broken.err);
+    // The same verdict as that of `image verify`.
+    let mut verify = std::process::Command::new(crate::collect::program());
+    let verify = verify.args(["image", "verify"]).arg(&image).output();
+    let page = String::from_utf8(verify.unwrap().stdout).unwrap();
+    assert!(page.contains("library-missing"), "{page}");
+    // An agent that is there, and nothing else of a guest with GPUs.
+    let bare = without_driver(guest_of_disk());
+    let none = "no part of NVIDIA's driver is in the image, and no extension image \"gpu\"";
+    let (_, of_bare) = said(&world, &bare).unwrap();
+    assert!(
+        of_bare.code == 1 && of_bare.err.contains(none),
+        "{}{}",
+        of_bare.out,
+        of_bare.err
+    );
+    // runtime-rs' configuration has that disk.
+    let world = World::new("image-extension", "rust-qemu-nvidia-gpu");
+    let (_, of_extension) = said(&world, &bare).unwrap();
+    assert!(done(&of_extension).contains("verified: 0 errors"));
+    // An initrd takes its driver from no disk.
+    let initrd = world.root().join("bare.cpio");
+    write(&initrd, archive(&without_driver(guest())));
+    let of_initrd = world.install(&["--initrd", initrd.to_str().unwrap()]);
+    assert!(
+        of_initrd.err.contains("driver is in the initrd"),
+        "{}{}",
+        of_initrd.out,
+        of_initrd.err
+    );
+}
+
+#[test]
+fn a_driver_in_a_root_of_its_own_is_found_as_the_init_finds_it() {
+    let world = World::new("driver-root", "go-qemu-nvidia-gpu");
+    let mut moved = guest();
+    for made in &mut moved {
+        let name = String::from_utf8(made.name.clone()).unwrap();
+        let own = ["usr/lib/modules", "usr/lib/firmware"]
+            .iter()
+            .any(|part| name.starts_with(part));
+        if own {
+            made.name = name.replacen("usr/lib", "srv/driver/lib", 1).into();
+        }
+    }
+    let folders = ["srv", "srv/driver", "srv/driver/lib"].map(directory);
+    let moved = [folders.into(), moved].concat();
+    write(&world.initrd, archive(&moved));
+    let refused = world.install_initrd(&["--dry-run"]);
+    assert!(refused.err.contains("no-modules"), "{}", refused.err);
+    let named = ["--param", "gpuinit.driver-root=/srv/driver", "--dry-run"];
+    assert!(done(&world.install_initrd(&named)).contains("verified: 0 errors"));
+    // A root that the init knows, by its list.
+    let known = moved.iter().cloned().map(|made| {
+        let name = String::from_utf8(made.name.clone()).unwrap();
+        let name = name.replacen("srv/driver", "opt/nvidia", 1);
+        let name = if name == "srv" { "opt".into() } else { name };
+        Made {
+            name: name.into(),
+            ..made
+        }
+    });
+    let of_list = "opt/nvidia/usr opt/nvidia/usr/share opt/nvidia/usr/share/kata-gpu-init";
+    let known: Vec<Made> = known
+        .chain(of_list.split(' ').map(directory))
+        .chain([file(
+            "opt/nvidia/usr/share/kata-gpu-init/driver-files.json",
+            "{}",
+        )])
+        .collect();
+    write(&world.initrd, archive(&known));
+    let said = world.install_initrd(&["--dry-run"]);
+    assert!(
+        done(&said).contains("verified: 0 errors, 1 warning"),
+        "a list of another state: {}",
+        said.out
+    );
+}
+
+#[test]
 fn a_guest_that_was_deleted_after_its_install_stops_new_pods() {
     let world = World::new("image-deleted", "go-qemu-nvidia-gpu");
-    let image = disk(&world, "gpu.image", EROFS, false);
+    let Some(root) = erofs(&world, &guest_of_disk()) else {
+        return;
+    };
+    let image = disk(&world, "gpu.image", &root, false);
     let stops = |said: &Report, key: &str| {
         let why = format!(
             ": there is no such {key}, and the configuration names it: new pods cannot start; put \

@@ -132,13 +132,29 @@ fn root_of(image: &Content, disk: &Disk) -> Content {
     image.part(disk.root_at..disk.root_at + disk.root_bytes)
 }
 
+/// Root of a disk image.
+#[derive(Debug)]
+pub struct DiskRoot {
+    pub image: Image,
+    /// Whether files are compressed, whose contents are not read.
+    pub compressed: bool,
+}
+
 /// Reads the root of a disk image; None for a file that is not a disk image.
-pub fn read_disk(path: &Path) -> Result<Option<Image>> {
+pub fn read_disk(path: &Path) -> Result<Option<DiskRoot>> {
     let (file, Ok(disk)) = look(path)? else {
         return Ok(None);
     };
     let root = read_erofs(&disk, root_of(&file, &disk)).doing("image", path)?;
-    Ok(Some(root.image))
+    Ok(Some(DiskRoot {
+        compressed: is_compressed(&root),
+        image: root.image,
+    }))
+}
+
+fn is_compressed(root: &Erofs) -> bool {
+    let mut layouts = root.inodes.iter().map(|inode| inode.layout);
+    layouts.any(|layout| layout == erofs::Layout::Compressed)
 }
 
 /// Writes an image with another init beside the output. The caller renames it.
@@ -357,8 +373,7 @@ fn check_written(
 /// Loader and libraries that the helper does not find. Empty if the image has compressed files,
 /// which cannot be read.
 fn lacks(root: &Erofs, tree: &Tree) -> Vec<String> {
-    let mut layouts = root.inodes.iter().map(|inode| inode.layout);
-    if layouts.any(|layout| layout == erofs::Layout::Compressed) {
+    if is_compressed(root) {
         Vec::new()
     } else {
         helper::lacks(tree)

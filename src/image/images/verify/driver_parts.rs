@@ -1,6 +1,7 @@
 //! The driver's parts outside the kernel: firmware, libraries, and the list of them that a boot
 //! uses. All must have the module's version.
 
+use super::driver_root::DriverRoot;
 use super::image_rules::*;
 use super::modules::Driver;
 use crate::images::driver_list;
@@ -12,6 +13,8 @@ use kata_gpu_init::driver_files::manifest::Unusable;
 /// Directories in which the kernel looks for firmware (drivers/base/firmware_loader); the
 /// subdirectory of its own release comes first.
 const FIRMWARE: [&str; 2] = ["/lib/firmware/updates", "/lib/firmware"];
+/// Directories of firmware in a driver's own root, which cover the image's.
+const OWN_FIRMWARE: [&str; 2] = ["lib/firmware", "firmware"];
 /// Suffixes of firmware that only some kernels decompress.
 const COMPRESSED_FIRMWARE: [&str; 2] = [".xz", ".zst"];
 /// Name of the driver's directory in these directories.
@@ -34,9 +37,15 @@ fn libraries(tree: &Tree, name: &str) -> Vec<(String, Id)> {
         .collect()
 }
 
+/// Directories in which the driver's firmware is looked for, in order.
+fn firmware_directories(root: &DriverRoot) -> Vec<String> {
+    let guests = FIRMWARE.iter().map(ToString::to_string);
+    root.own(&OWN_FIRMWARE).chain(guests).collect()
+}
+
 /// Whether any part of the driver is in the image: a module, a library, firmware.
-pub fn is_there(tree: &Tree) -> bool {
-    let firmware = FIRMWARE.iter().any(|directory| {
+pub fn is_there(tree: &Tree, root: &DriverRoot) -> bool {
+    let firmware = firmware_directories(root).iter().any(|directory| {
         tree.find(format!("{directory}/{VENDOR}"))
             .is_some_and(|id| tree.list(id).next().is_some())
     });
@@ -96,14 +105,21 @@ pub fn user_space(
 }
 
 /// Checks the firmware of the module's version.
-pub fn firmware(tree: &Tree, driver: &Driver, releases: &[String], findings: &mut Vec<Finding>) {
+pub fn firmware(
+    tree: &Tree,
+    root: &DriverRoot,
+    driver: &Driver,
+    releases: &[String],
+    findings: &mut Vec<Finding>,
+) {
+    let all = firmware_directories(root);
     let find = |name: &str| {
-        let own = FIRMWARE.iter().flat_map(|d| {
+        let own = all.iter().flat_map(|d| {
             releases
                 .iter()
                 .map(move |release| format!("{d}/{release}/{name}"))
         });
-        let mut paths = own.chain(FIRMWARE.iter().map(|d| format!("{d}/{name}")));
+        let mut paths = own.chain(all.iter().map(|d| format!("{d}/{name}")));
         paths.find(|path| {
             tree.find(path).is_some_and(|id| {
                 tree.kind(id) == Kind::File && tree.content(id).is_some_and(|c| c.length > 0)
@@ -116,7 +132,7 @@ pub fn firmware(tree: &Tree, driver: &Driver, releases: &[String], findings: &mu
             return;
         };
         let is_gsp = |name: &[u8]| name.starts_with(b"gsp") && name.ends_with(b".bin");
-        let directories = FIRMWARE
+        let directories = all
             .iter()
             .filter_map(|d| tree.find(format!("{d}/{VENDOR}/{version}")));
         if !directories
@@ -155,13 +171,13 @@ pub fn firmware(tree: &Tree, driver: &Driver, releases: &[String], findings: &mu
 }
 
 /// Checks that a boot would use the list of the driver's files.
-pub fn listed(tree: &Tree, version: Option<&str>, findings: &mut Vec<Finding>) {
-    let path = driver_list::path();
+pub fn listed(tree: &Tree, root: &DriverRoot, version: Option<&str>, findings: &mut Vec<Finding>) {
+    let path = root.join(&driver_list::path());
     if tree.find(&path).is_none() {
         findings.push(Finding::new(&NO_MANIFEST, path));
         return;
     }
-    match driver_list::load(tree, version) {
+    match driver_list::load(tree, root.path(), version) {
         Ok(Ok(_)) => {}
         Ok(Err(Unusable::Absent { .. })) => findings.push(Finding::new(&NO_MANIFEST, path)),
         Ok(Err(why)) => findings.push(Finding::new(&MANIFEST, path).value(why.reason())),

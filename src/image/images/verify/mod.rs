@@ -5,6 +5,7 @@
 //! that only a boot shows (the driver supports the GPU, a signature is accepted).
 
 mod driver_parts;
+pub mod driver_root;
 pub mod image_rules;
 mod machines;
 pub mod modules;
@@ -21,13 +22,14 @@ use super::entry_text::escaped;
 use super::image::{Form, Image};
 use super::newc::Kind;
 use super::unpacked_root::{Id, Tree};
+use driver_root::DriverRoot;
 use image_rules::*;
 use kata_gpu_init::boot::AGENT;
 use kata_gpu_report::severity::Severity;
 use kata_gpu_wire::arch::Arch;
 pub use modules::Driver;
 use programs::Programs;
-pub use question::{INIT, Question};
+pub use question::{INIT, INIT_OF_DISK, Question};
 use scripts::script;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -103,8 +105,9 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     if let Some(arch) = arch {
         machines::check(tree, arch, &mut findings);
     }
-    let mut modules = modules::check(tree, question.release.as_deref());
-    let driver_elsewhere = !modules.is_builtin() && !driver_parts::is_there(tree);
+    let root = DriverRoot::of(tree, question);
+    let mut modules = modules::check(tree, &root, question.release.as_deref());
+    let driver_elsewhere = !modules.is_builtin() && !driver_parts::is_there(tree, &root);
     if driver_elsewhere {
         modules
             .findings
@@ -116,11 +119,16 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     if question.user_space && !driver_elsewhere {
         user_space = driver_parts::user_space(tree, modules.driver.as_ref(), &mut findings);
         if let Some(driver) = &modules.driver {
-            driver_parts::firmware(tree, driver, &modules.releases, &mut findings);
+            driver_parts::firmware(tree, &root, driver, &modules.releases, &mut findings);
         }
         if user_space.is_some() {
             let version = modules.driver.as_ref().and_then(|d| d.version.as_deref());
-            driver_parts::listed(tree, version.or(user_space.as_deref()), &mut findings);
+            driver_parts::listed(
+                tree,
+                &root,
+                version.or(user_space.as_deref()),
+                &mut findings,
+            );
         }
     }
     let services = (question.user_space && !driver_elsewhere)

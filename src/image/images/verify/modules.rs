@@ -1,6 +1,7 @@
 //! Kernel modules of an image: presence of the driver's modules, the kernel that they were built
 //! for, and the driver's version.
 
+use super::driver_root::DriverRoot;
 use super::image_rules::*;
 use crate::images::entry_text::escaped;
 use crate::images::image::Content;
@@ -72,10 +73,13 @@ pub fn information(content: &Content, unpacked: &mut u64) -> Result<Vec<u8>, Str
     }
 }
 
-/// Directories with an index, each with its release.
-fn directories(tree: &Tree) -> Vec<(String, Id)> {
+/// Directories with an index, each with its release: of a release in several, the first, as the
+/// init takes it.
+fn directories(tree: &Tree, root: &DriverRoot) -> Vec<(String, Id)> {
     let mut all: Vec<(String, Id)> = Vec::new();
-    for directory in DIRECTORIES.iter().filter_map(|d| tree.find(d)) {
+    let guests = DIRECTORIES.iter().map(ToString::to_string);
+    let paths = root.own(&DIRECTORIES).chain(guests);
+    for directory in paths.filter_map(|path| tree.find(path)) {
         for (name, _) in tree.list(directory) {
             let found = tree
                 .find_in(directory, name)
@@ -83,8 +87,9 @@ fn directories(tree: &Tree) -> Vec<(String, Id)> {
             let Some(id) = found.filter(|id| tree.find_in(*id, "modules.dep").is_some()) else {
                 continue;
             };
-            if !all.iter().any(|(_, known)| *known == id) {
-                all.push((String::from_utf8_lossy(name).into_owned(), id));
+            let release = String::from_utf8_lossy(name).into_owned();
+            if !all.iter().any(|(known, _)| *known == release) {
+                all.push((release, id));
             }
         }
     }
@@ -99,9 +104,9 @@ fn text(tree: &Tree, directory: Id, name: &str) -> Option<String> {
 }
 
 /// Checks the modules of one release, or of all.
-pub fn check(tree: &Tree, release: Option<&str>) -> Modules {
+pub fn check(tree: &Tree, root: &DriverRoot, release: Option<&str>) -> Modules {
     let mut modules = Modules::default();
-    let all = directories(tree);
+    let all = directories(tree, root);
     modules.releases = all.iter().map(|(release, _)| release.clone()).collect();
     let wanted: Vec<&(String, Id)> = all
         .iter()
@@ -146,7 +151,8 @@ pub struct Missing<'a> {
 
 /// Looks for modules in one release, or in all.
 pub fn missing<'a>(tree: &Tree, release: Option<&str>, wanted: &[&'a str]) -> Missing<'a> {
-    let directories = directories(tree);
+    // Modules of services are the kernel's own.
+    let directories = directories(tree, &DriverRoot::default());
     let mut missing = Missing {
         modules: Vec::new(),
         is_certain: !directories.is_empty(),

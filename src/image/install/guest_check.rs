@@ -1,16 +1,19 @@
-//! Check of the initrd given to `install`: the report of `image verify`, against the kernel that
-//! the configuration names. An initrd that cannot boot is refused with that report's errors.
+//! Check of the initrd or image given to `install`: the report of `image verify`, against the
+//! kernel and the driver's root that the configuration names. A guest that cannot boot is refused
+//! with that report's errors.
 //!
 //! Not here: the requirements on an image; see [`crate::images::verify`].
 
+use crate::images::disk_image;
 pub use crate::images::image::Form;
 use crate::images::image::{DISK, Image};
 use crate::images::kernel_release;
 use crate::images::unpacked_root::Tree;
 use crate::images::verify;
 use crate::images::verify::image_rules::Finding;
-use crate::images::verify::{Question, Report};
+use crate::images::verify::{INIT, INIT_OF_DISK, Question, Report};
 use crate::kata::refusal::Refusal;
+use anyhow::{Context, Result, ensure};
 use kata_gpu_report::severity::Severity;
 use std::path::{Path, PathBuf};
 
@@ -27,38 +30,68 @@ pub enum Kernel {
     Unknown(String),
 }
 
-/// A readable initrd.
+/// Demands of the configuration and the caller on a guest.
+#[derive(Clone, Debug, Default)]
+pub struct Wanted<'a> {
+    /// Path of the kernel.
+    pub kernel: Option<&'a str>,
+    /// The driver's user space must be in the guest.
+    pub user_space: bool,
+    /// The driver's root, of the kernel command line.
+    pub driver_root: Option<PathBuf>,
+}
+
+/// A readable initrd or image.
 #[derive(Debug)]
-pub struct Initrd {
+pub struct Verified {
     pub kernel: Kernel,
     pub report: Report,
 }
 
-/// Reads and verifies an initrd. Errors: the file is no initrd at all. `user_space`: the driver's
-/// user space must be in it.
-pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initrd, Refusal> {
-    let kernel = kernel_of(kernel);
-    let release = match &kernel {
-        Kernel::Release(_, release) => Some(release.clone()),
-        Kernel::Unnamed | Kernel::Unknown(_) => None,
-    };
-    let question = Question {
-        release,
-        user_space,
-        ..Question::default()
-    };
+impl Wanted<'_> {
+    fn check(&self, init: &str, image: &Image) -> Result<Verified> {
+        let kernel = kernel_of(self.kernel);
+        let release = match &kernel {
+            Kernel::Release(_, release) => Some(release.clone()),
+            Kernel::Unnamed | Kernel::Unknown(_) => None,
+        };
+        let question = Question {
+            release,
+            init: init.into(),
+            user_space: self.user_space,
+            driver_root: self.driver_root.clone(),
+            ..Question::default()
+        };
+        let report = verify::check(image, &Tree::new(image)?, &question);
+        Ok(Verified { kernel, report })
+    }
+}
+
+/// Reads and verifies the root of a disk image. Error: why its files cannot be read.
+pub fn look_into_disk(path: &Path, wanted: &Wanted) -> Result<Verified, String> {
     let read = || {
-        let image = Image::open(path)?;
-        let tree = Tree::new(&image)?;
-        Ok::<_, anyhow::Error>(verify::check(&image, &tree, &question))
+        let root = disk_image::read_disk(path)?.context("it is no disk")?;
+        ensure!(
+            !root.compressed,
+            "its files are compressed: make it without -z of mkfs.erofs"
+        );
+        wanted.check(INIT_OF_DISK, &root.image)
     };
-    let report = read().map_err(|error| {
-        // Skip the outermost context: both it and the refusal name the file.
-        let reasons: Vec<String> = error
-            .chain()
-            .skip(usize::from(error.chain().count() > 1))
-            .map(ToString::to_string)
-            .collect();
+    read().map_err(|error| without_name(&error).join(": "))
+}
+
+/// Reasons of an error. Both its outermost context and a refusal name the file.
+fn without_name(error: &anyhow::Error) -> Vec<String> {
+    let has_more = error.chain().count() > 1;
+    let reasons = error.chain().skip(usize::from(has_more));
+    reasons.map(ToString::to_string).collect()
+}
+
+/// Reads and verifies an initrd. Errors: the file is no initrd at all.
+pub fn look(path: &Path, wanted: &Wanted) -> Result<Verified, Refusal> {
+    let read = || wanted.check(INIT, &Image::open(path)?);
+    read().map_err(|error| {
+        let reasons = without_name(&error);
         Refusal::at(
             path,
             format!("is not an initrd for Kata: {}", reasons.join(": ")),
@@ -68,8 +101,7 @@ pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initr
         } else {
             "build one as newc cpio, plain or with gzip"
         })
-    })?;
-    Ok(Initrd { kernel, report })
+    })
 }
 
 fn kernel_of(path: Option<&str>) -> Kernel {
@@ -85,8 +117,8 @@ fn kernel_of(path: Option<&str>) -> Kernel {
     }
 }
 
-impl Initrd {
-    /// Everything that keeps the initrd from booting as a guest with GPUs.
+impl Verified {
+    /// Everything that keeps the guest from booting with GPUs.
     pub fn refusals(&self, path: &Path) -> Vec<Refusal> {
         let errors: Vec<&Finding> = self
             .report
@@ -115,7 +147,7 @@ impl Initrd {
         refusals
     }
 
-    /// Line of the text report: the initrd, and the verification's counts.
+    /// Line of the text report: an initrd, and the verification's counts.
     pub fn shown(&self, path: &Path) -> String {
         let mib = self.report.bytes as f64 / f64::from(1 << 20);
         format!(
@@ -166,7 +198,7 @@ mod tests {
         let path = dir.path().join("initrd");
         let of = |bytes: &[u8]| {
             std::fs::write(&path, bytes).unwrap();
-            look(&path, None, false)
+            look(&path, &Wanted::default())
         };
         let good = newc(&[("init", &stand_in::library(None, &[]))]);
         for (name, bytes, why) in [
@@ -248,9 +280,11 @@ mod tests {
         }
         archive.extend(newc(&all));
         std::fs::write(&path, archive).unwrap();
-        let refusals = look(&path, Some("/nowhere/vmlinux"), false)
-            .unwrap()
-            .refusals(&path);
+        let wanted = Wanted {
+            kernel: Some("/nowhere/vmlinux"),
+            ..Wanted::default()
+        };
+        let refusals = look(&path, &wanted).unwrap().refusals(&path);
         let of_rule: Vec<_> = refusals
             .iter()
             .filter(|r| r.what.starts_with("vermagic"))
