@@ -252,7 +252,13 @@ fn confidential(facts: &Facts) -> Vec<Refusal> {
         );
     };
     refuse("confidential_guest", why);
-    if facts.has_text("kernel_verity_params") {
+    if facts.guest.is_unmeasured_image() {
+        refuse(
+            "kernel_verity_params",
+            "without the image's own (--verity), no measurement covers this confidential guest's \
+             root, which the host can change",
+        );
+    } else if facts.has_text("kernel_verity_params") {
         refuse(
             "kernel_verity_params",
             "the measured image is what this confidential guest's root of trust covers",

@@ -366,6 +366,27 @@ impl Guest {
         verified.is_some_and(|verified| verified.report.driver_elsewhere)
     }
 
+    /// Whether it is an image whose root no hash covers.
+    pub fn is_unmeasured_image(&self) -> bool {
+        matches!(&self.what, What::Image(image) if image.verity.is_none())
+    }
+
+    /// Loss of a guest without dm-verity, where the configuration had it.
+    pub fn given_up(&self) -> Option<&'static str> {
+        match &self.what {
+            What::Image(image) if image.verity.is_some() => None,
+            What::Image(_) => Some(
+                "kernel_verity_params is of the former image and is emptied: no guest notices when \
+                 the host changes its root's data; --verity with this image's parameters keeps \
+                 that check",
+            ),
+            What::Initrd(_) => Some(
+                "kernel_verity_params is of the former image and is emptied: no hash on the \
+                 command line covers the initrd",
+            ),
+        }
+    }
+
     /// A surprise in the image that is no reason to refuse.
     pub fn note(&self) -> Option<String> {
         match &self.what {

@@ -530,7 +530,7 @@ impl Install {
             .collect()
     }
 
-    /// Oddities of the guest, and effective words that the init will not take as they are.
+    /// Losses, oddities of the guest, and effective words that the init will not take as they are.
     fn notes(&self) -> Vec<String> {
         let after = self.of.with(Some(self.text.as_bytes()));
         let params = after
@@ -543,9 +543,16 @@ impl Install {
                 note.parameter, note.problem?
             ))
         };
-        self.guest
-            .note()
+        let had_verity = self
+            .of
+            .with(None)
+            .text(&self.of.key("kernel_verity_params"))
+            .is_some();
+        let given_up = had_verity.then(|| self.guest.given_up()).flatten();
+        given_up
+            .map(str::to_string)
             .into_iter()
+            .chain(self.guest.note())
             .chain(notes.into_iter().filter_map(of_word))
             .chain(self.gpu_notes.iter().cloned())
             .collect()

@@ -292,6 +292,41 @@ fn what_cannot_work_is_refused_with_the_cure() {
 }
 
 #[test]
+fn a_hash_that_is_given_up_is_noted_and_refused_for_a_confidential_guest() {
+    let world = World::new("image-hash", "go-qemu-nvidia-gpu");
+    let Some(root) = erofs(&world, &guest_of_disk()) else {
+        return;
+    };
+    let image = disk(&world, "gpu.image", &root, true);
+    let note = "note: kernel_verity_params is of the former image and is emptied";
+    let verity = ["--dry-run", "--verity", VERITY];
+    assert!(done(&install(&world, &image, &["--dry-run"])).contains(note));
+    assert!(done(&world.install_initrd(&["--dry-run"])).contains(note));
+    assert!(!done(&install(&world, &image, &verity)).contains(note));
+    // The note stays as long as the configuration has a hash that is not used.
+    done(&install(&world, &image, &[]));
+    assert!(done(&install(&world, &image, &[])).contains(note));
+    let without = World::new("image-no-hash", "go-clh");
+    let other = disk(&without, "gpu.image", &root, false);
+    assert!(!done(&install(&without, &other, &["--dry-run"])).contains("note: kernel_verity"));
+    // A confidential guest of which nothing measures the root.
+    world.edit("rootless", "confidential_guest = true\nrootless");
+    let unmeasured = "no measurement covers this confidential guest's root";
+    let refused = install(&world, &image, &["--dry-run"]);
+    assert!(
+        refused.code == 1 && refused.err.contains(unmeasured),
+        "{}",
+        refused.err
+    );
+    let measured = install(&world, &image, &verity);
+    assert!(
+        measured.code == 1 && !measured.err.contains(unmeasured),
+        "its measurement is another all the same: {}",
+        measured.err
+    );
+}
+
+#[test]
 fn an_image_is_verified_and_needs_a_driver_from_somewhere() {
     let said = |world: &World, guest: &[Made]| {
         let root = erofs(world, guest)?;
