@@ -31,6 +31,7 @@ mod shared; // state that all threads share
 mod stop; // waiting for the end
 mod store; // the files of all boots
 mod syscalls; // forbidden system calls
+mod tenant; // tenant of a boot
 mod threads; // threads without privileges
 pub mod vm_dirs; // Kata's directories
 mod vmm; // a VMM's socket and its owner

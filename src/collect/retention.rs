@@ -1,35 +1,31 @@
 //! Removal of boots' files: first files whose last record is too old; then, until the rest is small
-//! enough, the oldest of peers over their share, then the oldest of all.
+//! enough, the oldest boot of the tenant that takes most ([`super::tenant`]), again and again.
 //!
-//! A boot in flight is never removed: it has a connection, or its last record came within [`GRACE`]
-//! (its guest may be coming back, or the collector was restarted). The latter holds only for peers
-//! within their share. Only files named by a boot id are looked at. A host whose clock was set
-//! makes no boot old ([`Steady`]).
+//! Many VMs of one tenant therefore remove that tenant's boots: another tenant loses one only if it
+//! takes as much itself. A boot in flight is never removed: it has a connection, or its last record
+//! came within [`GRACE`] (its guest may be coming back, or the collector was restarted). The latter
+//! holds only for tenants within their [`FLOORS`]. Only files named by a boot id are looked at. A
+//! host whose clock was set makes no boot old ([`Steady`]).
 
-use super::boot_log::open;
 use super::keep::Keep;
 use super::lock::lock;
 use super::store::{Log, Store};
+use super::tenant::{Tenant, Tenants};
 use anyhow::{Context, Result};
-use kata_gpu_report::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
+use kata_gpu_report::data::boot_file::EXTENSION;
 use kata_gpu_report::data::trace_file;
-use kata_gpu_wire::record::{MAX_LINE, is_boot_id};
+use kata_gpu_wire::record::is_boot_id;
 use nix::time::{ClockId, clock_gettime};
-use std::collections::HashMap;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ffi::OsStr;
-use std::fs::OpenOptions;
-use std::io::Read;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 /// Time after its last record in which a boot counts as in flight.
 pub const GRACE: Duration = Duration::from_secs(600);
-/// A peer's share is [`Keep::bytes`] divided by this; peers over their share lose boots first. A
-/// node has no more than some ten VMs with GPUs at once.
-const SHARES: u64 = 8;
-/// First bytes of a file: the guest's header, then the collector's line about the peer.
-const HEAD: u64 = 2 * MAX_LINE as u64;
+/// A tenant's floor is [`Keep::bytes`] divided by this: boots of a tenant within it are spared for
+/// [`GRACE`]. A node has no more than some ten VMs with GPUs at once.
+const FLOORS: u64 = 8;
 /// A clock that moved further than this was set.
 const MAX_DRIFT: Duration = Duration::from_secs(60);
 /// Time after a set clock, and after the machine's start, in which no boot counts as old: until
@@ -118,8 +114,7 @@ impl Steady {
 pub struct Retention {
     keep: Keep,
     steady: Steady,
-    /// Owner of a boot by its id; read once of a file.
-    owners: HashMap<String, Option<Arc<str>>>,
+    tenants: Tenants,
     /// The line about boots over the limit, all in flight, was printed.
     logged: bool,
 }
@@ -129,7 +124,7 @@ impl Retention {
         Self {
             keep,
             steady: Steady::default(),
-            owners: HashMap::new(),
+            tenants: Tenants::default(),
             logged: false,
         }
     }
@@ -166,15 +161,19 @@ impl Retention {
         let most = self.keep.bytes.unwrap_or(u64::MAX);
         if left > most {
             rest.sort();
-            let mut over = self.over_their_share(&rest, most / SHARES);
-            rest.retain(|c| !over.contains(c));
-            // Spare boots within their share while their guest may come back.
-            over.extend(rest.into_iter().filter(|c| age(c, now) > GRACE));
-            for candidate in &over {
-                if left <= most {
-                    break;
-                }
-                go(candidate, &mut left);
+            self.tenants
+                .forget_all_but(rest.iter().map(|c| &*c.boot_id));
+            let mut queues = self.queues(rest);
+            while left > most
+                && let Some((mut queue, oldest)) = next_to_go(&mut queues, most / FLOORS, now)
+            {
+                // Bytes of a boot in flight go on counting: its tenant's next boot follows.
+                queue.bytes -= if go(&oldest, &mut left) {
+                    oldest.bytes
+                } else {
+                    0
+                };
+                queues.push(queue);
             }
         }
         if left > most && !self.logged {
@@ -196,41 +195,47 @@ impl Retention {
                 .is_some_and(|most| age(candidate, now) > most.max(GRACE))
     }
 
-    /// Boots of peers over their share: all but each peer's newest that fit into it.
-    fn over_their_share(&mut self, all: &[Candidate], share: u64) -> Vec<Candidate> {
-        self.owners
-            .retain(|id, _| all.iter().any(|c| c.boot_id == *id));
-        let mut used: HashMap<Arc<str>, u64> = HashMap::new();
-        let mut over = Vec::new();
-        for candidate in all.iter().rev() {
-            let owner = self
-                .owners
-                .entry(candidate.boot_id.clone())
-                .or_insert_with(|| owner_of(&candidate.path));
-            let Some(owner) = owner else { continue };
-            let used = used.entry(owner.clone()).or_default();
-            *used += candidate.bytes;
-            if *used > share {
-                over.push(candidate.clone());
-            }
+    /// Boots of each tenant; `all` is in order of age.
+    fn queues(&mut self, all: Vec<Candidate>) -> BinaryHeap<Queue> {
+        let mut queues: HashMap<Option<Tenant>, Queue> = HashMap::new();
+        for candidate in all {
+            let tenant = self
+                .tenants
+                .of(&candidate.boot_id, &candidate.path, candidate.bytes);
+            // Only the collector's own directory has a boot that no connection made.
+            let has_floor = tenant.is_some();
+            let queue = queues.entry(tenant).or_default();
+            queue.bytes += candidate.bytes;
+            queue.has_floor = has_floor;
+            queue.oldest_first.push_back(candidate);
         }
-        over.reverse();
-        over
+        queues.into_values().collect()
     }
 }
 
-/// Peer of a boot's first connection; None for a file that no connection made.
-fn owner_of(path: &Path) -> Option<Arc<str>> {
-    let file = open(path, OpenOptions::new().read(true)).ok()?;
-    let mut owner = None;
-    let read = for_each_line(file.take(HEAD), |_, _, line| {
-        if let (None, Ok(FileLine::Host(line))) = (&owner, line)
-            && let HostEvent::Connected { peer, .. } = line.event
-        {
-            owner = Some(peer.into());
+/// A tenant's boots, ordered by the bytes that they take.
+#[derive(Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Queue {
+    bytes: u64,
+    /// False for boots that no guest sent: they are spared however much they take.
+    has_floor: bool,
+    oldest_first: VecDeque<Candidate>,
+}
+
+/// Takes the tenant that takes most, and its oldest boot, out of the queues; None if all that are
+/// left are spared.
+fn next_to_go(queues: &mut BinaryHeap<Queue>, floor: u64, now: Now) -> Option<(Queue, Candidate)> {
+    loop {
+        let mut queue = queues.pop()?;
+        let Some(oldest) = queue.oldest_first.pop_front() else {
+            continue;
+        };
+        // The others of this tenant are younger still: spare them all.
+        let is_spared = queue.bytes <= floor || !queue.has_floor;
+        if age(&oldest, now) > GRACE || !is_spared {
+            return Some((queue, oldest));
         }
-    });
-    read.ok().and(owner)
+    }
 }
 
 fn candidates(store: &Store) -> Result<Vec<Candidate>> {
@@ -273,7 +278,7 @@ mod tests {
     use super::super::disk::start_with;
     use super::super::keep::DAY;
     use super::*;
-    use kata_gpu_report::data::boot_file::HostLine;
+    use kata_gpu_report::data::boot_file::{HostEvent, HostLine, Sandbox};
     use kata_gpu_test_support::{TempDir, header, kept_log, temp_dir, until};
     use kata_gpu_wire::record::header_line;
     use std::fs::File;
@@ -302,7 +307,7 @@ mod tests {
     }
 
     fn left(dir: &TempDir) -> Vec<usize> {
-        (0..10)
+        (0..20)
             .filter(|n| dir.path().join(format!("{}.ndjson", id(*n))).exists())
             .collect()
     }
@@ -345,14 +350,24 @@ mod tests {
         }
     }
 
-    /// File n of a peer, with the bytes and the age in hours.
-    fn file_of(dir: &TempDir, n: usize, peer: &str, bytes: u64, hours: u64) {
-        let connected = HostLine::now(HostEvent::Connected {
-            peer: peer.into(),
+    /// File n of a VM in this namespace, with the bytes and the age in hours.
+    fn file_of(dir: &TempDir, n: usize, namespace: &str, bytes: u64, hours: u64) {
+        let sandbox = Sandbox {
+            id: format!("sandbox-{n}"),
+            namespace: Some(namespace.into()),
+            ..Sandbox::default()
+        };
+        file_with(dir, n, sandbox, bytes, hours);
+    }
+
+    fn file_with(dir: &TempDir, n: usize, sandbox: Sandbox, bytes: u64, hours: u64) {
+        let connected = HostEvent::Connected {
+            peer: format!("cid {n}"),
             first_seq: 0,
-        });
+        };
         let path = dir.path().join(format!("{}.ndjson", id(n)));
-        std::fs::write(&path, header_line(&header(&id(n))) + &connected.to_line()).unwrap();
+        let lines = [connected, HostEvent::Sandbox(sandbox)].map(|e| HostLine::now(e).to_line());
+        std::fs::write(&path, header_line(&header(&id(n))) + &lines.concat()).unwrap();
         let file = File::options().write(true).open(path).unwrap();
         file.set_len(bytes).unwrap();
         file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600))
@@ -360,22 +375,42 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_over_its_share_removes_its_own_boots_alone() {
+    fn many_short_lived_vms_of_one_tenant_remove_no_boot_of_another() {
         let dir = temp_dir();
-        // Four old boots of honest guests, and five large new boots of another guest.
-        (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));
-        (4..9).for_each(|n| file_of(&dir, n, "cid 3", 10_000, 0));
-        let keep = keeping(0, Some(40_000));
-        assert_eq!(apply(&dir, keep), [] as [String; 0]);
-        assert_eq!(
-            left(&dir),
-            [0, 1, 2, 3, 6, 7, 8],
-            "its oldest go, as many as have to"
-        );
-        // Within their shares the oldest go.
-        let keep = keeping(0, Some(25_000));
-        apply(&dir, keep);
-        assert_eq!(left(&dir), [0, 1, 2, 3, 7, 8]);
+        // Four old boots of honest tenants, and sixteen new VMs of another tenant, none of which
+        // takes more than an eighth.
+        (0..4).for_each(|n| file_of(&dir, n, &format!("honest-{n}"), 1000, 200));
+        (4..20).for_each(|n| file_of(&dir, n, "evil", 1000, 0));
+        assert_eq!(apply(&dir, keeping(0, Some(16_000))), [] as [String; 0]);
+        let honest_and = |evil| (0..4).chain(evil).collect::<Vec<_>>();
+        assert_eq!(left(&dir), honest_and(8..20), "its own oldest go");
+        apply(&dir, keeping(0, Some(4000)));
+        assert_eq!(left(&dir), honest_and(0..0));
+    }
+
+    #[test]
+    fn without_a_namespace_the_vmms_user_is_the_tenant() {
+        let dir = temp_dir();
+        let of_user = |user| Sandbox {
+            vmm_user: user,
+            ..Sandbox::default()
+        };
+        // One user's VMs against an old boot of another's and one of nobody known.
+        file_with(&dir, 0, of_user(Some(7)), 3000, 200);
+        file_with(&dir, 1, of_user(None), 3000, 200);
+        (2..8).for_each(|n| file_with(&dir, n, of_user(Some(8)), 3000, 1));
+        apply(&dir, keeping(0, Some(12_000)));
+        assert_eq!(left(&dir), [0, 1, 6, 7]);
+    }
+
+    #[test]
+    fn tenants_of_equal_use_lose_their_oldest_boots_and_keep_the_same_amount() {
+        let dir = temp_dir();
+        for n in 0..9 {
+            file_of(&dir, n, &format!("tenant-{}", n / 3), 1000, 100 - n as u64);
+        }
+        apply(&dir, keeping(0, Some(6000)));
+        assert_eq!(left(&dir), [1, 2, 4, 5, 7, 8]);
     }
 
     #[test]

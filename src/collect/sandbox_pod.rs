@@ -211,6 +211,7 @@ mod tests {
             pod: Some("train-0".into()),
             namespace: Some("ml".into()),
             uid: Some("8b5e".into()),
+            vmm_user: None,
         }
     }
 

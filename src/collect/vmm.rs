@@ -76,6 +76,11 @@ impl Vmm {
         &self.path
     }
 
+    /// Owner of the socket when it was found.
+    pub fn uid(&self) -> u32 {
+        self.uid
+    }
+
     /// The held directory, whatever its name is by now.
     pub fn dir(&self) -> &OwnedFd {
         &self.dir

@@ -147,7 +147,11 @@ impl Vms {
         );
         let listener = Listener::of_vmm(&vmm, self.config.port)?;
         let peer = Peer::of_vm(&path, self.config.port);
-        self.name(&peer, Some(sandbox_pod::look_up(id, &self.config.bundles)));
+        let sandbox = Sandbox {
+            vmm_user: Some(vmm.uid()),
+            ..sandbox_pod::look_up(id, &self.config.bundles)
+        };
+        self.name(&peer, Some(sandbox));
         let (stop, stopped) = watch::channel(false);
         let vm = Vm {
             vmm,
@@ -176,7 +180,9 @@ impl Vms {
                 return;
             };
             let cid = claims.cid_of(Path::new("/proc"), id, meta.uid());
-            (sandbox_pod::unnamed(id), cid)
+            let mut sandbox = sandbox_pod::unnamed(id);
+            sandbox.vmm_user = Some(meta.uid());
+            (sandbox, cid)
         } else {
             let text = sandbox_pod::read(&self.config.sandboxes[pattern], &path);
             match text.and_then(|text| sandbox_pod::from_persist(id, &text)) {
@@ -186,7 +192,10 @@ impl Vms {
         };
         let Some(cid) = cid else { return };
         if sandbox.pod.is_none() {
-            sandbox = sandbox_pod::look_up(id, &self.config.bundles);
+            sandbox = Sandbox {
+                vmm_user: sandbox.vmm_user,
+                ..sandbox_pod::look_up(id, &self.config.bundles)
+            };
         }
         let peer = Peer::Cid(cid);
         self.name(&peer, Some(sandbox));

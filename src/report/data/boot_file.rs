@@ -112,6 +112,9 @@ pub struct Sandbox {
     /// UID of the pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<String>,
+    /// User ID of the VMM on the host, where the kernel vouches for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vmm_user: Option<u32>,
 }
 
 impl Sandbox {

@@ -4,6 +4,7 @@
 use super::*;
 use crate::{make_dir, remove, write};
 use kata_gpu_report::data::boot_file::Sandbox;
+use nix::unistd::geteuid;
 use std::os::unix::net::UnixListener;
 
 /// Kata's directories below one of our own.
@@ -93,6 +94,7 @@ fn a_vms_socket_comes_and_goes_with_that_of_the_vmm() {
     for (boot, id) in [(1, "old"), (2, "new")] {
         let named = Sandbox {
             id: id.into(),
+            vmm_user: Some(geteuid().as_raw()),
             ..Sandbox::default()
         };
         assert_eq!(sandboxes(&read(&kata.dir.0, boot)), [named]);
@@ -143,6 +145,7 @@ fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
         pod: Some("train-0".into()),
         namespace: Some("ml".into()),
         uid: None,
+        vmm_user: Some(geteuid().as_raw()),
     };
     assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [one]);
     for (n, parts) in [
@@ -187,7 +190,8 @@ fn a_pods_annotations_name_no_other_pod_in_file_or_trace() {
             id: "one".into(),
             pod,
             namespace,
-            uid
+            uid,
+            vmm_user: Some(geteuid().as_raw()),
         }]
     );
     let exported = shown(&kata.dir.0, 1, &["--otlp"]);

@@ -52,6 +52,7 @@ fn host_lines_survive_the_file() {
             pod: Some("p".into()),
             namespace: None,
             uid: None,
+            vmm_user: None,
         }),
         HostEvent::Imported(Box::new(Imported {
             zero: "kernel start".into(),
