@@ -15,6 +15,7 @@ mod disk; // the threads that write boots and keep them
 mod ends; // boots that are over
 pub mod fleet; // boots that are over, for receivers and Prometheus
 pub mod follow; // the files of boots as they grow
+mod host_clock; // trust in the host's clock
 mod inotify; // an inotify instance for tokio
 pub mod keep; // amount of boots that is kept
 pub mod limits; // limits on a guest's use of this machine

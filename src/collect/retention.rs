@@ -5,8 +5,9 @@
 //! takes as much itself. A boot in flight is never removed: it has a connection, or its last record
 //! came within [`GRACE`] (its guest may be coming back, or the collector was restarted). The latter
 //! holds only for tenants within their [`FLOORS`]. Only files named by a boot id are looked at. A
-//! host whose clock was set makes no boot old ([`Steady`]).
+//! host whose clock was set makes no boot old ([`HostClock`]).
 
+use super::host_clock::{HostClock, Now};
 use super::keep::Keep;
 use super::lock::lock;
 use super::store::{Log, Store};
@@ -15,7 +16,6 @@ use anyhow::{Context, Result};
 use kata_gpu_report::data::boot_file::EXTENSION;
 use kata_gpu_report::data::trace_file;
 use kata_gpu_wire::record::is_boot_id;
-use nix::time::{ClockId, clock_gettime};
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -26,13 +26,6 @@ pub const GRACE: Duration = Duration::from_secs(600);
 /// A tenant's floor is [`Keep::bytes`] divided by this: boots of a tenant within it are spared for
 /// [`GRACE`]. A node has no more than some ten VMs with GPUs at once.
 const FLOORS: u64 = 8;
-/// A clock that moved further than this was set.
-const MAX_DRIFT: Duration = Duration::from_secs(60);
-/// Time after a set clock, and after the machine's start, in which no boot counts as old: until
-/// somebody, or NTP, has set the clock right.
-const DISTRUST: Duration = Duration::from_secs(24 * 3600);
-const AFTER_START: Duration = Duration::from_secs(3600);
-
 /// `10G`, `500M`, `64k` or bytes; 0 is without limit.
 pub fn parse_size(text: &str) -> Result<u64> {
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
@@ -60,60 +53,10 @@ struct Candidate {
     path: PathBuf,
 }
 
-/// Both clocks of this machine.
-#[derive(Clone, Copy, Debug)]
-pub struct Now {
-    pub real: SystemTime,
-    /// Time since the machine's start; nobody can set it.
-    pub boot: Duration,
-}
-
-impl Now {
-    pub fn read() -> Result<Self> {
-        let boot = clock_gettime(ClockId::CLOCK_BOOTTIME).context("read CLOCK_BOOTTIME")?;
-        Ok(Self {
-            real: SystemTime::now(),
-            boot: boot.into(),
-        })
-    }
-}
-
-/// Whether the host's clock is trusted for the age of a file.
-#[derive(Debug, Default)]
-struct Steady {
-    /// Wall-clock time of the machine's start, as of the last look.
-    start: Option<SystemTime>,
-    /// End of the distrust, on the machine's own clock.
-    distrusted_until: Duration,
-}
-
-impl Steady {
-    /// Returns a line for people if the clock was set since the last look.
-    fn look(&mut self, now: Now) -> Option<String> {
-        let start = now.real.checked_sub(now.boot)?;
-        let before = self.start.replace(start)?;
-        let moved = start
-            .duration_since(before)
-            .unwrap_or_else(|back| back.duration());
-        if moved <= MAX_DRIFT {
-            return None;
-        }
-        self.distrusted_until = now.boot + DISTRUST;
-        Some(format!(
-            "this machine's clock was set by {} s: for a day no boot is removed for its age",
-            moved.as_secs()
-        ))
-    }
-
-    fn is_trusted(&self, now: Now) -> bool {
-        now.boot >= self.distrusted_until.max(AFTER_START)
-    }
-}
-
 /// Applies a [`Keep`], again and again.
 pub struct Retention {
     keep: Keep,
-    steady: Steady,
+    clock: HostClock,
     tenants: Tenants,
     /// The line about boots over the limit, all in flight, was printed.
     logged: bool,
@@ -123,7 +66,7 @@ impl Retention {
     pub fn new(keep: Keep) -> Self {
         Self {
             keep,
-            steady: Steady::default(),
+            clock: HostClock::default(),
             tenants: Tenants::default(),
             logged: false,
         }
@@ -134,13 +77,16 @@ impl Retention {
         if self.keep == Keep::default() {
             return;
         }
-        if let Some(set) = self.steady.look(now) {
-            log(set);
-        }
         let all = match candidates(store) {
             Ok(all) => all,
             Err(e) => return log(format!("look for old boots: {e:#}")),
         };
+        if self.keep.age.is_some() {
+            self.clock
+                .look(now, store.dir(), all.last().map(|newest| newest.written))
+                .into_iter()
+                .for_each(|line| log(line));
+        }
         let mut left: u64 = all.iter().map(|c| c.bytes).sum();
         // False for a boot in flight.
         let go = |candidate: &Candidate, left: &mut u64| {
@@ -188,7 +134,7 @@ impl Retention {
     }
 
     fn is_old(&self, candidate: &Candidate, now: Now) -> bool {
-        self.steady.is_trusted(now)
+        self.clock.is_trusted(now)
             && self
                 .keep
                 .age
@@ -276,6 +222,7 @@ fn age(candidate: &Candidate, now: Now) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::super::disk::start_with;
+    use super::super::host_clock::AFTER_START;
     use super::super::keep::DAY;
     use super::*;
     use kata_gpu_report::data::boot_file::{HostEvent, HostLine, Sandbox};
@@ -325,6 +272,7 @@ mod tests {
         Now {
             real: SystemTime::now(),
             boot: 100 * DAY,
+            machine: 1,
         }
     }
 
@@ -445,6 +393,7 @@ mod tests {
                 Now {
                     real: start.real + real,
                     boot: start.boot + boot,
+                    ..start
                 },
             );
             left(&dir)
@@ -471,10 +420,64 @@ mod tests {
         disk.close().unwrap();
     }
 
+    /// Looks once as a collector that was started after the last one was killed.
+    fn at_a_start(dir: &TempDir, now: Now) -> Vec<usize> {
+        let (log, _) = kept_log();
+        let disk = start_with(dir.path(), log.clone());
+        Retention::new(keeping(30, None)).apply(&disk.store, &log, now);
+        disk.close().unwrap();
+        left(dir)
+    }
+
+    #[test]
+    fn a_clock_that_is_set_while_no_collector_runs_makes_no_boot_old() {
+        let dir = temp_dir();
+        files(&dir, &[100, 1]);
+        let start = now();
+        let at = |real: Duration, boot: Duration, machine: u128| {
+            let (real, boot) = (start.real + real, start.boot + boot);
+            at_a_start(
+                &dir,
+                Now {
+                    real,
+                    boot,
+                    machine,
+                },
+            )
+        };
+        let (year, hour) = (365 * DAY, DAY / 24);
+        assert_eq!(at(Duration::ZERO, Duration::ZERO, 1), [0, 1]);
+        assert_eq!(at(year, hour, 1), [0, 1], "set between two collectors");
+        assert_eq!(
+            at(year + 20 * hour, 20 * hour, 1),
+            [0, 1],
+            "and one more start"
+        );
+        assert_eq!(at(hour * 21, hour * 21, 1), [0, 1], "set right again");
+        // Time that passed without a collector makes boots old.
+        assert_eq!(at(27 * DAY, 27 * DAY, 1), [1]);
+        // A year later at the next start of the machine: it was off, or its clock is wrong.
+        assert_eq!(at(27 * DAY + year, Duration::ZERO, 2), [1]);
+        assert_eq!(at(28 * DAY + year, DAY, 2), [0; 0]);
+    }
+
+    #[test]
+    fn a_clock_long_after_the_newest_boot_makes_no_boot_old() {
+        let dir = temp_dir();
+        files(&dir, &[9000, 8000]);
+        assert_eq!(at_a_start(&dir, now()), [0, 1], "nothing else is known");
+        let later = Now {
+            real: now().real + DAY,
+            boot: now().boot + DAY,
+            ..now()
+        };
+        assert_eq!(at_a_start(&dir, later), [0; 0]);
+    }
+
     #[test]
     fn shortly_after_the_machines_start_no_boot_is_old() {
         let dir = temp_dir();
-        files(&dir, &[1000]);
+        files(&dir, &[1000, 0]);
         let log: Log = Arc::new(|_| ());
         let disk = start_with(dir.path(), log.clone());
         let mut retention = Retention::new(keeping(30, None));
@@ -485,19 +488,20 @@ mod tests {
                 Now {
                     real: SystemTime::now() + boot,
                     boot,
+                    ..now()
                 },
             );
             left(&dir)
         };
-        assert_eq!(at(Duration::from_secs(60)), [0]);
-        assert_eq!(at(AFTER_START), [0; 0]);
+        assert_eq!(at(Duration::from_secs(60)), [0, 1]);
+        assert_eq!(at(AFTER_START), [1]);
         disk.close().unwrap();
     }
 
     #[test]
     fn nothing_else_in_the_directory_is_touched() {
         let dir = temp_dir();
-        files(&dir, &[100]);
+        files(&dir, &[100, 0]);
         let old = SystemTime::now() - Duration::from_secs(1_000_000);
         for name in ["notes.txt", "x.ndjson", &format!("{}.console", id(1))] {
             File::create(dir.path().join(name))
@@ -507,9 +511,10 @@ mod tests {
         }
         std::os::unix::fs::symlink("notes.txt", dir.path().join(format!("{}.ndjson", id(5))))
             .unwrap();
-        apply(&dir, keeping(1, Some(1)));
-        assert_eq!(left(&dir), [5]);
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4);
+        apply(&dir, keeping(1, None));
+        assert_eq!(left(&dir), [1, 5]);
+        // The other files, and the one about the clock.
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 6);
     }
 
     #[tokio::test]
