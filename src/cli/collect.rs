@@ -157,23 +157,25 @@ async fn collect(args: &Args) -> Result<()> {
     }
     service::notify_ready()?;
     let (stop, stopped) = watch::channel(false);
-    let running = tokio::spawn(collector.run(stopped));
-    loop {
+    let mut running = tokio::spawn(collector.run(stopped));
+    let ended = loop {
         tokio::select! {
             Some(text) = lines.recv() => report(&text),
-            _ = interrupt.recv() => break,
-            _ = terminate.recv() => break,
+            _ = interrupt.recv() => {
+                stop.send_replace(true);
+            }
+            _ = terminate.recv() => {
+                stop.send_replace(true);
+            }
+            ended = &mut running => break ended,
         }
-    }
-    stop.send_replace(true);
-    let counts = running
-        .await
-        .context("the collector stopped unexpectedly")??;
+    };
+    let counts = ended.context("the collector stopped unexpectedly")?;
     // Lines that were on their way at the stop.
     while let Ok(text) = lines.try_recv() {
         report(&text);
     }
-    report(&counts.line());
+    report(&counts?.line());
     Ok(())
 }
 

@@ -345,7 +345,8 @@ impl Connection {
 mod tests {
     use super::super::disk::Disk;
     use super::super::keep::Keep;
-    use super::super::store::{Place, Store};
+    use super::super::place::Place;
+    use super::super::store::Store;
     use super::*;
     use kata_gpu_report::data::boot_file::BootFile;
     use kata_gpu_test_support::{BOOT, TempDir, event_line, header, temp_dir};

@@ -53,7 +53,7 @@ impl Disk {
 /// A disk with every default.
 #[cfg(test)]
 pub(super) fn start_with(dir: &std::path::Path, log: Log) -> Disk {
-    let place = super::store::Place::take(dir).unwrap();
+    let place = super::place::Place::take(dir).unwrap();
     let (store, jobs) = Store::new(place, Default::default(), Default::default());
     Disk::start(store, jobs, log).unwrap()
 }

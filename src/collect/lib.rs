@@ -23,6 +23,7 @@ mod listen; // AF_VSOCK and hybrid vsock sockets
 mod lock; // locking
 pub mod otlp_push; // boots to an OTLP receiver
 mod peers; // connected VMs and their used-up limits
+mod place; // the directory, and its lock
 pub mod privileges; // dropping of privileges
 pub mod retention; // removal of old files
 pub mod sandbox_pod; // Kata's names of a VM
@@ -42,19 +43,21 @@ mod writer; // the threads that write and keep the files
 pub use config::Config;
 
 use accept::accept_all;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use collector_counters::Counts;
 use disk::Disk;
 use ends::Ends;
 use fleet::Fleet;
 use listen::Listener;
 use peers::Peers;
+use place::Place;
 use serve::Streams;
 use shared::Shared;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
-use store::{Place, Store};
+use stop::stopped;
+use store::Store;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use vm_dirs::Watcher;
@@ -106,7 +109,7 @@ impl Collector {
         }
         let place = Place::take(&config.dir)?;
         if let Some(run_as) = config.run_as {
-            privileges::hand_over(place.dir(), run_as)?;
+            place.with_dir(|dir| privileges::hand_over(dir, run_as))?;
         }
         let listeners = listeners(&config, &mut notes)?;
         let metrics = config.metrics.map(fleet::http_server::bind).transpose()?;
@@ -153,9 +156,19 @@ impl Collector {
     }
 
     /// Serves guests until `stop` becomes true (or its sender is gone); then all connections are
-    /// closed and all files complete.
-    pub async fn run(self, stop: watch::Receiver<bool>) -> Result<Counts> {
+    /// closed and all files complete. Ends with an error once another collector has the directory.
+    pub async fn run(self, asked: watch::Receiver<bool>) -> Result<Counts> {
         let (shared, streams) = (self.shared, self.streams);
+        let lost = shared.store.place.lost();
+        let (ends, stop) = watch::channel(false);
+        let ending = tokio::spawn(async move {
+            let (mut asked, mut lost) = (asked, lost);
+            tokio::select! {
+                () = stopped(&mut asked) => {}
+                () = stopped(&mut lost) => {}
+            }
+            ends.send_replace(true);
+        });
         let mut accepting = JoinSet::new();
         for listener in self.listeners {
             accepting.spawn(accept_all(
@@ -181,6 +194,12 @@ impl Collector {
         tokio::task::spawn_blocking(move || self.disk.close())
             .await
             .context("close the files")??;
+        ending.abort();
+        ensure!(
+            !*shared.store.place.lost().borrow(),
+            "{}",
+            place::taken(shared.store.dir())
+        );
         Ok(shared.store.stats.counts())
     }
 }

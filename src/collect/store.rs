@@ -6,16 +6,14 @@ use super::ends::Ends;
 use super::keep::Keep;
 use super::limits::Limits;
 use super::lock::lock;
-use anyhow::{Context, Result, bail, ensure};
+use super::place::Place;
+use anyhow::{Context, Result, ensure};
 use kata_gpu_report::data::boot_file::{EXTENSION, HostEvent};
 use kata_gpu_report::data::trace_file;
 use kata_gpu_wire::record::{Header, is_boot_id};
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
 use std::collections::{HashMap, VecDeque};
-use std::fs::{DirBuilder, File};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
@@ -25,8 +23,6 @@ use tokio::sync::{Notify, OnceCell, watch};
 /// Most boots without a connection that are remembered: a guest that reconnects to one costs no
 /// reading back.
 pub(super) const REMEMBERED: usize = if cfg!(test) { 16 } else { 1024 };
-/// Readers of the boots: the collector's user and its group.
-pub(super) const DIR_MODE: u32 = 0o750;
 
 /// A boot's file and log.
 #[derive(Debug)]
@@ -59,7 +55,7 @@ impl Entry {
 #[derive(Debug)]
 pub struct Store {
     /// Held as long as the store: no second collector writes here.
-    place: Place,
+    pub(super) place: Place,
     pub limits: Limits,
     pub(super) keep: Keep,
     /// Bytes of all boots' files at retention's last look; None before the first.
@@ -86,40 +82,6 @@ struct Boots {
 pub enum Job {
     Write(Arc<Entry>),
     Stop,
-}
-
-/// A directory that only this collector writes to.
-#[derive(Debug)]
-pub struct Place {
-    path: PathBuf,
-    lock: Flock<File>,
-}
-
-impl Place {
-    /// Makes the directory if it is not there, and takes it.
-    pub fn take(path: &Path) -> Result<Self> {
-        let at = |what: &str| format!("{what} {}", path.display());
-        let mut builder = DirBuilder::new();
-        builder.recursive(true).mode(DIR_MODE);
-        let made = builder.create(path);
-        made.with_context(|| at("create --dir"))?;
-        let dir = File::open(path).with_context(|| at("open"))?;
-        match Flock::lock(dir, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => Ok(Self {
-                path: path.to_path_buf(),
-                lock,
-            }),
-            Err((_, Errno::EWOULDBLOCK)) => bail!(
-                "another collector writes to {}: stop one of the two, or name another --dir",
-                path.display()
-            ),
-            Err((_, e)) => Err(e).with_context(|| at("lock")),
-        }
-    }
-
-    pub fn dir(&self) -> &File {
-        &self.lock
-    }
 }
 
 /// Logs a line for people.
@@ -373,6 +335,6 @@ impl Store {
     }
 
     pub fn dir(&self) -> &Path {
-        &self.place.path
+        self.place.path()
     }
 }

@@ -289,6 +289,41 @@ async fn a_vm_has_the_name_of_its_renamed_directory() {
 }
 
 #[tokio::test]
+async fn a_directory_made_again_is_written_by_one_collector_alone() {
+    let run = Run::start(temp_dir());
+    let boots = run.dir.path().join("boots");
+    let id = |n: u8| format!("0f7a1f8e-0000-4000-8000-00000000000{n}");
+    let file = |n: u8| boots.join(format!("{}.ndjson", id(n)));
+    let send = async |n: u8| {
+        let mut guest = run.connect().await;
+        let header = record::header_line(&kata_gpu_test_support::header(&id(n)));
+        guest.write_all(header.as_bytes()).await.unwrap();
+        guest
+    };
+    let _first = send(1).await;
+    until(|| file(1).exists()).await;
+    // The collector makes the directory again, and takes it.
+    std::fs::remove_dir_all(&boots).unwrap();
+    let _second = send(2).await;
+    until(|| file(2).exists()).await;
+    assert!(
+        place::Place::take(&boots).is_err(),
+        "it is this collector's"
+    );
+    // Another collector is first.
+    std::fs::remove_dir_all(&boots).unwrap();
+    let _other = place::Place::take(&boots).unwrap();
+    let _third = send(3).await;
+    let ended = tokio::time::timeout(HANG, run.running).await;
+    let why = ended.expect("the collector ends").unwrap().unwrap_err();
+    assert!(
+        why.to_string().contains("another collector writes to"),
+        "{why:#}"
+    );
+    assert_eq!(std::fs::read_dir(&boots).unwrap().count(), 0);
+}
+
+#[tokio::test]
 async fn nothing_to_listen_on_is_an_error_with_the_cure() {
     let dir = temp_dir();
     let (sender, _news) = mpsc::channel(1);

@@ -8,10 +8,10 @@ use super::collector_counters::add;
 use super::host_clock::Now;
 use super::lock::lock;
 use super::retention::Retention;
-use super::store::{DIR_MODE, Entry, Job, Log, REMEMBERED, Store};
-use std::fs::{DirBuilder, File, Metadata, OpenOptions};
+use super::store::{Entry, Job, Log, REMEMBERED, Store};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
@@ -151,7 +151,7 @@ impl Writer {
         if pending.bytes.is_empty() {
             return Ok(Some((0, Ok(()))));
         }
-        let Some((file, meta)) = open(entry, pending.after)? else {
+        let Some((file, meta)) = open(&self.store, entry, pending.after)? else {
             return Ok(None);
         };
         if !entry.unsynced.swap(true, Ordering::AcqRel) {
@@ -225,11 +225,11 @@ impl Writer {
 }
 
 /// File to append to, and its metadata before; None if bytes written to it are gone.
-fn open(entry: &Entry, written: u64) -> io::Result<Option<(Arc<File>, Metadata)>> {
+fn open(store: &Store, entry: &Entry, written: u64) -> io::Result<Option<(Arc<File>, Metadata)>> {
     let mut slot = lock(&entry.file);
     let file = match &*slot {
         Some(file) => file.clone(),
-        None => match open_by_name(&entry.path, written == 0) {
+        None => match open_by_name(store, &entry.path, written == 0) {
             Ok(file) => Arc::new(file),
             Err(e) if written > 0 && e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(e),
@@ -243,24 +243,16 @@ fn open(entry: &Entry, written: u64) -> io::Result<Option<(Arc<File>, Metadata)>
     Ok(Some((file, meta)))
 }
 
-fn open_by_name(path: &Path, create: bool) -> io::Result<File> {
-    let open = || {
-        boot_log::open(
-            path,
-            OpenOptions::new()
-                .create(create)
-                .append(true)
-                .mode(FILE_MODE),
-        )
-    };
-    match (open(), path.parent()) {
-        // The whole directory was removed.
-        (Err(e), Some(dir)) if create && e.kind() == io::ErrorKind::NotFound => {
-            DirBuilder::new().mode(DIR_MODE).create(dir)?;
-            open()
-        }
-        (result, _) => result,
-    }
+fn open_by_name(store: &Store, path: &Path, create: bool) -> io::Result<File> {
+    // The whole directory may have been removed, and made again.
+    store.place.hold(create)?;
+    boot_log::open(
+        path,
+        OpenOptions::new()
+            .create(create)
+            .append(true)
+            .mode(FILE_MODE),
+    )
 }
 
 /// Writes as many bytes as possible. The next try continues a line that is cut off.
@@ -283,7 +275,8 @@ pub(super) fn keep_up(store: &Store, log: &Log, stopped: &mpsc::Receiver<()>) {
     let mut look_at = Instant::now();
     loop {
         if Instant::now() >= look_at {
-            match Now::read() {
+            let held = store.place.hold(false).map_err(anyhow::Error::from);
+            match held.and_then(|_| Now::read()) {
                 Ok(now) => retention.apply(store, log, now),
                 Err(e) => log(format!("look for old boots: {e:#}")),
             }
@@ -310,7 +303,7 @@ pub(super) fn keep_up(store: &Store, log: &Log, stopped: &mpsc::Receiver<()>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::store::Place;
+    use super::super::place::Place;
     use super::*;
     use kata_gpu_report::data::boot_file::BootFile;
     use kata_gpu_test_support::{BOOT, header, kept_log, temp_dir};
