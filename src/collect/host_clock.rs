@@ -25,7 +25,7 @@ pub const AFTER_START: Duration = Duration::from_secs(3600);
 /// Longest time that the file lags behind.
 const STORED_EVERY: Duration = Duration::from_secs(3600);
 /// File in the directory of the boots, and its name while it is written.
-const FILE: &str = ".clock";
+pub const FILE: &str = ".clock";
 const NEW_FILE: &str = ".clock.new";
 const FILE_MODE: u32 = 0o640;
 const MAX_FILE: u64 = 4096;

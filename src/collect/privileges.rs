@@ -7,16 +7,24 @@
 //! thread that makes them. Threads that read guests' data or write files have nothing at all
 //! ([`drop_in_thread`]).
 
+use super::host_clock;
 use anyhow::{Context, Result};
+use kata_gpu_wire::record::is_boot_id;
+use nix::dir::Dir;
 use nix::errno::Errno;
+use nix::fcntl::{OFlag, openat};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::stat::Mode;
 use nix::unistd::{Gid, Group, Uid, User, fchown, geteuid, setgid, setgroups, setuid};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
     remove_capability_from_bounding_set, set_capabilities, set_keep_capabilities, set_no_new_privs,
 };
-use std::fs::File;
+use std::ffi::OsStr;
+use std::fs::{File, Metadata};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 /// Open files that belong to no guest.
 const OWN_FILES: u64 = 64;
@@ -73,16 +81,52 @@ fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option
     }
 }
 
-/// Gives the directory of the boots to `to`. Files of other users in it keep their owner: writing
-/// to them fails.
-pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
-    let meta = dir.metadata().context("look at --dir")?;
-    if (meta.uid(), meta.gid()) != (to.uid.as_raw(), to.gid.as_raw()) {
-        fchown(dir, Some(to.uid), Some(to.gid)).with_context(|| {
+/// Gives the directory of the boots to `to`, and the files in it that are a collector's: one that
+/// ran as root left them root's. A file with another name elsewhere, or a link, is somebody else's.
+pub fn hand_over(dir: &File, path: &Path, to: RunAs) -> Result<()> {
+    let owned = |meta: &Metadata| (meta.uid(), meta.gid()) == (to.uid.as_raw(), to.gid.as_raw());
+    let give = |file: &File| fchown(file, Some(to.uid), Some(to.gid));
+    if !owned(&dir.metadata().context("look at --dir")?) {
+        give(dir).with_context(|| {
             format!("give --dir to user {}: run as root or omit --user", to.uid)
         })?;
     }
+    let mut names =
+        Dir::from_fd(dir.try_clone().context("dup --dir")?.into()).context("read --dir")?;
+    for entry in names.iter() {
+        let entry = entry.context("read --dir")?;
+        let name = OsStr::from_bytes(entry.file_name().to_bytes());
+        if !is_collectors(name) {
+            continue;
+        }
+        let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+        let file = match openat(dir, name, flags, Mode::empty()) {
+            // A link, a socket, or gone meanwhile.
+            Err(Errno::ELOOP | Errno::ENXIO | Errno::ENOENT) => continue,
+            file => file.map(File::from).map_err(anyhow::Error::from),
+        };
+        let given = file.and_then(|file| {
+            let meta = file.metadata()?;
+            if meta.is_file() && meta.nlink() == 1 && !owned(&meta) {
+                give(&file)?;
+            }
+            Ok(())
+        });
+        given.with_context(|| {
+            let (name, path) = (Path::new(name).display(), path.display());
+            let (uid, gid) = (to.uid, to.gid);
+            format!("give {name} to user {uid}: as root, run chown -hR {uid}:{gid} {path}")
+        })?;
+    }
     Ok(())
+}
+
+/// Whether a file of this name in the directory of the boots is one that a collector, or the
+/// recorder for it, makes.
+fn is_collectors(name: &OsStr) -> bool {
+    let name = name.as_encoded_bytes();
+    let stem = name.split(|byte| *byte == b'.').next().unwrap_or_default();
+    name == host_clock::FILE.as_bytes() || std::str::from_utf8(stem).is_ok_and(is_boot_id)
 }
 
 /// Drops all privileges but, with `make_sockets`, CAP_DAC_OVERRIDE for sockets in other users'
@@ -146,6 +190,7 @@ pub fn raise_file_limit() -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kata_gpu_test_support::temp_dir;
 
     #[test]
     fn users_are_taken_by_name_and_number() {
@@ -179,6 +224,38 @@ mod tests {
                 .to_string()
                 .contains("no group")
         );
+    }
+
+    #[test]
+    fn boots_of_a_collector_that_ran_as_root_are_handed_over_and_nothing_else() {
+        if !geteuid().is_root() {
+            eprintln!("skipped: only root can give files away");
+            return;
+        }
+        let dir = temp_dir();
+        let at = |name: &str| dir.path().join(name);
+        let boot = |n: u8| format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson");
+        let ours = [&boot(1), ".clock"];
+        let others = [&boot(2), "notes.txt", "elsewhere"];
+        let made = ours.into_iter().chain(["notes.txt", "elsewhere"]);
+        made.for_each(|name| std::fs::write(at(name), "").unwrap());
+        std::fs::hard_link(at("elsewhere"), at(&boot(2))).unwrap();
+        std::os::unix::fs::symlink(at("notes.txt"), at(&boot(3))).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(at(&boot(4))).unwrap();
+        let to = RunAs {
+            uid: Uid::from_raw(4242),
+            gid: Gid::from_raw(4243),
+        };
+        for _ in 0..2 {
+            hand_over(&File::open(dir.path()).unwrap(), dir.path(), to).unwrap();
+        }
+        let owner = |name: &str| std::fs::metadata(at(name)).map(|m| (m.uid(), m.gid()));
+        for name in ["."].into_iter().chain(ours) {
+            assert_eq!(owner(name).unwrap(), (4242, 4243), "{name}");
+        }
+        for name in others {
+            assert_eq!(owner(name).unwrap(), (0, 0), "{name}");
+        }
     }
 
     #[test]
