@@ -124,7 +124,6 @@ impl Collector {
             .map_err(|e| notes.push(format!("--check will not work: {e:#}")))
             .ok();
         let watcher = (!watched.is_empty()).then(|| Watcher::new(watched));
-        let watcher = watcher.transpose()?;
         notes.extend(places(&config, &listeners, metrics.as_ref()));
 
         // From here on there is more than one thread.

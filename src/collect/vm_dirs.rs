@@ -3,9 +3,10 @@
 //!
 //! Inotify watches begin at the first directory of the pattern, so that no directory has to exist
 //! at the start. A watch is set before its directory is read: an entry made in between is seen
-//! twice, never missed. When the kernel lost events everything is looked at again. Links below the
-//! `*` are not followed: a jailed VMM may write there. A moved directory loses its watch, so that
-//! nothing in it is reported under the old name.
+//! twice, never missed. When the kernel lost events everything is looked at again, and every
+//! [`RESCAN`] where inotify is not to be had: other processes of this user can use up what the
+//! kernel allows a user. Links below the `*` are not followed: a jailed VMM may write there. A
+//! moved directory loses its watch, so that nothing in it is reported under the old name.
 
 use super::inotify::Inotify;
 use anyhow::{Result, bail};
@@ -18,6 +19,10 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+
+/// Time between two looks at everything where the kernel reports no changes.
+const RESCAN: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 2000 });
 
 /// An absolute path with one component that stands for any name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,7 +148,10 @@ pub struct Change {
 
 /// The patterns and the paths that match them now.
 pub struct Watcher {
-    inotify: Inotify,
+    /// None where the kernel gives no instance.
+    inotify: Option<Inotify>,
+    /// Some directory is not watched for want of inotify.
+    rescans: bool,
     patterns: Vec<Pattern>,
     dirs: HashMap<WatchDescriptor, PathBuf>,
     there: BTreeSet<(PathBuf, usize)>,
@@ -154,9 +162,10 @@ pub struct Watcher {
 }
 
 impl Watcher {
-    pub fn new(patterns: Vec<Pattern>) -> Result<Self> {
+    pub fn new(patterns: Vec<Pattern>) -> Self {
         let mut watcher = Self {
-            inotify: Inotify::new()?,
+            inotify: None,
+            rescans: false,
             patterns,
             dirs: HashMap::new(),
             there: BTreeSet::new(),
@@ -164,8 +173,8 @@ impl Watcher {
             troubles: Vec::new(),
             troubled: BTreeSet::new(),
         };
-        watcher.visit(Path::new("/"));
-        Ok(watcher)
+        watcher.look_at_everything();
+        watcher
     }
 
     /// Changes and problems since the last call.
@@ -179,8 +188,17 @@ impl Watcher {
     /// Waits until something changes. Safe to cancel.
     pub async fn changed(&mut self) -> Result<()> {
         while self.changes.is_empty() && self.troubles.is_empty() {
-            for event in self.inotify.events().await? {
-                self.event(event.wd, event.mask, event.name.as_deref());
+            let events = async {
+                match &self.inotify {
+                    Some(inotify) => inotify.events().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                events = events => for event in events? {
+                    self.event(event.wd, event.mask, event.name.as_deref());
+                },
+                () = tokio::time::sleep(RESCAN), if self.rescans => self.look_at_everything(),
             }
         }
         Ok(())
@@ -225,7 +243,9 @@ impl Watcher {
             .collect();
         for wd in moved {
             self.dirs.remove(&wd);
-            self.inotify.remove(wd);
+            if let Some(inotify) = &self.inotify {
+                inotify.remove(wd);
+            }
         }
     }
 
@@ -238,6 +258,18 @@ impl Watcher {
         }
         // Look every name up anew: moves in the meantime are unknown.
         self.forget_below(Path::new("/"));
+        self.rescans = false;
+        if self.inotify.is_none() {
+            match Inotify::new() {
+                Ok(inotify) => self.inotify = Some(inotify),
+                Err(e) => {
+                    self.rescans = true;
+                    let cure = "raise fs.inotify.max_user_instances, or give the collector a user \
+                                of its own";
+                    self.trouble_once(Path::new(""), format!("{e:#}: {}; {cure}", late()));
+                }
+            }
+        }
         self.visit(Path::new("/"));
     }
 
@@ -304,12 +336,22 @@ impl Watcher {
         {
             mask |= AddWatchFlags::IN_CLOSE_WRITE;
         }
-        match self.inotify.add(dir, mask) {
+        let Some(inotify) = &self.inotify else {
+            return true;
+        };
+        match inotify.add(dir, mask) {
             Ok(wd) => {
                 self.dirs.insert(wd, dir.to_path_buf());
                 true
             }
             Err(Errno::ENOENT | Errno::ENOTDIR) => false,
+            Err(e @ Errno::ENOSPC) => {
+                self.rescans = true;
+                let (dir_, late) = (dir.display(), late());
+                let text = format!("watch {dir_}: {e}: {late}; raise fs.inotify.max_user_watches");
+                self.trouble_once(dir, text);
+                true
+            }
             Err(e) => {
                 self.trouble(dir, &io::Error::from(e));
                 false
@@ -318,18 +360,24 @@ impl Watcher {
     }
 
     fn trouble(&mut self, dir: &Path, error: &io::Error) {
-        if error.kind() == io::ErrorKind::NotFound || !self.troubled.insert(dir.to_path_buf()) {
+        if error.kind() == io::ErrorKind::NotFound {
             return;
         }
         let cure = match error.raw_os_error().map(Errno::from_raw) {
             Some(Errno::EACCES | Errno::EPERM) => "; run as root or with CAP_DAC_OVERRIDE",
-            Some(Errno::ENOSPC) => "; raise fs.inotify.max_user_watches",
             _ => "",
         };
-        self.troubles.push(format!(
+        let text = format!(
             "watch {}: {error}: VMs below it are ignored{cure}",
             dir.display()
-        ));
+        );
+        self.trouble_once(dir, text);
+    }
+
+    fn trouble_once(&mut self, dir: &Path, text: String) {
+        if self.troubled.insert(dir.to_path_buf()) {
+            self.troubles.push(text);
+        }
     }
 
     /// Handles a path with the right name at the right depth.
@@ -353,8 +401,13 @@ impl Watcher {
     }
 }
 
+fn late() -> String {
+    format!("VMs are looked for every {RESCAN:?} instead")
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::syscalls;
     use super::*;
     use kata_gpu_test_support::{HANG, TempDir, temp_dir};
     use std::fs;
@@ -373,7 +426,7 @@ mod tests {
 
         fn watcher(dir: &TempDir, patterns: &[&str]) -> Watcher {
             let at = |p: &&str| format!("{}/{p}", dir.path().display()).parse().unwrap();
-            Watcher::new(patterns.iter().map(at).collect()).unwrap()
+            Watcher::new(patterns.iter().map(at).collect())
         }
 
         fn make(&self, path: &str) {
@@ -504,6 +557,30 @@ mod tests {
             };
             assert!(last(&gone) < last(&there), "{seen:?}");
         }
+    }
+
+    #[test]
+    fn without_inotify_what_matches_is_seen_late_and_the_log_has_the_cure() {
+        // A thread of its own: the filter stays.
+        let look = || {
+            syscalls::answer_unknown(nix::libc::SYS_inotify_init1).unwrap();
+            let mut runtime = tokio::runtime::Builder::new_current_thread();
+            let runtime = runtime.enable_all().build().unwrap();
+            runtime.block_on(async {
+                let mut w = Watched::new(&["vm/*/clh.sock"]);
+                let (_, troubles) = w.watcher.take();
+                assert!(
+                    troubles.len() == 1 && troubles[0].contains("fs.inotify.max_user_instances"),
+                    "{troubles:?}"
+                );
+                w.make("vm/one/clh.sock");
+                assert_eq!(w.until("+0 one").await, ["+0 one"]);
+                fs::remove_dir_all(w.dir.path().join("vm")).unwrap();
+                w.make("vm/two/clh.sock");
+                assert!(w.until("+0 two").await.contains(&"-0 one".to_string()));
+            });
+        };
+        std::thread::scope(|scope| scope.spawn(look).join().unwrap());
     }
 
     #[tokio::test]

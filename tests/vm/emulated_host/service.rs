@@ -310,7 +310,7 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
             "cat /proc/$({podman} inspect --format '{{{{.State.Pid}}}}' {name})/status"
         ))?;
         for line in [
-            "Uid:\t65532\t65532\t65532\t65532",
+            "Uid:\t394640\t394640\t394640\t394640",
             "CapBnd:\t0000000000000000",
             "CapEff:\t0000000000000002",
             "NoNewPrivs:\t1",
