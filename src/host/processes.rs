@@ -40,6 +40,12 @@ pub fn of_user(proc: &Path, uid: u32) -> Vec<(Pid, Vec<u8>)> {
         .collect()
 }
 
+/// Whether a process is this user's alone, and in no container.
+pub fn is_of_user(proc: &Path, pid: u32, uid: u32) -> bool {
+    let status = fs::read(proc.join(pid.to_string()).join("status"));
+    status.is_ok_and(|status| is_users(&String::from_utf8_lossy(&status), uid))
+}
+
 /// Reads a file of a process; None if the process has ended meanwhile.
 fn read(dir: &OwnedFd, name: &str) -> Option<Vec<u8>> {
     let file = openat(dir, name, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty()).ok()?;

@@ -143,6 +143,8 @@ struct Recorder<'a> {
     wanted: &'a Wanted,
     fold: Fold,
     vmm: Option<Vmm>,
+    /// A process that is called like a VMM was left out, and logged.
+    warned: bool,
     began: Instant,
     offset: (i64, u64),
     /// Start of the VMM's program on CLOCK_BOOTTIME.
@@ -171,6 +173,7 @@ impl<'a> Recorder<'a> {
             wanted,
             fold: Fold::default(),
             vmm: None,
+            warned: false,
             began: Instant::now(),
             offset: clock_offset()?,
             exec_ns: None,
@@ -275,7 +278,16 @@ impl<'a> Recorder<'a> {
                 &self.wanted.target,
                 Vmm::at(self.proc, event.tid),
             ) {
-                if vmm.is_guest_of_gpus() {
+                if !vmm.is_sure() {
+                    // Any user can start any number of them.
+                    if !std::mem::replace(&mut self.warned, true) {
+                        log(&format!(
+                            "left out process {}, which is called like a VMM: neither root nor a \
+                             shim of Kata's started it; --pid takes it",
+                            vmm.pid
+                        ));
+                    }
+                } else if vmm.is_guest_of_gpus() {
                     self.follow(vmm, Some(event.at_ns))?;
                 } else {
                     log(&format!(

@@ -1,11 +1,13 @@
 //! Processes of a VM: its VMM, by process id or by Kata's sandbox, and the shim that started it.
 //!
-//! Names come from command lines, which any process chooses: a false one makes a trace of the wrong
-//! process, and costs nobody else anything.
+//! Names come from command lines, which any process chooses. A process counts as a VMM if it is
+//! root's or a shim of Kata's that is root's started it, for a VMM of another user
+//! ([`Vmm::is_sure`]); a CID counts if the process holds a vhost-vsock device. Nobody else's
+//! process is recorded as another VM, nor does its trace lie beside another VM's boot.
 
 use crate::rules::host_facts::bytes_of;
 use anyhow::{Context, Result, bail};
-use kata_gpu_host::qemu;
+use kata_gpu_host::{processes, qemu};
 use kata_gpu_wire::pci_address::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
@@ -25,6 +27,10 @@ const VMMS: [&str; 4] = [
 const TICK_NS: i64 = 10_000_000;
 /// Limit of parents that are looked at.
 const MAX_PARENTS: usize = 8;
+const ROOT: u32 = 0;
+/// Device of a VM's CID, which a QEMU has open, and limit of a process's files that are looked at.
+const VSOCK: &str = "/dev/vhost-vsock";
+const MAX_FILES: usize = 65_536;
 
 /// Limit of functions at VFIO that are looked up.
 const MAX_DEVICES: usize = 4096;
@@ -92,6 +98,32 @@ impl Vmm {
             .any(|text| self.names(text))
     }
 
+    /// Whether no unprivileged user can have made this process look like a VMM.
+    pub fn is_sure(&self) -> bool {
+        let is_roots = |pid| processes::is_of_user(&self.proc, pid, ROOT);
+        // A command line of another user's process is not even read: its owner can make a reader
+        // wait.
+        let is_shim = |pid: u32| {
+            let words = is_roots(pid).then(|| words(&self.proc, pid)).flatten();
+            let words = words.unwrap_or_default();
+            let program = words.split(|b| *b == 0).next().unwrap_or_default();
+            memchr::memmem::find(program, b"shim-kata").is_some()
+        };
+        is_roots(self.pid) || self.parents().any(is_shim)
+    }
+
+    fn parents(&self) -> impl Iterator<Item = u32> + '_ {
+        let parent = |pid: &u32| stat(&self.proc, *pid).map(|(_, parent, _)| parent);
+        std::iter::successors(parent(&self.pid), parent).take(MAX_PARENTS)
+    }
+
+    /// Whether the process has this file open.
+    fn holds(&self, path: &str) -> bool {
+        let files = fs::read_dir(self.proc.join(self.pid.to_string()).join("fd"));
+        let mut files = files.into_iter().flatten().flatten().take(MAX_FILES);
+        files.any(|file| fs::read_link(file.path()).is_ok_and(|to| to == Path::new(path)))
+    }
+
     /// The VMM whose command line has Kata's id of the sandbox, or its beginning.
     pub fn of_sandbox(proc: &Path, sandbox: &str) -> Result<Self> {
         if sandbox.len() < 4 {
@@ -103,7 +135,7 @@ impl Vmm {
         let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
         let mut found: Vec<Self> = pids
             .filter_map(|pid| Self::at(proc, pid))
-            .filter(|vmm| vmm.names(sandbox))
+            .filter(|vmm| vmm.names(sandbox) && vmm.is_sure())
             .collect();
         match (found.pop(), found.len()) {
             (Some(vmm), 0) => Ok(vmm),
@@ -144,6 +176,10 @@ impl Vmm {
 
     /// Whether a boot's peer, as the collector names it, is this VM.
     pub fn is_peer(&self, peer: &str) -> bool {
+        self.is_called(peer) && self.is_sure() && (!peer.starts_with("cid ") || self.holds(VSOCK))
+    }
+
+    fn is_called(&self, peer: &str) -> bool {
         match peer.strip_prefix("cid ") {
             Some(cid) => cid
                 .parse()
@@ -174,18 +210,13 @@ impl Vmm {
 
     /// Start of the shim that started it, on CLOCK_BOOTTIME, with its process id.
     pub fn shim(&self) -> Option<(u32, i64)> {
-        let mut pid = self.pid;
-        for _ in 0..MAX_PARENTS {
-            pid = stat(&self.proc, pid)?.1;
+        self.parents().find_map(|pid| {
             let (comm, _, started_ns) = stat(&self.proc, pid)?;
-            if comm.contains("shim-kata")
+            let is_shim = comm.contains("shim-kata")
                 || comm.starts_with("containerd-shim")
-                || comm.starts_with("kata-shim")
-            {
-                return Some((pid, started_ns));
-            }
-        }
-        None
+                || comm.starts_with("kata-shim");
+            is_shim.then_some((pid, started_ns))
+        })
     }
 }
 
@@ -241,23 +272,58 @@ mod tests {
     use kata_gpu_test_support::{TempDir, temp_dir};
 
     fn process(proc: &TempDir, pid: u32, words: &str, stat: &str) {
+        process_of(proc, pid, 0, words, stat);
+    }
+
+    fn process_of(proc: &TempDir, pid: u32, uid: u32, words: &str, stat: &str) {
         let dir = proc.path().join(pid.to_string());
         fs::create_dir(&dir).unwrap();
         fs::write(dir.join("cmdline"), words.replace(' ', "\0")).unwrap();
         fs::write(dir.join("stat"), stat).unwrap();
         fs::write(
             dir.join("status"),
-            "Name:\tq\nVmRSS:\t  600000 kB\nHugetlbPages:\t  2048 kB\nVmPTE:\t 12 kB\n",
+            format!(
+                "Name:\tq\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\nNSpid:\t{pid}\n\
+                 VmRSS:\t  600000 kB\nHugetlbPages:\t  2048 kB\nVmPTE:\t 12 kB\n"
+            ),
         )
         .unwrap();
+        fs::create_dir(dir.join("fd")).unwrap();
+        std::os::unix::fs::symlink(VSOCK, dir.join("fd/3")).unwrap();
+    }
+
+    fn stat(comm: &str, parent: u32, ticks: u64) -> String {
+        format!("1 ({comm}) S {parent} 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 3 0 {ticks} 0 0")
+    }
+
+    #[test]
+    fn what_a_user_calls_like_a_vmm_is_no_vm_and_has_no_boot() {
+        let proc = temp_dir();
+        let qemu = "/opt/kata/bin/qemu-system-x86_64 -name sandbox-0a1b2c3d -device \
+                    vhost-vsock-pci,guest-cid=33";
+        let shim = "/usr/bin/containerd-shim-kata-v2 -id 0a1b2c3d";
+        process(&proc, 7, shim, &stat("containerd-shim", 1, 1));
+        process_of(&proc, 17, 1000, shim, &stat("containerd-shim", 1, 1));
+        // Root's; another user's below Kata's shim; a stranger's; one below a shim of its own.
+        for (pid, uid, parent) in [(8, 0, 1), (9, 990, 7), (10, 1000, 1), (11, 1000, 17)] {
+            process_of(&proc, pid, uid, qemu, &stat("qemu", parent, 1));
+        }
+        let at = |pid| Vmm::at(proc.path(), pid).unwrap();
+        let sure = [8, 9, 10, 11].map(|pid| (at(pid).is_sure(), at(pid).is_peer("cid 33")));
+        assert_eq!(
+            sure,
+            [(true, true), (true, true), (false, false), (false, false)]
+        );
+        // The name alone does not keep the sandbox's VM from being found.
+        fs::remove_dir_all(proc.path().join("9")).unwrap();
+        assert_eq!(Vmm::of_sandbox(proc.path(), "0a1b2c3d").unwrap().pid, 8);
+        fs::remove_file(proc.path().join("8/fd/3")).unwrap();
+        assert!(!at(8).is_peer("cid 33"), "it has no CID at all");
     }
 
     #[test]
     fn a_vmm_is_found_by_its_sandbox_and_its_shim_by_its_children() {
         let proc = temp_dir();
-        let stat = |comm: &str, parent: u32, ticks: u64| {
-            format!("1 ({comm}) S {parent} 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 3 0 {ticks} 0 0")
-        };
         process(
             &proc,
             7,
