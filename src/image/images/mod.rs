@@ -19,6 +19,7 @@ pub mod newc;
 pub mod output_file;
 pub mod pack;
 pub mod repack;
+pub mod scratch_dir;
 pub mod unpacked_root;
 pub mod verify;
 pub mod view;

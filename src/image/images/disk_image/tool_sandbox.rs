@@ -7,6 +7,7 @@
 
 use crate::doing::Doing;
 use crate::images::entry_text::escaped;
+use crate::images::scratch_dir::ScratchDir;
 use anyhow::{Context, Result, bail, ensure};
 use memchr::memmem;
 use nix::errno::Errno;
@@ -16,9 +17,7 @@ use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use nix::sys::statvfs::{FsFlags, statvfs};
-use nix::unistd::{
-    Gid, Uid, chdir, getegid, geteuid, mkdtemp, pivot_root, setgid, setgroups, setuid,
-};
+use nix::unistd::{Gid, Uid, chdir, getegid, geteuid, pivot_root, setgid, setgroups, setuid};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -60,22 +59,16 @@ fn program() -> Result<PathBuf> {
 /// processes of nobody cannot reach it.
 #[derive(Debug)]
 pub struct Work {
-    own: PathBuf,
+    _own: ScratchDir,
     inside: PathBuf,
 }
 
 impl Work {
     pub fn new() -> Result<Self> {
-        let template = std::env::temp_dir().join("kata-gpu-boot-image-XXXXXX");
-        let made = mkdtemp(&template).with_context(|| {
-            format!(
-                "make directory {} (TMPDIR names another place)",
-                template.display()
-            )
-        })?;
+        let own = ScratchDir::new("image")?;
         let work = Self {
-            inside: made.join("work"),
-            own: made,
+            inside: own.path().join("work"),
+            _own: own,
         };
         let make = |path: &Path| fs::create_dir(path).doing("make directory", path);
         make(&work.inside)?;
@@ -139,17 +132,6 @@ impl Work {
                 said
             },
         ))
-    }
-}
-
-impl Drop for Work {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.own) {
-            eprintln!(
-                "kata-gpu-boot: remove {}: {error}: remove it by hand",
-                self.own.display()
-            );
-        }
     }
 }
 
