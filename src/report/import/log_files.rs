@@ -1,4 +1,5 @@
-//! Files into lines: bounded in length and number, gzip unpacked while reading.
+//! Files into lines: bounded in length and number, gzip unpacked while reading, as far as a log
+//! grows.
 //!
 //! A file that ends in the middle (a truncated gzip, a copy that broke off) yields its beginning
 //! and a note. The meaning of the lines is not known here.
@@ -15,14 +16,71 @@ const MAX_LINE: usize = 256 * 1024;
 /// that.
 pub const MAX_BYTES: u64 = 8 << 30;
 
+/// Bytes that come out of any gzip file, and most for each of its bytes after that. Facts of a log
+/// take memory with its length, and a few kB can unpack to any length; logs shrink to a twentieth.
+const FREE_UNPACKED: u64 = 64 << 20;
+const MAX_RATIO: u64 = 100;
+
 /// The bytes, unpacked if they are gzip's.
 pub fn unpacked(from: Box<dyn Read>) -> io::Result<Box<dyn BufRead>> {
     let mut from = BufReader::new(from);
     Ok(if from.fill_buf()?.starts_with(&[0x1f, 0x8b]) {
-        Box::new(BufReader::new(MultiGzDecoder::new(from)))
+        let packed = Counted { from, taken: 0 };
+        Box::new(BufReader::new(Unpacked {
+            gzip: MultiGzDecoder::new(packed),
+            length: 0,
+        }))
     } else {
         Box::new(from)
     })
+}
+
+/// Packed bytes, counted as they are used up.
+struct Counted<T> {
+    from: T,
+    taken: u64,
+}
+
+impl<T: BufRead> Read for Counted<T> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.from.read(buffer)?;
+        self.taken += read as u64;
+        Ok(read)
+    }
+}
+
+impl<T: BufRead> BufRead for Counted<T> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        self.from.fill_buf()
+    }
+
+    fn consume(&mut self, bytes: usize) {
+        self.taken += bytes as u64;
+        self.from.consume(bytes);
+    }
+}
+
+struct Unpacked<T: BufRead> {
+    gzip: MultiGzDecoder<Counted<T>>,
+    length: u64,
+}
+
+impl<T: BufRead> Read for Unpacked<T> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.gzip.read(buffer)?;
+        self.length += read as u64;
+        let packed = self.gzip.get_ref().taken;
+        if self.length > FREE_UNPACKED.max(packed.saturating_mul(MAX_RATIO)) {
+            return Err(io::Error::new(
+                ErrorKind::FileTooLarge,
+                format!(
+                    "{packed} compressed bytes grow to more than {MAX_RATIO} times as many: if it \
+                     is to be trusted, unpack it with gzip -d"
+                ),
+            ));
+        }
+        Ok(read)
+    }
 }
 
 /// Passes on every line with its number from 1; None is one that is too long. Returns the reason
@@ -51,6 +109,7 @@ pub fn for_each_line(
             ErrorKind::UnexpectedEof | ErrorKind::InvalidData | ErrorKind::InvalidInput => Some(
                 format!("the compressed data ends too early or is damaged: {e}"),
             ),
+            ErrorKind::FileTooLarge => Some(e.to_string()),
             _ => return Err(e),
         },
     };
@@ -86,6 +145,19 @@ mod tests {
             assert_eq!(lines(text), want);
         }
         assert_eq!(lines(vec![]), (vec![], None));
+    }
+
+    #[test]
+    fn a_gzip_that_grows_as_no_log_does_is_read_up_to_a_bound() {
+        let line = [&b"a"[..], &[b' '; 1022], b"\n"].concat();
+        let text = line.repeat(2 * FREE_UNPACKED as usize / line.len());
+        let packed = gzip(&text);
+        let mut number = 0;
+        let from = unpacked(Box::new(Cursor::new(packed))).unwrap();
+        let end = for_each_line("x", from, |n, _| number = n).unwrap();
+        assert!(end.unwrap().contains("grow to more than 100 times"));
+        let most = FREE_UNPACKED / line.len() as u64;
+        assert!(number > most / 2 && number <= most, "{number}");
     }
 
     #[test]
