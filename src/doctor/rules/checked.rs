@@ -1,5 +1,6 @@
 //! Answers of a rule: evidence with a problem or without one, or why it cannot answer.
 
+use kata_gpu_report::data::host_check::is_time_of_a_boot;
 use serde::Serialize;
 
 /// Outcome of a rule.
@@ -71,6 +72,14 @@ pub struct Cost {
     pub basis: Basis,
 }
 
+impl Cost {
+    /// None for seconds that no boot takes: they come of sizes and times that no machine has, whose
+    /// sum may have ended at the largest number.
+    pub fn new(seconds: f64, basis: Basis) -> Option<Self> {
+        is_time_of_a_boot(seconds).then_some(Self { seconds, basis })
+    }
+}
+
 /// Whether the evidence proves it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -120,7 +129,7 @@ impl Look {
 
     pub fn cost(self, seconds: f64, basis: Basis) -> Self {
         Self {
-            cost: Some(Cost { seconds, basis }),
+            cost: Cost::new(seconds, basis),
             ..self
         }
     }
@@ -141,5 +150,23 @@ impl From<Vec<Evidence>> for Look {
             evidence,
             ..Self::default()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{kernel_rules, memory_rules};
+    use super::*;
+
+    #[test]
+    fn sizes_that_no_machine_has_give_no_seconds() {
+        let look = || Look::of("a file", "a size");
+        for bytes in [u64::MAX, u64::MAX / 2] {
+            let memory = memory_rules::of_bytes(look(), bytes, memory_rules::WITHOUT_THP, "");
+            assert_eq!(memory.cost, None);
+        }
+        assert_eq!(kernel_rules::of_bars(look(), u64::MAX).cost, None);
+        assert!(kernel_rules::of_bars(look(), 1 << 40).cost.is_some());
+        assert_eq!(Cost::new(f64::NAN, Basis::Model(String::new())), None);
     }
 }

@@ -88,12 +88,10 @@ fn best(rule: &Rule, model: Option<Cost>, boots: &OwnBoots) -> Option<Cost> {
         .map(|s| s.step)
         .filter(|step| boots.median(step).is_some())
         .collect();
-    Some(Cost {
-        seconds,
-        basis: Basis::Measured(format!(
-            "{}, median of {} boot(s) here",
-            steps.join(", "),
-            boots.count
-        )),
-    })
+    let of = format!(
+        "{}, median of {} boot(s) here",
+        steps.join(", "),
+        boots.count
+    );
+    Cost::new(seconds, Basis::Measured(of))
 }

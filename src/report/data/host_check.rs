@@ -23,6 +23,14 @@ pub const EVERY: Duration = Duration::from_secs(600);
 /// Age from which a result counts as none: several checks are missing.
 const MAX_AGE_S: i64 = 3600;
 
+/// Longest time that a boot is believed to take.
+const MAX_BOOT: Duration = Duration::from_secs(24 * 3600);
+
+/// Whether a finding may cost so many seconds of a boot: more, or no number, is no figure.
+pub fn is_time_of_a_boot(seconds: f64) -> bool {
+    (0.0..=MAX_BOOT.as_secs_f64()).contains(&seconds)
+}
+
 /// Seconds of each rule that found something, 0 where no figure is known.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostCheck {
@@ -70,7 +78,12 @@ impl HostCheck {
             .take(MAX_FILE)
             .read_to_end(&mut text)
             .ok()?;
-        let check: Self = serde_json::from_slice(&text).ok()?;
+        let mut check: Self = serde_json::from_slice(&text).ok()?;
+        for seconds in check.findings.values_mut() {
+            if !is_time_of_a_boot(*seconds) {
+                *seconds = 0.0;
+            }
+        }
         let age = (realtime_ns() / 1_000_000_000).checked_sub(check.at)?;
         (-MAX_AGE_S..=MAX_AGE_S).contains(&age).then_some(check)
     }
@@ -96,6 +109,15 @@ mod tests {
         check.write(dir.path()).unwrap();
         assert_eq!(HostCheck::read(dir.path()), Some(check.clone()));
         assert_eq!(fs::read_to_string(&target).unwrap(), "as it was");
+        for impossible in [1e300, -1.0, 86_401.0] {
+            check.findings.insert("thp".into(), impossible);
+            check.write(dir.path()).unwrap();
+            let read = HostCheck::read(dir.path()).unwrap();
+            assert_eq!(
+                read.findings["thp"], 0.0,
+                "no figure is known: {impossible}"
+            );
+        }
         check.at -= 2 * MAX_AGE_S;
         check.write(dir.path()).unwrap();
         assert_eq!(HostCheck::read(dir.path()), None);
