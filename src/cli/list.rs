@@ -95,7 +95,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         if args.last > 0 && listed.len() >= args.last {
             break;
         }
-        progress.show(|| format!("read {at} of {} boots", paths.len()));
+        progress.show(|| progress_text(args, at, paths.len(), listed.len()));
         match load(path, None) {
             Ok(loaded) => {
                 listed.extend(Some(entry(path.clone(), &loaded)).filter(|entry| args.takes(entry)))
@@ -113,6 +113,16 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     } else {
         Ok(page(&listed, &unread, screen))
     }
+}
+
+/// Progress of a list that reads many boots, and what makes it end earlier.
+fn progress_text(args: &Args, read: usize, all: usize, found: usize) -> String {
+    let hint = match args.last {
+        0 => "--last N ends with N".to_string(),
+        1 => "ends with the first of that kind".to_string(),
+        last => format!("{found} of that kind, ends with {last}: --last N for fewer"),
+    };
+    format!("read {read} of {all} boots ({hint})")
 }
 
 impl Args {
@@ -300,6 +310,28 @@ mod tests {
         )
         .unwrap();
         dir
+    }
+
+    #[test]
+    fn a_list_that_reads_many_boots_says_how_to_read_fewer() {
+        let args = |last| Args {
+            dir: BootDir { dir: "".into() },
+            stats: false,
+            last,
+            pod: None,
+            failed: true,
+            json: false,
+        };
+        let texts = [0, 1, 20].map(|last| progress_text(&args(last), 5000, 100_000, 3));
+        let read = "read 5000 of 100000 boots";
+        assert_eq!(
+            texts,
+            [
+                format!("{read} (--last N ends with N)"),
+                format!("{read} (ends with the first of that kind)"),
+                format!("{read} (3 of that kind, ends with 20: --last N for fewer)"),
+            ]
+        );
     }
 
     fn listed(dir: &TempDir, last: usize, pod: Option<&str>, failed: bool) -> (Vec<String>, usize) {
