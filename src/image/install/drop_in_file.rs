@@ -23,11 +23,18 @@ pub struct Lock {
     _held: Flock<File>,
 }
 
-/// Excludes other processes that install or remove in this directory.
+/// Excludes other processes that install or remove in this directory, and removes the temporary
+/// file of one that was killed.
 pub fn lock(dir: &Path) -> Result<Lock> {
     let file = File::open(dir).doing("open", dir)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(held) => Ok(Lock { _held: held }),
+        Ok(held) => {
+            let left = temporary(dir);
+            match fs::remove_file(&left) {
+                Err(e) if e.kind() != ErrorKind::NotFound => Err(e).doing("remove", &left),
+                _ => Ok(Lock { _held: held }),
+            }
+        }
         Err((_, Errno::EWOULDBLOCK)) => bail!(
             "{}: another install is at work here: try again when it is done",
             dir.display()
@@ -47,23 +54,16 @@ fn failed(step: String) -> impl FnOnce(io::Error) -> anyhow::Error {
     }
 }
 
-fn temporary(drop_in_dir: &Path) -> Result<PathBuf> {
-    let dir = drop_in_dir
-        .parent()
-        .with_context(|| format!("{} has no parent", drop_in_dir.display()))?;
-    Ok(dir.join(format!(".{NAME}.new")))
+/// Unfinished drop-in in the configuration's directory.
+fn temporary(dir: &Path) -> PathBuf {
+    dir.join(format!(".{NAME}.new"))
 }
 
-/// Writes the drop-in; makes `config.d` where it is missing.
+/// Writes the drop-in; makes `config.d` where it is missing. Needs the [`Lock`] of its parent.
 pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
-    let temporary = temporary(drop_in_dir)?;
-    // An interrupted install may have left the temporary file.
-    match fs::remove_file(&temporary) {
-        Err(e) if e.kind() != ErrorKind::NotFound => {
-            return Err(e).doing("remove", &temporary);
-        }
-        _ => {}
-    }
+    let dir = drop_in_dir.parent();
+    let dir = dir.with_context(|| format!("{} has no parent", drop_in_dir.display()))?;
+    let temporary = temporary(dir);
     let done = (|| {
         let mut file = OpenOptions::new()
             .write(true)

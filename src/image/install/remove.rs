@@ -79,6 +79,7 @@ fn remove(args: &Args) -> Result<Report> {
     // The changes are `None` if the configuration cannot be read; the removal does not need it.
     let changes = effective_changes(&args.kata_config, None);
     let made_directory = matches!(&found, Found::Ours { record, .. } if record.made_directory);
+    let link = (found == Found::Link).then(|| std::fs::read_link(&path));
     let mut removed_directory = false;
     if !args.dry_run {
         let now = drop_in::look(&path).doing("read", &path)?;
@@ -106,6 +107,10 @@ fn remove(args: &Args) -> Result<Report> {
     }
     let mut text = changes.as_deref().map(changes_text).unwrap_or_default();
     text.push_str(&format!("{verb} {}\n", printable(&shown)));
+    if let Some(Ok(target)) = link {
+        let target = printable(&target.to_string_lossy());
+        text.push_str(&format!("the link led to {target}, which stays as it is\n"));
+    }
     if removed_directory {
         text.push_str(&format!(
             "removed {}, which was made for it\n",

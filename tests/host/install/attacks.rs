@@ -127,6 +127,11 @@ fn a_drop_in_of_our_name_that_is_none_of_ours_is_left_alone() {
             );
             let target = world.config_d().join("../../target");
             assert!(!target.exists() || crate::text(target) == foreign, "{name}");
+            remove(world.ours());
+            make(&world);
+            let said = world.remove(&["--force"]);
+            assert!(done(&said).contains("which stays as it is"), "{name}");
+            assert!(fs::symlink_metadata(world.ours()).is_err(), "{name}");
         }
     }
 }
@@ -515,6 +520,15 @@ fn leftovers_of_an_interrupted_install_do_not_stop_the_next() {
         fs::symlink_metadata(&left).is_err()
             && fs::symlink_metadata(world.ours()).unwrap().is_file()
     );
+    // One that has nothing to write, and a removal, leave none either.
+    for more in [&[][..], &["--remove"]] {
+        write(&left, "half");
+        match more {
+            [] => done(&world.install_initrd(&[])),
+            _ => done(&world.remove(&[])),
+        };
+        assert!(!left.exists(), "{more:?}");
+    }
 }
 
 #[test]
