@@ -53,7 +53,7 @@ fn node_at(root: &Path, boots: &Path) -> Node {
     Node {
         gpus: facts::gpus_at(root).unwrap_or(0),
         agent: longest(&boots.agent_ready),
-        boot: longest(&boots.whole),
+        boot: longest(&boots.up),
         after_agent: longest(&boots.after_agent),
     }
 }

@@ -122,13 +122,24 @@ impl HostClock {
         };
         let before = self.known.or_else(|| Known::read(dir));
         let same = before.filter(|known| known.machine == now.machine && now.machine != 0);
+        let same = same.or(self.known);
+        // A start of the machine sets no clock right: what was distrusted then still is.
+        let was_distrusted = before.is_some_and(|before| {
+            let boot = before.seen.duration_since(before.start);
+            before.distrusted_until > boot.unwrap_or_default()
+        });
+        let distrusted_until = match same {
+            Some(same) => same.distrusted_until,
+            None if was_distrusted => now.boot + DISTRUST,
+            None => Duration::ZERO,
+        };
         let mut known = Known {
             machine: now.machine,
             start,
             seen: now.real,
-            distrusted_until: same.map_or(Duration::ZERO, |known| known.distrusted_until),
+            distrusted_until,
         };
-        let why = if let Some(same) = same.or(self.known) {
+        let why = if let Some(same) = same {
             let moved = start.duration_since(same.start);
             let moved = moved.unwrap_or_else(|back| back.duration());
             (moved > MAX_DRIFT)

@@ -109,7 +109,7 @@ impl Collector {
         }
         let place = Place::take(&config.dir)?;
         if let Some(run_as) = config.run_as {
-            place.with_dir(|dir| privileges::hand_over(dir, &config.dir, run_as))?;
+            notes.extend(place.with_dir(|dir| privileges::hand_over(dir, &config.dir, run_as))?);
         }
         let listeners = listeners(&config, &mut notes)?;
         let metrics = config.metrics.map(fleet::http_server::bind).transpose()?;

@@ -9,6 +9,7 @@
 
 use super::host_clock;
 use anyhow::{Context, Result};
+use kata_gpu_report::data::{boot_file, trace_file};
 use kata_gpu_wire::record::is_boot_id;
 use nix::dir::Dir;
 use nix::errno::Errno;
@@ -81,12 +82,15 @@ fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option
     }
 }
 
-/// Gives the directory of the boots to `to`, and the files in it that are a collector's: one that
-/// ran as root left them root's. A file with another name elsewhere, or a link, is somebody else's.
-pub fn hand_over(dir: &File, path: &Path, to: RunAs) -> Result<()> {
+/// Gives the directory of the boots to `to`, and the files in it that are a collector's: they are
+/// root's or the directory's owner's, whichever a former collector ran as. A file with another name
+/// elsewhere, or a link, is somebody else's. Returns notes on files that stay as they are.
+pub fn hand_over(dir: &File, path: &Path, to: RunAs) -> Result<Vec<String>> {
     let owned = |meta: &Metadata| (meta.uid(), meta.gid()) == (to.uid.as_raw(), to.gid.as_raw());
     let give = |file: &File| fchown(file, Some(to.uid), Some(to.gid));
-    if !owned(&dir.metadata().context("look at --dir")?) {
+    let mut notes = Vec::new();
+    let former = dir.metadata().context("look at --dir")?;
+    if !owned(&former) {
         give(dir).with_context(|| {
             format!("give --dir to user {}: run as root or omit --user", to.uid)
         })?;
@@ -107,26 +111,33 @@ pub fn hand_over(dir: &File, path: &Path, to: RunAs) -> Result<()> {
         };
         let given = file.and_then(|file| {
             let meta = file.metadata()?;
-            if meta.is_file() && meta.nlink() == 1 && !owned(&meta) {
+            let is_formers = [0, former.uid()].contains(&meta.uid());
+            if meta.is_file() && meta.nlink() == 1 && is_formers && !owned(&meta) {
                 give(&file)?;
             }
             Ok(())
         });
-        given.with_context(|| {
+        // Its records are lost until then, and those of no other boot.
+        if let Err(error) = given {
             let (name, path) = (Path::new(name).display(), path.display());
             let (uid, gid) = (to.uid, to.gid);
-            format!("give {name} to user {uid}: as root, run chown -hR {uid}:{gid} {path}")
-        })?;
+            notes.push(format!(
+                "give {name} to user {uid}: {error:#}: as root, run chown -hR {uid}:{gid} {path}"
+            ));
+        }
     }
-    Ok(())
+    Ok(notes)
 }
 
 /// Whether a file of this name in the directory of the boots is one that a collector, or the
 /// recorder for it, makes.
 fn is_collectors(name: &OsStr) -> bool {
-    let name = name.as_encoded_bytes();
-    let stem = name.split(|byte| *byte == b'.').next().unwrap_or_default();
-    name == host_clock::FILE.as_bytes() || std::str::from_utf8(stem).is_ok_and(is_boot_id)
+    let of_boot = |name: &str| {
+        let (stem, extension) = name.split_once('.')?;
+        let is_ours = [boot_file::EXTENSION, trace_file::EXTENSION].contains(&extension);
+        (is_ours && is_boot_id(stem)).then_some(())
+    };
+    name == host_clock::FILE || name.to_str().and_then(of_boot).is_some()
 }
 
 /// Drops all privileges but, with `make_sockets`, CAP_DAC_OVERRIDE for sockets in other users'
@@ -236,18 +247,25 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         let boot = |n: u8| format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson");
         let ours = [&boot(1), ".clock"];
-        let others = [&boot(2), "notes.txt", "elsewhere"];
-        let made = ours.into_iter().chain(["notes.txt", "elsewhere"]);
+        let console = boot(1).replace("ndjson", "console");
+        let others = [&boot(2), &console, "notes.txt", "elsewhere"];
+        let made = ours
+            .into_iter()
+            .chain([&*console, "notes.txt", "elsewhere"]);
         made.for_each(|name| std::fs::write(at(name), "").unwrap());
         std::fs::hard_link(at("elsewhere"), at(&boot(2))).unwrap();
         std::os::unix::fs::symlink(at("notes.txt"), at(&boot(3))).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at(&boot(4))).unwrap();
+        // A boot that belongs to neither root nor the directory's owner.
+        std::fs::write(at(&boot(5)), "").unwrap();
+        std::os::unix::fs::chown(at(&boot(5)), Some(77), Some(77)).unwrap();
         let to = RunAs {
             uid: Uid::from_raw(4242),
             gid: Gid::from_raw(4243),
         };
         for _ in 0..2 {
-            hand_over(&File::open(dir.path()).unwrap(), dir.path(), to).unwrap();
+            let notes = hand_over(&File::open(dir.path()).unwrap(), dir.path(), to);
+            assert_eq!(notes.unwrap(), [""; 0]);
         }
         let owner = |name: &str| std::fs::metadata(at(name)).map(|m| (m.uid(), m.gid()));
         for name in ["."].into_iter().chain(ours) {
@@ -256,6 +274,7 @@ mod tests {
         for name in others {
             assert_eq!(owner(name).unwrap(), (0, 0), "{name}");
         }
+        assert_eq!(owner(&boot(5)).unwrap(), (77, 77));
     }
 
     #[test]

@@ -462,6 +462,31 @@ mod tests {
     }
 
     #[test]
+    fn a_start_of_the_machine_sets_no_distrusted_clock_right() {
+        let dir = temp_dir();
+        files(&dir, &[100, 1]);
+        let start = now();
+        let at = |real: Duration, boot: Duration, machine: u128| {
+            let real = start.real + real;
+            at_a_start(
+                &dir,
+                Now {
+                    real,
+                    boot,
+                    machine,
+                },
+            )
+        };
+        let (year, hour) = (365 * DAY, DAY / 24);
+        assert_eq!(at(Duration::ZERO, 2 * hour, 1), [0, 1]);
+        assert_eq!(at(year, 3 * hour, 1), [0, 1], "set by a year");
+        assert_eq!(at(year + hour, hour, 2), [0, 1], "after a start");
+        assert_eq!(at(year + 3 * hour, 3 * hour, 2), [0, 1]);
+        // The distrust ends all the same.
+        assert_eq!(at(year + 26 * hour, 26 * hour, 2), [0; 0]);
+    }
+
+    #[test]
     fn a_clock_long_after_the_newest_boot_makes_no_boot_old() {
         let dir = temp_dir();
         files(&dir, &[9000, 8000]);

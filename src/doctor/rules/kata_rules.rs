@@ -155,16 +155,19 @@ pub fn vcpus(facts: &HostFacts) -> Checked {
 pub fn deadlines(facts: &HostFacts) -> Checked {
     let kata = facts.kata()?;
     let boots = &facts.boots;
-    let mut look = Look::default();
+    let (mut look, mut unread) = (Look::default(), None);
     let mut add = |from: &str, key: &str, limits: Limits, value: &str| {
+        let Ok(seconds) = value.parse() else {
+            return unread = Some(Gap::unreadable(from, value));
+        };
         let took = match limits {
             Limits::Agent => &boots.agent_ready,
-            Limits::Boot => &boots.whole,
+            Limits::Boot => &boots.up,
             Limits::Gpus => &boots.after_agent,
         };
         let deadline = Deadline {
             limits,
-            seconds: value.parse().map_err(|_| Gap::unreadable(from, value))?,
+            seconds,
             longest: took.iter().max().map(|ns| *ns as f64 / 1e9),
         };
         if deadline.longest.is_some() || deadline.is_short() {
@@ -172,11 +175,10 @@ pub fn deadlines(facts: &HostFacts) -> Checked {
             let (seconds, longest) = (deadline.seconds, deadline.shown_longest());
             look.add(from, format!("{key} = {seconds} s{longest}"));
         }
-        Ok(())
     };
     for (key, limits) in DEADLINES {
         if let Some((value, file)) = kata.values.get(key) {
-            add(file, key, limits, value)?;
+            add(file, key, limits, value);
         }
     }
     let (from, words) = guest_words(facts)?;
@@ -190,7 +192,11 @@ pub fn deadlines(facts: &HostFacts) -> Checked {
         "agent.cdi_timeout",
         Limits::Gpus,
         given.unwrap_or(&default),
-    )?;
+    );
+    // A value that nobody can read hides no other one that is bad.
+    if let Some(gap) = unread.filter(|_| !look.is_bad) {
+        return Err(gap);
+    }
     if look.evidence.is_empty() {
         boots.some()?;
         return unknown("no boot here shows the times that Kata and its agent limit");

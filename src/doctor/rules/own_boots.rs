@@ -7,6 +7,7 @@ use kata_gpu_report::analysis::loaded::Loaded;
 use kata_gpu_report::analysis::metrics::{failure_label, metrics};
 use kata_gpu_report::analysis::rules::Shortens;
 use kata_gpu_report::analysis::statistics::Summary;
+use kata_gpu_report::boot::model::SETTLED;
 use kata_gpu_report::data::compact_record::{Field, Record};
 use kata_gpu_report::data::text::printable_start;
 use kata_gpu_wire::failure::Reason;
@@ -35,7 +36,9 @@ pub struct OwnBoots {
     /// any step, in ns.
     pub whole: Vec<i64>,
     pub agent_ready: Vec<i64>,
-    /// From the agent's first answer to the last milestone, in ns.
+    /// From the first milestone, and from the agent's first answer, until all GPUs were settled or
+    /// the first container ran, in ns.
+    pub up: Vec<i64>,
     pub after_agent: Vec<i64>,
     pub unexplained: Vec<i64>,
     /// Boots whose GPUs settled.
@@ -132,8 +135,13 @@ impl OwnBoots {
             };
             let agent_ready = since_first("agent ready");
             self.agent_ready.extend(agent_ready);
-            self.after_agent
-                .extend(agent_ready.map(|ready| whole.saturating_sub(ready)));
+            // Later containers are no part of the boot, however late they come.
+            let up = since_first(SETTLED).or(since_first("first container"));
+            self.up.extend(up);
+            let after_agent = up
+                .zip(agent_ready)
+                .map(|(up, ready)| up.saturating_sub(ready));
+            self.after_agent.extend(after_agent);
             self.first_container.extend(since_first("first container"));
         }
         self.settled.extend(SettledBoot::of(id, &boot.timeline));

@@ -47,7 +47,10 @@ impl ScratchDir {
                 Ok(lock) => Some(lock),
                 Err(Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL) => None,
                 // Another run is removing it.
-                Err(Errno::EWOULDBLOCK | Errno::ENOENT | Errno::ESTALE) => continue,
+                Err(Errno::EWOULDBLOCK | Errno::ENOENT | Errno::ESTALE) => {
+                    let _unused = std::fs::remove_dir(&path);
+                    continue;
+                }
                 Err(e) => return Err(e).with_context(at),
             };
             return Ok(Self { path, _lock: lock });
@@ -71,7 +74,7 @@ impl Drop for ScratchDir {
     }
 }
 
-/// Locks a directory of this user. ESTALE: the name leads elsewhere by now.
+/// Locks a directory. ESTALE: the name leads elsewhere by now.
 fn lock(path: &Path) -> nix::Result<Flock<File>> {
     let errno = |e: io::Error| Errno::from_raw(e.raw_os_error().unwrap_or_default());
     let directory = OpenOptions::new()
@@ -83,12 +86,13 @@ fn lock(path: &Path) -> nix::Result<Flock<File>> {
     let held = lock.metadata().map_err(errno)?;
     let named = std::fs::symlink_metadata(path).map_err(errno)?;
     let is_it = (named.dev(), named.ino()) == (held.dev(), held.ino());
-    let is_own = held.uid() == geteuid().as_raw();
-    if is_it && is_own {
-        Ok(lock)
-    } else {
-        Err(Errno::ESTALE)
-    }
+    if is_it { Ok(lock) } else { Err(Errno::ESTALE) }
+}
+
+/// Whether a directory is this user's. Some file systems give each file another owner.
+fn is_own(directory: &Flock<File>) -> bool {
+    let metadata = directory.metadata();
+    metadata.is_ok_and(|metadata| metadata.uid() == geteuid().as_raw())
 }
 
 /// Removes directories of killed runs. Any failure leaves one there, as it was before.
@@ -100,7 +104,8 @@ fn remove_leftovers(parent: &Path, prefix: &str) {
             continue;
         }
         let path = entry.path();
-        if let Ok(_lock) = lock(&path)
+        if let Ok(lock) = lock(&path)
+            && is_own(&lock)
             && std::fs::remove_dir_all(&path).is_ok()
         {
             eprintln!(

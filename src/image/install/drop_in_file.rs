@@ -31,8 +31,14 @@ pub fn lock(dir: &Path) -> Result<Lock> {
         Ok(held) => {
             let left = temporary(dir);
             match fs::remove_file(&left) {
-                Err(e) if e.kind() != ErrorKind::NotFound => Err(e).doing("remove", &left),
-                _ => Ok(Lock { _held: held }),
+                // Nothing is left, or nothing can be written here, which the next write reports.
+                Err(e)
+                    if [ErrorKind::NotFound, ErrorKind::ReadOnlyFilesystem].contains(&e.kind()) =>
+                {
+                    Ok(Lock { _held: held })
+                }
+                Err(e) => Err(e).doing("remove", &left),
+                Ok(()) => Ok(Lock { _held: held }),
             }
         }
         Err((_, Errno::EWOULDBLOCK)) => bail!(

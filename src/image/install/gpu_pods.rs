@@ -112,10 +112,10 @@ pub fn notes(of: &Configured, after: &Effective, node: &Node) -> Vec<String> {
 /// Seconds that the agent waits for a GPU.
 fn cdi_timeout(params: &str) -> f64 {
     let words = kernel_params::words(params).unwrap_or_default();
+    // The agent knows no other spelling.
     let given = words.iter().rev().find_map(|word| {
-        let (_, value) = word.trim_matches('"').split_once('=')?;
-        let is_it = kernel_params::name(word) == "agent.cdi_timeout";
-        is_it.then(|| value.parse::<u32>().ok()).flatten()
+        let value = word.trim_matches('"').strip_prefix("agent.cdi_timeout=")?;
+        value.parse::<u32>().ok()
     });
     given.map_or(CDI_TIMEOUT_S as f64, f64::from)
 }
@@ -158,11 +158,11 @@ mod tests {
             notes(&config, slow),
             "hypervisor.qemu.pcie_root_port = 4, and this node has 8 GPUs: a pod with more GPUs \
              than ports fails; set it to 8\nruntime.create_container_timeout = 600 s gives up on a \
-             boot that takes longer; longest until the last milestone here: 599.0 s; raise it\n\
+             boot that takes longer; longest until its GPUs were settled here: 599.0 s; raise it\n\
              agent.cdi_timeout = 100 s gives up on a boot that takes longer; longest from the \
-             agent's answer to the last milestone here: 81.0 s; raise it"
+             agent's answer until its GPUs were settled here: 81.0 s; raise it"
         );
-        let words = "kernel_params = \"agent.cdi_timeout=5 agent.cdi-timeout=300\"\n[agent.kata]";
+        let words = "kernel_params = \"agent.cdi-timeout=5 agent.cdi_timeout=300 agent.cdi-timeout=5\"\n[agent.kata]";
         let raised = config.replace("[agent.kata]", words);
         assert_eq!(
             notes(

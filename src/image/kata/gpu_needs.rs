@@ -34,9 +34,9 @@ pub const DEADLINES: [(&str, Limits); 3] = [
 pub enum Limits {
     /// Until the agent answers.
     Agent,
-    /// Until the last milestone.
+    /// Until all GPUs are settled.
     Boot,
-    /// From the agent's answer to the last milestone.
+    /// From the agent's answer until then.
     Gpus,
 }
 
@@ -44,8 +44,8 @@ impl Limits {
     pub fn name(self) -> &'static str {
         match self {
             Self::Agent => "until the agent answered",
-            Self::Boot => "until the last milestone",
-            Self::Gpus => "from the agent's answer to the last milestone",
+            Self::Boot => "until its GPUs were settled",
+            Self::Gpus => "from the agent's answer until its GPUs were settled",
         }
     }
 }
