@@ -42,6 +42,8 @@ pub struct Vmm {
     /// Its words, each ended by a zero byte. Its threads and a copy of it have the same.
     words: Vec<u8>,
     proc: PathBuf,
+    /// Whoever records has named the process itself.
+    is_asked_for: bool,
 }
 
 fn read(path: &Path) -> Option<Vec<u8>> {
@@ -77,16 +79,18 @@ impl Vmm {
             pid,
             words: words(proc, pid)?,
             proc: proc.to_path_buf(),
+            is_asked_for: false,
         })
     }
 
     /// The process with this id, whatever its program is called.
     pub fn of_pid(proc: &Path, pid: u32) -> Result<Self> {
-        let process = Self::any(proc, pid)
+        let mut process = Self::any(proc, pid)
             .with_context(|| format!("--pid {pid}: there is no such process"))?;
         if process.words.is_empty() {
             bail!("--pid {pid}: it has no program: a thread of the kernel, or it has ended");
         }
+        process.is_asked_for = true;
         Ok(process)
     }
 
@@ -176,7 +180,8 @@ impl Vmm {
 
     /// Whether a boot's peer, as the collector names it, is this VM.
     pub fn is_peer(&self, peer: &str) -> bool {
-        self.is_called(peer) && self.is_sure() && (!peer.starts_with("cid ") || self.holds(VSOCK))
+        let is_known = self.is_asked_for || self.is_sure();
+        self.is_called(peer) && is_known && (!peer.starts_with("cid ") || self.holds(VSOCK))
     }
 
     fn is_called(&self, peer: &str) -> bool {
@@ -314,6 +319,8 @@ mod tests {
             sure,
             [(true, true), (true, true), (false, false), (false, false)]
         );
+        let asked = Vmm::of_pid(proc.path(), 10).unwrap();
+        assert!(asked.is_peer("cid 33"), "whoever records has chosen it");
         // The name alone does not keep the sandbox's VM from being found.
         fs::remove_dir_all(proc.path().join("9")).unwrap();
         assert_eq!(Vmm::of_sandbox(proc.path(), "0a1b2c3d").unwrap().pid, 8);
