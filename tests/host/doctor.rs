@@ -241,7 +241,7 @@ fn good_boots() -> OwnBoots {
     let s = |seconds: f64| vec![(seconds * 1e9) as i64; 6];
     boots.sums.insert("kernel.pci".into(), s(0.05));
     boots.sums.insert("module.load".into(), s(0.5));
-    (boots.whole, boots.agent_ready, boots.unexplained) = (s(20.0), s(3.0), s(0.1));
+    (boots.up, boots.agent_ready, boots.unexplained) = (s(20.0), s(3.0), s(0.1));
     for gpu in ["a", "b", "c"] {
         boots.enablings.insert(gpu.into(), s(0.004));
     }

@@ -32,14 +32,13 @@ pub struct OwnBoots {
     pub enablings: BTreeMap<String, Vec<i64>>,
     /// How many boots have a value of a fact about the guest: kernel, clocksource, ...
     pub facts: BTreeMap<(&'static str, String), usize>,
-    /// From the first to the last milestone of each boot, to the agent's first answer, and without
-    /// any step, in ns.
-    pub whole: Vec<i64>,
+    /// From the first milestone of each boot to the agent's first answer, and until all GPUs were
+    /// settled or, where that is unknown, the first container ran, in ns.
     pub agent_ready: Vec<i64>,
-    /// From the first milestone, and from the agent's first answer, until all GPUs were settled or
-    /// the first container ran, in ns.
     pub up: Vec<i64>,
+    /// From the agent's first answer until then, in ns.
     pub after_agent: Vec<i64>,
+    /// Time of each boot without any step, in ns.
     pub unexplained: Vec<i64>,
     /// Boots whose GPUs settled.
     pub settled: Vec<SettledBoot>,
@@ -126,9 +125,7 @@ impl OwnBoots {
         self.fact(UNPACKED, of(names::MODULE_LOAD, "unpacked"));
         self.fact(CONFIDENTIAL, of(names::CONFIDENTIAL, "enabled"));
         let milestones = &boot.timeline.milestones;
-        if let (Some(first), Some(last)) = (milestones.first(), milestones.last()) {
-            let whole = last.at_ns.saturating_sub(first.at_ns);
-            self.whole.push(whole);
+        if let Some(first) = milestones.first() {
             let since_first = |name: &str| {
                 let found = milestones.iter().find(|m| m.name == name);
                 found.map(|m| m.at_ns.saturating_sub(first.at_ns))
