@@ -2,7 +2,7 @@
 
 use super::checked::{Checked, Gap, Look, unknown};
 use super::host_facts::HostFacts;
-use kata_gpu_image::kata::gpu_needs::{CDI_TIMEOUT_S, DEADLINES, Deadline, Limits};
+use kata_gpu_image::kata::gpu_needs::{CDI_TIMEOUT_S, DEADLINES, Deadline, Limits, cdi_timeouts};
 use kata_gpu_report::analysis::statistics::Summary;
 
 /// Exit of a guest for one byte on an emulated serial port.
@@ -182,10 +182,7 @@ pub fn deadlines(facts: &HostFacts) -> Checked {
         }
     }
     let (from, words) = guest_words(facts)?;
-    let given = words
-        .iter()
-        .rev()
-        .find_map(|word| word.strip_prefix("agent.cdi_timeout="));
+    let given = cdi_timeouts(words.into_iter()).next();
     let default = CDI_TIMEOUT_S.to_string();
     add(
         &from,

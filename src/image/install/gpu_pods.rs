@@ -4,7 +4,7 @@
 
 use super::checks::Facts;
 use super::kernel_params;
-use crate::kata::gpu_needs::{CDI_TIMEOUT_S, DEADLINES, Deadline, Limits, Plugging};
+use crate::kata::gpu_needs::{CDI_TIMEOUT_S, DEADLINES, Deadline, Limits, Plugging, cdi_timeouts};
 use crate::kata::merge::{Effective, Runtime};
 use crate::kata::refusal::Refusal;
 use crate::kata::version::Configured;
@@ -112,12 +112,9 @@ pub fn notes(of: &Configured, after: &Effective, node: &Node) -> Vec<String> {
 /// Seconds that the agent waits for a GPU.
 fn cdi_timeout(params: &str) -> f64 {
     let words = kernel_params::words(params).unwrap_or_default();
-    // The agent knows no other spelling.
-    let given = words.iter().rev().find_map(|word| {
-        let value = word.trim_matches('"').strip_prefix("agent.cdi_timeout=")?;
-        value.parse::<u32>().ok()
-    });
-    given.map_or(CDI_TIMEOUT_S as f64, f64::from)
+    let given = cdi_timeouts(words.iter().map(AsRef::as_ref));
+    let mut numbers = given.filter_map(|value| value.parse::<u32>().ok());
+    numbers.next().map_or(CDI_TIMEOUT_S as f64, f64::from)
 }
 
 #[cfg(test)]
@@ -162,7 +159,8 @@ mod tests {
              agent.cdi_timeout = 100 s gives up on a boot that takes longer; longest from the \
              agent's answer until its GPUs were settled here: 81.0 s; raise it"
         );
-        let words = "kernel_params = \"agent.cdi-timeout=5 agent.cdi_timeout=300 agent.cdi-timeout=5\"\n[agent.kata]";
+        let words = "kernel_params = \"agent.cdi-timeout=5 agent.cdi_timeout=300 \
+                     agent.cdi-timeout=5\"\n[agent.kata]";
         let raised = config.replace("[agent.kata]", words);
         assert_eq!(
             notes(

@@ -58,6 +58,15 @@ pub struct Deadline {
     pub longest: Option<f64>,
 }
 
+/// Values of the agent's own deadline on a command line, the one that counts first. The agent knows
+/// no other spelling.
+pub fn cdi_timeouts<'a>(
+    words: impl DoubleEndedIterator<Item = &'a str>,
+) -> impl Iterator<Item = &'a str> {
+    let value = |word: &'a str| word.trim_matches('"').strip_prefix("agent.cdi_timeout=");
+    words.rev().filter_map(value)
+}
+
 impl Deadline {
     /// Whether a boot is given up that would succeed. The runtimes take 0 for their default.
     pub fn is_short(&self) -> bool {
