@@ -147,6 +147,25 @@ fn skip(demanded_by: &str, why: &str) {
     eprintln!("skipped: {why}");
 }
 
+/// The init that guests have.
+fn guests_init() -> PathBuf {
+    project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init")
+}
+
+/// Whether these files are built; prints what `./tests/run` builds them with if not.
+#[track_caller]
+fn are_built(files: &[PathBuf], with: &str) -> bool {
+    let missing = files.iter().find(|file| !file.exists());
+    if let Some(file) = missing {
+        let why = format!(
+            "{} is not built: ./tests/run {with} builds it",
+            file.display()
+        );
+        skip("KATA_GPU_BUILT", &why);
+    }
+    missing.is_none()
+}
+
 /// Every file below a folder of the project, in order of their paths; not those that are built.
 fn files(folder: &str) -> Vec<PathBuf> {
     files_below(project().join(folder))

@@ -27,19 +27,9 @@ fn stand_in() -> PathBuf {
     target("nvml/libnvidia-ml.so.1")
 }
 
-/// Whether helper and stand-in are there; prints what builds them if not.
+/// Whether helper and stand-in are there.
 fn are_built() -> bool {
-    let missing = [target("debug/kata-gpu-nvml"), stand_in()]
-        .into_iter()
-        .find(|f| !f.exists());
-    if let Some(file) = &missing {
-        let why = format!(
-            "{} is not built: ./tests/run nvml builds it",
-            file.display()
-        );
-        crate::skip("KATA_GPU_BUILT", &why);
-    }
-    missing.is_none()
+    crate::are_built(&[target("debug/kata-gpu-nvml"), stand_in()], "nvml")
 }
 
 fn helper(library: &Path, requests: &str) -> Output {

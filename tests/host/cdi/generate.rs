@@ -193,26 +193,14 @@ fn the_reference_root_gives_the_incumbents_edits() {
     }
 }
 
-fn guests_init() -> PathBuf {
-    project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init")
-}
-
-/// Whether the guest's init is there to be run; prints what builds it if not.
+/// Whether the guest's init is there to be run.
 pub fn is_built() -> bool {
-    let is_built = guests_init().exists();
-    if !is_built {
-        let why = format!(
-            "{} is not built: ./tests/run cdi builds it",
-            guests_init().display()
-        );
-        crate::skip("KATA_GPU_BUILT", &why);
-    }
-    is_built
+    crate::are_built(&[crate::guests_init()], "cdi")
 }
 
 /// Runs the guest's init.
 pub fn run(root: &Path, words: &[&str]) -> Output {
-    Command::new(guests_init())
+    Command::new(crate::guests_init())
         .arg("cdi")
         .args(words)
         .arg("--root")

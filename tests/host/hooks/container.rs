@@ -1,6 +1,6 @@
 //! Directory trees that stand for containers, and the hooks run on them.
 
-use crate::{TempDir, project, write};
+use crate::{TempDir, write};
 use kata_gpu_init::cdi::hooks::{self, Outcome};
 use kata_gpu_init::formats::ld_so_cache;
 use kata_gpu_init::formats::ld_so_cache::Cache;
@@ -265,7 +265,7 @@ pub fn program() -> Option<PathBuf> {
         .and_then(Path::parent)
         .unwrap()
         .join("kata-gpu-init");
-    let release = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
+    let release = crate::guests_init();
     let newest = [debug, release]
         .into_iter()
         .filter_map(|p| Some((fs::metadata(&p).ok()?.modified().ok()?, p)))

@@ -3,7 +3,7 @@
 
 use crate::hooks::attacks::{NONE, PREPARE, surroundings};
 use crate::hooks::container::{Container, LIBS, as_a_process, program, tree};
-use crate::{project, remove};
+use crate::remove;
 use kata_gpu_test_guest::own_mounts::in_own_mounts;
 use nix::mount::{MsFlags, mount};
 use nix::sys::stat::Mode;
@@ -257,9 +257,9 @@ fn telltale(folder: &Path, marker: &Path) -> Option<PathBuf> {
 /// loader that would look at it.
 #[test]
 fn a_library_that_the_environment_preloads_is_not_loaded() {
-    let guests = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
-    if !guests.exists() {
-        return eprintln!("skipped: the guest's program is not built");
+    let guests = crate::guests_init();
+    if !crate::are_built(std::slice::from_ref(&guests), "hooks") {
+        return;
     }
     let c = Container::debian("preload");
     let marker = c.dir.0.join("loaded");
@@ -299,9 +299,9 @@ fn a_library_that_the_environment_preloads_is_not_loaded() {
 
 #[test]
 fn a_hook_goes_first_where_memory_is_short() {
-    let guests = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
-    if !guests.exists() {
-        return eprintln!("skipped: the guest's program is not built");
+    let guests = crate::guests_init();
+    if !crate::are_built(std::slice::from_ref(&guests), "hooks") {
+        return;
     }
     // A hook that waits for its state.
     let mut child = Command::new(&guests)
@@ -332,9 +332,9 @@ fn a_closed_standard_error_does_not_fail_a_hook() {
 /// kata-agent's umask is what its own start was given.
 #[test]
 fn what_a_hook_makes_can_be_read_whatever_the_umask_is() {
-    let guests = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
-    if !guests.exists() {
-        return eprintln!("skipped: the guest's program is not built");
+    let guests = crate::guests_init();
+    if !crate::are_built(std::slice::from_ref(&guests), "hooks") {
+        return;
     }
     let c = Container::debian("umask");
     fs::remove_dir_all(c.path("/etc")).unwrap();
