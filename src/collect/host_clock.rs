@@ -18,8 +18,8 @@ use std::time::{Duration, SystemTime};
 /// A clock that moved further than this was set.
 const MAX_DRIFT: Duration = Duration::from_secs(60);
 /// Time after a set clock, and after the machine's start, in which no boot counts as old: until
-/// somebody, or NTP, has set the clock right. Where the machine was started again, a clock this far
-/// behind the last known time is distrusted, too.
+/// somebody, or NTP, has set the clock right. Where the machine was started again, a clock that is
+/// this much later than the last known time is distrusted, too.
 const DISTRUST: Duration = Duration::from_secs(24 * 3600);
 pub const AFTER_START: Duration = Duration::from_secs(3600);
 /// Longest time that the file lags behind.

@@ -429,22 +429,21 @@ mod tests {
         left(dir)
     }
 
+    /// Both clocks, so much later, of this start of the machine.
+    fn later(start: Now, real: Duration, boot: Duration, machine: u128) -> Now {
+        Now {
+            real: start.real + real,
+            boot: start.boot + boot,
+            machine,
+        }
+    }
+
     #[test]
     fn a_clock_that_is_set_while_no_collector_runs_makes_no_boot_old() {
         let dir = temp_dir();
         files(&dir, &[100, 1]);
         let start = now();
-        let at = |real: Duration, boot: Duration, machine: u128| {
-            let (real, boot) = (start.real + real, start.boot + boot);
-            at_a_start(
-                &dir,
-                Now {
-                    real,
-                    boot,
-                    machine,
-                },
-            )
-        };
+        let at = |real, boot, machine| at_a_start(&dir, later(start, real, boot, machine));
         let (year, hour) = (365 * DAY, DAY / 24);
         assert_eq!(at(Duration::ZERO, Duration::ZERO, 1), [0, 1]);
         assert_eq!(at(year, hour, 1), [0, 1], "set between two collectors");
@@ -465,18 +464,11 @@ mod tests {
     fn a_start_of_the_machine_sets_no_distrusted_clock_right() {
         let dir = temp_dir();
         files(&dir, &[100, 1]);
-        let start = now();
-        let at = |real: Duration, boot: Duration, machine: u128| {
-            let real = start.real + real;
-            at_a_start(
-                &dir,
-                Now {
-                    real,
-                    boot,
-                    machine,
-                },
-            )
+        let start = Now {
+            boot: Duration::ZERO,
+            ..now()
         };
+        let at = |real, boot, machine| at_a_start(&dir, later(start, real, boot, machine));
         let (year, hour) = (365 * DAY, DAY / 24);
         assert_eq!(at(Duration::ZERO, 2 * hour, 1), [0, 1]);
         assert_eq!(at(year, 3 * hour, 1), [0, 1], "set by a year");
@@ -491,12 +483,7 @@ mod tests {
         let dir = temp_dir();
         files(&dir, &[9000, 8000]);
         assert_eq!(at_a_start(&dir, now()), [0, 1], "nothing else is known");
-        let later = Now {
-            real: now().real + DAY,
-            boot: now().boot + DAY,
-            ..now()
-        };
-        assert_eq!(at_a_start(&dir, later), [0; 0]);
+        assert_eq!(at_a_start(&dir, later(now(), DAY, DAY, 1)), [0; 0]);
     }
 
     #[test]

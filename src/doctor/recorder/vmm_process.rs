@@ -42,7 +42,7 @@ pub struct Vmm {
     /// Its words, each ended by a zero byte. Its threads and a copy of it have the same.
     words: Vec<u8>,
     proc: PathBuf,
-    /// Whoever records has named the process itself.
+    /// The caller named the process by its number.
     is_asked_for: bool,
 }
 
