@@ -12,7 +12,7 @@
 
 use super::random::Random;
 use super::script::{SPEC, act, gpu_in_slot, process_named};
-use crate::agent::{cdi, log};
+use crate::agent::{cdi, container_root, log};
 use oci_spec::runtime::Spec;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -438,9 +438,32 @@ fn answer(waiting: Waiting) -> Result<(), Fault> {
 }
 
 /// A container that waits for a name of the boot scan: what it gets must be the GPU of that slot.
+///
+/// A GPU that is pulled out in its initialisation has failed until it has left, and whoever asks
+/// meanwhile is refused with that GPU's verdict. Kubernetes makes such a container again; so does
+/// this one.
 fn container(slot: u32) -> Result<(), Fault> {
-    const TRIES: u64 = 100_000;
     let deadline = Instant::now() + DEADLINE * 3;
+    loop {
+        let spec = injected(slot, deadline)?;
+        let refused = spec
+            .mounts()
+            .iter()
+            .flatten()
+            .find_map(|mount| container_root::destination(mount).err());
+        match refused.map(|error| error.to_string()) {
+            None => return leads_to(&spec, slot, deadline),
+            Some(error) if error.contains(&gpu_in_slot(slot)) && Instant::now() < deadline => {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            Some(error) => return Err(format!("a container asked for {slot}: {error}")),
+        }
+    }
+}
+
+/// A container's specification with the device that it asked for.
+fn injected(slot: u32, deadline: Instant) -> Result<Spec, Fault> {
+    const TRIES: u64 = 100_000;
     let mut spec = Spec::default();
     let asked = [format!("nvidia.com/gpu={slot}")];
     let pause = |_: Duration| {
@@ -458,6 +481,11 @@ fn container(slot: u32) -> Result<(), Fault> {
         &mut |_, _| {},
     )
     .map_err(|(_, error)| format!("{slot}: {error}"))?;
+    Ok(spec)
+}
+
+/// Compares the node in a container's specification with the driver's minor of that slot.
+fn leads_to(spec: &Spec, slot: u32, deadline: Instant) -> Result<(), Fault> {
     let devices = spec
         .linux()
         .as_ref()
