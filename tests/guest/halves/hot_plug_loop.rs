@@ -1,9 +1,9 @@
 //! A guest half in which GPUs come and go again and again, and nothing else happens: with
 //! `testagent.loop=ROUNDS:GPUS`, GPUs 1 to GPUS (by slot) are taken away and plugged in, ROUNDS
 //! times, by surprise, and each tenth time through sysfs, where a removal takes half a second.
-//! GPU 0 stays. Reports what each process of the init has after half of the rounds and at the end:
-//! what grows in between would grow for ever. A thread that closes a descriptor may still run after
-//! the last arrival, so the second report waits until it has ended.
+//! GPU 0 stays. Reports what each process of the init has after half of the rounds and after each
+//! later one: what grows in between would grow for ever. A thread that closes a descriptor may
+//! still run after the last arrival, so the last report waits until it has ended.
 
 use super::census::{Process, processes};
 use super::script::act;
@@ -38,7 +38,9 @@ fn repeat(rounds: u32, gpus: u32) -> Result<(), String> {
         act(&format!("up:{all}"))?;
         if round == rounds / 2 {
             middle = processes();
-            report(round, &middle);
+        }
+        if (rounds / 2..rounds).contains(&round) {
+            report(round, &processes());
         }
     }
     report(rounds, &at_rest(&middle));
