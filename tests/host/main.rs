@@ -25,6 +25,7 @@ mod modules;
 mod nvml;
 mod plain_words;
 mod real_gpu;
+mod release;
 mod schedule;
 mod schemas;
 mod shell;
