@@ -2,11 +2,12 @@
 
 use kata_gpu_init::cdi;
 use kata_gpu_init::cdi::hooks;
-use kata_gpu_init::formats::elf::build_id;
 use kata_gpu_init::machine::{clock, tsc};
 use kata_gpu_init::services::{launch, service_table};
 use kata_gpu_init::{boot, config};
+use kata_gpu_wire::build_id;
 use sha2::{Digest, Sha256};
+use std::fs::File;
 use std::process::ExitCode;
 
 const HELP: &str = "\
@@ -44,7 +45,7 @@ static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::machine::sys::before_main;
 /// Version, the build's id (that of the stream's `init.start`), and the program's sum, which stands
 /// in SHA256SUMS of its release.
 fn version() -> String {
-    let id = build_id::of_this_program().unwrap_or_else(|| "unknown".into());
+    let id = build_id::of(File::open("/proc/self/exe")).unwrap_or_else(|| "unknown".into());
     let sum = std::fs::read("/proc/self/exe").map(|bytes| {
         Sha256::digest(bytes)
             .iter()

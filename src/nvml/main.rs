@@ -3,9 +3,11 @@
 
 mod library; // questions to NVML
 
+use kata_gpu_wire::build_id;
 use kata_gpu_wire::nvml_messages::{Answer, LIBRARY, PROGRAM};
 use library::{answer, load};
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
 
@@ -36,7 +38,8 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         [option] if option == "--version" || option == "-V" => {
-            println!("{PROGRAM} {}", env!("CARGO_PKG_VERSION"));
+            let id = build_id::of(File::open("/proc/self/exe")).unwrap_or_else(|| "unknown".into());
+            println!("{PROGRAM} {}\nbuild {id}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;
         }
         _ => {

@@ -7,6 +7,7 @@
 mod named; // enums with names
 
 pub mod arch; // what differs between architectures
+pub mod build_id; // a program's note with the id of its build
 pub mod catalogue; // all names of records
 pub mod decode; // bytes into lines
 pub mod driver_log; // lines of driver and PCI in the kernel's log

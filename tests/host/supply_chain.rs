@@ -3,7 +3,7 @@
 
 use crate::export::Package;
 use crate::project;
-use kata_gpu_init::formats::elf::build_id::build_id;
+use kata_gpu_wire::build_id;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -337,9 +337,7 @@ fn the_version_has_the_build_and_the_sum_of_the_program() {
     let output = Command::new(&init).arg("--version").output().unwrap();
     let sum = Command::new("sha256sum").arg(&init).output().unwrap();
     let sum = crate::stdout(&sum);
-    let id = build_id(&fs::File::open(&init).unwrap())
-        .unwrap()
-        .expect("the linker has made an id");
+    let id = build_id::of(fs::File::open(&init)).expect("the linker has made an id");
     assert_eq!(id.len(), 40, "{id}");
     let want = format!(
         "kata-gpu-init {}\nbuild {id}\nsha256 {}\n",
@@ -352,12 +350,23 @@ fn the_version_has_the_build_and_the_sum_of_the_program() {
 #[test]
 fn the_hosts_version_has_the_build_of_the_program() {
     let program = crate::collect::program();
-    let id = build_id(&fs::File::open(&program).unwrap()).unwrap();
+    let id = build_id::of(fs::File::open(&program));
     let output = |option: &str| Command::new(&program).arg(option).output().unwrap();
     let short = concat!("kata-gpu-boot ", env!("CARGO_PKG_VERSION"), "\n");
     let long = format!("{short}build {}\n", id.as_deref().unwrap_or("unknown"));
     assert_eq!(crate::stdout(&output("--version")), long);
     assert_eq!(crate::stdout(&output("-V")), short);
+}
+
+#[test]
+fn the_helpers_version_has_the_build_of_the_program() {
+    let program = crate::built("kata-gpu-nvml", "kata-gpu-nvml");
+    let id = build_id::of(fs::File::open(&program)).unwrap_or_else(|| "unknown".into());
+    let want = format!("kata-gpu-nvml {}\nbuild {id}\n", env!("CARGO_PKG_VERSION"));
+    for option in ["--version", "-V"] {
+        let output = Command::new(&program).arg(option).output().unwrap();
+        assert_eq!(crate::stdout(&output), want);
+    }
 }
 
 /// Whether CycloneDX's own schema takes a list.

@@ -4,8 +4,6 @@
 //! Takes any bytes: an error states the fault of a file that is not valid ELF. Little-endian only,
 //! as every machine with these GPUs is.
 
-pub mod build_id;
-
 use super::bytes_at;
 use std::fs::File;
 use std::io;

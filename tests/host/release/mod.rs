@@ -203,7 +203,7 @@ fn the_sums_are_of_all_files_of_a_release() {
 
 #[test]
 fn a_release_has_the_same_bytes_in_another_folder_for_another_user() {
-    let Some((_, release)) = released() else {
+    let Some((first_checkout, release)) = released() else {
         return;
     };
     let other = Checkout::new("release-again", "of another/length").unwrap();
@@ -230,6 +230,12 @@ fn a_release_has_the_same_bytes_in_another_folder_for_another_user() {
         out.push(std::env::consts::ARCH);
         sums(&out)
     };
+    let commit = |checkout: &Checkout| checkout.git("show --raw --format=raw HEAD");
+    assert_eq!(
+        commit(&other),
+        commit(first_checkout),
+        "the checkouts differ"
+    );
     let first = sums(release);
     assert_eq!(again("same", EPOCH), first);
     // Negative control: another date, which programs and their lists do not have.

@@ -18,7 +18,6 @@ use crate::boot::ipc::name_process;
 use crate::boot::ipc::opener::Opener;
 use crate::boot::{agent_watch, failure};
 use crate::config::{Bind, Config, Switch};
-use crate::formats::elf::build_id;
 use crate::gpu::pci::SYS;
 use crate::machine::clock::boottime_ns;
 use crate::machine::files::failed;
@@ -35,7 +34,7 @@ use crate::stream::sinks::{console, listener, vsock};
 use crate::stream::stamps::{self, Stamp};
 use crate::stream::{After, RunningStep, StepId, kmsg};
 use crate::{cdi, step};
-use kata_gpu_wire::names;
+use kata_gpu_wire::{build_id, names};
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
 use std::ffi::OsStr;
@@ -327,7 +326,7 @@ async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
 /// Emits stage 0: the times of its steps, and the outcome of the parameters.
 fn report_stage0(boot: &Boot) {
     // Read here, while the agent starts, not by PID 1.
-    let build = build_id::of_this_program();
+    let build = build_id::of(std::fs::File::open("/proc/self/exe"));
     let (started_ns, version) = (boot.started_ns, env!("CARGO_PKG_VERSION"));
     tracing::info!(name: names::INIT_START, at_ns = started_ns, pid = 1_u64, version, build);
     let end_ns = boot.steps.last().map_or(started_ns, Stamp::end_ns);
