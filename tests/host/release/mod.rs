@@ -44,6 +44,10 @@ struct Checkout {
 impl Checkout {
     /// None, with the reason printed, where this machine cannot make a release.
     fn new(test: &str, folder: &str) -> Option<Self> {
+        Self::below(TempDir::new(test), folder)
+    }
+
+    fn below(temp: TempDir, folder: &str) -> Option<Self> {
         let target = format!("{}-unknown-linux-musl", std::env::consts::ARCH);
         let words = ["--print", "target-libdir", "--target", &target];
         let libdir = crate::stdout(&Command::new("rustc").args(words).output().unwrap());
@@ -56,7 +60,8 @@ impl Checkout {
             crate::skip("KATA_GPU_BUILT", &why);
             return None;
         }
-        let temp = TempDir::new(test);
+        // Left by a run that was killed, or by an earlier one that shared its release.
+        let _unused = fs::remove_dir_all(&temp.0);
         let checkout = Self {
             folder: temp.0.join(folder),
             _gone_when_dropped: temp,
@@ -142,7 +147,9 @@ impl Checkout {
 fn released() -> Option<(&'static Checkout, &'static Path)> {
     static RELEASED: OnceLock<Option<(Checkout, PathBuf)>> = OnceLock::new();
     let made = RELEASED.get_or_init(|| {
-        let checkout = Checkout::new("release", "checkout")?;
+        // Never dropped, so always at the same place.
+        let temp = TempDir(Path::new(env!("CARGO_TARGET_TMPDIR")).join("release"));
+        let checkout = Checkout::below(temp, "checkout")?;
         let out = checkout
             .release("out", &[])
             .unwrap_or_else(|e| panic!("{e}"));
