@@ -83,8 +83,8 @@ pub struct Args {
     /// and attributes: OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES.
     #[arg(long, value_name = "URL")]
     otlp: Option<String>,
-    /// Address of http://ADDRESS/metrics for Prometheus; a port without an address listens on
-    /// 127.0.0.1.
+    /// Address of http://ADDRESS/metrics for Prometheus; a port without an IP listens on 127.0.0.1.
+    /// Brackets may be around any IP: [$(POD_IP)]:9464.
     #[arg(long, value_name = "[IP:]PORT", value_parser = parse_address)]
     metrics: Option<SocketAddr>,
     /// Check that the collector of this --dir receives, and exit (status 0: it does).
@@ -113,6 +113,12 @@ fn patterns(given: &[Pattern], own: &[&str]) -> Result<Vec<Pattern>> {
     }
 }
 
+/// Id of this program's build, which a release's BUILD-IDS lists.
+pub fn build_id() -> String {
+    kata_gpu_wire::build_id::of(std::fs::File::open("/proc/self/exe"))
+        .unwrap_or_else(|| "unknown".into())
+}
+
 fn config(args: &Args) -> Result<Config> {
     let mut limits = Limits::default();
     args.limit.iter().try_for_each(|limit| limits.set(limit))?;
@@ -127,6 +133,7 @@ fn config(args: &Args) -> Result<Config> {
         },
         run_as: args.user,
         metrics: args.metrics,
+        build_id: build_id(),
         drop_privileges: true,
         ..Config::new(args.dir.dir.clone(), args.port)
     };

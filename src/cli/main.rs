@@ -5,8 +5,6 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use kata_gpu_boot::{collect, compare, demo, doctor, image, install, list, manual, show};
 use kata_gpu_report::data::text::{Colour, Screen, choose_colour};
 use kata_gpu_report::terminal::stdout::print;
-use kata_gpu_wire::build_id;
-use std::fs::File;
 use std::process::ExitCode;
 
 /// Explain the boots of Kata guests with NVIDIA GPUs: time by phase, failures, cures.
@@ -116,8 +114,11 @@ fn run(command: &Command, screen: Screen) -> Result<ExitCode> {
 
 /// Text of `--version`, with the id that a release's BUILD-IDS lists.
 fn version() -> String {
-    let build = build_id::of(File::open("/proc/self/exe")).unwrap_or_else(|| "unknown".into());
-    format!("{}\nbuild {build}", env!("CARGO_PKG_VERSION"))
+    format!(
+        "{}\nbuild {}",
+        env!("CARGO_PKG_VERSION"),
+        collect::build_id()
+    )
 }
 
 #[cfg(test)]

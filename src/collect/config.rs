@@ -29,6 +29,8 @@ pub struct Config {
     pub otlp: Option<Otlp>,
     /// Address of the metrics for Prometheus.
     pub metrics: Option<SocketAddr>,
+    /// Build id of this program, for the metrics.
+    pub build_id: String,
     /// Drop privileges that this process does not need. Requires a single thread.
     pub drop_privileges: bool,
 }

@@ -138,7 +138,14 @@ impl Collector {
             log,
             lines,
         });
-        let fleet = reports.then(|| Fleet::start(shared.clone(), config.otlp.clone(), metrics));
+        let fleet = reports.then(|| {
+            Fleet::start(
+                shared.clone(),
+                config.build_id.clone(),
+                config.otlp.clone(),
+                metrics,
+            )
+        });
         let fleet = fleet.transpose()?;
         let streams = Streams::start(&shared)?;
         Ok(Self {

@@ -42,7 +42,7 @@ fn write_metric(text: &mut String, metric: &Metric, values: Values) -> fmt::Resu
                 writeln!(text, "{metric}{{{label}=\"{of}\"}} {value}")?;
             }
         }
-        Values::Pairs(values) => {
+        Values::Labelled(values) => {
             for (of, value) in values {
                 let pairs = metric.labels.iter().zip(of);
                 let pairs: Vec<String> = pairs.map(|(l, of)| format!("{l}=\"{of}\"")).collect();

@@ -9,7 +9,7 @@ use super::exposition;
 use super::state::State;
 use crate::accept::PAUSE;
 use crate::collector_counters::add;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -41,14 +41,19 @@ const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 const DEADLINE: Duration = Duration::from_secs(10);
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
 
-/// `PORT` on this machine alone, or `IP:PORT`.
+/// `PORT` on this machine alone, or `IP:PORT`. Brackets may be around an IP of either version, so
+/// that a manifest need not know which its pods have: `[$(POD_IP)]:9464`.
 pub fn parse_address(text: &str) -> Result<SocketAddr> {
     if let Ok(port) = text.parse() {
         return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
     }
-    text.parse().map_err(|_| {
-        anyhow!("want PORT, which is one of 127.0.0.1, or IP:PORT: 9464, 0.0.0.0:9464, [::]:9464")
-    })
+    let in_brackets = || {
+        let (ip, port) = text.strip_prefix('[')?.split_once("]:")?;
+        Some(SocketAddr::new(ip.parse().ok()?, port.parse().ok()?))
+    };
+    text.parse().ok().or_else(in_brackets).with_context(
+        || "want PORT, which is one of 127.0.0.1, or IP:PORT: 9464, 0.0.0.0:9464, [::]:9464",
+    )
 }
 
 /// Binds the port, before privileges are dropped.
@@ -162,10 +167,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_alone_is_of_this_machine_alone() {
+    fn a_port_alone_is_of_this_machine_alone_and_brackets_hold_any_ip() {
         assert_eq!(parse_address("9464").unwrap().to_string(), "127.0.0.1:9464");
-        assert_eq!(parse_address("[::]:1").unwrap().to_string(), "[::]:1");
-        for wrong in ["", "70000", ":9464", "localhost", "-1", "0.0.0.0"] {
+        for (text, address) in [
+            ("[::]:1", "[::]:1"),
+            ("[fd00::7]:9464", "[fd00::7]:9464"),
+            ("[10.0.0.7]:9464", "10.0.0.7:9464"),
+        ] {
+            assert_eq!(parse_address(text).unwrap().to_string(), address);
+        }
+        // A pod without an address, or two addresses, is no pod on every address.
+        for wrong in [
+            "",
+            "70000",
+            ":9464",
+            "localhost",
+            "-1",
+            "0.0.0.0",
+            "[]:1",
+            "[::1,::2]:1",
+        ] {
             assert!(
                 parse_address(wrong)
                     .unwrap_err()

@@ -2,7 +2,8 @@
 //! from these rows; a test compares METRICS.md, the dashboard and the alerts with them.
 //!
 //! Names, labels and help need no escaping; a label's values are constants of this program, never
-//! a guest's texts. Times are in seconds, sizes in bytes, and a name ends in its unit.
+//! a guest's texts (exception: [`builds`](super::builds)). Times are in seconds, sizes in bytes,
+//! and a name ends in its unit.
 
 use super::pushing::Queue;
 use super::state::State;
@@ -56,13 +57,13 @@ pub enum Values<'a> {
     One(u64),
     /// Values by the metric's label.
     Each(Vec<(&'static str, u64)>),
-    /// Values by the metric's two labels.
-    Pairs(Vec<([&'static str; 2], u64)>),
+    /// Values by the metric's labels.
+    Labelled(Vec<(Vec<&'a str>, u64)>),
     /// Histograms by the metric's label.
     Histograms(&'a Histograms),
 }
 
-use Values::{Each, One, Pairs};
+use Values::{Each, Labelled, One};
 
 /// A row. Its `Display` is the name in PromQL.
 pub struct Metric {
@@ -94,9 +95,9 @@ macro_rules! metrics {
 }
 
 metrics! {
-    Gauge "build_info" {version}
-        "Which version this is; always 1."
-        |_| Each(vec![(env!("CARGO_PKG_VERSION"), 1)]);
+    Gauge "build_info" {version, build_id}
+        "Which version and build this is; always 1."
+        |now| Labelled(vec![(vec![env!("CARGO_PKG_VERSION"), &now.state.build_id], 1)]);
 
     // Boots.
     Counter "boots_begun_total" {}
@@ -125,8 +126,16 @@ metrics! {
         "What failed in boots that are over, by reason, and whose that is."
         |now| {
             let counts = now.tally.failures.iter();
-            Pairs(counts.map(|(reason, count)| ([*reason, whose_label(reason)], *count)).collect())
+            Labelled(
+                counts.map(|(reason, count)| (vec![*reason, whose_label(reason)], *count)).collect()
+            )
         };
+    Counter "guest_boots_total" {version, build_id, result}
+        "Boots that are over, by the guest's init, and by whether anything failed."
+        |now| Labelled(now.tally.builds.all().flat_map(|build| {
+            let of = |result, boots| (vec![&*build.version, &*build.id, result], boots);
+            [of("well", build.well), of("failed", build.failed)]
+        }).collect());
     Histogram "milestone_seconds" {milestone}
         "Time from the kernel's start to a milestone, per boot."
         |now| Values::Histograms(&now.tally.milestones);

@@ -7,6 +7,7 @@
 //! and logged.
 
 mod boot_size; // limit of the files that are read
+mod builds; // boots by the guest's init
 mod exposition; // the text that Prometheus reads
 pub mod http_server; // GET /metrics
 pub mod metrics_table; // the table of metrics
@@ -49,12 +50,14 @@ impl Fleet {
     /// Starts the thread, with a receiver to push to, and a socket to answer Prometheus on.
     pub fn start(
         collector: Arc<Shared>,
+        build_id: String,
         otlp: Option<Otlp>,
         metrics: Option<TcpListener>,
     ) -> Result<Self> {
         let state = Arc::new(State {
             queue: otlp.map(|otlp| Arc::new(Queue::new(otlp, collector.clone()))),
             collector,
+            build_id,
             tally: Mutex::default(),
         });
         let stop = watch::Sender::new(false);

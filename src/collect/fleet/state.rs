@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// State that the tasks of the thread share.
 pub struct State {
     pub collector: Arc<Shared>,
+    /// Build id of this program.
+    pub build_id: String,
     /// Boots to push, if there is a receiver.
     pub queue: Option<Arc<Queue>>,
     pub tally: Mutex<Tally>,

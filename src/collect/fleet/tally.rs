@@ -1,11 +1,12 @@
 //! Counts of boots that are over: histograms of phases, steps and milestones, failures by reason.
 //!
-//! Labels come from this program's own tables, never from a guest: a name or reason that the tables
-//! lack is counted as [`OTHER`], so the number of series has a bound for any guests. A boot with a
-//! number that no machine can have ([`Metrics::is_implausible`]) counts as [`Outcome::Implausible`]
-//! and in nothing else: one such number would dominate a sum until the next restart. What is left
-//! is too small for a counter to overflow.
+//! Labels come from this program's own tables, never from a guest (exception: [`Builds`]): a name
+//! or reason that the tables lack is counted as [`OTHER`], so the number of series has a bound for
+//! any guests. A boot with a number that no machine can have ([`Metrics::is_implausible`]) counts
+//! as [`Outcome::Implausible`] and in nothing else: one such number would dominate a sum until the
+//! next restart. What is left is too small for a counter to overflow.
 
+use super::builds::Builds;
 use kata_gpu_report::analysis::metrics::{Metrics, OTHER, failure_label, failure_labels};
 use kata_gpu_wire::catalogue::{Phase, steps};
 use kata_gpu_wire::failure::Reason;
@@ -108,6 +109,7 @@ pub struct Tally {
     pub failed_gpus: u64,
     pub other_gpus: u64,
     pub lost: u64,
+    pub builds: Builds,
 }
 
 impl Default for Tally {
@@ -122,6 +124,7 @@ impl Default for Tally {
             failed_gpus: 0,
             other_gpus: 0,
             lost: 0,
+            builds: Builds::default(),
         }
     }
 }
@@ -160,6 +163,7 @@ impl Tally {
         self.usable_gpus += usable as u64;
         self.other_gpus += boot.gpus.saturating_sub(failed + usable) as u64;
         self.lost += boot.lost;
+        self.builds.add(boot);
     }
 
     /// Boots with an outcome.

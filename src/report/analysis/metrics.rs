@@ -55,6 +55,9 @@ pub struct Metrics {
     pub failures: Vec<String>,
     /// Records that were never received.
     pub lost: u64,
+    /// Version and build id of the init, as reported by the guest.
+    pub version: Option<String>,
+    pub build: Option<String>,
     /// Whether the file exceeds a limit, and was read in part.
     pub too_large: bool,
 }
@@ -127,6 +130,8 @@ pub fn metrics(boot: &Boot, file: &BootFile) -> Metrics {
         too_large: boot.too_large.is_some(),
         agent_known: !boot.agent.is_empty(),
         failures: failures(boot, file),
+        version: boot.version.clone(),
+        build: boot.build.clone(),
         ..Metrics::default()
     };
     // The end of the record is no moment of the boot.

@@ -1,12 +1,13 @@
 //! A failure means that a client of the metrics endpoint can lock others out or get its request
 //! echoed, or that a guest's text makes new series.
 
-use super::{RECORDED, ask, boot, get, metrics_address, value};
+use super::{RECORDED, ask, boot, get, metrics_address, recorded, value};
 use crate::collect::{
-    Collector, DEADLINE, Raw, event, folder, header, socket, until, until_settled,
+    Collector, DEADLINE, Raw, event, folder, header, program, socket, until, until_settled,
 };
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::process::Command;
 
 fn start(dir: &std::path::Path) -> Collector {
     Collector::start(dir, &["--metrics", "0", "--limit", "goodbye=1"])
@@ -82,6 +83,57 @@ fn a_silent_crowd_is_bounded_and_locks_nobody_out() {
     collector.stop();
 }
 
+/// Samples of one metric.
+fn samples(text: &str, metric: &str) -> Vec<String> {
+    let of = |line: &&str| line.starts_with(&format!("{metric}{{"));
+    text.lines().filter(of).map(str::to_string).collect()
+}
+
+#[test]
+fn collector_and_two_inits_of_a_rollout_are_told_apart_by_their_builds() {
+    const INIT: &str = "3dc317bdfe32c1b60eeee65d9858c58410d51804";
+    const NEWER: &str = "4ec317bdfe32c1b60eeee65d9858c58410d51804";
+    let dir = folder();
+    let collector = start(&dir.0);
+    let address = metrics_address(&collector);
+    let guest = |n| recorded("real-h200-kata-agent", n);
+    let failed = "{\"schema\":1,\"seq\":90000,\"boottime_ns\":90000000000,\"kind\":\"event\",\
+         \"name\":\"gpu.failed\",\"gpu\":\"0000:01:00.0\",\"error\":\"x\"}\n";
+    for text in [guest(1), guest(2).replace(INIT, NEWER) + failed] {
+        Raw::connect(&socket(&dir.0, "v")).say(text);
+    }
+    let of = |build: &str, result: &str, n: u32| {
+        format!(
+            "kata_gpu_boot_guest_boots_total{{version=\"0.1.0\",build_id=\"{build}\",\
+             result=\"{result}\"}} {n}"
+        )
+    };
+    let mut seen = Vec::new();
+    until("both boots", || {
+        seen = samples(&get(address, "/metrics"), "kata_gpu_boot_guest_boots_total");
+        seen.len() == 6
+    });
+    for line in [
+        of(INIT, "well", 1),
+        of(INIT, "failed", 0),
+        of(NEWER, "failed", 1),
+    ] {
+        assert!(seen.contains(&line), "{line}: {seen:#?}");
+    }
+    let output = Command::new(program()).arg("--version").output().unwrap();
+    let version = crate::stdout(&output);
+    let build = version.lines().nth(1).unwrap().strip_prefix("build ");
+    assert_eq!(
+        samples(&get(address, "/metrics"), "kata_gpu_boot_build_info"),
+        [format!(
+            "kata_gpu_boot_build_info{{version=\"{}\",build_id=\"{}\"}} 1",
+            env!("CARGO_PKG_VERSION"),
+            build.unwrap()
+        )]
+    );
+    collector.stop();
+}
+
 #[test]
 fn no_text_of_a_guest_makes_more_series() {
     let dir = folder();
@@ -94,7 +146,8 @@ fn no_text_of_a_guest_makes_more_series() {
     };
     let before = series(&get(address, "/metrics"));
     let mut guest = Raw::connect(&socket(&dir.0, "v"));
-    guest.say(header(1) + &event(0).replace("\"x\"", "\"init.start\"") + "rubbish\n");
+    let started = event(0).replace("\"x\"", "\"init.start\",\"fields\":{\"build\":\"zzq\"}");
+    guest.say(header(1) + &started + "rubbish\n");
     guest.say(
         "{\"schema\":1,\"seq\":900,\"boottime_ns\":900,\"kind\":\"event\",\"name\":\"gpu.failed\",\
          \"gpu\":\"0001:00:00.0\",\"fields\":{\"reason\":\"zzq\",\"step\":\"zzq\"}}\n",
