@@ -4,6 +4,8 @@
 mod alerts;
 mod deploy;
 mod grafana;
+mod images;
+pub mod kustomize;
 mod otel;
 mod prometheus;
 mod receivers;

@@ -262,7 +262,10 @@ fn podman_arguments(set: &Value) -> Result<(Vec<String>, Vec<String>)> {
     }
     options.extend([
         "--rootfs /image".to_string(),
-        words(&container["command"]).join(" "),
+        // The kubelet's value; the container has the host's network.
+        words(&container["command"])
+            .join(" ")
+            .replace("$(POD_IP)", "127.0.0.1"),
     ]);
     Ok((
         options,
