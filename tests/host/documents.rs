@@ -151,7 +151,7 @@ fn prose(text: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The anchors of a page's headings, as GitHub makes them.
-fn anchors(text: &str) -> BTreeSet<String> {
+pub fn anchors(text: &str) -> BTreeSet<String> {
     let headings = prose(text).filter(|line| line.starts_with('#'));
     let anchor = |heading: &str| {
         let kept = heading.trim_start_matches('#').trim().to_lowercase();

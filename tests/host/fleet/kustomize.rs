@@ -15,7 +15,7 @@ const BOTH: [(&str, &str); 2] = [
     ("src/collect/deploy", "kata-gpu-collector"),
 ];
 /// Components of the collector, which are off.
-const COMPONENTS: [&str; 1] = ["pod-monitor"];
+const COMPONENTS: [&str; 2] = ["pod-monitor", "alerts"];
 
 /// Resources of a kustomization. None, with the reason printed, where kubectl is missing.
 fn resources(dir: &Path) -> Option<Vec<Value>> {
@@ -184,6 +184,7 @@ fn the_pages_examples_are_overlays_that_do_what_they_say() {
     let own = dir.0.canonicalize().unwrap();
     let examples = [
         example("src/cli/README.md", "kata-gpu-init/src/collect/deploy"),
+        example("src/collect/fleet/ALERTS.md", "runbook_url"),
         example("initrd/README.md", "GUEST="),
     ];
     // A user's one file: lists of the same key are one list.
@@ -208,6 +209,14 @@ fn the_pages_examples_are_overlays_that_do_what_they_say() {
     let Some(all) = resources(&own) else {
         return;
     };
+    let rules = of_kind(&all, "PrometheusRule")["spec"]["groups"][0]["rules"]
+        .as_array()
+        .unwrap();
+    let page = "https://git.example/kata-gpu-init/blob/main/src/collect/fleet/ALERTS.md#katagpu";
+    for rule in rules {
+        let url = rule["annotations"]["runbook_url"].as_str().unwrap();
+        assert!(url.starts_with(page), "{url}");
+    }
     let maps = all.iter().filter(|one| one["kind"] == "ConfigMap");
     let guests: Vec<&Value> = maps.map(|map| &map["data"]["GUEST"]).collect();
     assert_eq!(
