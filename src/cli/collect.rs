@@ -3,8 +3,9 @@
 use super::boots::{BootDir, block_on};
 use anyhow::{Context, Result};
 use kata_gpu_collect::fleet::http_server::parse_address;
-use kata_gpu_collect::fleet::pushing::Otlp;
+use kata_gpu_collect::fleet::pushing::{Kubernetes, Otlp};
 use kata_gpu_collect::keep::Keep;
+use kata_gpu_collect::kubernetes_events::Api;
 use kata_gpu_collect::limits::Limits;
 use kata_gpu_collect::otlp_push::Target;
 use kata_gpu_collect::privileges::RunAs;
@@ -13,7 +14,7 @@ use kata_gpu_collect::sandbox_pod::BUNDLES;
 use kata_gpu_collect::vm_dirs::Pattern;
 use kata_gpu_collect::{Collector, Config, LINES_QUEUE, SANDBOXES, VM_SOCKETS, check, service};
 use kata_gpu_report::data::text::printable;
-use kata_gpu_report::otlp::of_this_machine;
+use kata_gpu_report::otlp::{environment, of_this_machine};
 use kata_gpu_wire::record::DEFAULT_PORT;
 use nix::sys::stat::{Mode, umask};
 use std::net::SocketAddr;
@@ -87,6 +88,10 @@ pub struct Args {
     /// Brackets may be around any IP: [$(POD_IP)]:9464.
     #[arg(long, value_name = "[IP:]PORT", value_parser = parse_address)]
     metrics: Option<SocketAddr>,
+    /// Way to the Kubernetes API, where each boot in which something failed becomes an Event of its
+    /// pod: `kubectl proxy` at http://127.0.0.1:8001 or unix:/PATH. NODE_NAME is the node's name.
+    #[arg(long, value_name = "URL")]
+    kubernetes: Option<Api>,
     /// Check that the collector of this --dir receives, and exit (status 0: it does).
     #[arg(long)]
     check: bool,
@@ -119,6 +124,13 @@ pub fn build_id() -> String {
         .unwrap_or_else(|| "unknown".into())
 }
 
+/// This machine's name.
+fn own_name() -> Result<String> {
+    let path = "/proc/sys/kernel/hostname";
+    let name = std::fs::read_to_string(path).with_context(|| format!("read {path}"))?;
+    Ok(name.trim().to_string())
+}
+
 fn config(args: &Args) -> Result<Config> {
     let mut limits = Limits::default();
     args.limit.iter().try_for_each(|limit| limits.set(limit))?;
@@ -149,6 +161,10 @@ fn config(args: &Args) -> Result<Config> {
             target: Target::new(url)?,
             resource: of_this_machine()?,
         });
+    }
+    if let Some(api) = args.kubernetes.clone() {
+        let node = environment("NODE_NAME")?.map_or_else(own_name, Ok)?;
+        config.events = Some(Kubernetes { api, node });
     }
     Ok(config)
 }

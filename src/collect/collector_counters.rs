@@ -68,6 +68,11 @@ counters! {
     push_failures,
     /// Boots that were not pushed: refused, or more than may wait.
     push_dropped,
+    /// Events of failed boots that Kubernetes has, tries that it did not answer or answered with
+    /// "later", and failed boots without an Event.
+    events,
+    events_failures,
+    events_dropped,
 }
 
 /// Adds `n` to a counter.
@@ -95,6 +100,12 @@ impl Counts {
         }
         if self.pushed + self.push_dropped + self.push_failures > 0 {
             text += &format!("; {} boots pushed, {} not", self.pushed, self.push_dropped);
+        }
+        if self.events + self.events_dropped + self.events_failures > 0 {
+            text += &format!(
+                "; {} Events created, {} not",
+                self.events, self.events_dropped
+            );
         }
         text
     }

@@ -1,6 +1,6 @@
 //! Configuration of a collector.
 
-use super::fleet::pushing::Otlp;
+use super::fleet::pushing::{Kubernetes, Otlp};
 use super::keep::Keep;
 use super::limits::Limits;
 use super::privileges::RunAs;
@@ -27,6 +27,8 @@ pub struct Config {
     pub run_as: Option<RunAs>,
     /// Receiver of boots that are over.
     pub otlp: Option<Otlp>,
+    /// Receiver of boots that failed.
+    pub events: Option<Kubernetes>,
     /// Address of the metrics for Prometheus.
     pub metrics: Option<SocketAddr>,
     /// Build id of this program, for the metrics.

@@ -16,8 +16,10 @@ mod ends; // boots that are over
 pub mod fleet; // boots that are over, for receivers and Prometheus
 pub mod follow; // the files of boots as they grow
 mod host_clock; // trust in the host's clock
+mod http_client; // requests to receivers
 mod inotify; // an inotify instance for tokio
 pub mod keep; // amount of boots that is kept
+pub mod kubernetes_events; // failed boots to Kubernetes
 pub mod limits; // limits on a guest's use of this machine
 mod listen; // AF_VSOCK and hybrid vsock sockets
 mod lock; // locking
@@ -129,7 +131,7 @@ impl Collector {
         // From here on there is more than one thread.
         let log = shared::own_log(lines.clone());
         let (mut store, jobs) = Store::new(place, config.limits, config.keep);
-        let reports = config.otlp.is_some() || metrics.is_some();
+        let reports = config.otlp.is_some() || config.events.is_some() || metrics.is_some();
         store.ends = reports.then(|| Ends::new(Duration::from_secs(config.limits.goodbye)));
         let disk = Disk::start(store, jobs, log.clone())?;
         let shared = Arc::new(Shared {
@@ -138,14 +140,7 @@ impl Collector {
             log,
             lines,
         });
-        let fleet = reports.then(|| {
-            Fleet::start(
-                shared.clone(),
-                config.build_id.clone(),
-                config.otlp.clone(),
-                metrics,
-            )
-        });
+        let fleet = reports.then(|| Fleet::start(shared.clone(), &config, metrics));
         let fleet = fleet.transpose()?;
         let streams = Streams::start(&shared)?;
         Ok(Self {
@@ -220,6 +215,12 @@ fn places(config: &Config, listeners: &[Listener], metrics: Option<&TcpListener>
     }
     if let Some(otlp) = &config.otlp {
         lines.push(format!("pushing boots that are over to {}", otlp.target));
+    }
+    if let Some(events) = &config.events {
+        lines.push(format!(
+            "reporting failed boots as Events to {}",
+            events.api
+        ));
     }
     if !config.vms.is_empty() {
         let places = config.vms.len();

@@ -54,7 +54,7 @@ limits! {
     waiting 16 << 20, "bytes of all boots for the disk; as above";
     vms 4096, "sockets below --vm at once; further VMs are ignored";
     goodbye 60, "seconds without a connection after which an unsettled boot is over";
-    push_queue 1024, "boots that wait for --otlp; of more the oldest are counted, not pushed";
+    push_queue 1024, "boots that wait for each receiver; of more the oldest are counted, not pushed";
 }
 
 impl Limits {

@@ -15,6 +15,7 @@ use crate::store::Store;
 use kata_gpu_report::analysis::rules::RULES;
 use kata_gpu_report::data::host_check::HostCheck;
 use std::fmt;
+use std::sync::Arc;
 
 /// Prefix of every name.
 const PREFIX: &str = "kata_gpu_boot_";
@@ -215,31 +216,46 @@ metrics! {
     // Pushes to the receiver of --otlp.
     Gauge "otlp_queue_boots" {}
         "Boots that wait for the receiver."
-        |now| with_otlp(now, Queue::waiting);
+        |now| with(&now.state.otlp, Queue::waiting);
     Gauge "otlp_queue_capacity_boots" {}
         "How many may."
-        |now| with_otlp(now, Queue::capacity);
+        |now| with(&now.state.otlp, Queue::capacity);
     Counter "otlp_pushed_boots_total" {}
         "Boots that the receiver took."
-        |now| with_otlp(now, |_| now.counts.pushed);
+        |now| with(&now.state.otlp, |_| now.counts.pushed);
     Counter "otlp_pushed_spans_total" {}
         "Spans that the receiver took."
-        |now| with_otlp(now, |_| now.counts.pushed_spans);
+        |now| with(&now.state.otlp, |_| now.counts.pushed_spans);
     Counter "otlp_rejected_spans_total" {}
         "Spans that the receiver rejected."
-        |now| with_otlp(now, |_| now.counts.rejected_spans);
+        |now| with(&now.state.otlp, |_| now.counts.rejected_spans);
     Counter "otlp_failures_total" {}
         "Tries that the receiver did not answer, or with `later`."
-        |now| with_otlp(now, |_| now.counts.push_failures);
+        |now| with(&now.state.otlp, |_| now.counts.push_failures);
     Counter "otlp_dropped_boots_total" {}
         "Boots that were not pushed: refused, or more than may wait."
-        |now| with_otlp(now, |_| now.counts.push_dropped);
+        |now| with(&now.state.otlp, |_| now.counts.push_dropped);
+
+    // Events to the API of --kubernetes.
+    Gauge "kubernetes_events_queue_boots" {}
+        "Failed boots that wait for Kubernetes to take their Event."
+        |now| with(&now.state.events, Queue::waiting);
+    Counter "kubernetes_events_total" {}
+        "Events of failed boots that Kubernetes took."
+        |now| with(&now.state.events, |_| now.counts.events);
+    Counter "kubernetes_events_failures_total" {}
+        "Tries that Kubernetes did not answer, or with `later`."
+        |now| with(&now.state.events, |_| now.counts.events_failures);
+    Counter "kubernetes_events_dropped_total" {}
+        "Failed boots without an Event: refused, without a pod's name, or more than may wait."
+        |now| with(&now.state.events, |_| now.counts.events_dropped);
 }
 
-/// A value that exists only where boots are pushed.
-fn with_otlp<'a>(now: &Snapshot, value: impl Fn(&Queue) -> u64) -> Values<'a> {
-    let queue = now.state.queue.as_ref();
-    queue.map_or(Values::Nothing, |queue| One(value(queue)))
+/// A value that exists only where boots are pushed to this receiver.
+fn with<'a>(queue: &Option<Arc<Queue>>, value: impl Fn(&Queue) -> u64) -> Values<'a> {
+    queue
+        .as_ref()
+        .map_or(Values::Nothing, |queue| One(value(queue)))
 }
 
 /// Whole seconds of the rules that this program has.

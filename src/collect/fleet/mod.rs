@@ -1,20 +1,22 @@
-//! Boots that are over, for engines that watch a fleet: spans pushed to an OTLP receiver, numbers
-//! for Prometheus.
+//! Boots that are over, for engines that watch a fleet: spans pushed to an OTLP receiver, Events of
+//! failed ones pushed to Kubernetes, numbers for Prometheus.
 //!
 //! A thread of its own takes the boots that are over from [`Ends`](super::ends::Ends), reads their
 //! files like any reader command, and keeps only ids in its queue. Receiving, writing and keeping
 //! never wait for this thread and have the processor first ([`give_way`]). Omitted work is counted
 //! and logged.
 
+mod backoff; // how long until the next try
 mod boot_size; // limit of the files that are read
 mod builds; // boots by the guest's init
 mod exposition; // the text that Prometheus reads
 pub mod http_server; // GET /metrics
 pub mod metrics_table; // the table of metrics
-pub mod pushing; // the queue of boots and its receiver
+pub mod pushing; // a queue of boots and its receiver
 mod state; // state that the tasks share
 pub mod tally; // counts of boots that are over
 
+use super::config::Config;
 use super::ends::Over;
 use super::shared::Shared;
 use super::stop::stopped;
@@ -24,7 +26,8 @@ use boot_size::check_size;
 use kata_gpu_host::sleep::sleep_until;
 use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::analysis::metrics::{Metrics, metrics};
-use pushing::{Otlp, Queue};
+use kata_gpu_report::analysis::verdict::Verdict;
+use pushing::{Queue, Receiver};
 use state::State;
 use std::net::TcpListener;
 use std::path::Path;
@@ -47,17 +50,19 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts the thread, with a receiver to push to, and a socket to answer Prometheus on.
+    /// Starts the thread, with the configured receivers to push to, and a socket to answer
+    /// Prometheus on.
     pub fn start(
         collector: Arc<Shared>,
-        build_id: String,
-        otlp: Option<Otlp>,
+        config: &Config,
         metrics: Option<TcpListener>,
     ) -> Result<Self> {
+        let queue = |to| Arc::new(Queue::new(to, collector.clone()));
         let state = Arc::new(State {
-            queue: otlp.map(|otlp| Arc::new(Queue::new(otlp, collector.clone()))),
-            collector,
-            build_id,
+            otlp: config.otlp.clone().map(Receiver::Otlp).map(queue),
+            events: config.events.clone().map(Receiver::Kubernetes).map(queue),
+            collector: collector.clone(),
+            build_id: config.build_id.clone(),
             tally: Mutex::default(),
         });
         let stop = watch::Sender::new(false);
@@ -87,14 +92,16 @@ async fn work(state: Arc<State>, metrics: Option<TcpListener>, stop: watch::Rece
         serving.spawn(http_server::serve(listener, state.clone()));
     }
     let (all_queued, last) = watch::channel(false);
-    let pushing = state.queue.clone();
-    let pushing = pushing.map(|queue| tokio::spawn(pushing::run(queue, last)));
+    let queues = [&state.otlp, &state.events].into_iter().flatten();
+    let mut pushing: JoinSet<()> = queues
+        .map(|queue| pushing::run(queue.clone(), last.clone()))
+        .collect();
     follow(&state, stop).await;
     all_queued.send_replace(true);
-    if let Some(pushing) = pushing
-        && pushing.await.is_err()
-    {
-        (state.collector.log)("the task that pushes boots panicked".into());
+    while let Some(pushed) = pushing.join_next().await {
+        if pushed.is_err() {
+            (state.collector.log)("a task that pushes boots panicked".into());
+        }
     }
     // Requests for metrics get no answer from here on.
     serving.shutdown().await;
@@ -149,13 +156,18 @@ async fn report(state: &State, over: &Over) -> bool {
     let Some(path) = state.collector.store.report(&over.boot) else {
         return false;
     };
+    // An earlier collector has reported the failure of a boot that it saw finish.
+    let mut failed = false;
     if !over.seen_before {
         let looked = spawn_blocking(move || look_at(&path)).await;
         match looked
             .context("the account of it panicked")
             .and_then(|looked| looked)
         {
-            Ok(numbers) => state.tally().add(&numbers),
+            Ok((numbers, is_failure)) => {
+                state.tally().add(&numbers);
+                failed = is_failure;
+            }
             Err(e) => {
                 state.tally().add_unread();
                 (state.collector.log)(format!(
@@ -165,17 +177,18 @@ async fn report(state: &State, over: &Over) -> bool {
             }
         }
     }
-    if let Some(queue) = &state.queue {
+    let events = state.events.as_ref().filter(|_| failed);
+    for queue in state.otlp.iter().chain(events) {
         queue.push(over.boot.clone());
     }
     true
 }
 
-/// The numbers of a boot, as in `stats`.
-fn look_at(path: &Path) -> Result<Metrics> {
+/// The numbers of a boot, as in `stats`, and whether its verdict is that something failed.
+fn look_at(path: &Path) -> Result<(Metrics, bool)> {
     check_size(path)?;
     let Loaded { file, boot } = load(path, None)?;
-    Ok(metrics(&boot, &file))
+    Ok((metrics(&boot, &file), Verdict::of(&boot).is_failure()))
 }
 
 #[cfg(test)]

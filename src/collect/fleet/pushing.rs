@@ -1,19 +1,23 @@
-//! The queue of boots for the OTLP receiver: ids only, so that a receiver that is away for a day
-//! costs nothing but its boots.
+//! A queue of boots for a receiver, of spans or of Events: ids only, so that a receiver that is
+//! away for a day costs nothing but its boots.
 //!
 //! Boots are pushed one at a time, in the order of their ends. A push that may be repeated is,
 //! after a pause. A boot that the receiver refused for now goes behind the others, and is given up
 //! after [`MAX_TRIES`] such answers. Every boot ends as pushed or as dropped, and both are counted;
 //! the file of a dropped boot stays.
 
+use super::backoff::Backoff;
 use super::boot_size::check_size;
 use crate::bucket::Lines;
 use crate::collector_counters::{Stats, add};
+use crate::http_client::Failure;
+use crate::kubernetes_events::{self, Api, Event};
 use crate::lock::lock;
-use crate::otlp_push::{Backoff, Outcome, Target, connect};
+use crate::otlp_push::{self, Spans, Target};
 use crate::shared::Shared;
 use crate::stop::stopped;
 use anyhow::{Context, Result};
+use kata_gpu_report::analysis::loaded::{Loaded, load};
 use kata_gpu_report::boot::model::Boot;
 use kata_gpu_report::data::boot_dir::read_boot;
 use kata_gpu_report::data::boot_file::HostEvent;
@@ -21,7 +25,9 @@ use kata_gpu_report::otlp;
 use kata_gpu_report::otlp::{Request, Resource};
 use kata_gpu_report::views::waterfall::Waterfall;
 use std::collections::VecDeque;
+use std::fmt;
 use std::path::Path;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, watch};
@@ -41,13 +47,35 @@ pub struct Otlp {
     pub resource: Resource,
 }
 
+/// The API that takes Events of failed boots, and the node's name in them.
+#[derive(Clone, Debug)]
+pub struct Kubernetes {
+    pub api: Api,
+    pub node: String,
+}
+
+#[derive(Clone, Debug)]
+pub enum Receiver {
+    Otlp(Otlp),
+    Kubernetes(Kubernetes),
+}
+
+impl fmt::Display for Receiver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Otlp(otlp) => otlp.target.fmt(f),
+            Self::Kubernetes(events) => events.api.fmt(f),
+        }
+    }
+}
+
 struct Waiting {
     boot: Arc<str>,
     tries: u32,
 }
 
 pub struct Queue {
-    otlp: Otlp,
+    to: Receiver,
     collector: Arc<Shared>,
     boots: Mutex<VecDeque<Waiting>>,
     more: Notify,
@@ -56,9 +84,9 @@ pub struct Queue {
 
 impl Queue {
     /// An empty queue for at most `limits.push_queue` boots.
-    pub fn new(otlp: Otlp, collector: Arc<Shared>) -> Self {
+    pub fn new(to: Receiver, collector: Arc<Shared>) -> Self {
         Self {
-            otlp,
+            to,
             collector,
             boots: Mutex::default(),
             more: Notify::new(),
@@ -82,8 +110,23 @@ impl Queue {
         &self.collector.store.stats
     }
 
+    /// Counters of this receiver: failed tries, and boots that it will not get.
+    fn failures(&self) -> &AtomicU64 {
+        match self.to {
+            Receiver::Otlp(_) => &self.stats().push_failures,
+            Receiver::Kubernetes(_) => &self.stats().events_failures,
+        }
+    }
+
+    fn dropped(&self) -> &AtomicU64 {
+        match self.to {
+            Receiver::Otlp(_) => &self.stats().push_dropped,
+            Receiver::Kubernetes(_) => &self.stats().events_dropped,
+        }
+    }
+
     fn log(&self, text: &str) {
-        (self.collector.log)(format!("push to {}: {text}", self.otlp.target));
+        (self.collector.log)(format!("push to {}: {text}", self.to));
     }
 
     fn remove(&self, boot: &str) -> Option<Waiting> {
@@ -100,7 +143,7 @@ impl Queue {
         let oldest = (waiting > self.capacity()).then(|| boots.pop_front());
         drop(boots);
         if let Some(oldest) = oldest.flatten() {
-            add(&self.stats().push_dropped, 1);
+            add(self.dropped(), 1);
             let text = format!(
                 "boot {}: {} wait already (limit push-queue): it is not pushed, its file stays",
                 oldest.boot,
@@ -154,7 +197,7 @@ pub async fn run(queue: Arc<Queue>, mut all_queued: watch::Receiver<bool>) {
     if left.is_empty() {
         return;
     }
-    add(&queue.stats().push_dropped, left.len() as u64);
+    add(queue.dropped(), left.len() as u64);
     let named: Vec<&str> = left
         .iter()
         .take(MAX_NAMED)
@@ -196,54 +239,50 @@ enum Next {
     Pause(Option<Duration>),
 }
 
+/// Push that a receiver took.
+enum Taken {
+    Spans(Spans),
+    Event,
+}
+
 /// Counts and logs the outcome of a push, and removes the boot from the queue or puts it behind the
 /// others.
-fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, outcome: Outcome) -> Next {
-    let stats = queue.stats();
+fn settle(
+    queue: &Queue,
+    trouble: &mut Trouble,
+    boot: &Arc<str>,
+    outcome: Result<Taken, Failure>,
+) -> Next {
     match outcome {
-        Outcome::Taken {
-            spans,
-            rejected,
-            why,
-        } => {
+        Ok(taken) => {
             trouble.over(queue);
-            add(&stats.pushed, 1);
-            add(&stats.pushed_spans, spans - rejected);
-            add(&stats.rejected_spans, rejected);
-            if rejected > 0 || why.is_some() {
-                let why = why.unwrap_or_default();
-                queue.log(&format!(
-                    "boot {boot}: {rejected} of {spans} span(s) rejected: {why}"
-                ));
+            match taken {
+                Taken::Spans(spans) => settle_spans(queue, boot, spans),
+                Taken::Event => add(&queue.stats().events, 1),
             }
-            let exported = HostEvent::Exported {
-                to: queue.otlp.target.to_string(),
-                spans: spans - rejected,
-            };
-            queue.collector.store.note(boot, exported);
             // A boot that a full queue dropped meanwhile was counted as dropped, too.
             queue.remove(boot);
             Next::Boot
         }
-        Outcome::Refused { why } => {
+        Err(Failure::Refused { why }) => {
             let removed = queue.remove(boot);
-            add(&stats.push_dropped, removed.is_some().into());
+            add(queue.dropped(), removed.is_some().into());
             queue.log(&format!("boot {boot}: {why}: not pushed; its file stays"));
             Next::Boot
         }
-        Outcome::Later {
+        Err(Failure::Later {
             why,
             answered,
             after,
-        } => {
-            add(&stats.push_failures, 1);
+        }) => {
+            add(queue.failures(), 1);
             trouble.failed(&why, queue);
             if answered && let Some(mut waiting) = queue.remove(boot) {
                 waiting.tries += 1;
                 if waiting.tries < MAX_TRIES {
                     queue.boots().push_back(waiting);
                 } else {
-                    add(&stats.push_dropped, 1);
+                    add(queue.dropped(), 1);
                     queue.log(&format!(
                         "boot {boot}: {why}: given up after {MAX_TRIES} tries; its file stays"
                     ));
@@ -254,24 +293,59 @@ fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, outcome: Outcom
     }
 }
 
-async fn push(queue: &Queue, boot: &str) -> Outcome {
-    let Some(path) = queue.collector.store.report(boot) else {
-        return Outcome::unreachable("its file is not complete: the disk takes nothing");
-    };
-    // Connect first: without a receiver, reading is wasted.
-    let mut connection = match connect(&queue.otlp.target).await {
-        Ok(connection) => connection,
-        Err(outcome) => return outcome,
-    };
-    let resource = queue.otlp.resource.clone();
-    let made = spawn_blocking(move || request(&path, &resource)).await;
-    let made = made.context("making spans of it panicked");
-    match made.and_then(|made| made) {
-        Ok(request) => connection.push(request).await,
-        Err(e) => Outcome::Refused {
-            why: format!("{e:#}"),
-        },
+fn settle_spans(queue: &Queue, boot: &str, spans: Spans) {
+    let Spans {
+        sent,
+        rejected,
+        why,
+    } = spans;
+    let stats = queue.stats();
+    add(&stats.pushed, 1);
+    add(&stats.pushed_spans, sent - rejected);
+    add(&stats.rejected_spans, rejected);
+    if rejected > 0 || why.is_some() {
+        let why = why.unwrap_or_default();
+        queue.log(&format!(
+            "boot {boot}: {rejected} of {sent} span(s) rejected: {why}"
+        ));
     }
+    let exported = HostEvent::Exported {
+        to: queue.to.to_string(),
+        spans: sent - rejected,
+    };
+    queue.collector.store.note(boot, exported);
+}
+
+async fn push(queue: &Queue, boot: &Arc<str>) -> Result<Taken, Failure> {
+    let Some(path) = queue.collector.store.report(boot) else {
+        let why = "its file is not complete: the disk takes nothing";
+        return Err(Failure::unreachable(why));
+    };
+    match &queue.to {
+        Receiver::Otlp(otlp) => {
+            // Connect first: without a receiver, reading is wasted.
+            let mut receiver = otlp_push::Receiver::connect(&otlp.target).await?;
+            let resource = otlp.resource.clone();
+            let request = read(move || request(&path, &resource)).await?;
+            receiver.push(request).await.map(Taken::Spans)
+        }
+        Receiver::Kubernetes(Kubernetes { api, node }) => {
+            let (boot, node) = (boot.clone(), node.clone());
+            let event = read(move || event(&path, &boot, &node)).await?;
+            api.create(&event).await.map(|()| Taken::Event)
+        }
+    }
+}
+
+/// Content of a push, made of a boot's file elsewhere; an error is final.
+async fn read<T: Send + 'static>(
+    make: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T, Failure> {
+    let made = spawn_blocking(make).await;
+    let made = made.context("reading its file panicked");
+    made.and_then(|made| made).map_err(|e| Failure::Refused {
+        why: format!("{e:#}"),
+    })
 }
 
 fn request(path: &Path, resource: &Resource) -> Result<Request<'static>> {
@@ -279,4 +353,10 @@ fn request(path: &Path, resource: &Resource) -> Result<Request<'static>> {
     let file = read_boot(path)?;
     let boot = Boot::new(&file, &[]);
     otlp::request(Waterfall::new(&file, boot), resource)
+}
+
+fn event(path: &Path, boot_id: &str, node: &str) -> Result<Event> {
+    check_size(path)?;
+    let Loaded { boot, .. } = load(path, None)?;
+    kubernetes_events::event(&boot, boot_id, node)
 }

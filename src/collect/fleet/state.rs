@@ -11,8 +11,9 @@ pub struct State {
     pub collector: Arc<Shared>,
     /// Build id of this program.
     pub build_id: String,
-    /// Boots to push, if there is a receiver.
-    pub queue: Option<Arc<Queue>>,
+    /// Boots to push, if there is a receiver of spans, and of Events.
+    pub otlp: Option<Arc<Queue>>,
+    pub events: Option<Arc<Queue>>,
     pub tally: Mutex<Tally>,
 }
 

@@ -1,5 +1,6 @@
 //! Target of a push: `http://host:4318`, and the headers that are sent with each request.
 
+use crate::http_client::{AGENT, Address};
 use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
 use http_body_util::Full;
@@ -12,8 +13,6 @@ use std::fmt;
 /// Environment variable with headers, as every OpenTelemetry SDK reads it. An option would show
 /// their values, which may be secrets, in the process list.
 const HEADERS_VARIABLE: &str = "OTEL_EXPORTER_OTLP_HEADERS";
-const AGENT: HeaderValue =
-    HeaderValue::from_static(concat!("kata-gpu-boot/", env!("CARGO_PKG_VERSION")));
 const PROTOBUF: HeaderValue = HeaderValue::from_static("application/x-protobuf");
 /// OTLP/HTTP's port and path, where the URL has none.
 const PORT: u16 = 4318;
@@ -108,10 +107,10 @@ impl Target {
     }
 
     /// Host and port to connect to.
-    pub(super) fn address(&self) -> (&str, u16) {
+    pub(super) fn address(&self) -> Address<'_> {
         // Brackets are the URL's, not the address's.
         let host = self.uri.host().unwrap_or_default().trim_matches(['[', ']']);
-        (host, self.uri.port_u16().unwrap_or(PORT))
+        Address::Tcp(host, self.uri.port_u16().unwrap_or(PORT))
     }
 
     /// A POST to the receiver.
@@ -173,10 +172,8 @@ mod tests {
                 (shown, uri)
             );
         }
-        assert_eq!(
-            Target::parse("http://[::1]").unwrap().address(),
-            ("::1", PORT)
-        );
+        let target = Target::parse("http://[::1]").unwrap();
+        assert!(matches!(target.address(), Address::Tcp("::1", PORT)));
     }
 
     #[test]

@@ -57,6 +57,8 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
         "0",
         "--otlp",
         "http://127.0.0.1:1",
+        "--kubernetes",
+        "http://127.0.0.1:1",
         "--limit",
         "goodbye=1",
     ];

@@ -5,7 +5,7 @@
 use crate::collect::folder;
 use crate::{project, write};
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
 
@@ -15,7 +15,7 @@ const BOTH: [(&str, &str); 2] = [
     ("src/collect/deploy", "kata-gpu-collector"),
 ];
 /// Components of the collector, which are off.
-const COMPONENTS: [&str; 2] = ["pod-monitor", "alerts"];
+const COMPONENTS: [&str; 3] = ["pod-monitor", "alerts", "events"];
 
 /// Resources of a kustomization. None, with the reason printed, where kubectl is missing.
 fn resources(dir: &Path) -> Option<Vec<Value>> {
@@ -51,7 +51,7 @@ fn example(page: &str, text: &str) -> String {
 }
 
 /// Resources of an overlay over a kustomization of the project.
-fn overlay(base: &str, components: &[&str], more: &str) -> Option<Vec<Value>> {
+pub fn overlay(base: &str, components: &[&str], more: &str) -> Option<Vec<Value>> {
     let dir = folder();
     let base = project().join(base);
     // kustomize takes relative paths alone.
@@ -66,7 +66,7 @@ fn overlay(base: &str, components: &[&str], more: &str) -> Option<Vec<Value>> {
     resources(&own)
 }
 
-fn of_kind<'a>(all: &'a [Value], kind: &str) -> &'a Value {
+pub fn of_kind<'a>(all: &'a [Value], kind: &str) -> &'a Value {
     let found = all.iter().find(|one| one["kind"] == kind);
     found.unwrap_or_else(|| panic!("no {kind}"))
 }
@@ -87,6 +87,7 @@ pub fn lost_in_the_api(resource: &Value) -> Option<Result<(), String>> {
     Some(match resource["kind"].as_str()? {
         "DaemonSet" => through::<apps::v1::DaemonSet>(resource),
         "ServiceAccount" => through::<core::v1::ServiceAccount>(resource),
+        "Event" => through::<core::v1::Event>(resource),
         "ConfigMap" => through::<core::v1::ConfigMap>(resource),
         "ClusterRole" => through::<rbac::v1::ClusterRole>(resource),
         "ClusterRoleBinding" => through::<rbac::v1::ClusterRoleBinding>(resource),
@@ -299,4 +300,59 @@ fn prometheus_reaches_the_collector_by_annotations_and_by_the_operators_resource
     // A cluster without the operator refuses the resource: it is off.
     let without = overlay("src/collect/deploy", &[], "").unwrap();
     assert!(without.iter().all(|one| one["kind"] != "PodMonitor"));
+}
+
+#[test]
+fn the_component_for_events_gives_one_right_to_one_container() {
+    let Some(all) = overlay("src/collect/deploy", &["events"], "namespace: gpu-nodes\n") else {
+        return;
+    };
+    let role = of_kind(&all, "ClusterRole");
+    let rules = role["rules"].as_array().unwrap();
+    assert_eq!(rules.len(), 1);
+    assert_eq!(rules[0]["apiGroups"], json!([""]));
+    assert_eq!(rules[0]["resources"], json!(["events"]));
+    assert_eq!(rules[0]["verbs"], json!(["create"]));
+    let (account, binding) = (
+        of_kind(&all, "ServiceAccount"),
+        of_kind(&all, "ClusterRoleBinding"),
+    );
+    let subject = json!([{
+        "kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": "gpu-nodes",
+    }]);
+    assert_eq!(binding["subjects"], subject);
+    assert_eq!(binding["roleRef"]["name"], role["metadata"]["name"]);
+    let pod = &of_kind(&all, "DaemonSet")["spec"]["template"]["spec"];
+    assert_eq!(pod["automountServiceAccountToken"], false);
+    let containers = pod["containers"].as_array().unwrap();
+    let mounting = |volume: &str| -> Vec<&str> {
+        let has = |one: &&Value| {
+            let mut mounts = one["volumeMounts"].as_array().unwrap().iter();
+            mounts.any(|mount| mount["name"] == volume)
+        };
+        let has = containers.iter().filter(has);
+        has.map(|one| one["name"].as_str().unwrap()).collect()
+    };
+    assert_eq!(mounting("api-token"), ["api"]);
+    assert_eq!(mounting("api-socket"), ["collect", "api"]);
+    // The user that the collector becomes can write to the socket that the other one makes.
+    let user = format!("--user={}", containers[1]["securityContext"]["runAsUser"]);
+    assert!(
+        containers[0]["command"]
+            .as_array()
+            .unwrap()
+            .contains(&json!(user))
+    );
+    let socket = |list: &Value, option: &str| -> String {
+        let words = list.as_array().unwrap().iter();
+        let mut words = words.filter_map(|word| word.as_str()?.strip_prefix(option));
+        words.next().unwrap().to_string()
+    };
+    assert_eq!(
+        socket(&containers[0]["command"], "--kubernetes=unix:"),
+        socket(&containers[1]["args"], "--unix-socket=")
+    );
+    // An overlay without the component has none of it.
+    let without = overlay("src/collect/deploy", &[], "").unwrap();
+    assert!(without.iter().all(|one| one["kind"] != "ClusterRole"));
 }

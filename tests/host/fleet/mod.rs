@@ -3,6 +3,7 @@
 
 mod alerts;
 mod deploy;
+mod events;
 mod grafana;
 mod images;
 pub mod kustomize;

@@ -169,7 +169,9 @@ fn promtool_has_nothing_to_say_about_the_metrics() {
         return;
     };
     let dir = folder();
-    let collector = Collector::start(&dir.0, &["--metrics", "0", "--otlp", "http://127.0.0.1:1"]);
+    let nobody = "http://127.0.0.1:1";
+    let words = ["--metrics", "0", "--otlp", nobody, "--kubernetes", nobody];
+    let collector = Collector::start(&dir.0, &words);
     let address = metrics_address(&collector);
     boot(&dir.0, RECORDED, 1);
     let over = "kata_gpu_boot_boots_total{outcome=\"settled\"}";

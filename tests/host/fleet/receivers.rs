@@ -12,15 +12,23 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Answers each POST with the next answer, the last one again and again; keeps when they came and
-/// what stood in their heads.
-struct Fake {
-    port: u16,
-    asked: Arc<Mutex<Vec<(Instant, String)>>>,
+/// Answers each POST with the next answer, the last one again and again, and keeps it. An empty
+/// answer hangs.
+pub struct Fake {
+    pub port: u16,
+    asked: Arc<Mutex<Vec<Asked>>>,
+}
+
+/// A POST: when it came, its head in small letters, and its body.
+#[derive(Clone)]
+pub struct Asked {
+    pub at: Instant,
+    pub head: String,
+    pub body: Vec<u8>,
 }
 
 impl Fake {
-    fn start(answers: &[&str]) -> Self {
+    pub fn start(answers: &[&str]) -> Self {
         Self::on(TcpListener::bind("127.0.0.1:0").unwrap(), answers)
     }
 
@@ -34,6 +42,7 @@ impl Fake {
             answers.iter().map(|a| a.to_string()).collect(),
         );
         std::thread::spawn(move || {
+            let mut hanging = Vec::new();
             for stream in listener.incoming().map_while(Result::ok) {
                 stream.set_read_timeout(Some(DEADLINE)).unwrap();
                 let mut reader = BufReader::new(stream);
@@ -51,20 +60,24 @@ impl Fake {
                 }
                 let mut asked = asked.lock().unwrap();
                 let answer = answers.get(asked.len()).unwrap_or(answers.last().unwrap());
-                asked.push((Instant::now(), head));
-                let _gone = reader
-                    .into_inner()
-                    .write_all(format!("HTTP/1.1 {answer}\r\n\r\n").as_bytes());
+                let at = Instant::now();
+                asked.push(Asked { at, head, body });
+                let mut stream = reader.into_inner();
+                if answer.is_empty() {
+                    hanging.push(stream);
+                    continue;
+                }
+                let _gone = stream.write_all(format!("HTTP/1.1 {answer}\r\n\r\n").as_bytes());
             }
         });
         fake
     }
 
-    fn url(&self) -> String {
+    pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    fn asked(&self) -> Vec<(Instant, String)> {
+    pub fn asked(&self) -> Vec<Asked> {
         self.asked.lock().unwrap().clone()
     }
 }
@@ -90,13 +103,13 @@ fn a_busy_receiver_is_retried_when_it_asked_with_the_headers() {
     collector.wait_for("it takes boots again");
     let asked = fake.asked();
     assert_eq!(asked.len(), 2);
-    assert!(asked[1].0 - asked[0].0 >= Duration::from_secs(2));
+    assert!(asked[1].at - asked[0].at >= Duration::from_secs(2));
     for part in [
         "post /v1/traces http/1.1",
         "content-type: application/x-protobuf",
         "x-tenant: gpu",
     ] {
-        assert!(asked[0].1.contains(part), "{part}: {}", asked[0].1);
+        assert!(asked[0].head.contains(part), "{part}: {}", asked[0].head);
     }
 }
 
