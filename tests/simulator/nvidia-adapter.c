@@ -181,6 +181,13 @@ void nv_open_session(void)
 }
 EXPORT_SYMBOL_GPL(nv_open_session);
 
+/* NV_ESC_STATUS_CODE does no more: who asks while an S1 runs has the answer at its end. */
+void nv_take_api_lock(void)
+{
+	mutex_lock(&nv_api_lock);
+	mutex_unlock(&nv_api_lock);
+}
+
 /* The entry of this GPU in a list K:A:B[,..]. */
 bool nv_find_entry(const char *list, const struct nv_gpu *gpu,
 		   unsigned int *a, unsigned int *b)
@@ -268,6 +275,7 @@ static struct nv_init_code nv_attach(struct nv_gpu *gpu)
 		nv_sleep_ms(until - slept);
 		slept = until;
 		nv_access_config(gpu, nv_groups[i].reads, nv_groups[i].writes);
+		nv_caps_add_gpu(gpu);
 	}
 	if (cc && (gpu->seen || nv_has(cc_mixed, gpu)))
 		return INIT_FAILED(0x22, 0x56);

@@ -202,16 +202,27 @@ static bool nv_add_instance_entry(unsigned int gpu, int gi, int ci, unsigned lon
 	return proc_create_single_data(path, 0444, NULL, nv_instance_show, (void *)minor);
 }
 
+/* The directory of a GPU's capabilities: made in its attach, and kept until it leaves. */
+void nv_caps_add_gpu(struct nv_gpu *gpu)
+{
+	char path[64];
+
+	if (gpu->has_caps)
+		return;
+	snprintf(path, sizeof(path), "driver/nvidia/capabilities/gpu%u", gpu->minor);
+	gpu->has_caps = proc_mkdir(path, NULL);
+	if (!gpu->has_caps)
+		pr_err("GPU %s: cannot make /proc/%s\n", pci_name(gpu->pdev), path);
+}
+
 /* Instances of a GPU, once it is up. GPU instances count from 1, as the driver's do. */
 void nv_caps_add_instances(const struct nv_gpu *gpu)
 {
 	unsigned int gis, cis, gi, ci;
-	char path[64];
 
 	if (!nv_find_entry(mig, gpu, &gis, &cis) || gpu->minor >= CAPS_GPUS)
 		return;
-	snprintf(path, sizeof(path), "driver/nvidia/capabilities/gpu%u", gpu->minor);
-	if (!proc_mkdir(path, NULL) || !nv_add_instance_entry(gpu->minor, -1, -1, 0))
+	if (!nv_add_instance_entry(gpu->minor, -1, -1, 0))
 		goto fail;
 	for (gi = 1; gi <= min_t(unsigned int, gis, CAPS_GIS - 1); gi++) {
 		unsigned int minor = CAP_MIG_GPUS +

@@ -33,8 +33,21 @@ struct nv_wait_open_complete {
 
 #define NV_WAIT_OPEN_COMPLETE	_IOWR('F', 218, struct nv_wait_open_complete)
 
+/* NV_ESC_STATUS_CODE and its argument. */
+struct nv_status_code {
+	__u32 domain;
+	__u8 bus, slot;
+	__u32 status;
+};
+
+#define NV_STATUS_CODE		_IOWR('F', 209, struct nv_status_code)
+
 /* NV_ERR_OPERATING_SYSTEM: what the ioctl shows for every failed adapter. */
 #define NV_STATUS_FAILED	0x59
+
+static bool no_status;
+module_param(no_status, bool, 0444);
+MODULE_PARM_DESC(no_status, "NV_ESC_STATUS_CODE is refused, as by a driver that has no such call");
 
 NV_LIST(open_fail, "GPUs that cannot be opened: EBUSY");
 
@@ -204,6 +217,28 @@ static int nv_release(struct inode *inode, struct file *file)
 	return 0;
 }
 
+/* Only by nvidiactl, as with NVIDIA's driver. */
+static long nv_get_status(unsigned long arg)
+{
+	struct nv_status_code asked;
+	struct nv_gpu *gpu;
+	bool found = false;
+
+	if (copy_from_user(&asked, (void __user *)arg, sizeof(asked)))
+		return -EFAULT;
+	mutex_lock(&nv_gpus_lock);
+	list_for_each_entry(gpu, &nv_gpus, node)
+		found |= pci_domain_nr(gpu->pdev->bus) == asked.domain &&
+			 gpu->pdev->bus->number == asked.bus &&
+			 PCI_SLOT(gpu->pdev->devfn) == asked.slot;
+	mutex_unlock(&nv_gpus_lock);
+	if (!found)
+		return -EINVAL;
+	nv_take_api_lock();
+	asked.status = 0;
+	return copy_to_user((void __user *)arg, &asked, sizeof(asked)) ? -EFAULT : 0;
+}
+
 static long nv_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
 {
 	struct nv_file *nvf = file->private_data;
@@ -219,6 +254,8 @@ static long nv_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
 	}
 	if (!nvf->gpu && !nvf->control)
 		return -EIO;
+	if (cmd == NV_STATUS_CODE && nvf->control && !no_status)
+		return nv_get_status(arg);
 	return -EINVAL;
 }
 

@@ -75,6 +75,7 @@ struct nv_gpu {
 	enum nv_adapter adapter;
 	bool kept;			/* initialised in the probe, and for good */
 	bool seen;			/* has been up once: UUID and VBIOS are known */
+	bool has_caps;			/* /proc has the directory of its capabilities */
 
 	atomic_t opens, closes, inits, init_failures, teardowns;
 };
@@ -88,6 +89,7 @@ void nv_put_gpu(struct nv_gpu *gpu);
 void nv_sleep_ms(unsigned int ms);
 const char *nv_driver_version(void);	/* exported, for nvidia-uvm */
 void nv_open_session(void);		/* likewise */
+void nv_take_api_lock(void);	/* likewise: NV_ESC_STATUS_CODE */
 
 /* nvidia-adapter.c */
 void nv_adapter_init(void);
@@ -121,6 +123,7 @@ void nv_proc_remove_gpu(struct nv_gpu *gpu);
 bool nv_has_switches(void);
 int nv_caps_init(void);
 void nv_caps_exit(void);
+void nv_caps_add_gpu(struct nv_gpu *gpu);
 void nv_caps_add_instances(const struct nv_gpu *gpu);
 void nv_caps_remove_instances(const struct nv_gpu *gpu);
 
