@@ -340,7 +340,11 @@ rows! {
         <- [names::MODULE_LOAD], rank = Rank::Quick;
     /// Adapter initialisation, from open() until the driver says how it ended.
     GPU_INIT = "gpu.init", Span, Driver, AdapterInit <- [names::MODULE_LOAD]
-        { rc: "at the end", status: "at the end" }, rank = Rank::Detail;
+        {
+            attach_ms: "from its begin to the end of its first part, where that is seen; at the end",
+            rc: "at the end",
+            status: "at the end",
+        }, rank = Rank::Detail;
     /// Reset of a GPU that an earlier guest left half initialised: unbind, reset, bind; once per
     /// device, after its initialisation has failed. The GPU then comes again: another generation.
     GPU_RESET = "gpu.reset", Span, Driver, Probe <- [names::GPU_INIT]

@@ -184,7 +184,10 @@ fn canonical(records: &[Record]) -> String {
         if matches!(r.kind, Kind::Kmsg) || by_speed.contains(&r.name.as_str()) {
             continue;
         }
-        let mut value = serde_json::to_value(r).unwrap_or_default();
+        // A first part is seen to end only if somebody runs before the initialisation is over.
+        let mut seen = r.clone();
+        seen.fields.remove("attach_ms");
+        let mut value = serde_json::to_value(seen).unwrap_or_default();
         for key in ["seq", "boottime_ns"] {
             value[key] = Value::from("#");
         }

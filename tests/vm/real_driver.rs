@@ -457,6 +457,17 @@ fn overlap(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         first.is_none_or(|first| begins.iter().all(|begin| begin.seq < first)),
         "an initialisation waited for another one to end: {begins:?}, {ended:?}"
     );
+    // NVIDIA's module takes the question when the first part of an initialisation ends, and shows
+    // that it has begun.
+    let over = |r: &Record| r.kind == Kind::End && r.name == names::GPU_INIT;
+    let ends = booted
+        .receiver
+        .wait_several(super::harness::DEADLINE, 3, over)
+        .context("three initialisations have not ended")?;
+    ensure!(
+        ends.iter().all(|end| end.fields.contains_key("attach_ms")),
+        "the end of a first part was not seen: {ends:?}"
+    );
     Ok(Outcome::Passed)
 }
 

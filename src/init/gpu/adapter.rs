@@ -3,17 +3,21 @@
 //!
 //! `open(O_NONBLOCK)` returns at once and initialises on the GPU's own kernel thread; a blocking
 //! open of a second GPU meanwhile would hold the driver's device list and stall every other open.
+//! The first part of an initialisation (attach, firmware) holds the lock of the driver's resource
+//! manager, and its end can be seen: [`wait_attached`].
+//!
 //! An open descriptor is never closed: it goes to the keeper, because the last close tears the
 //! adapter down, and under confidential computing it would then not come up again.
 
 use crate::gpu::device_nodes::Node;
-use crate::machine::sys::{WaitOpenComplete, wait_open_complete};
+use crate::machine::sys::{StatusCode, WaitOpenComplete, take_manager_lock, wait_open_complete};
+use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Reason why a GPU is not initialised.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,6 +94,43 @@ pub fn wait(gpu: &OwnedFd, node: &Node) -> Result<(), InitError> {
             path: node.path.clone(),
             errno,
         }),
+    }
+}
+
+/// Blocks until the first part of an initialisation is over, if the driver answers; returns false if
+/// `is_over` first. Asked again and again until that part has begun: no event reports it, and it
+/// begins as soon as a thread of the kernel runs.
+///
+/// That part makes the directory of the GPU's capabilities in /proc, and holds the manager's lock
+/// all the time: whoever sees the directory and then gets the lock, gets it after that part.
+pub fn wait_attached(
+    gpu: PciAddress,
+    minor: u32,
+    mut is_over: impl FnMut() -> bool,
+) -> nix::Result<bool> {
+    let control = open(
+        "/dev/nvidiactl",
+        OFlag::O_RDWR | OFlag::O_CLOEXEC,
+        Mode::empty(),
+    )?;
+    let (domain, routing_id) = gpu.routing_id();
+    let [bus, device] = routing_id.to_be_bytes();
+    let gpu = StatusCode {
+        domain,
+        bus,
+        slot: device >> 3,
+        status: 0,
+    };
+    let capabilities = format!("/proc/driver/nvidia/capabilities/gpu{minor}");
+    loop {
+        let has_begun = Path::new(&capabilities).exists();
+        take_manager_lock(&control, gpu)?;
+        if has_begun {
+            return Ok(true);
+        }
+        if is_over() {
+            return Ok(false);
+        }
     }
 }
 

@@ -196,7 +196,19 @@ pub struct WaitOpenComplete {
     pub adapter_status: u32,
 }
 
+/// Argument of `NV_ESC_STATUS_CODE`: a GPU, and the status of its adapter.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StatusCode {
+    pub domain: u32,
+    pub bus: u8,
+    pub slot: u8,
+    pub status: u32,
+}
+
 mod ioctl {
+    // 'F' and 209: NV_ESC_STATUS_CODE, the same in 535 to 595.
+    nix::ioctl_readwrite!(nv_status_code, b'F', 209, super::StatusCode);
     // 'F' and 218: the driver's magic and NV_ESC_WAIT_OPEN_COMPLETE, from its public kernel
     // interface (nv-ioctl-numbers.h, 550.40.07 and later).
     nix::ioctl_readwrite!(nv_wait_open_complete, b'F', 218, super::WaitOpenComplete);
@@ -210,6 +222,15 @@ pub fn wait_open_complete(gpu: &OwnedFd) -> nix::Result<WaitOpenComplete> {
     // number), which outlives the call.
     unsafe { ioctl::nv_wait_open_complete(gpu.as_raw_fd(), &raw mut answer) }?;
     Ok(answer)
+}
+
+/// Takes and gives back the lock of NVIDIA's resource manager, in the order of those who ask: while
+/// the first part of an initialisation holds the lock, this returns at its end. Not interruptible:
+/// call it in a process that nothing waits for. `control` is `/dev/nvidiactl`.
+pub fn take_manager_lock(control: &OwnedFd, mut gpu: StatusCode) -> nix::Result<()> {
+    // SAFETY: the driver reads and writes exactly this struct (its size is part of the request
+    // number), which outlives the call.
+    unsafe { ioctl::nv_status_code(control.as_raw_fd(), &raw mut gpu) }.map(drop)
 }
 
 /// Commands of the device mapper (DM_DEV_CREATE and so on in dm-ioctl.h).

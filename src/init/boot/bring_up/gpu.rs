@@ -19,6 +19,7 @@ use super::reset;
 use super::roster::Roster;
 use super::schedule_messages::{Arrival, Fact, GpuId, Held, Order, Probe};
 use super::shared::{Driver, Loaded, Shared};
+use crate::boot::ipc::opener::Attach;
 use crate::config::Naming;
 use crate::config::Ready;
 use crate::gpu::adapter;
@@ -39,6 +40,7 @@ use nix::errno::Errno;
 use std::fmt::{self, Display};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 const PROC: &str = "/proc";
@@ -48,6 +50,8 @@ const PROC: &str = "/proc";
 /// so the next try waits for it.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 
+/// Stack of a thread that waits for an answer, in bytes.
+const STACK: usize = 64 * 1024;
 /// Time after which a probe behind a firewall sleeps, for 4 s; its process is moved to the lane's
 /// vCPU then.
 const ASLEEP: Duration = Duration::from_millis(500);
@@ -492,10 +496,12 @@ async fn initialise(
     let before = shared.seen.initialised();
     let step = step!(
         names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]),
-        rc = tracing::field::Empty, status = tracing::field::Empty,
+        attach_ms = tracing::field::Empty, rc = tracing::field::Empty,
+        status = tracing::field::Empty,
     );
-    let (id, node, shared, progress) = (
+    let (id, began_ns, node, shared, progress) = (
         step.id(),
+        boottime_ns(),
         node.clone(),
         Arc::clone(shared),
         shared.seen.progress(gpu),
@@ -504,9 +510,9 @@ async fn initialise(
         progress.on_this_thread();
         let opened = shared.descriptors.of(&bound);
         shared.seen.begins_initialisation(gpu, opened.is_some());
-        let descriptor = match opened {
+        let opened = match opened {
             // An earlier worker opened the GPU; the result is queried below.
-            Some(descriptor) => Ok(descriptor),
+            Some(descriptor) => Ok((descriptor, None)),
             None => {
                 shared.lane.keep_driver_off();
                 // The initialisation begins here, not when the open returns: with drivers before
@@ -526,7 +532,19 @@ async fn initialise(
                 opened
             }
         };
-        let result = descriptor.and_then(|descriptor| adapter::wait(&descriptor, &node));
+        let result = opened.and_then(|(descriptor, attach)| {
+            let attach = attach.map(Arc::new);
+            let attached_ns = watch_attach(&shared, gpu, attach.clone());
+            let result = adapter::wait(&descriptor, &node);
+            if let Some(attach) = attach {
+                attach.end();
+            }
+            let took_ns = attached_ns.load(Ordering::Acquire).checked_sub(began_ns);
+            if let Some(took_ns) = took_ns {
+                step.note("attach_ms", took_ns / 1_000_000);
+            }
+            result
+        });
         shared.seen.ends_initialisation(gpu, result.is_err());
         if let Err(InitError::Failed { rc, status, .. }) = &result {
             step.note("rc", i64::from(*rc));
@@ -545,6 +563,30 @@ async fn initialise(
         Ok(Err(error)) => Err(failed(FailedStep::Init)(&error)),
         Err(panicked) => Err(failed_by(FailedStep::Init, Reason::Internal)(&panicked)),
     }
+}
+
+/// Reports the end of an initialisation's first part as soon as it is seen. Returns that time in ns;
+/// 0: not seen yet.
+fn watch_attach(shared: &Arc<Shared>, gpu: GpuId, attach: Option<Arc<Attach>>) -> Arc<AtomicU64> {
+    let attached_ns = Arc::new(AtomicU64::new(0));
+    let watched = attach.and_then(|attach| {
+        let (shared, attached_ns) = (Arc::clone(shared), Arc::clone(&attached_ns));
+        let watch = move || {
+            let fact = if attach.wait() {
+                attached_ns.store(boottime_ns(), Ordering::Release);
+                Fact::Attached(gpu)
+            } else {
+                Fact::AttachUnseen(gpu)
+            };
+            shared.dispatch.report(fact);
+        };
+        let thread = std::thread::Builder::new().stack_size(STACK);
+        thread.spawn(watch).ok()
+    });
+    if watched.is_none() {
+        shared.dispatch.report(Fact::AttachUnseen(gpu));
+    }
+    attached_ns
 }
 
 /// Adds a usable GPU's name by UUID, where configured; the driver knows the UUID from the first

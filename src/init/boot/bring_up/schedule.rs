@@ -422,6 +422,7 @@ impl Schedule {
                     });
                 }
             }
+            Fact::Attached(_) | Fact::AttachUnseen(_) => {}
             Fact::AgentLooked => self.agent.looked(now),
             Fact::ContainerBegins => self.agent.begins(now),
             Fact::ContainerRuns => self.agent.runs(now),

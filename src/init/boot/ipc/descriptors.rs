@@ -6,7 +6,7 @@
 
 use super::HelperPid;
 use super::keeper_socket::{Held, KeeperSocket};
-use super::opener::Opener;
+use super::opener::{Attach, Opener};
 use crate::gpu::adapter;
 use crate::gpu::adapter::InitError;
 use crate::gpu::bind::Bound;
@@ -50,23 +50,27 @@ impl Descriptors {
     }
 
     /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the
-    /// keeper. Blocks; `opening` gets the thread or process that is about to open it.
+    /// keeper. Blocks; `opening` gets the thread or process that is about to open it. Without the
+    /// wait that comes with the descriptor, nobody sees the end of the initialisation's first part.
     pub fn open(
         &self,
         gpu: Bound,
         node: &Node,
         mut opening: impl FnMut(Pid),
-    ) -> Result<Arc<OwnedFd>, InitError> {
+    ) -> Result<(Arc<OwnedFd>, Option<Attach>), InitError> {
         let name = gpu.to_string();
-        let descriptor = match self
+        let (descriptor, attach) = match self
             .opener
             .as_ref()
             .and_then(|opener| opener.open(&name, &node.path, &mut opening))
         {
-            Some(opened) => opened.map_err(|errno| InitError::Open {
-                path: node.path.clone(),
-                errno,
-            })?,
+            Some(Ok((descriptor, attach))) => (descriptor, Some(attach)),
+            Some(Err(errno)) => {
+                return Err(InitError::Open {
+                    path: node.path.clone(),
+                    errno,
+                });
+            }
             None => {
                 opening(gettid());
                 let descriptor = adapter::start(node)?;
@@ -81,12 +85,12 @@ impl Descriptors {
                             it alone"),
                     );
                 }
-                descriptor
+                (descriptor, None)
             }
         };
         let descriptor = Arc::new(descriptor);
         self.lock().insert(gpu, Arc::clone(&descriptor));
-        Ok(descriptor)
+        Ok((descriptor, attach))
     }
 
     /// Binds a GPU to the driver in a process of its own; `binding` gets that process. None when

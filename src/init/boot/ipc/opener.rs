@@ -1,29 +1,54 @@
 //! Opens GPUs, and binds GPUs whose bind also enables them; the death of the worker closes no
 //! descriptor. Each runs in a child of a separate process, which hands the descriptor to the keeper
 //! before the worker gets it. The worker's connection to the keeper stays open in these processes
-//! on purpose: the keeper must start no other worker before it has every opened descriptor.
+//! on purpose: the keeper must start no other worker before it has every opened descriptor. After
+//! that the child of an open watches for the end of the initialisation's first part.
 
 use super::keeper_socket::{Held, KeeperSocket};
 use super::{HelperPid, reply, start_helper};
-use crate::gpu::bind::PciSysfs;
+use crate::gpu::adapter::wait_attached;
+use crate::gpu::bind::{Bound, PciSysfs};
 use crate::gpu::pci::SYS;
 use kata_gpu_wire::pci_address::PciAddress;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
+use nix::poll::{PollFd, PollFlags, poll};
+use nix::sys::socket::{Shutdown, shutdown};
 use nix::sys::stat::Mode;
-use nix::unistd::Pid;
+use nix::unistd::{Pid, close};
 use std::ffi::OsStr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 /// Longest request: an address, a NUL, a path; no path: bind.
 const MAX_REQUEST: usize = 256;
 
+/// Path of a GPU's node, without its minor.
+const NODE: &str = "/dev/nvidia";
+/// Pause between two questions whether an initialisation has begun, in ms.
+const ASK_EVERY: u8 = 5;
+
 /// The worker's end; the process ends on drop.
 pub struct Opener {
     socket: OwnedFd,
     pid: HelperPid,
+}
+
+/// The wait for the end of an initialisation's first part.
+pub struct Attach(OwnedFd);
+
+impl Attach {
+    /// Blocks until that part is over, and returns true; false when this is not seen.
+    pub fn wait(&self) -> bool {
+        matches!(reply::answered(&self.0), Some((1, _)))
+    }
+
+    /// Ends the wait, also the opener's process.
+    pub fn end(&self) {
+        // Fails only where that process has ended.
+        let _unused = shutdown(self.0.as_raw_fd(), Shutdown::Both);
+    }
 }
 
 impl Opener {
@@ -49,7 +74,7 @@ impl Opener {
         gpu: &str,
         path: &Path,
         opening: impl FnOnce(Pid),
-    ) -> Option<Result<OwnedFd, Errno>> {
+    ) -> Option<Result<(OwnedFd, Attach), Errno>> {
         let answers = reply::ask(
             &self.socket,
             &[gpu.as_bytes(), b"\0", path.as_os_str().as_bytes()],
@@ -57,7 +82,7 @@ impl Opener {
         let (child, _) = reply::answered(&answers)?;
         opening(Pid::from_raw(i32::try_from(child).ok()?));
         match reply::answered(&answers)? {
-            (0, Some(descriptor)) => Some(Ok(descriptor)),
+            (0, Some(descriptor)) => Some(Ok((descriptor, Attach(answers)))),
             (0, None) => None,
             (errno, _) => Some(Err(Errno::from_raw(i32::try_from(errno).ok()?))),
         }
@@ -122,7 +147,51 @@ fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &Keeper
             // Without the keeper, the worker holds the descriptor alone.
             let _unused = keeper.keep(gpu, &descriptor);
             reply::answer(answers, 0, Some(&descriptor));
+            // The driver may keep this process for ever: nothing may wait for its descriptors.
+            drop(descriptor);
+            let _unused = close(keeper.0.as_raw_fd());
+            watch_attach(gpu, path, answers);
         }
         Err(errno) => reply::answer(answers, errno as i64, None),
+    }
+}
+
+/// Answers when the first part of the initialisation is over. No answer: that is not seen.
+fn watch_attach(gpu: &str, path: &Path, answers: &OwnedFd) {
+    let minor = path.to_str().and_then(|path| path.strip_prefix(NODE));
+    let (Ok(bound), Some(Ok(minor))) = (gpu.parse::<Bound>(), minor.map(str::parse)) else {
+        return;
+    };
+    // The worker closes its end when the initialisation is over.
+    let is_over = || {
+        let mut ours = [PollFd::new(answers.as_fd(), PollFlags::empty())];
+        poll(&mut ours, ASK_EVERY) != Ok(0)
+    };
+    if wait_attached(bound.address, minor, is_over) == Ok(true) {
+        reply::answer(answers, 1, None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_attach_is_seen_or_its_wait_ends_on_both_sides() {
+        let (ours, theirs) = reply::pair().unwrap();
+        let attach = Attach(ours);
+        reply::answer(&theirs, 1, None);
+        assert!(attach.wait());
+        let gone = || {
+            let mut end = [PollFd::new(theirs.as_fd(), PollFlags::empty())];
+            poll(&mut end, 0_u8) != Ok(0)
+        };
+        assert!(!gone());
+        attach.end();
+        assert!(!attach.wait());
+        assert!(gone());
+        let (ours, theirs) = reply::pair().unwrap();
+        drop(theirs);
+        assert!(!Attach(ours).wait(), "a child without an answer");
     }
 }
