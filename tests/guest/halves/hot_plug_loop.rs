@@ -2,8 +2,9 @@
 //! `testagent.loop=ROUNDS:GPUS`, GPUs 1 to GPUS (by slot) are taken away and plugged in, ROUNDS
 //! times, by surprise, and each tenth time through sysfs, where a removal takes half a second.
 //! GPU 0 stays. Reports what each process of the init has after half of the rounds and after each
-//! later one: what grows in between would grow for ever. A thread that closes a descriptor may
-//! still run after the last arrival, so the last report waits until it has ended.
+//! later one: what grows in between would grow for ever. A thread that closes a descriptor, or a
+//! process that has opened a GPU, may still run after the last arrival, so a report waits until it
+//! has ended.
 
 use super::census::{Process, processes};
 use super::script::act;
@@ -36,30 +37,38 @@ fn repeat(rounds: u32, gpus: u32) -> Result<(), String> {
         }
         act(&format!("spec-gives:{all}"))?;
         act(&format!("up:{all}"))?;
-        if round == rounds / 2 {
-            middle = processes();
-        }
         if (rounds / 2..rounds).contains(&round) {
-            report(round, &processes());
+            let now = at_rest(|now| {
+                let mut names: Vec<&str> = now.iter().map(|process| &*process.name).collect();
+                names.sort_unstable();
+                names.windows(2).all(|two| two[0] != two[1])
+            });
+            report(round, &now);
+            if round == rounds / 2 {
+                middle = now;
+            }
         }
     }
-    report(rounds, &at_rest(&middle));
-    Ok(())
-}
-
-/// The init's processes as soon as none has more files or threads than before, or after [`REST`].
-fn at_rest(before: &[Process]) -> Vec<Process> {
-    let since = Instant::now();
-    loop {
-        let now = processes();
-        let is_at_rest = now.iter().all(|process| {
-            before.iter().any(|earlier| {
+    let end = at_rest(|now| {
+        now.iter().all(|process| {
+            middle.iter().any(|earlier| {
                 earlier.name == process.name
                     && earlier.files.len() >= process.files.len()
                     && earlier.threads >= process.threads
             })
-        });
-        if is_at_rest || since.elapsed() > REST {
+        })
+    });
+    report(rounds, &end);
+    Ok(())
+}
+
+/// The init's processes as soon as they are as wanted, or after [`REST`]: what closes a descriptor
+/// or has just opened a GPU ends by itself.
+fn at_rest(is_wanted: impl Fn(&[Process]) -> bool) -> Vec<Process> {
+    let since = Instant::now();
+    loop {
+        let now = processes();
+        if is_wanted(&now) || since.elapsed() > REST {
             return now;
         }
         std::thread::sleep(Duration::from_millis(100));
