@@ -4,6 +4,7 @@
 use anyhow::{Result, bail, ensure};
 use clap::{ArgGroup, Subcommand};
 use kata_gpu_image::guest_disk::Table;
+use kata_gpu_image::images::disk_image::hash_tree;
 use kata_gpu_image::images::entry_text::{escaped, megabytes};
 use kata_gpu_image::images::helper::HelperArgs;
 use kata_gpu_image::images::image::{Form, Image};
@@ -143,6 +144,10 @@ struct ReplaceInitArgs {
     /// Do not add the list of the driver's files.
     #[arg(long)]
     no_manifest: bool,
+    /// Make a new dm-verity hash tree in the second partition, and write its parameters into
+    /// FILE.verity, from which install takes them (disk images only).
+    #[arg(long)]
+    verity: bool,
     #[command(flatten)]
     initrd: InitrdArgs,
     /// Print JSON.
@@ -379,7 +384,7 @@ fn verify(args: &VerifyArgs) -> Result<bool> {
     Ok(report.boots())
 }
 
-/// The output is neither the image, nor the init, nor the helper.
+/// A file to be written or removed is neither the image, nor the init, nor the helper.
 fn check_output(image: &Path, init: &Path, helper: &HelperArgs, output: &Path) -> Result<()> {
     let same = |a: &Path| {
         std::fs::canonicalize(a)
@@ -406,7 +411,9 @@ fn check_output(image: &Path, init: &Path, helper: &HelperArgs, output: &Path) -
 }
 
 fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
-    check_output(&args.image, &args.init, &args.helper, &args.output)?;
+    for file in [&args.output, &hash_tree::file_of(&args.output)] {
+        check_output(&args.image, &args.init, &args.helper, file)?;
+    }
     if disk_image::is_disk(&args.image)? {
         ensure!(
             args.initrd == InitrdArgs::default(),
@@ -416,6 +423,12 @@ fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
         );
         replace_in_disk(args)
     } else {
+        ensure!(
+            !args.verity,
+            "{}: no disk image: --verity is for disk images, whose second partition holds the \
+             hash tree",
+            printable(&args.image.display().to_string())
+        );
         replace_in_initrd(args)
     }
 }
@@ -429,18 +442,21 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
         helper,
         output,
         manifest: !args.no_manifest,
+        verity: args.verity,
     })?;
-    done.new.written.keep()?;
+    done.keep(&args.output)?;
     if !done.has_module {
         let why = "its guests take the driver from the extension disk `gpu` (Kata 4), and without \
                    that disk no GPU comes up";
         eprintln!("kata-gpu-boot: note: no nvidia.ko in the image: {why}");
     }
     let disk = &done.disk;
+    let parameters = done.tree.as_ref().map(|tree| hash_tree::line(&tree.verity));
     if args.json {
         let mut json = done.new.json();
         json["fileSystem"] = disk.root.name().into();
         json["grownPartition"] = done.grown.into();
+        json["verity"] = parameters.into();
         print(&ascii_json(&json)?)?;
         return Ok(true);
     }
@@ -462,11 +478,21 @@ fn replace_in_disk(args: &ReplaceInitArgs) -> Result<bool> {
     if let Some(bytes) = done.grown {
         text.push_str(&format!("the partition has grown to {} MiB\n", bytes >> 20));
     }
-    if disk.has_second {
-        text.push_str(
+    match parameters {
+        Some(parameters) => {
+            let place = if done.moved { "a new" } else { "the" };
+            let file = hash_tree::file_of(&args.output).display().to_string();
+            text.push_str(&format!(
+                "the hash tree is in {place} second partition; kernel_verity_params is in {}, from \
+                 which install --image takes it:\n{parameters}\n",
+                printable(&file)
+            ));
+        }
+        None if disk.second.is_some() => text.push_str(
             "a second partition, as one with a dm-verity hash, is the old root's: set \
-                       kernel_verity_params = \"\"\n",
-        );
+             kernel_verity_params = \"\", or make the hash anew with --verity\n",
+        ),
+        None => {}
     }
     text.push_str(&format!(
         "{}, {}\n",

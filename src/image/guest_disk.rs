@@ -7,6 +7,7 @@
 use kata_gpu_init::formats::elf::ReadAt;
 use memchr::memmem;
 use std::io;
+use std::ops::Range;
 
 /// Sector size of Kata's image builder's partition tables, and of disks under QEMU and Cloud
 /// Hypervisor.
@@ -79,17 +80,19 @@ pub struct Disk {
     pub root_at: u64,
     /// Length of the root's partition, or of the file.
     pub root_bytes: u64,
-    /// Another partition exists; Kata keeps the dm-verity hash there.
-    pub has_second: bool,
+    /// Bytes of the second partition, wherever its table puts it; Kata keeps the dm-verity hash
+    /// tree there.
+    pub second: Option<Range<u64>>,
 }
 
 /// Recognizes an image of `length` bytes. The inner error is the reason why Kata cannot use it.
 pub fn look(file: &(impl ReadAt + ?Sized), length: u64) -> io::Result<Result<Disk, String>> {
-    let (table, start, root_bytes, has_second) = match partition(file)? {
-        None => (Table::None, 0, length, false),
+    let (table, root, second) = match partition(file)? {
+        None => (Table::None, 0..length, None),
         Some(found) => found,
     };
-    if start.checked_add(root_bytes).is_none_or(|end| end > length) {
+    let (start, root_bytes) = (root.start, root.end - root.start);
+    if root.end > length {
         return Ok(Err(format!(
             "its first partition has {root_bytes} bytes from byte {start} on, and the file \
              {length}: it is cut"
@@ -115,7 +118,7 @@ pub fn look(file: &(impl ReadAt + ?Sized), length: u64) -> io::Result<Result<Dis
         root,
         root_at: start,
         root_bytes,
-        has_second,
+        second,
     }))
 }
 
@@ -215,20 +218,20 @@ fn file_system(file: &(impl ReadAt + ?Sized), start: u64) -> io::Result<Option<F
     })
 }
 
-/// The first partition: table, first byte, length, and whether a second partition exists.
-fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<(Table, u64, u64, bool)>> {
+/// The table, and the bytes of the first partition and of the second if it exists.
+type Partitions = (Table, Range<u64>, Option<Range<u64>>);
+
+fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<Partitions>> {
     if !has(file, MBR_MARK.0, &MBR_MARK.1)? {
         return Ok(None);
     }
-    let entry = |index: u64| -> io::Result<(u8, u64, u64)> {
+    let entry = |index: u64| -> io::Result<(u8, Range<u64>)> {
         let at = MBR_ENTRIES + index * MBR_ENTRY;
-        Ok((
-            number::<1>(file, at + 4)? as u8,
-            number::<4>(file, at + 8)? * SECTOR,
-            number::<4>(file, at + 12)? * SECTOR,
-        ))
+        let start = number::<4>(file, at + 8)? * SECTOR;
+        let bytes = number::<4>(file, at + 12)? * SECTOR;
+        Ok((number::<1>(file, at + 4)? as u8, start..start + bytes))
     };
-    let (kind, start, bytes) = entry(0)?;
+    let (kind, first) = entry(0)?;
     if kind == MBR_OF_GPT && has(file, SECTOR, GPT_MARK)? {
         let (entries, size) = (
             number::<8>(file, SECTOR + 72)?.saturating_mul(SECTOR),
@@ -238,31 +241,21 @@ fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<(Table, u64, u6
             return Ok(None);
         }
         // An entry whose type is all zeros is unused.
-        let used = |at: u64| {
-            Ok::<_, io::Error>(
-                number::<8>(file, at)? != 0 || number::<8>(file, at.saturating_add(8))? != 0,
-            )
+        let entry = |at: u64| -> io::Result<Option<Range<u64>>> {
+            let part = |offset| number::<8>(file, at.saturating_add(offset));
+            let (first, last) = (part(32)?, part(40)?);
+            let bytes = |sectors: u64| sectors.saturating_mul(SECTOR);
+            let range = bytes(first)..bytes(last.max(first).saturating_add(1));
+            Ok((part(0)? != 0 || part(8)? != 0).then_some(range))
         };
-        if !used(entries)? {
-            return Ok(None);
-        }
-        let (first, last) = (
-            number::<8>(file, entries.saturating_add(32))?,
-            number::<8>(file, entries.saturating_add(40))?,
-        );
-        let sectors = last.saturating_sub(first).saturating_add(1);
-        let bytes = |sectors: u64| sectors.saturating_mul(SECTOR);
-        return Ok(Some((
-            Table::Gpt,
-            bytes(first),
-            bytes(sectors),
-            used(entries.saturating_add(size))?,
-        )));
+        let second = entry(entries.saturating_add(size))?;
+        return Ok(entry(entries)?.map(|first| (Table::Gpt, first, second)));
     }
-    if kind == 0 || start == 0 || bytes == 0 {
+    if kind == 0 || first.start == 0 || first.is_empty() {
         return Ok(None);
     }
-    Ok(Some((Table::Mbr, start, bytes, entry(1)?.0 != 0)))
+    let (kind, second) = entry(1)?;
+    Ok(Some((Table::Mbr, first, (kind != 0).then_some(second))))
 }
 
 /// Disks for tests, made of the numbers that count.
@@ -287,7 +280,7 @@ pub mod stand_in {
         bytes
     }
 
-    /// The first partition begins at byte 4096.
+    /// The first partition begins at byte 4096, and a second one, of one block, behind it.
     pub fn disk(table: Table, root: &[u8], has_second: bool) -> Vec<u8> {
         if table == Table::None {
             return root.to_vec();
@@ -307,11 +300,18 @@ pub mod stand_in {
             put(1024 + 32, &u64::to_le_bytes(first));
             put(1024 + 40, &(first + sectors - 1).to_le_bytes());
             put(1024 + 128, &[u8::from(has_second)]);
+            put(1024 + 128 + 32, &u64::to_le_bytes(first + sectors));
+            put(1024 + 128 + 40, &u64::to_le_bytes(first + sectors + 7));
         } else {
             put(450, &[0x83]);
             put(454, &(first as u32).to_le_bytes());
             put(458, &(sectors as u32).to_le_bytes());
             put(466, &[if has_second { 0x83 } else { 0 }]);
+            put(470, &(first as u32 + sectors as u32).to_le_bytes());
+            put(474, &8_u32.to_le_bytes());
+        }
+        if has_second {
+            bytes.extend([0; 4096]);
         }
         bytes
     }
@@ -343,7 +343,7 @@ mod tests {
                             root,
                             root_at,
                             root_bytes: 8192,
-                            has_second
+                            second: has_second.then_some(12288..16384),
                         }),
                         "{table:?} {root:?}"
                     );

@@ -255,8 +255,8 @@ fn confidential(facts: &Facts) -> Vec<Refusal> {
     if facts.guest.is_unmeasured_image() {
         refuse(
             "kernel_verity_params",
-            "without the image's own (--verity), no measurement covers this confidential guest's \
-             root, which the host can change",
+            "without the image's own (image replace-init --verity), no measurement covers this \
+             confidential guest's root, which the host can change",
         );
     } else if facts.has_text("kernel_verity_params") {
         refuse(

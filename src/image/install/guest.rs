@@ -1,8 +1,8 @@
 //! Initrd or disk image that guests start from, both verified.
 //!
 //! Kata gives a guest its image as a disk. The kernel mounts the first partition (/dev/vda1 or
-//! /dev/pmem0p1) as `rootfs_type`; with `kernel_verity_params`, through dm-verity, whose hash is in
-//! the second partition. The hash covers the whole root, so replacing the init changes it.
+//! /dev/pmem0p1) as `rootfs_type`; with `kernel_verity_params`, through dm-verity, whose hash tree
+//! is in the second partition. The hash covers the whole root, so replacing the init changes it.
 
 use super::drop_in_plan::Root;
 use super::guest_check;
@@ -10,6 +10,8 @@ use super::guest_check::{Verified, Wanted};
 use super::here::Args;
 use crate::guest_disk as disk;
 use crate::guest_disk::{Disk, Table};
+use crate::images::disk_image::hash_tree;
+use crate::images::image::Content;
 use crate::kata::drop_in::Found;
 use crate::kata::kata_config::unreadable;
 use crate::kata::merge::Effective;
@@ -26,10 +28,16 @@ use std::path::{Path, PathBuf};
 pub struct Chosen {
     path: String,
     is_image: bool,
-    /// The image's `kernel_verity_params`.
-    verity: Option<String>,
+    verity: Option<Parameters>,
     /// The configuration names it already, so that new pods start from it.
     in_use: bool,
+}
+
+/// An image's `kernel_verity_params`, and where they stand: a file or an option.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Parameters {
+    line: String,
+    place: String,
 }
 
 /// An initrd or image after it was read.
@@ -67,11 +75,19 @@ pub fn choose(args: &Args, of: &Configured, now: &Effective) -> Result<Chosen, R
     let text = |key: &str| now.text(&of.key(key)).map(str::to_string);
     if let Some(given) = args.initrd.as_ref().or(args.image.as_ref()) {
         let (path, is_image) = (absolute(given)?, args.initrd.is_none());
+        let verity = match &args.verity {
+            Some(line) => Some(Parameters {
+                line: line.clone(),
+                place: "--verity".into(),
+            }),
+            None if is_image => beside(Path::new(&path))?,
+            None => None,
+        };
         return Ok(Chosen {
             in_use: text(key(is_image)).as_ref() == Some(&path),
             path,
             is_image,
-            verity: args.verity.clone(),
+            verity,
         });
     }
     if let Some(path) = text("initrd") {
@@ -88,7 +104,10 @@ pub fn choose(args: &Args, of: &Configured, now: &Effective) -> Result<Chosen, R
         Some(path) => Ok(Chosen {
             path,
             is_image: true,
-            verity: text("kernel_verity_params"),
+            verity: text("kernel_verity_params").map(|line| Parameters {
+                line,
+                place: of.config.drop_in_path().display().to_string(),
+            }),
             in_use: true,
         }),
         None => {
@@ -97,6 +116,19 @@ pub fn choose(args: &Args, of: &Configured, now: &Effective) -> Result<Chosen, R
             Err(Refusal::of_argument("--initrd", why).cure("give its path"))
         }
     }
+}
+
+/// Parameters in the file beside an image.
+fn beside(image: &Path) -> Result<Option<Parameters>, Refusal> {
+    let file = hash_tree::file_of(image);
+    let line = hash_tree::beside(image).map_err(|e| {
+        Refusal::at(&file, e.root_cause().to_string())
+            .cure("make it readable, or remove it to install the image without dm-verity")
+    })?;
+    Ok(line.map(|line| Parameters {
+        line,
+        place: file.display().to_string(),
+    }))
 }
 
 fn absolute(given: &Path) -> Result<String, Refusal> {
@@ -175,7 +207,7 @@ fn look(
     path: &Path,
     file: &File,
     bytes: u64,
-    verity: Option<String>,
+    verity: Option<Parameters>,
     wanted: &Wanted,
 ) -> Result<Image, Refusal> {
     let disk = disk::look(file, bytes)
@@ -192,76 +224,36 @@ fn look(
             }
         })?;
     let has_init = disk::contains(file, INIT_MARK.as_bytes()).map_err(|e| unreadable(path, &e))?;
-    let image = Image {
+    if let Some(verity) = &verity {
+        check_verity(path, file, &disk, verity)?;
+    }
+    Ok(Image {
         bytes,
         disk,
         has_init,
-        verity,
+        verity: verity.map(|verity| verity.line),
         files: guest_check::look_into_disk(path, wanted),
-    };
-    image.check_verity()?;
-    Ok(image)
+    })
+}
+
+/// Refuses parameters with which the kernel finds no root, so that no pod starts.
+fn check_verity(path: &Path, file: &File, disk: &Disk, verity: &Parameters) -> Result<(), Refusal> {
+    let Parameters { line, place } = verity;
+    let content = file.try_clone().and_then(Content::of_file);
+    content
+        .and_then(|content| hash_tree::check(&content, disk, line))
+        .map_err(|e| unreadable(path, &e))?
+        .map_err(|why| {
+            Refusal::of_argument(place, why)
+                .key("kernel_verity_params", line)
+                .cure(
+                    "make the image with kata-gpu-boot image replace-init --verity, and give it \
+                     with --image: its parameters are in the file beside it",
+                )
+        })
 }
 
 impl Image {
-    /// Both runtimes require the same five fields. Numbers that do not fit the disk belong to
-    /// another image.
-    fn check_verity(&self) -> Result<(), Refusal> {
-        let Some(given) = &self.verity else {
-            return Ok(());
-        };
-        let refuse = |why: String| {
-            let refusal = Refusal::of_argument("--verity", why).key("kernel_verity_params", given);
-            Err(refusal.cure(
-                "give the output of veritysetup for this image, as Kata's image \
-                              builder writes it into root_hash_*.txt",
-            ))
-        };
-        let field = |name: &str| {
-            given
-                .split(',')
-                .find_map(|field| field.trim().strip_prefix(name)?.strip_prefix('='))
-        };
-        let is_hex = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_hexdigit());
-        if let Some(name) = ["root_hash", "salt"]
-            .into_iter()
-            .find(|name| !field(name).is_some_and(is_hex))
-        {
-            return refuse(format!("{name} is missing, or not hexadecimal"));
-        }
-        let mut numbers = [0; 3];
-        for (number, name) in
-            numbers
-                .iter_mut()
-                .zip(["data_blocks", "data_block_size", "hash_block_size"])
-        {
-            match field(name)
-                .and_then(|text| text.parse::<u64>().ok())
-                .filter(|n| *n > 0)
-            {
-                Some(found) => *number = found,
-                None => return refuse(format!("{name} is missing, or no number above 0")),
-            }
-        }
-        let [blocks, size, hash_size] = numbers;
-        if size % 512 != 0 || hash_size % 512 != 0 {
-            return refuse("sizes of blocks must be multiples of 512".into());
-        }
-        if blocks
-            .checked_mul(size)
-            .is_none_or(|bytes| bytes > self.disk.root_bytes)
-        {
-            return refuse(format!(
-                "{blocks} blocks of {size} bytes are more than the root's {} bytes",
-                self.disk.root_bytes
-            ));
-        }
-        if !self.disk.has_second {
-            return refuse("the image has no second partition, where Kata expects the hash".into());
-        }
-        Ok(())
-    }
-
     fn refusals(&self, path: &Path) -> Vec<Refusal> {
         let mut refusals = Vec::new();
         if self.disk.table == Table::None {
@@ -377,8 +369,8 @@ impl Guest {
             What::Image(image) if image.verity.is_some() => None,
             What::Image(_) => Some(
                 "kernel_verity_params is of the former image and is emptied: no guest notices when \
-                 the host changes its root's data; --verity with this image's parameters keeps \
-                 that check",
+                 the host changes its root's data; kata-gpu-boot image replace-init --verity makes \
+                 an image with which they do",
             ),
             What::Initrd(_) => Some(
                 "kernel_verity_params is of the former image and is emptied: no hash on the \
@@ -387,10 +379,22 @@ impl Guest {
         }
     }
 
+    /// Need of a guest with dm-verity, where the configuration had none.
+    pub fn first_verity(&self) -> Option<&'static str> {
+        match &self.what {
+            What::Image(image) if image.verity.is_some() => Some(
+                "kernel_verity_params is new here: the kernel needs dm-verity and dm-init built in \
+                 (CONFIG_DM_VERITY, CONFIG_DM_INIT), or it finds no root; if it lacks them, make the \
+                 image without --verity",
+            ),
+            What::Image(_) | What::Initrd(_) => None,
+        }
+    }
+
     /// A surprise in the image that is no reason to refuse.
     pub fn note(&self) -> Option<String> {
         match &self.what {
-            What::Image(image) if image.disk.has_second && image.verity.is_none() => Some(
+            What::Image(image) if image.disk.second.is_some() && image.verity.is_none() => Some(
                 "the image has a second partition: if that is its dm-verity hash, --verity uses \
                  it; now nothing checks the root"
                     .into(),
@@ -433,71 +437,78 @@ mod tests {
     use crate::guest_disk::stand_in::{disk, file_system, file_system_with};
     use kata_gpu_test_support::temp_dir;
 
-    const VERITY: &str =
-        "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
-
     fn guest(path: &Path, verity: Option<String>) -> Result<Guest, Refusal> {
         let chosen = Chosen {
             path: path.display().to_string(),
             is_image: true,
-            verity,
+            verity: verity.map(|line| Parameters {
+                line,
+                place: "--verity".into(),
+            }),
             in_use: false,
         };
         chosen.look(&Wanted::default())
     }
 
     #[test]
-    fn verity_parameters_must_be_whole_and_fit_the_disk() {
+    fn verity_parameters_must_be_whole_and_of_this_disk() {
         let dir = temp_dir();
         let path = dir.path().join("image");
-        std::fs::write(
-            &path,
-            disk(Table::Mbr, &file_system(FileSystem::Erofs), true),
-        )
-        .unwrap();
+        let root = file_system(FileSystem::Erofs);
+        let wanted = hash_tree::parameters("ab".into(), root.len() as u64);
+        let tree = hash_tree::of(root.as_slice(), wanted).unwrap();
+        let verity = hash_tree::line(&tree.verity);
+        let mut whole = disk(Table::Mbr, &root, true);
+        let at = whole.len() - tree.bytes.len();
+        whole[at..].copy_from_slice(&tree.bytes);
+        std::fs::write(&path, &whole).unwrap();
         let of = |verity: &str| guest(&path, Some(verity.into()));
-        let root = of(VERITY).unwrap().root();
-        assert_eq!(root.image, Some((FileSystem::Erofs, VERITY.into())));
+        let plan = of(&verity).unwrap().root();
+        assert_eq!(plan.image, Some((FileSystem::Erofs, verity.clone())));
+        let hash = tree.verity.root_hash.as_str();
+        let other = hash.replace(|c| c != '0', "0");
         for (from, to, why) in [
-            ("root_hash=00ff,", "", "root_hash is missing"),
+            ("root_hash=", "root=", "root_hash is missing"),
+            (hash, "00ff", "root_hash has 4 digits"),
+            (hash, &other, hash),
             (
                 "salt=ab",
-                "salt=x\"y",
-                "salt is missing, or not hexadecimal",
+                "salt=x\"y!",
+                "is not an even number of hexadecimal",
             ),
+            ("salt=ab", "salt=", "salt is missing"),
+            ("salt=ab", "salt=ac", "the parameters are of another image"),
+            ("blocks=2", "blocks=0", "data_blocks=0 is no number from 1"),
+            ("blocks=2", "blocks=3", "more than the root's 8192 bytes"),
             (
-                "data_blocks=2",
-                "data_blocks=0",
-                "data_blocks is missing, or no number above 0",
-            ),
-            (
-                "data_blocks=2",
-                "data_blocks=3",
-                "more than the root's 8192 bytes",
-            ),
-            (
-                "data_blocks=2",
-                "data_blocks=18446744073709551615",
-                "more than the root's 8192 bytes",
+                "blocks=2",
+                "blocks=18446744073709551615",
+                "more than a disk",
             ),
             (
                 "hash_block_size=4096",
                 "hash_block_size=100",
-                "multiples of 512",
+                "power of two",
             ),
         ] {
-            let refusal = of(&VERITY.replace(from, to)).unwrap_err();
+            let refusal = of(&verity.replace(from, to)).unwrap_err();
             assert!(
                 refusal.why.contains(why) && !refusal.forcible,
                 "{to}: {refusal}"
             );
         }
-        std::fs::write(
-            &path,
-            disk(Table::Mbr, &file_system(FileSystem::Erofs), false),
-        )
-        .unwrap();
-        assert!(of(VERITY).unwrap_err().why.contains("no second partition"));
+        // A byte of the tree, one of the root, and no tree at all.
+        for (index, why) in [
+            (at, "another hash tree than this image's root"),
+            (4096 + 5000, "the parameters are of another image"),
+        ] {
+            let mut changed = whole.clone();
+            changed[index] ^= 1;
+            std::fs::write(&path, changed).unwrap();
+            assert!(of(&verity).unwrap_err().why.contains(why), "{index}");
+        }
+        std::fs::write(&path, disk(Table::Mbr, &root, false)).unwrap();
+        assert!(of(&verity).unwrap_err().why.contains("no second partition"));
     }
 
     #[test]

@@ -42,7 +42,8 @@ pub struct Args {
     /// A disk image instead, with an erofs or ext4 root in partition 1.
     #[arg(long, value_name = "FILE", conflicts_with = "initrd")]
     pub image: Option<PathBuf>,
-    /// The image's dm-verity parameters, root_hash=.. [default: none].
+    /// The image's dm-verity parameters, root_hash=.. [default: those in the file IMAGE.verity,
+    /// which image replace-init --verity writes].
     #[arg(
         long,
         value_name = "PARAMS",
@@ -548,8 +549,11 @@ impl Install {
             .with(None)
             .text(&self.of.key("kernel_verity_params"))
             .is_some();
-        let given_up = had_verity.then(|| self.guest.given_up()).flatten();
-        given_up
+        let of_verity = match had_verity {
+            true => self.guest.given_up(),
+            false => self.guest.first_verity(),
+        };
+        of_verity
             .map(str::to_string)
             .into_iter()
             .chain(self.guest.note())

@@ -10,6 +10,7 @@
 
 use super::here::{Args, Report, say_here};
 use crate::doing::Doing;
+use crate::images::disk_image::hash_tree;
 use crate::images::image::{self, Content, Form, open_regular};
 use crate::images::output_file::{Output, PARTIAL};
 use crate::kata::refusal::Refusal;
@@ -174,6 +175,13 @@ pub fn say(args: &Args, dir: &Path) -> Report {
     let mut of_copy = args.clone();
     of_copy.initrd = args.initrd.as_ref().map(|_| copied.path.clone());
     of_copy.image = args.image.as_ref().map(|_| copied.path.clone());
+    if let (Some(image), None) = (&args.image, &args.verity) {
+        // The file with the parameters stays beside the source.
+        of_copy.verity = match hash_tree::beside(image) {
+            Ok(verity) => verity,
+            Err(error) => return Report::failed(&error),
+        };
+    }
     let mut said = say_here(&of_copy);
     if said.code != 0 {
         // Nothing uses the copy; a failure to remove it is harmless.
@@ -266,6 +274,7 @@ fn stamps(args: &Args) -> Stamps {
         paths.extend(["kernel", "initrd", "image"].into_iter().filter_map(value));
     }
     paths.extend(args.initrd.iter().chain(&args.image).cloned());
+    paths.extend(args.image.as_deref().map(hash_tree::file_of));
     paths.extend(args.place.node_feature.clone());
     let stamp = |path: &Path| {
         let meta = fs::metadata(path).ok()?;

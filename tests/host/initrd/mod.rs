@@ -1,6 +1,7 @@
 //! A failure means that `kata-gpu-boot image` packs the same files into other bytes, reads an
 //! archive otherwise than cpio and the kernel do, or reports a wrong difference.
 
+mod hash_tree;
 mod hostile;
 mod manifest;
 mod other_architecture;

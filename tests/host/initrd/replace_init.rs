@@ -15,8 +15,9 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Whether it can run here: its tools are there where tests/setup has run.
-fn cannot_run() -> bool {
+/// Whether it cannot run here: these tools and those that all need are there where tests/setup has
+/// run.
+pub fn cannot_run(more: &[&str]) -> bool {
     let there = |name: &str| {
         ["/usr/bin", "/bin", "/usr/sbin", "/sbin"]
             .iter()
@@ -24,6 +25,7 @@ fn cannot_run() -> bool {
     };
     let missing: Vec<&str> = ["mkfs.erofs", "fsck.erofs", "sfdisk"]
         .into_iter()
+        .chain(more.iter().copied())
         .filter(|name| !there(name))
         .collect();
 
@@ -37,7 +39,7 @@ fn cannot_run() -> bool {
 }
 
 /// Makes and looks into images; they need no owners but this user.
-fn shell(script: &str, arguments: &[&Path]) -> Output {
+pub fn shell(script: &str, arguments: &[&Path]) -> Output {
     let mut command = Command::new("sh");
     command
         .args([
@@ -51,25 +53,25 @@ fn shell(script: &str, arguments: &[&Path]) -> Output {
 
 /// Standard output and error of a command that succeeded.
 #[track_caller]
-fn done(output: &Output) -> String {
+pub fn done(output: &Output) -> String {
     let said =
         String::from_utf8_lossy(&[output.stdout.as_slice(), &output.stderr].concat()).into_owned();
     assert!(output.status.success(), "{said}");
     said
 }
 
-struct Case {
-    dir: TempDir,
+pub struct Case {
+    pub dir: TempDir,
 }
 
 /// A program that is taken for the init; nobody runs it.
-fn init(more: &[u8]) -> Vec<u8> {
+pub fn init(more: &[u8]) -> Vec<u8> {
     [b"\x7fELF and nothing that runs ", PENDING.as_bytes(), more].concat()
 }
 
 impl Case {
     /// A guest's root, and an ELF file that stands for the init.
-    fn new(test: &str) -> Self {
+    pub fn new(test: &str) -> Self {
         let dir = TempDir::new(&format!("replace-init-{test}"));
         let root = dir.0.join("root");
         for directory in [
@@ -118,14 +120,14 @@ impl Case {
     }
 
     /// With its root made into the image `old`.
-    fn made(test: &str) -> Self {
+    pub fn made(test: &str) -> Self {
         let case = Self::new(test);
         case.make(EROFS, "old");
         case
     }
 
     /// Makes the root into an image, by a script.
-    fn make(&self, script: &str, image: &str) {
+    pub fn make(&self, script: &str, image: &str) {
         done(&shell(script, &[&self.at("root"), &self.at(image)]));
     }
 
@@ -147,12 +149,12 @@ impl Case {
         shell(script, &all)
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub fn at(&self, name: &str) -> PathBuf {
         self.dir.0.join(name)
     }
 
     /// Replaces the init of `image`.
-    fn replace(&self, image: &str) -> Output {
+    pub fn replace(&self, image: &str) -> Output {
         self.replace_to(image, "new")
     }
 
@@ -160,7 +162,7 @@ impl Case {
         self.command(image, new).arg("--no-nvml").output().unwrap()
     }
 
-    fn command(&self, image: &str, new: &str) -> Command {
+    pub fn command(&self, image: &str, new: &str) -> Command {
         let mut command = Command::new(program());
         command.args(["image", "replace-init"]).arg(self.at(image));
         command
@@ -189,7 +191,7 @@ impl Case {
     }
 }
 
-const EROFS: &str = "mkfs.erofs --quiet \"$2\" \"$1\"";
+pub const EROFS: &str = "mkfs.erofs --quiet \"$2\" \"$1\"";
 /// The mode in an inode of an erofs image.
 const SETUID: &str = "nid=$(dump.erofs --path=/usr/bin/su \"$1\" | sed -nE 's/^NID: ([0-9]+) \
                       .*/\\1/p'); od -An -to2 -j $(($(od -An -tu4 -j 1064 -N4 \"$1\") * 4096 + nid \
@@ -197,7 +199,7 @@ const SETUID: &str = "nid=$(dump.erofs --path=/usr/bin/su \"$1\" | sed -nE 's/^N
 
 #[test]
 fn an_arm64_image_takes_an_arm64_init_and_no_other() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::with_driver("erofs-arm64");
@@ -226,7 +228,7 @@ fn an_arm64_image_takes_an_arm64_init_and_no_other() {
 
 #[test]
 fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     for has_module in [false, true] {
@@ -286,7 +288,7 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
 
 #[test]
 fn a_partition_table_changes_only_if_the_root_outgrows_it() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     for (label, sectors, grows) in [
@@ -331,14 +333,14 @@ fn a_partition_table_changes_only_if_the_root_outgrows_it() {
 }
 
 #[track_caller]
-fn done_out(output: &Output) -> String {
+pub fn done_out(output: &Output) -> String {
     done(output);
     crate::stdout(output)
 }
 
 #[test]
 fn a_name_that_leads_out_of_the_image_is_refused() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     // Names of the same length, in images whose sums nobody checks: what somebody would make who
@@ -374,7 +376,7 @@ fn a_name_that_leads_out_of_the_image_is_refused() {
 
 #[test]
 fn only_a_regular_file_is_replaced_and_other_files_stay() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::made("output");
@@ -398,7 +400,7 @@ fn only_a_regular_file_is_replaced_and_other_files_stay() {
 
 #[test]
 fn what_cannot_be_done_is_refused_and_leaves_nothing() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::new("refused");
@@ -461,7 +463,7 @@ fn set_attribute(case: &Case) {
 
 #[test]
 fn ten_upgrades_in_place_leave_a_sound_image_of_the_same_size() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     for (name, make) in [
@@ -533,7 +535,7 @@ fn ten_upgrades_in_place_leave_a_sound_image_of_the_same_size() {
 
 #[test]
 fn the_target_of_a_link_never_becomes_a_command() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::new("commands");
@@ -552,7 +554,7 @@ fn the_target_of_a_link_never_becomes_a_command() {
 
 #[test]
 fn a_list_or_a_directory_above_it_that_is_a_link_is_refused() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     for (at, target) in [
@@ -588,7 +590,7 @@ fn below(pid: u32, program: &str) -> Option<u32> {
 
 #[test]
 fn a_program_in_the_sandbox_reaches_no_file_of_the_host() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::new("sandbox");
@@ -649,7 +651,7 @@ fn a_program_in_the_sandbox_reaches_no_file_of_the_host() {
 
 #[test]
 fn a_stricter_limit_of_the_callers_stays() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::made("limits");
@@ -658,7 +660,7 @@ fn a_stricter_limit_of_the_callers_stays() {
 
 #[test]
 fn an_unsound_image_is_refused_with_its_own_fault() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::new("unsound");
@@ -678,7 +680,7 @@ fn an_unsound_image_is_refused_with_its_own_fault() {
 
 #[test]
 fn without_namespaces_the_cure_is_named_and_nothing_written() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::made("namespaces");
@@ -698,7 +700,7 @@ fn without_namespaces_the_cure_is_named_and_nothing_written() {
 
 #[test]
 fn the_nvml_helper_is_taken_if_given_or_next_to_the_init() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let helper: &[u8] = b"\x7fELF with the loader /lib64/ld-linux-x86-64.so.2, for kata-gpu-nvml";
@@ -782,7 +784,7 @@ fn gzip_that_grows_without_bounds_is_refused_with_the_cure() {
 
 #[test]
 fn files_larger_than_the_image_are_refused_with_the_cure() {
-    if cannot_run() {
+    if cannot_run(&[]) {
         return;
     }
     let case = Case::with_driver("sparse");

@@ -6,12 +6,10 @@ use crate::initrd::{Made, archive, directory, file, link, program};
 use crate::install::{World, done, from_words};
 use crate::{golden, write};
 use kata_gpu_boot::install::Args;
+use kata_gpu_image::images::disk_image::hash_tree;
 use kata_gpu_image::install::Report;
 use kata_gpu_image::kata::merge::Runtime;
 use std::path::{Path, PathBuf};
-
-const VERITY: &str =
-    "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
 
 /// A guest that boots from a disk.
 fn guest_of_disk() -> Vec<Made> {
@@ -69,7 +67,7 @@ fn ext4() -> Vec<u8> {
     root
 }
 
-/// A disk with an MBR, and this root in its first partition.
+/// A disk with an MBR, this root in its first partition, and no hash tree in the second.
 fn disk(world: &World, name: &str, root: &[u8], has_second: bool) -> PathBuf {
     let mut bytes = [vec![0; 4096], root.to_vec()].concat();
     bytes.resize(bytes.len().next_multiple_of(512), 0);
@@ -83,6 +81,20 @@ fn disk(world: &World, name: &str, root: &[u8], has_second: bool) -> PathBuf {
     let path = world.root().join(name);
     write(&path, bytes);
     path
+}
+
+/// A disk whose second partition has the root's hash tree, and the parameters.
+fn with_tree(world: &World, name: &str, root: &[u8]) -> (PathBuf, String) {
+    let path = disk(world, name, root, true);
+    let parameters = hash_tree::parameters("ab".into(), root.len() as u64);
+    let tree = hash_tree::of(root, parameters).unwrap();
+    let mut bytes = crate::bytes(&path);
+    for (at, number) in [(470, bytes.len() as u32), (474, tree.bytes.len() as u32)] {
+        bytes[at..at + 4].copy_from_slice(&(number / 512).to_le_bytes());
+    }
+    bytes.extend(&tree.bytes);
+    write(&path, bytes);
+    (path, hash_tree::line(&tree.verity))
 }
 
 fn install(world: &World, image: &Path, words: &[&str]) -> Report {
@@ -106,11 +118,15 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
         let Some(root) = erofs(&world, &guest_of_disk()) else {
             return;
         };
-        let image = disk(&world, "gpu.image", &root, !is_go);
+        let (image, verity) = if is_go {
+            (disk(&world, "gpu.image", &root, false), String::new())
+        } else {
+            with_tree(&world, "gpu.image", &root)
+        };
         let words: &[&str] = if is_go {
             &["--param", "gpuinit.log=debug"]
         } else {
-            &["--verity", VERITY]
+            &["--verity", &verity]
         };
         let before = world.snapshot();
         let dry = install(&world, &image, &[words, &["--dry-run"]].concat());
@@ -124,14 +140,21 @@ fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
         let at = written.find("\"checksum\":\"").unwrap() + 12;
         let sum = &written[at..at + 8];
         let page = format!("{}\n--- the file\n{written}", done(&said)).replace(sum, "........");
+        // The root's bytes have times in them, and their number depends on mkfs.erofs.
+        let page = verity
+            .split_inclusive(',')
+            .take(3)
+            .fold(page, |page, field| {
+                page.replace(field, &format!("{}=..,", field.split('=').next().unwrap()))
+            });
         golden(&format!("install/image-{fixture}.txt"), &world.shown(&page));
         assert!(done(&dry).contains("+image = "), "{}", dry.out);
         // Never the hash of the image that was.
-        let (kind, verity) = ("erofs", if is_go { "" } else { VERITY });
+        let kind = "erofs";
         let keys = ["image", "initrd", "rootfs_type", "kernel_verity_params"];
         assert_eq!(
             keys.map(|key| world.key(*runtime, section, key)),
-            [image.to_str().unwrap(), "", kind, verity],
+            [image.to_str().unwrap(), "", kind, &verity],
             "{fixture}"
         );
         assert!(
@@ -149,10 +172,8 @@ fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
     let Some(root) = erofs(&world, &guest_of_disk()) else {
         return;
     };
-    let (one, two) = (
-        disk(&world, "one.image", &root, true),
-        disk(&world, "two.image", &root, false),
-    );
+    let (one, verity) = with_tree(&world, "one.image", &root);
+    let two = disk(&world, "two.image", &root, false);
     let get = |key: &str| world.key(Runtime::Go, "qemu", key);
     let said = world.install(&["--param", "gpuinit.log=debug"]);
     assert!(
@@ -160,10 +181,10 @@ fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
         "an image of somebody else is none to keep: {}",
         said.err
     );
-    done(&install(&world, &one, &["--verity", VERITY]));
+    done(&install(&world, &one, &["--verity", &verity]));
     done(&world.install(&["--param", "gpuinit.log=debug"]));
     let now = || ["image", "kernel_verity_params", "rootfs_type"].map(get);
-    assert_eq!(now()[..2], [one.to_str().unwrap(), VERITY]);
+    assert_eq!(now()[..2], [one.to_str().unwrap(), &verity]);
     done(&install(&world, &two, &[]));
     // The other image's hash does not stay.
     assert_eq!(now(), [two.to_str().unwrap(), "", "erofs"]);
@@ -188,12 +209,86 @@ fn a_second_partition_that_nobody_uses_is_noted() {
     let Some(root) = erofs(&world, &guest_of_disk()) else {
         return;
     };
-    let image = disk(&world, "gpu.image", &root, true);
+    let (image, verity) = with_tree(&world, "gpu.image", &root);
+    let dry = |words: &[&str]| {
+        let said = install(&world, &image, &[&["--dry-run"], words].concat());
+        done(&said).to_string()
+    };
+    assert!(dry(&[]).contains("note: the image has a second partition"));
+    assert!(!dry(&["--verity", &verity]).contains("note: "));
+}
+
+#[test]
+fn parameters_beside_an_image_are_taken_if_they_are_its_own() {
+    let world = World::new("image-beside", "rust-qemu-nvidia-gpu");
+    let Some(root) = erofs(&world, &guest_of_disk()) else {
+        return;
+    };
+    let (image, verity) = with_tree(&world, "gpu.image", &root);
+    let beside = world.root().join("gpu.image.verity");
+    let get = || world.key(Runtime::Rust, "qemu", "kernel_verity_params");
+    write(&beside, format!("{verity}\n"));
+    done(&install(&world, &image, &[]));
+    assert_eq!(get(), verity);
+    // On a node, the copy has the parameters of its source.
+    let node = world.root().join("node");
+    done(&install(
+        &world,
+        &image,
+        &["--node", node.to_str().unwrap()],
+    ));
+    let copy = world.key(Runtime::Rust, "qemu", "image");
     assert!(
-        done(&install(&world, &image, &["--dry-run"]))
-            .contains("note: the image has a second partition")
+        copy.contains("node/gpu-sha256-") && get() == verity,
+        "{copy}"
     );
-    assert!(!done(&install(&world, &image, &["--dry-run", "--verity", VERITY])).contains("note: "));
+    done(&install(&world, &image, &[]));
+    // The option goes before the file.
+    write(&beside, "root_hash=00ff");
+    assert!(done(&install(&world, &image, &["--verity", &verity])).contains("nothing to do"));
+    let refused = |words: &[&str], place: &str, why: &str| {
+        let said = world.install(words);
+        assert!(
+            said.code == 1
+                && said
+                    .err
+                    .contains(&format!("refused: {place}: kernel_verity_params"))
+                && said.err.contains(why)
+                && said
+                    .err
+                    .contains("image replace-init --verity, and give it with --image"),
+            "{}",
+            said.err
+        );
+        assert_eq!(get(), verity, "nothing was written");
+    };
+    let given = ["--image", image.to_str().unwrap()];
+    let file = beside.to_str().unwrap();
+    refused(&given, file, "root_hash has 4 digits");
+    write(&beside, verity.replace("salt=ab", "salt=ac"));
+    refused(&given, file, "the parameters are of another image");
+    // An image that was made again under its name, and the parameters in the drop-in.
+    let mut changed = crate::bytes(&image);
+    changed[4096 + 5000] ^= 1;
+    write(&image, changed);
+    refused(
+        &[],
+        world.ours().to_str().unwrap(),
+        "the parameters are of another image",
+    );
+}
+
+#[test]
+fn a_configuration_without_a_hash_gets_one_with_a_note() {
+    let world = World::new("image-first-hash", "rust-clh");
+    let Some(root) = erofs(&world, &guest_of_disk()) else {
+        return;
+    };
+    let (image, verity) = with_tree(&world, "gpu.image", &root);
+    let note = "note: kernel_verity_params is new here: the kernel needs dm-verity and dm-init";
+    assert!(done(&install(&world, &image, &["--verity", &verity])).contains(note));
+    done(&world.remove(&[]));
+    assert!(!done(&install(&world, &image, &[])).contains(note));
 }
 
 #[test]
@@ -208,6 +303,8 @@ fn what_cannot_work_is_refused_with_the_cure() {
     write(&bare, &crate::bytes(&image)[4096..]);
     let old = ["--kata-version", "3.27.0"];
     let none = world.root().join("none");
+    let (other, verity) = with_tree(&world, "other.image", &root);
+    let wrong = verity.replace("salt=ab", "salt=");
     let cases: [(&Path, &[&str], bool, &str); 8] = [
         (&unread, &[], true, "cannot be checked: its root is ext4"),
         (
@@ -231,16 +328,11 @@ fn what_cannot_work_is_refused_with_the_cure() {
         (&none, &[], false, "there is no such image"),
         (
             &image,
-            &["--verity", VERITY],
+            &["--verity", &verity],
             false,
             "no second partition, where Kata expects the hash",
         ),
-        (
-            &image,
-            &["--verity", "root_hash=1"],
-            false,
-            "salt is missing",
-        ),
+        (&other, &["--verity", &wrong], false, "salt is missing"),
         (
             &image,
             &["--param", "init=/bin/NVRC"],
@@ -297,9 +389,9 @@ fn a_hash_that_is_given_up_is_noted_and_refused_for_a_confidential_guest() {
     let Some(root) = erofs(&world, &guest_of_disk()) else {
         return;
     };
-    let image = disk(&world, "gpu.image", &root, true);
+    let (image, verity) = with_tree(&world, "gpu.image", &root);
     let note = "note: kernel_verity_params is of the former image and is emptied";
-    let verity = ["--dry-run", "--verity", VERITY];
+    let verity = ["--dry-run", "--verity", &verity];
     assert!(done(&install(&world, &image, &["--dry-run"])).contains(note));
     assert!(done(&world.install_initrd(&["--dry-run"])).contains(note));
     assert!(!done(&install(&world, &image, &verity)).contains(note));

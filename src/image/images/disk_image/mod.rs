@@ -8,6 +8,7 @@
 
 pub mod erofs;
 pub mod erofs_edit;
+pub mod hash_tree; // dm-verity, and its parameters
 mod partition;
 pub mod reading_limits; // bounds of what is read from one image
 pub mod tool_sandbox;
@@ -15,6 +16,7 @@ pub mod wanted;
 
 use self::erofs::Erofs;
 use self::erofs_edit::Edit;
+use self::hash_tree::HashTree;
 use self::partition::Around;
 use self::tool_sandbox::Work;
 use self::wanted::{Put, Wanted};
@@ -32,15 +34,16 @@ use super::unpacked_root::{ROOT, Tree, What};
 use super::verify::INIT;
 use crate::doing::Doing;
 use crate::guest_disk as disk;
-use crate::guest_disk::{Disk, FileSystem};
+use crate::guest_disk::{Disk, FileSystem, Table};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::boot::AGENT;
 use kata_gpu_init::cdi::spec::PENDING;
 use kata_gpu_init::formats::elf::ReadAt as _;
+use kata_gpu_report::data::text::hex;
 use kata_gpu_wire::arch::Arch;
 use memchr::memmem;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -50,6 +53,8 @@ const MAX_RATIO: u64 = 4;
 const FREE_BYTES: u64 = 64 << 20;
 /// Bytes read at once.
 const CHUNK: usize = 1 << 20;
+/// Context of a difference that was found after the image was written.
+const WRITTEN_DIFFERS: &str = "the written image differs from the intended one, and is removed";
 /// Part of an init that contains the loader's path.
 const PAGE: usize = 4096;
 
@@ -61,6 +66,8 @@ pub struct Replacement {
     pub helper: Helper,
     pub output: PathBuf,
     pub manifest: bool,
+    /// Whether the second partition gets a hash tree.
+    pub verity: bool,
 }
 
 /// Result of a replacement.
@@ -70,7 +77,35 @@ pub struct Replaced {
     pub disk: Disk,
     /// Bytes of the partition, if it was enlarged.
     pub grown: Option<u64>,
+    /// Hash tree in the second partition, and whether that partition was made or moved.
+    pub tree: Option<HashTree>,
+    pub moved: bool,
     pub has_module: bool,
+}
+
+impl Replaced {
+    /// Renames the image to its name, `output`, and writes the parameters of its hash tree beside
+    /// it; parameters of a former image are removed.
+    pub fn keep(&mut self, output: &Path) -> Result<()> {
+        let file = hash_tree::file_of(output);
+        let parameters = match &self.tree {
+            None => None,
+            Some(tree) => {
+                let mut parameters = Output::create(&file, Form::Plain)?;
+                writeln!(parameters, "{}", hash_tree::line(&tree.verity)).doing("write", &file)?;
+                Some(parameters.end()?)
+            }
+        };
+        // After a loss of power between both, `install` refuses the former parameters.
+        self.new.written.keep()?;
+        match parameters {
+            Some(mut parameters) => parameters.keep(),
+            None => match std::fs::remove_file(&file) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e).doing("remove", &file),
+                _ => Ok(()),
+            },
+        }
+    }
 }
 
 /// Why an ext4 root is refused. Kata's NVIDIA images have erofs in both runtimes, confidential ones
@@ -164,6 +199,11 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
     let (image, disk) = look(&wish.image)?;
     let disk = disk.map_err(|why| anyhow::anyhow!("{shown}: {why}"))?;
     ensure!(disk.root == FileSystem::Erofs, "image {shown}: {EXT4}");
+    ensure!(
+        !wish.verity || disk.table != Table::None,
+        "image {shown}: a file system without a partition table has no second partition for the \
+         hash tree: put it into a partition, as Kata's image builder does, or omit --verity"
+    );
     // Create the output first: an unusable name must fail before an hour of work.
     let mut output = Output::create(&wish.output, Form::Plain)?;
     let work = Work::new()?;
@@ -209,12 +249,31 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
     );
     let new_root = open(&work.image())?;
     let scratch = work.path("/work/table");
-    let around = partition::around(&image, &disk, new_root.length, &scratch)?;
-    write(&around, &new_root, &mut output).context("write the new image")?;
+    let tree_bytes = |partition| {
+        let parameters = hash_tree::parameters(String::new(), partition);
+        parameters.tree_bytes().unwrap_or(u64::MAX / 2)
+    };
+    let around = partition::around(
+        &image,
+        &disk,
+        new_root.length,
+        wish.verity.then_some(&tree_bytes),
+        &scratch,
+    )
+    .with_context(|| format!("image {shown}"))?;
+    let hash_tree = wish
+        .verity
+        .then(|| hash_tree_of(&new_root, around.partition))
+        .transpose()
+        .context("compute the hash tree of the new root")?;
+    write(&around, &new_root, hash_tree.as_ref(), &mut output).context("write the new image")?;
     let written = output.end()?;
+    if let Some(hash_tree) = &hash_tree {
+        check_tree(&written, hash_tree).context(WRITTEN_DIFFERS)?;
+    }
     let (differences, helper_lacks) =
         check_written(&written, &disk, &old, &root, &tree, &wanted, &edit)
-            .context("the written image differs from the intended one, and is removed")?;
+            .context(WRITTEN_DIFFERS)?;
     let kept = tree.below(ROOT).len() + 1
         - differences
             .iter()
@@ -231,6 +290,8 @@ pub fn replace(wish: &Replacement) -> Result<Replaced> {
         },
         disk,
         grown: around.grown.then_some(around.partition),
+        tree: hash_tree,
+        moved: around.moved,
         has_module: !driver_list::modules(&tree).is_empty(),
     })
 }
@@ -321,12 +382,43 @@ fn change(work: &Work, edit: &Edit) -> Result<()> {
     Ok(())
 }
 
+/// The hash tree of a partition that begins with this root.
+fn hash_tree_of(root: &Content, partition: u64) -> io::Result<HashTree> {
+    // A salt keeps others from preparing two blocks of one hash. This one is as unknown to them,
+    // since it changes with each byte of the root, and the same inputs still give the same image.
+    let salt = hex(&root.sha256()?);
+    let padded = root
+        .reader()
+        .chain(io::repeat(0).take(partition - root.length));
+    hash_tree::of(padded, hash_tree::parameters(salt, partition))
+}
+
 /// Assembles the disk.
-fn write(around: &Around, root: &Content, out: &mut Output) -> io::Result<()> {
+fn write(
+    around: &Around,
+    root: &Content,
+    tree: Option<&HashTree>,
+    out: &mut Output,
+) -> io::Result<()> {
+    let zeros = |bytes: u64, out: &mut Output| io::copy(&mut io::repeat(0).take(bytes), out);
     copy(&around.head, out)?;
     copy(root, out)?;
-    io::copy(&mut io::repeat(0).take(around.partition - root.length), out)?;
+    zeros(around.partition - root.length, out)?;
+    copy(&around.between, out)?;
+    if let Some(tree) = tree {
+        // No rest of a former tree stays behind this one.
+        out.write_all(&tree.bytes)?;
+        zeros(around.second - tree.bytes.len() as u64, out)?;
+    }
     copy(&around.tail, out)
+}
+
+/// Computes the tree of the written image again, from the partitions that its table names.
+fn check_tree(written: &Written, tree: &HashTree) -> Result<()> {
+    let (new, disk) = look(written.temporary())?;
+    let disk = disk.map_err(|why| anyhow::anyhow!(why))?;
+    hash_tree::check(&new, &disk, &hash_tree::line(&tree.verity))?
+        .map_err(|why| anyhow::anyhow!(why))
 }
 
 /// Reads the new image, as a guest finds it, and compares everything with the old one.
