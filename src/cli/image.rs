@@ -372,6 +372,7 @@ fn verify(args: &VerifyArgs) -> Result<bool> {
         driver_root: args.driver_root.clone(),
         topologies: args.topology.clone(),
         confidential: args.confidential,
+        hash_tree: disk_image::hash_tree_state(path)?,
         ..question
     };
     let (image, tree) = read(path)?;

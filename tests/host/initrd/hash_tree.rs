@@ -209,7 +209,7 @@ fn what_can_have_no_hash_tree_is_refused_with_the_cure() {
 }
 
 #[test]
-fn the_other_verbs_read_an_image_with_a_hash_tree() {
+fn the_other_verbs_read_an_image_with_a_hash_tree_and_verify_checks_it() {
     if cannot_run(&[]) {
         return;
     }
@@ -224,4 +224,26 @@ fn the_other_verbs_read_an_image_with_a_hash_tree() {
     assert!(image(&["ls", "new"]).contains("usr/bin/kata-agent"));
     let diff = image(&["diff", "old", "new"]);
     assert!(diff.contains("changed  /init"), "{diff}");
+    let state = |what: &str, is_found: bool| {
+        let report =
+            serde_json::from_str::<serde_json::Value>(&image(&["verify", "new", "--json"]))
+                .unwrap();
+        assert_eq!(report["hashTree"], what, "{report}");
+        let findings = report["findings"].as_array().unwrap();
+        let mut rules = findings.iter().map(|f| f["rule"].as_str().unwrap());
+        assert_eq!(rules.any(|rule| rule == "hash-tree"), is_found, "{report}");
+    };
+    state("fits", false);
+    assert!(image(&["verify", "new"]).contains("second partition fits the root"));
+    // A bit of the padding behind the root, and one of the tree.
+    for at in [2 * MIB - 1, 2 * MIB] {
+        flip(&case, "new", at);
+        state("wrong", true);
+        flip(&case, "new", at);
+    }
+    let line = text(case.at("new.verity"));
+    write(case.at("new.verity"), line.replace("salt=", "salt=00"));
+    state("wrong", true);
+    std::fs::remove_file(case.at("new.verity")).unwrap();
+    state("unknown", false);
 }

@@ -3,6 +3,7 @@
 
 use crate::initrd::repack::{Case, content};
 use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};
+use kata_gpu_image::images::disk_image::hash_tree::State;
 use kata_gpu_image::images::verify::image_rules::RULES;
 use kata_gpu_image::images::verify::{Question, Report, check, verify_text};
 use kata_gpu_init::gpu::topology::Topology;
@@ -395,6 +396,10 @@ fn every_rule_is_broken_alone_by_what_is_meant() {
         release: Some("6.1.0".into()),
         ..Question::default()
     };
+    let with_tree = Question {
+        hash_tree: Some(State::Wrong("it is another".into())),
+        ..Question::default()
+    };
     let good = archive(&listed());
     let (mut stale, mut broken) = (Broken(listed()), Broken(listed()));
     stale.set(file(&firmware("gsp_tu10x.bin"), "longer firmware"));
@@ -412,7 +417,8 @@ fn every_rule_is_broken_alone_by_what_is_meant() {
             good.clone(),
             &of(Topology::HopperFabric, false),
         ),
-        ("service-wanted", good, &of(Topology::Gpus, true)),
+        ("service-wanted", good.clone(), &of(Topology::Gpus, true)),
+        ("hash-tree", good, &with_tree),
         ("driver-elsewhere", archive(&without_driver().0), &plain),
     ] {
         assert_eq!(rules(&report(&bytes, question)), BTreeSet::from([rule]));

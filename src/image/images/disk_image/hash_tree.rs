@@ -8,7 +8,7 @@
 use crate::doing::Doing;
 use crate::guest_disk::Disk;
 use crate::images::image::{Content, open_regular};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use kata_gpu_init::extensions::Verity;
 use kata_gpu_report::data::text::hex;
 use sha2::{Digest, Sha256};
@@ -31,6 +31,26 @@ const MAX_PARAMETERS: u64 = 4096;
 pub struct HashTree {
     pub verity: Verity,
     pub bytes: Vec<u8>,
+}
+
+/// Whether the hash tree of an image is that of its root.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// A second partition without parameters beside the image.
+    Unknown,
+    Fits,
+    /// The reason why no guest can read the root with these parameters.
+    Wrong(String),
+}
+
+impl State {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Unknown => "unknown",
+            Self::Fits => "fits",
+            Self::Wrong(_) => "wrong",
+        }
+    }
 }
 
 /// Parameters for a root of this many bytes, still without its hash. `salt`: hexadecimal digits.
@@ -151,4 +171,17 @@ pub fn check(image: &Content, disk: &Disk, line: &str) -> io::Result<Result<(), 
         return fault("the second partition has another hash tree than this image's root".into());
     }
     Ok(Ok(()))
+}
+
+/// State of an image by the parameters beside it. None: the image has neither a second partition
+/// nor parameters.
+pub fn look(path: &Path, image: &Content, disk: &Disk) -> Result<Option<State>> {
+    let Some(line) = beside(path)? else {
+        return Ok(disk.second.is_some().then_some(State::Unknown));
+    };
+    let checked = check(image, disk, &line).context("read the root for its hash tree")?;
+    Ok(Some(match checked {
+        Ok(()) => State::Fits,
+        Err(why) => State::Wrong(why),
+    }))
 }

@@ -158,6 +158,14 @@ fn look(path: &Path) -> Result<(Content, Result<Disk, String>)> {
     Ok((file, disk))
 }
 
+/// State of the hash tree of a disk image; None for another file, or without one.
+pub fn hash_tree_state(path: &Path) -> Result<Option<hash_tree::State>> {
+    match look(path)? {
+        (file, Ok(disk)) => hash_tree::look(path, &file, &disk),
+        (_, Err(_)) => Ok(None),
+    }
+}
+
 /// Whether a file is a disk image, with whatever root.
 pub fn is_disk(path: &Path) -> Result<bool> {
     Ok(look(path)?.1.is_ok())

@@ -123,6 +123,10 @@ rules! {
         "a guest of this topology, named by --topology, runs without this service",
         "put the service's package into the image (rootfs-builder/build --services DIR takes it \
          from NVIDIA's packages, unpacked)";
+    HASH_TREE "hash-tree" Error,
+        "with the parameters beside the image (FILE.verity), dm-verity refuses the root, and the \
+         kernel finds none",
+        "make image and parameters again: `kata-gpu-boot image replace-init --verity`";
     VAR_RUN_DIRECTORY "var-run-directory" Warning,
         "/var/run is not /run, and no init can replace it by a link: kata-gpu-init mounts /run \
          there, others do not, and their agent does not find the CDI spec",

@@ -18,6 +18,7 @@ pub mod verify_text;
 
 use super::components;
 use super::components::{Sizes, sizes_json};
+use super::disk_image::hash_tree::State;
 use super::entry_text::escaped;
 use super::image::{Form, Image};
 use super::newc::Kind;
@@ -63,6 +64,8 @@ pub struct Report {
     /// None: services have the same source as the driver's user space.
     pub services: Option<Services>,
     pub sizes: Sizes,
+    /// Known of a disk image with a second partition, or with parameters beside it.
+    pub hash_tree: Option<State>,
     /// Errors first.
     pub findings: Vec<Finding>,
 }
@@ -143,6 +146,9 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     paths::places(tree, &mut findings);
     paths::permissions(tree, &mut findings);
     paths::entries(image, tree, &mut findings);
+    if let Some(State::Wrong(why)) = &question.hash_tree {
+        findings.push(Finding::new(&HASH_TREE, "").value(why));
+    }
     findings.sort_by(|a, b| {
         (a.rule.severity, a.rule.name, &a.path).cmp(&(b.rule.severity, b.rule.name, &b.path))
     });
@@ -159,6 +165,7 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
         driver_elsewhere,
         services,
         sizes: components::sizes(tree),
+        hash_tree: question.hash_tree.clone(),
         findings,
     }
 }
@@ -261,6 +268,7 @@ impl Report {
             "driverElsewhere": self.driver_elsewhere,
             "services": self.services.as_ref().map(Services::json),
             "components": sizes_json(&self.sizes),
+            "hashTree": self.hash_tree.as_ref().map(State::name),
             "findings": self.findings.iter().map(Finding::json).collect::<Vec<_>>(),
         })
     }

@@ -1,5 +1,6 @@
 //! Parameters of a check.
 
+use crate::images::disk_image::hash_tree::State;
 use kata_gpu_init::gpu::topology::Topology;
 use std::path::PathBuf;
 
@@ -23,6 +24,8 @@ pub struct Question {
     pub topologies: Vec<Topology>,
     /// Whether the guests of `topologies` are confidential.
     pub confidential: bool,
+    /// State of a disk image's hash tree, which no file of its root shows.
+    pub hash_tree: Option<State>,
 }
 
 impl Default for Question {
@@ -34,6 +37,7 @@ impl Default for Question {
             driver_root: None,
             topologies: Vec::new(),
             confidential: false,
+            hash_tree: None,
         }
     }
 }

@@ -4,6 +4,7 @@ use super::image_rules::{Finding, Rule};
 use super::services::Services;
 use super::{Needed, Report};
 use crate::images::components::sizes_text;
+use crate::images::disk_image::hash_tree::State;
 use crate::images::entry_text::{megabytes, table};
 use kata_gpu_report::data::text::{Ink, Screen, printable, wrap};
 use kata_gpu_report::severity::Severity;
@@ -67,6 +68,16 @@ pub fn page(report: &Report, screen: &Screen) -> String {
             format!("{module}, {user_space}")
         },
     );
+    if let Some(state) = &report.hash_tree {
+        line(
+            "verity",
+            match state {
+                State::Fits => "the hash tree in the second partition fits the root".into(),
+                State::Wrong(_) => "the hash tree does not fit".into(),
+                State::Unknown => "not checked: no FILE.verity beside the image".into(),
+            },
+        );
+    }
     out.push('\n');
     out.push_str(&sizes_text(&report.sizes, screen));
     if let Some(found) = &report.services {
