@@ -25,10 +25,9 @@ fn markers(path: &Path, text: &str) -> Option<&'static [&'static str]> {
             let ours = ["initrd", "rootfs-builder"]
                 .iter()
                 .any(|dir| path.starts_with(dir));
-            (text.starts_with("#!")
-                || ours && extension.is_empty()
-                || path.starts_with("Dockerfile.initrd"))
-            .then_some(&["#"])
+            let name = path.file_stem().unwrap_or_default();
+            (text.starts_with("#!") || ours && extension.is_empty() || name == "Dockerfile")
+                .then_some(&["#"])
         }
     }
 }

@@ -10,6 +10,7 @@ use crate::{make_dir, write};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -39,7 +40,7 @@ impl Node {
         Self { dir, _vmm: vmm }
     }
 
-    fn collector(&self, api: &str) -> Collector {
+    fn collector(&self, api: &str, more: &[&str]) -> Collector {
         let places = ["vm/*/clh.sock", "bundles/*/config.json"];
         let places = places.map(|place| self.dir.0.join(place).display().to_string());
         let words = [
@@ -52,6 +53,7 @@ impl Node {
                 "--limit",
                 "goodbye=1",
             ],
+            more,
         ];
         let mut command = Collector::command(&self.dir.0, &words.concat());
         let collector = Collector::of(command.env("NODE_NAME", "node-1"));
@@ -91,7 +93,7 @@ fn posted(api: &Fake) -> Vec<(String, Value)> {
 fn a_failed_boot_is_one_event_of_its_pod_and_a_good_one_is_none() {
     let api = Fake::start(&["500 Internal Server Error\r\nContent-Length: 0", CREATED]);
     let node = Node::new("ml", "trainer-0");
-    let collector = node.collector(&api.url());
+    let collector = node.collector(&api.url(), &[]);
     node.boots(RECORDED, 1);
     node.boots(FAILS, 2);
     collector.wait_for("HTTP 500");
@@ -143,7 +145,7 @@ fn a_failed_boot_is_one_event_of_its_pod_and_a_good_one_is_none() {
         "{said:#?}"
     );
     // Started again, it reports only what fails from now on.
-    let collector = node.collector(&api.url());
+    let collector = node.collector(&api.url(), &[]);
     node.boots(FAILS, 2);
     node.boots(FAILS, 3);
     until("the next Event", || {
@@ -157,7 +159,7 @@ fn a_failed_boot_is_one_event_of_its_pod_and_a_good_one_is_none() {
 fn an_api_that_hangs_delays_no_guest_and_has_the_event_later() {
     let api = Fake::start(&["", CREATED]);
     let node = Node::new("ml", "trainer-0");
-    let collector = node.collector(&api.url());
+    let collector = node.collector(&api.url(), &[]);
     node.boots(FAILS, 1);
     until("the request that hangs", || api.asked().len() == 1);
     for n in 2..5 {
@@ -187,7 +189,7 @@ fn a_hostile_name_is_no_path_and_a_refusal_is_final() {
     );
     let api = Fake::start(&[&answer]);
     let node = Node::new("../../kube-system/pods?x=", "trainer-0");
-    let collector = node.collector(&api.url());
+    let collector = node.collector(&api.url(), &[]);
     node.boots(FAILS, 1);
     let line = collector.wait_for("no name of Kubernetes");
     assert!(line.contains("not pushed; its file stays"), "{line}");
@@ -196,7 +198,7 @@ fn a_hostile_name_is_no_path_and_a_refusal_is_final() {
     assert_eq!(posted(&api).len(), 0);
 
     let node = Node::new("ml", "trainer-0");
-    let collector = node.collector(&api.url());
+    let collector = node.collector(&api.url(), &[]);
     node.boots(FAILS, 1);
     let line = collector.wait_for("not pushed");
     assert!(
@@ -228,14 +230,29 @@ fn kubectl_passes_the_events_of_the_component_on_and_nothing_else() {
     };
     let api = Fake::start(&[CREATED]);
     let node = Node::new("ml", "trainer-0");
-    let socket = node.dir.0.join("api");
+    let folder = node.dir.0.join("api");
+    make_dir(&folder);
+    let socket = folder.join("socket");
     let pod = &of_kind(&all, "DaemonSet")["spec"]["template"]["spec"];
     let words = pod["containers"][1]["args"].as_array().unwrap().iter();
     let words = words.map(|word| {
         let word = word.as_str().unwrap();
         word.replace("/run/kubernetes-api/socket", socket.to_str().unwrap())
     });
-    let child = Command::new("kubectl")
+    let user = &pod["containers"][1]["securityContext"]["runAsUser"];
+    let user = user.as_u64().unwrap().to_string();
+    let mut command = Command::new("kubectl");
+    let mut more = Vec::new();
+    if nix::unistd::geteuid().is_root() {
+        // Each of the two drops to the same user, whose alone the socket is.
+        let id = user.parse().unwrap();
+        std::os::unix::fs::chown(&folder, Some(id), Some(id)).unwrap();
+        command.uid(id).gid(id);
+        more = vec!["--user", &*user];
+    } else {
+        eprintln!("not tried here, where the tests do not run as root: both users");
+    }
+    let child = command
         .args(words)
         .args(["--kubeconfig=/dev/null", "--server", &api.url()])
         .stdout(Stdio::null())
@@ -243,7 +260,7 @@ fn kubectl_passes_the_events_of_the_component_on_and_nothing_else() {
         .unwrap();
     let _running = Running(child);
     until("kubectl listens", || UnixStream::connect(&socket).is_ok());
-    let collector = node.collector(&format!("unix:{}", socket.display()));
+    let collector = node.collector(&format!("unix:{}", socket.display()), &more);
     node.boots(FAILS, 1);
     until("the Event", || {
         metric(&collector, "kubernetes_events_total") == 1.0
