@@ -97,8 +97,8 @@ pub fn wait(gpu: &OwnedFd, node: &Node) -> Result<(), InitError> {
     }
 }
 
-/// Blocks until the first part of an initialisation is over, if the driver answers; returns false if
-/// `is_over` first. Asked again and again until that part has begun: no event reports it, and it
+/// Blocks until the first part of an initialisation is over, if the driver answers; returns false
+/// if `is_over` first. Asked again and again until that part has begun: no event reports it, and it
 /// begins as soon as a thread of the kernel runs.
 ///
 /// That part makes the directory of the GPU's capabilities in /proc, and holds the manager's lock

@@ -565,8 +565,8 @@ async fn initialise(
     }
 }
 
-/// Reports the end of an initialisation's first part as soon as it is seen. Returns that time in ns;
-/// 0: not seen yet.
+/// Reports the end of an initialisation's first part as soon as it is seen. Returns that time in
+/// ns; 0: not seen yet.
 fn watch_attach(shared: &Arc<Shared>, gpu: GpuId, attach: Option<Arc<Attach>>) -> Arc<AtomicU64> {
     let attached_ns = Arc::new(AtomicU64::new(0));
     let watched = attach.and_then(|attach| {
