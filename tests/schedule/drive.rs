@@ -88,6 +88,8 @@ pub enum Broken {
     ProbesTwo,
     /// Enables the last GPU first.
     LastFirst,
+    /// Takes the begin of an S1 for its end.
+    SeesTooSoon,
 }
 
 #[derive(Clone, Debug)]
@@ -431,9 +433,14 @@ impl<'h> Guest<'h> {
             }
             Fact::Probed(k, true) => self.soon(Action::Look(id(self, k))),
             Fact::Looked(k) => self.soon(Action::Bound(id(self, k))),
+            // A is free at the end of S1, or at that of the whole initialisation.
+            Fact::Attached(k) if self.world.host().relaxed => self.attached(k),
             Fact::Attached(_) => {}
             Fact::Initialised(k, well) => {
                 let gpu = id(self, k);
+                if !self.world.host().relaxed {
+                    self.attached(k);
+                }
                 if well {
                     self.run.usable[k] = Some(self.world.now());
                 }
@@ -480,6 +487,13 @@ impl<'h> Guest<'h> {
         }
     }
 
+    /// A GPU's S1 is over, and that is seen.
+    fn attached(&mut self, k: usize) {
+        if self.world.host().sees_attach {
+            self.soon(Action::Report(schedule::Fact::Attached(self.gpus[k].id)));
+        }
+    }
+
     /// Somebody in the guest does something.
     fn take(&mut self, action: Action) {
         match action {
@@ -490,6 +504,11 @@ impl<'h> Guest<'h> {
                     self.gpus[k].opened = Some(self.world.now());
                     self.report(schedule::Fact::Opening(gpu));
                     self.begin(Order::Open(k));
+                    if self.broken == Broken::SeesTooSoon {
+                        self.report(schedule::Fact::Attached(gpu));
+                    } else if !self.world.host().sees_attach {
+                        self.soon(Action::Report(schedule::Fact::AttachUnseen(gpu)));
+                    }
                 }
             }
             Action::Look(gpu) if !self.world.loaded() => self.looks.push(gpu),

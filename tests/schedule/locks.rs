@@ -70,6 +70,8 @@ pub struct Host {
     pub vcpus: usize,
     /// S2 without A.
     pub relaxed: bool,
+    /// Somebody who waits for A sees the end of S1.
+    pub sees_attach: bool,
     /// The load of nvidia up to its first probe, and that of nvidia-uvm. None: both are loaded when
     /// time begins.
     pub load: Option<[Micros; 2]>,
@@ -90,6 +92,7 @@ impl Host {
         Self {
             vcpus: 4,
             relaxed: true,
+            sees_attach: true,
             load: None,
             grace: 5_000,
             gpus: vec![gpu; count],
@@ -125,7 +128,7 @@ pub enum Fact {
     /// The probe has ended, and whether it bound the GPU.
     Probed(usize, bool),
     Looked(usize),
-    /// S1 is over. No real driver reports that.
+    /// S1 is over.
     Attached(usize),
     Initialised(usize, bool),
     /// nvidia is loaded, and character devices can be opened; or no probe succeeded.

@@ -80,9 +80,13 @@ impl Case {
         } else {
             0
         };
-        // An initialisation is taken to be an H100's, faster or slower as a whole.
-        let scale = random.u64(60..=110);
-        let parts = [300, 1300, 500].map(|part| part * MS * scale / 100);
+        // Any S1 is seen, where the driver lets go of its lock then; else one of up to 0.66 s is
+        // taken into account.
+        let sees_attach = percent(&mut random, 80);
+        let most = if sees_attach && relaxed { 3000 } else { 1650 };
+        let (whole, share) = (random.u64(1260..=most) * MS, random.u64(10..=40));
+        let later = whole * (100 - share) / 100;
+        let parts = [whole - later, later * 13 / 18, later * 5 / 18];
         let mut gpu = || {
             let mut vary = |time: Micros, most: u64| time * random.u64(most - 20..=most) / 100;
             let [s1, s2, s3] = parts;
@@ -106,6 +110,7 @@ impl Case {
         let host = Host {
             vcpus,
             relaxed,
+            sees_attach,
             load: Some([random.u64(5..=60) * MS, random.u64(2..=30) * MS]),
             grace: random.u64(1..=15) * MS,
             gpus,
@@ -122,7 +127,12 @@ impl Case {
         } else {
             Init::Serial
         };
-        let driver = if relaxed { "550.163.01" } else { "535.230.02" };
+        let driver = match relaxed {
+            true => "550.163.01",
+            // Keeps A with some kinds of GPUs; that is learned where the end of S1 would be seen.
+            false if sees_attach && percent(&mut random, 30) => "550.54.15",
+            false => "535.230.02",
+        };
         let there = host
             .gpus
             .iter()
@@ -159,6 +169,7 @@ impl Case {
             no_gpus: false,
             load_begun: false,
             enable: None,
+            sees_attach: true,
             facts,
         };
         Self {

@@ -61,6 +61,7 @@ fn a_broken_schedule_is_caught() {
         Broken::Forgets,
         Broken::ProbesTwo,
         Broken::LastFirst,
+        Broken::SeesTooSoon,
     ] {
         let caught = (0..300).filter(|seed| {
             let case = Case::random(*seed, Trouble::None);

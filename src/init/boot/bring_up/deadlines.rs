@@ -27,22 +27,20 @@ macro_rules! limits {
 }
 
 limits! {
-    /// first part of the first initialisation (S1), from open: the driver reads config space with
-    /// its global lock held, and an enabling that begins before the last read keeps that lock for
-    /// its whole time; no event reports that read. Later initialisations: in proportion to the
-    /// measured ones
-    Attach = 420;
-    /// shortest assumed first part: the last read was seen 295 ms after the open (550.163.01,
-    /// emulated)
-    AttachLeast = 300;
+    /// assumed first part of an initialisation (S1) whose end is not seen: the driver reads config
+    /// space with its global lock held, and an enabling that begins before the last read keeps that
+    /// lock for its whole time. A bring-up of an H100's length takes up to 22 % longer where this
+    /// is too long, and up to 47 % where this is too short
+    Attach = 700;
     /// a bound GPU lets the others be probed before it initialises: a probe needs the global lock
     /// for a moment, an initialisation keeps it for a good part of a second
     ProbesFirst = 1000;
     /// a bound GPU lets nvidia-uvm be loaded before it initialises: the load needs the global lock,
     /// and no GPU is published without nvidia-uvm
     UvmFirst = 1000;
-    /// a load, a probe or a publication keeps the next GPU from being enabled: each takes a good
-    /// part of a second, one that hangs would stop the lane for ever
+    /// a load, a probe, a publication or the first part of an initialisation keeps the next GPU
+    /// from being enabled: each takes a good part of a second, one that hangs would stop the lane
+    /// for ever
     LaneHold = 10_000;
     /// the console is quiet while a GPU is enabled: an enabling takes up to 4 s, and one that hangs
     /// must show on the console

@@ -56,6 +56,8 @@ struct Gpu {
     started: Option<Time>,
     reports: u32,
     publishing: Option<Time>,
+    /// End of its initialisation's first part: seen, or assumed. None: not known yet.
+    attached: Option<Time>,
     /// Whether a load of the driver has had the GPU among those that it may probe.
     offered: bool,
 }
@@ -116,8 +118,6 @@ struct Lane {
     took: Option<Duration>,
     /// Whether a slow enabling has failed.
     failed_slowly: bool,
-    /// Expected end of the first parts of the running initialisations.
-    attached: Time,
     /// Current hold of the lane, and its begin.
     held: Option<(Hold, Time)>,
     /// Holds since the last enabling.
@@ -132,8 +132,6 @@ struct Wave {
     count: u32,
     /// Whether all began together and none has failed: only then is the wave's time measured.
     well: bool,
-    /// Whether a GPU of the wave has been opened.
-    opened: bool,
 }
 
 /// The state of a bring-up.
@@ -145,7 +143,11 @@ pub struct Schedule {
     load: Load,
     lane: Lane,
     wave: Option<Wave>,
-    /// Scale of the quickest wave so far; a stalled wave is no measure of the driver.
+    /// End of the last wave.
+    wave_over: Time,
+    /// Quickest first part that was seen, and scale of the other parts in the quickest wave; what
+    /// was stalled is no measure of the driver.
+    first_part: Option<Duration>,
     scale: Option<u32>,
     agent: Agent,
     started: Time,
@@ -169,6 +171,8 @@ impl Schedule {
             load: Load::No,
             lane: Lane::default(),
             wave: None,
+            wave_over: now,
+            first_part: None,
             scale: None,
             agent,
             started: now,
@@ -206,9 +210,13 @@ impl Schedule {
     /// Time at which [`Schedule::wake`] must be called next, unless a fact comes before.
     pub fn deadline(&self, now: Time) -> Option<Time> {
         let at = |since: Time, limit: Limit| since + limit.after();
-        let mut times = vec![self.lane.attached, at(self.started, Limit::AgentFirst)];
+        let mut times = vec![
+            at(self.started, Limit::AgentFirst),
+            at(self.wave_over, Limit::ProbesFirst),
+        ];
         for gpu in self.gpus.values() {
             times.extend(gpu.next_report());
+            times.extend(gpu.attached);
             times.extend(gpu.publishing.map(|since| at(since, Limit::LaneHold)));
             match gpu.stage {
                 Stage::Probing(_) => {
@@ -216,7 +224,7 @@ impl Schedule {
                     times.extend([
                         wakes,
                         wakes.saturating_sub(Limit::ProbesFirst.after()),
-                        wakes.saturating_sub(self.attach()),
+                        wakes.saturating_sub(self.first_part()),
                         wakes.saturating_sub(Limit::WakesSoon.after()),
                         at(wakes, Limit::ProbesFirst),
                     ]);
@@ -231,7 +239,10 @@ impl Schedule {
                 Stage::Bound => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabling => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabled => times.push(at(gpu.since, Limit::LaneHold)),
-                Stage::Initialising => times.push(at(gpu.since, Limit::InitHangs)),
+                Stage::Initialising => {
+                    let limits = [Limit::LaneHold, Limit::InitHangs];
+                    times.extend(limits.map(|limit| at(gpu.since, limit)));
+                }
                 Stage::New | Stage::Initialised | Stage::Usable | Stage::Failed => {}
             }
         }
@@ -297,6 +308,7 @@ impl Schedule {
                 started,
                 reports: 0,
                 publishing: None,
+                attached: None,
                 offered: false,
             },
         );
@@ -393,14 +405,9 @@ impl Schedule {
                 }
             }
             Fact::Opening(id) => self.opening(id, now),
-            Fact::Initialised(id, well) => {
-                self.enter(id, Stage::Initialised, now);
-                // A failed initialisation is short, so the wave's time is no measure.
-                self.wave = self.wave.map(|wave| Wave {
-                    well: wave.well && well,
-                    ..wave
-                });
-            }
+            Fact::Attached(id) => self.attached(id, now),
+            Fact::AttachUnseen(id) => self.assume_attached(id),
+            Fact::Initialised(id, well) => self.initialised(id, well, now),
             Fact::Usable(id) => self.enter(id, Stage::Usable, now),
             Fact::Failed(id) => {
                 // A failed enabling shows that the host is slow, and never that it is fast.
@@ -422,7 +429,6 @@ impl Schedule {
                     });
                 }
             }
-            Fact::Attached(_) | Fact::AttachUnseen(_) => {}
             Fact::AgentLooked => self.agent.looked(now),
             Fact::ContainerBegins => self.agent.begins(now),
             Fact::ContainerRuns => self.agent.runs(now),
@@ -588,7 +594,7 @@ impl Schedule {
         let is_back = |wave: Wave| now >= wave.began + self.costs().first_is_back();
         let back = self
             .wave
-            .is_some_and(|wave| now < self.lane.attached || is_back(wave));
+            .is_some_and(|wave| self.attaches(now) || is_back(wave));
         in_lane && patient && back && self.wave_runs(now)
     }
 

@@ -87,9 +87,10 @@ pub enum Fact {
     Declared(GpuId),
     /// A GPU is about to be opened: its initialisation begins.
     Opening(GpuId),
-    /// The first part of a GPU's initialisation is over.
+    /// The first part of a GPU's initialisation is over. Like the next one, this comes after
+    /// `Opening`, and has no effect once the initialisation is over.
     Attached(GpuId),
-    /// The end of the first part of a GPU's initialisation is not seen.
+    /// With this driver, the end of that first part is not seen.
     AttachUnseen(GpuId),
     /// The initialisation of a GPU is over; whether it succeeded.
     Initialised(GpuId, bool),

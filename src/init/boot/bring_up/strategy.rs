@@ -86,7 +86,25 @@ pub struct Policy {
     pub load_begun: bool,
     /// Time that an earlier worker's enabling of a GPU took.
     pub enable: Option<Duration>,
+    /// Whether the end of an initialisation's first part is reported for each GPU.
+    pub sees_attach: bool,
     pub facts: Facts,
+}
+
+impl Policy {
+    /// Reason for which the driver initialises one GPU at a time, its global lock held throughout.
+    pub fn one_at_a_time(&self) -> Option<&'static str> {
+        let old = |version: Version| version < RELAXED;
+        if self.facts.confidential {
+            Some("under confidential computing the driver does one at a time")
+        } else if !self.relaxed {
+            Some("gpuinit.relaxed=off makes the driver do one at a time")
+        } else if self.facts.driver.is_some_and(old) {
+            Some("this driver does one at a time")
+        } else {
+            None
+        }
+    }
 }
 
 /// A chosen strategy.
@@ -124,18 +142,8 @@ pub fn choose(policy: &Policy, slow: bool) -> Strategy {
     };
     let (init, why_init) = if policy.init == Init::Serial {
         (Init::Serial, "asked for by gpuinit.init")
-    } else if facts.confidential {
-        (
-            Init::Serial,
-            "under confidential computing the driver does one at a time",
-        )
-    } else if !policy.relaxed {
-        (
-            Init::Serial,
-            "gpuinit.relaxed=off makes the driver do one at a time",
-        )
-    } else if facts.driver.is_some_and(|version| version < RELAXED) {
-        (Init::Serial, "this driver does one at a time")
+    } else if let Some(why) = policy.one_at_a_time() {
+        (Init::Serial, why)
     } else {
         (Init::Parallel, "the driver boots several GPUs at once")
     };
@@ -170,6 +178,7 @@ mod tests {
             no_gpus: false,
             load_begun: false,
             enable: None,
+            sees_attach: false,
             facts: facts(),
         }
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 /// Scale of an H100, in thousandths: assumed until an initialisation has been measured.
 pub const H100: u32 = 1000;
-/// Longest initialisation that is assumed, as a scale: 6.3 s. An initialisation that was stalled by
+/// Longest later parts that are assumed, as a scale: 5.4 s. An initialisation that was stalled by
 /// an enabling takes longer.
 pub const LONGEST: u32 = 3 * H100;
 /// Parts of an initialisation of an H100.
@@ -48,22 +48,23 @@ pub enum Choice {
 }
 
 impl Costs {
-    /// Costs where initialisations take `scale` thousandths of an H100's.
-    pub fn new(enable: Duration, parallel: bool, scale: u32) -> Self {
+    /// Costs where the first part of an initialisation takes `first`, or an H100's time, and the
+    /// later parts `scale` thousandths of an H100's.
+    pub fn new(enable: Duration, parallel: bool, first: Option<Duration>, scale: u32) -> Self {
+        let [s1, s2, s3] = PARTS;
         Self {
             enable,
-            parts: PARTS.map(|part| part * scale / H100),
+            parts: [first.unwrap_or(s1), s2 * scale / H100, s3 * scale / H100],
             parallel,
         }
     }
 
-    /// Scale of a driver with which a wave of `count` initialisations took `took`.
-    pub fn scale_of(count: u32, took: Duration, parallel: bool) -> u32 {
-        let whole = Self::new(Duration::ZERO, parallel, H100)
-            .wave(count)
-            .as_micros()
-            .max(1);
-        u32::try_from(took.as_micros() * u128::from(H100) / whole).unwrap_or(u32::MAX)
+    /// Scale of the later parts where a wave of `count` initialisations took `took`.
+    pub fn scale_of(&self, count: u32, took: Duration) -> u32 {
+        let later = took.saturating_sub(self.parts[0] * count);
+        let of_h100 = Self::new(self.enable, self.parallel, Some(Duration::ZERO), H100);
+        let whole = of_h100.wave(count).as_micros().max(1);
+        u32::try_from(later.as_micros() * u128::from(H100) / whole).unwrap_or(u32::MAX)
     }
 
     /// Duration of a wave of `count` initialisations.
@@ -174,7 +175,7 @@ mod tests {
     use super::*;
 
     fn costs(enable_ms: u64) -> Costs {
-        Costs::new(Duration::from_millis(enable_ms), true, H100)
+        Costs::new(Duration::from_millis(enable_ms), true, None, H100)
     }
 
     #[test]
@@ -212,18 +213,15 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_scaled_to_what_was_measured() {
-        let costs = Costs::new(
-            Duration::from_millis(1),
-            true,
-            Costs::scale_of(1, Duration::from_millis(4200), true),
-        );
-        assert_eq!(costs.parts, PARTS.map(|part| part * 2));
-        assert_eq!(
-            costs.wave(2),
-            Duration::from_millis(2 * 600 + 2600 + 2 * 1000)
-        );
-        let serial = Costs::new(Duration::from_millis(1), false, H100);
+    fn parts_are_what_was_measured() {
+        let enable = Duration::from_millis(1);
+        let first = Some(Duration::from_millis(100));
+        let assumed = Costs::new(enable, true, first, H100);
+        let took = Duration::from_millis(2 * 100 + 2600 + 2 * 1000);
+        let costs = Costs::new(enable, true, first, assumed.scale_of(2, took));
+        assert_eq!(costs.parts, [100, 2600, 1000].map(Duration::from_millis));
+        assert_eq!(costs.wave(2), took);
+        let serial = Costs::new(enable, false, None, H100);
         assert_eq!(serial.wave(2), Duration::from_millis(4200));
     }
 

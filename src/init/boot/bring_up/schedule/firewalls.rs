@@ -61,7 +61,7 @@ impl Schedule {
         }
         let (ends, step) = (
             self.lane_ends(now),
-            self.attach() + self.lane.took.unwrap_or_default(),
+            self.first_part() + self.lane.took.unwrap_or_default(),
         );
         let first = u32::from(ends == now);
         let left = self.waiting().count() as u32;
@@ -88,7 +88,7 @@ impl Schedule {
             return None;
         };
         let asleep = self.any(|gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable));
-        let wakes = self.lane_ends(now) + self.attach();
+        let wakes = self.lane_ends(now) + self.first_part();
         (self.sleeps_while_enabling() && !asleep && self.gpus.len() > 1)
             .then(|| (last, wakes.saturating_sub(BAR_FIREWALL_WAIT)))
     }

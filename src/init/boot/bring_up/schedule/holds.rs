@@ -66,7 +66,7 @@ impl Schedule {
             Some(Hold::Probe)
         } else if self.any(|gpu| gpu.publishing.is_some_and(held)) {
             Some(Hold::Publication)
-        } else if now < self.lane.attached {
+        } else if self.attaches(now) {
             Some(Hold::Attach)
         } else {
             self.wave_holds(now).or_else(|| self.agent.holds(now))

@@ -9,6 +9,9 @@ use crate::config::Init;
 use kata_gpu_wire::pci_address::BAR_FIREWALL_WAIT;
 use std::time::Duration;
 
+/// Least part of a first part's time that the later parts take.
+const KEPT: u32 = 16;
+
 impl Schedule {
     /// Whether the lane is enabling a GPU, or will begin to within `soon`.
     fn lane_enables(&self, soon: Duration, now: Time) -> bool {
@@ -34,7 +37,8 @@ impl Schedule {
         let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
         let slept = |gpu: &Gpu| match self.has_firewall() {
             true => self.probing_since(gpu) + BAR_FIREWALL_WAIT,
-            false => gpu.since,
+            // A wave keeps probes waiting for the global lock.
+            false => gpu.since.max(self.wave_over),
         };
         let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
         let may_probe = self.is_loaded() && self.probe_at(now) <= now;
@@ -49,9 +53,9 @@ impl Schedule {
     }
 
     fn is_parallel(&self) -> bool {
-        self.strategy
-            .as_ref()
-            .is_none_or(|strategy| strategy.init == Init::Parallel)
+        let mut strategy = self.strategy.iter();
+        strategy.all(|strategy| strategy.init == Init::Parallel)
+            && self.policy.one_at_a_time().is_none()
     }
 
     /// Costs of enabling and initialising in this boot, as far as known.
@@ -59,6 +63,7 @@ impl Schedule {
         Costs::new(
             self.lane.took.unwrap_or_default(),
             self.is_parallel(),
+            self.first_part,
             self.scale.unwrap_or(H100),
         )
     }
@@ -90,8 +95,11 @@ impl Schedule {
         // Behind the first one that needs the global lock again, a first part would wait for the
         // second parts of all, and their last parts for its own second part.
         let is_early = |wave: Wave| now < wave.began + self.costs().first_is_back();
-        let joins = parallel && now < self.lane.attached && self.wave.is_none_or(is_early);
-        if runs && !joins || self.lane_enables(self.attach(), now) || self.others_come_first(now) {
+        let joins = parallel && self.attaches(now) && self.wave.is_none_or(is_early);
+        if runs && !joins
+            || self.lane_enables(self.first_part(), now)
+            || self.others_come_first(now)
+        {
             return;
         }
         let (waiting, rest) = self.ready_and_rest();
@@ -103,10 +111,6 @@ impl Schedule {
             return;
         }
         let count = if parallel { ready.len() } else { 1 };
-        if !runs {
-            self.lane.attached = now;
-        }
-        self.lane.attached += self.attach() * count as u32;
         let began = self
             .wave
             .filter(|_| runs)
@@ -115,7 +119,6 @@ impl Schedule {
             began: began.0,
             count: began.1 + count as u32,
             well: !runs,
-            opened: runs,
         });
         for id in ready.into_iter().take(count) {
             self.enter(id, Stage::Initialising, now);
@@ -123,39 +126,82 @@ impl Schedule {
         }
     }
 
-    /// Notes the first opening of a wave: the first parts begin now, not at the order.
+    /// Notes the begin of an initialisation, some time after its order.
     pub(super) fn opening(&mut self, id: GpuId, now: Time) {
-        let ordered = self
-            .gpus
-            .get(&id)
-            .filter(|gpu| gpu.stage == Stage::Initialising)
-            .map(|gpu| gpu.since);
-        if let (Some(ordered), Some(wave)) =
-            (ordered, self.wave.as_mut().filter(|wave| !wave.opened))
-        {
-            wave.opened = true;
-            self.lane.attached += now.saturating_sub(ordered);
+        if let Some(gpu) = self.attaching(id) {
+            gpu.since = now;
         }
+        if !self.policy.sees_attach || self.policy.one_at_a_time().is_some() {
+            self.assume_attached(id);
+        }
+    }
+
+    /// Assumes the end of a first part that is not seen. First parts are one after another.
+    pub(super) fn assume_attached(&mut self, id: GpuId) {
+        let before = self.gpus.values().filter_map(|gpu| gpu.attached).max();
+        if let Some(gpu) = self.attaching(id) {
+            gpu.attached = Some(gpu.since.max(before.unwrap_or_default()) + Limit::Attach.after());
+        }
+    }
+
+    /// Notes the end of a first part; the last one of a wave shows the duration of each.
+    pub(super) fn attached(&mut self, id: GpuId, now: Time) {
+        let Some(gpu) = self.attaching(id) else {
+            return;
+        };
+        gpu.attached = Some(now);
+        let measured = self.wave.filter(|wave| wave.well && !self.attaches(now));
+        let took = measured.map(|wave| (now - wave.began) / wave.count);
+        self.first_part = self.first_part.into_iter().chain(took).min();
+    }
+
+    /// Notes the end of an initialisation.
+    pub(super) fn initialised(&mut self, id: GpuId, well: bool, now: Time) {
+        // Some drivers keep the global lock until then for some kinds of GPUs.
+        let kept = |gpu: &Gpu| {
+            let attached = gpu.attached.filter(|at| *at <= now);
+            attached.is_some_and(|at| now - at < (at.saturating_sub(gpu.since)) / KEPT)
+        };
+        let seen = self.policy.sees_attach && well;
+        if seen && self.gpus.get(&id).is_some_and(kept) {
+            (self.policy.relaxed, self.first_part) = (false, None);
+        }
+        self.enter(id, Stage::Initialised, now);
+        // A failed initialisation is short, so the wave's time is no measure.
+        if let Some(wave) = &mut self.wave {
+            wave.well &= well;
+        }
+    }
+
+    /// A GPU in the first part of its initialisation, whose end is not known yet.
+    fn attaching(&mut self, id: GpuId) -> Option<&mut Gpu> {
+        let gpu = self.gpus.get_mut(&id)?;
+        (gpu.stage == Stage::Initialising && gpu.attached.is_none()).then_some(gpu)
+    }
+
+    /// Whether a first part is under way. Behind one that hangs, the others wait for its lock and
+    /// not for the lane.
+    pub(super) fn attaches(&self, now: Time) -> bool {
+        let is_attaching =
+            |gpu: &&Gpu| gpu.stage == Stage::Initialising && gpu.attached.is_none_or(|at| now < at);
+        let mut attaching = self.gpus.values().filter(is_attaching).peekable();
+        attaching.peek().is_some() && attaching.all(|gpu| gpu.within(Limit::LaneHold, now))
+    }
+
+    /// Expected duration of a first part.
+    pub(super) fn first_part(&self) -> Duration {
+        self.costs().parts[0]
     }
 
     /// Notes the end of a wave, and its duration where that is a measure of this driver.
     fn measure(&mut self, now: Time, runs: bool) {
         if let Some(wave) = self.wave.filter(|_| !runs) {
-            self.wave = None;
+            (self.wave, self.wave_over) = (None, now);
             if wave.well && now < wave.began + Limit::InitHangs.after() {
-                let scale =
-                    Costs::scale_of(wave.count, now - wave.began, self.is_parallel()).min(LONGEST);
-                self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
+                let scale = self.costs().scale_of(wave.count, now - wave.began);
+                let scale = scale.min(LONGEST);
+                self.scale = self.scale.into_iter().chain([scale]).min();
             }
         }
-    }
-
-    /// Assumed duration of the first part of one initialisation.
-    pub(super) fn attach(&self) -> Duration {
-        let [s1, ..] = self.costs().parts;
-        let measured = self
-            .scale
-            .map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
-        measured.unwrap_or(Limit::Attach.after())
     }
 }

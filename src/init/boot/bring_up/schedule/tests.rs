@@ -41,13 +41,18 @@ fn policy() -> Policy {
         no_gpus: false,
         load_begun: false,
         enable: None,
+        sees_attach: true,
         facts,
     }
 }
 
 /// A slow host up to its first initialisation.
 fn slow(n: u8) -> Schedule {
-    let (mut schedule, orders) = boot(n, policy());
+    slow_with(n, policy())
+}
+
+fn slow_with(n: u8, policy: Policy) -> Schedule {
+    let (mut schedule, orders) = boot(n, policy);
     assert_eq!(
         orders,
         [Order::Enable(gpu(0), vec![])],
@@ -85,22 +90,96 @@ fn slow(n: u8) -> Schedule {
 }
 
 #[test]
-fn on_a_slow_host_the_lane_waits_for_load_and_publication() {
+fn on_a_slow_host_the_lane_waits_for_load_publication_and_first_part() {
     let mut schedule = slow(3);
     assert_eq!(schedule.take(ms(3026), Fact::Publishing(gpu(0))), []);
+    assert_eq!(schedule.take(ms(3030), Fact::Opening(gpu(0))), []);
     assert_eq!(schedule.take(ms(3040), Fact::LoadOver), []);
     assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
-    assert_eq!(
-        schedule.deadline(ms(3050)),
-        Some(ms(3445)),
-        "the first part is over then"
-    );
+    assert_eq!(schedule.wake(ms(4000)), []);
     let held = vec![
         (Hold::Load, ms(40)),
         (Hold::Publication, ms(10)),
-        (Hold::Attach, ms(395)),
+        (Hold::Attach, ms(975)),
     ];
-    assert_eq!(schedule.wake(ms(3445)), [Order::Enable(gpu(1), held)]);
+    assert_eq!(
+        schedule.take(ms(4025), Fact::Attached(gpu(0))),
+        [Order::Enable(gpu(1), held)]
+    );
+    assert_eq!(schedule.first_part(), ms(1000));
+}
+
+#[test]
+fn a_first_part_that_hangs_holds_the_lane_once() {
+    let mut schedule = slow(3);
+    schedule.take(ms(3025), Fact::Opening(gpu(0)));
+    schedule.take(ms(3030), Fact::LoadOver);
+    let late = schedule.wake(ms(13_024));
+    assert!(matches!(late[..], [Order::Late(..)]), "{late:?}");
+    assert_eq!(schedule.deadline(ms(13_024)), Some(ms(13_025)));
+    let enables = |orders: Vec<Order>, wanted| {
+        let enabled = |order: &Order| matches!(order, Order::Enable(id, _) if *id == wanted);
+        orders.iter().any(enabled)
+    };
+    assert!(enables(schedule.wake(ms(13_025)), gpu(1)));
+    schedule.take(ms(16_000), Fact::Enabled(gpu(1), ms(3000)));
+    let orders = schedule.take(ms(16_010), Fact::Bound(gpu(1)));
+    assert!(orders.contains(&Order::Initialise(gpu(1))), "{orders:?}");
+    assert!(enables(orders, gpu(2)), "beside what waits for the first");
+}
+
+#[test]
+fn a_first_part_whose_end_is_not_seen_is_assumed_to_take_700_ms() {
+    let (begins, unseen) = (Fact::Opening(gpu(0)), Fact::AttachUnseen(gpu(0)));
+    let old = Facts {
+        driver: "535.230.02".parse().ok(),
+        ..policy().facts
+    };
+    let no = policy();
+    let policies = [
+        (no.clone(), vec![begins, unseen]),
+        (
+            Policy {
+                sees_attach: false,
+                ..no.clone()
+            },
+            vec![begins, unseen],
+        ),
+        (Policy { facts: old, ..no }, vec![begins]),
+    ];
+    for (policy, facts) in policies {
+        let mut schedule = slow_with(3, policy);
+        schedule.take(ms(3030), Fact::LoadOver);
+        for fact in facts {
+            assert_eq!(schedule.take(ms(3040), fact), []);
+        }
+        assert_eq!(schedule.deadline(ms(3100)), Some(ms(3740)));
+        assert_eq!(schedule.wake(ms(3739)), []);
+        let orders = schedule.wake(ms(3740));
+        assert!(matches!(orders[..], [Order::Enable(..)]), "{orders:?}");
+    }
+}
+
+#[test]
+fn first_parts_that_are_not_seen_are_one_after_another() {
+    let mut schedule = slow(3);
+    schedule.enter(gpu(1), Stage::Initialising, ms(3025));
+    for k in 0..2 {
+        schedule.take(ms(3030), Fact::Opening(gpu(k)));
+        schedule.take(ms(3040), Fact::AttachUnseen(gpu(k)));
+    }
+    assert!(schedule.attaches(ms(4429)) && !schedule.attaches(ms(4430)));
+}
+
+#[test]
+fn a_driver_that_keeps_its_lock_initialises_one_at_a_time() {
+    for (over, parallel) in [(5130, false), (7000, true)] {
+        let mut schedule = slow(3);
+        schedule.take(ms(3030), Fact::Opening(gpu(0)));
+        schedule.take(ms(5100), Fact::Attached(gpu(0)));
+        schedule.take(ms(over), Fact::Initialised(gpu(0), true));
+        assert_eq!(schedule.costs().parallel, parallel, "over at {over}");
+    }
 }
 
 #[test]
@@ -110,7 +189,7 @@ fn an_awaited_publication_holds_the_lane_until_the_program_runs() {
     assert_eq!(schedule.take(ms(3031), Fact::AgentLooked), []);
     assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
     assert_eq!(
-        schedule.wake(ms(3445)),
+        schedule.take(ms(3445), Fact::Attached(gpu(0))),
         [],
         "one container has looked, and will look again"
     );
@@ -134,6 +213,7 @@ fn a_wait_for_a_look_that_brought_no_container_is_not_repeated() {
     schedule.take(ms(3030), Fact::LoadOver);
     schedule.take(ms(3300), Fact::AgentLooked);
     schedule.take(ms(3310), Fact::Published(gpu(0)));
+    schedule.take(ms(3445), Fact::Attached(gpu(0)));
     schedule.take(ms(4300), Fact::AgentLooked);
     assert_eq!(schedule.wake(ms(4699)), []);
     assert!(
@@ -147,11 +227,8 @@ fn a_wait_for_a_look_that_brought_no_container_is_not_repeated() {
     schedule.take(ms(7600), Fact::Enabled(gpu(1), ms(3000)));
     schedule.take(ms(7610), Fact::Bound(gpu(1)));
     schedule.take(ms(7620), Fact::Published(gpu(1)));
-    let mut now = ms(7620);
-    while schedule.wake(now).is_empty() {
-        now = schedule.deadline(now).unwrap();
-    }
-    assert!(now < ms(8200), "{now:?}");
+    let orders = schedule.take(ms(7900), Fact::Attached(gpu(1)));
+    assert!(matches!(&orders[..], [Order::Enable(..)]), "{orders:?}");
 }
 
 #[test]
@@ -165,9 +242,8 @@ fn on_a_medium_host_gpus_enabled_in_a_wave_form_the_next_one() {
         schedule.take(ms(1020), Fact::Bound(gpu(0))),
         [Order::Initialise(gpu(0))]
     );
-    assert!(
-        matches!(&schedule.wake(ms(1440))[..], [Order::Enable(second, _)] if *second == gpu(1))
-    );
+    let orders = schedule.take(ms(1440), Fact::Attached(gpu(0)));
+    assert!(matches!(&orders[..], [Order::Enable(second, _)] if *second == gpu(1)));
     let orders = schedule.take(ms(2440), Fact::Enabled(gpu(1), ms(1000)));
     assert!(
         orders.contains(&Order::Probe(gpu(1), Probe::Bind)),
@@ -360,7 +436,8 @@ fn with_firewalls_the_load_is_first_and_its_probe_holds_no_lane() {
     schedule.take(ms(7020), Fact::LoadOver);
     // The last one begins its sleep so that it wakes when the one before it is enabled, and the
     // driver enables it then.
-    let orders = schedule.wake(ms(7856));
+    assert_eq!(schedule.take(ms(7436), Fact::Attached(gpu(0))), []);
+    let orders = schedule.take(ms(7856), Fact::Attached(gpu(1)));
     assert!(
         matches!(
             &orders[..],
@@ -515,7 +592,6 @@ fn no_initialisation_joins_a_wave_whose_first_one_is_back() {
         (first_is_back, vec![]),
     ] {
         let mut schedule = slow(2);
-        schedule.lane.attached = ms(9000);
         schedule
             .gpus
             .get_mut(&gpu(1))
@@ -528,11 +604,22 @@ fn no_initialisation_joins_a_wave_whose_first_one_is_back() {
 }
 
 #[test]
+fn a_probe_that_a_wave_kept_waiting_comes_before_the_next_wave() {
+    let mut schedule = slow(3);
+    schedule.enter(gpu(1), Stage::Probing(Probe::Bind), ms(3500));
+    schedule.enter(gpu(2), Stage::Bound, ms(3500));
+    let orders = schedule.take(ms(5000), Fact::Initialised(gpu(0), true));
+    assert!(!orders.contains(&Order::Initialise(gpu(2))), "{orders:?}");
+    assert_eq!(schedule.deadline(ms(5500)), Some(ms(6000)));
+    assert_eq!(schedule.wake(ms(6000)), [Order::Initialise(gpu(2))]);
+}
+
+#[test]
 fn a_wave_that_loses_a_gpu_is_no_measure() {
     let mut schedule = slow(2);
-    let assumed = schedule.attach();
+    let assumed = schedule.costs();
     schedule.take(ms(3100), Fact::Gone(gpu(0)));
-    assert_eq!(schedule.attach(), assumed);
+    assert_eq!(schedule.costs(), assumed);
 }
 
 #[test]
