@@ -162,17 +162,20 @@ fn settings(boot: &mut Description, host: &Host, random: &mut Random) {
     if random.below(10) == 0 {
         word(boot, "gpuinit.cdi=complete");
     }
+    // The first part of an initialisation is 10 to 40 % of the whole.
+    let share = random.one_of(&[10, 20, 30, 40]);
+    let whole = random.below(200);
+    let (s1, s3) = (whole * share / 100, whole / 4);
     let lists = [
-        ("fakepci.enable_ms", host.enable_ms),
-        ("nvidia.probe_ms", 20),
-        ("nvidia.s1_ms", 30),
+        ("fakepci.enable_ms", 0, host.enable_ms),
+        ("nvidia.probe_ms", 0, 20),
+        ("nvidia.s1_ms", s1, 10),
+        ("nvidia.s2_ms", whole - s1 - s3, 10),
+        ("nvidia.s3_ms", s3, 10),
     ];
-    for (name, below) in lists
-        .into_iter()
-        .chain([("nvidia.s2_ms", 150), ("nvidia.s3_ms", 30)])
-    {
+    for (name, least, below) in lists {
         let values: Vec<String> = (0..gpus.max(1))
-            .map(|_| random.below(below).to_string())
+            .map(|_| (least + random.below(below)).to_string())
             .collect();
         boot.words.push(format!("{name}={}", values.join(",")));
     }
