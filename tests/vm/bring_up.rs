@@ -17,6 +17,10 @@ pub const TESTS: &[VmTest] = &[
         run: own_vcpu,
     },
     VmTest {
+        name: "no_gpu_is_enabled_before_a_first_part_is_seen_to_end",
+        run: attach,
+    },
+    VmTest {
         name: "initialisations_go_in_waves_when_the_lane_is_faster",
         run: waves,
     },
@@ -155,6 +159,41 @@ fn own_vcpu(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Measured(format!(
         "{beside} of 4 initialisations end during an enabling that began in them"
     )))
+}
+
+/// The lane waits for the end of an initialisation's first part as the driver shows it, however long
+/// that takes; a driver that does not show it is no error.
+fn attach(context: &TestContext) -> Result<Outcome> {
+    const S1_MS: u64 = 2000;
+    let words = format!(
+        "fakepci.gpus=3 fakepci.enable_ms=1500 nvidia.s1_ms={S1_MS} nvidia.s2_ms=3000 \
+        gpuinit.bind=pipelined"
+    );
+    let booted = Guest::with(&words).boot(context, "seen")?;
+    booted.settles(3, 0)?;
+    let records = booted.records();
+    let ends = named(&records, Kind::End, names::GPU_INIT);
+    for end in &ends {
+        let took = end.fields.get("attach_ms").and_then(|ms| ms.as_u64());
+        ensure!(took >= Some(S1_MS), "{end:?}");
+    }
+    let enablings = spans(&records, names::GPU_ENABLE)?;
+    for (begin, _) in spans(&records, names::GPU_INIT)? {
+        let first_part = begin.boottime_ns..begin.boottime_ns + S1_MS * 1_000_000;
+        let early = enablings
+            .iter()
+            .find(|(enabling, _)| first_part.contains(&enabling.boottime_ns));
+        ensure!(early.is_none(), "{early:?} in {begin:?}");
+    }
+    let unseen = Guest::with(&format!("{words} nvidia.no_status=1")).boot(context, "unseen")?;
+    unseen.settles(3, 0)?;
+    let records = unseen.records();
+    let ends = named(&records, Kind::End, names::GPU_INIT);
+    ensure!(
+        ends.len() == 3 && ends.iter().all(|end| !end.fields.contains_key("attach_ms")),
+        "{ends:?}"
+    );
+    Ok(Outcome::Passed)
 }
 
 fn waves(context: &TestContext) -> Result<Outcome> {
