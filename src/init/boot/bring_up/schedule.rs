@@ -58,6 +58,8 @@ struct Gpu {
     publishing: Option<Time>,
     /// End of its initialisation's first part: seen, or assumed. None: not known yet.
     attached: Option<Time>,
+    /// Whether that end was seen.
+    sees_attach: bool,
     /// Whether a load of the driver has had the GPU among those that it may probe.
     offered: bool,
 }
@@ -70,6 +72,11 @@ impl Gpu {
     /// Whether the GPU's stage began less than a limit ago.
     fn within(&self, limit: Limit, now: Time) -> bool {
         now < self.since + limit.after()
+    }
+
+    /// Whether the first part of the GPU's initialisation is under way.
+    fn is_attaching(&self, now: Time) -> bool {
+        self.stage == Stage::Initialising && self.attached.is_none_or(|at| now < at)
     }
 
     fn is_settled(&self) -> bool {
@@ -309,6 +316,7 @@ impl Schedule {
                 reports: 0,
                 publishing: None,
                 attached: None,
+                sees_attach: false,
                 offered: false,
             },
         );

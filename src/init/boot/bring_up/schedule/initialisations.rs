@@ -37,8 +37,9 @@ impl Schedule {
         let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
         let slept = |gpu: &Gpu| match self.has_firewall() {
             true => self.probing_since(gpu) + BAR_FIREWALL_WAIT,
-            // A wave keeps probes waiting for the global lock.
-            false => gpu.since.max(self.wave_over),
+            // A wave keeps probes waiting for the global lock; not one that hangs.
+            false if gpu.within(Limit::LaneHold, now) => gpu.since.max(self.wave_over),
+            false => gpu.since,
         };
         let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
         let may_probe = self.is_loaded() && self.probe_at(now) <= now;
@@ -149,21 +150,25 @@ impl Schedule {
         let Some(gpu) = self.attaching(id) else {
             return;
         };
-        gpu.attached = Some(now);
-        let measured = self.wave.filter(|wave| wave.well && !self.attaches(now));
+        (gpu.attached, gpu.sees_attach) = (Some(now), true);
+        let attaches = self.any(|gpu| gpu.is_attaching(now));
+        let is_measure =
+            |wave: &Wave| wave.well && !attaches && now < wave.began + Limit::InitHangs.after();
+        let measured = self.wave.filter(is_measure);
         let took = measured.map(|wave| (now - wave.began) / wave.count);
         self.first_part = self.first_part.into_iter().chain(took).min();
     }
 
     /// Notes the end of an initialisation.
     pub(super) fn initialised(&mut self, id: GpuId, well: bool, now: Time) {
-        // Some drivers keep the global lock until then for some kinds of GPUs.
+        // Some drivers keep the global lock until then for some kinds of GPUs. First parts that run
+        // together are seen to end together.
+        let count = self.wave.map_or(1, |wave| wave.count);
         let kept = |gpu: &Gpu| {
-            let attached = gpu.attached.filter(|at| *at <= now);
-            attached.is_some_and(|at| now - at < (at.saturating_sub(gpu.since)) / KEPT)
+            let attached = gpu.attached.filter(|_| gpu.sees_attach);
+            attached.is_some_and(|at| now - at < at.saturating_sub(gpu.since) / (KEPT * count))
         };
-        let seen = self.policy.sees_attach && well;
-        if seen && self.gpus.get(&id).is_some_and(kept) {
+        if well && self.gpus.get(&id).is_some_and(kept) {
             (self.policy.relaxed, self.first_part) = (false, None);
         }
         self.enter(id, Stage::Initialised, now);
@@ -182,8 +187,7 @@ impl Schedule {
     /// Whether a first part is under way. Behind one that hangs, the others wait for its lock and
     /// not for the lane.
     pub(super) fn attaches(&self, now: Time) -> bool {
-        let is_attaching =
-            |gpu: &&Gpu| gpu.stage == Stage::Initialising && gpu.attached.is_none_or(|at| now < at);
+        let is_attaching = |gpu: &&Gpu| gpu.is_attaching(now);
         let mut attaching = self.gpus.values().filter(is_attaching).peekable();
         attaching.peek().is_some() && attaching.all(|gpu| gpu.within(Limit::LaneHold, now))
     }

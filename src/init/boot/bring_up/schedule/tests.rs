@@ -180,6 +180,12 @@ fn a_driver_that_keeps_its_lock_initialises_one_at_a_time() {
         schedule.take(ms(over), Fact::Initialised(gpu(0), true));
         assert_eq!(schedule.costs().parallel, parallel, "over at {over}");
     }
+    // An end that was assumed shows nothing.
+    let mut schedule = slow(3);
+    schedule.take(ms(3030), Fact::Opening(gpu(0)));
+    schedule.take(ms(3031), Fact::AttachUnseen(gpu(0)));
+    schedule.take(ms(3740), Fact::Initialised(gpu(0), true));
+    assert!(schedule.costs().parallel);
 }
 
 #[test]
