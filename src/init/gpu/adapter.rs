@@ -121,9 +121,13 @@ pub fn wait_attached(
         slot: device >> 3,
         status: 0,
     };
-    let capabilities = format!("/proc/driver/nvidia/capabilities/gpu{minor}");
+    let capabilities = Path::new("/proc/driver/nvidia/capabilities");
+    if !capabilities.exists() {
+        return Err(Errno::ENOENT);
+    }
+    let of_gpu = capabilities.join(format!("gpu{minor}"));
     loop {
-        let has_begun = Path::new(&capabilities).exists();
+        let has_begun = of_gpu.exists();
         take_manager_lock(&control, gpu)?;
         if has_begun {
             return Ok(true);

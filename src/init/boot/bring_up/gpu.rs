@@ -50,8 +50,8 @@ const PROC: &str = "/proc";
 /// so the next try waits for it.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 
-/// Stack of a thread that waits for an answer, in bytes.
-const STACK: usize = 64 * 1024;
+/// Stack of a thread that waits for an answer and takes it into the schedule, in bytes.
+const STACK: usize = 256 * 1024;
 /// Time after which a probe behind a firewall sleeps, for 4 s; its process is moved to the lane's
 /// vCPU then.
 const ASLEEP: Duration = Duration::from_millis(500);

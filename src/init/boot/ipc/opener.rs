@@ -115,12 +115,16 @@ fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
                 reply::answer(&answers, nix::unistd::getpid().as_raw().into(), None);
                 match gpu.parse() {
                     Ok(gpu) if path.is_empty() => reply::answer(&answers, bind(gpu), None),
-                    _ => open_and_hand_over(
-                        &gpu,
-                        Path::new(OsStr::from_bytes(path)),
-                        &answers,
-                        keeper,
-                    ),
+                    _ => {
+                        let path = Path::new(OsStr::from_bytes(path));
+                        if open_and_hand_over(&gpu, path, &answers, keeper) {
+                            // The driver may keep this process for ever: nothing may wait for its
+                            // descriptors.
+                            let _unused = close(keeper.0.as_raw_fd());
+                            let _unused = close(socket.as_raw_fd());
+                            watch_attach(&gpu, path, &answers);
+                        }
+                    }
                 }
             }
             0
@@ -136,8 +140,9 @@ fn bind(gpu: PciAddress) -> i64 {
 }
 
 /// Opens a GPU and hands the descriptor to the keeper first, so that no death loses it. If the
-/// worker is gone before the answer, the next worker gets the descriptor from the keeper.
-fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) {
+/// worker is gone before the answer, the next worker gets the descriptor from the keeper. True where
+/// the initialisation has begun.
+fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) -> bool {
     match open(
         path,
         OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC,
@@ -147,12 +152,12 @@ fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &Keeper
             // Without the keeper, the worker holds the descriptor alone.
             let _unused = keeper.keep(gpu, &descriptor);
             reply::answer(answers, 0, Some(&descriptor));
-            // The driver may keep this process for ever: nothing may wait for its descriptors.
-            drop(descriptor);
-            let _unused = close(keeper.0.as_raw_fd());
-            watch_attach(gpu, path, answers);
+            true
         }
-        Err(errno) => reply::answer(answers, errno as i64, None),
+        Err(errno) => {
+            reply::answer(answers, errno as i64, None);
+            false
+        }
     }
 }
 
