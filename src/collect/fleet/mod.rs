@@ -156,7 +156,8 @@ async fn report(state: &State, over: &Over) -> bool {
     let Some(path) = state.collector.store.report(&over.boot) else {
         return false;
     };
-    // An earlier collector has reported the failure of a boot that it saw finish.
+    // An earlier collector has counted a boot that it saw finish, and queued its failure: an Event
+    // that waited when that one ended is not made up for.
     let mut failed = false;
     if !over.seen_before {
         let looked = spawn_blocking(move || look_at(&path)).await;

@@ -321,9 +321,9 @@ async fn push(queue: &Queue, boot: &Arc<str>) -> Result<Taken, Failure> {
         let why = "its file is not complete: the disk takes nothing";
         return Err(Failure::unreachable(why));
     };
+    // Connect first: without a receiver, reading is wasted.
     match &queue.to {
         Receiver::Otlp(otlp) => {
-            // Connect first: without a receiver, reading is wasted.
             let mut receiver = otlp_push::Receiver::connect(&otlp.target).await?;
             let resource = otlp.resource.clone();
             let request = read(move || request(&path, &resource)).await?;
@@ -331,8 +331,9 @@ async fn push(queue: &Queue, boot: &Arc<str>) -> Result<Taken, Failure> {
         }
         Receiver::Kubernetes(Kubernetes { api, node }) => {
             let (boot, node) = (boot.clone(), node.clone());
+            let connection = api.connect().await?;
             let event = read(move || event(&path, &boot, &node)).await?;
-            api.create(&event).await.map(|()| Taken::Event)
+            api.create(connection, &event).await.map(|()| Taken::Event)
         }
     }
 }

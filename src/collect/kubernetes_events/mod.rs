@@ -8,7 +8,7 @@ mod event; // the Event of a boot
 
 pub use event::{Event, event};
 
-use crate::http_client::{AGENT, Address, Failure, connect};
+use crate::http_client::{AGENT, Address, Connection, Failure, connect};
 use anyhow::{Context, Result, ensure};
 use http_body_util::Full;
 use hyper::header::{ACCEPT, CONTENT_TYPE, HOST, HeaderValue, USER_AGENT};
@@ -85,8 +85,12 @@ impl Api {
         }
     }
 
+    pub async fn connect(&self) -> Result<Connection, Failure> {
+        connect(self.address()).await
+    }
+
     /// Creates an Event; one that is there already is as good.
-    pub async fn create(&self, event: &Event) -> Result<(), Failure> {
+    pub async fn create(&self, mut connection: Connection, event: &Event) -> Result<(), Failure> {
         let host = match self {
             Self::Http { host, port } if host.contains(':') => format!("[{host}]:{port}"),
             Self::Http { host, port } => format!("{host}:{port}"),
@@ -99,7 +103,6 @@ impl Api {
             .header(ACCEPT, JSON)
             .body(Full::new(event.body.to_string().into()));
         let request = request.map_err(|e| Failure::unreachable(&e.to_string()))?;
-        let mut connection = connect(self.address()).await?;
         let (head, body) = connection.send(request, HINT).await?;
         if head.status.is_success() || head.status == StatusCode::CONFLICT {
             return Ok(());
