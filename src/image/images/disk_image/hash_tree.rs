@@ -21,6 +21,8 @@ pub const BLOCK: u32 = 4096;
 const BUFFER: usize = 1 << 20;
 /// Bytes of a sha256 digest.
 const DIGEST: usize = 32;
+/// Most blocks of a root, which may be a hole of any size: their digests take 512 MiB.
+const MAX_BLOCKS: u64 = 1 << 24;
 /// Suffix of the name of the file with the parameters.
 const SUFFIX: &str = ".verity";
 /// Largest accepted file with parameters, in bytes: with the longest salt they have 800.
@@ -67,6 +69,13 @@ pub fn parameters(salt: String, root_bytes: u64) -> Verity {
 /// The tree of a root, whatever root hash the parameters have. Errors: the root is shorter than its
 /// blocks.
 pub fn of(root: impl Read, verity: Verity) -> io::Result<HashTree> {
+    if verity.data_blocks > MAX_BLOCKS {
+        let why = format!(
+            "{} blocks: at most {MAX_BLOCKS} are hashed",
+            verity.data_blocks
+        );
+        return Err(io::Error::new(ErrorKind::InvalidData, why));
+    }
     let mut root = BufReader::with_capacity(BUFFER, root);
     let salt: Vec<u8> = verity
         .salt

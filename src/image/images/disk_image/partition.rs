@@ -18,6 +18,8 @@ use std::path::Path;
 const SECTOR: u64 = 512;
 /// Partitions grow by whole MiB, and a GPT keeps one for its second copy.
 const UNIT: u64 = 1 << 20;
+/// Most bytes before the first partition: Kata's images have 3 MiB there.
+const MAX_HEAD: u64 = 64 << 20;
 /// MBR: offsets of the entries, bytes of an entry, and offset of its number of sectors.
 const MBR_ENTRIES: Range<u64> = 446..510;
 const MBR_ENTRY: u64 = 16;
@@ -140,8 +142,11 @@ pub fn around(
 }
 
 fn head_of(image: &Content, bytes: u64) -> Result<Vec<u8>> {
-    let bytes = usize::try_from(bytes).context("a partition that begins too far behind")?;
-    let mut head = vec![0; bytes];
+    ensure!(
+        bytes <= MAX_HEAD,
+        "the first partition begins at {bytes}, behind {MAX_HEAD} bytes: no image of Kata's does"
+    );
+    let mut head = vec![0; bytes as usize];
     exact(image, 0, &mut head).context("read the bytes before the partition")?;
     Ok(head)
 }
