@@ -189,6 +189,10 @@ mod tests {
             .split('`')
             .skip(1)
             .step_by(2)
+            .map(|command| match command.split_once(" -- ") {
+                Some((exec, own)) if exec.starts_with("kubectl exec ") => own,
+                _ => command,
+            })
             .filter(|command| command.starts_with("kata-gpu-boot "))
             .collect();
         assert!(own.len() > 15, "{own:?}");
