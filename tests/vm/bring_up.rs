@@ -161,8 +161,8 @@ fn own_vcpu(context: &TestContext) -> Result<Outcome> {
     )))
 }
 
-/// The lane waits for the end of an initialisation's first part as the driver shows it, however long
-/// that takes; a driver that does not show it is no error.
+/// The lane waits for the end of an initialisation's first part as the driver shows it, however
+/// long that takes; a driver that does not show it is no error.
 fn attach(context: &TestContext) -> Result<Outcome> {
     const S1_MS: u64 = 2000;
     let words = format!(

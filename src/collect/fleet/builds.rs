@@ -4,8 +4,8 @@
 //! Version and build id are guests' texts, the only ones that become labels. A text of another
 //! form than those of a release counts as [`OTHER`], and only the [`MAX_BUILDS`] builds of the
 //! newest boots are kept: a guest that makes up ids costs series up to that bound in each scrape
-//! (Prometheus keeps former ones), and a real build that it displaces is back, from 0, with its next
-//! boot.
+//! (Prometheus keeps former ones), and a real build that it displaces is back, from 0, with its
+//! next boot.
 
 use kata_gpu_report::analysis::metrics::{Metrics, OTHER};
 use std::ops::RangeInclusive;

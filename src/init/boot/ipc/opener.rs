@@ -140,8 +140,8 @@ fn bind(gpu: PciAddress) -> i64 {
 }
 
 /// Opens a GPU and hands the descriptor to the keeper first, so that no death loses it. If the
-/// worker is gone before the answer, the next worker gets the descriptor from the keeper. True where
-/// the initialisation has begun.
+/// worker is gone before the answer, the next worker gets the descriptor from the keeper. True
+/// where the initialisation has begun.
 fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) -> bool {
     match open(
         path,
