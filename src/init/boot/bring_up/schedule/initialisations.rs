@@ -4,6 +4,7 @@
 use super::{Gpu, Load, Schedule, Stage, Wave};
 use crate::boot::bring_up::deadlines::Limit;
 use crate::boot::bring_up::schedule_messages::{GpuId, Order, Probe, Time};
+use crate::boot::bring_up::strategy::Strategy;
 use crate::boot::bring_up::waves::{Choice, Costs, H100, LONGEST};
 use crate::config::Init;
 use kata_gpu_wire::pci_address::BAR_FIREWALL_WAIT;
@@ -54,9 +55,8 @@ impl Schedule {
     }
 
     fn is_parallel(&self) -> bool {
-        let mut strategy = self.strategy.iter();
-        strategy.all(|strategy| strategy.init == Init::Parallel)
-            && self.policy.one_at_a_time().is_none()
+        let is_parallel = |strategy: &Strategy| strategy.init == Init::Parallel;
+        self.strategy.as_ref().is_none_or(is_parallel) && self.policy.one_at_a_time().is_none()
     }
 
     /// Costs of enabling and initialising in this boot, as far as known.
@@ -154,9 +154,10 @@ impl Schedule {
         let attaches = self.any(|gpu| gpu.is_attaching(now));
         let is_measure =
             |wave: &Wave| wave.well && !attaches && now < wave.began + Limit::InitHangs.after();
-        let measured = self.wave.filter(is_measure);
-        let took = measured.map(|wave| (now - wave.began) / wave.count);
-        self.first_part = self.first_part.into_iter().chain(took).min();
+        if let Some(wave) = self.wave.filter(is_measure) {
+            let took = (now - wave.began) / wave.count;
+            self.first_part = Some(self.first_part.map_or(took, |quickest| quickest.min(took)));
+        }
     }
 
     /// Notes the end of an initialisation.
@@ -204,7 +205,7 @@ impl Schedule {
             if wave.well && now < wave.began + Limit::InitHangs.after() {
                 let scale = self.costs().scale_of(wave.count, now - wave.began);
                 let scale = scale.min(LONGEST);
-                self.scale = self.scale.into_iter().chain([scale]).min();
+                self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
             }
         }
     }
