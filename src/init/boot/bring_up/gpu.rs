@@ -40,7 +40,7 @@ use nix::errno::Errno;
 use std::fmt::{self, Display};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 const PROC: &str = "/proc";
@@ -534,14 +534,16 @@ async fn initialise(
         };
         let result = opened.and_then(|(descriptor, attach)| {
             let attach = attach.map(Arc::new);
-            let attached_ns = watch_attach(&shared, gpu, attach.clone());
+            let watch = watch_attach(&shared, gpu, attach.clone());
             let result = adapter::wait(&descriptor, &node);
             if let Some(attach) = attach {
                 attach.end();
             }
-            let took_ns = attached_ns.load(Ordering::Acquire).checked_sub(began_ns);
-            if let Some(took_ns) = took_ns {
-                step.note("attach_ms", took_ns / 1_000_000);
+            if let Some(attached_ns) = watch.and_then(|watch| watch.join().ok()?) {
+                step.note(
+                    "attach_ms",
+                    attached_ns.saturating_sub(began_ns) / 1_000_000,
+                );
             }
             result
         });
@@ -565,28 +567,30 @@ async fn initialise(
     }
 }
 
-/// Reports the end of an initialisation's first part as soon as it is seen. Returns that time in
-/// ns; 0: not seen yet.
-fn watch_attach(shared: &Arc<Shared>, gpu: GpuId, attach: Option<Arc<Attach>>) -> Arc<AtomicU64> {
-    let attached_ns = Arc::new(AtomicU64::new(0));
-    let watched = attach.and_then(|attach| {
-        let (shared, attached_ns) = (Arc::clone(shared), Arc::clone(&attached_ns));
+/// Reports the end of an initialisation's first part as soon as it is seen. The thread ends with
+/// the wait, and returns the time in ns at which it was seen. None: nobody can see it.
+fn watch_attach(
+    shared: &Arc<Shared>,
+    gpu: GpuId,
+    attach: Option<Arc<Attach>>,
+) -> Option<JoinHandle<Option<u64>>> {
+    let watch = attach.and_then(|attach| {
+        let shared = Arc::clone(shared);
         let watch = move || {
-            let fact = if attach.wait() {
-                attached_ns.store(boottime_ns(), Ordering::Release);
-                Fact::Attached(gpu)
-            } else {
-                Fact::AttachUnseen(gpu)
-            };
-            shared.dispatch.report(fact);
+            let seen_ns = attach.wait().then(boottime_ns);
+            shared.dispatch.report(match seen_ns {
+                Some(_) => Fact::Attached(gpu),
+                None => Fact::AttachUnseen(gpu),
+            });
+            seen_ns
         };
         let thread = std::thread::Builder::new().stack_size(STACK);
         thread.spawn(watch).ok()
     });
-    if watched.is_none() {
+    if watch.is_none() {
         shared.dispatch.report(Fact::AttachUnseen(gpu));
     }
-    attached_ns
+    watch
 }
 
 /// Adds a usable GPU's name by UUID, where configured; the driver knows the UUID from the first
