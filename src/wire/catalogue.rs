@@ -341,7 +341,8 @@ rows! {
     /// Adapter initialisation, from open() until the driver says how it ended.
     GPU_INIT = "gpu.init", Span, Driver, AdapterInit <- [names::MODULE_LOAD]
         {
-            attach_ms: "from its begin to the end of its first part, where that is seen; at the end",
+            attach_ms: "from its begin to the end of its first part, where that is seen; at the \
+                end",
             rc: "at the end",
             status: "at the end",
         }, rank = Rank::Detail;

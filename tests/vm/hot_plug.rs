@@ -514,7 +514,7 @@ fn endless(context: &TestContext) -> Result<Outcome> {
     let came = events(&records, names::GPU_USABLE).len();
     ensure!(came > rounds * gpus, "{came} arrivals");
     Ok(Outcome::Measured(format!(
-        "{came} arrivals; files, threads, KiB: {end:?}, after half of them {middle:?}; KiB at least \
-         in the third quarter and in the last: {least:?}"
+        "{came} arrivals; files, threads, KiB: {end:?}, after half of them {middle:?}; KiB at \
+         least in the third quarter and in the last: {least:?}"
     )))
 }
