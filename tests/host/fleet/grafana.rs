@@ -1,7 +1,7 @@
 //! A failure means that a query of the dashboard or of an alert is an error in a real Prometheus,
 //! or that Grafana's own types lose a part of the dashboard. No Grafana runs here.
 
-use super::prometheus::{api, run_query, start};
+use super::prometheus::Server;
 use super::{ONE_FAILS, RECORDED, boot, deployed, get, metrics_address, rules, tool, value};
 use crate::collect::{Collector, Raw, event, folder, header, socket, until};
 use crate::export::{DEADLINE_S, Package, within};
@@ -68,24 +68,19 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
     HostCheck::now([("thp".to_string(), 3.2), ("no-such-rule".to_string(), 1.0)].into())
         .write(&dir.0.join("boots"))
         .unwrap();
-    let (_running, server) = start(&prometheus, &dir.0, address, "rule_files: [rules.yml]\n");
+    let mut server = Server::start(&prometheus, &dir.0, address, "rule_files: [rules.yml]\n");
 
     // A series begins with its first boot, and grows with the next: another scrape lies between.
-    let scraped = |what: &str, query: &str| {
-        until(what, || {
-            run_query(server, query).is_some_and(|answer| answer["data"]["result"] != json!([]))
-        });
-    };
     boot(&dir.0, RECORDED, 1);
     boot(&dir.0, ONE_FAILS, 2);
-    scraped(
+    server.wait(
         "the first boots are scraped",
         "sum(kata_gpu_boot_boots_total) == 2",
     );
     boot(&dir.0, RECORDED, 3);
     boot(&dir.0, ONE_FAILS, 4);
     Raw::connect(&socket(&dir.0, "v")).say(header(5) + &event(0));
-    scraped(
+    server.wait(
         "all boots are scraped",
         "sum(kata_gpu_boot_boots_total) == 5",
     );
@@ -109,7 +104,7 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
     assert!(all.len() >= 50, "{} expressions", all.len());
     for expression in &all {
         assert!(!expression.contains('$'), "{expression}");
-        let answer = run_query(server, expression).unwrap();
+        let answer = server.answer(expression).unwrap();
         assert_eq!(answer["status"], "success", "{expression}: {answer}");
         assert_ne!(
             answer["data"]["result"],
@@ -127,17 +122,17 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
         .collect();
     for expression in &alerts {
         assert_eq!(
-            run_query(server, expression).unwrap()["status"],
+            server.answer(expression).unwrap()["status"],
             "success",
             "{expression}"
         );
     }
     assert_ne!(
-        run_query(server, "sum by (job (up)").unwrap()["status"],
+        server.answer("sum by (job (up)").unwrap()["status"],
         "success"
     );
     until("every rule was evaluated", || {
-        let groups = api(server, "rules").unwrap()["data"]["groups"].clone();
+        let groups = server.api("rules").unwrap()["data"]["groups"].clone();
         let rules: Vec<Value> = groups
             .as_array()
             .unwrap()

@@ -11,57 +11,83 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Server's answer below /api/v1. None where that is no JSON.
-pub fn api(server: SocketAddr, path: &str) -> Option<Value> {
-    // With HTTP/1.0 a long answer is in one piece.
-    let answer = ask(
-        server,
-        &format!("GET /api/v1/{path} HTTP/1.0\r\nHost: x\r\n\r\n"),
-    );
-    serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()
+/// A Prometheus that scrapes one target. Queries are about the moment of the last [`Server::wait`]:
+/// on a busy machine a later scrape can fail, and its series are gone until the next one.
+pub struct Server {
+    _child: Running,
+    address: SocketAddr,
+    at: Option<Value>,
 }
 
-pub fn run_query(server: SocketAddr, expression: &str) -> Option<Value> {
-    let encoded: String = expression.bytes().map(|b| format!("%{b:02x}")).collect();
-    api(server, &format!("query?query={encoded}"))
-}
+impl Server {
+    /// Starts a server that scrapes the target, and waits until it has; `more` ends its
+    /// configuration.
+    pub fn start(prometheus: &Path, dir: &Path, target: SocketAddr, more: &str) -> Self {
+        let address = SocketAddr::from(([127, 0, 0, 1], free_port()));
+        let config = format!(
+            "global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}\n\
+             scrape_configs: [{{job_name: boots, static_configs: [{{targets: ['{target}']}}]}}]\n\
+             {more}"
+        );
+        crate::write(dir.join("prometheus.yml"), config);
+        let child = Command::new(prometheus)
+            .current_dir(dir)
+            .args(["--config.file=prometheus.yml", "--storage.tsdb.path=data"])
+            .arg(format!("--web.listen-address={address}"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut server = Self {
+            _child: Running(child),
+            address,
+            at: None,
+        };
+        until("Prometheus listens", || {
+            std::net::TcpStream::connect(address).is_ok()
+        });
+        server.wait("it has scraped", "up == 1");
+        server
+    }
 
-/// The one value of a query, if there is one yet.
-pub fn query(server: SocketAddr, expression: &str) -> Option<f64> {
-    run_query(server, expression)?["data"]["result"][0]["value"][1]
-        .as_str()?
-        .parse()
-        .ok()
-}
+    /// Answer below /api/v1. None where that is no JSON.
+    pub fn api(&self, path: &str) -> Option<Value> {
+        // With HTTP/1.0 a long answer is in one piece.
+        let answer = ask(
+            self.address,
+            &format!("GET /api/v1/{path} HTTP/1.0\r\nHost: x\r\n\r\n"),
+        );
+        serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()
+    }
 
-/// Starts a server that scrapes the target, and waits until it has; `more` ends its configuration.
-pub fn start(
-    prometheus: &Path,
-    dir: &Path,
-    target: SocketAddr,
-    more: &str,
-) -> (Running, SocketAddr) {
-    let server = SocketAddr::from(([127, 0, 0, 1], free_port()));
-    let config = format!(
-        "global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}\n\
-         scrape_configs: [{{job_name: boots, static_configs: [{{targets: ['{target}']}}]}}]\n{more}"
-    );
-    crate::write(dir.join("prometheus.yml"), config);
-    let child = Command::new(prometheus)
-        .current_dir(dir)
-        .args(["--config.file=prometheus.yml", "--storage.tsdb.path=data"])
-        .arg(format!("--web.listen-address={server}"))
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let running = Running(child);
-    until("Prometheus listens", || {
-        std::net::TcpStream::connect(server).is_ok()
-    });
-    until("it has scraped", || query(server, "up") == Some(1.0));
-    (running, server)
+    /// Waits until a query has a result, whose time is that of later queries.
+    pub fn wait(&mut self, what: &str, expression: &str) {
+        self.at = None;
+        let mut at = Value::Null;
+        until(what, || {
+            at = self
+                .answer(expression)
+                .map_or(Value::Null, |a| a["data"]["result"][0]["value"][0].clone());
+            !at.is_null()
+        });
+        self.at = Some(at);
+    }
+
+    pub fn answer(&self, expression: &str) -> Option<Value> {
+        let encoded: String = expression.bytes().map(|b| format!("%{b:02x}")).collect();
+        let at = self.at.as_ref();
+        let at = at.map_or(String::new(), |at| format!("&time={at}"));
+        self.api(&format!("query?query={encoded}{at}"))
+    }
+
+    /// The one value of a query, if there is one.
+    pub fn value(&self, expression: &str) -> Option<f64> {
+        self.answer(expression)?["data"]["result"][0]["value"][1]
+            .as_str()?
+            .parse()
+            .ok()
+    }
 }
 
 #[test]
@@ -72,22 +98,17 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
     let dir = folder();
     let collector = Collector::start(&dir.0, &["--metrics", "0"]);
     let target = metrics_address(&collector);
-    let (_running, server) = start(&prometheus, &dir.0, target, "");
+    let mut server = Server::start(&prometheus, &dir.0, target, "");
     assert_eq!(
-        query(
-            server,
-            "kata_gpu_boot_failures_total{reason=\"needs-reset\"}"
-        ),
+        server.value("kata_gpu_boot_failures_total{reason=\"needs-reset\"}"),
         Some(0.0),
         "the first failure has to be a change"
     );
-    assert_eq!(query(server, "kata_gpu_boot_nothing_of_that_name"), None);
+    assert_eq!(server.value("kata_gpu_boot_nothing_of_that_name"), None);
 
     boot(&dir.0, RECORDED, 1);
     boot(&dir.0, ONE_FAILS, 2);
-    until("both boots are over", || {
-        query(server, "sum(kata_gpu_boot_boots_total)") == Some(2.0)
-    });
+    server.wait("both boots are over", "sum(kata_gpu_boot_boots_total) == 2");
     let output = Command::new(program())
         .args(["list", "--stats", "--json", "--dir"])
         .arg(dir.0.join("boots"))
@@ -102,10 +123,9 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
         for row in stats[rows].as_array().unwrap() {
             let (name, n) = (row["name"].as_str().unwrap(), row["n"].as_f64().unwrap());
             let of = |what: &str| {
-                query(
-                    server,
-                    &format!("kata_gpu_boot_{metric}_{what}{{{label}=\"{name}\"}}"),
-                )
+                server.value(&format!(
+                    "kata_gpu_boot_{metric}_{what}{{{label}=\"{name}\"}}"
+                ))
             };
             if name == "kernel start" {
                 // 0 in every boot.
@@ -131,18 +151,17 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
         .filter(|row| !row["name"].as_str().unwrap().contains(' '))
     {
         let name = row["name"].as_str().unwrap();
-        let count = query(
-            server,
-            &format!("kata_gpu_boot_step_seconds_count{{step=\"{name}\"}}"),
-        );
+        let count = server.value(&format!(
+            "kata_gpu_boot_step_seconds_count{{step=\"{name}\"}}"
+        ));
         assert_eq!(count, row["n"].as_f64(), "{name}");
         compared += 1;
     }
     assert!(compared > 20, "{compared}");
-    let failed = query(server, "kata_gpu_boot_gpus_total{result=\"failed\"}");
+    let failed = server.value("kata_gpu_boot_gpus_total{result=\"failed\"}");
     assert_eq!(failed, stats["failed_gpus"].as_f64());
     assert_eq!(
-        query(server, "sum(kata_gpu_boot_gpus_total)"),
+        server.value("sum(kata_gpu_boot_gpus_total)"),
         stats["gpus"].as_f64()
     );
     let failures: f64 = stats["failures"]
@@ -152,14 +171,14 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
         .map(|f| f["count"].as_f64().unwrap())
         .sum();
     assert_eq!(
-        query(server, "sum(kata_gpu_boot_failures_total)"),
+        server.value("sum(kata_gpu_boot_failures_total)"),
         Some(failures)
     );
     assert!(failures >= 1.0 && failed == Some(1.0));
     let quantile = "histogram_quantile(0.95, sum by (le) \
                     (kata_gpu_boot_milestone_seconds_bucket{milestone=\"settled\"}))";
-    assert!(query(server, quantile).unwrap() > 0.1);
-    assert!(query(server, "kata_gpu_boot_received_bytes_total").unwrap() > 10_000.0);
+    assert!(server.value(quantile).unwrap() > 0.1);
+    assert!(server.value("kata_gpu_boot_received_bytes_total").unwrap() > 10_000.0);
     collector.stop();
 }
 
