@@ -670,7 +670,7 @@ impl<'h> Guest<'h> {
     fn watch(&mut self, k: usize) {
         let now = self.world.now();
         let limit = micros(Limit::LaneHold.after());
-        let initialises = |k| matches!(self.world.at(k), At::Attach(_) | At::Boot | At::State);
+        let initialises = |k| matches!(self.world.at(k), At::Attach(_) | At::Boot | At::State(_));
         let hangs = |(k, gpu): (usize, &Gpu)| {
             initialises(k)
                 && gpu

@@ -5,7 +5,8 @@
 //!   any function waits for it, spinning with interrupts off.
 //! - A, the driver's, FIFO: held by S1, by S2 unless relaxed, by S3; for a moment by the end of a
 //!   probe, by a look at `information` and by the start of nvidia-uvm.
-//! - G, one a GPU: held by its S1 and S2. An S3 takes A and then waits for every G with A held.
+//! - G, one a GPU: held by its S1 and S2. An S3 takes A and then waits for every G with A held. It
+//!   makes config accesses as it begins, and later on.
 //!
 //! A grace period that meets an enabling ends with it. A load needs all CPUs at its start and at
 //! its end: it spins beside an enabling. A step that is due while every vCPU is gone happens when
@@ -23,8 +24,12 @@ pub type Micros = u64;
 /// GPUs in one world, at most.
 pub const MOST: usize = 16;
 
-/// Config accesses of an S1, in thousandths of it (tests/simulator/nvidia-adapter.c, `nv_groups`).
+/// Config accesses of an S1, in thousandths of it (`nv_attach_groups` of the simulator's
+/// nvidia-adapter.c).
 const GROUPS: [u64; 6] = [0, 695, 735, 850, 868, 1000];
+
+/// Config accesses of an S3, in thousandths of it (`nv_state_groups`, in the same file).
+const STATE_GROUPS: [u64; 3] = [0, 700, 1000];
 
 /// Durations of a GPU's steps on this host with this driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -161,8 +166,8 @@ pub enum At {
     Attach(u8),
     /// S2.
     Boot,
-    /// S3.
-    State,
+    /// S3, before the config accesses of this group.
+    State(u8),
     Usable,
     Failed,
     Hung,
@@ -363,6 +368,12 @@ impl<'h> World<'h> {
         }
     }
 
+    /// Those of them that are about to begin an S3: one at most.
+    pub fn states_to_begin(&self) -> usize {
+        let waits = |gpu: &usize| self.at(*gpu) == At::State(0) && self.waits(*gpu) == Wait::Host;
+        (0..self.count()).filter(waits).count()
+    }
+
     /// How long threads have spun, all together.
     pub fn spun(&self) -> Micros {
         self.spun
@@ -381,6 +392,26 @@ impl<'h> World<'h> {
     /// Whether a GPU's S1 has begun.
     pub fn attaches(&self, gpu: usize) -> bool {
         matches!(self.at(gpu), At::Attach(_)) && self.waits(gpu) != Wait::Driver
+    }
+
+    /// Somebody is in an S3 that has begun, and has config accesses to come.
+    pub fn loads_state(&self) -> bool {
+        (0..self.count()).any(|gpu| {
+            let last = STATE_GROUPS.len() - 1;
+            matches!(self.at(gpu), At::State(group) if usize::from(group) < last)
+                && !matches!(self.waits(gpu), Wait::Driver | Wait::EveryGpu)
+        })
+    }
+
+    /// Time left of the S3 of a GPU that is in it, or waits for it.
+    pub fn s3_left(&self, gpu: usize) -> Micros {
+        let s3 = self.host.gpus[gpu].times.s3;
+        match self.at(gpu) {
+            At::State(group) => {
+                self.timer_left(gpu) + s3 - s3 * STATE_GROUPS[usize::from(group)] / 1000
+            }
+            _ => 0,
+        }
     }
 
     /// Character devices are there.
@@ -507,6 +538,7 @@ impl<'h> World<'h> {
             let gpu = &self.gpus[k];
             let at = match gpu.at {
                 At::Attach(group) => 32 + u128::from(group),
+                At::State(group) => 64 + u128::from(group),
                 At::Absent => 0,
                 At::Present => 1,
                 At::Enable => 2,
@@ -519,8 +551,7 @@ impl<'h> World<'h> {
                 At::Look => 9,
                 At::Known => 10,
                 At::Boot => 11,
-                At::State => 12,
-                At::Usable | At::Failed | At::Hung => 13,
+                At::Usable | At::Failed | At::Hung => 12,
             };
             let wait = match gpu.wait {
                 Wait::Nothing => 0,

@@ -20,7 +20,8 @@ use std::hash::{BuildHasherDefault, Hasher};
 /// Constraint on an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// Nothing spins beside an enabling: no config access, no load, no second enabling.
+    /// Nothing spins beside an enabling: no config access but the first one of an S3, no load, no
+    /// second enabling. No enabling begins inside an S3 with accesses to come.
     NothingSpins,
     /// No enabling begins inside an S1.
     NoneInsideS1,
@@ -155,7 +156,12 @@ impl Search {
         {
             self.take(world, Order::Load(gpu), Turn::Probes);
         }
-        let stalls = (self.rule != Rule::None && world.attaching()) || probing(world);
+        let locked = match self.rule {
+            Rule::NothingSpins => world.attaching() || world.loads_state(),
+            Rule::NoneInsideS1 => world.attaching(),
+            Rule::None => false,
+        };
+        let stalls = locked || probing(world);
         if let Some(gpu) = world.first(At::Present)
             && world.mapping().is_none()
             && world.spinning() == 0
@@ -182,7 +188,7 @@ impl Search {
                 .is_some_and(|gpu| world.at(gpu) == At::ProbeEnable)
         };
         match self.rule {
-            Rule::NothingSpins => world.spinning() > 0,
+            Rule::NothingSpins => world.spinning() > world.states_to_begin(),
             Rule::NoneInsideS1 => mapped_by_probe() && world.attaching(),
             Rule::None => false,
         }
@@ -193,7 +199,7 @@ impl Search {
         self.rule == Rule::None
             || (0..before.count()).any(|k| {
                 let (was, is) = (before.at(k), after.at(k));
-                was != is && !matches!(is, At::Attach(1..))
+                was != is && !matches!(is, At::Attach(1..) | At::State(1))
             })
             || before.loaded() != after.loaded()
     }

@@ -84,7 +84,7 @@ fn any_probe(world: &World) -> bool {
 }
 
 fn initialising(world: &World) -> usize {
-    world.counts(|at| matches!(at, At::Attach(_) | At::Boot | At::State))
+    world.counts(|at| matches!(at, At::Attach(_) | At::Boot | At::State(_)))
 }
 
 /// The order until now: each GPU is probed as it comes out of the lane, which waits for that; one

@@ -222,16 +222,23 @@ static bool nv_load_firmware(struct nv_gpu *gpu)
 }
 
 /*
- * Config accesses of an initialisation up to the boot of the GPU's processor: when,
- * in thousandths of S1, and how many. NVIDIA's module 550.163.01 makes these
- * (MSI-X first, PCIe capabilities last); what comes after that boot, nobody has
- * seen without a GPU. While the host maps another GPU's BARs each group waits.
+ * Config accesses of a part: when, in thousandths of it, and how many. While the
+ * host maps another GPU's BARs each group waits.
+ *
+ * S1: NVIDIA's module 550.163.01 makes these (MSI-X first, PCIe capabilities last).
+ * S3: nobody has seen it without a GPU. That module's source reads the bridge above
+ * the GPU (RmCheckForExternalGpu), and later clears the GPU's own error registers
+ * (kbifStateLoad); when, and how often, is assumed.
  */
-static const struct {
+struct nv_group {
 	unsigned int at, reads, writes;
-} nv_groups[] = {
+};
+
+static const struct nv_group nv_attach_groups[] = {
 	{ 0, 12, 3 }, { 695, 10, 0 }, { 735, 3, 0 }, { 850, 2, 0 }, { 868, 4, 0 }, { 1000, 3, 2 },
 };
+
+static const struct nv_group nv_state_groups[] = { { 0, 1, 0 }, { 700, 1, 1 } };
 
 static void nv_access_config(struct nv_gpu *gpu, unsigned int reads, unsigned int writes)
 {
@@ -242,6 +249,17 @@ static void nv_access_config(struct nv_gpu *gpu, unsigned int reads, unsigned in
 	/* As it is; all ones: gone. */
 	while (command != 0xffff && writes--)
 		pci_write_config_word(gpu->pdev, PCI_COMMAND, command);
+}
+
+/* Sleeps until a group of a part that takes `whole` ms is due, and makes it; returns ms slept. */
+static unsigned int nv_reach_group(struct nv_gpu *gpu, const struct nv_group *group,
+				   unsigned int whole, unsigned int slept)
+{
+	unsigned int until = whole * group->at / 1000;
+
+	nv_sleep_ms(until - slept);
+	nv_access_config(gpu, group->reads, group->writes);
+	return until;
 }
 
 /*
@@ -269,14 +287,11 @@ static struct nv_init_code nv_attach(struct nv_gpu *gpu)
 {
 	unsigned int whole = nv_time(s1_ms, gpu, S1_MS), slept = 0, i;
 
-	for (i = 0; i < ARRAY_SIZE(nv_groups); i++) {
-		unsigned int until = whole * nv_groups[i].at / 1000;
-
-		nv_sleep_ms(until - slept);
-		slept = until;
-		nv_access_config(gpu, nv_groups[i].reads, nv_groups[i].writes);
+	for (i = 0; i < ARRAY_SIZE(nv_attach_groups); i++) {
+		slept = nv_reach_group(gpu, &nv_attach_groups[i], whole, slept);
 		nv_caps_add_gpu(gpu);
 	}
+	nv_sleep_ms(whole - slept);
 	if (cc && (gpu->seen || nv_has(cc_mixed, gpu)))
 		return INIT_FAILED(0x22, 0x56);
 	if (!nv_load_firmware(gpu))
@@ -351,7 +366,11 @@ static bool nv_memory_is_movable(void)
 /* S3, under A and all G. */
 static struct nv_init_code nv_load_state(struct nv_gpu *gpu)
 {
-	nv_sleep_ms(nv_time(s3_ms, gpu, S3_MS));
+	unsigned int whole = nv_time(s3_ms, gpu, S3_MS), slept = 0, i;
+
+	for (i = 0; i < ARRAY_SIZE(nv_state_groups); i++)
+		slept = nv_reach_group(gpu, &nv_state_groups[i], whole, slept);
+	nv_sleep_ms(whole - slept);
 	if (nv_has(coherent, gpu) && !nv_memory_is_movable()) {
 		pr_err("Failing GPU memory onlining as the onlining zone is not movable. "
 		       "pa: 0x%llx size: 0x%llx\n"

@@ -105,6 +105,29 @@ fn an_enabling_inside_an_s1_stalls_all_users_of_the_driver() {
 }
 
 #[test]
+fn an_enabling_delays_the_s3_that_begins_in_it_and_stalls_one_that_it_begins_in() {
+    let host = host(3, MEDIUM);
+    let mut world = World::new(&host).recording();
+    world.order(Order::Enable(0));
+    until(&mut world, 1000 * MS);
+    world.order(Order::Probe(0));
+    until(&mut world, 1003 * MS);
+    world.order(Order::Open(0));
+    // S2 ends at 2603.
+    until(&mut world, 2000 * MS);
+    world.order(Order::Enable(1));
+    until(&mut world, 2900 * MS);
+    assert_eq!((world.at(0), world.states_to_begin()), (At::State(0), 1));
+    assert_eq!(world.spinning(), 1);
+    until(&mut world, 3100 * MS);
+    assert!(world.loads_state());
+    // Accesses are due at 70 % of S3, at 3350.
+    world.order(Order::Enable(2));
+    let facts = to_the_end(world);
+    assert_eq!(time_of(&facts, Fact::Initialised(0, true)), 4250 * MS);
+}
+
+#[test]
 fn a_probe_waits_for_an_s3_that_waits_for_an_s2() {
     let host = host(3, MEDIUM);
     let mut world = World::new(&host).recording();
@@ -258,7 +281,7 @@ fn a_hanging_initialisation_keeps_all_others_from_ending() {
     world.order(Order::Open(0));
     world.order(Order::Open(1));
     while world.advance(None) {}
-    assert_eq!((world.at(0), world.at(1)), (At::Hung, At::State));
+    assert_eq!((world.at(0), world.at(1)), (At::Hung, At::State(0)));
     assert!(!world.settled());
 }
 

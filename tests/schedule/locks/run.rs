@@ -1,6 +1,6 @@
 //! How a world goes on: who gets which lock, and what ends when.
 
-use super::{At, Fact, Fault, GROUPS, LOADER, Load, Micros, Wait, Waiter, World};
+use super::{At, Fact, Fault, GROUPS, LOADER, Load, Micros, STATE_GROUPS, Wait, Waiter, World};
 
 impl World<'_> {
     /// The next moment at which anything happens by itself.
@@ -172,6 +172,12 @@ impl World<'_> {
                 }
                 None => self.boot(gpu),
             },
+            At::State(group) => {
+                let s3 = self.host.gpus[gpu].times.s3;
+                let [from, until] = [0, 1].map(|k| STATE_GROUPS[usize::from(group) + k]);
+                let time = s3 * until / 1000 - s3 * from / 1000;
+                self.go(gpu, At::State(group + 1), time);
+            }
             at => unreachable!("GPU {gpu} waits for the host: {at:?}"),
         }
     }
@@ -195,7 +201,7 @@ impl World<'_> {
             return;
         }
         match self.gpus[who].at {
-            At::State => self.gpus[who].wait = Wait::EveryGpu,
+            At::State(_) => self.gpus[who].wait = Wait::EveryGpu,
             _ => self.wait_for_host(who),
         }
     }
@@ -265,7 +271,8 @@ impl World<'_> {
                     return true;
                 }
                 Wait::EveryGpu if !self.any_boots() => {
-                    self.go(gpu, At::State, self.host.gpus[gpu].times.s3);
+                    self.gpus[gpu].wait = Wait::Nothing;
+                    self.wait_for_host(gpu);
                     return true;
                 }
                 _ => {}
@@ -291,14 +298,17 @@ impl World<'_> {
                 }
             }
             At::Boot => {
-                self.gpus[gpu].at = At::State;
+                self.gpus[gpu].at = At::State(0);
                 if self.host.relaxed {
                     self.wait_for_driver(gpu);
                 } else {
                     self.gpus[gpu].wait = Wait::EveryGpu;
                 }
             }
-            At::State => {
+            At::State(group) if usize::from(group) + 1 < STATE_GROUPS.len() => {
+                self.wait_for_host(gpu);
+            }
+            At::State(_) => {
                 self.report(Fact::Initialised(gpu, true));
                 self.stay(gpu, At::Usable);
                 self.release_driver();

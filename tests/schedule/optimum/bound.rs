@@ -4,7 +4,7 @@
 //! under which are all S1 and S3, and no S3 beside an S2.
 
 use super::Rule;
-use crate::locks::{At, Micros, Wait, World};
+use crate::locks::{At, Micros, World};
 
 /// Time that is still to be spent.
 #[derive(Default)]
@@ -100,12 +100,8 @@ impl Left {
                 (self.way, self.begun) = (self.way.max(timer + s3), true);
                 return;
             }
-            At::State => {
-                let state = if matches!(world.waits(gpu), Wait::Until(_)) {
-                    timer
-                } else {
-                    s3
-                };
+            At::State(_) => {
+                let state = world.s3_left(gpu);
                 (self.s3, self.way, self.begun) = (self.s3 + state, self.way.max(state), true);
                 return;
             }
