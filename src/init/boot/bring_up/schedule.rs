@@ -121,8 +121,9 @@ enum Load {
 /// State of the enable lane.
 #[derive(Clone, Debug, Default)]
 struct Lane {
-    /// Duration of the last enabling.
+    /// Duration of the last enabling, and its end.
     took: Option<Duration>,
+    enabled: Option<Time>,
     /// Whether a slow enabling has failed.
     failed_slowly: bool,
     /// Current hold of the lane, and its begin.
@@ -346,6 +347,7 @@ impl Schedule {
                     .get(&id)
                     .is_some_and(|gpu| gpu.arrival == Arrival::Again);
                 self.lane.took = Some(took).max(self.policy.enable.filter(|_| again));
+                self.lane.enabled = Some(now);
                 self.enter(id, Stage::Enabled, now);
                 if let Some(gpu) = self.gpus.get_mut(&id) {
                     (gpu.started, gpu.reports) = (Some(now), 0);

@@ -5,7 +5,6 @@
 use super::{Gpu, Load, Schedule, Stage};
 use crate::boot::bring_up::deadlines::Limit;
 use crate::boot::bring_up::schedule_messages::{Hold, Probe, Time};
-use crate::boot::bring_up::waves::Choice;
 use kata_gpu_wire::pci_address::BAR_FIREWALL_WAIT;
 
 impl Schedule {
@@ -73,25 +72,13 @@ impl Schedule {
         }
     }
 
-    /// Whether waiting for the running or coming initialisations is cheaper than enabling one more
-    /// GPU first.
+    /// Whether third parts run: an enabling that begins now would stall one with all locks held.
     pub(super) fn wave_holds(&self, now: Time) -> Option<Hold> {
-        let (ready, rest) = self.ready_and_rest();
-        let patient = |gpu: &Gpu| {
-            matches!(
-                gpu.stage,
-                Stage::Enabled | Stage::Bound | Stage::Initialising
-            ) && gpu.within(Limit::LaneHold, now)
-        };
-        let choice = match self.wave.filter(|_| self.wave_runs(now)) {
-            Some(wave) => self.costs().during_wave(
-                (wave.began + self.costs().wave(wave.count)).saturating_sub(now),
-                ready,
-                rest,
-            ),
-            None => Choice::Enable,
-        };
-        (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
+        let wave = self.wave.filter(|_| self.wave_runs(now))?;
+        let patient =
+            |gpu: &Gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::LaneHold, now);
+        let holds = now >= self.boots_until(wave) && self.any(patient);
+        (holds && !self.has_firewall()).then_some(Hold::Wave)
     }
 
     /// Agent state that the first enabling waits for. On one vCPU nothing runs during an enabling.

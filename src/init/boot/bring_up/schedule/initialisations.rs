@@ -5,7 +5,7 @@ use super::{Gpu, Load, Schedule, Stage, Wave};
 use crate::boot::bring_up::deadlines::Limit;
 use crate::boot::bring_up::schedule_messages::{GpuId, Order, Probe, Time};
 use crate::boot::bring_up::strategy::Strategy;
-use crate::boot::bring_up::waves::{Choice, Costs, H100, LONGEST};
+use crate::boot::bring_up::waves::{Costs, H100, LONGEST, Parts};
 use crate::config::Init;
 use kata_gpu_wire::pci_address::BAR_FIREWALL_WAIT;
 use std::time::Duration;
@@ -69,21 +69,6 @@ impl Schedule {
         )
     }
 
-    /// Counts of GPUs that are enabled and not initialising yet, and of GPUs that are not enabled.
-    pub(super) fn ready_and_rest(&self) -> (usize, usize) {
-        let is_ready = |stage| match stage {
-            Stage::Enabled | Stage::Probing(_) | Stage::Probed | Stage::Bound => true,
-            Stage::New | Stage::Enabling => false,
-            Stage::Initialising | Stage::Initialised | Stage::Usable | Stage::Failed => false,
-        };
-        let count =
-            |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
-        (
-            count(is_ready),
-            count(|stage| matches!(stage, Stage::New | Stage::Enabling)),
-        )
-    }
-
     /// Whether initialisations run that keep others waiting.
     pub(super) fn wave_runs(&self, now: Time) -> bool {
         self.any(|gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::InitHangs, now))
@@ -103,10 +88,11 @@ impl Schedule {
         {
             return;
         }
-        let (waiting, rest) = self.ready_and_rest();
+        let is_left = |gpu: &&Gpu| matches!(gpu.stage, Stage::New | Stage::Enabling);
+        let rest = self.gpus.values().filter(is_left).count();
         let first = !self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
-        let worth = runs || rest == 0 || self.costs().idle(waiting, rest, first) == Choice::Begin;
-        let begins = |gpu: &Gpu| worth || !gpu.within(Limit::LaneFirst, now);
+        let is_worth = runs || self.costs().is_worth(rest, first);
+        let begins = |gpu: &Gpu| is_worth || !gpu.within(Limit::LaneFirst, now);
         let ready = self.ids(|gpu| gpu.stage == Stage::Bound && begins(gpu));
         if ready.is_empty() {
             return;
@@ -193,6 +179,15 @@ impl Schedule {
         attaching.peek().is_some() && attaching.all(|gpu| gpu.within(Limit::LaneHold, now))
     }
 
+    /// Expected end of a wave's second parts. No third part begins before.
+    pub(super) fn boots_until(&self, wave: Wave) -> Time {
+        let initialising = |gpu: &&Gpu| gpu.stage == Stage::Initialising;
+        let attached = self.gpus.values().filter(initialising);
+        let [s1, s2, _] = self.costs().parts;
+        let attached = attached.filter_map(|gpu| gpu.attached).max();
+        attached.unwrap_or(wave.began + s1 * wave.count) + s2
+    }
+
     /// Expected duration of a first part.
     pub(super) fn first_part(&self) -> Duration {
         self.costs().parts[0]
@@ -203,10 +198,24 @@ impl Schedule {
         if let Some(wave) = self.wave.filter(|_| !runs) {
             (self.wave, self.wave_over) = (None, now);
             if wave.well && now < wave.began + Limit::InitHangs.after() {
-                let scale = self.costs().scale_of(wave.count, now - wave.began);
-                let scale = scale.min(LONGEST);
+                let scale = self.scale_of(wave, now).min(LONGEST);
                 self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
             }
         }
+    }
+
+    /// Scale of the later parts of a wave that is over now. An enabling that outlasted the second
+    /// parts has delayed the third parts, for its own time at most: these alone came behind it.
+    fn scale_of(&self, wave: Wave, now: Time) -> u32 {
+        let attached = self.gpus.values().filter_map(|gpu| gpu.attached).max();
+        let attached = attached.unwrap_or(wave.began).max(wave.began);
+        let scale = |parts: Parts, took: Duration| self.costs().scale_of(parts, wave.count, took);
+        let all = scale(Parts::Later, now.saturating_sub(attached));
+        let Some(enabled) = self.lane.enabled.filter(|at| *at > attached) else {
+            return all;
+        };
+        let took = self.lane.took.unwrap_or_default();
+        let least = scale(Parts::Later, now.saturating_sub(attached + took));
+        scale(Parts::Third, now.saturating_sub(enabled)).clamp(least, all)
     }
 }

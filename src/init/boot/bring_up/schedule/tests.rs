@@ -610,6 +610,33 @@ fn no_initialisation_joins_a_wave_whose_first_one_is_back() {
 }
 
 #[test]
+fn no_gpu_is_enabled_beside_third_parts_and_the_next_one_at_their_end() {
+    let mut schedule = slow(3);
+    schedule.take(ms(3030), Fact::LoadOver);
+    let orders = schedule.take(ms(3345), Fact::Attached(gpu(0)));
+    assert!(matches!(&orders[..], [Order::Enable(second, _)] if *second == gpu(1)));
+    // The second part was over at 4645, and the enabling has kept the third one waiting.
+    let orders = schedule.take(ms(6345), Fact::Enabled(gpu(1), ms(3000)));
+    assert_eq!(orders, [Order::Wait(gpu(2))]);
+    assert_eq!(schedule.wave_holds(ms(6345)), Some(Hold::Wave));
+    let orders = schedule.take(ms(6845), Fact::Initialised(gpu(0), true));
+    assert!(
+        orders.contains(&Order::Probe(gpu(1), Probe::Bind)),
+        "{orders:?}"
+    );
+    assert_eq!(schedule.wave_holds(ms(6845)), None);
+    // The third part alone took 500 ms, as an H100's does: an enabling is no measure of a driver.
+    assert_eq!(schedule.scale, Some(1000));
+
+    // One that hangs costs its limit.
+    let mut hangs = slow(3);
+    hangs.take(ms(3345), Fact::Attached(gpu(0)));
+    hangs.take(ms(6345), Fact::Enabled(gpu(1), ms(3000)));
+    assert_eq!(hangs.wave_holds(ms(13_024)), Some(Hold::Wave));
+    assert_eq!(hangs.wave_holds(ms(13_025)), None);
+}
+
+#[test]
 fn a_probe_that_a_wave_kept_waiting_comes_before_the_next_wave() {
     let mut schedule = slow(3);
     schedule.enter(gpu(1), Stage::Probing(Probe::Bind), ms(3500));
