@@ -504,6 +504,7 @@ impl<'h> Guest<'h> {
                     self.gpus[k].opened = Some(self.world.now());
                     self.report(schedule::Fact::Opening(gpu));
                     self.begin(Order::Open(k));
+                    self.soon(Action::Report(schedule::Fact::Opened(gpu)));
                     if self.broken == Broken::SeesTooSoon {
                         self.report(schedule::Fact::Attached(gpu));
                     } else if !self.world.host().sees_attach {

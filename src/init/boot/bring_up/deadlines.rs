@@ -38,9 +38,12 @@ limits! {
     /// a bound GPU lets nvidia-uvm be loaded before it initialises: the load needs the global lock,
     /// and no GPU is published without nvidia-uvm
     UvmFirst = 1000;
-    /// a load, a probe, a publication or the first part of an initialisation keeps the next GPU
-    /// from being enabled: each takes a good part of a second, one that hangs would stop the lane
-    /// for ever
+    /// an open returns before the next GPU of a wave is opened: they get the driver's global lock,
+    /// and end, in the order of their opens
+    InTurn = 1000;
+    /// a load, a probe, a publication, or the first or the third part of an initialisation keeps
+    /// the next GPU from being enabled: each takes a good part of a second, one that hangs would
+    /// stop the lane for ever
     LaneHold = 10_000;
     /// the console is quiet while a GPU is enabled: an enabling takes up to 4 s, and one that hangs
     /// must show on the console

@@ -533,6 +533,7 @@ async fn initialise(
             }
         };
         let result = opened.and_then(|(descriptor, attach)| {
+            shared.dispatch.report(Fact::Opened(gpu));
             let attach = attach.map(Arc::new);
             let watch = watch_attach(&shared, gpu, attach.clone());
             let result = adapter::wait(&descriptor, &node);

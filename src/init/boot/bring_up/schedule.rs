@@ -5,8 +5,8 @@
 //! - GPUs are enabled one at a time and probed in PCI order. At most one probe runs at a time,
 //!   except under the strategy `concurrent`; probes that hang do not count.
 //! - Where enabling is slow, no enabling begins during a load, a probe that does not sleep, a
-//!   publication or the first part of an initialisation. Each of these would wait for the enabling,
-//!   some with the driver's global lock held.
+//!   publication or the first part of an initialisation, nor after the second parts of a wave until
+//!   the wave is over. Each of these would wait for the enabling, some with the driver's locks held.
 //! - Every wait has its limit in [`deadlines`](super::deadlines). A GPU that hangs costs the others
 //!   that limit, once.
 //!
@@ -56,6 +56,8 @@ struct Gpu {
     started: Option<Time>,
     reports: u32,
     publishing: Option<Time>,
+    /// Whether its initialisation is under way in the driver.
+    opened: bool,
     /// End of its initialisation's first part: seen, or assumed. None: not known yet.
     attached: Option<Time>,
     /// Whether that end was seen.
@@ -77,6 +79,11 @@ impl Gpu {
     /// Whether the first part of the GPU's initialisation is under way.
     fn is_attaching(&self, now: Time) -> bool {
         self.stage == Stage::Initialising && self.attached.is_none_or(|at| now < at)
+    }
+
+    /// Whether it is being opened.
+    fn is_opening(&self, now: Time) -> bool {
+        self.stage == Stage::Initialising && !self.opened && self.within(Limit::InTurn, now)
     }
 
     fn is_settled(&self) -> bool {
@@ -138,7 +145,7 @@ struct Lane {
 struct Wave {
     began: Time,
     count: u32,
-    /// Whether all began together and none has failed: only then is the wave's time measured.
+    /// Whether none has failed: only then is the wave's time measured.
     well: bool,
 }
 
@@ -248,7 +255,7 @@ impl Schedule {
                 Stage::Enabling => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabled => times.push(at(gpu.since, Limit::LaneHold)),
                 Stage::Initialising => {
-                    let limits = [Limit::LaneHold, Limit::InitHangs];
+                    let limits = [Limit::InTurn, Limit::LaneHold, Limit::InitHangs];
                     times.extend(limits.map(|limit| at(gpu.since, limit)));
                 }
                 Stage::New | Stage::Initialised | Stage::Usable | Stage::Failed => {}
@@ -316,6 +323,7 @@ impl Schedule {
                 started,
                 reports: 0,
                 publishing: None,
+                opened: false,
                 attached: None,
                 sees_attach: false,
                 offered: false,
@@ -415,6 +423,11 @@ impl Schedule {
                 }
             }
             Fact::Opening(id) => self.opening(id, now),
+            Fact::Opened(id) => {
+                if let Some(gpu) = self.gpus.get_mut(&id) {
+                    gpu.opened = true;
+                }
+            }
             Fact::Attached(id) => self.attached(id, now),
             Fact::AttachUnseen(id) => self.assume_attached(id),
             Fact::Initialised(id, well) => self.initialised(id, well, now),

@@ -87,6 +87,8 @@ pub enum Fact {
     Declared(GpuId),
     /// A GPU is about to be opened: its initialisation begins.
     Opening(GpuId),
+    /// The open has returned: the initialisation waits for the driver's global lock, or has it.
+    Opened(GpuId),
     /// The first part of a GPU's initialisation is over. Like the next one, this comes after
     /// `Opening`, and has no effect once the initialisation is over.
     Attached(GpuId),

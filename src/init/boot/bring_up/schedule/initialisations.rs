@@ -74,7 +74,7 @@ impl Schedule {
         self.any(|gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::InitHangs, now))
     }
 
-    /// Lets bound GPUs initialise: all that are bound in one wave, the next ones after that wave.
+    /// Lets bound GPUs initialise, in PCI order: all that are bound in one wave, the others after it.
     pub(super) fn initialise(&mut self, now: Time, orders: &mut Vec<Order>) {
         let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
         self.measure(now, runs);
@@ -83,6 +83,7 @@ impl Schedule {
         let is_early = |wave: Wave| now < wave.began + self.costs().first_is_back();
         let joins = parallel && self.attaches(now) && self.wave.is_none_or(is_early);
         if runs && !joins
+            || self.any(|gpu| gpu.is_opening(now))
             || self.lane_enables(self.first_part(), now)
             || self.others_come_first(now)
         {
@@ -94,23 +95,21 @@ impl Schedule {
         let is_worth = runs || self.costs().is_worth(rest, first);
         let begins = |gpu: &Gpu| is_worth || !gpu.within(Limit::LaneFirst, now);
         let ready = self.ids(|gpu| gpu.stage == Stage::Bound && begins(gpu));
-        if ready.is_empty() {
+        let Some(next) = ready.first() else {
             return;
-        }
-        let count = if parallel { ready.len() } else { 1 };
-        let began = self
-            .wave
-            .filter(|_| runs)
-            .map_or((now, 0), |wave| (wave.began, wave.count));
+        };
+        let new = Wave {
+            began: now,
+            count: 0,
+            well: true,
+        };
+        let wave = self.wave.filter(|_| runs).unwrap_or(new);
         self.wave = Some(Wave {
-            began: began.0,
-            count: began.1 + count as u32,
-            well: !runs,
+            count: wave.count + 1,
+            ..wave
         });
-        for id in ready.into_iter().take(count) {
-            self.enter(id, Stage::Initialising, now);
-            orders.push(Order::Initialise(id));
-        }
+        self.enter(*next, Stage::Initialising, now);
+        orders.push(Order::Initialise(*next));
     }
 
     /// Notes the begin of an initialisation, some time after its order.

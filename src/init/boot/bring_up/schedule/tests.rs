@@ -271,15 +271,13 @@ fn on_a_medium_host_gpus_enabled_in_a_wave_form_the_next_one() {
         "{orders:?}"
     );
     let orders = schedule.take(ms(3355), Fact::Bound(gpu(2)));
-    let begins = [Order::Initialise(gpu(1)), Order::Initialise(gpu(2))];
-    assert!(
-        orders.starts_with(&begins) || matches!(&orders[..], [Order::Enable(..)]),
-        "{orders:?}"
-    );
+    assert_eq!(orders, [Order::Initialise(gpu(1))]);
+    let orders = schedule.take(ms(3365), Fact::Opened(gpu(1)));
+    assert_eq!(orders, [Order::Initialise(gpu(2))]);
 }
 
 #[test]
-fn on_a_fast_host_all_gpus_probe_and_initialise_together() {
+fn on_a_fast_host_all_gpus_probe_together_and_initialise_in_order() {
     let (mut schedule, _) = boot(3, policy());
     let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
     assert!(
@@ -300,10 +298,16 @@ fn on_a_fast_host_all_gpus_probe_and_initialise_together() {
     assert_eq!(schedule.take(ms(24), Fact::Bound(gpu(1))), []);
     assert_eq!(
         schedule.take(ms(25), Fact::Bound(gpu(2))),
-        (0..3)
-            .map(|k| Order::Initialise(gpu(k)))
-            .collect::<Vec<_>>()
+        [Order::Initialise(gpu(0))]
     );
+    assert_eq!(
+        schedule.take(ms(30), Fact::Opened(gpu(0))),
+        [Order::Initialise(gpu(1))]
+    );
+    // One whose open does not return costs the others its limit.
+    assert_eq!(schedule.wake(ms(1029)), []);
+    assert_eq!(schedule.deadline(ms(1029)), Some(ms(1030)));
+    assert_eq!(schedule.wake(ms(1030)), [Order::Initialise(gpu(2))]);
 }
 
 #[test]
@@ -437,8 +441,9 @@ fn with_firewalls_the_load_is_first_and_its_probe_holds_no_lane() {
     schedule.take(ms(7012), Fact::Loaded(true));
     schedule.take(ms(7013), Fact::UvmLoaded);
     assert_eq!(schedule.take(ms(7015), Fact::Bound(gpu(1))), []);
-    let both = [Order::Initialise(gpu(0)), Order::Initialise(gpu(1))];
-    assert_eq!(schedule.take(ms(7016), Fact::Bound(gpu(0))), both);
+    let [first, second] = [0, 1].map(|k| [Order::Initialise(gpu(k))]);
+    assert_eq!(schedule.take(ms(7016), Fact::Bound(gpu(0))), first);
+    assert_eq!(schedule.take(ms(7017), Fact::Opened(gpu(0))), second);
     schedule.take(ms(7020), Fact::LoadOver);
     // The last one begins its sleep so that it wakes when the one before it is enabled, and the
     // driver enables it then.
@@ -603,6 +608,7 @@ fn no_initialisation_joins_a_wave_whose_first_one_is_back() {
             .get_mut(&gpu(1))
             .unwrap()
             .enter(Stage::Bound, now);
+        schedule.note(ms(3030), Fact::Opened(gpu(0)));
         let mut begun = Vec::new();
         schedule.initialise(now, &mut begun);
         assert_eq!(begun, orders, "at {now:?}");
