@@ -29,7 +29,7 @@ pub fn run(args: &Args) -> ExitCode {
     if !install.repeat {
         return say(args).print();
     }
-    node::repeat(install, one).unwrap_or_else(|error| {
+    node::repeat(install, || seen(args), one).unwrap_or_else(|error| {
         eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
         ExitCode::from(2)
     })
@@ -38,10 +38,16 @@ pub fn run(args: &Args) -> ExitCode {
 /// Installs or removes once.
 pub fn say(args: &Args) -> Report {
     let mut install = args.install.clone();
-    if !install.remove {
-        install.seen = node_at(Path::new("/"), &args.boots.dir);
-    }
+    install.seen = seen(args);
     one(&install)
+}
+
+/// Facts about this node, of which a removal needs none.
+fn seen(args: &Args) -> Node {
+    if args.install.remove {
+        return Node::default();
+    }
+    node_at(Path::new("/"), &args.boots.dir)
 }
 
 /// GPUs and longest boots of a node. What cannot be read is not known, and nothing follows from it.

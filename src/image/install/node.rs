@@ -8,6 +8,7 @@
 //! start as before. Only `--remove` removes it.
 //! Not here: content of the drop-in, see the rest of [`super`].
 
+use super::gpu_pods::Node;
 use super::here::{Args, Report, say_here};
 use crate::doing::Doing;
 use crate::images::disk_image::hash_tree;
@@ -287,7 +288,13 @@ fn stamps(args: &Args) -> Stamps {
 }
 
 /// `install --node --repeat`: installs, or removes, and again after every change, until SIGTERM.
-pub fn repeat(args: &Args, say: impl Fn(&Args) -> Report) -> Result<ExitCode> {
+/// `look` reads the facts about the node.
+pub fn repeat(
+    args: &Args,
+    look: impl Fn() -> Node,
+    say: impl Fn(&Args) -> Report,
+) -> Result<ExitCode> {
+    let mut args = args.clone();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -297,9 +304,14 @@ pub fn repeat(args: &Args, say: impl Fn(&Args) -> Report) -> Result<ExitCode> {
         let (mut seen, mut last) = (None, Report::default());
         loop {
             // Take stamps before the install: a change during the install is seen at the next look.
-            let now = stamps(args);
-            if last.code != 0 || seen.as_ref() != Some(&now) {
-                let said = say(args);
+            let now = stamps(&args);
+            let is_changed = seen.as_ref() != Some(&now);
+            // A refused install is tried at each look, and boots are many files.
+            if is_changed {
+                args.seen = look();
+            }
+            if last.code != 0 || is_changed {
+                let said = say(&args);
                 if said.code != 0 {
                     args.place.node_feature.as_deref().map_or(Ok(()), remove)?;
                 }

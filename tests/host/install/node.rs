@@ -154,8 +154,8 @@ impl Pod {
         )
     }
 
-    /// Waits for a line that starts with this.
-    fn says(&mut self, start: &str) {
+    /// Waits for a line that starts with this; returns all lines until then.
+    fn says(&mut self, start: &str) -> String {
         let mut all = String::new();
         loop {
             let from = all.len();
@@ -164,7 +164,7 @@ impl Pod {
                 "no {start:?} in {all}"
             );
             if all[from..].starts_with(start) {
-                return;
+                return all;
             }
         }
     }
@@ -176,6 +176,14 @@ impl Pod {
         )
         .unwrap();
         assert!(self.child.wait().unwrap().success());
+    }
+}
+
+/// A test that fails leaves no process.
+impl Drop for Pod {
+    fn drop(&mut self) {
+        // After `end` there is none.
+        let _unused = self.child.kill();
     }
 }
 
@@ -208,6 +216,34 @@ fn a_pod_reinstalls_what_kata_removes_and_keeps_it_at_its_end() {
     last.end();
     assert_eq!(initrd_of(&world), "");
     assert!(!node(&world).exists() && !feature(&world).exists());
+}
+
+#[test]
+fn a_pod_compares_deadlines_with_the_nodes_boots_at_each_installation() {
+    let world = World::new("node-boots", "go-qemu-nvidia-gpu");
+    let key = "\ncreate_container_timeout = ";
+    world.edit(&format!("{key}1200"), &format!("{key}41"));
+    let boots = world.root().join("boots");
+    let (guest, dir) = (world.initrd.to_str().unwrap(), boots.to_str().unwrap());
+    let mut pod = Pod::start(
+        &world,
+        &["--kata-version", "4.1.0", "--initrd", guest, "--dir", dir],
+    );
+    let note = "note: runtime.create_container_timeout = 41 s gives up on a boot that takes longer";
+    // No collector has run: there is no such directory.
+    let page = pod.says("wrote ");
+    assert!(page.contains(&format!("{note}; raise it\n")), "{page}");
+    // The written files are a change.
+    pod.says("nothing to do");
+    crate::make_dir(&boots);
+    let boot = project().join("tests/fixtures/boots/recorded-8-gpus-serial.ndjson");
+    let id = "8b1f6e0c-0000-4000-8000-000000000001.ndjson";
+    fs::copy(boot, boots.join(id)).unwrap();
+    remove(feature(&world));
+    let page = pod.says("nothing to do");
+    let longest = format!("{note}; longest until its GPUs were settled here: ");
+    assert!(page.contains(&longest), "{page}");
+    pod.end();
 }
 
 #[test]
