@@ -7,14 +7,15 @@
 //! GPU that driver_override, as somebody who wants to keep them for another driver does.
 //! `hardware.root=DEVICE:TYPE` mounts a disk read-only as the root, as a Kata kernel does with
 //! `root=` and `ro`, with the modules of `/etc/hardware.root-modules`, and becomes its
-//! `/sbin/init`. `hardware.descriptors=none` closes 0 to 2. `hardware.kill=NAME:MS` leaves a
-//! process that kills the one of that name (as in /proc/PID/comm) so many milliseconds later.
-//! `hardware.acpi=srat` makes ACPI describe memory of the first GPU, as on Grace.
-//! `hardware.show=PATH` leaves a process that writes that file to hvc0 whenever it has changed, as
-//! one line of JSON.
+//! `/sbin/init`; `dm-mod.create=` makes a device before that. `hardware.descriptors=none` closes 0
+//! to 2. `hardware.kill=NAME:MS` leaves a process that kills the one of that name (as in
+//! /proc/PID/comm) so many milliseconds later. `hardware.acpi=srat` makes ACPI describe memory of
+//! the first GPU, as on Grace. `hardware.show=PATH` leaves a process that writes that file to hvc0
+//! whenever it has changed, as one line of JSON.
 
+use crate::dm_init;
 use crate::halves::script::process_named;
-use kata_gpu_init::config::module_parameters;
+use kata_gpu_init::config::{module_parameters, parameter_value};
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::ffi::{CStr, CString};
@@ -58,6 +59,12 @@ pub fn run() -> ! {
     let mut init = init(&command_line);
     if let Some(root) = parameters.split(' ').find_map(|w| w.strip_prefix("root=")) {
         load_all(ROOT_LIST, &command_line);
+        let device = parameter_value(&module_parameters(&command_line, "dm-mod"), "create");
+        if let Some(device) = device
+            && let Err(error) = in_kernels_dev(|| dm_init::create(&device))
+        {
+            say(&format!("hardware: dm-mod.create={device}: {error}"));
+        }
         match change_root(root) {
             Ok(()) => init = ROOT_INIT.into(),
             Err(error) => say(&format!("hardware: root={root}: {error}")),

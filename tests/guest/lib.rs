@@ -4,6 +4,7 @@
 //! static binary; the name it is started under selects the part.
 
 pub mod agent;
+pub mod dm_init;
 pub mod driver_script;
 pub mod halves;
 pub mod hardware;

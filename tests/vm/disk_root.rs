@@ -1,8 +1,10 @@
 //! A failure means that an erofs image whose init `image replace-init` has replaced does not boot
-//! from its partition, or that the init writes to a read-only root.
+//! from its partition or behind dm-verity, that the init writes to a read-only root, or that a
+//! guest uses changed data of a root behind dm-verity. Judge of the hash tree: the kernel.
 
-use super::harness::{Guest, Outcome, TestContext, VmTest};
+use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
+use kata_gpu_image::kata::drop_in;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
 use std::fs::File;
@@ -10,15 +12,29 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-pub const TESTS: &[VmTest] = &[VmTest {
-    name: "an_erofs_image_with_another_init_boots_from_its_partition",
-    run: erofs,
-}];
+pub const TESTS: &[VmTest] = &[
+    VmTest {
+        name: "an_erofs_image_with_another_init_boots_from_its_partition",
+        run: erofs,
+    },
+    VmTest {
+        name: "an_image_boots_behind_dm_verity_with_what_install_has_written",
+        run: behind_verity,
+    },
+    VmTest {
+        name: "a_changed_root_or_another_root_hash_starts_no_init",
+        run: changed,
+    },
+];
 
 /// First sector of the root in images of Kata's builder, in units of 512 bytes, and size of the
 /// partition here: the new root must fit.
 const FIRST: u64 = 6144;
 const SECTORS: u64 = 64 << 11;
+/// Bytes of a block of erofs and of dm-verity.
+const BLOCK: usize = 4096;
+/// Padding in the first bytes of an ELF file, which nobody reads.
+const ELF_PADDING: usize = 15;
 
 fn done(command: &mut Command) -> Result<()> {
     let output = command
@@ -71,14 +87,14 @@ fn root(context: &TestContext) -> Result<PathBuf> {
 }
 
 /// The image with our init.
-fn replaced(context: &TestContext, image: &Path) -> Result<PathBuf> {
+fn replaced(context: &TestContext, image: &Path, words: &[&str]) -> Result<PathBuf> {
     let out = context.work_dir.join("new.image");
     let init = context.guest_program("kata-gpu-init");
     let program = context.host_program();
     // NVML's helper with its debugging symbols is larger than the image.
-    let words = ["image", "replace-init", "--no-nvml"];
     done(
         Command::new(program)
+            .args(["image", "replace-init", "--no-nvml"])
             .args(words)
             .arg(image)
             .arg("--init")
@@ -89,10 +105,13 @@ fn replaced(context: &TestContext, image: &Path) -> Result<PathBuf> {
     Ok(out)
 }
 
-fn boots(context: &TestContext, image: &Path, device: &str, fs: &str) -> Result<Outcome> {
+/// Boots the image with its root on this device, and with these further words.
+fn boots(context: &TestContext, image: &Path, device: &str, words: &str) -> Result<Outcome> {
+    let fs = "erofs";
     let guest = Guest::new().root_disk(context, image, device, fs)?;
     let mut booted = guest
         .append("testagent.containers=all:all testagent.guest=root")
+        .append(words)
         .boot(context, "guest")?;
     booted.comes_up_by_its_list()?;
     let root = booted.agent("root", |_| true)?;
@@ -154,5 +173,137 @@ pub fn erofs_image(context: &TestContext, root: &Path) -> Result<PathBuf> {
 
 fn erofs(context: &TestContext) -> Result<Outcome> {
     let image = erofs_image(context, &root(context)?)?;
-    boots(context, &replaced(context, &image)?, "/dev/vda1", "erofs")
+    boots(context, &replaced(context, &image, &[])?, "/dev/vda1", "")
+}
+
+/// An image with a hash tree, and the `kernel_verity_params` that `install` writes for it.
+fn measured(context: &TestContext) -> Result<(PathBuf, String)> {
+    let image = erofs_image(context, &root(context)?)?;
+    let image = replaced(context, &image, &["--verity"])?;
+    let (config, boots) = (
+        context.work_dir.join("configuration-qemu-nvidia-gpu.toml"),
+        context.work_dir.join("boots"),
+    );
+    let fixture = include_str!("../fixtures/kata/go-qemu-nvidia-gpu.toml");
+    let kernel = "/opt/kata/share/kata-containers/vmlinux-nvidia.container";
+    ensure!(fixture.contains(kernel), "the fixture has another kernel");
+    let own = context.kernel();
+    std::fs::write(&config, fixture.replace(kernel, &own.to_string_lossy()))?;
+    done(
+        Command::new(context.host_program())
+            .args(["install", "--kata-version", "4.1.0", "--kata-config"])
+            .arg(&config)
+            .arg("--image")
+            .arg(&image)
+            .arg("--dir")
+            .arg(boots),
+    )?;
+    let written = context.work_dir.join("config.d").join(drop_in::NAME);
+    let written =
+        std::fs::read_to_string(&written).with_context(|| format!("read {}", written.display()))?;
+    let value = written.lines().find_map(|line| {
+        line.strip_prefix("kernel_verity_params = \"")?
+            .strip_suffix('"')
+    });
+    let value = value.with_context(|| format!("no kernel_verity_params: {written}"))?;
+    Ok((image, value.into()))
+}
+
+/// Words of the kernel command line that Kata's runtimes make of `kernel_verity_params` for a root
+/// on virtio-blk (parse_kernel_verity_params and its callers in Kata 4.1; GetKernelRootParams in
+/// Go). Not by our own parser: a form that Kata does not read must not pass.
+fn katas_words(parameters: &str) -> Result<String> {
+    let value = |key: &str| {
+        let mut fields = parameters.split(',').filter_map(|f| f.split_once('='));
+        fields
+            .find_map(|(k, value)| (k == key).then_some(value))
+            .filter(|value| !value.is_empty())
+            .with_context(|| format!("no {key} in {parameters}"))
+    };
+    let number = |key: &str| Ok::<u64, anyhow::Error>(value(key)?.parse()?);
+    let (blocks, block, hash_block) = (
+        number("data_blocks")?,
+        number("data_block_size")?,
+        number("hash_block_size")?,
+    );
+    let (root_hash, salt) = (value("root_hash")?, value("salt")?);
+    Ok(format!(
+        "dm-mod.create=\"dm-verity,,,ro,0 {} verity 1 /dev/vda1 /dev/vda2 {block} {hash_block} \
+         {blocks} 0 sha256 {root_hash} {salt}\" root=/dev/dm-0 rootflags=ro rootfstype=erofs",
+        block / 512 * blocks,
+    ))
+}
+
+fn behind_verity(context: &TestContext) -> Result<Outcome> {
+    let (image, parameters) = measured(context)?;
+    boots(context, &image, "/dev/dm-0", &katas_words(&parameters)?)
+}
+
+/// Boots the image behind dm-verity: the kernel says this, the init does not start, and the guest
+/// ends.
+fn refused(
+    context: &TestContext,
+    name: &str,
+    image: &Path,
+    parameters: &str,
+    says: &str,
+) -> Result<()> {
+    let guest = Guest::new().root_disk(context, image, "/dev/dm-0", "erofs")?;
+    let mut booted = guest
+        .append(&katas_words(parameters)?)
+        .boot(context, name)?;
+    ensure!(
+        booted.console.wait_text(DEADLINE, says),
+        "{name}: the kernel does not say {says:?}: {}",
+        booted.console.text()
+    );
+    booted.exit()?;
+    let console = booted.console.text();
+    ensure!(
+        console.contains("device-mapper: verity: ") && console.contains("Kernel panic"),
+        "{name}: {console}"
+    );
+    ensure!(
+        booted.records().is_empty()
+            && booted.console.newest_record_ns().is_none()
+            && booted.lines().is_empty(),
+        "{name}: the init or the agent has run: {console}"
+    );
+    Ok(())
+}
+
+fn changed(context: &TestContext) -> Result<Outcome> {
+    let (image, parameters) = measured(context)?;
+    // First block of the init, by which its whole file is found.
+    let init = std::fs::read(context.guest_program("kata-gpu-init"))?;
+    let init = init.get(..BLOCK).context("the init is a short file")?;
+    let mut bytes = std::fs::read(&image)?;
+    let root = bytes.get_mut((FIRST * 512) as usize..).context("no root")?;
+    let mut found = root
+        .chunks_mut(BLOCK)
+        .enumerate()
+        .filter(|(_, block)| *block == init);
+    let (number, block) = found.next().context("the init is not in the image")?;
+    ensure!(found.next().is_none(), "the init is in the image twice");
+    block[ELF_PADDING] ^= 1;
+    let changed = context.work_dir.join("changed.image");
+    std::fs::write(&changed, bytes)?;
+    refused(
+        context,
+        "changed",
+        &changed,
+        &parameters,
+        &format!("data block {number} is corrupted"),
+    )?;
+    let hash = parameters.split(',').find(|f| f.starts_with("root_hash="));
+    let hash = hash.with_context(|| format!("no root hash in {parameters}"))?;
+    // Its last digit is another one.
+    let last = if hash.ends_with('0') { '1' } else { '0' };
+    let other = format!("{}{last}", &hash[..hash.len() - 1]);
+    let other = parameters.replace(hash, &other);
+    // The top of the tree, of which only the root hash knows.
+    let says = "metadata block 0 is corrupted";
+    refused(context, "hash", &image, &other, says)?;
+    // Nobody but dm-verity minds the byte.
+    boots(context, &changed, "/dev/vda1", "")
 }

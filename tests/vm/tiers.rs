@@ -129,6 +129,8 @@ const BY_NAME: &[(&str, &[&str])] = &[
         "boots an image of another form than the other guests",
         &[
             "an_erofs_image_with_another_init_boots_from_its_partition",
+            "an_image_boots_behind_dm_verity_with_what_install_has_written",
+            "a_changed_root_or_another_root_hash_starts_no_init",
             "coherent_memory_goes_online_movable_before_the_first_open",
         ],
     ),
