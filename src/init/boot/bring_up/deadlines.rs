@@ -29,8 +29,8 @@ macro_rules! limits {
 limits! {
     /// assumed first part of an initialisation (S1) whose end is not seen: the driver reads config
     /// space with its global lock held, and an enabling that begins before the last read keeps that
-    /// lock for its whole time. A bring-up of an H100's length takes up to 22 % longer where this
-    /// is too long, and up to 47 % where this is too short
+    /// lock for its whole time. A bring-up of an H100's length takes up to 24 % longer where this
+    /// is too long, and up to 18 % where this is too short
     Attach = 700;
     /// a bound GPU lets the others be probed before it initialises: a probe needs the global lock
     /// for a moment, an initialisation keeps it for a good part of a second

@@ -74,7 +74,7 @@ impl Schedule {
         self.any(|gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::InitHangs, now))
     }
 
-    /// Lets bound GPUs initialise, in PCI order: all that are bound in one wave, the others after it.
+    /// Lets bound GPUs initialise, in PCI order: all that are bound in one wave, the rest after it.
     pub(super) fn initialise(&mut self, now: Time, orders: &mut Vec<Order>) {
         let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
         self.measure(now, runs);
