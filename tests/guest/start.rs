@@ -26,6 +26,11 @@ pub fn main(specs: cdi::Open) {
         {
             crate::services::run(&std::env::args().skip(1).collect::<Vec<_>>())
         }
+        // Kata's shim, as far as an installer asks it.
+        Some("containerd-shim-kata-v2") => println!(
+            "Kata Containers containerd shim (Golang): id: \"io.containerd.kata.v2\", version: \
+             {AGENT_VERSION}, commit: none"
+        ),
         Some("trap-init") => crate::trap_init::run(),
         // The real one knows this option, too.
         _ if std::env::args().nth(1).is_some_and(|a| a == "--version") => {

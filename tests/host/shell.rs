@@ -81,20 +81,20 @@ fn no_script_changes_a_lock_file_of_cargo() {
 }
 
 #[test]
-fn the_kata_tier_without_kata_is_skipped_with_one_line() {
-    for kata in ["", "/nonexistent/kata"] {
-        let mut command = std::process::Command::new(project().join("tests/run"));
-        let output = command.arg("kata").env("KATA", kata).output().unwrap();
-        let err = crate::stderr(&output);
-        assert_eq!(output.status.code(), Some(3), "{err}");
-        assert!(
-            output.stdout.is_empty() && err.lines().count() == 1,
-            "{output:?}"
-        );
-        assert!(
-            err.contains("KATA=DIR tests/run kata") && err.contains(kata),
-            "{err}"
-        );
+fn a_tier_without_its_folder_is_skipped_with_one_line() {
+    for (tier, variable) in [("kata", "KATA"), ("cluster", "KUBERNETES")] {
+        for folder in ["", "/nonexistent/folder"] {
+            let mut command = std::process::Command::new(project().join("tests/run"));
+            let output = command.arg(tier).env(variable, folder).output().unwrap();
+            let err = crate::stderr(&output);
+            assert_eq!(output.status.code(), Some(3), "{err}");
+            assert!(
+                output.stdout.is_empty() && err.lines().count() == 1,
+                "{output:?}"
+            );
+            let command = format!("{variable}=DIR tests/run {tier}");
+            assert!(err.contains(&command) && err.contains(folder), "{err}");
+        }
     }
 }
 

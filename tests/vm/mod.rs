@@ -8,6 +8,7 @@ mod agent;
 mod beside;
 mod bring_up;
 mod clock;
+mod cluster;
 mod coherent_memory;
 mod container_roots;
 mod containers;
@@ -77,4 +78,5 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     emulated_host::passthrough::TESTS,
     emulated_host::trace::TESTS,
     kata::TESTS,
+    cluster::TESTS,
 ];

@@ -4,7 +4,7 @@
 //! reaches the kernel.
 
 use super::harness::VmTest;
-use super::{emulated_host, kata, real_driver, rootfs};
+use super::{cluster, emulated_host, kata, real_driver, rootfs};
 
 /// Files of which no test is in the default tier, and the reason.
 const FILES: &[(&[VmTest], &str)] = &[
@@ -16,6 +16,7 @@ const FILES: &[(&[VmTest], &str)] = &[
     (emulated_host::passthrough::TESTS, WHOLE_HOST),
     (emulated_host::trace::TESTS, WHOLE_HOST),
     (kata::TESTS, "boots a whole host with Kata on it"),
+    (cluster::TESTS, "boots a whole host with a cluster on it"),
     (real_driver::TESTS, "builds NVIDIA's module from packages"),
     (
         rootfs::TESTS,

@@ -17,6 +17,19 @@ const NAMESPACE: &str = "tests";
 /// Logs of the containers, one file each.
 const LOGS: &str = "/var/log/pods";
 
+/// A function of bash that gives containerd an image: all files of a folder, and what it starts.
+pub(super) const IMPORT: &str = r#"image() { # NAME FOLDER ENTRYPOINT: as `docker save` writes one.
+    cd "$(mktemp -d)"
+    tar -C "$2" -cf layer.tar .
+    echo '{"architecture": "amd64", "os": "linux", "config": {"Entrypoint": '"$3"'},
+        "rootfs": {"type": "layers",
+        "diff_ids": ["sha256:'"$(sha256sum < layer.tar | cut -d ' ' -f 1)"'"]}}' > config.json
+    echo '[{"Config": "config.json", "RepoTags": ["'"$1"'"],
+        "Layers": ["layer.tar"]}]' > manifest.json
+    tar -cf - manifest.json config.json layer.tar | ctr --namespace k8s.io images import -
+    rm -r "$PWD"
+}"#;
+
 /// The test's own images, and the address of a pod. The guest's kernel has no network driver: Kata
 /// leaves CNI's interface on the host.
 const SETUP: &str = r#"set -e
@@ -33,20 +46,10 @@ mkdir -p /etc/cni/net.d @LOGS@
 echo '{"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "ptp",
     "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"}}]}' > /etc/cni/net.d/00-pods.conflist
 systemctl restart containerd
-image() { # NAME ROOT COMMAND: as `docker save` writes one.
-    cd "$(mktemp -d)"
-    tar -C @ROOTS@/$2 -cf layer.tar .
-    echo '{"architecture": "amd64", "os": "linux", "config": {"Entrypoint": '"$3"'},
-        "rootfs": {"type": "layers",
-        "diff_ids": ["sha256:'"$(sha256sum < layer.tar | cut -d ' ' -f 1)"'"]}}' > config.json
-    echo '[{"Config": "config.json", "RepoTags": ["'"$1"'"],
-        "Layers": ["layer.tar"]}]' > manifest.json
-    tar -cf - manifest.json config.json layer.tar | ctr --namespace k8s.io images import -
-    rm -r "$PWD"
-}
-image "$(containerd config dump | sed -n "s/^ *sandbox_image = .\(.*\).$/\1/p")" static '["/application", "pause"]'
-image @NAMESPACE@/debian:1 debian '["/usr/bin/cuda-program"]'
-image @NAMESPACE@/static:1 static '["/application"]'
+@IMPORT@
+image "$(containerd config dump | sed -n "s/^ *sandbox_image = .\(.*\).$/\1/p")" @ROOTS@/static '["/application", "pause"]'
+image @NAMESPACE@/debian:1 @ROOTS@/debian '["/usr/bin/cuda-program"]'
+image @NAMESPACE@/static:1 @ROOTS@/static '["/application"]'
 "#;
 
 /// A pod's sandbox, with the configuration that each request about its containers repeats.
@@ -60,6 +63,7 @@ impl KataHost {
     /// Gives containerd what its CRI needs for pods of Kata's.
     pub fn with_cri(&mut self) -> Result<()> {
         let values = [
+            ("@IMPORT@", IMPORT),
             ("@HANDLER@", HANDLER),
             ("@CONFIG@", &self.config),
             ("@LOGS@", LOGS),

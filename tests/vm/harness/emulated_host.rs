@@ -93,6 +93,14 @@ impl Size {
         gpus: 0,
         ..Self::NONE
     };
+    /// For a cluster's node: Kubernetes' programs, and a guest. Idle they take most of one emulated
+    /// processor.
+    pub const AS_NODE: Self = Self {
+        cpus: 2,
+        memory_mib: 4096,
+        gpus: 0,
+        ..Self::NONE
+    };
 
     /// The same, and this many functions that stand for GPUs, behind an IOMMU of the host: NVMe
     /// controllers, whose memory buffer is a prefetchable BAR of any size.
@@ -342,7 +350,11 @@ impl EmulatedHost {
             log,
         };
         host.until_ready()?;
-        host.run("modprobe virtio_blk && tar -C / -xf /dev/vda")?;
+        host.run_long(
+            "the host's files",
+            "modprobe virtio_blk && tar -C / -xf /dev/vda",
+            DEADLINE,
+        )?;
         Ok(host)
     }
 
@@ -444,6 +456,36 @@ impl EmulatedHost {
 
     /// Runs a script until it succeeds.
     pub fn until(&mut self, what: &str, script: &str) -> Result<String> {
+        self.repeat(what, script, DEADLINE, PAUSE_TIMES)
+    }
+
+    /// Runs a script until it succeeds that waits by itself for some time, as often as that takes.
+    pub fn until_waited(&mut self, what: &str, script: &str, deadline: Duration) -> Result<String> {
+        self.repeat(what, script, deadline, 0)
+    }
+
+    /// Runs a script that may take longer than [`ANSWER`]; gives its output, and fails where it
+    /// fails.
+    pub fn run_long(&mut self, what: &str, script: &str, deadline: Duration) -> Result<String> {
+        self.run(&format!(
+            "rm -f /run/long.*; cat >/run/long.script <<'END OF SCRIPT'\n{script}\nEND OF SCRIPT\n\
+             (bash /run/long.script >/run/long.output 2>&1; echo $? >/run/long.ended; \
+             mv /run/long.ended /run/long.status) >/dev/null 2>&1 &"
+        ))?;
+        let look = "for look in {1..60}; do test -e /run/long.status && exit; sleep 1; done; false";
+        self.until_waited(what, look, deadline)?;
+        let said = self.run("cat /run/long.output; exit $(cat /run/long.status)");
+        said.with_context(|| format!("run {script:?}"))
+    }
+
+    /// `pause`: in times of a look.
+    fn repeat(
+        &mut self,
+        what: &str,
+        script: &str,
+        deadline: Duration,
+        pause: u32,
+    ) -> Result<String> {
         let start = Instant::now();
         loop {
             let asked = Instant::now();
@@ -453,10 +495,10 @@ impl EmulatedHost {
                 return Ok(output);
             }
             ensure!(
-                start.elapsed() < DEADLINE,
-                "no {what} within {DEADLINE:?}: {script:?} ends with {status}: {output}"
+                start.elapsed() < deadline,
+                "no {what} within {deadline:?}: {script:?} ends with {status}: {output}"
             );
-            std::thread::sleep(PAUSE.max(took * PAUSE_TIMES));
+            std::thread::sleep(PAUSE.max(took * pause));
         }
     }
 

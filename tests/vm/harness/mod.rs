@@ -1,6 +1,7 @@
 //! VM tests and their means: boot a guest with a command line and a changed initrd,
 //! receive its stream, read its console.
 
+mod cluster;
 mod console;
 mod cpio;
 mod cri;
@@ -9,6 +10,7 @@ mod kata;
 mod kvm_guest;
 mod receiver;
 
+pub use cluster::{Cluster, NODE, PATIENCE, PROJECT};
 pub use console::{AgentLine, Console};
 pub use emulated_host::{EmulatedHost, Size, deployed};
 pub use kata::{BOOTS, KataHost, Setup, Shim, agent};
