@@ -205,7 +205,6 @@ impl Row {
             no_gpus: false,
             load_begun: false,
             enable: None,
-            sees_attach: true,
             facts,
         };
         let ours = drive(&loading, policy, &[], Overhead::default(), 0).outcome;

@@ -169,7 +169,6 @@ impl Case {
             no_gpus: false,
             load_begun: false,
             enable: None,
-            sees_attach: true,
             facts,
         };
         Self {

@@ -148,7 +148,6 @@ mod tests {
             no_gpus: false,
             load_begun: false,
             enable: None,
-            sees_attach: false,
             facts: facts(),
         };
         // The limits of a bring-up's begin are over: there is nothing to wait for.

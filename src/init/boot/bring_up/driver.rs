@@ -542,7 +542,6 @@ mod tests {
         };
             let policy = Policy {
             bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, load_begun: false, enable: None,
-            sees_attach: false,
             facts,
         };
             let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));

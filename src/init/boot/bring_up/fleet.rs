@@ -195,7 +195,6 @@ impl Fleet {
             no_gpus,
             load_begun,
             enable,
-            sees_attach: true,
             facts: facts.clone(),
         };
         let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));

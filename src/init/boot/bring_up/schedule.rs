@@ -6,7 +6,8 @@
 //!   except under the strategy `concurrent`; probes that hang do not count.
 //! - Where enabling is slow, no enabling begins during a load, a probe that does not sleep, a
 //!   publication or the first part of an initialisation, nor after the second parts of a wave until
-//!   the wave is over. Each of these would wait for the enabling, some with the driver's locks held.
+//!   the wave is over. Each of these would wait for the enabling, some with the driver's locks
+//!   held.
 //! - Every wait has its limit in [`deadlines`](super::deadlines). A GPU that hangs costs the others
 //!   that limit, once.
 //!

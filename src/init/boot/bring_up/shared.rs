@@ -272,7 +272,6 @@ pub mod tests {
             no_gpus: false,
             load_begun: false,
             enable: None,
-            sees_attach: false,
             facts: facts(),
         };
         let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));

@@ -86,8 +86,6 @@ pub struct Policy {
     pub load_begun: bool,
     /// Time that an earlier worker's enabling of a GPU took.
     pub enable: Option<Duration>,
-    /// Whether the end of an initialisation's first part is reported for each GPU.
-    pub sees_attach: bool,
     pub facts: Facts,
 }
 
@@ -178,7 +176,6 @@ mod tests {
             no_gpus: false,
             load_begun: false,
             enable: None,
-            sees_attach: false,
             facts: facts(),
         }
     }

@@ -117,14 +117,14 @@ impl Schedule {
         if let Some(gpu) = self.attaching(id) {
             gpu.since = now;
         }
-        if !self.policy.sees_attach || self.policy.one_at_a_time().is_some() {
+        if self.policy.one_at_a_time().is_some() {
             self.assume_attached(id);
         }
     }
 
     /// Assumes the end of a first part that is not seen. First parts are one after another.
     pub(super) fn assume_attached(&mut self, id: GpuId) {
-        let before = self.gpus.values().filter_map(|gpu| gpu.attached).max();
+        let before = self.last_attached();
         if let Some(gpu) = self.attaching(id) {
             gpu.attached = Some(gpu.since.max(before.unwrap_or_default()) + Limit::Attach.after());
         }
@@ -141,7 +141,7 @@ impl Schedule {
             |wave: &Wave| wave.well && !attaches && now < wave.began + Limit::InitHangs.after();
         if let Some(wave) = self.wave.filter(is_measure) {
             let took = (now - wave.began) / wave.count;
-            self.first_part = Some(self.first_part.map_or(took, |quickest| quickest.min(took)));
+            self.first_part = Some(self.first_part.unwrap_or(took).min(took));
         }
     }
 
@@ -162,6 +162,11 @@ impl Schedule {
         if let Some(wave) = &mut self.wave {
             wave.well &= well;
         }
+    }
+
+    /// Latest end of a first part, seen or assumed.
+    fn last_attached(&self) -> Option<Time> {
+        self.gpus.values().filter_map(|gpu| gpu.attached).max()
     }
 
     /// A GPU in the first part of its initialisation, whose end is not known yet.
@@ -198,7 +203,7 @@ impl Schedule {
             (self.wave, self.wave_over) = (None, now);
             if wave.well && now < wave.began + Limit::InitHangs.after() {
                 let scale = self.scale_of(wave, now).min(LONGEST);
-                self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
+                self.scale = Some(self.scale.unwrap_or(scale).min(scale));
             }
         }
     }
@@ -206,8 +211,7 @@ impl Schedule {
     /// Scale of the later parts of a wave that is over now. An enabling that outlasted the second
     /// parts has delayed the third parts, for its own time at most: these alone came behind it.
     fn scale_of(&self, wave: Wave, now: Time) -> u32 {
-        let attached = self.gpus.values().filter_map(|gpu| gpu.attached).max();
-        let attached = attached.unwrap_or(wave.began).max(wave.began);
+        let attached = self.last_attached().unwrap_or_default().max(wave.began);
         let scale = |parts: Parts, took: Duration| self.costs().scale_of(parts, wave.count, took);
         let all = scale(Parts::Later, now.saturating_sub(attached));
         let Some(enabled) = self.lane.enabled.filter(|at| *at > attached) else {
