@@ -31,6 +31,13 @@ const GROUPS: [u64; 6] = [0, 695, 735, 850, 868, 1000];
 /// Config accesses of an S3, in thousandths of it (`nv_state_groups`, in the same file).
 const STATE_GROUPS: [u64; 3] = [0, 700, 1000];
 
+/// Time of a part before a group of its accesses, of `whole` for all of it. None: there is no such
+/// group.
+fn before_group(groups: &[u64], group: u8, whole: Micros) -> Option<Micros> {
+    let at = groups.get(usize::from(group))?;
+    Some(whole * at / 1000)
+}
+
 /// Durations of a GPU's steps on this host with this driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Times {
@@ -408,7 +415,7 @@ impl<'h> World<'h> {
         let s3 = self.host.gpus[gpu].times.s3;
         match self.at(gpu) {
             At::State(group) => {
-                self.timer_left(gpu) + s3 - s3 * STATE_GROUPS[usize::from(group)] / 1000
+                self.timer_left(gpu) + s3 - before_group(&STATE_GROUPS, group, s3).unwrap_or(s3)
             }
             _ => 0,
         }
@@ -447,7 +454,9 @@ impl<'h> World<'h> {
     pub fn s1_left(&self, gpu: usize) -> Micros {
         let s1 = self.host.gpus[gpu].times.s1;
         match self.at(gpu) {
-            At::Attach(group) => self.timer_left(gpu) + s1 - s1 * GROUPS[usize::from(group)] / 1000,
+            At::Attach(group) => {
+                self.timer_left(gpu) + s1 - before_group(&GROUPS, group, s1).unwrap_or(s1)
+            }
             _ => 0,
         }
     }

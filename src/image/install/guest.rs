@@ -384,8 +384,8 @@ impl Guest {
         match &self.what {
             What::Image(image) if image.verity.is_some() => Some(
                 "kernel_verity_params is new here: the kernel needs dm-verity and dm-init built in \
-                 (CONFIG_DM_VERITY, CONFIG_DM_INIT), or it finds no root; if it lacks them, make the \
-                 image without --verity",
+                 (CONFIG_DM_VERITY, CONFIG_DM_INIT), or it finds no root; if it lacks them, make \
+                 the image without --verity",
             ),
             What::Image(_) | What::Initrd(_) => None,
         }

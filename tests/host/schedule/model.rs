@@ -85,15 +85,21 @@ fn initialisations_that_overlap_in_part_make_a_convoy() {
     );
 }
 
-#[test]
-fn an_enabling_inside_an_s1_stalls_all_users_of_the_driver() {
-    let host = host(2, MEDIUM);
-    let mut world = World::new(&host).recording();
+/// A world in which GPU 0 is opened, at 1003: its S1 ends at 1303, and its S2 at 2603.
+fn opened(host: &Host) -> World<'_> {
+    let mut world = World::new(host).recording();
     world.order(Order::Enable(0));
     until(&mut world, 1000 * MS);
     world.order(Order::Probe(0));
     until(&mut world, 1003 * MS);
     world.order(Order::Open(0));
+    world
+}
+
+#[test]
+fn an_enabling_inside_an_s1_stalls_all_users_of_the_driver() {
+    let host = host(2, MEDIUM);
+    let mut world = opened(&host);
     until(&mut world, 1100 * MS);
     world.order(Order::Enable(1));
     assert!(world.attaching());
@@ -107,13 +113,7 @@ fn an_enabling_inside_an_s1_stalls_all_users_of_the_driver() {
 #[test]
 fn an_enabling_delays_the_s3_that_begins_in_it_and_stalls_one_that_it_begins_in() {
     let host = host(3, MEDIUM);
-    let mut world = World::new(&host).recording();
-    world.order(Order::Enable(0));
-    until(&mut world, 1000 * MS);
-    world.order(Order::Probe(0));
-    until(&mut world, 1003 * MS);
-    world.order(Order::Open(0));
-    // S2 ends at 2603.
+    let mut world = opened(&host);
     until(&mut world, 2000 * MS);
     world.order(Order::Enable(1));
     until(&mut world, 2900 * MS);

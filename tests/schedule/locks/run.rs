@@ -1,6 +1,13 @@
 //! How a world goes on: who gets which lock, and what ends when.
 
-use super::{At, Fact, Fault, GROUPS, LOADER, Load, Micros, STATE_GROUPS, Wait, Waiter, World};
+use super::{
+    At, Fact, Fault, GROUPS, LOADER, Load, Micros, STATE_GROUPS, Wait, Waiter, World, before_group,
+};
+
+/// Time of a part from a group of its accesses to the next one. None: there is no next one.
+fn to_next_group(groups: &[u64], group: u8, whole: Micros) -> Option<Micros> {
+    Some(before_group(groups, group + 1, whole)? - before_group(groups, group, whole)?)
+}
 
 impl World<'_> {
     /// The next moment at which anything happens by itself.
@@ -164,19 +171,18 @@ impl World<'_> {
                 self.stay(gpu, At::Known);
                 self.report(Fact::Looked(gpu));
             }
-            At::Attach(group) => match GROUPS.get(usize::from(group) + 1) {
-                Some(next) => {
-                    let s1 = self.host.gpus[gpu].times.s1;
-                    let time = s1 * next / 1000 - s1 * GROUPS[usize::from(group)] / 1000;
-                    self.go(gpu, At::Attach(group + 1), time);
+            At::Attach(group) => {
+                match to_next_group(&GROUPS, group, self.host.gpus[gpu].times.s1) {
+                    Some(time) => self.go(gpu, At::Attach(group + 1), time),
+                    None => self.boot(gpu),
                 }
-                None => self.boot(gpu),
-            },
+            }
             At::State(group) => {
-                let s3 = self.host.gpus[gpu].times.s3;
-                let [from, until] = [0, 1].map(|k| STATE_GROUPS[usize::from(group) + k]);
-                let time = s3 * until / 1000 - s3 * from / 1000;
-                self.go(gpu, At::State(group + 1), time);
+                if let Some(time) =
+                    to_next_group(&STATE_GROUPS, group, self.host.gpus[gpu].times.s3)
+                {
+                    self.go(gpu, At::State(group + 1), time);
+                }
             }
             at => unreachable!("GPU {gpu} waits for the host: {at:?}"),
         }

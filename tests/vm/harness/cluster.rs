@@ -123,9 +123,8 @@ impl Cluster {
         host.run_long("the start of Kubernetes", &start, DEADLINE)?;
         let mut cluster = Self { host };
         cluster.until("the API", "kubectl get --raw /readyz")?;
-        let sandbox = "containerd config dump | sed -n \"s/^ *sandbox_image = .\\(.*\\).$/\\1/p\"";
         cluster.import(&format!(
-            "image \"$({sandbox})\" {ROOTS}/static '[\"/application\", \"pause\"]'"
+            "image \"$(sandbox_image)\" {ROOTS}/static '[\"/application\", \"pause\"]'"
         ))?;
         cluster.until(
             "the node",

@@ -17,7 +17,8 @@ const NAMESPACE: &str = "tests";
 /// Logs of the containers, one file each.
 const LOGS: &str = "/var/log/pods";
 
-/// A function of bash that gives containerd an image: all files of a folder, and what it starts.
+/// Functions of bash: one gives containerd an image, all files of a folder and what it starts; one
+/// prints the name of the image that containerd wants for a pod's sandbox.
 pub(super) const IMPORT: &str = r#"image() { # NAME FOLDER ENTRYPOINT: as `docker save` writes one.
     cd "$(mktemp -d)"
     tar -C "$2" -cf layer.tar .
@@ -28,6 +29,9 @@ pub(super) const IMPORT: &str = r#"image() { # NAME FOLDER ENTRYPOINT: as `docke
         "Layers": ["layer.tar"]}]' > manifest.json
     tar -cf - manifest.json config.json layer.tar | ctr --namespace k8s.io images import -
     rm -r "$PWD"
+}
+sandbox_image() {
+    containerd config dump | sed -n 's/^ *sandbox_image = .\(.*\).$/\1/p'
 }"#;
 
 /// The test's own images, and the address of a pod. The guest's kernel has no network driver: Kata
@@ -47,7 +51,7 @@ echo '{"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "ptp",
     "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"}}]}' > /etc/cni/net.d/00-pods.conflist
 systemctl restart containerd
 @IMPORT@
-image "$(containerd config dump | sed -n "s/^ *sandbox_image = .\(.*\).$/\1/p")" @ROOTS@/static '["/application", "pause"]'
+image "$(sandbox_image)" @ROOTS@/static '["/application", "pause"]'
 image @NAMESPACE@/debian:1 @ROOTS@/debian '["/usr/bin/cuda-program"]'
 image @NAMESPACE@/static:1 @ROOTS@/static '["/application"]'
 "#;
