@@ -3,7 +3,7 @@
 //!
 //! A report or a beginning needs a vCPU: while all are gone, it waits.
 
-use super::locks::{At, Fact, Host, Micros, Order, World};
+use super::locks::{At, BETWEEN_CALLS, CALLS, Fact, Host, Micros, Order, World};
 use super::policies::{Outcome, probes};
 use kata_gpu_init::boot::bring_up::deadlines::Limit;
 use kata_gpu_init::boot::bring_up::schedule::Schedule;
@@ -34,7 +34,8 @@ pub struct Overhead {
     pub files: Micros,
 }
 
-/// A container that the agent makes when all of these GPUs are published.
+/// A container that the agent makes when all of these GPUs are published. Its program calls the
+/// driver once, opens the GPUs, which waits until they are usable, and calls on until it computes.
 #[derive(Clone, Debug)]
 pub struct Container {
     /// Asked for at this time; the agent looks from then on, once a second.
@@ -50,6 +51,8 @@ const LOOK: Micros = 1_000_000;
 /// program.
 const BEGINS: Micros = 40_000;
 const RUNS: Micros = 60_000;
+/// From an open to the first question whether its S1 is over.
+const WATCHES: Micros = 1_000;
 
 /// Result of a run.
 #[derive(Clone, Debug, Default)]
@@ -67,7 +70,9 @@ pub struct Run {
     pub usable: Vec<Option<Micros>>,
     /// Per GPU: reports of being late.
     pub late: Vec<usize>,
+    /// Per container: its program runs, and computes.
     pub containers: Vec<Option<Micros>>,
+    pub computes: Vec<Option<Micros>>,
     /// State of each GPU at the end.
     pub at: Vec<At>,
     /// An enabling of the lane that began beside an S1, an unsleeping probe, or a load that needs
@@ -90,6 +95,7 @@ pub enum Broken {
     LastFirst,
     /// Takes the begin of an S1 for its end.
     SeesTooSoon,
+    HearsNoContainer,
 }
 
 #[derive(Clone, Debug)]
@@ -106,6 +112,7 @@ enum Action {
     AgentLooks(usize),
     ContainerMade(usize),
     ContainerRuns(usize),
+    Calls(usize),
 }
 
 struct Gpu {
@@ -142,6 +149,9 @@ pub struct Guest<'h> {
     /// End of the last enabling or initialisation that took longer than its limit.
     overdue: Option<Micros>,
     containers: Vec<Container>,
+    /// Calls that each container's program has made, and those that wait for GPUs to be usable.
+    calls: Vec<u32>,
+    opening: Vec<usize>,
     broken: Broken,
     run: Run,
 }
@@ -189,13 +199,14 @@ pub fn drive(
 pub fn drive_broken(
     host: &Host,
     policy: Policy,
+    containers: &[Container],
     overhead: Overhead,
     seed: u64,
     broken: Broken,
 ) -> Run {
     Guest {
         broken,
-        ..Guest::new(host, policy, &[], overhead, seed)
+        ..Guest::new(host, policy, containers, overhead, seed)
     }
     .run()
 }
@@ -221,6 +232,7 @@ impl<'h> Guest<'h> {
             usable: vec![None; count],
             late: vec![0; count],
             containers: vec![None; containers.len()],
+            computes: vec![None; containers.len()],
             ..Run::default()
         };
         Self {
@@ -242,6 +254,8 @@ impl<'h> Guest<'h> {
             measured: false,
             overdue: None,
             containers: containers.to_vec(),
+            calls: vec![0; containers.len()],
+            opening: Vec::new(),
             broken: Broken::No,
             run,
         }
@@ -285,8 +299,13 @@ impl<'h> Guest<'h> {
     }
 
     fn is_over(&self) -> bool {
-        let mut containers = self.containers.iter().zip(&self.run.containers);
-        let made = containers.all(|(wanted, made)| made.is_some() || !self.can_be_made(wanted));
+        let mut containers = self.containers.iter().enumerate();
+        let made = containers.all(|(c, wanted)| match self.run.containers[c] {
+            Some(_) => {
+                self.run.computes[c].is_some() || wanted.gpus.is_empty() || !self.are_usable(wanted)
+            }
+            None => !self.can_be_made(wanted),
+        });
         self.run.settled.is_some()
             && self
                 .pending
@@ -301,6 +320,11 @@ impl<'h> Guest<'h> {
             .gpus
             .iter()
             .all(|k| self.run.published[*k].is_some())
+    }
+
+    fn are_usable(&self, container: &Container) -> bool {
+        let mut gpus = container.gpus.iter();
+        gpus.all(|gpu| self.world.at(*gpu) == At::Usable)
     }
 
     /// GPUs that will be plugged in or torn out.
@@ -370,7 +394,13 @@ impl<'h> Guest<'h> {
             fact,
             schedule::Fact::Initialised(..) | schedule::Fact::Usable(_)
         );
-        if self.broken == Broken::Forgets && ends {
+        let of_containers = matches!(
+            fact,
+            schedule::Fact::ContainerBegins | schedule::Fact::ContainerRuns
+        );
+        if self.broken == Broken::Forgets && ends
+            || self.broken == Broken::HearsNoContainer && of_containers
+        {
             return;
         }
         self.run.reports.push((self.world.now(), fact));
@@ -433,16 +463,15 @@ impl<'h> Guest<'h> {
             }
             Fact::Probed(k, true) => self.soon(Action::Look(id(self, k))),
             Fact::Looked(k) => self.soon(Action::Bound(id(self, k))),
-            // A is free at the end of S1, or at that of the whole initialisation.
-            Fact::Attached(k) if self.world.host().relaxed => self.attached(k),
             Fact::Attached(_) => {}
+            Fact::Seen(k) => self.soon(Action::Report(schedule::Fact::Attached(id(self, k)))),
             Fact::Initialised(k, well) => {
                 let gpu = id(self, k);
-                if !self.world.host().relaxed {
-                    self.attached(k);
-                }
                 if well {
                     self.run.usable[k] = Some(self.world.now());
+                    for program in std::mem::take(&mut self.opening) {
+                        self.opens(program);
+                    }
                 }
                 self.soon(Action::Report(schedule::Fact::Initialised(gpu, well)));
                 let end = if well {
@@ -484,13 +513,22 @@ impl<'h> Guest<'h> {
                 let runs = Action::ContainerRuns(usize::from(container));
                 self.at(self.world.now() + RUNS, runs);
             }
+            Fact::Called(program) => {
+                self.calls[program] += 1;
+                match self.calls[program] {
+                    1 => self.opens(program),
+                    CALLS => self.run.computes[program] = Some(self.world.now()),
+                    _ => self.at(self.world.now() + BETWEEN_CALLS, Action::Calls(program)),
+                }
+            }
         }
     }
 
-    /// A GPU's S1 is over, and that is seen.
-    fn attached(&mut self, k: usize) {
-        if self.world.host().sees_attach {
-            self.soon(Action::Report(schedule::Fact::Attached(self.gpus[k].id)));
+    /// A program opens its GPUs, or waits for one of them.
+    fn opens(&mut self, program: usize) {
+        match self.are_usable(&self.containers[program]) {
+            true => self.at(self.world.now() + BETWEEN_CALLS, Action::Calls(program)),
+            false => self.opening.push(program),
         }
     }
 
@@ -507,7 +545,10 @@ impl<'h> Guest<'h> {
                     self.soon(Action::Report(schedule::Fact::Opened(gpu)));
                     if self.broken == Broken::SeesTooSoon {
                         self.report(schedule::Fact::Attached(gpu));
-                    } else if !self.world.host().sees_attach {
+                    } else if self.world.host().sees_attach {
+                        let watch = Action::Begin(Order::Watch(k));
+                        self.at(self.world.now() + WATCHES, watch);
+                    } else {
                         self.soon(Action::Report(schedule::Fact::AttachUnseen(gpu)));
                     }
                 }
@@ -560,7 +601,11 @@ impl<'h> Guest<'h> {
             Action::ContainerRuns(container) => {
                 self.run.containers[container] = Some(self.world.now());
                 self.report(schedule::Fact::ContainerRuns);
+                if !self.containers[container].gpus.is_empty() {
+                    self.take(Action::Calls(container));
+                }
             }
+            Action::Calls(container) => self.begin(Order::Call(container)),
         }
     }
 

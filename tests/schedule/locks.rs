@@ -8,6 +8,10 @@
 //! - G, one a GPU: held by its S1 and S2. An S3 takes A and then waits for every G with A held. It
 //!   makes config accesses as it begins, and later on.
 //!
+//! A program of a container calls the driver many times before it computes ([`CALLS`]): each call
+//! takes A and then waits for every G with A held, as an S3 does. Somebody who wants to see the end
+//! of an S1 takes A once.
+//!
 //! A grace period that meets an enabling ends with it. A load needs all CPUs at its start and at
 //! its end: it spins beside an enabling. A step that is due while every vCPU is gone happens when
 //! the enabling ends.
@@ -16,7 +20,10 @@
 //! search can branch; nothing here decides anything. What it is not: the driver (`tests/simulator`
 //! is nearer to that, and `tests/vm` runs it), or a model of how long the guest's own work takes.
 
+mod calls;
 mod run;
+
+pub use calls::{BETWEEN_CALLS, CALL, CALLS};
 
 /// Virtual time.
 pub type Micros = u64;
@@ -129,6 +136,10 @@ pub enum Order {
     Open(usize),
     /// Waits for so many grace periods, as who creates a container does.
     Wait(u8, u8),
+    /// Asks for A, to see the end of an S1.
+    Watch(usize),
+    /// One call of a program.
+    Call(usize),
 }
 
 /// A fact that is reported to a schedule.
@@ -142,6 +153,10 @@ pub enum Fact {
     Looked(usize),
     /// S1 is over.
     Attached(usize),
+    /// Whoever watched for that has seen it.
+    Seen(usize),
+    /// The call of a program is over.
+    Called(usize),
     Initialised(usize, bool),
     /// nvidia is loaded, and character devices can be opened; or no probe succeeded.
     Loaded(bool),
@@ -217,13 +232,18 @@ enum Load {
 }
 
 /// Waiters, first come first served.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct Queue {
-    who: [u8; MOST + 2],
+    who: [u8; WAITERS],
     len: usize,
 }
 
 impl Queue {
+    const EMPTY: Self = Self {
+        who: [0; WAITERS],
+        len: 0,
+    };
+
     fn push(&mut self, who: usize) {
         self.who[self.len] = who as u8;
         self.len += 1;
@@ -244,8 +264,13 @@ impl Queue {
     }
 }
 
-/// The load's place in A's queue.
+/// Places in A's queue behind the GPUs': the load's, and the first one's of those who watch, and of
+/// the programs.
 const LOADER: usize = MOST;
+const WATCHERS: usize = LOADER + 1;
+const PROGRAMS: usize = WATCHERS + MOST;
+/// Most waiters of one lock: somebody may still watch a GPU that was plugged in again.
+const WAITERS: usize = PROGRAMS + 2 * MOST;
 
 /// Somebody who waits for grace periods.
 #[derive(Clone, Copy, Debug)]
@@ -270,6 +295,8 @@ pub struct World<'h> {
     /// GPUs that the load probes, one bit each.
     load_probes: u32,
     waiters: Vec<Waiter>,
+    /// Programs that call the driver, each with what it waits for.
+    calls: Vec<(usize, Wait)>,
     facts: Vec<(Micros, Fact)>,
     recording: bool,
     spun: Micros,
@@ -300,9 +327,9 @@ impl<'h> World<'h> {
             now: 0,
             gpus,
             mapping: None,
-            for_host: Queue::default(),
+            for_host: Queue::EMPTY,
             driver_holder: None,
-            for_driver: Queue::default(),
+            for_driver: Queue::EMPTY,
             load: if host.load.is_some() {
                 Load::NotBegun
             } else {
@@ -310,6 +337,7 @@ impl<'h> World<'h> {
             },
             load_probes: 0,
             waiters: Vec::new(),
+            calls: Vec::new(),
             facts: Vec::new(),
             recording: false,
             spun: 0,
@@ -534,12 +562,14 @@ impl<'h> World<'h> {
                     grace_ends,
                 });
             }
+            Order::Watch(gpu) => self.wait_for_driver(WATCHERS + gpu),
+            Order::Call(program) => self.begin_call(program),
         }
         self.settle();
     }
 
     /// The same for two worlds of equal GPUs that go on alike, whatever the time and whichever GPU
-    /// is which.
+    /// is which. Nobody may watch or call in them.
     pub fn shape(&self) -> u128 {
         let mut keys = [0u128; MOST];
         let relative = |at: Micros| u128::from(at.saturating_sub(self.now));

@@ -195,6 +195,7 @@ impl Case {
         drive_broken(
             &self.host,
             self.policy.clone(),
+            &[],
             self.overhead,
             self.seed,
             broken,

@@ -2,7 +2,7 @@
 //! and driver: a verdict about the schedule would then be about no real machine.
 
 use super::{MEDIUM, MS};
-use kata_gpu_tests::schedule::locks::{At, Fact, Fault, Host, Micros, Order, Times, World};
+use kata_gpu_tests::schedule::locks::{At, CALL, Fact, Fault, Host, Micros, Order, Times, World};
 
 fn host(gpus: usize, times: Times) -> Host {
     Host::of(gpus, times)
@@ -94,6 +94,49 @@ fn opened(host: &Host) -> World<'_> {
     until(&mut world, 1003 * MS);
     world.order(Order::Open(0));
     world
+}
+
+#[test]
+fn a_call_of_a_program_waits_for_each_s2_and_keeps_the_driver_meanwhile() {
+    let host = host(2, MEDIUM);
+    let mut world = bound(&host);
+    let begun = world.now();
+    world.order(Order::Open(0));
+    world.order(Order::Call(7));
+    world.order(Order::Open(1));
+    let facts = to_the_end(world);
+    // GPU 0 is in its S2 until 1600; nobody has the driver before the call is over.
+    let after = |fact| time_of(&facts, fact) - begun;
+    assert_eq!(after(Fact::Called(7)), 1600 * MS + CALL);
+    assert_eq!(after(Fact::Attached(1)), 1900 * MS + CALL);
+    assert_eq!(after(Fact::Initialised(0, true)), 3700 * MS + CALL);
+
+    let mut quiet = bound(&host);
+    let begun = quiet.now();
+    quiet.order(Order::Call(7));
+    assert_eq!(time_of(&to_the_end(quiet), Fact::Called(7)), begun + CALL);
+}
+
+#[test]
+fn who_watches_an_s1_sees_its_end_behind_whoever_asked_before() {
+    let host = host(2, MEDIUM);
+    let mut world = bound(&host);
+    let begun = world.now();
+    world.order(Order::Open(0));
+    world.order(Order::Watch(0));
+    world.order(Order::Open(1));
+    // Asked before that S1 has begun, and so again when it has.
+    world.order(Order::Watch(1));
+    let facts = to_the_end(world.clone());
+    assert_eq!(time_of(&facts, Fact::Seen(0)) - begun, 300 * MS);
+    assert_eq!(time_of(&facts, Fact::Seen(1)) - begun, 600 * MS);
+
+    let mut behind = bound(&host);
+    behind.order(Order::Open(0));
+    behind.order(Order::Call(7));
+    behind.order(Order::Watch(0));
+    let seen = time_of(&to_the_end(behind), Fact::Seen(0)) - begun;
+    assert_eq!(seen, 1600 * MS + CALL);
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! How a world goes on: who gets which lock, and what ends when.
 
 use super::{
-    At, Fact, Fault, GROUPS, LOADER, Load, Micros, STATE_GROUPS, Wait, Waiter, World, before_group,
+    At, Fact, Fault, GROUPS, LOADER, Load, Micros, PROGRAMS, STATE_GROUPS, WATCHERS, Wait, Waiter,
+    World, before_group,
 };
 
 /// Time of a part from a group of its accesses to the next one. None: there is no next one.
@@ -30,6 +31,7 @@ impl World<'_> {
         gpus.chain(load)
             .chain(functions)
             .chain(waiters)
+            .chain(self.next_call_ends())
             .filter(|at| *at > self.now)
             .min()
     }
@@ -86,7 +88,7 @@ impl World<'_> {
     }
 
     fn ends_other(&mut self) -> bool {
-        self.ends_any() || self.load_goes_on() || self.ends_grace()
+        self.ends_any() || self.ends_call() || self.load_goes_on() || self.ends_grace()
     }
 
     fn ends_mapping(&mut self) -> bool {
@@ -192,7 +194,7 @@ impl World<'_> {
         if self.driver_holder.is_none() {
             self.driver_granted(who);
         } else {
-            if who != LOADER {
+            if who < LOADER {
                 self.gpus[who].wait = Wait::Driver;
             }
             self.for_driver.push(who);
@@ -201,18 +203,30 @@ impl World<'_> {
 
     fn driver_granted(&mut self, who: usize) {
         self.driver_holder = Some(who);
-        if who == LOADER {
-            self.load = Load::UvmEnds;
-            self.release_driver();
-            return;
-        }
-        match self.gpus[who].at {
-            At::State(_) => self.gpus[who].wait = Wait::EveryGpu,
-            _ => self.wait_for_host(who),
+        match who {
+            LOADER => {
+                self.load = Load::UvmEnds;
+                self.release_driver();
+            }
+            WATCHERS..PROGRAMS => {
+                let gpu = who - WATCHERS;
+                // Asked too early: the S1 waits for A itself.
+                if matches!(self.gpus[gpu].at, At::Attach(_)) {
+                    self.for_driver.push(who);
+                } else {
+                    self.report(Fact::Seen(gpu));
+                }
+                self.release_driver();
+            }
+            PROGRAMS.. => self.call_granted(who - PROGRAMS),
+            _ => match self.gpus[who].at {
+                At::State(_) => self.gpus[who].wait = Wait::EveryGpu,
+                _ => self.wait_for_host(who),
+            },
         }
     }
 
-    fn release_driver(&mut self) {
+    pub(super) fn release_driver(&mut self) {
         self.driver_holder = None;
         if let Some(next) = self.for_driver.pop() {
             self.driver_granted(next);
@@ -259,7 +273,7 @@ impl World<'_> {
     }
 
     /// Somebody is in S2.
-    fn any_boots(&self) -> bool {
+    pub(super) fn any_boots(&self) -> bool {
         (0..self.count()).any(|k| match self.gpus[k].at {
             At::Boot => true,
             At::Hung => self.host.gpus[k].fault == Fault::InitHangs,
