@@ -5,7 +5,7 @@ use super::{keep, machine};
 use anyhow::Result;
 use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
 use kata_gpu_init::config::{Bind, Init};
-use kata_gpu_tests::schedule::drive::{Overhead, drive};
+use kata_gpu_tests::schedule::drive::{Container, Overhead, Run, drive};
 use kata_gpu_tests::schedule::locks::{Host, Micros, Times};
 use kata_gpu_tests::schedule::optimum::{Rule, search};
 use kata_gpu_tests::schedule::policies::{OneBesideTheLane, run as run_policy};
@@ -33,6 +33,8 @@ const GPUS: [usize; 3] = [2, 4, 8];
 const FIREWALL: Micros = 4000;
 const FIREWALL_ENABLE: [Micros; 4] = [3, 300, 1000, 3300];
 const FIREWALL_GPUS: [usize; 3] = [2, 4, 6];
+/// Grace periods that the creation of a container waits for.
+const GRACES: u8 = 3;
 /// Worlds that a search visits at most.
 const MOST: usize = 6_000_000;
 /// How far from the best order is near enough, in percent.
@@ -98,10 +100,11 @@ pub fn run(root: &Path) -> Result<()> {
     let mut missed = 0;
     println!(
         "ms to the last usable GPU; best: of all orders in which nothing spins beside an enabling; \
-         free: of all orders"
+         free: of all orders; computes: the first of programs, one for each GPU, their mean, the \
+         last"
     );
     println!(
-        "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}",
+        "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}  {:>20}",
         "host",
         "S1/S2/S3",
         "enable",
@@ -111,7 +114,8 @@ pub fn run(root: &Path) -> Result<()> {
         "best",
         "free",
         "ratio",
-        "published"
+        "published",
+        "computes"
     );
     for kind in &KINDS {
         let (enables, counts): (&[Micros], &[usize]) = if kind.firewall > 0 {
@@ -166,6 +170,33 @@ struct Row {
     best: Micros,
     bound: Micros,
     free: Option<Micros>,
+    computes: Computes,
+}
+
+/// Times at which programs of containers compute, one for each GPU.
+struct Computes {
+    first: Micros,
+    mean: Micros,
+    last: Micros,
+}
+
+impl Computes {
+    fn of(run: &Run) -> Self {
+        let times: Vec<Micros> = run.computes.iter().map(|at| at.unwrap_or(0)).collect();
+        Self {
+            first: times.iter().copied().min().unwrap_or(0),
+            mean: times.iter().sum::<Micros>() / times.len().max(1) as Micros,
+            last: times.iter().copied().max().unwrap_or(0),
+        }
+    }
+
+    fn text(&self) -> String {
+        format!("{}/{}/{}", self.first / MS, self.mean / MS, self.last / MS)
+    }
+
+    fn json(&self) -> serde_json::Value {
+        json!({ "first_us": self.first, "mean_us": self.mean, "last_us": self.last })
+    }
 }
 
 impl Row {
@@ -201,13 +232,23 @@ impl Row {
         let policy = Policy {
             bind: Bind::Auto,
             init: Init::Parallel,
+            first: 0,
             relaxed: true,
             no_gpus: false,
             load_begun: false,
             enable: None,
             facts,
         };
-        let ours = drive(&loading, policy, &[], Overhead::default(), 0).outcome;
+        let containers: Vec<Container> = (0..gpus)
+            .map(|gpu| Container {
+                at: 0,
+                gpus: vec![gpu],
+                graces: GRACES,
+            })
+            .collect();
+        let none = Overhead::default();
+        let computing = drive(&loading, policy.clone(), &containers, none, 0);
+        let ours = drive(&loading, policy, &[], none, 0).outcome;
         let before = (kind.firewall == 0)
             .then(|| run_policy(&host, &mut OneBesideTheLane))
             .flatten();
@@ -229,6 +270,7 @@ impl Row {
             best: found.usable.min(known),
             bound: found.bound.min(known),
             free: free.map(|free| free.usable),
+            computes: Computes::of(&computing),
         }
     }
 
@@ -240,7 +282,7 @@ impl Row {
             false => String::new(),
         };
         format!(
-            "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}{bound}",
+            "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}  {:>20}{bound}",
             self.kind,
             format!("{s1}/{s2}/{s3}"),
             self.enable,
@@ -255,6 +297,7 @@ impl Row {
                 self.ours * 100 / self.best % 100
             ),
             self.published / MS,
+            self.computes.text(),
         )
     }
 
@@ -263,6 +306,7 @@ impl Row {
             "host": self.kind, "parts_ms": self.parts, "enable_ms": self.enable, "gpus": self.gpus,
             "before_us": self.before, "ours_us": self.ours, "published_us": self.published,
             "best_us": self.best, "bound_us": self.bound, "free_us": self.free,
+            "computes": self.computes.json(),
         })
     }
 }

@@ -165,6 +165,11 @@ impl Case {
         let policy = Policy {
             bind,
             init,
+            first: if percent(&mut random, 20) {
+                random.usize(1..4)
+            } else {
+                0
+            },
             relaxed: true,
             no_gpus: false,
             load_begun: false,

@@ -164,6 +164,16 @@ pub const PARAMETERS: &[Parameter] = &[
         weakens: None,
     },
     Parameter {
+        name: "gpuinit.first",
+        values: "0 to 1024",
+        default: "0",
+        help: "number of GPUs, in PCI order, that initialise before all others, with half a second \
+            for programs of containers behind them: no program computes while a GPU initialises. \
+            The others are usable later",
+        set: |c, v| set(&mut c.first, number(v, |n| *n <= 1024)),
+        weakens: None,
+    },
+    Parameter {
         name: "gpuinit.relaxed",
         values: "on, off",
         default: "on",

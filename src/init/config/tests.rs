@@ -41,13 +41,14 @@ fn a_confidential_guests_console_gets_errors_by_default() {
 fn good_values_are_taken_and_the_last_one_counts() {
     let (config, notes) = Config::parse(
         b"console=ttyS0 gpuinit.bind=insmod gpuinit.init=serial \
-            gpuinit.bind=concurrent gpuinit.gpus=8 nvrc.log=debug\n",
+            gpuinit.bind=concurrent gpuinit.gpus=8 gpuinit.first=1 nvrc.log=debug\n",
     );
     assert_eq!(
         config,
         Config {
             bind: Bind::Concurrent,
             init: Init::Serial,
+            first: 1,
             expected_gpus: Some(8),
             console: ToConsole::UpTo(Level::Debug),
             ..Config::default()
@@ -107,7 +108,7 @@ fn every_topology_can_be_asked_for() {
 #[test]
 fn bad_values_leave_the_default_and_name_the_good_ones() {
     let (config, notes) = Config::parse(
-        b"gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.nosuch=1 \
+        b"gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.first=1025 gpuinit.nosuch=1 \
         nvrc.fm.mode=1 nvrc.dcgm=maybe gpuinit.log gpuinit.cdi.hooks=compat",
     );
     assert_eq!(config, Config::default());
@@ -120,6 +121,7 @@ fn bad_values_leave_the_default_and_name_the_good_ones() {
         [
             "takes auto, insmod, pipelined, concurrent; ignored, default: auto",
             "takes 0 to 1024; ignored, default: any",
+            "takes 0 to 1024; ignored, default: 0",
             "unknown parameter, ignored: `kata-gpu-init parameters` lists them",
             "ignored: fabric manager's mode follows from the topology; gpuinit.topology= \
                 overrides it",

@@ -160,6 +160,8 @@ pub struct Config {
     pub agent: Agent,
     pub bind: Bind,
     pub init: Init,
+    /// Number of GPUs that initialise before all others.
+    pub first: usize,
     /// The driver may release its global lock while a GPU's own processor boots.
     pub relaxed: bool,
     pub ready: Ready,
@@ -221,6 +223,7 @@ impl Default for Config {
             agent: Agent::Exec,
             bind: Bind::Auto,
             init: Init::Parallel,
+            first: 0,
             relaxed: true,
             ready: Ready::Auto,
             fabric_required: Switch::Auto,

@@ -1,5 +1,6 @@
 //! Order of a bring-up in virtual time: the model, its best order, and its properties.
 
+mod computes;
 mod model;
 mod optimum;
 mod properties;

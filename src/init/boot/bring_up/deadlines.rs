@@ -41,6 +41,10 @@ limits! {
     /// an open returns before the next GPU of a wave is opened: they get the driver's global lock,
     /// and end, in the order of their opens
     InTurn = 1000;
+    /// after a wave, while GPUs are still to be enabled, no initialisation begins, so that programs
+    /// of containers compute: each of their first calls to the driver waits for all
+    /// initialisations, and keeps the global lock meanwhile
+    ProgramsFirst = 500;
     /// a load, a probe, a publication, or the first or the third part of an initialisation keeps
     /// the next GPU from being enabled: each takes a good part of a second, one that hangs would
     /// stop the lane for ever

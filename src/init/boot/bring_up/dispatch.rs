@@ -144,6 +144,7 @@ mod tests {
         let policy = Policy {
             bind: Bind::Insmod,
             init: Init::Parallel,
+            first: 0,
             relaxed: true,
             no_gpus: false,
             load_begun: false,

@@ -541,7 +541,7 @@ mod tests {
             vcpus: 2,
         };
             let policy = Policy {
-            bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, load_begun: false, enable: None,
+            bind: Bind::Auto, init: Init::Parallel, first: 0, relaxed: true, no_gpus: false, load_begun: false, enable: None,
             facts,
         };
             let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));

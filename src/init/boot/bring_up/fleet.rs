@@ -184,13 +184,20 @@ impl Fleet {
             Some(decision) => decision,
             None => scan::decide(config, &image, found.functions()),
         };
-        let (bind, init, relaxed) = (config.bind, config.init, config.relaxed);
+        let Config {
+            bind,
+            init,
+            first,
+            relaxed,
+            ..
+        } = *config;
         let no_gpus = config.expected_gpus == Some(0);
         let enable = previous.and_then(|previous| previous.enable);
         let load_begun = previous.is_some_and(|previous| previous.load_begun);
         let policy = Policy {
             bind,
             init,
+            first,
             relaxed,
             no_gpus,
             load_begun,

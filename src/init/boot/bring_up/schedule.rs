@@ -8,6 +8,8 @@
 //!   publication or the first part of an initialisation, nor after the second parts of a wave until
 //!   the wave is over. Each of these would wait for the enabling, some with the driver's locks
 //!   held.
+//! - After a wave, and until all GPUs are enabled, no initialisation begins for half a second, so
+//!   that programs of containers compute: none does while a GPU initialises.
 //! - Every wait has its limit in [`deadlines`](super::deadlines). A GPU that hangs costs the others
 //!   that limit, once.
 //!
@@ -229,7 +231,10 @@ impl Schedule {
         let mut times = vec![
             at(self.started, Limit::AgentFirst),
             at(self.wave_over, Limit::ProbesFirst),
+            at(self.wave_over, Limit::ProgramsFirst),
         ];
+        let first = self.gpus.values().take(self.policy.first);
+        times.extend(first.map(|gpu| at(gpu.since, Limit::LaneFirst)));
         for gpu in self.gpus.values() {
             times.extend(gpu.next_report());
             times.extend(gpu.attached);

@@ -268,6 +268,7 @@ pub mod tests {
         let policy = Policy {
             bind: config.bind,
             init: config.init,
+            first: config.first,
             relaxed: config.relaxed,
             no_gpus: false,
             load_begun: false,

@@ -78,6 +78,8 @@ pub struct Facts {
 pub struct Policy {
     pub bind: Bind,
     pub init: Init,
+    /// Number of GPUs, in PCI order, that initialise before all others.
+    pub first: usize,
     pub relaxed: bool,
     /// No GPU is expected, now or later.
     pub no_gpus: bool,
@@ -172,6 +174,7 @@ mod tests {
         Policy {
             bind: Bind::Auto,
             init: Init::Parallel,
+            first: 0,
             relaxed: true,
             no_gpus: false,
             load_begun: false,

@@ -54,6 +54,26 @@ impl Schedule {
         probes || uvm
     }
 
+    /// Whether the programs of containers have the driver for themselves: after a wave while GPUs
+    /// are still to be enabled, and after the GPUs that are to be first. Behind the lane all that
+    /// are left begin at once. Where each GPU is a wave, only the first one is worth the time.
+    fn programs_come_first(&self, now: Time) -> bool {
+        let over = |gpu: &&Gpu| is_over(gpu.stage);
+        let lane = self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
+        let worth = self.is_parallel() || self.gpus.values().filter(over).count() == 1;
+        let first = self.policy.first;
+        let only_first = self.gpus.values().take(first).any(|gpu| over(&gpu))
+            && !self.gpus.values().skip(first).any(|gpu| over(&gpu));
+        let paused = self.wave.is_none() && now < self.wave_over + Limit::ProgramsFirst.after();
+        paused && (lane && worth && self.agent.any || only_first)
+    }
+
+    /// Whether the GPUs that are to be first are still to initialise, for a bounded time each.
+    fn first_are_to_come(&self, now: Time) -> bool {
+        let mut first = self.gpus.values().take(self.policy.first);
+        first.any(|gpu| !is_over(gpu.stage) && gpu.within(Limit::LaneFirst, now))
+    }
+
     fn is_parallel(&self) -> bool {
         let is_parallel = |strategy: &Strategy| strategy.init == Init::Parallel;
         self.strategy.as_ref().is_none_or(is_parallel) && self.policy.one_at_a_time().is_none()
@@ -86,6 +106,7 @@ impl Schedule {
             || self.any(|gpu| gpu.is_opening(now))
             || self.lane_enables(self.first_part(), now)
             || self.others_come_first(now)
+            || self.programs_come_first(now)
         {
             return;
         }
@@ -93,11 +114,18 @@ impl Schedule {
         let rest = self.gpus.values().filter(is_left).count();
         let first = !self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
         let is_worth = runs || self.costs().is_worth(rest, first);
-        let begins = |gpu: &Gpu| is_worth || !gpu.within(Limit::LaneFirst, now);
-        let ready = self.ids(|gpu| gpu.stage == Stage::Bound && begins(gpu));
-        let Some(next) = ready.first() else {
+        let only_first = self.first_are_to_come(now);
+        let begins = |place: usize, gpu: &Gpu| match only_first {
+            true => place < self.policy.first,
+            false => is_worth || !gpu.within(Limit::LaneFirst, now),
+        };
+        let ready = |(place, (_, gpu)): &(usize, (_, &Gpu))| {
+            gpu.stage == Stage::Bound && begins(*place, gpu)
+        };
+        let Some((_, (next, _))) = self.gpus.iter().enumerate().find(ready) else {
             return;
         };
+        let next = *next;
         let new = Wave {
             began: now,
             count: 0,
@@ -108,8 +136,8 @@ impl Schedule {
             count: wave.count + 1,
             ..wave
         });
-        self.enter(*next, Stage::Initialising, now);
-        orders.push(Order::Initialise(*next));
+        self.enter(next, Stage::Initialising, now);
+        orders.push(Order::Initialise(next));
     }
 
     /// Notes the begin of an initialisation, some time after its order.
@@ -221,4 +249,9 @@ impl Schedule {
         let least = scale(Parts::Later, now.saturating_sub(attached + took));
         scale(Parts::Third, now.saturating_sub(enabled)).clamp(least, all)
     }
+}
+
+/// Whether no initialisation of a GPU in this stage is to come or under way.
+fn is_over(stage: Stage) -> bool {
+    matches!(stage, Stage::Initialised | Stage::Usable | Stage::Failed)
 }

@@ -37,6 +37,7 @@ fn policy() -> Policy {
     Policy {
         bind: Bind::Auto,
         init: Init::Parallel,
+        first: 0,
         relaxed: true,
         no_gpus: false,
         load_begun: false,
@@ -271,6 +272,97 @@ fn on_a_medium_host_gpus_enabled_in_a_wave_form_the_next_one() {
     assert_eq!(orders, [Order::Initialise(gpu(1))]);
     let orders = schedule.take(ms(3365), Fact::Opened(gpu(1)));
     assert_eq!(orders, [Order::Initialise(gpu(2))]);
+}
+
+/// A slow host with three GPUs: the first is usable, and the second could initialise.
+fn one_of_three_usable() -> Schedule {
+    let mut schedule = slow(3);
+    schedule.note(ms(3030), Fact::LoadOver);
+    schedule.enter(gpu(1), Stage::Bound, ms(5000));
+    schedule.note(ms(5100), Fact::Initialised(gpu(0), true));
+    schedule
+}
+
+#[test]
+fn programs_of_containers_come_before_the_next_wave_while_the_lane_is_not_over() {
+    let second = Order::Initialise(gpu(1));
+    let mut nobody = one_of_three_usable();
+    assert!(nobody.wake(ms(5100)).contains(&second));
+
+    let with_container = || {
+        let mut schedule = one_of_three_usable();
+        schedule.note(ms(4500), Fact::ContainerBegins);
+        schedule.note(ms(4700), Fact::ContainerRuns);
+        schedule
+    };
+    let begun = |schedule: &mut Schedule, at| {
+        let mut orders = Vec::new();
+        schedule.initialise(at, &mut orders);
+        orders
+    };
+    let mut waits = with_container();
+    assert_eq!(begun(&mut waits, ms(5100)), []);
+    assert_eq!(waits.deadline(ms(5100)), Some(ms(5600)));
+    assert_eq!(begun(&mut waits, ms(5599)), []);
+    assert_eq!(begun(&mut waits, ms(5600)), std::slice::from_ref(&second));
+
+    let mut schedule = with_container();
+    let orders = schedule.wake(ms(5100));
+    assert!(
+        matches!(&orders[..], [Order::Enable(third, _)] if *third == gpu(2)),
+        "the lane goes on: {orders:?}"
+    );
+    let orders = schedule.take(ms(5200), Fact::Failed(gpu(2)));
+    assert_eq!(orders, [second, Order::LaneOver], "behind the lane");
+}
+
+#[test]
+fn gpus_that_are_to_be_first_have_a_wave_of_their_own_and_half_a_second() {
+    let first = Policy {
+        first: 1,
+        bind: Bind::Insmod,
+        ..policy()
+    };
+    let (mut schedule, _) = boot(3, first.clone());
+    schedule.note(ms(20), Fact::Loaded(true));
+    schedule.note(ms(22), Fact::UvmLoaded);
+    (0..2).for_each(|k| schedule.note(ms(23), Fact::Bound(gpu(k))));
+    assert_eq!(
+        schedule.take(ms(24), Fact::Bound(gpu(2)))[0],
+        Order::Initialise(gpu(0))
+    );
+    assert_eq!(schedule.take(ms(30), Fact::Opened(gpu(0))), []);
+    let orders = schedule.take(ms(2000), Fact::Initialised(gpu(0), true));
+    assert_eq!(orders, []);
+    assert_eq!(schedule.deadline(ms(2000)), Some(ms(2500)));
+    assert_eq!(schedule.wake(ms(2500)), [Order::Initialise(gpu(1))]);
+    assert_eq!(
+        schedule.take(ms(2510), Fact::Opened(gpu(1))),
+        [Order::Initialise(gpu(2))],
+        "the others are one wave"
+    );
+
+    // One that hangs, or that is probed for ever, costs the others its limit.
+    for stage in [Stage::Initialising, Stage::Probing(Probe::Load)] {
+        let (mut hangs, _) = boot(3, first.clone());
+        hangs.note(ms(20), Fact::Loaded(true));
+        hangs.note(ms(22), Fact::UvmLoaded);
+        hangs.enter(gpu(0), stage, ms(100));
+        (1..3).for_each(|k| hangs.note(ms(100), Fact::Bound(gpu(k))));
+        hangs.wake(ms(10_099));
+        assert!(
+            hangs
+                .gpus
+                .values()
+                .skip(1)
+                .all(|gpu| gpu.stage == Stage::Bound)
+        );
+        let orders = hangs.wake(ms(10_100));
+        assert!(
+            orders.contains(&Order::Initialise(gpu(1))),
+            "{stage:?}: {orders:?}"
+        );
+    }
 }
 
 #[test]
