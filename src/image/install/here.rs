@@ -379,7 +379,7 @@ impl Install {
             // A key unknown to the installed Kata fails every pod on every node.
             let refusal = Refusal::of_argument(
                 "--node",
-                "Kata's version is not known: its shim does not run here",
+                "Kata's version is not known: its shim does not run here, and no file has it",
             );
             return Err(one(refusal.cure("give it with --kata-version X.Y.Z")));
         }

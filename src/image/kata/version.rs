@@ -3,7 +3,9 @@
 //! The configuration identifies the runtime: runtime-rs needs `runtime.hypervisor_name`, and the Go
 //! runtime has no such key. The version is the answer to `--version` of the shim that was installed
 //! with the configuration; containerd starts the same program as root. No other program is run. The
-//! shim is not run where a user other than root and the caller could have replaced it.
+//! shim is not run where a user other than root and the caller could have replaced it. Where it
+//! does not answer, the file VERSION below Kata's prefix has the version: archives of releases have
+//! it.
 
 use super::kata_config::KataConfig;
 use super::merge::{Effective, Runtime, with_ours};
@@ -18,11 +20,12 @@ use toml::Value;
 
 /// Both shims answer within milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The answer is one line.
+/// The answer, or the file, is one line.
 const MAX_ANSWER: u64 = 4096;
 /// Directory of configurations below Kata's prefix.
 const CONFIG_DIR: &str = "share/defaults/kata-containers";
 const SHIM: &str = "containerd-shim-kata-v2";
+const VERSION: &str = "VERSION";
 
 /// A configuration with its runtime, and the section of the hypervisor that it starts.
 #[derive(Debug)]
@@ -106,6 +109,7 @@ impl Version {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Known {
     Stated(Version),
+    /// By the shim, or by the file.
     Asked(Version, PathBuf),
     Unknown(String),
 }
@@ -175,27 +179,54 @@ fn runtime_and_section(config: &KataConfig) -> Result<(Runtime, String), Refusal
     }
 }
 
+/// Kata's directory; None if the configuration is not in it.
+fn prefix(config: &Path) -> Option<&Path> {
+    let dir = config.ancestors().find(|dir| dir.ends_with(CONFIG_DIR))?;
+    dir.ancestors()
+        .nth(Path::new(CONFIG_DIR).components().count())
+}
+
 /// The shim installed with a configuration; None if the configuration is not in Kata's directory.
 pub fn shim(config: &Path, runtime: Runtime) -> Option<PathBuf> {
-    let dir = config.ancestors().find(|dir| dir.ends_with(CONFIG_DIR))?;
-    let prefix = dir
-        .ancestors()
-        .nth(Path::new(CONFIG_DIR).components().count())?;
+    let prefix = prefix(config)?;
     Some(match runtime {
         Runtime::Go => prefix.join("bin").join(SHIM),
         Runtime::Rust => prefix.join("runtime-rs/bin").join(SHIM),
     })
 }
 
-/// Asks a configuration's shim for its version.
+/// Asks a configuration's shim for its version, and else the file.
 pub fn ask(config: &Path, runtime: Runtime) -> Known {
-    let Some(shim) = shim(config, runtime) else {
+    let (Some(shim), Some(prefix)) = (shim(config, runtime), prefix(config)) else {
         return Known::Unknown(format!("{} is not below a {CONFIG_DIR}", config.display()));
     };
-    match answer(&shim).and_then(|answer| version_in(&answer)) {
-        Ok(version) => Known::Asked(version, shim),
-        Err(why) => Known::Unknown(format!("{} --version: {why}", shim.display())),
+    let no_answer = match answer(&shim).and_then(|answer| version_in(&answer)) {
+        Ok(version) => return Known::Asked(version, shim),
+        Err(why) => why,
+    };
+    let file = prefix.join(VERSION);
+    match written(&file) {
+        Ok(version) => Known::Asked(version, file),
+        Err(why) => Known::Unknown(format!(
+            "{} --version: {no_answer}; {}: {why}",
+            shim.display(),
+            file.display()
+        )),
     }
+}
+
+/// The version in a file, which is that of a release, or that of a tag before the build.
+fn written(file: &Path) -> Result<Version, String> {
+    is_trusted(file)?;
+    let mut text = String::new();
+    if !file.is_file() {
+        return Err("not a file".into());
+    }
+    let file = std::fs::File::open(file).map_err(|e| e.to_string())?;
+    file.take(MAX_ANSWER)
+        .read_to_string(&mut text)
+        .map_err(|e| e.to_string())?;
+    text.trim().parse()
 }
 
 /// `Kata Containers containerd shim (Golang): id: "io.containerd.kata.v2", version: 3.27.0, commit:
@@ -207,11 +238,11 @@ fn version_in(answer: &str) -> Result<Version, String> {
     word.ok_or("no version in its answer".to_string())?.parse()
 }
 
-/// Fails unless only root and the caller can change the program and each directory of its path.
-fn is_trusted(shim: &Path) -> Result<(), String> {
-    let shim = std::fs::canonicalize(shim).map_err(|e| e.to_string())?;
+/// Fails unless only root and the caller can change the file and each directory of its path.
+fn is_trusted(file: &Path) -> Result<(), String> {
+    let file = std::fs::canonicalize(file).map_err(|e| e.to_string())?;
     let caller = nix::unistd::geteuid().as_raw();
-    for path in shim.ancestors() {
+    for path in file.ancestors() {
         let metadata = std::fs::symlink_metadata(path).map_err(|e| e.to_string())?;
         let (owner, mode) = (metadata.uid(), metadata.mode());
         let owned = owner == 0 || owner == caller;
@@ -219,7 +250,7 @@ fn is_trusted(shim: &Path) -> Result<(), String> {
         let shut = mode & 0o022 == 0 || metadata.is_dir() && mode & 0o1000 != 0;
         if !owned || !shut {
             return Err(format!(
-                "not run: others can change {} (owner {owner}, mode {:o})",
+                "not trusted: others can change {} (owner {owner}, mode {:o})",
                 path.display(),
                 mode & 0o7777
             ));

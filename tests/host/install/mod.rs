@@ -451,7 +451,7 @@ fn json_says_what_the_page_says() {
 }
 
 #[test]
-fn the_version_is_asked_of_the_configurations_shim() {
+fn the_version_is_asked_of_the_configurations_shim_and_else_of_katas_file() {
     for (fixture, shim, words) in [
         ("go-qemu-nvidia-gpu", "opt/kata/bin", "(Golang): id: \"i\""),
         (
@@ -488,9 +488,21 @@ fn the_version_is_asked_of_the_configurations_shim() {
         // A program, or a directory on the way to it, that others can write is not run.
         for (path, mode) in [(shim.as_path(), 0o777), (shim.parent().unwrap(), 0o775)] {
             crate::chmod(path, mode);
-            assert!(!says("not run: others can change").contains("3.27.0"));
+            assert!(!says("not trusted: others can change").contains("3.27.0"));
             crate::chmod(path, 0o755);
         }
+        // A shim of another libc, as in the installer's pod.
+        let file = world.root().join("opt/kata/VERSION");
+        write(&file, "3.28.0-5-gabcdef0\n");
+        crate::chmod(&file, 0o644);
+        says(&format!("Kata 3.27.0 (by {})", shim.display()));
+        make_program(&shim, "#!/nowhere/ld.so\n");
+        says(&format!("Kata 3.28.0 (by {})", file.display()));
+        crate::chmod(&file, 0o646);
+        assert!(!says("not trusted: others can change").contains("3.28.0"));
+        write(&file, "unreleased\n");
+        crate::chmod(&file, 0o644);
+        says("a Kata version looks like");
     }
 }
 
