@@ -400,8 +400,10 @@ fn leave(cluster: &mut Cluster, before: &str) -> Result<()> {
     ensure!(with != before, "the control: nothing was installed");
     cluster.applies("")?;
     cluster.rolled_out(NAMESPACE, INSTALLER)?;
+    // The second one deletes the ConfigMaps of earlier settings.
     cluster.run(&format!(
-        "kubectl delete -k $(dirname {OVERLAY}) --timeout={PATIENCE}"
+        "kubectl delete -k $(dirname {OVERLAY}) --timeout={PATIENCE} && kubectl delete configmaps \
+         -n {NAMESPACE} -l app.kubernetes.io/name={INSTALLER}"
     ))?;
     cluster.until(
         "the end of all pods",
