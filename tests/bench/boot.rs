@@ -36,7 +36,7 @@ const SERIAL: &str = "serial";
 const BOUND: &str = "bound";
 
 /// Milestones, in ms since the init's first instruction.
-const COLUMNS: [&str; 9] = [
+const COLUMNS: [&str; 11] = [
     "agent exec",
     "agent answers",
     "pause container runs",
@@ -46,6 +46,8 @@ const COLUMNS: [&str; 9] = [
     "container with all runs",
     "application on GPU 0 has its answer",
     "application on all has its answer",
+    "application on GPU 0 computes",
+    "application on all computes",
 ];
 
 struct Asked {
@@ -228,6 +230,10 @@ fn boot(
         c.answer_ns
             .with_context(|| format!("application in {} has no answer", c.id))
     };
+    let computes = |c: &real_agent::ContainerTimes| {
+        c.computes_ns
+            .with_context(|| format!("application in {} does not compute", c.id))
+    };
     let times = [
         init.exec_ns,
         pod.answer_ns,
@@ -238,6 +244,8 @@ fn boot(
         all.program_ns,
         answer(first)?,
         answer(all)?,
+        computes(first)?,
+        computes(all)?,
     ];
     let ms: serde_json::Map<String, Value> = COLUMNS
         .iter()

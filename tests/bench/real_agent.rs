@@ -82,6 +82,8 @@ pub struct ContainerTimes {
     pub answer_ns: Option<u64>,
     /// CUDA would work from then on.
     pub works_ns: Option<u64>,
+    /// The last call to the driver before it computes.
+    pub computes_ns: Option<u64>,
     /// Cause of CUDA's error 802 where its first call would fail.
     pub error_802: Option<String>,
 }
@@ -155,7 +157,7 @@ pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> R
         };
         let mut output = read_until(&client, &container.id, Output::default(), last, deadline)?;
         if !container.gpus.is_empty() && output.failures().is_empty() {
-            output = read_until_it_works(&client, &container.id, output)?;
+            output = read_until_it_computes(&client, &container.id, output)?;
         }
         ensure!(
             output.failures().is_empty(),
@@ -191,6 +193,7 @@ pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> R
                 .with_context(|| format!("container {} has no stamp", container.id))?,
             answer_ns: made.output.stamp("answer"),
             works_ns: made.output.stamp("works"),
+            computes_ns: made.output.stamp("computes"),
             error_802: made.output.error_802(),
         })
     };
@@ -286,12 +289,14 @@ fn read_until(
     Ok(output)
 }
 
-/// Reads until CUDA would work in the container, for [`USABLE`]: a program that waits stamps each
+/// Reads until the container's program computes, for [`USABLE`]: a program that waits stamps each
 /// second.
-fn read_until_it_works(client: &Client, id: &str, output: Output) -> Result<Output> {
+fn read_until_it_computes(client: &Client, id: &str, output: Output) -> Result<Output> {
     let end = Instant::now() + USABLE;
     let mut output = output;
-    while output.stamp("works").is_none() && Instant::now() < end {
+    let ended =
+        |output: &Output| output.stamp("computes").is_some() || !output.failures().is_empty();
+    while !ended(&output) && Instant::now() < end {
         let answer = client.call(
             AGENT,
             "ReadStdout",

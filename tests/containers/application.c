@@ -7,6 +7,10 @@
  *   cuda    opens nvidiactl, nvidia-uvm, then its GPUs, as CUDA does
  *   nvml    opens nvidiactl, then its GPUs, as NVML does: without nvidia-uvm
  *
+ * Both allocate from the resource manager, once before they open a GPU and then
+ * as often as a program may before it computes; number and pauses are assumed,
+ * as in the tests' model of the locks. The last allocation is computes=NS.
+ *
  * GPUs are those whose nodes it has, by number, one after another, blocking.
  * start comes first, answer when everything is open; failed=NODE: CAUSE where
  * something is not. CUDA would fail then with error 802, and not wait, where the
@@ -20,12 +24,26 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 
 #define MOST 64
+#define CALLS 40
+
+/* NV_ESC_RM_ALLOC of a root client (class 0), the driver choosing its number. */
+struct allocation {
+	uint32_t root, parent, object, class;
+	uint64_t parameters, rights;
+	uint32_t parameters_size, flags, status, unused;
+};
+
+#define RM_ALLOC _IOWR('F', 43, struct allocation)
+
+static int control = -1;
 
 static void stamp(const char *key)
 {
@@ -43,21 +61,48 @@ static int by_number(const void *a, const void *b)
 
 static int opened(const char *node)
 {
-	if (open(node, O_RDWR | O_CLOEXEC) >= 0)
+	int file = open(node, O_RDWR | O_CLOEXEC);
+
+	if (file < 0)
+		printf("failed=%s: %s\n", node, strerror(errno));
+	return file;
+}
+
+/* One call; says whether it succeeded. */
+static int allocate(void)
+{
+	struct allocation asked = { 0 };
+
+	if (!ioctl(control, RM_ALLOC, &asked) && !asked.status)
 		return 1;
-	printf("failed=%s: %s\n", node, strerror(errno));
+	printf("failed=allocation: %s, status %#x\n", strerror(errno), asked.status);
 	return 0;
+}
+
+/* Makes the rest of a program's calls. */
+static void compute(void)
+{
+	const struct timespec pause = { .tv_nsec = 8 * 1000 * 1000 };
+
+	for (int calls = 1; calls < CALLS; calls++) {
+		nanosleep(&pause, NULL);
+		if (!allocate())
+			return;
+	}
+	stamp("computes");
 }
 
 /* Opens the driver's nodes; says whether all could be opened. */
 static int all_opened(int with_uvm)
 {
-	int numbers[MOST], count = 0, good = opened("/dev/nvidiactl");
+	int numbers[MOST], count = 0, good;
 	DIR *directory = opendir("/dev");
 	struct dirent *entry;
 
+	control = opened("/dev/nvidiactl");
+	good = control >= 0 && allocate();
 	if (with_uvm)
-		good &= opened("/dev/nvidia-uvm");
+		good &= opened("/dev/nvidia-uvm") >= 0;
 	while (directory && (entry = readdir(directory))) {
 		char *end;
 		long number;
@@ -73,7 +118,7 @@ static int all_opened(int with_uvm)
 		char node[32];
 
 		snprintf(node, sizeof(node), "/dev/nvidia%d", numbers[i]);
-		good &= opened(node);
+		good &= opened(node) >= 0;
 	}
 	printf("gpus=%d\n", count);
 	return good && count;
@@ -132,6 +177,7 @@ int main(int argc, char **argv)
 	if (strcmp(what, "pause") && all_opened(!strcmp(what, "cuda"))) {
 		stamp("answer");
 		wait_until_usable();
+		compute();
 	}
 	fflush(stdout);
 	while (fgets(line, sizeof(line), stdin))

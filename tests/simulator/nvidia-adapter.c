@@ -57,6 +57,10 @@ static char *init_code;
 module_param(init_code, charp, 0444);
 MODULE_PARM_DESC(init_code, "GPUs whose initialisation fails with a code: K:INIT:STATUS[,..]");
 
+static unsigned int call_ms = 2;
+module_param(call_ms, uint, 0444);
+MODULE_PARM_DESC(call_ms, "a program's allocation, under the RM lock and all GPUs'; default 2");
+
 static bool cc;
 module_param(cc, bool, 0444);
 MODULE_PARM_DESC(cc, "confidential computing: all under the RM lock, and once per GPU");
@@ -185,6 +189,19 @@ EXPORT_SYMBOL_GPL(nv_open_session);
 void nv_take_api_lock(void)
 {
 	mutex_lock(&nv_api_lock);
+	mutex_unlock(&nv_api_lock);
+}
+
+/*
+ * A root client, and most classes: A, and with A held the G of all GPUs, so that
+ * it waits for everybody's S2 and keeps everybody from an S1.
+ */
+void nv_allocate(void)
+{
+	mutex_lock(&nv_api_lock);
+	nv_lock_all_gpus();
+	nv_sleep_ms(call_ms);
+	nv_unlock_all_gpus();
 	mutex_unlock(&nv_api_lock);
 }
 

@@ -42,6 +42,17 @@ struct nv_status_code {
 
 #define NV_STATUS_CODE		_IOWR('F', 209, struct nv_status_code)
 
+/* NV_ESC_RM_ALLOC and its argument (NVOS64_PARAMETERS). */
+struct nv_rm_alloc {
+	__u32 root, parent, object, class;
+	__u64 parameters, rights;
+	__u32 parameters_size, flags, status, unused;
+};
+
+#define NV_RM_ALLOC		_IOWR('F', 43, struct nv_rm_alloc)
+/* Class of a root client, the only one here. */
+#define NV_ROOT			0
+
 /* NV_ERR_OPERATING_SYSTEM: what the ioctl shows for every failed adapter. */
 #define NV_STATUS_FAILED	0x59
 
@@ -239,6 +250,20 @@ static long nv_get_status(unsigned long arg)
 	return copy_to_user((void __user *)arg, &asked, sizeof(asked)) ? -EFAULT : 0;
 }
 
+/* Only by nvidiactl, as with NVIDIA's driver. */
+static long nv_rm_alloc(unsigned long arg)
+{
+	struct nv_rm_alloc asked;
+
+	if (copy_from_user(&asked, (void __user *)arg, sizeof(asked)))
+		return -EFAULT;
+	if (asked.class != NV_ROOT)
+		return -EINVAL;
+	nv_allocate();
+	asked.status = 0;
+	return copy_to_user((void __user *)arg, &asked, sizeof(asked)) ? -EFAULT : 0;
+}
+
 static long nv_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
 {
 	struct nv_file *nvf = file->private_data;
@@ -256,6 +281,8 @@ static long nv_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
 		return -EIO;
 	if (cmd == NV_STATUS_CODE && nvf->control && !no_status)
 		return nv_get_status(arg);
+	if (cmd == NV_RM_ALLOC && nvf->control)
+		return nv_rm_alloc(arg);
 	return -EINVAL;
 }
 

@@ -90,6 +90,7 @@ void nv_sleep_ms(unsigned int ms);
 const char *nv_driver_version(void);	/* exported, for nvidia-uvm */
 void nv_open_session(void);		/* likewise */
 void nv_take_api_lock(void);	/* likewise: NV_ESC_STATUS_CODE */
+void nv_allocate(void);		/* NV_ESC_RM_ALLOC */
 
 /* nvidia-adapter.c */
 void nv_adapter_init(void);

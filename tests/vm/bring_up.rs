@@ -25,6 +25,10 @@ pub const TESTS: &[VmTest] = &[
         run: waves,
     },
     VmTest {
+        name: "programs_have_half_a_second_before_the_next_wave",
+        run: programs_first,
+    },
+    VmTest {
         name: "sixteen_gpus_come_up",
         run: sixteen,
     },
@@ -239,6 +243,55 @@ fn waves(context: &TestContext) -> Result<Outcome> {
         "waves of {:?}",
         waves.iter().map(Vec::len).collect::<Vec<_>>()
     )))
+}
+
+/// Time that programs have, at least.
+const PROGRAMS_NS: u64 = 500_000_000;
+
+fn programs_first(context: &TestContext) -> Result<Outcome> {
+    let words =
+        "fakepci.gpus=6 fakepci.enable_ms=700 testagent.cost=real testagent.containers=zero:0";
+    let booted = Guest::with(words).boot(context, "slow")?;
+    booted.settles(6, 0)?;
+    let records = booted.records();
+    let container = named(&records, Kind::Event, names::AGENT_CONTAINER);
+    let container = container.first().context("no container was made")?;
+    let lane = spans(&records, names::GPU_ENABLE)?;
+    let lane_over = lane.iter().map(|(_, end)| end.boottime_ns).max();
+    let initialisations = spans(&records, names::GPU_INIT)?;
+    let mut pauses = Vec::new();
+    for (_, end) in &initialisations {
+        let until = end.boottime_ns + PROGRAMS_NS;
+        let under_way =
+            |(begin, other): &&(&Record, &Record)| begin.seq < end.seq && end.seq < other.seq;
+        let last_of_wave = initialisations.iter().find(under_way).is_none();
+        let next = initialisations
+            .iter()
+            .find(|(begin, _)| begin.seq > end.seq);
+        if let Some((next, _)) = next
+            && last_of_wave
+            && container.seq < end.seq
+            && Some(until) < lane_over
+        {
+            ensure!(next.boottime_ns >= until, "{next:?} behind {end:?}");
+            pauses.push((next.boottime_ns - end.boottime_ns) / 1_000_000);
+        }
+    }
+    ensure!(!pauses.is_empty(), "no wave was over before the lane");
+
+    // All GPUs are there at once, and one of them is first.
+    let first = Guest::with("fakepci.gpus=3 gpuinit.first=1").boot(context, "first")?;
+    first.settles(3, 0)?;
+    let records = first.records();
+    let initialisations = spans(&records, names::GPU_INIT)?;
+    let [(_, end), (second, over), (third, _)] = initialisations[..] else {
+        anyhow::bail!("{initialisations:?}")
+    };
+    ensure!(
+        second.boottime_ns >= end.boottime_ns + PROGRAMS_NS && third.seq < over.seq,
+        "{initialisations:?}"
+    );
+    Ok(Outcome::Measured(format!("ms between waves: {pauses:?}")))
 }
 
 fn sixteen(context: &TestContext) -> Result<Outcome> {
