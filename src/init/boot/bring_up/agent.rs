@@ -7,7 +7,8 @@
 //! - after a publication, for the looks of the containers that wait;
 //! - after the look of an unknown container, which may find all its GPUs.
 //!
-//! Containers that found nothing are not waited for again.
+//! Containers that found nothing are not waited for again, and nobody near the lane's end
+//! ([`Limit::LaneEnds`]).
 
 use super::deadlines::Limit;
 use super::schedule_messages::{Hold, Time};

@@ -60,6 +60,9 @@ limits! {
     /// an initialisation waits for the enabling under way, or for the end of the lane: an enabling
     /// takes up to 4 s
     LaneFirst = 10_000;
+    /// the lane waits no longer for looks and containers once the GPUs that are left are enabled in
+    /// less: they initialise in one wave, beside which no container computes
+    LaneEnds = 1500;
     /// on one vCPU the first enabling waits for the agent's first container: no process runs during
     /// an enabling
     AgentFirst = 1500;

@@ -68,8 +68,17 @@ impl Schedule {
         } else if self.attaches(now) {
             Some(Hold::Attach)
         } else {
-            self.wave_holds(now).or_else(|| self.agent.holds(now))
+            self.wave_holds(now).or_else(|| self.agent_waits(now))
         }
+    }
+
+    /// Agent state that the lane waits for. Near the lane's end a container that starts sooner
+    /// computes no sooner: the GPUs that are left initialise in one wave with its own.
+    fn agent_waits(&self, now: Time) -> Option<Hold> {
+        let rest = u32::try_from(self.waiting().count()).unwrap_or(u32::MAX);
+        let left = self.lane.took.unwrap_or_default().saturating_mul(rest);
+        let near = left < Limit::LaneEnds.after() && self.policy.one_at_a_time().is_none();
+        self.agent.holds(now).filter(|_| !near)
     }
 
     /// Whether third parts run: an enabling that begins now would stall one with all locks held.

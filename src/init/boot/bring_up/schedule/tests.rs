@@ -212,6 +212,30 @@ fn an_awaited_publication_holds_the_lane_until_the_program_runs() {
 }
 
 #[test]
+fn near_its_end_the_lane_waits_for_no_container() {
+    let confidential = Facts {
+        confidential: true,
+        ..policy().facts
+    };
+    for (took, facts, waits) in [
+        (ms(750), policy().facts, Some(Hold::Container)),
+        (ms(749), policy().facts, None),
+        (ms(749), confidential, Some(Hold::Container)),
+    ] {
+        let mut schedule = slow(3);
+        (schedule.lane.took, schedule.policy.facts) = (Some(took), facts);
+        for fact in [
+            Fact::LoadOver,
+            Fact::Attached(gpu(0)),
+            Fact::ContainerBegins,
+        ] {
+            schedule.note(ms(3345), fact);
+        }
+        assert_eq!(schedule.hold(ms(3346)), waits, "{took:?}");
+    }
+}
+
+#[test]
 fn a_wait_for_a_look_that_brought_no_container_is_not_repeated() {
     let mut schedule = slow(3);
     schedule.take(ms(3030), Fact::LoadOver);
