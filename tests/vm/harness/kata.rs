@@ -36,8 +36,7 @@ shared_fs = "virtio-fs"
 virtio_fs_daemon = "/usr/libexec/virtiofsd"
 valid_virtio_fs_daemon_paths = ["/usr/libexec/virtiofsd"]
 default_memory = 768
-cold_plug_vfio = "no-port"
-pcie_root_port = 0
+pcie_root_port = 1
 block_device_aio = "threads"
 enable_debug = true
 [runtime]
