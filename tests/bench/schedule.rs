@@ -33,8 +33,6 @@ const GPUS: [usize; 3] = [2, 4, 8];
 const FIREWALL: Micros = 4000;
 const FIREWALL_ENABLE: [Micros; 4] = [3, 300, 1000, 3300];
 const FIREWALL_GPUS: [usize; 3] = [2, 4, 6];
-/// Grace periods that the creation of a container waits for.
-const GRACES: u8 = 3;
 /// Worlds that a search visits at most.
 const MOST: usize = 6_000_000;
 /// How far from the best order is near enough, in percent.
@@ -239,13 +237,7 @@ impl Row {
             enable: None,
             facts,
         };
-        let containers: Vec<Container> = (0..gpus)
-            .map(|gpu| Container {
-                at: 0,
-                gpus: vec![gpu],
-                graces: GRACES,
-            })
-            .collect();
+        let containers = Container::one_each(gpus);
         let none = Overhead::default();
         let computing = drive(&loading, policy.clone(), &containers, none, 0);
         let ours = drive(&loading, policy, &[], none, 0).outcome;

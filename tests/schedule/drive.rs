@@ -45,6 +45,18 @@ pub struct Container {
     pub graces: u8,
 }
 
+impl Container {
+    /// A container for each GPU, all asked for at the begin.
+    pub fn one_each(gpus: usize) -> Vec<Self> {
+        let of = |gpu| Self {
+            at: 0,
+            gpus: vec![gpu],
+            graces: 3,
+        };
+        (0..gpus).map(of).collect()
+    }
+}
+
 /// How often the agent looks.
 const LOOK: Micros = 1_000_000;
 /// From its last look to what can be seen of its container; and from the last grace period to its

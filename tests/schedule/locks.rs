@@ -153,7 +153,7 @@ pub enum Fact {
     Looked(usize),
     /// S1 is over.
     Attached(usize),
-    /// Whoever watched for that has seen it.
+    /// End of S1, as whoever watches for it sees it.
     Seen(usize),
     /// The call of a program is over.
     Called(usize),

@@ -263,8 +263,8 @@ fn programs_first(context: &TestContext) -> Result<Outcome> {
     for (_, end) in &initialisations {
         let until = end.boottime_ns + PROGRAMS_NS;
         let under_way =
-            |(begin, other): &&(&Record, &Record)| begin.seq < end.seq && end.seq < other.seq;
-        let last_of_wave = initialisations.iter().find(under_way).is_none();
+            |(begin, other): &(&Record, &Record)| begin.seq < end.seq && end.seq < other.seq;
+        let last_of_wave = !initialisations.iter().any(under_way);
         let next = initialisations
             .iter()
             .find(|(begin, _)| begin.seq > end.seq);

@@ -186,20 +186,24 @@ fn prefix(config: &Path) -> Option<&Path> {
         .nth(Path::new(CONFIG_DIR).components().count())
 }
 
-/// The shim installed with a configuration; None if the configuration is not in Kata's directory.
-pub fn shim(config: &Path, runtime: Runtime) -> Option<PathBuf> {
-    let prefix = prefix(config)?;
-    Some(match runtime {
+fn shim_below(prefix: &Path, runtime: Runtime) -> PathBuf {
+    match runtime {
         Runtime::Go => prefix.join("bin").join(SHIM),
         Runtime::Rust => prefix.join("runtime-rs/bin").join(SHIM),
-    })
+    }
+}
+
+/// The shim installed with a configuration; None if the configuration is not in Kata's directory.
+pub fn shim(config: &Path, runtime: Runtime) -> Option<PathBuf> {
+    prefix(config).map(|prefix| shim_below(prefix, runtime))
 }
 
 /// Asks a configuration's shim for its version, and else the file.
 pub fn ask(config: &Path, runtime: Runtime) -> Known {
-    let (Some(shim), Some(prefix)) = (shim(config, runtime), prefix(config)) else {
+    let Some(prefix) = prefix(config) else {
         return Known::Unknown(format!("{} is not below a {CONFIG_DIR}", config.display()));
     };
+    let shim = shim_below(prefix, runtime);
     let no_answer = match answer(&shim).and_then(|answer| version_in(&answer)) {
         Ok(version) => return Known::Asked(version, shim),
         Err(why) => why,

@@ -40,12 +40,7 @@ fn run(enable: Micros, gpus: usize, first: usize, broken: Broken) -> Run {
         enable: None,
         facts,
     };
-    let containers = (0..gpus).map(|gpu| Container {
-        at: 0,
-        gpus: vec![gpu],
-        graces: 3,
-    });
-    let containers: Vec<Container> = containers.collect();
+    let containers = Container::one_each(gpus);
     let overhead = Overhead {
         report: 2 * MS,
         publish: 3 * MS,

@@ -537,13 +537,23 @@ mod tests {
             .unwrap();
         runtime.block_on(async {
             let facts = Facts {
-            gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false,
-            vcpus: 2,
-        };
+                gpus: 1,
+                firewall: false,
+                driver: None,
+                init_on_probe: false,
+                confidential: false,
+                vcpus: 2,
+            };
             let policy = Policy {
-            bind: Bind::Auto, init: Init::Parallel, first: 0, relaxed: true, no_gpus: false, load_begun: false, enable: None,
-            facts,
-        };
+                bind: Bind::Auto,
+                init: Init::Parallel,
+                first: 0,
+                relaxed: true,
+                no_gpus: false,
+                load_begun: false,
+                enable: None,
+                facts,
+            };
             let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
             let (outcome, mut state) = watch::channel(Driver::Loading);
             let error = threads::run(|| -> () { panic!("on purpose") }).await.unwrap_err();
