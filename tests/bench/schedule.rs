@@ -1,8 +1,11 @@
 //! `bench schedule`: the order in which the schedule brings GPUs up, in virtual time, against the
-//! best order that a search finds in the same locks. No VM, no clock.
+//! best order that a search finds in the same locks. `--ablate`: what each part of the schedule
+//! is worth. No VM, no clock.
+
+mod ablate;
 
 use super::{keep, machine};
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
 use kata_gpu_init::config::{Bind, Init};
 use kata_gpu_tests::schedule::drive::{Container, Overhead, Run, drive};
@@ -50,6 +53,56 @@ struct Kind {
     driver: &'static str,
 }
 
+impl Kind {
+    /// A host of this kind with two vCPUs and GPUs of these times, in ms.
+    fn host(&self, parts: [Micros; 3], enable: Micros, gpus: usize) -> Host {
+        let [s1, s2, s3] = parts.map(|part| part * MS);
+        let times = Times {
+            enable: enable * MS,
+            firewall: self.firewall * MS,
+            probe: 3 * MS,
+            s1,
+            s2,
+            s3,
+        };
+        Host {
+            relaxed: self.relaxed,
+            sees_attach: self.seen,
+            vcpus: 2,
+            ..Host::of(gpus, times)
+        }
+    }
+
+    fn policy(&self, gpus: usize, vcpus: usize) -> Policy {
+        let facts = Facts {
+            gpus,
+            firewall: self.firewall > 0,
+            driver: self.driver.parse().ok(),
+            init_on_probe: false,
+            confidential: self.confidential,
+            vcpus,
+        };
+        Policy {
+            bind: Bind::Auto,
+            init: Init::Parallel,
+            first: 0,
+            relaxed: true,
+            no_gpus: false,
+            load_begun: false,
+            enable: None,
+            facts,
+        }
+    }
+
+    /// Durations of an enabling, in ms, and numbers of GPUs.
+    fn classes(&self) -> (&'static [Micros], &'static [usize]) {
+        match self.firewall > 0 {
+            true => (&FIREWALL_ENABLE, &FIREWALL_GPUS),
+            false => (&ENABLE, &GPUS),
+        }
+    }
+}
+
 const KINDS: [Kind; 5] = [
     Kind {
         name: "relaxed",
@@ -93,7 +146,14 @@ const KINDS: [Kind; 5] = [
     },
 ];
 
-pub fn run(root: &Path) -> Result<()> {
+pub fn run(root: &Path, arguments: &[String]) -> Result<()> {
+    if !arguments.is_empty() {
+        ensure!(
+            arguments == ["--ablate"],
+            "bench schedule: want no word, or --ablate"
+        );
+        return ablate::run(root);
+    }
     let mut raw = Vec::new();
     let mut missed = 0;
     println!(
@@ -116,11 +176,7 @@ pub fn run(root: &Path) -> Result<()> {
         "computes"
     );
     for kind in &KINDS {
-        let (enables, counts): (&[Micros], &[usize]) = if kind.firewall > 0 {
-            (&FIREWALL_ENABLE, &FIREWALL_GPUS)
-        } else {
-            (&ENABLE, &GPUS)
-        };
+        let (enables, counts) = kind.classes();
         let judged = PARTS.iter().map(|parts| (parts, kind.seen));
         let sets = judged.chain(FAR_PARTS.iter().map(|parts| (parts, false)));
         for (parts, judged) in sets.take(if kind.firewall > 0 || kind.confidential {
@@ -199,44 +255,13 @@ impl Computes {
 
 impl Row {
     fn of(kind: &Kind, parts: [Micros; 3], enable: Micros, gpus: usize) -> Self {
-        let [s1, s2, s3] = parts.map(|part| part * MS);
-        let times = Times {
-            enable: enable * MS,
-            firewall: kind.firewall * MS,
-            probe: 3 * MS,
-            s1,
-            s2,
-            s3,
-        };
-        let host = Host {
-            relaxed: kind.relaxed,
-            sees_attach: kind.seen,
-            vcpus: 2,
-            ..Host::of(gpus, times)
-        };
+        let host = kind.host(parts, enable, gpus);
         let loading = Host {
             load: Some([0, 0]),
             grace: 0,
             ..host.clone()
         };
-        let facts = Facts {
-            gpus,
-            firewall: kind.firewall > 0,
-            driver: kind.driver.parse().ok(),
-            init_on_probe: false,
-            confidential: kind.confidential,
-            vcpus: host.vcpus,
-        };
-        let policy = Policy {
-            bind: Bind::Auto,
-            init: Init::Parallel,
-            first: 0,
-            relaxed: true,
-            no_gpus: false,
-            load_begun: false,
-            enable: None,
-            facts,
-        };
+        let policy = kind.policy(gpus, host.vcpus);
         let containers = Container::one_each(gpus);
         let none = Overhead::default();
         let computing = drive(&loading, policy.clone(), &containers, none, 0);

@@ -92,7 +92,7 @@ pub struct Run {
     pub trespasses: Vec<(Micros, String)>,
 }
 
-/// Fault of a broken schedule, for controls.
+/// Fault of a broken schedule, for controls; or what an ablation takes from it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Broken {
     #[default]
@@ -108,6 +108,9 @@ pub enum Broken {
     /// Takes the begin of an S1 for its end.
     SeesTooSoon,
     HearsNoContainer,
+    HearsNoLook,
+    /// Hears of publications that are over, and of none that begins.
+    HearsNoPublication,
 }
 
 #[derive(Clone, Debug)]
@@ -402,17 +405,15 @@ impl<'h> Guest<'h> {
     }
 
     fn report(&mut self, fact: schedule::Fact) {
-        let ends = matches!(
-            fact,
-            schedule::Fact::Initialised(..) | schedule::Fact::Usable(_)
-        );
-        let of_containers = matches!(
-            fact,
-            schedule::Fact::ContainerBegins | schedule::Fact::ContainerRuns
-        );
-        if self.broken == Broken::Forgets && ends
-            || self.broken == Broken::HearsNoContainer && of_containers
-        {
+        use schedule::Fact as F;
+        let is_heard = match self.broken {
+            Broken::Forgets => !matches!(fact, F::Initialised(..) | F::Usable(_)),
+            Broken::HearsNoContainer => !matches!(fact, F::ContainerBegins | F::ContainerRuns),
+            Broken::HearsNoLook => fact != F::AgentLooked,
+            Broken::HearsNoPublication => !matches!(fact, F::Publishing(_)),
+            _ => true,
+        };
+        if !is_heard {
             return;
         }
         self.run.reports.push((self.world.now(), fact));

@@ -129,7 +129,7 @@ impl Case {
         };
         let driver = match relaxed {
             true => "550.163.01",
-            // Keeps A with some kinds of GPUs; that is learned where the end of S1 would be seen.
+            // Keeps A with some kinds of GPUs: all is its first part.
             false if sees_attach && percent(&mut random, 30) => "550.54.15",
             false => "535.230.02",
         };

@@ -63,8 +63,6 @@ struct Gpu {
     opened: bool,
     /// End of its initialisation's first part: seen, or assumed. None: not known yet.
     attached: Option<Time>,
-    /// Whether that end was seen.
-    sees_attach: bool,
     /// Whether a load of the driver has had the GPU among those that it may probe.
     offered: bool,
 }
@@ -331,7 +329,6 @@ impl Schedule {
                 publishing: None,
                 opened: false,
                 attached: None,
-                sees_attach: false,
                 offered: false,
             },
         );

@@ -21,9 +21,6 @@ const PARTS: [Duration; 3] = [
     Duration::from_millis(500),
 ];
 
-/// Accepted delay of the last usable GPU for an earlier first one: one part in this many.
-const FIRST_SOONER: u32 = 32;
-
 /// Durations of the steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
@@ -74,19 +71,12 @@ impl Costs {
         self.parts[0] + self.parts[1]
     }
 
-    /// Whether a wave that begins now delays the last GPU by little or nothing: enabling the `rest`
-    /// fills its second part. `first`: no GPU is usable yet.
-    pub fn is_worth(&self, rest: usize, first: bool) -> bool {
+    /// Whether a wave that begins now keeps no later one waiting: enabling the `rest` fills its
+    /// second part.
+    pub fn is_worth(&self, rest: usize) -> bool {
         let rest = u32::try_from(rest).unwrap_or(u32::MAX);
-        let [s1, s2, s3] = self.parts;
-        let idle = s2.saturating_sub(self.enable.saturating_mul(rest));
-        let whole = (s1 + s3 + self.enable).saturating_mul(rest) + s1 + s2 + s3;
-        let accepted = if first {
-            whole / FIRST_SOONER
-        } else {
-            Duration::ZERO
-        };
-        !self.parallel || rest == 0 || idle <= accepted
+        let [_, s2, _] = self.parts;
+        !self.parallel || rest == 0 || s2 <= self.enable.saturating_mul(rest)
     }
 }
 
@@ -100,14 +90,12 @@ mod tests {
 
     #[test]
     fn a_wave_begins_where_enablings_fill_its_second_part() {
-        assert!(costs(3300).is_worth(7, false) && costs(3300).is_worth(1, false));
-        assert!(costs(186).is_worth(7, false) && !costs(185).is_worth(7, false));
-        // The first one is wanted, but not at any price.
-        assert!(costs(150).is_worth(7, true) && !costs(140).is_worth(7, true));
-        assert!(!costs(3).is_worth(7, true) && costs(3).is_worth(0, false));
-        assert!(costs(3300).is_worth(usize::MAX, true));
+        assert!(costs(3300).is_worth(7) && costs(3300).is_worth(1));
+        assert!(costs(186).is_worth(7) && !costs(185).is_worth(7));
+        assert!(!costs(3).is_worth(7) && costs(3).is_worth(0));
+        assert!(costs(3300).is_worth(usize::MAX));
         let one_by_one = Costs::new(Duration::from_millis(3), false, None, H100);
-        assert!(one_by_one.is_worth(7, false));
+        assert!(one_by_one.is_worth(7));
     }
 
     #[test]

@@ -10,9 +10,6 @@ use crate::config::Init;
 use kata_gpu_wire::pci_address::BAR_FIREWALL_WAIT;
 use std::time::Duration;
 
-/// Least part of a first part's time that the later parts take.
-const KEPT: u32 = 16;
-
 impl Schedule {
     /// Whether the lane is enabling a GPU, or will begin to within `soon`.
     fn lane_enables(&self, soon: Duration, now: Time) -> bool {
@@ -112,8 +109,7 @@ impl Schedule {
         }
         let is_left = |gpu: &&Gpu| matches!(gpu.stage, Stage::New | Stage::Enabling);
         let rest = self.gpus.values().filter(is_left).count();
-        let first = !self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
-        let is_worth = runs || self.costs().is_worth(rest, first);
+        let is_worth = runs || self.costs().is_worth(rest);
         let only_first = self.first_are_to_come(now);
         let begins = |place: usize, gpu: &Gpu| match only_first {
             true => place < self.policy.first,
@@ -163,7 +159,7 @@ impl Schedule {
         let Some(gpu) = self.attaching(id) else {
             return;
         };
-        (gpu.attached, gpu.sees_attach) = (Some(now), true);
+        gpu.attached = Some(now);
         let attaches = self.any(|gpu| gpu.is_attaching(now));
         let is_measure =
             |wave: &Wave| wave.well && !attaches && now < wave.began + Limit::InitHangs.after();
@@ -175,16 +171,6 @@ impl Schedule {
 
     /// Notes the end of an initialisation.
     pub(super) fn initialised(&mut self, id: GpuId, well: bool, now: Time) {
-        // Some drivers keep the global lock until then for some kinds of GPUs. First parts that run
-        // together are seen to end together.
-        let count = self.wave.map_or(1, |wave| wave.count);
-        let kept = |gpu: &Gpu| {
-            let attached = gpu.attached.filter(|_| gpu.sees_attach);
-            attached.is_some_and(|at| now - at < at.saturating_sub(gpu.since) / (KEPT * count))
-        };
-        if well && self.gpus.get(&id).is_some_and(kept) {
-            (self.policy.relaxed, self.first_part) = (false, None);
-        }
         self.enter(id, Stage::Initialised, now);
         // A failed initialisation is short, so the wave's time is no measure.
         if let Some(wave) = &mut self.wave {

@@ -170,23 +170,6 @@ fn first_parts_that_are_not_seen_are_one_after_another() {
 }
 
 #[test]
-fn a_driver_that_keeps_its_lock_initialises_one_at_a_time() {
-    for (over, parallel) in [(5130, false), (7000, true)] {
-        let mut schedule = slow(3);
-        schedule.take(ms(3030), Fact::Opening(gpu(0)));
-        schedule.take(ms(5100), Fact::Attached(gpu(0)));
-        schedule.take(ms(over), Fact::Initialised(gpu(0), true));
-        assert_eq!(schedule.costs().parallel, parallel, "over at {over}");
-    }
-    // An end that was assumed shows nothing.
-    let mut schedule = slow(3);
-    schedule.take(ms(3030), Fact::Opening(gpu(0)));
-    schedule.take(ms(3031), Fact::AttachUnseen(gpu(0)));
-    schedule.take(ms(3740), Fact::Initialised(gpu(0), true));
-    assert!(schedule.costs().parallel);
-}
-
-#[test]
 fn an_awaited_publication_holds_the_lane_until_the_program_runs() {
     let mut schedule = slow(3);
     assert_eq!(schedule.take(ms(3030), Fact::LoadOver), []);
