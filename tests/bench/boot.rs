@@ -11,6 +11,8 @@ use super::real_agent::{self, Order};
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_tests::agent_client::requests::Container;
+use kata_gpu_tests::schedule::drive::{self, Overhead};
+use kata_gpu_tests::schedule::locks::{Host, Micros, Times};
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext, named};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
@@ -20,6 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
+const GPUS: usize = 8;
 /// Initialisation as long as an H100's. Nothing is scaled down: the init waits for what a driver
 /// does in its own time.
 const GUEST: &str = "fakepci.gpus=8 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 \
@@ -34,6 +37,8 @@ const ROWS: [(&str, &str); 3] = [
 ];
 const SERIAL: &str = "serial";
 const BOUND: &str = "bound";
+/// Name of the row in virtual time: the schedule in its model of the locks.
+const MODEL: &str = "model";
 
 /// Milestones, in ms since the init's first instruction.
 const COLUMNS: [&str; 11] = [
@@ -115,6 +120,10 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
                     agent.as_deref(),
                     &mut gaps,
                 )?;
+                if row == BOUND {
+                    let model = model(&asked, *enable_ms, &ms, &details)?;
+                    raw.push(json!({ "host": host, "boot": MODEL, "run": run, "ms": model }));
+                }
                 raw.push(
                     json!({ "host": host, "boot": row, "run": run, "ms": ms, "details": details }),
                 );
@@ -145,16 +154,23 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     for (host, enable_ms) in &asked.hosts {
         println!();
         println!(
-            "{:<40} {:>9} {:>9} {:>9}",
+            "{:<40} {:>9} {:>9} {:>9}  {:>9}",
             format!("{host} (a GPU's BARs take {enable_ms} ms)"),
             SERIAL,
             BOUND,
-            "usable"
+            "usable",
+            "model"
         );
         for column in COLUMNS {
             let [serial, bound, usable] =
                 ROWS.map(|(row, _)| median(&raw, Some(host), row, column));
-            println!("{column:<40} {serial:>9.0} {bound:>9.0} {usable:>9.0}");
+            let model = median(&raw, Some(host), MODEL, column);
+            let model = if model.is_nan() {
+                "-".into()
+            } else {
+                format!("{model:.0}")
+            };
+            println!("{column:<40} {serial:>9.0} {bound:>9.0} {usable:>9.0}  {model:>9}");
         }
     }
     let (exec, minimal) = (
@@ -261,6 +277,59 @@ fn boot(
         json!({ "clock_error_ms": pod.clock_error_ns as f64 / 1e6, "pause": details(&pod.pause),
             "first": details(first), "all": details(all) }),
     ))
+}
+
+/// The milestones of a boot with `gpuinit.ready=bound` as the model of the locks has them, in ms,
+/// with containers asked for at the times of that boot. The model's agent costs no CPU.
+fn model(asked: &Asked, enable_ms: u32, boot: &Value, details: &Value) -> Result<Value> {
+    const MS: Micros = 1000;
+    let at = |of: &Value| -> Result<Micros> {
+        let ms = of.as_f64().context("a boot without a time")?;
+        Ok((ms * 1000.0) as Micros)
+    };
+    let container = |at: Micros, gpus: Vec<usize>| drive::Container {
+        at,
+        gpus,
+        graces: 3,
+    };
+    let containers = [
+        container(at(&boot["agent answers"])?, vec![]),
+        container(at(&details["first"]["asked"])?, vec![0]),
+        container(at(&details["all"]["asked"])?, (0..GPUS).collect()),
+    ];
+    let vcpus = asked.cpus as usize;
+    let times = Times {
+        enable: Micros::from(enable_ms) * MS,
+        firewall: 0,
+        probe: 3 * MS,
+        s1: 300 * MS,
+        s2: 1300 * MS,
+        s3: 500 * MS,
+    };
+    let host = Host {
+        vcpus,
+        load: Some(drive::USUAL_LOAD),
+        ..Host::of(GPUS, times)
+    };
+    let policy = drive::policy(GPUS, vcpus);
+    let run = drive::drive(&host, policy, &containers, Overhead::USUAL, 1);
+    let published = || run.published.iter().flatten();
+    let times = [
+        ("first publication", published().min().copied()),
+        ("last publication", published().max().copied()),
+        ("pause container runs", run.containers[0]),
+        ("container with GPU 0 runs", run.containers[1]),
+        ("container with all runs", run.containers[2]),
+        ("application on GPU 0 computes", run.computes[1]),
+        ("application on all computes", run.computes[2]),
+    ];
+    let known = times
+        .iter()
+        .filter_map(|(name, at)| at.map(|at| (*name, at)));
+    let ms: serde_json::Map<String, Value> = known
+        .map(|(name, at)| (name.into(), (at as f64 / 1000.0).into()))
+        .collect();
+    Ok(ms.into())
 }
 
 /// An init's milestones, in ns of CLOCK_BOOTTIME.

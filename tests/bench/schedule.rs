@@ -7,8 +7,7 @@ mod ablate;
 use super::{keep, machine};
 use anyhow::{Result, ensure};
 use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
-use kata_gpu_init::config::{Bind, Init};
-use kata_gpu_tests::schedule::drive::{Container, Overhead, Run, drive};
+use kata_gpu_tests::schedule::drive::{self, Container, Overhead, Run};
 use kata_gpu_tests::schedule::locks::{Host, Micros, Times};
 use kata_gpu_tests::schedule::optimum::{Rule, search};
 use kata_gpu_tests::schedule::policies::{OneBesideTheLane, run as run_policy};
@@ -74,24 +73,14 @@ impl Kind {
     }
 
     fn policy(&self, gpus: usize, vcpus: usize) -> Policy {
-        let facts = Facts {
-            gpus,
+        let mut policy = drive::policy(gpus, vcpus);
+        policy.facts = Facts {
             firewall: self.firewall > 0,
             driver: self.driver.parse().ok(),
-            init_on_probe: false,
             confidential: self.confidential,
-            vcpus,
+            ..policy.facts
         };
-        Policy {
-            bind: Bind::Auto,
-            init: Init::Parallel,
-            first: 0,
-            relaxed: true,
-            no_gpus: false,
-            load_begun: false,
-            enable: None,
-            facts,
-        }
+        policy
     }
 
     /// Durations of an enabling, in ms, and numbers of GPUs.
@@ -264,8 +253,8 @@ impl Row {
         let policy = kind.policy(gpus, host.vcpus);
         let containers = Container::one_each(gpus);
         let none = Overhead::default();
-        let computing = drive(&loading, policy.clone(), &containers, none, 0);
-        let ours = drive(&loading, policy, &[], none, 0).outcome;
+        let computing = drive::drive(&loading, policy.clone(), &containers, none, 0);
+        let ours = drive::drive(&loading, policy, &[], none, 0).outcome;
         let before = (kind.firewall == 0)
             .then(|| run_policy(&host, &mut OneBesideTheLane))
             .flatten();

@@ -8,8 +8,9 @@
  *   nvml    opens nvidiactl, then its GPUs, as NVML does: without nvidia-uvm
  *
  * Both allocate from the resource manager, once before they open a GPU and then
- * as often as a program may before it computes; number and pauses are assumed,
- * as in the tests' model of the locks. The last allocation is computes=NS.
+ * as often as a program may before it computes, with work in between; number and
+ * times are assumed, as in the tests' model of the locks. The last allocation is
+ * computes=NS.
  *
  * GPUs are those whose nodes it has, by number, one after another, blocking.
  * start comes first, answer when everything is open; failed=NODE: CAUSE where
@@ -79,13 +80,22 @@ static int allocate(void)
 	return 0;
 }
 
+/* Computes for so long, on whatever processor there is. */
+static void work(long ns)
+{
+	struct timespec from, now;
+
+	clock_gettime(CLOCK_MONOTONIC, &from);
+	do
+		clock_gettime(CLOCK_MONOTONIC, &now);
+	while ((now.tv_sec - from.tv_sec) * 1000000000L + now.tv_nsec - from.tv_nsec < ns);
+}
+
 /* Makes the rest of a program's calls. */
 static void compute(void)
 {
-	const struct timespec pause = { .tv_nsec = 8 * 1000 * 1000 };
-
 	for (int calls = 1; calls < CALLS; calls++) {
-		nanosleep(&pause, NULL);
+		work(8 * 1000 * 1000);
 		if (!allocate())
 			return;
 	}

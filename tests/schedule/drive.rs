@@ -9,7 +9,8 @@ use kata_gpu_init::boot::bring_up::deadlines::Limit;
 use kata_gpu_init::boot::bring_up::schedule::Schedule;
 use kata_gpu_init::boot::bring_up::schedule_messages as schedule;
 use kata_gpu_init::boot::bring_up::schedule_messages::{Arrival, GpuId, Probe};
-use kata_gpu_init::boot::bring_up::strategy::Policy;
+use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
+use kata_gpu_init::config::{Bind, Init};
 use kata_gpu_wire::pci_address::PciAddress;
 use std::time::Duration;
 
@@ -32,6 +33,40 @@ pub struct Overhead {
     pub publish: Micros,
     /// The driver's files, behind the load.
     pub files: Micros,
+}
+
+impl Overhead {
+    /// As in a guest that has nothing else to do.
+    pub const USUAL: Self = Self {
+        report: 2_000,
+        publish: 3_000,
+        files: 100_000,
+    };
+}
+
+/// The load of nvidia up to its first probe, and of nvidia-uvm, in such a guest.
+pub const USUAL_LOAD: [Micros; 2] = [50_000, 20_000];
+
+/// Policy of a guest that configures nothing, with a driver that initialises GPUs in parallel.
+pub fn policy(gpus: usize, vcpus: usize) -> Policy {
+    let facts = Facts {
+        gpus,
+        firewall: false,
+        driver: "550.163.01".parse().ok(),
+        init_on_probe: false,
+        confidential: false,
+        vcpus,
+    };
+    Policy {
+        bind: Bind::Auto,
+        init: Init::Parallel,
+        first: 0,
+        relaxed: true,
+        no_gpus: false,
+        load_begun: false,
+        enable: None,
+        facts,
+    }
 }
 
 /// A container that the agent makes when all of these GPUs are published. Its program calls the

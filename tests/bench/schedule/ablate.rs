@@ -2,12 +2,12 @@
 //! fact that it does not hear or a setting. A part that delays nobody by its absence has not earned
 //! its code.
 
-use super::{KINDS, Kind, MS, Micros, PARTS};
+use super::{KINDS, Kind, Micros, PARTS};
 use crate::{keep, machine};
 use anyhow::Result;
 use kata_gpu_init::boot::bring_up::strategy::Policy;
 use kata_gpu_init::config::Init;
-use kata_gpu_tests::schedule::drive::{Broken, Container, Overhead, Run, drive_broken};
+use kata_gpu_tests::schedule::drive::{self, Broken, Container, Overhead, Run};
 use kata_gpu_tests::schedule::locks::Host;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -17,13 +17,6 @@ const VCPUS: [usize; 2] = [1, 2];
 const SEEDS: u64 = 3;
 /// Delay that counts, in percent.
 const COUNTS: f64 = 2.0;
-const OVERHEAD: Overhead = Overhead {
-    report: 2 * MS,
-    publish: 3 * MS,
-    files: 100 * MS,
-};
-/// The load of nvidia up to its first probe, and of nvidia-uvm, in µs.
-const LOAD: [Micros; 2] = [50 * MS, 20 * MS];
 
 /// A part of the schedule that is taken away.
 struct Ablation {
@@ -127,7 +120,14 @@ impl Class {
         let mut sum = Times::default();
         for seed in 0..SEEDS {
             let (policy, broken) = (policy.clone(), ablation.broken);
-            let run = drive_broken(&host, policy, &self.containers, OVERHEAD, seed, broken);
+            let run = drive::drive_broken(
+                &host,
+                policy,
+                &self.containers,
+                Overhead::USUAL,
+                seed,
+                broken,
+            );
             for (sum, time) in sum.iter_mut().zip(times(&run, &self.containers)) {
                 *sum += time / SEEDS as f64;
             }
@@ -154,7 +154,7 @@ fn classes() -> Vec<Class> {
 fn with_containers(kind: &Kind, enable: Micros, gpus: usize, vcpus: usize) -> [Class; 2] {
     let host = Host {
         vcpus,
-        load: Some(LOAD),
+        load: Some(drive::USUAL_LOAD),
         ..kind.host(PARTS[0], enable, gpus)
     };
     // A pod begins with its pause container, which has no GPU.

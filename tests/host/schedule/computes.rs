@@ -3,9 +3,8 @@
 //! nothing before the last one.
 
 use super::{MEDIUM, MS};
-use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
-use kata_gpu_init::config::{Bind, Init};
-use kata_gpu_tests::schedule::drive::{Broken, Container, Overhead, Run, drive, drive_broken};
+use kata_gpu_init::boot::bring_up::strategy::Policy;
+use kata_gpu_tests::schedule::drive::{self, Broken, Container, Overhead, Run, drive_broken};
 use kata_gpu_tests::schedule::locks::{Fact, Host, Micros, Order, Times};
 
 /// Time until a program that has the driver for itself computes.
@@ -19,35 +18,17 @@ fn run(enable: Micros, gpus: usize, first: usize, broken: Broken) -> Run {
     };
     let host = Host {
         vcpus: 2,
-        load: Some([50 * MS, 20 * MS]),
+        load: Some(drive::USUAL_LOAD),
         ..Host::of(gpus, times)
     };
-    let facts = Facts {
-        gpus,
-        firewall: false,
-        driver: "550.163.01".parse().ok(),
-        init_on_probe: false,
-        confidential: false,
-        vcpus: host.vcpus,
-    };
     let policy = Policy {
-        bind: Bind::Auto,
-        init: Init::Parallel,
         first,
-        relaxed: true,
-        no_gpus: false,
-        load_begun: false,
-        enable: None,
-        facts,
+        ..drive::policy(gpus, host.vcpus)
     };
     let containers = Container::one_each(gpus);
-    let overhead = Overhead {
-        report: 2 * MS,
-        publish: 3 * MS,
-        files: 100 * MS,
-    };
+    let overhead = Overhead::USUAL;
     match broken {
-        Broken::No => drive(&host, policy, &containers, overhead, 1),
+        Broken::No => drive::drive(&host, policy, &containers, overhead, 1),
         _ => drive_broken(&host, policy, &containers, overhead, 1, broken),
     }
 }
