@@ -4,6 +4,7 @@
 //!
 //! The lane waits:
 //! - while a container is being made;
+//! - after the program of a pod's pause container, for the look of the next container;
 //! - after a publication, for the looks of the containers that wait;
 //! - after the look of an unknown container, which may find all its GPUs.
 //!
@@ -35,8 +36,9 @@ pub struct Agent {
     making: u32,
     /// Begin of the first container in the making, or of the last container's program.
     since: Time,
-    /// Whether any container was made.
+    /// Whether any container was made, and whether any program began.
     pub any: bool,
+    any_ran: bool,
     /// Last publication that the lane waits for, and the number of containers that waited at that
     /// time and have not looked since.
     published: Option<(Time, usize)>,
@@ -130,10 +132,15 @@ impl Agent {
         (self.any, self.decides, self.new, self.waited) = (true, None, 0, false);
     }
 
-    /// Notes the start of a container's program.
+    /// Notes the start of a container's program. Behind that of the pod's pause container the
+    /// runtime asks for the next one, which looks at once.
     pub fn runs(&mut self, now: Time) {
         self.making = self.making.saturating_sub(1);
         self.since = now;
+        if self.any_published && !self.any_ran && self.first_look.is_none() {
+            self.decides = Some(now + Limit::LookFirst.after());
+        }
+        self.any_ran = true;
     }
 
     /// Notes a publication. The lane waits for the next looks of the containers that wait.
@@ -195,6 +202,30 @@ mod tests {
             Some(Hold::AgentLook),
             "the container will look again"
         );
+    }
+
+    #[test]
+    fn a_pods_first_program_is_followed_by_the_look_of_the_next_container() {
+        let mut agent = Agent::default();
+        agent.published(ms(100));
+        agent.begins(ms(200));
+        agent.runs(ms(500));
+        assert_eq!(agent.holds(ms(1099)), Some(Hold::AgentLook));
+        assert_eq!(agent.holds(ms(1100)), None);
+        // Later programs are those of containers that have looked.
+        agent.begins(ms(1200));
+        agent.runs(ms(1500));
+        assert_eq!(agent.holds(ms(1501)), None);
+        // A container that has looked is no pause container.
+        let mut agent = looked(&[150]);
+        agent.begins(ms(200));
+        agent.runs(ms(500));
+        assert_eq!(agent.holds(ms(501)), None);
+        // Before a publication a look finds nothing.
+        let mut agent = Agent::default();
+        agent.begins(ms(200));
+        agent.runs(ms(500));
+        assert_eq!(agent.holds(ms(501)), None);
     }
 
     #[test]

@@ -71,7 +71,8 @@ limits! {
     AgentLook = 1100;
     /// wait after the agent's first look ever, for which the agent builds a validator: the bundle
     /// of a container that has all its GPUs is made 268 to 540 ms after that look (kata-agent
-    /// 4.1.0, emulated)
+    /// 4.1.0, emulated); before, after the program of a pod's pause container, behind which the
+    /// runtime asks for the next one
     LookFirst = 600;
     /// wait after a later look: the bundle follows in 42 ms in a quiet guest, and later in a busy
     /// one
