@@ -219,7 +219,7 @@ pub struct EmulatedHost {
     _qemu: Process,
     commands: BufReader<UnixStream>,
     monitor: PathBuf,
-    /// Each script, after the seconds that it took.
+    /// Each script, after the seconds that it took; below one that failed, its output.
     log: File,
 }
 
@@ -441,10 +441,11 @@ impl EmulatedHost {
         let output = STANDARD
             .decode(output)
             .with_context(|| format!("answer {answer:?}"))?;
-        Ok((
-            status.into(),
-            String::from_utf8_lossy(&output).trim().into(),
-        ))
+        let output = String::from_utf8_lossy(&output).trim().to_string();
+        if status != "0" && !output.is_empty() {
+            writeln!(self.log, "      {output}")?;
+        }
+        Ok((status.into(), output))
     }
 
     /// Runs a script of bash as root; gives its output, and fails where it fails.
@@ -461,21 +462,43 @@ impl EmulatedHost {
 
     /// Runs a script until it succeeds that waits by itself for some time, as often as that takes.
     pub fn until_waited(&mut self, what: &str, script: &str, deadline: Duration) -> Result<String> {
-        self.repeat(what, script, deadline, 0)
+        let start = Instant::now();
+        loop {
+            let (status, output) = self.ask_long(what, script, deadline)?;
+            if status == "0" {
+                return Ok(output);
+            }
+            ensure!(
+                start.elapsed() < deadline,
+                "no {what} within {deadline:?}: {script:?} ends with {status}: {output}"
+            );
+        }
     }
 
     /// Runs a script that may take longer than [`ANSWER`]; gives its output, and fails where it
     /// fails.
     pub fn run_long(&mut self, what: &str, script: &str, deadline: Duration) -> Result<String> {
+        let (status, output) = self.ask_long(what, script, deadline)?;
+        ensure!(status == "0", "{script:?} ended with {status}: {output}");
+        Ok(output)
+    }
+
+    /// Runs a script beside short looks at whether it has ended: a look that took longer than
+    /// [`NUDGE`] would bring interrupts to a host that has not stopped.
+    fn ask_long(
+        &mut self,
+        what: &str,
+        script: &str,
+        deadline: Duration,
+    ) -> Result<(String, String)> {
         self.run(&format!(
             "rm -f /run/long.*; cat >/run/long.script <<'END OF SCRIPT'\n{script}\nEND OF SCRIPT\n\
              (bash /run/long.script >/run/long.output 2>&1; echo $? >/run/long.ended; \
              mv /run/long.ended /run/long.status) >/dev/null 2>&1 &"
         ))?;
-        let look = "for look in {1..60}; do test -e /run/long.status && exit; sleep 1; done; false";
-        self.until_waited(what, look, deadline)?;
-        let said = self.run("cat /run/long.output; exit $(cat /run/long.status)");
-        said.with_context(|| format!("run {script:?}"))
+        let look = "for look in {1..3}; do test -e /run/long.status && exit; sleep 1; done; false";
+        self.repeat(what, look, deadline, 0)?;
+        self.ask("cat /run/long.output; exit $(cat /run/long.status)")
     }
 
     /// `pause`: in times of a look.
