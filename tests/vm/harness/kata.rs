@@ -401,11 +401,12 @@ impl KataHost {
             .map(drop)
     }
 
-    /// A boot through a command of `kata-gpu-boot`.
+    /// A boot through a command of `kata-gpu-boot`, whose exit status 1 is its verdict on the boot.
     pub fn look(&mut self, command: &str, pod: &str) -> Result<String> {
         let id = self.boot_id(pod)?;
-        self.host
-            .run(&format!("{PROGRAM} {command} --dir {BOOTS} {id}"))
+        self.host.run(&format!(
+            "{PROGRAM} {command} --dir {BOOTS} {id} || test $? = 1"
+        ))
     }
 
     /// Follows a sandbox or NAMESPACE/POD until its boot is over; gives its exit status and what it
@@ -470,11 +471,12 @@ impl KataHost {
         }
     }
 
-    /// Percentage of a pod's boot that no step explains, by a log and the boot's file.
+    /// Percentage of a pod's boot that no step explains, by a log and the boot's file; whatever the
+    /// verdict on it, as in [`Self::look`].
     pub fn unexplained(&mut self, log: &str, pod: &str, window: &str) -> Result<f64> {
         let id = self.boot_id(pod)?;
         let shown = self.host.run(&format!(
-            "{PROGRAM} show {log} {BOOTS}/{id}.ndjson --by gap --json {window}"
+            "{PROGRAM} show {log} {BOOTS}/{id}.ndjson --by gap --json {window} || test $? = 1"
         ))?;
         let shown: serde_json::Value = serde_json::from_str(&shown)?;
         let share = shown["account"]["unexplained_share"].as_f64();
