@@ -73,6 +73,8 @@ pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Runn
 
 /// Runs work whose result is not needed; a panic is reported by the panic hook.
 pub fn detach(work: impl FnOnce() + Send + 'static) {
+    // A box is one type: the program has the code around the work once, not for each caller.
+    let work: Box<dyn FnOnce() + Send> = Box::new(work);
     drop(run(work));
 }
 
