@@ -306,8 +306,8 @@ fn sixteen(context: &TestContext) -> Result<Outcome> {
     booted.settles(16, 0)?;
     booted.created("all")?;
     booted.created("last")?;
-    // Of the GPUs that are bound the first one in PCI order begins, so that the driver's locks serve
-    // them in that order. A GPU whose bind is reported just then may come too late for that.
+    // The first bound GPU in PCI order begins, so that the driver's locks serve GPUs in that order.
+    // A GPU whose bind is reported just then may come too late for that.
     let records = booted.records();
     let initialisations = spans(&records, names::GPU_INIT)?;
     let bound = events(&records, names::GPU_BOUND);
