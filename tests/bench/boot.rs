@@ -287,15 +287,10 @@ fn model(asked: &Asked, enable_ms: u32, boot: &Value, details: &Value) -> Result
         let ms = of.as_f64().context("a boot without a time")?;
         Ok((ms * 1000.0) as Micros)
     };
-    let container = |at: Micros, gpus: Vec<usize>| drive::Container {
-        at,
-        gpus,
-        graces: 3,
-    };
     let containers = [
-        container(at(&boot["agent answers"])?, vec![]),
-        container(at(&details["first"]["asked"])?, vec![0]),
-        container(at(&details["all"]["asked"])?, (0..GPUS).collect()),
+        drive::Container::new(at(&boot["agent answers"])?, vec![]),
+        drive::Container::new(at(&details["first"]["asked"])?, vec![0]),
+        drive::Container::new(at(&details["all"]["asked"])?, (0..GPUS).collect()),
     ];
     let vcpus = asked.cpus as usize;
     let times = Times {

@@ -10,7 +10,6 @@ use kata_gpu_init::boot::bring_up::schedule::Schedule;
 use kata_gpu_init::boot::bring_up::schedule_messages as schedule;
 use kata_gpu_init::boot::bring_up::schedule_messages::{Arrival, GpuId, Probe};
 use kata_gpu_init::boot::bring_up::strategy::{Facts, Policy};
-use kata_gpu_init::config::{Bind, Init};
 use kata_gpu_wire::pci_address::PciAddress;
 use std::time::Duration;
 
@@ -57,16 +56,7 @@ pub fn policy(gpus: usize, vcpus: usize) -> Policy {
         confidential: false,
         vcpus,
     };
-    Policy {
-        bind: Bind::Auto,
-        init: Init::Parallel,
-        first: 0,
-        relaxed: true,
-        no_gpus: false,
-        load_begun: false,
-        enable: None,
-        facts,
-    }
+    Policy::unconfigured(facts)
 }
 
 /// A container that the agent makes when all of these GPUs are published. Its program calls the
@@ -81,14 +71,18 @@ pub struct Container {
 }
 
 impl Container {
+    /// A container whose creation waits for as many grace periods as the agent's.
+    pub fn new(at: Micros, gpus: Vec<usize>) -> Self {
+        Self {
+            at,
+            gpus,
+            graces: 3,
+        }
+    }
+
     /// A container for each GPU, all asked for at the begin.
     pub fn one_each(gpus: usize) -> Vec<Self> {
-        let of = |gpu| Self {
-            at: 0,
-            gpus: vec![gpu],
-            graces: 3,
-        };
-        (0..gpus).map(of).collect()
+        (0..gpus).map(|gpu| Self::new(0, vec![gpu])).collect()
     }
 }
 

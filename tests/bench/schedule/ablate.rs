@@ -160,12 +160,7 @@ fn with_containers(kind: &Kind, enable: Micros, gpus: usize, vcpus: usize) -> [C
     // A pod begins with its pause container, which has no GPU.
     let pod = |of: Vec<Vec<usize>>| -> Vec<Container> {
         let all = std::iter::once(vec![]).chain(of);
-        all.map(|gpus| Container {
-            at: 0,
-            gpus,
-            graces: 3,
-        })
-        .collect()
+        all.map(|gpus| Container::new(0, gpus)).collect()
     };
     let each = pod((0..gpus).map(|gpu| vec![gpu]).collect());
     let all = pod(vec![(0..gpus).collect()]);

@@ -134,7 +134,7 @@ mod tests {
     use crate::boot::bring_up::schedule_messages::{Arrival, Probe};
     use crate::boot::bring_up::shared::tests::facts;
     use crate::boot::bring_up::strategy::Policy;
-    use crate::config::{Bind, Init};
+    use crate::config::Bind;
 
     /// Ends the wait for an order that never comes.
     const HANG: Duration = Duration::from_secs(60);
@@ -143,13 +143,7 @@ mod tests {
     async fn a_limit_that_follows_from_a_fact_passes_without_another_fact() {
         let policy = Policy {
             bind: Bind::Insmod,
-            init: Init::Parallel,
-            first: 0,
-            relaxed: true,
-            no_gpus: false,
-            load_begun: false,
-            enable: None,
-            facts: facts(),
+            ..Policy::unconfigured(facts())
         };
         // The limits of a bring-up's begin are over: there is nothing to wait for.
         let began = now().saturating_sub(Limit::AgentFirst.after());

@@ -526,8 +526,8 @@ mod tests {
     use super::*;
     use crate::boot::bring_up::dispatch;
     use crate::boot::bring_up::schedule::Schedule;
-    use crate::boot::bring_up::strategy::{Facts, Policy};
-    use crate::config::{Bind, Init};
+    use crate::boot::bring_up::shared::tests::facts;
+    use crate::boot::bring_up::strategy::Policy;
 
     #[test]
     fn a_load_that_panics_leaves_nobody_waiting() {
@@ -536,24 +536,7 @@ mod tests {
             .build()
             .unwrap();
         runtime.block_on(async {
-            let facts = Facts {
-                gpus: 1,
-                firewall: false,
-                driver: None,
-                init_on_probe: false,
-                confidential: false,
-                vcpus: 2,
-            };
-            let policy = Policy {
-                bind: Bind::Auto,
-                init: Init::Parallel,
-                first: 0,
-                relaxed: true,
-                no_gpus: false,
-                load_begun: false,
-                enable: None,
-                facts,
-            };
+            let policy = Policy::unconfigured(facts());
             let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
             let (outcome, mut state) = watch::channel(Driver::Loading);
             let error = threads::run(|| -> () { panic!("on purpose") }).await.unwrap_err();

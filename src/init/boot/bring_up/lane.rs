@@ -103,18 +103,17 @@ impl Lane {
     }
 
     /// Keeps the console quiet during work that enables a GPU: a line on it would spin another vCPU
-    /// until the host is free again. Bounded: an enabling may hang. Wakes every [`TICK`].
+    /// until the host is free again. Wakes every [`TICK`]. Both are bounded: an enabling may hang.
     pub async fn quiet_while<F: Future>(&self, work: F) -> F::Output {
-        let mut quiet = Some(ConsoleQuiet::new(self));
+        let quiet = ConsoleQuiet::new(self);
         let (mut work, began) = (pin!(work), Instant::now());
-        loop {
+        while began.elapsed() < Limit::ConsoleQuiet.after() {
             if let Ok(result) = timeout(TICK, &mut work).await {
                 return result;
             }
-            if began.elapsed() >= Limit::ConsoleQuiet.after() {
-                drop(quiet.take());
-            }
         }
+        drop(quiet);
+        work.await
     }
 
     /// Begins the step of the wait before this GPU's enabling.

@@ -92,6 +92,20 @@ pub struct Policy {
 }
 
 impl Policy {
+    /// Policy of a guest that configures nothing, in its first worker.
+    pub fn unconfigured(facts: Facts) -> Self {
+        Self {
+            bind: Bind::Auto,
+            init: Init::Parallel,
+            first: 0,
+            relaxed: true,
+            no_gpus: false,
+            load_begun: false,
+            enable: None,
+            facts,
+        }
+    }
+
     /// Reason for which the driver initialises one GPU at a time, its global lock held throughout.
     pub fn one_at_a_time(&self) -> Option<&'static str> {
         let old = |version: Version| version < RELAXED;
@@ -171,16 +185,7 @@ mod tests {
     }
 
     fn policy() -> Policy {
-        Policy {
-            bind: Bind::Auto,
-            init: Init::Parallel,
-            first: 0,
-            relaxed: true,
-            no_gpus: false,
-            load_begun: false,
-            enable: None,
-            facts: facts(),
-        }
+        Policy::unconfigured(facts())
     }
 
     /// On a slow host.

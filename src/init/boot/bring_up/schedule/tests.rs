@@ -4,7 +4,6 @@
 
 use super::*;
 use crate::boot::bring_up::strategy::Facts;
-use crate::config::Init;
 
 fn gpu(k: u8) -> GpuId {
     GpuId {
@@ -34,16 +33,7 @@ fn policy() -> Policy {
         confidential: false,
         vcpus: 2,
     };
-    Policy {
-        bind: Bind::Auto,
-        init: Init::Parallel,
-        first: 0,
-        relaxed: true,
-        no_gpus: false,
-        load_begun: false,
-        enable: None,
-        facts,
-    }
+    Policy::unconfigured(facts)
 }
 
 /// A slow host up to its first initialisation.
