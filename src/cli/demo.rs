@@ -119,6 +119,7 @@ async fn demo(args: &Args) -> Result<()> {
         kernel: args.kernel.clone(),
         initrd: args.initrd.clone(),
         disk: None,
+        disk_rate: None,
         serial_disks: vec![],
         append: command_line(args, arch),
         memory_mib: MEMORY_MIB,

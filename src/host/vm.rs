@@ -40,6 +40,8 @@ pub struct VmConfig {
     pub initrd: PathBuf,
     /// A raw image, /dev/vda in the guest, read-only.
     pub disk: Option<PathBuf>,
+    /// Bytes that this image gives in a second, at most.
+    pub disk_rate: Option<u64>,
     /// More raw images, read-only, each with its serial in the guest.
     pub serial_disks: Vec<(String, PathBuf)>,
     /// The kernel's command line, unchanged.
@@ -297,10 +299,14 @@ fn qemu_arguments(
     );
     add("-serial", "chardev:console".into());
     if let Some(path) = &config.disk {
+        let rate = config
+            .disk_rate
+            .map(|rate| format!("throttling.bps-read={rate},"));
         add(
             "-drive",
             format!(
-                "if=none,id=disk,format=raw,readonly=on,file={}",
+                "if=none,id=disk,format=raw,readonly=on,{}file={}",
+                rate.unwrap_or_default(),
                 path.display()
             ),
         );
@@ -517,6 +523,7 @@ mod tests {
             kernel: "/k/vmlinuz".into(),
             initrd: "/k/initrd".into(),
             disk: None,
+            disk_rate: None,
             serial_disks: vec![],
             append: "console=ttyS0 a,b".into(),
             memory_mib: 1024,

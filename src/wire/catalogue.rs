@@ -90,7 +90,8 @@ pub struct Row {
     pub follows: &'static [&'static str],
     /// Steps of this name run one after another, by the order of the program.
     pub serial: bool,
-    /// Waits for what other steps do: shown, and neither anybody's fault nor an explanation.
+    /// Waits for what other steps do, or has nobody waiting for it: shown, and neither anybody's
+    /// fault nor an explanation.
     pub waiting: bool,
 }
 
@@ -273,6 +274,11 @@ rows! {
         rank = Rank::Detail;
     /// Looking for the driver in the image: its version, its options. The strategy depends on it.
     DRIVER_LOOK = "driver.look", Span, Init, Init <- [names::PCI_SCAN], rank = Rank::Quick;
+    /// Reading the driver's module and the GPUs' firmware from the disk into memory, parallel to
+    /// everything else, before they are asked for; not where they lie in RAM, as in an initrd.
+    /// Nothing waits for this.
+    READAHEAD = "readahead", Span, Init, Init <- [names::PCI_SCAN]
+        { files: "their names", bytes: "of all" }, rank = Rank::Quick, waiting = true;
     /// How this boot binds and initialises, and why.
     STRATEGY = "strategy", Event, Init, Init
         {

@@ -3,6 +3,8 @@
 #![allow(unsafe_code, reason = "system calls without a safe form in std or nix")]
 
 use nix::errno::Errno;
+use std::fs::File;
+use std::os::fd::AsRawFd;
 
 /// Makes standard input the controlling terminal of this session; another session loses it.
 pub fn take_terminal() -> nix::Result<()> {
@@ -38,4 +40,37 @@ pub fn fault() -> ! {
     // process here.
     let _unused = unsafe { nowhere.read_volatile() };
     std::process::abort()
+}
+
+/// Pages of a file that are in the page cache, and all its pages.
+pub fn resident(file: &File) -> std::io::Result<(usize, usize)> {
+    const PAGE: usize = 4096;
+    let length = usize::try_from(file.metadata()?.len()).map_err(std::io::Error::other)?;
+    let mut pages = vec![0_u8; length.div_ceil(PAGE)];
+    // SAFETY: a mapping at a place of the kernel's choice covers no memory of this process.
+    let at = unsafe {
+        nix::libc::mmap(
+            std::ptr::null_mut(),
+            length,
+            nix::libc::PROT_READ,
+            nix::libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    if at == nix::libc::MAP_FAILED {
+        return Err(std::io::Error::last_os_error());
+    }
+    // SAFETY: the mapping has this length, and the vector a byte for each of its pages; the mapping
+    // is not used, neither before nor after its end.
+    let seen = unsafe {
+        let seen = Errno::result(nix::libc::mincore(at, length, pages.as_mut_ptr()));
+        nix::libc::munmap(at, length);
+        seen
+    };
+    seen?;
+    Ok((
+        pages.iter().filter(|page| **page & 1 != 0).count(),
+        pages.len(),
+    ))
 }

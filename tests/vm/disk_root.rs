@@ -1,9 +1,10 @@
 //! A failure means that an erofs image whose init `image replace-init` has replaced does not boot
-//! from its partition or behind dm-verity, that the init writes to a read-only root, or that a
-//! guest uses changed data of a root behind dm-verity. Judge of the hash tree: the kernel.
+//! from its partition or behind dm-verity, that the init writes to a read-only root, that it does
+//! not read firmware ahead, or that a guest uses changed data of a root behind dm-verity. Judge of
+//! the hash tree: the kernel.
 
-use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
-use anyhow::{Context, Result, ensure};
+use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, spans};
+use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_image::kata::drop_in;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
@@ -25,12 +26,18 @@ pub const TESTS: &[VmTest] = &[
         name: "a_changed_root_or_another_root_hash_starts_no_init",
         run: changed,
     },
+    VmTest {
+        name: "firmware_on_a_disk_is_in_memory_before_the_driver_asks_for_it",
+        run: readahead,
+    },
 ];
 
-/// First sector of the root in images of Kata's builder, in units of 512 bytes, and size of the
-/// partition here: the new root must fit.
+/// First sector of the root in images of Kata's builder, in units of 512 bytes.
 const FIRST: u64 = 6144;
-const SECTORS: u64 = 64 << 11;
+/// Bytes of the partition here that the old root leaves: the new one must fit.
+const ROOM: u64 = 32 << 20;
+/// Directory of firmware for the simulated driver's version.
+pub const FIRMWARE: &str = "lib/firmware/nvidia/550.163.01";
 /// Bytes of a block of erofs and of dm-verity.
 const BLOCK: usize = 4096;
 /// Padding in the first bytes of an ELF file, which nobody reads.
@@ -68,7 +75,7 @@ pub fn unpacked(context: &TestContext) -> Result<PathBuf> {
 
 /// A guest's root as a folder: what the initrd has, the driver's stand-ins, and an init that is not
 /// ours where Kata's images have theirs.
-fn root(context: &TestContext) -> Result<PathBuf> {
+pub fn root(context: &TestContext) -> Result<PathBuf> {
     let root = unpacked(context)?;
     let driver = context.target.join("containers/driver");
     done(
@@ -90,6 +97,18 @@ fn root(context: &TestContext) -> Result<PathBuf> {
 fn replaced(context: &TestContext, image: &Path, words: &[&str]) -> Result<PathBuf> {
     let out = context.work_dir.join("new.image");
     let init = context.guest_program("kata-gpu-init");
+    replaced_with(context, image, &init, &out, words)?;
+    Ok(out)
+}
+
+/// Writes the image with another init.
+pub fn replaced_with(
+    context: &TestContext,
+    image: &Path,
+    init: &Path,
+    out: &Path,
+    words: &[&str],
+) -> Result<()> {
     let program = context.host_program();
     // NVML's helper with its debugging symbols is larger than the image.
     done(
@@ -100,9 +119,8 @@ fn replaced(context: &TestContext, image: &Path, words: &[&str]) -> Result<PathB
             .arg("--init")
             .arg(init)
             .arg("-o")
-            .arg(&out),
-    )?;
-    Ok(out)
+            .arg(out),
+    )
 }
 
 /// Boots the image with its root on this device, and with these further words.
@@ -147,9 +165,10 @@ pub fn erofs_image(context: &TestContext, root: &Path) -> Result<PathBuf> {
             .args(["--quiet", "-Enoinline_data"])
             .args([fs.as_path(), root]),
     )?;
-    File::create(&image)?.set_len((FIRST + SECTORS + 2048) * 512)?;
+    let sectors = (std::fs::metadata(&fs)?.len() + ROOM).div_ceil(512);
+    File::create(&image)?.set_len((FIRST + sectors + 2048) * 512)?;
     let table = format!(
-        "printf 'label: dos\\nstart={FIRST}, size={SECTORS}, type=83\\n' | \
+        "printf 'label: dos\\nstart={FIRST}, size={sectors}, type=83\\n' | \
         PATH=$PATH:/usr/sbin:/sbin sfdisk --quiet \"$0\""
     );
     done(Command::new("sh").args(["-c", &table]).arg(&image))?;
@@ -306,4 +325,53 @@ fn changed(context: &TestContext) -> Result<Outcome> {
     refused(context, "hash", &image, &other, says)?;
     // Nobody but dm-verity minds the byte.
     boots(context, &changed, "/dev/vda1", "")
+}
+
+/// Firmware of two generations, in the root of GPUs of one. The simulated driver asks for none, so
+/// only the init reads it.
+fn readahead(context: &TestContext) -> Result<Outcome> {
+    const PAGES: usize = 1500;
+    const NEEDED: &str = "gsp_ga10x.bin";
+    const OTHER: &str = "gsp_tu10x.bin";
+    let bytes = vec![7; PAGES * 4096];
+    let root = root(context)?;
+    for name in [NEEDED, OTHER] {
+        std::fs::write(root.join(FIRMWARE).join(name), &bytes)?;
+    }
+    let image = replaced(context, &erofs_image(context, &root)?, &[])?;
+    let booted = Guest::with("testagent.guest=resident")
+        .root_disk(context, &image, "/dev/vda1", "erofs")?
+        .boot(context, "disk")?;
+    for (name, resident) in [(NEEDED, PAGES), (OTHER, 0)] {
+        let line = booted.agent("resident", |line| line.get("file") == name)?;
+        let (pages, of) = (line.get("pages"), line.get("of"));
+        ensure!(
+            (pages, of) == (&resident.to_string(), &PAGES.to_string()),
+            "{name}: {pages} of {of} pages are in memory, not {resident} of {PAGES}"
+        );
+    }
+    let records = booted.records();
+    let steps = spans(&records, names::READAHEAD)?;
+    let [(begin, _)] = steps[..] else {
+        bail!("not one step of readahead: {steps:?}")
+    };
+    let field = |key: &str| begin.fields.get(key).cloned().unwrap_or_default();
+    ensure!(
+        field("files") == format!("nvidia.ko {NEEDED}")
+            && field("bytes").as_u64() > Some(bytes.len() as u64),
+        "the step is {begin:?}"
+    );
+    let scan = booted.record("the scan", |r| r.name == names::PCI_SCAN)?;
+    ensure!(
+        scan.span.is_some_and(|id| begin.after == [id]),
+        "{begin:?} after {scan:?}"
+    );
+
+    // An initrd is in memory already.
+    let booted = Guest::new()
+        .file(&format!("{FIRMWARE}/{NEEDED}"), &bytes)
+        .boot(context, "initrd")?;
+    booted.settles(8, 0)?;
+    booted.has_no(names::READAHEAD)?;
+    Ok(Outcome::Passed)
 }

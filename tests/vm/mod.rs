@@ -12,7 +12,7 @@ mod cluster;
 mod coherent_memory;
 mod container_roots;
 mod containers;
-mod disk_root;
+pub mod disk_root;
 pub mod emulated_host;
 mod events;
 mod extensions;

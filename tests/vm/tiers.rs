@@ -132,6 +132,7 @@ const BY_NAME: &[(&str, &[&str])] = &[
             "an_erofs_image_with_another_init_boots_from_its_partition",
             "an_image_boots_behind_dm_verity_with_what_install_has_written",
             "a_changed_root_or_another_root_hash_starts_no_init",
+            "firmware_on_a_disk_is_in_memory_before_the_driver_asks_for_it",
             "coherent_memory_goes_online_movable_before_the_first_open",
         ],
     ),

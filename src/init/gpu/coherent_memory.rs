@@ -168,7 +168,7 @@ fn bar_size(root: &Path, gpu: PciAddress) -> u64 {
 }
 
 /// RAM that is available, in bytes; 0 where the kernel does not report it.
-fn available(root: &Path) -> u64 {
+pub fn available(root: &Path) -> u64 {
     let text = read(&root.join("proc/meminfo"), MAX_TEXT).unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
     let line = text

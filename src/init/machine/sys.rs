@@ -275,6 +275,23 @@ pub fn device_mapper(
     Errno::result(result).map(drop)
 }
 
+/// Lets the calling thread run only where a CPU has nothing else to do (SCHED_IDLE).
+pub fn run_when_idle() -> nix::Result<()> {
+    // The kernel's struct sched_param: a priority, which this policy has not.
+    let none: nix::libc::c_int = 0;
+    // SAFETY: the kernel reads one number, which outlives the call; thread 0 is the calling one.
+    // Not the C library's function, which fails in musl.
+    Errno::result(unsafe {
+        nix::libc::syscall(
+            nix::libc::SYS_sched_setscheduler,
+            0,
+            nix::libc::SCHED_IDLE,
+            &raw const none,
+        )
+    })
+    .map(drop)
+}
+
 /// Returns when every CPU has been through the scheduler since the call (an RCU grace period): work
 /// that the kernel deferred until then is due.
 pub fn grace_period() -> nix::Result<()> {

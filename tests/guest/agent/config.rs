@@ -72,6 +72,8 @@ pub struct Config {
     /// Whether everything costs what it costs the real agent, and containers of the command line
     /// are made in a pod.
     pub real_cost: bool,
+    /// A file that is read whole before the server listens, as the pages of a large agent are.
+    pub reads: Option<String>,
     pub log: Level,
 }
 
@@ -203,6 +205,7 @@ impl Config {
             guest_half: None,
             poweroff: false,
             real_cost: false,
+            reads: None,
             log: Level::Info,
         };
         let (mut systemd_unified, mut no_v1, mut mem_agent) = (false, false, false);
@@ -265,6 +268,7 @@ impl Config {
                 }
                 "testagent.without_hooks" => without_hooks = value.split(',').collect(),
                 "testagent.cost" => config.real_cost = value == "real",
+                "testagent.reads" => config.reads = Some(value.into()),
                 "testagent.guest" => config.guest_half = Some(value.into()),
                 "testagent.poweroff" => config.poweroff = value == "on",
                 _ => {}

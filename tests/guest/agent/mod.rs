@@ -6,8 +6,9 @@
 //! from a host's ttRPC requests. A container of the command line is a directory with the device
 //! nodes it would get, or, with one of the guest's roots, a real one that runs its program. A
 //! container of a request is made as the real agent makes it ([`pod`]); so are all with
-//! `testagent.cost=real`, where starting costs what it costs the real one, too. This agent does not
-//! listen for uevents, which the real one logs.
+//! `testagent.cost=real`, where starting costs what it costs the real one, too; with
+//! `testagent.reads=FILE` it reads that file first. This agent does not listen for uevents, which
+//! the real one logs.
 
 pub mod cdi;
 pub mod cdi_json;
@@ -55,6 +56,11 @@ pub fn run() -> ! {
     words::announce(&format!("{config:?}")).write();
     if config.real_cost {
         pod::start_up();
+    }
+    if let Some(file) = &config.reads
+        && let Err(error) = std::fs::read(file)
+    {
+        log::error("reads", &[("file", file), ("error", &error.to_string())]);
     }
     let server = server::listen_on_vsock();
     // The real one ends without vsock.

@@ -13,6 +13,7 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("listener", listener),
     ("rss", rss),
     ("root", root),
+    ("resident", resident),
     ("child", child),
     ("script", script::run),
     ("hot-plug-soak", hot_plug_soak::run),
@@ -168,6 +169,29 @@ fn root() {
         .unwrap_or_default();
     let written = std::fs::write("/written", "").map_or_else(|e| e.to_string(), |()| "yes".into());
     log::info("root", &[("mount", line), ("written", &written)]);
+}
+
+/// Reports, once a `readahead` step has ended, how much of each firmware file is in memory.
+fn resident() {
+    wait_for_line("\"kind\":\"end\",\"name\":\"readahead\"");
+    let entries = |directory: &Path| std::fs::read_dir(directory).into_iter().flatten().flatten();
+    for version in entries(Path::new("/lib/firmware/nvidia")) {
+        for file in entries(&version.path()) {
+            let seen =
+                std::fs::File::open(file.path()).and_then(|file| crate::sys::resident(&file));
+            let text = match seen {
+                Ok((pages, of)) => [pages, of].map(|n| n.to_string()),
+                Err(error) => [error.to_string(), String::new()],
+            };
+            let file = file.file_name();
+            let fields = [
+                ("file", &*file.to_string_lossy()),
+                ("pages", &text[0]),
+                ("of", &text[1]),
+            ];
+            log::info("resident", &fields);
+        }
+    }
 }
 
 /// Reports the boot clock's time, in a line that has the wall clock's.

@@ -215,6 +215,7 @@ pub struct Guest {
     /// None: that of initrd/pack.
     initrd: Option<PathBuf>,
     disk: Option<PathBuf>,
+    disk_rate: Option<u64>,
     serial_disks: Vec<(String, PathBuf)>,
     files: Vec<(String, Vec<u8>)>,
     archives: Vec<String>,
@@ -244,6 +245,7 @@ impl Guest {
             append: vec![kernel.into(), LEAN_KERNEL.into(), times.into()],
             initrd: None,
             disk: None,
+            disk_rate: None,
             serial_disks: vec![],
             files: vec![],
             archives: vec![],
@@ -302,6 +304,12 @@ impl Guest {
             .file("etc/hardware.root-modules", paths.as_bytes())
             .without("init")
             .append(&format!("hardware.root={device}:{fs}")))
+    }
+
+    /// The root's disk gives at most so many bytes a second.
+    pub fn disk_rate(mut self, bytes: u64) -> Self {
+        self.disk_rate = Some(bytes);
+        self
     }
 
     /// With the modules that a Kata kernel has built in for disks and images; returns their paths,
@@ -507,6 +515,7 @@ impl Guest {
             kernel: context.kernel(),
             initrd,
             disk: self.disk,
+            disk_rate: self.disk_rate,
             serial_disks: self.serial_disks,
             append,
             memory_mib: if self.registers {

@@ -29,7 +29,7 @@ use kata_gpu_wire::failure::Reason;
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::convert::Infallible;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 use tokio::sync::{oneshot, watch};
@@ -68,6 +68,7 @@ pub fn start(
     let Image {
         mut modules,
         version,
+        ..
     } = image;
     modules.follow(chosen);
     // A driver that was loaded before probes nothing now. Its GPUs may be locked for long: the load
@@ -183,7 +184,8 @@ async fn is_registered(sysfs: &PciSysfs) {
 pub struct Image {
     /// Modules of the running kernel, with the driver's options from the configuration.
     pub modules: Modules,
-    /// The version of the driver's module, where its file has one.
+    /// The driver's module, and its version, where the file has one.
+    pub file: Option<PathBuf>,
     pub version: Option<String>,
 }
 
@@ -194,8 +196,13 @@ impl Image {
             let key = with_registry_key(&modules.options(DRIVER), UNRELAXED);
             modules.add_options(DRIVER, &key);
         }
-        let version = version_on_disk(&modules);
-        Self { modules, version }
+        let file = file(&modules);
+        let version = file.as_deref().and_then(version_on_disk);
+        Self {
+            modules,
+            file,
+            version,
+        }
     }
 
     /// Value of the option that disables NVLink, from modprobe.d or the command line.
@@ -215,14 +222,14 @@ pub fn is_in_kernel() -> bool {
     Path::new(SYS).join("module").join(DRIVER).exists()
 }
 
-fn version_on_disk(modules: &Modules) -> Option<String> {
-    // The load reports files that cannot be found or read.
-    let (file, _) = modules
-        .show_depends(DRIVER)
-        .ok()?
-        .into_iter()
-        .find(|(path, _)| is_driver(path))?;
-    modinfo::value(&file, "version").ok()?
+fn version_on_disk(file: &Path) -> Option<String> {
+    modinfo::value(file, "version").ok()?
+}
+
+/// The driver's module, if there is one. The load reports files that cannot be found or read.
+fn file(modules: &Modules) -> Option<PathBuf> {
+    let plan = modules.show_depends(DRIVER).ok()?.into_iter();
+    plan.map(|(path, _)| path).find(|path| is_driver(path))
 }
 
 fn is_driver(path: &Path) -> bool {

@@ -12,6 +12,7 @@ use super::lockdown;
 use super::off_the_bus;
 use super::previous::Previous;
 use super::publication::{self, Update};
+use super::readahead;
 use super::readiness;
 use super::reset;
 use super::roster::Roster;
@@ -179,6 +180,10 @@ impl Fleet {
             .collect();
         let (driver, state) = watch::channel(Driver::Loading);
         let image = Image::of(config, command_line);
+        // An earlier worker has had these files read.
+        if previous.is_none() {
+            readahead::start(&image, &found.gpus, found.step);
+        }
         let facts = facts(&image, &found.gpus);
         let decision = match previous.and_then(|previous| previous.topology.clone()) {
             Some(decision) => decision,
