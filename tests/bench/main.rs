@@ -1,4 +1,4 @@
-//! `bench agent|boot|bringup|cdi|fabric|host|hot-plug|schedule|soak|trace ..`:
+//! `bench agent|boot|bringup|cdi|fabric|host|hot-plug|readahead|schedule|soak|trace ..`:
 //! what is compared is measured in one run.
 //!
 //! Figures are for comparison within one run only: the guest is emulated, and the machine may be
@@ -10,6 +10,7 @@ mod bring_up;
 mod cdi;
 mod fabric;
 mod host;
+mod readahead;
 mod real_agent;
 mod schedule;
 mod soak;
@@ -26,9 +27,9 @@ use std::path::{Path, PathBuf};
 const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus \
     N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench fabric [RUNS] \
     [GUEST..] [--tenth] | \
-    bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench schedule [--ablate] | bench soak \
-    [BOOTS] [SEED] [--at-once N] [--file FILE] | bench soak --only SEED | --describe SEED | \
-    --summary | bench trace [RUNS] [HOST..] [--overhead]";
+    bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench readahead BEFORE [RUNS] [DISK..] | \
+    bench schedule [--ablate] | bench soak [BOOTS] [SEED] [--at-once N] [--file FILE] | bench soak \
+    --only SEED | --describe SEED | --summary | bench trace [RUNS] [HOST..] [--overhead]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -50,6 +51,7 @@ fn main() -> Result<()> {
         Some("fabric") => fabric::run(&root, &context, &arguments[1..]),
         Some("host") => host::run(&root, &context, number(1, 1)? as usize),
         Some("hot-plug") => soak::hot_plug(&context, number(1, 500)?, number(2, 1)?),
+        Some("readahead") => readahead::run(&root, &context, &arguments[1..]),
         Some("schedule") => schedule::run(&root, &arguments[1..]),
         Some("soak") => soak::run(&root, &context, &arguments[1..]),
         Some("trace") => trace::run(&root, &context, &arguments[1..]),
