@@ -41,10 +41,8 @@ struct Host {
 const PARTS: [u64; 3] = [300, 1300, 500];
 const PROBE: u64 = 3;
 
-/// Parameters of a driver that initialises in the probe. The strategy is named, too: `auto` goes by
-/// the version in the module's file, which is 550.
-const IN_PROBE: &str =
-    "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent";
+/// Parameters of a driver that initialises in the probe.
+const IN_PROBE: &str = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1";
 
 const HOSTS: &[Host] = &[
     Host {
@@ -338,7 +336,11 @@ struct Run {
 }
 
 fn boot(context: &TestContext, words: &str, gpus: u64) -> Result<Run> {
-    let booted = Guest::new().append(words).boot(context, "bringup")?;
+    let mut guest = Guest::new().append(words);
+    if let Some((path, module)) = of_version(context, words)? {
+        guest = guest.file(&path, &module);
+    }
+    let booted = guest.boot(context, "bringup")?;
     let settled = booted.settled()?;
     if settled != (gpus, 0) {
         bail!("{words}: usable and failed GPUs: {settled:?}");
@@ -363,4 +365,29 @@ fn boot(context: &TestContext, words: &str, gpus: u64) -> Result<Run> {
         each,
         strategy,
     })
+}
+
+/// The simulated driver's module of the version that these words give it, with its path in a guest:
+/// the init chooses its strategy by the version in the file. None: the words give it none.
+fn of_version(context: &TestContext, words: &str) -> Result<Option<(String, Vec<u8>)>> {
+    const OWN: &[u8] = b"\0version=550.163.01\0";
+    let mut words = words.split(' ');
+    let Some(version) = words.find_map(|word| word.strip_prefix("nvidia.version=")) else {
+        return Ok(None);
+    };
+    let mut named = format!("\0version={version}\0").into_bytes();
+    ensure!(
+        named.len() <= OWN.len(),
+        "version {version:?} is longer than the simulated driver's"
+    );
+    named.resize(OWN.len(), 0);
+    let mut module = std::fs::read(context.target.join("simulator/nvidia.ko"))?;
+    let at = module
+        .windows(OWN.len())
+        .position(|window| window == OWN)
+        .context("the simulated driver's module has another version")?;
+    module[at..at + OWN.len()].copy_from_slice(&named);
+    let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
+    let path = format!("lib/modules/{}/nvidia.ko", kernel.trim());
+    Ok(Some((path, module)))
 }
