@@ -11,8 +11,6 @@ use super::real_agent::{self, Order};
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_tests::agent_client::requests::Container;
-use kata_gpu_tests::schedule::drive::{self, Overhead};
-use kata_gpu_tests::schedule::locks::{Host, Micros, Times};
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext, named};
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::Kind;
@@ -21,6 +19,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+
+mod model;
 
 const GPUS: usize = 8;
 /// Initialisation as long as an H100's. Nothing is scaled down: the init waits for what a driver
@@ -109,6 +109,8 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     let busy = asked.busy.then(Busy::start);
     for run in 1..=asked.runs {
         for (host, enable_ms) in &asked.hosts {
+            // Times of the agent and of a program, from the row without a bring-up.
+            let mut alone = None;
             for (row, words) in ROWS {
                 eprintln!("bench: run {run} of {}, {host}, {row} ...", asked.runs);
                 let words = format!("{words} fakepci.enable_ms={enable_ms}");
@@ -120,8 +122,11 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
                     agent.as_deref(),
                     &mut gaps,
                 )?;
-                if row == BOUND {
-                    let model = model(&asked, *enable_ms, &ms, &details)?;
+                if row == SERIAL {
+                    alone = Some(model::Alone::in_boot(&ms, &details)?);
+                }
+                if let (BOUND, Some(alone)) = (row, &alone) {
+                    let model = model::predict(asked.cpus, *enable_ms, &ms, &details, alone)?;
                     raw.push(json!({ "host": host, "boot": MODEL, "run": run, "ms": model }));
                 }
                 raw.push(
@@ -241,6 +246,7 @@ fn boot(
     } else {
         own_milestones(&booted, (row == BOUND).then_some(gaps))?
     };
+    let steps = model::steps(&booted.receiver.records(), init.start_ns);
     let since = |ns: u64| ns.saturating_sub(init.start_ns) as f64 / 1e6;
     let answer = |c: &real_agent::ContainerTimes| {
         c.answer_ns
@@ -274,57 +280,9 @@ fn boot(
     };
     Ok((
         ms.into(),
-        json!({ "clock_error_ms": pod.clock_error_ns as f64 / 1e6, "pause": details(&pod.pause),
+        json!({ "clock_error_ms": pod.clock_error_ns as f64 / 1e6, "steps": steps, "pause": details(&pod.pause),
             "first": details(first), "all": details(all) }),
     ))
-}
-
-/// The milestones of a boot with `gpuinit.ready=bound` as the model of the locks has them, in ms,
-/// with containers asked for at the times of that boot. The model's agent costs no CPU.
-fn model(asked: &Asked, enable_ms: u32, boot: &Value, details: &Value) -> Result<Value> {
-    const MS: Micros = 1000;
-    let at = |of: &Value| -> Result<Micros> {
-        let ms = of.as_f64().context("a boot without a time")?;
-        Ok((ms * 1000.0) as Micros)
-    };
-    let containers = [
-        drive::Container::new(at(&boot["agent answers"])?, vec![]),
-        drive::Container::new(at(&details["first"]["asked"])?, vec![0]),
-        drive::Container::new(at(&details["all"]["asked"])?, (0..GPUS).collect()),
-    ];
-    let vcpus = asked.cpus as usize;
-    let times = Times {
-        enable: Micros::from(enable_ms) * MS,
-        firewall: 0,
-        probe: 3 * MS,
-        s1: 300 * MS,
-        s2: 1300 * MS,
-        s3: 500 * MS,
-    };
-    let host = Host {
-        vcpus,
-        load: Some(drive::USUAL_LOAD),
-        ..Host::of(GPUS, times)
-    };
-    let policy = drive::policy(GPUS, vcpus);
-    let run = drive::drive(&host, policy, &containers, Overhead::USUAL, 1);
-    let published = || run.published.iter().flatten();
-    let times = [
-        ("first publication", published().min().copied()),
-        ("last publication", published().max().copied()),
-        ("pause container runs", run.containers[0]),
-        ("container with GPU 0 runs", run.containers[1]),
-        ("container with all runs", run.containers[2]),
-        ("application on GPU 0 computes", run.computes[1]),
-        ("application on all computes", run.computes[2]),
-    ];
-    let known = times
-        .iter()
-        .filter_map(|(name, at)| at.map(|at| (*name, at)));
-    let ms: serde_json::Map<String, Value> = known
-        .map(|(name, at)| (name.into(), (at as f64 / 1000.0).into()))
-        .collect();
-    Ok(ms.into())
 }
 
 /// An init's milestones, in ns of CLOCK_BOOTTIME.

@@ -68,15 +68,22 @@ pub struct Container {
     pub gpus: Vec<usize>,
     /// Grace periods of its creation.
     pub graces: u8,
+    /// From the last of these to its program.
+    pub starts: Micros,
+    /// Program's own work between two of its calls.
+    pub between_calls: Micros,
 }
 
 impl Container {
-    /// A container whose creation waits for as many grace periods as the agent's.
+    /// A container whose creation waits for as many grace periods as the agent's, on a machine
+    /// where the agent's own work takes no time.
     pub fn new(at: Micros, gpus: Vec<usize>) -> Self {
         Self {
             at,
             gpus,
             graces: 3,
+            starts: RUNS,
+            between_calls: BETWEEN_CALLS,
         }
     }
 
@@ -552,15 +559,17 @@ impl<'h> Guest<'h> {
             }
             Fact::Waited(LOAD) => self.soon(Action::Report(schedule::Fact::LoadOver)),
             Fact::Waited(container) => {
-                let runs = Action::ContainerRuns(usize::from(container));
-                self.at(self.world.now() + RUNS, runs);
+                let container = usize::from(container);
+                let starts = self.containers[container].starts;
+                let runs = Action::ContainerRuns(container);
+                self.at(self.world.now() + starts, runs);
             }
             Fact::Called(program) => {
                 self.calls[program] += 1;
                 match self.calls[program] {
                     1 => self.opens(program),
                     CALLS => self.run.computes[program] = Some(self.world.now()),
-                    _ => self.at(self.world.now() + BETWEEN_CALLS, Action::Calls(program)),
+                    _ => self.calls_next(program),
                 }
             }
         }
@@ -569,9 +578,14 @@ impl<'h> Guest<'h> {
     /// A program opens its GPUs, or waits for one of them.
     fn opens(&mut self, program: usize) {
         match self.are_usable(&self.containers[program]) {
-            true => self.at(self.world.now() + BETWEEN_CALLS, Action::Calls(program)),
+            true => self.calls_next(program),
             false => self.opening.push(program),
         }
+    }
+
+    fn calls_next(&mut self, program: usize) {
+        let between = self.containers[program].between_calls;
+        self.at(self.world.now() + between, Action::Calls(program));
     }
 
     /// Somebody in the guest does something.

@@ -146,10 +146,14 @@ impl Case {
             confidential: !relaxed && percent(&mut random, 50),
             vcpus,
         };
-        let containers = (0..random.u64(0..4)).map(|_| Container {
-            at: random.u64(0..6000) * MS,
-            gpus: (0..count).filter(|_| percent(&mut random, 30)).collect(),
-            graces: random.u64(1..=4) as u8,
+        let containers = (0..random.u64(0..4)).map(|_| {
+            let at = random.u64(0..6000) * MS;
+            let gpus = (0..count).filter(|_| percent(&mut random, 30)).collect();
+            let graces = random.u64(1..=4) as u8;
+            Container {
+                graces,
+                ..Container::new(at, gpus)
+            }
         });
         let containers = containers.collect();
         let (report, publish, files) = (
