@@ -97,7 +97,7 @@ fn load(module: &str, release: &str, command_line: &[u8]) -> Result<()> {
 }
 
 /// All nodes; gives the GPUs', in PCI order.
-fn make_nodes(scan: &pci::Scan) -> Result<Vec<PathBuf>> {
+pub fn make_nodes(scan: &pci::Scan) -> Result<Vec<PathBuf>> {
     let proc = Path::new(PROC);
     let majors = majors(proc)?;
     let nodes = DeviceNodes::at(Path::new("/dev"), node_rules(proc));

@@ -378,9 +378,22 @@ fn set_fabric_state(name: &str, state: &str) {
     }
 }
 
+/// Nodes of a guest where nobody has made any: libnvidia-cfg makes those that persistenced opens.
+fn make_missing_nodes() -> Result<(), String> {
+    if Path::new("/dev/nvidiactl").exists() {
+        return Ok(());
+    }
+    let scan = pci::scan(Path::new("/sys")).map_err(|e| e.to_string())?;
+    let made = crate::serial_init::make_nodes(&scan);
+    made.map(drop).map_err(|e| e.to_string())
+}
+
 /// persistenced's work: opens each GPU, which initialises one that is down, and waits for its
 /// fabric for at most `fabric_wait`. Returns the descriptors.
 fn persist(name: &str, fabric_wait: Option<Duration>) -> Vec<File> {
+    if let Err(error) = make_missing_nodes() {
+        log_error(name, &error);
+    }
     let mut held = Vec::new();
     for (place, address) in gpus().into_iter().enumerate() {
         let node = information(Path::new("/proc"), address)

@@ -229,6 +229,14 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *address, struct gpu **device)
 	return NOT_FOUND;
 }
 
+int nvmlDeviceGetHandleByUUID(const char *uuid, struct gpu **device)
+{
+	for (unsigned k = 0; k < listed(); k++)
+		if (!strcmp(gpus[k].uuid, uuid))
+			return handle(&gpus[k], device);
+	return NOT_FOUND;
+}
+
 struct pci {
 	char legacy[16];
 	unsigned domain, bus, device, device_id, subsystem_id;
