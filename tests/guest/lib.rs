@@ -14,6 +14,7 @@ pub mod protobuf;
 pub mod serial_init;
 pub mod serial_services;
 pub mod services;
+pub mod stamped;
 pub mod start;
 pub mod sys;
 pub mod trap_init;

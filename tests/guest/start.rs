@@ -18,6 +18,14 @@ pub fn main(specs: cdi::Open) {
         Some(crate::halves::inside::NAME) => crate::halves::inside::run(),
         Some(crate::halves::vmm::NAME) => crate::halves::vmm::run(),
         Some(crate::halves::forge::NAME) => crate::halves::forge::run(),
+        // The interpreter of a script, whose path comes behind the script's own word.
+        Some("test-programs")
+            if std::env::args()
+                .nth(1)
+                .is_some_and(|word| word == crate::stamped::NAME) =>
+        {
+            crate::stamped::run(&std::env::args().skip(2).collect::<Vec<_>>())
+        }
         // The interpreter of a script, whose path comes first.
         Some("test-programs")
             if std::env::args()
