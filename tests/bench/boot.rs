@@ -5,10 +5,11 @@
 //! The pod has a pause container, a container `first` with GPU 0 whose program opens control, uvm
 //! and its GPU, as CUDA does, and a container `all` whose program opens all GPUs one after another,
 //! as NVML does. Both are asked for when the pause container runs, as a host asks that has several
-//! containers to start. `KATA_AGENT=FILE` puts that agent in the test agent's place.
+//! containers to start. `KATA_AGENT=FILE` puts that agent in the test agent's place; `NVRC=DIR`
+//! adds a row with the incumbent's own programs.
 
 use super::real_agent::{self, Order};
-use super::{keep, machine};
+use super::{keep, machine, nvrc};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_tests::agent_client::requests::Container;
 use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext, named};
@@ -55,6 +56,20 @@ const COLUMNS: [&str; 11] = [
     "application on all computes",
 ];
 
+/// Programs of others.
+struct Programs {
+    agent: Option<Vec<u8>>,
+    nvrc: Option<nvrc::Nvrc>,
+}
+
+impl Programs {
+    /// Name and command line of each row.
+    fn rows(&self) -> Vec<(&'static str, &'static str)> {
+        let nvrc = self.nvrc.iter().map(|_| (nvrc::ROW, nvrc::WORDS));
+        nvrc.chain(ROWS).collect()
+    }
+}
+
 struct Asked {
     runs: usize,
     hosts: Vec<(&'static str, u32)>,
@@ -99,8 +114,12 @@ fn parse(arguments: &[String]) -> Result<Asked> {
 
 pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
     let asked = parse(arguments)?;
-    let agent = real_agent::file()?;
-    let version = if agent.is_some() {
+    let programs = Programs {
+        agent: real_agent::file()?,
+        nvrc: nvrc::find()?,
+    };
+    let rows = programs.rows();
+    let version = if programs.agent.is_some() {
         real_agent::version()?
     } else {
         "test agent".into()
@@ -111,21 +130,14 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         for (host, enable_ms) in &asked.hosts {
             // Times of the agent and of a program, from the row without a bring-up.
             let mut alone = None;
-            for (row, words) in ROWS {
+            for (row, words) in &rows {
                 eprintln!("bench: run {run} of {}, {host}, {row} ...", asked.runs);
                 let words = format!("{words} fakepci.enable_ms={enable_ms}");
-                let (ms, details) = boot(
-                    context,
-                    row,
-                    &words,
-                    asked.cpus,
-                    agent.as_deref(),
-                    &mut gaps,
-                )?;
-                if row == SERIAL {
+                let (ms, details) = boot(context, row, &words, asked.cpus, &programs, &mut gaps)?;
+                if *row == SERIAL {
                     alone = Some(model::Alone::in_boot(&ms, &details)?);
                 }
-                if let (BOUND, Some(alone)) = (row, &alone) {
+                if let (BOUND, Some(alone)) = (*row, &alone) {
                     let model = model::predict(asked.cpus, *enable_ms, &ms, &details, alone)?;
                     raw.push(json!({ "host": host, "boot": MODEL, "run": run, "ms": model }));
                 }
@@ -146,7 +158,8 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         "boot",
         &json!({ "command": format!("tests/bench/run boot {}", arguments.join(" ")),
         "agent": version, "guest": GUEST,
-        "rows": ROWS.map(|(name, words)| json!({ "name": name, "words": words })),
+        "rows": rows.iter().map(|(name, words)| json!({ "name": name, "words": words }))
+            .collect::<Vec<_>>(),
         "cpus": asked.cpus, "busy": asked.busy, "machine": machine(), "init_bytes": bytes,
         "worker_rss_kb": rss, "bind_to_publication_ms": gaps, "runs": raw }),
     )?;
@@ -158,24 +171,24 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     );
     for (host, enable_ms) in &asked.hosts {
         println!();
-        println!(
-            "{:<40} {:>9} {:>9} {:>9}  {:>9}",
-            format!("{host} (a GPU's BARs take {enable_ms} ms)"),
-            SERIAL,
-            BOUND,
-            "usable",
-            "model"
-        );
+        let line = |first: &str, of_rows: Vec<String>, model: &str| {
+            let of_rows: String = of_rows.iter().map(|text| format!(" {text:>9}")).collect();
+            println!("{first:<40}{of_rows}  {model:>9}");
+        };
+        let heading = format!("{host} (a GPU's BARs take {enable_ms} ms)");
+        let names = rows.iter().map(|(row, _)| row.to_string());
+        line(&heading, names.collect(), MODEL);
         for column in COLUMNS {
-            let [serial, bound, usable] =
-                ROWS.map(|(row, _)| median(&raw, Some(host), row, column));
+            let medians = rows
+                .iter()
+                .map(|(row, _)| format!("{:.0}", median(&raw, Some(host), row, column)));
             let model = median(&raw, Some(host), MODEL, column);
             let model = if model.is_nan() {
                 "-".into()
             } else {
                 format!("{model:.0}")
             };
-            println!("{column:<40} {serial:>9.0} {bound:>9.0} {usable:>9.0}  {model:>9}");
+            line(column, medians.collect(), &model);
         }
     }
     let (exec, minimal) = (
@@ -216,7 +229,7 @@ fn boot(
     row: &str,
     words: &str,
     cpus: u32,
-    agent: Option<&[u8]>,
+    programs: &Programs,
     gaps: &mut Vec<f64>,
 ) -> Result<(Value, Value)> {
     let mut guest = real_agent::with_roots(
@@ -224,27 +237,30 @@ fn boot(
         context,
         &["first", "all"],
     )?;
-    if let Some(agent) = agent {
-        guest = guest.agent(agent);
-    }
+    let agent = programs.agent.as_deref();
+    guest = match (&programs.nvrc, agent) {
+        (Some(nvrc), _) if row == nvrc::ROW => nvrc.add_to(guest, context, agent)?,
+        (_, Some(agent)) => guest.agent(agent),
+        (_, None) => guest,
+    };
     let booted = guest.boot(context, row)?;
     let wanted = [
         Container::new("first", "cuda", &["0"]),
         Container::new("all", "nvml", &["all"]),
     ];
-    let from = if row == SERIAL {
-        "serial-init: exec "
-    } else {
-        "hardware: ready"
+    let from = match row {
+        nvrc::ROW => nvrc::AGENT_BEGINS,
+        SERIAL => "serial-init: exec ",
+        _ => "hardware: ready",
     };
     let pod = real_agent::run(&booted, from, &wanted, Order::AtOnce)?;
     let [first, all] = pod.containers.as_slice() else {
         bail!("two containers were asked for")
     };
-    let init = if row == SERIAL {
-        serial_milestones(&booted)?
-    } else {
-        own_milestones(&booted, (row == BOUND).then_some(gaps))?
+    let init = match row {
+        nvrc::ROW => nvrc::milestones(&booted)?,
+        SERIAL => serial_milestones(&booted)?,
+        _ => own_milestones(&booted, (row == BOUND).then_some(gaps))?,
     };
     let steps = model::steps(&booted.receiver.records(), init.start_ns);
     let since = |ns: u64| ns.saturating_sub(init.start_ns) as f64 / 1e6;

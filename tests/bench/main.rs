@@ -10,6 +10,7 @@ mod bring_up;
 mod cdi;
 mod fabric;
 mod host;
+mod nvrc;
 mod readahead;
 mod real_agent;
 mod schedule;
