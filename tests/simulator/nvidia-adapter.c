@@ -192,6 +192,15 @@ void nv_take_api_lock(void)
 	mutex_unlock(&nv_api_lock);
 }
 
+/* Keeps the CPU, as RM does until the GPU's processor has answered: osSpinLoop() is empty. */
+static void nv_spin_ms(unsigned int ms)
+{
+	ktime_t end = ktime_add_ms(ktime_get(), ms);
+
+	while (ktime_before(ktime_get(), end))
+		cpu_relax();
+}
+
 /*
  * A root client, and most classes: A, and with A held the G of all GPUs, so that
  * it waits for everybody's S2 and keeps everybody from an S1.
@@ -200,7 +209,7 @@ void nv_allocate(void)
 {
 	mutex_lock(&nv_api_lock);
 	nv_lock_all_gpus();
-	nv_sleep_ms(call_ms);
+	nv_spin_ms(call_ms);
 	nv_unlock_all_gpus();
 	mutex_unlock(&nv_api_lock);
 }
