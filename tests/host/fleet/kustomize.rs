@@ -2,6 +2,7 @@
 //! does not reach a resource, or that kustomize makes one that the API does not take. Judges:
 //! kubectl's kustomize, and the API's own types.
 
+use super::operator::refused_by_the_operator;
 use crate::collect::folder;
 use crate::{project, write};
 use serde::Deserialize;
@@ -71,10 +72,12 @@ pub fn of_kind<'a>(all: &'a [Value], kind: &str) -> &'a Value {
     found.unwrap_or_else(|| panic!("no {kind}"))
 }
 
-/// Fields of a resource that are lost, or changed, on the way through the API's own type. None for
-/// kinds that are not the API's own.
+/// Fields of a resource that are lost, or changed, on the way through the API's own type; for the
+/// Prometheus operator's kinds also what its definition refuses. None for other kinds, and where
+/// that definition is missing.
 pub fn lost_in_the_api(resource: &Value) -> Option<Result<(), String>> {
     use k8s_openapi::api::{apps, core, rbac};
+    use k8s_openapi::apimachinery::pkg::apis::meta;
     use serde::{Serialize, de::DeserializeOwned};
     fn through<T: Serialize + DeserializeOwned>(resource: &Value) -> Result<(), String> {
         let read: T = serde_json::from_value(resource.clone()).map_err(|e| e.to_string())?;
@@ -91,6 +94,10 @@ pub fn lost_in_the_api(resource: &Value) -> Option<Result<(), String>> {
         "ConfigMap" => through::<core::v1::ConfigMap>(resource),
         "ClusterRole" => through::<rbac::v1::ClusterRole>(resource),
         "ClusterRoleBinding" => through::<rbac::v1::ClusterRoleBinding>(resource),
+        "PodMonitor" | "PrometheusRule" => {
+            let refused = refused_by_the_operator(resource)?;
+            refused.and_then(|()| through::<meta::v1::ObjectMeta>(&resource["metadata"]))
+        }
         _ => return None,
     })
 }

@@ -7,6 +7,7 @@ mod events;
 mod grafana;
 mod images;
 pub mod kustomize;
+mod operator;
 mod otel;
 mod prometheus;
 mod receivers;
