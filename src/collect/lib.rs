@@ -121,6 +121,7 @@ impl Collector {
             privileges::drop_all_but(config.run_as, make_sockets)?;
             syscalls::forbid()?;
         }
+        place.reach()?;
         // A file system without sockets disables the probe only.
         let check = check::bind(&config.dir)
             .map_err(|e| notes.push(format!("--check will not work: {e:#}")))

@@ -5,16 +5,19 @@
 //! before every file that is made or removed by its name.
 
 use super::lock::lock;
+use super::privileges::drop_in_thread;
 use super::vmm::FileId;
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::stat::{fstat, stat};
+use nix::unistd::{AccessFlags, access, geteuid};
 use std::fs::{DirBuilder, File};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::thread;
 use tokio::sync::watch;
 
 /// Readers of the boots: the collector's user and its group.
@@ -75,6 +78,31 @@ impl Place {
         };
         *held = again;
         Ok(())
+    }
+
+    /// Fails where the threads that write boots cannot reach the directory by its name. They have
+    /// the user alone, and this one may also have the right to pass any directory.
+    pub fn reach(&self) -> Result<()> {
+        let reached = thread::scope(|scope| {
+            let as_they_do = || {
+                drop_in_thread();
+                access(&self.path, AccessFlags::W_OK | AccessFlags::X_OK)
+            };
+            scope.spawn(as_they_do).join()
+        });
+        match reached {
+            Ok(Err(e @ Errno::EACCES)) => Err(e).with_context(|| {
+                format!(
+                    "write to --dir {} as user {}: let that user write to it and pass each \
+                     directory above it (chmod o+x), or name another --dir",
+                    self.path.display(),
+                    geteuid()
+                )
+            }),
+            // A disk that takes nothing now may take boots later.
+            Ok(_) => Ok(()),
+            Err(_) => bail!("the thread that tries --dir panicked"),
+        }
     }
 
     /// Becomes true when another collector has the directory of this name.

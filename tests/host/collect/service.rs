@@ -91,6 +91,33 @@ fn it_gives_up_what_it_does_not_need_in_every_thread() {
 }
 
 #[test]
+fn a_directory_that_its_user_cannot_reach_is_refused_at_the_start() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: no root, so no --user");
+        return;
+    }
+    let dir = folder();
+    let home = dir.0.join("home");
+    crate::make_dir(&home);
+    let words = ["--user", "64321:64322"];
+    crate::chmod(&home, 0o700);
+    // Ends a collector that starts where it should not.
+    let mut bounded = Command::new("timeout");
+    bounded.arg(DEADLINE.as_secs().to_string()).arg(program());
+    let output = Collector::add_words(bounded, &home, &words).output();
+    let output = output.unwrap();
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(
+        said.contains("home/boots as user 64321") && said.contains("chmod o+x"),
+        "{said}"
+    );
+    // Negative control.
+    crate::chmod(&home, 0o711);
+    Collector::start(&home, &words).stop();
+}
+
+#[test]
 fn threads_that_read_guests_are_confined_with_vsock_too() {
     let dir = folder();
     let mut command = Command::new(program());
