@@ -408,6 +408,16 @@ fn the_statistics_of_all_boots_are_the_golden_ones() {
     );
     let error = stats(&temp_dir(), &[]).unwrap_err();
     assert!(error.to_string().contains("no boot in"), "{error}");
+    // A node on which no collector has run yet.
+    let words = ["--dir", "/nonexistent/boots"];
+    let listed = list::text(&parse(&words), &Screen::PLAIN).unwrap_err();
+    let newest = shown(&words, &Screen::PLAIN).unwrap_err();
+    for error in [listed, newest].map(|error| format!("{error:#}")) {
+        assert!(
+            error.contains("/nonexistent/boots: start the collector") && error.contains("--dir"),
+            "{error}"
+        );
+    }
 }
 
 fn compared(words: &[&str]) -> (String, u8) {

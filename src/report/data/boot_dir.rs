@@ -190,13 +190,16 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
 /// Boots in a directory: regular files named by a boot id. Other kinds of files are skipped: a pipe
 /// would block, and /dev/zero has no end.
 pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
+    let at = || {
+        format!(
+            "read directory {}: start the collector (kata-gpu-boot collect), or name its directory \
+             with --dir",
+            dir.display()
+        )
+    };
     let mut found = Vec::new();
-    for entry in
-        std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))?
-    {
-        let path = entry
-            .with_context(|| format!("read directory {}", dir.display()))?
-            .path();
+    for entry in std::fs::read_dir(dir).with_context(at)? {
+        let path = entry.with_context(at)?.path();
         let named_by_id = path
             .file_stem()
             .and_then(|s| s.to_str())
