@@ -642,7 +642,10 @@ impl<'h> Guest<'h> {
             }
             Action::AgentLooks(container) => {
                 let ready = self.can_be_made(&self.containers[container]);
-                self.report(schedule::Fact::AgentLooked);
+                // Nobody looks for a container without devices.
+                if !self.containers[container].gpus.is_empty() {
+                    self.report(schedule::Fact::AgentLooked);
+                }
                 let (after, next) = match ready {
                     true => (BEGINS, Action::ContainerMade(container)),
                     false => (LOOK, Action::AgentLooks(container)),

@@ -34,8 +34,11 @@ pub struct Agent {
     any_published: bool,
     /// Number of containers in the making.
     making: u32,
-    /// Begin of the first container in the making, or of the last container's program.
+    /// Begin of the first container in the making, or end of the enabling that it began beside; or
+    /// begin of the last container's program.
     since: Time,
+    /// Whether an enabling has ended since the first container in the making began.
+    outlasted: bool,
     /// Whether any container was made, and whether any program began.
     pub any: bool,
     any_ran: bool,
@@ -116,7 +119,7 @@ impl Agent {
     /// Notes the begin of a container's creation.
     pub fn begins(&mut self, now: Time) {
         if self.making == 0 {
-            self.since = now;
+            (self.since, self.outlasted) = (now, false);
         }
         self.making += 1;
         // The container that looked last no longer waits.
@@ -130,6 +133,14 @@ impl Agent {
             self.looks.swap_remove(last);
         }
         (self.any, self.decides, self.new, self.waited) = (true, None, 0, false);
+    }
+
+    /// Notes the end of an enabling: beside it no grace period ended, so a container in the making
+    /// has all its time from here on; once, as one that hangs must not hold up each GPU.
+    pub fn enabled(&mut self, now: Time) {
+        if self.making > 0 && !self.outlasted {
+            (self.since, self.outlasted) = (now, true);
+        }
     }
 
     /// Notes the start of a container's program. Behind that of the pod's pause container the
@@ -226,6 +237,22 @@ mod tests {
         agent.begins(ms(200));
         agent.runs(ms(500));
         assert_eq!(agent.holds(ms(501)), None);
+    }
+
+    #[test]
+    fn a_container_begun_beside_an_enabling_has_its_time_behind_it() {
+        let mut agent = Agent::default();
+        agent.begins(ms(200));
+        agent.enabled(ms(3300));
+        assert_eq!(agent.holds(ms(6299)), Some(Hold::Container));
+        assert_eq!(agent.holds(ms(6300)), None);
+        // One that hangs holds up one GPU.
+        agent.enabled(ms(9600));
+        assert_eq!(agent.holds(ms(9601)), None);
+        agent.runs(ms(9700));
+        agent.begins(ms(9800));
+        agent.enabled(ms(12_900));
+        assert_eq!(agent.holds(ms(12_901)), Some(Hold::Container));
     }
 
     #[test]

@@ -359,6 +359,7 @@ impl Schedule {
                     .is_some_and(|gpu| gpu.arrival == Arrival::Again);
                 self.lane.took = Some(took).max(self.policy.enable.filter(|_| again));
                 self.lane.enabled = Some(now);
+                self.agent.enabled(now);
                 self.enter(id, Stage::Enabled, now);
                 if let Some(gpu) = self.gpus.get_mut(&id) {
                     (gpu.started, gpu.reports) = (Some(now), 0);
