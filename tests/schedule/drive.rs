@@ -87,6 +87,17 @@ impl Container {
         }
     }
 
+    /// A container that takes so long from its last look to its program, in a guest on this host
+    /// that has nothing else to do.
+    pub fn lasting(takes: Micros, host: &Host, at: Micros, gpus: Vec<usize>) -> Self {
+        let new = Self::new(at, gpus);
+        let waits = BEGINS + Micros::from(new.graces) * host.grace;
+        Self {
+            starts: takes.saturating_sub(waits),
+            ..new
+        }
+    }
+
     /// A container for each GPU, all asked for at the begin.
     pub fn one_each(gpus: usize) -> Vec<Self> {
         (0..gpus).map(|gpu| Self::new(0, vec![gpu])).collect()

@@ -92,23 +92,6 @@ pub fn predict(
     ensure!(!steps.is_null(), "the boot has no scan, load or files");
     let begin = micros(&steps["scanned"])?;
     let at = |ms: &Value| Ok::<_, anyhow::Error>(micros(ms)?.saturating_sub(begin));
-    let container = |asked: &Value, gpus: Vec<usize>| {
-        let takes = if gpus.is_empty() {
-            alone.pause
-        } else {
-            alone.container
-        };
-        anyhow::Ok(Container {
-            starts: takes,
-            between_calls: (alone.program / Micros::from(CALLS)).saturating_sub(CALL),
-            ..Container::new(at(asked)?, gpus)
-        })
-    };
-    let containers = [
-        container(&details["pause"]["asked"], vec![])?,
-        container(&details["first"]["asked"], vec![0])?,
-        container(&details["all"]["asked"], (0..GPUS).collect())?,
-    ];
     let vcpus = cpus as usize;
     let times = Times {
         enable: Micros::from(enable_ms) * MS,
@@ -123,6 +106,22 @@ pub fn predict(
         load: Some([micros(&steps["nvidia"])?, micros(&steps["uvm"])?]),
         ..Host::of(GPUS, times)
     };
+    let container = |asked: &Value, gpus: Vec<usize>| {
+        let takes = if gpus.is_empty() {
+            alone.pause
+        } else {
+            alone.container
+        };
+        anyhow::Ok(Container {
+            between_calls: (alone.program / Micros::from(CALLS)).saturating_sub(CALL),
+            ..Container::lasting(takes, &host, at(asked)?, gpus)
+        })
+    };
+    let containers = [
+        container(&details["pause"]["asked"], vec![])?,
+        container(&details["first"]["asked"], vec![0])?,
+        container(&details["all"]["asked"], (0..GPUS).collect())?,
+    ];
     let overhead = Overhead {
         files: micros(&steps["files"])?,
         ..Overhead::USUAL
