@@ -14,7 +14,8 @@ use std::os::unix::fs::OpenOptionsExt;
 pub fn report(sentence: &str) {
     let line = sentence.replace(char::is_control, " ");
     // Both may be missing in a broken guest; there is no third place.
-    let _unused = kernel_log::write(3, &format!("kata-gpu-init: {line}"));
+    // An alert: the kernel's console takes no less while a GPU is enabled.
+    let _unused = kernel_log::write(1, &format!("kata-gpu-init: {line}"));
     // Not blocking: a console without a reader must not stop PID 1 or the keeper. The line is then
     // lost.
     let console = OpenOptions::new()
