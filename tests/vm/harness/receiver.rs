@@ -109,7 +109,11 @@ impl Receiver {
                 let mut received = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
                 match manner {
                     Listener::Deaf => received.deaf.push(stream),
-                    Listener::HangsUp if !received.relented => received.hung_up += 1,
+                    Listener::HangsUp if !received.relented => {
+                        received.hung_up += 1;
+                        drop(received);
+                        hang_up(stream);
+                    }
                     _ => {
                         drop(received);
                         read(stream, &shared);
@@ -262,6 +266,15 @@ impl Receiver {
     pub fn garbage(&self) -> Vec<String> {
         self.lock().garbage.clone()
     }
+}
+
+/// Ends a connection, and waits on a thread of its own until the guest has: vhost-device-vsock
+/// forgets a connection to whose closed end the guest writes, and the guest never hears of it.
+fn hang_up(mut stream: UnixStream) {
+    std::thread::spawn(move || {
+        let _unused = stream.shutdown(Shutdown::Write);
+        std::io::copy(&mut stream, &mut std::io::sink())
+    });
 }
 
 /// Reads a connection to its end, on a thread of its own.
