@@ -96,7 +96,7 @@ impl Gate {
     pub fn drain(&self) {
         self.wait_written();
         if let Ok(console) = OpenOptions::new().write(true).open(CONSOLE) {
-            // What is no terminal has sent everything.
+            // Anything but a terminal has sent everything.
             let _unused = tcdrain(console);
         }
     }
