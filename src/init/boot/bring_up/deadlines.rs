@@ -52,9 +52,6 @@ limits! {
     /// the console is quiet while a GPU is enabled: an enabling takes up to 4 s, and one that hangs
     /// must show on the console
     ConsoleQuiet = 10_000;
-    /// an enabling waits until the console has sent what it was given: a serial port takes 10 ms
-    /// for a line, and nobody may read it
-    ConsoleDrains = 100;
     /// a probe keeps the next one waiting where probes run one at a time: a probe takes
     /// milliseconds, or 4 s behind a BAR firewall
     ProbeHangs = 30_000;

@@ -21,7 +21,6 @@ use nix::errno::Errno;
 use nix::unistd::Pid;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
@@ -37,8 +36,6 @@ pub struct Lane {
     /// Mount point of procfs.
     proc: PathBuf,
     gate: Gate,
-    /// A thread waits for the console.
-    draining: Arc<AtomicBool>,
     state: Mutex<State>,
 }
 
@@ -70,7 +67,6 @@ impl Lane {
             sysfs,
             proc: proc.into(),
             gate,
-            draining: Arc::default(),
             state: Mutex::new(State {
                 spare,
                 cpu: None,
@@ -93,7 +89,7 @@ impl Lane {
     ) -> Result<Result<(StepId, Duration), SysfsError>, Panicked> {
         self.end_wait(gpu, holds);
         let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
-        let enabling = move || {
+        let enabling = threads::run(move || {
             let cpu = lane.reserve();
             let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
             lane.lock().after = After(vec![step.id()]);
@@ -101,9 +97,7 @@ impl Lane {
                 step.id(),
                 step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)),
             )
-        };
-        // The thread starts when the console is quiet.
-        let enabling = async { threads::run(enabling).await };
+        });
         let (step, result) = self.quiet_while(enabling).await?;
         Ok(result.map(|took| (step, took)))
     }
@@ -112,7 +106,6 @@ impl Lane {
     /// until the host is free again. Wakes every [`TICK`]. Both are bounded: an enabling may hang.
     pub async fn quiet_while<F: Future>(&self, work: F) -> F::Output {
         let quiet = ConsoleQuiet::new(self);
-        self.drain().await;
         let (mut work, began) = (pin!(work), Instant::now());
         while began.elapsed() < Limit::ConsoleQuiet.after() {
             if let Ok(result) = timeout(TICK, &mut work).await {
@@ -121,22 +114,6 @@ impl Lane {
         }
         drop(quiet);
         work.await
-    }
-
-    /// Waits until the console has sent what it was given: a serial port sends it later, and each
-    /// character would spin a vCPU until the host is free again.
-    async fn drain(&self) {
-        // One that has not returned waits for a console that nobody reads.
-        if self.draining.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let (gate, draining) = (self.gate.clone(), Arc::clone(&self.draining));
-        let drain = threads::run(move || {
-            gate.drain();
-            draining.store(false, Ordering::Relaxed);
-        });
-        // Later characters cost time, no GPU.
-        let _unused = timeout(Limit::ConsoleDrains.after(), drain).await;
     }
 
     /// Begins the step of the wait before this GPU's enabling.
@@ -310,22 +287,6 @@ mod tests {
         let hang = Duration::from_secs(60);
         timeout(hang, lane.quiet_while(work)).await.unwrap();
         assert!(began.elapsed() >= TICK * 2, "{:?}", began.elapsed());
-    }
-
-    #[tokio::test]
-    async fn a_console_that_nobody_reads_holds_up_one_enabling() {
-        let folder = temp_dir();
-        let (sysfs, gate) = (PciSysfs::at(folder.path()), Gate::default());
-        let lane = Lane::new(sysfs, folder.path(), None, gate.clone(), After::default());
-        gate.stick();
-        let began = Instant::now();
-        lane.quiet_while(async {}).await;
-        assert!(began.elapsed() >= Limit::ConsoleDrains.after());
-        // The next one finds the thread of the first one waiting, and is over when it is asked.
-        assert!(lane.draining.load(Ordering::Relaxed));
-        timeout(Duration::ZERO, lane.quiet_while(async {}))
-            .await
-            .unwrap();
     }
 
     #[tokio::test]

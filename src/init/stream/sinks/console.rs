@@ -12,15 +12,13 @@
 //! nothing is lost by it (lines wait in the ring, which counts dropped ones), the order stays, no
 //! line waits longer than [`LONGEST_HOLD`] if a holder forgets the release, and no other writer of
 //! the console uses it (the init's own last words, the kernel, the agent). A line that is being
-//! written when the gate closes is written to its end, and a terminal sends what it was given at
-//! its own pace: [`Gate::drain`] waits for both.
+//! written when the gate closes is written to its end.
 
 use crate::machine::clock::{boottime_ns, realtime_ns};
 use crate::machine::threads;
 use crate::stream::ring::{Reader, Ring};
 use kata_gpu_wire::decode::decode;
 use kata_gpu_wire::record::{Kind, Level, Line, Record, TOOK_MS, in_ms};
-use nix::sys::termios::tcdrain;
 use serde_json::{Map, Value};
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -37,31 +35,14 @@ pub const LONGEST_HOLD: Duration = Duration::from_secs(10);
 /// Keeps the thread from writing for a while. Clones are handles of one gate.
 #[derive(Clone, Debug)]
 pub struct Gate {
-    state: Arc<(Mutex<State>, Condvar)>,
+    closed: Arc<(Mutex<bool>, Condvar)>,
     longest: Duration,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    closed: bool,
-    /// The thread is behind the gate, with a line.
-    writing: bool,
-}
-
-/// A line on its way to the console.
-struct Writing<'g>(&'g Gate);
-
-impl Drop for Writing<'_> {
-    fn drop(&mut self) {
-        self.0.lock().writing = false;
-        self.0.state.1.notify_all();
-    }
 }
 
 impl Default for Gate {
     fn default() -> Self {
         Self {
-            state: Arc::default(),
+            closed: Arc::default(),
             longest: LONGEST_HOLD,
         }
     }
@@ -70,71 +51,46 @@ impl Default for Gate {
 impl Gate {
     /// Closes the gate. Returns at once; a line that is being written goes on.
     pub fn hold(&self) {
-        self.lock().closed = true;
+        *self.lock() = true;
     }
 
     /// Opens the gate.
     pub fn release(&self) {
-        self.lock().closed = false;
-        self.state.1.notify_all();
-    }
-
-    /// As with a line that no console takes.
-    #[cfg(test)]
-    pub fn stick(&self) {
-        self.lock().writing = true;
+        *self.lock() = false;
+        self.closed.1.notify_all();
     }
 
     /// Whether the gate is closed.
     #[cfg(test)]
     pub fn is_held(&self) -> bool {
-        self.lock().closed
-    }
-
-    /// Blocks until the line on its way is written, and the console has sent all that it was given,
-    /// by whomever. No console: returns at once. A console that nobody reads: for ever.
-    pub fn drain(&self) {
-        self.wait_written();
-        if let Ok(console) = OpenOptions::new().write(true).open(CONSOLE) {
-            // Anything but a terminal has sent everything.
-            let _unused = tcdrain(console);
-        }
-    }
-
-    fn wait_written(&self) {
-        let written = |state: &mut State| state.writing;
-        let waited = self.state.1.wait_while(self.lock(), written);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        *self.lock()
     }
 
     /// Blocks the thread until the gate is open. `since` is the time of the first stop with
     /// unwritten lines, over several holds; after the longest hold from then on, the gate is opened
     /// here.
-    fn pass(&self, since: &mut Option<Instant>) -> MutexGuard<'_, State> {
-        let mut state = self.lock();
-        while state.closed {
+    fn pass(&self, since: &mut Option<Instant>) {
+        let mut closed = self.lock();
+        while *closed {
             let left = self
                 .longest
                 .saturating_sub(since.get_or_insert_with(Instant::now).elapsed());
             if left.is_zero() {
-                state.closed = false;
+                *closed = false;
             } else {
-                let waited = self.state.1.wait_timeout(state, left);
-                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                closed = self
+                    .closed
+                    .1
+                    .wait_timeout(closed, left)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
             }
         }
-        state
     }
 
-    /// The same, for one line.
-    fn enter(&self, since: &mut Option<Instant>) -> Writing<'_> {
-        self.pass(since).writing = true;
-        Writing(self)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Plain flags: a poisoned lock is as good as a sound one.
-        threads::lock(&self.state.0)
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        // A plain flag: a poisoned lock is as good as a sound one.
+        threads::lock(&self.closed.0)
     }
 }
 
@@ -163,7 +119,7 @@ fn follow(mut reader: Reader, from: u64, level: Level, gate: &Gate, mut console:
     let mut begun = Begun::default();
     loop {
         // Wait before reading: lines wait in the ring, where they are counted, not here.
-        drop(gate.pass(&mut stopped));
+        gate.pass(&mut stopped);
         let lines = reader.read(16);
         if lines.is_empty() {
             stopped = None;
@@ -182,7 +138,7 @@ fn follow(mut reader: Reader, from: u64, level: Level, gate: &Gate, mut console:
             else {
                 continue;
             };
-            let _writing = gate.enter(&mut stopped);
+            gate.pass(&mut stopped);
             if console.write_all(text.as_bytes()).is_err() {
                 return;
             }
@@ -405,49 +361,6 @@ mod tests {
                 "no hold after the first one lasts"
             );
         }
-    }
-
-    /// A console that takes a line when it is told to.
-    struct Slow {
-        begun: Sender<()>,
-        go: Receiver<()>,
-    }
-
-    impl Write for Slow {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.begun.send(()).map_err(io::Error::other)?;
-            self.go.recv().map_err(io::Error::other)?;
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn a_drain_waits_for_the_line_on_its_way_and_for_no_other() {
-        let (ring, gate) = (Arc::new(Ring::default()), Gate::default());
-        let ((begun, begins), (goes, go)) = (channel(), channel());
-        let (reader, its_gate) = (Reader::new(Arc::clone(&ring), "console", 0), gate.clone());
-        let console = Slow { begun, go };
-        std::thread::spawn(move || follow(reader, 0, Level::Info, &its_gate, console));
-        for _ in 0..2 {
-            ring.push(Record::new(Kind::Event, names::SETTLED));
-        }
-        begins.recv_timeout(LONG).unwrap();
-        gate.hold();
-        let ((written, is_written), its_gate) = (channel(), gate.clone());
-        std::thread::spawn(move || {
-            its_gate.wait_written();
-            written.send(())
-        });
-        assert!(is_written.recv_timeout(SHORT).is_err());
-        goes.send(()).unwrap();
-        is_written.recv_timeout(LONG).unwrap();
-        assert!(begins.recv_timeout(SHORT).is_err(), "the next line is held");
-        gate.release();
-        begins.recv_timeout(LONG).unwrap();
     }
 
     #[test]
