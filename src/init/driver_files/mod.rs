@@ -18,6 +18,7 @@ mod tree;
 
 pub use files::{DriverFiles, Kind, Link, Mount, Roots};
 pub use libraries::is_version;
+pub use named::{FIRMWARE_DIRECTORY, FIRMWARE_PARAMETER};
 pub use root::{ask_for, driver_root, is_foreign, known_root};
 pub use tree::plain_path;
 

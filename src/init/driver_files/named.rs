@@ -89,11 +89,11 @@ const X_DIRECTORIES: &[&str] = &[
 
 /// The kernel's own search path for firmware (drivers/base/firmware_loader), without the additions
 /// of a running kernel, and the directory of a driver installed into one of its own (Google's COS).
-const FIRMWARE_DIRECTORIES: [&str; 3] = ["/lib/firmware/updates", FIRMWARE, "/firmware"];
-/// Directory of firmware in containers.
-const FIRMWARE: &str = "/lib/firmware";
+const FIRMWARE_DIRECTORIES: [&str; 3] = ["/lib/firmware/updates", FIRMWARE_DIRECTORY, "/firmware"];
+/// Directory of firmware in containers, and the kernel's own.
+pub const FIRMWARE_DIRECTORY: &str = "/lib/firmware";
 /// File with one more firmware directory of the running kernel.
-const FIRMWARE_PARAMETER: &str = "/sys/module/firmware_class/parameters/path";
+pub const FIRMWARE_PARAMETER: &str = "/sys/module/firmware_class/parameters/path";
 /// Limit of kernels in one image whose own firmware directories are searched.
 const MAX_KERNELS: usize = 32;
 /// Limit of firmware files of one version; there are two to four.
@@ -263,7 +263,7 @@ impl<'a> Named<'a> {
             let Some(name) = plain_name(&entry.name) else {
                 continue;
             };
-            let container_path = Path::new(FIRMWARE)
+            let container_path = Path::new(FIRMWARE_DIRECTORY)
                 .join("nvidia")
                 .join(self.version)
                 .join(name);

@@ -3,10 +3,21 @@
 
 use nix::errno::Errno;
 use nix::libc;
+use nix::sys::statfs::fstatfs;
 use std::fs::{DirEntry, File, OpenOptions};
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+
+/// Kind of a tmpfs (linux/magic.h).
+pub const TMPFS: u32 = 0x0102_1994;
+
+/// Kind of the file system that has this descriptor's file.
+pub fn kind_of_file_system(file: impl AsFd) -> nix::Result<u32> {
+    // 32 bits, in a type that differs between C libraries.
+    fstatfs(file).map(|s| s.filesystem_type().0 as u32)
+}
 
 /// Makes an I/O error `VERB PATH: ERROR`, of the same kind.
 pub fn failed<'a>(verb: &'a str, path: &'a Path) -> impl Fn(io::Error) -> io::Error + 'a {

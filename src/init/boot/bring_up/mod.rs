@@ -29,7 +29,7 @@ mod off_the_bus; // a GPU that the driver says has fallen off the bus
 mod overlaps; // initialisations at the same time
 pub mod previous; // facts from an earlier worker
 mod publication; // the writer of the spec
-mod readahead; // firmware, from the disk before the driver asks for it
+mod readahead; // module and firmware, from the disk before they are asked for
 mod readiness; // conditions for a container besides the bind
 mod reset; // one reset of a GPU that was left half initialised
 mod roster; // the slots, shared by all tasks, and the reports of names

@@ -5,6 +5,7 @@
 //! Nothing waits for this or depends on it, and the driver reports a file that cannot be read.
 
 use super::driver::Image;
+use crate::driver_files::{FIRMWARE_DIRECTORY, FIRMWARE_PARAMETER};
 use crate::gpu::coherent_memory::available;
 use crate::gpu::pci::Gpu;
 use crate::machine::{files, sys, threads};
@@ -12,7 +13,6 @@ use crate::step;
 use crate::stream::{After, StepId};
 use kata_gpu_wire::names;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use nix::sys::statfs::fstatfs;
 use std::fs::File;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::FileExt;
@@ -24,12 +24,10 @@ const FIRMWARE: [(&str, RangeInclusive<u16>); 2] = [
     ("gsp_tu10x.bin", 0x1e00..=0x21ff),
     ("gsp_ga10x.bin", 0x2200..=u16::MAX),
 ];
-/// File with one more firmware directory of the kernel, which comes first.
-const ADDED_DIRECTORY: &str = "/sys/module/firmware_class/parameters/path";
 /// Part of the available memory that these files may take: a quarter.
 const SHARE: u64 = 4;
-/// Kinds of file system that lie in RAM: tmpfs and ramfs (linux/magic.h).
-const IN_RAM: [u32; 2] = [0x0102_1994, 0x8584_58f6];
+/// Kinds of file system that lie in RAM: tmpfs, and ramfs (linux/magic.h).
+const IN_RAM: [u32; 2] = [files::TMPFS, 0x8584_58f6];
 /// Bytes of one request to the disk, from which the agent starts, too. The kernel takes no more
 /// from one call than the disk's readahead window, often as much as this.
 const WINDOW: u64 = 128 << 10;
@@ -45,12 +43,12 @@ pub fn start(image: &Image, gpus: &[Gpu], scanned: StepId) {
     threads::detach(move || {
         // Without it the thread takes its share of the CPUs.
         let _unused = sys::run_when_idle();
-        // A kernel without the file has no such directory.
-        let added = files::read(Path::new(ADDED_DIRECTORY), MAX_PATH).unwrap_or_default();
+        // One more directory, which comes first; a kernel without the file has none.
+        let added = files::read(Path::new(FIRMWARE_PARAMETER), MAX_PATH).unwrap_or_default();
         let added = String::from_utf8_lossy(&added);
         let open_firmware = |name: &&str| {
             let version = version.as_deref()?;
-            let mut directories = [added.trim(), "/lib/firmware"].into_iter();
+            let mut directories = [added.trim(), FIRMWARE_DIRECTORY].into_iter();
             directories.find_map(|directory| {
                 open(Path::new(&format!("{directory}/nvidia/{version}/{name}")))
             })
@@ -126,8 +124,7 @@ fn firmware(gpus: &[Gpu]) -> Vec<&'static str> {
 
 /// Size of a file that a disk has. None: it lies in RAM, as in an initrd, or that is not known.
 fn bytes_on_disk(file: &File) -> Option<u64> {
-    // 32 bits, in a type that differs between C libraries.
-    let kind = fstatfs(file).ok()?.filesystem_type().0 as u32;
+    let kind = files::kind_of_file_system(file).ok()?;
     let size = file.metadata().ok()?.len();
     (!IN_RAM.contains(&kind)).then_some(size)
 }

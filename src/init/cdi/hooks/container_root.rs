@@ -6,12 +6,12 @@
 //! opened: nothing that blocks, counts readers or starts a device, and nothing in the kernel's own
 //! file systems (/proc, /sys), where reading and making files have effects of their own.
 
+use crate::machine::files::{TMPFS, kind_of_file_system};
 use nix::dir::{Dir, Type};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::libc;
 use nix::sys::stat::{FileStat, SFlag, fstat};
-use nix::sys::statfs::fstatfs;
 use std::cell::RefCell;
 use std::fs::File;
 use std::io::{self, Read};
@@ -44,7 +44,6 @@ const KERNELS: &[u32] = &[
     0xf97c_ff8c,
 ];
 const PROC: u32 = 0x9fa0;
-const TMPFS: u32 = 0x0102_1994;
 
 /// Flags that open a file for reading.
 const READ: OFlag = OFlag::O_RDONLY
@@ -390,11 +389,6 @@ pub(super) fn read_bounded(size: u64, file: impl Read, limit: u64) -> io::Result
 /// Path in /proc that leads to the open file of a descriptor.
 pub(super) fn proc_path(fd: BorrowedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
-}
-
-fn kind_of_file_system(fd: BorrowedFd) -> nix::Result<u32> {
-    // 32 bits, in a type that differs between C libraries.
-    fstatfs(fd).map(|s| s.filesystem_type().0 as u32)
 }
 
 /// Whether `fd` is on a proc file system.
