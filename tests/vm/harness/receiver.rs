@@ -268,8 +268,8 @@ impl Receiver {
     }
 }
 
-/// Ends a connection, and waits on a thread of its own until the guest has: vhost-device-vsock
-/// forgets a connection to whose closed end the guest writes, and the guest never hears of it.
+/// Ends a connection, and waits on a thread of its own until the guest has. vhost-device-vsock
+/// 0.3.0 ignores that a write to a closed end fails, and the guest would not hear of that end.
 fn hang_up(mut stream: UnixStream) {
     std::thread::spawn(move || {
         let _unused = stream.shutdown(Shutdown::Write);
