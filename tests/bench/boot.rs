@@ -296,8 +296,8 @@ fn boot(
     };
     Ok((
         ms.into(),
-        json!({ "clock_error_ms": pod.clock_error_ns as f64 / 1e6, "steps": steps, "pause": details(&pod.pause),
-            "first": details(first), "all": details(all) }),
+        json!({ "clock_error_ms": pod.clock_error_ns as f64 / 1e6, "steps": steps,
+            "pause": details(&pod.pause), "first": details(first), "all": details(all) }),
     ))
 }
 

@@ -387,7 +387,6 @@ fn of_version(context: &TestContext, words: &str) -> Result<Option<(String, Vec<
         .position(|window| window == OWN)
         .context("the simulated driver's module has another version")?;
     module[at..at + OWN.len()].copy_from_slice(&named);
-    let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
-    let path = format!("lib/modules/{}/nvidia.ko", kernel.trim());
+    let path = format!("{}/nvidia.ko", context.modules()?);
     Ok(Some((path, module)))
 }

@@ -13,6 +13,7 @@ mod tree;
 use super::{keep, machine};
 use crate::project;
 use anyhow::{Context, Result, ensure};
+pub use container::below;
 use container::{Container, files_below};
 use kata_gpu_cdi_check::agents::{Agent, Copies};
 use kata_gpu_cdi_check::spec_files;

@@ -163,7 +163,7 @@ fn copy_libraries(folder: &Path) -> Result<usize> {
 }
 
 /// Everything below a directory, parents first.
-fn below(directory: &Path) -> Result<Vec<PathBuf>> {
+pub fn below(directory: &Path) -> Result<Vec<PathBuf>> {
     let mut all = Vec::new();
     for entry in fs::read_dir(directory).with_context(|| directory.display().to_string())? {
         let entry = entry?;

@@ -5,6 +5,7 @@
 //! the console (tests/guest/stamped.rs). nvidia-persistenced and NVML are the tests' stand-ins.
 
 use super::boot::Milestones;
+use super::cdi::below;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_tests::vm::harness::{Booted, Guest, TestContext};
 use std::path::{Path, PathBuf};
@@ -42,30 +43,20 @@ pub fn find() -> Result<Option<Nvrc>> {
             folder.display()
         );
     }
-    let mut files = Vec::new();
-    read_into(&mut files, &folder, "").context("NVRC")?;
-    Ok(Some(Nvrc(files)))
+    read_all(&folder).context("NVRC").map(Nvrc).map(Some)
 }
 
-fn read_into(files: &mut Vec<(String, Vec<u8>)>, folder: &Path, path: &str) -> Result<()> {
-    let here = folder.join(path);
-    let failed = || format!("read {}", here.display());
-    for entry in std::fs::read_dir(&here).with_context(failed)? {
-        let entry = entry.with_context(failed)?;
-        let name = entry.file_name();
-        let name = name.to_str().with_context(|| format!("name {name:?}"))?;
-        let path = format!("{path}{name}");
-        if entry.file_type().with_context(failed)?.is_dir() {
-            read_into(files, folder, &format!("{path}/"))?;
-        } else {
-            let text = std::fs::read(entry.path());
-            files.push((
-                path,
-                text.with_context(|| format!("read {:?}", entry.path()))?,
-            ));
-        }
-    }
-    Ok(())
+/// All files of a folder, by their paths below it.
+fn read_all(folder: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+    let all = below(folder).with_context(|| format!("read {}", folder.display()))?;
+    let read = |file: PathBuf| {
+        let path = file.strip_prefix(folder)?.to_str();
+        let path = path.with_context(|| format!("{} is no UTF-8", file.display()))?;
+        let text = std::fs::read(&file).with_context(|| format!("read {}", file.display()))?;
+        Ok((path.to_string(), text))
+    };
+    let no_folder = |path: &PathBuf| path.is_symlink() || !path.is_dir();
+    all.into_iter().filter(no_folder).map(read).collect()
 }
 
 impl Nvrc {
@@ -105,11 +96,9 @@ impl Nvrc {
 
 /// The index of the simulated driver's modules, which modprobe reads; nothing else in a guest does.
 fn module_index(context: &TestContext) -> Result<Vec<(String, Vec<u8>)>> {
-    let release = std::fs::read_to_string(context.target.join("kernel/version"))
-        .context("read kernel/version (initrd/setup makes it)")?;
-    let modules = format!("lib/modules/{}", release.trim());
+    let release = context.kernel_version()?;
     let tree = context.work_dir.join("nvrc-modules");
-    let folder = tree.join(&modules);
+    let folder = tree.join(context.modules()?);
     std::fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
     for module in ["nvidia.ko", "nvidia-uvm.ko"] {
         let from = context.target.join("simulator").join(module);
@@ -118,7 +107,7 @@ fn module_index(context: &TestContext) -> Result<Vec<(String, Vec<u8>)>> {
     }
     let made = Command::new("/sbin/depmod")
         .arg("-b")
-        .args([&tree, Path::new(release.trim())])
+        .args([&tree, Path::new(&release)])
         .output()
         .context("execute depmod")?;
     ensure!(
@@ -127,8 +116,7 @@ fn module_index(context: &TestContext) -> Result<Vec<(String, Vec<u8>)>> {
         made.status,
         String::from_utf8_lossy(&made.stderr).trim()
     );
-    let mut files = Vec::new();
-    read_into(&mut files, &tree, &format!("{modules}/"))?;
+    let mut files = read_all(&tree)?;
     files.retain(|(path, _)| path.ends_with(".bin"));
     ensure!(!files.is_empty(), "depmod has made no index");
     Ok(files)

@@ -132,9 +132,7 @@ fn tree(context: &TestContext) -> Result<PathBuf> {
 
 /// Path of the driver's module in a guest's root.
 fn module(context: &TestContext, root: &Path) -> Result<PathBuf> {
-    let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
-    let modules = root.join("lib/modules").join(kernel.trim());
-    Ok(modules.join("nvidia.ko"))
+    Ok(root.join(context.modules()?).join("nvidia.ko"))
 }
 
 /// The same files in an initrd.

@@ -51,12 +51,12 @@ pub const TESTS: &[VmTest] = &[
 /// Each strategy binds all GPUs, and makes no config access besides the driver's own: a guest
 /// without any init of ours is the yardstick.
 fn strategies(context: &TestContext) -> Result<Outcome> {
-    let version = std::fs::read_to_string(context.target.join("kernel/version"))?;
+    let folder = context.modules()?;
     let list = std::fs::read_to_string(context.target.join("kernel/modules/load-order"))?;
     let modules = |names: &str| {
         names
             .lines()
-            .map(|m| format!("/lib/modules/{}/{m}\n", version.trim()))
+            .map(|m| format!("/{folder}/{m}\n"))
             .collect::<String>()
     };
     let plain = format!("{}{}", modules(&list), modules("fakepci.ko\nnvidia.ko"));

@@ -159,13 +159,6 @@ impl Image {
     }
 }
 
-fn module_folder(context: &TestContext) -> Result<String> {
-    Ok(format!(
-        "lib/modules/{}",
-        fs::read_to_string(context.target.join("kernel/version"))?.trim()
-    ))
-}
-
 /// The driver as Kata's builder lays it out: libraries in the triplet's folder, programs in
 /// /bin, a tree of modules with its own index.
 pub fn gpu_image(context: &TestContext, options: &[&str]) -> Result<Image> {
@@ -192,7 +185,7 @@ fn driver_tree(context: &TestContext) -> Result<PathBuf> {
         fs::write(&path, "#!/usr/bin/test-programs\n")?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
     }
-    let modules = tree.join(module_folder(context)?);
+    let modules = tree.join(context.modules()?);
     fs::create_dir_all(&modules)?;
     for module in ["nvidia.ko", "nvidia-uvm.ko"] {
         fs::copy(
@@ -225,7 +218,7 @@ pub const PACKED: &[&str] = &["-zlz4hc", "-Enoinline_data"];
 
 /// A base image: without the driver's modules, with what a Kata kernel has built in.
 fn base(context: &TestContext) -> Result<Guest> {
-    let folder = module_folder(context)?;
+    let folder = context.modules()?;
     let module =
         |name: &str| -> &'static str { Box::leak(format!("{folder}/{name}").into_boxed_str()) };
     Guest::with("fakepci.gpus=2")
@@ -695,7 +688,7 @@ fn mismatched(context: &TestContext) -> Result<Outcome> {
 
 fn late(context: &TestContext) -> Result<Outcome> {
     let gpu = gpu_image(context, PACKED)?;
-    let folder = module_folder(context)?;
+    let folder = context.modules()?;
     let list = |name: &str| fs::read_to_string(context.target.join("kernel/modules").join(name));
     let (first, images) = (list("load-order")?, list("image-load-order")?);
     let early = first

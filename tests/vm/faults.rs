@@ -295,9 +295,8 @@ fn no_gpu(context: &TestContext) -> Result<Outcome> {
 
 /// Path of a module in the initrd.
 fn module(context: &TestContext, name: &str) -> Result<&'static str> {
-    let version = std::fs::read_to_string(context.target.join("kernel/version"))?;
     Ok(Box::leak(
-        format!("lib/modules/{}/{name}.ko", version.trim()).into_boxed_str(),
+        format!("{}/{name}.ko", context.modules()?).into_boxed_str(),
     ))
 }
 
@@ -434,8 +433,7 @@ fn no_uvm(context: &TestContext) -> Result<Outcome> {
 
 fn no_vsock(context: &TestContext) -> Result<Outcome> {
     // GPUs alone of the guest's hardware: no virtio, no vsock.
-    let version = std::fs::read_to_string(context.target.join("kernel/version"))?;
-    let list = format!("/lib/modules/{}/fakepci.ko\n", version.trim());
+    let list = format!("/{}/fakepci.ko\n", context.modules()?);
     let mut booted = Guest::new()
         .file("etc/hardware.modules", list.as_bytes())
         .without_vsock()

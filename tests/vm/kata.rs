@@ -384,9 +384,8 @@ fn extension_setup(context: &TestContext) -> Result<Setup> {
         std::fs::create_dir_all(root.join(directory))?;
     }
     std::os::unix::fs::symlink("../init", root.join("sbin/init"))?;
-    let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
     for module in ["nvidia.ko", "nvidia-uvm.ko"] {
-        std::fs::remove_file(root.join("lib/modules").join(kernel.trim()).join(module))?;
+        std::fs::remove_file(root.join(context.modules()?).join(module))?;
     }
     let base = disk_root::erofs_image(context, &root)?;
     let gpu = extensions::gpu_image(context, extensions::PACKED)?;

@@ -23,18 +23,10 @@ pub const TESTS: &[VmTest] = &[
 /// The soft dependency of the first test: without it no record reaches the host.
 const TRANSPORT: &str = "vmw_vsock_virtio_transport";
 
-/// The folder of the test kernel's modules in the initrd.
-fn folder(context: &TestContext) -> Result<String> {
-    Ok(format!(
-        "lib/modules/{}",
-        std::fs::read_to_string(context.target.join("kernel/version"))?.trim()
-    ))
-}
-
 /// Path of a module in the initrd, for [`Guest::without`].
 fn path(context: &TestContext, module: &str) -> Result<&'static str> {
     Ok(Box::leak(
-        format!("{}/{module}.ko", folder(context)?).into_boxed_str(),
+        format!("{}/{module}.ko", context.modules()?).into_boxed_str(),
     ))
 }
 
@@ -72,7 +64,7 @@ fn loaded(booted: &Booted, module: &str) -> Result<(Record, Record)> {
 }
 
 fn compressed(context: &TestContext) -> Result<Outcome> {
-    let folder = folder(context)?;
+    let folder = context.modules()?;
     // Everything but the transport comes from the kernel's side, as with a Kata kernel.
     let hardware = [
         "virtio_ring",
@@ -216,7 +208,7 @@ fn position(bytes: &[u8], text: &[u8]) -> Result<usize> {
 
 /// The kernel's own refusals; damaged files and missing ones are unit tests of `kernel_modules`.
 fn refused(context: &TestContext) -> Result<Outcome> {
-    let folder = folder(context)?;
+    let folder = context.modules()?;
     let plain = format!("{folder}/nvidia.ko");
     // The same module for a kernel of another name, and with another layout: by its checksum this
     // kernel knows, and does not look at the name.

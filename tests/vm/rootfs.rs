@@ -161,7 +161,7 @@ fn test_hardware(context: &TestContext, guest: Guest) -> Result<Guest> {
         |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {}", path.display()));
     let text =
         |path: &str| Ok::<_, anyhow::Error>(String::from_utf8(read(context.target.join(path))?)?);
-    let folder = format!("usr/lib/modules/{}", text("kernel/version")?.trim());
+    let folder = format!("usr/{}", context.modules()?);
     let order = text("kernel/modules/load-order")?;
     let modules = order
         .lines()

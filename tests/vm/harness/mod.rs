@@ -111,6 +111,19 @@ impl TestContext {
         self.target.join(name)
     }
 
+    /// Version of the kernel that guests boot.
+    pub fn kernel_version(&self) -> Result<String> {
+        let path = self.target.join("kernel/version");
+        let text = std::fs::read_to_string(&path);
+        let text = text.with_context(|| format!("read {} (initrd/setup makes it)", path.display()));
+        Ok(text?.trim().to_string())
+    }
+
+    /// Folder of that kernel's modules in a guest's root.
+    pub fn modules(&self) -> Result<String> {
+        Ok(format!("lib/modules/{}", self.kernel_version()?))
+    }
+
     /// The host's program.
     pub fn host_program(&self) -> PathBuf {
         std::env::var_os("KATA_GPU_BOOT")
@@ -153,12 +166,11 @@ impl RealDriver {
         let Ok(module) = std::fs::read(folder.join("nvidia.ko")) else {
             return Ok(None);
         };
-        let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
         let version = std::fs::read_to_string(folder.join("version"))?
             .trim()
             .to_string();
         Ok(Some(Self {
-            module_path: format!("lib/modules/{}/nvidia.ko", kernel.trim()),
+            module_path: format!("{}/nvidia.ko", context.modules()?),
             module,
             version,
             folder,
@@ -325,14 +337,11 @@ impl Guest {
                 .with_context(|| format!("read {} (initrd/setup makes it)", path.display()))
         };
         let kernel = context.target.join("kernel");
-        let (version, list) = (
-            read(kernel.join("version"))?,
-            read(kernel.join("modules").join(list))?,
-        );
-        let (version, list) = (String::from_utf8(version)?, String::from_utf8(list)?);
+        let list = String::from_utf8(read(kernel.join("modules").join(list))?)?;
+        let folder = context.modules()?;
         let mut paths = String::new();
         for name in list.lines() {
-            let path = format!("lib/modules/{}/{name}", version.trim());
+            let path = format!("{folder}/{name}");
             self = self.file(&path, &read(kernel.join("modules").join(name))?);
             paths.push_str(&format!("/{path}\n"));
         }
@@ -358,11 +367,11 @@ impl Guest {
             std::fs::read_to_string(kernel.join(file))
                 .with_context(|| format!("read {file} (initrd/setup makes it)"))
         };
-        let (version, first) = (read("version")?, read("modules/load-order")?);
+        let (folder, first) = (context.modules()?, read("modules/load-order")?);
         let mut paths: String = first
             .lines()
             .chain(["fakepci.ko"])
-            .map(|m| format!("/lib/modules/{}/{m}\n", version.trim()))
+            .map(|m| format!("/{folder}/{m}\n"))
             .collect();
         let mut guest = self;
         for list in lists {
