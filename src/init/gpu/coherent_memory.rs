@@ -14,6 +14,7 @@
 //! read; memory hot-plug of anything else.
 
 use crate::machine::files::{entries, read};
+use crate::machine::memory;
 use kata_gpu_wire::arch::Arch;
 use kata_gpu_wire::pci_address::PciAddress;
 use std::fs;
@@ -60,7 +61,7 @@ pub fn prepare(root: &Path, arch: Arch, gpus: &[PciAddress]) -> Option<Prepared>
     let (policy, set) = set_movable(root);
     let gpu_memory = gpus.iter().map(|gpu| bar_size(root, *gpu)).sum();
     let page_structs = gpu_memory / page_size() * PAGE_STRUCT;
-    let available = available(root);
+    let available = memory::available(root);
     let no_room = || {
         let text = format!(
             "memory of the GPUs: {} MiB of it take {} MiB of the guest's RAM to manage, and {} \
@@ -165,20 +166,6 @@ fn bar_size(root: &Path, gpu: PciAddress) -> u64 {
         (Some(Ok(start)), Some(Ok(end))) if end > start => end - start + 1,
         _ => 0,
     }
-}
-
-/// RAM that is available, in bytes; 0 where the kernel does not report it.
-pub fn available(root: &Path) -> u64 {
-    let text = read(&root.join("proc/meminfo"), MAX_TEXT).unwrap_or_default();
-    let text = String::from_utf8_lossy(&text).into_owned();
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))
-        .unwrap_or_default();
-    line.trim()
-        .trim_end_matches(" kB")
-        .parse::<u64>()
-        .map_or(0, |kib| kib << 10)
 }
 
 fn page_size() -> u64 {

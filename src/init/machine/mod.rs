@@ -6,6 +6,7 @@ pub mod files; // reads within a limit, and errors that name the path
 pub mod interrupts; // interrupts kept off the vCPU that enables
 pub mod kernel_console; // console level of the kernel during an enabling
 pub mod kernel_log; // lines of the kernel's log
+pub mod memory; // RAM that is available
 pub mod mounts; // file systems, and /var/run
 pub mod ptp_kvm; // the host's clock, by way of the hypervisor
 pub mod sys; // system calls that need unsafe

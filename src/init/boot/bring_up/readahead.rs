@@ -6,9 +6,8 @@
 
 use super::driver::Image;
 use crate::driver_files::{FIRMWARE_DIRECTORY, FIRMWARE_PARAMETER};
-use crate::gpu::coherent_memory::available;
 use crate::gpu::pci::Gpu;
-use crate::machine::{files, sys, threads};
+use crate::machine::{files, memory, sys, threads};
 use crate::step;
 use crate::stream::{After, StepId};
 use kata_gpu_wire::names;
@@ -54,7 +53,7 @@ pub fn start(image: &Image, gpus: &[Gpu], scanned: StepId) {
             })
         };
         let module = module.iter().filter_map(|path| open(path));
-        let mut room = available(Path::new("/")) / SHARE;
+        let mut room = memory::available(Path::new("/")) / SHARE;
         let files: Vec<OnDisk> = module
             .chain(firmware.iter().filter_map(open_firmware))
             .filter(|file| {
