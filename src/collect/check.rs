@@ -94,10 +94,10 @@ pub async fn answer(socket: Socket, streams: Streams, mut stop: watch::Receiver<
 
 /// Asks the collector of this directory; an error where it does not receive.
 pub fn ask(dir: &Path) -> Result<()> {
-    let (_open, path) = short(dir)?;
     let at = dir.display();
-    let socket = net::UnixStream::connect(&path)
-        .with_context(|| format!("{at}: no collector listens: does one run with this --dir?"))?;
+    let nobody = || format!("{at}: no collector listens: does one run with this --dir?");
+    let (_open, path) = short(dir).with_context(nobody)?;
+    let socket = net::UnixStream::connect(&path).with_context(nobody)?;
     socket
         .set_read_timeout(Some(ANSWER))
         .context("set a deadline")?;

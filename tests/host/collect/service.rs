@@ -181,14 +181,18 @@ fn the_check_succeeds_only_with_a_collector_that_receives() {
             .output()
             .unwrap()
     };
-    for dir in [&dir.0, &long.0] {
-        crate::make_dir(dir.join("boots"));
+    let has_none = |dir: &Path| {
         let none = check(dir);
         assert_eq!(none.status.code(), Some(2), "{none:?}");
         assert!(
             stderr(&none).contains("does one run with this --dir?"),
             "{none:?}"
         );
+    };
+    for dir in [&dir.0, &long.0] {
+        has_none(dir);
+        crate::make_dir(dir.join("boots"));
+        has_none(dir);
     }
     let uds = dir.0.join("v");
     for _ in 0..2 {
