@@ -54,7 +54,7 @@ const PROGRAM: &str = "/usr/bin/cuda-program";
 
 /// A container sees the guest's library, these GPUs and no other, as the same program does under
 /// the tests' own agent (container_roots.rs).
-fn sees(output: &str, gpus: &[u32]) -> Result<()> {
+pub(super) fn sees(output: &str, gpus: &[u32]) -> Result<()> {
     has_the_guests_libcuda(Arch::X86_64, output)?;
     let nodes: Vec<&str> = said(output, "nodes").split(',').collect();
     let wanted = gpus
@@ -78,7 +78,7 @@ fn sees(output: &str, gpus: &[u32]) -> Result<()> {
 }
 
 /// How many GPUs are bound in a boot as `show --json` has it.
-fn bound(boot: &str) -> Result<usize> {
+pub(super) fn bound(boot: &str) -> Result<usize> {
     let boot: serde_json::Value = serde_json::from_str(boot)?;
     Ok(boot["gpus"].as_array().map_or(0, |gpus| {
         gpus.iter()

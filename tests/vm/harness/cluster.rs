@@ -4,10 +4,10 @@
 //! `KUBERNETES` names a folder with the programs, as a distribution ships them: [`PROGRAMS`]. There
 //! is no network: images come from archives, and containerd's own for a pod's sandbox is made here.
 
-use super::cri::IMPORT;
+use super::cri::{IMPORT, has_runtime, images};
 use super::emulated_host::tar;
-use super::kata::ROOTS;
-use super::{EmulatedHost, KvmGuest, KvmImage, Outcome, Size, TestContext};
+use super::kata::{ROOTS, set_words};
+use super::{EmulatedHost, KvmGuest, KvmImage, Outcome, Shim, Size, TestContext};
 use crate::trials;
 use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
@@ -40,8 +40,10 @@ pub const PATIENCE: &str = "100s";
 /// How long one thing may take: ends nothing but a hang.
 const DEADLINE: Duration = Duration::from_secs(1800);
 
-/// Before a script whose kubectl is the administrator's.
-const ADMINISTRATOR: &str = "export HOME=/root KUBECONFIG=/etc/kubernetes/admin.conf";
+/// Before a script whose kubectl is the administrator's. Over WebSockets kubectl 1.34 drops what a
+/// command prints before kubectl has made the stream for that, as can happen on a busy machine.
+const ADMINISTRATOR: &str = "export HOME=/root KUBECONFIG=/etc/kubernetes/admin.conf \
+    KUBECTL_REMOTE_COMMAND_WEBSOCKETS=false";
 
 fn folder() -> Option<PathBuf> {
     std::env::var_os("KUBERNETES").map(PathBuf::from)
@@ -80,6 +82,34 @@ impl Cluster {
         image: &KvmImage,
         more: &[(&str, PathBuf)],
     ) -> Result<Self> {
+        Self::start_on(context, image, more, |_| Ok(()))
+    }
+
+    /// Starts one whose containerd has a runtime of Kata's ([`super::RUNTIME`]), with images for
+    /// its pods; their guests have the command line of `image`.
+    pub fn start_with_kata(
+        context: &TestContext,
+        shim: Shim,
+        image: &KvmImage,
+        more: &[(&str, PathBuf)],
+    ) -> Result<Self> {
+        let files = [shim.archives(context)?.as_slice(), more].concat();
+        let mut cluster = Self::start_on(context, image, &files, |host| {
+            let config = shim.unpack(host, "")?;
+            set_words(host, image.append())?;
+            has_runtime(host, &config)
+        })?;
+        cluster.import(&images())?;
+        Ok(cluster)
+    }
+
+    /// Starts one on a host that is prepared before Kubernetes begins.
+    fn start_on(
+        context: &TestContext,
+        image: &KvmImage,
+        more: &[(&str, PathBuf)],
+        prepare: impl FnOnce(&mut EmulatedHost) -> Result<()>,
+    ) -> Result<Self> {
         let folder = folder().context("KUBERNETES is not set")?;
         let (certificate, key) = key_pair(&context.work_dir)?;
         let project = trials::project();
@@ -110,6 +140,7 @@ impl Cluster {
         say("starting the host ...");
         let mut host = EmulatedHost::start(context, "host", Size::AS_NODE, &files)?;
         KvmGuest::prepare(&mut host)?;
+        prepare(&mut host)?;
         // A VM that never runs: with it the kernel patches its scheduler's code for KVM now, on an
         // idle machine, and no guest that comes or goes has it patched again (Size::WITH_GUESTS).
         host.run(

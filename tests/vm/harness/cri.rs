@@ -2,15 +2,15 @@
 //! Each is one unary gRPC call by curl over containerd's socket; fields are numbered as in
 //! k8s.io/cri-api/pkg/apis/runtime/v1/api.proto.
 
-use super::KataHost;
 use super::kata::ROOTS;
+use super::{EmulatedHost, KataHost};
 use anyhow::{Context, Result, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use kata_gpu_test_guest::protobuf::{Message, bytes_of};
 
 /// The runtime's name in containerd's configuration, as a RuntimeClass gives it.
-const HANDLER: &str = "kata-gpu";
+pub const RUNTIME: &str = "kata-gpu";
 /// Before each gRPC message: whether it is compressed, and its length.
 const PREFIX: usize = 5;
 const NAMESPACE: &str = "tests";
@@ -34,27 +34,40 @@ sandbox_image() {
     containerd config dump | sed -n 's/^ *sandbox_image = .\(.*\).$/\1/p'
 }"#;
 
-/// The test's own images, and the address of a pod. The guest's kernel has no network driver: Kata
-/// leaves CNI's interface on the host.
-const SETUP: &str = r#"set -e
+/// containerd's runtimes: a list in its configuration replaces its own, which has runc. The guest's
+/// kernel has no network driver: Kata leaves CNI's interface on the host.
+const RUNTIMES: &str = r#"set -e
 cat >> /etc/containerd/config.toml <<END
-[plugins."io.containerd.grpc.v1.cri".containerd]
-default_runtime_name = "@HANDLER@"
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.@HANDLER@]
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.@RUNTIME@]
 runtime_type = "io.containerd.kata.v2"
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.@HANDLER@.options]
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.@RUNTIME@.options]
 ConfigPath = "@CONFIG@"
 END
-printf '[runtime]\ninternetworking_model = "none"\ndisable_new_netns = true\n' > "$(dirname "@CONFIG@")/config.d/20-network.toml"
-mkdir -p /etc/cni/net.d @LOGS@
-echo '{"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "ptp",
-    "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"}}]}' > /etc/cni/net.d/00-pods.conflist
-systemctl restart containerd
-@IMPORT@
-image "$(sandbox_image)" @ROOTS@/static '["/application", "pause"]'
-image @NAMESPACE@/debian:1 @ROOTS@/debian '["/usr/bin/cuda-program"]'
-image @NAMESPACE@/static:1 @ROOTS@/static '["/application"]'
+printf '[runtime]\ninternetworking_model = "none"\ndisable_new_netns = true\n' \
+    > "$(dirname "@CONFIG@")/config.d/20-network.toml"
 "#;
+
+const NETWORK: &str = r#"{"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "ptp",
+    "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"}}]}"#;
+
+/// Gives containerd the runtime [`RUNTIME`], from its next start on, with this configuration of
+/// Kata's.
+pub(super) fn has_runtime(host: &mut EmulatedHost, config: &str) -> Result<()> {
+    let script = RUNTIMES
+        .replace("@RUNTIME@", RUNTIME)
+        .replace("@CONFIG@", config);
+    host.run(&script).map(drop)
+}
+
+/// Lines for [`IMPORT`]: the containers' images.
+pub(super) fn images() -> String {
+    format!(
+        "image {NAMESPACE}/debian:1 {ROOTS}/debian '[\"/usr/bin/cuda-program\"]'\n\
+         image {NAMESPACE}/static:1 {ROOTS}/static '[\"/application\"]'\n"
+    )
+}
 
 /// A pod's sandbox, with the configuration that each request about its containers repeats.
 pub struct Pod {
@@ -66,20 +79,15 @@ pub struct Pod {
 impl KataHost {
     /// Gives containerd what its CRI needs for pods of Kata's.
     pub fn with_cri(&mut self) -> Result<()> {
-        let values = [
-            ("@IMPORT@", IMPORT),
-            ("@HANDLER@", HANDLER),
-            ("@CONFIG@", &self.config),
-            ("@LOGS@", LOGS),
-            ("@ROOTS@", ROOTS),
-            ("@NAMESPACE@", NAMESPACE),
-        ];
-        let script = values
-            .iter()
-            .fold(SETUP.to_string(), |script, (name, value)| {
-                script.replace(name, value)
-            });
-        self.host.run(&script).map(drop)
+        has_runtime(&mut self.host, &self.config)?;
+        let setup = format!(
+            "set -e; mkdir -p /etc/cni/net.d {LOGS}; echo '{NETWORK}' > \
+            /etc/cni/net.d/00-pods.conflist
+            systemctl restart containerd\n{IMPORT}
+            image \"$(sandbox_image)\" {ROOTS}/static '[\"/application\", \"pause\"]'\n{}",
+            images()
+        );
+        self.host.run(&setup).map(drop)
     }
 
     /// RunPodSandbox; `words` go to the guest's kernel.
@@ -95,7 +103,7 @@ impl KataHost {
             .text(3, &format!("{LOGS}/{name}"));
         let answer = self.cri(
             "RunPodSandbox",
-            Message::new().message(1, config.clone()).text(2, HANDLER),
+            Message::new().message(1, config.clone()).text(2, RUNTIME),
         )?;
         Ok(Pod {
             id: id_in(&answer)?,

@@ -12,6 +12,7 @@ mod receiver;
 
 pub use cluster::{Cluster, NODE, PATIENCE, PROJECT};
 pub use console::{AgentLine, Console};
+pub use cri::RUNTIME;
 pub use emulated_host::{EmulatedHost, Size, deployed};
 pub use kata::{BOOTS, KataHost, Setup, Shim, agent};
 pub use kvm_guest::{KERNEL as KVM_KERNEL, KvmGuest, KvmImage, SHARED};
