@@ -142,17 +142,12 @@ fn node(context: &TestContext, image: &KvmImage, initrds: &[PathBuf; 2]) -> Resu
     ];
     let mut cluster = Cluster::start(context, image, &files)?;
     cluster.run(&format!(
-        "set -e; mkdir -p $(dirname {KERNEL}) $(dirname {SHIM}) && ln {KVM_KERNEL} {KERNEL}
+        "set -e; mkdir -p $(dirname {SHIM})
         printf '#!/bin/sh\\n' > {SHIM} && chmod 755 {SHIM} /var/cluster/shim"
     ))?;
+    cluster.has_kernel()?;
     cluster.writes_overlay()?;
-    for (archive, name, tag) in [
-        (ARCHIVES[0], COLLECTOR, VERSION),
-        (ARCHIVES[1], INSTALLER, "1"),
-        (ARCHIVES[2], INSTALLER, "2"),
-    ] {
-        cluster.import_archive(archive, &format!("{REGISTRY}/{name}"), tag)?;
-    }
+    cluster.has_images(&["1", "2"])?;
     cluster.run(&format!(
         "ctr --namespace k8s.io images tag {REGISTRY}/{COLLECTOR}:{VERSION} \
          {REGISTRY}/{COLLECTOR}:next"
@@ -170,6 +165,24 @@ fn node(context: &TestContext, image: &KvmImage, initrds: &[PathBuf; 2]) -> Resu
 }
 
 impl Cluster {
+    /// Puts the guests' kernel where Kata has its own, which the installer's pod reads.
+    fn has_kernel(&mut self) -> Result<()> {
+        self.run(&format!(
+            "mkdir -p $(dirname {KERNEL}) && ln {KVM_KERNEL} {KERNEL}"
+        ))
+        .map(drop)
+    }
+
+    /// Imports the collector's image, and the installer's under these tags.
+    fn has_images(&mut self, tags: &[&str]) -> Result<()> {
+        let installers = tags.iter().map(|tag| (INSTALLER, *tag));
+        let images = [(COLLECTOR, VERSION)].into_iter().chain(installers);
+        for (archive, (name, tag)) in ARCHIVES.iter().zip(images) {
+            self.import_archive(archive, &format!("{REGISTRY}/{name}"), tag)?;
+        }
+        Ok(())
+    }
+
     fn writes_overlay(&mut self) -> Result<()> {
         let overlay = overlay()?;
         self.run(&format!("cat > {OVERLAY} <<'END'\n{overlay}END"))
@@ -201,9 +214,15 @@ impl Cluster {
 
     /// A command in the collector's pod, as the pages have it.
     fn in_collector(&mut self, words: &str) -> Result<String> {
+        let command = of_collector(words);
         self.run(&format!(
-            "kubectl exec -n {NAMESPACE} ds/{COLLECTOR} -- kata-gpu-boot {words}"
+            "{command} 2>/run/messages || {{ cat /run/messages; false; }}"
         ))
+    }
+
+    /// What a command in the collector's pod says that must fail.
+    fn refused_in_collector(&mut self, words: &str) -> Result<String> {
+        self.run(&format!("! {} 2>&1", of_collector(words)))
     }
 
     /// Waits until a command in the collector's pod prints this.
@@ -211,17 +230,23 @@ impl Cluster {
         self.until(
             &format!("{text:?} of {words:?} in the collector's pod"),
             &format!(
-                "said=$(kubectl exec -n {NAMESPACE} ds/{COLLECTOR} -- kata-gpu-boot {words} 2>&1); \
-                 echo \"$said\"; grep -qF '{text}' <<<\"$said\""
+                "said=$({} 2>&1); echo \"$said\"; grep -qF '{text}' <<<\"$said\"",
+                of_collector(words)
             ),
         )
     }
 
     /// The key of Kata's configuration as the drop-in has it.
     fn installed(&mut self) -> Result<String> {
-        self.run(&format!(
+        let initrd = self.run(&format!(
             "sed -n 's/^initrd *= *\"\\(.*\\)\"/\\1/p' {RUNTIME_DIR}/config.d/*kata-gpu-init*"
-        ))
+        ))?;
+        // A copy of the image's.
+        ensure!(
+            initrd.starts_with(&format!("{KATA}/share/kata-gpu-init/gpu-sha256-")),
+            "installed: {initrd:?}"
+        );
+        Ok(initrd)
     }
 
     /// Uid of the pod of a DaemonSet.
@@ -231,6 +256,11 @@ impl Cluster {
              'jsonpath={{.items[*].metadata.uid}}'"
         ))
     }
+}
+
+/// The command as the pages have it.
+fn of_collector(words: &str) -> String {
+    format!("kubectl exec -n {NAMESPACE} ds/{COLLECTOR} -- kata-gpu-boot {words}")
 }
 
 fn both_daemonsets(context: &TestContext) -> Result<Outcome> {
@@ -286,18 +316,8 @@ fn refused_then_installed(cluster: &mut Cluster) -> Result<()> {
     ))?;
     cluster.rolled_out(NAMESPACE, INSTALLER)?;
     let initrd = cluster.installed()?;
-    is_a_copy(&initrd)?;
     let label = cluster.run(&format!("cat {FEATURE} && test -s {initrd}"))?;
     ensure!(label == "kata-gpu-init=true", "{label}");
-    Ok(())
-}
-
-/// The initrd in effect is one that the installer has copied.
-fn is_a_copy(initrd: &str) -> Result<()> {
-    ensure!(
-        initrd.starts_with(&format!("{KATA}/share/kata-gpu-init/gpu-sha256-")),
-        "installed: {initrd:?}"
-    );
     Ok(())
 }
 
