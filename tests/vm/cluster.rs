@@ -220,7 +220,7 @@ impl Cluster {
         ))
     }
 
-    /// What a command in the collector's pod says that must fail.
+    /// Runs a command in the collector's pod that must fail; its words.
     fn refused_in_collector(&mut self, words: &str) -> Result<String> {
         self.run(&format!("! {} 2>&1", of_collector(words)))
     }

@@ -1,5 +1,5 @@
-//! A pod of a RuntimeClass on the node: the kubelet runs it under Kata's own shim and agent, with the
-//! guest that the installer's DaemonSet has installed; GPUs are simulated in the guest.
+//! A pod of a RuntimeClass on the node: the kubelet runs it under Kata's own shim and agent, with
+//! the guest that the installer's DaemonSet has installed; GPUs are simulated in the guest.
 
 use super::{
     ARCHIVES, COLLECTOR, INSTALLER, KERNEL, NAMESPACE, RUNTIME_DIR, archive, named_initrd,
