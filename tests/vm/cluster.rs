@@ -10,8 +10,8 @@
 mod runtime_class;
 
 use super::harness::{
-    Cluster, Guest, KVM_KERNEL, KvmGuest, KvmImage, NODE, Outcome, PATIENCE, PROJECT, TestContext,
-    VmTest,
+    BOOTS, Cluster, Guest, KVM_KERNEL, KvmGuest, KvmImage, NODE, Outcome, PATIENCE, PROJECT,
+    TestContext, VmTest,
 };
 use crate::trials;
 use anyhow::{Context, Result, ensure};
@@ -329,7 +329,7 @@ fn collects(cluster: &mut Cluster, image: &KvmImage) -> Result<()> {
          app.kubernetes.io/name={COLLECTOR} -o 'jsonpath={{.items[0].status.podIP}}'):9464/metrics"
     ))?;
     ensure!(metrics.contains("kata_gpu_boot_build_info{"), "{metrics}");
-    cluster.in_collector("collect --check --dir=/var/lib/kata-gpu-boot")?;
+    cluster.in_collector(&format!("collect --check --dir={BOOTS}"))?;
     let log = cluster.run(&format!("kubectl logs -n {NAMESPACE} ds/{COLLECTOR}"))?;
     ensure!(log.contains("listening on vsock port"), "{log}");
 
@@ -386,8 +386,10 @@ fn upgrade(cluster: &mut Cluster) -> Result<()> {
     cluster
         .until(
             "the guest again",
-            "test $(grep -cF '\"event\":\"connected\",\"peer\":\"cid 33\"' $(grep -lF \
-             '\"pod\":\"train-0\"' /var/lib/kata-gpu-boot/*.ndjson)) -ge 2",
+            &format!(
+                "test $(grep -cF '\"event\":\"connected\",\"peer\":\"cid 33\"' $(grep -lF \
+                 '\"pod\":\"train-0\"' {BOOTS}/*.ndjson)) -ge 2"
+            ),
         )
         .map(drop)
 }
@@ -469,7 +471,7 @@ fn leave(cluster: &mut Cluster, before: &str) -> Result<()> {
     )?;
     let after = cluster.run(SNAPSHOT)?;
     ensure!(after == before, "before:\n{before}\nafter:\n{after}");
-    let boots = cluster.run("ls /var/lib/kata-gpu-boot/*.ndjson | wc -l")?;
+    let boots = cluster.run(&format!("ls {BOOTS}/*.ndjson | wc -l"))?;
     ensure!(boots == "2", "{boots} boots are left");
     let left = cluster.run(&format!(
         "kubectl get all,configmaps,serviceaccounts,clusterroles,clusterrolebindings -A -o name | \

@@ -234,7 +234,7 @@ impl KataHost {
     pub fn skipped(context: &TestContext, shim: Shim) -> Result<Option<Outcome>> {
         let Some(folder) = folder() else {
             return Ok(Some(Outcome::Skipped(
-                "KATA names no folder like kata-deploy's /opt/kata: KATA=DIR names one".into(),
+                "KATA names no folder like kata-deploy's /opt/kata: KATA=DIR tests/run kata".into(),
             )));
         };
         let program = folder.join(shim.program());
