@@ -184,7 +184,7 @@ struct Times {
 
 impl Times {
     /// Lower bound of the time of every order, in ms, for `n` GPUs: by an exact search in the model
-    /// of the locks (tests/schedule), and where there are too many orders to search, by the locks
+    /// of the locks (tests/schedule) for orders that a guest can see the moments of, and where there are too many orders to search, by the locks
     /// one by one.
     fn bound(&self, n: u64) -> Bound {
         let simple = self.simple_bound(n);
@@ -220,7 +220,7 @@ impl Times {
         };
         let serial =
             n * (self.enable + self.firewall + self.probe + self.parts.iter().sum::<u64>()) * 1000;
-        let found = search(&host, Rule::NothingSpins, serial, WORLDS);
+        let found = search(&host, Rule::AsSeen, serial, WORLDS);
         Bound {
             ms: (found.bound / 1000).max(simple),
             reachable: found.visited < WORLDS,

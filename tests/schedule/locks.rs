@@ -431,9 +431,18 @@ impl<'h> World<'h> {
 
     /// Somebody is in an S3 that has begun, and has config accesses to come.
     pub fn loads_state(&self) -> bool {
+        self.is_in_group_of_s3(STATE_GROUPS.len() - 1)
+    }
+
+    /// Somebody is in an S3 that has begun.
+    pub fn is_in_s3(&self) -> bool {
+        self.is_in_group_of_s3(STATE_GROUPS.len())
+    }
+
+    /// Somebody is in an S3 that has begun, in a group of its steps before this one.
+    fn is_in_group_of_s3(&self, before: usize) -> bool {
         (0..self.count()).any(|gpu| {
-            let last = STATE_GROUPS.len() - 1;
-            matches!(self.at(gpu), At::State(group) if usize::from(group) < last)
+            matches!(self.at(gpu), At::State(group) if usize::from(group) < before)
                 && !matches!(self.waits(gpu), Wait::Driver | Wait::EveryGpu)
         })
     }

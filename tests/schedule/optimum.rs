@@ -23,6 +23,9 @@ pub enum Rule {
     /// Nothing spins beside an enabling: no config access but the first one of an S3, no load, no
     /// second enabling. No enabling begins inside an S3 with accesses to come.
     NothingSpins,
+    /// The same, and no enabling begins inside an S3 at all: nothing shows a guest where in it the
+    /// accesses are.
+    AsSeen,
     /// No enabling begins inside an S1.
     NoneInsideS1,
     None,
@@ -158,6 +161,7 @@ impl Search {
         }
         let locked = match self.rule {
             Rule::NothingSpins => world.attaching() || world.loads_state(),
+            Rule::AsSeen => world.attaching() || world.is_in_s3(),
             Rule::NoneInsideS1 => world.attaching(),
             Rule::None => false,
         };
@@ -188,7 +192,7 @@ impl Search {
                 .is_some_and(|gpu| world.at(gpu) == At::ProbeEnable)
         };
         match self.rule {
-            Rule::NothingSpins => world.spinning() > world.states_to_begin(),
+            Rule::NothingSpins | Rule::AsSeen => world.spinning() > world.states_to_begin(),
             Rule::NoneInsideS1 => mapped_by_probe() && world.attaching(),
             Rule::None => false,
         }

@@ -530,6 +530,10 @@ fn cri(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
         context.work_dir.join("runtime.log"),
         kata.host.run("cat /run/runtime.log")?,
     )?;
+    std::fs::write(
+        context.work_dir.join("boot.ndjson"),
+        kata.host.run(&format!("cat {BOOTS}/*.ndjson"))?,
+    )?;
     let window = "--from RunPodSandbox --to 'first container started'";
     let share = kata.unexplained("/run/runtime.log", "train-0", window)?;
     ensure!(share < 1.0, "{share} % is unexplained");

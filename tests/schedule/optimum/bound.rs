@@ -40,7 +40,7 @@ pub fn least(world: &World, rule: Rule) -> Micros {
     // The last of all enablings and S1 is an S1.
     let lane = match rule {
         _ if left.enable == 0 => 0,
-        Rule::NothingSpins | Rule::NoneInsideS1 => left.enable + left.s1 + s2 + s3,
+        Rule::NothingSpins | Rule::AsSeen | Rule::NoneInsideS1 => left.enable + left.s1 + s2 + s3,
         Rule::None => left.enable + s1 + s2 + s3,
     };
     left.way.max(driver).max(lane)
