@@ -183,9 +183,9 @@ struct Times {
 }
 
 impl Times {
-    /// Lower bound of the time of every order, in ms, for `n` GPUs: by an exact search in the model
-    /// of the locks (tests/schedule) for orders that a guest can see the moments of, and where there are too many orders to search, by the locks
-    /// one by one.
+    /// Lower bound of the time, in ms, of every order for `n` GPUs by what a guest sees: from an
+    /// exact search in the model of the locks (tests/schedule), and where there are too many orders
+    /// to search, from the locks one by one.
     fn bound(&self, n: u64) -> Bound {
         let simple = self.simple_bound(n);
         if n > MOST_SEARCHED {
@@ -246,7 +246,7 @@ impl Times {
     }
 }
 
-/// What no order beats, in ms.
+/// Time that no order beats.
 struct Bound {
     ms: u64,
     /// Whether an order takes so long: the search was complete.
