@@ -245,11 +245,7 @@ impl Computes {
 impl Row {
     fn of(kind: &Kind, parts: [Micros; 3], enable: Micros, gpus: usize) -> Self {
         let host = kind.host(parts, enable, gpus);
-        let loading = Host {
-            load: Some([0, 0]),
-            grace: 0,
-            ..host.clone()
-        };
+        let loading = host.to_be_loaded();
         let policy = kind.policy(gpus, host.vcpus);
         let containers = Container::one_each(gpus);
         let none = Overhead::default();

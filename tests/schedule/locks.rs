@@ -117,6 +117,15 @@ impl Host {
             gpus: vec![gpu; count],
         }
     }
+
+    /// The same with a driver that is still to be loaded; the load takes no time of its own.
+    pub fn to_be_loaded(&self) -> Self {
+        Self {
+            load: Some([0, 0]),
+            grace: 0,
+            ..self.clone()
+        }
+    }
 }
 
 /// An order that a schedule can give.

@@ -135,16 +135,9 @@ fn the_former_order_is_far_from_the_best() {
 #[test]
 fn the_schedule_is_near_the_best_order_by_what_is_seen() {
     for gpus in [2, 4, 8] {
-        let host = Host {
-            sees_attach: true,
-            ..Host::of(gpus, MEDIUM)
-        };
-        let loading = Host {
-            load: Some([0, 0]),
-            grace: 0,
-            ..host.clone()
-        };
-        let ours = drive(&loading, policy(gpus, 2), &[], Overhead::default(), 0).outcome;
+        let host = Host::of(gpus, MEDIUM);
+        let none = Overhead::default();
+        let ours = drive(&host.to_be_loaded(), policy(gpus, 2), &[], none, 0).outcome;
         let best = |rule| search(&host, rule, 60_000 * MS, 1_000_000).usable;
         let (seen, knowing) = (best(Rule::AsSeen), best(Rule::NothingSpins));
         assert!(ours.usable * 1000 <= seen * 1002, "{gpus}: {ours:?} {seen}");
