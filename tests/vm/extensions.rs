@@ -187,7 +187,7 @@ fn driver_tree(context: &TestContext) -> Result<PathBuf> {
     }
     let modules = tree.join(context.modules()?);
     fs::create_dir_all(&modules)?;
-    for module in ["nvidia.ko", "nvidia-uvm.ko"] {
+    for module in DRIVER {
         fs::copy(
             context.target.join("simulator").join(module),
             modules.join(module),
@@ -212,6 +212,9 @@ fn fresh(context: &TestContext, name: &str) -> Result<PathBuf> {
     fs::create_dir_all(&tree).with_context(|| format!("make {}", tree.display()))?;
     Ok(tree)
 }
+
+/// The driver's modules, which the extension has and the base image lacks.
+pub const DRIVER: [&str; 2] = ["nvidia.ko", "nvidia-uvm.ko"];
 
 /// As Kata's image builder packs them.
 pub const PACKED: &[&str] = &["-zlz4hc", "-Enoinline_data"];

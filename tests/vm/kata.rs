@@ -133,12 +133,7 @@ fn containers(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     kata.agents_log("/run/agent.log")?;
     let text = kata.look("show --json --console /run/agent.log", "train-0")?;
     // Both are kept: tests/fixtures/agent has them of one run.
-    std::fs::write(
-        context.work_dir.join("agent.log"),
-        kata.host.run("cat /run/agent.log")?,
-    )?;
-    let file = kata.host.run(&format!("cat {BOOTS}/*.ndjson"))?;
-    std::fs::write(context.work_dir.join("boot.ndjson"), file)?;
+    kept(context, kata, "agent.log")?;
     let with: serde_json::Value = serde_json::from_str(&text)?;
     let ready = |boot: &serde_json::Value| -> Option<u64> {
         boot["milestones"]
@@ -164,6 +159,16 @@ fn containers(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     );
     waits_for_no_other(kata)?;
     Ok(Outcome::Measured(format!("sandbox {sandbox:.1} s")))
+}
+
+/// Copies a log of the host's `/run`, and the boot's file, to where a failed test leaves its files.
+fn kept(context: &TestContext, kata: &mut KataHost, log: &str) -> Result<()> {
+    let boots = format!("{BOOTS}/*.ndjson");
+    for (name, from) in [(log, format!("/run/{log}")), ("boot.ndjson", boots)] {
+        let text = kata.host.run(&format!("cat {from}"))?;
+        std::fs::write(context.work_dir.join(name), text)?;
+    }
+    Ok(())
 }
 
 /// A container of one GPU runs in a pod whose other GPU is never bound. Of a load that probes all
@@ -375,9 +380,6 @@ fn nothing_left(kata: &mut KataHost) -> Result<()> {
         .map(drop)
 }
 
-/// The driver's modules.
-const DRIVER: [&str; 2] = ["nvidia.ko", "nvidia-uvm.ko"];
-
 /// Kata 4's layout: an erofs image without a driver, and a GPU extension with a hash tree.
 fn extension_setup(context: &TestContext) -> Result<Setup> {
     let (image, disk) = ("/var/guests/base.image", "/var/guests/gpu.image");
@@ -389,14 +391,14 @@ fn extension_setup(context: &TestContext) -> Result<Setup> {
     }
     std::os::unix::fs::symlink("../init", root.join("sbin/init"))?;
     let modules = root.join(context.modules()?);
-    for module in DRIVER {
+    for module in extensions::DRIVER {
         std::fs::remove_file(modules.join(module))?;
     }
     // Kata's builder lists what is there.
     let list = modules.join("modules.dep");
     let text = std::fs::read_to_string(&list)?;
     let left = text.lines().filter(|line| {
-        DRIVER
+        extensions::DRIVER
             .iter()
             .all(|module| !line.starts_with(&format!("{module}:")))
     });
@@ -526,14 +528,7 @@ fn cri(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
 
     // Whose time it was, by containerd's and the shim's lines beside the stream.
     kata.agents_log("/run/runtime.log")?;
-    std::fs::write(
-        context.work_dir.join("runtime.log"),
-        kata.host.run("cat /run/runtime.log")?,
-    )?;
-    std::fs::write(
-        context.work_dir.join("boot.ndjson"),
-        kata.host.run(&format!("cat {BOOTS}/*.ndjson"))?,
-    )?;
+    kept(context, kata, "runtime.log")?;
     // Not the kernel itself: its silence of over 5 s is unexplained, and an emulated one on a busy
     // machine is silent for as long.
     let mut shares = Vec::new();
